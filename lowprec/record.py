@@ -141,9 +141,14 @@ class Record:
         pa.parquet.write_table(pa.table(columns), temporary, compression="zstd")
         temporary.rename(self.run / "tensors.parquet")
 
-    def close(self) -> None:
-        """Ends the stream and frees the lock."""
+    def finish_stream(self) -> None:
+        """Ends the Arrow stream of this attempt."""
         if self._stream is not None:
             self._stream.close()
             self._sink.close()
+            self._stream = self._sink = None
+
+    def close(self) -> None:
+        """Ends the stream and frees the lock."""
+        self.finish_stream()
         self._lock.close()

@@ -76,7 +76,7 @@ def directory(config: Config, sources: dict[str, str]) -> Path:
 
 
 def encode_row(row: dict) -> str:
-    """One line of strict JSON; a non-finite number is written as the string "nan", "inf", "-inf"."""
+    """One line of strict JSON; a non-finite number becomes the string "nan", "inf", "-inf"."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):

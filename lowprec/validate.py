@@ -74,8 +74,8 @@ def unknown_key(path: str, known: Iterable[str]) -> str:
     """The fault of a key that the schema does not have."""
     group = path.rpartition(".")[0]
     siblings = [k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == group]
-    allowed = f" {group or 'root'} has: {', '.join(siblings)}" if siblings else ""
-    return f"{path}: no such key.{allowed}{nearest(path, known)}"
+    allowed = f" ({group or 'the root'} has {', '.join(siblings)})" if siblings else ""
+    return f"{path}: no such key{allowed}{nearest(path, known)}"
 
 
 def _build(schema: type, raw: Any, prefix: str, known: list[str], faults: list[str]) -> Any:

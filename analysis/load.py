@@ -1,0 +1,249 @@
+"""Runs as tidy tables: `load_runs(root)` reads every run directory at or below a folder.
+
+What is on disk decides: a run that is unfinished, killed or damaged loads with its good rows and a
+note that says what is missing. Files are read when a table is first asked for.
+"""
+
+import warnings
+from fnmatch import fnmatchcase
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml
+
+from lowprec.run import decode_row, find_runs, read_rows, read_status, read_tensors
+
+ROW_FILES = ("metrics", "timing", "events")
+ENDED = ("finished", "diverged")
+NEEDED = (  # keys without which a run cannot be named
+    *("experiment", "scale", "seed", "num_steps", "model.name", "optimizer.name"),
+    *("precision.autocast", "precision.recipe"),
+)
+EXPERIMENTS = Path(__file__).parents[1] / "conf" / "experiment"
+_YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class NoRunsError(LookupError):
+    """No run matches; the message says what there is and which command makes the rest."""
+
+
+class Runs:
+    """The record of some runs as tables that share the column `run`, a run directory's name.
+
+    `heads` has a row a run, of its status and config alone.
+    """
+
+    def __init__(self, heads: pd.DataFrame):
+        self.heads = heads.reset_index(drop=True)
+
+    def __len__(self) -> int:
+        """How many runs."""
+        return len(self.heads)
+
+    def __repr__(self) -> str:
+        """How many runs, in which state, of what."""
+        states = self.heads["state"].value_counts()
+        counts = ", ".join(f"{n} {state}" for state, n in states.items())
+        return f"{len(self)} runs ({counts}) of {_contents(self.heads)}"
+
+    @cached_property
+    def runs(self) -> pd.DataFrame:
+        """A row a run: run, digest, path, state, step, reason, note, config keys (dotted).
+
+        `note` is empty for a run that ended and is whole on disk. `precision.label` is the
+        recipe's name, or under recipe `high` the autocast dtype's.
+        """
+        last = self.metrics.groupby("run")["step"].max()
+        notes = []
+        for head in self.heads.to_dict("records"):
+            found = [head["note"]]
+            if head["state"] not in ENDED:
+                total = head.get("num_steps", np.nan)
+                of_all = "" if pd.isna(total) else f" of {int(total)}"
+                found.append(f"{head['state']}: {last.get(head['run'], 0)}{of_all} steps")
+            found += [self._row_files[name][1][head["run"]] for name in ROW_FILES]
+            notes.append("; ".join(filter(None, found)))
+        return self.heads.assign(note=notes)
+
+    @cached_property
+    def metrics(self) -> pd.DataFrame:
+        """A row a step: run, step, loss, lr, ...; evaluation values in the row of their step."""
+        return self._row_files["metrics"][0]
+
+    @cached_property
+    def timing(self) -> pd.DataFrame:
+        """A row a step: run, step, and what depends on the machine."""
+        return self._row_files["timing"][0]
+
+    @cached_property
+    def events(self) -> pd.DataFrame:
+        """A row an event: run, step, and its fields."""
+        return self._row_files["events"][0]
+
+    def tensors(self, pattern: str, stat: str = "rms") -> pd.DataFrame:
+        """A row a recorded step: run, step, and a column for each tensor that matches a glob.
+
+        A file of tensors that cannot be read is left out with a warning. Raises LookupError when
+        no tensor of any run matches.
+        """
+        frames, known = [], set()
+        for head in self.heads.itertuples():
+            try:
+                frame, names = _read_tensor_columns(Path(head.path), head.state, pattern, stat)
+            except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
+                warnings.warn(f"{head.path}: tensors left out: {error}", stacklevel=2)
+                continue
+            known.update(names)
+            if len(frame.columns) > 1:
+                frame.insert(0, "run", head.run)
+                frames.append(frame)
+        if frames:
+            return pd.concat(frames, ignore_index=True)
+        stats = ", ".join(sorted({name.partition("/")[0] for name in known})) or "none"
+        tensors = sorted({name.partition("/")[2] for name in known})
+        raise LookupError(
+            f"no tensor matches {pattern!r} with stat={stat!r}; recorded statistics: {stats}; "
+            f"{len(tensors)} tensors, such as: {', '.join(tensors[:6]) or 'none'}"
+        )
+
+    @cached_property
+    def _row_files(self) -> dict[str, tuple[pd.DataFrame, dict[str, str]]]:
+        """Of each .jsonl file: the rows of all runs, and a note by run where lines are damaged."""
+        return {name: self._read_row_file(name) for name in ROW_FILES}
+
+    def _read_row_file(self, name: str) -> tuple[pd.DataFrame, dict[str, str]]:
+        frames, notes = [], {}
+        for head in self.heads.itertuples():
+            rows, notes[head.run] = _read_good_rows(Path(head.path) / f"{name}.jsonl")
+            if rows:
+                frames.append(pd.DataFrame(rows))
+                frames[-1].insert(0, "run", head.run)
+        empty = pd.DataFrame(columns=["run", "step", *(["loss"] if name == "metrics" else [])])
+        return (pd.concat(frames, ignore_index=True) if frames else empty), notes
+
+
+def load_runs(root: Path | str, *, experiment: str | None = None, scale: str | None = None) -> Runs:
+    """The runs at or below `root`, a folder of runs or one run directory.
+
+    A run whose config is damaged belongs to the experiment its folder is named after, and passes
+    any `scale`. Raises NoRunsError when nothing matches.
+    """
+    folders = find_runs(Path(root))
+    if not folders:
+        example = command(experiment or "loss_curves", scale)
+        raise NoRunsError(f"{root}: no runs at or below this folder; to make some: {example}")
+    heads = pd.DataFrame([_read_head(folder) for folder in folders])
+    twice = heads["run"].duplicated(keep=False)
+    heads.loc[twice, "run"] = heads.loc[twice, "path"]  # a copied run: two rows, told apart
+    fits = (experiment is None) | (heads["experiment"] == experiment)
+    fits &= (scale is None) | (heads["scale"] == scale) | heads["scale"].isna()
+    if not fits.any():
+        wanted = f"experiment={experiment}" if experiment else "any experiment"
+        wanted += f" at scale={scale}" if scale else ""
+        raise NoRunsError(
+            f"{root}: no runs of {wanted}; there are {_contents(heads)}; "
+            f"to make them: {command(experiment or 'loss_curves', scale)}"
+        )
+    return Runs(heads[fits])
+
+
+def command(experiment: str, scale: str | None = None) -> str:
+    """The command that makes the runs of an experiment; without a scale, of its smallest."""
+    names = {path.stem for path in EXPERIMENTS.glob(f"{experiment}*.yaml")}
+    scaled = f"{experiment}_{scale or 'demo'}"
+    return f"python -m experiments.train -m experiment={scaled if scaled in names else experiment}"
+
+
+def flatten(config: dict, prefix: str = "") -> dict:
+    """Nested config as dotted keys; a list becomes a tuple, so that it can be grouped by."""
+    flat = {}
+    for name, value in config.items():
+        if isinstance(value, dict):
+            flat.update(flatten(value, f"{prefix}{name}."))
+        else:
+            flat[prefix + name] = tuple(value) if isinstance(value, list) else value
+    return flat
+
+
+def _contents(heads: pd.DataFrame) -> str:
+    """`loss_curves (demo, paper), fp8_fixes (mini)`: what there is."""
+    studies = heads["experiment"].fillna("(no experiment)")
+    scales = heads["scale"].fillna("unknown scale").groupby(studies).unique()
+    return ", ".join(f"{study} ({', '.join(sorted(found))})" for study, found in scales.items())
+
+
+def _read_head(run: Path) -> dict:
+    """Status and config of a run, flat; damaged files become a note."""
+    notes = []
+    try:
+        status = dict(read_status(run))
+    except (OSError, ValueError, TypeError):
+        status = {}
+        notes.append("status.json is damaged")
+    try:
+        config = flatten(yaml.load((run / "config.yaml").read_text(), _YAML))
+        missing = [name for name in NEEDED if name not in config]
+    except (OSError, ValueError, AttributeError, TypeError, yaml.YAMLError):
+        missing = list(NEEDED)
+    if missing:
+        notes.append("config.yaml is damaged")
+        config = {"experiment": run.resolve().parent.name, "scale": None}
+    else:
+        recipe, autocast = config["precision.recipe"], config["precision.autocast"]
+        config["precision.label"] = autocast if recipe == "high" else recipe
+    name = run.resolve().name
+    return {
+        "run": name,
+        "digest": name.rpartition("-")[2],
+        "path": str(run),
+        "state": status.get("state", "unknown"),
+        "step": status.get("step", 0),
+        "reason": status.get("reason", ""),
+        "note": "; ".join(notes),
+        **config,
+    }
+
+
+def _read_good_rows(path: Path) -> tuple[list[dict], str]:
+    """Rows of a .jsonl file without its damaged lines, and a note that counts those."""
+    try:
+        return read_rows(path), ""
+    except OSError as error:
+        return [], f"{path.name} cannot be read: {error.strerror}"
+    except (ValueError, AttributeError):  # a line that is no JSON, or no JSON object
+        pass
+    rows, damaged = [], []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        try:
+            rows.append(decode_row(line.decode()))
+        except ValueError:
+            damaged.append(number)
+    return rows, f"{path.name}: {len(damaged)} damaged lines left out, first line {damaged[0]}"
+
+
+def _read_tensor_columns(
+    run: Path, state: str, pattern: str, stat: str
+) -> tuple[pd.DataFrame, list[str]]:
+    """Column `step` and the tensors that match; names `<statistic>/<tensor>` of all there are.
+
+    tensors.parquet is the copy made when a run ended. A run continued since then has more in its
+    streams.
+    """
+    path = run / "tensors.parquet"
+    if path.exists() and (state in ENDED or not any((run / "tensors").glob("*.arrows"))):
+        names = [name for name in pq.read_schema(path).names if name != "step"]
+        wanted = [name for name in names if fnmatchcase(name, f"{stat}/{pattern}")]
+        frame = pq.read_table(path, columns=["step", *wanted]).to_pandas()
+        return frame.rename(columns=lambda name: name.removeprefix(f"{stat}/")), names
+    frames, known = [], []
+    for steps, statistics, names in read_tensors(run):
+        known = [f"{name}/{tensor}" for name in statistics for tensor in names]
+        chosen = [i for i, name in enumerate(names) if fnmatchcase(name, pattern)]
+        values = statistics.get(stat, np.empty((len(steps), 0)))
+        columns = {names[i]: values[:, i] for i in chosen if stat in statistics}
+        frames.append(pd.DataFrame({"step": steps, **columns}))
+    return (pd.concat(frames, ignore_index=True) if frames else pd.DataFrame({"step": []})), known

@@ -1,0 +1,172 @@
+"""Draws a figure from runs: `python -m analysis.make SLUG --runs DIR --out DIR [--scale SCALE]`.
+
+Writes SLUG.png, SLUG.pdf, SLUG.csv (exactly the plotted numbers) and SLUG.json (where they come
+from). The same runs give the same files.
+"""
+
+import argparse
+import difflib
+import hashlib
+import importlib
+import importlib.metadata
+import json
+import logging
+import shlex
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pandas as pd
+
+from analysis.load import NoRunsError, Runs, command, load_runs
+
+FIGURES = Path(__file__).parent / "figures"
+PACKAGES = ("lowprec", "matplotlib", "numpy", "pandas", "pyarrow")
+FORMATS = ("png", "pdf")
+
+
+class ChoiceError(ValueError):
+    """What was asked for does not exist or is ambiguous; the message says what there is."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command; returns its exit status: 2 for a caller's mistake."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = _parse(arguments)
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
+    try:
+        _check_slug(options.slug)
+        runs = _choose(options.slug, options.runs, options.scale)
+        figure = importlib.import_module(f"analysis.figures.{options.slug}")
+        frame = figure.query(runs)
+        drawn = runs.runs[runs.runs["run"].isin(frame["run"])]
+        left_out = _left_out(runs, drawn)
+        if drawn.empty:
+            raise NoRunsError(f"{options.runs}: nothing to draw yet: {'; '.join(left_out)}")
+    except (NoRunsError, ChoiceError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    options.out.mkdir(parents=True, exist_ok=True)
+    called = f"python -m analysis.make {shlex.join(arguments)}"
+    about = {"caption": figure.caption(frame), "command": called, **_provenance(drawn, left_out)}
+    stem = options.out / options.slug
+    _write(stem, figure, frame, about)
+    for line in left_out:
+        print(f"left out: {line}", file=sys.stderr)
+    print(f"Wrote {stem}.png, .pdf, .csv, .json\n{about['caption']}")
+    return 0
+
+
+def slugs() -> list[str]:
+    """The figures there are."""
+    return sorted(path.stem for path in FIGURES.glob("*.py") if path.stem != "__init__")
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m analysis.make", description="Draw a figure from runs."
+    )
+    parser.add_argument("slug", help=f"which figure: {', '.join(slugs())}")
+    parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of runs [runs]")
+    parser.add_argument("--out", type=Path, default=Path("figures"), help="folder [figures]")
+    parser.add_argument(
+        "--scale", choices=("paper", "mini", "demo"), help="of the runs; needed if there are more"
+    )
+    return parser.parse_args(arguments)
+
+
+def _check_slug(slug: str) -> None:
+    known = slugs()
+    if slug not in known:
+        near = difflib.get_close_matches(slug, known, n=1, cutoff=0.4)
+        nearest = f"; nearest: {near[0]}" if near else ""
+        raise ChoiceError(f"no figure {slug!r}{nearest}; there are: {', '.join(known)}")
+
+
+def _choose(slug: str, root: Path, scale: str | None) -> Runs:
+    """The runs of the experiment at one scale."""
+    runs = load_runs(root, experiment=slug, scale=scale)
+    scales = sorted(runs.heads["scale"].dropna().unique())
+    if len(scales) > 1:
+        raise ChoiceError(
+            f"{root}: {slug} was run at scales {', '.join(scales)}; "
+            f"choose one: --scale {' or --scale '.join(scales)}"
+        )
+    if not scales:
+        raise NoRunsError(
+            f"{root}: every run of {slug} has a damaged config; to make new ones: "
+            f"{command(slug, scale)}"
+        )
+    return runs
+
+
+def _left_out(runs: Runs, drawn: pd.DataFrame) -> list[str]:
+    """Why runs that were found are not in the figure."""
+    rest = runs.runs[~runs.runs["run"].isin(drawn["run"])]
+    return [f"{run.path} ({run.note or run.state})" for run in rest.itertuples()]
+
+
+def _provenance(drawn: pd.DataFrame, left_out: list[str]) -> dict:
+    """The runs, their state and the digest of their metrics; commit and package versions."""
+    runs = [
+        {
+            "path": run.path,
+            "digest": run.digest,
+            "state": run.state,
+            "step": int(run.step),
+            "num_steps": int(run.num_steps),
+            "note": run.note,
+            "metrics_sha256": hashlib.sha256(
+                (Path(run.path) / "metrics.jsonl").read_bytes()
+            ).hexdigest(),
+        }
+        for run in drawn.itertuples()
+    ]
+    versions = {"python": sys.version.split()[0]}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    return {"runs": runs, "left_out": left_out, "commit": _commit(), "versions": versions}
+
+
+def _commit() -> str | None:
+    """The commit of the code that drew, with `-dirty` if it was changed since; None if unknown."""
+    describe = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(describe, cwd=FIGURES, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
+
+
+def _write(stem: Path, figure, frame: pd.DataFrame, about: dict) -> None:
+    """Writes the four files, each under a temporary name first."""
+    from matplotlib.figure import Figure  # here, so that a mistyped name is answered at once
+
+    from analysis.style import style
+
+    written = {
+        "csv": lambda path: frame.to_csv(path, index=False, lineterminator="\n"),
+        "json": lambda path: path.write_text(json.dumps(about, indent=2) + "\n"),
+    }
+    with style():
+        canvas = Figure(layout="constrained")
+        figure.draw(frame, canvas)
+        for kind in FORMATS:
+            dates = {"CreationDate": None} if kind == "pdf" else {}
+            written[kind] = lambda path, kind=kind, dates=dates: canvas.savefig(
+                path, format=kind, metadata=dates
+            )
+        for kind, write in written.items():
+            temporary = stem.with_name(f".{stem.name}.{kind}.tmp")
+            write(temporary)
+            temporary.rename(f"{stem}.{kind}")
+
+
+if __name__ == "__main__":
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+    sys.exit(main())

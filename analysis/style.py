@@ -1,0 +1,115 @@
+"""How every figure looks: one color per method, one line style per optimizer, type for print.
+
+A method is a precision and an optimizer. Under bf16, the baseline of optimizer studies, the
+optimizer gives the color; elsewhere the precision does. Base palette: Okabe and Ito's.
+"""
+
+from contextlib import AbstractContextManager
+
+import matplotlib
+import pandas as pd
+from matplotlib.colors import to_rgb
+
+COLUMN_WIDTH = 3.4  # inches
+SMOOTHING = 40  # steps, arXiv:2304.13013
+OTHER = "#666666"
+
+PRECISIONS = {  # label in a run's name: (in print, color); bf16's color is its optimizer's
+    "fp32": ("fp32", "#8C8C8C"),
+    "bf16": ("bf16", None),
+    "fp16": ("fp16", "#117733"),
+    "pure_bf16": ("pure bf16", "#999933"),
+    "pure_fp16": ("pure fp16", "#C4A62C"),
+    "switchback": ("SwitchBack int8", "#D55E00"),
+    "switchback_m": ("SwitchBackM int8", "#8F3B00"),
+    "switchback_q": ("SwitchBackQ int8", "#F0925A"),
+    "llm_int8": ("LLM.int8()", "#009E73"),
+    "fp8_tensorwise": ("fp8 tensor-wise", "#E69F00"),
+    "fp8_rowwise": ("fp8 row-wise", "#44AA99"),
+    "fp8_switchback": ("SwitchBack fp8", "#CC79A7"),
+    "fp8_switchback_blocks": ("SwitchBack fp8, blocks", "#E3B3CD"),
+    "hw_fp8_tensorwise": ("hardware fp8 tensor-wise", "#A87400"),
+    "hw_fp8_switchback": ("SwitchBack hardware fp8", "#8E3F6A"),
+    "autograd_high": ("autograd function", "#332288"),
+}
+OPTIMIZERS = {  # optimizer.name: (in print, line style, color under bf16)
+    "stable_adamw": ("StableAdamW", "-", "#0072B2"),
+    "adamw": ("AdamW", (0, (3.2, 1.2)), "#000000"),
+    "adamw_clip": ("AdamW + gradient clipping", (0, (1.2, 1.0)), "#56B4E9"),
+    "adamw8bit_bnb": ("8-bit AdamW (bitsandbytes)", (0, (5, 1, 1, 1)), "#882255"),
+    "adamw8bit_torchao": ("8-bit AdamW (torchao)", (0, (5, 1, 1, 1, 1, 1)), "#AA4499"),
+}
+MODELS = {  # model.name: in print, small to large
+    "nano": "nano",
+    "mini_b": "mini B",
+    "mini_l": "mini L",
+    "mini_h": "mini H",
+    "vit_b32": "ViT-B/32",
+    "vit_l14": "ViT-L/14",
+    "vit_h14": "ViT-H/14",
+}
+
+
+def style() -> AbstractContextManager:
+    """A context in which figures are drawn: readable in print at COLUMN_WIDTH, fonts embedded."""
+    return matplotlib.rc_context(
+        {
+            "font.family": ["sans-serif"],
+            "font.sans-serif": ["DejaVu Sans"],
+            "font.size": 8,
+            "axes.titlesize": 8.5,
+            "axes.labelsize": 8,
+            "xtick.labelsize": 7,
+            "ytick.labelsize": 7,
+            "legend.fontsize": 7,
+            "legend.frameon": False,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.linewidth": 0.6,
+            "xtick.major.width": 0.6,
+            "ytick.major.width": 0.6,
+            "axes.grid": True,
+            "grid.color": "#E6E6E6",
+            "grid.linewidth": 0.5,
+            "axes.axisbelow": True,
+            "lines.linewidth": 1.3,
+            "lines.solid_capstyle": "round",
+            "pdf.fonttype": 42,
+            "ps.fonttype": 42,
+            "savefig.dpi": 200,
+        }
+    )
+
+
+def color(precision: str, optimizer: str, variant: int = 0) -> tuple[float, float, float]:
+    """The color of a method. `variant` counts its settings in one panel: each is paler."""
+    shown = PRECISIONS.get(precision, (precision, OTHER))[1]
+    shown = shown or OPTIMIZERS.get(optimizer, (optimizer, "-", OTHER))[2]
+    paler = 1 - 0.65**variant
+    return tuple(part + (1 - part) * paler for part in to_rgb(shown))
+
+
+def line_style(optimizer: str) -> str | tuple:
+    """The line style of an optimizer."""
+    return OPTIMIZERS.get(optimizer, (optimizer, "-", OTHER))[1]
+
+
+def method(precision: str, optimizer: str) -> str:
+    """`SwitchBack int8, StableAdamW`: a method in print."""
+    first = PRECISIONS.get(precision, (precision, OTHER))[0]
+    return f"{first}, {OPTIMIZERS.get(optimizer, (optimizer,))[0]}"
+
+
+def rank(name: str, table: dict) -> tuple[int, str]:
+    """Sort key: the order of a table above, then names it does not have."""
+    return (list(table).index(name) if name in table else len(table), name)
+
+
+def smoothing_width(num_steps: int) -> int:
+    """Steps of the box for a run of `num_steps`: the paper's 40, at most a tenth of the run."""
+    return max(1, min(SMOOTHING, num_steps // 10))
+
+
+def smooth(series: pd.Series, width: int = SMOOTHING) -> pd.Series:
+    """Centered box average; NaN within half a box of either edge and of a non-finite value."""
+    return series.astype(float).rolling(width, center=True).mean()

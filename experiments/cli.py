@@ -1,0 +1,159 @@
+"""Command lines: overrides are checked, every cell of a sweep too, before Hydra starts a job.
+
+Hydra stops at the first fault with a message of its own. Here all faults of all cells are found at
+once, in about a second, and nothing has been touched.
+"""
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING as NO_DEFAULT
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra._internal.utils import get_args_parser
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lowprec.config import Config
+from lowprec.validate import ConfigError, check, keys, nearest, public_name, unknown_key
+
+CONF = Path(__file__).parent.parent / "conf"
+
+
+def defaults(schema: type) -> dict:
+    """A schema's default values as nested plain data, the base that config files override."""
+
+    def value(f: Any) -> Any:
+        if is_dataclass(f.type):
+            return defaults(f.type)
+        return f.default if f.default is not NO_DEFAULT else f.default_factory()
+
+    return {public_name(f.name): value(f) for f in fields(schema)}
+
+
+def main(task: Callable[[Any], None], entry: str, schema: type = Config) -> None:
+    """Runs `task(config)` for the command line's config, or each cell of its sweep under -m.
+
+    Faults are printed as a list and exit with 2. `entry`: name of the config file in conf/.
+    """
+    ConfigStore.instance().store(name="schema", node=defaults(schema))
+    arguments = get_args_parser().parse_args()
+    inspecting = arguments.cfg or arguments.hydra_help or arguments.help or arguments.info
+    try:
+        if not inspecting:
+            check_command(arguments.overrides, entry, schema, multirun=arguments.multirun)
+    except ConfigError as error:
+        print(f"{len(error.faults)} fault(s) in the config:\n{error}", file=sys.stderr)
+        sys.exit(2)
+
+    @hydra.main(version_base="1.3", config_path=str(CONF), config_name=entry)
+    def run(composed: Any) -> None:
+        task(check(plain(composed), schema))
+
+    run()
+
+
+def plain(composed: Any) -> dict:
+    """A composed config as nested plain data; values that are missing stay "???"."""
+    return OmegaConf.to_container(composed, resolve=True, throw_on_missing=False)
+
+
+def check_command(
+    overrides: list[str], entry: str, schema: type = Config, *, multirun: bool = False
+) -> list[Any]:
+    """The configs of every cell that the overrides ask for; raises ConfigError with all faults."""
+    faults: list[str] = []
+    chosen: list[list[str]] = []
+    for text in overrides:
+        override = _parse(text, faults)
+        if override is not None and _is_known(override, schema, faults):
+            chosen.append(_choices(override))
+    swept = _sweeper_params(chosen)
+    if not multirun and (swept or any(len(choices) > 1 for choices in chosen)):
+        command = " ".join(f"'{o}'" if set(o) & set(" *{}[]()$?") else o for o in overrides)
+        faults.append(f"this is a sweep: python -m experiments.{entry} -m {command}")
+    given = {choices[0].partition("=")[0] for choices in chosen}
+    chosen += [choices for key, choices in swept.items() if key not in given]
+    configs = []
+    for cell in itertools.islice(
+        itertools.product(*chosen), 1 if faults and not multirun else None
+    ):
+        try:
+            configs.append(check(_compose(list(cell), entry), schema))
+        except ConfigError as error:
+            faults.extend(error.faults)
+    if faults:
+        raise ConfigError(faults)
+    return configs
+
+
+def _parse(text: str, faults: list[str]) -> Override | None:
+    try:
+        return OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        key, _, value = text.partition("=")
+        faults.append(f"{text}: cannot be read; quote a value with special signs: '{key}=\"{value}\"'")
+        return None
+
+
+def _is_known(override: Override, schema: type, faults: list[str]) -> bool:
+    """Whether the key exists, and for a group whether each choice does; else a fault."""
+    key = override.key_or_group
+    if key == "hydra" or key.startswith(("hydra.", "hydra/")):
+        return True
+    folder = CONF / key
+    if schema is Config and folder.is_dir():
+        files = sorted(path.stem for path in folder.glob("*.yaml"))
+        bad = [c for c in _values(override) if c not in files and c != "null"]
+        for choice in bad:
+            near = nearest(choice, files)
+            faults.append(f"{key}={choice}: conf/{key} has {', '.join(files)}{near}")
+        return not bad
+    known = list(keys(schema))
+    if key in known:
+        return True
+    faults.append(unknown_key(key, known))
+    return False
+
+
+def _values(override: Override) -> Iterator[str]:
+    if override.is_sweep_override():
+        yield from override.sweep_string_iterator()
+    else:
+        yield override.get_value_string()
+
+
+def _choices(override: Override) -> list[str]:
+    """The override as one or, for a sweep, several single overrides."""
+    prefix = override.input_line.partition("=")[0] if override.input_line else ""
+    if override.is_delete():
+        return [override.input_line]
+    return [f"{prefix}={value}" for value in _values(override)]
+
+
+def _sweeper_params(chosen: list[list[str]]) -> dict[str, list[str]]:
+    """The axes that the chosen experiment files sweep over: key to single overrides."""
+    axes: dict[str, list[str]] = {}
+    for text in itertools.chain.from_iterable(chosen):
+        key, _, value = text.partition("=")
+        if key == "experiment" and (CONF / key / f"{value}.yaml").exists():
+            file = OmegaConf.load(CONF / key / f"{value}.yaml")
+            for name, text in (OmegaConf.select(file, "hydra.sweeper.params") or {}).items():
+                axes[name] = _choices(OverridesParser.create().parse_override(f"{name}={text}"))
+    return axes
+
+
+def _compose(cell: list[str], entry: str) -> dict:
+    cell = [text for text in cell if not text.startswith("hydra")]
+    try:
+        with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+            return plain(hydra.compose(entry, overrides=cell))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError([" ".join(str(error).split())[:400]]) from error

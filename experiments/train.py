@@ -1,0 +1,109 @@
+"""Trains one CLIP model, or under -m every cell of a sweep.
+
+    python -m experiments.train model=nano optimizer=stable_adamw num_steps=200
+    python -m experiments.train -m experiment=loss_curves_demo
+
+The same command again resumes; a finished run says so and exits 0.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from experiments import cli
+from experiments.build import build, open_data, preflight, progress_bar
+from lowprec.config import Config
+from lowprec.environment import environment
+from lowprec.record import Record, RunBusyError, write_atomically
+from lowprec.run import directory, label, read_status, to_dict
+from lowprec.validate import ConfigError
+
+STOPPED = 75  # exit status of a run that was asked to stop: start it again
+
+
+def main(config: Config) -> None:
+    """One run from its config to its end."""
+    try:
+        preflight(config)
+        data = open_data(config)
+    except ConfigError as error:
+        print(f"{len(error.faults)} fault(s) in the config:\n{error}", file=sys.stderr)
+        sys.exit(2)
+    sources = {"data": data.digest(config)}
+    if config.model.init_from:
+        from lowprec.clip.export import weights_digest
+
+        sources["init_from"] = weights_digest(Path(config.model.init_from))
+    run = directory(config, sources)
+    if (run / "status.json").exists():
+        status = read_status(run)
+        if status["state"] in ("finished", "diverged"):
+            print(f"{run} is {status['state']} at step {status['step']}; nothing to do")
+            return
+    try:
+        record = Record(run)
+    except RunBusyError as error:
+        sys.exit(str(error))
+    try:
+        ended = _attempt(config, data, record)
+    except BaseException as error:
+        step = read_status(run)["step"] if (run / "status.json").exists() else 0
+        record.status("failed", step, f"{type(error).__name__}: {error}"[:500])
+        raise
+    finally:
+        record.close()
+    print(f"{run} {ended.state} at step {ended.step}" + (f": {ended.reason}" * bool(ended.reason)))
+    if ended.state == "preempted":
+        sys.exit(STOPPED)
+    if ended.state == "failed":
+        sys.exit(1)
+
+
+def _attempt(config: Config, data: object, record: Record) -> object:
+    from lowprec.train.loggers import build_logger
+    from lowprec.train.loop import train
+    from lowprec.train.signals import stop_request
+
+    plain = to_dict(config)
+    facts = environment()
+    write_atomically(record.run / "config.yaml", OmegaConf.to_yaml(plain))
+    write_atomically(record.run / "environment.json", json.dumps(facts, indent=1) + "\n")
+    built = build(config, data)
+    record.append("attempts", [{"attempt": record.attempt, "pid": os.getpid(), **facts}])
+    record.status("running", 0)
+    logger = build_logger(config.logger.name, record.run, plain)
+    with progress_bar() as bar, stop_request() as stop:
+        shown = bar.add_task(label(config), total=config.num_steps, note="")
+
+        def on_flush(row: dict) -> None:
+            note = f"loss {row['loss']:.3f}  {row['images_per_s']:.0f} images/s"
+            bar.update(shown, completed=row["step"], note=note)
+            scores = {name: value for name, value in row.items() if "/" in name}
+            if scores:
+                text = "  ".join(f"{name} {value:.3f}" for name, value in scores.items())
+                bar.console.print(f"{label(config)} step {row['step']}: {text}")
+
+        ended = train(
+            built.task,
+            built.state,
+            built.batches_from,
+            record,
+            config,
+            evaluate=built.evaluation(),
+            logger=logger,
+            stop=stop,
+            on_flush=on_flush,
+        )
+    logger.close()
+    record.finish_stream()
+    if ended.state in ("finished", "diverged"):
+        record.write_parquet()
+    record.status(ended.state, ended.step, ended.reason)
+    return ended
+
+
+if __name__ == "__main__":
+    cli.main(main, "train")

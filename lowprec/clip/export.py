@@ -1,0 +1,70 @@
+"""Weights to and from open_clip's checkpoints: safetensors, or .pt read as weights only."""
+
+import hashlib
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+
+def find_weights(source: Path) -> Path:
+    """The weights file of a run directory (its newest checkpoint), a checkpoint, or a file."""
+    source = Path(source)
+    if source.is_file():
+        return source
+    for candidate in (source, *sorted((source / "checkpoints").glob("step_*"), reverse=True)):
+        if (candidate / "model.safetensors").is_file():
+            return candidate / "model.safetensors"
+    raise FileNotFoundError(f"{source} holds no weights: a run, a checkpoint or a file is expected")
+
+
+def weights_digest(source: Path) -> str:
+    """sha256 of the weights file."""
+    with open(find_weights(source), "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_weights(source: Path) -> dict[str, Tensor]:
+    """Tensors by open_clip's names, from safetensors or a .pt file of open_clip.
+
+    A .pt file is read with `weights_only=True`, without fallback: nothing in it is executed.
+    Its tensors may lie under "state_dict" (open_clip's trainer) and behind "module." (DDP).
+    """
+    path = find_weights(source)
+    if path.suffix == ".safetensors":
+        return load_file(path)
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    state = state.get("state_dict", state)
+    return {name.removeprefix("module."): tensor for name, tensor in state.items()}
+
+
+def load_weights(model: nn.Module, source: Path) -> None:
+    """Loads weights into a model; ValueError names the tensors that do not fit."""
+    found, wanted = read_weights(source), model.state_dict()
+    differing = [
+        f"{name} is {shape(found.get(name))}, not {shape(wanted.get(name))}"
+        for name in sorted({*found, *wanted})
+        if shape(found.get(name)) != shape(wanted.get(name))
+    ]
+    if differing:
+        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+        raise ValueError(f"{source} does not fit the model: {'; '.join(differing[:3])}{more}")
+    model.load_state_dict(found)
+
+
+def shape(tensor: Tensor | None) -> tuple[int, ...] | str:
+    """A tensor's shape, or "absent"."""
+    return "absent" if tensor is None else tuple(tensor.shape)
+
+
+def write_weights(state: dict[str, Tensor], target: Path) -> None:
+    """Writes tensors as `.safetensors`, or as `.pt` in the layout of open_clip's trainer."""
+    target = Path(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if target.suffix == ".safetensors":
+        save_file({name: tensor.contiguous() for name, tensor in state.items()}, target)
+    elif target.suffix == ".pt":
+        torch.save({"state_dict": state}, target)
+    else:
+        raise ValueError(f"{target}: weights are written as .safetensors or .pt")

@@ -1,0 +1,132 @@
+"""CLIP models of open_clip, built from our schema with open_clip's parameter names kept."""
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from lowprec.clip.torchvision_shim import open_clip
+from lowprec.config import PRESETS, ModelConfig
+
+TEXT_HEAD_WIDTH = 64
+
+
+class PatchDropout(nn.Module):
+    """Keeps a random share of the patches of every image in training; the class token stays.
+
+    `[batch, 1 + patches, width] -> [batch, 1 + kept, width]`; kept = max(1, int(patches (1 - p))).
+    The same distribution as open_clip's, drawn on the tensor's device: open_clip draws on the CPU,
+    which makes every step wait for a copy.
+    Source: arXiv:2212.00794.
+    """
+
+    def __init__(self, probability: float):
+        super().__init__()
+        self.probability = probability
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Drops patches in training mode; the identity otherwise."""
+        if not self.training:
+            return x
+        batch, tokens, width = x.shape
+        num_kept = max(1, int((tokens - 1) * (1 - self.probability)))
+        order = torch.rand(batch, tokens - 1, device=x.device).topk(num_kept, dim=1).indices
+        kept = x[:, 1:].gather(1, order[:, :, None].expand(-1, -1, width))
+        return torch.cat((x[:, :1], kept), dim=1)
+
+
+def build_model(config: ModelConfig, intervention: str = "none") -> nn.Module:
+    """A freshly initialized model; `model(images, tokens)` gives a dict of features and scale.
+
+    images: float [batch, 3, image_size, image_size], normalized; tokens: int64 [batch,
+    context_length]. `image_features` and `text_features` are [batch, embed_dim] of norm 1,
+    `logit_scale` is 0-d. `intervention`: "none", "zero_init" (layer-scale 0.0 on both sublayers of
+    every block of both towers) or "kq_norm" (layer norm of keys and queries).
+    """
+    changes = {
+        "none": {},
+        "zero_init": {"ls_init_value": 0.0},
+        "kq_norm": {"qk_norm": True},
+    }[intervention]
+    build = _build_preset if config.name in PRESETS else _build_open_clip
+    model = build(config, changes)
+    if config.patch_dropout:
+        model.visual.patch_dropout = PatchDropout(config.patch_dropout)
+    return model
+
+
+def _build_preset(config: ModelConfig, changes: dict) -> nn.Module:
+    return open_clip.model.CLIP(
+        embed_dim=config.embed_dim,
+        vision_cfg={
+            "image_size": config.image_size,
+            "patch_size": config.patch_size,
+            "width": config.vision_width,
+            "layers": config.vision_layers,
+            "head_width": config.heads,
+            **changes,
+        },
+        text_cfg={
+            "context_length": config.context_length,
+            "vocab_size": config.vocab_size,
+            "width": config.text_width,
+            "layers": config.text_layers,
+            "heads": config.text_width // TEXT_HEAD_WIDTH,
+            **changes,
+        },
+        output_dict=True,
+    )
+
+
+def _build_open_clip(config: ModelConfig, changes: dict) -> nn.Module:
+    sizes = copy.deepcopy(open_clip.get_model_config(config.name))
+    sizes["vision_cfg"].update(changes)
+    sizes["text_cfg"].update(changes)
+    for name in ("image_size", "patch_size"):
+        if getattr(config, name) is not None:
+            sizes["vision_cfg"][name] = getattr(config, name)
+    for name in ("context_length", "vocab_size"):
+        if getattr(config, name) is not None:
+            sizes["text_cfg"][name] = getattr(config, name)
+    if config.embed_dim is not None:
+        sizes["embed_dim"] = config.embed_dim
+    return open_clip.create_model(
+        config.name, load_weights=False, pretrained_text=False, output_dict=True, **sizes
+    )
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The residual attention blocks of both towers, vision first."""
+    towers = (getattr(model.visual, "transformer", None), getattr(model, "transformer", None))
+    return [block for tower in towers if tower is not None for block in tower.resblocks]
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """torch.compile of every block, in place; parameter names stay."""
+    for block in blocks(model):
+        block.compile(dynamic=False)
+
+
+def image_size(model: nn.Module) -> int:
+    """Pixels a side of the images that the model takes."""
+    size = model.visual.image_size
+    return size[0] if isinstance(size, (tuple, list)) else size
+
+
+def contrastive_loss() -> nn.Module:
+    """open_clip's symmetric cross entropy over the batch: `loss(**model(images, tokens))`, 0-d."""
+    return open_clip.loss.ClipLoss()
+
+
+class Normalize(nn.Module):
+    """uint8 [batch, 3, height, width] -> float32 alike, by CLIP's mean and deviation."""
+
+    def __init__(self):
+        super().__init__()
+        mean, std = open_clip.OPENAI_DATASET_MEAN, open_clip.OPENAI_DATASET_STD
+        self.register_buffer("mean", torch.tensor(mean)[:, None, None] * 255)
+        self.register_buffer("std", torch.tensor(std)[:, None, None] * 255)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Normalizes on the images' device, which must be the module's."""
+        return (images.float() - self.mean) / self.std

@@ -1,0 +1,84 @@
+"""The order of samples: a pure function of (seed, position), with nothing to save or to replay.
+
+Shards are permuted, and samples are permuted within a window of shards, so that reading stays
+local. Randomness is counter-based (Philox): any position is found without visiting those before.
+"""
+
+from functools import lru_cache
+
+import numpy as np
+
+SHARDS, SAMPLES, REPLACEMENT = range(3)  # purposes of a random stream
+
+
+def random_words(seed: int, purpose: int, epoch: int, window: int, count: int) -> np.ndarray:
+    """uint64 [count], a pure function of its arguments (raw Philox words, stable over versions)."""
+    key = np.array([seed, purpose], dtype=np.uint64)
+    counter = np.array([0, 0, window, epoch], dtype=np.uint64)
+    return np.random.Philox(key=key, counter=counter).random_raw(count)
+
+
+def permutation(seed: int, purpose: int, epoch: int, window: int, size: int) -> np.ndarray:
+    """A random permutation of range(size), int64."""
+    return np.argsort(random_words(seed, purpose, epoch, window, size), kind="stable")
+
+
+class SampleOrder:
+    """Sample numbers by position: `order[position]`, position >= 0 over all epochs.
+
+    counts: samples of each shard, [shards]. Without replacement every sample comes once an epoch,
+    and a batch may straddle two epochs. With `resampled` each window is made of shards drawn in
+    proportion to their size, and samples drawn from those, so that every draw is uniform over all
+    samples. `window`: shards shuffled together.
+    """
+
+    def __init__(self, counts: np.ndarray, *, seed: int, window: int = 16, resampled: bool = False):
+        self.counts = np.asarray(counts, dtype=np.int64)
+        self.starts = np.concatenate([[0], np.cumsum(self.counts)])
+        self.num_samples = int(self.starts[-1])
+        self.seed = seed
+        self.window = min(window, len(self.counts))
+        self.resampled = resampled
+        self._window_samples = lru_cache(maxsize=4)(
+            self._drawn_window if resampled else self._permuted_window
+        )
+        self._epoch_windows = lru_cache(maxsize=2)(self._find_windows)
+
+    def __getitem__(self, position: int) -> int:
+        """Number of the sample at a position."""
+        if self.resampled:
+            length = self._drawn_length()
+            return int(self._window_samples(0, position // length)[position % length])
+        epoch, offset = divmod(position, self.num_samples)
+        starts = self._epoch_windows(epoch)[0]
+        window = int(np.searchsorted(starts, offset, side="right")) - 1
+        return int(self._window_samples(epoch, window)[offset - starts[window]])
+
+    def samples(self, first: int, count: int) -> np.ndarray:
+        """Sample numbers of positions first .. first + count - 1, int64 [count]."""
+        return np.array([self[position] for position in range(first, first + count)])
+
+    def _find_windows(self, epoch: int) -> tuple[np.ndarray, list[np.ndarray]]:
+        """First position of each window of an epoch, and the shards in it."""
+        shards = permutation(self.seed, SHARDS, epoch, 0, len(self.counts))
+        windows = [shards[i : i + self.window] for i in range(0, len(shards), self.window)]
+        sizes = [self.counts[window].sum() for window in windows]
+        return np.concatenate([[0], np.cumsum(sizes)])[:-1], windows
+
+    def _permuted_window(self, epoch: int, window: int) -> np.ndarray:
+        shards = self._epoch_windows(epoch)[1][window]
+        samples = np.concatenate([np.arange(*self.starts[s : s + 2]) for s in shards])
+        return samples[permutation(self.seed, SAMPLES, epoch, window, len(samples))]
+
+    def _drawn_length(self) -> int:
+        return max(1, self.num_samples * self.window // len(self.counts))
+
+    def _drawn_window(self, epoch: int, window: int) -> np.ndarray:
+        length = self._drawn_length()
+        words = random_words(self.seed, REPLACEMENT, epoch, window, self.window + 2 * length)
+        draws, slots, members = np.split(words, [self.window, self.window + length])
+        drawn = (draws % np.uint64(self.num_samples)).astype(np.int64)
+        shards = np.searchsorted(self.starts, drawn, side="right") - 1
+        chosen = shards[(slots % np.uint64(self.window)).astype(np.int64)]
+        inside = (members % self.counts[chosen].astype(np.uint64)).astype(np.int64)
+        return self.starts[chosen] + inside

@@ -1,0 +1,74 @@
+"""Loss scaling: none, PyTorch's dynamic scaler, the paper's fixed scale. One interface.
+
+`scaler.scale(loss).backward()`, then `scaler.step(optimizer)`; `value` is the scale of this step.
+"""
+
+import torch
+from torch import Tensor
+
+
+class NoScaler:
+    """Leaves the loss as it is."""
+
+    value = 1.0
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Returns the loss."""
+        return loss
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Steps the optimizer."""
+        optimizer.step()
+
+    def state_dict(self) -> dict:
+        """Nothing to save."""
+        return {}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Nothing to load."""
+
+
+class FixedScaler(NoScaler):
+    """A constant scale, divided out in the optimizer, which skips non-finite tensors one by one.
+
+    Made for `StableAdamW(skip="tensor")`. Source: the optimizer of the runs of arXiv:2304.13013.
+    """
+
+    def __init__(self, scale: float, device: torch.device | str):
+        self.value = torch.full((), scale, device=device)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times the scale."""
+        return loss * self.value
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Steps the optimizer, which divides the gradients by the scale."""
+        optimizer.grad_scale = self.value
+        optimizer.step()
+
+
+class DynamicScaler(torch.amp.GradScaler):
+    """torch.amp.GradScaler behind the same interface; halves on a skip."""
+
+    def __init__(self, init_scale: float, device: torch.device | str):
+        super().__init__(torch.device(device).type, init_scale=init_scale)
+        self.scale(torch.zeros((), device=device))  # allocates the scale
+
+    @property
+    def value(self) -> Tensor:
+        """The present scale, 0-d on the device: reading it does not wait for the device."""
+        return self._scale
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Steps the optimizer unless a gradient is not finite, then adapts the scale."""
+        super().step(optimizer)
+        self.update()
+
+
+def build_scaler(
+    name: str, init_scale: float, device: torch.device
+) -> NoScaler | FixedScaler | DynamicScaler:
+    """The scaler of a config's `scaler.name`."""
+    if name == "fixed":
+        return FixedScaler(init_scale, device)
+    return DynamicScaler(init_scale, device) if name == "dynamic" else NoScaler()

@@ -1,0 +1,42 @@
+"""SIGTERM, SIGUSR2 and the first Ctrl-C ask a run to stop at the next step boundary."""
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+
+STOPPING = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
+
+
+class StopRequest:
+    """`number` is the signal that asked to stop, or None."""
+
+    number: int | None = None
+
+
+@contextlib.contextmanager
+def stop_request() -> Iterator[StopRequest]:
+    """Catches the stopping signals while the context is open.
+
+    A second Ctrl-C interrupts at once. Child processes keep the default behavior.
+    """
+    request, owner = StopRequest(), os.getpid()
+
+    def handle(number: int, frame: object) -> None:
+        if os.getpid() != owner:  # a forked worker: Ctrl-C is its parent's business
+            if number != signal.SIGINT:
+                os._exit(128 + number)
+        elif number == signal.SIGINT and request.number is not None:
+            raise KeyboardInterrupt
+        else:
+            request.number = number
+
+    try:
+        previous = {number: signal.signal(number, handle) for number in STOPPING}
+    except ValueError:  # not the main thread
+        previous = {}
+    try:
+        yield request
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

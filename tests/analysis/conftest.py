@@ -1,0 +1,75 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from lowprec.config import Config, ModelConfig, OptimizerConfig, PrecisionConfig
+from lowprec.record import Record
+from lowprec.run import directory, to_dict
+
+TENSORS = ["visual.conv1.weight", "visual.proj", "transformer.resblocks.0.mlp.c_fc.weight"]
+
+
+def make_run(
+    root: Path,
+    *,
+    model: str = "nano",
+    optimizer: str = "adamw",
+    recipe: str = "high",
+    seed: int = 0,
+    num_steps: int = 400,
+    steps: int | None = None,
+    state: str = "finished",
+    flush: int = 20,
+    losses: np.ndarray | None = None,
+    beta2: float = 0.99,
+    **root_keys,
+) -> Path:
+    """A run directory as training writes it; a diverged one ends with a loss of nan."""
+    keys = {"experiment": "loss_curves", "scale": "demo", "batch_size": 128, **root_keys}
+    config = Config(
+        run_dir=str(root),
+        seed=seed,
+        num_steps=num_steps,
+        model=ModelConfig(name=model),
+        optimizer=OptimizerConfig(name=optimizer, beta2=beta2),
+        precision=PrecisionConfig(recipe=recipe),
+        **keys,
+    )
+    run = directory(config, {"data": "0" * 64})
+    record = Record(run)
+    (run / "config.yaml").write_text(yaml.safe_dump(to_dict(config), sort_keys=False))
+    record.append("attempts", [{"attempt": 0}])
+    steps = num_steps if steps is None else steps
+    rng = np.random.default_rng(seed)
+    if losses is None:
+        losses = 0.5 + 4.4 * np.exp(-np.arange(steps) / (steps / 4 + 1)) + rng.normal(0, 0.1, steps)
+    losses = np.array(losses[:steps], dtype=float)
+    if state == "diverged":
+        losses[-1] = np.nan
+    rows = [{"step": i + 1, "loss": loss, "lr": 1e-3} for i, loss in enumerate(losses)]
+    if state == "finished":
+        rows[-1]["zero_shot/top1"] = 0.5
+    for start in range(0, steps, flush):
+        some = rows[start : start + flush]
+        record.append("metrics", some)
+        record.append("timing", [{"step": row["step"], "wall_s": 0.1} for row in some])
+        numbers = np.array([row["step"] for row in some])
+        rms = numbers[:, None] + np.array([0.0, 0.25, 0.5])
+        record.append_tensors(numbers, {"rms": rms, "grad_norm": rms * 10}, TENSORS)
+    if state == "diverged":
+        record.append("events", [{"step": steps, "kind": "diverged"}])
+    if state in ("finished", "diverged"):
+        record.write_parquet()
+    record.status(state, steps, "loss is nan" if state == "diverged" else "")
+    record.close()
+    return run
+
+
+@pytest.fixture(name="make_run")
+def make_run_fixture(tmp_path):
+    def make(**keys) -> Path:
+        return make_run(tmp_path / "runs", **keys)
+
+    return make

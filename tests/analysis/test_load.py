@@ -1,0 +1,186 @@
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from analysis import NoRunsError, load_runs
+
+CONV = "visual.conv1.weight"
+
+
+def note(runs, path):
+    return runs.runs.set_index("run")["note"][path.name]
+
+
+def test_a_row_a_run_with_status_and_dotted_config_keys(make_run, tmp_path):
+    first = make_run(optimizer="stable_adamw", seed=3, num_steps=60)
+    make_run(optimizer="adamw", recipe="switchback", num_steps=60)
+    runs = load_runs(tmp_path / "runs")
+    rows = runs.runs.set_index("run")
+    row = rows.loc[first.name]
+    assert (row["state"], row["step"], row["note"]) == ("finished", 60, "")
+    assert (row["experiment"], row["scale"], row["seed"]) == ("loss_curves", "demo", 3)
+    assert (row["optimizer.name"], row["optimizer.beta2"]) == ("stable_adamw", 0.99)
+    assert row["digest"] == first.name[-10:]
+    assert sorted(rows["precision.label"]) == ["bf16", "switchback"]
+    rows.groupby("precision.where")  # a list in the config can be grouped by
+    assert repr(runs) == "2 runs (2 finished) of loss_curves (demo)"
+
+
+def test_metrics_are_tidy_and_hold_evaluations_and_non_finite_losses(make_run, tmp_path):
+    whole, broken = (
+        make_run(num_steps=60),
+        make_run(num_steps=60, seed=1, steps=30, state="diverged"),
+    )
+    metrics = load_runs(tmp_path / "runs").metrics
+    assert list(metrics.columns[:3]) == ["run", "step", "loss"]
+    assert metrics["loss"].dtype == float
+    counts = metrics.groupby("run").size()
+    assert counts[whole.name] == 60 and counts[broken.name] == 30
+    accuracy = metrics.dropna(subset="zero_shot/top1")
+    assert accuracy[["run", "step"]].values.tolist() == [[whole.name, 60]]
+    assert np.isnan(metrics.loc[metrics["run"] == broken.name, "loss"].iloc[-1])
+
+
+def test_events_and_timing(make_run, tmp_path):
+    make_run(num_steps=60, steps=30, state="diverged")
+    runs = load_runs(tmp_path / "runs")
+    assert runs.events[["step", "kind"]].values.tolist() == [[30, "diverged"]]
+    assert runs.timing["step"].tolist() == list(range(1, 31))
+
+
+def test_one_run_directory_loads(make_run):
+    run = make_run(num_steps=20)
+    make_run(num_steps=20, seed=1)
+    assert load_runs(run).runs["run"].tolist() == [run.name]
+
+
+def test_a_copied_run_is_a_second_row(make_run, tmp_path):
+    run = make_run(num_steps=20)
+    shutil.copytree(run, tmp_path / "runs" / "backup" / run.name)
+    runs = load_runs(tmp_path / "runs")
+    assert runs.runs["run"].is_unique
+    assert runs.metrics.groupby("run").size().tolist() == [20, 20]
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["parquet", "streams"])
+def test_tensors_match_a_glob_and_a_statistic(make_run, tmp_path, kept):
+    run = make_run(num_steps=45)
+    if not kept:
+        (run / "tensors.parquet").unlink()
+    runs = load_runs(tmp_path / "runs")
+    frame = runs.tensors("visual.*")
+    assert list(frame.columns) == ["run", "step", CONV, "visual.proj"]
+    assert frame["step"].tolist() == list(range(1, 46))
+    assert (frame["visual.proj"] == frame["step"] + 0.25).all()
+    assert (runs.tensors(CONV, stat="grad_norm")[CONV] == frame["step"] * 10).all()
+
+
+def test_tensors_come_from_the_parquet_of_a_run_that_ended(make_run):
+    run = make_run(num_steps=20)
+    shutil.rmtree(run / "tensors")
+    assert len(load_runs(run).tensors("*")) == 20
+
+
+def test_a_continued_run_is_not_read_from_the_parquet_of_its_first_end(make_run):
+    run = make_run(num_steps=40, steps=20)
+    (run / "status.json").write_text('{"state": "running", "step": 40, "attempt": 1, "reason": ""}')
+    shutil.rmtree(run / "tensors")
+    other = make_run(num_steps=40, seed=1, state="running")
+    shutil.copytree(other / "tensors", run / "tensors")
+    assert len(load_runs(run).tensors("*")) == 40
+
+
+def test_an_unknown_tensor_names_what_was_recorded(make_run):
+    runs = load_runs(make_run(num_steps=20))
+    with pytest.raises(LookupError, match="grad_norm, rms; 3 tensors, such as: .*visual.proj"):
+        runs.tensors("visual.conv2.*")
+
+
+def test_a_running_run_with_a_torn_last_line_loads(make_run):
+    run = make_run(num_steps=60, steps=40, state="running")
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"step": 41, "lo')
+    runs = load_runs(run)
+    assert len(runs.metrics) == 40
+    assert note(runs, run) == "running: 40 of 60 steps"
+
+
+def test_damaged_lines_are_left_out_and_counted(make_run):
+    run = make_run(num_steps=20)
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    lines[4:6] = ['{"step": 5, "lo', "null"]
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    runs = load_runs(run)
+    assert runs.metrics["step"].tolist() == [*range(1, 5), *range(7, 21)]
+    assert note(runs, run) == "metrics.jsonl: 2 damaged lines left out, first line 5"
+
+
+@pytest.mark.parametrize("text", ["{nonsense: [", "a string", "1: 2", "", "seed: 0\nmodel: {"])
+def test_a_damaged_config_leaves_the_numbers(make_run, text):
+    run = make_run(num_steps=20)
+    (run / "config.yaml").write_text(text)
+    runs = load_runs(run, experiment="loss_curves", scale="demo")
+    assert note(runs, run) == "config.yaml is damaged"
+    assert len(runs.metrics) == 20 and len(runs.tensors(CONV)) == 20
+
+
+@pytest.mark.parametrize("text", ["", "null", "[]x"])
+def test_a_damaged_status_is_an_unknown_state(make_run, text):
+    run = make_run(num_steps=20)
+    (run / "status.json").write_text(text)
+    runs = load_runs(run)
+    assert runs.runs["state"].tolist() == ["unknown"]
+    assert note(runs, run) == "status.json is damaged; unknown: 20 of 20 steps"
+
+
+def test_a_killed_stream_keeps_its_whole_flushes(make_run):
+    run = make_run(num_steps=60, state="running")
+    stream = run / "tensors" / "0000.arrows"
+    stream.write_bytes(stream.read_bytes()[:-200])
+    assert load_runs(run).tensors(CONV)["step"].tolist() == list(range(1, 41))
+
+
+def test_unreadable_tensors_warn_and_leave_the_other_runs(make_run, tmp_path):
+    bad = make_run(num_steps=20)
+    (bad / "tensors.parquet").write_bytes(b"PAR1 no")
+    make_run(num_steps=20, seed=1)
+    runs = load_runs(tmp_path / "runs")
+    with pytest.warns(UserWarning, match=f"{bad.name}: tensors left out"):
+        assert len(runs.tensors(CONV)) == 20
+
+
+def test_a_run_without_steps_loads(make_run):
+    run = make_run(num_steps=20, steps=0, state="running")
+    runs = load_runs(run)
+    assert note(runs, run) == "running: 0 of 20 steps"
+    assert list(runs.metrics.columns) == ["run", "step", "loss"]
+
+
+def test_no_runs_names_the_folder_and_the_command(tmp_path):
+    with pytest.raises(NoRunsError, match="empty: no runs .*experiment=loss_curves_demo"):
+        load_runs(tmp_path / "empty")
+
+
+def test_no_matching_runs_names_what_there_is(make_run, tmp_path):
+    make_run(num_steps=20)
+    make_run(num_steps=20, scale="mini")
+    assert len(load_runs(tmp_path / "runs", scale="mini")) == 1
+    with pytest.raises(NoRunsError, match=r"there are loss_curves \(demo, mini\)"):
+        load_runs(tmp_path / "runs", experiment="fp8_fixes")
+
+
+def test_analysis_loads_no_torch():
+    code = (
+        "import sys, analysis, analysis.make, analysis.figures.loss_curves;"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_events_of_no_run_are_an_empty_table(make_run):
+    events = load_runs(make_run(num_steps=20)).events
+    assert isinstance(events, pd.DataFrame) and events.empty

@@ -1,0 +1,244 @@
+"""StableAdamW against torch's AdamW and against the algorithm written out for one tensor."""
+
+import math
+
+import pytest
+import torch
+
+from lowprec.optim.loss_scaling import build_scaler
+from lowprec.optim.param_groups import param_groups
+from lowprec.optim.stable_adamw import StableAdamW
+
+SHAPES = [(5, 7), (16,), (3, 2, 2), ()]
+
+
+def make_params(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+    return [torch.nn.Parameter(p) for p in params]
+
+
+def make_grads(step):
+    generator = torch.Generator().manual_seed(step)
+    size = 50.0 if step == 6 else 1.0  # a jump, so that clipping has something to clip
+    return [torch.randn(shape, generator=generator) * size for shape in SHAPES]
+
+
+def set_grads(params, step, scale=1.0):
+    for p, grad in zip(params, make_grads(step), strict=True):
+        p.grad = (grad * scale).to(p.dtype)
+
+
+def one_tensor_reference(param, grads, lr, beta1, beta2, eps, decay, clip, clip_decay):
+    """Algorithm 2 for one tensor in float64, written from its definition. Returns param, RMS."""
+    p, v, u = param.double(), torch.zeros_like(param).double(), torch.zeros_like(param).double()
+    for t, g in enumerate(grads, 1):
+        g = g.double()
+        b1 = beta1 * (1 - beta1 ** (t - 1)) / (1 - beta1**t)
+        b2 = beta2 * (1 - beta2 ** (t - 1)) / (1 - beta2**t)
+        v = b1 * v + (1 - b1) * g
+        u = b2 * u + (1 - b2) * g * g
+        rms = (g * g / u.clamp(min=eps**2)).mean().sqrt()
+        eta = lr / max(1.0, rms.item()) if clip else lr
+        p = p - (eta if clip_decay else lr) * decay * p - eta * v / (u.sqrt() + eps)
+    return p, rms.item()
+
+
+@pytest.mark.parametrize("clip_decay", [True, False])
+@pytest.mark.parametrize("clip", [1.0, None])
+def test_equals_algorithm_2(clip, clip_decay):
+    params, start = make_params(), make_params()
+    optimizer = StableAdamW(
+        params,
+        lr=1e-2,
+        betas=(0.9, 0.95),
+        weight_decay=0.1,
+        clip_threshold=clip,
+        clip_weight_decay=clip_decay,
+    )
+    for step in range(1, 9):
+        set_grads(params, step)
+        optimizer.step()
+    for i, p in enumerate(params):
+        grads = [make_grads(step)[i] for step in range(1, 9)]
+        expected, rms = one_tensor_reference(
+            start[i].detach(), grads, 1e-2, 0.9, 0.95, 1e-6, 0.1, clip, clip_decay
+        )
+        torch.testing.assert_close(p.detach().double(), expected, rtol=2e-5, atol=1e-6)
+        assert optimizer.statistics[i, 0].item() == pytest.approx(rms, rel=1e-4)
+
+
+def test_without_clipping_equals_torch_adamw():
+    ours, theirs = make_params(), make_params()
+    options = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1)
+    ours_optimizer = StableAdamW(ours, clip_threshold=None, **options)
+    theirs_optimizer = torch.optim.AdamW(theirs, **options)
+    for step in range(1, 31):
+        for params, optimizer in ((ours, ours_optimizer), (theirs, theirs_optimizer)):
+            set_grads(params, step)
+            optimizer.step()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_statistics_are_norms_of_gradient_and_update():
+    params = make_params()
+    optimizer = StableAdamW(params, lr=1e-2, weight_decay=0.0)
+    before = [p.detach().clone() for p in params]
+    set_grads(params, 1)
+    norms = torch.stack([p.grad.norm() for p in params])
+    optimizer.step()
+    moved = torch.stack([(p - b).norm() for p, b in zip(params, before, strict=True)])
+    torch.testing.assert_close(optimizer.statistics[:, 1], norms)
+    torch.testing.assert_close(optimizer.statistics[:, 2], moved.detach(), rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(optimizer.grad_norm, norms.norm())
+    torch.testing.assert_close(optimizer.statistics[:, 0], torch.ones(4))  # u_1 = g_1^2
+
+
+def test_clip_norm_equals_torch_clip_grad_norm():
+    ours, theirs = make_params(), make_params()
+    options = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1)
+    ours_optimizer = StableAdamW(ours, clip_threshold=None, clip_norm=1.0, **options)
+    theirs_optimizer = torch.optim.AdamW(theirs, **options)
+    for step in range(1, 9):
+        set_grads(ours, step)
+        ours_optimizer.step()
+        set_grads(theirs, step)
+        norm = torch.nn.utils.clip_grad_norm_(theirs, 1.0)
+        theirs_optimizer.step()
+    assert ours_optimizer.grad_norm.item() == pytest.approx(norm.item(), rel=1e-5)
+    assert ours_optimizer.clipped_grad_norm.item() == pytest.approx(1.0, rel=1e-4)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("skip", ["step", "tensor"])
+def test_a_non_finite_gradient_changes_nothing_of_what_it_skips(bad, skip):
+    params, twin = make_params(), make_params()
+    optimizer = StableAdamW(params, lr=1e-2, skip=skip)
+    twin_optimizer = StableAdamW(twin, lr=1e-2, skip=skip)
+    for p, o in ((params, optimizer), (twin, twin_optimizer)):
+        set_grads(p, 1)
+        o.step()
+    saved = [p.detach().clone() for p in params]
+    moments = [optimizer.state[p]["exp_avg_sq"].clone() for p in params]
+    set_grads(params, 2)
+    params[0].grad[1, 1] = bad
+    optimizer.step()
+    untouched = range(4) if skip == "step" else [0]
+    for i in untouched:
+        assert torch.equal(params[i], saved[i])
+        assert torch.equal(optimizer.state[params[i]]["exp_avg_sq"], moments[i])
+        assert optimizer.statistics[i, 2] == 0 and optimizer.statistics[i, 0].isnan()
+    assert not optimizer.statistics[0, 1].isfinite()
+    if skip == "tensor":
+        set_grads(twin, 2)
+        twin_optimizer.step()
+        for i in (1, 2, 3):
+            assert torch.equal(params[i], twin[i])
+    else:  # the skipped step leaves no trace: both go on alike
+        for p, o in ((params, optimizer), (twin, twin_optimizer)):
+            set_grads(p, 3)
+            o.step()
+        assert all(torch.equal(a, b) for a, b in zip(params, twin, strict=True))
+
+
+def test_fixed_scale_is_divided_out():
+    params, twin = make_params(), make_params()
+    optimizer = StableAdamW(params, lr=1e-2, skip="tensor")
+    twin_optimizer = StableAdamW(twin, lr=1e-2)
+    scaler = build_scaler("fixed", 65536.0, torch.device("cpu"))
+    for step in range(1, 4):
+        set_grads(params, step, scale=65536.0)
+        scaler.step(optimizer)
+        set_grads(twin, step)
+        twin_optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(params, twin, strict=True))
+    assert scaler.scale(torch.tensor(2.0)) == 131072
+
+
+def test_dynamic_scale_halves_on_a_skip_and_the_step_count_waits():
+    params = make_params()
+    optimizer = StableAdamW(params, lr=1e-2)
+    scaler = build_scaler("dynamic", 1024.0, torch.device("cpu"))
+    before = [p.detach().clone() for p in params]
+    set_grads(params, 1, scale=1024.0)
+    params[1].grad[0] = math.inf
+    scaler.step(optimizer)
+    assert scaler.value == 512 and optimizer.param_groups[0]["step"] == 0
+    assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
+    set_grads(params, 1, scale=512.0)
+    scaler.step(optimizer)
+    twin = make_params()
+    twin_optimizer = StableAdamW(twin, lr=1e-2)
+    set_grads(twin, 1)
+    twin_optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(params, twin, strict=True))
+
+
+def test_frozen_stops_every_update():
+    params = make_params()
+    optimizer = StableAdamW(params, lr=1e-2)
+    optimizer.frozen = torch.tensor(True)
+    before = [p.detach().clone() for p in params]
+    set_grads(params, 1)
+    optimizer.step()
+    assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
+
+
+def test_resume_from_state_dict_is_bitwise():
+    def run(params, optimizer, steps):
+        for step in steps:
+            set_grads(params, step)
+            optimizer.step()
+
+    whole = make_params()
+    run(whole, StableAdamW(whole, lr=1e-2), range(1, 9))
+    first = make_params()
+    optimizer = StableAdamW(first, lr=1e-2)
+    run(first, optimizer, range(1, 5))
+    second = [torch.nn.Parameter(p.detach().clone()) for p in first]
+    resumed = StableAdamW(second, lr=1e-2)
+    resumed.load_state_dict(optimizer.state_dict())
+    run(second, resumed, range(5, 9))
+    assert all(torch.equal(a, b) for a, b in zip(whole, second, strict=True))
+
+
+def test_16_bit_parameters_are_rounded_once():
+    params = make_params(torch.bfloat16)
+    wide = [torch.nn.Parameter(p.detach().float()) for p in params]
+    optimizer, wide_optimizer = (StableAdamW(p, lr=1e-2) for p in (params, wide))
+    set_grads(params, 1)
+    for p, w in zip(params, wide, strict=True):
+        w.grad = p.grad.float()
+    optimizer.step()
+    wide_optimizer.step()
+    assert all(torch.equal(p, w.bfloat16()) for p, w in zip(params, wide, strict=True))
+
+
+def test_a_parameter_without_gradient_is_left_alone():
+    params = make_params()
+    optimizer = StableAdamW(params, lr=1e-2)
+    set_grads(params, 1)
+    params[2].grad = None
+    before = params[2].detach().clone()
+    optimizer.step()
+    assert torch.equal(params[2], before)
+    assert optimizer.statistics[2].isnan().all() and optimizer.statistics[3].isfinite().all()
+
+
+def test_groups_decay_matrices_only_and_keep_names():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4))
+    model.logit_scale = torch.nn.Parameter(torch.ones(()))
+    groups = param_groups(model, 0.2)
+    optimizer = StableAdamW(groups, lr=1e-3)
+    assert optimizer.names == ["0.weight", "logit_scale", "0.bias", "1.weight", "1.bias"]
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.2, 0.0]
+
+
+def test_bad_arguments_are_named():
+    with pytest.raises(ValueError, match="skip='never'"):
+        StableAdamW(make_params(), skip="never")
+    with pytest.raises(ValueError, match="betas"):
+        StableAdamW(make_params(), betas=(0.9, 1.0))
