@@ -220,7 +220,7 @@ def _read_good_rows(path: Path) -> tuple[list[dict], str]:
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
         try:
             rows.append(decode_row(line.decode()))
-        except ValueError:
+        except (ValueError, AttributeError):
             damaged.append(number)
     return rows, f"{path.name}: {len(damaged)} damaged lines left out, first line {damaged[0]}"
 

@@ -98,9 +98,7 @@ def open_data(config: Config) -> Data:
         raise ConfigError([str(error)]) from error
     if config.batch_size > train.num_samples:
         raise ConfigError(
-            [
-                f"batch_size={config.batch_size} exceeds the {train.num_samples} pairs of data.train"
-            ]
+            [f"batch_size={config.batch_size} exceeds the {train.num_samples} pairs of data.train"]
         )
     return Data(train, val)
 

@@ -99,7 +99,9 @@ def _parse(text: str, faults: list[str]) -> Override | None:
         return OverridesParser.create().parse_override(text)
     except HydraException as error:
         key, _, value = text.partition("=")
-        faults.append(f"{text}: cannot be read; quote a value with special signs: '{key}=\"{value}\"'")
+        faults.append(
+            f"{text}: cannot be read; quote a value with special signs: '{key}=\"{value}\"'"
+        )
         return None
 
 

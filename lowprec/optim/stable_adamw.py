@@ -37,8 +37,8 @@ class StableAdamW(torch.optim.Optimizer):
     A tensor whose gradient is not finite (its norm, in float32) is never applied: with
     `skip="step"` no tensor is updated, with `skip="tensor"` only that one is left out. `grad_scale`
     (gradients are divided by it), `found_inf` and `frozen` (nonzero: no update) are attributes
-    that a caller may set to 0-d tensors; torch.amp.GradScaler sets the first two. The step count, one
-    a group, advances with `skip="step"` only when an update is made. `step()` may change the
+    that a caller may set to 0-d tensors; torch.amp.GradScaler sets the first two. The step count,
+    one a group, advances with `skip="step"` only when an update is made. `step()` may change the
     gradients. A parameter without a gradient is left alone and shows NaN statistics.
     Source: Algorithm 2, arXiv:2304.13013.
     """

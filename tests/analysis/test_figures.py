@@ -114,6 +114,11 @@ def test_an_incomplete_run_says_so_in_legend_and_caption(make_run, state):
     assert "(incomplete: 1,300 of 2,000 steps)" in loss_curves.caption(frame)
 
 
+def test_a_run_that_is_still_evaluating_is_incomplete(make_run):
+    frame = loss_curves.query(load_runs(make_run(num_steps=60, state="running")))
+    assert frame["label"].unique().tolist() == ["bf16, AdamW (incomplete: 60 of 60 steps)"]
+
+
 def test_runs_without_steps_and_with_damaged_configs_are_left_out(make_run, tmp_path):
     kept = make_run(num_steps=60)
     make_run(num_steps=60, steps=0, seed=1, state="running")

@@ -26,7 +26,7 @@ def test_a_row_a_run_with_status_and_dotted_config_keys(make_run, tmp_path):
     assert (row["optimizer.name"], row["optimizer.beta2"]) == ("stable_adamw", 0.99)
     assert row["digest"] == first.name[-10:]
     assert sorted(rows["precision.label"]) == ["bf16", "switchback"]
-    rows.groupby("precision.where")  # a list in the config can be grouped by
+    assert rows.groupby("precision.where").size().tolist() == [2]  # a list can be grouped by
     assert repr(runs) == "2 runs (2 finished) of loss_curves (demo)"
 
 
@@ -52,10 +52,12 @@ def test_events_and_timing(make_run, tmp_path):
     assert runs.timing["step"].tolist() == list(range(1, 31))
 
 
-def test_one_run_directory_loads(make_run):
+def test_one_run_directory_loads(make_run, monkeypatch):
     run = make_run(num_steps=20)
     make_run(num_steps=20, seed=1)
+    monkeypatch.chdir(run)
     assert load_runs(run).runs["run"].tolist() == [run.name]
+    assert load_runs(".").runs["run"].tolist() == [run.name]
 
 
 def test_a_copied_run_is_a_second_row(make_run, tmp_path):
@@ -119,7 +121,10 @@ def test_damaged_lines_are_left_out_and_counted(make_run):
     assert note(runs, run) == "metrics.jsonl: 2 damaged lines left out, first line 5"
 
 
-@pytest.mark.parametrize("text", ["{nonsense: [", "a string", "1: 2", "", "seed: 0\nmodel: {"])
+@pytest.mark.parametrize(
+    "text",
+    ["{nonsense: [", "a string", "1: 2", "", "seed: 0\nmodel: {name: nano}", "seed: 0\nmodel: {"],
+)
 def test_a_damaged_config_leaves_the_numbers(make_run, text):
     run = make_run(num_steps=20)
     (run / "config.yaml").write_text(text)

@@ -9,18 +9,19 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lowprec.data import shapes
-from lowprec.data.shapes import CLASSES, CLASSNAMES, TEMPLATES, make_scene, render_shapes
+from lowprec.data import shapes, shapes_drawing, shapes_scenes
+from lowprec.data.shapes import CLASSNAMES, TEMPLATES, make_scene, render_shapes
 from lowprec.data.shapes_drawing import (
     BACKGROUNDS,
     COLORS,
     MIN_CONTRAST,
-    OUTLINES,
     backgrounds_for,
     color_distance,
     colors_beside,
     draw_scene,
 )
+from lowprec.data.shapes_outlines import OUTLINES
+from lowprec.data.shapes_scenes import CLASSES
 
 NUMBER_WORDS = {"a": 1, "an": 1, "one": 1, "single": 1, "two": 2, "three": 3, "four": 4}
 MANY = [make_scene(3, "train", index) for index in range(3000)]
@@ -190,8 +191,10 @@ def test_captions_name_texture_relation_and_background():
         assert said or scene.subject.texture == "solid", scene.caption
         assert "aa" not in scene.caption and not re.search(r"\ba orange|sss|  ", scene.caption)
         if scene.second is not None:
-            relation = {w for ways in shapes.RELATIONS.values() for w in ways if w in scene.caption}
-            assert relation and relation <= set(shapes.RELATIONS[scene.relation])
+            relation = {
+                w for ways in shapes_scenes.RELATIONS.values() for w in ways if w in scene.caption
+            }
+            assert relation and relation <= set(shapes_scenes.RELATIONS[scene.relation])
             assert f" {scene.second.color} {scene.second.shape}" in scene.caption
         if re.search("background|gradient", scene.caption):
             assert all(color in scene.caption for color in scene.background.colors), scene.caption
@@ -199,7 +202,7 @@ def test_captions_name_texture_relation_and_background():
 
 def test_grammar_examples_vary():
     assert len({scene.caption for scene in MANY}) > 0.9 * len(MANY)
-    assert {scene.relation for scene in MANY} == {None, *shapes.RELATIONS}
+    assert {scene.relation for scene in MANY} == {None, *shapes_scenes.RELATIONS}
     assert {len(scene.subject.places) for scene in MANY} == {1, 2, 3, 4}
 
 
@@ -277,10 +280,10 @@ def test_colors_are_distinguishable():
 
 def test_shapes_are_distinguishable_at_16_pixels():
     def drawn(shape):
-        place = shapes.Placement(0.5, 0.5, 0.8, 0.0, False)
-        item = shapes.Item(shape, "black", "solid", (0, 0, 0), (place,))
-        plain = shapes.Background("plain", ("white",), 0)
-        return pixels(shapes.Scene(item, None, None, plain, ""), 16)[..., 0] / 255
+        place = shapes_drawing.Placement(0.5, 0.5, 0.8, 0.0, False)
+        item = shapes_drawing.Item(shape, "black", "solid", (0, 0, 0), (place,))
+        plain = shapes_drawing.Background("plain", ("white",), 0)
+        return pixels(shapes_drawing.Scene(item, None, None, plain, ""), 16)[..., 0] / 255
 
     images = [drawn(shape) for shape in OUTLINES]
     for i, a in enumerate(images):
