@@ -1,0 +1,77 @@
+"""Evaluates the newest checkpoint of a run.
+
+    python -m experiments.evaluate run=runs/run/nano-bf16-adamw-s0-0123456789 evaluation=both
+
+Prints the numbers and appends them to the run's `evaluations.jsonl`; nothing else is changed.
+"""
+
+import dataclasses
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from experiments import cli
+from experiments.build import build, open_data, preflight
+from lowprec.config import Config, key
+from lowprec.run import encode_row
+from lowprec.validate import ConfigError, check
+
+
+@dataclass
+class EvaluateConfig:
+    """Which run, on what."""
+
+    run: str = key("???", "a run directory")
+    evaluation: str = key("both", "tasks", choices=("zero_shot", "retrieval", "both"))
+    val: str | None = key(None, "glob of other validation shards than the run's")
+    classnames: str | None = key(None, "their class names: a file, or 'imagenet'")
+    templates: str | None = key(None, "their prompt templates: a file, or 'imagenet'")
+    index: str | None = key(None, "folder of their index")
+    device: str = key("auto", "where", choices=("auto", "cpu", "cuda"))
+
+
+def main(config: EvaluateConfig) -> None:
+    """Builds the run's model, loads its newest checkpoint, evaluates."""
+    from lowprec.train.checkpoint import CheckpointError, newest_checkpoint
+
+    run = Path(config.run)
+    try:
+        trained = read_config(run)
+        trained.device = config.device
+        trained.evaluation.name = config.evaluation
+        data = trained.data
+        trained.data = dataclasses.replace(
+            data,
+            val=config.val or data.val,
+            classnames=config.classnames or (None if config.val else data.classnames),
+            templates=config.templates or (None if config.val else data.templates),
+            index=config.index or data.index,
+        )
+        preflight(trained)
+        built = build(trained, open_data(trained))
+        found = newest_checkpoint(run)
+    except (ConfigError, CheckpointError) as error:
+        sys.exit(f"{run} cannot be evaluated:\n{error}")
+    if found is None:
+        sys.exit(f"{run} has no checkpoint yet")
+    path, manifest = found
+    built.state.load(path)
+    results = built.evaluation()(built.task.model)
+    row = {"step": manifest["step"], "val": trained.data.val, **results}
+    with open(run / "evaluations.jsonl", "a") as file:
+        file.write(encode_row(row))
+    for name, value in results.items():
+        print(f"{name:28} {value:.4f}")
+
+
+def read_config(run: Path) -> Config:
+    """The config of a run directory; ConfigError if there is none."""
+    if not (run / "config.yaml").exists():
+        raise ConfigError([f"run={run}: not a run directory (it has no config.yaml)"])
+    return check(OmegaConf.to_container(OmegaConf.load(run / "config.yaml")))
+
+
+if __name__ == "__main__":
+    cli.main(main, "evaluate", EvaluateConfig)

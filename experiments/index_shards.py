@@ -1,0 +1,36 @@
+"""Indexes image-text shards, so that a run finds the index ready.
+
+    python -m experiments.index_shards data='some/where/train-*.tar' index=some/folder
+"""
+
+import sys
+from dataclasses import dataclass
+
+from experiments import cli
+from experiments.build import open_with_progress
+from lowprec.config import key
+
+
+@dataclass
+class IndexConfig:
+    """Which shards, and where the index goes."""
+
+    data: str = key("???", "glob of the shards")
+    index: str | None = key(None, "folder of the index; beside the shards if null")
+
+
+def main(config: IndexConfig) -> None:
+    """Indexes what is not indexed yet."""
+    try:
+        shards = open_with_progress(config.data, config.index, "data")
+    except (FileNotFoundError, ValueError) as error:
+        sys.exit(str(error))
+    labeled = int((shards.labels >= 0).sum())
+    print(
+        f"{len(shards.paths)} shards, {shards.num_samples} pairs, {labeled} with a class, "
+        f"digest {shards.digest[:12]}"
+    )
+
+
+if __name__ == "__main__":
+    cli.main(main, "index_shards", IndexConfig)

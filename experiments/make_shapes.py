@@ -1,0 +1,56 @@
+"""Renders the embedded image-text set `shapes` and indexes it.
+
+    python -m experiments.make_shapes out=data/shapes-256 image_size=256 num_train=20000 seed=0
+
+Same arguments, same bytes, whatever the number of processes.
+"""
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from experiments import cli
+from experiments.build import open_with_progress, progress_bar
+from lowprec.config import key
+from lowprec.data.shapes import render_shapes
+from lowprec.validate import ConfigError
+
+
+@dataclass
+class MakeShapesConfig:
+    """What to render and where to."""
+
+    out: str = key("???", "folder of the shards")
+    num_train: int = key(20000, "training pairs", least=1)
+    num_val: int = key(5000, "validation pairs", least=0)
+    image_size: int = key(64, "pixels a side", least=16)
+    seed: int = key(0, "of all scenes", least=0)
+    num_processes: int | None = key(None, "null: one a core", least=1)
+
+
+def main(config: MakeShapesConfig) -> None:
+    """Renders, then indexes."""
+    out = Path(config.out)
+    with progress_bar() as bar:
+        shown = bar.add_task(f"rendering {out}", total=config.num_train + config.num_val, note="")
+        try:
+            render_shapes(
+                out,
+                num_train=config.num_train,
+                num_val=config.num_val,
+                image_size=config.image_size,
+                seed=config.seed,
+                num_processes=config.num_processes or len(os.sched_getaffinity(0)),
+                on_progress=lambda count: bar.advance(shown, count),
+            )
+        except (ValueError, OSError) as error:
+            bar.stop()
+            sys.exit(str(error))
+    for split in ("train", "val") if config.num_val else ("train",):
+        shards = open_with_progress(f"{out}/{split}-*.tar", None, f"data.{split}")
+        print(f"{out}/{split}-*.tar: {shards.num_samples} pairs, digest {shards.digest[:12]}")
+
+
+if __name__ == "__main__":
+    cli.main(main, "make_shapes", MakeShapesConfig)
