@@ -16,12 +16,12 @@ import hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, ValueType
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lowprec.config import Config
+from lowprec.config import PRESETS, Config
 from lowprec.validate import ConfigError, check, keys, nearest, public_name, unknown_key
 
 CONF = Path(__file__).parent.parent / "conf"
@@ -70,17 +70,13 @@ def check_command(
 ) -> list[Any]:
     """The configs of every cell that the overrides ask for; raises ConfigError with all faults."""
     faults: list[str] = []
-    chosen: list[list[str]] = []
-    for text in overrides:
-        override = _parse(text, faults)
-        if override is not None and _is_known(override, schema, faults):
-            chosen.append(_choices(override))
-    swept = _sweeper_params(chosen)
+    chosen = _axes(overrides, schema, faults)
+    swept = _sweeper_params(chosen, schema, faults)
     if not multirun and (swept or any(len(choices) > 1 for choices in chosen)):
         command = " ".join(f"'{o}'" if set(o) & set(" *{}[]()$?") else o for o in overrides)
         faults.append(f"this is a sweep: python -m experiments.{entry} -m {command}")
-    given = {choices[0].partition("=")[0] for choices in chosen}
-    chosen += [choices for key, choices in swept.items() if key not in given]
+    given = {_key(choices) for choices in chosen}
+    chosen += [choices for choices in swept if _key(choices) not in given]
     configs = []
     for cell in itertools.islice(
         itertools.product(*chosen), 1 if faults and not multirun else None
@@ -94,30 +90,57 @@ def check_command(
     return configs
 
 
+def _axes(overrides: list[str], schema: type, faults: list[str]) -> list[list[str]]:
+    """The single overrides that each legal override stands for: one, or several for a sweep."""
+    parsed = [_parse(text, faults) for text in overrides]
+    known = [o for o in parsed if o is not None and _is_known(o, schema, faults)]
+    return [[f"{o.input_line.partition('=')[0]}={value}" for value in _values(o)] for o in known]
+
+
+def _key(choices: list[str]) -> str:
+    return choices[0].partition("=")[0]
+
+
 def _parse(text: str, faults: list[str]) -> Override | None:
+    key, sign, value = text.partition("=")
+    if not key or not (sign or key.startswith("~")):
+        faults.append(f"{text}: key=value is expected")
+        return None
     try:
-        return OverridesParser.create().parse_override(text)
-    except HydraException as error:
-        key, _, value = text.partition("=")
+        override = OverridesParser.create().parse_override(text)
+    except HydraException:
         faults.append(
             f"{text}: cannot be read; quote a value with special signs: '{key}=\"{value}\"'"
         )
         return None
+    if override.value_type == ValueType.INTERVAL_SWEEP:
+        faults.append(f"{text}: an interval lists no values; use choice(...) or range(...)")
+        return None
+    return override
 
 
 def _is_known(override: Override, schema: type, faults: list[str]) -> bool:
     """Whether the key exists, and for a group whether each choice does; else a fault."""
     key = override.key_or_group
+    if override.is_delete():
+        faults.append(f"~{key}: nothing can be taken out of a config; leave it at its default")
+        return False
     if key == "hydra" or key.startswith(("hydra.", "hydra/")):
         return True
     folder = CONF / key
     if schema is Config and folder.is_dir():
         files = sorted(path.stem for path in folder.glob("*.yaml"))
-        bad = [c for c in _values(override) if c not in files and c != "null"]
+        bad = [choice for choice in _values(override) if choice not in files]
         for choice in bad:
             near = nearest(choice, files)
             faults.append(f"{key}={choice}: conf/{key} has {', '.join(files)}{near}")
         return not bad
+    presets = [value for value in _values(override) if value in PRESETS]
+    if schema is Config and key == "model.name" and presets:
+        faults.append(
+            f"model.name={presets[0]} names a size and does not set it; use model={presets[0]}"
+        )
+        return False
     known = list(keys(schema))
     if key in known:
         return True
@@ -126,30 +149,28 @@ def _is_known(override: Override, schema: type, faults: list[str]) -> bool:
 
 
 def _values(override: Override) -> Iterator[str]:
-    if override.is_sweep_override():
+    if override.value_type == ValueType.GLOB_CHOICE_SWEEP:
+        files = sorted(path.stem for path in (CONF / override.key_or_group).glob("*.yaml"))
+        yield from override.value().filter(files) or [override.input_line.partition("=")[2]]
+    elif override.is_sweep_override():
         yield from override.sweep_string_iterator()
     else:
         yield override.get_value_string()
 
 
-def _choices(override: Override) -> list[str]:
-    """The override as one or, for a sweep, several single overrides."""
-    prefix = override.input_line.partition("=")[0] if override.input_line else ""
-    if override.is_delete():
-        return [override.input_line]
-    return [f"{prefix}={value}" for value in _values(override)]
-
-
-def _sweeper_params(chosen: list[list[str]]) -> dict[str, list[str]]:
-    """The axes that the chosen experiment files sweep over: key to single overrides."""
-    axes: dict[str, list[str]] = {}
-    for text in itertools.chain.from_iterable(chosen):
-        key, _, value = text.partition("=")
-        if key == "experiment" and (CONF / key / f"{value}.yaml").exists():
-            file = OmegaConf.load(CONF / key / f"{value}.yaml")
-            for name, text in (OmegaConf.select(file, "hydra.sweeper.params") or {}).items():
-                axes[name] = _choices(OverridesParser.create().parse_override(f"{name}={text}"))
-    return axes
+def _sweeper_params(chosen: list[list[str]], schema: type, faults: list[str]) -> list[list[str]]:
+    """The axes that the chosen experiment's file sweeps over, as single overrides."""
+    if schema is not Config:
+        return []
+    names = [
+        text.partition("=")[2] for axis in chosen if _key(axis) == "experiment" for text in axis
+    ]
+    files = [OmegaConf.load(CONF / "experiment" / f"{name}.yaml") for name in names]
+    sweeps = [OmegaConf.select(file, "hydra.sweeper.params") for file in files]
+    if len(sweeps) > 1 and any(sweeps):  # Hydra would leave their sweeps out
+        faults.append(f"experiment={','.join(names)}: only one experiment that sweeps at a time")
+        return []
+    return _axes([f"{k}={v}" for sweep in sweeps for k, v in (sweep or {}).items()], schema, faults)
 
 
 def _compose(cell: list[str], entry: str) -> dict:

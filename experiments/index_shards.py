@@ -1,6 +1,6 @@
 """Indexes image-text shards, so that a run finds the index ready.
 
-    python -m experiments.index_shards data='some/where/train-*.tar' index=some/folder
+python -m experiments.index_shards data='some/where/train-*.tar' index=some/folder
 """
 
 import sys

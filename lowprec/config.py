@@ -245,7 +245,9 @@ class Config:
     compile: bool = key(False, "torch.compile of every block")
     checkpointing: bool = key(False, "recompute activations in backward")
     deterministic: bool = key(False, "only bit-reproducible kernels", identity=False)
-    profile: bool = key(False, "write a profiler trace", choices=(False,), planned=("*",))
+    profile: bool = key(
+        False, "write a profiler trace", choices=(False,), planned=("*",), identity=False
+    )
     run_dir: str = key("runs", "folder under which run directories are made", identity=False)
     log_every: int = key(20, "steps between two flushes of the record", least=1, identity=False)
     eval_every: int = key(0, "steps between evaluations; 0: at the end", least=0)

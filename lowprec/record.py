@@ -35,6 +35,12 @@ def write_atomically(path: Path, text: str) -> None:
     temporary.rename(path)
 
 
+def _drop_torn_end(path: Path) -> None:
+    """Cuts a last line that was never finished, so that the next row starts on its own line."""
+    if path.exists():
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+
+
 class Record:
     """The open record of one run; one process writes it at a time.
 
@@ -56,6 +62,8 @@ class Record:
         self._lock.truncate(0)
         self._lock.write(f"process {os.getpid()} on {os.uname().nodename}")
         self._lock.flush()
+        os.register_at_fork(after_in_child=self._lock.close)  # a worker must not outlive as holder
+        _drop_torn_end(self.run / "attempts.jsonl")
         self.attempt = len(read_rows(self.run / "attempts.jsonl"))
         self._stream = self._sink = self._schema = None
 

@@ -111,7 +111,7 @@ def read_rows(path: Path) -> list[dict]:
     for number, line in enumerate(lines[:-1], 1):
         try:
             rows.append(decode_row(line.decode()))
-        except ValueError as error:
+        except (ValueError, AttributeError) as error:  # not JSON, or JSON but no map
             raise ValueError(f"{path}, line {number} is damaged: {error}") from error
     return rows
 

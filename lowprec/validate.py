@@ -81,7 +81,7 @@ def unknown_key(path: str, known: Iterable[str]) -> str:
 def _build(schema: type, raw: Any, prefix: str, known: list[str], faults: list[str]) -> Any:
     if not isinstance(raw, dict):
         inside = ", ".join(public_name(f.name) for f in fields(schema))
-        faults.append(f"{prefix[:-1]}={raw!r}: a group of keys is expected here ({inside})")
+        faults.append(f"{prefix[:-1]}={_written(raw)}: a group of keys is expected here ({inside})")
         return None
     names = {public_name(f.name): f for f in fields(schema)}
     faults.extend(unknown_key(f"{prefix}{name}", known) for name in raw if name not in names)
@@ -107,7 +107,7 @@ def _value(path: str, value: Any, f: Any, faults: list[str]) -> Any:
     items = value if typing.get_origin(kind) is list and isinstance(value, list) else [value]
     element = typing.get_args(kind)[0] if typing.get_origin(kind) is list else kind
     if typing.get_origin(kind) is list and not isinstance(value, list):
-        faults.append(f"{path}={value!r}: {_expectation(f, kinds)} is expected")
+        faults.append(f"{path}={_written(value)}: {_expectation(f, kinds)} is expected")
         return None
     converted = [_element(path, item, element, f, kinds, faults) for item in items]
     return converted if typing.get_origin(kind) is list else converted[0]
@@ -123,14 +123,22 @@ def _element(path: str, item: Any, kind: type, f: Any, kinds: tuple, faults: lis
     if right_type and item in choices:
         return item
     if item in planned or (right_type and "*" in planned):
-        built = ", ".join(map(str, choices)) or "null"
-        faults.append(f"{path}={item} is planned and does not exist yet; it can be: {built}")
+        built = ", ".join(_written(choice).strip("'") for choice in choices) or "null"
+        given = f"{path}={_written(item)}".replace("'", "")
+        faults.append(f"{given} is planned and does not exist yet; it can be: {built}")
     elif choices:
-        allowed = ", ".join(map(str, choices))
-        faults.append(f"{path}={item}: one of {allowed}{nearest(str(item), (*choices, *planned))}")
+        allowed = ", ".join(_written(choice).strip("'") for choice in choices)
+        near = nearest(str(item), (*choices, *planned))
+        faults.append(f"{path}={_written(item)}: one of {allowed}{near}")
     elif not right_type or not _within(item, f.metadata["bounds"]):
-        faults.append(f"{path}={item!r}: {_expectation(f, kinds)} is expected")
+        meaning = f" ({f.metadata['doc']})" if item is None else ""
+        faults.append(f"{path}={_written(item)}: {_expectation(f, kinds)} is expected{meaning}")
     return item
+
+
+def _written(value: Any) -> str:
+    """A value as a command line has it: `null`, `true`, text in quotes."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
 
 
 def _within(item: Any, bounds: dict[str, float]) -> bool:
@@ -148,7 +156,7 @@ def _expectation(f: Any, kinds: tuple) -> str:
     signs = {"least": ">=", "above": ">", "most": "<=", "below": "<"}
     kind = next(k for k in kinds if k is not type(None))
     text = words.get(kind, "a list such as [a,b]" if typing.get_origin(kind) is list else "a map")
-    limits = " and ".join(f"{signs[n]} {bound:g}" for n, bound in f.metadata["bounds"].items())
+    limits = " and ".join(f"{signs[n]} {bound}" for n, bound in f.metadata["bounds"].items())
     return f"{text} {limits}".strip() + (" or null" if type(None) in kinds else "")
 
 

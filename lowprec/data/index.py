@@ -14,12 +14,13 @@ import json
 import os
 import shutil
 import tarfile
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from braceexpand import braceexpand
+from braceexpand import UnbalancedBracesError, braceexpand
 
 IMAGES = ("jpg", "jpeg", "png", "webp")
 MEMBERS = (*IMAGES, "txt", "json", "cls")
@@ -37,7 +38,10 @@ SAMPLE = np.dtype(
 
 def expand(pattern: str, name: str = "data.train") -> list[Path]:
     """The files of a glob with braces, sorted. None: FileNotFoundError naming the nearest file."""
-    paths = sorted({path for part in braceexpand(pattern) for path in glob.glob(part)})
+    try:
+        paths = sorted({path for part in braceexpand(pattern) for path in glob.glob(part)})
+    except UnbalancedBracesError as error:
+        raise FileNotFoundError(f"{name}={pattern}: a brace has no partner") from error
     if paths:
         return [Path(path) for path in paths]
     folder = Path(pattern).parent
@@ -119,15 +123,21 @@ def _open_shard(source: Path, folder: Path) -> tuple[dict, Path, Path]:
     unpacked = Path(f"{base}.tar") if source.suffix == ".gz" else source
     state = source.stat()
     stamp = {"format": FORMAT, "bytes": state.st_size, "mtime_ns": state.st_mtime_ns}
-    with contextlib.suppress(OSError, ValueError):
-        header = json.loads(header_file.read_text())
-        if header.items() >= stamp.items() and table_file.exists() and unpacked.exists():
-            return header, unpacked, table_file
+
+    def current() -> dict | None:
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            header = json.loads(header_file.read_text())
+            if header.items() >= stamp.items() and table_file.exists() and unpacked.exists():
+                return header
+        return None
+
+    if header := current():
+        return header, unpacked, table_file
     with _lock(folder):
+        if header := current():  # made by another process meanwhile
+            return header, unpacked, table_file
         if source.suffix == ".gz":
-            with gzip.open(source) as packed, open(f"{unpacked}.tmp", "wb") as file:
-                shutil.copyfileobj(packed, file, 1 << 20)
-            os.replace(f"{unpacked}.tmp", unpacked)
+            _unpack(source, unpacked)
         table, digest = index_tar(unpacked, source)
         with open(f"{table_file}.tmp", "wb") as file:
             np.save(file, table)
@@ -136,6 +146,15 @@ def _open_shard(source: Path, folder: Path) -> tuple[dict, Path, Path]:
         Path(f"{header_file}.tmp").write_text(json.dumps(header))
         os.replace(f"{header_file}.tmp", header_file)
     return header, unpacked, table_file
+
+
+def _unpack(source: Path, unpacked: Path) -> None:
+    try:
+        with gzip.open(source) as packed, open(f"{unpacked}.tmp", "wb") as file:
+            shutil.copyfileobj(packed, file, 1 << 20)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{source} is damaged: {error}") from error
+    os.replace(f"{unpacked}.tmp", unpacked)
 
 
 @contextlib.contextmanager
@@ -181,8 +200,10 @@ def index_tar(path: Path, source: Path | None = None) -> tuple[np.ndarray, str]:
                 parts[kind] = (member.offset_data, member.size)
             _close_sample(parts, rows, file)
             file.seek(tar.offset)
-            if file.read(512).strip(b"\0"):  # tarfile ends silently at a bad header
-                raise tarfile.ReadError(f"bad header at byte {tar.offset}")
+            end = file.read(512)  # tarfile ends silently at a bad, zero or missing header
+            rest = iter(lambda: file.read(1 << 20), b"")
+            if end != bytes(512) or any(chunk.strip(b"\0") for chunk in rest):
+                raise tarfile.ReadError(f"bad header or early end at byte {tar.offset}")
     except tarfile.TarError as error:
         raise ValueError(f"{source} is damaged: {error}") from error
     if not rows:
@@ -204,5 +225,5 @@ def _close_sample(parts: dict[str, tuple[int, int]], rows: list[tuple], file: ob
     if "cls" in parts:
         file.seek(parts["cls"][0])
         text = file.read(parts["cls"][1]).strip()
-        label = int(text) if text.isdigit() else -1
+        label = int(text) if text.isdigit() and len(text) < 10 else -1
     rows.append((*image, *parts["txt"], label))

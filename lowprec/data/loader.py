@@ -7,11 +7,11 @@ import io
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -41,16 +41,39 @@ class Batch:
         return Batch(*moved, self.skips)
 
 
+class _OpenFiles:
+    """File descriptors by shard number; the least recently used is closed beyond `limit`."""
+
+    def __init__(self, paths: list[Path], limit: int = 256):
+        self.paths, self.limit = paths, limit
+        self.descriptors: dict[int, int] = {}
+
+    def __getitem__(self, shard: int) -> int:
+        descriptor = self.descriptors.pop(shard, None)
+        if descriptor is None:
+            descriptor = os.open(self.paths[shard], os.O_RDONLY)
+        self.descriptors[shard] = descriptor
+        if len(self.descriptors) > self.limit:
+            os.close(self.descriptors.pop(next(iter(self.descriptors))))
+        return descriptor
+
+    def __del__(self):
+        for descriptor in self.descriptors.values():
+            os.close(descriptor)
+
+
 def decode_image(data: bytes, size: int) -> np.ndarray:
-    """uint8 [3, size, size]: RGB, the shorter side resized to `size` (bicubic), center cropped."""
-    image = Image.open(io.BytesIO(data), formats=("JPEG", "WEBP", "PNG")).convert("RGB")
+    """uint8 [3, size, size]: RGB, the central square of the image, resized (bicubic)."""
+    try:
+        image = Image.open(io.BytesIO(data), formats=("JPEG", "WEBP", "PNG")).convert("RGB")
+    except UnidentifiedImageError as error:  # its text holds a memory address
+        raise ValueError("not a JPEG, WEBP or PNG image") from error
     if image.size != (size, size):
         width, height = image.size
-        factor = size / min(width, height)
-        shape = (max(size, round(width * factor)), max(size, round(height * factor)))
-        image = image.resize(shape, Image.Resampling.BICUBIC)
-        left, top = (shape[0] - size) // 2, (shape[1] - size) // 2
-        image = image.crop((left, top, left + size, top + size))
+        side = min(width, height)
+        left, top = (width - side) / 2, (height - side) / 2
+        box = (left, top, left + side, top + side)
+        image = image.resize((size, size), Image.Resampling.BICUBIC, box)
     return np.asarray(image).transpose(2, 0, 1)
 
 
@@ -79,7 +102,7 @@ class Batches(Dataset):
         self.image_size = image_size
         self.tokenizer = tokenizer
         self.seed = seed
-        self._open = lru_cache(maxsize=256)(lambda shard: open(shards.paths[shard], "rb"))  # noqa: SIM115
+        self._files = _OpenFiles(shards.paths)
 
     def __len__(self) -> int:
         return self.num_batches
@@ -125,7 +148,7 @@ class Batches(Dataset):
     def read(self, sample: int) -> tuple[np.ndarray, str, int]:
         """Image uint8 [3, size, size], caption and label (-1: none) of a global sample number."""
         shard, row = self.shards.locate(sample)
-        descriptor = self._open(shard).fileno()
+        descriptor = self._files[shard]
         data = os.pread(descriptor, int(row["image_bytes"]), int(row["image_offset"]))
         text = os.pread(descriptor, int(row["text_bytes"]), int(row["text_offset"]))
         caption = text.decode("utf-8").strip()
@@ -135,7 +158,7 @@ class Batches(Dataset):
 
     def key(self, shard: int, row: np.void) -> str:
         """Name of the image's tar member, read from the header before it."""
-        header = os.pread(self._open(shard).fileno(), 100, int(row["image_offset"]) - 512)
+        header = os.pread(self._files[shard], 100, int(row["image_offset"]) - 512)
         return header.split(b"\0")[0].decode("utf-8", "replace")
 
 
@@ -157,5 +180,6 @@ def iterate(batches: Batches, *, workers: int, first: int = 0, pin: bool = False
             pin_memory=pin,
             multiprocessing_context="fork" if workers else None,
             prefetch_factor=4 if workers else None,
+            generator=torch.Generator(),  # the default one is training's, and would be drawn from
         )
     )

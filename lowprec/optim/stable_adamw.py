@@ -135,7 +135,9 @@ class StableAdamW(torch.optim.Optimizer):
         device = params[0].device
         if "step" not in group:
             group["step"] = torch.zeros((), device=device)
-        group["step"] = group["step"].to(device) + (apply if apply.ndim == 0 else 1.0)
+        if group["step"].device != device:
+            group["step"] = group["step"].to(device)
+        group["step"].add_(apply if apply.ndim == 0 else 1.0)  # in place: a graph replays it
         for p in params:
             if "exp_avg" not in self.state[p]:
                 for name in ("exp_avg", "exp_avg_sq"):
@@ -164,7 +166,7 @@ def stable_adamw_update(
     *,
     step: Tensor,
     apply: Tensor,
-    lr: float,
+    lr: float | Tensor,
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,

@@ -15,6 +15,7 @@ from lowprec.train.checkpoint import TrainState, newest_checkpoint, save_checkpo
 from lowprec.train.divergence import judge
 from lowprec.train.loggers import Logger
 from lowprec.train.signals import StopRequest
+from lowprec.train.step import GraphedStep, TrainStep, can_capture
 from lowprec.train.step_log import StepLog
 from lowprec.train.task import ContrastiveTask
 
@@ -49,13 +50,15 @@ def train(
     throughput after each flush. Returns finished, diverged, or preempted when `stop` was raised.
     """
     device = next(task.model.parameters()).device
-    optimizer, scaler = state.optimizer, state.scaler
     first = restore(state, record) + 1
+    step_on_device = TrainStep(task, state.optimizer, state.scaler)
     journal = _Journal(state, record, config, device, first, logger or Logger(), on_flush)
     batches = batches_from(first)
     task.model.train()
     for step in range(first, config.num_steps + 1):
-        batch = journal.wait_for(batches).to(device)
+        batch = journal.wait_for(batches)
+        if step == first and can_capture(config, device):
+            step_on_device = GraphedStep(step_on_device, batch)
         lr = learning_rate(
             step,
             peak=config.optimizer.lr,
@@ -63,14 +66,9 @@ def train(
             warmup_steps=config.schedule.warmup_steps,
             shape=config.schedule.name,
         )
-        set_learning_rate(optimizer, lr)
-        loss, logit_scale = task.loss(batch)
-        journal.freeze_if_not_finite(loss)
-        loss_scale = scaler.value
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        optimizer.zero_grad(set_to_none=True)
-        journal.append(step, lr, loss.detach(), logit_scale, loss_scale)
+        set_learning_rate(state.optimizer, lr)
+        values = step_on_device(batch.to(device))
+        journal.append(step, lr, values)
 
         last = step == config.num_steps
         stopping = stop is not None and stop.number is not None
@@ -126,8 +124,6 @@ class _Journal:
         names += ("loss_scale",) if config.scaler.name != "none" else ()
         capacity = min(config.log_every, config.num_steps)
         self.log = StepLog(names, (len(self.tensors), len(STATISTICS)), capacity, device)
-        self.frozen = torch.zeros((), dtype=torch.bool, device=device)
-        state.optimizer.frozen = self.frozen
         self.skips: list[dict] = []
         self.num_skips = 0
         self.first = first
@@ -146,22 +142,8 @@ class _Journal:
         self.skips += batch.skips
         return batch
 
-    def freeze_if_not_finite(self, loss: torch.Tensor) -> None:
-        """From a non-finite loss on, the optimizer changes nothing."""
-        self.frozen |= ~loss.detach().isfinite()
-
-    def append(self, step: int, lr: float, loss, logit_scale, loss_scale) -> None:
-        optimizer = self.state.optimizer
-        if self.config.scaler.name == "none":
-            self.frozen |= ~optimizer.grad_norm.isfinite()
-        values = {
-            "loss": loss,
-            "logit_scale": logit_scale,
-            "grad_norm": optimizer.grad_norm,
-            "clipped_grad_norm": optimizer.clipped_grad_norm,
-            "loss_scale": loss_scale,
-        }
-        self.log.append(step, {"lr": lr}, values, optimizer.statistics)
+    def append(self, step: int, lr: float, values: dict[str, torch.Tensor]) -> None:
+        self.log.append(step, {"lr": lr}, values, self.state.optimizer.statistics)
 
     def flush(self, evaluate: Callable[[], dict] | None) -> Ended | None:
         """Writes what the device holds; returns how the run ended if it diverged or must stop."""

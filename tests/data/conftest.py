@@ -1,0 +1,75 @@
+import gzip
+import io
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+
+def encode(pixels: np.ndarray, kind: str = "png") -> bytes:
+    """Bytes of an image file of uint8 pixels [height, width, 3]."""
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, {"jpg": "jpeg"}.get(kind, kind))
+    return file.getvalue()
+
+
+def sample(number: int, size: tuple[int, int] = (12, 16)) -> dict[str, bytes]:
+    """Members of one sample: noise that depends on its number, a caption, label number % 7."""
+    pixels = np.random.default_rng(number).integers(0, 256, (*size, 3), dtype=np.uint8)
+    return {
+        "png": encode(pixels),
+        "txt": f"caption {number}".encode(),
+        "cls": str(number % 7).encode(),
+    }
+
+
+def write_tar(path: Path, members: list[tuple[str, bytes]]) -> Path:
+    """A tar (or .tar.gz) of named bytes, in order."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as tar:
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    whole = file.getvalue()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(gzip.compress(whole) if path.suffix == ".gz" else whole)
+    return path
+
+
+def write_shards(folder: Path, counts: list[int], change: dict | None = None) -> str:
+    """Shards train-000.tar, ... of numbered samples; returns their pattern.
+
+    `change`: sample number to members that replace (None: remove) those of that sample.
+    """
+    number = 0
+    for shard, count in enumerate(counts):
+        members = []
+        for _ in range(count):
+            parts = {**sample(number), **(change or {}).get(number, {})}
+            members += [(f"{number:06d}.{k}", v) for k, v in parts.items() if v is not None]
+            number += 1
+        write_tar(folder / f"train-{shard:03d}.tar", members)
+    return str(folder / "train-*.tar")
+
+
+@pytest.fixture(name="encode")
+def encode_fixture():
+    return encode
+
+
+@pytest.fixture(name="sample")
+def sample_fixture():
+    return sample
+
+
+@pytest.fixture(name="write_tar")
+def write_tar_fixture():
+    return write_tar
+
+
+@pytest.fixture(name="write_shards")
+def write_shards_fixture():
+    return write_shards

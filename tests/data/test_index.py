@@ -1,0 +1,250 @@
+import builtins
+import errno
+import json
+import os
+import tarfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from lowprec.data import index
+from lowprec.data.index import expand, index_tar, open_shards
+
+
+@pytest.fixture
+def members(sample):
+    """A function: members of samples `first` .. `last - 1` in order."""
+
+    def make(first, last):
+        return [(f"{n:06d}.{k}", v) for n in range(first, last) for k, v in sample(n).items()]
+
+    return make
+
+
+@pytest.fixture
+def indexed(monkeypatch):
+    """The calls of index_tar so far."""
+    calls = []
+    monkeypatch.setattr(index, "index_tar", lambda *a: calls.append(a) or index_tar(*a))
+    return calls
+
+
+def bytes_of(shards, number, part):
+    shard, row = shards.locate(number)
+    data = shards.paths[shard].read_bytes()
+    return data[row[f"{part}_offset"] :][: row[f"{part}_bytes"]]
+
+
+def test_counts_labels_and_offsets_are_exact(tmp_path, write_shards, sample):
+    shards = open_shards(write_shards(tmp_path, [3, 1, 5]))
+    assert shards.counts.tolist() == [3, 1, 5]
+    assert shards.starts.tolist() == [0, 3, 4, 9] and shards.num_samples == 9
+    assert shards.labels.tolist() == [n % 7 for n in range(9)]
+    for n in range(9):
+        assert bytes_of(shards, n, "image") == sample(n)["png"]
+        assert bytes_of(shards, n, "text") == sample(n)["txt"]
+
+
+@pytest.mark.parametrize(
+    ("text", "label"),
+    [(b"7", 7), (b" 12\n", 12), (b"", -1), (b"cat", -1), (b"-3", -1), (b"9" * 12, -1), (None, -1)],
+)
+def test_label_is_a_whole_number_or_minus_one(tmp_path, write_shards, text, label):
+    assert open_shards(write_shards(tmp_path, [1], {0: {"cls": text}})).labels.tolist() == [label]
+
+
+@pytest.mark.parametrize("missing", ["png", "txt"])
+def test_sample_without_image_or_caption_is_left_out(tmp_path, write_shards, sample, missing):
+    shards = open_shards(write_shards(tmp_path, [3], {1: {missing: None}}))
+    assert shards.num_samples == 2
+    assert bytes_of(shards, 1, "text") == sample(2)["txt"]
+
+
+@pytest.mark.parametrize("kind", ["jpg", "jpeg", "webp", "JPG"])
+def test_every_image_kind_is_found(tmp_path, write_shards, kind):
+    pattern = write_shards(tmp_path, [1], {0: {"png": None, kind: b"image"}})
+    assert bytes_of(open_shards(pattern), 0, "image") == b"image"
+
+
+def test_digest_depends_on_bytes_and_names_only(tmp_path, write_tar, members):
+    for folder in ("plain", "packed", "moved"):
+        for shard, (first, last) in enumerate([(0, 3), (3, 5)]):
+            suffix = ".tar.gz" if folder == "packed" else ".tar"
+            write_tar(tmp_path / folder / f"{folder}-{shard}{suffix}", members(first, last))
+    patterns = [tmp_path / "plain/*.tar", tmp_path / "packed/*.tar.gz", tmp_path / "moved/*.tar"]
+    assert len({open_shards(str(pattern)).digest for pattern in patterns}) == 1
+
+
+def test_digest_changes_with_one_byte_one_name_and_the_order(tmp_path, write_tar, members, sample):
+    same = members(0, 3)
+    variants = {
+        "same": same,
+        "caption": [*same[:-2], (same[-2][0], b"caption 3"), same[-1]],
+        "label": [*same[:-1], (same[-1][0], b"3")],
+        "name": [*same[:-3], *((n.replace("000002", "000009"), d) for n, d in same[-3:])],
+        "order": [*same[3:6], *same[:3], *same[6:]],
+        "fewer": same[:-3],
+    }
+    digests = [index_tar(write_tar(tmp_path / f"{n}.tar", m))[1] for n, m in variants.items()]
+    assert len(set(digests)) == len(variants)
+
+
+def test_members_of_other_kinds_change_nothing(tmp_path, write_tar, members):
+    plain = write_tar(tmp_path / "a.tar", members(0, 3))
+    foreign = [(f"000001.{kind}", b"x") for kind in ("pyd", "pkl", "pth", "npy")]
+    mixed = write_tar(tmp_path / "b.tar", [*members(0, 2), *foreign, *members(2, 3)])
+    assert index_tar(plain)[1] == index_tar(mixed)[1]
+    assert len(index_tar(mixed)[0]) == 3
+
+
+def test_packed_shard_is_read_from_a_tar_beside_the_index(tmp_path, write_tar, members, sample):
+    write_tar(tmp_path / "data" / "a.tar.gz", members(0, 2))
+    shards = open_shards(str(tmp_path / "data" / "*.gz"), index=str(tmp_path / "index"))
+    assert shards.paths[0].parent == tmp_path / "index"
+    assert bytes_of(shards, 1, "image") == sample(1)["png"]
+
+
+def test_index_is_made_once_and_again_after_a_change(tmp_path, write_shards, indexed):
+    pattern = write_shards(tmp_path, [2])
+    before = open_shards(pattern)
+    assert open_shards(pattern).digest == before.digest and len(indexed) == 1
+    write_shards(tmp_path, [3])
+    after = open_shards(pattern)
+    assert after.num_samples == 3 and after.digest != before.digest
+    open_shards(pattern)
+    assert len(indexed) == 2
+
+
+def test_change_that_keeps_the_size_is_found_by_its_time(tmp_path, write_shards):
+    pattern = write_shards(tmp_path, [2])
+    before = open_shards(pattern)
+    write_shards(tmp_path, [2], {1: {"txt": b"caption 9"}})
+    os.utime(tmp_path / "train-000.tar", ns=(0, 10**18))
+    assert open_shards(pattern).digest != before.digest
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"format": 0}', None])
+def test_damaged_or_missing_header_is_made_again(tmp_path, write_shards, damage):
+    pattern = write_shards(tmp_path, [2])
+    digest = open_shards(pattern).digest
+    (header,) = (tmp_path / ".index").glob("*.json")
+    header.write_text(damage) if damage is not None else header.unlink()
+    assert open_shards(pattern).digest == digest
+    assert json.loads(header.read_text())["samples"] == 2
+
+
+def test_one_index_folder_serves_shards_of_one_name_in_two_places(tmp_path, write_shards, indexed):
+    patterns = [write_shards(tmp_path / place, [n]) for place, n in (("a", 1), ("b", 2))]
+    folder = str(tmp_path / "index")
+    assert [open_shards(pattern, folder).num_samples for pattern in patterns * 2] == [1, 2, 1, 2]
+    assert len(indexed) == 2
+
+
+@pytest.mark.parametrize("call", ["mkdir", "open"])
+def test_read_only_folder_is_an_error_that_names_data_index(
+    tmp_path, write_shards, monkeypatch, call
+):
+    def refuse(path, *args, **kwargs):
+        if call == "open" and Path(path).name != ".lock":
+            return real(path, *args, **kwargs)
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    pattern, real = write_shards(tmp_path, [1]), open
+    target, name = (Path, "mkdir") if call == "mkdir" else (builtins, "open")
+    monkeypatch.setattr(target, name, refuse)
+    with pytest.raises(FileNotFoundError, match=r"\.index.*Read-only.*data\.index=DIR"):
+        open_shards(pattern)
+
+
+def test_read_only_folder_with_an_index_is_read(tmp_path, write_shards, monkeypatch):
+    pattern = write_shards(tmp_path, [2])
+    open_shards(pattern)
+    monkeypatch.setattr(Path, "mkdir", None)
+    assert open_shards(pattern).num_samples == 2
+
+
+def test_braces_and_globs_expand_sorted_and_without_repeats(tmp_path, write_shards):
+    write_shards(tmp_path, [1] * 4)
+    names = [path.name for path in expand(f"{tmp_path}/train-{{000..002,001}}.tar")]
+    assert names == ["train-001.tar"]
+    names = [path.name for path in expand(f"{tmp_path}/train-00{{2..0}}.tar")]
+    assert names == ["train-000.tar", "train-001.tar", "train-002.tar"]
+    assert len(expand(f"{tmp_path}/{{train-000,train-*}}.tar")) == 4
+
+
+@pytest.mark.parametrize("pattern", ["trian-*.tar", "train-*.tra", "deep/er/train-000.tar"])
+def test_no_match_names_the_key_the_pattern_and_the_nearest_file(tmp_path, write_shards, pattern):
+    write_shards(tmp_path, [1])
+    with pytest.raises(FileNotFoundError) as error:
+        expand(f"{tmp_path}/{pattern}", "data.val")
+    assert f"data.val={tmp_path}/{pattern}: no file matches" in str(error.value)
+    assert str(error.value).endswith(f"nearest: {tmp_path}/train-000.tar")
+
+
+def test_unbalanced_brace_and_empty_folder_are_said(tmp_path):
+    with pytest.raises(FileNotFoundError, match="data.train=.*brace"):
+        expand(f"{tmp_path}/a-{{0..9.tar")
+    with pytest.raises(FileNotFoundError, match="is empty"):
+        expand(f"{tmp_path}/*.tar")
+
+
+def test_truncated_tar_is_an_error_naming_the_shard_wherever_it_is_cut(tmp_path, write_shards):
+    pattern = write_shards(tmp_path, [4])
+    path = tmp_path / "train-000.tar"
+    whole = path.read_bytes()
+    with tarfile.open(path) as tar:
+        members = list(tar)
+    end = members[-1].offset_data + 512
+    cuts = {0, 1, 511, 512, 513, end - 1, end, *range(0, end, 337)}
+    cuts |= {m.offset for m in members} | {m.offset_data + m.size for m in members[:-1]}
+    for cut in sorted(cuts):
+        path.write_bytes(whole[:cut])
+        with pytest.raises(ValueError, match=r"train-000\.tar (is damaged|holds no sample)"):
+            open_shards(pattern)
+
+
+def test_corrupt_header_mid_shard_is_an_error_naming_the_shard(tmp_path, write_shards):
+    pattern = write_shards(tmp_path, [4])
+    path = tmp_path / "train-000.tar"
+    whole = path.read_bytes()
+    with tarfile.open(path) as tar:
+        offsets = [member.offset for member in tar]
+    for offset in offsets:
+        for junk in (bytes(512), b"\xff" * 512, whole[offset : offset + 100] + bytes(412)):
+            path.write_bytes(whole[:offset] + junk + whole[offset + 512 :])
+            with pytest.raises(ValueError, match=r"train-000\.tar (is damaged|holds no)"):
+                open_shards(pattern)
+
+
+@pytest.mark.parametrize("cut", [0, 5, 30, -20, -1])
+def test_truncated_packed_shard_is_an_error_naming_the_shard(tmp_path, write_tar, members, cut):
+    path = write_tar(tmp_path / "a.tar.gz", members(0, 3))
+    path.write_bytes(path.read_bytes()[:cut])
+    with pytest.raises(ValueError, match=r"a\.tar\.gz is damaged"):
+        open_shards(str(path))
+    assert not list((tmp_path / ".index").glob("*.json"))
+
+
+@pytest.mark.parametrize("names", [[], ["a.txt"], ["a.png", "b.txt"], ["a.json"]], ids=str)
+def test_shard_without_a_sample_is_an_error_naming_it(tmp_path, write_tar, names):
+    write_tar(tmp_path / "empty.tar", [(name, b"x") for name in names])
+    with pytest.raises(ValueError, match=r"empty\.tar holds no sample"):
+        open_shards(str(tmp_path / "empty.tar"))
+
+
+def test_keys_that_point_elsewhere_are_harmless(tmp_path, write_tar, sample):
+    keys = ["../../escape", "/abs/olute", "a/../b", "."]
+    members = [(f"{key}.{k}", v) for n, key in enumerate(keys) for k, v in sample(n).items()]
+    write_tar(tmp_path / "deep" / "er" / "a.tar", members)
+    open_shards(str(tmp_path / "deep" / "er" / "a.tar"))
+    assert [path.name for path in tmp_path.iterdir()] == ["deep"]
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["er"]
+    assert {path.name for path in (tmp_path / "deep" / "er").iterdir()} == {"a.tar", ".index"}
+
+
+def test_processes_that_wait_for_the_lock_do_not_index_again(tmp_path, write_shards, indexed):
+    pattern = write_shards(tmp_path, [2])
+    with ThreadPoolExecutor(4) as pool:
+        digests = list(pool.map(open_shards, [pattern] * 8))
+    assert len({shards.digest for shards in digests}) == 1 and len(indexed) == 1

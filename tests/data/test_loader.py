@@ -1,0 +1,224 @@
+import io
+import os
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from lowprec.data.index import open_shards
+from lowprec.data.loader import Batches, decode_image, iterate, num_workers
+from lowprec.data.order import SampleOrder
+
+torch.set_num_threads(1)
+SIZE = 12
+fork_is_fine = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+
+def tokenize(captions):
+    return torch.tensor([[int(caption.split()[-1])] for caption in captions])
+
+
+@pytest.fixture
+def make_batches(tmp_path, write_shards):
+    """A function: batches of generated shards, some samples changed."""
+
+    def make(counts=(5, 3, 6), change=None, *, sequential=False, seed=0, batch_size=4, length=9):
+        shards = open_shards(write_shards(tmp_path / "shards", list(counts), change))
+        order = None if sequential else SampleOrder(shards.counts, seed=seed, window=2)
+        return Batches(
+            shards, order, batch_size=batch_size, num_batches=length, image_size=SIZE,
+            tokenizer=tokenize, seed=seed,
+        )  # fmt: skip
+
+    return make
+
+
+def numbers(batch):
+    return batch.tokens[:, 0].tolist()
+
+
+def same(a, b):
+    tensors = all(
+        torch.equal(getattr(a, name), getattr(b, name)) for name in ("images", "tokens", "labels")
+    )
+    return tensors and a.skips == b.skips
+
+
+def test_batch_holds_the_samples_of_its_step_in_order(make_batches, sample):
+    batches = make_batches()
+    for step in (0, 1, 5):
+        batch, expected = batches[step], batches.order.samples(4 * step, 4).tolist()
+        assert numbers(batch) == expected
+        assert batch.labels.tolist() == [n % 7 for n in expected]
+        images = [decode_image(sample(n)["png"], SIZE) for n in expected]
+        np.testing.assert_array_equal(batch.images.numpy(), np.stack(images))
+        assert batch.images.dtype == torch.uint8 and batch.skips == []
+
+
+@fork_is_fine
+@pytest.mark.parametrize("workers", [1, 2])
+def test_batches_do_not_depend_on_the_number_of_workers(make_batches, workers):
+    batches = make_batches(change={3: {"png": b"broken"}})
+    alone = list(iterate(batches, workers=0))
+    shared = list(iterate(batches, workers=workers))
+    assert len(alone) == len(shared) == 9
+    assert all(map(same, alone, shared))
+    assert any(batch.skips for batch in alone)
+
+
+@fork_is_fine
+@pytest.mark.parametrize("workers", [0, 2])
+def test_iteration_from_a_later_batch_is_the_tail_of_the_whole(make_batches, workers):
+    batches = make_batches()
+    tail = list(iterate(batches, workers=workers, first=4))
+    assert all(map(same, tail, [batches[i] for i in range(4, 9)])) and len(tail) == 5
+
+
+def test_batches_of_an_epoch_hold_every_sample_once(make_batches):
+    batches = make_batches(length=7)
+    seen = [n for batch in iterate(batches, workers=0) for n in numbers(batch)]
+    assert sorted(seen[:14]) == sorted(seen[14:]) == list(range(14))
+
+
+def test_sequential_batches_end_with_the_rest(make_batches):
+    batches = make_batches(sequential=True, length=4)
+    assert [numbers(b) for b in iterate(batches, workers=0)] == [
+        [0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13],
+    ]  # fmt: skip
+
+
+BAD = {
+    "no image": {"png": b"not an image"},
+    "no bytes": {"png": b""},
+    "empty caption": {"txt": b""},
+    "blank caption": {"txt": b" \n\t"},
+    "not UTF-8": {"txt": b"caption \xff\xfe 2"},
+}
+
+
+@pytest.mark.parametrize("change", BAD.values(), ids=BAD.keys())
+def test_bad_sample_is_replaced_and_listed(make_batches, change):
+    batches = make_batches(change={2: change}, sequential=True, length=4)
+    batch = batches[0]
+    (skip,) = batch.skips
+    assert (skip["position"], skip["shard"], skip["key"]) == (2, "train-000.tar", "000002.png")
+    assert skip["reason"]
+    assert len(batch.images) == 4
+    assert numbers(batch)[2] != 2
+    assert [n for i, n in enumerate(numbers(batch)) if i != 2] == [0, 1, 3]
+    assert same(batch, batches[0])
+
+
+def test_reason_of_a_skip_says_what_was_wrong(make_batches, sample, encode):
+    gif = encode(np.zeros((4, 4, 3), np.uint8), "gif")
+    change = {0: {"png": sample(0)["png"][:-60]}, 1: {"png": gif}, 2: {"txt": b""}}
+    batch = make_batches(change=change, sequential=True)[0]
+    reasons = {skip["key"]: skip["reason"] for skip in batch.skips}
+    assert "truncated" in reasons["000000.png"].lower()
+    assert reasons["000001.png"] == "ValueError: not a JPEG, WEBP or PNG image"
+    assert reasons["000002.png"] == "ValueError: the caption is empty"
+
+
+def test_replacement_depends_on_the_position_and_the_seed(make_batches):
+    change = {n: {"txt": b""} for n in range(20, 40)}
+    replaced = [
+        n
+        for seed in (0, 1)
+        for batch in iterate(
+            make_batches((40,), change, sequential=True, seed=seed, length=10), workers=0
+        )
+        for n in numbers(batch)[-20:]
+    ]
+    assert len(set(replaced[20:40])) > 5 and replaced[20:40] != replaced[60:]
+    assert max(replaced) < 20
+
+
+@fork_is_fine
+@pytest.mark.parametrize("workers", [0, 1])
+def test_loading_leaves_the_random_states_as_they_are(make_batches, workers):
+    state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()
+    assert list(iterate(make_batches(change={0: {"txt": b""}}), workers=workers))
+    assert torch.equal(torch.get_rng_state(), state)
+    np.testing.assert_array_equal(np.random.get_state()[1], numpy_state)
+
+
+def test_more_shards_than_files_may_be_open_give_the_same_batches(make_batches):
+    batches, few = make_batches(), make_batches()
+    few._files.limit = 1
+    assert all(same(batches[i], few[i]) for i in range(9))
+    assert len(few._files.descriptors) == 1
+
+
+def test_shards_without_a_readable_sample_are_an_error(make_batches):
+    batches = make_batches((2,), {n: {"txt": b""} for n in range(2)})
+    with pytest.raises(ValueError, match="no readable sample for position 0 in 100 tries"):
+        batches[0]
+
+
+def test_picture_of_too_many_pixels_is_replaced(make_batches, encode, monkeypatch):
+    bomb = encode(np.zeros((40, 40, 3), np.uint8))
+    batches = make_batches(change={1: {"png": bomb}}, sequential=True)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 12 * 16)
+    assert "DecompressionBombError" in batches[0].skips[0]["reason"]
+
+
+class Canary:
+    """Unpickling it makes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.open, (str(self.path), os.O_CREAT)
+
+
+def test_pickled_members_are_never_decoded(tmp_path, make_batches):
+    payload = pickle.dumps(Canary(tmp_path / "executed"))
+    kinds = ("pyd", "pickle", "pkl", "pth", "pt", "npy", "json")
+    batches = make_batches(change={n: dict.fromkeys(kinds, payload) for n in range(14)})
+    assert len(list(iterate(batches, workers=0))) == 9
+    assert not (tmp_path / "executed").exists()
+    os.close(pickle.loads(payload))
+    assert (tmp_path / "executed").exists()
+
+
+SHAPES = [(12, 12), (12, 36), (36, 12), (13, 40), (1, 1), (1, 30), (7, 3), (100, 101)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", ["png", "jpg", "webp"])
+def test_decoded_image_is_uint8_channels_first_of_the_size_asked(shape, kind, encode):
+    pixels = np.full((*shape, 3), (200, 100, 50), np.uint8)
+    image = decode_image(encode(pixels, kind), SIZE)
+    assert image.shape == (3, SIZE, SIZE) and image.dtype == np.uint8
+    assert np.abs(image.astype(int) - np.array([200, 100, 50])[:, None, None]).max() <= 4
+
+
+@pytest.mark.parametrize("shape", [(12, 12), (12, 30), (31, 12)], ids=str)
+def test_image_whose_short_side_fits_is_only_cropped_in_the_middle(shape, encode):
+    pixels = np.random.default_rng(0).integers(0, 256, (*shape, 3), dtype=np.uint8)
+    top, left = ((side - SIZE) // 2 for side in shape)
+    expected = pixels[top : top + SIZE, left : left + SIZE].transpose(2, 0, 1)
+    np.testing.assert_array_equal(decode_image(encode(pixels), SIZE), expected)
+
+
+@pytest.mark.parametrize("side", [5, 24, 50])
+def test_square_image_is_resized_bicubically(side, encode):
+    pixels = np.random.default_rng(0).integers(0, 256, (side, side, 3), dtype=np.uint8)
+    resized = Image.fromarray(pixels).resize((SIZE, SIZE), Image.Resampling.BICUBIC)
+    expected = np.asarray(resized).transpose(2, 0, 1)
+    np.testing.assert_array_equal(decode_image(encode(pixels), SIZE), expected)
+
+
+@pytest.mark.parametrize("mode", ["L", "1", "P", "RGBA", "LA", "I;16"])
+def test_every_mode_becomes_rgb(mode):
+    file = io.BytesIO()
+    Image.new(mode, (15, 20)).save(file, "png")
+    assert decode_image(file.getvalue(), SIZE).shape == (3, SIZE, SIZE)
+
+
+def test_default_number_of_workers_is_at_least_one_and_at_most_sixteen():
+    assert num_workers(0) == 0 and num_workers(40) == 40
+    assert 1 <= num_workers(None) <= 16

@@ -1,0 +1,100 @@
+"""Compiled blocks and graphs compute what the eager step computes."""
+
+import shutil
+
+import pytest
+import torch
+
+from lowprec.run import read_rows
+
+NEEDS_COMPILER = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+
+
+@NEEDS_COMPILER
+@pytest.mark.filterwarnings("ignore")  # torch.compile warns of its own ways
+def test_compiled_blocks_follow_the_eager_curve(make_config, run_once, tmp_path):
+    run_once(make_config({"num_steps": 4}), tmp_path / "eager")
+    run_once(make_config({"num_steps": 4, "compile": True}), tmp_path / "compiled")
+    eager, compiled = (
+        [row["loss"] for row in read_rows(tmp_path / name / "metrics.jsonl")]
+        for name in ("eager", "compiled")
+    )
+    assert compiled == pytest.approx(eager, rel=1e-4)
+
+
+def test_checkpointing_changes_no_gradient(make_config, run_once, tmp_path):
+    run_once(make_config(), tmp_path / "a")
+    run_once(make_config({"checkpointing": True}), tmp_path / "b")
+    plain, recomputed = (
+        [row["grad_norm"] for row in read_rows(tmp_path / name / "metrics.jsonl")] for name in "ab"
+    )
+    assert plain == pytest.approx(recomputed, rel=1e-6)
+
+
+@pytest.mark.parametrize("autocast", ["bf16", "fp16", "pure_bf16", "pure_fp16"])
+def test_16_bit_runs_follow_the_fp32_curve(make_config, run_once, tmp_path, autocast):
+    scaler = {"fp16": "fixed", "pure_fp16": "fixed"}.get(autocast, "none")
+    base = {"num_steps": 20, "log_every": 10, "save_every": 20}
+    run_once(make_config(base), tmp_path / "fp32")
+    changes = {"precision.autocast": autocast, "scaler.name": scaler, "scaler.init_scale": 256.0}
+    run_once(make_config({**base, **changes}), tmp_path / "low")
+    full, low = (
+        read_rows(tmp_path / name / "metrics.jsonl")[-1]["loss"] for name in ("fp32", "low")
+    )
+    assert low == pytest.approx(full, abs=0.15)
+    assert full < 2.2
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("setting", ["bf16", "fp16 fixed"])
+def test_graphed_step_equals_the_ungraphed_one(
+    make_config, run_once, tmp_path, monkeypatch, setting
+):
+    changes = {"compile": True, "device": "cuda", "precision.autocast": setting.split()[0]}
+    if "fixed" in setting:
+        changes |= {"scaler.name": "fixed", "scaler.init_scale": 256.0}
+    run_once(make_config(changes), tmp_path / "graph")
+    monkeypatch.setattr("lowprec.train.loop.can_capture", lambda config, device: False)
+    run_once(make_config(changes), tmp_path / "plain")
+    graph, plain = (
+        [row["loss"] for row in read_rows(tmp_path / name / "metrics.jsonl")]
+        for name in ("graph", "plain")
+    )
+    assert graph == pytest.approx(plain, rel=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
+def test_a_step_does_not_wait_for_the_device(make_config, tmp_path):
+    from experiments.build import build, open_data
+    from lowprec.train.step import TrainStep
+
+    config = make_config({"device": "cuda", "precision.autocast": "bf16"})
+    built = build(config, open_data(config))
+    step = TrainStep(built.task, built.state.optimizer, built.state.scaler)
+    batch = next(built.batches_from(1)).to(torch.device("cuda"))
+    step(batch)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_resume_on_the_gpu_is_bitwise(make_config, run_once, tmp_path, compiled):
+    from lowprec.train.signals import StopRequest
+
+    changes = {"device": "cuda", "compile": compiled, "deterministic": True}
+    changes |= {"precision.autocast": "bf16", "model.patch_dropout": 0.5}
+    run_once(make_config(changes), tmp_path / "whole")
+    request = StopRequest()
+    request.number = 15
+    ended, _ = run_once(make_config(changes), tmp_path / "cut", stop=request)
+    assert ended.state == "preempted"
+    run_once(make_config(changes), tmp_path / "cut")
+    whole, cut = ((tmp_path / name / "metrics.jsonl").read_bytes() for name in ("whole", "cut"))
+    assert whole == cut
