@@ -1,6 +1,8 @@
 """Indexes image-text shards, so that a run finds the index ready.
 
 python -m experiments.index_shards data='some/where/train-*.tar' index=some/folder
+
+The index of a set is named by its shards' folder: several sets may share one index folder.
 """
 
 import sys

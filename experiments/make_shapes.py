@@ -14,7 +14,6 @@ from experiments import cli
 from experiments.build import open_with_progress, progress_bar
 from lowprec.config import key
 from lowprec.data.shapes import render_shapes
-from lowprec.validate import ConfigError
 
 
 @dataclass

@@ -71,7 +71,7 @@ def decode_image(data: bytes, size: int) -> np.ndarray:
     if image.size != (size, size):
         width, height = image.size
         side = min(width, height)
-        left, top = (width - side) / 2, (height - side) / 2
+        left, top = (width - side) // 2, (height - side) // 2
         box = (left, top, left + side, top + side)
         image = image.resize((size, size), Image.Resampling.BICUBIC, box)
     return np.asarray(image).transpose(2, 0, 1)
