@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
 from hydra._internal.utils import get_args_parser
@@ -38,20 +38,31 @@ def defaults(schema: type) -> dict:
     return {public_name(f.name): value(f) for f in fields(schema)}
 
 
-def main(task: Callable[[Any], None], entry: str, schema: type = Config) -> None:
+def main(
+    task: Callable[[Any], None],
+    entry: str,
+    schema: type = Config,
+    preflight: Callable[[Any], None] = lambda config: None,
+) -> None:
     """Runs `task(config)` for the command line's config, or each cell of its sweep under -m.
 
-    Faults are printed as a list and exit with 2. `entry`: name of the config file in conf/.
+    First every cell is checked, also by `preflight(config)`, which may raise ConfigError. Faults
+    are printed as a list and exit with 2. `entry`: name of the config file in conf/.
     """
     ConfigStore.instance().store(name="schema", node=defaults(schema))
     arguments = get_args_parser().parse_args()
     inspecting = arguments.cfg or arguments.hydra_help or arguments.help or arguments.info
     try:
         if not inspecting:
-            check_command(arguments.overrides, entry, schema, multirun=arguments.multirun)
+            check_command(
+                arguments.overrides,
+                entry,
+                schema,
+                multirun=arguments.multirun,
+                preflight=preflight,
+            )
     except ConfigError as error:
-        print(f"{len(error.faults)} fault(s) in the config:\n{error}", file=sys.stderr)
-        sys.exit(2)
+        refuse(error)
 
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name=entry)
     def run(composed: Any) -> None:
@@ -60,13 +71,24 @@ def main(task: Callable[[Any], None], entry: str, schema: type = Config) -> None
     run()
 
 
+def refuse(error: ConfigError) -> NoReturn:
+    """Prints the faults as a list and exits with 2."""
+    print(f"{len(error.faults)} fault(s) in the config:\n{error}", file=sys.stderr)
+    sys.exit(2)
+
+
 def plain(composed: Any) -> dict:
     """A composed config as nested plain data; values that are missing stay "???"."""
     return OmegaConf.to_container(composed, resolve=True, throw_on_missing=False)
 
 
 def check_command(
-    overrides: list[str], entry: str, schema: type = Config, *, multirun: bool = False
+    overrides: list[str],
+    entry: str,
+    schema: type = Config,
+    *,
+    multirun: bool = False,
+    preflight: Callable[[Any], None] = lambda config: None,
 ) -> list[Any]:
     """The configs of every cell that the overrides ask for; raises ConfigError with all faults."""
     faults: list[str] = []
@@ -82,9 +104,15 @@ def check_command(
         itertools.product(*chosen), 1 if faults and not multirun else None
     ):
         try:
-            configs.append(check(_compose(list(cell), entry), schema))
+            config = check(_compose(list(cell), entry), schema)
         except ConfigError as error:
-            faults.extend(error.faults)
+            faults, config = faults + error.faults, error.config
+        if config is not None:
+            configs.append(config)
+            try:
+                preflight(config)
+            except ConfigError as error:
+                faults += error.faults
     if faults:
         raise ConfigError(faults)
     return configs

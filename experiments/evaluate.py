@@ -13,7 +13,8 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from experiments import cli
-from experiments.build import build, open_data, preflight
+from experiments.open_data import open_data
+from experiments.preflight import preflight
 from lowprec.config import Config, key
 from lowprec.run import encode_row
 from lowprec.validate import ConfigError, check
@@ -34,13 +35,14 @@ class EvaluateConfig:
 
 def main(config: EvaluateConfig) -> None:
     """Builds the run's model, loads its newest checkpoint, evaluates."""
+    from experiments.build import build
     from lowprec.train.checkpoint import CheckpointError, newest_checkpoint
 
     run = Path(config.run)
     try:
         trained = read_config(run)
         trained.device = config.device
-        trained.evaluation.name = config.evaluation
+        trained.evaluation.name, trained.compile = config.evaluation, False
         data = trained.data
         trained.data = dataclasses.replace(
             data,

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 
 from experiments import cli
-from experiments.build import open_with_progress
+from experiments.open_data import open_with_progress
 from lowprec.config import key
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experiments import cli
-from experiments.build import open_with_progress, progress_bar
+from experiments.open_data import open_with_progress, progress_bar
 from lowprec.config import key
 from lowprec.data.shapes import render_shapes
 

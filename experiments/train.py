@@ -14,14 +14,15 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from experiments import cli
-from experiments.build import build, open_data, preflight, progress_bar
+from experiments.open_data import Data, open_data, progress_bar
+from experiments.preflight import preflight
 from lowprec.config import Config
 from lowprec.environment import environment
 from lowprec.record import Record, RunBusyError, write_atomically
 from lowprec.run import directory, label, read_status, to_dict
 from lowprec.validate import ConfigError
 
-STOPPED = 75  # exit status of a run that was asked to stop: start it again
+STOPPED = 75  # exit status of a run that was asked to stop: the same command resumes it
 
 
 def main(config: Config) -> None:
@@ -29,20 +30,13 @@ def main(config: Config) -> None:
     try:
         preflight(config)
         data = open_data(config)
+        run = directory(config, _sources(config, data))
     except ConfigError as error:
-        print(f"{len(error.faults)} fault(s) in the config:\n{error}", file=sys.stderr)
-        sys.exit(2)
-    sources = {"data": data.digest(config)}
-    if config.model.init_from:
-        from lowprec.clip.export import weights_digest
-
-        sources["init_from"] = weights_digest(Path(config.model.init_from))
-    run = directory(config, sources)
-    if (run / "status.json").exists():
-        status = read_status(run)
-        if status["state"] in ("finished", "diverged"):
-            print(f"{run} is {status['state']} at step {status['step']}; nothing to do")
-            return
+        cli.refuse(error)
+    status = read_status(run) if (run / "status.json").exists() else {"state": None, "step": 0}
+    if status["state"] in ("finished", "diverged"):
+        print(f"{run} is {status['state']} at step {status['step']}; nothing to do")
+        return
     try:
         record = Record(run)
     except RunBusyError as error:
@@ -56,35 +50,47 @@ def main(config: Config) -> None:
     finally:
         record.close()
     print(f"{run} {ended.state} at step {ended.step}" + (f": {ended.reason}" * bool(ended.reason)))
-    if ended.state == "preempted":
-        sys.exit(STOPPED)
-    if ended.state == "failed":
-        sys.exit(1)
+    if ended.state in ("preempted", "failed"):
+        sys.exit(STOPPED if ended.state == "preempted" else 1)
 
 
-def _attempt(config: Config, data: object, record: Record) -> object:
+def _sources(config: Config, data: Data) -> dict[str, str]:
+    """Digests of what the config's paths hold."""
+    sources = {"data": data.digest(config)}
+    if config.model.init_from:
+        from lowprec.clip.export import weights_digest
+
+        try:
+            sources["init_from"] = weights_digest(Path(config.model.init_from))
+        except FileNotFoundError as error:
+            raise ConfigError([f"model.init_from={config.model.init_from}: {error}"]) from error
+    return sources
+
+
+def _attempt(config: Config, data: Data, record: Record) -> object:
+    """Trains until the run ends or is stopped; torch is loaded here."""
+    from experiments.build import build
     from lowprec.train.loggers import build_logger
     from lowprec.train.loop import train
     from lowprec.train.signals import stop_request
 
-    plain = to_dict(config)
-    facts = environment()
+    plain, facts = to_dict(config), environment()
     write_atomically(record.run / "config.yaml", OmegaConf.to_yaml(plain))
     write_atomically(record.run / "environment.json", json.dumps(facts, indent=1) + "\n")
-    built = build(config, data)
     record.append("attempts", [{"attempt": record.attempt, "pid": os.getpid(), **facts}])
     record.status("running", 0)
+    built = build(config, data)
     logger = build_logger(config.logger.name, record.run, plain)
+    name = label(config)
     with progress_bar() as bar, stop_request() as stop:
-        shown = bar.add_task(label(config), total=config.num_steps, note="")
+        shown = bar.add_task(name, total=config.num_steps, note="")
 
         def on_flush(row: dict) -> None:
             note = f"loss {row['loss']:.3f}  {row['images_per_s']:.0f} images/s"
             bar.update(shown, completed=row["step"], note=note)
-            scores = {name: value for name, value in row.items() if "/" in name}
+            scores = [f"{key} {value:.3f}" for key, value in row.items() if "/" in key]
             if scores:
-                text = "  ".join(f"{name} {value:.3f}" for name, value in scores.items())
-                bar.console.print(f"{label(config)} step {row['step']}: {text}")
+                bar.console.print(f"{name} step {row['step']}:", ", ".join(scores), soft_wrap=True)
 
         ended = train(
             built.task,
@@ -106,4 +112,4 @@ def _attempt(config: Config, data: object, record: Record) -> object:
 
 
 if __name__ == "__main__":
-    cli.main(main, "train")
+    cli.main(main, "train", preflight=preflight)

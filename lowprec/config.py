@@ -231,7 +231,7 @@ class ResumeConfig:
 class Config:
     """One run. See `conf/train.yaml` for the groups and `conf/experiment` for whole studies."""
 
-    name: str = key("run", "folder of a run that belongs to no experiment")
+    name: str = key("run", "folder of a run that belongs to no experiment: a plain name")
     experiment: str | None = key(None, "slug of the study the run belongs to")
     scale: str = key("mini", "size of the study", choices=("paper", "mini", "demo"))
     seed: int = key(0, "of weights, dropout and sample order", least=0, below=2**31)

@@ -21,10 +21,14 @@ MISSING = "???"
 
 
 class ConfigError(ValueError):
-    """One or more faults of a config; `faults` is a list of sentences."""
+    """One or more faults of a config; `faults` is a list of sentences.
 
-    def __init__(self, faults: Iterable[str]):
+    `config` is the config itself if each of its values is fine alone, else None.
+    """
+
+    def __init__(self, faults: Iterable[str], config: Any = None):
         self.faults = list(dict.fromkeys(faults))
+        self.config = config
         super().__init__("\n".join(f"  - {fault}" for fault in self.faults))
 
 
@@ -36,7 +40,7 @@ def check(raw: dict, schema: type = Config) -> Any:
     if not faults and schema is Config:
         faults.extend(_combination_faults(config))
     if faults:
-        raise ConfigError(faults)
+        raise ConfigError(faults, config)
     return config
 
 
@@ -162,6 +166,10 @@ def _expectation(f: Any, kinds: tuple) -> str:
 
 def _combination_faults(config: Config) -> Iterator[str]:
     """Faults between keys that are each fine alone."""
+    for name in ("name", "experiment"):
+        folder = getattr(config, name)
+        if folder is not None and (folder != Path(folder).name or folder in ("", ".", "..")):
+            yield f"{name}={folder}: a plain folder name is expected, without /"
     autocast, scaler = config.precision.autocast, config.scaler.name
     if scaler not in LEGAL_SCALERS[autocast]:
         legal = " or ".join(f"scaler={name}" for name in LEGAL_SCALERS[autocast])

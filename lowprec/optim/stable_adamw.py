@@ -94,13 +94,14 @@ class StableAdamW(torch.optim.Optimizer):
         if getattr(self, "grad_scale", None) is not None:  # set and deleted by GradScaler
             torch._foreach_mul_(grads, 1 / self.grad_scale)
         norms = torch.stack(torch._foreach_norm(grads))
-        apply = norms.isfinite()
-        if self.skip == "step":
-            apply = apply.all()
+        allowed = torch.ones((), dtype=torch.bool, device=device)
         for veto in (getattr(self, "found_inf", None), self.frozen):
             if veto is not None:
-                apply = apply & (veto.to(device) == 0).reshape(())
-        self._clip_global_norm(grads, norms)
+                allowed = allowed & (veto.to(device) == 0).reshape(())
+        finite = norms.isfinite()
+        apply = allowed & (finite.all() if self.skip == "step" else finite)
+        advance = (apply if self.skip == "step" else allowed).float()
+        self._clip_global_norm(grads, norms, finite)
         for grad, bad in zip(grads, (~apply).expand_as(norms).unbind(), strict=True):
             grad.masked_fill_(bad, 0)  # a NaN would survive any factor
 
@@ -110,7 +111,7 @@ class StableAdamW(torch.optim.Optimizer):
             if own:
                 part = slice(done, done := done + len(own))
                 factor = apply if apply.ndim == 0 else apply[part]
-                rows.append(self._update_group(group, own, grads[part], factor.float()))
+                rows.append(self._update_group(group, own, grads[part], factor.float(), advance))
         rms, update_norms = (torch.cat(column) for column in zip(*rows, strict=True))
         values = torch.stack((rms, norms, update_norms), dim=1)
         if has_grad.all():
@@ -120,16 +121,22 @@ class StableAdamW(torch.optim.Optimizer):
             self.statistics[has_grad.to(device)] = values
         return loss
 
-    def _clip_global_norm(self, grads: list[Tensor], norms: Tensor) -> None:
+    def _clip_global_norm(self, grads: list[Tensor], norms: Tensor, finite: Tensor) -> None:
         self.grad_norm = torch.linalg.vector_norm(norms)
         self.clipped_grad_norm = self.grad_norm
         if self.clip_norm is not None:
-            factor = (self.clip_norm / (self.grad_norm + 1e-6)).clamp(max=1.0)
+            usable = torch.linalg.vector_norm(norms.masked_fill(~finite, 0))
+            factor = (self.clip_norm / (usable + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_(grads, factor)
-            self.clipped_grad_norm = self.grad_norm * factor
+            self.clipped_grad_norm = usable * factor
 
     def _update_group(
-        self, group: dict, params: list[Tensor], grads: list[Tensor], apply: Tensor
+        self,
+        group: dict,
+        params: list[Tensor],
+        grads: list[Tensor],
+        apply: Tensor,
+        advance: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Updates one group; `apply` is 1 or 0, 0-d or a tensor each. Returns rms, update norms."""
         device = params[0].device
@@ -137,7 +144,7 @@ class StableAdamW(torch.optim.Optimizer):
             group["step"] = torch.zeros((), device=device)
         if group["step"].device != device:
             group["step"] = group["step"].to(device)
-        group["step"].add_(apply if apply.ndim == 0 else 1.0)  # in place: a graph replays it
+        group["step"].add_(advance)  # in place: a graph replays it
         for p in params:
             if "exp_avg" not in self.state[p]:
                 for name in ("exp_avg", "exp_avg_sq"):

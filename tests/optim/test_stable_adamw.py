@@ -177,14 +177,32 @@ def test_dynamic_scale_halves_on_a_skip_and_the_step_count_waits():
     assert all(torch.equal(p, q) for p, q in zip(params, twin, strict=True))
 
 
-def test_frozen_stops_every_update():
-    params = make_params()
-    optimizer = StableAdamW(params, lr=1e-2)
+@pytest.mark.parametrize("skip", ["step", "tensor"])
+def test_frozen_steps_leave_no_trace(skip):
+    params, twin = make_params(), make_params()
+    optimizer, twin_optimizer = (StableAdamW(p, lr=1e-2, skip=skip) for p in (params, twin))
     optimizer.frozen = torch.tensor(True)
-    before = [p.detach().clone() for p in params]
+    for step in (1, 2):
+        set_grads(params, step)
+        optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(params, twin, strict=True))
+    optimizer.frozen.fill_(False)
+    for p, o in ((params, optimizer), (twin, twin_optimizer)):
+        set_grads(p, 3)
+        o.step()
+    assert all(torch.equal(p, q) for p, q in zip(params, twin, strict=True))
+
+
+def test_a_skipped_tensor_does_not_spoil_the_global_norm():
+    params = make_params()
+    optimizer = StableAdamW(params, lr=1e-2, clip_norm=1.0, skip="tensor")
     set_grads(params, 1)
+    expected = torch.stack([p.grad.norm() for p in params[1:]]).norm()
+    params[0].grad[0, 0] = math.inf
     optimizer.step()
-    assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
+    assert optimizer.grad_norm.isinf() and expected > 1
+    assert optimizer.clipped_grad_norm.item() == pytest.approx(1.0, rel=1e-4)
+    assert all(p.isfinite().all() for p in params)
 
 
 def test_resume_from_state_dict_is_bitwise():

@@ -10,7 +10,8 @@ import pytest
 import torch
 from PIL import Image
 
-from experiments.build import build, open_data
+from experiments.build import build
+from experiments.open_data import open_data
 from lowprec.record import Record
 from lowprec.run import to_dict
 from lowprec.train.loop import train

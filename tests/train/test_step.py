@@ -67,7 +67,8 @@ def test_graphed_step_equals_the_ungraphed_one(
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore")
 def test_a_step_does_not_wait_for_the_device(make_config, tmp_path):
-    from experiments.build import build, open_data
+    from experiments.build import build
+    from experiments.open_data import open_data
     from lowprec.train.step import TrainStep
 
     config = make_config({"device": "cuda", "precision.autocast": "bf16"})

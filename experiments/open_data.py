@@ -1,0 +1,98 @@
+"""Opens the shards that a config names: renders the embedded set, indexes, shows progress."""
+
+import fcntl
+import hashlib
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from experiments.preflight import names_file
+from lowprec.config import Config
+from lowprec.data.index import Shards, open_shards
+from lowprec.data.shapes import render_shapes
+from lowprec.validate import ConfigError
+
+
+def progress_bar() -> Progress:
+    """A rich bar: description, done of total, time left, a note."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Progress(*columns, TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
+
+
+@dataclass
+class Data:
+    """Opened shards; `val` is None when nothing is evaluated."""
+
+    train: Shards
+    val: Shards | None
+
+    def digest(self, config: Config) -> str:
+        """Digest of all that the data paths of a config hold."""
+        parts = [self.train.digest, self.val.digest if self.val else ""]
+        for kind in ("classnames", "templates"):
+            source = names_file(config, kind) or ""
+            parts.append(Path(source).read_text() if source not in ("", "imagenet") else source)
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def open_data(config: Config) -> Data:
+    """Opens the shards of a config; ConfigError for damaged or too few ones."""
+    if config.data.name == "shapes":
+        render_default_shapes(Path(config.data.train).parent)
+    try:
+        train = open_with_progress(config.data.train, config.data.index, "data.train")
+        val = None
+        if config.evaluation.name != "none":
+            val = open_with_progress(config.data.val, config.data.index, "data.val")
+    except (OSError, ValueError) as error:
+        raise ConfigError([str(error)]) from error
+    if config.batch_size > train.num_samples:
+        fault = (
+            f"batch_size={config.batch_size} exceeds the {train.num_samples} pairs of data.train"
+        )
+        raise ConfigError([fault])
+    return Data(train, val)
+
+
+def open_with_progress(pattern: str, index: str | None, name: str) -> Shards:
+    """`open_shards`, with a progress bar once it has taken two seconds."""
+    bar, start, shown = progress_bar(), time.monotonic(), None
+
+    def on_progress(done: int, total: int) -> None:
+        nonlocal shown
+        if shown is None and time.monotonic() - start > 2:
+            bar.start()
+            shown = bar.add_task(f"indexing {name}", total=total, note="")
+        if shown is not None:
+            bar.update(shown, completed=done)
+
+    try:
+        return open_shards(pattern, index, name=name, on_progress=on_progress)
+    finally:
+        if shown is not None:
+            bar.stop()
+
+
+def render_default_shapes(folder: Path) -> None:
+    """Renders the default `shapes` into a folder that does not exist yet, under a lock."""
+    if folder.exists():
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.parent / f".{folder.name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if folder.exists():
+            return
+        temporary = folder.with_name(f".{folder.name}.tmp")
+        shutil.rmtree(temporary, ignore_errors=True)
+        with progress_bar() as bar:
+            shown = bar.add_task(f"rendering {folder}", total=25000, note="")
+            render_shapes(
+                temporary,
+                num_processes=len(os.sched_getaffinity(0)),
+                on_progress=lambda count: bar.advance(shown, count),
+            )
+        temporary.rename(folder)

@@ -1,0 +1,73 @@
+"""What can be wrong with a checked config on this machine, found before torch is loaded."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+from lowprec.config import Config
+from lowprec.data.index import expand
+from lowprec.validate import ConfigError
+
+
+def preflight(config: Config) -> None:
+    """Checks paths, packages and devices that a config names; ConfigError with all faults."""
+    faults = []
+    evaluated = config.evaluation.name != "none"
+    if not will_render(config):
+        patterns = {"data.train": config.data.train}
+        patterns |= {"data.val": config.data.val} if evaluated else {}
+        for name, pattern in patterns.items():
+            try:
+                expand(pattern, name)
+            except FileNotFoundError as error:
+                faults.append(str(error))
+    faults += _names_faults(config)
+    if config.model.init_from and not Path(config.model.init_from).exists():
+        faults.append(f"model.init_from={config.model.init_from}: no such file or folder")
+    if config.logger.name != "none" and importlib.util.find_spec(config.logger.name) is None:
+        faults.append(f"logger={config.logger.name} needs a package: pip install '.[loggers]'")
+    if config.compile and not any(shutil.which(c) for c in (os.environ.get("CXX", "c++"), "g++")):
+        faults.append("compile=true needs a C++ compiler: apt-get install g++")
+    if config.device == "cuda" and not _finds_gpu():
+        faults.append("device=cuda: torch finds no GPU here; use device=cpu or device=auto")
+    if faults:
+        raise ConfigError(faults)
+
+
+def will_render(config: Config) -> bool:
+    """Whether the embedded set has still to be rendered."""
+    return config.data.name == "shapes" and not Path(config.data.train).parent.exists()
+
+
+def _names_faults(config: Config) -> list[str]:
+    faults = []
+    needed = config.evaluation.name in ("zero_shot", "both") and not will_render(config)
+    for kind in ("classnames", "templates"):
+        source = getattr(config.data, kind)
+        if source not in (None, "imagenet") and not Path(source).is_file():
+            faults.append(f"data.{kind}={source}: no such file; it can also be imagenet")
+        elif needed and names_file(config, kind) is None:
+            faults.append(
+                f"evaluation={config.evaluation.name} needs data.{kind}: a file, or imagenet "
+                f"(there is no {kind}.txt beside data.val)"
+            )
+    return faults
+
+
+def names_file(config: Config, kind: str) -> str | None:
+    """Where class names or templates come from: the config, or `<kind>.txt` beside data.val."""
+    source = getattr(config.data, kind)
+    beside = Path(config.data.val).parent / f"{kind}.txt" if config.data.val else None
+    return source or (str(beside) if beside and beside.is_file() else None)
+
+
+@cache
+def _finds_gpu() -> bool:
+    """Asked in a child process: a launcher must not hold a GPU, nor load torch for a typo."""
+    question = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+    asked = subprocess.run([sys.executable, "-c", question], stderr=subprocess.DEVNULL)
+    return asked.returncode == 0
