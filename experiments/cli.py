@@ -156,7 +156,7 @@ def _is_known(override: Override, schema: type, faults: list[str]) -> bool:
     if key == "hydra" or key.startswith(("hydra.", "hydra/")):
         return True
     folder = CONF / key
-    if schema is Config and folder.is_dir():
+    if key in _groups(schema):
         files = sorted(path.stem for path in folder.glob("*.yaml"))
         bad = [choice for choice in _values(override) if choice not in files]
         for choice in bad:
@@ -174,6 +174,13 @@ def _is_known(override: Override, schema: type, faults: list[str]) -> bool:
         return True
     faults.append(unknown_key(key, known))
     return False
+
+
+def _groups(schema: type) -> set[str]:
+    """Keys of a schema that choose a file of `conf/<key>/`."""
+    groups = {public_name(f.name) for f in fields(schema) if is_dataclass(f.type)}
+    groups |= {"experiment"} if schema is Config else set()
+    return {group for group in groups if (CONF / group).is_dir()}
 
 
 def _values(override: Override) -> Iterator[str]:

@@ -2,6 +2,8 @@
 
     python -m experiments.compact run=runs/run/nano-bf16-adamw-s0-0123456789 out=results/nano \
         'tensors=[visual.conv1.weight,*resblocks.0.*]'
+
+The copy loads like a run: in figures, in notebooks, in `load_runs`.
 """
 
 import shutil

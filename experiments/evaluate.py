@@ -7,7 +7,7 @@ Prints the numbers and appends them to the run's `evaluations.jsonl`; nothing el
 
 import dataclasses
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from experiments import cli
 from experiments.open_data import open_data
 from experiments.preflight import preflight
-from lowprec.config import Config, key
+from lowprec.config import Config, EvaluationConfig, key
 from lowprec.run import encode_row
 from lowprec.validate import ConfigError, check
 
@@ -25,7 +25,7 @@ class EvaluateConfig:
     """Which run, on what."""
 
     run: str = key("???", "a run directory")
-    evaluation: str = key("both", "tasks", choices=("zero_shot", "retrieval", "both"))
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     val: str | None = key(None, "glob of other validation shards than the run's")
     classnames: str | None = key(None, "their class names: a file, or 'imagenet'")
     templates: str | None = key(None, "their prompt templates: a file, or 'imagenet'")
@@ -39,10 +39,12 @@ def main(config: EvaluateConfig) -> None:
     from lowprec.train.checkpoint import CheckpointError, newest_checkpoint
 
     run = Path(config.run)
+    if config.evaluation.name == "none":
+        sys.exit("evaluation=none: choose zero_shot, retrieval or both")
     try:
         trained = read_config(run)
         trained.device = config.device
-        trained.evaluation.name, trained.compile = config.evaluation, False
+        trained.evaluation, trained.compile = config.evaluation, False
         data = trained.data
         trained.data = dataclasses.replace(
             data,
