@@ -1,0 +1,153 @@
+"""The entry points as a user starts them: processes, exit codes, what they print and leave."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from experiments.cli import CONF
+from lowprec.config import RECIPES
+from lowprec.run import find_runs, read_rows, read_status
+
+ROOT = CONF.parent
+TINY = ("model.vision_width=64", "model.vision_layers=1", "model.text_width=64")
+TINY += ("model.text_layers=1", "model.vocab_size=512", "num_workers=1", "device=cpu")
+TINY += ("precision=fp32", "batch_size=16", "log_every=5", "optimizer.lr=1e-3")
+
+
+def start(module, *overrides, cwd):
+    return subprocess.Popen(
+        [sys.executable, "-m", f"experiments.{module}", *overrides],
+        cwd=cwd,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def run(module, *overrides, cwd, code=0):
+    process = start(module, *overrides, cwd=cwd)
+    output = process.communicate(timeout=200)[0]
+    assert process.returncode == code, output
+    return output
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """A folder with a small rendered `shapes`."""
+    folder = tmp_path_factory.mktemp("work")
+    output = run(
+        "make_shapes", "out=data/shapes", "num_train=200", "num_val=60", "image_size=32", cwd=folder
+    )
+    assert "200 pairs" in output and "60 pairs" in output
+    return folder
+
+
+def test_a_run_from_start_to_export(work):
+    command = (*TINY, "name=whole", "num_steps=10", "evaluation=both")
+    assert "finished at step 10" in run("train", *command, cwd=work)
+    [folder] = find_runs(work / "runs" / "whole")
+    assert read_status(folder)["state"] == "finished"
+    assert (folder / "tensors.parquet").exists() and (folder / "environment.json").exists()
+    assert "nothing to do" in run("train", *command, cwd=work)
+
+    output = run("evaluate", f"run={folder}", "device=cpu", cwd=work)
+    [evaluated] = read_rows(folder / "evaluations.jsonl")
+    trained = read_rows(folder / "metrics.jsonl")[-1]
+    assert evaluated["zero_shot/top1"] == trained["zero_shot/top1"]
+    assert "retrieval/text_to_image_r10" in output
+
+    assert "tensors" in run("export", f"source={folder}", "out=w.safetensors", cwd=work)
+    again = run(
+        "train", *TINY, "name=warm", "num_steps=1", "evaluation=none",
+        "model.init_from=w.safetensors", cwd=work,
+    )  # fmt: skip
+    assert "finished" in again
+    [warm] = find_runs(work / "runs" / "warm")
+    assert read_rows(warm / "metrics.jsonl")[0]["logit_scale"] == pytest.approx(
+        trained["logit_scale"], abs=0.05
+    )
+
+    run("compact", f"run={folder}", "out=small", "tensors=[visual.*]", cwd=work)
+    assert (work / "small" / "tensors.parquet").exists()
+    assert "none of" in run(
+        "compact", f"run={folder}", "out=none", "tensors=[nothing]", cwd=work, code=1
+    )
+
+
+def test_sigterm_saves_and_the_same_command_resumes_to_the_same_record(work):
+    command = (*TINY, "num_steps=60", "evaluation=none", "save_every=1000")
+    run("train", *command, "name=calm", cwd=work)
+    disturbed = (*command, "name=disturbed")
+    process = start("train", *disturbed, cwd=work)
+    metrics = None
+    for _ in range(600):
+        metrics = next(iter((work / "runs").glob("disturbed/*/metrics.jsonl")), None)
+        if metrics and len(read_rows(metrics)) >= 5:
+            break
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 75, output
+    assert read_status(metrics.parent)["state"] == "preempted"
+    assert "finished at step 60" in run("train", *disturbed, cwd=work)
+    [calm] = (work / "runs").glob("calm/*/metrics.jsonl")
+    assert metrics.read_bytes() == calm.read_bytes()
+
+
+def test_a_sweep_runs_every_cell_once(work):
+    command = (*TINY, "name=sweep", "num_steps=2", "evaluation=none", "seed=1,2")
+    run("train", "-m", *command, cwd=work)
+    runs = find_runs(work / "runs" / "sweep")
+    assert [path.name.split("-")[3] for path in runs] == ["s1", "s2"]
+    assert run("train", "-m", *command, cwd=work).count("nothing to do") == 2
+    assert {p.name for p in Path(work).iterdir()} <= {
+        "data", "runs", "small", "w.safetensors", ".multirun"
+    }  # fmt: skip
+
+
+def test_a_second_process_on_a_run_is_refused_naming_the_holder(work):
+    command = (*TINY, "name=busy", "num_steps=100000", "evaluation=none")
+    holder = start("train", *command, cwd=work)
+    try:
+        for _ in range(600):
+            if list((work / "runs").glob("busy/*/metrics.jsonl")):
+                break
+            time.sleep(0.05)
+        output = run("train", *command, cwd=work, code=1)
+        assert f"process {holder.pid}" in output
+    finally:
+        holder.kill()
+        holder.communicate()
+
+
+def test_path_faults_are_all_named_before_anything_is_made(work):
+    output = run(
+        "train", "data=shards", "data.train=nowhere/*.tar", "data.val=data/shapes/vla-*.tar",
+        "data.classnames=no.txt", "model.init_from=no.pt", "name=never", cwd=work, code=2,
+    )  # fmt: skip
+    for part in ("data.train=nowhere", "nearest: data/shapes/val-0000.tar", "no.txt", "no.pt"):
+        assert part in output
+    assert not (work / "runs" / "never").exists()
+
+
+def test_the_record_says_where_it_was_made(work):
+    run("train", *TINY, "name=where", "num_steps=1", "evaluation=none", cwd=work)
+    [folder] = find_runs(work / "runs" / "where")
+    facts = json.loads((folder / "environment.json").read_text())
+    assert facts["packages"]["torch"] and facts["threads"] == 1
+    config = OmegaConf.load(folder / "config.yaml")
+    assert config.optimizer.lr == 1e-3 and config.experiment is None
+
+
+def test_the_demo_covers_every_recipe_and_both_optimizers():
+    demo = OmegaConf.load(CONF / "experiment" / "loss_curves_demo.yaml").hydra.sweeper.params
+    files = [OmegaConf.load(CONF / "precision" / f"{n}.yaml") for n in demo.precision.split(",")]
+    assert {file.get("recipe", "high") for file in files} == set(RECIPES)
+    assert set(demo.optimizer.split(",")) == {"adamw", "stable_adamw"}
