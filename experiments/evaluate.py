@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from omegaconf import OmegaConf
+from rich.console import Console
 
 from experiments import cli
 from experiments.open_data import open_data
@@ -61,8 +62,9 @@ def main(config: EvaluateConfig) -> None:
     if found is None:
         sys.exit(f"{run} has no checkpoint yet")
     path, manifest = found
-    built.state.load(path)
-    results = built.evaluation()(built.task.model)
+    with Console().status(f"evaluating {path}"):
+        built.state.load(path)
+        results = built.evaluation()(built.task.model)
     row = {"step": manifest["step"], "val": trained.data.val, **results}
     with open(run / "evaluations.jsonl", "a") as file:
         file.write(encode_row(row))

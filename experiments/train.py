@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from omegaconf import OmegaConf
+from rich.console import Console
 
 from experiments import cli
 from experiments.open_data import Data, open_data, progress_bar
@@ -79,11 +80,18 @@ def _attempt(config: Config, data: Data, record: Record) -> object:
     write_atomically(record.run / "environment.json", json.dumps(facts, indent=1) + "\n")
     record.append("attempts", [{"attempt": record.attempt, "pid": os.getpid(), **facts}])
     record.status("running", 0)
-    built = build(config, data)
+    with Console().status(f"building {label(config)}"):
+        built = build(config, data)
+        evaluation = built.evaluation()
     logger = build_logger(config.logger.name, record.run, plain)
     name = label(config)
     with progress_bar() as bar, stop_request() as stop:
-        shown = bar.add_task(name, total=config.num_steps, note="")
+        first = "compiling" if config.compile else ""
+        shown = bar.add_task(name, total=config.num_steps, note=first)
+
+        def evaluate(model: object) -> dict:
+            bar.update(shown, note="evaluating")
+            return evaluation(model)
 
         def on_flush(row: dict) -> None:
             note = f"loss {row['loss']:.3f}  {row['images_per_s']:.0f} images/s"
@@ -98,7 +106,7 @@ def _attempt(config: Config, data: Data, record: Record) -> object:
             built.batches_from,
             record,
             config,
-            evaluate=built.evaluation(),
+            evaluate=evaluate if evaluation else None,
             logger=logger,
             stop=stop,
             on_flush=on_flush,
