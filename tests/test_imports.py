@@ -1,6 +1,7 @@
 """The import law of lowprec, kept by walking the syntax tree of every module."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -124,9 +125,12 @@ def test_module_keeps_the_import_law(file):
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("file", [f for f in FILES if f.startswith("lowprec/") and "__init__" in f])
-def test_init_of_lowprec_is_empty(file):
-    assert (REPOSITORY / file).read_text() == ""
+RE_EXPORTING = {"lowprec/optim/__init__.py", "lowprec/nn/__init__.py"}  # rooms that need torch
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if re.match(r"lowprec/.*__init__", f)])
+def test_inits_are_empty_so_that_a_torch_free_module_loads_no_torch(file):
+    assert file in RE_EXPORTING or not (ROOT / file).read_text()
 
 
 def test_every_room_has_its_row():

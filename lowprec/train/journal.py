@@ -1,0 +1,153 @@
+"""The record's side of the loop: what stays on the device between flushes, and the flush."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from lowprec.config import Config
+from lowprec.data.loader import Batch
+from lowprec.optim.stable_adamw import STATISTICS
+from lowprec.record import Record
+from lowprec.train.checkpoint import TrainState
+from lowprec.train.divergence import judge
+from lowprec.train.loggers import Logger
+from lowprec.train.step_log import StepLog
+
+SKIPS_TOLERATED = 10  # bad samples that no max_skip_rate forbids
+
+
+@dataclass
+class Ended:
+    """How a run (or this attempt of it) ended: a state of status.json, its step, the reason."""
+
+    state: str
+    step: int
+    reason: str = ""
+
+
+class Journal:
+    """Keeps the steps since the last flush on the device; a flush brings them to the record.
+
+    The flush is where the host learns how the run goes: it applies the non-finite rule to what it
+    reads, writes the rows that belong to the run, and says how the run ended, if it did.
+    """
+
+    def __init__(
+        self,
+        state: TrainState,
+        record: Record,
+        config: Config,
+        device: torch.device,
+        first: int,
+        logger: Logger,
+        on_flush: Callable[[dict], None] | None,
+    ):
+        self.state, self.record, self.config = state, record, config
+        self.logger, self.on_flush = logger, on_flush
+        self.device = device
+        self.tensors = state.optimizer.names
+        names = ("loss", "logit_scale", "grad_norm")
+        names += ("clipped_grad_norm",) if config.optimizer.clip_norm else ()
+        names += ("loss_scale",) if config.scaler.name != "none" else ()
+        capacity = min(config.log_every, config.num_steps)
+        self.log = StepLog(names, (len(self.tensors), len(STATISTICS)), capacity, device)
+        self.skips: list[dict] = []
+        self.num_skips = 0
+        self.first = first
+        self.waited = 0.0
+        self.start = self.flushed = time.perf_counter()
+
+    @property
+    def is_full(self) -> bool:
+        """True when the next step needs a flush first."""
+        return self.log.is_full
+
+    def wait_for(self, batches: Iterator[Batch]) -> Batch:
+        """The next batch; the time spent waiting for it is recorded."""
+        before = time.perf_counter()
+        batch = next(batches)
+        self.waited += time.perf_counter() - before
+        self.skips += batch.skips
+        return batch
+
+    def append(self, step: int, lr: float, values: dict[str, torch.Tensor]) -> None:
+        """Keeps a step's values and the optimizer's statistics, on the device."""
+        self.log.append(step, {"lr": lr}, values, self.state.optimizer.statistics)
+
+    def flush(self, evaluate: Callable[[], dict] | None) -> Ended | None:
+        """Writes what the device holds; returns how the run ended if it diverged or must stop."""
+        rows, tables = self.log.fetch()
+        now = time.perf_counter()
+        grad_norms = tables[:, :, STATISTICS.index("grad_norm")]
+        verdict = judge(
+            rows,
+            grad_norms,
+            self.tensors,
+            scaler=self.config.scaler.name,
+            max_skips=self.config.scaler.max_skips,
+            skips=self.state.skips,
+        )
+        self.state.skips = verdict.skips
+        rows, tables = rows[: verdict.last], tables[: verdict.last]
+        if self.config.scaler.name != "none":
+            for row, norms in zip(rows, grad_norms, strict=False):
+                row["skipped_tensors"] = int((~np.isfinite(norms)).sum())
+        if verdict.reason is None and evaluate is not None:
+            rows[-1] |= evaluate()
+        self._write(rows, tables)
+        timing = self._timing(rows[-1]["step"], len(rows), now)
+        self.record.append("timing", [timing])
+        self.logger.log(rows)
+        if self.on_flush:
+            self.on_flush({**rows[-1], **timing})
+        self.waited, self.flushed = 0.0, time.perf_counter()
+        if verdict.reason is not None:
+            self.record.append("events", [{"step": rows[-1]["step"], "diverged": verdict.reason}])
+            return Ended("diverged", rows[-1]["step"], verdict.reason)
+        return self._too_many_skips(rows[-1]["step"])
+
+    def _write(self, rows: list[dict], tables) -> None:
+        self.record.append("metrics", rows)
+        chosen = [
+            i for i, row in enumerate(rows) if row["step"] % self.config.diagnostics.every == 0
+        ]
+        statistics = {
+            name: tables[chosen, :, STATISTICS.index(name)]
+            for name in self.config.diagnostics.statistics
+        }
+        if chosen and statistics:
+            steps = [rows[i]["step"] for i in chosen]
+            self.record.append_tensors(steps, statistics, self.tensors)
+        if self.skips:
+            self.record.append("skips", self.skips)
+            self.num_skips += len(self.skips)
+            self.skips = []
+
+    def _timing(self, step: int, num_steps: int, now: float) -> dict:
+        """`data_wait`: share of the time that the host waited for data, so the GPU's at most."""
+        seconds = max(now - self.flushed, 1e-9)
+        memory = torch.cuda.max_memory_allocated() / 2**30 if self.device.type == "cuda" else None
+        return {
+            "step": step,
+            "attempt": self.record.attempt,
+            "wall_s": round(now - self.start, 3),
+            "step_ms": round(1000 * seconds / num_steps, 3),
+            "images_per_s": round(num_steps * self.config.batch_size / seconds, 1),
+            "data_wait": round(self.waited / seconds, 4),
+            "memory_gib": memory,
+        }
+
+    def _too_many_skips(self, step: int) -> Ended | None:
+        read = (step - self.first + 1) * self.config.batch_size
+        rate = self.config.data.max_skip_rate
+        if self.num_skips <= max(SKIPS_TOLERATED, rate * read):
+            return None
+        return Ended(
+            "failed",
+            step,
+            f"{self.num_skips} of {read} samples could not be read, more than "
+            f"data.max_skip_rate={rate:g}; skips.jsonl names them",
+        )
