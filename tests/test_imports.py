@@ -130,7 +130,7 @@ RE_EXPORTING = {"lowprec/optim/__init__.py", "lowprec/nn/__init__.py"}  # rooms 
 
 @pytest.mark.parametrize("file", [f for f in FILES if re.match(r"lowprec/.*__init__", f)])
 def test_inits_are_empty_so_that_a_torch_free_module_loads_no_torch(file):
-    assert file in RE_EXPORTING or not (ROOT / file).read_text()
+    assert file in RE_EXPORTING or not (REPOSITORY / file).read_text()
 
 
 def test_every_room_has_its_row():
