@@ -30,6 +30,7 @@ from lowprec.optim.stable_adamw import StableAdamW
 from lowprec.train.checkpoint import TrainState
 from lowprec.train.precision import autocast, set_parameter_dtype
 from lowprec.train.task import ContrastiveTask
+from lowprec.validate import ConfigError
 
 EVALUATION_BATCH = 256
 
@@ -116,7 +117,10 @@ def build(config: Config, data: Data) -> Built:
     torch.manual_seed(config.seed)
     model = build_model(config.model, config.intervention.name)
     if config.model.init_from:
-        load_weights(model, Path(config.model.init_from))
+        try:
+            load_weights(model, Path(config.model.init_from))
+        except ValueError as error:
+            raise ConfigError([f"model.init_from: {error}"]) from error
     set_parameter_dtype(model, config.precision.autocast)
     model.to(device)
     if config.checkpointing:

@@ -47,6 +47,8 @@ def main(config: Config) -> None:
     except BaseException as error:
         step = read_status(run)["step"] if (run / "status.json").exists() else 0
         record.status("failed", step, f"{type(error).__name__}: {error}"[:500])
+        if isinstance(error, ConfigError):
+            cli.refuse(error)
         raise
     finally:
         record.close()

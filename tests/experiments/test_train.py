@@ -74,6 +74,12 @@ def test_a_run_from_start_to_export(work):
         trained["logit_scale"], abs=0.05
     )
 
+    refused = run(
+        "train", *TINY, "name=misfit", "model.embed_dim=32", "model.init_from=w.safetensors",
+        cwd=work, code=2,
+    )  # fmt: skip
+    assert "text_projection is (64, 128), not (64, 32)" in refused
+
     run("compact", f"run={folder}", "out=small", "tensors=[visual.*]", cwd=work)
     assert (work / "small" / "tensors.parquet").exists()
     assert "none of" in run(
