@@ -17,7 +17,7 @@ endif
 demo: $(READY)
 	@$(PY) -m experiments.train -m $(DEMO)
 	@$(PY) -m analysis.make loss_curves --scale demo --runs runs/loss_curves --out figures
-	@echo "Runs: runs/loss_curves   Figure: figures/loss_curves.png   Next: README.md"
+	@echo "Runs: runs/loss_curves   Figure: figures/loss_curves_demo.png   Next: README.md"
 
 test: $(READY)
 	@$(PY) -m pytest -q

@@ -50,7 +50,8 @@ def main(arguments: list[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     called = f"python -m analysis.make {shlex.join(arguments)}"
     about = {"caption": figure.caption(frame), "command": called, **_provenance(drawn, left_out)}
-    stem = options.out / options.slug
+    scale = drawn["scale"].dropna().iloc[0]
+    stem = options.out / (options.slug if scale == "paper" else f"{options.slug}_{scale}")
     _write(stem, figure, frame, about)
     for line in left_out:
         print(f"left out: {line}", file=sys.stderr)

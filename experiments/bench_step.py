@@ -74,12 +74,12 @@ def measure(config: Config, graphed: bool, windows: int = 5, steps: int = 20) ->
     step: Callable = TrainStep(built.task, built.state.optimizer, built.state.scaler)
     step = GraphedStep(step, batch) if graphed else step
     set_learning_rate(built.state.optimizer, config.optimizer.lr)
-    losses = [step(batch.to(built.device))["loss"].item() for _ in range(3)]
+    losses = [step(batch)["loss"].item() for _ in range(3)]
     times = []
     for window in range(windows + 1):
         start = time.perf_counter()
         for _ in range(steps if window else 5):  # the first window warms up
-            values = step(batch.to(built.device))
+            values = step(batch)
         values["loss"].item()  # waits for the device
         times.append(1000 * (time.perf_counter() - start) / steps)
     return losses, statistics.median(times[1:])

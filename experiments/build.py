@@ -9,17 +9,18 @@ from pathlib import Path
 import torch
 
 from experiments.open_data import Data
-from experiments.preflight import names_file
+from experiments.preflight import names_file, read_lines
 from lowprec.clip.export import load_weights
 from lowprec.clip.model import (
     Normalize,
+    blocks,
     build_model,
     compile_blocks,
     contrastive_loss,
     image_size,
 )
 from lowprec.clip.tokenizer import Tokenizer
-from lowprec.clip.zero_shot import build_classifier, read_names
+from lowprec.clip.zero_shot import build_classifier, imagenet
 from lowprec.config import Config
 from lowprec.data.loader import Batch, Batches, iterate, num_workers
 from lowprec.data.order import SampleOrder
@@ -83,7 +84,9 @@ class Built:
         classifier = None
         if config.evaluation.name in ("zero_shot", "both"):
             classnames, templates = (
-                read_names(names_file(config, kind), kind) for kind in ("classnames", "templates")
+                imagenet(kind) if source == "imagenet" else read_lines(source)
+                for kind in ("classnames", "templates")
+                for source in [names_file(config, kind)]
             )
             classifier = partial(
                 build_classifier,
@@ -113,7 +116,8 @@ def build(config: Config, data: Data) -> Built:
     device = pick_device(config.device)
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS demands it
-        torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(config.deterministic)
+    torch.compiler.reset()  # its limit of versions counts over the runs of a process
     torch.manual_seed(config.seed)
     model = build_model(config.model, config.intervention.name)
     if config.model.init_from:
@@ -126,6 +130,8 @@ def build(config: Config, data: Data) -> Built:
     if config.checkpointing:
         model.set_grad_checkpointing(True)
     if config.compile:
+        if not blocks(model):
+            raise ConfigError([f"compile=true: {config.model.name} has no blocks of open_clip's"])
         compile_blocks(model)
     scaler = build_scaler(config.scaler.name, config.scaler.init_scale, device)
     state = TrainState(model, build_optimizer(config, model), scaler)

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, ValueType
 from hydra.errors import HydraException
@@ -66,9 +67,25 @@ def main(
 
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name=entry)
     def run(composed: Any) -> None:
-        task(check(plain(composed), schema))
+        if arguments.multirun:
+            job = HydraConfig.get()
+            print(f"[{job.job.num + 1}]", *job.overrides.task, flush=True)
+        try:
+            task(check(plain(composed), schema))
+        except ConfigError as error:
+            if arguments.multirun:  # the other cells go on
+                raise
+            refuse(error)
+        except RunError as error:
+            if arguments.multirun:
+                raise
+            sys.exit(str(error))
 
     run()
+
+
+class RunError(RuntimeError):
+    """A run that cannot go on, in a sentence for its user; no traceback is shown."""
 
 
 def refuse(error: ConfigError) -> NoReturn:

@@ -54,8 +54,9 @@ def main(config: EvaluateConfig) -> None:
             templates=config.templates or (None if config.val else data.templates),
             index=config.index or data.index,
         )
-        preflight(trained)
-        built = build(trained, open_data(trained))
+        trained.model.init_from = None
+        preflight(trained, training=False)
+        built = build(trained, open_data(trained, training=False))
         found = newest_checkpoint(run)
     except (ConfigError, CheckpointError) as error:
         sys.exit(f"{run} cannot be evaluated:\n{error}")

@@ -9,6 +9,7 @@ A run starts from such a file with model.init_from=FILE.
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 
 from experiments import cli
 from lowprec.config import key
@@ -24,13 +25,15 @@ class ExportConfig:
 
 def main(config: ExportConfig) -> None:
     """Reads weights only, writes them."""
+    from safetensors import SafetensorError
+
     from lowprec.clip.export import read_weights, write_weights
 
     try:
         state = read_weights(Path(config.source))
         write_weights(state, Path(config.out))
-    except (FileNotFoundError, ValueError) as error:
-        sys.exit(str(error))
+    except (OSError, ValueError, RuntimeError, SafetensorError, UnpicklingError) as error:
+        sys.exit(f"source={config.source} cannot be exported: {str(error).splitlines()[0]}")
     size = sum(tensor.numel() for tensor in state.values())
     print(f"{config.out}: {len(state)} tensors, {size / 1e6:.2f} M numbers")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from experiments.preflight import names_file
+from experiments.preflight import names_file, read_lines, will_render
 from lowprec.config import Config
 from lowprec.data.index import Shards, open_shards
 from lowprec.data.shapes import render_shapes
@@ -25,37 +25,57 @@ def progress_bar() -> Progress:
 
 @dataclass
 class Data:
-    """Opened shards; `val` is None when nothing is evaluated."""
+    """Opened shards; `val` is None when nothing is evaluated, `train` when nothing is trained."""
 
-    train: Shards
+    train: Shards | None
     val: Shards | None
 
     def digest(self, config: Config) -> str:
         """Digest of all that the data paths of a config hold."""
         parts = [self.train.digest, self.val.digest if self.val else ""]
-        for kind in ("classnames", "templates"):
+        for kind in ("classnames", "templates") if needs_names(config) else ():
             source = names_file(config, kind) or ""
             parts.append(Path(source).read_text() if source not in ("", "imagenet") else source)
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def open_data(config: Config) -> Data:
-    """Opens the shards of a config; ConfigError for damaged or too few ones."""
-    if config.data.name == "shapes":
+def open_data(config: Config, *, training: bool = True) -> Data:
+    """Opens the shards of a config; ConfigError for damaged or too few ones, or wrong labels."""
+    if will_render(config):
         render_default_shapes(Path(config.data.train).parent)
+    train = val = None
     try:
-        train = open_with_progress(config.data.train, config.data.index, "data.train")
-        val = None
+        if training:
+            train = open_with_progress(config.data.train, config.data.index, "data.train")
         if config.evaluation.name != "none":
             val = open_with_progress(config.data.val, config.data.index, "data.val")
     except (OSError, ValueError) as error:
         raise ConfigError([str(error)]) from error
-    if config.batch_size > train.num_samples:
+    faults = _label_faults(config, val) if val is not None and needs_names(config) else []
+    if training and config.batch_size > train.num_samples:
         fault = (
             f"batch_size={config.batch_size} exceeds the {train.num_samples} pairs of data.train"
         )
-        raise ConfigError([fault])
+        faults.append(fault)
+    if faults:
+        raise ConfigError(faults)
     return Data(train, val)
+
+
+def needs_names(config: Config) -> bool:
+    """Whether classes are evaluated."""
+    return config.evaluation.name in ("zero_shot", "both")
+
+
+def _label_faults(config: Config, val: Shards) -> list[str]:
+    """A fault unless data.val has labels and every label has a name."""
+    source, largest = names_file(config, "classnames"), int(val.labels.max())
+    count = 1000 if source == "imagenet" else len(read_lines(source))
+    if largest < 0:
+        return ["data.val has no labels (.cls): use evaluation=retrieval or evaluation=none"]
+    if largest >= count:
+        return [f"data.val has the label {largest}, but {source} names {count} classes"]
+    return []
 
 
 def open_with_progress(pattern: str, index: str | None, name: str) -> Shards:

@@ -8,19 +8,21 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from lowprec.config import Config
+from lowprec.config import SHAPES, Config
 from lowprec.data.index import expand
 from lowprec.validate import ConfigError
 
 
-def preflight(config: Config) -> None:
+def preflight(config: Config, *, training: bool = True) -> None:
     """Checks paths, packages and devices that a config names; ConfigError with all faults."""
     faults = []
     evaluated = config.evaluation.name != "none"
     if not will_render(config):
-        patterns = {"data.train": config.data.train}
+        patterns = {"data.train": config.data.train} if training else {}
         patterns |= {"data.val": config.data.val} if evaluated else {}
         for name, pattern in patterns.items():
+            if pattern is None:  # the schema's check says so
+                continue
             try:
                 expand(pattern, name)
             except FileNotFoundError as error:
@@ -39,8 +41,9 @@ def preflight(config: Config) -> None:
 
 
 def will_render(config: Config) -> bool:
-    """Whether the embedded set has still to be rendered."""
-    return config.data.name == "shapes" and not Path(config.data.train).parent.exists()
+    """Whether the embedded set has still to be rendered: only at its own place."""
+    own = Path(config.data.train).parent == Path(SHAPES)
+    return config.data.name == "shapes" and own and not Path(SHAPES).exists()
 
 
 def _names_faults(config: Config) -> list[str]:
@@ -53,9 +56,25 @@ def _names_faults(config: Config) -> list[str]:
         elif needed and names_file(config, kind) is None:
             faults.append(
                 f"evaluation={config.evaluation.name} needs data.{kind}: a file, or imagenet "
-                f"(there is no {kind}.txt beside data.val)"
+                f"(there is no {kind}.txt beside data.val); evaluation=retrieval needs none"
             )
+        elif needed and names_file(config, kind) != "imagenet":
+            faults += _lines_faults(kind, names_file(config, kind))
     return faults
+
+
+def _lines_faults(kind: str, file: str) -> list[str]:
+    lines = read_lines(file)
+    if not lines:
+        return [f"data.{kind}={file}: the file has no line"]
+    bad = [line for line in lines if kind == "templates" and line.count("{}") != 1]
+    return [f"data.templates={file}: a template needs one {{}}: {bad[0]!r}"] if bad else []
+
+
+def read_lines(file: str) -> list[str]:
+    """Lines of a file of class names or templates, without empty ones."""
+    lines = [line.strip() for line in Path(file).read_text().splitlines()]
+    return [line for line in lines if line]
 
 
 def names_file(config: Config, kind: str) -> str | None:

@@ -28,33 +28,35 @@ STOPPED = 75  # exit status of a run that was asked to stop: the same command re
 
 def main(config: Config) -> None:
     """One run from its config to its end."""
-    try:
-        preflight(config)
-        data = open_data(config)
-        run = directory(config, _sources(config, data))
-    except ConfigError as error:
-        cli.refuse(error)
+    preflight(config)
+    data = open_data(config)
+    run = directory(config, _sources(config, data))
     status = read_status(run) if (run / "status.json").exists() else {"state": None, "step": 0}
-    if status["state"] in ("finished", "diverged"):
+    done = status["state"] == "finished" and status["step"] >= config.num_steps
+    if done or status["state"] == "diverged":
         print(f"{run} is {status['state']} at step {status['step']}; nothing to do")
         return
     try:
         record = Record(run)
     except RunBusyError as error:
-        sys.exit(str(error))
+        raise cli.RunError(str(error)) from error
     try:
         ended = _attempt(config, data, record)
     except BaseException as error:
         step = read_status(run)["step"] if (run / "status.json").exists() else 0
-        record.status("failed", step, f"{type(error).__name__}: {error}"[:500])
-        if isinstance(error, ConfigError):
-            cli.refuse(error)
+        interrupted = isinstance(error, KeyboardInterrupt)
+        state = "preempted" if interrupted else "failed"
+        record.status(state, step, f"{type(error).__name__}: {error}"[:500])
+        if interrupted:
+            sys.exit(STOPPED)
         raise
     finally:
         record.close()
     print(f"{run} {ended.state} at step {ended.step}" + (f": {ended.reason}" * bool(ended.reason)))
-    if ended.state in ("preempted", "failed"):
-        sys.exit(STOPPED if ended.state == "preempted" else 1)
+    if ended.state == "preempted":
+        sys.exit(STOPPED)
+    if ended.state == "failed":
+        raise cli.RunError(f"{run} failed")
 
 
 def _sources(config: Config, data: Data) -> dict[str, str]:
@@ -81,7 +83,8 @@ def _attempt(config: Config, data: Data, record: Record) -> object:
     write_atomically(record.run / "config.yaml", OmegaConf.to_yaml(plain))
     write_atomically(record.run / "environment.json", json.dumps(facts, indent=1) + "\n")
     record.append("attempts", [{"attempt": record.attempt, "pid": os.getpid(), **facts}])
-    record.status("running", 0)
+    before = read_status(record.run)["step"] if (record.run / "status.json").exists() else 0
+    record.status("running", before)
     with Console().status(f"building {label(config)}"):
         built = build(config, data)
         evaluation = built.evaluation()

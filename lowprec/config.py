@@ -11,6 +11,7 @@ Imports nothing heavier than the standard library: reading a config must not loa
 from dataclasses import dataclass, field
 from typing import Any
 
+SHAPES = "data/shapes"  # where the embedded set is rendered on first use
 PRESETS = ("nano", "mini_b", "mini_l", "mini_h", "vit_b32", "vit_l14", "vit_h14")
 RECIPES = ("high",)
 PLANNED_RECIPES = (
@@ -128,7 +129,7 @@ class OptimizerConfig:
         choices=("adamw", "adamw_clip", "stable_adamw"),
         planned=("adamw8bit_bnb", "adamw8bit_torchao"),
     )
-    lr: float = key(2e-3, "peak learning rate", above=0)
+    lr: float = key(1e-3, "peak learning rate", above=0)
     beta1: float = key(0.9, "decay of the first moment", least=0, below=1)
     beta2: float = key(0.98, "decay of the second moment", least=0, below=1)
     beta2_decay: float | None = key(None, "lambda of beta2 = 1 - t^-lambda", planned=("*",))
@@ -137,9 +138,9 @@ class OptimizerConfig:
     clip_norm: float | None = key(None, "bound of the global gradient norm", above=0)
     clip_threshold: float | None = key(None, "bound of RMS_t in update clipping", above=0)
     clip_weight_decay: bool = key(True, "update clipping slows weight decay too")
-    min_8bit_size: int = key(4096, "smallest tensor with 8-bit states", least=1)
-    override_32bit: list[str] = key([], "tensors that keep 32-bit states")
-    paged: bool = key(False, "paged 8-bit states")
+    min_8bit_size: int = key(4096, "smallest 8-bit state", choices=(4096,), planned=("*",))
+    override_32bit: list[str] = key([], "32-bit states", planned=("*",))
+    paged: bool = key(False, "paged 8-bit states", choices=(False,), planned=("*",))
 
 
 @dataclass
@@ -147,7 +148,9 @@ class ScheduleConfig:
     """Learning rate over steps."""
 
     name: str = key("cosine", "shape after warmup", choices=("cosine", "constant"))
-    warmup_steps: int = key(0, "steps of linear warmup", least=0)
+    warmup_steps: int | None = key(
+        None, "linear warmup; null: a tenth of the run, 100 if constant", least=0
+    )
 
 
 @dataclass
@@ -164,7 +167,7 @@ class DataConfig:
     augment: str = key("none", "image augmentation", choices=("none",), planned=("crop_flip",))
     window: int = key(16, "shards shuffled together", least=1)
     max_skip_rate: float = key(0.001, "bad samples tolerated", least=0, most=1)
-    allow_remote: bool = key(False, "let a stream read URLs")
+    allow_remote: bool = key(False, "read URLs", choices=(False,), planned=("*",))
 
 
 @dataclass
@@ -179,6 +182,8 @@ class SpikeConfig:
     """Spike detection (the paper's protocol); thresholds are filled by the stability room."""
 
     protocol: str = key("none", "online detector", choices=("none",), planned=("paper", "sigma"))
+    thresholds: dict | None = key(None, "of the detector", planned=("*",))
+    window: int | None = key(None, "steps it looks back", planned=("*",))
 
 
 @dataclass
@@ -206,10 +211,10 @@ class DistributedConfig:
     """Many processes."""
 
     name: str = key("none", "data parallelism", choices=("none",), planned=("ddp", "fsdp2"))
-    local_loss: bool = key(True, "each rank computes its own rows of the loss")
-    gather_with_grad: bool = key(True, "features are gathered with their gradients")
-    static_graph: bool = key(True, "DDP may assume a fixed graph")
-    sync_bn: bool = key(False, "batch norm statistics over all ranks")
+    local_loss: bool = key(True, "loss by rank", choices=(True,), planned=("*",))
+    gather_with_grad: bool = key(True, "gather", choices=(True,), planned=("*",))
+    static_graph: bool = key(True, "fixed graph", choices=(True,), planned=("*",))
+    sync_bn: bool = key(False, "over ranks", choices=(False,), planned=("*",))
 
 
 @dataclass
@@ -224,7 +229,7 @@ class ResumeConfig:
     """Start from another run's state."""
 
     from_: str | None = key(None, "run to continue from", planned=("*",))
-    allow_reshard: bool = key(False, "accept another number of ranks or workers")
+    allow_reshard: bool = key(False, "reshard", choices=(False,), planned=("*",))
 
 
 @dataclass

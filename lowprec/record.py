@@ -117,6 +117,8 @@ class Record:
         for path in self._files():
             name = str(path.relative_to(self.run))
             size = offsets.get(name, 0)
+            if path.stat().st_size < size:
+                raise ValueError(f"{path} is shorter than the checkpoint says: {size} bytes")
             if path.stat().st_size > size:
                 tail = self.run / "cut" / f"{self.attempt:04d}" / name
                 tail.parent.mkdir(parents=True, exist_ok=True)

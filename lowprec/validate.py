@@ -174,11 +174,12 @@ def _combination_faults(config: Config) -> Iterator[str]:
     if scaler not in LEGAL_SCALERS[autocast]:
         legal = " or ".join(f"scaler={name}" for name in LEGAL_SCALERS[autocast])
         yield f"precision.autocast={autocast} does not go with scaler={scaler}; use {legal}"
-    if config.schedule.warmup_steps > config.num_steps:
+    if (config.schedule.warmup_steps or 0) > config.num_steps:
         yield (
             f"schedule.warmup_steps={config.schedule.warmup_steps} is more than "
             f"num_steps={config.num_steps}"
         )
+    yield from _idle_faults(config)
     optimizer = config.optimizer
     for option, owner in (("clip_norm", "adamw_clip"), ("clip_threshold", "stable_adamw")):
         value = getattr(optimizer, option)
@@ -189,6 +190,21 @@ def _combination_faults(config: Config) -> Iterator[str]:
     if config.evaluation.name != "none" and config.data.val is None:
         yield f"evaluation={config.evaluation.name} needs data.val; or set evaluation=none"
     yield from _model_faults(config.model, config.intervention.name)
+
+
+def _idle_faults(config: Config) -> Iterator[str]:
+    """Keys that would change a run's identity and nothing else."""
+    idle = (
+        ("scaler", "init_scale", config.scaler.name != "none", "a scaler (dynamic or fixed)"),
+        ("scaler", "max_skips", config.scaler.name != "none", "a scaler (dynamic or fixed)"),
+        ("precision", "where", config.precision.recipe != "high", "a recipe other than high"),
+        ("optimizer", "clip_weight_decay", config.optimizer.name == "stable_adamw",
+         "optimizer=stable_adamw"),
+    )  # fmt: skip
+    for group, name, used, owner in idle:
+        value, default = (getattr(getattr(c, group), name) for c in (config, Config()))
+        if value != default and not used:
+            yield f"{group}.{name}={value} does nothing without {owner}"
 
 
 def _model_faults(model: ModelConfig, intervention: str) -> Iterator[str]:
@@ -212,8 +228,14 @@ def _model_faults(model: ModelConfig, intervention: str) -> Iterator[str]:
             yield f"model.{name} is fixed by open_clip's model {model.name}; leave it null"
     towers = json.loads(known[model.name].read_text())
     foreign = {"timm_model_name", "hf_model_name"} & {*towers["vision_cfg"], *towers["text_cfg"]}
-    if "hf_model_name" in foreign:
-        yield f"model.name={model.name} has a text tower that must be downloaded; use another"
+    if {"hf_model_name", "hf_tokenizer_name"} & {*towers["text_cfg"]}:
+        yield f"model.name={model.name} needs a tokenizer that must be downloaded; use another"
+    if "multimodal_cfg" in towers:
+        yield f"model.name={model.name} has a caption decoder, which this harness does not train"
+    size = model.image_size or towers["vision_cfg"].get("image_size")
+    patch = model.patch_size or towers["vision_cfg"].get("patch_size", 1)
+    if isinstance(size, int) and isinstance(patch, int) and (size % patch or size < patch):
+        yield f"model.image_size={size} is not a multiple of the patch size {patch}"
     plain_vit = not foreign and isinstance(towers["vision_cfg"]["layers"], int)
     if intervention != "none" and not plain_vit:
         yield f"intervention={intervention} needs open_clip's own towers; {model.name} has others"

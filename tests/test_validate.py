@@ -142,7 +142,7 @@ def test_number_must_be_finite(path, value):
 
 
 def test_checked_config_survives_a_round_trip_through_plain_data():
-    config = check({**nested("resume.allow_reshard", True), "seed": 3})
+    config = check({**nested("data.resampled", True), "seed": 3})
     assert check(to_dict(config)) == config
 
 

@@ -1,6 +1,7 @@
 """Weights to and from open_clip's checkpoints: safetensors, or .pt read as weights only."""
 
 import hashlib
+import json
 from pathlib import Path
 
 import torch
@@ -9,19 +10,29 @@ from torch import Tensor, nn
 
 
 def find_weights(source: Path) -> Path:
-    """The weights file of a run directory (its newest checkpoint), a checkpoint, or a file."""
+    """The weights of a run (of its newest checkpoint whose digest holds), a checkpoint, a file."""
     source = Path(source)
     if source.is_file():
         return source
-    for candidate in (source, *sorted((source / "checkpoints").glob("step_*"), reverse=True)):
-        if (candidate / "model.safetensors").is_file():
-            return candidate / "model.safetensors"
+    for folder in (source, *sorted((source / "checkpoints").glob("step_*"), reverse=True)):
+        weights, manifest = folder / "model.safetensors", folder / "manifest.json"
+        if weights.is_file() and manifest.is_file():
+            if (
+                _digest(weights)
+                == json.loads(manifest.read_text())["files"][weights.name]["sha256"]
+            ):
+                return weights
+            print(f"warning: {weights} is damaged; trying an older checkpoint")
     raise FileNotFoundError(f"{source} holds no weights: a run, a checkpoint or a file is expected")
 
 
 def weights_digest(source: Path) -> str:
     """sha256 of the weights file."""
-    with open(find_weights(source), "rb") as file:
+    return _digest(find_weights(source))
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

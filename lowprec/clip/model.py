@@ -90,15 +90,17 @@ def _build_open_clip(config: ModelConfig, changes: dict) -> nn.Module:
             sizes["text_cfg"][name] = getattr(config, name)
     if config.embed_dim is not None:
         sizes["embed_dim"] = config.embed_dim
+    towers = {name: sizes[name] for name in ("embed_dim", "vision_cfg", "text_cfg")}
     return open_clip.create_model(
-        config.name, load_weights=False, pretrained_text=False, output_dict=True, **sizes
+        config.name, load_weights=False, pretrained_text=False, output_dict=True, **towers
     )
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The residual attention blocks of both towers, vision first."""
-    towers = (getattr(model.visual, "transformer", None), getattr(model, "transformer", None))
-    return [block for tower in towers if tower is not None for block in tower.resblocks]
+    """The residual attention blocks of open_clip's own towers, vision first; of others none."""
+    text = getattr(model, "text", model)
+    towers = (getattr(model.visual, "transformer", None), getattr(text, "transformer", None))
+    return [block for tower in towers for block in getattr(tower, "resblocks", ())]
 
 
 def compile_blocks(model: nn.Module) -> None:

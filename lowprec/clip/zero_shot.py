@@ -1,6 +1,4 @@
-"""Class names, prompt templates and the zero-shot classifier, through open_clip's builder."""
-
-from pathlib import Path
+"""ImageNet's names and prompts, and the zero-shot classifier through open_clip's builder."""
 
 from torch import Tensor, nn
 
@@ -8,24 +6,11 @@ from lowprec.clip.tokenizer import Tokenizer
 from lowprec.clip.torchvision_shim import open_clip
 
 
-def read_names(source: str, kind: str) -> list[str]:
-    """Lines of a file, or for source "imagenet" the names or templates of ImageNet.
-
-    `kind`: "classnames" (1,000 for ImageNet) or "templates" (80; each holds `{}`). Empty lines are
-    left out. A template without `{}` or an empty file raises ValueError.
-    """
-    if source == "imagenet":
-        if kind == "classnames":
-            return list(open_clip.IMAGENET_CLASSNAMES)
-        return [template("{}") for template in open_clip.OPENAI_IMAGENET_TEMPLATES]
-    lines = [line.strip() for line in Path(source).read_text().splitlines()]
-    names = [line for line in lines if line]
-    if not names:
-        raise ValueError(f"data.{kind}={source}: the file has no line")
-    bad = [name for name in names if kind == "templates" and name.count("{}") != 1]
-    if bad:
-        raise ValueError(f"data.templates={source}: a template needs one {{}}: {bad[0]!r}")
-    return names
+def imagenet(kind: str) -> list[str]:
+    """ImageNet's 1,000 `classnames` or CLIP's 80 `templates`, each with one `{}`."""
+    if kind == "classnames":
+        return list(open_clip.IMAGENET_CLASSNAMES)
+    return [template("{}") for template in open_clip.OPENAI_IMAGENET_TEMPLATES]
 
 
 def build_classifier(

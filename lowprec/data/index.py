@@ -37,13 +37,21 @@ SAMPLE = np.dtype(
 
 
 def expand(pattern: str, name: str = "data.train") -> list[Path]:
-    """The files of a glob with braces, sorted. None: FileNotFoundError naming the nearest file."""
+    """The files of a glob with braces, sorted.
+
+    FileNotFoundError names the nearest file if there is none, and every member of a brace that
+    matches none.
+    """
     try:
-        paths = sorted({path for part in braceexpand(pattern) for path in glob.glob(part)})
+        found = {part: glob.glob(part) for part in braceexpand(pattern)}
     except UnbalancedBracesError as error:
         raise FileNotFoundError(f"{name}={pattern}: a brace has no partner") from error
-    if paths:
-        return [Path(path) for path in paths]
+    missing = [part for part, paths in found.items() if not paths]
+    if len(missing) < len(found):
+        if missing:
+            some = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+            raise FileNotFoundError(f"{name}={pattern}: {len(missing)} are missing: {some}")
+        return [Path(path) for path in sorted({path for part in found.values() for path in part})]
     folder = Path(pattern).parent
     while not glob.glob(str(folder)) and folder != folder.parent:
         folder = folder.parent

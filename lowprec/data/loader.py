@@ -5,6 +5,7 @@ A batch is a pure function of its step, so a worker needs no state and a resume 
 
 import io
 import os
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,8 +81,8 @@ def decode_image(data: bytes, size: int) -> np.ndarray:
 class Batches(Dataset):
     """`batches[step - 1]` is the Batch of a step; sequential if `order` is None.
 
-    A sample that cannot be read or decoded is replaced by one that depends on its position only,
-    and listed in the batch's `skips`.
+    A sample that cannot be read or decoded is listed in the batch's `skips`, and replaced by one
+    that depends on its position only; in sequential reading it is left out.
     """
 
     def __init__(
@@ -117,17 +118,19 @@ class Batches(Dataset):
             samples = self.order.samples(first, self.batch_size)
         size = self.image_size
         images = np.empty((last - first, 3, size, size), dtype=np.uint8)
-        captions, labels, skips = [], np.empty(last - first, dtype=np.int64), []
-        for i, sample in enumerate(samples):
-            image, caption, labels[i] = self._read_or_replace(first + i, int(sample), skips)
-            images[i] = image
-            captions.append(caption)
-        tokens = self.tokenizer(captions)
-        return Batch(torch.from_numpy(images), tokens, torch.from_numpy(labels), skips)
+        captions, labels, skips = [], [], []
+        for position, sample in enumerate(samples, first):
+            read = self._read_or_replace(position, int(sample), skips)
+            if read is not None:
+                images[len(captions)], caption, label = read
+                captions.append(caption)
+                labels.append(label)
+        whole = torch.from_numpy(images[: len(captions)])
+        return Batch(whole, self.tokenizer(captions), torch.tensor(labels).long(), skips)
 
     def _read_or_replace(
         self, position: int, sample: int, skips: list[dict]
-    ) -> tuple[np.ndarray, str, int]:
+    ) -> tuple[np.ndarray, str, int] | None:
         for attempt in range(100):
             try:
                 return self.read(sample)
@@ -141,6 +144,8 @@ class Batches(Dataset):
                         "reason": f"{type(error).__name__}: {error}"[:200],
                     }
                 )
+                if self.order is None:
+                    return None
                 substitutes = random_words(self.seed, REPLACEMENT, position, 0, 100)
                 sample = int(substitutes[attempt] % np.uint64(self.shards.num_samples))
         raise ValueError(f"no readable sample for position {position} in 100 tries")
@@ -169,6 +174,12 @@ def num_workers(requested: int | None) -> int:
     return max(1, min(16, len(os.sched_getaffinity(0)) - 1))
 
 
+def _ignore_signals(worker: int) -> None:
+    """A signal to the whole process group is the training process's business, not a worker's."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def iterate(batches: Batches, *, workers: int, first: int = 0, pin: bool = False) -> Iterator:
     """Batch number `first`, `first + 1`, ... in order, decoded ahead by `workers` processes."""
     return iter(
@@ -179,7 +190,8 @@ def iterate(batches: Batches, *, workers: int, first: int = 0, pin: bool = False
             num_workers=workers,
             pin_memory=pin,
             multiprocessing_context="fork" if workers else None,
-            prefetch_factor=4 if workers else None,
+            prefetch_factor=2 if workers else None,
+            worker_init_fn=_ignore_signals,
             generator=torch.Generator(),  # the default one is training's, and would be drawn from
         )
     )

@@ -46,11 +46,11 @@ class Evaluation:
             model.train(training)
 
     def _evaluate(self, model: nn.Module) -> dict[str, float]:
-        images, texts, tokens, labels = [], [], [], []
+        images, texts, tokens, labels, skipped = [], [], [], [], 0
         parameter = model.visual.conv1.weight if hasattr(model.visual, "conv1") else None
         parameter = next(model.parameters()) if parameter is None else parameter
         for batch in self.make_batches():
-            batch = batch.to(parameter.device)
+            batch, skipped = batch.to(parameter.device), skipped + len(batch.skips)
             pixels = self.normalize(batch.images).to(parameter.dtype)
             images.append(model.encode_image(pixels, normalize=True).float())
             labels.append(batch.labels)
@@ -58,7 +58,7 @@ class Evaluation:
                 texts.append(model.encode_text(batch.tokens, normalize=True).float())
                 tokens.append(batch.tokens)
         image_features, label = torch.cat(images), torch.cat(labels)
-        results = {}
+        results = {"evaluation/skipped": skipped} if skipped else {}
         if self.build_classifier is not None:
             classifier = self.build_classifier(model).float()
             results["zero_shot/top1"] = top_k_accuracy(image_features, classifier, label, 1)

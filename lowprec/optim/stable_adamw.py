@@ -33,13 +33,14 @@ class StableAdamW(torch.optim.Optimizer):
         before `clip_norm`; norm of the update `eta v / (sqrt(u) + eps)`. A skipped tensor shows its
         non-finite gradient norm, rms NaN and update norm 0.
       grad_norm, clipped_grad_norm: 0-d, over all tensors, before and after `clip_norm`.
+      all_finite: 0-d bool, whether every tensor's gradient norm is finite.
 
     A tensor whose gradient is not finite (its norm, in float32) is never applied: with
     `skip="step"` no tensor is updated, with `skip="tensor"` only that one is left out. `grad_scale`
     (gradients are divided by it), `found_inf` and `frozen` (nonzero: no update) are attributes
     that a caller may set to 0-d tensors; torch.amp.GradScaler sets the first two. The step count,
     one a group, advances with `skip="step"` only when an update is made. `step()` may change the
-    gradients. A parameter without a gradient is left alone and shows NaN statistics.
+    gradients. A parameter without a gradient is left alone and shows rms NaN, norms 0.
     Source: Algorithm 2, arXiv:2304.13013.
     """
 
@@ -68,6 +69,7 @@ class StableAdamW(torch.optim.Optimizer):
         self.clip_norm = clip_norm
         self.skip = skip
         self.frozen: Tensor | None = None
+        self.all_finite: Tensor | None = None
         self.statistics: Tensor | None = None
         self.grad_norm: Tensor | None = None
         self.clipped_grad_norm: Tensor | None = None
@@ -80,6 +82,15 @@ class StableAdamW(torch.optim.Optimizer):
             raise ValueError("names need named parameters: StableAdamW(model.named_parameters())")
         return [name for names in named for name in names]
 
+    def load_state_dict(self, state_dict: dict) -> None:
+        """As torch's, but moments keep their own dtype (torch casts them to the parameter's)."""
+        super().load_state_dict(state_dict)
+        params = [p for group in self.param_groups for p in group["params"]]
+        numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
+        for p, number in zip(params, numbers, strict=True):
+            for name, value in state_dict["state"].get(number, {}).items():
+                self.state[p][name] = value.to(p.device, _wide(p), copy=True)
+
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> Tensor | None:
         """One update of every tensor that has a gradient."""
@@ -90,7 +101,9 @@ class StableAdamW(torch.optim.Optimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         device = params[0].device
         has_grad = torch.tensor([p.grad is not None for p in params])
-        grads = [p.grad.float() for p in params if p.grad is not None]
+        grads = [p.grad.to(_wide(p)) for p in params if p.grad is not None]
+        if not grads:
+            return loss
         if getattr(self, "grad_scale", None) is not None:  # set and deleted by GradScaler
             torch._foreach_mul_(grads, 1 / self.grad_scale)
         norms = torch.stack(torch._foreach_norm(grads))
@@ -99,7 +112,8 @@ class StableAdamW(torch.optim.Optimizer):
             if veto is not None:
                 allowed = allowed & (veto.to(device) == 0).reshape(())
         finite = norms.isfinite()
-        apply = allowed & (finite.all() if self.skip == "step" else finite)
+        self.all_finite = finite.all()
+        apply = allowed & (self.all_finite if self.skip == "step" else finite)
         advance = (apply if self.skip == "step" else allowed).float()
         self._clip_global_norm(grads, norms, finite)
         for grad, bad in zip(grads, (~apply).expand_as(norms).unbind(), strict=True):
@@ -117,8 +131,9 @@ class StableAdamW(torch.optim.Optimizer):
         if has_grad.all():
             self.statistics = values
         else:
-            self.statistics = torch.full((len(params), 3), math.nan, device=device)
-            self.statistics[has_grad.to(device)] = values
+            self.statistics = torch.zeros(len(params), 3, device=device)
+            self.statistics[:, 0] = math.nan
+            self.statistics[has_grad.to(device)] = values.float()
         return loss
 
     def _clip_global_norm(self, grads: list[Tensor], norms: Tensor, finite: Tensor) -> None:
@@ -148,7 +163,7 @@ class StableAdamW(torch.optim.Optimizer):
         for p in params:
             if "exp_avg" not in self.state[p]:
                 for name in ("exp_avg", "exp_avg_sq"):
-                    self.state[p][name] = torch.zeros_like(p, dtype=torch.float32)
+                    self.state[p][name] = torch.zeros_like(p, dtype=_wide(p))
         return stable_adamw_update(
             params,
             grads,
@@ -206,16 +221,21 @@ def stable_adamw_update(
     _scale(updates, clipped_rate)
     update_norms = torch.stack(torch._foreach_norm(updates))
     decay = 1 - (clipped_rate if clip_weight_decay else rate) * weight_decay
-    if all(p.dtype == torch.float32 for p in params):
+    if all(p.dtype == update.dtype for p, update in zip(params, updates, strict=True)):
         if weight_decay:
             _scale(params, decay)
         torch._foreach_sub_(params, updates)
     else:  # in float32, rounded once into the parameter's dtype
-        wide = [p.float() for p in params]
+        wide = [p.to(_wide(p)) for p in params]
         _scale(wide, decay)
         torch._foreach_sub_(wide, updates)
         torch._foreach_copy_(params, wide)
     return rms, update_norms
+
+
+def _wide(p: Tensor) -> torch.dtype:
+    """The dtype of a parameter's update and states: float32, or float64 for float64."""
+    return torch.promote_types(p.dtype, torch.float32)
 
 
 def _debiased(beta: float, step: Tensor, apply: Tensor) -> Tensor:

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from lowprec.optim.stable_adamw import StableAdamW
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be used; the message names it and says why."""
@@ -37,8 +39,9 @@ class TrainState:
                   folder / "model.safetensors")  # fmt: skip
         moments = {}
         for name, parameter in self._named_parameters():
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                moments[f"{key}/{name}"] = value
+            for key in MOMENTS:
+                zero = torch.zeros_like(parameter, dtype=torch.float32)
+                moments[f"{key}/{name}"] = self.optimizer.state[parameter].get(key, zero)
         for i, group in enumerate(self.optimizer.param_groups):
             moments[f"step/{i}"] = torch.as_tensor(group.get("step", 0.0)).float()
         save_file(moments, folder / "optimizer.safetensors")
@@ -55,10 +58,11 @@ class TrainState:
         _check_same(model, self.model.state_dict(), folder / "model.safetensors")
         self.model.load_state_dict(model)
         moments = load_file(folder / "optimizer.safetensors")
-        steps = [moments.pop(f"step/{i}") for i in range(len(self.optimizer.param_groups))]
-        named = dict(self._named_parameters())
-        expected = {key: named.get(key.partition("/")[2]) for key in moments}
+        named, groups = dict(self._named_parameters()), self.optimizer.param_groups
+        expected = {f"{key}/{name}": p for key in MOMENTS for name, p in named.items()}
+        expected |= {f"step/{i}": torch.zeros(()) for i in range(len(groups))}
         _check_same(moments, expected, folder / "optimizer.safetensors")
+        steps = [moments.pop(f"step/{i}") for i in range(len(groups))]
         for key, value in moments.items():
             kind, _, name = key.partition("/")
             parameter = named[name]
@@ -123,16 +127,17 @@ def list_checkpoints(run: Path) -> list[Path]:
 def newest_checkpoint(run: Path) -> tuple[Path, dict] | None:
     """The newest checkpoint whose digests hold and its manifest; None if the run has none.
 
-    A damaged one is named on the console and the next older taken. If none is whole,
-    CheckpointError: a run with checkpoints never starts again from step 0.
+    A damaged one is named on the console, set aside as `.damaged.step_*`, and the next older taken.
+    If none is whole, CheckpointError: a run with checkpoints never starts again from step 0.
     """
-    faults = []
+    faults = [f"{path} is damaged" for path in (run / "checkpoints").glob(".damaged.*")]
     for path in reversed(list_checkpoints(run)):
         try:
             return path, verify(path)
         except CheckpointError as error:
             faults.append(str(error))
-            print(f"warning: {error}; trying an older checkpoint")
+            path.rename(path.with_name(f".damaged.{path.name}"))
+            print(f"warning: {error}; it is set aside and an older checkpoint tried")
     if faults:
         raise CheckpointError(f"{run} has no whole checkpoint: {'; '.join(faults)}")
     return None

@@ -11,6 +11,7 @@ from lowprec.config import Config
 from lowprec.data.loader import Batch
 from lowprec.optim.stable_adamw import STATISTICS
 from lowprec.record import Record
+from lowprec.run import read_rows
 from lowprec.train.checkpoint import TrainState
 from lowprec.train.divergence import judge
 from lowprec.train.loggers import Logger
@@ -41,7 +42,6 @@ class Journal:
         record: Record,
         config: Config,
         device: torch.device,
-        first: int,
         logger: Logger,
         on_flush: Callable[[dict], None] | None,
     ):
@@ -55,8 +55,7 @@ class Journal:
         capacity = min(config.log_every, config.num_steps)
         self.log = StepLog(names, (len(self.tensors), len(STATISTICS)), capacity, device)
         self.skips: list[dict] = []
-        self.num_skips = 0
-        self.first = first
+        self.num_skips = len(read_rows(record.run / "skips.jsonl"))
         self.waited = 0.0
         self.start = self.flushed = time.perf_counter()
 
@@ -95,9 +94,11 @@ class Journal:
         if self.config.scaler.name != "none":
             for row, norms in zip(rows, grad_norms, strict=False):
                 row["skipped_tensors"] = int((~np.isfinite(norms)).sum())
-        if verdict.reason is None and evaluate is not None:
-            rows[-1] |= evaluate()
-        self._write(rows, tables)
+        try:
+            if verdict.reason is None and evaluate is not None:
+                rows[-1] |= evaluate()
+        finally:
+            self._write(rows, tables)
         timing = self._timing(rows[-1]["step"], len(rows), now)
         self.record.append("timing", [timing])
         self.logger.log(rows)
@@ -121,10 +122,12 @@ class Journal:
         if chosen and statistics:
             steps = [rows[i]["step"] for i in chosen]
             self.record.append_tensors(steps, statistics, self.tensors)
-        if self.skips:
-            self.record.append("skips", self.skips)
-            self.num_skips += len(self.skips)
-            self.skips = []
+        end = rows[-1]["step"] * self.config.batch_size
+        skips = [skip for skip in self.skips if skip["position"] < end]
+        if skips:
+            self.record.append("skips", skips)
+        self.num_skips += len(skips)
+        self.skips = []
 
     def _timing(self, step: int, num_steps: int, now: float) -> dict:
         """`data_wait`: share of the time that the host waited for data, so the GPU's at most."""
@@ -141,7 +144,7 @@ class Journal:
         }
 
     def _too_many_skips(self, step: int) -> Ended | None:
-        read = (step - self.first + 1) * self.config.batch_size
+        read = step * self.config.batch_size
         rate = self.config.data.max_skip_rate
         if self.num_skips <= max(SKIPS_TOLERATED, rate * read):
             return None

@@ -1,6 +1,5 @@
 """Dashboards: copies of the record. A run trains on when one of them fails."""
 
-import importlib.util
 from pathlib import Path
 
 
@@ -75,11 +74,6 @@ class _Guarded(Logger):
 
 
 LOGGERS = {"tensorboard": TensorBoardLogger, "wandb": WandbLogger}
-
-
-def missing_package(name: str) -> str | None:
-    """The package that a logger lacks, or None."""
-    return name if name in LOGGERS and importlib.util.find_spec(name) is None else None
 
 
 def build_logger(name: str, run: Path, config: dict) -> Logger:

@@ -35,7 +35,7 @@ def train(
     device = next(task.model.parameters()).device
     first = restore(state, record) + 1
     step_on_device = TrainStep(task, state.optimizer, state.scaler)
-    journal = Journal(state, record, config, device, first, logger or Logger(), on_flush)
+    journal = Journal(state, record, config, device, logger or Logger(), on_flush)
     batches = batches_from(first)
     task.model.train()
     for step in range(first, config.num_steps + 1):
@@ -50,7 +50,7 @@ def train(
             shape=config.schedule.name,
         )
         set_learning_rate(state.optimizer, lr)
-        values = step_on_device(batch.to(device))
+        values = step_on_device(batch)
         journal.append(step, lr, values)
 
         last = step == config.num_steps
@@ -65,6 +65,7 @@ def train(
             save_checkpoint(record.run, step, state, record.offsets(), keep=config.keep_checkpoints)
             record.status("running", step)
         if stopping and not last:
+            record.append("events", [{"step": step, "signal": stop.number}])
             return Ended("preempted", step, f"signal {stop.number}")
     return Ended("finished", config.num_steps)
 

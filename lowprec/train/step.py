@@ -1,5 +1,7 @@
 """One update on the device: forward, loss, backward, optimizer. Nothing is read back."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -8,12 +10,15 @@ from lowprec.data.loader import Batch
 from lowprec.optim.stable_adamw import StableAdamW
 from lowprec.train.task import ContrastiveTask
 
+MAX_LOGIT_SCALE = math.log(100)  # of the parameter, whose exponential multiplies; as open_clip
+
 
 class TrainStep:
     """`step(batch)` updates the model and returns 0-d device values; statistics: the optimizer's.
 
     From a non-finite loss on (without loss scaling from a non-finite gradient on) the model stays
-    as it is: `frozen` is set on the device, and the host learns of it when it next reads.
+    as it is: `frozen` is set on the device, and the host learns of it when it next reads. The logit
+    scale is kept within 1 to 100 after each update, as in open_clip's trainer.
     """
 
     def __init__(self, task: ContrastiveTask, optimizer: StableAdamW, scaler: object):
@@ -27,7 +32,7 @@ class TrainStep:
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
         """Loss, logit scale, global gradient norms and loss scale of this step."""
-        loss, logit_scale = self.task.loss(batch)
+        loss, logit_scale = self.task.loss(batch.to(self.frozen.device))
         self.frozen |= ~loss.detach().isfinite()
         values = {"loss": loss.detach(), "logit_scale": logit_scale}
         if self.is_scaled:
@@ -38,7 +43,9 @@ class TrainStep:
         values["grad_norm"] = self.optimizer.grad_norm
         values["clipped_grad_norm"] = self.optimizer.clipped_grad_norm
         if not self.is_scaled:
-            self.frozen |= ~self.optimizer.grad_norm.isfinite()
+            self.frozen |= ~self.optimizer.all_finite
+        with torch.no_grad():
+            self.task.model.logit_scale.clamp_(0, MAX_LOGIT_SCALE)
         return values
 
 
@@ -67,7 +74,8 @@ class GraphedStep:
         step.frozen.fill_(False)
         torch.cuda.set_rng_state(random_state, device)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        # thread_local: the data loader's thread that pins memory goes on beside the capture
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             self.values = step(self.batch)
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:

@@ -54,12 +54,12 @@ def make_run(
     for start in range(0, steps, flush):
         some = rows[start : start + flush]
         record.append("metrics", some)
-        record.append("timing", [{"step": row["step"], "wall_s": 0.1} for row in some])
+        record.append("timing", [{"step": some[-1]["step"], "attempt": 0, "wall_s": 0.1}])
         numbers = np.array([row["step"] for row in some])
         rms = numbers[:, None] + np.array([0.0, 0.25, 0.5])
         record.append_tensors(numbers, {"rms": rms, "grad_norm": rms * 10}, TENSORS)
     if state == "diverged":
-        record.append("events", [{"step": steps, "kind": "diverged"}])
+        record.append("events", [{"step": steps, "diverged": "the loss is nan"}])
     if state in ("finished", "diverged"):
         record.write_parquet()
     record.status(state, steps, "loss is nan" if state == "diverged" else "")

@@ -28,17 +28,17 @@ def test_it_writes_four_files_and_says_where(make_run, run_make, tmp_path):
     make_run(num_steps=60)
     code, out, err = run_make()
     assert code == 0 and err == ""
-    assert out.startswith(f"Wrote {tmp_path}/out/loss_curves.png, .pdf, .csv, .json\n")
+    assert out.startswith(f"Wrote {tmp_path}/out/loss_curves_demo.png, .pdf, .csv, .json\n")
     names = sorted(path.name for path in (tmp_path / "out").iterdir())
-    assert names == [f"loss_curves.{kind}" for kind in ("csv", "json", "pdf", "png")]
-    assert (tmp_path / "out" / "loss_curves.png").read_bytes()[:4] == b"\x89PNG"
+    assert names == [f"loss_curves_demo.{kind}" for kind in ("csv", "json", "pdf", "png")]
+    assert (tmp_path / "out" / "loss_curves_demo.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_the_csv_is_exactly_the_plotted_numbers(make_run, run_make, tmp_path):
     make_run(num_steps=60)
     make_run(num_steps=60, steps=30, seed=1, state="diverged")
     run_make()
-    written = pd.read_csv(tmp_path / "out" / "loss_curves.csv")
+    written = pd.read_csv(tmp_path / "out" / "loss_curves_demo.csv")
     plotted = loss_curves.query(load_runs(tmp_path / "runs"))
     # pandas 2 parses a decimal to within one unit in the last place, pandas 3 exactly
     pd.testing.assert_frame_equal(written, plotted, rtol=1e-15, atol=0, check_dtype=False)
@@ -51,16 +51,16 @@ def test_the_same_runs_give_the_same_bytes(make_run, run_make, tmp_path):
         run_make()
         folder = sorted((tmp_path / "out").iterdir())
         files.append({path.name: path.read_bytes() for path in folder})
-        os.utime(tmp_path / "out" / "loss_curves.csv", (int(epoch), int(epoch)))
+        os.utime(tmp_path / "out" / "loss_curves_demo.csv", (int(epoch), int(epoch)))
     assert files[0] == files[1]
-    assert b"CreationDate" not in files[0]["loss_curves.pdf"]
+    assert b"CreationDate" not in files[0]["loss_curves_demo.pdf"]
 
 
 def test_the_provenance_names_runs_states_versions_and_command(make_run, run_make, tmp_path):
     run = make_run(num_steps=60, steps=30, state="running")
     empty = make_run(num_steps=60, steps=0, seed=1, state="failed")
     code, _, err = run_make()
-    about = json.loads((tmp_path / "out" / "loss_curves.json").read_text())
+    about = json.loads((tmp_path / "out" / "loss_curves_demo.json").read_text())
     (row,) = about["runs"]
     assert code == 0
     assert (row["path"], row["digest"]) == (str(run), run.name[-10:])
@@ -100,7 +100,7 @@ def test_several_scales_ask_for_one(make_run, run_make, tmp_path):
     assert code == 2
     assert "scales demo, mini; choose one: --scale demo or --scale mini" in err
     assert run_make("--scale", "mini")[0] == 0
-    assert set(pd.read_csv(tmp_path / "out" / "loss_curves.csv")["scale"]) == {"mini"}
+    assert set(pd.read_csv(tmp_path / "out" / "loss_curves_mini.csv")["scale"]) == {"mini"}
 
 
 def test_runs_without_steps_are_nothing_to_draw(make_run, run_make, tmp_path):
@@ -119,7 +119,7 @@ def test_only_damaged_configs_are_an_error(make_run, run_make):
 def test_a_failure_leaves_the_old_figure(make_run, run_make, tmp_path, monkeypatch):
     make_run(num_steps=60)
     run_make()
-    before = (tmp_path / "out" / "loss_curves.png").read_bytes()
+    before = (tmp_path / "out" / "loss_curves_demo.png").read_bytes()
 
     def fail(frame, figure):
         raise RuntimeError("no")
@@ -127,7 +127,7 @@ def test_a_failure_leaves_the_old_figure(make_run, run_make, tmp_path, monkeypat
     monkeypatch.setattr(loss_curves, "draw", fail)
     with pytest.raises(RuntimeError):
         run_make()
-    assert (tmp_path / "out" / "loss_curves.png").read_bytes() == before
+    assert (tmp_path / "out" / "loss_curves_demo.png").read_bytes() == before
 
 
 def test_the_command_is_silent_under_errors_for_warnings(make_run, tmp_path):

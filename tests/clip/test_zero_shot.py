@@ -1,22 +1,28 @@
 import pytest
+import torch
 
-from lowprec.clip.zero_shot import read_names
+from lowprec.clip.model import build_model
+from lowprec.clip.tokenizer import Tokenizer
+from lowprec.clip.zero_shot import build_classifier, imagenet
+from lowprec.config import ModelConfig
 
 
 def test_imagenet_has_1000_names_and_80_templates():
-    assert len(read_names("imagenet", "classnames")) == 1000
-    templates = read_names("imagenet", "templates")
+    assert len(imagenet("classnames")) == 1000
+    templates = imagenet("templates")
     assert len(templates) == 80 and all(t.count("{}") == 1 for t in templates)
     assert templates[0].format("dog") == "a bad photo of a dog."
 
 
-def test_a_template_without_a_place_for_the_name_is_refused(tmp_path):
-    (tmp_path / "t.txt").write_text("a photo of {}\na photo\n")
-    with pytest.raises(ValueError, match="needs one {}: 'a photo'"):
-        read_names(str(tmp_path / "t.txt"), "templates")
-
-
-def test_an_empty_file_is_refused(tmp_path):
-    (tmp_path / "c.txt").write_text("\n")
-    with pytest.raises(ValueError, match="no line"):
-        read_names(str(tmp_path / "c.txt"), "classnames")
+def test_a_class_is_the_normalized_mean_of_its_prompts():
+    torch.manual_seed(0)
+    config = ModelConfig(vision_width=64, vision_layers=1, text_width=64, text_layers=1)
+    config.vocab_size, tokenizer = 512, Tokenizer(16, 512)
+    model = build_model(config).eval()
+    templates = ["a {} thing", "the {}"]
+    weights = build_classifier(model, tokenizer, ["red", "blue"], templates)
+    with torch.no_grad():
+        features = model.encode_text(tokenizer(["a blue thing", "the blue"]), normalize=True)
+    mean = features.mean(dim=0)
+    torch.testing.assert_close(weights[:, 1], mean / mean.norm())
+    assert weights.norm(dim=0).tolist() == pytest.approx([1.0, 1.0])

@@ -166,11 +166,15 @@ def test_read_only_folder_with_an_index_is_read(tmp_path, write_shards, monkeypa
 
 def test_braces_and_globs_expand_sorted_and_without_repeats(tmp_path, write_shards):
     write_shards(tmp_path, [1] * 4)
-    names = [path.name for path in expand(f"{tmp_path}/train-{{000..002,001}}.tar")]
-    assert names == ["train-001.tar"]
     names = [path.name for path in expand(f"{tmp_path}/train-00{{2..0}}.tar")]
     assert names == ["train-000.tar", "train-001.tar", "train-002.tar"]
     assert len(expand(f"{tmp_path}/{{train-000,train-*}}.tar")) == 4
+
+
+def test_members_of_a_brace_that_match_nothing_are_all_named(tmp_path, write_shards):
+    write_shards(tmp_path, [1] * 2)
+    with pytest.raises(FileNotFoundError, match="2 are missing: .*train-002.tar, .*train-003.tar"):
+        expand(f"{tmp_path}/train-{{000..003}}.tar")
 
 
 @pytest.mark.parametrize("pattern", ["trian-*.tar", "train-*.tra", "deep/er/train-000.tar"])

@@ -20,13 +20,24 @@ def tokenize(captions):
     return torch.tensor([[int(caption.split()[-1])] for caption in captions])
 
 
+class InOrder:
+    """Sample n at position n, over and over."""
+
+    def __init__(self, num_samples):
+        self.num_samples = num_samples
+
+    def samples(self, first, count):
+        return np.arange(first, first + count) % self.num_samples
+
+
 @pytest.fixture
 def make_batches(tmp_path, write_shards):
     """A function: batches of generated shards, some samples changed."""
 
     def make(counts=(5, 3, 6), change=None, *, sequential=False, seed=0, batch_size=4, length=9):
         shards = open_shards(write_shards(tmp_path / "shards", list(counts), change))
-        order = None if sequential else SampleOrder(shards.counts, seed=seed, window=2)
+        order = InOrder(shards.num_samples) if sequential else None
+        order = order or SampleOrder(shards.counts, seed=seed, window=2)
         return Batches(
             shards, order, batch_size=batch_size, num_batches=length, image_size=SIZE,
             tokenizer=tokenize, seed=seed,
@@ -222,3 +233,12 @@ def test_every_mode_becomes_rgb(mode):
 def test_default_number_of_workers_is_at_least_one_and_at_most_sixteen():
     assert num_workers(0) == 0 and num_workers(40) == 40
     assert 1 <= num_workers(None) <= 16
+
+
+def test_reading_in_sequence_leaves_bad_samples_out_and_ends_with_a_short_batch(make_batches):
+    batches = make_batches((5, 5), {2: {"txt": b""}})
+    batches.order = None
+    found = [batches[i] for i in range(3)]
+    assert [numbers(batch) for batch in found] == [[0, 1, 3], [4, 5, 6, 7], [8, 9]]
+    assert [len(batch.skips) for batch in found] == [1, 0, 0]
+    assert all(len(batch.images) == len(batch.labels) == len(numbers(batch)) for batch in found)

@@ -212,7 +212,7 @@ def test_experiment_expands_to_the_runs_its_header_says(name):
     ("before", "after", "named"),
     [
         ("num_steps:", "num_stepz:", ("num_stepz", "nearest: num_steps")),
-        ("{warmup_steps: 30}", "{warmup: 40}", ("schedule.warmup", "schedule.warmup_steps")),
+        ("{beta2: 0.99}", "{beta_2: 0.99}", ("optimizer.beta_2", "nearest: optimizer.beta2")),
         ("beta2: 0.99", "beta2: 1.99", ("optimizer.beta2=1.99", "< 1")),
         ("      optimizer:", "      optimiser:", ("optimiser", "nearest: optimizer")),
         ("adamw,stable_adamw", "adamw,stable_adam", ("stable_adam", "nearest: stable_adamw")),

@@ -1,6 +1,7 @@
 """The entry points as a user starts them: processes, exit codes, what they print and leave."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -28,6 +29,7 @@ def start(module, *overrides, cwd):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        start_new_session=True,
     )
 
 
@@ -87,8 +89,8 @@ def test_a_run_from_start_to_export(work):
     )
 
 
-def test_sigterm_saves_and_the_same_command_resumes_to_the_same_record(work):
-    command = (*TINY, "num_steps=60", "evaluation=none", "save_every=1000")
+def test_a_signal_to_the_group_saves_and_the_same_command_resumes_to_the_same_record(work):
+    command = (*TINY, "num_steps=60", "evaluation=none", "save_every=1000", "num_workers=2")
     run("train", *command, "name=calm", cwd=work)
     disturbed = (*command, "name=disturbed")
     process = start("train", *disturbed, cwd=work)
@@ -98,7 +100,7 @@ def test_sigterm_saves_and_the_same_command_resumes_to_the_same_record(work):
         if metrics and len(read_rows(metrics)) >= 5:
             break
         time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
+    os.killpg(process.pid, signal.SIGTERM)  # its workers get it too, as under SLURM
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 75, output
     assert read_status(metrics.parent)["state"] == "preempted"
@@ -114,7 +116,7 @@ def test_a_sweep_runs_every_cell_once(work):
     assert [path.name.split("-")[3] for path in runs] == ["s1", "s2"]
     assert run("train", "-m", *command, cwd=work).count("nothing to do") == 2
     assert {p.name for p in Path(work).iterdir()} <= {
-        "data", "runs", "small", "w.safetensors", ".multirun"
+        "data", "runs", "small", "w.safetensors", ".multirun", "two.txt"
     }  # fmt: skip
 
 
@@ -141,6 +143,25 @@ def test_path_faults_are_all_named_before_anything_is_made(work):
     for part in ("data.train=nowhere", "nearest: data/shapes/val-0000.tar", "no.txt", "no.pt"):
         assert part in output
     assert not (work / "runs" / "never").exists()
+
+
+def test_labels_are_checked_before_training(work):
+    (work / "two.txt").write_text("one\ntwo\n")
+    keys = ("data=shards", "data.train=data/shapes/train-*.tar", "data.val=data/shapes/val-*.tar")
+    output = run("train", *TINY, *keys, "data.classnames=two.txt", "name=never", cwd=work, code=2)
+    assert "two.txt names 2 classes" in output and not (work / "runs" / "never").exists()
+
+
+def test_one_bad_cell_does_not_stop_the_others(work):
+    command = (*TINY, "name=cells", "num_steps=1", "evaluation=none", "batch_size=5000,16")
+    output = run("train", "-m", *command, cwd=work, code=1)
+    assert "batch_size=5000 exceeds the 200 pairs" in output
+    assert len(find_runs(work / "runs" / "cells")) == 1
+
+
+def test_a_typo_in_the_path_of_shapes_renders_nothing(work):
+    output = run("train", "data.train=data/shaeps/train-*.tar", cwd=work, code=2)
+    assert "no file matches" in output and not (work / "data" / "shaeps").exists()
 
 
 def test_the_record_says_where_it_was_made(work):

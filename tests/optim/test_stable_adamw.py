@@ -205,15 +205,16 @@ def test_a_skipped_tensor_does_not_spoil_the_global_norm():
     assert all(p.isfinite().all() for p in params)
 
 
-def test_resume_from_state_dict_is_bitwise():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_resume_from_state_dict_is_bitwise(dtype):
     def run(params, optimizer, steps):
         for step in steps:
             set_grads(params, step)
             optimizer.step()
 
-    whole = make_params()
+    whole = make_params(dtype)
     run(whole, StableAdamW(whole, lr=1e-2), range(1, 9))
-    first = make_params()
+    first = make_params(dtype)
     optimizer = StableAdamW(first, lr=1e-2)
     run(first, optimizer, range(1, 5))
     second = [torch.nn.Parameter(p.detach().clone()) for p in first]
@@ -221,6 +222,14 @@ def test_resume_from_state_dict_is_bitwise():
     resumed.load_state_dict(optimizer.state_dict())
     run(second, resumed, range(5, 9))
     assert all(torch.equal(a, b) for a, b in zip(whole, second, strict=True))
+
+
+def test_float64_parameters_are_updated_in_float64():
+    p = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+    optimizer = StableAdamW([p], lr=1e-12, weight_decay=0.0)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert ((1 - p).detach() / 1e-12).tolist() == pytest.approx([1.0] * 3, rel=1e-3)
 
 
 def test_16_bit_parameters_are_rounded_once():
@@ -243,7 +252,15 @@ def test_a_parameter_without_gradient_is_left_alone():
     before = params[2].detach().clone()
     optimizer.step()
     assert torch.equal(params[2], before)
-    assert optimizer.statistics[2].isnan().all() and optimizer.statistics[3].isfinite().all()
+    assert optimizer.statistics[2, 0].isnan() and (optimizer.statistics[2, 1:] == 0).all()
+    assert optimizer.statistics[3].isfinite().all() and optimizer.all_finite
+
+
+def test_no_gradient_at_all_is_no_step():
+    params = make_params()
+    before = [p.detach().clone() for p in params]
+    StableAdamW(params, lr=1e-2).step()
+    assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
 
 
 def test_groups_decay_matrices_only_and_keep_names():

@@ -36,6 +36,27 @@ def test_a_damaged_checkpoint_is_named_and_the_older_taken(finished, file, damag
     path, manifest = newest_checkpoint(run)
     assert manifest["step"] == 8
     assert str(victim) in capsys.readouterr().out
+    assert [p.name for p in list_checkpoints(run)] == ["step_000000008"]
+
+
+def test_export_takes_the_newest_whole_checkpoint(finished):
+    from lowprec.clip.export import find_weights
+
+    run, _ = finished
+    newest = list_checkpoints(run)[-1]
+    assert find_weights(run).parent == newest
+    (newest / "model.safetensors").write_bytes(b"x" * 100)
+    assert find_weights(run).parent == list_checkpoints(run)[0]
+
+
+def test_missing_optimizer_state_is_refused(finished):
+    from safetensors.torch import save_file
+
+    run, built = finished
+    folder = list_checkpoints(run)[-1]
+    save_file({"step/0": torch.zeros(())}, folder / "optimizer.safetensors")
+    with pytest.raises(CheckpointError, match="tensors differ"):
+        built.state.load(folder)
 
 
 def test_no_whole_checkpoint_is_an_error_never_step_0(finished):

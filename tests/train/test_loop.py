@@ -254,3 +254,78 @@ def test_checkpoints_are_kept_to_the_newest(make_config, run_once, tmp_path):
         "step_000000009",
         "step_000000012",
     ]
+
+
+def test_an_infinite_loss_with_finite_gradients_changes_nothing(make_config, run_once, tmp_path):
+    def spoil(built):
+        loss_of, counter = built.task.loss, iter(range(1, 100))
+
+        def loss(batch):
+            value, scale = loss_of(batch)
+            return (value + math.inf if next(counter) == 4 else value), scale
+
+        built.task.loss = loss
+
+    config = make_config({"log_every": 100, "save_every": 100})
+    ended, built = run_once(config, tmp_path / "a", spoil=spoil)
+    assert (ended.state, ended.step) == ("diverged", 4) and "loss is inf" in ended.reason
+    assert all(group["step"] == 3 for group in built.state.optimizer.param_groups)
+
+
+def test_gradients_that_overflow_only_together_do_not_freeze_the_run(
+    make_config, run_once, tmp_path
+):
+    def spoil(built):
+        counter = {}
+
+        def huge(p, g):
+            counter[p] = counter.get(p, 0) + 1
+            return g * (1.2e19 / g.norm()) if counter[p] == 3 else g
+
+        for p in built.task.model.parameters():
+            p.register_hook(lambda g, p=p: huge(p, g))
+
+    ended, built = run_once(make_config(), tmp_path / "a", spoil=spoil)
+    assert ended.state == "finished"
+    assert read_rows(tmp_path / "a" / "metrics.jsonl")[2]["grad_norm"] == math.inf
+    assert (tensors(tmp_path / "a")["update_norm"][-2] > 0).all()
+
+
+def test_skips_in_a_row_count_across_a_resume(make_config, run_once, tmp_path):
+    changes = {"precision.autocast": "fp16", "scaler.name": "fixed", "scaler.max_skips": 4}
+    config = make_config({**changes, "scaler.init_scale": 256.0})
+    request, wrap = stop_at(6)
+
+    def first(built):
+        spoil_gradient("visual.conv1.weight", {5, 6})(built)
+        built.batches_from = wrap(built.batches_from)
+
+    run_once(config, tmp_path / "a", stop=request, spoil=first)
+    ended, _ = run_once(config, tmp_path / "a", spoil=spoil_gradient("visual.conv1.weight", {1, 2}))
+    assert (ended.state, ended.step) == ("diverged", 8)
+
+
+def test_a_failing_evaluation_loses_no_row(make_config, run_once, tmp_path):
+    def fail(model):
+        raise RuntimeError("no labels")
+
+    with pytest.raises(RuntimeError, match="no labels"):
+        run_once(make_config({"log_every": 100}), tmp_path / "a", evaluate=fail)
+    assert len(read_rows(tmp_path / "a" / "metrics.jsonl")) == 12
+
+
+def test_a_constant_schedule_is_extended_without_a_break(make_config, run_once, tmp_path):
+    changes = {"schedule.name": "constant", "schedule.warmup_steps": 2}
+    run_once(make_config(changes), tmp_path / "whole")
+    run_once(make_config({**changes, "num_steps": 6}), tmp_path / "grown")
+    run_once(make_config(changes), tmp_path / "grown")
+    assert_same_record(tmp_path / "whole", tmp_path / "grown")
+
+
+def test_the_logit_scale_is_kept_below_100(make_config, run_once, tmp_path):
+    config = make_config({"optimizer.lr": 0.5, "optimizer.eps": 1.0})
+    _, built = run_once(
+        config, tmp_path / "a", spoil=lambda b: b.task.model.logit_scale.data.fill_(9.0)
+    )
+    rows = read_rows(tmp_path / "a" / "metrics.jsonl")
+    assert rows[0]["logit_scale"] > 8000 and rows[1]["logit_scale"] <= 100.001

@@ -1,0 +1,32 @@
+"""Benchmarks on tiny inputs, so that they cannot rot, and promised speeds."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from experiments.cli import CONF
+from lowprec.data.shapes import render_shapes
+
+pytestmark = pytest.mark.slow
+
+
+def test_bench_step_writes_a_correct_line_a_case(tmp_path):
+    keys = ("model.vision_width=64", "model.text_width=64", "model.vocab_size=512", "device=cpu")
+    subprocess.run(
+        [sys.executable, "-m", "experiments.bench_step", *keys, "batch_size=8", f"run_dir={tmp_path}"],
+        cwd=CONF.parent, check=True, timeout=250,
+        stdout=open(tmp_path / "out", "w"),  # noqa: SIM115
+    )  # fmt: skip
+    lines = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+    assert [line["case"] for line in lines] == ["eager", "compiled"]
+    assert all(line["correct"] and line["ms"] > 0 for line in lines)
+
+
+def test_a_core_renders_1500_images_a_second(tmp_path):
+    render_shapes(tmp_path / "warm", num_train=200, num_val=0)
+    start = time.process_time()
+    render_shapes(tmp_path / "set", num_train=4000, num_val=0)
+    assert 4000 / (time.process_time() - start) > 1500
