@@ -93,13 +93,6 @@ def test_batches_of_an_epoch_hold_every_sample_once(make_batches):
     assert sorted(seen[:14]) == sorted(seen[14:]) == list(range(14))
 
 
-def test_sequential_batches_end_with_the_rest(make_batches):
-    batches = make_batches(sequential=True, length=4)
-    assert [numbers(b) for b in iterate(batches, workers=0)] == [
-        [0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13],
-    ]  # fmt: skip
-
-
 BAD = {
     "no image": {"png": b"not an image"},
     "no bytes": {"png": b""},

@@ -15,8 +15,9 @@ pytestmark = pytest.mark.slow
 
 def test_bench_step_writes_a_correct_line_a_case(tmp_path):
     keys = ("model.vision_width=64", "model.text_width=64", "model.vocab_size=512", "device=cpu")
+    keys += ("batch_size=8", f"run_dir={tmp_path}")
     subprocess.run(
-        [sys.executable, "-m", "experiments.bench_step", *keys, "batch_size=8", f"run_dir={tmp_path}"],
+        [sys.executable, "-m", "experiments.bench_step", *keys],
         cwd=CONF.parent, check=True, timeout=250,
         stdout=open(tmp_path / "out", "w"),  # noqa: SIM115
     )  # fmt: skip
