@@ -117,7 +117,6 @@ def build(config: Config, data: Data) -> Built:
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS demands it
     torch.use_deterministic_algorithms(config.deterministic)
-    torch.compiler.reset()  # its limit of versions counts over the runs of a process
     torch.manual_seed(config.seed)
     model = build_model(config.model, config.intervention.name)
     if config.model.init_from:
@@ -132,6 +131,7 @@ def build(config: Config, data: Data) -> Built:
     if config.compile:
         if not blocks(model):
             raise ConfigError([f"compile=true: {config.model.name} has no blocks of open_clip's"])
+        torch.compiler.reset()  # its limit of versions counts over the runs of a process
         compile_blocks(model)
     scaler = build_scaler(config.scaler.name, config.scaler.init_scale, device)
     state = TrainState(model, build_optimizer(config, model), scaler)

@@ -71,6 +71,7 @@ def test_model_keys(built):
     assert pure.visual.proj.dtype == torch.bfloat16 and pure.logit_scale.dtype == torch.float32
 
 
+@pytest.mark.filterwarnings("ignore")  # torch.compile warns of its own ways
 def test_compile_compiles_every_block(built, monkeypatch):
     compiled = []
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: compiled.append(self))

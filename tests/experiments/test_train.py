@@ -15,7 +15,7 @@ from experiments.cli import CONF
 from lowprec.config import RECIPES
 from lowprec.run import find_runs, read_rows, read_status
 
-ROOT = CONF.parent
+PYTHONPATH = os.pathsep.join([str(CONF.parent), os.environ.get("PYTHONPATH", "")])
 TINY = ("model.vision_width=64", "model.vision_layers=1", "model.text_width=64")
 TINY += ("model.text_layers=1", "model.vocab_size=512", "num_workers=1", "device=cpu")
 TINY += ("precision=fp32", "batch_size=16", "log_every=5", "optimizer.lr=1e-3")
@@ -25,7 +25,7 @@ def start(module, *overrides, cwd):
     return subprocess.Popen(
         [sys.executable, "-m", f"experiments.{module}", *overrides],
         cwd=cwd,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
