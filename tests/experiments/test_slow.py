@@ -16,12 +16,11 @@ pytestmark = pytest.mark.slow
 def test_bench_step_writes_a_correct_line_a_case(tmp_path):
     keys = ("model.vision_width=64", "model.text_width=64", "model.vocab_size=512", "device=cpu")
     keys += ("batch_size=8", f"run_dir={tmp_path}")
-    subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-m", "experiments.bench_step", *keys],
-        cwd=CONF.parent, check=True, timeout=250,
-        stdout=open(tmp_path / "out", "w"),  # noqa: SIM115
+        cwd=CONF.parent, check=True, timeout=250, capture_output=True, text=True,
     )  # fmt: skip
-    lines = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert [line["case"] for line in lines] == ["eager", "compiled"]
     assert all(line["correct"] and line["ms"] > 0 for line in lines)
 
