@@ -1,12 +1,116 @@
+"""Fixtures of all rooms: a small set of colored squares, tiny configs, one attempt of a run."""
+
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 
+import io  # noqa: E402
+import json  # noqa: E402
+import tarfile  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from PIL import Image  # noqa: E402
 
-import lowprec.clip.torchvision_shim  # noqa: E402, F401
+from experiments.build import build  # noqa: E402
+from experiments.open_data import open_data  # noqa: E402
+from lowprec.record import Record  # noqa: E402
+from lowprec.run import to_dict  # noqa: E402
+from lowprec.train.loop import train  # noqa: E402
+from lowprec.validate import check  # noqa: E402
+
+torch.set_num_threads(1)
+COLORS = {"red": (220, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 220), "gray": (120,) * 3}
+
+
+def write_shard(path: Path, count: int, seed: int = 0) -> None:
+    """A shard of noisy single-color squares captioned by their color."""
+    generator = np.random.default_rng(seed)
+    with tarfile.open(path, "w") as tar:
+        for i in range(count):
+            label = i % len(COLORS)
+            pixels = np.array(list(COLORS.values())[label]) + generator.normal(0, 20, (32, 32, 3))
+            buffer = io.BytesIO()
+            Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(buffer, "PNG")
+            caption = f"a {list(COLORS)[label]} square"
+            for kind, data in (("png", buffer.getvalue()), ("txt", caption.encode()),
+                               ("cls", str(label).encode())):  # fmt: skip
+                member = tarfile.TarInfo(f"s{i:05d}.{kind}")
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+
+
+@pytest.fixture(scope="session")
+def squares(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("squares")
+    for i in range(2):
+        write_shard(folder / f"train-{i}.tar", 48, seed=i)
+    write_shard(folder / "val-0.tar", 24, seed=9)
+    (folder / "classnames.txt").write_text("\n".join(COLORS))
+    (folder / "templates.txt").write_text("a {} square\nthe {} square\n")
+    return folder
+
+
+@pytest.fixture
+def make_config(squares, tmp_path):
+    """`make_config("optimizer.lr", 1e-3, ...)`: a checked tiny config with some keys changed."""
+
+    def make(changes: dict | None = None):
+        raw = {
+            "num_steps": 12,
+            "batch_size": 16,
+            "num_workers": 0,
+            "device": "cpu",
+            "log_every": 3,
+            "save_every": 4,
+            "run_dir": str(tmp_path / "runs"),
+            "model": {"vision_width": 64, "vision_layers": 2, "text_width": 64, "text_layers": 1,
+                      "vocab_size": 512, "embed_dim": 32, "context_length": 8},
+            "precision": {"autocast": "fp32"},
+            "optimizer": {"lr": 1e-3},
+            "data": {"name": "shards", "train": str(squares / "train-*.tar"),
+                     "val": str(squares / "val-*.tar")},
+            "evaluation": {"name": "none"},
+        }  # fmt: skip
+        raw = json.loads(json.dumps(raw))
+        for path, value in (changes or {}).items():
+            node = raw
+            *groups, leaf = path.split(".")
+            for group in groups:
+                node = node.setdefault(group, {})
+            node[leaf] = value
+        return check(raw)
+
+    return make
+
+
+@pytest.fixture
+def run_once():
+    """`run_once(config, folder, **options)`: one attempt; returns how it ended and the objects."""
+
+    def run(config, folder: Path, *, spoil=None, **options):
+        built = build(config, open_data(config))
+        if spoil is not None:
+            spoil(built)
+        record = Record(folder)
+        record.append("attempts", [{"attempt": record.attempt}])
+        (folder / "config.yaml").write_text(json.dumps(to_dict(config)))
+        try:
+            evaluate = options.pop("evaluate", built.evaluation())
+            ended = train(built.task, built.state, options.pop("batches_from", built.batches_from),
+                          record, config, evaluate=evaluate, **options)  # fmt: skip
+            record.status(ended.state, ended.step, ended.reason)
+            record.finish_stream()
+            if ended.state in ("finished", "diverged"):
+                record.write_parquet()
+        finally:
+            record.close()
+        return ended, built
+
+    return run
 
 
 def pytest_collection_modifyitems(items):

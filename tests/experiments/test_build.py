@@ -1,23 +1,17 @@
 """Every key of a config reaches the object that it is about."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
-from conftest import make_config, squares  # noqa: E402, F401 (fixtures)
-
-from experiments.build import build  # noqa: E402
-from experiments.open_data import open_data  # noqa: E402
-from lowprec.clip.model import PatchDropout, blocks  # noqa: E402
-from lowprec.optim.loss_scaling import DynamicScaler, FixedScaler, NoScaler  # noqa: E402
-from lowprec.train.step import can_capture  # noqa: E402
+from experiments.build import build
+from experiments.open_data import open_data
+from lowprec.clip.model import PatchDropout, blocks
+from lowprec.optim.loss_scaling import DynamicScaler, FixedScaler, NoScaler
+from lowprec.train.step import can_capture
 
 
 @pytest.fixture
-def built(make_config):  # noqa: F811
+def built(make_config):
     def make(changes=None):
         config = make_config(changes)
         return build(config, open_data(config))
@@ -93,7 +87,7 @@ def test_seed_window_and_resampling_reach_the_order(built):
     assert first({"data.window": 1}) != plain
 
 
-def test_only_a_compiled_gpu_step_without_host_state_is_captured(make_config):  # noqa: F811
+def test_only_a_compiled_gpu_step_without_host_state_is_captured(make_config):
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     assert can_capture(make_config({"compile": True}), cuda)
     assert not can_capture(make_config({"compile": True}), cpu)
