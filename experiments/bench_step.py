@@ -97,7 +97,8 @@ def _random_batch(built: object, size: int) -> object:
     tokens = torch.randint(1, vocabulary - 2, shape, generator=generator)
     tokens[:, -1] = vocabulary - 1
     pixels = torch.randint(0, 256, (size, 3, side, side), dtype=torch.uint8, generator=generator)
-    batch = Batch(pixels, tokens, torch.zeros(size, dtype=torch.int64))
+    numbers = torch.zeros(size, dtype=torch.int64)
+    batch = Batch(pixels, tokens, numbers, numbers)
     return batch.pin_memory() if built.device.type == "cuda" else batch
 
 

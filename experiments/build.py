@@ -64,6 +64,7 @@ class Built:
             image_size=image_size(self.task.model),
             tokenizer=self.tokenizer,
             seed=config.seed,
+            augment=config.data.augment == "crop_flip",
         )
         workers = num_workers(config.num_workers)
         return iterate(batches, workers=workers, first=first - 1, pin=self.device.type == "cuda")

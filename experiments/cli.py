@@ -23,7 +23,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lowprec.config import PRESETS, Config
-from lowprec.validate import ConfigError, check, keys, nearest, public_name, unknown_key
+from lowprec.nearest import nearest
+from lowprec.validate import ConfigError, check, keys, public_name, unknown_key
 
 CONF = Path(__file__).parent.parent / "conf"
 

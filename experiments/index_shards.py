@@ -1,4 +1,4 @@
-"""Indexes image-text shards, so that a run finds the index ready.
+"""Indexes image-text shards, so that a run finds the index ready; again, if they have changed.
 
 python -m experiments.index_shards data='some/where/train-*.tar' index=some/folder
 
@@ -22,9 +22,9 @@ class IndexConfig:
 
 
 def main(config: IndexConfig) -> None:
-    """Indexes what is not indexed yet."""
+    """Indexes what is not indexed yet and takes the shards as they are now."""
     try:
-        shards = open_with_progress(config.data, config.index, "data")
+        shards = open_with_progress(config.data, config.index, "data", accept=True)
     except (FileNotFoundError, ValueError) as error:
         sys.exit(str(error))
     labeled = int((shards.labels >= 0).sum())

@@ -47,7 +47,7 @@ def main(config: MakeShapesConfig) -> None:
             bar.stop()
             sys.exit(str(error))
     for split in ("train", "val") if config.num_val else ("train",):
-        shards = open_with_progress(f"{out}/{split}-*.tar", None, f"data.{split}")
+        shards = open_with_progress(f"{out}/{split}-*.tar", None, f"data.{split}", accept=True)
         print(f"{out}/{split}-*.tar: {shards.num_samples} pairs, digest {shards.digest[:12]}")
 
 

@@ -78,7 +78,7 @@ def _label_faults(config: Config, val: Shards) -> list[str]:
     return []
 
 
-def open_with_progress(pattern: str, index: str | None, name: str) -> Shards:
+def open_with_progress(pattern: str, index: str | None, name: str, accept: bool = False) -> Shards:
     """`open_shards`, with a progress bar once it has taken two seconds."""
     bar, start, shown = progress_bar(), time.monotonic(), None
 
@@ -91,7 +91,7 @@ def open_with_progress(pattern: str, index: str | None, name: str) -> Shards:
             bar.update(shown, completed=done)
 
     try:
-        return open_shards(pattern, index, name=name, on_progress=on_progress)
+        return open_shards(pattern, index, name=name, accept=accept, on_progress=on_progress)
     finally:
         if shown is not None:
             bar.stop()

@@ -31,6 +31,7 @@ PLANNED_RECIPES = (
 )
 LINEAR_LAYERS = ("in_proj", "out_proj", "c_fc", "c_proj")
 STATISTICS = ("rms", "grad_norm", "update_norm")
+REMOTE_SCHEMES = ("http", "https", "sftp", "ftps", "scp", "pipe")  # pipe: runs a shell command
 LEGAL_SCALERS = {  # autocast: the scalers it may run with
     "fp32": ("none",),
     "bf16": ("none",),
@@ -157,17 +158,19 @@ class ScheduleConfig:
 class DataConfig:
     """Image-text pairs in webdataset shards."""
 
-    name: str = key("shapes", "kind of data", choices=("shapes", "shards"), planned=("stream",))
-    train: str = key("???", "glob of the training shards", identity=False)
+    name: str = key("shapes", "kind of data", choices=("shapes", "shards", "stream"))
+    train: str = key("???", "glob of the training shards; of data=stream URLs", identity=False)
     val: str | None = key(None, "glob of the validation shards", identity=False)
     classnames: str | None = key(None, "file, a name a line; or 'imagenet'", identity=False)
     templates: str | None = key(None, "file, a prompt a line; or 'imagenet'", identity=False)
     index: str | None = key(None, "folder of the index; beside the shards if null", identity=False)
     resampled: bool = key(False, "draw with replacement")
-    augment: str = key("none", "image augmentation", choices=("none",), planned=("crop_flip",))
+    augment: str = key("none", "image augmentation", choices=("none", "crop_flip"))
     window: int = key(16, "shards shuffled together", least=1)
     max_skip_rate: float = key(0.001, "bad samples tolerated", least=0, most=1)
-    allow_remote: bool = key(False, "read URLs", choices=(False,), planned=("*",))
+    allow_remote: list[str] = key(
+        [], "schemes of URLs that stream may open", choices=REMOTE_SCHEMES, identity=False
+    )
 
 
 @dataclass
@@ -229,7 +232,10 @@ class ResumeConfig:
     """Start from another run's state."""
 
     from_: str | None = key(None, "run to continue from", planned=("*",))
-    allow_reshard: bool = key(False, "reshard", choices=(False,), planned=("*",))
+    allow_reshard: bool = key(
+        False, "data=stream may go on with other ranks or workers", identity=False
+    )
+    allow_drift: bool = key(False, "resume though the code has changed", identity=False)
 
 
 @dataclass

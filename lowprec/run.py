@@ -36,7 +36,8 @@ def to_dict(config: Any) -> dict:
 def identity(config: Any) -> dict:
     """The part of a config that makes two runs the same run, as nested plain data.
 
-    `num_steps` is left out under `schedule=constant`, whose longer run only continues a shorter.
+    `num_steps` is left out under `schedule=constant`, whose longer run only continues a shorter;
+    `save_every` is part of it under `data=stream`, which is seeded anew at each checkpoint.
     """
     chosen = {}
     for f in fields(config):
@@ -45,6 +46,8 @@ def identity(config: Any) -> dict:
             chosen[public_name(f.name)] = identity(value) if is_dataclass(value) else value
     if isinstance(config, Config) and config.schedule.name == "constant":
         del chosen["num_steps"]
+    if isinstance(config, Config) and config.data.name == "stream":
+        chosen["save_every"] = config.save_every
     return chosen
 
 

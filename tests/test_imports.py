@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parent.parent
-FOUNDATION = {"config", "validate", "run", "record", "environment"}  # modules, not folders
+# modules, not folders
+FOUNDATION = {"config", "nearest", "rules", "validate", "run", "record", "environment"}
 
 ALLOWED = {  # room: rooms of the project that it may import (itself always)
     "config": set(),
-    "validate": {"config"},
+    "nearest": set(),
+    "rules": {"config", "nearest"},
+    "validate": {"config", "nearest", "rules"},
     "run": {"config", "validate"},
     "record": {"run"},
     "environment": set(),
@@ -33,6 +36,8 @@ ALLOWED = {  # room: rooms of the project that it may import (itself always)
 }
 OUTSIDE = {  # room: the only packages beyond the standard library; others import what they need
     "config": set(),
+    "nearest": set(),
+    "rules": set(),
     "validate": set(),
     "run": {"numpy", "pyarrow"},
     "record": {"numpy", "pyarrow"},

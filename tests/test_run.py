@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lowprec.config import Config, OptimizerConfig, PrecisionConfig, ScheduleConfig
+from lowprec.config import Config, DataConfig, ScheduleConfig
 from lowprec.run import (
     decode_row,
     digest,
@@ -28,7 +28,7 @@ NOT_IDENTITY = {  # the design's list; of a path, what it holds is identity
     *("device", "num_workers", "run_dir", "log_every", "save_every", "keep_checkpoints"),
     *("logger.name", "diagnostics.recorder.enabled", "remote_sync", "deterministic", "profile"),
     *("data.train", "data.val", "data.classnames", "data.templates", "data.index"),
-    "model.init_from",
+    *("model.init_from", "data.allow_remote", "resume.allow_reshard", "resume.allow_drift"),
 }
 
 
@@ -73,6 +73,11 @@ def test_other_key_leaves_the_digest_as_it_is(key):
     config = Config()
     assert digest(changed(config, PUBLIC[key]), SOURCES) == digest(config, SOURCES)
     assert to_dict(changed(config, PUBLIC[key])) != to_dict(config)
+
+
+def test_save_every_is_identity_where_the_stream_is_seeded_anew_at_each_checkpoint():
+    stream = Config(data=DataConfig(name="stream"))
+    assert digest(changed(stream, "save_every"), SOURCES) != digest(stream, SOURCES)
 
 
 def test_num_steps_is_identity_except_under_a_constant_schedule():
@@ -132,7 +137,7 @@ def test_directory_lies_under_the_experiment_or_else_the_name(experiment, study)
 
 def test_plain_data_has_public_names_and_is_json():
     plain = to_dict(Config())
-    assert set(plain["resume"]) == {"from", "allow_reshard"}
+    assert set(plain["resume"]) == {"from", "allow_reshard", "allow_drift"}
     assert json.loads(json.dumps(plain)) == plain
 
 

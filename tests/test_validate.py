@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from lowprec.config import LEGAL_SCALERS, Config
+from lowprec.nearest import nearest
+from lowprec.rules import open_clip_models
 from lowprec.run import to_dict
-from lowprec.validate import ConfigError, check, keys, nearest, open_clip_models, public_name
+from lowprec.validate import ConfigError, check, keys, public_name
 
 REPOSITORY = Path(__file__).parent.parent
 GOOD = {"data": {"train": "train.tar", "val": "val.tar"}}
@@ -164,7 +166,7 @@ def test_proposed_width_is_itself_accepted(width):
 
 def test_open_clip_models_are_found_without_importing_it():
     code = (
-        "import sys; from lowprec.validate import open_clip_models; "
+        "import sys; from lowprec.rules import open_clip_models; "
         "assert 'ViT-B-32' in open_clip_models(); assert 'open_clip' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY, timeout=60)

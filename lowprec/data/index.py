@@ -1,7 +1,8 @@
 """The index of a set of webdataset shards: where each sample's bytes lie, and their digest.
 
 Made once for each shard and kept as two small files, a memory-mapped table of offsets and a JSON
-header. Members other than images, captions and labels are never read; nothing is ever unpickled.
+header, with one catalog for all shards of a pattern. Members other than images, captions and labels
+are never read; nothing is ever unpickled.
 """
 
 import contextlib
@@ -13,30 +14,20 @@ import hashlib
 import json
 import os
 import shutil
-import tarfile
 import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 from braceexpand import UnbalancedBracesError, braceexpand
 
-IMAGES = ("jpg", "jpeg", "png", "webp")
-MEMBERS = (*IMAGES, "txt", "json", "cls")
-FORMAT = 1
-SAMPLE = np.dtype(
-    [
-        ("image_offset", "<i8"),
-        ("image_bytes", "<i4"),
-        ("text_offset", "<i8"),
-        ("text_bytes", "<i4"),
-        ("label", "<i4"),  # -1: none
-    ]
-)
+from lowprec.data.shards import Shards
+from lowprec.data.tar import index_tar
+
+FORMAT = 2  # of the files of an index
 
 
-def expand(pattern: str, name: str = "data.train") -> list[Path]:
+def expand(pattern: str, name: str = "data.train") -> list[str]:
     """The files of a glob with braces, sorted.
 
     FileNotFoundError names the nearest file if there is none, and every member of a brace that
@@ -51,7 +42,7 @@ def expand(pattern: str, name: str = "data.train") -> list[Path]:
         if missing:
             some = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
             raise FileNotFoundError(f"{name}={pattern}: {len(missing)} are missing: {some}")
-        return [Path(path) for path in sorted({path for part in found.values() for path in part})]
+        return sorted({path for part in found.values() for path in part})
     folder = Path(pattern).parent
     while not glob.glob(str(folder)) and folder != folder.parent:
         folder = folder.parent
@@ -61,72 +52,129 @@ def expand(pattern: str, name: str = "data.train") -> list[Path]:
     raise FileNotFoundError(f"{name}={pattern}: no file matches{hint}")
 
 
-@dataclass(frozen=True)
-class Shards:
-    """Indexed shards, read by offset.
-
-    `paths`: uncompressed tars; `tables`: a SAMPLE array each; `starts`: int64 [shards + 1], global
-    number of each shard's first sample; `digest`: of all members' bytes, whatever their container.
-    """
-
-    paths: list[Path]
-    tables: list[np.ndarray]
-    starts: np.ndarray
-    digest: str
-
-    @property
-    def num_samples(self) -> int:
-        """Samples in all shards."""
-        return int(self.starts[-1])
-
-    @property
-    def counts(self) -> np.ndarray:
-        """Samples of each shard, int64 [shards]."""
-        return np.diff(self.starts)
-
-    def locate(self, sample: int) -> tuple[int, np.void]:
-        """Shard number and table row of a global sample number."""
-        shard = int(np.searchsorted(self.starts, sample, side="right")) - 1
-        return shard, self.tables[shard][sample - self.starts[shard]]
-
-    @property
-    def labels(self) -> np.ndarray:
-        """int64 [samples]; -1 where a sample has no label."""
-        return np.concatenate([table["label"] for table in self.tables]).astype(np.int64)
-
-
 def open_shards(
     pattern: str,
     index: str | None = None,
     *,
     name: str = "data.train",
+    accept: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Shards:
     """Indexes what is not indexed yet (under a lock) and opens all shards of a pattern.
 
-    The index lies in `index`, or in a folder `.index` beside each shard. `on_progress(done, total)`
-    counts shards. Raises FileNotFoundError (no match, or a read-only folder and no `index`) and
-    ValueError (a damaged or empty shard, named).
+    The index lies in `index`, or in a folder `.index` beside each shard; a catalog of the pattern
+    lies in the first of these. Once made, the index is a promise: shards that have since gone,
+    changed or come are all named in a ValueError, unless `accept` takes them as the new set.
+    `on_progress(done, total)` counts shards. Raises FileNotFoundError (no match, or a read-only
+    folder and no `index`) and ValueError (all damaged or empty shards, named).
     """
     sources = expand(pattern, name)
-    headers, paths, tables = [], [], []
-    for done, source in enumerate(sources, 1):
-        folder = Path(index) if index else source.parent / ".index"
-        header, path, table = _open_shard(source, folder)
-        headers.append(header)
-        paths.append(path)
-        tables.append(np.load(table, mmap_mode="r"))
+    homes: dict[str, tuple[str, str]] = {}
+    absolute, bases = zip(*(_locate(source, homes, index) for source in sources), strict=True)
+    found = np.empty(len(sources), dtype=_catalog_type(absolute))
+    found["path"] = [path.encode() for path in absolute]
+    for row, source in enumerate(sources):
+        state = os.stat(source)
+        found["bytes"][row], found["mtime_ns"][row] = state.st_size, state.st_mtime_ns
+    file = Path(bases[0]).parent / f"catalog-{_short_digest(os.path.abspath(pattern))}.npy"
+    known = _read_catalog(file)
+    stamp = ("path", "bytes", "mtime_ns")
+    if known is None or not all(np.array_equal(known[key], found[key]) for key in stamp):
+        _index_all(sources, bases, found, on_progress)
+        if known is not None and not accept:
+            _refuse_changes(known, found, name, pattern)
+        known = found
+        with contextlib.suppress(OSError):  # in a read-only folder the next start looks again
+            _write_atomically(file, lambda out: np.save(out, found))
+    paths = [
+        f"{base}.tar" if source.endswith(".gz") else source
+        for source, base in zip(sources, bases, strict=True)
+    ]
+    whole = hashlib.sha256(b"".join(known["digest"].tolist())).hexdigest()
+    return Shards(paths, [f"{base}.npy" for base in bases], known["samples"], whole)
+
+
+def _catalog_type(paths: Sequence[str]) -> np.dtype:
+    longest = max(len(path.encode()) for path in paths)
+    numbers = [(name, "<i8") for name in ("bytes", "mtime_ns", "samples")]
+    return np.dtype([("path", f"S{longest}"), *numbers, ("digest", "S64")])
+
+
+def _read_catalog(file: Path) -> np.ndarray | None:
+    with contextlib.suppress(OSError, ValueError, EOFError):
+        catalog = np.load(file, mmap_mode="r")
+        if catalog.dtype.names == ("path", "bytes", "mtime_ns", "samples", "digest"):
+            return catalog
+    return None
+
+
+def _locate(source: str, homes: dict[str, tuple[str, str]], index: str | None) -> tuple[str, str]:
+    """Absolute path of a shard, and of its index without the ending; `homes` remembers folders.
+
+    The index is named after the shard's folder too: several sets may share one index folder.
+    """
+    folder, last = os.path.split(source)
+    if folder not in homes:
+        place = _short_digest(str(Path(folder).resolve()))[:8]
+        homes[folder] = os.path.abspath(folder), place
+    absolute, place = homes[folder]
+    base = os.path.join(index or os.path.join(folder, ".index"), f"{last}-{place}")
+    return os.path.join(absolute, last), base
+
+
+def _short_digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _index_all(
+    sources: list[str],
+    bases: Sequence[str],
+    found: np.ndarray,
+    on_progress: Callable[[int, int], None] | None,
+) -> None:
+    """Fills samples and digest of every shard; a ValueError names all that cannot be read."""
+    faults = []
+    for row, (source, base) in enumerate(zip(sources, bases, strict=True)):
+        try:
+            header = _index_shard(Path(source), base)
+            found["samples"][row], found["digest"][row] = header["samples"], header["digest"]
+        except ValueError as error:
+            faults.append(str(error))
         if on_progress:
-            on_progress(done, len(sources))
-    starts = np.concatenate([[0], np.cumsum([len(table) for table in tables])]).astype(np.int64)
-    whole = hashlib.sha256("".join(header["digest"] for header in headers).encode()).hexdigest()
-    return Shards(paths, tables, starts, whole)
+            on_progress(row + 1, len(sources))
+    if faults:
+        raise ValueError(_some(faults, "; "))
 
 
-def _open_shard(source: Path, folder: Path) -> tuple[dict, Path, Path]:
-    """Header, uncompressed tar and table file of one shard, made if missing or out of date."""
-    place = hashlib.sha256(str(source.parent.resolve()).encode()).hexdigest()[:8]
-    base = folder / f"{source.name}-{place}"
+def _refuse_changes(known: np.ndarray, found: np.ndarray, name: str, pattern: str) -> None:
+    """A ValueError that names every shard that is gone, changed or new since the index was made."""
+    before = dict(zip(known["path"].tolist(), known["digest"].tolist(), strict=True))
+    now = dict(zip(found["path"].tolist(), found["digest"].tolist(), strict=True))
+    differences = {
+        "missing": [path for path in before if path not in now],
+        "changed": [path for path in before if path in now and before[path] != now[path]],
+        "new": [path for path in now if path not in before],
+    }
+    parts = [
+        f"{len(paths)} {kind} ({_some([path.decode() for path in paths], ', ')})"
+        for kind, paths in differences.items()
+        if paths
+    ]
+    if parts:
+        raise ValueError(
+            f"{name}={pattern}: not the shards that were indexed: {'; '.join(parts)}. A run on "
+            "them would be another run. If they are meant: "
+            f"python -m experiments.index_shards data='{pattern}'"
+        )
+
+
+def _some(items: list[str], separator: str, limit: int = 20) -> str:
+    rest = f"{separator}... ({len(items)} in all)" if len(items) > limit else ""
+    return separator.join(items[:limit]) + rest
+
+
+def _index_shard(source: Path, base: str) -> dict:
+    """Header of one shard; it and the table (and the tar of a .gz) are made if out of date."""
     header_file, table_file = Path(f"{base}.json"), Path(f"{base}.npy")
     unpacked = Path(f"{base}.tar") if source.suffix == ".gz" else source
     state = source.stat()
@@ -140,29 +188,33 @@ def _open_shard(source: Path, folder: Path) -> tuple[dict, Path, Path]:
         return None
 
     if header := current():
-        return header, unpacked, table_file
-    with _lock(folder):
+        return header
+    with _lock(header_file.parent):
         if header := current():  # made by another process meanwhile
-            return header, unpacked, table_file
+            return header
         if source.suffix == ".gz":
             _unpack(source, unpacked)
         table, digest = index_tar(unpacked, source)
-        with open(f"{table_file}.tmp", "wb") as file:
-            np.save(file, table)
-        os.replace(f"{table_file}.tmp", table_file)
+        _write_atomically(table_file, lambda out: np.save(out, table))
         header = {**stamp, "digest": digest, "samples": len(table), "source": source.name}
-        Path(f"{header_file}.tmp").write_text(json.dumps(header))
-        os.replace(f"{header_file}.tmp", header_file)
-    return header, unpacked, table_file
+        _write_atomically(header_file, lambda out: out.write(json.dumps(header).encode()))
+    return header
+
+
+def _write_atomically(path: Path, write: Callable) -> None:
+    """Replaces a file of the index by what `write(file)` writes."""
+    temporary = f"{path}.tmp.{os.getpid()}"
+    with open(temporary, "wb") as file:
+        write(file)
+    os.replace(temporary, path)
 
 
 def _unpack(source: Path, unpacked: Path) -> None:
     try:
-        with gzip.open(source) as packed, open(f"{unpacked}.tmp", "wb") as file:
-            shutil.copyfileobj(packed, file, 1 << 20)
+        with gzip.open(source) as packed:
+            _write_atomically(unpacked, lambda out: shutil.copyfileobj(packed, out, 1 << 20))
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{source} is damaged: {error}") from error
-    os.replace(f"{unpacked}.tmp", unpacked)
 
 
 @contextlib.contextmanager
@@ -177,61 +229,3 @@ def _lock(folder: Path) -> Iterator[None]:
     with file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def index_tar(path: Path, source: Path | None = None) -> tuple[np.ndarray, str]:
-    """The SAMPLE table of an uncompressed tar and the digest of its members' names and bytes.
-
-    A sample is a run of members with one key (the name up to the first dot of its last part); it
-    needs an image and a caption (txt). Raises ValueError naming `source` for a damaged tar or one
-    without a whole sample.
-    """
-    source = source or path
-    digest = hashlib.sha256()
-    rows: list[tuple] = []
-    parts: dict[str, tuple[int, int]] = {}
-    key = None
-    try:
-        with tarfile.open(path, "r:") as tar, open(path, "rb") as file:
-            for member in tar:
-                stem, dot, kind = _split(member.name)
-                if not member.isfile() or not dot or kind not in MEMBERS:
-                    continue
-                if stem != key:
-                    _close_sample(parts, rows, file)
-                    key, parts = stem, {}
-                file.seek(member.offset_data)
-                data = file.read(member.size)
-                if len(data) < member.size:
-                    raise tarfile.ReadError("the last member is cut short")
-                digest.update(f"{stem}.{kind} {member.size}\n".encode() + data)
-                parts[kind] = (member.offset_data, member.size)
-            _close_sample(parts, rows, file)
-            file.seek(tar.offset)
-            end = file.read(512)  # tarfile ends silently at a bad, zero or missing header
-            rest = iter(lambda: file.read(1 << 20), b"")
-            if end != bytes(512) or any(chunk.strip(b"\0") for chunk in rest):
-                raise tarfile.ReadError(f"bad header or early end at byte {tar.offset}")
-    except tarfile.TarError as error:
-        raise ValueError(f"{source} is damaged: {error}") from error
-    if not rows:
-        raise ValueError(f"{source} holds no sample: a sample is an image ({IMAGES}) and a .txt")
-    return np.array(rows, dtype=SAMPLE), digest.hexdigest()
-
-
-def _split(name: str) -> tuple[str, str, str]:
-    folder, _, last = name.rpartition("/")
-    stem, dot, kind = last.partition(".")
-    return f"{folder}/{stem}", dot, kind.lower()
-
-
-def _close_sample(parts: dict[str, tuple[int, int]], rows: list[tuple], file: object) -> None:
-    image = next((parts[kind] for kind in IMAGES if kind in parts), None)
-    if image is None or "txt" not in parts:
-        return
-    label = -1
-    if "cls" in parts:
-        file.seek(parts["cls"][0])
-        text = file.read(parts["cls"][1]).strip()
-        label = int(text) if text.isdigit() and len(text) < 10 else -1
-    rows.append((*image, *parts["txt"], label))

@@ -3,86 +3,56 @@
 A batch is a pure function of its step, so a worker needs no state and a resume only a number.
 """
 
-import io
 import os
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lowprec.data.index import Shards
-from lowprec.data.order import REPLACEMENT, SampleOrder, random_words
+from lowprec.data.images import BAD_IMAGE, CROP_WORDS, decode_image
+from lowprec.data.order import AUGMENTATION, REPLACEMENT, SampleOrder, random_words
+from lowprec.data.shards import Shards
+from lowprec.data.tar import IMAGES
 
-BAD_SAMPLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
+REPLACEMENTS = 100  # tries at a readable sample for one position
 
 
 @dataclass
 class Batch:
-    """images uint8 [batch, 3, size, size]; tokens int64 [batch, context]; labels int64 [batch]."""
+    """images uint8 [batch, 3, size, size]; tokens int64 [batch, context]; labels int64 [batch].
+
+    samples: int64 [batch], global sample numbers; skips: a row a sample that could not be read.
+    """
 
     images: Tensor
     tokens: Tensor
     labels: Tensor
+    samples: Tensor
     skips: list[dict] = field(default_factory=list)
 
     def pin_memory(self) -> "Batch":
         """The same in page-locked memory (called by DataLoader)."""
         pinned = (t.pin_memory() for t in (self.images, self.tokens, self.labels))
-        return Batch(*pinned, self.skips)
+        return Batch(*pinned, self.samples, self.skips)
 
     def to(self, device: torch.device) -> "Batch":
         """The same on a device; from page-locked memory the copy does not block."""
         moved = (t.to(device, non_blocking=True) for t in (self.images, self.tokens, self.labels))
-        return Batch(*moved, self.skips)
-
-
-class _OpenFiles:
-    """File descriptors by shard number; the least recently used is closed beyond `limit`."""
-
-    def __init__(self, paths: list[Path], limit: int = 256):
-        self.paths, self.limit = paths, limit
-        self.descriptors: dict[int, int] = {}
-
-    def __getitem__(self, shard: int) -> int:
-        descriptor = self.descriptors.pop(shard, None)
-        if descriptor is None:
-            descriptor = os.open(self.paths[shard], os.O_RDONLY)
-        self.descriptors[shard] = descriptor
-        if len(self.descriptors) > self.limit:
-            os.close(self.descriptors.pop(next(iter(self.descriptors))))
-        return descriptor
-
-    def __del__(self):
-        for descriptor in self.descriptors.values():
-            os.close(descriptor)
-
-
-def decode_image(data: bytes, size: int) -> np.ndarray:
-    """uint8 [3, size, size]: RGB, the central square of the image, resized (bicubic)."""
-    try:
-        image = Image.open(io.BytesIO(data), formats=("JPEG", "WEBP", "PNG")).convert("RGB")
-    except UnidentifiedImageError as error:  # its text holds a memory address
-        raise ValueError("not a JPEG, WEBP or PNG image") from error
-    if image.size != (size, size):
-        width, height = image.size
-        side = min(width, height)
-        left, top = (width - side) // 2, (height - side) // 2
-        box = (left, top, left + side, top + side)
-        image = image.resize((size, size), Image.Resampling.BICUBIC, box)
-    return np.asarray(image).transpose(2, 0, 1)
+        return Batch(*moved, self.samples, self.skips)
 
 
 class Batches(Dataset):
-    """`batches[step - 1]` is the Batch of a step; sequential if `order` is None.
+    """`batches[step - 1]` is a rank's part of the Batch of a step; sequential if `order` is None.
 
-    A sample that cannot be read or decoded is listed in the batch's `skips`, and replaced by one
-    that depends on its position only; in sequential reading it is left out.
+    batch_size: samples of a step over all ranks; rank r of `world_size` gets the r-th equal part,
+    so that a step's samples depend neither on the ranks nor on who decodes them. A sample that
+    cannot be read or decoded is listed in the batch's `skips`, and replaced by one that depends on
+    its position only; in sequential reading it is left out. `augment`: random crop and flip, a
+    function of (seed, epoch, sample).
     """
 
     def __init__(
@@ -95,7 +65,12 @@ class Batches(Dataset):
         image_size: int,
         tokenizer: Callable[[list[str]], Tensor],
         seed: int = 0,
+        augment: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
     ):
+        if batch_size % world_size:
+            raise ValueError(f"batch_size={batch_size} is not a multiple of {world_size} ranks")
         self.shards = shards
         self.order = order
         self.batch_size = batch_size
@@ -103,68 +78,105 @@ class Batches(Dataset):
         self.image_size = image_size
         self.tokenizer = tokenizer
         self.seed = seed
-        self._files = _OpenFiles(shards.paths)
+        self.augment = augment
+        self.rank, self.world_size = rank, world_size
 
     def __len__(self) -> int:
         return self.num_batches
 
     def __getitem__(self, number: int) -> Batch:
-        first = number * self.batch_size
-        last = first + self.batch_size
+        size = self.batch_size // self.world_size
+        first = number * self.batch_size + self.rank * size
         if self.order is None:
-            last = min(last, self.shards.num_samples)
-            samples = range(first, last)
+            samples = range(first, min(first + size, self.shards.num_samples))
         else:
-            samples = self.order.samples(first, self.batch_size)
-        size = self.image_size
-        images = np.empty((last - first, 3, size, size), dtype=np.uint8)
-        captions, labels, skips = [], [], []
+            samples = self.order.samples(first, size).tolist()
+        found, skips = [], []
         for position, sample in enumerate(samples, first):
-            read = self._read_or_replace(position, int(sample), skips)
-            if read is not None:
-                images[len(captions)], caption, label = read
-                captions.append(caption)
-                labels.append(label)
-        whole = torch.from_numpy(images[: len(captions)])
-        return Batch(whole, self.tokenizer(captions), torch.tensor(labels).long(), skips)
+            found += self._read_or_replace(position, sample, skips)
+        return collate(found, skips, self.image_size, self.tokenizer)
 
-    def _read_or_replace(
-        self, position: int, sample: int, skips: list[dict]
-    ) -> tuple[np.ndarray, str, int] | None:
-        for attempt in range(100):
+    def _read_or_replace(self, position: int, sample: int, skips: list[dict]) -> list["Sample"]:
+        """The sample, or the first readable one of those that the position's words name."""
+        for attempt in range(REPLACEMENTS):
             try:
-                return self.read(sample)
-            except BAD_SAMPLE as error:
-                shard, row = self.shards.locate(sample)
+                return [self.read(sample, position)]
+            except BAD_IMAGE as error:
                 skips.append(
                     {
                         "position": position,
-                        "shard": self.shards.paths[shard].name,
-                        "key": self.key(shard, row),
+                        "shard": os.path.basename(self.shards.paths[self.shards.locate(sample)[0]]),
+                        "key": self.key(sample),
                         "reason": f"{type(error).__name__}: {error}"[:200],
                     }
                 )
                 if self.order is None:
-                    return None
-                substitutes = random_words(self.seed, REPLACEMENT, position, 0, 100)
+                    return []
+                substitutes = random_words(self.seed, REPLACEMENT, position, 0, REPLACEMENTS)
                 sample = int(substitutes[attempt] % np.uint64(self.shards.num_samples))
-        raise ValueError(f"no readable sample for position {position} in 100 tries")
+        raise ValueError(
+            f"no readable sample for position {position} in {REPLACEMENTS} tries; the last: "
+            f"{skips[-1]['shard']} {skips[-1]['key']}: {skips[-1]['reason']}"
+        )
 
-    def read(self, sample: int) -> tuple[np.ndarray, str, int]:
-        """Image uint8 [3, size, size], caption and label (-1: none) of a global sample number."""
+    def read(self, sample: int, position: int = 0) -> "Sample":
+        """Sample of a global number, augmented for a position; raises one of BAD_IMAGE."""
         shard, row = self.shards.locate(sample)
-        descriptor = self._files[shard]
-        data = os.pread(descriptor, int(row["image_bytes"]), int(row["image_offset"]))
-        text = os.pread(descriptor, int(row["text_bytes"]), int(row["text_offset"]))
-        caption = text.decode("utf-8").strip()
-        if not caption:
-            raise ValueError("the caption is empty")
-        return decode_image(data, self.image_size), caption, int(row["label"])
+        if row["image_bytes"] < 0:
+            raise ValueError(f"no image ({', '.join(IMAGES)}) beside it")
+        if row["text_bytes"] < 0:
+            raise ValueError("no caption (txt) beside it")
+        data = self.shards.read(shard, int(row["image_offset"]), int(row["image_bytes"]))
+        text = self.shards.read(shard, int(row["text_offset"]), int(row["text_bytes"]))
+        words = None
+        if self.augment:
+            epoch = position // self.shards.num_samples
+            words = random_words(self.seed, AUGMENTATION, epoch, sample, CROP_WORDS)
+        pixels = decode_image(data, self.image_size, words)
+        return Sample(pixels, decode_caption(text), int(row["label"]), sample)
 
-    def key(self, shard: int, row: np.void) -> str:
-        """Name of the image's tar member, read from the header before it."""
-        header = os.pread(self._files[shard], 100, int(row["image_offset"]) - 512)
+    def key(self, sample: int) -> str:
+        """Name of a sample's image (or only) member, read from the header before it."""
+        shard, row = self.shards.locate(sample)
+        header = self.shards.read(shard, int(row["image_offset"]) - 512, 100)
         return header.split(b"\0")[0].decode("utf-8", "replace")
+
+
+@dataclass
+class Sample:
+    """pixels uint8 [3, size, size]; caption; label (-1: none); its number (-1: not indexed)."""
+
+    pixels: np.ndarray
+    caption: str
+    label: int = -1
+    number: int = -1
+
+
+def decode_caption(data: bytes) -> str:
+    """A caption without white space around it; ValueError if it is not UTF-8 or empty."""
+    caption = data.decode("utf-8").strip()
+    if not caption:
+        raise ValueError("the caption is empty")
+    return caption
+
+
+def collate(
+    samples: list[Sample],
+    skips: list[dict],
+    image_size: int,
+    tokenizer: Callable[[list[str]], Tensor],
+) -> Batch:
+    """A Batch of decoded samples, which may be none."""
+    images = np.empty((len(samples), 3, image_size, image_size), dtype=np.uint8)
+    for i, sample in enumerate(samples):
+        images[i] = sample.pixels
+    return Batch(
+        torch.from_numpy(images),
+        tokenizer([sample.caption for sample in samples]),
+        torch.tensor([sample.label for sample in samples], dtype=torch.int64),
+        torch.tensor([sample.number for sample in samples], dtype=torch.int64),
+        skips,
+    )
 
 
 def num_workers(requested: int | None) -> int:

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
-SHARDS, SAMPLES, REPLACEMENT = range(3)  # purposes of a random stream
+SHARDS, SAMPLES, REPLACEMENT, AUGMENTATION, STREAM = range(5)  # purposes of a random stream
 
 
 def random_words(seed: int, purpose: int, epoch: int, window: int, count: int) -> np.ndarray:
@@ -46,17 +46,27 @@ class SampleOrder:
 
     def __getitem__(self, position: int) -> int:
         """Number of the sample at a position."""
-        if self.resampled:
-            length = self._drawn_length()
-            return int(self._window_samples(0, position // length)[position % length])
-        epoch, offset = divmod(position, self.num_samples)
-        starts = self._epoch_windows(epoch)[0]
-        window = int(np.searchsorted(starts, offset, side="right")) - 1
-        return int(self._window_samples(epoch, window)[offset - starts[window]])
+        window, offset = self._window_of(position)
+        return int(window[offset])
 
     def samples(self, first: int, count: int) -> np.ndarray:
         """Sample numbers of positions first .. first + count - 1, int64 [count]."""
-        return np.array([self[position] for position in range(first, first + count)])
+        found, end = [], first + count
+        while first < end:
+            window, offset = self._window_of(first)
+            found.append(window[offset : offset + end - first])
+            first += len(found[-1])
+        return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
+
+    def _window_of(self, position: int) -> tuple[np.ndarray, int]:
+        """Samples of the window that a position lies in, and its place there."""
+        if self.resampled:
+            window, offset = divmod(position, self._drawn_length())
+            return self._window_samples(0, window), offset
+        epoch, offset = divmod(position, self.num_samples)
+        starts = self._epoch_windows(epoch)[0]
+        window = int(np.searchsorted(starts, offset, side="right")) - 1
+        return self._window_samples(epoch, window), offset - int(starts[window])
 
     def _find_windows(self, epoch: int) -> tuple[np.ndarray, list[np.ndarray]]:
         """First position of each window of an epoch, and the shards in it."""

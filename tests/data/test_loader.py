@@ -7,8 +7,9 @@ import pytest
 import torch
 from PIL import Image
 
+from lowprec.data.images import decode_image
 from lowprec.data.index import open_shards
-from lowprec.data.loader import Batches, decode_image, iterate, num_workers
+from lowprec.data.loader import Batches, iterate, num_workers
 from lowprec.data.order import SampleOrder
 
 torch.set_num_threads(1)
@@ -150,9 +151,9 @@ def test_loading_leaves_the_random_states_as_they_are(make_batches, workers):
 
 def test_more_shards_than_files_may_be_open_give_the_same_batches(make_batches):
     batches, few = make_batches(), make_batches()
-    few._files.limit = 1
+    few.shards._files.limit = 1
     assert all(same(batches[i], few[i]) for i in range(9))
-    assert len(few._files.descriptors) == 1
+    assert len(few.shards._files.descriptors) == 1
 
 
 def test_shards_without_a_readable_sample_are_an_error(make_batches):

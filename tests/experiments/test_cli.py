@@ -61,7 +61,7 @@ BAD = {  # the command: what its message must contain
     "seed=[1]": ("seed=[1]", "a whole number"),
     "diagnostics.statistics=rms": ("diagnostics.statistics='rms'", "a list such as"),
     "diagnostics.spikes=3": ("diagnostics.spikes=3", "a group of keys", "protocol"),
-    "resume=null": ("resume=null", "a group of keys", "from, allow_reshard"),
+    "resume=null": ("resume=null", "a group of keys", "from, allow_reshard, allow_drift"),
     # ranges
     "optimizer.beta2=1": ("optimizer.beta2=1", ">= 0 and < 1"),
     "optimizer.lr=0": ("optimizer.lr=0", "> 0"),
@@ -87,8 +87,7 @@ BAD = {  # the command: what its message must contain
     "precision.backend=triton": ("precision.backend=triton", PLANNED, "can be: auto"),
     "optimizer=adamw8bit_bnb": ("optimizer.name=adamw8bit_bnb", PLANNED, "stable_adamw"),
     "optimizer.beta2_decay=0.5": ("optimizer.beta2_decay=0.5", PLANNED),
-    f"data=stream {SHARDS}": ("data.name=stream", PLANNED, "shapes, shards"),
-    "data.augment=crop_flip": ("data.augment=crop_flip", PLANNED),
+    "data.augment=flip_crop": ("data.augment='flip_crop'", "none, crop_flip", "crop_flip"),
     "distributed=ddp": ("distributed.name=ddp", PLANNED, "can be: none"),
     "accumulate=2": ("accumulate=2", PLANNED, "can be: 1"),
     "resume.from=runs/x": ("resume.from=runs/x", PLANNED),

@@ -1,0 +1,138 @@
+"""Rules between keys of a config that are each fine alone."""
+
+import importlib.util
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from lowprec.config import LEGAL_SCALERS, PRESETS, REMOTE_SCHEMES, Config, DataConfig, ModelConfig
+from lowprec.nearest import nearest
+
+
+def combination_faults(config: Config) -> Iterator[str]:
+    """Each breach of a rule as a sentence that names the keys and a way out."""
+    for name in ("name", "experiment"):
+        folder = getattr(config, name)
+        if folder is not None and (folder != Path(folder).name or folder in ("", ".", "..")):
+            yield f"{name}={folder}: a plain folder name is expected, without /"
+    autocast, scaler = config.precision.autocast, config.scaler.name
+    if scaler not in LEGAL_SCALERS[autocast]:
+        legal = " or ".join(f"scaler={name}" for name in LEGAL_SCALERS[autocast])
+        yield f"precision.autocast={autocast} does not go with scaler={scaler}; use {legal}"
+    if (config.schedule.warmup_steps or 0) > config.num_steps:
+        yield (
+            f"schedule.warmup_steps={config.schedule.warmup_steps} is more than "
+            f"num_steps={config.num_steps}"
+        )
+    yield from _idle_faults(config)
+    optimizer = config.optimizer
+    for option, owner in (("clip_norm", "adamw_clip"), ("clip_threshold", "stable_adamw")):
+        value = getattr(optimizer, option)
+        if value is not None and optimizer.name != owner:
+            yield f"optimizer.{option}={value} needs optimizer={owner}, not {optimizer.name}"
+        if value is None and optimizer.name == owner:
+            yield f"optimizer={owner} needs optimizer.{option}, a number > 0"
+    if config.evaluation.name != "none" and config.data.val is None:
+        yield f"evaluation={config.evaluation.name} needs data.val; or set evaluation=none"
+    yield from _model_faults(config.model, config.intervention.name)
+    yield from _stream_faults(config.data)
+
+
+def _stream_faults(data: DataConfig) -> Iterator[str]:
+    for name, pattern in (("train", data.train), ("val", data.val)):
+        scheme = url_scheme(pattern or "")
+        if scheme is not None and (data.name != "stream" or name == "val"):
+            way_out = "" if name == "val" else "; for URLs: data=stream"
+            yield f"data.{name}={pattern}: local files are expected, not {scheme}{way_out}"
+        elif scheme is not None and scheme not in data.allow_remote:
+            known = f"data.allow_remote=[{scheme}]" if scheme in REMOTE_SCHEMES else "local files"
+            yield f"data.train={pattern}: {scheme} is not allowed; if it is meant: {known}"
+    if data.allow_remote and data.name != "stream":
+        yield f"data.allow_remote={data.allow_remote} does nothing without data=stream"
+    if data.resampled and data.name == "stream":
+        yield "data.resampled=true does nothing with data=stream, whose shards are drawn anew"
+    if data.window != DataConfig().window and data.name == "stream":
+        yield f"data.window={data.window} does nothing with data=stream"
+
+
+def url_scheme(pattern: str) -> str | None:
+    """`https` of `https://...`, `pipe` of `pipe:...`; None for a path."""
+    found = re.match(r"([a-z][a-z0-9+.-]*):(?=//)|(pipe):", pattern)
+    return None if found is None else found.group(1) or found.group(2)
+
+
+def _idle_faults(config: Config) -> Iterator[str]:
+    """Keys that would change a run's identity and nothing else."""
+    idle = (
+        ("scaler", "init_scale", config.scaler.name != "none", "a scaler (dynamic or fixed)"),
+        ("scaler", "max_skips", config.scaler.name != "none", "a scaler (dynamic or fixed)"),
+        ("precision", "where", config.precision.recipe != "high", "a recipe other than high"),
+        ("optimizer", "clip_weight_decay", config.optimizer.name == "stable_adamw",
+         "optimizer=stable_adamw"),
+    )  # fmt: skip
+    for group, name, used, owner in idle:
+        value, default = (getattr(getattr(c, group), name) for c in (config, Config()))
+        if value != default and not used:
+            yield f"{group}.{name}={value} does nothing without {owner}"
+
+
+def _model_faults(model: ModelConfig, intervention: str) -> Iterator[str]:
+    if model.name in PRESETS:
+        empty = [name for name, value in vars(model).items() if value is None]
+        for name in sorted(set(empty) - {"init_from"}):
+            yield f"model.{name}=null: the preset {model.name} needs a number"
+        if not set(empty) - {"init_from"}:
+            yield from _preset_faults(model)
+        return
+    known = open_clip_models()
+    if model.name not in known:
+        choices = [*PRESETS, *known]
+        yield (
+            f"model.name={model.name}: neither a preset ({', '.join(PRESETS)}) nor one of "
+            f"open_clip's {len(known)} models (with model=open_clip){nearest(model.name, choices)}"
+        )
+        return
+    for name in ("vision_width", "vision_layers", "text_width", "text_layers", "heads"):
+        if getattr(model, name) is not None:
+            yield f"model.{name} is fixed by open_clip's model {model.name}; leave it null"
+    towers = json.loads(known[model.name].read_text())
+    foreign = {"timm_model_name", "hf_model_name"} & {*towers["vision_cfg"], *towers["text_cfg"]}
+    if {"hf_model_name", "hf_tokenizer_name"} & {*towers["text_cfg"]}:
+        yield f"model.name={model.name} needs a tokenizer that must be downloaded; use another"
+    if "multimodal_cfg" in towers:
+        yield f"model.name={model.name} has a caption decoder, which this harness does not train"
+    size = model.image_size or towers["vision_cfg"].get("image_size")
+    patch = model.patch_size or towers["vision_cfg"].get("patch_size", 1)
+    if isinstance(size, int) and isinstance(patch, int) and (size % patch or size < patch):
+        yield f"model.image_size={size} is not a multiple of the patch size {patch}"
+    plain_vit = not foreign and isinstance(towers["vision_cfg"]["layers"], int)
+    if intervention != "none" and not plain_vit:
+        yield f"intervention={intervention} needs open_clip's own towers; {model.name} has others"
+    if model.patch_dropout and not plain_vit:
+        yield f"model.patch_dropout needs open_clip's own ViT; {model.name} has another tower"
+
+
+def _preset_faults(model: ModelConfig) -> Iterator[str]:
+    for size, part in (("image_size", "patch_size"), ("vision_width", "heads")):
+        whole, piece = getattr(model, size), getattr(model, part)
+        if whole % piece:
+            below, above = whole // piece * piece, -(-whole // piece) * piece
+            options = " or ".join(str(value) for value in (below, above) if value)
+            yield (
+                f"model.{size}={whole} is not a multiple of model.{part}={piece}; "
+                f"nearest: model.{size}={options}"
+            )
+    if model.text_width % 64:
+        near = max(64, round(model.text_width / 64) * 64)
+        yield (
+            f"model.text_width={model.text_width} is not a multiple of 64, the width of a text "
+            f"head; nearest: model.text_width={near}"
+        )
+
+
+def open_clip_models() -> dict[str, Path]:
+    """Names of open_clip's model configs and their files, found without importing it."""
+    spec = importlib.util.find_spec("open_clip")
+    folder = Path(spec.submodule_search_locations[0]) / "model_configs" if spec else Path()
+    return {path.stem: path for path in sorted(folder.glob("*.json"))}
