@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lowprec.config import Config, DataConfig, ScheduleConfig
+from lowprec.config import Config, DataConfig, OptimizerConfig, PrecisionConfig, ScheduleConfig
 from lowprec.run import (
     decode_row,
     digest,
