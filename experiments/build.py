@@ -28,8 +28,8 @@ from lowprec.evaluate.evaluation import Evaluation
 from lowprec.optim.loss_scaling import build_scaler
 from lowprec.optim.param_groups import param_groups
 from lowprec.optim.stable_adamw import StableAdamW
-from lowprec.train.checkpoint import TrainState
 from lowprec.train.precision import autocast, set_parameter_dtype
+from lowprec.train.state import TrainState
 from lowprec.train.task import ContrastiveTask
 from lowprec.validate import ConfigError
 
@@ -68,6 +68,12 @@ class Built:
         )
         workers = num_workers(config.num_workers)
         return iterate(batches, workers=workers, first=first - 1, pin=self.device.type == "cuda")
+
+    def layout(self) -> dict:
+        """Ranks and workers, where the order of samples depends on them: in a stream."""
+        if self.config.data.name != "stream":
+            return {}
+        return {"world_size": 1, "workers": num_workers(self.config.num_workers)}
 
     def evaluation(self) -> Evaluation | None:
         """The configured evaluation, or None."""

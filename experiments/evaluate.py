@@ -37,7 +37,8 @@ class EvaluateConfig:
 def main(config: EvaluateConfig) -> None:
     """Builds the run's model, loads its newest checkpoint, evaluates."""
     from experiments.build import build
-    from lowprec.train.checkpoint import CheckpointError, newest_checkpoint
+    from lowprec.train.checkpoint import newest_checkpoint
+    from lowprec.train.state import CheckpointError
 
     run = Path(config.run)
     if config.evaluation.name == "none":

@@ -6,6 +6,7 @@
 The same command again resumes; a finished run says so and exits 0.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -17,10 +18,13 @@ from rich.console import Console
 from experiments import cli
 from experiments.open_data import Data, open_data, progress_bar
 from experiments.preflight import preflight
+from lowprec import durable
 from lowprec.config import Config
+from lowprec.durable import DiskError
 from lowprec.environment import environment
-from lowprec.record import Record, RunBusyError, write_atomically
-from lowprec.run import directory, label, read_status, to_dict
+from lowprec.record import Record, RunBusyError
+from lowprec.run import directory, identity, label, to_dict
+from lowprec.train.signals import StopRequest, stop_request
 from lowprec.validate import ConfigError
 
 STOPPED = 75  # exit status of a run that was asked to stop: the same command resumes it
@@ -30,25 +34,29 @@ def main(config: Config) -> None:
     """One run from its config to its end."""
     preflight(config)
     data = open_data(config)
-    run = directory(config, _sources(config, data))
-    status = read_status(run) if (run / "status.json").exists() else {"state": None, "step": 0}
-    done = status["state"] == "finished" and status["step"] >= config.num_steps
-    if done or status["state"] == "diverged":
-        print(f"{run} is {status['state']} at step {status['step']}; nothing to do")
-        return
+    sources = _sources(config, data)
+    run = directory(config, sources)
     try:
         record = Record(run)
     except RunBusyError as error:
         raise cli.RunError(str(error)) from error
     try:
-        ended = _attempt(config, data, record)
+        status = record.last_status()
+        done = status["state"] == "finished" and status["step"] >= config.num_steps
+        if done or status["state"] == "diverged":
+            print(f"{run} is {status['state']} at step {status['step']}; nothing to do")
+            return
+        with stop_request() as stop:
+            ended = _attempt(config, data, sources, record, stop)
     except BaseException as error:
-        step = read_status(run)["step"] if (run / "status.json").exists() else 0
         interrupted = isinstance(error, KeyboardInterrupt)
-        state = "preempted" if interrupted else "failed"
-        record.status(state, step, f"{type(error).__name__}: {error}"[:500])
+        reason = f"{type(error).__name__}: {error}"[:1000]
+        with contextlib.suppress(OSError):  # the disk may be what failed
+            record.status("preempted" if interrupted else "failed", reason=reason)
         if interrupted:
             sys.exit(STOPPED)
+        if sentence := _sentence(error, config):
+            raise cli.RunError(f"{run} failed: {sentence}") from error
         raise
     finally:
         record.close()
@@ -57,6 +65,31 @@ def main(config: Config) -> None:
         sys.exit(STOPPED)
     if ended.state == "failed":
         raise cli.RunError(f"{run} failed")
+
+
+def _sentence(error: BaseException, config: Config) -> str | None:
+    """What a user can do about a failure that is no defect of the code; None for any other."""
+    import torch
+
+    from lowprec.data.shards import ShardError
+    from lowprec.train.state import CheckpointError
+
+    if isinstance(error, CheckpointError):
+        return str(error)
+    if isinstance(error, (DiskError, ShardError)):
+        return f"{error}. The same command resumes it."
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return (
+            f"out of memory with model={config.model.name}, batch_size={config.batch_size} and "
+            f"precision.autocast={config.precision.autocast} ({str(error)[:200]}). Less memory, "
+            "as another run: checkpointing=true, model.patch_dropout=0.5 or a smaller batch_size"
+        )
+    if isinstance(error, RuntimeError) and "DataLoader worker" in str(error):
+        return (
+            f"a data worker was killed ({error}), often for want of memory: fewer num_workers need "
+            "less. The same command resumes it."
+        )
+    return None
 
 
 def _sources(config: Config, data: Data) -> dict[str, str]:
@@ -72,25 +105,32 @@ def _sources(config: Config, data: Data) -> dict[str, str]:
     return sources
 
 
-def _attempt(config: Config, data: Data, record: Record) -> object:
+def _attempt(
+    config: Config, data: Data, sources: dict[str, str], record: Record, stop: StopRequest
+) -> object:
     """Trains until the run ends or is stopped; torch is loaded here."""
     from experiments.build import build
     from lowprec.train.loggers import build_logger
     from lowprec.train.loop import train
-    from lowprec.train.signals import stop_request
+    from lowprec.train.provenance import changes, code_digests
 
     plain, facts = to_dict(config), environment()
-    write_atomically(record.run / "config.yaml", OmegaConf.to_yaml(plain))
-    write_atomically(record.run / "environment.json", json.dumps(facts, indent=1) + "\n")
-    record.append("attempts", [{"attempt": record.attempt, "pid": os.getpid(), **facts}])
-    before = read_status(record.run)["step"] if (record.run / "status.json").exists() else 0
-    record.status("running", before)
+    changed = changes(_last_environment(record.run), facts) if record.attempt else []
+    for line in changed:
+        print(f"note: since the last attempt {line}")
+    durable.replace(record.run / "config.yaml", OmegaConf.to_yaml(plain).encode())
+    durable.replace(record.run / "environment.json", json.dumps(facts, indent=1).encode())
+    started = {"attempt": record.attempt, "pid": os.getpid(), "changed": changed, **facts}
+    record.append("attempts", [started])
+    record.status("running")
     with Console().status(f"building {label(config)}"):
         built = build(config, data)
         evaluation = built.evaluation()
     logger = build_logger(config.logger.name, record.run, plain)
     name = label(config)
-    with progress_bar() as bar, stop_request() as stop:
+    provenance = {"config": identity(config), "sources": sources, "code": code_digests()}
+    provenance["layout"] = built.layout()
+    with progress_bar() as bar:
         first = "compiling" if config.compile else ""
         shown = bar.add_task(name, total=config.num_steps, note=first)
 
@@ -111,6 +151,7 @@ def _attempt(config: Config, data: Data, record: Record) -> object:
             built.batches_from,
             record,
             config,
+            provenance=provenance,
             evaluate=evaluate if evaluation else None,
             logger=logger,
             stop=stop,
@@ -122,6 +163,13 @@ def _attempt(config: Config, data: Data, record: Record) -> object:
         record.write_parquet()
     record.status(ended.state, ended.step, ended.reason)
     return ended
+
+
+def _last_environment(run: Path) -> dict:
+    """What the attempt before ran on; empty if that is not known."""
+    with contextlib.suppress(OSError, ValueError):
+        return dict(json.loads((run / "environment.json").read_text()))
+    return {}
 
 
 if __name__ == "__main__":

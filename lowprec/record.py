@@ -6,6 +6,7 @@ under `cut/`, so that a record has no step twice.
 """
 
 import fcntl
+import io
 import json
 import os
 import shutil
@@ -16,29 +17,14 @@ import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet
 
-from lowprec.run import encode_row, read_rows, read_tensors
+from lowprec import durable
+from lowprec.run import encode_row, read_status, read_tensors
 
 ROW_FILES = ("metrics.jsonl", "timing.jsonl", "events.jsonl", "skips.jsonl")
 
 
 class RunBusyError(RuntimeError):
     """Another process is writing this run."""
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replaces a small file so that a reader never sees half of it."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
-
-
-def _drop_torn_end(path: Path) -> None:
-    """Cuts a last line that was never finished, so that the next row starts on its own line."""
-    if path.exists():
-        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
 class Record:
@@ -59,26 +45,23 @@ class Record:
             holder = self._lock.read().strip() or "another process"
             self._lock.close()
             raise RunBusyError(f"{self.run} is being written by {holder}") from error
-        self._lock.truncate(0)
-        self._lock.write(f"process {os.getpid()} on {os.uname().nodename}")
-        self._lock.flush()
         os.register_at_fork(after_in_child=self._lock.close)  # a worker must not outlive as holder
         _drop_torn_end(self.run / "attempts.jsonl")
-        self.attempt = len(read_rows(self.run / "attempts.jsonl"))
-        self._stream = self._sink = self._schema = None
+        self.attempt = self.count("attempts")
+        self._lock.truncate(0)
+        self._lock.write(_holder(self.attempt))
+        self._lock.flush()
+        self._stream = self._schema = None
+        self._unwritten = io.BytesIO()
 
     def append(self, name: str, rows: list[dict]) -> None:
-        """Appends rows to `<name>.jsonl`, each by one write."""
-        descriptor = os.open(
-            self.run / f"{name}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644
-        )
-        try:
-            for row in rows:
-                data = encode_row(row).encode()
-                if os.write(descriptor, data) != len(data):
-                    raise OSError(f"{self.run}/{name}.jsonl: the disk is full")
-        finally:
-            os.close(descriptor)
+        """Appends rows to `<name>.jsonl`, each by one write; DiskError if one does not fit."""
+        durable.append(self.run / f"{name}.jsonl", (encode_row(row).encode() for row in rows))
+
+    def count(self, name: str) -> int:
+        """Whole lines of `<name>.jsonl`, damaged ones included; 0 if there is none."""
+        path = self.run / f"{name}.jsonl"
+        return path.read_bytes().count(b"\n") if path.exists() else 0
 
     def append_tensors(
         self, steps: np.ndarray, statistics: dict[str, np.ndarray], names: list[str]
@@ -89,27 +72,49 @@ class Record:
             columns = [pa.field("step", pa.int64())]
             columns += [pa.field(name, pa.list_(pa.float32(), len(names))) for name in statistics]
             self._schema = pa.schema(columns, metadata={"tensors": json.dumps(names)})
-            self._sink = open(self.run / "tensors" / f"{self.attempt:04d}.arrows", "wb")  # noqa: SIM115
-            self._stream = pa.ipc.new_stream(self._sink, self._schema)
+            self._stream = pa.ipc.new_stream(self._unwritten, self._schema)
         arrays = [pa.array(steps, pa.int64())]
         for values in statistics.values():
             flat = pa.array(np.ascontiguousarray(values, dtype=np.float32).reshape(-1))
             arrays.append(pa.FixedSizeListArray.from_arrays(flat, len(names)))
         self._stream.write_batch(pa.record_batch(arrays, schema=self._schema))
-        self._sink.flush()
+        self._write_stream()
 
-    def status(self, state: str, step: int, reason: str = "") -> None:
-        """Replaces status.json."""
-        row = {"state": state, "step": step, "attempt": self.attempt, "reason": reason}
-        write_atomically(self.run / "status.json", json.dumps(row) + "\n")
+    def _write_stream(self) -> None:
+        """One write of what the stream has produced since the last."""
+        path = self.run / "tensors" / f"{self.attempt:04d}.arrows"
+        durable.append(path, [self._unwritten.getvalue()])
+        self._unwritten.seek(0)
+        self._unwritten.truncate()
+
+    def status(self, state: str, step: int | None = None, reason: str = "", saved: int = 0) -> None:
+        """Replaces status.json. step None: as it was; `saved`: the last committed checkpoint."""
+        before = self.last_status()
+        row = {
+            "state": state,
+            "step": before["step"] if step is None else step,
+            "saved": max(saved, before["saved"]),
+            "attempt": self.attempt,
+            "reason": reason,
+        }
+        durable.replace(self.run / "status.json", encode_row(row).encode())
+
+    def last_status(self) -> dict:
+        """What status.json says: state (None: it is missing or damaged), step, saved, ..."""
+        status = {"state": None, "step": 0, "saved": 0}
+        try:
+            return status | read_status(self.run)
+        except (OSError, ValueError, TypeError):
+            return status
 
     def offsets(self) -> dict[str, int]:
         """Bytes of every file of the record, durable on disk when this returns."""
         sizes = {}
         for path in self._files():
-            with open(path, "rb+") as file:
-                os.fsync(file.fileno())
+            durable.sync(path)
             sizes[str(path.relative_to(self.run))] = path.stat().st_size
+        for folder in {path.parent for path in self._files()}:
+            durable.sync(folder)
         return sizes
 
     def cut(self, offsets: dict[str, int]) -> None:
@@ -122,14 +127,13 @@ class Record:
             if path.stat().st_size > size:
                 tail = self.run / "cut" / f"{self.attempt:04d}" / name
                 tail.parent.mkdir(parents=True, exist_ok=True)
-                with open(path, "rb+") as file, open(tail, "wb") as kept:
+                with open(path, "rb") as file, open(tail, "wb") as kept:
                     file.seek(size)
                     shutil.copyfileobj(file, kept)
-                    kept.flush()
-                    os.fsync(kept.fileno())
-                    file.truncate(size)
-            if path.stat().st_size == 0:
-                path.unlink()
+                durable.sync(tail)
+                os.truncate(path, size)
+            if size == 0:
+                os.unlink(path)
 
     def _files(self) -> list[Path]:
         rows = [self.run / name for name in ROW_FILES]
@@ -149,16 +153,34 @@ class Record:
                 columns[f"{statistic}/{name}"] = whole[:, i]
         temporary = self.run / ".tensors.parquet.tmp"
         pa.parquet.write_table(pa.table(columns), temporary, compression="zstd")
-        temporary.rename(self.run / "tensors.parquet")
+        os.replace(temporary, self.run / "tensors.parquet")
 
     def finish_stream(self) -> None:
         """Ends the Arrow stream of this attempt."""
         if self._stream is not None:
             self._stream.close()
-            self._sink.close()
-            self._stream = self._sink = None
+            self._write_stream()
+            self._stream = None
 
     def close(self) -> None:
-        """Ends the stream and frees the lock."""
-        self.finish_stream()
-        self._lock.close()
+        """Ends the stream and frees the lock, also where the disk is full."""
+        try:
+            self.finish_stream()
+        except durable.DiskError:
+            pass  # a stream without its end is read all the same
+        finally:
+            self._lock.close()
+
+
+def _drop_torn_end(path: Path) -> None:
+    """Cuts a last line that was never finished, so that the next row starts on its own line."""
+    if path.exists():
+        whole = path.read_bytes()
+        if not whole.endswith(b"\n"):
+            os.truncate(path, whole.rfind(b"\n") + 1)
+
+
+def _holder(attempt: int) -> str:
+    job = os.environ.get("SLURM_JOB_ID")
+    where = f"process {os.getpid()} on {os.uname().nodename}" + (f", job {job}" if job else "")
+    return f"{where}, attempt {attempt}"

@@ -107,16 +107,26 @@ def read_rows(path: Path) -> list[dict]:
 
     A damaged line elsewhere raises ValueError with file and line number.
     """
-    if not path.exists():
-        return []
-    lines = path.read_bytes().split(b"\n")
-    rows = []
+    rows, faults = scan_rows(path)
+    if faults:
+        raise ValueError(faults[0])
+    return rows
+
+
+def scan_rows(path: Path) -> tuple[list[dict], list[str]]:
+    """The good rows of a .jsonl file, and a sentence with line and byte for each damaged line.
+
+    A torn last line is neither; no file: no rows.
+    """
+    rows, faults, byte = [], [], 0
+    lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
     for number, line in enumerate(lines[:-1], 1):
         try:
             rows.append(decode_row(line.decode()))
         except (ValueError, AttributeError) as error:  # not JSON, or JSON but no map
-            raise ValueError(f"{path}, line {number} is damaged: {error}") from error
-    return rows
+            faults.append(f"{path}, line {number} (byte {byte}) is damaged: {error}")
+        byte += len(line) + 1
+    return rows, faults
 
 
 def read_status(run: Path) -> dict:

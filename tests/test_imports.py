@@ -10,7 +10,9 @@ import pytest
 
 REPOSITORY = Path(__file__).parent.parent
 # modules, not folders
-FOUNDATION = {"config", "nearest", "rules", "validate", "run", "record", "environment"}
+FOUNDATION = {
+    *("config", "nearest", "rules", "validate", "run", "durable", "record", "environment"),
+}
 
 ALLOWED = {  # room: rooms of the project that it may import (itself always)
     "config": set(),
@@ -18,7 +20,8 @@ ALLOWED = {  # room: rooms of the project that it may import (itself always)
     "rules": {"config", "nearest"},
     "validate": {"config", "nearest", "rules"},
     "run": {"config", "validate"},
-    "record": {"run"},
+    "durable": set(),
+    "record": {"run", "durable"},
     "environment": set(),
     "formats": set(),
     "ops": {"formats"},
@@ -29,7 +32,7 @@ ALLOWED = {  # room: rooms of the project that it may import (itself always)
     "evaluate": set(),
     "nn": {"ops", "formats"},
     "clip": {"nn", "ops", "formats", "config"},
-    "train": {"optim", "data.loader", "diagnostics", "config", "run", "record"},
+    "train": {"optim", "data.loader", "diagnostics", "config", "run", "record", "durable"},
     "sweep": {"config", "validate", "run", "diagnostics.spikes"},
     "analysis": {"config", "validate", "run", "diagnostics.spikes"},
     "experiments": {"*"},
@@ -41,6 +44,7 @@ OUTSIDE = {  # room: the only packages beyond the standard library; others impor
     "validate": set(),
     "run": {"numpy", "pyarrow"},
     "record": {"numpy", "pyarrow"},
+    "durable": set(),
     "environment": set(),
     "diagnostics.spikes": {"numpy"},
     "sweep": {"numpy", "pyarrow", "submitit"},

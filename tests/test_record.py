@@ -1,4 +1,5 @@
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -11,7 +12,8 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
-from lowprec.record import Record, RunBusyError, write_atomically
+from lowprec import durable
+from lowprec.record import Record, RunBusyError
 from lowprec.run import read_rows, read_status, read_tensors
 
 REPOSITORY = Path(__file__).parent.parent
@@ -83,11 +85,24 @@ def test_each_row_is_one_write(record, monkeypatch):
     assert written == [b'{"step": 1}\n', b'{"step": 2}\n']
 
 
-def test_short_write_is_an_error_that_names_the_file(record, monkeypatch):
-    write = os.write
-    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:5]))
-    with pytest.raises(OSError, match=r"metrics\.jsonl: the disk is full"):
-        record.append("metrics", [{"step": 1}])
+def test_row_that_does_not_fit_is_an_error_and_leaves_nothing(record, monkeypatch):
+    write, written = os.write, []
+
+    def fill(descriptor, data):
+        if sum(written) > 15:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written.append(write(descriptor, bytes(data[:7])))
+        return written[-1]
+
+    record.append("metrics", [{"step": 1}])
+    monkeypatch.setattr(os, "write", fill)
+    with pytest.raises(
+        OSError, match=r"metrics\.jsonl cannot be written: No space .* are free"
+    ):
+        record.append("metrics", [{"step": 2}, {"step": 3}])
+    monkeypatch.undo()
+    record.append("metrics", [{"step": 4}])
+    assert [row["step"] for row in read_rows(record.run / "metrics.jsonl")] == [1, 2, 4]
 
 
 def test_tensors_come_back_bit_for_bit(tmp_path, record):
@@ -243,8 +258,8 @@ def test_failed_replacement_leaves_the_old_file(tmp_path, monkeypatch):
     def fail(descriptor):
         raise OSError
 
-    write_atomically(tmp_path / "status.json", "old")
+    durable.replace(tmp_path / "status.json", b"old")
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError):
-        write_atomically(tmp_path / "status.json", "new")
+        durable.replace(tmp_path / "status.json", b"new")
     assert (tmp_path / "status.json").read_text() == "old"

@@ -8,115 +8,89 @@ import hashlib
 import json
 import os
 import shutil
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from lowprec import durable
+from lowprec.train.state import CheckpointError, TrainState
 
-from lowprec.optim.stable_adamw import StableAdamW
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
+FORMAT = 2
 
 
-class CheckpointError(RuntimeError):
-    """A checkpoint cannot be used; the message names it and says why."""
+def save_checkpoint(
+    run: Path, step: int, state: TrainState, offsets: dict, *, keep: int, provenance: dict
+) -> Path:
+    """Commits `checkpoints/step_<step>` with the record's offsets, then drops all but `keep`.
 
-
-@dataclass
-class TrainState:
-    """Everything that a step changes."""
-
-    model: nn.Module
-    optimizer: StableAdamW
-    scaler: object
-    skips: int = 0  # skipped steps in a row
-
-    def save(self, folder: Path) -> None:
-        """Writes model.safetensors, optimizer.safetensors, rng.safetensors and state.json."""
-        save_file({k: v.contiguous() for k, v in self.model.state_dict().items()},
-                  folder / "model.safetensors")  # fmt: skip
-        moments = {}
-        for name, parameter in self._named_parameters():
-            for key in MOMENTS:
-                zero = torch.zeros_like(parameter, dtype=torch.float32)
-                moments[f"{key}/{name}"] = self.optimizer.state[parameter].get(key, zero)
-        for i, group in enumerate(self.optimizer.param_groups):
-            moments[f"step/{i}"] = torch.as_tensor(group.get("step", 0.0)).float()
-        save_file(moments, folder / "optimizer.safetensors")
-        rng = {"cpu": torch.get_rng_state()}
-        if torch.cuda.is_available():
-            rng["cuda"] = torch.cuda.get_rng_state()
-        save_file(rng, folder / "rng.safetensors")
-        state = {"scaler": self.scaler.state_dict(), "skips": self.skips}
-        (folder / "state.json").write_text(json.dumps(state))
-
-    def load(self, folder: Path) -> None:
-        """Reads what `save` wrote; CheckpointError where a name or a shape differs."""
-        model = load_file(folder / "model.safetensors")
-        _check_same(model, self.model.state_dict(), folder / "model.safetensors")
-        self.model.load_state_dict(model)
-        moments = load_file(folder / "optimizer.safetensors")
-        named, groups = dict(self._named_parameters()), self.optimizer.param_groups
-        expected = {f"{key}/{name}": p for key in MOMENTS for name, p in named.items()}
-        expected |= {f"step/{i}": torch.zeros(()) for i in range(len(groups))}
-        _check_same(moments, expected, folder / "optimizer.safetensors")
-        steps = [moments.pop(f"step/{i}") for i in range(len(groups))]
-        for key, value in moments.items():
-            kind, _, name = key.partition("/")
-            parameter = named[name]
-            self.optimizer.state[parameter][kind] = value.to(parameter.device)
-        for group, step in zip(self.optimizer.param_groups, steps, strict=True):
-            group["step"] = step.to(group["params"][0].device)
-        rng = load_file(folder / "rng.safetensors")
-        torch.set_rng_state(rng["cpu"])
-        if torch.cuda.is_available() and "cuda" in rng:
-            torch.cuda.set_rng_state(rng["cuda"])
-        state = json.loads((folder / "state.json").read_text())
-        self.scaler.load_state_dict(state["scaler"])
-        self.skips = state["skips"]
-
-    def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        return list(zip(self.optimizer.names, parameters, strict=True))
-
-
-def _check_same(found: dict[str, Tensor], expected: dict, path: Path) -> None:
-    shapes = {name: tuple(t.shape) for name, t in found.items()}
-    wanted = {name: None if t is None else tuple(t.shape) for name, t in expected.items()}
-    differing = [name for name in {**shapes, **wanted} if shapes.get(name) != wanted.get(name)]
-    if differing:
-        name = sorted(differing)[0]
-        raise CheckpointError(
-            f"{path} does not fit the model: {name} is {shapes.get(name)}, not {wanted.get(name)}"
-            f" ({len(differing)} tensors differ)"
-        )
-
-
-def save_checkpoint(run: Path, step: int, state: TrainState, offsets: dict, keep: int) -> Path:
-    """Commits `checkpoints/step_<step>` with the record's offsets, then drops all but `keep`."""
+    `provenance`: what the run's numbers follow from, compared at a resume. CheckpointError if it
+    cannot be written; nothing is left of it then and the older ones stay.
+    """
     folder = run / "checkpoints"
     final = folder / f"step_{step:09d}"
     if final.exists():
         return final
     temporary = folder / f".tmp.{final.name}"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    state.save(temporary)
-    files = {}
-    for path in sorted(temporary.iterdir()):
-        files[path.name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-        _sync(path)
-    manifest = {"format": 1, "step": step, "offsets": offsets, "files": files}
-    (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1))
-    _sync(temporary / "manifest.json")
-    _sync(temporary)
-    temporary.rename(final)
-    _sync(folder)
+    try:
+        folder.mkdir(exist_ok=True)
+        durable.sync(run)
+        temporary.mkdir()
+        files = _write_files(temporary, state)
+        body = {"format": FORMAT, "step": step, "offsets": offsets, "files": files}
+        body |= {"provenance": provenance}
+        manifest = {"sha256": _digest_of(body), **body}
+        durable.write(temporary / "manifest.json", json.dumps(manifest, indent=1).encode())
+        durable.sync(temporary)
+        os.rename(temporary, final)
+        durable.sync(folder)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(f"{final} cannot be saved: {error}") from error
     for old in list_checkpoints(run)[:-keep]:
-        shutil.rmtree(old)
+        _remove(old)
     return final
+
+
+def _write_files(folder: Path, state: TrainState) -> dict[str, dict]:
+    """Writes the files of a state; bytes and sha256 by name."""
+    files = {}
+    with ThreadPoolExecutor(1) as beside:  # hashing lets the writing go on
+        for name, data in state.files():
+            digest = beside.submit(hashlib.sha256, data)
+            durable.write(folder / name, data)
+            files[name] = {"bytes": len(data), "sha256": digest.result().hexdigest()}
+    return files
+
+
+def _remove(checkpoint: Path) -> None:
+    """Takes a checkpoint's name first: what is left of it if this is interrupted is no checkpoint.
+
+    A failure is left to the next start's sweep.
+    """
+    trash = checkpoint.with_name(f".trash.{checkpoint.name}")
+    try:
+        os.rename(checkpoint, trash)
+        shutil.rmtree(trash)
+    except OSError as error:
+        print(f"warning: {checkpoint} cannot be removed: {error}")
+
+
+def sweep(run: Path) -> None:
+    """Removes what a killed process left half written or half removed."""
+    for pattern in (".tmp.*", ".trash.*"):
+        for folder in (run / "checkpoints").glob(pattern):
+            shutil.rmtree(folder)
+
+
+def require_space(run: Path, state: TrainState, keep: int) -> None:
+    """CheckpointError unless `keep` checkpoints and the next one fit beside what is there."""
+    size = state.num_bytes()
+    needed = size * (keep + 1 - min(keep, len(list_checkpoints(run)))) * 11 // 10
+    free = shutil.disk_usage(run).free
+    if free < needed:
+        raise CheckpointError(
+            f"{run}: {free:,} bytes are free, and checkpoints need {needed:,} more (keeping {keep} "
+            f"of {size:,} and writing one)"
+        )
 
 
 def list_checkpoints(run: Path) -> list[Path]:
@@ -124,11 +98,12 @@ def list_checkpoints(run: Path) -> list[Path]:
     return sorted((run / "checkpoints").glob("step_*"))
 
 
-def newest_checkpoint(run: Path) -> tuple[Path, dict] | None:
-    """The newest checkpoint whose digests hold and its manifest; None if the run has none.
+def newest_checkpoint(run: Path, *, set_aside: bool = False) -> tuple[Path, dict] | None:
+    """The newest checkpoint whose digests hold and its manifest; None if the run never had one.
 
-    A damaged one is named on the console, set aside as `.damaged.step_*`, and the next older taken.
-    If none is whole, CheckpointError: a run with checkpoints never starts again from step 0.
+    A damaged one is named on the console, with `set_aside` renamed to `.damaged.step_*`, and the
+    next older taken. If none is whole, CheckpointError: a run that has had checkpoints never starts
+    again from step 0.
     """
     faults = [f"{path} is damaged" for path in (run / "checkpoints").glob(".damaged.*")]
     for path in reversed(list_checkpoints(run)):
@@ -136,8 +111,9 @@ def newest_checkpoint(run: Path) -> tuple[Path, dict] | None:
             return path, verify(path)
         except CheckpointError as error:
             faults.append(str(error))
-            path.rename(path.with_name(f".damaged.{path.name}"))
-            print(f"warning: {error}; it is set aside and an older checkpoint tried")
+            if set_aside:
+                os.rename(path, path.with_name(f".damaged.{path.name}"))
+            print(f"warning: {error}; an older checkpoint is tried")
     if faults:
         raise CheckpointError(f"{run} has no whole checkpoint: {'; '.join(faults)}")
     return None
@@ -145,25 +121,26 @@ def newest_checkpoint(run: Path) -> tuple[Path, dict] | None:
 
 def verify(path: Path) -> dict:
     """The manifest of a checkpoint whose files all match it; CheckpointError naming the file."""
+    manifest_file = path / "manifest.json"
     try:
-        manifest = json.loads((path / "manifest.json").read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}/manifest.json cannot be read ({error})") from error
+        manifest = json.loads(manifest_file.read_bytes())
+        digest = manifest.pop("sha256")
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{manifest_file} cannot be read ({error})") from error
+    if digest != _digest_of(manifest):
+        raise CheckpointError(f"{manifest_file} is damaged")
+    if manifest["format"] != FORMAT:
+        raise CheckpointError(f"{path} has format {manifest['format']}; {FORMAT} is read here")
     for name, facts in manifest["files"].items():
-        file = path / name
-        if not file.exists() or _sha256(file) != facts["sha256"]:
-            raise CheckpointError(f"{file} is damaged or missing")
+        if not (path / name).exists() or _digest_of_file(path / name) != facts["sha256"]:
+            raise CheckpointError(f"{path / name} is damaged or missing")
     return manifest
 
 
-def _sha256(path: Path) -> str:
+def _digest_of(body: dict) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _digest_of_file(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,6 +1,7 @@
 """The record's side of the loop: what stays on the device between flushes, and the flush."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -11,10 +12,10 @@ from lowprec.config import Config
 from lowprec.data.loader import Batch
 from lowprec.optim.stable_adamw import STATISTICS
 from lowprec.record import Record
-from lowprec.run import read_rows
-from lowprec.train.checkpoint import TrainState
+from lowprec.run import scan_rows
 from lowprec.train.divergence import judge
 from lowprec.train.loggers import Logger
+from lowprec.train.state import TrainState
 from lowprec.train.step_log import StepLog
 
 SKIPS_TOLERATED = 10  # bad samples that no max_skip_rate forbids
@@ -55,7 +56,7 @@ class Journal:
         capacity = min(config.log_every, config.num_steps)
         self.log = StepLog(names, (len(self.tensors), len(STATISTICS)), capacity, device)
         self.skips: list[dict] = []
-        self.num_skips = len(read_rows(record.run / "skips.jsonl"))
+        self.num_skips = record.count("skips")
         self.waited = 0.0
         self.start = self.flushed = time.perf_counter()
 
@@ -148,9 +149,13 @@ class Journal:
         rate = self.config.data.max_skip_rate
         if self.num_skips <= max(SKIPS_TOLERATED, rate * read):
             return None
+        skips = scan_rows(self.record.run / "skips.jsonl")[0]
+        shards = Counter(skip.get("shard") for skip in skips).most_common(3)
+        worst = ", ".join(f"{shard} ({count})" for shard, count in shards)
         return Ended(
             "failed",
             step,
-            f"{self.num_skips} of {read} samples could not be read, more than "
-            f"data.max_skip_rate={rate:g}; skips.jsonl names them",
+            f"{self.num_skips} of {read} samples could not be read, more than data.max_skip_rate="
+            f"{rate:g}; the worst shards: {worst}; the last reason: {skips[-1]['reason']}; "
+            "skips.jsonl names them all",
         )

@@ -6,10 +6,11 @@ from lowprec.config import Config
 from lowprec.data.loader import Batch
 from lowprec.optim.schedules import learning_rate, set_learning_rate
 from lowprec.record import Record
-from lowprec.train.checkpoint import TrainState, newest_checkpoint, save_checkpoint
 from lowprec.train.journal import Ended, Journal
 from lowprec.train.loggers import Logger
+from lowprec.train.saver import Saver
 from lowprec.train.signals import StopRequest
+from lowprec.train.state import TrainState
 from lowprec.train.step import GraphedStep, TrainStep, can_capture
 from lowprec.train.task import ContrastiveTask
 
@@ -21,6 +22,7 @@ def train(
     record: Record,
     config: Config,
     *,
+    provenance: dict | None = None,
     evaluate: Callable[..., dict] | None = None,
     logger: Logger | None = None,
     stop: StopRequest | None = None,
@@ -30,14 +32,18 @@ def train(
 
     `batches_from(first)` yields the batches of steps first, first + 1, ... on the host;
     `evaluate(model)` returns numbers that join their step's row; `on_flush` gets the last row and
-    throughput after each flush. Returns finished, diverged, or preempted when `stop` was raised.
+    throughput after each flush; `provenance` (see refuse_drift) must be the checkpoint's. Returns
+    finished, diverged, or preempted when `stop` was raised.
     """
     device = next(task.model.parameters()).device
-    first = restore(state, record) + 1
+    saver = Saver(state, record, config, provenance or {})
+    first = saver.restore() + 1
     step_on_device = TrainStep(task, state.optimizer, state.scaler)
     journal = Journal(state, record, config, device, logger or Logger(), on_flush)
     batches = batches_from(first)
     task.model.train()
+    if stop is not None and stop.number is not None:  # asked while the run was being built
+        return Ended("preempted", first - 1, f"signal {stop.number}")
     for step in range(first, config.num_steps + 1):
         batch = journal.wait_for(batches)
         if step == first and can_capture(config, device):
@@ -61,25 +67,13 @@ def train(
             verdict = journal.flush((lambda: evaluate(task.model)) if evaluating else None)
             if verdict is not None:
                 return verdict
-        if saving:
-            save_checkpoint(record.run, step, state, record.offsets(), keep=config.keep_checkpoints)
-            record.status("running", step)
-        if stopping and not last:
+        if stopping:
             record.append("events", [{"step": step, "signal": stop.number}])
+        if saving:
+            saver.save(step, must_succeed=last or stopping)
+        if stopping and not last:
             return Ended("preempted", step, f"signal {stop.number}")
     return Ended("finished", config.num_steps)
-
-
-def restore(state: TrainState, record: Record) -> int:
-    """Loads the newest checkpoint and cuts the record back to it; returns its step, else 0."""
-    found = newest_checkpoint(record.run)
-    if found is None:
-        record.cut({})
-        return 0
-    path, manifest = found
-    state.load(path)
-    record.cut(manifest["offsets"])
-    return manifest["step"]
 
 
 def _due(step: int, every: int) -> bool:

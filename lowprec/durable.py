@@ -1,0 +1,74 @@
+"""Writes that a kill, a full disk or a power cut leaves whole or not at all."""
+
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+
+class DiskError(OSError):
+    """A file could not be written; the message names it, the reason and the free space."""
+
+    def __init__(self, path: Path, error: OSError):
+        reason = error.strerror or str(error)
+        super().__init__(f"{path} cannot be written: {reason} ({_free(path)})")
+
+
+def append(path: Path, rows: Iterable[bytes]) -> None:
+    """Appends each of `rows` by one write. A row that does not fit leaves nothing behind."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            for row in rows:
+                size = os.fstat(descriptor).st_size
+                try:
+                    _write_whole(descriptor, row)
+                except OSError:
+                    os.ftruncate(descriptor, size)
+                    raise
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise DiskError(path, error) from error
+
+
+def write(path: Path, data: bytes) -> None:
+    """A new file, on disk when this returns."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        try:
+            _write_whole(descriptor, data)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise DiskError(path, error) from error
+
+
+def replace(path: Path, data: bytes) -> None:
+    """Replaces a small file so that a reader, at any moment, sees the old or the new one whole."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    write(temporary, data)
+    os.replace(temporary, path)
+
+
+def sync(path: Path) -> None:
+    """What was written to a file, or the names in a folder, is on disk when this returns."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_whole(descriptor: int, data: bytes) -> None:
+    written = os.write(descriptor, data)
+    while written < len(data):  # a nearly full disk, or more than 2 GiB
+        written += os.write(descriptor, memoryview(data)[written:])
+
+
+def _free(path: Path) -> str:
+    try:
+        return f"{shutil.disk_usage(path.parent).free:,} bytes are free there"
+    except OSError:
+        return "the folder cannot be read either"

@@ -1,0 +1,63 @@
+"""What a run's numbers follow from, and what has changed of it when a run goes on."""
+
+import hashlib
+from pathlib import Path
+
+from lowprec.train.state import CheckpointError
+
+PACKAGE = Path(__file__).parents[1]
+
+
+def code_digests() -> dict[str, str]:
+    """Short digest of each source file of the package by its path in it."""
+    return {
+        str(path.relative_to(PACKAGE)): hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+        for path in sorted(PACKAGE.rglob("*.py"))
+    }
+
+
+def changes(before: object, after: object, name: str = "") -> list[str]:
+    """`name: old -> new` of every leaf of nested data that differs, "absent" if there is none."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        prefix = f"{name}." if name else ""
+        return [
+            line
+            for key in dict.fromkeys([*before, *after])
+            for line in changes(
+                before.get(key, "absent"), after.get(key, "absent"), f"{prefix}{key}"
+            )
+        ]
+    return [] if before == after else [f"{name}: {before} -> {after}"]
+
+
+def refuse_drift(
+    checkpoint: Path, before: dict, after: dict, *, allow_code: bool, allow_layout: bool
+) -> list[str]:
+    """CheckpointError with each field that differs, unless allowed; returns the allowed ones.
+
+    before, after: maps with `config` and `sources` (never allowed to differ), `code` and `layout`
+    (ranks and workers, of a stream).
+    """
+    allowed = {"code": allow_code, "layout": allow_layout}
+    drift = {
+        key: changes(before.get(key), after.get(key), key)
+        for key in ("config", "sources", "code", "layout")
+    }
+    refused = [line for key, lines in drift.items() if not allowed.get(key) for line in lines]
+    if refused:
+        ways_out = [
+            way_out
+            for key, way_out in (
+                ("config", "for another config start another run, with another name=..."),
+                ("sources", "for other data start another run, with another name=..."),
+                ("code", "if the new code computes the same: resume.allow_drift=true"),
+                ("layout", "to go on with another order of samples: resume.allow_reshard=true"),
+            )
+            if drift[key]
+        ]
+        listed = "\n  ".join(refused)
+        raise CheckpointError(
+            f"{checkpoint} was not written by this run as it is now:\n  {listed}\n"
+            + "; ".join(ways_out)
+        )
+    return [line for lines in drift.values() for line in lines]
