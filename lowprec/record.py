@@ -110,6 +110,9 @@ class Record:
     def offsets(self) -> dict[str, int]:
         """Bytes of every file of the record, durable on disk when this returns."""
         sizes = {}
+        attempts = self.run / "attempts.jsonl"
+        if attempts.exists():  # or the next attempt would take this one's number, and its stream
+            durable.sync(attempts)
         for path in self._files():
             durable.sync(path)
             sizes[str(path.relative_to(self.run))] = path.stat().st_size

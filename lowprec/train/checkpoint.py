@@ -45,8 +45,7 @@ def save_checkpoint(
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(f"{final} cannot be saved: {error}") from error
-    for old in list_checkpoints(run)[:-keep]:
-        _remove(old)
+    retire(run, keep)
     return final
 
 
@@ -61,17 +60,18 @@ def _write_files(folder: Path, state: TrainState) -> dict[str, dict]:
     return files
 
 
-def _remove(checkpoint: Path) -> None:
-    """Takes a checkpoint's name first: what is left of it if this is interrupted is no checkpoint.
+def retire(run: Path, keep: int) -> None:
+    """Removes all but the newest `keep` checkpoints; a failure is left to the next start's sweep.
 
-    A failure is left to the next start's sweep.
+    A checkpoint loses its name first: what is left of it after an interruption is no checkpoint.
     """
-    trash = checkpoint.with_name(f".trash.{checkpoint.name}")
-    try:
-        os.rename(checkpoint, trash)
-        shutil.rmtree(trash)
-    except OSError as error:
-        print(f"warning: {checkpoint} cannot be removed: {error}")
+    for checkpoint in list_checkpoints(run)[:-keep]:
+        trash = checkpoint.with_name(f".trash.{checkpoint.name}")
+        try:
+            os.rename(checkpoint, trash)
+            shutil.rmtree(trash)
+        except OSError as error:
+            print(f"warning: {checkpoint} cannot be removed: {error}")
 
 
 def sweep(run: Path) -> None:

@@ -1,6 +1,13 @@
-"""Dashboards: copies of the record. A run trains on when one of them fails."""
+"""Dashboards: copies of the record. A run trains on when one of them fails, hangs or is slow."""
 
+import queue
+import threading
+from collections.abc import Callable
 from pathlib import Path
+
+START_S = 120  # a dashboard may take that long to start
+END_S = 60  # and that long to send what is pending when the run has ended
+PENDING = 1000  # flushes that it may lag behind
 
 
 class Logger:
@@ -54,23 +61,55 @@ class WandbLogger(Logger):
 
 
 class _Guarded(Logger):
-    """Forwards to a dashboard until it raises once; says so and goes on without it."""
+    """Feeds a dashboard from a thread of its own, which training never waits for while it runs.
 
-    def __init__(self, inner: Logger, name: str):
-        self._inner, self._name = inner, name
+    The dashboard is left, once and loudly, when it raises, lags PENDING flushes behind, or needs
+    more than START_S to start or END_S to end; a thread that hangs dies with the process.
+    """
 
-    def _try(self, call: str, *arguments: object) -> None:
+    def __init__(self, name: str, make: Callable[[], Logger]):
+        self._name, self._left = name, False
+        self._rows: queue.Queue = queue.Queue(PENDING)
+        self._started = threading.Event()  # nothing is forked while a dashboard is imported
+        self._thread = threading.Thread(target=self._feed, args=(make,), daemon=True)
+        self._thread.start()
+        if not self._started.wait(START_S):
+            self._leave(f"not started in {START_S} s")
+
+    def _feed(self, make: Callable[[], Logger]) -> None:
         try:
-            getattr(self._inner, call)(*arguments)
-        except Exception as error:  # noqa: BLE001 (whatever it is, training goes on)
-            print(f"logger={self._name} stopped ({error}); the record goes on")
-            self._inner = Logger()
+            dashboard = make()
+            self._started.set()
+            while (rows := self._rows.get()) is not None:
+                dashboard.log(rows)
+            dashboard.close()
+        except BaseException as error:  # whatever it is, SystemExit too, training goes on
+            self._leave(f"{type(error).__name__}: {error}")
+        finally:
+            self._started.set()
+
+    def _leave(self, reason: str) -> None:
+        if not self._left:
+            print(f"logger={self._name} stopped ({reason}); the record goes on without it")
+        self._left = True
+
+    def _put(self, rows: list[dict] | None) -> None:
+        try:
+            self._rows.put_nowait(rows)
+        except queue.Full:
+            self._leave(f"{PENDING} flushes behind")
 
     def log(self, rows: list[dict]) -> None:
-        self._try("log", rows)
+        if not self._left:
+            self._put(rows)
 
     def close(self) -> None:
-        self._try("close")
+        if self._left:
+            return
+        self._put(None)
+        self._thread.join(END_S)
+        if self._thread.is_alive():
+            self._leave(f"not ended in {END_S} s")
 
 
 LOGGERS = {"tensorboard": TensorBoardLogger, "wandb": WandbLogger}
@@ -80,8 +119,4 @@ def build_logger(name: str, run: Path, config: dict) -> Logger:
     """The logger of a config's `logger.name`. A dashboard that cannot start is left out, loudly."""
     if name == "none":
         return Logger()
-    try:
-        return _Guarded(LOGGERS[name](run, config), name)
-    except Exception as error:  # noqa: BLE001
-        print(f"logger={name} could not start ({error}); the record goes on without it")
-        return Logger()
+    return _Guarded(name, lambda: LOGGERS[name](run, config))

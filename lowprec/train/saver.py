@@ -2,7 +2,13 @@
 
 from lowprec.config import Config
 from lowprec.record import Record
-from lowprec.train.checkpoint import newest_checkpoint, require_space, save_checkpoint, sweep
+from lowprec.train.checkpoint import (
+    newest_checkpoint,
+    require_space,
+    retire,
+    save_checkpoint,
+    sweep,
+)
 from lowprec.train.provenance import refuse_drift
 from lowprec.train.state import CheckpointError, TrainState
 
@@ -38,6 +44,7 @@ class Saver:
             allow_layout=self.config.resume.allow_reshard,
         )
         self.state.load(path)
+        retire(run, self.config.keep_checkpoints)
         self.record.cut(manifest["offsets"])
         if drift:
             self.record.append("events", [{"step": manifest["step"], "drift": drift}])

@@ -1,8 +1,12 @@
 """Dashboards copy the record; a broken one stops nothing."""
 
+import threading
+import time
+
 import pytest
 
 from lowprec.run import read_rows
+from lowprec.train import loggers
 from lowprec.train.loggers import build_logger
 
 
@@ -32,20 +36,88 @@ def test_wandb_offline_writes_a_run(make_config, run_once, tmp_path, monkeypatch
     assert list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
 
 
-def test_a_logger_that_raises_is_left_out_loudly(capsys, monkeypatch, tmp_path):
-    class Broken:
-        def __init__(self, run, config):
-            pass
+class Dashboard:
+    """Takes rows; the calls named in `raising` raise, those in `hanging` never return."""
 
-        def log(self, rows):
-            raise ConnectionError("no route")
+    def __init__(self, raising=(), hanging=()):
+        self.raising, self.hanging, self.rows = raising, hanging, []
+        self._act("init")
 
-        def close(self):
-            raise ConnectionError("no route")
+    def _act(self, call):
+        if call in self.hanging:
+            threading.Event().wait()
+        if call in self.raising:
+            raise self.raising[call]
 
-    monkeypatch.setattr("lowprec.train.loggers.LOGGERS", {"wandb": Broken})
-    logger = build_logger("wandb", tmp_path, {})
-    logger.log([{"step": 1}])
-    logger.log([{"step": 2}])
+    def log(self, rows):
+        self._act("log")
+        self.rows += rows
+
+    def close(self):
+        self._act("close")
+
+
+@pytest.fixture
+def start(monkeypatch, tmp_path):
+    """A function: a logger of a broken dashboard, with short patience."""
+    monkeypatch.setattr(loggers, "START_S", 0.2)
+    monkeypatch.setattr(loggers, "END_S", 0.2)
+
+    def start(**faults):
+        monkeypatch.setattr(loggers, "LOGGERS", {"wandb": lambda *_: Dashboard(**faults)})
+        return build_logger("wandb", tmp_path, {})
+
+    return start
+
+
+BROKEN = [
+    *({"raising": {call: ConnectionError("no route")}} for call in ("init", "log", "close")),
+    {"raising": {"init": SystemExit("no key")}},
+    *({"hanging": (call,)} for call in ("init", "log", "close")),
+]
+
+
+@pytest.mark.parametrize("faults", BROKEN, ids=str)
+def test_a_broken_dashboard_is_left_once_and_loudly(start, capsys, faults):
+    began = time.monotonic()
+    logger = start(**faults)
+    for step in range(5):
+        logger.log([{"step": step}])
     logger.close()
-    assert capsys.readouterr().out.count("no route") == 1
+    assert time.monotonic() - began < 5
+    assert capsys.readouterr().out.count("logger=wandb stopped") == 1
+
+
+@pytest.mark.parametrize("faults", BROKEN, ids=str)
+def test_training_with_a_broken_dashboard_leaves_the_same_record(
+    start, make_config, run_once, tmp_path, faults, healthy_record
+):
+    logger = start(**faults)
+    ended, _ = run_once(make_config(), tmp_path / "run", logger=logger)
+    logger.close()
+    assert ended.state == "finished"
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == healthy_record
+
+
+@pytest.fixture
+def healthy_record(make_config, run_once, tmp_path):
+    run_once(make_config(), tmp_path / "healthy")
+    return (tmp_path / "healthy" / "metrics.jsonl").read_bytes()
+
+
+def test_a_slow_dashboard_is_left_when_it_lags_too_far_behind(start, capsys, monkeypatch):
+    monkeypatch.setattr(loggers, "PENDING", 3)
+    logger = start(hanging=("log",))
+    for step in range(10):
+        logger.log([{"step": step}])
+    assert "3 flushes behind" in capsys.readouterr().out
+
+
+def test_every_row_reaches_the_dashboard_before_close_returns(start, monkeypatch, tmp_path):
+    taken = Dashboard()
+    monkeypatch.setattr(loggers, "LOGGERS", {"wandb": lambda *_: taken})
+    logger = build_logger("wandb", tmp_path, {})
+    for step in range(100):
+        logger.log([{"step": step}])
+    logger.close()
+    assert [row["step"] for row in taken.rows] == list(range(100))

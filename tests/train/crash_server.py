@@ -1,0 +1,179 @@
+"""A process that forks attempts of runs and kills them where it is told to.
+
+Started once (`python crash_server.py`), it imports everything, then reads one JSON order a line and
+answers each with a line. An order: `config`; `crash`, null or `{"point": n, "part": "before" or
+"half"}` or `{"after_s": t}`; `power_cut`, a bool; `signals`, a list of `{"signal": n, "after_s":
+t}`. An answer: `status`, negative if killed; `seconds`; `log`, what the attempt noted.
+
+A point is a call that changes what is on disk in the run directory. `half` lets a write write half
+of its bytes first. `power_cut` also takes away what was not synced: bytes of files since their
+last fsync, and renames of directories whose parent was not synced since.
+"""
+
+import contextlib
+import functools
+import io
+import json
+import os
+import select
+import signal
+import stat
+import sys
+import time
+from pathlib import Path
+
+CHANGES = ("write", "fsync", "truncate", "ftruncate", "rename", "replace", "mkdir", "unlink")
+CHANGES += ("rmdir",)
+ORIGINAL = {name: getattr(os, name) for name in CHANGES}
+
+
+class Disk:
+    """The os module's writing calls, counted, and fatal at one of them."""
+
+    def __init__(self, root: str, log: str, crash: dict | None, power_cut: bool):
+        self.root, self.crash, self.power_cut = root, crash or {}, power_cut
+        self.log_file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        self.points: list[str] = []
+        self.synced: dict[int, int] = {}  # inode: bytes that a power cut leaves
+        self.renames: list[tuple[str, str]] = []
+        self.committed = None
+        for path in Path(root).rglob("*"):
+            if path.is_file():
+                self.synced[path.stat().st_ino] = path.stat().st_size
+        for name in CHANGES:
+            setattr(os, name, self._wrap(name))
+
+    def note(self, **facts: object) -> None:
+        """Tells the tests something, whatever happens next."""
+        ORIGINAL["write"](self.log_file, (json.dumps(facts) + "\n").encode())
+
+    def _wrap(self, name: str):
+        def call(target, *rest, **options):
+            path = self._path(target, options.get("dir_fd"))
+            if path is None:
+                return ORIGINAL[name](target, *rest, **options)
+            here = len(self.points) == self.crash.get("point")
+            self.points.append(f"{name} {path[len(self.root) + 1 :]}")
+            if here:
+                if self.crash["part"] == "half":
+                    ORIGINAL["write"](target, bytes(rest[0])[: len(rest[0]) // 2])
+                self._die()
+            result = ORIGINAL[name](target, *rest, **options)
+            self._remember(name, path, target, rest)
+            return result
+
+        return call
+
+    def _path(self, target: object, folder: int | None) -> str | None:
+        """The path that a call changes, if it lies in the run directory."""
+        if isinstance(target, int):
+            path = os.readlink(f"/proc/self/fd/{target}")
+        elif folder is not None:
+            path = os.path.join(os.readlink(f"/proc/self/fd/{folder}"), os.fspath(target))
+        else:
+            path = os.path.abspath(target)
+        return path if path.startswith(self.root + "/") or path == self.root else None
+
+    def _remember(self, name: str, path: str, target: object, rest: tuple) -> None:
+        if name == "fsync":
+            facts = os.fstat(target)
+            if stat.S_ISDIR(facts.st_mode):
+                self.renames = [pair for pair in self.renames if os.path.dirname(pair[1]) != path]
+                if self.committed is not None and not self.renames:
+                    self.note(durable=self.committed)
+            else:
+                self.synced[facts.st_ino] = facts.st_size
+        elif name == "rename":
+            final = os.path.abspath(rest[0])
+            self.renames.append((path, final))
+            if os.path.basename(final).startswith("step_"):
+                self.committed = int(final[-9:])
+                self.note(committed=self.committed)
+
+    def _die(self) -> None:
+        if self.power_cut:
+            for before, after in reversed(self.renames):
+                if os.path.exists(after):
+                    ORIGINAL["rename"](after, before)
+            for path in Path(self.root).rglob("*"):
+                if path.is_file():
+                    kept = min(path.stat().st_size, self.synced.get(path.stat().st_ino, 0))
+                    ORIGINAL["truncate"](path, kept)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def attempt(order: dict, log: str) -> None:
+    """One attempt of a run, as `python -m experiments.train` makes it; leaves by os._exit."""
+    from experiments import train as entry
+    from lowprec.train.saver import Saver
+    from lowprec.validate import check
+
+    silence = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silence, 1)
+    errors = os.open(log + ".err", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.dup2(errors, 2)
+    config = check(order["config"])
+    disk = Disk(config.run_dir, log, order.get("crash"), order.get("power_cut", False))
+    restore = Saver.restore
+
+    def noted_restore(saver):
+        step = restore(saver)
+        disk.note(restored=step)
+        return step
+
+    Saver.restore = noted_restore
+    entry.environment = lambda: {"threads": 1}
+    code = 0
+    try:
+        entry.main(config)
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException as error:  # noqa: BLE001 (the test reads it)
+        disk.note(error=f"{type(error).__name__}: {error}")
+        code = 1
+    disk.note(points=disk.points)
+    os._exit(code)
+
+
+def serve() -> None:
+    """Answers orders until the input ends."""
+    import torch
+
+    from experiments import build
+
+    torch.set_num_threads(1)
+    build.Tokenizer = functools.cache(build.Tokenizer)
+    for line in sys.stdin:
+        order = json.loads(line)
+        if order.get("warm_up"):  # in this process: what is loaded late is there for all
+            from experiments import train as entry
+            from lowprec.validate import check
+
+            with contextlib.redirect_stdout(io.StringIO()):
+                entry.main(check(order["config"]))
+            print(json.dumps({"status": 0, "log": []}), flush=True)
+            continue
+        log = order["config"]["run_dir"] + ".log"
+        for leftover in (log, log + ".err"):
+            if os.path.exists(leftover):
+                os.unlink(leftover)
+        start = time.perf_counter()
+        child = os.fork()
+        if child == 0:
+            attempt(order, log)
+        handle = os.pidfd_open(child)
+        after = (order.get("crash") or {}).get("after_s")
+        if after is not None and not select.select([handle], [], [], after)[0]:
+            os.kill(child, signal.SIGKILL)
+        for number in order.get("signals", []):
+            select.select([handle], [], [], number["after_s"])
+            os.kill(child, number["signal"])
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        os.close(handle)
+        seconds = time.perf_counter() - start
+        rows = [json.loads(row) for row in open(log)] if os.path.exists(log) else []
+        print(json.dumps({"status": status, "seconds": seconds, "log": rows}), flush=True)
+
+
+if __name__ == "__main__":
+    serve()
