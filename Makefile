@@ -12,7 +12,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 endif
 
-.PHONY: demo test test-slow test-gpu test-system lint clean
+.PHONY: demo test test-slow test-gpu test-system mutants lint clean
 
 demo: $(READY)
 	@$(PY) -m experiments.train -m $(DEMO)
@@ -30,6 +30,9 @@ test-gpu: $(READY)
 
 test-system: $(READY)
 	@echo "test-system: nothing needs root or apt yet"
+
+mutants: $(READY)
+	@$(PY) tests/mutants.py
 
 lint: $(READY)
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check .

@@ -69,7 +69,7 @@ def measure(config: Config, graphed: bool, windows: int = 5, steps: int = 20) ->
 
     torch.compiler.reset()
     built = build(config, data=None)
-    batch = _random_batch(built, config.batch_size)
+    batch = random_batch(built, config.batch_size)
     built.task.model.train()
     step: Callable = TrainStep(built.task, built.state.optimizer, built.state.scaler)
     step = GraphedStep(step, batch) if graphed else step
@@ -85,7 +85,8 @@ def measure(config: Config, graphed: bool, windows: int = 5, steps: int = 20) ->
     return losses, statistics.median(times[1:])
 
 
-def _random_batch(built: object, size: int) -> object:
+def random_batch(built: object, size: int) -> object:
+    """A Batch of random pixels and tokens for a built model; page-locked on a GPU machine."""
     import torch
 
     from lowprec.clip.model import image_size

@@ -1,0 +1,137 @@
+"""Breaks the resume code on purpose, a line at a time: the tests must notice each time.
+
+    python tests/mutants.py [NAME ...]      (make mutants)
+
+A mutant that survives exits 1: a test that cannot fail is a defect of the tests.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parent.parent
+TESTS = ("train/test_saver.py", "train/test_checkpoint.py", "test_record.py")
+TESTS += ("data/test_loader.py", "data/test_index.py", "train/test_crash.py")
+MUTANTS = {  # name: (file, line as it is, line as it must not be)
+    "random state not restored": (
+        "lowprec/train/state.py", 'torch.set_rng_state(rng["cpu"])', "pass",
+    ),
+    "optimizer not restored": (
+        "lowprec/train/state.py",
+        "self.optimizer.state[parameter][kind] = value.to(parameter.device)", "pass",
+    ),
+    "step count of the optimizer not restored": (
+        "lowprec/train/state.py",
+        'group["step"] = step.to(group["params"][0].device)', "pass",
+    ),
+    "scaler not restored": (
+        "lowprec/train/state.py", 'self.scaler.load_state_dict(state["scaler"])', "pass",
+    ),
+    "shapes of the optimizer not checked": (
+        "lowprec/train/state.py",
+        '_check_same(moments, expected, folder / "optimizer.safetensors")', "pass",
+    ),
+    "record not cut back": (
+        "lowprec/train/saver.py", 'self.record.cut(manifest["offsets"])', "pass",
+    ),
+    "data begin again at the first batch": (
+        "lowprec/train/loop.py", "batches = batches_from(first)", "batches = batches_from(1)",
+    ),
+    "checkpoint written in place": (
+        "lowprec/train/checkpoint.py",
+        'temporary = folder / f".tmp.{final.name}"', "temporary = final",
+    ),
+    "rename not synced": (
+        "lowprec/train/checkpoint.py",
+        "durable.sync(folder)\n    except OSError", "pass\n    except OSError",
+    ),
+    "files of a checkpoint not synced": (
+        "lowprec/durable.py",
+        "_write_whole(descriptor, data)\n            os.fsync(descriptor)",
+        "_write_whole(descriptor, data)",
+    ),
+    "record not synced before the commit": (
+        "lowprec/record.py",
+        "durable.sync(path)\n            sizes", "sizes",
+    ),
+    "digests not verified": (
+        "lowprec/train/checkpoint.py",
+        'if not (path / name).exists() or _digest_of_file(path / name) != facts["sha256"]:',
+        "if not (path / name).exists():",
+    ),
+    "digest of the manifest not verified": (
+        "lowprec/train/checkpoint.py", "if digest != _digest_of(manifest):", "if False:",
+    ),
+    "no whole checkpoint means step 0": (
+        "lowprec/train/checkpoint.py",
+        "if faults:\n        raise CheckpointError", "if False:\n        raise CheckpointError",
+    ),
+    "only one checkpoint kept": (
+        "lowprec/train/checkpoint.py", "list_checkpoints(run)[:-keep]",
+        "list_checkpoints(run)[:-1]",
+    ),
+    "drift not refused": ("lowprec/train/provenance.py", "if refused:", "if False:"),
+    "two writers at once": (
+        "lowprec/record.py", "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH | fcntl.LOCK_NB",
+    ),
+    "torn row left behind on a full disk": (
+        "lowprec/durable.py", "os.ftruncate(descriptor, size)", "pass",
+    ),
+    "replacement depends on the worker": (
+        "lowprec/data/loader.py",
+        "random_words(self.seed, REPLACEMENT, position, 0, REPLACEMENTS)",
+        "random_words(os.getpid(), REPLACEMENT, position, 0, REPLACEMENTS)",
+    ),
+    "changed shards not refused": (
+        "lowprec/data/index.py", "if known is not None and not accept:", "if False:",
+    ),
+}  # fmt: skip
+
+
+def mutate(name: str, root: Path) -> None:
+    """Applies a mutant to a copy of the sources; ValueError unless its line is there once."""
+    file, before, after = MUTANTS[name]
+    text = (root / file).read_text()
+    if text.count(before) != 1:
+        raise ValueError(f"{name}: {file} has {text.count(before)} times: {before}")
+    (root / file).write_text(text.replace(before, after))
+
+
+def survives(name: str) -> bool:
+    """Whether the tests pass on a copy of the project with this mutant."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        for part in ("lowprec", "experiments", "analysis", "conf", "tests", "pyproject.toml"):
+            source = REPOSITORY / part
+            copy = shutil.copytree if source.is_dir() else shutil.copyfile
+            copy(source, root / part)
+        mutate(name, root)
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-x", *(f"tests/{file}" for file in TESTS)],
+            cwd=root,
+            env={**os.environ, "PYTHONPATH": str(root)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        return done.returncode == 0
+
+
+def main(names: list[str]) -> int:
+    """Tries the mutants; returns 1 if one survives."""
+    survivors = []
+    for name in names or MUTANTS:
+        start = time.monotonic()
+        if survives(name):
+            survivors.append(name)
+        verdict = "SURVIVES" if name in survivors else "caught"
+        print(f"{verdict:8} {time.monotonic() - start:5.0f} s  {name}", flush=True)
+    print(f"{len(survivors)} of {len(names or MUTANTS)} mutants survive")
+    return int(bool(survivors))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

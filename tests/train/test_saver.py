@@ -1,0 +1,202 @@
+"""What a resume refuses, and what a full disk costs: nothing that was committed."""
+
+import errno
+import os
+
+import pytest
+
+from lowprec import durable
+from lowprec.run import read_rows
+from lowprec.train import checkpoint
+from lowprec.train.checkpoint import list_checkpoints
+from lowprec.train.provenance import changes, code_digests
+from lowprec.train.state import CheckpointError
+
+ORIGIN = {
+    "config": {"optimizer": {"lr": 0.001, "eps": 1e-6}},
+    "sources": {"data": "aa"},
+    "code": {"train/loop.py": "11", "clip/model.py": "22"},
+    "layout": {"workers": 2},
+}
+
+
+@pytest.fixture
+def run(make_config, run_once, tmp_path):
+    """`run(changes, **options)`: one attempt in one folder, with provenance ORIGIN by default."""
+
+    def attempt(keys=None, *, provenance=ORIGIN, **options):
+        config = make_config({"save_every": 4, "log_every": 2, **(keys or {})})
+        return run_once(config, tmp_path / "run", provenance=provenance, **options)[0]
+
+    attempt.folder = tmp_path / "run"
+    return attempt
+
+
+def stop_after(step):
+    """Ends the data after some steps, as a kill would."""
+
+    def spoil(built):
+        batches_from = built.batches_from
+        built.batches_from = lambda first: (
+            batch for n, batch in zip(range(first, step + 1), batches_from(first), strict=False)
+        )
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    ("group", "change", "line"),
+    [
+        (
+            "config",
+            {"optimizer": {"lr": 0.002, "eps": 1e-6}},
+            "config.optimizer.lr: 0.001 -> 0.002",
+        ),
+        ("config", {"optimizer": {"lr": 0.001}}, "config.optimizer.eps: 1e-06 -> absent"),
+        ("sources", {"data": "bb"}, "sources.data: aa -> bb"),
+        ("code", {"train/loop.py": "12", "clip/model.py": "22"}, "code.train/loop.py: 11 -> 12"),
+        ("layout", {"workers": 3}, "layout.workers: 2 -> 3"),
+    ],
+)
+def test_a_checkpoint_of_another_origin_is_refused_field_by_field(run, group, change, line):
+    with pytest.raises(StopIteration):
+        run(spoil=stop_after(6))
+    before = (run.folder / "metrics.jsonl").read_bytes()
+    with pytest.raises(CheckpointError) as error:
+        run(provenance={**ORIGIN, group: change})
+    listed = [text.strip() for text in str(error.value).splitlines()[1:-1]]
+    assert listed == [line] and "step_000000004" in str(error.value)
+    assert (run.folder / "metrics.jsonl").read_bytes() == before
+    assert run().state == "finished"
+
+
+@pytest.mark.parametrize(("group", "key"), [("code", "allow_drift"), ("layout", "allow_reshard")])
+def test_drift_that_is_allowed_by_name_is_recorded(run, group, key):
+    with pytest.raises(StopIteration):
+        run(spoil=stop_after(6))
+    changed = {**ORIGIN, group: {"workers": 5}}
+    assert run({f"resume.{key}": True}, provenance=changed).state == "finished"
+    [event] = read_rows(run.folder / "events.jsonl")
+    assert event["step"] == 4 and f"{group}.workers: " in " ".join(event["drift"])
+
+
+@pytest.mark.parametrize("group", ["config", "sources"])
+def test_another_config_or_other_data_cannot_be_allowed(run, group):
+    with pytest.raises(StopIteration):
+        run(spoil=stop_after(6))
+    keys = {"resume.allow_drift": True, "resume.allow_reshard": True}
+    with pytest.raises(CheckpointError, match=f"{group}.x: absent -> 1.*another name="):
+        try:
+            run(keys, provenance={**ORIGIN, group: {**ORIGIN[group], "x": 1}})
+        except CheckpointError as error:
+            raise CheckpointError(str(error).replace("\n", " ")) from error
+
+
+def test_changes_list_each_leaf_once():
+    before = {"a": {"b": 1, "c": [1, 2]}, "d": None}
+    assert changes(before, {"a": {"b": 2, "c": [1, 2]}, "e": 0}) == [
+        "a.b: 1 -> 2", "d: None -> absent", "e: absent -> 0",
+    ]  # fmt: skip
+    assert changes(before, before) == []
+
+
+def test_code_digests_cover_the_package():
+    digests = code_digests()
+    assert {"config.py", "train/loop.py", "optim/stable_adamw.py"} <= set(digests)
+
+
+def fill_disk(monkeypatch, is_full):
+    """Makes every write to a path for which `is_full(path)` is true fail half done."""
+    write = os.write
+
+    def limited(descriptor, data):
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        if is_full(path):
+            write(descriptor, bytes(data)[: len(data) // 2])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", limited)
+
+
+def test_a_full_disk_at_the_record_stops_the_run_with_a_clean_record(run, monkeypatch):
+    fill_disk(monkeypatch, lambda path: path.endswith("metrics.jsonl") and full)
+    full = False
+
+    def fill_after(built):
+        batches_from = built.batches_from
+
+        def filling(first):
+            nonlocal full
+            for step, batch in enumerate(batches_from(first), first):
+                full = step > 7
+                yield batch
+
+        built.batches_from = filling
+
+    message = r"metrics\.jsonl cannot be written: No space left.*bytes are free"
+    with pytest.raises(durable.DiskError, match=message):
+        run(spoil=fill_after)
+    rows = read_rows(run.folder / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert (run.folder / "metrics.jsonl").read_bytes().endswith(b"\n")
+    full = False
+    assert run().state == "finished"
+
+
+def test_a_checkpoint_that_does_not_fit_leaves_nothing_and_is_tried_again(run, monkeypatch):
+    failures = iter([True, True, False])
+    failing = {}
+
+    def full(path):
+        if ".tmp.step_" in path and path.endswith("optimizer.safetensors"):
+            return failing.setdefault(path, next(failures, False))
+        return False
+
+    fill_disk(monkeypatch, full)
+    assert run({"save_every": 3}).state == "finished"
+    assert [p.name for p in list_checkpoints(run.folder)] == ["step_000000009", "step_000000012"]
+    assert not list((run.folder / "checkpoints").glob(".tmp*"))
+    events = read_rows(run.folder / "events.jsonl")
+    assert [event["step"] for event in events] == [3, 6]
+    assert all("No space left" in event["not saved"] for event in events)
+
+
+def test_the_third_failure_in_a_row_ends_the_run_and_keeps_the_old_checkpoint(run, monkeypatch):
+    def full(path):
+        return "checkpoints/.tmp" in path and not path.count("step_000000002")
+
+    fill_disk(monkeypatch, full)
+    with pytest.raises(CheckpointError, match=r"step_000000008 cannot be saved.*No space left"):
+        run({"save_every": 2})
+    assert [p.name for p in list_checkpoints(run.folder)] == ["step_000000002"]
+    monkeypatch.undo()
+    assert run({"save_every": 2}).state == "finished"
+
+
+def test_room_for_the_checkpoints_is_asked_for_before_training(run, monkeypatch):
+    usage = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(CheckpointError, match=r"1,000 bytes are free, and checkpoints need"):
+        run()
+    assert not (run.folder / "metrics.jsonl").exists()
+
+
+def test_vanished_checkpoints_are_an_error_never_step_0(run):
+    with pytest.raises(StopIteration):
+        run(spoil=stop_after(6))
+    for path in list_checkpoints(run.folder):
+        path.rename(run.folder / path.name)
+    with pytest.raises(CheckpointError, match="was saved at step 4; its checkpoints are gone"):
+        run()
+
+
+def test_leftovers_of_a_killed_process_are_swept(run):
+    with pytest.raises(StopIteration):
+        run(spoil=stop_after(6))
+    for name in (".tmp.step_000000008", ".trash.step_000000000"):
+        (run.folder / "checkpoints" / name).mkdir()
+        (run.folder / "checkpoints" / name / "model.safetensors").write_bytes(b"x")
+    assert run().state == "finished"
+    names = sorted(path.name for path in (run.folder / "checkpoints").iterdir())
+    assert names == ["step_000000008", "step_000000012"]
