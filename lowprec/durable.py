@@ -32,12 +32,13 @@ def append(path: Path, rows: Iterable[bytes]) -> None:
         raise DiskError(path, error) from error
 
 
-def write(path: Path, data: bytes) -> None:
-    """A new file, on disk when this returns."""
+def write(path: Path, *chunks: bytes) -> None:
+    """A new file of these chunks, on disk when this returns."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
-            _write_whole(descriptor, data)
+            for chunk in chunks:
+                _write_whole(descriptor, chunk)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)

@@ -50,14 +50,19 @@ def save_checkpoint(
 
 
 def _write_files(folder: Path, state: TrainState) -> dict[str, dict]:
-    """Writes the files of a state; bytes and sha256 by name."""
-    files = {}
-    with ThreadPoolExecutor(1) as beside:  # hashing lets the writing go on
-        for name, data in state.files():
-            digest = beside.submit(hashlib.sha256, data)
-            durable.write(folder / name, data)
-            files[name] = {"bytes": len(data), "sha256": digest.result().hexdigest()}
-    return files
+    """Writes and hashes the files of a state, all at once; bytes and sha256 by name."""
+    contents = state.files()
+    with ThreadPoolExecutor(2 * len(contents)) as pool:
+        digests = {name: pool.submit(_sha256, chunks) for name, chunks in contents.items()}
+        written = [
+            pool.submit(durable.write, folder / name, *chunks) for name, chunks in contents.items()
+        ]
+    for done in written:
+        done.result()
+    return {
+        name: {"bytes": sum(map(len, chunks)), "sha256": digests[name].result()}
+        for name, chunks in contents.items()
+    }
 
 
 def retire(run: Path, keep: int) -> None:
@@ -138,7 +143,14 @@ def verify(path: Path) -> dict:
 
 
 def _digest_of(body: dict) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    return _sha256([json.dumps(body, sort_keys=True).encode()])
+
+
+def _sha256(chunks: list) -> str:
+    digest = hashlib.sha256()
+    for chunk in chunks:
+        digest.update(chunk)
+    return digest.hexdigest()
 
 
 def _digest_of_file(path: Path) -> str:

@@ -47,7 +47,13 @@ class WandbLogger(Logger):
         import wandb
 
         self._run = wandb.init(
-            project="lowprec", dir=run, name=run.name, id=run.name, resume="allow", config=config
+            project="lowprec",
+            dir=run,
+            name=run.name,
+            id=run.name,
+            resume="allow",
+            config=config,
+            settings=wandb.Settings(x_disable_meta=True),  # a typed URL may hold a password
         )
 
     def log(self, rows: list[dict]) -> None:

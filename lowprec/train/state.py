@@ -1,15 +1,15 @@
 """Everything that a step changes, to files and back, without pickle."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lowprec.optim.stable_adamw import StableAdamW
+from lowprec.train.pack import pack
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -27,47 +27,44 @@ class TrainState:
     scaler: object
     skips: int = 0
 
-    def files(self) -> Iterator[tuple[str, bytes]]:
-        """Name and content of model, optimizer and rng .safetensors and of state.json."""
-        model = {name: tensor.contiguous() for name, tensor in self.model.state_dict().items()}
-        yield "model.safetensors", save(model)
-        moments = {}
+    def files(self) -> dict[str, list]:
+        """Content of each file of a checkpoint, as chunks of bytes."""
+        moments: dict[str, dict] = {key: {} for key in MOMENTS}
         for name, parameter in self._named_parameters():
             for key in MOMENTS:
                 zero = torch.zeros_like(parameter, dtype=torch.float32)
-                moments[f"{key}/{name}"] = self.optimizer.state[parameter].get(key, zero)
-        for i, group in enumerate(self.optimizer.param_groups):
-            moments[f"step/{i}"] = torch.as_tensor(group.get("step", 0.0)).float()
-        yield "optimizer.safetensors", save(moments)
+                moments[key][name] = self.optimizer.state[parameter].get(key, zero)
         rng = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_available():
             rng["cuda"] = torch.cuda.get_rng_state()
-        yield "rng.safetensors", save(rng)
-        state = {"scaler": self.scaler.state_dict(), "skips": self.skips}
-        yield "state.json", json.dumps(state).encode()
+        steps = [float(group.get("step", 0)) for group in self.optimizer.param_groups]
+        state = {"scaler": self.scaler.state_dict(), "skips": self.skips, "steps": steps}
+        return {
+            "model.safetensors": pack(self.model.state_dict()),
+            **{f"{key}.safetensors": pack(moments[key]) for key in MOMENTS},
+            "rng.safetensors": pack(rng),
+            "state.json": [json.dumps(state).encode()],
+        }
 
     def load(self, folder: Path) -> None:
         """Reads what `files` gave; CheckpointError where a name or a shape differs."""
         model = load_file(folder / "model.safetensors")
         _check_same(model, self.model.state_dict(), folder / "model.safetensors")
+        named = dict(self._named_parameters())
+        moments = {key: load_file(folder / f"{key}.safetensors") for key in MOMENTS}
+        for key, found in moments.items():
+            _check_same(found, named, folder / f"{key}.safetensors")
+        state = json.loads((folder / "state.json").read_text())
         self.model.load_state_dict(model)
-        moments = load_file(folder / "optimizer.safetensors")
-        named, groups = dict(self._named_parameters()), self.optimizer.param_groups
-        expected = {f"{key}/{name}": p for key in MOMENTS for name, p in named.items()}
-        expected |= {f"step/{i}": torch.zeros(()) for i in range(len(groups))}
-        _check_same(moments, expected, folder / "optimizer.safetensors")
-        steps = [moments.pop(f"step/{i}") for i in range(len(groups))]
-        for key, value in moments.items():
-            kind, _, name = key.partition("/")
-            parameter = named[name]
-            self.optimizer.state[parameter][kind] = value.to(parameter.device)
-        for group, step in zip(self.optimizer.param_groups, steps, strict=True):
-            group["step"] = step.to(group["params"][0].device)
+        for key, found in moments.items():
+            for name, parameter in named.items():
+                self.optimizer.state[parameter][key] = found[name].to(parameter.device)
+        for group, step in zip(self.optimizer.param_groups, state["steps"], strict=True):
+            group["step"] = torch.tensor(step, device=group["params"][0].device)
         rng = load_file(folder / "rng.safetensors")
         torch.set_rng_state(rng["cpu"])
         if torch.cuda.is_available() and "cuda" in rng:
             torch.cuda.set_rng_state(rng["cuda"])
-        state = json.loads((folder / "state.json").read_text())
         self.scaler.load_state_dict(state["scaler"])
         self.skips = state["skips"]
 

@@ -2,6 +2,7 @@ import builtins
 import errno
 import json
 import os
+import shutil
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -124,6 +125,52 @@ def test_change_that_keeps_the_size_is_found_by_its_time(tmp_path, write_shards)
     write_shards(tmp_path, [2], {1: {"txt": b"caption 9"}})
     os.utime(tmp_path / "train-000.tar", ns=(0, 10**18))
     assert open_shards(pattern, accept=True).digest != before.digest
+
+
+def change_one(folder):
+    path = folder / "train-001.tar"
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"caption 2", b"caption 8"))
+    os.utime(path, ns=(0, 10**18))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda folder: (folder / "train-001.tar").unlink(), r"1 missing \(.*train-001\.tar\)"),
+        (change_one, r"1 changed \(.*train-001\.tar\)"),
+        (lambda folder: shutil.copy(folder / "train-000.tar", folder / "train-009.tar"),
+         r"1 new \(.*train-009\.tar\)"),
+    ],
+)  # fmt: skip
+def test_a_set_that_is_not_the_indexed_one_is_refused_until_it_is_accepted(
+    tmp_path, write_shards, change, named
+):
+    pattern = write_shards(tmp_path, [2, 2, 2])
+    before = open_shards(pattern).digest
+    change(tmp_path)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=named + ".*experiments.index_shards data="):
+            open_shards(pattern)
+    after = open_shards(pattern, accept=True).digest
+    assert after != before and open_shards(pattern).digest == after
+
+
+def test_a_shard_that_was_only_touched_is_the_same(tmp_path, write_shards, indexed):
+    pattern = write_shards(tmp_path, [2, 2])
+    before = open_shards(pattern).digest
+    os.utime(tmp_path / "train-001.tar", ns=(0, 10**18))
+    assert open_shards(pattern).digest == before and len(indexed) == 3
+
+
+def test_all_damaged_and_empty_shards_are_named_at_once(tmp_path, write_shards):
+    pattern = write_shards(tmp_path, [2, 2, 2, 2])
+    (tmp_path / "train-000.tar").write_bytes(b"")
+    (tmp_path / "train-002.tar").write_bytes(bytes(10240))
+    with pytest.raises(ValueError) as error:
+        open_shards(pattern)
+    assert all(name in str(error.value) for name in ("train-000.tar", "train-002.tar"))
+    assert not any(name in str(error.value) for name in ("train-001.tar", "train-003.tar"))
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"format": 0}', None])

@@ -19,6 +19,7 @@ import select
 import signal
 import stat
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -34,6 +35,7 @@ class Disk:
         self.root, self.crash, self.power_cut = root, crash or {}, power_cut
         self.log_file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         self.points: list[str] = []
+        self.lock = threading.Lock()  # a checkpoint's files are written side by side
         self.synced: dict[int, int] = {}  # inode: bytes that a power cut leaves
         self.renames: list[tuple[str, str]] = []
         self.committed = None
@@ -52,10 +54,11 @@ class Disk:
             path = self._path(target, options.get("dir_fd"))
             if path is None:
                 return ORIGINAL[name](target, *rest, **options)
-            here = len(self.points) == self.crash.get("point")
-            self.points.append(f"{name} {path[len(self.root) + 1 :]}")
+            with self.lock:
+                here = len(self.points) == self.crash.get("point")
+                self.points.append(f"{name} {path[len(self.root) + 1 :]}")
             if here:
-                if self.crash["part"] == "half":
+                if self.crash["part"] == "half" and name == "write":
                     ORIGINAL["write"](target, bytes(rest[0])[: len(rest[0]) // 2])
                 self._die()
             result = ORIGINAL[name](target, *rest, **options)

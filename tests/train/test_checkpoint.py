@@ -1,9 +1,13 @@
 """Checkpoints: damage is named and the older one taken; nothing foreign is loaded or executed."""
 
+import hashlib
+import json
+import random
 import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from lowprec.train.checkpoint import list_checkpoints, newest_checkpoint, verify
 from lowprec.train.state import CheckpointError
@@ -16,7 +20,7 @@ def finished(make_config, run_once, tmp_path):
     return tmp_path / "run", built
 
 
-@pytest.mark.parametrize("file", ["model", "optimizer", "rng"])
+@pytest.mark.parametrize("file", ["model", "exp_avg", "exp_avg_sq", "rng"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
 def test_a_damaged_checkpoint_is_named_and_the_older_taken(finished, file, damage, capsys):
     run, _ = finished
@@ -47,11 +51,9 @@ def test_export_takes_the_newest_whole_checkpoint(finished):
 
 
 def test_missing_optimizer_state_is_refused(finished):
-    from safetensors.torch import save_file
-
     run, built = finished
     folder = list_checkpoints(run)[-1]
-    save_file({"step/0": torch.zeros(())}, folder / "optimizer.safetensors")
+    save_file({}, folder / "exp_avg.safetensors")
     with pytest.raises(CheckpointError, match="tensors differ"):
         built.state.load(folder)
 
@@ -82,16 +84,21 @@ def test_state_of_another_shape_is_refused_by_name(finished, make_config):
         built.state.load(list_checkpoints(run)[-1])
 
 
-def test_optimizer_state_of_another_shape_is_refused(finished):
-    from safetensors.torch import load_file, save_file
-
+def test_optimizer_state_of_another_shape_is_refused_and_nothing_loaded(finished):
     run, built = finished
     folder = list_checkpoints(run)[-1]
-    moments = load_file(folder / "optimizer.safetensors")
-    moments["exp_avg/visual.proj"] = torch.zeros(3, 3)
-    save_file(moments, folder / "optimizer.safetensors")
-    with pytest.raises(CheckpointError, match="exp_avg/visual.proj"):
+    before = built.task.model.logit_scale.item()
+    for file, name, value in (
+        ("model", "logit_scale", torch.tensor(9.0)),
+        ("exp_avg_sq", "visual.proj", torch.zeros(3, 3)),
+    ):
+        tensors = load_file(folder / f"{file}.safetensors")
+        save_file({**tensors, name: value}, folder / f"{file}.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"exp_avg_sq\.safetensors .*visual\.proj is \(3, 3\)"
+    ):
         built.state.load(folder)
+    assert built.task.model.logit_scale.item() == before
 
 
 def test_manifest_lists_every_file(finished):
@@ -102,3 +109,42 @@ def test_manifest_lists_every_file(finished):
     copy = run / "copy"
     shutil.copytree(folder, copy)
     assert verify(copy)["step"] == 12
+
+
+def test_100_bit_flips_are_all_found_and_named(finished, capsys):
+    run, _ = finished
+    newest = list_checkpoints(run)[-1]
+    files, generator = sorted(newest.iterdir()), random.Random(0)
+    for trial in range(100):
+        victim = files[trial % len(files)]
+        data = bytearray(victim.read_bytes())
+        bit = generator.randrange(8 * len(data))
+        data[bit // 8] ^= 1 << bit % 8
+        victim.write_bytes(data)
+        assert newest_checkpoint(run)[1]["step"] == 8, (victim.name, bit)
+        assert str(victim) in capsys.readouterr().out, (victim.name, bit)
+        data[bit // 8] ^= 1 << bit % 8
+        victim.write_bytes(data)
+    assert newest_checkpoint(run)[1]["step"] == 12
+
+
+def test_a_truncated_file_is_found_wherever_it_is_cut(finished):
+    run, _ = finished
+    newest = list_checkpoints(run)[-1]
+    for victim in newest.iterdir():
+        data = victim.read_bytes()
+        for cut in (0, 1, 7, 8, len(data) // 3, len(data) - 1):
+            victim.write_bytes(data[:cut])
+            assert newest_checkpoint(run)[1]["step"] == 8, (victim.name, cut)
+        victim.write_bytes(data)
+
+
+def test_checkpoint_of_another_format_says_so(finished):
+    run, _ = finished
+    file = list_checkpoints(run)[-1] / "manifest.json"
+    manifest = json.loads(file.read_text()) | {"format": 1}
+    del manifest["sha256"]
+    digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    file.write_text(json.dumps({"sha256": digest, **manifest}))
+    with pytest.raises(CheckpointError, match="has format 1; 2 is read here"):
+        verify(file.parent)

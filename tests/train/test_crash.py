@@ -23,6 +23,7 @@ import pytest
 from lowprec.run import find_runs, read_rows, read_status, to_dict
 from lowprec.train.checkpoint import list_checkpoints, newest_checkpoint
 
+LAST = ("model.safetensors", "exp_avg.safetensors", "exp_avg_sq.safetensors", "state.json")
 SETTINGS = {
     "num_steps": 6,
     "save_every": 2,
@@ -111,7 +112,7 @@ def contents(run):
     """What must be the same: metrics, skips, tensors, the last checkpoint's weights and moments."""
     last = list_checkpoints(run)[-1]
     files = [run / "metrics.jsonl", run / "skips.jsonl", run / "tensors.parquet"]
-    files += [last / name for name in ("model.safetensors", "optimizer.safetensors", "state.json")]
+    files += [last / name for name in LAST]
     return {path.name: path.read_bytes() for path in files}
 
 

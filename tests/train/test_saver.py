@@ -149,7 +149,7 @@ def test_a_checkpoint_that_does_not_fit_leaves_nothing_and_is_tried_again(run, m
     failing = {}
 
     def full(path):
-        if ".tmp.step_" in path and path.endswith("optimizer.safetensors"):
+        if ".tmp.step_" in path and path.endswith("exp_avg_sq.safetensors"):
             return failing.setdefault(path, next(failures, False))
         return False
 
