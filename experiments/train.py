@@ -115,7 +115,7 @@ def _attempt(
     from lowprec.train.provenance import changes, code_digests
 
     plain, facts = to_dict(config), environment()
-    changed = changes(_last_environment(record.run), facts) if record.attempt else []
+    changed = changes(_last_environment(record.run) or facts, facts)
     for line in changed:
         print(f"note: since the last attempt {line}")
     durable.replace(record.run / "config.yaml", OmegaConf.to_yaml(plain).encode())
@@ -165,11 +165,13 @@ def _attempt(
     return ended
 
 
-def _last_environment(run: Path) -> dict:
-    """What the attempt before ran on; empty if that is not known."""
-    with contextlib.suppress(OSError, ValueError):
-        return dict(json.loads((run / "environment.json").read_text()))
-    return {}
+def _last_environment(run: Path) -> dict | None:
+    """What the attempt before ran on; None if there was none or it is not known."""
+    try:
+        facts = json.loads((run / "environment.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return facts if isinstance(facts, dict) else None
 
 
 if __name__ == "__main__":

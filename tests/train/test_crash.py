@@ -25,7 +25,8 @@ from lowprec.train.checkpoint import list_checkpoints, newest_checkpoint
 
 LAST = ("model.safetensors", "exp_avg.safetensors", "exp_avg_sq.safetensors", "state.json")
 SETTINGS = {
-    "num_steps": 6,
+    "num_steps": 5,
+    "batch_size": 8,
     "save_every": 2,
     "log_every": 2,
     "model.vision_layers": 1,
@@ -142,8 +143,8 @@ def check_whole(root, expected, where):
     assert [name for name in expected if found[name] != expected[name]] == [], where
     assert read_status(run)["state"] == "finished", where
     names = sorted(path.name for path in (run / "checkpoints").iterdir())
-    assert len(names) == 2 and names[-1] == "step_000000006" and names[0][:5] == "step_", where
-    assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6], where
+    assert len(names) == 2 and names[-1] == "step_000000005" and names[0][:5] == "step_", where
+    assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == [1, 2, 3, 4, 5], where
 
 
 def check_all(servers, make, expected, trials, **options):
@@ -185,7 +186,7 @@ def test_a_power_cut_at_every_sync_and_rename_changes_nothing(servers, make, und
 
 def test_a_kill_at_every_crash_point_of_a_resume_changes_nothing(servers, make, undisturbed):
     run, points = undisturbed
-    half_saved = next(n for n, point in enumerate(points) if ".tmp.step_000000006" in point) + 3
+    half_saved = next(n for n, point in enumerate(points) if ".tmp.step_000000005" in point) + 3
     config = make("torn")
     servers[0].attempt(config, crash={"point": half_saved, "part": "before"})
     torn = Path(config["run_dir"])
