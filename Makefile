@@ -29,7 +29,7 @@ test-gpu: $(READY)
 	@$(PY) -m pytest -q -m gpu
 
 test-system: $(READY)
-	@echo "test-system: nothing needs root or apt yet"
+	@$(PY) -m pytest -q -m system
 
 mutants: $(READY)
 	@$(PY) tests/mutants.py

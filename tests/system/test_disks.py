@@ -1,0 +1,96 @@
+"""A disk that fills up and one that may not be written: real file systems, so root is needed."""
+
+import contextlib
+import os
+import subprocess
+import sys
+
+import pytest
+
+from experiments.cli import CONF
+from lowprec.run import find_runs, read_rows, read_status
+from lowprec.train.checkpoint import list_checkpoints
+
+pytestmark = pytest.mark.system
+TINY = ("model.vision_width=64", "model.vision_layers=1", "model.text_width=64")
+TINY += ("model.text_layers=1", "model.vocab_size=512", "num_workers=0", "device=cpu")
+TINY += ("precision=fp32", "batch_size=16", "log_every=2", "optimizer.lr=1e-3")
+TINY += ("evaluation=none", "data=shards", "data.val=null", "save_every=5")
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """`disk(options)`: a small file system in memory, mounted at a folder."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    with contextlib.ExitStack() as stack:
+
+        def mount(options):
+            done = subprocess.run(
+                ["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True
+            )
+            if done.returncode:
+                pytest.skip(f"cannot mount here: {done.stderr.decode().strip()}")
+            stack.callback(subprocess.run, ["umount", folder], check=True)
+            return folder
+
+        yield mount
+
+
+def train(*overrides, code):
+    done = subprocess.run(
+        [sys.executable, "-m", "experiments.train", *TINY, *overrides],
+        cwd=CONF.parent,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == code, done.stdout
+    return done.stdout
+
+
+def test_a_disk_that_fills_up_ends_the_run_in_a_sentence_and_it_goes_on_later(
+    disk, squares, tmp_path
+):
+    folder = disk("size=40m")
+    keys = (f"data.train={squares}/train-*.tar", f"run_dir={folder}")
+    filler = folder / "filler"
+    script = (  # fills the disk once the first checkpoint is there
+        "import time, sys, pathlib\n"
+        "folder = pathlib.Path(sys.argv[1])\n"
+        "while not list(folder.glob('run/*/checkpoints/step_*')): time.sleep(0.01)\n"
+        "with open(folder / 'filler', 'wb', buffering=0) as file:\n"
+        "    try:\n"
+        "        while True: file.write(bytes(4096))\n"
+        "    except OSError: time.sleep(60)\n"
+    )
+    filling = subprocess.Popen([sys.executable, "-c", script, str(folder)])
+    try:
+        output = train(*keys, "num_steps=2000", code=1)
+    finally:
+        filling.kill()
+        filling.wait()
+    assert "No space left on device" in output and "bytes are free" in output
+    assert "Traceback" not in output
+    [run] = find_runs(folder)
+    before = list_checkpoints(run)
+    assert before and read_status(run)["saved"] == int(before[-1].name[-9:])
+    assert all(row["loss"] for row in read_rows(run / "metrics.jsonl"))
+    filler.unlink()
+    assert "finished at step 2000" in train(*keys, "num_steps=2000", code=0)
+    steps = [row["step"] for row in read_rows(run / "metrics.jsonl")]
+    assert steps == list(range(1, 2001))
+
+
+def test_too_little_room_for_checkpoints_is_said_before_the_first_step(disk, squares):
+    folder = disk("size=2m")
+    output = train(f"data.train={squares}/train-*.tar", f"run_dir={folder}", code=1)
+    assert "bytes are free, and checkpoints need" in output and "Traceback" not in output
+
+
+def test_a_read_only_run_dir_is_refused_before_anything_is_built(disk, squares):
+    folder = disk("size=2m,ro")
+    output = train(f"data.train={squares}/train-*.tar", f"run_dir={folder}/runs", code=2)
+    assert f"run_dir={folder}/runs: {folder} cannot be written" in output
