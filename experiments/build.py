@@ -24,6 +24,7 @@ from lowprec.clip.zero_shot import build_classifier, imagenet
 from lowprec.config import Config
 from lowprec.data.loader import Batch, Batches, iterate, num_workers
 from lowprec.data.order import SampleOrder
+from lowprec.data.stream import Stream
 from lowprec.evaluate.evaluation import Evaluation
 from lowprec.optim.loss_scaling import build_scaler
 from lowprec.optim.param_groups import param_groups
@@ -50,6 +51,8 @@ class Built:
     def batches_from(self, first: int) -> Iterator[Batch]:
         """Batches of steps first, first + 1, ... on the host."""
         config = self.config
+        if config.data.name == "stream":
+            return self.stream().batches_from(first)
         order = SampleOrder(
             self.data.train.counts,
             seed=config.seed,
@@ -69,11 +72,27 @@ class Built:
         workers = num_workers(config.num_workers)
         return iterate(batches, workers=workers, first=first - 1, pin=self.device.type == "cuda")
 
+    def stream(self) -> Stream:
+        """The training data of data=stream."""
+        config = self.config
+        return Stream(
+            self.data.train,
+            seed=config.seed,
+            batch_size=config.batch_size,
+            num_steps=config.num_steps,
+            segment_steps=config.save_every,
+            workers=num_workers(config.num_workers),
+            image_size=image_size(self.task.model),
+            tokenizer=self.tokenizer,
+            augment=config.data.augment == "crop_flip",
+            pin=self.device.type == "cuda",
+        )
+
     def layout(self) -> dict:
         """Ranks and workers, where the order of samples depends on them: in a stream."""
         if self.config.data.name != "stream":
             return {}
-        return {"world_size": 1, "workers": num_workers(self.config.num_workers)}
+        return self.stream().layout()
 
     def evaluation(self) -> Evaluation | None:
         """The configured evaluation, or None."""

@@ -14,6 +14,7 @@ from experiments.preflight import names_file, read_lines, will_render
 from lowprec.config import Config
 from lowprec.data.index import Shards, open_shards
 from lowprec.data.shapes import render_shapes
+from lowprec.data.urls import ShardUrls, check_readers, expand_urls
 from lowprec.validate import ConfigError
 
 
@@ -25,9 +26,12 @@ def progress_bar() -> Progress:
 
 @dataclass
 class Data:
-    """Opened shards; `val` is None when nothing is evaluated, `train` when nothing is trained."""
+    """Opened shards; `val` is None when nothing is evaluated, `train` when nothing is trained.
 
-    train: Shards | None
+    The shards of data=stream are only named here; they are opened when their turn comes.
+    """
+
+    train: Shards | ShardUrls | None
     val: Shards | None
 
     def digest(self, config: Config) -> str:
@@ -45,14 +49,16 @@ def open_data(config: Config, *, training: bool = True) -> Data:
         render_default_shapes(Path(config.data.train).parent)
     train = val = None
     try:
-        if training:
+        if training and config.data.name == "stream":
+            train = _find_stream(config)
+        elif training:
             train = open_with_progress(config.data.train, config.data.index, "data.train")
         if config.evaluation.name != "none":
             val = open_with_progress(config.data.val, config.data.index, "data.val")
     except (OSError, ValueError) as error:
         raise ConfigError([str(error)]) from error
     faults = _label_faults(config, val) if val is not None and needs_names(config) else []
-    if training and config.batch_size > train.num_samples:
+    if isinstance(train, Shards) and config.batch_size > train.num_samples:
         fault = (
             f"batch_size={config.batch_size} exceeds the {train.num_samples} pairs of data.train"
         )
@@ -60,6 +66,15 @@ def open_data(config: Config, *, training: bool = True) -> Data:
     if faults:
         raise ConfigError(faults)
     return Data(train, val)
+
+
+def _find_stream(config: Config) -> ShardUrls:
+    """The shards of data=stream; ValueError if they are too few for the workers of this machine."""
+    from lowprec.data.loader import num_workers  # loads torch
+
+    shards = expand_urls(config.data.train, config.data.allow_remote)
+    check_readers(shards, num_workers(config.num_workers))
+    return shards
 
 
 def needs_names(config: Config) -> bool:

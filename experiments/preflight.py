@@ -7,9 +7,11 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from lowprec.config import SHAPES, Config
 from lowprec.data.index import expand
+from lowprec.data.urls import expand_urls
 from lowprec.validate import ConfigError
 
 
@@ -18,7 +20,9 @@ def preflight(config: Config, *, training: bool = True) -> None:
     faults = []
     evaluated = config.evaluation.name != "none"
     if not will_render(config):
-        patterns = {"data.train": config.data.train} if training else {}
+        streaming = training and config.data.name == "stream"
+        faults += _stream_faults(config) if streaming else []
+        patterns = {"data.train": config.data.train} if training and not streaming else {}
         patterns |= {"data.val": config.data.val} if evaluated else {}
         for name, pattern in patterns.items():
             if pattern is None:  # the schema's check says so
@@ -34,6 +38,8 @@ def preflight(config: Config, *, training: bool = True) -> None:
         faults.append(f"logger={config.logger.name} needs a package: pip install '.[loggers]'")
     if config.compile and not any(shutil.which(c) for c in (os.environ.get("CXX", "c++"), "g++")):
         faults.append("compile=true needs a C++ compiler: apt-get install g++")
+    if training and (folder := _not_writable(config.run_dir)):
+        faults.append(f"run_dir={config.run_dir}: {folder} cannot be written; choose another")
     if config.device == "cuda" and not _finds_gpu():
         faults.append("device=cuda: torch finds no GPU here; use device=cpu or device=auto")
     if faults:
@@ -44,6 +50,25 @@ def will_render(config: Config) -> bool:
     """Whether the embedded set has still to be rendered: only at its own place."""
     own = Path(config.data.train).parent == Path(SHAPES)
     return config.data.name == "shapes" and own and not Path(SHAPES).exists()
+
+
+def _stream_faults(config: Config) -> list[str]:
+    try:
+        shards = expand_urls(config.data.train, config.data.allow_remote)
+    except (FileNotFoundError, ValueError) as error:
+        return [str(error)]
+    schemes = {urlsplit(url).scheme for url in shards.urls} - {"", "pipe"}
+    if schemes and shutil.which("curl") is None:
+        return [f"data=stream opens {', '.join(sorted(schemes))} with curl: apt-get install curl"]
+    return []
+
+
+def _not_writable(run_dir: str) -> Path | None:
+    """The nearest folder there is, if it cannot be written."""
+    folder = Path(run_dir).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return None if folder.is_dir() and os.access(folder, os.W_OK) else folder
 
 
 def _names_faults(config: Config) -> list[str]:

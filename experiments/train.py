@@ -84,7 +84,8 @@ def _sentence(error: BaseException, config: Config) -> str | None:
             f"precision.autocast={config.precision.autocast} ({str(error)[:200]}). Less memory, "
             "as another run: checkpointing=true, model.patch_dropout=0.5 or a smaller batch_size"
         )
-    if isinstance(error, RuntimeError) and "DataLoader worker" in str(error):
+    lost = isinstance(error, (ConnectionError, EOFError))  # the pipe of a worker that is gone
+    if lost or (isinstance(error, RuntimeError) and "DataLoader worker" in str(error)):
         return (
             f"a data worker was killed ({error}), often for want of memory: fewer num_workers need "
             "less. The same command resumes it."

@@ -44,10 +44,10 @@ def _stream_faults(data: DataConfig) -> Iterator[str]:
         scheme = url_scheme(pattern or "")
         if scheme is not None and (data.name != "stream" or name == "val"):
             way_out = "" if name == "val" else "; for URLs: data=stream"
-            yield f"data.{name}={pattern}: local files are expected, not {scheme}{way_out}"
+            yield f"data.{name}: local files are expected, not {scheme}{way_out}"
         elif scheme is not None and scheme not in data.allow_remote:
             known = f"data.allow_remote=[{scheme}]" if scheme in REMOTE_SCHEMES else "local files"
-            yield f"data.train={pattern}: {scheme} is not allowed; if it is meant: {known}"
+            yield f"data.train: {scheme} is not allowed; if it is meant: {known}"
     if data.allow_remote and data.name != "stream":
         yield f"data.allow_remote={data.allow_remote} does nothing without data=stream"
     if data.resampled and data.name == "stream":

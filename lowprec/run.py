@@ -123,7 +123,7 @@ def scan_rows(path: Path) -> tuple[list[dict], list[str]]:
     for number, line in enumerate(lines[:-1], 1):
         try:
             rows.append(decode_row(line.decode()))
-        except (ValueError, AttributeError) as error:  # not JSON, or JSON but no map
+        except (ValueError, AttributeError, RecursionError) as error:  # no JSON, or no map
             faults.append(f"{path}, line {number} (byte {byte}) is damaged: {error}")
         byte += len(line) + 1
     return rows, faults

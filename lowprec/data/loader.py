@@ -186,7 +186,7 @@ def num_workers(requested: int | None) -> int:
     return max(1, min(16, len(os.sched_getaffinity(0)) - 1))
 
 
-def _ignore_signals(worker: int) -> None:
+def ignore_signals(worker: int) -> None:
     """A signal to the whole process group is the training process's business, not a worker's."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
@@ -203,7 +203,7 @@ def iterate(batches: Batches, *, workers: int, first: int = 0, pin: bool = False
             pin_memory=pin,
             multiprocessing_context="fork" if workers else None,
             prefetch_factor=2 if workers else None,
-            worker_init_fn=_ignore_signals,
+            worker_init_fn=ignore_signals,
             generator=torch.Generator(),  # the default one is training's, and would be drawn from
         )
     )

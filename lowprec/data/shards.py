@@ -4,6 +4,8 @@ import os
 
 import numpy as np
 
+from lowprec.data.tar import SAMPLE
+
 OPEN_LIMIT = 256  # tables and files open at a time
 
 
@@ -43,6 +45,8 @@ class Shards:
         if table is None:
             try:
                 table = np.load(self._table_files[shard], mmap_mode="r")
+                if table.dtype != SAMPLE or len(table) != np.diff(self.starts[shard : shard + 2]):
+                    raise ValueError("it is not the table that was indexed")
             except (OSError, ValueError, EOFError) as error:
                 raise ShardError(
                     f"{self._table_files[shard]} cannot be read ({error}); remove its folder, and "

@@ -1,6 +1,7 @@
 """What lies where in one tar of image-text samples, found without unpacking or trusting it."""
 
 import hashlib
+import os
 import tarfile
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import numpy as np
 
 IMAGES = ("jpg", "jpeg", "png", "webp")
 MEMBERS = (*IMAGES, "txt", "json", "cls")
+LARGEST = 2**31 - 1  # bytes of a member that the table can hold
 SAMPLE = np.dtype(
     [
         ("image_offset", "<i8"),
@@ -22,9 +24,9 @@ SAMPLE = np.dtype(
 def index_tar(path: Path, source: Path | None = None) -> tuple[np.ndarray, str]:
     """The SAMPLE table of an uncompressed tar and the digest of its members' names and bytes.
 
-    A sample is a run of members with one key (the name up to the first dot of its last part). One
-    without an image or a caption (txt) has its row too, so that a reader can name it. Raises
-    ValueError naming `source` for a damaged tar or one without a whole sample.
+    A sample is a run of members with one key (the name up to the first dot of its last part), each
+    kind once. One without an image or a caption (txt) has its row too, so that a reader can name
+    it. Raises ValueError naming `source` for a damaged tar or one without a whole sample.
     """
     source = source or path
     digest = hashlib.sha256()
@@ -33,27 +35,33 @@ def index_tar(path: Path, source: Path | None = None) -> tuple[np.ndarray, str]:
     key = None
     try:
         with tarfile.open(path, "r:") as tar, open(path, "rb") as file:
+            end = os.fstat(file.fileno()).st_size
             for member in tar:
+                if member.size < 0:  # tarfile would go back, for ever
+                    raise tarfile.ReadError(f"a size below zero at byte {member.offset}")
                 stem, dot, kind = _split(member.name)
-                if not member.isfile() or not dot or kind not in MEMBERS:
+                if not member.isfile() or member.issparse() or not dot or kind not in MEMBERS:
                     continue
-                if stem != key:
+                if stem != key or kind in parts:
                     _close_sample(parts, rows, file)
                     key, parts = stem, {}
+                if member.size > min(end - member.offset_data, LARGEST):
+                    raise tarfile.ReadError(f"a size of {member.size} at byte {member.offset}")
                 file.seek(member.offset_data)
                 data = file.read(member.size)
-                if len(data) < member.size:
-                    raise tarfile.ReadError("the last member is cut short")
-                digest.update(f"{stem}.{kind} {member.size}\n".encode() + data)
+                name = f"{stem}.{kind} {member.size}\n"
+                digest.update(name.encode("utf-8", "surrogateescape") + data)
                 parts[kind] = (member.offset_data, member.size)
             _close_sample(parts, rows, file)
             file.seek(tar.offset)
-            end = file.read(512)  # tarfile ends silently at a bad, zero or missing header
+            last = file.read(512)  # tarfile ends silently at a bad, zero or missing header
             rest = iter(lambda: file.read(1 << 20), b"")
-            if end != bytes(512) or any(chunk.strip(b"\0") for chunk in rest):
+            if last != bytes(512) or any(chunk.strip(b"\0") for chunk in rest):
                 raise tarfile.ReadError(f"bad header or early end at byte {tar.offset}")
-    except tarfile.TarError as error:
+    except (tarfile.TarError, ValueError, LookupError) as error:  # the last two: a pax header
         raise ValueError(f"{source} is damaged: {error}") from error
+    except OSError as error:
+        raise ValueError(f"{source} cannot be read: {error.strerror}") from error
     table = np.array(rows, dtype=SAMPLE)
     if not ((table["image_bytes"] >= 0) & (table["text_bytes"] >= 0)).any():
         raise ValueError(
@@ -77,6 +85,11 @@ def _close_sample(parts: dict[str, tuple[int, int]], rows: list[tuple], file: ob
     label = -1
     if "cls" in parts:
         file.seek(parts["cls"][0])
-        text = file.read(parts["cls"][1]).strip()
-        label = int(text) if text.isdigit() and len(text) < 10 else -1
+        label = label_of(file.read(parts["cls"][1]))
     rows.append((*image, *parts.get("txt", (0, -1)), label))
+
+
+def label_of(data: bytes) -> int:
+    """The class in a .cls member; -1 where it is not a number of at most nine digits."""
+    text = data.strip()
+    return int(text) if text.isdigit() and len(text) < 10 else -1

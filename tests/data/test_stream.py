@@ -1,0 +1,304 @@
+"""Streams: the same again, from where they stopped, and every fault by its name."""
+
+import base64
+import os
+import random
+import signal
+import threading
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pytest
+import torch
+
+import lowprec.data.stream
+from experiments.build import build
+from experiments.open_data import open_data
+from lowprec.data.remote import _Source
+from lowprec.data.shards import ShardError
+from lowprec.data.stream import Stream
+from lowprec.data.urls import ShardUrls, check_readers
+from lowprec.run import read_rows
+from lowprec.train.signals import StopRequest
+from lowprec.validate import ConfigError
+
+SIZE = 12
+fork_is_fine = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+
+class Server(ThreadingHTTPServer):
+    """Serves the files of a folder; `log` holds the path of each request, `users` who asked."""
+
+    def __init__(self, folder):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.folder, self.log, self.users = folder, [], set()
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+    def handle_error(self, request, client_address):
+        pass  # a reader that goes away early
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        name = self.path.partition("?")[0].lstrip("/")
+        self.server.log.append(name)
+        self.server.users.add(self.headers.get("Authorization"))
+        file = self.server.folder / name
+        self.send_response(200 if file.exists() else 404)
+        body = file.read_bytes() if file.exists() else b"<html>not found</html>"
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    (tmp_path / "served").mkdir()
+    with Server(tmp_path / "served") as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}).start()
+        yield server
+        server.shutdown()
+
+
+@pytest.fixture
+def put(tmp_path, server, sample, write_tar):
+    """A function: a served shard of numbered samples, some changed; returns its URL."""
+
+    def put(name, numbers, change=None):
+        members = []
+        for number in numbers:
+            parts = {**sample(number), **(change or {}).get(number, {})}
+            members += [(f"{number:06d}.{k}", v) for k, v in parts.items() if v is not None]
+        write_tar(server.folder / name, members)
+        return f"{server.url}/{name}"
+
+    return put
+
+
+@pytest.fixture
+def eight(put):
+    """URLs of eight shards of six samples; number 20 has no image, number 33 a blank caption."""
+    change = {20: {"png": b"broken"}, 33: {"txt": b" "}}
+    return [put(f"{i}.tar", range(6 * i, 6 * i + 6), change) for i in range(8)]
+
+
+def tokenize(captions):
+    return torch.tensor([[int(caption.split()[-1])] for caption in captions])
+
+
+def make_stream(urls, **changes):
+    options = {"seed": 0, "batch_size": 4, "num_steps": 12, "segment_steps": 4, "workers": 0}
+    options |= {"image_size": SIZE, "tokenizer": tokenize, **changes}
+    return Stream(ShardUrls(urls), **options)
+
+
+def read(urls, first=1, **changes):
+    return list(make_stream(urls, **changes).batches_from(first))
+
+
+def numbers(batches):
+    return [number for batch in batches for number in batch.tokens[:, 0].tolist()]
+
+
+def same(a, b):
+    tensors = ("images", "tokens", "labels", "samples")
+    equal = all(torch.equal(getattr(a, name), getattr(b, name)) for name in tensors)
+    return equal and a.skips == b.skips
+
+
+def test_a_batch_holds_whole_samples(put, sample):
+    url = put("a.tar", range(8), {3: {"cls": None}, 5: {"cls": b"x"}})
+    batch, second = read([url], num_steps=2)
+    assert sorted(numbers([batch, second])) == list(range(8))
+    labels = dict(zip(numbers([batch, second]), [*batch.labels, *second.labels], strict=True))
+    assert labels == {n: -1 if n in (3, 5) else n % 7 for n in range(8)}
+    assert batch.images.shape == (4, 3, SIZE, SIZE) and batch.images.dtype == torch.uint8
+    assert batch.samples.tolist() == [-1] * 4 and batch.skips == []
+
+
+def test_the_seed_and_the_segment_decide_the_order_and_nothing_else_does(eight):
+    whole = read(eight)
+    random.seed(5)
+    again = read(eight)
+    assert len(whole) == 12 and all(map(same, whole, again))
+    segments = [numbers(whole[i : i + 4]) for i in (0, 4, 8)]
+    assert segments[0] != segments[1] != segments[2] != segments[0]
+    assert numbers(read(eight, seed=1)) != numbers(whole)
+
+
+def test_reading_leaves_the_random_states_as_they_are(eight):
+    states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
+    read(eight, augment=True)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    np.testing.assert_array_equal(np.random.get_state()[1], states[1])
+    assert random.getstate() == states[2]
+
+
+@fork_is_fine
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_resuming_at_a_boundary_is_the_continuation_and_reads_nothing_twice(
+    server, eight, workers, monkeypatch
+):
+    monkeypatch.setattr(lowprec.data.stream, "SHUFFLED", 3)
+    undisturbed = make_stream(eight, workers=workers).batches_from(1)
+    before = [next(undisturbed) for _ in range(4)]
+    asked_before = Counter(server.log)
+    after = list(undisturbed)
+    asked_after = Counter(server.log) - asked_before
+    assert before and sum(asked_before.values()) >= 3 and len(after) == 8
+    server.log.clear()
+    assert all(map(same, read(eight, first=5, workers=workers), after))
+    assert Counter(server.log) == asked_after
+
+
+@fork_is_fine
+@pytest.mark.parametrize(("workers", "first"), [(0, 3), (0, 8), (0, 12), (2, 7)])
+def test_resuming_within_a_segment_is_the_continuation(eight, workers, first):
+    whole = read(eight, workers=workers)
+    tail = read(eight, first=first, workers=workers)
+    assert len(tail) == 13 - first and all(map(same, tail, whole[first - 1 :]))
+    assert any(batch.skips for batch in whole)
+
+
+@fork_is_fine
+def test_no_worker_reads_as_one_does_and_the_layout_says_so(eight):
+    streams = [make_stream(eight, workers=workers) for workers in (0, 1, 2)]
+    none, one, two = (list(stream.batches_from(1)) for stream in streams)
+    assert all(map(same, none, one)) and numbers(one) != numbers(two)
+    assert [stream.layout()["workers"] for stream in streams] == [1, 1, 2]
+    ranks = make_stream(eight, world_size=2, rank=1, workers=3)
+    assert ranks.layout() == {"world_size": 2, "workers": 3}
+
+
+def test_every_sample_of_a_pass_comes_once_and_the_passes_differ(eight):
+    batches = read(eight, batch_size=46, num_steps=3, segment_steps=3)
+    seen = numbers(batches)
+    passes = [seen[i : i + 46] for i in (0, 46, 92)]
+    good = sorted(set(range(48)) - {20, 33})
+    assert all(sorted(one) == good for one in passes)
+    assert passes[0] != passes[1] != passes[2]
+    named = Counter(skip["key"] for batch in batches for skip in batch.skips)
+    assert set(named) == {"000020", "000033"} and max(named.values()) <= 3  # once a pass
+    shards = [n // 6 for n in passes[0]]
+    assert sum(a != b for a, b in zip(shards, shards[1:], strict=False)) > 20  # they are mixed
+
+
+@fork_is_fine
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ranks_and_workers_share_the_shards_of_a_pass(put, workers):
+    urls = [put(f"{i}.tar", range(6 * i, 6 * i + 6)) for i in range(8)]
+    options = {"batch_size": 8, "num_steps": 6, "segment_steps": 6, "workers": workers}
+    parts = [numbers(read(urls, rank=rank, world_size=2, **options)) for rank in (0, 1)]
+    assert not {n // 6 for n in parts[0]} & {n // 6 for n in parts[1]}
+    assert sorted(parts[0] + parts[1]) == list(range(48))
+
+
+def test_url_that_is_not_there_is_named_and_the_rest_still_comes(server, put):
+    urls = [put("a.tar", range(4)), f"{server.url}/gone.tar", "http://127.0.0.1:1/refused.tar"]
+    (batch,) = read(urls, num_steps=1)
+    assert sorted(numbers([batch])) == [0, 1, 2, 3]
+    rows = {(skip["shard"], skip["reason"]) for skip in batch.skips}
+    assert rows == {(urls[1], "OSError: curl failed with status 22"),
+                    (urls[2], "OSError: curl failed with status 7")}  # fmt: skip
+
+
+def test_packed_shards_files_and_commands_stream_too(server, put):
+    put("a.tar.gz", range(3))
+    put("b.tar", range(3, 6))
+    put("c.tar", range(6, 9))
+    urls = [f"{server.url}/a.tar.gz", str(server.folder / "b.tar"),
+            f"pipe:cat {server.folder}/c.tar"]  # fmt: skip
+    batches = read(urls, batch_size=9, num_steps=1)
+    assert sorted(numbers(batches)) == list(range(9)) and batches[0].skips == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR2])
+def test_a_signal_to_the_process_group_is_not_for_curl(server, put, number):
+    source = _Source(put("a.tar", range(4)))
+    os.kill(source.command.pid, number)
+    assert source.read(1 << 20) == (server.folder / "a.tar").read_bytes()
+    assert source.read(1) == b""
+    source.close()
+    assert number not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def test_secrets_reach_the_server_but_neither_skips_nor_messages(server, put):
+    secret = f"http://user:s3cret@127.0.0.1:{server.server_port}"
+    gone = [f"{secret}/gone.tar?sig=s3cret", "gopher://u:s3cret@host/a.tar"]
+    urls = [put("a.tar", range(4)), *gone]
+    (batch,) = read(urls, num_steps=1)
+    assert f"Basic {base64.b64encode(b'user:s3cret').decode()}" in server.users
+    assert len(batch.skips) == 2 and "s3cret" not in str(batch.skips)
+    with pytest.raises(ShardError) as raised:
+        read(gone)
+    assert "s3cret" not in str(raised.value)
+
+
+def test_crops_follow_the_seed_the_segment_and_the_sample(put, encode):
+    large = np.random.default_rng(0).integers(0, 256, (60, 80, 3), dtype=np.uint8)
+    url = put("a.tar", range(4), dict.fromkeys(range(4), {"png": encode(large)}))
+
+    def images(**changes):
+        options = {"augment": True, "segment_steps": 2, "num_steps": 4, **changes}
+        return {
+            (step, number): image
+            for step, batch in enumerate(read([url], **options))
+            for number, image in zip(numbers([batch]), batch.images, strict=True)
+        }
+
+    first, again, other = images(), images(), images(seed=1)
+    assert all(torch.equal(first[at], again[at]) for at in first)
+    assert any(not torch.equal(first[at], other[at]) for at in first)
+    for number in range(4):
+        views = {first[step, number].numpy().tobytes() for step in range(4)}
+        assert len(views) == 4  # two passes in each of two segments
+    assert len({first[0, number].numpy().tobytes() for number in range(4)}) == 4
+
+
+def test_too_few_shards_for_the_workers_are_refused_with_the_number_that_fits(make_config, squares):
+    changes = {"data.name": "stream", "data.val": None, "num_workers": 3}
+    with pytest.raises(ConfigError, match="2 shards for 1 ranks of 3 workers.*num_workers=2 fits"):
+        open_data(make_config(changes))
+    assert len(open_data(make_config(changes | {"num_workers": 2})).train.urls) == 2
+    with pytest.raises(ValueError, match="3 shards for 4 ranks .* 3 ranks fit"):
+        check_readers(ShardUrls(["a", "b", "c"]), 2, world_size=4)
+    with pytest.raises(ValueError, match="batch_size=4 is not a multiple of 3 ranks"):
+        make_stream(["a", "b", "c"], world_size=3)
+
+
+@fork_is_fine
+@pytest.mark.parametrize(("workers", "stop"), [(0, 6), (1, 4)])
+def test_run_stopped_and_resumed_has_the_metrics_of_the_undisturbed_run(
+    server, squares, make_config, run_once, tmp_path, workers, stop
+):
+    for path in squares.glob("train-*.tar"):
+        (server.folder / path.name).write_bytes(path.read_bytes())
+    damage = bytearray((server.folder / "train-0.tar").read_bytes())
+    damage[30 * 512] ^= 255
+    (server.folder / "train-0.tar").write_bytes(damage)
+    config = make_config({
+        "data.name": "stream", "data.train": f"{server.url}/train-{{0..1}}.tar", "data.val": None,
+        "data.allow_remote": ["http"], "data.augment": "crop_flip", "num_workers": workers,
+    })  # fmt: skip
+    ended, _ = run_once(config, tmp_path / "whole")
+    assert (ended.state, ended.step) == ("finished", 12)
+    request = StopRequest()
+    built = build(config, open_data(config))
+
+    def stopping(first):
+        for step, batch in enumerate(built.batches_from(first), first):
+            request.number = 15 if step == stop else None
+            yield batch
+
+    ended, _ = run_once(config, tmp_path / "cut", stop=request, batches_from=stopping)
+    assert (ended.state, ended.step) == ("preempted", stop)
+    ended, _ = run_once(config, tmp_path / "cut")
+    assert ended.state == "finished"
+    for name in ("metrics.jsonl", "skips.jsonl"):
+        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert read_rows(tmp_path / "whole" / "skips.jsonl")

@@ -1,0 +1,90 @@
+"""URLs: expanded, allowed or refused, and named without their secrets."""
+
+import pytest
+from hydra.core.config_store import ConfigStore
+
+from experiments import cli
+from experiments.preflight import preflight
+from lowprec.config import Config
+from lowprec.data.urls import expand_urls, public_name
+from lowprec.validate import ConfigError
+
+SECRET_URLS = {
+    "http://user:s3cret@host/a.tar?sig=s3cret&x=/b": "http://host/a.tar",
+    "https://s3cret@host:8/a/b.tar#s3cret": "https://host:8/a/b.tar",
+    "http://user:s3@cret@host/a.tar": "http://host/a.tar",
+    "pipe:curl -H 'Authorization: s3cret' -u a:s3cret https://u:s3cret@h/a.tar?s3cret": (
+        "pipe:curl https://h/a.tar"
+    ),
+    "pipe:TOKEN=s3cret aws s3 cp s3://b/a-0.tar.gz -": "pipe:s3://b/a-0.tar.gz",
+    "pipe:fetch --token=s3cret.tar 7": "pipe:fetch",
+    "data/a?b#c.tar": "data/a?b#c.tar",
+}
+
+
+@pytest.mark.parametrize(("url", "name"), SECRET_URLS.items())
+def test_name_of_a_url_holds_no_secret(url, name):
+    assert public_name(url) == name
+
+
+def test_braces_and_globs_are_expanded(tmp_path):
+    for name in ("a-0.tar", "a-1.tar", "b.tar"):
+        (tmp_path / name).touch()
+    assert expand_urls(f"{tmp_path}/a-*.tar", []).urls == [f"{tmp_path}/a-{i}.tar" for i in (0, 1)]
+    mixed = expand_urls(f"{{http://h/{{0..2}},{tmp_path}/*}}.tar", ["http"]).urls
+    assert len(mixed) == 6 and mixed == sorted(mixed)
+    with pytest.raises(FileNotFoundError, match="no file matches"):
+        expand_urls(f"{tmp_path}/c-*.tar", [])
+    with pytest.raises(ValueError, match="brace"):
+        expand_urls("http://h/{0..2.tar", ["http"])
+
+
+def test_digest_is_of_the_urls_and_outlives_a_renewed_secret():
+    def digest(pattern):
+        return expand_urls(pattern, ["https"]).digest
+
+    plain = digest("https://h/{0..3}.tar")
+    assert digest("https://u:p@h/{0..3}.tar?sig=1") == digest("https://h/{0..3}.tar?sig=2") == plain
+    assert len({plain, digest("https://h/{0..4}.tar"), digest("https://g/{0..3}.tar")}) == 3
+    assert digest("https://h/x?shard={0..3}") != digest("https://h/x?shard={1..4}")
+
+
+@pytest.fixture(scope="module")
+def check_command():
+    ConfigStore.instance().store(name="schema", node=cli.defaults(Config))
+
+    def check(*overrides):
+        overrides = ["data=stream", "evaluation=none", *overrides]
+        return cli.check_command(overrides, "train", preflight=preflight)
+
+    return check
+
+
+REFUSED = {  # data.train, data.allow_remote: what the message must contain
+    ("http://h/a.tar", "[]"): ("http is not allowed", "data.allow_remote=[http]"),
+    ("https://h/a.tar", "[http]"): ("https is not allowed", "data.allow_remote=[https]"),
+    ("pipe:cat a.tar", "[]"): ("pipe is not allowed", "data.allow_remote=[pipe]"),
+    ("{http://h/a,pipe:cat a}.tar", "[http]"): ("pipe is not allowed",),
+    ("PIPE:cat a.tar", "[http]"): ("pipe is not allowed",),
+    ("gopher://h/a.tar", "[http]"): ("gopher is not allowed",),
+    ("file:///a.tar", "[http]"): ("file is not allowed",),
+    ("nowhere/*.tar", "[http]"): ("data.train=nowhere/*.tar: no file matches",),
+    ("http://h/{0..2.tar", "[http]"): ("a brace has no partner",),
+}
+
+
+@pytest.mark.parametrize(("keys", "parts"), REFUSED.items(), ids=[" ".join(k) for k in REFUSED])
+def test_what_is_not_allowed_is_refused_before_anything_is_opened(check_command, keys, parts):
+    train, allowed = keys
+    with pytest.raises(ConfigError) as raised:
+        check_command(f'data.train="{train}"', f"data.allow_remote={allowed}")
+    assert all(part in str(raised.value) for part in parts)
+
+
+def test_what_is_allowed_passes_if_curl_is_there(check_command, monkeypatch):
+    command = 'data.train="http://h/{0..9}.tar"', "data.allow_remote=[http]"
+    assert check_command(*command)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ConfigError, match="opens http with curl: apt-get install curl"):
+        check_command(*command)
+    assert check_command('data.train="pipe:cat a.tar"', "data.allow_remote=[pipe]")
