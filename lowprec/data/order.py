@@ -28,8 +28,8 @@ class SampleOrder:
 
     counts: samples of each shard, [shards]. Without replacement every sample comes once an epoch,
     and a batch may straddle two epochs. With `resampled` each window is made of shards drawn in
-    proportion to their size, and samples drawn from those, so that every draw is uniform over all
-    samples. `window`: shards shuffled together.
+    proportion to their size, and samples drawn from those, so that every position is uniform over
+    all samples. `window`: shards shuffled together.
     """
 
     def __init__(self, counts: np.ndarray, *, seed: int, window: int = 16, resampled: bool = False):
@@ -84,11 +84,23 @@ class SampleOrder:
         return max(1, self.num_samples * self.window // len(self.counts))
 
     def _drawn_window(self, epoch: int, window: int) -> np.ndarray:
+        """Shards drawn in proportion to their size; of each an equal number of its samples.
+
+        These are drawn without replacement as far as the shard goes, so that with shards of one
+        size a drawn shard is read once, whole: counts spread like those of independent draws.
+        """
         length = self._drawn_length()
-        words = random_words(self.seed, REPLACEMENT, epoch, window, self.window + 2 * length)
-        draws, slots, members = np.split(words, [self.window, self.window + length])
+        draws = random_words(self.seed, REPLACEMENT, epoch, window, self.window)
         drawn = (draws % np.uint64(self.num_samples)).astype(np.int64)
         shards = np.searchsorted(self.starts, drawn, side="right") - 1
-        chosen = shards[(slots % np.uint64(self.window)).astype(np.int64)]
-        inside = (members % self.counts[chosen].astype(np.uint64)).astype(np.int64)
-        return self.starts[chosen] + inside
+        parts = np.diff(np.arange(self.window + 1) * length // self.window)
+        sizes = np.repeat(self.counts[shards], -(-parts // self.counts[shards]))
+        words = random_words(
+            self.seed, REPLACEMENT, epoch, window, self.window + int(sizes.sum()) + length
+        )
+        passes = iter(np.split(words[self.window :], np.cumsum(sizes)))
+        chosen = []
+        for shard, part in zip(shards, parts, strict=True):
+            inside = [np.argsort(next(passes)) for _ in range(-(-part // self.counts[shard]))]
+            chosen.append(self.starts[shard] + np.concatenate(inside)[:part])
+        return np.concatenate(chosen)[np.argsort(next(passes), kind="stable")]

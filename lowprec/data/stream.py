@@ -19,7 +19,7 @@ from webdataset import shuffle
 from webdataset.tariterators import group_by_keys
 
 from lowprec.data.images import BAD_IMAGE, CROP_WORDS, decode_image
-from lowprec.data.loader import Batch, Sample, ignore_signals, collate, decode_caption
+from lowprec.data.loader import Batch, Sample, collate, decode_caption, ignore_signals
 from lowprec.data.order import AUGMENTATION, STREAM, permutation, random_words
 from lowprec.data.remote import read_members
 from lowprec.data.shards import ShardError
