@@ -5,26 +5,18 @@ note that says what is missing. Files are read when a table is first asked for.
 """
 
 import warnings
-from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-import pyarrow.parquet as pq
-import yaml
 
-from lowprec.run import decode_row, find_runs, read_rows, read_status, read_tensors
+from analysis.read import ENDED, read_head, read_metrics, read_row_file, read_tensor_columns
+from lowprec.run import find_runs
 
 ROW_FILES = ("metrics", "timing", "events")
-ENDED = ("finished", "diverged")
-NEEDED = (  # keys without which a run cannot be named
-    *("experiment", "scale", "seed", "num_steps", "model.name", "optimizer.name"),
-    *("precision.autocast", "precision.recipe"),
-)
 EXPERIMENTS = Path(__file__).parents[1] / "conf" / "experiment"
-_YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class NoRunsError(LookupError):
@@ -93,7 +85,7 @@ class Runs:
         frames, known = [], set()
         for head in self.heads.itertuples():
             try:
-                frame, names = _read_tensor_columns(Path(head.path), head.state, pattern, stat)
+                frame, names = read_tensor_columns(Path(head.path), head.state, pattern, stat)
             except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
                 warnings.warn(f"{head.path}: tensors left out: {error}", stacklevel=2)
                 continue
@@ -112,16 +104,22 @@ class Runs:
 
     @cached_property
     def _row_files(self) -> dict[str, tuple[pd.DataFrame, dict[str, str]]]:
-        """Of each .jsonl file: the rows of all runs, and a note by run where lines are damaged."""
+        """Of each .jsonl file: the rows of all runs, and by run a note on what is damaged."""
         return {name: self._read_row_file(name) for name in ROW_FILES}
 
     def _read_row_file(self, name: str) -> tuple[pd.DataFrame, dict[str, str]]:
         frames, notes = [], {}
-        for head in self.heads.itertuples():
-            rows, notes[head.run] = _read_good_rows(Path(head.path) / f"{name}.jsonl")
+        for head in self.heads.to_dict("records"):
+            path = Path(head["path"]) / f"{name}.jsonl"
+            if name == "metrics":
+                last = head["step"] if head["state"] in ENDED else None
+                rows, faults = read_metrics(path, head.get("num_steps", np.nan), last)
+            else:
+                rows, faults = read_row_file(path)
+            notes[head["run"]] = "; ".join(faults)
             if rows:
                 frames.append(pd.DataFrame(rows))
-                frames[-1].insert(0, "run", head.run)
+                frames[-1].insert(0, "run", head["run"])
         empty = pd.DataFrame(columns=["run", "step", *(["loss"] if name == "metrics" else [])])
         return (pd.concat(frames, ignore_index=True) if frames else empty), notes
 
@@ -136,7 +134,7 @@ def load_runs(root: Path | str, *, experiment: str | None = None, scale: str | N
     if not folders:
         example = command(experiment or "loss_curves", scale)
         raise NoRunsError(f"{root}: no runs at or below this folder; to make some: {example}")
-    heads = pd.DataFrame([_read_head(folder) for folder in folders])
+    heads = pd.DataFrame([read_head(folder) for folder in folders])
     twice = heads["run"].duplicated(keep=False)
     heads.loc[twice, "run"] = heads.loc[twice, "path"]  # a copied run: two rows, told apart
     fits = (experiment is None) | (heads["experiment"] == experiment)
@@ -158,92 +156,8 @@ def command(experiment: str, scale: str | None = None) -> str:
     return f"python -m experiments.train -m experiment={scaled if scaled in names else experiment}"
 
 
-def flatten(config: dict, prefix: str = "") -> dict:
-    """Nested config as dotted keys; a list becomes a tuple, so that it can be grouped by."""
-    flat = {}
-    for name, value in config.items():
-        if isinstance(value, dict):
-            flat.update(flatten(value, f"{prefix}{name}."))
-        else:
-            flat[prefix + name] = tuple(value) if isinstance(value, list) else value
-    return flat
-
-
 def _contents(heads: pd.DataFrame) -> str:
     """`loss_curves (demo, paper), fp8_fixes (mini)`: what there is."""
     studies = heads["experiment"].fillna("(no experiment)")
     scales = heads["scale"].fillna("unknown scale").groupby(studies).unique()
     return ", ".join(f"{study} ({', '.join(sorted(found))})" for study, found in scales.items())
-
-
-def _read_head(run: Path) -> dict:
-    """Status and config of a run, flat; damaged files become a note."""
-    notes = []
-    try:
-        status = dict(read_status(run))
-    except (OSError, ValueError, TypeError):
-        status = {}
-        notes.append("status.json is damaged")
-    try:
-        config = flatten(yaml.load((run / "config.yaml").read_text(), _YAML))
-        missing = [name for name in NEEDED if name not in config]
-    except (OSError, ValueError, AttributeError, TypeError, yaml.YAMLError):
-        missing = list(NEEDED)
-    if missing:
-        notes.append("config.yaml is damaged")
-        config = {"experiment": run.resolve().parent.name, "scale": None}
-    else:
-        recipe, autocast = config["precision.recipe"], config["precision.autocast"]
-        config["precision.label"] = autocast if recipe == "high" else recipe
-    name = run.resolve().name
-    return {
-        "run": name,
-        "digest": name.rpartition("-")[2],
-        "path": str(run),
-        "state": status.get("state", "unknown"),
-        "step": status.get("step", 0),
-        "reason": status.get("reason", ""),
-        "note": "; ".join(notes),
-        **config,
-    }
-
-
-def _read_good_rows(path: Path) -> tuple[list[dict], str]:
-    """Rows of a .jsonl file without its damaged lines, and a note that counts those."""
-    try:
-        return read_rows(path), ""
-    except OSError as error:
-        return [], f"{path.name} cannot be read: {error.strerror}"
-    except (ValueError, AttributeError):  # a line that is no JSON, or no JSON object
-        pass
-    rows, damaged = [], []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
-        try:
-            rows.append(decode_row(line.decode()))
-        except (ValueError, AttributeError):
-            damaged.append(number)
-    return rows, f"{path.name}: {len(damaged)} damaged lines left out, first line {damaged[0]}"
-
-
-def _read_tensor_columns(
-    run: Path, state: str, pattern: str, stat: str
-) -> tuple[pd.DataFrame, list[str]]:
-    """Column `step` and the tensors that match; names `<statistic>/<tensor>` of all there are.
-
-    tensors.parquet is the copy made when a run ended. A run continued since then has more in its
-    streams.
-    """
-    path = run / "tensors.parquet"
-    if path.exists() and (state in ENDED or not any((run / "tensors").glob("*.arrows"))):
-        names = [name for name in pq.read_schema(path).names if name != "step"]
-        wanted = [name for name in names if fnmatchcase(name, f"{stat}/{pattern}")]
-        frame = pq.read_table(path, columns=["step", *wanted]).to_pandas()
-        return frame.rename(columns=lambda name: name.removeprefix(f"{stat}/")), names
-    frames, known = [], []
-    for steps, statistics, names in read_tensors(run):
-        known = [f"{name}/{tensor}" for name in statistics for tensor in names]
-        chosen = [i for i, name in enumerate(names) if fnmatchcase(name, pattern)]
-        values = statistics.get(stat, np.empty((len(steps), 0)))
-        columns = {names[i]: values[:, i] for i in chosen if stat in statistics}
-        frames.append(pd.DataFrame({"step": steps, **columns}))
-    return (pd.concat(frames, ignore_index=True) if frames else pd.DataFrame({"step": []})), known

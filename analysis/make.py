@@ -118,9 +118,7 @@ def _provenance(drawn: pd.DataFrame, left_out: list[str]) -> dict:
             "step": int(run.step),
             "num_steps": int(run.num_steps),
             "note": run.note,
-            "metrics_sha256": hashlib.sha256(
-                (Path(run.path) / "metrics.jsonl").read_bytes()
-            ).hexdigest(),
+            "metrics_sha256": _sha256(Path(run.path) / "metrics.jsonl"),
         }
         for run in drawn.itertuples()
     ]
@@ -144,27 +142,33 @@ def _commit() -> str | None:
 
 
 def _write(stem: Path, figure, frame: pd.DataFrame, about: dict) -> None:
-    """Writes the four files, each under a temporary name first."""
+    """Writes the four files under other names, then renames them: an old figure stays whole.
+
+    SLUG.json, the last, holds the digests of the other three: which of them belong together.
+    """
     from matplotlib.figure import Figure  # here, so that a mistyped name is answered at once
 
     from analysis.style import style
 
-    written = {
-        "csv": lambda path: frame.to_csv(path, index=False, lineterminator="\n"),
-        "json": lambda path: path.write_text(json.dumps(about, indent=2) + "\n"),
+    temporary = {
+        kind: stem.with_name(f".{stem.name}.{kind}.tmp") for kind in (*FORMATS, "csv", "json")
     }
     with style():
         canvas = Figure(layout="constrained")
         figure.draw(frame, canvas)
         for kind in FORMATS:
             dates = {"CreationDate": None} if kind == "pdf" else {}
-            written[kind] = lambda path, kind=kind, dates=dates: canvas.savefig(
-                path, format=kind, metadata=dates
-            )
-        for kind, write in written.items():
-            temporary = stem.with_name(f".{stem.name}.{kind}.tmp")
-            write(temporary)
-            temporary.rename(f"{stem}.{kind}")
+            canvas.savefig(temporary[kind], format=kind, metadata=dates)
+    frame.to_csv(temporary["csv"], index=False, lineterminator="\n")
+    files = {kind: _sha256(temporary[kind]) for kind in (*FORMATS, "csv")}
+    text = json.dumps({**about, "sha256": files}, indent=2, allow_nan=False)
+    temporary["json"].write_text(text + "\n")
+    for kind, path in temporary.items():
+        path.rename(f"{stem}.{kind}")
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 if __name__ == "__main__":

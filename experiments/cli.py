@@ -152,6 +152,15 @@ def _parse(text: str, faults: list[str]) -> Override | None:
     if not key or not (sign or key.startswith("~")):
         faults.append(f"{text}: key=value is expected")
         return None
+    if "_target_" in text:
+        faults.append(f"{key}: _target_ is not taken; a config is data and calls nothing")
+        return None
+    if "${" in text:
+        faults.append(
+            f"{text}: ${{...}} is not filled in here, it would be written into the run's record; "
+            "let the shell do it"
+        )
+        return None
     try:
         override = OverridesParser.create().parse_override(text)
     except HydraException:

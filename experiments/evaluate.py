@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
+from yaml import YAMLError
 
 from experiments import cli
 from experiments.open_data import open_data
@@ -78,7 +80,11 @@ def read_config(run: Path) -> Config:
     """The config of a run directory; ConfigError if there is none."""
     if not (run / "config.yaml").exists():
         raise ConfigError([f"run={run}: not a run directory (it has no config.yaml)"])
-    return check(OmegaConf.to_container(OmegaConf.load(run / "config.yaml")))
+    try:
+        raw = OmegaConf.to_container(OmegaConf.load(run / "config.yaml"))
+    except (YAMLError, OSError, OmegaConfBaseException) as error:
+        raise ConfigError([f"run={run}: config.yaml is damaged"]) from error
+    return check(raw)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ class MakeShapesConfig:
     num_val: int = key(5000, "validation pairs", least=0)
     image_size: int = key(64, "pixels a side", least=16)
     seed: int = key(0, "of all scenes", least=0)
+    noise: float = key(0.0, "of pixels, in 8-bit levels; 12: files as of photographs", least=0)
     num_processes: int | None = key(None, "null: one a core", least=1)
 
 
@@ -40,6 +41,7 @@ def main(config: MakeShapesConfig) -> None:
                 num_val=config.num_val,
                 image_size=config.image_size,
                 seed=config.seed,
+                noise=config.noise,
                 num_processes=config.num_processes or len(os.sched_getaffinity(0)),
                 on_progress=lambda count: bar.advance(shown, count),
             )

@@ -20,6 +20,7 @@ from experiments.open_data import Data, open_data, progress_bar
 from experiments.preflight import preflight
 from lowprec import durable
 from lowprec.config import Config
+from lowprec.data.urls import public_name
 from lowprec.durable import DiskError
 from lowprec.environment import environment
 from lowprec.record import Record, RunBusyError
@@ -116,12 +117,14 @@ def _attempt(
     from lowprec.train.provenance import changes, code_digests
 
     plain, facts = to_dict(config), environment()
+    plain["data"]["train"] = public_name(config.data.train)  # a signed URL is a secret
     changed = changes(_last_environment(record.run) or facts, facts)
     for line in changed:
         print(f"note: since the last attempt {line}")
     durable.replace(record.run / "config.yaml", OmegaConf.to_yaml(plain).encode())
     durable.replace(record.run / "environment.json", json.dumps(facts, indent=1).encode())
-    started = {"attempt": record.attempt, "pid": os.getpid(), "changed": changed, **facts}
+    started = {"attempt": record.attempt, "pid": os.getpid(), "changed": changed}
+    started |= {"sources": sources, **facts}
     record.append("attempts", [started])
     record.status("running")
     with Console().status(f"building {label(config)}"):
@@ -158,11 +161,11 @@ def _attempt(
             stop=stop,
             on_flush=on_flush,
         )
-    logger.close()
     record.finish_stream()
     if ended.state in ("finished", "diverged"):
         record.write_parquet()
     record.status(ended.state, ended.step, ended.reason)
+    logger.close()  # last: a dashboard may take a minute to end
     return ended
 
 

@@ -6,6 +6,7 @@ here touches data, a GPU or torch, so a typo costs a second and never a queue sl
 
 import json
 import math
+import re
 import types
 import typing
 from collections.abc import Iterable, Iterator
@@ -17,6 +18,7 @@ from lowprec.nearest import nearest
 from lowprec.rules import combination_faults
 
 MISSING = "???"
+PASSWORD = re.compile(r"(?<=//)[^/\s@]*:[^/\s]*@")  # of a URL, with the user's name
 
 
 class ConfigError(ValueError):
@@ -26,7 +28,7 @@ class ConfigError(ValueError):
     """
 
     def __init__(self, faults: Iterable[str], config: Any = None):
-        self.faults = list(dict.fromkeys(faults))
+        self.faults = list(dict.fromkeys(PASSWORD.sub("***@", fault) for fault in faults))
         self.config = config
         super().__init__("\n".join(f"  - {fault}" for fault in self.faults))
 
@@ -104,6 +106,11 @@ def _value(path: str, value: Any, f: Any, faults: list[str]) -> Any:
 
 def _element(path: str, item: Any, kind: type, f: Any, kinds: tuple, faults: list[str]) -> Any:
     choices, planned = f.metadata["choices"], f.metadata["planned"]
+    if isinstance(item, str) and PASSWORD.search(item):
+        faults.append(
+            f"{path}={item}: a password in a URL would be written into the run's record; curl "
+            "reads it from ~/.netrc where ~/.curlrc has the line `netrc`"
+        )
     if kind is float and isinstance(item, int) and not isinstance(item, bool):
         item = float(item)
     right_type = isinstance(item, kind) and not (isinstance(item, bool) and kind is not bool)

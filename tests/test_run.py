@@ -197,7 +197,7 @@ def test_damaged_line_before_the_last_is_an_error_with_file_and_line(rows_file, 
     lines = path.read_bytes().split(b"\n")
     lines[2] = damage
     path.write_bytes(b"\n".join(lines))
-    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 3 is damaged"):
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 3 \(byte \d+\) is damaged"):
         read_rows(path)
 
 

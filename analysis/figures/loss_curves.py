@@ -13,10 +13,9 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter
 from matplotlib.transforms import ScaledTranslation
 
-from analysis import style
+from analysis import naming, style
 from analysis.load import Runs
 
-SETTINGS = ("optimizer.beta2", "optimizer.lr", "batch_size", "intervention.name", "num_steps")
 MIN_STEPS_FOR_INSET = 1000
 CAP_AFTER = 0.1  # the loss axis ends at the largest smoothed loss after this share of the run
 INSET_PLACES = ((0.5, 0.48), (0.66, 0.32), (0.36, 0.44), (0.2, 0.4))  # left, width: best first
@@ -24,36 +23,47 @@ LEGEND_DROP = 0.38  # inches below the axes, under the label of the steps
 LABEL_LENGTH = 42  # characters of a legend line at column width
 INSET_SHARE = 0.1  # of the run, at its end: 2,000 of the paper's 20,000 steps
 COLUMNS = (
-    *("run", "scale", "data", "batch_size", "num_steps", "model", "precision", "optimizer"),
+    *("run", "scale", "data", "data_digest", "batch_size", "num_steps"),
+    *("model", "precision", "optimizer"),
     *("seed", "state", "method", "label", "variant", "step", "loss", "loss_smoothed"),
 )
+OF_A_STEP = ("step", "loss", "loss_smoothed")
+RENAMED = {
+    "data.name": "data",
+    "data.digest": "data_digest",
+    "model.name": "model",
+    "precision.label": "precision",
+    "optimizer.name": "optimizer",
+}
 
 
 def query(runs: Runs) -> pd.DataFrame:
-    """A row a step of every run that has steps: exactly what is plotted.
+    """A row a step of every run that has steps, up to its last: exactly what is plotted.
 
-    `method` names the line, `label` adds how the run ended, `variant` counts the settings of one
-    method. A run whose config is damaged has no name and is left out.
+    `method` names the line, `label` adds how the run ended and what it lacks, `variant` counts the
+    settings of one method. A step whose row is missing has no loss, so that the line has a gap. A
+    run whose config is damaged has no name and is left out.
     """
-    heads = runs.runs.rename(
-        columns={
-            "data.name": "data",
-            "model.name": "model",
-            "precision.label": "precision",
-            "optimizer.name": "optimizer",
-        }
-    )
-    metrics = runs.metrics[["run", "step", "loss"]].astype({"loss": float})
-    reached = metrics.groupby("run")["step"].max().rename("reached")
-    heads = heads[heads["scale"].notna()].join(reached, on="run", how="inner")
+    steps = runs.metrics.groupby("run")["step"]
+    facts = pd.DataFrame({"reached": steps.max(), "recorded": steps.nunique()})
+    heads = runs.runs[runs.runs["scale"].notna()].join(facts, on="run", how="inner")
     if heads.empty:
         return pd.DataFrame(columns=list(COLUMNS))
-    whole = ["batch_size", "num_steps", "seed", "reached"]
-    heads = _name_methods(heads.astype(dict.fromkeys(whole, int)))
-    heads["label"] = [_label(head) for head in heads.to_dict("records")]
-    heads = heads[[name for name in COLUMNS if name in heads]].drop(columns="step")
-    frame = metrics.merge(heads, on="run", how="inner").sort_values(
-        ["model", "precision", "optimizer", "variant", "seed", "run", "step"], key=_order
+    whole = ["batch_size", "num_steps", "seed", "reached", "recorded"]
+    heads = naming.name_methods(heads.astype(dict.fromkeys(whole, int)))
+    heads["label"] = [naming.label(head) for head in heads.to_dict("records")]
+    heads = heads.rename(columns=RENAMED)[[name for name in COLUMNS if name not in OF_A_STEP]]
+    frames = []
+    for run, part in runs.metrics.groupby("run"):
+        loss = part.set_index("step")["loss"].astype(float)
+        loss = loss.reindex(pd.RangeIndex(1, loss.index.max() + 1, name="step"))
+        frames.append(loss.reset_index().assign(run=run))
+    frame = (
+        pd.concat(frames, ignore_index=True)
+        .merge(heads, on="run", how="inner")
+        .sort_values(
+            ["model", "precision", "optimizer", "variant", "seed", "run", "step"], key=_order
+        )
     )
     frame["loss_smoothed"] = np.nan
     for _, part in frame.groupby("run"):
@@ -133,6 +143,9 @@ def caption(frame: pd.DataFrame) -> str:
         if len(named):
             shown = [f"{style.MODELS.get(m, m)} {label}" for m, label in _pairs(named)]
             text += f" {word}: {'; '.join(shown)}."
+    data = sorted(set(runs["data_digest"]) - {""})
+    if len(data) > 1:
+        text += f" The runs saw {len(data)} different sets of data: {_join(data)}."
     return text
 
 
@@ -191,32 +204,6 @@ def _cap(frame: pd.DataFrame) -> float:
         if len(finite):
             return 1.05 * finite.max()
     return 1.0
-
-
-def _name_methods(heads: pd.DataFrame) -> pd.DataFrame:
-    """Adds `method` and `variant`: runs of one method and seed are told apart by their settings."""
-    pairs = zip(heads["precision"], heads["optimizer"], strict=True)
-    heads = heads.assign(method=[style.method(*pair) for pair in pairs], variant=0)
-    for _, group in heads.groupby(["model", "method"]):
-        differ = [name for name in SETTINGS if group[name].nunique() > 1]
-        if differ:
-            settings = [
-                ", ".join(f"{name.rpartition('.')[2]}={value}" for name, value in row.items())
-                for row in group[differ].to_dict("records")
-            ]
-            order = {setting: i for i, setting in enumerate(sorted(set(settings)))}
-            heads.loc[group.index, "method"] += [f" ({setting})" for setting in settings]
-            heads.loc[group.index, "variant"] = [order[setting] for setting in settings]
-    return heads
-
-
-def _label(head: dict) -> str:
-    """The method and how the run ended, where it did not finish."""
-    if head["state"] == "diverged":
-        return f"{head['method']} (diverged at step {head['reached']:,})"
-    if head["state"] != "finished" or head["reached"] < head["num_steps"]:
-        return f"{head['method']} (incomplete: {head['reached']:,} of {head['num_steps']:,} steps)"
-    return head["method"]
 
 
 def _order(column: pd.Series) -> pd.Series:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from pathlib import Path
 
 import torch
@@ -17,13 +18,18 @@ def find_weights(source: Path) -> Path:
     for folder in (source, *sorted((source / "checkpoints").glob("step_*"), reverse=True)):
         weights, manifest = folder / "model.safetensors", folder / "manifest.json"
         if weights.is_file() and manifest.is_file():
-            if (
-                _digest(weights)
-                == json.loads(manifest.read_text())["files"][weights.name]["sha256"]
-            ):
+            if _digest(weights) == _promised_digest(manifest, weights.name):
                 return weights
             print(f"warning: {weights} is damaged; trying an older checkpoint")
     raise FileNotFoundError(f"{source} holds no weights: a run, a checkpoint or a file is expected")
+
+
+def _promised_digest(manifest: Path, name: str) -> str | None:
+    """What a manifest says of a file; None where the manifest is damaged."""
+    try:
+        return json.loads(manifest.read_text())["files"][name]["sha256"]
+    except (ValueError, LookupError, TypeError):
+        return None
 
 
 def weights_digest(source: Path) -> str:
@@ -41,13 +47,31 @@ def read_weights(source: Path) -> dict[str, Tensor]:
 
     A .pt file is read with `weights_only=True`, without fallback: nothing in it is executed.
     Its tensors may lie under "state_dict" (open_clip's trainer) and behind "module." (DDP).
+    ValueError names a file that is damaged or holds anything but weights.
     """
     path = find_weights(source)
-    if path.suffix == ".safetensors":
-        return load_file(path)
-    state = torch.load(path, map_location="cpu", weights_only=True)
-    state = state.get("state_dict", state)
-    return {name.removeprefix("module."): tensor for name, tensor in state.items()}
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # noqa: BLE001 (of damaged bytes, torch raises whatever comes)
+        raise ValueError(f"{path} cannot be read as weights: {_reason(error)}") from error
+    if isinstance(state, dict):
+        state = state.get("state_dict", state)
+    if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
+        raise ValueError(f"{path} holds something else than tensors by name")
+    return {str(name).removeprefix("module."): tensor for name, tensor in state.items()}
+
+
+def _reason(error: Exception) -> str:
+    """What torch says in its first sentence, and what a refused pickle would have called."""
+    text = str(error)
+    called = re.search(r"GLOBAL (\S+) (?:was not|whose)", text)
+    sentence = text.partition(". ")[0].partition("\n")[0]
+    end = f": it would call {called.group(1)}" if called else ""
+    return f"{type(error).__name__}: {sentence or 'it is empty'}{end}"
 
 
 def load_weights(model: nn.Module, source: Path) -> None:

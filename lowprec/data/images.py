@@ -2,11 +2,14 @@
 
 import io
 import math
+import warnings
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-BAD_IMAGE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
+BOMBS = (Image.DecompressionBombError, Image.DecompressionBombWarning)
+BAD_IMAGE = (OSError, ValueError, SyntaxError, *BOMBS)
+warnings.simplefilter("error", Image.DecompressionBombWarning)  # from 89 million pixels: 0.5 GB
 CROP_WORDS = 41  # random words that a crop and flip may use
 AREA = (0.9, 1.0)  # share of the image in a random crop, open_clip's default
 RATIO = (3 / 4, 4 / 3)

@@ -3,6 +3,8 @@
 A batch is a pure function of its step, so a worker needs no state and a resume only a number.
 """
 
+import atexit
+import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -19,6 +21,8 @@ from lowprec.data.shards import Shards
 from lowprec.data.tar import IMAGES
 
 REPLACEMENTS = 100  # tries at a readable sample for one position
+_CLOSING = multiprocessing.get_context("fork").Event()  # this process is at its end
+atexit.register(_CLOSING.set)  # before multiprocessing's own handler, which waits for the workers
 
 
 @dataclass
@@ -187,23 +191,42 @@ def num_workers(requested: int | None) -> int:
 
 
 def ignore_signals(worker: int) -> None:
-    """A signal to the whole process group is the training process's business, not a worker's."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
+    """A signal to the whole process group is the training process's business, not a worker's.
+
+    At its end that process sends SIGTERM itself, and waits for ever for a worker that ignores it.
+    """
+    for number in (signal.SIGINT, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0) if _CLOSING.is_set() else None)
+
+
+class _Outcomes(Dataset):
+    """Batches, or the error that one raised: DataLoader's own way would end its workers late."""
+
+    def __init__(self, batches: Batches):
+        self.batches = batches
+
+    def __getitem__(self, number: int) -> Batch | Exception:
+        try:
+            return self.batches[number]
+        except Exception as error:  # raised again where it is awaited
+            return error
 
 
 def iterate(batches: Batches, *, workers: int, first: int = 0, pin: bool = False) -> Iterator:
     """Batch number `first`, `first + 1`, ... in order, decoded ahead by `workers` processes."""
-    return iter(
-        DataLoader(
-            batches,
-            batch_size=None,
-            sampler=range(first, len(batches)),
-            num_workers=workers,
-            pin_memory=pin,
-            multiprocessing_context="fork" if workers else None,
-            prefetch_factor=2 if workers else None,
-            worker_init_fn=ignore_signals,
-            generator=torch.Generator(),  # the default one is training's, and would be drawn from
-        )
+    loader = DataLoader(
+        _Outcomes(batches),
+        batch_size=None,
+        sampler=range(first, len(batches)),
+        num_workers=workers,
+        pin_memory=pin,
+        multiprocessing_context="fork" if workers else None,
+        prefetch_factor=2 if workers else None,
+        worker_init_fn=ignore_signals,
+        generator=torch.Generator(),  # the default one is training's, and would be drawn from
     )
+    for outcome in loader:
+        if isinstance(outcome, Exception):
+            raise outcome
+        yield outcome

@@ -24,6 +24,7 @@ def make_run(
     flush: int = 20,
     losses: np.ndarray | None = None,
     beta2: float = 0.99,
+    data: str = "ab" * 32,
     **root_keys,
 ) -> Path:
     """A run directory as training writes it; a diverged one ends with a loss of nan."""
@@ -37,10 +38,10 @@ def make_run(
         precision=PrecisionConfig(recipe=recipe),
         **keys,
     )
-    run = directory(config, {"data": "0" * 64})
+    run = directory(config, {"data": data})
     record = Record(run)
     (run / "config.yaml").write_text(yaml.safe_dump(to_dict(config), sort_keys=False))
-    record.append("attempts", [{"attempt": 0}])
+    record.append("attempts", [{"attempt": 0, "sources": {"data": data}}])
     steps = num_steps if steps is None else steps
     rng = np.random.default_rng(seed)
     if losses is None:

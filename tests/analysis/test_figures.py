@@ -1,3 +1,4 @@
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +8,7 @@ from matplotlib.figure import Figure
 
 from analysis import load_runs, style
 from analysis.figures import loss_curves
+from lowprec.config import InterventionConfig
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "runs"
 
@@ -138,6 +140,85 @@ def test_settings_tell_runs_of_one_method_apart_and_seeds_share_a_line_of_the_le
     (ax,) = drawn(loss_curves.query(load_runs(tmp_path / "runs")))
     assert legend(ax) == ["bf16, AdamW (beta2=0.9)", "bf16, AdamW (beta2=0.99)"]
     assert len({handle.get_color() for handle in ax.get_legend().legend_handles}) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "shown"),
+    [
+        ({"num_steps": 80}, ("num_steps=60", "num_steps=80")),
+        ({"compile": True}, ("compile=False", "compile=True")),
+        ({"intervention": InterventionConfig("kq_norm")}, ("intervention=kq_norm", "=none")),
+        ({"data": "cd" * 32}, ("data=ababababab", "data=cdcdcdcdcd")),
+    ],
+    ids=["steps", "code path", "model", "data"],
+)
+def test_runs_of_one_method_that_differ_in_any_way_are_told_apart(
+    make_run, tmp_path, change, shown
+):
+    make_run(num_steps=60)
+    make_run(**{"num_steps": 60, **change})
+    frame = loss_curves.query(load_runs(tmp_path / "runs"))
+    (ax,) = drawn(frame)
+    for line, text in zip(legend(ax), shown, strict=True):
+        assert text in line
+    assert frame["variant"].nunique() == 2
+
+
+def test_two_runs_of_one_cell_are_told_apart_by_their_digests(make_run, tmp_path):
+    runs = [make_run(num_steps=60, data=data) for data in ("ab" * 32, "cd" * 32)]
+    for run in runs:
+        (run / "attempts.jsonl").unlink()  # they do not say what their data held
+    digests = sorted(run.name[-10:] for run in runs)
+    frame = loss_curves.query(load_runs(tmp_path / "runs"))
+    assert legend(drawn(frame)[0]) == [f"bf16, AdamW (run {digest})" for digest in digests]
+
+
+def test_a_copied_run_is_marked_as_one(make_run, tmp_path):
+    run = make_run(num_steps=60)
+    shutil.copytree(run, tmp_path / "runs" / "backup" / run.name)
+    frame = loss_curves.query(load_runs(tmp_path / "runs"))
+    digest = run.name[-10:]
+    assert legend(drawn(frame)[0]) == [
+        f"bf16, AdamW (run {digest})", f"bf16, AdamW (run {digest}, copy 1)"
+    ]  # fmt: skip
+
+
+def test_different_data_in_one_figure_is_said_in_the_caption(make_run, tmp_path):
+    make_run(num_steps=60)
+    make_run(num_steps=60, optimizer="stable_adamw", data="cd" * 32)
+    frame = loss_curves.query(load_runs(tmp_path / "runs"))
+    text = "The runs saw 2 different sets of data: ababababab and cdcdcdcdcd."
+    assert text in loss_curves.caption(frame)
+
+
+@pytest.mark.parametrize("state", ["finished", "diverged"])
+def test_missing_rows_are_a_gap_in_the_line_and_a_mark_in_the_legend(make_run, state):
+    run = make_run(num_steps=60, state=state)
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:20] + lines[23:]))
+    frame = loss_curves.query(load_runs(run))
+    assert frame.loc[frame["loss"].isna(), "step"].tolist()[:3] == [21, 22, 23]
+    assert frame.set_index("step")["loss_smoothed"][18:26].isna().sum() >= 3
+    mark = "incomplete: 57 of 60 steps" if state == "finished" else "60; 3 steps missing"
+    assert mark in legend(drawn(frame)[0])[0]
+    assert mark in loss_curves.caption(frame)
+
+
+def test_rows_missing_at_the_end_of_a_finished_run_make_it_incomplete(make_run):
+    run = make_run(num_steps=60)
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:50]))
+    frame = loss_curves.query(load_runs(run))
+    assert legend(drawn(frame)[0]) == ["bf16, AdamW (incomplete: 50 of 60 steps)"]
+
+
+def test_a_key_that_did_not_exist_yet_tells_no_runs_apart(make_run, tmp_path):
+    old = make_run(num_steps=60)
+    make_run(num_steps=60, seed=1)
+    text = (old / "config.yaml").read_text()
+    assert "  window: 16\n" in text
+    (old / "config.yaml").write_text(text.replace("  window: 16\n", ""))
+    assert legend(drawn(loss_curves.query(load_runs(tmp_path / "runs")))[0]) == ["bf16, AdamW"]
 
 
 def test_the_caption_states_scale_data_runs_and_smoothing(make_run, tmp_path):

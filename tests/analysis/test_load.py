@@ -111,14 +111,15 @@ def test_a_running_run_with_a_torn_last_line_loads(make_run):
     assert note(runs, run) == "running: 40 of 60 steps"
 
 
-def test_damaged_lines_are_left_out_and_counted(make_run):
+def test_damaged_lines_are_left_out_and_named(make_run):
     run = make_run(num_steps=20)
     lines = (run / "metrics.jsonl").read_text().splitlines()
     lines[4:6] = ['{"step": 5, "lo', "null"]
     (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     runs = load_runs(run)
     assert runs.metrics["step"].tolist() == [*range(1, 5), *range(7, 21)]
-    assert note(runs, run) == "metrics.jsonl: 2 damaged lines left out, first line 5"
+    assert "metrics.jsonl: line 5 (byte 210) is damaged" in note(runs, run)
+    assert note(runs, run).endswith("and 1 more; metrics.jsonl: 2 steps are missing, first 5")
 
 
 @pytest.mark.parametrize(

@@ -35,13 +35,15 @@ class InOrder:
 def make_batches(tmp_path, write_shards):
     """A function: batches of generated shards, some samples changed."""
 
-    def make(counts=(5, 3, 6), change=None, *, sequential=False, seed=0, batch_size=4, length=9):
+    def make(
+        counts=(5, 3, 6), change=None, *, sequential=False, seed=0, batch_size=4, length=9, **more
+    ):
         shards = open_shards(write_shards(tmp_path / "shards", list(counts), change))
         order = InOrder(shards.num_samples) if sequential else None
         order = order or SampleOrder(shards.counts, seed=seed, window=2)
         return Batches(
             shards, order, batch_size=batch_size, num_batches=length, image_size=SIZE,
-            tokenizer=tokenize, seed=seed,
+            tokenizer=tokenize, seed=seed, **more,
         )  # fmt: skip
 
     return make
@@ -236,3 +238,52 @@ def test_reading_in_sequence_leaves_bad_samples_out_and_ends_with_a_short_batch(
     assert [numbers(batch) for batch in found] == [[0, 1, 3], [4, 5, 6, 7], [8, 9]]
     assert [len(batch.skips) for batch in found] == [1, 0, 0]
     assert all(len(batch.images) == len(batch.labels) == len(numbers(batch)) for batch in found)
+
+
+@fork_is_fine
+@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_samples_of_a_step_do_not_depend_on_ranks_and_workers(make_batches, ranks, workers):
+    """Nor do their pixels, random crops included."""
+    keys = {"batch_size": 8, "length": 5, "augment": True}
+    alone = make_batches(**keys)
+    parts = [make_batches(**keys, rank=rank, world_size=ranks) for rank in range(ranks)]
+    parts = [iterate(part, workers=workers) for part in parts]
+    for step, shares in enumerate(zip(*parts, strict=True)):
+        assert [len(share.samples) for share in shares] == [8 // ranks] * ranks
+        for name in ("samples", "images", "tokens", "labels"):
+            whole = torch.cat([getattr(share, name) for share in shares])
+            assert torch.equal(whole, getattr(alone[step], name))
+
+
+def pixels_by_sample(batches, epoch=0):
+    """Sample number to pixels, over one epoch."""
+    size, batch_size = batches.shards.num_samples, batches.batch_size
+    steps = range(epoch * size // batch_size, -(-(epoch + 1) * size // batch_size))
+    found = {}
+    for step in steps:
+        batch = batches[step]
+        for place, number in enumerate(batch.samples.tolist()):
+            if (step * batch_size + place) // size == epoch:
+                found[number] = batch.images[place].numpy().tobytes()
+    return found
+
+
+def test_augmentation_depends_on_seed_epoch_and_sample_and_on_nothing_else(make_batches):
+    reference = pixels_by_sample(make_batches(augment=True))
+    assert len(reference) == 14
+    for changes in ({"batch_size": 9}, {"sequential": True}, {"counts": (5, 3, 6), "length": 3}):
+        assert pixels_by_sample(make_batches(augment=True, **changes)) == reference
+    for other in (
+        pixels_by_sample(make_batches(augment=True), epoch=1),
+        pixels_by_sample(make_batches(augment=True, seed=1)),
+        pixels_by_sample(make_batches()),
+    ):
+        same_pixels = sum(other[number] == reference[number] for number in range(14))
+        assert same_pixels <= 2  # images of 16 x 12 have few different boxes
+
+
+def test_images_of_an_epoch_get_different_boxes(make_batches, sample):
+    twin = sample(0)["png"]
+    batches = make_batches(change={n: {"png": twin} for n in range(14)}, augment=True)
+    assert len(set(pixels_by_sample(batches).values())) > 7

@@ -100,9 +100,9 @@ def test_resampled_window_mixes_shards_and_stays_within_its_number():
 
 
 def test_resampled_order_repeats_samples_and_goes_on():
-    order = SampleOrder(np.array([50, 50]), seed=0, resampled=True)
+    order = SampleOrder(np.full(5, 20), seed=0, resampled=True)
     drawn = order.samples(0, 1000)
-    assert len(set(drawn[:100])) < 100
+    assert len(set(np.bincount(drawn))) > 1
     assert len({tuple(part) for part in drawn.reshape(10, 100)}) == 10
 
 
@@ -111,3 +111,81 @@ def test_first_place_of_an_epoch_is_uniform_over_samples():
     first = [SampleOrder(counts, seed=seed)[0] for seed in range(draws)]
     observed, expected = np.bincount(first, minlength=6), draws / 6
     assert ((observed - expected) ** 2 / expected).sum() < 20.5  # 0.1 %, 5 degrees of freedom
+
+
+def correlation(a, b):
+    return np.corrcoef(a, b)[0, 1]
+
+
+@pytest.mark.parametrize("epoch", [0, 1, 7])
+@pytest.mark.parametrize("window", [1, 50])
+def test_place_in_an_epoch_says_nothing_about_the_place_in_the_store(window, epoch):
+    """With a window of one shard, whole shards are what is placed at random: 50 of them."""
+    order = SampleOrder(np.full(50, 100), seed=0, window=window)
+    drawn, units = order.samples(5000 * epoch, 5000), 5000 if window == 50 else 50
+    assert abs(correlation(np.arange(5000), drawn)) < 4 / units**0.5  # 4 standard deviations
+
+
+@pytest.mark.parametrize("window", [1, 50])
+def test_orders_of_successive_epochs_are_uncorrelated(window):
+    order, units = SampleOrder(np.full(50, 100), seed=0, window=window), 5000 if window > 1 else 50
+    places = [np.argsort(order.samples(5000 * epoch, 5000)) for epoch in range(4)]
+    for before, after in zip(places[:-1], places[1:], strict=True):
+        assert abs(correlation(before, after)) < 4 / units**0.5  # 4 standard deviations
+
+
+@pytest.mark.parametrize("window", [1, 3, 20])
+def test_neighbors_in_the_order_are_neighbors_in_the_store_no_more_often_than_by_chance(window):
+    counts = np.full(60, 25)
+    order, epochs = SampleOrder(counts, seed=0, window=window), 60
+    parts = order.samples(0, epochs * 1500).reshape(-1, 25 * window)  # a row a window
+    neighbors = (np.abs(np.diff(parts, axis=1)) == 1) & (parts[:, 1:] // 25 == parts[:, :-1] // 25)
+    # A window of n samples has n - 1 pairs in the order, each of two uniform places in a shard.
+    expected = len(parts) * window * 24 * 2 / parts.shape[1]
+    assert abs(neighbors.sum() - expected) < 4 * expected**0.5  # Poisson
+
+
+@pytest.mark.parametrize("window", [1, 3, 16, 40])
+def test_memory_of_one_window_is_enough_to_load_every_shard_once_an_epoch(window):
+    counts = np.random.default_rng(0).integers(60, 90, 40)
+    order, size = SampleOrder(counts, seed=0, window=window), counts.sum()
+    room, held, loads = np.sort(counts)[-window:].sum(), {}, [[], [], []]
+    for epoch, loaded in enumerate(loads):
+        for sample in order.samples(epoch * size, size):
+            shard = int(np.searchsorted(order.starts, sample, side="right")) - 1
+            if shard not in held:
+                loaded.append(shard)
+            held[shard] = held.pop(shard, counts[shard])  # the last one is the most recently used
+            while sum(held.values()) > room:
+                del held[next(iter(held))]
+    assert all(len(loaded) == len(set(loaded)) for loaded in loads)
+    assert len(loads[0]) == 40
+    # At the seam the first window may find shards of the last one, and only these.
+    assert all(40 - window <= len(loaded) <= 40 for loaded in loads[1:])
+
+
+def test_resampled_draws_of_a_long_run_are_shared_out_by_size():
+    counts = np.random.default_rng(0).integers(1, 90, 40)
+    order, size = SampleOrder(counts, seed=0, window=8, resampled=True), counts.sum()
+    drawn = np.bincount(order.samples(0, 100 * size), minlength=size)
+    observed, expected = np.add.reduceat(drawn, order.starts[:-1]), 100 * counts
+    # A window draws shards, and from each `clump` samples: a multinomial of clumps.
+    clump = size / 40
+    chi_square = ((observed - expected) ** 2 / expected).sum() / clump
+    assert 39 - 4 * 78**0.5 < chi_square < 39 + 4 * 78**0.5  # 39 degrees of freedom
+
+
+@pytest.mark.parametrize("window", [1, 16, 400])
+def test_resampled_counts_of_samples_have_the_spread_of_independent_draws(window):
+    order = SampleOrder(np.full(400, 5), seed=0, window=window, resampled=True)
+    counts = np.bincount(order.samples(0, 20000), minlength=2000)
+    # Samples of a shard go together, so the variance is known to sqrt(2 / 400), 7 %.
+    assert 0.72 < counts.var() / counts.mean() < 1.28  # 4 standard deviations around Poisson's 1
+
+
+@pytest.mark.parametrize("window", [1, 16, 400])
+def test_resampled_epoch_holds_the_share_of_samples_that_independent_draws_do(window):
+    order = SampleOrder(np.full(400, 5), seed=0, window=window, resampled=True)
+    shares = [len(set(part)) / 2000 for part in order.samples(0, 20000).reshape(10, 2000).tolist()]
+    # Shards are found or not as a whole: sqrt(0.63 * 0.37 / 400) an epoch, 0.008 over ten.
+    assert abs(np.mean(shares) - (1 - np.exp(-1))) < 0.031  # 4 standard deviations

@@ -1,0 +1,71 @@
+"""How the runs of a figure are told apart: by method, by what else differs, by how they ended."""
+
+import pandas as pd
+
+from analysis import style
+from analysis.read import flatten
+from lowprec.config import Config
+from lowprec.run import identity
+
+NAMED = (  # keys that the figure names already, or that only name a folder
+    *("name", "experiment", "scale", "seed", "model.name", "optimizer.name"),
+    *("precision.recipe", "precision.autocast"),
+)
+SETTINGS = (*(key for key in flatten(identity(Config())) if key not in NAMED), "data.digest")
+
+
+def name_methods(heads: pd.DataFrame) -> pd.DataFrame:
+    """Adds `method` and `variant` to rows of `Runs.runs`.
+
+    Runs of one method are told apart by every setting of identity that differs, and by their data;
+    those of one seed that still look the same, by their digest. `variant` counts them.
+    """
+    pairs = zip(heads["precision.label"], heads["optimizer.name"], strict=True)
+    heads = heads.assign(method=[style.method(*pair) for pair in pairs], variant=0)
+    for _, group in heads.groupby(["model.name", "method"]):
+        written = {key: group[key].map(_written) for key in SETTINGS if key in group}
+        differ = [key for key, column in written.items() if column[column != ""].nunique() > 1]
+        settings = pd.Series("", index=group.index)
+        for key in differ:
+            settings += f", {_short(key)}=" + written[key].replace("", "unknown")
+        settings = _tell_cells_apart(settings.str.removeprefix(", "), group)
+        if settings.any():
+            order = {setting: i for i, setting in enumerate(sorted(set(settings)))}
+            heads.loc[group.index, "method"] += " (" + settings + ")"
+            heads.loc[group.index, "variant"] = settings.map(order)
+    return heads
+
+
+def label(head: dict) -> str:
+    """The method, and how the run ended or what it lacks, where it is not finished and whole.
+
+    `recorded`: steps that have a row; `reached`: the last of them.
+    """
+    method, recorded, reached = head["method"], head["recorded"], head["reached"]
+    if head["state"] == "diverged":
+        missing = reached - recorded
+        lacks = f"; {missing:,} steps missing" if missing else ""
+        return f"{method} (diverged at step {reached:,}{lacks})"
+    if head["state"] != "finished" or recorded < head["num_steps"]:
+        return f"{method} (incomplete: {recorded:,} of {head['num_steps']:,} steps)"
+    return method
+
+
+def _tell_cells_apart(settings: pd.Series, group: pd.DataFrame) -> pd.Series:
+    """Adds its digest to each run of a cell (one setting, one seed) that has several runs."""
+    cell = [settings, group["seed"]]
+    several = settings.groupby(cell).transform("size") > 1
+    twice = group.groupby([*cell, group["digest"]]).cumcount()  # copies of one run
+    names = "run " + group["digest"] + twice.map(lambda n: f", copy {n}" if n else "")
+    return settings.where(~several, (settings + ", " + names).str.removeprefix(", "))
+
+
+def _short(key: str) -> str:
+    """`beta2` of `optimizer.beta2`, but `intervention` of `intervention.name`."""
+    return {"data.digest": "data"}.get(key, key.removesuffix(".name").rpartition(".")[2])
+
+
+def _written(value: object) -> str:
+    if isinstance(value, tuple):
+        return "+".join(map(str, value))
+    return "null" if value is None or value != value else str(value)

@@ -1,0 +1,145 @@
+"""The files of one run directory; whatever is damaged or missing in them becomes a note."""
+
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
+import yaml
+
+from lowprec.config import Config
+from lowprec.run import STATES, read_status, read_tensors, scan_rows, to_dict
+
+ENDED = ("finished", "diverged")
+NEEDED = (  # keys without which a run cannot be named
+    *("experiment", "scale", "seed", "num_steps", "model.name", "optimizer.name"),
+    *("precision.autocast", "precision.recipe"),
+)
+_YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def flatten(config: dict, prefix: str = "") -> dict:
+    """Nested config as dotted keys; a list becomes a tuple, so that it can be grouped by."""
+    flat = {}
+    for name, value in config.items():
+        if isinstance(value, dict):
+            flat.update(flatten(value, f"{prefix}{name}."))
+        else:
+            flat[prefix + name] = tuple(value) if isinstance(value, list) else value
+    return flat
+
+
+DEFAULTS = flatten(to_dict(Config()))
+
+
+def read_head(run: Path) -> dict:
+    """Status and config of a run, flat.
+
+    A key that did not exist when the run was made has its default. `data.digest`: what the data
+    held, "" where the run does not say.
+    """
+    notes = []
+    try:
+        status = dict(read_status(run))
+        status = {name: status[name] for name in ("state", "step", "reason")}
+        if status["state"] not in STATES or type(status["step"]) is not int:
+            raise ValueError
+    except (OSError, ValueError, TypeError, LookupError, RecursionError):
+        status = {"state": "unknown", "step": 0, "reason": ""}
+        notes.append("status.json is damaged")
+    try:
+        config = flatten(yaml.load((run / "config.yaml").read_text(), _YAML))
+        missing = [name for name in NEEDED if name not in config]
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError, yaml.YAMLError):
+        missing = list(NEEDED)
+    if missing:
+        notes.append("config.yaml is damaged")
+        config = {"experiment": run.resolve().parent.name, "scale": None}
+    else:
+        recipe, autocast = config["precision.recipe"], config["precision.autocast"]
+        config["precision.label"] = autocast if recipe == "high" else recipe
+        config = {**DEFAULTS, **config}
+    name = run.resolve().name
+    return {
+        "run": name,
+        "digest": name.rpartition("-")[2],
+        "path": str(run),
+        **status,
+        "note": "; ".join(notes),
+        "data.digest": _data_digest(run),
+        **config,
+    }
+
+
+def _data_digest(run: Path) -> str:
+    """First ten digits of the digest that the newest attempt noted."""
+    rows, _ = read_row_file(run / "attempts.jsonl")
+    sources = [row["sources"] for row in rows if isinstance(row.get("sources"), dict)]
+    return str(sources[-1].get("data", ""))[:10] if sources else ""
+
+
+def read_row_file(path: Path) -> tuple[list[dict], list[str]]:
+    """Rows of a .jsonl file without its damaged lines, and a note on those."""
+    try:
+        rows, faults = scan_rows(path)
+    except OSError as error:
+        return [], [f"{path.name} cannot be read: {error.strerror}"]
+    if not faults:
+        return rows, []
+    more = f", and {len(faults) - 1} more" if len(faults) > 1 else ""
+    return rows, [f"{path.name}: {faults[0].removeprefix(f'{path}, ')}{more}"]
+
+
+def read_metrics(path: Path, num_steps: float, last: int | None) -> tuple[list[dict], list[str]]:
+    """The row of each step in order, and notes on damaged lines, steps twice and steps missing.
+
+    num_steps: of the config, nan if that is damaged; `last`: the step at which the run ended, None
+    while it has not. Of two rows of a step the later one counts: it is a later attempt's.
+    """
+    rows, notes = read_row_file(path)
+    found = [row for row in rows if _is_step(row, num_steps)]
+    by_step = {row["step"]: row for row in found}
+    steps = sorted(by_step)
+    if len(found) < len(rows):
+        notes.append(f"{path.name}: {len(rows) - len(found)} lines are no row of a step")
+    if len(steps) < len(found):
+        seen, twice = set(), []
+        for row in found:
+            (twice.append if row["step"] in seen else seen.add)(row["step"])
+        notes.append(f"{path.name}: {len(twice)} rows of a step before, first of {twice[0]}")
+    missing = max(last or 0, *steps[-1:], 0) - len(steps)
+    if missing:
+        first = next((n for n, step in enumerate(steps, 1) if n != step), len(steps) + 1)
+        notes.append(f"{path.name}: {missing} steps are missing, first {first}")
+    return [by_step[step] for step in steps], notes
+
+
+def _is_step(row: dict, num_steps: float) -> bool:
+    step = row.get("step")
+    whole = type(step) is int and step >= 1 and not step > num_steps
+    return whole and all(type(value) in (int, float) for value in row.values())
+
+
+def read_tensor_columns(
+    run: Path, state: str, pattern: str, stat: str
+) -> tuple[pd.DataFrame, list[str]]:
+    """Column `step` and the tensors that match; names `<statistic>/<tensor>` of all there are.
+
+    tensors.parquet is the copy made when a run ended. A run continued since then has more in its
+    streams.
+    """
+    path = run / "tensors.parquet"
+    if path.exists() and (state in ENDED or not any((run / "tensors").glob("*.arrows"))):
+        names = [name for name in pq.read_schema(path).names if name != "step"]
+        wanted = [name for name in names if fnmatchcase(name, f"{stat}/{pattern}")]
+        frame = pq.read_table(path, columns=["step", *wanted]).to_pandas()
+        return frame.rename(columns=lambda name: name.removeprefix(f"{stat}/")), names
+    frames, known = [], []
+    for steps, statistics, names in read_tensors(run):
+        known = [f"{name}/{tensor}" for name in statistics for tensor in names]
+        chosen = [i for i, name in enumerate(names) if fnmatchcase(name, pattern)]
+        values = statistics.get(stat, np.empty((len(steps), 0)))
+        columns = {names[i]: values[:, i] for i in chosen if stat in statistics}
+        frames.append(pd.DataFrame({"step": steps, **columns}))
+    return (pd.concat(frames, ignore_index=True) if frames else pd.DataFrame({"step": []})), known

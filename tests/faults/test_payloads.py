@@ -1,0 +1,164 @@
+"""Shards and configs that try to run something: nothing is executed, each is refused or ignored."""
+
+import pickle
+import tarfile
+
+import pytest
+from hydra.core.config_store import ConfigStore
+
+from analysis import load_runs
+from experiments import cli
+from experiments.evaluate import read_config
+from lowprec.config import Config
+from lowprec.data.index import open_shards
+from lowprec.run import to_dict
+from lowprec.train.checkpoint import list_checkpoints
+from lowprec.validate import ConfigError
+
+
+def test_state_of_a_checkpoint_is_data(tmp_path, canary, make_config, run_once):
+    changes = {"num_steps": 2, "precision.autocast": "fp16", "scaler.name": "dynamic"}
+    _, built = run_once(make_config(changes), tmp_path / "run")
+    (folder,) = list_checkpoints(tmp_path / "run")
+    call = f'"_target_": "os.system", "command": "touch {canary}", '
+    text = (folder / "state.json").read_text().replace("{", "{" + call)
+    assert text.count("_target_") >= 2
+    (folder / "state.json").write_text(text)
+    built.state.load(folder)
+
+
+FOREIGN = ("pyd", "pickle", "pkl", "pth", "pt", "npy", "npz", "py", "sh", "so", "json", "yaml")
+
+
+def test_foreign_members_of_a_shard_are_never_opened(
+    tmp_path, payload, canary, pair, write_members, read_all
+):
+    bad = pickle.dumps(payload(canary))
+    members = [member for n in range(4) for member in pair(n)]
+    members[2:2] = [(f"000000.{kind}", bad) for kind in FOREIGN]
+    members += [(f"000009.{kind}", bad) for kind in FOREIGN if kind != "json"]
+    read, skips, _ = read_all(str(write_members(tmp_path / "a.tar", members)))
+    assert (read, skips) == ([0, 1, 2, 3], [])
+
+
+KEYS = ("../../up", "/abs/olute", "a/../../b", "~/home", "$HOME", "`touch x`", "a\nb", "-rf")
+
+
+def test_keys_are_never_paths(tmp_path, pair, write_members, read_all, monkeypatch):
+    members = [
+        (f"{key}.{name.rpartition('.')[2]}", data if key != "/abs/olute" else b"")
+        for number, key in enumerate(KEYS)
+        for name, data in pair(number)
+    ]
+    folder = tmp_path / "deep" / "er"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    read, (skip,), _ = read_all(str(write_members(folder / "a.tar", members)))
+    assert len(read) == len(KEYS) - 1 and skip["key"] == "/abs/olute.jpg"
+    found = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
+    assert {name for name in found if ".index" not in name} == {"deep", "deep/er", "deep/er/a.tar"}
+
+
+def link(name, kind, target):
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname = kind, str(target)
+    return info, b""
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE, tarfile.DIRTYPE],
+    ids=["symlink", "hard link", "fifo", "device", "folder"],
+)
+def test_links_and_devices_are_not_followed(tmp_path, pair, encode, write_members, read_all, kind):
+    (tmp_path / "secret.txt").write_text("a secret")
+    members = [*pair(0), pair(1)[0], link("000001.txt", kind, tmp_path / "secret.txt"), *pair(2)]
+    read, (skip,), _ = read_all(str(write_members(tmp_path / "a.tar", members)))
+    assert read == [0, 2]
+    assert "no caption" in skip["reason"] and skip["key"] == "000001.jpg"
+
+
+def test_index_files_with_pickles_are_not_loaded(tmp_path, payload, canary, pair, write_members):
+    path = write_members(tmp_path / "a.tar", pair(0))
+    digest = open_shards(str(path)).digest
+    (catalog,) = tmp_path.glob(".index/catalog-*.npy")
+    catalog.write_bytes(pickle.dumps(payload(canary)))
+    assert open_shards(str(path)).digest == digest
+
+
+@pytest.fixture
+def faults_of():
+    """A function: the faults of a command of `train`, found before Hydra starts."""
+    ConfigStore.instance().store(name="schema", node=cli.defaults(Config))
+
+    def faults_of(*overrides):
+        with pytest.raises(ConfigError) as error:
+            cli.check_command(list(overrides), "train")
+        return error.value.faults
+
+    return faults_of
+
+
+OVERRIDES = (
+    "model={_target_: os.system, command: 'touch %s'}",
+    "model._target_=os.system",
+    "+model._target_=os.system",
+    "+x={_target_: os.system, command: 'touch %s'}",
+    "++optimizer={_target_: os.system, command: 'touch %s'}",
+    "optimizer.lr={_target_: os.system, command: 'touch %s'}",
+    "precision.products={_target_: os.system, command: 'touch %s'}",
+    "diagnostics.spikes.thresholds={_target_: os.system, command: 'touch %s'}",
+    'seed=!!python/object/apply:os.system ["touch %s"]',
+    'seed="!!python/object/apply:os.system [touch %s]"',
+    "experiment=../../%s",
+    "experiment=/%s",
+    "name=../../%s",
+    "data.train='pipe:touch %s'",
+    "data.val='pipe:touch %s'",
+    "data.train=`touch %s`",
+    "+hydra.callbacks.x={_target_: builtins.open, file: '%s', mode: w}",
+    "hydra.launcher._target_=builtins.open",
+    "name=${oc.env:HOME}",
+    "data.train=${oc.env:HOME}/a.tar",
+    "seed=${oc.decode:3}",
+)
+
+
+@pytest.mark.parametrize("override", OVERRIDES)
+def test_override_that_would_run_something_is_refused_by_its_key(faults_of, canary, override):
+    override = override % canary if "%s" in override else override
+    key = override.partition("=")[0].lstrip("+")
+    assert any(fault.lstrip("+").startswith(key) for fault in faults_of(override))
+
+
+YAML = (
+    "!!python/object/apply:os.system ['touch %s']",
+    "name: !!python/object/apply:os.system ['touch %s']",
+    "name: !!python/object/new:os.system ['touch %s']",
+    "name: !!python/name:os.system",
+    "name: !!python/module:os",
+    "a: &a [x, x, x, x, x, x, x, x, x]\nb: &b [*a, *a, *a, *a, *a]\nname: [*b, *b, *b, *b]",
+    "_target_: os.system\ncommand: touch %s",
+    "model: {_target_: os.system, command: touch %s}",
+)
+
+
+@pytest.mark.parametrize("text", YAML)
+def test_config_of_a_run_directory_is_data_to_figures_and_to_evaluation(
+    tmp_path, canary, make_config, run_once, text
+):
+    run_once(make_config({"num_steps": 1}), tmp_path / "run")
+    (tmp_path / "run" / "config.yaml").write_text(text % canary if "%s" in text else text)
+    runs = load_runs(tmp_path / "run")
+    assert "config.yaml is damaged" in runs.runs["note"].iloc[0] and len(runs.metrics) == 1
+    with pytest.raises(ConfigError):
+        read_config(tmp_path / "run")
+
+
+def test_interpolation_in_the_config_of_a_run_is_text(tmp_path, make_config, monkeypatch):
+    monkeypatch.setenv("CANARY", "a secret")
+    plain = {**to_dict(make_config()), "name": "${oc.env:CANARY}"}
+    (tmp_path / "config.yaml").write_text(repr(plain).replace("None", "null"))
+    (tmp_path / "status.json").write_text("{}")
+    assert read_config(tmp_path).name == "${oc.env:CANARY}"
+    assert "a secret" not in str(load_runs(tmp_path).runs.to_dict())

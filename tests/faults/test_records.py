@@ -1,0 +1,157 @@
+"""Records under clocks that step back, damaged lines, non-finite numbers and other machines."""
+
+import itertools
+import json
+import os
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from analysis import load_runs
+from experiments import train
+from lowprec.environment import environment
+from lowprec.run import find_runs, read_rows, scan_rows
+from lowprec.train.checkpoint import list_checkpoints
+
+
+@pytest.fixture
+def stop_after():
+    """`stop_after(step)`: options of `run_once` that stop the attempt soon after a flush."""
+
+    def stop_after(step):
+        stop = SimpleNamespace(number=None)
+
+        def on_flush(row):
+            stop.number = 15 if row["step"] >= step else None
+
+        return {"stop": stop, "on_flush": on_flush}
+
+    return stop_after
+
+
+@pytest.fixture
+def calm(make_config, run_once, tmp_path):
+    """The metrics of the undisturbed run."""
+    run_once(make_config(), tmp_path / "calm")
+    return (tmp_path / "calm" / "metrics.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("shift_s", [-3600, -(10**9), 10**9])
+def test_a_clock_that_steps_and_touched_files_change_nothing(
+    make_config, run_once, tmp_path, calm, stop_after, monkeypatch, shift_s
+):
+    run = tmp_path / "run"
+    ended, _ = run_once(make_config(), run, **stop_after(9))
+    assert (ended.state, len(list_checkpoints(run))) == ("preempted", 2)
+    for age, path in enumerate(sorted(run.rglob("*"), reverse=True)):
+        os.utime(path, (10**9 + age, 10**9 + age))  # the newest looks oldest
+    now, calls = time.time, itertools.count(1)  # and the clock goes on stepping
+    monkeypatch.setattr(time, "time", lambda: now() + shift_s * next(calls))
+    ended, _ = run_once(make_config(), run)
+    assert (ended.state, ended.step) == ("finished", 12)
+    assert (run / "metrics.jsonl").read_bytes() == calm
+    timing = read_rows(run / "timing.jsonl")
+    assert [(row["attempt"], row["step"]) for row in timing] == [
+        (0, 3), (0, 4), (0, 6), (0, 8), (0, 9), (0, 10), (1, 12)
+    ]  # fmt: skip
+    assert all(row["wall_s"] >= 0 and row["step_ms"] > 0 for row in timing)
+    assert all(0 <= row["data_wait"] <= 1 and row["images_per_s"] > 0 for row in timing)
+
+
+DAMAGE = {
+    "NUL": b"\0" * 512 + b"\n",
+    "half a row": b'{"attempt": 0, "po\n',
+    "half a character": b'{"note": "\xc3\n',
+    "no map": b"[]\n",
+    "deep": b"[" * 10**5 + b"\n",
+    "torn end": b'{"attempt": 0',
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+def test_damage_in_attempts_and_skips_does_not_stop_a_resume(
+    make_config, run_once, tmp_path, calm, stop_after, damage
+):
+    run = tmp_path / "run"
+    run_once(make_config(), run, **stop_after(6))
+    for name in ("attempts", "skips"):
+        path = run / f"{name}.jsonl"
+        rest = path.read_bytes() if path.exists() else b""
+        path.write_bytes(damage + rest if damage.endswith(b"\n") else rest + damage)
+    ended, _ = run_once(make_config(), run)
+    assert ended.state == "finished"
+    assert (run / "metrics.jsonl").read_bytes() == calm
+    rows, _ = scan_rows(run / "attempts.jsonl")
+    assert rows[-1]["attempt"] > rows[0]["attempt"] == 0
+    streams = sorted(path.name for path in (run / "tensors").glob("*.arrows"))
+    assert streams == ["0000.arrows", f"{rows[-1]['attempt']:04d}.arrows"]
+
+
+@pytest.mark.parametrize("damage", list(DAMAGE.values())[:-1], ids=list(DAMAGE)[:-1])
+def test_a_damaged_line_is_named_with_line_and_byte_and_hides_no_row(tmp_path, damage):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"a": 1}\n' + damage + b'{"a": 2}\n')
+    rows, faults = scan_rows(path)
+    assert rows == [{"a": 1}, {"a": 2}]
+    assert len(faults) == 1 and faults[0].startswith(f"{path}, line 2 (byte 9) is damaged: ")
+    with pytest.raises(ValueError, match="line 2"):
+        read_rows(path)
+
+
+def strict(path):
+    """The values of a .json or .jsonl file; Python's own NaN and Infinity are no JSON."""
+
+    def refuse(text):
+        raise AssertionError(f"{path}: {text}")
+
+    texts = path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]
+    return [json.loads(text, parse_constant=refuse) for text in texts]
+
+
+SPOILT = {  # a run with non-finite numbers in it
+    "diverged": {"optimizer.lr": 1e30},
+    "skipped": {"precision.autocast": "fp16", "scaler.name": "dynamic", "scaler.init_scale": 1e30},
+    "tensors": {"precision.autocast": "fp16", "scaler.name": "fixed", "scaler.init_scale": 1e30},
+}
+
+
+@pytest.mark.parametrize("changes", SPOILT.values(), ids=SPOILT.keys())
+def test_every_json_file_of_a_run_is_strict_json(make_config, squares, changes):
+    config = make_config({**changes, "evaluation.name": "both"})
+    train.main(config)
+    (run,) = find_runs(config.run_dir)
+    files = [path for path in run.rglob("*.json*")] + list(squares.glob(".index/*.json"))
+    names = {path.name for path in files}
+    needed = {"metrics.jsonl", "timing.jsonl", "attempts.jsonl", "status.json", "environment.json"}
+    assert needed <= names
+    assert ("manifest.json" in names) == (json.loads(
+        (run / "status.json").read_text())["state"] == "finished")  # fmt: skip
+    values = str([value for path in files for value in strict(path)])
+    assert "'nan'" in values or "'inf'" in values
+
+
+def test_what_changed_between_attempts_is_said_and_kept(make_config, monkeypatch, capsys):
+    steps = {"schedule.name": "constant", "schedule.warmup_steps": 0}
+    train.main(make_config({**steps, "num_steps": 4}))
+    capsys.readouterr()
+    facts = environment()
+    other = {**facts, "gpu": "another GPU", "packages": {**facts["packages"], "torch": "9.9"}}
+    monkeypatch.setattr(train, "environment", lambda: other)
+    config = make_config({**steps, "num_steps": 8})
+    train.main(config)
+    changes = [f"packages.torch: {facts['packages']['torch']} -> 9.9", "gpu: None -> another GPU"]
+    said = capsys.readouterr().out
+    assert all(f"note: since the last attempt {change}\n" in said for change in changes)
+    (run,) = find_runs(config.run_dir)
+    first, second = read_rows(run / "attempts.jsonl")
+    assert load_runs(run).runs["data.digest"].tolist() == [second["sources"]["data"][:10]]
+    assert (first["changed"], sorted(second["changed"])) == ([], sorted(changes))
+    assert first["packages"] == facts["packages"] and second["packages"]["torch"] == "9.9"
+
+
+def test_unchanged_machines_are_no_news(make_config, capsys):
+    steps = {"schedule.name": "constant", "schedule.warmup_steps": 0}
+    for num_steps in (4, 8):
+        train.main(make_config({**steps, "num_steps": num_steps}))
+    assert "since the last attempt" not in capsys.readouterr().out

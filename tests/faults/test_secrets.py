@@ -1,0 +1,122 @@
+"""Secrets in the environment reach no file, no dashboard and no line of output."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from experiments import train
+from experiments.cli import CONF
+from lowprec.environment import environment
+from lowprec.run import find_runs
+from lowprec.validate import ConfigError
+
+CANARIES = {  # variable: value
+    "WANDB_API_KEY": "c4n4ry" + "0123456789abcdef" * 2 + "ab",  # of the length that wandb takes
+    "HF_TOKEN": "hf_c4n4ry-of-hugging-face",
+    "HUGGING_FACE_HUB_TOKEN": "hf_c4n4ry-of-the-hub",
+    "AWS_SECRET_ACCESS_KEY": "c4n4ry/of+the/cloud",
+    "GITHUB_TOKEN": "ghp_c4n4ry",
+    "https_proxy": "http://me:c4n4ry-proxy@localhost:9",
+    "DATABASE_URL": "postgres://me:c4n4ry-db@localhost/x",
+}
+SECRET = b"c4n4ry"
+TINY = ("model.vision_width=64", "model.vision_layers=1", "model.text_width=64")
+TINY += ("model.text_layers=1", "model.vocab_size=512", "num_workers=1", "device=cpu")
+TINY += ("precision=fp32", "++num_steps=4", "log_every=2", "evaluation=none", "data=shards")
+
+
+def leaks(folder: Path) -> list[Path]:
+    """Files and folders below `folder` that hold the secret, in their name or their bytes."""
+    return [
+        path
+        for path in folder.rglob("*")
+        if SECRET in os.fsencode(path.name) or path.is_file() and SECRET in path.read_bytes()
+    ]
+
+
+def test_the_search_finds_what_it_looks_for(tmp_path):
+    assert leaks(tmp_path) == []
+    (tmp_path / "a").write_bytes(b"\0\xff" + SECRET)
+    (tmp_path / "c4n4ry.txt").touch()
+    assert len(leaks(tmp_path)) == 2
+
+
+def test_a_sweep_with_a_dashboard_and_a_failing_cell_leaks_nothing(squares, tmp_path):
+    pytest.importorskip("wandb")
+    command = [sys.executable, "-m", "experiments.train", "-m", *TINY, "batch_size=5000,16"]
+    command += [f"data.train={squares}/train-*.tar", "logger=wandb"]
+    ours = {"PYTHONPATH": str(CONF.parent), "OMP_NUM_THREADS": "1", "HYDRA_FULL_ERROR": "1"}
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, timeout=120,
+        env={**os.environ, **CANARIES, **ours, "WANDB_MODE": "offline"},
+    )  # fmt: skip
+    assert done.returncode == 1 and b"Traceback" in done.stderr  # of the failing cell
+    (copied,) = tmp_path.rglob("*.wandb")
+    assert b"num_steps" in copied.read_bytes()
+    assert b"++num_steps" not in copied.read_bytes()  # a command line may hold a password
+    assert find_runs(tmp_path) and leaks(tmp_path) == []
+    assert SECRET not in done.stdout + done.stderr
+
+
+def test_a_run_with_tensorboard_that_fails_leaks_nothing(make_config, tmp_path, monkeypatch, capfd):
+    pytest.importorskip("tensorboard")
+    for name, value in CANARIES.items():
+        monkeypatch.setenv(name, value)
+
+    def fail(*_):
+        raise KeyError("a defect")
+
+    config = make_config({"logger.name": "tensorboard"})
+    monkeypatch.setattr("lowprec.train.journal.Journal._timing", fail)
+    with pytest.raises(KeyError):
+        train.main(config)
+    monkeypatch.undo()
+    assert list(tmp_path.rglob("events.out*"))
+    (run,) = find_runs(tmp_path)
+    assert "KeyError: 'a defect'" in (run / "status.json").read_text()
+    assert leaks(tmp_path) == [] and SECRET.decode() not in "".join(capfd.readouterr())
+
+
+URL = "https://me:c4n4ry@host/{0..3}.tar"
+
+
+@pytest.mark.parametrize("key", ["data.train", "data.val", "data.index", "run_dir", "name"])
+@pytest.mark.parametrize("url", [URL, "s3://:c4n4ry@b/x", "pipe:curl https://a:c4n4ry@b/x"])
+def test_a_password_in_a_url_is_refused_without_being_said(make_config, key, url):
+    with pytest.raises(ConfigError) as error:
+        make_config({key: url, "num_steps": 0})
+    assert "c4n4ry" not in str(error.value)
+    named = [fault for fault in error.value.faults if fault.startswith(f"{key}=")]
+    assert any("a password" in fault for fault in named)
+
+
+def test_a_typed_password_reaches_neither_disk_nor_output(tmp_path):
+    command = [sys.executable, "-m", "experiments.train", "-m", f"data.train='{URL}'"]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, timeout=60,
+        env={**os.environ, "PYTHONPATH": str(CONF.parent)},
+    )  # fmt: skip
+    assert done.returncode == 2 and b"a password" in done.stderr
+    assert SECRET not in done.stdout + done.stderr and leaks(tmp_path) == []
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_the_config_of_a_run_names_its_stream_without_the_secrets(
+    make_config, squares, tmp_path, capfd
+):
+    command = f"pipe:env TOKEN=c4n4ry cat {squares}/train-0.tar"
+    changes = {"data.train": command, "data.name": "stream", "data.allow_remote": ["pipe"]}
+    train.main(make_config({**changes, "num_steps": 2, "data.val": None}))
+    (run,) = find_runs(tmp_path)
+    assert "train-0.tar" in (run / "config.yaml").read_text()
+    assert leaks(tmp_path) == [] and SECRET.decode() not in "".join(capfd.readouterr())
+
+
+def test_the_record_of_the_machine_holds_no_variable(monkeypatch):
+    before = environment()
+    for name, value in CANARIES.items():
+        monkeypatch.setenv(name, value)
+    assert environment() == before

@@ -1,0 +1,189 @@
+"""Damaged shards: an error or a counted skip that names shard, key and reason; nothing is lost."""
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import time
+
+import numpy as np
+import pytest
+
+from experiments.cli import CONF
+from experiments.open_data import open_data
+from lowprec.data.index import open_shards
+from lowprec.data.loader import Batches, iterate
+from lowprec.data.shards import ShardError
+from lowprec.validate import ConfigError
+
+
+@pytest.mark.parametrize("junk", ["noise", "zeros", "one bit"])
+def test_damage_at_50_positions_is_refused_or_changes_the_digest_and_every_sample_is_counted(
+    shard, check, refresh, tmp_path, junk
+):
+    whole = shard.read_bytes()
+    intact, digest = check(shard)
+    rng, outcomes = np.random.default_rng(0), []
+    last = len(whole.rstrip(b"\0"))  # what follows is padding
+    for position in np.linspace(0, last, 50).astype(int):
+        refresh(tmp_path)
+        damaged = bytearray(whole)
+        if junk == "one bit":
+            damaged[position] ^= 1 << int(rng.integers(8))
+        else:
+            damage = rng.bytes(512) if junk == "noise" else bytes(512)
+            damaged[position : position + 512] = damage[: len(whole) - position]
+        shard.write_bytes(damaged)
+        outcome, found = check(shard)
+        if found == digest:  # padding, an owner, a date: no sample is touched
+            assert outcome == intact
+        outcomes.append("error" if outcome == "error" else "other" if found != digest else "same")
+    assert {"error", "other"} <= set(outcomes)  # headers and samples were met
+
+
+def test_truncation_at_50_offsets_is_refused_naming_the_shard(shard, check, refresh, tmp_path):
+    whole = shard.read_bytes()
+    end = len(whole.rstrip(b"\0")) + 1
+    for size in np.linspace(0, end, 50).astype(int):
+        refresh(tmp_path)
+        shard.write_bytes(whole[:size])
+        assert check(shard) == ("error", None), size
+
+
+def claim(size, kind=tarfile.REGTYPE):
+    info = tarfile.TarInfo("000009.jpg")
+    info.size, info.type = size, kind
+    return info
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("size", [-512, -(10**6), 2**31, 10**15], ids=str)
+@pytest.mark.parametrize("kind", [tarfile.REGTYPE, b"Z"], ids=["file", "unknown type"])
+def test_impossible_size_in_a_valid_header_is_refused_at_once(
+    tmp_path, pairs, write_members, check, size, kind
+):
+    path = write_members(tmp_path / "a.tar", pairs(2))
+    head = claim(size, kind).tobuf(format=tarfile.GNU_FORMAT)
+    whole = path.read_bytes()
+    end = len(whole.rstrip(b"\0")) // 512 * 512 + 512
+    path.write_bytes(whole[:end] + head + bytes(10240))
+    assert check(path) == ("error", None)
+
+
+def test_every_empty_and_every_damaged_shard_is_named_at_once(tmp_path, write_members, pairs):
+    for i in range(5):
+        write_members(tmp_path / f"{i}.tar", pairs(2, 2 * i))
+    (tmp_path / "1.tar").write_bytes(b"")
+    write_members(tmp_path / "2.tar", [])
+    (tmp_path / "4.tar").write_bytes((tmp_path / "4.tar").read_bytes()[:700])
+    with pytest.raises(ValueError) as error:
+        open_shards(str(tmp_path / "*.tar"))
+    assert "1.tar is damaged: empty file" in str(error.value)
+    assert "2.tar holds no whole sample" in str(error.value)
+    assert "4.tar is damaged" in str(error.value)
+    assert "0.tar" not in str(error.value) and "3.tar" not in str(error.value)
+
+
+def test_absent_shards_are_all_named_before_and_after_indexing(tmp_path, write_members, pairs):
+    for i in range(6):
+        write_members(tmp_path / f"{i}.tar", pairs(2, 2 * i))
+    open_shards(str(tmp_path / "*.tar"))
+    for i in (1, 3, 4):
+        (tmp_path / f"{i}.tar").unlink()
+    for pattern in (tmp_path / "*.tar", tmp_path / "{0..5}.tar"):
+        with pytest.raises((ValueError, FileNotFoundError)) as error:
+            open_shards(str(pattern))
+        assert "3 " in str(error.value)
+        assert all(f"{i}.tar" in str(error.value) for i in (1, 3, 4))
+
+
+@pytest.fixture
+def own_squares(squares, tmp_path, make_config):
+    """A config of shards that the test may change."""
+    for path in squares.glob("*.t*"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    return make_config({"data.train": f"{tmp_path}/train-*.tar", "data.val": f"{tmp_path}/val*"})
+
+
+def test_content_changed_between_attempts_is_refused_naming_the_shard(own_squares, tmp_path):
+    digest = open_data(own_squares).digest(own_squares)
+    path = tmp_path / "train-1.tar"
+    os.utime(path, ns=(0, 0))  # touched, not changed
+    assert open_data(own_squares).digest(own_squares) == digest
+    path.write_bytes(path.read_bytes().replace(b"a red square", b"a tan square"))
+    with pytest.raises(ConfigError, match=r"1 changed \(.*train-1\.tar\).*another run"):
+        open_data(own_squares)
+
+
+def test_a_change_that_restores_size_and_time_is_found_once_the_index_is_made_anew(
+    own_squares, refresh, tmp_path
+):
+    digest = open_data(own_squares).digest(own_squares)
+    path, state = tmp_path / "train-1.tar", os.stat(tmp_path / "train-1.tar")
+    path.write_bytes(path.read_bytes().replace(b"a red square", b"a tan square"))
+    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+    assert open_data(own_squares).digest(own_squares) == digest  # the price of not reading it all
+    refresh(tmp_path)
+    assert open_data(own_squares).digest(own_squares) != digest
+
+
+def test_shard_that_shrinks_while_it_is_read_is_an_error_naming_it(shard):
+    batches = Batches(
+        open_shards(str(shard)), None, batch_size=1, num_batches=8, image_size=8,
+        tokenizer=lambda captions: np.zeros((len(captions), 4)),
+    )  # fmt: skip
+    found = iterate(batches, workers=0)
+    next(found)
+    os.truncate(shard, 7000)
+    with pytest.raises(ShardError, match=r"a\.tar has become shorter than when it was indexed"):
+        list(found)
+
+
+def test_shard_that_vanishes_before_it_is_opened_is_an_error_naming_it(tmp_path, shard):
+    shards = open_shards(str(shard))
+    shard.unlink()
+    with pytest.raises(ShardError, match=r"a\.tar cannot be read: No such file"):
+        shards.read(0, 0, 1)
+
+
+@pytest.mark.parametrize("damage", ["shorter", "other type", "cut"])
+def test_damaged_table_of_the_index_is_an_error_naming_it(shard, tmp_path, damage):
+    shards = open_shards(str(shard))
+    (file,) = (f for f in tmp_path.glob(".index/*.npy") if not f.name.startswith("catalog"))
+    if damage == "cut":
+        file.write_bytes(file.read_bytes()[:200])
+    else:
+        table = np.load(file)
+        np.save(file, table[:3] if damage == "shorter" else np.zeros(8))
+    with pytest.raises(ShardError, match=rf"{file.name} cannot be read .*made again"):
+        shards.locate(5)
+
+
+PROGRAM = """
+import os, sys, torch
+from lowprec.data.index import open_shards
+from lowprec.data.loader import Batches, iterate
+
+batches = Batches(open_shards(sys.argv[1]), None, batch_size=1, num_batches=8, image_size=8,
+                  tokenizer=lambda captions: torch.zeros(len(captions), 4))
+found = iterate(batches, workers=2)
+next(found)
+if sys.argv[2] == "shrink":
+    os.truncate(sys.argv[1], 7000)
+    list(found)
+raise RuntimeError("a defect")
+"""
+
+
+@pytest.mark.parametrize("fault", ["shrink", "defect"])
+def test_a_process_that_fails_while_workers_read_ends_at_once(shard, fault):
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM, shard, fault],
+        capture_output=True, text=True, timeout=60, cwd=CONF.parent,
+    )  # fmt: skip
+    last = done.stderr.strip().splitlines()[-1]
+    named = "ShardError: .*a.tar has become shorter" if fault == "shrink" else "a defect"
+    assert re.search(named, last) and done.returncode == 1
+    assert time.monotonic() - began < 30

@@ -1,0 +1,115 @@
+"""Weights that try to run something, or are damaged: refused in a sentence that names the file."""
+
+import io
+import os
+import pickle
+import tarfile
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from experiments import export
+from experiments.build import build
+from lowprec.clip.export import read_weights
+from lowprec.validate import ConfigError
+
+pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+
+
+def test_the_payloads_work_when_they_are_unpickled(tmp_path, payload):
+    for call in (os.system, eval, open):
+        canary = tmp_path / f"made by {call.__name__}".replace(" ", "_")
+        made = pickle.loads(pickle.dumps(payload(canary, call)))
+        if call is open:
+            made.close()
+        assert canary.exists()
+
+
+def torch_tar(path, bad):
+    """The layout of torch before version 0.1.10."""
+    with tarfile.open(path, "w") as tar:
+        for name in ("sys_info", "pickle", "storages", "tensors"):
+            info = tarfile.TarInfo(name)
+            data = pickle.dumps(bad)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+
+
+def legacy(path, data):
+    torch.save(data, path, _use_new_zipfile_serialization=False)
+
+
+WEIGHTS = {  # file name: a function that writes it from (path, payload)
+    "zip.pt": lambda path, bad: torch.save(bad, path),
+    "zip_state_dict.pt": lambda path, bad: torch.save({"state_dict": bad}, path),
+    "zip_nested.pt": lambda path, bad: torch.save({"state_dict": {"w": [{"x": bad}]}}, path),
+    "zip_beside.pt": lambda p, bad: torch.save({"state_dict": {"w": torch.ones(2)}, "o": bad}, p),
+    "zip_no_suffix": lambda path, bad: torch.save({"state_dict": bad}, path),
+    "legacy.pt": lambda path, bad: legacy(path, {"state_dict": bad}),
+    "legacy_beside.pt": lambda path, bad: legacy(path, {"w": torch.ones(2), "optimizer": bad}),
+    "tar.pt": torch_tar,
+    "protocol0.pt": lambda path, bad: path.write_bytes(pickle.dumps(bad, 0)),
+    "protocol5.pt": lambda path, bad: path.write_bytes(pickle.dumps({"w": bad}, 5)),
+    "pickle.safetensors": lambda path, bad: path.write_bytes(pickle.dumps(bad)),
+    "zip.safetensors": lambda path, bad: torch.save({"state_dict": bad}, path),
+    "zip.pth": lambda path, bad: torch.save(bad, path),
+    "zip.ckpt": lambda path, bad: torch.save({"state_dict": bad}, path),
+}
+
+
+@pytest.mark.parametrize("call", [os.system, eval, open], ids=lambda call: call.__name__)
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_weights_with_code_are_refused_in_a_sentence_that_names_the_file(
+    tmp_path, payload, canary, name, call
+):
+    WEIGHTS[name](tmp_path / name, payload(canary, call))
+    with pytest.raises(ValueError) as error:
+        read_weights(tmp_path / name)
+    assert str(error.value).startswith(f"{tmp_path / name} cannot be read as weights: ")
+    assert "\n" not in str(error.value) and len(str(error.value)) < 300
+
+
+DAMAGED = {
+    "empty.pt": b"",
+    "noise.pt": bytes(range(256)) * 9,
+    "deep.pt": b"\x80\x02" + b"(" * 10**5 + b".",
+    "empty.safetensors": b"",
+    "long_header.safetensors": (2**62).to_bytes(8, "little") + b"{}",
+    "not_json.safetensors": (9).to_bytes(8, "little") + b"{{{{{{{{{",
+    "words.pt": b"a text",
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_weights_are_refused_in_a_sentence_that_names_the_file(tmp_path, name):
+    (tmp_path / name).write_bytes(DAMAGED[name])
+    with pytest.raises(ValueError, match=f"{name} cannot be read as weights: [^\n]+$"):
+        read_weights(tmp_path / name)
+
+
+@pytest.mark.parametrize("content", [[1], {"w": 3}, {"state_dict": {"w": "text"}}, torch.ones(2)])
+def test_a_file_of_something_else_is_refused(tmp_path, content):
+    torch.save(content, tmp_path / "other.pt")
+    with pytest.raises(ValueError, match=r"other\.pt holds something else than tensors by name"):
+        read_weights(tmp_path / "other.pt")
+
+
+@pytest.mark.parametrize("name", ["zip_nested.pt", "legacy.pt", "pickle.safetensors"])
+def test_init_from_and_export_refuse_code(tmp_path, payload, canary, make_config, name):
+    WEIGHTS[name](tmp_path / name, payload(canary))
+    with pytest.raises(ConfigError, match=rf"model\.init_from: .*{name} cannot be read"):
+        build(make_config({"model.init_from": str(tmp_path / name)}), data=None)
+    with pytest.raises(SystemExit, match=f"source=.*{name} cannot be exported: [^\n]+$"):
+        export.main(export.ExportConfig(str(tmp_path / name), str(tmp_path / "out.pt")))
+    assert not (tmp_path / "out.pt").exists()
+
+
+@pytest.mark.parametrize("manifest", ["", "[]", "{}", '{"files": 3}', '{"files": {}}'])
+def test_weights_under_a_damaged_manifest_are_not_taken(tmp_path, manifest):
+    folder = tmp_path / "checkpoints" / "step_000000001"
+    folder.mkdir(parents=True)
+    save_file({"w": torch.ones(2)}, folder / "model.safetensors")
+    (folder / "manifest.json").write_text(manifest)
+    with pytest.raises(FileNotFoundError, match="holds no weights"):
+        read_weights(tmp_path)
