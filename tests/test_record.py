@@ -96,9 +96,7 @@ def test_row_that_does_not_fit_is_an_error_and_leaves_nothing(record, monkeypatc
 
     record.append("metrics", [{"step": 1}])
     monkeypatch.setattr(os, "write", fill)
-    with pytest.raises(
-        OSError, match=r"metrics\.jsonl cannot be written: No space .* are free"
-    ):
+    with pytest.raises(OSError, match=r"metrics\.jsonl cannot be written: No space .* are free"):
         record.append("metrics", [{"step": 2}, {"step": 3}])
     monkeypatch.undo()
     record.append("metrics", [{"step": 4}])

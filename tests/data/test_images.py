@@ -3,7 +3,8 @@ import pytest
 import torch
 from PIL import Image
 
-from lowprec.clip.torchvision_shim import open_clip  # noqa: F401 (lets torchvision be imported)
+from lowprec.clip.torchvision_shim import open_clip
+from lowprec.data import images
 from lowprec.data.images import AREA, CROP_WORDS, RATIO, decode_image, random_box
 from lowprec.data.order import AUGMENTATION, random_words
 
@@ -43,16 +44,23 @@ def test_box_of_an_image_of_extreme_shape_is_the_largest_in_its_middle(size):
     assert abs(left - (size[0] - right)) <= 1 and abs(top - (size[1] - bottom)) <= 1
 
 
+def test_random_box_is_by_default_that_of_open_clip():
+    defaults = open_clip.transform.AugmentationCfg()
+    assert (AREA, RATIO) == (defaults.scale, defaults.ratio or (3 / 4, 4 / 3))
+
+
+@pytest.mark.parametrize("area", [AREA, (0.08, 1.0)], ids=str)
 @pytest.mark.parametrize("size", [(64, 64), (256, 256), (500, 375), (100, 80)], ids=str)
-def test_boxes_are_distributed_as_torchvision_draws_them(size):
+def test_boxes_are_distributed_as_torchvision_draws_them(size, area, monkeypatch):
     from torchvision.transforms import RandomResizedCrop
 
+    monkeypatch.setattr(images, "AREA", area)
     count, image = 2000, Image.new("RGB", size)
     ours = np.array([random_box(*size, words(sample)) for sample in range(count)], dtype=float)
     ours = np.stack([ours[:, 1], ours[:, 0], ours[:, 3] - ours[:, 1], ours[:, 2] - ours[:, 0]], 1)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        theirs = [RandomResizedCrop.get_params(image, list(AREA), list(RATIO)) for _ in ours]
+        theirs = [RandomResizedCrop.get_params(image, list(area), list(RATIO)) for _ in ours]
     theirs = np.array(theirs, dtype=float)
     for of in (  # of rows top, left, height, width
         lambda boxes: boxes[:, 2] * boxes[:, 3],
@@ -71,8 +79,8 @@ def test_half_of_the_images_are_flipped(encode):
     pixels[:, 6:] = 255
     data, count = encode(pixels), 2000
     left, right = (slice(0, 3), slice(-3, None))
-    images = [decode_image(data, 12, words(sample)).astype(int) for sample in range(count)]
-    flipped = np.array([image[..., left].mean() > image[..., right].mean() for image in images])
+    decoded = [decode_image(data, 12, words(sample)) for sample in range(count)]
+    flipped = np.array([image[..., left].mean() > image[..., right].mean() for image in decoded])
     assert abs(flipped.mean() - 0.5) < 4 * 0.5 / count**0.5  # 4 standard deviations
     epochs = [[words(s, e)[-1] >> np.uint64(63) for s in range(count)] for e in (0, 1)]
     assert abs(np.corrcoef(epochs)[0, 1]) < 4 / count**0.5

@@ -113,6 +113,36 @@ def test_an_image_does_not_depend_on_the_size_of_the_set(small_set, tmp_path):
     assert not list(tmp_path.glob("val-*"))
 
 
+def test_noise_has_the_spread_asked_for_and_depends_on_seed_split_and_index(tmp_path):
+    keys = {"num_val": 3, "image_size": 128, "noise": 12.0}
+    render_shapes(tmp_path / "one", num_train=3, **keys)
+    render_shapes(tmp_path / "two", num_train=5, num_processes=2, **keys)
+    render_shapes(tmp_path / "plain", num_train=3, num_val=3, image_size=128)
+    noises = []
+    for split in ("train", "val"):
+        one, two, plain = (
+            read_members(tmp_path / name / f"{split}-0000.tar") for name in ("one", "two", "plain")
+        )
+        assert one == two[: len(one)]
+        assert one[1::3] == plain[1::3] and one[2::3] == plain[2::3]  # captions and classes
+        for index, (_, data) in enumerate(one[::3]):
+            clean = pixels(make_scene(0, split, index))
+            noise = np.asarray(Image.open(io.BytesIO(data))).astype(int) - clean
+            inside = noise[(clean > 40) & (clean < 215)]  # not cut off at black and white
+            assert abs(inside.mean()) < 1 and 11 < inside.std() < 16  # encoding adds errors
+            assert np.abs(noise).max() < 120  # nothing wraps around at black and white
+            noises.append(noise.ravel())
+    correlations = np.corrcoef(noises) - np.eye(len(noises))
+    assert np.abs(correlations).max() < 0.1  # edges blur alike where scenes do
+
+
+def test_noisy_picture_of_256_pixels_takes_the_bytes_of_a_photograph(tmp_path):
+    for noise in (0, 12):
+        render_shapes(tmp_path / str(noise), num_train=20, num_val=0, image_size=256, noise=noise)
+    plain, noisy = ((tmp_path / n / "train-0000.tar").stat().st_size / 20 for n in ("0", "12"))
+    assert plain < 20_000 < 30_000 < noisy < 70_000
+
+
 def test_seeds_and_splits_are_disjoint_streams(tmp_path):
     streams = [(0, "train"), (1, "train"), (0, "val"), (1, "val"), (2**64 - 1, "val")]
     scenes = [make_scene(seed, split, i) for seed, split in streams for i in range(500)]
