@@ -26,6 +26,7 @@ from lowprec.config import PRESETS, Config
 from lowprec.nearest import nearest
 from lowprec.validate import ConfigError, check, keys, public_name, unknown_key
 
+PATTERNS = ("data.train", "data.val", "shards", "train", "val")  # keys whose values are globs
 CONF = Path(__file__).parent.parent / "conf"
 
 
@@ -138,6 +139,10 @@ def check_command(
 
 def _axes(overrides: list[str], schema: type, faults: list[str]) -> list[list[str]]:
     """The single overrides that each legal override stands for: one, or several for a sweep."""
+    patterns = [text for text in overrides if text.partition("=")[0] in PATTERNS]
+    for name in {text.partition("=")[0] for text in patterns}:
+        if sum(text.startswith(f"{name}=") for text in patterns) > 1:  # the shell's braces
+            faults.append(f"{name} is given more than once; braces need quotes: '{name}=\"...\"'")
     parsed = [_parse(text, faults) for text in overrides]
     known = [o for o in parsed if o is not None and _is_known(o, schema, faults)]
     return [[f"{o.input_line.partition('=')[0]}={value}" for value in _values(o)] for o in known]

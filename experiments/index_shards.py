@@ -1,6 +1,6 @@
 """Indexes image-text shards, so that a run finds the index ready; again, if they have changed.
 
-python -m experiments.index_shards data='some/where/train-*.tar' index=some/folder
+python -m experiments.index_shards shards='some/where/train-*.tar' index=some/folder
 
 The index of a set is named by its shards' folder: several sets may share one index folder.
 """
@@ -17,14 +17,14 @@ from lowprec.config import key
 class IndexConfig:
     """Which shards, and where the index goes."""
 
-    data: str = key("???", "glob of the shards")
+    shards: str = key("???", "glob of the shards")
     index: str | None = key(None, "folder of the index; beside the shards if null")
 
 
 def main(config: IndexConfig) -> None:
     """Indexes what is not indexed yet and takes the shards as they are now."""
     try:
-        shards = open_with_progress(config.data, config.index, "data", accept=True)
+        shards = open_with_progress(config.shards, config.index, "shards", accept=True)
     except (FileNotFoundError, ValueError) as error:
         sys.exit(str(error))
     labeled = int((shards.labels >= 0).sum())

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from lowprec.config import SHAPES, Config
 from lowprec.data.index import expand
 from lowprec.data.urls import expand_urls
+from lowprec.rules import url_scheme
 from lowprec.validate import ConfigError
 
 
@@ -25,7 +26,7 @@ def preflight(config: Config, *, training: bool = True) -> None:
         patterns = {"data.train": config.data.train} if training and not streaming else {}
         patterns |= {"data.val": config.data.val} if evaluated else {}
         for name, pattern in patterns.items():
-            if pattern is None:  # the schema's check says so
+            if pattern is None or url_scheme(pattern):  # the schema's check says so
                 continue
             try:
                 expand(pattern, name)
@@ -74,6 +75,7 @@ def _not_writable(run_dir: str) -> Path | None:
 def _names_faults(config: Config) -> list[str]:
     faults = []
     needed = config.evaluation.name in ("zero_shot", "both") and not will_render(config)
+    needed = needed and config.data.val is not None  # else the schema's check says so
     for kind in ("classnames", "templates"):
         source = getattr(config.data, kind)
         if source not in (None, "imagenet") and not Path(source).is_file():

@@ -20,10 +20,10 @@ from experiments.open_data import Data, open_data, progress_bar
 from experiments.preflight import preflight
 from lowprec import durable
 from lowprec.config import Config
-from lowprec.data.urls import public_name
+from lowprec.data.urls import without_secrets
 from lowprec.durable import DiskError
 from lowprec.environment import environment
-from lowprec.record import Record, RunBusyError
+from lowprec.record import Record, RecordError, RunBusyError
 from lowprec.run import directory, identity, label, to_dict
 from lowprec.train.signals import StopRequest, stop_request
 from lowprec.validate import ConfigError
@@ -55,17 +55,21 @@ def main(config: Config) -> None:
         with contextlib.suppress(OSError):  # the disk may be what failed
             record.status("preempted" if interrupted else "failed", reason=reason)
         if interrupted:
+            saved = record.last_status()["saved"]
+            print(f"{run} stopped without saving; it goes on from step {saved}")
             sys.exit(STOPPED)
         if sentence := _sentence(error, config):
             raise cli.RunError(f"{run} failed: {sentence}") from error
         raise
     finally:
         record.close()
-    print(f"{run} {ended.state} at step {ended.step}" + (f": {ended.reason}" * bool(ended.reason)))
+    skipped = record.count("skips")
+    line = f"{run} {ended.state} at step {ended.step}" + (f": {ended.reason}" * bool(ended.reason))
+    if ended.state == "failed":
+        raise cli.RunError(line)
+    print(line + (f"; {skipped} samples could not be read (skips.jsonl)" * bool(skipped)))
     if ended.state == "preempted":
         sys.exit(STOPPED)
-    if ended.state == "failed":
-        raise cli.RunError(f"{run} failed")
 
 
 def _sentence(error: BaseException, config: Config) -> str | None:
@@ -77,8 +81,8 @@ def _sentence(error: BaseException, config: Config) -> str | None:
 
     if isinstance(error, CheckpointError):
         return str(error)
-    if isinstance(error, (DiskError, ShardError)):
-        return f"{error}. The same command resumes it."
+    if isinstance(error, (DiskError, RecordError, ShardError)):
+        return f"{error}. When that is mended, the same command goes on."
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return (
             f"out of memory with model={config.model.name}, batch_size={config.batch_size} and "
@@ -89,7 +93,7 @@ def _sentence(error: BaseException, config: Config) -> str | None:
     if lost or (isinstance(error, RuntimeError) and "DataLoader worker" in str(error)):
         return (
             f"a data worker was killed ({error}), often for want of memory: fewer num_workers need "
-            "less. The same command resumes it."
+            "less. When that is mended, the same command goes on."
         )
     return None
 
@@ -117,14 +121,14 @@ def _attempt(
     from lowprec.train.provenance import changes, code_digests
 
     plain, facts = to_dict(config), environment()
-    plain["data"]["train"] = public_name(config.data.train)  # a signed URL is a secret
+    plain["data"]["train"] = without_secrets(config.data.train)  # a signed URL is a secret
     changed = changes(_last_environment(record.run) or facts, facts)
     for line in changed:
         print(f"note: since the last attempt {line}")
     durable.replace(record.run / "config.yaml", OmegaConf.to_yaml(plain).encode())
     durable.replace(record.run / "environment.json", json.dumps(facts, indent=1).encode())
     started = {"attempt": record.attempt, "pid": os.getpid(), "changed": changed}
-    started |= {"sources": sources, **facts}
+    started |= {"deterministic": config.deterministic, "sources": sources, **facts}
     record.append("attempts", [started])
     record.status("running")
     with Console().status(f"building {label(config)}"):

@@ -167,7 +167,9 @@ class DataConfig:
     resampled: bool = key(False, "draw with replacement")
     augment: str = key("none", "image augmentation", choices=("none", "crop_flip"))
     window: int = key(16, "shards shuffled together", least=1)
-    max_skip_rate: float = key(0.001, "bad samples tolerated", least=0, most=1)
+    max_skip_rate: float = key(
+        0.001, "share of bad samples tolerated", least=0, most=1, identity=False
+    )
     allow_remote: list[str] = key(
         [], "schemes of URLs that stream may open", choices=REMOTE_SCHEMES, identity=False
     )

@@ -27,6 +27,10 @@ class RunBusyError(RuntimeError):
     """Another process is writing this run."""
 
 
+class RecordError(RuntimeError):
+    """The record lacks what a checkpoint says it held; the message names the files."""
+
+
 class Record:
     """The open record of one run; one process writes it at a time.
 
@@ -121,12 +125,19 @@ class Record:
         return sizes
 
     def cut(self, offsets: dict[str, int]) -> None:
-        """Cuts every file back to a checkpoint's offsets; the tails go to `cut/<attempt>/`."""
+        """Cuts every file back to a checkpoint's offsets; the tails go to `cut/<attempt>/`.
+
+        RecordError names all files that are gone or shorter; nothing is cut then.
+        """
+        sizes = {str(path.relative_to(self.run)): path.stat().st_size for path in self._files()}
+        short = [name for name, size in offsets.items() if sizes.get(name, 0) < size]
+        if short:
+            raise RecordError(
+                f"{self.run}: gone or shorter than when the checkpoint was made: {', '.join(short)}"
+            )
         for path in self._files():
             name = str(path.relative_to(self.run))
             size = offsets.get(name, 0)
-            if path.stat().st_size < size:
-                raise ValueError(f"{path} is shorter than the checkpoint says: {size} bytes")
             if path.stat().st_size > size:
                 tail = self.run / "cut" / f"{self.attempt:04d}" / name
                 tail.parent.mkdir(parents=True, exist_ok=True)
@@ -155,7 +166,12 @@ class Record:
             for i, name in enumerate(names):
                 columns[f"{statistic}/{name}"] = whole[:, i]
         temporary = self.run / ".tensors.parquet.tmp"
-        pa.parquet.write_table(pa.table(columns), temporary, compression="zstd")
+        try:
+            pa.parquet.write_table(pa.table(columns), temporary, compression="zstd")
+            durable.sync(temporary)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise durable.DiskError(self.run / "tensors.parquet", error) from error
         os.replace(temporary, self.run / "tensors.parquet")
 
     def finish_stream(self) -> None:

@@ -45,9 +45,9 @@ def _stream_faults(data: DataConfig) -> Iterator[str]:
         if scheme is not None and (data.name != "stream" or name == "val"):
             way_out = "" if name == "val" else "; for URLs: data=stream"
             yield f"data.{name}: local files are expected, not {scheme}{way_out}"
-        elif scheme is not None and scheme not in data.allow_remote:
-            known = f"data.allow_remote=[{scheme}]" if scheme in REMOTE_SCHEMES else "local files"
-            yield f"data.train: {scheme} is not allowed; if it is meant: {known}"
+        elif scheme is not None and scheme not in REMOTE_SCHEMES:
+            known = ", ".join(REMOTE_SCHEMES)
+            yield f"data.train: {scheme} cannot be opened; local files can, and {known}"
     if data.allow_remote and data.name != "stream":
         yield f"data.allow_remote={data.allow_remote} does nothing without data=stream"
     if data.resampled and data.name == "stream":

@@ -28,7 +28,13 @@ NOT_IDENTITY = {  # the design's list; of a path, what it holds is identity
     *("device", "num_workers", "run_dir", "log_every", "save_every", "keep_checkpoints"),
     *("logger.name", "diagnostics.recorder.enabled", "remote_sync", "deterministic", "profile"),
     *("data.train", "data.val", "data.classnames", "data.templates", "data.index"),
-    *("model.init_from", "data.allow_remote", "resume.allow_reshard", "resume.allow_drift"),
+    *(
+        "model.init_from",
+        "data.allow_remote",
+        "data.max_skip_rate",
+        "resume.allow_reshard",
+        "resume.allow_drift",
+    ),
 }
 
 

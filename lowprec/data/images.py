@@ -25,6 +25,8 @@ def decode_image(data: bytes, size: int, words: np.ndarray | None = None) -> np.
         image = Image.open(io.BytesIO(data), formats=("JPEG", "WEBP", "PNG")).convert("RGB")
     except UnidentifiedImageError as error:  # its text holds a memory address
         raise ValueError("not a JPEG, WEBP or PNG image") from error
+    except (LookupError, ArithmeticError, TypeError) as error:  # PIL's, of some damaged chunks
+        raise ValueError(f"damaged: {type(error).__name__}: {error}") from error
     width, height = image.size
     if words is None:
         side = min(width, height)

@@ -49,6 +49,7 @@ def expand(pattern: str, name: str = "data.train") -> list[str]:
     here = [str(path) for path in sorted(folder.glob("*"))[:1000]]
     near = difflib.get_close_matches(pattern, here, n=1, cutoff=0)
     hint = f"; nearest: {near[0]}" if near else f"; {folder} is empty"
+    hint += "; a [ that is part of a name is written [[]" if "[" in pattern else ""
     raise FileNotFoundError(f"{name}={pattern}: no file matches{hint}")
 
 
@@ -79,19 +80,23 @@ def open_shards(
     file = Path(bases[0]).parent / f"catalog-{_short_digest(os.path.abspath(pattern))}.npy"
     known = _read_catalog(file)
     stamp = ("path", "bytes", "mtime_ns")
-    if known is None or not all(np.array_equal(known[key], found[key]) for key in stamp):
-        _index_all(sources, bases, found, on_progress)
-        if known is not None and not accept:
-            _refuse_changes(known, found, name, pattern)
-        known = found
-        with contextlib.suppress(OSError):  # in a read-only folder the next start looks again
-            _write_atomically(file, lambda out: np.save(out, found))
     paths = [
         f"{base}.tar" if source.endswith(".gz") else source
         for source, base in zip(sources, bases, strict=True)
     ]
+    same = known is not None and all(np.array_equal(known[key], found[key]) for key in stamp)
+    if not same or not all(os.path.exists(path) for path in set(paths) - set(sources)):
+        promised = {}
+        if known is not None and not accept:
+            promised = dict(zip(known["path"].tolist(), known["digest"].tolist(), strict=True))
+        _index_all(sources, bases, found, promised, on_progress)
+        if known is not None and not accept:
+            _refuse_changes(known, found, name, pattern)
+        known = found
+        with contextlib.suppress(OSError), _lock(file.parent):  # read-only: the next start looks
+            _write_atomically(file, lambda out: np.save(out, found))
     whole = hashlib.sha256(b"".join(known["digest"].tolist())).hexdigest()
-    return Shards(paths, [f"{base}.npy" for base in bases], known["samples"], whole)
+    return Shards(paths, [f"{base}.npy" for base in bases], known["samples"], whole, sources)
 
 
 def _catalog_type(paths: Sequence[str]) -> np.dtype:
@@ -130,13 +135,17 @@ def _index_all(
     sources: list[str],
     bases: Sequence[str],
     found: np.ndarray,
+    promised: dict[bytes, bytes],
     on_progress: Callable[[int, int], None] | None,
 ) -> None:
-    """Fills samples and digest of every shard; a ValueError names all that cannot be read."""
+    """Fills samples and digest of every shard; a ValueError names all that cannot be read.
+
+    `promised`: digests by path, from which the files of the index must not depart.
+    """
     faults = []
     for row, (source, base) in enumerate(zip(sources, bases, strict=True)):
         try:
-            header = _index_shard(Path(source), base)
+            header = _index_shard(Path(source), base, promised.get(bytes(found["path"][row])))
             found["samples"][row], found["digest"][row] = header["samples"], header["digest"]
         except ValueError as error:
             faults.append(str(error))
@@ -164,7 +173,7 @@ def _refuse_changes(known: np.ndarray, found: np.ndarray, name: str, pattern: st
         raise ValueError(
             f"{name}={pattern}: not the shards that were indexed: {'; '.join(parts)}. A run on "
             "them would be another run. If they are meant: "
-            f"python -m experiments.index_shards data='{pattern}'"
+            f"python -m experiments.index_shards shards='{pattern}'"
         )
 
 
@@ -173,8 +182,11 @@ def _some(items: list[str], separator: str, limit: int = 20) -> str:
     return separator.join(items[:limit]) + rest
 
 
-def _index_shard(source: Path, base: str) -> dict:
-    """Header of one shard; it and the table (and the tar of a .gz) are made if out of date."""
+def _index_shard(source: Path, base: str, promised: bytes | None) -> dict:
+    """Header of one shard; it and the table (and the tar of a .gz) are made if out of date.
+
+    Where the digest is not the promised one, the files stay as they are: the shard may come back.
+    """
     header_file, table_file = Path(f"{base}.json"), Path(f"{base}.npy")
     unpacked = Path(f"{base}.tar") if source.suffix == ".gz" else source
     state = source.stat()
@@ -192,20 +204,29 @@ def _index_shard(source: Path, base: str) -> dict:
     with _lock(header_file.parent):
         if header := current():  # made by another process meanwhile
             return header
+        fresh = Path(f"{unpacked}.fresh") if source.suffix == ".gz" else source
         if source.suffix == ".gz":
-            _unpack(source, unpacked)
-        table, digest = index_tar(unpacked, source)
-        _write_atomically(table_file, lambda out: np.save(out, table))
+            _unpack(source, fresh)
+        table, digest = index_tar(fresh, source)
         header = {**stamp, "digest": digest, "samples": len(table), "source": source.name}
+        if promised not in (None, digest.encode()):
+            if fresh != source:
+                fresh.unlink()
+            return header
+        if fresh != source:
+            os.replace(fresh, unpacked)
+        _write_atomically(table_file, lambda out: np.save(out, table))
         _write_atomically(header_file, lambda out: out.write(json.dumps(header).encode()))
     return header
 
 
 def _write_atomically(path: Path, write: Callable) -> None:
-    """Replaces a file of the index by what `write(file)` writes."""
-    temporary = f"{path}.tmp.{os.getpid()}"
+    """Replaces a file of the index by what `write(file)` writes; the caller holds the lock."""
+    temporary = f"{path}.tmp"
     with open(temporary, "wb") as file:
         write(file)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(temporary, path)
 
 

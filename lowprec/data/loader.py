@@ -4,7 +4,7 @@ A batch is a pure function of its step, so a worker needs no state and a resume 
 """
 
 import atexit
-import multiprocessing
+import mmap
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -21,8 +21,10 @@ from lowprec.data.shards import Shards
 from lowprec.data.tar import IMAGES
 
 REPLACEMENTS = 100  # tries at a readable sample for one position
-_CLOSING = multiprocessing.get_context("fork").Event()  # this process is at its end
-atexit.register(_CLOSING.set)  # before multiprocessing's own handler, which waits for the workers
+# A byte that forked workers share: 1 when this process is at its end. No lock: a handler reads it.
+_CLOSING = mmap.mmap(-1, 1)
+# Runs before multiprocessing's own handler, which waits for the workers.
+atexit.register(_CLOSING.__setitem__, 0, 1)
 
 
 @dataclass
@@ -109,7 +111,7 @@ class Batches(Dataset):
                 skips.append(
                     {
                         "position": position,
-                        "shard": os.path.basename(self.shards.paths[self.shards.locate(sample)[0]]),
+                        "shard": os.path.basename(self.shards.names[self.shards.locate(sample)[0]]),
                         "key": self.key(sample),
                         "reason": f"{type(error).__name__}: {error}"[:200],
                     }
@@ -197,7 +199,7 @@ def ignore_signals(worker: int) -> None:
     """
     for number in (signal.SIGINT, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0) if _CLOSING.is_set() else None)
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0) if _CLOSING[0] else None)
 
 
 class _Outcomes(Dataset):

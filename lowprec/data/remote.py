@@ -12,6 +12,7 @@ from webdataset.tariterators import base_plus_ext
 
 from lowprec.data.tar import LARGEST, MEMBERS
 
+CURL = {6: "no such host", 7: "cannot connect", 22: "an HTTP error, such as 404", 28: "timed out"}
 STOPPING = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR2}
 
 
@@ -94,7 +95,9 @@ class _Source:
         if not data and self.command and self.command.wait():
             shell = isinstance(self.command.args, str)  # and may hold secrets
             program = "the command" if shell else self.command.args[0]
-            raise OSError(f"{program} failed with status {self.command.returncode}")
+            status = self.command.returncode
+            hint = f" ({CURL[status]})" if program == "curl" and status in CURL else ""
+            raise OSError(f"{program} failed with status {status}{hint}")
         return data
 
     def close(self) -> None:

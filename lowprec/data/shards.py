@@ -6,7 +6,7 @@ import numpy as np
 
 from lowprec.data.tar import SAMPLE
 
-OPEN_LIMIT = 256  # tables and files open at a time
+OPEN_LIMIT = 128  # tables and files open at a time
 
 
 class ShardError(RuntimeError):
@@ -16,13 +16,22 @@ class ShardError(RuntimeError):
 class Shards:
     """Indexed shards, read by offset.
 
-    `paths`: uncompressed tars; `starts`: int64 [shards + 1], global number of each shard's first
-    sample; `digest`: of all members' bytes, whatever their container. Tables are memory-mapped when
-    first asked for, so that any number of shards costs nothing to open.
+    `paths`: uncompressed tars; `names`: the shards they hold, packed ones too; `starts`: int64
+    [shards + 1], global number of each shard's first sample; `digest`: of all members' bytes,
+    whatever their container. Tables are memory-mapped when first asked for, so that any number of
+    shards costs nothing to open.
     """
 
-    def __init__(self, paths: list[str], tables: list[str], counts: np.ndarray, digest: str):
+    def __init__(
+        self,
+        paths: list[str],
+        tables: list[str],
+        counts: np.ndarray,
+        digest: str,
+        names: list[str] | None = None,
+    ):
         self.paths = paths
+        self.names = names or paths
         self.starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         self.digest = digest
         self._table_files = tables
@@ -49,8 +58,8 @@ class Shards:
                     raise ValueError("it is not the table that was indexed")
             except (OSError, ValueError, EOFError) as error:
                 raise ShardError(
-                    f"{self._table_files[shard]} cannot be read ({error}); remove its folder, and "
-                    "the index is made again"
+                    f"{self._table_files[shard]} cannot be read ({error}); remove it and "
+                    "the catalog-*.npy beside it, and it is made again"
                 ) from error
         self._tables[shard] = table
         if len(self._tables) > OPEN_LIMIT:
@@ -65,8 +74,9 @@ class Shards:
     @property
     def labels(self) -> np.ndarray:
         """int64 [samples]; -1 where a sample has no label."""
-        labels = [self.table(shard)["label"] for shard in range(len(self.paths))]
-        return np.concatenate(labels).astype(np.int64)
+        # astype copies: a view would keep each table's file open
+        labels = [self.table(n)["label"].astype(np.int64) for n in range(len(self.paths))]
+        return np.concatenate(labels)
 
     def read(self, shard: int, offset: int, size: int) -> bytes:
         """`size` bytes of a shard's file, or ShardError where they are gone. Safe after a fork."""

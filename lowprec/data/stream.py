@@ -24,7 +24,7 @@ from lowprec.data.order import AUGMENTATION, STREAM, permutation, random_words
 from lowprec.data.remote import read_members
 from lowprec.data.shards import ShardError
 from lowprec.data.tar import IMAGES, label_of
-from lowprec.data.urls import ShardUrls, check_readers, public_name
+from lowprec.data.urls import ShardUrls, check_readers, without_secrets
 
 SHUFFLED = 1000  # samples a worker holds, undecoded, to draw from; webdataset starts with 100
 
@@ -87,9 +87,11 @@ class Stream:
                 worker_init_fn=ignore_signals,
                 generator=torch.Generator(),  # the default one is training's
             )
-            for step, batch in enumerate(loader, segment * self.segment_steps + 1):
+            for step, outcome in enumerate(loader, segment * self.segment_steps + 1):
+                if isinstance(outcome, Exception):
+                    raise outcome
                 if step >= first:
-                    yield batch
+                    yield outcome
 
     def _segment_of(self, step: int) -> int:
         return (step - 1) // self.segment_steps
@@ -101,7 +103,13 @@ class _Segment(IterableDataset):
     def __init__(self, stream: Stream, segment: int):
         self.stream, self.segment = stream, segment
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Batch | Exception]:
+        try:
+            yield from self._batches()
+        except ShardError as error:  # raised again where it is awaited, as it is
+            yield error
+
+    def _batches(self) -> Iterator[Batch]:
         stream, info = self.stream, get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         reader = _Reader(stream, self.segment, worker, workers)
@@ -171,7 +179,7 @@ class _Reader:
             raise ValueError("no caption (txt) beside it")
         words = None
         if self.stream.augment:
-            name = f"{os.path.basename(public_name(raw['__url__']))}/{raw['__key__']}"
+            name = f"{os.path.basename(without_secrets(raw['__url__']))}/{raw['__key__']}"
             digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
             number = int.from_bytes(digest[:8]) >> 1
             words = random_words(self.stream.seed, AUGMENTATION, epoch, number, CROP_WORDS)
@@ -184,6 +192,6 @@ class _Reader:
         return True
 
     def _skip(self, url: str, key: str, error: Exception) -> None:
-        shard = public_name(url)
+        shard = without_secrets(url)
         reason = f"{type(error).__name__}: {error}".replace(url, shard)[:200]
         self.skips.append({"shard": shard, "key": key, "reason": reason})

@@ -24,7 +24,7 @@ class ShardUrls:
 
         So a run goes on when a password or a signature is renewed.
         """
-        names = sorted({public_name(url) for url in self.urls})
+        names = sorted({without_secrets(url) for url in self.urls})
         names = names if len(names) == len(self.urls) else self.urls
         return hashlib.sha256("\n".join(names).encode("utf-8", "surrogateescape")).hexdigest()
 
@@ -38,15 +38,20 @@ def expand_urls(pattern: str, allowed: list[str]) -> ShardUrls:
     try:
         parts = sorted(set(braceexpand(pattern)))
     except UnbalancedBracesError:
-        raise ValueError(f"data.train={public_name(pattern)}: a brace has no partner") from None
+        raise ValueError(f"data.train={without_secrets(pattern)}: a brace has no partner") from None
     schemes = {part: urlsplit(part).scheme for part in parts}
     if not any(schemes.values()):
         return ShardUrls(expand(pattern))
     refused = ",".join(sorted(set(schemes.values()) - {"", *allowed}))
     if refused:
         raise ValueError(
-            f"data.train={public_name(pattern)}: {refused} is not allowed; if it is meant: "
+            f"data.train={without_secrets(pattern)}: {refused} is not allowed; if it is meant: "
             f"data.allow_remote=[{refused}]"
+        )
+    globbed = [part for part in parts if schemes[part] not in ("", "pipe") and "*" in part]
+    if globbed:
+        raise ValueError(
+            f"data.train={without_secrets(globbed[0])}: no glob in a URL; use braces: {{00..99}}"
         )
     found = [[part] if schemes[part] else expand(part) for part in parts]
     return ShardUrls(sorted({url for urls in found for url in urls}))
@@ -63,7 +68,7 @@ def check_readers(shards: ShardUrls, workers: int, world_size: int = 1) -> None:
         )
 
 
-def public_name(url: str) -> str:
+def without_secrets(url: str) -> str:
     """A URL without user, password and query; a path as it is.
 
     Of a shell command (pipe:) the program and the words that name a tar: others may be secrets.

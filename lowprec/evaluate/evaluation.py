@@ -50,13 +50,18 @@ class Evaluation:
         parameter = model.visual.conv1.weight if hasattr(model.visual, "conv1") else None
         parameter = next(model.parameters()) if parameter is None else parameter
         for batch in self.make_batches():
-            batch, skipped = batch.to(parameter.device), skipped + len(batch.skips)
+            skipped += len(batch.skips)
+            if not len(batch.labels):  # all of them were bad
+                continue
+            batch = batch.to(parameter.device)
             pixels = self.normalize(batch.images).to(parameter.dtype)
             images.append(model.encode_image(pixels, normalize=True).float())
             labels.append(batch.labels)
             if self.retrieval:
                 texts.append(model.encode_text(batch.tokens, normalize=True).float())
                 tokens.append(batch.tokens)
+        if not images:
+            raise ValueError(f"none of the {skipped} validation samples can be read")
         image_features, label = torch.cat(images), torch.cat(labels)
         results = {"evaluation/skipped": skipped} if skipped else {}
         if self.build_classifier is not None:

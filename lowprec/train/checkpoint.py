@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from lowprec import durable
-from lowprec.train.state import CheckpointError, TrainState
+from lowprec.train.state import CheckpointError, DamagedError, TrainState
 
 FORMAT = 2
 
@@ -114,10 +114,12 @@ def newest_checkpoint(run: Path, *, set_aside: bool = False) -> tuple[Path, dict
     for path in reversed(list_checkpoints(run)):
         try:
             return path, verify(path)
-        except CheckpointError as error:
+        except DamagedError as error:
             faults.append(str(error))
             if set_aside:
-                os.rename(path, path.with_name(f".damaged.{path.name}"))
+                aside = path.with_name(f".damaged.{path.name}")
+                shutil.rmtree(aside, ignore_errors=True)
+                os.rename(path, aside)
             print(f"warning: {error}; an older checkpoint is tried")
     if faults:
         raise CheckpointError(f"{run} has no whole checkpoint: {'; '.join(faults)}")
@@ -125,20 +127,28 @@ def newest_checkpoint(run: Path, *, set_aside: bool = False) -> tuple[Path, dict
 
 
 def verify(path: Path) -> dict:
-    """The manifest of a checkpoint whose files all match it; CheckpointError naming the file."""
+    """The manifest of a checkpoint whose files all match it.
+
+    DamagedError names the file that does not. CheckpointError, so that nothing is set aside, where
+    files cannot be read or the format is another version's.
+    """
     manifest_file = path / "manifest.json"
     try:
         manifest = json.loads(manifest_file.read_bytes())
+        if "sha256" not in manifest and manifest.get("format") != FORMAT:
+            raise CheckpointError(f"{path} has format {manifest.get('format')}, not {FORMAT}")
         digest = manifest.pop("sha256")
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{manifest_file} cannot be read ({error})") from error
-    if digest != _digest_of(manifest):
-        raise CheckpointError(f"{manifest_file} is damaged")
-    if manifest["format"] != FORMAT:
-        raise CheckpointError(f"{path} has format {manifest['format']}; {FORMAT} is read here")
-    for name, facts in manifest["files"].items():
-        if not (path / name).exists() or _digest_of_file(path / name) != facts["sha256"]:
-            raise CheckpointError(f"{path / name} is damaged or missing")
+        if digest != _digest_of(manifest):
+            raise DamagedError(f"{manifest_file} is damaged")
+        if manifest["format"] != FORMAT:
+            raise CheckpointError(f"{path} has format {manifest['format']}; {FORMAT} is read here")
+        for name, facts in manifest["files"].items():
+            if not (path / name).exists() or _digest_of_file(path / name) != facts["sha256"]:
+                raise DamagedError(f"{path / name} is damaged or missing")
+    except (FileNotFoundError, ValueError, LookupError, AttributeError, TypeError) as error:
+        raise DamagedError(f"{manifest_file} is damaged ({error})") from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
     return manifest
 
 

@@ -127,6 +127,8 @@ class Journal:
         skips = [skip for skip in self.skips if skip["position"] < end]
         if skips:
             self.record.append("skips", skips)
+        for shard, reason in {s["shard"]: s["reason"] for s in skips if not s["key"]}.items():
+            print(f"warning: {shard} is lost to this run for now: {reason}")
         self.num_skips += len(skips)
         self.skips = []
 
@@ -157,5 +159,5 @@ class Journal:
             step,
             f"{self.num_skips} of {read} samples could not be read, more than data.max_skip_rate="
             f"{rate:g}; the worst shards: {worst}; the last reason: {skips[-1]['reason']}; "
-            "skips.jsonl names them all",
+            "skips.jsonl names them all. Mend them, or raise data.max_skip_rate and go on",
         )

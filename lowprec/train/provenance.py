@@ -5,14 +5,16 @@ from pathlib import Path
 
 from lowprec.train.state import CheckpointError
 
-PACKAGE = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
+SOURCES = ("lowprec/**/*.py", "experiments/build.py", "experiments/open_data.py")
 
 
 def code_digests() -> dict[str, str]:
-    """Short digest of each source file of the package by its path in it."""
+    """Short digest of each source file that a run's numbers come from, by its path."""
     return {
-        str(path.relative_to(PACKAGE)): hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-        for path in sorted(PACKAGE.rglob("*.py"))
+        str(path.relative_to(ROOT)): hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+        for pattern in SOURCES
+        for path in sorted(ROOT.glob(pattern))
     }
 
 

@@ -34,8 +34,13 @@ class Saver:
             if saved:
                 raise CheckpointError(f"{run} was saved at step {saved}; its checkpoints are gone")
             self.record.cut({})
+            print(f"{run}: from step 0")
             return 0
         path, manifest = found
+        if manifest["step"] > self.config.num_steps:
+            raise CheckpointError(
+                f"{run} is at step {manifest['step']}, beyond num_steps={self.config.num_steps}"
+            )
         drift = refuse_drift(
             path,
             manifest["provenance"],
@@ -48,6 +53,7 @@ class Saver:
         self.record.cut(manifest["offsets"])
         if drift:
             self.record.append("events", [{"step": manifest["step"], "drift": drift}])
+        print(f"{run}: going on from step {manifest['step']}")
         return manifest["step"]
 
     def save(self, step: int, *, must_succeed: bool) -> None:

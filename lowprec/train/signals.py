@@ -27,9 +27,12 @@ def stop_request() -> Iterator[StopRequest]:
             if number != signal.SIGINT:
                 os._exit(128 + number)
         elif number == signal.SIGINT and request.number is not None:
-            raise KeyboardInterrupt
-        else:
+            raise KeyboardInterrupt("the second Ctrl-C: not saved")
+        elif request.number is None:
             request.number = number
+            name = signal.Signals(number).name
+            again = "; Ctrl-C again stops without saving" if number == signal.SIGINT else ""
+            os.write(2, f"\n{name}: saving and stopping after this step{again}\n".encode())
 
     try:
         previous = {number: signal.signal(number, handle) for number in STOPPING}

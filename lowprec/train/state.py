@@ -18,6 +18,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint cannot be written or used; the message names it and says why."""
 
 
+class DamagedError(CheckpointError):
+    """A checkpoint is not what was written; an older one may be whole."""
+
+
 @dataclass
 class TrainState:
     """Model, optimizer, loss scaler, count of skipped steps in a row."""

@@ -2,7 +2,11 @@ import builtins
 import errno
 import json
 import os
+import re
+import resource
 import shutil
+import subprocess
+import sys
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +16,8 @@ import pytest
 from lowprec.data import index
 from lowprec.data.index import expand, open_shards
 from lowprec.data.tar import index_tar
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -150,7 +156,7 @@ def test_a_set_that_is_not_the_indexed_one_is_refused_until_it_is_accepted(
     before = open_shards(pattern).digest
     change(tmp_path)
     for _ in range(2):
-        with pytest.raises(ValueError, match=named + ".*experiments.index_shards data="):
+        with pytest.raises(ValueError, match=named + ".*experiments.index_shards shards="):
             open_shards(pattern)
     after = open_shards(pattern, accept=True).digest
     assert after != before and open_shards(pattern).digest == after
@@ -303,3 +309,55 @@ def test_processes_that_wait_for_the_lock_do_not_index_again(tmp_path, write_sha
     with ThreadPoolExecutor(4) as pool:
         digests = list(pool.map(open_shards, [pattern] * 8))
     assert len({shards.digest for shards in digests}) == 1 and len(indexed) == 1
+
+
+def test_an_original_that_comes_back_after_a_refusal_is_read_by_its_own_table(
+    tmp_path, write_shards, sample
+):
+    pattern = write_shards(tmp_path / "set", [2, 2, 2])
+    before = open_shards(pattern)
+    shutil.copytree(tmp_path / "set", tmp_path / "kept")  # with its times
+    longer = {2: {"txt": b"a much longer caption " * 60}}
+    write_shards(tmp_path / "set", [2, 2, 2], longer)
+    with pytest.raises(ValueError, match=r"1 changed \(.*train-001\.tar"):
+        open_shards(pattern)
+    for path in (tmp_path / "kept").glob("*.tar"):
+        shutil.copy2(path, tmp_path / "set" / path.name)
+    again = open_shards(pattern)
+    assert again.digest == before.digest
+    assert [bytes_of(again, n, "text") for n in range(6)] == [sample(n)["txt"] for n in range(6)]
+
+
+def test_a_lost_unpacked_tar_is_made_again(tmp_path, write_tar, members, sample):
+    write_tar(tmp_path / "a.tar.gz", members(0, 2))
+    open_shards(f"{tmp_path}/*.gz")
+    for path in (tmp_path / ".index").glob("*.tar"):
+        path.unlink()
+    assert bytes_of(open_shards(f"{tmp_path}/*.gz"), 1, "image") == sample(1)["png"]
+
+
+def test_labels_of_more_shards_than_files_may_be_open(tmp_path, write_shards, monkeypatch):
+    pattern = write_shards(tmp_path, [1] * 40)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = len(os.listdir("/proc/self/fd"))
+    shards = open_shards(pattern)
+    monkeypatch.setattr("lowprec.data.shards.OPEN_LIMIT", 5)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (opened + 20, limits[1]))
+    try:
+        assert len(shards.labels) == 40
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_the_command_that_a_refusal_names_accepts_the_set(tmp_path, write_shards):
+    pattern = write_shards(tmp_path / "a set", [2, 2])
+    open_shards(pattern)
+    (tmp_path / "a set" / "train-001.tar").unlink()
+    with pytest.raises(ValueError) as error:
+        open_shards(pattern)
+    command = re.search(r"python (-m experiments\.index_shards .*)", str(error.value)).group(1)
+    done = subprocess.run(
+        f"{sys.executable} {command}", shell=True, capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    assert "1 shards, 2 pairs" in done.stdout and open_shards(pattern).num_samples == 2

@@ -1,6 +1,8 @@
 import io
+import multiprocessing
 import os
 import pickle
+import signal
 
 import numpy as np
 import pytest
@@ -287,3 +289,25 @@ def test_images_of_an_epoch_get_different_boxes(make_batches, sample):
     twin = sample(0)["png"]
     batches = make_batches(change={n: {"png": twin} for n in range(14)}, augment=True)
     assert len(set(pixels_by_sample(batches).values())) > 7
+
+
+@fork_is_fine
+def test_workers_bear_signals_upon_signals(make_batches):
+    batches = make_batches(length=400)
+    found = 0
+    for batch in iterate(batches, workers=2):
+        if found % 10 == 0:
+            for _ in range(2):  # the second while the first is being handled, now and then
+                for worker in multiprocessing.active_children():
+                    os.kill(worker.pid, signal.SIGTERM)
+        found += len(batch.labels) > 0
+    assert found == 400
+
+
+def test_whatever_pillow_raises_of_damaged_bytes_is_a_bad_image(monkeypatch):
+    def fail(*_, **__):
+        raise IndexError("index out of range")
+
+    monkeypatch.setattr(Image, "open", fail)
+    with pytest.raises(ValueError, match="damaged: IndexError: index out of range"):
+        decode_image(b"", SIZE)

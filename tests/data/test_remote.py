@@ -46,7 +46,8 @@ DAMAGE = {  # how it is done; the first member that does not come; key and messa
     ),
     "size below zero": (
         lambda tar, at: with_size(tar, at["3.txt"], b"\xff" * 12),
-        ("3.txt", "", "a size of -1 at byte {}"),
+        # which of the two is said depends on the version of tarfile
+        ("3.txt", "", "a size of -1 at byte {0} | bad header at byte {0}: invalid offset"),
     ),
     "size beyond 2 GiB": (
         lambda tar, at: with_size(tar, at["3.txt"], b"%011o\0" % 2**31),
@@ -92,7 +93,8 @@ def test_damage_is_an_error_after_all_members_before_it(shard, spoil, fault):
     missing, key, message = fault
     names, error = read_until_error(path)
     assert names == list(at)[: list(at).index(missing)]
-    assert str(error) == message.format(at[missing]) and getattr(error, "key", "") == key
+    messages = [text.format(at[missing]) for text in message.split(" | ")]
+    assert str(error) in messages and getattr(error, "key", "") == key
 
 
 def test_only_plain_images_captions_and_labels_come(tmp_path, shard):

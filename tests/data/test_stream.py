@@ -203,8 +203,8 @@ def test_url_that_is_not_there_is_named_and_the_rest_still_comes(server, put):
     (batch,) = read(urls, num_steps=1)
     assert sorted(numbers([batch])) == [0, 1, 2, 3]
     rows = {(skip["shard"], skip["reason"]) for skip in batch.skips}
-    assert rows == {(urls[1], "OSError: curl failed with status 22"),
-                    (urls[2], "OSError: curl failed with status 7")}  # fmt: skip
+    assert rows == {(urls[1], "OSError: curl failed with status 22 (an HTTP error, such as 404)"),
+                    (urls[2], "OSError: curl failed with status 7 (cannot connect)")}  # fmt: skip
 
 
 def test_packed_shards_files_and_commands_stream_too(server, put):

@@ -6,7 +6,7 @@ from hydra.core.config_store import ConfigStore
 from experiments import cli
 from experiments.preflight import preflight
 from lowprec.config import Config
-from lowprec.data.urls import expand_urls, public_name
+from lowprec.data.urls import expand_urls, without_secrets
 from lowprec.validate import ConfigError
 
 SECRET_URLS = {
@@ -24,7 +24,7 @@ SECRET_URLS = {
 
 @pytest.mark.parametrize(("url", "name"), SECRET_URLS.items())
 def test_name_of_a_url_holds_no_secret(url, name):
-    assert public_name(url) == name
+    assert without_secrets(url) == name
 
 
 def test_braces_and_globs_are_expanded(tmp_path):

@@ -140,7 +140,10 @@ def test_what_changed_between_attempts_is_said_and_kept(make_config, monkeypatch
     monkeypatch.setattr(train, "environment", lambda: other)
     config = make_config({**steps, "num_steps": 8})
     train.main(config)
-    changes = [f"packages.torch: {facts['packages']['torch']} -> 9.9", "gpu: None -> another GPU"]
+    changes = [
+        f"packages.torch: {facts['packages']['torch']} -> 9.9",
+        f"gpu: {facts['gpu']} -> another GPU",
+    ]
     said = capsys.readouterr().out
     assert all(f"note: since the last attempt {change}\n" in said for change in changes)
     (run,) = find_runs(config.run_dir)

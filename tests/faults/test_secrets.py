@@ -22,6 +22,7 @@ CANARIES = {  # variable: value
     "https_proxy": "http://me:c4n4ry-proxy@localhost:9",
     "DATABASE_URL": "postgres://me:c4n4ry-db@localhost/x",
 }
+PYTHONPATH = os.pathsep.join([str(CONF.parent), os.environ.get("PYTHONPATH", "")])
 SECRET = b"c4n4ry"
 TINY = ("model.vision_width=64", "model.vision_layers=1", "model.text_width=64")
 TINY += ("model.text_layers=1", "model.vocab_size=512", "num_workers=1", "device=cpu")
@@ -48,7 +49,7 @@ def test_a_sweep_with_a_dashboard_and_a_failing_cell_leaks_nothing(squares, tmp_
     pytest.importorskip("wandb")
     command = [sys.executable, "-m", "experiments.train", "-m", *TINY, "batch_size=5000,16"]
     command += [f"data.train={squares}/train-*.tar", "logger=wandb"]
-    ours = {"PYTHONPATH": str(CONF.parent), "OMP_NUM_THREADS": "1", "HYDRA_FULL_ERROR": "1"}
+    ours = {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1", "HYDRA_FULL_ERROR": "1"}
     done = subprocess.run(
         command, cwd=tmp_path, capture_output=True, timeout=120,
         env={**os.environ, **CANARIES, **ours, "WANDB_MODE": "offline"},
@@ -97,7 +98,7 @@ def test_a_typed_password_reaches_neither_disk_nor_output(tmp_path):
     command = [sys.executable, "-m", "experiments.train", "-m", f"data.train='{URL}'"]
     done = subprocess.run(
         command, cwd=tmp_path, capture_output=True, timeout=60,
-        env={**os.environ, "PYTHONPATH": str(CONF.parent)},
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
     )  # fmt: skip
     assert done.returncode == 2 and b"a password" in done.stderr
     assert SECRET not in done.stdout + done.stderr and leaks(tmp_path) == []

@@ -1,9 +1,12 @@
 """Checkpoints: damage is named and the older one taken; nothing foreign is loaded or executed."""
 
+import errno
 import hashlib
 import json
+import os
 import random
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -147,4 +150,27 @@ def test_checkpoint_of_another_format_says_so(finished):
     digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
     file.write_text(json.dumps({"sha256": digest, **manifest}))
     with pytest.raises(CheckpointError, match="has format 1; 2 is read here"):
-        verify(file.parent)
+        newest_checkpoint(run, set_aside=True)
+    assert file.exists()  # what another version wrote is not damaged, and stays
+
+
+def test_a_step_that_is_damaged_twice_is_set_aside_twice(finished):
+    run, _ = finished
+    for _ in range(2):
+        path = list_checkpoints(run)[-1]
+        shutil.copytree(path, run / "copy", dirs_exist_ok=True)
+        (path / "model.safetensors").write_bytes(b"x")
+        assert newest_checkpoint(run, set_aside=True)[1]["step"] == 8
+        shutil.copytree(run / "copy", path)
+
+
+def test_a_checkpoint_that_cannot_be_read_is_not_set_aside(finished, monkeypatch):
+    run, _ = finished
+
+    def fail(path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    with pytest.raises(CheckpointError, match="step_000000012 cannot be read: .*Input/output"):
+        newest_checkpoint(run, set_aside=True)
+    assert len(list_checkpoints(run)) == 2

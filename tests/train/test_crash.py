@@ -23,6 +23,8 @@ import pytest
 from lowprec.run import find_runs, read_rows, read_status, to_dict
 from lowprec.train.checkpoint import list_checkpoints, newest_checkpoint
 
+ROOT = Path(__file__).parents[2]
+PYTHONPATH = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 LAST = ("model.safetensors", "exp_avg.safetensors", "exp_avg_sq.safetensors", "state.json")
 SETTINGS = {
     "num_steps": 5,
@@ -47,8 +49,8 @@ class Server:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            cwd=Path(__file__).parents[2],
-            env={**os.environ, "PYTHONPATH": ".", "OMP_NUM_THREADS": "1"},
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"},
         )
 
     def attempt(self, config, **order):

@@ -6,6 +6,7 @@ import os
 import pytest
 
 from lowprec import durable
+from lowprec.record import RecordError
 from lowprec.run import read_rows
 from lowprec.train import checkpoint
 from lowprec.train.checkpoint import list_checkpoints
@@ -102,7 +103,7 @@ def test_changes_list_each_leaf_once():
 
 def test_code_digests_cover_the_package():
     digests = code_digests()
-    assert {"config.py", "train/loop.py", "optim/stable_adamw.py"} <= set(digests)
+    assert {"lowprec/config.py", "lowprec/train/loop.py", "experiments/build.py"} <= set(digests)
 
 
 def fill_disk(monkeypatch, is_full):
@@ -200,3 +201,23 @@ def test_leftovers_of_a_killed_process_are_swept(run):
     assert run().state == "finished"
     names = sorted(path.name for path in (run.folder / "checkpoints").iterdir())
     assert names == ["step_000000008", "step_000000012"]
+
+
+@pytest.mark.parametrize("cut", [0, 10, None])
+def test_a_record_that_has_lost_rows_is_an_error_that_names_the_files(run, cut):
+    with pytest.raises(StopIteration):
+        run(spoil=stop_after(6))
+    victims = [run.folder / "metrics.jsonl", next((run.folder / "tensors").iterdir())]
+    for victim in victims:
+        victim.unlink() if cut is None else os.truncate(victim, cut)
+    before = (run.folder / "timing.jsonl").read_bytes()
+    with pytest.raises(RecordError, match=r"metrics\.jsonl, tensors/0000\.arrows"):
+        run()
+    assert (run.folder / "timing.jsonl").read_bytes() == before
+
+
+def test_fewer_steps_than_there_are_is_an_error(run):
+    keys = {"schedule.name": "constant", "schedule.warmup_steps": 2}
+    run({**keys, "num_steps": 8})
+    with pytest.raises(CheckpointError, match="is at step 8, beyond num_steps=6"):
+        run({**keys, "num_steps": 6})
