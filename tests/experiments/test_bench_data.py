@@ -122,5 +122,5 @@ def test_command_measures_standard_sets_with_workers(tmp_path):
     assert len(lines) == 2 * (1 + 2 * 2 * 2) + 2
     assert all(line["correct"] for line in lines)
     small, large = lines[-2:]
-    assert large["ms"] < 1000 * 3000 / 10000  # promised: 100,000 shards open in ten seconds at most
+    assert large["ms"] < 1000 * 3000 / 10000  # ten times what it takes undisturbed
     assert large["memory_mib"] < 50 and small["memory_mib"] < 20
