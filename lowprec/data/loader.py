@@ -20,6 +20,7 @@ from lowprec.data.order import AUGMENTATION, REPLACEMENT, SampleOrder, random_wo
 from lowprec.data.shards import Shards
 from lowprec.data.tar import IMAGES
 
+STOPPING = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR2}
 REPLACEMENTS = 100  # tries at a readable sample for one position
 # A byte that forked workers share: 1 when this process is at its end. No lock: a handler reads it.
 _CLOSING = mmap.mmap(-1, 1)
@@ -200,6 +201,16 @@ def ignore_signals(worker: int) -> None:
     for number in (signal.SIGINT, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0) if _CLOSING[0] else None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+
+
+def start(loader: DataLoader) -> Iterator:
+    """`iter(loader)`; a signal waits until the workers that it forks can bear it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    try:
+        return iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _Outcomes(Dataset):
@@ -228,7 +239,7 @@ def iterate(batches: Batches, *, workers: int, first: int = 0, pin: bool = False
         worker_init_fn=ignore_signals,
         generator=torch.Generator(),  # the default one is training's, and would be drawn from
     )
-    for outcome in loader:
+    for outcome in start(loader):
         if isinstance(outcome, Exception):
             raise outcome
         yield outcome

@@ -19,7 +19,7 @@ from webdataset import shuffle
 from webdataset.tariterators import group_by_keys
 
 from lowprec.data.images import BAD_IMAGE, CROP_WORDS, decode_image
-from lowprec.data.loader import Batch, Sample, collate, decode_caption, ignore_signals
+from lowprec.data.loader import Batch, Sample, collate, decode_caption, ignore_signals, start
 from lowprec.data.order import AUGMENTATION, STREAM, permutation, random_words
 from lowprec.data.remote import read_members
 from lowprec.data.shards import ShardError
@@ -87,7 +87,7 @@ class Stream:
                 worker_init_fn=ignore_signals,
                 generator=torch.Generator(),  # the default one is training's
             )
-            for step, outcome in enumerate(loader, segment * self.segment_steps + 1):
+            for step, outcome in enumerate(start(loader), segment * self.segment_steps + 1):
                 if isinstance(outcome, Exception):
                     raise outcome
                 if step >= first:
