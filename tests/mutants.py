@@ -118,10 +118,13 @@ def survives(name: str | None) -> bool:
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]),
             },
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
-        return done.returncode == 0
+    if name is None and done.returncode:
+        print(done.stdout[-3000:])
+    return done.returncode == 0
 
 
 def main(names: list[str]) -> int:

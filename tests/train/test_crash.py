@@ -224,10 +224,12 @@ def test_200_random_kills_change_nothing(servers, make, undisturbed):
 
 
 def random_stops(servers, make, undisturbed, number, count):
-    """A stop at a random time loses no step, repeats none, and leaves within the grace time."""
+    """Stops at random times, `count` of them in a running loop, lose no step and repeat none."""
     server, expected, generator = servers[0], contents(undisturbed[0]), random.Random(count)
     seconds, stopped = server.attempt(make("timed"))["seconds"], 0
-    for trial in range(count):
+    for trial in range(10 * count):
+        if stopped == count:
+            return
         config = make(f"stop-{trial}")
         signals = [{"signal": number, "after_s": generator.uniform(0, seconds)}]
         signals += [{"signal": number, "after_s": 0.01}] * (trial % 3)  # more change nothing
@@ -247,7 +249,7 @@ def random_stops(servers, make, undisturbed, number, count):
         [run] = find_runs(config["run_dir"])
         found = contents(run)
         assert [name for name in expected if found[name] != expected[name]] == [], signals
-    assert stopped > count // 4
+    raise AssertionError(f"only {stopped} of {10 * count} signals came while the run was going")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2], ids=["TERM", "USR2"])
