@@ -204,13 +204,31 @@ def ignore_signals(worker: int) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
 
 
-def start(loader: DataLoader) -> Iterator:
-    """`iter(loader)`; a signal waits until the workers that it forks can bear it."""
+def ahead(dataset: Dataset, *, workers: int, pin: bool, sampler: range | None = None) -> Iterator:
+    """What a dataset yields, in order, made ahead by `workers` processes; its errors are raised.
+
+    A signal waits until the workers that are being forked can bear it.
+    """
+    loader = DataLoader(
+        dataset,
+        batch_size=None,
+        sampler=sampler,
+        num_workers=workers,
+        pin_memory=pin,
+        multiprocessing_context="fork" if workers else None,
+        prefetch_factor=2 if workers else None,
+        worker_init_fn=ignore_signals,
+        generator=torch.Generator(),  # the default one is training's, and would be drawn from
+    )
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
-        return iter(loader)
+        outcomes = iter(loader)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    for outcome in outcomes:
+        if isinstance(outcome, Exception):
+            raise outcome
+        yield outcome
 
 
 class _Outcomes(Dataset):
@@ -228,18 +246,5 @@ class _Outcomes(Dataset):
 
 def iterate(batches: Batches, *, workers: int, first: int = 0, pin: bool = False) -> Iterator:
     """Batch number `first`, `first + 1`, ... in order, decoded ahead by `workers` processes."""
-    loader = DataLoader(
-        _Outcomes(batches),
-        batch_size=None,
-        sampler=range(first, len(batches)),
-        num_workers=workers,
-        pin_memory=pin,
-        multiprocessing_context="fork" if workers else None,
-        prefetch_factor=2 if workers else None,
-        worker_init_fn=ignore_signals,
-        generator=torch.Generator(),  # the default one is training's, and would be drawn from
-    )
-    for outcome in start(loader):
-        if isinstance(outcome, Exception):
-            raise outcome
-        yield outcome
+    numbers = range(first, len(batches))
+    return ahead(_Outcomes(batches), workers=workers, pin=pin, sampler=numbers)

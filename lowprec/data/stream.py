@@ -12,14 +12,13 @@ import os
 import random
 from collections.abc import Callable, Iterator
 
-import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 from webdataset import shuffle
 from webdataset.tariterators import group_by_keys
 
 from lowprec.data.images import BAD_IMAGE, CROP_WORDS, decode_image
-from lowprec.data.loader import Batch, Sample, collate, decode_caption, ignore_signals, start
+from lowprec.data.loader import Batch, Sample, ahead, collate, decode_caption
 from lowprec.data.order import AUGMENTATION, STREAM, permutation, random_words
 from lowprec.data.remote import read_members
 from lowprec.data.shards import ShardError
@@ -77,21 +76,10 @@ class Stream:
     def batches_from(self, first: int) -> Iterator[Batch]:
         """Batches of steps first, first + 1, ... to the last, a fresh pipeline for each segment."""
         for segment in range(self._segment_of(first), self._segment_of(self.num_steps) + 1):
-            loader = DataLoader(
-                _Segment(self, segment),
-                batch_size=None,
-                num_workers=self.workers,
-                pin_memory=self.pin,
-                multiprocessing_context="fork" if self.workers else None,
-                prefetch_factor=2 if self.workers else None,
-                worker_init_fn=ignore_signals,
-                generator=torch.Generator(),  # the default one is training's
-            )
-            for step, outcome in enumerate(start(loader), segment * self.segment_steps + 1):
-                if isinstance(outcome, Exception):
-                    raise outcome
+            batches = ahead(_Segment(self, segment), workers=self.workers, pin=self.pin)
+            for step, batch in enumerate(batches, segment * self.segment_steps + 1):
                 if step >= first:
-                    yield outcome
+                    yield batch
 
     def _segment_of(self, step: int) -> int:
         return (step - 1) // self.segment_steps
