@@ -45,6 +45,8 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	  { echo "Python's venv is missing: apt-get install python3-venv"; exit 1; }
 	@command -v c++ >/dev/null || command -v g++ >/dev/null || \
 	  echo "note: no C++ compiler, which compile=true and GPU kernels need: apt-get install g++"
+	@command -v curl >/dev/null || \
+	  echo "note: no curl, which data=stream needs for URLs: apt-get install curl"
 	@echo "Installing into $(VENV) (about a minute)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,loggers]'
