@@ -1,0 +1,87 @@
+"""Number formats as data, and exact rounding to them.
+
+A format is written as in the field: "int8", "e4m3", "e5m2", or any "eXmY" of X exponent and Y
+mantissa bits. e4m3 and e5m2 are those of OCP (`torch.float8_e4m3fn`, `torch.float8_e5m2`). Every
+other eXmY has no code for inf or NaN, as the formats of OCP MX: e2m1 ends at 6, e3m2 at 28.
+Source: OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats 1.0.
+"""
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Format:
+    """A number format with a sign: `max` is its largest number, `dtype` torch's type for it."""
+
+    name: str
+    max: float
+    dtype: torch.dtype
+    exponent_bits: int = 0  # 0: integers
+    mantissa_bits: int = 0
+
+    @property
+    def bias(self) -> int:
+        """What the exponent field is too large by."""
+        return 2 ** (self.exponent_bits - 1) - 1
+
+    @property
+    def min_exponent(self) -> int:
+        """The exponent of the smallest normal number, and of all subnormal ones."""
+        return 1 - self.bias
+
+
+INT8 = Format("int8", 127.0, torch.int8)
+E4M3 = Format("e4m3", 448.0, torch.float8_e4m3fn, 4, 3)
+E5M2 = Format("e5m2", 57344.0, torch.float8_e5m2, 5, 2)
+_NAMED = {format.name: format for format in (INT8, E4M3, E5M2)}
+
+
+@lru_cache
+def parse_format(name: str) -> Format:
+    """The format of a name; of an eXmY without a dtype in torch, float32 holds the values.
+
+    Raises ValueError for another name, or bits outside 1 <= X <= 7, 0 <= Y <= 10.
+    """
+    if name in _NAMED:
+        return _NAMED[name]
+    bits = re.fullmatch(r"e(\d+)m(\d+)", name)
+    if bits is None:
+        raise ValueError(f"format {name!r}: int8, e4m3, e5m2 or another eXmY is expected")
+    exponent, mantissa = int(bits[1]), int(bits[2])
+    if not (1 <= exponent <= 7 and 0 <= mantissa <= 10):
+        raise ValueError(f"format {name!r}: 1 to 7 exponent and 0 to 10 mantissa bits are expected")
+    bias = 2 ** (exponent - 1) - 1
+    largest = 2.0 ** (2**exponent - 1 - bias) * (2 - 2.0**-mantissa)
+    return Format(name, largest, torch.float32, exponent, mantissa)
+
+
+def round_to_format(x: Tensor, format: Format) -> Tensor:
+    """The nearest number of a format, ties to the even mantissa; float32, any shape.
+
+    A finite value beyond the largest saturates, NaN stays NaN and inf becomes NaN; of int8 too.
+    """
+    x = x.float()
+    if format.exponent_bits:
+        _, exponent = torch.frexp(x)  # abs(x) = fraction * 2^exponent, fraction in [0.5, 1)
+        exponent = (exponent - 1).clamp(min=format.min_exponent) - format.mantissa_bits
+        rounded = torch.ldexp(torch.ldexp(x, -exponent).round(), exponent)
+    else:
+        rounded = x.round()
+    return torch.where(x.isfinite(), rounded.clamp(-format.max, format.max), torch.nan)
+
+
+def representable(format: Format) -> Tensor:
+    """Every number of a format, ascending, float32; zero once."""
+    if not format.exponent_bits:
+        return torch.arange(-format.max, format.max + 1)
+    mantissas = torch.arange(2**format.mantissa_bits, dtype=torch.float64) / 2**format.mantissa_bits
+    exponents = torch.arange(1, 2**format.exponent_bits, dtype=torch.float64) - format.bias
+    normal = (2.0**exponents)[:, None] * (1 + mantissas)
+    positive = torch.cat((mantissas * 2.0**format.min_exponent, normal.flatten()))
+    positive = positive[positive <= format.max].float()
+    return torch.cat((-positive[1:].flip(0), positive))

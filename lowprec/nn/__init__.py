@@ -1,0 +1,5 @@
+"""Low-precision layers."""
+
+from lowprec.nn.linear import LowPrecisionLinear, SwitchBackLinear
+
+__all__ = ["LowPrecisionLinear", "SwitchBackLinear"]

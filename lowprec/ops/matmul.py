@@ -1,0 +1,181 @@
+"""Triton kernels of `reference.matmul`: int8 or fp8 products that scale and add the bias at once.
+
+`_matmul_tma_kernel` (compute capability 9.0 and above) is persistent: one program a multiprocessor
+walks over output tiles, loads come through the tensor memory accelerator, and a producer warp keeps
+them ahead of the matrix units. It needs rows of 16 bytes. `_matmul_kernel` takes every shape.
+int8 accumulates in int32, at most 131,072 terms, beyond which partial sums are added in float32;
+fp8 accumulates in the matrix unit. Offsets are int64.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from lowprec.ops.quantize import num_sms
+from lowprec.ops.reference import MAX_INT8_TERMS
+
+GROUP_M = 8  # rows of output tiles that share columns of b in the cache
+TILE = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}
+TMA_TILE = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 128, "num_warps": 8}
+DEEP = {"SUBTILES": 2, "num_stages": 4}  # stores by halves, which leaves room for a fourth stage
+LONG = {"SUBTILES": 1, "num_stages": 3}  # faster for fp8 with many steps along K
+LONG_K = 2048
+
+
+@triton.jit
+def _tile_of(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+    """Row and column of a tile, in groups of GROUP_M rows."""
+    group = tile // (GROUP_M * tiles_n)
+    first = group * GROUP_M
+    rows = tl.minimum(tiles_m - first, GROUP_M)
+    within = tile % (GROUP_M * tiles_n)
+    return first + within % rows, within // rows
+
+
+@triton.jit
+def _scaled(
+    sums, m, n, a_scale_ptr, b_scale_ptr, bias_ptr, M, N,
+    A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """`sums * a_scale * b_scale^T + bias`, float32; m and n are the rows and columns."""
+    if A_ROWS:
+        sums = sums * tl.load(a_scale_ptr + m, mask=m < M, other=0.0)[:, None]
+    else:
+        sums = sums * tl.load(a_scale_ptr)
+    if B_ROWS:
+        sums = sums * tl.load(b_scale_ptr + n, mask=n < N, other=0.0)[None, :]
+    else:
+        sums = sums * tl.load(b_scale_ptr)
+    if BIAS:
+        sums = sums + tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    return sums
+
+
+@triton.jit
+def _matmul_kernel(
+    a_ptr, b_ptr, out_ptr, a_scale_ptr, b_scale_ptr, bias_ptr, M, N, K, stride_am, stride_bn,
+    A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, BIAS: tl.constexpr, ACC: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    tile_m, tile_n = _tile_of(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
+    m = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    sums = tl.zeros([BLOCK_M, BLOCK_N], ACC)
+    for start in range(0, K, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        a = tl.load(
+            a_ptr + m[:, None] * stride_am + k[None, :],
+            mask=(m < M)[:, None] & (k < K)[None, :], other=0.0,
+        )  # [BLOCK_M, BLOCK_K]  # fmt: skip
+        b = tl.load(
+            b_ptr + n[None, :] * stride_bn + k[:, None],
+            mask=(n < N)[None, :] & (k < K)[:, None], other=0.0,
+        )  # [BLOCK_K, BLOCK_N]  # fmt: skip
+        sums = tl.dot(a, b, sums, out_dtype=ACC)
+    output = _scaled(
+        sums.to(tl.float32), m, n, a_scale_ptr, b_scale_ptr, bias_ptr, M, N, A_ROWS, B_ROWS, BIAS
+    )
+    mask = (m < M)[:, None] & (n < N)[None, :]
+    tl.store(out_ptr + m[:, None] * N + n[None, :], output.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _matmul_tma_kernel(
+    a_desc, b_desc, out_desc, a_scale_ptr, b_scale_ptr, bias_ptr, M, N, K,
+    A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, BIAS: tl.constexpr, ACC: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    PROGRAMS: tl.constexpr, SUBTILES: tl.constexpr,
+):  # fmt: skip
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    steps = tl.cdiv(K, BLOCK_K)
+    for tile in tl.range(
+        tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=True, warp_specialize=True
+    ):
+        tile_m, tile_n = _tile_of(tile, tiles_m, tiles_n, GROUP_M)
+        m0, n0 = tile_m * BLOCK_M, tile_n * BLOCK_N
+        sums = tl.zeros([BLOCK_M, BLOCK_N], ACC)
+        for step in range(steps):
+            a = a_desc.load([m0, step * BLOCK_K])
+            b = b_desc.load([n0, step * BLOCK_K])
+            sums = tl.dot(a, b.T, sums, out_dtype=ACC)
+        m, n = m0 + tl.arange(0, BLOCK_M), n0 + tl.arange(0, BLOCK_N)
+        output = _scaled(
+            sums.to(tl.float32), m, n, a_scale_ptr, b_scale_ptr, bias_ptr, M, N,
+            A_ROWS, B_ROWS, BIAS,
+        )  # fmt: skip
+        if SUBTILES == 1:
+            out_desc.store([m0, n0], output.to(out_desc.dtype))
+        else:
+            halves = tl.reshape(output, [BLOCK_M, 2, BLOCK_N // 2])
+            left, right = tl.split(tl.permute(halves, [0, 2, 1]))
+            out_desc.store([m0, n0], left.to(out_desc.dtype))
+            out_desc.store([m0, n0 + BLOCK_N // 2], right.to(out_desc.dtype))
+
+
+def matmul(
+    a_MK: Tensor, b_NK: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, dtype
+) -> Tensor:
+    """`reference.matmul` by the faster kernel that the shapes and the GPU allow."""
+    if a_MK.dtype == torch.int8 and a_MK.shape[1] > MAX_INT8_TERMS:
+        return _in_parts(a_MK, b_NK, a_scale, b_scale, bias, dtype)
+    out = torch.empty(a_MK.shape[0], b_NK.shape[0], dtype=dtype, device=a_MK.device)
+    launch = _launch_tma if _takes_tma(a_MK, b_NK, out) else _launch
+    launch(a_MK, b_NK, out, a_scale, b_scale, bias)
+    return out
+
+
+def _in_parts(a_MK, b_NK, a_scale, b_scale, bias, dtype) -> Tensor:
+    """Partial sums over K that an int32 surely holds, scaled and added in float32."""
+    parts = zip(a_MK.split(MAX_INT8_TERMS, dim=1), b_NK.split(MAX_INT8_TERMS, dim=1), strict=True)
+    outputs = [
+        matmul(a.contiguous(), b.contiguous(), a_scale, b_scale, None, torch.float32)
+        for a, b in parts
+    ]
+    output = sum(outputs[1:], outputs[0])
+    return (output if bias is None else output + bias.float()).to(dtype)
+
+
+def _takes_tma(a_MK: Tensor, b_NK: Tensor, out_MN: Tensor) -> bool:
+    """Rows of whole 16 bytes on a GPU that has the accelerator; interpreted: never."""
+    if a_MK.device.type != "cuda" or torch.cuda.get_device_capability(a_MK.device) < (9, 0):
+        return False
+    tensors = (a_MK, b_NK, out_MN)
+    return all(t.stride(0) * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0 for t in tensors)
+
+
+def _shared_arguments(a_MK, b_NK, a_scale, b_scale, bias) -> tuple[tuple, dict]:
+    """What both kernels take after their matrices: scales, bias, sizes; and constants."""
+    sizes = (a_MK.shape[0], b_NK.shape[0], a_MK.shape[1])
+    constants = {
+        "A_ROWS": a_scale.numel() > 1,
+        "B_ROWS": b_scale.numel() > 1,
+        "BIAS": bias is not None,
+        "ACC": tl.int32 if a_MK.dtype == torch.int8 else tl.float32,
+        "GROUP_M": GROUP_M,
+    }
+    return (a_scale, b_scale, a_scale if bias is None else bias, *sizes), constants
+
+
+def _launch(a_MK, b_NK, out_MN, a_scale, b_scale, bias) -> None:
+    arguments, constants = _shared_arguments(a_MK, b_NK, a_scale, b_scale, bias)
+    M, N, _ = arguments[-3:]
+    tiles = triton.cdiv(M, TILE["BLOCK_M"]) * triton.cdiv(N, TILE["BLOCK_N"])
+    _matmul_kernel[(tiles,)](
+        a_MK, b_NK, out_MN, *arguments, a_MK.stride(0), b_NK.stride(0), **constants, **TILE
+    )
+
+
+def _launch_tma(a_MK, b_NK, out_MN, a_scale, b_scale, bias) -> None:
+    arguments, constants = _shared_arguments(a_MK, b_NK, a_scale, b_scale, bias)
+    M, N, K = arguments[-3:]
+    tile = TMA_TILE | (DEEP if a_MK.dtype == torch.int8 or K < LONG_K else LONG)
+    block_m, block_n, block_k = tile["BLOCK_M"], tile["BLOCK_N"], tile["BLOCK_K"]
+    programs = min(num_sms(a_MK.device), triton.cdiv(M, block_m) * triton.cdiv(N, block_n))
+    _matmul_tma_kernel[(programs,)](
+        TensorDescriptor.from_tensor(a_MK, [block_m, block_k]),
+        TensorDescriptor.from_tensor(b_NK, [block_n, block_k]),
+        TensorDescriptor.from_tensor(out_MN, [block_m, block_n // tile["SUBTILES"]]),
+        *arguments, PROGRAMS=programs, **constants, **tile,
+    )  # fmt: skip

@@ -1,0 +1,99 @@
+"""What every operation of this room computes, in plain torch, on any device.
+
+Shape suffixes: M = batch * tokens, K = features in, N = features out. A quantized tensor is
+`x ~= q * scale`: `scale` is float32, keeps the tensor's two dimensions (rowwise [M, 1],
+columnwise [1, K], tensorwise [1, 1]) and always multiplies back.
+"""
+
+import torch
+from torch import Tensor
+
+from lowprec.formats import INT8, Format, round_to_format
+
+REDUCED = {"rowwise": (1,), "columnwise": (0,), "tensorwise": (0, 1)}  # dimensions amax runs over
+TINY = torch.finfo(torch.float32).tiny  # the smallest normal number
+MAX_INT8_TERMS = 131072  # products of two int8 that surely fit an int32 sum: 127^2 * 133144 < 2^31
+
+
+def quantize(x_MK: Tensor, format: Format, granularity: str) -> tuple[Tensor, Tensor]:
+    """Symmetric quantization, `x ~= q * scale` with `scale = amax / format.max`.
+
+    Returns q_MK in `format.dtype` and the scale. Rounds x / scale to nearest, ties to even. Where
+    amax is 0 or the scale is subnormal, q = 0 and scale = 0. A row, column or tensor that holds NaN
+    or inf has q = 0 and scale = NaN, so that products with it are NaN.
+    Source: row-wise and tensor-wise quantization, arXiv:2304.13013, section 2.
+    """
+    x_MK = x_MK.float()
+    amax = x_MK.abs().amax(dim=REDUCED[granularity], keepdim=True)
+    scale = scale_of(amax, format)
+    usable = scale > 0  # False for NaN
+    q_MK = torch.where(usable, x_MK / torch.where(usable, scale, 1.0), 0.0)
+    return _cast(q_MK, format), scale
+
+
+def scale_of(amax: Tensor, format: Format) -> Tensor:
+    """`amax / format.max`: 0 where that is subnormal, NaN where amax is not finite."""
+    scale = amax / torch.full_like(amax, format.max)  # by a tensor: CUDA multiplies by 1 / number
+    scale = torch.where(scale < TINY, 0.0, scale)
+    return torch.where(amax.isfinite(), scale, torch.nan)
+
+
+def _cast(x: Tensor, format: Format) -> Tensor:
+    """To the format's dtype; |x| may exceed its largest number by the rounding of a division."""
+    if format is INT8:
+        return x.round().clamp(-format.max, format.max).to(torch.int8)
+    if format.dtype == torch.float32:
+        return round_to_format(x, format)
+    return x.clamp(-format.max, format.max).to(format.dtype)
+
+
+def quantize_rows_and_sum(g_MN: Tensor, format: Format) -> tuple[Tensor, Tensor, Tensor]:
+    """Row-wise quantization beside the column sums of the input: q_MN, scale [M, 1], sum [N].
+
+    The sum, float32, is the gradient of a bias.
+    """
+    q_MN, scale = quantize(g_MN, format, "rowwise")
+    return q_MN, scale, g_MN.float().sum(dim=0)
+
+
+def matmul(
+    a_MK: Tensor, b_NK: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, dtype
+) -> Tensor:
+    """`(a @ b^T) * a_scale * b_scale^T + bias`: a product of quantized tensors, [M, N].
+
+    Both are stored with the contracted dimension last. int8 multiplies exactly, in int32 sums of
+    at most 131,072 terms that are added in float32; fp8 in float32. a_scale is [M, 1] or [1, 1],
+    b_scale [N, 1] or [1, 1], bias [N] or None. Scaling and bias are float32, then rounded to dtype.
+    """
+    sums = _int8_sums(a_MK, b_NK) if a_MK.dtype == torch.int8 else a_MK.float() @ b_NK.float().T
+    output = sums * a_scale * b_scale.T
+    return (output if bias is None else output + bias.float()).to(dtype)
+
+
+def _int8_sums(a_MK: Tensor, b_NK: Tensor) -> Tensor:
+    """float32 of the exact sums; float64 holds each exactly."""
+    parts = zip(a_MK.split(MAX_INT8_TERMS, dim=1), b_NK.split(MAX_INT8_TERMS, dim=1), strict=True)
+    if a_MK.device.type == "cpu":
+        return sum(torch._int_mm(a, b.T).float() for a, b in parts)
+    return sum((a.double() @ b.double().T).float() for a, b in parts)
+
+
+def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """`q * scale` rounded once to dtype."""
+    return (q.float() * scale).to(dtype)
+
+
+def simulate(x: Tensor, format: Format, granularity: str, dtype: torch.dtype) -> Tensor:
+    """The values that quantization leaves of a 2-d tensor, in dtype: quantize, then dequantize.
+
+    Granularity "blocks" shares a scale among consecutive elements of the flattened tensor, as many
+    as the power of two at or above its width (64 to 4,096), so that blocks straddle rows: the
+    released fp8 simulation of arXiv:2304.13013, which its text calls row-wise.
+    """
+    if granularity != "blocks":
+        return dequantize(*quantize(x, format, granularity), dtype)
+    size = min(4096, max(64, 1 << (x.shape[1] - 1).bit_length()))
+    padding = -x.numel() % size
+    blocks = torch.nn.functional.pad(x.flatten(), (0, padding)).view(-1, size)
+    values = dequantize(*quantize(blocks, format, "rowwise"), dtype)
+    return values.flatten()[: x.numel()].view(x.shape)
