@@ -19,6 +19,7 @@ from lowprec.clip.model import (
     contrastive_loss,
     image_size,
 )
+from lowprec.clip.precision import set_precision
 from lowprec.clip.tokenizer import Tokenizer
 from lowprec.clip.zero_shot import build_classifier, imagenet
 from lowprec.config import Config
@@ -26,6 +27,9 @@ from lowprec.data.loader import Batch, Batches, iterate, num_workers
 from lowprec.data.order import SampleOrder
 from lowprec.data.stream import Stream
 from lowprec.evaluate.evaluation import Evaluation
+from lowprec.formats import E4M3, INT8
+from lowprec.nn.replace import Layer
+from lowprec.ops import takes
 from lowprec.optim.loss_scaling import build_scaler
 from lowprec.optim.param_groups import param_groups
 from lowprec.optim.stable_adamw import StableAdamW
@@ -47,6 +51,7 @@ class Built:
     tokenizer: Tokenizer
     task: ContrastiveTask
     state: TrainState
+    layers: list[Layer]  # what precision.recipe made of the linear layers
 
     def batches_from(self, first: int) -> Iterator[Batch]:
         """Batches of steps first, first + 1, ... on the host."""
@@ -151,6 +156,7 @@ def build(config: Config, data: Data) -> Built:
         except ValueError as error:
             raise ConfigError([f"model.init_from: {error}"]) from error
     set_parameter_dtype(model, config.precision.autocast)
+    layers = _set_precision(model, config, device)
     model.to(device)
     if config.checkpointing:
         model.set_grad_checkpointing(True)
@@ -168,7 +174,18 @@ def build(config: Config, data: Data) -> Built:
         config.model.context_length or model.context_length,
         config.model.vocab_size or model.vocab_size,
     )
-    return Built(config, data, device, tokenizer, task, state)
+    return Built(config, data, device, tokenizer, task, state, layers)
+
+
+def _set_precision(model: torch.nn.Module, config: Config, device: torch.device) -> list[Layer]:
+    """Swaps the layers of the config's recipe and checks that its backend can run."""
+    precision = config.precision
+    try:
+        if precision.backend == "triton":
+            takes("triton", E4M3 if "fp8" in precision.recipe else INT8, device)
+        return set_precision(model, precision)
+    except ValueError as error:
+        raise ConfigError([f"precision.recipe={precision.recipe}: {error}"]) from error
 
 
 def build_optimizer(config: Config, model: torch.nn.Module) -> StableAdamW:

@@ -7,6 +7,7 @@ The same command again resumes; a finished run says so and exits 0.
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import sys
@@ -134,6 +135,7 @@ def _attempt(
     with Console().status(f"building {label(config)}"):
         built = build(config, data)
         evaluation = built.evaluation()
+    _report_layers(config, built.layers, record)
     logger = build_logger(config.logger.name, record.run, plain)
     name = label(config)
     provenance = {"config": identity(config), "sources": sources, "code": code_digests()}
@@ -171,6 +173,17 @@ def _attempt(
     record.status(ended.state, ended.step, ended.reason)
     logger.close()  # last: a dashboard may take a minute to end
     return ended
+
+
+def _report_layers(config: Config, layers: list, record: Record) -> None:
+    """Writes what the recipe made of each linear layer, and says it in a line."""
+    from lowprec.nn.replace import summary
+
+    if config.precision.recipe == "high":
+        return
+    rows = [dataclasses.asdict(layer) for layer in layers]
+    durable.replace(record.run / "layers.json", json.dumps(rows, indent=1).encode())
+    print(summary(config.precision.recipe, layers))
 
 
 def _last_environment(run: Path) -> dict | None:

@@ -13,21 +13,10 @@ from typing import Any
 
 SHAPES = "data/shapes"  # where the embedded set is rendered on first use
 PRESETS = ("nano", "mini_b", "mini_l", "mini_h", "vit_b32", "vit_l14", "vit_h14")
-RECIPES = ("high",)
-PLANNED_RECIPES = (
-    "switchback",
-    "switchback_m",
-    "switchback_q",
-    "llm_int8",
-    "fp8_tensorwise",
-    "fp8_rowwise",
-    "fp8_switchback",
-    "fp8_switchback_blocks",
-    "hw_fp8_tensorwise",
-    "hw_fp8_switchback",
-    "autograd_high",
-    "int8_inference",
-    "custom",
+RECIPES = (
+    *("high", "autograd_high", "switchback", "switchback_m", "switchback_q", "llm_int8"),
+    *("fp8_tensorwise", "fp8_rowwise", "fp8_switchback", "fp8_switchback_blocks"),
+    *("hw_fp8_tensorwise", "hw_fp8_switchback", "custom", "int8_inference"),
 )
 LINEAR_LAYERS = ("in_proj", "out_proj", "c_fc", "c_proj")
 STATISTICS = ("rms", "grad_norm", "update_norm")
@@ -92,16 +81,16 @@ class PrecisionConfig:
     """The number formats of a run; `recipe` names a row of the recipe table."""
 
     autocast: str = key("bf16", "16-bit dtype, or pure_*", choices=tuple(LEGAL_SCALERS))
-    recipe: str = key("high", "formats of products", choices=RECIPES, planned=PLANNED_RECIPES)
-    products: dict | None = key(None, "the products of recipe=custom", planned=("*",))
+    recipe: str = key("high", "formats of a linear layer's products", choices=RECIPES)
+    products: dict | None = key(None, "the products of recipe=custom")
     where: list[str] = key(list(LINEAR_LAYERS), "layers it applies to", choices=LINEAR_LAYERS)
     backend: str = key(
-        "auto", "who multiplies", choices=("auto",), planned=("reference", "triton", "cublas")
+        "auto", "who computes 8-bit products", choices=("auto", "reference", "triton")
     )
     outlier_threshold: float = key(
-        0.0, "LLM.int8()'s outlier bound", choices=(0.0,), planned=("*",)
+        0.0, "llm_int8: features above it stay 16-bit (6.0 = LLM.int8()'s); 0: none", least=0
     )
-    skip_slow: bool = key(False, "leave losing layers 16-bit", choices=(False,), planned=("*",))
+    skip_slow: bool = key(False, "leave layers 16-bit whose shape gains no speed")
 
 
 @dataclass

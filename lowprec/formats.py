@@ -8,7 +8,6 @@ Source: OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats 1.0
 
 import re
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -41,7 +40,6 @@ E5M2 = Format("e5m2", 57344.0, torch.float8_e5m2, 5, 2)
 _NAMED = {format.name: format for format in (INT8, E4M3, E5M2)}
 
 
-@lru_cache
 def parse_format(name: str) -> Format:
     """The format of a name; of an eXmY without a dtype in torch, float32 holds the values.
 

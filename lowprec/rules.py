@@ -6,8 +6,18 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from lowprec.config import LEGAL_SCALERS, PRESETS, REMOTE_SCHEMES, Config, DataConfig, ModelConfig
+from lowprec.config import (
+    LEGAL_SCALERS,
+    LINEAR_LAYERS,
+    PRESETS,
+    REMOTE_SCHEMES,
+    Config,
+    DataConfig,
+    ModelConfig,
+    PrecisionConfig,
+)
 from lowprec.nearest import nearest
+from lowprec.nn.recipe import RECIPES, custom_recipe
 
 
 def combination_faults(config: Config) -> Iterator[str]:
@@ -26,6 +36,7 @@ def combination_faults(config: Config) -> Iterator[str]:
             f"num_steps={config.num_steps}"
         )
     yield from _idle_faults(config)
+    yield from _recipe_faults(config.precision)
     optimizer = config.optimizer
     for option, owner in (("clip_norm", "adamw_clip"), ("clip_threshold", "stable_adamw")):
         value = getattr(optimizer, option)
@@ -68,6 +79,11 @@ def _idle_faults(config: Config) -> Iterator[str]:
         ("scaler", "init_scale", config.scaler.name != "none", "a scaler (dynamic or fixed)"),
         ("scaler", "max_skips", config.scaler.name != "none", "a scaler (dynamic or fixed)"),
         ("precision", "where", config.precision.recipe != "high", "a recipe other than high"),
+        ("precision", "products", config.precision.recipe == "custom", "recipe=custom"),
+        ("precision", "outlier_threshold", config.precision.recipe == "llm_int8",
+         "recipe=llm_int8"),
+        ("precision", "backend", _is_real(config.precision), "products of real 8-bit numbers"),
+        ("precision", "skip_slow", _is_real(config.precision), "products of real 8-bit numbers"),
         ("optimizer", "clip_weight_decay", config.optimizer.name == "stable_adamw",
          "optimizer=stable_adamw"),
     )  # fmt: skip
@@ -75,6 +91,38 @@ def _idle_faults(config: Config) -> Iterator[str]:
         value, default = (getattr(getattr(c, group), name) for c in (config, Config()))
         if value != default and not used:
             yield f"{group}.{name}={value} does nothing without {owner}"
+
+
+def _is_real(precision: PrecisionConfig) -> bool:
+    """Whether some products run on 8-bit units; of a faulty custom recipe: yes."""
+    if precision.recipe != "custom":
+        known = RECIPES.get(precision.recipe)
+        return known is not None and known.output is not None and known.is_real
+    try:
+        return custom_recipe(precision.products or {}).is_real
+    except ValueError:
+        return True
+
+
+def _recipe_faults(precision: PrecisionConfig) -> Iterator[str]:
+    if precision.recipe == "int8_inference":
+        yield (
+            "precision.recipe=int8_inference runs forward only; train with another, then "
+            "experiments.evaluate run=DIR precision=int8_inference"
+        )
+    if not precision.where:
+        yield f"precision.where=[]: some of {', '.join(LINEAR_LAYERS)} are expected"
+    if precision.recipe != "custom":
+        return
+    if not precision.products:
+        yield (
+            "precision.recipe=custom needs precision.products, such as "
+            "{output: {format: int8, x: rowwise, w: tensorwise}}"
+        )
+    try:
+        custom_recipe(precision.products or {})
+    except ValueError as error:
+        yield f"precision.products: {error}"
 
 
 def _model_faults(model: ModelConfig, intervention: str) -> Iterator[str]:

@@ -138,7 +138,7 @@ def _written(value: Any) -> str:
 
 
 def _within(item: Any, bounds: dict[str, float]) -> bool:
-    return (
+    return not bounds or (
         item >= bounds.get("least", item)
         and item <= bounds.get("most", item)
         and ("above" not in bounds or item > bounds["above"])

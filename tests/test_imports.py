@@ -17,7 +17,7 @@ FOUNDATION = {
 ALLOWED = {  # room: rooms of the project that it may import (itself always)
     "config": set(),
     "nearest": set(),
-    "rules": {"config", "nearest"},
+    "rules": {"config", "nearest", "nn.recipe"},
     "validate": {"config", "nearest", "rules"},
     "run": {"config", "validate"},
     "durable": set(),
@@ -31,6 +31,7 @@ ALLOWED = {  # room: rooms of the project that it may import (itself always)
     "data": set(),
     "evaluate": set(),
     "nn": {"ops", "formats"},
+    "nn.recipe": set(),
     "clip": {"nn", "ops", "formats", "config"},
     "train": {"optim", "data.loader", "diagnostics", "config", "run", "record", "durable"},
     "sweep": {"config", "validate", "run", "diagnostics.spikes"},
@@ -41,6 +42,7 @@ OUTSIDE = {  # room: the only packages beyond the standard library; others impor
     "config": set(),
     "nearest": set(),
     "rules": set(),
+    "nn.recipe": set(),
     "validate": set(),
     "run": {"numpy", "pyarrow"},
     "record": {"numpy", "pyarrow"},
@@ -57,7 +59,7 @@ OWNERS = {  # package: the rooms that may import it
     "omegaconf": {"experiments"},
 }
 TORCH = {"torch", "triton", "safetensors.torch", "torchvision", "open_clip", "timm"}
-ROOMS_WITHOUT_TORCH = {"analysis", "sweep", "diagnostics.spikes", *FOUNDATION}
+ROOMS_WITHOUT_TORCH = {"analysis", "sweep", "diagnostics.spikes", "nn.recipe", *FOUNDATION}
 LATE_TORCH = {"environment"}  # may import it inside a function
 
 

@@ -1,5 +1,16 @@
-"""Low-precision layers."""
+"""Low-precision layers. Loaded when first asked for: `nn.recipe` alone needs no torch."""
 
-from lowprec.nn.linear import LowPrecisionLinear, SwitchBackLinear
+import importlib
 
-__all__ = ["LowPrecisionLinear", "SwitchBackLinear"]
+_HOMES = {
+    "LowPrecisionLinear": "linear",
+    "SwitchBackLinear": "linear",
+    "apply_recipe": "replace",
+}
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

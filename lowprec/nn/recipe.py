@@ -6,11 +6,12 @@ Granularity words name the stored tensors x[M, K], W[N, K], g[M, N], whatever th
 the product. A product that is None is computed in the 16-bit (autocast) dtype. int8 products, and
 fp8 ones under `hardware`, run on the matrix units of 8-bit numbers. Other fp8 products are
 simulated: operands are rounded to exact fp8 values, scaled back, and multiplied in 16 bit.
+
+Data alone: imports no torch, so that a config can be checked against it.
 """
 
+import re
 from dataclasses import dataclass
-
-from lowprec.formats import parse_format
 
 PRODUCTS = {"output": ("x", "w"), "grad_input": ("g", "w"), "grad_weight": ("g", "x")}
 CONTRACTED = {  # product: the granularity of each operand whose scale varies where it is summed
@@ -19,11 +20,12 @@ CONTRACTED = {  # product: the granularity of each operand whose scale varies wh
     "grad_weight": {"g": "rowwise", "x": "rowwise"},
 }
 GRANULARITIES = ("rowwise", "columnwise", "tensorwise")
+FORMATS = r"int8|e[1-7]m(\d|10)"  # the names that `lowprec.formats` knows
 
 
 @dataclass(frozen=True)
 class Operand:
-    """How one tensor of a product is quantized; `parse_format` knows the formats."""
+    """How one tensor of a product is quantized; `lowprec.formats` knows the formats."""
 
     format: str
     granularity: str
@@ -139,7 +141,8 @@ def _custom_product(name: str, given: dict | str) -> Product | None:
     if set(formats) != set(operands):
         raise ValueError(f"{name}.format={formats}: a name for each of {', '.join(operands)}")
     for operand in operands:
-        parse_format(str(formats[operand]))
+        if not re.fullmatch(FORMATS, str(formats[operand])):
+            raise ValueError(f"{name}.format={formats[operand]}: int8, e4m3, e5m2 or another eXmY")
         if given[operand] not in GRANULARITIES:
             known = ", ".join(GRANULARITIES)
             raise ValueError(f"{name}.{operand}={given[operand]}: {known} are expected")
@@ -150,6 +153,6 @@ def _custom_product(name: str, given: dict | str) -> Product | None:
         if real and given[operand] == granularity:
             raise ValueError(
                 f"{name}.{operand}={granularity}: an int8 scale cannot vary along the dimension "
-                f"that {name} sums over; {'tensorwise'} or the other can"
+                f"that {name} sums over"
             )
     return Product(*(Operand(formats[name], given[name]) for name in operands), real=real)

@@ -6,13 +6,13 @@ goes through torch.compile, CUDA graphs and checkpointing whole. Tensors come ba
 gradients are the business of `lowprec.nn`.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from lowprec.formats import Format, parse_format
-from lowprec.ops import matmul as triton_matmul
-from lowprec.ops import quantize as triton_quantize
-from lowprec.ops import reference
+from lowprec.ops import reference, triton_gelu, triton_matmul, triton_quantize
 
 BACKENDS = ("auto", "reference", "triton")
 
@@ -32,6 +32,14 @@ def takes(backend: str, format: Format, device: torch.device) -> str:
     return "triton" if able else "reference"
 
 
+def _fuses(backend: str, granularity: str) -> bool:
+    """Whether to hand torch.compile the definition, which it fuses with the operations before it.
+
+    Its division may then round the last bit otherwise, and rarely a quantized value with it.
+    """
+    return torch.compiler.is_compiling() and backend == "auto" and granularity == "rowwise"
+
+
 def quantize(
     x_MK: Tensor, format: Format, granularity: str, *, layout: str = "rows", backend: str = "auto"
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
@@ -41,7 +49,7 @@ def quantize(
     scale is float32: rowwise [M, 1], columnwise [1, K], tensorwise [1, 1].
     """
     rows, transposed = layout != "transposed", layout != "rows"
-    if takes(backend, format, x_MK.device) == "reference":
+    if _fuses(backend, granularity) or takes(backend, format, x_MK.device) == "reference":
         q_MK, scale = reference.quantize(x_MK, format, granularity)
         return q_MK if rows else None, q_MK.T.contiguous() if transposed else None, scale
     q_MK, q_KM, scale = _quantize(x_MK, format.name, granularity, rows, transposed)
@@ -52,9 +60,29 @@ def quantize_rows_and_sum(
     g_MN: Tensor, format: Format, *, backend: str = "auto"
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(q_MN, scale [M, 1], float32 column sums [N]) in one pass: `reference` defines it."""
-    if takes(backend, format, g_MN.device) == "reference":
+    if _fuses(backend, "rowwise") or takes(backend, format, g_MN.device) == "reference":
         return reference.quantize_rows_and_sum(g_MN, format)
     return _quantize_rows_and_sum(g_MN, format.name)
+
+
+def gelu_quantize(h_MN: Tensor, format: Format, *, backend: str = "auto") -> tuple[Tensor, Tensor]:
+    """(q_MN, scale [M, 1]) of GELU(h) in one pass: `reference` defines it."""
+    if h_MN.shape[1] > triton_quantize.WHOLE_ROW or (
+        takes(backend, format, h_MN.device) == "reference"
+    ):
+        return reference.gelu_quantize(h_MN, format)
+    return _gelu_quantize(h_MN, format.name)
+
+
+def gelu_backward_quantize(
+    h_MN: Tensor, g_MN: Tensor, format: Format, *, backend: str = "auto"
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(GELU(h), grad, q_MN, scale [M, 1], column sums [N]) in one pass: `reference` defines it."""
+    if h_MN.shape[1] > triton_quantize.WHOLE_ROW or (
+        takes(backend, format, h_MN.device) == "reference"
+    ):
+        return reference.gelu_backward_quantize(h_MN, g_MN, format)
+    return _gelu_backward_quantize(h_MN, g_MN, format.name)
 
 
 def matmul(
@@ -83,23 +111,33 @@ def _format_of(dtype: torch.dtype) -> Format:
     return parse_format(names[dtype])
 
 
-@torch.library.custom_op("lowprec::quantize", mutates_args=(), device_types="cuda")
-def _quantize(
-    x_MK: Tensor, format: str, granularity: str, rows: bool, transposed: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+# Defined through the dispatcher itself: torch.library.custom_op would add checks of its own, in
+# Python, to each of the thousands of calls of a training step.
+_LIBRARY = torch.library.Library("lowprec", "FRAGMENT")
+
+
+def _define(schema: str, kernel: Callable, fake: Callable) -> Callable:
+    """A custom op with a CUDA kernel and a fake; returns it as a function."""
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, kernel, "CUDA")
+    torch.library.register_fake(f"lowprec::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.lowprec, name).default
+
+
+def _quantize_kernel(x_MK, format, granularity, rows, transposed):
     """Row-wise: one pass, transposed by a copy; else both layouts in one pass after the maxima."""
     kind = parse_format(format)
     if granularity != "rowwise":
         return triton_quantize.quantize_tiles(
             x_MK, kind, granularity, rows=rows, transposed=transposed
         )
-    q_MK, scale, _ = triton_quantize.quantize_rows(x_MK, kind)
+    q_MK, scale = triton_quantize.quantize_rows(x_MK, kind)
     empty = q_MK.new_empty(0)
     return q_MK if rows else empty, q_MK.T.contiguous() if transposed else empty, scale
 
 
-@_quantize.register_fake
-def _(x_MK, format, granularity, rows, transposed):
+def _quantize_fake(x_MK, format, granularity, rows, transposed):
     M, K = x_MK.shape
     shapes = {"rowwise": (M, 1), "columnwise": (1, K), "tensorwise": (1, 1)}
     dtype = parse_format(format).dtype
@@ -110,33 +148,46 @@ def _(x_MK, format, granularity, rows, transposed):
     )
 
 
-@torch.library.custom_op("lowprec::quantize_rows_and_sum", mutates_args=(), device_types="cuda")
-def _quantize_rows_and_sum(g_MN: Tensor, format: str) -> tuple[Tensor, Tensor, Tensor]:
-    return triton_quantize.quantize_rows(g_MN, parse_format(format), with_sum=True)
+def _rows_fake(x_MK, format):
+    q_MK = x_MK.new_empty(x_MK.shape, dtype=parse_format(format).dtype)
+    return q_MK, x_MK.new_empty((x_MK.shape[0], 1), dtype=torch.float32)
 
 
-@_quantize_rows_and_sum.register_fake
-def _(g_MN, format):
-    M, N = g_MN.shape
-    return (
-        g_MN.new_empty((M, N), dtype=parse_format(format).dtype),
-        g_MN.new_empty((M, 1), dtype=torch.float32),
-        g_MN.new_empty((N,), dtype=torch.float32),
-    )
+def _rows_and_sum_fake(x_MK, format):
+    return *_rows_fake(x_MK, format), x_MK.new_empty((x_MK.shape[1],), dtype=torch.float32)
 
 
-@torch.library.custom_op("lowprec::matmul", mutates_args=(), device_types="cuda")
-def _matmul(
-    a_MK: Tensor,
-    b_NK: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    return triton_matmul.matmul(a_MK, b_NK, a_scale, b_scale, bias, dtype)
-
-
-@_matmul.register_fake
-def _(a_MK, b_NK, a_scale, b_scale, bias, dtype):
-    return a_MK.new_empty((a_MK.shape[0], b_NK.shape[0]), dtype=dtype)
+_quantize = _define(
+    "quantize(Tensor x, str format, str granularity, bool rows, bool transposed)"
+    " -> (Tensor, Tensor, Tensor)",
+    _quantize_kernel,
+    _quantize_fake,
+)
+_quantize_rows_and_sum = _define(
+    "quantize_rows_and_sum(Tensor g, str format) -> (Tensor, Tensor, Tensor)",
+    lambda g_MN, format: triton_quantize.quantize_rows_and_sum(g_MN, parse_format(format)),
+    _rows_and_sum_fake,
+)
+_gelu_quantize = _define(
+    "gelu_quantize(Tensor h, str format) -> (Tensor, Tensor)",
+    lambda h_MN, format: triton_gelu.gelu_quantize(h_MN, parse_format(format)),
+    _rows_fake,
+)
+_gelu_backward_quantize = _define(
+    "gelu_backward_quantize(Tensor h, Tensor g, str format)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    lambda h_MN, g_MN, format: triton_gelu.gelu_backward_quantize(h_MN, g_MN, parse_format(format)),
+    lambda h_MN, g_MN, format: (
+        h_MN.new_empty(h_MN.shape),
+        h_MN.new_empty(h_MN.shape),
+        *_rows_and_sum_fake(h_MN, format),
+    ),
+)
+_matmul = _define(
+    "matmul(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? bias, ScalarType dtype)"
+    " -> Tensor",
+    triton_matmul.matmul,
+    lambda a_MK, b_NK, a_scale, b_scale, bias, dtype: a_MK.new_empty(
+        (a_MK.shape[0], b_NK.shape[0]), dtype=dtype
+    ),
+)

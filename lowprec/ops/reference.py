@@ -56,6 +56,24 @@ def quantize_rows_and_sum(g_MN: Tensor, format: Format) -> tuple[Tensor, Tensor,
     return q_MN, scale, g_MN.float().sum(dim=0)
 
 
+def gelu_quantize(h_MN: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+    """Row-wise quantization of GELU(h), rounded to h's dtype before: q_MN, scale [M, 1]."""
+    return quantize(torch.nn.functional.gelu(h_MN), format, "rowwise")
+
+
+def gelu_backward_quantize(
+    h_MN: Tensor, g_MN: Tensor, format: Format
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What the backward of two linear layers around a GELU needs of it, from h and the gradient g.
+
+    Returns GELU(h) and grad = g GELU'(h) in h's dtype, grad quantized by rows, its scale [M, 1] and
+    its float32 column sums [N].
+    """
+    output = torch.nn.functional.gelu(h_MN)
+    grad = torch.ops.aten.gelu_backward(g_MN, h_MN)
+    return output, grad, *quantize_rows_and_sum(grad, format)
+
+
 def matmul(
     a_MK: Tensor, b_NK: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, dtype
 ) -> Tensor:

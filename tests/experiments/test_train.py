@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from experiments.cli import CONF
 from lowprec.config import RECIPES
+from lowprec.nn.recipe import RECIPES as TABLE
 from lowprec.run import find_runs, read_rows, read_status
 
 PYTHONPATH = os.pathsep.join([str(CONF.parent), os.environ.get("PYTHONPATH", "")])
@@ -173,8 +174,12 @@ def test_the_record_says_where_it_was_made(work):
     assert config.optimizer.lr == 1e-3 and config.experiment is None
 
 
-def test_the_demo_covers_every_recipe_and_both_optimizers():
+def test_the_demo_compares_16_bit_int8_and_fp8():
     demo = OmegaConf.load(CONF / "experiment" / "loss_curves_demo.yaml").hydra.sweeper.params
-    files = [OmegaConf.load(CONF / "precision" / f"{n}.yaml") for n in demo.precision.split(",")]
-    assert {file.get("recipe", "high") for file in files} == set(RECIPES)
-    assert set(demo.optimizer.split(",")) == {"adamw", "stable_adamw"}
+    assert demo.precision.split(",") == ["bf16", "switchback", "fp8_tensorwise"]
+
+
+def test_every_recipe_has_its_file():
+    files = [OmegaConf.load(path) for path in (CONF / "precision").glob("*.yaml")]
+    assert {file.get("recipe", "high") for file in files} == {*RECIPES} - {"custom"}
+    assert {*RECIPES} - {"custom", "int8_inference"} == {*TABLE}

@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from lowprec.ops.quantize import num_sms
 from lowprec.ops.reference import MAX_INT8_TERMS
+from lowprec.ops.triton_quantize import num_sms
 
 GROUP_M = 8  # rows of output tiles that share columns of b in the cache
 TILE = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}

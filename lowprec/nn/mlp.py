@@ -1,0 +1,117 @@
+"""The MLP of a transformer block as one function: quantization fused with the GELU inside.
+
+Shape suffixes: M = batch * tokens, K = features of the block, N = features inside.
+"""
+
+from collections import OrderedDict
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from lowprec import ops
+from lowprec.formats import parse_format
+from lowprec.nn.linear import LowPrecisionLinear
+from lowprec.nn.recipe import Recipe
+
+
+class LowPrecisionMLP(nn.Sequential):
+    """c_fc, gelu, c_proj: the modules of the Sequential it replaces, run as one function.
+
+    The result is that of the three modules, up to the rounding of GELU. Between forward and
+    backward it keeps the input and the input of GELU, and of the weights transposed 8-bit copies.
+    """
+
+    def __init__(self, replaced: nn.Sequential):
+        super().__init__(OrderedDict(replaced.named_children()))
+        self.train(replaced.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., features] -> the same."""
+        fc, proj = self.c_fc, self.c_proj
+        if not torch.is_grad_enabled():
+            return super().forward(x)
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        x_MK = x.reshape(-1, x.shape[-1]).to(dtype)
+        output = _MLP.apply(x_MK, fc.weight, fc.bias, proj.weight, proj.bias, fc.recipe, fc.backend)
+        return output.view(*x.shape[:-1], proj.out_features)
+
+
+def can_fuse(mlp: nn.Module) -> bool:
+    """Whether a module is c_fc, exact GELU, c_proj under one recipe that the function knows."""
+    if not isinstance(mlp, nn.Sequential) or isinstance(mlp, LowPrecisionMLP):
+        return False
+    children = dict(mlp.named_children())
+    others = [m for name, m in children.items() if name not in ("c_fc", "gelu", "c_proj")]
+    if not {"c_fc", "gelu", "c_proj"} <= {*children}:
+        return False
+    fc, gelu, proj = children["c_fc"], children["gelu"], children["c_proj"]
+    return (
+        all(isinstance(module, nn.Identity) for module in others)
+        and isinstance(gelu, nn.GELU)
+        and gelu.approximate == "none"
+        and isinstance(fc, LowPrecisionLinear)
+        and isinstance(proj, LowPrecisionLinear)
+        and fc.recipe == proj.recipe
+        and fc.outlier_threshold == proj.outlier_threshold == 0
+        and fc.bias is not None
+        and proj.bias is not None
+        and is_fusible(fc.recipe)
+    )
+
+
+def is_fusible(recipe: Recipe) -> bool:
+    """Real 8-bit products with row-wise x and g and a tensor-wise W, weight gradient in 16 bit."""
+    products = (recipe.output, recipe.grad_input)
+    return (
+        recipe.grad_weight is None
+        and not recipe.saves_int8
+        and all(product is not None and product.real for product in products)
+        and all(product.first.granularity == "rowwise" for product in products)
+        and all(product.second.granularity == "tensorwise" for product in products)
+        and products[0].second == products[1].second
+    )
+
+
+class _MLP(torch.autograd.Function):
+    """Products of a SwitchBack recipe with GELU between them."""
+
+    @staticmethod
+    def forward(ctx, x_MK, w1_NK, bias1, w2_KN, bias2, recipe, backend):
+        x_format = parse_format(recipe.output.first.format)
+        w_format = parse_format(recipe.output.second.format)
+        dtype = x_MK.dtype
+        w1_q, w1_q_KN, w1_scale = ops.quantize(
+            w1_NK, w_format, "tensorwise", layout="both", backend=backend
+        )
+        w2_q, w2_q_NK, w2_scale = ops.quantize(
+            w2_KN, w_format, "tensorwise", layout="both", backend=backend
+        )
+        x_q, _, x_scale = ops.quantize(x_MK, x_format, "rowwise", backend=backend)
+        h_MN = ops.matmul(x_q, w1_q, x_scale, w1_scale, bias1, dtype, backend=backend)
+        a_q, a_scale = ops.gelu_quantize(h_MN, x_format, backend=backend)
+        output = ops.matmul(a_q, w2_q, a_scale, w2_scale, bias2, dtype, backend=backend)
+        ctx.save_for_backward(x_MK, h_MN, w1_q_KN, w1_scale, w2_q_NK, w2_scale)
+        ctx.settings = (parse_format(recipe.grad_input.first.format), backend)
+        ctx.dtypes = [tensor.dtype for tensor in (w1_NK, bias1, w2_KN, bias2)]
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g_MK):
+        x_MK, h_MN, w1_q_KN, w1_scale, w2_q_NK, w2_scale = ctx.saved_tensors
+        format, backend = ctx.settings
+        dtype = x_MK.dtype
+        g_MK = g_MK.to(dtype)
+        g_q, g_scale, grad_bias2 = ops.quantize_rows_and_sum(g_MK, format, backend=backend)
+        g_MN = ops.matmul(g_q, w2_q_NK, g_scale, w2_scale, None, dtype, backend=backend)
+        a_MN, g_MN, g_q, g_scale, grad_bias1 = ops.gelu_backward_quantize(
+            h_MN, g_MN, format, backend=backend
+        )
+        grad_w2 = g_MK.T @ a_MN
+        grad_x = ops.matmul(g_q, w1_q_KN, g_scale, w1_scale, None, dtype, backend=backend)
+        grad_w1 = g_MN.T @ x_MK
+        gradients = (grad_w1, grad_bias1, grad_w2, grad_bias2)
+        gradients = [g.to(kind) for g, kind in zip(gradients, ctx.dtypes, strict=True)]
+        return grad_x, *gradients, None, None

@@ -1,0 +1,118 @@
+"""Triton kernels that quantize what GELU makes on the way: forward, and backward with all it needs.
+
+A row of features stays in registers, as two blocks: 5,120 features are 4,096 + 1,024, so that no
+lane idles. Values are rounded to the input's dtype before they are quantized, so that the fused
+result is that of the separate operations.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lowprec.formats import Format
+from lowprec.ops.triton_quantize import _bits, _divide, _scale, programs_that_sum, row_blocks
+
+
+@triton.jit
+def _gelu(h):
+    return 0.5 * h * (1.0 + tl.erf(h * 0.7071067811865476))
+
+
+@triton.jit
+def _gelu_gradient(h):
+    density = 0.3989422804014327 * tl.exp(-0.5 * h * h)
+    return 0.5 * (1.0 + tl.erf(h * 0.7071067811865476)) + h * density
+
+
+@triton.jit
+def _gelu_quantize_kernel(
+    h_ptr, q_ptr, scale_ptr, N,
+    MAX: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
+    Q: tl.constexpr = q_ptr.dtype.element_ty
+    X: tl.constexpr = h_ptr.dtype.element_ty
+    a, b = tl.arange(0, BLOCK_A), BLOCK_A + tl.arange(0, BLOCK_B)
+    at = tl.program_id(0) * tl.full([], N, tl.int64)
+    x_a = tl.load(h_ptr + at + a, mask=a < N, other=0.0).to(tl.float32)
+    x_b = tl.load(h_ptr + at + b, mask=b < N, other=0.0).to(tl.float32)
+    x_a = _gelu(x_a).to(X).to(tl.float32)
+    x_b = _gelu(x_b).to(X).to(tl.float32)
+    scale = _scale(tl.maximum(_bits(x_a, 0), _bits(x_b, 0)), MAX)
+    tl.store(q_ptr + at + a, _divide(x_a, scale, MAX, Q), mask=a < N)
+    tl.store(q_ptr + at + b, _divide(x_b, scale, MAX, Q), mask=b < N)
+    tl.store(scale_ptr + tl.program_id(0), scale)
+
+
+@triton.jit
+def _backward_block(h_ptr, g_ptr, out_ptr, grad_ptr, at, mask):
+    """GELU and the gradient of its input for one block, both stored; returns the gradient."""
+    X: tl.constexpr = h_ptr.dtype.element_ty
+    h = tl.load(h_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    g = tl.load(g_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, _gelu(h).to(X), mask=mask)
+    grad = (g * _gelu_gradient(h)).to(X)
+    tl.store(grad_ptr + at, grad, mask=mask)
+    return grad.to(tl.float32)
+
+
+@triton.jit
+def _gelu_backward_quantize_kernel(
+    h_ptr, g_ptr, out_ptr, grad_ptr, q_ptr, scale_ptr, sum_ptr, M, N,
+    MAX: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
+    Q: tl.constexpr = q_ptr.dtype.element_ty
+    a, b = tl.arange(0, BLOCK_A), BLOCK_A + tl.arange(0, BLOCK_B)
+    sum_a, sum_b = tl.zeros([BLOCK_A], tl.float32), tl.zeros([BLOCK_B], tl.float32)
+    for row in range(tl.program_id(0), M, tl.num_programs(0)):
+        at = row * tl.full([], N, tl.int64)
+        x_a = _backward_block(h_ptr, g_ptr, out_ptr, grad_ptr, at + a, a < N)
+        x_b = _backward_block(h_ptr, g_ptr, out_ptr, grad_ptr, at + b, b < N)
+        scale = _scale(tl.maximum(_bits(x_a, 0), _bits(x_b, 0)), MAX)
+        tl.store(q_ptr + at + a, _divide(x_a, scale, MAX, Q), mask=a < N)
+        tl.store(q_ptr + at + b, _divide(x_b, scale, MAX, Q), mask=b < N)
+        tl.store(scale_ptr + row, scale)
+        sum_a += x_a
+        sum_b += x_b
+    at = tl.program_id(0) * tl.full([], N, tl.int64)
+    tl.store(sum_ptr + at + a, sum_a, mask=a < N)
+    tl.store(sum_ptr + at + b, sum_b, mask=b < N)
+
+
+def gelu_quantize(h_MN: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+    """q_MN and scale [M, 1] of GELU(h); rows of at most `WHOLE_ROW` features."""
+    h_MN = h_MN.contiguous()
+    M, N = h_MN.shape
+    q_MN = torch.empty_like(h_MN, dtype=format.dtype)
+    scale = torch.empty(M, 1, dtype=torch.float32, device=h_MN.device)
+    _gelu_quantize_kernel[(M,)](
+        h_MN, q_MN, scale, N, MAX=format.max, **row_blocks(N, features_a_thread=40)
+    )
+    return q_MN, scale
+
+
+def gelu_backward_quantize(
+    h_MN: Tensor, g_MN: Tensor, format: Format
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """GELU(h), grad = g GELU'(h), grad quantized by rows, its scale [M, 1], its column sums [N]."""
+    h_MN, g_MN = h_MN.contiguous(), g_MN.contiguous()
+    M, N = h_MN.shape
+    out, grad = torch.empty_like(h_MN), torch.empty_like(h_MN)
+    q_MN = torch.empty_like(h_MN, dtype=format.dtype)
+    scale = torch.empty(M, 1, dtype=torch.float32, device=h_MN.device)
+    programs = programs_that_sum(h_MN)
+    sums = torch.empty(programs, N, dtype=torch.float32, device=h_MN.device)
+    _gelu_backward_quantize_kernel[(programs,)](
+        h_MN,
+        g_MN,
+        out,
+        grad,
+        q_MN,
+        scale,
+        sums,
+        M,
+        N,
+        MAX=format.max,
+        **row_blocks(N, features_a_thread=10),
+    )
+    return out, grad, q_MN, scale, sums.sum(dim=0)

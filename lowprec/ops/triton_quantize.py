@@ -1,0 +1,254 @@
+"""Triton kernels of `reference.quantize`: the same numbers, one read of the input where possible.
+
+Row-wise quantization reads a row once if it has at most 16,384 features. Column- and tensor-wise
+need two reads: the largest magnitudes, then the quotients, stored as they are, transposed or both.
+Input float32, bfloat16 or float16; output int8, float8_e4m3fn (compute capability >= 8.9) or
+float8_e5m2. Offsets are int64. Magnitudes are compared as the integers their bits make, because a
+floating-point maximum drops NaN: inf and NaN are the largest.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lowprec.formats import E4M3, INT8, Format
+
+WHOLE_ROW = 16384  # features that one program keeps in registers
+LONG_BLOCK = 4096  # of a longer row, at a time
+
+
+@triton.jit
+def _scale(bits, MAX: tl.constexpr):
+    """Scale of the largest magnitude, given as bits: as `reference.scale_of`."""
+    amax = bits.to(tl.float32, bitcast=True)
+    scale = tl.div_rn(amax, tl.full(amax.shape, MAX, tl.float32))
+    scale = tl.where(scale < 1.1754943508222875e-38, 0.0, scale)
+    return tl.where(bits >= 0x7F800000, float("nan"), scale)
+
+
+@triton.jit
+def _divide(x, scale, MAX: tl.constexpr, Q: tl.constexpr):
+    """Rounds x / scale to the type Q; 0 where the scale is 0 or NaN.
+
+    The quotient is the correctly rounded one, from the reciprocal and two fused multiply-adds: a
+    division for each element would make the kernels bound by arithmetic.
+    """
+    usable = scale > 0
+    divisor = tl.where(usable, scale, 1.0)
+    reciprocal = tl.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
+    q = x * reciprocal
+    q = tl.fma(tl.fma(-q, divisor, x), reciprocal, q)
+    q = tl.where(usable, q, 0.0)
+    if Q == tl.int8:  # 1.5 * 2^23 rounds ties to even and leaves the integer in the low bits
+        return (q + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+    return tl.clamp(q, -MAX, MAX).to(Q)
+
+
+@triton.jit
+def _bits(x, AXIS: tl.constexpr):
+    """The largest magnitudes as integers that order NaN and inf last."""
+    return tl.max(tl.abs(x).to(tl.int32, bitcast=True), axis=AXIS)
+
+
+@triton.jit
+def _quantize_rows_kernel(
+    x_ptr, q_ptr, scale_ptr, M, K, stride_m,
+    MAX: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
+    Q: tl.constexpr = q_ptr.dtype.element_ty
+    rows = tl.program_id(0) * tl.full([], BLOCK_M, tl.int64) + tl.arange(0, BLOCK_M)
+    a, b = tl.arange(0, BLOCK_A)[None, :], BLOCK_A + tl.arange(0, BLOCK_B)[None, :]
+    in_m = (rows < M)[:, None]
+    at = rows[:, None] * stride_m
+    x_a = tl.load(x_ptr + at + a, mask=in_m & (a < K), other=0.0).to(tl.float32)
+    x_b = tl.load(x_ptr + at + b, mask=in_m & (b < K), other=0.0).to(tl.float32)
+    scale = _scale(tl.maximum(_bits(x_a, 1), _bits(x_b, 1)), MAX)  # [BLOCK_M]
+    at = rows[:, None] * K
+    tl.store(q_ptr + at + a, _divide(x_a, scale[:, None], MAX, Q), mask=in_m & (a < K))
+    tl.store(q_ptr + at + b, _divide(x_b, scale[:, None], MAX, Q), mask=in_m & (b < K))
+    tl.store(scale_ptr + rows, scale, mask=rows < M)
+
+
+@triton.jit
+def _quantize_rows_and_sum_kernel(
+    x_ptr, q_ptr, scale_ptr, sum_ptr, M, K, stride_m,
+    MAX: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
+    Q: tl.constexpr = q_ptr.dtype.element_ty
+    a, b = tl.arange(0, BLOCK_A), BLOCK_A + tl.arange(0, BLOCK_B)
+    sum_a, sum_b = tl.zeros([BLOCK_A], tl.float32), tl.zeros([BLOCK_B], tl.float32)
+    for row in range(tl.program_id(0), M, tl.num_programs(0)):
+        at = row * tl.full([], stride_m, tl.int64)
+        x_a = tl.load(x_ptr + at + a, mask=a < K, other=0.0).to(tl.float32)
+        x_b = tl.load(x_ptr + at + b, mask=b < K, other=0.0).to(tl.float32)
+        scale = _scale(tl.maximum(_bits(x_a, 0), _bits(x_b, 0)), MAX)
+        at = row * tl.full([], K, tl.int64)
+        tl.store(q_ptr + at + a, _divide(x_a, scale, MAX, Q), mask=a < K)
+        tl.store(q_ptr + at + b, _divide(x_b, scale, MAX, Q), mask=b < K)
+        tl.store(scale_ptr + row, scale)
+        sum_a += x_a
+        sum_b += x_b
+    at = tl.program_id(0) * tl.full([], K, tl.int64)
+    tl.store(sum_ptr + at + a, sum_a, mask=a < K)
+    tl.store(sum_ptr + at + b, sum_b, mask=b < K)
+
+
+@triton.jit
+def _quantize_long_rows_kernel(
+    x_ptr, q_ptr, scale_ptr, K, stride_m, MAX: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    Q: tl.constexpr = q_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK_K)
+    bits = tl.zeros([BLOCK_K], tl.int32)
+    for start in range(0, K, BLOCK_K):
+        x = tl.load(x_ptr + row * stride_m + start + cols, mask=start + cols < K, other=0.0)
+        bits = tl.maximum(bits, tl.abs(x.to(tl.float32)).to(tl.int32, bitcast=True))
+    scale = _scale(tl.max(bits, axis=0), MAX)
+    for start in range(0, K, BLOCK_K):
+        x = tl.load(x_ptr + row * stride_m + start + cols, mask=start + cols < K, other=0.0)
+        q = _divide(x.to(tl.float32), scale, MAX, Q)
+        tl.store(q_ptr + row * K + start + cols, q, mask=start + cols < K)
+    tl.store(scale_ptr + row, scale)
+
+
+@triton.jit
+def _amax_kernel(
+    x_ptr, bits_ptr, M, K, stride_m,
+    COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    cols = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    bits = tl.zeros([BLOCK_M, BLOCK_K], tl.int32)
+    for block in range(tl.program_id(1), tl.cdiv(M, BLOCK_M), tl.num_programs(1)):
+        rows = block * tl.full([], BLOCK_M, tl.int64) + tl.arange(0, BLOCK_M)
+        mask = (rows < M)[:, None] & (cols < K)[None, :]
+        x = tl.load(x_ptr + rows[:, None] * stride_m + cols[None, :], mask=mask, other=0.0)
+        bits = tl.maximum(bits, tl.abs(x.to(tl.float32)).to(tl.int32, bitcast=True))
+    if COLUMNS:
+        tl.atomic_max(bits_ptr + cols, tl.max(bits, axis=0), mask=cols < K)
+    else:
+        tl.atomic_max(bits_ptr, tl.max(tl.max(bits, axis=0), axis=0))
+
+
+@triton.jit
+def _quantize_tiles_kernel(
+    x_ptr, q_ptr, qt_ptr, bits_ptr, scale_ptr, M, K, stride_m,
+    MAX: tl.constexpr, COLUMNS: tl.constexpr, ROWS_OUT: tl.constexpr, TRANSPOSED_OUT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    Q: tl.constexpr = q_ptr.dtype.element_ty
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.program_id(1).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
+    if COLUMNS:
+        scale = _scale(tl.load(bits_ptr + cols, mask=cols < K, other=0), MAX)  # [BLOCK_K]
+        tl.store(scale_ptr + cols, scale, mask=(cols < K) & (tl.program_id(0) == 0))
+        scale = scale[None, :]
+    else:
+        scale = _scale(tl.load(bits_ptr + tl.zeros([1, 1], tl.int32)), MAX)  # [1, 1]
+        first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
+        tl.store(scale_ptr + tl.zeros([1, 1], tl.int32), scale, mask=first)
+    mask = (rows < M)[:, None] & (cols < K)[None, :]
+    at = rows[:, None] * stride_m + cols[None, :]
+    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    q = _divide(x, scale, MAX, Q)  # [BLOCK_M, BLOCK_K]
+    if ROWS_OUT:
+        tl.store(q_ptr + rows[:, None] * K + cols[None, :], q, mask=mask)
+    if TRANSPOSED_OUT:
+        mask_t = (cols < K)[:, None] & (rows < M)[None, :]
+        tl.store(qt_ptr + cols[:, None] * M + rows[None, :], tl.trans(q), mask=mask_t)
+
+
+def quantize_rows(x_MK: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+    """q_MK and scale [M, 1]."""
+    x_MK = _rows_contiguous(x_MK)
+    M, K = x_MK.shape
+    q_MK = torch.empty(M, K, dtype=format.dtype, device=x_MK.device)
+    scale = torch.empty(M, 1, dtype=torch.float32, device=x_MK.device)
+    if K > WHOLE_ROW:
+        _quantize_long_rows_kernel[(M,)](
+            x_MK, q_MK, scale, K, x_MK.stride(0), MAX=format.max, BLOCK_K=LONG_BLOCK, num_warps=8
+        )
+        return q_MK, scale
+    blocks = row_blocks(K)
+    block_m = max(1, 4096 // triton.next_power_of_2(K))
+    _quantize_rows_kernel[(triton.cdiv(M, block_m),)](
+        x_MK, q_MK, scale, M, K, x_MK.stride(0), MAX=format.max, BLOCK_M=block_m, **blocks
+    )
+    return q_MK, scale
+
+
+def quantize_rows_and_sum(x_MK: Tensor, format: Format) -> tuple[Tensor, Tensor, Tensor]:
+    """q_MK, scale [M, 1] and the float32 column sums [K]: partial ones of each program, added."""
+    x_MK = _rows_contiguous(x_MK)
+    M, K = x_MK.shape
+    if K > WHOLE_ROW:
+        return *quantize_rows(x_MK, format), x_MK.sum(dim=0, dtype=torch.float32)
+    q_MK = torch.empty(M, K, dtype=format.dtype, device=x_MK.device)
+    scale = torch.empty(M, 1, dtype=torch.float32, device=x_MK.device)
+    programs = programs_that_sum(x_MK)
+    sums = torch.empty(programs, K, dtype=torch.float32, device=x_MK.device)
+    _quantize_rows_and_sum_kernel[(programs,)](
+        x_MK, q_MK, scale, sums, M, K, x_MK.stride(0), MAX=format.max, **row_blocks(K)
+    )
+    return q_MK, scale, sums.sum(dim=0)
+
+
+def row_blocks(K: int, features_a_thread: int = 64) -> dict[str, int]:
+    """A row as two blocks of powers of two, and warps: 5,120 = 4,096 + 1,024 idles no lane."""
+    whole = triton.next_power_of_2(K)
+    block_a = whole if whole == K else max(1, whole // 2)
+    block_b = triton.next_power_of_2(max(1, K - block_a))
+    warps = triton.next_power_of_2(triton.cdiv(K, 32 * features_a_thread))
+    return {"BLOCK_A": block_a, "BLOCK_B": block_b, "num_warps": min(32, max(4, warps))}
+
+
+def programs_that_sum(x_MK: Tensor) -> int:
+    """Programs of a kernel that walks over rows and leaves a row of partial sums each."""
+    a_multiprocessor = 8 if x_MK.shape[1] <= 2048 else 4
+    return min(x_MK.shape[0], a_multiprocessor * num_sms(x_MK.device))
+
+
+def quantize_tiles(
+    x_MK: Tensor, format: Format, granularity: str, *, rows: bool, transposed: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Columnwise or tensorwise: q_MK, q_KM (each empty unless asked for) and the scale."""
+    x_MK = _rows_contiguous(x_MK)
+    M, K = x_MK.shape
+    columns = granularity == "columnwise"
+    device = x_MK.device
+    bits = torch.zeros(1, K if columns else 1, dtype=torch.int32, device=device)
+    scale = torch.empty(bits.shape, dtype=torch.float32, device=device)
+    block_m, block_k = 16, 256
+    across, down = triton.cdiv(K, block_k), triton.cdiv(M, block_m)
+    down = min(down, max(1, 8 * num_sms(device) // across))
+    _amax_kernel[(across, down)](
+        x_MK, bits, M, K, x_MK.stride(0), COLUMNS=columns, BLOCK_M=block_m, BLOCK_K=block_k
+    )
+    q_MK = torch.empty((M, K) if rows else (0,), dtype=format.dtype, device=device)
+    q_KM = torch.empty((K, M) if transposed else (0,), dtype=format.dtype, device=device)
+    block = 64
+    _quantize_tiles_kernel[(triton.cdiv(M, block), triton.cdiv(K, block))](
+        x_MK, q_MK, q_KM, bits, scale, M, K, x_MK.stride(0),
+        MAX=format.max, COLUMNS=columns, ROWS_OUT=rows, TRANSPOSED_OUT=transposed,
+        BLOCK_M=block, BLOCK_K=block,
+    )  # fmt: skip
+    return q_MK, q_KM, scale
+
+
+def quantizes(format: Format, device: torch.device) -> bool:
+    """Whether these kernels can write a format on a GPU."""
+    if format is E4M3:
+        return torch.cuda.get_device_capability(device) >= (8, 9)
+    return format is INT8 or format.dtype == torch.float8_e5m2
+
+
+def num_sms(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 1 on a CPU, where the kernels are only interpreted."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _rows_contiguous(x: Tensor) -> Tensor:
+    return x if x.stride(1) == 1 else x.contiguous()

@@ -1,0 +1,111 @@
+"""Attention against what it replaces: nn.MultiheadAttention and open_clip's own."""
+
+import pytest
+import torch
+from torch import nn
+
+from lowprec.clip.torchvision_shim import open_clip
+from lowprec.nn.attention import Attention, is_replaceable
+from lowprec.nn.recipe import RECIPES
+
+TOLERANCE = 2e-6  # float32: the same sums in another order
+
+
+def mask_of(kind, tokens):
+    causal = torch.full((tokens, tokens), float("-inf")).triu(1)
+    return {"none": None, "causal": causal, "bool": causal.isinf()}[kind]
+
+
+def gradients(output, module, x):
+    generator = torch.Generator().manual_seed(1)
+    g = torch.randn(output.shape, generator=generator)
+    named = dict(module.named_parameters())
+    found = torch.autograd.grad(output, [x, *named.values()], g)
+    return dict(zip(["x", *named], found, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["none", "causal", "bool"])
+@pytest.mark.parametrize("qk_norm", [None, False, True], ids=["multihead", "custom", "qk_norm"])
+def test_outputs_and_gradients_are_those_of_the_module_it_replaces(qk_norm, kind):
+    torch.manual_seed(0)
+    if qk_norm is None:
+        replaced = nn.MultiheadAttention(48, 3, batch_first=True)
+    else:
+        replaced = open_clip.transformer.Attention(48, 3, qk_norm=qk_norm)
+    nn.init.normal_(replaced.in_proj_bias)
+    nn.init.normal_(replaced.out_proj.bias)
+    x = torch.randn(2, 5, 48, requires_grad=True)
+    mask = mask_of(kind, 5)
+
+    def run(module):
+        if qk_norm is not None:
+            return module(x, attn_mask=mask)
+        output, weights = module(x, x, x, need_weights=False, attn_mask=mask)
+        assert weights is None
+        return output
+
+    expected = run(replaced)
+    expected_gradients = gradients(expected, replaced, x)
+    ours = Attention(replaced)
+    assert [name for name, _ in ours.named_parameters()] == [
+        name for name, _ in replaced.named_parameters()
+    ]
+    for causal in {False, kind == "causal"}:
+        ours.causal = causal
+        output = run(ours)
+        torch.testing.assert_close(output, expected, atol=TOLERANCE, rtol=0)
+        for name, gradient in gradients(output, ours, x).items():
+            torch.testing.assert_close(gradient, expected_gradients[name], atol=2e-5, rtol=0)
+
+
+def test_queries_keys_and_values_are_views_of_one_product(monkeypatch):
+    seen = []
+    attend = nn.functional.scaled_dot_product_attention
+
+    def spy(query, key, value, **options):
+        seen.extend([query, key, value])
+        return attend(query, key, value, **options)
+
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", spy)
+    module = Attention(nn.MultiheadAttention(32, 2, batch_first=True))
+    output, _ = module(torch.randn(2, 3, 32))
+    assert len({part.untyped_storage().data_ptr() for part in seen}) == 1
+    assert output.shape == (2, 3, 32)
+
+
+def test_the_fused_projection_follows_its_recipe():
+    torch.manual_seed(0)
+    module = Attention(nn.MultiheadAttention(32, 2, batch_first=True))
+    x = torch.randn(2, 3, 32)
+    exact = module.in_proj(x)
+    module.set_in_proj_recipe(RECIPES["switchback"], "auto", 0.0)
+    rounded = module.in_proj(x)
+    error = (rounded - exact).norm() / exact.norm()
+    assert 1e-3 < error < 3e-2
+
+
+def test_other_keys_or_weights_are_refused():
+    module = Attention(nn.MultiheadAttention(32, 2, batch_first=True))
+    x = torch.randn(2, 3, 32)
+    with pytest.raises(ValueError, match="self-attention"):
+        module(x, torch.randn(2, 3, 32), x)
+    with pytest.raises(ValueError, match="need_weights"):
+        module(x, x, x, need_weights=True)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.Linear(4, 4),
+        nn.MultiheadAttention(8, 2),
+        nn.MultiheadAttention(8, 2, batch_first=True, kdim=4, vdim=4),
+        nn.MultiheadAttention(8, 2, batch_first=True, dropout=0.1),
+        nn.MultiheadAttention(8, 2, batch_first=True, add_bias_kv=True),
+        open_clip.transformer.Attention(8, 2, scaled_cosine=True),
+        open_clip.transformer.Attention(8, 2, inner_norm=True),
+        open_clip.transformer.Attention(8, 2, scale_heads=True),
+    ],
+    ids=["linear", "tokens first", "cross", "dropout", "bias_kv", "cosine", "inner", "heads"],
+)
+def test_what_it_does_not_compute_is_left_alone(module):
+    assert not is_replaceable(module)
