@@ -5,6 +5,11 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 
+import torch  # noqa: E402
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported: kernels run on the CPU
+
 import io  # noqa: E402
 import json  # noqa: E402
 import tarfile  # noqa: E402
@@ -12,7 +17,6 @@ from pathlib import Path  # noqa: E402
 
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
-import torch  # noqa: E402
 from PIL import Image  # noqa: E402
 
 from experiments.build import build  # noqa: E402

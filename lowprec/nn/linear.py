@@ -78,7 +78,7 @@ class _Linear(torch.autograd.Function):
             grad_bias = g_MN.sum(dim=0, dtype=torch.float32)
         if needs_w:
             if x_scale is not None:
-                x_MK = reference.dequantize(x_MK, x_scale, dtype)
+                x_MK = ops.dequantize_rows(x_MK, x_scale, dtype, backend=backend)
             grad_weight = _grad_weight(g_MN, x_MK, recipe, backend, outlier_threshold)
             grad_weight = grad_weight.to(weight_dtype)
         if grad_bias is not None:

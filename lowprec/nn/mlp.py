@@ -20,6 +20,7 @@ class LowPrecisionMLP(nn.Sequential):
 
     The result is that of the three modules, up to the rounding of GELU. Between forward and
     backward it keeps the input and the input of GELU, and of the weights transposed 8-bit copies.
+    With gradients its children are not called, so hooks on them are not either: `unfuse` first.
     """
 
     def __init__(self, replaced: nn.Sequential):
@@ -36,6 +37,14 @@ class LowPrecisionMLP(nn.Sequential):
         x_MK = x.reshape(-1, x.shape[-1]).to(dtype)
         output = _MLP.apply(x_MK, fc.weight, fc.bias, proj.weight, proj.bias, fc.recipe, fc.backend)
         return output.view(*x.shape[:-1], proj.out_features)
+
+
+def unfuse(model: nn.Module) -> None:
+    """Makes every fused MLP the three modules it holds, each of which runs by itself again."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, LowPrecisionMLP):
+            plain = nn.Sequential(OrderedDict(module.named_children()))
+            model.set_submodule(name, plain.train(module.training))
 
 
 def can_fuse(mlp: nn.Module) -> bool:

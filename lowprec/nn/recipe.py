@@ -125,7 +125,7 @@ def custom_recipe(products: dict) -> Recipe:
     along the contracted dimension.
     """
     if not isinstance(products, dict) or set(products) - set(PRODUCTS):
-        raise ValueError(f"products {sorted(products)}: {', '.join(PRODUCTS)} are expected")
+        raise ValueError(f"products {products}: {', '.join(PRODUCTS)} are expected")
     parsed = {name: _custom_product(name, products.get(name, "high")) for name in PRODUCTS}
     return Recipe("custom", **parsed)
 

@@ -8,8 +8,8 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from lowprec.nn.attention import Attention, is_replaceable, low_precision
-from lowprec.nn.linear import find_recipe
-from lowprec.nn.mlp import LowPrecisionMLP, can_fuse
+from lowprec.nn.linear import LowPrecisionLinear, find_recipe
+from lowprec.nn.mlp import LowPrecisionMLP, can_fuse, unfuse
 from lowprec.nn.recipe import Recipe
 
 LAYERS = ("in_proj", "out_proj", "c_fc", "c_proj")  # of arXiv:2304.13013
@@ -48,12 +48,14 @@ def apply_recipe(
     A pattern, as of fnmatch, stands for a layer's name or its end: "c_fc", "mlp.*",
     "visual.*.out_proj". Self-attention of nn.MultiheadAttention and of open_clip is replaced by
     `Attention` under every recipe, "high" included; its fused projection is the layer "in_proj".
-    Parameters, their names and their order stay. `skip_slow` leaves layers 16-bit whose shape gains
-    no speed. Returns every layer that matches; ValueError if none does.
+    Parameters, their names and their order stay, and another recipe may be applied later.
+    `skip_slow` leaves layers 16-bit whose shape gains no speed. Returns every layer that matches;
+    ValueError if none does.
     """
     recipe = find_recipe(recipe)
     settings = {"backend": backend, "outlier_threshold": outlier_threshold}
     _replace_attention(model)
+    unfuse(model)
     found = []
     for name, module in list(model.named_modules()):
         if isinstance(module, Attention):
@@ -73,6 +75,10 @@ def apply_recipe(
             module.set_in_proj_recipe(recipe, **settings)
         elif swapped:
             model.set_submodule(name, low_precision(module, recipe, **settings))
+        elif isinstance(module, Attention):
+            module.in_proj_settings = None
+        elif isinstance(module, LowPrecisionLinear):
+            module.set_recipe("high")
     for name, module in list(model.named_modules()):
         if can_fuse(module):
             model.set_submodule(name, LowPrecisionMLP(module))

@@ -65,23 +65,38 @@ def quantize_rows_and_sum(
     return _quantize_rows_and_sum(g_MN, format.name)
 
 
+def dequantize_rows(
+    q_MK: Tensor, scale: Tensor, dtype: torch.dtype, *, backend: str = "auto"
+) -> Tensor:
+    """`q * scale` rounded once to dtype, of a scale [M, 1]: `reference.dequantize`."""
+    format = _format_of(q_MK.dtype)
+    if _fuses(backend, "rowwise") or takes(backend, format, q_MK.device) == "reference":
+        return reference.dequantize(q_MK, scale, dtype)
+    return _dequantize_rows(q_MK, scale, dtype)
+
+
 def gelu_quantize(h_MN: Tensor, format: Format, *, backend: str = "auto") -> tuple[Tensor, Tensor]:
-    """(q_MN, scale [M, 1]) of GELU(h) in one pass: `reference` defines it."""
-    if h_MN.shape[1] > triton_quantize.WHOLE_ROW or (
-        takes(backend, format, h_MN.device) == "reference"
-    ):
+    """(q_MN, scale [M, 1]) of GELU(h), in one pass up to 8,192 features: `reference` defines it."""
+    if takes(backend, format, h_MN.device) == "reference":
         return reference.gelu_quantize(h_MN, format)
+    if h_MN.shape[1] > triton_gelu.MAX_FEATURES:
+        return quantize(torch.nn.functional.gelu(h_MN), format, "rowwise", backend=backend)[::2]
     return _gelu_quantize(h_MN, format.name)
 
 
 def gelu_backward_quantize(
     h_MN: Tensor, g_MN: Tensor, format: Format, *, backend: str = "auto"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(GELU(h), grad, q_MN, scale [M, 1], column sums [N]) in one pass: `reference` defines it."""
-    if h_MN.shape[1] > triton_quantize.WHOLE_ROW or (
-        takes(backend, format, h_MN.device) == "reference"
-    ):
+    """(GELU(h), grad, q_MN, scale [M, 1], column sums [N]), in one pass up to 8,192 features.
+
+    `reference.gelu_backward_quantize` defines it.
+    """
+    if takes(backend, format, h_MN.device) == "reference":
         return reference.gelu_backward_quantize(h_MN, g_MN, format)
+    if h_MN.shape[1] > triton_gelu.MAX_FEATURES:
+        output = torch.nn.functional.gelu(h_MN)
+        grad = torch.ops.aten.gelu_backward(g_MN, h_MN)
+        return output, grad, *quantize_rows_and_sum(grad, format, backend=backend)
     return _gelu_backward_quantize(h_MN, g_MN, format.name)
 
 
@@ -167,6 +182,11 @@ _quantize_rows_and_sum = _define(
     "quantize_rows_and_sum(Tensor g, str format) -> (Tensor, Tensor, Tensor)",
     lambda g_MN, format: triton_quantize.quantize_rows_and_sum(g_MN, parse_format(format)),
     _rows_and_sum_fake,
+)
+_dequantize_rows = _define(
+    "dequantize_rows(Tensor q, Tensor scale, ScalarType dtype) -> Tensor",
+    triton_quantize.dequantize_rows,
+    lambda q_MK, scale, dtype: q_MK.new_empty(q_MK.shape, dtype=dtype),
 )
 _gelu_quantize = _define(
     "gelu_quantize(Tensor h, str format) -> (Tensor, Tensor)",

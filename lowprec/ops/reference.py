@@ -83,17 +83,26 @@ def matmul(
     at most 131,072 terms that are added in float32; fp8 in float32. a_scale is [M, 1] or [1, 1],
     b_scale [N, 1] or [1, 1], bias [N] or None. Scaling and bias are float32, then rounded to dtype.
     """
-    sums = _int8_sums(a_MK, b_NK) if a_MK.dtype == torch.int8 else a_MK.float() @ b_NK.float().T
+    with torch.autocast(a_MK.device.type, enabled=False):  # which would make float32 16-bit
+        if a_MK.dtype == torch.int8:
+            sums = _int8_sums(a_MK, b_NK)
+        else:
+            sums = a_MK.float() @ b_NK.float().T
     output = sums * a_scale * b_scale.T
     return (output if bias is None else output + bias.float()).to(dtype)
 
 
 def _int8_sums(a_MK: Tensor, b_NK: Tensor) -> Tensor:
-    """float32 of the exact sums; float64 holds each exactly."""
+    """float32 of the exact sums of each part, added."""
     parts = zip(a_MK.split(MAX_INT8_TERMS, dim=1), b_NK.split(MAX_INT8_TERMS, dim=1), strict=True)
-    if a_MK.device.type == "cpu":
-        return sum(torch._int_mm(a, b.T).float() for a, b in parts)
-    return sum((a.double() @ b.double().T).float() for a, b in parts)
+    return sum(_int_product(a, b).float() for a, b in parts)
+
+
+def _int_product(a_MK: Tensor, b_NK: Tensor) -> Tensor:
+    """`a @ b^T` of int8, exact; the int8 product of the CPU is wrong for a single term."""
+    if a_MK.device.type == "cpu" and a_MK.shape[1] > 1:
+        return torch._int_mm(a_MK, b_NK.T)
+    return a_MK.double() @ b_NK.double().T
 
 
 def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

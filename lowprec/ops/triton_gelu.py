@@ -13,6 +13,8 @@ from torch import Tensor
 from lowprec.formats import Format
 from lowprec.ops.triton_quantize import _bits, _divide, _scale, programs_that_sum, row_blocks
 
+MAX_FEATURES = 8192  # a row of more would spill registers
+
 
 @triton.jit
 def _gelu(h):
@@ -80,7 +82,7 @@ def _gelu_backward_quantize_kernel(
 
 
 def gelu_quantize(h_MN: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """q_MN and scale [M, 1] of GELU(h); rows of at most `WHOLE_ROW` features."""
+    """q_MN and scale [M, 1] of GELU(h); rows of at most `MAX_FEATURES`."""
     h_MN = h_MN.contiguous()
     M, N = h_MN.shape
     q_MN = torch.empty_like(h_MN, dtype=format.dtype)

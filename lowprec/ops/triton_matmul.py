@@ -18,9 +18,11 @@ from lowprec.ops.triton_quantize import num_sms
 
 GROUP_M = 8  # rows of output tiles that share columns of b in the cache
 TILE = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}
+ODD_TILE = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32, "num_warps": 4, "num_stages": 3}
 TMA_TILE = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 128, "num_warps": 8}
 DEEP = {"SUBTILES": 2, "num_stages": 4}  # stores by halves, which leaves room for a fourth stage
 LONG = {"SUBTILES": 1, "num_stages": 3}  # faster for fp8 with many steps along K
+WIDE = {"SUBTILES": 2, "num_stages": 3}  # of a float32 output, whose tile is twice as large
 LONG_K = 2048
 
 
@@ -161,9 +163,11 @@ def _shared_arguments(a_MK, b_NK, a_scale, b_scale, bias) -> tuple[tuple, dict]:
 def _launch(a_MK, b_NK, out_MN, a_scale, b_scale, bias) -> None:
     arguments, constants = _shared_arguments(a_MK, b_NK, a_scale, b_scale, bias)
     M, N, _ = arguments[-3:]
-    tiles = triton.cdiv(M, TILE["BLOCK_M"]) * triton.cdiv(N, TILE["BLOCK_N"])
+    odd = a_MK.stride(0) % 16 or b_NK.stride(0) % 16  # loads byte by byte
+    tile = ODD_TILE if odd else TILE
+    tiles = triton.cdiv(M, tile["BLOCK_M"]) * triton.cdiv(N, tile["BLOCK_N"])
     _matmul_kernel[(tiles,)](
-        a_MK, b_NK, out_MN, *arguments, a_MK.stride(0), b_NK.stride(0), **constants, **TILE
+        a_MK, b_NK, out_MN, *arguments, a_MK.stride(0), b_NK.stride(0), **constants, **tile
     )
 
 
@@ -171,6 +175,8 @@ def _launch_tma(a_MK, b_NK, out_MN, a_scale, b_scale, bias) -> None:
     arguments, constants = _shared_arguments(a_MK, b_NK, a_scale, b_scale, bias)
     M, N, K = arguments[-3:]
     tile = TMA_TILE | (DEEP if a_MK.dtype == torch.int8 or K < LONG_K else LONG)
+    if out_MN.dtype == torch.float32:
+        tile |= WIDE
     block_m, block_n, block_k = tile["BLOCK_M"], tile["BLOCK_N"], tile["BLOCK_K"]
     programs = min(num_sms(a_MK.device), triton.cdiv(M, block_m) * triton.cdiv(N, block_n))
     _matmul_tma_kernel[(programs,)](

@@ -156,7 +156,34 @@ def _quantize_tiles_kernel(
         tl.store(q_ptr + rows[:, None] * K + cols[None, :], q, mask=mask)
     if TRANSPOSED_OUT:
         mask_t = (cols < K)[:, None] & (rows < M)[None, :]
-        tl.store(qt_ptr + cols[:, None] * M + rows[None, :], tl.trans(q), mask=mask_t)
+        # as bytes: Triton 3.6 shuffles the values of a transposed fp8 tile that was float32
+        qt = tl.trans(q.to(tl.int8, bitcast=True))
+        qt_bytes = qt_ptr.to(tl.pointer_type(tl.int8), bitcast=True)
+        tl.store(qt_bytes + cols[:, None] * M + rows[None, :], qt, mask=mask_t)
+
+
+@triton.jit
+def _dequantize_rows_kernel(
+    q_ptr, scale_ptr, x_ptr, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    rows = tl.program_id(0) * tl.full([], BLOCK_M, tl.int64) + tl.arange(0, BLOCK_M)
+    cols = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    mask = (rows < M)[:, None] & (cols < K)[None, :]
+    at = rows[:, None] * K + cols[None, :]
+    q = tl.load(q_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.load(scale_ptr + rows, mask=rows < M, other=0.0)
+    tl.store(x_ptr + at, (q * scale[:, None]).to(x_ptr.dtype.element_ty), mask=mask)
+
+
+def dequantize_rows(q_MK: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """`q * scale` rounded once to dtype; scale [M, 1]."""
+    M, K = q_MK.shape
+    x_MK = torch.empty(M, K, dtype=dtype, device=q_MK.device)
+    block_m, block_k = 16, 256
+    _dequantize_rows_kernel[(triton.cdiv(M, block_m), triton.cdiv(K, block_k))](
+        q_MK, scale, x_MK, M, K, BLOCK_M=block_m, BLOCK_K=block_k
+    )
+    return x_MK
 
 
 def quantize_rows(x_MK: Tensor, format: Format) -> tuple[Tensor, Tensor]:

@@ -106,6 +106,15 @@ def test_a_pattern_is_a_name_or_its_end(where, expected):
     assert [layer.name.rsplit(".", 1)[1] for layer in found] == expected
 
 
+def test_high_undoes_another_recipe():
+    model, x = block(), torch.randn(2, 5, 64)
+    expected = model(x)
+    apply_recipe(model, "switchback")
+    assert not torch.equal(model(x), expected)
+    apply_recipe(model, "high")
+    torch.testing.assert_close(model(x), expected, atol=1e-6, rtol=0)
+
+
 def test_a_pattern_without_a_layer_is_refused_with_the_names_there_are():
     with pytest.raises(ValueError, match=r"matches c_fcc; there are: block.attn.out_proj"):
         apply_recipe(block(), "switchback", ["c_fcc"])

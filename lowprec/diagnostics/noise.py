@@ -1,0 +1,130 @@
+"""What quantization adds to tensors and to their products: functions of tensors, without state.
+
+Shape suffixes: M = batch * tokens, K = features in, N = features out; x[M, K], W[N, K], g[M, N].
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from lowprec.formats import Format
+from lowprec.ops import reference
+
+
+def sqnr_db(exact: Tensor, approximate: Tensor) -> float:
+    """`10 log10(sum(exact^2) / sum((exact - approximate)^2))`: signal to quantization noise.
+
+    inf where they are equal; -inf where the signal is 0 and they are not; NaN with NaN or inf.
+    """
+    signal = exact.double().square().sum().item()
+    noise = (exact.double() - approximate.double()).square().sum().item()
+    if noise == 0:
+        return math.inf
+    if math.isnan(signal / noise):
+        return math.nan
+    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
+
+
+def kurtosis(x: Tensor) -> float:
+    """`mean((x - mean)^4) / variance^2`: 3 of a normal distribution, more with outliers.
+
+    NaN where all elements are the same.
+    """
+    centered = x.double() - x.double().mean()
+    return (centered.pow(4).mean() / centered.square().mean().square()).item()
+
+
+def operand_noise(x: Tensor, format: Format, granularity: str) -> dict[str, float]:
+    """What quantization does to one operand, a 2-d tensor.
+
+    `sqnr_db`; `saturated`, the share of elements at the format's largest number (each scale is the
+    largest magnitude's, so none is cut, and at least one is there); `underflowed`, the share of
+    the non-zero elements that become 0; `kurtosis` of the operand. `saturated` is NaN for "blocks".
+    """
+    x = x.float()
+    x_hat = reference.simulate(x, format, granularity, torch.float32)
+    is_nonzero = x != 0
+    lost = (is_nonzero & (x_hat == 0)).sum() / is_nonzero.sum().clamp(min=1)
+    saturated = math.nan
+    if granularity != "blocks":
+        q, _ = reference.quantize(x, format, granularity)
+        saturated = (q.float().abs() == format.max).double().mean().item()
+    return {
+        "sqnr_db": sqnr_db(x, x_hat),
+        "saturated": saturated,
+        "underflowed": lost.item(),
+        "kurtosis": kurtosis(x),
+    }
+
+
+def product(name: str, first: Tensor, second: Tensor) -> Tensor:
+    """A product of a linear layer from its stored operands, in their dtype.
+
+    "output": x W^T; "grad_input": g W; "grad_weight": g^T x.
+    """
+    if name == "output":
+        return first @ second.T
+    return first @ second if name == "grad_input" else first.T @ second
+
+
+def inner_dim(name: str, first: Tensor) -> int:
+    """How many terms each element of a product sums: K of output, N of grad_input, else M."""
+    return first.shape[0] if name == "grad_weight" else first.shape[1]
+
+
+def error_variance(x: Tensor, format: Format, granularity: str) -> float:
+    """The predicted mean square of `x - quantize(x)`: `mean(step^2) / 12`, x 2-d.
+
+    `step` is the distance between the two numbers of the format, times the scale, that an element
+    lies between. An error spread evenly over half a step to either side has variance step^2 / 12.
+    Of int8 every step is the scale: scale^2 / 12. Of a format with Y mantissa bits the step is
+    2^(exponent - Y), with the exponent of x / scale but not below the smallest: the error is in
+    proportion to the element until it underflows. Where nothing does, and mantissas are spread
+    evenly in their logarithm, their mean square is 3 / (2 ln 2), so that the error's is
+    `(2 ln 2 / 3) 4^-Y / 12` of that of x, whatever the scale: 32.2 dB below for e4m3, 26.2 dB for
+    e5m2.
+    """
+    x = x.float()
+    _, scale = reference.quantize(x, format, granularity)
+    step = scale.expand(x.shape).double()
+    if format.exponent_bits:
+        magnitude = (x / torch.where(scale > 0, scale, 1.0)).abs()
+        _, exponent = torch.frexp(magnitude.clamp(min=2.0**format.min_exponent))
+        step = torch.ldexp(step, exponent - 1 - format.mantissa_bits)
+    return step.square().mean().item() / 12
+
+
+def dot_error_variance(
+    x_MK: Tensor, w_NK: Tensor, formats: tuple[Format, Format], granularities: tuple[str, str]
+) -> tuple[float, float]:
+    """Variance of the error of the dot products of rows of x and w: measured, predicted.
+
+    With x_hat = x + d and w_hat = w + e the error of a sum of K terms is
+
+        sum(x_hat w_hat) - sum(x w) = sum(x e + d w + d e).
+
+    If d and e have mean 0 and are independent of each other, of both operands and from term to
+    term, the K terms are uncorrelated and so are their three parts:
+
+        variance = K (mean(x^2) var_e + mean(w^2) var_d + var_d var_e),
+
+    linear in the inner dimension K, with var_d, var_e of `error_variance` (int8: scale^2 / 12).
+    x and w need not be independent of each other for that, but their squares must be of the
+    other's errors: where large x meet large w, the real variance is larger. Of int8 the prediction
+    also fails where the step is coarse against most elements (outliers set the scale).
+    Source: appendix C, arXiv:2304.13013, for int8; the fp8 form follows the same way.
+    """
+    x, w = x_MK.float(), w_NK.float()
+    x_hat, w_hat = (
+        reference.simulate(t, format, granularity, torch.float32)
+        for t, format, granularity in zip((x, w), formats, granularities, strict=True)
+    )
+    error = x_hat.double() @ w_hat.double().T - x.double() @ w.double().T
+    var_d, var_e = (
+        error_variance(t, format, granularity)
+        for t, format, granularity in zip((x, w), formats, granularities, strict=True)
+    )
+    square_x, square_w = (t.double().square().mean().item() for t in (x, w))
+    predicted = x.shape[1] * (square_x * var_e + square_w * var_d + var_d * var_e)
+    return error.square().mean().item(), predicted

@@ -1,0 +1,216 @@
+"""int8 inference: linear layers whose weights are stored in int8, forward only.
+
+Recipe int8_inference: output = x W^T with x and W row-wise int8. A converted layer keeps its names
+in the state dict: `weight` (or `in_proj_weight`) is int8 now, and `weight_scale`, float32 [out, 1],
+stands beside it. Shape suffixes: M = batch * tokens, K = features in, N = features out.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from lowprec import ops
+from lowprec.formats import INT8
+from lowprec.nn.attention import Attention
+from lowprec.nn.mlp import unfuse
+from lowprec.nn.replace import LAYERS, apply_recipe
+
+KIND = "int8_inference"  # what the metadata of a file says it is
+IN_PROJ = ".in_proj"  # the layer inside an Attention
+
+
+def int8_linear(input: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
+    """`input @ (weight * weight_scale)^T + bias`, [..., in] -> [..., out], input row-wise int8.
+
+    weight int8 [out, in], weight_scale float32 [out, 1]. Gives the autocast dtype, or the input's
+    without autocast. RuntimeError in backward; nothing is saved for it.
+    """
+    device = input.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
+    x_MK = input.reshape(-1, input.shape[-1]).to(dtype)
+    multiply = _ForwardOnly.apply if torch.is_grad_enabled() else _multiply
+    return multiply(x_MK, weight, weight_scale, bias).view(*input.shape[:-1], weight.shape[0])
+
+
+def _multiply(x_MK: Tensor, w_NK: Tensor, w_scale: Tensor, bias: Tensor | None) -> Tensor:
+    q_MK, _, x_scale = ops.quantize(x_MK, INT8, "rowwise")
+    return ops.matmul(q_MK, w_NK, x_scale, w_scale, bias, x_MK.dtype)
+
+
+class _ForwardOnly(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_MK, w_NK, w_scale, bias):
+        return _multiply(x_MK, w_NK, w_scale, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g_MN):
+        raise RuntimeError("an int8 inference layer has no backward: train before converting")
+
+
+class _KeepsScale(nn.Module):
+    """A module whose scales stay float32 when it is cast, as by `model.half()`."""
+
+    def _apply(self, fn, recurse=True):
+        scales = {name: t for name, t in self._buffers.items() if name.endswith("_scale")}
+        super()._apply(fn, recurse)
+        for name, scale in scales.items():
+            self._buffers[name] = scale.to(self._buffers[name].device)
+        return self
+
+
+class Int8Linear(_KeepsScale):
+    """An nn.Linear converted: weight int8 [out, in], weight_scale float32 [out, 1], its bias."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.int8_original_dtype = linear.weight.dtype  # open_clip's blocks ask for it
+        _store_int8(self, "weight", linear.weight)
+        self.bias = linear.bias
+        self.train(linear.training)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in_features] -> [..., out_features]."""
+        return int8_linear(input, self.weight, self.weight_scale, self.bias)
+
+    def extra_repr(self) -> str:
+        """As nn.Linear's."""
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
+
+
+class Int8Attention(_KeepsScale, Attention):
+    """An Attention whose fused projection of queries, keys and values is int8."""
+
+    def __init__(self, attention: Attention):
+        super().__init__(attention)
+        self.returns_pair, self.causal = attention.returns_pair, attention.causal
+        del self.in_proj_weight
+        _store_int8(self, "in_proj_weight", attention.in_proj_weight)
+        self.train(attention.training)
+
+    def in_proj(self, x: Tensor) -> Tensor:
+        """[batch, tokens, width] -> [batch, tokens, 3 width]: queries, keys, values."""
+        return int8_linear(x, self.in_proj_weight, self.in_proj_weight_scale, self.in_proj_bias)
+
+
+def _store_int8(module: nn.Module, name: str, weight: Tensor) -> None:
+    q_NK, _, scale = ops.quantize(weight.detach(), INT8, "rowwise")
+    module.register_buffer(name, q_NK)
+    module.register_buffer(f"{name}_scale", scale)
+
+
+def to_int8(model: nn.Module, where: Sequence[str] = LAYERS) -> nn.Module:
+    """Converts the linear layers that match `where` (as in `apply_recipe`) in place; the model."""
+    _convert(model, [layer.name for layer in apply_recipe(model, "high", where)])
+    return model
+
+
+def _convert(model: nn.Module, layers: Sequence[str]) -> None:
+    """Layers by name, those of an Attention ending in `.in_proj`; converted ones stay."""
+    unfuse(model)
+    modules = dict(model.named_modules())
+    for name in layers:
+        owner = name if name in modules else name.removesuffix(IN_PROJ)
+        module = modules[owner]
+        if isinstance(module, Attention) and not isinstance(module, Int8Attention):
+            model.set_submodule(owner, Int8Attention(module))
+        elif isinstance(module, nn.Linear):
+            model.set_submodule(owner, Int8Linear(module))
+
+
+def memory_ratio(model: nn.Module) -> float:
+    """Bytes of the converted layers (weight, scale, bias) over those of their float32 originals."""
+    stored = original = 0
+    for module in model.modules():
+        if isinstance(module, Int8Linear):
+            tensors = (module.weight, module.weight_scale, module.bias)
+        elif isinstance(module, Int8Attention):
+            tensors = (module.in_proj_weight, module.in_proj_weight_scale, module.in_proj_bias)
+        else:
+            continue
+        weight, _, bias = tensors
+        stored += sum(t.numel() * t.element_size() for t in tensors if t is not None)
+        original += 4 * (weight.numel() + (0 if bias is None else bias.numel()))
+    if not original:
+        raise ValueError("no layer of the model is converted: to_int8(model)")
+    return stored / original
+
+
+def save_int8(model: nn.Module, path: Path | str) -> None:
+    """Writes a converted model's state dict as .safetensors, with its digest."""
+    path = Path(path)
+    memory_ratio(model)  # raises where nothing is converted
+    if path.suffix != ".safetensors":
+        raise ValueError(f"{path}: int8 weights are written as .safetensors")
+    state = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    save_file(state, temporary, metadata={"kind": KIND, "sha256": _digest(state)})
+    temporary.rename(path)
+
+
+def load_int8(model: nn.Module, path: Path | str) -> nn.Module:
+    """Loads what `save_int8` wrote into a model, converted or not yet, in place; the model.
+
+    The layers that are int8 in the file are converted. ValueError for a file that is damaged or
+    holds something else, and for tensors that do not fit, by name; the model may be converted then.
+    """
+    state = _read(Path(path))
+    scales = [name for name in state if name.endswith("weight_scale")]
+    layers = [
+        name.removesuffix(".weight_scale").replace(f"{IN_PROJ}_weight_scale", IN_PROJ)
+        for name in scales
+    ]
+    wanted = model.state_dict()
+    if any(name not in wanted for name in scales):
+        apply_recipe(model, "high", ("*",))  # our attention in place of open_clip's
+        known = {name for name, _ in model.named_modules()}
+        _convert(model, [name for name in layers if name.removesuffix(IN_PROJ) in known])
+        wanted = model.state_dict()
+    differing = [
+        f"{name} is {_shape(state.get(name))}, not {_shape(wanted.get(name))}"
+        for name in sorted({*state, *wanted})
+        if _shape(state.get(name)) != _shape(wanted.get(name))
+    ]
+    if differing:
+        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+        raise ValueError(f"{path} does not fit the model: {'; '.join(differing[:3])}{more}")
+    model.load_state_dict(state)
+    return model
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            state = {name: file.get_tensor(name) for name in file.keys()}
+    except SafetensorError as error:
+        raise ValueError(f"{path} cannot be read as safetensors: {error}") from error
+    if metadata.get("kind") != KIND:
+        raise ValueError(f"{path} holds no int8 model: experiments.export precision={KIND}")
+    if metadata.get("sha256") != _digest(state):
+        raise ValueError(f"{path} is damaged: its tensors are not those of its digest")
+    return state
+
+
+def _digest(state: dict[str, Tensor]) -> str:
+    """sha256 over names, dtypes, shapes and bytes."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(state.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _shape(tensor: Tensor | None) -> str:
+    """Shape of a tensor, with a mark if it is int8."""
+    if tensor is None:
+        return "absent"
+    return f"{tuple(tensor.shape)}{' int8' if tensor.dtype == torch.int8 else ''}"

@@ -1,0 +1,197 @@
+import copy
+import dataclasses
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from lowprec.clip.model import blocks, build_model
+from lowprec.clip.precision import set_precision
+from lowprec.config import ModelConfig, PrecisionConfig
+from lowprec.formats import INT8
+from lowprec.nn.inference import (
+    Int8Attention,
+    Int8Linear,
+    load_int8,
+    memory_ratio,
+    save_int8,
+    to_int8,
+)
+from lowprec.nn.replace import apply_recipe
+from lowprec.ops import reference
+
+SMALL = ModelConfig(
+    vision_width=64, vision_layers=1, text_width=64, text_layers=1, vocab_size=64, embed_dim=32,
+    context_length=8,
+)  # fmt: skip
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return build_model(SMALL).eval()
+
+
+@pytest.fixture
+def pair():
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(1, 60, (3, 8), generator=generator)
+    tokens[:, -1] = 63
+    return torch.randn(3, 3, 32, 32, generator=generator), tokens
+
+
+def features(model, pair, dtype=torch.bfloat16):
+    with torch.no_grad(), torch.autocast("cpu", dtype):
+        found = model(*pair)
+    return torch.cat((found["image_features"], found["text_features"])).float()
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5, 7), (63, 100)], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_layer_multiplies_the_quantized_operands(shape, bias):
+    linear, x = nn.Linear(shape[-1], 11, bias=bias), torch.randn(shape)
+    x_hat = reference.simulate(x.flatten(0, -2), INT8, "rowwise", torch.float32)
+    w_hat = reference.simulate(linear.weight.detach(), INT8, "rowwise", torch.float32)
+    expected = nn.functional.linear(x_hat, w_hat, linear.bias).view(*shape[:-1], 11)
+    torch.testing.assert_close(Int8Linear(linear)(x), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_every_layer_of_both_towers_is_stored_in_int8_under_its_name(model):
+    before = model.state_dict()
+    after = to_int8(model).state_dict()
+    int8 = {name for name, tensor in after.items() if tensor.dtype == torch.int8}
+    assert len(int8) == 8 and int8 <= set(before)
+    assert set(after) - set(before) == {f"{name}_scale" for name in int8}
+    assert all(after[f"{name}_scale"].shape == (len(after[name]), 1) for name in int8)
+    rest = set(before) - int8
+    assert all(torch.equal(after[name], before[name]) for name in rest)
+
+
+@pytest.mark.parametrize("recipe", ["", "high", "switchback"])
+def test_features_stay_close_whatever_the_layers_were(model, pair, recipe):
+    exact = features(model, pair)
+    if recipe:
+        apply_recipe(model, recipe)
+    found = features(to_int8(model), pair)
+    assert torch.equal(model(*pair)["text_features"].argmax(1), found[3:].argmax(1))  # with grad
+    assert nn.functional.cosine_similarity(found, exact).min() > 0.998
+    assert not torch.equal(found, exact)
+    assert isinstance(model.visual.transformer.resblocks[0].attn, Int8Attention)
+
+
+def test_where_chooses_the_layers(model):
+    to_int8(model, ["visual.*.c_fc", "in_proj"])
+    vision, text = blocks(model)
+    assert isinstance(vision.mlp.c_fc, Int8Linear) and not isinstance(text.mlp.c_fc, Int8Linear)
+    assert isinstance(vision.attn, Int8Attention) and isinstance(text.attn, Int8Attention)
+    assert not isinstance(vision.attn.out_proj, Int8Linear)
+
+
+def test_the_mask_of_the_text_tower_survives(model, pair):
+    images, tokens = pair
+    set_precision(model, PrecisionConfig())
+    to_int8(model)
+    assert [block.attn.causal for block in blocks(model)] == [False, True]
+    later = tokens.clone()
+    later[:, 5] = 7  # behind token 4, which must not see it
+    with torch.no_grad():
+        hidden = [
+            model.transformer(model.token_embedding(t), attn_mask=model.attn_mask)
+            for t in (tokens, later)
+        ]
+    assert torch.equal(hidden[0][:, :5], hidden[1][:, :5])
+    assert not torch.equal(hidden[0][:, 5:], hidden[1][:, 5:])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_outputs_keep_the_16_bit_dtype_and_scales_stay_float32(model, pair, dtype):
+    block = to_int8(model).transformer.resblocks[0]
+    with torch.no_grad(), torch.autocast("cpu", dtype):
+        assert block.mlp.c_fc(torch.randn(2, 64)).dtype == dtype
+    assert block.get_weight_dtype() == torch.float32
+    model.to(dtype)
+    assert block.mlp.c_fc.weight_scale.dtype == block.attn.in_proj_weight_scale.dtype
+    assert block.mlp.c_fc.weight_scale.dtype == torch.float32
+    with torch.no_grad():
+        assert block.mlp.c_fc(torch.randn(2, 64, dtype=dtype)).dtype == dtype
+
+
+def test_a_model_of_16_bit_parameters_runs(model, pair):
+    to_int8(model.to(torch.bfloat16))
+    with torch.no_grad():
+        found = model(pair[0].bfloat16(), pair[1])
+    assert found["text_features"].dtype == torch.bfloat16
+
+
+def test_a_backward_is_refused_and_nothing_is_saved(model, pair):
+    to_int8(model)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        block = model.transformer.resblocks[0].mlp.c_fc
+        output = block(torch.randn(2, 64, requires_grad=True))
+    assert not saved
+    with pytest.raises(RuntimeError, match="no backward"):
+        output.sum().backward()
+
+
+def test_a_row_with_nan_stays_visible(model):
+    x = torch.randn(3, 64)
+    x[1, 5] = torch.nan
+    output = Int8Linear(nn.Linear(64, 4))(x)
+    assert output[1].isnan().all() and output[[0, 2]].isfinite().all()
+
+
+def test_memory_is_below_three_tenths_of_float32(model):
+    with pytest.raises(ValueError, match="no layer of the model is converted"):
+        memory_ratio(model)
+    originals = [m for m in model.modules() if isinstance(m, (nn.Linear, nn.MultiheadAttention))]
+    linears = {id(p): p for m in originals for p in m.parameters()}.values()
+    ratio = memory_ratio(to_int8(model))
+    state = model.state_dict()
+    scaled = [name.removesuffix("_scale") for name in state if name.endswith("weight_scale")]
+    names = [n for s in scaled for n in (s, f"{s}_scale", s.removesuffix("weight") + "bias")]
+    stored = sum(state[name].nbytes for name in names)
+    assert ratio == stored / sum(p.nbytes for p in linears) <= 0.30
+
+
+def test_a_file_gives_the_model_back(model, pair, tmp_path):
+    fresh = build_model(SMALL).eval()
+    save_int8(to_int8(model, ["in_proj", "visual.*.c_fc"]), tmp_path / "a.safetensors")
+    load_int8(fresh, tmp_path / "a.safetensors")
+    assert torch.equal(features(fresh, pair), features(model, pair))
+    assert fresh.state_dict().keys() == model.state_dict().keys()
+    again = load_int8(copy.deepcopy(fresh), tmp_path / "a.safetensors")
+    assert torch.equal(features(again, pair), features(model, pair))
+    assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
+
+
+def test_a_file_that_does_not_fit_is_refused_by_name(model, tmp_path):
+    path = tmp_path / "a.safetensors"
+    with pytest.raises(ValueError, match="no layer of the model is converted"):
+        save_int8(model, path)
+    save_int8(to_int8(model), path)
+    with pytest.raises(ValueError, match="written as .safetensors"):
+        save_int8(model, tmp_path / "a.pt")
+    other = build_model(dataclasses.replace(SMALL, embed_dim=16))
+    with pytest.raises(ValueError, match=r"text_projection is \(64, 32\), not \(64, 16\)"):
+        load_int8(other, path)
+    shallow = build_model(dataclasses.replace(SMALL, vision_layers=2))
+    with pytest.raises(ValueError, match="resblocks.1.* is absent, not"):
+        load_int8(shallow, path)
+
+
+def test_a_damaged_file_is_refused(model, tmp_path):
+    path = tmp_path / "a.safetensors"
+    save_int8(to_int8(model), path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-7] + b"damaged")
+    with pytest.raises(ValueError, match="is damaged"):
+        load_int8(model, path)
+    path.write_bytes(whole[:100])
+    with pytest.raises(ValueError, match="cannot be read as safetensors"):
+        load_int8(model, path)
+    path.write_bytes(whole)
+    save_file(load_file(path), path)  # without its metadata
+    with pytest.raises(ValueError, match="holds no int8 model"):
+        load_int8(model, path)

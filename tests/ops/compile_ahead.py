@@ -1,0 +1,226 @@
+"""Compiles every kernel of lowprec/ops as its host function launches it, without a GPU.
+
+    python tests/ops/compile_ahead.py             prints registers, spills and shared memory as JSON
+    python tests/ops/compile_ahead.py --record    writes them to tests/ops/budgets.json
+
+The host functions run on meta tensors, with the kernels replaced by recorders: what they would
+launch is what is compiled. TRITON_INTERPRET must not be set.
+"""
+
+import importlib
+import json
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction, mangle_type
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+import lowprec.ops
+from lowprec.formats import E4M3, E5M2, INT8
+from lowprec.ops import triton_gelu as gelu
+from lowprec.ops import triton_matmul as matmul
+from lowprec.ops import triton_quantize as quantize
+
+MODULES = [
+    importlib.import_module(f"lowprec.ops.{module.name}")
+    for module in pkgutil.iter_modules(lowprec.ops.__path__)
+]
+BUDGETS = Path(__file__).with_name("budgets.json")
+PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+ARCHITECTURES = {80: "sm_80", 90: "sm_90a"}
+OPTIONS = ("num_warps", "num_stages")
+BF16, FP32, FP8, FP8_WIDE = torch.bfloat16, torch.float32, E4M3.dtype, E5M2.dtype
+
+
+def find_kernels() -> dict[str, JITFunction]:
+    """Kernels of the room: what is launched, not what they call."""
+    found = {}
+    for module in MODULES:
+        for name, member in vars(module).items():
+            if isinstance(member, JITFunction) and name.endswith("_kernel"):
+                found[name] = member
+    return found
+
+
+def _tensor(*shape, dtype=BF16):
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def _matmul(a_dtype, b_dtype, out_dtype, k, n=1280, a_rows=True, b_rows=False, bias=True):
+    m = 4096
+    matmul.matmul(
+        _tensor(m, k, dtype=a_dtype), _tensor(n, k, dtype=b_dtype),
+        _tensor(m if a_rows else 1, 1, dtype=FP32), _tensor(n if b_rows else 1, 1, dtype=FP32),
+        _tensor(n, dtype=FP32) if bias else None, out_dtype,
+    )  # fmt: skip
+
+
+def _gelu_backward(features, format):
+    gelu.gelu_backward_quantize(_tensor(4096, features), _tensor(4096, features), format)
+
+
+CASES = {  # name: (launches it, architectures)
+    "rows int8 of bf16, 1280": (
+        lambda: quantize.quantize_rows(_tensor(4096, 1280), INT8), (80, 90),
+    ),
+    "rows int8 of bf16, 5120": (
+        lambda: quantize.quantize_rows(_tensor(4096, 5120), INT8), (80, 90),
+    ),
+    "int8 rows back to bf16": (
+        lambda: quantize.dequantize_rows(
+            _tensor(4096, 1280, dtype=torch.int8), _tensor(4096, 1, dtype=FP32), BF16
+        ), (80, 90),
+    ),
+    "rows int8 of bf16, 16384": (
+        lambda: quantize.quantize_rows(_tensor(4096, 16384), INT8), (80, 90),
+    ),
+    "rows int8 of bf16, 20000 in two reads": (
+        lambda: quantize.quantize_rows(_tensor(4096, 20000), INT8), (80, 90),
+    ),
+    "rows int8 of fp32, 1000": (
+        lambda: quantize.quantize_rows(_tensor(4096, 1000, dtype=FP32), INT8), (80, 90),
+    ),
+    "rows int8 of bf16, 5120, with sum": (
+        lambda: quantize.quantize_rows_and_sum(_tensor(4096, 5120), INT8), (80, 90),
+    ),
+    "rows e5m2 of bf16, 1280, with sum": (
+        lambda: quantize.quantize_rows_and_sum(_tensor(4096, 1280), E5M2), (80, 90),
+    ),
+    "rows e4m3 of bf16, 1280": (lambda: quantize.quantize_rows(_tensor(4096, 1280), E4M3), (90,)),
+    "tensor int8 of fp32, both": (
+        lambda: quantize.quantize_tiles(
+            _tensor(5120, 1280, dtype=FP32), INT8, "tensorwise", rows=True, transposed=True
+        ), (80, 90),
+    ),
+    "tensor e4m3 of fp32, both": (
+        lambda: quantize.quantize_tiles(
+            _tensor(5120, 1280, dtype=FP32), E4M3, "tensorwise", rows=True, transposed=True
+        ), (90,),
+    ),
+    "columns int8 of bf16, transposed": (
+        lambda: quantize.quantize_tiles(
+            _tensor(5120, 1280), INT8, "columnwise", rows=False, transposed=True
+        ), (80, 90),
+    ),
+    "tensor e5m2 of bf16": (
+        lambda: quantize.quantize_tiles(
+            _tensor(4096, 1280), E5M2, "tensorwise", rows=True, transposed=False
+        ), (80, 90),
+    ),
+    "int8 to bf16": (lambda: _matmul(torch.int8, torch.int8, BF16, 1280), (80, 90)),
+    "int8 to bf16, rows of both, no bias": (
+        lambda: _matmul(torch.int8, torch.int8, BF16, 5120, b_rows=True, bias=False), (80, 90),
+    ),
+    "int8 to fp32": (lambda: _matmul(torch.int8, torch.int8, FP32, 1280), (80, 90)),
+    "int8 to fp32 in parts": (
+        lambda: _matmul(torch.int8, torch.int8, FP32, 2 * matmul.MAX_INT8_TERMS, bias=False), (90,),
+    ),
+    "int8 to bf16, odd sizes": (lambda: _matmul(torch.int8, torch.int8, BF16, 100, n=63), (80, 90)),
+    "e4m3 to bf16": (lambda: _matmul(FP8, FP8, BF16, 1280), (90,)),
+    "e4m3 to bf16, long": (lambda: _matmul(FP8, FP8, BF16, 5120), (90,)),
+    "e4m3 to fp32, long": (lambda: _matmul(FP8, FP8, FP32, 5120), (90,)),
+    "e4m3 to bf16, odd sizes": (lambda: _matmul(FP8, FP8, BF16, 100, n=63), (90,)),
+    "e5m2 by e4m3 to bf16": (lambda: _matmul(FP8_WIDE, FP8, BF16, 1280, bias=False), (90,)),
+    "e5m2 by e4m3 to bf16, long": (
+        lambda: _matmul(FP8_WIDE, FP8, BF16, 5120, a_rows=False, bias=False), (90,),
+    ),
+    "e5m2 to bf16": (lambda: _matmul(FP8_WIDE, FP8_WIDE, BF16, 1280), (80, 90)),
+    "gelu int8 of bf16, 5120": (lambda: gelu.gelu_quantize(_tensor(4096, 5120), INT8), (80, 90)),
+    "gelu e4m3 of bf16, 8192": (lambda: gelu.gelu_quantize(_tensor(4096, 8192), E4M3), (90,)),
+    "gelu backward int8 of bf16, 5120": (lambda: _gelu_backward(5120, INT8), (80, 90)),
+    "gelu backward e5m2 of bf16, 8192": (lambda: _gelu_backward(8192, E5M2), (80, 90)),
+}  # fmt: skip
+
+
+class Recorder:
+    """Stands for a kernel: keeps the arguments of its launches."""
+
+    def __init__(self, name: str, launches: list):
+        self.name, self.launches = name, launches
+
+    def __getitem__(self, grid):
+        return lambda *args, **kwargs: self.launches.append((self.name, args, kwargs))
+
+
+def launches_of(case, capability: int) -> list:
+    """(kernel name, arguments, keywords) of what a case launches on an architecture."""
+    launches, kept = [], {}
+    replaced = {name: Recorder(name, launches) for name in KERNELS}
+    replaced["num_sms"] = lambda device: 132
+    replaced["_takes_tma"] = lambda a, b, out: (
+        capability >= 90 and all(t.stride(0) * t.element_size() % 16 == 0 for t in (a, b, out))
+    )
+    for module in MODULES:
+        kept[module] = {name: vars(module)[name] for name in replaced if name in vars(module)}
+        vars(module).update({name: replaced[name] for name in kept[module]})
+    try:
+        case()
+    finally:
+        for module, members in kept.items():
+            vars(module).update(members)
+    return launches
+
+
+def compile_launch(name: str, args: tuple, kwargs: dict, capability: int) -> dict[str, int]:
+    """Registers, spilled bytes and shared memory of a kernel, specialized as a launch would."""
+    kernel = KERNELS[name]
+    options = {key: kwargs[key] for key in OPTIONS if key in kwargs}
+    signature, constants, attributes = {}, {}, {}
+    given = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+    for position, argument in enumerate(kernel.arg_names):
+        value = given[argument]
+        annotated = kernel.params[position].is_constexpr
+        if annotated or (isinstance(value, int) and value == 1):
+            signature[argument], constants[argument] = "constexpr", value
+        elif isinstance(value, TensorDescriptor):
+            element = mangle_type(value.base).removeprefix("*")
+            signature[argument] = f"tensordesc<{element}{list(value.block_shape)}>"
+        else:
+            signature[argument] = mangle_type(value)
+            if isinstance(value, torch.Tensor) or value % 16 == 0:
+                attributes[(position,)] = [["tt.divisibility", 16]]
+    source = triton.compiler.ASTSource(
+        fn=kernel, signature=signature, constexprs=constants, attrs=attributes
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    with tempfile.TemporaryDirectory() as folder:
+        ptx = Path(folder) / "kernel.ptx"
+        ptx.write_text(compiled.asm["ptx"])
+        report = subprocess.run(
+            [PTXAS, "--gpu-name", ARCHITECTURES[capability], "-v", ptx, "-o", f"{ptx}.cubin"],
+            check=True, capture_output=True, text=True,
+        ).stderr  # fmt: skip
+    registers = re.search(r"Used (\d+) registers", report)[1]
+    spilled = sum(int(count) for count in re.findall(r"(\d+) bytes spill", report))
+    return {"registers": int(registers), "spilled": spilled, "shared": compiled.metadata.shared}
+
+
+def measure() -> dict[str, dict[str, int]]:
+    """Of every case, kernel and architecture: the worst of its launches."""
+    measured = {}
+    for name, (case, capabilities) in CASES.items():
+        for capability in capabilities:
+            for kernel, args, kwargs in launches_of(case, capability):
+                found = compile_launch(kernel, args, kwargs, capability)
+                key = f"sm_{capability} {kernel}: {name}"
+                worst = measured.get(key, found)
+                measured[key] = {unit: max(found[unit], worst[unit]) for unit in found}
+    return measured
+
+
+KERNELS = find_kernels()
+
+if __name__ == "__main__":
+    budgets = {"triton": triton.__version__, "kernels": sorted(KERNELS), "measured": measure()}
+    text = json.dumps(budgets, indent=2) + "\n"
+    if "--record" in sys.argv:
+        BUDGETS.write_text(text)
+    else:
+        print(text)

@@ -1,0 +1,62 @@
+"""Makes Triton's interpreter round and multiply as a GPU does.
+
+Its own casts truncate to bfloat16, and lose carries and ties of float8; its products of bfloat16
+multiply the bits; its fused multiply-add rounds twice. torch's casts are right, so they and
+products go through torch, multiply-adds through float64.
+"""
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+DTYPES = {
+    tl.float64: torch.float64,
+    tl.float32: torch.float32,
+    tl.float16: torch.float16,
+    tl.bfloat16: torch.bfloat16,
+    tl.float8e4nv: torch.float8_e4m3fn,
+    tl.float8e5: torch.float8_e5m2,
+    tl.int8: torch.int8,
+}
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _to_torch(data: np.ndarray, dtype: tl.dtype) -> torch.Tensor:
+    bits = torch.from_numpy(np.ascontiguousarray(data).view(f"i{data.itemsize}"))
+    return bits.view(DTYPES[dtype.scalar])
+
+
+def convert_float(input, input_dtype, output_dtype, rounding_mode):
+    """In place of the interpreter's: bits in, bits out, to nearest, ties to even."""
+    output = _to_torch(input, input_dtype).to(DTYPES[output_dtype])
+    bits = output.view(BITS[output.element_size()]).numpy()
+    return bits.view(f"u{bits.itemsize}").reshape(input.shape)
+
+
+def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+    """In place of the interpreter's: exact products, added in float64, then rounded once."""
+    product = _to_torch(a.data, a.dtype).double() @ _to_torch(b.data, b.dtype).double()
+    return TensorHandle((product.numpy() + d.data).astype(d.data.dtype), d.dtype.scalar)
+
+
+def create_fma(self, x, y, z):
+    """In place of the interpreter's, which rounds the product: float64 holds it exactly."""
+    with np.errstate(all="ignore"):  # inf - inf, as on a GPU
+        found = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data.astype(np.float64)
+        return TensorHandle(found.astype(z.data.dtype), z.dtype.scalar)
+
+
+def create_fma(self, x, y, z):
+    """In place of the interpreter's: the product of two float32 is exact in float64."""
+    x_64, y_64, z_64 = (_to_torch(v.data, v.dtype).double() for v in (x, y, z))
+    return TensorHandle((x_64 * y_64 + z_64).float().numpy(), z.dtype.scalar)
+
+
+def patch(monkeypatch) -> None:
+    """Until the monkeypatch is undone."""
+    monkeypatch.setattr(interpreter, "_convert_float", convert_float)
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+    monkeypatch.setattr(InterpreterBuilder, "create_fma", create_fma)
+    monkeypatch.setattr(InterpreterBuilder, "create_fma", create_fma)

@@ -1,0 +1,70 @@
+"""The kernels that quantize around a GELU against `reference`, from which an erf may differ."""
+
+import pytest
+import torch
+
+from lowprec.formats import E4M3, E5M2, INT8
+from lowprec.ops import reference
+from lowprec.ops import triton_gelu as kernels
+
+# An erf of another library may round GELU's result the other way: one unit in its last place.
+ULP = {torch.float32: 2.0**-19, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+pytestmark = pytest.mark.usefixtures("poisoned")
+each_format = pytest.mark.parametrize("format", [INT8, E4M3, E5M2], ids=lambda f: f.name)
+each_dtype = pytest.mark.parametrize("dtype", list(ULP), ids=lambda dtype: str(dtype)[6:])
+each_shape = pytest.mark.parametrize("shape", [(1, 1), (9, 64), (13, 100), (5, 257)], ids=str)
+
+
+def make(shape, dtype, device, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator) * 2).to(dtype).to(device)
+
+
+def assert_quantized(q, scale, of, format):
+    """The quantized tensor is that of the values: to the bit when interpreted.
+
+    A GPU fuses multiplications and additions otherwise in each kernel, so there a value may fall
+    to the other side of a tie now and then.
+    """
+    expected, expected_scale = reference.quantize(of, format, "rowwise")
+    assert q.dtype == format.dtype and scale.shape == expected_scale.shape
+    torch.testing.assert_close(scale, expected_scale, rtol=1e-6 * q.is_cuda, atol=0)
+    differ = (q.float() != expected.float()).float().mean()
+    assert differ <= 0.02 * q.is_cuda
+
+
+@each_format
+@each_dtype
+@each_shape
+def test_backward_quantizes_the_very_gradient_that_it_returns(device, shape, dtype, format):
+    h, g = make(shape, dtype, device, 0), make(shape, dtype, device, 1)
+    out, grad, q, scale, sums = kernels.gelu_backward_quantize(h, g, format)
+    expected_out, expected_grad, *_ = reference.gelu_backward_quantize(h, g, format)
+    size = g.abs().double() * 1.2
+    for found, wanted, by in ((out, expected_out, h.abs().double()), (grad, expected_grad, size)):
+        assert found.dtype == dtype
+        assert ((found.double() - wanted.double()).abs() <= ULP[dtype] * by + 1e-6).all()
+    assert_quantized(q, scale, grad, format)
+    torch.testing.assert_close(sums, grad.float().sum(dim=0), rtol=1e-5, atol=1e-5)
+
+
+@each_format
+@each_dtype
+@each_shape
+def test_forward_quantizes_gelu(device, shape, dtype, format):
+    h = make(shape, dtype, device, 0)
+    q, scale = kernels.gelu_quantize(h, format)
+    out = kernels.gelu_backward_quantize(h, h, format)[0]
+    assert_quantized(q, scale, out, format)
+
+
+@each_format
+def test_a_number_that_is_none_makes_its_row_nan(device, format):
+    h, g = make((5, 100), torch.bfloat16, device, 0), make((5, 100), torch.bfloat16, device, 1)
+    h[2, 7], g[4, 9] = torch.nan, torch.inf
+    _, scale = kernels.gelu_quantize(h, format)
+    assert scale.isnan().flatten().tolist() == [False, False, True, False, False]
+    _, _, q, scale, sums = kernels.gelu_backward_quantize(h, g, format)
+    assert scale.isnan().flatten().tolist() == [False, False, True, False, True]
+    assert (q[2].float() == 0).all() and not sums[7].isfinite() and not sums[9].isfinite()
+    assert sums[:7].isfinite().all()

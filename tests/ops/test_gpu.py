@@ -1,0 +1,150 @@
+"""What only a GPU shows: compiled and captured steps, large tensors, real casts and sums."""
+
+import pytest
+import torch
+
+from lowprec import ops
+from lowprec.formats import E4M3, E5M2, INT8
+from lowprec.nn.linear import LowPrecisionLinear
+from lowprec.nn.recipe import RECIPES
+from lowprec.ops import reference
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),  # of torch's own compiler
+]
+REAL = [name for name, recipe in RECIPES.items() if recipe.is_real and recipe.output]
+# Share of the norm: a multiply-add or a sum in another order moves a value to the next bfloat16,
+# and fp8 is added in 22 bits.
+TOLERANCE = {"int8": 1e-3, "e4m3": 4e-3}
+
+
+def tolerance_of(name):
+    return TOLERANCE[RECIPES[name].output.first.format]
+
+
+def skip_without(name_or_format):
+    fp8 = "fp8" in str(name_or_format) or name_or_format is E4M3
+    if fp8 and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no e4m3 on this GPU")
+
+
+def make(recipe, backend="auto", width=(256, 512), tokens=300):
+    torch.manual_seed(0)
+    layer = LowPrecisionLinear(*width, device="cuda", recipe=recipe, backend=backend)
+    x = torch.randn(tokens, width[0], device="cuda", requires_grad=True)
+    return layer, x, torch.randn(tokens, width[1], device="cuda", dtype=torch.bfloat16) * 1e-3
+
+
+def step(layer, x, g):
+    """One forward and backward under autocast: (output, gradients of input, weight, bias)."""
+    x.grad = layer.weight.grad = layer.bias.grad = None
+    with torch.autocast("cuda", torch.bfloat16):
+        output = layer(x)
+    output.backward(g)
+    return [t.detach().clone() for t in (output, x.grad, layer.weight.grad, layer.bias.grad)]
+
+
+def assert_near(found, expected, tolerance):
+    for f, e in zip(found, expected, strict=True):
+        assert f.dtype == e.dtype and f.isfinite().all()
+        assert (f.double() - e.double()).norm() <= tolerance * e.double().norm()
+
+
+@pytest.mark.parametrize("width", [(256, 512), (100, 63)], ids=["aligned", "odd"])
+@pytest.mark.parametrize("name", REAL)
+def test_kernels_give_the_gradients_of_the_definition(name, width):
+    skip_without(name)
+    found = step(*make(name, "triton", width))
+    assert_near(found, step(*make(name, "reference", width)), tolerance_of(name))
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_a_compiled_layer_is_one_graph_and_is_not_compiled_again(name):
+    skip_without(name)
+    torch._dynamo.reset()
+    layer, x, g = make(name)
+    expected = step(layer, x, g)
+    compiled = torch.compile(layer, fullgraph=True)
+    compiled.weight, compiled.bias = layer.weight, layer.bias
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(3):
+            found = step(compiled, x, g)
+    assert_near(found, expected, 3 * tolerance_of(name))
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_a_captured_step_replays_on_new_data(name):
+    skip_without(name)
+    layer, x, g = make(name)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step(layer, x, g)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(layer, x, g)
+    with torch.no_grad():
+        x.copy_(torch.randn_like(x))
+        g.copy_(torch.randn_like(g))
+    graph.replay()
+    found = [t.clone() for t in captured]
+    assert_near(found, step(layer, x, g), 1e-6)
+
+
+@pytest.mark.parametrize("format", [INT8, E4M3, E5M2], ids=lambda format: format.name)
+@pytest.mark.parametrize("granularity", ["rowwise", "columnwise", "tensorwise"])
+def test_random_large_tensors_quantize_to_the_bits_of_the_definition(granularity, format):
+    skip_without(format)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(6):
+        m, k = torch.randint(1, 9000, (2,), generator=generator).tolist()
+        x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16) * 3
+        found = ops.quantize(x, format, granularity, layout="both", backend="triton")
+        q, scale = reference.quantize(x, format, granularity)
+        assert torch.equal(found[2], scale), (m, k)
+        assert torch.equal(found[0].view(torch.uint8), q.view(torch.uint8)), (m, k)
+        assert torch.equal(found[1].view(torch.uint8), q.T.contiguous().view(torch.uint8)), (m, k)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_random_large_products_are_those_of_the_definition(dtype):
+    generator = torch.Generator().manual_seed(0)
+    for align in (1, 1, 16, 16, 16):
+        m, n, k = (torch.randint(1, 3000, (3,), generator=generator) // align + 1).tolist()
+        m, n, k = m * align, n * align, k * align
+        a, b = (torch.randint(-127, 128, (r, k), dtype=torch.int8, device="cuda") for r in (m, n))
+        a_scale, b_scale = (torch.rand(r, 1, device="cuda") * 1e-3 for r in (m, n))
+        bias = torch.randn(n, device="cuda")
+        found = ops.matmul(a, b, a_scale, b_scale, bias, dtype, backend="triton")
+        expected = reference.matmul(a, b, a_scale, b_scale, bias, dtype)
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(found, expected, rtol=2 * eps, atol=2 * eps)
+
+
+def test_sums_longer_than_an_int32_holds_are_right():
+    k = reference.MAX_INT8_TERMS + 4096
+    a, b = (torch.full((r, k), 127, dtype=torch.int8, device="cuda") for r in (32, 48))
+    one = torch.ones(1, 1, device="cuda")
+    found = ops.matmul(a, b, one, one, None, torch.float32, backend="triton")
+    torch.testing.assert_close(found, torch.full_like(found, 127.0**2 * k), rtol=2.0**-22, atol=0)
+
+
+def test_offsets_beyond_an_int32_are_right():
+    m, k = 70_000, 32_768  # 2.3e9 elements
+    if torch.cuda.mem_get_info()[0] < 20 * 2**30:
+        pytest.skip("less than 20 GiB of GPU memory")
+    x = torch.zeros(m, k, device="cuda", dtype=torch.bfloat16)
+    rows = torch.randn(4, k, device="cuda", dtype=torch.bfloat16)
+    x[-4:] = rows
+    for granularity in ("rowwise", "tensorwise"):
+        q, _, scale = ops.quantize(x, INT8, granularity, backend="triton")
+        expected, _ = reference.quantize(rows, INT8, granularity)
+        assert torch.equal(q[-4:], expected) and not q[:8].any()
+    w = torch.randint(-127, 128, (16, k), dtype=torch.int8, device="cuda")
+    one = torch.ones(1, 1, device="cuda")
+    for part in (q, q[:, : k - 8].contiguous()):  # by either kernel
+        out = ops.matmul(part, w[:, : part.shape[1]].contiguous(), one, one, None, torch.bfloat16)
+        last = part[-4:].double() @ w[:, : part.shape[1]].double().T
+        assert torch.equal(out[-4:], last.to(torch.bfloat16)) and not out[:8].any()

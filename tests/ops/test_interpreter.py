@@ -1,0 +1,84 @@
+"""The patched interpreter casts and multiplies as torch does; what it says can be trusted."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the GPU")
+
+
+@triton.jit
+def _cast_kernel(x_ptr, out_ptr, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    x = tl.load(x_ptr + at).to(tl.float32)
+    tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _dot_kernel(a_ptr, b_ptr, out_ptr, SIZE: tl.constexpr, ACC: tl.constexpr):
+    at = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    tl.store(out_ptr + at, tl.dot(tl.load(a_ptr + at), tl.load(b_ptr + at), out_dtype=ACC))
+
+
+@triton.jit
+def _fma_kernel(x_ptr, y_ptr, z_ptr, out_ptr, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    x, y, z = tl.load(x_ptr + at), tl.load(y_ptr + at), tl.load(z_ptr + at)
+    tl.store(out_ptr + at, tl.fma(x, y, z))
+
+
+def every_bfloat16():
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    return bits.view(torch.bfloat16)
+
+
+def cast(x, dtype):
+    out = torch.empty_like(x, dtype=dtype)
+    _cast_kernel[(1,)](x, out, SIZE=x.numel())
+    return out
+
+
+def test_every_bfloat16_becomes_the_same_float32():
+    x = every_bfloat16()
+    bits = cast(x, torch.float32).view(torch.int32)
+    assert torch.equal(bits, x.float().view(torch.int32))
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str
+)
+def test_casts_round_as_torch(dtype):
+    generator = torch.Generator().manual_seed(0)
+    near = every_bfloat16().float()  # every binade, also the ties of float8
+    near = near[near.abs() <= torch.finfo(dtype).max][: 2**15]
+    random = torch.randn(2**15, generator=generator) * 10
+    for x in (random, torch.nn.functional.pad(near, (0, 2**15 - len(near)))):
+        x = x.contiguous()
+        assert torch.equal(cast(x, dtype).float(), x.to(dtype).float())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_products_are_of_the_numbers(dtype):
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(32, 32, generator=generator).to(dtype) for _ in range(2))
+    out = torch.empty(32, 32)
+    _dot_kernel[(1,)](a, b, out, SIZE=32, ACC=tl.float32)
+    torch.testing.assert_close(out, a.float() @ b.float(), rtol=1e-6, atol=1e-5)
+
+
+def test_integer_products_are_exact():
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randint(-127, 128, (64, 64), generator=generator) for _ in range(2))
+    out = torch.empty(64, 64, dtype=torch.int32)
+    _dot_kernel[(1,)](a.to(torch.int8), b.to(torch.int8), out, SIZE=64, ACC=tl.int32)
+    assert torch.equal(out.long(), a @ b)
+
+
+def test_a_fused_multiply_add_rounds_once():
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(1024, generator=generator) for _ in range(2))
+    z, out = -(x * y), torch.empty(1024)  # what is left is the rounding of the product
+    _fma_kernel[(1,)](x, y, z, out, SIZE=1024)
+    assert torch.equal(out.double(), x.double() * y.double() + z.double())
+    assert (out != 0).any()

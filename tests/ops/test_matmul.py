@@ -1,0 +1,158 @@
+"""The Triton kernels that multiply agree with `reference.matmul`, which agrees with float64."""
+
+import pytest
+import torch
+
+from lowprec.formats import E4M3, E5M2
+from lowprec.ops import reference
+from lowprec.ops import triton_matmul as kernels
+
+SHAPES = [(1, 1, 1), (63, 100, 77), (128, 257, 64), (150, 33, 300), (5, 300, 129)]  # M, N, K
+ALIGNED = [(150, 272, 304), (1, 16, 16), (300, 528, 128)]  # rows of 16 bytes
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+FP8 = [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)]
+# fp8 products of the same numbers, added in another order: float32, or on a GPU the 22 bits of the
+# matrix unit's accumulator (14 below the largest term). Of the sum of magnitudes.
+ADDED = 2e-6 if not torch.cuda.is_available() else 2.0**-12
+EPS = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+
+def make_int8(rows, k, device, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-127, 128, (rows, k), generator=generator).to(torch.int8).to(device)
+
+
+def make_fp8(rows, k, format, device, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, k, generator=generator) * 20
+    return x.to(format.dtype).to(device)
+
+
+def make_scale(rows, device, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.rand(rows, 1, generator=generator) * 1e-2 + 1e-4).to(device)
+
+
+def launch_plain(a, b, a_scale, b_scale, bias, dtype):
+    return kernels.matmul(a, b, a_scale, b_scale, bias, dtype)
+
+
+def launch_tma(a, b, a_scale, b_scale, bias, dtype):
+    if a.is_cuda and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("no tensor memory accelerator")
+    out = torch.empty(a.shape[0], b.shape[0], dtype=dtype, device=a.device)
+    kernels._launch_tma(a, b, out, a_scale, b_scale, bias)
+    return out
+
+
+def assert_int8_agrees(found, arguments):
+    """Exactly, but for a multiply-add that a GPU rounds once where the definition rounds twice."""
+    expected = reference.matmul(*arguments)
+    assert found.dtype == expected.dtype and found.shape == expected.shape
+    if found.is_cuda:
+        eps = EPS[found.dtype]
+        assert torch.allclose(found.double(), expected.double(), rtol=eps, atol=eps, equal_nan=True)
+    else:
+        assert torch.equal(found, expected)
+
+
+@each_dtype
+@pytest.mark.parametrize("bias", [None, *DTYPES], ids=lambda b: str(b)[-8:])
+@pytest.mark.parametrize("rows", ["both", "a", "b", "neither"])
+def test_int8_scales_and_bias_are_applied_as_defined(device, rows, bias, dtype):
+    m, n, k = 63, 100, 77
+    a, b = make_int8(m, k, device, 0), make_int8(n, k, device, 1)
+    a_scale = make_scale(m if rows in ("both", "a") else 1, device, 2)
+    b_scale = make_scale(n if rows in ("both", "b") else 1, device, 3)
+    added = None if bias is None else torch.randn(n, device=device).to(bias)
+    arguments = (a, b, a_scale, b_scale, added, dtype)
+    assert_int8_agrees(launch_plain(*arguments), arguments)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_int8_products_are_exact(device, shape):
+    m, n, k = shape
+    a, b = make_int8(m, k, device, 0), make_int8(n, k, device, 1)
+    one = torch.ones(1, 1, device=device)
+    exact = a.double() @ b.double().T
+    assert torch.equal(launch_plain(a, b, one, one, None, torch.float32).double(), exact)
+    assert torch.equal(reference.matmul(a, b, one, one, None, torch.float32).double(), exact)
+
+
+@pytest.mark.parametrize("shape", ALIGNED, ids=str)
+@pytest.mark.parametrize("rows", [True, False], ids=["rows", "one scale"])
+@each_dtype
+def test_int8_through_the_memory_accelerator_agrees(device, dtype, rows, shape):
+    m, n, k = shape
+    a, b = make_int8(m, k, device, 0), make_int8(n, k, device, 1)
+    a_scale = make_scale(m if rows else 1, device, 2)
+    b_scale = make_scale(n if rows else 1, device, 3)
+    bias = torch.randn(n, device=device) if rows else None
+    arguments = (a, b, a_scale, b_scale, bias, dtype)
+    assert_int8_agrees(launch_tma(*arguments), arguments)
+
+
+@pytest.mark.parametrize("launch", [launch_plain, launch_tma], ids=["plain", "tma"])
+@pytest.mark.parametrize("formats", FP8, ids=lambda pair: f"{pair[0].name}x{pair[1].name}")
+@each_dtype
+def test_fp8_agrees_within_its_rounding(device, dtype, formats, launch):
+    m, n, k = 150, 80, 304
+    a = make_fp8(m, k, formats[0], device, 0)
+    b = make_fp8(n, k, formats[1], device, 1)
+    a_scale, b_scale = make_scale(m, device, 2), make_scale(1, device, 3)
+    bias = torch.randn(n, device=device)
+    found = launch(a, b, a_scale, b_scale, bias, dtype)
+    expected = reference.matmul(a, b, a_scale, b_scale, bias, torch.float32).double()
+    scale = a_scale.double() * b_scale.double().T
+    added = (a.double().abs() @ b.double().abs().T) * scale * ADDED
+    assert ((found.double() - expected).abs() <= added + EPS[dtype] * expected.abs()).all()
+
+
+@pytest.mark.parametrize("launch", [launch_plain, launch_tma], ids=["plain", "tma"])
+def test_fp8_with_many_steps_takes_the_other_tiling_and_agrees(device, monkeypatch, launch):
+    monkeypatch.setattr(kernels, "LONG_K", 128)
+    m, n, k = 40, 272, 304
+    a, b = make_fp8(m, k, E4M3, device, 0), make_fp8(n, k, E4M3, device, 1)
+    one = torch.ones(1, 1, device=device)
+    found = launch(a, b, one, one, None, torch.bfloat16).double()
+    exact = a.double() @ b.double().T
+    bound = a.double().abs() @ b.double().abs().T * ADDED + EPS[torch.bfloat16] * exact.abs()
+    assert ((found - exact).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("k", [64, 65, 200])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_more_terms_than_an_int32_holds_are_added_in_parts(device, monkeypatch, dtype, k):
+    monkeypatch.setattr(kernels, "MAX_INT8_TERMS", 64)
+    monkeypatch.setattr(reference, "MAX_INT8_TERMS", 64)
+    a, b = make_int8(33, k, device, 0), make_int8(20, k, device, 1)
+    a_scale, b_scale = make_scale(33, device, 2), make_scale(20, device, 3)
+    bias = torch.randn(20, device=device)
+    found = launch_plain(a, b, a_scale, b_scale, bias, dtype)
+    exact = (a.double() @ b.double().T) * a_scale.double() * b_scale.double().T + bias.double()
+    bound = EPS[dtype] * (exact.abs() + bias.abs()) + 1e-4  # float32 sums of the parts
+    assert ((found.double() - exact).abs() <= bound).all()
+    expected = reference.matmul(a, b, a_scale, b_scale, bias, torch.float32)
+    torch.testing.assert_close(expected.double(), exact, rtol=1e-6, atol=1e-4)
+
+
+def test_sums_at_the_limit_of_an_int32_are_exact():
+    k = reference.MAX_INT8_TERMS + 5000
+    a, b = torch.full((2, k), 127, dtype=torch.int8), torch.full((3, k), -127, dtype=torch.int8)
+    one = torch.ones(1, 1)
+    assert 127**2 * k > 2**31  # one int32 could not hold it
+    found = reference.matmul(a, b, one, one, None, torch.float32)
+    torch.testing.assert_close(found, torch.full((2, 3), -(127.0**2) * k), rtol=2.0**-22, atol=0)
+
+
+@pytest.mark.parametrize("launch", [launch_plain, launch_tma], ids=["plain", "tma"])
+def test_a_scale_that_is_nan_makes_its_row_nan_and_no_other(device, launch):
+    a, b = make_int8(40, 64, device, 0), make_int8(48, 64, device, 1)
+    a_scale, b_scale = make_scale(40, device, 2), make_scale(48, device, 3)
+    a_scale[7], b_scale[9] = torch.nan, torch.nan
+    found = launch(a, b, a_scale, b_scale, None, torch.bfloat16).isnan()
+    expected = torch.zeros(40, 48, dtype=torch.bool, device=device)
+    expected[7], expected[:, 9] = True, True
+    assert torch.equal(found, expected)

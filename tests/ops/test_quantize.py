@@ -1,0 +1,219 @@
+"""The Triton kernels that quantize give the bits of `reference.quantize`, and what those are."""
+
+import pytest
+import torch
+
+from lowprec.formats import E4M3, E5M2, INT8, representable
+from lowprec.ops import reference
+from lowprec.ops import triton_quantize as kernels
+
+FORMATS = [INT8, E4M3, E5M2]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SHAPES = [(1, 1), (63, 100), (128, 257), (5, 1), (1, 300)]
+each_format = pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+each_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+
+def make(shape, dtype, device, seed=0):
+    """Numbers over many binades, some rows and columns dead."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator) * torch.randn(shape, generator=generator).exp()
+    if shape[0] > 4 and shape[1] > 4:
+        x[3] = 0
+        x[:, 2] = 0
+    return x.to(dtype).to(device)
+
+
+def bits(x):
+    """Of any dtype, NaN included; on the CPU."""
+    return x.cpu().contiguous().view(torch.uint8)
+
+
+def assert_same(found, expected, what):
+    assert found.dtype == expected.dtype and found.shape == expected.shape, what
+    assert torch.equal(bits(found), bits(expected)), what
+
+
+def by_kernels(x, format, granularity):
+    """(q_MK, q_KM or None, scale) of the host functions."""
+    if granularity == "rowwise":
+        q, scale = kernels.quantize_rows(x, format)
+        return q, None, scale
+    return kernels.quantize_tiles(x, format, granularity, rows=True, transposed=True)
+
+
+def check(x, format, granularity):
+    q, q_transposed, scale = by_kernels(x, format, granularity)
+    expected, expected_scale = reference.quantize(x, format, granularity)
+    nan = expected_scale.isnan()  # NaN has many bits
+    assert torch.equal(scale.isnan(), nan)
+    assert_same(scale.nan_to_num(7.0), expected_scale.nan_to_num(7.0), "scale")
+    assert_same(q, expected, "q")
+    if q_transposed is not None:
+        assert_same(q_transposed, expected.T.contiguous(), "transposed q")
+    return q, scale
+
+
+@each_format
+@each_dtype
+@each_shape
+@pytest.mark.parametrize("granularity", ["rowwise", "columnwise", "tensorwise"])
+def test_kernels_give_the_bits_of_the_definition(device, granularity, shape, dtype, format):
+    check(make(shape, dtype, device), format, granularity)
+
+
+@pytest.mark.parametrize("rows, transposed", [(True, False), (False, True)])
+@pytest.mark.parametrize("granularity", ["columnwise", "tensorwise"])
+def test_a_layout_not_asked_for_is_empty_and_the_other_the_same(
+    device, granularity, rows, transposed
+):
+    x = make((63, 100), torch.bfloat16, device)
+    q, q_transposed, scale = kernels.quantize_tiles(
+        x, INT8, granularity, rows=rows, transposed=transposed
+    )
+    expected, expected_scale = reference.quantize(x, INT8, granularity)
+    given, other, wanted = (q, q_transposed, expected) if rows else (q_transposed, q, expected.T)
+    assert other.numel() == 0
+    assert_same(given, wanted.contiguous(), "q")
+    assert_same(scale, expected_scale, "scale")
+
+
+@each_format
+@pytest.mark.parametrize("granularity", ["rowwise", "columnwise", "tensorwise"])
+@pytest.mark.parametrize("layout", ["transposed", "every other column", "slice", "expanded"])
+def test_the_input_need_not_be_contiguous(device, layout, granularity, format):
+    x = make((80, 120), torch.bfloat16, device)
+    views = {
+        "transposed": x.T,
+        "every other column": x[:, ::2],
+        "slice": x[5:60, 10:90],
+        "expanded": x[:1].expand(40, 120),
+    }
+    assert not views[layout].is_contiguous()
+    check(views[layout], format, granularity)
+
+
+@each_format
+@pytest.mark.parametrize("granularity", ["rowwise", "columnwise", "tensorwise"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_number_that_is_none_makes_its_scale_nan_and_its_q_zero(device, bad, granularity, format):
+    x = make((63, 100), torch.float32, device)
+    x[5, 7] = bad
+    q, scale = check(x, format, granularity)
+    hit = {"rowwise": (slice(5, 6),), "columnwise": (slice(None), slice(7, 8)), "tensorwise": ()}
+    q_hit, scale_hit = q.float()[hit[granularity]], scale.isnan()
+    assert (q_hit == 0).all() and scale_hit.sum() == 1
+    assert scale_hit[{"rowwise": (5, 0), "columnwise": (0, 7), "tensorwise": (0, 0)}[granularity]]
+
+
+@each_format
+@pytest.mark.parametrize("granularity", ["rowwise", "columnwise", "tensorwise"])
+@pytest.mark.parametrize("amax", [0.0, 1e-45, 1e-39, 1.2e-38, 1.4e-36, 3e-38 * 127, 3.4e38])
+def test_the_smallest_and_largest_magnitudes(device, amax, granularity, format):
+    x = torch.linspace(-1, 1, 35 * 35, device=device).view(35, 35) * amax
+    q, scale = check(x, format, granularity)
+    assert (scale[scale < torch.finfo(torch.float32).tiny] == 0).all()
+    assert (q.float()[(scale == 0).expand_as(q)] == 0).all()
+
+
+@each_format
+@each_dtype
+def test_rows_longer_than_a_program_holds_are_read_twice(device, monkeypatch, dtype, format):
+    monkeypatch.setattr(kernels, "WHOLE_ROW", 64)
+    monkeypatch.setattr(kernels, "LONG_BLOCK", 64)
+    x = make((7, 150), dtype, device)
+    x[2, 140] = torch.nan
+    check(x, format, "rowwise")
+
+
+@each_format
+@each_dtype
+@pytest.mark.parametrize(
+    "shape, whole_row", [((63, 100), 16384), ((900, 5), 16384), ((7, 150), 64)]
+)
+def test_column_sums_come_with_the_same_rows(device, monkeypatch, shape, whole_row, dtype, format):
+    monkeypatch.setattr(kernels, "WHOLE_ROW", whole_row)
+    x = make(shape, dtype, device)
+    q, scale, sums = kernels.quantize_rows_and_sum(x, format)
+    expected, expected_scale, _ = reference.quantize_rows_and_sum(x, format)
+    assert_same(q, expected, "q")
+    assert_same(scale, expected_scale, "scale")
+    assert sums.dtype == torch.float32 and sums.shape == (shape[1],)
+    # float32 sums in another order: an error of at most eps * terms * sum of magnitudes
+    bound = 1.2e-7 * x.double().abs().sum(dim=0) * 12 + 1e-12
+    assert ((sums - x.double().sum(dim=0)).abs() <= bound).all()
+
+
+@each_format
+@pytest.mark.parametrize("shape", [(1, 1), (63, 100), (20, 300)], ids=str)
+@each_dtype
+def test_rows_are_multiplied_back_to_the_bits_of_the_definition(device, dtype, shape, format):
+    q, scale = reference.quantize(make(shape, torch.float32, device), format, "rowwise")
+    scale[-1] *= 3
+    found = kernels.dequantize_rows(q, scale, dtype)
+    assert_same(found, reference.dequantize(q, scale, dtype), "x")
+
+
+@each_format
+def test_quotients_are_those_of_a_division_to_the_last_bit(device, format):
+    """Of numbers at and beside the ties of the format, by divisors of every kind."""
+    tie = (representable(format)[1:] + representable(format)[:-1]) / 2
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        scale = torch.rand(1, generator=generator) * 2.0 ** torch.randint(-30, 30, (1,))
+        largest = scale * format.max
+        x = torch.cat((tie, tie.nextafter(torch.zeros(())), tie.nextafter(tie * 2))) * scale
+        x = torch.cat((largest, x.clamp(-largest, largest)))[None].to(device)
+        check(x, format, "rowwise")
+
+
+@each_format
+@pytest.mark.parametrize("granularity", ["rowwise", "columnwise", "tensorwise"])
+def test_the_definition_errs_by_half_a_step_at_most(granularity, format):
+    x = make((63, 100), torch.float32, "cpu")
+    q, scale = reference.quantize(x, format, granularity)
+    error = (x.double() - q.double() * scale.double()).abs()
+    step = torch.ones_like(error)
+    if format is not INT8:
+        exponent = torch.frexp((x / scale).nan_to_num(0.0).abs())[1] - 1
+        step = 2.0 ** (exponent.clamp(min=format.min_exponent) - format.mantissa_bits).double()
+    assert (error <= 0.50001 * step * scale.double()).all()
+
+
+@pytest.mark.parametrize("granularity", ["rowwise", "columnwise", "tensorwise"])
+def test_the_largest_magnitude_of_each_group_becomes_the_largest_number(granularity):
+    x = make((63, 100), torch.float32, "cpu")
+    dim = {"rowwise": 1, "columnwise": 0, "tensorwise": (0, 1)}[granularity]
+    q, scale = reference.quantize(x, INT8, granularity)
+    assert (q.int().abs().amax(dim=dim, keepdim=True)[scale > 0] == 127).all()
+    assert torch.equal(scale[scale > 0], (x.abs().amax(dim=dim, keepdim=True) / 127)[scale > 0])
+
+
+def test_simulated_blocks_are_of_the_flattened_tensor():
+    x = make((3, 65), torch.float32, "cpu")  # blocks of 128 elements: the first ends within row 1
+    x[2, 64] = 1000.0  # in the second block: the first must not change
+    values = reference.simulate(x, E4M3, "blocks", torch.float32)
+    flat = x.flatten()
+    for block, found in zip(flat.split(128), values.flatten().split(128), strict=True):
+        scale = block.abs().max() / 448
+        expected = (block / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+        assert torch.equal(found, expected)
+
+
+@each_format
+@pytest.mark.parametrize("shape", [(1, 1), (63, 300)], ids=str)
+def test_dequantizing_kernels_give_the_numbers_of_the_definition(device, shape, format):
+    q, scale = reference.quantize(make(shape, torch.float32, device), format, "rowwise")
+    for dtype in DTYPES:
+        expected = reference.dequantize(q, scale, dtype)
+        assert_same(kernels.dequantize_rows(q, scale, dtype), expected, dtype)
+
+
+def test_quotients_are_those_of_a_division(device):
+    """Of the reciprocal and two multiply-adds; ties and their neighbors are where it would show."""
+    amax = torch.rand(200, 1, generator=torch.Generator().manual_seed(0)) * 7 + 0.01
+    ties = (torch.arange(-127, 127) + 0.5) * (amax / torch.full_like(amax, 127))
+    x = torch.cat((amax, ties, ties.nextafter(amax), ties.nextafter(-amax)), dim=1)
+    check(x.clamp(-amax, amax).to(device), INT8, "rowwise")
