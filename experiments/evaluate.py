@@ -1,14 +1,19 @@
 """Evaluates the newest checkpoint of a run.
 
     python -m experiments.evaluate run=runs/run/nano-bf16-adamw-s0-0123456789 evaluation=both
+    python -m experiments.evaluate run=... precision=int8_inference
 
-Prints the numbers and appends them to the run's `evaluations.jsonl`; nothing else is changed.
+Prints the numbers and appends them to the run's `evaluations.jsonl`; nothing else is changed. Of a
+model converted to int8 also `int8/memory_ratio`, the bytes of its converted layers over those of
+float32, and with class names `int8/agreement`, the share of validation images whose class is that
+of the model as trained.
 """
 
 import dataclasses
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -22,12 +27,30 @@ from lowprec.config import Config, EvaluationConfig, key
 from lowprec.run import encode_row
 from lowprec.validate import ConfigError, check
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from experiments.build import Built
+
+
+@dataclass
+class EvaluatedPrecision:
+    """How the model computes now: `precision=int8_inference`, or `precision=fp16` and the like."""
+
+    recipe: str = key(
+        "as_trained", "of the linear layers", choices=("as_trained", "int8_inference")
+    )
+    autocast: str | None = key(
+        None, "dtype of an evaluation; null: the run's", choices=("fp32", "bf16", "fp16")
+    )
+
 
 @dataclass
 class EvaluateConfig:
     """Which run, on what."""
 
     run: str = key("???", "a run directory")
+    precision: EvaluatedPrecision = field(default_factory=EvaluatedPrecision)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     val: str | None = key(None, "glob of other validation shards than the run's")
     classnames: str | None = key(None, "their class names: a file, or 'imagenet'")
@@ -58,6 +81,7 @@ def main(config: EvaluateConfig) -> None:
             index=config.index or data.index,
         )
         trained.model.init_from = None
+        trained.precision.autocast = config.precision.autocast or trained.precision.autocast
         preflight(trained, training=False)
         built = build(trained, open_data(trained, training=False))
         found = newest_checkpoint(run)
@@ -68,12 +92,49 @@ def main(config: EvaluateConfig) -> None:
     path, manifest = found
     with Console().status(f"evaluating {path}"):
         built.state.load(path)
-        results = built.evaluation()(built.task.model)
-    row = {"step": manifest["step"], "val": trained.data.val, **results}
+        results = evaluate(built, config.precision.recipe)
+    facts = {"precision": config.precision.recipe, "autocast": trained.precision.autocast}
+    row = {"step": manifest["step"], "val": trained.data.val, **facts, **results}
     with open(run / "evaluations.jsonl", "a") as file:
         file.write(encode_row(row))
     for name, value in results.items():
         print(f"{name:28} {value:.4f}")
+
+
+def evaluate(built: "Built", recipe: str) -> dict[str, float]:
+    """The configured evaluation of a loaded model; recipe int8_inference converts it first."""
+    from lowprec.nn.inference import memory_ratio, to_int8
+
+    evaluation, model = built.evaluation(), built.task.model
+    if recipe == "as_trained":
+        return evaluation(model)
+    if not built.layers:
+        sys.exit(f"{built.config.model.name} has no layer that precision={recipe} converts")
+    before = predicted_classes(built)
+    to_int8(model, [layer.name for layer in built.layers])
+    results = {**evaluation(model), "int8/memory_ratio": memory_ratio(model)}
+    if before is not None:
+        same = predicted_classes(built) == before
+        results["int8/agreement"] = same.double().mean().item()
+    return results
+
+
+def predicted_classes(built: "Built") -> "Tensor | None":
+    """The class nearest to each validation image, int64 [images]; None without class names."""
+    import torch
+
+    evaluation, model = built.evaluation(), built.task.model.eval()
+    if evaluation.build_classifier is None:
+        return None
+    classes = []
+    with torch.no_grad(), evaluation.autocast():
+        classifier = evaluation.build_classifier(model).float()
+        for batch in evaluation.make_batches():
+            if len(batch.labels):  # some of them can be read
+                pixels = evaluation.normalize(batch.to(built.device).images).to(built.task.dtype)
+                features = model.encode_image(pixels, normalize=True).float()
+                classes.append((features @ classifier).argmax(dim=1))
+    return torch.cat(classes)
 
 
 def read_config(run: Path) -> Config:

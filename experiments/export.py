@@ -2,17 +2,24 @@
 
     python -m experiments.export source=runs/run/nano-bf16-adamw-s0-0123456789 out=nano.safetensors
     python -m experiments.export source=open_clip_model.pt out=weights.safetensors
+    python -m experiments.export source=RUN out=int8.safetensors precision=int8_inference
 
-A run starts from such a file with model.init_from=FILE.
+A run starts from such a file with model.init_from=FILE; an int8 one is read by
+`lowprec.nn.inference.load_int8(model, FILE)` and by nothing else.
 """
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import TYPE_CHECKING
 
 from experiments import cli
+from experiments.evaluate import EvaluatedPrecision, read_config
 from lowprec.config import key
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass
@@ -21,6 +28,7 @@ class ExportConfig:
 
     source: str = key("???", "a run directory, a checkpoint, a .safetensors or an open_clip .pt")
     out: str = key("???", "a .safetensors file, or a .pt in the layout of open_clip's trainer")
+    precision: EvaluatedPrecision = field(default_factory=EvaluatedPrecision)
 
 
 def main(config: ExportConfig) -> None:
@@ -30,12 +38,32 @@ def main(config: ExportConfig) -> None:
     from lowprec.clip.export import read_weights, write_weights
 
     try:
-        state = read_weights(Path(config.source))
-        write_weights(state, Path(config.out))
+        if config.precision.recipe == "int8_inference":
+            state = write_int8(Path(config.source), Path(config.out))
+        else:
+            state = read_weights(Path(config.source))
+            write_weights(state, Path(config.out))
     except (OSError, ValueError, RuntimeError, SafetensorError, UnpicklingError) as error:
         sys.exit(f"source={config.source} cannot be exported: {str(error).splitlines()[0]}")
     size = sum(tensor.numel() for tensor in state.values())
     print(f"{config.out}: {len(state)} tensors, {size / 1e6:.2f} M numbers")
+
+
+def write_int8(run: Path, out: Path) -> "dict[str, Tensor]":
+    """Converts the model of a run's newest checkpoint, writes it; what was written."""
+    from lowprec.clip.export import load_weights
+    from lowprec.clip.model import build_model
+    from lowprec.clip.precision import set_precision
+    from lowprec.nn.inference import save_int8, to_int8
+    from lowprec.train.precision import set_parameter_dtype
+
+    trained = read_config(run)
+    model = build_model(trained.model, trained.intervention.name)
+    set_parameter_dtype(model, trained.precision.autocast)
+    load_weights(model, run)
+    layers = set_precision(model, trained.precision)
+    save_int8(to_int8(model, [layer.name for layer in layers]), out)
+    return model.state_dict()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,72 @@
+"""Variance of quantized dot products by inner dimension, measured and predicted.
+
+Lines: `python -m experiments.quant_error`. After appendix C of arXiv:2304.13013, which derives that
+the weight gradient, whose products sum over batch and tokens, is the noisiest.
+"""
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.transforms import blended_transform_factory
+
+from analysis import style
+from analysis.bench import newest
+
+LINES = "quantization_variance"
+CASES = {  # case: name in print, color
+    "int8": ("int8", style.PRECISIONS["switchback"][1]),
+    "e4m3": ("fp8, both e4m3", style.PRECISIONS["fp8_switchback"][1]),
+    "e5m2 e4m3": ("fp8, e5m2 and e4m3", style.PRECISIONS["fp8_tensorwise"][1]),
+}
+VIT_H = {  # terms that ViT-H/14's products sum: widths; 256 images a GPU of 128 patches and a token
+    "output,\ngrad_input": (1280, 5120),
+    "grad_weight": (33024, 33024),
+}
+COLUMNS = ("case", "inner_dim", "measured", "predicted", "ratio", "file")
+
+
+def query(lines: pd.DataFrame) -> pd.DataFrame:
+    """A row a case and inner dimension, from the newest file that has it: what is plotted."""
+    frame = newest(lines[lines["case"].isin(CASES)], ["case", "inner_dim"])
+    order = frame["case"].map(list(CASES).index)
+    frame = frame.assign(order=order).sort_values(["order", "inner_dim"])
+    return frame[list(COLUMNS)].reset_index(drop=True)
+
+
+def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
+    """One panel, both axes logarithmic: points measured, lines predicted, ViT-H's sums marked."""
+    above = blended_transform_factory(ax.transData, ax.transAxes)
+    for name, (first, last) in VIT_H.items():
+        ax.axvspan(first / 1.04, last * 1.04, color="#DDDDDD", lw=0, zorder=0.5)
+        middle = (first * last) ** 0.5
+        ax.text(middle, 1.02, name, transform=above, ha="center", va="bottom", fontsize=6.5)
+    for case, part in frame.groupby("case", sort=False):
+        label, color = CASES[case]
+        ax.plot(part["inner_dim"], part["predicted"], color=color, lw=1, label=label)
+        points = {"marker": "o", "markersize": 3.2, "linestyle": "none"}
+        ax.plot(part["inner_dim"], part["measured"], color=color, **points)
+    ax.set(xscale="log", yscale="log", xlabel="inner dimension", ylabel="variance of the error")
+    key = "points measured, lines predicted"
+    ax.legend(loc="lower right", fontsize=6.5, title=key, title_fontsize=6.5)
+    return ax
+
+
+def draw(frame: pd.DataFrame, figure: Figure) -> None:
+    """One panel."""
+    figure.set_size_inches(style.COLUMN_WIDTH, 2.9)
+    plot(frame, figure.subplots())
+
+
+def caption(frame: pd.DataFrame) -> str:
+    """What is drawn, and how far the prediction is from the measurement at worst."""
+    worst = 100 * (frame["ratio"] - 1).abs().max()
+    first, last = frame["inner_dim"].min(), frame["inner_dim"].max()
+    return (
+        "Variance of the error of dot products of quantized standard normal numbers, by inner "
+        f"dimension ({first:,} to {last:,}), with SwitchBack's granularities (one scale a row, one "
+        "for the other operand). Points: measured; lines: predicted, K (E[x^2] e_w + E[w^2] e_x + "
+        "e_x e_w) with e = E[step^2] / 12, the step being the distance of neighboring numbers of "
+        f"the format. They differ by at most {worst:.1f}%. Gray: the sums of ViT-H/14's products: "
+        "1,280 to 5,120 features, and for the weight gradient 33,024 tokens (256 images a GPU, "
+        "half of the patches dropped). After appendix C, arXiv:2304.13013."
+    )

@@ -1,0 +1,146 @@
+import math
+
+import pytest
+import torch
+
+from lowprec.diagnostics.noise import (
+    dot_error_variance,
+    error_variance,
+    inner_dim,
+    kurtosis,
+    operand_noise,
+    product,
+    sqnr_db,
+)
+from lowprec.formats import E4M3, E5M2, INT8, parse_format
+from lowprec.ops import reference
+
+FORMATS = [INT8, E4M3, E5M2, parse_format("e3m2")]
+
+
+def normal(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_sqnr_is_signal_over_noise_in_db():
+    exact = torch.tensor([3.0, -4.0])
+    assert sqnr_db(exact, exact + torch.tensor([0.3, 0.4])) == pytest.approx(20, abs=1e-5)
+    assert sqnr_db(exact, exact) == math.inf
+    assert sqnr_db(exact * 0, exact) == -math.inf
+    assert math.isnan(sqnr_db(exact, exact * torch.nan))
+
+
+def test_kurtosis_tells_outliers():
+    x = normal(200, 500)
+    assert kurtosis(x) == pytest.approx(3, abs=0.1)
+    assert kurtosis(torch.rand(200, 500)) == pytest.approx(1.8, abs=0.05)
+    x[0, 0] = 1000
+    assert kurtosis(x) > 100
+
+
+def test_each_bit_of_int8_is_worth_six_db():
+    x = torch.rand(64, 512, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    found = operand_noise(x, INT8, "rowwise")
+    assert found["sqnr_db"] == pytest.approx(20 * math.log10(2 * 127), abs=0.2)
+    assert operand_noise(x * 1e-4, INT8, "rowwise") == pytest.approx(found, rel=1e-4)
+
+
+def test_one_outlier_hurts_the_tensor_but_only_its_row():
+    x = normal(64, 512)
+    clean = {g: operand_noise(x, INT8, g)["sqnr_db"] for g in ("rowwise", "tensorwise")}
+    x[5, 7] = 100
+    without = [i for i in range(64) if i != 5]
+    for granularity in clean:
+        x_hat = reference.simulate(x, INT8, granularity, torch.float32)
+        spoiled = sqnr_db(x[without], x_hat[without])
+        assert (spoiled < clean[granularity] - 20) == (granularity == "tensorwise")
+
+
+def test_shares_of_saturated_and_lost_elements_are_counted():
+    x = torch.tensor([[100.0, -100.0, 0.1, 0.0], [1.0, 0.9, -0.5, 0.001]])
+    found = operand_noise(x, INT8, "rowwise")
+    assert found["saturated"] == 3 / 8 and found["underflowed"] == pytest.approx(2 / 7)
+    found = operand_noise(x, INT8, "tensorwise")
+    assert found["saturated"] == 2 / 8 and found["underflowed"] == pytest.approx(2 / 7)
+    found = operand_noise(x, E4M3, "tensorwise")
+    assert found["saturated"] == 2 / 8 and found["underflowed"] == 0
+    assert operand_noise(torch.zeros(2, 3), INT8, "rowwise")["underflowed"] == 0
+    assert math.isnan(operand_noise(x, E4M3, "blocks")["saturated"])
+
+
+def test_products_are_those_of_autograd():
+    x = normal(7, 5).requires_grad_()
+    w, g = normal(3, 5, seed=1).requires_grad_(), normal(7, 3, seed=2)
+    output = torch.nn.functional.linear(x, w)
+    output.backward(g)
+    x_MK, w_NK = x.detach(), w.detach()
+    torch.testing.assert_close(product("output", x_MK, w_NK), output.detach())
+    torch.testing.assert_close(product("grad_input", g, w_NK), x.grad)
+    torch.testing.assert_close(product("grad_weight", g, x_MK), w.grad)
+    operands = {"output": x_MK, "grad_input": g, "grad_weight": g}
+    assert {name: inner_dim(name, t) for name, t in operands.items()} == {
+        "output": 5, "grad_input": 3, "grad_weight": 7,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("granularity", ["rowwise", "columnwise", "tensorwise"])
+@pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
+def test_the_error_of_an_operand_is_predicted_by_the_steps_of_its_format(format, granularity):
+    x = normal(128, 256)
+    x[0] = 0
+    measured = (x - reference.simulate(x, format, granularity, torch.float32)).square().mean()
+    assert error_variance(x, format, granularity) == pytest.approx(measured.item(), rel=0.06)
+
+
+@pytest.mark.parametrize("format", [E4M3, E5M2], ids=lambda f: f.name)
+def test_the_error_of_fp8_is_in_proportion_to_the_operand(format):
+    octaves = torch.rand(500, 400, generator=torch.Generator().manual_seed(0)) * 6
+    x = 2**octaves  # mantissas spread evenly in their logarithm
+    x[0, 0] = format.max * 2.0 ** (8 - math.ceil(math.log2(format.max)))  # scale: a power of two
+    relative = error_variance(x, format, "tensorwise") / x.square().mean().item()
+    assert relative == pytest.approx(2 * math.log(2) / 3 * 4**-format.mantissa_bits / 12, rel=0.02)
+
+
+def test_the_step_of_fp8_does_not_shrink_below_the_smallest():
+    x = torch.tensor([[448.0, 0.0, 2.0**-8, 2.0**-30]])
+    expected = (32**2 + 3 * 2.0**-18) / 4 / 12
+    assert error_variance(x, E4M3, "tensorwise") == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_error_of_int8_is_a_twelfth_of_the_squared_scale():
+    x = torch.tensor([[127.0, 1.0], [254.0, 2.0]])
+    assert error_variance(x, INT8, "tensorwise") == pytest.approx(4 / 12)
+    assert error_variance(x, INT8, "rowwise") == pytest.approx((1 + 4) / 2 / 12)
+
+
+@pytest.mark.parametrize(
+    ("formats", "granularities"),
+    [
+        ((INT8, INT8), ("rowwise", "tensorwise")),
+        ((INT8, INT8), ("rowwise", "rowwise")),
+        ((E4M3, E4M3), ("tensorwise", "tensorwise")),
+        ((E5M2, E4M3), ("rowwise", "tensorwise")),
+    ],
+    ids=str,
+)
+def test_the_error_of_a_dot_product_grows_with_its_inner_dimension_as_predicted(
+    formats, granularities
+):
+    found = {}
+    for K in (64, 4096):
+        x, w = 3 * normal(96, K), 0.02 * normal(64, K, seed=1) + 0.01
+        measured, predicted = dot_error_variance(x, w, formats, granularities)
+        assert measured == pytest.approx(predicted, rel=0.1)
+        found[K] = measured
+    growth = found[4096] / found[64]
+    # 64 of it the number of terms; the rest int8's step, the largest of more elements
+    assert 60 < growth < (150 if formats[0] is INT8 else 75)
+
+
+def test_outliers_that_meet_make_the_error_larger_than_predicted_in_fp8_but_not_in_int8():
+    features = torch.exp(normal(1, 512, seed=2))  # large in both operands
+    x, w = features * normal(64, 512), features * normal(64, 512, seed=1)
+    measured, predicted = dot_error_variance(x, w, (E4M3, E4M3), ("tensorwise", "tensorwise"))
+    assert measured > 2 * predicted
+    measured, predicted = dot_error_variance(x, w, (INT8, INT8), ("rowwise", "tensorwise"))
+    assert measured == pytest.approx(predicted, rel=0.1)

@@ -1,0 +1,89 @@
+"""evaluate and export with precision=int8_inference, on a run of the colored squares."""
+
+import pytest
+import torch
+from hydra.core.config_store import ConfigStore
+
+from experiments import evaluate, export
+from experiments.build import build
+from experiments.cli import check_command, defaults
+from experiments.evaluate import EvaluateConfig, EvaluatedPrecision, predicted_classes, read_config
+from experiments.export import ExportConfig
+from experiments.open_data import open_data
+from lowprec.clip.model import build_model
+from lowprec.config import EvaluationConfig
+from lowprec.nn.inference import load_int8
+from lowprec.run import read_rows
+from lowprec.train.checkpoint import newest_checkpoint
+from lowprec.validate import ConfigError
+
+INT8 = EvaluatedPrecision("int8_inference")
+
+
+@pytest.fixture(params=["high", "switchback"])
+def run(request, run_once, make_config, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    changes = {"num_steps": 40, "save_every": 40, "optimizer.lr": 2e-3, "model.vision_layers": 1}
+    run_once(make_config({**changes, "precision.recipe": request.param}), folder)
+    return folder
+
+
+def test_a_trained_model_keeps_its_classes_in_int8(run, capsys):
+    for precision in (EvaluatedPrecision(), INT8):
+        evaluate.main(EvaluateConfig(str(run), precision, EvaluationConfig("both"), device="cpu"))
+    trained, converted = read_rows(run / "evaluations.jsonl")
+    assert (trained["precision"], converted["precision"]) == ("as_trained", "int8_inference")
+    assert set(converted) - set(trained) == {"int8/memory_ratio", "int8/agreement"}
+    assert trained["zero_shot/top1"] > 0.9
+    assert converted["int8/agreement"] >= 0.99
+    assert converted["int8/memory_ratio"] <= 0.30
+    assert "int8/agreement" in capsys.readouterr().out
+
+
+def test_without_class_names_there_is_no_agreement(run):
+    evaluate.main(EvaluateConfig(str(run), INT8, EvaluationConfig("retrieval"), device="cpu"))
+    [row] = read_rows(run / "evaluations.jsonl")
+    assert "int8/memory_ratio" in row and "int8/agreement" not in row
+
+
+def test_an_exported_model_is_the_one_that_was_evaluated(run, tmp_path):
+    export.main(ExportConfig(str(run), str(tmp_path / "int8.safetensors"), INT8))
+    evaluate.main(EvaluateConfig(str(run), INT8, EvaluationConfig("zero_shot"), device="cpu"))
+    [row] = read_rows(run / "evaluations.jsonl")
+    config = read_config(run)
+    config.evaluation.name = "zero_shot"
+    built = build(config, open_data(config))
+    built.task.model = load_int8(build_model(config.model), tmp_path / "int8.safetensors")
+    assert built.evaluation()(built.task.model)["zero_shot/top1"] == row["zero_shot/top1"]
+
+
+@pytest.mark.parametrize("run", ["high"], indirect=True)
+def test_only_a_run_is_exported_in_int8(run, tmp_path):
+    path, _ = newest_checkpoint(run)
+    with pytest.raises(SystemExit, match="not a run directory"):
+        export.main(ExportConfig(str(path / "model.safetensors"), str(tmp_path / "a"), INT8))
+    with pytest.raises(SystemExit, match="written as .safetensors"):
+        export.main(ExportConfig(str(run), str(tmp_path / "a.pt"), INT8))
+
+
+def test_classes_are_the_nearest_of_the_classifier(make_config):
+    config = make_config({"evaluation.name": "zero_shot"})
+    built = build(config, open_data(config))
+    labels = torch.cat([batch.labels for batch in built.evaluation().make_batches()])
+    found = (predicted_classes(built) == labels).double().mean().item()
+    assert found == built.evaluation()(built.task.model)["zero_shot/top1"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "schema", "given"),
+    [("evaluate", EvaluateConfig, ["run=a"]), ("export", ExportConfig, ["source=a", "out=b"])],
+)
+def test_a_precision_is_chosen_by_name(entry, schema, given):
+    ConfigStore.instance().store(name="schema", node=defaults(schema))
+    [config] = check_command(given, entry, schema)
+    assert config.precision == EvaluatedPrecision()
+    [config] = check_command([*given, "precision=int8_inference"], entry, schema)
+    assert config.precision.recipe == "int8_inference"
+    with pytest.raises(ConfigError, match="one of as_trained, int8_inference"):
+        check_command([*given, "precision=switchback"], entry, schema)

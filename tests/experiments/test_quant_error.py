@@ -1,0 +1,104 @@
+"""quant_error: what it catches of a run, its rows, its table, and lines of normal numbers."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from experiments import quant_error
+from experiments.build import build
+from experiments.open_data import open_data
+from experiments.quant_error import QuantErrorConfig, attach, catch, layer_rows, main, table
+from lowprec.nn.recipe import RECIPES
+from lowprec.run import read_rows
+
+LAYERS = {"attn.in_proj", "attn.out_proj", "mlp.c_fc", "mlp.c_proj"}
+
+
+@pytest.fixture(params=[{}, {"precision.autocast": "bf16", "precision.recipe": "switchback"}])
+def run(request, run_once, make_config, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    run_once(make_config({"num_steps": 4, "model.vision_layers": 1, **request.param}), folder)
+    return folder
+
+
+@pytest.fixture
+def tensors():
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"x": (80, 32), "w": (16, 32), "g": (80, 16)}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def test_inputs_and_gradients_of_every_layer_are_those_of_its_weight_gradient(make_config):
+    config = make_config({"model.vision_layers": 1})
+    built = build(config, open_data(config))
+    caught = attach(built)
+    loss, _ = built.task.loss(next(built.batches_from(1)))
+    loss.backward()
+    assert {name.split(".", 3)[-1].removeprefix("0.") for name in caught} >= LAYERS
+    assert len(caught) == 8
+    parameters = dict(built.task.model.named_parameters())
+    for name, found in caught.items():
+        weight = parameters.get(f"{name}.weight", parameters.get(f"{name}_weight"))
+        assert torch.equal(found["w"], weight)
+        torch.testing.assert_close(found["g"].T @ found["x"], weight.grad, atol=1e-6, rtol=1e-4)
+
+
+def test_a_run_is_measured_in_its_precision_and_left_as_it_was(run, capsys):
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    main(QuantErrorConfig(run=str(run), recipes=["switchback", "high"], device="cpu"))
+    rows = read_rows(run / "quant_error.jsonl")
+    assert len(rows) == 2 * 8 * 6
+    assert {row["step"] for row in rows} == {4}
+    assert all(path.read_bytes() == content for path, content in before.items())
+    _, layers = catch(run, "cpu")
+    autocast = json.loads((run / "config.yaml").read_text())["precision"]["autocast"]
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[autocast]
+    assert {tensors["x"].dtype for tensors in layers.values()} == {dtype}
+    assert "switchback" in capsys.readouterr().out
+
+
+def test_a_row_tells_formats_and_errors_of_a_product(tensors):
+    rows = {(r["product"], r["operand"]): r for r in layer_rows(tensors, RECIPES["llm_int8"])}
+    assert [row["inner_dim"] for row in rows.values()] == [32, 32, 16, 16, 80, 80]
+    row = rows["grad_input", "w"]
+    assert (row["format"], row["granularity"]) == ("int8", "columnwise")
+    assert 30 < row["product_sqnr_db"] < row["sqnr_db"] < 50
+
+
+def test_a_product_left_in_16_bit_is_measured_in_bf16(tensors):
+    rows = [r for r in layer_rows(tensors, RECIPES["switchback"]) if r["product"] == "grad_weight"]
+    assert {row["format"] for row in rows} == {"bf16"}
+    assert all(50 < row["product_sqnr_db"] < 65 for row in rows)
+
+
+def test_the_table_names_the_worst_layers_first(tensors):
+    spoiled = {name: tensor.clone() for name, tensor in tensors.items()}
+    spoiled["w"][0, 0] = 1000
+    rows = [
+        {"recipe": "switchback", "layer": layer, **row}
+        for layer, found in {"fine": tensors, "spoiled": spoiled}.items()
+        for row in layer_rows(found, RECIPES["switchback"])
+    ]
+    lines = [line.split() for line in table(rows) if " output " in line]
+    assert [line[-1] for line in lines] == ["spoiled", "fine"]
+
+
+def test_normal_numbers_give_a_line_a_case_and_dimension(tmp_path, capsys):
+    config = QuantErrorConfig(inner_dims=[64, 256], run_dir=str(tmp_path))
+    main(config)
+    [file] = (tmp_path / "bench" / quant_error.SLUG).glob("*.jsonl")
+    rows = read_rows(file)
+    assert [(row["case"], row["inner_dim"]) for row in rows] == [
+        (case, dim) for dim in (64, 256) for case in quant_error.CASES
+    ]
+    assert all(row["correct"] and row["slug"] == quant_error.SLUG for row in rows)
+    main(replace(config, inner_dims=[2]))  # a few steps of the format: not as predicted
+    assert "False" in str([row["correct"] for f in file.parent.iterdir() for row in read_rows(f)])
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path):
+    with pytest.raises(SystemExit, match="not a run directory"):
+        main(QuantErrorConfig(run=str(tmp_path)))
