@@ -1,5 +1,7 @@
 """Draws a figure from runs: `python -m analysis.make SLUG --runs DIR --out DIR [--scale SCALE]`.
 
+A figure that names `LINES` is drawn from that benchmark's lines below DIR instead.
+
 Writes SLUG.png, SLUG.pdf, SLUG.csv (exactly the plotted numbers) and SLUG.json (where they come
 from). The same runs give the same files.
 """
@@ -37,23 +39,18 @@ def main(arguments: list[str] | None = None) -> int:
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     try:
         _check_slug(options.slug)
-        runs = _choose(options.slug, options.runs, options.scale)
         figure = importlib.import_module(f"analysis.figures.{options.slug}")
-        frame = figure.query(runs)
-        drawn = runs.runs[runs.runs["run"].isin(frame["run"])]
-        left_out = _left_out(runs, drawn)
-        if drawn.empty:
-            raise NoRunsError(f"{options.runs}: nothing to draw yet: {'; '.join(left_out)}")
+        from_lines = hasattr(figure, "LINES")
+        frame, origin, scale = (_of_lines if from_lines else _of_runs)(figure, options)
     except (NoRunsError, ChoiceError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     options.out.mkdir(parents=True, exist_ok=True)
     called = f"python -m analysis.make {shlex.join(arguments)}"
-    about = {"caption": figure.caption(frame), "command": called, **_provenance(drawn, left_out)}
-    scale = drawn["scale"].dropna().iloc[0]
+    about = {"caption": figure.caption(frame), "command": called, **origin, **_code()}
     stem = options.out / (options.slug if scale == "paper" else f"{options.slug}_{scale}")
     _write(stem, figure, frame, about)
-    for line in left_out:
+    for line in origin["left_out"]:
         print(f"left out: {line}", file=sys.stderr)
     print(f"Wrote {stem}.png, .pdf, .csv, .json\n{about['caption']}")
     return 0
@@ -102,6 +99,29 @@ def _choose(slug: str, root: Path, scale: str | None) -> Runs:
     return runs
 
 
+def _of_runs(figure, options: argparse.Namespace) -> tuple[pd.DataFrame, dict, str]:
+    """The frame of a figure of runs, where it comes from, and the scale of the runs."""
+    runs = _choose(options.slug, options.runs, options.scale)
+    frame = figure.query(runs)
+    drawn = runs.runs[runs.runs["run"].isin(frame["run"])]
+    left_out = _left_out(runs, drawn)
+    if drawn.empty:
+        raise NoRunsError(f"{options.runs}: nothing to draw yet: {'; '.join(left_out)}")
+    return frame, _provenance(drawn, left_out), drawn["scale"].dropna().iloc[0]
+
+
+def _of_lines(figure, options: argparse.Namespace) -> tuple[pd.DataFrame, dict, str]:
+    """The same of a figure of benchmark lines, which have no scale: files and their digests."""
+    from analysis.bench import load_lines  # late, as it loads matplotlib
+
+    lines = load_lines(options.runs, figure.LINES)
+    frame = figure.query(lines)
+    drawn = sorted(set(frame["file"]) - {""})
+    files = [{"path": path, "sha256": _sha256(Path(path))} for path in drawn]
+    left_out = [f"{path} (a newer file has its lines)" for path in set(lines["file"]) - set(drawn)]
+    return frame, {"files": files, "left_out": sorted(left_out)}, "paper"
+
+
 def _left_out(runs: Runs, drawn: pd.DataFrame) -> list[str]:
     """Why runs that were found are not in the figure."""
     rest = runs.runs[~runs.runs["run"].isin(drawn["run"])]
@@ -109,7 +129,7 @@ def _left_out(runs: Runs, drawn: pd.DataFrame) -> list[str]:
 
 
 def _provenance(drawn: pd.DataFrame, left_out: list[str]) -> dict:
-    """The runs, their state and the digest of their metrics; commit and package versions."""
+    """The runs, their state and the digest of their metrics."""
     runs = [
         {
             "path": run.path,
@@ -122,13 +142,18 @@ def _provenance(drawn: pd.DataFrame, left_out: list[str]) -> dict:
         }
         for run in drawn.itertuples()
     ]
+    return {"runs": runs, "left_out": left_out}
+
+
+def _code() -> dict:
+    """Commit and package versions of what drew."""
     versions = {"python": sys.version.split()[0]}
     for name in PACKAGES:
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = None
-    return {"runs": runs, "left_out": left_out, "commit": _commit(), "versions": versions}
+    return {"commit": _commit(), "versions": versions}
 
 
 def _commit() -> str | None:

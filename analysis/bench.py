@@ -1,0 +1,164 @@
+"""Lines of benchmarks as one table: `load_lines(root, slug)`.
+
+A time is compared only with one of the same file, that is of the same machine and run.
+"""
+
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from analysis import paper, style
+from analysis.load import NoRunsError
+from lowprec.run import read_rows
+
+QUANTIZE = ("quantize_x", "quantize_g", "quantize_w")
+PRODUCTS = ("output", "grad_input", "grad_weight")
+
+
+def load_lines(root: Path | str, slug: str) -> pd.DataFrame:
+    """A row a line of `root/<slug>/*.jsonl` or `root/bench/<slug>/*.jsonl`, with its `file`.
+
+    A line without a number (`ms` NaN) was skipped or found wrong; its `reason` says why. Raises
+    NoRunsError when there are none, when a file is damaged, and for lines of several devices.
+    """
+    root = Path(root)
+    folders = [root / slug, root / "bench" / slug]
+    files = sorted(path for folder in folders for path in folder.glob("*.jsonl"))
+    try:
+        rows = [{**row, "file": str(file)} for file in files for row in read_rows(file)]
+    except ValueError as error:
+        raise NoRunsError(str(error)) from error
+    if not rows:
+        raise NoRunsError(
+            f"{root}: no lines in {slug}/*.jsonl or bench/{slug}/*.jsonl; to make some: "
+            f"python -m experiments.bench_{slug}"
+        )
+    frame = pd.DataFrame(rows)
+    devices = sorted(frame["device"].unique())
+    if len(devices) > 1:
+        raise NoRunsError(
+            f"{root}: {slug} was measured on {', '.join(devices)}; times of several devices do not "
+            "belong in one figure: move the files of one of them into a folder of their own"
+        )
+    frame["ms"] = pd.to_numeric(frame["ms"])
+    return frame if "reason" in frame else frame.assign(reason=None)
+
+
+def newest(frame: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
+    """Of each value of `keys`, the lines of the newest file that has it; names are times."""
+    return frame[frame["file"] == frame.groupby(keys)["file"].transform("max")]
+
+
+def missing(frame: pd.DataFrame) -> str:
+    """` Not measured: llm_int8 at 4096 (reason).`: lines without a number, or nothing."""
+    of_peer = frame["case"].str.contains(",")  # of an operation; no figure draws it
+    skipped = frame[frame["ms"].isna() & ~of_peer].drop_duplicates(["case", "dim", "reason"])
+    names = [f"{line.case} at {line.dim} ({line.reason})" for line in skipped.itertuples()]
+    return f" Not measured: {'; '.join(names)}." if names else ""
+
+
+def saved_percent(ms: pd.Series, base_ms: pd.Series) -> pd.Series:
+    """Time saved, % of the base's: the paper's speed-up. 50 is twice as fast."""
+    return 100 * (1 - ms / base_ms)
+
+
+def operations(lines: pd.DataFrame) -> pd.DataFrame:
+    """Milliseconds of each operation of `bench_ops`, the mean of both directions of a layer.
+
+    A row for each file, tokens, dim, case and dtype; other libraries' operations are left out.
+    """
+    ours = lines[lines["case"].isin(QUANTIZE + PRODUCTS) & lines["ms"].notna()]
+    keys = ["tokens", "dim", "case", "dtype"]
+    mean = newest(ours, keys).groupby(["file", "device", *keys])["ms"].agg(["mean", "count"])
+    mean = mean[mean["count"] == 2].rename(columns={"mean": "ms"})
+    return mean["ms"].reset_index()
+
+
+def switchback_times(lines: pd.DataFrame) -> pd.DataFrame:
+    """SwitchBack as the sum of its operations: `ms`, of it `quantize_ms`, and `base_ms` in 16 bit.
+
+    A row for each tokens, dim and dtype (int8, fp8) of which one file has every operation.
+    """
+    found = []
+    for at, group in operations(lines).groupby(["file", "device", "tokens", "dim"]):
+        times = group.set_index(["dtype", "case"])["ms"]
+        for dtype in ("int8", "fp8"):
+            quantize = [times.get((dtype, case)) for case in QUANTIZE]
+            products = [times.get((dtype, case)) for case in PRODUCTS[:2]]
+            base = [times.get(("bf16", case)) for case in PRODUCTS]
+            if None not in (*quantize, *products, *base):
+                total = sum(quantize) + sum(products) + base[2]  # grad_weight stays 16 bit
+                found.append((*at, dtype, total, sum(quantize), sum(base)))
+    columns = ["file", "device", "tokens", "dim", "dtype", "ms", "quantize_ms", "base_ms"]
+    return pd.DataFrame(found, columns=columns)
+
+
+def layer_times(lines: pd.DataFrame, cases: tuple[str, ...]) -> pd.DataFrame:
+    """Some cases of `bench_layer`, both directions of a layer together, a row each dim and mode.
+
+    `saved` is the time saved, % of nn.Linear's in the same mode (eager, or as a CUDA graph). A dim
+    is taken whole from the newest file that has it.
+    """
+    both = lines[(lines["direction"] == "both") & lines["ms"].notna()]
+    both = newest(both, ["tokens", "dim"])
+    at = ["file", "tokens", "dim", "mode"]
+    base = both[both["case"] == "linear"].set_index(at)["ms"].rename("base_ms")
+    found = both[both["case"].isin(cases)].join(base, on=at, how="inner")
+    if found.empty:
+        raise NoRunsError(f"no line of {', '.join(cases)} with nn.Linear's beside it")
+    found = found.assign(saved=saved_percent(found["ms"], found["base_ms"]))
+    found = found.rename(columns={"device": "source", "case": "series"})
+    return found[["file", "source", "series", "mode", "tokens", "dim", "ms", "base_ms", "saved"]]
+
+
+def plot_layer(frame: pd.DataFrame, ax: Axes, column: str) -> None:
+    """A line for each case by dim, in the color of its precision; CUDA graphs dashed."""
+    ours = frame[frame["source"] != paper.SOURCE]
+    order = [name for name in style.PRECISIONS if name in set(ours["series"])]
+    for series in order:
+        for mode, part in ours[ours["series"] == series].groupby("mode"):
+            for tokens, line in part.groupby("tokens"):
+                many = ours["tokens"].nunique() > 1
+                name = style.PRECISIONS[series][0] + (f", {tokens:,} tokens" if many else "")
+                line = line.sort_values("dim")
+                ax.plot(line["dim"], line[column], color=style.color(series, ""), marker="o", ms=3,
+                        ls="-" if mode == "eager" else (0, (3, 1.2)),
+                        label=name + ("" if mode == "eager" else ", CUDA graph"))  # fmt: skip
+    dim_axis(ax, frame["dim"])
+
+
+def plot_paper(frame: pd.DataFrame, ax: Axes) -> None:
+    """The paper's percentages as gray lines, darker for more tokens; one label."""
+    theirs = frame[frame["source"] == paper.SOURCE]
+    counts = sorted(theirs["tokens"].unique())
+    for rank, tokens in enumerate(counts):
+        part = theirs[theirs["tokens"] == tokens].sort_values("dim")
+        gray = str(0.8 - 0.5 * rank / max(1, len(counts) - 1))
+        first = f"{counts[0]:,} to " if len(counts) > 1 else ""
+        label = f"{paper.SOURCE}, {first}{tokens:,} tokens" if rank == len(counts) - 1 else None
+        ax.plot(part["dim"], part["value"], color=gray, lw=0.9, ls=(0, (2, 1.2)), label=label)
+
+
+def dim_axis(ax: Axes, dims: pd.Series) -> None:
+    """A logarithmic axis with a tick at each dim."""
+    ax.set_xscale("log")
+    ticks = sorted(set(dims))
+    ax.set_xticks(ticks, [str(dim) for dim in ticks], rotation=45, ha="right")
+    ax.minorticks_off()
+    ax.set_xlabel("dim")
+
+
+def legend_below(figure: Figure, axes: list[Axes], ncols: int) -> None:
+    """One legend under the panels; what they share is named once."""
+    named = {}
+    for ax in axes:
+        handles, labels = ax.get_legend_handles_labels()
+        named |= dict(zip(labels, handles, strict=True))
+    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=ncols)
+
+
+def devices(frame: pd.DataFrame) -> str:
+    """The device of the measured rows, for a caption."""
+    return ", ".join(sorted(set(frame["source"]) - {paper.SOURCE}))

@@ -1,0 +1,106 @@
+"""Time of a whole model's forward and backward that 8 bits save, over two 16-bit baselines.
+
+Lines: `python -m experiments.bench_model`, a case each, of one run. The baselines are open_clip's
+model, eager or compiled, whichever is faster, and our model with algorithm 5 (`autograd_high`).
+Source: figure 4, right, arXiv:2304.13013.
+"""
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from analysis import bench, style
+from analysis.load import NoRunsError
+
+LINES = "model"
+BASELINES = {  # baseline: (in print, cases of which the fastest counts)
+    "open_clip": ("open_clip, eager or compiled", ("open_clip", "open_clip eager")),
+    "autograd_high": ("our model, autograd function", ("autograd_high",)),
+}
+CASES = {  # case: (in print, precision whose color it has)
+    "high": ("ours, 16 bit", "bf16"),
+    "switchback": ("SwitchBack int8", "switchback"),
+    "hw_fp8_switchback": ("SwitchBack fp8", "hw_fp8_switchback"),
+    "llm_int8": ("LLM.int8()", "llm_int8"),
+}
+
+
+def query(lines: pd.DataFrame) -> pd.DataFrame:
+    """A row for each shape, baseline and case of one file: `value`, time saved in %.
+
+    The first word of a shape is the model; all else, such as the batch, must be equal too. Where a
+    file has a case twice, the last counts. NoRunsError when no case has a baseline beside it.
+    """
+    known = lines[lines["ms"].notna()]
+    known = known.assign(model=known["shape"].str.extract(r"^(\w+)", expand=False))
+    at = ["file", "shape"]
+    known = known.drop_duplicates([*at, "case"], keep="last")
+    frames = []
+    for baseline, (_, cases) in BASELINES.items():
+        base = known[known["case"].isin(cases)].groupby(at)["ms"].min().rename("base_ms")
+        part = known[known["case"].isin(CASES)].join(base, on=at, how="inner")
+        frames.append(part.assign(baseline=baseline))
+    found = pd.concat(frames, ignore_index=True)
+    if found.empty:
+        raise NoRunsError(
+            f"slug {LINES}: no line of {', '.join(CASES)} has {' or '.join(BASELINES)} beside it, "
+            "of the same shape, in one file"
+        )
+    found = bench.newest(found, ["shape", "baseline"])
+    found["value"] = bench.saved_percent(found["ms"], found["base_ms"])
+    found = found.rename(columns={"device": "source", "case": "series"})
+    columns = ["file", "source", "model", "shape", "baseline", "series", "ms", "base_ms", "value"]
+    frame = found[columns].reset_index(drop=True)
+    skipped = lines[lines["case"].isin([*CASES, "open_clip", "autograd_high"]) & lines["ms"].isna()]
+    reasons = [f"{row.case}, {row.shape} ({row.reason})" for row in skipped.itertuples()]
+    frame.attrs["missing"] = f" Not measured: {'; '.join(reasons)}." if reasons else ""
+    return frame
+
+
+def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
+    """Bars over one baseline: a group a model, small to large, a bar a case."""
+    shapes = frame[["model", "shape"]].drop_duplicates().itertuples(index=False)
+    shapes = sorted(shapes, key=lambda pair: (style.rank(pair[0], style.MODELS), pair[1]))
+    cases = [case for case in CASES if case in set(frame["series"])]
+    width = 0.8 / len(cases)
+    for place, case in enumerate(cases):
+        values = frame[frame["series"] == case].set_index("shape")["value"]
+        at = [index for index, (_, shape) in enumerate(shapes) if shape in values.index]
+        heights = [values[shapes[index][1]] for index in at]
+        middles = [index + (place - (len(cases) - 1) / 2) * width for index in at]
+        name, precision = CASES[case]
+        color = style.color(precision, "stable_adamw")
+        bars = ax.bar(middles, heights, width * 0.92, color=color, label=name)
+        ax.bar_label(bars, fmt="%.0f", fontsize=6, padding=1)
+    names = [
+        style.MODELS.get(model, model) + shape.removeprefix(model).replace(" ", "\n", 1)
+        for model, shape in shapes
+    ]
+    names = [name.replace(", ", "\n") for name in names]
+    ax.set_xticks(range(len(shapes)), names)
+    ax.axhline(0, color="black", lw=0.6)
+    ax.grid(visible=False, axis="x")
+    ax.margins(y=0.15)
+    ax.set(title=f"over {BASELINES[frame['baseline'].iloc[0]][0]}", ylabel="time saved (%)")
+    return ax
+
+
+def draw(frame: pd.DataFrame, figure: Figure) -> None:
+    """A panel for each baseline there is, one legend."""
+    found = [baseline for baseline in BASELINES if baseline in set(frame["baseline"])]
+    figure.set_size_inches(style.COLUMN_WIDTH * max(1.2, len(found)), 3.0)
+    axes = figure.subplots(1, len(found), squeeze=False, sharey=True)[0]
+    for baseline, ax in zip(found, axes, strict=True):
+        plot(frame[frame["baseline"] == baseline], ax)
+    bench.legend_below(figure, list(axes), ncols=4)
+
+
+def caption(frame: pd.DataFrame) -> str:
+    """Device, and which baseline, model or case there is no line of."""
+    absent = [f"baseline {name}" for name in BASELINES if name not in set(frame["baseline"])]
+    absent += [name for name in CASES if name not in set(frame["series"])]
+    without = f" No lines of: {', '.join(absent)}." if absent else ""
+    return (
+        f"Forward and backward of the whole model on {bench.devices(frame)}: time saved; each bar "
+        f"against a baseline of the same run.{without}{frame.attrs.get('missing', '')}"
+    )

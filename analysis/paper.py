@@ -1,0 +1,39 @@
+"""Numbers of the SwitchBack paper that figures show beside ours, always marked as the paper's.
+
+Percentages of its layer benchmark on an A100 in fp16, dim -> 4 dim and 4 dim -> dim together, by
+batch * tokens (rows) and dim (columns), recomputed from the timings released with bitsandbytes
+0.49.2. Source: figures 3 and 4, arXiv:2304.13013.
+"""
+
+import pandas as pd
+
+SOURCE = "paper, A100"
+DIMS = (1024, 1280, 1408, 1664, 2048, 4096)
+SAVED = {  # time that SwitchBack saves, % of the 16-bit layer's: the paper's speed-up
+    16384: (6.0, 14.9, 19.0, 22.7, 24.8, 29.1),
+    32768: (12.5, 27.0, 22.6, 24.6, 27.1, 32.0),
+    65536: (16.5, 35.2, 22.2, 25.4, 28.9, 33.2),
+    131072: (17.9, 29.8, 23.4, 26.4, 29.9, 33.0),
+}
+SAVED_Q = {  # the same of SwitchBackQ
+    16384: (7.6, 13.4, 17.8, 20.2, 20.7, 24.2),
+    32768: (13.7, 25.8, 21.8, 23.1, 25.0, 29.5),
+    65536: (16.8, 34.5, 21.5, 24.5, 27.7, 31.8),
+    131072: (17.9, 29.4, 22.9, 25.8, 29.2, 32.2),
+}
+QUANTIZE_SHARE = {  # of SwitchBack's time, % in quantize operations
+    16384: (24.5, 19.5, 18.2, 14.8, 13.4, 10.9),
+    32768: (19.7, 16.8, 15.3, 12.4, 10.9, 8.4),
+    65536: (17.0, 15.3, 13.3, 10.8, 9.6, 7.2),
+    131072: (15.5, 14.5, 12.7, 10.4, 8.7, 6.2),
+}
+
+
+def rows(table: dict, series: str) -> pd.DataFrame:
+    """A table as a tidy frame: source, series, tokens, dim, value."""
+    cells = [
+        {"source": SOURCE, "series": series, "tokens": tokens, "dim": dim, "value": value}
+        for tokens, values in table.items()
+        for dim, value in zip(DIMS, values, strict=True)
+    ]
+    return pd.DataFrame(cells)

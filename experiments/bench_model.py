@@ -1,0 +1,136 @@
+"""Times forward and backward of a whole CLIP model by recipe, beside open_clip's own model.
+
+    python -m experiments.bench_model model=vit_h14 model.patch_dropout=0.5 batch_size=256 \
+        compile=true checkpointing=true
+
+Takes the keys of `train`; `precision` says the autocast dtype, the recipes are all measured. Rows:
+open_clip eager and, under compile=true, with every block compiled; then ours, 16 bit and 8 bits.
+A case counts only if its first loss and gradient norm are open_clip's. `ratio` is to the faster of
+the open_clip rows. One JSON line a case goes to `runs/bench/model/<time>.jsonl`.
+"""
+
+import dataclasses
+import sys
+
+from experiments import cli
+from experiments.bench_report import median_ms, reason_of, reporter
+from lowprec.config import Config
+from lowprec.run import label
+
+OPEN_CLIP = ("open_clip eager", "open_clip")
+RECIPES = ("autograd_high", "high", "switchback", "switchback_m", "hw_fp8_switchback", "llm_int8")
+REPEATS = 10
+LOSS_TOLERANCE = 2e-2
+GRADIENT_TOLERANCE = 5e-2  # of the global norm; the recipes' noise is below 2%
+
+
+def main(config: Config) -> None:
+    """Measures all cases of one config, each built anew from the same seed."""
+    import torch
+
+    from experiments.build import pick_device
+
+    device = pick_device(config.device)
+    report = reporter(config.run_dir, "model")
+    checkpointed = ", checkpointing" if config.checkpointing else ""
+    shape = f"{config.model.name} batch {config.batch_size}{checkpointed}"
+    print(f"{label(config)} on {device}", file=sys.stderr)
+    expected, base = None, None
+    for case in (*OPEN_CLIP, *RECIPES):
+        if case == "open_clip" and not config.compile:
+            continue
+        facts = {"compiled": config.compile and case != "open_clip eager"}
+        try:
+            ms, found, memory_gib = measure(config, case, device)
+        except (RuntimeError, torch.OutOfMemoryError) as error:
+            report(case, shape, config.precision.autocast, reason=reason_of(error), **facts)
+            continue
+        expected = expected or found
+        gaps = [abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True)]
+        if gaps[0] > LOSS_TOLERANCE or gaps[1] > GRADIENT_TOLERANCE:
+            reason = f"loss or gradient norm off by {gaps[0]:.3g}, {gaps[1]:.3g}"
+            report(case, shape, config.precision.autocast, correct=False, reason=reason, **facts)
+            continue
+        if case in OPEN_CLIP:
+            base = min(base or ms, ms)
+        report(
+            case, shape, config.precision.autocast, ms, 1000 * config.batch_size / ms,
+            "the faster open_clip" if base else None, base and base / ms, True,
+            loss=round(found[0], 5), grad_norm=round(found[1], 5), memory_gib=memory_gib, **facts,
+        )  # fmt: skip
+
+
+def measure(config: Config, case: str, device: object) -> tuple:
+    """Milliseconds, (loss, gradient norm) of the first pass, peak memory in GiB (None on a CPU)."""
+    import torch
+
+    from lowprec.clip.model import Normalize, contrastive_loss
+    from lowprec.train.task import ContrastiveTask
+
+    torch.compiler.reset()
+    model = build(config, case, device)
+    task = ContrastiveTask(
+        model, contrastive_loss(), Normalize().to(device), config.precision.autocast
+    )
+    batch = random_batch(config, model, device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    torch.manual_seed(config.seed)  # of patch dropout
+    loss = forward_and_backward(task, batch).item()
+    norms = [p.grad.float().norm() for p in model.parameters() if p.grad is not None]
+    first = (loss, torch.stack(norms).norm().item())
+    ms = median_ms(lambda: forward_and_backward(task, batch), device, REPEATS)
+    if device.type != "cuda":
+        return ms, first, None
+    return ms, first, round(torch.cuda.max_memory_allocated() / 2**30, 2)
+
+
+def forward_and_backward(task: object, batch: object) -> object:
+    """The loss of a batch; gradients are made anew."""
+    for parameter in task.model.parameters():
+        parameter.grad = None
+    loss, _ = task.loss(batch)
+    loss.backward()
+    return loss
+
+
+def build(config: Config, case: str, device: object) -> object:
+    """The model of a case in training mode: open_clip's own, or with a recipe's layers."""
+    import torch
+
+    from lowprec.clip.model import build_model, compile_blocks
+    from lowprec.clip.precision import set_precision
+
+    torch.manual_seed(config.seed)
+    with device:
+        model = build_model(config.model, config.intervention.name).to(device)
+    if case not in OPEN_CLIP:
+        set_precision(model, dataclasses.replace(config.precision, recipe=case))
+    if config.checkpointing:
+        model.set_grad_checkpointing(True)
+    if config.compile and case != "open_clip eager":
+        compile_blocks(model)
+    return model.train()
+
+
+def random_batch(config: Config, model: object, device: object) -> object:
+    """A Batch of random pixels and tokens on the device."""
+    import torch
+
+    from lowprec.clip.model import image_size
+    from lowprec.data.loader import Batch
+
+    generator = torch.Generator().manual_seed(0)
+    side, size = image_size(model), config.batch_size
+    length = config.model.context_length or model.context_length
+    vocabulary = config.model.vocab_size or model.vocab_size
+    tokens = torch.randint(1, vocabulary - 2, (size, length), generator=generator)
+    tokens[:, -1] = vocabulary - 1
+    pixels = torch.randint(0, 256, (size, 3, side, side), dtype=torch.uint8, generator=generator)
+    numbers = torch.zeros(size, dtype=torch.int64)
+    return Batch(pixels, tokens, numbers, numbers).to(device)
+
+
+if __name__ == "__main__":
+    cli.main(main, "train")

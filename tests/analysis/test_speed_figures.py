@@ -1,0 +1,184 @@
+"""Figures of speed, from synthetic lines: what is summed, compared and told of its origin."""
+
+import hashlib
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from analysis import make, paper
+from analysis.bench import load_lines
+from analysis.figures import (
+    end_to_end_speed,
+    op_profile,
+    quantize_share,
+    switchback_variants_speed,
+    switchback_vs_llmint8_speed,
+)
+from analysis.load import NoRunsError
+from lowprec.run import encode_row
+
+DEVICE = "SYNTHETIC GPU"
+DIMS = (768, 1280, 4096)
+SPEED = {"int8": 1.5, "fp8": 1.8}  # of synthetic products
+LAYERS = {"linear": 1.0, "switchback": 0.8, "switchback_m": 0.85, "switchback_q": 0.9}
+LAYERS["llm_int8"] = 1.1
+
+
+def line(slug, case, ms, device=DEVICE, **more):
+    row = {"slug": slug, "device": device, "versions": {}, "commit": None, "case": case}
+    return row | {"shape": "synthetic", "dtype": "bf16", "ms": ms, "rate": 1.0} | more
+
+
+def op_lines(dims=DIMS, tokens=32768, quantize=0.1):
+    """Products take dim^2 (16 bit) and quantize operations `quantize` * dim, up and down."""
+    for dim in dims:
+        for direction in ("up", "down"):
+            at = {"dim": dim, "tokens": tokens, "direction": direction}
+            product = dim**2 * 1e-6
+            for case in ("output", "grad_input", "grad_weight"):
+                yield line("ops", case, product, **at)
+            for dtype, speed in SPEED.items():
+                for case in ("output", "grad_input"):
+                    yield line("ops", case, product / speed, dtype=dtype, **at)
+                for case in ("quantize_x", "quantize_g", "quantize_w"):
+                    yield line("ops", case, quantize * dim * 1e-3, dtype=dtype, **at)
+            yield line("ops", "output, torch._int_mm", 1e-9, dtype="int8", **at)
+
+
+def layer_lines(dims=DIMS, cases=LAYERS):
+    for dim in dims:
+        for mode in ("eager", "graph"):
+            for case, share in cases.items():
+                ms = dim**2 * 1e-6 * share + (0.2 if mode == "eager" else 0)
+                at = {"dim": dim, "tokens": 32768, "mode": mode}
+                yield line("layer", case, ms, direction="both", **at)
+                yield line("layer", case, 1e9, direction="up", **at)  # not to be drawn
+
+
+def model_lines():
+    times = {"open_clip eager": 100.0, "open_clip": 110.0, "autograd_high": 90.0, "high": 80.0}
+    for model in ("vit_h14", "vit_b32"):
+        for case, ms in (times | {"switchback": 72.0, "llm_int8": 85.0}).items():
+            yield line("model", case, ms, shape=f"{model} batch 256")
+    yield line("model", "autograd_high", 1e-3, shape="vit_h14 batch 256, checkpointing")
+
+
+def write(root, slug, lines, name="20260101-000000"):
+    folder = root / slug
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.jsonl").write_text("".join(map(encode_row, lines)))
+    return root
+
+
+def ours(frame, **columns):
+    """The measured rows, of these values of columns."""
+    frame = frame[frame["source"] != paper.SOURCE]
+    for column, value in columns.items():
+        frame = frame[frame[column] == value]
+    return frame
+
+
+def test_saved_time_is_of_all_operations_with_a_16_bit_weight_gradient(tmp_path):
+    frame = op_profile.query(load_lines(write(tmp_path, "ops", op_lines()), "ops"))
+    saved = ours(frame, panel="saved").set_index(["dtype", "dim"])["value"]
+    for dtype, speed in SPEED.items():
+        for dim in DIMS:
+            product = dim**2 * 1e-6
+            total = product * (2 / speed + 1) + 3 * 0.1 * dim * 1e-3
+            assert saved[dtype, dim] == pytest.approx(100 * (1 - total / (3 * product)))
+
+
+def test_quantize_share_falls_with_dim_and_is_the_sum_of_three(tmp_path):
+    frame = quantize_share.query(load_lines(write(tmp_path, "ops", op_lines()), "ops"))
+    share = ours(frame, series="int8").set_index("dim")["value"]
+    quantize, product = 0.3 * 1280 * 1e-3, 1280**2 * 1e-6
+    assert share[1280] == pytest.approx(100 * quantize / (quantize + product * (2 / 1.5 + 1)))
+    assert share.is_monotonic_decreasing
+
+
+def test_papers_numbers_are_drawn_and_marked_as_the_papers(tmp_path):
+    frame = op_profile.query(load_lines(write(tmp_path, "ops", op_lines()), "ops"))
+    theirs = frame[frame["source"] == "paper, A100"]
+    at = (theirs["tokens"] == 32768) & (theirs["dim"] == 1280)
+    assert theirs.loc[at, "value"].item() == 27.0
+    assert "paper's" in op_profile.caption(frame) and DEVICE in op_profile.caption(frame)
+
+
+def test_dim_of_a_newer_file_replaces_the_older_whole(tmp_path):
+    write(tmp_path, "ops", op_lines(quantize=0.1), "20260101-000000")
+    newer = [row for row in op_lines(dims=(1280,), quantize=0.0)]
+    write(tmp_path, "ops", newer, "20260102-000000")
+    share = ours(quantize_share.query(load_lines(tmp_path, "ops"))).set_index(["series", "dim"])
+    assert share.loc[("int8", 1280), "value"] == 0 and share.loc[("int8", 768), "value"] > 0
+    assert "20260102" in share.loc[("int8", 1280), "file"]
+
+
+def test_times_of_two_files_are_never_divided_by_each_other(tmp_path):
+    base = [row for row in layer_lines(cases={"linear": 1.0})]
+    write(tmp_path, "layer", base, "20260101-000000")
+    alone = [row for row in layer_lines(cases={"switchback": 0.5})]
+    write(tmp_path, "layer", alone, "20260102-000000")
+    with pytest.raises(NoRunsError, match="no line of switchback, llm_int8 with nn.Linear's"):
+        switchback_vs_llmint8_speed.query(load_lines(tmp_path, "layer"))
+
+
+def test_lines_of_two_devices_are_refused_by_name(tmp_path):
+    mixed = [*op_lines(), line("ops", "output", 1.0, device="OTHER", dim=1, tokens=1)]
+    with pytest.raises(NoRunsError, match="ops was measured on OTHER, SYNTHETIC GPU"):
+        load_lines(write(tmp_path, "ops", mixed), "ops")
+
+
+def test_incomplete_dim_is_left_out_and_its_missing_operation_is_named(tmp_path):
+    lines = [row for row in op_lines() if not (row["dim"] == 768 and row["case"] == "quantize_g")]
+    broken = line("ops", "quantize_g", None, dim=768, tokens=32768, direction="up", reason="Wrong")
+    frame = op_profile.query(load_lines(write(tmp_path, "ops", [*lines, broken]), "ops"))
+    assert set(ours(frame, panel="saved")["dim"]) == {1280, 4096}
+    assert "Not measured: quantize_g at 768 (Wrong)" in op_profile.caption(frame)
+
+
+def test_layer_is_compared_with_linear_in_the_same_mode(tmp_path):
+    lines = load_lines(write(tmp_path, "layer", layer_lines()), "layer")
+    frame = ours(switchback_variants_speed.query(lines)).set_index(["series", "mode", "dim"])
+    assert frame.loc[("switchback_m", "graph", 1280), "value"] == pytest.approx(15)
+    base = 1280**2 * 1e-6
+    eager = 100 * 0.15 * base / (base + 0.2)
+    assert frame.loc[("switchback_m", "eager", 1280), "value"] == pytest.approx(eager)
+    assert set(frame.reset_index()["series"]) == {"switchback", "switchback_m", "switchback_q"}
+
+
+def test_model_is_compared_with_the_faster_open_clip_and_algorithm_5_of_its_shape(tmp_path):
+    frame = end_to_end_speed.query(load_lines(write(tmp_path, "model", model_lines()), "model"))
+    value = frame.set_index(["model", "baseline", "series"])["value"]
+    assert value["vit_h14", "open_clip", "switchback"] == pytest.approx(28)
+    assert value["vit_b32", "autograd_high", "switchback"] == pytest.approx(20)
+    assert set(frame["series"]) == {"high", "switchback", "llm_int8"}
+    assert set(frame["shape"]) == {"vit_h14 batch 256", "vit_b32 batch 256"}
+    assert "No lines of: hw_fp8_switchback." in end_to_end_speed.caption(frame)
+
+
+@pytest.mark.parametrize(
+    ("slug", "lines"),
+    [
+        ("op_profile", op_lines), ("quantize_share", op_lines), ("end_to_end_speed", model_lines),
+        ("switchback_vs_llmint8_speed", layer_lines), ("switchback_variants_speed", layer_lines),
+    ],
+)  # fmt: skip
+def test_figure_of_lines_says_which_files_it_is_of(tmp_path, slug, lines, capsys):
+    kind = {op_lines: "ops", layer_lines: "layer", model_lines: "model"}[lines]
+    runs = write(tmp_path / "runs" / "bench", kind, lines()).parent
+    out = tmp_path / "figures"
+    assert make.main([slug, "--runs", str(runs), "--out", str(out)]) == 0
+    about = json.loads((out / f"{slug}.json").read_text())
+    (file,) = (runs / "bench" / kind).glob("*.jsonl")
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    assert about["files"] == [{"path": str(file), "sha256": digest}]
+    assert DEVICE in about["caption"] and about["left_out"] == []
+    assert np.isfinite(pd.read_csv(out / f"{slug}.csv")["value"]).all()
+    assert (out / f"{slug}.png").stat().st_size > 5000
+
+
+def test_no_lines_are_an_error_that_names_the_command(tmp_path, capsys):
+    assert make.main(["op_profile", "--runs", str(tmp_path), "--out", str(tmp_path)]) == 2
+    assert "python -m experiments.bench_ops" in capsys.readouterr().err
