@@ -37,6 +37,11 @@ def combination_faults(config: Config) -> Iterator[str]:
         )
     yield from _idle_faults(config)
     yield from _recipe_faults(config.precision)
+    if config.checkpointing and config.intervention.name == "kq_norm":
+        yield (
+            "checkpointing=true does not go with intervention=kq_norm: open_clip cannot recompute "
+            "its custom blocks; leave one of them out"
+        )
     optimizer = config.optimizer
     for option, owner in (("clip_norm", "adamw_clip"), ("clip_threshold", "stable_adamw")):
         value = getattr(optimizer, option)
@@ -97,11 +102,13 @@ def _is_real(precision: PrecisionConfig) -> bool:
     """Whether some products run on 8-bit units; of a faulty custom recipe: yes."""
     if precision.recipe != "custom":
         known = RECIPES.get(precision.recipe)
-        return known is not None and known.output is not None and known.is_real
-    try:
-        return custom_recipe(precision.products or {}).is_real
-    except ValueError:
-        return True
+    else:
+        try:
+            known = custom_recipe(precision.products or {})
+        except ValueError:
+            return True
+    products = () if known is None else (known.output, known.grad_input, known.grad_weight)
+    return any(product is not None and product.real for product in products)
 
 
 def _recipe_faults(precision: PrecisionConfig) -> Iterator[str]:
@@ -114,6 +121,8 @@ def _recipe_faults(precision: PrecisionConfig) -> Iterator[str]:
         yield f"precision.where=[]: some of {', '.join(LINEAR_LAYERS)} are expected"
     if precision.recipe != "custom":
         return
+    if precision.skip_slow:
+        yield "precision.skip_slow=true: nothing is known of the speed of recipe=custom"
     if not precision.products:
         yield (
             "precision.recipe=custom needs precision.products, such as "

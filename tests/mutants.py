@@ -1,4 +1,4 @@
-"""Breaks the resume code on purpose, a line at a time: the tests must notice each time.
+"""Breaks the resume code and the kernels, a line at a time: the tests must notice each time.
 
     python tests/mutants.py [NAME ...]      (make mutants)
 
@@ -16,6 +16,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parent.parent
 TESTS = ("train/test_saver.py", "train/test_checkpoint.py", "test_record.py")
 TESTS += ("data/test_loader.py", "data/test_index.py", "train/test_crash.py")
+KERNEL_TESTS = ("ops/test_quantize.py", "ops/test_matmul.py", "ops/test_gelu.py")
 MUTANTS = {  # name: (file, line as it is, line as it must not be)
     "random state not restored": (
         "lowprec/train/state.py", 'torch.set_rng_state(rng["cpu"])', "pass",
@@ -89,6 +90,47 @@ MUTANTS = {  # name: (file, line as it is, line as it must not be)
     "changed shards not refused": (
         "lowprec/data/index.py", "_refuse_changes(known, found, name, pattern)", "pass",
     ),
+    "second block of a row left out of its scale": (
+        "lowprec/ops/triton_quantize.py",
+        "_bits(x_a, 1), _bits(x_b, 1)", "_bits(x_a, 1), _bits(x_a, 1)",
+    ),
+    "second block of a row left out of the sums": (
+        "lowprec/ops/triton_quantize.py", "sum_b += x_b", "pass",
+    ),
+    "long row written over itself": (
+        "lowprec/ops/triton_quantize.py",
+        "q_ptr + row * K + start + cols", "q_ptr + row * K + cols",
+    ),
+    "largest magnitude of the last program wins": (
+        "lowprec/ops/triton_quantize.py",
+        "tl.atomic_max(bits_ptr + cols, tl.max(bits, axis=0), mask=cols < K)",
+        "tl.store(bits_ptr + cols, tl.max(bits, axis=0), mask=cols < K)",
+    ),
+    "transposed copy not transposed": (
+        "lowprec/ops/triton_quantize.py", "tl.trans(q), mask=mask_t", "q, mask=mask_t",
+    ),
+    "quotient not corrected": (
+        "lowprec/ops/triton_quantize.py",
+        "q = tl.fma(tl.fma(-q, divisor, x), reciprocal, q)", "pass",
+    ),
+    "dequantized without its scale": (
+        "lowprec/ops/triton_quantize.py", "(q * scale[:, None]).to(", "q.to(",
+    ),
+    "only the last terms of a product": (
+        "lowprec/ops/triton_matmul.py",
+        "sums = tl.dot(a, b, sums, out_dtype=ACC)", "sums = tl.dot(a, b, out_dtype=ACC)",
+    ),
+    "right half of a tile lost": (
+        "lowprec/ops/triton_matmul.py", "right.to(out_desc.dtype)", "left.to(out_desc.dtype)",
+    ),
+    "int32 sums overflow": (
+        "lowprec/ops/triton_matmul.py", "a_MK.shape[1] > MAX_INT8_TERMS", "False",
+    ),
+    "GELU not rounded before it is quantized": (
+        "lowprec/ops/triton_gelu.py",
+        "x_b = _gelu(x_b).to(X).to(tl.float32)", "x_b = _gelu(x_b)",
+    ),
+    "sums of the last row only": ("lowprec/ops/triton_gelu.py", "sum_a += x_a", "sum_a = x_a"),
 }  # fmt: skip
 
 
@@ -103,6 +145,9 @@ def mutate(name: str, root: Path) -> None:
 
 def survives(name: str | None) -> bool:
     """Whether the tests pass on a copy of the project with this mutant, or with none."""
+    tests = TESTS + KERNEL_TESTS
+    if name is not None:
+        tests = KERNEL_TESTS if MUTANTS[name][0].startswith("lowprec/ops/") else TESTS
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         for part in ("lowprec", "experiments", "analysis", "conf", "tests", "pyproject.toml"):
@@ -112,7 +157,7 @@ def survives(name: str | None) -> bool:
         if name is not None:
             mutate(name, root)
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-x", *(f"tests/{file}" for file in TESTS)],
+            [sys.executable, "-m", "pytest", "-q", "-x", *(f"tests/{file}" for file in tests)],
             cwd=root,
             env={
                 **os.environ,

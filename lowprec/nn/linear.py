@@ -25,12 +25,15 @@ def linear(
 ) -> Tensor:
     """`input @ weight^T + bias` with the products of a recipe, [..., in] -> [..., out].
 
-    Computes in the autocast dtype, or the input's without autocast; the weight may be float32.
+    Computes in the autocast dtype, or the input's without autocast. Under a recipe with a
+    function of its own the weight may be float32 then too.
     `outlier_threshold` > 0: features of the input that hold a magnitude above it are multiplied in
     16 bit, in output and grad_weight, as LLM.int8() (arXiv:2208.07339) does; here by a second
     product of the full size, without a host sync.
     Source: algorithms 1, 3, 4 and 5, arXiv:2304.13013.
     """
+    if recipe.saves_int8 and outlier_threshold:
+        raise ValueError(f"outlier_threshold needs the 16-bit input, which {recipe.name} drops")
     device = input.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
     if not recipe.function:

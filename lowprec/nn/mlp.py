@@ -30,7 +30,7 @@ class LowPrecisionMLP(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         """[..., features] -> the same."""
         fc, proj = self.c_fc, self.c_proj
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or not _is_fusible_chain(self):
             return super().forward(x)
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
@@ -49,20 +49,21 @@ def unfuse(model: nn.Module) -> None:
 
 def can_fuse(mlp: nn.Module) -> bool:
     """Whether a module is c_fc, exact GELU, c_proj under one recipe that the function knows."""
-    if not isinstance(mlp, nn.Sequential) or isinstance(mlp, LowPrecisionMLP):
+    is_chain = isinstance(mlp, nn.Sequential) and not isinstance(mlp, LowPrecisionMLP)
+    return is_chain and _is_fusible_chain(mlp)
+
+
+def _is_fusible_chain(mlp: nn.Sequential) -> bool:
+    children = [(n, m) for n, m in mlp.named_children() if not isinstance(m, nn.Identity)]
+    if [name for name, _ in children] != ["c_fc", "gelu", "c_proj"]:
         return False
-    children = dict(mlp.named_children())
-    others = [m for name, m in children.items() if name not in ("c_fc", "gelu", "c_proj")]
-    if not {"c_fc", "gelu", "c_proj"} <= {*children}:
-        return False
-    fc, gelu, proj = children["c_fc"], children["gelu"], children["c_proj"]
+    fc, gelu, proj = (module for _, module in children)
     return (
-        all(isinstance(module, nn.Identity) for module in others)
-        and isinstance(gelu, nn.GELU)
+        isinstance(gelu, nn.GELU)
         and gelu.approximate == "none"
         and isinstance(fc, LowPrecisionLinear)
         and isinstance(proj, LowPrecisionLinear)
-        and fc.recipe == proj.recipe
+        and (fc.recipe, fc.backend) == (proj.recipe, proj.backend)
         and fc.outlier_threshold == proj.outlier_threshold == 0
         and fc.bias is not None
         and proj.bias is not None

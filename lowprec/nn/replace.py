@@ -54,6 +54,10 @@ def apply_recipe(
     """
     recipe = find_recipe(recipe)
     settings = {"backend": backend, "outlier_threshold": outlier_threshold}
+    if isinstance(model, nn.Linear | nn.MultiheadAttention):
+        raise ValueError(
+            f"a {type(model).__name__} has no owner to swap it in: wrap it in a module"
+        )
     _replace_attention(model)
     unfuse(model)
     found = []
@@ -61,7 +65,7 @@ def apply_recipe(
         if isinstance(module, Attention):
             shape = module.in_proj_weight.shape[::-1]
             layer = f"{name}.in_proj"
-        elif isinstance(module, nn.Linear):
+        elif isinstance(module, nn.Linear) and not _is_read_by_its_owner(model, name):
             shape = (module.in_features, module.out_features)
             layer = name
         else:
@@ -93,6 +97,12 @@ def _replace_attention(model: nn.Module) -> None:
     modules = [(name, module) for name, module in model.named_modules() if is_replaceable(module)]
     for name, module in modules:
         model.set_submodule(name, Attention(module).train(module.training))
+
+
+def _is_read_by_its_owner(model: nn.Module, name: str) -> bool:
+    """Whether the module around a linear layer takes its weight and never calls it."""
+    owner = model.get_submodule(name.rpartition(".")[0])
+    return isinstance(owner, nn.MultiheadAttention) or type(owner).__name__ == "AttentionPool2d"
 
 
 def _matches(name: str, where: Sequence[str]) -> bool:

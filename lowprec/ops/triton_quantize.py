@@ -156,10 +156,7 @@ def _quantize_tiles_kernel(
         tl.store(q_ptr + rows[:, None] * K + cols[None, :], q, mask=mask)
     if TRANSPOSED_OUT:
         mask_t = (cols < K)[:, None] & (rows < M)[None, :]
-        # as bytes: Triton 3.6 shuffles the values of a transposed fp8 tile that was float32
-        qt = tl.trans(q.to(tl.int8, bitcast=True))
-        qt_bytes = qt_ptr.to(tl.pointer_type(tl.int8), bitcast=True)
-        tl.store(qt_bytes + cols[:, None] * M + rows[None, :], qt, mask=mask_t)
+        tl.store(qt_ptr + cols[:, None] * M + rows[None, :], tl.trans(q), mask=mask_t)
 
 
 @triton.jit
@@ -239,7 +236,15 @@ def programs_that_sum(x_MK: Tensor) -> int:
 def quantize_tiles(
     x_MK: Tensor, format: Format, granularity: str, *, rows: bool, transposed: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Columnwise or tensorwise: q_MK, q_KM (each empty unless asked for) and the scale."""
+    """Columnwise or tensorwise: q_MK, q_KM (each empty unless asked for) and the scale.
+
+    Triton 3.6 scrambles a transposed fp8 tile that was float32 (some weights' gradients were NaN on
+    an H100), so there the bytes are transposed by a copy.
+    """
+    if transposed and x_MK.dtype == torch.float32 and format is not INT8:
+        q_MK, q_KM, scale = quantize_tiles(x_MK, format, granularity, rows=True, transposed=False)
+        q_KM = q_MK.view(torch.int8).T.contiguous().view(format.dtype)
+        return q_MK if rows else q_MK.new_empty(0), q_KM, scale
     x_MK = _rows_contiguous(x_MK)
     M, K = x_MK.shape
     columns = granularity == "columnwise"

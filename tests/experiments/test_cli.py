@@ -89,6 +89,10 @@ BAD = {  # the command: what its message must contain
     ),
     "precision.backend=triton": ("precision.backend=triton does nothing without",),
     "precision.skip_slow=true": ("precision.skip_slow=True does nothing without",),
+    "intervention=kq_norm checkpointing=true": ("does not go with intervention=kq_norm",),
+    "precision.recipe=custom precision.products={output:high} precision.backend=reference": (
+        "precision.backend=reference does nothing without",
+    ),
     "precision.outlier_threshold=6": ("does nothing without recipe=llm_int8",),
     "optimizer=adamw8bit_bnb": ("optimizer.name=adamw8bit_bnb", PLANNED, "stable_adamw"),
     "optimizer.beta2_decay=0.5": ("optimizer.beta2_decay=0.5", PLANNED),

@@ -142,3 +142,29 @@ def test_training_mode_is_kept():
     model = block().eval()
     apply_recipe(model, "switchback", LAYERS)
     assert not any(module.training for module in model.modules())
+
+
+def test_a_layer_that_its_owner_reads_without_calling_it_is_not_reported():
+    model = nn.TransformerEncoderLayer(64, 4, batch_first=True)  # its dropout keeps the attention
+    with pytest.raises(ValueError, match="no linear layer matches out_proj"):
+        apply_recipe(model, "switchback", ["out_proj"])
+
+
+def test_a_lone_layer_is_refused():
+    with pytest.raises(ValueError, match="wrap it"):
+        apply_recipe(nn.Linear(4, 4), "switchback", ["*"])
+
+
+def test_a_changed_child_of_the_fused_mlp_counts():
+    model, x = block(), torch.randn(2, 5, 64)
+    apply_recipe(model, "switchback")
+    for name in ("c_fc", "c_proj"):
+        getattr(model.block.mlp, name).set_recipe("high")
+    plain = nn.Sequential(OrderedDict(model.block.mlp.named_children()))
+    assert torch.equal(model.block.mlp(x), plain(x))
+
+
+def test_outliers_need_the_input_that_switchback_m_drops():
+    layer = LowPrecisionLinear(8, 8, recipe="switchback_m", outlier_threshold=1.0)
+    with pytest.raises(ValueError, match="outlier_threshold needs"):
+        layer(torch.randn(2, 8))

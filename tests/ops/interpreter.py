@@ -48,15 +48,8 @@ def create_fma(self, x, y, z):
         return TensorHandle(found.astype(z.data.dtype), z.dtype.scalar)
 
 
-def create_fma(self, x, y, z):
-    """In place of the interpreter's: the product of two float32 is exact in float64."""
-    x_64, y_64, z_64 = (_to_torch(v.data, v.dtype).double() for v in (x, y, z))
-    return TensorHandle((x_64 * y_64 + z_64).float().numpy(), z.dtype.scalar)
-
-
 def patch(monkeypatch) -> None:
     """Until the monkeypatch is undone."""
     monkeypatch.setattr(interpreter, "_convert_float", convert_float)
     monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
-    monkeypatch.setattr(InterpreterBuilder, "create_fma", create_fma)
     monkeypatch.setattr(InterpreterBuilder, "create_fma", create_fma)

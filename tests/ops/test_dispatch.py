@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowprec import ops
 from lowprec.formats import E4M3, E5M2, INT8, parse_format
-from lowprec.ops import reference
+from lowprec.ops import reference, triton_gelu, triton_matmul, triton_quantize
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 ALL = ("rowwise", "columnwise", "tensorwise")

@@ -138,13 +138,17 @@ def test_more_terms_than_an_int32_holds_are_added_in_parts(device, monkeypatch, 
     torch.testing.assert_close(expected.double(), exact, rtol=1e-6, atol=1e-4)
 
 
-def test_sums_at_the_limit_of_an_int32_are_exact():
-    k = reference.MAX_INT8_TERMS + 5000
-    a, b = torch.full((2, k), 127, dtype=torch.int8), torch.full((3, k), -127, dtype=torch.int8)
-    one = torch.ones(1, 1)
-    assert 127**2 * k > 2**31  # one int32 could not hold it
-    found = reference.matmul(a, b, one, one, None, torch.float32)
-    torch.testing.assert_close(found, torch.full((2, 3), -(127.0**2) * k), rtol=2.0**-22, atol=0)
+@pytest.mark.parametrize("multiply", [launch_plain, reference.matmul], ids=["kernel", "definition"])
+def test_sums_that_an_int32_cannot_hold_are_right(device, multiply):
+    k = reference.MAX_INT8_TERMS + 4096
+    a = torch.full((2, k), 127, dtype=torch.int8, device=device)
+    b = torch.full((3, k), -127, dtype=torch.int8, device=device)
+    one = torch.ones(1, 1, device=device)
+    assert 127**2 * k > 2**31
+    found = multiply(a, b, one, one, None, torch.float32)
+    torch.testing.assert_close(
+        found, torch.full_like(found, -(127.0**2) * k), rtol=2.0**-22, atol=0
+    )
 
 
 @pytest.mark.parametrize("launch", [launch_plain, launch_tma], ids=["plain", "tma"])
