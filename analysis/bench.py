@@ -1,4 +1,4 @@
-"""Lines of benchmarks as one table: `load_lines(root, slug)`.
+"""Lines of benchmarks as one table: `load_lines(root, slug, ...)`.
 
 A time is compared only with one of the same file, that is of the same machine and run.
 """
@@ -15,32 +15,36 @@ from lowprec.run import read_rows
 
 QUANTIZE = ("quantize_x", "quantize_g", "quantize_w")
 PRODUCTS = ("output", "grad_input", "grad_weight")
+MAKERS = {"layer_memory": "bench_layer", "quantization_variance": "quant_error"}  # else bench_SLUG
 
 
-def load_lines(root: Path | str, slug: str) -> pd.DataFrame:
+def load_lines(root: Path | str, *slugs: str) -> pd.DataFrame:
     """A row a line of `root/<slug>/*.jsonl` or `root/bench/<slug>/*.jsonl`, with its `file`.
 
     A line without a number (`ms` NaN) was skipped or found wrong; its `reason` says why. Raises
     NoRunsError when there are none, when a file is damaged, and for lines of several devices.
     """
     root = Path(root)
-    folders = [root / slug, root / "bench" / slug]
+    folders = [root / inner / slug for slug in slugs for inner in ("", "bench")]
     files = sorted(path for folder in folders for path in folder.glob("*.jsonl"))
     try:
         rows = [{**row, "file": str(file)} for file in files for row in read_rows(file)]
     except ValueError as error:
         raise NoRunsError(str(error)) from error
     if not rows:
+        kinds = "|".join(slugs)
+        makers = [f"python -m experiments.{MAKERS.get(slug, f'bench_{slug}')}" for slug in slugs]
         raise NoRunsError(
-            f"{root}: no lines in {slug}/*.jsonl or bench/{slug}/*.jsonl; to make some: "
-            f"python -m experiments.bench_{slug}"
+            f"{root}: no lines in {kinds}/*.jsonl or bench/{kinds}/*.jsonl; to make some: "
+            f"{' and '.join(makers)}"
         )
     frame = pd.DataFrame(rows)
     devices = sorted(frame["device"].unique())
     if len(devices) > 1:
         raise NoRunsError(
-            f"{root}: {slug} was measured on {', '.join(devices)}; times of several devices do not "
-            "belong in one figure: move the files of one of them into a folder of their own"
+            f"{root}: {', '.join(slugs)} was measured on {', '.join(devices)}; numbers of several "
+            "devices do not belong in one figure: move the files of one of them into a folder of "
+            "their own"
         )
     frame["ms"] = pd.to_numeric(frame["ms"])
     return frame if "reason" in frame else frame.assign(reason=None)

@@ -114,7 +114,7 @@ def _of_lines(figure, options: argparse.Namespace) -> tuple[pd.DataFrame, dict, 
     """The same of a figure of benchmark lines, which have no scale: files and their digests."""
     from analysis.bench import load_lines  # late, as it loads matplotlib
 
-    lines = load_lines(options.runs, figure.LINES)
+    lines = load_lines(options.runs, *figure.LINES.split())
     frame = figure.query(lines)
     drawn = sorted(set(frame["file"]) - {""})
     files = [{"path": path, "sha256": _sha256(Path(path))} for path in drawn]

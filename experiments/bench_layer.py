@@ -5,9 +5,10 @@
 
 Each dim is measured as dim -> 4 dim, as 4 dim -> dim and as their sum, with a bias, random inputs,
 eager and as a CUDA graph. A case counts only if output and gradients lie as close to nn.Linear's as
-its formats allow, no closer, and on a GPU if ours equals its definition in plain torch. Otherwise
-its line has no number and says why, as does the line of a peer that does not run. One JSON line a
-measurement goes to `runs/bench/layer/<time>.jsonl`, memory to `runs/bench/layer_memory/`.
+its formats allow, no closer, and if ours equals its definition in plain torch, with bf16 weights
+and with float32 weights under autocast. Otherwise its line has no number and says why, as does the
+line of a peer that does not run. One JSON line a measurement goes to
+`runs/bench/layer/<time>.jsonl`, memory to `runs/bench/layer_memory/`.
 """
 
 import sys

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -88,6 +89,19 @@ class Step:
         return torch.cuda.max_memory_allocated() - before
 
 
+class Autocast(nn.Module):
+    """A layer as a trainer uses it: float32 weights, which kernels read as they are, under bf16."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer's output; backward runs outside autocast."""
+        with torch.autocast(x.device.type, torch.bfloat16):
+            return self.layer(x)
+
+
 class Problem:
     """The layer, input and output gradient of one shape, and nn.Linear's results."""
 
@@ -125,19 +139,25 @@ class Problem:
         return Step(module, self.x.detach()[:rows].requires_grad_(), self.g[:rows])
 
     def _ours(self, case: str) -> nn.Module:
-        """nn.Linear or our layer of a recipe, which on a GPU equals its definition on a slice."""
+        """nn.Linear, or our layer of a recipe, which equals its definition in both kinds of use."""
         if case not in RECIPES:
             return copy.deepcopy(self.linear)
         require(case, self.device)
-        module = LowPrecisionLinear(self.shape.dim_in, self.shape.dim_out, recipe=case)
-        module.to(self.device, DTYPES[self.dtype]).load_state_dict(self.linear.state_dict())
-        if self.device.type == "cuda":
-            definition = copy.deepcopy(module)
-            definition.set_recipe(case, backend="reference")
-            limit = DEFINITION["fp8" if "fp8" in case else "int8"]
-            expected = self._step(definition, SLICE)()
-            check(self._step(module, SLICE)(), expected, dict.fromkeys(TENSORS, (0.0, limit)))
+        sizes = (self.shape.dim_in, self.shape.dim_out)
+        trained = LowPrecisionLinear(*sizes, device=self.device, recipe=case)
+        module = copy.deepcopy(trained).to(DTYPES[self.dtype])
+        module.load_state_dict(self.linear.state_dict())
+        self._check_definition(module, case, lambda layer: layer)
+        self._check_definition(trained, case, Autocast)
         return module
+
+    def _check_definition(self, module: nn.Module, case: str, used: Callable) -> None:
+        """Raises Wrong if a layer, used in a way, differs from its definition on a slice of x."""
+        definition = copy.deepcopy(module)
+        definition.set_recipe(case, backend="reference")
+        limit = DEFINITION["fp8" if "fp8" in case else "int8"]
+        expected = self._step(used(definition), SLICE)()
+        check(self._step(used(module), SLICE)(), expected, dict.fromkeys(TENSORS, (0.0, limit)))
 
 
 def require(recipe: str, device: torch.device) -> None:

@@ -5,7 +5,9 @@
     python -m experiments.export source=RUN out=int8.safetensors precision=int8_inference
 
 A run starts from such a file with model.init_from=FILE; an int8 one is read by
-`lowprec.nn.inference.load_int8(model, FILE)` and by nothing else.
+`lowprec.nn.inference.load_int8(model, FILE)` and by nothing else. `precision.autocast` beside
+int8_inference does what it does in `experiments.evaluate`: of a run with 16-bit parameters, the
+tensors that are not int8 become float32.
 """
 
 import sys
@@ -37,9 +39,13 @@ def main(config: ExportConfig) -> None:
 
     from lowprec.clip.export import read_weights, write_weights
 
+    if config.precision.recipe == "as_trained" and config.precision.autocast is not None:
+        sys.exit(
+            "precision.autocast goes with precision=int8_inference; else weights stay as they are"
+        )
     try:
         if config.precision.recipe == "int8_inference":
-            state = write_int8(Path(config.source), Path(config.out))
+            state = write_int8(Path(config.source), Path(config.out), config.precision.autocast)
         else:
             state = read_weights(Path(config.source))
             write_weights(state, Path(config.out))
@@ -49,8 +55,11 @@ def main(config: ExportConfig) -> None:
     print(f"{config.out}: {len(state)} tensors, {size / 1e6:.2f} M numbers")
 
 
-def write_int8(run: Path, out: Path) -> "dict[str, Tensor]":
-    """Converts the model of a run's newest checkpoint, writes it; what was written."""
+def write_int8(run: Path, out: Path, autocast: str | None) -> "dict[str, Tensor]":
+    """Converts the model of a run's newest checkpoint, writes it; what was written.
+
+    autocast None: the run's.
+    """
     from lowprec.clip.export import load_weights
     from lowprec.clip.model import build_model
     from lowprec.clip.precision import set_precision
@@ -58,6 +67,7 @@ def write_int8(run: Path, out: Path) -> "dict[str, Tensor]":
     from lowprec.train.precision import set_parameter_dtype
 
     trained = read_config(run)
+    trained.precision.autocast = autocast or trained.precision.autocast
     model = build_model(trained.model, trained.intervention.name)
     set_parameter_dtype(model, trained.precision.autocast)
     load_weights(model, run)

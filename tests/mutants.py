@@ -107,7 +107,7 @@ MUTANTS = {  # name: (file, line as it is, line as it must not be)
         "tl.store(bits_ptr + cols, tl.max(bits, axis=0), mask=cols < K)",
     ),
     "transposed copy not transposed": (
-        "lowprec/ops/triton_quantize.py", "tl.trans(q), mask=mask_t", "q, mask=mask_t",
+        "lowprec/ops/triton_quantize.py", "q_t, mask=mask_t", "tl.trans(q_t), mask=mask_t",
     ),
     "quotient not corrected": (
         "lowprec/ops/triton_quantize.py",
@@ -128,7 +128,7 @@ MUTANTS = {  # name: (file, line as it is, line as it must not be)
     ),
     "GELU not rounded before it is quantized": (
         "lowprec/ops/triton_gelu.py",
-        "x_b = _gelu(x_b).to(X).to(tl.float32)", "x_b = _gelu(x_b)",
+        "x_b = (x_b * _normal(x_b)[0]).to(X).to(tl.float32)", "x_b = x_b * _normal(x_b)[0]",
     ),
     "sums of the last row only": ("lowprec/ops/triton_gelu.py", "sum_a += x_a", "sum_a = x_a"),
 }  # fmt: skip

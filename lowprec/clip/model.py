@@ -1,9 +1,13 @@
 """CLIP models of open_clip, built from our schema with open_clip's parameter names kept."""
 
 import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lowprec.clip.torchvision_shim import open_clip
 from lowprec.config import PRESETS, ModelConfig
@@ -98,15 +102,43 @@ def _build_open_clip(config: ModelConfig, changes: dict) -> nn.Module:
 
 def blocks(model: nn.Module) -> list[nn.Module]:
     """The residual attention blocks of open_clip's own towers, vision first; of others none."""
-    text = getattr(model, "text", model)
-    towers = (getattr(model.visual, "transformer", None), getattr(text, "transformer", None))
-    return [block for tower in towers for block in getattr(tower, "resblocks", ())]
+    return [block for tower in _transformers(model) for block in tower.resblocks]
+
+
+def _transformers(model: nn.Module) -> list[nn.Module]:
+    towers = (model.visual, getattr(model, "text", model))
+    found = (getattr(tower, "transformer", None) for tower in towers)
+    return [transformer for transformer in found if hasattr(transformer, "resblocks")]
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """torch.compile of every block, in place; parameter names stay."""
-    for block in blocks(model):
-        block.compile(dynamic=False)
+    """torch.compile of every block, in place; parameter names stay.
+
+    Where open_clip's checkpointing is on, the blocks take it over: between forward and backward a
+    block keeps its input and what attention gave, and computes the rest again in its compiled
+    backward, less what no gradient needs, such as its last product.
+    """
+    for transformer in _transformers(model):
+        for block in transformer.resblocks:
+            if transformer.grad_checkpointing:
+                block.forward = partial(_checkpointed, block.forward)
+            block.compile(dynamic=False)
+        transformer.grad_checkpointing = False
+
+
+# Attention's kernels: dear, small results, and random under dropout, so that a graph which computes
+# them again would have to set the generator back.
+_KEPT = [
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+]
+
+
+def _checkpointed(forward: Callable, *args: Any, **kwargs: Any) -> Any:
+    keep = partial(create_selective_checkpoint_contexts, _KEPT)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=keep, **kwargs)
 
 
 def image_size(model: nn.Module) -> int:

@@ -6,7 +6,7 @@ from torch import nn
 from lowprec.config import PrecisionConfig
 from lowprec.nn.attention import Attention
 from lowprec.nn.recipe import RECIPES, custom_recipe
-from lowprec.nn.replace import Layer, apply_recipe
+from lowprec.nn.replace import Layer, NoLayerError, apply_recipe
 
 TIMM_NAMES = {  # our name of a layer: its name in a tower of timm
     "in_proj": "attn.qkv",
@@ -33,7 +33,7 @@ def set_precision(model: nn.Module, precision: PrecisionConfig) -> list[Layer]:
             outlier_threshold=precision.outlier_threshold,
             skip_slow=precision.skip_slow,
         )
-    except ValueError:
+    except NoLayerError:
         if recipe.function:
             raise
         layers = []

@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowprec.nn.linear import LowPrecisionLinear, linear
+from lowprec.nn.linear import linear
 from lowprec.nn.recipe import Recipe
 
 
@@ -13,6 +13,7 @@ class Attention(nn.Module):
     Stands for nn.MultiheadAttention (`replaced(q, k, v, ...) -> (output, None)`) and for the
     attention of open_clip's custom blocks (`replaced(x, ...) -> output`), parameter names kept:
     in_proj_weight [3 width, width], in_proj_bias, out_proj, ln_q and ln_k where there are some.
+    Its hooks stay too.
     Queries, keys and values are views of one product, never copied; with `causal` the mask that a
     caller hands over must be the causal one, and is left to the attention kernel.
     """
@@ -28,6 +29,7 @@ class Attention(nn.Module):
         self.ln_k = getattr(replaced, "ln_k", nn.Identity())
         self.out_proj = replaced.out_proj
         self.in_proj_settings: dict | None = None
+        carry_hooks(replaced, self)
 
     def set_in_proj_recipe(self, recipe: Recipe, backend: str, outlier_threshold: float) -> None:
         """Makes the fused projection of queries, keys and values one low-precision product."""
@@ -53,14 +55,15 @@ class Attention(nn.Module):
     ) -> Tensor | tuple[Tensor, None]:
         """[batch, tokens, width] -> the same; a pair with None where nn.MultiheadAttention was.
 
-        ValueError for other keys or values than the queries', or for `need_weights`.
+        ValueError for other keys or values than the queries', which full backward hooks on this
+        module make of them too, or for `need_weights`.
         """
         if (key is not None and key is not x) or (value is not None and value is not x):
             raise ValueError("keys and values must be the queries: this is self-attention")
         if need_weights:
             raise ValueError("need_weights=True: the attention kernel does not keep its weights")
         batch, tokens, width = x.shape
-        qkv = self.in_proj(x).view(batch, tokens, 3, self.num_heads, -1)
+        qkv = self.in_proj(x).view(batch, tokens, 3, self.num_heads, width // self.num_heads)
         query, key, value = (part.transpose(1, 2) for part in qkv.unbind(2))  # [B, H, T, D]
         query, key = self.ln_q(query), self.ln_k(key)
         mask = None
@@ -83,11 +86,16 @@ def _additive(mask: Tensor, batch: int, num_heads: int) -> Tensor:
 
 
 def is_replaceable(module: nn.Module) -> bool:
-    """Whether a module is self-attention that `Attention` computes exactly."""
+    """Whether a module is self-attention that `Attention` computes exactly.
+
+    Not a subclass of nn.MultiheadAttention, a patched forward or a parametrized weight.
+    """
+    if module._parameters.get("in_proj_weight") is None or "forward" in vars(module):
+        return False
     if isinstance(module, nn.MultiheadAttention):
         plain = module.bias_k is None and not module.add_zero_attn and module.dropout == 0
-        return plain and module.batch_first and module.in_proj_weight is not None
-    if not (hasattr(module, "in_proj_weight") and hasattr(module, "ln_inner")):
+        return plain and module.batch_first and type(module) is nn.MultiheadAttention
+    if not hasattr(module, "ln_inner"):
         return False  # not open_clip's own
     return (
         module.logit_scale is None
@@ -97,9 +105,6 @@ def is_replaceable(module: nn.Module) -> bool:
     )
 
 
-def low_precision(old: nn.Linear, recipe: Recipe, **settings: object) -> LowPrecisionLinear:
-    """A LowPrecisionLinear that holds the very parameters of an nn.Linear."""
-    new = LowPrecisionLinear(1, 1, bias=False, device="meta", recipe=recipe, **settings)
-    new.in_features, new.out_features = old.in_features, old.out_features
-    new.weight, new.bias = old.weight, old.bias
-    return new.train(old.training)
+def carry_hooks(old: nn.Module, new: nn.Module) -> None:
+    """Gives a module that stands for another its hooks of every kind; their handles still work."""
+    vars(new).update((name, value) for name, value in vars(old).items() if "_hook" in name)

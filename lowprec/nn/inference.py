@@ -17,9 +17,9 @@ from torch.autograd.function import once_differentiable
 
 from lowprec import ops
 from lowprec.formats import INT8
-from lowprec.nn.attention import Attention
+from lowprec.nn.attention import Attention, carry_hooks
 from lowprec.nn.mlp import unfuse
-from lowprec.nn.replace import LAYERS, apply_recipe
+from lowprec.nn.replace import LAYERS, apply_recipe, is_plain, replace_attention
 
 KIND = "int8_inference"  # what the metadata of a file says it is
 IN_PROJ = ".in_proj"  # the layer inside an Attention
@@ -39,6 +39,8 @@ def int8_linear(input: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tenso
 
 
 def _multiply(x_MK: Tensor, w_NK: Tensor, w_scale: Tensor, bias: Tensor | None) -> Tensor:
+    if x_MK.numel() == 0:
+        return x_MK.new_empty(len(x_MK), len(w_NK))
     q_MK, _, x_scale = ops.quantize(x_MK, INT8, "rowwise")
     return ops.matmul(q_MK, w_NK, x_scale, w_scale, bias, x_MK.dtype)
 
@@ -66,7 +68,7 @@ class _KeepsScale(nn.Module):
 
 
 class Int8Linear(_KeepsScale):
-    """An nn.Linear converted: weight int8 [out, in], weight_scale float32 [out, 1], its bias."""
+    """An nn.Linear converted: weight int8 [out, in], weight_scale float32 [out, 1], bias, hooks."""
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
@@ -74,6 +76,7 @@ class Int8Linear(_KeepsScale):
         self.int8_original_dtype = linear.weight.dtype  # open_clip's blocks ask for it
         _store_int8(self, "weight", linear.weight)
         self.bias = linear.bias
+        carry_hooks(linear, self)
         self.train(linear.training)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -107,7 +110,10 @@ def _store_int8(module: nn.Module, name: str, weight: Tensor) -> None:
 
 
 def to_int8(model: nn.Module, where: Sequence[str] = LAYERS) -> nn.Module:
-    """Converts the linear layers that match `where` (as in `apply_recipe`) in place; the model."""
+    """Converts the linear layers that match `where` in place; the model.
+
+    Patterns and errors are those of `apply_recipe`.
+    """
     _convert(model, [layer.name for layer in apply_recipe(model, "high", where)])
     return model
 
@@ -121,7 +127,7 @@ def _convert(model: nn.Module, layers: Sequence[str]) -> None:
         module = modules[owner]
         if isinstance(module, Attention) and not isinstance(module, Int8Attention):
             model.set_submodule(owner, Int8Attention(module))
-        elif isinstance(module, nn.Linear):
+        elif isinstance(module, nn.Linear) and is_plain(module):
             model.set_submodule(owner, Int8Linear(module))
 
 
@@ -159,8 +165,9 @@ def save_int8(model: nn.Module, path: Path | str) -> None:
 def load_int8(model: nn.Module, path: Path | str) -> nn.Module:
     """Loads what `save_int8` wrote into a model, converted or not yet, in place; the model.
 
-    The layers that are int8 in the file are converted. ValueError for a file that is damaged or
-    holds something else, and for tensors that do not fit, by name; the model may be converted then.
+    The layers that are int8 in the file are converted, the others keep their recipe. ValueError
+    for a file that is damaged or holds something else, and for tensors that do not fit, by name;
+    the model may be converted then.
     """
     state = _read(Path(path))
     scales = [name for name in state if name.endswith("weight_scale")]
@@ -170,7 +177,7 @@ def load_int8(model: nn.Module, path: Path | str) -> nn.Module:
     ]
     wanted = model.state_dict()
     if any(name not in wanted for name in scales):
-        apply_recipe(model, "high", ("*",))  # our attention in place of open_clip's
+        replace_attention(model)
         known = {name for name, _ in model.named_modules()}
         _convert(model, [name for name in layers if name.removesuffix(IN_PROJ) in known])
         wanted = model.state_dict()

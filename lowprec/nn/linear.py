@@ -38,6 +38,8 @@ def linear(
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
     if not recipe.function:
         return F.linear(input, weight, bias)
+    if input.numel() == 0:  # without a largest magnitude
+        return F.linear(input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
     x_MK = input.reshape(-1, input.shape[-1]).to(dtype)
     settings = (recipe, backend, outlier_threshold)
     if torch.is_grad_enabled():

@@ -3,15 +3,13 @@
 Shape suffixes: M = batch * tokens, K = features of the block, N = features inside.
 """
 
-from collections import OrderedDict
-
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lowprec import ops
 from lowprec.formats import parse_format
-from lowprec.nn.linear import LowPrecisionLinear
+from lowprec.nn.linear import LowPrecisionLinear, SwitchBackLinear
 from lowprec.nn.recipe import Recipe
 
 
@@ -20,17 +18,13 @@ class LowPrecisionMLP(nn.Sequential):
 
     The result is that of the three modules, up to the rounding of GELU. Between forward and
     backward it keeps the input and the input of GELU, and of the weights transposed 8-bit copies.
-    With gradients its children are not called, so hooks on them are not either: `unfuse` first.
+    With gradients its children are not called, unless one of them has a hook.
     """
-
-    def __init__(self, replaced: nn.Sequential):
-        super().__init__(OrderedDict(replaced.named_children()))
-        self.train(replaced.training)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., features] -> the same."""
         fc, proj = self.c_fc, self.c_proj
-        if not torch.is_grad_enabled() or not _is_fusible_chain(self):
+        if not torch.is_grad_enabled() or x.numel() == 0 or not _is_fusible_chain(self):
             return super().forward(x)
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
@@ -39,18 +33,18 @@ class LowPrecisionMLP(nn.Sequential):
         return output.view(*x.shape[:-1], proj.out_features)
 
 
+def fuse(model: nn.Module) -> None:
+    """Makes one function of every c_fc, exact GELU, c_proj under one recipe that it knows."""
+    for module in model.modules():
+        if type(module) is nn.Sequential and _is_fusible_chain(module):
+            module.__class__ = LowPrecisionMLP  # the same children, hooks and mode
+
+
 def unfuse(model: nn.Module) -> None:
     """Makes every fused MLP the three modules it holds, each of which runs by itself again."""
-    for name, module in list(model.named_modules()):
+    for module in model.modules():
         if isinstance(module, LowPrecisionMLP):
-            plain = nn.Sequential(OrderedDict(module.named_children()))
-            model.set_submodule(name, plain.train(module.training))
-
-
-def can_fuse(mlp: nn.Module) -> bool:
-    """Whether a module is c_fc, exact GELU, c_proj under one recipe that the function knows."""
-    is_chain = isinstance(mlp, nn.Sequential) and not isinstance(mlp, LowPrecisionMLP)
-    return is_chain and _is_fusible_chain(mlp)
+            module.__class__ = nn.Sequential
 
 
 def _is_fusible_chain(mlp: nn.Sequential) -> bool:
@@ -61,14 +55,21 @@ def _is_fusible_chain(mlp: nn.Sequential) -> bool:
     return (
         isinstance(gelu, nn.GELU)
         and gelu.approximate == "none"
-        and isinstance(fc, LowPrecisionLinear)
-        and isinstance(proj, LowPrecisionLinear)
+        and type(fc) in (LowPrecisionLinear, SwitchBackLinear)
+        and type(proj) in (LowPrecisionLinear, SwitchBackLinear)
         and (fc.recipe, fc.backend) == (proj.recipe, proj.backend)
         and fc.outlier_threshold == proj.outlier_threshold == 0
         and fc.bias is not None
         and proj.bias is not None
         and is_fusible(fc.recipe)
+        and not any(_has_hooks(module) for module in mlp.children())
     )
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether a call of the module calls more than its forward."""
+    forward = module._forward_hooks or module._forward_pre_hooks
+    return bool(forward or module._backward_hooks or module._backward_pre_hooks)
 
 
 def is_fusible(recipe: Recipe) -> bool:

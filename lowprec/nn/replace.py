@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from lowprec.nn.attention import Attention, is_replaceable, low_precision
-from lowprec.nn.linear import LowPrecisionLinear, find_recipe
-from lowprec.nn.mlp import LowPrecisionMLP, can_fuse, unfuse
+from lowprec.nn.attention import Attention, is_replaceable
+from lowprec.nn.linear import LowPrecisionLinear, SwitchBackLinear, find_recipe
+from lowprec.nn.mlp import fuse, unfuse
 from lowprec.nn.recipe import Recipe
 
 LAYERS = ("in_proj", "out_proj", "c_fc", "c_proj")  # of arXiv:2304.13013
@@ -21,6 +22,16 @@ GAINS_FROM = {  # recipe: the smaller of in and out from which it beat 16 bit, l
     "hw_fp8_tensorwise": 1280,
     "hw_fp8_switchback": 768,
 }
+PLAIN = (  # nn.MultiheadAttention's out_proj is of the second
+    nn.Linear,
+    NonDynamicallyQuantizableLinear,
+    LowPrecisionLinear,
+    SwitchBackLinear,
+)
+
+
+class NoLayerError(ValueError):
+    """No linear layer matches."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +59,14 @@ def apply_recipe(
     A pattern, as of fnmatch, stands for a layer's name or its end: "c_fc", "mlp.*",
     "visual.*.out_proj". Self-attention of nn.MultiheadAttention and of open_clip is replaced by
     `Attention` under every recipe, "high" included; its fused projection is the layer "in_proj".
-    Parameters, their names and their order stay, and another recipe may be applied later.
-    `skip_slow` leaves layers 16-bit whose shape gains no speed. Returns every layer that matches;
-    ValueError if none does.
+    Parameters, their names and their order stay, hooks too, and another recipe may be applied
+    later. `skip_slow` leaves layers 16-bit whose shape gains no speed. Returns every layer that
+    matches.
+
+    ValueError names what is wrong, and nothing is changed then: no layer matches (NoLayerError),
+    one is int8 already (`to_int8`), or one is more than an nn.Linear, which the swap would lose: a
+    subclass of others (LoRA), a parametrized weight (weight_norm, pruning), a patched forward.
+    Layers whose weight their owner reads without calling them are not looked at.
     """
     recipe = find_recipe(recipe)
     settings = {"backend": backend, "outlier_threshold": outlier_threshold}
@@ -58,42 +74,70 @@ def apply_recipe(
         raise ValueError(
             f"a {type(model).__name__} has no owner to swap it in: wrap it in a module"
         )
-    _replace_attention(model)
+    matching = _find_layers(model, where)
+    replace_attention(model)
     unfuse(model)
     found = []
-    for name, module in list(model.named_modules()):
-        if isinstance(module, Attention):
-            shape = module.in_proj_weight.shape[::-1]
-            layer = f"{name}.in_proj"
-        elif isinstance(module, nn.Linear) and not _is_read_by_its_owner(model, name):
-            shape = (module.in_features, module.out_features)
-            layer = name
-        else:
-            continue
-        if not _matches(layer, where):
-            continue
+    for layer, name in matching.items():
+        module = model.get_submodule(name)
+        weight = module.in_proj_weight if isinstance(module, Attention) else module.weight
+        shape = weight.shape[::-1]
         gains = gains_speed(recipe, *shape)
         swapped = recipe.function and (gains or not skip_slow)
         found.append(Layer(layer, *shape, swapped, gains))
         if swapped and isinstance(module, Attention):
             module.set_in_proj_recipe(recipe, **settings)
         elif swapped:
-            model.set_submodule(name, low_precision(module, recipe, **settings))
+            if not isinstance(module, LowPrecisionLinear):
+                module.__class__ = LowPrecisionLinear  # all that it holds stays, hooks too
+            module.set_recipe(recipe, **settings)
         elif isinstance(module, Attention):
             module.in_proj_settings = None
         elif isinstance(module, LowPrecisionLinear):
             module.set_recipe("high")
-    for name, module in list(model.named_modules()):
-        if can_fuse(module):
-            model.set_submodule(name, LowPrecisionMLP(module))
-    if not found:
-        linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-        few = ", ".join(linears[:4]) or "none"
-        raise ValueError(f"no linear layer matches {', '.join(where)}; there are: {few}")
+    fuse(model)
     return found
 
 
-def _replace_attention(model: nn.Module) -> None:
+def _find_layers(model: nn.Module, where: Sequence[str]) -> dict[str, str]:
+    """The layers that match, each with the name of the module that holds its weight."""
+    layers = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Attention) or is_replaceable(module):
+            layers[f"{name}.in_proj"] = name
+        elif _is_int8(module):
+            layers[name] = name
+        elif isinstance(module, nn.Linear) and not _is_read_by_its_owner(model, name):
+            layers[name] = name
+    found = {layer: name for layer, name in layers.items() if _matches(layer, where)}
+    if not found:
+        few = ", ".join(list(layers)[:4]) or "none"
+        raise NoLayerError(f"no linear layer matches {', '.join(where)}; there are: {few}")
+    for layer, name in found.items():
+        module = model.get_submodule(name)
+        if _is_int8(module):
+            raise ValueError(f"{layer} is int8 already: start from the model before to_int8")
+        if isinstance(module, nn.Linear) and not is_plain(module):
+            raise ValueError(
+                f"{layer}, a {type(module).__name__}, is more than an nn.Linear, and what a"
+                " subclass, a parametrization or a patched forward adds would be lost: choose"
+                " other layers by `where`"
+            )
+    return found
+
+
+def _is_int8(module: nn.Module) -> bool:
+    return "weight_scale" in module._buffers or "in_proj_weight_scale" in module._buffers
+
+
+def is_plain(linear: nn.Linear) -> bool:
+    """Whether a layer is what nn.Linear or ours is, with a weight of its own; hooks are fine."""
+    has_weight = linear._parameters.get("weight") is not None
+    return type(linear) in PLAIN and has_weight and "forward" not in vars(linear)
+
+
+def replace_attention(model: nn.Module) -> None:
+    """Puts `Attention` in the place of self-attention that it computes exactly."""
     modules = [(name, module) for name, module in model.named_modules() if is_replaceable(module)]
     for name, module in modules:
         model.set_submodule(name, Attention(module).train(module.training))
@@ -102,7 +146,8 @@ def _replace_attention(model: nn.Module) -> None:
 def _is_read_by_its_owner(model: nn.Module, name: str) -> bool:
     """Whether the module around a linear layer takes its weight and never calls it."""
     owner = model.get_submodule(name.rpartition(".")[0])
-    return isinstance(owner, nn.MultiheadAttention) or type(owner).__name__ == "AttentionPool2d"
+    reads = isinstance(owner, nn.MultiheadAttention) and not is_replaceable(owner)
+    return reads or type(owner).__name__ == "AttentionPool2d"
 
 
 def _matches(name: str, where: Sequence[str]) -> bool:

@@ -35,7 +35,8 @@ def takes(backend: str, format: Format, device: torch.device) -> str:
 def _fuses(backend: str, granularity: str) -> bool:
     """Whether to hand torch.compile the definition, which it fuses with the operations before it.
 
-    Its division may then round the last bit otherwise, and rarely a quantized value with it.
+    Its division may then round the last bit otherwise, and rarely a quantized value with it; and a
+    value that is float32 before it enters the layer is quantized as it is, not as its 16 bits.
     """
     return torch.compiler.is_compiling() and backend == "auto" and granularity == "rowwise"
 

@@ -17,14 +17,23 @@ MAX_FEATURES = 8192  # a row of more would spill registers
 
 
 @triton.jit
-def _gelu(h):
-    return 0.5 * h * (1.0 + tl.erf(h * 0.7071067811865476))
+def _normal(h):
+    """Distribution and density of the standard normal at h.
 
-
-@triton.jit
-def _gelu_gradient(h):
-    density = 0.3989422804014327 * tl.exp(-0.5 * h * h)
-    return 0.5 * (1.0 + tl.erf(h * 0.7071067811865476)) + h * density
+    The tail below -|h| is the density times a polynomial in t = 1 / (1 + 0.36 |h|), fitted to a
+    relative error of 2e-6. An erf would take twice the instructions, and they bound these kernels.
+    Source: the form of 26.2.17, Abramowitz and Stegun, with other coefficients.
+    """
+    bell = tl.exp2(h * h * -0.7213475204444817)  # exp(-h^2 / 2)
+    t = 1.0 / (1.0 + 0.36 * tl.abs(h))
+    tail = 0.04440003 * t - 0.17070286
+    tail = tail * t + 0.16873246
+    tail = tail * t + 0.034826493
+    tail = tail * t + 0.13677489
+    tail = tail * t + 0.14228976
+    tail = tail * t + 0.14367822
+    tail = tail * t * bell
+    return tl.where(h > 0, 1.0 - tail, tail), 0.3989422804014327 * bell
 
 
 @triton.jit
@@ -38,8 +47,8 @@ def _gelu_quantize_kernel(
     at = tl.program_id(0) * tl.full([], N, tl.int64)
     x_a = tl.load(h_ptr + at + a, mask=a < N, other=0.0).to(tl.float32)
     x_b = tl.load(h_ptr + at + b, mask=b < N, other=0.0).to(tl.float32)
-    x_a = _gelu(x_a).to(X).to(tl.float32)
-    x_b = _gelu(x_b).to(X).to(tl.float32)
+    x_a = (x_a * _normal(x_a)[0]).to(X).to(tl.float32)
+    x_b = (x_b * _normal(x_b)[0]).to(X).to(tl.float32)
     scale = _scale(tl.maximum(_bits(x_a, 0), _bits(x_b, 0)), MAX)
     tl.store(q_ptr + at + a, _divide(x_a, scale, MAX, Q), mask=a < N)
     tl.store(q_ptr + at + b, _divide(x_b, scale, MAX, Q), mask=b < N)
@@ -52,8 +61,9 @@ def _backward_block(h_ptr, g_ptr, out_ptr, grad_ptr, at, mask):
     X: tl.constexpr = h_ptr.dtype.element_ty
     h = tl.load(h_ptr + at, mask=mask, other=0.0).to(tl.float32)
     g = tl.load(g_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + at, _gelu(h).to(X), mask=mask)
-    grad = (g * _gelu_gradient(h)).to(X)
+    distribution, density = _normal(h)
+    tl.store(out_ptr + at, (h * distribution).to(X), mask=mask)
+    grad = (g * (distribution + h * density)).to(X)
     tl.store(grad_ptr + at, grad, mask=mask)
     return grad.to(tl.float32)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lowprec.ops.reference import MAX_INT8_TERMS
-from lowprec.ops.triton_quantize import num_sms
+from lowprec.ops.triton_quantize import _rows_contiguous, num_sms
 
 GROUP_M = 8  # rows of output tiles that share columns of b in the cache
 TILE = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}
@@ -119,10 +119,16 @@ def _matmul_tma_kernel(
 def matmul(
     a_MK: Tensor, b_NK: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, dtype
 ) -> Tensor:
-    """`reference.matmul` by the faster kernel that the shapes and the GPU allow."""
+    """`reference.matmul` by the faster kernel that the shapes and the GPU allow.
+
+    The kernels step through K by 1, so an operand whose rows are not contiguous is copied.
+    """
+    a_MK, b_NK = _rows_contiguous(a_MK), _rows_contiguous(b_NK)
     if a_MK.dtype == torch.int8 and a_MK.shape[1] > MAX_INT8_TERMS:
         return _in_parts(a_MK, b_NK, a_scale, b_scale, bias, dtype)
     out = torch.empty(a_MK.shape[0], b_NK.shape[0], dtype=dtype, device=a_MK.device)
+    if out.numel() == 0:
+        return out
     launch = _launch_tma if _takes_tma(a_MK, b_NK, out) else _launch
     launch(a_MK, b_NK, out, a_scale, b_scale, bias)
     return out

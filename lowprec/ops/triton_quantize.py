@@ -151,12 +151,13 @@ def _quantize_tiles_kernel(
     mask = (rows < M)[:, None] & (cols < K)[None, :]
     at = rows[:, None] * stride_m + cols[None, :]
     x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    q = _divide(x, scale, MAX, Q)  # [BLOCK_M, BLOCK_K]
     if ROWS_OUT:
+        q = _divide(x, scale, MAX, Q)  # [BLOCK_M, BLOCK_K]
         tl.store(q_ptr + rows[:, None] * K + cols[None, :], q, mask=mask)
-    if TRANSPOSED_OUT:
+    if TRANSPOSED_OUT:  # divided again: Triton 3.6 scrambles a transposed fp8 tile (seen on H100)
         mask_t = (cols < K)[:, None] & (rows < M)[None, :]
-        tl.store(qt_ptr + cols[:, None] * M + rows[None, :], tl.trans(q), mask=mask_t)
+        q_t = _divide(tl.trans(x), tl.trans(scale), MAX, Q)
+        tl.store(qt_ptr + cols[:, None] * M + rows[None, :], q_t, mask=mask_t)
 
 
 @triton.jit
@@ -236,15 +237,7 @@ def programs_that_sum(x_MK: Tensor) -> int:
 def quantize_tiles(
     x_MK: Tensor, format: Format, granularity: str, *, rows: bool, transposed: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Columnwise or tensorwise: q_MK, q_KM (each empty unless asked for) and the scale.
-
-    Triton 3.6 scrambles a transposed fp8 tile that was float32 (some weights' gradients were NaN on
-    an H100), so there the bytes are transposed by a copy.
-    """
-    if transposed and x_MK.dtype == torch.float32 and format is not INT8:
-        q_MK, q_KM, scale = quantize_tiles(x_MK, format, granularity, rows=True, transposed=False)
-        q_KM = q_MK.view(torch.int8).T.contiguous().view(format.dtype)
-        return q_MK if rows else q_MK.new_empty(0), q_KM, scale
+    """Columnwise or tensorwise: q_MK, q_KM (each empty unless asked for) and the scale."""
     x_MK = _rows_contiguous(x_MK)
     M, K = x_MK.shape
     columns = granularity == "columnwise"

@@ -1,10 +1,21 @@
 """Our models are open_clip's: same names, same numbers, weights to and fro."""
 
+import copy
+
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
 
 from lowprec.clip.export import read_weights, write_weights
-from lowprec.clip.model import Normalize, PatchDropout, blocks, build_model, contrastive_loss
+from lowprec.clip.model import (
+    Normalize,
+    PatchDropout,
+    blocks,
+    build_model,
+    compile_blocks,
+    contrastive_loss,
+)
 from lowprec.clip.torchvision_shim import open_clip
 from lowprec.config import ModelConfig
 
@@ -138,3 +149,39 @@ def test_normalize_is_open_clips_preprocessing():
     mean, std = open_clip.OPENAI_DATASET_MEAN, open_clip.OPENAI_DATASET_STD
     expected = (pixels / 255 - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
     torch.testing.assert_close(Normalize()(pixels), expected)
+
+
+def products_and_gradients(model, monkeypatch):
+    """Products of each graph that a compiled step makes, forward first, and all gradients."""
+    counts = []
+
+    def count(graph, _):
+        mm = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        counts.append(sum(node.target in mm for node in graph.graph.nodes))
+        return make_boxed_func(graph)
+
+    backend = aot_autograd(
+        fw_compiler=count, bw_compiler=count, partition_fn=min_cut_rematerialization_partition
+    )
+    plain = torch.nn.Module.compile
+    torch.compiler.reset()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.nn.Module, "compile", lambda self, **_: plain(self, backend=backend))
+        compile_blocks(model)
+    contrastive_loss()(**model(*batch())).backward()
+    return counts, {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.compile warns of its own ways
+def test_a_compiled_block_recomputes_only_what_a_gradient_needs(monkeypatch):
+    torch.manual_seed(0)
+    model = build_model(ModelConfig(**TINY | {"vision_layers": 1, "text_layers": 1}))
+    checkpointed = copy.deepcopy(model)
+    checkpointed.set_grad_checkpointing(True)
+    counts, expected = products_and_gradients(model, monkeypatch)
+    assert counts == [4, 4, 8, 8]  # forward of two towers; backward: of inputs and of weights
+    counts, found = products_and_gradients(checkpointed, monkeypatch)
+    assert counts == [4, 4, 11, 11]  # again all but the last
+    assert list(found) == list(expected)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7, msg=name)

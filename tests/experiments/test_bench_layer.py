@@ -86,6 +86,28 @@ def test_wrong_layer_has_a_reason_and_no_number(measure, monkeypatch):
     assert any(line["ms"] for line in measure.lines if line["case"] == "switchback_q")
 
 
+@pytest.mark.parametrize("name", bench_problem.TENSORS)
+def test_layer_wrong_only_with_float32_weights_under_autocast_is_refused(
+    name, measure, monkeypatch
+):
+    linear = sys.modules["lowprec.nn.linear"]
+    right = linear.linear
+
+    def wrong(input, weight, bias, recipe, backend, **settings):
+        tensors = {"grad_input": input, "grad_weight": weight, "grad_bias": bias}
+        is_wrong = weight.dtype == torch.float32 and backend == "auto"
+        if is_wrong and name in tensors:  # its gradient, not its value
+            tensors[name] = tensors[name] + 0.1 * (tensors[name] - tensors[name].detach())
+        output = right(*tensors.values(), recipe, backend=backend, **settings)
+        return output + 0.1 * output.detach() if is_wrong and name == "output" else output
+
+    monkeypatch.setattr(linear, "linear", wrong)
+    with pytest.raises(SystemExit, match="no number for hw_fp8_switchback at 16"):
+        measure(cases=["hw_fp8_switchback", "switchback_m"])
+    broken = [line for line in measure.lines if line["case"] == "hw_fp8_switchback"]
+    assert all(line["reason"].startswith(f"Wrong: {name} differs by 0.1") for line in broken)
+
+
 def test_peer_that_is_not_quantized_has_no_number(measure, peer):
     peer(lambda linear: torch.nn.Sequential(linear))
     lines = [line for line in measure(cases=["torchao_int8"]) if line["case"] == "torchao_int8"]

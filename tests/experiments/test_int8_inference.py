@@ -3,6 +3,7 @@
 import pytest
 import torch
 from hydra.core.config_store import ConfigStore
+from safetensors.torch import load_file
 
 from experiments import evaluate, export
 from experiments.build import build
@@ -56,6 +57,23 @@ def test_an_exported_model_is_the_one_that_was_evaluated(run, tmp_path):
     built = build(config, open_data(config))
     built.task.model = load_int8(build_model(config.model), tmp_path / "int8.safetensors")
     assert built.evaluation()(built.task.model)["zero_shot/top1"] == row["zero_shot/top1"]
+
+
+def test_an_export_follows_autocast_as_the_evaluation_does(make_config, run_once, tmp_path):
+    run, out = tmp_path / "run", tmp_path / "int8.safetensors"
+    changes = {"num_steps": 1, "save_every": 1, "precision.autocast": "pure_bf16"}
+    run_once(make_config(changes), run)
+    for autocast, dtype in ((None, torch.bfloat16), ("bf16", torch.float32)):
+        export.main(ExportConfig(str(run), str(out), EvaluatedPrecision(INT8.recipe, autocast)))
+        state = load_file(out)
+        assert state["visual.conv1.weight"].dtype == dtype
+        assert state["transformer.resblocks.0.mlp.c_fc.weight"].dtype == torch.int8
+
+
+def test_autocast_is_refused_where_weights_stay_as_trained(tmp_path):
+    config = ExportConfig("run", str(tmp_path / "a.pt"), EvaluatedPrecision(autocast="fp16"))
+    with pytest.raises(SystemExit, match="precision.autocast goes with precision=int8_inference"):
+        export.main(config)
 
 
 @pytest.mark.parametrize("run", ["high"], indirect=True)

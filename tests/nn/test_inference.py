@@ -6,6 +6,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from lowprec import ops
 from lowprec.clip.model import blocks, build_model
 from lowprec.clip.precision import set_precision
 from lowprec.config import ModelConfig, PrecisionConfig
@@ -133,6 +134,48 @@ def test_a_backward_is_refused_and_nothing_is_saved(model, pair):
     assert not saved
     with pytest.raises(RuntimeError, match="no backward"):
         output.sum().backward()
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_an_empty_batch_gives_an_empty_output_and_quantizes_nothing(monkeypatch, grad):
+    layer = Int8Linear(nn.Linear(64, 4))
+    monkeypatch.setattr(ops, "quantize", None)
+    with torch.set_grad_enabled(grad), torch.autocast("cpu", torch.bfloat16):
+        output = layer(torch.randn(2, 0, 64))
+    assert output.shape == (2, 0, 4) and output.dtype == torch.bfloat16
+
+
+def test_hooks_are_still_called_after_the_conversion(model):
+    block, called = model.transformer.resblocks[0], []
+    handles = [
+        module.register_forward_hook(lambda module, *_: called.append(type(module)))
+        for module in (block.attn, block.mlp.c_fc)
+    ]
+    to_int8(model)
+    block(torch.randn(2, 3, 64))
+    assert called == [Int8Attention, Int8Linear]
+    for handle in handles:
+        handle.remove()
+    block(torch.randn(2, 3, 64))
+    assert len(called) == 2
+
+
+@pytest.mark.parametrize("where", [["in_proj"], ["c_fc"]])
+def test_another_recipe_on_int8_layers_is_refused_by_name_and_changes_nothing(model, where):
+    to_int8(model, where)
+    before = [type(module) for module in model.modules()]
+    for change in (lambda: apply_recipe(model, "switchback"), lambda: to_int8(model)):
+        with pytest.raises(ValueError, match=f"{where[0]} is int8 already"):
+            change()
+    assert [type(module) for module in model.modules()] == before
+    apply_recipe(model, "switchback", ["out_proj"])  # others still can
+
+
+def test_a_file_with_more_int8_layers_converts_a_model_further(model, pair, tmp_path):
+    fresh = to_int8(build_model(SMALL).eval(), ["in_proj"])
+    save_int8(to_int8(model), tmp_path / "a.safetensors")
+    load_int8(fresh, tmp_path / "a.safetensors")
+    assert torch.equal(features(fresh, pair), features(model, pair))
 
 
 def test_a_row_with_nan_stays_visible(model):

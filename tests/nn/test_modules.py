@@ -4,7 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from lowprec import ops
+from lowprec.clip.torchvision_shim import open_clip
 from lowprec.nn.linear import LowPrecisionLinear, SwitchBackLinear
+from lowprec.nn.recipe import RECIPES
+from lowprec.nn.replace import apply_recipe
 
 
 def test_unknown_recipes_are_refused_with_the_known_ones():
@@ -24,8 +28,6 @@ def test_the_layer_is_nn_linear_in_parameters_names_and_first_values():
 
 
 def test_open_clip_replaces_its_linears_by_ours():
-    from lowprec.clip.torchvision_shim import open_clip
-
     blocks = open_clip.transformer.Transformer(width=64, layers=2, heads=2)
     x = torch.randn(2, 5, 64)
     before = blocks(x)
@@ -35,3 +37,31 @@ def test_open_clip_replaces_its_linears_by_ours():
     after = blocks(x)
     assert not torch.equal(before, after)
     assert (after - before).norm() < 0.02 * before.norm()
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+@pytest.mark.parametrize("shape", [(0, 48), (2, 0, 48)], ids=str)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_empty_batch_gives_an_empty_output_and_zero_gradients(recipe, shape, autocast):
+    layer, x = LowPrecisionLinear(48, 70, recipe=recipe), torch.randn(shape, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        output = layer(x)
+        with torch.no_grad():
+            assert layer(x).shape == output.shape
+    assert output.shape == (*shape[:-1], 70)
+    assert output.dtype == (torch.bfloat16 if autocast else torch.float32)
+    output.sum().backward()
+    assert x.grad.shape == shape
+    assert (layer.weight.grad == 0).all() and (layer.bias.grad == 0).all()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_empty_batch_passes_a_whole_block_and_launches_nothing(monkeypatch, recipe):
+    for name in ("quantize", "matmul", "quantize_rows_and_sum", "gelu_quantize"):
+        monkeypatch.setattr(ops, name, None)
+    block = nn.Sequential(open_clip.transformer.ResidualAttentionBlock(64, 2))
+    apply_recipe(block, recipe)
+    output = block(torch.randn(0, 5, 64))
+    assert output.shape == (0, 5, 64)
+    output.sum().backward()
+    assert all((parameter.grad == 0).all() for parameter in block.parameters())

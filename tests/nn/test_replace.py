@@ -85,6 +85,14 @@ def test_the_fused_mlp_keeps_its_input_and_that_of_gelu_alone():
     assert sorted(t.numel() for t in saved if t.dtype == torch.int8) == [64 * 256] * 2
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # by torch.compile itself
+def test_the_fused_mlp_is_one_graph():
+    model, x = block(), torch.randn(2, 5, 64)
+    apply_recipe(model, "switchback")
+    compiled = torch.compile(model.block.mlp, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), model.block.mlp(x))
+
+
 def test_high_swaps_attention_alone():
     model = block()
     found = apply_recipe(model, "high")
@@ -115,13 +123,6 @@ def test_high_undoes_another_recipe():
     torch.testing.assert_close(model(x), expected, atol=1e-6, rtol=0)
 
 
-def test_a_pattern_without_a_layer_is_refused_with_the_names_there_are():
-    with pytest.raises(ValueError, match=r"matches c_fcc; there are: block.attn.out_proj"):
-        apply_recipe(block(), "switchback", ["c_fcc"])
-    with pytest.raises(ValueError, match="recipe 'switchbak'"):
-        apply_recipe(block(), "switchbak")
-
-
 def test_skip_slow_leaves_losing_shapes_alone_and_the_report_lists_them_either_way():
     for skip_slow in (False, True):
         found = apply_recipe(block(), "switchback", skip_slow=skip_slow)
@@ -142,17 +143,6 @@ def test_training_mode_is_kept():
     model = block().eval()
     apply_recipe(model, "switchback", LAYERS)
     assert not any(module.training for module in model.modules())
-
-
-def test_a_layer_that_its_owner_reads_without_calling_it_is_not_reported():
-    model = nn.TransformerEncoderLayer(64, 4, batch_first=True)  # its dropout keeps the attention
-    with pytest.raises(ValueError, match="no linear layer matches out_proj"):
-        apply_recipe(model, "switchback", ["out_proj"])
-
-
-def test_a_lone_layer_is_refused():
-    with pytest.raises(ValueError, match="wrap it"):
-        apply_recipe(nn.Linear(4, 4), "switchback", ["*"])
 
 
 def test_a_changed_child_of_the_fused_mlp_counts():

@@ -160,3 +160,21 @@ def test_a_scale_that_is_nan_makes_its_row_nan_and_no_other(device, launch):
     expected = torch.zeros(40, 48, dtype=torch.bool, device=device)
     expected[7], expected[:, 9] = True, True
     assert torch.equal(found, expected)
+
+
+def test_operands_stored_by_columns_give_the_same_product(device):
+    a, b = make_int8(63, 77, device, 0), make_int8(100, 77, device, 1)
+    one = torch.ones(1, 1, device=device)
+    by_columns = (a.T.contiguous().T, b.T.contiguous().T)
+    found = launch_plain(*by_columns, one, one, None, torch.float32)
+    assert torch.equal(found.double(), a.double() @ b.double().T)
+
+
+@pytest.mark.parametrize(("m", "n"), [(0, 48), (48, 0)])
+def test_a_product_without_rows_launches_nothing(device, monkeypatch, m, n):
+    monkeypatch.setattr(kernels, "_launch", None)
+    monkeypatch.setattr(kernels, "_launch_tma", None)
+    a, b = make_int8(m, 64, device, 0), make_int8(n, 64, device, 1)
+    one = torch.ones(1, 1, device=device)
+    found = launch_plain(a, b, one, one, None, torch.bfloat16)
+    assert found.shape == (m, n) and found.dtype == torch.bfloat16

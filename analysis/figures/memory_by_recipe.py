@@ -1,0 +1,121 @@
+"""Memory by recipe: what a linear layer saves for backward, and the peak of a whole model.
+
+Lines: `python -m experiments.bench_layer` and, on a GPU, `python -m experiments.bench_model`, with
+and without checkpointing.
+"""
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from analysis import bench, style
+from analysis.load import NoRunsError
+
+LINES = "layer_memory model"
+CASES = {  # case: (in print, color), in the order of the bars
+    "open_clip eager": ("open_clip, eager", "0.78"),
+    "open_clip": ("open_clip, compiled", "0.5"),
+    "high": ("ours, 16 bit", style.color("bf16", "stable_adamw")),
+}
+CASES |= {
+    name: (style.PRECISIONS[name][0], style.color(name, ""))
+    for name in (
+        *("autograd_high", "switchback", "switchback_m", "switchback_q", "llm_int8"),
+        *("hw_fp8_tensorwise", "hw_fp8_switchback"),
+    )
+}
+PANELS = {  # panel: (label of its axis, format of the number over a bar)
+    "layer": ("saved for backward (of nn.Linear's)", "%.2f"),
+    "model": ("peak of forward + backward (GiB)", "%.1f"),
+}
+NEEDED = ["direction", "dim", "tokens", "ratio", "memory_gib", "saved_mib", "peak_mib"]
+COLUMNS = ["file", "source", "panel", "group", "series", "tokens", "saved_mib", "peak_mib", "value"]
+
+
+def query(lines: pd.DataFrame) -> pd.DataFrame:
+    """A row a bar: `value` is a share of nn.Linear's saved bytes, or the GiB of a model.
+
+    `group` says which layer or model; each is taken whole from the newest file that has it, and
+    where a file has a case twice, the last counts. NoRunsError when no line holds a number.
+    """
+    absent = [column for column in NEEDED if column not in lines]  # lines of one kind alone
+    known = lines.reindex(columns=[*lines.columns, *absent])
+    known = known[known["case"].isin(CASES)]
+    layers = known[(known["slug"] == "layer_memory") & (known["direction"] == "both")]
+    layers = bench.newest(layers, ["tokens", "dim"]).sort_values(["tokens", "dim"])
+    models = known[(known["slug"] == "model") & known["memory_gib"].notna()]
+    order = [style.rank(shape.split()[0], style.MODELS) for shape in models["shape"]]
+    models = bench.newest(models.assign(order=order), ["shape"]).sort_values(["order", "shape"])
+    many = layers["tokens"].nunique() > 1
+    names = [
+        f"{row.dim:.0f}" + (f"\n{row.tokens:,.0f} tokens" if many else "")
+        for row in layers.itertuples()
+    ]
+    layers = layers.assign(panel="layer", group=names, value=layers["ratio"])
+    models = models.assign(panel="model", group=models["shape"], value=models["memory_gib"])
+    found = pd.concat([layers, models], ignore_index=True)
+    if found.empty:
+        raise NoRunsError(f"no line of {LINES} holds memory; a model's is measured on a GPU alone")
+    found = found.rename(columns={"device": "source", "case": "series"})[COLUMNS]
+    return found.drop_duplicates(["panel", "group", "series"], keep="last", ignore_index=True)
+
+
+def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
+    """One panel: a group of bars a layer or model, a bar a case."""
+    label, number = PANELS[frame["panel"].iloc[0]]
+    groups = list(frame["group"].unique())
+    cases = [case for case in CASES if case in set(frame["series"])]
+    width = 0.86 / len(cases)
+    for place, case in enumerate(cases):
+        part = frame[frame["series"] == case]
+        middles = part["group"].map(groups.index) + (place - (len(cases) - 1) / 2) * width
+        name, color = CASES[case]
+        bars = ax.bar(middles, part["value"], width * 0.92, color=color, label=name)
+        ax.bar_label(bars, fmt=number, fontsize=5.5, padding=1.5, rotation=90)
+    ax.set_xticks(range(len(groups)), [_printed(group) for group in groups])
+    ax.grid(visible=False, axis="x")
+    ax.margins(x=0.02, y=0.12)
+    ax.set(ylabel=label)
+    return ax
+
+
+def _printed(group: str) -> str:
+    """`ViT-H/14`, its batch and what else was set, a line each; a dim as it is."""
+    model, _, more = group.partition(" ")
+    return "\n".join([style.MODELS[model], *more.split(", ")]) if model in style.MODELS else group
+
+
+def draw(frame: pd.DataFrame, figure: Figure) -> None:
+    """The layer left, the model right, as far as there are lines; one legend."""
+    panels = [panel for panel in PANELS if panel in set(frame["panel"])]
+    figure.set_size_inches(style.COLUMN_WIDTH * (2.1 if len(panels) > 1 else 1.4), 3.4)
+    shares = [1.4 if panel == "layer" else 1 for panel in panels]
+    axes = figure.subplots(1, len(panels), squeeze=False, width_ratios=shares)[0]
+    for panel, ax in zip(panels, axes, strict=True):
+        plot(frame[frame["panel"] == panel], ax)
+        if panel == "layer":
+            ax.axhline(1, color="black", lw=0.6)
+            ax.set(xlabel="dim")
+    bench.legend_below(figure, list(axes)[::-1], ncols=4)
+
+
+def caption(frame: pd.DataFrame) -> str:
+    """Device, what is counted, and which bars of a model there is no line of."""
+    layers, models = (frame[frame["panel"] == panel] for panel in PANELS)
+    text = f"Memory on {bench.devices(frame)}."
+    if not layers.empty:
+        counts = " and ".join(f"{tokens:,.0f}" for tokens in layers["tokens"].unique())
+        text += (
+            " What the forward of a linear layer keeps for backward, of nn.Linear's: dim to 4 dim "
+            f"and 4 dim to dim together, {counts} tokens, all in bf16; weights are not counted, "
+            "8-bit copies of them are."
+        )
+    if not models.empty:
+        text += (
+            " The most that forward and backward of a whole model take, parameters and gradients "
+            "included, an optimizer not."
+        )
+    there = models.groupby("group")["series"].agg(set)
+    cases = [case for case in CASES if case in set(models["series"])]
+    absent = [f"{case}, {at}" for at in there.index for case in cases if case not in there[at]]
+    return text + (f" No lines of: {'; '.join(absent)}." if absent else "")

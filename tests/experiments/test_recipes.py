@@ -1,0 +1,33 @@
+"""Every recipe trains the nano model."""
+
+import math
+
+import pytest
+
+from lowprec.nn.recipe import RECIPES
+from lowprec.run import read_rows
+
+FAST = ("high", "switchback", "llm_int8", "hw_fp8_switchback")
+CHANCE, LEAST = math.log(16), math.log(4)  # of 16 pairs, of which four each share a caption
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES],
+)
+def test_the_loss_of_nano_stays_finite_and_falls(recipe, make_config, run_once, tmp_path):
+    config = make_config(
+        {
+            "num_steps": 20,
+            "save_every": 20,
+            "model": {"name": "nano", "vocab_size": 512},
+            "precision": {"autocast": "bf16", "recipe": recipe},
+            "schedule.warmup_steps": 0,
+        }
+    )
+    ended, built = run_once(config, tmp_path / "a")
+    losses = [row["loss"] for row in read_rows(tmp_path / "a" / "metrics.jsonl")]
+    assert ended.state == "finished" and len(losses) == 20
+    assert all(map(math.isfinite, losses))
+    assert losses[0] > CHANCE and max(losses[-5:]) < LEAST + 0.2
+    assert {layer.swapped for layer in built.layers} == {recipe != "high"}
