@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lowprec.formats import Format, parse_format
-from lowprec.ops import reference, triton_gelu, triton_matmul, triton_quantize
+from lowprec.ops import reference, triton_gelu, triton_matmul, triton_quantize, triton_tiles
 
 BACKENDS = ("auto", "reference", "triton")
 
@@ -145,7 +145,7 @@ def _quantize_kernel(x_MK, format, granularity, rows, transposed):
     """Row-wise: one pass, transposed by a copy; else both layouts in one pass after the maxima."""
     kind = parse_format(format)
     if granularity != "rowwise":
-        return triton_quantize.quantize_tiles(
+        return triton_tiles.quantize_tiles(
             x_MK, kind, granularity, rows=rows, transposed=transposed
         )
     q_MK, scale = triton_quantize.quantize_rows(x_MK, kind)

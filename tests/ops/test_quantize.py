@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lowprec.formats import E4M3, E5M2, INT8, representable
-from lowprec.ops import reference
+from lowprec.ops import reference, triton_tiles
 from lowprec.ops import triton_quantize as kernels
 
 FORMATS = [INT8, E4M3, E5M2]
@@ -41,7 +41,7 @@ def by_kernels(x, format, granularity):
     if granularity == "rowwise":
         q, scale = kernels.quantize_rows(x, format)
         return q, None, scale
-    return kernels.quantize_tiles(x, format, granularity, rows=True, transposed=True)
+    return triton_tiles.quantize_tiles(x, format, granularity, rows=True, transposed=True)
 
 
 def check(x, format, granularity):
@@ -70,7 +70,7 @@ def test_a_layout_not_asked_for_is_empty_and_the_other_the_same(
     device, granularity, rows, transposed
 ):
     x = make((63, 100), torch.bfloat16, device)
-    q, q_transposed, scale = kernels.quantize_tiles(
+    q, q_transposed, scale = triton_tiles.quantize_tiles(
         x, INT8, granularity, rows=rows, transposed=transposed
     )
     expected, expected_scale = reference.quantize(x, INT8, granularity)
