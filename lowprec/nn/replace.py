@@ -172,5 +172,5 @@ def summary(recipe: str, layers: Sequence[Layer]) -> str:
     )
     if slow:
         shapes = ", ".join(f"{count} x {shape}" for shape, count in slow.items())
-        text += f"; no faster than 16 bit by measurements on an H100: {shapes}"
+        text += f"; too small to be faster than in 16 bit (measured on an H100): {shapes}"
     return text

@@ -1,0 +1,17 @@
+"""The room's README is true."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+README = Path(__file__).parents[2] / "lowprec" / "nn" / "README.md"
+
+
+@pytest.mark.filterwarnings("ignore")  # open_clip's, about weights that are not pretrained
+def test_the_example_for_open_clip_runs_as_pasted():
+    [example] = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    names = {}
+    exec(example, names)
+    recipes = [getattr(m, "recipe", None) for m in names["model"].modules()]
+    assert sum(recipe is not None and recipe.name == "switchback" for recipe in recipes) == 72
