@@ -6,8 +6,9 @@
 Takes the keys of `train`; `precision` says the autocast dtype, the recipes are all measured. Rows:
 open_clip eager and, under compile=true, with every block compiled; then ours, 16 bit and 8 bits.
 A case counts only if its first loss is open_clip's, and near enough the gradient of the patch
-embedding, which all blocks have passed on. `ratio` is to the faster of
-the open_clip rows. One JSON line a case goes to `runs/bench/model/<time>.jsonl`.
+embedding, which all blocks have passed on; without any row of open_clip none of ours does. `ratio`
+is to the faster of the open_clip rows, of the eager one to itself. One JSON line a case goes to
+`runs/bench/model/<time>.jsonl`; exits with 1 if one of ours was wrong or failed.
 """
 
 import dataclasses
@@ -26,41 +27,64 @@ LOSS_TOLERANCE = 2e-2
 GRADIENT_TOLERANCE = 0.5  # of the first layer's, behind all others; a scrambled one errs by 1.4
 
 
+class Wrong(Exception):
+    """The numbers of a case are not open_clip's."""
+
+
 def main(config: Config) -> None:
     """Measures all cases of one config, each built anew from the same seed."""
-    import torch
-
     from experiments.build import pick_device
 
     device = pick_device(config.device)
     report = reporter(config.run_dir, "model")
-    checkpointed = ", checkpointing" if config.checkpointing else ""
-    shape = f"{config.model.name} batch {config.batch_size}{checkpointed}"
     print(f"{label(config)} on {device}", file=sys.stderr)
-    expected, base = None, None
+    expected, base, failed = None, None, []
     for case in (*OPEN_CLIP, *RECIPES):
         if case == "open_clip" and not config.compile:
             continue
-        facts = {"compiled": config.compile and case != "open_clip eager"}
+        about = facts(config, case)
         try:
+            if case in RECIPES and expected is None:
+                raise RuntimeError("no row of open_clip to hold it against")
             ms, found, memory_gib = measure(config, case, device)
-        except (RuntimeError, torch.OutOfMemoryError) as error:
-            report(case, shape, config.precision.autocast, reason=reason_of(error), **facts)
-            continue
-        expected = expected or found
-        loss_gap = abs(found[0] - expected[0]) / abs(expected[0])
-        error = relative_error(found[1], expected[1])
-        if not (loss_gap <= LOSS_TOLERANCE and error <= GRADIENT_TOLERANCE):
-            reason = f"off by {loss_gap:.3g} in loss, {error:.3g} in the first layer's gradient"
-            report(case, shape, config.precision.autocast, correct=False, reason=reason, **facts)
+            checked = check(found, expected or found)
+            expected = expected or found
+        except (RuntimeError, Wrong) as error:  # of memory too
+            wrong = isinstance(error, Wrong)
+            report(**about, correct=False if wrong else None, reason=reason_of(error))
+            failed += [case] if case in RECIPES else []
             continue
         if case in OPEN_CLIP:
             base = min(base or ms, ms)
         report(
-            case, shape, config.precision.autocast, ms, 1000 * config.batch_size / ms,
-            "the faster open_clip" if base else None, base and base / ms, True,
-            loss=round(found[0], 5), gradient_error=round(error, 5), memory_gib=memory_gib, **facts,
+            **about, ms=ms, rate=1000 * config.batch_size / ms, ratio=base / ms, correct=True,
+            ratio_to=case if case == "open_clip eager" else "the faster open_clip",
+            memory_gib=memory_gib, **checked,
         )  # fmt: skip
+    if failed:
+        sys.exit(f"no number for {', '.join(failed)}; their lines say why")
+
+
+def facts(config: Config, case: str) -> dict:
+    """What a line says of its case beside the numbers."""
+    checkpointed = ", checkpointing" if config.checkpointing else ""
+    return {
+        "case": case,
+        "shape": f"{config.model.name} batch {config.batch_size}{checkpointed}",
+        "dtype": config.precision.autocast,
+        "image_size": config.model.image_size,  # None: that of the model's name
+        "patch_dropout": config.model.patch_dropout,
+        "compiled": config.compile and case != "open_clip eager",
+    }
+
+
+def check(found: tuple, expected: tuple) -> dict:
+    """Loss and error of the gradient for a line; raises Wrong."""
+    loss_gap = abs(found[0] - expected[0]) / abs(expected[0])
+    error = relative_error(found[1], expected[1])
+    if not (loss_gap <= LOSS_TOLERANCE and error <= GRADIENT_TOLERANCE):
+        raise Wrong(f"off by {loss_gap:.3g} in loss, {error:.3g} in the first layer's gradient")
+    return {"loss": round(found[0], 5), "gradient_error": round(error, 5)}
 
 
 def measure(config: Config, case: str, device: object) -> tuple:
@@ -79,7 +103,7 @@ def measure(config: Config, case: str, device: object) -> tuple:
     batch = random_batch(config, model, device)
     torch.manual_seed(config.seed)  # of patch dropout
     loss = forward_and_backward(task, batch).item()
-    first = (loss, model.visual.conv1.weight.grad.clone())
+    first = (loss, first_layer(model).weight.grad.clone())
     if device.type == "cuda":  # what compiling and tuning took is not the recipe's
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -87,6 +111,17 @@ def measure(config: Config, case: str, device: object) -> tuple:
     if device.type != "cuda":
         return ms, first, None
     return ms, first, round(torch.cuda.max_memory_allocated() / 2**30, 2)
+
+
+def first_layer(model: object) -> object:
+    """The convolution that embeds the patches, in towers of open_clip and of timm."""
+    from torch import nn
+
+    found = (module for module in model.visual.modules() if isinstance(module, nn.Conv2d))
+    layer = next(found, None)
+    if layer is None:
+        raise RuntimeError("the vision tower has no convolution, whose gradient is compared")
+    return layer
 
 
 def forward_and_backward(task: object, batch: object) -> object:
@@ -111,7 +146,9 @@ def build(config: Config, case: str, device: object) -> object:
         model = build_model(config.model, config.intervention.name).to(device)
     set_parameter_dtype(model, config.precision.autocast)
     if case not in OPEN_CLIP:
-        set_precision(model, dataclasses.replace(config.precision, recipe=case))
+        threshold = config.precision.outlier_threshold if case == "llm_int8" else 0.0
+        changes = {"recipe": case, "outlier_threshold": threshold}
+        set_precision(model, dataclasses.replace(config.precision, **changes))
     if config.checkpointing:
         model.set_grad_checkpointing(True)
     if config.compile and case == "open_clip":

@@ -198,6 +198,7 @@ def build_optimizer(config: Config, model: torch.nn.Module) -> StableAdamW:
         eps=rule.eps,
         clip_threshold=rule.clip_threshold,
         clip_weight_decay=rule.clip_weight_decay,
+        beta2_decay=rule.beta2_decay,
         clip_norm=rule.clip_norm,
         skip="tensor" if config.scaler.name == "fixed" else "step",
     )

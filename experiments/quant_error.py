@@ -186,8 +186,10 @@ def table(rows: list[dict]) -> Iterator[str]:
         for product in PRODUCTS:
             chosen = [r for r in rows if r["recipe"] == recipe and r["product"] == product]
             layers = {r["layer"]: r["product_sqnr_db"] for r in chosen}
-            layers = {name: db for name, db in layers.items() if db < math.inf}  # not rounded
-            for layer in sorted(layers, key=layers.get)[:WORST]:
+            layers = {name: db for name, db in layers.items() if db != math.inf}  # not rounded
+            # NaN is the worst of all, and compares with nothing
+            by_sqnr = sorted(layers, key=lambda name: (not math.isnan(layers[name]), layers[name]))
+            for layer in by_sqnr[:WORST]:
                 parts = "  ".join(
                     f"{r['operand']} {r['sqnr_db']:.1f} {100 * r.get('underflowed', 0):.1f}%"
                     for r in chosen

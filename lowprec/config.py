@@ -19,7 +19,10 @@ RECIPES = (
     *("hw_fp8_tensorwise", "hw_fp8_switchback", "custom", "int8_inference"),
 )
 LINEAR_LAYERS = ("in_proj", "out_proj", "c_fc", "c_proj")
-STATISTICS = ("rms", "grad_norm", "update_norm")
+STATISTICS = (
+    *("rms", "grad_norm", "update_norm"),
+    *("grad_abs_max", "grad_inf", "grad_nan", "param_norm", "u_min", "u_mean", "u_max"),
+)
 REMOTE_SCHEMES = ("http", "https", "sftp", "ftps", "scp", "pipe")  # pipe: runs a shell command
 LEGAL_SCALERS = {  # autocast: the scalers it may run with
     "fp32": ("none",),
@@ -122,7 +125,7 @@ class OptimizerConfig:
     lr: float = key(1e-3, "peak learning rate", above=0)
     beta1: float = key(0.9, "decay of the first moment", least=0, below=1)
     beta2: float = key(0.98, "decay of the second moment", least=0, below=1)
-    beta2_decay: float | None = key(None, "lambda of beta2 = 1 - t^-lambda", planned=("*",))
+    beta2_decay: float | None = key(None, "lambda of beta2 = 1 - t^-lambda", above=0)
     eps: float = key(1e-6, "added to the root of the second moment", above=0)
     weight_decay: float = key(0.2, "not on gains, biases, logit scale", least=0)
     clip_norm: float | None = key(None, "bound of the global gradient norm", above=0)
@@ -191,8 +194,8 @@ class RecorderConfig:
 class DiagnosticsConfig:
     """What is recorded of every tensor."""
 
-    statistics: list[str] = key(list(STATISTICS), "statistics of a tensor", choices=STATISTICS)
-    every: int = key(1, "steps between two records of the tensors", least=1)
+    statistics: list[str] = key(list(STATISTICS[:3]), "recorded of each tensor", choices=STATISTICS)
+    every: int = key(1, "steps between two records of them", least=1)
     block_every: int | None = key(None, "steps between block records", planned=("*",))
     spikes: SpikeConfig = field(default_factory=SpikeConfig)
     recorder: RecorderConfig = field(

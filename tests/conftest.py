@@ -10,6 +10,7 @@ import torch  # noqa: E402
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported: kernels run on the CPU
 
+import importlib.util  # noqa: E402
 import io  # noqa: E402
 import json  # noqa: E402
 import tarfile  # noqa: E402
@@ -45,6 +46,23 @@ def write_shard(path: Path, count: int, seed: int = 0) -> None:
                 member = tarfile.TarInfo(f"s{i:05d}.{kind}")
                 member.size = len(data)
                 tar.addfile(member, io.BytesIO(data))
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """A GPU where there is one; else the kernels are interpreted."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def right_interpreter(monkeypatch):
+    """The interpreter with torch's casts, where kernels are interpreted."""
+    if not torch.cuda.is_available():
+        where = Path(__file__).parent / "ops" / "interpreter.py"
+        spec = importlib.util.spec_from_file_location("interpreter_patch", where)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        module.patch(monkeypatch)
 
 
 @pytest.fixture(scope="session")

@@ -30,7 +30,7 @@ ALLOWED = {  # room: rooms of the project that it may import (itself always)
     "diagnostics.spikes": set(),
     "data": set(),
     "evaluate": set(),
-    "nn": {"ops", "formats"},
+    "nn": {"ops", "formats", "nearest"},
     "nn.recipe": set(),
     "clip": {"nn", "ops", "formats", "config"},
     "train": {"optim", "data.loader", "diagnostics", "config", "run", "record", "durable"},

@@ -23,14 +23,28 @@ CASES = {  # case: (in print, precision whose color it has)
     "hw_fp8_switchback": ("SwitchBack fp8", "hw_fp8_switchback"),
     "llm_int8": ("LLM.int8()", "llm_int8"),
 }
+SETTINGS = {"image_size": "{:.0f} px", "patch_dropout": "patch dropout {:g}"}  # of a line, in words
+
+
+def with_settings(lines: pd.DataFrame) -> pd.DataFrame:
+    """Lines whose `shape` also says the settings of the model, where a line holds them."""
+    lines = lines.reindex(columns=list(dict.fromkeys([*lines.columns, *SETTINGS])))
+    shapes = [
+        ", ".join([row["shape"], *(SETTINGS[name].format(row[name]) for name in SETTINGS
+                                   if pd.notna(row[name]))])
+        for _, row in lines.iterrows()
+    ]  # fmt: skip
+    return lines.assign(shape=shapes)
 
 
 def query(lines: pd.DataFrame) -> pd.DataFrame:
     """A row for each shape, baseline and case of one file: `value`, time saved in %.
 
-    The first word of a shape is the model; all else, such as the batch, must be equal too. Where a
-    file has a case twice, the last counts. NoRunsError when no case has a baseline beside it.
+    The first word of a shape is the model; all else, such as the batch and the settings, must be
+    equal too. Where a file has a case twice, the last counts. NoRunsError when no case has a
+    baseline beside it.
     """
+    lines = with_settings(lines)
     known = lines[lines["ms"].notna()]
     known = known.assign(model=known["shape"].str.extract(r"^(\w+)", expand=False))
     at = ["file", "shape"]
@@ -76,7 +90,7 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
         style.MODELS.get(model, model) + shape.removeprefix(model).replace(" ", "\n", 1)
         for model, shape in shapes
     ]
-    names = [name.replace(", ", "\n") for name in names]
+    names = [name.replace(", ", "\n").replace("patch ", "patch\n") for name in names]
     ax.set_xticks(range(len(shapes)), names)
     ax.axhline(0, color="black", lw=0.6)
     ax.grid(visible=False, axis="x")

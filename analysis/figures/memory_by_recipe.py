@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from analysis import bench, style
+from analysis.figures.end_to_end_speed import with_settings
 from analysis.load import NoRunsError
 
 LINES = "layer_memory model"
@@ -43,7 +44,7 @@ def query(lines: pd.DataFrame) -> pd.DataFrame:
     known = known[known["case"].isin(CASES)]
     layers = known[(known["slug"] == "layer_memory") & (known["direction"] == "both")]
     layers = bench.newest(layers, ["tokens", "dim"]).sort_values(["tokens", "dim"])
-    models = known[(known["slug"] == "model") & known["memory_gib"].notna()]
+    models = with_settings(known[(known["slug"] == "model") & known["memory_gib"].notna()])
     order = [style.rank(shape.split()[0], style.MODELS) for shape in models["shape"]]
     models = bench.newest(models.assign(order=order), ["shape"]).sort_values(["order", "shape"])
     many = layers["tokens"].nunique() > 1
@@ -82,7 +83,9 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
 def _printed(group: str) -> str:
     """`ViT-H/14`, its batch and what else was set, a line each; a dim as it is."""
     model, _, more = group.partition(" ")
-    return "\n".join([style.MODELS[model], *more.split(", ")]) if model in style.MODELS else group
+    if model not in style.MODELS:
+        return group
+    return "\n".join([style.MODELS[model], *more.replace("patch ", "patch, ").split(", ")])
 
 
 def draw(frame: pd.DataFrame, figure: Figure) -> None:

@@ -116,11 +116,13 @@ def compile_blocks(model: nn.Module) -> None:
 
     Where open_clip's checkpointing is on, the blocks take it over: between forward and backward a
     block keeps its input and what attention gave, and computes the rest again in its compiled
-    backward, less what no gradient needs, such as its last product.
+    backward, less what no gradient needs, such as its last product. It cannot be turned off later:
+    `set_grad_checkpointing(False)` comes before.
     """
     for transformer in _transformers(model):
         for block in transformer.resblocks:
-            if transformer.grad_checkpointing:
+            taken = getattr(block.forward, "func", None) is _checkpointed  # by an earlier call
+            if transformer.grad_checkpointing and not taken:
                 block.forward = partial(_checkpointed, block.forward)
             block.compile(dynamic=False)
         transformer.grad_checkpointing = False

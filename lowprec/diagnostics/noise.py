@@ -21,7 +21,7 @@ def sqnr_db(exact: Tensor, approximate: Tensor) -> float:
     noise = (exact.double() - approximate.double()).square().sum().item()
     if noise == 0:
         return math.inf
-    if math.isnan(signal / noise):
+    if not math.isfinite(signal) or not math.isfinite(noise):
         return math.nan
     return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
 

@@ -18,8 +18,9 @@ from torch.autograd.function import once_differentiable
 from lowprec import ops
 from lowprec.formats import INT8
 from lowprec.nn.attention import Attention, carry_hooks
+from lowprec.nn.checks import compute_dtype
 from lowprec.nn.mlp import unfuse
-from lowprec.nn.replace import LAYERS, apply_recipe, is_plain, replace_attention
+from lowprec.nn.replace import LAYERS, apply_recipe, is_plain, replace_attention, swap_modules
 
 KIND = "int8_inference"  # what the metadata of a file says it is
 IN_PROJ = ".in_proj"  # the layer inside an Attention
@@ -31,9 +32,7 @@ def int8_linear(input: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tenso
     weight int8 [out, in], weight_scale float32 [out, 1]. Gives the autocast dtype, or the input's
     without autocast. RuntimeError in backward; nothing is saved for it.
     """
-    device = input.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
-    x_MK = input.reshape(-1, input.shape[-1]).to(dtype)
+    x_MK = input.reshape(-1, input.shape[-1]).to(compute_dtype(input))
     multiply = _ForwardOnly.apply if torch.is_grad_enabled() else _multiply
     return multiply(x_MK, weight, weight_scale, bias).view(*input.shape[:-1], weight.shape[0])
 
@@ -79,6 +78,12 @@ class Int8Linear(_KeepsScale):
         carry_hooks(linear, self)
         self.train(linear.training)
 
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        probe = torch.empty(0, dtype=self.int8_original_dtype, device=self.weight.device)
+        self.int8_original_dtype = fn(probe).dtype
+        return self
+
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
         return int8_linear(input, self.weight, self.weight_scale, self.bias)
@@ -121,14 +126,15 @@ def to_int8(model: nn.Module, where: Sequence[str] = LAYERS) -> nn.Module:
 def _convert(model: nn.Module, layers: Sequence[str]) -> None:
     """Layers by name, those of an Attention ending in `.in_proj`; converted ones stay."""
     unfuse(model)
-    modules = dict(model.named_modules())
+    modules, converted = dict(model.named_modules()), {}
     for name in layers:
         owner = name if name in modules else name.removesuffix(IN_PROJ)
         module = modules[owner]
         if isinstance(module, Attention) and not isinstance(module, Int8Attention):
-            model.set_submodule(owner, Int8Attention(module))
+            converted[module] = Int8Attention(module)
         elif isinstance(module, nn.Linear) and is_plain(module):
-            model.set_submodule(owner, Int8Linear(module))
+            converted[module] = Int8Linear(module)
+    swap_modules(model, converted)
 
 
 def memory_ratio(model: nn.Module) -> float:
@@ -150,12 +156,18 @@ def memory_ratio(model: nn.Module) -> float:
 
 
 def save_int8(model: nn.Module, path: Path | str) -> None:
-    """Writes a converted model's state dict as .safetensors, with its digest."""
+    """Writes a converted model's state dict as .safetensors, with its digest.
+
+    A tensor of several names, as a tied weight, is written under each.
+    """
     path = Path(path)
     memory_ratio(model)  # raises where nothing is converted
     if path.suffix != ".safetensors":
         raise ValueError(f"{path}: int8 weights are written as .safetensors")
-    state = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
+    state = {  # copies, for safetensors refuses tensors that share memory
+        name: tensor.detach().clone(memory_format=torch.contiguous_format)
+        for name, tensor in model.state_dict().items()
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     save_file(state, temporary, metadata={"kind": KIND, "sha256": _digest(state)})

@@ -6,11 +6,16 @@ Shape suffixes: M = batch * tokens, K = features in, N = features out; x_MK, w_N
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from lowprec import ops
 from lowprec.formats import parse_format
-from lowprec.nn.recipe import RECIPES, Operand, Recipe
+from lowprec.nn.checks import (
+    check_settings,
+    compute_dtype,
+    find_recipe,
+    refuse_second_derivative,
+)
+from lowprec.nn.recipe import Operand, Recipe
 from lowprec.ops import reference
 
 
@@ -30,12 +35,11 @@ def linear(
     `outlier_threshold` > 0: features of the input that hold a magnitude above it are multiplied in
     16 bit, in output and grad_weight, as LLM.int8() (arXiv:2208.07339) does; here by a second
     product of the full size, without a host sync.
+    There is no second derivative: RuntimeError in a backward with create_graph.
     Source: algorithms 1, 3, 4 and 5, arXiv:2304.13013.
     """
-    if recipe.saves_int8 and outlier_threshold:
-        raise ValueError(f"outlier_threshold needs the 16-bit input, which {recipe.name} drops")
-    device = input.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
+    check_settings(recipe, backend, outlier_threshold)
+    dtype = compute_dtype(input)
     if not recipe.function:
         return F.linear(input, weight, bias)
     if input.numel() == 0:  # without a largest magnitude
@@ -68,8 +72,8 @@ class _Linear(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, g_MN):
+        refuse_second_derivative()
         x_MK, x_scale, w, w_scale = ctx.saved_tensors
         recipe, backend, outlier_threshold, shares_weight = ctx.settings
         dtype, weight_dtype, bias_dtype = ctx.dtypes
@@ -203,8 +207,10 @@ class LowPrecisionLinear(nn.Linear):
     def set_recipe(
         self, recipe: str | Recipe, backend: str = "auto", outlier_threshold: float = 0.0
     ) -> None:
-        """Changes the products; ValueError for an unknown name."""
-        self.recipe = find_recipe(recipe)
+        """Changes the products; ValueError for an unknown name and what makes no sense."""
+        recipe = find_recipe(recipe)
+        check_settings(recipe, backend, outlier_threshold)
+        self.recipe = recipe
         self.backend = backend
         self.outlier_threshold = outlier_threshold
 
@@ -231,12 +237,3 @@ class SwitchBackLinear(LowPrecisionLinear):
     column-wise weight).
     Source: algorithms 1, 3 and 4, arXiv:2304.13013.
     """
-
-
-def find_recipe(recipe: str | Recipe) -> Recipe:
-    """The recipe of a name; ValueError lists the names."""
-    if isinstance(recipe, Recipe):
-        return recipe
-    if recipe not in RECIPES:
-        raise ValueError(f"recipe {recipe!r}: one of {', '.join(RECIPES)} is expected")
-    return RECIPES[recipe]

@@ -4,11 +4,12 @@ Shape suffixes: M = batch * tokens, K = features of the block, N = features insi
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from lowprec import ops
 from lowprec.formats import parse_format
+from lowprec.nn.checks import compute_dtype, refuse_second_derivative
 from lowprec.nn.linear import LowPrecisionLinear, SwitchBackLinear
 from lowprec.nn.recipe import Recipe
 
@@ -17,7 +18,8 @@ class LowPrecisionMLP(nn.Sequential):
     """c_fc, gelu, c_proj: the modules of the Sequential it replaces, run as one function.
 
     The result is that of the three modules, up to the rounding of GELU. Between forward and
-    backward it keeps the input and the input of GELU, and of the weights transposed 8-bit copies.
+    backward it keeps the input and the input of GELU, and of the weights transposed 8-bit copies:
+    of these, what the gradients that are wanted need.
     With gradients its children are not called, unless one of them has a hook.
     """
 
@@ -26,9 +28,7 @@ class LowPrecisionMLP(nn.Sequential):
         fc, proj = self.c_fc, self.c_proj
         if not torch.is_grad_enabled() or x.numel() == 0 or not _is_fusible_chain(self):
             return super().forward(x)
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        x_MK = x.reshape(-1, x.shape[-1]).to(dtype)
+        x_MK = x.reshape(-1, x.shape[-1]).to(compute_dtype(x))
         output = _MLP.apply(x_MK, fc.weight, fc.bias, proj.weight, proj.bias, fc.recipe, fc.backend)
         return output.view(*x.shape[:-1], proj.out_features)
 
@@ -93,36 +93,48 @@ class _MLP(torch.autograd.Function):
         x_format = parse_format(recipe.output.first.format)
         w_format = parse_format(recipe.output.second.format)
         dtype = x_MK.dtype
+        needs_x, needs_w1, needs_bias1, needs_w2, _ = ctx.needs_input_grad[:5]
+        needs_h = needs_x or needs_w1 or needs_bias1
         w1_q, w1_q_KN, w1_scale = ops.quantize(
-            w1_NK, w_format, "tensorwise", layout="both", backend=backend
+            w1_NK, w_format, "tensorwise", layout="both" if needs_x else "rows", backend=backend
         )
         w2_q, w2_q_NK, w2_scale = ops.quantize(
-            w2_KN, w_format, "tensorwise", layout="both", backend=backend
+            w2_KN, w_format, "tensorwise", layout="both" if needs_h else "rows", backend=backend
         )
         x_q, _, x_scale = ops.quantize(x_MK, x_format, "rowwise", backend=backend)
         h_MN = ops.matmul(x_q, w1_q, x_scale, w1_scale, bias1, dtype, backend=backend)
         a_q, a_scale = ops.gelu_quantize(h_MN, x_format, backend=backend)
         output = ops.matmul(a_q, w2_q, a_scale, w2_scale, bias2, dtype, backend=backend)
-        ctx.save_for_backward(x_MK, h_MN, w1_q_KN, w1_scale, w2_q_NK, w2_scale)
+        saved_x = x_MK if needs_w1 else None
+        saved_h = h_MN if needs_h or needs_w2 else None
+        ctx.save_for_backward(saved_x, saved_h, w1_q_KN, w1_scale, w2_q_NK, w2_scale)
         ctx.settings = (parse_format(recipe.grad_input.first.format), backend)
-        ctx.dtypes = [tensor.dtype for tensor in (w1_NK, bias1, w2_KN, bias2)]
+        ctx.dtypes = [tensor.dtype for tensor in (x_MK, w1_NK, bias1, w2_KN, bias2)]
         return output
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, g_MK):
+        refuse_second_derivative()
         x_MK, h_MN, w1_q_KN, w1_scale, w2_q_NK, w2_scale = ctx.saved_tensors
         format, backend = ctx.settings
-        dtype = x_MK.dtype
+        dtype = ctx.dtypes[0]
+        needs_x, needs_w1, needs_bias1, needs_w2, needs_bias2 = ctx.needs_input_grad[:5]
+        grad_x = grad_w1 = grad_bias1 = grad_w2 = grad_bias2 = None
         g_MK = g_MK.to(dtype)
-        g_q, g_scale, grad_bias2 = ops.quantize_rows_and_sum(g_MK, format, backend=backend)
-        g_MN = ops.matmul(g_q, w2_q_NK, g_scale, w2_scale, None, dtype, backend=backend)
-        a_MN, g_MN, g_q, g_scale, grad_bias1 = ops.gelu_backward_quantize(
-            h_MN, g_MN, format, backend=backend
-        )
-        grad_w2 = g_MK.T @ a_MN
-        grad_x = ops.matmul(g_q, w1_q_KN, g_scale, w1_scale, None, dtype, backend=backend)
-        grad_w1 = g_MN.T @ x_MK
-        gradients = (grad_w1, grad_bias1, grad_w2, grad_bias2)
-        gradients = [g.to(kind) for g, kind in zip(gradients, ctx.dtypes, strict=True)]
-        return grad_x, *gradients, None, None
+        if needs_x or needs_w1 or needs_bias1:
+            g_q, g_scale, grad_bias2 = ops.quantize_rows_and_sum(g_MK, format, backend=backend)
+            g_MN = ops.matmul(g_q, w2_q_NK, g_scale, w2_scale, None, dtype, backend=backend)
+            a_MN, g_MN, g_q, g_scale, grad_bias1 = ops.gelu_backward_quantize(
+                h_MN, g_MN, format, backend=backend
+            )
+        else:
+            a_MN = F.gelu(h_MN) if needs_w2 else None
+            grad_bias2 = g_MK.sum(dim=0, dtype=torch.float32) if needs_bias2 else None
+        if needs_w2:
+            grad_w2 = g_MK.T @ a_MN
+        if needs_x:
+            grad_x = ops.matmul(g_q, w1_q_KN, g_scale, w1_scale, None, dtype, backend=backend)
+        if needs_w1:
+            grad_w1 = g_MN.T @ x_MK
+        gradients = zip((grad_x, grad_w1, grad_bias1, grad_w2, grad_bias2), ctx.dtypes, strict=True)
+        return *(None if g is None else g.to(kind) for g, kind in gradients), None, None

@@ -9,7 +9,8 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from lowprec.nn.attention import Attention, is_replaceable
-from lowprec.nn.linear import LowPrecisionLinear, SwitchBackLinear, find_recipe
+from lowprec.nn.checks import check_settings, find_recipe
+from lowprec.nn.linear import LowPrecisionLinear, SwitchBackLinear
 from lowprec.nn.mlp import fuse, unfuse
 from lowprec.nn.recipe import Recipe
 
@@ -57,18 +58,21 @@ def apply_recipe(
     """Gives the linear layers that match `where` the products of a recipe, in place.
 
     A pattern, as of fnmatch, stands for a layer's name or its end: "c_fc", "mlp.*",
-    "visual.*.out_proj". Self-attention of nn.MultiheadAttention and of open_clip is replaced by
-    `Attention` under every recipe, "high" included; its fused projection is the layer "in_proj".
+    "visual.*.out_proj". The self-attention of open_clip's blocks is replaced by `Attention` under
+    every recipe, "high" included; its fused projection is the layer "in_proj". Any other
+    nn.MultiheadAttention stays: who calls it may ask for what `Attention` does not compute.
     Parameters, their names and their order stay, hooks too, and another recipe may be applied
     later. `skip_slow` leaves layers 16-bit whose shape gains no speed. Returns every layer that
     matches.
 
-    ValueError names what is wrong, and nothing is changed then: no layer matches (NoLayerError),
+    ValueError names what is wrong, and nothing is changed then: an unknown recipe or backend, an
+    `outlier_threshold` that the recipe has no use for, no layer matches (NoLayerError),
     one is int8 already (`to_int8`), or one is more than an nn.Linear, which the swap would lose: a
     subclass of others (LoRA), a parametrized weight (weight_norm, pruning), a patched forward.
     Layers whose weight their owner reads without calling them are not looked at.
     """
     recipe = find_recipe(recipe)
+    check_settings(recipe, backend, outlier_threshold)
     settings = {"backend": backend, "outlier_threshold": outlier_threshold}
     if isinstance(model, nn.Linear | nn.MultiheadAttention):
         raise ValueError(
@@ -103,7 +107,7 @@ def _find_layers(model: nn.Module, where: Sequence[str]) -> dict[str, str]:
     """The layers that match, each with the name of the module that holds its weight."""
     layers = {}
     for name, module in model.named_modules():
-        if isinstance(module, Attention) or is_replaceable(module):
+        if isinstance(module, Attention) or _is_block_attention(model, name):
             layers[f"{name}.in_proj"] = name
         elif _is_int8(module):
             layers[name] = name
@@ -138,15 +142,46 @@ def is_plain(linear: nn.Linear) -> bool:
 
 def replace_attention(model: nn.Module) -> None:
     """Puts `Attention` in the place of self-attention that it computes exactly."""
-    modules = [(name, module) for name, module in model.named_modules() if is_replaceable(module)]
-    for name, module in modules:
-        model.set_submodule(name, Attention(module).train(module.training))
+    swap_modules(
+        model,
+        {
+            module: Attention(module).train(module.training)
+            for name, module in model.named_modules()
+            if _is_block_attention(model, name)
+        },
+    )
+
+
+def swap_modules(model: nn.Module, new: dict[nn.Module, nn.Module]) -> None:
+    """Puts modules in the place of others, under every name that these have in the model."""
+    for owner in [*model.modules(), *new.values()]:
+        for name, module in list(owner._modules.items()):
+            if module in new:
+                setattr(owner, name, new[module])
+
+
+def _is_block_attention(model: nn.Module, name: str) -> bool:
+    """Whether a module is self-attention that `Attention` computes, called as it can be called.
+
+    Of an nn.MultiheadAttention nothing says so but its owner: open_clip's own block, without the
+    norm of keys and values that it has for cross-attention.
+    """
+    module, owner = model.get_submodule(name), _owner(model, name)
+    if not isinstance(module, nn.MultiheadAttention):
+        return is_replaceable(module)
+    is_block = type(owner).__name__ == "ResidualAttentionBlock" and not hasattr(owner, "ln_1_kv")
+    return is_block and is_replaceable(module)
+
+
+def _owner(model: nn.Module, name: str) -> nn.Module:
+    return model.get_submodule(name.rpartition(".")[0])
 
 
 def _is_read_by_its_owner(model: nn.Module, name: str) -> bool:
     """Whether the module around a linear layer takes its weight and never calls it."""
-    owner = model.get_submodule(name.rpartition(".")[0])
-    reads = isinstance(owner, nn.MultiheadAttention) and not is_replaceable(owner)
+    owner = _owner(model, name)
+    is_kept = not _is_block_attention(model, name.rpartition(".")[0])
+    reads = isinstance(owner, nn.MultiheadAttention) and is_kept
     return reads or type(owner).__name__ == "AttentionPool2d"
 
 

@@ -1,17 +1,160 @@
-"""Triton kernels of the optimizer: every tensor of a model in one launch, statistics on the way.
+"""Triton kernels of the optimizer: every tensor of a model in one launch, parts on the way.
 
-A table of addresses on the device says where each tensor's parameter, gradient, moments and
-compensation lie; each program takes one chunk of one tensor and leaves partial sums, which a second
-small kernel adds in a fixed order. `lowprec.optim.reference` defines the numbers.
+A table on the device holds the addresses of each tensor's parameter, gradient, moments and
+compensation. A program takes one chunk of one tensor and leaves its parts, which `_reduce_kernel`
+adds in a fixed order, so that a step can be repeated to the bit. `reference` defines the numbers,
+`fused` launches the kernels.
 """
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from lowprec.ops.triton_quantize import num_sms  # noqa: F401
+P, G, V, U, C = (tl.constexpr(i) for i in range(5))  # rows of the table of addresses
 
-CHUNK = 8192  # elements of one program
-BLOCK = 2048  # of them at a time
-P, G, M, U, C = range(5)  # rows of the table of addresses
+
+@triton.jit
+def _pointers(
+    addresses_ptr, row, tensor, N, start, offsets, TYPE: tl.constexpr, ALIGNED: tl.constexpr
+):
+    first = tl.load(addresses_ptr + row * N + tensor).to(tl.pointer_type(TYPE)) + start
+    if ALIGNED:
+        first = tl.multiple_of(first, 16)
+    return first + offsets
+
+
+@triton.jit
+def _load(pointers, mask, WHOLE: tl.constexpr):
+    """float32; where the chunk is whole without a mask, which would load one by one."""
+    if WHOLE:
+        return tl.load(pointers).to(tl.float32)
+    return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store(pointers, values, mask, WHOLE: tl.constexpr):
+    if WHOLE:
+        tl.store(pointers, values)
+    else:
+        tl.store(pointers, values, mask=mask)
+
+
+@triton.jit
+def _gradients_chunk(
+    addresses_ptr, factor_ptr, parts_ptr, tensor, start, left, N,
+    TYPE: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    offsets = tl.arange(0, CHUNK)
+    mask = offsets < left
+    g_ptr = _pointers(addresses_ptr, G, tensor, N, start, offsets, TYPE, ALIGNED)
+    g = _load(g_ptr, mask, WHOLE) * tl.load(factor_ptr)
+    magnitude = tl.abs(g)
+    tl.store(parts_ptr, tl.sum(g * g))
+    tl.store(parts_ptr + 1, tl.sum((magnitude == float("inf")).to(tl.float32)))
+    tl.store(parts_ptr + 2, tl.sum((g != g).to(tl.float32)))
+    tl.store(parts_ptr + 3, tl.max(tl.where(mask & (g == g), magnitude, float("-inf"))))
+
+
+@triton.jit
+def _gradients_kernel(
+    addresses_ptr, sizes_ptr, chunk_tensors_ptr, chunk_starts_ptr, factor_ptr, parts_ptr, N,
+    TYPE: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    tensor = tl.load(chunk_tensors_ptr + tl.program_id(0))
+    start = tl.load(chunk_starts_ptr + tl.program_id(0))
+    left = tl.minimum(tl.load(sizes_ptr + tensor) - start, CHUNK).to(tl.int32)
+    parts = parts_ptr + 4 * tl.program_id(0)
+    if left == CHUNK:
+        _gradients_chunk(
+            addresses_ptr, factor_ptr, parts, tensor, start, left, N, TYPE, ALIGNED, CHUNK, True
+        )
+    else:
+        _gradients_chunk(
+            addresses_ptr, factor_ptr, parts, tensor, start, left, N, TYPE, ALIGNED, CHUNK, False
+        )
+
+
+@triton.jit
+def _step_chunk(
+    addresses_ptr, coefficients_ptr, parts_ptr, tensor, start, left, N,
+    P_TYPE: tl.constexpr, G_TYPE: tl.constexpr, ALIGNED: tl.constexpr, MOMENTS: tl.constexpr,
+    UPDATE: tl.constexpr, CHUNK: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    at = coefficients_ptr + 7 * tensor
+    apply, eps = tl.load(at) > 0, tl.load(at + 4)
+    offsets = tl.arange(0, CHUNK)
+    mask = offsets < left
+    v_ptr = _pointers(addresses_ptr, V, tensor, N, start, offsets, tl.float32, ALIGNED)
+    u_ptr = _pointers(addresses_ptr, U, tensor, N, start, offsets, tl.float32, ALIGNED)
+    v, u = _load(v_ptr, mask, WHOLE), _load(u_ptr, mask, WHOLE)
+    if MOMENTS:
+        factor, beta1, beta2 = tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+        g_ptr = _pointers(addresses_ptr, G, tensor, N, start, offsets, G_TYPE, ALIGNED)
+        g = tl.where(apply, _load(g_ptr, mask, WHOLE) * factor, 0.0)
+        v = beta1 * v + (1 - beta1) * g
+        u = beta2 * u + (1 - beta2) * g * g
+        _store(v_ptr, v, mask, WHOLE)
+        _store(u_ptr, u, mask, WHOLE)
+        ratio = g / tl.maximum(tl.sqrt_rn(u), eps)
+        tl.store(parts_ptr, tl.sum(ratio * ratio))
+        tl.store(parts_ptr + 1, tl.sum(u))
+        maxima_ptr = parts_ptr + 2 + 2 * UPDATE
+        tl.store(maxima_ptr, tl.max(tl.where(mask, -u, float("-inf"))))
+        tl.store(maxima_ptr + 1, tl.max(tl.where(mask, u, float("-inf"))))
+    if UPDATE:
+        rate, decay = tl.load(at + 5), tl.load(at + 6)
+        p_ptr = _pointers(addresses_ptr, P, tensor, N, start, offsets, P_TYPE, ALIGNED)
+        p = _load(p_ptr, mask, WHOLE)
+        change = rate * v / (tl.sqrt_rn(u) + eps)
+        if P_TYPE == tl.float32:
+            new = decay * p - change
+        else:  # Kahan's sum
+            c_ptr = _pointers(addresses_ptr, C, tensor, N, start, offsets, P_TYPE, ALIGNED)
+            lost = _load(c_ptr, mask, WHOLE)
+            wanted = (decay - 1) * p - change + lost
+            new = tl.where(apply, (p + wanted).to(P_TYPE).to(tl.float32), p)
+            lost = tl.where(apply, wanted - (new - p), lost)
+            _store(c_ptr, lost.to(P_TYPE), mask, WHOLE)
+        _store(p_ptr, new.to(P_TYPE), mask, WHOLE)
+        tl.store(parts_ptr + 2 * MOMENTS, tl.sum(change * change))
+        tl.store(parts_ptr + 2 * MOMENTS + 1, tl.sum(new * new))
+
+
+@triton.jit
+def _step_kernel(
+    addresses_ptr, sizes_ptr, chunk_tensors_ptr, chunk_starts_ptr, coefficients_ptr, parts_ptr, N,
+    P_TYPE: tl.constexpr, G_TYPE: tl.constexpr, ALIGNED: tl.constexpr, MOMENTS: tl.constexpr,
+    UPDATE: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    tensor = tl.load(chunk_tensors_ptr + tl.program_id(0))
+    start = tl.load(chunk_starts_ptr + tl.program_id(0))
+    left = tl.minimum(tl.load(sizes_ptr + tensor) - start, CHUNK).to(tl.int32)
+    parts = parts_ptr + (4 * MOMENTS + 2 * UPDATE) * tl.program_id(0)
+    if left == CHUNK:
+        _step_chunk(
+            addresses_ptr, coefficients_ptr, parts, tensor, start, left, N,
+            P_TYPE, G_TYPE, ALIGNED, MOMENTS, UPDATE, CHUNK, True,
+        )  # fmt: skip
+    else:
+        _step_chunk(
+            addresses_ptr, coefficients_ptr, parts, tensor, start, left, N,
+            P_TYPE, G_TYPE, ALIGNED, MOMENTS, UPDATE, CHUNK, False,
+        )  # fmt: skip
+
+
+@triton.jit
+def _reduce_kernel(
+    parts_ptr, firsts_ptr, totals_ptr, WIDTH: tl.constexpr, SUMS: tl.constexpr, ROWS: tl.constexpr
+):
+    """Totals of a tensor's parts: the first SUMS columns are added, of the others the largest."""
+    tensor, column = tl.program_id(0), tl.program_id(1)
+    first, end = tl.load(firsts_ptr + tensor), tl.load(firsts_ptr + tensor + 1)
+    is_sum = column < SUMS
+    nothing = tl.where(is_sum, 0.0, float("-inf"))
+    total = tl.zeros([ROWS], tl.float32) + nothing
+    for start in range(first, end, ROWS):
+        rows = start + tl.arange(0, ROWS)
+        part = tl.load(parts_ptr + rows * WIDTH + column, mask=rows < end, other=0.0)
+        part = tl.where(rows < end, part, nothing)
+        total = tl.where(is_sum, total + part, tl.maximum(total, part))
+    result = tl.where(is_sum, tl.sum(total), tl.max(total))
+    tl.store(totals_ptr + tensor * WIDTH + column, result)

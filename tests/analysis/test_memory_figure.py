@@ -96,6 +96,22 @@ def test_groups_go_from_small_to_large_and_bars_stand_at_their_group(both):
     assert [patch.get_height() for patch in bars["ours, 16 bit"]] == [45.0] * 3
 
 
+def test_models_of_other_settings_are_groups_of_their_own(tmp_path):
+    lines = [
+        line("model", "high", shape=SHAPES[0], memory_gib=peak, image_size=224, patch_dropout=share)
+        for share, peak in ((0.0, 9.0), (0.5, 5.0))
+    ]
+    write(tmp_path, "model", lines)
+    value = values(tmp_path)["model"]
+    assert value.to_dict() == {
+        (f"{SHAPES[0]}, 224 px, patch dropout 0", "high"): 9,
+        (f"{SHAPES[0]}, 224 px, patch dropout 0.5", "high"): 5,
+    }
+    (ax,) = drawn(tmp_path).axes
+    names = [text.get_text().split("\n") for text in ax.get_xticklabels()]
+    assert names[1] == ["ViT-H/14", "batch 256", "224 px", "patch", "dropout 0.5"]
+
+
 def test_bar_that_has_no_line_is_named(both):
     text = memory_by_recipe.caption(query(both))
     assert text.endswith(f"No lines of: switchback_m, {SHAPES[1]}.") and "32,768 tokens" in text

@@ -158,6 +158,21 @@ def test_model_is_compared_with_the_faster_open_clip_and_algorithm_5_of_its_shap
     assert "No lines of: hw_fp8_switchback." in end_to_end_speed.caption(frame)
 
 
+def test_models_of_other_settings_are_not_compared_with_each_other(tmp_path):
+    settings = [{"image_size": 224, "patch_dropout": share} for share in (0.0, 0.5)] + [{}]
+    lines = [
+        line("model", case, ms / (k + 1), shape="vit_h14 batch 256", **more)
+        for k, more in enumerate(settings)
+        for case, ms in (("open_clip", 100.0), ("switchback", 80.0 - 10 * k))
+    ]
+    frame = end_to_end_speed.query(load_lines(write(tmp_path, "model", lines), "model"))
+    assert frame.set_index("shape")["value"].to_dict() == pytest.approx({
+        "vit_h14 batch 256, 224 px, patch dropout 0": 20,
+        "vit_h14 batch 256, 224 px, patch dropout 0.5": 30,
+        "vit_h14 batch 256": 40,
+    })  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("slug", "lines"),
     [

@@ -11,6 +11,7 @@ from lowprec.clip.export import read_weights, write_weights
 from lowprec.clip.model import (
     Normalize,
     PatchDropout,
+    _checkpointed,
     blocks,
     build_model,
     compile_blocks,
@@ -170,6 +171,17 @@ def products_and_gradients(model, monkeypatch):
         compile_blocks(model)
     contrastive_loss()(**model(*batch())).backward()
     return counts, {name: p.grad for name, p in model.named_parameters()}
+
+
+def test_checkpointing_is_taken_over_once_however_often_blocks_are_compiled(monkeypatch):
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: None)
+    model = build_model(ModelConfig(**TINY))
+    for _ in range(2):
+        model.set_grad_checkpointing(True)
+        compile_blocks(model)
+    for block in blocks(model):
+        assert block.forward.func is _checkpointed
+        assert block.forward.args[0].__func__ is type(block).forward
 
 
 @pytest.mark.filterwarnings("ignore")  # torch.compile warns of its own ways

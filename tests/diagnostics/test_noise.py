@@ -28,6 +28,8 @@ def test_sqnr_is_signal_over_noise_in_db():
     assert sqnr_db(exact, exact) == math.inf
     assert sqnr_db(exact * 0, exact) == -math.inf
     assert math.isnan(sqnr_db(exact, exact * torch.nan))
+    for pair in ((exact, exact * torch.inf), (exact * torch.inf, exact)):
+        assert math.isnan(sqnr_db(*pair))
 
 
 def test_kurtosis_tells_outliers():

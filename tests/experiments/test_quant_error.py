@@ -1,6 +1,7 @@
 """quant_error: what it catches of a run, its rows, its table, and lines of normal numbers."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -84,6 +85,17 @@ def test_the_table_names_the_worst_layers_first(tensors):
     ]
     lines = [line.split() for line in table(rows) if " output " in line]
     assert [line[-1] for line in lines] == ["spoiled", "fine"]
+
+
+def test_a_product_of_nan_is_the_worst_in_the_table():
+    found = {"fine": 30.0, "broken": math.nan, "poor": 10.0, "exact": math.inf}
+    rows = [
+        {"recipe": "r", "product": "output", "layer": layer, "product_sqnr_db": db, "operand": "x",
+         "sqnr_db": db}
+        for layer, db in found.items()
+    ]  # fmt: skip
+    lines = [line.split() for line in table(rows) if " output " in line]
+    assert [line[-1] for line in lines] == ["broken", "poor", "fine"]
 
 
 def test_normal_numbers_give_a_line_a_case_and_dimension(tmp_path, capsys):

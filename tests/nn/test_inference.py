@@ -136,6 +136,32 @@ def test_a_backward_is_refused_and_nothing_is_saved(model, pair):
         output.sum().backward()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_converted_model_can_be_cast(model, pair, dtype):
+    to_int8(model).to(dtype)
+    with torch.no_grad():
+        found = model(pair[0].to(dtype), pair[1])
+    assert {found["image_features"].dtype, found["text_features"].dtype} == {dtype}
+    assert blocks(model)[1].get_weight_dtype() == dtype
+
+
+def test_a_layer_of_two_names_is_converted_under_both_and_saved_and_loaded(tmp_path):
+    def build():
+        model = nn.Module()
+        model.a, model.b, model.tied = nn.Linear(8, 8), nn.Embedding(8, 8), nn.Linear(8, 8)
+        model.again, model.tied.weight = model.a, model.b.weight
+        return model
+
+    model, fresh = to_int8(build(), ["a"]), build()
+    assert isinstance(model.a, Int8Linear) and model.again is model.a
+    save_int8(model, tmp_path / "a.safetensors")
+    load_int8(fresh, tmp_path / "a.safetensors")
+    assert fresh.again is fresh.a and fresh.tied.weight is fresh.b.weight
+    x = torch.randn(2, 8)
+    assert torch.equal(fresh.again(x), model.again(x))
+    assert torch.equal(fresh.tied(x), model.tied(x))
+
+
 @pytest.mark.parametrize("grad", [True, False])
 def test_an_empty_batch_gives_an_empty_output_and_quantizes_nothing(monkeypatch, grad):
     layer = Int8Linear(nn.Linear(64, 4))

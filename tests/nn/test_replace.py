@@ -5,6 +5,7 @@ from collections import OrderedDict
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from lowprec.clip.torchvision_shim import open_clip
 from lowprec.nn import LowPrecisionLinear, apply_recipe
@@ -85,6 +86,49 @@ def test_the_fused_mlp_keeps_its_input_and_that_of_gelu_alone():
     assert sorted(t.numel() for t in saved if t.dtype == torch.int8) == [64 * 256] * 2
 
 
+INPUTS = ("x", "c_fc.weight", "c_fc.bias", "c_proj.weight", "c_proj.bias")
+
+
+def backward_of_mlp(wanted):
+    """Gradients of some inputs of a fused MLP, products of the backward, numbers that it kept."""
+    model, x, saved = block(), torch.randn(2, 5, 64), []
+    apply_recipe(model, "switchback")
+    mlp = model.block.mlp
+    tensors = dict(mlp.named_parameters()) | {"x": x}
+    for name, tensor in tensors.items():
+        tensor.requires_grad_(name in wanted)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        output = mlp(x)
+    with FlopCounterMode(display=False) as counter:
+        output.backward(torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(1)))
+    kept = {t.numel() for t in saved if t.is_floating_point() and t.numel() > 1}
+    int8 = sum(t.dtype == torch.int8 for t in saved)
+    gradients = {name: tensor.grad for name, tensor in tensors.items()}
+    return gradients, counter.get_total_flops() // (2 * 10 * 64 * 256), kept, int8
+
+
+@pytest.mark.parametrize(
+    ("wanted", "products", "kept", "int8"),  # products in 16 bit: those in int8 are not counted
+    [
+        (INPUTS, 2, {640, 2560}, 2),
+        (("x",), 0, {2560}, 2),
+        (("c_fc.weight",), 1, {640, 2560}, 1),
+        (("c_fc.bias",), 0, {2560}, 1),
+        (("c_proj.weight",), 1, {2560}, 0),
+        (("c_proj.bias",), 0, set(), 0),
+        (("x", "c_proj.weight"), 1, {2560}, 2),
+    ],
+)
+def test_the_fused_mlp_computes_and_keeps_what_the_wanted_gradients_need(
+    wanted, products, kept, int8
+):
+    found, *costs = backward_of_mlp(wanted)
+    assert costs == [products, kept, int8]
+    expected = backward_of_mlp(INPUTS)[0]
+    for name, gradient in found.items():
+        assert gradient is None if name not in wanted else torch.equal(gradient, expected[name])
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # by torch.compile itself
 def test_the_fused_mlp_is_one_graph():
     model, x = block(), torch.randn(2, 5, 64)
@@ -152,9 +196,3 @@ def test_a_changed_child_of_the_fused_mlp_counts():
         getattr(model.block.mlp, name).set_recipe("high")
     plain = nn.Sequential(OrderedDict(model.block.mlp.named_children()))
     assert torch.equal(model.block.mlp(x), plain(x))
-
-
-def test_outliers_need_the_input_that_switchback_m_drops():
-    layer = LowPrecisionLinear(8, 8, recipe="switchback_m", outlier_threshold=1.0)
-    with pytest.raises(ValueError, match="outlier_threshold needs"):
-        layer(torch.randn(2, 8))

@@ -9,9 +9,9 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 from lowprec.clip.torchvision_shim import open_clip
 from lowprec.nn import SwitchBackLinear, apply_recipe
-from lowprec.nn.attention import is_replaceable
+from lowprec.nn.attention import Attention, is_replaceable
 from lowprec.nn.mlp import LowPrecisionMLP
-from lowprec.nn.replace import NoLayerError
+from lowprec.nn.replace import NoLayerError, replace_attention
 
 
 def block():
@@ -131,3 +131,55 @@ def test_a_hook_on_a_child_of_a_fused_mlp_is_called():
     handle.remove()
     model(x)
     assert len(seen) == 1
+
+
+class Attends(nn.Module):
+    """Calls attention as open_clip's block does not: for its weights, without a batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn, self.fc = nn.MultiheadAttention(64, 2, batch_first=True), nn.Linear(64, 64)
+
+    def forward(self, x):
+        output, weights = self.attn(x, x, x)
+        return self.fc(output), weights
+
+
+def encoder():
+    return nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(64, 2, 128, dropout=0.0, batch_first=True), 1
+    )
+
+
+def cross_attending():
+    return open_clip.transformer.ResidualAttentionBlock(64, 2, is_cross_attention=True)
+
+
+def pooling():
+    return open_clip.transformer.AttentionalPooler(64, 64, n_head=2, n_queries=4)
+
+
+@pytest.mark.parametrize(
+    ("build", "inputs", "where"),
+    [
+        (Attends, [(5, 64)], ["fc"]),
+        (encoder, [(2, 5, 64)], ["linear1"]),
+        (cross_attending, [(2, 5, 64), (2, 7, 64), (2, 7, 64)], ["c_fc"]),
+        (pooling, [(2, 5, 64)], ["c_fc"]),
+    ],
+)
+def test_attention_outside_of_open_clips_blocks_runs_as_before(build, inputs, where):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(block().block, build()), [torch.randn(shape) for shape in inputs]
+    expected = model[1](*x)
+    apply_recipe(model, "high", [*where, "0.*.c_fc"])
+    replace_attention(model)
+    assert isinstance(model[0].attn, Attention)
+    torch.testing.assert_close(model[1](*x), expected)
+
+
+def test_attention_of_two_names_becomes_one_module():
+    model = nn.Sequential(block().block, block().block)
+    model[1].attn = model[0].attn
+    apply_recipe(model, "switchback")
+    assert isinstance(model[0].attn, Attention) and model[1].attn is model[0].attn

@@ -1,4 +1,4 @@
-"""Compiles every kernel of lowprec/ops as its host function launches it, without a GPU.
+"""Compiles every kernel, of lowprec/ops and of the optimizer, as it is launched, without a GPU.
 
     python tests/ops/compile_ahead.py             prints registers, spills and shared memory as JSON
     python tests/ops/compile_ahead.py --record    writes them to tests/ops/budgets.json
@@ -28,11 +28,13 @@ from lowprec.ops import triton_gelu as gelu
 from lowprec.ops import triton_matmul as matmul
 from lowprec.ops import triton_quantize as quantize
 from lowprec.ops import triton_tiles as tiles
+from lowprec.optim import fused, triton_adamw
+from lowprec.optim.reference import Coefficients, Tensors
 
 MODULES = [
     importlib.import_module(f"lowprec.ops.{module.name}")
     for module in pkgutil.iter_modules(lowprec.ops.__path__)
-]
+] + [triton_adamw, fused]
 BUDGETS = Path(__file__).with_name("budgets.json")
 PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
 ARCHITECTURES = {80: "sm_80", 90: "sm_90a"}
@@ -51,7 +53,7 @@ def find_kernels() -> dict[str, JITFunction]:
 
 
 def _tensor(*shape, dtype=BF16):
-    return torch.empty(*shape, dtype=dtype, device="meta")
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def _matmul(a_dtype, b_dtype, out_dtype, k, n=1280, a_rows=True, b_rows=False, bias=True):
@@ -65,6 +67,19 @@ def _matmul(a_dtype, b_dtype, out_dtype, k, n=1280, a_rows=True, b_rows=False, b
 
 def _gelu_backward(features, format):
     gelu.gelu_backward_quantize(_tensor(4096, features), _tensor(4096, features), format)
+
+
+def _optimizer(dtype):
+    """All launches of a step that clips and of one that does not."""
+    sizes = (100_000, 5)
+    columns = [[_tensor(size, dtype=kind) for size in sizes] for kind in (dtype, dtype, FP32, FP32)]
+    lost = [None, None] if dtype == FP32 else [_tensor(size, dtype=dtype) for size in sizes]
+    passes = fused.Fused(Tensors(*columns, lost), fused.Addresses())
+    passes.gradients(_tensor(dtype=FP32))
+    coefficients = Coefficients(*(_tensor(2, dtype=FP32) for _ in range(7)))
+    passes.moments(coefficients)
+    passes.update(coefficients)
+    passes.moments_and_update(coefficients)
 
 
 CASES = {  # name: (launches it, architectures)
@@ -136,6 +151,8 @@ CASES = {  # name: (launches it, architectures)
     "gelu int8 of bf16, 5120": (lambda: gelu.gelu_quantize(_tensor(4096, 5120), INT8), (80, 90)),
     "gelu e4m3 of bf16, 8192": (lambda: gelu.gelu_quantize(_tensor(4096, 8192), E4M3), (90,)),
     "gelu backward int8 of bf16, 5120": (lambda: _gelu_backward(5120, INT8), (80, 90)),
+    "optimizer, fp32": (lambda: _optimizer(FP32), (80, 90)),
+    "optimizer, bf16": (lambda: _optimizer(BF16), (80, 90)),
     "gelu backward e5m2 of bf16, 8192": (lambda: _gelu_backward(8192, E5M2), (80, 90)),
 }  # fmt: skip
 

@@ -1,30 +1,14 @@
-"""Fixtures of the kernels' tests: the device, a right interpreter, outputs that begin as poison."""
-
-import importlib.util
-from pathlib import Path
+"""Fixtures of the kernels' tests: outputs that begin as poison."""
 
 import pytest
 import torch
 
-SPEC = importlib.util.spec_from_file_location(
-    "interpreter_patch", Path(__file__).with_name("interpreter.py")
-)
 INTEGER_POISON = 0x55  # of int8: 85
 
 
-@pytest.fixture(scope="session")
-def device() -> torch.device:
-    """A GPU where there is one; else the kernels are interpreted."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
 @pytest.fixture(autouse=True)
-def right_interpreter(monkeypatch):
-    """The interpreter with torch's casts, where kernels are interpreted."""
-    if not torch.cuda.is_available():
-        module = importlib.util.module_from_spec(SPEC)
-        SPEC.loader.exec_module(module)
-        module.patch(monkeypatch)
+def kernels_interpreted_right(right_interpreter):
+    """All tests of this room."""
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import torch
 
 from lowprec.optim.loss_scaling import build_scaler
 from lowprec.optim.param_groups import param_groups
-from lowprec.optim.stable_adamw import StableAdamW
+from lowprec.optim.stable_adamw import STATISTICS, StableAdamW
 
 SHAPES = [(5, 7), (16,), (3, 2, 2), ()]
 
@@ -277,3 +277,50 @@ def test_bad_arguments_are_named():
         StableAdamW(make_params(), skip="never")
     with pytest.raises(ValueError, match="betas"):
         StableAdamW(make_params(), betas=(0.9, 1.0))
+
+
+def test_adafactors_schedule_replaces_beta2():
+    params = make_params()
+    optimizer = StableAdamW(params, lr=1e-2, beta2_decay=0.5)
+    u = [torch.zeros(shape).double() for shape in SHAPES]
+    for step in range(1, 6):
+        set_grads(params, step)
+        optimizer.step()
+        beta2 = 1 - step**-0.5
+        u = [
+            beta2 * x + (1 - beta2) * g.double().square()
+            for x, g in zip(u, make_grads(step), strict=True)
+        ]
+    for p, expected in zip(params, u, strict=True):
+        found = optimizer.state[p]["exp_avg_sq"].double()
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-8)
+
+
+def test_all_statistics_are_those_of_the_tensors():
+    params = make_params()
+    optimizer = StableAdamW(params, lr=1e-2)
+    set_grads(params, 1)
+    optimizer.step()
+    set_grads(params, 2)
+    params[0].grad[0, 1], params[0].grad[2, 3] = math.inf, -math.inf
+    params[1].grad[3] = math.nan
+    optimizer.step()
+    rows = dict(zip(STATISTICS, optimizer.statistics.T, strict=True))
+    assert rows["grad_inf"].tolist() == [2, 0, 0, 0] and rows["grad_nan"].tolist() == [0, 1, 0, 0]
+    assert rows["grad_abs_max"][0] == math.inf and rows["grad_abs_max"][1].isnan()
+    assert rows["grad_abs_max"][2] == params[2].grad.abs().max()
+    for i, p in enumerate(params):
+        u = optimizer.state[p]["exp_avg_sq"]
+        for name, expected in (("u_min", u.min()), ("u_mean", u.mean()), ("u_max", u.max())):
+            torch.testing.assert_close(rows[name][i], expected)
+        torch.testing.assert_close(rows["param_norm"][i], p.detach().norm())
+
+
+def test_an_impossible_rule_is_refused():
+    for wrong, named in (({"clip_threshold": 0}, "clip_threshold=0"),
+                         ({"beta2_decay": -1.0}, "beta2_decay=-1.0"),
+                         ({"fused": True}, "fused=True: dense")):  # fmt: skip
+        params = make_params()
+        set_grads(params, 1)
+        with pytest.raises(ValueError, match=named):
+            StableAdamW(params, **wrong).step()

@@ -1,0 +1,113 @@
+"""Our optimizers against stored trajectories of algorithm 2, and against torch's AdamW.
+
+Written by `python -m experiments.conformance golden=tests/optim/golden`.
+"""
+
+import json
+import re
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from experiments.conformance import GOLDEN, golden
+from experiments.conformance_peers import run_optimizer
+from experiments.conformance_rule import BETAS, SHAPES, SPIKE, WEIGHT_DECAY, problem
+from lowprec.optim.stable_adamw import StableAdamW
+
+FOLDER = Path(__file__).parent / "golden"
+FLOAT32 = 1e-6  # absolute, of values up to 2: eight units in the last place after 12 steps
+COMMON = {"betas": BETAS, "weight_decay": WEIGHT_DECAY}
+
+
+def read(name):
+    return json.loads((FOLDER / f"{name}.json").read_text())
+
+
+def assert_close(path, expected, tolerance):
+    for step, (found, right) in enumerate(zip(path, expected, strict=True), 1):
+        for name, values in right.items():
+            assert found[name] == pytest.approx(values, rel=0, abs=tolerance), (step, name)
+
+
+def ours(name, device):
+    """The trajectory and RMS_t of ours with a case's options."""
+    rms = []
+
+    def build(params):
+        optimizer = StableAdamW(params, **read(name)["options"], **COMMON)
+        optimizer.register_step_post_hook(
+            lambda *_: rms.append(
+                dict(zip(SHAPES, optimizer.statistics[:, 0].tolist(), strict=True))
+            )
+        )
+        return optimizer
+
+    return run_optimizer(build, device, torch.float32), rms
+
+
+def test_stored_problem_and_trajectories_are_those_of_the_rule():
+    stored = read("problem")
+    assert {name: tuple(shape) for name, shape in stored["shapes"].items()} == SHAPES
+    assert (tuple(stored["betas"]), stored["weight_decay"]) == (BETAS, WEIGHT_DECAY)
+    assert {name: stored[name] for name in asdict(problem())} == asdict(problem())
+    assert {path.stem for path in FOLDER.iterdir()} == {"problem", *GOLDEN}
+    for name in GOLDEN:
+        stored, made = read(name), golden(name)
+        assert stored["options"] == made["options"]
+        assert_close(stored["values"], made["values"], 1e-9)
+        assert stored["rms"] == [pytest.approx(rms, rel=1e-9) for rms in made["rms"]]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", GOLDEN)
+def test_ours_follows_the_stored_trajectory(name, device):
+    path, rms = ours(name, device)
+    stored = read(name)
+    assert_close(path, stored["values"], FLOAT32)
+    for step, (found, right) in enumerate(zip(rms, stored["rms"], strict=True), 1):
+        assert found == pytest.approx(right, rel=1e-5), step
+
+
+def test_the_spike_is_clipped_in_every_tensor_but_without_clipping():
+    stored = read("clipped_decay")
+    assert all(rms > 1 for rms in stored["rms"][SPIKE - 1].values())
+    unclipped = read("adamw")["values"][SPIKE - 1]
+    for name, values in stored["values"][SPIKE - 1].items():
+        assert values != pytest.approx(unclipped[name], rel=0, abs=100 * FLOAT32), name
+
+
+def test_stored_cases_are_further_apart_than_the_tolerance():
+    ends = [read(name)["values"][-1] for name in GOLDEN]
+    for i, one in enumerate(ends):
+        for other in ends[:i]:
+            apart = [
+                abs(a - b) for name in one for a, b in zip(one[name], other[name], strict=True)
+            ]
+            assert max(apart) > 100 * FLOAT32
+
+
+def test_torch_adamw_follows_the_stored_trajectory_without_clipping():
+    path = run_optimizer(lambda params: torch.optim.AdamW(params, eps=1e-8, **COMMON))
+    assert_close(path, read("adamw")["values"], 1e-10)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_ours_without_clipping_is_torch_adamw(foreach):
+    path, _ = ours("adamw", "cpu")
+    theirs = run_optimizer(
+        lambda params: torch.optim.AdamW(params, eps=1e-8, foreach=foreach, **COMMON),
+        dtype=torch.float32,
+    )
+    assert_close(path, theirs, FLOAT32)
+
+
+def test_the_examples_of_the_readme_run_as_pasted(capsys):
+    text = (Path(__file__).parents[2] / "lowprec" / "optim" / "README.md").read_text()
+    names = {}
+    for example in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(example, names)
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [row[0] for row in rows] == ["50", "100"] and float(rows[1][1]) < float(rows[0][1])
+    assert names["scaler"].value == 65536 and names["optimizer"].all_finite
