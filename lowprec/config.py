@@ -176,11 +176,15 @@ class EvaluationConfig:
 
 @dataclass
 class SpikeConfig:
-    """Spike detection (the paper's protocol); thresholds are filled by the stability room."""
+    """Spike detection; a threshold of null is the protocol's (lowprec/diagnostics/README.md)."""
 
-    protocol: str = key("none", "online detector", choices=("none",), planned=("paper", "sigma"))
-    thresholds: dict | None = key(None, "of the detector", planned=("*",))
-    window: int | None = key(None, "steps it looks back", planned=("*",))
+    protocol: str = key("paper", "online detector", choices=("none", "paper", "sigma"))
+    rms_threshold: float | None = key(None, "RMS_t of an RMS spike", above=0)
+    loss_sigmas: float | None = key(None, "standard deviations of a deviation", above=0)
+    num_deviations: int | None = key(None, "deviations of a loss spike", least=1)
+    within: int | None = key(None, "steps in which they fall, and spikes count once", least=1)
+    ignore_steps: int | None = key(None, "first steps without spikes", least=0)
+    window: int | None = key(None, "steps of the running mean", least=2)
 
 
 @dataclass
@@ -197,7 +201,9 @@ class DiagnosticsConfig:
     statistics: list[str] = key(list(STATISTICS[:3]), "recorded of each tensor", choices=STATISTICS)
     every: int = key(1, "steps between two records of them", least=1)
     block_every: int | None = key(None, "steps between block records", planned=("*",))
-    spikes: SpikeConfig = field(default_factory=SpikeConfig)
+    spikes: SpikeConfig = field(
+        default_factory=SpikeConfig, metadata={"identity": False, "doc": "spike detection"}
+    )
     recorder: RecorderConfig = field(
         default_factory=RecorderConfig, metadata={"identity": False, "doc": "flight recorder"}
     )

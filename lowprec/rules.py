@@ -1,5 +1,6 @@
 """Rules between keys of a config that are each fine alone."""
 
+import dataclasses
 import importlib.util
 import json
 import re
@@ -96,6 +97,14 @@ def _idle_faults(config: Config) -> Iterator[str]:
         value, default = (getattr(getattr(c, group), name) for c in (config, Config()))
         if value != default and not used:
             yield f"{group}.{name}={value} does nothing without {owner}"
+    spikes = dataclasses.asdict(config.diagnostics.spikes)
+    if spikes.pop("protocol") == "none":
+        for name, value in spikes.items():
+            if value is not None:
+                yield f"diagnostics.spikes.{name}={value} does nothing without a protocol"
+    rule = config.optimizer
+    if rule.beta2_decay is not None and rule.beta2 != Config().optimizer.beta2:
+        yield f"optimizer.beta2={rule.beta2} does nothing beside optimizer.beta2_decay"
 
 
 def _is_real(precision: PrecisionConfig) -> bool:

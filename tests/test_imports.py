@@ -218,7 +218,8 @@ def test_checker_lets_a_lawful_import_pass(module, source):
     "module",
     ["lowprec.config", "lowprec.validate", "lowprec.run", "lowprec.record", "lowprec.environment"]
     + ["lowprec.data.index", "lowprec.data.order", "experiments.cli", "experiments.train"]
-    + ["analysis.load", "analysis.make", "lowprec.nn.recipe"]
+    + ["analysis.load", "analysis.make", "analysis.spikes"]
+    + ["lowprec.nn.recipe", "lowprec.diagnostics.spikes"]
     + ["experiments.bench_layer", "experiments.bench_ops", "experiments.bench_model"],
 )
 def test_importing_loads_no_torch(module):

@@ -35,6 +35,9 @@ NOT_IDENTITY = {  # the design's list; of a path, what it holds is identity
         "resume.allow_reshard",
         "resume.allow_drift",
     ),
+    *(f"diagnostics.spikes.{name}" for name in ("protocol", "rms_threshold", "loss_sigmas")),
+    *(f"diagnostics.spikes.{name}" for name in ("num_deviations", "within", "ignore_steps")),
+    "diagnostics.spikes.window",
 }
 
 

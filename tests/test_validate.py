@@ -171,3 +171,13 @@ def test_open_clip_models_are_found_without_importing_it():
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY, timeout=60)
     assert all(path.suffix == ".json" for path in open_clip_models().values())
+
+
+def test_thresholds_without_a_protocol_and_two_rules_for_beta2_are_refused():
+    raw = nested("diagnostics.spikes.protocol", "none")
+    raw["diagnostics"]["spikes"]["window"] = 9
+    raw["optimizer"] = {"beta2": 0.9, "beta2_decay": 0.5}
+    assert faults_of(raw) == [
+        "diagnostics.spikes.window=9 does nothing without a protocol",
+        "optimizer.beta2=0.9 does nothing beside optimizer.beta2_decay",
+    ]

@@ -3,16 +3,17 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import torch
 
 from lowprec.config import Config
 from lowprec.data.loader import Batch
+from lowprec.diagnostics.spikes import PROTOCOLS, Detector
 from lowprec.optim.stable_adamw import STATISTICS
 from lowprec.record import Record
-from lowprec.run import scan_rows
+from lowprec.run import read_tensors, scan_rows
 from lowprec.train.divergence import judge
 from lowprec.train.loggers import Logger
 from lowprec.train.state import TrainState
@@ -57,6 +58,7 @@ class Journal:
         self.log = StepLog(names, (len(self.tensors), len(STATISTICS)), capacity, device)
         self.skips: list[dict] = []
         self.num_skips = record.count("skips")
+        self.detector = self._detector()
         self.waited = 0.0
         self.start = self.flushed = time.perf_counter()
 
@@ -120,9 +122,11 @@ class Journal:
             name: tables[chosen, :, STATISTICS.index(name)]
             for name in self.config.diagnostics.statistics
         }
+        steps = [rows[i]["step"] for i in chosen]
         if chosen and statistics:
-            steps = [rows[i]["step"] for i in chosen]
             self.record.append_tensors(steps, statistics, self.tensors)
+        if self.detector is not None:
+            self._detect(rows, dict(zip(steps, statistics.get("rms", ()), strict=False)))
         end = rows[-1]["step"] * self.config.batch_size
         skips = [skip for skip in self.skips if skip["position"] < end]
         if skips:
@@ -131,6 +135,39 @@ class Journal:
             print(f"warning: {shard} is lost to this run for now: {reason}")
         self.num_skips += len(skips)
         self.skips = []
+
+    def _detector(self) -> Detector | None:
+        """The spike detector, which has seen the steps of earlier attempts."""
+        given = asdict(self.config.diagnostics.spikes)
+        name = given.pop("protocol")
+        if name == "none":
+            return None
+        given = {key: value for key, value in given.items() if value is not None}
+        detector = Detector(replace(PROTOCOLS[name], **given), len(self.tensors))
+        rms = {}
+        for steps, statistics, _ in read_tensors(self.record.run):
+            rms |= dict(zip(steps.tolist(), statistics.get("rms", ()), strict=False))
+        for row in scan_rows(self.record.run / "metrics.jsonl")[0]:
+            detector.feed(row["step"], row["loss"], rms.get(row["step"]))
+        return detector
+
+    def _detect(self, rows: list[dict], rms: dict[int, np.ndarray]) -> None:
+        """Spikes that the rows make known: lines of events.jsonl, those of the loss on the console.
+
+        `rms`: step: RMS_t of every tensor, where it is recorded; so a resumed run sees the same.
+        """
+        events = []
+        for row in rows:
+            found = self.detector.feed(row["step"], row["loss"], rms.get(row["step"]))
+            for spike in found:
+                if spike.tensor is None:
+                    events.append({"step": spike.step, "spike": "loss", "loss": spike.value})
+                    print(f"loss spike at step {spike.step}: {spike.value:.4g}")
+            of_tensors = {self.tensors[s.tensor]: s.value for s in found if s.tensor is not None}
+            if of_tensors:
+                events.append({"step": row["step"], "spike": "rms", "rms": of_tensors})
+        if events:
+            self.record.append("events", events)
 
     def _timing(self, step: int, num_steps: int, now: float) -> dict:
         """`data_wait`: share of the time that the host waited for data, so the GPU's at most."""

@@ -8,10 +8,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from lowprec.optim.reference import wide_dtype
 from lowprec.optim.stable_adamw import StableAdamW
 from lowprec.train.pack import pack
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq", "compensation")  # the last of 16-bit parameters alone
 
 
 class CheckpointError(RuntimeError):
@@ -33,11 +34,10 @@ class TrainState:
 
     def files(self) -> dict[str, list]:
         """Content of each file of a checkpoint, as chunks of bytes."""
-        moments: dict[str, dict] = {key: {} for key in MOMENTS}
-        for name, parameter in self._named_parameters():
-            for key in MOMENTS:
-                zero = torch.zeros_like(parameter, dtype=torch.float32)
-                moments[key][name] = self.optimizer.state[parameter].get(key, zero)
+        moments = {
+            key: {name: self._moment(p, key) for name, p in self._parameters_with(key).items()}
+            for key in MOMENTS
+        }
         rng = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_available():
             rng["cuda"] = torch.cuda.get_rng_state()
@@ -45,7 +45,7 @@ class TrainState:
         state = {"scaler": self.scaler.state_dict(), "skips": self.skips, "steps": steps}
         return {
             "model.safetensors": pack(self.model.state_dict()),
-            **{f"{key}.safetensors": pack(moments[key]) for key in MOMENTS},
+            **{f"{key}.safetensors": pack(found) for key, found in moments.items() if found},
             "rng.safetensors": pack(rng),
             "state.json": [json.dumps(state).encode()],
         }
@@ -54,14 +54,15 @@ class TrainState:
         """Reads what `files` gave; CheckpointError where a name or a shape differs."""
         model = load_file(folder / "model.safetensors")
         _check_same(model, self.model.state_dict(), folder / "model.safetensors")
-        named = dict(self._named_parameters())
-        moments = {key: load_file(folder / f"{key}.safetensors") for key in MOMENTS}
-        for key, found in moments.items():
-            _check_same(found, named, folder / f"{key}.safetensors")
+        moments = {}
+        for key in MOMENTS:
+            path, named = folder / f"{key}.safetensors", self._parameters_with(key)
+            moments[key] = load_file(path) if path.exists() else {}
+            _check_same(moments[key], named, path)
         state = json.loads((folder / "state.json").read_text())
         self.model.load_state_dict(model)
         for key, found in moments.items():
-            for name, parameter in named.items():
+            for name, parameter in self._parameters_with(key).items():
                 self.optimizer.state[parameter][key] = found[name].to(parameter.device)
         for group, step in zip(self.optimizer.param_groups, state["steps"], strict=True):
             group["step"] = torch.tensor(step, device=group["params"][0].device)
@@ -75,11 +76,21 @@ class TrainState:
     def num_bytes(self) -> int:
         """Bytes of a checkpoint, but for a few thousand."""
         model = sum(tensor.nbytes for tensor in self.model.state_dict().values())
-        return model + sum(4 * len(MOMENTS) * p.numel() for _, p in self._named_parameters())
+        kept = (p for key in MOMENTS for p in self._parameters_with(key).values())
+        return model + sum(4 * p.numel() for p in kept)
 
-    def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+    def _parameters_with(self, key: str) -> dict[str, nn.Parameter]:
+        """The parameters of which the optimizer keeps this, by name."""
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        return list(zip(self.optimizer.names, parameters, strict=True))
+        named = dict(zip(self.optimizer.names, parameters, strict=True))
+        if key != "compensation":
+            return named
+        return {name: p for name, p in named.items() if p.dtype != wide_dtype(p)}
+
+    def _moment(self, parameter: nn.Parameter, key: str) -> Tensor:
+        dtype = parameter.dtype if key == "compensation" else wide_dtype(parameter)
+        zero = torch.zeros_like(parameter, dtype=dtype)
+        return self.optimizer.state[parameter].get(key, zero)
 
 
 def _check_same(found: dict[str, Tensor], expected: dict, path: Path) -> None:

@@ -95,7 +95,6 @@ BAD = {  # the command: what its message must contain
     ),
     "precision.outlier_threshold=6": ("does nothing without recipe=llm_int8",),
     "optimizer=adamw8bit_bnb": ("optimizer.name=adamw8bit_bnb", PLANNED, "stable_adamw"),
-    "optimizer.beta2_decay=0.5": ("optimizer.beta2_decay=0.5", PLANNED),
     "data.augment=flip_crop": ("data.augment='flip_crop'", "none, crop_flip", "crop_flip"),
     "distributed=ddp": ("distributed.name=ddp", PLANNED, "can be: none"),
     "accumulate=2": ("accumulate=2", PLANNED, "can be: 1"),

@@ -16,6 +16,7 @@ SETTINGS = {
     "bf16 patch dropout": {"precision.autocast": "bf16", "model.patch_dropout": 0.5},
     "fp16 dynamic": {"precision.autocast": "fp16", "scaler.name": "dynamic"},
     "fp16 fixed": {"precision.autocast": "fp16", "scaler.name": "fixed"},
+    "pure bf16": {"precision.autocast": "pure_bf16"},
 }
 
 

@@ -1,0 +1,185 @@
+"""Loss and RMS_t of the patch embedding on one time axis, a panel a run. Fig. 9, arXiv:2304.13013.
+
+Runs: `experiment=rms_and_loss`.
+"""
+
+import math
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, NullFormatter
+
+from analysis import naming, spikes, style
+from analysis.load import Runs
+from lowprec.diagnostics.spikes import (
+    PROTOCOLS,
+    Protocol,
+    following,
+    leads,
+    loss_spikes,
+    rms_spikes,
+)
+
+PAPER = PROTOCOLS["paper"]
+CAP_AFTER = 0.1  # the loss axis ends at the largest loss after this share of the run
+FOLLOWING, OTHER, RMS = "#D55E00", "#666666", "#0072B2"
+RENAMED = {
+    "data.name": "data",
+    "model.name": "model",
+    "precision.label": "precision",
+    "optimizer.name": "optimizer",
+    "optimizer.beta2": "beta2",
+}
+OF_A_RUN = (
+    *("run", "scale", "data", "batch_size", "num_steps", "model", "precision", "optimizer"),
+    *("beta2", "seed", "state", "label"),
+)
+COLUMNS = (*OF_A_RUN, "step", "loss", "rms", "rms_threshold", "loss_spike", "rms_spike", "follows")
+
+
+def query(runs: Runs, protocol: Protocol = PAPER, tensor: str = spikes.TENSOR) -> pd.DataFrame:
+    """A row a step of every run that recorded RMS_t of the tensor, up to its last step.
+
+    `loss_spike`, `rms_spike`: a spike begins here; `follows`: a loss spike does, after an RMS
+    spike. A run whose config is damaged has no name and is left out.
+    """
+    steps = runs.metrics.groupby("run")["step"]
+    facts = pd.DataFrame({"reached": steps.max(), "recorded": steps.nunique()})
+    heads = runs.runs[runs.runs["scale"].notna()].join(facts, on="run", how="inner")
+    whole = ["batch_size", "num_steps", "seed", "reached", "recorded"]
+    heads = heads.astype(dict.fromkeys(whole, int))
+    frames = []
+    for _, group in heads.groupby("optimizer.beta2", sort=True):
+        group = naming.name_methods(group)
+        group["label"] = [naming.label(head) for head in group.to_dict("records")]
+        group = group.rename(columns=RENAMED)[list(OF_A_RUN)]
+        for head in sorted(group.to_dict("records"), key=_order):
+            steps = _steps(spikes.read_series(runs, head["run"], tensor), protocol, tensor)
+            if steps["rms"].notna().any():
+                frames.append(steps.assign(**head))
+    frames.sort(key=lambda frame: style.rank(frame["model"].iloc[0], style.MODELS))
+    if not frames:
+        return pd.DataFrame(columns=list(COLUMNS))
+    return pd.concat(frames, ignore_index=True)[list(COLUMNS)]
+
+
+def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
+    """One panel, of one run: `ax`, a subplot, keeps its upper part for the loss, RMS_t is below."""
+    head = frame.iloc[0]
+    parts = ax.get_subplotspec().subgridspec(2, 1, height_ratios=(3, 2))
+    ax.set_subplotspec(parts[0])
+    below = ax.figure.add_subplot(parts[1], sharex=ax)
+    color = style.color(head["precision"], head["optimizer"])
+    ax.plot(frame["step"], frame["loss"], color=color, lw=0.7, rasterized=True)
+    below.plot(frame["step"], frame["rms"], color=RMS, lw=0.7, rasterized=True)
+    below.axhline(head["rms_threshold"], color=OTHER, lw=0.7, ls=(0, (4, 2)))
+    found = frame[frame["rms_spike"]]
+    name = f"RMS spike ({len(found)})"
+    below.plot(found["step"], found["rms"], "^", color=RMS, ms=3.5, label=name, zorder=3)
+    kinds = (
+        (frame["follows"], FOLLOWING, f"loss spike 1-{PAPER.max_lead} steps after one"),
+        (frame["loss_spike"] & ~frame["follows"], OTHER, "other loss spike"),
+    )
+    for chosen, spike_color, name in kinds:
+        found = frame[chosen]
+        marks = {"color": spike_color, "ms": 4, "label": f"{name} ({len(found)})", "zorder": 3}
+        ax.plot(found["step"], found["loss"].clip(upper=_cap(frame)), "v", **marks)
+        for step in found["step"]:
+            for panel in (ax, below):
+                panel.axvline(step, color=spike_color, lw=0.5, alpha=0.5, zorder=1)
+    ax.set(ylabel="training loss", ylim=(None, _cap(frame)))
+    ax.set_title(_title(head))
+    ax.tick_params(labelbottom=False)
+    ax.set_xlim(frame["step"].min() - 1, frame["step"].max())
+    below.set(ylabel=r"$\mathrm{RMS}_t$", xlabel="step", yscale="log")
+    below.yaxis.set_major_formatter("{x:g}")
+    below.yaxis.set_minor_formatter(NullFormatter())
+    below.xaxis.set_major_formatter(EngFormatter(sep=""))
+    ax.locator_params(axis="x", nbins=5)
+    handles = [*below.get_legend_handles_labels()[0], *ax.get_legend_handles_labels()[0]]
+    below.legend(
+        handles=handles,
+        loc="upper left",
+        bbox_to_anchor=(0, -0.48),
+        borderaxespad=0,
+        handlelength=1,
+    )
+    return ax
+
+
+def draw(frame: pd.DataFrame, figure: Figure) -> None:
+    """The whole figure: a panel a run, by model and beta2, two a row."""
+    runs = list(frame.groupby("run", sort=False))
+    columns = min(2, len(runs))
+    rows = math.ceil(len(runs) / columns)
+    figure.set_size_inches(style.COLUMN_WIDTH * columns, 3.6 * rows)
+    axes = figure.subplots(rows, columns, squeeze=False).flat
+    for (_, run), ax in zip(runs, axes, strict=False):
+        plot(run, ax)
+        ax.set_xlim(0, run["num_steps"].iloc[0])
+    for ax in list(axes)[len(runs) :]:
+        ax.remove()
+
+
+def caption(frame: pd.DataFrame) -> str:
+    """What is shown: data, scale, the protocol, and of each run how many spikes follow."""
+    runs = frame.groupby("run", sort=False)
+    first = frame.iloc[0]
+    data = ", ".join(frame["data"].unique())
+    text = (
+        f"Training loss and RMS_t of {spikes.TENSOR} of {len(runs)} "
+        f"run{'s' if len(runs) > 1 else ''} on {data} at {first['scale']} scale. After figure 9, "
+        f"arXiv:2304.13013. RMS spikes: RMS_t >= {PAPER.rms_threshold} (dashed). Loss spikes: "
+        f"{PAPER.num_deviations} losses within {PAPER.within} steps above the mean + "
+        f"{PAPER.loss_sigmas} standard deviations of the {PAPER.window} steps before (the paper "
+        f"names no window). The first {PAPER.ignore_steps:,} steps have neither. The loss axis "
+        "ends at the largest loss after the first tenth of training, at most at the first loss."
+    )
+    for _, run in runs:
+        text += f" {_title(run.iloc[0], ', ')}: {_counts(run)}."
+    return f"{text} The paper: {spikes.PAPER}."
+
+
+def _counts(run: pd.DataFrame) -> str:
+    if not run["loss_spike"].any():
+        return f"no loss spike, {run['rms_spike'].sum()} RMS spikes"
+    marks = run["loss_spike"].to_numpy(), run["rms_spike"].to_numpy()
+    found = following(*marks, PAPER)
+    return (
+        f"{found.num_following} of {found.num_loss_spikes} loss spikes follow an RMS spike "
+        f"(of {found.num_rms_spikes}) by 1 to {PAPER.max_lead} steps, by chance {found.chance:.1%}"
+    )
+
+
+def _steps(series: spikes.Series, protocol: Protocol, tensor: str) -> pd.DataFrame:
+    rms = series.rms_of(tensor)
+    loss_at, rms_at = loss_spikes(series.loss, protocol), rms_spikes(rms, protocol)
+    at = np.flatnonzero(loss_at)
+    follows = np.zeros(len(rms), dtype=bool)
+    follows[at[leads(at, np.flatnonzero(rms_at)) <= protocol.max_lead]] = True
+    columns = {"loss": series.loss, "rms": rms, "rms_threshold": protocol.rms_threshold}
+    columns |= {"loss_spike": loss_at, "rms_spike": rms_at, "follows": follows}
+    return pd.DataFrame({"step": np.arange(1, len(rms) + 1), **columns})
+
+
+def _order(head: dict) -> tuple:
+    precision = style.rank(head["precision"], style.PRECISIONS)
+    return (*precision, *style.rank(head["optimizer"], style.OPTIMIZERS), head["label"])
+
+
+def _title(head: pd.Series, between: str = "\n") -> str:
+    name = style.MODELS.get(head["model"], head["model"])
+    label = head["label"].replace(" (", f"{between}(") if between == "\n" else head["label"]
+    return f"{name}, beta2 = {head['beta2']:g}{between}{label}, seed {head['seed']}"
+
+
+def _cap(frame: pd.DataFrame) -> float:
+    """Upper end of the loss axis: of a whole run, its first tenth does not stretch it."""
+    loss = frame["loss"].where(np.isfinite(frame["loss"])).astype(float)
+    highest = loss.max()
+    if frame["step"].iloc[0] == 1:
+        late = loss[frame["step"] > CAP_AFTER * frame["num_steps"]].max()
+        highest = np.fmin(late, loss.iloc[0]) if np.isfinite(late) else highest
+    return 1.0 if np.isnan(highest) else highest + 0.05 * abs(highest)

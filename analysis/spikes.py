@@ -1,0 +1,250 @@
+"""The spikes of runs: `python -m analysis.spikes --run DIR [--tensor PATTERN] [--out DIR]`.
+
+Prints each loss spike with the RMS spikes before it, how often loss spikes follow RMS spikes and
+how often they would by chance, in which tensors, and how all that depends on the thresholds. With
+--out the tables are written as CSV, and a picture of each loss spike. What a spike is:
+`lowprec/diagnostics/README.md`.
+"""
+
+import argparse
+import sys
+import warnings
+from dataclasses import dataclass, fields, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from analysis.load import NoRunsError, Runs, load_runs
+from lowprec.diagnostics.spikes import (
+    PROTOCOLS,
+    Protocol,
+    following,
+    leads,
+    loss_spikes,
+    rms_spikes,
+)
+
+TENSOR = "visual.conv1.weight"  # the patch embedding
+PAPER = "28 of 30 loss spikes, by chance about 1% (the paper's runs, arXiv:2304.13013)"
+LOCAL_SHIFT = 1000  # steps; the phase of training stays about the same
+AROUND = 60  # steps drawn on either side of a spike
+NUM_CONTROLS = 10  # other tensors printed
+SENSITIVITY = {
+    "rms_threshold": (1.5, 2.0, 2.3, 3.0, 4.0),
+    "loss_sigmas": (2.5, 3.2, 4.0, 6.0),
+    "num_deviations": (1, 2, 3),
+    "within": (5, 10, 20),
+    "window": (50, 100, 200, 400, 800),
+}
+
+
+@dataclass(frozen=True)
+class Series:
+    """Loss [steps] and RMS_t [steps, tensors] of one run; NaN where a step has none."""
+
+    run: str
+    loss: np.ndarray
+    rms: pd.DataFrame
+
+    def rms_of(self, pattern: str) -> np.ndarray:
+        """[steps]: the largest RMS_t of the tensors that match."""
+        chosen = [name for name in self.rms if fnmatchcase(name, pattern)]
+        return np.fmax.reduce(self.rms[chosen].to_numpy(float), axis=1, initial=np.nan)
+
+
+def read_series(runs: Runs, run: str, pattern: str = "*") -> Series:
+    """The series of one run over its steps up to the last that has a row."""
+    metrics = runs.metrics[runs.metrics["run"] == run].set_index("step")
+    last = 0 if metrics.empty else int(metrics.index.max())
+    steps = pd.RangeIndex(1, last + 1, name="step")
+    try:
+        rms = runs.tensors(pattern, "rms")
+        rms = rms[rms["run"] == run].drop(columns="run").drop_duplicates("step", keep="last")
+        rms = rms.set_index("step").reindex(steps)
+    except LookupError:
+        rms = pd.DataFrame(index=steps)
+    return Series(run, metrics["loss"].astype(float).reindex(steps).to_numpy(), rms)
+
+
+def spike_table(series: Series, protocol: Protocol, tensor: str = TENSOR) -> pd.DataFrame:
+    """A row a loss spike: step, loss, before, peak, height, lead, num_tensors, tensors.
+
+    `before`: median loss of the window before; `peak`: the largest loss up to `within` steps later;
+    `height` = peak - before; `lead`: steps since the latest RMS spike of `tensor`, <NA> if none;
+    `tensors`: those of the run with an RMS spike 1 to `max_lead` steps before, latest RMS first.
+    """
+    at = np.flatnonzero(loss_spikes(series.loss, protocol)) + 1
+    rms_at = np.flatnonzero(rms_spikes(series.rms_of(tensor), protocol)) + 1
+    marks = rms_spikes(series.rms, protocol)
+    loss = np.where(np.isfinite(series.loss), series.loss, np.nan)
+    rows = []
+    for step, lead in zip(at.tolist(), leads(at, rms_at), strict=True):
+        before = np.nanmedian(loss[max(0, step - 1 - protocol.window) : step - 1])
+        peak = np.nanmax(loss[step - 1 : step + protocol.within])
+        late = marks[max(0, step - 1 - protocol.max_lead) : step - 1][::-1]
+        first = {name: late[:, i].argmax() for i, name in enumerate(series.rms) if late[:, i].any()}
+        names = sorted(first, key=first.get)
+        values = (step, loss[step - 1], before, peak, peak - before, lead, len(names))
+        rows.append((*values, " ".join(names)))
+    columns = ["step", "loss", "before", "peak", "height", "lead", "num_tensors", "tensors"]
+    return pd.DataFrame(rows, columns=columns).astype({"step": int, "lead": "Int64"})
+
+
+def lead_table(series: Series, protocol: Protocol) -> pd.DataFrame:
+    """A row a tensor, the most followed first: its name and the fields of `Following`."""
+    loss_at, rms_at = loss_spikes(series.loss, protocol), rms_spikes(series.rms, protocol)
+    rows = [
+        {"tensor": name, **following(loss_at, rms_at[:, i], protocol)._asdict()}
+        for i, name in enumerate(series.rms)
+    ]
+    rows.sort(key=lambda row: (-row["num_following"], row["p_value"]))
+    return pd.DataFrame(rows)
+
+
+def sensitivity_table(series: Series, protocol: Protocol, tensor: str = TENSOR) -> pd.DataFrame:
+    """A row a threshold and value, all others as in `protocol`: the fields of `Following`."""
+    rms, rows = series.rms_of(tensor), []
+    for name, values in SENSITIVITY.items():
+        for value in sorted({*values, getattr(protocol, name)}):
+            changed = replace(protocol, **{name: value})
+            found = following(loss_spikes(series.loss, changed), rms_spikes(rms, changed), changed)
+            mark = "*" if value == getattr(protocol, name) else ""
+            rows.append({"threshold": name, "value": f"{value:g}{mark}", **found._asdict()})
+    return pd.DataFrame(rows)
+
+
+def report(series: Series, protocol: Protocol, tensor: str) -> tuple[str, dict[str, pd.DataFrame]]:
+    """What is to be said of one run, and the tables behind it by name."""
+    num_steps, ignored = len(series.loss), protocol.ignore_steps
+    if num_steps <= ignored:
+        text = f"{num_steps:,} steps are recorded, and the first {ignored:,} are ignored: nothing "
+        return text + "to look at yet. --ignore N ignores fewer.", {}
+    spikes = spike_table(series, protocol, tensor)
+    rms = series.rms_of(tensor)
+    num_rms = int(rms_spikes(rms, protocol).sum())
+    matching = sum(fnmatchcase(name, tensor) for name in series.rms)
+    where = tensor if matching < 2 else f"the largest of {matching} tensors {tensor}"
+    lines = [
+        f"{len(spikes)} loss spikes and {num_rms} RMS spikes ({where}) in {num_steps:,} steps."
+    ]
+    if np.isnan(rms).all():
+        lines.append("RMS_t is not recorded there.")
+    tables = {"spikes": spikes, "sensitivity": sensitivity_table(series, protocol, tensor)}
+    if len(spikes):
+        shown = spikes.assign(tensors=spikes["tensors"].map(_first_names))
+        lines += ["", _text(shown), "", *_lead_lines(series, protocol, tensor, spikes["lead"])]
+        tables["tensors"] = lead_table(series, protocol)
+        shown, others = tables["tensors"].iloc[:NUM_CONTROLS], tables["tensors"][NUM_CONTROLS:]
+        lines += ["", "By tensor, the most followed first (p is of one tensor alone):"]
+        lines.append(_text(shown) if len(shown) else "RMS_t is recorded of none.")
+        if len(others):
+            lines.append(f"and {len(others)} more, median share {others['share'].median():.1%}")
+    if tables["sensitivity"]["num_loss_spikes"].any():
+        by_threshold = _text(tables["sensitivity"])
+        lines += ["", "By threshold, one changed at a time (* as above):", by_threshold]
+    else:
+        lines.append("There is none with other thresholds either.")
+    return "\n".join(lines), tables
+
+
+def _lead_lines(series: Series, protocol: Protocol, tensor: str, lead: pd.Series) -> list[str]:
+    loss_at = loss_spikes(series.loss, protocol)
+    rms_at = rms_spikes(series.rms_of(tensor), protocol)
+    found = following(loss_at, rms_at, protocol)
+    near = following(loss_at, rms_at, protocol, LOCAL_SHIFT)
+    histogram = {steps: int((lead == steps).sum()) for steps in range(1, protocol.max_lead + 1)}
+    late = int((lead > protocol.max_lead).sum())
+    counts = ", ".join(f"{steps}: {count}" for steps, count in histogram.items())
+    return [
+        f"{found.num_following} of {found.num_loss_spikes} loss spikes ({found.share:.0%}) come 1 "
+        f"to {protocol.max_lead} steps after an RMS spike.",
+        f"By chance {found.chance:.1%} (95%: {found.low:.0%} to {found.high:.0%}), "
+        f"p = {found.p_value:.2g}, shifting the RMS spikes over the run; {near.chance:.1%} "
+        f"(95%: {near.low:.0%} to {near.high:.0%}), p = {near.p_value:.2g}, by at most "
+        f"{LOCAL_SHIFT:,} steps.",
+        f"Lead in steps, of how many: {counts}; more: {late}; none before: {lead.isna().sum()}.",
+        f"The paper: {PAPER}.",
+    ]
+
+
+def _first_names(names: str) -> str:
+    first, *rest = names.split() or ["-"]
+    return f"{first} +{len(rest)}" if rest else first
+
+
+def _text(table: pd.DataFrame) -> str:
+    return table.to_string(index=False, float_format=lambda value: f"{value:.4g}", na_rep="-")
+
+
+def _write(out: Path, tables: dict, runs: Runs, protocol: Protocol, tensor: str) -> None:
+    """Writes the tables of one run, and a picture of each loss spike: loss and RMS_t around it."""
+    from matplotlib.figure import Figure
+
+    from analysis.figures import rms_and_loss  # late, as it imports this module
+    from analysis.style import COLUMN_WIDTH, style
+
+    out.mkdir(parents=True, exist_ok=True)
+    for name, table in tables.items():
+        table.to_csv(out / f"{name}.csv", index=False, lineterminator="\n")
+    frame = rms_and_loss.query(runs, protocol, tensor)
+    for step in tables["spikes"]["step"] if len(frame) else ():
+        with style():
+            figure = Figure(layout="constrained", figsize=(COLUMN_WIDTH, 3.4))
+            part = frame[(frame["step"] - step).abs() <= AROUND]
+            rms_and_loss.plot(part, figure.subplots())
+            figure.savefig(out / f"spike_{step}.png")
+    print(f"Wrote {out}")
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m analysis.spikes", description="The spikes of runs."
+    )
+    parser.add_argument("--run", type=Path, required=True, help="a run directory, or many below it")
+    parser.add_argument("--tensor", default=TENSOR, help=f"glob of tensors [{TENSOR}]")
+    parser.add_argument("--out", type=Path, help="folder for tables and pictures")
+    parser.add_argument("--protocol", choices=tuple(PROTOCOLS), default="paper")
+    parser.add_argument("--rms-threshold", type=float, help="RMS_t of an RMS spike")
+    parser.add_argument("--loss-sigmas", type=float, help="standard deviations of a deviation")
+    parser.add_argument("--window", type=int, help="steps of the running mean")
+    parser.add_argument("--ignore", dest="ignore_steps", type=int, help="first steps ignored")
+    options = parser.parse_args(arguments)
+    if (options.window is not None and options.window < 2) or (options.ignore_steps or 0) < 0:
+        parser.error("--window takes 2 or more steps, --ignore 0 or more")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command; returns its exit status: 2 for a caller's mistake."""
+    options = _parse(arguments)
+    names = {f.name for f in fields(Protocol)}
+    given = {k: v for k, v in vars(options).items() if k in names and v is not None}
+    protocol, tensor = replace(PROTOCOLS[options.protocol], **given), options.tensor
+    try:
+        runs = load_runs(options.run)
+    except NoRunsError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(" ".join(f"{f.name}={getattr(protocol, f.name)}" for f in fields(Protocol)))
+    for head in runs.runs.to_dict("records"):
+        alone = Runs(runs.heads[runs.heads["run"] == head["run"]])
+        series = read_series(alone, head["run"])
+        names = list(series.rms)
+        if names and not any(fnmatchcase(name, tensor) for name in names):
+            there = f"{len(names)} tensors, such as {', '.join(names[:6])}"
+            print(f"error: no tensor matches {tensor!r}; there are {there}", file=sys.stderr)
+            return 2
+        text, tables = report(series, protocol, tensor)
+        print(f"\n{head['run']}: {head['note'] or head['state']}\n{text}")
+        if options.out is not None and tables:
+            out = options.out / Path(head["path"]).resolve().name
+            _write(out, tables, alone, protocol, tensor)
+    return 0
+
+
+if __name__ == "__main__":
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+    sys.exit(main())

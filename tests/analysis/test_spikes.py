@@ -1,0 +1,250 @@
+"""`python -m analysis.spikes` and the figure rms_and_loss, on runs with planted spikes."""
+
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.figure import Figure
+
+from analysis import load_runs, make, spikes
+from analysis.figures import rms_and_loss
+from lowprec.diagnostics.spikes import Protocol
+
+CONV1, PROJ, C_FC = (
+    "visual.conv1.weight",
+    "visual.proj",
+    "transformer.resblocks.0.mlp.c_fc.weight",
+)
+SPIKES = {1200: 3, 1500: 8, 1800: None}  # step of the loss spike: its lead in the patch embedding
+
+
+@pytest.fixture(name="plant")
+def plant_fixture(make_run):
+    """A function that makes a run with the spikes above; it takes make_run's keys."""
+
+    def plant(planted=SPIKES, num_steps=2000, **keys):
+        rng = np.random.default_rng(0)
+        losses = 2 + 0.1 * np.sin(np.arange(num_steps))
+        rms = pd.DataFrame(rng.uniform(0.8, 1.2, (num_steps, 3)), columns=[CONV1, PROJ, C_FC])
+        for step, lead in planted.items():
+            losses[step - 1 : step + 2] += 1.0, 1.5, 1.2
+            if lead is not None:
+                rms.loc[step - lead - 1, CONV1] = 5
+        rms.loc[1799, PROJ] = rms.loc[1198, PROJ] = rms.loc[1195, C_FC] = 4
+        keys = {"experiment": "rms_and_loss", "flush": 500} | keys
+        run = make_run(num_steps=num_steps, losses=losses, **keys)
+        path = run / "tensors.parquet"
+        if path.exists():
+            rms.index = pd.RangeIndex(1, num_steps + 1, name="step")
+            rms.add_prefix("rms/").astype(np.float32).reset_index().to_parquet(path)
+        return run
+
+    return plant
+
+
+@pytest.fixture(name="series")
+def series_fixture(plant):
+    run = plant()
+    return spikes.read_series(load_runs(run), run.name)
+
+
+def test_a_row_a_loss_spike_with_its_height_lead_and_the_tensors_before_it(series):
+    table = spikes.spike_table(series, Protocol()).set_index("step")
+    assert table.index.tolist() == list(SPIKES)
+    assert table["lead"].tolist() == [3, 8, 308]
+    assert table["tensors"].tolist() == [f"{PROJ} {CONV1} {C_FC}", CONV1, ""]
+    assert table["num_tensors"].tolist() == [3, 1, 0]
+    np.testing.assert_allclose(table["height"], 1.5, atol=0.15)
+    np.testing.assert_allclose(table["before"], 2.0, atol=0.05)
+
+
+def test_tensors_come_in_the_order_of_how_often_they_are_followed(series):
+    table = spikes.lead_table(series, Protocol())
+    assert table["tensor"].tolist() == [CONV1, C_FC, PROJ]  # one of C_FC's is worth more: fewer
+    assert table.set_index("tensor")["num_following"].to_dict() == {CONV1: 2, PROJ: 1, C_FC: 1}
+    assert table.set_index("tensor")["num_rms_spikes"].to_dict() == {CONV1: 2, PROJ: 2, C_FC: 1}
+
+
+def test_the_sensitivity_table_changes_one_threshold_at_a_time(series):
+    table = spikes.sensitivity_table(series, Protocol())
+    chosen = table[table["value"].str.endswith("*")]
+    assert chosen["threshold"].tolist() == list(spikes.SENSITIVITY)
+    assert (chosen["num_following"] == 2).all()
+    at = table.set_index(["threshold", "value"])
+    assert at.loc[("rms_threshold", "4"), "num_following"] == 2
+    assert at.loc[("num_deviations", "3"), "num_loss_spikes"] == 3
+    odd = spikes.sensitivity_table(series, Protocol(window=150))
+    assert odd[odd["threshold"] == "window"]["value"].tolist() == [
+        *("50", "100", "150*", "200", "400", "800")
+    ]
+
+
+def test_several_tensors_count_by_the_largest_of_them(series):
+    series.rms.loc[1795, PROJ] = 4
+    both = spikes.spike_table(series, Protocol(), "visual.*")
+    assert both["lead"].tolist() == [3, 8, 5]
+    assert np.isnan(series.rms_of("nothing")).all()
+
+
+def test_the_command_prints_the_tables_and_marks_the_numbers_of_the_paper(plant, capsys):
+    run = plant()
+    assert spikes.main(["--run", str(run)]) == 0
+    out = capsys.readouterr().out
+    assert f"3 loss spikes and 2 RMS spikes ({CONV1}) in 2,000 steps." in out
+    assert "2 of 3 loss spikes (67%) come 1 to 8 steps after an RMS spike." in out
+    assert "1: 0, 2: 0, 3: 1, 4: 0, 5: 0, 6: 0, 7: 0, 8: 1; more: 1; none before: 0." in out
+    lines = [line for line in out.splitlines() if "28 of 30" in line]
+    assert len(lines) == 1 and lines[0].startswith("The paper:") and "the paper's runs" in lines[0]
+    assert f"By chance {2 * 8 / 1000:.1%} (95%: 0% to" in out
+
+
+def test_thresholds_of_the_command_line_are_those_of_the_protocol(plant, capsys):
+    run = str(plant())
+    spikes.main(["--run", run, "--rms-threshold", "6", "--ignore", "1300", "--window", "100"])
+    out = capsys.readouterr().out
+    assert "rms_threshold=6.0 loss_sigmas=3.2 num_deviations=2" in out
+    assert "2 loss spikes and 0 RMS spikes" in out
+    spikes.main(["--run", run, "--protocol", "sigma", "--loss-sigmas", "9"])
+    assert "loss_sigmas=9.0 num_deviations=1 within=10 ignore_steps=0" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        spikes.main(["--run", run, "--window", "1"])
+
+
+def test_out_gets_the_tables_and_a_picture_of_each_spike(plant, tmp_path):
+    run = plant()
+    assert spikes.main(["--run", str(run.parent), "--out", str(tmp_path / "out")]) == 0
+    names = {path.name for path in (tmp_path / "out" / run.name).iterdir()}
+    tables = {"spikes.csv", "tensors.csv", "sensitivity.csv"}
+    assert names == tables | {f"spike_{step}.png" for step in SPIKES}
+    written = pd.read_csv(tmp_path / "out" / run.name / "spikes.csv")
+    assert written["step"].tolist() == list(SPIKES)
+
+
+def test_a_run_without_spikes_is_a_sentence(plant, capsys, tmp_path):
+    assert spikes.main(["--run", str(plant({})), "--out", str(tmp_path / "out")]) == 0
+    out = capsys.readouterr().out
+    assert "0 loss spikes and 0 RMS spikes (visual.conv1.weight) in 2,000 steps." in out
+    assert "There is none with other thresholds either." in out
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"steps": 0, "state": "running"}, "0 steps are recorded, and the first 1,000 are ignored"),
+        ({"steps": 700, "state": "failed"}, "700 steps are recorded"),
+        ({"steps": 1510, "state": "running"}, "running: 1510 of 2000 steps\n2 loss spikes"),
+        ({"steps": 1203, "state": "diverged"}, "diverged\n1 loss spikes and 1 RMS spikes"),
+    ],
+    ids=["no step", "too short", "running", "diverged"],
+)
+def test_an_incomplete_run_is_a_sentence_or_what_there_is(plant, capsys, tmp_path, keys, sentence):
+    assert spikes.main(["--run", str(plant(**keys)), "--out", str(tmp_path / "out")]) == 0
+    assert sentence in capsys.readouterr().out
+
+
+def test_a_run_without_a_record_of_rms_still_has_its_loss_spikes(plant, capsys, tmp_path):
+    run = plant()
+    (run / "tensors.parquet").unlink()
+    for stream in (run / "tensors").iterdir():
+        stream.unlink()
+    assert spikes.main(["--run", str(run), "--out", str(tmp_path / "out")]) == 0
+    out = capsys.readouterr().out
+    assert "RMS_t is not recorded there." in out and "3 loss spikes and 0 RMS spikes" in out
+    assert rms_and_loss.query(load_runs(run)).empty
+
+
+def test_missing_rows_are_steps_without_a_number(plant):
+    run = plant()
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:1201] + lines[1203:]))  # 1202, 1203
+    series = spikes.read_series(load_runs(run), run.name)
+    assert len(series.loss) == 2000 and np.isnan(series.loss[1201:1203]).all()
+    assert spikes.spike_table(series, Protocol())["step"].tolist() == list(SPIKES)
+
+
+def test_no_run_and_no_such_tensor_are_errors_that_name_what_there_is(plant, capsys, tmp_path):
+    assert spikes.main(["--run", str(tmp_path)]) == 2
+    assert "no runs at or below" in capsys.readouterr().err
+    assert spikes.main(["--run", str(plant()), "--tensor", "visual.conv2"]) == 2
+    assert f"no tensor matches 'visual.conv2'; there are 3 tensors, such as {CONV1}" in (
+        capsys.readouterr().err
+    )
+
+
+def drawn(frame):
+    figure = Figure(layout="constrained")
+    rms_and_loss.draw(frame, figure)
+    figure.draw_without_rendering()
+    return figure.axes
+
+
+def points(ax, marker):
+    """The points drawn with a marker, of all its lines."""
+    lines = [line for line in ax.get_lines() if line.get_marker() == marker]
+    return sorted(step for line in lines for step in line.get_xdata())
+
+
+def test_the_frame_has_every_step_with_its_spikes(plant):
+    frame = rms_and_loss.query(load_runs(plant())).set_index("step")
+    assert tuple(frame.reset_index()[list(rms_and_loss.COLUMNS)].columns) == rms_and_loss.COLUMNS
+    assert frame.index.tolist() == list(range(1, 2001))
+    assert frame.index[frame["loss_spike"]].tolist() == list(SPIKES)
+    assert frame.index[frame["rms_spike"]].tolist() == [1197, 1492]
+    assert frame.index[frame["follows"]].tolist() == [1200, 1500]
+
+
+def test_a_panel_has_loss_over_rms_with_the_spikes_marked(plant):
+    frame = rms_and_loss.query(load_runs(plant(beta2=0.995)))
+    loss, rms = drawn(frame)
+    assert points(loss, "v") == list(SPIKES) and points(rms, "^") == [1197, 1492]
+    np.testing.assert_array_equal(loss.get_lines()[0].get_ydata(), frame["loss"])
+    np.testing.assert_array_equal(rms.get_lines()[0].get_ydata(), frame["rms"])
+    assert loss.get_title() == "nano, beta2 = 0.995\nbf16, AdamW, seed 0"
+    shown = [text.get_text() for text in rms.get_legend().get_texts()]
+    assert shown[1:] == ["loss spike 1-8 steps after one (2)", "other loss spike (1)"]
+    assert shown[0] == "RMS spike (2)"
+
+
+def test_runs_are_panels_by_model_and_beta2(plant, tmp_path):
+    for model, beta2 in (("vit_h14", 0.995), ("vit_h14", 0.98), ("vit_b32", 0.99)):
+        plant(model=model, beta2=beta2)
+    axes = drawn(rms_and_loss.query(load_runs(tmp_path / "runs")))
+    titles = [ax.get_title().partition("\n")[0] for ax in axes]
+    assert [title for title in titles if title] == [
+        *("ViT-B/32, beta2 = 0.99", "ViT-H/14, beta2 = 0.98", "ViT-H/14, beta2 = 0.995")
+    ]
+
+
+def test_first_losses_and_a_divergence_do_not_stretch_the_loss_axis(plant):
+    frame = rms_and_loss.query(load_runs(plant()))
+    frame.loc[frame["step"] < 50, "loss"] = 5
+    frame.loc[frame["step"] > 1990, "loss"] = 900
+    frame.loc[frame["step"] == 2000, "loss"] = math.inf
+    loss, _ = drawn(frame)
+    assert loss.get_ylim()[1] == pytest.approx(5 * 1.05)
+
+
+@pytest.mark.parametrize("state", ["running", "diverged"])
+def test_incomplete_and_damaged_runs_are_marked_or_left_out(plant, tmp_path, state):
+    plant(steps=1600, state=state)
+    damaged = plant(seed=1)
+    (damaged / "config.yaml").write_text("{")
+    frame = rms_and_loss.query(load_runs(tmp_path / "runs"))
+    assert frame["run"].nunique() == 1
+    word = {"running": "incomplete: 1,600 of 2,000 steps", "diverged": "diverged at step 1,600"}[
+        state
+    ]
+    loss = drawn(frame)[0]
+    assert word in loss.get_title() and word in rms_and_loss.caption(frame)
+    assert loss.get_xlim() == (0, 2000)
+
+
+def test_make_draws_it_and_the_caption_counts(plant, tmp_path, capsys):
+    plant()
+    out = str(tmp_path / "out")
+    code = make.main(["rms_and_loss", "--runs", str(tmp_path / "runs"), "--out", out])
+    assert code == 0 and (tmp_path / "out" / "rms_and_loss_demo.png").exists()
+    said = capsys.readouterr().out
+    assert "2 of 3 loss spikes follow an RMS spike (of 2) by 1 to 8 steps, by chance 1.6%" in said
+    assert "The paper: 28 of 30 loss spikes" in said
