@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import yaml
 
 from lowprec.config import Config
-from lowprec.run import STATES, read_status, read_tensors, scan_rows, to_dict
+from lowprec.run import STATES, TABLES, read_status, read_tensors, scan_rows, to_dict
 
 ENDED = ("finished", "diverged")
 NEEDED = (  # keys without which a run cannot be named
@@ -126,17 +126,33 @@ def read_tensor_columns(
 ) -> tuple[pd.DataFrame, list[str]]:
     """Column `step` and the tensors that match; names `<statistic>/<tensor>` of all there are.
 
-    tensors.parquet is the copy made when a run ended. A run continued since then has more in its
+    The statistic says which of the run's tables it is of; that of no table gives no column.
+    """
+    known = []
+    for table in TABLES:
+        frame, names = _read_table(run, table, state, pattern, stat)
+        known += names
+        if any(name.startswith(f"{stat}/") for name in names):
+            return frame, known
+    return pd.DataFrame({"step": []}), known
+
+
+def _read_table(
+    run: Path, table: str, state: str, pattern: str, stat: str
+) -> tuple[pd.DataFrame, list[str]]:
+    """As `read_tensor_columns`, of one table.
+
+    The .parquet is the copy made when a run ended. A run continued since then has more in its
     streams.
     """
-    path = run / "tensors.parquet"
-    if path.exists() and (state in ENDED or not any((run / "tensors").glob("*.arrows"))):
+    path = run / f"{table}.parquet"
+    if path.exists() and (state in ENDED or not any((run / table).glob("*.arrows"))):
         names = [name for name in pq.read_schema(path).names if name != "step"]
         wanted = [name for name in names if fnmatchcase(name, f"{stat}/{pattern}")]
         frame = pq.read_table(path, columns=["step", *wanted]).to_pandas()
         return frame.rename(columns=lambda name: name.removeprefix(f"{stat}/")), names
     frames, known = [], []
-    for steps, statistics, names in read_tensors(run):
+    for steps, statistics, names in read_tensors(run, table):
         known = [f"{name}/{tensor}" for name in statistics for tensor in names]
         chosen = [i for i, name in enumerate(names) if fnmatchcase(name, pattern)]
         values = statistics.get(stat, np.empty((len(steps), 0)))

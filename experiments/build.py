@@ -26,6 +26,7 @@ from lowprec.config import Config
 from lowprec.data.loader import Batch, Batches, iterate, num_workers
 from lowprec.data.order import SampleOrder
 from lowprec.data.stream import Stream
+from lowprec.diagnostics.blocks import BlockProbe
 from lowprec.evaluate.evaluation import Evaluation
 from lowprec.formats import E4M3, INT8
 from lowprec.nn.replace import Layer
@@ -170,6 +171,8 @@ def build(config: Config, data: Data) -> Built:
     task = ContrastiveTask(
         model, contrastive_loss(), Normalize().to(device), config.precision.autocast
     )
+    if blocks(model):
+        task.probe = BlockProbe(model, blocks(model), task.loss)
     tokenizer = Tokenizer(
         config.model.context_length or model.context_length,
         config.model.vocab_size or model.vocab_size,

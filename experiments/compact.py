@@ -31,7 +31,7 @@ class CompactConfig:
 
 
 def main(config: CompactConfig) -> None:
-    """Copies the small files, then the chosen columns of tensors.parquet."""
+    """Copies the small files, then the chosen columns of the tables; of blocks all."""
     run, out = Path(config.run), Path(config.out)
     if not (run / "tensors.parquet").exists():
         sys.exit(f"run={run}: no ended run (it has no tensors.parquet)")
@@ -48,6 +48,12 @@ def main(config: CompactConfig) -> None:
             shutil.copyfile(run / name, out / name)
     table = pyarrow.parquet.read_table(run / "tensors.parquet", columns=kept)
     pyarrow.parquet.write_table(table, out / "tensors.parquet", compression="zstd")
+    for name, patterns in (("details.parquet", config.tensors), ("blocks.parquet", ["*"])):
+        if (run / name).exists():
+            columns = pyarrow.parquet.read_schema(run / name).names
+            chosen = [c for c in columns if c == "step" or _wanted(c, patterns)]
+            few = pyarrow.parquet.read_table(run / name, columns=chosen)
+            pyarrow.parquet.write_table(few, out / name, compression="zstd")
     size = sum(path.stat().st_size for path in out.iterdir())
     print(f"{out}: {table.num_rows} steps, {len(kept) - 1} columns, {size / 1e6:.2f} MB")
 

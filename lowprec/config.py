@@ -200,7 +200,8 @@ class DiagnosticsConfig:
 
     statistics: list[str] = key(list(STATISTICS[:3]), "recorded of each tensor", choices=STATISTICS)
     every: int = key(1, "steps between two records of them", least=1)
-    block_every: int | None = key(None, "steps between block records", planned=("*",))
+    detail_every: int | None = key(100, "of the other statistics; null: never", least=1)
+    block_every: int | None = key(100, "of features and attention logits; null: never", least=1)
     spikes: SpikeConfig = field(
         default_factory=SpikeConfig, metadata={"identity": False, "doc": "spike detection"}
     )

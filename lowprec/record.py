@@ -18,7 +18,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 
 from lowprec import durable
-from lowprec.run import encode_row, read_status, read_tensors
+from lowprec.run import TABLES, encode_row, read_status, read_tensors
 
 ROW_FILES = ("metrics.jsonl", "timing.jsonl", "events.jsonl", "skips.jsonl")
 
@@ -55,8 +55,7 @@ class Record:
         self._lock.truncate(0)
         self._lock.write(_holder(self.attempt))
         self._lock.flush()
-        self._stream = self._schema = None
-        self._unwritten = io.BytesIO()
+        self._streams: dict[str, _Stream] = {}
 
     def append(self, name: str, rows: list[dict]) -> None:
         """Appends rows to `<name>.jsonl`, each by one write; DiskError if one does not fit."""
@@ -68,28 +67,19 @@ class Record:
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
     def append_tensors(
-        self, steps: np.ndarray, statistics: dict[str, np.ndarray], names: list[str]
+        self,
+        steps: np.ndarray,
+        statistics: dict[str, np.ndarray],
+        names: list[str],
+        table: str = "tensors",
     ) -> None:
-        """Appends one batch: steps [n], each statistic float32 [n, tensors], tensor names."""
-        if self._stream is None:
-            (self.run / "tensors").mkdir(exist_ok=True)
-            columns = [pa.field("step", pa.int64())]
-            columns += [pa.field(name, pa.list_(pa.float32(), len(names))) for name in statistics]
-            self._schema = pa.schema(columns, metadata={"tensors": json.dumps(names)})
-            self._stream = pa.ipc.new_stream(self._unwritten, self._schema)
-        arrays = [pa.array(steps, pa.int64())]
-        for values in statistics.values():
-            flat = pa.array(np.ascontiguousarray(values, dtype=np.float32).reshape(-1))
-            arrays.append(pa.FixedSizeListArray.from_arrays(flat, len(names)))
-        self._stream.write_batch(pa.record_batch(arrays, schema=self._schema))
-        self._write_stream()
-
-    def _write_stream(self) -> None:
-        """One write of what the stream has produced since the last."""
-        path = self.run / "tensors" / f"{self.attempt:04d}.arrows"
-        durable.append(path, [self._unwritten.getvalue()])
-        self._unwritten.seek(0)
-        self._unwritten.truncate()
+        """Appends one batch to a table: steps [n], each statistic float32 [n, names], names."""
+        stream = self._streams.get(table)
+        if stream is None:
+            (self.run / table).mkdir(exist_ok=True)
+            path = self.run / table / f"{self.attempt:04d}.arrows"
+            stream = self._streams[table] = _Stream(path, list(statistics), names)
+        stream.append(steps, statistics)
 
     def status(self, state: str, step: int | None = None, reason: str = "", saved: int = 0) -> None:
         """Replaces status.json. step None: as it was; `saved`: the last committed checkpoint."""
@@ -151,35 +141,36 @@ class Record:
 
     def _files(self) -> list[Path]:
         rows = [self.run / name for name in ROW_FILES]
-        streams = sorted((self.run / "tensors").glob("*.arrows"))
+        streams = [path for table in TABLES for path in sorted((self.run / table).glob("*.arrows"))]
         return [path for path in (*rows, *streams) if path.exists()]
 
     def write_parquet(self) -> None:
-        """Writes tensors.parquet: `step` and a column `<statistic>/<tensor>` for each."""
-        flushes = list(read_tensors(self.run))
-        if not flushes:
-            return
+        """Writes each table there is as one file: `step` and a column `<statistic>/<name>` each."""
+        for table in TABLES:
+            flushes = list(read_tensors(self.run, table))
+            if flushes:
+                self._write_table(table, flushes)
+
+    def _write_table(self, table: str, flushes: list) -> None:
         _, first, names = flushes[0]
         columns = {"step": np.concatenate([steps for steps, _, _ in flushes])}
         for statistic in first:
             whole = np.concatenate([values[statistic] for _, values, _ in flushes])
             for i, name in enumerate(names):
                 columns[f"{statistic}/{name}"] = whole[:, i]
-        temporary = self.run / ".tensors.parquet.tmp"
+        temporary = self.run / f".{table}.parquet.tmp"
         try:
             pa.parquet.write_table(pa.table(columns), temporary, compression="zstd")
             durable.sync(temporary)
         except OSError as error:
             temporary.unlink(missing_ok=True)
-            raise durable.DiskError(self.run / "tensors.parquet", error) from error
-        os.replace(temporary, self.run / "tensors.parquet")
+            raise durable.DiskError(self.run / f"{table}.parquet", error) from error
+        os.replace(temporary, self.run / f"{table}.parquet")
 
     def finish_stream(self) -> None:
-        """Ends the Arrow stream of this attempt."""
-        if self._stream is not None:
-            self._stream.close()
-            self._write_stream()
-            self._stream = None
+        """Ends the Arrow streams of this attempt."""
+        while self._streams:
+            self._streams.popitem()[1].close()
 
     def close(self) -> None:
         """Ends the stream and frees the lock, also where the disk is full."""
@@ -189,6 +180,36 @@ class Record:
             pass  # a stream without its end is read all the same
         finally:
             self._lock.close()
+
+
+class _Stream:
+    """An Arrow stream of which each batch is one write to the file."""
+
+    def __init__(self, path: Path, statistics: list[str], names: list[str]):
+        self.path, self.names = path, names
+        columns = [pa.field("step", pa.int64())]
+        columns += [pa.field(name, pa.list_(pa.float32(), len(names))) for name in statistics]
+        self._schema = pa.schema(columns, metadata={"tensors": json.dumps(names)})
+        self._unwritten = io.BytesIO()
+        self._stream = pa.ipc.new_stream(self._unwritten, self._schema)
+
+    def append(self, steps: np.ndarray, statistics: dict[str, np.ndarray]) -> None:
+        arrays = [pa.array(steps, pa.int64())]
+        for values in statistics.values():
+            flat = pa.array(np.ascontiguousarray(values, dtype=np.float32).reshape(-1))
+            arrays.append(pa.FixedSizeListArray.from_arrays(flat, len(self.names)))
+        self._stream.write_batch(pa.record_batch(arrays, schema=self._schema))
+        self._write()
+
+    def close(self) -> None:
+        self._stream.close()
+        self._write()
+
+    def _write(self) -> None:
+        """One write of what the stream has produced since the last."""
+        durable.append(self.path, [self._unwritten.getvalue()])
+        self._unwritten.seek(0)
+        self._unwritten.truncate()
 
 
 def _drop_torn_end(path: Path) -> None:

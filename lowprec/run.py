@@ -19,6 +19,7 @@ import pyarrow.ipc
 from lowprec.config import Config
 from lowprec.validate import public_name
 
+TABLES = ("tensors", "details", "blocks")  # statistics of tensors, more of them, of blocks
 STATES = ("running", "finished", "diverged", "preempted", "failed")
 
 
@@ -141,13 +142,15 @@ def find_runs(root: Path) -> list[Path]:
     return sorted(path for path in found if (path / "config.yaml").exists())
 
 
-def read_tensors(run: Path) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray], list[str]]]:
-    """Statistics of every tensor: one (steps, {statistic: [steps, tensors]}, names) a flush.
+def read_tensors(
+    run: Path, table: str = "tensors"
+) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray], list[str]]]:
+    """One of TABLES: one (steps, {statistic: [steps, names]}, names) a flush.
 
     Reads the streams of all attempts in order. The unfinished end of a stream whose writer was
     killed is left out.
     """
-    for path in sorted((run / "tensors").glob("*.arrows")):
+    for path in sorted((run / table).glob("*.arrows")):
         with pa.memory_map(str(path)) as source:
             try:
                 stream = pa.ipc.open_stream(source)

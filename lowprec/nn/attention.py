@@ -63,9 +63,7 @@ class Attention(nn.Module):
         if need_weights:
             raise ValueError("need_weights=True: the attention kernel does not keep its weights")
         batch, tokens, width = x.shape
-        qkv = self.in_proj(x).view(batch, tokens, 3, self.num_heads, width // self.num_heads)
-        query, key, value = (part.transpose(1, 2) for part in qkv.unbind(2))  # [B, H, T, D]
-        query, key = self.ln_q(query), self.ln_k(key)
+        query, key, value = self._project(x)
         mask = None
         if attn_mask is not None and not self.causal:
             mask = _additive(attn_mask, batch, self.num_heads).to(query.dtype)
@@ -74,6 +72,24 @@ class Attention(nn.Module):
         )
         output = self.out_proj(heads.transpose(1, 2).reshape(batch, tokens, width))
         return (output, None) if self.returns_pair else output
+
+    def largest_logit(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        """The largest `q k / sqrt(head width)` that the mask lets through: float32, 0-d.
+
+        Computes all of them, [batch, heads, tokens, tokens].
+        """
+        query, key, _ = self._project(x)
+        logits = (query @ key.transpose(2, 3)).float() / query.shape[-1] ** 0.5
+        if attn_mask is not None:
+            logits = logits + _additive(attn_mask, len(x), self.num_heads)
+        return logits.max()
+
+    def _project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values, [batch, heads, tokens, head width] each."""
+        batch, tokens, width = x.shape
+        qkv = self.in_proj(x).view(batch, tokens, 3, self.num_heads, width // self.num_heads)
+        query, key, value = (part.transpose(1, 2) for part in qkv.unbind(2))
+        return self.ln_q(query), self.ln_k(key), value
 
 
 def _additive(mask: Tensor, batch: int, num_heads: int) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 
 from lowprec.config import Config
 from lowprec.data.loader import Batch
+from lowprec.diagnostics.blocks import BLOCK_STATISTICS
 from lowprec.diagnostics.spikes import PROTOCOLS, Detector
 from lowprec.optim.stable_adamw import STATISTICS
 from lowprec.record import Record
@@ -19,6 +20,7 @@ from lowprec.train.loggers import Logger
 from lowprec.train.state import TrainState
 from lowprec.train.step_log import StepLog
 
+PROBED = 32  # samples of a step on which blocks are measured
 SKIPS_TOLERATED = 10  # bad samples that no max_skip_rate forbids
 
 
@@ -56,6 +58,7 @@ class Journal:
         names += ("loss_scale",) if config.scaler.name != "none" else ()
         capacity = min(config.log_every, config.num_steps)
         self.log = StepLog(names, (len(self.tensors), len(STATISTICS)), capacity, device)
+        self.blocks: list[tuple[int, list[str], torch.Tensor]] = []
         self.skips: list[dict] = []
         self.num_skips = record.count("skips")
         self.detector = self._detector()
@@ -78,6 +81,14 @@ class Journal:
     def append(self, step: int, lr: float, values: dict[str, torch.Tensor]) -> None:
         """Keeps a step's values and the optimizer's statistics, on the device."""
         self.log.append(step, {"lr": lr}, values, self.state.optimizer.statistics)
+
+    def append_blocks(self, step: int, probe: Callable | None, batch: Batch) -> None:
+        """Measures the blocks on some of the step's samples, where that is due."""
+        every = self.config.diagnostics.block_every
+        if probe is None or every is None or step % every:
+            return
+        some = (batch.images[:PROBED], batch.tokens[:PROBED], batch.labels, batch.samples)
+        self.blocks.append((step, probe.names, probe(Batch(*some).to(self.device))))
 
     def flush(self, evaluate: Callable[[], dict] | None) -> Ended | None:
         """Writes what the device holds; returns how the run ended if it diverged or must stop."""
@@ -113,20 +124,16 @@ class Journal:
             return Ended("diverged", rows[-1]["step"], verdict.reason)
         return self._too_many_skips(rows[-1]["step"])
 
-    def _write(self, rows: list[dict], tables) -> None:
+    def _write(self, rows: list[dict], tables: np.ndarray) -> None:
         self.record.append("metrics", rows)
-        chosen = [
-            i for i, row in enumerate(rows) if row["step"] % self.config.diagnostics.every == 0
-        ]
-        statistics = {
-            name: tables[chosen, :, STATISTICS.index(name)]
-            for name in self.config.diagnostics.statistics
-        }
-        steps = [rows[i]["step"] for i in chosen]
-        if chosen and statistics:
-            self.record.append_tensors(steps, statistics, self.tensors)
+        diagnostics = self.config.diagnostics
+        others = [name for name in STATISTICS if name not in diagnostics.statistics]
+        main = (diagnostics.statistics, diagnostics.every)
+        rms = self._write_tensors("tensors", *main, rows, tables)
+        self._write_tensors("details", others, diagnostics.detail_every, rows, tables)
+        self._write_blocks(rows[-1]["step"])
         if self.detector is not None:
-            self._detect(rows, dict(zip(steps, statistics.get("rms", ()), strict=False)))
+            self._detect(rows, rms)
         end = rows[-1]["step"] * self.config.batch_size
         skips = [skip for skip in self.skips if skip["position"] < end]
         if skips:
@@ -135,6 +142,26 @@ class Journal:
             print(f"warning: {shard} is lost to this run for now: {reason}")
         self.num_skips += len(skips)
         self.skips = []
+
+    def _write_tensors(
+        self, table: str, names: list[str], every: int | None, rows: list[dict], values: np.ndarray
+    ) -> dict[int, np.ndarray]:
+        """Appends the statistics of the steps that are due; RMS_t of each, if it is among them."""
+        due = [i for i, row in enumerate(rows) if every and row["step"] % every == 0]
+        statistics = {name: values[due, :, STATISTICS.index(name)] for name in names}
+        steps = [rows[i]["step"] for i in due]
+        if due and statistics:
+            self.record.append_tensors(steps, statistics, self.tensors, table)
+        return dict(zip(steps, statistics.get("rms", ()), strict=False))
+
+    def _write_blocks(self, last: int) -> None:
+        """Appends what was measured of the blocks up to a step."""
+        for step, names, values in self.blocks:
+            if step <= last:
+                columns = values.cpu().numpy().T[:, None]  # [statistics, 1, blocks]
+                statistics = dict(zip(BLOCK_STATISTICS, columns, strict=True))
+                self.record.append_tensors([step], statistics, names, "blocks")
+        self.blocks = []
 
     def _detector(self) -> Detector | None:
         """The spike detector, which has seen the steps of earlier attempts."""

@@ -58,6 +58,7 @@ def train(
         set_learning_rate(state.optimizer, lr)
         values = step_on_device(batch)
         journal.append(step, lr, values)
+        journal.append_blocks(step, task.probe, batch)
 
         last = step == config.num_steps
         stopping = stop is not None and stop.number is not None

@@ -14,7 +14,8 @@ class ContrastiveTask:
 
     `model(images, tokens)` returns `image_features`, `text_features` and `logit_scale`; `loss_fn`
     takes them. Pixels are normalized on the device. With 16-bit parameters the loss is computed in
-    float32: a scaled loss has no room in float16.
+    float32: a scaled loss has no room in float16. `probe(batch)`, if there is one, measures the
+    model's blocks (diagnostics.blocks).
     """
 
     def __init__(
@@ -24,6 +25,7 @@ class ContrastiveTask:
         self.loss_fn = loss_fn
         self.normalize = normalize
         self.autocast_name = autocast_name
+        self.probe: Callable | None = None
         self.dtype = next(p.dtype for p in model.parameters() if p.ndim >= 2)
 
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:

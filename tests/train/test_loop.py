@@ -7,7 +7,10 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from lowprec.run import read_rows, read_tensors
+from analysis import load_runs
+from lowprec.diagnostics.blocks import BLOCK_STATISTICS
+from lowprec.optim.stable_adamw import STATISTICS
+from lowprec.run import TABLES, read_rows, read_tensors
 from lowprec.train.checkpoint import list_checkpoints
 from lowprec.train.signals import StopRequest
 
@@ -20,8 +23,10 @@ SETTINGS = {
 }
 
 
-def tensors(folder):
-    flushes = list(read_tensors(folder))
+def tensors(folder, table="tensors"):
+    flushes = list(read_tensors(folder, table))
+    if not flushes:
+        return {}
     return {
         "step": np.concatenate([steps for steps, _, _ in flushes]),
         **{
@@ -33,9 +38,11 @@ def tensors(folder):
 
 def assert_same_record(a, b):
     assert (a / "metrics.jsonl").read_bytes() == (b / "metrics.jsonl").read_bytes()
-    left, right = tensors(a), tensors(b)
-    for name in left:
-        assert left[name].tobytes() == right[name].tobytes(), name
+    for table in TABLES:
+        left, right = tensors(a, table), tensors(b, table)
+        assert set(left) == set(right)
+        for name in left:
+            assert left[name].tobytes() == right[name].tobytes(), (table, name)
 
 
 def stop_at(step):
@@ -73,6 +80,22 @@ def test_every_step_is_recorded_once_with_all_its_numbers(make_config, run_once,
     np.testing.assert_array_equal(column, recorded["rms"][:, names.index("visual.conv1.weight")])
 
 
+def test_details_and_blocks_are_recorded_when_they_are_due(make_config, run_once, tmp_path):
+    changes = {"diagnostics.detail_every": 5, "diagnostics.block_every": 4, "log_every": 3}
+    _, built = run_once(make_config(changes), tmp_path)
+    details, of_blocks = tensors(tmp_path, "details"), tensors(tmp_path, "blocks")
+    assert details["step"].tolist() == [5, 10] and of_blocks["step"].tolist() == [4, 8, 12]
+    assert set(details) == {"step", *STATISTICS[3:]}
+    assert set(of_blocks) == {"step", *BLOCK_STATISTICS}
+    u_max, u_mean = details["u_max"], details["u_mean"]
+    assert (u_max >= u_mean).all() and (u_mean > 0).all() and not details["grad_nan"].any()
+    assert of_blocks["logit_max"].shape == (3, 3) and np.isfinite(of_blocks["logit_max"]).all()
+    runs = load_runs(tmp_path)
+    shown = runs.tensors("visual.transformer.*", stat="feature_mean")
+    assert list(shown["step"]) == [4, 8, 12] and shown.shape[1] == 4
+    assert "visual.conv1.weight" in runs.tensors("visual.conv1.weight", stat="u_max")
+
+
 def test_loss_falls_and_accuracy_rises_above_chance(make_config, run_once, tmp_path):
     changes = {"num_steps": 60, "log_every": 20, "evaluation.name": "zero_shot", "save_every": 60}
     ended, _ = run_once(make_config(changes), tmp_path / "a")
@@ -89,7 +112,8 @@ def test_loss_falls_and_accuracy_rises_above_chance(make_config, run_once, tmp_p
 def test_stop_and_resume_is_bitwise_the_undisturbed_run(
     make_config, run_once, tmp_path, setting, cut
 ):
-    config = make_config(SETTINGS[setting])
+    often = {"diagnostics.detail_every": 3, "diagnostics.block_every": 4}
+    config = make_config(SETTINGS[setting] | often)
     run_once(config, tmp_path / "whole")
     request, wrap = stop_at(cut)
     ended, _ = run_once(

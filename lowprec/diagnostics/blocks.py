@@ -1,0 +1,70 @@
+"""How large features and attention logits are in each block of a model."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+BLOCK_STATISTICS = ("feature_mean", "feature_max", "logit_max")
+
+
+class BlockProbe:
+    """Measures the blocks of a model on a few samples, outside of training and without a trace.
+
+    `forward(samples)` calls the model. The pass is in evaluation mode (patch dropout keeps every
+    patch), eager also where blocks are compiled, and draws no random number.
+    Source of E[abs(x_k)]: appendix C, arXiv:2304.13013.
+    """
+
+    def __init__(self, model: nn.Module, blocks: list[nn.Module], forward: Callable[[Any], Any]):
+        self.model, self.forward = model, forward
+        known = {module: name for name, module in model.named_modules()}
+        self.blocks = {known[block]: block for block in blocks}
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the blocks, as in the model."""
+        return list(self.blocks)
+
+    @torch.no_grad()
+    def __call__(self, samples: Any) -> Tensor:
+        """float32 [blocks, 3]: mean and largest magnitude of the output, largest attention logit.
+
+        The logit is NaN where attention is not ours, which alone can say.
+        """
+        found = {name: [torch.nan] * len(BLOCK_STATISTICS) for name in self.blocks}
+        handles = []
+        for name, block in self.blocks.items():
+            handles.append(block.register_forward_hook(_features_into(found[name])))
+            for module in block.modules():
+                if hasattr(module, "largest_logit"):
+                    hook = _logit_into(found[name])
+                    handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                self.forward(samples)
+        finally:
+            self.model.train(was_training)
+            for handle in handles:
+                handle.remove()
+        device = next(self.model.parameters()).device
+        rows = [[torch.as_tensor(x, device=device) for x in row] for row in found.values()]
+        return torch.stack([torch.stack([x.float() for x in row]) for row in rows])
+
+
+def _features_into(row: list) -> Callable:
+    def hook(module: nn.Module, inputs: tuple, output: Tensor) -> None:
+        magnitudes = output.detach().abs()
+        row[0], row[1] = magnitudes.mean(dtype=torch.float32), magnitudes.max()
+
+    return hook
+
+
+def _logit_into(row: list) -> Callable:
+    def hook(module: nn.Module, inputs: tuple, kwargs: dict) -> None:
+        row[2] = module.largest_logit(inputs[0], kwargs.get("attn_mask"))
+
+    return hook
