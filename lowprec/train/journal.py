@@ -106,8 +106,7 @@ class Journal:
         self.state.skips = verdict.skips
         rows, tables = rows[: verdict.last], tables[: verdict.last]
         if self.config.scaler.name != "none":
-            for row, norms in zip(rows, grad_norms, strict=False):
-                row["skipped_tensors"] = int((~np.isfinite(norms)).sum())
+            self._note_skipped_tensors(rows, grad_norms)
         try:
             if verdict.reason is None and evaluate is not None:
                 rows[-1] |= evaluate()
@@ -123,6 +122,14 @@ class Journal:
             self.record.append("events", [{"step": rows[-1]["step"], "diverged": verdict.reason}])
             return Ended("diverged", rows[-1]["step"], verdict.reason)
         return self._too_many_skips(rows[-1]["step"])
+
+    def _note_skipped_tensors(self, rows: list[dict], grad_norms: np.ndarray) -> None:
+        """Counts the tensors whose gradient is not finite in each row; their names are an event."""
+        for row, norms in zip(rows, grad_norms, strict=False):
+            skipped = [self.tensors[i] for i in np.flatnonzero(~np.isfinite(norms))]
+            row["skipped_tensors"] = len(skipped)
+            if skipped:
+                self.record.append("events", [{"step": row["step"], "skipped": skipped}])
 
     def _write(self, rows: list[dict], tables: np.ndarray) -> None:
         self.record.append("metrics", rows)

@@ -239,6 +239,8 @@ def test_fixed_scaling_skips_only_the_bad_tensor_and_counts_it(make_config, run_
     assert ended.state == "finished"
     rows = read_rows(tmp_path / "a" / "metrics.jsonl")
     assert [row["skipped_tensors"] for row in rows] == [0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0]
+    events = [event for event in read_rows(tmp_path / "a" / "events.jsonl") if "skipped" in event]
+    assert events == [{"step": 5, "skipped": ["visual.conv1.weight"]}]
     updates = tensors(tmp_path / "a")["update_norm"][4]
     names = built.state.optimizer.names
     assert updates[names.index("visual.conv1.weight")] == 0
