@@ -1,9 +1,11 @@
 """How every figure looks: one color per method, one line style per optimizer, type for print.
 
 A method is a precision and an optimizer. Under bf16, the baseline of optimizer studies, the
-optimizer gives the color; elsewhere the precision does. Base palette: Okabe and Ito's.
+optimizer gives the color; elsewhere the precision does. Base palette: Okabe and Ito's. Where lines
+of one method differ by a number (beta2, depth), a color map gives each number its color.
 """
 
+import math
 from contextlib import AbstractContextManager
 
 import matplotlib
@@ -13,6 +15,7 @@ from matplotlib.colors import to_rgb
 COLUMN_WIDTH = 3.4  # inches
 SMOOTHING = 40  # steps, arXiv:2304.13013
 OTHER = "#666666"
+RMS = "#0072B2"  # RMS_t and its spikes
 
 PRECISIONS = {  # label in a run's name: (in print, color); bf16's color is its optimizer's
     "fp32": ("fp32", "#8C8C8C"),
@@ -38,6 +41,11 @@ OPTIMIZERS = {  # optimizer.name: (in print, line style, color under bf16)
     "adamw_clip": ("AdamW + gradient clipping", (0, (1.2, 1.0)), "#56B4E9"),
     "adamw8bit_bnb": ("8-bit AdamW (bitsandbytes)", (0, (5, 1, 1, 1)), "#882255"),
     "adamw8bit_torchao": ("8-bit AdamW (torchao)", (0, (5, 1, 1, 1, 1, 1)), "#AA4499"),
+}
+INTERVENTIONS = {  # intervention.name: (in print, color where the figure is about it)
+    "none": ("no change", "#4D4D4D"),
+    "zero_init": ("zero-init layer-scale", "#DC267F"),
+    "kq_norm": ("KQ layer norm", "#648FFF"),
 }
 MODELS = {  # model.name: in print, small to large
     "nano": "nano",
@@ -85,8 +93,33 @@ def color(precision: str, optimizer: str, variant: int = 0) -> tuple[float, floa
     """The color of a method. `variant` counts its settings in one panel: each is paler."""
     shown = PRECISIONS.get(precision, (precision, OTHER))[1]
     shown = shown or OPTIMIZERS.get(optimizer, (optimizer, "-", OTHER))[2]
-    paler = 1 - 0.65**variant
-    return tuple(part + (1 - part) * paler for part in to_rgb(shown))
+    return paler(shown, variant)
+
+
+def beta2_color(beta2: float, variant: int = 0) -> tuple[float, float, float]:
+    """The color of a constant beta2 where lines differ by it: dark 0.5 to bright 0.999."""
+    averaged = math.log10(1 / (1 - beta2))  # of steps: 0.3 of 0.5, 3 of 0.999
+    return _of_map("plasma", 0.85 * (averaged - 0.3) / 2.7, variant)
+
+
+def decay_color(beta2_decay: float, variant: int = 0) -> tuple[float, float, float]:
+    """The color of the schedule beta2 = 1 - t^-beta2_decay."""
+    return _of_map("viridis", 2.4 * beta2_decay - 0.78, variant)
+
+
+def depth_color(share: float) -> tuple[float, float, float]:
+    """The color of a block by depth, 0 the first and 1 the last."""
+    return _of_map("viridis", 0.9 * share)
+
+
+def paler(shade: str | tuple, variant: int) -> tuple[float, float, float]:
+    """A color, paler with each variant."""
+    share = 1 - 0.65**variant
+    return tuple(part + (1 - part) * share for part in to_rgb(shade))
+
+
+def _of_map(name: str, at: float, variant: int = 0) -> tuple[float, float, float]:
+    return paler(matplotlib.colormaps[name](at)[:3], variant)
 
 
 def line_style(optimizer: str) -> str | tuple:

@@ -1,4 +1,4 @@
-"""Times an optimizer's step over all tensors of a model, beside torch's and optimi's.
+"""Times an optimizer's step over all tensors of a model, beside other libraries'.
 
     python -m experiments.bench_optimizer model=vit_h14
     python -m experiments.bench_optimizer model=vit_b32 precision.autocast=pure_bf16
@@ -6,9 +6,12 @@
 Takes the keys of `train`; the model says which tensors, `precision.autocast` their dtype. Gradients
 are random and stay the same. Ours leave ten statistics of every tensor, the others none. Ours count
 only if some tensors move as the definition in plain torch moves them. `ratio` is to torch's fused
-AdamW. One JSON line a case goes to `runs/bench/optimizer/<time>.jsonl`.
+AdamW. `state_bytes`: of the optimizer's state, a parameter. 8-bit AdamW of a library is timed alone
+and with the statistics that a run with it records. One JSON line a case goes to
+`runs/bench/optimizer/<time>.jsonl`.
 """
 
+import importlib
 import sys
 from collections.abc import Callable
 
@@ -33,7 +36,8 @@ def main(config: Config) -> None:
     from experiments.build import pick_device
 
     device = pick_device(config.device)
-    report = reporter(config.run_dir, "optimizer", ("torch-optimi",))
+    packages = ("torch-optimi", "bitsandbytes", "torchao")
+    report = reporter(config.run_dir, "optimizer", packages)
     params = make_params(config, device)
     count = sum(p.numel() for p in params)
     shape, dtype = f"{config.model.name}: {len(params)} tensors", str(params[0].dtype)[6:]
@@ -42,9 +46,10 @@ def main(config: Config) -> None:
         try:
             if case in OURS:
                 check(params, OURS[case][0])
-            step = build(params)
+            step, optimizer = build(params)
             ms = median_ms(step, device, REPEATS)
-            del step
+            state_bytes = round(num_state_bytes(optimizer) / count, 3)
+            del step, optimizer
         except (RuntimeError, ValueError, AssertionError, ImportError) as error:
             wrong = isinstance(error, AssertionError)
             correct = False if wrong else None
@@ -60,6 +65,7 @@ def main(config: Config) -> None:
         report(
             case, shape, dtype, ms, rate, BASE if base else None, base and base / ms,
             True if case in OURS else None, elements=count, rate_unit="GB/s",
+            state_bytes=state_bytes,
         )  # fmt: skip
     if failed:
         sys.exit(f"no number for {', '.join(failed)}; their lines say why")
@@ -83,43 +89,67 @@ def make_params(config: Config, device: object) -> list:
     return params
 
 
+def num_state_bytes(optimizer: object) -> int:
+    """Bytes of the tensors of an optimizer's state, codes and scales of 8-bit ones too."""
+    from lowprec.optim.eight_bit import EightBitAdamW
+
+    if isinstance(optimizer, EightBitAdamW):
+        return num_state_bytes(optimizer.library)
+    found = {}
+    for state in optimizer.state.values():
+        for value in state.values():
+            inner = getattr(value, "__tensor_flatten__", None)
+            parts = [getattr(value, name) for name in inner()[0]] if inner else [value]
+            found |= {part.data_ptr(): part.nbytes for part in parts if hasattr(part, "nbytes")}
+    return sum(found.values())
+
+
 def cases(device: object) -> dict[str, Callable]:
-    """`build(params)` of each case gives its step, a call without arguments."""
+    """`build(params)` of each case gives its step, a call without arguments, and the optimizer."""
     import torch
 
-    from lowprec.optim import StableAdamW
+    from lowprec.optim.eight_bit import BitsAndBytesAdamW8bit, TorchaoAdamW8bit
 
     options = {"lr": 1e-3, "betas": (0.9, 0.98), "eps": 1e-6, "weight_decay": 0.2}
 
-    def of_torch(**choice: bool) -> Callable:
-        return lambda params: torch.optim.AdamW(params, **options, **choice).step
+    def of(module: str, name: str, **choice: object) -> Callable:
+        def build(params: list) -> tuple:
+            optimizer = getattr(importlib.import_module(module), name)(params, **options, **choice)
+            return optimizer.step, optimizer
 
-    def clipped(params: list) -> Callable:
+        return build
+
+    def clipped(params: list) -> tuple:
         optimizer = torch.optim.AdamW(params, **options, fused=True)
 
         def step() -> None:
             torch.nn.utils.clip_grad_norm_(params, 1e9, foreach=True)  # measured, without effect
             optimizer.step()
 
-        return step
+        return step, optimizer
 
-    def of_optimi(name: str, **choice: bool) -> Callable:
-        def build(params: list) -> Callable:
-            import optimi
-
-            return getattr(optimi, name)(params, **options, **choice).step
+    def recorded(kind: type) -> Callable:
+        def build(params: list) -> tuple:
+            optimizer = kind([{"params": [(f"{i}", p) for i, p in enumerate(params)]}], options)
+            return optimizer.step, optimizer
 
         return build
 
-    found = {BASE: of_torch(fused=True)}
+    found = {BASE: of("torch.optim", "AdamW", fused=True)}
     for case, (choice, _) in OURS.items():
-        found[case] = lambda params, choice=choice: StableAdamW(params, **options, **choice).step
-    found["torch AdamW foreach"] = of_torch(foreach=True)
+        found[case] = of("lowprec.optim", "StableAdamW", **choice)
+    found["torch AdamW foreach"] = of("torch.optim", "AdamW", foreach=True)
     found["torch AdamW fused + clip_grad_norm_"] = clipped
     if device.type == "cuda":
-        found["optimi AdamW triton"] = of_optimi("AdamW", triton=True)
-        found["optimi StableAdamW triton"] = of_optimi("StableAdamW", triton=True)
-    found["optimi StableAdamW foreach"] = of_optimi("StableAdamW", foreach=True)
+        found["optimi AdamW triton"] = of("optimi", "AdamW", triton=True)
+        found["optimi StableAdamW triton"] = of("optimi", "StableAdamW", triton=True)
+    found["optimi StableAdamW foreach"] = of("optimi", "StableAdamW", foreach=True)
+    kinds = {"torchao": TorchaoAdamW8bit}
+    if device.type == "cuda":
+        kinds["bitsandbytes"] = BitsAndBytesAdamW8bit
+    for library, kind in kinds.items():
+        found[f"{library} AdamW8bit"] = of(f"{library}.optim", "AdamW8bit")
+        found[f"{library} AdamW8bit, recorded"] = recorded(kind)
     return found
 
 

@@ -20,9 +20,10 @@ from lowprec.clip.model import (
     image_size,
 )
 from lowprec.clip.precision import set_precision
+from lowprec.clip.stable_embedding import use_stable_embedding
 from lowprec.clip.tokenizer import Tokenizer
 from lowprec.clip.zero_shot import build_classifier, imagenet
-from lowprec.config import Config
+from lowprec.config import EIGHT_BIT, Config, OptimizerConfig
 from lowprec.data.loader import Batch, Batches, iterate, num_workers
 from lowprec.data.order import SampleOrder
 from lowprec.data.stream import Stream
@@ -31,6 +32,7 @@ from lowprec.evaluate.evaluation import Evaluation
 from lowprec.formats import E4M3, INT8
 from lowprec.nn.replace import Layer
 from lowprec.ops import takes
+from lowprec.optim.eight_bit import BitsAndBytesAdamW8bit, EightBitAdamW, TorchaoAdamW8bit
 from lowprec.optim.loss_scaling import build_scaler
 from lowprec.optim.param_groups import param_groups
 from lowprec.optim.stable_adamw import StableAdamW
@@ -156,6 +158,11 @@ def build(config: Config, data: Data) -> Built:
             load_weights(model, Path(config.model.init_from))
         except ValueError as error:
             raise ConfigError([f"model.init_from: {error}"]) from error
+    if config.optimizer.stable_embedding:
+        try:
+            use_stable_embedding(model)
+        except ValueError as error:
+            raise ConfigError([f"optimizer.stable_embedding=true: {error}"]) from error
     set_parameter_dtype(model, config.precision.autocast)
     layers = _set_precision(model, config, device)
     model.to(device)
@@ -191,17 +198,38 @@ def _set_precision(model: torch.nn.Module, config: Config, device: torch.device)
         raise ConfigError([f"precision.recipe={precision.recipe}: {error}"]) from error
 
 
-def build_optimizer(config: Config, model: torch.nn.Module) -> StableAdamW:
+def build_optimizer(config: Config, model: torch.nn.Module) -> StableAdamW | EightBitAdamW:
     """The optimizer of a config's `optimizer` group: AdamW is StableAdamW without clipping."""
     rule = config.optimizer
+    groups = param_groups(model, rule.weight_decay)
+    common = {"lr": rule.lr, "betas": (rule.beta1, rule.beta2), "eps": rule.eps}
+    skip = "tensor" if config.scaler.name == "fixed" else "step"
+    if rule.name in EIGHT_BIT:
+        return _build_eight_bit(rule, groups, common, skip)
     return StableAdamW(
-        param_groups(model, rule.weight_decay),
-        lr=rule.lr,
-        betas=(rule.beta1, rule.beta2),
-        eps=rule.eps,
+        groups,
         clip_threshold=rule.clip_threshold,
         clip_weight_decay=rule.clip_weight_decay,
         beta2_decay=rule.beta2_decay,
         clip_norm=rule.clip_norm,
-        skip="tensor" if config.scaler.name == "fixed" else "step",
+        skip=skip,
+        **common,
     )
+
+
+def _build_eight_bit(
+    rule: OptimizerConfig, groups: list[dict], common: dict, skip: str
+) -> EightBitAdamW:
+    embedding = ["*token_embedding"] if rule.stable_embedding else []
+    options = {"min_8bit_size": rule.min_8bit_size, "skip": skip}
+    options["override_32bit"] = [*rule.override_32bit, *embedding]
+    try:
+        if rule.name == "adamw8bit_torchao":
+            return TorchaoAdamW8bit(groups, common, **options)
+        on_gpu = groups[0]["params"][0][1].is_cuda  # a CPU only ever evaluates such a run
+        common |= {"is_paged": rule.paged and on_gpu}
+        return BitsAndBytesAdamW8bit(groups, common, **options)
+    except ValueError as error:
+        raise ConfigError([f"optimizer.override_32bit: {error}"]) from error
+    except ImportError as error:
+        raise ConfigError([f"optimizer={rule.name}: {error}"]) from error

@@ -15,6 +15,8 @@ from lowprec.data.urls import expand_urls
 from lowprec.rules import url_scheme
 from lowprec.validate import ConfigError
 
+EIGHT_BIT_PACKAGES = {"adamw8bit_bnb": "bitsandbytes<0.50", "adamw8bit_torchao": "torchao"}
+
 
 def preflight(config: Config, *, training: bool = True) -> None:
     """Checks paths, packages and devices that a config names; ConfigError with all faults."""
@@ -37,14 +39,32 @@ def preflight(config: Config, *, training: bool = True) -> None:
         faults.append(f"model.init_from={config.model.init_from}: no such file or folder")
     if config.logger.name != "none" and importlib.util.find_spec(config.logger.name) is None:
         faults.append(f"logger={config.logger.name} needs a package: pip install '.[loggers]'")
-    if config.compile and not any(shutil.which(c) for c in (os.environ.get("CXX", "c++"), "g++")):
-        faults.append("compile=true needs a C++ compiler: apt-get install g++")
+    compiles = [("compile=true", config.compile)]
+    compiles += [("optimizer=adamw8bit_torchao", config.optimizer.name == "adamw8bit_torchao")]
+    for choice, compiling in compiles:
+        compilers = (os.environ.get("CXX", "c++"), "g++")
+        if compiling and not any(shutil.which(name) for name in compilers):
+            faults.append(f"{choice} needs a C++ compiler: apt-get install g++")
+    faults += _eight_bit_faults(config, training)
     if training and (folder := _not_writable(config.run_dir)):
         faults.append(f"run_dir={config.run_dir}: {folder} cannot be written; choose another")
     if config.device == "cuda" and not _finds_gpu():
         faults.append("device=cuda: torch finds no GPU here; use device=cpu or device=auto")
     if faults:
         raise ConfigError(faults)
+
+
+def _eight_bit_faults(config: Config, training: bool) -> list[str]:
+    """What an 8-bit optimizer lacks here: its package, a GPU."""
+    name, faults = config.optimizer.name, []
+    package = EIGHT_BIT_PACKAGES.get(name)
+    if package and importlib.util.find_spec(package.partition("<")[0]) is None:
+        faults.append(f"optimizer={name} needs a package: pip install '{package}'")
+    if name == "adamw8bit_bnb" and training and (config.device == "cpu" or not _finds_gpu()):
+        faults.append(
+            f"optimizer={name} needs a GPU (device={config.device}); use adamw8bit_torchao"
+        )
+    return faults
 
 
 def will_render(config: Config) -> bool:

@@ -23,6 +23,8 @@ STATISTICS = (
     *("rms", "grad_norm", "update_norm"),
     *("grad_abs_max", "grad_inf", "grad_nan", "param_norm", "u_min", "u_mean", "u_max"),
 )
+OF_SECOND_MOMENT = ("rms", "u_min", "u_mean", "u_max")  # of STATISTICS
+EIGHT_BIT = ("adamw8bit_bnb", "adamw8bit_torchao")  # optimizers that keep moments in 8 bits
 REMOTE_SCHEMES = ("http", "https", "sftp", "ftps", "scp", "pipe")  # pipe: runs a shell command
 LEGAL_SCALERS = {  # autocast: the scalers it may run with
     "fp32": ("none",),
@@ -117,10 +119,7 @@ class OptimizerConfig:
     """AdamW and its relatives."""
 
     name: str = key(
-        "adamw",
-        "update rule",
-        choices=("adamw", "adamw_clip", "stable_adamw"),
-        planned=("adamw8bit_bnb", "adamw8bit_torchao"),
+        "adamw", "update rule", choices=("adamw", "adamw_clip", "stable_adamw", *EIGHT_BIT)
     )
     lr: float = key(1e-3, "peak learning rate", above=0)
     beta1: float = key(0.9, "decay of the first moment", least=0, below=1)
@@ -131,9 +130,10 @@ class OptimizerConfig:
     clip_norm: float | None = key(None, "bound of the global gradient norm", above=0)
     clip_threshold: float | None = key(None, "bound of RMS_t in update clipping", above=0)
     clip_weight_decay: bool = key(True, "update clipping slows weight decay too")
-    min_8bit_size: int = key(4096, "smallest 8-bit state", choices=(4096,), planned=("*",))
-    override_32bit: list[str] = key([], "32-bit states", planned=("*",))
-    paged: bool = key(False, "paged 8-bit states", choices=(False,), planned=("*",))
+    min_8bit_size: int = key(4096, "elements from which on moments are 8-bit", least=1)
+    override_32bit: list[str] = key([], "modules with 32-bit moments, such as 'visual.conv*'")
+    paged: bool = key(False, "bitsandbytes: moments in CUDA's managed memory")
+    stable_embedding: bool = key(False, "Xavier weights and the layer norm token_embedding.norm")
 
 
 @dataclass
@@ -189,9 +189,11 @@ class SpikeConfig:
 
 @dataclass
 class RecorderConfig:
-    """The flight recorder."""
+    """The flight recorder; costs 24 bytes of host memory a parameter (lowprec/train/README.md)."""
 
-    enabled: bool = key(False, "keep the last steps for replay", choices=(False,), planned=("*",))
+    enabled: bool = key(False, "keep the state of some steps ago, write it when the loss spikes")
+    steps: int = key(100, "a snapshot is at least so much older than its spike", least=1)
+    keep: int = key(3, "newest snapshots kept", least=1)
 
 
 @dataclass

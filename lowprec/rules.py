@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lowprec.config import (
+    EIGHT_BIT,
     LEGAL_SCALERS,
     LINEAR_LAYERS,
+    OF_SECOND_MOMENT,
     PRESETS,
     REMOTE_SCHEMES,
     Config,
@@ -50,10 +52,38 @@ def combination_faults(config: Config) -> Iterator[str]:
             yield f"optimizer.{option}={value} needs optimizer={owner}, not {optimizer.name}"
         if value is None and optimizer.name == owner:
             yield f"optimizer={owner} needs optimizer.{option}, a number > 0"
+    yield from _eight_bit_faults(config)
     if config.evaluation.name != "none" and config.data.val is None:
         yield f"evaluation={config.evaluation.name} needs data.val; or set evaluation=none"
     yield from _model_faults(config.model, config.intervention.name)
     yield from _stream_faults(config.data)
+
+
+def _eight_bit_faults(config: Config) -> Iterator[str]:
+    rule, statistics = config.optimizer, config.diagnostics.statistics
+    if rule.stable_embedding and config.model.init_from:
+        yield (
+            "optimizer.stable_embedding=true draws the token embedding anew, so that "
+            "model.init_from would be lost on it; leave one of them out"
+        )
+    if rule.name not in EIGHT_BIT:
+        return
+    unknown = [name for name in statistics if name in OF_SECOND_MOMENT]
+    if unknown:
+        known = ",".join(name for name in statistics if name not in unknown)
+        yield (
+            f"diagnostics.statistics: {', '.join(unknown)} would need the second moments, which "
+            f"optimizer={rule.name} has in 8 bits; use diagnostics.statistics=[{known}]"
+        )
+    if config.precision.autocast.startswith("pure_"):
+        yield (
+            f"optimizer={rule.name} does not go with precision.autocast={config.precision.autocast}"
+            ": it does not keep what rounding takes from 16-bit parameters; use bf16 or fp16"
+        )
+    if rule.beta2_decay is not None:
+        yield f"optimizer.beta2_decay={rule.beta2_decay}: optimizer={rule.name} has one beta2"
+    if rule.paged and rule.name != "adamw8bit_bnb":
+        yield f"optimizer.paged=true needs optimizer=adamw8bit_bnb, not {rule.name}"
 
 
 def _stream_faults(data: DataConfig) -> Iterator[str]:
@@ -92,6 +122,8 @@ def _idle_faults(config: Config) -> Iterator[str]:
         ("precision", "skip_slow", _is_real(config.precision), "products of real 8-bit numbers"),
         ("optimizer", "clip_weight_decay", config.optimizer.name == "stable_adamw",
          "optimizer=stable_adamw"),
+        *(("optimizer", name, config.optimizer.name in EIGHT_BIT, f"optimizer={EIGHT_BIT[0]}")
+          for name in ("min_8bit_size", "override_32bit", "paged")),
     )  # fmt: skip
     for group, name, used, owner in idle:
         value, default = (getattr(getattr(c, group), name) for c in (config, Config()))
@@ -102,6 +134,8 @@ def _idle_faults(config: Config) -> Iterator[str]:
         for name, value in spikes.items():
             if value is not None:
                 yield f"diagnostics.spikes.{name}={value} does nothing without a protocol"
+    elif spikes["rms_threshold"] is not None and "rms" not in config.diagnostics.statistics:
+        yield "diagnostics.spikes.rms_threshold does nothing without rms in diagnostics.statistics"
     rule = config.optimizer
     if rule.beta2_decay is not None and rule.beta2 != Config().optimizer.beta2:
         yield f"optimizer.beta2={rule.beta2} does nothing beside optimizer.beta2_decay"

@@ -4,6 +4,7 @@ Runs: `experiment=rms_and_loss`.
 """
 
 import math
+from dataclasses import asdict
 
 import numpy as np
 import pandas as pd
@@ -11,55 +12,37 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, NullFormatter
 
-from analysis import naming, spikes, style
+from analysis import curves, spike_marks, spikes, style
 from analysis.load import Runs
-from lowprec.diagnostics.spikes import (
-    PROTOCOLS,
-    Protocol,
-    following,
-    leads,
-    loss_spikes,
-    rms_spikes,
-)
+from lowprec.diagnostics.spikes import Protocol, following
 
-PAPER = PROTOCOLS["paper"]
 CAP_AFTER = 0.1  # the loss axis ends at the largest loss after this share of the run
-FOLLOWING, OTHER, RMS = "#D55E00", "#666666", "#0072B2"
-RENAMED = {
-    "data.name": "data",
-    "model.name": "model",
-    "precision.label": "precision",
-    "optimizer.name": "optimizer",
-    "optimizer.beta2": "beta2",
-}
+FOLLOWING, OTHER, RMS = spike_marks.FOLLOWING, spike_marks.OTHER, style.RMS
 OF_A_RUN = (
     *("run", "scale", "data", "batch_size", "num_steps", "model", "precision", "optimizer"),
     *("beta2", "seed", "state", "label"),
 )
-COLUMNS = (*OF_A_RUN, "step", "loss", "rms", "rms_threshold", "loss_spike", "rms_spike", "follows")
+MARKS = ("step", "loss", "rms", "loss_spike", "rms_spike", "follows")
+COLUMNS = (*OF_A_RUN, *MARKS, *spike_marks.THRESHOLDS)
 
 
-def query(runs: Runs, protocol: Protocol = PAPER, tensor: str = spikes.TENSOR) -> pd.DataFrame:
+def query(
+    runs: Runs, protocol: Protocol | None = None, tensor: str = spikes.TENSOR
+) -> pd.DataFrame:
     """A row a step of every run that recorded RMS_t of the tensor, up to its last step.
 
-    `loss_spike`, `rms_spike`: a spike begins here; `follows`: a loss spike does, after an RMS
-    spike. A run whose config is damaged has no name and is left out.
+    `loss_spike`, `rms_spike`: a spike begins here, by the thresholds of the run's own config if no
+    protocol is given; `follows`: a loss spike does, after an RMS spike.
     """
-    steps = runs.metrics.groupby("run")["step"]
-    facts = pd.DataFrame({"reached": steps.max(), "recorded": steps.nunique()})
-    heads = runs.runs[runs.runs["scale"].notna()].join(facts, on="run", how="inner")
-    whole = ["batch_size", "num_steps", "seed", "reached", "recorded"]
-    heads = heads.astype(dict.fromkeys(whole, int))
+    heads = curves.named_heads(runs, ("optimizer.beta2",))
     frames = []
-    for _, group in heads.groupby("optimizer.beta2", sort=True):
-        group = naming.name_methods(group)
-        group["label"] = [naming.label(head) for head in group.to_dict("records")]
-        group = group.rename(columns=RENAMED)[list(OF_A_RUN)]
-        for head in sorted(group.to_dict("records"), key=_order):
-            steps = _steps(spikes.read_series(runs, head["run"], tensor), protocol, tensor)
-            if steps["rms"].notna().any():
-                frames.append(steps.assign(**head))
-    frames.sort(key=lambda frame: style.rank(frame["model"].iloc[0], style.MODELS))
+    for head in heads.to_dict("records"):
+        used = protocol or spike_marks.protocol_of(head)
+        steps = spike_marks.mark(spikes.read_series(runs, head["run"], tensor), used, tensor)
+        if steps["rms"].notna().any():
+            kept = {name: head[name] for name in OF_A_RUN}
+            frames.append(steps[list(MARKS)].assign(**kept, **asdict(used)))
+    frames.sort(key=lambda f: (style.rank(f["model"].iloc[0], style.MODELS), f["beta2"].iloc[0]))
     if not frames:
         return pd.DataFrame(columns=list(COLUMNS))
     return pd.concat(frames, ignore_index=True)[list(COLUMNS)]
@@ -79,7 +62,7 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
     name = f"RMS spike ({len(found)})"
     below.plot(found["step"], found["rms"], "^", color=RMS, ms=3.5, label=name, zorder=3)
     kinds = (
-        (frame["follows"], FOLLOWING, f"loss spike 1-{PAPER.max_lead} steps after one"),
+        (frame["follows"], FOLLOWING, f"loss spike 1-{head['max_lead']} steps after one"),
         (frame["loss_spike"] & ~frame["follows"], OTHER, "other loss spike"),
     )
     for chosen, spike_color, name in kinds:
@@ -131,10 +114,7 @@ def caption(frame: pd.DataFrame) -> str:
     text = (
         f"Training loss and RMS_t of {spikes.TENSOR} of {len(runs)} "
         f"run{'s' if len(runs) > 1 else ''} on {data} at {first['scale']} scale. After figure 9, "
-        f"arXiv:2304.13013. RMS spikes: RMS_t >= {PAPER.rms_threshold} (dashed). Loss spikes: "
-        f"{PAPER.num_deviations} losses within {PAPER.within} steps above the mean + "
-        f"{PAPER.loss_sigmas} standard deviations of the {PAPER.window} steps before (the paper "
-        f"names no window). The first {PAPER.ignore_steps:,} steps have neither. The loss axis "
+        f"arXiv:2304.13013. {spike_marks.in_words(frame)} The loss axis "
         "ends at the largest loss after the first tenth of training, at most at the first loss."
     )
     for _, run in runs:
@@ -146,27 +126,12 @@ def _counts(run: pd.DataFrame) -> str:
     if not run["loss_spike"].any():
         return f"no loss spike, {run['rms_spike'].sum()} RMS spikes"
     marks = run["loss_spike"].to_numpy(), run["rms_spike"].to_numpy()
-    found = following(*marks, PAPER)
+    protocol = spike_marks.protocols(run)[0]
+    found = following(*marks, protocol)
     return (
-        f"{found.num_following} of {found.num_loss_spikes} loss spikes follow an RMS spike "
-        f"(of {found.num_rms_spikes}) by 1 to {PAPER.max_lead} steps, by chance {found.chance:.1%}"
+        f"{found.num_following} of {found.num_loss_spikes} loss spikes follow an RMS spike (of "
+        f"{found.num_rms_spikes}) by 1 to {protocol.max_lead} steps, by chance {found.chance:.1%}"
     )
-
-
-def _steps(series: spikes.Series, protocol: Protocol, tensor: str) -> pd.DataFrame:
-    rms = series.rms_of(tensor)
-    loss_at, rms_at = loss_spikes(series.loss, protocol), rms_spikes(rms, protocol)
-    at = np.flatnonzero(loss_at)
-    follows = np.zeros(len(rms), dtype=bool)
-    follows[at[leads(at, np.flatnonzero(rms_at)) <= protocol.max_lead]] = True
-    columns = {"loss": series.loss, "rms": rms, "rms_threshold": protocol.rms_threshold}
-    columns |= {"loss_spike": loss_at, "rms_spike": rms_at, "follows": follows}
-    return pd.DataFrame({"step": np.arange(1, len(rms) + 1), **columns})
-
-
-def _order(head: dict) -> tuple:
-    precision = style.rank(head["precision"], style.PRECISIONS)
-    return (*precision, *style.rank(head["optimizer"], style.OPTIMIZERS), head["label"])
 
 
 def _title(head: pd.Series, between: str = "\n") -> str:

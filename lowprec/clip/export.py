@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from lowprec.clip.stable_embedding import fold
+
 
 def find_weights(source: Path) -> Path:
     """The weights of a run (of its newest checkpoint whose digest holds), a checkpoint, a file."""
@@ -45,6 +47,8 @@ def _digest(path: Path) -> str:
 def read_weights(source: Path) -> dict[str, Tensor]:
     """Tensors by open_clip's names, from safetensors or a .pt file of open_clip.
 
+    The norm of a stable embedding is worked into its rows.
+
     A .pt file is read with `weights_only=True`, without fallback: nothing in it is executed.
     Its tensors may lie under "state_dict" (open_clip's trainer) and behind "module." (DDP).
     ValueError names a file that is damaged or holds anything but weights.
@@ -52,7 +56,7 @@ def read_weights(source: Path) -> dict[str, Tensor]:
     path = find_weights(source)
     try:
         if path.suffix == ".safetensors":
-            return load_file(path)
+            return fold(load_file(path))
         state = torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise

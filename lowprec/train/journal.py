@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 import torch
 
-from lowprec.config import Config
+from lowprec.config import EIGHT_BIT, OF_SECOND_MOMENT, Config
 from lowprec.data.loader import Batch
 from lowprec.diagnostics.blocks import BLOCK_STATISTICS
 from lowprec.diagnostics.spikes import PROTOCOLS, Detector
@@ -134,7 +134,8 @@ class Journal:
     def _write(self, rows: list[dict], tables: np.ndarray) -> None:
         self.record.append("metrics", rows)
         diagnostics = self.config.diagnostics
-        others = [name for name in STATISTICS if name not in diagnostics.statistics]
+        unknown = OF_SECOND_MOMENT if self.config.optimizer.name in EIGHT_BIT else ()
+        others = [n for n in STATISTICS if n not in diagnostics.statistics and n not in unknown]
         main = (diagnostics.statistics, diagnostics.every)
         rms = self._write_tensors("tensors", *main, rows, tables)
         self._write_tensors("details", others, diagnostics.detail_every, rows, tables)

@@ -8,6 +8,7 @@ from lowprec.optim.schedules import learning_rate, set_learning_rate
 from lowprec.record import Record
 from lowprec.train.journal import Ended, Journal
 from lowprec.train.loggers import Logger
+from lowprec.train.recorder import Recorder
 from lowprec.train.saver import Saver
 from lowprec.train.signals import StopRequest
 from lowprec.train.state import TrainState
@@ -38,6 +39,8 @@ def train(
     device = next(task.model.parameters()).device
     saver = Saver(state, record, config, provenance or {})
     first = saver.restore() + 1
+    recorder = Recorder(state, record.run, config, saver.provenance)
+    recorder.begin(first - 1)
     step_on_device = TrainStep(task, state.optimizer, state.scaler)
     journal = Journal(state, record, config, device, logger or Logger(), on_flush)
     batches = batches_from(first)
@@ -48,13 +51,7 @@ def train(
         batch = journal.wait_for(batches)
         if step == first and can_capture(config, device):
             step_on_device = GraphedStep(step_on_device, batch)
-        lr = learning_rate(
-            step,
-            peak=config.optimizer.lr,
-            num_steps=config.num_steps,
-            warmup_steps=config.schedule.warmup_steps,
-            shape=config.schedule.name,
-        )
+        lr = rate_of(step, config)
         set_learning_rate(state.optimizer, lr)
         values = step_on_device(batch)
         journal.append(step, lr, values)
@@ -66,6 +63,7 @@ def train(
         saving = last or stopping or _due(step, config.save_every)
         if evaluating or saving or _due(step, config.log_every) or journal.is_full:
             verdict = journal.flush((lambda: evaluate(task.model)) if evaluating else None)
+            recorder.after_flush(step)
             if verdict is not None:
                 return verdict
         if stopping:
@@ -75,6 +73,17 @@ def train(
         if stopping and not last:
             return Ended("preempted", step, f"signal {stop.number}")
     return Ended("finished", config.num_steps)
+
+
+def rate_of(step: int, config: Config) -> float:
+    """The learning rate of a step of a run."""
+    return learning_rate(
+        step,
+        peak=config.optimizer.lr,
+        num_steps=config.num_steps,
+        warmup_steps=config.schedule.warmup_steps,
+        shape=config.schedule.name,
+    )
 
 
 def _due(step: int, every: int) -> bool:

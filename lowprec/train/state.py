@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from lowprec.optim.eight_bit import EightBitAdamW
 from lowprec.optim.reference import wide_dtype
 from lowprec.optim.stable_adamw import StableAdamW
 from lowprec.train.pack import pack
@@ -28,20 +29,23 @@ class TrainState:
     """Model, optimizer, loss scaler, count of skipped steps in a row."""
 
     model: nn.Module
-    optimizer: StableAdamW
+    optimizer: StableAdamW | EightBitAdamW
     scaler: object
     skips: int = 0
 
     def files(self) -> dict[str, list]:
         """Content of each file of a checkpoint, as chunks of bytes."""
-        moments = {
-            key: {name: self._moment(p, key) for name, p in self._parameters_with(key).items()}
-            for key in MOMENTS
-        }
+        if isinstance(self.optimizer, EightBitAdamW):
+            moments, steps = self.optimizer.states(), self.optimizer.steps
+        else:
+            moments = {
+                key: {name: self._moment(p, key) for name, p in self._parameters_with(key).items()}
+                for key in MOMENTS
+            }
+            steps = [float(group.get("step", 0)) for group in self.optimizer.param_groups]
         rng = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_available():
             rng["cuda"] = torch.cuda.get_rng_state()
-        steps = [float(group.get("step", 0)) for group in self.optimizer.param_groups]
         state = {"scaler": self.scaler.state_dict(), "skips": self.skips, "steps": steps}
         return {
             "model.safetensors": pack(self.model.state_dict()),
@@ -55,17 +59,16 @@ class TrainState:
         model = load_file(folder / "model.safetensors")
         _check_same(model, self.model.state_dict(), folder / "model.safetensors")
         moments = {}
-        for key in MOMENTS:
-            path, named = folder / f"{key}.safetensors", self._parameters_with(key)
+        for key, named in self._expected().items():
+            path = folder / f"{key}.safetensors"
             moments[key] = load_file(path) if path.exists() else {}
             _check_same(moments[key], named, path)
         state = json.loads((folder / "state.json").read_text())
+        if isinstance(self.optimizer, EightBitAdamW):
+            self._load_eight_bit(moments, state["steps"], folder)
+        else:
+            self._load_moments(moments, state["steps"])
         self.model.load_state_dict(model)
-        for key, found in moments.items():
-            for name, parameter in self._parameters_with(key).items():
-                self.optimizer.state[parameter][key] = found[name].to(parameter.device)
-        for group, step in zip(self.optimizer.param_groups, state["steps"], strict=True):
-            group["step"] = torch.tensor(step, device=group["params"][0].device)
         rng = load_file(folder / "rng.safetensors")
         torch.set_rng_state(rng["cpu"])
         if torch.cuda.is_available() and "cuda" in rng:
@@ -76,8 +79,44 @@ class TrainState:
     def num_bytes(self) -> int:
         """Bytes of a checkpoint, but for a few thousand."""
         model = sum(tensor.nbytes for tensor in self.model.state_dict().values())
+        if isinstance(self.optimizer, EightBitAdamW):
+            states = self.optimizer.states().values()
+            return model + sum(tensor.nbytes for named in states for tensor in named.values())
         kept = (p for key in MOMENTS for p in self._parameters_with(key).values())
         return model + sum(4 * p.numel() for p in kept)
+
+    def _expected(self) -> dict[str, dict[str, Tensor]]:
+        """Tensors of the shapes that the optimizer's files have, by file and name."""
+        if isinstance(self.optimizer, EightBitAdamW):
+            return self.optimizer.states()
+        return {key: self._parameters_with(key) for key in MOMENTS}
+
+    def _load_moments(self, moments: dict[str, dict[str, Tensor]], steps: list[float]) -> None:
+        for key, found in moments.items():
+            for name, parameter in self._parameters_with(key).items():
+                self.optimizer.state[parameter][key] = found[name].to(parameter.device)
+        for group, step in zip(self.optimizer.param_groups, steps, strict=True):
+            group["step"] = torch.tensor(step, device=group["params"][0].device)
+
+    def _load_eight_bit(
+        self, moments: dict[str, dict[str, Tensor]], steps: list[float], folder: Path
+    ) -> None:
+        """Fills the library's own tensors, which a managed memory may hold."""
+        pairs = [
+            (key, tensor, moments[key][name])
+            for key, named in self.optimizer.states().items()
+            for name, tensor in named.items()
+        ]
+        for key, tensor, found in pairs:
+            means_another = key.endswith("_levels") and not torch.equal(tensor.cpu(), found)
+            if means_another or tensor.dtype != found.dtype:
+                raise CheckpointError(
+                    f"{folder / key}.safetensors: its moments are coded in another way than the "
+                    "optimizer's; resume with the library's version that the run began with"
+                )
+        for _, tensor, found in pairs:
+            tensor.copy_(found)
+        self.optimizer.steps = steps
 
     def _parameters_with(self, key: str) -> dict[str, nn.Parameter]:
         """The parameters of which the optimizer keeps this, by name."""

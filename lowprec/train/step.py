@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from lowprec.config import Config
+from lowprec.config import EIGHT_BIT, Config
 from lowprec.data.loader import Batch
 from lowprec.optim.stable_adamw import StableAdamW
 from lowprec.train.task import ContrastiveTask
@@ -89,12 +89,13 @@ class GraphedStep:
 def can_capture(config: Config, device: torch.device) -> bool:
     """Whether a run's step becomes a CUDA graph: compiled on a GPU, no recomputation.
 
-    Recomputation saves random states on the host and the dynamic scaler keeps a counter that
-    capture would advance.
+    Recomputation saves random states on the host, the dynamic scaler keeps a counter that capture
+    would advance, and an 8-bit optimizer reads on the host whether gradients are finite.
     """
     return (
         config.compile
         and device.type == "cuda"
         and not config.checkpointing
         and config.scaler.name != "dynamic"
+        and config.optimizer.name not in EIGHT_BIT
     )

@@ -1,6 +1,7 @@
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import yaml
 
@@ -24,18 +25,27 @@ def make_run(
     flush: int = 20,
     losses: np.ndarray | None = None,
     beta2: float = 0.99,
+    beta2_decay: float | None = None,
+    lr: float = 1e-3,
+    autocast: str = "bf16",
     data: str = "ab" * 32,
+    columns: dict[str, np.ndarray] | None = None,
+    tables: dict[str, dict[str, pd.DataFrame]] | None = None,
     **root_keys,
 ) -> Path:
-    """A run directory as training writes it; a diverged one ends with a loss of nan."""
+    """A run directory as training writes it; a diverged one ends with a loss of nan.
+
+    `columns`: more of metrics.jsonl, an element a step. `tables`: of each table its statistics, in
+    place of some numbers; their index is the steps recorded, their columns the names.
+    """
     keys = {"experiment": "loss_curves", "scale": "demo", "batch_size": 128, **root_keys}
     config = Config(
         run_dir=str(root),
         seed=seed,
         num_steps=num_steps,
         model=ModelConfig(name=model),
-        optimizer=OptimizerConfig(name=optimizer, beta2=beta2),
-        precision=PrecisionConfig(recipe=recipe),
+        optimizer=OptimizerConfig(name=optimizer, lr=lr, beta2=beta2, beta2_decay=beta2_decay),
+        precision=PrecisionConfig(recipe=recipe, autocast=autocast),
         **keys,
     )
     run = directory(config, {"data": data})
@@ -50,15 +60,24 @@ def make_run(
     if state == "diverged":
         losses[-1] = np.nan
     rows = [{"step": i + 1, "loss": loss, "lr": 1e-3} for i, loss in enumerate(losses)]
+    for name, values in (columns or {}).items():
+        values = np.asarray(values).tolist()
+        rows = [{**row, name: value} for row, value in zip(rows, values, strict=False)]
     if state == "finished":
-        rows[-1]["zero_shot/top1"] = 0.5
+        rows[-1] = {"zero_shot/top1": 0.5} | rows[-1]
     for start in range(0, steps, flush):
         some = rows[start : start + flush]
         record.append("metrics", some)
         record.append("timing", [{"step": some[-1]["step"], "attempt": 0, "wall_s": 0.1}])
         numbers = np.array([row["step"] for row in some])
-        rms = numbers[:, None] + np.array([0.0, 0.25, 0.5])
-        record.append_tensors(numbers, {"rms": rms, "grad_norm": rms * 10}, TENSORS)
+        for table, statistics in (some_tables(steps) if tables is None else tables).items():
+            parts = {
+                name: frame.loc[frame.index.isin(numbers)] for name, frame in statistics.items()
+            }
+            first = next(iter(parts.values()))
+            if len(first):
+                values = {name: part.to_numpy() for name, part in parts.items()}
+                record.append_tensors(first.index.to_numpy(), values, list(first.columns), table)
     if state == "diverged":
         record.append("events", [{"step": steps, "diverged": "the loss is nan"}])
     if state in ("finished", "diverged"):
@@ -66,6 +85,13 @@ def make_run(
     record.status(state, steps, "loss is nan" if state == "diverged" else "")
     record.close()
     return run
+
+
+def some_tables(steps: int) -> dict[str, dict[str, pd.DataFrame]]:
+    """Two statistics of three tensors that grow by the step."""
+    numbers = np.arange(1, steps + 1)
+    rms = pd.DataFrame(numbers[:, None] + np.array([0.0, 0.25, 0.5]), numbers, TENSORS)
+    return {"tensors": {"rms": rms, "grad_norm": rms * 10}}
 
 
 @pytest.fixture(name="make_run")

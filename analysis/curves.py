@@ -1,0 +1,235 @@
+"""Loss curves: runs as a tidy frame of losses, one panel of them, and the words under it.
+
+Every figure with loss curves is made of these; it says what its panels and its colors stand for.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import EngFormatter
+from matplotlib.transforms import ScaledTranslation
+
+from analysis import naming, style
+from analysis.load import Runs
+
+Look = Callable[[pd.Series], tuple]  # of a run's row: color, line style
+
+CAP_AFTER = 0.1  # the loss axis ends at the largest smoothed loss after this share of the run
+LEGEND_DROP = 0.38  # inches below the axes, under the label of the steps
+LABEL_LENGTH = 42  # characters of a legend line at column width
+OF_A_STEP = ("step", "loss", "loss_smoothed")
+COLUMNS = (
+    *("run", "scale", "data", "data_digest", "batch_size", "num_steps"),
+    *("model", "precision", "optimizer"),
+    *("seed", "state", "method", "label", "variant", *OF_A_STEP),
+)
+RENAMED = {
+    "data.name": "data",
+    "data.digest": "data_digest",
+    "model.name": "model",
+    "precision.label": "precision",
+    "optimizer.name": "optimizer",
+    "optimizer.lr": "lr",
+    "optimizer.beta2": "beta2",
+    "optimizer.beta2_decay": "beta2_decay",
+    "intervention.name": "intervention",
+    "scaler.name": "scaler",
+    "model.vision_layers": "vision_layers",
+}
+
+
+def named_heads(runs: Runs, by: tuple[str, ...] = ()) -> pd.DataFrame:
+    """A row a run that has steps, with `method`, `variant` and `label`; short names of columns.
+
+    A figure shows the config keys `by` in its own way, so runs are told apart within one value of
+    each. `label` adds to `method` how the run ended and what it lacks. A run whose config is
+    damaged has no name and is left out.
+    """
+    steps = runs.metrics.groupby("run")["step"]
+    facts = pd.DataFrame({"reached": steps.max(), "recorded": steps.nunique()})
+    heads = runs.runs[runs.runs["scale"].notna()].join(facts, on="run", how="inner")
+    if not heads.empty:
+        whole = ["batch_size", "num_steps", "seed", "reached", "recorded"]
+        heads = heads.astype(dict.fromkeys(whole, int))
+        groups = heads.groupby(list(by), dropna=False) if by else [((), heads)]
+        heads = pd.concat([naming.name_methods(group) for _, group in groups])
+        heads["label"] = [naming.label(head) for head in heads.to_dict("records")]
+        keys = ["model.name", "precision.label", "optimizer.name", "variant", "seed", "run"]
+        heads = heads.sort_values(keys, key=_order)
+    return heads.rename(columns=RENAMED)
+
+
+def with_setting(heads: pd.DataFrame, settings: list[str]) -> list[str]:
+    """Labels that begin with what a figure is about; a method that all runs share is left out."""
+    methods = [style.method(h.precision, h.optimizer) for h in heads.itertuples()]
+    if len(set(methods)) > 1:
+        return [f"{text}, {label}" for text, label in zip(settings, heads["label"], strict=True)]
+    rest = heads["label"].str.removeprefix(methods[0])
+    return [text + end for text, end in zip(settings, rest, strict=True)]
+
+
+def by_intervention(heads: pd.DataFrame) -> pd.DataFrame:
+    """Heads of each model in the order of the style's interventions, which labels begin with."""
+    if heads.empty:
+        return heads
+    names = [style.INTERVENTIONS.get(name, (name,))[0] for name in heads["intervention"]]
+    heads = heads.assign(label=with_setting(heads, names))
+    rank = {name: i for i, name in enumerate(style.INTERVENTIONS)}
+    order = heads["intervention"].map(rank).fillna(len(rank)).sort_values(kind="stable").index
+    models = {name: i for i, name in enumerate(heads["model"].unique())}
+    return heads.loc[order].sort_values("model", key=lambda m: m.map(models), kind="stable")
+
+
+def losses(runs: Runs, heads: pd.DataFrame, columns: tuple[str, ...] = COLUMNS) -> pd.DataFrame:
+    """A row a step of each run of `heads`, in their order, up to its last step.
+
+    A step whose row is missing has no loss, so that the line has a gap.
+    """
+    if heads.empty:
+        return pd.DataFrame(columns=list(columns))
+    frames = []
+    for head in heads[[name for name in columns if name not in OF_A_STEP]].to_dict("records"):
+        part = runs.metrics[runs.metrics["run"] == head["run"]]
+        loss = part.set_index("step")["loss"].astype(float)
+        loss = loss.reindex(pd.RangeIndex(1, loss.index.max() + 1, name="step"))
+        smoothed = style.smooth(loss, style.smoothing_width(head["num_steps"]))
+        frame = pd.DataFrame({"loss": loss, "loss_smoothed": smoothed}).reset_index()
+        frames.append(frame.assign(**head))
+    return pd.concat(frames, ignore_index=True)[list(columns)]
+
+
+def plot(frame: pd.DataFrame, ax: Axes, look: Look, title: str) -> Axes:
+    """One panel: raw losses faint, smoothed losses over them, the legend below."""
+    top = cap(frame)
+    finite = frame.loc[np.isfinite(frame["loss"]), "loss"]
+    bottom = finite.min() if len(finite) else 0.0
+    handles = {}
+    for _, run in frame.groupby("run", sort=False):
+        line, label = _draw_run(run, ax, top, *look(run.iloc[0]))
+        handles.setdefault(label, line)
+    ylim = (bottom - 0.03 * (top - bottom), top)
+    ax.set(xlim=(0, frame["num_steps"].max()), ylim=ylim, ylabel="training loss", title=title)
+    step_axis(ax)
+    ax.locator_params(axis="y", nbins=6)
+    below = ScaledTranslation(0, -LEGEND_DROP, ax.figure.dpi_scale_trans)
+    ax.legend(
+        handles.values(),
+        [label if len(label) <= LABEL_LENGTH else label.replace(" (", "\n(") for label in handles],
+        loc="upper left",
+        bbox_to_anchor=(0, 0),
+        bbox_transform=ax.transAxes + below,
+        handlelength=2.6,
+        borderaxespad=0,
+    )
+    return ax
+
+
+def panels(figure: Figure, num: int, lines: int, height: float = 2.5, most: int = 2) -> list[Axes]:
+    """`num` axes, at most `most` a row; sizes the figure for legends of so many lines."""
+    columns = min(most, num)
+    rows = -(-num // columns)
+    figure.set_size_inches(style.COLUMN_WIDTH * columns, (height + 0.17 * lines) * rows)
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for ax in axes[num:]:
+        ax.remove()
+    return axes[:num]
+
+
+def step_axis(ax: Axes) -> None:
+    """The axis of the steps: `10k`, a few ticks."""
+    ax.set_xlabel("step")
+    ax.xaxis.set_major_formatter(EngFormatter(sep=""))
+    ax.locator_params(axis="x", nbins=5)
+
+
+def caption(frame: pd.DataFrame, after: str) -> str:
+    """Models, data, runs, smoothing, which runs are incomplete. `after`: `figure 2`, or nothing."""
+    runs = frame.drop_duplicates("run")
+    widths = sorted({style.smoothing_width(steps) for steps in runs["num_steps"]})
+    models = [style.MODELS.get(name, name) for name in frame["model"].unique()]
+    text = (
+        f"Training loss of {join(models)} on {join(runs['data'].unique())}: {len(runs)} "
+        f"run{'s' if len(runs) > 1 else ''} at {join(runs['scale'].unique())} scale "
+        f"({join(sorted(runs['num_steps'].unique()))} steps, batch "
+        f"{join(sorted(runs['batch_size'].unique()))}). After {after}, arXiv:2304.13013. "
+        f"Lines: centered box average over {join(widths)} steps, edges cut"
+    )
+    if widths != [style.SMOOTHING]:
+        text += f" (the paper's {style.SMOOTHING} steps, at most a tenth of a run)"
+    return text + (
+        "; faint: every step. The loss axis ends at the largest smoothed loss, of runs that did "
+        "not diverge, after the first tenth of training."
+    )
+
+
+def caption_end(frame: pd.DataFrame, crosses: bool = True) -> str:
+    """The runs that did not end well, by name, and whether the runs saw the same data.
+
+    `crosses`: whether the figure marks where a run diverged.
+    """
+    runs, text = frame.drop_duplicates("run"), ""
+    diverged = "Diverged (cross)" if crosses else "Diverged"
+    for state, word in (("diverged", diverged), ("incomplete", "Incomplete")):
+        named = runs[runs["label"].str.contains(f"({state}", regex=False)]
+        if len(named):
+            pairs = zip(named["model"], named["label"], strict=True)
+            shown = [f"{style.MODELS.get(model, model)} {label}" for model, label in pairs]
+            text += f" {word}: {'; '.join(shown)}."
+    data = sorted(set(runs["data_digest"]) - {""})
+    if len(data) > 1:
+        text += f" The runs saw {len(data)} different sets of data: {join(data)}."
+    return text
+
+
+def methods(frame: pd.DataFrame) -> str:
+    """The methods of the runs, in words."""
+    pairs = frame[["precision", "optimizer"]].drop_duplicates().itertuples(index=False)
+    return join([style.method(*pair) for pair in pairs])
+
+
+def cap(frame: pd.DataFrame) -> float:
+    """Upper end of the loss axis; runs that diverged do not stretch it."""
+    late = frame[frame["step"] >= CAP_AFTER * frame["num_steps"]]
+    kept = late[late["state"] != "diverged"]
+    choices = (kept["loss_smoothed"], late["loss_smoothed"], frame["loss_smoothed"], frame["loss"])
+    for column in choices:
+        finite = column[np.isfinite(column)]
+        if len(finite):
+            return 1.05 * finite.max()
+    return 1.0
+
+
+def join(items) -> str:
+    """`a, b and c`."""
+    words = [f"{item:,}" if isinstance(item, (int, np.integer)) else str(item) for item in items]
+    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+
+
+def _draw_run(
+    run: pd.DataFrame, ax: Axes, top: float, color: tuple, dashes: str | tuple
+) -> tuple[Line2D, str]:
+    """Draws one run; returns its legend entry."""
+    head = run.iloc[0]
+    ax.plot(run["step"], run["loss"], color=color, alpha=0.18, lw=0.5, zorder=1.5, rasterized=True)
+    ax.plot(run["step"], run["loss_smoothed"], color=color, linestyle=dashes, zorder=2.5)
+    end = {}
+    if head["state"] == "diverged":
+        finite = run[np.isfinite(run["loss"])]
+        step, loss = finite.iloc[-1][["step", "loss"]] if len(finite) else (head["step"], top)
+        end = {"marker": "X", "markersize": 5.5, "markeredgecolor": "white", "markeredgewidth": 0.6}
+        ax.plot([step], [min(loss, top)], color=color, zorder=4, clip_on=False, **end)
+    return Line2D([], [], color=color, linestyle=dashes, **end), head["label"]
+
+
+def _order(column: pd.Series) -> pd.Series:
+    """Sort keys of a column: the order of the style's tables, where there is one."""
+    tables = {"model.name": style.MODELS, "precision.label": style.PRECISIONS}
+    tables |= {"optimizer.name": style.OPTIMIZERS}
+    if column.name not in tables:
+        return column
+    names = sorted(column.unique(), key=lambda name: style.rank(name, tables[column.name]))
+    return column.map({name: i for i, name in enumerate(names)})

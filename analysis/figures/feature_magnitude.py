@@ -1,0 +1,79 @@
+"""E[abs(x_k)] of each block, early and late in training, with and without zero-init layer-scale.
+
+Figure 5 (right), arXiv:2304.13013. Runs: `experiment=feature_magnitude`.
+"""
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter, MaxNLocator
+
+from analysis import curves, recorded, style
+from analysis.load import Runs
+
+OF_A_RUN = (
+    *("run", "scale", "data", "data_digest", "batch_size", "num_steps", "model", "precision"),
+    *("optimizer", "intervention", "variant", "seed", "state", "label"),
+)
+COLUMNS = (*OF_A_RUN, "at", "step", "block", "feature_mean")
+DASHES = {"first": (0, (1.2, 1.0)), "last": "-"}
+
+
+def query(runs: Runs) -> pd.DataFrame:
+    """A row a block at the first (`at` first) and last recorded step of a run: what is plotted."""
+    heads = curves.named_heads(runs, ("intervention.name",))
+    frames = [pd.DataFrame(columns=list(COLUMNS))]
+    for head in curves.by_intervention(heads).to_dict("records"):
+        alone = recorded.of_run(runs, head["run"])
+        try:
+            values = alone.tensors(recorded.BLOCK.format("*"), "feature_mean")
+        except LookupError:
+            continue
+        values = values.drop(columns="run").set_index("step").sort_index()
+        for at, row in (("first", values.iloc[0]), ("last", values.iloc[-1])):
+            blocks = row.rename(lambda name: int(name.rpartition(".")[2])).sort_index()
+            facts = {"at": at, "step": row.name} | {key: head[key] for key in OF_A_RUN}
+            frame = pd.DataFrame({"block": blocks.index, "feature_mean": blocks.to_numpy(float)})
+            frames.append(frame.assign(**facts)[list(COLUMNS)])
+    return pd.concat(frames[1:] or frames, ignore_index=True)
+
+
+def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
+    """One panel, of one model: magnitude by depth; dotted early, solid late in training."""
+    for (_, at), line in frame.groupby(["run", "at"], sort=False):
+        head = line.iloc[0]
+        shade = style.INTERVENTIONS.get(head["intervention"], ("", style.OTHER))[1]
+        mean = line["feature_mean"].where(np.isfinite(line["feature_mean"]))
+        ax.plot(line["block"], mean, color=style.paler(shade, head["variant"]), ls=DASHES[at],
+                marker="o", ms=2.5, label=f"{head['label']}, step {head['step']:,}")  # fmt: skip
+    model = frame["model"].iloc[0]
+    ax.set(xlabel="block k", ylabel=r"$\mathrm{E}[|x_k|]$", yscale="log")
+    ax.set_title(f"{style.MODELS.get(model, model)} ({frame['scale'].iloc[0]} scale)")
+    ax.yaxis.set_major_formatter("{x:g}")
+    ax.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1, 0.5)))
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.legend(loc="upper left", bbox_to_anchor=(0, -0.2), borderaxespad=0, handlelength=2.6)
+    return ax
+
+
+def draw(frame: pd.DataFrame, figure: Figure) -> None:
+    """The whole figure: a panel a model."""
+    panels = [panel for _, panel in frame.groupby("model", sort=False)]
+    lines = max(2 * panel["run"].nunique() for panel in panels)
+    axes = curves.panels(figure, len(panels), lines)
+    for panel, ax in zip(panels, axes, strict=True):
+        plot(panel, ax)
+
+
+def caption(frame: pd.DataFrame) -> str:
+    """What is shown, of which steps, which runs are incomplete."""
+    runs = frame.drop_duplicates("run")
+    models = curves.join(style.MODELS.get(name, name) for name in runs["model"].unique())
+    return (
+        f"Mean magnitude of the output of each block of the vision tower of {models} on "
+        f"{curves.join(runs['data'].unique())}: {len(runs)} runs at "
+        f"{curves.join(runs['scale'].unique())} scale, at the first recorded step (dotted) and the "
+        "last (solid). After figure 5 (right), arXiv:2304.13013, which begins at initialization. "
+        f"All runs: {curves.methods(runs)}.{curves.caption_end(runs, crosses=False)}"
+    )

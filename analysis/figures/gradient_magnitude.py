@@ -1,0 +1,92 @@
+"""Gradients of the last product of some blocks over training, with and without layer-scale.
+
+After the appendix of arXiv:2304.13013. Runs: `experiment=gradient_magnitude`.
+"""
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from analysis import curves, recorded, style
+from analysis.load import Runs
+
+TENSOR = recorded.BLOCK + ".mlp.c_proj.weight"
+STATISTICS = {"grad_norm": "gradient norm", "grad_abs_max": "largest gradient"}
+OF_A_RUN = (
+    *("run", "scale", "data", "data_digest", "batch_size", "num_steps", "model", "precision"),
+    *("optimizer", "intervention", "vision_layers", "seed", "state", "label"),
+)
+COLUMNS = (*OF_A_RUN, "statistic", "block", "step", "gradient", "gradient_smoothed")
+WIDTH = 2.5  # inches of a panel
+
+
+def query(runs: Runs) -> pd.DataFrame:
+    """A row a recorded step of each shown block and statistic: exactly what is plotted."""
+    heads = curves.named_heads(runs, ("intervention.name",))
+    frames = [pd.DataFrame(columns=list(COLUMNS))]
+    for head in curves.by_intervention(heads).to_dict("records"):
+        alone = recorded.of_run(runs, head["run"])
+        facts = {key: head[key] for key in OF_A_RUN}
+        for block in recorded.shown_blocks(head["vision_layers"]):
+            for statistic in STATISTICS:
+                values = recorded.series(alone, TENSOR.format(block), statistic)
+                values = values.where(np.isfinite(values) & (values > 0))
+                width = style.smoothing_width(len(values))
+                columns = {"gradient": values, "gradient_smoothed": style.smooth(values, width)}
+                part = pd.DataFrame(columns).reset_index()
+                part = part.assign(**facts, statistic=statistic, block=block)
+                if len(part):
+                    frames.append(part[list(COLUMNS)])
+    return pd.concat(frames[1:] or frames, ignore_index=True)
+
+
+def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
+    """One panel, of one run and statistic: a line a block, dark the first and bright the last."""
+    head = frame.iloc[0]
+    for block, line in frame.groupby("block"):
+        color = style.depth_color(block / max(1, head["vision_layers"] - 1))
+        ax.plot(line["step"], line["gradient"], color=color, alpha=0.18, lw=0.5, rasterized=True)
+        ax.plot(line["step"], line["gradient_smoothed"], color=color, label=f"block {block}")
+    ax.set(yscale="log", xlim=(0, head["num_steps"]))
+    curves.step_axis(ax)
+    return ax
+
+
+def draw(frame: pd.DataFrame, figure: Figure) -> None:
+    """The whole figure: a column a run, a row a statistic; one row has one scale a model."""
+    runs = list(dict.fromkeys(frame["run"]))
+    statistics = [name for name in STATISTICS if name in set(frame["statistic"])]
+    figure.set_size_inches(max(style.COLUMN_WIDTH, WIDTH * len(runs)), 2 * len(statistics) + 0.9)
+    axes = figure.subplots(len(statistics), len(runs), squeeze=False)
+    for column, run in enumerate(runs):
+        of_run = frame[frame["run"] == run]
+        head = of_run.iloc[0]
+        model = style.MODELS.get(head["model"], head["model"])
+        axes[0, column].set_title(f"{model}\n{head['label']}".replace(" (", "\n("))
+        for row, statistic in enumerate(statistics):
+            ax, part = axes[row, column], of_run[of_run["statistic"] == statistic]
+            same = frame[(frame["model"] == head["model"]) & (frame["statistic"] == statistic)]
+            if part.empty:
+                ax.set_axis_off()
+                continue
+            plot(part, ax).set_ylim(0.8 * same["gradient"].min(), 1.25 * same["gradient"].max())
+            ax.set_xlabel("step" if row == len(statistics) - 1 else "")
+            ax.set_ylabel(STATISTICS[statistic] if column == 0 else "")
+        last = axes[-1, column] if axes[-1, column].lines else axes[0, column]
+        last.legend(loc="upper left", bbox_to_anchor=(0, -0.3), borderaxespad=0, ncols=2)
+
+
+def caption(frame: pd.DataFrame) -> str:
+    """What is shown, which runs are incomplete."""
+    runs = frame.drop_duplicates("run")
+    models = curves.join(style.MODELS.get(name, name) for name in runs["model"].unique())
+    return (
+        f"Gradient of mlp.c_proj.weight of blocks of the vision tower of {models} on "
+        f"{curves.join(runs['data'].unique())}: {len(runs)} runs at "
+        f"{curves.join(runs['scale'].unique())} scale. After the appendix of arXiv:2304.13013, "
+        "which shows the mean in place of the norm. Lines: centered box average over at most "
+        f"{style.SMOOTHING} records, edges cut; faint: every record. Gradients that are 0 or not "
+        f"finite are gaps. All runs: {curves.methods(runs)}."
+        f"{curves.caption_end(runs, crosses=False)}"
+    )

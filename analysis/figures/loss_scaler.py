@@ -1,0 +1,141 @@
+"""What happens around one spike under fp16: loss, loss scale, features, RMS_t, gradients.
+
+After the appendix of arXiv:2304.13013. Runs: `experiment=loss_scaler`.
+"""
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
+
+from analysis import curves, recorded, spike_marks, spikes, style
+from analysis.load import Runs
+
+AROUND = 100  # steps shown on either side: 2,850 to 3,050 in the paper
+DEPTH = 20 / 23  # of the block whose features are shown: block 20 of the paper's 24
+FIRST_BLOCK = recorded.BLOCK.format(0)
+PANELS = {  # column: in print
+    "loss": "training loss",
+    "loss_scale": "loss scale",
+    "feature_mean": "$\\mathrm{E}[|x_k|]$,\na block",
+    "rms": "$\\mathrm{RMS}_t$,\nconv1",
+    "grad_class_embedding": "max gradient,\nclass_embedding",
+    "grad_in_proj": "max gradient,\nblock 0, in_proj",
+}
+LOGARITHMIC = {"loss_scale": 2, "grad_class_embedding": 10, "grad_in_proj": 10}  # column: base
+OF_A_RUN = (
+    *("run", "scale", "data", "data_digest", "batch_size", "num_steps", "model", "precision"),
+    *("optimizer", "scaler", "beta2", "seed", "state", "label"),
+)
+COLUMNS = (*OF_A_RUN, "block", "spike", "is_loss_spike", "step", *PANELS, "skipped_tensors")
+
+
+def query(runs: Runs) -> pd.DataFrame:
+    """A row a step around the highest loss spike of each run with a loss scaler: what is plotted.
+
+    `spike`: its step; of a run without a loss spike, that of the largest RMS_t of the patch
+    embedding after the ignored steps. What was not recorded is NaN.
+    """
+    heads = curves.named_heads(runs, ("scaler.name",))
+    frames = [pd.DataFrame(columns=list(COLUMNS))]
+    scaled = heads[heads["scaler"] != "none"].sort_values("scaler", kind="stable")
+    for head in scaled.to_dict("records"):
+        alone = recorded.of_run(runs, head["run"])
+        spike, is_loss_spike = _spike(alone, head)
+        if spike is not None:
+            facts = {key: head[key] for key in OF_A_RUN}
+            facts |= {"spike": spike, "is_loss_spike": is_loss_spike}
+            frames.append(_around(alone, head, spike).assign(**facts)[list(COLUMNS)])
+    return pd.concat(frames[1:] or frames, ignore_index=True)
+
+
+def plot(frame: pd.DataFrame, ax: Axes, column: str = "loss") -> Axes:
+    """One panel, of one run: a column of the frame; dotted at the spike, ticks where skipped."""
+    head = frame.iloc[0]
+    color = style.color(head["precision"], head["optimizer"])
+    shown = frame[np.isfinite(frame[column].astype(float))]
+    marker = "o" if len(shown) < AROUND else ""
+    ax.plot(shown["step"], shown[column], color=color, lw=0.9, marker=marker, ms=2)
+    ax.axvline(head["spike"], color=spike_marks.OTHER, lw=0.7, ls=":")
+    skipped = frame.loc[frame["skipped_tensors"].fillna(0) > 0, "step"]
+    ax.plot(skipped, [0.06] * len(skipped), "|", color=spike_marks.FOLLOWING, ms=6, mew=0.8,
+            transform=ax.get_xaxis_transform())  # fmt: skip
+    ends = head["spike"] - AROUND, head["spike"] + AROUND
+    ax.set_xlim(max(0, ends[0]), min(head["num_steps"], ends[1]))
+    if column in LOGARITHMIC:
+        ax.set_yscale("log", base=LOGARITHMIC[column])
+        ax.yaxis.set_minor_formatter(NullFormatter())
+    ax.set_ylabel(PANELS[column].replace("a block", f"block {head['block']}"))
+    ax.locator_params(axis="x", nbins=5)
+    return ax
+
+
+def draw(frame: pd.DataFrame, figure: Figure) -> None:
+    """The whole figure: a column a run, a row each thing that some run recorded."""
+    runs = [run for _, run in frame.groupby("run", sort=False)]
+    shown = [column for column in PANELS if frame[column].notna().any()]
+    figure.set_size_inches(style.COLUMN_WIDTH * len(runs), 1.25 * len(shown) + 0.6)
+    axes = figure.subplots(len(shown), len(runs), squeeze=False, sharex="col")
+    for i, run in enumerate(runs):
+        head = run.iloc[0]
+        model = style.MODELS.get(head["model"], head["model"])
+        title = f"{model}, {head['scaler']} scaler, beta2 = {head['beta2']:g}\n{head['label']}"
+        axes[0, i].set_title(title)
+        for column, ax in zip(shown, axes[:, i], strict=True):
+            plot(run, ax, column)
+        axes[-1, i].set_xlabel("step")
+
+
+def caption(frame: pd.DataFrame) -> str:
+    """What is shown of which runs, around which steps."""
+    runs = frame.drop_duplicates("run")
+    text = (
+        f"{AROUND} steps on either side of a spike in training {len(runs)} runs on "
+        f"{curves.join(runs['data'].unique())} at {curves.join(runs['scale'].unique())} scale. "
+        "After the appendix of arXiv:2304.13013. Orange ticks: steps in which the gradient of some "
+        "tensor was not finite, so that the step (dynamic scaler) or the tensor (fixed) was "
+        "skipped; such values are left out of the lines."
+    )
+    for run in runs.itertuples():
+        kind = "the highest loss spike" if run.is_loss_spike else "no loss spike, the largest RMS_t"
+        text += f" {style.MODELS.get(run.model, run.model)}, {run.scaler} scaler: {kind}, step "
+        text += f"{run.spike:,}."
+    missing = [column for column in PANELS if frame[column].isna().all()]
+    if missing:
+        text += f" Not recorded: {', '.join(missing)}."
+    return text + curves.caption_end(runs, crosses=False)
+
+
+def _spike(alone: Runs, head: dict) -> tuple[int | None, bool]:
+    """The step to look at, and whether it is a loss spike; None if nothing is recorded."""
+    protocol = spike_marks.protocol_of(head)
+    series = spikes.read_series(alone, head["run"], spikes.TENSOR)
+    table = spikes.spike_table(series, protocol)
+    if len(table):
+        return int(table.loc[table["height"].idxmax(), "step"]), True
+    rms = pd.Series(series.rms_of(spikes.TENSOR), index=range(1, len(series.loss) + 1))
+    rms = rms[np.isfinite(rms)].loc[protocol.ignore_steps + 1 :]
+    return (None, False) if rms.empty else (int(rms.idxmax()), False)
+
+
+def _around(alone: Runs, head: dict, spike: int) -> pd.DataFrame:
+    """The steps around a spike with all that the run recorded of them."""
+    metrics = alone.metrics.set_index("step")
+    first, last = max(1, spike - AROUND), min(spike + AROUND, metrics.index.max())
+    layers = head["vision_layers"]
+    block = round(DEPTH * (layers - 1)) if layers == layers and layers else 0
+    columns = {name: metrics.get(name) for name in ("loss", "loss_scale", "skipped_tensors")}
+    for column, name, stat in (
+        ("feature_mean", recorded.BLOCK.format(block), "feature_mean"),
+        ("rms", spikes.TENSOR, "rms"),
+        ("grad_class_embedding", "visual.class_embedding", "grad_abs_max"),
+        ("grad_in_proj", f"{FIRST_BLOCK}.attn.in_proj_weight", "grad_abs_max"),
+    ):
+        columns[column] = recorded.series(alone, name, stat)
+    index = pd.RangeIndex(first, last + 1, name="step")
+    shown = {
+        name: np.nan if values is None else values.astype(float).reindex(index)
+        for name, values in columns.items()
+    }
+    return pd.DataFrame(shown, index=index).assign(block=block).reset_index()

@@ -1,0 +1,16 @@
+"""Loss spikes and RMS spikes by learning rate, and how far apart. Appendix of arXiv:2304.13013.
+
+Runs: `experiment=spike_lead_lr`.
+"""
+
+import pandas as pd
+
+from analysis import spike_lead
+from analysis.load import Runs
+
+plot, draw, caption = spike_lead.plot, spike_lead.draw, spike_lead.caption
+
+
+def query(runs: Runs) -> pd.DataFrame:
+    """Steps and tensors of every run that recorded RMS_t: exactly what is plotted."""
+    return spike_lead.query(runs, "optimizer.lr")

@@ -1,0 +1,124 @@
+"""AdamW, with gradient clipping, with update clipping: loss and accuracy by beta2.
+
+Figure 10, arXiv:2304.13013. Runs: `experiment=update_clipping`.
+"""
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from analysis import curves, style
+from analysis.load import Runs
+
+ACCURACY = "zero_shot/top1"
+COLUMNS = ("part", *curves.COLUMNS, "beta2", "accuracy")
+PAPER_MODEL = "vit_h14"
+PAPER = {  # zero-shot ImageNet of the paper's ViT-H/14 in %, read by eye from plots, +-0.2
+    "adamw": {0.5: 55.7, 0.8: 57.0, 0.9: 57.3, 0.95: 57.15, 0.98: 57.0},
+    "adamw_clip": {0.98: 57.35, 0.99: 57.5},
+    "stable_adamw": {0.98: 57.6, 0.99: 57.7},
+}
+
+
+def query(runs: Runs) -> pd.DataFrame:
+    """Losses of the runs of the left panel and the accuracy of each run: exactly what is plotted.
+
+    `part` loss: a row a step of the runs with the largest beta2 that all methods of a model have.
+    `part` accuracy: a row a run, zero-shot top-1 in % at its last step; NaN of a run without one.
+    """
+    heads = curves.named_heads(runs, ("optimizer.beta2",))
+    if heads.empty:
+        return pd.DataFrame(columns=list(COLUMNS))
+    shown = heads["beta2"] == heads["model"].map(_shown_beta2(heads))
+    loss = curves.losses(runs, heads[shown], tuple(c for c in COLUMNS[1:] if c != "accuracy"))
+    last = _last_accuracy(runs)
+    ends = heads.assign(part="accuracy", step=heads["reached"], loss=np.nan, loss_smoothed=np.nan)
+    ends["accuracy"] = 100 * ends["run"].map(last).astype(float)
+    ends = ends.sort_values("beta2", kind="stable")[list(COLUMNS)]
+    frame = pd.concat([loss.assign(part="loss", accuracy=np.nan)[list(COLUMNS)], ends])
+    return frame.reset_index(drop=True)
+
+
+def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
+    """The left panel: losses of one model at one beta2, of the rows `part` loss."""
+    head = frame.iloc[0]
+    name = style.MODELS.get(head["model"], head["model"])
+    title = f"{name}, beta2 = {head['beta2']:g} ({head['scale']} scale)"
+    return curves.plot(frame, ax, _look, title)
+
+
+def plot_accuracy(frame: pd.DataFrame, ax: Axes) -> Axes:
+    """The right panel: accuracy by beta2 of one model, the mean of seeds; crosses have none."""
+    for _, line in frame.groupby(["precision", "optimizer", "variant"], sort=False):
+        color, dashes = _look(line.iloc[0])
+        name = style.method(line["precision"].iloc[0], line["optimizer"].iloc[0])
+        mean = line.groupby("beta2")["accuracy"].mean().dropna()
+        ax.plot(1 - mean.index, mean, color=color, ls=dashes, label=name)
+        ax.plot(1 - line["beta2"], line["accuracy"], "o", color=color, ms=3)
+        for beta2 in line.loc[line["accuracy"].isna(), "beta2"]:
+            ax.plot(1 - beta2, 0.03, "X", color=color, ms=5.5, transform=ax.get_xaxis_transform())
+    ticks = set(frame["beta2"])
+    if _is_papers(frame):
+        for optimizer, numbers in PAPER.items():
+            color = style.color("bf16", optimizer)
+            at = 1 - np.array(list(numbers))
+            label = "the paper's, +-0.2" if optimizer == "adamw" else None
+            ax.plot(at, list(numbers.values()), "D", ms=4, mfc="none", mec=color, label=label)
+            ticks |= set(numbers)
+    ax.set_xscale("log")
+    ax.invert_xaxis()
+    ax.set_xticks([1 - beta2 for beta2 in sorted(ticks)], [f"{b:g}" for b in sorted(ticks)])
+    ax.minorticks_off()
+    ax.set(xlabel="beta2", ylabel="zero-shot top-1 [%]", title="accuracy at the end")
+    ax.legend(loc="upper left", bbox_to_anchor=(0, -0.2), borderaxespad=0, handlelength=2.6)
+    return ax
+
+
+def draw(frame: pd.DataFrame, figure: Figure) -> None:
+    """The whole figure: a row a model, loss on the left and accuracy on the right."""
+    models = list(dict.fromkeys(frame["model"]))
+    lines = frame.groupby("model")["label"].nunique().max()
+    axes = curves.panels(figure, 2 * len(models), lines)
+    for i, model in enumerate(models):
+        of_model = frame[frame["model"] == model]
+        plot(of_model[of_model["part"] == "loss"], axes[2 * i])
+        plot_accuracy(of_model[of_model["part"] == "accuracy"], axes[2 * i + 1])
+
+
+def caption(frame: pd.DataFrame) -> str:
+    """What is shown; which runs ended early."""
+    ends = frame[frame["part"] == "accuracy"]
+    text = curves.caption(ends, "figure 10").replace("Training loss", "Training loss and accuracy")
+    text += " Right: zero-shot top-1 at the last step by beta2; a cross below: the run has none."
+    if _is_papers(ends):
+        text += " Diamonds: the paper's ViT-H/14, read by eye from plots (+-0.2)."
+    labels = [f"beta2 = {row.beta2:g}, {row.label}" for row in ends.itertuples()]
+    return text + curves.caption_end(ends.assign(label=labels))
+
+
+def _shown_beta2(heads: pd.DataFrame) -> dict[str, float]:
+    """By model: the largest beta2 that all its methods ran with; if there is none, the largest."""
+    shown = {}
+    for model, group in heads.groupby("model"):
+        methods = group.groupby("beta2")["optimizer"].nunique()
+        shown[model] = methods.index[methods == methods.max()].max()
+    return shown
+
+
+def _last_accuracy(runs: Runs) -> pd.Series:
+    """By run: the accuracy in the row of its last step, NaN where that has none."""
+    metrics = runs.metrics
+    if ACCURACY not in metrics:
+        return pd.Series(dtype=float)
+    last = metrics.loc[metrics.groupby("run")["step"].idxmax()].set_index("run")
+    return last[ACCURACY]
+
+
+def _is_papers(frame: pd.DataFrame) -> bool:
+    return frame["scale"].iloc[0] == "paper" and frame["model"].iloc[0] == PAPER_MODEL
+
+
+def _look(head: pd.Series) -> tuple:
+    color = style.color(head["precision"], head["optimizer"], head["variant"])
+    return color, style.line_style(head["optimizer"])

@@ -1,0 +1,199 @@
+"""How far loss spikes come after RMS spikes over a sweep: losses, leads, shares, controls."""
+
+import math
+from dataclasses import asdict
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from analysis import beta2_grid, curves, spike_marks, spikes, style
+from analysis.load import Runs
+from lowprec.diagnostics.spikes import following
+
+CAP_SHARE = 0.1  # the loss axis ends at the largest loss after this share of the run
+TENSORS = {  # in print: name; the first is the paper's, the others are controls
+    "patch embedding": spikes.TENSOR,
+    "middle block, c_fc": "visual.transformer.resblocks.{middle}.mlp.c_fc.weight",
+    "last block, c_proj": "visual.transformer.resblocks.{last}.mlp.c_proj.weight",
+    "token embedding": "token_embedding.weight",
+}
+FIRST = next(iter(TENSORS))
+OF_A_RUN = (
+    *("run", "scale", "data", "data_digest", "batch_size", "num_steps", "model", "precision"),
+    *("optimizer", "beta2", "seed", "state", "label", "key", "value"),
+)
+OF_A_STEP = ("step", "loss", "loss_spike", "rms_spike", "lead", "follows")
+OF_A_TENSOR = ("tensor", "num_loss_spikes", "num_rms_spikes", "num_following", "share", "chance")
+COLUMNS = ("part", *OF_A_RUN, *OF_A_STEP, *OF_A_TENSOR, *spike_marks.THRESHOLDS)
+
+
+def query(runs: Runs, key: str) -> pd.DataFrame:
+    """Steps and tensors of every run that recorded RMS_t: exactly what is plotted.
+
+    `part` steps: a row a step up to the last, with what spikes there; spikes of RMS_t are those of
+    the patch embedding. `part` tensors: of the run's patch embedding and of each control layer, how
+    many loss spikes follow its RMS spikes. Spikes are those of the thresholds in the run's config.
+    `value`: of the config key `key`.
+    """
+    heads = curves.named_heads(runs, (key, "optimizer.beta2"))
+    frames = []
+    for head in heads.to_dict("records"):
+        head |= {"key": key, "value": head[curves.RENAMED.get(key, key)]}
+        of_run = _steps_and_tensors(runs, head)
+        if of_run is not None:
+            frames.append(of_run)
+    frames.sort(key=_place)
+    if not frames:
+        return pd.DataFrame(columns=list(COLUMNS))
+    return pd.concat(frames, ignore_index=True)[list(COLUMNS)]
+
+
+def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
+    """One panel, of one run's steps: its loss, loss spikes on it, RMS spikes along the bottom."""
+    head = frame.iloc[0]
+    top = _cap(frame)
+    color = style.color(head["precision"], head["optimizer"])
+    ax.plot(frame["step"], frame["loss"], color=color, lw=0.6, rasterized=True)
+    at = frame.loc[frame["rms_spike"].astype(bool), "step"]
+    ax.plot(at, [0.03] * len(at), "|", color=style.RMS, ms=6, mew=0.7, zorder=4,
+            transform=ax.get_xaxis_transform(), label="RMS spike")  # fmt: skip
+    follows = frame["follows"].astype(bool)
+    spiked = frame["loss_spike"].astype(bool)
+    for chosen, shade, name in (
+        (follows, spike_marks.FOLLOWING, f"loss spike 1-{head['max_lead']:g} steps after one"),
+        (spiked & ~follows, spike_marks.OTHER, "other loss spike"),
+    ):
+        found = frame[chosen]
+        ax.plot(found["step"], found["loss"].clip(upper=top), "v", color=shade, ms=4, label=name)
+    ax.set(xlim=(0, head["num_steps"]), ylim=(None, top), ylabel="training loss")
+    ax.set_title(
+        f"{beta2_grid.title(head)}, beta2 = {head['beta2']:g}, seed {head['seed']}\n{head['label']}"
+    )
+    curves.step_axis(ax)
+    return ax
+
+
+def plot_leads(frame: pd.DataFrame, ax: Axes) -> Axes:
+    """How many loss spikes of all runs came how many steps after an RMS spike."""
+    last = int(frame["max_lead"].max())
+    spiked = frame[(frame["part"] == "steps") & (frame["loss_spike"] == True)]  # noqa: E712
+    lead = spiked["lead"].astype(float)
+    counts = [int((lead == steps).sum()) for steps in range(1, last + 1)]
+    counts += [int((lead > last).sum()), int(lead.isna().sum())]
+    colors = [spike_marks.FOLLOWING] * last + [spike_marks.OTHER] * 2
+    ax.bar(range(1, last + 3), counts, color=colors, width=0.75)
+    shares = pooled(frame)
+    if FIRST in shares.index:
+        by_chance = shares.loc[FIRST, "chance"] * len(spiked) / last
+        ax.plot([0.5, last + 0.5], [by_chance] * 2, color="black", lw=1, ls=(0, (2, 1)),
+                label="by chance")  # fmt: skip
+        ax.legend(loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0)
+    ax.set_xticks(range(1, last + 3), [*map(str, range(1, last + 1)), f">{last}", "none"])
+    ax.set(xlabel="steps after the RMS spike", ylabel="loss spikes", title="all runs")
+    ax.yaxis.get_major_locator().set_params(integer=True)
+    return ax
+
+
+def plot_shares(frame: pd.DataFrame, ax: Axes) -> Axes:
+    """The share of loss spikes that follow RMS spikes of each tensor, and that of chance."""
+    shares = pooled(frame).iloc[::-1]
+    rows = np.arange(len(shares))
+    colors = [spike_marks.FOLLOWING if name == FIRST else "#BBBBBB" for name in shares.index]
+    ax.barh(rows, 100 * shares["share"], color=colors, height=0.6)
+    ax.plot(100 * shares["chance"], rows, "|", color="black", ms=12, mew=1.5, label="by chance")
+    ax.set_yticks(rows, shares.index)
+    ax.set(xlim=(0, 100), xlabel="loss spikes that follow [%]", title="all runs, by tensor")
+    ax.legend(loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0)
+    return ax
+
+
+def draw(frame: pd.DataFrame, figure: Figure) -> None:
+    """The whole figure: a panel a run, three a row, then leads and shares over all runs."""
+    steps = frame[frame["part"] == "steps"]
+    panels = [panel for _, panel in steps.groupby("run", sort=False)]
+    columns = 3
+    rows = math.ceil(len(panels) / columns)
+    figure.set_size_inches(style.COLUMN_WIDTH * columns, 2.2 * rows + 2.7)
+    grid = figure.add_gridspec(rows + 1, columns)
+    for i, panel in enumerate(panels):
+        ax = plot(panel, figure.add_subplot(grid[i // columns, i % columns]))
+    figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    plot_leads(frame, figure.add_subplot(grid[rows, 0]))
+    plot_shares(frame, figure.add_subplot(grid[rows, 1:]))
+
+
+def caption(frame: pd.DataFrame) -> str:
+    """What is shown, what a spike is, how many follow and how many would by chance."""
+    steps = frame[frame["part"] == "steps"]
+    runs = steps.drop_duplicates("run")
+    models = curves.join(style.MODELS.get(name, name) for name in runs["model"].unique())
+    text = (
+        f"Training loss of {models} on {curves.join(runs['data'].unique())}: {len(runs)} "
+        f"run{'s' if len(runs) > 1 else ''} at {curves.join(runs['scale'].unique())} scale. After "
+        f"the appendix of arXiv:2304.13013. {spike_marks.in_words(frame)} Blue: RMS spikes of "
+        f"{spikes.TENSOR}. The loss axis ends at the largest loss after the first tenth."
+    )
+    for name, row in pooled(frame).iterrows():
+        text += (
+            f" {name}: {row['num_following']:.0f} of {row['num_loss_spikes']:.0f} loss spikes "
+            f"({row['share']:.1%}) follow its {row['num_rms_spikes']:.0f} RMS spikes, by chance "
+            f"{row['chance']:.1%}."
+        )
+    if not steps["loss_spike"].astype(bool).any():
+        text += " There is no loss spike."
+    return f"{text} The paper: {spikes.PAPER}.{curves.caption_end(runs, crosses=False)}"
+
+
+def pooled(frame: pd.DataFrame) -> pd.DataFrame:
+    """By tensor, over all runs with loss spikes: the counts, `share` and `chance`.
+
+    Chance is the mean over the shifts of `following`, weighted by the loss spikes of each run.
+    """
+    part = frame[(frame["part"] == "tensors") & (frame["num_loss_spikes"] > 0)]
+    part = part.assign(expected=part["chance"] * part["num_loss_spikes"])
+    counts = ["num_loss_spikes", "num_rms_spikes", "num_following", "expected"]
+    total = part.groupby("tensor")[counts].sum().astype(float)
+    total["share"] = total["num_following"] / total["num_loss_spikes"]
+    total["chance"] = total.pop("expected") / total["num_loss_spikes"]
+    return total.loc[[name for name in TENSORS if name in total.index]]
+
+
+def _steps_and_tensors(runs: Runs, head: dict) -> pd.DataFrame | None:
+    """The rows of one run; None if it did not record RMS_t of the patch embedding."""
+    protocol = spike_marks.protocol_of(head)
+    alone = Runs(runs.heads[runs.heads["run"] == head["run"]])
+    layers = (
+        int(head["vision_layers"] or 0) if head["vision_layers"] == head["vision_layers"] else 0
+    )
+    rows, steps = [], None
+    for name, pattern in TENSORS.items():
+        tensor = pattern.format(middle=layers // 2, last=layers - 1)
+        marks = spike_marks.mark(spikes.read_series(alone, head["run"], tensor), protocol, tensor)
+        if marks["rms"].isna().all():
+            continue
+        found = following(marks["loss_spike"].to_numpy(), marks["rms_spike"].to_numpy(), protocol)
+        rows.append(
+            {"tensor": name, **{k: v for k, v in found._asdict().items() if k in OF_A_TENSOR}}
+        )
+        steps = marks if name == FIRST else steps
+    if steps is None:
+        return None
+    parts = [steps[list(OF_A_STEP)].assign(part="steps"), pd.DataFrame(rows).assign(part="tensors")]
+    kept = {name: head[name] for name in OF_A_RUN} | asdict(protocol)
+    return pd.concat(parts, ignore_index=True).assign(**kept).reindex(columns=list(COLUMNS))
+
+
+def _place(frame: pd.DataFrame) -> tuple:
+    head = frame.iloc[0]
+    value = head["value"]
+    rank = style.rank(value, style.MODELS) if head["key"] == "model.name" else (value,)
+    return (head["beta2"], rank, head["seed"], head["run"])
+
+
+def _cap(frame: pd.DataFrame) -> float:
+    """Upper end of the loss axis: the first tenth of the run does not stretch it."""
+    late = frame.loc[frame["step"] > CAP_SHARE * frame["num_steps"], "loss"].astype(float)
+    late = late[np.isfinite(late)]
+    return None if late.empty else late.max() + 0.05 * abs(late.max())

@@ -1,0 +1,64 @@
+"""Spikes marked on the steps of a run, by the thresholds that the run itself was watched with."""
+
+from dataclasses import asdict, fields, replace
+
+import numpy as np
+import pandas as pd
+
+from analysis.spikes import Series
+from lowprec.diagnostics.spikes import PROTOCOLS, Protocol, leads, loss_spikes, rms_spikes
+
+FOLLOWING, OTHER = "#D55E00", "#666666"  # a loss spike that follows an RMS spike, any other
+THRESHOLDS = tuple(f.name for f in fields(Protocol))
+FRACTIONS = ("rms_threshold", "loss_sigmas")  # the others are whole numbers
+
+
+def protocol_of(head: dict) -> Protocol:
+    """The protocol of a run's config; the paper's for a run that was not watched."""
+    name = head["diagnostics.spikes.protocol"]
+    given = {field: head.get(f"diagnostics.spikes.{field}") for field in THRESHOLDS}
+    given = {field: value for field, value in given.items() if not pd.isna(value)}
+    whole = {field: int(value) for field, value in given.items() if field not in FRACTIONS}
+    return replace(PROTOCOLS.get(name, PROTOCOLS["paper"]), **(given | whole))
+
+
+def mark(series: Series, protocol: Protocol, tensor: str) -> pd.DataFrame:
+    """A row a step: loss, rms, loss_spike and rms_spike (one begins here), lead, follows.
+
+    `lead`: of a loss spike, steps since the latest RMS spike, NaN without one; `follows`: it is at
+    most the protocol's `max_lead`.
+    """
+    rms = series.rms_of(tensor)
+    loss_at, rms_at = loss_spikes(series.loss, protocol), rms_spikes(rms, protocol)
+    at = np.flatnonzero(loss_at)
+    lead = np.full(len(rms), np.nan)
+    lead[at] = leads(at, np.flatnonzero(rms_at))
+    columns = {"loss": series.loss, "rms": rms, "loss_spike": loss_at, "rms_spike": rms_at}
+    columns |= {"lead": lead, "follows": lead <= protocol.max_lead}
+    return pd.DataFrame({"step": np.arange(1, len(rms) + 1), **columns})
+
+
+def protocols(frame: pd.DataFrame) -> list[Protocol]:
+    """The protocols of a frame that has the columns THRESHOLDS, each once."""
+    rows = frame[list(THRESHOLDS)].drop_duplicates().to_dict("records")
+    return [
+        Protocol(**{k: float(v) if k in FRACTIONS else int(v) for k, v in row.items()})
+        for row in rows
+    ]
+
+
+def in_words(frame: pd.DataFrame) -> str:
+    """What counts as a spike in this frame, and whether that is as in the paper."""
+    used = protocols(frame)
+    texts = [
+        f"RMS spikes: RMS_t >= {p.rms_threshold:g}. Loss spikes: {p.num_deviations} losses within "
+        f"{p.within} steps above the mean + {p.loss_sigmas:g} standard deviations of the "
+        f"{p.window} steps before. The first {p.ignore_steps:,} steps have neither."
+        for p in used
+    ]
+    paper = asdict(PROTOCOLS["paper"])
+    changed = sorted({k for p in used for k, v in asdict(p).items() if v != paper[k]} - {"window"})
+    note = " The paper names no window."
+    if changed:
+        note = f" As in the paper but for {', '.join(changed)}.{note}"
+    return " Of other runs: ".join(texts) + note

@@ -1,0 +1,231 @@
+"""Figures around spikes, on runs with planted ones: spike_lead_*, loss_scaler, rms_and_loss."""
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.figure import Figure
+
+from analysis import load_runs, make, recorded, spike_lead, spike_marks
+from analysis.figures import (
+    loss_scaler,
+    rms_and_loss,
+    spike_lead_batch,
+    spike_lead_lr,
+    spike_lead_size,
+)
+from lowprec.config import DiagnosticsConfig, ScalerConfig, SpikeConfig
+from lowprec.diagnostics.spikes import Protocol
+
+CONV1, TOKENS, CLASS = "visual.conv1.weight", "token_embedding.weight", "visual.class_embedding"
+MIDDLE = recorded.BLOCK.format(2) + ".mlp.c_fc.weight"
+IN_PROJ = recorded.BLOCK.format(0) + ".attn.in_proj_weight"
+NAMES = [CONV1, TOKENS, MIDDLE, CLASS, IN_PROJ]
+SPIKES = {
+    400: 3,
+    500: 8,
+    600: 50,
+    700: None,
+}  # a loss spike's step: its lead in the patch embedding
+STEPS = 800
+WATCHED = DiagnosticsConfig(spikes=SpikeConfig(ignore_steps=200, window=100))
+SWEEPS = {
+    spike_lead_size: ("model", ("mini_b", "mini_l"), ("mini B", "mini L")),
+    spike_lead_batch: ("batch_size", (512, 4096), ("batch 512", "batch 4,096")),
+    spike_lead_lr: ("lr", (1e-3, 5e-3), ("lr 0.001", "lr 0.005")),
+}
+
+
+@pytest.fixture(name="plant")
+def plant_fixture(make_run):
+    """A function that makes a run with the spikes above, as the record writer leaves it."""
+
+    def plant(planted=SPIKES, blocks=None, **keys):
+        rng = np.random.default_rng(0)
+        losses = 2 + 0.1 * np.sin(np.arange(STEPS))
+        rms = pd.DataFrame(rng.uniform(0.8, 1.2, (STEPS, 5)), np.arange(1, STEPS + 1), NAMES)
+        for step, lead in planted.items():
+            losses[step - 1 : step + 2] += 1.0, 1.5, 1.2
+            if lead is not None:
+                rms.loc[step - lead, CONV1] = 5
+        if 600 in planted:
+            losses[600] += 1  # the highest
+            rms.loc[598, TOKENS] = rms.loc[300, MIDDLE] = 4
+        gradients = rms / 1000
+        gradients.loc[601:602] = np.nan
+        tables = {"tensors": {"rms": rms, "grad_norm": rms, "grad_abs_max": gradients}}
+        if blocks is not None:
+            tables["blocks"] = {"feature_mean": blocks}
+        keys = {"num_steps": STEPS, "diagnostics": WATCHED, "flush": 100} | keys
+        return make_run(losses=losses, tables=tables, **keys)
+
+    return plant
+
+
+@pytest.fixture(name="query")
+def query_fixture(tmp_path):
+    return lambda module: module.query(load_runs(tmp_path / "runs"))
+
+
+def drawn(module, frame):
+    figure = Figure(layout="constrained")
+    module.draw(frame, figure)
+    figure.draw_without_rendering()
+    return figure.axes
+
+
+def points(ax, marker):
+    lines = [line for line in ax.get_lines() if line.get_marker() == marker]
+    return [list(line.get_xdata()) for line in lines]
+
+
+@pytest.mark.parametrize("figure", SWEEPS, ids=lambda figure: figure.__name__.split(".")[-1])
+def test_panels_of_a_sweep_are_in_order_with_loss_and_rms_spikes_marked(plant, query, figure):
+    key, values, titles = SWEEPS[figure]
+    for value in reversed(values):
+        plant(**{key: value}, experiment="spikes")
+    frame = query(figure)
+    assert tuple(frame.columns) == spike_lead.COLUMNS
+    *panels, _, _ = drawn(figure, frame)
+    for ax, title in zip(panels, titles, strict=True):
+        assert ax.get_title() == f"{title}, beta2 = 0.99, seed 0\nbf16, AdamW"
+        assert points(ax, "v") == [[400, 500], [600, 700]]  # those that follow, the others
+        assert points(ax, "|") == [[397, 492, 550]]
+
+
+def test_spikes_are_those_of_the_thresholds_in_the_runs_own_config(plant, query):
+    plant(diagnostics=DiagnosticsConfig(spikes=SpikeConfig(ignore_steps=450, window=100)))
+    steps = query(spike_lead_lr).query("part == 'steps'")
+    assert steps.loc[steps["loss_spike"].astype(bool), "step"].tolist() == [500, 600, 700]
+    assert steps["ignore_steps"].unique().tolist() == [450]
+    frame = query(rms_and_loss)
+    assert frame.loc[frame["loss_spike"], "step"].tolist() == [500, 600, 700]
+    caption = rms_and_loss.caption(frame)
+    assert "The first 450 steps have neither. As in the paper but for ignore_steps." in caption
+
+
+def test_a_protocol_of_a_config_is_that_of_its_name_with_what_is_given():
+    head = dict.fromkeys((f"diagnostics.spikes.{name}" for name in spike_marks.THRESHOLDS), None)
+    head |= {"diagnostics.spikes.protocol": "paper"}
+    assert spike_marks.protocol_of(head) == Protocol()
+    given = {"diagnostics.spikes.window": np.float64(50), "diagnostics.spikes.loss_sigmas": 4}
+    assert spike_marks.protocol_of(head | given) == Protocol(window=50, loss_sigmas=4)
+    none = head | {"diagnostics.spikes.protocol": "none"}
+    assert spike_marks.protocol_of(none) == Protocol()
+
+
+def test_leads_and_shares_are_of_all_runs_together(plant, query):
+    plant()
+    plant({300: 1, 400: 3}, seed=1)
+    frame = query(spike_lead_size)
+    shares = spike_lead.pooled(frame)
+    first = shares.loc["patch embedding"]
+    assert (first["num_following"], first["num_loss_spikes"], first["num_rms_spikes"]) == (4, 6, 5)
+    assert first["share"] == pytest.approx(4 / 6)
+    # 8 steps after each RMS spike of the 600 that count: 3 and 4 loss spikes by 3 and 2 RMS spikes
+    assert first["chance"] == pytest.approx((4 * 3 * 8 / 600 + 2 * 2 * 8 / 600) / 6)
+    *_, leads, by_tensor = drawn(spike_lead_size, frame)
+    assert [bar.get_height() for bar in leads.patches] == [1, 0, 2, 0, 0, 0, 0, 1, 2, 0]
+    labels = [text.get_text() for text in by_tensor.get_yticklabels()]
+    assert labels == ["token embedding", "middle block, c_fc", "patch embedding"]
+    assert [bar.get_width() for bar in by_tensor.patches] == pytest.approx(
+        [100 * 1 / 6, 0, 100 * 4 / 6]
+    )
+    text = "patch embedding: 4 of 6 loss spikes (66.7%) follow its 5 RMS spikes, by chance 3.6%."
+    assert text in spike_lead_size.caption(frame)
+
+
+def test_a_sweep_without_spikes_is_drawn_and_said_to_have_none(plant, query):
+    plant({})
+    frame = query(spike_lead_lr)
+    assert len(drawn(spike_lead_lr, frame)) == 3
+    assert "There is no loss spike." in spike_lead_lr.caption(frame)
+
+
+@pytest.mark.parametrize("figure", [spike_lead_lr, loss_scaler])
+def test_a_run_without_rms_and_a_damaged_one_are_left_out(plant, make_run, query, figure):
+    make_run(num_steps=60, tables={})
+    damaged = plant(seed=1)
+    (damaged / "config.yaml").write_text("{")
+    assert query(figure).empty
+
+
+@pytest.fixture(name="scaled")
+def scaled_fixture(plant):
+    """A function that makes a run under fp16 whose scale halves where gradients overflow."""
+
+    def scaled(name="dynamic", planted=SPIKES, blocks=True, **keys):
+        steps = np.arange(1, STEPS + 1)
+        scale = np.where(steps > 601, 2.0**15, 2.0**16)
+        columns = {"loss_scale": scale, "skipped_tensors": np.isin(steps, (601, 602)) * 2}
+        at = np.arange(10, STEPS + 1, 10)
+        names = [recorded.BLOCK.format(k) for k in range(4)]
+        features = pd.DataFrame(np.outer(at, [1.0, 2, 3, 4]), at, names) if blocks else None
+        return plant(planted, features, autocast="fp16", scaler=ScalerConfig(name), columns=columns,
+                     experiment="loss_scaler", **keys)  # fmt: skip
+
+    return scaled
+
+
+def test_the_steps_around_the_highest_loss_spike_have_all_that_was_recorded(scaled, query):
+    scaled()
+    frame = query(loss_scaler)
+    assert tuple(frame.columns) == loss_scaler.COLUMNS
+    assert frame["spike"].unique().tolist() == [600] and frame["is_loss_spike"].all()
+    at = frame.set_index("step")
+    assert at.index.tolist() == list(range(500, 701))
+    assert at.loc[601:602, "loss_scale"].tolist() == [65536, 32768]
+    assert at["block"].unique().tolist() == [3]
+    assert at["feature_mean"].dropna().loc[600] == 2400 and at["feature_mean"].count() == 21
+    assert at.loc[550, "rms"] == 5
+    assert at.loc[500, "grad_in_proj"] < 0.01 and np.isnan(at.loc[601, "grad_in_proj"])
+
+
+def test_there_is_a_column_a_run_and_a_row_each_thing_that_was_recorded(scaled, query):
+    scaled("dynamic")
+    scaled("fixed")
+    axes = drawn(loss_scaler, query(loss_scaler))
+    assert len(axes) == 12
+    assert [ax.get_title().split(",")[1] for ax in axes[:2]] == [
+        " dynamic scaler", " fixed scaler"
+    ]  # fmt: skip
+    assert [ax.get_ylabel() for ax in axes[::2]][:2] == ["training loss", "loss scale"]
+    assert all(points(ax, "|") == [[601, 602]] for ax in axes)
+    assert axes[0].get_xlim() == (500, 700)
+
+
+def test_what_was_not_recorded_has_no_panel_and_is_named(scaled, query):
+    scaled(blocks=False)
+    frame = query(loss_scaler)
+    assert len(drawn(loss_scaler, frame)) == 5
+    assert "Not recorded: feature_mean." in loss_scaler.caption(frame)
+
+
+def test_without_a_loss_spike_the_largest_rms_is_shown_and_the_caption_says_so(scaled, query):
+    scaled(planted={}, seed=3)
+    frame = query(loss_scaler)
+    assert not frame["is_loss_spike"].any() and (frame["spike"] > 200).all()
+    assert "no loss spike, the largest RMS_t, step" in loss_scaler.caption(frame)
+
+
+def test_a_run_without_a_scaler_has_nothing_to_show(plant, query):
+    plant(experiment="loss_scaler")
+    assert query(loss_scaler).empty
+
+
+def test_a_diverged_run_shows_the_steps_it_has_and_says_how_it_ended(scaled, query):
+    scaled(steps=650, state="diverged")
+    frame = query(loss_scaler)
+    assert frame["step"].max() == 650
+    drawn(loss_scaler, frame)
+    assert "Diverged (cross)" not in loss_scaler.caption(frame)
+    assert "diverged at step 650" in loss_scaler.caption(frame)
+
+
+def test_make_writes_each_of_them(plant, scaled, tmp_path):
+    scaled(scale="mini")
+    for slug in ("spike_lead_size", "spike_lead_lr", "spike_lead_batch"):
+        plant(experiment=slug, scale="mini")
+    for slug in ("spike_lead_size", "spike_lead_lr", "spike_lead_batch", "loss_scaler"):
+        arguments = [slug, "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
+        assert make.main(arguments) == 0
+        assert (tmp_path / "out" / f"{slug}_mini.png").stat().st_size > 10_000

@@ -1,0 +1,291 @@
+"""Replays: the control is the run, a change is that change alone, and what a table says of it."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+
+from experiments import build as building
+from experiments.cli import RunError
+from experiments.replay import ReplayConfig, changed, main, suspects, variants_of
+from experiments.replay_report import height, question, table, verdict
+from lowprec.run import encode_row, read_rows, to_dict
+from lowprec.validate import ConfigError
+
+REPOSITORY = Path(__file__).parents[2]
+SETTINGS = {
+    "fp32": {},
+    "dropout": {"model.patch_dropout": 0.5, "schedule.name": "constant"},
+    "fixed": {"precision.autocast": "fp16", "scaler.name": "fixed", "precision.recipe": "llm_int8"},
+    "dynamic": {"precision.autocast": "fp16", "scaler.name": "dynamic"},
+    "pure": {"precision.autocast": "pure_bf16", "optimizer.beta2_decay": 0.6},
+}
+
+
+@pytest.fixture
+def run(make_config, run_once, tmp_path):
+    """`run(changes)`: a run of 12 steps with checkpoints at 4, 8 and 12."""
+
+    def make(changes=None, **options):
+        folder = tmp_path / "run"
+        run_once(make_config({"keep_checkpoints": 3, **(changes or {})}), folder, **options)
+        return folder
+
+    return make
+
+
+def replayed(folder, step, *changes, steps=2, multirun=False, tolerance=0.0):
+    config = ReplayConfig(str(folder), step, steps, tolerance)
+    main(config, list(changes), multirun)
+    [path] = [p for p in (folder / "replays").glob("*.csv") if not p.stem.endswith("_table")]
+    return pd.read_csv(path)
+
+
+def losses(frame, change):
+    rows = frame[frame["change"] == change]
+    return dict(zip(rows["step"], rows["loss"], strict=True))
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_the_control_is_the_run_to_the_bit_and_the_run_is_left_alone(run, setting, capsys):
+    folder = run(SETTINGS[setting])
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    frame = replayed(folder, 10, "optimizer.beta2_decay=0.9")
+    recorded = {row["step"]: row["loss"] for row in read_rows(folder / "metrics.jsonl")}
+    control = losses(frame, "control")
+    assert control == {step: recorded[step] for step in range(9, 13)}
+    assert losses(frame, "recorded") == control
+    other = losses(frame, "optimizer.beta2_decay=0.9")
+    assert other[9] == control[9] and other[11] != control[11]
+    assert "the 4 recorded losses to the bit" in capsys.readouterr().out
+    rms = frame[frame["change"] == "control"]["rms"]
+    assert rms.notna().all() and (rms > 0).all()
+    after = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert {path: after[path] for path in before} == before
+    assert {path.parent for path in set(after) - set(before)} == {folder / "replays"}
+
+
+def test_a_control_that_does_not_reproduce_ends_the_replay(run):
+    folder = run()
+    rows = read_rows(folder / "metrics.jsonl")
+    rows[10]["loss"] += 0.125
+    (folder / "metrics.jsonl").write_text("".join(map(encode_row, rows)))
+    with pytest.raises(RunError, match=r"does not reproduce .* 0.125, at step 11 \(bound: .*=0.01"):
+        replayed(folder, 10, "skip_batch=true", tolerance=0.01)
+    assert not (folder / "replays").exists()
+    assert len(replayed(folder, 10, "skip_batch=true", tolerance=0.2)) > 0
+
+
+def test_a_skipped_batch_is_replaced_by_the_next(run, monkeypatch):
+    folder, seen = run(), []
+    plain = building.build
+
+    def listening(*arguments):
+        built = plain(*arguments)
+        loss = built.task.loss
+        built.task.loss = lambda batch: seen.append(batch.samples.tolist()) or loss(batch)
+        return built
+
+    monkeypatch.setattr(building, "build", listening)
+    frame = replayed(folder, 10, "skip_batch=true")
+    of_run, without = seen[:4], seen[4:]
+    assert without == [of_run[0], of_run[2], of_run[3]]  # the run has no batch 13
+    assert list(losses(frame, "skip_batch=true")) == [9, 10, 11]
+
+
+def test_each_cell_of_a_sweep_is_a_change_alone(run):
+    frame = replayed(run(), 10, "optimizer.beta2=0.5,0.9", "skip_batch=true,false", multirun=True)
+    names = {f"optimizer.beta2={b} skip_batch={s}" for b in (0.5, 0.9) for s in (True, False)}
+    assert set(frame["change"]) == {"recorded", "control"} | names
+    curves = [tuple(losses(frame, name).items()) for name in names]
+    assert len(set(curves)) == 4
+
+
+def test_from_a_snapshot_before_a_planted_spike_the_guilty_batch_is_found(run, monkeypatch, capsys):
+    plain = building.build
+
+    def spoiled(config, data):
+        built = plain(config, data)
+        [guilty] = [b.samples for _, b in zip("a", built.batches_from(14), strict=False)]
+        loss = built.task.loss
+
+        def shaken(batch):
+            value, scale = loss(batch)
+            return value * (50.0 if torch.equal(batch.samples, guilty) else 1.0), scale
+
+        built.task.loss = shaken
+        return built
+
+    monkeypatch.setattr(building, "build", spoiled)
+    spikes = {"ignore_steps": 4, "window": 6, "num_deviations": 1, "within": 1}
+    keys = {f"diagnostics.spikes.{name}": value for name, value in spikes.items()}
+    keys |= {"diagnostics.recorder.enabled": True, "diagnostics.recorder.steps": 6}
+    keys |= {"num_steps": 20, "save_every": 20}
+    folder = run(
+        keys, spoil=lambda built: vars(built).update(vars(spoiled(built.config, built.data)))
+    )
+    [event] = [e for e in read_rows(folder / "events.jsonl") if e.get("spike") == "loss"]
+    assert event["step"] == 14
+    main(ReplayConfig(str(folder), 14, 3), [])
+    said = capsys.readouterr().out
+    assert "snapshots/step_000000000: steps 1 to 17" in said
+    assert "The spike is gone under: data (skip_batch=true)." in said
+    assert "The spike is there under: optimizer (optimizer=stable_adamw)." in said
+    assert sorted(path.name for path in (folder / "replays").iterdir()) == [
+        *("step_14.csv", "step_14.png", "step_14_table.csv")
+    ]
+
+
+def test_a_replay_ends_where_the_run_diverged(run, monkeypatch):
+    plain = building.build
+
+    def spoiled(config, data):
+        built = plain(config, data)
+        loss, groups = built.task.loss, built.state.optimizer.param_groups
+
+        def shaken(batch):
+            value, scale = loss(batch)
+            return value * (math.nan if int(groups[0].get("step", 0)) >= 9 else 1.0), scale
+
+        built.task.loss = shaken
+        return built
+
+    monkeypatch.setattr(building, "build", spoiled)
+    folder = run(spoil=lambda built: vars(built).update(vars(spoiled(built.config, built.data))))
+    frame = replayed(folder, 10, "optimizer.beta2=0.5", steps=5)
+    assert list(losses(frame, "control")) == [*range(5, 11)]
+
+
+def test_what_cannot_be_replayed_is_said_in_a_sentence(run):
+    folder = run()
+    for step, changes, said in (
+        (40, ["skip_batch=true"], "has recorded steps 1 to 12"),
+        (4, ["skip_batch=true"], "before step 4; there is checkpoints/step_000000004, checkp"),
+        (10, ["model.vision_layers=3"], "does not fit the model"),
+    ):
+        with pytest.raises(RunError, match=said):
+            replayed(folder, step, *changes)
+    with pytest.raises(ConfigError) as error:
+        replayed(folder, 10, "optimizer.beta3=1", "scaler=fixed", "seed=1,2", "precision=bf17")
+    faults = "\n".join(error.value.faults)
+    for said in ("optimizer.beta3: no such key", "this is a sweep", "precision=bf17: conf/prec"):
+        assert said in faults
+    with pytest.raises(ConfigError, match="does not go with scaler=fixed"):
+        replayed(folder, 10, "scaler=fixed")
+
+
+def test_a_scaler_that_the_run_did_not_have_begins_anew(run):
+    frame = replayed(run(), 10, "precision=fp16", "scaler=dynamic")
+    assert all(map(math.isfinite, losses(frame, "precision=fp16 scaler=dynamic").values()))
+
+
+def test_a_stream_is_replayed_with_the_workers_it_had(run, squares):
+    keys = {"data.name": "stream", "data.train": str(squares / "train-*.tar")}
+    provenance = {"layout": {"world_size": 1, "workers": 2}}
+    folder = run({**keys, "num_workers": 2}, provenance=provenance)
+    config = json.loads((folder / "config.yaml").read_text())
+    config["num_workers"] = None
+    (folder / "config.yaml").write_text(json.dumps(config))
+    frame = replayed(folder, 10, "optimizer.beta2=0.5")
+    assert losses(frame, "control") == losses(frame, "recorded")
+
+
+def test_a_group_takes_back_what_another_file_of_it_said(make_config):
+    keys = {"name": "stable_adamw", "clip_threshold": 1.5, "beta2": 0.9, "lr": 0.01}
+    trained = to_dict(make_config({f"optimizer.{name}": value for name, value in keys.items()}))
+    [control, variant] = variants_of(trained, ["optimizer.beta1=0.8", "optimizer=adamw"], False)
+    assert control.config.optimizer.clip_threshold == 1.5
+    rule = variant.config.optimizer
+    assert (rule.name, rule.clip_threshold, rule.beta2, rule.lr) == ("adamw", None, 0.9, 0.01)
+    assert rule.beta1 == 0.8 and trained["optimizer"]["beta1"] == 0.9
+    later = ["optimizer.clip_threshold=2.0", "optimizer=stable_adamw"]
+    assert variants_of(trained, later, False)[1].config.optimizer.clip_threshold == 2.0
+    assert variant.config.data == control.config.data
+
+
+def test_without_changes_the_suspects_are_data_optimizer_and_numerics(make_config):
+    questions = []
+    for changes in (
+        {"precision.autocast": "bf16", "precision.recipe": "switchback"},
+        {"optimizer.name": "stable_adamw", "optimizer.clip_threshold": 1.0},
+    ):
+        trained = to_dict(make_config(changes))
+        questions.append([question(" ".join(cell)) for cell in suspects(trained)])
+        for cell in suspects(trained):
+            assert changed(trained, cell) != trained
+    assert questions == [["data", "optimizer", "numerics"], ["data", "optimizer"]]
+
+
+def test_question_of_a_change_follows_from_its_keys():
+    assert question("control") == "-"
+    assert question("precision=fp32 scaler=none") == "numerics"
+    assert question("optimizer.beta2=0.9 skip_batch=true") == "data+optimizer"
+    assert question("model.patch_dropout=0.5") == "model or other"
+
+
+def frame_of(values, first=1):
+    steps = range(first, first + len(values))
+    return pd.DataFrame({"step": steps, "loss": values, "rms": 1.0})
+
+
+def test_heights_are_compared_with_the_controls_and_what_is_not_finite_is_infinitely_high():
+    frames = {
+        "control": frame_of([1.0, 1.1, 0.9, 5.0, 3.0]),
+        "skip_batch=true": frame_of([1.0, 1.1, 0.9, 1.2, 1.4]),
+        "optimizer.beta2=0.9": frame_of([2.0, 2.0, 2.0, 5.0]),
+        "precision=bf16": frame_of([1.0, 1.1, 0.9, math.nan]),
+        "seed=2": frame_of([1.0, math.inf]),
+    }
+    shown = table(frames, 4)
+    assert shown["height"].round(6).tolist() == [4.0, 0.4, 3.0, math.inf, math.inf]
+    assert shown["of_control"].round(6).tolist() == [1.0, 0.1, 0.75, math.inf, math.inf]
+    said = verdict({1: 1.0, 2: 1.1, 3: 0.9}, shown, 4)
+    assert "is gone under: data (skip_batch=true)." in said
+    assert all(name in said.split("is there")[1] for name in ("beta2=0.9", "bf16", "seed=2"))
+
+
+def test_of_a_control_that_diverged_a_finite_loss_is_the_end_of_the_spike():
+    frames = {
+        "control": frame_of([1.0, 1.1, 0.9, math.nan]),
+        "scaler=none": frame_of([1.0, 1.1, 0.9, 9.0]),
+        "seed=1": frame_of([1.0, 1.1, 0.9, math.inf]),
+    }
+    shown = table(frames, 4)
+    assert shown["of_control"].tolist() == [1.0, 0.0, 1.0]
+    said = verdict({1: 1.0, 2: 1.1, 3: 0.9}, shown, 4)
+    assert "is gone under: numerics (scaler=none)." in said
+
+
+def test_a_step_that_is_no_spike_is_called_none():
+    frames = {"control": frame_of([1.0, 1.2, 0.8, 1.1, 1.0]), "seed=1": frame_of([1.0] * 5)}
+    assert height(frames["control"], 4) == pytest.approx(0.2)
+    shown = table(frames, 4)
+    assert verdict({1: 1.0, 2: 1.2, 3: 0.8}, shown, 4).startswith("No spike around step 4")
+    assert "is gone" in verdict({1: 1.0, 2: 1.01, 3: 0.99}, shown, 4)
+
+
+def test_the_command_tells_its_keys_from_the_changes(run):
+    folder = run()
+    command = [sys.executable, "-m", "experiments.replay", "-m", f"run={folder}", "step=10"]
+    command += ["steps=2", "optimizer.beta2=0.5,0.9", "optimizer=stable_adamw"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    for beta2 in ("0.5", "0.9"):
+        assert re.search(rf"beta2={beta2} optimizer=stable_adamw +optimizer ", done.stdout)
+    assert len(list((folder / "replays").glob("*.png"))) == 1
+    bad = [sys.executable, "-m", "experiments.replay", f"run={folder}", "step=99"]
+    done = subprocess.run(bad, cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 1 and "has recorded steps 1 to 12" in done.stderr
+
+
+def test_a_spike_that_a_change_moves_by_some_steps_is_still_there():
+    calm = [1.0, 1.1, 0.9] * 10
+    frames = {"control": frame_of([*calm, 5.0]), "early": frame_of([*calm[:-1], 5.0, 1.0])}
+    frames["long before"] = frame_of([5.0, *calm])
+    assert [height(frame, 31) for frame in frames.values()] == pytest.approx([4.0, 4.0, 0.1])

@@ -1,0 +1,85 @@
+"""Every figure of runs has its studies: a config at paper scale and one for one GPU."""
+
+import importlib
+
+import pytest
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+
+from analysis import make
+from experiments import cli
+from lowprec.config import Config
+
+WITHOUT_PAPER = ("resume",)  # not of the paper
+SHARDS = ["data.train=train.tar", "data.val=val.tar"]
+MINI = ("mini_b", "mini_l", "mini_h")
+
+
+def of_runs(slug):
+    return not hasattr(importlib.import_module(f"analysis.figures.{slug}"), "LINES")
+
+
+SLUGS = [slug for slug in make.slugs() if of_runs(slug)]
+
+
+@pytest.fixture(autouse=True)
+def schema():
+    ConfigStore.instance().store(name="schema", node=cli.defaults(Config))
+
+
+def cells(name):
+    text = (cli.CONF / "experiment" / f"{name}.yaml").read_text()
+    shards = SHARDS if "/data: shards" in text else []
+    return cli.check_command([f"experiment={name}", *shards], "train", multirun=True)
+
+
+@pytest.mark.parametrize("slug", SLUGS)
+def test_a_mini_study_trains_mini_models_for_at_most_2000_steps(slug):
+    configs = cells(f"{slug}_mini")
+    assert {(config.experiment, config.scale) for config in configs} == {(slug, "mini")}
+    assert {config.model.name for config in configs} <= set(MINI)
+    assert all(config.num_steps <= 2000 for config in configs)
+
+
+@pytest.mark.parametrize("slug", [slug for slug in SLUGS if slug not in WITHOUT_PAPER])
+def test_a_study_at_paper_scale_follows_the_protocol_of_the_paper(slug):
+    for config in cells(slug):
+        assert (config.experiment, config.scale) == (slug, "paper")
+        assert (config.num_steps, config.schedule.warmup_steps) == (20000, 5000)
+        assert config.model.patch_dropout == 0.5 and config.checkpointing
+        assert config.data.resampled and config.data.classnames == "imagenet"
+        optimizer = config.optimizer
+        assert (optimizer.beta1, optimizer.eps, optimizer.weight_decay) == (0.9, 1e-6, 0.2)
+        if "_lr" not in slug:
+            assert optimizer.lr == 2e-3
+        if "_batch" not in slug:
+            assert config.batch_size == 16384
+
+
+def test_sweeps_of_the_paper_have_its_values():
+    swept = {
+        "spikes_vs_size": lambda c: c.model.name,
+        "spikes_vs_batch": lambda c: c.batch_size,
+        "spikes_vs_lr": lambda c: c.optimizer.lr,
+        "beta2_schedule": lambda c: c.optimizer.beta2_decay,
+        "update_clipping": lambda c: c.optimizer.name,
+    }
+    found = {slug: list(dict.fromkeys(map(value, cells(slug)))) for slug, value in swept.items()}
+    assert found == {
+        "spikes_vs_size": ["vit_b32", "vit_l14", "vit_h14"],
+        "spikes_vs_batch": [4096, 16384, 65536],
+        "spikes_vs_lr": [5e-4, 2e-3, 5e-3],
+        "beta2_schedule": [None, 0.45, 0.5, 0.65],
+        "update_clipping": ["adamw", "adamw_clip", "stable_adamw"],
+    }
+    beta2 = {config.optimizer.beta2 for config in cells("spikes_vs_size")}
+    assert beta2 == {0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995}
+
+
+def test_every_study_is_a_row_of_the_table():
+    table = (cli.CONF.parent / "experiments" / "README.md").read_text()
+    for path in (cli.CONF / "experiment").glob("*.yaml"):
+        [row] = [line for line in table.splitlines() if line.startswith(f"| `{path.stem}` |")]
+        scale = row.split("|")[2].strip()
+        given = OmegaConf.load(path).get("scale") or path.stem.rpartition("_")[2]
+        assert scale == (given if given in ("mini", "demo") else "paper")

@@ -1,0 +1,219 @@
+"""8-bit AdamW: what surrounds a library's update, held against StableAdamW and the library alone.
+
+What holds for any library is shown with torch's AdamW in its place; bitsandbytes and torchao are
+tested where they are installed.
+"""
+
+import math
+
+import pytest
+import torch
+
+from lowprec.optim import eight_bit
+from lowprec.optim.eight_bit import (
+    BitsAndBytesAdamW8bit,
+    EightBitAdamW,
+    TorchaoAdamW8bit,
+    matching,
+)
+from lowprec.optim.loss_scaling import build_scaler
+from lowprec.optim.stable_adamw import STATISTICS, StableAdamW
+
+RULE = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6}
+SHAPES = {"a.weight": (64, 80), "a.bias": (80,), "b.weight": (16, 256), "b.scale": ()}
+KNOWN = [i for i, name in enumerate(STATISTICS) if name not in ("rms", "u_min", "u_mean", "u_max")]
+
+
+class OfTorch(EightBitAdamW):
+    """torch's AdamW in the place of a library's."""
+
+    def __init__(self, groups, rule, **options):
+        super().__init__(torch.optim.AdamW(groups, **rule, foreach=False), **options)
+
+    def _start(self, p, is_wide):
+        pass
+
+
+def make_groups():
+    torch.manual_seed(0)
+    named = [(name, torch.nn.Parameter(torch.randn(shape))) for name, shape in SHAPES.items()]
+    return [
+        {"params": named[::2], "weight_decay": 0.1},
+        {"params": named[1::2], "weight_decay": 0.0},
+    ]
+
+
+def params_of(optimizer):
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def set_grads(optimizer, step, scale=1.0):
+    for i, p in enumerate(params_of(optimizer)):
+        generator = torch.Generator().manual_seed(100 * step + i)
+        p.grad = torch.randn(p.shape, generator=generator).to(p.device) * scale
+
+
+def run(optimizer, steps=5, scale=1.0):
+    for step in range(1, steps + 1):
+        set_grads(optimizer, step, scale)
+        optimizer.step()
+    return [p.detach().clone() for p in params_of(optimizer)]
+
+
+def assert_same(found, expected):
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_statistics_are_those_of_adamw_and_rms_is_not_guessed():
+    ours, reference = OfTorch(make_groups(), RULE), StableAdamW(make_groups(), **RULE)
+    reference.param_groups[0]["clip_threshold"] = reference.param_groups[1]["clip_threshold"] = None
+    torch.testing.assert_close(run(ours), run(reference))
+    assert ours.names == reference.names
+    expected = reference.statistics[:, KNOWN]
+    torch.testing.assert_close(ours.statistics[:, KNOWN], expected, rtol=1e-4, atol=1e-6)
+    assert ours.statistics.isnan().sum(dim=0).tolist() == [
+        0 if i in KNOWN else len(SHAPES) for i in range(len(STATISTICS))
+    ]
+    torch.testing.assert_close(ours.grad_norm, reference.grad_norm)
+    assert ours.all_finite and torch.equal(ours.clipped_grad_norm, ours.grad_norm)
+
+
+def test_chunks_do_not_change_the_numbers(monkeypatch):
+    expected = run(OfTorch(make_groups(), RULE))
+    for chunk in (1, 5000):
+        monkeypatch.setattr(eight_bit, "CHUNK", chunk)
+        assert_same(run(OfTorch(make_groups(), RULE)), expected)
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize("skip", ["step", "tensor"])
+def test_a_non_finite_gradient_is_never_applied(bad, skip):
+    ours = OfTorch(make_groups(), RULE, skip=skip)
+    before = run(ours, 1)
+    set_grads(ours, 2)
+    ours.params[1].grad[0, :3] = bad
+    ours.step()
+    moved = [not torch.equal(a, b) for a, b in zip(params_of(ours), before, strict=True)]
+    assert moved == ([False] * 4 if skip == "step" else [True, False, True, True])
+    row = dict(zip(STATISTICS, ours.statistics[1].tolist(), strict=True))
+    assert not ours.all_finite and not math.isfinite(row["grad_norm"]) and row["update_norm"] == 0
+    assert (row["grad_inf"], row["grad_nan"]) == ((3, 0) if bad == math.inf else (0, 3))
+    steps = [float(ours.library.state[p]["step"]) for p in ours.params]
+    assert steps == [1.0 + is_moved for is_moved in moved]
+
+
+@pytest.mark.parametrize("veto", ["frozen", "found_inf"])
+def test_a_veto_leaves_everything_as_it_is(veto):
+    ours = OfTorch(make_groups(), RULE, skip="tensor")
+    before = run(ours, 1)
+    setattr(ours, veto, torch.ones(()))
+    set_grads(ours, 2)
+    ours.step()
+    assert_same(params_of(ours), before)
+    assert ours.all_finite and ours.statistics[:, STATISTICS.index("grad_norm")].min() > 0
+
+
+@pytest.mark.parametrize("name", ["fixed", "dynamic"])
+def test_the_loss_scale_is_divided_out(name):
+    expected = run(OfTorch(make_groups(), RULE), 1)
+    ours = OfTorch(make_groups(), RULE, skip="tensor" if name == "fixed" else "step")
+    scaler = build_scaler(name, 1024.0, torch.device("cpu"))
+    set_grads(ours, 1, scale=1024.0)
+    scaler.step(ours)
+    assert_same(params_of(ours), expected)
+
+
+def test_a_parameter_without_a_gradient_is_left_alone():
+    ours = OfTorch(make_groups(), RULE)
+    before = run(ours, 1)
+    set_grads(ours, 2)
+    ours.params[2].grad = None
+    ours.step()
+    assert torch.equal(ours.params[2], before[2]) and not torch.equal(ours.params[3], before[3])
+    row = dict(zip(STATISTICS, ours.statistics[2].tolist(), strict=True))
+    assert row["grad_norm"] == row["update_norm"] == 0
+    assert row["param_norm"] == pytest.approx(before[2].norm().item())
+
+
+def test_patterns_match_names_and_modules_above_them():
+    names = ["visual.conv1.weight", "visual.proj", "token_embedding.weight"]
+    assert matching(names, ["visual"]) == set(names[:2])
+    assert matching(names, ["*conv?", "token_*"]) == {names[0], names[2]}
+    assert matching(names, []) == set()
+    with pytest.raises(ValueError, match="'conv1' matches no module"):
+        matching(names, ["conv1"])
+
+
+def test_torchao_moves_parameters_as_it_does_alone(torchao):
+    alone = torchao.AdamW8bit(make_groups(), **RULE)
+    assert_same(run(TorchaoAdamW8bit(make_groups(), RULE)), run(alone))
+
+
+@pytest.mark.parametrize(
+    ("options", "codes"),
+    [
+        ({}, {"a.weight", "b.weight"}),
+        ({"min_8bit_size": 4097}, {"a.weight"}),
+        ({"override_32bit": ["a"]}, {"b.weight"}),
+        ({"min_8bit_size": 80}, {"a.weight", "b.weight"}),  # a.bias is no multiple of 256
+    ],
+)
+def test_torchao_codes_the_moments_it_is_told_to(torchao, options, codes):
+    optimizer = TorchaoAdamW8bit(make_groups(), RULE, **options)
+    run(optimizer, 2)
+    states = optimizer.states()
+    for kind in ("exp_avg", "exp_avg_sq"):
+        assert {n for n, t in states[kind].items() if t.dtype == torch.uint8} == codes
+        assert set(states[f"{kind}_scale"]) == codes
+        assert {n: tuple(t.shape) for n, t in states[kind].items()} == SHAPES
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch.compile warns of its own ways
+def test_torchao_compiled_stays_near_adamw():
+    pytest.importorskip("torchao.optim")
+    found, expected = run(TorchaoAdamW8bit(make_groups(), RULE)), run(OfTorch(make_groups(), RULE))
+    for a, b, start in zip(found, expected, params_of(OfTorch(make_groups(), RULE)), strict=True):
+        assert (a - b).norm() <= 0.1 * (b - start).norm()
+
+
+@pytest.mark.parametrize(
+    ("options", "codes"),
+    [
+        ({}, {"a.weight", "b.weight"}),
+        ({"override_32bit": ["b"]}, {"a.weight"}),
+        ({"min_8bit_size": 80}, {"a.weight", "a.bias", "b.weight"}),
+    ],
+)
+def test_bitsandbytes_codes_the_moments_it_is_told_to_and_stays_near_adamw(
+    bitsandbytes, options, codes
+):
+    optimizer = BitsAndBytesAdamW8bit(make_groups(), RULE, **options)
+    found, expected = run(optimizer), run(OfTorch(make_groups(), RULE))
+    for a, b, start in zip(found, expected, params_of(OfTorch(make_groups(), RULE)), strict=True):
+        assert (a - b).norm() <= 0.1 * (b - start).norm()
+    for kind in ("exp_avg", "exp_avg_sq"):
+        states = optimizer.states()
+        assert {n for n, t in states[kind].items() if t.dtype == torch.uint8} == codes
+        assert set(states[f"{kind}_scale"]) == codes
+    assert optimizer.steps == [5.0] * 4
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", [BitsAndBytesAdamW8bit, TorchaoAdamW8bit])
+def test_on_a_gpu_parameters_move_as_under_the_library_alone_and_near_adamw(kind):
+    name = "bitsandbytes" if kind is BitsAndBytesAdamW8bit else "torchao"
+    library = pytest.importorskip(f"{name}.optim")
+
+    def groups():
+        made = make_groups()
+        for group in made:
+            group["params"] = [(n, torch.nn.Parameter(p.cuda())) for n, p in group["params"]]
+        return made
+
+    found, alone = run(kind(groups(), RULE)), run(library.AdamW8bit(groups(), **RULE))
+    assert_same(found, alone)
+    starts = [p for group in groups() for _, p in group["params"]]
+    for a, b, start in zip(found, run(OfTorch(groups(), RULE)), starts, strict=True):
+        assert (a - b).norm() <= 0.1 * (b - start).norm()

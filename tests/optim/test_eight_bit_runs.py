@@ -1,0 +1,189 @@
+"""Runs with 8-bit optimizers: recorded without RMS_t, resumed to the byte."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from experiments.build import build
+from experiments.open_data import open_data
+from lowprec.clip.stable_embedding import StableEmbedding, fold, use_stable_embedding
+from lowprec.run import read_rows, read_tensors
+from lowprec.train.checkpoint import list_checkpoints
+from lowprec.train.state import CheckpointError
+from lowprec.train.step import can_capture
+from lowprec.validate import ConfigError
+
+KNOWN = ["grad_norm", "update_norm"]
+LIBRARIES = {"torchao": "adamw8bit_torchao", "bitsandbytes": "adamw8bit_bnb"}
+
+
+@pytest.fixture(params=LIBRARIES)
+def changes(request):
+    """Of a config, for each library that is installed."""
+    request.getfixturevalue(request.param)
+    return {"optimizer.name": LIBRARIES[request.param], "diagnostics.statistics": KNOWN}
+
+
+def bytes_of(run):
+    """The record's files, but for what depends on the clock."""
+    files = sorted(path.name for path in run.glob("*.parquet"))
+    assert files == ["blocks.parquet", "details.parquet", "tensors.parquet"]
+    return [(run / name).read_bytes() for name in ("metrics.jsonl", *files)]
+
+
+def tensors_of(run):
+    return {
+        (path.name, name): tensor
+        for path in list_checkpoints(run)[-1].glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
+
+
+def resumes(config, run_once, tmp_path):
+    """Holds an interrupted run against an undisturbed one; the tensors of the last checkpoint."""
+    run_once(config, tmp_path / "whole")
+
+    def crash_at_7(built):
+        batches_from = built.batches_from
+
+        def crashing(first):
+            for number, batch in enumerate(batches_from(first), first):
+                if number == 7:
+                    raise RuntimeError("pulled the plug")
+                yield batch
+
+        built.batches_from = crashing
+
+    with pytest.raises(RuntimeError, match="pulled the plug"):
+        run_once(config, tmp_path / "cut", spoil=crash_at_7)
+    torch.manual_seed(12345)  # the resumed attempt must not lean on the process's random state
+    ended, _ = run_once(config, tmp_path / "cut")
+    assert ended.state == "finished"
+    assert bytes_of(tmp_path / "whole") == bytes_of(tmp_path / "cut")
+    whole, cut = tensors_of(tmp_path / "whole"), tensors_of(tmp_path / "cut")
+    assert whole.keys() == cut.keys()
+    assert all(torch.equal(whole[key], cut[key]) for key in whole)
+    return whole
+
+
+@pytest.mark.parametrize("setting", ["fp32", "fixed", "stable"])
+def test_a_resumed_run_is_bitwise_the_undisturbed_one(
+    changes, setting, make_config, run_once, tmp_path
+):
+    changes |= {"diagnostics.detail_every": 3, "diagnostics.block_every": 4}
+    changes |= {
+        "fp32": {},
+        "fixed": {"precision.autocast": "fp16", "scaler.name": "fixed"},
+        "stable": {"optimizer.stable_embedding": True},
+    }[setting]
+    whole = resumes(make_config(changes), run_once, tmp_path)
+    codes = whole["exp_avg.safetensors", "visual.transformer.resblocks.0.mlp.c_fc.weight"]
+    assert codes.dtype == torch.uint8 and len(codes.unique()) > 20
+    embedding = whole["exp_avg.safetensors", "token_embedding.weight"]
+    assert embedding.dtype == (torch.float32 if setting == "stable" else torch.uint8)
+
+
+@pytest.mark.parametrize("table", ["tensors", "details"])
+def test_the_record_has_no_rms_and_the_loss_falls(changes, table, make_config, run_once, tmp_path):
+    often = {"diagnostics.detail_every": 3, "optimizer.lr": 3e-3, "num_steps": 30}
+    run_once(make_config(changes | often), tmp_path / "run")
+    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    assert sum(r["loss"] for r in rows[-5:]) < 0.9 * sum(r["loss"] for r in rows[:5])
+    names = {"tensors": set(KNOWN)}
+    names["details"] = {"grad_abs_max", "grad_inf", "grad_nan", "param_norm"}
+    for _, statistics, _ in read_tensors(tmp_path / "run", table):
+        assert statistics.keys() == names[table]
+        assert all((values >= 0).all() for values in statistics.values())
+
+
+def test_codes_that_mean_other_numbers_are_refused_and_nothing_loaded(
+    changes, make_config, run_once, tmp_path
+):
+    config = make_config(changes)
+    _, built = run_once(config, tmp_path / "run")
+    folder = list_checkpoints(tmp_path / "run")[-1]
+    levels = load_file(folder / "exp_avg_levels.safetensors")["levels"]
+    save_file({"levels": levels * 1.01}, folder / "exp_avg_levels.safetensors")
+    fresh = build(config, open_data(config))
+    before = fresh.task.model.visual.proj.clone()
+    with pytest.raises(CheckpointError, match="coded in another way"):
+        fresh.state.load(folder)
+    assert torch.equal(fresh.task.model.visual.proj, before)
+
+
+def test_a_checkpoint_with_other_32_bit_moments_is_refused(
+    changes, make_config, run_once, tmp_path
+):
+    run_once(make_config(changes), tmp_path / "run")
+    other = make_config(changes | {"optimizer.override_32bit": ["visual"]})
+    built = build(other, open_data(other))
+    with pytest.raises(CheckpointError, match=r"exp_avg_scale\.safetensors does not fit"):
+        built.state.load(list_checkpoints(tmp_path / "run")[-1])
+
+
+def test_a_checkpoint_is_as_large_as_was_said(changes, make_config, run_once, tmp_path):
+    _, built = run_once(make_config(changes), tmp_path / "run")
+    files = list_checkpoints(tmp_path / "run")[-1].glob("*")
+    size = sum(path.stat().st_size for path in files)
+    assert 0 <= size - built.state.num_bytes() < 60_000  # headers, random states, the manifest
+
+
+def test_a_pattern_without_a_match_is_a_fault_of_the_config(changes, make_config):
+    config = make_config(changes | {"optimizer.override_32bit": ["visaul"]})
+    with pytest.raises(ConfigError, match="override_32bit: 'visaul' matches no module"):
+        build(config, open_data(config))
+
+
+def test_stable_embedding_folds_into_the_plain_model(make_config):
+    config = make_config({"optimizer.stable_embedding": True})
+    stable = build(config, open_data(config)).task.model
+    plain = build(make_config(), open_data(config)).task.model
+    assert isinstance(stable.token_embedding, StableEmbedding)
+    weight = stable.token_embedding.weight
+    assert weight.abs().max() <= (6 / sum(weight.shape)) ** 0.5  # Xavier's bound
+    torch.nn.init.normal_(stable.token_embedding.norm.weight)
+    torch.nn.init.normal_(stable.token_embedding.norm.bias)
+    folded = fold(stable.state_dict())
+    assert sorted(folded) == sorted(plain.state_dict())
+    plain.load_state_dict(folded)
+    tokens = torch.randint(512, (4, 8))
+    torch.testing.assert_close(plain.encode_text(tokens), stable.encode_text(tokens))
+    assert fold(folded) == folded
+
+
+def test_weights_of_a_stable_embedding_leave_under_open_clips_names(
+    make_config, run_once, tmp_path
+):
+    _, built = run_once(make_config({"optimizer.stable_embedding": True}), tmp_path / "run")
+    config = make_config({"model.init_from": str(tmp_path / "run")})
+    plain = build(config, open_data(config)).task.model
+    tokens = torch.randint(512, (4, 8))
+    stable = built.task.model
+    torch.testing.assert_close(plain.encode_text(tokens), stable.encode_text(tokens))
+
+
+def test_a_step_that_reads_on_the_host_is_never_captured(make_config):
+    changes = {"compile": True, "diagnostics.statistics": KNOWN}
+    for name, captured in (("adamw", True), *((name, False) for name in LIBRARIES.values())):
+        config = make_config(changes | {"optimizer.name": name})
+        assert can_capture(config, torch.device("cuda")) is captured
+
+
+def test_stable_embedding_of_a_foreign_text_tower_is_refused():
+    with pytest.raises(ValueError, match="not open_clip's own"):
+        use_stable_embedding(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_on_a_gpu_a_resumed_run_is_bitwise_the_undisturbed_one(
+    library, make_config, run_once, tmp_path
+):
+    pytest.importorskip(library)
+    changes = {"device": "cuda", "deterministic": True, "diagnostics.statistics": KNOWN}
+    changes |= {"diagnostics.detail_every": 3, "diagnostics.block_every": 4}
+    config = make_config(changes | {"optimizer.name": LIBRARIES[library]})
+    whole = resumes(config, run_once, tmp_path)
+    codes = whole["exp_avg.safetensors", "visual.transformer.resblocks.0.mlp.c_fc.weight"]
+    assert codes.dtype == torch.uint8 and len(codes.unique()) > 20
