@@ -152,8 +152,10 @@ def load_runs(root: Path | str, *, experiment: str | None = None, scale: str | N
 def command(experiment: str, scale: str | None = None) -> str:
     """The command that makes the runs of an experiment; without a scale, of its smallest."""
     names = {path.stem for path in EXPERIMENTS.glob(f"{experiment}*.yaml")}
-    scaled = f"{experiment}_{scale or 'demo'}"
-    return f"python -m experiments.train -m experiment={scaled if scaled in names else experiment}"
+    demo, mini = f"{experiment}_demo", f"{experiment}_mini"
+    order = (f"{experiment}_{scale}", experiment, mini) if scale else (demo, mini, experiment)
+    name = next((name for name in order if name in names), experiment)
+    return f"python -m experiments.train -m experiment={name}"
 
 
 def _contents(heads: pd.DataFrame) -> str:

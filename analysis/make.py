@@ -1,6 +1,7 @@
 """Draws a figure from runs: `python -m analysis.make SLUG --runs DIR --out DIR [--scale SCALE]`.
 
-A figure that names `LINES` is drawn from that benchmark's lines below DIR instead.
+A figure is drawn from the runs of the experiment of its name, of its `EXPERIMENT`, or of
+`--experiment NAME`; one that names `LINES` from that benchmark's lines below DIR instead.
 
 Writes SLUG.png, SLUG.pdf, SLUG.csv (exactly the plotted numbers) and SLUG.json (where they come
 from). The same runs give the same files.
@@ -61,6 +62,11 @@ def slugs() -> list[str]:
     return sorted(path.stem for path in FIGURES.glob("*.py") if path.stem != "__init__")
 
 
+def experiment_of(figure) -> str:
+    """The experiment that makes a figure's runs: its `EXPERIMENT`, else the one of its slug."""
+    return getattr(figure, "EXPERIMENT", figure.__name__.rpartition(".")[2])
+
+
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m analysis.make", description="Draw a figure from runs."
@@ -68,6 +74,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("slug", help=f"which figure: {', '.join(slugs())}")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of runs [runs]")
     parser.add_argument("--out", type=Path, default=Path("figures"), help="folder [figures]")
+    parser.add_argument("--experiment", help="draw the runs of this one in place of its own")
     parser.add_argument(
         "--scale", choices=("paper", "mini", "demo"), help="of the runs; needed if there are more"
     )
@@ -82,26 +89,26 @@ def _check_slug(slug: str) -> None:
         raise ChoiceError(f"no figure {slug!r}{nearest}; there are: {', '.join(known)}")
 
 
-def _choose(slug: str, root: Path, scale: str | None) -> Runs:
+def _choose(experiment: str, root: Path, scale: str | None) -> Runs:
     """The runs of the experiment at one scale."""
-    runs = load_runs(root, experiment=slug, scale=scale)
+    runs = load_runs(root, experiment=experiment, scale=scale)
     scales = sorted(runs.heads["scale"].dropna().unique())
     if len(scales) > 1:
         raise ChoiceError(
-            f"{root}: {slug} was run at scales {', '.join(scales)}; "
+            f"{root}: {experiment} was run at scales {', '.join(scales)}; "
             f"choose one: --scale {' or --scale '.join(scales)}"
         )
     if not scales:
         raise NoRunsError(
-            f"{root}: every run of {slug} has a damaged config; to make new ones: "
-            f"{command(slug, scale)}"
+            f"{root}: every run of {experiment} has a damaged config; to make new ones: "
+            f"{command(experiment, scale)}"
         )
     return runs
 
 
 def _of_runs(figure, options: argparse.Namespace) -> tuple[pd.DataFrame, dict, str]:
     """The frame of a figure of runs, where it comes from, and the scale of the runs."""
-    runs = _choose(options.slug, options.runs, options.scale)
+    runs = _choose(options.experiment or experiment_of(figure), options.runs, options.scale)
     frame = figure.query(runs)
     drawn = runs.runs[runs.runs["run"].isin(frame["run"])]
     left_out = _left_out(runs, drawn)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
@@ -137,16 +138,24 @@ def read_tensor_columns(
     return pd.DataFrame({"step": []}), known
 
 
+def _is_damaged(path: Path) -> bool:
+    try:
+        pq.read_schema(path)
+    except (pa.ArrowException, OSError):
+        return True
+    return False
+
+
 def _read_table(
     run: Path, table: str, state: str, pattern: str, stat: str
 ) -> tuple[pd.DataFrame, list[str]]:
     """As `read_tensor_columns`, of one table.
 
     The .parquet is the copy made when a run ended. A run continued since then has more in its
-    streams.
+    streams, and one whose .parquet is damaged has all in them.
     """
-    path = run / f"{table}.parquet"
-    if path.exists() and (state in ENDED or not any((run / table).glob("*.arrows"))):
+    path, has_streams = run / f"{table}.parquet", any((run / table).glob("*.arrows"))
+    if path.exists() and not (has_streams and (state not in ENDED or _is_damaged(path))):
         names = [name for name in pq.read_schema(path).names if name != "step"]
         wanted = [name for name in names if fnmatchcase(name, f"{stat}/{pattern}")]
         frame = pq.read_table(path, columns=["step", *wanted]).to_pandas()

@@ -12,9 +12,10 @@ from analysis import beta2_grid, curves, spike_marks, spikes, style
 from analysis.load import Runs
 from lowprec.diagnostics.spikes import following
 
+LEAST_BETA2 = 0.99  # smaller ones are left out: the smaller, the fewer spikes
 CAP_SHARE = 0.1  # the loss axis ends at the largest loss after this share of the run
 TENSORS = {  # in print: name; the first is the paper's, the others are controls
-    "patch embedding": spikes.TENSOR,
+    "patch embedding": spike_marks.TENSOR,
     "middle block, c_fc": "visual.transformer.resblocks.{middle}.mlp.c_fc.weight",
     "last block, c_proj": "visual.transformer.resblocks.{last}.mlp.c_proj.weight",
     "token embedding": "token_embedding.weight",
@@ -30,14 +31,17 @@ COLUMNS = ("part", *OF_A_RUN, *OF_A_STEP, *OF_A_TENSOR, *spike_marks.THRESHOLDS)
 
 
 def query(runs: Runs, key: str) -> pd.DataFrame:
-    """Steps and tensors of every run that recorded RMS_t: exactly what is plotted.
+    """Steps and tensors of the runs that recorded RMS_t: exactly what is plotted.
 
+    Of a sweep over beta2 those with at least `LEAST_BETA2`, or all where there is none.
     `part` steps: a row a step up to the last, with what spikes there; spikes of RMS_t are those of
     the patch embedding. `part` tensors: of the run's patch embedding and of each control layer, how
     many loss spikes follow its RMS spikes. Spikes are those of the thresholds in the run's config.
     `value`: of the config key `key`.
     """
     heads = curves.named_heads(runs, (key, "optimizer.beta2"))
+    large = heads["beta2"] >= LEAST_BETA2
+    heads = heads[large] if large.any() else heads
     frames = []
     for head in heads.to_dict("records"):
         head |= {"key": key, "value": head[curves.RENAMED.get(key, key)]}
@@ -131,9 +135,10 @@ def caption(frame: pd.DataFrame) -> str:
     models = curves.join(style.MODELS.get(name, name) for name in runs["model"].unique())
     text = (
         f"Training loss of {models} on {curves.join(runs['data'].unique())}: {len(runs)} "
-        f"run{'s' if len(runs) > 1 else ''} at {curves.join(runs['scale'].unique())} scale. After "
-        f"the appendix of arXiv:2304.13013. {spike_marks.in_words(frame)} Blue: RMS spikes of "
-        f"{spikes.TENSOR}. The loss axis ends at the largest loss after the first tenth."
+        f"run{'s' if len(runs) > 1 else ''} at {curves.join(runs['scale'].unique())} scale, beta2 "
+        f"{curves.join(map(str, runs['beta2'].unique()))}. After the appendix of arXiv:2304.13013. "
+        f"{spike_marks.in_words(frame)} Blue: RMS spikes of "
+        f"{spike_marks.TENSOR}. The loss axis ends at the largest loss after the first tenth."
     )
     for name, row in pooled(frame).iterrows():
         text += (
@@ -170,7 +175,9 @@ def _steps_and_tensors(runs: Runs, head: dict) -> pd.DataFrame | None:
     rows, steps = [], None
     for name, pattern in TENSORS.items():
         tensor = pattern.format(middle=layers // 2, last=layers - 1)
-        marks = spike_marks.mark(spikes.read_series(alone, head["run"], tensor), protocol, tensor)
+        marks = spike_marks.mark(
+            spike_marks.read_series(alone, head["run"], tensor), protocol, tensor
+        )
         if marks["rms"].isna().all():
             continue
         found = following(marks["loss_spike"].to_numpy(), marks["rms_spike"].to_numpy(), protocol)

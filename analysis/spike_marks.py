@@ -1,16 +1,40 @@
-"""Spikes marked on the steps of a run, by the thresholds that the run itself was watched with."""
+"""Series of a run and the spikes in them, by the thresholds that the run was watched with."""
 
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
 
 import numpy as np
 import pandas as pd
 
-from analysis.spikes import Series
+from analysis.load import Runs
 from lowprec.diagnostics.spikes import PROTOCOLS, Protocol, leads, loss_spikes, rms_spikes
 
-FOLLOWING, OTHER = "#D55E00", "#666666"  # a loss spike that follows an RMS spike, any other
-THRESHOLDS = tuple(f.name for f in fields(Protocol))
+TENSOR = "visual.conv1.weight"  # the patch embedding
+THRESHOLDS = {
+    "rms_threshold": "RMS_t of an RMS spike",
+    "loss_sigmas": "standard deviations of a deviation",
+    "num_deviations": "deviations that make a loss spike",
+    "within": "steps within which they come, and within which a spike counts once",
+    "ignore_steps": "first steps ignored",
+    "window": "steps of the running mean",
+    "max_lead": "steps after an RMS spike within which a loss spike follows it",
+}
 FRACTIONS = ("rms_threshold", "loss_sigmas")  # the others are whole numbers
+FOLLOWING, OTHER = "#D55E00", "#666666"  # a loss spike that follows an RMS spike, any other
+
+
+@dataclass(frozen=True)
+class Series:
+    """Loss [steps] and RMS_t [steps, tensors] of one run; NaN where a step has none."""
+
+    run: str
+    loss: np.ndarray
+    rms: pd.DataFrame
+
+    def rms_of(self, pattern: str) -> np.ndarray:
+        """[steps]: the largest RMS_t of the tensors that match."""
+        chosen = [name for name in self.rms if fnmatchcase(name, pattern)]
+        return np.fmax.reduce(self.rms[chosen].to_numpy(float), axis=1, initial=np.nan)
 
 
 def protocol_of(head: dict) -> Protocol:
@@ -20,6 +44,20 @@ def protocol_of(head: dict) -> Protocol:
     given = {field: value for field, value in given.items() if not pd.isna(value)}
     whole = {field: int(value) for field, value in given.items() if field not in FRACTIONS}
     return replace(PROTOCOLS.get(name, PROTOCOLS["paper"]), **(given | whole))
+
+
+def read_series(runs: Runs, run: str, pattern: str = "*") -> Series:
+    """The series of one run over its steps up to the last that has a row."""
+    metrics = runs.metrics[runs.metrics["run"] == run].set_index("step")
+    last = 0 if metrics.empty else int(metrics.index.max())
+    steps = pd.RangeIndex(1, last + 1, name="step")
+    try:
+        rms = runs.tensors(pattern, "rms")
+        rms = rms[rms["run"] == run].drop(columns="run").drop_duplicates("step", keep="last")
+        rms = rms.set_index("step").reindex(steps)
+    except LookupError:
+        rms = pd.DataFrame(index=steps)
+    return Series(run, metrics["loss"].astype(float).reindex(steps).to_numpy(), rms)
 
 
 def mark(series: Series, protocol: Protocol, tensor: str) -> pd.DataFrame:

@@ -9,7 +9,7 @@ how often they would by chance, in which tensors, and how all that depends on th
 import argparse
 import sys
 import warnings
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -17,6 +17,7 @@ import numpy as np
 import pandas as pd
 
 from analysis.load import NoRunsError, Runs, load_runs
+from analysis.spike_marks import FRACTIONS, TENSOR, THRESHOLDS, Series, protocol_of, read_series
 from lowprec.diagnostics.spikes import (
     PROTOCOLS,
     Protocol,
@@ -26,7 +27,6 @@ from lowprec.diagnostics.spikes import (
     rms_spikes,
 )
 
-TENSOR = "visual.conv1.weight"  # the patch embedding
 PAPER = "28 of 30 loss spikes, by chance about 1% (the paper's runs, arXiv:2304.13013)"
 LOCAL_SHIFT = 1000  # steps; the phase of training stays about the same
 AROUND = 60  # steps drawn on either side of a spike
@@ -36,36 +36,10 @@ SENSITIVITY = {
     "loss_sigmas": (2.5, 3.2, 4.0, 6.0),
     "num_deviations": (1, 2, 3),
     "within": (5, 10, 20),
+    "ignore_steps": (0, 200, 500, 1000, 2000),
     "window": (50, 100, 200, 400, 800),
+    "max_lead": (4, 8, 16),
 }
-
-
-@dataclass(frozen=True)
-class Series:
-    """Loss [steps] and RMS_t [steps, tensors] of one run; NaN where a step has none."""
-
-    run: str
-    loss: np.ndarray
-    rms: pd.DataFrame
-
-    def rms_of(self, pattern: str) -> np.ndarray:
-        """[steps]: the largest RMS_t of the tensors that match."""
-        chosen = [name for name in self.rms if fnmatchcase(name, pattern)]
-        return np.fmax.reduce(self.rms[chosen].to_numpy(float), axis=1, initial=np.nan)
-
-
-def read_series(runs: Runs, run: str, pattern: str = "*") -> Series:
-    """The series of one run over its steps up to the last that has a row."""
-    metrics = runs.metrics[runs.metrics["run"] == run].set_index("step")
-    last = 0 if metrics.empty else int(metrics.index.max())
-    steps = pd.RangeIndex(1, last + 1, name="step")
-    try:
-        rms = runs.tensors(pattern, "rms")
-        rms = rms[rms["run"] == run].drop(columns="run").drop_duplicates("step", keep="last")
-        rms = rms.set_index("step").reindex(steps)
-    except LookupError:
-        rms = pd.DataFrame(index=steps)
-    return Series(run, metrics["loss"].astype(float).reindex(steps).to_numpy(), rms)
 
 
 def spike_table(series: Series, protocol: Protocol, tensor: str = TENSOR) -> pd.DataFrame:
@@ -120,7 +94,7 @@ def report(series: Series, protocol: Protocol, tensor: str) -> tuple[str, dict[s
     num_steps, ignored = len(series.loss), protocol.ignore_steps
     if num_steps <= ignored:
         text = f"{num_steps:,} steps are recorded, and the first {ignored:,} are ignored: nothing "
-        return text + "to look at yet. --ignore N ignores fewer.", {}
+        return text + "to look at yet. --ignore-steps N ignores fewer.", {}
     spikes = spike_table(series, protocol, tensor)
     rms = series.rms_of(tensor)
     num_rms = int(rms_spikes(rms, protocol).sum())
@@ -205,29 +179,31 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--run", type=Path, required=True, help="a run directory, or many below it")
     parser.add_argument("--tensor", default=TENSOR, help=f"glob of tensors [{TENSOR}]")
     parser.add_argument("--out", type=Path, help="folder for tables and pictures")
-    parser.add_argument("--protocol", choices=tuple(PROTOCOLS), default="paper")
-    parser.add_argument("--rms-threshold", type=float, help="RMS_t of an RMS spike")
-    parser.add_argument("--loss-sigmas", type=float, help="standard deviations of a deviation")
-    parser.add_argument("--window", type=int, help="steps of the running mean")
-    parser.add_argument("--ignore", dest="ignore_steps", type=int, help="first steps ignored")
+    parser.add_argument(
+        "--protocol", choices=("run", *PROTOCOLS), default="run", help="thresholds [the run's own]"
+    )
+    for name, what in THRESHOLDS.items():
+        kind = float if name in FRACTIONS else int
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=what)
     options = parser.parse_args(arguments)
-    if (options.window is not None and options.window < 2) or (options.ignore_steps or 0) < 0:
-        parser.error("--window takes 2 or more steps, --ignore 0 or more")
+    low = {"window": 2, "num_deviations": 1, "within": 1, "max_lead": 1}
+    for name in THRESHOLDS:
+        value, least = getattr(options, name), low.get(name, 0)
+        if value is not None and not value >= least:
+            parser.error(f"--{name.replace('_', '-')} takes {least} or more, not {value}")
     return options
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit status: 2 for a caller's mistake."""
     options = _parse(arguments)
-    names = {f.name for f in fields(Protocol)}
-    given = {k: v for k, v in vars(options).items() if k in names and v is not None}
-    protocol, tensor = replace(PROTOCOLS[options.protocol], **given), options.tensor
+    given = {k: v for k, v in vars(options).items() if k in THRESHOLDS and v is not None}
+    tensor = options.tensor
     try:
         runs = load_runs(options.run)
     except NoRunsError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(" ".join(f"{f.name}={getattr(protocol, f.name)}" for f in fields(Protocol)))
     for head in runs.runs.to_dict("records"):
         alone = Runs(runs.heads[runs.heads["run"] == head["run"]])
         series = read_series(alone, head["run"])
@@ -236,8 +212,11 @@ def main(arguments: list[str] | None = None) -> int:
             there = f"{len(names)} tensors, such as {', '.join(names[:6])}"
             print(f"error: no tensor matches {tensor!r}; there are {there}", file=sys.stderr)
             return 2
+        chosen = PROTOCOLS.get(options.protocol) or protocol_of(head)
+        protocol = replace(chosen, **given)
         text, tables = report(series, protocol, tensor)
-        print(f"\n{head['run']}: {head['note'] or head['state']}\n{text}")
+        thresholds = " ".join(f"{name}={getattr(protocol, name)}" for name in THRESHOLDS)
+        print(f"\n{head['run']}: {head['note'] or head['state']}\n{text}\n\n{thresholds}")
         if options.out is not None and tables:
             out = options.out / Path(head["path"]).resolve().name
             _write(out, tables, alone, protocol, tensor)
@@ -247,4 +226,5 @@ def main(arguments: list[str] | None = None) -> int:
 if __name__ == "__main__":
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
+        warnings.filterwarnings("default", message=".*left out")  # of a damaged file
     sys.exit(main())

@@ -1,11 +1,14 @@
-"""Times what safety costs: the flush of the record and the checkpoint, against a training step.
+"""Times what record and safety cost against a training step: flush, blocks, checkpoint.
 
     python -m experiments.bench_record model=mini_l model.patch_dropout=0.5 batch_size=1024 \
         optimizer=stable_adamw compile=true
 
-Takes the keys of `train`; random pairs, real files in `run_dir`. `overhead` is the share that a
-flush every `log_every` and a checkpoint every `save_every` steps add to a step. A checkpoint counts
-only if it is whole. One JSON line a case goes to `runs/bench/record/<time>.jsonl`.
+`flush`: `log_every` steps are read from the device, searched for spikes and written; `blocks`: the
+pass that measures every block. What the statistics of tensors cost is in bench_optimizer. Takes the
+keys of `train`; random pairs, real files in `run_dir`. `diagnostics` is what a flush every
+`log_every` and a pass every `diagnostics.block_every` steps add to a step, `overhead` that and a
+checkpoint every `save_every` steps. A checkpoint counts only if it is whole. One JSON line a case
+goes to `runs/bench/record/<time>.jsonl`.
 """
 
 import shutil
@@ -31,32 +34,41 @@ def main(config: Config) -> None:
     shutil.rmtree(scratch, ignore_errors=True)
     facts = environment()
     try:
-        step_ms, flush_ms, save_ms, size = measure(config, scratch)
+        step_ms, flush_ms, blocks_ms, save_ms, size = measure(config, scratch)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    overhead_ms = flush_ms / config.log_every + save_ms / config.save_every
+    block_every = config.diagnostics.block_every
+    diagnostics_ms = flush_ms / config.log_every + (blocks_ms / block_every if block_every else 0)
+    overhead_ms = diagnostics_ms + save_ms / config.save_every
     common = {
         "slug": "record",
         "device": facts["gpu"] or facts["cpu"],
         "versions": facts["packages"],
         "commit": facts["commit"],
         "shape": f"{label(config)}, batch {config.batch_size}, checkpoint {size / 2**20:.0f} MiB, "
-        f"log_every {config.log_every}, save_every {config.save_every}",
+        f"log_every {config.log_every}, block_every {block_every}, save_every {config.save_every}",
         "dtype": config.precision.autocast,
         "ratio_to": "step",
     }
-    cases = {"step": step_ms, "flush": flush_ms, "checkpoint": save_ms, "overhead": overhead_ms}
+    cases = {
+        "step": step_ms,
+        "flush": flush_ms,
+        "blocks": blocks_ms,
+        "checkpoint": save_ms,
+        "diagnostics": diagnostics_ms,
+        "overhead": overhead_ms,
+    }
     target = out / f"{time.strftime('%Y%m%d-%H%M%S')}.jsonl"
     for case, ms in cases.items():
-        numbers = {"case": case, "ms": round(ms, 3), "rate": round(1000 / ms, 2)}
+        numbers = {"case": case, "ms": round(ms, 3), "rate": round(1000 / ms, 2) if ms else None}
         row = {**common, **numbers, "ratio": round(ms / step_ms, 5), "correct": True}
         with open(target, "a") as file:
             file.write(encode_row(row))
         print(encode_row(row), end="", flush=True)
 
 
-def measure(config: Config, run: Path) -> tuple[float, float, float, int]:
-    """Milliseconds of a step, of a flush of log_every steps, of a checkpoint, and its bytes."""
+def measure(config: Config, run: Path) -> tuple[float, float, float, float, int]:
+    """Milliseconds of a step, a flush of log_every steps, blocks, a checkpoint; its bytes."""
     from experiments.build import build
     from lowprec.optim.schedules import set_learning_rate
     from lowprec.record import Record
@@ -81,13 +93,15 @@ def measure(config: Config, run: Path) -> tuple[float, float, float, int]:
 
     record = Record(run)
     journal = Journal(built.state, record, config, built.device, Logger(), None)
-    number, flushes, saves = 0, [], []
+    number, flushes, passes, saves = 0, [], [], []
     for _ in range(FLUSHES):
         for _ in range(config.log_every):
             number += 1
             journal.append(number, config.optimizer.lr, step(batch))
         values["loss"].item()
         flushes.append(_timed(lambda: journal.flush(None))[0])
+    for _ in range(FLUSHES if config.diagnostics.block_every else 0):
+        passes.append(_timed(lambda: _blocks(journal, built.task.probe, batch))[0])
     for count in range(1, SAVES + 1):
         ms, path = _timed(
             lambda count=count: save_checkpoint(
@@ -98,7 +112,13 @@ def measure(config: Config, run: Path) -> tuple[float, float, float, int]:
         verify(path)
     size = sum(file.stat().st_size for file in path.iterdir())
     record.close()
-    return step_ms, statistics.median(flushes), statistics.median(saves), size
+    blocks_ms = statistics.median(passes) if passes else 0.0
+    return step_ms, statistics.median(flushes), blocks_ms, statistics.median(saves), size
+
+
+def _blocks(journal: object, probe: Callable, batch: object) -> None:
+    journal.append_blocks(1, probe, batch)
+    journal.blocks[-1][2].sum().item()  # waits for the device
 
 
 def _timed(call: Callable) -> tuple[float, object]:

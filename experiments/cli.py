@@ -111,7 +111,7 @@ def check_command(
 ) -> list[Any]:
     """The configs of every cell that the overrides ask for; raises ConfigError with all faults."""
     faults: list[str] = []
-    chosen = _axes(overrides, schema, faults)
+    chosen = axes(overrides, schema, faults)
     swept = _sweeper_params(chosen, schema, faults)
     if not multirun and (swept or any(len(choices) > 1 for choices in chosen)):
         command = " ".join(f"'{o}'" if set(o) & set(" *{}[]()$?") else o for o in overrides)
@@ -137,7 +137,7 @@ def check_command(
     return configs
 
 
-def _axes(overrides: list[str], schema: type, faults: list[str]) -> list[list[str]]:
+def axes(overrides: list[str], schema: type, faults: list[str]) -> list[list[str]]:
     """The single overrides that each legal override stands for: one, or several for a sweep."""
     patterns = [text for text in overrides if text.partition("=")[0] in PATTERNS]
     for name in {text.partition("=")[0] for text in patterns}:
@@ -188,7 +188,7 @@ def _is_known(override: Override, schema: type, faults: list[str]) -> bool:
     if key == "hydra" or key.startswith(("hydra.", "hydra/")):
         return True
     folder = CONF / key
-    if key in _groups(schema):
+    if key in groups(schema):
         files = sorted(path.stem for path in folder.glob("*.yaml"))
         bad = [choice for choice in _values(override) if choice not in files]
         for choice in bad:
@@ -208,11 +208,11 @@ def _is_known(override: Override, schema: type, faults: list[str]) -> bool:
     return False
 
 
-def _groups(schema: type) -> set[str]:
+def groups(schema: type) -> set[str]:
     """Keys of a schema that choose a file of `conf/<key>/`."""
-    groups = {public_name(f.name) for f in fields(schema) if is_dataclass(f.type)}
-    groups |= {"experiment"} if schema is Config else set()
-    return {group for group in groups if (CONF / group).is_dir()}
+    names = {public_name(f.name) for f in fields(schema) if is_dataclass(f.type)}
+    names |= {"experiment"} if schema is Config else set()
+    return {name for name in names if (CONF / name).is_dir()}
 
 
 def _values(override: Override) -> Iterator[str]:
@@ -237,7 +237,7 @@ def _sweeper_params(chosen: list[list[str]], schema: type, faults: list[str]) ->
     if len(sweeps) > 1 and any(sweeps):  # Hydra would leave their sweeps out
         faults.append(f"experiment={','.join(names)}: only one experiment that sweeps at a time")
         return []
-    return _axes([f"{k}={v}" for sweep in sweeps for k, v in (sweep or {}).items()], schema, faults)
+    return axes([f"{k}={v}" for sweep in sweeps for k, v in (sweep or {}).items()], schema, faults)
 
 
 def _compose(cell: list[str], entry: str) -> dict:

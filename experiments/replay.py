@@ -33,7 +33,7 @@ from experiments import cli
 from experiments.evaluate import read_config
 from experiments.open_data import open_data
 from experiments.preflight import preflight
-from lowprec.config import Config, key
+from lowprec.config import EIGHT_BIT, Config, key
 from lowprec.rules import combination_faults
 from lowprec.run import scan_rows, to_dict
 from lowprec.validate import ConfigError, check
@@ -93,18 +93,24 @@ def main(config: ReplayConfig, changes: list[str], multirun: bool = False) -> No
         replayed = {"control": replay(path, control, control.config, config.step, last)}
         verdict = compare(replayed["control"], rows, config.tolerance)
         print(f"control: {verdict}", flush=True)
-        for variant in variants:
-            replayed[variant.name] = replay(path, variant, control.config, config.step, last)
     except CheckpointError as error:
         raise cli.RunError(str(error)) from error
+    faults = []
+    for variant in variants:
+        try:
+            replayed[variant.name] = replay(path, variant, control.config, config.step, last)
+        except CheckpointError as error:
+            faults.append(f"{variant.name}: {error}")
     stem = "_".join([f"step_{config.step}", *changes]).replace("/", "-")[:120]
     print(report(run, config.step, rows, replayed, run / "replays" / stem))
+    if faults:
+        raise cli.RunError("; ".join(faults))
 
 
 def variants_of(trained: dict, changes: list[str], multirun: bool) -> list[Variant]:
     """The run as it was, then each cell of the changes; ConfigError with the faults of all."""
     faults: list[str] = []
-    axes = cli._axes(changes, ReplayedConfig, faults)
+    axes = cli.axes(changes, ReplayedConfig, faults)
     if not multirun and any(len(choices) > 1 for choices in axes):
         faults.append("this is a sweep: python -m experiments.replay -m ...")
     cells = list(itertools.product(*axes)) if changes else list(suspects(trained))
@@ -138,9 +144,14 @@ def suspects(trained: dict) -> Iterator[tuple[str, ...]]:
 
 def changed(trained: dict, cell: tuple[str, ...]) -> dict:
     """A run's plain config with single overrides applied; groups first, as Hydra does."""
-    node, groups = OmegaConf.create(copy.deepcopy(trained)), cli._groups(Config)
+    node, groups = OmegaConf.create(copy.deepcopy(trained)), cli.groups(Config)
     for text in sorted(cell, key=lambda text: text.partition("=")[0] not in groups):
         name, _, choice = text.partition("=")
+        if name == "experiment":
+            raise ConfigError([f"{text}: a replay changes single keys and groups of the run"])
+        if text in (f"optimizer={other}" for other in EIGHT_BIT):
+            kept = trained["optimizer"]["name"]
+            raise ConfigError([f"{text}: the state of a run with {kept} has no such 8-bit moments"])
         if name in groups:
             _choose(node, name, choice)
         else:
@@ -163,7 +174,7 @@ def replay(path: Path, variant: Variant, trained: Config, step: int, last: int) 
 
     `rms`: RMS_t of the patch embedding, NaN for a model that has none of that name.
     """
-    from analysis.spikes import TENSOR
+    from analysis.spike_marks import TENSOR
     from experiments.build import build
     from lowprec.optim.schedules import set_learning_rate
     from lowprec.optim.stable_adamw import STATISTICS

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from analysis import style
-from analysis.spikes import TENSOR
+from analysis.spike_marks import TENSOR
 from lowprec import durable
 from lowprec.diagnostics.spikes import Protocol
 
@@ -134,5 +135,7 @@ def draw(
     loss.set(ylabel="training loss")
     rms.set(ylabel=r"$\mathrm{RMS}_t$", xlabel="step", yscale="log")
     rms.set_title(TENSOR, loc="right", fontsize=6)
+    rms.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     rms.yaxis.set_major_formatter("{x:g}")
+    rms.yaxis.set_minor_formatter(NullFormatter())
     figure.legend(*loss.get_legend_handles_labels(), loc="outside lower left")

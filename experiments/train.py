@@ -36,7 +36,7 @@ def main(config: Config) -> None:
     """One run from its config to its end."""
     preflight(config)
     data = open_data(config)
-    sources = _sources(config, data)
+    sources = sources_of(config, data)
     run = directory(config, sources)
     try:
         record = Record(run)
@@ -99,7 +99,7 @@ def _sentence(error: BaseException, config: Config) -> str | None:
     return None
 
 
-def _sources(config: Config, data: Data) -> dict[str, str]:
+def sources_of(config: Config, data: Data) -> dict[str, str]:
     """Digests of what the config's paths hold."""
     sources = {"data": data.digest(config)}
     if config.model.init_from:

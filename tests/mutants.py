@@ -1,4 +1,4 @@
-"""Breaks the resume code and the kernels, a line at a time: the tests must notice each time.
+"""Breaks resume, recorder and kernels, a line at a time: the tests must notice each time.
 
     python tests/mutants.py [NAME ...]      (make mutants)
 
@@ -15,8 +15,10 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parent.parent
 TESTS = ("train/test_saver.py", "train/test_checkpoint.py", "test_record.py")
+TESTS += ("train/test_recorder.py",)
 TESTS += ("data/test_loader.py", "data/test_index.py", "train/test_crash.py")
 KERNEL_TESTS = ("ops/test_quantize.py", "ops/test_matmul.py", "ops/test_gelu.py")
+OPTIMIZER_TESTS = ("optim/test_fused.py",)
 MUTANTS = {  # name: (file, line as it is, line as it must not be)
     "random state not restored": (
         "lowprec/train/state.py", 'torch.set_rng_state(rng["cpu"])', "pass",
@@ -90,6 +92,9 @@ MUTANTS = {  # name: (file, line as it is, line as it must not be)
     "changed shards not refused": (
         "lowprec/data/index.py", "_refuse_changes(known, found, name, pattern)", "pass",
     ),
+    "snapshot as late as its spike": (
+        "lowprec/train/recorder.py", "if base.step <= step - self.chosen.steps", "if True",
+    ),
     "second block of a row left out of its scale": (
         "lowprec/ops/triton_quantize.py",
         "_bits(x_a, 1), _bits(x_b, 1)", "_bits(x_a, 1), _bits(x_a, 1)",
@@ -134,6 +139,16 @@ MUTANTS = {  # name: (file, line as it is, line as it must not be)
         "x_b = (x_b * _normal(x_b)[0]).to(X).to(tl.float32)", "x_b = x_b * _normal(x_b)[0]",
     ),
     "sums of the last row only": ("lowprec/ops/triton_gelu.py", "sum_a += x_a", "sum_a = x_a"),
+    "gradients measured before they are unscaled": (
+        "lowprec/optim/triton_adamw.py", "mask, WHOLE) * tl.load(factor_ptr)", "mask, WHOLE)",
+    ),
+    "what bfloat16 rounds away not kept": (
+        "lowprec/optim/triton_adamw.py", "_store(c_ptr, lost.to(P_TYPE), mask, WHOLE)", "pass",
+    ),
+    "only the last parts of a tensor": (
+        "lowprec/optim/triton_adamw.py",
+        "tl.where(is_sum, total + part, tl.maximum(total, part))", "part",
+    ),
 }  # fmt: skip
 
 
@@ -148,9 +163,10 @@ def mutate(name: str, root: Path) -> None:
 
 def survives(name: str | None) -> bool:
     """Whether the tests pass on a copy of the project with this mutant, or with none."""
-    tests = TESTS + KERNEL_TESTS
+    tests = TESTS + KERNEL_TESTS + OPTIMIZER_TESTS
     if name is not None:
-        tests = KERNEL_TESTS if MUTANTS[name][0].startswith("lowprec/ops/") else TESTS
+        room = MUTANTS[name][0].split("/")[1]
+        tests = {"ops": KERNEL_TESTS, "optim": OPTIMIZER_TESTS}.get(room, TESTS)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         for part in ("lowprec", "experiments", "analysis", "conf", "tests", "pyproject.toml"):

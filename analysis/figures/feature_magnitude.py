@@ -70,10 +70,12 @@ def caption(frame: pd.DataFrame) -> str:
     """What is shown, of which steps, which runs are incomplete."""
     runs = frame.drop_duplicates("run")
     models = curves.join(style.MODELS.get(name, name) for name in runs["model"].unique())
+    first = sorted(frame.loc[frame["at"] == "first", "step"].unique())
     return (
         f"Mean magnitude of the output of each block of the vision tower of {models} on "
         f"{curves.join(runs['data'].unique())}: {len(runs)} runs at "
-        f"{curves.join(runs['scale'].unique())} scale, at the first recorded step (dotted) and the "
-        "last (solid). After figure 5 (right), arXiv:2304.13013, which begins at initialization. "
+        f"{curves.join(runs['scale'].unique())} scale, at the first record (dotted: step "
+        f"{curves.join(f'{step:,}' for step in first)}) and the last (solid). After figure 5 "
+        "(right), arXiv:2304.13013, which begins at initialization. "
         f"All runs: {curves.methods(runs)}.{curves.caption_end(runs, crosses=False)}"
     )

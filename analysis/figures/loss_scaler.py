@@ -110,11 +110,11 @@ def caption(frame: pd.DataFrame) -> str:
 def _spike(alone: Runs, head: dict) -> tuple[int | None, bool]:
     """The step to look at, and whether it is a loss spike; None if nothing is recorded."""
     protocol = spike_marks.protocol_of(head)
-    series = spikes.read_series(alone, head["run"], spikes.TENSOR)
+    series = spike_marks.read_series(alone, head["run"], spikes.TENSOR)
     table = spikes.spike_table(series, protocol)
     if len(table):
         return int(table.loc[table["height"].idxmax(), "step"]), True
-    rms = pd.Series(series.rms_of(spikes.TENSOR), index=range(1, len(series.loss) + 1))
+    rms = pd.Series(series.rms_of(spike_marks.TENSOR), index=range(1, len(series.loss) + 1))
     rms = rms[np.isfinite(rms)].loc[protocol.ignore_steps + 1 :]
     return (None, False) if rms.empty else (int(rms.idxmax()), False)
 
@@ -128,7 +128,7 @@ def _around(alone: Runs, head: dict, spike: int) -> pd.DataFrame:
     columns = {name: metrics.get(name) for name in ("loss", "loss_scale", "skipped_tensors")}
     for column, name, stat in (
         ("feature_mean", recorded.BLOCK.format(block), "feature_mean"),
-        ("rms", spikes.TENSOR, "rms"),
+        ("rms", spike_marks.TENSOR, "rms"),
         ("grad_class_embedding", "visual.class_embedding", "grad_abs_max"),
         ("grad_in_proj", f"{FIRST_BLOCK}.attn.in_proj_weight", "grad_abs_max"),
     ):

@@ -27,7 +27,7 @@ COLUMNS = (*OF_A_RUN, *MARKS, *spike_marks.THRESHOLDS)
 
 
 def query(
-    runs: Runs, protocol: Protocol | None = None, tensor: str = spikes.TENSOR
+    runs: Runs, protocol: Protocol | None = None, tensor: str = spike_marks.TENSOR
 ) -> pd.DataFrame:
     """A row a step of every run that recorded RMS_t of the tensor, up to its last step.
 
@@ -38,7 +38,7 @@ def query(
     frames = []
     for head in heads.to_dict("records"):
         used = protocol or spike_marks.protocol_of(head)
-        steps = spike_marks.mark(spikes.read_series(runs, head["run"], tensor), used, tensor)
+        steps = spike_marks.mark(spike_marks.read_series(runs, head["run"], tensor), used, tensor)
         if steps["rms"].notna().any():
             kept = {name: head[name] for name in OF_A_RUN}
             frames.append(steps[list(MARKS)].assign(**kept, **asdict(used)))
@@ -98,11 +98,11 @@ def draw(frame: pd.DataFrame, figure: Figure) -> None:
     columns = min(2, len(runs))
     rows = math.ceil(len(runs) / columns)
     figure.set_size_inches(style.COLUMN_WIDTH * columns, 3.6 * rows)
-    axes = figure.subplots(rows, columns, squeeze=False).flat
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for (_, run), ax in zip(runs, axes, strict=False):
         plot(run, ax)
         ax.set_xlim(0, run["num_steps"].iloc[0])
-    for ax in list(axes)[len(runs) :]:
+    for ax in axes[len(runs) :]:
         ax.remove()
 
 
@@ -112,7 +112,7 @@ def caption(frame: pd.DataFrame) -> str:
     first = frame.iloc[0]
     data = ", ".join(frame["data"].unique())
     text = (
-        f"Training loss and RMS_t of {spikes.TENSOR} of {len(runs)} "
+        f"Training loss and RMS_t of {spike_marks.TENSOR} of {len(runs)} "
         f"run{'s' if len(runs) > 1 else ''} on {data} at {first['scale']} scale. After figure 9, "
         f"arXiv:2304.13013. {spike_marks.in_words(frame)} The loss axis "
         "ends at the largest loss after the first tenth of training, at most at the first loss."

@@ -1,6 +1,6 @@
 """Loss spikes and RMS spikes by model size, and how far apart. Appendix of arXiv:2304.13013.
 
-Runs: `experiment=spike_lead_size`.
+Runs: `experiment=spikes_vs_size`, of which those with large beta2.
 """
 
 import pandas as pd
@@ -8,9 +8,10 @@ import pandas as pd
 from analysis import spike_lead
 from analysis.load import Runs
 
+EXPERIMENT = "spikes_vs_size"
 plot, draw, caption = spike_lead.plot, spike_lead.draw, spike_lead.caption
 
 
 def query(runs: Runs) -> pd.DataFrame:
-    """Steps and tensors of every run that recorded RMS_t: exactly what is plotted."""
+    """Steps and tensors of the runs that recorded RMS_t: exactly what is plotted."""
     return spike_lead.query(runs, "model.name")

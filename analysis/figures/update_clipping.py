@@ -8,17 +8,11 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from analysis import curves, style
+from analysis import curves, paper, style
 from analysis.load import Runs
 
 ACCURACY = "zero_shot/top1"
 COLUMNS = ("part", *curves.COLUMNS, "beta2", "accuracy")
-PAPER_MODEL = "vit_h14"
-PAPER = {  # zero-shot ImageNet of the paper's ViT-H/14 in %, read by eye from plots, +-0.2
-    "adamw": {0.5: 55.7, 0.8: 57.0, 0.9: 57.3, 0.95: 57.15, 0.98: 57.0},
-    "adamw_clip": {0.98: 57.35, 0.99: 57.5},
-    "stable_adamw": {0.98: 57.6, 0.99: 57.7},
-}
 
 
 def query(runs: Runs) -> pd.DataFrame:
@@ -60,7 +54,7 @@ def plot_accuracy(frame: pd.DataFrame, ax: Axes) -> Axes:
             ax.plot(1 - beta2, 0.03, "X", color=color, ms=5.5, transform=ax.get_xaxis_transform())
     ticks = set(frame["beta2"])
     if _is_papers(frame):
-        for optimizer, numbers in PAPER.items():
+        for optimizer, numbers in paper.ACCURACY.items():
             color = style.color("bf16", optimizer)
             at = 1 - np.array(list(numbers))
             label = "the paper's, +-0.2" if optimizer == "adamw" else None
@@ -116,7 +110,7 @@ def _last_accuracy(runs: Runs) -> pd.Series:
 
 
 def _is_papers(frame: pd.DataFrame) -> bool:
-    return frame["scale"].iloc[0] == "paper" and frame["model"].iloc[0] == PAPER_MODEL
+    return frame["scale"].iloc[0] == "paper" and frame["model"].iloc[0] == paper.ACCURACY_MODEL
 
 
 def _look(head: pd.Series) -> tuple:

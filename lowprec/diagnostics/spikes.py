@@ -15,6 +15,9 @@ from typing import NamedTuple
 import numpy as np
 
 
+ROUNDING = 1e-6  # of the mean: a float32 loss that stands still scatters no more than this
+
+
 @dataclass(frozen=True)
 class Protocol:
     """What counts as a spike. The defaults are the paper's, but for `window`, which it leaves open.
@@ -163,7 +166,8 @@ def _bounds(padded: np.ndarray, protocol: Protocol) -> np.ndarray:
     mean = total / np.maximum(count, 1)
     for i in range(protocol.window):
         squares += np.where(is_number[i : i + num], values[i : i + num] - mean, 0.0) ** 2
-    bounds = mean + protocol.loss_sigmas * np.sqrt(squares / np.maximum(count, 1))
+    deviation = np.sqrt(squares / np.maximum(count, 1))
+    bounds = mean + protocol.loss_sigmas * np.maximum(deviation, ROUNDING * np.abs(mean))
     return np.where(2 * count >= protocol.window, bounds, np.nan)
 
 
@@ -178,7 +182,8 @@ def _bound_after(window: np.ndarray, protocol: Protocol) -> float:
         return math.nan
     mean = np.cumsum(np.where(is_number, window, 0.0))[-1] / count
     squares = np.cumsum(np.where(is_number, window - mean, 0.0) ** 2)[-1]
-    return float(mean + protocol.loss_sigmas * np.sqrt(squares / count))
+    deviation = max(np.sqrt(squares / count), ROUNDING * abs(mean))
+    return float(mean + protocol.loss_sigmas * deviation)
 
 
 def _count_once(marks: np.ndarray, within: int) -> np.ndarray:

@@ -85,7 +85,7 @@ class Journal:
     def append_blocks(self, step: int, probe: Callable | None, batch: Batch) -> None:
         """Measures the blocks on some of the step's samples, where that is due."""
         every = self.config.diagnostics.block_every
-        if probe is None or every is None or step % every:
+        if probe is None or not _due(step, every):
             return
         some = (batch.images[:PROBED], batch.tokens[:PROBED], batch.labels, batch.samples)
         self.blocks.append((step, probe.names, probe(Batch(*some).to(self.device))))
@@ -155,7 +155,7 @@ class Journal:
         self, table: str, names: list[str], every: int | None, rows: list[dict], values: np.ndarray
     ) -> dict[int, np.ndarray]:
         """Appends the statistics of the steps that are due; RMS_t of each, if it is among them."""
-        due = [i for i, row in enumerate(rows) if every and row["step"] % every == 0]
+        due = [i for i, row in enumerate(rows) if _due(row["step"], every)]
         statistics = {name: values[due, :, STATISTICS.index(name)] for name in names}
         steps = [rows[i]["step"] for i in due]
         if due and statistics:
@@ -233,3 +233,8 @@ class Journal:
             f"{rate:g}; the worst shards: {worst}; the last reason: {skips[-1]['reason']}; "
             "skips.jsonl names them all. Mend them, or raise data.max_skip_rate and go on",
         )
+
+
+def _due(step: int, every: int | None) -> bool:
+    """Whether statistics of a step are recorded: of the first, then of every so many."""
+    return every is not None and (step == 1 or step % every == 0)

@@ -153,6 +153,8 @@ def test_a_killed_stream_keeps_its_whole_flushes(make_run):
 def test_unreadable_tensors_warn_and_leave_the_other_runs(make_run, tmp_path):
     bad = make_run(num_steps=20)
     (bad / "tensors.parquet").write_bytes(b"PAR1 no")
+    for stream in (bad / "tensors").iterdir():
+        stream.unlink()
     make_run(num_steps=20, seed=1)
     runs = load_runs(tmp_path / "runs")
     with pytest.warns(UserWarning, match=f"{bad.name}: tensors left out"):

@@ -51,6 +51,7 @@ def test_features_are_those_of_the_vision_tower_at_the_first_and_last_record(rec
     shown = frame[frame["intervention"] == "none"].set_index(["at", "block"])["feature_mean"]
     assert shown["first"].to_dict() == {0: 50, 1: 100, 2: 150, 3: 200}
     assert shown["last"].to_dict() == {0: 200, 1: 400, 2: 600, 3: 800}
+    assert "first record (dotted: step 50) and the last" in feature_magnitude.caption(frame)
 
 
 def test_features_have_the_color_of_the_intervention_and_are_dotted_early(record, tmp_path):

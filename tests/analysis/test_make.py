@@ -87,6 +87,12 @@ def test_runs_of_another_experiment_are_named_with_the_command(make_run, run_mak
     assert "python -m experiments.train -m experiment=loss_curves" in err
 
 
+def test_the_runs_of_another_experiment_are_drawn_on_demand(make_run, run_make, tmp_path):
+    make_run(num_steps=20, experiment="update_clipping")
+    code, out, _ = run_make("--experiment", "update_clipping")
+    assert code == 0 and "loss_curves" in out
+
+
 def test_an_empty_folder_names_the_command_of_the_scale(run_make):
     code, _, err = run_make("--scale", "demo")
     assert code == 2 and err.count("\n") == 1

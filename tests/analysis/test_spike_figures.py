@@ -134,6 +134,19 @@ def test_leads_and_shares_are_of_all_runs_together(plant, query):
     assert text in spike_lead_size.caption(frame)
 
 
+@pytest.mark.parametrize(
+    ("sweep", "shown"), [((0.9, 0.99, 0.5, 0.999), [0.99, 0.999]), ((0.9, 0.5), [0.5, 0.9])]
+)
+def test_of_a_sweep_over_beta2_the_large_ones_are_shown_or_what_is_there(
+    plant, query, sweep, shown
+):
+    for beta2 in sweep:
+        plant(beta2=beta2)
+    frame = query(spike_lead_size)
+    assert frame["beta2"].unique().tolist() == shown
+    assert f"beta2 {shown[0]} and {shown[1]}. After" in spike_lead_size.caption(frame)
+
+
 def test_a_sweep_without_spikes_is_drawn_and_said_to_have_none(plant, query):
     plant({})
     frame = query(spike_lead_lr)
@@ -223,8 +236,8 @@ def test_a_diverged_run_shows_the_steps_it_has_and_says_how_it_ended(scaled, que
 
 def test_make_writes_each_of_them(plant, scaled, tmp_path):
     scaled(scale="mini")
-    for slug in ("spike_lead_size", "spike_lead_lr", "spike_lead_batch"):
-        plant(experiment=slug, scale="mini")
+    for experiment in ("spikes_vs_size", "spikes_vs_lr", "spikes_vs_batch"):
+        plant(experiment=experiment, scale="mini")
     for slug in ("spike_lead_size", "spike_lead_lr", "spike_lead_batch", "loss_scaler"):
         arguments = [slug, "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
         assert make.main(arguments) == 0

@@ -7,8 +7,9 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from analysis import load_runs, make, spikes
+from analysis import load_runs, make, spike_marks, spikes
 from analysis.figures import rms_and_loss
+from lowprec.config import DiagnosticsConfig, SpikeConfig
 from lowprec.diagnostics.spikes import Protocol
 
 CONV1, PROJ, C_FC = (
@@ -46,7 +47,7 @@ def plant_fixture(make_run):
 @pytest.fixture(name="series")
 def series_fixture(plant):
     run = plant()
-    return spikes.read_series(load_runs(run), run.name)
+    return spike_marks.read_series(load_runs(run), run.name)
 
 
 def test_a_row_a_loss_spike_with_its_height_lead_and_the_tensors_before_it(series):
@@ -101,7 +102,7 @@ def test_the_command_prints_the_tables_and_marks_the_numbers_of_the_paper(plant,
 
 def test_thresholds_of_the_command_line_are_those_of_the_protocol(plant, capsys):
     run = str(plant())
-    spikes.main(["--run", run, "--rms-threshold", "6", "--ignore", "1300", "--window", "100"])
+    spikes.main(["--run", run, "--rms-threshold", "6", "--ignore-steps", "1300", "--window", "100"])
     out = capsys.readouterr().out
     assert "rms_threshold=6.0 loss_sigmas=3.2 num_deviations=2" in out
     assert "2 loss spikes and 0 RMS spikes" in out
@@ -109,6 +110,23 @@ def test_thresholds_of_the_command_line_are_those_of_the_protocol(plant, capsys)
     assert "loss_sigmas=9.0 num_deviations=1 within=10 ignore_steps=0" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         spikes.main(["--run", run, "--window", "1"])
+
+
+def test_without_an_option_the_thresholds_are_those_of_the_run(plant, capsys):
+    watched = DiagnosticsConfig(spikes=SpikeConfig(ignore_steps=1300, window=60))
+    run = str(plant(diagnostics=watched))
+    spikes.main(["--run", run])
+    out = capsys.readouterr().out
+    assert "ignore_steps=1300 window=60" in out and "2 loss spikes" in out
+    spikes.main(["--run", run, "--protocol", "paper", "--within", "5"])
+    out = capsys.readouterr().out
+    assert "within=5 ignore_steps=1000 window=200" in out and "3 loss spikes" in out
+
+
+def test_a_damaged_table_is_read_from_its_streams(plant):
+    run = plant()
+    (run / "tensors.parquet").write_bytes(b"PAR1 and no more")
+    assert not spike_marks.read_series(load_runs(run), run.name).rms.isna().all(axis=None)
 
 
 def test_out_gets_the_tables_and_a_picture_of_each_spike(plant, tmp_path):
@@ -158,7 +176,7 @@ def test_missing_rows_are_steps_without_a_number(plant):
     run = plant()
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(lines[:1201] + lines[1203:]))  # 1202, 1203
-    series = spikes.read_series(load_runs(run), run.name)
+    series = spike_marks.read_series(load_runs(run), run.name)
     assert len(series.loss) == 2000 and np.isnan(series.loss[1201:1203]).all()
     assert spikes.spike_table(series, Protocol())["step"].tolist() == list(SPIKES)
 
@@ -248,3 +266,11 @@ def test_make_draws_it_and_the_caption_counts(plant, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "2 of 3 loss spikes follow an RMS spike (of 2) by 1 to 8 steps, by chance 1.6%" in said
     assert "The paper: 28 of 30 loss spikes" in said
+
+
+def test_an_odd_number_of_runs_leaves_no_empty_panel(plant):
+    for beta2 in (0.9, 0.99, 0.999):
+        run = plant(beta2=beta2)
+    figure = Figure()
+    rms_and_loss.draw(rms_and_loss.query(load_runs(run.parent)), figure)
+    assert len(figure.axes) == 6 and all(ax.has_data() for ax in figure.axes)

@@ -217,3 +217,21 @@ def test_a_loss_spike_is_known_at_its_second_deviation_and_steps_only_go_up():
 def test_a_series_without_steps_has_no_spike():
     assert loss_spikes(np.array([]), PAPER).shape == (0,)
     assert rms_spikes(np.ones((0, 2)), PAPER).shape == (0, 2)
+
+
+def test_a_standing_loss_that_moves_by_its_last_bit_is_no_spike():
+    loss = np.full(3000, np.float32(6.9314718)).astype(float)
+    for step in (2000, 2004):
+        loss[step - 1] = np.nextafter(np.float32(6.9314718), np.float32(7))
+    for name in ("paper", "sigma"):
+        assert not loss_spikes(loss, PROTOCOLS[name]).any()
+        assert not detected(loss, np.ones((3000, 1)), PROTOCOLS[name])
+    loss[1999] = loss[2003] = 6.932
+    assert steps(loss_spikes(loss, PAPER)) == [2000]
+
+
+def test_an_rms_equal_to_the_threshold_is_a_spike():
+    rms = np.ones((2000, 1))
+    rms[1499] = PAPER.rms_threshold
+    assert steps(rms_spikes(rms[:, 0], PAPER)) == [1500]
+    assert [spike.step for spike in detected(noise()[:2000], rms, PAPER)] == [1500]

@@ -176,6 +176,9 @@ def test_what_cannot_be_replayed_is_said_in_a_sentence(run):
     faults = "\n".join(error.value.faults)
     for said in ("optimizer.beta3: no such key", "this is a sweep", "precision=bf17: conf/prec"):
         assert said in faults
+    for change in ("optimizer=adamw8bit_bnb", "experiment=loss_curves_mini"):
+        with pytest.raises(ConfigError, match=f"{change}: "):
+            replayed(folder, 10, change)
     with pytest.raises(ConfigError, match="does not go with scaler=fixed"):
         replayed(folder, 10, "scaler=fixed")
 
@@ -224,13 +227,14 @@ def test_without_changes_the_suspects_are_data_optimizer_and_numerics(make_confi
 
 def test_the_command_tells_its_keys_from_the_changes(run):
     folder = run()
-    command = [sys.executable, "-m", "experiments.replay", "-m", f"run={folder}", "step=10"]
-    command += ["steps=2", "optimizer.beta2=0.5,0.9", "optimizer=stable_adamw"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
+    command = [sys.executable, "-m", "experiments.replay"]
+    piped = {"cwd": REPOSITORY, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    bad = subprocess.Popen([*command, f"run={folder}", "step=99"], **piped)  # beside the other
+    sweep = ["-m", f"run={folder}", "step=10", "steps=2", "optimizer.beta2=0.5,0.9"]
+    done = subprocess.run([*command, *sweep, "optimizer=stable_adamw"], timeout=200, **piped)
     assert done.returncode == 0, done.stderr
     for beta2 in ("0.5", "0.9"):
         assert re.search(rf"beta2={beta2} optimizer=stable_adamw +optimizer ", done.stdout)
     assert len(list((folder / "replays").glob("*.png"))) == 1
-    bad = [sys.executable, "-m", "experiments.replay", f"run={folder}", "step=99"]
-    done = subprocess.run(bad, cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 1 and "has recorded steps 1 to 12" in done.stderr
+    message = bad.communicate(timeout=200)[1]
+    assert bad.returncode == 1 and "has recorded steps 1 to 12" in message

@@ -1,25 +1,24 @@
 """Every figure of runs has its studies: a config at paper scale and one for one GPU."""
 
+import functools
 import importlib
+import re
 
 import pytest
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from analysis import make
+from analysis import make, spike_lead
 from experiments import cli
 from lowprec.config import Config
 
 WITHOUT_PAPER = ("resume",)  # not of the paper
 SHARDS = ["data.train=train.tar", "data.val=val.tar"]
 MINI = ("mini_b", "mini_l", "mini_h")
-
-
-def of_runs(slug):
-    return not hasattr(importlib.import_module(f"analysis.figures.{slug}"), "LINES")
-
-
-SLUGS = [slug for slug in make.slugs() if of_runs(slug)]
+EXPERIMENTS = sorted(path.stem for path in (cli.CONF / "experiment").glob("*.yaml"))
+FIGURES = [importlib.import_module(f"analysis.figures.{slug}") for slug in make.slugs()]
+OF_RUNS = [figure for figure in FIGURES if not hasattr(figure, "LINES")]
+STUDIES = sorted({make.experiment_of(figure) for figure in OF_RUNS})
 
 
 @pytest.fixture(autouse=True)
@@ -27,13 +26,21 @@ def schema():
     ConfigStore.instance().store(name="schema", node=cli.defaults(Config))
 
 
+@functools.cache
 def cells(name):
     text = (cli.CONF / "experiment" / f"{name}.yaml").read_text()
     shards = SHARDS if "/data: shards" in text else []
     return cli.check_command([f"experiment={name}", *shards], "train", multirun=True)
 
 
-@pytest.mark.parametrize("slug", SLUGS)
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_experiment_expands_to_the_runs_its_header_says(name):
+    lines = (cli.CONF / "experiment" / f"{name}.yaml").read_text().splitlines()
+    header = "".join(line for line in lines if line.startswith("#"))
+    assert len(cells(name)) == int(re.search(r"(\d+) runs?\b", header).group(1))
+
+
+@pytest.mark.parametrize("slug", STUDIES)
 def test_a_mini_study_trains_mini_models_for_at_most_2000_steps(slug):
     configs = cells(f"{slug}_mini")
     assert {(config.experiment, config.scale) for config in configs} == {(slug, "mini")}
@@ -41,7 +48,7 @@ def test_a_mini_study_trains_mini_models_for_at_most_2000_steps(slug):
     assert all(config.num_steps <= 2000 for config in configs)
 
 
-@pytest.mark.parametrize("slug", [slug for slug in SLUGS if slug not in WITHOUT_PAPER])
+@pytest.mark.parametrize("slug", [slug for slug in STUDIES if slug not in WITHOUT_PAPER])
 def test_a_study_at_paper_scale_follows_the_protocol_of_the_paper(slug):
     for config in cells(slug):
         assert (config.experiment, config.scale) == (slug, "paper")
@@ -54,6 +61,26 @@ def test_a_study_at_paper_scale_follows_the_protocol_of_the_paper(slug):
             assert optimizer.lr == 2e-3
         if "_batch" not in slug:
             assert config.batch_size == 16384
+
+
+@pytest.mark.parametrize("scale", ["paper", "mini", None])
+@pytest.mark.parametrize("figure", OF_RUNS, ids=lambda figure: figure.__name__.split(".")[-1])
+def test_without_runs_a_figure_names_the_command_that_makes_them(figure, scale, tmp_path, capsys):
+    slug, study = figure.__name__.split(".")[-1], make.experiment_of(figure)
+    asked = ["--scale", scale] if scale else []
+    assert make.main([slug, *asked, "--runs", str(tmp_path)]) == 2
+    _, _, name = capsys.readouterr().err.strip().rpartition("experiments.train -m experiment=")
+    assert OmegaConf.load(cli.CONF / "experiment" / f"{name}.yaml").experiment == study
+    if slug not in WITHOUT_PAPER and slug != "loss_curves":  # which has a demo, too
+        assert name == (study if scale == "paper" else f"{study}_mini")
+
+
+@pytest.mark.parametrize("kind", ["size", "batch", "lr"])
+def test_leads_of_spikes_are_of_the_sweep_of_the_losses(kind):
+    figure = importlib.import_module(f"analysis.figures.spike_lead_{kind}")
+    assert make.experiment_of(figure) == f"spikes_vs_{kind}"
+    beta2 = {config.optimizer.beta2 for config in cells(f"spikes_vs_{kind}")}
+    assert {b for b in beta2 if b >= spike_lead.LEAST_BETA2} == {0.99, 0.995}
 
 
 def test_sweeps_of_the_paper_have_its_values():

@@ -20,6 +20,7 @@ PYTHONPATH = os.pathsep.join([str(CONF.parent), os.environ.get("PYTHONPATH", "")
 TINY = ("model.vision_width=64", "model.vision_layers=1", "model.text_width=64")
 TINY += ("model.text_layers=1", "model.vocab_size=512", "num_workers=1", "device=cpu")
 TINY += ("precision=fp32", "batch_size=16", "log_every=5", "optimizer.lr=1e-3")
+WHOLE = (*TINY, "name=whole", "num_steps=10", "evaluation=both")
 
 
 def start(module, *overrides, cwd):
@@ -35,7 +36,10 @@ def start(module, *overrides, cwd):
 
 
 def run(module, *overrides, cwd, code=0):
-    process = start(module, *overrides, cwd=cwd)
+    return end(start(module, *overrides, cwd=cwd), code)
+
+
+def end(process, code=0):
     output = process.communicate(timeout=200)[0]
     assert process.returncode == code, output
     return output
@@ -52,21 +56,33 @@ def work(tmp_path_factory):
     return folder
 
 
-def test_a_run_from_start_to_export(work):
-    command = (*TINY, "name=whole", "num_steps=10", "evaluation=both")
-    assert "finished at step 10" in run("train", *command, cwd=work)
+@pytest.fixture(scope="module")
+def whole(work):
+    """A finished run."""
+    assert "finished at step 10" in run("train", *WHOLE, cwd=work)
     [folder] = find_runs(work / "runs" / "whole")
+    return folder
+
+
+def test_a_run_from_start_to_export(work, whole):
+    folder = whole
     assert read_status(folder)["state"] == "finished"
     assert (folder / "tensors.parquet").exists() and (folder / "environment.json").exists()
-    assert "nothing to do" in run("train", *command, cwd=work)
+    assert "nothing to do" in run("train", *WHOLE, cwd=work)
 
-    output = run("evaluate", f"run={folder}", "device=cpu", cwd=work)
+    evaluating = start("evaluate", f"run={folder}", "device=cpu", cwd=work)
+    exported = run("export", f"source={folder}", "out=w.safetensors", cwd=work)
+    assert "tensors" in exported
+    output = end(evaluating)
     [evaluated] = read_rows(folder / "evaluations.jsonl")
     trained = read_rows(folder / "metrics.jsonl")[-1]
     assert evaluated["zero_shot/top1"] == trained["zero_shot/top1"]
     assert "retrieval/text_to_image_r10" in output
 
-    assert "tensors" in run("export", f"source={folder}", "out=w.safetensors", cwd=work)
+    misfit = start(
+        "train", *TINY, "name=misfit", "model.embed_dim=32", "model.init_from=w.safetensors",
+        cwd=work,
+    )  # fmt: skip
     again = run(
         "train", *TINY, "name=warm", "num_steps=1", "evaluation=none",
         "model.init_from=w.safetensors", cwd=work,
@@ -77,11 +93,7 @@ def test_a_run_from_start_to_export(work):
         trained["logit_scale"], abs=0.05
     )
 
-    refused = run(
-        "train", *TINY, "name=misfit", "model.embed_dim=32", "model.init_from=w.safetensors",
-        cwd=work, code=2,
-    )  # fmt: skip
-    assert "text_projection is (64, 128), not (64, 32)" in refused
+    assert "text_projection is (64, 128), not (64, 32)" in end(misfit, code=2)
 
     run("compact", f"run={folder}", "out=small", "tensors=[visual.*]", cwd=work)
     assert (work / "small" / "tensors.parquet").exists()
@@ -92,7 +104,7 @@ def test_a_run_from_start_to_export(work):
 
 def test_a_signal_to_the_group_saves_and_the_same_command_resumes_to_the_same_record(work):
     command = (*TINY, "num_steps=60", "evaluation=none", "save_every=1000", "num_workers=2")
-    run("train", *command, "name=calm", cwd=work)
+    calm = start("train", *command, "name=calm", cwd=work)
     disturbed = (*command, "name=disturbed")
     process = start("train", *disturbed, cwd=work)
     metrics = None
@@ -106,13 +118,15 @@ def test_a_signal_to_the_group_saves_and_the_same_command_resumes_to_the_same_re
     assert process.returncode == 75, output
     assert read_status(metrics.parent)["state"] == "preempted"
     assert "finished at step 60" in run("train", *disturbed, cwd=work)
+    end(calm)
     [calm] = (work / "runs").glob("calm/*/metrics.jsonl")
     assert metrics.read_bytes() == calm.read_bytes()
 
 
-def test_a_sweep_runs_every_cell_once(work):
+def test_a_sweep_runs_every_cell_once_and_a_bad_one_does_not_stop_the_others(work):
     command = (*TINY, "name=sweep", "num_steps=2", "evaluation=none", "seed=1,2")
-    run("train", "-m", *command, cwd=work)
+    output = run("train", "-m", *command, "batch_size=5000,16", cwd=work, code=1)
+    assert "batch_size=5000 exceeds the 200 pairs" in output
     runs = find_runs(work / "runs" / "sweep")
     assert [path.name.split("-")[3] for path in runs] == ["s1", "s2"]
     assert run("train", "-m", *command, cwd=work).count("nothing to do") == 2
@@ -153,24 +167,15 @@ def test_labels_are_checked_before_training(work):
     assert "two.txt names 2 classes" in output and not (work / "runs" / "never").exists()
 
 
-def test_one_bad_cell_does_not_stop_the_others(work):
-    command = (*TINY, "name=cells", "num_steps=1", "evaluation=none", "batch_size=5000,16")
-    output = run("train", "-m", *command, cwd=work, code=1)
-    assert "batch_size=5000 exceeds the 200 pairs" in output
-    assert len(find_runs(work / "runs" / "cells")) == 1
-
-
 def test_a_typo_in_the_path_of_shapes_renders_nothing(work):
     output = run("train", "data.train=data/shaeps/train-*.tar", cwd=work, code=2)
     assert "no file matches" in output and not (work / "data" / "shaeps").exists()
 
 
-def test_the_record_says_where_it_was_made(work):
-    run("train", *TINY, "name=where", "num_steps=1", "evaluation=none", cwd=work)
-    [folder] = find_runs(work / "runs" / "where")
-    facts = json.loads((folder / "environment.json").read_text())
+def test_the_record_says_where_it_was_made(whole):
+    facts = json.loads((whole / "environment.json").read_text())
     assert facts["packages"]["torch"] and facts["threads"] == 1
-    config = OmegaConf.load(folder / "config.yaml")
+    config = OmegaConf.load(whole / "config.yaml")
     assert config.optimizer.lr == 1e-3 and config.experiment is None
 
 

@@ -16,11 +16,20 @@ from lowprec.train.checkpoint import list_checkpoints, newest_checkpoint, verify
 from lowprec.train.state import CheckpointError
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """The folder of a run that is made once, and its objects."""
+    return tmp_path_factory.mktemp("made") / "run", []
+
+
 @pytest.fixture
-def finished(make_config, run_once, tmp_path):
-    config = make_config({"save_every": 4})
-    _, built = run_once(config, tmp_path / "run")
-    return tmp_path / "run", built
+def finished(make_config, run_once, tmp_path, made):
+    """A copy of the run, and its objects."""
+    folder, objects = made
+    if not objects:
+        objects += run_once(make_config({"save_every": 4}), folder)
+    shutil.copytree(folder, tmp_path / "run")
+    return tmp_path / "run", objects[1]
 
 
 @pytest.mark.parametrize("file", ["model", "exp_avg", "exp_avg_sq", "rng"])

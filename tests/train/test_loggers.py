@@ -99,10 +99,17 @@ def test_training_with_a_broken_dashboard_leaves_the_same_record(
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == healthy_record
 
 
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory):
+    """The folder of a run that is made once."""
+    return tmp_path_factory.mktemp("healthy") / "run"
+
+
 @pytest.fixture
-def healthy_record(make_config, run_once, tmp_path):
-    run_once(make_config(), tmp_path / "healthy")
-    return (tmp_path / "healthy" / "metrics.jsonl").read_bytes()
+def healthy_record(make_config, run_once, healthy):
+    if not healthy.exists():
+        run_once(make_config(), healthy)
+    return (healthy / "metrics.jsonl").read_bytes()
 
 
 def test_a_slow_dashboard_is_left_when_it_lags_too_far_behind(start, capsys, monkeypatch):
