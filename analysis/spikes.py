@@ -47,7 +47,8 @@ def spike_table(series: Series, protocol: Protocol, tensor: str = TENSOR) -> pd.
 
     `before`: median loss of the window before; `peak`: the largest loss up to `within` steps later;
     `height` = peak - before; `lead`: steps since the latest RMS spike of `tensor`, <NA> if none;
-    `tensors`: those of the run with an RMS spike 1 to `max_lead` steps before, latest RMS first.
+    `tensors`: those of the run with an RMS spike 1 to `max_lead` steps before, the earliest first,
+    of one step the highest.
     """
     at = np.flatnonzero(loss_spikes(series.loss, protocol)) + 1
     rms_at = np.flatnonzero(rms_spikes(series.rms_of(tensor), protocol)) + 1
@@ -57,9 +58,11 @@ def spike_table(series: Series, protocol: Protocol, tensor: str = TENSOR) -> pd.
     for step, lead in zip(at.tolist(), leads(at, rms_at), strict=True):
         before = np.nanmedian(loss[max(0, step - 1 - protocol.window) : step - 1])
         peak = np.nanmax(loss[step - 1 : step + protocol.within])
-        late = marks[max(0, step - 1 - protocol.max_lead) : step - 1][::-1]
-        first = {name: late[:, i].argmax() for i, name in enumerate(series.rms) if late[:, i].any()}
-        names = sorted(first, key=first.get)
+        before_it = slice(max(0, step - 1 - protocol.max_lead), step - 1)
+        late, high = marks[before_it], series.rms.to_numpy(float)[before_it]
+        first = {i: late[:, i].argmax() for i in np.flatnonzero(late.any(axis=0))}
+        order = sorted(first, key=lambda i: (first[i], -high[first[i], i]))
+        names = [series.rms.columns[i] for i in order]
         values = (step, loss[step - 1], before, peak, peak - before, lead, len(names))
         rows.append((*values, " ".join(names)))
     columns = ["step", "loss", "before", "peak", "height", "lead", "num_tensors", "tensors"]

@@ -3,14 +3,16 @@
     python -m experiments.replay run=RUN step=1170
     python -m experiments.replay run=RUN step=1170 optimizer.beta2=0.95
     python -m experiments.replay -m run=RUN step=1170 optimizer.beta2=0.9,0.95
-    python -m experiments.replay run=RUN step=1170 precision=fp32 scaler=none skip_batch=true
+    python -m experiments.replay run=RUN step=1170 precision=fp32 scaler=none skip_batches=4
 
 From the newest snapshot or checkpoint at least `steps` steps before, the steps are first replayed
 as they were: this control must reproduce the recorded losses, else the exit is 1. Then with the
 changes: any keys and groups of a run, all of one command line together; under -m each cell.
-`skip_batch=true` leaves the batch of `step` out and takes the next in its place. Without a change
-the three usual suspects are tried: the data (skip_batch=true), the optimizer (update clipping, or
-where it clips already beta2=0.9) and the numerics (float32).
+`skip_batches=N` leaves out the batches of N steps, the last of them `step`, and takes the next in
+their place: a spike is counted where it is past the bound, so what caused it came before. Without
+a change the three usual suspects are tried: the data (skip_batches=8), the optimizer (update
+clipping, or where it clips already beta2=0.9) and the numerics (float32). A change acts from the
+first step replayed on: the further that is before the spike, the more a change leads elsewhere.
 
 Prints a table and writes it, every step and a figure into RUN/replays/; nothing else of the run is
 changed.
@@ -34,6 +36,7 @@ from experiments.evaluate import read_config
 from experiments.open_data import open_data
 from experiments.preflight import preflight
 from lowprec.config import EIGHT_BIT, Config, key
+from lowprec.diagnostics.spikes import Protocol, protocol_of
 from lowprec.rules import combination_faults
 from lowprec.run import scan_rows, to_dict
 from lowprec.validate import ConfigError, check
@@ -58,7 +61,7 @@ class ReplayConfig:
 class ReplayedConfig(Config):
     """A run's config, and what only a replay can change."""
 
-    skip_batch: bool = key(False, "leave out the batch of `step`")
+    skip_batches: int = key(0, "leave out the batches of so many steps up to `step`", least=0)
 
 
 @dataclass
@@ -102,7 +105,8 @@ def main(config: ReplayConfig, changes: list[str], multirun: bool = False) -> No
         except CheckpointError as error:
             faults.append(f"{variant.name}: {error}")
     stem = "_".join([f"step_{config.step}", *changes]).replace("/", "-")[:120]
-    print(report(run, config.step, rows, replayed, run / "replays" / stem))
+    protocol = protocol_of(**trained["diagnostics"]["spikes"])
+    print(report(run, config.step, rows, replayed, run / "replays" / stem, protocol))
     if faults:
         raise cli.RunError("; ".join(faults))
 
@@ -131,7 +135,7 @@ def variants_of(trained: dict, changes: list[str], multirun: bool) -> list[Varia
 
 def suspects(trained: dict) -> Iterator[tuple[str, ...]]:
     """A change of the data, of the optimizer and of the numerics, where the run differs from it."""
-    yield ("skip_batch=true",)
+    yield (f"skip_batches={Protocol.max_lead}",)
     clips = trained["optimizer"]["name"] == "stable_adamw"
     yield (
         ("optimizer.beta2_decay=null", "optimizer.beta2=0.9")
@@ -191,8 +195,9 @@ def replay(path: Path, variant: Variant, trained: Config, step: int, last: int) 
     built.task.model.train()
     rows = []
     for number in range(first, last + 1):
-        if number == step and config.skip_batch:
-            next(batches, None)
+        if number == max(first, step + 1 - config.skip_batches):
+            for _ in range(config.skip_batches):
+                next(batches, None)
         batch = next(batches, None)
         if batch is None:  # the run's last, after one was left out
             break

@@ -15,7 +15,7 @@ from lowprec import durable
 from lowprec.diagnostics.spikes import Protocol
 
 QUESTIONS = {  # what a change of a key asks about
-    "data": ("skip_batch", "data", "seed", "batch_size"),
+    "data": ("skip_batches", "data", "seed", "batch_size"),
     "optimizer": ("optimizer", "schedule", "num_steps"),
     "numerics": ("precision", "scaler", "compile", "checkpointing", "device", "deterministic"),
 }
@@ -25,16 +25,24 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 
 
 def report(
-    run: Path, step: int, recorded: dict[int, float], replayed: dict[str, list[dict]], stem: Path
+    run: Path,
+    step: int,
+    recorded: dict[int, float],
+    replayed: dict[str, list[dict]],
+    stem: Path,
+    protocol: Protocol,
 ) -> str:
-    """Writes `<stem>.csv`, `<stem>_table.csv` and `<stem>.png`; returns what is to be said."""
+    """Writes `<stem>.csv`, `<stem>_table.csv` and `<stem>.png`; returns what is to be said.
+
+    `protocol`: what the run counted as a spike.
+    """
     frames = {name: pd.DataFrame(rows) for name, rows in replayed.items()}
     record = pd.DataFrame({"step": list(recorded), "loss": list(recorded.values())})
     around = frames["control"]["step"]
     record = record[record["step"].between(around.min(), around.max())]
     every = pd.concat([frame.assign(change=name) for name, frame in frames.items()])
     every = pd.concat([record.assign(change="recorded"), every])[["change", "step", "loss", "rms"]]
-    shown = table(frames, step)
+    shown = table(frames, step, protocol)
     stem.parent.mkdir(exist_ok=True)
     for ending, frame in ((".csv", every), ("_table.csv", shown)):
         text = frame.to_csv(index=False, lineterminator="\n")
@@ -45,26 +53,26 @@ def report(
         figure.savefig(picture, format="png")
     durable.replace(stem.with_name(stem.name + ".png"), picture.getvalue())
     text = shown.to_string(index=False, float_format=lambda value: f"{value:.4g}", na_rep="-")
-    return f"{text}\n{verdict(recorded, shown, step)}\nWrote {stem}.png"
+    return f"{text}\n{verdict(recorded, shown, step, protocol)}\nWrote {stem}.png"
 
 
-def table(frames: dict[str, pd.DataFrame], step: int) -> pd.DataFrame:
+def table(frames: dict[str, pd.DataFrame], step: int, protocol: Protocol) -> pd.DataFrame:
     """A row a replay: what it asks about, loss at the step, peak, height, RMS_t.
 
     `peak`: largest loss around the step, as a change may move a spike; `height`: peak - median loss
     of all steps before, `of_control` its share of the control's; `rms`: the largest RMS_t of all
     steps. A loss that is not finite is infinitely high.
     """
-    rows, whole = [], height(frames["control"], step)
+    rows, whole = [], height(frames["control"], step, protocol)
     for name, frame in frames.items():
-        at, mine = frame[frame["step"] == step]["loss"], height(frame, step)
+        at, mine = frame[frame["step"] == step]["loss"], height(frame, step, protocol)
         share = 1.0 if mine == whole else 0.0 if math.isinf(whole) else mine / whole
         rows.append(
             {
                 "change": name,
                 "question": question(name),
                 "loss": at.iloc[0] if len(at) else math.nan,
-                "peak": peak(frame, step),
+                "peak": peak(frame, step, protocol),
                 "height": mine,
                 "of_control": share,
                 "rms": frame["rms"].max(),
@@ -73,16 +81,16 @@ def table(frames: dict[str, pd.DataFrame], step: int) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def peak(frame: pd.DataFrame, step: int) -> float:
-    """Largest loss at most Protocol.within steps from a step; inf where one is not finite."""
-    around = frame[(frame["step"] - step).abs() <= Protocol.within]["loss"]
+def peak(frame: pd.DataFrame, step: int, protocol: Protocol) -> float:
+    """Largest loss at most `protocol.within` steps from a step; inf where one is not finite."""
+    around = frame[(frame["step"] - step).abs() <= protocol.within]["loss"]
     # none: it ended, as not finite, before
     return max((x if math.isfinite(x) else math.inf for x in around), default=math.inf)
 
 
-def height(frame: pd.DataFrame, step: int) -> float:
+def height(frame: pd.DataFrame, step: int, protocol: Protocol) -> float:
     """`peak` over the median loss of the steps before."""
-    highest = peak(frame, step)
+    highest = peak(frame, step, protocol)
     if math.isinf(highest):
         return highest
     return highest - statistics.median(frame[frame["step"] < step]["loss"])
@@ -96,15 +104,15 @@ def question(change: str) -> str:
     return "+".join([*found, *(["model or other"] if others else [])]) or "-"
 
 
-def verdict(recorded: dict[int, float], shown: pd.DataFrame, step: int) -> str:
+def verdict(recorded: dict[int, float], shown: pd.DataFrame, step: int, protocol: Protocol) -> str:
     """Under which changes the spike is gone and under which it is there, a line each."""
     before = [recorded[number] for number in range(step - BEFORE, step) if number in recorded]
-    noise = Protocol.loss_sigmas * statistics.pstdev(before)
+    noise = protocol.loss_sigmas * statistics.pstdev(before)
     whole = shown["height"].iloc[0]
     if not whole > noise:
         return (
             f"No spike around step {step}: the loss rises by {whole:.3g}, and "
-            f"{Protocol.loss_sigmas} standard deviations of the {len(before)} steps before are "
+            f"{protocol.loss_sigmas:g} standard deviations of the {len(before)} steps before are "
             f"{noise:.3g}."
         )
     is_gone, lines = shown["of_control"] < STAYS, []

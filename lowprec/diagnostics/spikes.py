@@ -9,11 +9,10 @@ Source: RMS and loss spikes, appendix D, arXiv:2304.13013.
 
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
-
 
 ROUNDING = 1e-6  # of the mean: a float32 loss that stands still scatters no more than this
 
@@ -47,6 +46,12 @@ PROTOCOLS = {
     # of OLMo-core's SkipStepOptimizer, which lets high losses into its window as they are
     "sigma": Protocol(loss_sigmas=6.0, num_deviations=1, window=128, ignore_steps=0),
 }
+
+
+def protocol_of(protocol: str, **thresholds: float | None) -> Protocol:
+    """That of `diagnostics.spikes`: a name, "none" stands for "paper", and what is given of it."""
+    given = {name: value for name, value in thresholds.items() if value is not None}
+    return replace(PROTOCOLS.get(protocol, PROTOCOLS["paper"]), **given)
 
 
 class Spike(NamedTuple):

@@ -54,7 +54,7 @@ def test_a_row_a_loss_spike_with_its_height_lead_and_the_tensors_before_it(serie
     table = spikes.spike_table(series, Protocol()).set_index("step")
     assert table.index.tolist() == list(SPIKES)
     assert table["lead"].tolist() == [3, 8, 308]
-    assert table["tensors"].tolist() == [f"{PROJ} {CONV1} {C_FC}", CONV1, ""]
+    assert table["tensors"].tolist() == [f"{C_FC} {CONV1} {PROJ}", CONV1, ""]
     assert table["num_tensors"].tolist() == [3, 1, 0]
     np.testing.assert_allclose(table["height"], 1.5, atol=0.15)
     np.testing.assert_allclose(table["before"], 2.0, atol=0.05)

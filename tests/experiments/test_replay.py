@@ -77,9 +77,9 @@ def test_a_control_that_does_not_reproduce_ends_the_replay(run):
     rows[10]["loss"] += 0.125
     (folder / "metrics.jsonl").write_text("".join(map(encode_row, rows)))
     with pytest.raises(RunError, match=r"does not reproduce .* 0.125, at step 11 \(bound: .*=0.01"):
-        replayed(folder, 10, "skip_batch=true", tolerance=0.01)
+        replayed(folder, 10, "skip_batches=1", tolerance=0.01)
     assert not (folder / "replays").exists()
-    assert len(replayed(folder, 10, "skip_batch=true", tolerance=0.2)) > 0
+    assert len(replayed(folder, 10, "skip_batches=1", tolerance=0.2)) > 0
 
 
 def test_a_skipped_batch_is_replaced_by_the_next(run, monkeypatch):
@@ -93,15 +93,18 @@ def test_a_skipped_batch_is_replaced_by_the_next(run, monkeypatch):
         return built
 
     monkeypatch.setattr(building, "build", listening)
-    frame = replayed(folder, 10, "skip_batch=true")
+    frame = replayed(folder, 10, "skip_batches=1")
     of_run, without = seen[:4], seen[4:]
     assert without == [of_run[0], of_run[2], of_run[3]]  # the run has no batch 13
-    assert list(losses(frame, "skip_batch=true")) == [9, 10, 11]
+    assert list(losses(frame, "skip_batches=1")) == [9, 10, 11]
+    seen.clear()
+    main(ReplayConfig(str(folder), 10, 2), ["skip_batches=2"])
+    assert seen[4:] == of_run[2:]  # those of 9 and 10 left out
 
 
 def test_each_cell_of_a_sweep_is_a_change_alone(run):
-    frame = replayed(run(), 10, "optimizer.beta2=0.5,0.9", "skip_batch=true,false", multirun=True)
-    names = {f"optimizer.beta2={b} skip_batch={s}" for b in (0.5, 0.9) for s in (True, False)}
+    frame = replayed(run(), 10, "optimizer.beta2=0.5,0.9", "skip_batches=1,0", multirun=True)
+    names = {f"optimizer.beta2={b} skip_batches={s}" for b in (0.5, 0.9) for s in (1, 0)}
     assert set(frame["change"]) == {"recorded", "control"} | names
     curves = [tuple(losses(frame, name).items()) for name in names]
     assert len(set(curves)) == 4
@@ -126,16 +129,16 @@ def test_from_a_snapshot_before_a_planted_spike_the_guilty_batch_is_found(run, m
     spikes = {"ignore_steps": 4, "window": 6, "num_deviations": 1, "within": 1}
     keys = {f"diagnostics.spikes.{name}": value for name, value in spikes.items()}
     keys |= {"diagnostics.recorder.enabled": True, "diagnostics.recorder.steps": 6}
-    keys |= {"num_steps": 20, "save_every": 20}
+    keys |= {"num_steps": 28, "save_every": 28}
     folder = run(
         keys, spoil=lambda built: vars(built).update(vars(spoiled(built.config, built.data)))
     )
-    [event] = [e for e in read_rows(folder / "events.jsonl") if e.get("spike") == "loss"]
-    assert event["step"] == 14
+    rows = read_rows(folder / "events.jsonl")
+    assert next(row["step"] for row in rows if row.get("spike") == "loss") == 14
     main(ReplayConfig(str(folder), 14, 3), [])
     said = capsys.readouterr().out
     assert "snapshots/step_000000000: steps 1 to 17" in said
-    assert "The spike is gone under: data (skip_batch=true)." in said
+    assert "The spike is gone under: data (skip_batches=8)." in said
     assert "The spike is there under: optimizer (optimizer=stable_adamw)." in said
     assert sorted(path.name for path in (folder / "replays").iterdir()) == [
         *("step_14.csv", "step_14.png", "step_14_table.csv")
@@ -165,8 +168,8 @@ def test_a_replay_ends_where_the_run_diverged(run, monkeypatch):
 def test_what_cannot_be_replayed_is_said_in_a_sentence(run):
     folder = run()
     for step, changes, said in (
-        (40, ["skip_batch=true"], "has recorded steps 1 to 12"),
-        (4, ["skip_batch=true"], "before step 4; there is checkpoints/step_000000004, checkp"),
+        (40, ["skip_batches=1"], "has recorded steps 1 to 12"),
+        (4, ["skip_batches=1"], "before step 4; there is checkpoints/step_000000004, checkp"),
         (10, ["model.vision_layers=3"], "does not fit the model"),
     ):
         with pytest.raises(RunError, match=said):
