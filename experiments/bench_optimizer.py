@@ -144,9 +144,8 @@ def cases(device: object) -> dict[str, Callable]:
         found["optimi AdamW triton"] = of("optimi", "AdamW", triton=True)
         found["optimi StableAdamW triton"] = of("optimi", "StableAdamW", triton=True)
     found["optimi StableAdamW foreach"] = of("optimi", "StableAdamW", foreach=True)
-    kinds = {"torchao": TorchaoAdamW8bit}
-    if device.type == "cuda":
-        kinds["bitsandbytes"] = BitsAndBytesAdamW8bit
+    kinds = {"bitsandbytes": BitsAndBytesAdamW8bit} if device.type == "cuda" else {}
+    kinds["torchao"] = TorchaoAdamW8bit  # last, as it compiles
     for library, kind in kinds.items():
         found[f"{library} AdamW8bit"] = of(f"{library}.optim", "AdamW8bit")
         found[f"{library} AdamW8bit, recorded"] = recorded(kind)

@@ -8,22 +8,22 @@ from pathlib import Path
 
 import torch
 
+from experiments.build_optimizer import build_optimizer
 from experiments.open_data import Data
 from experiments.preflight import names_file, read_lines
+from experiments.spread import loss_over, share_of_cores, spread
 from lowprec.clip.export import load_weights
 from lowprec.clip.model import (
     Normalize,
     blocks,
     build_model,
-    compile_blocks,
-    contrastive_loss,
     image_size,
 )
 from lowprec.clip.precision import set_precision
 from lowprec.clip.stable_embedding import use_stable_embedding
 from lowprec.clip.tokenizer import Tokenizer
 from lowprec.clip.zero_shot import build_classifier, imagenet
-from lowprec.config import EIGHT_BIT, Config, OptimizerConfig
+from lowprec.config import Config
 from lowprec.data.loader import Batch, Batches, iterate, num_workers
 from lowprec.data.order import SampleOrder
 from lowprec.data.stream import Stream
@@ -32,13 +32,12 @@ from lowprec.evaluate.evaluation import Evaluation
 from lowprec.formats import E4M3, INT8
 from lowprec.nn.replace import Layer
 from lowprec.ops import takes
-from lowprec.optim.eight_bit import BitsAndBytesAdamW8bit, EightBitAdamW, TorchaoAdamW8bit
 from lowprec.optim.loss_scaling import build_scaler
-from lowprec.optim.param_groups import param_groups
-from lowprec.optim.stable_adamw import StableAdamW
 from lowprec.train.precision import autocast, set_parameter_dtype
+from lowprec.train.speed import flops_per_pair, peak_flops
 from lowprec.train.state import TrainState
 from lowprec.train.task import ContrastiveTask
+from lowprec.train.world import ALONE, World
 from lowprec.validate import ConfigError
 
 EVALUATION_BATCH = 256
@@ -55,6 +54,18 @@ class Built:
     task: ContrastiveTask
     state: TrainState
     layers: list[Layer]  # what precision.recipe made of the linear layers
+    world: World = ALONE
+
+    @property
+    def workers(self) -> int:
+        """Decoding processes of this rank: those of a machine share its cores."""
+        asked = self.config.num_workers
+        return num_workers(asked) if asked is not None else share_of_cores(self.world.local_size)
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        """What this process and the others are to the data."""
+        return {"rank": self.world.rank, "world_size": self.world.size}
 
     def batches_from(self, first: int) -> Iterator[Batch]:
         """Batches of steps first, first + 1, ... on the host."""
@@ -76,9 +87,10 @@ class Built:
             tokenizer=self.tokenizer,
             seed=config.seed,
             augment=config.data.augment == "crop_flip",
+            **self.ranks,
         )
-        workers = num_workers(config.num_workers)
-        return iterate(batches, workers=workers, first=first - 1, pin=self.device.type == "cuda")
+        pin = self.device.type == "cuda"
+        return iterate(batches, workers=self.workers, first=first - 1, pin=pin)
 
     def stream(self) -> Stream:
         """The training data of data=stream."""
@@ -89,12 +101,24 @@ class Built:
             batch_size=config.batch_size,
             num_steps=config.num_steps,
             segment_steps=config.save_every,
-            workers=num_workers(config.num_workers),
+            workers=self.workers,
             image_size=image_size(self.task.model),
             tokenizer=self.tokenizer,
             augment=config.data.augment == "crop_flip",
             pin=self.device.type == "cuda",
+            **self.ranks,
         )
+
+    def flops_per_pair(self) -> int | None:
+        """Operations of the model for one pair; None where there is nothing to hold them against.
+
+        Counted on the plain model of the config, which recipes and ranks have not changed.
+        """
+        if peak_flops(self.device) is None:
+            return None
+        with torch.device("meta"):
+            plain = build_model(self.config.model)
+        return flops_per_pair(plain, image_size(plain), self.tokenizer.context_length)
 
     def layout(self) -> dict:
         """Ranks and workers, where the order of samples depends on them: in a stream."""
@@ -128,14 +152,20 @@ class Built:
                 classnames=classnames,
                 templates=templates,
             )
-        workers = min(4, num_workers(config.num_workers))
+        workers = min(4, self.workers)
         return Evaluation(
-            lambda: iterate(batches, workers=workers),
+            lambda: self._noticed(iterate(batches, workers=workers)),
             self.task.normalize,
             autocast=lambda: autocast(config.precision.autocast, self.device),
             build_classifier=classifier,
             retrieval=config.evaluation.name in ("retrieval", "both"),
         )
+
+    def _noticed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The batches of an evaluation, which may take longer than a rank may stand still."""
+        for batch in batches:
+            self.world.beat(None, "evaluating")
+            yield batch
 
 
 def pick_device(name: str) -> torch.device:
@@ -145,8 +175,11 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def build(config: Config, data: Data) -> Built:
-    """Model, optimizer, scaler and tokenizer of a config, seeded."""
+def build(config: Config, data: Data, world: World = ALONE) -> Built:
+    """Model, optimizer, scaler and tokenizer of a config, seeded; `world`: the ranks it is for.
+
+    Every rank is seeded alike, so that all begin with the same weights.
+    """
     device = pick_device(config.device)
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS demands it
@@ -166,25 +199,25 @@ def build(config: Config, data: Data) -> Built:
     set_parameter_dtype(model, config.precision.autocast)
     layers = _set_precision(model, config, device)
     model.to(device)
-    if config.checkpointing:
-        model.set_grad_checkpointing(True)
-    if config.compile:
-        if not blocks(model):
-            raise ConfigError([f"compile=true: {config.model.name} has no blocks of open_clip's"])
-        torch.compiler.reset()  # its limit of versions counts over the runs of a process
-        compile_blocks(model)
+    parallel = spread(model, config, world)
     scaler = build_scaler(config.scaler.name, config.scaler.init_scale, device)
-    state = TrainState(model, build_optimizer(config, model), scaler)
+    state = TrainState(model, build_optimizer(config, model), scaler, world=world)
     task = ContrastiveTask(
-        model, contrastive_loss(), Normalize().to(device), config.precision.autocast
+        model,
+        loss_over(world, config.distributed.local_loss),
+        Normalize().to(device),
+        config.precision.autocast,
+        parallel=parallel,
+        world=world,
+        accumulate=config.accumulate,
     )
     if blocks(model):
-        task.probe = BlockProbe(model, blocks(model), task.loss)
+        task.probe = BlockProbe(model, blocks(model), task.measure)
     tokenizer = Tokenizer(
         config.model.context_length or model.context_length,
         config.model.vocab_size or model.vocab_size,
     )
-    return Built(config, data, device, tokenizer, task, state, layers)
+    return Built(config, data, device, tokenizer, task, state, layers, world)
 
 
 def _set_precision(model: torch.nn.Module, config: Config, device: torch.device) -> list[Layer]:
@@ -196,40 +229,3 @@ def _set_precision(model: torch.nn.Module, config: Config, device: torch.device)
         return set_precision(model, precision)
     except ValueError as error:
         raise ConfigError([f"precision.recipe={precision.recipe}: {error}"]) from error
-
-
-def build_optimizer(config: Config, model: torch.nn.Module) -> StableAdamW | EightBitAdamW:
-    """The optimizer of a config's `optimizer` group: AdamW is StableAdamW without clipping."""
-    rule = config.optimizer
-    groups = param_groups(model, rule.weight_decay)
-    common = {"lr": rule.lr, "betas": (rule.beta1, rule.beta2), "eps": rule.eps}
-    skip = "tensor" if config.scaler.name == "fixed" else "step"
-    if rule.name in EIGHT_BIT:
-        return _build_eight_bit(rule, groups, common, skip)
-    return StableAdamW(
-        groups,
-        clip_threshold=rule.clip_threshold,
-        clip_weight_decay=rule.clip_weight_decay,
-        beta2_decay=rule.beta2_decay,
-        clip_norm=rule.clip_norm,
-        skip=skip,
-        **common,
-    )
-
-
-def _build_eight_bit(
-    rule: OptimizerConfig, groups: list[dict], common: dict, skip: str
-) -> EightBitAdamW:
-    embedding = ["*token_embedding"] if rule.stable_embedding else []
-    options = {"min_8bit_size": rule.min_8bit_size, "skip": skip}
-    options["override_32bit"] = [*rule.override_32bit, *embedding]
-    try:
-        if rule.name == "adamw8bit_torchao":
-            return TorchaoAdamW8bit(groups, common, **options)
-        on_gpu = groups[0]["params"][0][1].is_cuda  # a CPU only ever evaluates such a run
-        common |= {"is_paged": rule.paged and on_gpu}
-        return BitsAndBytesAdamW8bit(groups, common, **options)
-    except ValueError as error:
-        raise ConfigError([f"optimizer.override_32bit: {error}"]) from error
-    except ImportError as error:
-        raise ConfigError([f"optimizer={rule.name}: {error}"]) from error

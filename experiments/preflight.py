@@ -13,6 +13,7 @@ from lowprec.config import SHAPES, Config
 from lowprec.data.index import expand
 from lowprec.data.urls import expand_urls
 from lowprec.rules import url_scheme
+from lowprec.train.world import place
 from lowprec.validate import ConfigError
 
 EIGHT_BIT_PACKAGES = {"adamw8bit_bnb": "bitsandbytes<0.50", "adamw8bit_torchao": "torchao"}
@@ -37,6 +38,10 @@ def preflight(config: Config, *, training: bool = True) -> None:
     faults += _names_faults(config)
     if config.model.init_from and not Path(config.model.init_from).exists():
         faults.append(f"model.init_from={config.model.init_from}: no such file or folder")
+    if config.resume.from_ and training and not Path(config.resume.from_).is_dir():
+        faults.append(f"resume.from={config.resume.from_}: no such run or checkpoint")
+    if config.remote_sync and training:
+        faults += _remote_faults(config.remote_sync)
     if config.logger.name != "none" and importlib.util.find_spec(config.logger.name) is None:
         faults.append(f"logger={config.logger.name} needs a package: pip install '.[loggers]'")
     compiles = [("compile=true", config.compile)]
@@ -46,6 +51,7 @@ def preflight(config: Config, *, training: bool = True) -> None:
         if compiling and not any(shutil.which(name) for name in compilers):
             faults.append(f"{choice} needs a C++ compiler: apt-get install g++")
     faults += _eight_bit_faults(config, training)
+    faults += _process_faults(config) if training else []
     if training and (folder := _not_writable(config.run_dir)):
         faults.append(f"run_dir={config.run_dir}: {folder} cannot be written; choose another")
     if config.device == "cuda" and not _finds_gpu():
@@ -65,6 +71,31 @@ def _eight_bit_faults(config: Config, training: bool) -> list[str]:
             f"optimizer={name} needs a GPU (device={config.device}); use adamw8bit_torchao"
         )
     return faults
+
+
+def _remote_faults(url: str) -> list[str]:
+    """A fault unless fsspec knows how to write there; nothing is opened."""
+    import fsspec
+
+    try:
+        fsspec.get_filesystem_class(fsspec.utils.get_protocol(url))
+    except (ImportError, ValueError) as error:
+        return [f"remote_sync={url}: {error}"]
+    return []
+
+
+def _process_faults(config: Config) -> list[str]:
+    """What does not fit the processes that torchrun, srun or submitit have started."""
+    size, parts = place()[1], config.accumulate
+    if size > 1 and config.distributed.name == "none":
+        return [f"{size} processes were started and distributed=none trains in one; use ddp"]
+    if size > 1 and config.batch_size % (size * parts):
+        near = max(1, round(config.batch_size / (size * parts))) * size * parts
+        return [
+            f"batch_size={config.batch_size} (of all ranks) is not a multiple of {size} processes "
+            f"x accumulate={parts}; nearest: batch_size={near}"
+        ]
+    return []
 
 
 def will_render(config: Config) -> bool:

@@ -2,6 +2,7 @@
 
     python -m experiments.train model=nano optimizer=stable_adamw num_steps=200
     python -m experiments.train -m experiment=loss_curves_demo
+    torchrun --nproc_per_node 8 -m experiments.train distributed=ddp model=vit_b32
 
 The same command again resumes; a finished run says so and exits 0.
 """
@@ -11,92 +12,100 @@ import dataclasses
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 from omegaconf import OmegaConf
 from rich.console import Console
 
 from experiments import cli
+from experiments.failures import STOPPED, fail, watched
 from experiments.open_data import Data, open_data, progress_bar
 from experiments.preflight import preflight
 from lowprec import durable
 from lowprec.config import Config
 from lowprec.data.urls import without_secrets
-from lowprec.durable import DiskError
 from lowprec.environment import environment
-from lowprec.record import Record, RecordError, RunBusyError
+from lowprec.record import Record, RunBusyError
 from lowprec.run import directory, identity, label, to_dict
 from lowprec.train.signals import StopRequest, stop_request
+from lowprec.train.silent import SilentRecord
+from lowprec.train.world import PeerFailed, World, place
 from lowprec.validate import ConfigError
-
-STOPPED = 75  # exit status of a run that was asked to stop: the same command resumes it
 
 
 def main(config: Config) -> None:
-    """One run from its config to its end."""
+    """One run from its config to its end, in one process or as one of several."""
+    sys.stderr = sys.__stderr__  # see the end of this file
     preflight(config)
-    data = open_data(config)
-    sources = sources_of(config, data)
-    run = directory(config, sources)
+    if place()[1] == 1:
+        _run(config, World())
+        return
+    from lowprec.train.distributed import join
+
+    world = join(config.device, config.distributed.timeout_s)
+    with open(os.devnull, "w") as nowhere:
+        with contextlib.redirect_stdout(sys.stdout if world.is_first else nowhere):
+            _run(config, world)
+
+
+def _run(config: Config, world: World) -> None:
+    """A rank's part of a run; rank 0 writes, and speaks for all where all fail alike."""
     try:
-        record = Record(run)
-    except RunBusyError as error:
-        raise cli.RunError(str(error)) from error
-    try:
-        status = record.last_status()
-        done = status["state"] == "finished" and status["step"] >= config.num_steps
-        if done or status["state"] == "diverged":
-            print(f"{run} is {status['state']} at step {status['step']}; nothing to do")
+        data = _open_data(config, world)
+        sources = world.first(lambda: sources_of(config, data))
+        run = directory(config, sources)
+        record = _open_record(run, config.num_steps, world)
+        if record is None:
             return
-        with stop_request() as stop:
-            ended = _attempt(config, data, sources, record, stop)
-    except BaseException as error:
-        interrupted = isinstance(error, KeyboardInterrupt)
-        reason = f"{type(error).__name__}: {error}"[:1000]
-        with contextlib.suppress(OSError):  # the disk may be what failed
-            record.status("preempted" if interrupted else "failed", reason=reason)
-        if interrupted:
-            saved = record.last_status()["saved"]
-            print(f"{run} stopped without saving; it goes on from step {saved}")
-            sys.exit(STOPPED)
-        if sentence := _sentence(error, config):
-            raise cli.RunError(f"{run} failed: {sentence}") from error
-        raise
-    finally:
-        record.close()
+        try:
+            with stop_request() as stop, watched(config, record, world):
+                ended = _attempt(config, data, sources, record, stop, world)
+        except BaseException as error:
+            fail(error, config, record)
+        finally:
+            record.close()
+    except PeerFailed:
+        time.sleep(1)  # the rank that failed says why, before torchrun ends all for this exit
+        sys.exit(1)
     skipped = record.count("skips")
     line = f"{run} {ended.state} at step {ended.step}" + (f": {ended.reason}" * bool(ended.reason))
     if ended.state == "failed":
-        raise cli.RunError(line)
+        raise cli.RunError(line) if world.is_first else SystemExit(1)
     print(line + (f"; {skipped} samples could not be read (skips.jsonl)" * bool(skipped)))
     if ended.state == "preempted":
         sys.exit(STOPPED)
 
 
-def _sentence(error: BaseException, config: Config) -> str | None:
-    """What a user can do about a failure that is no defect of the code; None for any other."""
-    import torch
+def _open_data(config: Config, world: World) -> Data:
+    """Rank 0 goes first: it renders and indexes what is not there yet."""
+    opened: list[Data] = []
+    world.first(lambda: opened.append(open_data(config)))
+    return opened[0] if opened else open_data(config)
 
-    from lowprec.data.shards import ShardError
-    from lowprec.train.state import CheckpointError
 
-    if isinstance(error, CheckpointError):
-        return str(error)
-    if isinstance(error, (DiskError, RecordError, ShardError)):
-        return f"{error}. When that is mended, the same command goes on."
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return (
-            f"out of memory with model={config.model.name}, batch_size={config.batch_size} and "
-            f"precision.autocast={config.precision.autocast} ({str(error)[:200]}). Less memory, "
-            "as another run: checkpointing=true, model.patch_dropout=0.5 or a smaller batch_size"
-        )
-    lost = isinstance(error, (ConnectionError, EOFError))  # the pipe of a worker that is gone
-    if lost or (isinstance(error, RuntimeError) and "DataLoader worker" in str(error)):
-        return (
-            f"a data worker was killed ({error}), often for want of memory: fewer num_workers need "
-            "less. When that is mended, the same command goes on."
-        )
-    return None
+def _open_record(run: Path, num_steps: int, world: World) -> Record | None:
+    """The record of a run, which rank 0 alone can write; None if there is nothing to do."""
+    opened: list[Record] = []
+
+    def open_first() -> int | None:
+        try:
+            record = Record(run)
+        except RunBusyError as error:
+            raise cli.RunError(str(error)) from error
+        status = record.last_status()
+        done = status["state"] == "finished" and status["step"] >= num_steps
+        if done or status["state"] == "diverged":
+            print(f"{run} is {status['state']} at step {status['step']}; nothing to do")
+            record.close()
+            return None
+        opened.append(record)
+        return record.attempt
+
+    attempt = world.first(open_first)
+    if attempt is None:
+        return None
+    return opened[0] if opened else SilentRecord(run, attempt)
 
 
 def sources_of(config: Config, data: Data) -> dict[str, str]:
@@ -109,34 +118,49 @@ def sources_of(config: Config, data: Data) -> dict[str, str]:
             sources["init_from"] = weights_digest(Path(config.model.init_from))
         except FileNotFoundError as error:
             raise ConfigError([f"model.init_from={config.model.init_from}: {error}"]) from error
+    if config.resume.from_:
+        from lowprec.train.checkpoint import find_checkpoint
+        from lowprec.train.state import CheckpointError
+
+        try:
+            manifest = find_checkpoint(Path(config.resume.from_)) / "manifest.json"
+        except CheckpointError as error:
+            raise ConfigError([f"resume.from={config.resume.from_}: {error}"]) from error
+        sources["resume_from"] = json.loads(manifest.read_text())["sha256"]
     return sources
 
 
 def _attempt(
-    config: Config, data: Data, sources: dict[str, str], record: Record, stop: StopRequest
+    config: Config,
+    data: Data,
+    sources: dict[str, str],
+    record: Record,
+    stop: StopRequest,
+    world: World,
 ) -> object:
     """Trains until the run ends or is stopped; torch is loaded here."""
     from experiments.build import build
+    from lowprec.train.checkpoint import find_checkpoint, list_checkpoints
     from lowprec.train.loggers import build_logger
     from lowprec.train.loop import train
-    from lowprec.train.provenance import changes, code_digests
+    from lowprec.train.provenance import code_digests
+    from lowprec.train.remote import remote_copy
 
-    plain, facts = to_dict(config), environment()
+    plain = to_dict(config)
     plain["data"]["train"] = without_secrets(config.data.train)  # a signed URL is a secret
-    changed = changes(_last_environment(record.run) or facts, facts)
-    for line in changed:
-        print(f"note: since the last attempt {line}")
-    durable.replace(record.run / "config.yaml", OmegaConf.to_yaml(plain).encode())
-    durable.replace(record.run / "environment.json", json.dumps(facts, indent=1).encode())
-    started = {"attempt": record.attempt, "pid": os.getpid(), "changed": changed}
-    started |= {"deterministic": config.deterministic, "sources": sources, **facts}
-    record.append("attempts", [started])
-    record.status("running")
+    if world.is_first:
+        _begin_record(config, plain, sources, record, world)
     with Console().status(f"building {label(config)}"):
-        built = build(config, data)
+        built = world.together(lambda: build(config, data, world))
         evaluation = built.evaluation()
-    _report_layers(config, built.layers, record)
-    logger = build_logger(config.logger.name, record.run, plain)
+    if world.is_first:
+        _report_layers(config, built.layers, record)
+    if config.resume.from_ and not list_checkpoints(record.run):
+        source = find_checkpoint(Path(config.resume.from_))
+        world.together(lambda: built.state.load(source, fresh=True))
+        print(f"{record.run} begins with the weights and moments of {source}")
+    logger = build_logger(config.logger.name if world.is_first else "none", record.run, plain)
+    copy = remote_copy(config.remote_sync if world.is_first else None, record)
     name = label(config)
     provenance = {"config": identity(config), "sources": sources, "code": code_digests()}
     provenance["layout"] = built.layout()
@@ -150,6 +174,8 @@ def _attempt(
 
         def on_flush(row: dict) -> None:
             note = f"loss {row['loss']:.3f}  {row['images_per_s']:.0f} images/s"
+            note += f"  MFU {row['mfu']:.0%}" if row["mfu"] else ""
+            note += f"  {row['memory_gib']:.0f} GiB" if row["memory_gib"] else ""
             bar.update(shown, completed=row["step"], note=note)
             scores = [f"{key} {value:.3f}" for key, value in row.items() if "/" in key]
             if scores:
@@ -166,13 +192,35 @@ def _attempt(
             logger=logger,
             stop=stop,
             on_flush=on_flush,
+            on_save=copy.start,
+            flops=built.flops_per_pair(),
+            world=world,
         )
     record.finish_stream()
     if ended.state in ("finished", "diverged"):
         record.write_parquet()
     record.status(ended.state, ended.step, ended.reason)
-    logger.close()  # last: a dashboard may take a minute to end
+    logger.close()  # last: a dashboard may take a minute to end, and a copy longer
+    copy.close()
     return ended
+
+
+def _begin_record(
+    config: Config, plain: dict, sources: dict[str, str], record: Record, world: World
+) -> None:
+    """Writes what the attempt is: its config, the machine, what has changed since the last."""
+    from lowprec.train.provenance import changes
+
+    facts = environment()
+    changed = changes(_last_environment(record.run) or facts, facts)
+    for line in changed:
+        print(f"note: since the last attempt {line}")
+    durable.replace(record.run / "config.yaml", OmegaConf.to_yaml(plain).encode())
+    durable.replace(record.run / "environment.json", json.dumps(facts, indent=1).encode())
+    started = {"attempt": record.attempt, "pid": os.getpid(), "changed": changed}
+    started |= {"deterministic": config.deterministic, "sources": sources, **facts}
+    record.append("attempts", [started | {"processes": world.size}])
+    record.status("running")
 
 
 def _report_layers(config: Config, layers: list, record: Record) -> None:
@@ -196,4 +244,6 @@ def _last_environment(run: Path) -> dict | None:
 
 
 if __name__ == "__main__":
+    if place()[0]:  # one rank says what is wrong with a command
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (for as long as main is not reached)
     cli.main(main, "train", preflight=preflight)

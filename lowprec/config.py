@@ -214,13 +214,16 @@ class DiagnosticsConfig:
 
 @dataclass
 class DistributedConfig:
-    """Many processes."""
+    """Many processes, one a GPU: started by torchrun, srun or submitit."""
 
-    name: str = key("none", "data parallelism", choices=("none",), planned=("ddp", "fsdp2"))
-    local_loss: bool = key(True, "loss by rank", choices=(True,), planned=("*",))
-    gather_with_grad: bool = key(True, "gather", choices=(True,), planned=("*",))
-    static_graph: bool = key(True, "fixed graph", choices=(True,), planned=("*",))
-    sync_bn: bool = key(False, "over ranks", choices=(False,), planned=("*",))
+    name: str = key("none", "data parallelism", choices=("none", "ddp", "fsdp2"))
+    local_loss: bool = key(True, "each rank computes its own rows of the loss, not all of them")
+    gather_with_grad: bool = key(True, "through gathered features; always", choices=(True,))
+    static_graph: bool = key(True, "ddp: every step uses the same parameters")
+    sync_bn: bool = key(False, "batch norm over the batches of all ranks, on GPUs")
+    timeout_s: float = key(
+        600.0, "a rank that stands still for so long ends the run", above=0, identity=False
+    )
 
 
 @dataclass
@@ -234,7 +237,9 @@ class LoggerConfig:
 class ResumeConfig:
     """Start from another run's state."""
 
-    from_: str | None = key(None, "run to continue from", planned=("*",))
+    from_: str | None = key(
+        None, "run or checkpoint whose weights and moments this run begins with", identity=False
+    )
     allow_reshard: bool = key(
         False, "data=stream may go on with other ranks or workers", identity=False
     )
@@ -251,7 +256,7 @@ class Config:
     seed: int = key(0, "of weights, dropout and sample order", least=0, below=2**31)
     num_steps: int = key(1000, "optimizer updates", least=1)
     batch_size: int = key(128, "image-text pairs a step, over all ranks", least=2)
-    accumulate: int = key(1, "parts a batch is computed in", choices=(1,), planned=("*",))
+    accumulate: int = key(1, "parts a rank computes its batch in, one after the other", least=1)
     device: str = key("auto", "where", choices=("auto", "cpu", "cuda"), identity=False)
     num_workers: int | None = key(
         None, "decoding processes; null: cores - 1, at most 16", least=0, identity=False
@@ -259,15 +264,13 @@ class Config:
     compile: bool = key(False, "torch.compile of every block")
     checkpointing: bool = key(False, "recompute activations in backward")
     deterministic: bool = key(False, "only bit-reproducible kernels", identity=False)
-    profile: bool = key(
-        False, "write a profiler trace", choices=(False,), planned=("*",), identity=False
-    )
+    profile: bool = key(False, "write a profiler trace of a few steps", identity=False)
     run_dir: str = key("runs", "folder under which run directories are made", identity=False)
     log_every: int = key(20, "steps between two flushes of the record", least=1, identity=False)
     eval_every: int = key(0, "steps between evaluations; 0: at the end", least=0)
     save_every: int = key(1000, "steps between checkpoints", least=1, identity=False)
     keep_checkpoints: int = key(2, "newest checkpoints kept", least=2, identity=False)
-    remote_sync: str | None = key(None, "URL of a copy", planned=("*",), identity=False)
+    remote_sync: str | None = key(None, "URL of a folder for a copy of the run", identity=False)
     resume: ResumeConfig = field(default_factory=ResumeConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)

@@ -53,6 +53,7 @@ def combination_faults(config: Config) -> Iterator[str]:
         if value is None and optimizer.name == owner:
             yield f"optimizer={owner} needs optimizer.{option}, a number > 0"
     yield from _eight_bit_faults(config)
+    yield from _distributed_faults(config)
     if config.evaluation.name != "none" and config.data.val is None:
         yield f"evaluation={config.evaluation.name} needs data.val; or set evaluation=none"
     yield from _model_faults(config.model, config.intervention.name)
@@ -84,6 +85,24 @@ def _eight_bit_faults(config: Config) -> Iterator[str]:
         yield f"optimizer.beta2_decay={rule.beta2_decay}: optimizer={rule.name} has one beta2"
     if rule.paged and rule.name != "adamw8bit_bnb":
         yield f"optimizer.paged=true needs optimizer=adamw8bit_bnb, not {rule.name}"
+
+
+def _distributed_faults(config: Config) -> Iterator[str]:
+    if config.batch_size % config.accumulate:
+        yield (
+            f"batch_size={config.batch_size} is not a multiple of accumulate={config.accumulate}, "
+            "the parts that it is computed in"
+        )
+    refused = {
+        f"optimizer={config.optimizer.name}": config.optimizer.name in EIGHT_BIT,
+        "scaler=dynamic": config.scaler.name == "dynamic",
+        "diagnostics.recorder.enabled=true": config.diagnostics.recorder.enabled,
+    }
+    for choice, chosen in refused.items():
+        if chosen and config.distributed.name == "fsdp2":
+            yield f"{choice} does not go with distributed=fsdp2, which shards the state; use ddp"
+    if config.resume.from_ and config.model.init_from:
+        yield "resume.from brings weights, so that model.init_from would be lost; leave one out"
 
 
 def _stream_faults(data: DataConfig) -> Iterator[str]:
@@ -120,6 +139,9 @@ def _idle_faults(config: Config) -> Iterator[str]:
          "recipe=llm_int8"),
         ("precision", "backend", _is_real(config.precision), "products of real 8-bit numbers"),
         ("precision", "skip_slow", _is_real(config.precision), "products of real 8-bit numbers"),
+        *(("distributed", name, config.distributed.name != "none", "distributed=ddp or fsdp2")
+          for name in ("local_loss", "sync_bn")),
+        ("distributed", "static_graph", config.distributed.name == "ddp", "distributed=ddp"),
         ("optimizer", "clip_weight_decay", config.optimizer.name == "stable_adamw",
          "optimizer=stable_adamw"),
         *(("optimizer", name, config.optimizer.name in EIGHT_BIT, f"optimizer={EIGHT_BIT[0]}")

@@ -28,8 +28,7 @@ MUTANTS = {  # name: (file, line as it is, line as it must not be)
         "self.optimizer.state[parameter][key] = found[name].to(parameter.device)", "pass",
     ),
     "step count of the optimizer not restored": (
-        "lowprec/train/state.py",
-        'group["step"] = torch.tensor(step, device=group["params"][0].device)', "pass",
+        "lowprec/train/state.py", 'self.optimizer.steps = state["steps"]', "pass",
     ),
     "scaler not restored": (
         "lowprec/train/state.py", 'self.scaler.load_state_dict(state["scaler"])', "pass",

@@ -30,6 +30,8 @@ NOT_IDENTITY = {  # the design's list; of a path, what it holds is identity
     *("data.train", "data.val", "data.classnames", "data.templates", "data.index"),
     *(
         "model.init_from",
+        "resume.from",
+        "distributed.timeout_s",
         "data.allow_remote",
         "data.max_skip_rate",
         "resume.allow_reshard",

@@ -8,17 +8,19 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from lowprec.optim.on_device import index_on
 from lowprec.optim.reference import Coefficients, Tensors
 from lowprec.optim.triton_adamw import _gradients_kernel, _reduce_kernel, _step_kernel
 
 CHUNK = 2048  # elements of a program
 WARPS = 8
 ROWS = 1024  # parts added at a time
+DEVICES = ("cuda",)
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 class Fused:
-    """`reference.Reference` by kernels, of tensors that `can_fuse`."""
+    """`reference.Reference` by kernels, of tensors of which none is `first_unfit`."""
 
     def __init__(self, tensors: Tensors, host: "Addresses"):
         kinds: dict[tuple, list[int]] = {}
@@ -58,7 +60,7 @@ class _Kind:
         columns = (tensors.params, tensors.grads, tensors.exp_avgs, tensors.exp_avg_sqs)
         columns = (*columns, tensors.compensations)
         self.device = tensors.params[0].device
-        self.chosen = None if len(chosen) == len(tensors.params) else _index(chosen, self.device)
+        self.chosen = None if len(chosen) == len(tensors.params) else index_on(chosen, self.device)
         self.types = [TYPES[column[chosen[0]].dtype] for column in columns[:2]]
         numbers = tuple(
             0 if column[i] is None else column[i].data_ptr() for column in columns for i in chosen
@@ -129,11 +131,6 @@ def _layout(sizes: tuple[int, ...], device: torch.device) -> _Layout:
 
 
 @lru_cache(maxsize=8)
-def _index(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(numbers, device=device)
-
-
-@lru_cache(maxsize=8)
 def _inverse(order: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(order).argsort().to(device)
 
@@ -170,20 +167,39 @@ class Addresses:
         return self._known[numbers]
 
 
-def can_fuse(tensors: Tensors) -> bool:
-    """Whether every tensor lies on one GPU, dense, in a dtype of `TYPES`, all alike strided."""
+def first_unfit(tensors: Tensors) -> int | None:
+    """The first tensor that no kernel takes; None if all lie on one GPU, dense, in dtypes of TYPES.
+
+    A tensor's gradient and moments must lie in the parameter's order in memory.
+    """
     device = tensors.params[0].device
-    return device.type == "cuda" and all(
-        p.device == device
-        and p.dtype in TYPES
-        and g.dtype in TYPES
-        and p.stride() == g.stride() == v.stride() == u.stride()
-        and _is_dense(p)
-        for p, g, v, u in zip(
-            tensors.params, tensors.grads, tensors.exp_avgs, tensors.exp_avg_sqs, strict=True
-        )
-    )
+    if device.type not in DEVICES:
+        return 0
+    rows = zip(*vars(tensors).values(), strict=True)
+    for i, (p, *others) in enumerate(rows):
+        others = [x for x in others if x is not None]
+        fits = p.device == device and p.dtype in TYPES and others[0].dtype in TYPES
+        if not (fits and _is_dense(p) and all(_is_alike(p, x) for x in others)):
+            return i
+    return None
+
+
+def _is_alike(a: Tensor, b: Tensor) -> bool:
+    """Whether elements lie in one order in memory; strides of dimensions of size one do not say."""
+    if a.stride() == b.stride():
+        return True
+    pairs = zip(a.shape, a.stride(), b.stride(), strict=True)
+    return a.shape == b.shape and all(size == 1 or one == other for size, one, other in pairs)
 
 
 def _is_dense(x: Tensor) -> bool:
-    return x.is_contiguous() or torch._prims_common.is_non_overlapping_and_dense(x)
+    """Whether its elements fill their memory without gaps or overlaps, in any order."""
+    if x.is_contiguous():
+        return True
+    filled = 1
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size != 1:
+            if stride != filled:
+                return False
+            filled *= size
+    return True

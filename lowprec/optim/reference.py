@@ -50,64 +50,90 @@ class Reference:
 
         The maximum is that of the magnitudes, of NaN anything.
         """
-        sums, maxima = [], []
-        for grad in self.tensors.grads:
-            g = _wide(grad) * factor
-            norm = torch.linalg.vector_norm(g)
-            if g.is_cpu and norm.isfinite():
-                infs = nans = torch.zeros_like(norm)
-            else:
-                infs, nans = g.isinf().sum(), g.isnan().sum()
-            sums += [norm.square(), infs, nans]
-            maxima.append(torch.linalg.vector_norm(g, torch.inf) if g.numel() else norm - torch.inf)
-        return _table(sums, 3), _table(maxima, 1)
+        found = [gradient_parts(wide(grad) * factor) for grad in self.tensors.grads]
+        return as_tables(found)
 
     def moments(self, c: Coefficients) -> tuple[Tensor, Tensor]:
         """Updates both moments; sums [tensors, 2] of g^2 / max(u, eps^2) and u; maxima of -u, u."""
-        t, sums, maxima = self.tensors, [], []
+        t, found = self.tensors, []
         for i, (grad, v, u) in enumerate(zip(t.grads, t.exp_avgs, t.exp_avg_sqs, strict=True)):
-            g = torch.where(c.apply[i] > 0, _wide(grad) * c.factor[i], 0.0)
+            g = torch.where(c.apply[i] > 0, wide(grad) * c.factor[i], 0.0)
             v.mul_(c.beta1[i]).add_(g * (1 - c.beta1[i]))
             u.mul_(c.beta2[i]).add_((g * g).mul_(1 - c.beta2[i]))
-            ratio = g.div_(u.sqrt().clamp_(min=c.eps[i]))
-            sums += [torch.linalg.vector_norm(ratio).square(), u.sum()]
-            least, largest = u.aminmax() if u.numel() else (u.new_tensor(torch.inf),) * 2
-            maxima += [-least, largest if u.numel() else -largest]
-        return _table(sums, 2), _table(maxima, 2)
+            found.append(moment_parts(g, u, c.eps[i]))
+        return as_tables(found)
 
     def update(self, c: Coefficients) -> Tensor:
         """Parameters to `decay p - rate v / (sqrt(u) + eps)`; sums [tensors, 2] of squares.
 
         Of the update and of the new parameter.
         """
-        t, sums = self.tensors, []
+        t, found = self.tensors, []
         columns = (t.params, t.exp_avgs, t.exp_avg_sqs, t.compensations)
         for i, (p, v, u, lost) in enumerate(zip(*columns, strict=True)):
             change = (v / u.sqrt().add_(c.eps[i])).mul_(c.rate[i])
             if lost is None:
                 p.mul_(c.decay[i]).sub_(change)
             else:  # Kahan's sum: what rounds away now is added the next time
-                before = _wide(p)
-                wanted = (c.decay[i] - 1) * before - change + _wide(lost)
+                before = wide(p)
+                wanted = (c.decay[i] - 1) * before - change + wide(lost)
                 after = torch.where(c.apply[i] > 0, (before + wanted).to(p.dtype), p)
-                lost.copy_(torch.where(c.apply[i] > 0, wanted - (_wide(after) - before), lost))
+                lost.copy_(torch.where(c.apply[i] > 0, wanted - (wide(after) - before), lost))
                 p.copy_(after)
-            sums += [torch.linalg.vector_norm(x.float()).square() for x in (change, p)]
-        return _table(sums, 2)
+            found.append(update_parts(change, p))
+        return as_table(found)
 
     def moments_and_update(self, c: Coefficients) -> tuple[Tensor, Tensor, Tensor]:
         """Both, of a rate that does not wait for the moments."""
         return *self.moments(c), self.update(c)
 
 
-def _wide(x: Tensor) -> Tensor:
+def gradient_parts(g: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """Sums of a gradient's squares, infs and NaNs; its largest magnitude, of NaN anything."""
+    norm = torch.linalg.vector_norm(g)
+    if g.is_cpu and norm.isfinite():
+        infs = nans = torch.zeros_like(norm)
+    else:
+        infs, nans = g.isinf().sum(), g.isnan().sum()
+    least, largest = _extremes(g)
+    return [norm.square(), infs, nans], [torch.maximum(-least, largest)]
+
+
+def moment_parts(g: Tensor, u: Tensor, eps: Tensor | float) -> tuple[list[Tensor], list[Tensor]]:
+    """Sums of g^2 / max(u, eps^2) and of u; the largest -u and u."""
+    ratio = u.sqrt().clamp_(min=eps)
+    torch.div(g, ratio, out=ratio)
+    least, largest = _extremes(u)
+    return [torch.linalg.vector_norm(ratio).square(), u.sum()], [-least, largest]
+
+
+def update_parts(change: Tensor, p: Tensor) -> list[Tensor]:
+    """Sums of squares of an update and of the parameter after it."""
+    return [torch.linalg.vector_norm(x.float()).square() for x in (change, p)]
+
+
+def as_tables(parts: list[tuple[list[Tensor], list[Tensor]]]) -> tuple[Tensor, Tensor]:
+    """Sums and maxima [tensors, n] of a pair for each tensor."""
+    return as_table([sums for sums, _ in parts]), as_table([maxima for _, maxima in parts])
+
+
+def as_table(rows: list[list[Tensor]]) -> Tensor:
+    """float32 [tensors, n] of n 0-d values for each tensor."""
+    return torch.stack([value.float() for row in rows for value in row]).view(len(rows), -1)
+
+
+def _extremes(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Least and largest element, which a shard without elements does not change."""
+    if x.numel():
+        return x.aminmax()
+    return x.new_full((), torch.inf), x.new_full((), -torch.inf)
+
+
+def wide(x: Tensor) -> Tensor:
+    """In the dtype of its update."""
     return x.to(wide_dtype(x))
 
 
 def wide_dtype(p: Tensor) -> torch.dtype:
     """The dtype of a parameter's update and moments: float32, or float64 for float64."""
     return torch.promote_types(p.dtype, torch.float32)
-
-
-def _table(values: list[Tensor], columns: int) -> Tensor:
-    return torch.stack([value.float() for value in values]).view(-1, columns)

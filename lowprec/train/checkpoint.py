@@ -13,45 +13,70 @@ from pathlib import Path
 
 from lowprec import durable
 from lowprec.train.state import CheckpointError, DamagedError, TrainState
+from lowprec.train.world import ALONE, World
 
 FORMAT = 2
 
 
 def save_checkpoint(
-    run: Path, step: int, state: TrainState, offsets: dict, *, keep: int, provenance: dict
+    run: Path,
+    step: int,
+    state: TrainState,
+    offsets: dict,
+    *,
+    keep: int,
+    provenance: dict,
+    world: World = ALONE,
 ) -> Path:
     """Commits `checkpoints/step_<step>` with the record's offsets, then drops all but `keep`.
 
     `provenance`: what the run's numbers follow from, compared at a resume. CheckpointError if it
-    cannot be written; nothing is left of it then and the older ones stay.
+    cannot be written; nothing is left of it then and the older ones stay. Every rank writes what
+    is its own; rank 0 does the rest. It is committed, or not, in all of them.
     """
     folder = run / "checkpoints"
     final = folder / f"step_{step:09d}"
-    if final.exists():
-        return final
     temporary = folder / f".tmp.{final.name}"
+    if world.first(final.exists):
+        return final
     try:
-        folder.mkdir(exist_ok=True)
-        durable.sync(run)
-        temporary.mkdir()
-        files = _write_files(temporary, state)
-        body = {"format": FORMAT, "step": step, "offsets": offsets, "files": files}
-        body |= {"provenance": provenance}
-        manifest = {"sha256": _digest_of(body), **body}
-        durable.write(temporary / "manifest.json", json.dumps(manifest, indent=1).encode())
-        durable.sync(temporary)
-        os.rename(temporary, final)
+        world.first(lambda: _begin(temporary))
+        written = world.each(lambda: _write_files(temporary, state))
+        files = {name: facts for part in written for name, facts in part.items()}
+        world.first(lambda: _commit(temporary, final, step, offsets, files, provenance))
         durable.sync(folder)
     except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if world.is_first:
+            shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(f"{final} cannot be saved: {error}") from error
-    retire(run, keep)
+    if world.is_first:
+        retire(run, keep)
     return final
+
+
+def _begin(temporary: Path) -> None:
+    temporary.parent.mkdir(exist_ok=True)
+    durable.sync(temporary.parent.parent)
+    temporary.mkdir()
+
+
+def _commit(
+    temporary: Path, final: Path, step: int, offsets: dict, files: dict, provenance: dict
+) -> None:
+    """Writes the manifest, then gives the checkpoint its name."""
+    body = {"format": FORMAT, "step": step, "offsets": offsets, "files": files}
+    body |= {"provenance": provenance}
+    manifest = {"sha256": _digest_of(body), **body}
+    durable.write(temporary / "manifest.json", json.dumps(manifest, indent=1).encode())
+    durable.sync(temporary)
+    os.rename(temporary, final)
 
 
 def _write_files(folder: Path, state: TrainState) -> dict[str, dict]:
     """Writes and hashes the files of a state, all at once; bytes and sha256 by name."""
     contents = state.files()
+    if not contents:
+        return {}
     with ThreadPoolExecutor(2 * len(contents)) as pool:
         digests = {name: pool.submit(_sha256, chunks) for name, chunks in contents.items()}
         written = [
@@ -124,6 +149,17 @@ def newest_checkpoint(run: Path, *, set_aside: bool = False) -> tuple[Path, dict
     if faults:
         raise CheckpointError(f"{run} has no whole checkpoint: {'; '.join(faults)}")
     return None
+
+
+def find_checkpoint(source: Path) -> Path:
+    """The newest whole checkpoint of a run, or the checkpoint that the path is; CheckpointError."""
+    if (source / "manifest.json").exists():
+        verify(source)
+        return source
+    found = newest_checkpoint(source)
+    if found is None:
+        raise CheckpointError(f"{source} holds no checkpoint: a run or a checkpoint is expected")
+    return found[0]
 
 
 def verify(path: Path) -> dict:

@@ -17,8 +17,10 @@ from lowprec.record import Record
 from lowprec.run import read_tensors, scan_rows
 from lowprec.train.divergence import judge
 from lowprec.train.loggers import Logger
+from lowprec.train.speed import Speed
 from lowprec.train.state import TrainState
 from lowprec.train.step_log import StepLog
+from lowprec.train.world import ALONE, World
 
 PROBED = 32  # samples of a step on which blocks are measured
 SKIPS_TOLERATED = 10  # bad samples that no max_skip_rate forbids
@@ -37,7 +39,8 @@ class Journal:
     """Keeps the steps since the last flush on the device; a flush brings them to the record.
 
     The flush is where the host learns how the run goes: it applies the non-finite rule to what it
-    reads, writes the rows that belong to the run, and says how the run ended, if it did.
+    reads, writes the rows that belong to the run, and says how the run ended, if it did. Every
+    rank has a journal, with a record that takes nothing except in rank 0, whose verdict is all's.
     """
 
     def __init__(
@@ -48,7 +51,11 @@ class Journal:
         device: torch.device,
         logger: Logger,
         on_flush: Callable[[dict], None] | None,
+        world: World = ALONE,
+        flops: int | None = None,
     ):
+        self.world = world
+        self.speed = Speed(config.batch_size, world.size, device, flops)
         self.state, self.record, self.config = state, record, config
         self.logger, self.on_flush = logger, on_flush
         self.device = device
@@ -87,12 +94,17 @@ class Journal:
         every = self.config.diagnostics.block_every
         if probe is None or not _due(step, every):
             return
-        some = (batch.images[:PROBED], batch.tokens[:PROBED], batch.labels, batch.samples)
-        self.blocks.append((step, probe.names, probe(Batch(*some).to(self.device))))
+        some = Batch(batch.images[:PROBED], batch.tokens[:PROBED], batch.labels, batch.samples)
+        some = some.to(self.device)
+        some.images = self.world.whole(some.images)[:PROBED]
+        some.tokens = self.world.whole(some.tokens)[:PROBED]
+        self.blocks.append((step, probe.names, probe(some)))
 
     def flush(self, evaluate: Callable[[], dict] | None) -> Ended | None:
         """Writes what the device holds; returns how the run ended if it diverged or must stop."""
         rows, tables = self.log.fetch()
+        parts = self.world.each(lambda: self.skips)
+        self.skips = sorted((s for part in parts for s in part), key=lambda s: s["position"])
         now = time.perf_counter()
         grad_norms = tables[:, :, STATISTICS.index("grad_norm")]
         verdict = judge(
@@ -121,7 +133,7 @@ class Journal:
         if verdict.reason is not None:
             self.record.append("events", [{"step": rows[-1]["step"], "diverged": verdict.reason}])
             return Ended("diverged", rows[-1]["step"], verdict.reason)
-        return self._too_many_skips(rows[-1]["step"])
+        return self.world.first(lambda: self._too_many_skips(rows[-1]["step"]))
 
     def _note_skipped_tensors(self, rows: list[dict], grad_norms: np.ndarray) -> None:
         """Counts the tensors whose gradient is not finite in each row; their names are an event."""
@@ -175,7 +187,7 @@ class Journal:
         """The spike detector, which has seen the steps of earlier attempts."""
         given = asdict(self.config.diagnostics.spikes)
         name = given.pop("protocol")
-        if name == "none":
+        if name == "none" or not self.world.is_first:
             return None
         given = {key: value for key, value in given.items() if value is not None}
         detector = Detector(replace(PROTOCOLS[name], **given), len(self.tensors))
@@ -207,15 +219,13 @@ class Journal:
     def _timing(self, step: int, num_steps: int, now: float) -> dict:
         """`data_wait`: share of the time that the host waited for data, so the GPU's at most."""
         seconds = max(now - self.flushed, 1e-9)
-        memory = torch.cuda.max_memory_allocated() / 2**30 if self.device.type == "cuda" else None
         return {
             "step": step,
             "attempt": self.record.attempt,
             "wall_s": round(now - self.start, 3),
             "step_ms": round(1000 * seconds / num_steps, 3),
-            "images_per_s": round(num_steps * self.config.batch_size / seconds, 1),
+            **self.speed.of(num_steps / seconds),
             "data_wait": round(self.waited / seconds, 4),
-            "memory_gib": memory,
         }
 
     def _too_many_skips(self, step: int) -> Ended | None:

@@ -11,9 +11,11 @@ from lowprec.train.loggers import Logger
 from lowprec.train.recorder import Recorder
 from lowprec.train.saver import Saver
 from lowprec.train.signals import StopRequest
+from lowprec.train.speed import Tracer
 from lowprec.train.state import TrainState
 from lowprec.train.step import GraphedStep, TrainStep, can_capture
 from lowprec.train.task import ContrastiveTask
+from lowprec.train.world import ALONE, World
 
 
 def train(
@@ -28,50 +30,63 @@ def train(
     logger: Logger | None = None,
     stop: StopRequest | None = None,
     on_flush: Callable[[dict], None] | None = None,
+    on_save: Callable[[], None] = lambda: None,
+    flops: int | None = None,
+    world: World = ALONE,
 ) -> Ended:
     """Trains from the newest checkpoint, or from the start, to the end of the run.
 
     `batches_from(first)` yields the batches of steps first, first + 1, ... on the host;
     `evaluate(model)` returns numbers that join their step's row; `on_flush` gets the last row and
-    throughput after each flush; `provenance` (see refuse_drift) must be the checkpoint's. Returns
-    finished, diverged, or preempted when `stop` was raised.
+    throughput after each flush; `on_save()` follows a checkpoint; `flops`: operations of a pair
+    (speed.flops_per_pair); `provenance` (see refuse_drift) must be the checkpoint's. Returns
+    finished, diverged, or preempted when `stop` was raised: in several processes by any of them,
+    and each stops after the same step.
     """
     device = next(task.model.parameters()).device
-    saver = Saver(state, record, config, provenance or {})
+    saver = Saver(state, record, config, provenance or {}, world)
     first = saver.restore() + 1
-    recorder = Recorder(state, record.run, config, saver.provenance)
+    recorder = Recorder(state, record.run, config, saver.provenance, world)
     recorder.begin(first - 1)
     step_on_device = TrainStep(task, state.optimizer, state.scaler)
-    journal = Journal(state, record, config, device, logger or Logger(), on_flush)
+    journal = Journal(state, record, config, device, logger or Logger(), on_flush, world, flops)
+    tracer = Tracer(config.profile and world.is_first, record.run, record.attempt)
     batches = batches_from(first)
     task.model.train()
-    if stop is not None and stop.number is not None:  # asked while the run was being built
-        return Ended("preempted", first - 1, f"signal {stop.number}")
+    stop = stop or StopRequest()
+    world.vote(stop.number)
+    if number := world.vote(stop.number):  # asked while the run was being built
+        return Ended("preempted", first - 1, f"signal {number}")
     for step in range(first, config.num_steps + 1):
+        world.beat(step, "waiting for data")
         batch = journal.wait_for(batches)
+        world.beat(step, "training")
         if step == first and can_capture(config, device):
             step_on_device = GraphedStep(step_on_device, batch)
         lr = rate_of(step, config)
         set_learning_rate(state.optimizer, lr)
         values = step_on_device(batch)
+        tracer.step()
         journal.append(step, lr, values)
         journal.append_blocks(step, task.probe, batch)
 
         last = step == config.num_steps
-        stopping = stop is not None and stop.number is not None
+        stopping = world.vote(stop.number)
         evaluating = evaluate is not None and (last or _due(step, config.eval_every))
-        saving = last or stopping or _due(step, config.save_every)
+        saving = last or stopping is not None or _due(step, config.save_every)
         if evaluating or saving or _due(step, config.log_every) or journal.is_full:
             verdict = journal.flush((lambda: evaluate(task.model)) if evaluating else None)
             recorder.after_flush(step)
             if verdict is not None:
                 return verdict
         if stopping:
-            record.append("events", [{"step": step, "signal": stop.number}])
+            record.append("events", [{"step": step, "signal": stopping}])
         if saving:
-            saver.save(step, must_succeed=last or stopping)
+            world.beat(step, "saving")
+            saver.save(step, must_succeed=last or stopping is not None)
+            on_save()
         if stopping and not last:
-            return Ended("preempted", step, f"signal {stop.number}")
+            return Ended("preempted", step, f"signal {stopping}")
     return Ended("finished", config.num_steps)
 
 

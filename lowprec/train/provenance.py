@@ -6,7 +6,8 @@ from pathlib import Path
 from lowprec.train.state import CheckpointError
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ("lowprec/**/*.py", "experiments/build.py", "experiments/open_data.py")
+SOURCES = ("lowprec/**/*.py", "experiments/build*.py", "experiments/spread.py")
+SOURCES += ("experiments/open_data.py",)
 
 
 def code_digests() -> dict[str, str]:

@@ -17,6 +17,7 @@ from lowprec.diagnostics.spikes import Protocol
 from lowprec.run import decode_row
 from lowprec.train.checkpoint import list_checkpoints, require_space, save_checkpoint, verify
 from lowprec.train.state import CheckpointError, DamagedError, TrainState
+from lowprec.train.world import ALONE, World
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,21 @@ class Recorder:
     A spike is known up to `within` steps after it began and then waits for the flush. Bases are
     that much and `recorder.steps` apart, so one of the two is always at least `recorder.steps`
     older than the spike, unless training began later. They are taken at flushes, where the device
-    has been waited for anyway. Without `recorder.enabled` nothing is done.
+    has been waited for anyway. Without `recorder.enabled` nothing is done; of
+    several ranks, whose states are the same, rank 0 does it.
     """
 
-    def __init__(self, state: TrainState, run: Path, config: Config, provenance: dict):
+    def __init__(
+        self,
+        state: TrainState,
+        run: Path,
+        config: Config,
+        provenance: dict,
+        world: World = ALONE,
+    ):
         self.state, self.run, self.config, self.provenance = state, run, config, provenance
         self.chosen = config.diagnostics.recorder
+        self.enabled = self.chosen.enabled and world.is_first
         late = config.diagnostics.spikes.within or Protocol.within
         self.interval = self.chosen.steps + late + config.log_every
         self.bases: list[Base] = []
@@ -57,7 +67,7 @@ class Recorder:
 
         Snapshots of later steps belong to what the resume has cut off; they are removed.
         """
-        if not self.chosen.enabled:
+        if not self.enabled:
             return
         shutil.rmtree(self.run / "snapshots" / ".tmp", ignore_errors=True)
         for path in list_snapshots(self.run):
@@ -68,7 +78,7 @@ class Recorder:
 
     def after_flush(self, step: int) -> None:
         """Writes a snapshot if the flush of this step made a spike known; takes a base when due."""
-        if not self.chosen.enabled:
+        if not self.enabled:
             return
         for event in self._new_events():
             if event.get("spike") == "loss":

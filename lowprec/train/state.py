@@ -7,11 +7,14 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from lowprec.optim.eight_bit import EightBitAdamW
 from lowprec.optim.reference import wide_dtype
 from lowprec.optim.stable_adamw import StableAdamW
 from lowprec.train.pack import pack
+from lowprec.train.parts import file_name, local, read_like, whole
+from lowprec.train.world import ALONE, World
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "compensation")  # the last of 16-bit parameters alone
 
@@ -26,54 +29,88 @@ class DamagedError(CheckpointError):
 
 @dataclass
 class TrainState:
-    """Model, optimizer, loss scaler, count of skipped steps in a row."""
+    """Model, optimizer, loss scaler, count of skipped steps in a row.
+
+    A replicated state is rank 0's to write. Of a sharded one (FSDP2) every rank writes its part of
+    the moments, and rank 0 the rest, the model whole: who evaluates or exports it needs no ranks.
+    """
 
     model: nn.Module
     optimizer: StableAdamW | EightBitAdamW
     scaler: object
     skips: int = 0
+    world: World = ALONE
+
+    @property
+    def part(self) -> tuple[int, int] | None:
+        """This rank and the number of ranks, if the state is sharded."""
+        return (self.world.rank, self.world.size) if isinstance(self.model, FSDPModule) else None
 
     def files(self) -> dict[str, list]:
-        """Content of each file of a checkpoint, as chunks of bytes."""
+        """Content of each file of a checkpoint that is this rank's to write, as chunks of bytes."""
+        if self.part is None and not self.world.is_first:
+            return {}
+        model = {name: whole(tensor) for name, tensor in self.model.state_dict().items()}
         if isinstance(self.optimizer, EightBitAdamW):
-            moments, steps = self.optimizer.states(), self.optimizer.steps
+            moments = self.optimizer.states()
         else:
             moments = {
                 key: {name: self._moment(p, key) for name, p in self._parameters_with(key).items()}
                 for key in MOMENTS
             }
-            steps = [float(group.get("step", 0)) for group in self.optimizer.param_groups]
+            moments = {key: self._own_part(named) for key, named in moments.items()}
+        moments = {
+            file_name(key, self.part): pack(found) for key, found in moments.items() if found
+        }
+        if not self.world.is_first:
+            return moments
         rng = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_available():
             rng["cuda"] = torch.cuda.get_rng_state()
-        state = {"scaler": self.scaler.state_dict(), "skips": self.skips, "steps": steps}
+        state = {
+            "scaler": self.scaler.state_dict(),
+            "skips": self.skips,
+            "steps": self.optimizer.steps,
+        }
         return {
-            "model.safetensors": pack(self.model.state_dict()),
-            **{f"{key}.safetensors": pack(found) for key, found in moments.items() if found},
+            "model.safetensors": pack(model),
+            **moments,
             "rng.safetensors": pack(rng),
             "state.json": [json.dumps(state).encode()],
         }
 
-    def load(self, folder: Path) -> None:
-        """Reads what `files` gave; CheckpointError where a name or a shape differs."""
-        model = load_file(folder / "model.safetensors")
+    def load(self, folder: Path, *, fresh: bool = False) -> None:
+        """Reads what `files` gave; CheckpointError where a name or a shape differs.
+
+        `fresh`: for the first step of another run: without the random state, the skips and, unless
+        it is the same kind, the scaler.
+        """
+        model = read_like(folder, "model", self.model.state_dict())
         _check_same(model, self.model.state_dict(), folder / "model.safetensors")
         moments = {}
         for key, named in self._expected().items():
             path = folder / f"{key}.safetensors"
-            moments[key] = load_file(path) if path.exists() else {}
+            moments[key] = read_like(folder, key, named)
             _check_same(moments[key], named, path)
         state = json.loads((folder / "state.json").read_text())
         if isinstance(self.optimizer, EightBitAdamW):
-            self._load_eight_bit(moments, state["steps"], folder)
+            self._load_eight_bit(moments, folder)
         else:
-            self._load_moments(moments, state["steps"])
-        self.model.load_state_dict(model)
+            self._load_moments(moments)
+        self.optimizer.steps = state["steps"]
+        if self.part is None:
+            self.model.load_state_dict(model)
+        else:
+            for name, tensor in self.model.state_dict().items():
+                local(tensor).copy_(local(model[name]))
+        if not fresh or set(state["scaler"]) == set(self.scaler.state_dict()):
+            self.scaler.load_state_dict(state["scaler"])
+        if fresh:
+            return
         rng = load_file(folder / "rng.safetensors")
         torch.set_rng_state(rng["cpu"])
         if torch.cuda.is_available() and "cuda" in rng:
             torch.cuda.set_rng_state(rng["cuda"])
-        self.scaler.load_state_dict(state["scaler"])
         self.skips = state["skips"]
 
     def num_bytes(self) -> int:
@@ -91,16 +128,12 @@ class TrainState:
             return self.optimizer.states()
         return {key: self._parameters_with(key) for key in MOMENTS}
 
-    def _load_moments(self, moments: dict[str, dict[str, Tensor]], steps: list[float]) -> None:
+    def _load_moments(self, moments: dict[str, dict[str, Tensor]]) -> None:
         for key, found in moments.items():
             for name, parameter in self._parameters_with(key).items():
                 self.optimizer.state[parameter][key] = found[name].to(parameter.device)
-        for group, step in zip(self.optimizer.param_groups, steps, strict=True):
-            group["step"] = torch.tensor(step, device=group["params"][0].device)
 
-    def _load_eight_bit(
-        self, moments: dict[str, dict[str, Tensor]], steps: list[float], folder: Path
-    ) -> None:
+    def _load_eight_bit(self, moments: dict[str, dict[str, Tensor]], folder: Path) -> None:
         """Fills the library's own tensors, which a managed memory may hold."""
         pairs = [
             (key, tensor, moments[key][name])
@@ -116,7 +149,6 @@ class TrainState:
                 )
         for _, tensor, found in pairs:
             tensor.copy_(found)
-        self.optimizer.steps = steps
 
     def _parameters_with(self, key: str) -> dict[str, nn.Parameter]:
         """The parameters of which the optimizer keeps this, by name."""
@@ -125,6 +157,13 @@ class TrainState:
         if key != "compensation":
             return named
         return {name: p for name, p in named.items() if p.dtype != wide_dtype(p)}
+
+    def _own_part(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What of the tensors is this rank's to write: its rows; rank 0 has the unsharded ones."""
+        own = {
+            name: local(t) for name, t in named.items() if t is not local(t) or self.world.is_first
+        }
+        return {name: tensor for name, tensor in own.items() if tensor.numel()}
 
     def _moment(self, parameter: nn.Parameter, key: str) -> Tensor:
         dtype = parameter.dtype if key == "compensation" else wide_dtype(parameter)

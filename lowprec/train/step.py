@@ -32,12 +32,12 @@ class TrainStep:
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
         """Loss, logit scale, global gradient norms and loss scale of this step."""
-        loss, logit_scale = self.task.loss(batch.to(self.frozen.device))
-        self.frozen |= ~loss.detach().isfinite()
-        values = {"loss": loss.detach(), "logit_scale": logit_scale}
+        batch = batch.to(self.frozen.device)
+        loss, logit_scale = self.task.backward(batch, self.scaler.scale)
+        self.frozen |= ~loss.isfinite()
+        values = {"loss": loss, "logit_scale": logit_scale}
         if self.is_scaled:
             values["loss_scale"] = self.scaler.value.clone()
-        self.scaler.scale(loss).backward()
         self.scaler.step(self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
         values["grad_norm"] = self.optimizer.grad_norm
@@ -87,7 +87,7 @@ class GraphedStep:
 
 
 def can_capture(config: Config, device: torch.device) -> bool:
-    """Whether a run's step becomes a CUDA graph: compiled on a GPU, no recomputation.
+    """Whether a run's step becomes a CUDA graph: compiled, on one GPU, no recomputation.
 
     Recomputation saves random states on the host, the dynamic scaler keeps a counter that capture
     would advance, and an 8-bit optimizer reads on the host whether gradients are finite.
@@ -95,6 +95,8 @@ def can_capture(config: Config, device: torch.device) -> bool:
     return (
         config.compile
         and device.type == "cuda"
+        and config.distributed.name == "none"
+        and config.accumulate == 1
         and not config.checkpointing
         and config.scaler.name != "dynamic"
         and config.optimizer.name not in EIGHT_BIT

@@ -52,6 +52,7 @@ def make_coefficients(device, skipped=()):
     beta2 = torch.where(apply > 0, torch.linspace(0.9, 0.99, n, **of), 1.0)
     rate = torch.linspace(1e-3, 1e-2, n, **of) * apply
     factor, eps = torch.linspace(0.5, 1.5, n, **of), torch.linspace(1e-8, 1e-6, n, **of)
+    eps[4] = 0.1  # among values of sqrt(u), so that it shows where it stands
     return Coefficients(apply, factor, beta1, beta2, eps, rate, 1 - rate * 0.2)
 
 
@@ -123,7 +124,7 @@ def test_gradients_are_summed_and_what_is_not_finite_is_counted(device, dtypes):
 
 
 def test_kahans_sum_keeps_what_bfloat16_rounds_away(device):
-    steps = 400
+    steps, size = 40, 1e-3
     tensors = Tensors(
         [torch.ones(5, dtype=torch.bfloat16, device=device)],
         [torch.ones(5, dtype=torch.bfloat16, device=device)],
@@ -134,12 +135,12 @@ def test_kahans_sum_keeps_what_bfloat16_rounds_away(device):
     twin = copy.deepcopy(tensors)
     of = {"device": device}
     one, zero = torch.ones(1, **of), torch.zeros(1, **of)
-    rate = torch.full((1,), 1e-4, **of)
+    rate = torch.full((1,), size, **of)
     c = Coefficients(one, one, zero, zero, zero + 1e-12, rate, one)
     for passes in (Fused(tensors, Addresses()), Reference(twin)):
         for _ in range(steps):
             passes.moments_and_update(c)
-    wanted = 1 - steps * 1e-4  # a step alone is an eighth of what bfloat16 resolves below 1
+    wanted = 1 - steps * size  # a step alone is a quarter of what bfloat16 resolves below 1
     for t in (tensors, twin):
         total = t.params[0].float() + t.compensations[0].float()
         torch.testing.assert_close(total, torch.full_like(total, wanted), rtol=2e-3, atol=0)
@@ -158,11 +159,13 @@ def test_a_tensor_alone_takes_the_same_step_as_among_others(device):
 
 def test_unaligned_and_transposed_tensors(device):
     base = torch.randn(4097, device=device)
-    columns = [[base[1:].clone()], [base[1:]], [torch.zeros(4096, device=device)]]
-    columns += [[torch.zeros(4096, device=device)], [None]]
+    columns = [[base[1:].clone()], [base[1:]]]
+    columns = [[*column, torch.randn(41, 60, device=device).T] for column in columns]
+    columns += [[torch.zeros_like(p) for p in columns[0]] for _ in range(2)] + [[None, None]]
+    assert columns[1][0].data_ptr() % 16 and not columns[2][1].is_contiguous()
     tensors, twin = Tensors(*columns), Tensors(*copy.deepcopy(columns))
     c = make_coefficients(device)
-    c = Coefficients(*(value[:1] for value in vars(c).values()))
+    c = Coefficients(*(value[:2] for value in vars(c).values()))
     Fused(tensors, Addresses()).moments_and_update(c)
     Reference(twin).moments_and_update(c)
     assert_same(tensors, twin)
@@ -176,11 +179,61 @@ def test_tensors_that_no_kernel_takes_go_by_the_definition(device):
     twin = torch.nn.Parameter(weight.detach().clone())
     weight.grad = torch.randn(6, 8, device=device).T  # in another order than the weight
     twin.grad = weight.grad.contiguous()
-    for p in (weight, twin):
-        StableAdamW([p], lr=0.1).step()
+    optimizer = StableAdamW([("head", weight)], lr=0.1)
+    with pytest.warns(UserWarning, match=r"plain torch: no kernel takes parameter 0 \(head\)"):
+        optimizer.step()
+    optimizer.step()  # said once
+    other = StableAdamW([twin], lr=0.1)
+    for _ in range(2):
+        other.step()
     torch.testing.assert_close(weight, twin)
     with pytest.raises(ValueError, match="fused=True: dense"):
         StableAdamW([weight], fused=True).step()
+
+
+ODD = {  # what no kernel takes
+    "gradient in another order": lambda p: (p, torch.zeros(6, 8).T),
+    "strange dtype": lambda p: (p.double(), torch.zeros(8, 6)),
+    "not dense": lambda p: (torch.zeros(8, 12)[:, ::2], torch.zeros(8, 12)[:, ::2]),
+}
+
+
+@pytest.mark.parametrize("odd", [None, *ODD])
+def test_the_first_tensor_that_no_kernel_takes_is_found(odd, monkeypatch):
+    monkeypatch.setattr(fused, "DEVICES", ("cpu",))
+    ordinary = torch.zeros(8, 6)
+    weight = torch.zeros(5, 1, 3, 3).to(memory_format=torch.channels_last)  # depthwise
+    pairs = [(ordinary, torch.zeros(8, 6)), (weight, torch.zeros(5, 1, 3, 3))]
+    assert weight.stride() != pairs[1][1].stride()
+    if odd is not None:
+        pairs.append(ODD[odd](ordinary))
+    params, grads = map(list, zip(*pairs, strict=True))
+    moments = [torch.zeros_like(p, dtype=torch.float32) for p in params]
+    tensors = Tensors(params, grads, moments, moments, [None] * len(params))
+    assert fused.first_unfit(tensors) == (None if odd is None else 2)
+    monkeypatch.undo()
+    assert fused.first_unfit(tensors) == 0  # it is no GPU
+
+
+@pytest.mark.gpu
+def test_a_step_is_captured_where_gradients_are_missing(device):
+    from lowprec.optim import StableAdamW
+
+    params = [torch.nn.Parameter(torch.ones(300, device=device)) for _ in range(3)]
+    rate = torch.full((), 1e-2, device=device)
+    optimizer = StableAdamW(params, lr=rate)
+    params[0].grad, params[2].grad = torch.ones(300, device=device), torch.ones(300, device=device)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        optimizer.step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    for _ in range(3):
+        graph.replay()
+    assert optimizer.steps == [4, 0, 4] and optimizer.statistics[1, 0].isnan()
+    assert params[2][0] < 1 and params[1][0] == 1
 
 
 @pytest.mark.gpu

@@ -166,7 +166,7 @@ def test_dynamic_scale_halves_on_a_skip_and_the_step_count_waits():
     set_grads(params, 1, scale=1024.0)
     params[1].grad[0] = math.inf
     scaler.step(optimizer)
-    assert scaler.value == 512 and optimizer.param_groups[0]["step"] == 0
+    assert scaler.value == 512 and set(optimizer.steps) == {0}
     assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
     set_grads(params, 1, scale=512.0)
     scaler.step(optimizer)

@@ -30,12 +30,12 @@ def shaken(at, factor=50.0, until=10**9):
     """Multiplies the losses of these steps; the data end after `until`, as a kill would end it."""
 
     def spoil(built):
-        plain, groups = built.task.loss, built.state.optimizer.param_groups
+        plain, optimizer = built.task.loss, built.state.optimizer
         batches_from = built.batches_from
 
         def loss(batch):
             value, scale = plain(batch)
-            return value * (factor if int(groups[0].get("step", 0)) + 1 in at else 1.0), scale
+            return value * (factor if int(optimizer.steps[0]) + 1 in at else 1.0), scale
 
         built.task.loss = loss
         built.batches_from = lambda first: (

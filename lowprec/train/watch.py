@@ -1,0 +1,204 @@
+"""Sees that a rank has died or stands still, says which, leaves every stack, and ends the rest.
+
+Every rank holds a connection to rank 0, and a thread says each second how far its training has
+come. The kernel closes the connection of a process that dies, however it dies, so that the others
+know within a second or two. A rank that has not come further for `timeout_s` is named with its
+step; its own stacks are there too unless the whole process is stopped. One process alone is
+watched in the same way.
+"""
+
+import contextlib
+import faulthandler
+import json
+import os
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+LOST = 76  # exit status of a process that was ended because a rank died or stood still
+TICK_S = 0.5
+MEET_S = 60  # for the others to connect
+DUMP_S = 1.0  # what the others get to write their stacks before rank 0 ends
+
+
+@dataclass
+class Seen:
+    """What is known of a rank: how often and where it was last seen at work, and when it moved."""
+
+    name: str
+    beats: int = 0
+    step: int = 0
+    doing: str = "starting"
+    moved: float = field(default_factory=time.monotonic)
+    left: bool = False
+    unread: bytes = b""
+
+    def note(self, beats: int, step: int, doing: str) -> None:
+        """Takes a report."""
+        if beats != self.beats:
+            self.moved = time.monotonic()
+        self.beats, self.step, self.doing = beats, step, doing
+
+    def __str__(self) -> str:
+        return f"{self.name} at step {self.step}, {self.doing}"
+
+
+class Watch:
+    """The thread that watches. `stacks`: the folder for stacks; `on_end(reason)` is rank 0's.
+
+    `meet(address)` gives every rank the address that rank 0 came with. Until the first `beat` only
+    deaths count: what comes before (reading data, building) may take its time.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        stacks: Path,
+        *,
+        meet: Callable[[dict | None], dict],
+        on_end: Callable[[str], None] = lambda reason: None,
+    ):
+        self.rank, self.size, self.timeout_s, self.on_end = rank, size, timeout_s, on_end
+        self.own = Seen(f"rank {rank} (process {os.getpid()} on {os.uname().nodename})")
+        self.seen: dict[socket.socket, Seen] = {}
+        self.selector = selectors.DefaultSelector()
+        self.closing = threading.Event()
+        self.stacks = stacks
+        if size > 1:
+            self._connect(meet)
+        self.thread = threading.Thread(target=self._run, daemon=True, name="watch")
+        self.thread.start()
+
+    def beat(self, step: int | None, doing: str) -> None:
+        """Says that this process has come to a point of its training; step None: as before."""
+        self.own.note(self.own.beats + 1, self.own.step if step is None else step, doing)
+
+    def close(self, reason: str = "") -> None:
+        """Says goodbye; with a reason, which ends the others too: this rank has failed."""
+        if self.closing.is_set():
+            return
+        self.closing.set()
+        kind = "end" if self.rank == 0 and reason else "bye"
+        text = f"{self.own} failed: {reason}" if reason else ""
+        self._tell({kind: text})
+        self.thread.join(2)
+        faulthandler.cancel_dump_traceback_later()
+        for peer in self.seen:
+            peer.close()
+
+    def _connect(self, meet: Callable[[dict | None], dict]) -> None:
+        if self.rank == 0:
+            host = os.environ["MASTER_ADDR"]
+            with socket.create_server(("", 0), backlog=self.size) as listener:
+                listener.settimeout(MEET_S)
+                key = os.urandom(16).hex()
+                meet({"host": host, "port": listener.getsockname()[1], "key": key})
+                while len(self.seen) < self.size - 1:
+                    peer, _ = listener.accept()
+                    peer.settimeout(MEET_S)
+                    with contextlib.suppress(OSError, ValueError):  # anybody may knock
+                        key_given, name = json.loads(_read_line(peer))
+                        if key_given == key:
+                            self.seen[peer] = Seen(name)
+        else:
+            there = meet(None)
+            server = socket.create_connection((there["host"], there["port"]))
+            self.seen[server] = Seen("rank 0")
+            server.sendall(json.dumps([there["key"], self.own.name]).encode() + b"\n")
+        for peer in self.seen:
+            os.register_at_fork(after_in_child=peer.close)  # a worker must not outlive as this rank
+            self.selector.register(peer, selectors.EVENT_READ)
+
+    def _tell(self, message: dict) -> None:
+        for peer, seen in self.seen.items():
+            if not seen.left:
+                with contextlib.suppress(OSError):  # its end is noticed where it is read
+                    peer.sendall(json.dumps(message).encode() + b"\n")
+
+    def _run(self) -> None:
+        last = 0.0
+        while not self.closing.is_set():
+            for event, _ in self.selector.select(TICK_S) if self.seen else ():
+                self._read(event.fileobj)
+            if not self.seen:
+                self.closing.wait(TICK_S)
+            now = time.monotonic()
+            if now - last >= TICK_S:
+                last = now
+                own = self.own
+                self._tell({"at": [own.name, own.beats, own.step, own.doing]})
+                if own.beats and sys.__stderr__:  # also where Python itself is held up
+                    late = self.timeout_s + 2 * TICK_S
+                    faulthandler.dump_traceback_later(late, file=sys.__stderr__)
+                self._find_still(now)
+
+    def _read(self, peer: socket.socket) -> None:
+        seen = self.seen[peer]
+        try:
+            data = peer.recv(65536)
+        except OSError:
+            data = b""
+        if not data:
+            self.selector.unregister(peer)
+            if not seen.left and not self.closing.is_set():
+                self._end(f"{seen}, is gone")
+            seen.left = True
+            return
+        *lines, seen.unread = (seen.unread + data).split(b"\n")
+        for message in map(json.loads, lines):
+            if "at" in message:
+                seen.name, *report = message["at"]
+                seen.note(*report)
+            elif "end" in message or message.get("bye"):
+                self._end(message.get("end") or message["bye"])
+            elif "bye" in message:
+                seen.left = True
+
+    def _find_still(self, now: float) -> None:
+        """Ends all when a rank has not moved for too long; the one furthest behind is named."""
+        known = [self.own, *(seen for seen in self.seen.values() if not seen.left)]
+        if not self.own.beats or now - min(seen.moved for seen in known) < self.timeout_s:
+            return
+        if self.rank:  # rank 0 knows all and speaks first, unless it is the one that is stopped
+            known = [seen for seen in known if seen is not self.own]
+            if now - known[0].moved < self.timeout_s + 2 if known else True:
+                return
+        least = min(seen.beats for seen in known)
+        behind = "; ".join(str(seen) for seen in known if seen.beats == least)
+        self._end(f"nothing has moved for {self.timeout_s:g} s; furthest behind: {behind}")
+
+    def _end(self, reason: str) -> None:
+        """Tells the others, leaves the stacks and ends this process, whatever it is doing."""
+        if self.closing.is_set():  # it is about to end, and says why
+            return
+        if self.rank == 0:
+            self._tell({"end": reason})
+        faulthandler.cancel_dump_traceback_later()
+        print(f"{reason}; stacks: {self.stacks}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            self.stacks.mkdir(exist_ok=True)
+            with open(self.stacks / f"rank_{self.rank}.txt", "w") as file:
+                file.write(f"{reason}\n")
+                file.flush()
+                faulthandler.dump_traceback(file, all_threads=True)
+                os.fsync(file.fileno())
+        if self.rank == 0:
+            with contextlib.suppress(Exception):
+                self.on_end(reason)
+            time.sleep(DUMP_S if self.seen else 0)
+        os._exit(LOST)
+
+
+def _read_line(peer: socket.socket) -> bytes:
+    """One line and not a byte more: what follows is read by the thread."""
+    line = b""
+    while not line.endswith(b"\n") and len(line) < 1000 and (byte := peer.recv(1)):
+        line += byte
+    return line

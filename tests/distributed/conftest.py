@@ -1,0 +1,75 @@
+"""`ranks(job, size, **options)`: what several processes do; they are forked from one server."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lowprec.run import to_dict
+from lowprec.validate import check
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def server():
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", str(Path(__file__).with_name("ranks.py"))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",  # a GPU cannot be used after a fork
+        },
+    )
+    assert json.loads(process.stdout.readline()) == "ready"
+    yield process
+    process.communicate(timeout=20)
+
+
+@pytest.fixture(scope="module")
+def ranks(server, tmp_path_factory):
+    """Runs a job in so many ranks; its folder, exit codes, seconds and logs."""
+
+    def run(job, size, *, signals=(), **options):
+        folder = tmp_path_factory.mktemp(job)
+        order = {"job": job, "size": size, "options": options, "folder": str(folder)}
+        server.stdin.write(json.dumps(order | {"signals": list(signals)}) + "\n")
+        server.stdin.flush()
+        return json.loads(server.stdout.readline()) | {"folder": folder}
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def make(squares, tmp_path_factory):
+    """`make({"optimizer.lr": 1e-3, ...})`: a tiny config with some keys changed, as plain data."""
+    folder = tmp_path_factory.mktemp("runs")
+
+    def make(changes=None):
+        raw = {
+            **{"num_steps": 6, "batch_size": 16, "num_workers": 0, "device": "cpu"},
+            **{"log_every": 2, "save_every": 3, "run_dir": str(folder)},
+            "model": {"vision_width": 64, "vision_layers": 2, "text_width": 64, "text_layers": 1,
+                      "vocab_size": 512, "embed_dim": 32, "context_length": 8},
+            "precision": {"autocast": "fp32"},
+            "data": {"name": "shards", "train": str(squares / "train-*.tar"),
+                     "val": str(squares / "val-*.tar")},
+            "evaluation": {"name": "none"},
+        }  # fmt: skip
+        for path, value in (changes or {}).items():
+            node = raw
+            *groups, leaf = path.split(".")
+            for group in groups:
+                node = node.setdefault(group, {})
+            node[leaf] = value
+        return to_dict(check(raw))
+
+    return make

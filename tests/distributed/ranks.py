@@ -1,0 +1,153 @@
+"""A process that forks the ranks of a job, so that torch is imported once for all of them.
+
+Started once (`python ranks.py`), it reads one JSON order a line and answers each with a line.
+An order: `job`, a name in JOBS; `size`, how many ranks; `options`, the job's; `folder`, where every
+rank leaves `<rank>.log`; `signals`, a list of `{"rank", "number", "file", "lines"}`: sent once the
+first file that matches has so many lines. An answer: `codes`, a status a rank (negative: killed);
+`seconds`, when each ended, from the first signal on; `logs`.
+"""
+
+import glob
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+
+LIMIT_S = 60
+
+
+def gradients(folder: Path, rank: int, size: int, *, configs: dict[str, dict]) -> None:
+    """Leaves loss, logit scale and gradients of step 1 for each config."""
+    import torch
+
+    from experiments.build import build
+    from experiments.open_data import open_data
+    from lowprec.optim.loss_scaling import FixedScaler
+    from lowprec.train.distributed import join
+    from lowprec.train.parts import whole
+    from lowprec.train.world import World
+    from lowprec.validate import check
+
+    world = join("cpu", 60) if size > 1 else World()
+    for name, raw in configs.items():
+        config = check(raw)
+        built = build(config, open_data(config), world)
+        built.task.model.train()
+        factor = 64.0 if "scaled" in name else 1.0
+        scaler = FixedScaler(factor, "cpu")
+        loss, scale = built.task.backward(next(built.batches_from(1)), scaler.scale)
+        found = {n: whole(p.grad) / factor for n, p in built.task.model.named_parameters()}
+        found |= {"loss": loss, "scale": scale, "next draw": torch.rand(3)}
+        torch.save({n: t.clone() for n, t in found.items()}, folder / f"{name}.{rank}.pt")
+    world.close()
+
+
+def train(folder: Path, rank: int, size: int, *, configs: list[dict], hang: dict | None = None):
+    """Runs each config as the command line does; `hang`: where one sleeps or fails."""
+    from experiments import train as entry
+    from lowprec.train.step import TrainStep
+    from lowprec.validate import check
+
+    if hang and hang["rank"] == rank:
+        call, calls = TrainStep.__call__, iter(range(1, 10**6))
+
+        def sleeping(*arguments):
+            if next(calls) == hang["step"]:
+                if hang.get("fail"):
+                    raise MemoryError("as told")
+                time.sleep(100)
+            return call(*arguments)
+
+        TrainStep.__call__ = sleeping
+    for raw in configs:
+        entry.main(check(raw))
+
+
+JOBS = {"gradients": gradients, "train": train}
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def start(order: dict, rank: int, port: int) -> int:
+    """Forks a rank; its process."""
+    process = os.fork()
+    if process:
+        return process
+    code = 1
+    folder = Path(order["folder"])
+    log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(order["size"])}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    try:
+        JOBS[order["job"]](folder, rank, order["size"], **order["options"])
+        code = 0
+    except SystemExit as left:
+        code = left.code if isinstance(left.code, int) else 0 if left.code is None else 1
+        if not isinstance(left.code, int) and left.code is not None:
+            print(left.code)
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def fulfil(order: dict) -> dict:
+    port = free_port()
+    processes = {start(order, rank, port): rank for rank in range(order["size"])}
+    by_rank = {rank: process for process, rank in processes.items()}
+    codes, seconds = {}, {}
+    waiting = list(order.get("signals", []))
+    begun = time.monotonic()
+    zero = begun
+    while len(codes) < order["size"]:
+        for due in list(waiting):
+            files = glob.glob(due["file"])
+            if files and Path(files[0]).read_bytes().count(b"\n") >= due["lines"]:
+                os.kill(by_rank[due["rank"]], due["number"])
+                zero = time.monotonic()
+                waiting.remove(due)
+        process, status = os.waitpid(-1, os.WNOHANG)
+        if process in processes:
+            rank = processes[process]
+            codes[rank] = os.waitstatus_to_exitcode(status)
+            seconds[rank] = time.monotonic() - zero
+        else:
+            time.sleep(0.01)
+        stopped = [due["rank"] for due in order.get("signals", []) if due["number"] == 19]
+        if time.monotonic() - begun > LIMIT_S or set(by_rank) - set(codes) == set(stopped) != set():
+            for rank in set(by_rank) - set(codes):
+                os.kill(by_rank[rank], signal.SIGKILL)
+    ranks = range(order["size"])
+    logs = [(Path(order["folder"]) / f"{rank}.log").read_text() for rank in ranks]
+    return {"codes": [codes[r] for r in ranks], "seconds": [seconds[r] for r in ranks],
+            "logs": logs}  # fmt: skip
+
+
+def main() -> None:
+    import torch
+
+    import experiments.build  # noqa: F401 (forked ranks then have it)
+    import experiments.train  # noqa: F401
+    import lowprec.train.distributed
+    import lowprec.train.loggers
+    import lowprec.train.loop  # noqa: F401
+
+    torch.set_num_threads(1)
+    print(json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(fulfil(json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""A signal stops all ranks after the same step; a dead or hung one is named and ends the rest."""
+
+import signal
+
+import pytest
+
+from lowprec.run import find_runs, read_rows, read_status
+
+LONG = {"num_steps": 100_000, "save_every": 100_000, "log_every": 1, "schedule.name": "constant"}
+
+
+def disturbed(ranks, make, name, sent, *, size=2, hang=None, **changes):
+    """What became of a long run of which a rank got a signal after some steps."""
+    config = make({**LONG, **changes, "name": name, "distributed.name": "ddp"})
+    where = f"{config['run_dir']}/{name}/*/metrics.jsonl"
+    signals = [{"rank": rank, "number": n, "file": where, "lines": 5} for rank, n in sent]
+    answer = ranks("train", size, configs=[config], signals=signals, hang=hang)
+    [run] = find_runs(f"{config['run_dir']}/{name}")
+    return answer, run, config
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_to_any_rank_saves_once_after_the_same_step_and_all_exit_75(ranks, make, rank):
+    number = signal.SIGTERM if rank else signal.SIGUSR2
+    answer, run, config = disturbed(ranks, make, f"stopped_{rank}", [(rank, number)])
+    assert answer["codes"] == [75, 75], answer["logs"]
+    status = read_status(run)
+    assert (status["state"], status["saved"]) == ("preempted", status["step"])
+    rows = read_rows(run / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, status["step"] + 1))
+    assert len(list((run / "checkpoints").iterdir())) == 1
+    again = ranks("train", 2, configs=[{**config, "num_steps": status["step"] + 2}])
+    assert again["codes"] == [0, 0], again["logs"]
+    assert f"going on from step {status['step']}" in again["logs"][0]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_dead_rank_is_named_and_the_others_end_within_two_seconds(ranks, make, rank):
+    name = f"dead_{rank}"
+    three = {"batch_size": 24, "num_workers": 1}  # a worker holds on to what its rank had open
+    answer, run, _ = disturbed(ranks, make, name, [(rank, signal.SIGKILL)], size=3, **three)
+    survivors = {0, 1, 2} - {rank}
+    for other in survivors:
+        assert answer["codes"][other] == 76, answer["logs"]
+        assert answer["seconds"][other] < 2 + 1, answer["seconds"]  # rank 0 waits for the others
+        assert f"rank {rank} (process" in answer["logs"][other]
+        assert "is gone; stacks:" in answer["logs"][other]
+    if rank:
+        assert read_status(run)["state"] == "failed"
+        assert f"rank {rank}" in read_status(run)["reason"]
+
+
+def test_a_stopped_rank_is_named_after_the_timeout(ranks, make):
+    limit = {"distributed.timeout_s": 3.0}
+    answer, run, _ = disturbed(ranks, make, "frozen", [(1, signal.SIGSTOP)], **limit)
+    assert answer["codes"] == [76, -signal.SIGKILL], answer["logs"]
+    assert 3 <= answer["seconds"][0] < 8
+    assert "nothing has moved for 3 s; furthest behind: rank 1 (process" in answer["logs"][0]
+    assert "at step" in answer["logs"][0]
+    assert "rank 1" in read_status(run)["reason"]
+
+
+def test_a_rank_that_hangs_is_named_with_its_step_and_leaves_its_stack(ranks, make):
+    hang = {"rank": 1, "step": 4}
+    limit = {"distributed.timeout_s": 3.0}
+    answer, run, _ = disturbed(ranks, make, "hung", [], hang=hang, **limit)
+    assert answer["codes"] == [76, 76], answer["logs"]
+    for log in answer["logs"]:
+        assert "furthest behind: rank 1" in log or "at step 4, training" in log, answer["logs"]
+    stack = (run / "stacks" / "rank_1.txt").read_text()
+    assert "sleeping" in stack and "lowprec/train/loop.py" in stack
+    assert (run / "stacks" / "rank_0.txt").exists()
+
+
+def test_a_rank_that_fails_by_itself_says_why_and_ends_the_others(ranks, make):
+    answer, run, _ = disturbed(ranks, make, "failed", [], hang={"rank": 1, "step": 4, "fail": True})
+    assert answer["codes"] == [76, 1], answer["logs"]
+    assert "rank 1" in answer["logs"][0] and "MemoryError: as told" in answer["logs"][0]
+    assert "out of memory with model=nano" in answer["logs"][1]
+    assert "MemoryError: as told" in read_status(run)["reason"]

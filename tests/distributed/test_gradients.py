@@ -1,0 +1,51 @@
+"""Loss and gradients do not depend on how many processes, or parts, compute them."""
+
+import pytest
+import torch
+
+CASES = {
+    "plain": {},
+    "dropout": {"model.patch_dropout": 0.5},
+    "parts": {"accumulate": 2},
+    "parts dropout": {"accumulate": 4, "model.patch_dropout": 0.5},
+    "parts scaled": {"accumulate": 2},
+    "whole loss": {},
+    "checkpointing": {"checkpointing": True},
+    "fsdp2": {},
+    "fsdp2 parts dropout": {"accumulate": 2, "model.patch_dropout": 0.5},
+}  # fmt: skip
+REFERENCE = {  # case: the one whose gradients, of one process and in one piece, it must give
+    "plain": "plain", "dropout": "dropout", "parts": "plain", "parts dropout": "dropout",
+    "parts scaled": "plain", "whole loss": "plain", "checkpointing": "plain",
+    "fsdp2": "plain", "fsdp2 parts dropout": "dropout",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def found(ranks, make):
+    """By number of ranks: what the first of them found for each case, the others the same."""
+    results = {}
+    for size in (1, 2, 4):
+        configs = {}
+        for name, changes in CASES.items():
+            kind = {"distributed.name": "fsdp2" if name.startswith("fsdp2") else "ddp"}
+            kind |= {"distributed.local_loss": False} if name == "whole loss" else {}
+            configs[name] = make({**changes, **kind})
+        answer = ranks("gradients", size, configs=configs)
+        assert answer["codes"] == [0] * size, answer["logs"]
+        for name in CASES:
+            by_rank = [torch.load(answer["folder"] / f"{name}.{rank}.pt") for rank in range(size)]
+            for other in by_rank[1:]:
+                for key, value in by_rank[0].items():
+                    assert torch.equal(value, other[key]), (name, key)
+            results[name, size] = by_rank[0]
+    return results
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_loss_and_gradients_are_those_of_one_process_with_the_whole_batch(found, name, size):
+    expected, got = found[REFERENCE[name], 1], found[name, size]
+    for key, value in expected.items():
+        largest = max(float(value.abs().max()), 1e-3)
+        torch.testing.assert_close(got[key], value, rtol=0, atol=1e-6 * largest)

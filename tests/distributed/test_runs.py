@@ -1,0 +1,78 @@
+"""The record of several processes is that of one, through resumes in other numbers of them."""
+
+import json
+
+import numpy as np
+import pytest
+
+from lowprec.run import TABLES, find_runs, read_rows, read_status, read_tensors
+from lowprec.train.checkpoint import list_checkpoints
+
+RECORDED = {
+    "diagnostics.block_every": 2,
+    "diagnostics.detail_every": 2,
+    "optimizer.name": "stable_adamw",
+    "optimizer.clip_threshold": 1.0,
+    "optimizer.lr": 1e-3,
+    "model.patch_dropout": 0.5,
+    "schedule.name": "constant",  # so that num_steps may grow
+    "evaluation.name": "both",
+    "eval_every": 3,
+}
+KINDS = ("none", "ddp", "fsdp2")
+
+
+def config_of(make, name, kind, steps=6, **more):
+    config = make({**RECORDED, **more, "distributed.name": kind, "name": name, "num_steps": steps})
+    return config
+
+
+@pytest.fixture(scope="module")
+def finished(ranks, make):
+    """Runs by name: of one process; of two; of two, then one, then two, from the same directory."""
+    configs = {
+        1: [config_of(make, "one", "none")],
+        2: [config_of(make, f"two_{kind}", kind) for kind in ("ddp", "fsdp2")],
+    }
+    for kind in ("ddp", "fsdp2"):
+        for steps, size in ((2, 2), (4, 1), (6, 2)):
+            config = config_of(make, f"changing_{kind}", kind, steps, eval_every=0)
+            answer = ranks("train", size, configs=[config])
+            assert answer["codes"] == [0] * size, answer["logs"]
+    for size, chosen in configs.items():
+        answer = ranks("train", size, configs=chosen)
+        assert answer["codes"] == [0] * size, answer["logs"]
+        if size == 2:
+            assert "finished at step 6" in answer["logs"][0] and not answer["logs"][1]
+    folder = configs[1][0]["run_dir"]
+    return {path.parent.name: path for path in find_runs(folder)}
+
+
+def assert_close_records(a, b):
+    left, right = read_rows(a / "metrics.jsonl"), read_rows(b / "metrics.jsonl")
+    assert [row["step"] for row in left] == [row["step"] for row in right] == [1, 2, 3, 4, 5, 6]
+    for x, y in zip(left, right, strict=True):
+        assert {"loss", "grad_norm", "logit_scale"} <= set(x) & set(y)
+        both = set(x) & set(y)
+        assert all(x[key] == pytest.approx(y[key], rel=2e-5) for key in both), (x, y)
+    for table in TABLES:
+        tables = [list(read_tensors(path, table)) for path in (a, b)]
+        assert tables[0] and tables[0][0][2] == tables[1][0][2]
+        for name in tables[0][0][1]:
+            x, y = (np.concatenate([values[name] for _, values, _ in t]) for t in tables)
+            np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-6, err_msg=f"{table} {name}")
+
+
+@pytest.mark.parametrize("name", ["two_ddp", "two_fsdp2", "changing_ddp", "changing_fsdp2"])
+def test_the_record_of_several_processes_is_that_of_one(finished, name):
+    assert read_status(finished[name])["state"] == "finished"
+    assert_close_records(finished["one"], finished[name])
+
+
+def test_a_sharded_checkpoint_has_the_moments_by_rank_and_the_model_whole(finished):
+    newest = list_checkpoints(finished["two_fsdp2"])[-1]
+    names = {path.name for path in newest.glob("exp_avg_sq*")}
+    assert names == {f"exp_avg_sq.0000{rank}-of-00002.safetensors" for rank in (0, 1)}
+    manifest = json.loads((newest / "manifest.json").read_text())
+    assert names < set(manifest["files"])
+    assert (newest / "model.safetensors").exists()

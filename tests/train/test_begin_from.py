@@ -1,0 +1,69 @@
+"""A new run from another run's end."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from experiments import train as entry
+from experiments.preflight import preflight
+from lowprec.run import find_runs, read_rows
+from lowprec.train.checkpoint import list_checkpoints
+from lowprec.validate import ConfigError
+
+
+@pytest.fixture
+def first(make_config, tmp_path):
+    entry.main(make_config({"name": "first", "model.patch_dropout": 0.5, "num_steps": 4}))
+    return find_runs(tmp_path / "runs" / "first")[0]
+
+
+def second(make_config, tmp_path, source, **changes):
+    entry.main(make_config({"name": "second", "resume.from": str(source), **changes}))
+    return find_runs(tmp_path / "runs" / "second")
+
+
+def steps_of(checkpoint):
+    """How many updates the optimizer's tensors have had."""
+    return set(json.loads((checkpoint / "state.json").read_text())["steps"])
+
+
+def test_a_phase_without_patch_dropout_begins_with_weights_and_moments_at_step_1(
+    make_config, tmp_path, first
+):
+    still = {"optimizer.lr": 1e-30, "num_steps": 1, "optimizer.weight_decay": 0.0}
+    [run] = second(make_config, tmp_path, first, **still)
+    assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == [1]
+    before, after = (list_checkpoints(path)[-1] for path in (first, run))
+    weights = [load_file(path / "model.safetensors") for path in (before, after)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    moments = [load_file(path / "exp_avg_sq.safetensors") for path in (before, after)]
+    for name, old in moments[0].items():  # a step on moments of zero would leave the gradient's
+        assert (moments[1][name] >= 0.7 * old).all()
+    assert steps_of(after) == {5}
+
+
+def test_what_it_began_with_is_its_identity(make_config, tmp_path, first):
+    source = list_checkpoints(first)[-1]
+    runs = second(make_config, tmp_path, first, num_steps=2)
+    assert second(make_config, tmp_path, source, num_steps=2) == runs  # the same bytes
+    entry.main(make_config({"name": "second", "num_steps": 2}))
+    assert len(find_runs(tmp_path / "runs" / "second")) == 2
+
+
+def test_a_resumed_phase_goes_on_and_does_not_begin_again(make_config, tmp_path, first):
+    changes = {"schedule.name": "constant", "num_steps": 2}
+    [run] = second(make_config, tmp_path, first, **changes)
+    assert second(make_config, tmp_path, first, **{**changes, "num_steps": 4}) == [run]
+    assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert steps_of(list_checkpoints(run)[-1]) == {8}
+
+
+def test_a_source_that_is_not_there_or_not_whole_is_refused(make_config, tmp_path, first):
+    with pytest.raises(ConfigError, match="no such run or checkpoint"):
+        preflight(make_config({"resume.from": str(tmp_path / "nowhere")}))
+    for path in list_checkpoints(first):
+        (path / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(ConfigError, match="no whole checkpoint"):
+        second(make_config, tmp_path, first)

@@ -1,0 +1,59 @@
+"""Where a process stands, by the variables that its launcher sets."""
+
+import os
+
+import pytest
+
+from experiments.preflight import preflight
+from lowprec.train.world import place
+from lowprec.validate import ConfigError
+
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, (0, 1, 0, 1)),
+        (TORCHRUN, (5, 8, 1, 4)),
+        ({"WORLD_SIZE": "8"}, (0, 1, 0, 1)),  # some images set it for everybody
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, (0, 1, 0, 1)),  # a shell
+        ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, (0, 1, 0, 1)),
+        ({**TORCHRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}, (5, 8, 1, 4)),
+    ],
+    ids=["alone", "torchrun", "half of it", "interactive job", "srun of one", "torchrun in srun"],
+)
+def test_place_of_a_process_follows_its_launcher(environment, expected):
+    assert place(environment) == expected
+
+
+def test_a_task_of_srun_finds_the_others(monkeypatch):
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4"}
+    slurm |= {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_JOB_NUM_NODES": "2"}
+    slurm |= {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NODEID": "1"}
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    for name in names:
+        monkeypatch.setenv(name, "")  # so that what is exported is taken back
+        monkeypatch.delenv(name)
+    for name, value in slurm.items():
+        monkeypatch.setenv(name, value)
+    assert place() == (3, 4, 1, 2)
+
+    assert os.environ["MASTER_ADDR"] == "node1" and int(os.environ["MASTER_PORT"]) > 1023
+    assert place() == (3, 4, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({}, "8 processes were started and distributed=none trains in one"),
+        ({"distributed.name": "ddp", "batch_size": 12}, "batch_size=12 (of all ranks)"),
+        ({"distributed.name": "ddp", "accumulate": 4}, "x accumulate=4; nearest: batch_size=32"),
+    ],
+)
+def test_what_does_not_fit_the_processes_is_refused_early(make_config, monkeypatch, changes, part):
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError) as error:
+        preflight(make_config(changes))
+    assert part in str(error.value)
