@@ -1,0 +1,35 @@
+"""Trains one cell of a sweep from the config that was written down when it was submitted.
+
+    python -m experiments.sweep_cell SWEEP INDEX
+
+A launcher starts this; by hand it repeats what the cell does. Edits of `conf/` since then change
+nothing; other data do, and are refused, as they would be another run.
+"""
+
+import sys
+from pathlib import Path
+
+from experiments import cli, train
+from experiments.open_data import open_data
+from lowprec.run import directory
+from lowprec.sweep.ledger import Ledger
+from lowprec.validate import ConfigError, check
+
+
+def main(folder: Path, index: int) -> None:
+    """Runs the cell; a run that was asked to stop exits 75, a failure 1, a bad config 2."""
+    cell = Ledger(folder).cells[index]
+    try:
+        config = check(cell.config)
+        run = directory(config, train.sources_of(config, open_data(config)))
+        if str(run) != cell.run:
+            sys.exit(f"the data of {cell.run} are no longer those of its sweep: now it is {run}")
+        train.main(config)
+    except ConfigError as error:
+        cli.refuse(error)
+    except cli.RunError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

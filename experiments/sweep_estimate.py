@@ -1,0 +1,110 @@
+"""What a sweep will cost: hours from measured step times, disk from the size of checkpoints."""
+
+import json
+import shutil
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from omegaconf import OmegaConf
+
+from lowprec.run import find_runs, precision_label, read_rows
+from lowprec.sweep.ledger import Cell
+from lowprec.validate import ConfigError, check
+
+RECORDS = Path(__file__).parent / "results"
+BYTES_A_PARAMETER = 12  # a weight and two moments, float32
+
+
+@dataclass
+class Measured:
+    """The step time of a run that has ended."""
+
+    model: str
+    precision: str
+    batch_size: int
+    step_ms: float
+    device: str
+    run: Path
+
+
+def print_estimate(cells: list[Cell]) -> None:
+    """Prints every cell and what all of them take; "unknown" where nothing was measured."""
+    configs = [check(cell.config) for cell in cells]
+    known = measured([Path(configs[0].run_dir), RECORDS])
+    hours, unknown, sources = Counter(), Counter(), {}
+    for cell, config in zip(cells, configs, strict=True):
+        found = nearest_measured(config, known)
+        shown = f"unknown: no finished run of model={config.model.name} was found"
+        if found is None:
+            unknown[config.model.name] += 1
+        else:
+            ms = found.step_ms * config.batch_size / found.batch_size
+            spent = ms * config.num_steps / 3.6e6
+            hours[found.device] += spent
+            sources[str(found.run)] = None
+            shown = f"{spent:.2f} h ({ms:.1f} ms a step)"
+        print(f"{cell.run}: {config.num_steps} steps, {shown}")
+    print(f"{len(cells)} cells")
+    for device, spent in hours.items():
+        kind = "CPU-hours" if device == "CPU" else f"GPU-hours on {device}"
+        print(f"time: {spent:.2f} {kind}, of training steps alone, by {', '.join(sources)}")
+    for model, count in unknown.items():
+        print(f"time: unknown for {count} cells of model={model}")
+    sizes = [disk_bytes(config) for config in configs]
+    free = shutil.disk_usage(_existing(Path(configs[0].run_dir))).free
+    total = sum(size for size in sizes if size)
+    more = f" and unknown for {sizes.count(None)} cells" if None in sizes else ""
+    print(f"disk: {total / 1e9:.2f} GB of checkpoints{more}; {free / 1e9:.2f} GB are free")
+
+
+def measured(roots: list[Path]) -> list[Measured]:
+    """The median step time of every finished run below these folders, the first flush left out."""
+    found = []
+    for run in (run for root in roots for run in find_runs(root)):
+        try:
+            status = json.loads((run / "status.json").read_text())
+            times = [row["step_ms"] for row in read_rows(run / "timing.jsonl")][1:]
+            if status["state"] != "finished" or not times:
+                continue
+            config = check(OmegaConf.to_container(OmegaConf.load(run / "config.yaml")))
+            facts = json.loads((run / "environment.json").read_text())
+        except (OSError, ValueError, KeyError, ConfigError):
+            continue
+        ms, device = float(np.median(times)), facts.get("gpu") or "CPU"
+        precision = precision_label(config)
+        found.append(Measured(config.model.name, precision, config.batch_size, ms, device, run))
+    return found
+
+
+def nearest_measured(config: object, known: list[Measured]) -> Measured | None:
+    """A run of the same model, if there is one of the same precision and nearest batch size."""
+    same = [item for item in known if item.model == config.model.name]
+    if config.device != "auto":
+        same = [item for item in same if (item.device == "CPU") == (config.device == "cpu")]
+    return min(
+        same,
+        key=lambda item: (
+            item.precision != precision_label(config),
+            abs(np.log(item.batch_size / config.batch_size)),
+        ),
+        default=None,
+    )
+
+
+def disk_bytes(config: object) -> int | None:
+    """Bytes of the checkpoints that are kept and of the one being written; None if not known."""
+    m = config.model
+    if m.vision_width is None or m.text_width is None:
+        return None
+    towers = 12 * (m.vision_width**2 * m.vision_layers + m.text_width**2 * m.text_layers)
+    patches = 3 * m.patch_size**2 * m.vision_width + m.vocab_size * m.text_width
+    return (towers + patches) * BYTES_A_PARAMETER * (config.keep_checkpoints + 1)
+
+
+def _existing(folder: Path) -> Path:
+    folder = folder.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return folder

@@ -1,0 +1,151 @@
+"""The SLURM launcher: a job array through submitit, and what is asked of the queue.
+
+SLURM's commands fail when its controller restarts: each is tried five times, and a submission that
+may or may not have gone through is looked for by its name before it is tried again.
+"""
+
+import getpass
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import submitit
+from submitit.core.utils import DelayedSubmission, FailedJobError, FailedSubmissionError
+
+from lowprec.sweep.cell import run_cell
+from lowprec.sweep.ledger import Ledger
+
+TRIES, TIMEOUT_S = 5, 60.0
+FIRST_WAIT_S = 1.0  # doubled after each failure
+REQUEUE = Path(__file__).parent.parent.parent / "slurm" / "requeue.sh"
+
+
+class SlurmError(RuntimeError):
+    """A command of SLURM that failed each time; the message has its last words."""
+
+
+class Job:
+    """What submitit pickles for a cell; the state of a cell is in its run directory."""
+
+    def __init__(self, folder: Path, index: int, token: str, gpus: int):
+        self.folder, self.index, self.token, self.gpus = folder, index, token, gpus
+
+    def __call__(self) -> None:
+        """Runs the cell; its exit status is the job's, and STOPPED makes requeue.sh requeue it."""
+        ledger = Ledger(self.folder)
+        code = run_cell(ledger, self.index, self.token, _own_id(), self.gpus)
+        if code:
+            sys.exit(code)
+
+
+def submit(ledger: Ledger, cells: list[int], token: str, launcher: dict) -> dict[str, str]:
+    """Submits cells as one job array; {cell: job id}. Raises SlurmError."""
+    for attempt in range(TRIES):
+        try:
+            executor = submitit.SlurmExecutor(_folder(ledger), max_num_timeout=1000)
+            executor.update_parameters(**_parameters(ledger, token, launcher))
+            tasks = [Job(ledger.folder, index, token, launcher["gpus"]) for index in cells]
+            jobs = executor.map_array(lambda task: task(), tasks)
+        except (FailedSubmissionError, FailedJobError) as error:
+            if jobs := adopt(ledger, cells, token, launcher):  # it went through all the same
+                return jobs
+            if attempt == TRIES - 1:
+                raise SlurmError(f"sbatch: {_last_line(str(error))}") from error
+            time.sleep(FIRST_WAIT_S * 2**attempt)
+            continue
+        return {str(index): job.job_id for index, job in zip(cells, jobs, strict=True)}
+
+
+def adopt(ledger: Ledger, cells: list[int], token: str, launcher: dict) -> dict[str, str]:
+    """Jobs in the queue of a submission that nobody saw succeed; {} if there are none.
+
+    Their pickles, for which a job waits a minute, are written where submitit had not yet.
+    """
+    found = {job: name for job, (_, name) in queue().items()}
+    main = {job.partition("_")[0] for job, name in found.items() if name == job_name(ledger, token)}
+    if not main:
+        return {}
+    job = main.pop()
+    names = [job] if len(cells) == 1 else [f"{job}_{place}" for place in range(len(cells))]
+    for name, index in zip(names, cells, strict=True):
+        pickle = _folder(ledger) / f"{name}_submitted.pkl"
+        if not pickle.exists():
+            delayed = DelayedSubmission(Job(ledger.folder, index, token, launcher["gpus"]))
+            delayed.set_timeout(launcher["timeout_min"], 1000)
+            temporary = pickle.with_suffix(".tmp")
+            delayed.dump(temporary)
+            os.replace(temporary, pickle)
+    return dict(zip(map(str, cells), names, strict=True))
+
+
+def job_name(ledger: Ledger, token: str) -> str:
+    """The name under which a submission is in the queue."""
+    return f"{ledger.folder.name}-{token}"
+
+
+def queue() -> dict[str, tuple[str, str]]:
+    """This user's jobs: {id: (state, name)}. Raises SlurmError where the queue cannot be asked."""
+    command = ["squeue", "--noheader", "--array", "--format=%i|%T|%j"]
+    lines = _ask([*command, f"--user={getpass.getuser()}"]).splitlines()
+    rows = [line.strip().split("|") for line in lines if line.strip()]
+    return {job: (state, name) for job, state, name in rows}
+
+
+def cancel(jobs: list[str]) -> None:
+    """Cancels jobs; those that have ended are no fault. Raises SlurmError."""
+    if jobs:
+        _ask(["scancel", "--quiet", *jobs])
+
+
+def _ask(command: list[str]) -> str:
+    """What a command prints, tried five times with growing waits."""
+    said = ""
+    for attempt in range(TRIES):
+        if attempt:
+            time.sleep(FIRST_WAIT_S * 2 ** (attempt - 1))
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            said = f"no answer in {TIMEOUT_S:g} s"
+            continue
+        except FileNotFoundError as error:
+            raise SlurmError(f"{command[0]}: no such command; is this a login node?") from error
+        if done.returncode == 0:
+            return done.stdout
+        said = _last_line(done.stderr)
+    raise SlurmError(f"{command[0]} failed {TRIES} times: {said}")
+
+
+def _parameters(ledger: Ledger, token: str, launcher: dict) -> dict:
+    """Sbatch flags by submitit's names. A cell is one task, which starts a process a GPU."""
+    flags = {
+        "job_name": job_name(ledger, token),
+        "time": launcher["timeout_min"],
+        "partition": launcher["partition"],
+        "gpus_per_node": launcher["gpus"] or None,
+        "cpus_per_task": launcher["cpus"],
+        "mem": launcher["mem_gb"] and f"{launcher['mem_gb']}GB",
+        "signal_delay_s": launcher["signal_s"],
+        "array_parallelism": launcher["parallel"],
+        "setup": [
+            *launcher["setup"],
+            f"source {shlex.quote(str(REQUEUE))} {shlex.quote(str(_folder(ledger)))}",
+        ],
+        "additional_parameters": {"requeue": True, **(launcher["sbatch"] or {})},
+    }
+    return {name: value for name, value in flags.items() if value is not None}
+
+
+def _folder(ledger: Ledger) -> Path:
+    return ledger.folder / "slurm"
+
+
+def _own_id() -> str:
+    return submitit.JobEnvironment().job_id
+
+
+def _last_line(text: str) -> str:
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no word")

@@ -1,0 +1,99 @@
+#!/usr/bin/env bash
+# start.sh DIR: a SLURM of this machine with accounting, all of it below DIR; as root, no systemd.
+#
+# Two cores, a partition `low` whose jobs are preempted by those of `high` (signaled, then requeued).
+# Use it: export SLURM_CONF=DIR/slurm.conf. End it: stop.sh DIR.
+set -euo pipefail
+mkdir -p "$1"
+dir=$(cd "$1" && pwd)
+host=$(hostname -s)
+memory=$(awk '/MemTotal/ {print int($2 / 1024 * 0.8)}' /proc/meminfo)
+export SLURM_CONF=$dir/slurm.conf MYSQL_UNIX_PORT=$dir/run/mariadb.sock
+mkdir -p "$dir"/{state,spool,log,run,munge}
+chmod 755 "$dir" "$dir/run"
+
+cat >"$SLURM_CONF" <<CONF
+ClusterName=lowprec
+SlurmctldHost=$host(127.0.0.1)
+SlurmctldPort=16817
+SlurmdPort=16818
+AuthType=auth/munge
+# A job's credential expires soon, or a requeued job waits two minutes
+AuthInfo=cred_expire=5,socket=$dir/run/munge.sock
+CredType=cred/munge
+SlurmUser=root
+SlurmdUser=root
+StateSaveLocation=$dir/state
+SlurmdSpoolDir=$dir/spool
+SlurmctldPidFile=$dir/run/slurmctld.pid
+SlurmdPidFile=$dir/run/slurmd.pid
+SlurmctldLogFile=$dir/log/slurmctld.log
+SlurmdLogFile=$dir/log/slurmd.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost=127.0.0.1
+AccountingStoragePort=16819
+AccountingStoragePass=$dir/run/munge.sock
+SchedulerParameters=bf_interval=5,sched_interval=5,batch_sched_delay=0
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core_Memory
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SlurmctldParameters=preempt_send_user_signal
+SlurmdParameters=config_overrides
+ReturnToService=2
+KillWait=10
+JobRequeue=1
+NodeName=$host NodeAddr=127.0.0.1 CPUs=2 RealMemory=$memory State=UNKNOWN
+PartitionName=low Nodes=$host Default=YES MaxTime=INFINITE PriorityTier=1 PreemptMode=REQUEUE GraceTime=60
+PartitionName=high Nodes=$host MaxTime=INFINITE PriorityTier=10 PreemptMode=OFF
+CONF
+cat >"$dir/slurmdbd.conf" <<CONF
+AuthType=auth/munge
+AuthInfo=socket=$dir/run/munge.sock
+DbdHost=$host
+DbdAddr=127.0.0.1
+DbdPort=16819
+SlurmUser=root
+PidFile=$dir/run/slurmdbd.pid
+LogFile=$dir/log/slurmdbd.log
+StorageType=accounting_storage/mysql
+StorageHost=localhost
+StorageUser=root
+StorageLoc=slurm
+CONF
+chmod 600 "$dir/slurmdbd.conf"
+
+until_ready() { # until_ready WHAT COMMAND...: waits 30 s
+  local what=$1 deadline=$((SECONDS + 30))
+  shift
+  until "$@" >/dev/null 2>&1; do
+    [ "$SECONDS" -lt "$deadline" ] || { echo "start.sh: $what does not come up: $dir/log" >&2; exit 1; }
+    sleep 0.2
+  done
+}
+
+[ -e "$dir/munge/key" ] || mungekey --create --keyfile="$dir/munge/key"
+munged --force --key-file="$dir/munge/key" --socket="$dir/run/munge.sock" \
+  --pid-file="$dir/run/munged.pid" --log-file="$dir/log/munged.log" --seed-file="$dir/munge/seed"
+
+if [ ! -e "$dir/mariadb" ]; then
+  mariadb-install-db --no-defaults --user=root --datadir="$dir/mariadb" \
+    --auth-root-authentication-method=socket --skip-test-db >"$dir/log/mariadb-install.log" 2>&1
+fi
+setsid mariadbd --no-defaults --user=root --datadir="$dir/mariadb" --skip-networking \
+  --socket="$MYSQL_UNIX_PORT" --pid-file="$dir/run/mariadbd.pid" \
+  --innodb-buffer-pool-size=64M >"$dir/log/mariadbd.log" 2>&1 </dev/null &
+until_ready mariadbd mariadb-admin --no-defaults --socket="$MYSQL_UNIX_PORT" ping
+
+slurmdbd
+until_ready slurmdbd sacctmgr -n show cluster
+sacctmgr -n show cluster | grep -q lowprec || sacctmgr -i add cluster lowprec >/dev/null
+slurmctld -f "$SLURM_CONF"
+slurmd -f "$SLURM_CONF" -N "$host"
+until_ready slurmctld scontrol ping
+until_ready slurmd sh -c 'sinfo -h -p low -o %t | grep -q -E "idle|mix|alloc"'
+echo "SLURM is up: export SLURM_CONF=$SLURM_CONF"

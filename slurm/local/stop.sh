@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# stop.sh DIR: ends what start.sh DIR started, each by its pid; jobs are killed, files stay.
+set -u
+dir=$(cd "$1" && pwd) || exit 1
+export SLURM_CONF=$dir/slurm.conf
+timeout 20 scancel --quiet --full --signal=KILL --user=root 2>/dev/null
+for name in slurmctld slurmd slurmdbd mariadbd munged; do
+  pid=$(cat "$dir/run/$name.pid" 2>/dev/null) || continue
+  kill "$pid" 2>/dev/null
+  for _ in $(seq 100); do # 10 s
+    kill -0 "$pid" 2>/dev/null || break
+    sleep 0.1
+  done
+  kill -KILL "$pid" 2>/dev/null
+  rm -f "$dir/run/$name.pid"
+done
+exit 0

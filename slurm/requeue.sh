@@ -1,0 +1,37 @@
+# source requeue.sh [FOLDER OF SUBMITIT]: a line of a job's batch script, before training starts
+# (sweeps, Hydra's launcher, *.sbatch).
+#
+# Training that is asked to stop (SIGUSR2 or SIGTERM: preemption, time limit) saves and exits 75.
+# When the script ends with that status the job goes back into the queue: five tries, as the
+# controller may be restarting. If all fail the script's status stays 75 and the checkpoint is kept;
+# the same command, or `sweep submit`, goes on from it.
+
+trap ':' TERM USR2 # the script outlives the signal that its training answers
+
+# Not $SLURM_JOB_ID: for one task of an array that is the array's id, and all tasks would run again.
+_job="${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}}"
+_job="${_job:-${SLURM_JOB_ID:-}}"
+
+_requeue_if_stopped() {
+  local status=$? try
+  trap - EXIT
+  if [ "$status" -eq 75 ] && [ -n "$_job" ]; then
+    for try in 1 2 3 4 5; do
+      if timeout "${REQUEUE_TIMEOUT_S:-60}" scontrol requeue "$_job"; then
+        echo "requeue.sh: job $_job saved and is in the queue again" >&2
+        exit 75
+      fi
+      echo "requeue.sh: scontrol requeue failed (try $try of 5)" >&2
+      [ "$try" -eq 5 ] || sleep "$((${REQUEUE_WAIT_S:-1} * 2 ** (try - 1)))"
+    done
+    echo "requeue.sh: job $_job is not requeued; its checkpoint is kept" >&2
+  fi
+  exit "$status"
+}
+trap _requeue_if_stopped EXIT
+
+# A kill while submitit writes a file leaves *.save_tmp, at which its next attempt would fail.
+if [ -d "${1:-}" ] && [ -n "$_job" ]; then
+  find "$1" -name "${_job}_*.save_tmp" -delete \
+    -printf 'requeue.sh: warning: %p, left by a kill, is removed\n' >&2
+fi

@@ -1,0 +1,117 @@
+"""Sweeps of cells that take milliseconds: a shell script in place of training."""
+
+import os
+import time
+
+import pytest
+
+from experiments import sweep
+from experiments.cli import CONF
+from lowprec.sweep.ledger import Cell, Ledger, locked
+from lowprec.sweep.status import TO_SUBMIT, ask_queue, states
+
+# $1: the sweep, $2: the cell. The cells of the file `bad` fail, those of `slow` take a second.
+SCRIPT = """
+run=runs/t/$2
+echo "$2" >> order
+grep -qx "$2" slow && sleep 1
+grep -qx "$2" bad && { echo "ValueError: cell $2 is bad"; exit 3; }
+mkdir -p "$run"
+echo '{"state": "finished", "step": 1}' > "$run/status.json"
+"""
+LOCAL = {"name": "local", "parallel": 2, "gpus": 0}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty folder that commands start in, from where the project's modules are found."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(CONF.parent))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    for name in ("bad", "slow", "order"):
+        (tmp_path / name).write_text("")
+    return tmp_path
+
+
+class Sweeps:
+    """A sweep in a folder of its own, and what a test asks of it."""
+
+    script = SCRIPT
+
+    def __init__(self, here):
+        self.here, self.folder = here, here / "runs" / "sweeps" / "t"
+
+    def make(self, count, script=SCRIPT):
+        """A ledger of so many cells of a script."""
+        (self.here / "cell.sh").write_text(script)
+        Ledger.open(self.folder, ["sh", str(self.here / "cell.sh")], self.here)
+        return self.add(count)
+
+    def add(self, count):
+        """Adds cells whose runs are runs/t/<index>."""
+        ledger = self.ledger
+        first = len(ledger.cells)
+        cells = [
+            Cell(-1, f"t{i}", f"{i:010d}", f"runs/t/{i}", [f"seed={i}"], {"num_steps": 1})
+            for i in range(first, first + count)
+        ]
+        ledger.add(cells)
+        return ledger
+
+    @property
+    def ledger(self):
+        return Ledger(self.folder)
+
+    def submit(self, **launcher):
+        """What the verb does once it has found its cells."""
+        with locked(self.folder):
+            ledger = self.ledger
+            cells = [cell.index for cell in ledger.cells]
+            sweep.hand_over(ledger, cells, TO_SUBMIT, LOCAL | launcher)
+
+    def states(self):
+        ledger = self.ledger
+        return states(ledger, ask_queue(ledger))
+
+    def names(self):
+        return [state.state for state in self.states()]
+
+    def starts(self):
+        """How often each cell was started."""
+        ledger = self.ledger
+        rows = [ledger.rows(cell.index) for cell in ledger.cells]
+        return [sum(row["event"] == "started" for row in of_cell) for of_cell in rows]
+
+    def end(self):
+        """Waits until no cell waits or runs."""
+        self.until(lambda: not {"queued", "running"} & set(self.names()))
+
+    def until(self, is_so, seconds=90):
+        deadline = time.monotonic() + seconds
+        while not is_so():
+            assert time.monotonic() < deadline, f"not in time: {self.names()}"
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def sweeps(here):
+    return Sweeps(here)
+
+
+@pytest.fixture
+def shim(here, monkeypatch):
+    """`shim("squeue", script)`: a command of that name, first on PATH; its calls are in `calls`."""
+    folder = here / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+    def make(name, script):
+        path = folder / name
+        path.write_text(f'#!/bin/bash\necho "{name} $*" >> {here}/calls\n{script}\n')
+        path.chmod(0o755)
+
+    make.calls = lambda: (
+        (here / "calls").read_text().splitlines() if (here / "calls").exists() else []
+    )
+    return make

@@ -1,0 +1,126 @@
+"""The process that watches over a cell: attempts are counted, signals passed on, ends named."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from lowprec.sweep.cell import STOPPED, run_cell
+from lowprec.sweep.ledger import take_lock
+
+STOPS = """
+checkpoint=runs/t/$2/checkpoints/step_$(cat step)
+mkdir -p "$checkpoint" && touch "$checkpoint/manifest.json"
+kill -USR2 $PPID
+trap 'exit 75' USR2
+while :; do sleep 0.02; done
+"""
+
+
+@pytest.fixture
+def cell(sweeps, here):
+    """`cell(script)`: one attempt of the one cell of a sweep, in this process; its exit status."""
+
+    def attempt(script, token="first"):
+        if not (sweeps.folder / "sweep.json").exists():
+            sweeps.make(1, script)
+        (here / "cell.sh").write_text(script)
+        if sweeps.ledger.submissions().get(0) is None:
+            row = {"event": "submitting", "token": "first", "cells": [0], "launcher": {}}
+            sweeps.ledger.record(row)
+        return run_cell(sweeps.ledger, 0, token, "7")
+
+    attempt.rows = lambda event: [r for r in sweeps.ledger.rows(0) if r["event"] == event]
+    return attempt
+
+
+def test_three_attempts_from_the_same_checkpoint_are_the_last_and_say_why(cell, here):
+    (here / "step").write_text("20")
+    assert [cell(STOPS) for _ in range(4)] == [STOPPED] * 4  # the first began at 0, three at 20
+    assert [row["saved"] for row in cell.rows("started")] == [0, 20, 20, 20]
+    assert cell(STOPS) == 1
+    assert len(cell.rows("started")) == 4
+    last = cell.rows("ended")[-1]
+    assert "3 attempts without a new checkpoint (the last is of step 20)" in last["reason"]
+    assert not last["again"]
+
+
+def test_attempts_that_get_on_are_not_counted(cell, here):
+    for step in range(10, 70, 10):
+        (here / "step").write_text(str(step))
+        assert cell(STOPS) == STOPPED
+    assert len(cell.rows("started")) == 6
+
+
+def test_a_new_submission_counts_from_the_start_and_the_old_one_does_nothing_more(
+    cell, sweeps, here
+):
+    (here / "step").write_text("20")
+    for _ in range(5):
+        cell(STOPS)
+    row = {"event": "submitting", "token": "second", "cells": [0], "launcher": {}}
+    sweeps.ledger.record(row)
+    assert cell(STOPS, token="first") == 1
+    assert len(cell.rows("started")) == 4
+    assert cell(STOPS, token="second") == STOPPED
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "reason"),
+    [
+        ("kill -KILL $$", 137, "killed by SIGKILL, often for want of memory"),
+        ("kill -SEGV $$", 139, "killed by SIGSEGV"),
+        ("echo Traceback; echo 'ValueError: no'; exit 1", 1, "ValueError: no"),
+        ("echo 'runs/x failed: because'; echo 'and do this'; exit 1", 1, "because and do this"),
+        ("exit 4", 4, "exit status 4"),
+        ("exit 75", 75, "exit status 75"),  # nobody asked it to stop
+    ],
+)
+def test_a_failure_is_named_and_is_the_status(cell, script, code, reason):
+    assert cell(script) == code
+    ended = cell.rows("ended")[-1]
+    assert (ended["code"], ended["reason"], ended["again"]) == (code, reason, False)
+
+
+def test_a_signal_of_the_whole_group_reaches_only_the_process_that_trains(sweeps, here):
+    workers = """
+trap 'saved=1' USR2
+sleep 1 & worker=$!
+touch begun
+wait $worker
+kill -0 $worker 2>/dev/null && echo alive > worker
+wait $worker; echo $? >> worker
+exit 75
+"""
+    ledger = sweeps.make(1, workers)
+    ledger.record({"event": "submitting", "token": "a", "cells": [0], "launcher": {}})
+    code = "from lowprec.sweep.cell import run_cell; from lowprec.sweep.ledger import Ledger\n"
+    code += f"import sys; sys.exit(run_cell(Ledger({str(ledger.folder)!r}), 0, 'a', '7'))"
+    process = subprocess.Popen([sys.executable, "-c", code], process_group=0)
+    sweeps.until((here / "begun").exists)
+    os.killpg(process.pid, signal.SIGUSR2)  # as SLURM does
+    assert process.wait(30) == STOPPED
+    assert (here / "worker").read_text().split() == ["alive", "0"]
+
+
+def test_a_killed_watcher_takes_its_training_along_which_saves(sweeps, here):
+    waits = "trap 'touch saved; exit 75' TERM\ntouch begun\nwhile :; do sleep 0.02; done"
+    ledger = sweeps.make(1, waits)
+    sweeps.submit()
+    sweeps.until((here / "begun").exists)
+    os.kill(ledger.rows(0)[0]["pid"], signal.SIGKILL)
+    sweeps.until((here / "saved").exists)
+    sweeps.until(lambda: sweeps.names() == ["lost"])
+    assert sweeps.states()[0].reason == "its process is gone"
+
+
+def test_a_cell_that_another_process_runs_is_left_alone(cell, sweeps):
+    sweeps.make(1, "exit 0")
+    lock = take_lock(sweeps.ledger.lock_of(0))
+    try:
+        assert cell("exit 1") == 0
+        assert cell.rows("started") == []
+    finally:
+        os.close(lock)

@@ -1,0 +1,128 @@
+"""The verbs: faults of cells are named, sweeps are found, the dry run counts only what it knows."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from experiments import cli, sweep
+from experiments.sweep_cells import cells_of
+from lowprec.run import find_runs, read_status
+from lowprec.validate import ConfigError
+
+TINY = ["model.vision_width=64", "model.vision_layers=1", "model.text_width=64", "num_steps=2"]
+TINY += ["model.text_layers=1", "model.vocab_size=512", "num_workers=0", "device=cpu"]
+TINY += ["precision=fp32", "batch_size=16", "evaluation=none", "data=shards", "data.val=null"]
+
+
+@pytest.fixture
+def keys(squares):
+    return [*TINY, f"data.train={squares}/train-*.tar"]
+
+
+def run(verb, *texts):
+    """A verb and the status it leaves with."""
+    try:
+        sweep.command([verb, *texts])
+    except SystemExit as left:
+        return left.code
+    return 0
+
+
+def test_every_bad_cell_is_named_before_anything_is_submitted(here, keys, capsys):
+    bad = ["num_steps=1,2", "schedule.warmup_steps=2", "optimizer.lr=1e-3,-1", "seed=0"]
+    assert run("submit", *keys, *bad) == 2
+    said = capsys.readouterr().err
+    assert re.search(r"warmup_steps=2 is more than num_steps=1 \[cell num_steps=1 .*\]", said)
+    assert re.search(
+        r"optimizer.lr=-1.* > 0.* \[cell num_steps=1 optimizer.lr=-1; num_steps=2", said
+    )
+    assert not (here / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["sumbit"], 1, "nearest: submit"),
+        ([], 1, "submit|status|resubmit|cancel|wait"),
+        (["status"], 2, "nothing was submitted there"),
+        (["status", "nmae=a"], 2, "nmae: no such key.*nearest: name"),
+        (["resubmit"], 1, "resubmit --failed"),
+        (["submit", "launcher=slrm"], 2, "conf/launcher has local, slurm; nearest: slurm"),
+        (["submit", "launcher.gpu=1"], 2, "nearest: launcher.gpus"),
+        (["submit", "launcher.gpus=4", "launcher.parallel=2"], 2, "0 GPUs are visible"),
+        (["submit", "launcher.parallel=0"], 2, "a whole number >= 1"),
+    ],
+)
+def test_a_mistake_is_a_sentence_with_a_way_out(here, capsys, monkeypatch, words, code, said):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    left = run(*words) if words else run("")
+    assert (left if isinstance(left, int) else 1) == code
+    printed = capsys.readouterr().err + (left if isinstance(left, str) else "")
+    assert re.search(said.replace("|", r"\|"), printed), printed
+
+
+def test_a_cell_has_the_directory_that_the_same_command_would_train_in(here, keys):
+    (cell,) = cells_of([*keys, "seed=3", "name=t"])
+    command = [sys.executable, "-m", "experiments.train", *keys, "seed=3", "name=t"]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    assert [str(path) for path in find_runs(here / "runs")] == [str(here / cell.run)]
+    assert cell.run.endswith(f"{cell.label}-{cell.digest}")
+
+
+def test_a_finished_run_is_never_submitted_and_an_edited_data_set_is_refused(
+    here, keys, capsys, monkeypatch
+):
+    started = []
+    monkeypatch.setattr(sweep.local, "start", lambda ledger: started.append(ledger))
+    assert run("submit", *keys, "seed=0,1", "name=t") == 0
+    cell = json.loads((here / "runs/sweeps/t/sweep.json").read_text())["cells"][0]
+    (here / cell["run"]).mkdir(parents=True)
+    (here / cell["run"] / "status.json").write_text('{"state": "finished", "step": 2}')
+    assert run("cancel") == 0 and run("submit", *keys, "seed=0,1,2", "name=t") == 0
+    assert "2 of 3 cells submitted; 1 finished" in capsys.readouterr().out
+    plan = (here / "runs/sweeps/t/sweep.json").read_text()
+    (here / "runs/sweeps/t/sweep.json").write_text(plan.replace(cell["digest"], "0123456789"))
+    command = [sys.executable, "-m", "experiments.sweep_cell", "runs/sweeps/t", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "no longer those of its sweep" in done.stderr
+
+
+def test_a_dry_run_counts_what_was_measured_and_says_what_was_not(here, keys, capsys):
+    choice = [key for key in keys if key.startswith("data") or key == "evaluation=none"]
+    choice += ["device=auto", "batch_size=64", "model=mini_l,mini_b"]
+    assert run("submit", *choice, "dry_run=true") == 0
+    said = capsys.readouterr().out
+    assert "2 cells" in said and "GPU-hours on NVIDIA H100" in said
+    assert "unknown for 1 cells of model=mini_b" in said
+    assert re.search(r"disk: \d+\.\d\d GB of checkpoints; .* GB are free", said)
+    assert not (here / "runs").exists()
+
+
+def test_hydras_own_launcher_runs_the_cells_of_the_preset(here, keys):
+    command = [sys.executable, "-m", "experiments.train", "-m", *keys, "name=t", "seed=0,1"]
+    command += ["hydra/launcher=submitit_local", "hydra.launcher.timeout_min=5"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [read_status(run)["state"] for run in find_runs(here / "runs")] == ["finished"] * 2
+
+
+@pytest.mark.parametrize("name", ["submitit_local", "submitit_slurm"])
+def test_a_preset_of_hydra_has_every_key_of_the_launcher(name):
+    from dataclasses import fields
+
+    from hydra_plugins.hydra_submitit_launcher import config
+    from omegaconf import OmegaConf
+
+    schema = {"submitit_local": config.LocalQueueConf, "submitit_slurm": config.SlurmQueueConf}
+    preset = OmegaConf.load(cli.CONF / "hydra" / "launcher" / f"{name}.yaml")
+    assert set(preset) == {field.name for field in fields(schema[name])}
+
+
+def test_faults_without_a_sweep_are_not_repeated_by_cell(keys):
+    with pytest.raises(ConfigError) as error:
+        cells_of([*keys, "seed=0", "schedule.warmup_steps=9"])
+    assert len(error.value.faults) == 1 and "[cell" not in error.value.faults[0]
