@@ -21,6 +21,7 @@ Look = Callable[[pd.Series], tuple]  # of a run's row: color, line style
 CAP_AFTER = 0.1  # the loss axis ends at the largest smoothed loss after this share of the run
 LEGEND_DROP = 0.38  # inches below the axes, under the label of the steps
 LABEL_LENGTH = 42  # characters of a legend line at column width
+ACCURACY = "zero_shot/top1"
 OF_A_STEP = ("step", "loss", "loss_smoothed")
 COLUMNS = (
     *("run", "scale", "data", "data_digest", "batch_size", "num_steps"),
@@ -84,6 +85,15 @@ def by_intervention(heads: pd.DataFrame) -> pd.DataFrame:
     return heads.loc[order].sort_values("model", key=lambda m: m.map(models), kind="stable")
 
 
+def last_accuracy(runs: Runs) -> pd.Series:
+    """By run: the accuracy in the row of its last step, NaN where that has none."""
+    metrics = runs.metrics
+    if ACCURACY not in metrics:
+        return pd.Series(dtype=float)
+    last = metrics.loc[metrics.groupby("run")["step"].idxmax()].set_index("run")
+    return last[ACCURACY]
+
+
 def losses(runs: Runs, heads: pd.DataFrame, columns: tuple[str, ...] = COLUMNS) -> pd.DataFrame:
     """A row a step of each run of `heads`, in their order, up to its last step.
 
@@ -128,9 +138,16 @@ def plot(frame: pd.DataFrame, ax: Axes, look: Look, title: str) -> Axes:
     return ax
 
 
-def panels(figure: Figure, num: int, lines: int, height: float = 2.5, most: int = 2) -> list[Axes]:
-    """`num` axes, at most `most` a row; sizes the figure for legends of so many lines."""
-    columns = min(most, num)
+def num_columns(num: int) -> int:
+    """How many of `num` panels stand in a row: two, or three where that leaves no gap."""
+    return 3 if num % 2 and num % 3 == 0 else min(2, num)
+
+
+def panels(
+    figure: Figure, num: int, lines: int, height: float = 2.5, most: int | None = None
+) -> list[Axes]:
+    """`num` axes, at most `most` a row if given; sizes the figure for legends of so many lines."""
+    columns = min(most, num) if most else num_columns(num)
     rows = -(-num // columns)
     figure.set_size_inches(style.COLUMN_WIDTH * columns, (height + 0.17 * lines) * rows)
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
@@ -167,7 +184,7 @@ def caption(frame: pd.DataFrame, after: str) -> str:
 
 
 def caption_end(frame: pd.DataFrame, crosses: bool = True) -> str:
-    """The runs that did not end well, by name, and whether the runs saw the same data.
+    """The runs that did not end well, by name.
 
     `crosses`: whether the figure marks where a run diverged.
     """
@@ -179,9 +196,6 @@ def caption_end(frame: pd.DataFrame, crosses: bool = True) -> str:
             pairs = zip(named["model"], named["label"], strict=True)
             shown = [f"{style.MODELS.get(model, model)} {label}" for model, label in pairs]
             text += f" {word}: {'; '.join(shown)}."
-    data = sorted(set(runs["data_digest"]) - {""})
-    if len(data) > 1:
-        text += f" The runs saw {len(data)} different sets of data: {join(data)}."
     return text
 
 

@@ -1,10 +1,12 @@
 """Runs as tidy tables: `load_runs(root)` reads every run directory at or below a folder.
 
+`root` may be the URL of a folder elsewhere, of any kind that fsspec reads (`s3://bucket/runs`).
 What is on disk decides: a run that is unfinished, killed or damaged loads with its good rows and a
 note that says what is missing. Files are read when a table is first asked for.
 """
 
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 
@@ -12,8 +14,15 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from analysis.read import ENDED, read_head, read_metrics, read_row_file, read_tensor_columns
-from lowprec.run import find_runs
+from analysis.read import (
+    ENDED,
+    find,
+    place,
+    read_head,
+    read_metrics,
+    read_row_file,
+    read_tensor_columns,
+)
 
 ROW_FILES = ("metrics", "timing", "events")
 EXPERIMENTS = Path(__file__).parents[1] / "conf" / "experiment"
@@ -26,11 +35,11 @@ class NoRunsError(LookupError):
 class Runs:
     """The record of some runs as tables that share the column `run`, a run directory's name.
 
-    `heads` has a row a run, of its status and config alone.
+    `heads` has a row a run, of its status and config alone; `root` is where they were found.
     """
 
-    def __init__(self, heads: pd.DataFrame):
-        self.heads = heads.reset_index(drop=True)
+    def __init__(self, heads: pd.DataFrame, root: Path | str | None = None):
+        self.heads, self.root = heads.reset_index(drop=True), root
 
     def __len__(self) -> int:
         """How many runs."""
@@ -76,6 +85,20 @@ class Runs:
         """A row an event: run, step, and its fields."""
         return self._row_files["events"][0]
 
+    @cached_property
+    def bench(self) -> pd.DataFrame:
+        """A row a line of the benchmarks in `bench/` of the folder: slug, file, device, case, ...
+
+        Damaged lines are left out with a warning.
+        """
+        rows = []
+        for file in sorted(place(self.root).glob("bench/*/*.jsonl")) if self.root else ():
+            found, faults = read_row_file(file)
+            rows += [{"slug": file.parent.name, "file": str(file), **row} for row in found]
+            for fault in faults:
+                warnings.warn(f"{file}: left out: {fault}", stacklevel=2)
+        return pd.DataFrame(rows) if rows else pd.DataFrame(columns=["slug", "file"])
+
     def tensors(self, pattern: str, stat: str = "rms") -> pd.DataFrame:
         """A row a recorded step: run, step, and a column for each tensor that matches a glob.
 
@@ -83,15 +106,16 @@ class Runs:
         no tensor of any run matches.
         """
         frames, known = [], set()
-        for head in self.heads.itertuples():
-            try:
-                frame, names = read_tensor_columns(Path(head.path), head.state, pattern, stat)
-            except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
-                warnings.warn(f"{head.path}: tensors left out: {error}", stacklevel=2)
+        heads = self.heads.to_dict("records")
+        with ThreadPoolExecutor() as pool:
+            found = list(pool.map(lambda head: _try_tensors(head, pattern, stat), heads))
+        for head, (frame, names, error) in zip(heads, found, strict=True):
+            if error is not None:
+                warnings.warn(f"{head['path']}: tensors left out: {error}", stacklevel=2)
                 continue
             known.update(names)
             if len(frame.columns) > 1:
-                frame.insert(0, "run", head.run)
+                frame.insert(0, "run", head["run"])
                 frames.append(frame)
         if frames:
             return pd.concat(frames, ignore_index=True)
@@ -110,7 +134,7 @@ class Runs:
     def _read_row_file(self, name: str) -> tuple[pd.DataFrame, dict[str, str]]:
         frames, notes = [], {}
         for head in self.heads.to_dict("records"):
-            path = Path(head["path"]) / f"{name}.jsonl"
+            path = place(head["path"]) / f"{name}.jsonl"
             if name == "metrics":
                 last = head["step"] if head["state"] in ENDED else None
                 rows, faults = read_metrics(path, head.get("num_steps", np.nan), last)
@@ -125,16 +149,17 @@ class Runs:
 
 
 def load_runs(root: Path | str, *, experiment: str | None = None, scale: str | None = None) -> Runs:
-    """The runs at or below `root`, a folder of runs or one run directory.
+    """The runs at or below `root`, a folder of runs or one run directory, by its path or URL.
 
     A run whose config is damaged belongs to the experiment its folder is named after, and passes
     any `scale`. Raises NoRunsError when nothing matches.
     """
-    folders = find_runs(Path(root))
+    folders = find(place(root))
     if not folders:
         example = command(experiment or "loss_curves", scale)
         raise NoRunsError(f"{root}: no runs at or below this folder; to make some: {example}")
-    heads = pd.DataFrame([read_head(folder) for folder in folders])
+    with ThreadPoolExecutor() as pool:  # hides the way to a server
+        heads = pd.DataFrame(list(pool.map(read_head, folders)))
     twice = heads["run"].duplicated(keep=False)
     heads.loc[twice, "run"] = heads.loc[twice, "path"]  # a copied run: two rows, told apart
     fits = (experiment is None) | (heads["experiment"] == experiment)
@@ -146,7 +171,16 @@ def load_runs(root: Path | str, *, experiment: str | None = None, scale: str | N
             f"{root}: no runs of {wanted}; there are {_contents(heads)}; "
             f"to make them: {command(experiment or 'loss_curves', scale)}"
         )
-    return Runs(heads[fits])
+    return Runs(heads[fits], root)
+
+
+def _try_tensors(head: dict, pattern: str, stat: str) -> tuple[pd.DataFrame, list[str], object]:
+    """As `read_tensor_columns`, and the error where the file cannot be read."""
+    try:
+        found = read_tensor_columns(place(head["path"]), head["state"], pattern, stat)
+        return *found, None
+    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
+        return pd.DataFrame(), [], error
 
 
 def command(experiment: str, scale: str | None = None) -> str:

@@ -1,31 +1,30 @@
-"""Draws a figure from runs: `python -m analysis.make SLUG --runs DIR --out DIR [--scale SCALE]`.
+"""Draws figures from runs: `python -m analysis.make SLUG --runs DIR --out DIR [--scale SCALE]`.
 
 A figure is drawn from the runs of the experiment of its name, of its `EXPERIMENT`, or of
 `--experiment NAME`; one that names `LINES` from that benchmark's lines below DIR instead.
+`all` in place of SLUG draws every figure that DIR supports and says what the others lack;
+`claims` judges the paper's claims by what is below one or more folders.
 
 Writes SLUG.png, SLUG.pdf, SLUG.csv (exactly the plotted numbers) and SLUG.json (where they come
-from). The same runs give the same files.
+from). The same runs give the same files. Incomplete or mixed runs are marked: `analysis/marks.py`.
 """
 
 import argparse
 import difflib
-import hashlib
 import importlib
-import importlib.metadata
 import json
 import logging
 import shlex
-import subprocess
 import sys
 import warnings
 from pathlib import Path
 
 import pandas as pd
 
+from analysis import marks, provenance, study
 from analysis.load import NoRunsError, Runs, command, load_runs
 
 FIGURES = Path(__file__).parent / "figures"
-PACKAGES = ("lowprec", "matplotlib", "numpy", "pandas", "pyarrow")
 FORMATS = ("png", "pdf")
 
 
@@ -36,25 +35,55 @@ class ChoiceError(ValueError):
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit status: 2 for a caller's mistake."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    options = _parse(arguments)
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
+    if arguments[:1] == ["claims"]:
+        from analysis import claims  # late, as it draws nothing
+
+        return claims.main(arguments[1:])
+    options = _parse(arguments)
+    called = f"python -m analysis.make {shlex.join(arguments)}"
     try:
+        if options.slug == "all":
+            from analysis import make_all
+
+            return make_all.draw(options.runs, options.out, options.scale, called)
         _check_slug(options.slug)
-        figure = importlib.import_module(f"analysis.figures.{options.slug}")
-        from_lines = hasattr(figure, "LINES")
-        frame, origin, scale = (_of_lines if from_lines else _of_runs)(figure, options)
+        stem, about = draw(options.slug, options.runs, options.out, called, options.scale,
+                           options.experiment)  # fmt: skip
     except (NoRunsError, ChoiceError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    options.out.mkdir(parents=True, exist_ok=True)
-    called = f"python -m analysis.make {shlex.join(arguments)}"
-    about = {"caption": figure.caption(frame), "command": called, **origin, **_code()}
-    stem = options.out / (options.slug if scale == "paper" else f"{options.slug}_{scale}")
-    _write(stem, figure, frame, about)
-    for line in origin["left_out"]:
+    for line in about["left_out"]:
         print(f"left out: {line}", file=sys.stderr)
+    for line in about["missing"]:
+        print(f"missing: {line}", file=sys.stderr)
     print(f"Wrote {stem}.png, .pdf, .csv, .json\n{about['caption']}")
     return 0
+
+
+def draw(
+    slug: str,
+    root: Path,
+    out: Path,
+    called: str,
+    scale: str | None = None,
+    experiment: str | None = None,
+) -> tuple[Path, dict]:
+    """Draws one figure: the path of its files without their endings, and what SLUG.json says.
+
+    `called`: the command to write down. Raises NoRunsError and ChoiceError.
+    """
+    figure = importlib.import_module(f"analysis.figures.{slug}")
+    if hasattr(figure, "LINES"):
+        frame, origin, scale = _of_lines(figure, root)
+    else:
+        frame, origin, scale = _of_runs(figure, root, experiment or experiment_of(figure), scale)
+    out.mkdir(parents=True, exist_ok=True)
+    caption = figure.caption(frame) + (f" Marked: {origin['mark']}." if origin["mark"] else "")
+    about = {"caption": caption, "command": called, **origin, **provenance.code()}
+    stem = out / (slug if scale == "paper" else f"{slug}_{scale}")
+    _write(stem, figure, frame, about)
+    return stem, about
 
 
 def slugs() -> list[str]:
@@ -71,7 +100,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m analysis.make", description="Draw a figure from runs."
     )
-    parser.add_argument("slug", help=f"which figure: {', '.join(slugs())}")
+    parser.add_argument("slug", help=f"all, or: {', '.join(slugs())}")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of runs [runs]")
     parser.add_argument("--out", type=Path, default=Path("figures"), help="folder [figures]")
     parser.add_argument("--experiment", help="draw the runs of this one in place of its own")
@@ -106,71 +135,44 @@ def _choose(experiment: str, root: Path, scale: str | None) -> Runs:
     return runs
 
 
-def _of_runs(figure, options: argparse.Namespace) -> tuple[pd.DataFrame, dict, str]:
+def _of_runs(
+    figure, root: Path, experiment: str, scale: str | None
+) -> tuple[pd.DataFrame, dict, str]:
     """The frame of a figure of runs, where it comes from, and the scale of the runs."""
-    runs = _choose(options.experiment or experiment_of(figure), options.runs, options.scale)
+    runs = _choose(experiment, root, scale)
     frame = figure.query(runs)
     drawn = runs.runs[runs.runs["run"].isin(frame["run"])]
     left_out = _left_out(runs, drawn)
     if drawn.empty:
-        raise NoRunsError(f"{options.runs}: nothing to draw yet: {'; '.join(left_out)}")
-    return frame, _provenance(drawn, left_out), drawn["scale"].dropna().iloc[0]
+        raise NoRunsError(f"{root}: nothing to draw yet: {'; '.join(left_out)}")
+    scale = drawn["scale"].dropna().iloc[0]
+    whole_study = experiment == experiment_of(figure)  # else a choice of another study's runs
+    total, absent = study.missing(experiment, scale, runs.runs) if whole_study else (0, {})
+    mark = marks.of_runs(drawn, total, absent)
+    origin = provenance.of_runs(drawn, left_out)
+    planned = sum(map(len, absent.values())) < total
+    lines = [f"{', '.join(names)}: {made_by}" for made_by, names in absent.items()]
+    return frame, {"mark": mark, "missing": lines if planned else [], **origin}, scale
 
 
-def _of_lines(figure, options: argparse.Namespace) -> tuple[pd.DataFrame, dict, str]:
+def _of_lines(figure, root: Path) -> tuple[pd.DataFrame, dict, str]:
     """The same of a figure of benchmark lines, which have no scale: files and their digests."""
     from analysis.bench import load_lines  # late, as it loads matplotlib
 
-    lines = load_lines(options.runs, *figure.LINES.split())
+    lines = load_lines(root, *figure.LINES.split())
     frame = figure.query(lines)
     drawn = sorted(set(frame["file"]) - {""})
-    files = [{"path": path, "sha256": _sha256(Path(path))} for path in drawn]
+    files = [{"path": path, "sha256": provenance.sha256(Path(path))} for path in drawn]
     left_out = [f"{path} (a newer file has its lines)" for path in set(lines["file"]) - set(drawn)]
-    return frame, {"files": files, "left_out": sorted(left_out)}, "paper"
+    mark = marks.of_lines(lines[lines["file"].isin(drawn)])
+    origin = {"mark": mark, "missing": [], "files": files, "left_out": sorted(left_out)}
+    return frame, origin, "paper"
 
 
 def _left_out(runs: Runs, drawn: pd.DataFrame) -> list[str]:
     """Why runs that were found are not in the figure."""
     rest = runs.runs[~runs.runs["run"].isin(drawn["run"])]
     return [f"{run.path} ({run.note or run.state})" for run in rest.itertuples()]
-
-
-def _provenance(drawn: pd.DataFrame, left_out: list[str]) -> dict:
-    """The runs, their state and the digest of their metrics."""
-    runs = [
-        {
-            "path": run.path,
-            "digest": run.digest,
-            "state": run.state,
-            "step": int(run.step),
-            "num_steps": int(run.num_steps),
-            "note": run.note,
-            "metrics_sha256": _sha256(Path(run.path) / "metrics.jsonl"),
-        }
-        for run in drawn.itertuples()
-    ]
-    return {"runs": runs, "left_out": left_out}
-
-
-def _code() -> dict:
-    """Commit and package versions of what drew."""
-    versions = {"python": sys.version.split()[0]}
-    for name in PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
-    return {"commit": _commit(), "versions": versions}
-
-
-def _commit() -> str | None:
-    """The commit of the code that drew, with `-dirty` if it was changed since; None if unknown."""
-    describe = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        done = subprocess.run(describe, cwd=FIGURES, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None
 
 
 def _write(stem: Path, figure, frame: pd.DataFrame, about: dict) -> None:
@@ -188,19 +190,16 @@ def _write(stem: Path, figure, frame: pd.DataFrame, about: dict) -> None:
     with style():
         canvas = Figure(layout="constrained")
         figure.draw(frame, canvas)
+        marks.put(canvas, about["mark"])
         for kind in FORMATS:
             dates = {"CreationDate": None} if kind == "pdf" else {}
             canvas.savefig(temporary[kind], format=kind, metadata=dates)
     frame.to_csv(temporary["csv"], index=False, lineterminator="\n")
-    files = {kind: _sha256(temporary[kind]) for kind in (*FORMATS, "csv")}
+    files = {kind: provenance.sha256(temporary[kind]) for kind in (*FORMATS, "csv")}
     text = json.dumps({**about, "sha256": files}, indent=2, allow_nan=False)
     temporary["json"].write_text(text + "\n")
     for kind, path in temporary.items():
         path.rename(f"{stem}.{kind}")
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 if __name__ == "__main__":

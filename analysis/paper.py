@@ -2,7 +2,8 @@
 
 Those by tokens are percentages of its layer benchmark on an A100 in fp16, dim -> 4 dim and 4 dim ->
 dim together, by batch * tokens (rows) and dim (columns), recomputed from the timings released with
-bitsandbytes 0.49.2 (figures 3 and 4, arXiv:2304.13013). Accuracies are read by eye from a plot.
+bitsandbytes 0.49.2 (figures 3 and 4, arXiv:2304.13013). Accuracies are read by eye from plots of a
+draft.
 """
 
 import pandas as pd
@@ -32,6 +33,16 @@ ACCURACY = {  # its zero-shot ImageNet top-1 in % by optimizer and beta2, +-0.2:
     "adamw": {0.5: 55.7, 0.8: 57.0, 0.9: 57.3, 0.95: 57.15, 0.98: 57.0},
     "adamw_clip": {0.98: 57.35, 0.99: 57.5},
     "stable_adamw": {0.98: 57.6, 0.99: 57.7},
+}
+END_TO_END = (13.0, 25.0)  # time that SwitchBack saves of ViT-H's training, %
+LARGEST_SHARE = 20.0  # of a layer's time in quantize operations, %: "less than about"
+FOLLOWING = (28, 30)  # loss spikes that follow an RMS spike, of how many
+BY_CHANCE = 0.01  # the share that would
+ACCURACY_BY_SIZE = {  # zero-shot ImageNet top-1 in %, +-0.2: figure 1; None: diverged
+    "bf16": {"vit_b32": 41.7, "vit_l14": 55.1, "vit_h14": 57.6},
+    "switchback": {"vit_b32": 42.0, "vit_l14": 54.8, "vit_h14": 57.0},
+    "llm_int8": {"vit_b32": 38.2, "vit_l14": 48.1, "vit_h14": 51.5},
+    "fp8_tensorwise": {"vit_b32": 38.2, "vit_l14": None, "vit_h14": None},
 }
 
 

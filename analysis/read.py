@@ -1,5 +1,7 @@
 """The files of one run directory; whatever is damaged or missing in them becomes a note."""
 
+import tempfile
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -8,9 +10,10 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
+from upath import UPath
 
 from lowprec.config import Config
-from lowprec.run import STATES, TABLES, read_status, read_tensors, scan_rows, to_dict
+from lowprec.run import STATES, TABLES, find_runs, read_status, read_tensors, scan_rows, to_dict
 
 ENDED = ("finished", "diverged")
 NEEDED = (  # keys without which a run cannot be named
@@ -18,6 +21,19 @@ NEEDED = (  # keys without which a run cannot be named
     *("precision.autocast", "precision.recipe"),
 )
 _YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def place(address: Path | str) -> Path:
+    """A folder by its path, or by a URL that fsspec knows (`s3://bucket/runs`)."""
+    return UPath(address) if "://" in str(address) else Path(address)
+
+
+def find(root: Path) -> list[Path]:
+    """As `find_runs`, also below a URL."""
+    if isinstance(root, Path):
+        return find_runs(root)
+    found = {path.parent for path in root.glob("**/status.json")}
+    return sorted(path for path in found if (path / "config.yaml").exists())
 
 
 def flatten(config: dict, prefix: str = "") -> dict:
@@ -85,7 +101,7 @@ def read_row_file(path: Path) -> tuple[list[dict], list[str]]:
     try:
         rows, faults = scan_rows(path)
     except OSError as error:
-        return [], [f"{path.name} cannot be read: {error.strerror}"]
+        return [], [f"{path.name} cannot be read: {error.strerror or error}"]
     if not faults:
         return rows, []
     more = f", and {len(faults) - 1} more" if len(faults) > 1 else ""
@@ -138,14 +154,6 @@ def read_tensor_columns(
     return pd.DataFrame({"step": []}), known
 
 
-def _is_damaged(path: Path) -> bool:
-    try:
-        pq.read_schema(path)
-    except (pa.ArrowException, OSError):
-        return True
-    return False
-
-
 def _read_table(
     run: Path, table: str, state: str, pattern: str, stat: str
 ) -> tuple[pd.DataFrame, list[str]]:
@@ -155,16 +163,54 @@ def _read_table(
     streams, and one whose .parquet is damaged has all in them.
     """
     path, has_streams = run / f"{table}.parquet", any((run / table).glob("*.arrows"))
-    if path.exists() and not (has_streams and (state not in ENDED or _is_damaged(path))):
-        names = [name for name in pq.read_schema(path).names if name != "step"]
+    if path.exists() and not (has_streams and state not in ENDED):
+        try:
+            return _read_parquet(path, pattern, stat)
+        except (pa.ArrowException, OSError):
+            if not has_streams:
+                raise
+    return _read_streams(run, table, pattern, stat)
+
+
+def _read_parquet(path: Path, pattern: str, stat: str) -> tuple[pd.DataFrame, list[str]]:
+    """Reads the end of the file, which lists thousands of columns, once; then the columns."""
+    # without a cache only what parquet asks for comes over the network
+    source = path if isinstance(path, Path) else path.open("rb", cache_type="none")
+    with pq.ParquetFile(source, pre_buffer=True) as file:
+        names = [name for name in file.schema_arrow.names if name != "step"]
         wanted = [name for name in names if fnmatchcase(name, f"{stat}/{pattern}")]
-        frame = pq.read_table(path, columns=["step", *wanted]).to_pandas()
-        return frame.rename(columns=lambda name: name.removeprefix(f"{stat}/")), names
-    frames, known = [], []
-    for steps, statistics, names in read_tensors(run, table):
-        known = [f"{name}/{tensor}" for name in statistics for tensor in names]
-        chosen = [i for i, name in enumerate(names) if fnmatchcase(name, pattern)]
-        values = statistics.get(stat, np.empty((len(steps), 0)))
-        columns = {names[i]: values[:, i] for i in chosen if stat in statistics}
-        frames.append(pd.DataFrame({"step": steps, **columns}))
+        frame = file.read(columns=["step", *wanted], use_threads=False).to_pandas()
+    return frame.rename(columns=lambda name: name.removeprefix(f"{stat}/")), names
+
+
+def _read_streams(run: Path, table: str, pattern: str, stat: str) -> tuple[pd.DataFrame, list[str]]:
+    names, chosen, known, parts = None, [], [], []
+    for steps, statistics, tensors in _flushes(run, table):
+        if tensors != names:  # else the same patterns are matched at every flush
+            names = tensors
+            chosen = [i for i, name in enumerate(names) if fnmatchcase(name, pattern)]
+            known = [f"{name}/{tensor}" for name in statistics for tensor in names]
+        columns = [names[i] for i in chosen if stat in statistics]
+        values = statistics[stat][:, chosen] if columns else np.empty((len(steps), 0))
+        if parts and parts[-1][0] == columns:
+            parts[-1][1].append(steps)
+            parts[-1][2].append(values)
+        else:
+            parts.append((columns, [steps], [values]))
+    frames = []
+    for columns, steps, values in parts:
+        frames.append(pd.DataFrame(np.concatenate(values), columns=columns))
+        frames[-1].insert(0, "step", np.concatenate(steps))
     return (pd.concat(frames, ignore_index=True) if frames else pd.DataFrame({"step": []})), known
+
+
+def _flushes(run: Path, table: str) -> Iterator:
+    """`read_tensors`, which maps local files to memory; those elsewhere are copied first."""
+    if isinstance(run, Path):
+        yield from read_tensors(run, table)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / table).mkdir()
+        for stream in (run / table).glob("*.arrows"):
+            (Path(folder) / table / stream.name).write_bytes(stream.read_bytes())
+        yield from read_tensors(Path(folder), table)

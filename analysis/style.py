@@ -10,7 +10,9 @@ from contextlib import AbstractContextManager
 
 import matplotlib
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
+from matplotlib.ticker import LogLocator
 
 COLUMN_WIDTH = 3.4  # inches
 SMOOTHING = 40  # steps, arXiv:2304.13013
@@ -133,7 +135,34 @@ def method(precision: str, optimizer: str) -> str:
     return f"{first}, {OPTIMIZERS.get(optimizer, (optimizer,))[0]}"
 
 
-def rank(name: str, table: dict) -> tuple[int, str]:
+def family(precision: str) -> str:
+    """`int8` or `fp8` of a method in 8 bits, else nothing: figures of both have a panel each."""
+    if "fp8" in precision:
+        return "fp8"
+    return "int8" if precision.startswith(("switchback", "llm_int8")) else ""
+
+
+def families(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """Panels as (family, rows): the int8 and the fp8 methods, those in 16 bit in both.
+
+    One panel of all rows where there are not both families.
+    """
+    of_row = frame["precision"].map(family)
+    found = [name for name in ("int8", "fp8") if (of_row == name).any()]
+    if len(found) < 2:
+        return [("".join(found), frame)]
+    return [(name, frame[of_row.isin(["", name])]) for name in found]
+
+
+def log_axis(ax: Axes) -> None:
+    """A logarithmic axis of values not far apart: 0.2, 0.5, 1, 2, 5."""
+    ax.set_yscale("log")
+    ax.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+    for which in ("major", "minor"):
+        getattr(ax.yaxis, f"set_{which}_formatter")("{x:g}")
+
+
+def rank(name: str, table: dict | tuple) -> tuple[int, str]:
     """Sort key: the order of a table above, then names it does not have."""
     return (list(table).index(name) if name in table else len(table), name)
 

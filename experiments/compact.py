@@ -1,9 +1,11 @@
-"""Copies a run's record without checkpoints and with chosen tensors only, small enough to keep.
+"""Copies runs' records without checkpoints and with chosen tensors only, small enough to keep.
 
     python -m experiments.compact run=runs/run/nano-bf16-adamw-s0-0123456789 out=results/nano \
         'tensors=[visual.conv1.weight,*resblocks.0.*]'
+    python -m experiments.compact run=runs/update_clipping out=results/update_clipping
 
-The copy loads like a run: in figures, in notebooks, in `load_runs`.
+A copy loads like a run: in figures, in notebooks, in `load_runs`. Of a folder of runs those that
+have ended are copied, each to its place below `out`.
 """
 
 import shutil
@@ -16,6 +18,7 @@ import pyarrow.parquet
 
 from experiments import cli
 from lowprec.config import key
+from lowprec.run import find_runs
 
 FILES = ("config.yaml", "environment.json", "status.json", "metrics.jsonl", "timing.jsonl")
 FILES += ("attempts.jsonl", "events.jsonl", "skips.jsonl", "evaluations.jsonl")
@@ -23,20 +26,30 @@ FILES += ("attempts.jsonl", "events.jsonl", "skips.jsonl", "evaluations.jsonl")
 
 @dataclass
 class CompactConfig:
-    """Which run, where to, what of it."""
+    """Which runs, where to, what of them."""
 
-    run: str = key("???", "a run directory whose run has ended")
+    run: str = key("???", "a run directory whose run has ended, or a folder of such")
     out: str = key("???", "the copy's folder, which must not exist yet")
     tensors: list[str] = key(["visual.conv1.weight"], "name patterns of the tensors kept")
 
 
 def main(config: CompactConfig) -> None:
-    """Copies the small files, then the chosen columns of the tables; of blocks all."""
-    run, out = Path(config.run), Path(config.out)
-    if not (run / "tensors.parquet").exists():
-        sys.exit(f"run={run}: no ended run (it has no tensors.parquet)")
+    """Copies every run that has ended at or below `run`."""
+    root, out = Path(config.run), Path(config.out)
+    runs = find_runs(root)
+    ended = [run for run in runs if (run / "tensors.parquet").exists()]
+    if not ended:
+        sys.exit(f"run={root}: no ended run (it has no tensors.parquet)")
     if out.exists():
         sys.exit(f"out={out} exists already")
+    for run in sorted(set(runs) - set(ended)):
+        print(f"{run}: left out, it has not ended (it has no tensors.parquet)", file=sys.stderr)
+    for run in ended:
+        compact(run, out / run.relative_to(root), config)
+
+
+def compact(run: Path, out: Path, config: CompactConfig) -> None:
+    """Copies the small files, then the chosen columns of the tables; of blocks all."""
     names = pyarrow.parquet.read_schema(run / "tensors.parquet").names
     kept = [name for name in names if name == "step" or _wanted(name, config.tensors)]
     if len(kept) == 1:

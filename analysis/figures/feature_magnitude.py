@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 
 from analysis import curves, recorded, style
 from analysis.load import Runs
@@ -48,10 +48,9 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
         ax.plot(line["block"], mean, color=style.paler(shade, head["variant"]), ls=DASHES[at],
                 marker="o", ms=2.5, label=f"{head['label']}, step {head['step']:,}")  # fmt: skip
     model = frame["model"].iloc[0]
-    ax.set(xlabel="block k", ylabel=r"$\mathrm{E}[|x_k|]$", yscale="log")
+    ax.set(xlabel="block k", ylabel=r"$\mathrm{E}[|x_k|]$")
     ax.set_title(f"{style.MODELS.get(model, model)} ({frame['scale'].iloc[0]} scale)")
-    ax.yaxis.set_major_formatter("{x:g}")
-    ax.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1, 0.5)))
+    style.log_axis(ax)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.legend(loc="upper left", bbox_to_anchor=(0, -0.2), borderaxespad=0, handlelength=2.6)
     return ax

@@ -28,21 +28,24 @@ def query(runs: Runs) -> pd.DataFrame:
 
 
 def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
-    """One panel: the runs of one model. Raw loss faint, smoothed loss over it, legend below."""
-    model = frame["model"].iloc[0]
+    """One panel: runs of one model. Raw loss faint, smoothed loss over it, legend below."""
+    model, family = frame["model"].iloc[0], style.families(frame)[0][0]
     title = f"{style.MODELS.get(model, model)} ({frame['scale'].iloc[0]} scale)"
-    curves.plot(frame, ax, _look, title)
+    curves.plot(frame, ax, _look, f"{title}, {family}" if family else title)
     if frame["num_steps"].max() >= MIN_STEPS_FOR_INSET:
         _draw_inset(frame, ax)
     return ax
 
 
 def draw(frame: pd.DataFrame, figure: Figure) -> None:
-    """The whole figure: one panel per model size, two a row."""
+    """The whole figure: a panel a model, or two where it ran in int8 and in fp8."""
     models = sorted(frame["model"].unique(), key=lambda name: style.rank(name, style.MODELS))
-    lines = frame.groupby("model")["label"].nunique().max()
-    for model, ax in zip(models, curves.panels(figure, len(models), lines), strict=True):
-        plot(frame[frame["model"] == model], ax)
+    panels = [
+        panel for model in models for _, panel in style.families(frame[frame["model"] == model])
+    ]
+    lines = max(panel["label"].nunique() for panel in panels)
+    for panel, ax in zip(panels, curves.panels(figure, len(panels), lines), strict=True):
+        plot(panel, ax)
 
 
 def caption(frame: pd.DataFrame) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, NullFormatter
+from matplotlib.ticker import EngFormatter
 
 from analysis import curves, spike_marks, spikes, style
 from analysis.load import Runs
@@ -76,9 +76,8 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
     ax.set_title(_title(head))
     ax.tick_params(labelbottom=False)
     ax.set_xlim(frame["step"].min() - 1, frame["step"].max())
-    below.set(ylabel=r"$\mathrm{RMS}_t$", xlabel="step", yscale="log")
-    below.yaxis.set_major_formatter("{x:g}")
-    below.yaxis.set_minor_formatter(NullFormatter())
+    below.set(ylabel=r"$\mathrm{RMS}_t$", xlabel="step")
+    style.log_axis(below)
     below.xaxis.set_major_formatter(EngFormatter(sep=""))
     ax.locator_params(axis="x", nbins=5)
     handles = [*below.get_legend_handles_labels()[0], *ax.get_legend_handles_labels()[0]]
@@ -93,9 +92,9 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
 
 
 def draw(frame: pd.DataFrame, figure: Figure) -> None:
-    """The whole figure: a panel a run, by model and beta2, two a row."""
+    """The whole figure: a panel a run, by model and beta2."""
     runs = list(frame.groupby("run", sort=False))
-    columns = min(2, len(runs))
+    columns = curves.num_columns(len(runs))
     rows = math.ceil(len(runs) / columns)
     figure.set_size_inches(style.COLUMN_WIDTH * columns, 3.6 * rows)
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)

@@ -11,7 +11,6 @@ from matplotlib.figure import Figure
 from analysis import curves, paper, style
 from analysis.load import Runs
 
-ACCURACY = "zero_shot/top1"
 COLUMNS = ("part", *curves.COLUMNS, "beta2", "accuracy")
 
 
@@ -26,7 +25,7 @@ def query(runs: Runs) -> pd.DataFrame:
         return pd.DataFrame(columns=list(COLUMNS))
     shown = heads["beta2"] == heads["model"].map(_shown_beta2(heads))
     loss = curves.losses(runs, heads[shown], tuple(c for c in COLUMNS[1:] if c != "accuracy"))
-    last = _last_accuracy(runs)
+    last = curves.last_accuracy(runs)
     ends = heads.assign(part="accuracy", step=heads["reached"], loss=np.nan, loss_smoothed=np.nan)
     ends["accuracy"] = 100 * ends["run"].map(last).astype(float)
     ends = ends.sort_values("beta2", kind="stable")[list(COLUMNS)]
@@ -98,15 +97,6 @@ def _shown_beta2(heads: pd.DataFrame) -> dict[str, float]:
         methods = group.groupby("beta2")["optimizer"].nunique()
         shown[model] = methods.index[methods == methods.max()].max()
     return shown
-
-
-def _last_accuracy(runs: Runs) -> pd.Series:
-    """By run: the accuracy in the row of its last step, NaN where that has none."""
-    metrics = runs.metrics
-    if ACCURACY not in metrics:
-        return pd.Series(dtype=float)
-    last = metrics.loc[metrics.groupby("run")["step"].idxmax()].set_index("run")
-    return last[ACCURACY]
 
 
 def _is_papers(frame: pd.DataFrame) -> bool:

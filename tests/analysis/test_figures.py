@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from analysis import load_runs, style
+from analysis import load_runs, make, style
 from analysis.figures import loss_curves
 from lowprec.config import InterventionConfig
 
@@ -186,9 +186,8 @@ def test_a_copied_run_is_marked_as_one(make_run, tmp_path):
 def test_different_data_in_one_figure_is_said_in_the_caption(make_run, tmp_path):
     make_run(num_steps=60)
     make_run(num_steps=60, optimizer="stable_adamw", data="cd" * 32)
-    frame = loss_curves.query(load_runs(tmp_path / "runs"))
-    text = "The runs saw 2 different sets of data: ababababab and cdcdcdcdcd."
-    assert text in loss_curves.caption(frame)
+    _, about = make.draw("loss_curves", tmp_path / "runs", tmp_path / "out", "")
+    assert "2 different sets of data" in about["caption"].partition(" Marked: ")[2]
 
 
 @pytest.mark.parametrize("state", ["finished", "diverged"])

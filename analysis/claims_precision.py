@@ -1,0 +1,155 @@
+"""Claims C1 to C4 of the paper, on accuracy in low precision, judged by runs."""
+
+import math
+
+import pandas as pd
+
+from analysis import paper, style
+from analysis.evidence import Evidence, Sample, lacking, outcomes, paired
+from analysis.verdicts import Claim, Finding, at_scale, equal, larger, out_of_reach
+
+STUDY = "accuracy_vs_size"
+MODEL, LARGE = "vit_h14", ("vit_l14", "vit_h14")
+MATCHES = 0.1  # points of accuracy: the paper's own margin
+TRAINS = 0.05  # of the loss of bf16
+COLLAPSED = 0.5  # of bf16's accuracy: less counts as diverged
+
+
+def _accuracy(evidence: Evidence) -> pd.DataFrame:
+    runs = outcomes(evidence.runs(STUDY, "loss_curves"))
+    if runs["accuracy"].isna().all():
+        raise lacking("runs with evaluation=zero_shot", STUDY)
+    return runs
+
+
+def _versus(precision: str, judge, base: str = "bf16"):
+    """Judges the accuracy of one precision minus another's, of ViT-H/14 or of what there is."""
+
+    def finding(evidence: Evidence) -> Finding:
+        runs = _accuracy(evidence)
+        found = paired(runs, "precision.label", precision, base, "accuracy")
+        if not found:
+            raise lacking(f"{precision} and {base} with equal settings and seed", STUDY)
+        ours = "; ".join(f"{style.MODELS.get(m, m)} {s.text()}" for m, s in _by_size(found))
+        if runs["scale"].iloc[0] != "paper" or MODEL not in found:
+            return out_of_reach(
+                ours, runs[runs["model.name"].isin(found)], "ViT-H/14 at paper scale"
+            )
+        return judge(ours, found[MODEL])
+
+    return finding
+
+
+def _by_size(found: dict[str, Sample]) -> list[tuple[str, Sample]]:
+    return sorted(found.items(), key=lambda pair: style.rank(pair[0], style.MODELS))
+
+
+def _more_at_larger(evidence: Evidence) -> Finding:
+    runs = _accuracy(evidence)
+    found = _by_size(paired(runs, "precision.label", "llm_int8", "bf16", "accuracy"))
+    if not found:
+        raise lacking("llm_int8 and bf16 with equal settings and seed", STUDY)
+    ours = "; ".join(f"{style.MODELS.get(m, m)} {s.text()}" for m, s in found)
+    models = [model for model, _ in found]
+    if runs["scale"].iloc[0] != "paper" or not {"vit_b32", MODEL} <= set(models):
+        return out_of_reach(ours, runs, "ViT-B/32 and ViT-H/14 at paper scale")
+    small, large = dict(found)["vit_b32"], dict(found)[MODEL]
+    return larger(ours, _minus(small, large))
+
+
+def _minus(one: Sample, other: Sample) -> Sample:
+    """The difference of two means of independent seeds."""
+    half = math.hypot(one.high - one.mean, other.high - other.mean)
+    mean = one.mean - other.mean
+    return Sample(mean, mean - half, mean + half, min(one.num, other.num))
+
+
+def _diverges(evidence: Evidence) -> Finding:
+    runs = _accuracy(evidence)
+    fp8 = runs[runs["precision.label"] == "fp8_tensorwise"]
+    if fp8.empty:
+        raise lacking("fp8_tensorwise", STUDY)
+    base = runs[runs["precision.label"] == "bf16"].groupby("model.name")["accuracy"].mean()
+    low = fp8["accuracy"] < COLLAPSED * fp8["model.name"].map(base)
+    diverged = (fp8["state"] == "diverged") | low
+    parts = diverged.groupby(fp8["model.name"]).agg(["sum", "count"])
+    order = sorted(parts.index, key=lambda name: style.rank(name, style.MODELS))
+    ours = "; ".join(
+        f"{style.MODELS.get(m, m)}: {parts['sum'][m]} of {parts['count'][m]} runs diverged"
+        for m in order
+    )
+    large = [model for model in order if model in LARGE]
+    if runs["scale"].iloc[0] != "paper" or not large:
+        return out_of_reach(ours, runs, "ViT-L/14 or ViT-H/14 at paper scale")
+    all_did = all(parts["sum"][m] == parts["count"][m] for m in large)
+    return Finding(ours, at_scale(all_did, runs))
+
+
+def _fixes(wanted: str, helps: bool):
+    """Judges one change to fp8 tensor-wise training by whether it trains as bf16 does."""
+
+    def finding(evidence: Evidence) -> Finding:
+        runs = outcomes(evidence.runs("fp8_fixes"))
+        is_fp8 = runs["precision.label"] == "fp8_tensorwise"
+        change = runs["intervention.name"].where(
+            runs["optimizer.name"] != "adamw_clip", "gradient clipping"
+        )
+        groups = {
+            "bf16": runs[~is_fp8],
+            "plain": runs[is_fp8 & (change == "none")],
+            "changed": runs[is_fp8 & (change == wanted)],
+        }
+        empty = [name for name, group in groups.items() if group.empty]
+        if empty:
+            raise lacking(wanted if empty == ["changed"] else ", ".join(empty), "fp8_fixes")
+        base = groups["bf16"]["loss"].mean()
+        trains = {name: _trains(group, base) for name, group in groups.items()}
+        ours = "; ".join(f"{name if name != 'changed' else wanted}: {_ends(group)}"
+                         for name, group in groups.items())  # fmt: skip
+        if trains["plain"]:
+            return out_of_reach(ours, runs, "fp8 that fails without a change; here it trains")
+        return Finding(ours, at_scale(trains["changed"] == helps, runs))
+
+    return finding
+
+
+def _trains(group: pd.DataFrame, base: float) -> bool:
+    return bool((group["state"] == "finished").all() and group["loss"].mean() < (1 + TRAINS) * base)
+
+
+def _ends(group: pd.DataFrame) -> str:
+    num = int((group["state"] == "diverged").sum())
+    return f"{num} of {len(group)} diverged" if num else f"last loss {group['loss'].mean():.3g}"
+
+
+def _papers(precision: str) -> str:
+    """The paper's accuracy of a precision minus bf16's, by model."""
+    parts = []
+    for model, value in paper.ACCURACY_BY_SIZE[precision].items():
+        base = paper.ACCURACY_BY_SIZE["bf16"][model]
+        shown = "diverged" if value is None else f"{value - base:+.1f}"
+        parts.append(f"{style.MODELS[model]} {shown}")
+    return "; ".join(parts) + " (read from draft plots, +-0.2)"
+
+
+_H = {name: values[MODEL] for name, values in paper.ACCURACY_BY_SIZE.items()}
+CLAIMS = (
+    Claim("C1", "SwitchBack int8 matches bf16's zero-shot accuracy, ViT-H/14",
+          f"within {MATCHES:g} point; {_papers('switchback')}", f"+-{MATCHES:g} point",
+          _versus("switchback", lambda ours, s: equal(ours, s, MATCHES))),
+    Claim("C1", "SwitchBack int8 beats LLM.int8() training, ViT-H/14",
+          f"{_H['switchback'] - _H['llm_int8']:+.1f} points (read from draft plots, +-0.2)",
+          "interval above 0", _versus("switchback", larger, "llm_int8")),
+    Claim("C2", "LLM.int8() training loses accuracy, more at larger models", _papers("llm_int8"),
+          "interval of B's difference minus H's above 0", _more_at_larger),
+    Claim("C3", "fp8 tensor-wise diverges for large models", _papers("fp8_tensorwise"),
+          "every run of L and H", _diverges),
+    Claim("C3", "SwitchBack fp8 matches bf16's accuracy, ViT-H/14", "about equal",
+          f"+-{MATCHES:g} point", _versus("fp8_switchback", lambda o, s: equal(o, s, MATCHES))),
+    Claim("C4", "fp8 tensor-wise trains with zero-init layer-scale", "ViT-L/14 trains as bf16",
+          f"last loss within {TRAINS:.0%} of bf16's", _fixes("zero_init", helps=True)),
+    Claim("C4", "gradient clipping does not rescue it", "ViT-L/14 diverges",
+          "as above", _fixes("gradient clipping", helps=False)),
+    Claim("C4", "KQ layer norm does not rescue it", "ViT-L/14 diverges",
+          "as above", _fixes("kq_norm", helps=False)),
+)  # fmt: skip

@@ -1,0 +1,56 @@
+"""Where a figure comes from: its runs, the code that drew it, digests of files."""
+
+import hashlib
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+
+PACKAGES = ("lowprec", "matplotlib", "numpy", "pandas", "pyarrow")
+
+
+def of_runs(drawn: pd.DataFrame, left_out: list[str]) -> dict:
+    """The runs, their state and the digest of their metrics."""
+    runs = [
+        {
+            "path": run.path,
+            "digest": run.digest,
+            "state": run.state,
+            "step": int(run.step),
+            "num_steps": int(run.num_steps),
+            "note": run.note,
+            "metricssha256": sha256(Path(run.path) / "metrics.jsonl"),
+        }
+        for run in drawn.itertuples()
+    ]
+    return {"runs": runs, "left_out": left_out}
+
+
+def code() -> dict:
+    """Commit and package versions of what drew."""
+    versions = {"python": sys.version.split()[0]}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    return {"commit": _commit(), "versions": versions}
+
+
+def _commit() -> str | None:
+    """The commit of the code that drew, with `-dirty` if it was changed since; None if unknown."""
+    describe = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(
+            describe, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=20
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
+
+
+def sha256(path: Path) -> str:
+    """Digest of a file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,0 +1,204 @@
+"use strict";
+// What the report does: runs and methods are shown and hidden, tables sorted, moments zoomed to.
+const read = (id) => JSON.parse(document.getElementById(id).textContent);
+const byId = (id) => document.getElementById(id);
+const data = read("data");
+const CONFIG = {displaylogo: false, showSendToCloud: false, plotlyServerURL: "", responsive: true, modeBarButtonsToRemove: ["select2d", "lasso2d"]};
+const LOG_TICKS = [0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 4, 5, 7, 10, 20, 50, 100];
+const narrow = window.matchMedia("(max-width: 640px)").matches;
+const plot = byId("curves-plot");
+const figure = read("curves-figure");
+const hidden = new Set();  // chips
+let alone = null;          // the run that is shown alone
+
+const TYPES = {i4: Int32Array, i2: Int16Array, i1: Int8Array, f4: Float32Array, f8: Float64Array};
+function numbers(array) {  // plotly.py writes arrays in base64
+  if (!array.bdata) return array;
+  const bytes = Uint8Array.from(atob(array.bdata), (c) => c.charCodeAt(0));
+  return new TYPES[array.dtype](bytes.buffer);
+}
+
+const metas = figure.data.map((trace) => trace.meta);
+for (const trace of figure.data) { trace.x = numbers(trace.x); trace.y = numbers(trace.y); }
+const wholeRange = figure.layout.yaxis.range;
+const baseShapes = figure.layout.shapes || [];
+if (narrow) {
+  figure.layout.height = 520;
+  figure.layout.margin = {l: 46, r: 6, t: 8, b: 40};
+  figure.layout.font.size = 11;
+}
+Plotly.newPlot(plot, figure.data, figure.layout, CONFIG);
+plot.on("plotly_click", (event) => show(event.points[0].data.meta.run));
+
+function restyle() {
+  const which = byId("which").value;
+  const smooth = byId("smooth").checked && alone === null;
+  const few = data.labels.length <= 24;
+  const visible = [], opacity = [], width = [];
+  for (const meta of metas) {
+    const drawn = meta.kind === "loss" || meta.kind === "spike" || meta.kind === which;
+    const chosen = alone === null ? !hidden.has(data.chips[meta.run]) : alone === meta.run;
+    const behind = smooth && !meta.smooth && meta.kind !== "spike";  // each step, behind its mean
+    visible.push(drawn && chosen && (smooth || !meta.smooth) && (few || !behind));
+    width.push(meta.smooth ? 1.8 : alone === null ? 1 : 1.5);
+    opacity.push(behind ? 0.22 : smooth || alone !== null ? 1 : 0.7);
+  }
+  Plotly.restyle(plot, {visible, opacity, "line.width": width});
+  byId("shown").textContent = alone === null ? "" : data.labels[alone];
+  for (const row of document.querySelectorAll("tr[data-run]")) {
+    row.classList.toggle("chosen", Number(row.dataset.run) === alone);
+  }
+}
+
+function show(run) {
+  alone = alone === run ? null : run;
+  restyle();
+  const heat = byId("heat-run");
+  if (alone !== null && heat && data.heats[run]) { heat.value = run; drawHeat(); }
+}
+
+function line(step, color, dash) {
+  return {type: "line", xref: "x", yref: "paper", x0: step, x1: step, y0: 0, y1: 1,
+          line: {color, width: 1, dash}};
+}
+
+function zoom(run, step, lead) {
+  alone = null;
+  show(run);
+  const from = Math.max(0, step - data.around), to = step + data.around;
+  const trace = figure.data[metas.findIndex((meta) => meta.run === run && meta.kind === "loss" && !meta.smooth)];
+  const seen = [];
+  trace.x.forEach((x, i) => { if (x >= from && x <= to && isFinite(trace.y[i])) seen.push(trace.y[i]); });
+  const log = byId("log").checked;
+  const low = Math.min(...seen), high = Math.max(...seen), margin = 0.08 * (high - low) + 1e-9;
+  const range = log ? [Math.log10(low) - 0.02, Math.log10(high) + 0.02] : [low - margin, high + margin];
+  const shapes = [...baseShapes, line(step, "#D55E00", "solid")];
+  if (lead) shapes.push(line(step - lead, "#0072B2", "4px,3px"));
+  Plotly.relayout(plot, {"xaxis.range": [from, to], "xaxis2.range": [from, to], "yaxis.range": seen.length ? range : wholeRange,
+                         "yaxis2.autorange": true, shapes});
+  byId("shown").textContent = data.labels[run] + ", step " + step.toLocaleString("en") +
+    (lead ? "; dashed: the RMS spike " + lead + (lead > 1 ? " steps" : " step") + " before" : "");
+  byId("curves").scrollIntoView();
+}
+
+function whole() {
+  const log = byId("log").checked;
+  const type = log ? "log" : "linear";
+  const y = log || !wholeRange ? {"yaxis.autorange": true} : {"yaxis.range": wholeRange.slice()};
+  Plotly.relayout(plot, {"yaxis.type": type, "yaxis.tickmode": log ? "array" : "auto",
+                         "yaxis.tickvals": LOG_TICKS, "xaxis.autorange": true, "xaxis2.autorange": true, "yaxis2.autorange": true,
+                         shapes: baseShapes, ...y});
+}
+
+for (const chip of document.querySelectorAll(".chip")) {
+  chip.addEventListener("click", () => {
+    const number = Number(chip.dataset.chip);
+    if (!hidden.delete(number)) hidden.add(number);
+    chip.setAttribute("aria-pressed", String(!hidden.has(number)));
+    alone = null;
+    restyle();
+  });
+}
+for (const id of ["which", "smooth"]) byId(id).addEventListener("change", restyle);
+byId("log").addEventListener("change", whole);
+byId("reset").addEventListener("click", () => {
+  alone = null;
+  hidden.clear();
+  for (const chip of document.querySelectorAll(".chip")) chip.setAttribute("aria-pressed", "true");
+  if (location.hash) history.replaceState(null, "", location.pathname + location.search);
+  restyle();
+  whole();
+});
+
+function follow(row) {
+  zoom(Number(row.dataset.run), Number(row.dataset.step), Number(row.dataset.lead) || 0);
+}
+for (const row of document.querySelectorAll("tr[data-run]")) {
+  row.addEventListener("click", (event) => {
+    if (row.dataset.step) {
+      event.preventDefault();
+      history.replaceState(null, "", "#" + row.id);
+      follow(row);
+    } else {
+      show(Number(row.dataset.run));
+    }
+  });
+}
+
+for (const table of document.querySelectorAll(".sortable")) {
+  const heads = [...table.tHead.rows[0].cells];
+  heads.forEach((head, column) => head.firstChild.addEventListener("click", () => {
+    const up = head.getAttribute("aria-sort") !== "ascending";
+    for (const other of heads) other.removeAttribute("aria-sort");
+    head.setAttribute("aria-sort", up ? "ascending" : "descending");
+    const value = (row) => row.cells[column].dataset.key;
+    const unknown = (text) => text === "" || text === "nan";
+    const order = (a, b) => {
+      if (unknown(a) || unknown(b)) return unknown(a) - unknown(b);  // last either way
+      const sign = up ? 1 : -1;
+      const numeric = a.trim() !== "" && b.trim() !== "" && !isNaN(a) && !isNaN(b);
+      return sign * (numeric ? a - b : a.localeCompare(b));
+    };
+    const rows = [...table.tBodies[0].rows].sort((a, b) => order(value(a), value(b)));
+    table.tBodies[0].append(...rows);
+  }));
+}
+
+const COLORS = [[0, "#f7fbff"], [0.4, "#deebf7"], [0.5, "#c6dbef"], [0.62, "#fdbe85"],
+                [0.72, "#e6550d"], [1, "#7f0000"]];  // pale to RMS 1, orange from 1.5, dark from 5
+function drawHeat() {
+  const run = Number(byId("heat-run").value), heat = data.heats[run];
+  const rows = data.lists[heat.rows], steps = data.lists[heat.steps];
+  const codes = Uint8Array.from(atob(heat.codes), (c) => c.charCodeAt(0));
+  const low = Math.log10(data.low), high = Math.log10(data.high), z = [], values = [];
+  for (let r = 0; r < rows.length; r++) {
+    z.push(Array.from({length: steps.length}, (_, c) => {
+      const code = codes[r * steps.length + c];
+      return code ? low + (high - low) * (code - 1) / 254 : null;
+    }));
+    values.push(z[r].map((v) => v === null ? null : 10 ** v));
+  }
+  const short = rows.map((name) => shortName(name, narrow));
+  const ticks = [0.1, 0.3, 1, 2.3, 10];
+  const trace = {
+    type: "heatmap", x: steps, y: rows.map((_, r) => r), z, customdata: values, zmin: low, zmax: high,
+    colorscale: COLORS, text: rows.map((name) => steps.map(() => name)),
+    hovertemplate: "%{text}<br>from step %{x:,}: RMS %{customdata:.2f}<extra></extra>",
+    colorbar: {title: {text: "RMS<sub>t</sub>", side: "top"}, thickness: narrow ? 8 : 14, outlinewidth: 0,
+               tickvals: ticks.map(Math.log10), ticktext: ticks.map(String), len: 1},
+  };
+  const layout = {
+    height: Math.max(240, 90 + (rows.length > 45 ? 13 : 17) * rows.length), template: "none",
+    margin: {l: 8, r: 8, t: 8, b: 44}, font: {...figure.layout.font, size: narrow ? 10 : 12},
+    xaxis: {title: {text: "step"}, tickformat: ",d", showgrid: false, ticks: "outside", zeroline: false},
+    yaxis: {tickvals: rows.map((_, r) => r), ticktext: short, autorange: "reversed", automargin: true,
+            showgrid: false, zeroline: false, tickfont: {size: rows.length > 45 ? 9 : 11}},
+    shapes: heat.spikes.map((step) => line(step, "#000", "2px,2px")),
+  };
+  const target = byId("heat-plot");
+  Plotly.react(target, [trace], layout, CONFIG);
+  target.removeAllListeners("plotly_click");
+  target.on("plotly_click", (event) => zoom(run, Math.round(event.points[0].x), 0));
+}
+
+function shortName(name, tight) {
+  const block = name.match(/^(visual\.)?transformer\.resblocks\.(\d+)(.*)$/);
+  let text = block ? (block[1] ? "image block " : "text block ") + block[2] + block[3] : name;
+  if (tight && text.length > 18) text = text.slice(0, 17) + "\u2026";
+  return text.replace(/&/g, "&amp;").replace(/</g, "&lt;");
+}
+
+if (byId("heat-run")) {
+  drawHeat();
+  byId("heat-run").addEventListener("change", drawHeat);
+}
+const speed = read("speed-figure");
+if (narrow) {  // no room for names: the dots are in the order of the table
+  speed.layout.font.size = 10;
+  speed.layout.yaxis.showticklabels = false;
+}
+Plotly.newPlot("speed-plot", speed.data, speed.layout, {...CONFIG, displayModeBar: false});
+byId("speed-plot").on("plotly_click", (event) => show(event.points[0].customdata));
+restyle();
+const linked = location.hash.startsWith("#spike-") && byId(location.hash.slice(1));
+if (linked) follow(linked);

@@ -1,0 +1,241 @@
+"""Every figure at once: drawn from what there is, or named with the command that makes its runs."""
+
+import importlib
+import io
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.figure import Figure
+
+from analysis import load_runs, make, recorded
+from analysis.bench import load_lines
+from analysis.style import style
+from lowprec.config import DiagnosticsConfig, InterventionConfig, ScalerConfig, SpikeConfig
+from lowprec.run import encode_row
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = ROOT / "tests" / "fixtures" / "golden"  # GOLDEN_WRITE=1 writes it anew
+STEPS, SPIKE, THINNED = 40, 28, 7
+UNSTABLE = ["run", "file", "data_digest"]  # names that change with the config's schema
+RECIPES = ("high", "switchback", "llm_int8", "fp8_tensorwise", "fp8_switchback")
+CHANGES = [InterventionConfig(name) for name in ("none", "zero_init", "kq_norm")]
+STUDIES = {  # experiment: what its runs differ in
+    "accuracy_vs_size": [dict(model=m, recipe=r) for m in ("mini_b", "mini_l") for r in RECIPES],
+    "loss_curves": [dict(model="mini_b", recipe=recipe) for recipe in RECIPES],
+    "fp8_fixes": [
+        *(dict(recipe="fp8_tensorwise", intervention=change) for change in CHANGES),
+        dict(recipe="fp8_tensorwise", optimizer="adamw_clip"),
+        dict(recipe="high"),
+    ],
+    "feature_magnitude": [dict(intervention=change) for change in CHANGES[:2]],
+    "gradient_magnitude": [dict(intervention=change) for change in CHANGES[:2]],
+    "loss_scaler": [dict(scaler=ScalerConfig(n), autocast="fp16") for n in ("dynamic", "fixed")],
+    "beta2_schedule": [dict(beta2_decay=decay) for decay in (None, 0.5)],
+    "rms_and_loss": [dict(beta2=beta2) for beta2 in (0.9, 0.99, 0.999)],
+    "update_clipping": [dict(optimizer=name) for name in ("adamw", "adamw_clip", "stable_adamw")],
+    "spikes_vs_size": [dict(model=model, beta2=0.99) for model in ("mini_b", "mini_l")],
+    "spikes_vs_batch": [dict(batch_size=size, beta2=0.99) for size in (256, 1024)],
+    "spikes_vs_lr": [dict(lr=lr, beta2=0.99) for lr in (1e-3, 4e-3)],
+}
+BUILT: list[Path] = []
+DRAWN: list[tuple[Path, str]] = []
+WATCHED = DiagnosticsConfig(spikes=SpikeConfig(ignore_steps=5, window=10))
+
+
+def tables(rank):
+    """RMS_t and gradients every step, features every tenth, without chance."""
+    steps = np.arange(1, STEPS + 1)
+    blocks = [recorded.BLOCK.format(k) for k in range(4)]
+    names = ["visual.conv1.weight", "visual.class_embedding", "token_embedding.weight"]
+    parts = ("mlp.c_proj.weight", "mlp.c_fc.weight", "attn.in_proj_weight")
+    names += [f"{block}.{part}" for block in blocks for part in parts]
+    wave = 1 + 0.3 * np.sin(np.outer(steps, np.arange(1, len(names) + 1)) / 7 + rank)
+    rms = pd.DataFrame(wave, steps, names)
+    rms.loc[SPIKE - 3, names[0]] = 5
+    every = steps[9::10]
+    features = pd.DataFrame(np.outer(every, np.arange(1.0, 5)) / 10 + rank, every, blocks)
+    of_tensors = {"rms": rms, "grad_norm": rms / 10, "grad_abs_max": rms / 100}
+    return {"tensors": of_tensors, "blocks": {"feature_mean": features}}
+
+
+def lines():
+    """Benchmark lines of every slug whose times follow from the sizes."""
+    speed = {"int8": 1.5, "fp8": 1.8}
+    at = [dict(dim=d, tokens=32768, direction=way) for d in (1024, 4096) for way in ("up", "down")]
+    for place in at:
+        product = place["dim"] ** 2 * 1e-6
+        for case in ("output", "grad_input", "grad_weight"):
+            yield dict(slug="ops", case=case, ms=product, dtype="bf16", **place)
+        for dtype, factor in speed.items():
+            for case in ("output", "grad_input"):
+                yield dict(slug="ops", case=case, ms=product / factor, dtype=dtype, **place)
+            for case in ("quantize_x", "quantize_g", "quantize_w"):
+                yield dict(slug="ops", case=case, ms=place["dim"] * 1e-4, dtype=dtype, **place)
+    cases = {"linear": 1.0, "switchback": 0.8, "switchback_m": 0.9, "switchback_q": 0.85}
+    for case, share in (cases | {"llm_int8": 1.1}).items():
+        for dim in (1024, 4096):
+            more = dict(case=case, dim=dim, tokens=32768, direction="both")
+            yield dict(slug="layer", ms=dim**2 * 1e-6 * share, mode="eager", **more)
+            yield dict(slug="layer_memory", ms=None, ratio=share, saved_mib=1.0, peak_mib=2.0,
+                       **more)  # fmt: skip
+    times = {"open_clip": 100.0, "autograd_high": 90.0, "high": 88.0, "switchback": 75.0}
+    for case, ms in (times | {"llm_int8": 95.0}).items():
+        yield dict(slug="model", case=case, ms=ms, shape="vit_h14 batch 256, checkpointing",
+                   memory_gib=ms / 2)  # fmt: skip
+    for case, factor in (("int8", 1.0), ("e4m3", 3.0), ("e5m2 e4m3", 9.0)):
+        for inner in (64, 1024, 16384):
+            numbers = dict(measured=factor * inner * 1.01, predicted=factor * inner, ratio=1.01)
+            yield dict(slug="quantization_variance", case=case, ms=None, inner_dim=inner, **numbers)
+
+
+@pytest.fixture(name="studies")
+def studies_fixture(make_run, tmp_path):
+    """A folder with runs of every study, benchmark lines, and a run killed and started again."""
+    if BUILT:
+        return BUILT[0]
+    root = tmp_path / "runs"
+    steps = np.arange(STEPS)
+    for experiment, cells in STUDIES.items():
+        for rank, cell in enumerate(cells):
+            scale = np.where(steps < 20, 65536.0, 32768.0)
+            columns = {"zero_shot/top1": np.full(STEPS, 0.2 + rank / 100), "loss_scale": scale}
+            keys = {"optimizer": "adamw", "num_steps": STEPS, "scale": "mini"} | cell
+            losses = 1 + 5 * np.exp(-steps / 10) + 0.05 * np.sin(steps + rank)
+            losses[SPIKE - 1 : SPIKE + 2] += 2
+            make_run(experiment=experiment, columns=columns, losses=losses, tables=tables(rank),
+                     diagnostics=WATCHED, **keys)  # fmt: skip
+    for name in ("whole", "killed"):
+        run = make_run(num_steps=STEPS, experiment="resume", scale="mini", name=name,
+                       losses=5 - steps / 10)  # fmt: skip
+        shutil.move(run.parent, root / f"resume_{name}")
+    timing = root / "resume_killed" / run.name / "timing.jsonl"
+    rows = [json.loads(row) for row in timing.read_text().splitlines()]
+    rows = [{**row, "attempt": int(row["step"] > 20)} for row in rows]
+    timing.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for row in lines():
+        path = root / "bench" / row["slug"] / "20260101-000000.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write(encode_row({"device": "SYNTHETIC GPU", "shape": "synthetic", **row}))
+    BUILT.append(root)
+    return root
+
+
+def file_of(slug):
+    figure = importlib.import_module(f"analysis.figures.{slug}")
+    return slug if hasattr(figure, "LINES") else f"{slug}_mini"
+
+
+@pytest.fixture(name="drawn")
+def drawn_fixture(studies, tmp_path, capsys):
+    """The folder of all figures of all studies, and what was printed as errors."""
+    if not DRAWN:
+        assert make.main(["all", "--runs", str(studies), "--out", str(tmp_path / "out")]) == 0
+        DRAWN.append((tmp_path / "out", capsys.readouterr().err))
+    return DRAWN[0]
+
+
+def test_every_figure_is_drawn_from_runs_of_every_study(drawn):
+    out, errors = drawn
+    assert "not drawn" not in errors
+    made = {path.stem for path in out.glob("*.png")}
+    assert made == {file_of(slug) for slug in make.slugs()}
+    index = (out / "index.md").read_text()
+    for name in made:
+        about = json.loads((out / f"{name}.json").read_text())
+        assert f"![{name}]({name}.png)" in index and about["caption"] in index
+
+
+def test_without_runs_every_figure_is_named_with_its_command(tmp_path, capsys):
+    assert make.main(["all", "--runs", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    named = {line.split(": ")[1] for line in errors if line.startswith("not drawn: ")}
+    assert named == set(make.slugs())
+    assert all("python -m experiments." in line for line in errors)
+    assert not (tmp_path / "out").exists()
+
+
+def test_some_runs_draw_their_figure_and_name_the_others(make_run, tmp_path, capsys):
+    make_run(num_steps=20, scale="mini", model="mini_b", optimizer="stable_adamw")
+    root, out = tmp_path / "runs", tmp_path / "out"
+    assert make.main(["all", "--runs", str(root), "--out", str(out), "--scale", "mini"]) == 0
+    errors = capsys.readouterr().err
+    assert [path.name for path in out.glob("*.png")] == ["loss_curves_mini.png"]
+    assert errors.count("not drawn: ") == len(make.slugs()) - 1
+    assert "missing: loss_curves: mini_b switchback" in errors
+    assert "experiment=loss_curves_mini" in errors
+    assert "- `fp8_fixes`: " in (out / "index.md").read_text()
+
+
+def test_a_figure_is_drawn_at_each_scale_there_is(make_run, tmp_path):
+    for scale in ("mini", "demo"):
+        make_run(num_steps=20, scale=scale)
+    out = tmp_path / "out"
+    assert make.main(["all", "--runs", str(tmp_path / "runs"), "--out", str(out)]) == 0
+    assert {path.stem for path in out.glob("*.png")} == {"loss_curves_mini", "loss_curves_demo"}
+
+
+@pytest.mark.parametrize("slug", make.slugs())
+def test_the_plotted_numbers_are_those_of_the_golden_file(drawn, slug):
+    found = pd.read_csv(drawn[0] / f"{file_of(slug)}.csv")
+    found = found.drop(columns=UNSTABLE, errors="ignore").iloc[::THINNED].reset_index(drop=True)
+    golden = GOLDEN / f"{slug}.csv"
+    if os.environ.get("GOLDEN_WRITE"):
+        found.to_csv(golden, index=False, float_format="%.9g", lineterminator="\n")
+    expected = pd.read_csv(golden)
+    found = pd.read_csv(io.StringIO(found.to_csv(index=False)))  # types are those of these rows
+    assert list(found) == list(expected)
+    # nine digits are kept; RMS_t is stored in float32
+    pd.testing.assert_frame_equal(found, expected, rtol=1e-6, atol=1e-9, check_dtype=False)
+
+
+def picture(slug, root):
+    """A figure drawn as `make` draws it, not written."""
+    figure = importlib.import_module(f"analysis.figures.{slug}")
+    if hasattr(figure, "LINES"):
+        frame = figure.query(load_lines(root, *figure.LINES.split()))
+    else:
+        frame = figure.query(load_runs(root, experiment=make.experiment_of(figure)))
+    canvas = Figure(layout="constrained")
+    figure.draw(frame, canvas)
+    canvas.draw_without_rendering()
+    return canvas
+
+
+def has_data(ax):
+    lines = [np.asarray(line.get_ydata(), float) for line in ax.lines]
+    return bool(ax.patches) or any(np.isfinite(line).any() for line in lines)
+
+
+@pytest.mark.parametrize("slug", make.slugs())
+def test_no_panel_is_empty_and_no_label_is_cut(studies, slug):
+    with style():
+        figure = picture(slug, studies)
+        box, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
+    assert figure.axes and all(has_data(ax) for ax in figure.axes if ax.axison)
+    slack = 0.02  # inches: half the width of a line at the edge
+    assert min(box.x0, box.y0) >= -slack
+    assert box.x1 <= width + slack and box.y1 <= height + slack
+
+
+def test_a_cut_label_would_be_seen():
+    figure = Figure(figsize=(2, 2))
+    figure.text(0.5, 0.5, "a label that is far too long for this picture")
+    figure.draw_without_rendering()
+    assert figure.get_tightbbox().x1 > 2.02
+
+
+def test_every_golden_file_is_of_a_figure():
+    assert {path.stem for path in GOLDEN.glob("*.csv")} == set(make.slugs())
+
+
+def test_the_table_of_figures_names_every_figure():
+    table = (ROOT / "analysis" / "README.md").read_text()
+    named = set(re.findall(r"`([a-z0-9_]+)`", table))
+    assert set(make.slugs()) <= named

@@ -1,0 +1,84 @@
+"""The report in a browser: no error, nothing fetched, a spike's link zooms to it."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from analysis.report import main
+
+RUNS = Path(__file__).parents[2] / "experiments" / "results" / "update_clipping_mini"
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the path"),
+]
+
+
+@pytest.fixture
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def opened(browser, tmp_path):
+    """A function: the page at a window's width, and lists of its complaints and requests."""
+    out = tmp_path / "report.html"
+    assert main(["--runs", str(RUNS), "--out", str(out)]) == 0
+
+    def opened(width, fragment=""):
+        page, complaints, requests = (
+            browser.new_page(viewport={"width": width, "height": 900}),
+            [],
+            [],
+        )
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("request", lambda request: requests.append(request.url))
+        page.goto(f"file://{out}{fragment}")
+        page.wait_for_selector("#speed-plot .main-svg")
+        page.wait_for_function("document.getElementById('curves-plot').layout !== undefined")
+        return page, complaints, requests
+
+    return opened
+
+
+def steps_shown(page):
+    return page.evaluate("document.getElementById('curves-plot').layout.xaxis.range")
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_page_draws_without_errors_fetches_nothing_and_fits(opened, width):
+    page, complaints, requests = opened(width)
+    assert page.locator("#curves-plot .scatterlayer .trace").count() > 9
+    assert page.locator("#heat-plot .heatmaplayer image").count() == 1
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    page.check("#log")
+    page.select_option("#which", "max")
+    page.locator("#runs tbody tr").first.click()
+    page.locator("#runs thead button").nth(3).click()
+    losses = page.locator("#runs tbody td:nth-child(4)").all_inner_texts()
+    assert losses == sorted(losses, key=float)
+    assert complaints == []
+    assert [url for url in requests if not url.startswith(("file:", "data:", "blob:"))] == []
+
+
+def test_a_spike_is_zoomed_to_by_a_click_and_by_its_address(opened):
+    page, complaints, _ = opened(1280)
+    assert steps_shown(page)[1] - steps_shown(page)[0] > 900
+    page.locator("#spikes tbody a").first.click()
+    page.wait_for_timeout(500)
+    assert steps_shown(page) == [148, 228]
+    assert "step 188" in page.inner_text("#shown")
+    page.click("#reset")
+    page.wait_for_timeout(500)
+    assert steps_shown(page)[1] - steps_shown(page)[0] > 900
+    linked, more, _ = opened(1280, "#spike-2-188")
+    linked.wait_for_timeout(500)
+    assert steps_shown(linked) == [148, 228]
+    assert complaints == more == []
