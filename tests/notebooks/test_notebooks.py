@@ -1,0 +1,57 @@
+"""The notebooks are short, come without outputs, and run on the committed records."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "notebooks"
+NOTEBOOKS = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
+MOST_CELLS = 12
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_notebook_is_short_and_has_no_outputs(name):
+    cells = json.loads((FOLDER / f"{name}.ipynb").read_text())["cells"]
+    assert 2 <= len(cells) <= MOST_CELLS
+    for cell in cells:
+        assert not cell.get("outputs") and cell.get("execution_count") is None
+
+
+def test_every_notebook_is_listed_and_every_listed_one_is_there():
+    listed = re.findall(r"\(([\w]+)\.ipynb\)", (FOLDER / "README.md").read_text())
+    assert sorted(listed) == NOTEBOOKS
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_links_of_a_notebook_lead_somewhere(name):
+    cells = json.loads((FOLDER / f"{name}.ipynb").read_text())["cells"]
+    text = "".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    for link in re.findall(r"\]\(([^)]+)\)", text):
+        file, _, anchor = link.partition("#")
+        target = FOLDER / file
+        assert target.exists(), link
+        headings = re.findall(r"^#+ (.+)$", target.read_text(), re.M)
+        assert not anchor or anchor in [h.lower().replace(" ", "-") for h in headings], link
+    for other in re.findall(r"`(\d\d_\w+)`", text):
+        assert other in NOTEBOOKS, other
+
+
+@pytest.mark.filterwarnings("default")  # of the packages that run notebooks
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_notebook_runs_and_draws(name, monkeypatch):
+    nbformat = pytest.importorskip("nbformat")
+    nbclient = pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    monkeypatch.setenv("PYTHONPATH", path)
+    notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+    there = {"metadata": {"path": str(FOLDER)}}
+    nbclient.NotebookClient(notebook, timeout=200, resources=there).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    said = [output["text"] for output in outputs if output.get("name") == "stderr"]
+    assert said == []
+    assert sum("image/png" in output.get("data", ()) for output in outputs) >= 1

@@ -1,0 +1,209 @@
+"""What the pages say is so: worked examples run, keys exist, numbers are those of the records."""
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from analysis.bench import load_lines, newest
+from analysis.read import flatten
+from experiments.cli import CONF, defaults
+from lowprec.config import Config
+from lowprec.data.shapes import render_shapes
+
+ROOT = Path(__file__).parents[1]
+PAGES = ("README.md", "CONTRIBUTING.md", "notebooks/README.md") + tuple(
+    f"experiments/{name}.md" for name in ("PROTOCOL", "FROM_OPEN_CLIP", "TROUBLESHOOTING")
+)
+EXAMPLES = {  # of CONTRIBUTING.md: what is there when it has run
+    "A recipe": "runs/run/nano-custom-adamw-s0-*/layers.json",
+    "An optimizer": "runs/run/nano-bf16-centralized-s0-*/metrics.jsonl",
+    "A figure": "figures/logit_scale_mini.png",
+    "A data set": "runs/run/nano-bf16-adamw-s0-*/metrics.jsonl",
+}
+KEYS = flatten(defaults(Config))
+GROUPS = {path.name for path in CONF.iterdir() if path.is_dir()}
+
+
+def blocks(title: str) -> list[tuple[str, str]]:
+    """(language, text) of the fenced blocks under a heading of CONTRIBUTING.md."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    section = text.partition(f"\n### {title}\n")[2].partition("\n### ")[0]
+    return re.findall(r"```(\w+)\n(.*?)```", section, re.DOTALL)
+
+
+def rows(page: str) -> list[list[str]]:
+    """Cells of the table rows of a page of experiments/."""
+    lines = (ROOT / "experiments" / page).read_text().splitlines()
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line[:2] == "| "]
+
+
+def change(file: Path, diff: str) -> None:
+    """Replaces the lines with - by those with +; the first must be there once."""
+    lines = diff.splitlines(keepends=True)[1:]
+    old = "".join(line[1:] for line in lines if line.startswith("-"))
+    new = "".join(line[1:] for line in lines if line.startswith("+"))
+    assert file.read_text().count(old) == 1, old
+    file.write_text(file.read_text().replace(old, new))
+
+
+@pytest.fixture
+def copy(tmp_path):
+    leave_out = shutil.ignore_patterns("results", "__pycache__")
+    for folder in ("lowprec", "experiments", "analysis", "conf"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=leave_out)
+    study = "experiments/results/update_clipping_mini"
+    shutil.copytree(ROOT / study, tmp_path / study)
+    render_shapes(tmp_path / "data" / "shapes", num_train=64, num_val=16)
+    return tmp_path
+
+
+def test_every_worked_example_is_known_and_has_at_most_20_lines_a_file():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    assert re.findall(r"^### (.+)$", text, re.M) == list(EXAMPLES)
+    for title in EXAMPLES:
+        for _, block in blocks(title):
+            assert len([line for line in block.splitlines() if line.strip()]) <= 21, block
+
+
+@pytest.mark.parametrize("title", EXAMPLES)
+def test_a_worked_example_runs(title, copy):
+    env = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+    for language, block in blocks(title):
+        name = block.partition("\n")[0].removeprefix("# ")
+        if language == "diff":
+            change(copy / name, block)
+        elif language != "bash":
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            (copy / name).write_text(block)
+    for command in "".join(block for kind, block in blocks(title) if kind == "bash").splitlines():
+        words = command.split()
+        assert words[0] == "python"
+        done = subprocess.run(
+            [sys.executable, *words[1:]], cwd=copy, env=env, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+    [made] = copy.glob(EXAMPLES[title])
+    if made.name == "layers.json":
+        assert all(layer["swapped"] for layer in json.loads(made.read_text()))
+    if made.name == "metrics.jsonl":
+        assert len(made.read_text().splitlines()) == 2
+
+
+def in_file(file: Path, key: str):
+    """The value that a config file, a sweep in it or the schema gives a key."""
+    if file.suffix == ".py":
+        return KEYS[key]
+    config = OmegaConf.load(file)
+    params = OmegaConf.select(config, "hydra.sweeper.params") or {}
+    inner = key.partition(".")[2]  # files of a group leave its name out
+    in_group = file.parent.name != "experiment" and file.parent.name != "base"
+    for found in (params.get(key), OmegaConf.select(config, inner if in_group else key)):
+        if found is not None:
+            return found
+    raise AssertionError(f"{file} says nothing of {key}")
+
+
+def test_the_protocol_is_in_the_files_that_its_table_names():
+    found = [row for row in rows("PROTOCOL.md") if "=" in row[1]]
+    assert len(found) > 30
+    for item, keys, file in found:
+        for key, value in re.findall(r"`([\w.]+)=([^`]+)`", keys):
+            there = in_file(ROOT / file.strip("`"), key)
+            wanted = yaml.safe_load(value) if "," not in value or value[0] == "[" else value
+            if isinstance(wanted, str) and re.fullmatch(r"[\d.]+e-?\d+", wanted):
+                wanted = float(wanted)  # YAML reads 2e-3 as text
+            there = list(there) if isinstance(wanted, list) else there
+            assert there == wanted, (item, key, there)
+
+
+def test_every_key_of_a_page_is_one_of_the_schema():
+    values = {name for group in GROUPS for name in files_of(group)}
+    for page in PAGES:
+        text = (ROOT / page).read_text()
+        given = re.findall(r"(?<![\w.])([a-z]\w+(?:\.\w+)+)=", text)
+        if "OPEN_CLIP" in page:
+            here = " ".join(row[1] for row in rows("FROM_OPEN_CLIP.md")[1:])
+            given += re.findall(r"`([a-z_]+(?:\.\w+)*)`", here)
+        for key in given:
+            known = key in KEYS or key in GROUPS or key in values
+            assert known or key.startswith("hydra."), (page, key)
+
+
+def files_of(group: str) -> set[str]:
+    return {path.stem for path in (CONF / group).glob("*.yaml")}
+
+
+def test_every_group_choice_of_a_page_is_a_file():
+    for page in PAGES:
+        for group, value in re.findall(r"(?<![\w.])([a-z]+)=([\w,]+)", (ROOT / page).read_text()):
+            if group in GROUPS - {"hydra", "launcher", "experiment"}:
+                own = set(re.findall(rf"# conf/{group}/(\w+)\.yaml", (ROOT / page).read_text()))
+                assert set(value.split(",")) <= files_of(group) | own, (page, group, value)
+
+
+def test_every_flag_of_open_clip_has_its_place():
+    spec = importlib.util.find_spec("open_clip_train")
+    source = (Path(spec.submodule_search_locations[0]) / "params.py").read_text()
+    flags = re.findall(r"[\"'](--[a-z0-9-]+)[\"']", source)
+    listed = re.findall(r"`(--[a-z0-9-]+)`", (ROOT / "experiments/FROM_OPEN_CLIP.md").read_text())
+    assert set(flags) == set(listed)
+
+
+def test_the_speed_of_layers_is_that_of_the_lines():
+    lines = load_lines(ROOT / "experiments" / "results", "layer")
+    lines = newest(lines[lines["direction"] == "both"], ["tokens", "dim"])
+    ms = lines.set_index(["dim", "case", "mode"])["ms"]
+    table = [row for row in rows("TROUBLESHOOTING.md") if row[0].isdigit()]
+    [head] = [row for row in rows("TROUBLESHOOTING.md") if row[0] == "dim"]
+    assert len(table) == 4
+    for dim, *cells in table:
+        for name, cell in zip(head[1:], cells, strict=True):
+            times = [
+                ms[int(dim), "linear", mode] / ms[int(dim), name.strip("`"), mode]
+                for mode in ("eager", "graph")
+            ]
+            assert cell == " / ".join(f"{value:.2f}" for value in times), (dim, name)
+
+
+def test_the_speed_of_models_is_that_of_the_lines():
+    ms = load_lines(ROOT / "experiments" / "results", "model").set_index(["shape", "case"])["ms"]
+    table = [row for row in rows("TROUBLESHOOTING.md") if row[0].startswith("`vit_")]
+    [head] = [row for row in rows("TROUBLESHOOTING.md") if row[0] == "model"]
+    assert len(table) == 4
+    for shape, *cells in table:
+        for name, cell in zip(head[1:], cells, strict=True):
+            at = (shape.strip("`"), name.strip("`"))
+            wanted = f"{ms[at[0], 'high'] / ms[at]:.2f}" if at in ms else "-"
+            assert cell == wanted, at
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_of_a_page_lead_somewhere(page):
+    text = (ROOT / page).read_text()
+    for link in re.findall(r"\]\(([^)]+)\)", text):
+        if link.startswith("http"):
+            continue
+        file, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / file if file else ROOT / page
+        assert target.exists(), link
+        heads = re.findall(r"^#+ (.+)$", target.read_text(), re.M) if anchor else []
+        slugs = [re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads]
+        assert not anchor or anchor in slugs, (link, slugs)
+
+
+def test_the_citation_names_the_version_and_the_paper():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    project = (ROOT / "pyproject.toml").read_text()
+    assert f'version = "{citation["version"]}"' in project
+    assert citation["license"] == "MIT" and "MIT License" in (ROOT / "LICENSE").read_text()
+    [paper] = citation["preferred-citation"]["identifiers"]
+    assert paper["value"] == "arXiv:2304.13013"
