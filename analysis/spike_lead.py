@@ -119,13 +119,15 @@ def draw(frame: pd.DataFrame, figure: Figure) -> None:
     panels = [panel for _, panel in steps.groupby("run", sort=False)]
     columns = 3
     rows = math.ceil(len(panels) / columns)
-    figure.set_size_inches(style.COLUMN_WIDTH * columns, 2.2 * rows + 2.7)
-    grid = figure.add_gridspec(rows + 1, columns)
+    has_spikes = not pooled(frame).empty
+    figure.set_size_inches(style.COLUMN_WIDTH * columns, 2.2 * rows + (2.7 if has_spikes else 0.5))
+    grid = figure.add_gridspec(rows + has_spikes, columns)
     for i, panel in enumerate(panels):
         ax = plot(panel, figure.add_subplot(grid[i // columns, i % columns]))
     figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    plot_leads(frame, figure.add_subplot(grid[rows, 0]))
-    plot_shares(frame, figure.add_subplot(grid[rows, 1:]))
+    if has_spikes:
+        plot_leads(frame, figure.add_subplot(grid[rows, 0]))
+        plot_shares(frame, figure.add_subplot(grid[rows, 1:]))
 
 
 def caption(frame: pd.DataFrame) -> str:

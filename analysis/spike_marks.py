@@ -1,12 +1,13 @@
 """Series of a run and the spikes in them, by the thresholds that the run was watched with."""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 
 import numpy as np
 import pandas as pd
 
 from analysis.load import Runs
+from lowprec.diagnostics import spikes
 from lowprec.diagnostics.spikes import PROTOCOLS, Protocol, leads, loss_spikes, rms_spikes
 
 TENSOR = "visual.conv1.weight"  # the patch embedding
@@ -39,11 +40,10 @@ class Series:
 
 def protocol_of(head: dict) -> Protocol:
     """The protocol of a run's config; the paper's for a run that was not watched."""
-    name = head["diagnostics.spikes.protocol"]
     given = {field: head.get(f"diagnostics.spikes.{field}") for field in THRESHOLDS}
     given = {field: value for field, value in given.items() if not pd.isna(value)}
     whole = {field: int(value) for field, value in given.items() if field not in FRACTIONS}
-    return replace(PROTOCOLS.get(name, PROTOCOLS["paper"]), **(given | whole))
+    return spikes.protocol_of(head["diagnostics.spikes.protocol"], **(given | whole))
 
 
 def read_series(runs: Runs, run: str, pattern: str = "*") -> Series:

@@ -112,7 +112,7 @@ def check_command(
     """The configs of every cell that the overrides ask for; raises ConfigError with all faults."""
     faults: list[str] = []
     chosen = axes(overrides, schema, faults)
-    swept = _sweeper_params(chosen, schema, faults)
+    swept = sweeper_params(chosen, schema, faults)
     if not multirun and (swept or any(len(choices) > 1 for choices in chosen)):
         command = " ".join(f"'{o}'" if set(o) & set(" *{}[]()$?") else o for o in overrides)
         faults.append(f"this is a sweep: python -m experiments.{entry} -m {command}")
@@ -225,7 +225,7 @@ def _values(override: Override) -> Iterator[str]:
         yield override.get_value_string()
 
 
-def _sweeper_params(chosen: list[list[str]], schema: type, faults: list[str]) -> list[list[str]]:
+def sweeper_params(chosen: list[list[str]], schema: type, faults: list[str]) -> list[list[str]]:
     """The axes that the chosen experiment's file sweeps over, as single overrides."""
     if schema is not Config:
         return []

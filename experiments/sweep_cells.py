@@ -35,7 +35,7 @@ def _product(overrides: list[str]) -> list[tuple[str, ...]]:
     """The overrides of every cell, in the order of `cli.check_command`."""
     chosen = cli.axes(overrides, Config, [])
     given = {choices[0].partition("=")[0] for choices in chosen}
-    swept = cli._sweeper_params(chosen, Config, [])
+    swept = cli.sweeper_params(chosen, Config, [])
     chosen += [choices for choices in swept if choices[0].partition("=")[0] not in given]
     return list(itertools.product(*chosen))
 

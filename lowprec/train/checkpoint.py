@@ -15,7 +15,7 @@ from lowprec import durable
 from lowprec.train.state import CheckpointError, DamagedError, TrainState
 from lowprec.train.world import ALONE, World
 
-FORMAT = 2
+FORMAT = 3
 
 
 def save_checkpoint(

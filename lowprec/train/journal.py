@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ import torch
 from lowprec.config import EIGHT_BIT, OF_SECOND_MOMENT, Config
 from lowprec.data.loader import Batch
 from lowprec.diagnostics.blocks import BLOCK_STATISTICS
-from lowprec.diagnostics.spikes import PROTOCOLS, Detector
+from lowprec.diagnostics.spikes import Detector, protocol_of
 from lowprec.optim.stable_adamw import STATISTICS
 from lowprec.record import Record
 from lowprec.run import read_tensors, scan_rows
@@ -185,12 +185,10 @@ class Journal:
 
     def _detector(self) -> Detector | None:
         """The spike detector, which has seen the steps of earlier attempts."""
-        given = asdict(self.config.diagnostics.spikes)
-        name = given.pop("protocol")
-        if name == "none" or not self.world.is_first:
+        chosen = self.config.diagnostics.spikes
+        if chosen.protocol == "none" or not self.world.is_first:
             return None
-        given = {key: value for key, value in given.items() if value is not None}
-        detector = Detector(replace(PROTOCOLS[name], **given), len(self.tensors))
+        detector = Detector(protocol_of(**asdict(chosen)), len(self.tensors))
         rms = {}
         for steps, statistics, _ in read_tensors(self.record.run):
             rms |= dict(zip(steps.tolist(), statistics.get("rms", ()), strict=False))

@@ -150,7 +150,7 @@ def test_of_a_sweep_over_beta2_the_large_ones_are_shown_or_what_is_there(
 def test_a_sweep_without_spikes_is_drawn_and_said_to_have_none(plant, query):
     plant({})
     frame = query(spike_lead_lr)
-    assert len(drawn(spike_lead_lr, frame)) == 3
+    assert len(drawn(spike_lead_lr, frame)) == 1  # its loss, and no panels of leads and shares
     assert "There is no loss spike." in spike_lead_lr.caption(frame)
 
 

@@ -158,7 +158,7 @@ def test_checkpoint_of_another_format_says_so(finished):
     del manifest["sha256"]
     digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
     file.write_text(json.dumps({"sha256": digest, **manifest}))
-    with pytest.raises(CheckpointError, match="has format 1; 2 is read here"):
+    with pytest.raises(CheckpointError, match="has format 1; 3 is read here"):
         newest_checkpoint(run, set_aside=True)
     assert file.exists()  # what another version wrote is not damaged, and stays
 
