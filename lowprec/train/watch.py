@@ -23,6 +23,7 @@ from pathlib import Path
 LOST = 76  # exit status of a process that was ended because a rank died or stood still
 TICK_S = 0.5
 MEET_S = 60  # for the others to connect
+SILENT_S = 4 * TICK_S
 DUMP_S = 1.0  # what the others get to write their stacks before rank 0 ends
 
 
@@ -35,13 +36,15 @@ class Seen:
     step: int = 0
     doing: str = "starting"
     moved: float = field(default_factory=time.monotonic)
+    heard: float = field(default_factory=time.monotonic)
     left: bool = False
     unread: bytes = b""
 
     def note(self, beats: int, step: int, doing: str) -> None:
         """Takes a report."""
+        self.heard = time.monotonic()
         if beats != self.beats:
-            self.moved = time.monotonic()
+            self.moved = self.heard
         self.beats, self.step, self.doing = beats, step, doing
 
     def __str__(self) -> str:
@@ -162,7 +165,11 @@ class Watch:
                 seen.left = True
 
     def _find_still(self, now: float) -> None:
-        """Ends all when a rank has not moved for too long; the one furthest behind is named."""
+        """Ends all when a rank has not moved for too long.
+
+        Named is the one that reports no more (its whole process is stopped), else the one furthest
+        behind.
+        """
         known = [self.own, *(seen for seen in self.seen.values() if not seen.left)]
         if not self.own.beats or now - min(seen.moved for seen in known) < self.timeout_s:
             return
@@ -171,8 +178,11 @@ class Watch:
             if now - known[0].moved < self.timeout_s + 2 if known else True:
                 return
         least = min(seen.beats for seen in known)
-        behind = "; ".join(str(seen) for seen in known if seen.beats == least)
-        self._end(f"nothing has moved for {self.timeout_s:g} s; furthest behind: {behind}")
+        silent = [s for s in known if s is not self.own and now - s.heard > SILENT_S]
+        named = silent or [seen for seen in known if seen.beats == least]
+        what = "reports no more" if silent else "furthest behind"
+        ranks = "; ".join(map(str, named))
+        self._end(f"nothing has moved for {self.timeout_s:g} s; {what}: {ranks}")
 
     def _end(self, reason: str) -> None:
         """Tells the others, leaves the stacks and ends this process, whatever it is doing."""

@@ -55,7 +55,7 @@ def test_a_stopped_rank_is_named_after_the_timeout(ranks, make):
     answer, run, _ = disturbed(ranks, make, "frozen", [(1, signal.SIGSTOP)], **limit)
     assert answer["codes"] == [76, -signal.SIGKILL], answer["logs"]
     assert 3 <= answer["seconds"][0] < 8
-    assert "nothing has moved for 3 s; furthest behind: rank 1 (process" in answer["logs"][0]
+    assert "nothing has moved for 3 s; reports no more: rank 1 (process" in answer["logs"][0]
     assert "at step" in answer["logs"][0]
     assert "rank 1" in read_status(run)["reason"]
 

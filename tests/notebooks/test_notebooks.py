@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "notebooks"
 NOTEBOOKS = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
 MOST_CELLS = 12
+LONG = ("04_precision_noise", "05_use_in_your_own_model")  # these train
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
@@ -41,7 +42,10 @@ def test_links_of_a_notebook_lead_somewhere(name):
 
 
 @pytest.mark.filterwarnings("default")  # of the packages that run notebooks
-@pytest.mark.parametrize("name", NOTEBOOKS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] if n in LONG else []) for n in NOTEBOOKS],
+)
 def test_a_notebook_runs_and_draws(name, monkeypatch):
     nbformat = pytest.importorskip("nbformat")
     nbclient = pytest.importorskip("nbclient")

@@ -20,6 +20,7 @@ NANO += ["num_steps=2", "batch_size=16", "num_workers=0", "device=cpu", "evaluat
 NANO += ["precision=fp32", "data=shards", "data.val=null", "name=t"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_of_200_cells_3_fail_by_name_and_only_these_are_run_again(sweeps, here, squares, capsys):
     script = sweeps.make(0).command[1]
