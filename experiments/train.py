@@ -26,7 +26,7 @@ from lowprec import durable
 from lowprec.config import Config
 from lowprec.data.urls import without_secrets
 from lowprec.environment import environment
-from lowprec.record import Record, RunBusyError
+from lowprec.record import Record, RecordError, RunBusyError
 from lowprec.run import directory, identity, label, to_dict
 from lowprec.train.signals import StopRequest, stop_request
 from lowprec.train.silent import SilentRecord
@@ -91,7 +91,7 @@ def _open_record(run: Path, num_steps: int, world: World) -> Record | None:
     def open_first() -> int | None:
         try:
             record = Record(run)
-        except RunBusyError as error:
+        except (RunBusyError, RecordError) as error:
             raise cli.RunError(str(error)) from error
         status = record.last_status()
         done = status["state"] == "finished" and status["step"] >= num_steps

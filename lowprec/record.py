@@ -44,11 +44,14 @@ class Record:
         self._lock = open(self.run / ".lock", "a+")  # noqa: SIM115 (held as long as the record)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             self._lock.seek(0)
             holder = self._lock.read().strip() or "another process"
             self._lock.close()
             raise RunBusyError(f"{self.run} is being written by {holder}") from error
+        except OSError as error:
+            self._lock.close()
+            raise RecordError(f"{self.run}: its file system has no locks ({error})") from error
         os.register_at_fork(after_in_child=self._lock.close)  # a worker must not outlive as holder
         _drop_torn_end(self.run / "attempts.jsonl")
         self.attempt = self.count("attempts")

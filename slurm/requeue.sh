@@ -6,6 +6,9 @@
 # controller may be restarting. If all fail the script's status stays 75 and the checkpoint is kept;
 # the same command, or `sweep submit`, goes on from it.
 
+# srun of SLURM 22.05 and later no longer reads the first: ranks and workers would share one core.
+[ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
+
 trap ':' TERM USR2 # the script outlives the signal that its training answers
 
 # Not $SLURM_JOB_ID: for one task of an array that is the array's id, and all tasks would run again.

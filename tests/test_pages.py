@@ -74,6 +74,7 @@ def test_every_worked_example_is_known_and_has_at_most_20_lines_a_file():
             assert len([line for line in block.splitlines() if line.strip()]) <= 21, block
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("title", EXAMPLES)
 def test_a_worked_example_runs(title, copy):
     env = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}

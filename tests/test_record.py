@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from lowprec import durable
-from lowprec.record import Record, RunBusyError
+from lowprec.record import Record, RecordError, RunBusyError
 from lowprec.run import read_rows, read_status, read_tensors
 
 REPOSITORY = Path(__file__).parent.parent
@@ -261,3 +261,12 @@ def test_failed_replacement_leaves_the_old_file(tmp_path, monkeypatch):
     with pytest.raises(OSError):
         durable.replace(tmp_path / "status.json", b"new")
     assert (tmp_path / "status.json").read_text() == "old"
+
+
+def test_a_file_system_without_locks_is_named_and_no_other_process(tmp_path, monkeypatch):
+    def flock(descriptor, kind):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with pytest.raises(RecordError, match="its file system has no locks"):
+        Record(tmp_path)

@@ -63,6 +63,8 @@ def _attempt(ledger: Ledger, index: int, token: str, job: str, gpus: int) -> int
     if code:
         said = "saved, to be started again" if again else f"failed: {reason}"
         print(f"cell {index} {said}", file=sys.stderr)
+    if code == STOPPED and not again:
+        return 1  # the job of a cell that has ended must not go back into the queue
     return STOPPED if again else code
 
 

@@ -151,7 +151,7 @@ def take_lock(path: Path, patience_s: float = 2.0) -> int | None:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return descriptor
-        except OSError:
+        except BlockingIOError:  # another error: this file system has no locks
             if time.monotonic() > deadline:
                 os.close(descriptor)
                 return None
@@ -166,7 +166,7 @@ def is_locked(path: Path) -> bool:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         return True
     finally:
         os.close(descriptor)

@@ -11,6 +11,7 @@ process a sweep: a second one leaves when it finds the first.
 import contextlib
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -60,6 +61,9 @@ def stop(ledger: Ledger, cells: list[int]) -> None:
     for index in cells:
         starts = [row for row in ledger.rows(index) if row["event"] == "started"]
         if starts and is_locked(ledger.lock_of(index)):
+            if starts[-1]["host"] != socket.gethostname():
+                print(f"cell {index} runs on {starts[-1]['host']}: cancel it there")
+                continue
             with contextlib.suppress(ProcessLookupError):
                 os.kill(starts[-1]["pid"], signal.SIGTERM)
 

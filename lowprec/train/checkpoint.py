@@ -44,7 +44,6 @@ def save_checkpoint(
         written = world.each(lambda: _write_files(temporary, state))
         files = {name: facts for part in written for name, facts in part.items()}
         world.first(lambda: _commit(temporary, final, step, offsets, files, provenance))
-        durable.sync(folder)
     except OSError as error:
         if world.is_first:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -70,6 +69,7 @@ def _commit(
     durable.write(temporary / "manifest.json", json.dumps(manifest, indent=1).encode())
     durable.sync(temporary)
     os.rename(temporary, final)
+    durable.sync(final.parent)
 
 
 def _write_files(folder: Path, state: TrainState) -> dict[str, dict]:

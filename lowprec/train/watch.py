@@ -126,13 +126,16 @@ class Watch:
                     peer.sendall(json.dumps(message).encode() + b"\n")
 
     def _run(self) -> None:
-        last = 0.0
+        last = time.monotonic()
         while not self.closing.is_set():
             for event, _ in self.selector.select(TICK_S) if self.seen else ():
                 self._read(event.fileobj)
             if not self.seen:
                 self.closing.wait(TICK_S)
             now = time.monotonic()
+            if now - last > SILENT_S:  # this process was stopped: none stood still
+                for seen in (self.own, *self.seen.values()):
+                    seen.moved = seen.heard = now
             if now - last >= TICK_S:
                 last = now
                 own = self.own

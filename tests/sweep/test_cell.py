@@ -79,7 +79,7 @@ def test_a_new_submission_counts_from_the_start_and_the_old_one_does_nothing_mor
     ],
 )
 def test_a_failure_is_named_and_is_the_status(cell, script, code, reason):
-    assert cell(script) == code
+    assert cell(script) == (1 if code == STOPPED else code)  # at 75 a job is queued again
     ended = cell.rows("ended")[-1]
     assert (ended["code"], ended["reason"], ended["again"]) == (code, reason, False)
 
