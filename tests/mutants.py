@@ -49,7 +49,8 @@ MUTANTS = {  # name: (file, line as it is, line as it must not be)
     ),
     "rename not synced": (
         "lowprec/train/checkpoint.py",
-        "durable.sync(folder)\n    except OSError", "pass\n    except OSError",
+        "os.rename(temporary, final)\n    durable.sync(final.parent)",
+        "os.rename(temporary, final)",
     ),
     "files of a checkpoint not synced": (
         "lowprec/durable.py",
