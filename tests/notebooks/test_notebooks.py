@@ -11,7 +11,6 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "notebooks"
 NOTEBOOKS = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
 MOST_CELLS = 12
-LONG = ("04_precision_noise", "05_use_in_your_own_model")  # these train
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
@@ -42,10 +41,8 @@ def test_links_of_a_notebook_lead_somewhere(name):
 
 
 @pytest.mark.filterwarnings("default")  # of the packages that run notebooks
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[pytest.mark.slow] if n in LONG else []) for n in NOTEBOOKS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_runs_and_draws(name, monkeypatch):
     nbformat = pytest.importorskip("nbformat")
     nbclient = pytest.importorskip("nbclient")

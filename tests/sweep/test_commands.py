@@ -102,6 +102,7 @@ def test_a_dry_run_counts_what_was_measured_and_says_what_was_not(here, keys, ca
     assert not (here / "runs").exists()
 
 
+@pytest.mark.slow
 def test_hydras_own_launcher_runs_the_cells_of_the_preset(here, keys):
     command = [sys.executable, "-m", "experiments.train", "-m", *keys, "name=t", "seed=0,1"]
     command += ["hydra/launcher=submitit_local", "hydra.launcher.timeout_min=5"]
