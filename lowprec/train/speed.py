@@ -58,7 +58,10 @@ class Speed:
 
 
 class Tracer:
-    """Writes a Chrome trace of a few steps to `traces/<attempt>.json` in a run, if it is wanted."""
+    """Writes a Chrome trace of a few steps to `traces/<attempt>.json` in a run, if it is wanted.
+
+    An attempt that ends before SKIPPED + WARMED + TRACED steps leaves none.
+    """
 
     def __init__(self, wanted: bool, run: Path, attempt: int):
         self._profiler = None
@@ -76,9 +79,3 @@ class Tracer:
         """Marks the end of a step."""
         if self._profiler is not None:
             self._profiler.step()
-
-    def close(self) -> None:
-        """Writes what there is of a run that ended early."""
-        if self._profiler is not None:
-            self._profiler.stop()
-            self._profiler = None
