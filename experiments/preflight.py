@@ -1,6 +1,7 @@
 """What can be wrong with a checked config on this machine, found before torch is loaded."""
 
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -12,15 +13,18 @@ from urllib.parse import urlsplit
 from lowprec.config import SHAPES, Config
 from lowprec.data.index import expand
 from lowprec.data.urls import expand_urls
-from lowprec.rules import url_scheme
+from lowprec.rules import open_clip_models, url_scheme
 from lowprec.train.world import place
 from lowprec.validate import ConfigError
 
 EIGHT_BIT_PACKAGES = {"adamw8bit_bnb": "bitsandbytes<0.50", "adamw8bit_torchao": "torchao"}
 
 
-def preflight(config: Config, *, training: bool = True) -> None:
-    """Checks paths, packages and devices that a config names; ConfigError with all faults."""
+def preflight(config: Config, *, training: bool = True, planned: int | None = None) -> None:
+    """Checks paths, packages and devices that a config names; ConfigError with all faults.
+
+    `planned`: processes that a launcher will start for the run, where it is not this one.
+    """
     faults = []
     evaluated = config.evaluation.name != "none"
     if not will_render(config):
@@ -51,7 +55,7 @@ def preflight(config: Config, *, training: bool = True) -> None:
         if compiling and not any(shutil.which(name) for name in compilers):
             faults.append(f"{choice} needs a C++ compiler: apt-get install g++")
     faults += _eight_bit_faults(config, training)
-    faults += _process_faults(config) if training else []
+    faults += process_faults(config, planned) if training else []
     if training and (folder := _not_writable(config.run_dir)):
         faults.append(f"run_dir={config.run_dir}: {folder} cannot be written; choose another")
     if config.device == "cuda" and not _finds_gpu():
@@ -84,18 +88,43 @@ def _remote_faults(url: str) -> list[str]:
     return []
 
 
-def _process_faults(config: Config) -> list[str]:
-    """What does not fit the processes that torchrun, srun or submitit have started."""
-    size, parts = place()[1], config.accumulate
-    if size > 1 and config.distributed.name == "none":
-        return [f"{size} processes were started and distributed=none trains in one; use ddp"]
-    if size > 1 and config.batch_size % (size * parts):
-        near = max(1, round(config.batch_size / (size * parts))) * size * parts
+def process_faults(config: Config, planned: int | None = None) -> list[str]:
+    """What does not fit the planned processes, or those that torchrun, srun or submitit started."""
+    size, parts = planned or place()[1], config.accumulate
+    if size == 1:
+        return []
+    if config.distributed.name == "none":
+        how = "would be" if planned else "were"
         return [
+            f"{size} processes {how} started and distributed=none trains in one; "
+            "use distributed=ddp"
+        ]
+    faults = []
+    if config.batch_size % (size * parts):
+        near = max(1, round(config.batch_size / (size * parts))) * size * parts
+        faults.append(
             f"batch_size={config.batch_size} (of all ranks) is not a multiple of {size} processes "
             f"x accumulate={parts}; nearest: batch_size={near}"
-        ]
-    return []
+        )
+    if not config.distributed.sync_bn and _is_resnet(config.model.name):
+        faults.append(sync_bn_fault(config))
+    return faults
+
+
+def sync_bn_fault(config: Config) -> str:
+    """Why a model with batch norm needs `distributed.sync_bn` in several processes."""
+    return (
+        f"distributed={config.distributed.name}: model {config.model.name} has batch norm, whose "
+        "statistics would be each process's own; use distributed.sync_bn=true"
+    )
+
+
+def _is_resnet(name: str) -> bool:
+    """Whether open_clip has a ResNet of this name; `spread` finds batch norm of any other tower."""
+    file = open_clip_models().get(name)
+    return file is not None and isinstance(
+        json.loads(file.read_text())["vision_cfg"].get("layers"), list
+    )
 
 
 def will_render(config: Config) -> bool:

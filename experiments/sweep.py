@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.live import Live
 
 from experiments import cli
-from experiments.sweep_cells import cells_of
+from experiments.sweep_cells import cells_of, refuse_processes
 from experiments.sweep_estimate import print_estimate
 from experiments.sweep_table import show, table
 from lowprec.config import key
@@ -70,9 +70,10 @@ class SweepConfig:
 def submit(texts: list[str]) -> None:
     """Writes the cells, then hands over those that nobody runs and that have no result."""
     options, overrides = _own(texts)
-    cells = cells_of(overrides)
+    processes = max(1, options.launcher.gpus)
+    cells = cells_of(overrides, processes)
     if options.dry_run:
-        print_estimate(cells)
+        print_estimate(cells, processes)
         return
     folder = _folder(overrides)
     with locked(folder):
@@ -181,6 +182,8 @@ def hand_over(ledger: Ledger, chosen: list[int], which: tuple[str, ...], launche
     cells = [state.index for state in found if state.state in which]
     left = [state for state in found if state.state not in which]
     if cells:
+        if launcher["gpus"] > 1:  # `resubmit` may have changed it
+            refuse_processes([ledger.cells[index] for index in cells], launcher["gpus"])
         token = secrets.token_hex(4)
         row = {"event": "submitting", "token": token, "cells": cells, "launcher": launcher}
         ledger.record(row)

@@ -1,34 +1,54 @@
 """The cells of a sweep's command line: checked, each with its run directory, all faults named."""
 
 import itertools
+from collections.abc import Callable
+from functools import partial
 
 from hydra.core.config_store import ConfigStore
 
 from experiments import cli
 from experiments.open_data import open_data
-from experiments.preflight import preflight
+from experiments.preflight import preflight, process_faults
 from experiments.train import sources_of
 from lowprec.config import Config
+from lowprec.data.urls import without_secrets
 from lowprec.run import digest, directory, label, to_dict
 from lowprec.sweep.ledger import Cell
-from lowprec.validate import ConfigError
+from lowprec.validate import ConfigError, check
+
+URLS = ("data.train", "+data.train", "++data.train")  # keys whose value may hold a secret
+QUOTES = "'\""
 
 
-def cells_of(overrides: list[str]) -> list[Cell]:
-    """Every cell of the overrides, checked; ConfigError names each fault and its cells."""
+def cells_of(overrides: list[str], processes: int = 1) -> list[Cell]:
+    """Every cell of the overrides, checked for so many processes each.
+
+    ConfigError names each fault and its cells.
+    """
     ConfigStore.instance().store(name="schema", node=cli.defaults(Config))
+    checked = partial(
+        cli.check_command,
+        entry="train",
+        multirun=True,
+        preflight=partial(preflight, planned=processes),
+    )
     try:
-        configs = cli.check_command(overrides, "train", multirun=True, preflight=preflight)
+        configs = checked(overrides)
     except ConfigError as error:
-        raise _named(error, overrides) from error
+        raise _named(error, overrides, checked) from error
     cells = []
     for config, chosen in zip(configs, _product(overrides), strict=True):
         sources = sources_of(config, open_data(config))
-        run = str(directory(config, sources))
-        cells.append(
-            Cell(-1, label(config), digest(config, sources), run, list(chosen), to_dict(config))
-        )
+        run, shown = str(directory(config, sources)), [_shown(text) for text in chosen]
+        cells.append(Cell(-1, label(config), digest(config, sources), run, shown, to_dict(config)))
     return cells
+
+
+def refuse_processes(cells: list[Cell], processes: int) -> None:
+    """ConfigError where written cells do not fit so many processes each."""
+    faults = [f for cell in cells for f in process_faults(check(cell.config), processes)]
+    if faults:
+        raise ConfigError(list(dict.fromkeys(faults)))
 
 
 def _product(overrides: list[str]) -> list[tuple[str, ...]]:
@@ -40,7 +60,15 @@ def _product(overrides: list[str]) -> list[tuple[str, ...]]:
     return list(itertools.product(*chosen))
 
 
-def _named(error: ConfigError, overrides: list[str]) -> ConfigError:
+def _shown(text: str) -> str:
+    """An override without the secrets of a URL."""
+    name, _, value = text.partition("=")
+    return f"{name}={without_secrets(value.strip(QUOTES))}" if name in URLS else text
+
+
+def _named(
+    error: ConfigError, overrides: list[str], checked: Callable[[list[str]], list]
+) -> ConfigError:
     """The same faults, each with the cells it is of, unless it is of all."""
     where: dict[str, list[str]] = {}
     cells = _product(overrides)
@@ -49,10 +77,12 @@ def _named(error: ConfigError, overrides: list[str]) -> ConfigError:
     ]
     for cell in cells if several else []:
         try:
-            cli.check_command(list(cell), "train", multirun=True, preflight=preflight)
+            checked(list(cell))
         except ConfigError as own:
             for fault in own.faults:
-                where.setdefault(fault, []).append(" ".join(cell[place] for place in several))
+                where.setdefault(fault, []).append(
+                    " ".join(_shown(cell[place]) for place in several)
+                )
     faults = []
     for fault in error.faults:
         of = where.get(fault, [])

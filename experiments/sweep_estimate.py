@@ -24,25 +24,30 @@ class Measured:
     model: str
     precision: str
     batch_size: int
+    processes: int
     step_ms: float
     device: str
     run: Path
 
 
-def print_estimate(cells: list[Cell]) -> None:
-    """Prints every cell and what all of them take; "unknown" where nothing was measured."""
+def print_estimate(cells: list[Cell], processes: int = 1) -> None:
+    """Prints every cell and what all take with so many processes each, a GPU a process.
+
+    "unknown" where no run of the same model and number of processes was measured.
+    """
     configs = [check(cell.config) for cell in cells]
     known = measured([Path(configs[0].run_dir), RECORDS])
     hours, unknown, sources = Counter(), Counter(), {}
     for cell, config in zip(cells, configs, strict=True):
-        found = nearest_measured(config, known)
-        shown = f"unknown: no finished run of model={config.model.name} was found"
+        found = nearest_measured(config, known, processes)
+        what = f"model={config.model.name} on {processes} process{'es' * (processes > 1)}"
+        shown = f"unknown: no finished run of {what} was found"
         if found is None:
-            unknown[config.model.name] += 1
+            unknown[what] += 1
         else:
             ms = found.step_ms * config.batch_size / found.batch_size
             spent = ms * config.num_steps / 3.6e6
-            hours[found.device] += spent
+            hours[found.device] += spent * processes
             sources[str(found.run)] = None
             shown = f"{spent:.2f} h ({ms:.1f} ms a step)"
         print(f"{cell.run}: {config.num_steps} steps, {shown}")
@@ -50,8 +55,11 @@ def print_estimate(cells: list[Cell]) -> None:
     for device, spent in hours.items():
         kind = "CPU-hours" if device == "CPU" else f"GPU-hours on {device}"
         print(f"time: {spent:.2f} {kind}, of training steps alone, by {', '.join(sources)}")
-    for model, count in unknown.items():
-        print(f"time: unknown for {count} cells of model={model}")
+    if hours:
+        each = f"{processes} processes a cell" if processes > 1 else "one process a cell"
+        print(f"assumed: {each}, a step time in proportion to batch_size")
+    for what, count in unknown.items():
+        print(f"time: unknown for {count} cells of {what}")
     sizes = [disk_bytes(config) for config in configs]
     free = shutil.disk_usage(_existing(Path(configs[0].run_dir))).free
     total = sum(size for size in sizes if size)
@@ -70,17 +78,28 @@ def measured(roots: list[Path]) -> list[Measured]:
                 continue
             config = check(OmegaConf.to_container(OmegaConf.load(run / "config.yaml")))
             facts = json.loads((run / "environment.json").read_text())
+            (processes,) = _processes(run, config)
         except (OSError, ValueError, KeyError, ConfigError):
             continue
         ms, device = float(np.median(times)), facts.get("gpu") or "CPU"
         precision = precision_label(config)
-        found.append(Measured(config.model.name, precision, config.batch_size, ms, device, run))
+        size = config.batch_size
+        found.append(Measured(config.model.name, precision, size, processes, ms, device, run))
     return found
 
 
-def nearest_measured(config: object, known: list[Measured]) -> Measured | None:
-    """A run of the same model, if there is one of the same precision and nearest batch size."""
-    same = [item for item in known if item.model == config.model.name]
+def _processes(run: Path, config: object) -> set[int | None]:
+    """How many processes the attempts of a run had; records that do not say it may be of one."""
+    unsaid = 1 if config.distributed.name == "none" else None
+    return {row.get("processes", unsaid) for row in read_rows(run / "attempts.jsonl")}
+
+
+def nearest_measured(config: object, known: list[Measured], processes: int) -> Measured | None:
+    """A run of the same model and number of processes, if there is one.
+
+    Of several one of the same precision, then of the nearest batch size.
+    """
+    same = [i for i in known if (i.model, i.processes) == (config.model.name, processes)]
     if config.device != "auto":
         same = [item for item in same if (item.device == "CPU") == (config.device == "cpu")]
     return min(

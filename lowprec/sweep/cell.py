@@ -20,52 +20,63 @@ from lowprec.sweep.ledger import Ledger, take_lock
 STOPPED = 75  # exit status of a cell that saved because it was asked to stop: requeue it
 STOPPING = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
 ATTEMPTS = 3  # without a new checkpoint end a cell
-GRACE_S = 60.0  # that other ranks have to save when one has ended
+GRACE_S = 60.0  # to save: for other ranks when one has ended, for training without its watcher
 
 
 def run_cell(ledger: Ledger, index: int, token: str, job: str, gpus: int = 0) -> int:
     """One attempt of a cell; returns 0, STOPPED (requeue it) or another status (it failed).
 
-    Nothing is started where another process runs the cell, where it was cancelled or has its
-    result. Three attempts that begin at the same checkpoint are the last: a cell that is preempted
-    before it can save must not run forever.
+    Nothing is started where another process runs the cell, where it was cancelled or has ended.
+    Three attempts that begin at the same checkpoint are the last: a cell that is preempted before
+    it can save must not run forever. Training holds the cell's lock too: where the process that
+    watched it was killed, this one waits until it has saved.
     """
-    lock = take_lock(ledger.lock_of(index))
+    lock = take_lock(ledger.lock_of(index), GRACE_S)
     if lock is None:
         print(f"cell {index} is run by another process; nothing to do")
         return 0
     try:
-        return _attempt(ledger, index, token, job, gpus)
+        return _attempt(ledger, index, token, job, gpus, lock)
     finally:
         os.close(lock)
 
 
-def _attempt(ledger: Ledger, index: int, token: str, job: str, gpus: int) -> int:
+def _attempt(ledger: Ledger, index: int, token: str, job: str, gpus: int, lock: int) -> int:
     if is_cancelled(ledger, index, token):
         print(f"cell {index} was cancelled; nothing to do")
         return 1
+    rows = [row for row in ledger.rows(index) if row["token"] == token]
+    if rows and not rows[-1].get("again", True):
+        print(f"cell {index} has ended; nothing to do")  # while this process waited for the lock
+        return int(rows[-1]["code"] != 0)
     saved = last_saved(ledger.run_of(index))
-    before = [r for r in ledger.rows(index) if r["token"] == token and r["event"] == "started"]
+    before = [row for row in rows if row["event"] == "started"]
     if len(before) >= ATTEMPTS and all(row["saved"] == saved for row in before[-ATTEMPTS:]):
         reason = f"stopped: {ATTEMPTS} attempts without a new checkpoint (the last is of step "
         reason += f"{saved}); a smaller save_every, or more time and grace"
-        ledger.append(
-            index, {"event": "ended", "token": token, "code": 1, "reason": reason, "again": False}
-        )
+        say_end(ledger, index, token, 1, reason)
         print(f"cell {index} {reason}", file=sys.stderr)
         return 1
     started = {"event": "started", "token": token, "job": job, "saved": saved}
+    started["gpus"] = os.environ.get("CUDA_VISIBLE_DEVICES", "") if gpus else ""
     ledger.append(index, started | {"pid": os.getpid(), "host": socket.gethostname()})
-    code, reason, stopped = _train(ledger, index, gpus)
+    code, reason, stopped = _train(ledger, index, gpus, lock)
     again = stopped and code != 0 and not is_cancelled(ledger, index, token)
-    ended = {"event": "ended", "token": token, "code": code, "reason": reason, "again": again}
-    ledger.append(index, ended)
+    say_end(ledger, index, token, code, reason, again)
     if code:
         said = "saved, to be started again" if again else f"failed: {reason}"
         print(f"cell {index} {said}", file=sys.stderr)
     if code == STOPPED and not again:
         return 1  # the job of a cell that has ended must not go back into the queue
     return STOPPED if again else code
+
+
+def say_end(
+    ledger: Ledger, index: int, token: str, code: int, reason: str, again: bool = False
+) -> None:
+    """Writes how an attempt ended, and whether the cell is to be started `again`."""
+    row = {"event": "ended", "token": token, "code": code, "reason": reason, "again": again}
+    ledger.append(index, row)
 
 
 def is_cancelled(ledger: Ledger, index: int, token: str) -> bool:
@@ -80,7 +91,7 @@ def last_saved(run: Path) -> int:
     return max((int(path.parent.name.removeprefix("step_")) for path in manifests), default=0)
 
 
-def _train(ledger: Ledger, index: int, gpus: int) -> tuple[int, str, bool]:
+def _train(ledger: Ledger, index: int, gpus: int, lock: int) -> tuple[int, str, bool]:
     """Exit status (128 + signal for a kill), what a failure said last, whether it was to stop."""
     log, asked, children = ledger.log_of(index), [], []
 
@@ -107,6 +118,7 @@ def _train(ledger: Ledger, index: int, gpus: int) -> tuple[int, str, bool]:
                         stdout=out,
                         stderr=subprocess.STDOUT,
                         process_group=0,
+                        pass_fds=[lock],
                         preexec_fn=_die_with_parent,
                     )
                 )

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lowprec import durable
-from lowprec.run import encode_row, read_rows
+from lowprec.run import encode_row, scan_rows
 
 
 @dataclass
@@ -89,8 +89,8 @@ class Ledger:
         self._append(self.folder / "submissions.jsonl", row)
 
     def events(self) -> list[dict]:
-        """Rows of submissions.jsonl."""
-        return read_rows(self.folder / "submissions.jsonl")
+        """Rows of submissions.jsonl; a line that a crash has torn is no row, here and in `rows`."""
+        return scan_rows(self.folder / "submissions.jsonl")[0]
 
     def last_launcher(self, name: str | None = None) -> dict | None:
         """The launcher (of this name) that was used last; None if there was none."""
@@ -107,10 +107,10 @@ class Ledger:
                     found[index] = Submission(row["token"], row["launcher"])
             elif row["event"] == "submitted":
                 for index, job in row["jobs"].items():
-                    if found[int(index)].token == row["token"]:
+                    if int(index) in found and found[int(index)].token == row["token"]:
                         found[int(index)].job = job
             else:
-                for index in row["cells"]:
+                for index in found.keys() & row["cells"]:
                     found[index].cancelled = True
         return found
 
@@ -120,14 +120,17 @@ class Ledger:
 
     def rows(self, index: int) -> list[dict]:
         """A cell's rows: its starts and its ends, each with the token of its submission."""
-        return read_rows(self.folder / "cells" / f"{index:04d}.jsonl")
+        return scan_rows(self.folder / "cells" / f"{index:04d}.jsonl")[0]
 
     def _append(self, path: Path, row: dict) -> None:
-        durable.append(path, [encode_row({"time": round(time.time(), 3), **row}).encode()])
+        line = encode_row({"time": round(time.time(), 3), **row}).encode()
+        last = path.read_bytes()[-1:] if path.exists() else b""
+        torn = last not in (b"", b"\n")  # by a crash: this row is on a line of its own
+        durable.append(path, [b"\n" * torn + line])
         durable.sync(path)
 
     def lock_of(self, index: int) -> Path:
-        """A cell's process holds the lock of this file as long as it lives."""
+        """A cell's process holds the lock of this file as long as it or its training lives."""
         return self.folder / "cells" / f"{index:04d}.lock"
 
 
@@ -174,5 +177,9 @@ def is_locked(path: Path) -> bool:
 
 
 def _write(folder: Path, plan: dict) -> None:
-    durable.replace(folder / "sweep.json", json.dumps(plan, indent=1).encode())
+    before = os.umask(0o077)  # only its owner reads it: a cell's URL may have a secret
+    try:
+        durable.replace(folder / "sweep.json", json.dumps(plan, indent=1).encode())
+    finally:
+        os.umask(before)
     durable.sync(folder)

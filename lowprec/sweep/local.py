@@ -15,12 +15,28 @@ import socket
 import sys
 import time
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
 
-from lowprec.sweep.cell import is_cancelled, run_cell
+from lowprec.sweep.cell import is_cancelled, run_cell, say_end
 from lowprec.sweep.ledger import Ledger, Submission, is_locked, take_lock
 
 JOB = "local"  # the job's name in a ledger's rows
+
+
+@dataclass
+class Forked:
+    """A cell's process that this launcher has started; `rows`: how many the cell had then."""
+
+    index: int
+    token: str
+    gpus: list[str]
+    rows: int
+
+
+def log_path(folder: Path) -> Path:
+    """What the launcher, and a cell's process outside training, has printed."""
+    return folder / "logs" / "launcher.log"
 
 
 def lock_path(folder: Path) -> Path:
@@ -33,7 +49,7 @@ def start(ledger: Ledger) -> None:
 
     Returns when there is one, this or an earlier: until then its cells would seem lost.
     """
-    log = os.open(ledger.folder / "logs" / "launcher.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    log = os.open(log_path(ledger.folder), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     null = os.open(os.devnull, os.O_RDONLY)
     try:
         pid = os.posix_spawn(
@@ -88,22 +104,24 @@ def run(folder: Path) -> None:
     os.write(lock, f"{os.getpid()}\n".encode())  # for whoever wants to end it
     os.chdir(Ledger(folder).cwd)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
-    own: dict[int, tuple[int, int]] = {}  # process: (cell, slot)
+    own: dict[int, Forked] = {}  # by process
     while True:
-        own = {pid: place for pid, place in own.items() if os.waitpid(pid, os.WNOHANG) == (0, 0)}
         ledger = Ledger(folder)  # cells may have been added
+        _reap(ledger, own)
         submissions = ledger.submissions()
-        mine = {cell for cell, _ in own.values()}
+        mine = {forked.index for forked in own.values()}
         others = _running(ledger, submissions) - mine  # of a launcher that was killed
         todo = [c for c in waiting(ledger, submissions) if c not in mine | others]
         if not (own or others or todo):
             break
-        parallel = ledger.last_launcher("local")["parallel"]
-        free = sorted(set(range(parallel)) - {slot for _, slot in own.values()})
-        free = free[: max(0, parallel - len(own) - len(others))]
-        for index, slot in zip(todo, free, strict=False):
-            pid = _fork(ledger, index, submissions[index], slot, lock)
-            own[pid] = (index, slot)
+        room = ledger.last_launcher("local")["parallel"] - len(own) - len(others)
+        free = _free_gpus(ledger, own, others)
+        for index in todo[: max(0, room)]:
+            count = submissions[index].launcher["gpus"]
+            if count > len(free) and (own or others):
+                break  # until one of these ends
+            pid, forked = _fork(ledger, index, submissions[index], free[:count], lock)
+            own[pid], free = forked, free[count:]
         signal.sigtimedwait({signal.SIGCHLD}, 1.0)  # a child's end, or time to look again
     os.close(lock)
 
@@ -114,21 +132,53 @@ def _running(ledger: Ledger, submissions: dict[int, Submission]) -> set[int]:
     return {index for index in local if is_locked(ledger.lock_of(index))}
 
 
-def _fork(ledger: Ledger, index: int, submission: Submission, slot: int, lock: int) -> int:
+def _free_gpus(ledger: Ledger, own: dict[int, Forked], others: set[int]) -> list[str]:
+    """Visible GPUs that no running cell has; those of `others` are in their rows."""
+    busy = {gpu for forked in own.values() for gpu in forked.gpus}
+    for index in others:
+        starts = [row for row in ledger.rows(index) if row["event"] == "started"]
+        if starts and starts[-1]["host"] == socket.gethostname():
+            busy |= set(starts[-1].get("gpus", "").split(","))
+    return [gpu for gpu in visible_gpus() if gpu not in busy]
+
+
+def _reap(ledger: Ledger, own: dict[int, Forked]) -> None:
+    """Forgets processes that have ended; for one that died without a row it writes the row.
+
+    Else the cell would be forked for ever.
+    """
+    for pid, forked in list(own.items()):
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if not ended:
+            continue
+        del own[pid]
+        code = os.waitstatus_to_exitcode(status)
+        silent = len(ledger.rows(forked.index)) == forked.rows
+        if code and silent and not is_cancelled(ledger, forked.index, forked.token):
+            how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+            reason = f"its process ended before training began ({how}); {log_path(ledger.folder)}"
+            say_end(ledger, forked.index, forked.token, abs(code), f"{reason} may say why")
+
+
+def _fork(
+    ledger: Ledger, index: int, submission: Submission, gpus: list[str], lock: int
+) -> tuple[int, Forked]:
+    forked = Forked(index, submission.token, gpus, len(ledger.rows(index)))
     pid = os.fork()
     if pid:
-        return pid
+        return pid, forked
     code = 1
     try:
         os.close(lock)  # or this cell would pass for the launcher
         os.setsid()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
-        gpus = submission.launcher["gpus"]
-        if gpus:
-            chosen = visible_gpus()[slot * gpus : (slot + 1) * gpus]
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
+        count = submission.launcher["gpus"]
+        if count > len(gpus):
+            raise RuntimeError(f"launcher.gpus={count}: {len(gpus)} GPUs are visible here")
+        if count:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         if not is_cancelled(ledger, index, submission.token):
-            code = run_cell(ledger, index, submission.token, JOB, gpus)
+            code = run_cell(ledger, index, submission.token, JOB, count)
     except BaseException:
         traceback.print_exc()
     finally:

@@ -6,20 +6,23 @@ may or may not have gone through is looked for by its name before it is tried ag
 
 import getpass
 import os
+import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import submitit
-from submitit.core.utils import DelayedSubmission, FailedJobError, FailedSubmissionError
+from submitit.core.utils import DelayedSubmission
 
 from lowprec.sweep.cell import run_cell
 from lowprec.sweep.ledger import Ledger
 
 TRIES, TIMEOUT_S = 5, 60.0
 FIRST_WAIT_S = 1.0  # doubled after each failure
+TIMEOUTS = 1000  # of submitit, which counts them; requeue.sh does without
 REQUEUE = Path(__file__).parent.parent.parent / "slurm" / "requeue.sh"
 
 
@@ -43,41 +46,65 @@ class Job:
 
 def submit(ledger: Ledger, cells: list[int], token: str, launcher: dict) -> dict[str, str]:
     """Submits cells as one job array; {cell: job id}. Raises SlurmError."""
+    script = _script(ledger, len(cells), token, launcher)
     for attempt in range(TRIES):
         try:
-            executor = submitit.SlurmExecutor(_folder(ledger), max_num_timeout=1000)
-            executor.update_parameters(**_parameters(ledger, token, launcher))
-            tasks = [Job(ledger.folder, index, token, launcher["gpus"]) for index in cells]
-            jobs = executor.map_array(lambda task: task(), tasks)
-        except (FailedSubmissionError, FailedJobError) as error:
+            job = _job_of(_run(["sbatch", str(script)]))
+        except SlurmError as error:
             if jobs := adopt(ledger, cells, token, launcher):  # it went through all the same
                 return jobs
             if attempt == TRIES - 1:
-                raise SlurmError(f"sbatch: {_last_line(str(error))}") from error
+                raise SlurmError(f"sbatch failed {TRIES} times: {error}") from error
             time.sleep(FIRST_WAIT_S * 2**attempt)
             continue
-        return {str(index): job.job_id for index, job in zip(cells, jobs, strict=True)}
+        jobs = _hand_out(ledger, cells, job, token, launcher)
+        if attempt:  # what seemed to fail may be in the queue by now
+            return adopt(ledger, cells, token, launcher) or jobs
+        return jobs
 
 
 def adopt(ledger: Ledger, cells: list[int], token: str, launcher: dict) -> dict[str, str]:
     """Jobs in the queue of a submission that nobody saw succeed; {} if there are none.
 
-    Their pickles, for which a job waits a minute, are written where submitit had not yet.
+    Where it went through more than once, the first stays and the others are cancelled.
     """
-    found = {job: name for job, (_, name) in queue().items()}
-    main = {job.partition("_")[0] for job, name in found.items() if name == job_name(ledger, token)}
-    if not main:
+    names = {job: name for job, (_, name) in queue().items()}
+    found = {job.partition("_")[0] for job in names if names[job] == job_name(ledger, token)}
+    if not found:
         return {}
-    job = main.pop()
+    first, *others = sorted(found, key=int)
+    if others:
+        cancel(others)
+        print(f"submitted more than once: job {first} stays, {', '.join(others)} cancelled")
+    return _hand_out(ledger, cells, first, token, launcher)
+
+
+def _script(ledger: Ledger, count: int, token: str, launcher: dict) -> Path:
+    """The batch script of an array of so many jobs, as submitit writes it."""
+    if shutil.which("sbatch") is None:
+        raise SlurmError("sbatch: no such command; is this a login node?")
+    executor = submitit.SlurmExecutor(_folder(ledger), max_num_timeout=TIMEOUTS)
+    executor.update_parameters(**_parameters(ledger, token, launcher))
+    if count > 1:
+        executor.parameters["map_count"] = count
+    script = _folder(ledger) / f"{token}.sh"
+    script.parent.mkdir(exist_ok=True)
+    script.write_text(executor._make_submission_file_text(executor._submitit_command_str, token))
+    return script
+
+
+def _hand_out(
+    ledger: Ledger, cells: list[int], job: str, token: str, launcher: dict
+) -> dict[str, str]:
+    """Writes what each job of an array is to run, which it waits a minute for; {cell: job id}."""
     names = [job] if len(cells) == 1 else [f"{job}_{place}" for place in range(len(cells))]
     for name, index in zip(names, cells, strict=True):
         pickle = _folder(ledger) / f"{name}_submitted.pkl"
-        if not pickle.exists():
-            delayed = DelayedSubmission(Job(ledger.folder, index, token, launcher["gpus"]))
-            delayed.set_timeout(launcher["timeout_min"], 1000)
-            temporary = pickle.with_suffix(".tmp")
-            delayed.dump(temporary)
-            os.replace(temporary, pickle)
+        delayed = DelayedSubmission(Job(ledger.folder, index, token, launcher["gpus"]))
+        delayed.set_timeout(launcher["timeout_min"], TIMEOUTS)
+        temporary = pickle.with_suffix(".tmp")
+        delayed.dump(temporary)
+        os.replace(temporary, pickle)
     return dict(zip(map(str, cells), names, strict=True))
 
 
@@ -102,21 +129,33 @@ def cancel(jobs: list[str]) -> None:
 
 def _ask(command: list[str]) -> str:
     """What a command prints, tried five times with growing waits."""
-    said = ""
     for attempt in range(TRIES):
-        if attempt:
-            time.sleep(FIRST_WAIT_S * 2 ** (attempt - 1))
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            said = f"no answer in {TIMEOUT_S:g} s"
-            continue
-        except FileNotFoundError as error:
-            raise SlurmError(f"{command[0]}: no such command; is this a login node?") from error
-        if done.returncode == 0:
-            return done.stdout
-        said = _last_line(done.stderr)
-    raise SlurmError(f"{command[0]} failed {TRIES} times: {said}")
+            return _run(command)
+        except SlurmError as error:
+            if attempt == TRIES - 1:
+                raise SlurmError(f"{command[0]} failed {TRIES} times: {error}") from error
+        time.sleep(FIRST_WAIT_S * 2**attempt)
+
+
+def _run(command: list[str]) -> str:
+    """What a command prints, tried once. Raises SlurmError with its last words if it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise SlurmError(f"no answer in {TIMEOUT_S:g} s") from error
+    except FileNotFoundError as error:
+        raise SlurmError("no such command; is this a login node?") from error
+    if done.returncode:
+        raise SlurmError(_last_line(done.stderr))
+    return done.stdout
+
+
+def _job_of(said: str) -> str:
+    found = re.search(r"job (\d+)", said)
+    if found is None:
+        raise SlurmError(f"it names no job: {_last_line(said)}")
+    return found[1]
 
 
 def _parameters(ledger: Ledger, token: str, launcher: dict) -> dict:

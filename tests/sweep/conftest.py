@@ -7,6 +7,7 @@ import pytest
 
 from experiments import sweep
 from experiments.cli import CONF
+from lowprec.sweep import slurm
 from lowprec.sweep.ledger import Cell, Ledger, locked
 from lowprec.sweep.status import TO_SUBMIT, ask_queue, states
 
@@ -20,6 +21,18 @@ mkdir -p "$run"
 echo '{"state": "finished", "step": 1}' > "$run/status.json"
 """
 LOCAL = {"name": "local", "parallel": 2, "gpus": 0}
+CONFIG = {"num_steps": 1, "evaluation": {"name": "none"}, "distributed": {"name": "ddp"}}
+# fails the first $FAIL times it is called
+FAILING = """
+n=$(grep -c "^$(basename "$0") " calls)
+if [ "$n" -le "${FAIL:-0}" ]; then echo 'Unable to contact slurm controller' >&2; exit 1; fi
+"""
+# remembers the job by its name, as the queue shows it
+SBATCH = """
+name=$(sed -n 's/^#SBATCH --job-name=//p' "${@: -1}")
+for task in 0 1 2; do echo "77_$task|PENDING|$name" >> queue; done
+echo "Submitted batch job 77"
+"""
 
 
 @pytest.fixture
@@ -53,7 +66,7 @@ class Sweeps:
         ledger = self.ledger
         first = len(ledger.cells)
         cells = [
-            Cell(-1, f"t{i}", f"{i:010d}", f"runs/t/{i}", [f"seed={i}"], {"num_steps": 1})
+            Cell(-1, f"t{i}", f"{i:010d}", f"runs/t/{i}", [f"seed={i}"], CONFIG)
             for i in range(first, first + count)
         ]
         ledger.add(cells)
@@ -111,7 +124,31 @@ def shim(here, monkeypatch):
         path.write_text(f'#!/bin/bash\necho "{name} $*" >> {here}/calls\n{script}\n')
         path.chmod(0o755)
 
-    make.calls = lambda: (
-        (here / "calls").read_text().splitlines() if (here / "calls").exists() else []
-    )
+    def calls(name):
+        found = (here / "calls").read_text().splitlines()
+        return [call for call in found if call.split()[0] == name]
+
+    make.calls = calls
     return make
+
+
+@pytest.fixture
+def cluster(here, shim, monkeypatch):
+    """Shims of a cluster whose commands fail `cluster(times)`; waits between tries are short.
+
+    `cluster.sbatch`: one that succeeds.
+    """
+    monkeypatch.setattr(slurm, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setenv("REQUEUE_WAIT_S", "0")
+    shim("srun", "exit 0")
+    shim("sbatch", FAILING + SBATCH)
+    shim("squeue", FAILING + "[ ! -e queue ] || cat queue")
+    shim("scontrol", FAILING)
+    shim("scancel", FAILING)
+    (here / "calls").write_text("")
+
+    def fail(times):
+        monkeypatch.setenv("FAIL", str(times))
+
+    fail.sbatch = SBATCH
+    return fail

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from lowprec.sweep import cell as watcher
 from lowprec.sweep.cell import STOPPED, run_cell
 from lowprec.sweep.ledger import take_lock
 
@@ -105,18 +106,43 @@ exit 75
     assert (here / "worker").read_text().split() == ["alive", "0"]
 
 
+SAVES = """
+[ ! -e alive ] || { echo 'two at once'; exit 9; }
+[ ! -e saved ] || exit 0
+trap 'sleep 0.7; rm alive; touch saved; exit 75' TERM
+touch alive
+while :; do sleep 0.02; done
+"""
+
+
 def test_a_killed_watcher_takes_its_training_along_which_saves(sweeps, here):
-    waits = "trap 'touch saved; exit 75' TERM\ntouch begun\nwhile :; do sleep 0.02; done"
-    ledger = sweeps.make(1, waits)
+    ledger = sweeps.make(1, SAVES)
     sweeps.submit()
-    sweeps.until((here / "begun").exists)
+    sweeps.until((here / "alive").exists)
     os.kill(ledger.rows(0)[0]["pid"], signal.SIGKILL)
-    sweeps.until((here / "saved").exists)
     sweeps.until(lambda: sweeps.names() == ["lost"])
+    assert (here / "saved").exists()  # until then it counts as running
     assert sweeps.states()[0].reason == "its process is gone"
 
 
-def test_a_cell_that_another_process_runs_is_left_alone(cell, sweeps):
+def test_a_second_watcher_waits_until_the_training_of_a_killed_one_has_saved(sweeps, here):
+    ledger = sweeps.make(1, SAVES)
+    sweeps.submit()
+    sweeps.until((here / "alive").exists)
+    token = ledger.submissions()[0].token
+    os.kill(ledger.rows(0)[0]["pid"], signal.SIGKILL)
+    assert run_cell(ledger, 0, token, "7") == 0
+    assert [row["event"] for row in ledger.rows(0)] == ["started", "started", "ended"]
+    assert (here / "saved").exists()
+
+
+def test_a_cell_that_ended_while_a_second_process_waited_is_not_begun_again(cell):
+    assert [cell("exit 4"), cell("exit 0")] == [4, 1]
+    assert len(cell.rows("started")) == 1
+
+
+def test_a_cell_that_another_process_runs_is_left_alone(cell, sweeps, monkeypatch):
+    monkeypatch.setattr(watcher, "GRACE_S", 0.1)
     sweeps.make(1, "exit 0")
     lock = take_lock(sweeps.ledger.lock_of(0))
     try:

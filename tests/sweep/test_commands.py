@@ -2,13 +2,15 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 
 import pytest
 
-from experiments import cli, sweep
+from experiments import cli, sweep, sweep_estimate
 from experiments.sweep_cells import cells_of
+from experiments.sweep_estimate import RECORDS
 from lowprec.run import find_runs, read_status
 from lowprec.validate import ConfigError
 
@@ -100,6 +102,86 @@ def test_a_dry_run_counts_what_was_measured_and_says_what_was_not(here, keys, ca
     assert "unknown for 1 cells of model=mini_b" in said
     assert re.search(r"disk: \d+\.\d\d GB of checkpoints; .* GB are free", said)
     assert not (here / "runs").exists()
+
+
+def test_a_dry_run_measures_by_runs_of_as_many_processes(here, keys, capsys, monkeypatch):
+    (source,) = [run for run in find_runs(RECORDS) if run.name == "mini_l-bf16-adamw-s0-9ba1632507"]
+    for count in (1, 8):
+        copy = here / "records" / str(count)
+        shutil.copytree(source, copy)
+        attempt = json.loads((copy / "attempts.jsonl").read_text()) | {"processes": count}
+        (copy / "attempts.jsonl").write_text(json.dumps(attempt) + "\n")
+    monkeypatch.setattr(sweep_estimate, "RECORDS", here / "records")
+    choice = [key for key in keys if key.startswith("data") or key == "evaluation=none"]
+    choice += [
+        "num_steps=1000000",
+        "batch_size=64",
+        "model=mini_l",
+        "launcher=slurm",
+        "dry_run=true",
+    ]
+    hours = {}
+    for count in (1, 2, 8):
+        assert run("submit", *choice, f"launcher.gpus={count}", "distributed=ddp") == 0
+        said = capsys.readouterr().out
+        hours[count] = re.search(r"time: (\d+\.\d+) GPU-hours on .* by .*/records/(\d)", said)
+        assert ("unknown for 1 cells of model=mini_l on 2 processes" in said) == (count == 2)
+        assert count == 2 or "process" in said.partition("assumed: ")[2]
+    assert (hours[1][2], hours[2], hours[8][2]) == ("1", None, "8")
+    assert float(hours[8][1]) == pytest.approx(8 * float(hours[1][1]), rel=0.01)
+
+
+GPUS = ["launcher=slurm", "launcher.gpus=8"]
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        ([*GPUS], r"8 processes would be started and distributed=none .*use distributed=ddp"),
+        (
+            [*GPUS, "distributed=ddp", "batch_size=16,20"],
+            r"batch_size=20 .* 8 processes .* nearest: batch_size=16 \[cell batch_size=20\]",
+        ),
+        (["launcher.gpus=2"], "2 processes would be started.*use distributed=ddp"),
+    ],
+)
+def test_cells_that_do_not_fit_the_launchers_processes_are_refused_before_they_are_written(
+    here, keys, capsys, monkeypatch, words, fault
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert run("submit", *keys, "seed=0", *words) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("1 fault(s)") and re.search(fault, said), said
+    assert not (here / "runs").exists()
+
+
+def test_other_gpus_of_a_resubmission_must_fit_the_cells_too(here, keys, capsys, monkeypatch):
+    monkeypatch.setattr(sweep.local, "start", lambda ledger: None)
+    assert run("submit", *keys, "name=t") == 0
+    capsys.readouterr()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")  # nothing was started: the cell is lost
+    assert run("resubmit", "--failed", "launcher.gpus=2") == 2
+    assert "use distributed=ddp" in capsys.readouterr().err
+    assert len(sweep.Ledger(here / "runs/sweeps/t").events()) == 1
+
+
+def test_the_secret_of_a_url_is_in_the_plan_alone_and_is_never_printed(
+    here, squares, capfd, monkeypatch
+):
+    monkeypatch.setattr(sweep.local, "start", lambda ledger: None)
+    tiny = [key for key in TINY if not key.startswith("data")]
+    urls = [f"pipe:env TOKEN=c4n4ry{i} cat {squares}/train-{i}.tar" for i in range(2)]
+    tiny += ["data=stream", "data.allow_remote=[pipe]", "data.val=null", "name=t"]
+    tiny += ["data.train=" + ",".join(f'"{url}"' for url in urls)]
+    assert run("submit", *tiny, "schedule.warmup_steps=0,9") == 2
+    assert run("submit", *tiny) == 0
+    assert run("status") == 0 and run("cancel") == 0
+    said = "".join(capfd.readouterr())
+    assert "train-1.tar" in said and "c4n4ry" not in said
+    plan = here / "runs/sweeps/t/sweep.json"
+    files = [path for path in here.rglob("*") if path.is_file() and b"c4n4ry" in path.read_bytes()]
+    assert files == [plan] and plan.stat().st_mode & 0o077 == 0
+    assert [cell.config["data"]["train"] for cell in sweep.Ledger(plan.parent).cells] == urls
 
 
 @pytest.mark.slow

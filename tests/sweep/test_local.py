@@ -114,6 +114,48 @@ def test_each_cell_has_gpus_of_its_own(sweeps, here, monkeypatch):
         assert len({line.split(":")[2] for line in lines}) == 1
 
 
+def test_a_new_launcher_leaves_out_the_gpus_of_cells_that_outlived_the_last(
+    sweeps, here, monkeypatch
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    waits = 'echo "$CUDA_VISIBLE_DEVICES" > "gpu-$2"; until [ -e "go-$2" ]; do sleep 0.02; done\n'
+    ledger = sweeps.make(3, waits + sweeps.script)
+    sweeps.submit(gpus=1)
+    sweeps.until(lambda: (here / "gpu-0").exists() and (here / "gpu-1").exists())
+    pid = int(local.lock_path(ledger.folder).read_text())
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    (here / "go-1").touch()
+    sweeps.until(lambda: sweeps.names()[1] == "finished")
+    sweeps.until(lambda: not is_locked(ledger.lock_of(1)))
+    sweeps.submit(gpus=1)
+    sweeps.until(lambda: (here / "gpu-2").exists() and (here / "gpu-2").read_text())
+    assert [(here / f"gpu-{i}").read_text().strip() for i in range(3)] == ["4", "5", "5"]
+    for i in (0, 2):
+        (here / f"go-{i}").touch()
+    sweeps.end()
+
+
+def test_a_cell_whose_process_dies_before_it_begins_fails_and_is_not_begun_for_ever(sweeps):
+    ledger = sweeps.make(2)
+    ledger.lock_of(1).mkdir()  # which nobody can open to write
+    sweeps.submit()
+    sweeps.until(lambda: not {"queued", "running"} & set(sweeps.names()), seconds=20)
+    assert sweeps.names() == ["finished", "failed"]
+    assert "ended before training began (exit status 1)" in sweeps.states()[1].reason
+    assert "IsADirectoryError" in local.log_path(ledger.folder).read_text()
+    assert len(ledger.rows(1)) == 1
+
+
+def test_cells_for_which_a_launcher_sees_too_few_gpus_fail(sweeps, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
+    ledger = sweeps.make(1)
+    sweeps.submit(gpus=2)
+    sweeps.end()
+    assert sweeps.names() == ["failed"]
+    assert "launcher.gpus=2: 1 GPUs are visible" in local.log_path(ledger.folder).read_text()
+
+
 def test_a_cell_that_was_told_to_stop_is_begun_again(sweeps, here):
     waits = """
 trap 'exit 75' USR2
