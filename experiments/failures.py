@@ -1,21 +1,52 @@
-"""How an attempt fails: who sees it, what its record says, and its user reads."""
+"""How an attempt ends: who sees a failure, what its record says, and its user reads."""
 
 import contextlib
+import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import NoReturn
 
 from experiments import cli
 from lowprec.config import Config
 from lowprec.durable import DiskError
 from lowprec.record import Record, RecordError
+from lowprec.run import scan_rows
+from lowprec.train.remote import NoCopy, remote_copy
 from lowprec.train.silent import SilentRecord
 from lowprec.train.watch import Watch
 from lowprec.train.world import PeerFailed, World
 
 EXPLAINED_S = 3  # in which the watch finds out which rank a lost connection was to
+ATTEMPTS = 3  # of a job that begin at the same checkpoint are its last
+ENDED = ("finished", "diverged")  # a run that is to go no further
 STOPPED = 75  # exit status of a run that was asked to stop: the same command resumes it
+
+
+def attempt(
+    train: Callable[[NoCopy], tuple], config: Config, record: Record, world: World
+) -> object:
+    """How `train(copy)` ended, under the watch; it gives that and the logger.
+
+    What copies the record is waited for when it is complete and nothing watches any more: however
+    slow, it changes nothing of a run.
+    """
+    copy = remote_copy(config.remote_sync if world.is_first else None, record)
+    try:
+        with watched(config, record, world):
+            ended, logger = train(copy)
+    except BaseException as error:
+        fail(error, config, record, copy)
+    logger.close()
+    copy.close("" if ended.state in ENDED else line_of(ended, record))
+    return ended
+
+
+def line_of(ended: object, record: Record) -> str:
+    """How an attempt ended, in a line."""
+    line = f"{record.run} {ended.state} at step {ended.step}"
+    return f"{line}: {ended.reason}" if ended.reason else line
 
 
 @contextlib.contextmanager
@@ -27,7 +58,7 @@ def watched(config: Config, record: Record, world: World) -> Iterator[None]:
         config.distributed.timeout_s,
         record.run / "stacks",
         meet=lambda address: world.first(lambda: address),
-        on_end=lambda reason: record.status("failed", reason=reason),
+        on_end=lambda reason: _note("failed", reason, record),
     )
     try:
         yield
@@ -42,22 +73,59 @@ def watched(config: Config, record: Record, world: World) -> Iterator[None]:
         raise
 
 
-def fail(error: BaseException, config: Config, record: Record) -> NoReturn:
+def job_of(environment: Mapping[str, str]) -> str | None:
+    """The SLURM job of a process, of an array its task; None outside of one."""
+    if array := environment.get("SLURM_ARRAY_JOB_ID"):
+        return f"{array}_{environment.get('SLURM_ARRAY_TASK_ID')}"
+    return environment.get("SLURM_JOB_ID")
+
+
+def begins_at(run: Path) -> dict:
+    """The step of the checkpoint that an attempt begins at, `saved`, and its scheduler's `job`.
+
+    CheckpointError where a job was requeued to begin there once more: one that is stopped before it
+    can save must not run forever. What somebody starts, also in a shell of a job, is not counted.
+    """
+    from lowprec.train.checkpoint import list_checkpoints
+    from lowprec.train.state import CheckpointError
+
+    names = [path.name for path in list_checkpoints(run)]
+    saved = int(names[-1].removeprefix("step_")) if names else 0
+    job = job_of(os.environ)
+    rows = scan_rows(run / "attempts.jsonl")[0] if "SLURM_RESTART_COUNT" in os.environ else []
+    last = [row.get("saved") for row in rows if row.get("job") == job][-ATTEMPTS:]
+    if last == [saved] * ATTEMPTS:
+        raise CheckpointError(
+            f"stopped: {ATTEMPTS} attempts without a new checkpoint (the last is of step {saved}); "
+            "a smaller save_every, or more time and grace"
+        )
+    return {"saved": saved, "job": job}
+
+
+def fail(error: BaseException, config: Config, record: Record, copy: NoCopy) -> NoReturn:
     """Notes how an attempt failed, and says what its user can do about it."""
     interrupted = isinstance(error, KeyboardInterrupt)
     reason = f"{type(error).__name__}: {error}"[:1000]
     with contextlib.suppress(OSError):  # the disk may be what failed
-        record.status("preempted" if interrupted else "failed", reason=reason)
+        _note("preempted" if interrupted else "failed", reason, record)
     if interrupted:
         saved = record.last_status()["saved"]
         print(f"{record.run} stopped without saving; it goes on from step {saved}")
         sys.exit(STOPPED)
+    copy.close(f"{record.run} failed: {reason}")
     of_peer = isinstance(error, PeerFailed) or isinstance(error.__cause__, PeerFailed)
     if of_peer and isinstance(record, SilentRecord):
         raise PeerFailed from error
     if sentence := str(error) if of_peer else sentence_of(error, config):
         raise cli.RunError(f"{record.run} failed: {sentence}") from error
     raise error
+
+
+def _note(state: str, reason: str, record: Record) -> None:
+    """Notes how an attempt failed; what does so once it has ended the run changes nothing."""
+    status = record.last_status()
+    if status["state"] not in ENDED or status.get("attempt") != record.attempt:
+        record.status(state, reason=reason)
 
 
 def sentence_of(error: BaseException, config: Config) -> str | None:

@@ -13,13 +13,14 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from omegaconf import OmegaConf
 from rich.console import Console
 
 from experiments import cli
-from experiments.failures import STOPPED, fail, watched
+from experiments.failures import STOPPED, attempt, begins_at, line_of
 from experiments.open_data import Data, open_data, progress_bar
 from experiments.preflight import preflight
 from lowprec import durable
@@ -28,6 +29,7 @@ from lowprec.data.urls import without_secrets
 from lowprec.environment import environment
 from lowprec.record import Record, RecordError, RunBusyError
 from lowprec.run import directory, identity, label, to_dict
+from lowprec.train.remote import NoCopy
 from lowprec.train.signals import StopRequest, stop_request
 from lowprec.train.silent import SilentRecord
 from lowprec.train.world import PeerFailed, World, place
@@ -59,17 +61,19 @@ def _run(config: Config, world: World) -> None:
         if record is None:
             return
         try:
-            with stop_request() as stop, watched(config, record, world):
-                ended = _attempt(config, data, sources, record, stop, world)
-        except BaseException as error:
-            fail(error, config, record)
+            with stop_request() as stop:
+                ended = attempt(
+                    lambda copy: _train(config, data, sources, record, stop, copy, world),
+                    config,
+                    record,
+                    world,
+                )
         finally:
             record.close()
     except PeerFailed:
         time.sleep(1)  # the rank that failed says why, before torchrun ends all for this exit
         sys.exit(1)
-    skipped = record.count("skips")
-    line = f"{run} {ended.state} at step {ended.step}" + (f": {ended.reason}" * bool(ended.reason))
+    skipped, line = record.count("skips"), line_of(ended, record)
     if ended.state == "failed":
         raise cli.RunError(line) if world.is_first else SystemExit(1)
     print(line + (f"; {skipped} samples could not be read (skips.jsonl)" * bool(skipped)))
@@ -130,26 +134,25 @@ def sources_of(config: Config, data: Data) -> dict[str, str]:
     return sources
 
 
-def _attempt(
+def _train(
     config: Config,
     data: Data,
     sources: dict[str, str],
     record: Record,
     stop: StopRequest,
+    copy: NoCopy,
     world: World,
-) -> object:
-    """Trains until the run ends or is stopped; torch is loaded here."""
+) -> tuple[object, object]:
+    """Trains until the run ends or is stopped: how, and the logger; torch is loaded here."""
     from experiments.build import build
     from lowprec.train.checkpoint import find_checkpoint, list_checkpoints
     from lowprec.train.loggers import build_logger
     from lowprec.train.loop import train
     from lowprec.train.provenance import code_digests
-    from lowprec.train.remote import remote_copy
 
     plain = to_dict(config)
     plain["data"]["train"] = without_secrets(config.data.train)  # a signed URL is a secret
-    if world.is_first:
-        _begin_record(config, plain, sources, record, world)
+    world.first(lambda: _begin_record(config, plain, sources, record, world))
     with Console().status(f"building {label(config)}"):
         built = world.together(lambda: build(config, data, world))
         evaluation = built.evaluation()
@@ -160,10 +163,36 @@ def _attempt(
         world.together(lambda: built.state.load(source, fresh=True))
         print(f"{record.run} begins with the weights and moments of {source}")
     logger = build_logger(config.logger.name if world.is_first else "none", record.run, plain)
-    copy = remote_copy(config.remote_sync if world.is_first else None, record)
-    name = label(config)
     provenance = {"config": identity(config), "sources": sources, "code": code_digests()}
     provenance["layout"] = built.layout()
+    with _shown(config, evaluation) as (evaluate, on_flush):
+        ended = train(
+            built.task,
+            built.state,
+            built.batches_from,
+            record,
+            config,
+            provenance=provenance,
+            evaluate=evaluate if evaluation else None,
+            logger=logger,
+            stop=stop,
+            on_flush=on_flush,
+            on_save=copy.start,
+            flops=built.flops_per_pair(),
+            world=world,
+        )
+    world.beat(None, "ending")
+    record.finish_stream()
+    if ended.state in ("finished", "diverged"):
+        record.write_parquet()
+    record.status(ended.state, ended.step, ended.reason)
+    return ended, logger
+
+
+@contextlib.contextmanager
+def _shown(config: Config, evaluation: Callable | None) -> Iterator[tuple[Callable, Callable]]:
+    """A progress bar; what evaluates, and what takes a flush, shown on it."""
+    name = label(config)
     with progress_bar() as bar:
         first = "compiling" if config.compile else ""
         shown = bar.add_task(name, total=config.num_steps, note=first)
@@ -181,45 +210,25 @@ def _attempt(
             if scores:
                 bar.console.print(f"{name} step {row['step']}:", ", ".join(scores), soft_wrap=True)
 
-        ended = train(
-            built.task,
-            built.state,
-            built.batches_from,
-            record,
-            config,
-            provenance=provenance,
-            evaluate=evaluate if evaluation else None,
-            logger=logger,
-            stop=stop,
-            on_flush=on_flush,
-            on_save=copy.start,
-            flops=built.flops_per_pair(),
-            world=world,
-        )
-    record.finish_stream()
-    if ended.state in ("finished", "diverged"):
-        record.write_parquet()
-    record.status(ended.state, ended.step, ended.reason)
-    logger.close()  # last: a dashboard may take a minute to end, and a copy longer
-    copy.close()
-    return ended
+        yield evaluate, on_flush
 
 
 def _begin_record(
     config: Config, plain: dict, sources: dict[str, str], record: Record, world: World
 ) -> None:
     """Writes what the attempt is: its config, the machine, what has changed since the last."""
-    from lowprec.train.provenance import changes
+    from lowprec.train.provenance import changes_since
 
+    begins = begins_at(record.run)
     facts = environment()
-    changed = changes(_last_environment(record.run) or facts, facts)
+    changed = changes_since(record.run, facts)
     for line in changed:
         print(f"note: since the last attempt {line}")
     durable.replace(record.run / "config.yaml", OmegaConf.to_yaml(plain).encode())
     durable.replace(record.run / "environment.json", json.dumps(facts, indent=1).encode())
     started = {"attempt": record.attempt, "pid": os.getpid(), "changed": changed}
     started |= {"deterministic": config.deterministic, "sources": sources, **facts}
-    record.append("attempts", [started | {"processes": world.size}])
+    record.append("attempts", [started | begins | {"processes": world.size}])
     record.status("running")
 
 
@@ -232,15 +241,6 @@ def _report_layers(config: Config, layers: list, record: Record) -> None:
     rows = [dataclasses.asdict(layer) for layer in layers]
     durable.replace(record.run / "layers.json", json.dumps(rows, indent=1).encode())
     print(summary(config.precision.recipe, layers))
-
-
-def _last_environment(run: Path) -> dict | None:
-    """What the attempt before ran on; None if there was none or it is not known."""
-    try:
-        facts = json.loads((run / "environment.json").read_text())
-    except (OSError, ValueError):
-        return None
-    return facts if isinstance(facts, dict) else None
 
 
 if __name__ == "__main__":

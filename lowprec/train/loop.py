@@ -76,13 +76,13 @@ def train(
         saving = last or stopping is not None or _due(step, config.save_every)
         if evaluating or saving or _due(step, config.log_every) or journal.is_full:
             verdict = journal.flush((lambda: evaluate(task.model)) if evaluating else None)
+            world.beat(step, "saving")
             recorder.after_flush(step)
             if verdict is not None:
                 return verdict
         if stopping:
             record.append("events", [{"step": step, "signal": stopping}])
         if saving:
-            world.beat(step, "saving")
             saver.save(step, must_succeed=last or stopping is not None)
             on_save()
         if stopping and not last:

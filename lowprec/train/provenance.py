@@ -1,6 +1,7 @@
 """What a run's numbers follow from, and what has changed of it when a run goes on."""
 
 import hashlib
+import json
 from pathlib import Path
 
 from lowprec.train.state import CheckpointError
@@ -32,6 +33,15 @@ def changes(before: object, after: object, name: str = "") -> list[str]:
             )
         ]
     return [] if before == after else [f"{name}: {before} -> {after}"]
+
+
+def changes_since(run: Path, facts: dict) -> list[str]:
+    """What is not as it was when the run's attempt before began; nothing if that is not known."""
+    try:
+        before = json.loads((run / "environment.json").read_text())
+    except (OSError, ValueError):
+        return []
+    return changes(before, facts) if isinstance(before, dict) else []
 
 
 def refuse_drift(

@@ -5,6 +5,9 @@ come. The kernel closes the connection of a process that dies, however it dies, 
 know within a second or two. A rank that has not come further for `timeout_s` is named with its
 step; its own stacks are there too unless the whole process is stopped. One process alone is
 watched in the same way.
+
+Ranks that all stand at the same point are in a collective, or one of them hangs there: from how far
+they have come nobody can tell which, so that none is named, and their stacks are left.
 """
 
 import contextlib
@@ -24,6 +27,8 @@ LOST = 76  # exit status of a process that was ended because a rank died or stoo
 TICK_S = 0.5
 MEET_S = 60  # for the others to connect
 SILENT_S = 4 * TICK_S
+WORK = ("saving", "ending")  # of the host, which says nothing before it is done
+WORK_S = 3600.0  # that it may take
 DUMP_S = 1.0  # what the others get to write their stacks before rank 0 ends
 
 
@@ -47,8 +52,17 @@ class Seen:
             self.moved = self.heard
         self.beats, self.step, self.doing = beats, step, doing
 
+    def may_take(self, timeout_s: float) -> float:
+        """Seconds without a sign of life that are no standstill yet."""
+        return max(timeout_s, WORK_S) if self.doing in WORK else timeout_s
+
+    @property
+    def where(self) -> str:
+        """The point that the rank has come to."""
+        return f"at step {self.step}, {self.doing}"
+
     def __str__(self) -> str:
-        return f"{self.name} at step {self.step}, {self.doing}"
+        return f"{self.name} {self.where}"
 
 
 class Watch:
@@ -141,7 +155,7 @@ class Watch:
                 own = self.own
                 self._tell({"at": [own.name, own.beats, own.step, own.doing]})
                 if own.beats and sys.__stderr__:  # also where Python itself is held up
-                    late = self.timeout_s + 2 * TICK_S
+                    late = own.may_take(self.timeout_s) + 2 * TICK_S
                     faulthandler.dump_traceback_later(late, file=sys.__stderr__)
                 self._find_still(now)
 
@@ -171,21 +185,27 @@ class Watch:
         """Ends all when a rank has not moved for too long.
 
         Named is the one that reports no more (its whole process is stopped), else the one furthest
-        behind.
+        behind, unless all stand at the same point.
         """
         known = [self.own, *(seen for seen in self.seen.values() if not seen.left)]
-        if not self.own.beats or now - min(seen.moved for seen in known) < self.timeout_s:
+        still = [s for s in known if now - s.moved >= s.may_take(self.timeout_s)]
+        if not self.own.beats or not still:
             return
         if self.rank:  # rank 0 knows all and speaks first, unless it is the one that is stopped
             known = [seen for seen in known if seen is not self.own]
-            if now - known[0].moved < self.timeout_s + 2 if known else True:
+            if not known or now - known[0].moved < known[0].may_take(self.timeout_s) + 2:
                 return
-        least = min(seen.beats for seen in known)
         silent = [s for s in known if s is not self.own and now - s.heard > SILENT_S]
-        named = silent or [seen for seen in known if seen.beats == least]
-        what = "reports no more" if silent else "furthest behind"
-        ranks = "; ".join(map(str, named))
-        self._end(f"nothing has moved for {self.timeout_s:g} s; {what}: {ranks}")
+        least = min(seen.beats for seen in known)
+        if silent:
+            what = "reports no more: " + "; ".join(map(str, silent))
+        elif len(known) > 1 and len({seen.where for seen in known}) == 1:
+            what = f"all stand {self.own.where} (in a collective, or one of them hangs there); "
+            what += "stacks tell which"
+        else:
+            what = "furthest behind: " + "; ".join(str(s) for s in known if s.beats == least)
+        waited = min(seen.may_take(self.timeout_s) for seen in still)
+        self._end(f"nothing has moved for {waited:g} s; {what}")
 
     def _end(self, reason: str) -> None:
         """Tells the others, leaves the stacks and ends this process, whatever it is doing."""

@@ -9,11 +9,18 @@ import time
 import pytest
 import torch
 
+from experiments import failures
 from experiments import train as entry
 from experiments.cli import RunError
 from lowprec.data.loader import Batches
+from lowprec.record import Record
 from lowprec.run import find_runs, read_rows, read_status
+from lowprec.train.loggers import Logger
+from lowprec.train.remote import NoCopy
+from lowprec.train.saver import Saver
 from lowprec.train.step import TrainStep
+from lowprec.train.watch import Watch
+from lowprec.train.world import World
 
 fork_is_fine = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
@@ -72,21 +79,144 @@ def test_out_of_memory_says_what_needs_less_and_loses_no_checkpoint(attempt, mon
     assert attempt.steps() == list(range(1, 13))
 
 
-def test_a_signal_while_the_model_is_built_stops_before_the_first_step(attempt, monkeypatch):
+@pytest.fixture
+def signalled(attempt, monkeypatch):
+    """An attempt that is stopped before its first step."""
     from experiments import build
 
     original = build.build
 
-    def signalled(*arguments):
+    def stopped(*arguments):
         os.kill(os.getpid(), signal.SIGTERM)
         return original(*arguments)
 
-    monkeypatch.setattr(build, "build", signalled)
-    with pytest.raises(SystemExit) as ended:
-        attempt()
-    assert ended.value.code == 75
+    def main():
+        with monkeypatch.context() as patched, pytest.raises(SystemExit) as ended:
+            patched.setattr(build, "build", stopped)
+            attempt()
+        assert ended.value.code == 75
+
+    return main
+
+
+def test_a_signal_while_the_model_is_built_stops_before_the_first_step(attempt, signalled):
+    signalled()
     assert read_status(attempt.run())["state"] == "preempted"
     assert not (attempt.run() / "metrics.jsonl").exists()
+
+
+@pytest.fixture
+def in_job(monkeypatch):
+    """Puts this process into a job of SLURM, which `requeued` has started again."""
+
+    def put(job, task=None, requeued=False):
+        monkeypatch.setenv("SLURM_JOB_ID", "99" if task else job)
+        for name, value in (("ARRAY_JOB_ID", task and job), ("ARRAY_TASK_ID", task)):
+            if value:
+                monkeypatch.setenv(f"SLURM_{name}", value)
+            else:
+                monkeypatch.delenv(f"SLURM_{name}", raising=False)
+        if requeued:
+            monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+        else:
+            monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+
+    return put
+
+
+def test_a_job_that_is_requeued_without_a_new_checkpoint_ends_after_three_attempts(
+    attempt, signalled, in_job
+):
+    for number in range(3):
+        in_job("7", "1", requeued=number > 0)
+        signalled()
+    in_job("7", "1", requeued=True)
+    with pytest.raises(
+        RunError, match=r"3 attempts without .*\(the last is of step 0\); a smaller"
+    ):
+        attempt()
+    status = read_status(attempt.run())
+    assert status["state"] == "failed" and "stopped: 3 attempts" in status["reason"]
+    rows = read_rows(attempt.run() / "attempts.jsonl")
+    assert [(row["saved"], row["job"]) for row in rows] == [(0, "7_1")] * 3
+    in_job("7", "2", requeued=True)  # another task
+    signalled()
+    in_job("7", "1")  # the same job, by hand
+    attempt()
+    assert read_status(attempt.run())["state"] == "finished"
+
+
+def test_of_a_job_that_gets_on_the_last_three_attempts_count(
+    attempt, signalled, in_job, monkeypatch
+):
+    in_job("7")
+    signalled()
+    in_job("7", requeued=True)
+    signalled()
+    call, calls = TrainStep.__call__, iter(range(1, 100))
+
+    def stop_every_second_step(step, batch):
+        if next(calls) % 2 == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return call(step, batch)
+
+    monkeypatch.setattr(TrainStep, "__call__", stop_every_second_step)
+    for _ in range(2):
+        with pytest.raises(SystemExit):
+            attempt({"save_every": 100})
+    for _ in range(3):
+        signalled()
+    with pytest.raises(RunError, match="the last is of step 4"):
+        attempt()
+    rows = read_rows(attempt.run() / "attempts.jsonl")
+    assert [row["saved"] for row in rows] == [0, 0, 0, 2, 4, 4, 4]
+    assert {row["job"] for row in rows} == {"7"}
+
+
+def test_nothing_watches_a_run_that_has_ended_and_is_copied(attempt, monkeypatch):
+    watches, seen = [], []
+
+    class Kept(Watch):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            watches.append(self)
+
+    def see(kind, name):
+        original = getattr(kind, name)
+
+        def seeing(*arguments, **options):
+            watched = watches[0].own.doing if watches[0].thread.is_alive() else None
+            seen.append((name, kind.__name__, watched, read_status(attempt.run())["state"]))
+            return original(*arguments, **options)
+
+        monkeypatch.setattr(kind, name, seeing)
+
+    monkeypatch.setattr(failures, "Watch", Kept)
+    for kind, name in ((Saver, "save"), (Record, "write_parquet"), (Logger, "close")):
+        see(kind, name)
+    see(NoCopy, "close")
+    attempt({"save_every": 12})
+    assert seen == [
+        ("save", "Saver", "saving", "running"),
+        ("write_parquet", "Record", "ending", "running"),
+        ("close", "Logger", None, "finished"),
+        ("close", "NoCopy", None, "finished"),
+    ]
+
+
+def test_what_fails_after_the_end_of_a_run_leaves_it_finished(attempt, monkeypatch):
+    def gone(world):
+        raise RuntimeError("connection closed by peer")
+
+    monkeypatch.setattr(World, "close", gone)
+    short = {"schedule.name": "constant", "num_steps": 4}
+    with pytest.raises(RuntimeError, match="by peer"):
+        attempt(short)
+    assert read_status(attempt.run())["state"] == "finished"
+    monkeypatch.setattr(entry, "begins_at", gone)
+    with pytest.raises(RuntimeError, match="by peer"):  # a later attempt, before its first step
+        attempt({**short, "num_steps": 8})
+    assert read_status(attempt.run())["state"] == "failed"
 
 
 def test_a_later_attempt_finds_the_same_run_whatever_the_clock_says(attempt, monkeypatch, tmp_path):

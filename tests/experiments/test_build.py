@@ -1,5 +1,7 @@
 """Every key of a config reaches the object that it is about."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from experiments.open_data import open_data
 from lowprec.clip.model import PatchDropout, blocks
 from lowprec.optim.loss_scaling import DynamicScaler, FixedScaler, NoScaler
 from lowprec.train.step import can_capture
+from lowprec.train.world import World
 
 
 @pytest.fixture
@@ -95,3 +98,23 @@ def test_only_a_compiled_gpu_step_without_host_state_is_captured(make_config):
     assert not can_capture(make_config({"compile": True, "checkpointing": True}), cuda)
     dynamic = {"compile": True, "precision.autocast": "fp16", "scaler.name": "dynamic"}
     assert not can_capture(make_config(dynamic), cuda)
+
+
+class Beats(list):
+    """A watch that keeps what it hears."""
+
+    def beat(self, step, doing):
+        self.append(doing)
+
+
+def test_every_batch_and_every_part_of_the_classes_is_a_sign_of_life(make_config, monkeypatch):
+    monkeypatch.setattr("experiments.build.EVALUATION_BATCH", 4)
+    monkeypatch.setattr("experiments.spread.CLASSES", 1)
+    config = make_config({"evaluation.name": "zero_shot"})
+    world, data = World(), open_data(config)
+    world.watch = Beats()
+    built = build(config, data, world)
+    built.evaluation()(built.task.model)
+    assert set(world.watch) == {"evaluating"}
+    classes = len(Path(config.data.val).with_name("classnames.txt").read_text().split("\n"))
+    assert len(world.watch) == data.val.num_samples / 4 + classes

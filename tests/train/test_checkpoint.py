@@ -12,8 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lowprec.train.checkpoint import list_checkpoints, newest_checkpoint, verify
+from lowprec.train.checkpoint import (
+    list_checkpoints,
+    newest_checkpoint,
+    save_checkpoint,
+    verify,
+)
 from lowprec.train.state import CheckpointError
+from lowprec.train.world import World
 
 
 @pytest.fixture(scope="module")
@@ -183,3 +189,22 @@ def test_a_checkpoint_that_cannot_be_read_is_not_set_aside(finished, monkeypatch
     with pytest.raises(CheckpointError, match="step_000000012 cannot be read: .*Input/output"):
         newest_checkpoint(run, set_aside=True)
     assert len(list_checkpoints(run)) == 2
+
+
+def test_ranks_gather_a_state_together_and_only_write_by_themselves(tmp_path):
+    class Alone(World):
+        writing = False
+
+        def each(self, make):
+            self.writing = True
+            return [make()]
+
+    class State:
+        def files(self):
+            assert not world.writing, "a rank that fails would leave the others waiting"
+            return {"a": [b"1"]}
+
+    world = Alone()
+    kept = {"keep": 1, "provenance": {}, "world": world}
+    saved = save_checkpoint(tmp_path, 1, State(), {}, **kept)
+    assert world.writing and verify(saved)["files"]["a"]["bytes"] == 1

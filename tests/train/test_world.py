@@ -27,20 +27,26 @@ def test_place_of_a_process_follows_its_launcher(environment, expected):
     assert place(environment) == expected
 
 
-def test_a_task_of_srun_finds_the_others(monkeypatch):
+@pytest.mark.parametrize(
+    ("nodes", "num_nodes", "local", "address"),
+    [("node[1-2]", 2, (1, 2), "node1"), ("node1", 1, (3, 4), "127.0.0.1")],
+    ids=["two nodes", "one node, whose name may lead nowhere"],
+)
+def test_a_task_of_srun_finds_the_others(monkeypatch, nodes, num_nodes, local, address):
     slurm = {"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4"}
-    slurm |= {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_JOB_NUM_NODES": "2"}
-    slurm |= {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NODEID": "1"}
+    slurm |= {"SLURM_PROCID": "3", "SLURM_LOCALID": str(local[0])}
+    slurm |= {"SLURM_JOB_NODELIST": nodes, "SLURM_JOB_NUM_NODES": str(num_nodes)}
+    slurm |= {"SLURM_NODEID": str(num_nodes - 1)}
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     for name in names:
         monkeypatch.setenv(name, "")  # so that what is exported is taken back
         monkeypatch.delenv(name)
     for name, value in slurm.items():
         monkeypatch.setenv(name, value)
-    assert place() == (3, 4, 1, 2)
+    assert place() == (3, 4, *local)
 
-    assert os.environ["MASTER_ADDR"] == "node1" and int(os.environ["MASTER_PORT"]) > 1023
-    assert place() == (3, 4, 1, 2)
+    assert os.environ["MASTER_ADDR"] == address and int(os.environ["MASTER_PORT"]) > 1023
+    assert place() == (3, 4, *local)
 
 
 @pytest.mark.parametrize(
