@@ -11,18 +11,19 @@ import torch
 from experiments.build_optimizer import build_optimizer
 from experiments.open_data import Data
 from experiments.preflight import names_file, read_lines
-from experiments.spread import loss_over, share_of_cores, spread
+from experiments.spread import classifier_over, share_of_cores, spread
 from lowprec.clip.export import load_weights
 from lowprec.clip.model import (
     Normalize,
     blocks,
     build_model,
+    contrastive_loss,
     image_size,
 )
 from lowprec.clip.precision import set_precision
 from lowprec.clip.stable_embedding import use_stable_embedding
 from lowprec.clip.tokenizer import Tokenizer
-from lowprec.clip.zero_shot import build_classifier, imagenet
+from lowprec.clip.zero_shot import imagenet
 from lowprec.config import Config
 from lowprec.data.loader import Batch, Batches, iterate, num_workers
 from lowprec.data.order import SampleOrder
@@ -127,17 +128,19 @@ class Built:
         return self.stream().layout()
 
     def evaluation(self) -> Evaluation | None:
-        """The configured evaluation, or None."""
+        """The configured evaluation, to which every rank comes with its share, or None."""
         config = self.config
         if config.evaluation.name == "none":
             return None
+        turn = EVALUATION_BATCH * self.world.size
         batches = Batches(
             self.data.val,
             None,
-            batch_size=EVALUATION_BATCH,
-            num_batches=-(-self.data.val.num_samples // EVALUATION_BATCH),
+            batch_size=turn,
+            num_batches=-(-self.data.val.num_samples // turn),
             image_size=image_size(self.task.model),
             tokenizer=self.tokenizer,
+            **self.ranks,
         )
         classifier = None
         if config.evaluation.name in ("zero_shot", "both"):
@@ -147,7 +150,8 @@ class Built:
                 for source in [names_file(config, kind)]
             )
             classifier = partial(
-                build_classifier,
+                classifier_over,
+                self.world,
                 tokenizer=self.tokenizer,
                 classnames=classnames,
                 templates=templates,
@@ -159,6 +163,7 @@ class Built:
             autocast=lambda: autocast(config.precision.autocast, self.device),
             build_classifier=classifier,
             retrieval=config.evaluation.name in ("retrieval", "both"),
+            each=self.world.each,
         )
 
     def _noticed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -204,7 +209,7 @@ def build(config: Config, data: Data, world: World = ALONE) -> Built:
     state = TrainState(model, build_optimizer(config, model), scaler, world=world)
     task = ContrastiveTask(
         model,
-        loss_over(world, config.distributed.local_loss),
+        contrastive_loss(world.rank, world.size, config.distributed.local_loss),
         Normalize().to(device),
         config.precision.autocast,
         parallel=parallel,

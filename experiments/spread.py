@@ -1,14 +1,19 @@
-"""A model and its loss over the processes of a run: recomputed, compiled, replicated or sharded."""
+"""A model over the processes of a run: recomputed, compiled, replicated or sharded."""
 
 import os
 
 import torch
+from torch import Tensor
 
-from lowprec.clip.model import blocks, compile_blocks, contrastive_loss
+from experiments.preflight import sync_bn_fault
+from lowprec.clip.model import blocks, compile_blocks
+from lowprec.clip.zero_shot import build_classifier
 from lowprec.config import Config
 from lowprec.train.parallel import SharedPatchDropout, has_batch_norm, replicate, shard
 from lowprec.train.world import World
 from lowprec.validate import ConfigError
+
+CLASSES = 50  # whose prompts go through the model at once, as open_clip has it
 
 
 def share_of_cores(processes: int) -> int:
@@ -16,12 +21,18 @@ def share_of_cores(processes: int) -> int:
     return max(1, min(16, len(os.sched_getaffinity(0)) // processes - 1))
 
 
-def loss_over(world: World, local: bool) -> torch.nn.Module:
-    """The loss of a rank's part of a batch against the whole of it."""
-    loss = contrastive_loss()
-    loss.rank, loss.world_size = world.rank, world.size
-    loss.local_loss, loss.gather_with_grad = local, True
-    return loss
+def classifier_over(
+    world: World, model: torch.nn.Module, *, classnames: list[str], **options: object
+) -> Tensor:
+    """`build_classifier` of all classes: the ranks take turns, each with as many as the others."""
+    parts = [classnames[i : i + CLASSES] for i in range(0, len(classnames), CLASSES)]
+    own = []
+    for n in range(world.rank, -(-len(parts) // world.size) * world.size, world.size):
+        world.beat(None, "evaluating")  # beyond the last: any, for FSDP2 needs all ranks
+        own.append(build_classifier(model, classnames=parts[n % len(parts)], **options))
+    found = world.each(lambda: [part.cpu() for part in own])
+    every = [part for turn in zip(*found, strict=True) for part in turn][: len(parts)]
+    return torch.cat(every, dim=1).to(own[0].device)
 
 
 def spread(model: torch.nn.Module, config: Config, world: World) -> torch.nn.Module:
@@ -42,6 +53,8 @@ def spread(model: torch.nn.Module, config: Config, world: World) -> torch.nn.Mod
         compile_blocks(model)
     if world.size == 1:
         return model
+    if has_batch_norm(model) and not config.distributed.sync_bn:
+        raise ConfigError([sync_bn_fault(config)])
     if config.distributed.sync_bn:
         if not has_batch_norm(model):
             raise ConfigError([f"distributed.sync_bn=true: {config.model.name} has no batch norm"])

@@ -19,6 +19,9 @@ TESTS += ("train/test_recorder.py",)
 TESTS += ("data/test_loader.py", "data/test_index.py", "train/test_crash.py")
 KERNEL_TESTS = ("ops/test_quantize.py", "ops/test_matmul.py", "ops/test_gelu.py")
 OPTIMIZER_TESTS = ("optim/test_fused.py",)
+RANKS = tuple(f"lowprec/train/{name}.py" for name in ("distributed", "parallel", "parts"))
+RANKS_TESTS = ("distributed/test_join.py", "distributed/test_gradients.py")
+RANKS_TESTS += ("distributed/test_runs.py", "distributed/test_non_finite.py")
 MUTANTS = {  # name: (file, line as it is, line as it must not be)
     "random state not restored": (
         "lowprec/train/state.py", 'torch.set_rng_state(rng["cpu"])', "pass",
@@ -149,6 +152,27 @@ MUTANTS = {  # name: (file, line as it is, line as it must not be)
         "lowprec/optim/triton_adamw.py",
         "tl.where(is_sum, total + part, tl.maximum(total, part))", "part",
     ),
+    "a rank's own loss taken for that of all": (
+        "lowprec/train/distributed.py",
+        "dist.all_reduce(value)\n        return value / self.size", "return value",
+    ),
+    "host name looked up beside GPUs": (
+        "lowprec/train/distributed.py",
+        'if os.environ["MASTER_ADDR"] in', 'if device == "cpu" and os.environ["MASTER_ADDR"] in',
+    ),
+    "every rank drops the patches of the first": (
+        "lowprec/train/parallel.py",
+        "for r in (rank, rank + 1))", "for r in (0, 1))",
+    ),
+    "every part drops the patches of the first": (
+        "lowprec/train/parallel.py",
+        "self.drawn[self.next : self.next + batch]",
+        "self.drawn[self.begin : self.begin + batch]",
+    ),
+    "rows of the first part read in every rank": (
+        "lowprec/train/parts.py",
+        "first, count = _rows(like)", "first, count = 0, _rows(like)[1]",
+    ),
 }  # fmt: skip
 
 
@@ -163,10 +187,11 @@ def mutate(name: str, root: Path) -> None:
 
 def survives(name: str | None) -> bool:
     """Whether the tests pass on a copy of the project with this mutant, or with none."""
-    tests = TESTS + KERNEL_TESTS + OPTIMIZER_TESTS
+    tests = TESTS + KERNEL_TESTS + OPTIMIZER_TESTS + RANKS_TESTS
     if name is not None:
-        room = MUTANTS[name][0].split("/")[1]
-        tests = {"ops": KERNEL_TESTS, "optim": OPTIMIZER_TESTS}.get(room, TESTS)
+        file = MUTANTS[name][0]
+        of_room = {"ops": KERNEL_TESTS, "optim": OPTIMIZER_TESTS}
+        tests = of_room.get(file.split("/")[1], RANKS_TESTS if file in RANKS else TESTS)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         for part in ("lowprec", "experiments", "analysis", "conf", "tests", "pyproject.toml"):

@@ -149,9 +149,15 @@ def image_size(model: nn.Module) -> int:
     return size[0] if isinstance(size, (tuple, list)) else size
 
 
-def contrastive_loss() -> nn.Module:
-    """open_clip's symmetric cross entropy over the batch: `loss(**model(images, tokens))`, 0-d."""
-    return open_clip.loss.ClipLoss()
+def contrastive_loss(rank: int = 0, world_size: int = 1, local_loss: bool = False) -> nn.Module:
+    """open_clip's symmetric cross entropy over the batch: `loss(**model(images, tokens))`, 0-d.
+
+    In several processes features are gathered with their gradients; `local_loss`: each rank
+    computes its own rows of the loss, not all of them.
+    """
+    return open_clip.loss.ClipLoss(
+        local_loss=local_loss, gather_with_grad=True, rank=rank, world_size=world_size
+    )
 
 
 class Normalize(nn.Module):

@@ -41,7 +41,8 @@ def save_checkpoint(
         return final
     try:
         world.first(lambda: _begin(temporary))
-        written = world.each(lambda: _write_files(temporary, state))
+        contents = state.files()  # the ranks gather here: below one may fail by itself
+        written = world.each(lambda: _write_files(temporary, contents))
         files = {name: facts for part in written for name, facts in part.items()}
         world.first(lambda: _commit(temporary, final, step, offsets, files, provenance))
     except OSError as error:
@@ -72,9 +73,8 @@ def _commit(
     durable.sync(final.parent)
 
 
-def _write_files(folder: Path, state: TrainState) -> dict[str, dict]:
-    """Writes and hashes the files of a state, all at once; bytes and sha256 by name."""
-    contents = state.files()
+def _write_files(folder: Path, contents: dict[str, list]) -> dict[str, dict]:
+    """Writes and hashes files, all at once; bytes and sha256 by name."""
     if not contents:
         return {}
     with ThreadPoolExecutor(2 * len(contents)) as pool:

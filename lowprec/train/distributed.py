@@ -107,7 +107,8 @@ def join(device: str, timeout_s: float) -> Ranks:
     warnings.filterwarnings("ignore", "torch.distributed.nn.functional.all_gather is deprecated")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu":  # a host name that leads nowhere must not stop processes of one machine
-        if os.environ["MASTER_ADDR"] in ("127.0.0.1", "localhost"):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # The host agrees over gloo beside GPUs too: its name that leads nowhere must not stop processes
+    # of one machine.
+    if os.environ["MASTER_ADDR"] in ("127.0.0.1", "localhost"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return Ranks(device, timeout_s)

@@ -27,8 +27,8 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A sharded tensor made whole, on the CPU: all ranks call it, in one order."""
-    return tensor.full_tensor().cpu() if isinstance(tensor, DTensor) else tensor
+    """A sharded tensor made whole, on its device: all ranks call it, in one order."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def read_like(folder: Path, key: str, like: dict[str, Tensor]) -> dict[str, Tensor]:

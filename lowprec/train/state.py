@@ -47,10 +47,17 @@ class TrainState:
         return (self.world.rank, self.world.size) if isinstance(self.model, FSDPModule) else None
 
     def files(self) -> dict[str, list]:
-        """Content of each file of a checkpoint that is this rank's to write, as chunks of bytes."""
+        """Content of each file of a checkpoint that is this rank's to write, as chunks of bytes.
+
+        Of a sharded state all ranks call it: they gather the model, tensor by tensor, for rank 0.
+        """
         if self.part is None and not self.world.is_first:
             return {}
-        model = {name: whole(tensor) for name, tensor in self.model.state_dict().items()}
+        model = {}
+        for name, tensor in self.model.state_dict().items():
+            gathered = whole(tensor)
+            if self.world.is_first:
+                model[name] = gathered.cpu() if self.part else gathered
         if isinstance(self.optimizer, EightBitAdamW):
             moments = self.optimizer.states()
         else:

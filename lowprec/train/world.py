@@ -93,7 +93,10 @@ def _name_ranks_as_torchrun() -> None:
     started_by = os.environ.get("SUBMITIT_EXECUTOR")
     os.environ.setdefault("SUBMITIT_EXECUTOR", "slurm")  # which srun alone does not say
     try:
-        TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
+        found = TorchDistributedEnvironment()
+        if found.local_world_size == found.world_size:  # whatever the name of the node leads to
+            found.master_addr = "127.0.0.1"
+        found.export(set_cuda_visible_devices=False, overwrite=True)
     finally:
         if started_by is None:
             del os.environ["SUBMITIT_EXECUTOR"]

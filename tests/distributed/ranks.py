@@ -1,10 +1,10 @@
 """A process that forks the ranks of a job, so that torch is imported once for all of them.
 
 Started once (`python ranks.py`), it reads one JSON order a line and answers each with a line.
-An order: `job`, a name in JOBS; `size`, how many ranks; `options`, the job's; `folder`, where every
-rank leaves `<rank>.log`; `signals`, a list of `{"rank", "number", "file", "lines"}`: sent once the
-first file that matches has so many lines. An answer: `codes`, a status a rank (negative: killed);
-`seconds`, when each ended, from the first signal on; `logs`.
+An order: `job`, a name in jobs.JOBS; `size`, how many ranks; `options`, the job's; `folder`, where
+every rank leaves `<rank>.log`; `signals`, a list of `{"rank", "number", "file", "lines"}`: sent
+once the first file that matches has so many lines. An answer: `codes`, a status a rank (negative:
+killed); `seconds`, when each ended, from the first signal on; `logs`.
 """
 
 import glob
@@ -17,57 +17,9 @@ import time
 import traceback
 from pathlib import Path
 
+from jobs import JOBS
+
 LIMIT_S = 60
-
-
-def gradients(folder: Path, rank: int, size: int, *, configs: dict[str, dict]) -> None:
-    """Leaves loss, logit scale and gradients of step 1 for each config."""
-    import torch
-
-    from experiments.build import build
-    from experiments.open_data import open_data
-    from lowprec.optim.loss_scaling import FixedScaler
-    from lowprec.train.distributed import join
-    from lowprec.train.parts import whole
-    from lowprec.train.world import World
-    from lowprec.validate import check
-
-    world = join("cpu", 60) if size > 1 else World()
-    for name, raw in configs.items():
-        config = check(raw)
-        built = build(config, open_data(config), world)
-        built.task.model.train()
-        factor = 64.0 if "scaled" in name else 1.0
-        scaler = FixedScaler(factor, "cpu")
-        loss, scale = built.task.backward(next(built.batches_from(1)), scaler.scale)
-        found = {n: whole(p.grad) / factor for n, p in built.task.model.named_parameters()}
-        found |= {"loss": loss, "scale": scale, "next draw": torch.rand(3)}
-        torch.save({n: t.clone() for n, t in found.items()}, folder / f"{name}.{rank}.pt")
-    world.close()
-
-
-def train(folder: Path, rank: int, size: int, *, configs: list[dict], hang: dict | None = None):
-    """Runs each config as the command line does; `hang`: where one sleeps or fails."""
-    from experiments import train as entry
-    from lowprec.train.step import TrainStep
-    from lowprec.validate import check
-
-    if hang and hang["rank"] == rank:
-        call, calls = TrainStep.__call__, iter(range(1, 10**6))
-
-        def sleeping(*arguments):
-            if next(calls) == hang["step"]:
-                if hang.get("fail"):
-                    raise MemoryError("as told")
-                time.sleep(100)
-            return call(*arguments)
-
-        TrainStep.__call__ = sleeping
-    for raw in configs:
-        entry.main(check(raw))
-
-
-JOBS = {"gradients": gradients, "train": train}
 
 
 def free_port() -> int:

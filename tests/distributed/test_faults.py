@@ -1,10 +1,12 @@
 """A signal stops all ranks after the same step; a dead or hung one is named and ends the rest."""
 
+import json
 import signal
 
 import pytest
 
 from lowprec.run import find_runs, read_rows, read_status
+from lowprec.train.checkpoint import list_checkpoints
 
 LONG = {"num_steps": 100_000, "save_every": 100_000, "log_every": 1, "schedule.name": "constant"}
 
@@ -66,7 +68,7 @@ def test_a_rank_that_hangs_is_named_with_its_step_and_leaves_its_stack(ranks, ma
     answer, run, _ = disturbed(ranks, make, "hung", [], hang=hang, **limit)
     assert answer["codes"] == [76, 76], answer["logs"]
     for log in answer["logs"]:
-        assert "furthest behind: rank 1" in log or "at step 4, training" in log, answer["logs"]
+        assert "all stand at step 4, training (in a collective" in log, answer["logs"]
     stack = (run / "stacks" / "rank_1.txt").read_text()
     assert "sleeping" in stack and "lowprec/train/loop.py" in stack
     assert (run / "stacks" / "rank_0.txt").exists()
@@ -78,3 +80,32 @@ def test_a_rank_that_fails_by_itself_says_why_and_ends_the_others(ranks, make):
     assert "rank 1" in answer["logs"][0] and "MemoryError: as told" in answer["logs"][0]
     assert "out of memory with model=nano" in answer["logs"][1]
     assert "MemoryError: as told" in read_status(run)["reason"]
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_disk_that_is_full_for_one_rank_is_all_ranks_failure_to_save(ranks, make, last):
+    name = f"full_{last}"
+    config = make({"name": name, "distributed.name": "fsdp2", "num_steps": 6, "save_every": 3})
+    spoil = {"what": "disk", "steps": [6 if last else 3], "rank": 1}
+    answer = ranks("train", 2, configs=[config], spoils=[spoil])
+    [run] = find_runs(f"{config['run_dir']}/{name}")
+    assert [path.name for path in list_checkpoints(run)] == [f"step_{3 if last else 6:09d}"]
+    assert not list((run / "checkpoints").glob(".tmp*"))
+    if last:  # it must succeed
+        assert answer["codes"] in ([1, 1], [76, 1]), answer["logs"]  # who notices first
+        reason = read_status(run)["reason"]
+    else:
+        assert answer["codes"] == [0, 0], answer["logs"]
+        [event] = read_rows(run / "events.jsonl")
+        assert event["step"] == 3
+        reason = event["not saved"]
+    assert "rank 1" in reason and "No space left" in reason
+
+
+def test_a_sharded_model_is_gathered_tensor_by_tensor_and_kept_by_rank_0_alone(ranks, make):
+    answer = ranks("gathered", 2, config=make({"distributed.name": "fsdp2"}))
+    assert answer["codes"] == [0, 0], answer["logs"]
+    files = [answer["folder"] / f"{rank}.json" for rank in range(2)]
+    first, other = (json.loads(file.read_text()) for file in files)
+    assert first["most"] > 20 and other["most"] <= 2
+    assert "model.safetensors" in first["files"] and "model.safetensors" not in other["files"]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+INT8 = {"precision.recipe": "switchback", "precision.backend": "reference"}
 CASES = {
     "plain": {},
     "dropout": {"model.patch_dropout": 0.5},
@@ -13,11 +14,13 @@ CASES = {
     "checkpointing": {"checkpointing": True},
     "fsdp2": {},
     "fsdp2 parts dropout": {"accumulate": 2, "model.patch_dropout": 0.5},
+    "int8": INT8,
+    "fsdp2 int8": INT8,
 }  # fmt: skip
 REFERENCE = {  # case: the one whose gradients, of one process and in one piece, it must give
     "plain": "plain", "dropout": "dropout", "parts": "plain", "parts dropout": "dropout",
     "parts scaled": "plain", "whole loss": "plain", "checkpointing": "plain",
-    "fsdp2": "plain", "fsdp2 parts dropout": "dropout",
+    "fsdp2": "plain", "fsdp2 parts dropout": "dropout", "int8": "int8", "fsdp2 int8": "int8",
 }  # fmt: skip
 
 

@@ -29,7 +29,10 @@ def config_of(make, name, kind, steps=6, **more):
 
 @pytest.fixture(scope="module")
 def finished(ranks, make):
-    """Runs by name: of one process; of two; of two, then one, then two, from the same directory."""
+    """Runs by name: of one process; of two; of two, then one, then two, from the same directory.
+
+    And runs begun from the ends of those, of two processes of the other kind.
+    """
     configs = {
         1: [config_of(make, "one", "none")],
         2: [config_of(make, f"two_{kind}", kind) for kind in ("ddp", "fsdp2")],
@@ -45,12 +48,20 @@ def finished(ranks, make):
         if size == 2:
             assert "finished at step 6" in answer["logs"][0] and not answer["logs"][1]
     folder = configs[1][0]["run_dir"]
+    for size, begun in ((1, {"none": "one"}), (2, {"ddp": "two_fsdp2", "fsdp2": "two_ddp"})):
+        chosen = []
+        for kind, source in begun.items():
+            [run] = find_runs(f"{folder}/{source}")
+            more = {"resume.from": str(run), "eval_every": 0}
+            chosen.append(config_of(make, f"begun_{kind}", kind, 2, **more))
+        answer = ranks("train", size, configs=chosen)
+        assert answer["codes"] == [0] * size, answer["logs"]
     return {path.parent.name: path for path in find_runs(folder)}
 
 
 def assert_close_records(a, b):
     left, right = read_rows(a / "metrics.jsonl"), read_rows(b / "metrics.jsonl")
-    assert [row["step"] for row in left] == [row["step"] for row in right] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in left] == [row["step"] for row in right]
     for x, y in zip(left, right, strict=True):
         assert {"loss", "grad_norm", "logit_scale"} <= set(x) & set(y)
         both = set(x) & set(y)
@@ -65,8 +76,18 @@ def assert_close_records(a, b):
 
 @pytest.mark.parametrize("name", ["two_ddp", "two_fsdp2", "changing_ddp", "changing_fsdp2"])
 def test_the_record_of_several_processes_is_that_of_one(finished, name):
-    assert read_status(finished[name])["state"] == "finished"
+    status = read_status(finished[name])
+    assert (status["state"], status["step"]) == ("finished", 6)
     assert_close_records(finished["one"], finished[name])
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_a_run_begun_from_the_other_kinds_end_is_that_of_one_process(finished, kind):
+    status = read_status(finished[f"begun_{kind}"])
+    assert (status["state"], status["step"]) == ("finished", 2)
+    assert_close_records(finished["begun_none"], finished[f"begun_{kind}"])
+    first = [read_rows(finished[name] / "metrics.jsonl")[0] for name in ("one", f"begun_{kind}")]
+    assert first[1]["loss"] < first[0]["loss"] - 0.1  # of the same batch: not from the start
 
 
 def test_a_sharded_checkpoint_has_the_moments_by_rank_and_the_model_whole(finished):

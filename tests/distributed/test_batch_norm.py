@@ -1,0 +1,74 @@
+"""Batch norm of several processes is that of the whole batch, or is refused."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from experiments.preflight import process_faults
+from experiments.spread import spread
+from lowprec.train.world import World
+from lowprec.validate import ConfigError, check
+
+RESNET = {"model.name": "RN50", "model.image_size": 64, "model.embed_dim": 64}
+SIZES = ("vision_width", "vision_layers", "text_width", "text_layers", "heads", "patch_size")
+RESNET |= {f"model.{size}": None for size in SIZES}
+NEEDED = r"distributed=ddp: model RN50 has batch norm.*use distributed.sync_bn=true"
+
+
+class Two(World):
+    size = 2
+
+
+def test_statistics_of_each_process_are_refused_before_anything_is_built(make):
+    config = check(make({**RESNET, "distributed.name": "ddp"}))
+    [fault] = process_faults(config, planned=2)
+    assert re.search(NEEDED, fault)
+    assert not process_faults(config, planned=1)
+    synchronized = {**RESNET, "distributed.name": "ddp", "distributed.sync_bn": True}
+    assert not process_faults(check(make(synchronized)), planned=2)
+
+
+def test_statistics_of_each_process_are_refused_of_any_model_that_has_them(make):
+    config = check(make({"distributed.name": "ddp"}))
+    config.model.name = "RN50"
+    with pytest.raises(ConfigError, match=NEEDED):
+        spread(torch.nn.Sequential(torch.nn.BatchNorm2d(3)), config, Two())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed")
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_two_gpus_give_the_gradients_and_statistics_of_one(make, tmp_path, kind):
+    synchronized = {"distributed.name": kind, "distributed.sync_bn": True, "deterministic": True}
+    config = make({**RESNET, **synchronized, "device": "cuda"})
+    code = (
+        "import json, sys; from pathlib import Path; import torch; import jobs;"
+        "torch.backends.cudnn.allow_tf32 = False;"
+        "folder, rank, size, config = json.loads(sys.argv[1]);"
+        "jobs.gradients(Path(folder), rank, size, configs={str(size): config})"
+    )
+    for size in (1, 2):
+        place = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29473"}
+        root, here = Path(__file__).parents[2], Path(__file__).parent
+        place |= {"PYTHONPATH": f"{root}:{here}", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", code, json.dumps([str(tmp_path), rank, size, config])],
+                env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+            for rank in range(size)
+        ]
+        assert [process.wait(timeout=200) for process in processes] == [0] * size
+    expected = torch.load(tmp_path / "1.0.pt")
+    for rank in range(2):
+        found = torch.load(tmp_path / f"2.{rank}.pt")
+        assert set(found) == set(expected) and any("running_var" in name for name in found)
+        for name, value in expected.items():
+            largest = max(float(value.abs().max()), 1e-3)
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-3 * largest, msg=name)

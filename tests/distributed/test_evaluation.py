@@ -1,0 +1,41 @@
+"""Ranks share an evaluation, and all of them find what one process does."""
+
+import json
+
+import pytest
+
+BATCH = 5  # of the 24 validation samples: five batches, the last of four
+
+
+@pytest.fixture(scope="module")
+def found(ranks, make):
+    """By kind and number of ranks: what each of them found."""
+    results = {}
+    kinds = {
+        kind: {"distributed.name": kind, "evaluation.name": "both"} for kind in ("ddp", "fsdp2")
+    }
+    configs = {kind: make(changes) for kind, changes in kinds.items()}
+    for size in (1, 2, 3):
+        answer = ranks("evaluation", size, configs=configs, batch=BATCH)
+        assert answer["codes"] == [0] * size, answer["logs"]
+        for kind in configs:
+            files = [answer["folder"] / f"{kind}.{rank}.json" for rank in range(size)]
+            results[kind, size] = [json.loads(file.read_text()) for file in files]
+    return results
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_every_rank_scores_what_one_process_does_to_the_last_digit(found, kind, size):
+    [one] = found["ddp", 1]
+    assert len(one["scores"]) == 8
+    for own in found[kind, size]:
+        assert own["scores"] == one["scores"]
+        assert own["digests"] == one["digests"]  # of features, classes and captions, bit for bit
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_a_rank_encodes_its_share_as_often_as_the_others(found, kind):
+    assert [own["encoded"] for own in found[kind, 1]] == [[5, 5, 5, 5, 4]]
+    assert [own["encoded"] for own in found[kind, 2]] == [[5, 5, 4], [5, 5, 1]]
+    assert [own["encoded"] for own in found[kind, 3]] == [[5, 5], [5, 4], [5, 1]]
