@@ -4,10 +4,14 @@
 # Training that is asked to stop (SIGUSR2 or SIGTERM: preemption, time limit) saves and exits 75.
 # When the script ends with that status the job goes back into the queue: five tries, as the
 # controller may be restarting. If all fail the script's status stays 75 and the checkpoint is kept;
-# the same command, or `sweep submit`, goes on from it.
+# the same command, or `sweep submit`, goes on from it. A job that was cancelled stays so.
 
 # srun of SLURM 22.05 and later no longer reads the first: ranks and workers would share one core.
 [ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
+
+# Ranks that have saved leave one after the other: the first exit must end no other, whatever the
+# cluster's default. Those that wait for one that never came are ended a minute after it.
+export SLURM_KILL_BAD_EXIT=0 SLURM_WAIT=60
 
 trap ':' TERM USR2 # the script outlives the signal that its training answers
 
@@ -16,12 +20,21 @@ _job="${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}}"
 _job="${_job:-${SLURM_JOB_ID:-}}"
 
 _requeue_if_stopped() {
-  local status=$? try
+  local status=$? try state
   trap - EXIT
+  # 140: SIGUSR2 came before training could catch it, and nothing is lost. Three times at most: with
+  # a time limit shorter than its warning every start would end so.
+  if [ "$status" -eq 140 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 3 ]; then status=75; fi
   if [ "$status" -eq 75 ] && [ -n "$_job" ]; then
+    # A job that is warned or preempted is RUNNING; at its limit it is COMPLETING for that reason.
+    state=$(timeout "${REQUEUE_TIMEOUT_S:-60}" squeue -h -j "$_job" -o '%T %r')
+    if [ "$state" = "COMPLETING None" ]; then
+      echo "requeue.sh: job $_job was cancelled; its checkpoint is kept" >&2
+      exit 75
+    fi
     for try in 1 2 3 4 5; do
       if timeout "${REQUEUE_TIMEOUT_S:-60}" scontrol requeue "$_job"; then
-        echo "requeue.sh: job $_job saved and is in the queue again" >&2
+        echo "requeue.sh: job $_job is in the queue again" >&2
         exit 75
       fi
       echo "requeue.sh: scontrol requeue failed (try $try of 5)" >&2

@@ -46,6 +46,8 @@ SlurmctldParameters=preempt_send_user_signal
 SlurmdParameters=config_overrides
 ReturnToService=2
 KillWait=10
+# As on some clusters: the first rank that exits would end the others
+KillOnBadExit=1
 JobRequeue=1
 NodeName=$host NodeAddr=127.0.0.1 CPUs=2 RealMemory=$memory State=UNKNOWN
 PartitionName=low Nodes=$host Default=YES MaxTime=INFINITE PriorityTier=1 PreemptMode=REQUEUE GraceTime=60

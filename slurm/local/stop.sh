@@ -8,7 +8,7 @@ for name in slurmctld slurmd slurmdbd mariadbd munged; do
   pid=$(cat "$dir/run/$name.pid" 2>/dev/null) || continue
   kill "$pid" 2>/dev/null
   for _ in $(seq 100); do # 10 s
-    kill -0 "$pid" 2>/dev/null || break
+    grep -q '^State:.[^Z]' "/proc/$pid/status" 2>/dev/null || break # a zombie has ended
     sleep 0.1
   done
   kill -KILL "$pid" 2>/dev/null

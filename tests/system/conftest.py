@@ -1,0 +1,120 @@
+"""`cluster`: a real SLURM of this machine, and what its user does."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from experiments.cli import CONF
+from lowprec.run import read_rows, read_status
+from lowprec.sweep.cell import last_saved
+
+SCRIPTS = CONF.parent / "slurm" / "local"
+CELL = ("model=nano", "model.vocab_size=512", "num_workers=0", "device=cpu", "precision=fp32")
+CELL += ("batch_size=16", "log_every=5", "save_every=20", "evaluation=none", "data=shards")
+CELL += ("data.val=null", "schedule.warmup_steps=5", "name=disturbed")
+
+
+@pytest.fixture(scope="session")
+def keys(squares):
+    """The overrides of a small run on the CPU."""
+    return (*CELL, f"data.train={squares}/train-*.tar")
+
+
+@pytest.fixture(scope="session")
+def start_slurm():
+    """`start_slurm(folder)`; a failure where there can be none, unless ALLOW_NO_SLURM=1."""
+
+    def start(folder: Path, scripts: Path = SCRIPTS) -> None:
+        for command in ([scripts / "install.sh"], [scripts / "start.sh", folder]):
+            done = subprocess.run(
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                text=True, timeout=300,
+            )  # fmt: skip
+            if done.returncode:
+                message = f"NO SLURM HERE, so its tests cannot run: {command[0].name}: "
+                message += done.stdout[-2000:]
+                if os.environ.get("ALLOW_NO_SLURM") == "1":
+                    pytest.skip(message)
+                pytest.fail(message)
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def cluster(start_slurm):
+    """The SLURM of the session, which its tests share."""
+    folder = Path(tempfile.mkdtemp(prefix="slurm-"))
+    try:
+        start_slurm(folder)
+        yield Cluster(folder)
+    finally:
+        subprocess.run([SCRIPTS / "stop.sh", folder], timeout=60, capture_output=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class Cluster:
+    """A running SLURM whose files are in `folder`."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # a job's `python`
+        own = {"OMP_NUM_THREADS": "1", "SLURM_CONF": str(folder / "slurm.conf"), "PATH": path}
+        self.env = kept | own
+
+    def start(self, *command):
+        return subprocess.Popen(
+            command, cwd=CONF.parent, env=self.env, text=True, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    def run(self, *command, code=0):
+        process = self.start(*command)
+        said, _ = process.communicate(timeout=600)
+        assert process.returncode == code, said
+        return said
+
+    def until(self, what, is_so, seconds=120):
+        deadline = time.monotonic() + seconds
+        while not is_so():
+            if time.monotonic() > deadline:
+                pytest.fail(f"not in {seconds} s: {what}")
+            time.sleep(0.2)
+
+    def until_left(self, job):
+        self.until(f"job {job} ends", lambda: job not in self.run("squeue", "-h", "-r", "-o", "%i"))
+
+    def preempt(self):
+        """A job of the higher partition takes both cores."""
+        self.run("sbatch", "-p", "high", "-c", "2", "-o", "/dev/null", "--wrap", "sleep 1")
+
+    def training(self, run):
+        """Process of a run once it has a checkpoint and more to do; it is stopped."""
+        self.until(f"{run} trains", lambda: last_saved(Path(run)) >= 20)
+        pid = read_rows(Path(run) / "attempts.jsonl")[-1]["pid"]
+        os.kill(pid, signal.SIGSTOP)
+        assert read_status(Path(run))["state"] == "running"
+        return pid
+
+    def go_on_when_signaled(self, pid):
+        """Lets a stopped process go on as soon as SIGUSR2 waits for it."""
+
+        def signaled():
+            try:
+                lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+            except OSError:  # SLURM sent SIGCONT too
+                return True
+            masks = [int(line.split()[1], 16) for line in lines if line.startswith("ShdPnd")]
+            return masks[0] >> (signal.SIGUSR2 - 1) & 1
+
+        self.until("SIGUSR2 reaches the training", signaled)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)

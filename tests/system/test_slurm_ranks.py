@@ -1,0 +1,116 @@
+"""One run as one job of two ranks, by slurm/one_node.sbatch on a real SLURM, on the CPU."""
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+from lowprec.run import read_rows, read_status
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
+SBATCH = ("sbatch", "--parsable", "-p", "low", "--mem=2G", "--cpus-per-task=1")
+SBATCH += ("--gpus-per-node=0", "--ntasks-per-node=2")
+RUN = ("num_steps=60", "num_workers=1")  # a worker, which SLURM signals too
+
+
+class Jobs:
+    """Jobs of the same run, each in a folder of its own."""
+
+    def __init__(self, cluster, folder, keys):
+        self.cluster, self.folder, self.keys = cluster, folder, (*keys, *RUN)
+
+    def submit(self, name):
+        log = ("--output", self.log(name))
+        keys = (*self.keys, "distributed=ddp", f"run_dir={self.folder / name}")
+        return self.cluster.run(*SBATCH, *log, "slurm/one_node.sbatch", *keys).strip()
+
+    def log(self, name):
+        return self.folder / f"{name}.log"
+
+    def run_of(self, name):
+        """The directory of its run, once there is one."""
+        found = []
+        where = self.folder / name / "disturbed"
+        self.cluster.until(f"{name} has a run", lambda: found.extend(where.glob("*-*")) or found)
+        return found[0]
+
+    def states(self, job):
+        """What SLURM says of the job, a word for each of its starts."""
+        return self.cluster.run(
+            "sacct", "-D", "-X", "-n", "-P", "-o", "State", "-j", job
+        ).splitlines()
+
+
+@pytest.fixture(scope="module")
+def jobs(cluster, keys, tmp_path_factory):
+    return Jobs(cluster, tmp_path_factory.mktemp("ranks"), keys)
+
+
+@pytest.fixture(scope="module")
+def whole(jobs):
+    """The run of a job that nothing disturbs."""
+    job = jobs.submit("whole")
+    jobs.cluster.until_left(job)
+    assert jobs.states(job) == ["COMPLETED"], jobs.log("whole").read_text()
+    return jobs.run_of("whole")
+
+
+def test_the_tasks_of_a_job_train_together_as_one_process_does(jobs, whole):
+    alone = jobs.folder / "alone"
+    command = (sys.executable, "-m", "experiments.train", *jobs.keys, f"run_dir={alone}")
+    jobs.cluster.run(*command)
+    assert read_rows(whole / "attempts.jsonl")[0]["processes"] == 2
+    losses = [row["loss"] for row in read_rows(whole / "metrics.jsonl")]
+    expected = [row["loss"] for row in read_rows(jobs.run_of("alone") / "metrics.jsonl")]
+    assert len(losses) == 60 and losses == pytest.approx(expected, rel=2e-5)
+
+
+def test_a_job_signaled_at_its_start_and_preempted_goes_on_to_the_undisturbed_record(jobs, whole):
+    cluster = jobs.cluster
+    job = jobs.submit("disturbed")
+    cluster.until("its step", lambda: f"{job}.0" in cluster.run("squeue", "-s", "-h", "-o", "%i"))
+    cluster.run("scancel", "--signal=USR2", job)  # before Python can catch it
+    cluster.until("the second start", lambda: "REQUEUED" in jobs.states(job))
+    stopped = cluster.training(jobs.run_of("disturbed"))
+    cluster.preempt()
+    cluster.go_on_when_signaled(stopped)
+    cluster.until_left(job)
+    said = jobs.log("disturbed").read_text()
+    assert jobs.states(job) == ["REQUEUED", "REQUEUED", "COMPLETED"], said
+    assert said.count("task 0: Exited with exit code 75") == 1
+    run = jobs.run_of("disturbed")
+    assert [row["processes"] for row in read_rows(run / "attempts.jsonl")] == [2, 2]
+    for name in ("metrics.jsonl", "tensors.parquet"):
+        assert (run / name).read_bytes() == (whole / name).read_bytes(), name
+
+
+def test_a_killed_rank_is_named_and_ends_its_job_as_failed_within_seconds(jobs):
+    job = jobs.submit("killed")
+    first = jobs.cluster.training(jobs.run_of("killed"))
+    listed = jobs.cluster.run("scontrol", "listpids", f"{job}.0").split("\n")
+    [second] = [int(row.split()[0]) for row in listed if row.split()[3:4] == ["1"]]
+    os.kill(second, signal.SIGKILL)
+    killed = time.monotonic()
+    os.kill(first, signal.SIGCONT)
+    jobs.cluster.until_left(job)
+    assert time.monotonic() - killed < 20
+    said = jobs.log("killed").read_text()
+    assert jobs.states(job) == ["FAILED"], said
+    assert f"rank 1 (process {second} on " in said and "is gone; stacks:" in said
+    assert "rank 1" in read_status(jobs.run_of("killed"))["reason"]
+
+
+def test_a_job_that_is_cancelled_saves_and_stays_cancelled(jobs):
+    training = "srun bash -c 'trap \"exit 75\" TERM; sleep 60 & wait'"
+    script, log = jobs.folder / "cancelled.sbatch", jobs.log("cancelled")
+    script.write_text(f"#!/bin/bash\nsource slurm/requeue.sh\n{training}\n")
+    job = jobs.cluster.run(*SBATCH, "--requeue", "--output", log, script).strip()
+    running = ("squeue", "-s", "-h", "-o", "%i")
+    jobs.cluster.until("its step", lambda: f"{job}.0" in jobs.cluster.run(*running))
+    time.sleep(1)  # for the trap
+    jobs.cluster.run("scancel", job)
+    jobs.cluster.until_left(job)
+    assert "was cancelled; its checkpoint is kept" in log.read_text()
+    assert [state.split()[0] for state in jobs.states(job)] == ["CANCELLED"]
