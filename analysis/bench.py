@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from analysis import paper, style
 from analysis.load import NoRunsError
+from analysis.read import place
 from lowprec.run import read_rows
 
 QUANTIZE = ("quantize_x", "quantize_g", "quantize_w")
@@ -24,8 +25,7 @@ def load_lines(root: Path | str, *slugs: str) -> pd.DataFrame:
     A line without a number (`ms` NaN) was skipped or found wrong; its `reason` says why. Raises
     NoRunsError when there are none, when a file is damaged, and for lines of several devices.
     """
-    root = Path(root)
-    folders = [root / inner / slug for slug in slugs for inner in ("", "bench")]
+    folders = [folder / slug for slug in slugs for folder in (place(root), place(root) / "bench")]
     files = sorted(path for folder in folders for path in folder.glob("*.jsonl"))
     try:
         rows = [{**row, "file": str(file)} for file in files for row in read_rows(file)]

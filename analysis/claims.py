@@ -1,8 +1,9 @@
 """The paper's claims beside our runs: `python -m analysis.make claims --runs DIR ... --out DIR`.
 
 Writes claims.md and claims.html: of each claim the paper's number, ours with a 95% interval over
-seeds, the margin within which we call them equal, and a verdict. All numbers of ours are computed
-from the runs and benchmark lines below the folders, at the largest scale that has runs.
+seeds, the margin within which they count as equal and whose it is, and a verdict. All numbers of
+ours are computed from the runs and benchmark lines below the folders, at the largest scale that has
+runs.
 """
 
 import argparse
@@ -13,6 +14,7 @@ from pathlib import Path
 from analysis import claims_layers, claims_precision, claims_stability
 from analysis.evidence import Evidence
 from analysis.load import NoRunsError
+from analysis.read import place
 from analysis.verdicts import NO_RUNS, NOT, OUT, REPRODUCED, UNDECIDED, Claim, Finding
 
 CLAIMS = claims_precision.CLAIMS + claims_layers.CLAIMS + claims_stability.CLAIMS
@@ -40,19 +42,17 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m analysis.make claims", description="Judge the paper's claims."
     )
-    parser.add_argument("--runs", type=Path, nargs="+", default=[Path("runs")],
-                        help="folders of runs and benchmark lines [runs]")  # fmt: skip
+    parser.add_argument("--runs", nargs="+", default=["runs"],
+                        help="folders of runs and lines, or their URLs [runs]")  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path("figures"), help="folder [figures]")
     options = parser.parse_args(arguments)
-    absent = [root for root in options.runs if not root.is_dir()]
+    absent = [root for root in options.runs if not place(root).is_dir()]
     if absent:
-        parser.error(f"no folder {', '.join(map(str, absent))}")
+        parser.error(f"no folder {', '.join(absent)}")
     evidence = Evidence(options.runs)
     rows = [(claim, judge(claim, evidence)) for claim in CLAIMS]
     options.out.mkdir(parents=True, exist_ok=True)
-    sources = (
-        f"{len(evidence)} runs and the benchmark lines below {', '.join(map(str, options.runs))}."
-    )
+    sources = f"{len(evidence)} runs and the benchmark lines below {', '.join(options.runs)}."
     for kind, text in (("md", markdown(rows, sources)), ("html", page(rows, sources))):
         (options.out / f"claims.{kind}").write_text(text)
     for claim, found in rows:
@@ -75,7 +75,7 @@ def markdown(rows: list[tuple[Claim, Finding]], sources: str) -> str:
     lines.append("|" + "---|" * len(HEADER))
     for claim, found in rows:
         why = f" ({_command(found.why, '`{}`')})" if found.why else ""
-        cells = (claim.number, claim.text, claim.paper, found.ours, claim.margin,
+        cells = (claim.number, claim.text, claim.paper, found.ours, claim.bound,
                  f"**{found.verdict}**{why}")  # fmt: skip
         lines.append(f"| {' | '.join(cell.replace('|', '/') or '-' for cell in cells)} |")
     return "\n".join(lines) + "\n"
@@ -85,7 +85,7 @@ def page(rows: list[tuple[Claim, Finding]], sources: str) -> str:
     """The table as a page of its own, that loads nothing."""
     body = ["<tr>" + "".join(f"<th>{name}</th>" for name in HEADER) + "</tr>"]
     for claim, found in rows:
-        cells = [claim.number, claim.text, claim.paper, found.ours or "-", claim.margin]
+        cells = [claim.number, claim.text, claim.paper, found.ours or "-", claim.bound]
         row = "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
         color = COLORS[next(name for name in (NOT, *COLORS) if found.verdict.startswith(name))]
         why = _command(html.escape(found.why), "<code>{}</code>")

@@ -6,11 +6,11 @@ import pandas as pd
 
 from analysis import paper, style
 from analysis.evidence import Evidence, Sample, lacking, outcomes, paired
-from analysis.verdicts import Claim, Finding, at_scale, equal, larger, out_of_reach
+from analysis.verdicts import PAPERS, Claim, Finding, at_scale, equal, larger, out_of_reach
 
 STUDY = "accuracy_vs_size"
 MODEL, LARGE = "vit_h14", ("vit_l14", "vit_h14")
-MATCHES = 0.1  # points of accuracy: the paper's own margin
+MATCHES = 0.1  # points of accuracy: the paper's own margin for int8
 TRAINS = 0.05  # of the loss of bf16
 COLLAPSED = 0.5  # of bf16's accuracy: less counts as diverged
 
@@ -136,7 +136,7 @@ _H = {name: values[MODEL] for name, values in paper.ACCURACY_BY_SIZE.items()}
 CLAIMS = (
     Claim("C1", "SwitchBack int8 matches bf16's zero-shot accuracy, ViT-H/14",
           f"within {MATCHES:g} point; {_papers('switchback')}", f"+-{MATCHES:g} point",
-          _versus("switchback", lambda ours, s: equal(ours, s, MATCHES))),
+          _versus("switchback", lambda ours, s: equal(ours, s, MATCHES)), PAPERS),
     Claim("C1", "SwitchBack int8 beats LLM.int8() training, ViT-H/14",
           f"{_H['switchback'] - _H['llm_int8']:+.1f} points (read from draft plots, +-0.2)",
           "interval above 0", _versus("switchback", larger, "llm_int8")),

@@ -6,13 +6,13 @@ import pandas as pd
 from analysis import paper, style
 from analysis.curves import join
 from analysis.evidence import SAME, Evidence, lacking, outcomes, paired, spike_counts, wilson
-from analysis.verdicts import NOT, REPRODUCED, UNDECIDED, Claim, Finding, larger, out_of_reach
+from analysis.load import Runs
+from analysis.verdicts import UNDECIDED, Claim, Finding, at_scale, larger, out_of_reach
 
 ADAMW = "adamw"
 OF_BETA2 = ("update_clipping", "rms_and_loss", "spikes_vs_size", "spikes_vs_lr", "spikes_vs_batch")
 LARGE_BETA2 = 0.99
 SHARE = 0.8  # of loss spikes that follow: less is not the paper's 28 of 30
-NEAR = 10  # steps of a loss spike in which the loss scale falls with it
 
 
 def _grow(column: str, *experiments: str):
@@ -33,9 +33,9 @@ def _grow(column: str, *experiments: str):
         ours = "; ".join(f"{name} {v}: {n:g}" for v, n in zip(shown, means, strict=True))
         ours = f"loss spikes a run: {ours} ({_runs(counts)})"
         if all(a <= b for a, b in zip(means, means[1:], strict=False)) and means[0] < means[-1]:
-            return Finding(ours, _scaled(REPRODUCED, counts))
+            return Finding(ours, at_scale(True, counts))
         if means[-1] <= means[0] and max(means) > 0:
-            return Finding(ours, _scaled(NOT, counts))
+            return Finding(ours, at_scale(False, counts))
         why = "more at the end than at the start, not at each value" if max(means) else "no spikes"
         return Finding(ours, UNDECIDED, why)
 
@@ -54,11 +54,6 @@ def _runs(counts: pd.DataFrame) -> str:
     return f"{len(counts)} runs, {'one seed' if seeds == 1 else f'{seeds} seeds'}"
 
 
-def _scaled(verdict: str, counts: pd.DataFrame) -> str:
-    scale = counts["scale"].iloc[0]
-    return verdict if scale == "paper" else f"{verdict} at {scale} scale"
-
-
 def _follow(evidence: Evidence) -> Finding:
     counts = spike_counts(evidence.runs(*OF_BETA2, needed="mini"))
     counts = counts[(counts["optimizer.name"] == ADAMW) & counts["has_rms"]]
@@ -75,9 +70,9 @@ def _follow(evidence: Evidence) -> Finding:
         f"{chance:.1%} ({_runs(counts)})"
     )
     if num / total >= SHARE and low > chance:
-        return Finding(ours, _scaled(REPRODUCED, counts))
+        return Finding(ours, at_scale(True, counts))
     if high < SHARE:
-        return Finding(ours, _scaled(NOT, counts))
+        return Finding(ours, at_scale(False, counts))
     return Finding(ours, UNDECIDED, "the interval holds chance or the paper's share")
 
 
@@ -97,9 +92,9 @@ def _clipping_removes(evidence: Evidence) -> Finding:
     if not plain:
         return Finding(ours, UNDECIDED, "AdamW has none either")
     if clipped == 0:
-        return Finding(ours, _scaled(REPRODUCED, counts))
+        return Finding(ours, at_scale(True, counts))
     if clipped >= plain:
-        return Finding(ours, _scaled(NOT, counts))
+        return Finding(ours, at_scale(False, counts))
     return Finding(ours, UNDECIDED, "fewer, not none")
 
 
@@ -125,7 +120,7 @@ def _lower_removes(evidence: Evidence) -> Finding:
     ours = f"loss spikes: {ours} ({_runs(counts)})"
     if not spikes.iloc[1:].any():
         return Finding(ours, UNDECIDED, "none at the larger beta2 either")
-    return Finding(ours, _scaled(REPRODUCED if spikes.iloc[0] == 0 else NOT, counts))
+    return Finding(ours, at_scale(spikes.iloc[0] == 0, counts))
 
 
 def _too_low_costs(evidence: Evidence) -> Finding:
@@ -155,7 +150,7 @@ def _scaler(kind: str):
         heads = runs.runs[runs.runs["scaler.name"] == kind]
         if heads.empty:
             raise lacking(f"scaler={kind}", "loss_scaler", "mini")
-        counts = spike_counts(type(runs)(heads))
+        counts = spike_counts(Runs(heads))
         metrics = runs.metrics[runs.metrics["run"].isin(heads["run"])]
         scale = metrics.groupby("run")["loss_scale"] if "loss_scale" in metrics else None
         falls = 0 if scale is None else int((scale.diff() < 0).sum())
@@ -169,7 +164,7 @@ def _scaler(kind: str):
             return Finding(ours, UNDECIDED, "no loss spike to look at")
         holds = falls > 0 if kind == "dynamic" else falls == 0
         ended = (heads["state"] == "finished").all()
-        return Finding(ours, _scaled(REPRODUCED if holds and ended else NOT, counts))
+        return Finding(ours, at_scale(holds and ended, counts))
 
     return finding
 

@@ -64,27 +64,6 @@ def named_heads(runs: Runs, by: tuple[str, ...] = ()) -> pd.DataFrame:
     return heads.rename(columns=RENAMED)
 
 
-def with_setting(heads: pd.DataFrame, settings: list[str]) -> list[str]:
-    """Labels that begin with what a figure is about; a method that all runs share is left out."""
-    methods = [style.method(h.precision, h.optimizer) for h in heads.itertuples()]
-    if len(set(methods)) > 1:
-        return [f"{text}, {label}" for text, label in zip(settings, heads["label"], strict=True)]
-    rest = heads["label"].str.removeprefix(methods[0])
-    return [text + end for text, end in zip(settings, rest, strict=True)]
-
-
-def by_intervention(heads: pd.DataFrame) -> pd.DataFrame:
-    """Heads of each model in the order of the style's interventions, which labels begin with."""
-    if heads.empty:
-        return heads
-    names = [style.INTERVENTIONS.get(name, (name,))[0] for name in heads["intervention"]]
-    heads = heads.assign(label=with_setting(heads, names))
-    rank = {name: i for i, name in enumerate(style.INTERVENTIONS)}
-    order = heads["intervention"].map(rank).fillna(len(rank)).sort_values(kind="stable").index
-    models = {name: i for i, name in enumerate(heads["model"].unique())}
-    return heads.loc[order].sort_values("model", key=lambda m: m.map(models), kind="stable")
-
-
 def last_accuracy(runs: Runs) -> pd.Series:
     """By run: the accuracy in the row of its last step, NaN where that has none."""
     metrics = runs.metrics
@@ -138,6 +117,12 @@ def plot(frame: pd.DataFrame, ax: Axes, look: Look, title: str) -> Axes:
     return ax
 
 
+def title(frame: pd.DataFrame) -> str:
+    """`ViT-B/32 (paper scale)`: the model of a panel."""
+    model = frame["model"].iloc[0]
+    return f"{style.MODELS.get(model, model)} ({frame['scale'].iloc[0]} scale)"
+
+
 def num_columns(num: int) -> int:
     """How many of `num` panels stand in a row: two, or three where that leaves no gap."""
     return 3 if num % 2 and num % 3 == 0 else min(2, num)
@@ -154,6 +139,14 @@ def panels(
     for ax in axes[num:]:
         ax.remove()
     return axes[:num]
+
+
+def draw_models(frame: pd.DataFrame, figure: Figure, plot: Callable, lines: int = 1) -> None:
+    """A whole figure: a panel a model, small to large. `lines`: of a legend, for each label."""
+    models = sorted(frame["model"].unique(), key=lambda name: style.rank(name, style.MODELS))
+    lines *= frame.groupby("model")["label"].nunique().max()
+    for model, ax in zip(models, panels(figure, len(models), lines), strict=True):
+        plot(frame[frame["model"] == model], ax)
 
 
 def step_axis(ax: Axes) -> None:

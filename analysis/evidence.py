@@ -86,7 +86,7 @@ def lacking(what: str, experiment: str, scale: str = "paper") -> NoRunsError:
 class Evidence:
     """The runs and benchmark lines at or below some folders."""
 
-    def __init__(self, roots: list[Path]):
+    def __init__(self, roots: list[Path | str]):
         self.roots = roots
         heads = []
         for root in roots:

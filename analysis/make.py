@@ -1,7 +1,8 @@
 """Draws figures from runs: `python -m analysis.make SLUG --runs DIR --out DIR [--scale SCALE]`.
 
-A figure is drawn from the runs of the experiment of its name, of its `EXPERIMENT`, or of
-`--experiment NAME`; one that names `LINES` from that benchmark's lines below DIR instead.
+A figure is drawn from the runs of the experiment of its name or of its `EXPERIMENT`; where there
+are none, from those of its `STAND_IN`; or from those of `--experiment NAME`. One that names `LINES`
+is drawn from that benchmark's lines below DIR, which may be the URL of a folder.
 `all` in place of SLUG draws every figure that DIR supports and says what the others lack;
 `claims` judges the paper's claims by what is below one or more folders.
 
@@ -10,30 +11,28 @@ from). The same runs give the same files. Incomplete or mixed runs are marked: `
 """
 
 import argparse
+import contextlib
 import difflib
 import importlib
 import json
 import logging
 import shlex
 import sys
-import warnings
 from pathlib import Path
 
 import pandas as pd
 
-from analysis import marks, provenance, study
+from analysis import cli, marks, provenance, study
+from analysis.cli import ChoiceError
 from analysis.load import NoRunsError, Runs, command, load_runs
 
 FIGURES = Path(__file__).parent / "figures"
 FORMATS = ("png", "pdf")
 
 
-class ChoiceError(ValueError):
-    """What was asked for does not exist or is ambiguous; the message says what there is."""
-
-
+@cli.entry
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command; returns its exit status: 2 for a caller's mistake."""
+    """Runs the command; returns its exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     if arguments[:1] == ["claims"]:
@@ -42,17 +41,14 @@ def main(arguments: list[str] | None = None) -> int:
         return claims.main(arguments[1:])
     options = _parse(arguments)
     called = f"python -m analysis.make {shlex.join(arguments)}"
-    try:
-        if options.slug == "all":
-            from analysis import make_all
+    if options.slug == "all":
+        from analysis import make_all
 
-            return make_all.draw(options.runs, options.out, options.scale, called)
-        _check_slug(options.slug)
-        stem, about = draw(options.slug, options.runs, options.out, called, options.scale,
-                           options.experiment)  # fmt: skip
-    except (NoRunsError, ChoiceError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return make_all.draw(options.runs, options.out, options.scale, called)
+    _check_slug(options.slug)
+    stem, about = draw(
+        options.slug, options.runs, options.out, called, options.scale, options.experiment
+    )
     for line in about["left_out"]:
         print(f"left out: {line}", file=sys.stderr)
     for line in about["missing"]:
@@ -63,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def draw(
     slug: str,
-    root: Path,
+    root: Path | str,
     out: Path,
     called: str,
     scale: str | None = None,
@@ -77,7 +73,7 @@ def draw(
     if hasattr(figure, "LINES"):
         frame, origin, scale = _of_lines(figure, root)
     else:
-        frame, origin, scale = _of_runs(figure, root, experiment or experiment_of(figure), scale)
+        frame, origin, scale = _of_runs(figure, root, experiment, scale)
     out.mkdir(parents=True, exist_ok=True)
     caption = figure.caption(frame) + (f" Marked: {origin['mark']}." if origin["mark"] else "")
     about = {"caption": caption, "command": called, **origin, **provenance.code()}
@@ -96,12 +92,17 @@ def experiment_of(figure) -> str:
     return getattr(figure, "EXPERIMENT", figure.__name__.rpartition(".")[2])
 
 
+def experiments_of(figure) -> list[str]:
+    """That one, and the `STAND_IN` whose runs are drawn where it has none, if there is one."""
+    return [experiment_of(figure), *([figure.STAND_IN] if hasattr(figure, "STAND_IN") else [])]
+
+
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m analysis.make", description="Draw a figure from runs."
     )
     parser.add_argument("slug", help=f"all, or: {', '.join(slugs())}")
-    parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of runs [runs]")
+    parser.add_argument("--runs", default="runs", help="folder of runs, or its URL [runs]")
     parser.add_argument("--out", type=Path, default=Path("figures"), help="folder [figures]")
     parser.add_argument("--experiment", help="draw the runs of this one in place of its own")
     parser.add_argument(
@@ -118,9 +119,16 @@ def _check_slug(slug: str) -> None:
         raise ChoiceError(f"no figure {slug!r}{nearest}; there are: {', '.join(known)}")
 
 
-def _choose(experiment: str, root: Path, scale: str | None) -> Runs:
-    """The runs of the experiment at one scale."""
-    runs = load_runs(root, experiment=experiment, scale=scale)
+def _choose(experiments: list[str], root: Path | str, scale: str | None) -> tuple[str, Runs]:
+    """The first of the experiments that has runs, and those at one scale."""
+    experiment, *others = experiments
+    try:
+        runs = load_runs(root, experiment=experiment, scale=scale)
+    except NoRunsError:
+        with contextlib.suppress(NoRunsError):
+            if others:
+                return _choose(others, root, scale)
+        raise
     scales = sorted(runs.heads["scale"].dropna().unique())
     if len(scales) > 1:
         raise ChoiceError(
@@ -132,37 +140,41 @@ def _choose(experiment: str, root: Path, scale: str | None) -> Runs:
             f"{root}: every run of {experiment} has a damaged config; to make new ones: "
             f"{command(experiment, scale)}"
         )
-    return runs
+    return experiment, runs
 
 
 def _of_runs(
-    figure, root: Path, experiment: str, scale: str | None
+    figure, root: Path | str, experiment: str | None, scale: str | None
 ) -> tuple[pd.DataFrame, dict, str]:
     """The frame of a figure of runs, where it comes from, and the scale of the runs."""
-    runs = _choose(experiment, root, scale)
+    experiments = experiments_of(figure)
+    experiment, runs = _choose([experiment] if experiment else experiments, root, scale)
     frame = figure.query(runs)
     drawn = runs.runs[runs.runs["run"].isin(frame["run"])]
     left_out = _left_out(runs, drawn)
     if drawn.empty:
         raise NoRunsError(f"{root}: nothing to draw yet: {'; '.join(left_out)}")
     scale = drawn["scale"].dropna().iloc[0]
-    whole_study = experiment == experiment_of(figure)  # else a choice of another study's runs
-    total, absent = study.missing(experiment, scale, runs.runs) if whole_study else (0, {})
-    mark = marks.of_runs(drawn, total, absent)
+    total, absent, other = 0, {}, ""
+    if experiment in experiments:  # else the caller's choice of another study's runs
+        own = experiment_of(figure)
+        total, absent = study.missing(own, scale, runs.runs)
+        other = experiment if absent and experiment != own else ""
+    mark = marks.of_runs(drawn, total, absent, other)
     origin = provenance.of_runs(drawn, left_out)
     planned = sum(map(len, absent.values())) < total
     lines = [f"{', '.join(names)}: {made_by}" for made_by, names in absent.items()]
     return frame, {"mark": mark, "missing": lines if planned else [], **origin}, scale
 
 
-def _of_lines(figure, root: Path) -> tuple[pd.DataFrame, dict, str]:
+def _of_lines(figure, root: Path | str) -> tuple[pd.DataFrame, dict, str]:
     """The same of a figure of benchmark lines, which have no scale: files and their digests."""
     from analysis.bench import load_lines  # late, as it loads matplotlib
 
     lines = load_lines(root, *figure.LINES.split())
     frame = figure.query(lines)
     drawn = sorted(set(frame["file"]) - {""})
-    files = [{"path": path, "sha256": provenance.sha256(Path(path))} for path in drawn]
+    files = [{"path": path, "sha256": provenance.sha256(path)} for path in drawn]
     left_out = [f"{path} (a newer file has its lines)" for path in set(lines["file"]) - set(drawn)]
     mark = marks.of_lines(lines[lines["file"].isin(drawn)])
     origin = {"mark": mark, "missing": [], "files": files, "left_out": sorted(left_out)}
@@ -187,22 +199,24 @@ def _write(stem: Path, figure, frame: pd.DataFrame, about: dict) -> None:
     temporary = {
         kind: stem.with_name(f".{stem.name}.{kind}.tmp") for kind in (*FORMATS, "csv", "json")
     }
-    with style():
-        canvas = Figure(layout="constrained")
-        figure.draw(frame, canvas)
-        marks.put(canvas, about["mark"])
-        for kind in FORMATS:
-            dates = {"CreationDate": None} if kind == "pdf" else {}
-            canvas.savefig(temporary[kind], format=kind, metadata=dates)
-    frame.to_csv(temporary["csv"], index=False, lineterminator="\n")
-    files = {kind: provenance.sha256(temporary[kind]) for kind in (*FORMATS, "csv")}
-    text = json.dumps({**about, "sha256": files}, indent=2, allow_nan=False)
-    temporary["json"].write_text(text + "\n")
-    for kind, path in temporary.items():
-        path.rename(f"{stem}.{kind}")
+    try:
+        with style():
+            canvas = Figure(layout="constrained")
+            figure.draw(frame, canvas)
+            marks.put(canvas, about["mark"])
+            for kind in FORMATS:
+                dates = {"CreationDate": None} if kind == "pdf" else {}
+                canvas.savefig(temporary[kind], format=kind, metadata=dates)
+        frame.to_csv(temporary["csv"], index=False, lineterminator="\n")
+        files = {kind: provenance.sha256(temporary[kind]) for kind in (*FORMATS, "csv")}
+        text = json.dumps({**about, "sha256": files}, indent=2, allow_nan=False)
+        temporary["json"].write_text(text + "\n")
+        for kind, path in temporary.items():
+            path.rename(f"{stem}.{kind}")
+    finally:
+        for path in temporary.values():
+            path.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":
-    if not sys.warnoptions:
-        warnings.simplefilter("ignore")
-    sys.exit(main())
+    cli.run(main)

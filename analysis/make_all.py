@@ -4,46 +4,70 @@ import importlib
 import sys
 from pathlib import Path
 
+import pandas as pd
+
 from analysis import make
+from analysis.cli import ChoiceError
 from analysis.load import NoRunsError, command, load_runs
 
 
-def draw(root: Path, out: Path, scale: str | None, called: str) -> int:
-    """Draws all figures at each scale there is, and index.md; 2 where nothing was drawn.
+def draw(root: Path | str, out: Path, scale: str | None, called: str) -> int:
+    """Draws all figures at each scale there is, and index.md.
 
-    A figure that cannot be drawn is a line of its own with the command that makes its runs.
+    A figure that cannot be drawn is a line of its own with the command that makes its runs; one
+    that fails is a line with the reason, and no other is drawn less. Returns 1 where one failed,
+    2 where nothing was drawn.
     """
-    drawn, lacking = [], []
+    drawn, lacking, failed = [], [], []
+    heads = _heads(root)
     for slug in make.slugs():
-        figure = importlib.import_module(f"analysis.figures.{slug}")
-        for at in _scales(figure, root, scale):
+        try:
+            figure = importlib.import_module(f"analysis.figures.{slug}")
+            scales = _scales(figure, heads, scale)
+        except Exception as error:
+            failed.append((slug, _in_words(error)))
+            continue
+        for at in scales:
             try:
                 stem, about = make.draw(slug, root, out, called, at)
-            except (NoRunsError, make.ChoiceError) as error:
+            except (NoRunsError, ChoiceError) as error:
                 lacking.append((slug, _with_command(str(error), figure, at)))
+                continue
+            except Exception as error:  # a bug, or runs that the figure cannot bear
+                failed.append((slug, _in_words(error)))
                 continue
             drawn.append((stem.name, about))
             print(f"Wrote {stem}.png" + (f" (marked: {about['mark']})" if about["mark"] else ""))
             for line in about["missing"]:
                 print(f"missing: {slug}: {line}", file=sys.stderr)
-    for slug, reason in lacking:
-        print(f"not drawn: {slug}: {reason}", file=sys.stderr)
-    if not drawn:
-        return 2
-    (out / "index.md").write_text(_index(drawn, lacking))
-    print(f"Wrote {out / 'index.md'}: {len(drawn)} figures; not drawn: {len(lacking)}")
-    return 0
+    for what, lines in (("not drawn", lacking), ("failed", failed)):
+        for slug, reason in lines:
+            print(f"{what}: {slug}: {reason}", file=sys.stderr)
+    if drawn:
+        (out / "index.md").write_text(_index(drawn, lacking + failed))
+        counts = f"{len(drawn)} figures; not drawn: {len(lacking)}; failed: {len(failed)}"
+        print(f"Wrote {out / 'index.md'}: {counts}")
+    return 1 if failed else 0 if drawn else 2
 
 
-def _scales(figure, root: Path, scale: str | None) -> list[str | None]:
-    """The scales to draw a figure at: those that its experiment was run at, if none is given."""
+def _heads(root: Path | str) -> pd.DataFrame:
+    """Experiment and scale of the runs there are; no rows where there are only lines."""
+    try:
+        return load_runs(root).heads[["experiment", "scale"]]
+    except NoRunsError:
+        return pd.DataFrame(columns=["experiment", "scale"])
+
+
+def _scales(figure, heads: pd.DataFrame, scale: str | None) -> list[str | None]:
+    """The scales to draw a figure at: those that its experiments were run at, if none is given."""
     if scale is not None or hasattr(figure, "LINES"):
         return [scale]
-    try:
-        heads = load_runs(root, experiment=make.experiment_of(figure)).heads
-    except NoRunsError:
-        return [None]
-    return sorted(heads["scale"].dropna().unique()) or [None]
+    its = heads[heads["experiment"].isin(make.experiments_of(figure))]
+    return sorted(its["scale"].dropna().unique()) or [None]
+
+
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _with_command(reason: str, figure, scale: str | None) -> str:
@@ -52,11 +76,11 @@ def _with_command(reason: str, figure, scale: str | None) -> str:
     return f"{reason}; to make them: {command(make.experiment_of(figure), scale)}"
 
 
-def _index(drawn: list[tuple[str, dict]], lacking: list[tuple[str, str]]) -> str:
+def _index(drawn: list[tuple[str, dict]], others: list[tuple[str, str]]) -> str:
     parts = ["# Figures\n"]
     parts += [
         f"## {name}\n\n![{name}]({name}.png)\n\n{about['caption']}\n" for name, about in drawn
     ]
-    if lacking:
-        parts += ["## Not drawn\n", "\n".join(f"- `{slug}`: {why}" for slug, why in lacking) + "\n"]
+    if others:
+        parts += ["## Not drawn\n", "\n".join(f"- `{slug}`: {why}" for slug, why in others) + "\n"]
     return "\n".join(parts)

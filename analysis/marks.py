@@ -14,15 +14,21 @@ COLOR = "#A61C00"
 PER_INCH = 15  # characters
 
 
-def of_runs(drawn: pd.DataFrame, total: int = 0, absent: dict[str, list[str]] | None = None) -> str:
+def of_runs(
+    drawn: pd.DataFrame,
+    total: int = 0,
+    absent: dict[str, list[str]] | None = None,
+    other: str = "",
+) -> str:
     """What is incomplete or mixed in the drawn rows of `Runs.runs`; nothing where nothing is.
 
     Args:
         drawn: a row a run, of `Runs.runs`.
         total: how many runs the study asks for.
         absent: by command, those of them that are not there; see `study.missing`.
+        other: the study that the runs are of, where it stands for the figure's own.
     """
-    found = []
+    found = [f"runs of {other}"] if other else []
     ended = drawn["state"].isin(ENDED)
     rows_missing = drawn["note"].str.contains("are missing", regex=False)
     incomplete = ~ended | rows_missing

@@ -51,6 +51,27 @@ def label(head: dict) -> str:
     return method
 
 
+def with_setting(heads: pd.DataFrame, settings: list[str]) -> list[str]:
+    """Labels that begin with what a figure is about; a method that all runs share is left out."""
+    methods = [style.method(h.precision, h.optimizer) for h in heads.itertuples()]
+    if len(set(methods)) > 1:
+        return [f"{text}, {label}" for text, label in zip(settings, heads["label"], strict=True)]
+    rest = heads["label"].str.removeprefix(methods[0])
+    return [text + end for text, end in zip(settings, rest, strict=True)]
+
+
+def by_intervention(heads: pd.DataFrame) -> pd.DataFrame:
+    """Heads of each model in the order of the style's interventions, which labels begin with."""
+    if heads.empty:
+        return heads
+    names = [style.INTERVENTIONS.get(name, (name,))[0] for name in heads["intervention"]]
+    heads = heads.assign(label=with_setting(heads, names))
+    rank = {name: i for i, name in enumerate(style.INTERVENTIONS)}
+    order = heads["intervention"].map(rank).fillna(len(rank)).sort_values(kind="stable").index
+    models = {name: i for i, name in enumerate(heads["model"].unique())}
+    return heads.loc[order].sort_values("model", key=lambda m: m.map(models), kind="stable")
+
+
 def _tell_cells_apart(settings: pd.Series, group: pd.DataFrame) -> pd.Series:
     """Adds its digest to each run of a cell (one setting, one seed) that has several runs."""
     cell = [settings, group["seed"]]

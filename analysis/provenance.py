@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pandas as pd
 
+from analysis.read import place
+
 PACKAGES = ("lowprec", "matplotlib", "numpy", "pandas", "pyarrow")
 
 
@@ -21,7 +23,7 @@ def of_runs(drawn: pd.DataFrame, left_out: list[str]) -> dict:
             "step": int(run.step),
             "num_steps": int(run.num_steps),
             "note": run.note,
-            "metricssha256": sha256(Path(run.path) / "metrics.jsonl"),
+            "metricssha256": sha256(place(run.path) / "metrics.jsonl"),
         }
         for run in drawn.itertuples()
     ]
@@ -51,6 +53,6 @@ def _commit() -> str | None:
     return done.stdout.strip() or None
 
 
-def sha256(path: Path) -> str:
-    """Digest of a file."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def sha256(path: Path | str) -> str:
+    """Digest of a file, by its path or URL."""
+    return hashlib.sha256(place(path).read_bytes()).hexdigest()

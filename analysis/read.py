@@ -24,7 +24,7 @@ _YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def place(address: Path | str) -> Path:
-    """A folder by its path, or by a URL that fsspec knows (`s3://bucket/runs`)."""
+    """A file or folder by its path, or by a URL that fsspec knows (`s3://bucket/runs`)."""
     return UPath(address) if "://" in str(address) else Path(address)
 
 

@@ -2,22 +2,24 @@
 
 The page holds everything it shows and loads nothing: runs side by side by what differs in their
 configs, loss and RMS_t to zoom and hover, every loss spike with a link to its moment, heat maps of
-RMS_t by layer, speed and memory, and what failed or is damaged. It stays below MAX_BYTES: long
-curves are thinned, and the page says so.
+RMS_t by layer, speed and memory, and what failed, is damaged or, of a sweep, never began. It stays
+below MAX_BYTES: long curves are thinned, and the page says so.
 """
 
 import argparse
 import os
-import sys
-import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
 
+from analysis import cli
+from analysis.cli import ChoiceError
 from analysis.load import NoRunsError, Runs, load_runs
 from analysis.naming import name_methods
 from analysis.report_cell import Budget, read_cell
 from analysis.report_page import page
+from analysis.report_sweep import Absent, absent_cells
 from analysis.spike_marks import TENSOR
 
 MAX_BYTES = 10_000_000
@@ -31,8 +33,11 @@ UNTOLD = {  # columns that are no setting of a run
 }
 
 
-def make_page(runs: Runs, tensor: str = TENSOR) -> str:
-    """The report of some runs. `tensor`: glob of the tensors whose RMS_t is shown first."""
+def make_page(runs: Runs, tensor: str = TENSOR, absent: Sequence[Absent] = ()) -> str:
+    """The report of some runs. `tensor`: glob of the tensors whose RMS_t is shown first.
+
+    `absent`: cells of their sweep that have no run.
+    """
     share = len(runs)
     budget = Budget(
         points=min(MAX_POINTS, max(100, POINTS // share)),
@@ -41,7 +46,7 @@ def make_page(runs: Runs, tensor: str = TENSOR) -> str:
     )
     heads = named(runs.heads)
     cells = [read_cell(Runs(runs.heads.iloc[[i]]), tensor, budget) for i in range(share)]
-    return page(heads, cells, differences(heads), common(heads), tensor, budget)
+    return page(heads, cells, differences(heads), common(heads), tensor, budget, absent)
 
 
 def named(heads: pd.DataFrame) -> pd.DataFrame:
@@ -81,8 +86,9 @@ def common(heads: pd.DataFrame) -> dict[str, object]:
     return {key: whole[key].iloc[0] for key in keys} if len(whole) else {}
 
 
+@cli.entry
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command; returns its exit status: 2 for a caller's mistake."""
+    """Runs the command; returns its exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m analysis.report", description="A sweep as one page."
     )
@@ -94,13 +100,17 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         runs = load_runs(options.runs, experiment=options.experiment)
     except NoRunsError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    text = make_page(runs, options.tensor)
+        absent = absent_cells(options.runs, set(), options.experiment)
+        lines = [f"{cell.name}: {cell.state}: {cell.why} ({cell.where})" for cell in absent]
+        raise NoRunsError("\n".join([str(error), *lines])) from error
+    names = {Path(path).name for path in runs.heads["path"]}
+    absent = absent_cells(options.runs, names, options.experiment)
+    text = make_page(runs, options.tensor, absent)
     if len(text.encode()) > MAX_BYTES:
-        print(f"error: {len(runs)} runs do not fit into {MAX_BYTES / 1e6:g} MB; choose fewer: "
-              "--experiment, or a folder below", file=sys.stderr)  # fmt: skip
-        return 2
+        raise ChoiceError(
+            f"{len(runs)} runs do not fit into {MAX_BYTES / 1e6:g} MB; choose fewer: "
+            "--experiment, or a folder below"
+        )
     options.out.parent.mkdir(parents=True, exist_ok=True)
     temporary = options.out.with_name(f".{options.out.name}.tmp")
     temporary.write_text(text, encoding="utf-8")
@@ -111,7 +121,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    if not sys.warnoptions:
-        warnings.simplefilter("ignore")
-        warnings.filterwarnings("default", message=".*left out")  # of a damaged file
-    sys.exit(main())
+    cli.run(main)

@@ -2,6 +2,7 @@
 
 import base64
 import json
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from plotly.offline import get_plotlyjs
 
 from analysis import report_plots, report_tables
 from analysis.report_cell import AROUND, HIGH, LOW, Budget, Cell
+from analysis.report_sweep import Absent
 from analysis.spike_marks import in_words
 from analysis.style import MODELS
 
@@ -27,6 +29,7 @@ def page(
     common: dict,
     tensor: str,
     budget: Budget,
+    absent: Sequence[Absent],
 ) -> str:
     """The whole page. `heads` has a row a cell, with `method`, `variant` and `label`."""
     labels, looks = heads["label"].tolist(), report_plots.looks(heads)
@@ -47,15 +50,15 @@ def page(
     speed = report_plots.speed(cells, labels, methods, colors)
     title = _title(heads)
     sections = [
-        f"<header><h1>{escape(title)}</h1><p>{_subtitle(heads, cells)}</p></header>",
-        report_tables.cards(heads, cells),
+        f"<header><h1>{escape(title)}</h1><p>{_subtitle(heads, absent)}</p></header>",
+        report_tables.cards(heads, cells, len(absent)),
         _curves(methods, heads["variant"].tolist(), looks, cells, tensor, budget),
         report_tables.spikes(heads, cells, looks, tensor, budget),
         report_tables.runs(heads, cells, looks, differing),
         _heat_map(labels, cells),
         '<section id="speed"><h2>Speed and memory</h2><div id="speed-plot"></div>',
         report_tables.speed(heads, cells, looks) + "</section>",
-        report_tables.failures(heads, cells, looks),
+        report_tables.failures(heads, cells, looks, absent),
         report_tables.settings(common, cells),
     ]
     return "\n".join(
@@ -83,13 +86,14 @@ def _title(heads: pd.DataFrame) -> str:
     return ", ".join(studies) + (f" ({', '.join(scales)})" if scales else "")
 
 
-def _subtitle(heads: pd.DataFrame, cells: list[Cell]) -> str:
+def _subtitle(heads: pd.DataFrame, absent: Sequence[Absent]) -> str:
     states = heads["state"].value_counts()
     counts = ", ".join(f"{count} {escape(str(state))}" for state, count in states.items())
     names = heads.get("model.name", pd.Series(dtype=object)).dropna().unique()
     models = ", ".join(escape(MODELS.get(name, str(name))) for name in names)
     steps = heads.get("num_steps", pd.Series(dtype=float)).dropna()
     told = [f"{len(heads)} {'run' if len(heads) == 1 else 'runs'}: {counts}"]
+    told += [f"{len(absent)} of the sweep without a run"] if absent else []
     told += [models] if models else []
     precisions = heads["precision.label"].dropna().unique()
     told += [escape(str(precisions[0]))] if len(precisions) == 1 else []
@@ -171,7 +175,7 @@ def _heats(cells: list[Cell]) -> dict:
     heats = []
     for cell in cells:
         heat = cell.heat and {
-            "rows": place(cell.heat.rows),
+            "rows": place([escape(name, quote=False) for name in cell.heat.rows]),
             "steps": place(cell.heat.steps),
             "codes": base64.b64encode(cell.heat.codes.tobytes()).decode(),
             "spikes": cell.spikes["step"].tolist(),

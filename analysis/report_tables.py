@@ -1,5 +1,6 @@
 """The tables of the report as HTML. Everything that comes from a run is escaped."""
 
+from collections.abc import Sequence
 from html import escape
 
 import numpy as np
@@ -7,6 +8,7 @@ import pandas as pd
 
 from analysis.read import ENDED
 from analysis.report_cell import Budget, Cell
+from analysis.report_sweep import Absent
 
 SHOWN_STATES = {"finished": "good", "diverged": "bad", "failed": "bad", "unknown": "bad"}
 
@@ -21,8 +23,8 @@ def swatch(look: tuple[str, str]) -> str:
     )
 
 
-def cards(heads: pd.DataFrame, cells: list[Cell]) -> str:
-    """What a reader wants to know first, a number each."""
+def cards(heads: pd.DataFrame, cells: list[Cell], num_absent: int) -> str:
+    """What a reader wants to know first, a number each. `num_absent`: cells without a run."""
     shown = []
     losses = [cell.final_loss for cell in cells]
     finished = [i for i, cell in enumerate(cells) if cell.head["state"] == "finished"]
@@ -44,8 +46,8 @@ def cards(heads: pd.DataFrame, cells: list[Cell]) -> str:
         low, high = np.nanmin(rates), np.nanmax(rates)
         spread = "" if len(cells) == 1 else f"slowest {low:,.0f}"
         shown.append(("images per second", f"{high:,.0f}", spread, "speed"))
-    bad = sum(needs_attention(cell) for cell in cells)
-    told = "every run finished and is whole on disk" if not bad else "failed, unfinished or damaged"
+    bad = sum(needs_attention(cell) for cell in cells) + num_absent
+    told = "failed, unfinished or damaged" if bad else "every run finished and is whole on disk"
     shown.append(("need attention", str(bad), told, "failures"))
     boxes = [
         f'<a class="card{" bad" if name == "need attention" and bad else ""}" href="#{link}">'
@@ -130,15 +132,19 @@ def speed(heads: pd.DataFrame, cells: list[Cell], looks: list) -> str:
     )
 
 
-def failures(heads: pd.DataFrame, cells: list[Cell], looks: list) -> str:
-    """A row a run that did not finish or is damaged on disk, with the reason."""
+def failures(heads: pd.DataFrame, cells: list[Cell], looks: list, absent: Sequence[Absent]) -> str:
+    """A row a run that did not finish or is damaged on disk, and a cell without a run: why."""
     rows = []
     for i, cell in enumerate(cells):
         if needs_attention(cell):
             why = "; ".join(filter(None, [str(cell.head["reason"] or ""), cell.head["note"]]))
             values = [_run(heads, looks, i), _state(cell), _number(_last_step(cell), ",.0f")]
-            path = f"<code>{escape(str(cell.head['path']))}</code>"
-            rows.append((f'data-run="{i}"', [*values, (escape(why) or "-", why), (path, i)]))
+            rows.append((f'data-run="{i}"', [*values, _text(why), _path(cell.head["path"])]))
+    for cell in absent:
+        kind = SHOWN_STATES.get(cell.state, "warn")
+        state = f'<span class="state {kind}">{escape(cell.state)}, no run</span>', cell.state
+        values = [_text(cell.name), state, _number(0, "d"), _text(cell.why), _path(cell.where)]
+        rows.append(("", values))
     head = '<section id="failures"><h2>Failures and damage</h2>'
     if not rows:
         return f"{head}<p>None: every run finished and is whole on disk.</p></section>"
@@ -189,6 +195,14 @@ def _state(cell: Cell) -> tuple[str, str]:
     kind = "warn" if state == "finished" and cell.head["note"] else SHOWN_STATES.get(state, "warn")
     told = f"{state}, damaged" if state in ENDED and cell.head["note"] else state
     return f'<span class="state {kind}">{escape(told)}</span>', state
+
+
+def _text(text: str) -> tuple[str, str]:
+    return escape(text) or "-", text
+
+
+def _path(path: str) -> tuple[str, str]:
+    return f"<code>{escape(path)}</code>", path
 
 
 def _last_step(cell: Cell) -> float:

@@ -8,7 +8,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from analysis import beta2_grid, curves, spike_marks, spikes, style
+from analysis import beta2_grid, curves, recorded, spike_marks, spikes, style
 from analysis.load import Runs
 from lowprec.diagnostics.spikes import following
 
@@ -170,10 +170,8 @@ def pooled(frame: pd.DataFrame) -> pd.DataFrame:
 def _steps_and_tensors(runs: Runs, head: dict) -> pd.DataFrame | None:
     """The rows of one run; None if it did not record RMS_t of the patch embedding."""
     protocol = spike_marks.protocol_of(head)
-    alone = Runs(runs.heads[runs.heads["run"] == head["run"]])
-    layers = (
-        int(head["vision_layers"] or 0) if head["vision_layers"] == head["vision_layers"] else 0
-    )
+    alone = recorded.of_run(runs, head["run"])
+    layers = 0 if pd.isna(head["vision_layers"]) else int(head["vision_layers"])
     rows, steps = [], None
     for name, pattern in TENSORS.items():
         tensor = pattern.format(middle=layers // 2, last=layers - 1)
@@ -198,7 +196,7 @@ def _place(frame: pd.DataFrame) -> tuple:
     head = frame.iloc[0]
     value = head["value"]
     rank = style.rank(value, style.MODELS) if head["key"] == "model.name" else (value,)
-    return (head["beta2"], rank, head["seed"], head["run"])
+    return (head["beta2"], rank, head["seed"])
 
 
 def _cap(frame: pd.DataFrame) -> float:

@@ -7,8 +7,6 @@ how often they would by chance, in which tensors, and how all that depends on th
 """
 
 import argparse
-import sys
-import warnings
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -16,7 +14,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from analysis.load import NoRunsError, Runs, load_runs
+from analysis import cli, recorded
+from analysis.cli import ChoiceError
+from analysis.load import Runs, load_runs
 from analysis.spike_marks import FRACTIONS, TENSOR, THRESHOLDS, Series, protocol_of, read_series
 from lowprec.diagnostics.spikes import (
     PROTOCOLS,
@@ -179,7 +179,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m analysis.spikes", description="The spikes of runs."
     )
-    parser.add_argument("--run", type=Path, required=True, help="a run directory, or many below it")
+    parser.add_argument("--run", required=True, help="a run directory, or many below it; or a URL")
     parser.add_argument("--tensor", default=TENSOR, help=f"glob of tensors [{TENSOR}]")
     parser.add_argument("--out", type=Path, help="folder for tables and pictures")
     parser.add_argument(
@@ -197,24 +197,20 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
+@cli.entry
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command; returns its exit status: 2 for a caller's mistake."""
+    """Runs the command; returns its exit status."""
     options = _parse(arguments)
     given = {k: v for k, v in vars(options).items() if k in THRESHOLDS and v is not None}
     tensor = options.tensor
-    try:
-        runs = load_runs(options.run)
-    except NoRunsError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    runs = load_runs(options.run)
     for head in runs.runs.to_dict("records"):
-        alone = Runs(runs.heads[runs.heads["run"] == head["run"]])
+        alone = recorded.of_run(runs, head["run"])
         series = read_series(alone, head["run"])
         names = list(series.rms)
         if names and not any(fnmatchcase(name, tensor) for name in names):
             there = f"{len(names)} tensors, such as {', '.join(names[:6])}"
-            print(f"error: no tensor matches {tensor!r}; there are {there}", file=sys.stderr)
-            return 2
+            raise ChoiceError(f"no tensor matches {tensor!r}; there are {there}")
         chosen = PROTOCOLS.get(options.protocol) or protocol_of(head)
         protocol = replace(chosen, **given)
         text, tables = report(series, protocol, tensor)
@@ -227,7 +223,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    if not sys.warnoptions:
-        warnings.simplefilter("ignore")
-        warnings.filterwarnings("default", message=".*left out")  # of a damaged file
-    sys.exit(main())
+    cli.run(main)

@@ -10,6 +10,7 @@ from analysis.evidence import Evidence, Sample
 
 REPRODUCED, NOT, UNDECIDED = "reproduced", "not reproduced", "undecided"
 OUT, NO_RUNS = "out of reach at this scale", "no runs"
+OURS, PAPERS = "ours", "the paper's"  # whose a margin is
 
 
 @dataclass(frozen=True)
@@ -23,9 +24,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class Claim:
-    """One statement of a claim: the paper's number, our margin, and the judge of the evidence.
+    """One statement of a claim: the paper's number, a margin, and the judge of the evidence.
 
-    `judge` raises NoRunsError, with what is missing, where there is nothing to judge by.
+    `judge` raises NoRunsError, with what is missing, where there is nothing to judge by. `whose`
+    the margin is: the paper gives one only for its accuracy in int8.
     """
 
     number: str
@@ -33,6 +35,12 @@ class Claim:
     paper: str
     margin: str
     judge: Callable[[Evidence], Finding]
+    whose: str = OURS
+
+    @property
+    def bound(self) -> str:
+        """The margin, and whose it is: `ours: +-0.1 point`."""
+        return f"{self.whose}: {self.margin}"
 
 
 def at_scale(holds: bool, runs: pd.DataFrame | None = None) -> str:

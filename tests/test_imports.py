@@ -35,7 +35,7 @@ ALLOWED = {  # room: rooms of the project that it may import (itself always)
     "clip": {"nn", "ops", "formats", "config"},
     "train": {"optim", "data.loader", "diagnostics", "config", "run", "record", "durable"},
     "sweep": {"config", "validate", "run", "durable", "diagnostics.spikes"},
-    "analysis": {"config", "validate", "run", "diagnostics.spikes"},
+    "analysis": {"config", "validate", "run", "diagnostics.spikes", "sweep"},
     "experiments": {"*"},
 }
 OUTSIDE = {  # room: the only packages beyond the standard library; others import what they need

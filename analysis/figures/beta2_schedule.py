@@ -7,7 +7,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from analysis import curves, style
+from analysis import curves, naming, style
 from analysis.load import Runs
 
 COLUMNS = (*curves.COLUMNS, "beta2", "beta2_decay")
@@ -21,24 +21,19 @@ def query(runs: Runs) -> pd.DataFrame:
         return curves.losses(runs, heads, COLUMNS)
     heads = heads.astype({"beta2_decay": float})
     settings = [_setting(head) for head in heads.to_dict("records")]
-    heads["label"] = curves.with_setting(heads, settings)
+    heads["label"] = naming.with_setting(heads, settings)
     heads = heads.sort_values(["beta2_decay", "beta2"], na_position="first", kind="stable")
     return curves.losses(runs, heads, COLUMNS)
 
 
 def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
     """One panel: the runs of one model; schedules are dashed."""
-    model = frame["model"].iloc[0]
-    title = f"{style.MODELS.get(model, model)} ({frame['scale'].iloc[0]} scale)"
-    return curves.plot(frame, ax, _look, title)
+    return curves.plot(frame, ax, _look, curves.title(frame))
 
 
 def draw(frame: pd.DataFrame, figure: Figure) -> None:
     """The whole figure: a panel a model."""
-    models = sorted(frame["model"].unique(), key=lambda name: style.rank(name, style.MODELS))
-    lines = 2 * frame.groupby("model")["label"].nunique().max()
-    for model, ax in zip(models, curves.panels(figure, len(models), lines), strict=True):
-        plot(frame[frame["model"] == model], ax)
+    curves.draw_models(frame, figure, plot, lines=2)
 
 
 def caption(frame: pd.DataFrame) -> str:

@@ -20,7 +20,7 @@ BASELINES = {  # baseline: (in print, cases of which the fastest counts)
 CASES = {  # case: (in print, precision whose color it has)
     "high": ("ours, 16 bit", "bf16"),
     "switchback": ("SwitchBack int8", "switchback"),
-    "hw_fp8_switchback": ("SwitchBack fp8", "hw_fp8_switchback"),
+    "hw_fp8_switchback": ("SwitchBack hardware fp8", "hw_fp8_switchback"),
     "llm_int8": ("LLM.int8()", "llm_int8"),
 }
 SETTINGS = {"image_size": "{:.0f} px", "patch_dropout": "patch dropout {:g}"}  # of a line, in words
@@ -35,6 +35,14 @@ def with_settings(lines: pd.DataFrame) -> pd.DataFrame:
         for _, row in lines.iterrows()
     ]  # fmt: skip
     return lines.assign(shape=shapes)
+
+
+def in_lines(shape: str) -> str:
+    """`ViT-H/14`, its batch and what else was set, a line each; another name as it is."""
+    model, _, more = shape.partition(" ")
+    if model not in style.MODELS:
+        return shape
+    return "\n".join([style.MODELS[model], *more.replace("patch ", "patch, ").split(", ")])
 
 
 def query(lines: pd.DataFrame) -> pd.DataFrame:
@@ -81,17 +89,13 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
         values = frame[frame["series"] == case].set_index("shape")["value"]
         at = [index for index, (_, shape) in enumerate(shapes) if shape in values.index]
         heights = [values[shapes[index][1]] for index in at]
+        numbers = [f"{round(height):d}" for height in heights]  # no -0
         middles = [index + (place - (len(cases) - 1) / 2) * width for index in at]
         name, precision = CASES[case]
         color = style.color(precision, "stable_adamw")
         bars = ax.bar(middles, heights, width * 0.92, color=color, label=name)
-        ax.bar_label(bars, fmt="%.0f", fontsize=6, padding=1)
-    names = [
-        style.MODELS.get(model, model) + shape.removeprefix(model).replace(" ", "\n", 1)
-        for model, shape in shapes
-    ]
-    names = [name.replace(", ", "\n").replace("patch ", "patch\n") for name in names]
-    ax.set_xticks(range(len(shapes)), names)
+        ax.bar_label(bars, numbers, fontsize=6, padding=1)
+    ax.set_xticks(range(len(shapes)), [in_lines(shape) for _, shape in shapes])
     ax.axhline(0, color="black", lw=0.6)
     ax.grid(visible=False, axis="x")
     ax.margins(y=0.15)

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from analysis import curves, recorded, style
+from analysis import curves, naming, recorded, style
 from analysis.load import Runs
 
 OF_A_RUN = (
@@ -24,7 +24,7 @@ def query(runs: Runs) -> pd.DataFrame:
     """A row a block at the first (`at` first) and last recorded step of a run: what is plotted."""
     heads = curves.named_heads(runs, ("intervention.name",))
     frames = [pd.DataFrame(columns=list(COLUMNS))]
-    for head in curves.by_intervention(heads).to_dict("records"):
+    for head in naming.by_intervention(heads).to_dict("records"):
         alone = recorded.of_run(runs, head["run"])
         try:
             values = alone.tensors(recorded.BLOCK.format("*"), "feature_mean")
@@ -47,9 +47,7 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
         mean = line["feature_mean"].where(np.isfinite(line["feature_mean"]))
         ax.plot(line["block"], mean, color=style.paler(shade, head["variant"]), ls=DASHES[at],
                 marker="o", ms=2.5, label=f"{head['label']}, step {head['step']:,}")  # fmt: skip
-    model = frame["model"].iloc[0]
-    ax.set(xlabel="block k", ylabel=r"$\mathrm{E}[|x_k|]$")
-    ax.set_title(f"{style.MODELS.get(model, model)} ({frame['scale'].iloc[0]} scale)")
+    ax.set(xlabel="block k", ylabel=r"$\mathrm{E}[|x_k|]$", title=curves.title(frame))
     style.log_axis(ax)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.legend(loc="upper left", bbox_to_anchor=(0, -0.2), borderaxespad=0, handlelength=2.6)

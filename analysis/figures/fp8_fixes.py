@@ -32,17 +32,12 @@ def query(runs: Runs) -> pd.DataFrame:
 
 def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
     """One panel: the runs of one model. Raw loss faint, smoothed loss over it, legend below."""
-    model = frame["model"].iloc[0]
-    title = f"{style.MODELS.get(model, model)} ({frame['scale'].iloc[0]} scale)"
-    return curves.plot(frame, ax, _look, title)
+    return curves.plot(frame, ax, _look, curves.title(frame))
 
 
 def draw(frame: pd.DataFrame, figure: Figure) -> None:
     """The whole figure: a panel a model."""
-    models = sorted(frame["model"].unique(), key=lambda name: style.rank(name, style.MODELS))
-    lines = frame.groupby("model")["label"].nunique().max()
-    for model, ax in zip(models, curves.panels(figure, len(models), lines), strict=True):
-        plot(frame[frame["model"] == model], ax)
+    curves.draw_models(frame, figure, plot)
 
 
 def caption(frame: pd.DataFrame) -> str:

@@ -29,8 +29,7 @@ def query(runs: Runs) -> pd.DataFrame:
 
 def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
     """One panel: runs of one model. Raw loss faint, smoothed loss over it, legend below."""
-    model, family = frame["model"].iloc[0], style.families(frame)[0][0]
-    title = f"{style.MODELS.get(model, model)} ({frame['scale'].iloc[0]} scale)"
+    title, family = curves.title(frame), style.families(frame)[0][0]
     curves.plot(frame, ax, _look, f"{title}, {family}" if family else title)
     if frame["num_steps"].max() >= MIN_STEPS_FOR_INSET:
         _draw_inset(frame, ax)

@@ -110,7 +110,7 @@ def caption(frame: pd.DataFrame) -> str:
 def _spike(alone: Runs, head: dict) -> tuple[int | None, bool]:
     """The step to look at, and whether it is a loss spike; None if nothing is recorded."""
     protocol = spike_marks.protocol_of(head)
-    series = spike_marks.read_series(alone, head["run"], spikes.TENSOR)
+    series = spike_marks.read_series(alone, head["run"], spike_marks.TENSOR)
     table = spikes.spike_table(series, protocol)
     if len(table):
         return int(table.loc[table["height"].idxmax(), "step"]), True

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from analysis import bench, style
-from analysis.figures.end_to_end_speed import with_settings
+from analysis.figures.end_to_end_speed import in_lines, with_settings
 from analysis.load import NoRunsError
 
 LINES = "layer_memory model"
@@ -73,26 +73,18 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
         name, color = CASES[case]
         bars = ax.bar(middles, part["value"], width * 0.92, color=color, label=name)
         ax.bar_label(bars, fmt=number, fontsize=5.5, padding=1.5, rotation=90)
-    ax.set_xticks(range(len(groups)), [_printed(group) for group in groups])
+    ax.set_xticks(range(len(groups)), [in_lines(group) for group in groups])
     ax.grid(visible=False, axis="x")
     ax.margins(x=0.02, y=0.12)
     ax.set(ylabel=label)
     return ax
 
 
-def _printed(group: str) -> str:
-    """`ViT-H/14`, its batch and what else was set, a line each; a dim as it is."""
-    model, _, more = group.partition(" ")
-    if model not in style.MODELS:
-        return group
-    return "\n".join([style.MODELS[model], *more.replace("patch ", "patch, ").split(", ")])
-
-
 def draw(frame: pd.DataFrame, figure: Figure) -> None:
     """The layer left, the model right, as far as there are lines; one legend."""
     panels = [panel for panel in PANELS if panel in set(frame["panel"])]
     figure.set_size_inches(style.COLUMN_WIDTH * (2.1 if len(panels) > 1 else 1.4), 3.4)
-    shares = [1.4 if panel == "layer" else 1 for panel in panels]
+    shares = [len(frame[frame["panel"] == panel]) for panel in panels]  # bars: equally wide
     axes = figure.subplots(1, len(panels), squeeze=False, width_ratios=shares)[0]
     for panel, ax in zip(panels, axes, strict=True):
         plot(frame[frame["panel"] == panel], ax)

@@ -47,13 +47,15 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
         ax.plot(part["inner_dim"], part["measured"], color=color, **points)
     ax.set(xscale="log", yscale="log", xlabel="inner dimension", ylabel="variance of the error")
     key = "points measured, lines predicted"
-    ax.legend(loc="lower right", fontsize=6.5, title=key, title_fontsize=6.5)
+    ax.legend(loc="upper left", bbox_to_anchor=(0, -0.24), borderaxespad=0, ncols=3, title=key,
+              columnspacing=1, handlelength=1.4, fontsize=6.5, title_fontsize=6.5,
+              alignment="left")  # fmt: skip
     return ax
 
 
 def draw(frame: pd.DataFrame, figure: Figure) -> None:
     """One panel."""
-    figure.set_size_inches(style.COLUMN_WIDTH, 2.9)
+    figure.set_size_inches(style.COLUMN_WIDTH, 3.1)
     plot(frame, figure.subplots())
 
 

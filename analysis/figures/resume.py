@@ -81,7 +81,8 @@ def plot_difference(frame: pd.DataFrame, ax: Axes) -> Axes:
     ax.plot(run["step"], run["difference"], color=DISTURBED, lw=0.8)
     if (run["difference"] == 0).all():
         ax.set_ylim(-1, 1)
-        ax.text(0.5, 0.62, "every loss is the same", transform=ax.transAxes, ha="center")
+        ax.text(0.5, 0.62, "every loss is the same", transform=ax.transAxes, ha="center",
+                bbox={"color": "white", "pad": 1})  # fmt: skip
     for step in run.loc[run["resumed"], "step"]:
         ax.axvline(step, color=DISTURBED, lw=0.7, ls=":")
     ax.set(xlabel="step", ylabel="difference")

@@ -1,6 +1,6 @@
 """Loss and RMS_t of the patch embedding on one time axis, a panel a run. Fig. 9, arXiv:2304.13013.
 
-Runs: `experiment=rms_and_loss`.
+Runs: `experiment=rms_and_loss`, else `update_clipping`.
 """
 
 import math
@@ -16,6 +16,7 @@ from analysis import curves, spike_marks, spikes, style
 from analysis.load import Runs
 from lowprec.diagnostics.spikes import Protocol, following
 
+STAND_IN = "update_clipping"
 CAP_AFTER = 0.1  # the loss axis ends at the largest loss after this share of the run
 FOLLOWING, OTHER, RMS = spike_marks.FOLLOWING, spike_marks.OTHER, style.RMS
 OF_A_RUN = (

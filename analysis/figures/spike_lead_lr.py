@@ -1,6 +1,6 @@
 """Loss spikes and RMS spikes by learning rate, and how far apart. Appendix of arXiv:2304.13013.
 
-Runs: `experiment=spikes_vs_lr`, of which those with large beta2.
+Runs: `experiment=spikes_vs_lr`, else `update_clipping`, of which those with large beta2.
 """
 
 import pandas as pd
@@ -8,7 +8,7 @@ import pandas as pd
 from analysis import spike_lead
 from analysis.load import Runs
 
-EXPERIMENT = "spikes_vs_lr"
+EXPERIMENT, STAND_IN = "spikes_vs_lr", "update_clipping"
 plot, draw, caption = spike_lead.plot, spike_lead.draw, spike_lead.caption
 
 

@@ -35,7 +35,7 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
         label = f"nn.Linear{name}"
         ax.plot(base["dim"], base["base_ms"], color="black", lw=1, ls=line, label=label)
     bench.plot_layer(ours, ax, "ms")
-    ax.set_yscale("log")
+    style.log_axis(ax)
     ax.set(ylabel="forward + backward (ms)")
     return ax
 

@@ -1,5 +1,6 @@
 """Runs behind a URL load as those on disk do."""
 
+import json
 import shutil
 
 import fsspec
@@ -7,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis import NoRunsError, load_runs
+from analysis import NoRunsError, load_runs, make, spikes
 from analysis.report import main
 
 CONV = "visual.conv1.weight"
@@ -91,6 +92,34 @@ def test_only_the_chosen_columns_come_over_the_network(make_run, upload, monkeyp
 def test_no_runs_behind_a_url_names_it():
     with pytest.raises(NoRunsError, match="memory://nothing: no runs"):
         load_runs("memory://nothing")
+
+
+def test_figures_of_runs_and_lines_behind_a_url_are_those_of_the_folder(make_run, tmp_path, upload):
+    make_run(num_steps=60)
+    make_run(num_steps=60, seed=1, steps=30, state="running")
+    lines = tmp_path / "runs" / "bench" / "quantization_variance" / "one.jsonl"
+    lines.parent.mkdir(parents=True)
+    row = {"case": "int8", "device": "d", "ms": None, "ratio": 1.0}
+    rows = [row | {"inner_dim": n, "measured": n, "predicted": n} for n in (64, 1024)]
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    url, slugs = upload(), ("loss_curves", "quantization_variance")
+    for name, root in (("here", str(tmp_path / "runs")), ("there", url)):
+        assert make.main(["all", "--runs", root, "--out", str(tmp_path / name)]) == 0
+    for slug, root in zip(slugs, (url, f"file://{tmp_path}/runs"), strict=True):
+        assert make.main([slug, "--runs", root, "--out", str(tmp_path / "one")]) == 0
+    for name in ("loss_curves_demo.png", "quantization_variance.png"):
+        pictures = {(tmp_path / out / name).read_bytes() for out in ("here", "there", "one")}
+        assert len(pictures) == 1
+    about = json.loads((tmp_path / "there" / "loss_curves_demo.json").read_text())
+    assert all(run["path"].startswith("memory://") for run in about["runs"])
+
+
+def test_claims_and_spikes_take_a_url(make_run, tmp_path, upload):
+    make_run(num_steps=20)
+    root = upload()
+    assert make.main(["claims", "--runs", root, "--out", str(tmp_path)]) == 0
+    assert "From 1 runs" in (tmp_path / "claims.md").read_text()
+    assert spikes.main(["--run", root]) == 0
 
 
 def test_a_report_of_runs_behind_a_url_is_written(make_run, tmp_path, upload, capsys):

@@ -44,9 +44,10 @@ def test_links_of_a_notebook_lead_somewhere(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_runs_and_draws(name, monkeypatch):
-    nbformat = pytest.importorskip("nbformat")
-    nbclient = pytest.importorskip("nbclient")
-    pytest.importorskip("ipykernel")
+    import ipykernel  # noqa: F401  the kernel: without it, or them, this fails and is not skipped
+    import nbclient
+    import nbformat
+
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     monkeypatch.setenv("PYTHONPATH", path)
     notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
