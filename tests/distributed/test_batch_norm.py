@@ -56,7 +56,8 @@ def test_two_gpus_give_the_gradients_and_statistics_of_one(make, tmp_path, kind)
     for size in (1, 2):
         place = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29473"}
         root, here = Path(__file__).parents[2], Path(__file__).parent
-        place |= {"PYTHONPATH": f"{root}:{here}", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+        paths = [str(root), str(here), os.environ.get("PYTHONPATH", "")]
+        place |= {"PYTHONPATH": os.pathsep.join(paths), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
         processes = [
             subprocess.Popen(
                 [sys.executable, "-c", code, json.dumps([str(tmp_path), rank, size, config])],
