@@ -112,10 +112,10 @@ def process_faults(config: Config, planned: int | None = None) -> list[str]:
 
 
 def sync_bn_fault(config: Config) -> str:
-    """Why a model with batch norm needs `distributed.sync_bn` in several processes."""
+    """Why a model with batch norm needs DDP's `sync_bn` in several processes."""
     return (
         f"distributed={config.distributed.name}: model {config.model.name} has batch norm, whose "
-        "statistics would be each process's own; use distributed.sync_bn=true"
+        "statistics would be each process's own; use distributed=ddp distributed.sync_bn=true"
     )
 
 

@@ -220,7 +220,7 @@ class DistributedConfig:
     local_loss: bool = key(True, "each rank computes its own rows of the loss, not all of them")
     gather_with_grad: bool = key(True, "through gathered features; always", choices=(True,))
     static_graph: bool = key(True, "ddp: every step uses the same parameters")
-    sync_bn: bool = key(False, "batch norm over the batches of all ranks, on GPUs")
+    sync_bn: bool = key(False, "ddp: batch norm over the batches of all ranks, on GPUs")
     timeout_s: float = key(
         600.0, "a rank that stands still for so long ends the run", above=0, identity=False
     )

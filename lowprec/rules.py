@@ -139,9 +139,10 @@ def _idle_faults(config: Config) -> Iterator[str]:
          "recipe=llm_int8"),
         ("precision", "backend", _is_real(config.precision), "products of real 8-bit numbers"),
         ("precision", "skip_slow", _is_real(config.precision), "products of real 8-bit numbers"),
-        *(("distributed", name, config.distributed.name != "none", "distributed=ddp or fsdp2")
-          for name in ("local_loss", "sync_bn")),
-        ("distributed", "static_graph", config.distributed.name == "ddp", "distributed=ddp"),
+        ("distributed", "local_loss", config.distributed.name != "none",
+         "distributed=ddp or fsdp2"),
+        *(("distributed", name, config.distributed.name == "ddp", "distributed=ddp")
+          for name in ("static_graph", "sync_bn")),
         ("optimizer", "clip_weight_decay", config.optimizer.name == "stable_adamw",
          "optimizer=stable_adamw"),
         *(("optimizer", name, config.optimizer.name in EIGHT_BIT, f"optimizer={EIGHT_BIT[0]}")

@@ -30,8 +30,9 @@ def gradients(folder: Path, rank: int, size: int, *, configs: dict[str, dict]) -
         built = build(config, open_data(config), world)
         built.task.model.train()
         factor = 64.0 if "scaled" in name else 1.0
-        scaler = FixedScaler(factor, device)
-        loss, scale = built.task.backward(next(built.batches_from(1)), scaler.scale)
+        scaler = FixedScaler(factor, built.device)
+        batch = next(built.batches_from(1)).to(built.device)
+        loss, scale = built.task.backward(batch, scaler.scale)
         found = {n: whole(p.grad) / factor for n, p in built.task.model.named_parameters()}
         found |= {n: b for n, b in built.task.model.named_buffers() if "running" in n}
         found |= {"loss": loss, "scale": scale, "next draw": torch.rand(3)}

@@ -94,7 +94,7 @@ BAD = {  # the command: what its message must contain
     "precision.outlier_threshold=6": ("does nothing without recipe=llm_int8",),
     "data.augment=flip_crop": ("data.augment='flip_crop'", "none, crop_flip", "crop_flip"),
     "accumulate=3": ("batch_size=128 is not a multiple of accumulate=3",),
-    "distributed.sync_bn=true": ("sync_bn=True does nothing without distributed=ddp or fsdp2",),
+    "distributed.sync_bn=true": ("sync_bn=True does nothing without distributed=ddp",),
     "distributed.gather_with_grad=false": ("gather_with_grad=false", "one of true"),
     "distributed=fsdp2 distributed.static_graph=false": ("static_graph=False does nothing",),
     "distributed=fsdp2 scaler=dynamic precision=fp16": ("scaler=dynamic", "use ddp"),
