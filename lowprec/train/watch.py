@@ -87,6 +87,8 @@ class Watch:
         self.seen: dict[socket.socket, Seen] = {}
         self.selector = selectors.DefaultSelector()
         self.closing = threading.Event()
+        self.waker, self.woken = socket.socketpair()  # ends the thread's wait for news
+        self.selector.register(self.woken, selectors.EVENT_READ)
         self.stacks = stacks
         if size > 1:
             self._connect(meet)
@@ -105,10 +107,11 @@ class Watch:
         kind = "end" if self.rank == 0 and reason else "bye"
         text = f"{self.own} failed: {reason}" if reason else ""
         self._tell({kind: text})
+        self.waker.send(b".")
         self.thread.join(2)
         faulthandler.cancel_dump_traceback_later()
-        for peer in self.seen:
-            peer.close()
+        for end in (*self.seen, self.waker, self.woken):
+            end.close()
 
     def _connect(self, meet: Callable[[dict | None], dict]) -> None:
         if self.rank == 0:
@@ -142,10 +145,9 @@ class Watch:
     def _run(self) -> None:
         last = time.monotonic()
         while not self.closing.is_set():
-            for event, _ in self.selector.select(TICK_S) if self.seen else ():
-                self._read(event.fileobj)
-            if not self.seen:
-                self.closing.wait(TICK_S)
+            for event, _ in self.selector.select(TICK_S):
+                if event.fileobj is not self.woken:
+                    self._read(event.fileobj)
             now = time.monotonic()
             if now - last > SILENT_S:  # this process was stopped: none stood still
                 for seen in (self.own, *self.seen.values()):
