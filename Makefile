@@ -20,7 +20,7 @@ demo: $(READY)
 	@echo "Runs: runs/loss_curves   Figure: figures/loss_curves_demo.png   Next: README.md"
 
 test: $(READY)
-	@$(PY) -m pytest -q
+	@$(PY) -m pytest -q -n 2 --dist loadfile
 
 test-slow: $(READY)
 	@$(PY) -m pytest -q -m slow
