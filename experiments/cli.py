@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lowprec.config import PRESETS, Config
 from lowprec.nearest import nearest
+from lowprec.train.world import place
 from lowprec.validate import ConfigError, check, keys, public_name, unknown_key
 
 PATTERNS = ("data.train", "data.val", "shards", "train", "val")  # keys whose values are globs
@@ -55,7 +56,15 @@ def main(
     ConfigStore.instance().store(name="schema", node=defaults(schema))
     arguments = get_args_parser().parse_args()
     inspecting = arguments.cfg or arguments.hydra_help or arguments.help or arguments.info
+    size = place()[1]
     try:
+        if arguments.multirun and size > 1:
+            raise ConfigError(
+                [
+                    f"-m in {size} processes: a cell that fails would part them; "
+                    f"python -m experiments.sweep submit ... launcher.gpus={size}"
+                ]
+            )
         if not inspecting:
             check_command(
                 arguments.overrides,

@@ -58,7 +58,7 @@ def watched(config: Config, record: Record, world: World) -> Iterator[None]:
         config.distributed.timeout_s,
         record.run / "stacks",
         meet=lambda address: world.first(lambda: address),
-        on_end=lambda reason: _note("failed", reason, record),
+        on_end=lambda reason: record.status("failed", reason=reason, unless=ENDED),
     )
     try:
         yield
@@ -107,7 +107,8 @@ def fail(error: BaseException, config: Config, record: Record, copy: NoCopy) -> 
     interrupted = isinstance(error, KeyboardInterrupt)
     reason = f"{type(error).__name__}: {error}"[:1000]
     with contextlib.suppress(OSError):  # the disk may be what failed
-        _note("preempted" if interrupted else "failed", reason, record)
+        state = "preempted" if interrupted else "failed"
+        record.status(state, reason=reason, unless=ENDED)  # what fails after the end is no matter
     if interrupted:
         saved = record.last_status()["saved"]
         print(f"{record.run} stopped without saving; it goes on from step {saved}")
@@ -119,13 +120,6 @@ def fail(error: BaseException, config: Config, record: Record, copy: NoCopy) -> 
     if sentence := str(error) if of_peer else sentence_of(error, config):
         raise cli.RunError(f"{record.run} failed: {sentence}") from error
     raise error
-
-
-def _note(state: str, reason: str, record: Record) -> None:
-    """Notes how an attempt failed; what does so once it has ended the run changes nothing."""
-    status = record.last_status()
-    if status["state"] not in ENDED or status.get("attempt") != record.attempt:
-        record.status(state, reason=reason)
 
 
 def sentence_of(error: BaseException, config: Config) -> str | None:

@@ -130,8 +130,26 @@ def sources_of(config: Config, data: Data) -> dict[str, str]:
             manifest = find_checkpoint(Path(config.resume.from_)) / "manifest.json"
         except CheckpointError as error:
             raise ConfigError([f"resume.from={config.resume.from_}: {error}"]) from error
-        sources["resume_from"] = json.loads(manifest.read_text())["sha256"]
+        sources["resume_from"] = _sha256_of(manifest.parent)
     return sources
+
+
+def _source(config: Config, sources: dict[str, str]) -> str:
+    """The checkpoint of `resume.from`, if it is still the one that the run is named after."""
+    from lowprec.train.checkpoint import find_checkpoint
+    from lowprec.train.state import CheckpointError
+
+    found = find_checkpoint(Path(config.resume.from_))
+    if _sha256_of(found) != sources["resume_from"]:
+        raise CheckpointError(
+            f"resume.from={config.resume.from_}: it is still being trained, and {found.name} has "
+            "come since; wait for its end, or name one of its checkpoints"
+        )
+    return str(found)
+
+
+def _sha256_of(checkpoint: Path) -> str:
+    return json.loads((checkpoint / "manifest.json").read_text())["sha256"]
 
 
 def _train(
@@ -145,7 +163,7 @@ def _train(
 ) -> tuple[object, object]:
     """Trains until the run ends or is stopped: how, and the logger; torch is loaded here."""
     from experiments.build import build
-    from lowprec.train.checkpoint import find_checkpoint, list_checkpoints
+    from lowprec.train.checkpoint import list_checkpoints
     from lowprec.train.loggers import build_logger
     from lowprec.train.loop import train
     from lowprec.train.provenance import code_digests
@@ -159,7 +177,7 @@ def _train(
     if world.is_first:
         _report_layers(config, built.layers, record)
     if config.resume.from_ and not list_checkpoints(record.run):
-        source = find_checkpoint(Path(config.resume.from_))
+        source = Path(world.first(lambda: _source(config, sources)))
         world.together(lambda: built.state.load(source, fresh=True))
         print(f"{record.run} begins with the weights and moments of {source}")
     logger = build_logger(config.logger.name if world.is_first else "none", record.run, plain)
@@ -244,6 +262,6 @@ def _report_layers(config: Config, layers: list, record: Record) -> None:
 
 
 if __name__ == "__main__":
-    if place()[0]:  # one rank says what is wrong with a command
+    if place()[2]:  # one rank of a machine says what is wrong with a command
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (for as long as main is not reached)
     cli.main(main, "train", preflight=preflight)

@@ -10,6 +10,7 @@ import io
 import json
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ import pyarrow.parquet
 from lowprec import durable
 from lowprec.run import TABLES, encode_row, read_status, read_tensors
 
+STATUS_S = 10  # that a thread waits for another to write status.json
 ROW_FILES = ("metrics.jsonl", "timing.jsonl", "events.jsonl", "skips.jsonl")
 
 
@@ -41,6 +43,7 @@ class Record:
     def __init__(self, run: Path):
         self.run = Path(run)
         self.run.mkdir(parents=True, exist_ok=True)
+        self._status = threading.Lock()
         self._lock = open(self.run / ".lock", "a+")  # noqa: SIM115 (held as long as the record)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -84,17 +87,34 @@ class Record:
             stream = self._streams[table] = _Stream(path, list(statistics), names)
         stream.append(steps, statistics)
 
-    def status(self, state: str, step: int | None = None, reason: str = "", saved: int = 0) -> None:
-        """Replaces status.json. step None: as it was; `saved`: the last committed checkpoint."""
-        before = self.last_status()
-        row = {
-            "state": state,
-            "step": before["step"] if step is None else step,
-            "saved": max(saved, before["saved"]),
-            "attempt": self.attempt,
-            "reason": reason,
-        }
-        durable.replace(self.run / "status.json", encode_row(row).encode())
+    def status(
+        self,
+        state: str,
+        step: int | None = None,
+        reason: str = "",
+        saved: int = 0,
+        unless: tuple[str, ...] = (),
+    ) -> None:
+        """Replaces status.json. step None: as it was; `saved`: the last committed checkpoint.
+
+        `unless`: states of this attempt that stay as they are. Any thread may call it.
+        """
+        if not self._status.acquire(timeout=STATUS_S):  # the other thread's disk hangs
+            return
+        try:
+            before = self.last_status()
+            if before["state"] in unless and before.get("attempt") == self.attempt:
+                return
+            row = {
+                "state": state,
+                "step": before["step"] if step is None else step,
+                "saved": max(saved, before["saved"]),
+                "attempt": self.attempt,
+                "reason": reason,
+            }
+            durable.replace(self.run / "status.json", encode_row(row).encode())
+        finally:
+            self._status.release()
 
     def last_status(self) -> dict:
         """What status.json says: state (None: it is missing or damaged), step, saved, ..."""

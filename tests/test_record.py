@@ -270,3 +270,19 @@ def test_a_file_system_without_locks_is_named_and_no_other_process(tmp_path, mon
     monkeypatch.setattr("fcntl.flock", flock)
     with pytest.raises(RecordError, match="its file system has no locks"):
         Record(tmp_path)
+
+
+def test_a_state_that_an_attempt_has_come_to_stays_whatever_another_thread_says(tmp_path):
+    with contextlib.closing(Record(tmp_path / "run")) as record:
+        record.append("attempts", [{"attempt": 0}])
+
+        def fail():
+            for _ in range(50):
+                record.status("failed", reason="late", unless=("finished",))
+
+        other = threading.Thread(target=fail)
+        other.start()
+        for step in range(50):
+            record.status("finished", step)
+        other.join()
+        assert record.last_status()["state"] == "finished"

@@ -13,13 +13,11 @@ def replicate(model: nn.Module, config: Config) -> nn.Module:
     """The model behind DDP, which averages gradients over ranks while they are computed.
 
     With `accumulate` parts the graph is not static: DDP cannot leave out the averaging of a part.
-    No buffer is broadcast: those that steps change, of synchronized batch norm, are equal anyway.
     """
     device = next(model.parameters()).device
     return DistributedDataParallel(
         model,
         device_ids=[device] if device.type == "cuda" else None,
-        broadcast_buffers=False,
         gradient_as_bucket_view=True,
         static_graph=config.distributed.static_graph and config.accumulate == 1,
     )

@@ -61,7 +61,7 @@ def _read(name: str, parts: list, like: Tensor | None) -> Tensor:
         if low < high:
             rows.append(part[low:high])
         begin += height
-    found = torch.cat(rows) if rows else torch.empty(0, *shape[1:], dtype=_dtype(parts[0], name))
+    found = torch.cat(rows) if rows else slices[0][:0]
     return DTensor.from_local(
         found.to(like.device),
         like.device_mesh,
@@ -78,7 +78,3 @@ def _rows(tensor: DTensor) -> tuple[int, int]:
     each = -(-height // size)
     first = min(tensor.device_mesh.get_local_rank() * each, height)
     return first, min(each, height - first)
-
-
-def _dtype(part: safe_open, name: str) -> torch.dtype:
-    return part.get_tensor(name).dtype

@@ -27,7 +27,7 @@ LOST = 76  # exit status of a process that was ended because a rank died or stoo
 TICK_S = 0.5
 MEET_S = 60  # for the others to connect
 SILENT_S = 4 * TICK_S
-WORK = ("saving", "ending")  # of the host, which says nothing before it is done
+WORK = ("starting", "saving", "ending")  # of the host, which says nothing before it is done
 WORK_S = 3600.0  # that it may take
 DUMP_S = 1.0  # what the others get to write their stacks before rank 0 ends
 
@@ -68,8 +68,8 @@ class Seen:
 class Watch:
     """The thread that watches. `stacks`: the folder for stacks; `on_end(reason)` is rank 0's.
 
-    `meet(address)` gives every rank the address that rank 0 came with. Until the first `beat` only
-    deaths count: what comes before (reading data, building) may take its time.
+    `meet(address)` gives every rank the address that rank 0 came with. What comes before the
+    first `beat` (reading data, building) says nothing of itself and may take WORK_S, as saving may.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Watch:
                 last = now
                 own = self.own
                 self._tell({"at": [own.name, own.beats, own.step, own.doing]})
-                if own.beats and sys.__stderr__:  # also where Python itself is held up
+                if sys.__stderr__:  # also where Python itself is held up
                     late = own.may_take(self.timeout_s) + 2 * TICK_S
                     faulthandler.dump_traceback_later(late, file=sys.__stderr__)
                 self._find_still(now)
@@ -191,7 +191,7 @@ class Watch:
         """
         known = [self.own, *(seen for seen in self.seen.values() if not seen.left)]
         still = [s for s in known if now - s.moved >= s.may_take(self.timeout_s)]
-        if not self.own.beats or not still:
+        if not still:
             return
         if self.rank:  # rank 0 knows all and speaks first, unless it is the one that is stopped
             known = [seen for seen in known if seen is not self.own]

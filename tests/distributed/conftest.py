@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="session")
 def server():
     process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", str(Path(__file__).with_name("ranks.py"))],
+        [sys.executable, str(Path(__file__).with_name("ranks.py"))],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -1,5 +1,6 @@
 """Bad command lines and what must be said of them; every file under conf/."""
 
+import os
 import resource
 import shutil
 import subprocess
@@ -267,3 +268,14 @@ def test_bad_command_exits_2_within_five_seconds(command, tmp_path):
     assert "Traceback" not in done.stderr
     assert not list(tmp_path.iterdir())
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5
+
+
+def test_a_sweep_in_one_command_is_refused_in_several_processes(tmp_path):
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+    program = [sys.executable, "-m", "experiments.train", "-m", "seed=0,1", f"run_dir={tmp_path}"]
+    env = {**os.environ, **ranks}
+    done = subprocess.run(
+        program, capture_output=True, text=True, timeout=60, cwd=CONF.parent, env=env
+    )
+    assert done.returncode == 2
+    assert "experiments.sweep submit ... launcher.gpus=2" in done.stderr

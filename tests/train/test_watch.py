@@ -52,7 +52,7 @@ def ended(monkeypatch):
     return reasons, told.wait
 
 
-@pytest.mark.parametrize("work", ["saving", "ending"])
+@pytest.mark.parametrize("work", ["starting", "saving", "ending"])
 def test_long_work_of_the_host_is_no_standstill_but_a_step_is(ended, tmp_path, work):
     reasons, wait = ended
     watch = Watch(0, 1, 0.4, tmp_path, meet=lambda address: address)
