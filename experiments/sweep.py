@@ -32,10 +32,11 @@ from experiments.sweep_cells import cells_of, refuse_processes
 from experiments.sweep_estimate import print_estimate
 from experiments.sweep_table import show, table
 from lowprec.config import key
+from lowprec.durable import DiskError
 from lowprec.nearest import nearest
 from lowprec.sweep import local, slurm
 from lowprec.sweep.ledger import Ledger, locked
-from lowprec.sweep.status import ACTIVE, TO_RESUBMIT, TO_SUBMIT, ask_queue, states, summary
+from lowprec.sweep.status import ACTIVE, RESULTS, TO_RESUBMIT, TO_SUBMIT, ask_queue, states, summary
 from lowprec.validate import ConfigError, unknown_key
 
 COMMAND = [sys.executable, "-m", "experiments.sweep_cell"]
@@ -133,12 +134,13 @@ def cancel(texts: list[str]) -> None:
     ledger = _find(texts)
     with locked(ledger.folder):
         ledger = Ledger(ledger.folder)
-        active = [s for s in states(ledger, ask_queue(ledger)) if s.state in ACTIVE]
+        found = states(ledger, ask_queue(ledger))
+        active = [state.index for state in found if state.state in ACTIVE]
         if active:  # written first: a cell that is told to stop must not go back into the queue
-            ledger.record({"event": "cancelled", "cells": [state.index for state in active]})
-        slurm.cancel([state.job for state in active if state.job])
-        local.stop(ledger, [state.index for state in active if not state.job])
-    print(f"{len(active)} cells cancelled; submit goes on with them")
+            ledger.record({"event": "cancelled", "cells": active})
+        print(f"{len(active)} cells cancelled; submit goes on with them")
+        local.stop(ledger, [s.index for s in found if s.state not in RESULTS and not s.job])
+        slurm.cancel(slurm.own_jobs(ledger))  # also of cells that an earlier `cancel` did not reach
 
 
 def _own(texts: list[str]) -> tuple[SweepConfig, list[str]]:
@@ -177,6 +179,8 @@ def _find(texts: list[str]) -> Ledger:
 
 def hand_over(ledger: Ledger, chosen: list[int], which: tuple[str, ...], launcher: dict) -> None:
     """Submits the chosen cells whose state is one of `which`, and says what it left alone."""
+    if launcher["name"] == "slurm":
+        slurm.require()
     queue = _settled_queue(ledger)
     found = [state for state in states(ledger, queue) if state.index in chosen]
     cells = [state.index for state in found if state.state in which]
@@ -199,14 +203,13 @@ def hand_over(ledger: Ledger, chosen: list[int], which: tuple[str, ...], launche
 
 def _settled_queue(ledger: Ledger) -> dict | None:
     """The queue, when every submission whose end nobody saw has been looked for in it."""
-    rows = ledger.events()
-    done = {row["token"] for row in rows if row["event"] == "submitted"}
-    open_ = [r for r in rows if r["event"] == "submitting" and r["launcher"]["name"] == "slurm"]
-    open_ = [row for row in open_ if row["token"] not in done]
     queue = ask_queue(ledger)
     if queue is None:
         raise slurm.SlurmError("squeue gives no answer, so it is not known what runs; try again")
-    for row in open_:
+    newest = [s for s in ledger.submissions().values() if not s.cancelled]
+    open_ = {s.token for s in newest if s.launcher["name"] == "slurm" and not s.job}
+    rows = [r for r in ledger.events() if r["event"] == "submitting" and r["token"] in open_]
+    for row in rows:
         if jobs := slurm.adopt(ledger, row["cells"], row["token"], row["launcher"]):
             ledger.record({"event": "submitted", "token": row["token"], "jobs": jobs})
     return queue
@@ -229,6 +232,9 @@ VERBS: dict[str, Callable[[list[str]], None]] = {
 def command(arguments: list[str]) -> None:
     """`<verb> key=value ...`; faults are a list and exit 2, what cannot be done is a sentence."""
     verb, *texts = arguments or [""]
+    if verb in ("-h", "--help"):
+        print(__doc__.strip())
+        return
     if verb not in VERBS:
         shown = f"{verb}: no such verb{nearest(verb, list(VERBS))}\n" if verb else ""
         sys.exit(f"{shown}python -m experiments.sweep {'|'.join(VERBS)} key=value ...")
@@ -236,7 +242,7 @@ def command(arguments: list[str]) -> None:
         VERBS[verb](texts)
     except ConfigError as error:
         cli.refuse(error)
-    except (cli.RunError, slurm.SlurmError) as error:
+    except (cli.RunError, slurm.SlurmError, DiskError) as error:
         sys.exit(str(error))
 
 

@@ -23,6 +23,7 @@ class Measured:
 
     model: str
     precision: str
+    optimizer: str
     batch_size: int
     processes: int
     step_ms: float
@@ -37,7 +38,7 @@ def print_estimate(cells: list[Cell], processes: int = 1) -> None:
     """
     configs = [check(cell.config) for cell in cells]
     known = measured([Path(configs[0].run_dir), RECORDS])
-    hours, unknown, sources = Counter(), Counter(), {}
+    hours, unknown, sources, assumed = Counter(), Counter(), {}, {}
     for cell, config in zip(cells, configs, strict=True):
         found = nearest_measured(config, known, processes)
         what = f"model={config.model.name} on {processes} process{'es' * (processes > 1)}"
@@ -49,6 +50,7 @@ def print_estimate(cells: list[Cell], processes: int = 1) -> None:
             spent = ms * config.num_steps / 3.6e6
             hours[found.device] += spent * processes
             sources[str(found.run)] = None
+            assumed |= dict.fromkeys(_differences(config, found))
             shown = f"{spent:.2f} h ({ms:.1f} ms a step)"
         print(f"{cell.run}: {config.num_steps} steps, {shown}")
     print(f"{len(cells)} cells")
@@ -57,7 +59,7 @@ def print_estimate(cells: list[Cell], processes: int = 1) -> None:
         print(f"time: {spent:.2f} {kind}, of training steps alone, by {', '.join(sources)}")
     if hours:
         each = f"{processes} processes a cell" if processes > 1 else "one process a cell"
-        print(f"assumed: {each}, a step time in proportion to batch_size")
+        print(", ".join([f"assumed: {each}", "a step time in proportion to batch_size", *assumed]))
     for what, count in unknown.items():
         print(f"time: unknown for {count} cells of {what}")
     sizes = [disk_bytes(config) for config in configs]
@@ -82,10 +84,18 @@ def measured(roots: list[Path]) -> list[Measured]:
         except (OSError, ValueError, KeyError, ConfigError):
             continue
         ms, device = float(np.median(times)), facts.get("gpu") or "CPU"
-        precision = precision_label(config)
-        size = config.batch_size
-        found.append(Measured(config.model.name, precision, size, processes, ms, device, run))
+        what = (config.model.name, precision_label(config), config.optimizer.name)
+        found.append(Measured(*what, config.batch_size, processes, ms, device, run))
     return found
+
+
+def _differences(config: object, found: Measured) -> list[str]:
+    """What a measured run had otherwise than the cell whose time it gives."""
+    pairs = (
+        ("in", found.precision, precision_label(config)),
+        ("with", found.optimizer, config.optimizer.name),
+    )
+    return [f"measured {word} {its} for {own}" for word, its, own in pairs if its != own]
 
 
 def _processes(run: Path, config: object) -> set[int | None]:
@@ -97,7 +107,7 @@ def _processes(run: Path, config: object) -> set[int | None]:
 def nearest_measured(config: object, known: list[Measured], processes: int) -> Measured | None:
     """A run of the same model and number of processes, if there is one.
 
-    Of several one of the same precision, then of the nearest batch size.
+    Of several one of the same precision, then of the nearest batch size, then of its optimizer.
     """
     same = [i for i in known if (i.model, i.processes) == (config.model.name, processes)]
     if config.device != "auto":
@@ -107,6 +117,7 @@ def nearest_measured(config: object, known: list[Measured], processes: int) -> M
         key=lambda item: (
             item.precision != precision_label(config),
             abs(np.log(item.batch_size / config.batch_size)),
+            item.optimizer != config.optimizer.name,
         ),
         default=None,
     )

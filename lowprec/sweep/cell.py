@@ -60,8 +60,15 @@ def _attempt(ledger: Ledger, index: int, token: str, job: str, gpus: int, lock: 
     started = {"event": "started", "token": token, "job": job, "saved": saved}
     started["gpus"] = os.environ.get("CUDA_VISIBLE_DEVICES", "") if gpus else ""
     ledger.append(index, started | {"pid": os.getpid(), "host": socket.gethostname()})
-    code, reason, stopped = _train(ledger, index, gpus, lock)
-    again = stopped and code != 0 and not is_cancelled(ledger, index, token)
+    if is_cancelled(ledger, index, token):  # while it started, when there was no process to stop
+        say_end(ledger, index, token, 1, "cancelled")
+        return 1
+    try:
+        code, reason, stopped = _train(ledger, index, gpus, lock)
+    except Exception as error:
+        code, reason, stopped = 1, repr(error), False
+    again = stopped and (code == STOPPED or _killed_by(code) is not None)
+    again = again and not is_cancelled(ledger, index, token)
     say_end(ledger, index, token, code, reason, again)
     if code:
         said = "saved, to be started again" if again else f"failed: {reason}"
@@ -169,12 +176,16 @@ def _wait(children: list[subprocess.Popen]) -> int:
             time.sleep(0.2)
 
 
+def _killed_by(code: int) -> str | None:
+    """The signal whose exit status this is; None where it is no signal's (a program's own 255)."""
+    return {128 + number: number.name for number in signal.Signals}.get(code)
+
+
 def _reason(log: Path, start: int, code: int) -> str:
     """Why an attempt failed: the signal that killed it, or what it said last."""
     if code == 0:
         return ""
-    if code > 128:
-        name = signal.Signals(code - 128).name
+    if name := _killed_by(code):
         return f"killed by {name}" + (", often for want of memory" * (name == "SIGKILL"))
     with open(log, "rb") as file:
         file.seek(max(start, log.stat().st_size - 4000))

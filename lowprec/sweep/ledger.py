@@ -66,15 +66,18 @@ class Ledger:
         return cls(folder)
 
     def add(self, cells: list[Cell]) -> list[int]:
-        """Indexes of these cells; those whose run directory is new are added, durably."""
-        known = {cell.run: cell.index for cell in self.cells}
+        """Indexes of these cells; those whose run directory is new are added, durably.
+
+        Others replace the cell of that directory: keys that name no run may have changed.
+        """
+        known = {self.run_of(cell.index).resolve(): cell.index for cell in self.cells}
         for cell in cells:
-            if cell.run not in known:
-                cell.index = known[cell.run] = len(self.cells)
-                self.cells.append(cell)
+            place = (self.cwd / cell.run).resolve()
+            cell.index = known.setdefault(place, len(self.cells))
+            self.cells[cell.index : cell.index + 1] = [cell]
         plan = {"command": self.command, "cwd": str(self.cwd)}
         _write(self.folder, plan | {"cells": [asdict(cell) for cell in self.cells]})
-        return sorted({known[cell.run] for cell in cells})
+        return sorted({cell.index for cell in cells})
 
     def run_of(self, index: int) -> Path:
         """The run directory of a cell."""

@@ -81,8 +81,6 @@ def adopt(ledger: Ledger, cells: list[int], token: str, launcher: dict) -> dict[
 
 def _script(ledger: Ledger, count: int, token: str, launcher: dict) -> Path:
     """The batch script of an array of so many jobs, as submitit writes it."""
-    if shutil.which("sbatch") is None:
-        raise SlurmError("sbatch: no such command; is this a login node?")
     executor = submitit.SlurmExecutor(_folder(ledger), max_num_timeout=TIMEOUTS)
     executor.update_parameters(**_parameters(ledger, token, launcher))
     if count > 1:
@@ -113,12 +111,27 @@ def job_name(ledger: Ledger, token: str) -> str:
     return f"{ledger.folder.name}-{token}"
 
 
+def require() -> None:
+    """Raises SlurmError where nothing can be submitted: no SLURM, or its controller is silent."""
+    if shutil.which("sbatch") is None:
+        raise SlurmError("sbatch: no such command; is this a login node?")
+    queue()
+
+
 def queue() -> dict[str, tuple[str, str]]:
     """This user's jobs: {id: (state, name)}. Raises SlurmError where the queue cannot be asked."""
     command = ["squeue", "--noheader", "--array", "--format=%i|%T|%j"]
     lines = _ask([*command, f"--user={getpass.getuser()}"]).splitlines()
-    rows = [line.strip().split("|") for line in lines if line.strip()]
+    rows = [line.strip().split("|", 2) for line in lines if line.strip()]
     return {job: (state, name) for job, state, name in rows}
+
+
+def own_jobs(ledger: Ledger) -> list[str]:
+    """Jobs in the queue of any submission of a sweep, seen to succeed or not. Raises SlurmError."""
+    rows = [row for row in ledger.events() if row["event"] == "submitting"]
+    tokens = [row["token"] for row in rows if row["launcher"]["name"] == "slurm"]
+    names = {job_name(ledger, token) for token in tokens}
+    return [job for job, (_, name) in queue().items() if name in names] if names else []
 
 
 def cancel(jobs: list[str]) -> None:

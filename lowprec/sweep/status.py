@@ -42,7 +42,9 @@ def states(ledger: Ledger, queue: dict | None) -> list[State]:
         rows = ledger.rows(cell.index)
         run = ledger.run_of(cell.index)
         status = _read_status(run)
-        state = State(cell.index, "new", status.get("step", 0), _last_loss(run), _stops(rows))
+        last = _last_row(run)  # status.json is written at saves only
+        step = max(status.get("step", 0), last.get("step", 0))
+        state = State(cell.index, "new", step, last.get("loss"), _stops(rows))
         submission = submissions.get(cell.index)
         if _has_result(status, cell.config):
             state.state, state.reason = status["state"], status.get("reason", "")
@@ -90,7 +92,8 @@ def summary(found: Iterable[State]) -> str:
 
 def ask_queue(ledger: Ledger) -> dict | None:
     """The SLURM queue where a cell may be in it ({} where none is), None if it gives no answer."""
-    if all(submission.launcher["name"] != "slurm" for submission in ledger.submissions().values()):
+    submissions = ledger.submissions().values()
+    if all(s.cancelled or s.launcher["name"] != "slurm" for s in submissions):
         return {}
     try:
         return slurm.queue()
@@ -118,12 +121,12 @@ def _stops(rows: list[dict]) -> int:
     return len(starts) - len(set(starts)) + again
 
 
-def _last_loss(run: Path) -> float | None:
-    """The loss of the last whole row of metrics.jsonl; only the file's end is read."""
+def _last_row(run: Path) -> dict:
+    """The last whole row of metrics.jsonl, {} if there is none; only the file's end is read."""
     try:
         with open(run / "metrics.jsonl", "rb") as file:
             file.seek(max(0, file.seek(0, 2) - TAIL))
             lines = file.read().split(b"\n")[:-1]
-        return decode_row(lines[-1].decode()).get("loss") if lines else None
+        return decode_row(lines[-1].decode()) if lines else {}
     except (OSError, ValueError, json.JSONDecodeError):
-        return None
+        return {}

@@ -1,7 +1,10 @@
 """Sweeps of cells that take milliseconds: a shell script in place of training."""
 
+import contextlib
 import os
+import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -37,14 +40,32 @@ echo "Submitted batch job 77"
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """An empty folder that commands start in, from where the project's modules are found."""
+    """An empty folder that commands start in, from where the project's modules are found.
+
+    What a failed test has left running there is killed.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(CONF.parent))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for name in ("bad", "slow", "order"):
         (tmp_path / name).write_text("")
-    return tmp_path
+    yield tmp_path
+    deadline = time.monotonic() + 10
+    while (left := processes_in(tmp_path)) and time.monotonic() < deadline:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def processes_in(folder):
+    """Processes other than this whose working directory is a folder, as Linux shows them."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or it is another user's
+            if os.readlink(process / "cwd") == str(folder) and int(process.name) != os.getpid():
+                found.append(int(process.name))
+    return found
 
 
 class Sweeps:

@@ -9,7 +9,7 @@ import pytest
 
 from lowprec.sweep import cell as watcher
 from lowprec.sweep.cell import STOPPED, run_cell
-from lowprec.sweep.ledger import take_lock
+from lowprec.sweep.ledger import Ledger, take_lock
 
 STOPS = """
 checkpoint=runs/t/$2/checkpoints/step_$(cat step)
@@ -77,6 +77,7 @@ def test_a_new_submission_counts_from_the_start_and_the_old_one_does_nothing_mor
         ("echo 'runs/x failed: because'; echo 'and do this'; exit 1", 1, "because and do this"),
         ("exit 4", 4, "exit status 4"),
         ("exit 75", 75, "exit status 75"),  # nobody asked it to stop
+        ("exit 255", 255, "exit status 255"),  # 127 is no signal
     ],
 )
 def test_a_failure_is_named_and_is_the_status(cell, script, code, reason):
@@ -136,9 +137,58 @@ def test_a_second_watcher_waits_until_the_training_of_a_killed_one_has_saved(swe
     assert (here / "saved").exists()
 
 
-def test_a_cell_that_ended_while_a_second_process_waited_is_not_begun_again(cell):
-    assert [cell("exit 4"), cell("exit 0")] == [4, 1]
+@pytest.mark.parametrize(("script", "codes"), [("exit 4", [4, 1]), ("exit 0", [0, 0])])
+def test_a_cell_that_ended_while_a_second_process_waited_is_not_begun_again(cell, script, codes):
+    assert [cell(script), cell("exit 5")] == codes
     assert len(cell.rows("started")) == 1
+
+
+def test_a_failure_while_it_is_stopped_is_a_failure(cell):
+    fails = "trap 'echo ValueError: no; exit 1' USR2; kill -USR2 $PPID\n"
+    assert cell(fails + "while :; do sleep 0.02; done") == 1
+    ended = cell.rows("ended")[-1]
+    assert (ended["reason"], ended["again"]) == ("ValueError: no", False)
+
+
+def test_a_cell_killed_before_it_can_save_is_begun_again(cell):
+    assert cell("kill -USR2 $PPID; while :; do sleep 0.02; done") == STOPPED
+    assert cell.rows("ended")[-1]["reason"] == "killed by SIGUSR2"
+
+
+def test_a_cell_that_is_cancelled_while_it_starts_trains_nothing(cell, sweeps, here, monkeypatch):
+    append = Ledger.append
+
+    def cancelled_just_before(ledger, index, row):
+        if row["event"] == "started":
+            ledger.record({"event": "cancelled", "cells": [index]})
+        append(ledger, index, row)
+
+    monkeypatch.setattr(Ledger, "append", cancelled_just_before)
+    assert cell("touch trained") == 1
+    assert not (here / "trained").exists()
+    assert [row["event"] for row in sweeps.ledger.rows(0)] == ["started", "ended"]
+
+
+def test_training_that_cannot_be_started_fails_with_the_reason(cell, sweeps, monkeypatch):
+    sweeps.make(1, "exit 0")
+    monkeypatch.setattr(Ledger, "log_of", lambda ledger, index: ledger.folder / "none" / "log")
+    assert cell("exit 0") == 1
+    ended = cell.rows("ended")[-1]
+    assert "FileNotFoundError" in ended["reason"] and not ended["again"]
+
+
+def test_a_signal_that_comes_while_training_is_forked_reaches_it(cell, sweeps, here, monkeypatch):
+    real = subprocess.Popen
+
+    def popen(*arguments, **options):
+        process = real(*arguments, **options)
+        sweeps.until((here / "ready").exists)
+        os.kill(os.getpid(), signal.SIGUSR2)
+        return process
+
+    monkeypatch.setattr(watcher.subprocess, "Popen", popen)
+    waits = "trap 'exit 75' USR2; touch ready; for i in $(seq 100); do sleep 0.02; done; exit 3"
+    assert cell(waits) == STOPPED
 
 
 def test_a_cell_that_another_process_runs_is_left_alone(cell, sweeps, monkeypatch):

@@ -1,17 +1,20 @@
-"""The verbs: faults of cells are named, sweeps are found, the dry run counts only what it knows."""
+"""The verbs: faults of cells are named, sweeps are found, what cannot be done is a sentence."""
 
+import errno
 import json
 import re
-import shutil
 import subprocess
 import sys
 
 import pytest
 
-from experiments import cli, sweep, sweep_estimate
+from experiments import cli, sweep
 from experiments.sweep_cells import cells_of
-from experiments.sweep_estimate import RECORDS
+from lowprec import durable
+from lowprec.durable import DiskError
 from lowprec.run import find_runs, read_status
+from lowprec.sweep.ledger import Ledger
+from lowprec.sweep.status import states
 from lowprec.validate import ConfigError
 
 TINY = ["model.vision_width=64", "model.vision_layers=1", "model.text_width=64", "num_steps=2"]
@@ -93,42 +96,26 @@ def test_a_finished_run_is_never_submitted_and_an_edited_data_set_is_refused(
     assert "no longer those of its sweep" in done.stderr
 
 
-def test_a_dry_run_counts_what_was_measured_and_says_what_was_not(here, keys, capsys):
-    choice = [key for key in keys if key.startswith("data") or key == "evaluation=none"]
-    choice += ["device=auto", "batch_size=64", "model=mini_l,mini_b"]
-    assert run("submit", *choice, "dry_run=true") == 0
-    said = capsys.readouterr().out
-    assert "2 cells" in said and "GPU-hours on NVIDIA H100" in said
-    assert "unknown for 1 cells of model=mini_b" in said
-    assert re.search(r"disk: \d+\.\d\d GB of checkpoints; .* GB are free", said)
-    assert not (here / "runs").exists()
+def test_a_key_that_names_no_run_changes_the_cell_that_is_there(here, keys, monkeypatch):
+    monkeypatch.setattr(sweep.local, "start", lambda ledger: None)
+    more = (
+        [f"run_dir=../{here.name}/runs", "save_every=7"],
+        [f"run_dir={here}/runs", "save_every=1"],
+    )
+    for of_one in more:
+        assert run("submit", *keys, "seed=0", "name=t", *of_one) == 0
+    (cell,) = Ledger(here / "runs/sweeps/t").cells
+    assert cell.config["save_every"] == 1 and "save_every=1" in cell.overrides
+    assert cell.run.startswith(cell.config["run_dir"])  # which the cell compares before it begins
 
 
-def test_a_dry_run_measures_by_runs_of_as_many_processes(here, keys, capsys, monkeypatch):
-    (source,) = [run for run in find_runs(RECORDS) if run.name == "mini_l-bf16-adamw-s0-9ba1632507"]
-    for count in (1, 8):
-        copy = here / "records" / str(count)
-        shutil.copytree(source, copy)
-        attempt = json.loads((copy / "attempts.jsonl").read_text()) | {"processes": count}
-        (copy / "attempts.jsonl").write_text(json.dumps(attempt) + "\n")
-    monkeypatch.setattr(sweep_estimate, "RECORDS", here / "records")
-    choice = [key for key in keys if key.startswith("data") or key == "evaluation=none"]
-    choice += [
-        "num_steps=1000000",
-        "batch_size=64",
-        "model=mini_l",
-        "launcher=slurm",
-        "dry_run=true",
-    ]
-    hours = {}
-    for count in (1, 2, 8):
-        assert run("submit", *choice, f"launcher.gpus={count}", "distributed=ddp") == 0
-        said = capsys.readouterr().out
-        hours[count] = re.search(r"time: (\d+\.\d+) GPU-hours on .* by .*/records/(\d)", said)
-        assert ("unknown for 1 cells of model=mini_l on 2 processes" in said) == (count == 2)
-        assert count == 2 or "process" in said.partition("assumed: ")[2]
-    assert (hours[1][2], hours[2], hours[8][2]) == ("1", None, "8")
-    assert float(hours[8][1]) == pytest.approx(8 * float(hours[1][1]), rel=0.01)
+def test_a_full_disk_is_a_sentence(here, keys, monkeypatch):
+    def full(path, data):
+        raise DiskError(path, OSError(errno.ENOSPC, "No space left on device"))
+
+    monkeypatch.setattr(durable, "replace", full)
+    said = run("submit", *keys, "name=t")
+    assert re.fullmatch(r".*sweep.json cannot be written: No space left on device \(.*\)", said)
 
 
 GPUS = ["launcher=slurm", "launcher.gpus=8"]
@@ -209,3 +196,15 @@ def test_faults_without_a_sweep_are_not_repeated_by_cell(keys):
     with pytest.raises(ConfigError) as error:
         cells_of([*keys, "seed=0", "schedule.warmup_steps=9"])
     assert len(error.value.faults) == 1 and "[cell" not in error.value.faults[0]
+
+
+def test_a_running_cell_shows_the_step_of_its_last_row(here, keys, monkeypatch):
+    monkeypatch.setattr(sweep.local, "start", lambda ledger: None)
+    assert run("submit", *keys, "seed=0", "name=t") == 0
+    ledger = Ledger(here / "runs/sweeps/t")
+    ledger.run_of(0).mkdir(parents=True)
+    (ledger.run_of(0) / "status.json").write_text('{"state": "running", "step": 0}')
+    rows = ['{"step": 1, "loss": 3.0}', '{"step": 2, "loss": 2.5}', '{"step": 3, "lo']
+    (ledger.run_of(0) / "metrics.jsonl").write_text("\n".join(rows))
+    (state,) = states(ledger, {})
+    assert (state.step, state.loss) == (2, 2.5)

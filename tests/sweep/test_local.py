@@ -2,8 +2,10 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,13 @@ LOCAL = {"name": "local", "parallel": 2, "gpus": 0}
 NANO = ["model=nano", "model.vision_layers=1", "model.text_layers=1", "model.vocab_size=512"]
 NANO += ["num_steps=2", "batch_size=16", "num_workers=0", "device=cpu", "evaluation=none"]
 NANO += ["precision=fp32", "data=shards", "data.val=null", "name=t"]
+
+
+def kill_launcher(ledger):
+    """Kills the launcher of a sweep and waits until it is gone; its cells go on."""
+    pid = int(local.lock_path(ledger.folder).read_text())
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
 
 
 @pytest.mark.slow
@@ -55,10 +64,8 @@ def test_a_killed_launcher_loses_nothing_and_the_next_submit_starts_nothing_twic
     (here / "slow").write_text("50\n51\n")
     sweeps.submit()
     sweeps.until(lambda: sum(sweeps.starts()) >= 52)
-    lock = local.lock_path(ledger.folder)
-    os.kill(int(lock.read_text()), signal.SIGKILL)
-    os.waitpid(int(lock.read_text()), 0)
-    assert not is_locked(lock)  # also while its cells go on
+    kill_launcher(ledger)
+    assert not is_locked(local.lock_path(ledger.folder))  # also while its cells go on
     left = sweeps.names()
     assert left.count("lost") > 60
     sweeps.submit()
@@ -101,6 +108,20 @@ def test_no_more_cells_run_at_once_than_parallel(sweeps, here):
     assert max(map(int, (here / "most").read_text().split())) == 3
 
 
+def test_cells_that_outlived_their_launcher_count_as_running(sweeps, here):
+    waits = 'touch "begun-$2"; until [ -e go ]; do sleep 0.02; done\n'
+    ledger = sweeps.make(2, waits + sweeps.script)
+    sweeps.submit(parallel=1)
+    sweeps.until((here / "begun-0").exists)
+    kill_launcher(ledger)
+    sweeps.submit(parallel=1)
+    time.sleep(0.5)  # a launcher with room starts the other at once
+    assert not (here / "begun-1").exists()
+    (here / "go").touch()
+    sweeps.end()
+    assert sweeps.names() == ["finished"] * 2
+
+
 def test_each_cell_has_gpus_of_its_own(sweeps, here, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     ranks = 'echo "$CUDA_VISIBLE_DEVICES:$RANK/$WORLD_SIZE:$MASTER_PORT" >> "gpus-$2"; sleep 0.5\n'
@@ -122,9 +143,7 @@ def test_a_new_launcher_leaves_out_the_gpus_of_cells_that_outlived_the_last(
     ledger = sweeps.make(3, waits + sweeps.script)
     sweeps.submit(gpus=1)
     sweeps.until(lambda: (here / "gpu-0").exists() and (here / "gpu-1").exists())
-    pid = int(local.lock_path(ledger.folder).read_text())
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
+    kill_launcher(ledger)
     (here / "go-1").touch()
     sweeps.until(lambda: sweeps.names()[1] == "finished")
     sweeps.until(lambda: not is_locked(ledger.lock_of(1)))
@@ -186,3 +205,25 @@ def test_cancel_stops_what_runs_and_submit_goes_on_later(sweeps, here, capsys):
     sweeps.submit()
     sweeps.end()
     assert sweeps.names() == ["finished"] * 3
+
+
+def test_a_cancel_whose_signal_did_not_arrive_can_be_repeated(sweeps, here, monkeypatch):
+    waits = "trap 'exit 75' TERM; touch begun; while :; do sleep 0.05; done\n"
+    ledger = sweeps.make(1, waits)
+    sweeps.submit()
+    sweeps.until((here / "begun").exists)
+    with monkeypatch.context() as patch:
+        patch.setattr(local.os, "kill", lambda pid, number: None)
+        sweep.cancel([])
+    assert is_locked(ledger.lock_of(0))
+    sweep.cancel([])
+    sweeps.until(lambda: not is_locked(ledger.lock_of(0)))
+    assert sweeps.names() == ["cancelled"]
+
+
+def test_the_process_that_has_the_number_of_an_ended_cell_is_not_signaled(sweeps, monkeypatch):
+    ledger = sweeps.make(1)
+    row = {"event": "started", "token": "a", "pid": os.getpid(), "host": socket.gethostname()}
+    ledger.append(0, row)
+    monkeypatch.setattr(local.os, "kill", lambda pid, number: pytest.fail("it was signaled"))
+    local.stop(ledger, [0])

@@ -121,6 +121,32 @@ def test_a_machine_without_slurm_says_so(sweeps, monkeypatch):
     sweeps.make(1)
     with pytest.raises(SlurmError, match="sbatch: no such command; is this a login node"):
         sweeps.submit(**LAUNCHER)
+    assert sweeps.names() == ["new"]  # so that another launcher may have it
+
+
+def test_a_cancelled_sweep_goes_to_another_launcher_without_the_queue(cluster, sweeps, monkeypatch):
+    sweeps.make(1)
+    sweeps.submit(**LAUNCHER)
+    sweeps.ledger.record({"event": "cancelled", "cells": [0]})
+    monkeypatch.setattr(slurm, "queue", lambda: pytest.fail("the queue was asked"))
+    monkeypatch.setattr(sweep.local, "start", lambda ledger: None)
+    sweeps.submit()
+    assert sweeps.ledger.submissions()[0].launcher["name"] == "local"
+
+
+def test_a_cancelled_submission_that_nobody_saw_succeed_holds_no_other_launcher_back(
+    cluster, sweeps, shim, monkeypatch
+):
+    shim("sbatch", "exit 1")
+    sweeps.make(1)
+    with pytest.raises(SlurmError, match="sbatch failed"):
+        sweeps.submit(**LAUNCHER)
+    cluster(10**6)
+    with pytest.raises(SlurmError, match="squeue failed"):
+        sweep.cancel([])
+    monkeypatch.setattr(sweep.local, "start", lambda ledger: None)
+    sweeps.submit()
+    assert sweeps.ledger.submissions()[0].launcher["name"] == "local"
 
 
 def test_the_flags_of_the_launcher_are_in_the_batch_script(cluster, sweeps):
@@ -140,7 +166,7 @@ def test_a_queue_that_cannot_be_asked_changes_no_state(cluster, sweeps):
     sweeps.submit(**LAUNCHER)
     cluster(10**6)
     assert sweeps.names() == ["queued"] * 3
-    with pytest.raises(SlurmError, match="not known what runs"):
+    with pytest.raises(SlurmError, match="squeue.*Unable to contact"):
         sweeps.submit(**LAUNCHER)
 
 
@@ -152,6 +178,25 @@ def test_cancel_is_written_before_it_is_done(cluster, sweeps, shim, capsys):
     assert shim.calls("scancel") == ["scancel --quiet 77_0 77_1 77_2"]
     assert (sweeps.here / "seen").read_text() == "1\n"
     assert sweeps.names() == ["cancelled"] * 3
+
+
+def test_a_cancel_that_failed_can_be_repeated(cluster, sweeps, shim):
+    sweeps.make(3)
+    sweeps.submit(**LAUNCHER)
+    shim("scancel", "exit 1")
+    with pytest.raises(SlurmError, match="scancel failed 5 times"):
+        sweep.cancel([])
+    shim("scancel", "rm queue")
+    sweep.cancel([])
+    assert shim.calls("scancel")[-1] == "scancel --quiet 77_0 77_1 77_2"
+    assert not (sweeps.here / "queue").exists()
+    sweep.cancel([])
+    assert len(shim.calls("scancel")) == 6  # none where nothing is in the queue
+
+
+def test_a_job_of_another_name_may_hold_any_character(cluster, shim):
+    shim("squeue", "echo '7|RUNNING|a|b|c'")
+    assert slurm.queue() == {"7": ("RUNNING", "a|b|c")}
 
 
 @pytest.mark.parametrize(
