@@ -11,19 +11,21 @@ import html
 import re
 from pathlib import Path
 
-from analysis import claims_layers, claims_precision, claims_stability
+from analysis import claims_layers, claims_precision, claims_scaler, claims_stability
 from analysis.evidence import Evidence
 from analysis.load import NoRunsError
 from analysis.read import place
 from analysis.verdicts import NO_RUNS, NOT, OUT, REPRODUCED, UNDECIDED, Claim, Finding
 
-CLAIMS = claims_precision.CLAIMS + claims_layers.CLAIMS + claims_stability.CLAIMS
+ROOMS = (claims_precision, claims_layers, claims_stability, claims_scaler)
+CLAIMS = tuple(claim for room in ROOMS for claim in room.CLAIMS)
 HEADER = ("", "claim", "the paper's", "ours", "margin", "verdict")
 NOTE = (
     "The paper: arXiv:2304.13013. Intervals: 95%, over seeds (t) or of a share (Wilson). "
     f"{OUT.capitalize()}: our runs are too small to decide, whatever they show. "
-    f"{UNDECIDED.capitalize()}: the evidence allows either. Spikes are those of each run's own "
-    "thresholds."
+    f"{UNDECIDED.capitalize()}: the evidence allows either, or is of one seed. Spikes are those of "
+    "each run's own thresholds. Rows of benchmarks (C6 to C8) have no interval: their numbers are "
+    "one measurement each."
 )
 COLORS = {REPRODUCED: "#d8efe0", NOT: "#f8dcd6", UNDECIDED: "#fdf1cf", OUT: "#ececec", NO_RUNS: ""}
 STYLE = """

@@ -1,6 +1,7 @@
 """What the commands of this room share: a caller's mistake is one line, few warnings are shown."""
 
 import functools
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -23,7 +24,9 @@ def entry(main: Main) -> Main:
             return main(arguments)
         except (NoRunsError, ChoiceError) as error:
             print(f"error: {error}", file=sys.stderr)
-            return 2
+        except (FileExistsError, NotADirectoryError) as error:
+            print(f"error: {error.filename} is not a folder", file=sys.stderr)
+        return 2
 
     return answer
 
@@ -33,4 +36,10 @@ def run(main: Main) -> None:
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
         warnings.filterwarnings("default", message=".*left out")
-    sys.exit(main())
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    sys.exit(status)

@@ -1,13 +1,14 @@
 """What some folders hold to judge a claim by: runs, benchmark lines, differences, intervals."""
 
 import math
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 
-from analysis import curves, recorded, spike_marks
+from analysis import curves, recorded, spike_marks, study
 from analysis.bench import load_lines
 from analysis.load import NoRunsError, Runs, command, load_runs
 from lowprec.diagnostics.spikes import following, loss_spikes, rms_spikes
@@ -22,7 +23,9 @@ SETTINGS = (  # in which runs that are compared must be equal
 SAME = (  # in which runs over which spikes are compared must be equal
     *("model.name", "batch_size", "optimizer.lr", "optimizer.beta2", "num_steps", "seed"),
     *("data.digest", "precision.label"),
+    *("optimizer.name", "optimizer.beta2_decay", "scaler.name", "intervention.name"),
 )
+SHARDS = "data.train=... data.val=..."  # every command at paper scale needs them
 
 
 class Sample(NamedTuple):
@@ -78,9 +81,35 @@ def paired(runs: pd.DataFrame, column: str, one: str, other: str, value: str) ->
     return found
 
 
+def matched(runs: pd.DataFrame, column: str, values: Collection) -> pd.DataFrame:
+    """The runs with these values of a column whose other settings (SAME) all of them have."""
+    part = runs[runs[column].isin(list(values))]
+    keys = [key for key in SAME if key != column]
+    there = part.groupby(keys, dropna=False)[column].transform("nunique")
+    return part[there == len(values)]
+
+
+def replicated(runs: pd.DataFrame) -> pd.DataFrame:
+    """The runs whose settings have two seeds or more; all of them where none has."""
+    keys = [key for key in SAME if key != "seed"]
+    seeds = runs.groupby(keys, dropna=False)["seed"].transform("nunique")
+    return runs[seeds > 1] if (seeds > 1).any() else runs
+
+
+def by_seed(runs: pd.DataFrame, column: str, one: object, other: object, value: str) -> Sample:
+    """`value` of the runs with `column` = one minus that of their matches with other, by seed."""
+    runs = matched(runs, column, (one, other))
+    sides = [runs[runs[column] == v].groupby("seed")[value].mean() for v in (one, other)]
+    return sample(sides[0] - sides[1])
+
+
 def lacking(what: str, experiment: str, scale: str = "paper") -> NoRunsError:
-    """The error of a judge without evidence: what is missing, and the command that makes it."""
-    return NoRunsError(f"{what}{': ' if what else ''}{command(experiment, scale)}")
+    """The error of a judge without evidence: what is missing, and the commands that make it."""
+    makes, small = command(experiment, scale), command(experiment, "mini")
+    if scale == "paper":
+        makes += f" {SHARDS}" + (f" or, small, {small}" if small.endswith("_mini") else "")
+    more = " and further commands of its file" if len(study.commands(experiment, scale)) > 1 else ""
+    return NoRunsError(f"{what}{': ' if what else ''}{makes}{more}")
 
 
 class Evidence:
@@ -120,14 +149,15 @@ class Evidence:
                     return Runs(heads[heads["scale"] == scale])
         raise lacking("", experiments[0], needed)
 
-    def lines(self, slug: str) -> pd.DataFrame:
-        """The benchmark's lines below all folders; NoRunsError names the command."""
+    def lines(self, slug: str, keys: str = "") -> pd.DataFrame:
+        """The benchmark's lines below all folders; NoRunsError names the command with its keys."""
         found, reason = [], ""
         for root in self.roots:
             try:
                 found.append(load_lines(root, slug))
             except NoRunsError as error:
-                reason = str(error).rpartition("to make some: ")[2]
+                _, absent, reason = str(error).rpartition("to make some: ")
+                reason += f" {keys}" if absent and keys else ""
         if not found:
             raise NoRunsError(reason)
         return pd.concat(found, ignore_index=True)
@@ -158,5 +188,4 @@ def spike_counts(runs: Runs) -> pd.DataFrame:
         found = following(loss_spikes(series.loss, protocol), rms_spikes(rms, protocol), protocol)
         has_rms = bool(np.isfinite(rms).any())
         rows.append({**head, **found._asdict(), "has_rms": has_rms})
-    kinds = ["optimizer.name", "optimizer.beta2_decay", "scaler.name", "intervention.name"]
-    return pd.DataFrame(rows).drop_duplicates([*SAME, *kinds])
+    return pd.DataFrame(rows).drop_duplicates(list(SAME))

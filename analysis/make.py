@@ -150,17 +150,22 @@ def _of_runs(
     experiments = experiments_of(figure)
     experiment, runs = _choose([experiment] if experiment else experiments, root, scale)
     frame = figure.query(runs)
-    drawn = runs.runs[runs.runs["run"].isin(frame["run"])]
+    found = runs.runs
+    drawn = found[found["run"].isin(frame["run"])]
     left_out = _left_out(runs, drawn)
     if drawn.empty:
         raise NoRunsError(f"{root}: nothing to draw yet: {'; '.join(left_out)}")
     scale = drawn["scale"].dropna().iloc[0]
-    total, absent, other = 0, {}, ""
+    about = figure.chosen(found) if hasattr(figure, "chosen") else found
+    lost = len(about) - about["run"].isin(drawn["run"]).sum()
+    total, absent, own = 0, {}, experiment
     if experiment in experiments:  # else the caller's choice of another study's runs
         own = experiment_of(figure)
-        total, absent = study.missing(own, scale, runs.runs)
-        other = experiment if absent and experiment != own else ""
-    mark = marks.of_runs(drawn, total, absent, other)
+        total, absent = study.missing(own, scale, found)
+    labels = frame["label"] if "label" in frame else pd.Series("", index=frame.index)
+    differing = study.differing(drawn, study.settings(own, scale), labels.dropna())
+    other = experiment if absent and experiment != own else ""
+    mark = marks.of_runs(drawn, total, absent, other, lost, differing)
     origin = provenance.of_runs(drawn, left_out)
     planned = sum(map(len, absent.values())) < total
     lines = [f"{', '.join(names)}: {made_by}" for made_by, names in absent.items()]

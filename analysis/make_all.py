@@ -33,6 +33,8 @@ def draw(root: Path | str, out: Path, scale: str | None, called: str) -> int:
             except (NoRunsError, ChoiceError) as error:
                 lacking.append((slug, _with_command(str(error), figure, at)))
                 continue
+            except (FileExistsError, NotADirectoryError):  # in the place of `out`
+                raise
             except Exception as error:  # a bug, or runs that the figure cannot bear
                 failed.append((slug, _in_words(error)))
                 continue

@@ -5,6 +5,7 @@ is wrong with one run alone its own figure says beside the run's name.
 """
 
 import textwrap
+from collections.abc import Sequence
 
 import pandas as pd
 
@@ -19,6 +20,8 @@ def of_runs(
     total: int = 0,
     absent: dict[str, list[str]] | None = None,
     other: str = "",
+    lost: int = 0,
+    differing: Sequence[str] = (),
 ) -> str:
     """What is incomplete or mixed in the drawn rows of `Runs.runs`; nothing where nothing is.
 
@@ -27,6 +30,8 @@ def of_runs(
         total: how many runs the study asks for.
         absent: by command, those of them that are not there; see `study.missing`.
         other: the study that the runs are of, where it stands for the figure's own.
+        lost: how many runs that the figure is about could not be drawn.
+        differing: settings that are not the same or not the study's; see `study.differing`.
     """
     found = [f"runs of {other}"] if other else []
     ended = drawn["state"].isin(ENDED)
@@ -36,17 +41,17 @@ def of_runs(
     for rows, word in ((incomplete, "incomplete"), (damaged, "damaged")):
         if rows.any():
             found.append(f"{rows.sum()} of {len(drawn)} runs {word}")
+    if lost:
+        found.append(f"{lost} of {len(drawn) + lost} runs not drawn")
     num_absent = sum(map(len, (absent or {}).values()))
-    if 0 < num_absent < total:  # where none is there, it is another study under this name
-        found.append(f"{num_absent} of the study's {total} runs are not there")
+    if num_absent:
+        num = "none" if num_absent == total else f"{num_absent}"
+        are = "is" if num_absent == total else "are not"
+        found.append(f"{num} of the study's {total} runs {are} there")
     data = drawn["data.digest"].where(drawn["data.digest"] != "", drawn["data.train"].astype(str))
     if data.nunique() > 1:
         found.append(f"{data.nunique()} different sets of data")
-    steps = sorted(drawn["num_steps"].dropna().unique())
-    if len(steps) > 1:
-        found.append(f"runs of {', '.join(f'{int(n):,}' for n in steps[:-1])} and "
-                     f"{int(steps[-1]):,} steps")  # fmt: skip
-    return "; ".join(found)
+    return "; ".join([*found, *differing])
 
 
 def of_lines(drawn: pd.DataFrame) -> str:

@@ -1,5 +1,6 @@
 """How the runs of a figure are told apart: by method, by what else differs, by how they ended."""
 
+import numpy as np
 import pandas as pd
 
 from analysis import style
@@ -90,3 +91,12 @@ def _written(value: object) -> str:
     if isinstance(value, tuple):
         return "+".join(map(str, value))
     return "null" if value is None or value != value else str(value)
+
+
+def written(value: object) -> str:
+    """A setting in a sentence: `1,000`, `0.002`, `true`, `null`; equal ones are written equally."""
+    if isinstance(value, bool | np.bool_):
+        return str(bool(value)).lower()
+    if isinstance(value, int | float | np.number) and value == value:
+        return f"{int(value):,}" if float(value).is_integer() else f"{value:g}"
+    return _written(value)

@@ -23,7 +23,7 @@ def of_runs(drawn: pd.DataFrame, left_out: list[str]) -> dict:
             "step": int(run.step),
             "num_steps": int(run.num_steps),
             "note": run.note,
-            "metricssha256": sha256(place(run.path) / "metrics.jsonl"),
+            "metrics_sha256": sha256(place(run.path) / "metrics.jsonl"),
         }
         for run in drawn.itertuples()
     ]

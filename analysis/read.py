@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import yaml
 from upath import UPath
 
+from analysis.damage import config_faults, tensor_faults
 from lowprec.config import Config
 from lowprec.run import STATES, TABLES, find_runs, read_status, read_tensors, scan_rows, to_dict
 
@@ -67,16 +68,19 @@ def read_head(run: Path) -> dict:
         notes.append("status.json is damaged")
     try:
         config = flatten(yaml.load((run / "config.yaml").read_text(), _YAML))
-        missing = [name for name in NEEDED if name not in config]
+        damaged = any(name not in config for name in NEEDED)
+        faults = [] if damaged else config_faults(config)
     except (OSError, ValueError, AttributeError, TypeError, RecursionError, yaml.YAMLError):
-        missing = list(NEEDED)
-    if missing:
-        notes.append("config.yaml is damaged")
+        damaged, faults = True, []
+    if damaged or faults:
+        notes.append(": ".join(["config.yaml is damaged", *faults[:1]]))
         config = {"experiment": run.resolve().parent.name, "scale": None}
     else:
         recipe, autocast = config["precision.recipe"], config["precision.autocast"]
         config["precision.label"] = autocast if recipe == "high" else recipe
         config = {**DEFAULTS, **config}
+        if status["state"] in ENDED and status["step"] and config["diagnostics.statistics"]:
+            notes += tensor_faults(run)
     name = run.resolve().name
     return {
         "run": name,

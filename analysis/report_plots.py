@@ -1,5 +1,6 @@
 """The plots of the report, made in plotly; what they do when clicked is in report.js."""
 
+import textwrap
 from html import escape
 
 import numpy as np
@@ -18,6 +19,7 @@ FONT = {
 }
 AXIS = {"gridcolor": "#ebebeb", "linecolor": "#999", "zeroline": False, "ticks": "outside",
         "tickcolor": "#999"}  # fmt: skip
+TICK = 40  # characters of a method beside its dots; the whole is in what a dot says
 PALEST = 1.7  # of `style.paler`: colors of many settings stay visible on white
 
 
@@ -118,7 +120,7 @@ def speed(cells: list[Cell], labels: list[str], methods: list[str], colors: list
                 y=[order.index(method) for method in methods],
                 mode="markers",
                 customdata=list(range(len(cells))),
-                text=[escape(label) for label in labels],
+                text=[_lines(label) for label in labels],
                 marker={"size": 11, "color": colors, "opacity": 0.75,
                         "line": {"color": "white", "width": 1}},
                 hovertemplate=f"{form} {title}<extra>%{{text}}</extra>",
@@ -127,10 +129,16 @@ def speed(cells: list[Cell], labels: list[str], methods: list[str], colors: list
             col=column,
         )  # fmt: skip
         figure.update_xaxes(**AXIS, title=title, rangemode="tozero", row=1, col=column)
-    figure.update_yaxes(**AXIS, tickvals=list(range(len(order))), ticktext=list(map(escape, order)),
+    ticks = [name if len(name) <= TICK else f"{name[: TICK - 1]}\u2026" for name in order]
+    figure.update_yaxes(**AXIS, tickvals=list(range(len(order))), ticktext=list(map(escape, ticks)),
                         range=[len(order) - 0.5, -0.5], automargin=True)  # fmt: skip
     figure.update_layout(
         height=130 + 26 * min(len(order), 40), margin={"l": 8, "r": 16, "t": 8, "b": 48}, font=FONT,
         showlegend=False, plot_bgcolor="white", paper_bgcolor="white", template="none",
     )  # fmt: skip
     return figure
+
+
+def _lines(label: str) -> str:
+    """A long label in lines of what a hover box holds."""
+    return "<br>".join(escape(line) for line in textwrap.wrap(label, 60))

@@ -187,7 +187,8 @@ def _table(titles: list[str], rows: list[tuple[str, list]], kind: str = "") -> s
 
 def _run(heads: pd.DataFrame, looks: list, i: int) -> tuple[str, str]:
     label, name = heads["label"].iloc[i], escape(str(heads["run"].iloc[i]))
-    return f'<span title="{name}">{swatch(looks[i])}{escape(label)}</span>', label
+    shown = escape(label)
+    return f'<span class="run" title="{shown}\n{name}">{swatch(looks[i])}{shown}</span>', label
 
 
 def _state(cell: Cell) -> tuple[str, str]:

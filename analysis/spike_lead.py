@@ -30,18 +30,27 @@ OF_A_TENSOR = ("tensor", "num_loss_spikes", "num_rms_spikes", "num_following", "
 COLUMNS = ("part", *OF_A_RUN, *OF_A_STEP, *OF_A_TENSOR, *spike_marks.THRESHOLDS)
 
 
-def query(runs: Runs, key: str) -> pd.DataFrame:
-    """Steps and tensors of the runs that recorded RMS_t: exactly what is plotted.
+def chosen(heads: pd.DataFrame) -> pd.DataFrame:
+    """The rows of `Runs.runs` that the figure is about.
 
-    Of a sweep over beta2 those with at least `LEAST_BETA2`, or all where there is none.
+    Where several optimizers are, AdamW's; of a sweep over beta2 those with at least `LEAST_BETA2`,
+    or all where there is none.
+    """
+    heads = spike_marks.of_adamw(heads)
+    beta2 = heads.get("optimizer.beta2", pd.Series(np.nan, index=heads.index))
+    return heads[beta2.isna() | (beta2 >= LEAST_BETA2)] if (beta2 >= LEAST_BETA2).any() else heads
+
+
+def query(runs: Runs, key: str) -> pd.DataFrame:
+    """Steps and tensors of the chosen runs that recorded RMS_t: exactly what is plotted.
+
     `part` steps: a row a step up to the last, with what spikes there; spikes of RMS_t are those of
     the patch embedding. `part` tensors: of the run's patch embedding and of each control layer, how
     many loss spikes follow its RMS spikes. Spikes are those of the thresholds in the run's config.
     `value`: of the config key `key`.
     """
     heads = curves.named_heads(runs, (key, "optimizer.beta2"))
-    large = heads["beta2"] >= LEAST_BETA2
-    heads = heads[large] if large.any() else heads
+    heads = heads[heads["run"].isin(chosen(runs.runs)["run"])]
     frames = []
     for head in heads.to_dict("records"):
         head |= {"key": key, "value": head[curves.RENAMED.get(key, key)]}
@@ -106,9 +115,13 @@ def plot_shares(frame: pd.DataFrame, ax: Axes) -> Axes:
     rows = np.arange(len(shares))
     colors = [spike_marks.FOLLOWING if name == FIRST else "#BBBBBB" for name in shares.index]
     ax.barh(rows, 100 * shares["share"], color=colors, height=0.6)
+    for row, (_, share) in zip(rows, shares.iterrows(), strict=True):
+        text = f" {share['num_following']:.0f} of {share['num_loss_spikes']:.0f}"
+        ax.text(100 * share["share"], row, text, va="center", fontsize=7)
     ax.plot(100 * shares["chance"], rows, "|", color="black", ms=12, mew=1.5, label="by chance")
     ax.set_yticks(rows, shares.index)
-    ax.set(xlim=(0, 100), xlabel="loss spikes that follow [%]", title="all runs, by tensor")
+    ax.set_xticks(range(0, 101, 20))
+    ax.set(xlim=(0, 115), xlabel="loss spikes that follow [%]", title="all runs, by tensor")
     ax.legend(loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0)
     return ax
 

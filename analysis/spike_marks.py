@@ -46,6 +46,15 @@ def protocol_of(head: dict) -> Protocol:
     return spikes.protocol_of(head["diagnostics.spikes.protocol"], **(given | whole))
 
 
+def of_adamw(heads: pd.DataFrame) -> pd.DataFrame:
+    """Rows of `Runs.runs` without other optimizers' runs, where there are some of AdamW.
+
+    Clipping changes how spikes come about: a share over several optimizers is of none of them.
+    """
+    names = heads.get("optimizer.name", pd.Series(None, index=heads.index, dtype=object))
+    return heads[names.isna() | (names == "adamw")] if (names == "adamw").any() else heads
+
+
 def read_series(runs: Runs, run: str, pattern: str = "*") -> Series:
     """The series of one run over its steps up to the last that has a row."""
     metrics = runs.metrics[runs.metrics["run"] == run].set_index("step")

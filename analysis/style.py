@@ -1,8 +1,9 @@
 """How every figure looks: one color per method, one line style per optimizer, type for print.
 
 A method is a precision and an optimizer. Under bf16, the baseline of optimizer studies, the
-optimizer gives the color; elsewhere the precision does. Base palette: Okabe and Ito's. Where lines
-of one method differ by a number (beta2, depth), a color map gives each number its color.
+optimizer gives the color; elsewhere the precision does. Base palette: Okabe and Ito's; the others
+lie so that any two methods differ in color also to a reader who sees no red or no green. Where
+lines of one method differ by a number (beta2, depth), a color map gives each number its color.
 """
 
 import math
@@ -20,29 +21,29 @@ OTHER = "#666666"
 RMS = "#0072B2"  # RMS_t and its spikes
 
 PRECISIONS = {  # label in a run's name: (in print, color); bf16's color is its optimizer's
-    "fp32": ("fp32", "#8C8C8C"),
+    "fp32": ("fp32", "#A8B0CE"),
     "bf16": ("bf16", None),
-    "fp16": ("fp16", "#117733"),
-    "pure_bf16": ("pure bf16", "#999933"),
-    "pure_fp16": ("pure fp16", "#C4A62C"),
+    "fp16": ("fp16", "#327934"),
+    "pure_bf16": ("pure bf16", "#D7CD4C"),
+    "pure_fp16": ("pure fp16", "#DCBD64"),
     "switchback": ("SwitchBack int8", "#D55E00"),
-    "switchback_m": ("SwitchBackM int8", "#8F3B00"),
-    "switchback_q": ("SwitchBackQ int8", "#F0925A"),
+    "switchback_m": ("SwitchBackM int8", "#873800"),
+    "switchback_q": ("SwitchBackQ int8", "#AE69DA"),
     "llm_int8": ("LLM.int8()", "#009E73"),
     "fp8_tensorwise": ("fp8 tensor-wise", "#E69F00"),
-    "fp8_rowwise": ("fp8 row-wise", "#44AA99"),
+    "fp8_rowwise": ("fp8 row-wise", "#0C8D7C"),
     "fp8_switchback": ("SwitchBack fp8", "#CC79A7"),
-    "fp8_switchback_blocks": ("SwitchBack fp8, blocks", "#E3B3CD"),
-    "hw_fp8_tensorwise": ("hardware fp8 tensor-wise", "#A87400"),
-    "hw_fp8_switchback": ("SwitchBack hardware fp8", "#8E3F6A"),
-    "autograd_high": ("autograd function", "#332288"),
+    "fp8_switchback_blocks": ("SwitchBack fp8, blocks", "#F6BCCD"),
+    "hw_fp8_tensorwise": ("hardware fp8 tensor-wise", "#C3903A"),
+    "hw_fp8_switchback": ("SwitchBack hardware fp8", "#8C3959"),
+    "autograd_high": ("autograd function", "#392994"),
 }
 OPTIMIZERS = {  # optimizer.name: (in print, line style, color under bf16)
     "stable_adamw": ("StableAdamW", "-", "#0072B2"),
     "adamw": ("AdamW", (0, (3.2, 1.2)), "#000000"),
     "adamw_clip": ("AdamW + gradient clipping", (0, (1.2, 1.0)), "#56B4E9"),
-    "adamw8bit_bnb": ("8-bit AdamW (bitsandbytes)", (0, (5, 1, 1, 1)), "#882255"),
-    "adamw8bit_torchao": ("8-bit AdamW (torchao)", (0, (5, 1, 1, 1, 1, 1)), "#AA4499"),
+    "adamw8bit_bnb": ("8-bit AdamW (bitsandbytes)", (0, (5, 1, 1, 1)), "#751952"),
+    "adamw8bit_torchao": ("8-bit AdamW (torchao)", (0, (5, 1, 1, 1, 1, 1)), "#9D2F8E"),
 }
 INTERVENTIONS = {  # intervention.name: (in print, color where the figure is about it)
     "none": ("no change", "#4D4D4D"),

@@ -61,13 +61,19 @@ def equal(ours: str, found: Sample, margin: float) -> Finding:
     return Finding(ours, UNDECIDED, "the interval is wider than the margin: more seeds")
 
 
-def larger(ours: str, found: Sample) -> Finding:
-    """A difference above 0: the whole interval, or the whole of it below."""
-    if found.num < 2:
-        return Finding(ours, UNDECIDED, "one seed gives no interval")
-    if found.low > 0:
-        return Finding(ours, REPRODUCED)
-    return Finding(ours, NOT if found.high < 0 else UNDECIDED)
+def larger(ours: str, found: Sample, runs: pd.DataFrame | None = None, unless: str = "") -> Finding:
+    """A difference above 0: the whole interval, or none of it; `unless`: why that is too little."""
+    holds = True if found.low > 0 and not unless else False if found.high <= 0 else None
+    return decide(ours, holds, found.num, runs, unless or "the interval holds 0: more seeds")
+
+
+def decide(
+    ours: str, holds: bool | None, seeds: int, runs: pd.DataFrame | None = None, why: str = ""
+) -> Finding:
+    """Holds or not; undecided of one seed, whatever it shows, and with a reason where unknown."""
+    if seeds < 2:
+        return Finding(ours, UNDECIDED, "one seed")
+    return Finding(ours, UNDECIDED, why) if holds is None else Finding(ours, at_scale(holds, runs))
 
 
 def out_of_reach(ours: str, runs: pd.DataFrame, needed: str) -> Finding:

@@ -44,17 +44,29 @@ def main(config: CompactConfig) -> None:
         sys.exit(f"out={out} exists already")
     for run in sorted(set(runs) - set(ended)):
         print(f"{run}: left out, it has not ended (it has no tensors.parquet)", file=sys.stderr)
+    kept = {run: _kept(run, config.tensors) for run in ended}  # all, before any is copied
     for run in ended:
-        compact(run, out / run.relative_to(root), config)
+        compact(run, out / run.relative_to(root), config, kept[run])
 
 
-def compact(run: Path, out: Path, config: CompactConfig) -> None:
-    """Copies the small files, then the chosen columns of the tables; of blocks all."""
-    names = pyarrow.parquet.read_schema(run / "tensors.parquet").names
-    kept = [name for name in names if name == "step" or _wanted(name, config.tensors)]
+def _kept(run: Path, tensors: list[str]) -> list[str]:
+    """The columns of tensors.parquet to copy; the end of the command where there are none."""
+    try:
+        names = pyarrow.parquet.read_schema(run / "tensors.parquet").names
+    except (pyarrow.ArrowException, OSError) as error:
+        sys.exit(f"{run}/tensors.parquet is damaged: {error}; nothing was copied")
+    kept = [name for name in names if name == "step" or _wanted(name, tensors)]
     if len(kept) == 1:
-        tensors = sorted({name.partition("/")[2] for name in names} - {""})
-        sys.exit(f"tensors={config.tensors}: none of {len(tensors)} tensors, such as {tensors[:5]}")
+        there = sorted({name.partition("/")[2] for name in names} - {""})
+        sys.exit(
+            f"{run}: tensors={tensors}: none of {len(there)} tensors, such as {there[:5]}; nothing "
+            "was copied"
+        )
+    return kept
+
+
+def compact(run: Path, out: Path, config: CompactConfig, kept: list[str]) -> None:
+    """Copies the small files, then the columns `kept` and the chosen of details; of blocks all."""
     out.mkdir(parents=True)
     for name in FILES:
         if (run / name).exists():

@@ -9,7 +9,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from analysis import bench, style
+from analysis import bench, paper, style
 from analysis.load import NoRunsError
 
 LINES = "model"
@@ -95,6 +95,7 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
         color = style.color(precision, "stable_adamw")
         bars = ax.bar(middles, heights, width * 0.92, color=color, label=name)
         ax.bar_label(bars, numbers, fontsize=6, padding=1)
+    ax.axhspan(*paper.END_TO_END, color="0.88", lw=0, zorder=0.5, label=f"{paper.SOURCE}: ViT-H/14")
     ax.set_xticks(range(len(shapes)), [in_lines(shape) for _, shape in shapes])
     ax.axhline(0, color="black", lw=0.6)
     ax.grid(visible=False, axis="x")
@@ -117,8 +118,11 @@ def caption(frame: pd.DataFrame) -> str:
     """Device, and which baseline, model or case there is no line of."""
     absent = [f"baseline {name}" for name in BASELINES if name not in set(frame["baseline"])]
     absent += [name for name in CASES if name not in set(frame["series"])]
+    low, high = paper.END_TO_END
     without = f" No lines of: {', '.join(absent)}." if absent else ""
     return (
         f"Forward and backward of the whole model on {bench.devices(frame)}: time saved; each bar "
-        f"against a baseline of the same run.{without}{frame.attrs.get('missing', '')}"
+        f"against a baseline of the same run. Gray: the paper's own range for training ViT-H/14 "
+        f"with SwitchBack on A100s in fp16, {low:g} to {high:g}%."
+        f"{without}{frame.attrs.get('missing', '')}"
     )

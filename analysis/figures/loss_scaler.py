@@ -31,6 +31,11 @@ OF_A_RUN = (
 COLUMNS = (*OF_A_RUN, "block", "spike", "is_loss_spike", "step", *PANELS, "skipped_tensors")
 
 
+def chosen(heads: pd.DataFrame) -> pd.DataFrame:
+    """The rows of `Runs.runs` that the figure is about: those with a loss scaler."""
+    return heads[heads["scaler.name"] != "none"]
+
+
 def query(runs: Runs) -> pd.DataFrame:
     """A row a step around the highest loss spike of each run with a loss scaler: what is plotted.
 

@@ -21,11 +21,9 @@ OPERATIONS = {  # case: (in print, marker)
     "quantize_g": ("quantize g, sum", "<"),
     "quantize_w": ("quantize w, twice", ">"),
 }
-COLORS = {
-    "bf16": style.color("bf16", "stable_adamw"),
-    "int8": style.color("switchback", ""),
-    "fp8": style.color("hw_fp8_switchback", ""),
-}
+METHODS = {"int8": "switchback", "fp8": "hw_fp8_switchback"}  # dtype: whose name and color
+COLORS = {"bf16": style.color("bf16", "stable_adamw")}
+COLORS |= {dtype: style.color(name, "") for dtype, name in METHODS.items()}
 
 
 def query(lines: pd.DataFrame) -> pd.DataFrame:
@@ -72,7 +70,7 @@ def plot_saved(frame: pd.DataFrame, ax: Axes) -> Axes:
     ours = saved[saved["source"] != paper.SOURCE]
     for (dtype, tokens), part in ours.groupby(["dtype", "tokens"]):
         part = part.sort_values("dim")
-        label = f"SwitchBack {dtype}, {tokens:,} tokens"
+        label = f"{style.PRECISIONS[METHODS[dtype]][0]}, {tokens:,} tokens"
         few = 1 if tokens == ours["tokens"].max() else 0.5  # fewer tokens: paler
         ax.plot(part["dim"], part["value"], color=COLORS[dtype], alpha=few, marker="o", ms=3,
                 label=label)  # fmt: skip

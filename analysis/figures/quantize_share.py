@@ -12,7 +12,7 @@ from analysis.load import NoRunsError
 
 LINES = "ops"
 COLUMNS = ["file", "source", "series", "tokens", "dim", "value"]
-PRECISIONS = {"int8": "switchback", "fp8": "hw_fp8_switchback"}  # dtype: whose color
+METHODS = {"int8": "switchback", "fp8": "hw_fp8_switchback"}  # dtype: whose name and color
 
 
 def query(lines: pd.DataFrame) -> pd.DataFrame:
@@ -38,8 +38,9 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
     for (series, tokens), part in ours.groupby(["series", "tokens"]):
         part = part.sort_values("dim")
         variant = sorted(set(ours["tokens"]), reverse=True).index(tokens)
-        ax.plot(part["dim"], part["value"], color=style.color(PRECISIONS[series], "", variant),
-                marker="o", ms=3, label=f"SwitchBack {series}, {tokens:,} tokens")  # fmt: skip
+        color = style.color(METHODS[series], "", variant)
+        label = f"{style.PRECISIONS[METHODS[series]][0]}, {tokens:,} tokens"
+        ax.plot(part["dim"], part["value"], color=color, marker="o", ms=3, label=label)
     bench.dim_axis(ax, frame["dim"])
     ax.set(ylabel="time in quantize operations (%)")
     ax.set_ylim(bottom=0)

@@ -17,6 +17,7 @@ from analysis.load import Runs
 from lowprec.diagnostics.spikes import Protocol, following
 
 STAND_IN = "update_clipping"
+chosen = spike_marks.of_adamw
 CAP_AFTER = 0.1  # the loss axis ends at the largest loss after this share of the run
 FOLLOWING, OTHER, RMS = spike_marks.FOLLOWING, spike_marks.OTHER, style.RMS
 OF_A_RUN = (
@@ -30,12 +31,13 @@ COLUMNS = (*OF_A_RUN, *MARKS, *spike_marks.THRESHOLDS)
 def query(
     runs: Runs, protocol: Protocol | None = None, tensor: str = spike_marks.TENSOR
 ) -> pd.DataFrame:
-    """A row a step of every run that recorded RMS_t of the tensor, up to its last step.
+    """A row a step of every chosen run that recorded RMS_t of the tensor, up to its last step.
 
     `loss_spike`, `rms_spike`: a spike begins here, by the thresholds of the run's own config if no
     protocol is given; `follows`: a loss spike does, after an RMS spike.
     """
     heads = curves.named_heads(runs, ("optimizer.beta2",))
+    heads = heads[heads["run"].isin(chosen(runs.runs)["run"])]
     frames = []
     for head in heads.to_dict("records"):
         used = protocol or spike_marks.protocol_of(head)

@@ -10,6 +10,7 @@ from analysis.load import Runs
 
 EXPERIMENT, STAND_IN = "spikes_vs_lr", "update_clipping"
 plot, draw, caption = spike_lead.plot, spike_lead.draw, spike_lead.caption
+chosen = spike_lead.chosen
 
 
 def query(runs: Runs) -> pd.DataFrame:

@@ -33,8 +33,9 @@ def make_model_fixture(make_run, tmp_path):
             accuracy(*at, [value - loss for value in BF16], recipe="llm_int8")
         accuracy(*at, SWITCHBACK, recipe="switchback")
         accuracy(*at, SWITCHBACK, recipe="fp8_switchback")
-        make_run(experiment="accuracy_vs_size", scale=scale, model="vit_h14", num_steps=STEPS,
-                 recipe="fp8_tensorwise", state="diverged")  # fmt: skip
+        for seed in range(2):
+            make_run(experiment="accuracy_vs_size", scale=scale, model="vit_h14", seed=seed,
+                     num_steps=STEPS, recipe="fp8_tensorwise", state="diverged")  # fmt: skip
         at = ("update_clipping", scale, "vit_h14")
         accuracy(*at, BF16, optimizer="stable_adamw")
         accuracy(*at, [value - 1 for value in BF16], optimizer="adamw_clip")

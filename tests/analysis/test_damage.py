@@ -2,10 +2,12 @@
 
 import json
 import random
+import shutil
 
 import pytest
 
-from analysis import load_runs
+from analysis import load_runs, make
+from lowprec.config import DiagnosticsConfig
 
 STEPS = 12
 
@@ -134,3 +136,63 @@ def test_a_nonsense_status_is_an_unknown_state(make_run, text):
     runs = load_runs(run)
     assert runs.runs["state"].tolist() == ["unknown"]
     assert "status.json is damaged" in runs.runs["note"].iloc[0]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("num_steps: 12", "num_steps: many"),
+        ("scale: demo", "scale: 5"),
+        ("scale: demo", "scale: tiny"),
+        ("seed: 0", "seed: null"),
+        ("batch_size: 128", "batch_size: null"),
+        ("beta2: 0.99", "beta2: [1]"),
+        ("window: null", "window: -1"),
+        ("protocol: paper", "protocol: 3"),
+        ("recipe: high", "recipe: 8"),
+    ],
+)
+def test_a_value_that_no_run_can_have_damages_that_run_alone(make_run, tmp_path, old, new):
+    bad, good = make_run(num_steps=STEPS), make_run(num_steps=STEPS, seed=1)
+    text = (bad / "config.yaml").read_text()
+    assert old in text
+    (bad / "config.yaml").write_text(text.replace(old, new, 1))
+    runs = load_runs(tmp_path / "runs").runs.set_index("run")
+    assert runs["note"][bad.name].startswith("config.yaml is damaged: ")
+    assert new.partition(":")[0] in runs["note"][bad.name]
+    assert runs["note"][good.name] == ""
+    _, about = make.draw("loss_curves", tmp_path / "runs", tmp_path / "out", "", "demo")
+    assert [run["path"] for run in about["runs"]] == [str(good)]
+
+
+def test_a_config_of_an_older_schema_is_whole(make_run):
+    run = make_run(num_steps=STEPS)
+    with (run / "config.yaml").open("a") as file:
+        file.write("gone: 1\n")
+    text = (run / "config.yaml").read_text().replace("    protocol:", "    gone: 1\n    protocol:")
+    (run / "config.yaml").write_text(text.replace("recipe: high", "recipe: of_another_branch"))
+    assert load_runs(run).runs["note"].tolist() == [""]
+
+
+CUTS = {"half": 0.5, "the end": 0.99, "all": 0}
+
+
+@pytest.mark.parametrize("kept", [*CUTS.values(), None], ids=[*CUTS, "deleted"])
+def test_damaged_tensors_of_a_run_that_ended_are_named(make_run, kept):
+    run = make_run(num_steps=STEPS)
+    path = run / "tensors.parquet"
+    data = path.read_bytes()
+    shutil.rmtree(run / "tensors")
+    path.unlink() if kept is None else path.write_bytes(data[: int(kept * len(data))])
+    word = "missing" if kept is None else "damaged"
+    assert load_runs(run).runs["note"].tolist() == [f"tensors.parquet is {word}"]
+    path.write_bytes(data)
+    assert load_runs(run).runs["note"].tolist() == [""]
+
+
+def test_tensors_that_are_whole_in_their_streams_or_not_asked_for_are_not_missing(make_run):
+    run = make_run(num_steps=STEPS)
+    (run / "tensors.parquet").unlink()
+    bare = make_run(num_steps=STEPS, seed=1, tables={}, diagnostics=DiagnosticsConfig([]))
+    assert load_runs(run.parent).runs["note"].tolist() == ["", ""]
+    assert not (bare / "tensors.parquet").exists()

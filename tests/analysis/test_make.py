@@ -146,3 +146,16 @@ def test_the_command_is_silent_under_errors_for_warnings(make_run, tmp_path):
         text=True,
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("slug", ["loss_curves", "all", "claims"])
+@pytest.mark.parametrize("below", ["", "/below"])
+def test_a_file_in_the_place_of_the_folder_is_one_sentence(make_run, tmp_path, capsys, slug, below):
+    make_run(num_steps=20)
+    (tmp_path / "file").write_text("mine")
+    arguments = ["--runs", str(tmp_path / "runs"), "--out", f"{tmp_path}/file{below}"]
+    assert make.main([slug, *arguments]) == 2
+    err = capsys.readouterr().err.splitlines()
+    assert [line for line in err if line.startswith("error: ")] == [err[-1]]
+    assert "/file" in err[-1] and "is not a folder" in err[-1]
+    assert (tmp_path / "file").read_text() == "mine"

@@ -31,22 +31,23 @@ def test_all_draws_the_figures_that_another_study_supports(make_run, tmp_path, c
 
 
 @pytest.mark.parametrize("slug", LEADS)
-def test_a_stand_in_with_some_cells_of_the_study_is_marked(make_run, draw, slug):
-    make_run(experiment="update_clipping", beta2=0.99, batch_size=1024, lr=4e-3, **KEYS)
+def test_a_stand_in_with_some_cells_of_the_study_is_marked(make_cells, draw, slug):
+    study, where = slug.replace("spike_lead", "spikes_vs"), {"optimizer.beta2": 0.999}
+    where |= {"model.name": "mini_l", "batch_size": 1024, "optimizer.lr": 4e-3}
+    make_cells(study, where, experiment="update_clipping")
     about = draw(slug)
     assert about["mark"] == "runs of update_clipping; 8 of the study's 9 runs are not there"
     assert about["mark"] in about["caption"] and about["missing"]
 
 
-def test_a_stand_in_with_every_cell_of_the_study_has_no_mark(make_run, draw):
-    for beta2 in (0.9, 0.999):
-        make_run(experiment="update_clipping", beta2=beta2, batch_size=1024, lr=4e-3, **KEYS)
+def test_a_stand_in_with_every_cell_of_the_study_has_no_mark(make_cells, draw):
+    make_cells("rms_and_loss", experiment="update_clipping")
     assert draw("rms_and_loss")["mark"] == ""
 
 
-def test_a_studys_own_runs_go_before_the_stand_ins(make_run, draw):
+def test_a_studys_own_runs_go_before_the_stand_ins(make_run, make_cells, draw):
     make_run(experiment="update_clipping", beta2=0.99, **KEYS)
-    own = make_run(experiment="rms_and_loss", beta2=0.999, **KEYS)
+    [own] = make_cells("rms_and_loss", {"optimizer.beta2": 0.999})
     about = draw("rms_and_loss")
     assert [run["path"] for run in about["runs"]] == [str(own)]
     assert about["mark"] == "1 of the study's 2 runs are not there"

@@ -1,6 +1,8 @@
 """What a study asks for, read without Hydra, is what Hydra makes of it; marks of what is not so."""
 
+import functools
 import json
+import shutil
 
 import numpy as np
 import pandas as pd
@@ -8,7 +10,7 @@ import pytest
 from hydra.core.config_store import ConfigStore
 from matplotlib.figure import Figure
 
-from analysis import load_runs, make, marks, study
+from analysis import load_runs, make, marks, naming, study
 from analysis.read import flatten
 from experiments import cli
 from lowprec.config import Config
@@ -18,22 +20,39 @@ SHARDS = ["data.train=train.tar", "data.val=val.tar"]
 FILES = sorted(path for path in (cli.CONF / "experiment").glob("*.yaml"))
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_the_cells_of_a_study_are_those_that_hydra_runs(path):
+@functools.cache
+def hydras(path):
+    """Slug and scale of a study's file, and the configs that Hydra makes of all its commands."""
     ConfigStore.instance().store(name="schema", node=cli.defaults(Config))
     scale = next((s for s in ("mini", "demo") if path.stem.endswith(f"_{s}")), "paper")
-    for command, cells in study.commands(path.stem.removesuffix(f"_{scale}"), scale):
+    slug, configs = path.stem.removesuffix(f"_{scale}"), []
+    for command, _ in study.commands(slug, scale):
         overrides = command.partition(" -m experiment=")[2].split()
         overrides = [f"experiment={overrides[0]}", *overrides[1:]]
         shards = SHARDS if "/data: shards" in path.read_text() else []
-        configs = cli.check_command([*overrides, *shards], "train", multirun=True)
-        heads = pd.DataFrame([flatten(to_dict(config)) for config in configs])
-        is_high = heads["precision.recipe"] == "high"
-        label = heads["precision.recipe"].mask(is_high, heads["precision.autocast"])
-        heads["precision.label"] = label
-        assert len(cells) == len(configs)
-        assert all(study._is_there(cell, heads) for cell in cells)
-        assert len({tuple(cell.values()) for cell in cells}) == len(cells)
+        configs += cli.check_command([*overrides, *shards], "train", multirun=True)
+    return slug, scale, configs
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_the_cells_of_a_study_are_those_that_hydra_runs(path):
+    slug, scale, configs = hydras(path)
+    heads = pd.DataFrame([flatten(to_dict(config)) for config in configs])
+    is_high = heads["precision.recipe"] == "high"
+    heads["precision.label"] = heads["precision.recipe"].mask(is_high, heads["precision.autocast"])
+    cells = [cell for _, cells in study.commands(slug, scale) for cell in cells]
+    assert len(cells) == len(configs)
+    assert all(study._is_there(cell, heads.iloc[[i]]) for i, cell in enumerate(cells))
+    assert len({tuple(cell.values()) for cell in cells}) == len(cells)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_the_settings_of_a_cell_are_all_that_hydra_makes_of_it(path):
+    slug, scale, configs = hydras(path)
+    heads = pd.DataFrame([flatten(to_dict(config)) for config in configs])
+    planned = study.settings(slug, scale)
+    for key in {*naming.SETTINGS, "model.name", "optimizer.name"} - {"data.digest"}:
+        assert planned[key].map(naming.written).tolist() == heads[key].map(naming.written).tolist()
 
 
 def test_missing_cells_are_named_by_what_they_differ_in(make_run, tmp_path):
@@ -77,19 +96,110 @@ def test_incomplete_and_damaged_runs_are_marked(make_run, tmp_path):
     ("change", "mark"),
     [
         ({"data": "cd" * 32}, "2 different sets of data"),
-        ({"num_steps": 1200, "steps": 1200}, "runs of 20 and 1,200 steps"),
+        ({"num_steps": 1200, "steps": 200}, "num_steps 20 and 1,200"),
+        ({"lr": 4e-3, "batch_size": 64}, "batch_size 64 and 128; lr 0.001 and 0.004"),
+        ({"model": "mini_l", "optimizer": "stable_adamw"}, ""),  # which the figure says
     ],
 )
-def test_mixed_runs_are_marked(make_run, tmp_path, change, mark):
-    make_run(num_steps=20)
-    make_run(**{"num_steps": 20, "seed": 1, **change})
-    assert mark_of(tmp_path) == mark
+def test_mixed_runs_of_no_study_are_marked(make_run, tmp_path, change, mark):
+    make_run(num_steps=20, experiment="of_my_own")
+    make_run(**{"num_steps": 20, "seed": 1, "experiment": "of_my_own", **change})
+    drawn = load_runs(tmp_path / "runs").runs
+    labels = pd.Series(["bf16, AdamW"] * 2)
+    assert marks.of_runs(drawn, differing=study.differing(drawn, pd.DataFrame(), labels)) == mark
 
 
-def test_a_study_with_some_of_its_runs_is_marked_and_one_with_none_is_another(make_run, tmp_path):
+def test_a_study_with_some_or_none_of_its_runs_is_marked(make_run, tmp_path):
     make_run(num_steps=20)
     assert mark_of(tmp_path, 3, {"c": ["a"]}) == "1 of the study's 3 runs are not there"
-    assert mark_of(tmp_path, 3, {"c": ["a", "b", "d"]}) == ""
+    assert mark_of(tmp_path, 3, {"c": ["a", "b", "d"]}) == "none of the study's 3 runs is there"
+
+
+def the_mark(tmp_path, slug="rms_and_loss", **keys):
+    return make.draw(slug, tmp_path / "runs", tmp_path / "out", "", **keys)[1]["mark"]
+
+
+@pytest.mark.parametrize("slug", ["rms_and_loss", "update_clipping", "spikes_vs_batch"])
+def test_a_study_as_its_file_says_has_no_mark(make_cells, tmp_path, slug):
+    make_cells(slug, num_steps=40)
+    assert the_mark(tmp_path, slug) == ""
+
+
+@pytest.mark.parametrize(
+    ("where", "changes", "mark"),
+    [
+        ({}, {"num_steps": 300}, "num_steps 300, the study's 1,000"),
+        (
+            {"optimizer.beta2": 0.9},
+            {"optimizer.lr": 1e-3, "batch_size": 64},
+            "batch_size 64 and 1,024, the study's 1,024; lr 0.001 and 0.004, the study's 0.004",
+        ),
+        (
+            {},
+            {"precision.recipe": "switchback"},
+            "none of the study's 2 runs is there; precision switchback, the study's bf16",
+        ),
+        (
+            {},
+            {"optimizer.name": "stable_adamw", "optimizer.clip_threshold": 1.0},
+            "none of the study's 2 runs is there; optimizer stable_adamw, the study's adamw",
+        ),
+        ({}, {"data.name": "shards", "num_workers": 3}, ""),
+    ],
+    ids=["short", "mixed", "recipe", "optimizer", "data"],
+)
+def test_settings_that_are_not_the_studys_are_named(make_cells, tmp_path, where, changes, mark):
+    make_cells("rms_and_loss", where, changes, num_steps=40)
+    if where:
+        make_cells("rms_and_loss", {"optimizer.beta2": 0.999}, num_steps=40)
+    assert the_mark(tmp_path) == mark
+
+
+def test_settings_that_every_label_says_are_not_said_again(make_cells, tmp_path):
+    make_cells("rms_and_loss", num_steps=40)
+    make_cells("rms_and_loss", changes={"optimizer.lr": 2e-3}, num_steps=40, lr=2e-3)
+    assert the_mark(tmp_path) == ""
+
+
+def test_many_settings_are_counted(make_cells, tmp_path):
+    changes = {"optimizer.lr": 1e-3, "optimizer.eps": 1e-8, "optimizer.weight_decay": 0.1}
+    changes |= {"batch_size": 64, "compile": False, "schedule.warmup_steps": 5}
+    make_cells("rms_and_loss", changes=changes, num_steps=40)
+    assert the_mark(tmp_path).endswith(
+        "; weight_decay 0.1, the study's 0.2; 2 more settings differ"
+    )
+
+
+def no_rows(run):
+    (run / "metrics.jsonl").unlink()
+    (run / "status.json").write_text('{"state": "failed", "step": 0, "reason": "no GPU"}')
+
+
+def half_the_tensors(run):
+    shutil.rmtree(run / "tensors")
+    path = run / "tensors.parquet"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+DAMAGE = {
+    "no rows": no_rows,
+    "half the tensors": half_the_tensors,
+    "no metrics": lambda run: (run / "metrics.jsonl").write_text(""),
+    "binary metrics": lambda run: (run / "metrics.jsonl").write_bytes(bytes(range(256)) * 9),
+    "no config": lambda run: (run / "config.yaml").write_text("{"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*tensors left out")
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_a_run_that_cannot_be_drawn_is_marked(make_cells, tmp_path, damage):
+    damage(make_cells("rms_and_loss", num_steps=40)[0])
+    assert the_mark(tmp_path).startswith("1 of 2 runs not drawn")
+
+
+def test_runs_that_a_figure_is_not_about_are_not_lost(make_cells, tmp_path):
+    make_cells("spikes_vs_lr", num_steps=40)  # those with beta2 of 0.9 have no panel
+    assert the_mark(tmp_path, "spike_lead_lr") == ""
 
 
 def test_lines_of_several_commits_or_versions_are_marked():
@@ -101,11 +211,12 @@ def test_lines_of_several_commits_or_versions_are_marked():
 
 
 def test_the_mark_stands_in_picture_caption_and_provenance(make_run, tmp_path, monkeypatch):
-    make_run(num_steps=60)
-    make_run(num_steps=60, steps=30, state="running", seed=1)
+    make_run(num_steps=60, experiment="of_my_own")
+    make_run(num_steps=60, steps=30, state="running", seed=1, experiment="of_my_own")
     kept, put = [], marks.put
     monkeypatch.setattr(marks, "put", lambda figure, mark: (put(figure, mark), kept.append(figure)))
-    _, about = make.draw("loss_curves", tmp_path / "runs", tmp_path / "out", "")
+    arguments = ("loss_curves", tmp_path / "runs", tmp_path / "out", "")
+    make.draw(*arguments, experiment="of_my_own")
     written = json.loads((tmp_path / "out" / "loss_curves_demo.json").read_text())
     assert written["mark"] == "1 of 2 runs incomplete"
     assert written["caption"].endswith(" Marked: 1 of 2 runs incomplete.")
@@ -122,7 +233,6 @@ def test_a_long_mark_stays_within_the_picture():
     assert np.isfinite(figure.get_tightbbox().y1)
 
 
-def test_another_studys_runs_are_not_counted_as_missing(make_run, tmp_path):
-    make_run(num_steps=20, experiment="update_clipping", scale="mini", model="mini_l")
-    arguments = ("loss_curves", tmp_path / "runs", tmp_path / "out", "")
-    assert make.draw(*arguments, experiment="update_clipping")[1]["mark"] == ""
+def test_another_studys_runs_are_not_counted_as_missing(make_cells, tmp_path):
+    make_cells("update_clipping", {"optimizer.beta2": 0.9}, num_steps=40)
+    assert the_mark(tmp_path, "loss_curves", experiment="update_clipping") == ""

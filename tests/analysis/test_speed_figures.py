@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.figure import Figure
 
 from analysis import make, paper
 from analysis.bench import load_lines
@@ -197,3 +198,13 @@ def test_figure_of_lines_says_which_files_it_is_of(tmp_path, slug, lines, capsys
 def test_no_lines_are_an_error_that_names_the_command(tmp_path, capsys):
     assert make.main(["op_profile", "--runs", str(tmp_path), "--out", str(tmp_path)]) == 2
     assert "python -m experiments.bench_ops" in capsys.readouterr().err
+
+
+def test_the_papers_range_lies_behind_the_bars_and_is_named_as_its(tmp_path):
+    frame = end_to_end_speed.query(load_lines(write(tmp_path, "model", model_lines()), "model"))
+    ax = end_to_end_speed.plot(frame[frame["baseline"] == "open_clip"], Figure().subplots())
+    handles, labels = ax.get_legend_handles_labels()
+    band = handles[labels.index("paper, A100: ViT-H/14")]
+    low, high = paper.END_TO_END
+    assert (band.get_y(), band.get_y() + band.get_height()) == (low, high)
+    assert f"{low:g} to {high:g}%" in end_to_end_speed.caption(frame)

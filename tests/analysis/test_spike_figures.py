@@ -147,6 +147,20 @@ def test_of_a_sweep_over_beta2_the_large_ones_are_shown_or_what_is_there(
     assert f"beta2 {shown[0]} and {shown[1]}. After" in spike_lead_size.caption(frame)
 
 
+@pytest.mark.parametrize("figure", [spike_lead_size, rms_and_loss])
+def test_of_several_optimizers_only_adamw_counts_and_one_alone_does(plant, query, figure):
+    plant(optimizer="stable_adamw")
+    assert query(figure)["optimizer"].unique().tolist() == ["stable_adamw"]
+    plant({400: 3, 500: 8}, optimizer="adamw_clip")
+    plant({400: 3, 500: 8, 700: None})
+    frame = query(figure)
+    assert frame["optimizer"].unique().tolist() == ["adamw"]
+    if figure is spike_lead_size:
+        *_, by_tensor = drawn(figure, frame)
+        texts = [text.get_text().strip() for text in by_tensor.texts]
+        assert texts == ["0 of 3", "0 of 3", "2 of 3"]
+
+
 def test_a_sweep_without_spikes_is_drawn_and_said_to_have_none(plant, query):
     plant({})
     frame = query(spike_lead_lr)

@@ -8,7 +8,7 @@ import pytest
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from analysis import make, spike_lead
+from analysis import make, spike_lead, study
 from experiments import cli
 from lowprec.config import Config
 
@@ -63,6 +63,17 @@ def test_a_study_at_paper_scale_follows_the_protocol_of_the_paper(slug):
             assert config.batch_size == 16384
 
 
+@pytest.mark.parametrize("slug", [slug for slug in STUDIES if slug not in WITHOUT_PAPER])
+def test_weight_decay_is_the_papers_in_all_commands_that_do_not_sweep_optimizers(slug):
+    configs = list(cells(slug))
+    for command, _ in study.commands(slug, "paper")[1:]:  # the lines `# And:`
+        overrides = command.partition("experiments.train -m ")[2].split()
+        configs += cli.check_command([*overrides, *SHARDS], "train", multirun=True)
+    for config in configs:
+        unclipped = config.optimizer.name == "stable_adamw" and slug != "update_clipping"
+        assert config.optimizer.clip_weight_decay is not unclipped
+
+
 @pytest.mark.parametrize("scale", ["paper", "mini", None])
 @pytest.mark.parametrize("figure", OF_RUNS, ids=lambda figure: figure.__name__.split(".")[-1])
 def test_without_runs_a_figure_names_the_command_that_makes_them(figure, scale, tmp_path, capsys):
@@ -103,10 +114,22 @@ def test_sweeps_of_the_paper_have_its_values():
     assert beta2 == {0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995}
 
 
-def test_every_study_is_a_row_of_the_table():
+def row_of(name):
     table = (cli.CONF.parent / "experiments" / "README.md").read_text()
+    [row] = [line for line in table.splitlines() if line.startswith(f"| `{name}` |")]
+    return row
+
+
+@pytest.mark.parametrize("name", [name for name in EXPERIMENTS if name[-5:] in ("_mini", "_demo")])
+def test_the_row_of_a_small_study_says_its_number_of_steps(name):
+    deviation = row_of(name).split("|")[-2]
+    steps = int(re.search(r"([\d,]+) steps", deviation)[1].replace(",", ""))
+    assert {steps} == {config.num_steps for config in cells(name)}
+
+
+def test_every_study_is_a_row_of_the_table():
     for path in (cli.CONF / "experiment").glob("*.yaml"):
-        [row] = [line for line in table.splitlines() if line.startswith(f"| `{path.stem}` |")]
+        row = row_of(path.stem)
         scale = row.split("|")[2].strip()
         given = OmegaConf.load(path).get("scale") or path.stem.rpartition("_")[2]
         assert scale == (given if given in ("mini", "demo") else "paper")
