@@ -11,6 +11,7 @@ from pathlib import Path
 
 from experiments import cli, train
 from experiments.open_data import open_data
+from experiments.sources import sources_of
 from lowprec.run import directory
 from lowprec.sweep.ledger import Ledger
 from lowprec.validate import ConfigError, check
@@ -21,7 +22,7 @@ def main(folder: Path, index: int) -> None:
     cell = Ledger(folder).cells[index]
     try:
         config = check(cell.config)
-        run = directory(config, train.sources_of(config, open_data(config)))
+        run = directory(config, sources_of(config, open_data(config)))
         if str(run) != cell.run:
             sys.exit(f"the data of {cell.run} are no longer those of its sweep: now it is {run}")
         train.main(config)

@@ -9,7 +9,7 @@ from hydra.core.config_store import ConfigStore
 from experiments import cli
 from experiments.open_data import open_data
 from experiments.preflight import preflight, process_faults
-from experiments.train import sources_of
+from experiments.sources import sources_of
 from lowprec.config import Config
 from lowprec.data.urls import without_secrets
 from lowprec.run import digest, directory, label, to_dict

@@ -23,6 +23,7 @@ from experiments import cli
 from experiments.failures import STOPPED, attempt, begins_at, line_of
 from experiments.open_data import Data, open_data, progress_bar
 from experiments.preflight import preflight
+from experiments.sources import source_of_weights, sources_of
 from lowprec import durable
 from lowprec.config import Config
 from lowprec.data.urls import without_secrets
@@ -33,7 +34,6 @@ from lowprec.train.remote import NoCopy
 from lowprec.train.signals import StopRequest, stop_request
 from lowprec.train.silent import SilentRecord
 from lowprec.train.world import PeerFailed, World, place
-from lowprec.validate import ConfigError
 
 
 def main(config: Config) -> None:
@@ -112,46 +112,6 @@ def _open_record(run: Path, num_steps: int, world: World) -> Record | None:
     return opened[0] if opened else SilentRecord(run, attempt)
 
 
-def sources_of(config: Config, data: Data) -> dict[str, str]:
-    """Digests of what the config's paths hold."""
-    sources = {"data": data.digest(config)}
-    if config.model.init_from:
-        from lowprec.clip.export import weights_digest
-
-        try:
-            sources["init_from"] = weights_digest(Path(config.model.init_from))
-        except FileNotFoundError as error:
-            raise ConfigError([f"model.init_from={config.model.init_from}: {error}"]) from error
-    if config.resume.from_:
-        from lowprec.train.checkpoint import find_checkpoint
-        from lowprec.train.state import CheckpointError
-
-        try:
-            manifest = find_checkpoint(Path(config.resume.from_)) / "manifest.json"
-        except CheckpointError as error:
-            raise ConfigError([f"resume.from={config.resume.from_}: {error}"]) from error
-        sources["resume_from"] = _sha256_of(manifest.parent)
-    return sources
-
-
-def _source(config: Config, sources: dict[str, str]) -> str:
-    """The checkpoint of `resume.from`, if it is still the one that the run is named after."""
-    from lowprec.train.checkpoint import find_checkpoint
-    from lowprec.train.state import CheckpointError
-
-    found = find_checkpoint(Path(config.resume.from_))
-    if _sha256_of(found) != sources["resume_from"]:
-        raise CheckpointError(
-            f"resume.from={config.resume.from_}: it is still being trained, and {found.name} has "
-            "come since; wait for its end, or name one of its checkpoints"
-        )
-    return str(found)
-
-
-def _sha256_of(checkpoint: Path) -> str:
-    return json.loads((checkpoint / "manifest.json").read_text())["sha256"]
-
-
 def _train(
     config: Config,
     data: Data,
@@ -177,7 +137,7 @@ def _train(
     if world.is_first:
         _report_layers(config, built.layers, record)
     if config.resume.from_ and not list_checkpoints(record.run):
-        source = Path(world.first(lambda: _source(config, sources)))
+        source = Path(world.first(lambda: source_of_weights(config, sources)))
         world.together(lambda: built.state.load(source, fresh=True))
         print(f"{record.run} begins with the weights and moments of {source}")
     logger = build_logger(config.logger.name if world.is_first else "none", record.run, plain)
