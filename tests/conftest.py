@@ -48,6 +48,12 @@ def write_shard(path: Path, count: int, seed: int = 0) -> None:
                 tar.addfile(member, io.BytesIO(data))
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Every test draws what it draws alone, in whatever order and process it runs."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     """A GPU where there is one; else the kernels are interpreted."""
