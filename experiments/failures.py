@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -37,10 +38,25 @@ def attempt(
         with watched(config, record, world):
             ended, logger = train(copy)
     except BaseException as error:
-        fail(error, config, record, copy)
+        with _no_news_of_workers():
+            fail(error, config, record, copy)
     logger.close()
     copy.close("" if ended.state in ENDED else line_of(ended, record))
     return ended
+
+
+@contextlib.contextmanager
+def _no_news_of_workers() -> Iterator[None]:
+    """Without torch's handler of SIGCHLD, which raises wherever the main thread is.
+
+    A worker that was killed is often noticed first by its broken connection: its signal must not
+    end the writing down of that.
+    """
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
 
 
 def line_of(ended: object, record: Record) -> str:

@@ -58,6 +58,32 @@ def test_a_killed_data_worker_is_named_within_seconds_and_the_run_goes_on(attemp
     assert attempt.steps() == list(range(1, 13))
 
 
+def test_the_signal_of_a_killed_worker_does_not_end_the_noting_of_its_death(attempt, monkeypatch):
+    def lose(step, batch):
+        raise ConnectionResetError("the pipe of a worker")
+
+    def as_torch_does(number, frame):
+        raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed.")
+
+    status = Record.status
+
+    def late(record, state, *arguments, **options):
+        if state == "failed":
+            os.kill(os.getpid(), signal.SIGCHLD)
+        status(record, state, *arguments, **options)
+
+    monkeypatch.setattr(TrainStep, "__call__", lose)
+    monkeypatch.setattr(Record, "status", late)
+    before = signal.signal(signal.SIGCHLD, as_torch_does)
+    try:
+        with pytest.raises(RunError, match="a data worker was killed"):
+            attempt()
+        assert signal.getsignal(signal.SIGCHLD) is as_torch_does
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert read_status(attempt.run())["state"] == "failed"
+
+
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])
 def test_out_of_memory_says_what_needs_less_and_loses_no_checkpoint(attempt, monkeypatch, error):
     call, calls = TrainStep.__call__, iter(range(1, 100))
