@@ -38,6 +38,10 @@ END_TO_END = (13.0, 25.0)  # time that SwitchBack saves of ViT-H's training, %
 LARGEST_SHARE = 20.0  # of a layer's time in quantize operations, %: "less than about"
 FOLLOWING = (28, 30)  # loss spikes that follow an RMS spike, of how many
 BY_CHANCE = 0.01  # the share that would
+FOLLOWING_SAID = (
+    f"{FOLLOWING[0]} of {FOLLOWING[1]} loss spikes, by chance about {BY_CHANCE:.0%} "
+    "(the paper's runs, arXiv:2304.13013)"
+)
 ACCURACY_BY_SIZE = {  # zero-shot ImageNet top-1 in %, +-0.2: figure 1; None: diverged
     "bf16": {"vit_b32": 41.7, "vit_l14": 55.1, "vit_h14": 57.6},
     "switchback": {"vit_b32": 42.0, "vit_l14": 54.8, "vit_h14": 57.0},

@@ -8,7 +8,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from analysis import beta2_grid, curves, recorded, spike_marks, spikes, style
+from analysis import beta2_grid, curves, paper, recorded, spike_marks, style
 from analysis.load import Runs
 from lowprec.diagnostics.spikes import following
 
@@ -163,7 +163,7 @@ def caption(frame: pd.DataFrame) -> str:
         )
     if not steps["loss_spike"].astype(bool).any():
         text += " There is no loss spike."
-    return f"{text} The paper: {spikes.PAPER}.{curves.caption_end(runs, crosses=False)}"
+    return f"{text} The paper: {paper.FOLLOWING_SAID}.{curves.caption_end(runs, crosses=False)}"
 
 
 def pooled(frame: pd.DataFrame) -> pd.DataFrame:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from analysis import cli, recorded
+from analysis import cli, paper, recorded
 from analysis.cli import ChoiceError
 from analysis.load import Runs, load_runs
 from analysis.spike_marks import FRACTIONS, TENSOR, THRESHOLDS, Series, protocol_of, read_series
@@ -27,7 +27,6 @@ from lowprec.diagnostics.spikes import (
     rms_spikes,
 )
 
-PAPER = "28 of 30 loss spikes, by chance about 1% (the paper's runs, arXiv:2304.13013)"
 LOCAL_SHIFT = 1000  # steps; the phase of training stays about the same
 AROUND = 60  # steps drawn on either side of a spike
 NUM_CONTROLS = 10  # other tensors printed
@@ -142,7 +141,7 @@ def _lead_lines(series: Series, protocol: Protocol, tensor: str, lead: pd.Series
         f"(95%: {near.low:.0%} to {near.high:.0%}), p = {near.p_value:.2g}, by at most "
         f"{LOCAL_SHIFT:,} steps.",
         f"Lead in steps, of how many: {counts}; more: {late}; none before: {lead.isna().sum()}.",
-        f"The paper: {PAPER}.",
+        f"The paper: {paper.FOLLOWING_SAID}.",
     ]
 
 

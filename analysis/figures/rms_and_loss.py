@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from analysis import curves, spike_marks, spikes, style
+from analysis import curves, paper, spike_marks, style
 from analysis.load import Runs
 from lowprec.diagnostics.spikes import Protocol, following
 
@@ -121,7 +121,7 @@ def caption(frame: pd.DataFrame) -> str:
     )
     for _, run in runs:
         text += f" {_title(run.iloc[0], ', ')}: {_counts(run)}."
-    return f"{text} The paper: {spikes.PAPER}."
+    return f"{text} The paper: {paper.FOLLOWING_SAID}."
 
 
 def _counts(run: pd.DataFrame) -> str:
