@@ -98,7 +98,7 @@ def _end_to_end(baseline: str, case: str):
         frame = frame[(frame["model"] == MODEL) & (frame["baseline"] == baseline)]
         mine = frame[frame["series"] == case]
         if mine.empty:
-            makes = f"python -m experiments.bench_model {H14}"
+            makes = f"python -m experiments.benchmarks.model {H14}"
             raise NoRunsError(f"{case} and {baseline} on {MODEL}: {makes}")
         ours = "; ".join(f"{row.value:.1f}% ({row.shape})" for row in mine.itertuples())
         ours += f", {bench.devices(frame)}, one measurement each"
@@ -121,7 +121,7 @@ def _share(evidence: Evidence) -> Finding:
     mine = frame[(frame["source"] != paper.SOURCE) & frame["dim"].isin(paper.DIMS)]
     mine = mine[mine["series"] == "int8"].sort_values("dim")
     if mine.empty:
-        raise NoRunsError("python -m experiments.bench_ops")
+        raise NoRunsError("python -m experiments.benchmarks.ops")
     ours, holds = [], True
     for tokens, line in mine.groupby("tokens"):
         shares = line["value"].to_list()

@@ -3,8 +3,8 @@
 import os
 from pathlib import Path
 
-from lowprec.config import Config
-from lowprec.validate import ConfigError, check, keys
+from lowprec.config.check import ConfigError, check, keys
+from lowprec.config.schema import Config
 
 MAGIC = b"PAR1"  # at both ends of a parquet file; before the last, the length of its footer
 TEXTS = ("model.name", "optimizer.name", "precision.autocast", "precision.recipe")

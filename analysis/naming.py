@@ -5,8 +5,8 @@ import pandas as pd
 
 from analysis import style
 from analysis.read import flatten
-from lowprec.config import Config
-from lowprec.run import identity
+from lowprec.config.schema import Config
+from lowprec.runs.identity import identity
 
 NAMED = (  # keys that the figure names already, or that only name a folder
     *("name", "experiment", "scale", "seed", "model.name", "optimizer.name"),

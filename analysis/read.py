@@ -13,8 +13,16 @@ import yaml
 from upath import UPath
 
 from analysis.damage import config_faults, tensor_faults
-from lowprec.config import Config
-from lowprec.run import STATES, TABLES, find_runs, read_status, read_tensors, scan_rows, to_dict
+from lowprec.config.schema import Config
+from lowprec.runs.identity import (
+    STATES,
+    TABLES,
+    find_runs,
+    read_status,
+    read_tensors,
+    scan_rows,
+    to_dict,
+)
 
 ENDED = ("finished", "diverged")
 NEEDED = (  # keys without which a run cannot be named

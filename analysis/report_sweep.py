@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from analysis.read import place
-from lowprec.sweep.ledger import Ledger
+from lowprec.sweep.manifest import Ledger
 from lowprec.sweep.status import ask_queue, states
 
 WHY = {  # state of a cell without a reason: in words

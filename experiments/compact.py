@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pyarrow.parquet
 
-from experiments import cli
-from lowprec.config import key
-from lowprec.run import find_runs
+from lowprec.config import compose as cli
+from lowprec.config.schema import key
+from lowprec.runs.identity import find_runs
 
 FILES = ("config.yaml", "environment.json", "status.json", "metrics.jsonl", "timing.jsonl")
 FILES += ("attempts.jsonl", "events.jsonl", "skips.jsonl", "evaluations.jsonl")

@@ -20,17 +20,17 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from yaml import YAMLError
 
-from experiments import cli
-from experiments.open_data import open_data
-from experiments.preflight import preflight
-from lowprec.config import Config, EvaluationConfig, key
-from lowprec.run import encode_row
-from lowprec.validate import ConfigError, check
+from lowprec.config import compose as cli
+from lowprec.config.check import ConfigError, check
+from lowprec.config.preflight import preflight
+from lowprec.config.schema import Config, EvaluationConfig, key
+from lowprec.data.open import open_data
+from lowprec.runs.identity import encode_row
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from experiments.build import Built
+    from lowprec.train.build import Built
 
 
 @dataclass
@@ -61,7 +61,7 @@ class EvaluateConfig:
 
 def main(config: EvaluateConfig) -> None:
     """Builds the run's model, loads its newest checkpoint, evaluates."""
-    from experiments.build import build
+    from lowprec.train.build import build
     from lowprec.train.checkpoint import newest_checkpoint
     from lowprec.train.state import CheckpointError
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING
 
-from experiments import cli
 from experiments.evaluate import EvaluatedPrecision, read_config
-from lowprec.config import key
+from lowprec.config import compose as cli
+from lowprec.config.schema import key
 
 if TYPE_CHECKING:
     from torch import Tensor

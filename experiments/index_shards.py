@@ -8,9 +8,9 @@ The index of a set is named by its shards' folder: several sets may share one in
 import sys
 from dataclasses import dataclass
 
-from experiments import cli
-from experiments.open_data import open_with_progress
-from lowprec.config import key
+from lowprec.config import compose as cli
+from lowprec.config.schema import key
+from lowprec.data.open import open_with_progress
 
 
 @dataclass

@@ -10,9 +10,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments import cli
-from experiments.open_data import open_with_progress, progress_bar
-from lowprec.config import key
+from lowprec.config import compose as cli
+from lowprec.config.schema import key
+from lowprec.data.open import open_with_progress, progress_bar
 from lowprec.data.shapes import render_shapes
 
 

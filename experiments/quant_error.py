@@ -21,20 +21,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiments import cli
 from experiments.evaluate import read_config
-from experiments.open_data import open_data
-from experiments.preflight import preflight
-from lowprec.config import key
-from lowprec.environment import environment
+from lowprec.config import compose as cli
+from lowprec.config.check import ConfigError
+from lowprec.config.preflight import preflight
+from lowprec.config.schema import key
+from lowprec.data.open import open_data
 from lowprec.nn.recipe import PRODUCTS, RECIPES, Recipe
-from lowprec.run import encode_row
-from lowprec.validate import ConfigError
+from lowprec.runs.environment import environment
+from lowprec.runs.identity import encode_row
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from experiments.build import Built
+    from lowprec.train.build import Built
 
 SLUG = "quantization_variance"
 ROWS, COLUMNS = 128, 64  # of the products of normal numbers
@@ -84,7 +84,7 @@ def catch(run: Path, device: str) -> "tuple[int, dict[str, dict[str, Tensor]]]":
 
     x and g are in the dtype that the layer computes in, as 2-d tensors; w is as it is stored.
     """
-    from experiments.build import build
+    from lowprec.train.build import build
     from lowprec.train.checkpoint import newest_checkpoint
     from lowprec.train.state import CheckpointError
 

@@ -31,18 +31,18 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from experiments import cli
 from experiments.evaluate import read_config
-from experiments.open_data import open_data
-from experiments.preflight import preflight
-from lowprec.config import EIGHT_BIT, Config, key
+from lowprec.config import compose as cli
+from lowprec.config.check import ConfigError, check
+from lowprec.config.combinations import combination_faults
+from lowprec.config.preflight import preflight
+from lowprec.config.schema import EIGHT_BIT, Config, key
+from lowprec.data.open import open_data
 from lowprec.diagnostics.spikes import Protocol, protocol_of
-from lowprec.rules import combination_faults
-from lowprec.run import scan_rows, to_dict
-from lowprec.validate import ConfigError, check
+from lowprec.runs.identity import scan_rows, to_dict
 
 if TYPE_CHECKING:
-    from experiments.build import Built
+    from lowprec.train.build import Built
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Variant:
 def main(config: ReplayConfig, changes: list[str], multirun: bool = False) -> None:
     """Replays control and variants, prints and writes what they show."""
     from experiments.replay_report import report
-    from lowprec.train.recorder import state_before
+    from lowprec.train.snapshots import state_before
     from lowprec.train.state import CheckpointError
 
     run = Path(config.run)
@@ -179,11 +179,11 @@ def replay(path: Path, variant: Variant, trained: Config, step: int, last: int) 
     `rms`: RMS_t of the patch embedding, NaN for a model that has none of that name.
     """
     from analysis.spike_marks import TENSOR
-    from experiments.build import build
     from lowprec.optim.schedules import set_learning_rate
     from lowprec.optim.stable_adamw import STATISTICS
+    from lowprec.train.build import build
     from lowprec.train.loop import rate_of
-    from lowprec.train.recorder import step_of
+    from lowprec.train.snapshots import step_of
     from lowprec.train.step import GraphedStep, TrainStep, can_capture
 
     config = variant.config

@@ -11,8 +11,8 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from analysis import style
 from analysis.spike_marks import TENSOR
-from lowprec import durable
 from lowprec.diagnostics.spikes import Protocol
+from lowprec.runs import durable
 
 QUESTIONS = {  # what a change of a key asks about
     "data": ("skip_batches", "data", "seed", "batch_size"),

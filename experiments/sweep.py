@@ -27,17 +27,17 @@ from hydra.core.config_store import ConfigStore
 from rich.console import Console
 from rich.live import Live
 
-from experiments import cli
-from experiments.sweep_cells import cells_of, refuse_processes
-from experiments.sweep_estimate import print_estimate
-from experiments.sweep_table import show, table
-from lowprec.config import key
-from lowprec.durable import DiskError
+from lowprec.config import compose as cli
+from lowprec.config.check import ConfigError, unknown_key
+from lowprec.config.schema import key
 from lowprec.nearest import nearest
+from lowprec.runs.durable import DiskError
 from lowprec.sweep import local, slurm
-from lowprec.sweep.ledger import Ledger, locked
+from lowprec.sweep.estimate import print_estimate
+from lowprec.sweep.manifest import Ledger, locked
+from lowprec.sweep.plan import cells_of, refuse_processes
 from lowprec.sweep.status import ACTIVE, RESULTS, TO_RESUBMIT, TO_SUBMIT, ask_queue, states, summary
-from lowprec.validate import ConfigError, unknown_key
+from lowprec.sweep.table import show, table
 
 COMMAND = [sys.executable, "-m", "experiments.sweep_cell"]
 WHERE = ("experiment", "name", "run_dir")  # keys that say which sweep

@@ -9,12 +9,13 @@ nothing; other data do, and are refused, as they would be another run.
 import sys
 from pathlib import Path
 
-from experiments import cli, train
-from experiments.open_data import open_data
-from experiments.sources import sources_of
-from lowprec.run import directory
-from lowprec.sweep.ledger import Ledger
-from lowprec.validate import ConfigError, check
+from experiments import train
+from lowprec.config import compose as cli
+from lowprec.config.check import ConfigError, check
+from lowprec.data.open import open_data
+from lowprec.runs.identity import directory
+from lowprec.sweep.manifest import Ledger
+from lowprec.train.sources import sources_of
 
 
 def main(folder: Path, index: int) -> None:

@@ -19,20 +19,20 @@ from pathlib import Path
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from experiments import cli
-from experiments.failures import STOPPED, attempt, begins_at, line_of
-from experiments.open_data import Data, open_data, progress_bar
-from experiments.preflight import preflight
-from experiments.sources import source_of_weights, sources_of
-from lowprec import durable
-from lowprec.config import Config
+from lowprec.config import compose as cli
+from lowprec.config.preflight import preflight
+from lowprec.config.schema import Config
+from lowprec.data.open import Data, open_data, progress_bar
 from lowprec.data.urls import without_secrets
-from lowprec.environment import environment
-from lowprec.record import Record, RecordError, RunBusyError
-from lowprec.run import directory, identity, label, to_dict
+from lowprec.runs import durable
+from lowprec.runs.environment import environment
+from lowprec.runs.identity import directory, identity, label, to_dict
+from lowprec.runs.null_record import SilentRecord
+from lowprec.runs.record import Record, RecordError, RunBusyError
+from lowprec.train.attempt import STOPPED, attempt, begins_at, line_of
 from lowprec.train.remote import NoCopy
 from lowprec.train.signals import StopRequest, stop_request
-from lowprec.train.silent import SilentRecord
+from lowprec.train.sources import source_of_weights, sources_of
 from lowprec.train.world import PeerFailed, World, place
 
 
@@ -122,11 +122,11 @@ def _train(
     world: World,
 ) -> tuple[object, object]:
     """Trains until the run ends or is stopped: how, and the logger; torch is loaded here."""
-    from experiments.build import build
+    from lowprec.runs.provenance import code_digests
+    from lowprec.train.build import build
     from lowprec.train.checkpoint import list_checkpoints
     from lowprec.train.loggers import build_logger
     from lowprec.train.loop import train
-    from lowprec.train.provenance import code_digests
 
     plain = to_dict(config)
     plain["data"]["train"] = without_secrets(config.data.train)  # a signed URL is a secret
@@ -195,7 +195,7 @@ def _begin_record(
     config: Config, plain: dict, sources: dict[str, str], record: Record, world: World
 ) -> None:
     """Writes what the attempt is: its config, the machine, what has changed since the last."""
-    from lowprec.train.provenance import changes_since
+    from lowprec.runs.provenance import changes_since
 
     begins = begins_at(record.run)
     facts = environment()

@@ -20,12 +20,12 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 from PIL import Image  # noqa: E402
 
-from experiments.build import build  # noqa: E402
-from experiments.open_data import open_data  # noqa: E402
-from lowprec.record import Record  # noqa: E402
-from lowprec.run import to_dict  # noqa: E402
+from lowprec.config.check import check  # noqa: E402
+from lowprec.data.open import open_data  # noqa: E402
+from lowprec.runs.identity import to_dict  # noqa: E402
+from lowprec.runs.record import Record  # noqa: E402
+from lowprec.train.build import build  # noqa: E402
 from lowprec.train.loop import train  # noqa: E402
-from lowprec.validate import check  # noqa: E402
 
 torch.set_num_threads(1)
 COLORS = {"red": (220, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 220), "gray": (120,) * 3}

@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parent.parent
-TESTS = ("train/test_saver.py", "train/test_checkpoint.py", "test_record.py")
-TESTS += ("train/test_recorder.py",)
+TESTS = ("train/test_saver.py", "train/test_checkpoint.py", "runs/test_record.py")
+TESTS += ("train/test_snapshots.py",)
 TESTS += ("data/test_loader.py", "data/test_index.py", "train/test_crash.py")
 KERNEL_TESTS = ("ops/test_quantize.py", "ops/test_matmul.py", "ops/test_gelu.py")
 OPTIMIZER_TESTS = ("optim/test_fused.py",)
@@ -56,12 +56,12 @@ MUTANTS = {  # name: (file, line as it is, line as it must not be)
         "os.rename(temporary, final)",
     ),
     "files of a checkpoint not synced": (
-        "lowprec/durable.py",
+        "lowprec/runs/durable.py",
         "_write_whole(descriptor, chunk)\n            os.fsync(descriptor)",
         "_write_whole(descriptor, chunk)",
     ),
     "record not synced before the commit": (
-        "lowprec/record.py",
+        "lowprec/runs/record.py",
         "durable.sync(path)\n            sizes", "sizes",
     ),
     "digests not verified": (
@@ -80,12 +80,12 @@ MUTANTS = {  # name: (file, line as it is, line as it must not be)
         "lowprec/train/checkpoint.py", "list_checkpoints(run)[:-keep]",
         "list_checkpoints(run)[:-1]",
     ),
-    "drift not refused": ("lowprec/train/provenance.py", "if refused:", "if False:"),
+    "drift not refused": ("lowprec/runs/provenance.py", "if refused:", "if False:"),
     "two writers at once": (
-        "lowprec/record.py", "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH | fcntl.LOCK_NB",
+        "lowprec/runs/record.py", "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH | fcntl.LOCK_NB",
     ),
     "torn row left behind on a full disk": (
-        "lowprec/durable.py", "os.ftruncate(descriptor, size)", "pass",
+        "lowprec/runs/durable.py", "os.ftruncate(descriptor, size)", "pass",
     ),
     "replacement depends on the worker": (
         "lowprec/data/loader.py",
@@ -96,7 +96,7 @@ MUTANTS = {  # name: (file, line as it is, line as it must not be)
         "lowprec/data/index.py", "_refuse_changes(known, found, name, pattern)", "pass",
     ),
     "snapshot as late as its spike": (
-        "lowprec/train/recorder.py", "if base.step <= step - self.chosen.steps", "if True",
+        "lowprec/train/snapshots.py", "if base.step <= step - self.chosen.steps", "if True",
     ),
     "second block of a row left out of its scale": (
         "lowprec/ops/triton_quantize.py",

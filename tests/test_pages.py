@@ -15,8 +15,8 @@ from omegaconf import OmegaConf
 
 from analysis.bench import load_lines, newest
 from analysis.read import flatten
-from experiments.cli import CONF, defaults
-from lowprec.config import Config
+from lowprec.config.compose import CONF, defaults
+from lowprec.config.schema import Config
 from lowprec.data.shapes import render_shapes
 
 ROOT = Path(__file__).parents[1]

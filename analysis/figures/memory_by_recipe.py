@@ -1,6 +1,6 @@
 """Memory by recipe: what a linear layer saves for backward, and the peak of a whole model.
 
-Lines: `python -m experiments.bench_layer` and, on a GPU, `python -m experiments.bench_model`, with
+Lines: `python -m experiments.benchmarks.layer` and, on a GPU, `python -m experiments.benchmarks.model`, with
 and without checkpointing.
 """
 

@@ -1,6 +1,6 @@
 """Time of each operation of a SwitchBack layer by dim, and what SwitchBack saves of the 16-bit one.
 
-Lines: `python -m experiments.bench_ops`. Source: figure 3, arXiv:2304.13013.
+Lines: `python -m experiments.benchmarks.ops`. Source: figure 3, arXiv:2304.13013.
 """
 
 import pandas as pd

@@ -1,6 +1,6 @@
 """Share of SwitchBack's time that goes into quantizing, by dim.
 
-Lines: `python -m experiments.bench_ops`. Source: figure 4, left, arXiv:2304.13013.
+Lines: `python -m experiments.benchmarks.ops`. Source: figure 4, left, arXiv:2304.13013.
 """
 
 import pandas as pd

@@ -1,6 +1,6 @@
 """Speed of SwitchBack, SwitchBackM and SwitchBackQ layers by dim.
 
-Lines: `python -m experiments.bench_layer`. Source: algorithms 1, 3 and 4, arXiv:2304.13013.
+Lines: `python -m experiments.benchmarks.layer`. Source: algorithms 1, 3 and 4, arXiv:2304.13013.
 """
 
 import pandas as pd

@@ -1,6 +1,6 @@
 """Time that a SwitchBack layer and an LLM.int8() layer save of nn.Linear, by dim.
 
-Lines: `python -m experiments.bench_layer`. Source: arXiv:2304.13013.
+Lines: `python -m experiments.benchmarks.layer`. Source: arXiv:2304.13013.
 """
 
 import pandas as pd

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lowprec.clip.torchvision_shim import open_clip
-from lowprec.config import PRESETS, ModelConfig
+from lowprec.config.schema import PRESETS, ModelConfig
 
 TEXT_HEAD_WIDTH = 64
 

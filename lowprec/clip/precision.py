@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from lowprec.config import PrecisionConfig
+from lowprec.config.schema import PrecisionConfig
 from lowprec.nn.attention import Attention
 from lowprec.nn.recipe import RECIPES, custom_recipe
 from lowprec.nn.replace import Layer, NoLayerError, apply_recipe

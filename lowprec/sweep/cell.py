@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from lowprec.sweep.ledger import Ledger, take_lock
+from lowprec.sweep.manifest import Ledger, take_lock
 
 STOPPED = 75  # exit status of a cell that saved because it was asked to stop: requeue it
 STOPPING = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)

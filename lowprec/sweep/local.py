@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lowprec.sweep.cell import is_cancelled, run_cell, say_end
-from lowprec.sweep.ledger import Ledger, Submission, is_locked, take_lock
+from lowprec.sweep.manifest import Ledger, Submission, is_locked, take_lock
 
 JOB = "local"  # the job's name in a ledger's rows
 

@@ -18,7 +18,7 @@ import submitit
 from submitit.core.utils import DelayedSubmission
 
 from lowprec.sweep.cell import run_cell
-from lowprec.sweep.ledger import Ledger
+from lowprec.sweep.manifest import Ledger
 
 TRIES, TIMEOUT_S = 5, 60.0
 FIRST_WAIT_S = 1.0  # doubled after each failure

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from lowprec.run import decode_row, read_status
+from lowprec.runs.identity import decode_row, read_status
 from lowprec.sweep import local, slurm
-from lowprec.sweep.ledger import Ledger, Submission, is_locked
+from lowprec.sweep.manifest import Ledger, Submission, is_locked
 
 ACTIVE = ("queued", "running")
 RESULTS = ("finished", "diverged")

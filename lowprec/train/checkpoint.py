@@ -11,7 +11,7 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from lowprec import durable
+from lowprec.runs import durable
 from lowprec.train.state import CheckpointError, DamagedError, TrainState
 from lowprec.train.world import ALONE, World
 

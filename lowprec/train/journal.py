@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import torch
 
-from lowprec.config import EIGHT_BIT, OF_SECOND_MOMENT, Config
+from lowprec.config.schema import EIGHT_BIT, OF_SECOND_MOMENT, Config
 from lowprec.data.loader import Batch
 from lowprec.diagnostics.blocks import BLOCK_STATISTICS
 from lowprec.diagnostics.spikes import Detector, protocol_of
 from lowprec.optim.stable_adamw import STATISTICS
-from lowprec.record import Record
-from lowprec.run import read_tensors, scan_rows
+from lowprec.runs.identity import read_tensors, scan_rows
+from lowprec.runs.record import Record
 from lowprec.train.divergence import judge
 from lowprec.train.loggers import Logger
 from lowprec.train.speed import Speed

@@ -2,15 +2,15 @@
 
 from collections.abc import Callable, Iterator
 
-from lowprec.config import Config
+from lowprec.config.schema import Config
 from lowprec.data.loader import Batch
 from lowprec.optim.schedules import learning_rate, set_learning_rate
-from lowprec.record import Record
+from lowprec.runs.record import Record
 from lowprec.train.journal import Ended, Journal
 from lowprec.train.loggers import Logger
-from lowprec.train.recorder import Recorder
 from lowprec.train.saver import Saver
 from lowprec.train.signals import StopRequest
+from lowprec.train.snapshots import Recorder
 from lowprec.train.speed import Tracer
 from lowprec.train.state import TrainState
 from lowprec.train.step import GraphedStep, TrainStep, can_capture

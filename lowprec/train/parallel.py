@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
-from lowprec.config import Config
+from lowprec.config.schema import Config
 from lowprec.train.world import World
 
 

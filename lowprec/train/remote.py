@@ -12,8 +12,8 @@ import threading
 
 import fsspec
 
-from lowprec import durable
-from lowprec.record import Record
+from lowprec.runs import durable
+from lowprec.runs.record import Record
 
 END_S = 600  # a run that has ended waits so long for its copy
 STOPPED_S = 30  # and one that is to go on: what is missing is copied by the next attempt

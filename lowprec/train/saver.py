@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-from lowprec.config import Config
-from lowprec.record import Record
+from lowprec.config.schema import Config
+from lowprec.runs.provenance import refuse_drift
+from lowprec.runs.record import Record
 from lowprec.train.checkpoint import (
     newest_checkpoint,
     require_space,
@@ -11,7 +12,6 @@ from lowprec.train.checkpoint import (
     save_checkpoint,
     sweep,
 )
-from lowprec.train.provenance import refuse_drift
 from lowprec.train.state import CheckpointError, TrainState
 from lowprec.train.world import ALONE, World
 

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from lowprec.config import EIGHT_BIT, Config
+from lowprec.config.schema import EIGHT_BIT, Config
 from lowprec.data.loader import Batch
 from lowprec.optim.stable_adamw import StableAdamW
 from lowprec.train.task import ContrastiveTask

@@ -6,9 +6,9 @@ import pytest
 import yaml
 
 from analysis import study
-from lowprec.config import Config, ModelConfig, OptimizerConfig, PrecisionConfig
-from lowprec.record import Record
-from lowprec.run import directory, to_dict
+from lowprec.config.schema import Config, ModelConfig, OptimizerConfig, PrecisionConfig
+from lowprec.runs.identity import directory, to_dict
+from lowprec.runs.record import Record
 
 TENSORS = ["visual.conv1.weight", "visual.proj", "transformer.resblocks.0.mlp.c_fc.weight"]
 

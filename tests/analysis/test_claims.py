@@ -12,8 +12,8 @@ from hydra.core.config_store import ConfigStore
 from analysis import claims, make, paper
 from analysis.evidence import Evidence, Sample, paired, sample, wilson
 from analysis.verdicts import NO_RUNS, NOT, OUT, REPRODUCED, UNDECIDED, equal, larger
-from experiments import cli
-from lowprec.config import Config
+from lowprec.config import compose as cli
+from lowprec.config.schema import Config
 
 ROOT = Path(__file__).parents[2]
 BENCH = ROOT / "experiments" / "results" / "bench"
@@ -161,7 +161,7 @@ def test_without_lines_the_command_of_a_model_measures_the_papers_case(tmp_path)
     found = [f for (n, text), f in findings(tmp_path).items() if n in "C7C8" and wanted in text]
     assert len(found) == 2
     for finding in found:
-        keys = finding.why.partition("experiments.bench_model ")[2].split()
+        keys = finding.why.partition("experiments.benchmarks.model ")[2].split()
         [config] = cli.check_command(keys, "train")
         assert config.model.name == "vit_h14" and config.checkpointing and config.compile
         assert config.batch_size == 256 and config.model.patch_dropout == 0.5

@@ -6,7 +6,7 @@ import pytest
 from analysis import claims
 from analysis.evidence import Evidence
 from analysis.verdicts import NOT, REPRODUCED, UNDECIDED
-from lowprec.config import DiagnosticsConfig, ScalerConfig, SpikeConfig
+from lowprec.config.schema import DiagnosticsConfig, ScalerConfig, SpikeConfig
 
 STEPS = 400
 SPIKES = DiagnosticsConfig(spikes=SpikeConfig(ignore_steps=20, window=20))

@@ -7,7 +7,7 @@ import pytest
 from analysis import claims
 from analysis.evidence import Evidence
 from analysis.verdicts import NO_RUNS, NOT, OUT, REPRODUCED, UNDECIDED
-from lowprec.config import DiagnosticsConfig, InterventionConfig, SpikeConfig
+from lowprec.config.schema import DiagnosticsConfig, InterventionConfig, SpikeConfig
 
 STEPS = 400
 SPIKES = DiagnosticsConfig(spikes=SpikeConfig(ignore_steps=20, window=20))

@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from analysis import load_runs, make
-from lowprec.config import DiagnosticsConfig
+from lowprec.config.schema import DiagnosticsConfig
 
 STEPS = 12
 

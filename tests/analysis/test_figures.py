@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from analysis import load_runs, make, style
 from analysis.figures import loss_curves
-from lowprec.config import InterventionConfig
+from lowprec.config.schema import InterventionConfig
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "runs"
 

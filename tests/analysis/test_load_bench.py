@@ -5,8 +5,9 @@ import json
 import pytest
 
 from analysis import load_runs
-from experiments import bench_load, compact
-from experiments.bench_load import BenchLoadConfig
+from experiments import compact
+from experiments.benchmarks import load as bench_load
+from experiments.benchmarks.load import BenchLoadConfig
 
 TINY = {"runs": [1, 2, 3], "generated": 2, "steps": 60, "tensors": 5, "repeats": 1}
 

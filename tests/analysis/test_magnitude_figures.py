@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from analysis import load_runs, make, recorded, style
 from analysis.figures import feature_magnitude, gradient_magnitude
-from lowprec.config import InterventionConfig
+from lowprec.config.schema import InterventionConfig
 
 BLOCKS = [recorded.BLOCK.format(k) for k in range(4)]
 WEIGHTS = [f"{block}.mlp.c_proj.weight" for block in BLOCKS]

@@ -6,7 +6,7 @@ import pytest
 
 from analysis import make
 from analysis.load import EXPERIMENTS
-from lowprec.config import DiagnosticsConfig, SpikeConfig
+from lowprec.config.schema import DiagnosticsConfig, SpikeConfig
 
 LEADS = ("spike_lead_batch", "spike_lead_lr", "spike_lead_size")
 WATCHED = DiagnosticsConfig(spikes=SpikeConfig(ignore_steps=5, window=10))

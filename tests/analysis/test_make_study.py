@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 
 from analysis import load_runs, make, marks, naming, study
 from analysis.read import flatten
-from experiments import cli
-from lowprec.config import Config
-from lowprec.run import to_dict
+from lowprec.config import compose as cli
+from lowprec.config.schema import Config
+from lowprec.runs.identity import to_dict
 
 SHARDS = ["data.train=train.tar", "data.val=val.tar"]
 FILES = sorted(path for path in (cli.CONF / "experiment").glob("*.yaml"))

@@ -11,7 +11,7 @@ from analysis import make
 from analysis.bench import load_lines
 from analysis.figures import memory_by_recipe
 from analysis.load import NoRunsError
-from lowprec.run import encode_row
+from lowprec.runs.identity import encode_row
 
 SAVED = {"linear": 1.0, "switchback": 1.05, "switchback_m": 0.55}
 PEAKS = {"open_clip eager": 60.0, "open_clip": 50.0, "high": 45.0, "switchback_m": 30.0}
@@ -143,5 +143,7 @@ def test_lines_of_a_cpu_hold_no_peak_and_say_so(tmp_path):
 
 
 def test_no_lines_of_either_kind_name_the_commands_of_both(tmp_path):
-    with pytest.raises(NoRunsError, match="experiments.bench_layer and .*experiments.bench_model$"):
+    with pytest.raises(
+        NoRunsError, match="experiments.benchmarks.layer and .*experiments.benchmarks.model$"
+    ):
         query(tmp_path)

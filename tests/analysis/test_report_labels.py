@@ -2,7 +2,7 @@
 
 from analysis import load_runs, report
 from analysis.report_plots import TICK, speed
-from lowprec.config import OptimizerConfig
+from lowprec.config.schema import OptimizerConfig
 
 
 def test_a_long_method_is_cut_beside_the_plot_and_whole_in_what_its_dot_says(make_run, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 
 from analysis import NoRunsError, load_runs, report
 from analysis.report_sweep import absent_cells
-from lowprec.sweep.ledger import Cell, Ledger
+from lowprec.sweep.manifest import Cell, Ledger
 
 HOSTILE = "<img src=x onerror=alert(1)>\"'&amp;<b>"
 LOCAL = {"name": "local", "parallel": 1, "gpus": 0}

@@ -18,7 +18,7 @@ from analysis.figures import (
     switchback_vs_llmint8_speed,
 )
 from analysis.load import NoRunsError
-from lowprec.run import encode_row
+from lowprec.runs.identity import encode_row
 
 DEVICE = "SYNTHETIC GPU"
 DIMS = (768, 1280, 4096)
@@ -197,7 +197,7 @@ def test_figure_of_lines_says_which_files_it_is_of(tmp_path, slug, lines, capsys
 
 def test_no_lines_are_an_error_that_names_the_command(tmp_path, capsys):
     assert make.main(["op_profile", "--runs", str(tmp_path), "--out", str(tmp_path)]) == 2
-    assert "python -m experiments.bench_ops" in capsys.readouterr().err
+    assert "python -m experiments.benchmarks.ops" in capsys.readouterr().err
 
 
 def test_the_papers_range_lies_behind_the_bars_and_is_named_as_its(tmp_path):

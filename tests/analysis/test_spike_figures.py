@@ -13,7 +13,7 @@ from analysis.figures import (
     spike_lead_lr,
     spike_lead_size,
 )
-from lowprec.config import DiagnosticsConfig, ScalerConfig, SpikeConfig
+from lowprec.config.schema import DiagnosticsConfig, ScalerConfig, SpikeConfig
 from lowprec.diagnostics.spikes import Protocol
 
 CONV1, TOKENS, CLASS = "visual.conv1.weight", "token_embedding.weight", "visual.class_embedding"

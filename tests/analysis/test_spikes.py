@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from analysis import load_runs, make, spike_marks, spikes
 from analysis.figures import rms_and_loss
-from lowprec.config import DiagnosticsConfig, SpikeConfig
+from lowprec.config.schema import DiagnosticsConfig, SpikeConfig
 from lowprec.diagnostics.spikes import Protocol
 
 CONV1, PROJ, C_FC = (

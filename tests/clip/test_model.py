@@ -18,7 +18,7 @@ from lowprec.clip.model import (
     contrastive_loss,
 )
 from lowprec.clip.torchvision_shim import open_clip
-from lowprec.config import ModelConfig
+from lowprec.config.schema import ModelConfig
 
 TINY = dict(vision_width=64, vision_layers=2, text_width=64, text_layers=2, vocab_size=512)
 
@@ -101,7 +101,7 @@ def test_an_open_clip_model_by_name_with_other_sizes():
 def test_presets_have_the_shapes_of_open_clips_models(size):
     from omegaconf import OmegaConf
 
-    from experiments.cli import CONF
+    from lowprec.config.compose import CONF
 
     name = {"b32": "ViT-B-32", "l14": "ViT-L-14", "h14": "ViT-H-14"}[size]
     config = ModelConfig(**OmegaConf.load(CONF / "model" / f"vit_{size}.yaml"))

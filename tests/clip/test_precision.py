@@ -7,7 +7,7 @@ import torch
 
 from lowprec.clip.model import build_model
 from lowprec.clip.precision import set_precision
-from lowprec.config import ModelConfig, PrecisionConfig
+from lowprec.config.schema import ModelConfig, PrecisionConfig
 from lowprec.nn.attention import Attention
 from lowprec.nn.recipe import RECIPES
 

@@ -4,7 +4,7 @@ import torch
 from lowprec.clip.model import build_model
 from lowprec.clip.tokenizer import Tokenizer
 from lowprec.clip.zero_shot import build_classifier, imagenet
-from lowprec.config import ModelConfig
+from lowprec.config.schema import ModelConfig
 
 
 def test_imagenet_has_1000_names_and_80_templates():

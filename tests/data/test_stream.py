@@ -14,15 +14,15 @@ import pytest
 import torch
 
 import lowprec.data.stream
-from experiments.build import build
-from experiments.open_data import open_data
+from lowprec.config.check import ConfigError
+from lowprec.data.open import open_data
 from lowprec.data.remote import _Source
 from lowprec.data.shards import ShardError
 from lowprec.data.stream import Stream
 from lowprec.data.urls import ShardUrls, check_readers
-from lowprec.run import read_rows
+from lowprec.runs.identity import read_rows
+from lowprec.train.build import build
 from lowprec.train.signals import StopRequest
-from lowprec.validate import ConfigError
 
 SIZE = 12
 fork_is_fine = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

@@ -3,11 +3,11 @@
 import pytest
 from hydra.core.config_store import ConfigStore
 
-from experiments import cli
-from experiments.preflight import preflight
-from lowprec.config import Config
+from lowprec.config import compose as cli
+from lowprec.config.check import ConfigError
+from lowprec.config.preflight import preflight
+from lowprec.config.schema import Config
 from lowprec.data.urls import expand_urls, without_secrets
-from lowprec.validate import ConfigError
 
 SECRET_URLS = {
     "http://user:s3cret@host/a.tar?sig=s3cret&x=/b": "http://host/a.tar",

@@ -7,7 +7,7 @@ import torch
 
 from lowprec.clip.model import blocks, build_model, compile_blocks
 from lowprec.clip.precision import set_precision
-from lowprec.config import ModelConfig, PrecisionConfig
+from lowprec.config.schema import ModelConfig, PrecisionConfig
 from lowprec.diagnostics.blocks import BLOCK_STATISTICS, BlockProbe
 
 TINY = dict(vision_width=64, vision_layers=2, text_width=64, text_layers=1, vocab_size=512)

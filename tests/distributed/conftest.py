@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lowprec.run import to_dict
-from lowprec.validate import check
+from lowprec.config.check import check
+from lowprec.runs.identity import to_dict
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,13 +15,13 @@ def gradients(folder: Path, rank: int, size: int, *, configs: dict[str, dict]) -
     """Leaves loss, logit scale and gradients of step 1 for each config."""
     import torch
 
-    from experiments.build import build
-    from experiments.open_data import open_data
+    from lowprec.config.check import check
+    from lowprec.data.open import open_data
     from lowprec.optim.loss_scaling import FixedScaler
+    from lowprec.train.build import build
     from lowprec.train.distributed import join
     from lowprec.train.parts import whole
     from lowprec.train.world import World
-    from lowprec.validate import check
 
     device = next(iter(configs.values()))["device"]
     world = join(device, 60) if size > 1 else World()
@@ -44,13 +44,13 @@ def evaluation(folder: Path, rank: int, size: int, *, configs: dict[str, dict], 
     """Leaves what each config's untrained model scores, from which features; what it encoded."""
     import hashlib
 
-    from experiments import build as building
-    from experiments import spread
-    from experiments.open_data import open_data
+    from lowprec.config.check import check
+    from lowprec.data.open import open_data
     from lowprec.evaluate import evaluation as room
+    from lowprec.train import build as building
+    from lowprec.train import spread
     from lowprec.train.distributed import join
     from lowprec.train.world import World
-    from lowprec.validate import check
 
     metrics, seen = {name: getattr(room, name) for name in ("top_k_accuracy", "recall_at")}, []
 
@@ -78,11 +78,11 @@ def gathered(folder: Path, rank: int, size: int, *, config: dict) -> None:
     """Leaves how many gathered tensors of a sharded state there were at a time, and its files."""
     import weakref
 
-    from experiments.build import build
-    from experiments.open_data import open_data
+    from lowprec.config.check import check
+    from lowprec.data.open import open_data
     from lowprec.train import state
+    from lowprec.train.build import build
     from lowprec.train.distributed import join
-    from lowprec.validate import check
 
     world = join("cpu", 60)
     config = check(config)
@@ -115,8 +115,8 @@ def train(
     `hang`: where one sleeps or fails; `spoils`: for each config what `spoiling` takes, or {}.
     """
     from experiments import train as entry
+    from lowprec.config.check import check
     from lowprec.train.step import TrainStep
-    from lowprec.validate import check
 
     if hang and hang["rank"] == rank:
         call, calls = TrainStep.__call__, iter(range(1, 10**6))

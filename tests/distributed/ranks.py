@@ -89,8 +89,8 @@ def fulfil(order: dict) -> dict:
 def main() -> None:
     import torch
 
-    import experiments.build  # noqa: F401 (forked ranks then have it)
     import experiments.train  # noqa: F401
+    import lowprec.train.build  # noqa: F401 (forked ranks then have it)
     import lowprec.train.distributed
     import lowprec.train.loggers
     import lowprec.train.loop  # noqa: F401

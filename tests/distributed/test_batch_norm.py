@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.preflight import process_faults
-from experiments.spread import spread
+from lowprec.config.check import ConfigError, check
+from lowprec.config.preflight import process_faults
+from lowprec.train.spread import spread
 from lowprec.train.world import World
-from lowprec.validate import ConfigError, check
 
 RESNET = {"model.name": "RN50", "model.image_size": 64, "model.embed_dim": 64}
 SIZES = ("vision_width", "vision_layers", "text_width", "text_layers", "heads", "patch_size")

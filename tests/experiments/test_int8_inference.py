@@ -6,17 +6,17 @@ from hydra.core.config_store import ConfigStore
 from safetensors.torch import load_file
 
 from experiments import evaluate, export
-from experiments.build import build
-from experiments.cli import check_command, defaults
 from experiments.evaluate import EvaluateConfig, EvaluatedPrecision, predicted_classes, read_config
 from experiments.export import ExportConfig
-from experiments.open_data import open_data
 from lowprec.clip.model import build_model
-from lowprec.config import EvaluationConfig
+from lowprec.config.check import ConfigError
+from lowprec.config.compose import check_command, defaults
+from lowprec.config.schema import EvaluationConfig
+from lowprec.data.open import open_data
 from lowprec.nn.inference import load_int8
-from lowprec.run import read_rows
+from lowprec.runs.identity import read_rows
+from lowprec.train.build import build
 from lowprec.train.checkpoint import newest_checkpoint
-from lowprec.validate import ConfigError
 
 INT8 = EvaluatedPrecision("int8_inference")
 

@@ -11,12 +11,12 @@ import pandas as pd
 import pytest
 import torch
 
-from experiments import build as building
-from experiments.cli import RunError
 from experiments.replay import ReplayConfig, changed, main, suspects, variants_of
 from experiments.replay_report import question
-from lowprec.run import encode_row, read_rows, to_dict
-from lowprec.validate import ConfigError
+from lowprec.config.check import ConfigError
+from lowprec.config.compose import RunError
+from lowprec.runs.identity import encode_row, read_rows, to_dict
+from lowprec.train import build as building
 
 REPOSITORY = Path(__file__).parents[2]
 SETTINGS = {

@@ -7,13 +7,13 @@ import pytest
 from hydra.core.config_store import ConfigStore
 
 from analysis import load_runs
-from experiments import cli
 from experiments.evaluate import read_config
-from lowprec.config import Config
+from lowprec.config import compose as cli
+from lowprec.config.check import ConfigError
+from lowprec.config.schema import Config
 from lowprec.data.index import open_shards
-from lowprec.run import to_dict
+from lowprec.runs.identity import to_dict
 from lowprec.train.checkpoint import list_checkpoints
-from lowprec.validate import ConfigError
 
 
 def test_state_of_a_checkpoint_is_data(tmp_path, canary, make_config, run_once):

@@ -10,8 +10,8 @@ import pytest
 
 from analysis import load_runs
 from experiments import train
-from lowprec.environment import environment
-from lowprec.run import find_runs, read_rows, scan_rows
+from lowprec.runs.environment import environment
+from lowprec.runs.identity import find_runs, read_rows, scan_rows
 from lowprec.train.checkpoint import list_checkpoints
 
 

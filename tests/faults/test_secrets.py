@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from experiments import train
-from experiments.cli import CONF
-from lowprec.environment import environment
-from lowprec.run import find_runs
-from lowprec.validate import ConfigError
+from lowprec.config.check import ConfigError
+from lowprec.config.compose import CONF
+from lowprec.runs.environment import environment
+from lowprec.runs.identity import find_runs
 
 CANARIES = {  # variable: value
     "WANDB_API_KEY": "c4n4ry" + "0123456789abcdef" * 2 + "ab",  # of the length that wandb takes

@@ -10,12 +10,12 @@ import time
 import numpy as np
 import pytest
 
-from experiments.cli import CONF
-from experiments.open_data import open_data
+from lowprec.config.check import ConfigError
+from lowprec.config.compose import CONF
 from lowprec.data.index import open_shards
 from lowprec.data.loader import Batches, iterate
+from lowprec.data.open import open_data
 from lowprec.data.shards import ShardError
-from lowprec.validate import ConfigError
 
 
 @pytest.mark.parametrize("junk", ["noise", "zeros", "one bit"])

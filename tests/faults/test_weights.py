@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 from experiments import export
-from experiments.build import build
 from lowprec.clip.export import read_weights
-from lowprec.validate import ConfigError
+from lowprec.config.check import ConfigError
+from lowprec.train.build import build
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 

@@ -9,7 +9,7 @@ from torch import nn
 from lowprec import ops
 from lowprec.clip.model import blocks, build_model
 from lowprec.clip.precision import set_precision
-from lowprec.config import ModelConfig, PrecisionConfig
+from lowprec.config.schema import ModelConfig, PrecisionConfig
 from lowprec.formats import INT8
 from lowprec.nn.inference import (
     Int8Attention,

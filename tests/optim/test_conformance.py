@@ -1,6 +1,6 @@
 """Our optimizers against stored trajectories of algorithm 2, and against torch's AdamW.
 
-Written by `python -m experiments.conformance golden=tests/optim/golden`.
+Written by `python -m experiments.benchmarks.conformance golden=tests/optim/golden`.
 """
 
 import json
@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.conformance import GOLDEN, golden
-from experiments.conformance_peers import run_optimizer
-from experiments.conformance_rule import BETAS, SHAPES, SPIKE, WEIGHT_DECAY, problem
+from experiments.benchmarks.conformance import GOLDEN, golden
+from experiments.benchmarks.conformance_peers import run_optimizer
+from experiments.benchmarks.conformance_rule import BETAS, SHAPES, SPIKE, WEIGHT_DECAY, problem
 from lowprec.optim.stable_adamw import StableAdamW
 
 FOLDER = Path(__file__).parent / "golden"

@@ -4,14 +4,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from experiments.build import build
-from experiments.open_data import open_data
 from lowprec.clip.stable_embedding import StableEmbedding, fold, use_stable_embedding
-from lowprec.run import read_rows, read_tensors
+from lowprec.config.check import ConfigError
+from lowprec.data.open import open_data
+from lowprec.runs.identity import read_rows, read_tensors
+from lowprec.train.build import build
 from lowprec.train.checkpoint import list_checkpoints
 from lowprec.train.state import CheckpointError
 from lowprec.train.step import can_capture
-from lowprec.validate import ConfigError
 
 KNOWN = ["grad_norm", "update_norm"]
 LIBRARIES = {"torchao": "adamw8bit_torchao", "bitsandbytes": "adamw8bit_bnb"}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lowprec.config import STATISTICS
+from lowprec.config.schema import STATISTICS
 from lowprec.optim import stable_adamw
 from lowprec.optim.schedules import learning_rate
 

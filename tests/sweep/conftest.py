@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from experiments import sweep
-from experiments.cli import CONF
+from lowprec.config.compose import CONF
 from lowprec.sweep import slurm
-from lowprec.sweep.ledger import Cell, Ledger, locked
+from lowprec.sweep.manifest import Cell, Ledger, locked
 from lowprec.sweep.status import TO_SUBMIT, ask_queue, states
 
 # $1: the sweep, $2: the cell. The cells of the file `bad` fail, those of `slow` take a second.

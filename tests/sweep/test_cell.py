@@ -9,7 +9,7 @@ import pytest
 
 from lowprec.sweep import cell as watcher
 from lowprec.sweep.cell import STOPPED, run_cell
-from lowprec.sweep.ledger import Ledger, take_lock
+from lowprec.sweep.manifest import Ledger, take_lock
 
 STOPS = """
 checkpoint=runs/t/$2/checkpoints/step_$(cat step)
@@ -98,7 +98,7 @@ exit 75
 """
     ledger = sweeps.make(1, workers)
     ledger.record({"event": "submitting", "token": "a", "cells": [0], "launcher": {}})
-    code = "from lowprec.sweep.cell import run_cell; from lowprec.sweep.ledger import Ledger\n"
+    code = "from lowprec.sweep.cell import run_cell; from lowprec.sweep.manifest import Ledger\n"
     code += f"import sys; sys.exit(run_cell(Ledger({str(ledger.folder)!r}), 0, 'a', '7'))"
     process = subprocess.Popen([sys.executable, "-c", code], process_group=0)
     sweeps.until((here / "begun").exists)

@@ -8,14 +8,15 @@ import sys
 
 import pytest
 
-from experiments import cli, sweep
-from experiments.sweep_cells import cells_of
-from lowprec import durable
-from lowprec.durable import DiskError
-from lowprec.run import find_runs, read_status
-from lowprec.sweep.ledger import Ledger
+from experiments import sweep
+from lowprec.config import compose as cli
+from lowprec.config.check import ConfigError
+from lowprec.runs import durable
+from lowprec.runs.durable import DiskError
+from lowprec.runs.identity import find_runs, read_status
+from lowprec.sweep.manifest import Ledger
+from lowprec.sweep.plan import cells_of
 from lowprec.sweep.status import states
-from lowprec.validate import ConfigError
 
 TINY = ["model.vision_width=64", "model.vision_layers=1", "model.text_width=64", "num_steps=2"]
 TINY += ["model.text_layers=1", "model.vocab_size=512", "num_workers=0", "device=cpu"]

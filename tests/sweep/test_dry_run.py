@@ -6,9 +6,10 @@ import shutil
 
 import pytest
 
-from experiments import sweep, sweep_estimate
-from experiments.sweep_estimate import RECORDS
-from lowprec.run import find_runs
+from experiments import sweep
+from lowprec.runs.identity import find_runs
+from lowprec.sweep import estimate as sweep_estimate
+from lowprec.sweep.estimate import RECORDS
 
 MEASURED = "mini_l-bf16-adamw-s0-9ba1632507"
 

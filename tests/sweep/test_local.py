@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from experiments import sweep
-from experiments.sweep_cells import cells_of
-from lowprec.run import find_runs, read_rows
+from lowprec.runs.identity import find_runs, read_rows
 from lowprec.sweep import local
-from lowprec.sweep.ledger import is_locked
+from lowprec.sweep.manifest import is_locked
+from lowprec.sweep.plan import cells_of
 
 LOCAL = {"name": "local", "parallel": 2, "gpus": 0}
 NANO = ["model=nano", "model.vision_layers=1", "model.text_layers=1", "model.vocab_size=512"]
@@ -89,7 +89,7 @@ def test_a_second_submit_adds_cells_to_the_launcher_that_runs(sweeps, here):
 
 def test_two_that_submit_at_once_submit_each_cell_once(sweeps):
     ledger = sweeps.make(10)
-    code = "import sys; from experiments import sweep; from lowprec.sweep.ledger import *\n"
+    code = "import sys; from experiments import sweep; from lowprec.sweep.manifest import *\n"
     code += f"folder = {str(ledger.folder)!r}\nwith locked(folder):\n"
     code += f"  sweep.hand_over(Ledger(folder), list(range(10)), ('new',), {LOCAL!r})"
     both = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from experiments.cli import CONF
+from lowprec.config.compose import CONF
 
 
 def requeue(here, status, folder=""):

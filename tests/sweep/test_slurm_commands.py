@@ -6,7 +6,7 @@ import pytest
 
 from experiments import sweep
 from lowprec.sweep import slurm
-from lowprec.sweep.ledger import Ledger
+from lowprec.sweep.manifest import Ledger
 from lowprec.sweep.slurm import SlurmError
 
 LAUNCHER = {"name": "slurm", "parallel": 8, "gpus": 0, "cpus": 1, "mem_gb": 1, "timeout_min": 60}

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.cli import CONF
-from lowprec.run import read_rows, read_status
+from lowprec.config.compose import CONF
+from lowprec.runs.identity import read_rows, read_status
 from lowprec.sweep.cell import last_saved
 
 SCRIPTS = CONF.parent / "slurm" / "local"

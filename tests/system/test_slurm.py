@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lowprec.run import read_rows, read_status
-from lowprec.sweep.ledger import Ledger
+from lowprec.runs.identity import read_rows, read_status
+from lowprec.sweep.manifest import Ledger
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 SLURM = ("launcher=slurm", "launcher.partition=low", "launcher.gpus=0", "launcher.cpus=1")

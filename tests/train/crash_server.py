@@ -109,8 +109,8 @@ class Disk:
 def attempt(order: dict, log: str) -> None:
     """One attempt of a run, as `python -m experiments.train` makes it; leaves by os._exit."""
     from experiments import train as entry
+    from lowprec.config.check import check
     from lowprec.train.saver import Saver
-    from lowprec.validate import check
 
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 1)
@@ -143,7 +143,7 @@ def serve() -> None:
     """Answers orders until the input ends."""
     import torch
 
-    from experiments import build
+    from lowprec.train import build
 
     torch.set_num_threads(1)
     build.Tokenizer = functools.cache(build.Tokenizer)
@@ -151,7 +151,7 @@ def serve() -> None:
         order = json.loads(line)
         if order.get("warm_up"):  # in this process: what is loaded late is there for all
             from experiments import train as entry
-            from lowprec.validate import check
+            from lowprec.config.check import check
 
             with contextlib.redirect_stdout(io.StringIO()):
                 entry.main(check(order["config"]))

@@ -7,11 +7,11 @@ import torch
 from safetensors.torch import load_file
 
 from experiments import train as entry
-from experiments.cli import RunError
-from experiments.preflight import preflight
-from lowprec.run import find_runs, read_rows
+from lowprec.config.check import ConfigError
+from lowprec.config.compose import RunError
+from lowprec.config.preflight import preflight
+from lowprec.runs.identity import find_runs, read_rows
 from lowprec.train.checkpoint import list_checkpoints
-from lowprec.validate import ConfigError
 
 
 @pytest.fixture

@@ -92,8 +92,8 @@ def test_a_half_written_checkpoint_is_not_one(finished):
 
 
 def test_state_of_another_shape_is_refused_by_name(finished, make_config):
-    from experiments.build import build
-    from experiments.open_data import open_data
+    from lowprec.data.open import open_data
+    from lowprec.train.build import build
 
     run, _ = finished
     other = make_config({"model.vision_width": 128})

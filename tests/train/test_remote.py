@@ -8,13 +8,13 @@ import fsspec
 import pytest
 
 from experiments import train as entry
-from experiments.cli import RunError
-from experiments.preflight import preflight
-from lowprec.record import Record
-from lowprec.run import find_runs, read_rows, read_status
+from lowprec.config.check import ConfigError
+from lowprec.config.compose import RunError
+from lowprec.config.preflight import preflight
+from lowprec.runs.identity import find_runs, read_rows, read_status
+from lowprec.runs.record import Record
 from lowprec.train import remote
 from lowprec.train.step import TrainStep
-from lowprec.validate import ConfigError
 
 
 def files(folder):

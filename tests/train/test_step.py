@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 
-from lowprec.run import read_rows
+from lowprec.runs.identity import read_rows
 
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 
@@ -69,8 +69,8 @@ def test_graphed_step_equals_the_ungraphed_one(
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore")
 def test_a_step_does_not_wait_for_the_device(make_config, tmp_path):
-    from experiments.build import build
-    from experiments.open_data import open_data
+    from lowprec.data.open import open_data
+    from lowprec.train.build import build
     from lowprec.train.step import TrainStep
 
     config = make_config({"device": "cuda", "precision.autocast": "bf16"})

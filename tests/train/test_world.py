@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from experiments.preflight import preflight
+from lowprec.config.check import ConfigError
+from lowprec.config.preflight import preflight
 from lowprec.train.world import place
-from lowprec.validate import ConfigError
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 

@@ -1,0 +1,156 @@
+"""Checks a composed config against the schema: all faults at once, each with a way out.
+
+A fault is one sentence that names the key, what is allowed and the nearest valid name. Nothing
+here touches data, a GPU or torch, so a typo costs a second and never a queue slot.
+"""
+
+import json
+import math
+import re
+import types
+import typing
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from lowprec.config.combinations import combination_faults
+from lowprec.config.schema import Config
+from lowprec.nearest import nearest
+
+MISSING = "???"
+PASSWORD = re.compile(r"(?<=//)[^/\s@]*:[^/\s]*@")  # of a URL, with the user's name
+
+
+class ConfigError(ValueError):
+    """One or more faults of a config; `faults` is a list of sentences.
+
+    `config` is the config itself if each of its values is fine alone, else None.
+    """
+
+    def __init__(self, faults: Iterable[str], config: Any = None):
+        self.faults = list(dict.fromkeys(PASSWORD.sub("***@", fault) for fault in faults))
+        self.config = config
+        super().__init__("\n".join(f"  - {fault}" for fault in self.faults))
+
+
+def check(raw: dict, schema: type = Config) -> Any:
+    """Builds `schema` from nested plain data or raises ConfigError with every fault."""
+    faults: list[str] = []
+    known = list(keys(schema))
+    config = _build(schema, raw, "", known, faults)
+    if not faults and schema is Config:
+        faults.extend(combination_faults(config))
+    if faults:
+        raise ConfigError(faults, config)
+    return config
+
+
+def keys(schema: type, prefix: str = "") -> Iterator[str]:
+    """Every key of a schema, groups and leaves, dotted."""
+    for f in fields(schema):
+        path = prefix + public_name(f.name)
+        if is_dataclass(f.type):
+            yield path
+            yield from keys(f.type, path + ".")
+        else:
+            yield path
+
+
+def public_name(attribute: str) -> str:
+    """The config key of a dataclass attribute: `from_` is written `from`, a Python keyword."""
+    return attribute.removesuffix("_")
+
+
+def unknown_key(path: str, known: Iterable[str]) -> str:
+    """The fault of a key that the schema does not have."""
+    group = path.rpartition(".")[0]
+    siblings = [k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == group]
+    allowed = f" ({group or 'the root'} has {', '.join(siblings)})" if siblings else ""
+    return f"{path}: no such key{allowed}{nearest(path, known)}"
+
+
+def _build(schema: type, raw: Any, prefix: str, known: list[str], faults: list[str]) -> Any:
+    if not isinstance(raw, dict):
+        inside = ", ".join(public_name(f.name) for f in fields(schema))
+        faults.append(f"{prefix[:-1]}={_written(raw)}: a group of keys is expected here ({inside})")
+        return None
+    names = {public_name(f.name): f for f in fields(schema)}
+    faults.extend(unknown_key(f"{prefix}{name}", known) for name in raw if name not in names)
+    values = {}
+    for name, f in names.items():
+        path = prefix + name
+        if is_dataclass(f.type):
+            values[f.name] = _build(f.type, raw.get(name, {}), path + ".", known, faults)
+        elif name in raw:
+            values[f.name] = _value(path, raw[name], f, faults)
+    return None if faults else schema(**values)
+
+
+def _value(path: str, value: Any, f: Any, faults: list[str]) -> Any:
+    """One value, converted where that is exact (int to float), or a fault."""
+    if value == MISSING:
+        faults.append(f"{path} is required: {f.metadata['doc']}")
+        return None
+    kinds = typing.get_args(f.type) if isinstance(f.type, types.UnionType) else (f.type,)
+    if value is None and type(None) in kinds:
+        return None
+    kind = next(k for k in kinds if k is not type(None))
+    items = value if typing.get_origin(kind) is list and isinstance(value, list) else [value]
+    element = typing.get_args(kind)[0] if typing.get_origin(kind) is list else kind
+    if typing.get_origin(kind) is list and not isinstance(value, list):
+        faults.append(f"{path}={_written(value)}: {_expectation(f, kinds)} is expected")
+        return None
+    converted = [_element(path, item, element, f, kinds, faults) for item in items]
+    return converted if typing.get_origin(kind) is list else converted[0]
+
+
+def _element(path: str, item: Any, kind: type, f: Any, kinds: tuple, faults: list[str]) -> Any:
+    choices, planned = f.metadata["choices"], f.metadata["planned"]
+    if isinstance(item, str) and PASSWORD.search(item):
+        faults.append(
+            f"{path}={item}: a password in a URL would be written into the run's record; curl "
+            "reads it from ~/.netrc where ~/.curlrc has the line `netrc`"
+        )
+    if kind is float and isinstance(item, int) and not isinstance(item, bool):
+        item = float(item)
+    right_type = isinstance(item, kind) and not (isinstance(item, bool) and kind is not bool)
+    if right_type and kind is float and not math.isfinite(item):
+        right_type = False
+    if right_type and item in choices:
+        return item
+    if item in planned or (right_type and "*" in planned):
+        built = ", ".join(_written(choice).strip("'") for choice in choices) or "null"
+        given = f"{path}={_written(item)}".replace("'", "")
+        faults.append(f"{given} is planned and does not exist yet; it can be: {built}")
+    elif choices:
+        allowed = ", ".join(_written(choice).strip("'") for choice in choices)
+        near = nearest(str(item), (*choices, *planned))
+        faults.append(f"{path}={_written(item)}: one of {allowed}{near}")
+    elif not right_type or not _within(item, f.metadata["bounds"]):
+        meaning = f" ({f.metadata['doc']})" if item is None else ""
+        faults.append(f"{path}={_written(item)}: {_expectation(f, kinds)} is expected{meaning}")
+    return item
+
+
+def _written(value: Any) -> str:
+    """A value as a command line has it: `null`, `true`, text in quotes."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
+
+
+def _within(item: Any, bounds: dict[str, float]) -> bool:
+    return not bounds or (
+        item >= bounds.get("least", item)
+        and item <= bounds.get("most", item)
+        and ("above" not in bounds or item > bounds["above"])
+        and ("below" not in bounds or item < bounds["below"])
+    )
+
+
+def _expectation(f: Any, kinds: tuple) -> str:
+    """What a field may hold, in words: `a number > 0 or null`."""
+    words = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text"}
+    signs = {"least": ">=", "above": ">", "most": "<=", "below": "<"}
+    kind = next(k for k in kinds if k is not type(None))
+    text = words.get(kind, "a list such as [a,b]" if typing.get_origin(kind) is list else "a map")
+    limits = " and ".join(f"{signs[n]} {bound}" for n, bound in f.metadata["bounds"].items())
+    return f"{text} {limits}".strip() + (" or null" if type(None) in kinds else "")

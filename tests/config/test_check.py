@@ -1,0 +1,183 @@
+"""The schema and its checker, fields walked automatically; whole commands: test_cli.py."""
+
+import math
+import subprocess
+import sys
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+
+import pytest
+
+from lowprec.config.check import ConfigError, check, keys, public_name
+from lowprec.config.combinations import open_clip_models
+from lowprec.config.schema import LEGAL_SCALERS, Config
+from lowprec.nearest import nearest
+from lowprec.runs.identity import to_dict
+
+REPOSITORY = Path(__file__).parents[2]
+GOOD = {"data": {"train": "train.tar", "val": "val.tar"}}
+
+
+def leaves(schema, prefix=""):
+    """(dotted key, field) of every key that is no group."""
+    for f in fields(schema):
+        path = prefix + public_name(f.name)
+        yield from leaves(f.type, path + ".") if is_dataclass(f.type) else [(path, f)]
+
+
+LEAVES = dict(leaves(Config))
+BOUNDS = [(path, *bound) for path, f in LEAVES.items() for bound in f.metadata["bounds"].items()]
+
+
+def nested(path, value):
+    """GOOD with one key set."""
+    raw = {"data": dict(GOOD["data"])}
+    *groups, last = path.split(".")
+    inner = raw
+    for group in groups:
+        inner = inner.setdefault(group, {})
+    inner[last] = value
+    return raw
+
+
+def faults_of(raw):
+    with pytest.raises(ConfigError) as error:
+        check(raw)
+    return error.value.faults
+
+
+def default(f):
+    return f.default if f.default is not MISSING else f.default_factory()
+
+
+@pytest.mark.parametrize("path", LEAVES)
+def test_key_says_what_it_means(path):
+    assert LEAVES[path].metadata["doc"].strip()
+
+
+@pytest.mark.parametrize("path", sorted(set(LEAVES) - {"data.train", "data.val"}))
+def test_default_is_allowed(path):
+    value = default(LEAVES[path])
+    assert check(nested(path, value)) == check(GOOD)
+
+
+@pytest.mark.parametrize(("path", "side", "bound"), BOUNDS)
+def test_value_just_beyond_a_bound_is_refused_and_names_the_bound(path, side, bound):
+    kind = int if "int" in str(LEAVES[path].type) else float
+    beyond = {
+        "least": bound - 1 if kind is int else math.nextafter(bound, -math.inf),
+        "most": bound + 1 if kind is int else math.nextafter(bound, math.inf),
+        "above": bound,
+        "below": bound,
+    }
+    (fault,) = faults_of(nested(path, kind(beyond[side])))
+    assert fault.startswith(f"{path}={kind(beyond[side])!r}: ")
+    assert str(bound) in fault
+
+
+@pytest.mark.parametrize("path", LEAVES)
+@pytest.mark.parametrize("value", [[["x"]], {"x": {}}, object()], ids=["list", "map", "object"])
+def test_value_of_a_foreign_type_is_refused_by_name(path, value):
+    (fault,) = faults_of(nested(path, value))
+    assert fault.startswith(f"{path}=")
+
+
+@pytest.mark.parametrize("path", [p for p, f in LEAVES.items() if f.metadata["choices"]])
+def test_unknown_choice_lists_the_choices(path):
+    unknown = ["nonsense"] if "list" in str(LEAVES[path].type) else "nonsense"
+    (fault,) = faults_of(nested(path, unknown))
+    assert fault.startswith(f"{path}=")
+    assert all(str(c).lower() in fault.lower() for c in LEAVES[path].metadata["choices"])
+
+
+@pytest.mark.parametrize(
+    "path", [p for p, f in LEAVES.items() if set(f.metadata["planned"]) - {"*"}]
+)
+def test_every_planned_choice_is_refused_as_planned(path):
+    for choice in LEAVES[path].metadata["planned"]:
+        (fault,) = faults_of(nested(path, choice))
+        assert fault.startswith(f"{path}={choice} is planned and does not exist yet")
+
+
+@pytest.mark.parametrize("path", list(keys(Config)))
+def test_unknown_key_is_named_with_its_nearest_in_the_same_group(path):
+    group, _, last = path.rpartition(".")
+    typo = f"{group}.{last}_" if group else f"{last}_"
+    (fault,) = [fault for fault in faults_of(nested(typo, 1)) if fault.startswith(typo)]
+    assert "no such key" in fault
+    assert fault.endswith(f"nearest: {path}")
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("lr", "optimizer.lr"),
+        ("beta2", "optimizer.beta2"),
+        ("optimizer.warmup_steps", "schedule.warmup_steps"),
+        ("zzzz", ""),
+    ],
+)
+def test_nearest_finds_a_moved_key_by_its_last_part(name, found):
+    assert nearest(name, keys(Config)) == (f"; nearest: {found}" if found else "")
+
+
+@pytest.mark.parametrize("autocast", LEGAL_SCALERS)
+@pytest.mark.parametrize("scaler", ["none", "dynamic", "fixed"])
+def test_scaler_is_accepted_exactly_where_the_table_says(autocast, scaler):
+    raw = {**GOOD, "precision": {"autocast": autocast}, "scaler": {"name": scaler}}
+    if scaler in LEGAL_SCALERS[autocast]:
+        assert check(raw).scaler.name == scaler
+    else:
+        (fault,) = faults_of(raw)
+        assert all(f"scaler={legal}" in fault for legal in LEGAL_SCALERS[autocast])
+
+
+def test_whole_number_becomes_a_float_where_a_number_is_asked():
+    value = check(nested("optimizer.lr", 1)).optimizer.lr
+    assert value == 1 and isinstance(value, float)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("path", [p for p, f in LEAVES.items() if "float" in str(f.type)])
+def test_number_must_be_finite(path, value):
+    assert faults_of(nested(path, value))[0].startswith(f"{path}=")
+
+
+def test_checked_config_survives_a_round_trip_through_plain_data():
+    config = check({**nested("data.resampled", True), "seed": 3})
+    assert check(to_dict(config)) == config
+
+
+def test_repeated_fault_is_listed_once():
+    assert ConfigError(["a", "b", "a"]).faults == ["a", "b"]
+
+
+@pytest.mark.parametrize("raw", [None, [], "text", 3])
+def test_config_that_is_no_map_is_a_fault(raw):
+    with pytest.raises(ConfigError):
+        check(raw)
+
+
+@pytest.mark.parametrize("width", [1, 63, 65, 96, 1000])
+def test_proposed_width_is_itself_accepted(width):
+    (fault,) = faults_of(nested("model.text_width", width))
+    assert check(nested("model.text_width", int(fault.rpartition("=")[2])))
+
+
+def test_open_clip_models_are_found_without_importing_it():
+    code = (
+        "import sys; from lowprec.config.combinations import open_clip_models; "
+        "assert 'ViT-B-32' in open_clip_models(); assert 'open_clip' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY, timeout=60)
+    assert all(path.suffix == ".json" for path in open_clip_models().values())
+
+
+def test_thresholds_without_a_protocol_and_two_rules_for_beta2_are_refused():
+    raw = nested("diagnostics.spikes.protocol", "none")
+    raw["diagnostics"]["spikes"]["window"] = 9
+    raw["optimizer"] = {"beta2": 0.9, "beta2_decay": 0.5}
+    assert faults_of(raw) == [
+        "diagnostics.spikes.window=9 does nothing without a protocol",
+        "optimizer.beta2=0.9 does nothing beside optimizer.beta2_decay",
+    ]

@@ -1,0 +1,281 @@
+"""Bad command lines and what must be said of them; every file under conf/."""
+
+import os
+import resource
+import shutil
+import subprocess
+import sys
+
+import pytest
+from hydra.core.config_store import ConfigStore
+
+from lowprec.config import compose as cli
+from lowprec.config.check import ConfigError
+from lowprec.config.schema import Config
+from lowprec.runs.identity import to_dict
+
+CONF = cli.CONF
+GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir())
+GROUP_FILES = [
+    f"{group}={path.stem}"
+    for group in GROUPS
+    if group not in ("experiment", "hydra", "launcher")
+    for path in sorted((CONF / group).glob("*.yaml"))
+]
+SHARDS = "data.train=train.tar data.val=val.tar"
+PLANNED = "is planned and does not exist yet"
+
+BAD = {  # the command: what its message must contain
+    # keys
+    "sede=1": ("sede: no such key", "the root has", "nearest: seed"),
+    "optimizer.beta3=0.9": ("optimizer.beta3", "optimizer has", "nearest: optimizer.beta"),
+    "diagnostics.evry=2": ("diagnostics.evry", "nearest: diagnostics.every"),
+    "optimiser=adamw": ("optimiser: no such key", "nearest: optimizer"),
+    "lr=1e-3": ("lr: no such key", "nearest: optimizer.lr"),
+    "patch_dropout=0.5": ("patch_dropout", "nearest: model.patch_dropout"),
+    "+foo=1": ("foo: no such key", "the root has"),
+    "++optimizer.foo=1": ("optimizer.foo: no such key", "optimizer has"),
+    "resume.from_=x": ("resume.from_", "nearest: resume.from"),
+    "~seed": ("~seed", "default"),
+    "~scaler": ("~scaler", "default"),
+    # choices
+    "model=nanoo": ("model=nanoo", "conf/model has", "vit_h14", "nearest: nano"),
+    "model=nano,nanoo": ("model=nanoo", "nearest: nano"),
+    "evaluation=zeroshot": ("evaluation=zeroshot", "retrieval", "nearest: zero_shot"),
+    "experiment=loss_curve": ("experiment=loss_curve", "nearest: loss_curves"),
+    "experiment=null": ("experiment=null", "conf/experiment has"),
+    "optimizer=null": ("optimizer=null", "conf/optimizer has", "stable_adamw"),
+    "scale=papr": ("scale='papr'", "one of paper, mini, demo", "nearest: paper"),
+    "precision.recipe=switchbak": ("switchbak", "one of high", "nearest: switchback"),
+    "diagnostics.statistics=[rmss]": ("rmss", "rms, grad_norm, update_norm", "nearest: rms"),
+    "model.name=mini_h": ("model.name=mini_h", "use model=mini_h"),
+    # types
+    "seed=abc": ("seed='abc'", "a whole number"),
+    "seed=1.5": ("seed=1.5", "a whole number"),
+    "seed=true": ("seed=true", "a whole number"),
+    "optimizer.lr=true": ("optimizer.lr=true", "a finite number"),
+    "compile=1": ("compile=1", "true or false"),
+    "compile=yes": ("compile='yes'", "true or false"),
+    "name=3": ("name=3", "text is expected"),
+    "seed=[1]": ("seed=[1]", "a whole number"),
+    "diagnostics.statistics=rms": ("diagnostics.statistics='rms'", "a list such as"),
+    "diagnostics.spikes=3": ("diagnostics.spikes=3", "a group of keys", "protocol"),
+    "resume=null": ("resume=null", "a group of keys", "from, allow_reshard, allow_drift"),
+    # ranges
+    "optimizer.beta2=1": ("optimizer.beta2=1", ">= 0 and < 1"),
+    "optimizer.lr=0": ("optimizer.lr=0", "> 0"),
+    "optimizer.lr=-1": ("optimizer.lr=-1", "> 0"),
+    "optimizer.lr=nan": ("optimizer.lr=nan", "a finite number"),
+    "optimizer.lr=inf": ("optimizer.lr=inf", "a finite number"),
+    "model.patch_dropout=1": ("model.patch_dropout=1", "< 1"),
+    "seed=-1": ("seed=-1", ">= 0"),
+    "seed=2147483648": ("seed=2147483648", "< 2147483648"),
+    "batch_size=1": ("batch_size=1", ">= 2"),
+    "num_steps=0": ("num_steps=0", ">= 1"),
+    "model.vocab_size=50000": ("model.vocab_size=50000", "<= 49408 or null"),
+    # missing
+    "seed=null": ("seed=null", "a whole number"),
+    "optimizer.lr=null": ("optimizer.lr=null", "a finite number"),
+    "model.image_size=null": ("model.image_size=null", "preset nano needs a number"),
+    "data=shards": ("data.train is required", "glob of the training shards"),
+    "model=open_clip": ("model.name=null", "a model of open_clip"),
+    # planned
+    "precision=int8_inference": ("forward only", "experiments.evaluate run=DIR"),
+    "precision.recipe=custom": ("precision.recipe=custom needs precision.products",),
+    "precision.products={output:high}": (
+        "precision.products",
+        "does nothing without recipe=custom",
+    ),
+    "precision.backend=triton": ("precision.backend=triton does nothing without",),
+    "precision.skip_slow=true": ("precision.skip_slow=True does nothing without",),
+    "intervention=kq_norm checkpointing=true": ("does not go with intervention=kq_norm",),
+    "precision.recipe=custom precision.products={output:high} precision.backend=reference": (
+        "precision.backend=reference does nothing without",
+    ),
+    "precision.outlier_threshold=6": ("does nothing without recipe=llm_int8",),
+    "data.augment=flip_crop": ("data.augment='flip_crop'", "none, crop_flip", "crop_flip"),
+    "accumulate=3": ("batch_size=128 is not a multiple of accumulate=3",),
+    "distributed.sync_bn=true": ("sync_bn=True does nothing without distributed=ddp",),
+    "distributed.gather_with_grad=false": ("gather_with_grad=false", "one of true"),
+    "distributed=fsdp2 distributed.static_graph=false": ("static_graph=False does nothing",),
+    "distributed=fsdp2 scaler=dynamic precision=fp16": ("scaler=dynamic", "use ddp"),
+    "distributed=fsdp2 optimizer=adamw8bit_torchao": ("adamw8bit_torchao", "use ddp"),
+    "distributed=fsdp2 diagnostics.recorder.enabled=true": ("recorder.enabled=true", "use ddp"),
+    "resume.from=x model.init_from=y": ("resume.from", "model.init_from would be lost"),
+    # combinations
+    "precision=fp16": ("autocast=fp16", "scaler=none", "scaler=dynamic or scaler=fixed"),
+    "precision=bf16 scaler=fixed": ("autocast=bf16", "scaler=fixed", "use scaler=none"),
+    "precision=pure_fp16 scaler=dynamic": ("autocast=pure_fp16", "use scaler=fixed"),
+    "schedule.warmup_steps=2000": ("schedule.warmup_steps=2000", "num_steps=1000"),
+    "optimizer.clip_norm=1": ("optimizer.clip_norm=1", "needs optimizer=adamw_clip"),
+    "optimizer=adamw_clip optimizer.clip_norm=null": ("optimizer=adamw_clip needs", "clip_norm"),
+    "optimizer.clip_threshold=1": ("optimizer.clip_threshold=1", "needs optimizer=stable_adamw"),
+    "optimizer=stable_adamw optimizer.clip_threshold=null": ("needs optimizer.clip_threshold",),
+    "optimizer=adamw8bit_bnb diagnostics.statistics=[rms,grad_norm,u_max]": (
+        "diagnostics.statistics: rms, u_max would need the second moments",
+        "use diagnostics.statistics=[grad_norm]",
+    ),
+    "optimizer.name=adamw8bit_torchao": ("rms", "diagnostics.statistics=[grad_norm,update_norm]"),
+    "optimizer=adamw8bit_torchao diagnostics.spikes.rms_threshold=2": (
+        "diagnostics.spikes.rms_threshold does nothing without rms",
+    ),
+    "optimizer=adamw8bit_torchao optimizer.paged=true": (
+        "paged=true needs optimizer=adamw8bit_bnb",
+    ),
+    "optimizer=adamw8bit_bnb optimizer.beta2_decay=0.5": ("beta2_decay=0.5", "one beta2"),
+    "optimizer=adamw8bit_bnb precision=pure_bf16": ("pure_bf16", "16-bit parameters", "use bf16"),
+    "optimizer=adamw8bit_bnb optimizer.clip_norm=1": ("needs optimizer=adamw_clip",),
+    "optimizer.min_8bit_size=1": ("min_8bit_size=1 does nothing without optimizer=adamw8bit_bnb",),
+    "optimizer.override_32bit=[visual]": ("override_32bit=['visual'] does nothing",),
+    "optimizer.paged=true": ("optimizer.paged=True does nothing",),
+    "optimizer.stable_embedding=true model.init_from=x": ("stable_embedding", "model.init_from"),
+    "data.val=null": ("evaluation=zero_shot needs data.val", "evaluation=none"),
+    # models
+    "model.image_size=30": ("model.image_size=30", "patch_size=8", "image_size=24 or 32"),
+    "model.vision_width=100": ("model.vision_width=100", "heads=64", "vision_width=64 or 128"),
+    "model.text_width=100": ("model.text_width=100", "64", "nearest: model.text_width=128"),
+    "model=open_clip model.name=ViT-B-33": ("ViT-B-33", "nano, mini_b", "nearest: ViT-B-32"),
+    "model=open_clip model.name=ViT-B-32 model.heads=64": ("model.heads is fixed", "null"),
+    "model=open_clip model.name=RN50 intervention=kq_norm": ("intervention=kq_norm", "RN50"),
+    "model=open_clip model.name=RN50 model.patch_dropout=0.5": ("model.patch_dropout", "RN50"),
+    "model=open_clip model.name=convnext_base intervention=zero_init": ("convnext_base",),
+    "model=open_clip model.name=roberta-ViT-B-32": ("roberta-ViT-B-32", "downloaded"),
+    # sweeps and syntax
+    "seed=1,2": ("this is a sweep", "-m seed=1,2"),
+    "seed=range(1,3)": ("this is a sweep", "-m 'seed=range(1,3)'"),
+    "experiment=loss_curves_demo": ("experiments.train -m experiment=loss_curves_demo",),
+    "-m seed=1,x": ("seed='x'", "a whole number"),
+    "-m experiment=loss_curves": ("data.train is required",),
+    "-m experiment=loss_curves,loss_curves_demo": ("only one experiment",),
+    "-m optimizer.lr=interval(1e-4,1e-3)": ("interval", "choice(...)"),
+    "-m model=glob(x*)": ("model=glob(x*)", "conf/model has"),
+    "data.train=a-{0..9}.tar": ("cannot be read", "'data.train=\"a-{0..9}.tar\"'"),
+    "seed": ("seed: key=value is expected",),
+    "=3": ("=3: key=value is expected",),
+    "seed=${nope}": ("seed", "nope"),
+}
+GOOD = {  # the command: how many runs
+    "": 1,
+    "precision=fp16 scaler=dynamic": 1,
+    "precision=pure_fp16 scaler=fixed scaler.init_scale=1": 1,
+    "optimizer=stable_adamw optimizer.beta2=0 optimizer.lr=1": 1,
+    "optimizer=adamw_clip optimizer.clip_norm=2": 1,
+    "optimizer=adamw8bit_bnb optimizer.paged=true optimizer.override_32bit=[visual.conv1]": 1,
+    "-m optimizer=adamw,adamw8bit_torchao optimizer.stable_embedding=true": 2,
+    "data.val=null evaluation=none": 1,
+    "schedule=constant schedule.warmup_steps=1000": 1,
+    "model=open_clip model.name=RN50": 1,
+    "model=open_clip model.name=ViT-B-16 intervention=kq_norm model.patch_dropout=0.5": 1,
+    "model.image_size=64 model.patch_size=16 model.vision_width=192": 1,
+    'data=shards data.train="a-{0..9}.tar" data.val=b.tar': 1,
+    "-m seed=range(1,4) optimizer.beta2=0.9,0.95": 6,
+    "-m model=glob(mini_*)": 3,
+    "-m distributed=ddp,fsdp2 accumulate=1,4 profile=true": 4,
+    "-m experiment=loss_curves_demo optimizer=adamw seed=1,2": 6,
+}
+
+
+@pytest.fixture(autouse=True)
+def schema():
+    ConfigStore.instance().store(name="schema", node=cli.defaults(Config))
+
+
+def configs_of(command):
+    words = command.split()
+    multirun = words[:1] == ["-m"]
+    return cli.check_command(words[multirun:], "train", multirun=multirun)
+
+
+def faults_of(command):
+    with pytest.raises(ConfigError) as error:
+        configs_of(command)
+    return error.value.faults
+
+
+@pytest.mark.parametrize("command", BAD)
+def test_bad_command_is_refused_with_the_key_and_a_way_out(command):
+    faults = faults_of(command)
+    assert any(all(part in fault for part in BAD[command]) for fault in faults), faults
+
+
+@pytest.mark.parametrize("command", GOOD)
+def test_good_command_is_accepted(command):
+    assert len(configs_of(command)) == GOOD[command]
+
+
+def test_all_faults_of_a_command_are_reported_at_once():
+    faults = faults_of("sede=1 seed=-1 optimizer.lr=fast model=nanoo accumulate=0")
+    named = ("sede", "seed=-1", "optimizer.lr='fast'", "model=nanoo", "accumulate=0")
+    assert len(faults) == 5
+    assert all(sum(fault.startswith(name) for fault in faults) == 1 for name in named)
+
+
+def test_faults_of_every_cell_of_a_sweep_are_reported():
+    faults = faults_of("-m precision=bf16,fp16 num_steps=0,5")
+    assert any("num_steps=0" in fault for fault in faults)
+    assert any("precision.autocast=fp16" in fault for fault in faults)
+
+
+@pytest.mark.parametrize("choice", GROUP_FILES)
+def test_group_file_composes_and_is_accepted_or_planned(choice):
+    needs = {"precision=fp16": "scaler=dynamic", "precision=pure_fp16": "scaler=fixed"}
+    needs |= {"scaler=dynamic": "precision=fp16", "scaler=fixed": "precision=fp16"}
+    needs |= {"data=shards": SHARDS, "data=stream": SHARDS}
+    needs |= {"model=open_clip": "model.name=ViT-B-32"}
+    try:
+        configs_of(f"{choice} {needs.get(choice, '')}")
+    except ConfigError as error:
+        refused = "forward only" if choice == "precision=int8_inference" else PLANNED
+        assert all(refused in fault for fault in error.faults)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "named"),
+    [
+        ("num_steps:", "num_stepz:", ("num_stepz", "nearest: num_steps")),
+        ("{beta2: 0.99}", "{beta_2: 0.99}", ("optimizer.beta_2", "nearest: optimizer.beta2")),
+        ("beta2: 0.99", "beta2: 1.99", ("optimizer.beta2=1.99", "< 1")),
+        ("      precision:", "      precisoin:", ("precisoin", "nearest: precision")),
+        ("bf16,switchback", "bf16,switchbak", ("switchbak", "nearest: switchback")),
+    ],
+    ids=["root key", "nested key", "range", "swept key", "swept choice"],
+)
+def test_typo_in_an_experiment_file_is_named(before, after, named, tmp_path, monkeypatch):
+    shutil.copytree(CONF, tmp_path / "conf")
+    file = tmp_path / "conf" / "experiment" / "loss_curves_demo.yaml"
+    assert before in file.read_text()
+    file.write_text(file.read_text().replace(before, after))
+    monkeypatch.setattr(cli, "CONF", tmp_path / "conf")
+    faults = faults_of("-m experiment=loss_curves_demo")
+    assert any(all(part in fault for part in named) for fault in faults), faults
+
+
+def test_default_files_change_only_the_data_paths_of_the_schema():
+    composed, schema = to_dict(configs_of("")[0]), cli.defaults(Config)
+    for path in ("train", "val"):
+        assert composed["data"].pop(path) != schema["data"].pop(path)
+    assert composed == schema
+
+
+@pytest.mark.parametrize("command", ["sede=1", "optimizer.lr=-1"])
+def test_bad_command_exits_2_within_five_seconds(command, tmp_path):
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    program = [sys.executable, "-m", "experiments.train", command, f"run_dir={tmp_path}"]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=60, cwd=CONF.parent)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)  # not wall time: machines are shared
+    assert done.returncode == 2
+    assert command.split("=")[0] in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5
+
+
+def test_a_sweep_in_one_command_is_refused_in_several_processes(tmp_path):
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+    program = [sys.executable, "-m", "experiments.train", "-m", "seed=0,1", f"run_dir={tmp_path}"]
+    env = {**os.environ, **ranks}
+    done = subprocess.run(
+        program, capture_output=True, text=True, timeout=60, cwd=CONF.parent, env=env
+    )
+    assert done.returncode == 2
+    assert "experiments.sweep submit ... launcher.gpus=2" in done.stderr

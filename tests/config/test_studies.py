@@ -1,0 +1,135 @@
+"""Every figure of runs has its studies: a config at paper scale and one for one GPU."""
+
+import functools
+import importlib
+import re
+
+import pytest
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+
+from analysis import make, spike_lead, study
+from lowprec.config import compose as cli
+from lowprec.config.schema import Config
+
+WITHOUT_PAPER = ("resume",)  # not of the paper
+SHARDS = ["data.train=train.tar", "data.val=val.tar"]
+MINI = ("mini_b", "mini_l", "mini_h")
+EXPERIMENTS = sorted(path.stem for path in (cli.CONF / "experiment").glob("*.yaml"))
+FIGURES = [importlib.import_module(f"analysis.figures.{slug}") for slug in make.slugs()]
+OF_RUNS = [figure for figure in FIGURES if not hasattr(figure, "LINES")]
+STUDIES = sorted({make.experiment_of(figure) for figure in OF_RUNS})
+
+
+@pytest.fixture(autouse=True)
+def schema():
+    ConfigStore.instance().store(name="schema", node=cli.defaults(Config))
+
+
+@functools.cache
+def cells(name):
+    text = (cli.CONF / "experiment" / f"{name}.yaml").read_text()
+    shards = SHARDS if "/data: shards" in text else []
+    return cli.check_command([f"experiment={name}", *shards], "train", multirun=True)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_experiment_expands_to_the_runs_its_header_says(name):
+    lines = (cli.CONF / "experiment" / f"{name}.yaml").read_text().splitlines()
+    header = "".join(line for line in lines if line.startswith("#"))
+    assert len(cells(name)) == int(re.search(r"(\d+) runs?\b", header).group(1))
+
+
+@pytest.mark.parametrize("slug", STUDIES)
+def test_a_mini_study_trains_mini_models_for_at_most_2000_steps(slug):
+    configs = cells(f"{slug}_mini")
+    assert {(config.experiment, config.scale) for config in configs} == {(slug, "mini")}
+    assert {config.model.name for config in configs} <= set(MINI)
+    assert all(config.num_steps <= 2000 for config in configs)
+
+
+@pytest.mark.parametrize("slug", [slug for slug in STUDIES if slug not in WITHOUT_PAPER])
+def test_a_study_at_paper_scale_follows_the_protocol_of_the_paper(slug):
+    for config in cells(slug):
+        assert (config.experiment, config.scale) == (slug, "paper")
+        assert (config.num_steps, config.schedule.warmup_steps) == (20000, 5000)
+        assert config.model.patch_dropout == 0.5 and config.checkpointing
+        assert config.data.resampled and config.data.classnames == "imagenet"
+        optimizer = config.optimizer
+        assert (optimizer.beta1, optimizer.eps, optimizer.weight_decay) == (0.9, 1e-6, 0.2)
+        if "_lr" not in slug:
+            assert optimizer.lr == 2e-3
+        if "_batch" not in slug:
+            assert config.batch_size == 16384
+
+
+@pytest.mark.parametrize("slug", [slug for slug in STUDIES if slug not in WITHOUT_PAPER])
+def test_weight_decay_is_the_papers_in_all_commands_that_do_not_sweep_optimizers(slug):
+    configs = list(cells(slug))
+    for command, _ in study.commands(slug, "paper")[1:]:  # the lines `# And:`
+        overrides = command.partition("experiments.train -m ")[2].split()
+        configs += cli.check_command([*overrides, *SHARDS], "train", multirun=True)
+    for config in configs:
+        unclipped = config.optimizer.name == "stable_adamw" and slug != "update_clipping"
+        assert config.optimizer.clip_weight_decay is not unclipped
+
+
+@pytest.mark.parametrize("scale", ["paper", "mini", None])
+@pytest.mark.parametrize("figure", OF_RUNS, ids=lambda figure: figure.__name__.split(".")[-1])
+def test_without_runs_a_figure_names_the_command_that_makes_them(figure, scale, tmp_path, capsys):
+    slug, study = figure.__name__.split(".")[-1], make.experiment_of(figure)
+    asked = ["--scale", scale] if scale else []
+    assert make.main([slug, *asked, "--runs", str(tmp_path)]) == 2
+    _, _, name = capsys.readouterr().err.strip().rpartition("experiments.train -m experiment=")
+    assert OmegaConf.load(cli.CONF / "experiment" / f"{name}.yaml").experiment == study
+    if slug not in WITHOUT_PAPER and slug != "loss_curves":  # which has a demo, too
+        assert name == (study if scale == "paper" else f"{study}_mini")
+
+
+@pytest.mark.parametrize("kind", ["size", "batch", "lr"])
+def test_leads_of_spikes_are_of_the_sweep_of_the_losses(kind):
+    figure = importlib.import_module(f"analysis.figures.spike_lead_{kind}")
+    assert make.experiment_of(figure) == f"spikes_vs_{kind}"
+    beta2 = {config.optimizer.beta2 for config in cells(f"spikes_vs_{kind}")}
+    assert {b for b in beta2 if b >= spike_lead.LEAST_BETA2} == {0.99, 0.995}
+
+
+def test_sweeps_of_the_paper_have_its_values():
+    swept = {
+        "spikes_vs_size": lambda c: c.model.name,
+        "spikes_vs_batch": lambda c: c.batch_size,
+        "spikes_vs_lr": lambda c: c.optimizer.lr,
+        "beta2_schedule": lambda c: c.optimizer.beta2_decay,
+        "update_clipping": lambda c: c.optimizer.name,
+    }
+    found = {slug: list(dict.fromkeys(map(value, cells(slug)))) for slug, value in swept.items()}
+    assert found == {
+        "spikes_vs_size": ["vit_b32", "vit_l14", "vit_h14"],
+        "spikes_vs_batch": [4096, 16384, 65536],
+        "spikes_vs_lr": [5e-4, 2e-3, 5e-3],
+        "beta2_schedule": [None, 0.45, 0.5, 0.65],
+        "update_clipping": ["adamw", "adamw_clip", "stable_adamw"],
+    }
+    beta2 = {config.optimizer.beta2 for config in cells("spikes_vs_size")}
+    assert beta2 == {0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995}
+
+
+def row_of(name):
+    table = (cli.CONF.parent / "experiments" / "README.md").read_text()
+    [row] = [line for line in table.splitlines() if line.startswith(f"| `{name}` |")]
+    return row
+
+
+@pytest.mark.parametrize("name", [name for name in EXPERIMENTS if name[-5:] in ("_mini", "_demo")])
+def test_the_row_of_a_small_study_says_its_number_of_steps(name):
+    deviation = row_of(name).split("|")[-2]
+    steps = int(re.search(r"([\d,]+) steps", deviation)[1].replace(",", ""))
+    assert {steps} == {config.num_steps for config in cells(name)}
+
+
+def test_every_study_is_a_row_of_the_table():
+    for path in (cli.CONF / "experiment").glob("*.yaml"):
+        row = row_of(path.stem)
+        scale = row.split("|")[2].strip()
+        given = OmegaConf.load(path).get("scale") or path.stem.rpartition("_")[2]
+        assert scale == (given if given in ("mini", "demo") else "paper")

@@ -1,0 +1,288 @@
+import contextlib
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+
+from lowprec.runs import durable
+from lowprec.runs.identity import read_rows, read_status, read_tensors
+from lowprec.runs.record import Record, RecordError, RunBusyError
+
+REPOSITORY = Path(__file__).parents[2]
+NAMES = ["visual.conv1.weight", "logit_scale", "ü"]
+
+
+def batch(first, count=2):
+    """Steps and statistics with nan, inf and a subnormal among them."""
+    steps = np.arange(first, first + count)
+    rms = (steps[:, None] + np.array([0.1, np.nan, 1e-45])).astype(np.float32)
+    return steps, {"rms": rms, "grad_norm": np.where(np.isnan(rms), np.inf, -rms)}
+
+
+@pytest.fixture
+def record(tmp_path):
+    with contextlib.closing(Record(tmp_path)) as opened:
+        yield opened
+
+
+def start(run):
+    """Opens a record and notes its attempt, as training does."""
+    record = Record(run)
+    record.append("attempts", [{"attempt": record.attempt}])
+    return record
+
+
+def stream(run, attempt=0):
+    return run / "tensors" / f"{attempt:04d}.arrows"
+
+
+def write_batches(record):
+    """Writes three batches; the stream's bytes after each flush, left without an end."""
+    sizes = []
+    for first in (1, 3, 5):
+        record.append_tensors(*batch(first), NAMES)
+        sizes.append(stream(record.run).stat().st_size)
+    return sizes
+
+
+def holder(code):
+    """A process that opens `run` (argv[1]), runs `code`, says so and sleeps."""
+    program = (
+        "import os, sys, time\nfrom lowprec.runs.record import Record\n"
+        f"record = Record(sys.argv[1])\n{code}\nprint('held', flush=True)\ntime.sleep(60)\n"
+    )
+
+    def open_in_process(run):
+        process = subprocess.Popen(
+            [sys.executable, "-c", program, str(run)],
+            stdout=subprocess.PIPE, text=True, cwd=REPOSITORY,
+        )  # fmt: skip
+        *said, held = process.stdout.readline().split()
+        assert held == "held"
+        return process, said
+
+    return open_in_process
+
+
+def test_rows_are_readable_at_once_and_in_order(tmp_path, record):
+    record.append("metrics", [{"step": 1}])
+    record.append("metrics", [{"step": 2}, {"step": 3}])
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_each_row_is_one_write(record, monkeypatch):
+    written, write = [], os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: written.append(data) or write(fd, data))
+    record.append("metrics", [{"step": 1}, {"step": 2}])
+    assert written == [b'{"step": 1}\n', b'{"step": 2}\n']
+
+
+def test_row_that_does_not_fit_is_an_error_and_leaves_nothing(record, monkeypatch):
+    write, written = os.write, []
+
+    def fill(descriptor, data):
+        if sum(written) > 15:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written.append(write(descriptor, bytes(data[:7])))
+        return written[-1]
+
+    record.append("metrics", [{"step": 1}])
+    monkeypatch.setattr(os, "write", fill)
+    with pytest.raises(OSError, match=r"metrics\.jsonl cannot be written: No space .* are free"):
+        record.append("metrics", [{"step": 2}, {"step": 3}])
+    monkeypatch.undo()
+    record.append("metrics", [{"step": 4}])
+    assert [row["step"] for row in read_rows(record.run / "metrics.jsonl")] == [1, 2, 4]
+
+
+def test_tensors_come_back_bit_for_bit(tmp_path, record):
+    write_batches(record)
+    for first, (steps, statistics, names) in zip((1, 3, 5), read_tensors(tmp_path), strict=True):
+        expected_steps, expected = batch(first)
+        assert steps.tolist() == expected_steps.tolist() and names == NAMES
+        assert {n: v.tobytes() for n, v in statistics.items()} == {
+            n: v.tobytes() for n, v in expected.items()
+        }
+
+
+def test_every_truncation_of_a_stream_yields_whole_batches_only(tmp_path, record):
+    sizes = write_batches(record)
+    whole = stream(tmp_path).read_bytes()
+    for size in range(len(whole) + 1):
+        stream(tmp_path).write_bytes(whole[:size])
+        found = list(read_tensors(tmp_path))
+        assert len(found) == sum(size >= end for end in sizes)
+        for first, (_, statistics, _) in zip((1, 3, 5), found, strict=False):
+            np.testing.assert_array_equal(statistics["rms"], batch(first)[1]["rms"])
+
+
+def test_damaged_stream_of_one_attempt_does_not_hide_the_next(tmp_path):
+    for first in (1, 3):
+        record = start(tmp_path)
+        record.append_tensors(*batch(first), NAMES)
+        record.close()
+    stream(tmp_path, 0).write_bytes(b"")
+    assert [steps[0] for steps, _, _ in read_tensors(tmp_path)] == [3]
+
+
+def test_cut_archives_the_tails_and_a_second_writer_continues(tmp_path):
+    record = start(tmp_path)
+    record.append("metrics", [{"step": 1}, {"step": 2}])
+    record.append_tensors(*batch(1), NAMES)
+    offsets = record.offsets()
+    kept = {name: (tmp_path / name).read_bytes() for name in offsets}
+    record.append("metrics", [{"step": 3}])
+    record.append("events", [{"step": 3, "kind": "spike"}])
+    record.append_tensors(*batch(3), NAMES)
+    record.close()
+    grown = {name: (tmp_path / name).read_bytes() for name in (*kept, "events.jsonl")}
+    tails = {name: data[len(kept.get(name, b"")) :] for name, data in grown.items()}
+
+    second = start(tmp_path)
+    second.cut(json.loads(json.dumps(offsets)))
+    assert {name: (tmp_path / name).read_bytes() for name in kept} == kept
+    assert not (tmp_path / "events.jsonl").exists()
+    assert {name: (tmp_path / "cut/0001" / name).read_bytes() for name in tails} == tails
+    second.append("metrics", [{"step": 3}, {"step": 4}])
+    second.append_tensors(*batch(3), NAMES)
+    second.close()
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+    steps = np.concatenate([steps for steps, _, _ in read_tensors(tmp_path)])
+    assert steps.tolist() == [1, 2, 3, 4]
+
+
+def test_cut_to_the_present_end_changes_nothing(tmp_path, record):
+    write_batches(record)
+    record.append("metrics", [{"step": 1}])
+    before = record.offsets()
+    record.cut(before)
+    assert record.offsets() == before and not (tmp_path / "cut").exists()
+
+
+@pytest.mark.parametrize("torn", [b"", b"{", b'{"attempt": 1, "pi'])
+def test_attempts_are_counted_on_after_a_torn_line(tmp_path, torn):
+    start(tmp_path).close()
+    with open(tmp_path / "attempts.jsonl", "ab") as file:
+        file.write(torn)
+    for attempt in (1, 2):
+        record = start(tmp_path)
+        assert record.attempt == attempt
+        record.close()
+
+
+def test_busy_run_names_its_holder_and_is_free_after_close(tmp_path):
+    first = Record(tmp_path)
+    for _ in range(2):  # a refused opener does not wipe the name
+        with pytest.raises(RunBusyError, match=f"process {os.getpid()} on {os.uname().nodename}"):
+            Record(tmp_path)
+    first.close()
+    Record(tmp_path).close()
+
+
+def test_lock_is_freed_when_its_holder_is_killed(tmp_path):
+    process, _ = holder("")(tmp_path)
+    with pytest.raises(RunBusyError, match=f"process {process.pid} on"):
+        Record(tmp_path)
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    Record(tmp_path).close()
+
+
+def test_worker_that_outlives_its_killed_parent_does_not_hold_the_run(tmp_path):
+    code = "child = os.fork()\nif not child:\n    time.sleep(60)\nprint(child, end=' ')"
+    process, (child,) = holder(code)(tmp_path)
+    try:
+        with pytest.raises(RunBusyError):
+            Record(tmp_path)
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        Record(tmp_path).close()
+    finally:
+        os.kill(int(child), signal.SIGKILL)
+
+
+def test_parquet_equals_the_streams(tmp_path):
+    for first in (1, 3):
+        record = start(tmp_path)
+        record.append_tensors(*batch(first), NAMES)
+        record.finish_stream()
+        record.write_parquet()
+        record.close()
+    table = pyarrow.parquet.read_table(tmp_path / "tensors.parquet")
+    expected = [batch(first) for first in (1, 3)]
+    assert table.column_names == ["step"] + [f"{s}/{n}" for s in expected[0][1] for n in NAMES]
+    assert table["step"].to_pylist() == [1, 2, 3, 4]
+    for statistic in expected[0][1]:
+        whole = np.concatenate([values[statistic] for _, values in expected])
+        for i, name in enumerate(NAMES):
+            column = table[f"{statistic}/{name}"].to_numpy()
+            assert column.dtype == np.float32 and column.tobytes() == whole[:, i].tobytes()
+
+
+def test_parquet_of_no_tensors_is_no_file(tmp_path, record):
+    record.write_parquet()
+    assert not list(tmp_path.glob("*parquet*"))
+
+
+def test_status_is_whole_at_every_moment(tmp_path, record):
+    record.status("running", 0)
+    done = threading.Event()
+
+    def write():
+        for step in range(300):
+            record.status("running", step, "x" * (step % 50) * 100)
+        done.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    while not done.is_set():
+        status = read_status(tmp_path)
+        assert len(status["reason"]) == status["step"] % 50 * 100
+    writer.join()
+    assert read_status(tmp_path)["step"] == 299
+
+
+def test_failed_replacement_leaves_the_old_file(tmp_path, monkeypatch):
+    def fail(descriptor):
+        raise OSError
+
+    durable.replace(tmp_path / "status.json", b"old")
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError):
+        durable.replace(tmp_path / "status.json", b"new")
+    assert (tmp_path / "status.json").read_text() == "old"
+
+
+def test_a_file_system_without_locks_is_named_and_no_other_process(tmp_path, monkeypatch):
+    def flock(descriptor, kind):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with pytest.raises(RecordError, match="its file system has no locks"):
+        Record(tmp_path)
+
+
+def test_a_state_that_an_attempt_has_come_to_stays_whatever_another_thread_says(tmp_path):
+    with contextlib.closing(Record(tmp_path / "run")) as record:
+        record.append("attempts", [{"attempt": 0}])
+
+        def fail():
+            for _ in range(50):
+                record.status("failed", reason="late", unless=("finished",))
+
+        other = threading.Thread(target=fail)
+        other.start()
+        for step in range(50):
+            record.status("finished", step)
+        other.join()
+        assert record.last_status()["state"] == "finished"

@@ -1,0 +1,120 @@
+"""Every key of a config reaches the object that it is about."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lowprec.clip.model import PatchDropout, blocks
+from lowprec.data.open import open_data
+from lowprec.optim.loss_scaling import DynamicScaler, FixedScaler, NoScaler
+from lowprec.train.build import build
+from lowprec.train.step import can_capture
+from lowprec.train.world import World
+
+
+@pytest.fixture
+def built(make_config):
+    def make(changes=None):
+        config = make_config(changes)
+        return build(config, open_data(config))
+
+    return make
+
+
+def test_optimizer_keys(built):
+    keys = {"lr": 3e-4, "beta1": 0.8, "beta2": 0.7, "eps": 1e-5, "weight_decay": 0.3}
+    keys |= {"name": "stable_adamw", "clip_threshold": 0.5, "clip_weight_decay": False}
+    decayed, others = built(
+        {f"optimizer.{k}": v for k, v in keys.items()}
+    ).state.optimizer.param_groups
+    for group in (decayed, others):
+        assert (group["lr"], group["betas"], group["eps"]) == (3e-4, (0.8, 0.7), 1e-5)
+        assert group["clip_threshold"] == 0.5 and group["clip_weight_decay"] is False
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.3, 0.0)
+
+
+def test_adamw_is_unclipped_and_adamw_clip_bounds_the_norm(built):
+    plain = built().state.optimizer
+    assert plain.clip_norm is None and plain.param_groups[0]["clip_threshold"] is None
+    clipped = built({"optimizer.name": "adamw_clip", "optimizer.clip_norm": 0.25}).state.optimizer
+    assert clipped.clip_norm == 0.25 and clipped.param_groups[0]["clip_threshold"] is None
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "skip"),
+    [
+        ("none", NoScaler, "step"),
+        ("dynamic", DynamicScaler, "step"),
+        ("fixed", FixedScaler, "tensor"),
+    ],
+)
+def test_scaler_keys(built, name, kind, skip):
+    changes = {"scaler.name": name}
+    if name != "none":
+        changes |= {"precision.autocast": "fp16", "scaler.init_scale": 64.0}
+    state = built(changes).state
+    assert type(state.scaler) is kind and state.optimizer.skip == skip
+    assert name == "none" or float(state.scaler.value) == 64.0
+
+
+def test_model_keys(built):
+    model = built({"checkpointing": True, "model.patch_dropout": 0.5}).task.model
+    assert model.visual.transformer.grad_checkpointing and model.transformer.grad_checkpointing
+    assert isinstance(model.visual.patch_dropout, PatchDropout)
+    zero = built({"intervention.name": "zero_init"}).task.model
+    assert all((block.ls_1.gamma == 0).all() for block in blocks(zero))
+    pure = built({"precision.autocast": "pure_bf16"}).task.model
+    assert pure.visual.proj.dtype == torch.bfloat16 and pure.logit_scale.dtype == torch.float32
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.compile warns of its own ways
+def test_compile_compiles_every_block(built, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: compiled.append(self))
+    model = built({"compile": True}).task.model
+    assert compiled == blocks(model) and len(compiled) == 3
+    compiled.clear()
+    built()
+    assert not compiled
+
+
+def test_seed_window_and_resampling_reach_the_order(built):
+    def first(changes=None):
+        return next(built(changes).batches_from(1)).labels.tolist()
+
+    plain = first()
+    assert first() == plain
+    assert first({"data.resampled": True}) != plain
+    assert first({"seed": 1}) != plain
+    assert first({"data.window": 1}) != plain
+
+
+def test_only_a_compiled_gpu_step_without_host_state_is_captured(make_config):
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert can_capture(make_config({"compile": True}), cuda)
+    assert not can_capture(make_config({"compile": True}), cpu)
+    assert not can_capture(make_config(), cuda)
+    assert not can_capture(make_config({"compile": True, "checkpointing": True}), cuda)
+    dynamic = {"compile": True, "precision.autocast": "fp16", "scaler.name": "dynamic"}
+    assert not can_capture(make_config(dynamic), cuda)
+
+
+class Beats(list):
+    """A watch that keeps what it hears."""
+
+    def beat(self, step, doing):
+        self.append(doing)
+
+
+def test_every_batch_and_every_part_of_the_classes_is_a_sign_of_life(make_config, monkeypatch):
+    monkeypatch.setattr("lowprec.train.build.EVALUATION_BATCH", 4)
+    monkeypatch.setattr("lowprec.train.spread.CLASSES", 1)
+    config = make_config({"evaluation.name": "zero_shot"})
+    world, data = World(), open_data(config)
+    world.watch = Beats()
+    built = build(config, data, world)
+    built.evaluation()(built.task.model)
+    assert set(world.watch) == {"evaluating"}
+    classes = len(Path(config.data.val).with_name("classnames.txt").read_text().split("\n"))
+    assert len(world.watch) == data.val.num_samples / 4 + classes

@@ -1,0 +1,230 @@
+"""The flight recorder: what a snapshot holds, that there is one, and what it may not cost."""
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from lowprec.runs import durable
+from lowprec.runs.identity import encode_row, read_rows
+from lowprec.train import checkpoint
+from lowprec.train.checkpoint import list_checkpoints, verify
+from lowprec.train.snapshots import Base, Recorder, list_snapshots, state_before, step_of
+from lowprec.train.state import CheckpointError
+
+RECORDED = {
+    "diagnostics.spikes.ignore_steps": 4,
+    "diagnostics.spikes.window": 6,
+    "diagnostics.spikes.num_deviations": 1,
+    "diagnostics.spikes.within": 1,
+    "diagnostics.recorder.enabled": True,
+    "diagnostics.recorder.steps": 2,  # so a base every 2 + 1 + 3 steps
+    "num_steps": 20,
+    "log_every": 3,
+    "save_every": 6,
+    "keep_checkpoints": 9,
+}
+
+
+def shaken(at, factor=50.0, until=10**9):
+    """Multiplies the losses of these steps; the data end after `until`, as a kill would end it."""
+
+    def spoil(built):
+        plain, optimizer = built.task.loss, built.state.optimizer
+        batches_from = built.batches_from
+
+        def loss(batch):
+            value, scale = plain(batch)
+            return value * (factor if int(optimizer.steps[0]) + 1 in at else 1.0), scale
+
+        built.task.loss = loss
+        built.batches_from = lambda first: (
+            batch for n, batch in enumerate(batches_from(first), first) if n <= until
+        )
+
+    return spoil
+
+
+def steps_of(paths):
+    return [step_of(path) for path in paths]
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".json"}
+
+
+def test_a_snapshot_is_the_checkpoint_of_a_step_before_the_spike(make_config, run_once, tmp_path):
+    run_once(make_config(RECORDED), tmp_path, spoil=shaken({14}), provenance={"code": {"a": "1"}})
+    [snapshot] = list_snapshots(tmp_path)
+    assert step_of(snapshot) == 12
+    assert verify(snapshot)["provenance"] == {"code": {"a": "1"}}
+    twin = tmp_path / "checkpoints" / snapshot.name
+    assert contents(snapshot) == contents(twin) and len(contents(snapshot)) == 4
+    assert (snapshot / "state.json").read_bytes() == (twin / "state.json").read_bytes()
+    assert [path.name for path in snapshot.parent.iterdir()] == [snapshot.name]
+
+
+def test_the_recorder_leaves_training_as_it_is(make_config, run_once, tmp_path):
+    config = make_config(RECORDED | {"model.patch_dropout": 0.5})
+    run_once(config, tmp_path / "with", spoil=shaken({14}))
+    config.diagnostics.recorder.enabled = False
+    run_once(config, tmp_path / "without", spoil=shaken({14}))
+    for name in ("metrics.jsonl", "events.jsonl"):
+        rows = [(tmp_path / folder / name).read_bytes() for folder in ("with", "without")]
+        assert rows[0] == rows[1]
+    assert not (tmp_path / "without" / "snapshots").exists()
+
+
+def test_a_divergence_has_a_snapshot(make_config, run_once, tmp_path, capsys):
+    spoil = shaken({17}, factor=float("nan"))
+    ended, _ = run_once(make_config(RECORDED), tmp_path, spoil=spoil)
+    assert (ended.state, ended.step) == ("diverged", 17)
+    assert steps_of(list_snapshots(tmp_path)) == [12]
+    assert "to replay the divergence at step 17" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("keep", "kept"), [(1, [18]), (2, [12, 18])])
+def test_only_the_newest_snapshots_stay(make_config, run_once, tmp_path, keep, kept):
+    config = make_config(RECORDED | {"num_steps": 26, "diagnostics.recorder.keep": keep})
+    run_once(config, tmp_path, spoil=shaken({8, 14, 22}))
+    assert steps_of(list_snapshots(tmp_path)) == kept
+    assert len(list((tmp_path / "snapshots").iterdir())) == keep
+
+
+def test_a_full_disk_is_a_warning_and_the_run_goes_on(
+    make_config, run_once, tmp_path, monkeypatch, capsys
+):
+    plain = durable.write
+
+    def write(path, *chunks):
+        if "snapshots" in Path(path).parts and "manifest" in path.name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        plain(path, *chunks)
+
+    monkeypatch.setattr(durable, "write", write)
+    ended, _ = run_once(make_config(RECORDED), tmp_path, spoil=shaken({14}))
+    assert ended.state == "finished" and len(read_rows(tmp_path / "metrics.jsonl")) == 20
+    assert "warning: snapshot of the loss spike at step 14" in capsys.readouterr().out
+    assert list((tmp_path / "snapshots").iterdir()) == []
+
+
+@pytest.mark.parametrize("room_for_snapshot", [False, True])
+def test_a_snapshot_leaves_room_for_the_checkpoints(
+    make_config, run_once, tmp_path, monkeypatch, room_for_snapshot
+):
+    config = make_config(RECORDED | {"keep_checkpoints": 2, "save_every": 20})
+
+    def spoil(built):
+        shaken({14})(built)
+        sizes = 4.2 if room_for_snapshot else 3.5  # 2 checkpoints kept, and one being written
+        free = int(sizes * 1.1 * built.state.num_bytes())
+        usage = type("Usage", (), {"free": free})
+        monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: usage)
+
+    ended, _ = run_once(config, tmp_path, spoil=spoil)
+    assert ended.state == "finished" and len(list_checkpoints(tmp_path)) == 1
+    assert len(list_snapshots(tmp_path)) == room_for_snapshot
+
+
+def test_a_resume_writes_the_snapshots_of_what_it_cut_off_again(make_config, run_once, tmp_path):
+    config = make_config(RECORDED | {"save_every": 20})
+    with pytest.raises(StopIteration):
+        run_once(config, tmp_path, spoil=shaken({14}, until=17))
+    [snapshot] = list_snapshots(tmp_path)
+    before = contents(snapshot)
+    for name in ("step_000000009", ".tmp"):
+        snapshot.with_name(name).mkdir()
+    run_once(config, tmp_path, spoil=shaken({14}))
+    assert contents(snapshot) == before
+    assert [path.name for path in snapshot.parent.iterdir()] == ["step_000000012"]
+
+
+class Counting:
+    """Stands in for a state: how often its files were copied."""
+
+    num_copies = 0
+
+    def files(self):
+        self.num_copies += 1
+        return {"a": [b"123"]}
+
+
+@pytest.mark.parametrize(("steps", "log_every", "within"), [(2, 3, 1), (10, 7, 4), (1, 20, 10)])
+def test_a_base_is_always_as_old_as_was_asked_however_late_a_spike_is_known(
+    make_config, tmp_path, steps, log_every, within
+):
+    config = make_config(
+        {
+            "log_every": log_every,
+            "diagnostics.spikes.within": within,
+            "diagnostics.recorder.steps": steps,
+            "diagnostics.recorder.enabled": True,
+        }
+    )
+    recorder = Recorder(Counting(), tmp_path, config, {})
+    recorder.begin(0)
+    flushed = 0
+    for flush in range(1, 300):
+        if flush % log_every and flush % 11:  # now and then an evaluation flushes too
+            continue
+        for spike in range(max(1, flushed + 1 - within), flush + 1):
+            base = recorder._base_for(spike)
+            assert base.step == 0 or spike - base.step >= steps
+            assert base.step > spike - 3 * (steps + log_every + within)
+        recorder.after_flush(flush)
+        assert len(recorder.bases) <= 2
+        flushed = flush
+    assert recorder.state.num_copies <= 1 + 300 / (steps + log_every + within)
+
+
+def test_without_the_recorder_nothing_is_copied(make_config, tmp_path):
+    recorder = Recorder(Counting(), tmp_path, make_config(), {})
+    recorder.begin(0)
+    for step in range(500):
+        recorder.after_flush(step)
+    assert recorder.state.num_copies == 0
+
+
+def save(run, folder, step):
+    made = checkpoint.save_checkpoint(
+        run, step, Base(step, {"a": [b"1"]}), {}, keep=9, provenance={}
+    )
+    (run / folder).mkdir(exist_ok=True)
+    made.rename(run / folder / made.name)
+
+
+def test_the_newest_whole_state_far_enough_before_a_step_is_found(tmp_path, capsys):
+    for folder, step in (("checkpoints", 10), ("snapshots", 14), ("checkpoints", 20)):
+        save(tmp_path, folder, step)
+
+    def found(step, margin):
+        path, manifest = state_before(tmp_path, step, margin)
+        return path.parent.name, manifest["step"]
+
+    assert found(30, 5) == ("checkpoints", 20)
+    assert found(22, 5) == found(21, 1) == ("snapshots", 14)
+    assert found(22, 2) == ("checkpoints", 20)
+    assert found(13, 5) == ("checkpoints", 10)  # none is 5 steps older
+    (tmp_path / "snapshots" / "step_000000014" / "a").write_bytes(b"2")
+    assert found(22, 5) == ("checkpoints", 10)
+    assert "step_000000014/a is damaged" in capsys.readouterr().out
+    with pytest.raises(
+        CheckpointError, match="before step 11; there is checkpoints/step_000000010"
+    ):
+        state_before(tmp_path, 11, 1)
+    with pytest.raises(CheckpointError, match="none at all"):
+        state_before(tmp_path / "other", 11, 1)
+
+
+def test_only_events_that_are_new_make_a_snapshot(make_config, tmp_path):
+    config = make_config({"diagnostics.recorder.enabled": True})
+    (tmp_path / "events.jsonl").write_text(encode_row({"step": 3, "spike": "loss", "loss": 1.0}))
+    recorder = Recorder(Counting(), tmp_path, config, {})
+    recorder.begin(1)
+    recorder.after_flush(4)
+    assert list_snapshots(tmp_path) == []
+    with open(tmp_path / "events.jsonl", "a") as file:
+        file.write(encode_row({"step": 5, "spike": "rms", "rms": {"a": 3.0}}))
+        file.write(encode_row({"step": 6, "spike": "loss", "loss": 2.0}))
+    recorder.after_flush(7)
+    assert steps_of(list_snapshots(tmp_path)) == [1]
