@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from analysis import paper, style
 from analysis.load import NoRunsError
 from analysis.read import place
-from lowprec.runs.identity import read_rows
+from lowprec.runs.read import read_rows
 
 QUANTIZE = ("quantize_x", "quantize_g", "quantize_w")
 PRODUCTS = ("output", "grad_input", "grad_weight")

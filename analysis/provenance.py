@@ -2,13 +2,13 @@
 
 import hashlib
 import importlib.metadata
-import subprocess
 import sys
 from pathlib import Path
 
 import pandas as pd
 
 from analysis.read import place
+from lowprec.runs.environment import commit
 
 PACKAGES = ("lowprec", "matplotlib", "numpy", "pandas", "pyarrow")
 
@@ -38,19 +38,7 @@ def code() -> dict:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = None
-    return {"commit": _commit(), "versions": versions}
-
-
-def _commit() -> str | None:
-    """The commit of the code that drew, with `-dirty` if it was changed since; None if unknown."""
-    describe = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        done = subprocess.run(
-            describe, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=20
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None
+    return {"commit": commit(digits=40), "versions": versions}
 
 
 def sha256(path: Path | str) -> str:

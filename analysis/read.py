@@ -14,15 +14,8 @@ from upath import UPath
 
 from analysis.damage import config_faults, tensor_faults
 from lowprec.config.schema import Config
-from lowprec.runs.identity import (
-    STATES,
-    TABLES,
-    find_runs,
-    read_status,
-    read_tensors,
-    scan_rows,
-    to_dict,
-)
+from lowprec.runs.identity import to_dict
+from lowprec.runs.read import STATES, TABLES, find_runs, read_status, read_tensors, scan_rows
 
 ENDED = ("finished", "diverged")
 NEEDED = (  # keys without which a run cannot be named

@@ -18,7 +18,7 @@ import pyarrow.parquet
 
 from lowprec.config import compose as cli
 from lowprec.config.schema import key
-from lowprec.runs.identity import find_runs
+from lowprec.runs.read import find_runs
 
 FILES = ("config.yaml", "environment.json", "status.json", "metrics.jsonl", "timing.jsonl")
 FILES += ("attempts.jsonl", "events.jsonl", "skips.jsonl", "evaluations.jsonl")

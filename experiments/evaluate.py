@@ -25,7 +25,7 @@ from lowprec.config.check import ConfigError, check
 from lowprec.config.preflight import preflight
 from lowprec.config.schema import Config, EvaluationConfig, key
 from lowprec.data.open import open_data
-from lowprec.runs.identity import encode_row
+from lowprec.runs.read import encode_row
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -29,7 +29,7 @@ from lowprec.config.schema import key
 from lowprec.data.open import open_data
 from lowprec.nn.recipe import PRODUCTS, RECIPES, Recipe
 from lowprec.runs.environment import environment
-from lowprec.runs.identity import encode_row
+from lowprec.runs.read import encode_row
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -39,7 +39,8 @@ from lowprec.config.preflight import preflight
 from lowprec.config.schema import EIGHT_BIT, Config, key
 from lowprec.data.open import open_data
 from lowprec.diagnostics.spikes import Protocol, protocol_of
-from lowprec.runs.identity import scan_rows, to_dict
+from lowprec.runs.identity import to_dict
+from lowprec.runs.read import scan_rows
 
 if TYPE_CHECKING:
     from lowprec.train.build import Built

@@ -32,7 +32,7 @@ from lowprec.data.shapes import SAMPLES_PER_SHARD, render_shapes
 from lowprec.data.shards import Shards
 from lowprec.data.tar import SAMPLE
 from lowprec.runs.environment import environment
-from lowprec.runs.identity import encode_row
+from lowprec.runs.read import encode_row
 
 TABLE = np.zeros(100, SAMPLE)  # of each shard of the start-up measure
 MIB = 2**20

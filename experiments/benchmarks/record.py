@@ -21,7 +21,8 @@ from experiments.benchmarks.step import random_batch
 from lowprec.config import compose as cli
 from lowprec.config.schema import Config
 from lowprec.runs.environment import environment
-from lowprec.runs.identity import encode_row, label
+from lowprec.runs.identity import label
+from lowprec.runs.read import encode_row
 
 STEPS, FLUSHES, SAVES = 40, 5, 3  # measured of each, the median is kept
 

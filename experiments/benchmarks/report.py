@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lowprec.runs.environment import environment
-from lowprec.runs.identity import encode_row
+from lowprec.runs.read import encode_row
 
 CACHE_BYTES = 256 * 2**20  # more than the second-level cache of any GPU holds
 

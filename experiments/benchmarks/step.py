@@ -17,7 +17,8 @@ from pathlib import Path
 from lowprec.config import compose as cli
 from lowprec.config.schema import Config
 from lowprec.runs.environment import environment
-from lowprec.runs.identity import encode_row, label
+from lowprec.runs.identity import label
+from lowprec.runs.read import encode_row
 
 CASES = {"eager": (False, False), "compiled": (True, False), "compiled, one graph": (True, True)}
 TOLERANCE = 2e-2  # of the loss after three steps: bf16 sums in another order

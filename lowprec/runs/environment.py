@@ -1,62 +1,63 @@
-"""What a run ran on: versions, devices, threads, commit. Torch-free until it is asked of."""
+"""Describes what a run ran on: versions, devices, threads, commit. Loads no torch by itself."""
 
 import importlib.metadata
 import os
 import platform
 import subprocess
+import sys
 from pathlib import Path
 
 PACKAGES = ("torch", "triton", "open_clip_torch", "hydra-core", "numpy", "pyarrow", "pillow")
 
 
 def environment() -> dict:
-    """Plain data; only what is named here, never the process's environment variables."""
+    """Describes this process as plain data; the process's environment variables are left out.
+
+    Threads and GPU are those of torch, if the process has imported it.
+    """
     return {
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in PACKAGES},
-        "commit": _commit(),
+        "packages": {name: package_version(name) for name in PACKAGES},
+        "commit": commit(),
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
         **_torch_facts(),
     }
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
+    """The installed version of a package, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def _commit() -> str | None:
-    """Commit of the source tree, with `+` when it was changed since; None outside git."""
-    here = Path(__file__).parent
+def commit(digits: int = 12) -> str | None:
+    """The commit of the source tree, with "-dirty" if tracked files differ; None outside git.
+
+    Records made before this convention have "+" in place of "-dirty".
+    """
+    describe = ["git", "describe", "--always", "--dirty", f"--abbrev={digits}", "--exclude=*"]
     try:
-        head = subprocess.run(
-            ["git", "-C", here, "rev-parse", "--short=12", "HEAD"],
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
-        change = subprocess.run(
-            ["git", "-C", here, "status", "--porcelain", "--untracked-files=no"],
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
-    except (OSError, subprocess.CalledProcessError):
+        done = subprocess.run(
+            describe, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=20
+        )
+    except (OSError, subprocess.TimeoutExpired):
         return None
-    return head.stdout.strip() + ("+" if change.stdout.strip() else "")
+    return done.stdout.strip() or None
 
 
 def _cpu() -> str:
-    lines = (
-        Path("/proc/cpuinfo").read_text().splitlines() if os.path.exists("/proc/cpuinfo") else []
-    )
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()
 
 
 def _torch_facts() -> dict:
-    import torch
-
-    facts = {"threads": torch.get_num_threads(), "torch_cuda": torch.version.cuda, "gpu": None}
-    if torch.cuda.is_available():
-        facts["gpu"] = torch.cuda.get_device_name()
-    return facts
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return {"threads": None, "torch_cuda": None, "gpu": None}
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {"threads": torch.get_num_threads(), "torch_cuda": torch.version.cuda, "gpu": gpu}

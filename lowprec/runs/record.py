@@ -19,7 +19,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 
 from lowprec.runs import durable
-from lowprec.runs.identity import TABLES, encode_row, read_status, read_tensors
+from lowprec.runs.read import TABLES, encode_row, read_status, read_tensors
 
 STATUS_S = 10  # that a thread waits for another to write status.json
 ROW_FILES = ("metrics.jsonl", "timing.jsonl", "events.jsonl", "skips.jsonl")

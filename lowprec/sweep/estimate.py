@@ -10,7 +10,8 @@ import numpy as np
 from omegaconf import OmegaConf
 
 from lowprec.config.check import ConfigError, check
-from lowprec.runs.identity import find_runs, precision_label, read_rows
+from lowprec.runs.identity import precision_label
+from lowprec.runs.read import find_runs, read_rows
 from lowprec.sweep.manifest import Cell
 
 RECORDS = Path(__file__).parents[2] / "experiments" / "results"

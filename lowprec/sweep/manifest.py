@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lowprec.runs import durable
-from lowprec.runs.identity import encode_row, scan_rows
+from lowprec.runs.read import encode_row, scan_rows
 
 
 @dataclass

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from lowprec.runs.identity import decode_row, read_status
+from lowprec.runs.read import decode_row, read_status
 from lowprec.sweep import local, slurm
 from lowprec.sweep.manifest import Ledger, Submission, is_locked
 

@@ -12,8 +12,8 @@ from typing import NoReturn
 from lowprec.config import compose as cli
 from lowprec.config.schema import Config
 from lowprec.runs.durable import DiskError
-from lowprec.runs.identity import scan_rows
 from lowprec.runs.null_record import SilentRecord
+from lowprec.runs.read import scan_rows
 from lowprec.runs.record import Record, RecordError
 from lowprec.train.remote import NoCopy, remote_copy
 from lowprec.train.watchdog import Watch

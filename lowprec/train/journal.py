@@ -13,7 +13,7 @@ from lowprec.data.loader import Batch
 from lowprec.diagnostics.blocks import BLOCK_STATISTICS
 from lowprec.diagnostics.spikes import Detector, protocol_of
 from lowprec.optim.stable_adamw import STATISTICS
-from lowprec.runs.identity import read_tensors, scan_rows
+from lowprec.runs.read import read_tensors, scan_rows
 from lowprec.runs.record import Record
 from lowprec.train.divergence import judge
 from lowprec.train.loggers import Logger

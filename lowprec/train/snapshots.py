@@ -14,7 +14,7 @@ from pathlib import Path
 from lowprec.config.schema import Config
 from lowprec.diagnostics.spikes import Protocol
 from lowprec.runs import durable
-from lowprec.runs.identity import decode_row
+from lowprec.runs.read import decode_row
 from lowprec.train.checkpoint import list_checkpoints, require_space, save_checkpoint, verify
 from lowprec.train.state import CheckpointError, DamagedError, TrainState
 from lowprec.train.world import ALONE, World

@@ -17,7 +17,7 @@ from analysis import load_runs, make, recorded
 from analysis.bench import load_lines
 from analysis.style import style
 from lowprec.config.schema import DiagnosticsConfig, InterventionConfig, ScalerConfig, SpikeConfig
-from lowprec.runs.identity import encode_row
+from lowprec.runs.read import encode_row
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "fixtures" / "golden"  # GOLDEN_WRITE=1 writes it anew

@@ -11,7 +11,7 @@ from analysis import make
 from analysis.bench import load_lines
 from analysis.figures import memory_by_recipe
 from analysis.load import NoRunsError
-from lowprec.runs.identity import encode_row
+from lowprec.runs.read import encode_row
 
 SAVED = {"linear": 1.0, "switchback": 1.05, "switchback_m": 0.55}
 PEAKS = {"open_clip eager": 60.0, "open_clip": 50.0, "high": 45.0, "switchback_m": 30.0}

@@ -18,7 +18,7 @@ from analysis.figures import (
     switchback_vs_llmint8_speed,
 )
 from analysis.load import NoRunsError
-from lowprec.runs.identity import encode_row
+from lowprec.runs.read import encode_row
 
 DEVICE = "SYNTHETIC GPU"
 DIMS = (768, 1280, 4096)

@@ -20,7 +20,7 @@ from lowprec.data.remote import _Source
 from lowprec.data.shards import ShardError
 from lowprec.data.stream import Stream
 from lowprec.data.urls import ShardUrls, check_readers
-from lowprec.runs.identity import read_rows
+from lowprec.runs.read import read_rows
 from lowprec.train.build import build
 from lowprec.train.signals import StopRequest
 

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from lowprec.runs.identity import find_runs, read_rows, read_status
+from lowprec.runs.read import find_runs, read_rows, read_status
 from lowprec.train.checkpoint import list_checkpoints
 
 LONG = {"num_steps": 100_000, "save_every": 100_000, "log_every": 1, "schedule.name": "constant"}

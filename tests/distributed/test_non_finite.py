@@ -2,7 +2,7 @@
 
 import pytest
 
-from lowprec.runs.identity import find_runs, read_rows, read_status, scan_rows
+from lowprec.runs.read import find_runs, read_rows, read_status, scan_rows
 
 AUTOCAST = {"none": "fp32", "dynamic": "fp16", "fixed": "fp16"}  # of each scaler
 CLIPPED = {"optimizer.name": "adamw_clip", "optimizer.clip_norm": 0.05}

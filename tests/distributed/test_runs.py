@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from lowprec.runs.identity import TABLES, find_runs, read_rows, read_status, read_tensors
+from lowprec.runs.read import TABLES, find_runs, read_rows, read_status, read_tensors
 from lowprec.train.checkpoint import list_checkpoints
 
 RECORDED = {

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lowprec.runs.identity import find_runs, read_rows
+from lowprec.runs.read import find_runs, read_rows
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,7 +14,7 @@ from lowprec.config.compose import check_command, defaults
 from lowprec.config.schema import EvaluationConfig
 from lowprec.data.open import open_data
 from lowprec.nn.inference import load_int8
-from lowprec.runs.identity import read_rows
+from lowprec.runs.read import read_rows
 from lowprec.train.build import build
 from lowprec.train.checkpoint import newest_checkpoint
 

@@ -11,7 +11,7 @@ from experiments import quant_error
 from experiments.quant_error import QuantErrorConfig, attach, catch, layer_rows, main, table
 from lowprec.data.open import open_data
 from lowprec.nn.recipe import RECIPES
-from lowprec.runs.identity import read_rows
+from lowprec.runs.read import read_rows
 from lowprec.train.build import build
 
 LAYERS = {"attn.in_proj", "attn.out_proj", "mlp.c_fc", "mlp.c_proj"}

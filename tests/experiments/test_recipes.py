@@ -5,7 +5,7 @@ import math
 import pytest
 
 from lowprec.nn.recipe import RECIPES
-from lowprec.runs.identity import read_rows
+from lowprec.runs.read import read_rows
 
 FAST = ("high", "switchback", "llm_int8", "hw_fp8_switchback")
 CHANCE, LEAST = math.log(16), math.log(4)  # of 16 pairs, of which four each share a caption

@@ -15,7 +15,8 @@ from experiments.replay import ReplayConfig, changed, main, suspects, variants_o
 from experiments.replay_report import question
 from lowprec.config.check import ConfigError
 from lowprec.config.compose import RunError
-from lowprec.runs.identity import encode_row, read_rows, to_dict
+from lowprec.runs.identity import to_dict
+from lowprec.runs.read import encode_row, read_rows
 from lowprec.train import build as building
 
 REPOSITORY = Path(__file__).parents[2]

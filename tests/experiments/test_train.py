@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from lowprec.config.compose import CONF
 from lowprec.config.schema import RECIPES
 from lowprec.nn.recipe import RECIPES as TABLE
-from lowprec.runs.identity import find_runs, read_rows, read_status
+from lowprec.runs.read import find_runs, read_rows, read_status
 
 PYTHONPATH = os.pathsep.join([str(CONF.parent), os.environ.get("PYTHONPATH", "")])
 TINY = ("model.vision_width=64", "model.vision_layers=1", "model.text_width=64")

@@ -11,7 +11,7 @@ import pytest
 from analysis import load_runs
 from experiments import train
 from lowprec.runs.environment import environment
-from lowprec.runs.identity import find_runs, read_rows, scan_rows
+from lowprec.runs.read import find_runs, read_rows, scan_rows
 from lowprec.train.checkpoint import list_checkpoints
 
 

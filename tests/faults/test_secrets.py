@@ -11,7 +11,7 @@ from experiments import train
 from lowprec.config.check import ConfigError
 from lowprec.config.compose import CONF
 from lowprec.runs.environment import environment
-from lowprec.runs.identity import find_runs
+from lowprec.runs.read import find_runs
 
 CANARIES = {  # variable: value
     "WANDB_API_KEY": "c4n4ry" + "0123456789abcdef" * 2 + "ab",  # of the length that wandb takes

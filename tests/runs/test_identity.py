@@ -4,7 +4,6 @@ import math
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from lowprec.config.check import public_name
@@ -15,19 +14,7 @@ from lowprec.config.schema import (
     PrecisionConfig,
     ScheduleConfig,
 )
-from lowprec.runs.identity import (
-    decode_row,
-    digest,
-    directory,
-    encode_row,
-    find_runs,
-    identity,
-    label,
-    precision_label,
-    read_rows,
-    read_status,
-    to_dict,
-)
+from lowprec.runs.identity import digest, directory, identity, label, precision_label, to_dict
 
 SOURCES = {"data": "a" * 64}
 NOT_IDENTITY = {  # the design's list; of a path, what it holds is identity
@@ -156,83 +143,3 @@ def test_plain_data_has_public_names_and_is_json():
     plain = to_dict(Config())
     assert set(plain["resume"]) == {"from", "allow_reshard", "allow_drift"}
     assert json.loads(json.dumps(plain)) == plain
-
-
-def bits(value):
-    return np.float64(value).tobytes()
-
-
-FLOATS = [0.0, -0.0, 0.1, 1 / 3, 5e-324, 1.7976931348623157e308, 2**53 + 1.0, math.nan, math.inf]
-
-
-@pytest.mark.parametrize(
-    "value", [*FLOATS, -math.inf, np.float32(0.1), np.float64(1e-45)], ids=repr
-)
-def test_number_survives_a_row_bit_for_bit(value):
-    back = decode_row(encode_row({"loss": value}))["loss"]
-    assert bits(back) == bits(value)
-
-
-def test_row_is_one_line_of_strict_json():
-    def refuse(text):
-        raise AssertionError(text)
-
-    row = {"loss": math.nan, "all": [math.inf, {"x": -math.inf}], "note": "two\nlines", "n": None}
-    line = encode_row(row)
-    assert line.count("\n") == 1 and line.endswith("\n")
-    strict = json.loads(line, parse_constant=refuse)
-    assert strict == {"loss": "nan", "all": ["inf", {"x": "-inf"}], "note": "two\nlines", "n": None}
-
-
-@pytest.mark.parametrize("value", [3, -1, True, None, "text", "ünï", ""], ids=repr)
-def test_value_that_is_no_float_survives_with_its_type(value):
-    back = decode_row(encode_row({"x": value}))["x"]
-    assert back == value and type(back) is type(value)
-
-
-@pytest.fixture
-def rows_file(tmp_path):
-    rows = [{"step": i, "loss": 1 / (i + 1), "note": "ü" * i} for i in range(5)]
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(map(encode_row, rows)))
-    return path, rows
-
-
-def test_every_truncation_yields_exactly_the_rows_whose_line_is_whole(rows_file):
-    path, rows = rows_file
-    whole = path.read_bytes()
-    for size in range(len(whole) + 1):
-        path.write_bytes(whole[:size])
-        assert read_rows(path) == rows[: whole[:size].count(b"\n")]
-
-
-@pytest.mark.parametrize(
-    "damage", [b"{", b"", b"5", b"null", b"[1]", b"\0" * 9, b"\xff", b'{"a" 1}']
-)
-def test_damaged_line_before_the_last_is_an_error_with_file_and_line(rows_file, damage):
-    path, _ = rows_file
-    lines = path.read_bytes().split(b"\n")
-    lines[2] = damage
-    path.write_bytes(b"\n".join(lines))
-    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 3 \(byte \d+\) is damaged"):
-        read_rows(path)
-
-
-def test_no_file_is_no_rows(tmp_path):
-    assert read_rows(tmp_path / "metrics.jsonl") == []
-
-
-def test_runs_are_folders_with_config_and_status(tmp_path):
-    for name, files in {
-        "study/b": ("config.yaml", "status.json"),
-        "study/a": ("config.yaml", "status.json"),
-        "study/unfinished": ("config.yaml",),
-        "study/foreign": ("status.json",),
-    }.items():
-        (tmp_path / name).mkdir(parents=True)
-        for file in files:
-            (tmp_path / name / file).write_text('{"state": "running"}')
-    assert find_runs(tmp_path) == [tmp_path / "study/a", tmp_path / "study/b"]
-    assert find_runs(tmp_path / "study/a") == [tmp_path / "study/a"]
-    assert find_runs(tmp_path / "nowhere") == []
-    assert read_status(tmp_path / "study/a") == {"state": "running"}

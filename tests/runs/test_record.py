@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from lowprec.runs import durable
-from lowprec.runs.identity import read_rows, read_status, read_tensors
+from lowprec.runs.read import read_rows, read_status, read_tensors
 from lowprec.runs.record import Record, RecordError, RunBusyError
 
 REPOSITORY = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ from lowprec.config import compose as cli
 from lowprec.config.check import ConfigError
 from lowprec.runs import durable
 from lowprec.runs.durable import DiskError
-from lowprec.runs.identity import find_runs, read_status
+from lowprec.runs.read import find_runs, read_status
 from lowprec.sweep.manifest import Ledger
 from lowprec.sweep.plan import cells_of
 from lowprec.sweep.status import states

@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from experiments import sweep
-from lowprec.runs.identity import find_runs
+from lowprec.runs.read import find_runs
 from lowprec.sweep import estimate as sweep_estimate
 from lowprec.sweep.estimate import RECORDS
 

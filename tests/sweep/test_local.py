@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from experiments import sweep
-from lowprec.runs.identity import find_runs, read_rows
+from lowprec.runs.read import find_runs, read_rows
 from lowprec.sweep import local
 from lowprec.sweep.manifest import is_locked
 from lowprec.sweep.plan import cells_of

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lowprec.config.compose import CONF
-from lowprec.runs.identity import read_rows, read_status
+from lowprec.runs.read import read_rows, read_status
 from lowprec.sweep.cell import last_saved
 
 SCRIPTS = CONF.parent / "slurm" / "local"

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from lowprec.config.compose import CONF
-from lowprec.runs.identity import find_runs, read_rows, read_status
+from lowprec.runs.read import find_runs, read_rows, read_status
 from lowprec.train.checkpoint import list_checkpoints
 
 pytestmark = pytest.mark.system

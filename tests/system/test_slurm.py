@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lowprec.runs.identity import read_rows, read_status
+from lowprec.runs.read import read_rows, read_status
 from lowprec.sweep.manifest import Ledger
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]

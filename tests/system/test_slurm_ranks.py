@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from lowprec.runs.identity import read_rows, read_status
+from lowprec.runs.read import read_rows, read_status
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 SBATCH = ("sbatch", "--parsable", "-p", "low", "--mem=2G", "--cpus-per-task=1")

@@ -12,7 +12,7 @@ import torch
 from experiments import train as entry
 from lowprec.config.compose import RunError
 from lowprec.data.loader import Batches
-from lowprec.runs.identity import find_runs, read_rows, read_status
+from lowprec.runs.read import find_runs, read_rows, read_status
 from lowprec.runs.record import Record
 from lowprec.train import attempt as failures
 from lowprec.train.loggers import Logger

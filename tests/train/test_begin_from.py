@@ -10,7 +10,7 @@ from experiments import train as entry
 from lowprec.config.check import ConfigError
 from lowprec.config.compose import RunError
 from lowprec.config.preflight import preflight
-from lowprec.runs.identity import find_runs, read_rows
+from lowprec.runs.read import find_runs, read_rows
 from lowprec.train.checkpoint import list_checkpoints
 
 

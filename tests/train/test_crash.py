@@ -20,7 +20,8 @@ from pathlib import Path
 
 import pytest
 
-from lowprec.runs.identity import find_runs, read_rows, read_status, to_dict
+from lowprec.runs.identity import to_dict
+from lowprec.runs.read import find_runs, read_rows, read_status
 from lowprec.train.checkpoint import list_checkpoints, newest_checkpoint
 
 ROOT = Path(__file__).parents[2]

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from lowprec.runs.identity import read_rows
+from lowprec.runs.read import read_rows
 from lowprec.train import loggers
 from lowprec.train.loggers import build_logger
 

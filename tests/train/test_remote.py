@@ -11,7 +11,7 @@ from experiments import train as entry
 from lowprec.config.check import ConfigError
 from lowprec.config.compose import RunError
 from lowprec.config.preflight import preflight
-from lowprec.runs.identity import find_runs, read_rows, read_status
+from lowprec.runs.read import find_runs, read_rows, read_status
 from lowprec.runs.record import Record
 from lowprec.train import remote
 from lowprec.train.step import TrainStep

@@ -6,8 +6,8 @@ import os
 import pytest
 
 from lowprec.runs import durable
-from lowprec.runs.identity import read_rows
 from lowprec.runs.provenance import changes, code_digests
+from lowprec.runs.read import read_rows
 from lowprec.runs.record import RecordError
 from lowprec.train import checkpoint
 from lowprec.train.checkpoint import list_checkpoints

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lowprec.runs import durable
-from lowprec.runs.identity import encode_row, read_rows
+from lowprec.runs.read import encode_row, read_rows
 from lowprec.train import checkpoint
 from lowprec.train.checkpoint import list_checkpoints, verify
 from lowprec.train.snapshots import Base, Recorder, list_snapshots, state_before, step_of

@@ -7,7 +7,7 @@ import torch
 
 from experiments import train as entry
 from lowprec.clip.model import build_model
-from lowprec.runs.identity import find_runs, read_rows
+from lowprec.runs.read import find_runs, read_rows
 from lowprec.train.speed import Speed, flops_per_pair
 
 

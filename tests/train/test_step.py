@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 
-from lowprec.runs.identity import read_rows
+from lowprec.runs.read import read_rows
 
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 
