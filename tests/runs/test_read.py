@@ -10,6 +10,7 @@ from lowprec.runs.read import (
     decode_row,
     encode_row,
     find_runs,
+    read_last_row,
     read_rows,
     read_status,
 )
