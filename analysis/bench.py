@@ -10,8 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from analysis import paper, style
-from analysis.load import NoRunsError
-from analysis.read import place
+from analysis.load import NoRunsError, as_path
 from lowprec.runs.read import read_rows
 
 QUANTIZE = ("quantize_x", "quantize_g", "quantize_w")
@@ -25,7 +24,9 @@ def load_lines(root: Path | str, *slugs: str) -> pd.DataFrame:
     A line without a number (`ms` NaN) was skipped or found wrong; its `reason` says why. Raises
     NoRunsError when there are none, when a file is damaged, and for lines of several devices.
     """
-    folders = [folder / slug for slug in slugs for folder in (place(root), place(root) / "bench")]
+    folders = [
+        folder / slug for slug in slugs for folder in (as_path(root), as_path(root) / "bench")
+    ]
     files = sorted(path for folder in folders for path in folder.glob("*.jsonl"))
     try:
         rows = [{**row, "file": str(file)} for file in files for row in read_rows(file)]

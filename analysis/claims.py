@@ -13,8 +13,7 @@ from pathlib import Path
 
 from analysis import claims_layers, claims_precision, claims_scaler, claims_stability
 from analysis.evidence import Evidence
-from analysis.load import NoRunsError
-from analysis.read import place
+from analysis.load import NoRunsError, as_path
 from analysis.verdicts import NO_RUNS, NOT, OUT, REPRODUCED, UNDECIDED, Claim, Finding
 
 ROOMS = (claims_precision, claims_layers, claims_stability, claims_scaler)
@@ -48,7 +47,7 @@ def main(arguments: list[str]) -> int:
                         help="folders of runs and lines, or their URLs [runs]")  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path("figures"), help="folder [figures]")
     options = parser.parse_args(arguments)
-    absent = [root for root in options.runs if not place(root).is_dir()]
+    absent = [root for root in options.runs if not as_path(root).is_dir()]
     if absent:
         parser.error(f"no folder {', '.join(absent)}")
     evidence = Evidence(options.runs)

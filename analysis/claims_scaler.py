@@ -3,7 +3,7 @@
 import numpy as np
 import pandas as pd
 
-from analysis import recorded, spike_marks
+from analysis import spike_marks
 from analysis.evidence import Evidence, lacking, outcomes, wilson
 from analysis.load import Runs
 from analysis.verdicts import UNDECIDED, Claim, Finding, decide
@@ -66,8 +66,8 @@ def _steps(evidence: Evidence, kind: str) -> tuple[Runs, pd.DataFrame]:
         raise lacking(f"scaler={kind}", STUDY, "mini")
     frames = []
     for head in runs.runs.to_dict("records"):
-        protocol = spike_marks.protocol_of(head)
-        alone = recorded.of_run(runs, head["run"])
+        protocol = spike_marks.protocol_of_run(head)
+        alone = runs.only(head["run"])
         series = spike_marks.read_series(alone, head["run"])
         metrics = alone.metrics.set_index("step").reindex(range(1, len(series.loss) + 1))
         spikes = loss_spikes(series.loss, protocol)

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from analysis import curves, recorded, spike_marks, study
+from analysis import curves, spike_marks, study
 from analysis.bench import load_lines
 from analysis.load import NoRunsError, Runs, command, load_runs
-from lowprec.diagnostics.spikes import following, loss_spikes, rms_spikes
+from lowprec.diagnostics.spikes import lag_coincidence, loss_spikes, rms_spikes
 
 SCALES = ("paper", "mini", "demo")  # the first that has runs is judged
 T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)  # by degrees of freedom
@@ -120,7 +120,7 @@ class Evidence:
         heads = []
         for root in roots:
             try:
-                heads.append(load_runs(root).heads)
+                heads.append(load_runs(root).summaries)
             except NoRunsError:
                 continue  # it may hold lines alone
         self._heads = pd.concat(heads, ignore_index=True) if heads else pd.DataFrame()
@@ -181,11 +181,13 @@ def spike_counts(runs: Runs) -> pd.DataFrame:
     """
     rows = []
     for head in runs.runs.to_dict("records"):
-        protocol = spike_marks.protocol_of(head)
-        alone = recorded.of_run(runs, head["run"])
+        protocol = spike_marks.protocol_of_run(head)
+        alone = runs.only(head["run"])
         series = spike_marks.read_series(alone, head["run"], spike_marks.TENSOR)
         rms = series.rms_of(spike_marks.TENSOR)
-        found = following(loss_spikes(series.loss, protocol), rms_spikes(rms, protocol), protocol)
+        found = lag_coincidence(
+            loss_spikes(series.loss, protocol), rms_spikes(rms, protocol), protocol
+        )
         has_rms = bool(np.isfinite(rms).any())
         rows.append({**head, **found._asdict(), "has_rms": has_rms})
     return pd.DataFrame(rows).drop_duplicates(list(SAME))

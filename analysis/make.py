@@ -129,7 +129,7 @@ def _choose(experiments: list[str], root: Path | str, scale: str | None) -> tupl
             if others:
                 return _choose(others, root, scale)
         raise
-    scales = sorted(runs.heads["scale"].dropna().unique())
+    scales = sorted(runs.summaries["scale"].dropna().unique())
     if len(scales) > 1:
         raise ChoiceError(
             f"{root}: {experiment} was run at scales {', '.join(scales)}; "

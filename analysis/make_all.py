@@ -55,7 +55,7 @@ def draw(root: Path | str, out: Path, scale: str | None, called: str) -> int:
 def _heads(root: Path | str) -> pd.DataFrame:
     """Experiment and scale of the runs there are; no rows where there are only lines."""
     try:
-        return load_runs(root).heads[["experiment", "scale"]]
+        return load_runs(root).summaries[["experiment", "scale"]]
     except NoRunsError:
         return pd.DataFrame(columns=["experiment", "scale"])
 

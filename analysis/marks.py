@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from analysis.read import ENDED
+from lowprec.runs.read import ENDED
 
 COLOR = "#A61C00"
 PER_INCH = 15  # characters

@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 
 from analysis import style
-from analysis.read import flatten
+from analysis.load import flatten
 from lowprec.config.schema import Config
 from lowprec.runs.identity import identity
 

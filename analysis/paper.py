@@ -8,6 +8,8 @@ draft.
 
 import pandas as pd
 
+BLOCK = "visual.transformer.resblocks.{}"
+BLOCKS, DEPTH = (0, 10, 20, 30), 32  # the blocks that its figures show, of ViT-H/14's
 SOURCE = "paper, A100"
 DIMS = (1024, 1280, 1408, 1664, 2048, 4096)
 SAVED = {  # time that SwitchBack saves, % of the 16-bit layer's: the paper's speed-up
@@ -58,3 +60,9 @@ def rows(table: dict, series: str) -> pd.DataFrame:
         for dim, value in zip(DIMS, values, strict=True)
     ]
     return pd.DataFrame(cells)
+
+
+def blocks_at_paper_depths(depth: float) -> list[int]:
+    """Blocks of a vision tower as deep in it as `BLOCKS` are in ViT-H/14; NaN: only the first."""
+    depth = 1 if pd.isna(depth) else int(depth)
+    return sorted({block * depth // DEPTH for block in BLOCKS})

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from analysis.read import place
+from analysis.load import as_path
 from lowprec.runs.environment import commit
 
 PACKAGES = ("lowprec", "matplotlib", "numpy", "pandas", "pyarrow")
@@ -23,7 +23,7 @@ def of_runs(drawn: pd.DataFrame, left_out: list[str]) -> dict:
             "step": int(run.step),
             "num_steps": int(run.num_steps),
             "note": run.note,
-            "metrics_sha256": sha256(place(run.path) / "metrics.jsonl"),
+            "metrics_sha256": sha256(as_path(run.path) / "metrics.jsonl"),
         }
         for run in drawn.itertuples()
     ]
@@ -43,4 +43,4 @@ def code() -> dict:
 
 def sha256(path: Path | str) -> str:
     """Digest of a file, by its path or URL."""
-    return hashlib.sha256(place(path).read_bytes()).hexdigest()
+    return hashlib.sha256(as_path(path).read_bytes()).hexdigest()

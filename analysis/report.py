@@ -44,8 +44,8 @@ def make_page(runs: Runs, tensor: str = TENSOR, absent: Sequence[Absent] = ()) -
         spikes=max(2, SPIKES // share),
         heat_bytes=HEAT_BYTES // share,
     )
-    heads = named(runs.heads)
-    cells = [read_cell(Runs(runs.heads.iloc[[i]]), tensor, budget) for i in range(share)]
+    heads = named(runs.summaries)
+    cells = [read_cell(Runs(runs.summaries.iloc[[i]]), tensor, budget) for i in range(share)]
     return page(heads, cells, differences(heads), common(heads), tensor, budget, absent)
 
 
@@ -103,7 +103,7 @@ def main(arguments: list[str] | None = None) -> int:
         absent = absent_cells(options.runs, set(), options.experiment)
         lines = [f"{cell.name}: {cell.state}: {cell.why} ({cell.where})" for cell in absent]
         raise NoRunsError("\n".join([str(error), *lines])) from error
-    names = {Path(path).name for path in runs.heads["path"]}
+    names = {Path(path).name for path in runs.summaries["path"]}
     absent = absent_cells(options.runs, names, options.experiment)
     text = make_page(runs, options.tensor, absent)
     if len(text.encode()) > MAX_BYTES:

@@ -11,14 +11,13 @@ import numpy as np
 import pandas as pd
 
 from analysis.load import Runs
-from analysis.spike_marks import Series, protocol_of, read_series
-from analysis.spikes import spike_table
+from analysis.spike_marks import Series, protocol_of_run, read_series, spike_table
 from analysis.style import smooth, smoothing_width
 from lowprec.diagnostics.spikes import (
     PROTOCOLS,
-    Following,
+    LagCoincidence,
     Protocol,
-    following,
+    lag_coincidence,
     loss_spikes,
     rms_spikes,
 )
@@ -64,7 +63,7 @@ class Cell:
     spikes: pd.DataFrame
     num_rms_spikes: int
     protocol: Protocol
-    following: Following
+    following: LagCoincidence
     heat: Heat | None
     speed: dict
 
@@ -73,11 +72,15 @@ def read_cell(runs: Runs, tensor: str, budget: Budget) -> Cell:
     """Reads and condenses `runs`, which holds one run."""
     head = runs.runs.to_dict("records")[0]
     known = "diagnostics.spikes.protocol" in head  # not if every config is damaged
-    protocol = protocol_of(head) if known else PROTOCOLS["paper"]
+    protocol = protocol_of_run(head) if known else PROTOCOLS["paper"]
     series = read_series(runs, head["run"])
     loss_at = loss_spikes(series.loss, protocol)
     rms_at = rms_spikes(series.rms_of(tensor), protocol)
-    marked = series if loss_at.any() else Series(series.run, series.loss, series.rms.iloc[:, :0])
+    marked = (
+        series
+        if loss_at.any()
+        else Series(series.run, series.loss, series.rms.iloc[:, :0], series.beta2)
+    )
     spikes = spike_table(marked, protocol, tensor).sort_values("height", ascending=False)
     listed = spikes["step"].head(budget.spikes).tolist()
     width = smoothing_width(len(series.loss))
@@ -100,7 +103,7 @@ def read_cell(runs: Runs, tensor: str, budget: Budget) -> Cell:
         spikes=spikes,
         num_rms_spikes=int(rms_at.sum()),
         protocol=protocol,
-        following=following(loss_at, rms_at, protocol),
+        following=lag_coincidence(loss_at, rms_at, protocol),
         heat=heat_of(series.rms, budget.heat_bytes),
         speed=speed_of(runs.timing),
     )

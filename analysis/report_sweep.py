@@ -7,7 +7,7 @@ cell may be in it.
 from pathlib import Path
 from typing import NamedTuple
 
-from analysis.read import place
+from analysis.load import as_path
 from lowprec.sweep.manifest import Ledger
 from lowprec.sweep.status import ask_queue, states
 
@@ -35,7 +35,7 @@ def absent_cells(root: Path | str, runs: set[str], experiment: str | None) -> li
     URL: a sweep is where it is run.
     """
     found = []
-    for folder in _sweeps(place(root)):
+    for folder in _sweeps(as_path(root)):
         try:
             found += _of_sweep(folder, runs, experiment)
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:

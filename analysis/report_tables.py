@@ -6,9 +6,9 @@ from html import escape
 import numpy as np
 import pandas as pd
 
-from analysis.read import ENDED
 from analysis.report_cell import Budget, Cell
 from analysis.report_sweep import Absent
+from lowprec.runs.read import ENDED
 
 SHOWN_STATES = {"finished": "good", "diverged": "bad", "failed": "bad", "unknown": "bad"}
 

@@ -8,9 +8,9 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from analysis import beta2_grid, curves, paper, recorded, spike_marks, style
+from analysis import beta2_grid, curves, paper, spike_marks, style
 from analysis.load import Runs
-from lowprec.diagnostics.spikes import following
+from lowprec.diagnostics.spikes import lag_coincidence
 
 LEAST_BETA2 = 0.99  # smaller ones are left out: the smaller, the fewer spikes
 CAP_SHARE = 0.1  # the loss axis ends at the largest loss after this share of the run
@@ -182,8 +182,8 @@ def pooled(frame: pd.DataFrame) -> pd.DataFrame:
 
 def _steps_and_tensors(runs: Runs, head: dict) -> pd.DataFrame | None:
     """The rows of one run; None if it did not record RMS_t of the patch embedding."""
-    protocol = spike_marks.protocol_of(head)
-    alone = recorded.of_run(runs, head["run"])
+    protocol = spike_marks.protocol_of_run(head)
+    alone = runs.only(head["run"])
     layers = 0 if pd.isna(head["vision_layers"]) else int(head["vision_layers"])
     rows, steps = [], None
     for name, pattern in TENSORS.items():
@@ -193,7 +193,9 @@ def _steps_and_tensors(runs: Runs, head: dict) -> pd.DataFrame | None:
         )
         if marks["rms"].isna().all():
             continue
-        found = following(marks["loss_spike"].to_numpy(), marks["rms_spike"].to_numpy(), protocol)
+        found = lag_coincidence(
+            marks["loss_spike"].to_numpy(), marks["rms_spike"].to_numpy(), protocol
+        )
         rows.append(
             {"tensor": name, **{k: v for k, v in found._asdict().items() if k in OF_A_TENSOR}}
         )

@@ -1,62 +1,70 @@
-"""Series of a run and the spikes in them, by the thresholds that the run was watched with."""
+"""Loss and RMS_t of a run as series, the spikes in them, and tables of both."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 
 import numpy as np
 import pandas as pd
 
 from analysis.load import Runs
-from lowprec.diagnostics import spikes
-from lowprec.diagnostics.spikes import PROTOCOLS, Protocol, leads, loss_spikes, rms_spikes
+from lowprec.diagnostics.spikes import (
+    PROTOCOLS,
+    Protocol,
+    lag_coincidence,
+    largest_rms,
+    leads,
+    loss_spikes,
+    onsets,
+    protocol_of,
+    relative_rms,
+    rms_spikes,
+)
 
 TENSOR = "visual.conv1.weight"  # the patch embedding
 THRESHOLDS = {
     "rms_threshold": "RMS_t of an RMS spike",
-    "loss_sigmas": "standard deviations of a deviation",
-    "num_deviations": "deviations that make a loss spike",
+    "loss_sigmas": "standard deviations that make a loss an outlier",
+    "num_deviations": "outliers that make a loss spike",
     "within": "steps within which they come, and within which a spike counts once",
-    "ignore_steps": "first steps ignored",
+    "ignore_steps": "first steps, which are ignored",
     "window": "steps of the running mean",
     "max_lead": "steps after an RMS spike within which a loss spike follows it",
 }
 FRACTIONS = ("rms_threshold", "loss_sigmas")  # the others are whole numbers
+SENSITIVITY = {
+    "rms_threshold": (1.5, 2.0, 2.3, 3.0, 4.0),
+    "loss_sigmas": (2.5, 3.2, 4.0, 6.0),
+    "num_deviations": (1, 2, 3),
+    "within": (5, 10, 20),
+    "ignore_steps": (0, 200, 500, 1000, 2000),
+    "window": (50, 100, 200, 400, 800),
+    "max_lead": (4, 8, 16),
+}
 FOLLOWING, OTHER = "#D55E00", "#666666"  # a loss spike that follows an RMS spike, any other
 
 
 @dataclass(frozen=True)
 class Series:
-    """Loss [steps] and RMS_t [steps, tensors] of one run; NaN where a step has none."""
+    """Loss [steps], RMS_t [steps, tensors] and beta2 [steps] of one run; NaN if unrecorded."""
 
     run: str
     loss: np.ndarray
     rms: pd.DataFrame
+    beta2: np.ndarray
 
     def rms_of(self, pattern: str) -> np.ndarray:
         """[steps]: the largest RMS_t of the tensors that match."""
-        chosen = [name for name in self.rms if fnmatchcase(name, pattern)]
-        return np.fmax.reduce(self.rms[chosen].to_numpy(float), axis=1, initial=np.nan)
+        matching = [name for name in self.rms if fnmatchcase(name, pattern)]
+        return np.fmax.reduce(self.rms[matching].to_numpy(float), axis=1, initial=np.nan)
 
-
-def protocol_of(head: dict) -> Protocol:
-    """The protocol of a run's config; the paper's for a run that was not watched."""
-    given = {field: head.get(f"diagnostics.spikes.{field}") for field in THRESHOLDS}
-    given = {field: value for field, value in given.items() if not pd.isna(value)}
-    whole = {field: int(value) for field, value in given.items() if field not in FRACTIONS}
-    return spikes.protocol_of(head["diagnostics.spikes.protocol"], **(given | whole))
-
-
-def of_adamw(heads: pd.DataFrame) -> pd.DataFrame:
-    """Rows of `Runs.runs` without other optimizers' runs, where there are some of AdamW.
-
-    Clipping changes how spikes come about: a share over several optimizers is of none of them.
-    """
-    names = heads.get("optimizer.name", pd.Series(None, index=heads.index, dtype=object))
-    return heads[names.isna() | (names == "adamw")] if (names == "adamw").any() else heads
+    def reaches(self, protocol: Protocol) -> bool:
+        """Whether RMS_t can reach the threshold for RMS spikes; True if beta2 is unknown."""
+        largest = largest_rms(self.beta2[protocol.ignore_steps :])
+        return not (largest < protocol.rms_threshold).all() or not len(largest)
 
 
 def read_series(runs: Runs, run: str, pattern: str = "*") -> Series:
-    """The series of one run over its steps up to the last that has a row."""
+    """The series of one run up to the last step that has a row."""
     metrics = runs.metrics[runs.metrics["run"] == run].set_index("step")
     last = 0 if metrics.empty else int(metrics.index.max())
     steps = pd.RangeIndex(1, last + 1, name="step")
@@ -66,27 +74,129 @@ def read_series(runs: Runs, run: str, pattern: str = "*") -> Series:
         rms = rms.set_index("step").reindex(steps)
     except LookupError:
         rms = pd.DataFrame(index=steps)
-    return Series(run, metrics["loss"].astype(float).reindex(steps).to_numpy(), rms)
+    summary = runs.summaries[runs.summaries["run"] == run].iloc[0]
+    beta2 = np.full(last, summary.get("optimizer.beta2", np.nan), dtype=float)
+    decay = summary.get("optimizer.beta2_decay", np.nan)
+    if not pd.isna(decay):
+        beta2 = 1 - steps.to_numpy(float) ** -decay
+    return Series(run, metrics["loss"].astype(float).reindex(steps).to_numpy(), rms, beta2)
+
+
+def protocol_of_run(summary: dict) -> Protocol:
+    """The protocol of a run's config; the paper's if there is none or the config is damaged."""
+    given = {field: summary.get(f"diagnostics.spikes.{field}") for field in THRESHOLDS}
+    given = {field: value for field, value in given.items() if not pd.isna(value)}
+    whole = {field: int(value) for field, value in given.items() if field not in FRACTIONS}
+    return protocol_of(summary.get("diagnostics.spikes.protocol"), **(given | whole))
+
+
+def of_adamw(summaries: pd.DataFrame) -> pd.DataFrame:
+    """Rows of `Runs.runs` without other optimizers' runs, if there are any of AdamW.
+
+    Clipping changes how spikes arise: a share over several optimizers describes none of them.
+    """
+    unknown = pd.Series(None, index=summaries.index, dtype=object)
+    names = summaries.get("optimizer.name", unknown)
+    return summaries[names.isna() | (names == "adamw")] if (names == "adamw").any() else summaries
 
 
 def mark(series: Series, protocol: Protocol, tensor: str) -> pd.DataFrame:
-    """A row a step: loss, rms, loss_spike and rms_spike (one begins here), lead, follows.
+    """One row per step: loss, rms, loss_spike and rms_spike (one begins here), lead, follows.
 
-    `lead`: of a loss spike, steps since the latest RMS spike, NaN without one; `follows`: it is at
-    most the protocol's `max_lead`.
+    `lead` is the number of steps since the latest RMS spike, for loss spikes only, and NaN if there
+    is none; `follows` says whether it is at most the protocol's `max_lead`.
     """
     rms = series.rms_of(tensor)
-    loss_at, rms_at = loss_spikes(series.loss, protocol), rms_spikes(rms, protocol)
-    at = np.flatnonzero(loss_at)
+    loss_marks, rms_marks = loss_spikes(series.loss, protocol), rms_spikes(rms, protocol)
+    at = np.flatnonzero(loss_marks)
     lead = np.full(len(rms), np.nan)
-    lead[at] = leads(at, np.flatnonzero(rms_at))
-    columns = {"loss": series.loss, "rms": rms, "loss_spike": loss_at, "rms_spike": rms_at}
+    lead[at] = leads(at, np.flatnonzero(rms_marks))
+    columns = {"loss": series.loss, "rms": rms, "loss_spike": loss_marks, "rms_spike": rms_marks}
     columns |= {"lead": lead, "follows": lead <= protocol.max_lead}
     return pd.DataFrame({"step": np.arange(1, len(rms) + 1), **columns})
 
 
+def spike_table(series: Series, protocol: Protocol, tensor: str = TENSOR) -> pd.DataFrame:
+    """One row per loss spike, in order.
+
+    Columns: `step` of detection and `onset`; `loss` at the step; `before`, the median loss of the
+    window before; `peak`, the largest loss up to `within` steps later; `height` = peak - before;
+    `lead` and `onset_lead`, steps from the latest RMS spike of `tensor` to the step and to the
+    onset (<NA> if there is none); `rms` and `rho`, the largest RMS_t and rho of `tensor` from
+    `max_lead` steps before the step up to it; `tensors`, `num_tensors`: all tensors with an RMS
+    spike 1 to `max_lead` steps before the step, the earliest first and the highest of a step first.
+    """
+    at = np.flatnonzero(loss_spikes(series.loss, protocol)) + 1
+    onset = onsets(series.loss, at)
+    rms = pd.Series(series.rms_of(tensor))
+    rms_at = np.flatnonzero(rms_spikes(rms, protocol)) + 1
+    recent = pd.DataFrame({"rms": rms, "rho": relative_rms(rms, series.beta2)})
+    recent = recent.rolling(protocol.max_lead + 1, min_periods=1).max().iloc[at - 1]
+    loss = np.where(np.isfinite(series.loss), series.loss, np.nan)
+    marks = rms_spikes(series.rms, protocol)
+    before, peak, tensors = [], [], []
+    for step in at.tolist():
+        before.append(np.nanmedian(loss[max(0, step - 1 - protocol.window) : step - 1]))
+        peak.append(np.nanmax(loss[step - 1 : step + protocol.within]))
+        steps = slice(max(0, step - 1 - protocol.max_lead), step - 1)
+        spiking, height = marks[steps], series.rms.to_numpy(float)[steps]
+        first = {i: spiking[:, i].argmax() for i in np.flatnonzero(spiking.any(axis=0))}
+        order = sorted(first, key=lambda i: (first[i], -height[first[i], i]))
+        tensors.append([series.rms.columns[i] for i in order])
+    table = pd.DataFrame({"step": at, "onset": onset, "loss": loss[at - 1]})
+    table = table.assign(before=np.array(before, float), peak=np.array(peak, float))
+    table["height"] = table["peak"] - table["before"]
+    table["lead"] = pd.array(leads(at, rms_at), dtype="Int64")
+    table["onset_lead"] = pd.array(leads(onset, rms_at), dtype="Int64")
+    table[["rms", "rho"]] = recent.to_numpy()
+    table["num_tensors"] = [len(names) for names in tensors]
+    table["tensors"] = [" ".join(names) for names in tensors]
+    return table.astype({"num_tensors": int, "tensors": object})
+
+
+def count_following(
+    series: Series, rms: np.ndarray, protocol: Protocol, max_shift: int | None = None
+) -> dict[str, float]:
+    """The fields of `LagCoincidence`, and `num_by_onset` and `p_by_onset` counted from the onset.
+
+    `rms` is RMS_t [steps] of one tensor. Spikes that share an onset count once there.
+    """
+    loss_marks, rms_marks = loss_spikes(series.loss, protocol), rms_spikes(rms, protocol)
+    onset_marks = np.zeros_like(loss_marks)
+    onset_marks[onsets(series.loss, np.flatnonzero(loss_marks) + 1) - 1] = True
+    by_step = lag_coincidence(loss_marks, rms_marks, protocol, max_shift)
+    by_onset = lag_coincidence(onset_marks, rms_marks, protocol, max_shift)
+    more = {"num_by_onset": by_onset.num_following, "p_by_onset": by_onset.p_value}
+    return {**by_step._asdict(), **more}
+
+
+def lead_table(series: Series, protocol: Protocol) -> pd.DataFrame:
+    """One row per tensor, the most followed first: `count_following`, largest RMS_t and rho."""
+    rows = []
+    for name in series.rms:
+        rms = series.rms[name].to_numpy(float)
+        late, beta2 = rms[protocol.ignore_steps :], series.beta2[protocol.ignore_steps :]
+        largest = np.fmax.reduce(late, initial=np.nan)
+        largest_rho = np.fmax.reduce(relative_rms(late, beta2), initial=np.nan)
+        counts = count_following(series, rms, protocol)
+        rows.append({"tensor": name, **counts, "max_rms": largest, "max_rho": largest_rho})
+    rows.sort(key=lambda row: (-row["num_following"], row["p_value"]))
+    return pd.DataFrame(rows)
+
+
+def sensitivity_table(series: Series, protocol: Protocol, tensor: str = TENSOR) -> pd.DataFrame:
+    """One row per threshold and value, all others as in `protocol`: `count_following`."""
+    rms, rows = series.rms_of(tensor), []
+    for name, values in SENSITIVITY.items():
+        for value in sorted({*values, getattr(protocol, name)}):
+            counts = count_following(series, rms, replace(protocol, **{name: value}))
+            star = "*" if value == getattr(protocol, name) else ""
+            rows.append({"threshold": name, "value": f"{value:g}{star}", **counts})
+    return pd.DataFrame(rows)
+
+
 def protocols(frame: pd.DataFrame) -> list[Protocol]:
-    """The protocols of a frame that has the columns THRESHOLDS, each once."""
+    """The distinct protocols of a frame that has the columns THRESHOLDS."""
     rows = frame[list(THRESHOLDS)].drop_duplicates().to_dict("records")
     return [
         Protocol(**{k: float(v) if k in FRACTIONS else int(v) for k, v in row.items()})
@@ -95,7 +205,7 @@ def protocols(frame: pd.DataFrame) -> list[Protocol]:
 
 
 def in_words(frame: pd.DataFrame) -> str:
-    """What counts as a spike in this frame, and whether that is as in the paper."""
+    """What counts as a spike in a frame that has the columns THRESHOLDS, compared to the paper."""
     used = protocols(frame)
     texts = [
         f"RMS spikes: RMS_t >= {p.rms_threshold:g}. Loss spikes: {p.num_deviations} losses within "
@@ -108,4 +218,4 @@ def in_words(frame: pd.DataFrame) -> str:
     note = " The paper names no window."
     if changed:
         note = f" As in the paper but for {', '.join(changed)}.{note}"
-    return " Of other runs: ".join(texts) + note
+    return " Other runs: ".join(texts) + note

@@ -12,8 +12,7 @@ from pathlib import Path
 import pandas as pd
 import yaml
 
-from analysis.load import EXPERIMENTS
-from analysis.read import DEFAULTS, flatten
+from analysis.load import DEFAULTS, EXPERIMENTS, flatten
 
 CONF = EXPERIMENTS.parent
 GROUPS = {  # group: the column of `Runs.runs` that its choice shows in

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from analysis import curves, naming, recorded, style
+from analysis import curves, naming, paper, style
 from analysis.load import Runs
 
 OF_A_RUN = (
@@ -25,9 +25,9 @@ def query(runs: Runs) -> pd.DataFrame:
     heads = curves.named_heads(runs, ("intervention.name",))
     frames = [pd.DataFrame(columns=list(COLUMNS))]
     for head in naming.by_intervention(heads).to_dict("records"):
-        alone = recorded.of_run(runs, head["run"])
+        alone = runs.only(head["run"])
         try:
-            values = alone.tensors(recorded.BLOCK.format("*"), "feature_mean")
+            values = alone.tensors(paper.BLOCK.format("*"), "feature_mean")
         except LookupError:
             continue
         values = values.drop(columns="run").set_index("step").sort_index()

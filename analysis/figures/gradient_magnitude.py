@@ -8,10 +8,10 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from analysis import curves, naming, recorded, style
+from analysis import curves, naming, paper, style
 from analysis.load import Runs
 
-TENSOR = recorded.BLOCK + ".mlp.c_proj.weight"
+TENSOR = paper.BLOCK + ".mlp.c_proj.weight"
 STATISTICS = {"grad_norm": "gradient norm", "grad_abs_max": "largest gradient"}
 OF_A_RUN = (
     *("run", "scale", "data", "data_digest", "batch_size", "num_steps", "model", "precision"),
@@ -26,11 +26,11 @@ def query(runs: Runs) -> pd.DataFrame:
     heads = curves.named_heads(runs, ("intervention.name",))
     frames = [pd.DataFrame(columns=list(COLUMNS))]
     for head in naming.by_intervention(heads).to_dict("records"):
-        alone = recorded.of_run(runs, head["run"])
+        alone = runs.only(head["run"])
         facts = {key: head[key] for key in OF_A_RUN}
-        for block in recorded.shown_blocks(head["vision_layers"]):
+        for block in paper.blocks_at_paper_depths(head["vision_layers"]):
             for statistic in STATISTICS:
-                values = recorded.series(alone, TENSOR.format(block), statistic)
+                values = alone.series(TENSOR.format(block), statistic)
                 values = values.where(np.isfinite(values) & (values > 0))
                 width = style.smoothing_width(len(values))
                 columns = {"gradient": values, "gradient_smoothed": style.smooth(values, width)}

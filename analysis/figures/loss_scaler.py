@@ -9,12 +9,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
-from analysis import curves, recorded, spike_marks, spikes, style
+from analysis import curves, paper, spike_marks, style
 from analysis.load import Runs
 
 AROUND = 100  # steps shown on either side: 2,850 to 3,050 in the paper
 DEPTH = 20 / 23  # of the block whose features are shown: block 20 of the paper's 24
-FIRST_BLOCK = recorded.BLOCK.format(0)
+FIRST_BLOCK = paper.BLOCK.format(0)
 PANELS = {  # column: in print
     "loss": "training loss",
     "loss_scale": "loss scale",
@@ -46,7 +46,7 @@ def query(runs: Runs) -> pd.DataFrame:
     frames = [pd.DataFrame(columns=list(COLUMNS))]
     scaled = heads[heads["scaler"] != "none"].sort_values("scaler", kind="stable")
     for head in scaled.to_dict("records"):
-        alone = recorded.of_run(runs, head["run"])
+        alone = runs.only(head["run"])
         spike, is_loss_spike = _spike(alone, head)
         if spike is not None:
             facts = {key: head[key] for key in OF_A_RUN}
@@ -114,9 +114,9 @@ def caption(frame: pd.DataFrame) -> str:
 
 def _spike(alone: Runs, head: dict) -> tuple[int | None, bool]:
     """The step to look at, and whether it is a loss spike; None if nothing is recorded."""
-    protocol = spike_marks.protocol_of(head)
+    protocol = spike_marks.protocol_of_run(head)
     series = spike_marks.read_series(alone, head["run"], spike_marks.TENSOR)
-    table = spikes.spike_table(series, protocol)
+    table = spike_marks.spike_table(series, protocol)
     if len(table):
         return int(table.loc[table["height"].idxmax(), "step"]), True
     rms = pd.Series(series.rms_of(spike_marks.TENSOR), index=range(1, len(series.loss) + 1))
@@ -132,12 +132,12 @@ def _around(alone: Runs, head: dict, spike: int) -> pd.DataFrame:
     block = round(DEPTH * (layers - 1)) if layers == layers and layers else 0
     columns = {name: metrics.get(name) for name in ("loss", "loss_scale", "skipped_tensors")}
     for column, name, stat in (
-        ("feature_mean", recorded.BLOCK.format(block), "feature_mean"),
+        ("feature_mean", paper.BLOCK.format(block), "feature_mean"),
         ("rms", spike_marks.TENSOR, "rms"),
         ("grad_class_embedding", "visual.class_embedding", "grad_abs_max"),
         ("grad_in_proj", f"{FIRST_BLOCK}.attn.in_proj_weight", "grad_abs_max"),
     ):
-        columns[column] = recorded.series(alone, name, stat)
+        columns[column] = alone.series(name, stat)
     index = pd.RangeIndex(first, last + 1, name="step")
     shown = {
         name: np.nan if values is None else values.astype(float).reindex(index)

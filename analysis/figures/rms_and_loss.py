@@ -14,7 +14,7 @@ from matplotlib.ticker import EngFormatter
 
 from analysis import curves, paper, spike_marks, style
 from analysis.load import Runs
-from lowprec.diagnostics.spikes import Protocol, following
+from lowprec.diagnostics.spikes import Protocol, lag_coincidence
 
 STAND_IN = "update_clipping"
 chosen = spike_marks.of_adamw
@@ -40,7 +40,7 @@ def query(
     heads = heads[heads["run"].isin(chosen(runs.runs)["run"])]
     frames = []
     for head in heads.to_dict("records"):
-        used = protocol or spike_marks.protocol_of(head)
+        used = protocol or spike_marks.protocol_of_run(head)
         steps = spike_marks.mark(spike_marks.read_series(runs, head["run"], tensor), used, tensor)
         if steps["rms"].notna().any():
             kept = {name: head[name] for name in OF_A_RUN}
@@ -129,7 +129,7 @@ def _counts(run: pd.DataFrame) -> str:
         return f"no loss spike, {run['rms_spike'].sum()} RMS spikes"
     marks = run["loss_spike"].to_numpy(), run["rms_spike"].to_numpy()
     protocol = spike_marks.protocols(run)[0]
-    found = following(*marks, protocol)
+    found = lag_coincidence(*marks, protocol)
     return (
         f"{found.num_following} of {found.num_loss_spikes} loss spikes follow an RMS spike (of "
         f"{found.num_rms_spikes}) by 1 to {protocol.max_lead} steps, by chance {found.chance:.1%}"

@@ -1,9 +1,9 @@
-"""Loss spikes and RMS spikes: which steps they are, and how often the first follow the second.
+"""Loss spikes and RMS spikes: when they begin, and how often loss spikes follow RMS spikes.
 
-A series has element i for step i + 1. A value that is NaN or infinite and a step that was not
-recorded (NaN) are no number: they exceed nothing and enter no statistic (an RMS of inf exceeds).
-All thresholds are fields of `Protocol`. Lengths are in steps, that is optimizer updates. `Detector`
-defines what a spike is; `loss_spikes` and `rms_spikes` find the same ones in whole series, faster.
+Element i of a series belongs to step i + 1. NaN, infinite and unrecorded values exceed nothing and
+enter no statistic (except that an infinite RMS_t exceeds its threshold). Lengths are in steps, that
+is, optimizer updates. `Detector` defines what a spike is; `loss_spikes` and `rms_spikes` find the
+same spikes in whole series, faster. Nothing here imports torch.
 Source: RMS and loss spikes, appendix D, arXiv:2304.13013.
 """
 
@@ -14,22 +14,24 @@ from typing import NamedTuple
 
 import numpy as np
 
-ROUNDING = 1e-6  # of the mean: a float32 loss that stands still scatters no more than this
+ROUNDING = 1e-6  # a constant float32 loss scatters by at most this share of its mean
+ONSET_WINDOW = 50  # steps
+ONSET_DEVIATIONS = 3.0  # median absolute deviations of the differences
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """What counts as a spike. The defaults are the paper's, but for `window`, which it leaves open.
+    """What counts as a spike. The defaults are the paper's; it leaves `window` open.
 
-    A loss *deviates* if it exceeds mean + `loss_sigmas` standard deviations of the `window` steps
-    before it, where a loss that deviated counts as the bound that it exceeded: a spike lifts the
-    bound of later steps only a little, yet a loss that stays high is normal again within about a
-    window. No step deviates while fewer than half of those steps have a number.
-    A loss spike is a deviation that begins `num_deviations` of them, the last at most `within`
-    steps after the first. An RMS spike is a step with RMS_t >= `rms_threshold`. The first
-    `ignore_steps` steps have neither. A spike at most `within` steps after one before it (counted
-    or not) is the same spike, so each counts once, at its earliest step.
-    A loss spike follows an RMS spike if it comes 1 to `max_lead` steps after one.
+    A loss is an *outlier* if it exceeds mean + `loss_sigmas` standard deviations of the `window`
+    steps before it. An outlier enters later windows as the bound it exceeded: a spike raises the
+    bound only a little, yet a loss that stays high is normal again within about a window. A step
+    is no outlier while fewer than half of its window's steps have a number.
+    A loss spike begins at the first of `num_deviations` outliers, the last of which comes at most
+    `within` steps after the first. An RMS spike is a step with RMS_t >= `rms_threshold`. The first
+    `ignore_steps` steps have neither. A spike at most `within` steps after the previous one
+    (counted or not) is the same spike, so each spike counts once, at its earliest step.
+    A loss spike follows an RMS spike if it begins 1 to `max_lead` steps after it.
     """
 
     rms_threshold: float = 2.3
@@ -43,19 +45,24 @@ class Protocol:
 
 PROTOCOLS = {
     "paper": Protocol(),
-    # of OLMo-core's SkipStepOptimizer, which lets high losses into its window as they are
+    # OLMo-core's SkipStepOptimizer, which lets outliers enter its window as they are
     "sigma": Protocol(loss_sigmas=6.0, num_deviations=1, window=128, ignore_steps=0),
 }
 
 
 def protocol_of(protocol: str, **thresholds: float | None) -> Protocol:
-    """That of `diagnostics.spikes`: a name, "none" stands for "paper", and what is given of it."""
-    given = {name: value for name, value in thresholds.items() if value is not None}
-    return replace(PROTOCOLS.get(protocol, PROTOCOLS["paper"]), **given)
+    """The protocol of the config group `diagnostics.spikes`.
+
+    Args:
+        protocol: a key of PROTOCOLS; "none" stands for "paper".
+        thresholds: fields that replace the protocol's own; None keeps it.
+    """
+    changed = {name: value for name, value in thresholds.items() if value is not None}
+    return replace(PROTOCOLS.get(protocol, PROTOCOLS["paper"]), **changed)
 
 
 class Spike(NamedTuple):
-    """A spike: its step, its tensor's index (None: a loss spike), the loss or RMS_t there."""
+    """A spike's step, its tensor's index (None for a loss spike), and the loss or RMS_t there."""
 
     step: int
     tensor: int | None
@@ -63,29 +70,30 @@ class Spike(NamedTuple):
 
 
 class Detector:
-    """Finds spikes step by step; a resumed run feeds it the steps before again.
+    """Finds spikes step by step. A resumed run feeds it all previous steps again.
 
-    What it has found after some steps does not depend on later ones. A step costs a pass over the
-    window and one over the tensors.
+    Spikes reported so far do not depend on later steps. A step costs one pass over the window and
+    one over the tensors.
     """
 
     def __init__(self, protocol: Protocol, num_tensors: int):
         self.protocol = protocol
         self.step = 0
         self._window = np.full(protocol.window, np.nan)
-        self._deviations: deque[tuple[int, float]] = deque(maxlen=protocol.num_deviations)
-        self._candidate = -math.inf  # step of the last loss spike, counted or not
-        self._exceeded = np.full(num_tensors, -math.inf)  # the same of each tensor
+        self._outliers: deque[tuple[int, float]] = deque(maxlen=protocol.num_deviations)
+        self._last_loss_spike = -math.inf  # step, counted or not
+        self._last_rms_spike = np.full(num_tensors, -math.inf)
 
     def feed(self, step: int, loss: float, rms: np.ndarray | None = None) -> list[Spike]:
-        """The spikes that this step makes known, the earlier first.
+        """Returns the spikes that become known at this step, the earlier ones first.
 
-        A loss spike is known at its last deviation needed, up to `within` steps after its own step.
+        A loss spike becomes known at the last outlier it needs, up to `within` steps after its own
+        step. Raises ValueError if `step` is not after the previous one.
 
         Args:
-            step: later than the one before; steps left out count as not recorded.
-            loss: of the step.
-            rms: [tensors], RMS_t; None where it is not recorded.
+            step: steps that are left out count as unrecorded.
+            loss: the step's loss.
+            rms: RMS_t [tensors]; None if unrecorded.
         """
         if step <= self.step:
             raise ValueError(f"step {step} after step {self.step}")
@@ -93,43 +101,43 @@ class Detector:
             self._push(math.nan)
         self.step = step
         bound = _bound_after(self._window, self.protocol)
-        found = []
+        spikes = []
         if math.isfinite(loss) and loss > bound:
             if step > self.protocol.ignore_steps:
-                found = self._deviates(step, loss)
+                spikes = self._add_outlier(step, loss)
             loss = bound
         self._push(loss if math.isfinite(loss) else math.nan)
         if rms is None or step <= self.protocol.ignore_steps:
-            return found
+            return spikes
         rms = np.asarray(rms, dtype=np.float64)
         exceeds = rms >= self.protocol.rms_threshold
         if exceeds.any():
-            new = exceeds & (step - self._exceeded > self.protocol.within)
-            self._exceeded[exceeds] = step
-            found += [Spike(step, int(i), float(rms[i])) for i in np.flatnonzero(new)]
-        return found
+            is_new = exceeds & (step - self._last_rms_spike > self.protocol.within)
+            self._last_rms_spike[exceeds] = step
+            spikes += [Spike(step, int(i), float(rms[i])) for i in np.flatnonzero(is_new)]
+        return spikes
 
     def _push(self, loss: float) -> None:
         self._window[:-1] = self._window[1:]
         self._window[-1] = loss
 
-    def _deviates(self, step: int, loss: float) -> list[Spike]:
-        self._deviations.append((step, loss))
-        first, value = self._deviations[0]
-        enough = len(self._deviations) == self.protocol.num_deviations
-        if not enough or step - first > self.protocol.within:
+    def _add_outlier(self, step: int, loss: float) -> list[Spike]:
+        self._outliers.append((step, loss))
+        first, value = self._outliers[0]
+        is_enough = len(self._outliers) == self.protocol.num_deviations
+        if not is_enough or step - first > self.protocol.within:
             return []
-        is_new = first - self._candidate > self.protocol.within
-        self._candidate = first
+        is_new = first - self._last_loss_spike > self.protocol.within
+        self._last_loss_spike = first
         return [Spike(first, None, value)] if is_new else []
 
 
 def loss_spikes(loss: np.ndarray, protocol: Protocol) -> np.ndarray:
     """Bool [steps]: the steps at which a loss spike begins. `loss` is [steps]."""
     loss = np.asarray(loss, dtype=np.float64)
-    deviates = np.isfinite(loss) & (loss > loss_bounds(loss, protocol))
-    deviates[: protocol.ignore_steps] = False
-    steps = np.flatnonzero(deviates)
+    is_outlier = np.isfinite(loss) & (loss > loss_bounds(loss, protocol))
+    is_outlier[: protocol.ignore_steps] = False
+    steps = np.flatnonzero(is_outlier)
     first = steps[: max(0, len(steps) - protocol.num_deviations + 1)]
     last = steps[protocol.num_deviations - 1 :]
     candidates = np.zeros(len(loss), dtype=bool)
@@ -138,14 +146,72 @@ def loss_spikes(loss: np.ndarray, protocol: Protocol) -> np.ndarray:
 
 
 def rms_spikes(rms: np.ndarray, protocol: Protocol) -> np.ndarray:
-    """Bool, as `rms` [steps] or [steps, tensors]: the steps at which an RMS spike begins."""
+    """Bool, shaped as `rms` [steps] or [steps, tensors]: the steps at which an RMS spike begins."""
     exceeds = np.asarray(rms, dtype=np.float64) >= protocol.rms_threshold
     exceeds[: protocol.ignore_steps] = False
     return _count_once(exceeds, protocol.within)
 
 
+def onsets(loss: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    """Steps at which loss spikes set in: detection needs an outlier, the rise may begin earlier.
+
+    The onset is the first step of the unbroken stretch of raised losses that ends at the detected
+    step. A loss is raised if it exceeds the median of the `ONSET_WINDOW` steps before it by
+    `ONSET_DEVIATIONS` median absolute deviations (MAD) of the differences between neighbors in that
+    window. Differences ignore a trend; for white noise 3 of their MADs are 2.9 standard deviations.
+    A loss is not raised if fewer than half of its window's steps have a number. If the detected
+    step itself is not raised, it is the onset. Two spikes within one stretch share their onset.
+
+    Args:
+        loss: [steps].
+        steps: the spikes' steps, counted from 1, as `np.flatnonzero(loss_spikes(...)) + 1`.
+
+    Returns:
+        int64, shaped as `steps`.
+    """
+    loss = np.asarray(loss, dtype=np.float64)
+    loss = np.where(np.isfinite(loss), loss, np.nan)
+    earliest = []
+    for step in np.asarray(steps, dtype=int):
+        onset = step + 1
+        while _is_raised(loss, onset - 1):
+            onset -= 1
+        earliest.append(min(onset, step))
+    return np.array(earliest, dtype=np.int64)
+
+
+def _is_raised(loss: np.ndarray, step: int) -> bool:
+    window = loss[max(0, step - 1 - ONSET_WINDOW) : max(0, step - 1)]
+    if 2 * np.count_nonzero(~np.isnan(window)) < ONSET_WINDOW:
+        return False
+    median = np.nanmedian(window)
+    differences = np.diff(window)
+    differences = differences[~np.isnan(differences)]
+    spread = 0.0
+    if len(differences):
+        spread = np.median(np.abs(differences - np.median(differences)))
+    return bool(loss[step - 1] > median + max(ONSET_DEVIATIONS * spread, ROUNDING * np.abs(median)))
+
+
+def largest_rms(beta2: float | np.ndarray) -> float | np.ndarray:
+    """The largest possible RMS_t, 1 / sqrt(1 - beta2), as u_t >= (1 - beta2) g_t^2.
+
+    A threshold above it cannot be reached: 2.3 needs beta2 >= 0.811.
+    """
+    return 1 / np.sqrt(1 - np.asarray(beta2, dtype=np.float64))
+
+
+def relative_rms(rms: np.ndarray, beta2: float | np.ndarray) -> np.ndarray:
+    """Rho = RMS_t sqrt(1 - beta2), from 0 to 1: comparable between runs of different beta2.
+
+    `rms` is [steps] or [steps, tensors]; `beta2` is a number or [steps].
+    """
+    rms, scale = np.asarray(rms, dtype=np.float64), largest_rms(beta2)
+    return rms / (scale[:, None] if rms.ndim == 2 and scale.ndim == 1 else scale)
+
+
 def loss_bounds(loss: np.ndarray, protocol: Protocol) -> np.ndarray:
-    """[steps]: what the loss of each step must exceed to deviate; NaN while there is no bound."""
+    """[steps]: the bound that an outlier at each step must exceed; NaN if there is none."""
     loss = np.asarray(loss, dtype=np.float64)
     counted, window = np.where(np.isfinite(loss), loss, np.nan), protocol.window
     padded = np.concatenate([np.full(window, np.nan), counted])
@@ -154,13 +220,13 @@ def loss_bounds(loss: np.ndarray, protocol: Protocol) -> np.ndarray:
     while len(above := np.flatnonzero(padded[window + start :] > bounds[start:])):
         i = start + above[0]
         padded[window + i] = bounds[i]
-        start = i + 1  # the changed loss is in the windows of the next `window` steps alone
+        start = i + 1  # the changed loss is in the windows of the next `window` steps only
         bounds[start : start + window] = _bounds(padded[start : start + 2 * window], protocol)
     return bounds
 
 
 def _bounds(padded: np.ndarray, protocol: Protocol) -> np.ndarray:
-    """`_bound_after` of each stretch of `window` elements that has one after it."""
+    """`_bound_after` for each stretch of `window` elements that has an element after it."""
     num = max(0, len(padded) - protocol.window)
     is_number = ~np.isnan(padded)
     total, squares, count = np.zeros(num), np.zeros(num), np.zeros(num)
@@ -177,9 +243,9 @@ def _bounds(padded: np.ndarray, protocol: Protocol) -> np.ndarray:
 
 
 def _bound_after(window: np.ndarray, protocol: Protocol) -> float:
-    """The bound of the step after a window; NaN if too few of its elements are numbers.
+    """The bound for the step after a window; NaN if too few of its elements are numbers.
 
-    Adds from first to last, as `_bounds` does: the same bits.
+    Sums in the same order as `_bounds`, and so agrees with it to the bit.
     """
     is_number = ~np.isnan(window)
     count = float(is_number.sum())
@@ -192,19 +258,19 @@ def _bound_after(window: np.ndarray, protocol: Protocol) -> float:
 
 
 def _count_once(marks: np.ndarray, within: int) -> np.ndarray:
-    """The marks along the first axis that have no other in the `within` steps before them."""
+    """Marks along the first axis that have no other mark in the `within` steps before them."""
     numbers = np.arange(1.0, len(marks) + 1).reshape(-1, *[1] * (marks.ndim - 1))
     last = np.maximum.accumulate(np.where(marks, numbers, -np.inf), axis=0)
     before = np.concatenate([np.full_like(last[:1], -np.inf), last[:-1]])
     return marks & (numbers - before > within)
 
 
-class Following(NamedTuple):
+class LagCoincidence(NamedTuple):
     """How often loss spikes follow RMS spikes, and how often they would by chance.
 
-    `share` = `num_following` / `num_loss_spikes`; `chance`: its mean, `low` to `high` its central
-    95%, under the shifts of `following`; `p_value`: the share of shifts under which at least as
-    many follow. All NaN without a loss spike.
+    `share` is `num_following` / `num_loss_spikes`. Over the shifts of `lag_coincidence`, `chance`
+    is the mean share, `low` to `high` its central 95%, and `p_value` the fraction of shifts under
+    which at least as many loss spikes follow. All are NaN if there is no loss spike.
     """
 
     num_loss_spikes: int
@@ -218,33 +284,39 @@ class Following(NamedTuple):
 
 
 def leads(loss_steps: np.ndarray, rms_steps: np.ndarray) -> np.ndarray:
-    """Steps from the latest RMS spike before each loss spike to it; NaN where there is none.
+    """Steps from the latest RMS spike before each loss spike to it; NaN if there is none.
 
-    Both are steps in order. An RMS spike at the loss spike's own step is not before it.
+    `rms_steps` is sorted. An RMS spike at the loss spike's own step is not before it.
     """
     before = np.searchsorted(rms_steps, loss_steps, side="left")
     return np.asarray(loss_steps, float) - np.concatenate([[np.nan], rms_steps])[before]
 
 
-def following(
+def lag_coincidence(
     loss_marks: np.ndarray,
     rms_marks: np.ndarray,
     protocol: Protocol,
     max_shift: int | None = None,
-) -> Following:
-    """The loss spikes that follow RMS spikes of one tensor; both are bool [steps], spikes' starts.
+) -> LagCoincidence:
+    """Counts the loss spikes that follow RMS spikes of one tensor, and those expected by chance.
 
-    Chance: the RMS spikes are shifted along the steps after `ignore_steps`, the end joined to the
-    beginning, by every number of steps there is (each keeps its neighbors, only the relation to
-    the loss is lost), or by at most `max_shift` either way. The latter also keeps the phase of
-    training: where both kinds of spike crowd into one phase, shifts over the whole run make chance
-    look too small. The shift by 0 is one of them, so `p_value` is above 0.
+    For chance, the RMS spikes are shifted circularly along the steps after `ignore_steps`: each
+    keeps its neighbors and loses only its relation to the loss. The shift by 0 is included, so
+    `p_value` is above 0.
+
+    Args:
+        loss_marks: bool [steps], the steps at which loss spikes begin.
+        rms_marks: bool [steps], the steps at which RMS spikes begin.
+        protocol: gives `ignore_steps` and `max_lead`.
+        max_shift: the largest shift either way; None shifts over the whole run. Small shifts keep
+            the phase of training: where both kinds of spike crowd into one phase, shifts over the
+            whole run underestimate chance.
     """
     loss_marks, rms_marks = loss_marks[protocol.ignore_steps :], rms_marks[protocol.ignore_steps :]
     loss_steps, rms_steps = np.flatnonzero(loss_marks), np.flatnonzero(rms_marks)
     num_loss, num_rms = len(loss_steps), len(rms_steps)
     if not num_loss:
-        return Following(0, num_rms, 0, *[math.nan] * 5)
+        return LagCoincidence(0, num_rms, 0, *[math.nan] * 5)
     num_following = int((leads(loss_steps, rms_steps) <= protocol.max_lead).sum())
     is_after = np.zeros(len(loss_marks), dtype=bool)
     for lead in range(1, protocol.max_lead + 1):
@@ -256,4 +328,4 @@ def following(
     low, high = np.quantile(counts / num_loss, (0.025, 0.975), method="inverted_cdf")
     p_value = float((counts >= num_following).mean())
     shares = (num_following / num_loss, float(counts.mean() / num_loss), float(low), float(high))
-    return Following(num_loss, num_rms, num_following, *shares, p_value)
+    return LagCoincidence(num_loss, num_rms, num_following, *shares, p_value)

@@ -88,7 +88,7 @@ def test_every_good_row_is_read_and_the_first_damage_named_for_200_damaged_tails
         if first is not None:
             where = f"metrics.jsonl: line {first[0]} (byte {first[1]}) is damaged"
             valid = name.startswith("row") or name == "line b'{}'"
-            assert any(p.startswith(where) or valid and "no row of a step" in p for p in note)
+            assert any(p.startswith(where) or valid and "not rows of a step" in p for p in note)
         missing = (STEPS if state == "finished" else max(steps, default=0)) - len(steps)
         gap = next((n for n in range(1, STEPS + 1) if n not in steps), None)
         wanted = [f"metrics.jsonl: {missing} steps are missing, first {gap}"] if missing else []
@@ -99,7 +99,7 @@ def test_a_step_twice_counts_once_by_its_later_row(lines, read, make_run):
     again = lines[4].replace(b"0.2", b"0.25")
     steps, note = read(b"".join([*lines[:7], again, lines[5], *lines[7:]]), "finished")
     assert steps == list(range(1, STEPS + 1))
-    assert note == ["metrics.jsonl: 2 rows of a step before, first of 5"]
+    assert note == ["metrics.jsonl: 2 rows repeat a step, first step 5"]
 
 
 def test_a_step_twice_has_the_loss_of_the_later_row(lines, make_run):

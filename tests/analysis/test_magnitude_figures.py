@@ -5,11 +5,11 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from analysis import load_runs, make, recorded, style
+from analysis import load_runs, make, paper, style
 from analysis.figures import feature_magnitude, gradient_magnitude
 from lowprec.config.schema import InterventionConfig
 
-BLOCKS = [recorded.BLOCK.format(k) for k in range(4)]
+BLOCKS = [paper.BLOCK.format(k) for k in range(4)]
 WEIGHTS = [f"{block}.mlp.c_proj.weight" for block in BLOCKS]
 STEPS = 200
 
@@ -115,7 +115,7 @@ def test_without_a_record_of_the_largest_gradient_there_is_one_row(record, tmp_p
     [(32, [0, 10, 20, 30]), (12, [0, 3, 7, 11]), (4, [0, 1, 2, 3]), (1, [0]), (np.nan, [0])],
 )
 def test_shown_blocks_are_as_deep_as_those_of_the_paper(depth, blocks):
-    shown = recorded.shown_blocks(depth)
+    shown = paper.blocks_at_paper_depths(depth)
     assert all(abs(a - b) <= 1 for a, b in zip(shown, blocks, strict=True)) and shown[0] == 0
 
 

@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from analysis import load_runs, make, recorded
+from analysis import load_runs, make, paper
 from analysis.bench import load_lines
 from analysis.style import style
 from lowprec.config.schema import DiagnosticsConfig, InterventionConfig, ScalerConfig, SpikeConfig
@@ -51,7 +51,7 @@ WATCHED = DiagnosticsConfig(spikes=SpikeConfig(ignore_steps=5, window=10))
 def tables(rank):
     """RMS_t and gradients every step, features every tenth, without chance."""
     steps = np.arange(1, STEPS + 1)
-    blocks = [recorded.BLOCK.format(k) for k in range(4)]
+    blocks = [paper.BLOCK.format(k) for k in range(4)]
     names = ["visual.conv1.weight", "visual.class_embedding", "token_embedding.weight"]
     parts = ("mlp.c_proj.weight", "mlp.c_fc.weight", "attn.in_proj_weight")
     names += [f"{block}.{part}" for block in blocks for part in parts]

@@ -11,7 +11,7 @@ from hydra.core.config_store import ConfigStore
 from matplotlib.figure import Figure
 
 from analysis import load_runs, make, marks, naming, study
-from analysis.read import flatten
+from analysis.load import flatten
 from lowprec.config import compose as cli
 from lowprec.config.schema import Config
 from lowprec.runs.identity import to_dict

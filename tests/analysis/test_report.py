@@ -87,7 +87,7 @@ def test_the_page_is_whole_and_holds_the_plotted_numbers(make_run, tmp_path):
     make_run(num_steps=60, seed=1, optimizer="stable_adamw")
     page = page_of(tmp_path / "runs")
     runs = load_runs(tmp_path / "runs")
-    for i, name in enumerate(runs.heads["run"]):
+    for i, name in enumerate(runs.summaries["run"]):
         metrics = runs.metrics[runs.metrics["run"] == name]
         rms = runs.tensors("*")[lambda frame, name=name: frame["run"] == name]
         for kind, values in (
@@ -114,7 +114,7 @@ def test_only_settings_that_differ_are_in_the_table(make_run, tmp_path):
     make_run(num_steps=20, lr=1e-3)
     make_run(num_steps=20, lr=2e-3)
     runs = load_runs(tmp_path / "runs")
-    heads = report.named(runs.heads)
+    heads = report.named(runs.summaries)
     assert report.differences(heads) == ["optimizer.lr"]
     assert report.common(heads)["optimizer.beta2"] == 0.99
     assert set(heads["label"]) == {"AdamW (lr=0.001)", "AdamW (lr=0.002)"}

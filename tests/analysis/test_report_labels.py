@@ -10,7 +10,7 @@ def test_a_long_method_is_cut_beside_the_plot_and_whole_in_what_its_dot_says(mak
         changed = OptimizerConfig(eps=eps, weight_decay=decay)
         make_run(num_steps=20, optimizer=changed.name, seed=0, batch_size=64 + seed, lr=eps)
     runs = load_runs(tmp_path / "runs")
-    heads = report.named(runs.heads)
+    heads = report.named(runs.summaries)
     methods = [f"{method}, and more of a very long name" for method in heads["method"]]
     cells = [report.read_cell(runs_of(runs, i), "*", report.Budget(9, 9, 9)) for i in range(3)]
     figure = speed(cells, methods, methods, ["#000000"] * 3)
@@ -21,7 +21,7 @@ def test_a_long_method_is_cut_beside_the_plot_and_whole_in_what_its_dot_says(mak
 
 
 def runs_of(runs, i):
-    return report.Runs(runs.heads.iloc[[i]])
+    return report.Runs(runs.summaries.iloc[[i]])
 
 
 def test_a_row_of_a_table_says_its_whole_label_on_hover(make_run, tmp_path):

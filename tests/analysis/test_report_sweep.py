@@ -61,7 +61,7 @@ def test_the_words_of_a_sweep_are_escaped(sweep, tmp_path):
 
 def test_a_cell_is_looked_for_by_the_folder_of_all_runs_and_by_its_experiment(sweep, tmp_path):
     root = tmp_path / "runs"
-    names = set(load_runs(root).heads["run"])
+    names = set(load_runs(root).summaries["run"])
     assert len(absent_cells(root, names, None)) == 4
     assert len(absent_cells(root, names, "loss_curves")) == 4
     assert absent_cells(root, names, "fp8_fixes") == []

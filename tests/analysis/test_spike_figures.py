@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from analysis import load_runs, make, recorded, spike_lead, spike_marks
+from analysis import load_runs, make, paper, spike_lead, spike_marks
 from analysis.figures import (
     loss_scaler,
     rms_and_loss,
@@ -17,8 +17,8 @@ from lowprec.config.schema import DiagnosticsConfig, ScalerConfig, SpikeConfig
 from lowprec.diagnostics.spikes import Protocol
 
 CONV1, TOKENS, CLASS = "visual.conv1.weight", "token_embedding.weight", "visual.class_embedding"
-MIDDLE = recorded.BLOCK.format(2) + ".mlp.c_fc.weight"
-IN_PROJ = recorded.BLOCK.format(0) + ".attn.in_proj_weight"
+MIDDLE = paper.BLOCK.format(2) + ".mlp.c_fc.weight"
+IN_PROJ = paper.BLOCK.format(0) + ".attn.in_proj_weight"
 NAMES = [CONV1, TOKENS, MIDDLE, CLASS, IN_PROJ]
 SPIKES = {
     400: 3,
@@ -106,11 +106,11 @@ def test_spikes_are_those_of_the_thresholds_in_the_runs_own_config(plant, query)
 def test_a_protocol_of_a_config_is_that_of_its_name_with_what_is_given():
     head = dict.fromkeys((f"diagnostics.spikes.{name}" for name in spike_marks.THRESHOLDS), None)
     head |= {"diagnostics.spikes.protocol": "paper"}
-    assert spike_marks.protocol_of(head) == Protocol()
+    assert spike_marks.protocol_of_run(head) == Protocol()
     given = {"diagnostics.spikes.window": np.float64(50), "diagnostics.spikes.loss_sigmas": 4}
-    assert spike_marks.protocol_of(head | given) == Protocol(window=50, loss_sigmas=4)
+    assert spike_marks.protocol_of_run(head | given) == Protocol(window=50, loss_sigmas=4)
     none = head | {"diagnostics.spikes.protocol": "none"}
-    assert spike_marks.protocol_of(none) == Protocol()
+    assert spike_marks.protocol_of_run(none) == Protocol()
 
 
 def test_leads_and_shares_are_of_all_runs_together(plant, query):
@@ -185,7 +185,7 @@ def scaled_fixture(plant):
         scale = np.where(steps > 601, 2.0**15, 2.0**16)
         columns = {"loss_scale": scale, "skipped_tensors": np.isin(steps, (601, 602)) * 2}
         at = np.arange(10, STEPS + 1, 10)
-        names = [recorded.BLOCK.format(k) for k in range(4)]
+        names = [paper.BLOCK.format(k) for k in range(4)]
         features = pd.DataFrame(np.outer(at, [1.0, 2, 3, 4]), at, names) if blocks else None
         return plant(planted, features, autocast="fp16", scaler=ScalerConfig(name), columns=columns,
                      experiment="loss_scaler", **keys)  # fmt: skip

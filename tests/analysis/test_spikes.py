@@ -51,7 +51,7 @@ def series_fixture(plant):
 
 
 def test_a_row_a_loss_spike_with_its_height_lead_and_the_tensors_before_it(series):
-    table = spikes.spike_table(series, Protocol()).set_index("step")
+    table = spike_marks.spike_table(series, Protocol()).set_index("step")
     assert table.index.tolist() == list(SPIKES)
     assert table["lead"].tolist() == [3, 8, 308]
     assert table["tensors"].tolist() == [f"{C_FC} {CONV1} {PROJ}", CONV1, ""]
@@ -61,21 +61,21 @@ def test_a_row_a_loss_spike_with_its_height_lead_and_the_tensors_before_it(serie
 
 
 def test_tensors_come_in_the_order_of_how_often_they_are_followed(series):
-    table = spikes.lead_table(series, Protocol())
+    table = spike_marks.lead_table(series, Protocol())
     assert table["tensor"].tolist() == [CONV1, C_FC, PROJ]  # one of C_FC's is worth more: fewer
     assert table.set_index("tensor")["num_following"].to_dict() == {CONV1: 2, PROJ: 1, C_FC: 1}
     assert table.set_index("tensor")["num_rms_spikes"].to_dict() == {CONV1: 2, PROJ: 2, C_FC: 1}
 
 
 def test_the_sensitivity_table_changes_one_threshold_at_a_time(series):
-    table = spikes.sensitivity_table(series, Protocol())
+    table = spike_marks.sensitivity_table(series, Protocol())
     chosen = table[table["value"].str.endswith("*")]
-    assert chosen["threshold"].tolist() == list(spikes.SENSITIVITY)
+    assert chosen["threshold"].tolist() == list(spike_marks.SENSITIVITY)
     assert (chosen["num_following"] == 2).all()
     at = table.set_index(["threshold", "value"])
     assert at.loc[("rms_threshold", "4"), "num_following"] == 2
     assert at.loc[("num_deviations", "3"), "num_loss_spikes"] == 3
-    odd = spikes.sensitivity_table(series, Protocol(window=150))
+    odd = spike_marks.sensitivity_table(series, Protocol(window=150))
     assert odd[odd["threshold"] == "window"]["value"].tolist() == [
         *("50", "100", "150*", "200", "400", "800")
     ]
@@ -83,7 +83,7 @@ def test_the_sensitivity_table_changes_one_threshold_at_a_time(series):
 
 def test_several_tensors_count_by_the_largest_of_them(series):
     series.rms.loc[1795, PROJ] = 4
-    both = spikes.spike_table(series, Protocol(), "visual.*")
+    both = spike_marks.spike_table(series, Protocol(), "visual.*")
     assert both["lead"].tolist() == [3, 8, 5]
     assert np.isnan(series.rms_of("nothing")).all()
 
@@ -93,7 +93,7 @@ def test_the_command_prints_the_tables_and_marks_the_numbers_of_the_paper(plant,
     assert spikes.main(["--run", str(run)]) == 0
     out = capsys.readouterr().out
     assert f"3 loss spikes and 2 RMS spikes ({CONV1}) in 2,000 steps." in out
-    assert "2 of 3 loss spikes (67%) come 1 to 8 steps after an RMS spike." in out
+    assert "2 of 3 loss spikes (67%) come 1 to 8 steps after an RMS spike; counted" in out
     assert "1: 0, 2: 0, 3: 1, 4: 0, 5: 0, 6: 0, 7: 0, 8: 1; more: 1; none before: 0." in out
     lines = [line for line in out.splitlines() if "28 of 30" in line]
     assert len(lines) == 1 and lines[0].startswith("The paper:") and "the paper's runs" in lines[0]
@@ -143,7 +143,7 @@ def test_a_run_without_spikes_is_a_sentence(plant, capsys, tmp_path):
     assert spikes.main(["--run", str(plant({})), "--out", str(tmp_path / "out")]) == 0
     out = capsys.readouterr().out
     assert "0 loss spikes and 0 RMS spikes (visual.conv1.weight) in 2,000 steps." in out
-    assert "There is none with other thresholds either." in out
+    assert "Other thresholds find no loss spikes either." in out
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_missing_rows_are_steps_without_a_number(plant):
     (run / "metrics.jsonl").write_text("".join(lines[:1201] + lines[1203:]))  # 1202, 1203
     series = spike_marks.read_series(load_runs(run), run.name)
     assert len(series.loss) == 2000 and np.isnan(series.loss[1201:1203]).all()
-    assert spikes.spike_table(series, Protocol())["step"].tolist() == list(SPIKES)
+    assert spike_marks.spike_table(series, Protocol())["step"].tolist() == list(SPIKES)
 
 
 def test_no_run_and_no_such_tensor_are_errors_that_name_what_there_is(plant, capsys, tmp_path):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lowprec.diagnostics.spikes import PROTOCOLS, following, leads
+from lowprec.diagnostics.spikes import PROTOCOLS, lag_coincidence, leads
 
 PAPER = PROTOCOLS["paper"]
 NUM_STEPS = 5000
@@ -27,7 +27,7 @@ def test_the_lead_is_counted_from_the_latest_rms_spike_strictly_before():
 def test_loss_spikes_one_to_eight_steps_after_an_rms_spike_follow_it():
     loss = marks_at([1500, 2000, 2500, 3000, 3500, 4000])
     rms = marks_at([1499, 1992, 2491, 3000, 3501, 3995])
-    found = following(loss, rms, PAPER)
+    found = lag_coincidence(loss, rms, PAPER)
     assert (found.num_loss_spikes, found.num_rms_spikes, found.num_following) == (6, 6, 3)
     assert found.share == 0.5
     assert found.chance == pytest.approx(6 * 8 / 4000)
@@ -39,7 +39,7 @@ def test_chance_is_that_of_every_circular_shift(max_shift):
     rng = np.random.default_rng(0)
     protocol = replace(PAPER, ignore_steps=100)
     loss, rms = rng.random(300) < 0.05, rng.random(300) < 0.05
-    found = following(loss, rms, protocol, max_shift)
+    found = lag_coincidence(loss, rms, protocol, max_shift)
     shifts = range(200) if max_shift is None else range(-20, 21)
     counts = []
     for shift in shifts:
@@ -60,7 +60,8 @@ def test_p_values_of_independent_spikes_are_uniform_and_the_interval_covers():
     rng = np.random.default_rng(0)
     protocol = replace(PAPER, ignore_steps=0)
     found = [
-        following(rng.random(1500) < 0.02, rng.random(1500) < 0.03, protocol) for _ in range(600)
+        lag_coincidence(rng.random(1500) < 0.02, rng.random(1500) < 0.03, protocol)
+        for _ in range(600)
     ]
     p_values = np.array([f.p_value for f in found])
     for level in (0.01, 0.05, 0.2, 0.5, 0.8):
@@ -80,13 +81,13 @@ def test_small_shifts_see_through_spikes_that_only_share_a_phase_of_training():
         phase = (np.arange(20_000) > 8000) & (np.arange(20_000) < 12_000)
         loss, rms = ((rng.random(20_000) < rate) & phase for rate in (0.005, 0.01))
         for shift in low:
-            low[shift] += following(loss, rms, protocol, shift).p_value < 0.05
+            low[shift] += lag_coincidence(loss, rms, protocol, shift).p_value < 0.05
     assert low[None] > 15 and low[500] <= 12
 
 
 def test_without_spikes_of_either_kind_there_is_an_answer():
     none, some = marks_at([]), marks_at([2000])
-    found = following(none, some, PAPER)
+    found = lag_coincidence(none, some, PAPER)
     assert found[:3] == (0, 1, 0) and all(math.isnan(number) for number in found[3:])
-    assert following(some, none, PAPER) == (1, 0, 0, 0, 0, 0, 0, 1)
-    assert following(none[:500], none[:500], PAPER).num_loss_spikes == 0
+    assert lag_coincidence(some, none, PAPER) == (1, 0, 0, 0, 0, 0, 0, 1)
+    assert lag_coincidence(none[:500], none[:500], PAPER).num_loss_spikes == 0
