@@ -1,40 +1,112 @@
-"""`shapes`: a procedural image-text data set for trying CLIP training without a download.
+"""`shapes`: a procedural image-text data set for CLIP training without a download.
 
-A picture shows one to four like objects, or one object and a second one that it stands in a
-relation to; the caption is true of it. Its class is the color and the shape of its subject.
-An image is a pure function of (seed, split, index): the same arguments give the same bytes
-(on one machine: another build of libjpeg may encode the same pixels differently, another NumPy may
-draw other noise).
+A picture shows one to four copies of an object, or one object in a spatial relation to a second
+one; its caption is true. The class is the color and shape of the subject.
+
+A training image is a pure function of (seed, index). The validation set is the first `num_val`
+scenes of its own random stream, without those whose content repeats an earlier one: each caption
+is true of exactly one picture, so that retrieval has no ceiling below 100%.
 """
 
+import hashlib
 import io
+import itertools
 import os
 import tarfile
-import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 
-from lowprec.data.shapes_drawing import draw_scene
-from lowprec.data.shapes_scenes import CLASSNAMES, SPLITS, class_of, make_scene
-
-# No bare "a {}": it would not fit orange.
-TEMPLATES = (
-    "a picture of the {}.",
-    "a picture of one {}.",
-    "a drawing of a single {}.",
-    "a scene with one {}.",
-    "an image of the {}.",
-    "a small {}.",
-    "a large {}.",
-    "one {}.",
+from lowprec.data.shapes_drawing import (
+    COLORS,
+    OUTLINES,
+    TEXTURES,
+    Background,
+    Item,
+    Placement,
+    Scene,
+    backgrounds_for,
+    colors_beside,
+    draw_scene,
 )
+
+T = TypeVar("T")
+
+CLASSES = tuple((color, shape) for color in COLORS for shape in OUTLINES)
+CLASSNAMES = tuple(f"{color} {shape}" for color, shape in CLASSES)
+SPLITS = ("train", "val")
 SAMPLES_PER_SHARD = 2000
+MAX_VAL = 200_000  # distinct scenes become rare beyond
+NUM_DRAWS = 48  # random numbers per image; a scene and its caption take at most 41
+
+SIZES = {"small": (0.21, 0.27), "medium": (0.34, 0.41), "large": (0.52, 0.62)}
+SIZE_WORDS = {"small": ("small", "little"), "medium": ("",), "large": ("large", "big")}
+MAX_TILT = 12.0  # degrees: a square must not become a diamond
+MAX_SHADE = 10  # largest deviation of a channel from the named color
+REACH = 0.61  # half the extent of a tilted square with side 1 (0.593), plus a margin
+
+COUNT_WORDS = {1: ("a", "a", "one", "a single"), 2: ("two",), 3: ("three",), 4: ("four",)}
+PLURALS = {"cross": "crosses", "fish": "fish", "hourglass": "hourglasses"}
+TEXTURE_WORDS = {
+    "solid": ("", "", "", "solid"),
+    "striped": ("striped",),
+    "dotted": ("dotted", "spotted"),
+    "checkered": ("checkered",),
+}
+RELATIONS = {
+    "left": ("to the left of", "on the left of", "left of"),
+    "right": ("to the right of", "on the right of", "right of"),
+    "above": ("above", "higher than"),
+    "below": ("below", "under", "beneath"),
+    "inside": ("inside", "within", "in front of"),
+}
+GRADIENTS = ("a background fading from {} to {}", "a {} to {} gradient")
+SENTENCES = (
+    "{subject}",
+    "a picture of {subject}",
+    "a drawing of {subject}",
+    "{subject} on {background}",
+    "{subject} on {background}",
+    "{subject} against {background}",
+    "a picture of {subject} on {background}",
+    "an image of {subject} on {background}",
+    "a scene with {subject} on {background}",
+    "{background} with {subject}",
+)
+# Zero-shot prompts: captions of the grammar above that cover sizes, textures, relations and
+# backgrounds. None has a bare "a {}", which would not fit orange.
+TEMPLATES = (
+    "one {}",
+    "a picture of a single {}.",
+    "a drawing of one {}",
+    "a small {} on a white background",
+    "a little {} against a light gray background.",
+    "a picture of a small {} on a black background",
+    "a large {} on a beige background.",
+    "a drawing of a big {}",
+    "a black background with a large {}",
+    "a striped {} on a light blue background",
+    "a large dotted {}.",
+    "an image of a checkered {} on a dark gray background",
+    "a picture of a big striped {}",
+    "a spotted {} against a background fading from white to light pink",
+    "a large {} to the left of a small white circle",
+    "one {} left of a black square on a light green background",
+    "a large {} on the right of a blue star.",
+    "a single {} right of a small yellow heart on a dark blue background",
+    "one {} above a red triangle",
+    "a big striped {} higher than a small gray ring",
+    "a drawing of a large {} below a green tree.",
+    "a picture of one {} under a small purple fish on a white background",
+    "a small {} inside a large white circle",
+    "one {} in front of a black square on a lavender background",
+)
 
 
 def render_shapes(
@@ -48,39 +120,39 @@ def render_shapes(
     num_processes: int = 1,
     on_progress: Callable[[int], None] | None = None,
 ) -> None:
-    """Write the data set: out/train-0000.tar ..., out/val-0000.tar ..., classnames and templates.
+    """Writes the data set: `out/train-0000.tar`, ..., `out/val-0000.tar`, ..., names and prompts.
 
-    A shard is in webdataset's layout, KEY.jpg (RGB), KEY.txt (caption), KEY.cls (class number),
-    and gets its name only when complete. Line n of classnames.txt, from 0, names class n;
-    templates.txt holds one prompt a line, with {} for the class name. `noise`: standard deviation,
-    in 8-bit levels, of Gaussian noise on every pixel, for files as large as those of photographs.
-    The bytes do not depend on `num_processes`; above 1, a script must call this under
-    `if __name__ == "__main__"`. `on_progress` is told the number of images of each shard as it is
-    done.
+    Shards are in webdataset's layout, KEY.jpg (RGB), KEY.txt (caption) and KEY.cls (class number),
+    and get their name when they are complete. Line n of classnames.txt, from 0, names class n;
+    templates.txt holds one prompt a line with {} for the class name. A smaller set is the beginning
+    of a larger one. The bytes do not depend on `num_processes`; another build of Pillow's libjpeg
+    may encode the same pixels differently. `noise`: standard deviation of Gaussian noise on each
+    pixel, in 8-bit levels. `num_processes` above 1 needs a script with a `__main__` guard.
+    `on_progress` is called with the number of images in each finished shard.
 
     Raises:
         ValueError: An argument is out of range, or `out` holds shards of a larger data set.
     """
-    for name, value, least in (
-        ("num_train", num_train, 1),
-        ("num_val", num_val, 0),
-        ("image_size", image_size, 16),
-        ("seed", seed, 0),
-        ("noise", noise, 0),
-        ("num_processes", num_processes, 1),
+    for name, value, least, most in (
+        ("num_train", num_train, 1, 10_000_000),
+        ("num_val", num_val, 0, MAX_VAL),
+        ("image_size", image_size, 16, 4096),
+        ("seed", seed, 0, 2**64 - 1),
+        ("noise", noise, 0, 255),
+        ("num_processes", num_processes, 1, 4096),
     ):
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}.")
-    if seed >= 2**64:
-        raise ValueError(f"seed must be less than 2**64, got {seed}.")
+        if not least <= value <= most:
+            raise ValueError(f"{name} must be between {least} and {most}, got {value}.")
+    indices = {"train": range(num_train), "val": distinct_indices(seed, "val", num_val)}
     jobs = [
-        (out / f"{split}-{n:04d}.tar", split, range(num)[i:][:SAMPLES_PER_SHARD])
-        for split, num in zip(SPLITS, (num_train, num_val), strict=True)
-        for n, i in enumerate(range(0, num, SAMPLES_PER_SHARD))
+        (out / f"{split}-{shard:04d}.tar", split, indices[split][first:][:SAMPLES_PER_SHARD])
+        for split in SPLITS
+        for shard, first in enumerate(range(0, len(indices[split]), SAMPLES_PER_SHARD))
     ]
-    stale = {path for split in SPLITS for path in out.glob(f"{split}-*.tar")} - {j[0] for j in jobs}
+    paths = {path for path, _, _ in jobs}
+    stale = {path for split in SPLITS for path in out.glob(f"{split}-*.tar")} - paths
     if stale:
-        raise ValueError(f"{out} holds {min(stale).name}, which is not of this data set.")
+        raise ValueError(f"{out} holds {min(stale).name}, which does not belong to this data set.")
     out.mkdir(parents=True, exist_ok=True)
     (out / "classnames.txt").write_text("".join(name + "\n" for name in CLASSNAMES))
     (out / "templates.txt").write_text("".join(template + "\n" for template in TEMPLATES))
@@ -95,16 +167,15 @@ def render_shapes(
             report(count)
 
 
-def _write_shard(job: tuple[Path, str, range], *, image_size: int, seed: int, noise: float) -> int:
-    """Render the samples of these indices into one tar file; returns their number."""
+def _write_shard(
+    job: tuple[Path, str, Sequence[int]], *, image_size: int, seed: int, noise: float
+) -> int:
+    """Renders the samples with these indices into one tar file; returns their number."""
     path, split, indices = job
     unfinished = path.with_name(path.name + ".partial")
     with tarfile.open(unfinished, "w", format=tarfile.USTAR_FORMAT) as tar:
         for index in indices:
-            scene = make_scene(seed, split, index)
-            image = draw_scene(scene, image_size)
-            if noise:
-                image = _add_noise(image, noise, seed, split, index)
+            scene, image = render(seed, split, index, image_size=image_size, noise=noise)
             jpeg = io.BytesIO()
             # Full chroma: halving it smears the colors of small objects.
             image.save(jpeg, "JPEG", quality=90, subsampling=0)
@@ -120,29 +191,200 @@ def _write_shard(job: tuple[Path, str, range], *, image_size: int, seed: int, no
     return len(indices)
 
 
-def _add_noise(image: Image.Image, noise: float, seed: int, split: str, index: int) -> Image.Image:
-    """The image with Gaussian noise on every pixel, a pure function of (seed, split, index)."""
+def render(
+    seed: int, split: str, index: int, *, image_size: int = 64, noise: float = 0.0
+) -> tuple[Scene, Image.Image]:
+    """A scene and its RGB picture, before JPEG encoding: a pure function of the arguments."""
+    scene = make_scene(seed, split, index)
+    image = draw_scene(scene, image_size)
+    if noise:
+        pixels = np.asarray(image, dtype=np.float32)
+        levels = np.random.Generator(_random_words(seed, split, index, purpose=1))
+        pixels = pixels + np.float32(noise) * levels.standard_normal(pixels.shape, dtype=np.float32)
+        image = Image.fromarray(pixels.round().clip(0, 255).astype(np.uint8))
+    return scene, image
+
+
+def frozen_digest(split: str, count: int, *, noise: float = 0.0) -> str:
+    """SHA-256 of the pixels, captions and classes of a split's first samples (seed 0, 64 px).
+
+    Published studies rest on these bytes; a test holds the digest so that no change goes unnoticed.
+    """
+    digest = hashlib.sha256()
+    for index in range(count) if split == "train" else distinct_indices(0, split, count):
+        scene, image = render(0, split, index, noise=noise)
+        digest.update(image.tobytes() + f"{scene.caption} {class_of(scene)}\n".encode())
+    return digest.hexdigest()
+
+
+def distinct_indices(seed: int, split: str, count: int) -> list[int]:
+    """Indices of the first `count` scenes without those that repeat an earlier one's content."""
+    indices, contents = [], set()
+    for index in itertools.count():
+        if len(indices) == count:
+            return indices
+        scene_content = content(make_scene(seed, split, index))
+        if scene_content not in contents:
+            contents.add(scene_content)
+            indices.append(index)
+
+
+def content(scene: Scene) -> tuple:
+    """What each caption of a scene tells: everything but the background, which some leave out."""
+    subject, second = scene.subject, scene.second
+    look = (subject.color, subject.shape, subject.texture, len(subject.places), size_of(subject))
+    return *look, scene.relation, second and (second.color, second.shape)
+
+
+def size_of(item: Item) -> str:
+    """The name of an item's size: small, medium or large."""
+    return next(name for name, (_, most) in SIZES.items() if item.places[0].size <= most)
+
+
+def class_of(scene: Scene) -> int:
+    """The scene's class as an index into `CLASSNAMES`."""
+    return CLASSES.index((scene.subject.color, scene.subject.shape))
+
+
+def _random_words(seed: int, split: str, index: int, purpose: int) -> np.random.Philox:
+    """The random stream of one image for a purpose: 0 for its scene, 1 for its noise."""
     key = np.array([seed, SPLITS.index(split)], dtype=np.uint64)
-    words = np.random.Philox(key=key, counter=[0, index, 1, 0])  # a scene's words have 0 for the 1
-    pixels = np.asarray(image, dtype=np.float32)
-    levels = np.random.Generator(words).standard_normal(pixels.shape, dtype=np.float32)
-    pixels = pixels + np.float32(noise) * levels
-    return Image.fromarray(pixels.round().clip(0, 255).astype(np.uint8))
+    return np.random.Philox(key=key, counter=[0, index, purpose, 0])
 
 
-def contact_sheet(
-    path: Path, *, columns: int = 6, rows: int = 4, tile: int = 128, seed: int = 0
-) -> None:
-    """Save the first scenes of a seed's training split with their captions, as one picture."""
-    margin = 12
-    width, height = tile + margin, tile + 96
-    sheet = Image.new("RGB", (columns * width + margin, rows * height + margin), "white")
-    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(11)
-    for index in range(columns * rows):
-        scene = make_scene(seed, "train", index)
-        x, y = margin + index % columns * width, margin + index // columns * height
-        sheet.paste(draw_scene(scene, tile), (x, y))
-        draw.rectangle((x - 1, y - 1, x + tile, y + tile), outline="lightgray")
-        caption = textwrap.fill(scene.caption, tile // 6)
-        draw.multiline_text((x, y + tile + 3), caption, "black", font, spacing=2)
-    sheet.save(path, optimize=True)
+class Dice:
+    """Random choices that are a pure function of (seed, split, index)."""
+
+    def __init__(self, seed: int, split: str, index: int):
+        words = _random_words(seed, split, index, purpose=0).random_raw(NUM_DRAWS)
+        self._draws = iter(((words >> np.uint64(11)) * 2.0**-53).tolist())
+
+    def between(self, low: float, high: float) -> float:
+        """A number in [low, high)."""
+        return low + (high - low) * next(self._draws)
+
+    def chance(self, probability: float) -> bool:
+        """True with this probability."""
+        return next(self._draws) < probability
+
+    def pick(self, options: Sequence[T]) -> T:
+        """One of the options, all equally likely."""
+        return options[int(next(self._draws) * len(options))]
+
+    def sample(self, options: Iterable[T], count: int) -> list[T]:
+        """`count` different options in random order."""
+        rest = list(options)
+        return [rest.pop(int(next(self._draws) * len(rest))) for _ in range(count)]
+
+
+def make_scene(seed: int, split: str, index: int) -> Scene:
+    """Decides what a picture contains and what its caption says, without drawing it."""
+    dice = Dice(seed, split, index)
+    color, shape = dice.pick(CLASSES)
+    relation = dice.pick(tuple(RELATIONS)) if dice.chance(0.4) else None
+    if relation is None:
+        count = 1 if dice.chance(0.5) else dice.pick((2, 3, 4))
+        size = dice.pick(tuple(SIZES) if count == 1 else ("small", "medium"))
+        places, second = _scatter(dice, count, size), None
+    else:
+        size = dice.pick(("small", "medium") if relation == "inside" else ("medium", "large"))
+        places, second_place = _relate(dice, relation, size)
+        others = ("circle", "square") if relation == "inside" else tuple(OUTLINES)
+        second_shape = dice.pick([other for other in others if other != shape])
+        second_color = dice.pick(colors_beside(color))
+        second = Item(second_shape, second_color, "solid", _shade(dice), (second_place,))
+    # A pattern on a small object would be finer than the pixels of a small picture.
+    texture = "solid" if size == "small" else dice.pick(TEXTURES)
+    subject = Item(shape, color, texture, _shade(dice), places)
+    background = _choose_background(dice, tuple(i.color for i in (subject, second) if i))
+    scene = Scene(subject, relation, second, background, caption="")
+    return scene._replace(caption=_describe(dice, scene, size))
+
+
+def _shade(dice: Dice) -> tuple[int, int, int]:
+    return tuple(round(dice.between(-MAX_SHADE, MAX_SHADE)) for _ in range(3))
+
+
+def _choose_background(dice: Dice, colors: tuple[str, ...]) -> Background:
+    """A background that contrasts with all `colors`, all along a gradient."""
+    style = dice.pick(("plain", "plain", "gradient", "gradient", *TEXTURES[1:]))
+    plains, gradients = backgrounds_for(colors)
+    if style == "gradient" and not gradients:
+        style = "plain"
+    background_colors = dice.pick(gradients if style == "gradient" else plains)
+    return Background(style, background_colors, dice.pick(range(4)))
+
+
+def _place(dice: Dice, x: float, y: float, size: float) -> Placement:
+    return Placement(x, y, size, dice.between(-MAX_TILT, MAX_TILT), dice.chance(0.5))
+
+
+def _scatter(dice: Dice, count: int, size: str) -> tuple[Placement, ...]:
+    """Places copies of an object in different cells of a grid; a single one goes anywhere."""
+    low, high = SIZES[size]
+    grid = 1 if count == 1 else 3 if size == "small" and dice.chance(0.5) else 2
+    side = dice.between(low, high)
+    play = max(0.0, 0.5 / grid - REACH * side)
+    return tuple(
+        _place(
+            dice,
+            (cell % grid + 0.5) / grid + dice.between(-play, play),
+            (cell // grid + 0.5) / grid + dice.between(-play, play),
+            side,
+        )
+        for cell in dice.sample(range(grid**2), count)
+    )
+
+
+def _relate(dice: Dice, relation: str, size: str) -> tuple[tuple[Placement, ...], Placement]:
+    """Places the subject and the second object, which is small unless it surrounds the subject."""
+    side = dice.between(SIZES[size][0], min(SIZES[size][1], 0.56))
+    if relation == "inside":
+        around = dice.between(0.8, 0.86)
+        x, y = dice.between(0.49, 0.51), dice.between(0.49, 0.51)
+        return (_place(dice, x, y, side),), _place(dice, 0.5, 0.5, around)
+    second_side = dice.between(0.20, 0.24)
+    reach, second_reach = REACH * side, REACH * second_side
+    # Along the axis of the relation, the free length is divided into before, between and after.
+    free = 1 - 2 * (reach + second_reach)
+    before = dice.between(0, free / 2)
+    gap = dice.between(0, free / 2)
+    along = before + reach
+    second_along = along + reach + gap + second_reach
+    across = dice.between(max(0.4, reach), min(0.6, 1 - reach))
+    second_across = across + dice.between(-0.12, 0.12)
+    if relation in ("right", "below"):
+        along, second_along = 1 - along, 1 - second_along
+    if relation in ("left", "right"):
+        first, second = (along, across), (second_along, second_across)
+    else:
+        first, second = (across, along), (second_across, second_along)
+    return (_place(dice, *first, side),), _place(dice, *second, second_side)
+
+
+def _describe(dice: Dice, scene: Scene, size: str) -> str:
+    """A caption in varying words; some leave out the background."""
+    subject = _noun_phrase(dice, scene.subject, dice.pick(SIZE_WORDS[size]))
+    if scene.second is not None:
+        second_size = dice.pick(("", "large" if scene.relation == "inside" else "small"))
+        relation_words = dice.pick(RELATIONS[scene.relation])
+        subject += f" {relation_words} {_noun_phrase(dice, scene.second, second_size)}"
+    style, colors, _ = scene.background
+    if style == "gradient":
+        background = dice.pick(GRADIENTS).format(*colors)
+    else:
+        background = f"a {'' if style == 'plain' else style + ' '}{colors[0]} background"
+    sentence = dice.pick(SENTENCES).format(subject=subject, background=background)
+    return sentence + dice.pick(("", "."))
+
+
+def _noun_phrase(dice: Dice, item: Item, size_word: str) -> str:
+    """A phrase like "three small red stars": count, size, texture, color and shape."""
+    count = len(item.places)
+    noun = item.shape if count == 1 else PLURALS.get(item.shape, item.shape + "s")
+    look = [dice.pick(TEXTURE_WORDS[item.texture]), item.color]
+    if item.texture != "solid" and dice.chance(0.5):  # "green striped", but never "green solid"
+        look.reverse()
+    words = " ".join(word for word in (size_word, *look, noun) if word)
+    count_word = dice.pick(COUNT_WORDS[count])
+    return f"{'an' if count_word == 'a' and words[0] in 'aeiou' else count_word} {words}"

@@ -9,19 +9,31 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lowprec.data import shapes, shapes_drawing, shapes_scenes
-from lowprec.data.shapes import CLASSNAMES, TEMPLATES, make_scene, render_shapes
+from lowprec.data import shapes
+from lowprec.data.shapes import (
+    CLASSES,
+    CLASSNAMES,
+    TEMPLATES,
+    content,
+    distinct_indices,
+    frozen_digest,
+    make_scene,
+    render_shapes,
+)
 from lowprec.data.shapes_drawing import (
     BACKGROUNDS,
     COLORS,
     MIN_CONTRAST,
+    OUTLINES,
+    Background,
+    Item,
+    Placement,
+    Scene,
     backgrounds_for,
     color_distance,
     colors_beside,
     draw_scene,
 )
-from lowprec.data.shapes_outlines import OUTLINES
-from lowprec.data.shapes_scenes import CLASSES
 
 NUMBER_WORDS = {"a": 1, "an": 1, "one": 1, "single": 1, "two": 2, "three": 3, "four": 4}
 MANY = [make_scene(3, "train", index) for index in range(3000)]
@@ -76,6 +88,72 @@ def subject_words(scene):
     noun = re.search(rf"\b{scene.subject.shape}(s|es)?\b", scene.caption)
     words = scene.caption[: noun.end()]
     return re.sub(r"^.*(background|gradient|background fading from .*) with ", "", words)
+
+
+FROZEN = {
+    ("train", 0): "edafc4055792926718a152f080239b13c0ee781abf8ce5c705094c1e8db45fc1",
+    ("val", 0): "f642797d92cfc8d74064029f375434073927f6152d8181eff64c21379ef1e099",
+    ("train", 32): "2271b514c39982d06571d361cda99e05464d108a7ed61b0f004e461f80d04ad9",
+    ("val", 32): "2023ebf7a30231ea74eb44419f9ab0aa6a159a74b92c1f4536d0cba9ac84663a",
+}
+NAMES_AND_PROMPTS = "935fec0922ecaaa67e49aa2f27b3d71025e6c2c70c67ab711c2b9ca6e17ebc86"
+
+
+@pytest.mark.parametrize("split, noise", FROZEN)
+def test_frozen_pixels_captions_and_classes_have_not_changed(split, noise):
+    """Studies compare runs on these bytes: a failure here is a new data set, not a new digest."""
+    assert frozen_digest(split, 100, noise=noise) == FROZEN[split, noise]
+
+
+def test_frozen_choice_of_validation_scenes_class_names_and_prompts_has_not_changed():
+    assert distinct_indices(0, "val", 2500)[-1] == 2868
+    text = "\n".join((*CLASSNAMES, *TEMPLATES))
+    assert hashlib.sha256(text.encode()).hexdigest() == NAMES_AND_PROMPTS
+
+
+def test_each_validation_caption_is_true_of_one_picture_only():
+    scenes = [make_scene(0, "val", index) for index in distinct_indices(0, "val", 3000)]
+    assert len({content(scene) for scene in scenes}) == 3000
+    assert len({scene.caption.rstrip(".") for scene in scenes}) == 3000
+    assert len({content(scene) for scene in MANY}) < 2900  # as in training
+
+
+def test_a_smaller_validation_set_is_the_beginning_of_a_larger_one():
+    assert distinct_indices(5, "val", 300) == distinct_indices(5, "val", 900)[:300]
+
+
+def any_of(words):
+    return f"(?:{'|'.join(sorted(words, key=len, reverse=True))})"
+
+
+def grammar_of_one_subject():
+    """A pattern of the captions with a single subject, built from the renderer's tables."""
+    name = f"{any_of(COLORS)} {any_of(OUTLINES)}"
+    texture = f"(?:{any_of(['solid', 'striped', 'dotted', 'spotted', 'checkered'])} )?"
+    reversed_look = f"{any_of(COLORS)} {texture}{any_of(OUTLINES)}"
+    look = f"(?:{any_of(['small', 'little'])} (?:solid )?{name}|"
+    look += f"(?:{any_of(['large', 'big'])} )?(?:{texture}{name}|{reversed_look}))"
+    relation = any_of(words for ways in shapes.RELATIONS.values() for words in ways)
+    noun = any_of(["a", "an", "one", "a single"])
+    subject = f"{noun} {look}(?: {relation} {noun} (?:{any_of(['small', 'large'])} )?"
+    subject += f"(?:solid )?{name})?"
+    shade = any_of(BACKGROUNDS)
+    plain = f"a (?:{any_of(['striped', 'dotted', 'checkered'])} )?{shade} background"
+    background = any_of([plain, *(way.format(shade, shade) for way in shapes.GRADIENTS)])
+    sentences = (s.format(subject=subject, background=background) for s in shapes.SENTENCES)
+    return re.compile(rf"{any_of(sentences)}\.?")
+
+
+def test_prompts_read_like_captions():
+    grammar = grammar_of_one_subject()
+    for scene in MANY:
+        if len(scene.subject.places) == 1:
+            assert grammar.fullmatch(scene.caption), scene.caption
+    assert not grammar.fullmatch("a picture of the red star.")
+    for template in TEMPLATES:
+        assert template.count("{}") == 1 and not re.search(r"\ban? {}", template)
+        for name in CLASSNAMES:
+            assert grammar.fullmatch(template.format(name)), template.format(name)
 
 
 @pytest.fixture(scope="module")
@@ -221,10 +299,8 @@ def test_captions_name_texture_relation_and_background():
         assert said or scene.subject.texture == "solid", scene.caption
         assert "aa" not in scene.caption and not re.search(r"\ba orange|sss|  ", scene.caption)
         if scene.second is not None:
-            relation = {
-                w for ways in shapes_scenes.RELATIONS.values() for w in ways if w in scene.caption
-            }
-            assert relation and relation <= set(shapes_scenes.RELATIONS[scene.relation])
+            relation = {w for ways in shapes.RELATIONS.values() for w in ways if w in scene.caption}
+            assert relation and relation <= set(shapes.RELATIONS[scene.relation])
             assert f" {scene.second.color} {scene.second.shape}" in scene.caption
         if re.search("background|gradient", scene.caption):
             assert all(color in scene.caption for color in scene.background.colors), scene.caption
@@ -232,7 +308,7 @@ def test_captions_name_texture_relation_and_background():
 
 def test_grammar_examples_vary():
     assert len({scene.caption for scene in MANY}) > 0.9 * len(MANY)
-    assert {scene.relation for scene in MANY} == {None, *shapes_scenes.RELATIONS}
+    assert {scene.relation for scene in MANY} == {None, *shapes.RELATIONS}
     assert {len(scene.subject.places) for scene in MANY} == {1, 2, 3, 4}
 
 
@@ -310,10 +386,10 @@ def test_colors_are_distinguishable():
 
 def test_shapes_are_distinguishable_at_16_pixels():
     def drawn(shape):
-        place = shapes_drawing.Placement(0.5, 0.5, 0.8, 0.0, False)
-        item = shapes_drawing.Item(shape, "black", "solid", (0, 0, 0), (place,))
-        plain = shapes_drawing.Background("plain", ("white",), 0)
-        return pixels(shapes_drawing.Scene(item, None, None, plain, ""), 16)[..., 0] / 255
+        place = Placement(0.5, 0.5, 0.8, 0.0, False)
+        item = Item(shape, "black", "solid", (0, 0, 0), (place,))
+        plain = Background("plain", ("white",), 0)
+        return pixels(Scene(item, None, None, plain, ""), 16)[..., 0] / 255
 
     images = [drawn(shape) for shape in OUTLINES]
     for i, a in enumerate(images):
@@ -358,9 +434,3 @@ def test_shards_of_a_larger_set_are_refused(tmp_path, monkeypatch):
     render_shapes(tmp_path, num_train=5, num_val=0, image_size=16)
     with pytest.raises(ValueError, match="train-0001.tar"):
         render_shapes(tmp_path, num_train=2, num_val=0, image_size=16)
-
-
-def test_contact_sheet_is_a_picture(tmp_path):
-    shapes.contact_sheet(tmp_path / "sheet.png", columns=2, rows=1, tile=64)
-    with Image.open(tmp_path / "sheet.png") as sheet:
-        assert sheet.width == 2 * 64 + 3 * 12
