@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from analysis import curves, spike_marks, study
+from analysis import curves, spike_marks
 from analysis.bench import load_lines
 from analysis.load import NoRunsError, Runs, command, load_runs
 from lowprec.diagnostics.spikes import lag_coincidence, loss_spikes, rms_spikes
@@ -108,8 +108,7 @@ def lacking(what: str, experiment: str, scale: str = "paper") -> NoRunsError:
     makes, small = command(experiment, scale), command(experiment, "mini")
     if scale == "paper":
         makes += f" {SHARDS}" + (f" or, small, {small}" if small.endswith("_mini") else "")
-    more = " and further commands of its file" if len(study.commands(experiment, scale)) > 1 else ""
-    return NoRunsError(f"{what}{': ' if what else ''}{makes}{more}")
+    return NoRunsError(f"{what}{': ' if what else ''}{makes}")
 
 
 class Evidence:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pyarrow.parquet
 
-from lowprec.config import compose as cli
+from experiments.entry import run_command
 from lowprec.config.schema import key
 from lowprec.runs.read import find_runs
 
@@ -88,4 +88,4 @@ def _wanted(column: str, patterns: list[str]) -> bool:
 
 
 if __name__ == "__main__":
-    cli.main(main, "compact", CompactConfig)
+    run_command(main, "compact", CompactConfig)

@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from yaml import YAMLError
 
-from lowprec.config import compose as cli
+from experiments.entry import run_command
 from lowprec.config.check import ConfigError, check
 from lowprec.config.preflight import preflight
 from lowprec.config.schema import Config, EvaluationConfig, key
@@ -149,4 +149,4 @@ def read_config(run: Path) -> Config:
 
 
 if __name__ == "__main__":
-    cli.main(main, "evaluate", EvaluateConfig)
+    run_command(main, "evaluate", EvaluateConfig)

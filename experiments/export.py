@@ -16,8 +16,8 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING
 
+from experiments.entry import run_command
 from experiments.evaluate import EvaluatedPrecision, read_config
-from lowprec.config import compose as cli
 from lowprec.config.schema import key
 
 if TYPE_CHECKING:
@@ -77,4 +77,4 @@ def write_int8(run: Path, out: Path, autocast: str | None) -> "dict[str, Tensor]
 
 
 if __name__ == "__main__":
-    cli.main(main, "export", ExportConfig)
+    run_command(main, "export", ExportConfig)

@@ -8,7 +8,7 @@ The index of a set is named by its shards' folder: several sets may share one in
 import sys
 from dataclasses import dataclass
 
-from lowprec.config import compose as cli
+from experiments.entry import run_command
 from lowprec.config.schema import key
 from lowprec.data.open import open_with_progress
 
@@ -35,4 +35,4 @@ def main(config: IndexConfig) -> None:
 
 
 if __name__ == "__main__":
-    cli.main(main, "index_shards", IndexConfig)
+    run_command(main, "index_shards", IndexConfig)

@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from lowprec.config import compose as cli
+from experiments.entry import run_command
 from lowprec.config.schema import key
 from lowprec.data.open import open_with_progress, progress_bar
 from lowprec.data.shapes import render_shapes
@@ -54,4 +54,4 @@ def main(config: MakeShapesConfig) -> None:
 
 
 if __name__ == "__main__":
-    cli.main(main, "make_shapes", MakeShapesConfig)
+    run_command(main, "make_shapes", MakeShapesConfig)

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from experiments.entry import run_command
 from experiments.evaluate import read_config
-from lowprec.config import compose as cli
 from lowprec.config.check import ConfigError
 from lowprec.config.preflight import preflight
 from lowprec.config.schema import key
@@ -240,4 +240,4 @@ def measure_normal(config: QuantErrorConfig) -> None:
 
 
 if __name__ == "__main__":
-    cli.main(main, "quant_error", QuantErrorConfig)
+    run_command(main, "quant_error", QuantErrorConfig)

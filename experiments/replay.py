@@ -18,8 +18,6 @@ Prints a table and writes it, every step and a figure into RUN/replays/; nothing
 changed.
 """
 
-import copy
-import itertools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -28,13 +26,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hydra._internal.utils import get_args_parser
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import OmegaConf
 
+from experiments.entry import run_command
 from experiments.evaluate import read_config
-from lowprec.config import compose as cli
-from lowprec.config.check import ConfigError, check
+from lowprec.config.check import ConfigError, RunError, check
 from lowprec.config.combinations import combination_faults
+from lowprec.config.compose import change, expand
 from lowprec.config.preflight import preflight
 from lowprec.config.schema import EIGHT_BIT, Config, key
 from lowprec.data.open import open_data
@@ -85,7 +82,7 @@ def main(config: ReplayConfig, changes: list[str], multirun: bool = False) -> No
     trained["evaluation"]["name"] = trained["logger"]["name"] = "none"
     rows = {row["step"]: row["loss"] for row in scan_rows(run / "metrics.jsonl")[0]}
     if config.step not in rows:
-        raise cli.RunError(f"{run} has recorded steps 1 to {max(rows, default=0)}")
+        raise RunError(f"{run} has recorded steps 1 to {max(rows, default=0)}")
     try:
         path, manifest = state_before(run, config.step, config.steps)
         layout = manifest["provenance"].get("layout")
@@ -98,7 +95,7 @@ def main(config: ReplayConfig, changes: list[str], multirun: bool = False) -> No
         verdict = compare(replayed["control"], rows, config.tolerance)
         print(f"control: {verdict}", flush=True)
     except CheckpointError as error:
-        raise cli.RunError(str(error)) from error
+        raise RunError(str(error)) from error
     faults = []
     for variant in variants:
         try:
@@ -109,16 +106,15 @@ def main(config: ReplayConfig, changes: list[str], multirun: bool = False) -> No
     protocol = protocol_of(**trained["diagnostics"]["spikes"])
     print(report(run, config.step, rows, replayed, run / "replays" / stem, protocol))
     if faults:
-        raise cli.RunError("; ".join(faults))
+        raise RunError("; ".join(faults))
 
 
 def variants_of(trained: dict, changes: list[str], multirun: bool) -> list[Variant]:
     """The run as it was, then each cell of the changes; ConfigError with the faults of all."""
     faults: list[str] = []
-    axes = cli.axes(changes, ReplayedConfig, faults)
-    if not multirun and any(len(choices) > 1 for choices in axes):
+    cells = expand(changes, ReplayedConfig, faults) if changes else list(suspects(trained))
+    if changes and not multirun and len(cells) > 1:
         faults.append("this is a sweep: python -m experiments.replay -m ...")
-    cells = list(itertools.product(*axes)) if changes else list(suspects(trained))
     found = []
     for cell in [(), *cells]:
         try:
@@ -148,30 +144,14 @@ def suspects(trained: dict) -> Iterator[tuple[str, ...]]:
 
 
 def changed(trained: dict, cell: tuple[str, ...]) -> dict:
-    """A run's plain config with single overrides applied; groups first, as Hydra does."""
-    node, groups = OmegaConf.create(copy.deepcopy(trained)), cli.groups(Config)
-    for text in sorted(cell, key=lambda text: text.partition("=")[0] not in groups):
-        name, _, choice = text.partition("=")
-        if name == "experiment":
+    """A run's plain config with single overrides applied; ConfigError for one a replay refuses."""
+    for text in cell:
+        if text.partition("=")[0] == "experiment":
             raise ConfigError([f"{text}: a replay changes single keys and groups of the run"])
         if text in (f"optimizer={other}" for other in EIGHT_BIT):
             kept = trained["optimizer"]["name"]
             raise ConfigError([f"{text}: the state of a run with {kept} has no such 8-bit moments"])
-        if name in groups:
-            _choose(node, name, choice)
-        else:
-            override = OverridesParser.create().parse_override(text)
-            OmegaConf.update(node, name, override.value())
-    return cli.plain(node)
-
-
-def _choose(node: object, group: str, choice: str) -> None:
-    """Applies a file of a group: what any file of it says goes to the default first."""
-    folder = cli.CONF / group
-    said = {name for file in folder.glob("*.yaml") for name in OmegaConf.load(file)}
-    default = cli.defaults(Config)[group]
-    node[group].update({name: default[name] for name in said if name in default})
-    node[group].update(OmegaConf.load(folder / f"{choice}.yaml"))
+    return change(trained, cell)
 
 
 def replay(path: Path, variant: Variant, trained: Config, step: int, last: int) -> list[dict]:
@@ -237,7 +217,7 @@ def compare(control: list[dict], recorded: dict[int, float], tolerance: float) -
     said += f"{worst} (bound: tolerance={tolerance:g})"
     if apart[worst] <= tolerance:
         return said
-    raise cli.RunError(
+    raise RunError(
         f"the control does not reproduce the run: {said}. Bits are the same with the same code, "
         "versions, machine and threads, on a GPU also deterministic=true"
     )
@@ -252,7 +232,7 @@ def command() -> None:
     left_out = {*changes, "-m", "--multirun"}
     sys.argv[1:] = [text for text in sys.argv[1:] if text not in left_out]
     task = partial(main, changes=changes, multirun=arguments.multirun)
-    cli.main(task, "replay", ReplayConfig)
+    run_command(task, "replay", ReplayConfig)
 
 
 if __name__ == "__main__":

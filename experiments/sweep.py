@@ -23,12 +23,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from hydra.core.config_store import ConfigStore
 from rich.console import Console
 from rich.live import Live
 
-from lowprec.config import compose as cli
-from lowprec.config.check import ConfigError, unknown_key
+from experiments.entry import refuse
+from lowprec.config.check import ConfigError, RunError, unknown_key
+from lowprec.config.compose import CONF, compose_command
 from lowprec.config.schema import key
 from lowprec.nearest import nearest
 from lowprec.runs.durable import DiskError
@@ -146,8 +146,7 @@ def cancel(texts: list[str]) -> None:
 def _own(texts: list[str]) -> tuple[SweepConfig, list[str]]:
     """The sweep's own keys, checked, and the overrides of its runs."""
     own = [t for t in texts if t.partition("=")[0].partition(".")[0] in ("launcher", "dry_run")]
-    ConfigStore.instance().store(name="schema", node=cli.defaults(SweepConfig))
-    options = cli.check_command(own, "sweep", SweepConfig)[0]
+    options = compose_command(own, "sweep", SweepConfig)[0].config
     launcher, gpus = options.launcher, len(local.visible_gpus())
     if launcher.name == "local" and launcher.gpus * launcher.parallel > gpus and launcher.gpus:
         fault = f"launcher.parallel={launcher.parallel} cells of launcher.gpus={launcher.gpus}: "
@@ -218,7 +217,7 @@ def _settled_queue(ledger: Ledger) -> dict | None:
 def _words(ledger: Ledger) -> str:
     """The keys by which the other verbs find a sweep."""
     folder = ledger.folder
-    kind = "experiment" if (cli.CONF / "experiment" / f"{folder.name}.yaml").exists() else "name"
+    kind = "experiment" if (CONF / "experiment" / f"{folder.name}.yaml").exists() else "name"
     run_dir = folder.parent.parent
     here = run_dir == Path("runs").absolute()
     return f"{kind}={folder.name}" + ("" if here else f" run_dir={run_dir}")
@@ -241,8 +240,8 @@ def command(arguments: list[str]) -> None:
     try:
         VERBS[verb](texts)
     except ConfigError as error:
-        cli.refuse(error)
-    except (cli.RunError, slurm.SlurmError, DiskError) as error:
+        refuse(error)
+    except (RunError, slurm.SlurmError, DiskError) as error:
         sys.exit(str(error))
 
 

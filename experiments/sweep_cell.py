@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 from experiments import train
-from lowprec.config import compose as cli
-from lowprec.config.check import ConfigError, check
+from experiments.entry import refuse
+from lowprec.config.check import ConfigError, RunError, check
 from lowprec.data.open import open_data
 from lowprec.runs.identity import directory
 from lowprec.sweep.manifest import Ledger
@@ -28,8 +28,8 @@ def main(folder: Path, index: int) -> None:
             sys.exit(f"the data of {cell.run} are no longer those of its sweep: now it is {run}")
         train.main(config)
     except ConfigError as error:
-        cli.refuse(error)
-    except cli.RunError as error:
+        refuse(error)
+    except RunError as error:
         sys.exit(str(error))
 
 

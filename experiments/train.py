@@ -19,7 +19,8 @@ from pathlib import Path
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from lowprec.config import compose as cli
+from experiments.entry import run_command
+from lowprec.config.check import RunError
 from lowprec.config.preflight import preflight
 from lowprec.config.schema import Config
 from lowprec.data.open import Data, open_data, progress_bar
@@ -28,12 +29,13 @@ from lowprec.runs import durable
 from lowprec.runs.environment import environment
 from lowprec.runs.identity import directory, identity, label, to_dict
 from lowprec.runs.null_record import SilentRecord
+from lowprec.runs.place import place
 from lowprec.runs.record import Record, RecordError, RunBusyError
 from lowprec.train.attempt import STOPPED, attempt, begins_at, line_of
 from lowprec.train.remote import NoCopy
 from lowprec.train.signals import StopRequest, stop_request
 from lowprec.train.sources import source_of_weights, sources_of
-from lowprec.train.world import PeerFailed, World, place
+from lowprec.train.world import PeerFailed, World
 
 
 def main(config: Config) -> None:
@@ -75,7 +77,7 @@ def _run(config: Config, world: World) -> None:
         sys.exit(1)
     skipped, line = record.count("skips"), line_of(ended, record)
     if ended.state == "failed":
-        raise cli.RunError(line) if world.is_first else SystemExit(1)
+        raise RunError(line) if world.is_first else SystemExit(1)
     print(line + (f"; {skipped} samples could not be read (skips.jsonl)" * bool(skipped)))
     if ended.state == "preempted":
         sys.exit(STOPPED)
@@ -96,7 +98,7 @@ def _open_record(run: Path, num_steps: int, world: World) -> Record | None:
         try:
             record = Record(run)
         except (RunBusyError, RecordError) as error:
-            raise cli.RunError(str(error)) from error
+            raise RunError(str(error)) from error
         status = record.last_status()
         done = status["state"] == "finished" and status["step"] >= num_steps
         if done or status["state"] == "diverged":
@@ -224,4 +226,4 @@ def _report_layers(config: Config, layers: list, record: Record) -> None:
 if __name__ == "__main__":
     if place()[2]:  # one rank of a machine says what is wrong with a command
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (for as long as main is not reached)
-    cli.main(main, "train", preflight=preflight)
+    run_command(main, "train", preflight=preflight)

@@ -29,7 +29,7 @@ from experiments.benchmarks.conformance_rule import (
     problem,
     trajectory,
 )
-from lowprec.config import compose as cli
+from experiments.entry import run_command
 from lowprec.config.schema import key
 
 if TYPE_CHECKING:
@@ -146,4 +146,4 @@ def _json(node: dict) -> str:
 
 
 if __name__ == "__main__":
-    cli.main(main, "conformance", ConformanceConfig)
+    run_command(main, "conformance", ConformanceConfig)

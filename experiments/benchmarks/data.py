@@ -24,7 +24,7 @@ from unittest import mock
 
 import numpy as np
 
-from lowprec.config import compose as cli
+from experiments.entry import run_command
 from lowprec.config.schema import key
 from lowprec.data import index
 from lowprec.data.order import SampleOrder
@@ -203,4 +203,4 @@ def start_up(pattern: str) -> tuple[float, float, list[int]]:
 
 
 if __name__ == "__main__":
-    cli.main(main, "bench_data", BenchDataConfig)
+    run_command(main, "bench_data", BenchDataConfig)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from experiments.benchmarks.peers import PACKAGES, PEERS
 from experiments.benchmarks.report import graphed, median_ms, reason_of, reporter
-from lowprec.config import compose as cli
+from experiments.entry import run_command
 from lowprec.config.schema import key
 
 OURS = (
@@ -154,4 +154,4 @@ def _dtype(case: str) -> str:
 
 
 if __name__ == "__main__":
-    cli.main(main, "bench_layer", BenchLayerConfig)
+    run_command(main, "bench_layer", BenchLayerConfig)

@@ -25,7 +25,7 @@ import numpy as np
 import yaml
 
 from experiments.benchmarks.report import reporter
-from lowprec.config import compose as cli
+from experiments.entry import run_command
 from lowprec.config.schema import Config, key
 from lowprec.runs.identity import to_dict
 from lowprec.runs.record import Record
@@ -175,4 +175,4 @@ def drop_cache(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    cli.main(main, "bench_load", BenchLoadConfig)
+    run_command(main, "bench_load", BenchLoadConfig)

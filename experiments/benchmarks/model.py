@@ -16,7 +16,7 @@ import gc
 import sys
 
 from experiments.benchmarks.report import median_ms, reason_of, relative_error, reporter
-from lowprec.config import compose as cli
+from experiments.entry import run_command
 from lowprec.config.schema import Config
 from lowprec.runs.identity import label
 
@@ -178,4 +178,4 @@ def random_batch(config: Config, model: object, device: object) -> object:
 
 
 if __name__ == "__main__":
-    cli.main(main, "train")
+    run_command(main, "train")

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from experiments.benchmarks.report import graphed, median_ms, reason_of, reporter
-from lowprec.config import compose as cli
+from experiments.entry import run_command
 from lowprec.config.schema import key
 
 
@@ -86,4 +86,4 @@ def _time(run: Callable, device: object, repeats: int) -> float:
 
 
 if __name__ == "__main__":
-    cli.main(main, "bench_ops", BenchOpsConfig)
+    run_command(main, "bench_ops", BenchOpsConfig)

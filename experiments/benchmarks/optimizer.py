@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable
 
 from experiments.benchmarks.report import median_ms, reason_of, reporter
-from lowprec.config import compose as cli
+from experiments.entry import run_command
 from lowprec.config.schema import Config
 
 BASE = "torch AdamW fused"
@@ -176,4 +176,4 @@ def check(params: list, choice: dict) -> None:
 
 
 if __name__ == "__main__":
-    cli.main(main, "train")
+    run_command(main, "train")

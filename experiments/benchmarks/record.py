@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from experiments.benchmarks.step import random_batch
-from lowprec.config import compose as cli
+from experiments.entry import run_command
 from lowprec.config.schema import Config
 from lowprec.runs.environment import environment
 from lowprec.runs.identity import label
@@ -129,4 +129,4 @@ def _timed(call: Callable) -> tuple[float, object]:
 
 
 if __name__ == "__main__":
-    cli.main(main, "train")
+    run_command(main, "train")

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from experiments.benchmarks.report import reporter
-from lowprec.config import compose as cli
+from experiments.entry import run_command
 from lowprec.config.schema import Config
 from lowprec.runs.identity import label, to_dict
 
@@ -97,10 +97,11 @@ def work(plain: dict) -> None:
     from experiments.benchmarks.step import random_batch
     from lowprec.config.check import check
     from lowprec.optim.schedules import set_learning_rate
+    from lowprec.runs.place import place
     from lowprec.train.build import build
     from lowprec.train.distributed import join
     from lowprec.train.step import TrainStep
-    from lowprec.train.world import World, place
+    from lowprec.train.world import World
 
     config, size = check(plain), place()[1]
     world = join(config.device, config.distributed.timeout_s) if size > 1 else World()
@@ -138,4 +139,4 @@ if __name__ == "__main__":
     if "LOWPREC_BENCH_SCALE" in os.environ:
         work(json.loads(os.environ["LOWPREC_BENCH_SCALE"]))
     else:
-        cli.main(main, "train")
+        run_command(main, "train")

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from lowprec.config import compose as cli
+from experiments.entry import run_command
 from lowprec.config.schema import Config
 from lowprec.runs.environment import environment
 from lowprec.runs.identity import label
@@ -105,4 +105,4 @@ def random_batch(built: object, size: int) -> object:
 
 
 if __name__ == "__main__":
-    cli.main(main, "train")
+    run_command(main, "train")

@@ -33,6 +33,10 @@ class ConfigError(ValueError):
         super().__init__("\n".join(f"  - {fault}" for fault in self.faults))
 
 
+class RunError(RuntimeError):
+    """A run cannot go on; the message is for its user, who sees no traceback."""
+
+
 def check(raw: dict, schema: type = Config) -> Any:
     """Builds `schema` from nested plain data or raises ConfigError with every fault."""
     faults: list[str] = []

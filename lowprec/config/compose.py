@@ -1,38 +1,141 @@
-"""Command lines: overrides are checked, every cell of a sweep too, before Hydra starts a job.
+"""Composes the checked config of each run that a command line asks for.
 
-Hydra stops at the first fault with a message of its own. Here all faults of all cells are found at
-once, in about a second, and nothing has been touched.
+Hydra stops at the first fault with a message of its own. The functions here find the faults of all
+runs at once, before anything is touched. No other module reads Hydra's grammar or the files below
+`conf/`.
 """
 
+import copy
 import itertools
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING as NO_DEFAULT
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import hydra
-from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, ValueType
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lowprec.config.check import ConfigError, check, keys, public_name, unknown_key
 from lowprec.config.schema import PRESETS, Config
 from lowprec.nearest import nearest
-from lowprec.train.world import place
 
-PATTERNS = ("data.train", "data.val", "shards", "train", "val")  # keys whose values are globs
 CONF = Path(__file__).parents[2] / "conf"
+PATTERNS = ("data.train", "data.val", "shards", "train", "val")  # keys whose values are globs
+FURTHER = "further_commands"  # key of an experiment file: overrides of each further command
+
+
+@dataclass(frozen=True)
+class ComposedRun:
+    """The single overrides of one run, such as `seed=0`, and its checked config."""
+
+    overrides: tuple[str, ...]
+    config: Any
+
+
+def compose_command(
+    overrides: list[str],
+    entry: str = "train",
+    schema: type = Config,
+    *,
+    multirun: bool = False,
+    preflight: Callable[[Any], None] = lambda config: None,
+) -> list[ComposedRun]:
+    """The runs that a command line asks for; ConfigError with the faults of all of them.
+
+    A fault of some runs only names them. `entry` is the name of the config file in `conf/`;
+    `preflight(config)` may raise ConfigError with further faults.
+    """
+    faults: list[str] = []
+    runs = expand(overrides, schema, faults)
+    if not multirun and (len(runs) > 1 or len(runs[0]) > len(overrides)):  # a file sweeps
+        command = " ".join(f"'{o}'" if set(o) & set(" *{}[]()$?") else o for o in overrides)
+        faults.append(f"this is a sweep: python -m experiments.{entry} -m {command}")
+        runs = runs[:1]
+    composed, faults_by_run = [], []
+    for run in runs:
+        config, own = _compose_run(run, entry, schema, preflight)
+        composed.append(ComposedRun(run, config))
+        faults_by_run.append(own)
+    faults += _name_runs(faults_by_run, runs)
+    if faults:
+        raise ConfigError(faults)
+    return composed
+
+
+def compose_study(name: str) -> list[tuple[tuple[str, ...], dict]]:
+    """The overrides and the config of each run of a file in `conf/experiment/`.
+
+    The configs are nested plain data and not checked: a study may leave `data.train` open.
+    """
+    faults: list[str] = []
+    runs = expand([f"experiment={name}"], Config, faults)
+    if faults:
+        raise ConfigError(faults)
+    return [(run, _compose(run, "train", Config)) for run in runs]
+
+
+def expand(overrides: list[str], schema: type, faults: list[str]) -> list[tuple[str, ...]]:
+    """The single overrides of each run that a command line asks for, in the order they run.
+
+    Appends a fault for each override that cannot be read or names no key or choice.
+    """
+    given = _axes(overrides, schema, faults)
+    experiment = _experiment(given, schema, faults)
+    params = OmegaConf.select(experiment, "hydra.sweeper.params") or {}
+    swept = _axes([f"{key}={value}" for key, value in params.items()], schema, faults)
+    runs = []
+    for command in [[], *_further(experiment, given)]:
+        fixed = given + _axes(command, schema, faults)
+        names = {_key(axis[0]) for axis in fixed}
+        axes = fixed + [axis for axis in swept if _key(axis[0]) not in names]
+        runs += itertools.product(*axes)
+    return runs
+
+
+def further_commands(overrides: list[str]) -> list[list[str]]:
+    """The overrides of each further command of the experiment that a command line names.
+
+    A command is left out where the command line sets one of its keys.
+    """
+    given = _axes(overrides, Config, [])
+    return _further(_experiment(given, Config, []), given)
+
+
+def change(config: dict, overrides: Iterable[str]) -> dict:
+    """A composed config with single overrides applied, choices of groups first as in Hydra.
+
+    For a group, each key that any file of the group sets returns to its default before the chosen
+    file is applied.
+    """
+    node, parsed = OmegaConf.create(copy.deepcopy(config)), list(map(_parsed, overrides))
+    groups = _groups(Config)
+    for override in sorted(parsed, key=lambda override: override.key_or_group not in groups):
+        name = override.key_or_group
+        if name in groups:
+            default = defaults(Config)[name]
+            reset = {key for choice in _choices(name) for key in choice_keys(name, choice)}
+            node[name].update({key: default[key] for key in reset & set(default)})
+            node[name].update(choice_keys(name, override.get_value_string()))
+        else:
+            OmegaConf.update(node, name, override.value())
+    return plain(node)
+
+
+def choice_keys(group: str, choice: str) -> dict:
+    """The keys that `conf/<group>/<choice>.yaml` sets, without those of its group."""
+    path = CONF / group / f"{choice}.yaml"
+    return plain(OmegaConf.load(path)) if path.exists() else {}
 
 
 def defaults(schema: type) -> dict:
-    """A schema's default values as nested plain data, the base that config files override."""
+    """A schema's default values as nested plain data, which config files override."""
 
     def value(f: Any) -> Any:
         if is_dataclass(f.type):
@@ -42,217 +145,190 @@ def defaults(schema: type) -> dict:
     return {public_name(f.name): value(f) for f in fields(schema)}
 
 
-def main(
-    task: Callable[[Any], None],
-    entry: str,
-    schema: type = Config,
-    preflight: Callable[[Any], None] = lambda config: None,
-) -> None:
-    """Runs `task(config)` for the command line's config, or each cell of its sweep under -m.
-
-    First every cell is checked, also by `preflight(config)`, which may raise ConfigError. Faults
-    are printed as a list and exit with 2. `entry`: name of the config file in conf/.
-    """
+def register(schema: type) -> None:
+    """Makes a schema's defaults the base config that the files in `conf/` name `schema`."""
     ConfigStore.instance().store(name="schema", node=defaults(schema))
-    arguments = get_args_parser().parse_args()
-    inspecting = arguments.cfg or arguments.hydra_help or arguments.help or arguments.info
-    size = place()[1]
-    try:
-        if arguments.multirun and size > 1:
-            raise ConfigError(
-                [
-                    f"-m in {size} processes: a cell that fails would part them; "
-                    f"python -m experiments.sweep submit ... launcher.gpus={size}"
-                ]
-            )
-        if not inspecting:
-            check_command(
-                arguments.overrides,
-                entry,
-                schema,
-                multirun=arguments.multirun,
-                preflight=preflight,
-            )
-    except ConfigError as error:
-        refuse(error)
-
-    @hydra.main(version_base="1.3", config_path=str(CONF), config_name=entry)
-    def run(composed: Any) -> None:
-        if arguments.multirun:
-            job = HydraConfig.get()
-            print(f"[{job.job.num + 1}]", *job.overrides.task, flush=True)
-        try:
-            task(check(plain(composed), schema))
-        except ConfigError as error:
-            if arguments.multirun:  # the other cells go on
-                raise
-            refuse(error)
-        except RunError as error:
-            if arguments.multirun:
-                raise
-            sys.exit(str(error))
-
-    run()
-
-
-class RunError(RuntimeError):
-    """A run that cannot go on, in a sentence for its user; no traceback is shown."""
-
-
-def refuse(error: ConfigError) -> NoReturn:
-    """Prints the faults as a list and exits with 2."""
-    print(f"{len(error.faults)} fault(s) in the config:\n{error}", file=sys.stderr)
-    sys.exit(2)
 
 
 def plain(composed: Any) -> dict:
     """A composed config as nested plain data; values that are missing stay "???"."""
-    return OmegaConf.to_container(composed, resolve=True, throw_on_missing=False)
+    data = OmegaConf.to_container(composed, resolve=True, throw_on_missing=False)
+    data.pop(FURTHER, None)
+    return data
 
 
-def check_command(
-    overrides: list[str],
-    entry: str,
-    schema: type = Config,
-    *,
-    multirun: bool = False,
-    preflight: Callable[[Any], None] = lambda config: None,
-) -> list[Any]:
-    """The configs of every cell that the overrides ask for; raises ConfigError with all faults."""
-    faults: list[str] = []
-    chosen = axes(overrides, schema, faults)
-    swept = sweeper_params(chosen, schema, faults)
-    if not multirun and (swept or any(len(choices) > 1 for choices in chosen)):
-        command = " ".join(f"'{o}'" if set(o) & set(" *{}[]()$?") else o for o in overrides)
-        faults.append(f"this is a sweep: python -m experiments.{entry} -m {command}")
-    given = {_key(choices) for choices in chosen}
-    chosen += [choices for choices in swept if _key(choices) not in given]
-    configs = []
-    for cell in itertools.islice(
-        itertools.product(*chosen), 1 if faults and not multirun else None
-    ):
+def _compose_run(
+    run: tuple[str, ...], entry: str, schema: type, preflight: Callable[[Any], None]
+) -> tuple[Any, list[str]]:
+    """A run's checked config, None if a value is wrong, and all its faults."""
+    try:
+        config, faults = check(_compose(run, entry, schema), schema), []
+    except ConfigError as error:
+        config, faults = error.config, error.faults
+    if config is not None:
         try:
-            config = check(_compose(list(cell), entry), schema)
+            preflight(config)
         except ConfigError as error:
-            faults, config = faults + error.faults, error.config
-        if config is not None:
-            configs.append(config)
-            try:
-                preflight(config)
-            except ConfigError as error:
-                faults += error.faults
-    if faults:
-        raise ConfigError(faults)
-    return configs
+            faults = faults + error.faults
+    return config, faults
 
 
-def axes(overrides: list[str], schema: type, faults: list[str]) -> list[list[str]]:
-    """The single overrides that each legal override stands for: one, or several for a sweep."""
-    patterns = [text for text in overrides if text.partition("=")[0] in PATTERNS]
-    for name in {text.partition("=")[0] for text in patterns}:
-        if sum(text.startswith(f"{name}=") for text in patterns) > 1:  # the shell's braces
+def _name_runs(faults_by_run: list[list[str]], runs: list[tuple[str, ...]]) -> list[str]:
+    """The faults of all runs; one of some runs only ends with what sets these runs apart."""
+    shared = set.intersection(*map(set, runs)) if runs else set()
+    found: dict[str, list[str]] = {}
+    for faults, run in zip(faults_by_run, runs, strict=True):
+        # patterns may be URLs with secrets
+        name = " ".join(t for t in run if t not in shared and _key(t) not in PATTERNS)
+        for fault in dict.fromkeys(faults):
+            found.setdefault(fault, []).append(name)
+    named = []
+    for fault, names in found.items():
+        some = len(names) < len(runs) and any(names)
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        named.append(f"{fault} [run {'; '.join(names[:3])}{more}]" if some else fault)
+    return named
+
+
+def _compose(run: tuple[str, ...], entry: str, schema: type) -> dict:
+    """Hydra's composition of single overrides, as nested plain data.
+
+    Hydra applies overrides of values after all files, so runs that choose the same files share
+    what these compose to.
+    """
+    groups = _groups(schema)
+    parsed = [(text, _parsed(text)) for text in run if not text.startswith("hydra")]
+    chosen = tuple(text for text, override in parsed if override.key_or_group in groups)
+    try:
+        composed = copy.deepcopy(_compose_files(CONF, chosen, entry, schema))
+        for _, override in parsed:
+            if override.key_or_group not in groups:
+                OmegaConf.update(composed, override.key_or_group, override.value())
+        return plain(composed)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError([" ".join(str(error).split())[:400]]) from error
+
+
+@cache
+def _compose_files(conf: Path, chosen: tuple[str, ...], entry: str, schema: type) -> DictConfig:
+    register(schema)
+    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(conf)):
+        return hydra.compose(entry, overrides=list(chosen))
+
+
+def _axes(overrides: list[str], schema: type, faults: list[str]) -> list[list[str]]:
+    """For each legal override the single ones that it stands for, several in a sweep."""
+    patterns = [text for text in overrides if _key(text) in PATTERNS]
+    for name in sorted({_key(text) for text in patterns}):
+        if sum(_key(text) == name for text in patterns) > 1:  # the shell has expanded its braces
             faults.append(f"{name} is given more than once; braces need quotes: '{name}=\"...\"'")
     parsed = [_parse(text, faults) for text in overrides]
     known = [o for o in parsed if o is not None and _is_known(o, schema, faults)]
-    return [[f"{o.input_line.partition('=')[0]}={value}" for value in _values(o)] for o in known]
+    axes = {_key(o.input_line): list(_values(o)) for o in known}  # the last of a key counts
+    return [[f"{name}={value}" for value in values] for name, values in axes.items()]
 
 
-def _key(choices: list[str]) -> str:
-    return choices[0].partition("=")[0]
+def _key(text: str) -> str:
+    """The key of an override as it is written, without `++`."""
+    return text.partition("=")[0].lstrip("+")
+
+
+def _experiment(axes: list[list[str]], schema: type, faults: list[str]) -> DictConfig:
+    """The file of the experiment that the axes choose, empty without one."""
+    names = [text.partition("=")[2] for axis in axes for text in axis if _key(text) == "experiment"]
+    files = [OmegaConf.load(CONF / "experiment" / f"{name}.yaml") for name in names]
+    sweeps = [file for file in files if OmegaConf.select(file, "hydra.sweeper.params")]
+    if len(files) > 1 and sweeps:  # Hydra would leave their sweeps out
+        faults.append(f"experiment={','.join(names)}: only one experiment that sweeps at a time")
+        return OmegaConf.create()
+    return files[0] if files else OmegaConf.create()
+
+
+def _further(experiment: DictConfig, given: list[list[str]]) -> list[list[str]]:
+    """The further commands of an experiment file that set no key of the command line."""
+    names = {_key(axis[0]) for axis in given}
+    commands = [text.split() for text in experiment.get(FURTHER) or []]
+    return [command for command in commands if not names & set(map(_key, command))]
+
+
+def _parsed(text: str) -> Override:
+    return OverridesParser.create().parse_override(text)
 
 
 def _parse(text: str, faults: list[str]) -> Override | None:
     key, sign, value = text.partition("=")
+    fault = None
     if not key or not (sign or key.startswith("~")):
-        faults.append(f"{text}: key=value is expected")
-        return None
-    if "_target_" in text:
-        faults.append(f"{key}: _target_ is not taken; a config is data and calls nothing")
-        return None
-    if "${" in text:
-        faults.append(
-            f"{text}: ${{...}} is not filled in here, it would be written into the run's record; "
-            "let the shell do it"
+        fault = f"{text}: key=value is expected"
+    elif "_target_" in text:
+        fault = f"{key}: _target_ is not allowed; a config is data and calls nothing"
+    elif "${" in text:
+        fault = (
+            f"{text}: ${{...}} is not resolved, since its value would be written into the run's "
+            "record; let the shell fill it in"
         )
-        return None
-    try:
-        override = OverridesParser.create().parse_override(text)
-    except HydraException:
-        faults.append(
-            f"{text}: cannot be read; quote a value with special signs: '{key}=\"{value}\"'"
-        )
-        return None
-    if override.value_type == ValueType.INTERVAL_SWEEP:
-        faults.append(f"{text}: an interval lists no values; use choice(...) or range(...)")
-        return None
-    return override
+    else:
+        try:
+            override = _parsed(text)
+            if override.value_type != ValueType.INTERVAL_SWEEP:
+                return override
+            fault = f"{text}: an interval has no list of values; use choice(...) or range(...)"
+        except HydraException:
+            fault = (
+                f"{text}: cannot be parsed; quote a value with special characters: "
+                f"'{key}=\"{value}\"'"
+            )
+    faults.append(fault)
+    return None
 
 
 def _is_known(override: Override, schema: type, faults: list[str]) -> bool:
-    """Whether the key exists, and for a group whether each choice does; else a fault."""
+    """Whether the key exists, and for a group whether each choice does; else appends a fault."""
     key = override.key_or_group
     if override.is_delete():
-        faults.append(f"~{key}: nothing can be taken out of a config; leave it at its default")
+        faults.append(f"~{key}: a key cannot be removed from a config; leave it at its default")
         return False
     if key == "hydra" or key.startswith(("hydra.", "hydra/")):
         return True
-    folder = CONF / key
-    if key in groups(schema):
-        files = sorted(path.stem for path in folder.glob("*.yaml"))
-        bad = [choice for choice in _values(override) if choice not in files]
-        for choice in bad:
+    if key in _groups(schema):
+        files = _choices(key)
+        unknown = [choice for choice in _values(override) if choice not in files]
+        for choice in unknown:
             near = nearest(choice, files)
             faults.append(f"{key}={choice}: conf/{key} has {', '.join(files)}{near}")
-        return not bad
+        return not unknown
     presets = [value for value in _values(override) if value in PRESETS]
     if schema is Config and key == "model.name" and presets:
         faults.append(
-            f"model.name={presets[0]} names a size and does not set it; use model={presets[0]}"
+            f"model.name={presets[0]} names a size without setting it; use model={presets[0]}"
         )
         return False
     known = list(keys(schema))
-    if key in known:
-        return True
-    faults.append(unknown_key(key, known))
-    return False
+    if key not in known:
+        faults.append(unknown_key(key, known))
+    elif override.is_add():
+        faults.append(f"+{key}: the key exists already; leave out the +")
+        return False
+    return key in known
 
 
-def groups(schema: type) -> set[str]:
+def _groups(schema: type) -> set[str]:
     """Keys of a schema that choose a file of `conf/<key>/`."""
     names = {public_name(f.name) for f in fields(schema) if is_dataclass(f.type)}
     names |= {"experiment"} if schema is Config else set()
     return {name for name in names if (CONF / name).is_dir()}
 
 
+def _choices(group: str) -> list[str]:
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
 def _values(override: Override) -> Iterator[str]:
+    """The values of an override as text; a glob that matches no file stands for itself."""
     if override.value_type == ValueType.GLOB_CHOICE_SWEEP:
-        files = sorted(path.stem for path in (CONF / override.key_or_group).glob("*.yaml"))
-        yield from override.value().filter(files) or [override.input_line.partition("=")[2]]
+        files = override.value().filter(_choices(override.key_or_group))
+        yield from files or [override.input_line.partition("=")[2]]
     elif override.is_sweep_override():
         yield from override.sweep_string_iterator()
     else:
         yield override.get_value_string()
-
-
-def sweeper_params(chosen: list[list[str]], schema: type, faults: list[str]) -> list[list[str]]:
-    """The axes that the chosen experiment's file sweeps over, as single overrides."""
-    if schema is not Config:
-        return []
-    names = [
-        text.partition("=")[2] for axis in chosen if _key(axis) == "experiment" for text in axis
-    ]
-    files = [OmegaConf.load(CONF / "experiment" / f"{name}.yaml") for name in names]
-    sweeps = [OmegaConf.select(file, "hydra.sweeper.params") for file in files]
-    if len(sweeps) > 1 and any(sweeps):  # Hydra would leave their sweeps out
-        faults.append(f"experiment={','.join(names)}: only one experiment that sweeps at a time")
-        return []
-    return axes([f"{k}={v}" for sweep in sweeps for k, v in (sweep or {}).items()], schema, faults)
-
-
-def _compose(cell: list[str], entry: str) -> dict:
-    cell = [text for text in cell if not text.startswith("hydra")]
-    try:
-        with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-            return plain(hydra.compose(entry, overrides=cell))
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError([" ".join(str(error).split())[:400]]) from error

@@ -15,7 +15,7 @@ from lowprec.config.combinations import open_clip_models, url_scheme
 from lowprec.config.schema import SHAPES, Config
 from lowprec.data.index import expand
 from lowprec.data.urls import expand_urls
-from lowprec.train.world import place
+from lowprec.runs.place import place
 
 EIGHT_BIT_PACKAGES = {"adamw8bit_bnb": "bitsandbytes<0.50", "adamw8bit_torchao": "torchao"}
 

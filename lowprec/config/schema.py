@@ -97,6 +97,11 @@ class PrecisionConfig:
     )
     skip_slow: bool = key(False, "leave layers 16-bit whose shape gains no speed")
 
+    @property
+    def label(self) -> str:
+        """The recipe's name, or under recipe `high` the autocast dtype's."""
+        return self.autocast if self.recipe == "high" else self.recipe
+
 
 @dataclass
 class ScalerConfig:

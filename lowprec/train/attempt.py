@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from lowprec.config import compose as cli
+from lowprec.config.check import RunError
 from lowprec.config.schema import Config
 from lowprec.runs.durable import DiskError
 from lowprec.runs.null_record import SilentRecord
@@ -134,7 +134,7 @@ def fail(error: BaseException, config: Config, record: Record, copy: NoCopy) -> 
     if of_peer and isinstance(record, SilentRecord):
         raise PeerFailed from error
     if sentence := str(error) if of_peer else sentence_of(error, config):
-        raise cli.RunError(f"{record.run} failed: {sentence}") from error
+        raise RunError(f"{record.run} failed: {sentence}") from error
     raise error
 
 

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowprec.train.world import PeerDiskFailed, PeerFailed, World, place
+from lowprec.runs.place import place
+from lowprec.train.world import PeerDiskFailed, PeerFailed, World
 
 T = TypeVar("T")
 MARGIN_S = 60  # a collective gives up so much later than the watch, which says more

@@ -1,6 +1,5 @@
 """A process and its place among those of a run. Imports no torch: one process needs none of it."""
 
-import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -66,37 +65,3 @@ class PeerDiskFailed(PeerFailed, OSError):
 
 
 ALONE = World()
-
-
-def place(environment: dict[str, str] | None = None) -> tuple[int, int, int, int]:
-    """Rank, number of processes, the same on this machine: as torchrun or SLURM started them.
-
-    Under `srun` and submitit the variables that torch reads (MASTER_ADDR, ...) are set as well.
-    Without either: one process. An interactive job's own shell counts as one too.
-    """
-    found = os.environ if environment is None else environment
-    if "RANK" not in found or "WORLD_SIZE" not in found:
-        tasks = found.get("SLURM_STEP_NUM_TASKS", found.get("SUBMITIT_LOCAL_NTASKS", "1"))
-        if int(tasks) == 1:
-            return 0, 1, 0, 1
-        _name_ranks_as_torchrun()
-        found = os.environ
-    size = int(found["WORLD_SIZE"])
-    local_rank = int(found.get("LOCAL_RANK", 0))
-    return int(found["RANK"]), size, local_rank, int(found.get("LOCAL_WORLD_SIZE", size))
-
-
-def _name_ranks_as_torchrun() -> None:
-    """Sets RANK, MASTER_ADDR and the others from what srun or submitit says."""
-    from submitit.helpers import TorchDistributedEnvironment
-
-    started_by = os.environ.get("SUBMITIT_EXECUTOR")
-    os.environ.setdefault("SUBMITIT_EXECUTOR", "slurm")  # which srun alone does not say
-    try:
-        found = TorchDistributedEnvironment()
-        if found.local_world_size == found.world_size:  # whatever the name of the node leads to
-            found.master_addr = "127.0.0.1"
-        found.export(set_cuda_visible_devices=False, overwrite=True)
-    finally:
-        if started_by is None:
-            del os.environ["SUBMITIT_EXECUTOR"]

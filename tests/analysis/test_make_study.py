@@ -1,61 +1,27 @@
-"""What a study asks for, read without Hydra, is what Hydra makes of it; marks of what is not so."""
+"""The runs that a study asks for, and the marks of figures drawn from other or incomplete runs."""
 
-import functools
 import json
 import shutil
 
 import numpy as np
 import pandas as pd
 import pytest
-from hydra.core.config_store import ConfigStore
 from matplotlib.figure import Figure
 
-from analysis import load_runs, make, marks, naming, study
-from analysis.load import flatten
-from lowprec.config import compose as cli
-from lowprec.config.schema import Config
-from lowprec.runs.identity import to_dict
+from analysis import load_runs, make, marks, study
+from analysis.load import EXPERIMENTS
 
-SHARDS = ["data.train=train.tar", "data.val=val.tar"]
-FILES = sorted(path for path in (cli.CONF / "experiment").glob("*.yaml"))
+STUDIES = sorted(path.stem for path in EXPERIMENTS.glob("*.yaml"))
 
 
-@functools.cache
-def hydras(path):
-    """Slug and scale of a study's file, and the configs that Hydra makes of all its commands."""
-    ConfigStore.instance().store(name="schema", node=cli.defaults(Config))
-    scale = next((s for s in ("mini", "demo") if path.stem.endswith(f"_{s}")), "paper")
-    slug, configs = path.stem.removesuffix(f"_{scale}"), []
-    for command, _ in study.commands(slug, scale):
-        overrides = command.partition(" -m experiment=")[2].split()
-        overrides = [f"experiment={overrides[0]}", *overrides[1:]]
-        shards = SHARDS if "/data: shards" in path.read_text() else []
-        configs += cli.check_command([*overrides, *shards], "train", multirun=True)
-    return slug, scale, configs
+@pytest.mark.parametrize("name", STUDIES)
+def test_no_two_runs_of_a_study_are_taken_for_each_other(name):
+    scale = next((s for s in ("mini", "demo") if name.endswith(f"_{s}")), "paper")
+    planned = study._planned(name.removesuffix(f"_{scale}"), scale)
+    assert len({tuple(row[key] for key in keys) for row, keys in planned}) == len(planned) > 0
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_the_cells_of_a_study_are_those_that_hydra_runs(path):
-    slug, scale, configs = hydras(path)
-    heads = pd.DataFrame([flatten(to_dict(config)) for config in configs])
-    is_high = heads["precision.recipe"] == "high"
-    heads["precision.label"] = heads["precision.recipe"].mask(is_high, heads["precision.autocast"])
-    cells = [cell for _, cells in study.commands(slug, scale) for cell in cells]
-    assert len(cells) == len(configs)
-    assert all(study._is_there(cell, heads.iloc[[i]]) for i, cell in enumerate(cells))
-    assert len({tuple(cell.values()) for cell in cells}) == len(cells)
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_the_settings_of_a_cell_are_all_that_hydra_makes_of_it(path):
-    slug, scale, configs = hydras(path)
-    heads = pd.DataFrame([flatten(to_dict(config)) for config in configs])
-    planned = study.settings(slug, scale)
-    for key in {*naming.SETTINGS, "model.name", "optimizer.name"} - {"data.digest"}:
-        assert planned[key].map(naming.written).tolist() == heads[key].map(naming.written).tolist()
-
-
-def test_missing_cells_are_named_by_what_they_differ_in(make_run, tmp_path):
+def test_missing_runs_are_named_by_the_values_that_differ(make_run, tmp_path):
     make_run(num_steps=20, scale="mini", model="mini_l", optimizer="stable_adamw")
     runs = load_runs(tmp_path / "runs").runs
     total, absent = study.missing("loss_curves", "mini", runs)

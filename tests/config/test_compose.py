@@ -7,14 +7,13 @@ import subprocess
 import sys
 
 import pytest
-from hydra.core.config_store import ConfigStore
 
-from lowprec.config import compose as cli
+from lowprec.config import compose
 from lowprec.config.check import ConfigError
 from lowprec.config.schema import Config
 from lowprec.runs.identity import to_dict
 
-CONF = cli.CONF
+CONF = compose.CONF
 GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir())
 GROUP_FILES = [
     f"{group}={path.stem}"
@@ -149,7 +148,7 @@ BAD = {  # the command: what its message must contain
     "-m experiment=loss_curves,loss_curves_demo": ("only one experiment",),
     "-m optimizer.lr=interval(1e-4,1e-3)": ("interval", "choice(...)"),
     "-m model=glob(x*)": ("model=glob(x*)", "conf/model has"),
-    "data.train=a-{0..9}.tar": ("cannot be read", "'data.train=\"a-{0..9}.tar\"'"),
+    "data.train=a-{0..9}.tar": ("cannot be parsed", "'data.train=\"a-{0..9}.tar\"'"),
     "seed": ("seed: key=value is expected",),
     "=3": ("=3: key=value is expected",),
     "seed=${nope}": ("seed", "nope"),
@@ -175,15 +174,11 @@ GOOD = {  # the command: how many runs
 }
 
 
-@pytest.fixture(autouse=True)
-def schema():
-    ConfigStore.instance().store(name="schema", node=cli.defaults(Config))
-
-
 def configs_of(command):
     words = command.split()
     multirun = words[:1] == ["-m"]
-    return cli.check_command(words[multirun:], "train", multirun=multirun)
+    runs = compose.compose_command(words[multirun:], multirun=multirun)
+    return [run.config for run in runs]
 
 
 def faults_of(command):
@@ -245,13 +240,13 @@ def test_typo_in_an_experiment_file_is_named(before, after, named, tmp_path, mon
     file = tmp_path / "conf" / "experiment" / "loss_curves_demo.yaml"
     assert before in file.read_text()
     file.write_text(file.read_text().replace(before, after))
-    monkeypatch.setattr(cli, "CONF", tmp_path / "conf")
+    monkeypatch.setattr(compose, "CONF", tmp_path / "conf")
     faults = faults_of("-m experiment=loss_curves_demo")
     assert any(all(part in fault for part in named) for fault in faults), faults
 
 
 def test_default_files_change_only_the_data_paths_of_the_schema():
-    composed, schema = to_dict(configs_of("")[0]), cli.defaults(Config)
+    composed, schema = to_dict(configs_of("")[0]), compose.defaults(Config)
     for path in ("train", "val"):
         assert composed["data"].pop(path) != schema["data"].pop(path)
     assert composed == schema

@@ -5,44 +5,39 @@ import importlib
 import re
 
 import pytest
-from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from analysis import make, spike_lead, study
-from lowprec.config import compose as cli
-from lowprec.config.schema import Config
+from analysis import make, spike_lead
+from lowprec.config.compose import CONF, compose_command
 
 WITHOUT_PAPER = ("resume",)  # not of the paper
 SHARDS = ["data.train=train.tar", "data.val=val.tar"]
 MINI = ("mini_b", "mini_l", "mini_h")
-EXPERIMENTS = sorted(path.stem for path in (cli.CONF / "experiment").glob("*.yaml"))
+EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 FIGURES = [importlib.import_module(f"analysis.figures.{slug}") for slug in make.slugs()]
 OF_RUNS = [figure for figure in FIGURES if not hasattr(figure, "LINES")]
 STUDIES = sorted({make.experiment_of(figure) for figure in OF_RUNS})
 
 
-@pytest.fixture(autouse=True)
-def schema():
-    ConfigStore.instance().store(name="schema", node=cli.defaults(Config))
-
-
 @functools.cache
-def cells(name):
-    text = (cli.CONF / "experiment" / f"{name}.yaml").read_text()
+def runs_of(name):
+    """The checked configs of all runs of an experiment file."""
+    text = (CONF / "experiment" / f"{name}.yaml").read_text()
     shards = SHARDS if "/data: shards" in text else []
-    return cli.check_command([f"experiment={name}", *shards], "train", multirun=True)
+    runs = compose_command([f"experiment={name}", *shards], multirun=True)
+    return [run.config for run in runs]
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_experiment_expands_to_the_runs_its_header_says(name):
-    lines = (cli.CONF / "experiment" / f"{name}.yaml").read_text().splitlines()
+    lines = (CONF / "experiment" / f"{name}.yaml").read_text().splitlines()
     header = "".join(line for line in lines if line.startswith("#"))
-    assert len(cells(name)) == int(re.search(r"(\d+) runs?\b", header).group(1))
+    assert len(runs_of(name)) == int(re.search(r"(\d+) runs?\b", header).group(1))
 
 
 @pytest.mark.parametrize("slug", STUDIES)
 def test_a_mini_study_trains_mini_models_for_at_most_2000_steps(slug):
-    configs = cells(f"{slug}_mini")
+    configs = runs_of(f"{slug}_mini")
     assert {(config.experiment, config.scale) for config in configs} == {(slug, "mini")}
     assert {config.model.name for config in configs} <= set(MINI)
     assert all(config.num_steps <= 2000 for config in configs)
@@ -50,10 +45,11 @@ def test_a_mini_study_trains_mini_models_for_at_most_2000_steps(slug):
 
 @pytest.mark.parametrize("slug", [slug for slug in STUDIES if slug not in WITHOUT_PAPER])
 def test_a_study_at_paper_scale_follows_the_protocol_of_the_paper(slug):
-    for config in cells(slug):
+    for config in runs_of(slug):
         assert (config.experiment, config.scale) == (slug, "paper")
         assert (config.num_steps, config.schedule.warmup_steps) == (20000, 5000)
-        assert config.model.patch_dropout == 0.5 and config.checkpointing
+        assert config.model.patch_dropout == 0.5
+        assert config.checkpointing is (config.intervention.name != "kq_norm")
         assert config.data.resampled and config.data.classnames == "imagenet"
         optimizer = config.optimizer
         assert (optimizer.beta1, optimizer.eps, optimizer.weight_decay) == (0.9, 1e-6, 0.2)
@@ -65,10 +61,7 @@ def test_a_study_at_paper_scale_follows_the_protocol_of_the_paper(slug):
 
 @pytest.mark.parametrize("slug", [slug for slug in STUDIES if slug not in WITHOUT_PAPER])
 def test_weight_decay_is_the_papers_in_all_commands_that_do_not_sweep_optimizers(slug):
-    configs = list(cells(slug))
-    for command, _ in study.commands(slug, "paper")[1:]:  # the lines `# And:`
-        overrides = command.partition("experiments.train -m ")[2].split()
-        configs += cli.check_command([*overrides, *SHARDS], "train", multirun=True)
+    configs = runs_of(slug)
     for config in configs:
         unclipped = config.optimizer.name == "stable_adamw" and slug != "update_clipping"
         assert config.optimizer.clip_weight_decay is not unclipped
@@ -81,7 +74,7 @@ def test_without_runs_a_figure_names_the_command_that_makes_them(figure, scale, 
     asked = ["--scale", scale] if scale else []
     assert make.main([slug, *asked, "--runs", str(tmp_path)]) == 2
     _, _, name = capsys.readouterr().err.strip().rpartition("experiments.train -m experiment=")
-    assert OmegaConf.load(cli.CONF / "experiment" / f"{name}.yaml").experiment == study
+    assert OmegaConf.load(CONF / "experiment" / f"{name}.yaml").experiment == study
     if slug not in WITHOUT_PAPER and slug != "loss_curves":  # which has a demo, too
         assert name == (study if scale == "paper" else f"{study}_mini")
 
@@ -90,7 +83,7 @@ def test_without_runs_a_figure_names_the_command_that_makes_them(figure, scale, 
 def test_leads_of_spikes_are_of_the_sweep_of_the_losses(kind):
     figure = importlib.import_module(f"analysis.figures.spike_lead_{kind}")
     assert make.experiment_of(figure) == f"spikes_vs_{kind}"
-    beta2 = {config.optimizer.beta2 for config in cells(f"spikes_vs_{kind}")}
+    beta2 = {config.optimizer.beta2 for config in runs_of(f"spikes_vs_{kind}")}
     assert {b for b in beta2 if b >= spike_lead.LEAST_BETA2} == {0.99, 0.995}
 
 
@@ -102,7 +95,7 @@ def test_sweeps_of_the_paper_have_its_values():
         "beta2_schedule": lambda c: c.optimizer.beta2_decay,
         "update_clipping": lambda c: c.optimizer.name,
     }
-    found = {slug: list(dict.fromkeys(map(value, cells(slug)))) for slug, value in swept.items()}
+    found = {slug: list(dict.fromkeys(map(value, runs_of(slug)))) for slug, value in swept.items()}
     assert found == {
         "spikes_vs_size": ["vit_b32", "vit_l14", "vit_h14"],
         "spikes_vs_batch": [4096, 16384, 65536],
@@ -110,12 +103,12 @@ def test_sweeps_of_the_paper_have_its_values():
         "beta2_schedule": [None, 0.45, 0.5, 0.65],
         "update_clipping": ["adamw", "adamw_clip", "stable_adamw"],
     }
-    beta2 = {config.optimizer.beta2 for config in cells("spikes_vs_size")}
+    beta2 = {config.optimizer.beta2 for config in runs_of("spikes_vs_size")}
     assert beta2 == {0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995}
 
 
 def row_of(name):
-    table = (cli.CONF.parent / "experiments" / "README.md").read_text()
+    table = (CONF.parent / "experiments" / "README.md").read_text()
     [row] = [line for line in table.splitlines() if line.startswith(f"| `{name}` |")]
     return row
 
@@ -124,11 +117,11 @@ def row_of(name):
 def test_the_row_of_a_small_study_says_its_number_of_steps(name):
     deviation = row_of(name).split("|")[-2]
     steps = int(re.search(r"([\d,]+) steps", deviation)[1].replace(",", ""))
-    assert {steps} == {config.num_steps for config in cells(name)}
+    assert {steps} == {config.num_steps for config in runs_of(name)}
 
 
 def test_every_study_is_a_row_of_the_table():
-    for path in (cli.CONF / "experiment").glob("*.yaml"):
+    for path in (CONF / "experiment").glob("*.yaml"):
         row = row_of(path.stem)
         scale = row.split("|")[2].strip()
         given = OmegaConf.load(path).get("scale") or path.stem.rpartition("_")[2]

@@ -1,12 +1,10 @@
 """URLs: expanded, allowed or refused, and named without their secrets."""
 
 import pytest
-from hydra.core.config_store import ConfigStore
 
-from lowprec.config import compose as cli
 from lowprec.config.check import ConfigError
+from lowprec.config.compose import compose_command
 from lowprec.config.preflight import preflight
-from lowprec.config.schema import Config
 from lowprec.data.urls import expand_urls, without_secrets
 
 SECRET_URLS = {
@@ -51,11 +49,9 @@ def test_digest_is_of_the_urls_and_outlives_a_renewed_secret():
 
 @pytest.fixture(scope="module")
 def check_command():
-    ConfigStore.instance().store(name="schema", node=cli.defaults(Config))
-
     def check(*overrides):
         overrides = ["data=stream", "evaluation=none", *overrides]
-        return cli.check_command(overrides, "train", preflight=preflight)
+        return compose_command(overrides, preflight=preflight)
 
     return check
 

@@ -13,8 +13,7 @@ import torch
 
 from experiments.replay import ReplayConfig, changed, main, suspects, variants_of
 from experiments.replay_report import question
-from lowprec.config.check import ConfigError
-from lowprec.config.compose import RunError
+from lowprec.config.check import ConfigError, RunError
 from lowprec.runs.identity import to_dict
 from lowprec.runs.read import encode_row, read_rows
 from lowprec.train import build as building

@@ -4,13 +4,11 @@ import pickle
 import tarfile
 
 import pytest
-from hydra.core.config_store import ConfigStore
 
 from analysis import load_runs
 from experiments.evaluate import read_config
-from lowprec.config import compose as cli
 from lowprec.config.check import ConfigError
-from lowprec.config.schema import Config
+from lowprec.config.compose import compose_command
 from lowprec.data.index import open_shards
 from lowprec.runs.identity import to_dict
 from lowprec.train.checkpoint import list_checkpoints
@@ -89,11 +87,10 @@ def test_index_files_with_pickles_are_not_loaded(tmp_path, payload, canary, pair
 @pytest.fixture
 def faults_of():
     """A function: the faults of a command of `train`, found before Hydra starts."""
-    ConfigStore.instance().store(name="schema", node=cli.defaults(Config))
 
     def faults_of(*overrides):
         with pytest.raises(ConfigError) as error:
-            cli.check_command(list(overrides), "train")
+            compose_command(list(overrides))
         return error.value.faults
 
     return faults_of

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from experiments import sweep
-from lowprec.config import compose as cli
 from lowprec.config.check import ConfigError
+from lowprec.config.compose import CONF
 from lowprec.runs import durable
 from lowprec.runs.durable import DiskError
 from lowprec.runs.read import find_runs, read_status
@@ -41,9 +41,9 @@ def test_every_bad_cell_is_named_before_anything_is_submitted(here, keys, capsys
     bad = ["num_steps=1,2", "schedule.warmup_steps=2", "optimizer.lr=1e-3,-1", "seed=0"]
     assert run("submit", *keys, *bad) == 2
     said = capsys.readouterr().err
-    assert re.search(r"warmup_steps=2 is more than num_steps=1 \[cell num_steps=1 .*\]", said)
+    assert re.search(r"warmup_steps=2 is more than num_steps=1 \[run num_steps=1 .*\]", said)
     assert re.search(
-        r"optimizer.lr=-1.* > 0.* \[cell num_steps=1 optimizer.lr=-1; num_steps=2", said
+        r"optimizer.lr=-1.* > 0.* \[run num_steps=1 optimizer.lr=-1; num_steps=2", said
     )
     assert not (here / "runs").exists()
 
@@ -128,7 +128,7 @@ GPUS = ["launcher=slurm", "launcher.gpus=8"]
         ([*GPUS], r"8 processes would be started and distributed=none .*use distributed=ddp"),
         (
             [*GPUS, "distributed=ddp", "batch_size=16,20"],
-            r"batch_size=20 .* 8 processes .* nearest: batch_size=16 \[cell batch_size=20\]",
+            r"batch_size=20 .* 8 processes .* nearest: batch_size=16 \[run batch_size=20\]",
         ),
         (["launcher.gpus=2"], "2 processes would be started.*use distributed=ddp"),
     ],
@@ -189,14 +189,14 @@ def test_a_preset_of_hydra_has_every_key_of_the_launcher(name):
     from omegaconf import OmegaConf
 
     schema = {"submitit_local": config.LocalQueueConf, "submitit_slurm": config.SlurmQueueConf}
-    preset = OmegaConf.load(cli.CONF / "hydra" / "launcher" / f"{name}.yaml")
+    preset = OmegaConf.load(CONF / "hydra" / "launcher" / f"{name}.yaml")
     assert set(preset) == {field.name for field in fields(schema[name])}
 
 
 def test_faults_without_a_sweep_are_not_repeated_by_cell(keys):
     with pytest.raises(ConfigError) as error:
         cells_of([*keys, "seed=0", "schedule.warmup_steps=9"])
-    assert len(error.value.faults) == 1 and "[cell" not in error.value.faults[0]
+    assert len(error.value.faults) == 1 and "[run" not in error.value.faults[0]
 
 
 def test_a_running_cell_shows_the_step_of_its_last_row(here, keys, monkeypatch):

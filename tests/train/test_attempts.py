@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from experiments import train as entry
-from lowprec.config.compose import RunError
+from lowprec.config.check import RunError
 from lowprec.data.loader import Batches
 from lowprec.runs.read import find_runs, read_rows, read_status
 from lowprec.runs.record import Record

@@ -7,8 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from experiments import train as entry
-from lowprec.config.check import ConfigError
-from lowprec.config.compose import RunError
+from lowprec.config.check import ConfigError, RunError
 from lowprec.config.preflight import preflight
 from lowprec.runs.read import find_runs, read_rows
 from lowprec.train.checkpoint import list_checkpoints

@@ -8,8 +8,7 @@ import fsspec
 import pytest
 
 from experiments import train as entry
-from lowprec.config.check import ConfigError
-from lowprec.config.compose import RunError
+from lowprec.config.check import ConfigError, RunError
 from lowprec.config.preflight import preflight
 from lowprec.runs.read import find_runs, read_rows, read_status
 from lowprec.runs.record import Record

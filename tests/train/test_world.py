@@ -6,7 +6,7 @@ import pytest
 
 from lowprec.config.check import ConfigError
 from lowprec.config.preflight import preflight
-from lowprec.train.world import place
+from lowprec.runs.place import place
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 

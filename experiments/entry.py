@@ -1,0 +1,99 @@
+"""Runs an entry point: its command line is checked as a whole before the first run starts."""
+
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import hydra
+from hydra._internal.utils import get_args_parser
+from hydra.core.hydra_config import HydraConfig
+
+from lowprec.config.check import ConfigError, RunError, check
+from lowprec.config.compose import CONF, compose_command, further_commands, plain, register
+from lowprec.config.schema import Config
+from lowprec.runs.place import place
+
+
+def run_command(
+    task: Callable[[Any], None],
+    entry: str,
+    schema: type = Config,
+    preflight: Callable[[Any], None] = lambda config: None,
+) -> None:
+    """Calls `task(config)` for the command line's config, or under -m for each of its runs.
+
+    All configs are checked first, also by `preflight(config)`, which may raise ConfigError; faults
+    are printed as a list and exit with 2. `entry` is the name of the config file in `conf/`.
+    """
+    register(schema)
+    arguments = get_args_parser().parse_args()
+    inspecting = arguments.cfg or arguments.hydra_help or arguments.help or arguments.info
+    commands: list[list[str]] = []
+    try:
+        if arguments.multirun:
+            _refuse_ranks(place()[1])
+        if not inspecting:
+            compose_command(
+                arguments.overrides,
+                entry,
+                schema,
+                multirun=arguments.multirun,
+                preflight=preflight,
+            )
+            if arguments.multirun and schema is Config:
+                commands = further_commands(arguments.overrides)
+    except ConfigError as error:
+        refuse(error)
+
+    @hydra.main(version_base="1.3", config_path=str(CONF), config_name=entry)
+    def run(composed: Any) -> None:
+        if arguments.multirun:
+            job = HydraConfig.get()
+            print(f"[{job.job.num + 1}]", *job.overrides.task, flush=True)
+        try:
+            task(check(plain(composed), schema))
+        except ConfigError as error:
+            if arguments.multirun:  # the other runs go on
+                raise
+            refuse(error)
+        except RunError as error:
+            if arguments.multirun:
+                raise
+            sys.exit(str(error))
+
+    _run_each(run, commands)
+
+
+def refuse(error: ConfigError) -> NoReturn:
+    """Prints the faults as a list and exits with 2."""
+    print(f"{len(error.faults)} fault(s) in the config:\n{error}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _refuse_ranks(size: int) -> None:
+    """ConfigError for a sweep in several processes."""
+    if size > 1:
+        raise ConfigError(
+            [
+                f"-m does not run in {size} processes: a failed run would leave them out of step; "
+                f"use python -m experiments.sweep submit ... launcher.gpus={size}"
+            ]
+        )
+
+
+def _run_each(run: Callable[[], None], commands: list[list[str]]) -> None:
+    """Runs the command line, then with the overrides of each further command; a failure exits 1.
+
+    A failed run, for which Hydra exits with 1, does not keep the later commands from running.
+    """
+    words, failed = sys.argv[1:], False
+    for command in [[], *commands]:
+        sys.argv[1:] = [*words, *command]
+        try:
+            run()
+        except SystemExit as error:
+            if error.code != 1:
+                raise
+            failed = True
+    if failed:
+        sys.exit(1)

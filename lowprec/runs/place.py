@@ -1,0 +1,38 @@
+"""The place of this process among those of its run, without torch."""
+
+import os
+from collections.abc import Mapping
+
+
+def place(environment: Mapping[str, str] | None = None) -> tuple[int, int, int, int]:
+    """Rank, number of processes, and both within this machine, as torchrun or SLURM set them.
+
+    Under `srun` and submitit this also sets the variables that torch reads (MASTER_ADDR, ...).
+    Without a launcher there is one process; so there is in the shell of an interactive job.
+    """
+    variables = os.environ if environment is None else environment
+    if "RANK" not in variables or "WORLD_SIZE" not in variables:
+        local_tasks = variables.get("SUBMITIT_LOCAL_NTASKS", "1")
+        if int(variables.get("SLURM_STEP_NUM_TASKS", local_tasks)) == 1:
+            return 0, 1, 0, 1
+        _set_torchrun_variables()
+        variables = os.environ
+    size = int(variables["WORLD_SIZE"])
+    local_rank = int(variables.get("LOCAL_RANK", 0))
+    return int(variables["RANK"]), size, local_rank, int(variables.get("LOCAL_WORLD_SIZE", size))
+
+
+def _set_torchrun_variables() -> None:
+    """Sets RANK, MASTER_ADDR and the others from the variables of srun or submitit."""
+    from submitit.helpers import TorchDistributedEnvironment  # slow, and needed here only
+
+    executor = os.environ.get("SUBMITIT_EXECUTOR")
+    os.environ.setdefault("SUBMITIT_EXECUTOR", "slurm")  # srun alone does not set it
+    try:
+        ranks = TorchDistributedEnvironment()
+        if ranks.local_world_size == ranks.world_size:  # the node's name need not resolve
+            ranks.master_addr = "127.0.0.1"
+        ranks.export(set_cuda_visible_devices=False, overwrite=True)
+    finally:
+        if executor is None:
+            del os.environ["SUBMITIT_EXECUTOR"]
