@@ -61,9 +61,9 @@ class EvaluateConfig:
 
 def main(config: EvaluateConfig) -> None:
     """Builds the run's model, loads its newest checkpoint, evaluates."""
+    from lowprec.runs.attempts import CheckpointError
     from lowprec.train.build import build
     from lowprec.train.checkpoint import newest_checkpoint
-    from lowprec.train.state import CheckpointError
 
     run = Path(config.run)
     if config.evaluation.name == "none":

@@ -84,9 +84,9 @@ def catch(run: Path, device: str) -> "tuple[int, dict[str, dict[str, Tensor]]]":
 
     x and g are in the dtype that the layer computes in, as 2-d tensors; w is as it is stored.
     """
+    from lowprec.runs.attempts import CheckpointError
     from lowprec.train.build import build
     from lowprec.train.checkpoint import newest_checkpoint
-    from lowprec.train.state import CheckpointError
 
     try:
         trained = read_config(run)

@@ -73,8 +73,8 @@ class Variant:
 def main(config: ReplayConfig, changes: list[str], multirun: bool = False) -> None:
     """Replays control and variants, prints and writes what they show."""
     from experiments.replay_report import report
+    from lowprec.runs.attempts import CheckpointError
     from lowprec.train.snapshots import state_before
-    from lowprec.train.state import CheckpointError
 
     run = Path(config.run)
     trained = to_dict(read_config(run))

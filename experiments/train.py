@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from omegaconf import OmegaConf
 from rich.console import Console
@@ -26,35 +27,39 @@ from lowprec.config.schema import Config
 from lowprec.data.open import Data, open_data, progress_bar
 from lowprec.data.urls import without_secrets
 from lowprec.runs import durable
+from lowprec.runs.attempts import STOPPED, first_step
 from lowprec.runs.environment import environment
 from lowprec.runs.identity import directory, identity, label, to_dict
-from lowprec.runs.null_record import SilentRecord
 from lowprec.runs.place import place
-from lowprec.runs.record import Record, RecordError, RunBusyError
-from lowprec.train.attempt import STOPPED, attempt, begins_at, line_of
+from lowprec.runs.record import NullRecord, Record, RecordError, RunBusyError
 from lowprec.train.remote import NoCopy
 from lowprec.train.signals import StopRequest, stop_request
 from lowprec.train.sources import source_of_weights, sources_of
-from lowprec.train.world import PeerFailed, World
+
+if TYPE_CHECKING:  # torch is loaded once the command has been checked
+    from lowprec.train.distributed import Ranks
 
 
 def main(config: Config) -> None:
     """One run from its config to its end, in one process or as one of several."""
     sys.stderr = sys.__stderr__  # see the end of this file
     preflight(config)
-    if place()[1] == 1:
-        _run(config, World())
-        return
-    from lowprec.train.distributed import join
+    from lowprec.train.distributed import Ranks, join
 
+    if place()[1] == 1:
+        _run(config, Ranks())
+        return
     world = join(config.device, config.distributed.timeout_s)
     with open(os.devnull, "w") as nowhere:
         with contextlib.redirect_stdout(sys.stdout if world.is_first else nowhere):
             _run(config, world)
 
 
-def _run(config: Config, world: World) -> None:
+def _run(config: Config, world: "Ranks") -> None:
     """A rank's part of a run; rank 0 writes, and speaks for all where all fail alike."""
+    from lowprec.train.attempt import attempt, line_of
+    from lowprec.train.distributed import PeerFailed
+
     try:
         data = _open_data(config, world)
         sources = world.first(lambda: sources_of(config, data))
@@ -83,14 +88,14 @@ def _run(config: Config, world: World) -> None:
         sys.exit(STOPPED)
 
 
-def _open_data(config: Config, world: World) -> Data:
+def _open_data(config: Config, world: "Ranks") -> Data:
     """Rank 0 goes first: it renders and indexes what is not there yet."""
     opened: list[Data] = []
     world.first(lambda: opened.append(open_data(config)))
     return opened[0] if opened else open_data(config)
 
 
-def _open_record(run: Path, num_steps: int, world: World) -> Record | None:
+def _open_record(run: Path, num_steps: int, world: "Ranks") -> Record | None:
     """The record of a run, which rank 0 alone can write; None if there is nothing to do."""
     opened: list[Record] = []
 
@@ -111,7 +116,7 @@ def _open_record(run: Path, num_steps: int, world: World) -> Record | None:
     attempt = world.first(open_first)
     if attempt is None:
         return None
-    return opened[0] if opened else SilentRecord(run, attempt)
+    return opened[0] if opened else NullRecord(run, attempt)
 
 
 def _train(
@@ -121,7 +126,7 @@ def _train(
     record: Record,
     stop: StopRequest,
     copy: NoCopy,
-    world: World,
+    world: "Ranks",
 ) -> tuple[object, object]:
     """Trains until the run ends or is stopped: how, and the logger; torch is loaded here."""
     from lowprec.runs.provenance import code_digests
@@ -161,7 +166,7 @@ def _train(
             flops=built.flops_per_pair(),
             world=world,
         )
-    world.beat(None, "ending")
+    world.heartbeat(None, "ending")
     record.finish_stream()
     if ended.state in ("finished", "diverged"):
         record.write_parquet()
@@ -194,12 +199,12 @@ def _shown(config: Config, evaluation: Callable | None) -> Iterator[tuple[Callab
 
 
 def _begin_record(
-    config: Config, plain: dict, sources: dict[str, str], record: Record, world: World
+    config: Config, plain: dict, sources: dict[str, str], record: Record, world: "Ranks"
 ) -> None:
     """Writes what the attempt is: its config, the machine, what has changed since the last."""
     from lowprec.runs.provenance import changes_since
 
-    begins = begins_at(record.run)
+    begins = first_step(record.run)
     facts = environment()
     changed = changes_since(record.run, facts)
     for line in changed:

@@ -19,7 +19,7 @@ TESTS += ("train/test_snapshots.py",)
 TESTS += ("data/test_loader.py", "data/test_index.py", "train/test_crash.py")
 KERNEL_TESTS = ("ops/test_quantize.py", "ops/test_matmul.py", "ops/test_gelu.py")
 OPTIMIZER_TESTS = ("optim/test_fused.py",)
-RANKS = tuple(f"lowprec/train/{name}.py" for name in ("distributed", "parallel", "parts"))
+RANKS = tuple(f"lowprec/train/{name}.py" for name in ("distributed", "state"))
 RANKS_TESTS = ("distributed/test_join.py", "distributed/test_gradients.py")
 RANKS_TESTS += ("distributed/test_runs.py", "distributed/test_non_finite.py")
 MUTANTS = {  # name: (file, line as it is, line as it must not be)
@@ -41,7 +41,7 @@ MUTANTS = {  # name: (file, line as it is, line as it must not be)
         "_check_same(moments[key], named, path)", "pass",
     ),
     "record not cut back": (
-        "lowprec/train/saver.py", 'self.record.cut(manifest["offsets"])', "pass",
+        "lowprec/train/checkpoint.py", 'self.record.cut(manifest["offsets"])', "pass",
     ),
     "data begin again at the first batch": (
         "lowprec/train/loop.py", "batches = batches_from(first)", "batches = batches_from(1)",
@@ -161,16 +161,16 @@ MUTANTS = {  # name: (file, line as it is, line as it must not be)
         'if os.environ["MASTER_ADDR"] in', 'if device == "cpu" and os.environ["MASTER_ADDR"] in',
     ),
     "every rank drops the patches of the first": (
-        "lowprec/train/parallel.py",
+        "lowprec/clip/model.py",
         "for r in (rank, rank + 1))", "for r in (0, 1))",
     ),
     "every part drops the patches of the first": (
-        "lowprec/train/parallel.py",
+        "lowprec/clip/model.py",
         "self.drawn[self.next : self.next + batch]",
         "self.drawn[self.begin : self.begin + batch]",
     ),
     "rows of the first part read in every rank": (
-        "lowprec/train/parts.py",
+        "lowprec/train/state.py",
         "first, count = _rows(like)", "first, count = 0, _rows(like)[1]",
     ),
 }  # fmt: skip

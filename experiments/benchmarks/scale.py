@@ -99,12 +99,11 @@ def work(plain: dict) -> None:
     from lowprec.optim.schedules import set_learning_rate
     from lowprec.runs.place import place
     from lowprec.train.build import build
-    from lowprec.train.distributed import join
+    from lowprec.train.distributed import Ranks, join
     from lowprec.train.step import TrainStep
-    from lowprec.train.world import World
 
     config, size = check(plain), place()[1]
-    world = join(config.device, config.distributed.timeout_s) if size > 1 else World()
+    world = join(config.device, config.distributed.timeout_s) if size > 1 else Ranks()
     built = build(config, None, world)
     batch = random_batch(built, config.batch_size // size)
     step = TrainStep(built.task, built.state.optimizer, built.state.scaler)

@@ -21,12 +21,23 @@ class PatchDropout(nn.Module):
     `[batch, 1 + patches, width] -> [batch, 1 + kept, width]`; kept = max(1, int(patches (1 - p))).
     The same distribution as open_clip's, drawn on the tensor's device: open_clip draws on the CPU,
     which makes every step wait for a copy.
+
+    With `batch_size` each forward gets a part of a whole batch of that size: of the share of rank
+    `rank` of `num_ranks`, one micro-batch after the other. It drops what it would drop in the whole
+    batch: the draw is the whole batch's and depends neither on the ranks nor on the micro-batches.
     Source: arXiv:2212.00794.
     """
 
-    def __init__(self, probability: float):
+    def __init__(
+        self, probability: float, batch_size: int | None = None, rank: int = 0, num_ranks: int = 1
+    ):
         super().__init__()
-        self.probability = probability
+        self.probability, self.batch_size = probability, batch_size
+        self.begin, self.end = (
+            r * (batch_size or 0) // num_ranks for r in (rank, rank + 1)
+        )  # this rank's images
+        self.next = self.begin
+        self.drawn: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Drops patches in training mode; the identity otherwise."""
@@ -34,9 +45,19 @@ class PatchDropout(nn.Module):
             return x
         batch, tokens, width = x.shape
         num_kept = max(1, int((tokens - 1) * (1 - self.probability)))
-        order = torch.rand(batch, tokens - 1, device=x.device).topk(num_kept, dim=1).indices
+        order = self._draw(batch, tokens - 1, x.device).topk(num_kept, dim=1).indices
         kept = x[:, 1:].gather(1, order[:, :, None].expand(-1, -1, width))
         return torch.cat((x[:, :1], kept), dim=1)
+
+    def _draw(self, batch: int, patches: int, device: torch.device) -> Tensor:
+        """One random number per image and patch: [batch, patches]."""
+        if self.batch_size is None:
+            return torch.rand(batch, patches, device=device)
+        if self.next == self.begin:
+            self.drawn = torch.rand(self.batch_size, patches, device=device)
+        rows = self.drawn[self.next : self.next + batch]
+        self.next = self.begin if self.next + batch == self.end else self.next + batch
+        return rows
 
 
 def build_model(config: ModelConfig, intervention: str = "none") -> nn.Module:

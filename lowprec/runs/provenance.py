@@ -4,7 +4,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from lowprec.train.state import CheckpointError
+from lowprec.runs.attempts import CheckpointError
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("lowprec/**/*.py", "experiments/build*.py", "lowprec/train/spread.py")

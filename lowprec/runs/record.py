@@ -207,6 +207,22 @@ class Record:
             self._lock.close()
 
 
+class NullRecord(Record):
+    """The record in ranks other than 0: reads the run and writes nothing."""
+
+    def __init__(self, run: Path, attempt: int):
+        self.run, self.attempt = Path(run), attempt
+
+    def _ignore(self, *args: object, **kwargs: object) -> None:
+        """Writes nothing."""
+
+    append = append_tensors = status = cut = write_parquet = finish_stream = close = _ignore
+
+    def offsets(self) -> dict[str, int]:
+        """None: the offsets are rank 0's."""
+        return {}
+
+
 class _Stream:
     """An Arrow stream of which each batch is one write to the file."""
 

@@ -34,12 +34,12 @@ from lowprec.nn.replace import Layer
 from lowprec.ops import takes
 from lowprec.optim.loss_scaling import build_scaler
 from lowprec.train.build_optimizer import build_optimizer
+from lowprec.train.distributed import ONE_PROCESS, Ranks
 from lowprec.train.precision import autocast, set_parameter_dtype
 from lowprec.train.speed import flops_per_pair, peak_flops
 from lowprec.train.spread import classifier_over, share_of_cores, spread
 from lowprec.train.state import TrainState
 from lowprec.train.task import ContrastiveTask
-from lowprec.train.world import ALONE, World
 
 EVALUATION_BATCH = 256
 
@@ -55,7 +55,7 @@ class Built:
     task: ContrastiveTask
     state: TrainState
     layers: list[Layer]  # what precision.recipe made of the linear layers
-    world: World = ALONE
+    world: Ranks = ONE_PROCESS
 
     @property
     def workers(self) -> int:
@@ -169,7 +169,7 @@ class Built:
     def _noticed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The batches of an evaluation, which may take longer than a rank may stand still."""
         for batch in batches:
-            self.world.beat(None, "evaluating")
+            self.world.heartbeat(None, "evaluating")
             yield batch
 
 
@@ -180,7 +180,7 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def build(config: Config, data: Data, world: World = ALONE) -> Built:
+def build(config: Config, data: Data, world: Ranks = ONE_PROCESS) -> Built:
     """Model, optimizer, scaler and tokenizer of a config, seeded; `world`: the ranks it is for.
 
     Every rank is seeded alike, so that all begin with the same weights.

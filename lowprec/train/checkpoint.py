@@ -1,7 +1,8 @@
-"""Checkpoints: one directory a step, complete when it has its final name, never overwritten.
+"""Checkpoints: one directory per saved step, committed by a rename, verified before it is loaded.
 
-Files are written to a temporary directory and synced, the manifest with their digests last; the
-rename is the commit. Loading verifies every digest. No pickle anywhere.
+Files are written and synced in a temporary directory, the manifest with their digests last.
+Renaming the directory to `checkpoints/step_<step>` commits it, and it is never overwritten. The
+training loop uses `Saver`, which restores a run once and saves it now and then.
 """
 
 import hashlib
@@ -11,11 +12,108 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from lowprec.config.schema import Config
 from lowprec.runs import durable
-from lowprec.train.state import CheckpointError, DamagedError, TrainState
-from lowprec.train.world import ALONE, World
+from lowprec.runs.attempts import CheckpointError, DamagedError
+from lowprec.runs.provenance import refuse_drift
+from lowprec.runs.record import Record
+from lowprec.train.distributed import ONE_PROCESS, Ranks
+from lowprec.train.state import TrainState
 
 FORMAT = 3
+SAVE_FAILURES = 3  # consecutive failures end the run; before that training continues
+
+
+class Saver:
+    """Restores a run to its newest intact checkpoint and commits new ones.
+
+    Rank 0 chooses and verifies, all ranks read; a failure in one rank is raised in all.
+    """
+
+    def __init__(
+        self,
+        state: TrainState,
+        record: Record,
+        config: Config,
+        provenance: dict,
+        world: Ranks = ONE_PROCESS,
+    ):
+        self.state, self.record, self.config = state, record, config
+        self.provenance = provenance
+        self.world = world
+        self.failures = 0
+
+    def restore(self) -> int:
+        """Loads the newest checkpoint and cuts the record back to it; returns its step, or 0."""
+        run = self.record.run
+        choice = self.world.first(self._choose)
+        if choice is None:
+            self.record.cut({})
+            print(f"{run}: from step 0")
+            return 0
+        path, manifest, mismatch = choice
+        self.world.together(lambda: self.state.load(Path(path)))
+        if self.world.is_first:
+            retire(run, self.config.keep_checkpoints)
+        self.record.cut(manifest["offsets"])
+        if mismatch:
+            self.record.append("events", [{"step": manifest["step"], "drift": mismatch}])
+        print(f"{run}: going on from step {manifest['step']}")
+        return manifest["step"]
+
+    def _choose(self) -> tuple[str, dict, list[str]] | None:
+        """The checkpoint to resume from, its manifest and the allowed provenance mismatches.
+
+        None if the run has never had a checkpoint; CheckpointError if it must not be resumed.
+        """
+        run = self.record.run
+        remove_leftovers(run)
+        require_space(run, self.state, self.config.keep_checkpoints)
+        newest = newest_checkpoint(run, set_aside=True)
+        if newest is None:
+            saved = self.record.last_status()["saved"]
+            if saved:
+                raise CheckpointError(f"{run} was saved at step {saved}; its checkpoints are gone")
+            return None
+        path, manifest = newest
+        if manifest["step"] > self.config.num_steps:
+            raise CheckpointError(
+                f"{run} is at step {manifest['step']}, beyond num_steps={self.config.num_steps}"
+            )
+        mismatch = refuse_drift(
+            path,
+            manifest["provenance"],
+            self.provenance,
+            allow_code=self.config.resume.allow_drift,
+            allow_layout=self.config.resume.allow_reshard,
+        )
+        return str(path), manifest, mismatch
+
+    def save(self, step: int, *, must_succeed: bool) -> None:
+        """Commits a checkpoint.
+
+        A failure is an event, and the next save tries again. The third consecutive failure, or any
+        failure of a save that must succeed, raises CheckpointError.
+        """
+        try:
+            save_checkpoint(
+                self.record.run,
+                step,
+                self.state,
+                self.record.offsets(),
+                keep=self.config.keep_checkpoints,
+                provenance=self.provenance,
+                world=self.world,
+            )
+        except CheckpointError as error:
+            self.failures += 1
+            if must_succeed or self.failures == SAVE_FAILURES:
+                raise
+            print(f"warning: {error}; training continues and tries again in save_every steps")
+            self.record.append("events", [{"step": step, "not saved": str(error)}])
+            return
+        self.failures = 0
+        self.record.status("running", step, saved=step)
 
 
 def save_checkpoint(
@@ -26,13 +124,14 @@ def save_checkpoint(
     *,
     keep: int,
     provenance: dict,
-    world: World = ALONE,
+    world: Ranks = ONE_PROCESS,
 ) -> Path:
-    """Commits `checkpoints/step_<step>` with the record's offsets, then drops all but `keep`.
+    """Commits `checkpoints/step_<step>`, then removes all but the newest `keep` checkpoints.
 
-    `provenance`: what the run's numbers follow from, compared at a resume. CheckpointError if it
-    cannot be written; nothing is left of it then and the older ones stay. Every rank writes what
-    is its own; rank 0 does the rest. It is committed, or not, in all of them.
+    `offsets`: lengths of the record's files, to which a resume cuts them back. `provenance`: what
+    the run's numbers depend on, compared at a resume. Every rank writes its own files, and the
+    commit succeeds or fails in all ranks: CheckpointError leaves nothing of the new checkpoint and
+    the older ones untouched.
     """
     folder = run / "checkpoints"
     final = folder / f"step_{step:09d}"
@@ -40,10 +139,10 @@ def save_checkpoint(
     if world.first(final.exists):
         return final
     try:
-        world.first(lambda: _begin(temporary))
-        contents = state.files()  # the ranks gather here: below one may fail by itself
+        world.first(lambda: _make_folder(temporary))
+        contents = state.files()  # ranks gather tensors here, so that none may fail by itself yet
         written = world.each(lambda: _write_files(temporary, contents))
-        files = {name: facts for part in written for name, facts in part.items()}
+        files = {name: facts for rank in written for name, facts in rank.items()}
         world.first(lambda: _commit(temporary, final, step, offsets, files, provenance))
     except OSError as error:
         if world.is_first:
@@ -54,7 +153,7 @@ def save_checkpoint(
     return final
 
 
-def _begin(temporary: Path) -> None:
+def _make_folder(temporary: Path) -> None:
     temporary.parent.mkdir(exist_ok=True)
     durable.sync(temporary.parent.parent)
     temporary.mkdir()
@@ -63,7 +162,7 @@ def _begin(temporary: Path) -> None:
 def _commit(
     temporary: Path, final: Path, step: int, offsets: dict, files: dict, provenance: dict
 ) -> None:
-    """Writes the manifest, then gives the checkpoint its name."""
+    """Writes the manifest, then renames the checkpoint."""
     body = {"format": FORMAT, "step": step, "offsets": offsets, "files": files}
     body |= {"provenance": provenance}
     manifest = {"sha256": _digest_of(body), **body}
@@ -74,16 +173,16 @@ def _commit(
 
 
 def _write_files(folder: Path, contents: dict[str, list]) -> dict[str, dict]:
-    """Writes and hashes files, all at once; bytes and sha256 by name."""
+    """Writes and hashes all files concurrently; returns `bytes` and `sha256` of each."""
     if not contents:
         return {}
     with ThreadPoolExecutor(2 * len(contents)) as pool:
         digests = {name: pool.submit(_sha256, chunks) for name, chunks in contents.items()}
-        written = [
+        writes = [
             pool.submit(durable.write, folder / name, *chunks) for name, chunks in contents.items()
         ]
-    for done in written:
-        done.result()
+    for write in writes:
+        write.result()
     return {
         name: {"bytes": sum(map(len, chunks)), "sha256": digests[name].result()}
         for name, chunks in contents.items()
@@ -91,9 +190,9 @@ def _write_files(folder: Path, contents: dict[str, list]) -> dict[str, dict]:
 
 
 def retire(run: Path, keep: int) -> None:
-    """Removes all but the newest `keep` checkpoints; a failure is left to the next start's sweep.
+    """Removes all but the newest `keep` checkpoints; on failure the next start removes the rest.
 
-    A checkpoint loses its name first: what is left of it after an interruption is no checkpoint.
+    A checkpoint is renamed first: what an interrupted removal leaves does not look like one.
     """
     for checkpoint in list_checkpoints(run)[:-keep]:
         trash = checkpoint.with_name(f".trash.{checkpoint.name}")
@@ -104,7 +203,7 @@ def retire(run: Path, keep: int) -> None:
             print(f"warning: {checkpoint} cannot be removed: {error}")
 
 
-def sweep(run: Path) -> None:
+def remove_leftovers(run: Path) -> None:
     """Removes what a killed process left half written or half removed."""
     for pattern in (".tmp.*", ".trash.*"):
         for folder in (run / "checkpoints").glob(pattern):
@@ -112,7 +211,7 @@ def sweep(run: Path) -> None:
 
 
 def require_space(run: Path, state: TrainState, keep: int) -> None:
-    """CheckpointError unless `keep` checkpoints and the next one fit beside what is there."""
+    """CheckpointError unless the disk has room for `keep` checkpoints and one being written."""
     size = state.num_bytes()
     needed = size * (keep + 1 - min(keep, len(list_checkpoints(run)))) * 11 // 10
     free = shutil.disk_usage(run).free
@@ -129,11 +228,11 @@ def list_checkpoints(run: Path) -> list[Path]:
 
 
 def newest_checkpoint(run: Path, *, set_aside: bool = False) -> tuple[Path, dict] | None:
-    """The newest checkpoint whose digests hold and its manifest; None if the run never had one.
+    """The newest intact checkpoint and its manifest; None if the run never had a checkpoint.
 
-    A damaged one is named on the console, with `set_aside` renamed to `.damaged.step_*`, and the
-    next older taken. If none is whole, CheckpointError: a run that has had checkpoints never starts
-    again from step 0.
+    Prints the name of a damaged one, renames it to `.damaged.step_*` if `set_aside`, and tries the
+    next older. CheckpointError if none is intact: a run that has had checkpoints never starts again
+    from step 0.
     """
     faults = [f"{path} is damaged" for path in (run / "checkpoints").glob(".damaged.*")]
     for path in reversed(list_checkpoints(run)):
@@ -145,28 +244,28 @@ def newest_checkpoint(run: Path, *, set_aside: bool = False) -> tuple[Path, dict
                 aside = path.with_name(f".damaged.{path.name}")
                 shutil.rmtree(aside, ignore_errors=True)
                 os.rename(path, aside)
-            print(f"warning: {error}; an older checkpoint is tried")
+            print(f"warning: {error}; trying an older checkpoint")
     if faults:
-        raise CheckpointError(f"{run} has no whole checkpoint: {'; '.join(faults)}")
+        raise CheckpointError(f"{run} has no intact checkpoint: {'; '.join(faults)}")
     return None
 
 
 def find_checkpoint(source: Path) -> Path:
-    """The newest whole checkpoint of a run, or the checkpoint that the path is; CheckpointError."""
+    """The newest intact checkpoint of a run, or the checkpoint at this path; CheckpointError."""
     if (source / "manifest.json").exists():
         verify(source)
         return source
-    found = newest_checkpoint(source)
-    if found is None:
-        raise CheckpointError(f"{source} holds no checkpoint: a run or a checkpoint is expected")
-    return found[0]
+    newest = newest_checkpoint(source)
+    if newest is None:
+        raise CheckpointError(f"{source} is neither a checkpoint nor a run with one")
+    return newest[0]
 
 
 def verify(path: Path) -> dict:
-    """The manifest of a checkpoint whose files all match it.
+    """The manifest of a checkpoint, after comparing every file with its digest.
 
-    DamagedError names the file that does not. CheckpointError, so that nothing is set aside, where
-    files cannot be read or the format is another version's.
+    DamagedError names the file that differs. CheckpointError if files cannot be read or the format
+    is another version's: such a checkpoint may be good, and must not be set aside.
     """
     manifest_file = path / "manifest.json"
     try:
@@ -177,7 +276,7 @@ def verify(path: Path) -> dict:
         if digest != _digest_of(manifest):
             raise DamagedError(f"{manifest_file} is damaged")
         if manifest["format"] != FORMAT:
-            raise CheckpointError(f"{path} has format {manifest['format']}; {FORMAT} is read here")
+            raise CheckpointError(f"{path} has format {manifest['format']}, not {FORMAT}")
         for name, facts in manifest["files"].items():
             if not (path / name).exists() or _digest_of_file(path / name) != facts["sha256"]:
                 raise DamagedError(f"{path / name} is damaged or missing")

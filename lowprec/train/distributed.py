@@ -1,4 +1,10 @@
-"""Several processes of one run: torch's process group, and a gloo group to agree on the host."""
+"""The processes (ranks) of one run: what they agree on, and the model they replicate or shard.
+
+`Ranks` is one process alone, `DistributedRanks` one of several over `torch.distributed`.
+Collectives on the device go through torch's default group. The hosts agree over a gloo group of
+their own, which neither waits for the device nor times out: the watchdog ends a run in which a rank
+dies or hangs.
+"""
 
 import atexit
 import os
@@ -9,107 +15,199 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.nn.parallel import DistributedDataParallel
 
+from lowprec.config.schema import Config
 from lowprec.runs.place import place
-from lowprec.train.world import PeerDiskFailed, PeerFailed, World
 
 T = TypeVar("T")
-MARGIN_S = 60  # a collective gives up so much later than the watch, which says more
+MARGIN_S = 60  # the watchdog, whose message says more, acts this much before torch's own timeout
 
 
-class Ranks(World):
-    """One of several processes. Collectives on the device go through torch's default group.
+class PeerFailed(Exception):  # noqa: N818 (the failure itself is raised in the other rank)
+    """Another rank failed; that rank reports why."""
 
-    The host agrees over gloo, without waiting for the device and without a limit of time: a rank
-    that dies or stands still is the watch's business.
+
+class PeerDiskFailed(PeerFailed, OSError):
+    """Another rank failed to read or write a file."""
+
+
+class Ranks:
+    """A single process: nobody to agree with. The interface that `DistributedRanks` implements.
+
+    A function passed to `first`, `each` or `together` may raise. Then the call raises in all ranks:
+    the error itself in the (lowest) rank where it happened, `PeerFailed` in the others.
     """
+
+    rank, size, local_rank, local_size = 0, 1, 0, 1
+    watchdog: Any = None  # a watchdog.Watchdog once the run has begun
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes the record and the console."""
+        return self.rank == 0
+
+    def first(self, make: Callable[[], T]) -> T:
+        """Calls `make` in rank 0; returns its result, plain data, in every rank."""
+        return make()
+
+    def each(self, make: Callable[[], T]) -> list[T]:
+        """Calls `make` in every rank; returns all results, plain data, ordered by rank."""
+        return [make()]
+
+    def together(self, make: Callable[[], T]) -> T:
+        """Calls `make` in every rank; returns this rank's result once all have theirs."""
+        return make()
+
+    def mean(self, value: Any) -> Any:
+        """The mean of a tensor over ranks, on its device."""
+        return value
+
+    def all_gather(self, value: Any) -> Any:
+        """The ranks' tensors, of one shape, concatenated along the first dimension."""
+        return value
+
+    def stop_consensus(self, number: int | None) -> int | None:
+        """The signal that any rank passed in at the previous call; alone: at this call."""
+        return number
+
+    def heartbeat(self, step: int | None, doing: str) -> None:
+        """Reports progress to the watchdog; step None: the step is still the same."""
+        if self.watchdog is not None:
+            self.watchdog.heartbeat(step, doing)
+
+    def close(self) -> None:
+        """Ends the watch; several ranks wait for each other first."""
+        if self.watchdog is not None:
+            self.watchdog.close()
+
+
+ONE_PROCESS = Ranks()
+
+
+class DistributedRanks(Ranks):
+    """One of several processes, as torchrun, srun or submitit started them."""
 
     def __init__(self, device: str, timeout_s: float):
         self.rank, self.size, self.local_rank, self.local_size = place()
         if device == "cuda":
             torch.cuda.set_device(self.local_rank % torch.cuda.device_count())
-        if not dist.is_initialized():  # once a process: the cells of a sweep meet once
+        if not dist.is_initialized():  # once a process: all runs of a sweep share the group
             limit = timedelta(seconds=timeout_s + MARGIN_S)
             dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=limit)
             atexit.register(dist.destroy_process_group)
         self.group = dist.new_group(backend="gloo", timeout=timedelta(days=30))
-        self._voting: tuple[Tensor, dist.Work] | None = None
+        self._pending: tuple[Tensor, dist.Work] | None = None
 
     def first(self, make: Callable[[], T]) -> T:
-        """What rank 0 makes, plain data, in every process."""
-        return self._agree(make if self.is_first else lambda: None)[0]
+        """See Ranks."""
+        return self.each(make if self.is_first else lambda: None)[0]
 
     def each(self, make: Callable[[], T]) -> list[T]:
-        """What every rank makes, plain data, in the order of ranks, in every process."""
-        return self._agree(make)
+        """See Ranks."""
+        result, error, failure = None, None, None
+        try:
+            result = make()
+        except Exception as raised:
+            error, failure = raised, (isinstance(raised, OSError), f"{_name(raised)}: {raised}")
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, (result, failure), group=self.group)
+        failures = {rank: failure for rank, (_, failure) in enumerate(gathered) if failure}
+        if failures:
+            rank, (is_disk, text) = min(failures.items())
+            if rank == self.rank:
+                raise error
+            raise (PeerDiskFailed if is_disk else PeerFailed)(f"rank {rank}: {text}")
+        return [result for result, _ in gathered]
 
     def together(self, make: Callable[[], T]) -> T:
-        """What this process makes, of any kind, once all have made theirs."""
-        made = []
-        self._agree(lambda: made.append(make()))
-        return made[0]
-
-    def _agree(self, make: Callable[[], Any]) -> list[Any]:
-        """Every rank's result; where one failed all fail."""
-        own = (None, None, "")
-        error = None
-        try:
-            own = (make(), None, "")
-        except Exception as raised:
-            error = raised
-            own = (None, isinstance(raised, OSError), f"{type(raised).__name__}: {raised}")
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, own, group=self.group)
-        failed = [rank for rank, (_, is_disk, _) in enumerate(found) if is_disk is not None]
-        if failed and failed[0] == self.rank:
-            raise error
-        if failed:
-            _, is_disk, text = found[failed[0]]
-            raise (PeerDiskFailed if is_disk else PeerFailed)(f"rank {failed[0]}: {text}")
-        return [result for result, _, _ in found]
+        """See Ranks."""
+        results = []
+        self.each(lambda: results.append(make()))
+        return results[0]
 
     def mean(self, value: Tensor) -> Tensor:
-        """The mean of a tensor over ranks, on its device."""
+        """See Ranks."""
         value = value.clone()
         dist.all_reduce(value)
         return value / self.size
 
-    def whole(self, value: Tensor) -> Tensor:
-        """The parts of a tensor that the ranks hold, one after the other."""
-        parts = [torch.empty_like(value) for _ in range(self.size)]
-        dist.all_gather(parts, value.contiguous())
-        return torch.cat(parts)
+    def all_gather(self, value: Tensor) -> Tensor:
+        """See Ranks."""
+        gathered = [torch.empty_like(value) for _ in range(self.size)]
+        dist.all_gather(gathered, value.contiguous())
+        return torch.cat(gathered)
 
-    def vote(self, number: int | None) -> int | None:
-        """The largest number that a rank came with at the call before, so that nobody waits."""
-        found = None
-        if self._voting is not None:
-            ballot, work = self._voting
+    def stop_consensus(self, number: int | None) -> int | None:
+        """See Ranks. The reduction runs during the next step, so that no rank waits for it."""
+        agreed = None
+        if self._pending is not None:
+            largest, work = self._pending
             work.wait()
-            found = int(ballot) or None
-        ballot = torch.tensor(number or 0)
-        work = dist.all_reduce(ballot, dist.ReduceOp.MAX, group=self.group, async_op=True)
-        self._voting = ballot, work
-        return found
+            agreed = int(largest) or None
+        largest = torch.tensor(number or 0)
+        work = dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group, async_op=True)
+        self._pending = largest, work
+        return agreed
 
     def close(self) -> None:
-        """Leaves the others, once all are here."""
+        """See Ranks."""
         self.each(lambda: None)
-        if self._voting is not None:
-            self._voting[1].wait()
+        if self._pending is not None:
+            self._pending[1].wait()
         super().close()
         dist.destroy_process_group(self.group)
 
 
-def join(device: str, timeout_s: float) -> Ranks:
-    """Meets the other processes; `device`: cpu, cuda or auto (cuda where there is one)."""
-    # open_clip's loss calls it; it works, and its follower differs between the versions of torch
+def _name(error: Exception) -> str:
+    return type(error).__name__
+
+
+def join(device: str, timeout_s: float) -> DistributedRanks:
+    """Meets the other processes; `device`: cpu, cuda or auto (cuda if there is a GPU)."""
+    # open_clip's loss calls it; it works, and its successor differs between versions of torch
     warnings.filterwarnings("ignore", "torch.distributed.nn.functional.all_gather is deprecated")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    # The host agrees over gloo beside GPUs too: its name that leads nowhere must not stop processes
-    # of one machine.
+    # gloo looks up the host's name, which need not resolve for processes of one machine to meet
     if os.environ["MASTER_ADDR"] in ("127.0.0.1", "localhost"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    return Ranks(device, timeout_s)
+    return DistributedRanks(device, timeout_s)
+
+
+def replicate(model: nn.Module, config: Config) -> nn.Module:
+    """Wraps the model in DDP, which averages gradients over ranks during the backward pass.
+
+    With `accumulate` > 1 the graph is not static: DDP must skip the averaging of all micro-batches
+    but the last.
+    """
+    device = next(model.parameters()).device
+    return DistributedDataParallel(
+        model,
+        device_ids=[device] if device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+        static_graph=config.distributed.static_graph and config.accumulate == 1,
+    )
+
+
+def shard(model: nn.Module, blocks: list[nn.Module], world: Ranks) -> None:
+    """Shards the parameters over ranks in place (FSDP2), to be gathered block by block.
+
+    Parameters are gathered in their own dtype, so that autocast rounds exactly what it rounds in
+    one process. Gradients are summed in float32. The logit scale is 0-d and cannot be sharded:
+    every rank holds it, and `ContrastiveTask` averages its gradient.
+    """
+    mesh = torch.distributed.init_device_mesh(next(model.parameters()).device.type, (world.size,))
+    options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)}
+    for block in blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options, ignored_params={model.logit_scale})
+    for method in ("encode_image", "encode_text"):  # called by evaluation instead of forward
+        register_fsdp_forward_method(model, method)
+
+
+def has_batch_norm(model: nn.Module) -> bool:
+    """Whether any module keeps running statistics of its batches."""
+    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())

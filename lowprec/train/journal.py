@@ -15,12 +15,12 @@ from lowprec.diagnostics.spikes import Detector, protocol_of
 from lowprec.optim.stable_adamw import STATISTICS
 from lowprec.runs.read import read_tensors, scan_rows
 from lowprec.runs.record import Record
+from lowprec.train.distributed import ONE_PROCESS, Ranks
 from lowprec.train.divergence import judge
 from lowprec.train.loggers import Logger
 from lowprec.train.speed import Speed
 from lowprec.train.state import TrainState
 from lowprec.train.step_log import StepLog
-from lowprec.train.world import ALONE, World
 
 PROBED = 32  # samples of a step on which blocks are measured
 SKIPS_TOLERATED = 10  # bad samples that no max_skip_rate forbids
@@ -51,7 +51,7 @@ class Journal:
         device: torch.device,
         logger: Logger,
         on_flush: Callable[[dict], None] | None,
-        world: World = ALONE,
+        world: Ranks = ONE_PROCESS,
         flops: int | None = None,
     ):
         self.world = world
@@ -96,8 +96,8 @@ class Journal:
             return
         some = Batch(batch.images[:PROBED], batch.tokens[:PROBED], batch.labels, batch.samples)
         some = some.to(self.device)
-        some.images = self.world.whole(some.images)[:PROBED]
-        some.tokens = self.world.whole(some.tokens)[:PROBED]
+        some.images = self.world.all_gather(some.images)[:PROBED]
+        some.tokens = self.world.all_gather(some.tokens)[:PROBED]
         self.blocks.append((step, probe.names, probe(some)))
 
     def flush(self, evaluate: Callable[[], dict] | None) -> Ended | None:

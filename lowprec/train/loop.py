@@ -6,16 +6,16 @@ from lowprec.config.schema import Config
 from lowprec.data.loader import Batch
 from lowprec.optim.schedules import learning_rate, set_learning_rate
 from lowprec.runs.record import Record
+from lowprec.train.checkpoint import Saver
+from lowprec.train.distributed import ONE_PROCESS, Ranks
 from lowprec.train.journal import Ended, Journal
 from lowprec.train.loggers import Logger
-from lowprec.train.saver import Saver
 from lowprec.train.signals import StopRequest
-from lowprec.train.snapshots import Recorder
+from lowprec.train.snapshots import SnapshotRecorder
 from lowprec.train.speed import Tracer
 from lowprec.train.state import TrainState
 from lowprec.train.step import GraphedStep, TrainStep, can_capture
 from lowprec.train.task import ContrastiveTask
-from lowprec.train.world import ALONE, World
 
 
 def train(
@@ -32,7 +32,7 @@ def train(
     on_flush: Callable[[dict], None] | None = None,
     on_save: Callable[[], None] = lambda: None,
     flops: int | None = None,
-    world: World = ALONE,
+    world: Ranks = ONE_PROCESS,
 ) -> Ended:
     """Trains from the newest checkpoint, or from the start, to the end of the run.
 
@@ -46,7 +46,7 @@ def train(
     device = next(task.model.parameters()).device
     saver = Saver(state, record, config, provenance or {}, world)
     first = saver.restore() + 1
-    recorder = Recorder(state, record.run, config, saver.provenance, world)
+    recorder = SnapshotRecorder(state, record.run, config, saver.provenance, world)
     recorder.begin(first - 1)
     step_on_device = TrainStep(task, state.optimizer, state.scaler)
     journal = Journal(state, record, config, device, logger or Logger(), on_flush, world, flops)
@@ -54,13 +54,13 @@ def train(
     batches = batches_from(first)
     task.model.train()
     stop = stop or StopRequest()
-    world.vote(stop.number)
-    if number := world.vote(stop.number):  # asked while the run was being built
+    world.stop_consensus(stop.number)
+    if number := world.stop_consensus(stop.number):  # asked while the run was being built
         return Ended("preempted", first - 1, f"signal {number}")
     for step in range(first, config.num_steps + 1):
-        world.beat(step, "waiting for data")
+        world.heartbeat(step, "waiting for data")
         batch = journal.wait_for(batches)
-        world.beat(step, "training")
+        world.heartbeat(step, "training")
         if step == first and can_capture(config, device):
             step_on_device = GraphedStep(step_on_device, batch)
         lr = rate_of(step, config)
@@ -71,12 +71,12 @@ def train(
         journal.append_blocks(step, task.probe, batch)
 
         last = step == config.num_steps
-        stopping = world.vote(stop.number)
+        stopping = world.stop_consensus(stop.number)
         evaluating = evaluate is not None and (last or _due(step, config.eval_every))
         saving = last or stopping is not None or _due(step, config.save_every)
         if evaluating or saving or _due(step, config.log_every) or journal.is_full:
             verdict = journal.flush((lambda: evaluate(task.model)) if evaluating else None)
-            world.beat(step, "saving")
+            world.heartbeat(step, "saving")
             recorder.after_flush(step)
             if verdict is not None:
                 return verdict

@@ -14,10 +14,11 @@ from pathlib import Path
 from lowprec.config.schema import Config
 from lowprec.diagnostics.spikes import Protocol
 from lowprec.runs import durable
+from lowprec.runs.attempts import CheckpointError, DamagedError
 from lowprec.runs.read import decode_row
 from lowprec.train.checkpoint import list_checkpoints, require_space, save_checkpoint, verify
-from lowprec.train.state import CheckpointError, DamagedError, TrainState
-from lowprec.train.world import ALONE, World
+from lowprec.train.distributed import ONE_PROCESS, Ranks
+from lowprec.train.state import TrainState
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Base:
         return sum(len(chunk) for chunks in self.contents.values() for chunk in chunks)
 
 
-class Recorder:
+class SnapshotRecorder:
     """Keeps two bases in turn, and writes the right one when a spike is known.
 
     A spike is known up to `within` steps after it began and then waits for the flush. Bases are
@@ -52,7 +53,7 @@ class Recorder:
         run: Path,
         config: Config,
         provenance: dict,
-        world: World = ALONE,
+        world: Ranks = ONE_PROCESS,
     ):
         self.state, self.run, self.config, self.provenance = state, run, config, provenance
         self.chosen = config.diagnostics.recorder

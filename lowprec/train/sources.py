@@ -19,8 +19,8 @@ def sources_of(config: Config, data: Data) -> dict[str, str]:
         except FileNotFoundError as error:
             raise ConfigError([f"model.init_from={config.model.init_from}: {error}"]) from error
     if config.resume.from_:
+        from lowprec.runs.attempts import CheckpointError
         from lowprec.train.checkpoint import find_checkpoint
-        from lowprec.train.state import CheckpointError
 
         try:
             manifest = find_checkpoint(Path(config.resume.from_)) / "manifest.json"
@@ -32,8 +32,8 @@ def sources_of(config: Config, data: Data) -> dict[str, str]:
 
 def source_of_weights(config: Config, sources: dict[str, str]) -> str:
     """The checkpoint of `resume.from`, if it is still the one that the run is named after."""
+    from lowprec.runs.attempts import CheckpointError
     from lowprec.train.checkpoint import find_checkpoint
-    from lowprec.train.state import CheckpointError
 
     found = find_checkpoint(Path(config.resume.from_))
     if _sha256_of(found) != sources["resume_from"]:

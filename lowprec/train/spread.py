@@ -5,13 +5,12 @@ import os
 import torch
 from torch import Tensor
 
-from lowprec.clip.model import blocks, compile_blocks
+from lowprec.clip.model import PatchDropout, blocks, compile_blocks
 from lowprec.clip.zero_shot import build_classifier
 from lowprec.config.check import ConfigError
 from lowprec.config.preflight import sync_bn_fault
 from lowprec.config.schema import Config
-from lowprec.train.parallel import SharedPatchDropout, has_batch_norm, replicate, shard
-from lowprec.train.world import World
+from lowprec.train.distributed import Ranks, has_batch_norm, replicate, shard
 
 CLASSES = 50  # whose prompts go through the model at once, as open_clip has it
 
@@ -22,26 +21,26 @@ def share_of_cores(processes: int) -> int:
 
 
 def classifier_over(
-    world: World, model: torch.nn.Module, *, classnames: list[str], **options: object
+    world: Ranks, model: torch.nn.Module, *, classnames: list[str], **options: object
 ) -> Tensor:
     """`build_classifier` of all classes: the ranks take turns, each with as many as the others."""
     parts = [classnames[i : i + CLASSES] for i in range(0, len(classnames), CLASSES)]
     own = []
     for n in range(world.rank, -(-len(parts) // world.size) * world.size, world.size):
-        world.beat(None, "evaluating")  # beyond the last: any, for FSDP2 needs all ranks
+        world.heartbeat(None, "evaluating")  # beyond the last: any, for FSDP2 needs all ranks
         own.append(build_classifier(model, classnames=parts[n % len(parts)], **options))
     found = world.each(lambda: [part.cpu() for part in own])
     every = [part for turn in zip(*found, strict=True) for part in turn][: len(parts)]
     return torch.cat(every, dim=1).to(own[0].device)
 
 
-def spread(model: torch.nn.Module, config: Config, world: World) -> torch.nn.Module:
+def spread(model: torch.nn.Module, config: Config, world: Ranks) -> torch.nn.Module:
     """Recomputation, compiled blocks and ranks, in this order; returns what averages gradients."""
     several = world.size > 1 or config.accumulate > 1
     if config.accumulate > 1 and has_batch_norm(model):
         raise ConfigError([f"accumulate={config.accumulate}: batch norm needs its whole batch"])
     if config.model.patch_dropout and several:
-        model.visual.patch_dropout = SharedPatchDropout(
+        model.visual.patch_dropout = PatchDropout(
             config.model.patch_dropout, config.batch_size, world.rank, world.size
         )
     if config.checkpointing:

@@ -1,73 +1,79 @@
-"""Everything that a step changes, to files and back, without pickle."""
+"""Everything that a step changes, written to safetensors files and read back, without pickle.
 
+`exp_avg.safetensors` holds whole tensors. A sharded run (FSDP2) writes one file a rank,
+`exp_avg.00000-of-00002.safetensors`, with the rank's rows of each sharded tensor; rank 0's also
+holds the tensors that are not sharded. Any number of ranks reads the files of any other.
+"""
+
+import contextlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from lowprec.optim.eight_bit import EightBitAdamW
 from lowprec.optim.reference import wide_dtype
 from lowprec.optim.stable_adamw import StableAdamW
-from lowprec.train.pack import pack
-from lowprec.train.parts import file_name, local, read_like, whole
-from lowprec.train.world import ALONE, World
+from lowprec.runs.attempts import CheckpointError
+from lowprec.train.distributed import ONE_PROCESS, Ranks
 
-MOMENTS = ("exp_avg", "exp_avg_sq", "compensation")  # the last of 16-bit parameters alone
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written or used; the message names it and says why."""
-
-
-class DamagedError(CheckpointError):
-    """A checkpoint is not what was written; an older one may be whole."""
+MOMENTS = ("exp_avg", "exp_avg_sq", "compensation")  # the last for 16-bit parameters only
+SUFFIX = ".safetensors"
+DTYPES = {  # the format's name of each dtype; source: the safetensors README
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
 @dataclass
 class TrainState:
-    """Model, optimizer, loss scaler, count of skipped steps in a row.
+    """Model, optimizer, loss scaler and the number of consecutive skipped steps.
 
-    A replicated state is rank 0's to write. Of a sharded one (FSDP2) every rank writes its part of
-    the moments, and rank 0 the rest, the model whole: who evaluates or exports it needs no ranks.
+    Rank 0 writes a replicated state. Of a sharded one (FSDP2) every rank writes its shard of the
+    moments, and rank 0 the rest with the whole model: evaluation and export need no ranks.
     """
 
     model: nn.Module
     optimizer: StableAdamW | EightBitAdamW
     scaler: object
     skips: int = 0
-    world: World = ALONE
+    world: Ranks = ONE_PROCESS
 
     @property
-    def part(self) -> tuple[int, int] | None:
-        """This rank and the number of ranks, if the state is sharded."""
+    def shard(self) -> tuple[int, int] | None:
+        """This rank and the number of ranks if the state is sharded, else None."""
         return (self.world.rank, self.world.size) if isinstance(self.model, FSDPModule) else None
 
     def files(self) -> dict[str, list]:
-        """Content of each file of a checkpoint that is this rank's to write, as chunks of bytes.
+        """The checkpoint files that this rank writes: name -> chunks of bytes.
 
-        Of a sharded state all ranks call it: they gather the model, tensor by tensor, for rank 0.
+        All ranks of a sharded state call it together: they gather the model for rank 0, one tensor
+        at a time.
         """
-        if self.part is None and not self.world.is_first:
+        if self.shard is None and not self.world.is_first:
             return {}
         model = {}
         for name, tensor in self.model.state_dict().items():
             gathered = whole(tensor)
             if self.world.is_first:
-                model[name] = gathered.cpu() if self.part else gathered
-        if isinstance(self.optimizer, EightBitAdamW):
-            moments = self.optimizer.states()
-        else:
-            moments = {
-                key: {name: self._moment(p, key) for name, p in self._parameters_with(key).items()}
-                for key in MOMENTS
-            }
-            moments = {key: self._own_part(named) for key, named in moments.items()}
+                model[name] = gathered.cpu() if self.shard else gathered
         moments = {
-            file_name(key, self.part): pack(found) for key, found in moments.items() if found
+            _file_name(key, self.shard): pack(tensors)
+            for key, tensors in self._moments().items()
+            if tensors
         }
         if not self.world.is_first:
             return moments
@@ -87,29 +93,28 @@ class TrainState:
         }
 
     def load(self, folder: Path, *, fresh: bool = False) -> None:
-        """Reads what `files` gave; CheckpointError where a name or a shape differs.
+        """Loads what `files` returned; CheckpointError if a tensor's name or shape differs.
 
-        `fresh`: for the first step of another run: without the random state, the skips and, unless
-        it is the same kind, the scaler.
+        `fresh`: loads it as the beginning of another run, without the random state, the count of
+        skips and, if it is of another kind, the loss scaler.
         """
-        model = read_like(folder, "model", self.model.state_dict())
+        model = _read_like(folder, "model", self.model.state_dict())
         _check_same(model, self.model.state_dict(), folder / "model.safetensors")
         moments = {}
-        for key, named in self._expected().items():
-            path = folder / f"{key}.safetensors"
-            moments[key] = read_like(folder, key, named)
-            _check_same(moments[key], named, path)
+        for key, expected in self._expected().items():
+            moments[key] = _read_like(folder, key, expected)
+            _check_same(moments[key], expected, folder / f"{key}{SUFFIX}")
         state = json.loads((folder / "state.json").read_text())
         if isinstance(self.optimizer, EightBitAdamW):
             self._load_eight_bit(moments, folder)
         else:
             self._load_moments(moments)
         self.optimizer.steps = state["steps"]
-        if self.part is None:
+        if self.shard is None:
             self.model.load_state_dict(model)
         else:
             for name, tensor in self.model.state_dict().items():
-                local(tensor).copy_(local(model[name]))
+                _local(tensor).copy_(_local(model[name]))
         if not fresh or set(state["scaler"]) == set(self.scaler.state_dict()):
             self.scaler.load_state_dict(state["scaler"])
         if fresh:
@@ -121,7 +126,7 @@ class TrainState:
         self.skips = state["skips"]
 
     def num_bytes(self) -> int:
-        """Bytes of a checkpoint, but for a few thousand."""
+        """Size of a checkpoint in bytes, without a few thousand of headers and JSON."""
         model = sum(tensor.nbytes for tensor in self.model.state_dict().values())
         if isinstance(self.optimizer, EightBitAdamW):
             states = self.optimizer.states().values()
@@ -129,62 +134,169 @@ class TrainState:
         kept = (p for key in MOMENTS for p in self._parameters_with(key).values())
         return model + sum(4 * p.numel() for p in kept)
 
-    def _expected(self) -> dict[str, dict[str, Tensor]]:
-        """Tensors of the shapes that the optimizer's files have, by file and name."""
+    def _moments(self) -> dict[str, dict[str, Tensor]]:
+        """The optimizer's tensors that this rank writes, by file and name."""
         if isinstance(self.optimizer, EightBitAdamW):
             return self.optimizer.states()
-        return {key: self._parameters_with(key) for key in MOMENTS}
-
-    def _load_moments(self, moments: dict[str, dict[str, Tensor]]) -> None:
-        for key, found in moments.items():
-            for name, parameter in self._parameters_with(key).items():
-                self.optimizer.state[parameter][key] = found[name].to(parameter.device)
-
-    def _load_eight_bit(self, moments: dict[str, dict[str, Tensor]], folder: Path) -> None:
-        """Fills the library's own tensors, which a managed memory may hold."""
-        pairs = [
-            (key, tensor, moments[key][name])
-            for key, named in self.optimizer.states().items()
-            for name, tensor in named.items()
-        ]
-        for key, tensor, found in pairs:
-            means_another = key.endswith("_levels") and not torch.equal(tensor.cpu(), found)
-            if means_another or tensor.dtype != found.dtype:
-                raise CheckpointError(
-                    f"{folder / key}.safetensors: its moments are coded in another way than the "
-                    "optimizer's; resume with the library's version that the run began with"
-                )
-        for _, tensor, found in pairs:
-            tensor.copy_(found)
-
-    def _parameters_with(self, key: str) -> dict[str, nn.Parameter]:
-        """The parameters of which the optimizer keeps this, by name."""
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        named = dict(zip(self.optimizer.names, parameters, strict=True))
-        if key != "compensation":
-            return named
-        return {name: p for name, p in named.items() if p.dtype != wide_dtype(p)}
-
-    def _own_part(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What of the tensors is this rank's to write: its rows; rank 0 has the unsharded ones."""
-        own = {
-            name: local(t) for name, t in named.items() if t is not local(t) or self.world.is_first
-        }
-        return {name: tensor for name, tensor in own.items() if tensor.numel()}
+        return {
+            key: self._own_shard({
+                name: self._moment(parameter, key)
+                for name, parameter in self._parameters_with(key).items()
+            })
+            for key in MOMENTS
+        }  # fmt: skip
 
     def _moment(self, parameter: nn.Parameter, key: str) -> Tensor:
         dtype = parameter.dtype if key == "compensation" else wide_dtype(parameter)
         zero = torch.zeros_like(parameter, dtype=dtype)
         return self.optimizer.state[parameter].get(key, zero)
 
+    def _own_shard(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's rows of sharded tensors; unsharded tensors belong to rank 0."""
+        own = {
+            name: _local(tensor)
+            for name, tensor in tensors.items()
+            if isinstance(tensor, DTensor) or self.world.is_first
+        }
+        return {name: tensor for name, tensor in own.items() if tensor.numel()}
 
-def _check_same(found: dict[str, Tensor], expected: dict, path: Path) -> None:
-    shapes = {name: tuple(t.shape) for name, t in found.items()}
-    wanted = {name: None if t is None else tuple(t.shape) for name, t in expected.items()}
-    differing = [name for name in {**shapes, **wanted} if shapes.get(name) != wanted.get(name)]
+    def _expected(self) -> dict[str, dict[str, Tensor]]:
+        """Tensors with the shapes of the optimizer's, by file and name."""
+        if isinstance(self.optimizer, EightBitAdamW):
+            return self.optimizer.states()
+        return {key: self._parameters_with(key) for key in MOMENTS}
+
+    def _load_moments(self, moments: dict[str, dict[str, Tensor]]) -> None:
+        for key, tensors in moments.items():
+            for name, parameter in self._parameters_with(key).items():
+                self.optimizer.state[parameter][key] = tensors[name].to(parameter.device)
+
+    def _load_eight_bit(self, moments: dict[str, dict[str, Tensor]], folder: Path) -> None:
+        """Copies into the library's own tensors, which may lie in managed memory."""
+        triples = [
+            (key, tensor, moments[key][name])
+            for key, named in self.optimizer.states().items()
+            for name, tensor in named.items()
+        ]
+        for key, tensor, saved in triples:
+            other_levels = key.endswith("_levels") and not torch.equal(tensor.cpu(), saved)
+            if other_levels or tensor.dtype != saved.dtype:
+                raise CheckpointError(
+                    f"{folder / key}.safetensors: its moments have another 8-bit code than the "
+                    "optimizer's; resume with the library version that began the run"
+                )
+        for _, tensor, saved in triples:
+            tensor.copy_(saved)
+
+    def _parameters_with(self, key: str) -> dict[str, nn.Parameter]:
+        """The parameters for which the optimizer keeps a tensor of this kind, by name."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        named = dict(zip(self.optimizer.names, parameters, strict=True))
+        if key != "compensation":
+            return named
+        return {name: p for name, p in named.items() if p.dtype != wide_dtype(p)}
+
+
+def _check_same(saved: dict[str, Tensor], expected: dict, path: Path) -> None:
+    shapes = {name: tuple(t.shape) for name, t in saved.items()}
+    needed = {name: None if t is None else tuple(t.shape) for name, t in expected.items()}
+    differing = [name for name in {**shapes, **needed} if shapes.get(name) != needed.get(name)]
     if differing:
         name = sorted(differing)[0]
         raise CheckpointError(
-            f"{path} does not fit the model: {name} is {shapes.get(name)}, not {wanted.get(name)}"
+            f"{path} does not fit the model: {name} is {shapes.get(name)}, not {needed.get(name)}"
             f" ({len(differing)} tensors differ)"
         )
+
+
+def pack(tensors: dict[str, Tensor]) -> list[bytes | memoryview]:
+    """Header and data of a safetensors file of tensors on any device.
+
+    All tensors are copied into one buffer, page-locked if any is on a GPU:
+    `safetensors.torch.save` copies them one by one into fresh memory, which takes longer than
+    writing to the disk does.
+    """
+    names = sorted(tensors, key=lambda name: -tensors[name].itemsize)  # which aligns all of them
+    header, end = {}, 0
+    for name in names:
+        tensor, start = tensors[name], end
+        end += tensor.nbytes
+        header[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    on_gpu = any(tensor.is_cuda for tensor in tensors.values())
+    buffer = torch.empty(end, dtype=torch.uint8, pin_memory=on_gpu)
+    for name in names:
+        tensor, (start, stop) = tensors[name].detach(), header[name]["data_offsets"]
+        target = buffer[start:stop].view(tensor.dtype).view(tensor.shape)
+        target.copy_(tensor, non_blocking=True)
+    if on_gpu:
+        torch.cuda.synchronize()
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return [len(text).to_bytes(8, "little") + text, memoryview(buffer.numpy())]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Gathers a sharded tensor on its device (all ranks call it, in one order); others as is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's rows of a sharded tensor; other tensors as they are."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _file_name(key: str, shard: tuple[int, int] | None) -> str:
+    """`shard`: rank and number of ranks; None: one file holds whole tensors."""
+    return key + SUFFIX if shard is None else f"{key}.{shard[0]:05d}-of-{shard[1]:05d}{SUFFIX}"
+
+
+def _read_like(folder: Path, key: str, like: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Reads all tensors of a kind, each sharded as its namesake in `like`.
+
+    A tensor without a namesake or with another shape is read whole; no files give no tensors.
+    """
+    files = sorted([*folder.glob(f"{key}{SUFFIX}"), *folder.glob(f"{key}.*-of-*{SUFFIX}")])
+    with contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(safe_open(file, "pt")) for file in files]
+        holders: dict[str, list] = {}
+        for file in opened:
+            for name in file.keys():  # noqa: SIM118 (a safe_open is not iterable)
+                holders.setdefault(name, []).append(file)
+        return {name: _read(name, shards, like.get(name)) for name, shards in holders.items()}
+
+
+def _read(name: str, shards: list, like: Tensor | None) -> Tensor:
+    slices = [shard.get_slice(name) for shard in shards]
+    shapes = [part.get_shape() for part in slices]
+    shape = (sum(s[0] for s in shapes), *shapes[0][1:]) if shapes[0] else ()
+    if not isinstance(like, DTensor) or tuple(like.shape) != shape:
+        tensors = [shard.get_tensor(name) for shard in shards]
+        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    first, count = _rows(like)
+    begin, rows = 0, []
+    for part, (height, *_) in zip(slices, shapes, strict=True):
+        low, high = max(first - begin, 0), min(first + count - begin, height)
+        if low < high:
+            rows.append(part[low:high])
+        begin += height
+    own = torch.cat(rows) if rows else slices[0][:0]
+    return DTensor.from_local(
+        own.to(like.device),
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+
+
+def _rows(tensor: DTensor) -> tuple[int, int]:
+    """First row and number of rows in this rank: FSDP2 cuts equal shards, the last ones shorter."""
+    height, size = tensor.shape[0], tensor.device_mesh.size()
+    per_rank = -(-height // size)
+    first = min(tensor.device_mesh.get_local_rank() * per_rank, height)
+    return first, min(per_rank, height - first)

@@ -9,8 +9,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from lowprec.data.loader import Batch
+from lowprec.train.distributed import ONE_PROCESS, Ranks
 from lowprec.train.precision import autocast
-from lowprec.train.world import ALONE, World
 
 
 class ContrastiveTask:
@@ -35,7 +35,7 @@ class ContrastiveTask:
         autocast_name: str,
         *,
         parallel: nn.Module | None = None,
-        world: World = ALONE,
+        world: Ranks = ONE_PROCESS,
         accumulate: int = 1,
     ):
         self.model = model

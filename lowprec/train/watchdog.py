@@ -1,220 +1,176 @@
-"""Sees that a rank has died or stands still, says which, leaves every stack, and ends the rest.
+"""Watchdog: ends a run in which a rank has died or hangs, names that rank, and leaves the stacks.
 
-Every rank holds a connection to rank 0, and a thread says each second how far its training has
-come. The kernel closes the connection of a process that dies, however it dies, so that the others
-know within a second or two. A rank that has not come further for `timeout_s` is named with its
-step; its own stacks are there too unless the whole process is stopped. One process alone is
-watched in the same way.
+Every rank publishes heartbeats in a `TCPStore`, which rank 0 serves, and reads the others'.
+All ranks end with exit status LOST, and all threads' stacks go to `stacks/rank_<n>.txt`, when
 
-Ranks that all stand at the same point are in a collective, or one of them hangs there: from how far
-they have come nobody can tell which, so that none is named, and their stacks are left.
+- a rank reports that it failed,
+- a rank's heartbeats cease for SILENT_S (its process was killed or stopped), or
+- a rank's training makes no progress for `timeout_s`. The rank furthest behind is named. If all
+  stand at the same point, one of them hangs in or before a collective: the stacks tell which.
+
+A single process is watched in the same way, without the store.
 """
 
 import contextlib
 import faulthandler
 import json
 import os
-import selectors
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 
-LOST = 76  # exit status of a process that was ended because a rank died or stood still
+import torch.distributed as dist
+
+from lowprec.runs.attempts import LOST
+from lowprec.train.distributed import Ranks
+
 TICK_S = 0.5
-MEET_S = 60  # for the others to connect
-SILENT_S = 4 * TICK_S
-WORK = ("starting", "saving", "ending")  # of the host, which says nothing before it is done
-WORK_S = 3600.0  # that it may take
-DUMP_S = 1.0  # what the others get to write their stacks before rank 0 ends
+SILENT_S = 12.0  # torchrun kills the other ranks 30 s after it has noticed a dead one
+SLOW_WORK = ("starting", "saving", "ending")  # cannot report progress while it lasts
+SLOW_WORK_S = 3600.0  # and may take this long
 
 
 @dataclass
-class Seen:
-    """What is known of a rank: how often and where it was last seen at work, and when it moved."""
+class Heartbeat:
+    """The latest report of one rank, and when (on this rank's clock) it last changed."""
 
     name: str
     beats: int = 0
     step: int = 0
     doing: str = "starting"
-    moved: float = field(default_factory=time.monotonic)
-    heard: float = field(default_factory=time.monotonic)
+    ended: str = ""  # why it ends all ranks
     left: bool = False
-    unread: bytes = b""
+    report: bytes = b""
+    heard: float = field(default_factory=time.monotonic)
+    moved: float = field(default_factory=time.monotonic)
 
-    def note(self, beats: int, step: int, doing: str) -> None:
-        """Takes a report."""
-        self.heard = time.monotonic()
-        if beats != self.beats:
+    def read(self, report: bytes) -> None:
+        """Takes what the rank has published."""
+        if report == self.report:
+            return
+        self.report, self.heard, before = report, time.monotonic(), self.beats
+        _, self.name, self.beats, self.step, self.doing, self.ended, self.left = json.loads(report)
+        if self.beats != before:
             self.moved = self.heard
-        self.beats, self.step, self.doing = beats, step, doing
 
-    def may_take(self, timeout_s: float) -> float:
-        """Seconds without a sign of life that are no standstill yet."""
-        return max(timeout_s, WORK_S) if self.doing in WORK else timeout_s
+    def limit(self, timeout_s: float) -> float:
+        """Seconds that may pass without progress."""
+        return max(timeout_s, SLOW_WORK_S) if self.doing in SLOW_WORK else timeout_s
+
+    def is_stuck(self, now: float, timeout_s: float) -> bool:
+        """Whether there was no progress for longer than that."""
+        return now - self.moved > self.limit(timeout_s)
 
     @property
-    def where(self) -> str:
-        """The point that the rank has come to."""
+    def place(self) -> str:
+        """The point that the rank's training has reached."""
         return f"at step {self.step}, {self.doing}"
 
     def __str__(self) -> str:
-        return f"{self.name} {self.where}"
+        return f"{self.name} {self.place}"
 
 
-class Watch:
-    """The thread that watches. `stacks`: the folder for stacks; `on_end(reason)` is rank 0's.
+class Watchdog:
+    """The watching thread of one rank; all ranks of a run construct theirs together.
 
-    `meet(address)` gives every rank the address that rank 0 came with. What comes before the
-    first `beat` (reading data, building) says nothing of itself and may take WORK_S, as saving may.
+    `stacks`: the folder for stacks; rank 0 calls `on_end(reason)` before its process ends.
     """
 
     def __init__(
         self,
-        rank: int,
-        size: int,
+        world: Ranks,
         timeout_s: float,
         stacks: Path,
-        *,
-        meet: Callable[[dict | None], dict],
         on_end: Callable[[str], None] = lambda reason: None,
     ):
-        self.rank, self.size, self.timeout_s, self.on_end = rank, size, timeout_s, on_end
-        self.own = Seen(f"rank {rank} (process {os.getpid()} on {os.uname().nodename})")
-        self.seen: dict[socket.socket, Seen] = {}
-        self.selector = selectors.DefaultSelector()
+        self.rank, self.timeout_s, self.stacks, self.on_end = world.rank, timeout_s, stacks, on_end
+        self.ranks = [Heartbeat(f"rank {rank}") for rank in range(world.size)]
+        self.own = self.ranks[self.rank]
+        self.own.name += f" (process {os.getpid()} on {os.uname().nodename})"
         self.closing = threading.Event()
-        self.waker, self.woken = socket.socketpair()  # ends the thread's wait for news
-        self.selector.register(self.woken, selectors.EVENT_READ)
-        self.stacks = stacks
-        if size > 1:
-            self._connect(meet)
-        self.thread = threading.Thread(target=self._run, daemon=True, name="watch")
-        self.thread.start()
+        self.store = _meet(world) if world.size > 1 else None
+        self.ticks = 0
+        world.each(self._publish)
+        loops = [self._watch] + [self._exchange] * (self.store is not None)
+        self.threads = [threading.Thread(target=loop, daemon=True) for loop in loops]
+        for thread in self.threads:
+            thread.start()
 
-    def beat(self, step: int | None, doing: str) -> None:
-        """Says that this process has come to a point of its training; step None: as before."""
-        self.own.note(self.own.beats + 1, self.own.step if step is None else step, doing)
+    def heartbeat(self, step: int | None, doing: str) -> None:
+        """Reports progress of the training; step None: the step is still the same."""
+        self.own.beats += 1
+        self.own.step = self.own.step if step is None else step
+        self.own.doing, self.own.moved = doing, time.monotonic()
 
     def close(self, reason: str = "") -> None:
-        """Says goodbye; with a reason, which ends the others too: this rank has failed."""
+        """Ends the watch. With a reason this rank has failed, which ends the others too."""
         if self.closing.is_set():
             return
+        self.own.ended, self.own.left = f"{self.own} failed: {reason}" * bool(reason), True
         self.closing.set()
-        kind = "end" if self.rank == 0 and reason else "bye"
-        text = f"{self.own} failed: {reason}" if reason else ""
-        self._tell({kind: text})
-        self.waker.send(b".")
-        self.thread.join(2)
+        for thread in self.threads:
+            thread.join(2)
         faulthandler.cancel_dump_traceback_later()
-        for end in (*self.seen, self.waker, self.woken):
-            end.close()
+        self._let_others_read(reason)
 
-    def _connect(self, meet: Callable[[dict | None], dict]) -> None:
-        if self.rank == 0:
-            host = os.environ["MASTER_ADDR"]
-            with socket.create_server(("", 0), backlog=self.size) as listener:
-                listener.settimeout(MEET_S)
-                key = os.urandom(16).hex()
-                meet({"host": host, "port": listener.getsockname()[1], "key": key})
-                while len(self.seen) < self.size - 1:
-                    peer, _ = listener.accept()
-                    peer.settimeout(MEET_S)
-                    with contextlib.suppress(OSError, ValueError):  # anybody may knock
-                        key_given, name = json.loads(_read_line(peer))
-                        if key_given == key:
-                            self.seen[peer] = Seen(name)
-        else:
-            there = meet(None)
-            server = socket.create_connection((there["host"], there["port"]))
-            self.seen[server] = Seen("rank 0")
-            server.sendall(json.dumps([there["key"], self.own.name]).encode() + b"\n")
-        for peer in self.seen:
-            os.register_at_fork(after_in_child=peer.close)  # a worker must not outlive as this rank
-            self.selector.register(peer, selectors.EVENT_READ)
-
-    def _tell(self, message: dict) -> None:
-        for peer, seen in self.seen.items():
-            if not seen.left:
-                with contextlib.suppress(OSError):  # its end is noticed where it is read
-                    peer.sendall(json.dumps(message).encode() + b"\n")
-
-    def _run(self) -> None:
+    def _watch(self) -> None:
         last = time.monotonic()
-        while not self.closing.is_set():
-            for event, _ in self.selector.select(TICK_S):
-                if event.fileobj is not self.woken:
-                    self._read(event.fileobj)
-            now = time.monotonic()
-            if now - last > SILENT_S:  # this process was stopped: none stood still
-                for seen in (self.own, *self.seen.values()):
-                    seen.moved = seen.heard = now
-            if now - last >= TICK_S:
-                last = now
-                own = self.own
-                self._tell({"at": [own.name, own.beats, own.step, own.doing]})
-                if sys.__stderr__:  # also where Python itself is held up
-                    late = own.may_take(self.timeout_s) + 2 * TICK_S
-                    faulthandler.dump_traceback_later(late, file=sys.__stderr__)
-                self._find_still(now)
+        while not self.closing.wait(TICK_S):
+            now = self.own.heard = time.monotonic()
+            if now - last > SILENT_S / 2:  # this process was stopped and has heard nobody meanwhile
+                for rank in self.ranks:
+                    rank.heard = rank.moved = now
+            last = now
+            if sys.__stderr__:  # for a hang that holds the interpreter's lock
+                faulthandler.dump_traceback_later(SILENT_S, file=sys.__stderr__)
+            if (fault := self._fault(now)) and not self.closing.is_set():
+                self._end(fault)
 
-    def _read(self, peer: socket.socket) -> None:
-        seen = self.seen[peer]
-        try:
-            data = peer.recv(65536)
-        except OSError:
-            data = b""
-        if not data:
-            self.selector.unregister(peer)
-            if not seen.left and not self.closing.is_set():
-                self._end(f"{seen}, is gone")
-            seen.left = True
-            return
-        *lines, seen.unread = (seen.unread + data).split(b"\n")
-        for message in map(json.loads, lines):
-            if "at" in message:
-                seen.name, *report = message["at"]
-                seen.note(*report)
-            elif "end" in message or message.get("bye"):
-                self._end(message.get("end") or message["bye"])
-            elif "bye" in message:
-                seen.left = True
+    def _exchange(self) -> None:
+        """Publishes and reads heartbeats; blocks while the process of rank 0 is stopped."""
+        keys = [str(rank) for rank in range(len(self.ranks))]
+        is_last = False
+        while not is_last:
+            is_last = self.closing.wait(TICK_S)
+            with contextlib.suppress(RuntimeError):  # rank 0, which holds the store, is gone
+                self._publish()
+                for rank, report in zip(self.ranks, self.store.multi_get(keys), strict=True):
+                    if rank is not self.own:
+                        rank.read(report)
 
-    def _find_still(self, now: float) -> None:
-        """Ends all when a rank has not moved for too long.
+    def _publish(self) -> None:
+        if self.store is not None:
+            self.ticks += 1
+            own = self.own
+            report = [self.ticks, own.name, own.beats, own.step, own.doing, own.ended, own.left]
+            self.store.set(str(self.rank), json.dumps(report))
 
-        Named is the one that reports no more (its whole process is stopped), else the one furthest
-        behind, unless all stand at the same point.
-        """
-        known = [self.own, *(seen for seen in self.seen.values() if not seen.left)]
-        still = [s for s in known if now - s.moved >= s.may_take(self.timeout_s)]
-        if not still:
-            return
-        if self.rank:  # rank 0 knows all and speaks first, unless it is the one that is stopped
-            known = [seen for seen in known if seen is not self.own]
-            if not known or now - known[0].moved < known[0].may_take(self.timeout_s) + 2:
-                return
-        silent = [s for s in known if s is not self.own and now - s.heard > SILENT_S]
-        least = min(seen.beats for seen in known)
+    def _fault(self, now: float) -> str | None:
+        """Why all ranks must end, or None."""
+        for rank in self.ranks:
+            if rank.ended and rank is not self.own:
+                return rank.ended
+        running = [rank for rank in self.ranks if not rank.left]
+        silent = [rank for rank in running if now - rank.heard > SILENT_S]
+        if self.ranks[0] in silent:  # it holds the store: nothing is known of the others
+            silent = silent[:1]
         if silent:
-            what = "reports no more: " + "; ".join(map(str, silent))
-        elif len(known) > 1 and len({seen.where for seen in known}) == 1:
-            what = f"all stand {self.own.where} (in a collective, or one of them hangs there); "
-            what += "stacks tell which"
-        else:
-            what = "furthest behind: " + "; ".join(str(s) for s in known if s.beats == least)
-        waited = min(seen.may_take(self.timeout_s) for seen in still)
-        self._end(f"nothing has moved for {waited:g} s; {what}")
+            return f"no heartbeats for {SILENT_S:g} s from {'; '.join(map(str, silent))}"
+        limits = [r.limit(self.timeout_s) for r in running if r.is_stuck(now, self.timeout_s)]
+        if not limits:
+            return None
+        reason = f"no progress for {min(limits):g} s; "
+        if len(running) > 1 and len({rank.place for rank in running}) == 1:
+            return f"{reason}all ranks stand {self.own.place}: see the stacks"
+        least = min(rank.beats for rank in running)
+        return f"{reason}furthest behind: " + "; ".join(str(r) for r in running if r.beats == least)
 
     def _end(self, reason: str) -> None:
-        """Tells the others, leaves the stacks and ends this process, whatever it is doing."""
-        if self.closing.is_set():  # it is about to end, and says why
-            return
-        if self.rank == 0:
-            self._tell({"end": reason})
+        """Leaves the stacks and ends this process, whatever it is doing."""
         faulthandler.cancel_dump_traceback_later()
         print(f"{reason}; stacks: {self.stacks}", file=sys.stderr, flush=True)
         with contextlib.suppress(OSError):
@@ -223,17 +179,28 @@ class Watch:
                 file.write(f"{reason}\n")
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
-                os.fsync(file.fileno())
         if self.rank == 0:
             with contextlib.suppress(Exception):
                 self.on_end(reason)
-            time.sleep(DUMP_S if self.seen else 0)
+        self.own.ended = reason
+        self._let_others_read(reason)
         os._exit(LOST)
 
+    def _let_others_read(self, reason: str) -> None:
+        """The store ends with rank 0: before that, the other ranks read why."""
+        if reason and self.rank == 0 and self.store is not None:
+            time.sleep(3 * TICK_S)
 
-def _read_line(peer: socket.socket) -> bytes:
-    """One line and not a byte more: what follows is read by the thread."""
-    line = b""
-    while not line.endswith(b"\n") and len(line) < 1000 and (byte := peer.recv(1)):
-        line += byte
-    return line
+
+def _meet(world: Ranks) -> dist.TCPStore:
+    """The heartbeats' store, which rank 0 serves at a free port."""
+    host, wait = os.environ["MASTER_ADDR"], {"timeout": timedelta(seconds=60)}
+    server = (
+        dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, **wait)
+        if (world.is_first)
+        else None
+    )
+    port = world.first(lambda: server.port)
+    store = server or dist.TCPStore(host, port, is_master=False, **wait)
+    store.set_timeout(timedelta(seconds=2 * TICK_S))
+    return store

@@ -19,12 +19,11 @@ def gradients(folder: Path, rank: int, size: int, *, configs: dict[str, dict]) -
     from lowprec.data.open import open_data
     from lowprec.optim.loss_scaling import FixedScaler
     from lowprec.train.build import build
-    from lowprec.train.distributed import join
-    from lowprec.train.parts import whole
-    from lowprec.train.world import World
+    from lowprec.train.distributed import Ranks, join
+    from lowprec.train.state import whole
 
     device = next(iter(configs.values()))["device"]
-    world = join(device, 60) if size > 1 else World()
+    world = join(device, 60) if size > 1 else Ranks()
     for name, raw in configs.items():
         config = check(raw)
         built = build(config, open_data(config), world)
@@ -49,8 +48,7 @@ def evaluation(folder: Path, rank: int, size: int, *, configs: dict[str, dict], 
     from lowprec.evaluate import evaluation as room
     from lowprec.train import build as building
     from lowprec.train import spread
-    from lowprec.train.distributed import join
-    from lowprec.train.world import World
+    from lowprec.train.distributed import Ranks, join
 
     metrics, seen = {name: getattr(room, name) for name in ("top_k_accuracy", "recall_at")}, []
 
@@ -62,7 +60,7 @@ def evaluation(folder: Path, rank: int, size: int, *, configs: dict[str, dict], 
     for name, metric in metrics.items():
         setattr(room, name, functools.partial(noted, metric))
     building.EVALUATION_BATCH, spread.CLASSES = batch, 1
-    world = join("cpu", 60) if size > 1 else World()
+    world = join("cpu", 60) if size > 1 else Ranks()
     for name, raw in configs.items():
         config, encoded = check(raw), []
         seen.clear()
@@ -116,8 +114,10 @@ def train(
     """
     from experiments import train as entry
     from lowprec.config.check import check
+    from lowprec.train import watchdog
     from lowprec.train.step import TrainStep
 
+    watchdog.SILENT_S = 3.0
     if hang and hang["rank"] == rank:
         call, calls = TrainStep.__call__, iter(range(1, 10**6))
 

@@ -12,8 +12,8 @@ import torch
 
 from lowprec.config.check import ConfigError, check
 from lowprec.config.preflight import process_faults
+from lowprec.train.distributed import Ranks
 from lowprec.train.spread import spread
-from lowprec.train.world import World
 
 RESNET = {"model.name": "RN50", "model.image_size": 64, "model.embed_dim": 64}
 SIZES = ("vision_width", "vision_layers", "text_width", "text_layers", "heads", "patch_size")
@@ -21,7 +21,7 @@ RESNET |= {f"model.{size}": None for size in SIZES}
 NEEDED = r"distributed=ddp: model RN50 has batch norm.*use distributed=ddp distributed.sync_bn=true"
 
 
-class Two(World):
+class Two(Ranks):
     size = 2
 
 

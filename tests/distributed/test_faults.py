@@ -36,45 +36,35 @@ def test_a_signal_to_any_rank_saves_once_after_the_same_step_and_all_exit_75(ran
     assert f"going on from step {status['step']}" in again["logs"][0]
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dead", "stopped"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_dead_rank_is_named_and_the_others_end_within_two_seconds(ranks, make, rank):
-    name = f"dead_{rank}"
-    three = {"batch_size": 24, "num_workers": 1}  # a worker holds on to what its rank had open
-    answer, run, _ = disturbed(ranks, make, name, [(rank, signal.SIGKILL)], size=3, **three)
-    survivors = {0, 1, 2} - {rank}
-    for other in survivors:
+def test_a_dead_or_stopped_rank_is_named_and_the_others_end(ranks, make, rank, number):
+    name = f"lost_{rank}_{number}"
+    three = {"batch_size": 24, "num_workers": 1}  # a worker inherits what its rank has open
+    answer, run, _ = disturbed(ranks, make, name, [(rank, number)], size=3, **three)
+    for other in {0, 1, 2} - {rank}:
         assert answer["codes"][other] == 76, answer["logs"]
-        assert answer["seconds"][other] < 2 + 1, answer["seconds"]  # rank 0 waits for the others
-        assert f"rank {rank} (process" in answer["logs"][other]
-        assert "is gone; stacks:" in answer["logs"][other]
+        assert answer["seconds"][other] < 12, answer["seconds"]
+        assert f"no heartbeats for 3 s from rank {rank} (process" in answer["logs"][other]
+        assert (run / "stacks" / f"rank_{other}.txt").exists()
     if rank:
         assert read_status(run)["state"] == "failed"
         assert f"rank {rank}" in read_status(run)["reason"]
 
 
-def test_a_stopped_rank_is_named_after_the_timeout(ranks, make):
-    limit = {"distributed.timeout_s": 3.0}
-    answer, run, _ = disturbed(ranks, make, "frozen", [(1, signal.SIGSTOP)], **limit)
-    assert answer["codes"] == [76, -signal.SIGKILL], answer["logs"]
-    assert 3 <= answer["seconds"][0] < 8
-    assert "nothing has moved for 3 s; reports no more: rank 1 (process" in answer["logs"][0]
-    assert "at step" in answer["logs"][0]
-    assert "rank 1" in read_status(run)["reason"]
-
-
-def test_a_rank_that_hangs_is_named_with_its_step_and_leaves_its_stack(ranks, make):
+def test_a_rank_that_hangs_leaves_its_stack(ranks, make):
     hang = {"rank": 1, "step": 4}
     limit = {"distributed.timeout_s": 3.0}
     answer, run, _ = disturbed(ranks, make, "hung", [], hang=hang, **limit)
     assert answer["codes"] == [76, 76], answer["logs"]
     for log in answer["logs"]:
-        assert "all stand at step 4, training (in a collective" in log, answer["logs"]
+        assert "no progress for 3 s; all ranks stand at step 4" in log, answer["logs"]
     stack = (run / "stacks" / "rank_1.txt").read_text()
     assert "sleeping" in stack and "lowprec/train/loop.py" in stack
     assert (run / "stacks" / "rank_0.txt").exists()
 
 
-def test_a_rank_that_fails_by_itself_says_why_and_ends_the_others(ranks, make):
+def test_a_rank_that_fails_says_why_and_ends_the_others(ranks, make):
     answer, run, _ = disturbed(ranks, make, "failed", [], hang={"rank": 1, "step": 4, "fail": True})
     assert answer["codes"] == [76, 1], answer["logs"]
     assert "rank 1" in answer["logs"][0] and "MemoryError: as told" in answer["logs"][0]

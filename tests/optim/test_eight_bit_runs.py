@@ -7,10 +7,10 @@ from safetensors.torch import load_file, save_file
 from lowprec.clip.stable_embedding import StableEmbedding, fold, use_stable_embedding
 from lowprec.config.check import ConfigError
 from lowprec.data.open import open_data
+from lowprec.runs.attempts import CheckpointError
 from lowprec.runs.read import read_rows, read_tensors
 from lowprec.train.build import build
 from lowprec.train.checkpoint import list_checkpoints
-from lowprec.train.state import CheckpointError
 from lowprec.train.step import can_capture
 
 KNOWN = ["grad_norm", "update_norm"]

@@ -110,7 +110,7 @@ def attempt(order: dict, log: str) -> None:
     """One attempt of a run, as `python -m experiments.train` makes it; leaves by os._exit."""
     from experiments import train as entry
     from lowprec.config.check import check
-    from lowprec.train.saver import Saver
+    from lowprec.train.checkpoint import Saver
 
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 1)

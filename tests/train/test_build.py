@@ -9,8 +9,8 @@ from lowprec.clip.model import PatchDropout, blocks
 from lowprec.data.open import open_data
 from lowprec.optim.loss_scaling import DynamicScaler, FixedScaler, NoScaler
 from lowprec.train.build import build
+from lowprec.train.distributed import Ranks
 from lowprec.train.step import can_capture
-from lowprec.train.world import World
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_only_a_compiled_gpu_step_without_host_state_is_captured(make_config):
 class Beats(list):
     """A watch that keeps what it hears."""
 
-    def beat(self, step, doing):
+    def heartbeat(self, step, doing):
         self.append(doing)
 
 
@@ -111,10 +111,10 @@ def test_every_batch_and_every_part_of_the_classes_is_a_sign_of_life(make_config
     monkeypatch.setattr("lowprec.train.build.EVALUATION_BATCH", 4)
     monkeypatch.setattr("lowprec.train.spread.CLASSES", 1)
     config = make_config({"evaluation.name": "zero_shot"})
-    world, data = World(), open_data(config)
-    world.watch = Beats()
+    world, data = Ranks(), open_data(config)
+    world.watchdog = Beats()
     built = build(config, data, world)
     built.evaluation()(built.task.model)
-    assert set(world.watch) == {"evaluating"}
+    assert set(world.watchdog) == {"evaluating"}
     classes = len(Path(config.data.val).with_name("classnames.txt").read_text().split("\n"))
-    assert len(world.watch) == data.val.num_samples / 4 + classes
+    assert len(world.watchdog) == data.val.num_samples / 4 + classes

@@ -12,14 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from lowprec.runs.attempts import CheckpointError
 from lowprec.train.checkpoint import (
     list_checkpoints,
     newest_checkpoint,
     save_checkpoint,
     verify,
 )
-from lowprec.train.state import CheckpointError
-from lowprec.train.world import World
+from lowprec.train.distributed import Ranks
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_no_whole_checkpoint_is_an_error_never_step_0(finished):
     run, _ = finished
     for path in list_checkpoints(run):
         (path / "manifest.json").write_text("{")
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(CheckpointError, match="no intact checkpoint"):
         newest_checkpoint(run)
 
 
@@ -164,7 +164,7 @@ def test_checkpoint_of_another_format_says_so(finished):
     del manifest["sha256"]
     digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
     file.write_text(json.dumps({"sha256": digest, **manifest}))
-    with pytest.raises(CheckpointError, match="has format 1; 3 is read here"):
+    with pytest.raises(CheckpointError, match="has format 1, not 3"):
         newest_checkpoint(run, set_aside=True)
     assert file.exists()  # what another version wrote is not damaged, and stays
 
@@ -192,7 +192,7 @@ def test_a_checkpoint_that_cannot_be_read_is_not_set_aside(finished, monkeypatch
 
 
 def test_ranks_gather_a_state_together_and_only_write_by_themselves(tmp_path):
-    class Alone(World):
+    class Alone(Ranks):
         writing = False
 
         def each(self, make):

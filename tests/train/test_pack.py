@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from lowprec.train.pack import DTYPES, pack
+from lowprec.train.state import DTYPES, pack
 
 
 def same(a, b):

@@ -6,12 +6,12 @@ import os
 import pytest
 
 from lowprec.runs import durable
+from lowprec.runs.attempts import CheckpointError
 from lowprec.runs.provenance import changes, code_digests
 from lowprec.runs.read import read_rows
 from lowprec.runs.record import RecordError
 from lowprec.train import checkpoint
 from lowprec.train.checkpoint import list_checkpoints
-from lowprec.train.state import CheckpointError
 
 ORIGIN = {
     "config": {"optimizer": {"lr": 0.001, "eps": 1e-6}},

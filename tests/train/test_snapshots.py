@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from lowprec.runs import durable
+from lowprec.runs.attempts import CheckpointError
 from lowprec.runs.read import encode_row, read_rows
 from lowprec.train import checkpoint
 from lowprec.train.checkpoint import list_checkpoints, verify
-from lowprec.train.snapshots import Base, Recorder, list_snapshots, state_before, step_of
-from lowprec.train.state import CheckpointError
+from lowprec.train.snapshots import Base, SnapshotRecorder, list_snapshots, state_before, step_of
 
 RECORDED = {
     "diagnostics.spikes.ignore_steps": 4,
@@ -161,7 +161,7 @@ def test_a_base_is_always_as_old_as_was_asked_however_late_a_spike_is_known(
             "diagnostics.recorder.enabled": True,
         }
     )
-    recorder = Recorder(Counting(), tmp_path, config, {})
+    recorder = SnapshotRecorder(Counting(), tmp_path, config, {})
     recorder.begin(0)
     flushed = 0
     for flush in range(1, 300):
@@ -178,7 +178,7 @@ def test_a_base_is_always_as_old_as_was_asked_however_late_a_spike_is_known(
 
 
 def test_without_the_recorder_nothing_is_copied(make_config, tmp_path):
-    recorder = Recorder(Counting(), tmp_path, make_config(), {})
+    recorder = SnapshotRecorder(Counting(), tmp_path, make_config(), {})
     recorder.begin(0)
     for step in range(500):
         recorder.after_flush(step)
@@ -219,7 +219,7 @@ def test_the_newest_whole_state_far_enough_before_a_step_is_found(tmp_path, caps
 def test_only_events_that_are_new_make_a_snapshot(make_config, tmp_path):
     config = make_config({"diagnostics.recorder.enabled": True})
     (tmp_path / "events.jsonl").write_text(encode_row({"step": 3, "spike": "loss", "loss": 1.0}))
-    recorder = Recorder(Counting(), tmp_path, config, {})
+    recorder = SnapshotRecorder(Counting(), tmp_path, config, {})
     recorder.begin(1)
     recorder.after_flush(4)
     assert list_snapshots(tmp_path) == []

@@ -1,4 +1,4 @@
-"""Who is taken for one that stands still, and what is said of it."""
+"""Which ranks the watchdog holds for dead or hung, and what it says about them."""
 
 import signal
 import subprocess
@@ -8,25 +8,29 @@ import time
 
 import pytest
 
-from lowprec.train.watchdog import Seen, Watch
+from lowprec.train import watchdog
+from lowprec.train.distributed import Ranks
+from lowprec.train.watchdog import Heartbeat, Watchdog
 
-TRAINS = """
+TRAINING = """
 import sys, time
 from pathlib import Path
-from lowprec.train.watchdog import Watch
+from lowprec.train import watchdog
+from lowprec.train.distributed import Ranks
 
-watch = Watch(0, 1, 2.5, Path(sys.argv[1]), meet=lambda address: address)
+watchdog.SILENT_S = 2
+dog = watchdog.Watchdog(Ranks(), 2.5, Path(sys.argv[1]))
 for step in range(1, 6):
-    watch.beat(step, "training")
+    dog.heartbeat(step, "training")
     print(step, flush=True)
-    for _ in range(12):  # what is left of it is done after the stop
+    for _ in range(12):  # the rest of it is done after the stop
         time.sleep(0.1)
-watch.close()
+dog.close()
 """
 
 
-def test_a_process_that_was_stopped_goes_on(tmp_path):
-    command = [sys.executable, "-c", TRAINS, str(tmp_path / "stacks")]
+def test_a_process_that_was_stopped_continues(tmp_path):
+    command = [sys.executable, "-c", TRAINING, str(tmp_path / "stacks")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "1\n"
         time.sleep(0.3)
@@ -38,54 +42,64 @@ def test_a_process_that_was_stopped_goes_on(tmp_path):
     assert not (tmp_path / "stacks").exists()
 
 
-@pytest.fixture
-def ended(monkeypatch):
-    """The reasons for which a watch in this process would have ended it."""
-    reasons, told = [], threading.Event()
+@pytest.mark.parametrize("work", watchdog.SLOW_WORK)
+def test_slow_work_may_exceed_the_timeout_but_a_step_may_not(monkeypatch, tmp_path, work):
+    reasons, ended = [], threading.Event()
 
-    def end(watch, reason):
+    def end(dog, reason):
         reasons.append(reason)
-        watch.closing.set()
-        told.set()
+        dog.closing.set()
+        ended.set()
 
-    monkeypatch.setattr(Watch, "_end", end)
-    return reasons, told.wait
+    monkeypatch.setattr(Watchdog, "_end", end)
+    dog = Watchdog(Ranks(), 0.4, tmp_path)
+    dog.heartbeat(7, work)
+    assert not ended.wait(1.5)
+    dog.heartbeat(8, "training")
+    assert ended.wait(5)
+    assert "no progress for 0.4 s" in reasons[0] and "rank 0 (process" in reasons[0]
+    assert "step 8, training" in reasons[0]
 
 
-@pytest.mark.parametrize("work", ["starting", "saving", "ending"])
-def test_long_work_of_the_host_is_no_standstill_but_a_step_is(ended, tmp_path, work):
-    reasons, wait = ended
-    watch = Watch(0, 1, 0.4, tmp_path, meet=lambda address: address)
-    watch.beat(7, work)
-    assert not wait(1.2)
-    watch.beat(8, "training")
-    assert wait(5)
-    watch.closing.clear()  # so that it closes what it holds
-    watch.close()
-    assert reasons[0].startswith("nothing has moved for 0.4 s; furthest behind: rank 0 (process")
-    assert reasons[0].endswith("at step 8, training")
+@pytest.fixture
+def fault(tmp_path):
+    """What the watchdog of rank 0 says 101 s after the reports (beats, step, doing) of two ranks.
+
+    `silent_s`: how long ago rank 1's last heartbeat was.
+    """
+
+    def fault(first, second, silent_s=0.0, left=False):
+        dog = Watchdog(Ranks(), 100, tmp_path)
+        dog.close()
+        dog.own.left = False
+        dog.own.beats, dog.own.step, dog.own.doing = first
+        now = time.monotonic() + 101
+        peer = Heartbeat("rank 1", *second, left=left, heard=now - silent_s)
+        dog.own.heard = now
+        dog.ranks.append(peer)
+        return dog._fault(now)
+
+    return fault
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "said"),
+    ("first", "second", "named"),
     [
-        ((9, 4, "training"), (8, 4, "training"), "all stand at step 4, training (in a collective"),
+        ((9, 4, "training"), (8, 4, "training"), "all ranks stand at step 4, training"),
         ((9, 4, "training"), (7, 3, "training"), "furthest behind: rank 1 at step 3, training"),
-        ((9, 4, "training"), (8, 4, "waiting for data"), "furthest behind: rank 1 at step 4, wait"),
+        ((9, 4, "training"), (8, 4, "waiting for data"), "behind: rank 1 at step 4, waiting"),
         ((9, 4, "saving"), (8, 4, "training"), "furthest behind: rank 1 at step 4, training"),
-        ((9, 4, "saving"), (9, 4, "saving"), None),
     ],
 )
-def test_a_rank_is_named_only_where_it_is_behind(ended, tmp_path, first, second, said):
-    reasons, _ = ended
-    watch = Watch(0, 1, 100, tmp_path, meet=lambda address: address)
-    watch.close()
-    watch.own.note(*first)
-    peer = Seen("rank 1")
-    peer.note(*second)
-    watch.seen = {None: peer}
-    now = time.monotonic() + 101
-    peer.heard = now
-    watch._find_still(now)
-    assert len(reasons) == (said is not None)
-    assert all(reason.startswith(f"nothing has moved for 100 s; {said}") for reason in reasons)
+def test_a_rank_is_named_only_if_it_is_behind(fault, first, second, named):
+    assert named in fault(first, second)
+
+
+def test_ranks_that_save_or_have_left_are_not_hung(fault):
+    assert fault((9, 4, "saving"), (9, 4, "saving")) is None
+    assert fault((9, 4, "saving"), (8, 4, "training"), silent_s=99, left=True) is None
+
+
+def test_a_rank_without_heartbeats_is_named(fault):
+    assert "no heartbeats" in fault((9, 4, "training"), (9, 4, "training"), silent_s=13)
+    assert "rank 1 at step 4" in fault((9, 4, "training"), (9, 4, "training"), silent_s=13)

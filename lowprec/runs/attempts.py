@@ -1,0 +1,51 @@
+"""Attempts of a run: exit statuses, checkpoint errors, and the limit on fruitless requeues."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from lowprec.runs.read import scan_rows
+
+STOPPED = 75  # exit status of a run that was asked to stop: the same command resumes it
+LOST = 76  # exit status of a process that the watchdog ended
+MAX_ATTEMPTS = 3  # of one job that may begin at the same checkpoint
+ENDED = ("finished", "diverged")  # states of a run that never continues
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written or used; the message names it and says why."""
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint is not what was written; an older one may be intact."""
+
+
+def job_of(environment: Mapping[str, str]) -> str | None:
+    """The SLURM job of a process, `<job>_<task>` in an array; None outside of SLURM."""
+    if array := environment.get("SLURM_ARRAY_JOB_ID"):
+        return f"{array}_{environment.get('SLURM_ARRAY_TASK_ID')}"
+    return environment.get("SLURM_JOB_ID")
+
+
+def first_step(run: Path) -> dict:
+    """`saved`, the step of the newest checkpoint, at which an attempt begins, and its SLURM `job`.
+
+    CheckpointError if a requeued job has begun there MAX_ATTEMPTS times: a job that is preempted
+    before it can save must not run forever. Attempts started by hand are not limited.
+    """
+    names = sorted(path.name for path in (run / "checkpoints").glob("step_*"))
+    saved = int(names[-1].removeprefix("step_")) if names else 0
+    job = job_of(os.environ)
+    rows = scan_rows(run / "attempts.jsonl")[0] if "SLURM_RESTART_COUNT" in os.environ else []
+    last = [row.get("saved") for row in rows if row.get("job") == job][-MAX_ATTEMPTS:]
+    if last == [saved] * MAX_ATTEMPTS:
+        raise CheckpointError(no_progress(saved))
+    return {"saved": saved, "job": job}
+
+
+def no_progress(saved: int) -> str:
+    """Why a job that was requeued too often ends, and what helps."""
+    return (
+        f"stopped: {MAX_ATTEMPTS} attempts without a new checkpoint (the last is of step {saved}); "
+        "use a smaller save_every, or a longer time limit or grace period"
+    )
