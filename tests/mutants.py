@@ -28,7 +28,7 @@ MUTANTS = {  # name: (file, line as it is, line as it must not be)
     ),
     "optimizer not restored": (
         "lowprec/train/state.py",
-        "self.optimizer.state[parameter][key] = found[name].to(parameter.device)", "pass",
+        "self.optimizer.state[parameter][key] = tensors[name].to(parameter.device)", "pass",
     ),
     "step count of the optimizer not restored": (
         "lowprec/train/state.py", 'self.optimizer.steps = state["steps"]', "pass",
@@ -38,7 +38,7 @@ MUTANTS = {  # name: (file, line as it is, line as it must not be)
     ),
     "shapes of the optimizer not checked": (
         "lowprec/train/state.py",
-        "_check_same(moments[key], named, path)", "pass",
+        "_check_same(moments[key], expected, folder / f\"{key}{SUFFIX}\")", "pass",
     ),
     "record not cut back": (
         "lowprec/train/checkpoint.py", 'self.record.cut(manifest["offsets"])', "pass",
@@ -162,7 +162,7 @@ MUTANTS = {  # name: (file, line as it is, line as it must not be)
     ),
     "every rank drops the patches of the first": (
         "lowprec/clip/model.py",
-        "for r in (rank, rank + 1))", "for r in (0, 1))",
+        "for r in (rank, rank + 1)", "for r in (0, 1)",
     ),
     "every part drops the patches of the first": (
         "lowprec/clip/model.py",
