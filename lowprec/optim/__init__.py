@@ -1,6 +1,7 @@
-"""Optimizers, drop-in for those of torch: `from lowprec.optim import StableAdamW`."""
+"""Drop-in optimizers: `from lowprec.optim import StableAdamW`."""
 
+from lowprec.optim.schedules import param_groups
 from lowprec.optim.stable_adamw import StableAdamW
 from lowprec.optim.statistics import second_moment_statistics
 
-__all__ = ["StableAdamW", "second_moment_statistics"]
+__all__ = ["StableAdamW", "param_groups", "second_moment_statistics"]

@@ -1,4 +1,4 @@
-"""The optimizer's passes on a GPU: a handful of launches for all tensors, nothing read back."""
+"""A step over all tensors of a GPU: a handful of launches, nothing read back to the host."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,117 +7,136 @@ from functools import lru_cache
 import torch
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.jit import JITFunction
 
-from lowprec.optim.on_device import index_on
-from lowprec.optim.reference import Coefficients, Tensors
+from lowprec.optim.adamw_update import Hyperparameters, clipped_lr, decay_factor
+from lowprec.optim.plain import Tensors
+from lowprec.optim.statistics import GradientSums, ShardReduction, StepSums, index_on
 from lowprec.optim.triton_adamw import _gradients_kernel, _reduce_kernel, _step_kernel
 
-CHUNK = 2048  # elements of a program
+CHUNK = 2048  # elements per program
 WARPS = 8
-ROWS = 1024  # parts added at a time
+ROWS = 1024  # partial sums added at a time
 DEVICES = ("cuda",)
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-class Fused:
-    """`reference.Reference` by kernels, of tensors of which none is `first_unfit`."""
+class FusedStep:
+    """`plain.PlainStep` by Triton kernels, for tensors that `first_unfit` accepts.
 
-    def __init__(self, tensors: Tensors, host: "Addresses"):
-        kinds: dict[tuple, list[int]] = {}
+    A clipped step takes three passes over memory (gradients; moments; parameters), because the rate
+    depends on the new moments of the whole tensor. Without clipping the last two are one pass. Each
+    pass is a launch, and another to add partial sums, per pair of dtypes.
+    """
+
+    def __init__(self, tensors: Tensors, shards: ShardReduction, addresses: "AddressTables"):
+        dtypes: dict[tuple, list[int]] = {}
         for i, (p, g) in enumerate(zip(tensors.params, tensors.grads, strict=True)):
-            kinds.setdefault((p.dtype, g.dtype), []).append(i)
+            dtypes.setdefault((p.dtype, g.dtype), []).append(i)
         device = tensors.params[0].device
-        self.kinds = [_Kind(tensors, tuple(chosen), host) for chosen in kinds.values()]
-        self.order = _inverse(tuple(i for chosen in kinds.values() for i in chosen), device)
+        self.shards = shards
+        self.launchers = [_Launcher(tensors, tuple(rows), addresses) for rows in dtypes.values()]
+        self.order = _inverse(tuple(i for rows in dtypes.values() for i in rows), device)
 
-    def gradients(self, factor: Tensor) -> tuple[Tensor, Tensor]:
-        """As `Reference.gradients`."""
-        parts = self._in_order([kind.gradients(factor) for kind in self.kinds])
-        return parts[:, :3], parts[:, 3:]
+    def gradients(self, factor: Tensor) -> GradientSums:
+        """See `PlainStep.gradients`."""
+        totals = self._in_order([launcher.gradients(factor) for launcher in self.launchers])
+        return GradientSums(*self.shards.reduce(totals, GradientSums.num_sums).unbind(1))
 
-    def moments(self, c: Coefficients) -> tuple[Tensor, Tensor]:
-        """As `Reference.moments`."""
-        parts = self._in_order([kind.step(c, True, False) for kind in self.kinds])
-        return parts[:, :2], parts[:, 2:]
-
-    def update(self, c: Coefficients) -> Tensor:
-        """As `Reference.update`."""
-        return self._in_order([kind.step(c, False, True) for kind in self.kinds])
-
-    def moments_and_update(self, c: Coefficients) -> tuple[Tensor, Tensor, Tensor]:
-        """Both at once, of a rate that does not wait for the moments."""
-        parts = self._in_order([kind.step(c, True, True) for kind in self.kinds])
-        return parts[:, :2], parts[:, 4:], parts[:, 2:4]
-
-    def _in_order(self, parts: list[Tensor]) -> Tensor:
-        return parts[0] if len(parts) == 1 else torch.cat(parts)[self.order]
-
-
-class _Kind:
-    """The tensors of one pair of dtypes: one launch a pass."""
-
-    def __init__(self, tensors: Tensors, chosen: tuple[int, ...], host: "Addresses"):
-        columns = (tensors.params, tensors.grads, tensors.exp_avgs, tensors.exp_avg_sqs)
-        columns = (*columns, tensors.compensations)
-        self.device = tensors.params[0].device
-        self.chosen = None if len(chosen) == len(tensors.params) else index_on(chosen, self.device)
-        self.types = [TYPES[column[chosen[0]].dtype] for column in columns[:2]]
-        numbers = tuple(
-            0 if column[i] is None else column[i].data_ptr() for column in columns for i in chosen
+    def update(
+        self, h: Hyperparameters, factor: Tensor, sizes: Tensor, is_clipped: bool
+    ) -> tuple[Tensor, StepSums]:
+        """See `PlainStep.update`."""
+        common = (
+            h.apply,
+            factor.to(h.lr.dtype).expand_as(h.apply),
+            h.beta1_hat,
+            h.beta2_hat,
+            h.eps,
         )
-        self.aligned = all(number % 16 == 0 for number in numbers)
-        self.addresses = host.on_device(numbers, self.device)
-        self.layout = _layout(tuple(tensors.params[i].numel() for i in chosen), self.device)
-        self.count = len(chosen)
+        if is_clipped:
+            totals = self._step((*common, h.apply, h.apply), moments=True)  # the rate is not read
+            ratio_squares, u_sum, neg_u_min, u_max = self.shards.reduce(totals, 2).unbind(1)
+            rms = (ratio_squares / sizes).sqrt()
+            eta = clipped_lr(h, rms)
+            totals = self._step((*common, eta, decay_factor(h, eta)), update=True)
+            update_squares, param_squares = self.shards.reduce(totals, 2).unbind(1)
+        else:
+            decay = 1 - h.lr * h.weight_decay
+            totals = self._step((*common, h.lr, decay), moments=True, update=True)
+            totals = self.shards.reduce(totals, 4).unbind(1)
+            ratio_squares, u_sum, update_squares, param_squares, neg_u_min, u_max = totals
+            rms = (ratio_squares / sizes).sqrt()
+        return rms, StepSums(u_sum, update_squares, param_squares, neg_u_min, u_max)
+
+    def _step(
+        self, values: tuple[Tensor, ...], moments: bool = False, update: bool = False
+    ) -> Tensor:
+        """Totals [tensors, n] of one pass, with `values` [tensors] in the kernel's order."""
+        table = torch.stack([value.float() for value in values], dim=1)
+        totals = [launcher.step(table, moments, update) for launcher in self.launchers]
+        return self._in_order(totals)
+
+    def _in_order(self, totals: list[Tensor]) -> Tensor:
+        return totals[0] if len(totals) == 1 else torch.cat(totals)[self.order]
+
+
+class _Launcher:
+    """Launches the kernels for the tensors of one pair of dtypes."""
+
+    def __init__(self, tensors: Tensors, rows: tuple[int, ...], addresses: "AddressTables"):
+        columns = list(vars(tensors).values())
+        params, grads = tensors.params, tensors.grads
+        self.device = params[0].device
+        self.rows = None if len(rows) == len(params) else index_on(rows, self.device)
+        self.param_type, self.grad_type = TYPES[params[rows[0]].dtype], TYPES[grads[rows[0]].dtype]
+        pointers = tuple(
+            0 if column[i] is None else column[i].data_ptr() for column in columns for i in rows
+        )
+        self.aligned = all(pointer % 16 == 0 for pointer in pointers)
+        self.addresses = addresses.on_device(pointers, self.device)
+        self.layout = _layout(tuple(params[i].numel() for i in rows), self.device)
+        self.count = len(rows)
 
     def gradients(self, factor: Tensor) -> Tensor:
-        parts = torch.empty(len(self.layout.chunks), 4, device=self.device)
-        if len(parts):
-            _gradients_kernel[(len(parts),)](
-                self.addresses, self.layout.sizes, self.layout.chunks, self.layout.starts, factor,
-                parts, self.count, TYPE=self.types[1], ALIGNED=self.aligned, CHUNK=CHUNK,
-                num_warps=WARPS,
-            )  # fmt: skip
-        return self._reduce(parts, sums=3)
+        """Totals [tensors, 4] in the order of GradientSums."""
+        return self._launch(_gradients_kernel, factor, 3, 1, TYPE=self.grad_type)
 
-    def step(self, c: Coefficients, moments: bool, update: bool) -> Tensor:
-        columns = (c.apply, c.factor, c.beta1, c.beta2, c.eps)
-        columns = (*columns, c.apply if c.rate is None else c.rate)
-        columns = (*columns, c.apply if c.decay is None else c.decay)
-        table = torch.stack([column.float() for column in columns], dim=1)
-        if self.chosen is not None:
-            table = table[self.chosen]
-        width = 4 * moments + 2 * update
-        parts = torch.empty(len(self.layout.chunks), width, device=self.device)
-        if len(parts):
-            _step_kernel[(len(parts),)](
-                self.addresses, self.layout.sizes, self.layout.chunks, self.layout.starts, table,
-                parts, self.count, P_TYPE=self.types[0], G_TYPE=self.types[1],
-                ALIGNED=self.aligned, MOMENTS=moments, UPDATE=update, CHUNK=CHUNK,
-                num_warps=WARPS,
-            )  # fmt: skip
-        return self._reduce(parts, sums=2 * moments + 2 * update)
+    def step(self, values: Tensor, moments: bool, update: bool) -> Tensor:
+        """Totals of a pass over moments, parameters or both; `values` [all tensors, 7]."""
+        if self.rows is not None:
+            values = values[self.rows]
+        types = {"P_TYPE": self.param_type, "G_TYPE": self.grad_type}
+        num_sums = 2 * moments + 2 * update
+        passes = {"MOMENTS": moments, "UPDATE": update}
+        return self._launch(_step_kernel, values, num_sums, 2 * moments, **types, **passes)
 
-    def _reduce(self, parts: Tensor, sums: int) -> Tensor:
-        width = parts.shape[1]
+    def _launch(
+        self, kernel: JITFunction, values: Tensor, num_sums: int, num_maxima: int, **constants
+    ) -> Tensor:
+        """Totals [tensors, num_sums + num_maxima] over the chunks of each tensor."""
+        layout, width = self.layout, num_sums + num_maxima
+        parts = torch.empty(len(layout.chunks), width, device=self.device)
+        if len(parts):
+            kernel[(len(parts),)](
+                self.addresses, layout.sizes, layout.chunks, layout.starts, values, parts,
+                self.count, ALIGNED=self.aligned, CHUNK=CHUNK, num_warps=WARPS, **constants,
+            )  # fmt: skip
         totals = torch.empty(self.count, width, device=self.device)
         _reduce_kernel[(self.count, width)](
-            parts, self.layout.firsts, totals, WIDTH=width, SUMS=sums, ROWS=ROWS
+            parts, layout.firsts, totals, WIDTH=width, SUMS=num_sums, ROWS=ROWS
         )
         return totals
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """How tensors are cut: int64, on the device.
+    """How tensors are cut into chunks: int64, on the device."""
 
-    Of each tensor its size and its first chunk; of each chunk its tensor and its first element.
-    """
-
-    sizes: Tensor
-    firsts: Tensor
-    chunks: Tensor
-    starts: Tensor
+    sizes: Tensor  # [tensors]: elements
+    firsts: Tensor  # [tensors + 1]: the first chunk of each tensor, and the number of chunks
+    chunks: Tensor  # [chunks]: the tensor of each chunk
+    starts: Tensor  # [chunks]: the first element of each chunk within its tensor
 
 
 @lru_cache(maxsize=8)
@@ -135,11 +154,11 @@ def _inverse(order: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(order).argsort().to(device)
 
 
-class Addresses:
+class AddressTables:
     """Tables of addresses on the device, copied there only when an address has changed.
 
-    A copy that a CUDA graph captures is repeated at each replay, so its source on the host is kept
-    and not written again. It is set aside beforehand: capture allows no allocation there.
+    A CUDA graph that captures a copy repeats it at each replay, so the source on the host is kept
+    and never written again. It is allocated beforehand, because capture allows no allocation.
     """
 
     def __init__(self):
@@ -147,30 +166,31 @@ class Addresses:
         self._spare: dict[int, Tensor] = {}
         self._captured: list[Tensor] = []
 
-    def on_device(self, numbers: Sequence[int], device: torch.device) -> Tensor:
-        """int64 [len(numbers)] on the device."""
+    def on_device(self, pointers: Sequence[int], device: torch.device) -> Tensor:
+        """int64 [len(pointers)] on the device."""
         if device.type != "cuda":
-            return torch.tensor(numbers)
-        size = len(numbers)
+            return torch.tensor(pointers)
+        size = len(pointers)
         if torch.cuda.is_current_stream_capturing():
             host = self._spare.pop(size)
             self._captured.append(host)
-            host.copy_(torch.tensor(numbers))
+            host.copy_(torch.tensor(pointers))
             return host.to(device, non_blocking=True)
         if size not in self._spare:
             self._spare[size] = torch.empty(size, dtype=torch.int64, pin_memory=True)
-        if numbers not in self._known:
+        if pointers not in self._known:
             if len(self._known) > 8:
                 self._known.clear()
-            host = torch.tensor(numbers, pin_memory=True)
-            self._known[numbers] = host.to(device, non_blocking=True)
-        return self._known[numbers]
+            host = torch.tensor(pointers, pin_memory=True)
+            self._known[pointers] = host.to(device, non_blocking=True)
+        return self._known[pointers]
 
 
 def first_unfit(tensors: Tensors) -> int | None:
-    """The first tensor that no kernel takes; None if all lie on one GPU, dense, in dtypes of TYPES.
+    """Index of the first tensor that no kernel takes, or None.
 
-    A tensor's gradient and moments must lie in the parameter's order in memory.
+    Kernels take dense tensors in the dtypes of TYPES, all on one GPU, whose gradients and moments
+    lie in the parameter's order in memory.
     """
     device = tensors.params[0].device
     if device.type not in DEVICES:
@@ -179,13 +199,13 @@ def first_unfit(tensors: Tensors) -> int | None:
     for i, (p, *others) in enumerate(rows):
         others = [x for x in others if x is not None]
         fits = p.device == device and p.dtype in TYPES and others[0].dtype in TYPES
-        if not (fits and _is_dense(p) and all(_is_alike(p, x) for x in others)):
+        if not (fits and _is_dense(p) and all(_has_order_of(p, x) for x in others)):
             return i
     return None
 
 
-def _is_alike(a: Tensor, b: Tensor) -> bool:
-    """Whether elements lie in one order in memory; strides of dimensions of size one do not say."""
+def _has_order_of(a: Tensor, b: Tensor) -> bool:
+    """Whether elements lie in one order in memory; dimensions of size 1 do not matter."""
     if a.stride() == b.stride():
         return True
     pairs = zip(a.shape, a.stride(), b.stride(), strict=True)
@@ -193,7 +213,7 @@ def _is_alike(a: Tensor, b: Tensor) -> bool:
 
 
 def _is_dense(x: Tensor) -> bool:
-    """Whether its elements fill their memory without gaps or overlaps, in any order."""
+    """Whether the elements fill their memory without gaps or overlaps, in any order."""
     if x.is_contiguous():
         return True
     filled = 1

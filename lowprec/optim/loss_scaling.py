@@ -1,4 +1,4 @@
-"""Loss scaling: none, PyTorch's dynamic scaler, the paper's fixed scale. One interface.
+"""Loss scaling: none, PyTorch's dynamic scaler or the paper's fixed scale, behind one interface.
 
 `scaler.scale(loss).backward()`, then `scaler.step(optimizer)`; `value` is the scale of this step.
 """
@@ -21,24 +21,25 @@ class NoScaler:
         optimizer.step()
 
     def state_dict(self) -> dict:
-        """Nothing to save."""
+        """Returns an empty state."""
         return {}
 
     def load_state_dict(self, state: dict) -> None:
-        """Nothing to load."""
+        """Loads nothing."""
 
 
 class FixedScaler(NoScaler):
-    """A constant scale, divided out in the optimizer, which skips non-finite tensors one by one.
+    """Multiplies the loss by a constant, by which the optimizer divides the gradients.
 
-    Made for `StableAdamW(skip="tensor")`. Source: the optimizer of the runs of arXiv:2304.13013.
+    Made for `StableAdamW(skip="tensor")`, which skips only the tensors whose gradients overflow.
+    Source: the optimizer of the runs of arXiv:2304.13013.
     """
 
     def __init__(self, scale: float, device: torch.device | str):
         self.value = torch.full((), scale, device=device)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the scale."""
+        """Returns the loss times the scale."""
         return loss * self.value
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -48,7 +49,7 @@ class FixedScaler(NoScaler):
 
 
 class DynamicScaler(torch.amp.GradScaler):
-    """torch.amp.GradScaler behind the same interface; halves on a skip."""
+    """torch.amp.GradScaler, which halves its scale when a gradient is not finite."""
 
     def __init__(self, init_scale: float, device: torch.device | str):
         super().__init__(torch.device(device).type, init_scale=init_scale)
@@ -56,7 +57,7 @@ class DynamicScaler(torch.amp.GradScaler):
 
     @property
     def value(self) -> Tensor:
-        """The present scale, 0-d on the device: reading it does not wait for the device."""
+        """The current scale, 0-d on the device."""
         return self._scale
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -68,7 +69,7 @@ class DynamicScaler(torch.amp.GradScaler):
 def build_scaler(
     name: str, init_scale: float, device: torch.device
 ) -> NoScaler | FixedScaler | DynamicScaler:
-    """The scaler of a config's `scaler.name`."""
+    """Returns the scaler for the config key `scaler.name`."""
     if name == "fixed":
         return FixedScaler(init_scale, device)
     return DynamicScaler(init_scale, device) if name == "dynamic" else NoScaler()

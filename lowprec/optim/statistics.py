@@ -1,95 +1,207 @@
-"""Statistics of every tensor of a model, from the sums that `reference` and `fused` make."""
+"""Statistics of all tensors, from sums over their elements and shards."""
 
 import math
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from lowprec.optim import sharding
-from lowprec.optim.on_device import index_on
-from lowprec.optim.reference import (
-    as_table,
-    as_tables,
-    gradient_parts,
-    moment_parts,
-    update_parts,
-    wide,
-)
+from lowprec.config.schema import STATISTICS
+from lowprec.optim.adamw_update import wide
 
-STATISTICS = (
-    *("rms", "grad_norm", "update_norm"),
-    *("grad_abs_max", "grad_inf", "grad_nan", "param_norm", "u_min", "u_mean", "u_max"),
-)
+ADAMW_STATE = {"step", "exp_avg", "exp_avg_sq"}
 
-NEEDED = {"step", "exp_avg", "exp_avg_sq"}  # of the state of an optimizer that is not ours
 
-Parts = tuple[Tensor, Tensor]  # sums and maxima, of shards already put together
+class GradientSums(NamedTuple):
+    """Sums over the elements of gradients: [tensors] each, or 0-d for one tensor."""
+
+    squares: Tensor
+    num_inf: Tensor
+    num_nan: Tensor
+    abs_max: Tensor  # unspecified if an element is NaN
+
+    num_sums = 3  # the fields before it are sums, the others maxima
+
+
+class StepSums(NamedTuple):
+    """Sums over u, the update and the updated parameter: [tensors] each, or 0-d for one tensor."""
+
+    u_sum: Tensor
+    update_squares: Tensor
+    param_squares: Tensor
+    neg_u_min: Tensor  # largest -u
+    u_max: Tensor
+
+    num_sums = 3
+
+
+def gradient_sums(grad: Tensor) -> GradientSums:
+    """Sums over one gradient, which may hold infinite and NaN elements."""
+    norm = torch.linalg.vector_norm(grad)
+    if grad.is_cpu and norm.isfinite():
+        num_inf = num_nan = torch.zeros_like(norm)
+    else:
+        num_inf, num_nan = grad.isinf().sum(), grad.isnan().sum()
+    least, largest = _extremes(grad)
+    return GradientSums(norm.square(), num_inf, num_nan, torch.maximum(-least, largest))
+
+
+def step_sums(u: Tensor, update: Tensor, param: Tensor) -> StepSums:
+    """Sums over one tensor after its update."""
+    update_squares, param_squares = (
+        torch.linalg.vector_norm(x.float()).square() for x in (update, param)
+    )
+    least, largest = _extremes(u)
+    return StepSums(u.sum(), update_squares, param_squares, -least, largest)
+
+
+def _extremes(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Least and largest element; infinities that no other shard exceeds if there is none."""
+    if x.numel():
+        return x.aminmax()
+    return x.new_full((), torch.inf), x.new_full((), -torch.inf)
+
+
+def statistics_table(
+    rms: Tensor, grad_norms: Tensor, sizes: Tensor, gradients: GradientSums, step: StepSums
+) -> Tensor:
+    """float32 [tensors, 10] in the order of STATISTICS; `sizes` [tensors] counts the elements."""
+    values = {
+        "rms": rms,
+        "grad_norm": grad_norms,
+        "update_norm": step.update_squares.sqrt(),
+        "grad_abs_max": torch.where(gradients.num_nan > 0, math.nan, gradients.abs_max),
+        "grad_inf": gradients.num_inf,
+        "grad_nan": gradients.num_nan,
+        "param_norm": step.param_squares.sqrt(),
+        "u_min": -step.neg_u_min,
+        "u_mean": step.u_sum / sizes,
+        "u_max": step.u_max,
+    }
+    return torch.stack([values[name] for name in STATISTICS], dim=1).float()
+
+
+def expand_rows(table: Tensor, rows: tuple[int, ...], count: int) -> Tensor:
+    """[count, 10]: the table's rows at the given places; the others have no gradient."""
+    if len(rows) == count:
+        return table
+    return no_statistics(count, table.device).index_copy_(0, index_on(rows, table.device), table)
+
+
+def no_statistics(count: int, device: torch.device) -> Tensor:
+    """[count, 10] for tensors without a gradient: rms NaN, all else 0."""
+    table = torch.zeros(count, len(STATISTICS), device=device)
+    table[:, STATISTICS.index("rms")].fill_(math.nan)
+    return table
 
 
 @torch.no_grad()
 def second_moment_statistics(optimizer: torch.optim.Optimizer) -> Tensor:
-    """`StableAdamW.statistics` of torch.optim.AdamW: float32 [tensors, 10], on the device.
+    """`StableAdamW.statistics` for torch.optim.AdamW: float32 [tensors, 10], on the device.
 
-    Call it between `step()` and `zero_grad()`, before a scheduler changes the rate. u is the second
-    moment after the step, debiased: `exp_avg_sq / (1 - beta2^step)`. g is what `grad` holds, so it
-    must be unscaled; the update is `lr v / (sqrt(u) + eps)`, of which amsgrad knows nothing.
-    Any optimizer will do whose state has step, exp_avg and exp_avg_sq as torch's Adam has them, not
-    debiased; of StableAdamW its own statistics are returned. A tensor without a gradient or such a
-    state shows rms NaN, all else 0. ValueError if that is so of all.
+    Call it between `step()` and `zero_grad()`, before a scheduler changes the learning rate. The
+    gradients must be unscaled. u is the debiased second moment after the step,
+    `exp_avg_sq / (1 - beta2^step)`, and the update is `lr v / (sqrt(u) + eps)`; amsgrad is ignored.
+    Any optimizer works whose state holds step, exp_avg and exp_avg_sq as torch's Adam does. For a
+    StableAdamW its own statistics are returned. A tensor without a gradient or without such a state
+    shows rms NaN and 0 elsewhere; ValueError if no tensor has both.
     """
     if isinstance(getattr(optimizer, "statistics", None), Tensor):
         return optimizer.statistics
-    every = [(p, group) for group in optimizer.param_groups for p in group["params"]]
-    having = [i for i, (p, _) in enumerate(every) if p.grad is not None and p.numel()]
-    having = [i for i in having if optimizer.state.get(every[i][0], {}).keys() >= NEEDED]
-    if not having:
+    all_params = [(p, group) for group in optimizer.param_groups for p in group["params"]]
+    rows = tuple(
+        i
+        for i, (p, _) in enumerate(all_params)
+        if p.grad is not None and p.numel() and optimizer.state.get(p, {}).keys() >= ADAMW_STATE
+    )
+    if not rows:
         raise ValueError("no tensor has a gradient and a second moment (exp_avg_sq) beside it")
-    parts: tuple[list, list, list] = ([], [], [])
-    for p, group in (every[i] for i in having):
-        state, (beta1, beta2) = optimizer.state[p], group["betas"]
-        t = torch.as_tensor(state["step"]).double()
-        g, u = wide(local(p.grad)), wide(local(state["exp_avg_sq"])) / (1 - beta2**t)
-        v = wide(local(state["exp_avg"])) / (1 - beta1**t)
-        parts[0].append(gradient_parts(g))
-        parts[1].append(moment_parts(g, u, group["eps"]))
-        parts[2].append(update_parts(group["lr"] * v / (u.sqrt() + group["eps"]), local(p)))
-    params = [every[i][0] for i in having]
-    reduce = sharding.reducer(params, lambda i: f"tensor {having[i]}")
-    gradients, moments = reduce(*as_tables(parts[0])), reduce(*as_tables(parts[1]))
+    params = [all_params[i][0] for i in rows]
+    shards = ShardReduction(params, lambda i: f"parameter {rows[i]}")
     sizes = torch.tensor([float(p.numel()) for p in params], device=params[0].device)
-    rms = (moments[0][:, 0] / sizes).sqrt()
-    found = columns(rms, sizes, gradients, moments, reduce(as_table(parts[2])))
-    return in_rows(found, tuple(having), len(every))
+    gradients, steps, ratio_squares = [], [], []
+    for i, (p, group) in enumerate(all_params[i] for i in rows):
+        state, (beta1, beta2), eps = optimizer.state[p], group["betas"], group["eps"]
+        t = torch.as_tensor(state["step"]).double()
+        grad, v = wide(local(p.grad)), wide(local(state["exp_avg"])) / (1 - beta1**t)
+        u = wide(local(state["exp_avg_sq"])) / (1 - beta2**t)
+        ratio = grad / u.sqrt().clamp(min=eps)
+        ratio_squares.append(shards.sum_one(i, torch.linalg.vector_norm(ratio).square().float()))
+        gradients.append(gradient_sums(grad))
+        steps.append(step_sums(u, group["lr"] * v / (u.sqrt() + eps), local(p)))
+    rms = (torch.stack(ratio_squares) / sizes).sqrt()
+    gradients = shards.totals(GradientSums, gradients)
+    step = shards.totals(StepSums, steps)
+    table = statistics_table(rms, gradients.squares.sqrt(), sizes, gradients, step)
+    return expand_rows(table, rows, len(all_params))
 
 
-def columns(
-    rms: Tensor, sizes: Tensor, gradients: Parts, moments: Parts, updates: Tensor
-) -> Tensor:
-    """float32 [tensors, 10] from sums and maxima; `sizes` [tensors] counts the elements."""
-    (squares, infs, nans), largest = gradients[0].unbind(1), gradients[1][:, 0]
-    u_sum, (least, u_max) = moments[0][:, 1], moments[1].unbind(1)
-    changes, params = updates.sqrt().unbind(1)
-    largest = torch.where(nans > 0, math.nan, largest)
-    values = (rms, squares.sqrt(), changes, largest, infs, nans, params)
-    return torch.stack((*values, -least, u_sum / sizes, u_max), dim=1).float()
+class ShardReduction:
+    """Sums and maxima over the shards of tensors that several processes hold in parts.
+
+    Other tensors stay as they are. A DTensor may be sharded over several dimensions of its mesh, as
+    by FSDP2 and tensor parallelism together; replicas are not summed. ValueError names a tensor
+    (`name_of(i)`) that is placed in another way, or otherwise than its gradient. All processes must
+    call each method in the same order.
+    """
+
+    def __init__(self, params: list[Tensor], name_of: Callable[[int], str]):
+        self.rows: dict[dist.ProcessGroup, list[int]] = {}
+        for i, p in enumerate(params):
+            if isinstance(p, DTensor) or isinstance(p.grad, DTensor):
+                for dim in _sharded_dims(p, name_of(i)):
+                    self.rows.setdefault(p.device_mesh.get_group(dim), []).append(i)
+
+    def reduce(self, table: Tensor, num_sums: int) -> Tensor:
+        """Sums the first columns of [tensors, n] in place and takes the others' maxima."""
+        sums, maxima = table[:, :num_sums], table[:, num_sums:]
+        for group, rows in self.rows.items():
+            index = index_on(tuple(rows), table.device)
+            for columns, operation in ((sums, dist.ReduceOp.SUM), (maxima, dist.ReduceOp.MAX)):
+                if columns.shape[1]:
+                    part = columns[index].contiguous()
+                    dist.all_reduce(part, operation, group=group)
+                    columns[index] = part
+        return table
+
+    def totals(self, kind: type, rows: list[NamedTuple]) -> NamedTuple:
+        """Float32 sums [tensors] of one kind, from those of each tensor."""
+        values = torch.stack([value.float() for row in rows for value in row])
+        return kind(*self.reduce(values.view(len(rows), -1), kind.num_sums).unbind(1))
+
+    def sum_one(self, i: int, value: Tensor) -> Tensor:
+        """The sum of one tensor's value over its shards, in place."""
+        for group, rows in self.rows.items():
+            if i in rows:
+                dist.all_reduce(value, group=group)
+        return value
 
 
-def in_rows(values: Tensor, having: tuple[int, ...], count: int) -> Tensor:
-    """[count, 10]: the values in their rows, and in the others rms NaN, all else 0."""
-    if len(having) == count:
-        return values
-    table = nothing(count, values.device)
-    return table.index_copy_(0, index_on(having, values.device), values)
+def _sharded_dims(p: Tensor, name: str) -> list[int]:
+    """Dimensions of its mesh along which a parameter is sharded.
 
-
-def nothing(count: int, device: torch.device) -> Tensor:
-    """[count, 10] of tensors without a gradient."""
-    table = torch.zeros(count, len(STATISTICS), device=device)
-    table[:, 0].fill_(math.nan)
-    return table
+    FSDP2 over a mesh that tensor parallelism has sharded gives _StridedShard, which is no Shard.
+    """
+    placements, of_grad = (getattr(x, "placements", None) for x in (p, p.grad))
+    if placements != of_grad:
+        raise ValueError(f"{name} is placed as {placements}, its gradient as {of_grad}")
+    for placement in placements:
+        if not isinstance(placement, Shard | _StridedShard | Replicate):
+            raise ValueError(f"{name} is placed as {placement!r}; only shards and replicas work")
+    return [dim for dim, x in enumerate(placements) if not isinstance(x, Replicate)]
 
 
 def local(x: Tensor | None) -> Tensor | None:
-    """The part of a sharded tensor that this process holds; of others themselves."""
+    """The part of a sharded tensor that this process holds; any other tensor itself."""
     return x.to_local() if isinstance(x, DTensor) else x
+
+
+@lru_cache(maxsize=64)
+def index_on(rows: tuple[int, ...], device: torch.device) -> Tensor:
+    """int64 [len(rows)] on the device, copied there once, since a copy makes the host wait."""
+    return torch.tensor(rows, dtype=torch.int64).to(device)

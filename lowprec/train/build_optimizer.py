@@ -5,7 +5,7 @@ import torch
 from lowprec.config.check import ConfigError
 from lowprec.config.schema import EIGHT_BIT, Config, OptimizerConfig
 from lowprec.optim.eight_bit import BitsAndBytesAdamW8bit, EightBitAdamW, TorchaoAdamW8bit
-from lowprec.optim.param_groups import param_groups
+from lowprec.optim.schedules import param_groups
 from lowprec.optim.stable_adamw import StableAdamW
 
 

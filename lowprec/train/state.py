@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lowprec.optim.adamw_update import wide_dtype
 from lowprec.optim.eight_bit import EightBitAdamW
-from lowprec.optim.reference import wide_dtype
 from lowprec.optim.stable_adamw import StableAdamW
 from lowprec.runs.attempts import CheckpointError
 from lowprec.train.distributed import ONE_PROCESS, Ranks

@@ -29,7 +29,9 @@ from lowprec.ops import triton_matmul as matmul
 from lowprec.ops import triton_quantize as quantize
 from lowprec.ops import triton_tiles as tiles
 from lowprec.optim import fused, triton_adamw
-from lowprec.optim.reference import Coefficients, Tensors
+from lowprec.optim.adamw_update import Hyperparameters
+from lowprec.optim.plain import Tensors
+from lowprec.optim.statistics import ShardReduction
 
 MODULES = [
     importlib.import_module(f"lowprec.ops.{module.name}")
@@ -74,12 +76,12 @@ def _optimizer(dtype):
     sizes = (100_000, 5)
     columns = [[_tensor(size, dtype=kind) for size in sizes] for kind in (dtype, dtype, FP32, FP32)]
     lost = [None, None] if dtype == FP32 else [_tensor(size, dtype=dtype) for size in sizes]
-    passes = fused.Fused(Tensors(*columns, lost), fused.Addresses())
-    passes.gradients(_tensor(dtype=FP32))
-    coefficients = Coefficients(*(_tensor(2, dtype=FP32) for _ in range(7)))
-    passes.moments(coefficients)
-    passes.update(coefficients)
-    passes.moments_and_update(coefficients)
+    tensors = Tensors(*columns, lost)
+    step = fused.FusedStep(tensors, ShardReduction([], str), fused.AddressTables())
+    step.gradients(_tensor(dtype=FP32))
+    values = Hyperparameters(*(_tensor(2, dtype=FP32) for _ in range(8)))
+    for is_clipped in (True, False):
+        step.update(values, _tensor(dtype=FP32), _tensor(2, dtype=FP32), is_clipped)
 
 
 CASES = {  # name: (launches it, architectures)

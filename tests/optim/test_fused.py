@@ -1,18 +1,17 @@
-"""The optimizer's kernels against their definition: on a GPU, else interpreted."""
+"""The optimizer's kernels against the plain step: on a GPU, otherwise interpreted."""
 
 import copy
 
 import pytest
 import torch
 
-from lowprec.optim import fused
-from lowprec.optim.fused import Addresses, Fused
-from lowprec.optim.reference import Coefficients, Reference, Tensors
+from lowprec.optim import StableAdamW, fused
+from lowprec.optim.adamw_update import Hyperparameters
+from lowprec.optim.fused import AddressTables, FusedStep
+from lowprec.optim.plain import PlainStep, Tensors
+from lowprec.optim.statistics import ShardReduction
 
 SHAPES = [(5, 7), (), (3000,), (2, 4096), (3, 5000), (1, 1), (0, 4)]
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
 pytestmark = pytest.mark.usefixtures("right_interpreter")
 
 
@@ -26,8 +25,8 @@ def small_chunks(monkeypatch):
     fused._layout.cache_clear()
 
 
-def make(device, dtypes, seed=0):
-    generator = torch.Generator().manual_seed(seed)
+def make(device, dtypes):
+    generator = torch.Generator().manual_seed(0)
     columns = [[], [], [], [], []]
     for i, shape in enumerate(SHAPES):
         p_dtype, g_dtype = dtypes[i % len(dtypes)]
@@ -43,34 +42,50 @@ def make(device, dtypes, seed=0):
     return Tensors(*columns)
 
 
-def make_coefficients(device, skipped=()):
+def make_hyperparameters(device, is_clipped, skipped=()):
     n = len(SHAPES)
     apply = torch.ones(n, device=device)
     apply[list(skipped)] = 0
-    of = {"device": device}
-    beta1 = torch.where(apply > 0, torch.linspace(0.5, 0.9, n, **of), 1.0)
-    beta2 = torch.where(apply > 0, torch.linspace(0.9, 0.99, n, **of), 1.0)
-    rate = torch.linspace(1e-3, 1e-2, n, **of) * apply
-    factor, eps = torch.linspace(0.5, 1.5, n, **of), torch.linspace(1e-8, 1e-6, n, **of)
-    eps[4] = 0.1  # among values of sqrt(u), so that it shows where it stands
-    return Coefficients(apply, factor, beta1, beta2, eps, rate, 1 - rate * 0.2)
+
+    def spread(first, last):
+        return torch.linspace(first, last, n, device=device)
+
+    eps = spread(1e-8, 1e-6)
+    eps[4] = 0.1  # among values of sqrt(u), so that its place in the formula matters
+    return Hyperparameters(
+        apply,
+        spread(1e-3, 1e-2) * apply,
+        torch.where(apply > 0, spread(0.5, 0.9), 1.0),
+        torch.where(apply > 0, spread(0.9, 0.99), 1.0),
+        eps,
+        spread(0.1, 0.3),
+        spread(0.5, 5.0) if is_clipped else torch.full_like(apply, torch.inf),
+        torch.arange(n, device=device) % 2.0,
+    )
 
 
-def assert_same(found, expected):
-    """To the rounding of a multiply-add: a 16-bit parameter with what its rounding lost."""
+def update(kind, tensors, h, is_clipped, factor=0.5):
+    """One update by `FusedStep` or `PlainStep`: RMS_t and sums."""
+    shards = ShardReduction([], str)
+    step = kind(tensors, shards, AddressTables()) if kind is FusedStep else kind(tensors, shards)
+    sizes = torch.tensor([max(1.0, p.numel()) for p in tensors.params], device=h.lr.device)
+    return step.update(h, torch.tensor(factor, device=h.lr.device), sizes, is_clipped)
+
+
+def assert_same(actual, expected):
+    """Equal to the rounding of a multiply-add, 16-bit parameters with their compensation."""
     for column in ("exp_avgs", "exp_avg_sqs"):
-        for f, e in zip(getattr(found, column), getattr(expected, column), strict=True):
-            torch.testing.assert_close(f, e, rtol=1e-6, atol=1e-7)
-    for f, e in zip(whole_params(found), whole_params(expected), strict=True):
-        torch.testing.assert_close(f, e, rtol=1e-5, atol=1e-6)
-    for f, e in zip(found.params, expected.params, strict=True):
-        assert f.dtype == e.dtype and f.shape == e.shape
-        eps = torch.finfo(f.dtype).eps  # it may round to the other side
-        torch.testing.assert_close(f, e, rtol=2 * eps, atol=1e-6)
+        for a, e in zip(getattr(actual, column), getattr(expected, column), strict=True):
+            torch.testing.assert_close(a, e, rtol=1e-6, atol=1e-7)
+    for a, e in zip(compensated_params(actual), compensated_params(expected), strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-6)
+    for a, e in zip(actual.params, expected.params, strict=True):
+        assert a.dtype == e.dtype and a.shape == e.shape
+        eps = torch.finfo(a.dtype).eps  # it may round to the other side
+        torch.testing.assert_close(a, e, rtol=2 * eps, atol=1e-6)
 
 
-def whole_params(tensors):
-    """Parameters with their compensation, float32."""
+def compensated_params(tensors):
     columns = zip(tensors.params, tensors.compensations, strict=True)
     return [p.float() + (0 if lost is None else lost.float()) for p, lost in columns]
 
@@ -85,46 +100,50 @@ each_kind = pytest.mark.parametrize("dtypes", list(KINDS.values()), ids=list(KIN
 
 
 @each_kind
-@pytest.mark.parametrize("in_one", [False, True], ids=["two passes", "one pass"])
-def test_kernels_step_as_the_definition(device, dtypes, in_one):
-    ours, theirs = make(device, dtypes), make(device, dtypes)
-    c = make_coefficients(device, skipped=[3])
-    results = []
-    for passes in (Fused(ours, Addresses()), Reference(theirs)):
-        if in_one:
-            results.append(passes.moments_and_update(c))
-        else:
-            results.append((*passes.moments(c), passes.update(c)))
+@pytest.mark.parametrize("is_clipped", [True, False], ids=["clipped", "not clipped"])
+def test_kernels_update_as_the_definition_does(device, dtypes, is_clipped):
+    ours, theirs, before = (make(device, dtypes) for _ in range(3))
+    h = make_hyperparameters(device, is_clipped, skipped=[3])
+    rms, sums = update(FusedStep, ours, h, is_clipped)
+    expected_rms, expected_sums = update(PlainStep, theirs, h, is_clipped)
     assert_same(ours, theirs)
-    for found, expected in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-9)
-    before = make(device, dtypes)
+    torch.testing.assert_close(rms, expected_rms, rtol=1e-4, atol=1e-9)
+    for value, expected in zip(sums, expected_sums, strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-9)
+    if is_clipped:
+        ratios = (rms / h.clip_threshold)[[0, 1, 2, 4, 5]]
+        assert ratios.max() > 1.2 and ratios.min() < 0.8
     for column in ("params", "exp_avgs", "exp_avg_sqs", "compensations"):
-        found, kept = getattr(ours, column)[3], getattr(before, column)[3]
-        assert found is kept or torch.equal(found, kept), column  # it was skipped
+        value, kept = getattr(ours, column)[3], getattr(before, column)[3]
+        assert value is kept or torch.equal(value, kept), column  # it is skipped
     assert not torch.equal(ours.params[4], before.params[4])
 
 
 @each_kind
 @pytest.mark.filterwarnings("ignore:invalid value")  # numpy's, of the interpreter's inf - inf
-def test_gradients_are_summed_and_what_is_not_finite_is_counted(device, dtypes):
+def test_gradient_sums_count_non_finite_elements(device, dtypes):
     tensors = make(device, dtypes)
     tensors.grads[2][1500] = torch.nan
     tensors.grads[3][1, 7] = torch.inf
     tensors.grads[3][0, 9] = -torch.inf
     factor = torch.full((), 0.5, device=device)
-    sums, maxima = Fused(tensors, Addresses()).gradients(factor)
-    expected_sums, expected_maxima = Reference(tensors).gradients(factor)
-    torch.testing.assert_close(sums, expected_sums, rtol=1e-5, atol=0, equal_nan=True)
+    shards = ShardReduction([], str)
+    sums = FusedStep(tensors, shards, AddressTables()).gradients(factor)
+    expected = PlainStep(tensors, shards).gradients(factor)
+    for field in ("squares", "num_inf", "num_nan"):
+        pair = getattr(sums, field), getattr(expected, field)
+        torch.testing.assert_close(*pair, rtol=1e-5, atol=0, equal_nan=True)
     without_nan = [i for i in range(len(SHAPES)) if i != 2]
-    assert torch.equal(maxima[without_nan], expected_maxima[without_nan])
-    assert sums[2].isnan()[0] and sums[2, 2] == 1 and sums[3, 1:].tolist() == [2, 0]
-    assert maxima[3] == torch.inf
-    assert sums[0, 0].item() == pytest.approx((tensors.grads[0].float() / 2).square().sum().item())
+    assert torch.equal(sums.abs_max[without_nan], expected.abs_max[without_nan])
+    assert sums.squares[2].isnan() and sums.num_nan[2] == 1 and sums.num_inf[2] == 0
+    assert sums.num_inf[3] == 2 and sums.num_nan[3] == 0 and sums.abs_max[3] == torch.inf
+    square_sum = (tensors.grads[0].float() / 2).square().sum().item()
+    assert sums.squares[0].item() == pytest.approx(square_sum)
 
 
-def test_kahans_sum_keeps_what_bfloat16_rounds_away(device):
-    steps, size = 40, 1e-3
+@pytest.mark.parametrize("kind", [FusedStep, PlainStep])
+def test_compensation_keeps_what_bfloat16_rounds_away(device, kind):
+    steps, lr = 40, 1e-3
     tensors = Tensors(
         [torch.ones(5, dtype=torch.bfloat16, device=device)],
         [torch.ones(5, dtype=torch.bfloat16, device=device)],
@@ -132,28 +151,21 @@ def test_kahans_sum_keeps_what_bfloat16_rounds_away(device):
         [torch.zeros(5, device=device)],
         [torch.zeros(5, dtype=torch.bfloat16, device=device)],
     )
-    twin = copy.deepcopy(tensors)
-    of = {"device": device}
-    one, zero = torch.ones(1, **of), torch.zeros(1, **of)
-    rate = torch.full((1,), size, **of)
-    c = Coefficients(one, one, zero, zero, zero + 1e-12, rate, one)
-    for passes in (Fused(tensors, Addresses()), Reference(twin)):
-        for _ in range(steps):
-            passes.moments_and_update(c)
-    wanted = 1 - steps * size  # a step alone is a quarter of what bfloat16 resolves below 1
-    for t in (tensors, twin):
-        total = t.params[0].float() + t.compensations[0].float()
-        torch.testing.assert_close(total, torch.full_like(total, wanted), rtol=2e-3, atol=0)
+    values = (1, lr, 0, 0, 1e-12, 0, torch.inf, 1)
+    h = Hyperparameters(*(torch.full((1,), float(value), device=device) for value in values))
+    for _ in range(steps):
+        update(kind, tensors, h, is_clipped=False, factor=1.0)
+    expected = 1 - steps * lr  # one step is a quarter of the distance of bfloat16 numbers below 1
+    total = tensors.params[0].float() + tensors.compensations[0].float()
+    torch.testing.assert_close(total, torch.full_like(total, expected), rtol=2e-3, atol=0)
 
 
 def test_a_tensor_alone_takes_the_same_step_as_among_others(device):
-    dtypes = KINDS["float32"]
-    together, alone = make(device, dtypes), make(device, dtypes)
-    c = make_coefficients(device)
-    Fused(together, Addresses()).moments_and_update(c)
+    together, alone = (make(device, KINDS["float32"]) for _ in range(2))
+    h = make_hyperparameters(device, is_clipped=True)
+    update(FusedStep, together, h, is_clipped=True)
     one = Tensors(*([column[4]] for column in vars(alone).values()))
-    picked = Coefficients(*(value[4:5] for value in vars(c).values()))
-    Fused(one, Addresses()).moments_and_update(picked)
+    update(FusedStep, one, Hyperparameters(*(value[4:5] for value in h)), is_clipped=True)
     assert torch.equal(one.params[0], together.params[4])
 
 
@@ -164,61 +176,56 @@ def test_unaligned_and_transposed_tensors(device):
     columns += [[torch.zeros_like(p) for p in columns[0]] for _ in range(2)] + [[None, None]]
     assert columns[1][0].data_ptr() % 16 and not columns[2][1].is_contiguous()
     tensors, twin = Tensors(*columns), Tensors(*copy.deepcopy(columns))
-    c = make_coefficients(device)
-    c = Coefficients(*(value[:2] for value in vars(c).values()))
-    Fused(tensors, Addresses()).moments_and_update(c)
-    Reference(twin).moments_and_update(c)
+    h = Hyperparameters(*(value[:2] for value in make_hyperparameters(device, is_clipped=True)))
+    update(FusedStep, tensors, h, is_clipped=True)
+    update(PlainStep, twin, h, is_clipped=True)
     assert_same(tensors, twin)
 
 
 @pytest.mark.gpu
-def test_tensors_that_no_kernel_takes_go_by_the_definition(device):
-    from lowprec.optim import StableAdamW
-
+def test_plain_torch_updates_tensors_that_no_kernel_takes(device):
     weight = torch.nn.Parameter(torch.randn(8, 6, device=device))
     twin = torch.nn.Parameter(weight.detach().clone())
     weight.grad = torch.randn(6, 8, device=device).T  # in another order than the weight
     twin.grad = weight.grad.contiguous()
     optimizer = StableAdamW([("head", weight)], lr=0.1)
-    with pytest.warns(UserWarning, match=r"plain torch: no kernel takes parameter 0 \(head\)"):
+    with pytest.warns(UserWarning, match=r"plain torch.*parameter 0 \(head\)"):
         optimizer.step()
-    optimizer.step()  # said once
+    optimizer.step()  # warns once
     other = StableAdamW([twin], lr=0.1)
     for _ in range(2):
         other.step()
     torch.testing.assert_close(weight, twin)
-    with pytest.raises(ValueError, match="fused=True: dense"):
+    with pytest.raises(ValueError, match="fused=True"):
         StableAdamW([weight], fused=True).step()
 
 
-ODD = {  # what no kernel takes
+UNFIT = {  # what no kernel takes
     "gradient in another order": lambda p: (p, torch.zeros(6, 8).T),
-    "strange dtype": lambda p: (p.double(), torch.zeros(8, 6)),
+    "float64": lambda p: (p.double(), torch.zeros(8, 6)),
     "not dense": lambda p: (torch.zeros(8, 12)[:, ::2], torch.zeros(8, 12)[:, ::2]),
 }
 
 
-@pytest.mark.parametrize("odd", [None, *ODD])
-def test_the_first_tensor_that_no_kernel_takes_is_found(odd, monkeypatch):
+@pytest.mark.parametrize("unfit", [None, *UNFIT])
+def test_first_unfit_names_the_first_tensor_that_no_kernel_takes(unfit, monkeypatch):
     monkeypatch.setattr(fused, "DEVICES", ("cpu",))
     ordinary = torch.zeros(8, 6)
     weight = torch.zeros(5, 1, 3, 3).to(memory_format=torch.channels_last)  # depthwise
     pairs = [(ordinary, torch.zeros(8, 6)), (weight, torch.zeros(5, 1, 3, 3))]
     assert weight.stride() != pairs[1][1].stride()
-    if odd is not None:
-        pairs.append(ODD[odd](ordinary))
+    if unfit is not None:
+        pairs.append(UNFIT[unfit](ordinary))
     params, grads = map(list, zip(*pairs, strict=True))
     moments = [torch.zeros_like(p, dtype=torch.float32) for p in params]
     tensors = Tensors(params, grads, moments, moments, [None] * len(params))
-    assert fused.first_unfit(tensors) == (None if odd is None else 2)
+    assert fused.first_unfit(tensors) == (None if unfit is None else 2)
     monkeypatch.undo()
-    assert fused.first_unfit(tensors) == 0  # it is no GPU
+    assert fused.first_unfit(tensors) == 0  # not a GPU
 
 
 @pytest.mark.gpu
-def test_a_step_is_captured_where_gradients_are_missing(device):
-    from lowprec.optim import StableAdamW
-
+def test_a_cuda_graph_captures_a_step_with_missing_gradients(device):
     params = [torch.nn.Parameter(torch.ones(300, device=device)) for _ in range(3)]
     rate = torch.full((), 1e-2, device=device)
     optimizer = StableAdamW(params, lr=rate)
@@ -237,9 +244,7 @@ def test_a_step_is_captured_where_gradients_are_missing(device):
 
 
 @pytest.mark.gpu
-def test_a_captured_step_reads_the_gradients_of_each_replay(device):
-    from lowprec.optim import StableAdamW
-
+def test_a_replayed_step_reads_the_current_gradients(device):
     torch.manual_seed(0)
     model, twin = (torch.nn.Linear(300, 200, device=device) for _ in range(2))
     twin.load_state_dict(model.state_dict())

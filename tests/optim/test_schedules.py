@@ -2,8 +2,6 @@
 
 import pytest
 
-from lowprec.config.schema import STATISTICS
-from lowprec.optim import stable_adamw
 from lowprec.optim.schedules import learning_rate
 
 
@@ -28,7 +26,3 @@ def test_default_warmup_is_a_tenth_and_for_a_constant_rate_not_of_the_length():
         for n in (10, 10**6)
     )
     assert long == short == 0.05
-
-
-def test_the_schema_names_the_statistics_that_the_optimizer_leaves():
-    assert STATISTICS == stable_adamw.STATISTICS

@@ -1,4 +1,4 @@
-"""Moments and step counts: of every tensor its own, copied, saved and loaded, also from AdamW."""
+"""The optimizer's state: step counts of each tensor; copies, saved states, states of AdamW."""
 
 import copy
 import io
@@ -20,7 +20,7 @@ def make_params(dtype=torch.float32):
 
 
 def take(optimizer, steps, without=()):
-    """Steps with gradients that depend on the step; `without`: numbers of tensors, no gradient."""
+    """Steps with gradients that depend on the step; `without`: tensors without a gradient."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for step in steps:
         generator = torch.Generator().manual_seed(step)
@@ -30,12 +30,12 @@ def take(optimizer, steps, without=()):
         optimizer.step()
 
 
-def assert_equal(found, expected):
-    for a, b in zip(found, expected, strict=True):
+def assert_equal(actual, expected):
+    for a, b in zip(actual, expected, strict=True):
         assert torch.equal(a, b)
 
 
-def test_a_gradient_that_comes_late_is_debiased_as_torchs():
+def test_a_late_first_gradient_is_debiased_as_in_torch():
     ours, theirs = make_params(), make_params()
     for params, kind, more in (
         (ours, StableAdamW, {"clip_threshold": None}),
@@ -50,7 +50,7 @@ def test_a_gradient_that_comes_late_is_debiased_as_torchs():
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_the_count_of_a_skipped_tensor_waits_for_its_updates():
+def test_skipped_updates_of_a_tensor_do_not_count():
     params, twin = make_params(), make_params()
     optimizer, twin_optimizer = (StableAdamW(p, skip="tensor", **ADAMW) for p in (params, twin))
     take(twin_optimizer, [9])
@@ -64,7 +64,7 @@ def test_the_count_of_a_skipped_tensor_waits_for_its_updates():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_counts_of_tensors_survive_saving(dtype):
+def test_step_counts_survive_saving(dtype):
     whole = make_params(dtype)
     optimizer = StableAdamW(whole, **ADAMW)
     take(optimizer, range(1, 6), without=[2])
@@ -84,14 +84,14 @@ COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda x: pickle.loads(pickle.dum
 
 
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
-def test_a_copy_goes_on_as_the_original(copied):
+def test_a_copy_continues_as_the_original_does(copied):
     optimizer = StableAdamW(make_params(), clip_norm=0.5, skip="tensor", fused=False, **ADAMW)
     optimizer.frozen = torch.tensor(False)
     take(optimizer, range(1, 4), without=[1])
     twin = copied(optimizer)
     assert torch.equal(twin.grad_norm, optimizer.grad_norm) and twin.skip == "tensor"
     take(twin, range(4, 6))
-    assert optimizer.steps == [3, 0, 3]  # the copy counts for itself
+    assert optimizer.steps == [3, 0, 3]  # the copy counts its own steps
     take(optimizer, range(4, 6))
     assert_equal(twin.param_groups[0]["params"], optimizer.param_groups[0]["params"])
     assert torch.equal(twin.grad_norm, optimizer.grad_norm)
@@ -100,7 +100,7 @@ def test_a_copy_goes_on_as_the_original(copied):
     assert twin.steps == [5, 2, 5]
 
 
-def test_a_state_of_torchs_adamw_goes_on_where_it_was():
+def test_a_state_of_torchs_adamw_continues():
     theirs = make_params()
     adamw = torch.optim.AdamW(theirs, **ADAMW)
     take(adamw, range(1, 5), without=[2])
@@ -127,7 +127,7 @@ def test_a_16_bit_state_of_torchs_adamw_is_widened_and_compensated():
         assert state["exp_avg_sq"].dtype == torch.float32 and state["compensation"].any()
 
 
-def test_torchs_adamw_does_not_take_our_moments_for_its_own():
+def test_torchs_adamw_refuses_our_state():
     optimizer = StableAdamW(make_params(), **ADAMW)
     take(optimizer, [1])
     adamw = torch.optim.AdamW(make_params())
@@ -135,25 +135,25 @@ def test_torchs_adamw_does_not_take_our_moments_for_its_own():
         adamw.load_state_dict(optimizer.state_dict())
 
 
-FOREIGN = "only a state of StableAdamW or torch.optim.AdamW, without amsgrad and maximize, loads"
+FOREIGN = "only a state of StableAdamW or torch.optim.AdamW"
 
 
-@pytest.mark.parametrize("kind, options, said", [
+@pytest.mark.parametrize("kind, options, message", [
     (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, FOREIGN),
     (torch.optim.Adam, {}, FOREIGN),
     (torch.optim.AdamW, {"amsgrad": True}, FOREIGN),
     (torch.optim.Adamax, {}, "parameter 0 has step, exp_avg, exp_inf"),
 ])  # fmt: skip
-def test_a_foreign_state_is_refused_before_anything_is_loaded(kind, options, said):
+def test_a_foreign_state_is_refused_before_anything_is_loaded(kind, options, message):
     foreign = kind(make_params(), **options)
     take(foreign, [1])
     optimizer = StableAdamW(make_params(), **ADAMW)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         optimizer.load_state_dict(foreign.state_dict())
     assert optimizer.param_groups[0]["lr"] == 1e-2 and not optimizer.state
 
 
-def test_moments_of_another_shape_are_refused_by_name():
+def test_moments_of_another_shape_are_refused():
     first = StableAdamW([("w", torch.nn.Parameter(torch.ones(4, 3)))])
     take(first, [1])
     second = StableAdamW([("w", torch.nn.Parameter(torch.ones(4, 1)))])
@@ -161,7 +161,7 @@ def test_moments_of_another_shape_are_refused_by_name():
         second.load_state_dict(first.state_dict())
 
 
-def test_loaded_moments_lie_as_the_parameter_does():
+def test_loaded_moments_have_the_parameters_memory_format():
     weight = torch.randn(4, 3, 2, 2)
     first = StableAdamW([torch.nn.Parameter(weight)])
     take(first, [1])
@@ -171,12 +171,12 @@ def test_loaded_moments_lie_as_the_parameter_does():
     assert second.state[p]["exp_avg"].stride() == p.stride()
 
 
-def test_counts_that_are_set_are_those_of_the_next_step():
+def test_assigned_step_counts_are_used_in_the_next_step():
     optimizer = StableAdamW(make_params(), **ADAMW)
     take(optimizer, [1])
     optimizer.steps = [7, 8, 9]
     assert [float(state["updates"]) for state in optimizer.state.values()] == [7, 8, 9]
     take(optimizer, [2])
     assert optimizer.steps == [8, 9, 10]
-    with pytest.raises(ValueError, match="steps of 2 tensors for an optimizer of 3"):
+    with pytest.raises(ValueError, match="2 step counts for 3"):
         optimizer.steps = [1, 2]

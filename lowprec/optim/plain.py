@@ -1,0 +1,71 @@
+"""A step over all tensors in plain torch, one tensor after the other, on any device."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lowprec.optim.adamw_update import Hyperparameters, stable_adamw_update, wide
+from lowprec.optim.statistics import (
+    GradientSums,
+    ShardReduction,
+    StepSums,
+    gradient_sums,
+    step_sums,
+)
+
+
+@dataclass
+class Tensors:
+    """What a step reads and writes of the tensors that have a gradient, in one order.
+
+    Of sharded tensors these are the parts that this process holds. Moments are float32 (float64 for
+    float64). `compensations` is None for parameters that are not 16-bit.
+    """
+
+    params: list[Tensor]
+    grads: list[Tensor]
+    exp_avgs: list[Tensor]
+    exp_avg_sqs: list[Tensor]
+    compensations: list[Tensor | None]
+
+
+class PlainStep:
+    """The two passes of a step. `fused.FusedStep` has the same interface."""
+
+    def __init__(self, tensors: Tensors, shards: ShardReduction):
+        self.tensors = tensors
+        self.shards = shards
+
+    def gradients(self, factor: Tensor) -> GradientSums:
+        """Sums over the gradients times `factor` (0-d), [tensors] each."""
+        sums = [gradient_sums(wide(grad) * factor) for grad in self.tensors.grads]
+        return self.shards.totals(GradientSums, sums)
+
+    def update(
+        self, h: Hyperparameters, factor: Tensor, sizes: Tensor, is_clipped: bool
+    ) -> tuple[Tensor, StepSums]:
+        """Updates moments and parameters; returns RMS_t and sums over them, [tensors] each.
+
+        `factor` (0-d) multiplies the gradients; `sizes` [tensors] counts the elements, with those
+        of other processes. `is_clipped` says whether any tensor has a finite `clip_threshold`.
+        """
+        factor = factor.to(h.lr.dtype)
+        rms, sums = [], []
+        per_tensor = zip(*vars(self.tensors).values(), strict=True)
+        for i, (param, grad, exp_avg, exp_avg_sq, compensation) in enumerate(per_tensor):
+            values = Hyperparameters(*(value[i] for value in h))
+            grad = torch.where(values.apply > 0, wide(grad) * factor, 0.0)
+            mean_square = partial(self._mean_square, i, sizes[i])
+            rms_t, update = stable_adamw_update(
+                param, grad, exp_avg, exp_avg_sq, values, mean_square, compensation
+            )
+            rms.append(rms_t)
+            sums.append(step_sums(exp_avg_sq, update, param))
+        return torch.stack(rms), self.shards.totals(StepSums, sums)
+
+    def _mean_square(self, i: int, size: Tensor, x: Tensor) -> Tensor:
+        """Mean of the squares of the i-th tensor, of which `x` may be a shard; float32."""
+        square_sum = torch.linalg.vector_norm(x).square().float()
+        return self.shards.sum_one(i, square_sum) / size
