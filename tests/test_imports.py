@@ -12,7 +12,7 @@ REPOSITORY = Path(__file__).parents[1]
 @pytest.mark.parametrize(
     "module",
     ["experiments.train", "experiments.replay", "experiments.sweep", "analysis.make"]
-    + ["analysis.spikes", "analysis.report", "lowprec.nn.recipe", "lowprec.runs.record"],
+    + ["analysis.spikes", "analysis.report.__main__", "lowprec.nn.recipe", "lowprec.runs.record"],
 )
 def test_importing_loads_no_torch(module):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from analysis import NoRunsError, load_runs, make, spikes
-from analysis.report import main
+from analysis.report.__main__ import main
 
 CONV = "visual.conv1.weight"
 

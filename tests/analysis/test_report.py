@@ -1,4 +1,4 @@
-"""The report of a sweep: a page that is whole, holds the numbers, loads nothing, trusts no name."""
+"""The report page: complete, with the numbers of the runs, self-contained, and safe to open."""
 
 import base64
 import json
@@ -10,36 +10,45 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis import load_runs, report, style
-from analysis.report import MAX_BYTES, main, make_page
-from analysis.report_cell import Budget, heat_of, layer_of, read_cell, thin
+from analysis import NoRunsError, load_runs, style
+from analysis.report import __main__ as command
+from analysis.report import page as report_page
+from analysis.report.collect import Budget, absent_runs, collect_run, heat_of, layer_of, thin
+from analysis.report.page import common, differences, make_page, named
+from analysis.report.plots import TICK, speed_figure
+from lowprec.sweep.manifest import Cell, Ledger
 
 CONV = "visual.conv1.weight"
 VOID = {"meta", "img", "input", "br", "line", "link"}
 LOADS = {"src", "srcset", "poster", "data", "action", "formaction", "background"}
-HOSTILE = "<img src=x onerror=alert(1)>\"'&amp;<b>"
+HOSTILE = "<img src=x onerror=alert(1)>\"'&amp;{{ 7*7 }}<b>"
+LOCAL = {"name": "local", "parallel": 1, "gpus": 0}
 
 
 class Page(HTMLParser):
-    """The elements of a page, what its scripts hold, and what it would load."""
+    """The elements of a page, the contents of its scripts, and what it would load."""
 
-    def __init__(self, text):
+    def __init__(self, html):
         super().__init__()
         self.open, self.ids, self.loads, self.tags, self.scripts = [], [], [], [], {}
-        self.text, self.cells = "", []
-        self.feed(text)
+        self.text, self.titles = "", []
+        self.feed(html)
         self.close()
+        assert not self.open and not self.loads and len(html) < command.MAX_BYTES
+        assert len(self.ids) == len(set(self.ids))
+        self.data = json.loads(self.scripts["data"])
+        self.figure = json.loads(self.scripts["curves-figure"])
 
     def handle_starttag(self, tag, attributes):
         self.tags.append(tag)
-        found = dict(attributes)
+        values = dict(attributes)
         self.loads += [value for name, value in attributes if name in LOADS]
-        self.loads += [found["href"]] if not found.get("href", "#").startswith("#") else []
-        assert not [name for name in found if name.startswith("on")]
-        if "id" in found:
-            self.ids.append(found["id"])
+        self.loads += [values["href"]] if not values.get("href", "#").startswith("#") else []
+        assert not [name for name in values if name.startswith("on")]
+        self.ids += [values["id"]] if "id" in values else []
+        self.titles += [values["title"]] if "title" in values else []
         if tag not in VOID:
-            self.open.append((tag, found.get("id")))
+            self.open.append((tag, values.get("id")))
 
     def handle_endtag(self, tag):
         assert tag in VOID or self.open.pop()[0] == tag
@@ -51,15 +60,13 @@ class Page(HTMLParser):
         elif tag != "style":
             self.text += data
 
+    def section(self, heading):
+        """The text from a heading on, with single spaces."""
+        return " ".join(self.text[self.text.index(heading) :].split())
 
-def page_of(runs, **keys):
-    text = make_page(load_runs(runs), **keys)
-    page = Page(text)
-    assert not page.open and not page.loads and len(text) < MAX_BYTES
-    assert len(page.ids) == len(set(page.ids))
-    page.data = json.loads(page.scripts["data"])
-    page.figure = json.loads(page.scripts["curves-figure"])
-    return page
+
+def page_of(runs):
+    return Page(make_page(load_runs(runs)))
 
 
 def numbers(array):
@@ -68,12 +75,12 @@ def numbers(array):
 
 def trace(page, run, kind, smooth=False):
     meta = {"run": run, "kind": kind, "smooth": smooth}
-    (found,) = [trace for trace in page.figure["data"] if trace["meta"] == meta]
-    return numbers(found["x"]), numbers(found["y"])
+    (match,) = [trace for trace in page.figure["data"] if trace["meta"] == meta]
+    return numbers(match["x"]), numbers(match["y"])
 
 
 def spiking(steps=1500):
-    """A loss with a spike at step 1200, and RMS_t with one 3 steps before."""
+    """A loss with a spike at step 1200, and RMS_t with a spike 3 steps before."""
     rng = np.random.default_rng(0)
     loss = 2 + 0.01 * rng.standard_normal(steps)
     loss[1199:1205] += 3
@@ -82,16 +89,16 @@ def spiking(steps=1500):
     return {"losses": loss, "tables": {"tensors": {"rms": rms}}, "num_steps": steps}
 
 
-def test_the_page_is_whole_and_holds_the_plotted_numbers(make_run, tmp_path):
+def test_page_is_complete_and_holds_the_plotted_numbers(make_run, tmp_path):
     make_run(num_steps=60)
     make_run(num_steps=60, seed=1, optimizer="stable_adamw")
     page = page_of(tmp_path / "runs")
     runs = load_runs(tmp_path / "runs")
-    for i, name in enumerate(runs.summaries["run"]):
-        metrics = runs.metrics[runs.metrics["run"] == name]
-        rms = runs.tensors("*")[lambda frame, name=name: frame["run"] == name]
+    for i, name in enumerate(runs.runs["run"]):
+        one = runs.only(name)
+        rms = one.tensors("*")
         for kind, values in (
-            ("loss", metrics["loss"]),
+            ("loss", one.metrics["loss"]),
             ("rms", rms[CONV]),
             ("max", rms.drop(columns=["run", "step"]).max(axis=1)),
         ):
@@ -110,26 +117,33 @@ def test_colors_are_those_of_the_methods_in_every_figure(make_run, tmp_path):
     assert {"#000000", switchback} < colors and len(colors) == 3  # the third is a paler one
 
 
-def test_only_settings_that_differ_are_in_the_table(make_run, tmp_path):
+def test_only_differing_settings_are_columns_of_the_run_table(make_run, tmp_path):
     make_run(num_steps=20, lr=1e-3)
     make_run(num_steps=20, lr=2e-3)
-    runs = load_runs(tmp_path / "runs")
-    heads = report.named(runs.summaries)
-    assert report.differences(heads) == ["optimizer.lr"]
-    assert report.common(heads)["optimizer.beta2"] == 0.99
-    assert set(heads["label"]) == {"AdamW (lr=0.001)", "AdamW (lr=0.002)"}
+    summaries = named(load_runs(tmp_path / "runs").summaries)
+    assert differences(summaries) == ["optimizer.lr"]
+    assert common(summaries)["optimizer.beta2"] == 0.99
+    assert set(summaries["label"]) == {"AdamW (lr=0.001)", "AdamW (lr=0.002)"}
 
 
-def test_a_spike_has_a_row_that_leads_to_its_moment(make_run, tmp_path):
+def test_each_spike_has_a_row_that_links_to_its_moment(make_run, tmp_path):
     make_run(**spiking())
     page = page_of(tmp_path / "runs")
     assert "spike-0-1200" in page.ids
-    assert re.search(r"1 of 1\s+come 1 to 8 steps after an RMS spike", page.text)
+    assert re.search(r"1 of 1\s+begin 1 to 8 steps after an RMS spike", page.text)
+    assert "counted from the onset, 1 of 1" in page.section("Loss spikes")
     marks = [trace for trace in page.figure["data"] if trace["meta"]["kind"] == "spike"]
     assert [numbers(mark["x"]).tolist() for mark in marks] == [[1200]]
 
 
-def test_thinning_keeps_extremes_gaps_and_what_is_around_a_spike():
+def test_page_says_when_the_threshold_is_out_of_reach(make_run, tmp_path):
+    make_run(num_steps=1100, beta2=0.8)
+    page = page_of(tmp_path / "runs")
+    assert "In 1 of 1 runs RMSt cannot reach the threshold" in page.section("Loss spikes")
+    assert any("cannot reach" in title for title in page.titles)
+
+
+def test_thinning_keeps_extremes_gaps_and_the_steps_around_spikes():
     steps = 10_000
     curves = pd.DataFrame({"step": range(1, steps + 1), "loss": 1.0, "rms": 1.0, "max": 1.0})
     curves.loc[4321, "loss"], curves.loc[77, "rms"], curves.loc[8765, "max"] = 9.0, 5.0, 7.0
@@ -142,16 +156,16 @@ def test_thinning_keeps_extremes_gaps_and_what_is_around_a_spike():
     assert len(thin(curves.iloc[:400], 400, [])) == 400
 
 
-def test_a_long_run_is_thinned_and_the_page_says_so(make_run, tmp_path, monkeypatch):
+def test_long_run_is_thinned_and_the_page_says_so(make_run, tmp_path, monkeypatch):
     make_run(**spiking())
-    monkeypatch.setattr(report, "MAX_POINTS", 200)
+    monkeypatch.setattr(report_page, "MAX_POINTS", 200)
     page = page_of(tmp_path / "runs")
-    assert "Curves longer than 200 steps are thinned" in page.text
+    assert "longer than 200 steps are thinned" in page.text
     steps, loss = trace(page, 0, "loss")
     assert len(steps) < 400 and loss.max() > 4.9 and set(range(1161, 1240)) <= set(steps.tolist())
 
 
-def test_a_heat_map_has_the_largest_of_each_bucket_and_layer():
+def test_heat_map_holds_the_largest_value_of_each_bucket_and_layer():
     names = [
         f"visual.transformer.resblocks.{i}.{part}" for i in range(20) for part in ("w", "b", "c")
     ]
@@ -168,7 +182,7 @@ def test_a_heat_map_has_the_largest_of_each_bucket_and_layer():
     assert layer_of("transformer.resblocks.11.ln_1.bias") == "transformer.resblocks.11"
 
 
-def test_nothing_of_a_hostile_run_becomes_markup(make_run, tmp_path):
+def test_hostile_names_and_reasons_never_become_markup(make_run, tmp_path):
     run, other, _ = (make_run(num_steps=20, seed=i, steps=10, state="running") for i in range(3))
     (run / "config.yaml").write_text("[")
     status = {"state": "failed", "step": 10, "reason": f"</script>{HOSTILE}"}
@@ -177,11 +191,13 @@ def test_nothing_of_a_hostile_run_becomes_markup(make_run, tmp_path):
     name = json.dumps(f"</script>{HOSTILE}")  # a folder's name has no slash, a model's may
     text = (other / "config.yaml").read_text().replace("name: nano", f"name: {name}")
     (other / "config.yaml").write_text(text)
+    rms = pd.DataFrame(1.0, range(1, 21), [CONV, "<b onclick=x>"])
+    make_run(num_steps=20, seed=4, tables={"tensors": {"rms": rms}})
     page = page_of(tmp_path / "runs")
     assert page.tags.count("script") == 5 and "img" not in page.tags
     assert HOSTILE in page.text and HOSTILE in page.data["labels"]
     assert any("</script>" in label for label in page.data["labels"])
-    drawn = json.dumps([trace["name"] for trace in page.figure["data"]])
+    drawn = json.dumps([trace["name"] for trace in page.figure["data"]] + page.data["lists"])
     assert "<" not in drawn  # plotly would read it as markup
 
 
@@ -192,25 +208,25 @@ def test_failed_and_damaged_runs_are_listed_with_their_reasons(make_run, tmp_pat
     with open(damaged / "metrics.jsonl", "a") as file:
         file.write("garbage\n")
     page = page_of(tmp_path / "runs")
-    listed = page.text[page.text.index("Failures and damage") :]
-    assert "loss is nan" in listed and str(diverged) in listed
-    assert "metrics.jsonl: line 21" in listed and str(damaged) in listed
+    failures = page.section("Failures and damage")
+    assert "loss is nan" in failures and str(diverged) in failures
+    assert "metrics.jsonl: line 21" in failures and str(damaged) in failures
     assert "need attention2" in page.text
 
 
-@pytest.mark.parametrize("wreck", ["config", "empty", "no tensors", "timing"])
-def test_a_wrecked_run_alone_still_gives_a_page(make_run, tmp_path, wreck):
-    run = make_run(num_steps=20, steps=0 if wreck == "empty" else 20, state="running")
-    if wreck == "config":
+@pytest.mark.parametrize("damage", ["config", "empty", "no tensors", "timing"])
+def test_a_single_damaged_run_still_gives_a_page(make_run, tmp_path, damage):
+    run = make_run(num_steps=20, steps=0 if damage == "empty" else 20, state="running")
+    if damage == "config":
         (run / "config.yaml").write_text("")
-    if wreck == "no tensors":
+    if damage == "no tensors":
         shutil.rmtree(run / "tensors")
-    if wreck == "timing":
+    if damage == "timing":
         (run / "timing.jsonl").write_text('{"step": 1, "step_ms": "fast", "wall_s": null}\n')
     assert "1 run: 1 running" in page_of(tmp_path / "runs").text
 
 
-def test_speed_is_the_median_and_hours_are_of_all_attempts(make_run):
+def test_speed_is_the_median_and_hours_cover_all_attempts(make_run):
     run = make_run(num_steps=20)
     rows = [
         {"step": 1, "attempt": 0, "wall_s": 3600, "step_ms": 900.0, "memory_gib": 2.0},
@@ -218,7 +234,7 @@ def test_speed_is_the_median_and_hours_are_of_all_attempts(make_run):
         {"step": 3, "attempt": 1, "wall_s": 3600, "step_ms": 31.0, "memory_gib": 1.0},
     ]
     (run / "timing.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    speed = read_cell(load_runs(run), CONV, Budget(100, 1, 1000)).speed
+    speed = collect_run(load_runs(run), CONV, Budget(100, 1, 1000)).speed
     assert (speed["step_ms"], speed["memory_gib"], speed["hours"], speed["attempts"]) == (
         31,
         3,
@@ -228,20 +244,95 @@ def test_speed_is_the_median_and_hours_are_of_all_attempts(make_run):
     assert np.isnan(speed["images_per_s"])
 
 
-def test_the_same_runs_give_the_same_page(make_run, tmp_path):
+def test_long_method_names_are_cut_beside_the_plot_and_whole_on_hover(make_run, tmp_path):
+    for lr in (1e-6, 1e-8, 1e-7):
+        make_run(num_steps=20, lr=lr)
+    runs = load_runs(tmp_path / "runs")
+    data = [collect_run(runs.only(run), "*", Budget(9, 9, 9)) for run in runs.summaries["run"]]
+    methods = [f"{run.summary['optimizer.lr']}, and a name that is far too long to fit" for run in data]
+    figure = speed_figure(data, methods, methods, ["#000000"] * 3)
+    ticks = figure.layout.yaxis.ticktext
+    assert all(len(tick) == TICK and tick.endswith("\u2026") for tick in ticks)
+    assert [text.replace("<br>", " ") for text in figure.data[0].text] == methods
+    titles = page_of(tmp_path / "runs").titles
+    assert any(title.startswith("AdamW (lr=1e-06)\n") for title in titles)
+
+
+def test_same_runs_give_the_same_page(make_run, tmp_path):
     make_run(num_steps=40)
     make_run(num_steps=40, seed=1)
     assert make_page(load_runs(tmp_path / "runs")) == make_page(load_runs(tmp_path / "runs"))
 
 
-def test_a_page_that_would_be_too_large_is_refused(make_run, tmp_path, monkeypatch, capsys):
+def test_oversized_page_is_refused(make_run, tmp_path, monkeypatch, capsys):
     make_run(num_steps=20)
-    monkeypatch.setattr(report, "MAX_BYTES", 1000)
+    monkeypatch.setattr(command, "MAX_BYTES", 1000)
     out = tmp_path / "page.html"
-    assert main(["--runs", str(tmp_path / "runs"), "--out", str(out)]) == 2
-    assert "choose fewer" in capsys.readouterr().err and not out.exists()
+    assert command.main(["--runs", str(tmp_path / "runs"), "--out", str(out)]) == 2
+    assert "--experiment" in capsys.readouterr().err and not out.exists()
 
 
-def test_no_runs_exits_with_what_to_do(tmp_path, capsys):
-    assert main(["--runs", str(tmp_path), "--out", str(tmp_path / "page.html")]) == 2
-    assert "no runs at or below" in capsys.readouterr().err
+@pytest.fixture(name="sweep")
+def sweep_fixture(make_run, tmp_path):
+    """A sweep of five runs: one finished, one failed at its start, one cancelled, two others."""
+    runs = [make_run(num_steps=20, seed=0)]
+    runs += [runs[0].with_name(f"nano-bf16-adamw-s{seed}-{seed:010d}") for seed in range(1, 5)]
+    folder = tmp_path / "runs" / "sweeps" / runs[0].parent.name
+    manifest = Ledger.open(folder, ["sh"], tmp_path)
+    config = {"num_steps": 20, "experiment": "loss_curves"}
+    manifest.add([
+        Cell(-1, "nano", run.name[-10:], str(run.relative_to(tmp_path)), [f"seed={i}"], config)
+        for i, run in enumerate(runs)
+    ])  # fmt: skip
+    manifest.record({"event": "submitting", "token": "t", "launcher": LOCAL, "cells": [0, 1, 2, 3]})
+    manifest.append(1, {"event": "started", "token": "t"})
+    ended = {"event": "ended", "token": "t", "again": False}
+    manifest.append(1, {**ended, "reason": f"exit status 1: {HOSTILE}"})
+    manifest.record({"event": "cancelled", "cells": [2]})
+    return manifest
+
+
+def report_of(sweep, tmp_path):
+    out = tmp_path / "page.html"
+    runs = tmp_path / sweep.cells[0].run
+    assert command.main(["--runs", str(runs.parent), "--out", str(out)]) == 0
+    return Page(out.read_text())
+
+
+def test_planned_runs_without_a_directory_are_listed_with_state_and_reason(sweep, tmp_path):
+    page = report_of(sweep, tmp_path)
+    failures = page.section("Failures and damage")
+    assert "seed=0" not in failures  # it finished
+    assert re.search("seed=1 failed.* exit status 1", failures) and HOSTILE in page.text
+    assert "seed=2 cancelled" in failures
+    assert re.search("seed=3 lost.* its process is gone", failures)
+    assert re.search("seed=4 new.* never submitted", failures)
+    assert "need attention4" in page.text and "img" not in page.tags
+
+
+def test_absent_runs_are_looked_up_by_folder_and_experiment(sweep, tmp_path):
+    root = tmp_path / "runs"
+    names = set(load_runs(root).runs["run"])
+    before = {path: path.stat().st_mtime_ns for path in sweep.folder.rglob("*")}
+    assert len(absent_runs(root, names, None)) == 4
+    assert len(absent_runs(root, names, "loss_curves")) == 4
+    assert absent_runs(root, names, "fp8_fixes") == []
+    assert absent_runs(root / "elsewhere", names, None) == []
+    assert absent_runs("memory://runs", names, None) == []
+    assert {path: path.stat().st_mtime_ns for path in sweep.folder.rglob("*")} == before
+
+
+def test_a_damaged_sweep_is_a_row_of_the_report(sweep, tmp_path):
+    (sweep.folder / "sweep.json").write_text('{"cells": ')
+    failures = report_of(sweep, tmp_path).section("Failures and damage")
+    assert f"sweep {sweep.folder.name}" in failures and "cannot be read" in failures
+
+
+def test_without_any_run_the_error_says_why(sweep, tmp_path, capsys):
+    (tmp_path / sweep.cells[0].run / "status.json").unlink()
+    out = tmp_path / "page.html"
+    assert command.main(["--runs", str(tmp_path / "runs"), "--out", str(out)]) == 2
+    errors = capsys.readouterr().err
+    assert "no runs at or below" in errors and "seed=1: failed: exit status 1" in errors
+    with pytest.raises(NoRunsError):
+        load_runs(tmp_path / "runs")

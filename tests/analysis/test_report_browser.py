@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from analysis.report import main
+from analysis.report.__main__ import main
 
 RUNS = Path(__file__).parents[2] / "experiments" / "results" / "update_clipping_mini"
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -74,7 +74,7 @@ def test_a_spike_is_zoomed_to_by_a_click_and_by_its_address(opened):
     page.locator("#spikes tbody a").first.click()
     page.wait_for_timeout(500)
     assert steps_shown(page) == [148, 228]
-    assert "step 188" in page.inner_text("#shown")
+    assert "step 188" in page.inner_text("#selection")
     page.click("#reset")
     page.wait_for_timeout(500)
     assert steps_shown(page)[1] - steps_shown(page)[0] > 900

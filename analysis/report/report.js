@@ -37,16 +37,16 @@ function restyle() {
   const visible = [], opacity = [], width = [];
   for (const meta of metas) {
     const drawn = meta.kind === "loss" || meta.kind === "spike" || meta.kind === which;
-    const chosen = alone === null ? !hidden.has(data.chips[meta.run]) : alone === meta.run;
+    const isSelected = alone === null ? !hidden.has(data.chips[meta.run]) : alone === meta.run;
     const behind = smooth && !meta.smooth && meta.kind !== "spike";  // each step, behind its mean
-    visible.push(drawn && chosen && (smooth || !meta.smooth) && (few || !behind));
+    visible.push(drawn && isSelected && (smooth || !meta.smooth) && (few || !behind));
     width.push(meta.smooth ? 1.8 : alone === null ? 1 : 1.5);
     opacity.push(behind ? 0.22 : smooth || alone !== null ? 1 : 0.7);
   }
   Plotly.restyle(plot, {visible, opacity, "line.width": width});
-  byId("shown").textContent = alone === null ? "" : data.labels[alone];
+  byId("selection").textContent = alone === null ? "" : data.labels[alone];
   for (const row of document.querySelectorAll("tr[data-run]")) {
-    row.classList.toggle("chosen", Number(row.dataset.run) === alone);
+    row.classList.toggle("selected", Number(row.dataset.run) === alone);
   }
 }
 
@@ -67,16 +67,16 @@ function zoom(run, step, lead) {
   show(run);
   const from = Math.max(0, step - data.around), to = step + data.around;
   const trace = figure.data[metas.findIndex((meta) => meta.run === run && meta.kind === "loss" && !meta.smooth)];
-  const seen = [];
-  trace.x.forEach((x, i) => { if (x >= from && x <= to && isFinite(trace.y[i])) seen.push(trace.y[i]); });
+  const losses = [];
+  trace.x.forEach((x, i) => { if (x >= from && x <= to && isFinite(trace.y[i])) losses.push(trace.y[i]); });
   const log = byId("log").checked;
-  const low = Math.min(...seen), high = Math.max(...seen), margin = 0.08 * (high - low) + 1e-9;
+  const low = Math.min(...losses), high = Math.max(...losses), margin = 0.08 * (high - low) + 1e-9;
   const range = log ? [Math.log10(low) - 0.02, Math.log10(high) + 0.02] : [low - margin, high + margin];
   const shapes = [...baseShapes, line(step, "#D55E00", "solid")];
   if (lead) shapes.push(line(step - lead, "#0072B2", "4px,3px"));
-  Plotly.relayout(plot, {"xaxis.range": [from, to], "xaxis2.range": [from, to], "yaxis.range": seen.length ? range : wholeRange,
+  Plotly.relayout(plot, {"xaxis.range": [from, to], "xaxis2.range": [from, to], "yaxis.range": losses.length ? range : wholeRange,
                          "yaxis2.autorange": true, shapes});
-  byId("shown").textContent = data.labels[run] + ", step " + step.toLocaleString("en") +
+  byId("selection").textContent = data.labels[run] + ", step " + step.toLocaleString("en") +
     (lead ? "; dashed: the RMS spike " + lead + (lead > 1 ? " steps" : " step") + " before" : "");
   byId("curves").scrollIntoView();
 }

@@ -1,4 +1,7 @@
-"""The plots of the report, made in plotly; what they do when clicked is in report.js."""
+"""The plots of the report as plotly figures; report.js handles clicks on them.
+
+Plotly reads names and texts as markup, so everything that comes from a run is escaped here.
+"""
 
 import textwrap
 from html import escape
@@ -10,7 +13,7 @@ from matplotlib.colors import to_hex
 from plotly.subplots import make_subplots
 
 from analysis import style
-from analysis.report_cell import Cell
+from analysis.report.collect import RunData
 
 FONT = {
     "family": "system-ui, 'Segoe UI', Helvetica, Arial, sans-serif",
@@ -19,39 +22,40 @@ FONT = {
 }
 AXIS = {"gridcolor": "#ebebeb", "linecolor": "#999", "zeroline": False, "ticks": "outside",
         "tickcolor": "#999"}  # fmt: skip
-TICK = 40  # characters of a method beside its dots; the whole is in what a dot says
-PALEST = 1.7  # of `style.paler`: colors of many settings stay visible on white
+TICK = 40  # characters of a method beside its dots; the whole name appears on hover
+PALEST = 1.7  # for `style.color`: many settings stay visible on white
 
 
-def looks(heads: pd.DataFrame) -> list[tuple[str, str]]:
-    """Color and dash of each run: those of its method in every figure; paler by its setting."""
-    pale = min(1.0, PALEST / max(1, heads["variant"].max()))
-    found = []
-    for head in heads.to_dict("records"):
-        if pd.isna(head["precision.label"]):  # its config is damaged
-            found.append((style.OTHER, "solid"))
+def looks(summaries: pd.DataFrame) -> list[tuple[str, str]]:
+    """Color and dash of each run: its method's in every figure, paler by setting."""
+    pale = min(1.0, PALEST / max(1, summaries["variant"].max()))
+    result = []
+    for row in summaries.to_dict("records"):
+        if pd.isna(row["precision.label"]):  # its config is damaged
+            result.append((style.OTHER, "solid"))
             continue
-        shade = style.color(head["precision.label"], head["optimizer.name"], head["variant"] * pale)
-        found.append((to_hex(shade), dash(head["optimizer.name"])))
-    return found
+        shade = style.color(row["precision.label"], row["optimizer.name"], row["variant"] * pale)
+        result.append((to_hex(shade), dash(row["optimizer.name"])))
+    return result
 
 
 def dash(optimizer: str) -> str:
-    """The line style of an optimizer, as plotly writes it."""
+    """The line style of an optimizer in plotly's notation."""
     pattern = style.line_style(optimizer)
     if pattern == "-":
         return "solid"
     return ",".join(f"{2.2 * length:g}px" for length in pattern[1])
 
 
-def curves(cells: list[Cell], labels: list[str], looks: list[tuple[str, str]]) -> go.Figure:
-    """Loss above, RMS_t below, one axis of steps; `meta` of each trace says its run and kind."""
+def curve_figure(runs: list[RunData], labels: list[str], looks: list[tuple[str, str]]) -> go.Figure:
+    """Loss above RMS_t over shared steps; each trace's `meta` holds its run and kind."""
     figure = make_subplots(rows=2, shared_xaxes=True, vertical_spacing=0.05, row_heights=[0.6, 0.4])
-    few = len(cells) <= 24
-    for i, (cell, label, (color, dashes)) in enumerate(zip(cells, labels, looks, strict=True)):
+    few = len(runs) <= 24
+    for i, (run, label, (color, dashes)) in enumerate(zip(runs, labels, looks, strict=True)):
         for name in ("loss", "rms", "max"):
-            for smooth, frame in ((False, cell.curves), (True, cell.smooth)):
-                what = ("mean " if smooth else "") + ("loss" if name == "loss" else "RMS")
+            for smooth, frame in ((False, run.curves), (True, run.smooth)):
+                value = ("mean " if smooth else "") + ("loss" if name == "loss" else "RMS")
+                hover = f"step %{{x:,}}, {value} %{{y:.4g}}<extra>{escape(label)}</extra>"
                 trace = go.Scatter(
                     x=frame["step"].to_numpy(),
                     y=frame[name].to_numpy(),
@@ -60,11 +64,11 @@ def curves(cells: list[Cell], labels: list[str], looks: list[tuple[str, str]]) -
                     meta={"run": i, "kind": name, "smooth": smooth},
                     line={"color": color, "width": 1.8 if smooth else 1,
                           "dash": dashes if smooth and few else "solid"},
-                    hovertemplate=f"step %{{x:,}}, {what} %{{y:.4g}}<extra>{escape(label)}</extra>",
+                    hovertemplate=hover,
                 )  # fmt: skip
                 figure.add_trace(trace, row=1 if name == "loss" else 2, col=1)
-        if len(cell.spikes):
-            figure.add_trace(_spike_marks(i, cell, label, color), row=1, col=1)
+        if len(run.spikes):
+            figure.add_trace(_spike_trace(i, run, label, color), row=1, col=1)
     figure.update_layout(
         height=620, margin={"l": 64, "r": 16, "t": 12, "b": 48}, font=FONT, showlegend=False,
         plot_bgcolor="white", paper_bgcolor="white", hovermode="closest", template="none",
@@ -72,19 +76,19 @@ def curves(cells: list[Cell], labels: list[str], looks: list[tuple[str, str]]) -
     )  # fmt: skip
     figure.update_xaxes(**AXIS, tickformat=",d")
     figure.update_xaxes(title="step", row=2, col=1)
-    figure.update_yaxes(**AXIS, title="training loss", range=_loss_range(cells), row=1, col=1)
+    figure.update_yaxes(**AXIS, title="training loss", range=_loss_range(runs), row=1, col=1)
     figure.update_yaxes(**AXIS, title="RMS<sub>t</sub>", type="log", row=2, col=1)
     figure.update_yaxes(row=2, col=1, tickvals=[0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100])
-    for threshold in sorted({cell.protocol.rms_threshold for cell in cells}):
+    for threshold in sorted({run.protocol.rms_threshold for run in runs}):
         figure.add_hline(y=threshold, line={"color": "#666", "width": 1, "dash": "4px,3px"},
                          row=2, col=1)  # fmt: skip
     return figure
 
 
-def _spike_marks(i: int, cell: Cell, label: str, color: str) -> go.Scatter:
+def _spike_trace(i: int, run: RunData, label: str, color: str) -> go.Scatter:
     return go.Scatter(
-        x=cell.spikes["step"].to_numpy(np.int32),
-        y=cell.spikes["loss"].to_numpy(np.float32),
+        x=run.spikes["step"].to_numpy(np.int32),
+        y=run.spikes["loss"].to_numpy(np.float32),
         mode="markers",
         name=escape(label),
         meta={"run": i, "kind": "spike", "smooth": False},
@@ -94,9 +98,9 @@ def _spike_marks(i: int, cell: Cell, label: str, color: str) -> go.Scatter:
     )  # fmt: skip
 
 
-def _loss_range(cells: list[Cell]) -> list[float] | None:
-    """Wide enough for all but one in 200 losses: a run that exploded hides no other."""
-    losses = np.concatenate([cell.curves["loss"].to_numpy() for cell in cells])
+def _loss_range(runs: list[RunData]) -> list[float] | None:
+    """Holds all but one in 200 losses: a run that exploded hides no other."""
+    losses = np.concatenate([run.curves["loss"].to_numpy() for run in runs])
     losses = losses[np.isfinite(losses)]
     if not len(losses):
         return None
@@ -105,21 +109,23 @@ def _loss_range(cells: list[Cell]) -> list[float] | None:
     return [low - margin, high + 2 * margin]
 
 
-def speed(cells: list[Cell], labels: list[str], methods: list[str], colors: list[str]) -> go.Figure:
-    """A dot a run: images a second, and memory beside it, by method."""
+def speed_figure(
+    runs: list[RunData], labels: list[str], methods: list[str], colors: list[str]
+) -> go.Figure:
+    """One dot per run: images per second and, beside it, memory; by method."""
     order = list(dict.fromkeys(methods))
     figure = make_subplots(cols=2, shared_yaxes=True, horizontal_spacing=0.04)
     panels = (
         ("images_per_s", "images per second", "%{x:,.0f}"),
-        ("memory_gib", "GiB at most", "%{x:.2f}"),
+        ("memory_gib", "peak GiB", "%{x:.2f}"),
     )
     for column, (name, title, form) in enumerate(panels, 1):
         figure.add_trace(
             go.Scatter(
-                x=[cell.speed[name] for cell in cells],
+                x=[run.speed[name] for run in runs],
                 y=[order.index(method) for method in methods],
                 mode="markers",
-                customdata=list(range(len(cells))),
+                customdata=list(range(len(runs))),
                 text=[_lines(label) for label in labels],
                 marker={"size": 11, "color": colors, "opacity": 0.75,
                         "line": {"color": "white", "width": 1}},
@@ -140,5 +146,5 @@ def speed(cells: list[Cell], labels: list[str], methods: list[str], colors: list
 
 
 def _lines(label: str) -> str:
-    """A long label in lines of what a hover box holds."""
+    """A long label in lines that fit a hover box."""
     return "<br>".join(escape(line) for line in textwrap.wrap(label, 60))

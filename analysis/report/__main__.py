@@ -1,0 +1,57 @@
+"""A folder of runs as one page: `python -m analysis.report --runs DIR --out FILE.html`.
+
+The page holds everything it shows and loads nothing: runs side by side by the settings that differ,
+curves of loss and RMS_t to zoom and hover, every loss spike with a link to its moment, heat maps of
+RMS_t by layer, speed and memory, and all runs that failed, are damaged or, in a sweep, never began.
+It stays below MAX_BYTES: long curves are thinned, and the page says so.
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+from analysis import cli
+from analysis.cli import ChoiceError
+from analysis.load import NoRunsError, load_runs
+from analysis.report.collect import absent_runs
+from analysis.report.page import make_page
+from analysis.spike_marks import TENSOR
+
+MAX_BYTES = 10_000_000
+
+
+@cli.entry
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command; returns its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m analysis.report", description="Writes one page about a folder of runs."
+    )
+    parser.add_argument("--runs", required=True, help="folder of runs, or its URL")
+    parser.add_argument("--out", type=Path, required=True, help="the page, FILE.html")
+    parser.add_argument("--experiment", help="only the runs of this experiment")
+    parser.add_argument("--tensor", default=TENSOR, help=f"glob of tensors for RMS_t [{TENSOR}]")
+    options = parser.parse_args(arguments)
+    try:
+        runs = load_runs(options.runs, experiment=options.experiment)
+    except NoRunsError as error:
+        absent = absent_runs(options.runs, set(), options.experiment)
+        lines = [f"{run.name}: {run.state}: {run.reason} ({run.path})" for run in absent]
+        raise NoRunsError("\n".join([str(error), *lines])) from error
+    names = {Path(path).name for path in runs.summaries["path"]}
+    absent = absent_runs(options.runs, names, options.experiment)
+    text = make_page(runs, options.tensor, absent).encode()
+    if len(text) > MAX_BYTES:
+        raise ChoiceError(
+            f"{len(runs)} runs do not fit into {MAX_BYTES / 1e6:g} MB; choose fewer: "
+            "--experiment, or a folder below"
+        )
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = options.out.with_name(f".{options.out.name}.tmp")
+    temporary.write_bytes(text)
+    os.replace(temporary, options.out)
+    print(f"Wrote {options.out}: {runs!r}, {len(text) / 1e6:.1f} MB")
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)
