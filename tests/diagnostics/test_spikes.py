@@ -9,8 +9,13 @@ from lowprec.diagnostics.spikes import (
     Detector,
     Protocol,
     Spike,
+    lag_coincidence,
+    largest_rms,
+    leads,
     loss_bounds,
     loss_spikes,
+    onsets,
+    relative_rms,
     rms_spikes,
 )
 
@@ -35,16 +40,16 @@ def lifted(at, by=1.0, flat=False, num_steps=NUM_STEPS):
 
 
 def detected(loss, rms, protocol, skipped=(), detector=None, start=0):
-    """What a detector says of the steps from `start` on, leaving out the skipped."""
+    """What a detector reports for the steps from `start` on, without the skipped ones."""
     detector = detector or Detector(protocol, rms.shape[1])
-    found = []
+    spikes = []
     for i in range(start, len(loss)):
         if i + 1 not in skipped:
-            found += detector.feed(i + 1, loss[i], rms[i])
-    return found
+            spikes += detector.feed(i + 1, loss[i], rms[i])
+    return spikes
 
 
-def test_planted_loss_spikes_are_found_at_their_first_step_and_no_others():
+def test_planted_loss_spikes_are_detected_at_their_first_step():
     planted = [1200, 1900, 1935, 2600, 4000, 4970]
     loss = noise()
     for step in planted:
@@ -52,15 +57,15 @@ def test_planted_loss_spikes_are_found_at_their_first_step_and_no_others():
     assert steps(loss_spikes(loss, PAPER)) == planted
 
 
-def test_planted_rms_spikes_are_found_in_their_tensors():
+def test_planted_rms_spikes_are_detected_in_their_tensors():
     rms = np.random.default_rng(0).normal(1, 0.2, (NUM_STEPS, 3)).clip(0, 2.2)
     rms[1499:1503, 0] = 9
     rms[2999, 0] = 2.3
     rms[2999, 2] = 2.29
     rms[3999:4020, 2] = math.inf
-    found = rms_spikes(rms, PAPER)
-    assert [steps(column) for column in found.T] == [[1500, 3000], [], [4000]]
-    np.testing.assert_array_equal(rms_spikes(rms[:, 0], PAPER), found[:, 0])
+    marks = rms_spikes(rms, PAPER)
+    assert [steps(column) for column in marks.T] == [[1500, 3000], [], [4000]]
+    np.testing.assert_array_equal(rms_spikes(rms[:, 0], PAPER), marks[:, 0])
 
 
 # spikes in 20,000 steps of noise, over a million. Measured: 0.18 of independent losses, 1.2 where
@@ -80,7 +85,7 @@ def test_false_alarms_on_noise_are_rare(protocol, correlation, most):
     assert rate <= most
 
 
-def test_a_deviation_alone_is_no_spike_and_two_within_ten_steps_are_one():
+def test_one_outlier_is_no_spike_and_two_within_ten_steps_are():
     assert steps(loss_spikes(lifted([2000], flat=True), PAPER)) == []
     assert steps(loss_spikes(lifted([2000, 2010], flat=True), PAPER)) == [2000]
     assert steps(loss_spikes(lifted([2000, 2011], flat=True), PAPER)) == []
@@ -89,7 +94,7 @@ def test_a_deviation_alone_is_no_spike_and_two_within_ten_steps_are_one():
     assert steps(loss_spikes(lifted([2000, 2005, 2011], flat=True), three)) == []
 
 
-def test_spikes_within_ten_steps_of_one_another_count_once_at_the_earliest():
+def test_spikes_within_ten_steps_of_each_other_count_once_at_the_earliest():
     chain = [*range(2000, 2100, 9), 2110, 2111]
     assert steps(loss_spikes(lifted(chain, flat=True), PAPER)) == [2000, 2110]
     rms = np.ones(NUM_STEPS)
@@ -97,7 +102,7 @@ def test_spikes_within_ten_steps_of_one_another_count_once_at_the_earliest():
     assert steps(rms_spikes(rms, PAPER)) == [2000, 2031]
 
 
-def test_the_first_thousand_steps_have_no_spike():
+def test_ignored_steps_have_no_spike():
     loss = lifted([500, 501, 1000, 1001, 1002], flat=True)
     assert steps(loss_spikes(loss, PAPER)) == [1001]
     assert steps(loss_spikes(loss, replace(PAPER, ignore_steps=999))) == [1000]
@@ -105,20 +110,20 @@ def test_the_first_thousand_steps_have_no_spike():
     assert steps(rms_spikes(rms, PAPER)) == [1001]
 
 
-def test_a_huge_spike_hides_no_small_one_that_follows_it():
+def test_a_huge_spike_does_not_hide_a_small_one_after_it():
     loss = lifted(range(2000, 2005), by=50)
     loss[2029:2032] += 0.9
     assert steps(loss_spikes(loss, PAPER)) == [2000, 2030]
 
 
-def test_a_loss_that_stays_high_is_one_spike_and_normal_again_within_a_window():
+def test_a_loss_that_stays_high_is_one_spike_and_normal_within_a_window():
     loss = noise()
     loss[1999:] += 5
     loss[2299:2302] += 3
     assert steps(loss_spikes(loss, PAPER)) == [2000, 2300]
 
 
-def test_the_bound_is_mean_and_deviation_of_the_window_with_deviating_losses_cut_to_their_bound():
+def test_bound_follows_its_definition_with_outliers_cut_to_their_bound():
     protocol, loss = replace(SHORT, window=30), noise(num_steps=300)
     loss[120:125] += 3
     loss[[40, 130]] = math.nan, -math.inf
@@ -133,7 +138,7 @@ def test_the_bound_is_mean_and_deviation_of_the_window_with_deviating_losses_cut
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_loss_that_is_no_number_is_no_deviation_and_changes_no_other(bad):
+def test_non_finite_losses_are_no_outliers_and_change_no_bound(bad):
     loss = lifted([2000, 2003], flat=True)
     loss[[1899, 2000, 2001]] = bad
     assert steps(loss_spikes(loss, PAPER)) == [2000]
@@ -142,7 +147,7 @@ def test_a_loss_that_is_no_number_is_no_deviation_and_changes_no_other(bad):
     assert steps(loss_spikes(loss, PAPER)) == []
 
 
-def test_there_is_no_bound_while_less_than_half_the_window_is_recorded():
+def test_no_bound_while_less_than_half_of_the_window_is_recorded():
     loss = lifted([2000, 2001], flat=True)
     loss[1799:1899] = math.nan
     assert steps(loss_spikes(loss, PAPER)) == [2000]
@@ -151,7 +156,7 @@ def test_there_is_no_bound_while_less_than_half_the_window_is_recorded():
     assert steps(loss_spikes(loss, PAPER)) == []
 
 
-def test_protocol_sigma_wants_one_loss_six_deviations_above_the_last_128():
+def test_protocol_sigma_needs_one_loss_six_deviations_above_the_last_128():
     loss = noise(num_steps=300)
     window = loss[199 - 128 : 199]
     loss[199] = window.mean() + 6.01 * window.std()
@@ -182,20 +187,20 @@ def random_series(rng):
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_the_detector_finds_exactly_the_spikes_of_the_whole_series(seed):
+def test_detector_reports_exactly_the_spikes_of_the_whole_series(seed):
     protocol, loss, rms, skipped = random_series(np.random.default_rng(seed))
-    found = detected(loss, rms, protocol, skipped)
+    spikes = detected(loss, rms, protocol, skipped)
     whole_loss, whole_rms = loss.copy(), rms.copy()
     rows = np.array(sorted(s for s in skipped if s <= len(loss)), int) - 1
     whole_loss[rows] = whole_rms[rows] = math.nan
     expected = [Spike(s, None, loss[s - 1]) for s in steps(loss_spikes(whole_loss, protocol))]
     for i, column in enumerate(rms_spikes(whole_rms, protocol).T):
         expected += [Spike(s, i, float(rms[s - 1, i])) for s in steps(column)]
-    assert sorted(found, key=str) == sorted(expected, key=str)
+    assert sorted(spikes, key=str) == sorted(expected, key=str)
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_detector_fed_the_past_again_goes_on_as_if_never_stopped(seed):
+def test_detector_that_is_fed_the_past_again_continues_identically(seed):
     protocol, loss, rms, skipped = random_series(np.random.default_rng(seed))
     whole = detected(loss, rms, protocol, skipped)
     half = len(loss) // 2
@@ -205,21 +210,23 @@ def test_a_detector_fed_the_past_again_goes_on_as_if_never_stopped(seed):
     assert before + detected(loss, rms, protocol, skipped, again, half) == whole
 
 
-def test_a_loss_spike_is_known_at_its_second_deviation_and_steps_only_go_up():
+def test_loss_spike_is_known_at_its_second_outlier_and_steps_must_increase():
     loss = lifted([2000, 2004], flat=True)
     detector = Detector(PAPER, 1)
-    found = {i + 1: detector.feed(i + 1, x) for i, x in enumerate(loss)}
-    assert {step: f for step, f in found.items() if f} == {2004: [Spike(2000, None, loss[1999])]}
+    reports = {i + 1: detector.feed(i + 1, x) for i, x in enumerate(loss)}
+    assert {step: spikes for step, spikes in reports.items() if spikes} == {
+        2004: [Spike(2000, None, loss[1999])]
+    }
     with pytest.raises(ValueError, match="step 5000 after step 5000"):
         detector.feed(5000, 2.0)
 
 
-def test_a_series_without_steps_has_no_spike():
+def test_empty_series_has_no_spike():
     assert loss_spikes(np.array([]), PAPER).shape == (0,)
     assert rms_spikes(np.ones((0, 2)), PAPER).shape == (0, 2)
 
 
-def test_a_standing_loss_that_moves_by_its_last_bit_is_no_spike():
+def test_constant_loss_that_changes_in_its_last_bit_is_no_spike():
     loss = np.full(3000, np.float32(6.9314718)).astype(float)
     for step in (2000, 2004):
         loss[step - 1] = np.nextafter(np.float32(6.9314718), np.float32(7))
@@ -230,8 +237,173 @@ def test_a_standing_loss_that_moves_by_its_last_bit_is_no_spike():
     assert steps(loss_spikes(loss, PAPER)) == [2000]
 
 
-def test_an_rms_equal_to_the_threshold_is_a_spike():
+def test_rms_equal_to_the_threshold_is_a_spike():
     rms = np.ones((2000, 1))
     rms[1499] = PAPER.rms_threshold
     assert steps(rms_spikes(rms[:, 0], PAPER)) == [1500]
     assert [spike.step for spike in detected(noise()[:2000], rms, PAPER)] == [1500]
+
+
+def marks_at(at):
+    marks = np.zeros(NUM_STEPS, dtype=bool)
+    marks[np.array(at, int) - 1] = True
+    return marks
+
+
+def test_lead_counts_from_the_latest_rms_spike_strictly_before():
+    lead = leads(np.array([5, 20, 30]), np.array([10, 19, 30]))
+    np.testing.assert_array_equal(lead, [math.nan, 1, 11])
+    assert np.isnan(leads(np.array([5]), np.array([], int))).all()
+
+
+def test_loss_spikes_one_to_eight_steps_after_an_rms_spike_follow_it():
+    loss = marks_at([1500, 2000, 2500, 3000, 3500, 4000])
+    rms = marks_at([1499, 1992, 2491, 3000, 3501, 3995])
+    result = lag_coincidence(loss, rms, PAPER)
+    assert (result.num_loss_spikes, result.num_rms_spikes, result.num_following) == (6, 6, 3)
+    assert result.share == 0.5
+    assert result.chance == pytest.approx(6 * 8 / 4000)
+    assert result.p_value < 0.02  # by chance 0.07 spikes follow
+
+
+@pytest.mark.parametrize("max_shift", [None, 20])
+def test_chance_is_the_mean_over_all_circular_shifts(max_shift):
+    rng = np.random.default_rng(0)
+    protocol = replace(PAPER, ignore_steps=100)
+    loss, rms = rng.random(300) < 0.05, rng.random(300) < 0.05
+    result = lag_coincidence(loss, rms, protocol, max_shift)
+    shifts = range(200) if max_shift is None else range(-20, 21)
+    counts = []
+    for shift in shifts:
+        shifted = np.roll(rms[100:], shift)
+        near = [
+            shifted[(step - np.arange(1, 9)) % 200].any() for step in np.flatnonzero(loss[100:])
+        ]
+        counts.append(sum(near))
+    num_loss = loss[100:].sum()
+    assert result.chance == pytest.approx(np.mean(counts) / num_loss)
+    assert result.p_value == np.mean(np.array(counts) >= result.num_following)
+    low, high = result.low * num_loss, result.high * num_loss
+    assert np.mean([low <= count <= high for count in counts]) >= 0.95
+    assert np.mean([low < count < high for count in counts]) < 0.95
+
+
+def test_p_values_of_independent_spikes_are_uniform_and_intervals_cover():
+    rng = np.random.default_rng(0)
+    protocol = replace(PAPER, ignore_steps=0)
+    result = [
+        lag_coincidence(rng.random(1500) < 0.02, rng.random(1500) < 0.03, protocol)
+        for _ in range(600)
+    ]
+    p_values = np.array([r.p_value for r in result])
+    for level in (0.01, 0.05, 0.2, 0.5, 0.8):
+        rate, error = (p_values <= level).mean(), math.sqrt(level * (1 - level) / len(p_values))
+        assert level - 0.12 < rate < level + 3 * error  # below: a count of about 30 is coarse
+    covered = np.mean([r.low <= r.share <= r.high for r in result])
+    assert covered > 0.93
+    shares, chances = ([getattr(r, name) for r in result] for name in ("share", "chance"))
+    assert np.mean(shares) == pytest.approx(np.mean(chances), abs=0.01)
+
+
+def test_small_shifts_are_not_fooled_by_a_shared_phase_of_training():
+    rng = np.random.default_rng(1)
+    protocol = replace(PAPER, ignore_steps=0)
+    low = {None: 0, 500: 0}
+    for _ in range(100):
+        phase = (np.arange(20_000) > 8000) & (np.arange(20_000) < 12_000)
+        loss, rms = ((rng.random(20_000) < rate) & phase for rate in (0.005, 0.01))
+        for shift in low:
+            low[shift] += lag_coincidence(loss, rms, protocol, shift).p_value < 0.05
+    assert low[None] > 15 and low[500] <= 12
+
+
+def test_coincidence_without_spikes_of_either_kind():
+    none, some = marks_at([]), marks_at([2000])
+    result = lag_coincidence(none, some, PAPER)
+    assert result[:3] == (0, 1, 0) and all(math.isnan(number) for number in result[3:])
+    assert lag_coincidence(some, none, PAPER) == (1, 0, 0, 0, 0, 0, 0, 1)
+    assert lag_coincidence(none[:500], none[:500], PAPER).num_loss_spikes == 0
+
+
+def onset_of(loss, protocol=SHORT):
+    """Onset of each spike that is detected in a loss, and the detected steps."""
+    at = np.flatnonzero(loss_spikes(loss, protocol)) + 1
+    return onsets(loss, at).tolist(), at.tolist()
+
+
+def rising(onset, peak=2.0, rise=6, num_steps=400, scatter=0.02, seed=0):
+    """A noisy loss that rises from `onset` on over `rise` steps and falls back."""
+    loss = 2 + scatter * np.random.default_rng(seed).standard_normal(num_steps)
+    loss[onset - 1 : onset - 1 + rise] += peak * np.arange(1, rise + 1) / rise
+    loss[onset - 1 + rise : onset + 9 + rise] += peak * np.exp(-np.arange(10) / 3)
+    return loss
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_onset_is_where_a_planted_rise_begins(seed):
+    slow = rising(300, peak=0.3, rise=6, seed=seed)  # the first step is 2.5 deviations high
+    early, at = onset_of(slow)
+    assert 299 <= early[0] <= 301 and at[0] >= early[0]
+    assert onset_of(rising(300, peak=3.0, seed=seed)) == ([300], [300])
+
+
+def test_onset_precedes_detection_when_a_wide_window_detects_late():
+    loss = rising(300, peak=3.0, rise=10)
+    loss[:240] += np.linspace(1.5, 0, 240)  # widens the deviation of the detector's window
+    (early,), (at,) = onset_of(loss, replace(SHORT, window=200))
+    assert early == 300 and at > 302
+
+
+@pytest.mark.parametrize("fall", [0.0, 1e-4, 1e-3])
+def test_onset_on_a_falling_loss_is_late_by_at_most_the_fall_over_the_window(fall):
+    loss = rising(300) - fall * np.arange(400)
+    (early,), _ = onset_of(loss)
+    assert 300 <= early <= 300 + math.ceil(25 * fall / (2.0 / 6))
+
+
+def test_onset_of_a_plateau_is_its_first_step():
+    loss = rising(300, peak=0)
+    loss[299:] += 1.0
+    assert onset_of(loss) == ([300], [300])
+    flat = np.full(400, 2.0)
+    flat[299:] += 1.0
+    assert onset_of(flat) == ([300], [300])
+
+
+def test_onset_of_a_spike_at_the_start_is_its_own_step():
+    loss = rising(20, num_steps=100)
+    assert onsets(loss, np.array([1, 22])).tolist() == [1, 22]  # fewer than 25 steps before
+
+
+def test_two_separate_spikes_have_their_own_onsets_and_one_stretch_has_one():
+    loss = rising(300)
+    loss[329:333] += 2.0
+    assert onset_of(loss)[0] == [300, 330]
+    joined = rising(300, peak=0)
+    joined[299:320] += 1.0
+    joined[314:318] += 2.0
+    assert onsets(joined, np.array([300, 315])).tolist() == [300, 300]
+
+
+def test_steps_without_a_number_end_the_stretch():
+    loss = rising(300, rise=10)
+    loss[302] = math.nan
+    assert onsets(loss, np.array([306])).tolist() == [304]
+    assert onsets(loss, np.array([303])).tolist() == [303]
+    assert onsets(loss, np.array([], int)).shape == (0,)
+
+
+def test_largest_rms_bounds_the_threshold_and_rho_is_at_most_one():
+    assert largest_rms(0.99) == pytest.approx(10)
+    assert largest_rms(0.81) < PAPER.rms_threshold < largest_rms(0.812)
+    g = np.random.default_rng(0).standard_t(1, 2000)
+    for beta2 in (0.5, 0.9, 0.999):
+        u, rms = g[0] ** 2, []
+        for t, x in enumerate(g, 1):
+            b = beta2 * (1 - beta2 ** (t - 1)) / (1 - beta2**t)
+            u = b * u + (1 - b) * x**2
+            rms.append(abs(x) / np.sqrt(u))
+        rho = relative_rms(np.array(rms), beta2)
+        assert 0.9 < rho.max() <= 1 + 1e-12
+    each = relative_rms(np.ones((2, 3)), np.array([0.0, 0.75]))
+    np.testing.assert_allclose(each, [[1, 1, 1], [0.5, 0.5, 0.5]])
