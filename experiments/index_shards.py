@@ -1,10 +1,11 @@
-"""Indexes image-text shards, so that a run finds the index ready; again, if they have changed.
+"""Indexes image-text shards before a run, or again after they have changed.
 
 python -m experiments.index_shards shards='some/where/train-*.tar' index=some/folder
 
-The index of a set is named by its shards' folder: several sets may share one index folder.
+Several sets may share one index folder.
 """
 
+import os
 import sys
 from dataclasses import dataclass
 
@@ -15,16 +16,23 @@ from lowprec.data.open import open_with_progress
 
 @dataclass
 class IndexConfig:
-    """Which shards, and where the index goes."""
+    """Which shards to index, and where."""
 
     shards: str = key("???", "glob of the shards")
     index: str | None = key(None, "folder of the index; beside the shards if null")
+    num_processes: int | None = key(None, "null: one per core", least=1)
 
 
 def main(config: IndexConfig) -> None:
-    """Indexes what is not indexed yet and takes the shards as they are now."""
+    """Indexes shards without a current index and accepts the set as it is now."""
     try:
-        shards = open_with_progress(config.shards, config.index, "shards", accept=True)
+        shards = open_with_progress(
+            config.shards,
+            config.index,
+            "shards",
+            accept=True,
+            num_processes=config.num_processes or len(os.sched_getaffinity(0)),
+        )
     except (FileNotFoundError, ValueError) as error:
         sys.exit(str(error))
     labeled = int((shards.labels >= 0).sum())

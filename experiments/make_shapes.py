@@ -2,7 +2,7 @@
 
     python -m experiments.make_shapes out=data/shapes-256 image_size=256 num_train=20000 seed=0
 
-Same arguments, same bytes, whatever the number of processes.
+The same arguments give the same bytes, whatever the number of processes.
 """
 
 import os
@@ -18,22 +18,23 @@ from lowprec.data.shapes import render_shapes
 
 @dataclass
 class MakeShapesConfig:
-    """What to render and where to."""
+    """What to render and where."""
 
-    out: str = key("???", "folder of the shards")
+    out: str = key("???", "folder for the shards")
     num_train: int = key(20000, "training pairs", least=1)
     num_val: int = key(5000, "validation pairs", least=0)
-    image_size: int = key(64, "pixels a side", least=16)
-    seed: int = key(0, "of all scenes", least=0)
-    noise: float = key(0.0, "of pixels, in 8-bit levels; 12: files as of photographs", least=0)
-    num_processes: int | None = key(None, "null: one a core", least=1)
+    image_size: int = key(64, "pixels per side", least=16)
+    seed: int = key(0, "seed of all scenes", least=0)
+    noise: float = key(0.0, "pixel noise in 8-bit levels; 12: files like photographs", least=0)
+    num_processes: int | None = key(None, "null: one per core", least=1)
 
 
 def main(config: MakeShapesConfig) -> None:
-    """Renders, then indexes."""
+    """Renders the set, then indexes it."""
     out = Path(config.out)
+    num_processes = config.num_processes or len(os.sched_getaffinity(0))
     with progress_bar() as bar:
-        shown = bar.add_task(f"rendering {out}", total=config.num_train + config.num_val, note="")
+        task = bar.add_task(f"rendering {out}", total=config.num_train + config.num_val, note="")
         try:
             render_shapes(
                 out,
@@ -42,15 +43,18 @@ def main(config: MakeShapesConfig) -> None:
                 image_size=config.image_size,
                 seed=config.seed,
                 noise=config.noise,
-                num_processes=config.num_processes or len(os.sched_getaffinity(0)),
-                on_progress=lambda count: bar.advance(shown, count),
+                num_processes=num_processes,
+                on_progress=lambda count: bar.advance(task, count),
             )
         except (ValueError, OSError) as error:
             bar.stop()
             sys.exit(str(error))
     for split in ("train", "val") if config.num_val else ("train",):
-        shards = open_with_progress(f"{out}/{split}-*.tar", None, f"data.{split}", accept=True)
-        print(f"{out}/{split}-*.tar: {shards.num_samples} pairs, digest {shards.digest[:12]}")
+        pattern = f"{out}/{split}-*.tar"
+        shards = open_with_progress(
+            pattern, None, f"data.{split}", accept=True, num_processes=num_processes
+        )
+        print(f"{pattern}: {shards.num_samples} pairs, digest {shards.digest[:12]}")
 
 
 if __name__ == "__main__":

@@ -22,10 +22,10 @@ from rich.console import Console
 
 from experiments.entry import run_command
 from lowprec.config.check import RunError
+from lowprec.config.patterns import without_secrets
 from lowprec.config.preflight import preflight
 from lowprec.config.schema import Config
 from lowprec.data.open import Data, open_data, progress_bar
-from lowprec.data.urls import without_secrets
 from lowprec.runs import durable
 from lowprec.runs.attempts import STOPPED, first_step
 from lowprec.runs.environment import environment

@@ -93,7 +93,9 @@ MUTANTS = {  # name: (file, line as it is, line as it must not be)
         "random_words(os.getpid(), REPLACEMENT, position, 0, REPLACEMENTS)",
     ),
     "changed shards not refused": (
-        "lowprec/data/index.py", "_refuse_changes(known, found, name, pattern)", "pass",
+        "lowprec/data/index.py",
+        '_refuse_changes(promised, _digests(catalog), f"{name}={pattern}", pattern)',
+        "pass",
     ),
     "snapshot as late as its spike": (
         "lowprec/train/snapshots.py", "if base.step <= step - self.chosen.steps", "if True",

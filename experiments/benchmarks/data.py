@@ -1,21 +1,26 @@
-"""Times the loader beside a plain webdataset pipeline, and what opening many shards costs.
+"""Compares the loader with a plain webdataset pipeline, and times opening many shards.
 
     python -m experiments.benchmarks.data workers=2
     python -m experiments.benchmarks.data train='some/where/train-000*.tar' image_size=[224]
 
-A case counts only if both loaders deliver the same samples over an epoch. One JSON line a
-measurement goes to `runs/bench/data/<time>.jsonl`, and to the console.
+The plain pipeline has none of our guarantees: no shuffling, no position to resume from, an order
+that depends on the number of workers, and a bad sample ends it. Both decode with the same PIL
+operations, one thread per process, and their captions are new to the tokenizer, as in the first
+epoch of a large set. A case counts only if both deliver the same samples over an epoch. Each
+measurement is a JSON line in `runs/bench/data/<time>.jsonl` and on the console.
 """
 
 import contextlib
 import dataclasses
+import hashlib
 import importlib.metadata
 import itertools
 import os
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -23,18 +28,35 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
+import torch
+import webdataset
+from torch.utils.data import DataLoader
 
 from experiments.entry import run_command
+from lowprec.clip.tokenizer import Tokenizer
 from lowprec.config.schema import key
 from lowprec.data import index
+from lowprec.data.loader import (
+    CROP_WORDS,
+    Batch,
+    Batches,
+    Sample,
+    collate,
+    decode_caption,
+    decode_image,
+    iterate,
+)
+from lowprec.data.open import num_workers
 from lowprec.data.order import SampleOrder
 from lowprec.data.shapes import SAMPLES_PER_SHARD, render_shapes
-from lowprec.data.shards import Shards
-from lowprec.data.tar import SAMPLE
+from lowprec.data.shards import IMAGES, SAMPLE, Shards
 from lowprec.runs.environment import environment
 from lowprec.runs.read import encode_row
 
-TABLE = np.zeros(100, SAMPLE)  # of each shard of the start-up measure
+CONTEXT_LENGTH = 32  # tokens of a caption
+ROUNDS = 3  # of both loaders in turn; the median counts
+AHEAD = 2  # batches that each worker of a DataLoader keeps ready
+TABLE = np.zeros(100, SAMPLE)  # of each shard in the start-up measurement
 MIB = 2**20
 
 
@@ -43,23 +65,34 @@ class BenchDataConfig:
     """What is read, and how."""
 
     train: str | None = key(None, "glob of a set to read whole; null: renders one for each size")
-    image_size: list[int] = key([64, 224], "pixels a side of a decoded image", least=16)
+    image_size: list[int] = key([64, 224], "pixels per side of a decoded image", least=16)
     augment: list[str] = key(
-        ["none", "crop_flip"], "changes of the image", choices=("none", "crop_flip")
+        ["none", "crop_flip"], "changes to the image", choices=("none", "crop_flip")
     )
-    batch_size: int = key(256, "pairs of a batch", least=1)
+    batch_size: int = key(256, "pairs in a batch", least=1)
     num_batches: int = key(16, "batches timed at a time", least=1)
     workers: int | None = key(None, "measured beside 0; null: one less than cores", least=0)
-    shards: list[int] = key([100, 10000, 100000], "sizes of the start-up measure", least=1)
+    shards: list[int] = key([100, 10000, 100000], "sizes of the start-up measurement", least=1)
     run_dir: str = key("runs", "the lines go into its bench/data")
+
+
+class DifferentSamplesError(ValueError):
+    """The loaders do not deliver the same samples."""
+
+
+@dataclass
+class Case:
+    """Opened shards and how to load them."""
+
+    shards: Shards
+    image_size: int
+    augment: bool
+    batch_size: int
+    workers: int
 
 
 def main(config: BenchDataConfig) -> None:
     """Measures reading and loading of each set, then start-up."""
-    import torch
-
-    from lowprec.data.loader import num_workers
-
     torch.set_num_threads(1)
     config = dataclasses.replace(config, workers=num_workers(config.workers))
     report = _reporter(Path(config.run_dir) / "bench" / "data")
@@ -72,17 +105,16 @@ def main(config: BenchDataConfig) -> None:
 
 
 def _reporter(folder: Path) -> Callable:
-    """A function that writes one measurement, in the fields of every benchmark."""
+    """A function that writes one measurement, with the fields of all benchmarks."""
     facts = environment()
     versions = {**facts["packages"], "webdataset": importlib.metadata.version("webdataset")}
+    common = {"slug": "data", "device": facts["cpu"], "versions": versions}
     out = folder / f"{time.strftime('%Y%m%d-%H%M%S')}.jsonl"
     out.parent.mkdir(parents=True, exist_ok=True)
 
     def report(case: str, shape: str, ms: float, rate: float, ratio: tuple, **more: float) -> None:
         row = {
-            "slug": "data",
-            "device": facts["cpu"],
-            "versions": versions,
+            **common,
             "commit": facts["commit"],
             "case": case,
             "shape": shape,
@@ -103,21 +135,19 @@ def _reporter(folder: Path) -> Callable:
 
 def bench_set(config: BenchDataConfig, size: int, scratch: Path, report: Callable) -> None:
     """Reading alone, then both loaders in one process and with workers."""
-    from experiments.benchmarks.loaders import Case, Difference, compare
-
     name, pattern = (config.train, config.train) if config.train else render(config, size, scratch)
     try:
         shards = index.open_shards(pattern, str(scratch / "index"), name="train")
     except (FileNotFoundError, ValueError) as error:
         sys.exit(str(error))
     bench_reading(name, shards, report)
-    workers = min(config.workers, len(shards.paths))  # a webdataset's worker needs a shard
+    workers = min(config.workers, len(shards.paths))  # each worker of webdataset needs a shard
     for augment, number in itertools.product(config.augment, sorted({0, workers})):
         shape = f"{name} to {size} px, {augment}, batch {config.batch_size}, {number} workers"
         case = Case(shards, size, augment == "crop_flip", config.batch_size, number)
         try:
             ours, theirs = compare(case, config.num_batches)
-        except Difference as error:
+        except DifferentSamplesError as error:
             sys.exit(f"{shape}: {error}")
         for loader, rate in (("webdataset", theirs), ("lowprec", ours)):
             ms = 1000 * config.batch_size / rate
@@ -125,7 +155,7 @@ def bench_set(config: BenchDataConfig, size: int, scratch: Path, report: Callabl
 
 
 def render(config: BenchDataConfig, size: int, scratch: Path) -> tuple[str, str]:
-    """Name and pattern of a set of `shapes`: small ones as they are, others larger and noisy."""
+    """Name and pattern of a rendered set: small images as they are, others larger and noisy."""
     stored, noise = (size, 0.0) if size < 128 else (size * 8 // 7, 12.0)
     a_shard_each = SAMPLES_PER_SHARD * (config.workers - 1) + 1
     num_train = max(config.batch_size * config.num_batches, a_shard_each)
@@ -138,12 +168,12 @@ def render(config: BenchDataConfig, size: int, scratch: Path) -> tuple[str, str]
 
 
 def bench_reading(name: str, shards: Shards, report: Callable) -> None:
-    """Reads one epoch in order without decoding, from storage: each byte should come once."""
+    """Reads one epoch in order without decoding; storage should deliver each byte once."""
     sizes = np.array([os.stat(path).st_size for path in shards.paths])
     order = SampleOrder(shards.counts, seed=0)
     for path in shards.paths:
         with open(path, "rb") as file:
-            with contextlib.suppress(OSError):  # pages not yet written cannot be dropped
+            with contextlib.suppress(OSError):  # unwritten pages cannot be dropped
                 os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     before, start = _count("io", "read_bytes"), time.perf_counter()
@@ -154,9 +184,9 @@ def bench_reading(name: str, shards: Shards, report: Callable) -> None:
             shards.read(shard, int(row[f"{part}_offset"]), max(0, int(row[f"{part}_bytes"])))
     seconds, read = time.perf_counter() - start, _count("io", "read_bytes") - before
     if sorted(samples) != list(range(shards.num_samples)):
-        sys.exit(f"{name}: an epoch does not hold every sample once; no number")
+        sys.exit(f"{name}: an epoch does not hold each sample once; no number")
     if not read:
-        print(f"{name}: reads are not counted on this file system", file=sys.stderr, flush=True)
+        print(f"{name}: this file system does not count reads", file=sys.stderr, flush=True)
     window = sizes[np.argsort(sizes)[-order.window :]].sum() / MIB
     shape = f"{name}, {len(sizes)} shards, {sizes.sum() / MIB:.1f} MiB, window {order.window}"
     ratio = read / sizes.sum() if read else None
@@ -172,7 +202,7 @@ def _count(file: str, name: str) -> int:
 
 
 def bench_start_up(count: int, folder: Path, report: Callable) -> None:
-    """Opens many shards in a fresh process; the tars are empty, the files of the index real."""
+    """Opens many shards in a fresh process; the tars are empty, the index files are real."""
     folder.mkdir()
     for number in range(count):
         (folder / f"train-{number:06d}.tar").touch()
@@ -189,17 +219,95 @@ def bench_start_up(count: int, folder: Path, report: Callable) -> None:
 
 
 def start_up(pattern: str) -> tuple[float, float, list[int]]:
-    """Seconds to open indexed shards and order them, peak of memory above imports, first samples.
+    """Opens and orders indexed shards: seconds, peak MiB above the imports, first samples.
 
-    Runs in a process of its own.
+    Runs in its own process.
     """
-    with contextlib.suppress(OSError):  # VmHWM, the peak, starts anew at what is in use
+    with contextlib.suppress(OSError):  # resets VmHWM, the peak, to what is in use
         Path("/proc/self/clear_refs").write_text("5")
     before_kib, start = _count("status", "VmHWM"), time.perf_counter()
     shards = index.open_shards(pattern)
     samples = SampleOrder(shards.counts, seed=0).samples(0, 1024).tolist()
     seconds, memory_kib = time.perf_counter() - start, _count("status", "VmHWM") - before_kib
     return seconds, round(memory_kib / 1024, 1), samples
+
+
+def compare(case: Case, num_batches: int) -> tuple[float, float]:
+    """Images per second of our loader and of webdataset, medians over rounds of `num_batches`.
+
+    Raises DifferentSamplesError unless both deliver the same samples over an epoch.
+    """
+    if epoch_digests(case, our_batches) != epoch_digests(case, webdataset_batches):
+        raise DifferentSamplesError(
+            "the loaders deliver different samples over an epoch; no number"
+        )
+    rates = [
+        [images_per_second(case, load, num_batches) for load in (our_batches, webdataset_batches)]
+        for _ in range(ROUNDS)
+    ]
+    return tuple(statistics.median(column) for column in zip(*rates, strict=True))
+
+
+def epoch_digests(case: Case, load: Callable) -> list[bytes]:
+    """Sorted digests of an epoch's samples: tokens, label, and pixels unless they are random."""
+    digests = []
+    for batch in load(case, None):
+        if batch.skips:
+            raise DifferentSamplesError(f"a sample cannot be read, no number: {batch.skips[0]}")
+        for parts in zip(batch.images, batch.tokens, batch.labels, strict=True):
+            parts = [part.numpy().tobytes() for part in parts[case.augment :]]
+            digests.append(hashlib.sha256(b"".join(parts)).digest())
+    return sorted(digests[: case.shards.num_samples])  # ours continues into the next epoch
+
+
+def images_per_second(case: Case, load: Callable, num_batches: int) -> float:
+    """The rate over batches in the middle: workers are as far ahead at the end as at the start."""
+    batches = load(case, 1 + 2 * AHEAD * case.workers + num_batches)
+    for _ in range(1 + AHEAD * case.workers):
+        next(batches)
+    start = time.perf_counter()
+    images = sum(len(next(batches).images) for _ in range(num_batches))
+    return images / (time.perf_counter() - start)
+
+
+def our_batches(case: Case, count: int | None) -> Iterator[Batch]:
+    """`count` shuffled batches, or with None an epoch and the start of the next."""
+    batches = Batches(
+        case.shards,
+        SampleOrder(case.shards.counts, seed=0),
+        batch_size=case.batch_size,
+        num_batches=count or -(-case.shards.num_samples // case.batch_size),
+        image_size=case.image_size,
+        tokenizer=Tokenizer(CONTEXT_LENGTH),
+        augment=case.augment,
+    )
+    return iterate(batches, workers=case.workers)
+
+
+def webdataset_batches(case: Case, count: int | None) -> Iterator[Batch]:
+    """Endless batches in the order of the tars, or with None an epoch, whose last are short."""
+    random, tokenizer = np.random.Philox(0), Tokenizer(CONTEXT_LENGTH)
+
+    def decode(members: dict) -> Sample:
+        image = next(members[kind] for kind in IMAGES if kind in members)
+        words = random.random_raw(CROP_WORDS) if case.augment else None
+        pixels = decode_image(image, case.image_size, words)
+        return Sample(pixels, decode_caption(members["txt"]), int(members.get("cls", -1)))
+
+    def to_batch(samples: list[Sample]) -> Batch:
+        return collate(samples, [], case.image_size, tokenizer)
+
+    dataset = webdataset.WebDataset(case.shards.paths, shardshuffle=False).map(decode)
+    dataset = dataset.batched(case.batch_size, collation_fn=to_batch)
+    return iter(
+        DataLoader(
+            dataset.repeat() if count else dataset,
+            batch_size=None,
+            num_workers=case.workers,
+            multiprocessing_context="fork" if case.workers else None,
+            prefetch_factor=AHEAD if case.workers else None,
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -12,9 +12,8 @@ from urllib.parse import urlsplit
 
 from lowprec.config.check import ConfigError
 from lowprec.config.combinations import open_clip_models, url_scheme
+from lowprec.config.patterns import expand, expand_urls
 from lowprec.config.schema import SHAPES, Config
-from lowprec.data.index import expand
-from lowprec.data.urls import expand_urls
 from lowprec.runs.place import place
 
 EIGHT_BIT_PACKAGES = {"adamw8bit_bnb": "bitsandbytes<0.50", "adamw8bit_torchao": "torchao"}

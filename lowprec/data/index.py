@@ -1,56 +1,31 @@
-"""The index of a set of webdataset shards: where each sample's bytes lie, and their digest.
+"""Indexes webdataset shards: where the bytes of each sample lie, and the digest of all bytes.
 
-Made once for each shard and kept as two small files, a memory-mapped table of offsets and a JSON
-header, with one catalog for all shards of a pattern. Members other than images, captions and labels
-are never read; nothing is ever unpickled.
+Each shard is indexed once. The index is a memory-mapped table of offsets and a JSON header for each
+shard and one catalog for the pattern. Only images, captions and labels are read; nothing is
+unpacked or unpickled, and no name becomes a path.
 """
 
 import contextlib
-import difflib
 import fcntl
-import glob
 import gzip
 import hashlib
 import json
 import os
 import shutil
+import tarfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
-from braceexpand import UnbalancedBracesError, braceexpand
 
-from lowprec.data.shards import Shards
-from lowprec.data.tar import index_tar
+from lowprec.config.patterns import expand, some
+from lowprec.data.shards import IMAGES, LARGEST, MEMBERS, SAMPLE, Shards, parse_label
 
-FORMAT = 2  # of the files of an index
-
-
-def expand(pattern: str, name: str = "data.train") -> list[str]:
-    """The files of a glob with braces, sorted.
-
-    FileNotFoundError names the nearest file if there is none, and every member of a brace that
-    matches none.
-    """
-    try:
-        found = {part: glob.glob(part) for part in braceexpand(pattern)}
-    except UnbalancedBracesError as error:
-        raise FileNotFoundError(f"{name}={pattern}: a brace has no partner") from error
-    missing = [part for part, paths in found.items() if not paths]
-    if len(missing) < len(found):
-        if missing:
-            some = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
-            raise FileNotFoundError(f"{name}={pattern}: {len(missing)} are missing: {some}")
-        return sorted({path for part in found.values() for path in part})
-    folder = Path(pattern).parent
-    while not glob.glob(str(folder)) and folder != folder.parent:
-        folder = folder.parent
-    here = [str(path) for path in sorted(folder.glob("*"))[:1000]]
-    near = difflib.get_close_matches(pattern, here, n=1, cutoff=0)
-    hint = f"; nearest: {near[0]}" if near else f"; {folder} is empty"
-    hint += "; a [ that is part of a name is written [[]" if "[" in pattern else ""
-    raise FileNotFoundError(f"{name}={pattern}: no file matches{hint}")
+FORMAT = 2  # of the index files
+STAMP = ("path", "bytes", "mtime_ns")  # columns by which a catalog recognizes unchanged shards
 
 
 def open_shards(
@@ -59,44 +34,46 @@ def open_shards(
     *,
     name: str = "data.train",
     accept: bool = False,
+    num_processes: int = 1,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Shards:
-    """Indexes what is not indexed yet (under a lock) and opens all shards of a pattern.
+    """Opens all shards of a pattern, after indexing those that are not indexed yet (under a lock).
 
-    The index lies in `index`, or in a folder `.index` beside each shard; a catalog of the pattern
-    lies in the first of these. Once made, the index is a promise: shards that have since gone,
-    changed or come are all named in a ValueError, unless `accept` takes them as the new set.
-    `on_progress(done, total)` counts shards. Raises FileNotFoundError (no match, or a read-only
-    folder and no `index`) and ValueError (all damaged or empty shards, named).
+    The index lies in the folder `index`, or in `.index` beside each shard. An index is a promise:
+    shards that are missing, changed or new since it was made are refused, unless `accept` takes
+    them as the new set. `num_processes` above 1 needs a script with a `__main__` guard.
+    `on_progress(done, total)` counts shards.
+
+    Raises:
+        FileNotFoundError: Nothing matches, or the folder is read-only and `index` is None.
+        ValueError: Shards are damaged, empty or not those that were indexed; it names them.
     """
     sources = expand(pattern, name)
     homes: dict[str, tuple[str, str]] = {}
     absolute, bases = zip(*(_locate(source, homes, index) for source in sources), strict=True)
-    found = np.empty(len(sources), dtype=_catalog_type(absolute))
-    found["path"] = [path.encode() for path in absolute]
+    catalog = np.empty(len(sources), dtype=_catalog_type(absolute))
+    catalog["path"] = [path.encode() for path in absolute]
     for row, source in enumerate(sources):
         state = os.stat(source)
-        found["bytes"][row], found["mtime_ns"][row] = state.st_size, state.st_mtime_ns
+        catalog["bytes"][row], catalog["mtime_ns"][row] = state.st_size, state.st_mtime_ns
     file = Path(bases[0]).parent / f"catalog-{_short_digest(os.path.abspath(pattern))}.npy"
-    known = _read_catalog(file)
-    stamp = ("path", "bytes", "mtime_ns")
-    paths = [
-        f"{base}.tar" if source.endswith(".gz") else source
-        for source, base in zip(sources, bases, strict=True)
-    ]
-    same = known is not None and all(np.array_equal(known[key], found[key]) for key in stamp)
-    if not same or not all(os.path.exists(path) for path in set(paths) - set(sources)):
-        promised = {}
-        if known is not None and not accept:
-            promised = dict(zip(known["path"].tolist(), known["digest"].tolist(), strict=True))
-        _index_all(sources, bases, found, promised, on_progress)
-        if known is not None and not accept:
-            _refuse_changes(known, found, name, pattern)
-        known = found
+    recorded = _read_catalog(file)
+    paths = [str(_unpacked(source, base)) for source, base in zip(sources, bases, strict=True)]
+    current = recorded is not None and all(
+        np.array_equal(recorded[key], catalog[key]) for key in STAMP
+    )
+    if current and all(os.path.exists(path) for path in set(paths) - set(sources)):
+        catalog = recorded
+    else:
+        promised = _digests(recorded) if recorded is not None and not accept else {}
+        _index_all(sources, bases, catalog, promised, num_processes, on_progress)
+        if promised:
+            _refuse_changes(promised, _digests(catalog), f"{name}={pattern}", pattern)
         with contextlib.suppress(OSError), _lock(file.parent):  # read-only: the next start looks
-            _write_atomically(file, lambda out: np.save(out, found))
-    whole = hashlib.sha256(b"".join(known["digest"].tolist())).hexdigest()
-    return Shards(paths, [f"{base}.npy" for base in bases], known["samples"], whole, sources)
+            _write_atomically(file, lambda out: np.save(out, catalog))
+    digest = hashlib.sha256(b"".join(catalog["digest"].tolist())).hexdigest()
+    tables = [f"{base}.npy" for base in bases]
+    return Shards(paths, tables, catalog["samples"], digest, sources)
 
 
 def _catalog_type(paths: Sequence[str]) -> np.dtype:
@@ -113,15 +90,19 @@ def _read_catalog(file: Path) -> np.ndarray | None:
     return None
 
 
-def _locate(source: str, homes: dict[str, tuple[str, str]], index: str | None) -> tuple[str, str]:
-    """Absolute path of a shard, and of its index without the ending; `homes` remembers folders.
+def _digests(catalog: np.ndarray) -> dict[bytes, bytes]:
+    """Digest of each shard of a catalog by its path."""
+    return dict(zip(catalog["path"].tolist(), catalog["digest"].tolist(), strict=True))
 
-    The index is named after the shard's folder too: several sets may share one index folder.
+
+def _locate(source: str, homes: dict[str, tuple[str, str]], index: str | None) -> tuple[str, str]:
+    """Absolute path of a shard, and path of its index without a suffix; `homes` caches folders.
+
+    The name of the index includes the shard's folder, so that several sets may share an `index`.
     """
     folder, last = os.path.split(source)
     if folder not in homes:
-        place = _short_digest(str(Path(folder).resolve()))[:8]
-        homes[folder] = os.path.abspath(folder), place
+        homes[folder] = os.path.abspath(folder), _short_digest(str(Path(folder).resolve()))[:8]
     absolute, place = homes[folder]
     base = os.path.join(index or os.path.join(folder, ".index"), f"{last}-{place}")
     return os.path.join(absolute, last), base
@@ -131,92 +112,112 @@ def _short_digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
+def _unpacked(source: str, base: str) -> Path:
+    """The uncompressed tar of a shard: the shard itself, or a file beside its index."""
+    return Path(f"{base}.tar" if source.endswith(".gz") else source)
+
+
 def _index_all(
     sources: list[str],
     bases: Sequence[str],
-    found: np.ndarray,
+    catalog: np.ndarray,
     promised: dict[bytes, bytes],
+    num_processes: int,
     on_progress: Callable[[int, int], None] | None,
 ) -> None:
-    """Fills samples and digest of every shard; a ValueError names all that cannot be read.
+    """Fills in samples and digest of each shard; a ValueError names all that cannot be read.
 
-    `promised`: digests by path, from which the files of the index must not depart.
+    `promised`: digest by path. Index files with another digest are left as they are.
     """
+    paths = catalog["path"].tolist()
+    jobs = [(s, b, promised.get(p)) for s, b, p in zip(sources, bases, paths, strict=True)]
+    folders = {Path(b).parent for s, b, _ in jobs if _read_header(s, b) is None}
     faults = []
-    for row, (source, base) in enumerate(zip(sources, bases, strict=True)):
-        try:
-            header = _index_shard(Path(source), base, promised.get(bytes(found["path"][row])))
-            found["samples"][row], found["digest"][row] = header["samples"], header["digest"]
-        except ValueError as error:
-            faults.append(str(error))
-        if on_progress:
-            on_progress(row + 1, len(sources))
+    with contextlib.ExitStack() as stack:
+        for folder in sorted(folders):
+            stack.enter_context(_lock(folder))
+        results = map(_index_shard, jobs)
+        if folders and num_processes > 1:
+            spawn = get_context("spawn")
+            pool = stack.enter_context(ProcessPoolExecutor(num_processes, mp_context=spawn))
+            results = pool.map(_index_shard, jobs)
+        for row, header in enumerate(results):
+            if isinstance(header, str):
+                faults.append(header)
+            else:
+                catalog["samples"][row], catalog["digest"][row] = (
+                    header["samples"],
+                    header["digest"],
+                )
+            if on_progress:
+                on_progress(row + 1, len(sources))
     if faults:
-        raise ValueError(_some(faults, "; "))
+        raise ValueError(some(faults, "; "))
 
 
-def _refuse_changes(known: np.ndarray, found: np.ndarray, name: str, pattern: str) -> None:
-    """A ValueError that names every shard that is gone, changed or new since the index was made."""
-    before = dict(zip(known["path"].tolist(), known["digest"].tolist(), strict=True))
-    now = dict(zip(found["path"].tolist(), found["digest"].tolist(), strict=True))
+def _refuse_changes(
+    before: dict[bytes, bytes], now: dict[bytes, bytes], name: str, pattern: str
+) -> None:
+    """A ValueError naming each shard that is missing, changed or new since the index was made."""
     differences = {
         "missing": [path for path in before if path not in now],
         "changed": [path for path in before if path in now and before[path] != now[path]],
         "new": [path for path in now if path not in before],
     }
     parts = [
-        f"{len(paths)} {kind} ({_some([path.decode() for path in paths], ', ')})"
+        f"{len(paths)} {kind} ({some([path.decode() for path in paths], ', ')})"
         for kind, paths in differences.items()
         if paths
     ]
     if parts:
         raise ValueError(
-            f"{name}={pattern}: not the shards that were indexed: {'; '.join(parts)}. A run on "
-            "them would be another run. If they are meant: "
+            f"{name}: the shards differ from the indexed ones: {'; '.join(parts)}. A run on them "
+            "would be another run. To accept them: "
             f"python -m experiments.index_shards shards='{pattern}'"
         )
 
 
-def _some(items: list[str], separator: str, limit: int = 20) -> str:
-    rest = f"{separator}... ({len(items)} in all)" if len(items) > limit else ""
-    return separator.join(items[:limit]) + rest
+def _stamp(source: str) -> dict:
+    state = os.stat(source)
+    return {"format": FORMAT, "bytes": state.st_size, "mtime_ns": state.st_mtime_ns}
 
 
-def _index_shard(source: Path, base: str, promised: bytes | None) -> dict:
-    """Header of one shard; it and the table (and the tar of a .gz) are made if out of date.
+def _read_header(source: str, base: str) -> dict | None:
+    """The header of a shard's index; None if the index is missing, damaged or out of date."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        header = json.loads(Path(f"{base}.json").read_text())
+        complete = os.path.exists(f"{base}.npy") and _unpacked(source, base).exists()
+        if complete and header.items() >= _stamp(source).items():
+            return header
+    return None
+
+
+def _index_shard(job: tuple[str, str, bytes | None]) -> dict | str:
+    """The header of a shard's index, made if it is out of date, or what is wrong with the shard.
 
     Where the digest is not the promised one, the files stay as they are: the shard may come back.
     """
-    header_file, table_file = Path(f"{base}.json"), Path(f"{base}.npy")
-    unpacked = Path(f"{base}.tar") if source.suffix == ".gz" else source
-    state = source.stat()
-    stamp = {"format": FORMAT, "bytes": state.st_size, "mtime_ns": state.st_mtime_ns}
-
-    def current() -> dict | None:
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            header = json.loads(header_file.read_text())
-            if header.items() >= stamp.items() and table_file.exists() and unpacked.exists():
-                return header
-        return None
-
-    if header := current():
+    source, base, promised = job
+    if header := _read_header(source, base):  # perhaps made by another process meanwhile
         return header
-    with _lock(header_file.parent):
-        if header := current():  # made by another process meanwhile
-            return header
-        fresh = Path(f"{unpacked}.fresh") if source.suffix == ".gz" else source
-        if source.suffix == ".gz":
+    stamp, unpacked = _stamp(source), _unpacked(source, base)
+    packed = source.endswith(".gz")
+    fresh = Path(f"{unpacked}.fresh") if packed else Path(source)
+    try:
+        if packed:
             _unpack(source, fresh)
         table, digest = index_tar(fresh, source)
-        header = {**stamp, "digest": digest, "samples": len(table), "source": source.name}
-        if promised not in (None, digest.encode()):
-            if fresh != source:
-                fresh.unlink()
-            return header
-        if fresh != source:
-            os.replace(fresh, unpacked)
-        _write_atomically(table_file, lambda out: np.save(out, table))
-        _write_atomically(header_file, lambda out: out.write(json.dumps(header).encode()))
+    except ValueError as error:
+        return str(error)
+    header = {**stamp, "digest": digest, "samples": len(table), "source": os.path.basename(source)}
+    if promised not in (None, digest.encode()):
+        if packed:
+            fresh.unlink()
+        return header
+    if packed:
+        os.replace(fresh, unpacked)
+    _write_atomically(Path(f"{base}.npy"), lambda out: np.save(out, table))
+    _write_atomically(Path(f"{base}.json"), lambda out: out.write(json.dumps(header).encode()))
     return header
 
 
@@ -230,7 +231,7 @@ def _write_atomically(path: Path, write: Callable) -> None:
     os.replace(temporary, path)
 
 
-def _unpack(source: Path, unpacked: Path) -> None:
+def _unpack(source: str, unpacked: Path) -> None:
     try:
         with gzip.open(source) as packed:
             _write_atomically(unpacked, lambda out: shutil.copyfileobj(packed, out, 1 << 20))
@@ -250,3 +251,70 @@ def _lock(folder: Path) -> Iterator[None]:
     with file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def index_tar(path: Path, source: str | None = None) -> tuple[np.ndarray, str]:
+    """The `SAMPLE` table of an uncompressed tar, and the digest of its members' names and bytes.
+
+    A sample is a run of members with one key (the name up to the first dot of its last component),
+    each kind once. Samples without an image or a caption have a row too, so that a reader can name
+    them. Raises ValueError naming `source` if the tar is damaged or holds no whole sample.
+    """
+    source = source or str(path)
+    digest = hashlib.sha256()
+    rows: list[tuple] = []
+    parts: dict[str, tuple[int, int]] = {}
+    key = None
+    try:
+        with tarfile.open(path, "r:") as tar, open(path, "rb") as file:
+            end = os.fstat(file.fileno()).st_size
+            for member in tar:
+                if member.size < 0:  # tarfile would loop for ever
+                    raise tarfile.ReadError(f"a size below zero at byte {member.offset}")
+                stem, dot, kind = _split(member.name)
+                if not member.isfile() or member.issparse() or not dot or kind not in MEMBERS:
+                    continue
+                if stem != key or kind in parts:
+                    _close_sample(parts, rows, file)
+                    key, parts = stem, {}
+                if member.size > min(end - member.offset_data, LARGEST):
+                    raise tarfile.ReadError(f"a size of {member.size} at byte {member.offset}")
+                file.seek(member.offset_data)
+                data = file.read(member.size)
+                name = f"{stem}.{kind} {member.size}\n"
+                digest.update(name.encode("utf-8", "surrogateescape") + data)
+                parts[kind] = (member.offset_data, member.size)
+            _close_sample(parts, rows, file)
+            file.seek(tar.offset)
+            last = file.read(512)  # tarfile ends silently at a bad, zero or missing header
+            rest = iter(lambda: file.read(1 << 20), b"")
+            if last != bytes(512) or any(chunk.strip(b"\0") for chunk in rest):
+                raise tarfile.ReadError(f"bad header or early end at byte {tar.offset}")
+    except (tarfile.TarError, ValueError, LookupError) as error:  # the last two: a pax header
+        raise ValueError(f"{source} is damaged: {error}") from error
+    except OSError as error:
+        raise ValueError(f"{source} cannot be read: {error.strerror}") from error
+    table = np.array(rows, dtype=SAMPLE)
+    if not ((table["image_bytes"] >= 0) & (table["text_bytes"] >= 0)).any():
+        raise ValueError(
+            f"{source} holds no whole sample: adjacent members KEY.txt and KEY.{'|'.join(IMAGES)}"
+        )
+    return table, digest.hexdigest()
+
+
+def _split(name: str) -> tuple[str, str, str]:
+    folder, _, last = name.rpartition("/")
+    stem, dot, kind = last.partition(".")
+    return f"{folder}/{stem}", dot, kind.lower()
+
+
+def _close_sample(parts: dict[str, tuple[int, int]], rows: list[tuple], file: object) -> None:
+    if not parts:
+        return
+    anywhere = next(iter(parts.values()))[0]
+    image = next((parts[kind] for kind in IMAGES if kind in parts), (anywhere, -1))
+    label = -1
+    if "cls" in parts:
+        file.seek(parts["cls"][0])
+        label = parse_label(file.read(parts["cls"][1]))
+    rows.append((*image, *parts.get("txt", (0, -1)), label))

@@ -1,38 +1,47 @@
-"""Batches by step: read by offset, decoded in worker processes, uint8 until the device.
+"""Batches by step: read by offset, decoded in worker processes, uint8 until they reach the device.
 
-A batch is a pure function of its step, so a worker needs no state and a resume only a number.
+A batch is a pure function of its step, so workers need no state and a resume needs only a number.
 """
 
 import atexit
+import io
+import math
 import mmap
 import os
 import signal
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lowprec.data.images import BAD_IMAGE, CROP_WORDS, decode_image
 from lowprec.data.order import AUGMENTATION, REPLACEMENT, SampleOrder, random_words
-from lowprec.data.shards import Shards
-from lowprec.data.tar import IMAGES
+from lowprec.data.shards import IMAGES, Shards
 
 STOPPING = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR2}
-REPLACEMENTS = 100  # tries at a readable sample for one position
-# A byte that forked workers share: 1 when this process is at its end. No lock: a handler reads it.
+REPLACEMENTS = 100  # tries to find a readable sample for one position
+BOMBS = (Image.DecompressionBombError, Image.DecompressionBombWarning)
+BAD_IMAGE = (OSError, ValueError, SyntaxError, *BOMBS)
+warnings.simplefilter("error", Image.DecompressionBombWarning)  # from 89 million pixels: 0.5 GB
+CROP_WORDS = 41  # random words for a crop and a flip
+AREA = (0.9, 1.0)  # share of the image in a random crop; open_clip's default
+RATIO = (3 / 4, 4 / 3)
+# A byte shared with forked workers: 1 when this process exits. No lock: signal handlers read it.
 _CLOSING = mmap.mmap(-1, 1)
-# Runs before multiprocessing's own handler, which waits for the workers.
+# Runs before the exit handler of multiprocessing, which waits for the workers.
 atexit.register(_CLOSING.__setitem__, 0, 1)
 
 
 @dataclass
 class Batch:
-    """images uint8 [batch, 3, size, size]; tokens int64 [batch, context]; labels int64 [batch].
+    """Image-text pairs.
 
-    samples: int64 [batch], global sample numbers; skips: a row a sample that could not be read.
+    images: uint8 [batch, 3, size, size]; tokens: int64 [batch, context]; labels: int64 [batch], -1
+    for none; samples: int64 [batch], global sample numbers; skips: one row per unreadable sample.
     """
 
     images: Tensor
@@ -42,24 +51,24 @@ class Batch:
     skips: list[dict] = field(default_factory=list)
 
     def pin_memory(self) -> "Batch":
-        """The same in page-locked memory (called by DataLoader)."""
+        """Copies the tensors to page-locked memory (called by DataLoader)."""
         pinned = (t.pin_memory() for t in (self.images, self.tokens, self.labels))
         return Batch(*pinned, self.samples, self.skips)
 
     def to(self, device: torch.device) -> "Batch":
-        """The same on a device; from page-locked memory the copy does not block."""
+        """Copies the tensors to a device, without blocking if they are in page-locked memory."""
         moved = (t.to(device, non_blocking=True) for t in (self.images, self.tokens, self.labels))
         return Batch(*moved, self.samples, self.skips)
 
 
 class Batches(Dataset):
-    """`batches[step - 1]` is a rank's part of the Batch of a step; sequential if `order` is None.
+    """`batches[step - 1]` is a rank's share of the batch for a step; sequential if `order` is None.
 
-    batch_size: samples of a step over all ranks; rank r of `world_size` gets the r-th equal part,
-    so that a step's samples depend neither on the ranks nor on who decodes them. A sample that
-    cannot be read or decoded is listed in the batch's `skips`, and replaced by one that depends on
-    its position only; in sequential reading it is left out. `augment`: random crop and flip, a
-    function of (seed, epoch, sample).
+    `batch_size` counts the samples of all ranks; rank r gets the r-th equal part, so the samples of
+    a step depend neither on the number of ranks nor on workers. A sample that cannot be read or
+    decoded is listed in the batch's `skips` and replaced by one that depends only on the position;
+    sequential reading leaves it out. `augment`: random crop and flip, a function of (seed, epoch,
+    sample).
     """
 
     def __init__(
@@ -98,13 +107,13 @@ class Batches(Dataset):
             samples = range(first, min(first + size, self.shards.num_samples))
         else:
             samples = self.order.samples(first, size).tolist()
-        found, skips = [], []
+        decoded, skips = [], []
         for position, sample in enumerate(samples, first):
-            found += self._read_or_replace(position, sample, skips)
-        return collate(found, skips, self.image_size, self.tokenizer)
+            decoded += self._read_or_replace(position, sample, skips)
+        return collate(decoded, skips, self.image_size, self.tokenizer)
 
     def _read_or_replace(self, position: int, sample: int, skips: list[dict]) -> list["Sample"]:
-        """The sample, or the first readable one of those that the position's words name."""
+        """The sample, or the first readable one among the substitutes for its position."""
         for attempt in range(REPLACEMENTS):
             try:
                 return [self.read(sample, position)]
@@ -127,7 +136,7 @@ class Batches(Dataset):
         )
 
     def read(self, sample: int, position: int = 0) -> "Sample":
-        """Sample of a global number, augmented for a position; raises one of BAD_IMAGE."""
+        """Reads sample number `sample`; `position` seeds its crop. Raises one of BAD_IMAGE."""
         shard, row = self.shards.locate(sample)
         if row["image_bytes"] < 0:
             raise ValueError(f"no image ({', '.join(IMAGES)}) beside it")
@@ -143,15 +152,65 @@ class Batches(Dataset):
         return Sample(pixels, decode_caption(text), int(row["label"]), sample)
 
     def key(self, sample: int) -> str:
-        """Name of a sample's image (or only) member, read from the header before it."""
+        """Name of a sample's image (or only) member, read from the tar header."""
         shard, row = self.shards.locate(sample)
         header = self.shards.read(shard, int(row["image_offset"]) - 512, 100)
         return header.split(b"\0")[0].decode("utf-8", "replace")
 
 
+def decode_image(data: bytes, size: int, words: np.ndarray | None = None) -> np.ndarray:
+    """Decodes RGB pixels, uint8 [3, size, size], from the central square or a random box (bicubic).
+
+    `words`: uint64 [CROP_WORDS] of randomness for `random_box` and a horizontal flip. Raises one of
+    BAD_IMAGE unless the bytes are a complete JPEG, WEBP or PNG image with not too many pixels.
+    """
+    try:
+        image = Image.open(io.BytesIO(data), formats=("JPEG", "WEBP", "PNG")).convert("RGB")
+    except UnidentifiedImageError as error:  # its message holds a memory address
+        raise ValueError("not a JPEG, WEBP or PNG image") from error
+    except (
+        LookupError,
+        ArithmeticError,
+        TypeError,
+    ) as error:  # damaged chunks
+        raise ValueError(f"damaged: {type(error).__name__}: {error}") from error
+    width, height = image.size
+    if words is None:
+        side = min(width, height)
+        left, top = (width - side) // 2, (height - side) // 2
+        box = (left, top, left + side, top + side)
+    else:
+        box = random_box(width, height, words)
+    if image.size != (size, size) or box != (0, 0, size, size):
+        image = image.resize((size, size), Image.Resampling.BICUBIC, box)
+    pixels = np.asarray(image)
+    if words is not None and words[-1] >> np.uint64(63):
+        pixels = pixels[:, ::-1]
+    return pixels.transpose(2, 0, 1)
+
+
+def random_box(width: int, height: int, words: np.ndarray) -> tuple[int, int, int, int]:
+    """Left, top, right, bottom of a random crop within AREA and RATIO; words: uint64 [>= 40].
+
+    Tries ten boxes, then takes the largest central box within RATIO. Source: torchvision's
+    RandomResizedCrop (the algorithm, not the random numbers).
+    """
+    draws = (words[:40] >> np.uint64(11)) * 2.0**-53  # uniform in [0, 1)
+    for area, ratio, x, y in draws.reshape(10, 4).tolist():
+        pixels = width * height * (AREA[0] + area * (AREA[1] - AREA[0]))
+        shape = math.exp(math.log(RATIO[0]) + ratio * (math.log(RATIO[1]) - math.log(RATIO[0])))
+        w, h = round(math.sqrt(pixels * shape)), round(math.sqrt(pixels / shape))
+        if 0 < w <= width and 0 < h <= height:
+            left, top = int(x * (width - w + 1)), int(y * (height - h + 1))
+            return left, top, left + w, top + h
+    w, h = min(width, round(height * RATIO[1])), min(height, round(width / RATIO[0]))
+    left, top = (width - w) // 2, (height - h) // 2
+    return left, top, left + w, top + h
+
+
 @dataclass
 class Sample:
-    """pixels uint8 [3, size, size]; caption; label (-1: none); its number (-1: not indexed)."""
+    """A decoded pair: pixels uint8 [3, size, size], label (-1: none), number (-1: not indexed)."""
 
     pixels: np.ndarray
     caption: str
@@ -160,7 +219,7 @@ class Sample:
 
 
 def decode_caption(data: bytes) -> str:
-    """A caption without white space around it; ValueError if it is not UTF-8 or empty."""
+    """A caption without surrounding white space; ValueError if it is empty or not UTF-8."""
     caption = data.decode("utf-8").strip()
     if not caption:
         raise ValueError("the caption is empty")
@@ -173,7 +232,7 @@ def collate(
     image_size: int,
     tokenizer: Callable[[list[str]], Tensor],
 ) -> Batch:
-    """A Batch of decoded samples, which may be none."""
+    """A Batch of decoded samples, possibly empty."""
     images = np.empty((len(samples), 3, image_size, image_size), dtype=np.uint8)
     for i, sample in enumerate(samples):
         images[i] = sample.pixels
@@ -186,17 +245,10 @@ def collate(
     )
 
 
-def num_workers(requested: int | None) -> int:
-    """The number asked for, or one less than the cores of this process, at most 16."""
-    if requested is not None:
-        return requested
-    return max(1, min(16, len(os.sched_getaffinity(0)) - 1))
-
-
 def ignore_signals(worker: int) -> None:
-    """A signal to the whole process group is the training process's business, not a worker's.
+    """Leaves signals to the process group to the training process.
 
-    At its end that process sends SIGTERM itself, and waits for ever for a worker that ignores it.
+    When that process exits, it sends SIGTERM to its workers, which then have to obey.
     """
     for number in (signal.SIGINT, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
@@ -205,9 +257,9 @@ def ignore_signals(worker: int) -> None:
 
 
 def ahead(dataset: Dataset, *, workers: int, pin: bool, sampler: range | None = None) -> Iterator:
-    """What a dataset yields, in order, made ahead by `workers` processes; its errors are raised.
+    """The items of a dataset in order, prepared by `workers` processes; raises its errors.
 
-    A signal waits until the workers that are being forked can bear it.
+    Signals are blocked until the forked workers can handle them.
     """
     loader = DataLoader(
         dataset,
@@ -218,7 +270,7 @@ def ahead(dataset: Dataset, *, workers: int, pin: bool, sampler: range | None = 
         multiprocessing_context="fork" if workers else None,
         prefetch_factor=2 if workers else None,
         worker_init_fn=ignore_signals,
-        generator=torch.Generator(),  # the default one is training's, and would be drawn from
+        generator=torch.Generator(),  # the default generator is used by training
     )
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
@@ -232,7 +284,7 @@ def ahead(dataset: Dataset, *, workers: int, pin: bool, sampler: range | None = 
 
 
 class _Outcomes(Dataset):
-    """Batches, or the error that one raised: DataLoader's own way would end its workers late."""
+    """Batches or the errors they raise: DataLoader's own way ends the workers too late."""
 
     def __init__(self, batches: Batches):
         self.batches = batches
@@ -240,11 +292,11 @@ class _Outcomes(Dataset):
     def __getitem__(self, number: int) -> Batch | Exception:
         try:
             return self.batches[number]
-        except Exception as error:  # raised again where it is awaited
+        except Exception as error:  # raised again by `ahead`
             return error
 
 
 def iterate(batches: Batches, *, workers: int, first: int = 0, pin: bool = False) -> Iterator:
-    """Batch number `first`, `first + 1`, ... in order, decoded ahead by `workers` processes."""
+    """Batches number `first`, `first + 1`, ... in order, decoded ahead by `workers` processes."""
     numbers = range(first, len(batches))
     return ahead(_Outcomes(batches), workers=workers, pin=pin, sampler=numbers)

@@ -1,18 +1,18 @@
-"""The order of samples: a pure function of (seed, position), with nothing to save or to replay.
+"""The order of samples: a pure function of (seed, position), with no state to save or replay.
 
-Shards are permuted, and samples are permuted within a window of shards, so that reading stays
-local. Randomness is counter-based (Philox): any position is found without visiting those before.
+Shards are permuted, and samples are permuted within a window of shards to keep reading local.
+Randomness is counter-based (Philox): any position is computed without visiting earlier ones.
 """
 
 from functools import lru_cache
 
 import numpy as np
 
-SHARDS, SAMPLES, REPLACEMENT, AUGMENTATION, STREAM = range(5)  # purposes of a random stream
+SHARDS, SAMPLES, REPLACEMENT, AUGMENTATION, STREAM = range(5)  # purposes of random streams
 
 
 def random_words(seed: int, purpose: int, epoch: int, window: int, count: int) -> np.ndarray:
-    """uint64 [count], a pure function of its arguments (raw Philox words, stable over versions)."""
+    """uint64 [count], a pure function of the arguments (raw Philox words, stable over versions)."""
     key = np.array([seed, purpose], dtype=np.uint64)
     counter = np.array([0, 0, window, epoch], dtype=np.uint64)
     return np.random.Philox(key=key, counter=counter).random_raw(count)
@@ -26,10 +26,15 @@ def permutation(seed: int, purpose: int, epoch: int, window: int, size: int) -> 
 class SampleOrder:
     """Sample numbers by position: `order[position]`, position >= 0 over all epochs.
 
-    counts: samples of each shard, [shards]. Without replacement every sample comes once an epoch,
-    and a batch may straddle two epochs. With `resampled` each window is made of shards drawn in
-    proportion to their size, and samples drawn from those, so that every position is uniform over
-    all samples. `window`: shards shuffled together.
+    Without replacement each sample comes once per epoch; a batch may straddle two epochs. With
+    `resampled`, a window consists of shards drawn in proportion to their size and of samples drawn
+    from these, so that each position is uniform over all samples.
+
+    Args:
+        counts: Samples in each shard, [shards].
+        seed: Seed of the order.
+        window: Shards shuffled together.
+        resampled: Draw with replacement.
     """
 
     def __init__(self, counts: np.ndarray, *, seed: int, window: int = 16, resampled: bool = False):
@@ -45,21 +50,21 @@ class SampleOrder:
         self._epoch_windows = lru_cache(maxsize=2)(self._find_windows)
 
     def __getitem__(self, position: int) -> int:
-        """Number of the sample at a position."""
+        """The number of the sample at a position."""
         window, offset = self._window_of(position)
         return int(window[offset])
 
     def samples(self, first: int, count: int) -> np.ndarray:
         """Sample numbers of positions first .. first + count - 1, int64 [count]."""
-        found, end = [], first + count
+        parts, end = [], first + count
         while first < end:
             window, offset = self._window_of(first)
-            found.append(window[offset : offset + end - first])
-            first += len(found[-1])
-        return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
+            parts.append(window[offset : offset + end - first])
+            first += len(parts[-1])
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
     def _window_of(self, position: int) -> tuple[np.ndarray, int]:
-        """Samples of the window that a position lies in, and its place there."""
+        """Samples of the window that contains a position, and the offset of the position in it."""
         if self.resampled:
             window, offset = divmod(position, self._drawn_length())
             return self._window_samples(0, window), offset
@@ -69,7 +74,7 @@ class SampleOrder:
         return self._window_samples(epoch, window), offset - int(starts[window])
 
     def _find_windows(self, epoch: int) -> tuple[np.ndarray, list[np.ndarray]]:
-        """First position of each window of an epoch, and the shards in it."""
+        """First position of each window of an epoch, and the shards of each."""
         shards = permutation(self.seed, SHARDS, epoch, 0, len(self.counts))
         windows = [shards[i : i + self.window] for i in range(0, len(shards), self.window)]
         sizes = [self.counts[window].sum() for window in windows]
@@ -84,10 +89,10 @@ class SampleOrder:
         return max(1, self.num_samples * self.window // len(self.counts))
 
     def _drawn_window(self, epoch: int, window: int) -> np.ndarray:
-        """Shards drawn in proportion to their size; of each an equal number of its samples.
+        """Draws shards in proportion to their size, and equally many samples from each.
 
-        These are drawn without replacement as far as the shard goes, so that with shards of one
-        size a drawn shard is read once, whole: counts spread like those of independent draws.
+        Samples of a shard are drawn without replacement until the shard is used up, so that a drawn
+        shard is read once as a whole if all are of one size: counts spread like independent draws.
         """
         length = self._drawn_length()
         draws = random_words(self.seed, REPLACEMENT, epoch, window, self.window)
@@ -99,8 +104,8 @@ class SampleOrder:
             self.seed, REPLACEMENT, epoch, window, self.window + int(sizes.sum()) + length
         )
         passes = iter(np.split(words[self.window :], np.cumsum(sizes)))
-        chosen = []
+        samples = []
         for shard, part in zip(shards, parts, strict=True):
             inside = [np.argsort(next(passes)) for _ in range(-(-part // self.counts[shard]))]
-            chosen.append(self.starts[shard] + np.concatenate(inside)[:part])
-        return np.concatenate(chosen)[np.argsort(next(passes), kind="stable")]
+            samples.append(self.starts[shard] + np.concatenate(inside)[:part])
+        return np.concatenate(samples)[np.argsort(next(passes), kind="stable")]

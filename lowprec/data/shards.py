@@ -1,11 +1,22 @@
 """Opened shards: the bytes of any sample by its number."""
 
 import os
+from functools import lru_cache
 
 import numpy as np
 
-from lowprec.data.tar import SAMPLE
-
+IMAGES = ("jpg", "jpeg", "png", "webp")
+MEMBERS = (*IMAGES, "txt", "json", "cls")  # the only kinds of members that are looked at
+LARGEST = 2**31 - 1  # bytes of a member that a table can hold
+SAMPLE = np.dtype(
+    [
+        ("image_offset", "<i8"),
+        ("image_bytes", "<i4"),  # -1: no image; the offset is that of another member
+        ("text_offset", "<i8"),
+        ("text_bytes", "<i4"),  # -1: no caption
+        ("label", "<i4"),  # -1: none
+    ]
+)
 OPEN_LIMIT = 128  # tables and files open at a time
 
 
@@ -16,10 +27,14 @@ class ShardError(RuntimeError):
 class Shards:
     """Indexed shards, read by offset.
 
-    `paths`: uncompressed tars; `names`: the shards they hold, packed ones too; `starts`: int64
-    [shards + 1], global number of each shard's first sample; `digest`: of all members' bytes,
-    whatever their container. Tables are memory-mapped when first asked for, so that any number of
-    shards costs nothing to open.
+    Opening them costs nothing: each table is memory-mapped on first use.
+
+    Args:
+        paths: Uncompressed tar files.
+        tables: The index of each, an array of `SAMPLE`.
+        counts: Samples in each.
+        digest: Of all members' bytes, whatever their container.
+        names: The shards as the user knows them, compressed ones too.
     """
 
     def __init__(
@@ -35,7 +50,7 @@ class Shards:
         self.starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         self.digest = digest
         self._table_files = tables
-        self._tables: dict[int, np.ndarray] = {}
+        self.table = lru_cache(OPEN_LIMIT)(self._load_table)
         self._files = _OpenFiles(paths)
 
     @property
@@ -45,25 +60,20 @@ class Shards:
 
     @property
     def counts(self) -> np.ndarray:
-        """Samples of each shard, int64 [shards]."""
+        """Samples in each shard, int64 [shards]."""
         return np.diff(self.starts)
 
-    def table(self, shard: int) -> np.ndarray:
-        """The SAMPLE array of a shard, memory-mapped; the least recently used are let go."""
-        table = self._tables.pop(shard, None)
-        if table is None:
-            try:
-                table = np.load(self._table_files[shard], mmap_mode="r")
-                if table.dtype != SAMPLE or len(table) != np.diff(self.starts[shard : shard + 2]):
-                    raise ValueError("it is not the table that was indexed")
-            except (OSError, ValueError, EOFError) as error:
-                raise ShardError(
-                    f"{self._table_files[shard]} cannot be read ({error}); remove it and "
-                    "the catalog-*.npy beside it, and it is made again"
-                ) from error
-        self._tables[shard] = table
-        if len(self._tables) > OPEN_LIMIT:
-            del self._tables[next(iter(self._tables))]
+    def _load_table(self, shard: int) -> np.ndarray:
+        """The memory-mapped `SAMPLE` array of a shard."""
+        try:
+            table = np.load(self._table_files[shard], mmap_mode="r")
+            if table.dtype != SAMPLE or len(table) != np.diff(self.starts[shard : shard + 2]):
+                raise ValueError("it is not the table that was indexed")
+        except (OSError, ValueError, EOFError) as error:
+            raise ShardError(
+                f"{self._table_files[shard]} cannot be read ({error}); remove it and the "
+                "catalog-*.npy beside it, so that the index is made again"
+            ) from error
         return table
 
     def locate(self, sample: int) -> tuple[int, np.void]:
@@ -79,7 +89,7 @@ class Shards:
         return np.concatenate(labels)
 
     def read(self, shard: int, offset: int, size: int) -> bytes:
-        """`size` bytes of a shard's file, or ShardError where they are gone. Safe after a fork."""
+        """Bytes of a shard's file, or ShardError if the file has shrunk. Safe after a fork."""
         try:
             data = os.pread(self._files[shard], size, offset)
         except OSError as error:
@@ -90,7 +100,7 @@ class Shards:
 
 
 class _OpenFiles:
-    """File descriptors by shard number; the least recently used is closed beyond `limit`."""
+    """File descriptors by shard number; beyond `limit` the least recently used is closed."""
 
     def __init__(self, paths: list[str], limit: int = OPEN_LIMIT):
         self.paths, self.limit = paths, limit
@@ -108,3 +118,9 @@ class _OpenFiles:
     def __del__(self):
         for descriptor in self.descriptors.values():
             os.close(descriptor)
+
+
+def parse_label(data: bytes) -> int:
+    """The class in a .cls member; -1 unless it is a number with at most nine digits."""
+    text = data.strip()
+    return int(text) if text.isdigit() and len(text) < 10 else -1

@@ -4,9 +4,9 @@ from functools import partial
 
 from lowprec.config.check import ConfigError, check
 from lowprec.config.compose import compose_command
+from lowprec.config.patterns import without_secrets
 from lowprec.config.preflight import preflight, process_faults
 from lowprec.data.open import open_data
-from lowprec.data.urls import without_secrets
 from lowprec.runs.identity import digest, directory, label, to_dict
 from lowprec.sweep.manifest import Cell
 from lowprec.train.sources import sources_of

@@ -23,8 +23,8 @@ from lowprec.clip.zero_shot import imagenet
 from lowprec.config.check import ConfigError
 from lowprec.config.preflight import names_file, read_lines
 from lowprec.config.schema import Config
-from lowprec.data.loader import Batch, Batches, iterate, num_workers
-from lowprec.data.open import Data
+from lowprec.data.loader import Batch, Batches, iterate
+from lowprec.data.open import Data, num_workers
 from lowprec.data.order import SampleOrder
 from lowprec.data.stream import Stream
 from lowprec.diagnostics.blocks import BlockProbe

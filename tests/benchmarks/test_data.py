@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from experiments.benchmarks import data as bench_data
-from experiments.benchmarks import loaders as bench_loaders
 from experiments.benchmarks.data import BenchDataConfig
 from lowprec.config.compose import CONF
 
@@ -70,7 +69,7 @@ WRONG = {  # what the second loader does otherwise: name, its replacement
 
 @pytest.mark.parametrize(("name", "other"), WRONG.values(), ids=WRONG.keys())
 def test_different_samples_give_no_number(measure, monkeypatch, tmp_path, name, other):
-    monkeypatch.setattr(bench_loaders, name, other)
+    monkeypatch.setattr(bench_data, name, other)
     with pytest.raises(
         SystemExit, match="none, batch 10, 0 workers: .* different samples .* no nu"
     ):
@@ -81,7 +80,7 @@ def test_different_samples_give_no_number(measure, monkeypatch, tmp_path, name, 
 
 def test_random_crops_may_differ_and_captions_may_not(measure, monkeypatch):
     assert measure(augment=["crop_flip"])
-    monkeypatch.setattr(bench_loaders, *WRONG["other captions"])
+    monkeypatch.setattr(bench_data, *WRONG["other captions"])
     with pytest.raises(SystemExit, match="crop_flip, .* different samples"):
         measure(augment=["crop_flip"])
 
@@ -106,10 +105,8 @@ def test_rate_counts_images_between_equal_leads_of_the_workers(monkeypatch):
         return iter([SimpleNamespace(images=range(size)) for size in sizes])
 
     times = iter([100.0, 104.0])
-    monkeypatch.setattr(bench_loaders.time, "perf_counter", lambda: next(times))
-    assert (
-        bench_loaders.images_per_second(SimpleNamespace(workers=1), loader, 3) == (8 + 16 + 32) / 4
-    )
+    monkeypatch.setattr(bench_data.time, "perf_counter", lambda: next(times))
+    assert bench_data.images_per_second(SimpleNamespace(workers=1), loader, 3) == (8 + 16 + 32) / 4
 
 
 @pytest.mark.slow

@@ -4,8 +4,8 @@ import torch
 from PIL import Image
 
 from lowprec.clip.torchvision_shim import open_clip
-from lowprec.data import images
-from lowprec.data.images import AREA, CROP_WORDS, RATIO, decode_image, random_box
+from lowprec.data import loader
+from lowprec.data.loader import AREA, CROP_WORDS, RATIO, decode_image, random_box
 from lowprec.data.order import AUGMENTATION, random_words
 
 SIZES = [(64, 64), (256, 256), (500, 375), (375, 500), (100, 60), (300, 40), (40, 300)]
@@ -54,7 +54,7 @@ def test_random_box_is_by_default_that_of_open_clip():
 def test_boxes_are_distributed_as_torchvision_draws_them(size, area, monkeypatch):
     from torchvision.transforms import RandomResizedCrop
 
-    monkeypatch.setattr(images, "AREA", area)
+    monkeypatch.setattr(loader, "AREA", area)
     count, image = 2000, Image.new("RGB", size)
     ours = np.array([random_box(*size, words(sample)) for sample in range(count)], dtype=float)
     ours = np.stack([ours[:, 1], ours[:, 0], ours[:, 3] - ours[:, 1], ours[:, 2] - ours[:, 0]], 1)

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from lowprec.config.patterns import expand
 from lowprec.data import index
-from lowprec.data.index import expand, open_shards
-from lowprec.data.tar import index_tar
+from lowprec.data.index import index_tar, open_shards
 
 ROOT = Path(__file__).parents[2]
 
@@ -304,6 +304,18 @@ def test_keys_that_point_elsewhere_are_harmless(tmp_path, write_tar, sample):
     assert {path.name for path in (tmp_path / "deep" / "er").iterdir()} == {"a.tar", ".index"}
 
 
+def test_index_does_not_depend_on_the_number_of_processes(tmp_path, write_shards, write_tar):
+    for folder in ("one", "two"):
+        pattern = write_shards(tmp_path / folder, [2, 1, 3])
+        (tmp_path / folder / "train-001.tar").write_bytes(b"damaged")
+        with pytest.raises(ValueError, match=r"train-001\.tar is damaged"):
+            open_shards(pattern, num_processes=1 if folder == "one" else 2)
+        pattern = write_shards(tmp_path / folder, [2, 1, 3])
+    one = open_shards(str(tmp_path / "one" / "*.tar"), num_processes=1)
+    two = open_shards(str(tmp_path / "two" / "*.tar"), num_processes=2)
+    assert one.digest == two.digest and one.counts.tolist() == two.counts.tolist() == [2, 1, 3]
+
+
 def test_processes_that_wait_for_the_lock_do_not_index_again(tmp_path, write_shards, indexed):
     pattern = write_shards(tmp_path, [2])
     with ThreadPoolExecutor(4) as pool:
@@ -340,8 +352,8 @@ def test_labels_of_more_shards_than_files_may_be_open(tmp_path, write_shards, mo
     pattern = write_shards(tmp_path, [1] * 40)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     opened = len(os.listdir("/proc/self/fd"))
-    shards = open_shards(pattern)
     monkeypatch.setattr("lowprec.data.shards.OPEN_LIMIT", 5)
+    shards = open_shards(pattern)
     resource.setrlimit(resource.RLIMIT_NOFILE, (opened + 20, limits[1]))
     try:
         assert len(shards.labels) == 40

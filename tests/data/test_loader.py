@@ -9,9 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
-from lowprec.data.images import decode_image
 from lowprec.data.index import open_shards
-from lowprec.data.loader import Batches, iterate, num_workers
+from lowprec.data.loader import Batches, decode_image, iterate
+from lowprec.data.open import num_workers
 from lowprec.data.order import SampleOrder
 
 torch.set_num_threads(1)

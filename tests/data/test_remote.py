@@ -6,7 +6,7 @@ import tarfile
 
 import pytest
 
-from lowprec.data.remote import _Source, read_members
+from lowprec.data.stream import _Source, read_members
 
 
 @pytest.fixture

@@ -15,11 +15,10 @@ import torch
 
 import lowprec.data.stream
 from lowprec.config.check import ConfigError
+from lowprec.config.patterns import ShardUrls, check_readers
 from lowprec.data.open import open_data
-from lowprec.data.remote import _Source
 from lowprec.data.shards import ShardError
-from lowprec.data.stream import Stream
-from lowprec.data.urls import ShardUrls, check_readers
+from lowprec.data.stream import Stream, _Source
 from lowprec.runs.read import read_rows
 from lowprec.train.build import build
 from lowprec.train.signals import StopRequest

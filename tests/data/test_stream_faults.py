@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from lowprec.config.patterns import ShardUrls
 from lowprec.data.shards import ShardError
 from lowprec.data.stream import Stream
-from lowprec.data.urls import ShardUrls
 
 
 @pytest.fixture

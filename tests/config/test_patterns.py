@@ -4,8 +4,8 @@ import pytest
 
 from lowprec.config.check import ConfigError
 from lowprec.config.compose import compose_command
+from lowprec.config.patterns import expand_urls, without_secrets
 from lowprec.config.preflight import preflight
-from lowprec.data.urls import expand_urls, without_secrets
 
 SECRET_URLS = {
     "http://user:s3cret@host/a.tar?sig=s3cret&x=/b": "http://host/a.tar",
@@ -33,7 +33,7 @@ def test_braces_and_globs_are_expanded(tmp_path):
     assert len(mixed) == 6 and mixed == sorted(mixed)
     with pytest.raises(FileNotFoundError, match="no file matches"):
         expand_urls(f"{tmp_path}/c-*.tar", [])
-    with pytest.raises(ValueError, match="brace"):
+    with pytest.raises(ValueError, match="braces"):
         expand_urls("http://h/{0..2.tar", ["http"])
 
 
@@ -65,7 +65,7 @@ REFUSED = {  # data.train, data.allow_remote: what the message must contain
     ("gopher://h/a.tar", "[http]"): ("gopher is not allowed",),
     ("file:///a.tar", "[http]"): ("file is not allowed",),
     ("nowhere/*.tar", "[http]"): ("data.train=nowhere/*.tar: no file matches",),
-    ("http://h/{0..2.tar", "[http]"): ("a brace has no partner",),
+    ("http://h/{0..2.tar", "[http]"): ("unbalanced braces",),
 }
 
 

@@ -1,0 +1,116 @@
+"""The files and URLs that `data.train` and `data.val` name, and their names without secrets."""
+
+import difflib
+import glob
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from braceexpand import UnbalancedBracesError, braceexpand
+
+SECRETS = re.compile(r"(?<=//)[^/]*@|[?#].*")  # user:password@, query and fragment
+
+
+def expand(pattern: str, name: str = "data.train") -> list[str]:
+    """The files of a glob with braces, sorted.
+
+    Raises FileNotFoundError naming the nearest file if nothing matches, or all members of a brace
+    that match nothing.
+    """
+    try:
+        matches = {part: glob.glob(part) for part in braceexpand(pattern)}
+    except UnbalancedBracesError as error:
+        raise FileNotFoundError(f"{name}={pattern}: unbalanced braces") from error
+    missing = [part for part, paths in matches.items() if not paths]
+    if not missing:
+        return sorted({path for paths in matches.values() for path in paths})
+    if len(missing) < len(matches):
+        raise FileNotFoundError(
+            f"{name}={pattern}: {len(missing)} are missing: {some(missing, ', ', limit=5)}"
+        )
+    folder = Path(pattern).parent
+    while not glob.glob(str(folder)) and folder != folder.parent:
+        folder = folder.parent
+    here = [str(path) for path in sorted(folder.glob("*"))[:1000]]
+    near = difflib.get_close_matches(pattern, here, n=1, cutoff=0)
+    hint = f"; nearest: {near[0]}" if near else f"; {folder} is empty"
+    hint += "; write a [ in a name as [[]" if "[" in pattern else ""
+    raise FileNotFoundError(f"{name}={pattern}: no file matches{hint}")
+
+
+def some(items: list[str], separator: str, limit: int = 20) -> str:
+    """The first `limit` items of a message, and how many there are in all."""
+    rest = f"{separator}... ({len(items)} in all)" if len(items) > limit else ""
+    return separator.join(items[:limit]) + rest
+
+
+@dataclass(frozen=True)
+class ShardUrls:
+    """Sorted URLs and files, not opened yet."""
+
+    urls: list[str]
+
+    @property
+    def digest(self) -> str:
+        """Digest of the names, without secrets unless only these tell the shards apart.
+
+        A run can therefore resume after a password or a signature has been renewed.
+        """
+        names = sorted({without_secrets(url) for url in self.urls})
+        names = names if len(names) == len(self.urls) else self.urls
+        return hashlib.sha256("\n".join(names).encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def expand_urls(pattern: str, allowed: list[str]) -> ShardUrls:
+    """The shards of a pattern: braces for URLs, braces and globs for files.
+
+    A URL is whatever webdataset takes for one. Raises ValueError for schemes that are not `allowed`
+    and FileNotFoundError where no file matches.
+    """
+    try:
+        parts = sorted(set(braceexpand(pattern)))
+    except UnbalancedBracesError:
+        raise ValueError(f"data.train={without_secrets(pattern)}: unbalanced braces") from None
+    schemes = {part: urlsplit(part).scheme for part in parts}
+    if not any(schemes.values()):
+        return ShardUrls(expand(pattern))
+    refused = ",".join(sorted(set(schemes.values()) - {"", *allowed}))
+    if refused:
+        raise ValueError(
+            f"data.train={without_secrets(pattern)}: {refused} is not allowed; to allow it: "
+            f"data.allow_remote=[{refused}]"
+        )
+    globbed = [part for part in parts if schemes[part] not in ("", "pipe") and "*" in part]
+    if globbed:
+        raise ValueError(
+            f"data.train={without_secrets(globbed[0])}: no glob in a URL; use braces: {{00..99}}"
+        )
+    expanded = [[part] if schemes[part] else expand(part) for part in parts]
+    return ShardUrls(sorted({url for urls in expanded for url in urls}))
+
+
+def check_readers(shards: ShardUrls, workers: int, world_size: int = 1) -> None:
+    """ValueError unless each worker of each rank has a shard of its own."""
+    count, most = len(shards.urls), len(shards.urls) // world_size
+    if most < max(1, workers):
+        way_out = f"num_workers={most} fits" if most else f"{count} ranks fit"
+        raise ValueError(
+            f"data.train has {count} shards for {world_size} ranks of {max(1, workers)} workers, "
+            f"and each worker needs one; {way_out}"
+        )
+
+
+def without_secrets(url: str) -> str:
+    """A URL without user, password and query; a path stays as it is.
+
+    A shell command (pipe:) keeps the program and the words that name a tar: others may be secrets.
+    """
+    if not urlsplit(url).scheme:
+        return url
+    if not url.startswith("pipe:"):
+        return SECRETS.sub("", url)
+    words = [SECRETS.sub("", word).strip("'\"") for word in url.removeprefix("pipe:").split()]
+    public = [word for i, word in enumerate(words) if i == 0 or ".tar" in word]
+    return "pipe:" + " ".join(word for word in public if "=" not in word)
