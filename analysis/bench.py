@@ -15,7 +15,7 @@ from lowprec.runs.read import read_rows
 
 QUANTIZE = ("quantize_x", "quantize_g", "quantize_w")
 PRODUCTS = ("output", "grad_input", "grad_weight")
-MAKERS = {"layer_memory": "bench_layer", "quantization_variance": "quant_error"}  # else bench_SLUG
+MAKERS = {"quantization_variance": "quant_error", "layer_memory": "benchmarks.layer"}
 
 
 def load_lines(root: Path | str, *slugs: str) -> pd.DataFrame:
@@ -34,7 +34,9 @@ def load_lines(root: Path | str, *slugs: str) -> pd.DataFrame:
         raise NoRunsError(str(error)) from error
     if not rows:
         kinds = "|".join(slugs)
-        makers = [f"python -m experiments.{MAKERS.get(slug, f'bench_{slug}')}" for slug in slugs]
+        makers = [
+            f"python -m experiments.{MAKERS.get(slug, f'benchmarks.{slug}')}" for slug in slugs
+        ]
         raise NoRunsError(
             f"{root}: no lines in {kinds}/*.jsonl or bench/{kinds}/*.jsonl; to make some: "
             f"{' and '.join(makers)}"

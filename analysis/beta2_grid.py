@@ -4,7 +4,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from analysis import curves, naming, style
+from analysis import curves, style
 from analysis.load import Runs
 
 COLUMNS = (*curves.COLUMNS, "beta2", "key", "value")
@@ -20,7 +20,7 @@ def query(runs: Runs, key: str) -> pd.DataFrame:
     if heads.empty:
         return curves.losses(runs, heads, COLUMNS)
     short = curves.RENAMED.get(key, key)
-    labels = naming.with_setting(heads, [f"beta2 = {beta2:g}" for beta2 in heads["beta2"]])
+    labels = curves.with_setting(heads, [f"beta2 = {beta2:g}" for beta2 in heads["beta2"]])
     if key != "model.name" and heads["model"].nunique() > 1:
         models = heads["model"].map(style.MODELS).fillna(heads["model"])
         labels = [f"{model}, {label}" for model, label in zip(models, labels, strict=True)]

@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter
 from matplotlib.transforms import ScaledTranslation
 
-from analysis import naming, style
+from analysis import comparison, style
 from analysis.load import Runs
 
 Look = Callable[[pd.Series], tuple]  # of a run's row: color, line style
@@ -57,11 +57,55 @@ def named_heads(runs: Runs, by: tuple[str, ...] = ()) -> pd.DataFrame:
         whole = ["batch_size", "num_steps", "seed", "reached", "recorded"]
         heads = heads.astype(dict.fromkeys(whole, int))
         groups = heads.groupby(list(by), dropna=False) if by else [((), heads)]
-        heads = pd.concat([naming.name_methods(group) for _, group in groups])
-        heads["label"] = [naming.label(head) for head in heads.to_dict("records")]
+        heads = pd.concat([name_methods(group) for _, group in groups])
+        heads["label"] = [_label(head) for head in heads.to_dict("records")]
         keys = ["model.name", "precision.label", "optimizer.name", "variant", "seed", "run"]
         heads = heads.sort_values(keys, key=_order)
     return heads.rename(columns=RENAMED)
+
+
+def name_methods(heads: pd.DataFrame) -> pd.DataFrame:
+    """Adds `method` and `variant` to rows of `Runs.runs`.
+
+    Runs of one method are told apart by every setting that differs among those that change
+    weights (`analysis/comparison.py`); those of one seed that still look the same, by their digest.
+    `variant` counts the settings of one method.
+    """
+    pairs = zip(heads["precision.label"], heads["optimizer.name"], strict=True)
+    heads = heads.assign(method=[style.method(*pair) for pair in pairs], variant=0)
+    for _, group in heads.groupby(["model.name", "method"]):
+        settings = pd.Series("", index=group.index)
+        for key in comparison.columns(group):
+            texts = group[key].map(comparison.written)
+            if texts[texts != ""].nunique() > 1:
+                settings += f", {comparison.short(key)}=" + texts.replace("", "unknown")
+        settings = _tell_repeats_apart(settings.str.removeprefix(", "), group)
+        if settings.any():
+            order = {setting: i for i, setting in enumerate(sorted(set(settings)))}
+            heads.loc[group.index, "method"] += " (" + settings + ")"
+            heads.loc[group.index, "variant"] = settings.map(order)
+    return heads
+
+
+def with_setting(heads: pd.DataFrame, settings: list[str]) -> list[str]:
+    """Labels that begin with what a figure is about; a method that all runs share is left out."""
+    methods = [style.method(h.precision, h.optimizer) for h in heads.itertuples()]
+    if len(set(methods)) > 1:
+        return [f"{text}, {label}" for text, label in zip(settings, heads["label"], strict=True)]
+    rest = heads["label"].str.removeprefix(methods[0])
+    return [text + end for text, end in zip(settings, rest, strict=True)]
+
+
+def by_intervention(heads: pd.DataFrame) -> pd.DataFrame:
+    """Heads of each model in the order of the style's interventions, which labels begin with."""
+    if heads.empty:
+        return heads
+    names = [style.INTERVENTIONS.get(name, (name,))[0] for name in heads["intervention"]]
+    heads = heads.assign(label=with_setting(heads, names))
+    rank = {name: i for i, name in enumerate(style.INTERVENTIONS)}
+    order = heads["intervention"].map(rank).fillna(len(rank)).sort_values(kind="stable").index
+    models = {name: i for i, name in enumerate(heads["model"].unique())}
+    return heads.loc[order].sort_values("model", key=lambda m: m.map(models), kind="stable")
 
 
 def last_accuracy(runs: Runs) -> pd.Series:
@@ -214,6 +258,30 @@ def join(items) -> str:
     """`a, b and c`."""
     words = [f"{item:,}" if isinstance(item, (int, np.integer)) else str(item) for item in items]
     return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+
+
+def _label(head: dict) -> str:
+    """The method, and how the run ended or what it lacks, where it is not finished and whole.
+
+    `recorded`: number of steps that have a row; `reached`: the last of them.
+    """
+    method, recorded, reached = head["method"], head["recorded"], head["reached"]
+    if head["state"] == "diverged":
+        missing = reached - recorded
+        lacks = f"; {missing:,} steps missing" if missing else ""
+        return f"{method} (diverged at step {reached:,}{lacks})"
+    if head["state"] != "finished" or recorded < head["num_steps"]:
+        return f"{method} (incomplete: {recorded:,} of {head['num_steps']:,} steps)"
+    return method
+
+
+def _tell_repeats_apart(settings: pd.Series, group: pd.DataFrame) -> pd.Series:
+    """Adds its digest to each run that shares its settings and its seed with another."""
+    same = [settings, group["seed"]]
+    several = settings.groupby(same).transform("size") > 1
+    twice = group.groupby([*same, group["digest"]]).cumcount()  # copies of one run
+    names = "run " + group["digest"] + twice.map(lambda n: f", copy {n}" if n else "")
+    return settings.where(~several, (settings + ", " + names).str.removeprefix(", "))
 
 
 def _draw_run(

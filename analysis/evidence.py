@@ -1,114 +1,64 @@
-"""What some folders hold to judge a claim by: runs, benchmark lines, differences, intervals."""
+"""What the judges of claims need: runs and benchmark lines of some folders, intervals, findings."""
 
 import math
-from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
+from scipy import stats
 
-from analysis import curves, spike_marks
+from analysis import comparison, curves, spike_marks, style
 from analysis.bench import load_lines
 from analysis.load import NoRunsError, Runs, command, load_runs
 from lowprec.diagnostics.spikes import lag_coincidence, loss_spikes, rms_spikes
 
+REPRODUCED, NOT, UNDECIDED = "reproduced", "not reproduced", "undecided"
+OUT, NO_RUNS = "out of reach at this scale", "no runs"
 SCALES = ("paper", "mini", "demo")  # the first that has runs is judged
-T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)  # by degrees of freedom
-SETTINGS = (  # in which runs that are compared must be equal
-    *("scale", "model.name", "data.digest", "data.train", "num_steps", "batch_size"),
-    *("precision.label", "optimizer.name", "optimizer.lr", "optimizer.beta2"),
-    *("optimizer.beta2_decay", "intervention.name", "seed"),
-)
-SAME = (  # in which runs over which spikes are compared must be equal
-    *("model.name", "batch_size", "optimizer.lr", "optimizer.beta2", "num_steps", "seed"),
-    *("data.digest", "precision.label"),
-    *("optimizer.name", "optimizer.beta2_decay", "scaler.name", "intervention.name"),
-)
+LEVEL = 0.95
 SHARDS = "data.train=... data.val=..."  # every command at paper scale needs them
 
 
-class Sample(NamedTuple):
-    """A mean over seeds and its 95% interval (t); `low` and `high` are NaN of one seed."""
+class Finding(NamedTuple):
+    """Our numbers in words, a verdict, and the reason where it is not plain."""
+
+    ours: str
+    verdict: str
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A mean over seeds and its 95% interval (Student's t); the ends are NaN for one seed."""
 
     mean: float
     low: float
     high: float
     num: int
 
-    def text(self, unit: str = "") -> str:
+    @classmethod
+    def of(cls, values: pd.Series) -> "Sample":
+        """The mean and interval of one value a seed."""
+        values = values.to_numpy(float)
+        low = high = math.nan
+        if len(values) > 1:
+            half = stats.sem(values) * stats.t.ppf((1 + LEVEL) / 2, len(values) - 1)
+            low, high = values.mean() - half, values.mean() + half
+        return cls(float(values.mean()), float(low), float(high), len(values))
+
+    def __sub__(self, other: "Sample") -> "Sample":
+        """The difference of the means of independent seeds."""
+        half = math.hypot(self.high - self.mean, other.high - other.mean)
+        mean = self.mean - other.mean
+        return Sample(mean, mean - half, mean + half, min(self.num, other.num))
+
+    def __str__(self) -> str:
         """`+0.12 [-0.30, +0.54], 3 seeds`."""
         if self.num == 1:
-            return f"{self.mean:+.2f}{unit}, one seed"
-        return f"{self.mean:+.2f}{unit} [{self.low:+.2f}, {self.high:+.2f}], {self.num} seeds"
-
-
-def sample(values: pd.Series) -> Sample:
-    """Mean and interval of one value a seed."""
-    values = values.to_numpy(float)
-    mean, num = float(values.mean()), len(values)
-    if num < 2:
-        return Sample(mean, math.nan, math.nan, num)
-    half = T95[min(num - 2, len(T95) - 1)] * values.std(ddof=1) / math.sqrt(num)
-    return Sample(mean, mean - half, mean + half, num)
-
-
-def wilson(num: int, total: int) -> tuple[float, float]:
-    """95% interval of a share of `num` in `total`."""
-    z, share = 1.96, num / total
-    middle = (share + z**2 / (2 * total)) / (1 + z**2 / total)
-    half = z * math.sqrt(share * (1 - share) / total + z**2 / (4 * total**2)) / (1 + z**2 / total)
-    return max(0.0, middle - half), min(1.0, middle + half)
-
-
-def paired(runs: pd.DataFrame, column: str, one: str, other: str, value: str) -> dict[str, Sample]:
-    """By model: `value` of the runs with `column` = one minus that of the runs with other.
-
-    Pairs agree in all other SETTINGS. Where a model has several settings the one with most seeds
-    counts. Runs without a value have no pair.
-    """
-    keys = [key for key in SETTINGS if key != column]
-    sides = [
-        runs[runs[column] == name].groupby(keys, dropna=False)[value].mean()
-        for name in (one, other)
-    ]
-    pairs = (sides[0] - sides[1]).dropna().rename("difference").reset_index()
-    found = {}
-    for model, group in pairs.groupby("model.name"):
-        settings = [key for key in keys if key != "seed"]
-        largest = max((part for _, part in group.groupby(settings, dropna=False)), key=len)
-        found[model] = sample(largest["difference"])
-    return found
-
-
-def matched(runs: pd.DataFrame, column: str, values: Collection) -> pd.DataFrame:
-    """The runs with these values of a column whose other settings (SAME) all of them have."""
-    part = runs[runs[column].isin(list(values))]
-    keys = [key for key in SAME if key != column]
-    there = part.groupby(keys, dropna=False)[column].transform("nunique")
-    return part[there == len(values)]
-
-
-def replicated(runs: pd.DataFrame) -> pd.DataFrame:
-    """The runs whose settings have two seeds or more; all of them where none has."""
-    keys = [key for key in SAME if key != "seed"]
-    seeds = runs.groupby(keys, dropna=False)["seed"].transform("nunique")
-    return runs[seeds > 1] if (seeds > 1).any() else runs
-
-
-def by_seed(runs: pd.DataFrame, column: str, one: object, other: object, value: str) -> Sample:
-    """`value` of the runs with `column` = one minus that of their matches with other, by seed."""
-    runs = matched(runs, column, (one, other))
-    sides = [runs[runs[column] == v].groupby("seed")[value].mean() for v in (one, other)]
-    return sample(sides[0] - sides[1])
-
-
-def lacking(what: str, experiment: str, scale: str = "paper") -> NoRunsError:
-    """The error of a judge without evidence: what is missing, and the commands that make it."""
-    makes, small = command(experiment, scale), command(experiment, "mini")
-    if scale == "paper":
-        makes += f" {SHARDS}" + (f" or, small, {small}" if small.endswith("_mini") else "")
-    return NoRunsError(f"{what}{': ' if what else ''}{makes}")
+            return f"{self.mean:+.2f}, one seed"
+        return f"{self.mean:+.2f} [{self.low:+.2f}, {self.high:+.2f}], {self.num} seeds"
 
 
 class Evidence:
@@ -131,11 +81,11 @@ class Evidence:
             self._heads.loc[twice, "run"] = self._heads.loc[twice, "path"].astype(str)
 
     def __len__(self) -> int:
-        """How many runs."""
+        """The number of runs, copies not counted."""
         return len(self._heads)
 
     def runs(self, *experiments: str, needed: str = "paper") -> Runs:
-        """The runs of some experiments that ended, of the largest scale that has any.
+        """The runs of some experiments that ended, at the largest scale that has any.
 
         `needed`: the scale whose command the NoRunsError names, if there are none.
         """
@@ -148,45 +98,127 @@ class Evidence:
                     return Runs(heads[heads["scale"] == scale])
         raise lacking("", experiments[0], needed)
 
+    def outcomes(self, *experiments: str, needed: str = "paper") -> pd.DataFrame:
+        """Summaries with `accuracy` in % at the last step, and `loss`, the mean of the last 2%."""
+        runs = self.runs(*experiments, needed=needed)
+        heads = runs.runs
+        last = 100 * curves.last_accuracy(runs).astype(float)
+        steps = runs.metrics["run"].map(heads.set_index("run")["num_steps"])
+        ends = runs.metrics[runs.metrics["step"] > 0.98 * steps]
+        losses = ends.astype({"loss": float}).groupby("run")["loss"].mean()
+        return heads.assign(accuracy=heads["run"].map(last), loss=heads["run"].map(losses))
+
+    def spikes(self, *experiments: str) -> pd.DataFrame:
+        """Summaries with `lag_coincidence` of the patch embedding, by each run's protocol.
+
+        Runs that agree in every setting and the seed, as when two studies share one, count once.
+        """
+        runs = self.runs(*experiments, needed="mini")
+        rows = []
+        for head in comparison.distinct(runs.runs).to_dict("records"):
+            protocol = spike_marks.protocol_of_run(head)
+            alone = runs.only(head["run"])
+            series = spike_marks.read_series(alone, head["run"], spike_marks.TENSOR)
+            rms = series.rms_of(spike_marks.TENSOR)
+            spikes = loss_spikes(series.loss, protocol), rms_spikes(rms, protocol)
+            counts = lag_coincidence(*spikes, protocol)._asdict()
+            rows.append({**head, **counts, "has_rms": bool(np.isfinite(rms).any())})
+        return pd.DataFrame(rows)
+
     def lines(self, slug: str, keys: str = "") -> pd.DataFrame:
         """The benchmark's lines below all folders; NoRunsError names the command with its keys."""
-        found, reason = [], ""
+        tables, reason = [], ""
         for root in self.roots:
             try:
-                found.append(load_lines(root, slug))
+                tables.append(load_lines(root, slug))
             except NoRunsError as error:
                 _, absent, reason = str(error).rpartition("to make some: ")
                 reason += f" {keys}" if absent and keys else ""
-        if not found:
+        if not tables:
             raise NoRunsError(reason)
-        return pd.concat(found, ignore_index=True)
+        return pd.concat(tables, ignore_index=True)
 
 
-def outcomes(runs: Runs) -> pd.DataFrame:
-    """Heads with `accuracy` in % at the last step, and `loss`: the mean of its last 2% of steps."""
-    heads = runs.runs
-    last = 100 * curves.last_accuracy(runs).astype(float)
-    ends = {}
-    for run, rows in runs.metrics.groupby("run"):
-        steps = heads.loc[heads["run"] == run, "num_steps"].iloc[0]
-        ends[run] = rows.loc[rows["step"] > 0.98 * steps, "loss"].astype(float).mean()
-    return heads.assign(accuracy=heads["run"].map(last), loss=heads["run"].map(ends))
+def lacking(what: str, experiment: str, scale: str = "paper") -> NoRunsError:
+    """The error of a judge without evidence: what is missing, and the command that makes it."""
+    makes, small = command(experiment, scale), command(experiment, "mini")
+    if scale == "paper":
+        makes += f" {SHARDS}" + (f" or, small, {small}" if small.endswith("_mini") else "")
+    return NoRunsError(f"{what}{': ' if what else ''}{makes}")
 
 
-def spike_counts(runs: Runs) -> pd.DataFrame:
-    """Heads with the counts of `following` of the patch embedding, by each run's own protocol.
+def share_interval(num: int, total: int) -> tuple[float, float]:
+    """Wilson's 95% interval of a share of `num` in `total`."""
+    low, high = stats.binomtest(num, total).proportion_ci(LEVEL, method="wilson")
+    return float(low), float(high)
 
-    A run that several studies share counts once.
+
+def paired(runs: pd.DataFrame, varied: str, one: object, other: object, value: str) -> dict:
+    """By model: the Sample of `value` at `varied` = one minus that at other, paired by seed.
+
+    Pairs agree in the whole comparison key. Where a model has several settings the one with the
+    most seeds counts. Runs without a value have no pair.
     """
-    rows = []
-    for head in runs.runs.to_dict("records"):
-        protocol = spike_marks.protocol_of_run(head)
-        alone = runs.only(head["run"])
-        series = spike_marks.read_series(alone, head["run"], spike_marks.TENSOR)
-        rms = series.rms_of(spike_marks.TENSOR)
-        found = lag_coincidence(
-            loss_spikes(series.loss, protocol), rms_spikes(rms, protocol), protocol
-        )
-        has_rms = bool(np.isfinite(rms).any())
-        rows.append({**head, **found._asdict(), "has_rms": has_rms})
-    return pd.DataFrame(rows).drop_duplicates(list(SAME))
+    runs = comparison.matched(runs[runs[value].notna()], varied, (one, other))
+    samples = {}
+    for model, group in runs.groupby("model.name"):
+        settings = comparison.signature(group, varied, seed=False)
+        seeds = group["seed"].groupby(settings).nunique()
+        usual = group[settings == seeds.idxmax()]
+        samples[model] = difference(usual, varied, one, other, value)
+    return dict(sorted(samples.items(), key=lambda pair: style.rank(pair[0], style.MODELS)))
+
+
+def difference(runs: pd.DataFrame, varied: str, one: object, other: object, value: str) -> Sample:
+    """`value` of the runs with `varied` = one minus that of their matches with other, by seed."""
+    runs = comparison.matched(runs, varied, (one, other))
+    sides = [runs[runs[varied] == name].groupby("seed")[value].mean() for name in (one, other)]
+    return Sample.of(sides[0] - sides[1])
+
+
+def comparable(runs: pd.DataFrame, varied: str) -> pd.DataFrame:
+    """The runs of those settings that were run with the same, most values of the varied one."""
+    runs = comparison.one_variant(runs, varied)
+    values = runs[varied].groupby(comparison.signature(runs, varied)).agg(frozenset).to_list()
+    most = max(values, key=lambda some: (len(some), values.count(some)), default=frozenset())
+    return comparison.replicated(comparison.matched(runs, varied, most))
+
+
+def at_scale(holds: bool, runs: pd.DataFrame | None = None) -> str:
+    """`reproduced` or not; names the scale of runs that are not at the paper's."""
+    verdict = REPRODUCED if holds else NOT
+    scale = "paper" if runs is None else runs["scale"].iloc[0]
+    return verdict if scale == "paper" else f"{verdict} at {scale} scale"
+
+
+def decide(
+    ours: str, holds: bool | None, seeds: int, runs: pd.DataFrame | None = None, why: str = ""
+) -> Finding:
+    """Holds or not; undecided for one seed whatever it shows, and with `why` where unknown."""
+    if seeds < 2:
+        return Finding(ours, UNDECIDED, "one seed")
+    return Finding(ours, UNDECIDED, why) if holds is None else Finding(ours, at_scale(holds, runs))
+
+
+def equal(ours: str, sample: Sample, margin: float) -> Finding:
+    """Equivalence: the whole interval lies within the margin, or the whole of it outside."""
+    within = -margin <= sample.low and sample.high <= margin
+    outside = sample.low > margin or sample.high < -margin
+    holds = True if within else False if outside else None
+    return decide(ours, holds, sample.num, why="the interval is wider than the margin: more seeds")
+
+
+def larger(
+    ours: str, sample: Sample, runs: pd.DataFrame | None = None, unless: str = ""
+) -> Finding:
+    """A difference above 0: the whole interval, or none of it; `unless`: why that is too little."""
+    holds = True if sample.low > 0 and not unless else False if sample.high <= 0 else None
+    return decide(ours, holds, sample.num, runs, unless or "the interval holds 0: more seeds")
+
+
+def out_of_reach(ours: str, runs: pd.DataFrame, needed: str) -> Finding:
+    """What our runs show, and why they cannot decide."""
+    models = curves.join(style.MODELS.get(name, name) for name in runs["model.name"].unique())
+    data = curves.join(runs["data.name"].unique())
+    steps = curves.join(sorted(runs["num_steps"].astype(int).unique()))
+    return Finding(ours, OUT, f"needs: {needed}; ours: {models} on {data}, {steps} steps")

@@ -234,8 +234,7 @@ DEFAULTS = flatten(to_dict(Config()))
 def read_summary(run: Path) -> dict:
     """Status and config of a run, flat.
 
-    A key that did not exist when the run was made has its default. `data.digest` identifies the
-    training data; it is "" if the run does not record it.
+    A key that did not exist when the run was made has its default.
     """
     notes = []
     try:
@@ -252,17 +251,29 @@ def read_summary(run: Path) -> dict:
     elif status["state"] in ENDED and status["step"] and config["diagnostics.statistics"]:
         notes += filter(None, [_tensor_fault(run)])
     name = run.resolve().name
-    rows, _ = read_row_file(run / "attempts.jsonl")
-    sources = [row["sources"] for row in rows if isinstance(row.get("sources"), dict)]
     return {
         "run": name,
         "digest": name.rpartition("-")[2],
         "path": str(run),
         **status,
         "note": "; ".join(notes),
-        "data.digest": str(sources[-1].get("data", ""))[:10] if sources else "",
+        **_attempt_facts(run),
         **config,
     }
+
+
+def _attempt_facts(run: Path) -> dict[str, str]:
+    """`data.digest` and `init.digest` of what the newest attempt read; `gpu`, all kinds used.
+
+    Each is "" if the run does not record it.
+    """
+    rows, _ = read_row_file(run / "attempts.jsonl")
+    sources = [row["sources"] for row in rows if isinstance(row.get("sources"), dict)]
+    digests = {"data.digest": "data", "init.digest": "init_from"}
+    newest = sources[-1] if sources else {}
+    facts = {name: str(newest.get(role) or "")[:10] for name, role in digests.items()}
+    kinds = sorted({str(row["gpu"]) for row in rows if row.get("gpu")})
+    return {**facts, "gpu": " and ".join(kinds)}
 
 
 def read_row_file(path: Path) -> tuple[list[dict], list[str]]:

@@ -4,6 +4,7 @@ import functools
 
 import pandas as pd
 
+from analysis.comparison import KEY, short, written
 from analysis.load import EXPERIMENTS, command, flatten
 from lowprec.config.compose import choice_keys, compose_study
 from lowprec.config.schema import PrecisionConfig
@@ -16,6 +17,7 @@ GROUPS = {  # group: the column of `Runs.runs` that shows its choice
     "scaler": "scaler.name",
 }
 NAMES = ("model.name", "precision.label", "optimizer.name")  # what every figure names
+SETTINGS = tuple(key for key in KEY if key not in NAMES)
 IN_CAPTION = ("data.name", "data.digest")
 LATE = ("accumulate", "compile", "checkpointing", "eval", "distributed")
 MOST = 4  # settings that are named, and values of one setting
@@ -49,26 +51,23 @@ def differing(drawn: pd.DataFrame, planned: pd.DataFrame, labels: pd.Series) -> 
         planned: `settings` of their study, without rows if there is none.
         labels: the labels of the figure's lines.
     """
-    from analysis.naming import SETTINGS, written  # here, since it loads matplotlib
-
     free = {key for key in planned if planned[key].map(written).nunique() > 1} | {*IN_CAPTION}
     sentences = []
     for key in (*NAMES, *sorted(SETTINGS, key=lambda key: key.startswith(LATE))):
-        short = key.removesuffix(".name").removesuffix(".label").rpartition(".")[2]
         if key in NAMES or key.endswith(".name"):
             group = key.partition(".")[0]
             names = {*drawn.get(key, []), *planned.get(key, [])}
             if len(names) > 1:  # the keys that their files set differ with them
                 free |= {f"{group}.{k}" for n in names for k in choice_keys(group, str(n))} - {key}
-        if key not in drawn or key in free or key.startswith("diagnostics."):
-            continue  # what is recorded changes no number that is drawn
-        if labels.str.contains(f"{short}=", regex=False).all():
+        if key not in drawn or key in free:
+            continue
+        if labels.str.contains(f"{short(key)}=", regex=False).all():
             continue
         theirs = sorted(set(drawn[key].map(written)), key=_order)
         ours = sorted(set(planned[key].map(written))) if key in planned else None
         if (theirs != ours) if ours else (len(theirs) > 1 and key not in NAMES):
             more = f" and {len(theirs) - MOST} more" if len(theirs) > MOST else ""
-            text = f"{short} {' and '.join(theirs[:MOST])}{more}"
+            text = f"{short(key)} {' and '.join(theirs[:MOST])}{more}"
             sentences.append(text + (f", the study's {ours[0]}" if ours else ""))
     rest = len(sentences) - MOST
     others = [f"{rest} more setting{'s differ' if rest > 1 else ' differs'}"] if rest > 0 else []
@@ -109,13 +108,11 @@ def _is_there(planned: dict, runs: pd.DataFrame) -> bool:
 
 def _name(run: dict, planned: list[dict]) -> str:
     """A run by the values that not all runs of its study share, or the only one by all."""
-    from analysis.naming import written
-
     words = {}
     for key, value in run.items():
         if value != "none" and (
             len(planned) == 1 or any(other.get(key) != value for other in planned)
         ):
-            short = key.rpartition(".")[2]
-            words[str(value) if isinstance(value, str) else f"{short}={written(value)}"] = None
+            is_word = isinstance(value, str)
+            words[value if is_word else f"{short(key)}={written(value)}"] = None
     return " ".join(words)

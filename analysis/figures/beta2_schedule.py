@@ -7,7 +7,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from analysis import curves, naming, style
+from analysis import curves, style
 from analysis.load import Runs
 
 COLUMNS = (*curves.COLUMNS, "beta2", "beta2_decay")
@@ -21,7 +21,7 @@ def query(runs: Runs) -> pd.DataFrame:
         return curves.losses(runs, heads, COLUMNS)
     heads = heads.astype({"beta2_decay": float})
     settings = [_setting(head) for head in heads.to_dict("records")]
-    heads["label"] = naming.with_setting(heads, settings)
+    heads["label"] = curves.with_setting(heads, settings)
     heads = heads.sort_values(["beta2_decay", "beta2"], na_position="first", kind="stable")
     return curves.losses(runs, heads, COLUMNS)
 

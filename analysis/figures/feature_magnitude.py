@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from analysis import curves, naming, paper, style
+from analysis import curves, paper, style
 from analysis.load import Runs
 
 OF_A_RUN = (
@@ -24,7 +24,7 @@ def query(runs: Runs) -> pd.DataFrame:
     """A row a block at the first (`at` first) and last recorded step of a run: what is plotted."""
     heads = curves.named_heads(runs, ("intervention.name",))
     frames = [pd.DataFrame(columns=list(COLUMNS))]
-    for head in naming.by_intervention(heads).to_dict("records"):
+    for head in curves.by_intervention(heads).to_dict("records"):
         alone = runs.only(head["run"])
         try:
             values = alone.tensors(paper.BLOCK.format("*"), "feature_mean")

@@ -8,7 +8,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from analysis import curves, naming, paper, style
+from analysis import curves, paper, style
 from analysis.load import Runs
 
 TENSOR = paper.BLOCK + ".mlp.c_proj.weight"
@@ -25,7 +25,7 @@ def query(runs: Runs) -> pd.DataFrame:
     """A row a recorded step of each shown block and statistic: exactly what is plotted."""
     heads = curves.named_heads(runs, ("intervention.name",))
     frames = [pd.DataFrame(columns=list(COLUMNS))]
-    for head in naming.by_intervention(heads).to_dict("records"):
+    for head in curves.by_intervention(heads).to_dict("records"):
         alone = runs.only(head["run"])
         facts = {key: head[key] for key in OF_A_RUN}
         for block in paper.blocks_at_paper_depths(head["vision_layers"]):

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from analysis import claims
-from analysis.evidence import Evidence
-from analysis.verdicts import NOT, REPRODUCED, UNDECIDED
+from analysis.evidence import NOT, REPRODUCED, UNDECIDED, Evidence
 from lowprec.config.schema import DiagnosticsConfig, ScalerConfig, SpikeConfig
 
 STEPS = 400

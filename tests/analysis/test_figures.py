@@ -146,7 +146,7 @@ def test_settings_tell_runs_of_one_method_apart_and_seeds_share_a_line_of_the_le
     ("change", "shown"),
     [
         ({"num_steps": 80}, ("num_steps=60", "num_steps=80")),
-        ({"compile": True}, ("compile=False", "compile=True")),
+        ({"compile": True}, ("compile=false", "compile=true")),
         ({"intervention": InterventionConfig("kq_norm")}, ("intervention=kq_norm", "=none")),
         ({"data": "cd" * 32}, ("data=ababababab", "data=cdcdcdcdcd")),
     ],

@@ -79,8 +79,8 @@ def test_runs_of_one_cell_of_a_sweep_that_differ_are_told_apart(make_run, query)
     make_run(num_steps=60, compile=True)
     assert legend(drawn(spikes_vs_size, query(spikes_vs_size))[0]) == [
         "beta2 = 0.99, bf16, StableAdamW",
-        "beta2 = 0.99, bf16, AdamW (compile=False)",
-        "beta2 = 0.99, bf16, AdamW (compile=True)",
+        "beta2 = 0.99, bf16, AdamW (compile=false)",
+        "beta2 = 0.99, bf16, AdamW (compile=true)",
     ]
 
 

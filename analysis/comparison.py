@@ -1,0 +1,121 @@
+"""Which runs may be compared: those that agree in every setting that changes weights.
+
+A comparison varies one setting. The runs on its sides must agree in all others of `KEY`, except for
+the settings that belong to the varied one and change with it (StableAdamW brings its clipping
+threshold), and are paired by seed. Settings that change no weights are left out: names, scale, what
+is recorded or evaluated and when, and where files lie.
+"""
+
+from collections.abc import Collection
+
+import numpy as np
+import pandas as pd
+
+from analysis.load import flatten
+from lowprec.config.schema import LEGAL_SCALERS, Config
+from lowprec.runs.identity import identity
+
+LEFT_OUT = ("name", "experiment", "scale", "seed", "eval_every", "evaluation", "diagnostics")
+MEASURED = ("data.digest", "init.digest", "gpu")  # what the run read and ran on, as it recorded
+KEY = (
+    *(key for key in flatten(identity(Config())) if key.partition(".")[0] not in LEFT_OUT),
+    *("deterministic", *MEASURED),
+)
+OF_STREAM = ("save_every", "num_workers")  # change the order of the data under data=stream
+PRODUCTS = "precision.products"  # of recipe=custom; its formats are columns below it
+CLIPPING = ("optimizer.clip_norm", "optimizer.clip_threshold", "optimizer.clip_weight_decay")
+MODEL = tuple(
+    key
+    for key in KEY
+    if key.startswith("model.") and key not in ("model.name", "model.patch_dropout")
+)
+BELONGS = {  # varied setting: those that change with it
+    "model.name": MODEL,
+    "precision.label": ("precision.recipe", PRODUCTS, "precision.outlier_threshold"),
+    "optimizer.name": (
+        *CLIPPING,
+        *(f"optimizer.{name}" for name in ("min_8bit_size", "override_32bit", "paged")),
+        "optimizer.stable_embedding",
+    ),
+}
+OF_AUTOCAST = ("precision.autocast", "scaler.name", "scaler.init_scale", "scaler.max_skips")
+
+
+def columns(heads: pd.DataFrame) -> list[str]:
+    """The columns of `Runs.runs` in which runs that are compared must agree, besides the seed."""
+    found = [key for key in KEY if key in heads]
+    found += [key for key in heads if key.startswith(f"{PRODUCTS}.")]
+    if "data.name" in heads and (heads["data.name"] == "stream").any():
+        found += [key for key in OF_STREAM if key in heads]
+    return found
+
+
+def belongs(heads: pd.DataFrame, varied: str) -> list[str]:
+    """The columns that change with the varied one, which is among them."""
+    keys = {varied, *BELONGS.get(varied, ())}
+    if varied == "precision.label" and set(heads[varied]) <= set(LEGAL_SCALERS):
+        keys |= set(OF_AUTOCAST)  # only 16-bit formats and fp32 are compared
+    if PRODUCTS in keys:
+        keys |= {key for key in heads if key.startswith(f"{PRODUCTS}.")}
+    return [varied, *(key for key in columns(heads) if key in keys - {varied})]
+
+
+def signature(heads: pd.DataFrame, *varied: str, seed: bool = True) -> pd.Series:
+    """A text for each run, equal for runs that agree in all of the key but what is varied."""
+    free = {key for name in varied for key in belongs(heads, name)}
+    keys = [key for key in columns(heads) if key not in free]
+    texts = [heads[key].map(written) for key in [*keys, *(["seed"] if seed else [])]]
+    rows = zip(*texts, strict=True)
+    return pd.Series(["|".join(row) for row in rows], index=heads.index, dtype=object)
+
+
+def one_variant(heads: pd.DataFrame, varied: str) -> pd.DataFrame:
+    """For each value of the varied setting, the runs whose own settings are its most frequent.
+
+    Two clipping thresholds are two methods: runs with the rarer one do not count.
+    """
+    if heads.empty:
+        return heads
+    own = heads[belongs(heads, varied)].map(written).agg("|".join, axis=1)
+    usual = own.groupby(heads[varied]).agg(lambda texts: texts.value_counts().idxmax())
+    return heads[own == heads[varied].map(usual)]
+
+
+def matched(heads: pd.DataFrame, varied: str, values: Collection) -> pd.DataFrame:
+    """The runs with these values of the varied setting whose other settings all values have."""
+    part = one_variant(heads[heads[varied].isin(list(values))], varied)
+    there = part[varied].groupby(signature(part, varied)).transform("nunique")
+    return part[there == len(values)]
+
+
+def replicated(heads: pd.DataFrame) -> pd.DataFrame:
+    """The runs whose settings have two seeds or more; all runs where none has."""
+    seeds = heads["seed"].groupby(signature(heads, seed=False)).transform("nunique")
+    return heads[seeds > 1] if (seeds > 1).any() else heads
+
+
+def distinct(heads: pd.DataFrame) -> pd.DataFrame:
+    """One row for the runs that agree in the whole key and the seed, as when studies share one."""
+    return heads[~signature(heads).duplicated()]
+
+
+def written(value: object) -> str:
+    """A setting in a sentence: `1,000`, `0.002`, `true`, `null`; equal ones are written equally."""
+    if isinstance(value, bool | np.bool_):
+        return str(bool(value)).lower()
+    if isinstance(value, tuple):
+        return "+".join(map(str, value))
+    if value is None or value != value:
+        return "null"
+    if isinstance(value, int | float | np.number):
+        return f"{int(value):,}" if float(value).is_integer() else f"{value:.12g}"
+    return str(value)
+
+
+def short(key: str) -> str:
+    """`beta2` for `optimizer.beta2`, `intervention` for `intervention.name`."""
+    if key.startswith(f"{PRODUCTS}."):
+        return key.removeprefix("precision.")
+    for ending in (".name", ".label", ".digest"):
+        key = key.removesuffix(ending)
+    return key.rpartition(".")[2]

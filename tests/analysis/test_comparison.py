@@ -1,0 +1,119 @@
+"""Runs are compared only if they agree in every setting that changes weights."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from analysis import comparison, evidence, load_runs
+from analysis.curves import name_methods
+from analysis.load import DEFAULTS, flatten
+from lowprec.config.schema import Config
+from lowprec.runs.identity import identity
+
+BASE = {
+    **DEFAULTS,
+    **{"data.digest": "ab", "init.digest": "", "gpu": "H100", "digest": "0" * 10},
+    **{"precision.label": "bf16", "model.name": "mini_l", "accuracy": 50.0},
+}
+SWITCHBACK = {"precision.recipe": "switchback", "precision.label": "switchback", "accuracy": 51.0}
+FREE = {
+    *("name", "experiment", "scale", "seed", "eval_every", "evaluation.name"),
+    *(f"diagnostics.{name}" for name in ("statistics", "every", "detail_every", "block_every")),
+}
+CHANGES = {
+    "schedule.warmup_steps": 5,
+    "schedule.name": "constant",
+    "num_steps": 7,
+    "batch_size": 7,
+    "optimizer.weight_decay": 0.1,
+    "optimizer.clip_norm": 1.0,
+    "optimizer.eps": 1e-8,
+    "optimizer.beta1": 0.8,
+    "optimizer.lr": 1.0000001e-3,
+    "model.patch_dropout": 0.5,
+    "model.vision_layers": 9,
+    "precision.autocast": "fp16",
+    "precision.where": ("c_fc",),
+    "scaler.name": "fixed",
+    "scaler.init_scale": 8.0,
+    "compile": True,
+    "deterministic": True,
+    "data.digest": "cd",
+    "init.digest": "cd",
+    "gpu": "A100",
+}
+
+
+def table(*rows):
+    return pd.DataFrame([{**BASE, **row} for row in rows])
+
+
+def test_key_holds_every_setting_of_a_runs_identity_but_those_that_change_no_weights():
+    assert set(flatten(identity(Config()))) - set(comparison.KEY) == FREE
+
+
+@pytest.mark.parametrize("key", CHANGES)
+def test_runs_that_differ_in_a_setting_that_changes_weights_are_not_paired(key):
+    runs = table({}, SWITCHBACK, {"seed": 1}, {**SWITCHBACK, "seed": 1, key: CHANGES[key]})
+    pairs = evidence.paired(runs, "precision.label", "switchback", "bf16", "accuracy")
+    assert pairs["mini_l"].num == 1
+    assert len(comparison.distinct(table({}, {key: CHANGES[key]}))) == 2
+
+
+@pytest.mark.parametrize("key", sorted(FREE - {"seed"}) + ["data.train", "run_dir", "save_every"])
+def test_runs_that_differ_in_a_setting_that_changes_no_weights_are_paired(key):
+    runs = table({}, {**SWITCHBACK, key: "other"})
+    assert evidence.paired(runs, "precision.label", "switchback", "bf16", "accuracy")
+
+
+def test_settings_that_belong_to_the_varied_one_change_with_it():
+    stable = {"optimizer.name": "stable_adamw", "optimizer.clip_threshold": 1.0, "accuracy": 53.0}
+    sample = evidence.difference(
+        table({}, stable), "optimizer.name", "stable_adamw", "adamw", "accuracy"
+    )
+    assert (sample.mean, sample.num) == (3.0, 1)
+    large = {"model.name": "mini_h", "model.vision_width": 512, "model.vision_layers": 12}
+    assert len(comparison.matched(table({}, large), "model.name", ("mini_l", "mini_h"))) == 2
+    fp16 = {"precision.label": "fp16", "precision.autocast": "fp16", "scaler.name": "dynamic"}
+    assert len(comparison.matched(table({}, fp16), "precision.label", ("bf16", "fp16"))) == 2
+
+
+def test_two_variants_of_one_value_are_not_averaged():
+    stable = {"optimizer.name": "stable_adamw", "optimizer.clip_threshold": 1.0, "accuracy": 53.0}
+    other = {**stable, "optimizer.clip_threshold": 2.0, "accuracy": 90.0}
+    runs = table({}, {"seed": 1}, stable, {**stable, "seed": 1}, other)
+    sample = evidence.difference(runs, "optimizer.name", "stable_adamw", "adamw", "accuracy")
+    assert (sample.mean, sample.num) == (3.0, 2)
+
+
+def test_samples_are_paired_by_seed():
+    rows = [{"seed": seed, "accuracy": value} for seed, value in enumerate((4.0, 6.5, 9.0))]
+    rows += [{**SWITCHBACK, "seed": seed, "accuracy": v} for seed, v in enumerate((5.0, 7.0))]
+    [sample] = evidence.paired(
+        table(*rows), "precision.label", "switchback", "bf16", "accuracy"
+    ).values()
+    assert (sample.mean, sample.num) == (0.75, 2)
+
+
+@pytest.mark.parametrize(
+    ("differ", "names"),
+    [
+        ({"precision.autocast": ("bf16", "fp16")}, ("autocast=bf16", "autocast=fp16")),
+        ({"precision.products.output": ("int8", np.nan)}, ("output=int8", "output=null")),
+        ({"schedule.warmup_steps": (5, 10)}, ("warmup_steps=5", "warmup_steps=10")),
+    ],
+)
+def test_labels_say_in_which_setting_runs_of_one_recipe_differ(differ, names):
+    custom = {"precision.label": "custom", "precision.recipe": "custom"}
+    [(key, values)] = differ.items()
+    methods = name_methods(table(*({**custom, key: value} for value in values)))["method"]
+    assert all(name in method for name, method in zip(names, methods, strict=True))
+
+
+def test_kind_of_gpu_is_read_from_the_attempts(make_run, tmp_path):
+    run = make_run(num_steps=20)
+    text = '{"attempt": 1, "gpu": "A100", "sources": {"data": "aa", "init_from": "bb"}}\n'
+    with (run / "attempts.jsonl").open("a") as file:
+        file.write(text)
+    [summary] = load_runs(tmp_path / "runs").summaries.to_dict("records")
+    assert (summary["gpu"], summary["data.digest"], summary["init.digest"]) == ("A100", "aa", "bb")
