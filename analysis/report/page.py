@@ -13,8 +13,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from analysis.load import Runs
 from analysis.curves import name_methods
+from analysis.load import Runs
 from analysis.report import plots
 from analysis.report.collect import AROUND, HIGH, LOW, AbsentRun, Budget, RunData, collect_run
 from analysis.spike_marks import TENSOR, in_words
