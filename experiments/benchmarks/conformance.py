@@ -1,22 +1,26 @@
-"""Where StableAdamWs part: each implementation on one problem, and the rule that it follows.
+"""Where public StableAdamWs differ: each one on one problem, and the rule that it follows.
 
     python -m experiments.benchmarks.conformance
     python -m experiments.benchmarks.conformance golden=tests/optim/golden
 
-A row an implementation: the first step at which it differs from algorithm 2, which is ours; by how
-much after the last (as a share of how far the tensor moved); the rule of `conformance_rule` that
-reproduces it to rounding, found by trying algorithm 2 and its variants; how far it is from that.
-Ours and what runs on a GPU computes in float32, the rest in float64. What is not installed is a row
-that says so. The second command writes the trajectories of algorithm 2 that the tests follow, one
-JSON file a case.
+Each row of the table gives, for one implementation, the first step at which it differs from
+algorithm 2 (ours), the difference after the last step (relative to how far the tensor moved), the
+rule of `conformance_rule` that reproduces it to rounding, and the distance to that rule. Ours and
+what runs on a GPU computes in float32, the others in float64. The second command writes the
+trajectories of algorithm 2 that the tests compare with, one JSON file for each case.
 """
 
+import importlib
 import importlib.metadata
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from experiments.benchmarks.conformance_rule import (
     BETAS,
@@ -32,12 +36,9 @@ from experiments.benchmarks.conformance_rule import (
 from experiments.entry import run_command
 from lowprec.config.schema import key
 
-if TYPE_CHECKING:
-    from experiments.benchmarks.conformance_peers import Peer
-
-DIGITS = 11  # of a golden number; float32 has 7
+DIGITS = 11  # in golden files; float32 has 7
 RAW = Rule(decay_rate="the raw rate")
-GOLDEN = {  # case: rule, and the options of ours that are the same
+GOLDEN = {  # case: the rule, and the same in options of StableAdamW
     "clipped_decay": (Rule(), {"eps": 1e-6}),
     "clipped_decay_eps8": (Rule(), {"eps": 1e-8}),
     "raw_decay": (RAW, {"eps": 1e-6, "clip_weight_decay": False}),
@@ -45,23 +46,100 @@ GOLDEN = {  # case: rule, and the options of ours that are the same
     "threshold_2": (Rule(), {"eps": 1e-6, "clip_threshold": 2.0}),
     "adamw": (Rule(clipping="nothing"), {"eps": 1e-8, "clip_threshold": None}),
 }
-HEADS = ("implementation", "version", "parts at step", "after the last step", "rule", "distance")
+COLUMNS = ("implementation", "version", "differs at", "after the last step", "rule", "distance")
+
+
+COMMON = {"betas": BETAS, "eps": 1e-6, "weight_decay": WEIGHT_DECAY}
+TOLERANCES = {  # of distances due to rounding; rules are further apart
+    torch.float64: 1e-9,
+    torch.float32: 1e-4,
+}
+
+
+@dataclass(frozen=True)
+class Peer:
+    """`build(params)` makes the optimizer and fails if `package` is not installed."""
+
+    package: str
+    build: Callable
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float64
+
+
+def build_from(module: str, name: str = "StableAdamW", **options: object) -> Callable:
+    """`build(params)` for an optimizer of a library, which is imported when it is called."""
+
+    def build(params: list[Tensor]) -> torch.optim.Optimizer:
+        if module.startswith("timm"):
+            importlib.import_module("lowprec.clip.torchvision_shim")  # timm imports torchvision
+        optimizer = getattr(importlib.import_module(module), name)
+        return optimizer(params, **COMMON, **options)
+
+    return build
+
+
+OURS = partial(build_from, "lowprec.optim")
+OPTIMI = partial(build_from, "optimi", lr=1e-3)
+TIMM = partial(build_from, "timm.optim", "AdamWLegacy", clipping_threshold=1.0)
+SINGLE = {"dtype": torch.float32}
+GPU = {"device": "cuda", **SINGLE}
+PEERS = {
+    "lowprec": Peer("lowprec", OURS(), **SINGLE),
+    "lowprec, clip_weight_decay=False": Peer("lowprec", OURS(clip_weight_decay=False), **SINGLE),
+    "lowprec, clip_threshold=None": Peer("lowprec", OURS(clip_threshold=None), **SINGLE),
+    "lowprec, on a GPU": Peer("lowprec", OURS(), **GPU),
+    "torch AdamW": Peer("torch", build_from("torch.optim", "AdamW")),
+    "optimi": Peer("torch-optimi", OPTIMI(foreach=False, triton=False)),
+    "optimi, foreach": Peer("torch-optimi", OPTIMI(foreach=True, triton=False)),
+    "optimi, triton": Peer("torch-optimi", OPTIMI(foreach=False, triton=True), **GPU),
+    "pytorch_optimizer": Peer("pytorch_optimizer", build_from("pytorch_optimizer", foreach=False)),
+    "pytorch_optimizer, foreach": Peer(
+        "pytorch_optimizer", build_from("pytorch_optimizer", foreach=True)
+    ),
+    # timm has no StableAdamW; this AdamW, which can clip, is the closest
+    "timm AdamWLegacy, clipping_threshold=1.0": Peer("timm", TIMM(foreach=False)),
+    "timm AdamWLegacy, the same, foreach": Peer("timm", TIMM(foreach=True)),
+}
+
+
+def run_optimizer(
+    build: Callable, device: str = "cpu", dtype: torch.dtype = torch.float64
+) -> list[dict]:
+    """Trajectory of an optimizer on the problem."""
+    params = {
+        name: torch.nn.Parameter(_tensor(values, name, device, dtype))
+        for name, values in problem().start.items()
+    }
+    optimizer = build(list(params.values()))
+    path = []
+    for grads, lr in zip(problem().grads, problem().lrs, strict=True):
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        for name, p in params.items():
+            p.grad = _tensor(grads[name], name, device, dtype)
+        optimizer.step()
+        path.append({name: p.detach().flatten().tolist() for name, p in params.items()})
+    return path
+
+
+def _tensor(values: list[float], name: str, device: str, dtype: torch.dtype) -> Tensor:
+    return torch.tensor(values, dtype=dtype, device=device).reshape(SHAPES[name])
 
 
 @dataclass
 class ConformanceConfig:
-    """What is made."""
+    """Keys of the command."""
 
     golden: str | None = key(None, "folder to write trajectories to; null: prints the table")
 
 
 def main(config: ConformanceConfig) -> None:
-    """Prints the table, or writes the trajectories; exits with 1 if ours is not algorithm 2."""
+    """Prints the table or writes the trajectories; exits with 1 if ours is not algorithm 2."""
     if config.golden is not None:
         write_golden(Path(config.golden))
         return
     rows = table()
-    for row in (HEADS, ("---",) * len(HEADS), *rows):
+    for row in (COLUMNS, ("---",) * len(COLUMNS), *rows):
         print(f"| {' | '.join(row)} |")
     rules = {row[0]: row[4] for row in rows}
     if rules["lowprec"] != "algorithm 2":
@@ -69,21 +147,15 @@ def main(config: ConformanceConfig) -> None:
 
 
 def table() -> list[tuple[str, ...]]:
-    """The rows under HEADS."""
-    from experiments.benchmarks.conformance_peers import PEERS
-
+    """Rows under COLUMNS, one for each implementation."""
     return [(name, *_row(peer)) for name, peer in PEERS.items()]
 
 
-def _row(peer: "Peer") -> tuple[str, ...]:
-    import torch
-
-    from experiments.benchmarks.conformance_peers import TOLERANCES, run_optimizer
-
+def _row(peer: Peer) -> tuple[str, ...]:
     try:
         version = importlib.metadata.version(peer.package)
     except importlib.metadata.PackageNotFoundError:
-        if peer.package != "lowprec":  # ours runs uninstalled too
+        if peer.package != "lowprec":  # ours also runs uninstalled
             return "not installed", "", "", "", ""
         version = "this tree"
     if peer.device == "cuda" and not torch.cuda.is_available():
@@ -97,20 +169,20 @@ def _row(peer: "Peer") -> tuple[str, ...]:
 
 
 def _compare(path: list[dict], tolerance: float) -> tuple[str, str, str, str]:
-    """Step at which it leaves algorithm 2, how far it ends up, its rule, distance to that."""
-    apart = distances(path, path_of(Rule()))
-    parts = [step for step, (distance, _) in enumerate(apart, 1) if distance > tolerance]
+    """First differing step, difference after the last step, rule and distance to the rule."""
+    differences = distances(path, path_of(Rule()))
+    steps = [step for step, (size, _) in enumerate(differences, 1) if size > tolerance]
     rules, distance = explain(path, tolerance)
     return (
-        str(parts[0]) if parts else "never",
-        f"{apart[-1][0]:.2g} ({apart[-1][1]})" if parts else "",
+        str(steps[0]) if steps else "never",
+        f"{differences[-1][0]:.2g} ({differences[-1][1]})" if steps else "",
         " or ".join(map(str, rules)) or "no variant matches",
         f"{distance:.0e}",
     )
 
 
 def write_golden(folder: Path) -> None:
-    """problem.json, which all cases share, and one file a case."""
+    """Writes problem.json, which all cases share, and one file for each case."""
     folder.mkdir(parents=True, exist_ok=True)
     shared = {"shapes": SHAPES, "betas": BETAS, "weight_decay": WEIGHT_DECAY, **asdict(problem())}
     (folder / "problem.json").write_text(_json(shared))
@@ -119,7 +191,7 @@ def write_golden(folder: Path) -> None:
 
 
 def golden(name: str) -> dict:
-    """Options of a case; values and RMS_t of each tensor after each step."""
+    """A case's options, and the values and RMS_t of each tensor after each step."""
     rule, options = GOLDEN[name]
     path, rms = trajectory(rule, options["eps"], options.get("clip_threshold") or 1.0)
     return {"options": options, "values": _rounded(path), "rms": _rounded(rms)}
@@ -134,7 +206,7 @@ def _rounded(node: object) -> object:
 
 
 def _json(node: dict) -> str:
-    """A line a step."""
+    """JSON with a line for each step."""
     parts = []
     for name, value in node.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):

@@ -1,14 +1,28 @@
-"""Algorithm 2 in plain Python floats, the ways in which StableAdamWs depart from it, and a search.
+"""A problem of 12 steps, the variants of algorithm 2 that StableAdamWs follow, and a search.
 
-A trajectory is a list over steps of {tensor: values}. Nothing here needs torch.
+A variant is the definition (`lowprec.optim.adamw_update`) with other arguments, or with its result
+changed. A trajectory is a list over steps of {tensor: values}, computed in float64.
 """
 
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations, product
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowprec.optim.adamw_update import (
+    Hyperparameters,
+    clipped_lr,
+    debiased,
+    decay_factor,
+    mean_square,
+    stable_adamw_update,
+)
 
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
@@ -16,20 +30,20 @@ STEPS = 12
 SPIKE = 7  # the step whose gradients are 40 times as large
 SHAPES = {"matrix": (5, 3), "scalar": (), "embedding": (6, 3), "faint": (4, 2), "growing": (3,)}
 
-# What each field of a Rule may say; the first choice is algorithm 2.
+# The choices of each field of a Rule; the first one is algorithm 2's.
 RATIOS = {
-    "g^2 / max(u, eps^2)": lambda g, u, eps: g * g / max(u, eps * eps),
-    "g^2 / (sqrt(u) + eps)^2": lambda g, u, eps: g * g / (math.sqrt(u) + eps) ** 2,
-    "g^2 / (u + eps^2)": lambda g, u, eps: g * g / (u + eps * eps),
-    "g^2 / (u + eps)": lambda g, u, eps: g * g / (u + eps),
-    "g^2 / u": lambda g, u, eps: g * g / u if u else math.nan,
+    "g^2 / max(u, eps^2)": lambda g, u, eps: g / u.sqrt().clamp(min=eps),
+    "g^2 / (sqrt(u) + eps)^2": lambda g, u, eps: g / (u.sqrt() + eps),
+    "g^2 / (u + eps^2)": lambda g, u, eps: g / (u + eps**2).sqrt(),
+    "g^2 / (u + eps)": lambda g, u, eps: g / (u + eps).sqrt(),
+    "g^2 / u": lambda g, u, eps: g / u.sqrt(),
 }
 DENOMINATORS = {
-    "sqrt(u) + eps": lambda u, eps, debias: math.sqrt(u) + eps,
-    "sqrt(u + eps^2)": lambda u, eps, debias: math.sqrt(u + eps * eps),
-    "sqrt(u + eps)": lambda u, eps, debias: math.sqrt(u + eps),
-    "max(sqrt(u), eps)": lambda u, eps, debias: max(math.sqrt(u), eps),
-    "sqrt(u) + eps before debiasing": lambda u, eps, debias: math.sqrt(u) + eps / math.sqrt(debias),
+    "sqrt(u) + eps": lambda u, eps, debias: u.sqrt() + eps,
+    "sqrt(u + eps^2)": lambda u, eps, debias: (u + eps**2).sqrt(),
+    "sqrt(u + eps)": lambda u, eps, debias: (u + eps).sqrt(),
+    "max(sqrt(u), eps)": lambda u, eps, debias: u.sqrt().clamp(min=eps),
+    "sqrt(u) + eps before debiasing": lambda u, eps, debias: u.sqrt() + eps / math.sqrt(debias),
 }
 CHOICES = {
     "rms": tuple(RATIOS),
@@ -55,7 +69,7 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Rule:
-    """One choice a field; all firsts: algorithm 2."""
+    """One choice for each field; the defaults are algorithm 2."""
 
     rms: str = CHOICES["rms"][0]
     rms_of: str = CHOICES["rms_of"][0]
@@ -67,17 +81,14 @@ class Rule:
     decay: str = CHOICES["decay"][0]
 
     def __str__(self) -> str:
-        parts = [
-            WORDS[f.name].format(getattr(self, f.name))
-            for f in fields(self)
-            if getattr(self, f.name) != f.default
-        ]
-        return "; ".join(parts) or "algorithm 2"
+        choices = vars(self).items()
+        departures = [WORDS[f].format(choice) for f, choice in choices if choice != CHOICES[f][0]]
+        return "; ".join(departures) or "algorithm 2"
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Start and gradients of each tensor, learning rate of each step; all exact in float32."""
+    """Start and gradients of each tensor, learning rate of each step, all exact in float32."""
 
     start: dict[str, list[float]]
     grads: list[dict[str, list[float]]]
@@ -88,8 +99,8 @@ class Problem:
 def problem() -> Problem:
     """A spike; embedding rows used late or never; gradients near eps; gradients that grow.
 
-    Each is what shows one of the departures: eps matters where gradients are faint, and only
-    gradients that keep their sign and grow make the first moment's RMS exceed 1.
+    Each reveals one kind of departure: eps matters where gradients are faint, and the RMS of the
+    first moment exceeds 1 only for gradients that keep their sign and grow.
     """
     numbers = random.Random(0)
 
@@ -111,54 +122,73 @@ def problem() -> Problem:
     return Problem(start, grads, [min(step, 4) / 128 for step in range(1, STEPS + 1)])
 
 
+class State(NamedTuple):
+    """Moments of one tensor; `raw_u` is the second moment without debiasing."""
+
+    v: Tensor
+    u: Tensor
+    raw_u: Tensor
+
+
 def trajectory(
     rule: Rule = Rule(), eps: float = 1e-6, clip_threshold: float = 1.0
 ) -> tuple[list[dict], list[dict]]:
-    """Values and RMS_t of each tensor after each step of the problem, in float64."""
-    values = {name: list(start) for name, start in problem().start.items()}
-    states = {name: _zeros(len(start)) for name, start in values.items()}
+    """Values and RMS_t of each tensor after each step of the problem."""
+    values = {name: _float64(start) for name, start in problem().start.items()}
+    states = {name: State(*(torch.zeros_like(p) for _ in range(3))) for name, p in values.items()}
     path, all_rms = [], []
     for step, (grads, lr) in enumerate(zip(problem().grads, problem().lrs, strict=True), 1):
-        rms = {}
-        for name, g in grads.items():
-            v, u, rms[name] = _moments_and_rms(rule, states[name], g, step, eps)
-            clipped = lr
-            if rule.clipping == "each tensor" and not rms[name] <= clip_threshold:  # NaN goes on
-                clipped = lr * clip_threshold / rms[name]
-            kept = 1 - (clipped if rule.decay_rate == "the clipped rate" else lr) * WEIGHT_DECAY
-            over = DENOMINATORS[rule.denominator]
-            debias = 1 - BETAS[1] ** step
-            moves = [clipped * a / over(b, eps, debias) for a, b in zip(v, u, strict=True)]
-            if rule.decay == "before the update":
-                values[name] = [kept * p - m for p, m in zip(values[name], moves, strict=True)]
-            else:
-                values[name] = [kept * (p - m) for p, m in zip(values[name], moves, strict=True)]
-        path.append(dict(values))
-        all_rms.append(rms)
+        h = hyperparameters(rule, step, lr, eps, clip_threshold)
+        all_rms.append({
+            name: update(rule, values[name], _float64(grad), states[name], h, step).item()
+            for name, grad in grads.items()
+        })  # fmt: skip
+        path.append({name: p.tolist() for name, p in values.items()})
     return path, all_rms
 
 
-def _zeros(count: int) -> dict[str, list[float]]:
-    return {name: [0.0] * count for name in ("v", "u", "raw_v", "raw_u")}
+def hyperparameters(
+    rule: Rule, step: int, lr: float, eps: float, clip_threshold: float
+) -> Hyperparameters:
+    """Arguments of the definition that follow from a rule's choices."""
+    are_debiased = {"both moments": (1, 1), "the first moment only": (1, 0)}
+    are_debiased |= {"no moment": (0, 0), "the second moment only": (0, 1)}
+    betas = [
+        debiased(beta, step) if is_debiased else beta
+        for beta, is_debiased in zip(BETAS, are_debiased[rule.debiased], strict=True)
+    ]
+    threshold = clip_threshold if rule.clipping == "each tensor" else math.inf
+    values = (1, lr, *betas, eps, WEIGHT_DECAY, threshold, rule.decay_rate == "the clipped rate")
+    return Hyperparameters(*(_float64(value) for value in values))
 
 
-def _moments_and_rms(
-    rule: Rule, state: dict, g: list[float], step: int, eps: float
-) -> tuple[list[float], list[float], float]:
-    """Advances the moments of a tensor, debiased (v, u) and not; those of the rule, and RMS_t."""
-    first = "" if rule.debiased in ("both moments", "the first moment only") else "raw_"
-    second = "" if rule.debiased in ("both moments", "the second moment only") else "raw_"
-    old_u = state[second + "u"]
-    for name, beta, new in (("v", BETAS[0], g), ("u", BETAS[1], [x * x for x in g])):
-        debiased = beta * (1 - beta ** (step - 1)) / (1 - beta**step)
-        for key, b in ((name, debiased), ("raw_" + name, beta)):
-            state[key] = [b * m + (1 - b) * x for m, x in zip(state[key], new, strict=True)]
-    v, u = state[first + "v"], state[second + "u"]
-    moment = {"the new u": u, "the old u": old_u, "u without debiasing": state["raw_u"]}
-    above = g if rule.rms_of == "the gradient" else v
-    pairs = zip(above, moment[rule.rms_moment], strict=True)
-    ratios = [RATIOS[rule.rms](x, m, eps) for x, m in pairs]
-    return v, u, math.sqrt(sum(ratios) / len(ratios))
+def update(
+    rule: Rule, param: Tensor, grad: Tensor, state: State, h: Hyperparameters, step: int
+) -> Tensor:
+    """Updates one tensor in place by the definition and a rule's departures; returns RMS_t."""
+    v, u, raw_u = state
+    moment = {"the new u": u, "the old u": u.clone(), "u without debiasing": raw_u}
+    raw_u.lerp_(grad.square(), 1 - BETAS[1])
+
+    def mean_square_of_rule(_: Tensor) -> Tensor:
+        numerator = grad if rule.rms_of == "the gradient" else v
+        return mean_square(RATIOS[rule.rms](numerator, moment[rule.rms_moment], h.eps))
+
+    is_decayed_first = rule.decay == "before the update"
+    decay = h.weight_decay if is_decayed_first else torch.zeros_like(h.weight_decay)
+    h_update = h._replace(weight_decay=decay)
+    rms, change = stable_adamw_update(param, grad, v, u, h_update, mean_square_of_rule)
+    denominator = DENOMINATORS[rule.denominator](u, h.eps, 1 - BETAS[1] ** step)
+    param.sub_(change * ((u.sqrt() + h.eps) / denominator - 1))
+    if not is_decayed_first:
+        param.mul_(decay_factor(h, clipped_lr(h, rms)))
+    if rms.isnan() and rule.clipping == "each tensor":  # without the definition's guard
+        param.fill_(math.nan)
+    return rms
+
+
+def _float64(values: float | list[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
 
 
 @cache
@@ -168,7 +198,7 @@ def path_of(rule: Rule) -> list[dict]:
 
 
 def distances(path: list[dict], base: list[dict]) -> list[tuple[float, str]]:
-    """Of each step: the largest difference in a tensor over how far algorithm 2 moves it; which."""
+    """Largest difference after each step, relative to how far its tensor moves, and the tensor."""
     start, end = problem().start, path_of(Rule())[-1]
     travel = {name: _largest(end[name], start[name]) for name in start}
     return [
@@ -178,7 +208,7 @@ def distances(path: list[dict], base: list[dict]) -> list[tuple[float, str]]:
 
 
 def _largest(a: list[float], b: list[float]) -> float:
-    """The largest difference; infinite where only one is NaN."""
+    """The largest difference; infinite if only one of two values is NaN."""
     differences = [
         0.0 if math.isnan(x) and math.isnan(y) else abs(x - y) for x, y in zip(a, b, strict=True)
     ]
@@ -186,7 +216,7 @@ def _largest(a: list[float], b: list[float]) -> float:
 
 
 def variants(most: int) -> Iterator[list[Rule]]:
-    """All rules that depart from algorithm 2 in no point, in one, ..., in `most`."""
+    """Lists of the rules that depart from algorithm 2 in 0, 1, ..., `most` choices."""
     for count in range(most + 1):
         yield [
             replace(Rule(), **dict(zip(names, labels, strict=True)))
@@ -196,15 +226,15 @@ def variants(most: int) -> Iterator[list[Rule]]:
 
 
 def explain(path: list[dict], tolerance: float, most: int = 3) -> tuple[list[Rule], float]:
-    """The rules of fewest departures whose trajectory is within `tolerance`, and their distance.
+    """The rules with the fewest departures that lie within `tolerance`, and their distance.
 
-    No rule and the smallest distance that was found, where none is.
+    Without such a rule: an empty list and the smallest distance.
     """
     nearest = math.inf
     for rules in variants(most):
-        found = {rule: max(distances(path, path_of(rule)))[0] for rule in rules}
-        matching = [rule for rule, distance in found.items() if distance <= tolerance]
+        distance = {rule: max(distances(path, path_of(rule)))[0] for rule in rules}
+        matching = [rule for rule in rules if distance[rule] <= tolerance]
         if matching:
-            return matching, max(found[rule] for rule in matching)
-        nearest = min(nearest, *found.values())
+            return matching, max(distance[rule] for rule in matching)
+        nearest = min(nearest, *distance.values())
     return [], nearest
