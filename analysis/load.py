@@ -20,7 +20,7 @@ import yaml
 from upath import UPath
 
 from lowprec.config.check import ConfigError, check, keys
-from lowprec.config.schema import Config
+from lowprec.config.schema import Config, PrecisionConfig
 from lowprec.runs.identity import to_dict
 from lowprec.runs.read import (
     ENDED,
@@ -361,9 +361,8 @@ def _read_config(run: Path) -> tuple[dict, str]:
     if is_damaged or faults:
         fault = ": ".join(["config.yaml is damaged", *faults[:1]])
         return {"experiment": run.resolve().parent.name, "scale": None}, fault
-    recipe, autocast = config["precision.recipe"], config["precision.autocast"]
-    label = {"precision.label": autocast if recipe == "high" else recipe}
-    return {**DEFAULTS, **config, **label}, ""
+    precision = PrecisionConfig(config["precision.autocast"], config["precision.recipe"])
+    return {**DEFAULTS, **config, "precision.label": precision.label}, ""
 
 
 def _config_faults(config: dict) -> list[str]:

@@ -10,8 +10,8 @@ from hydra.core.hydra_config import HydraConfig
 
 from lowprec.config.check import ConfigError, RunError, check
 from lowprec.config.compose import CONF, compose_command, further_commands, plain, register
+from lowprec.config.place import place
 from lowprec.config.schema import Config
-from lowprec.runs.place import place
 
 
 def run_command(

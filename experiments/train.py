@@ -23,6 +23,7 @@ from rich.console import Console
 from experiments.entry import run_command
 from lowprec.config.check import RunError
 from lowprec.config.patterns import without_secrets
+from lowprec.config.place import place
 from lowprec.config.preflight import preflight
 from lowprec.config.schema import Config
 from lowprec.data.open import Data, open_data, progress_bar
@@ -30,7 +31,6 @@ from lowprec.runs import durable
 from lowprec.runs.attempts import STOPPED, first_step
 from lowprec.runs.environment import environment
 from lowprec.runs.identity import directory, identity, label, to_dict
-from lowprec.runs.place import place
 from lowprec.runs.record import NullRecord, Record, RecordError, RunBusyError
 from lowprec.train.remote import NoCopy
 from lowprec.train.signals import StopRequest, stop_request

@@ -97,7 +97,7 @@ def work(plain: dict) -> None:
     from experiments.benchmarks.step import random_batch
     from lowprec.config.check import check
     from lowprec.optim.schedules import set_learning_rate
-    from lowprec.runs.place import place
+    from lowprec.config.place import place
     from lowprec.train.build import build
     from lowprec.train.distributed import Ranks, join
     from lowprec.train.step import TrainStep

@@ -1,7 +1,7 @@
-"""Checks a composed config against the schema: all faults at once, each with a way out.
+"""Checks a composed config against the schema and reports all of its faults at once.
 
-A fault is one sentence that names the key, what is allowed and the nearest valid name. Nothing
-here touches data, a GPU or torch, so a typo costs a second and never a queue slot.
+A fault is one sentence that names the key, what is allowed and the nearest valid name. The check
+touches no data, GPU or torch, so a typo costs a second and never a slot in a queue.
 """
 
 import json
@@ -18,13 +18,14 @@ from lowprec.config.schema import Config
 from lowprec.nearest import nearest
 
 MISSING = "???"
-PASSWORD = re.compile(r"(?<=//)[^/\s@]*:[^/\s]*@")  # of a URL, with the user's name
+PASSWORD = re.compile(r"(?<=//)[^/\s@]*:[^/\s]*@")  # user and password of a URL
+REMOVED = {"distributed.gather_with_grad": True}  # keys of old records: the only value they had
 
 
 class ConfigError(ValueError):
-    """One or more faults of a config; `faults` is a list of sentences.
+    """The faults of a config, as a list of sentences.
 
-    `config` is the config itself if each of its values is fine alone, else None.
+    `config` is the config if only combinations of its values are wrong, else None.
     """
 
     def __init__(self, faults: Iterable[str], config: Any = None):
@@ -38,7 +39,10 @@ class RunError(RuntimeError):
 
 
 def check(raw: dict, schema: type = Config) -> Any:
-    """Builds `schema` from nested plain data or raises ConfigError with every fault."""
+    """Builds `schema` from nested plain data; raises ConfigError with every fault.
+
+    Keys of REMOVED are dropped, so that the configs of old runs can be read.
+    """
     faults: list[str] = []
     known = list(keys(schema))
     config = _build(schema, raw, "", known, faults)
@@ -50,7 +54,7 @@ def check(raw: dict, schema: type = Config) -> Any:
 
 
 def keys(schema: type, prefix: str = "") -> Iterator[str]:
-    """Every key of a schema, groups and leaves, dotted."""
+    """All dotted keys of a schema, groups and leaves."""
     for f in fields(schema):
         path = prefix + public_name(f.name)
         if is_dataclass(f.type):
@@ -61,12 +65,12 @@ def keys(schema: type, prefix: str = "") -> Iterator[str]:
 
 
 def public_name(attribute: str) -> str:
-    """The config key of a dataclass attribute: `from_` is written `from`, a Python keyword."""
+    """The config key of a dataclass attribute: `from` for `from_`, since it is a Python keyword."""
     return attribute.removesuffix("_")
 
 
 def unknown_key(path: str, known: Iterable[str]) -> str:
-    """The fault of a key that the schema does not have."""
+    """The fault for a key that the schema does not have."""
     group = path.rpartition(".")[0]
     siblings = [k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == group]
     allowed = f" ({group or 'the root'} has {', '.join(siblings)})" if siblings else ""
@@ -76,10 +80,12 @@ def unknown_key(path: str, known: Iterable[str]) -> str:
 def _build(schema: type, raw: Any, prefix: str, known: list[str], faults: list[str]) -> Any:
     if not isinstance(raw, dict):
         inside = ", ".join(public_name(f.name) for f in fields(schema))
-        faults.append(f"{prefix[:-1]}={_written(raw)}: a group of keys is expected here ({inside})")
+        faults.append(f"{prefix[:-1]}={_written(raw)}: a group of keys is expected ({inside})")
         return None
     names = {public_name(f.name): f for f in fields(schema)}
-    faults.extend(unknown_key(f"{prefix}{name}", known) for name in raw if name not in names)
+    paths = {prefix + str(name): value for name, value in raw.items() if name not in names}
+    unknown = [path for path, v in paths.items() if path not in REMOVED or v != REMOVED[path]]
+    faults.extend(unknown_key(path, known) for path in unknown)
     values = {}
     for name, f in names.items():
         path = prefix + name
@@ -91,7 +97,7 @@ def _build(schema: type, raw: Any, prefix: str, known: list[str], faults: list[s
 
 
 def _value(path: str, value: Any, f: Any, faults: list[str]) -> Any:
-    """One value, converted where that is exact (int to float), or a fault."""
+    """A value in its field's type, with an int as a float where one is expected."""
     if value == MISSING:
         faults.append(f"{path} is required: {f.metadata['doc']}")
         return None
@@ -109,11 +115,11 @@ def _value(path: str, value: Any, f: Any, faults: list[str]) -> Any:
 
 
 def _element(path: str, item: Any, kind: type, f: Any, kinds: tuple, faults: list[str]) -> Any:
-    choices, planned = f.metadata["choices"], f.metadata["planned"]
+    choices = f.metadata["choices"]
     if isinstance(item, str) and PASSWORD.search(item):
         faults.append(
-            f"{path}={item}: a password in a URL would be written into the run's record; curl "
-            "reads it from ~/.netrc where ~/.curlrc has the line `netrc`"
+            f"{path}={item}: a password in a URL would be written into the run's record; put it "
+            "into ~/.netrc and the line `netrc` into ~/.curlrc"
         )
     if kind is float and isinstance(item, int) and not isinstance(item, bool):
         item = float(item)
@@ -122,14 +128,10 @@ def _element(path: str, item: Any, kind: type, f: Any, kinds: tuple, faults: lis
         right_type = False
     if right_type and item in choices:
         return item
-    if item in planned or (right_type and "*" in planned):
-        built = ", ".join(_written(choice).strip("'") for choice in choices) or "null"
-        given = f"{path}={_written(item)}".replace("'", "")
-        faults.append(f"{given} is planned and does not exist yet; it can be: {built}")
-    elif choices:
+    if choices:
         allowed = ", ".join(_written(choice).strip("'") for choice in choices)
-        near = nearest(str(item), (*choices, *planned))
-        faults.append(f"{path}={_written(item)}: one of {allowed}{near}")
+        near = nearest(str(item), choices)
+        faults.append(f"{path}={_written(item)}: one of {allowed} is expected{near}")
     elif not right_type or not _within(item, f.metadata["bounds"]):
         meaning = f" ({f.metadata['doc']})" if item is None else ""
         faults.append(f"{path}={_written(item)}: {_expectation(f, kinds)} is expected{meaning}")
@@ -137,7 +139,7 @@ def _element(path: str, item: Any, kind: type, f: Any, kinds: tuple, faults: lis
 
 
 def _written(value: Any) -> str:
-    """A value as a command line has it: `null`, `true`, text in quotes."""
+    """A value as on a command line: `null`, `true`, text in quotes."""
     return json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
 
 
@@ -151,7 +153,7 @@ def _within(item: Any, bounds: dict[str, float]) -> bool:
 
 
 def _expectation(f: Any, kinds: tuple) -> str:
-    """What a field may hold, in words: `a number > 0 or null`."""
+    """The values that a field allows, in words: `a number > 0 or null`."""
     words = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text"}
     signs = {"least": ">=", "above": ">", "most": "<=", "below": "<"}
     kind = next(k for k in kinds if k is not type(None))

@@ -1,4 +1,4 @@
-"""Rules between keys of a config that are each fine alone."""
+"""Rules for combinations of keys: a config may be wrong though each of its values is allowed."""
 
 import dataclasses
 import importlib.util
@@ -24,7 +24,7 @@ from lowprec.nn.recipe import RECIPES, custom_recipe
 
 
 def combination_faults(config: Config) -> Iterator[str]:
-    """Each breach of a rule as a sentence that names the keys and a way out."""
+    """A sentence for each broken rule, with the keys and what to use instead."""
     for name in ("name", "experiment"):
         folder = getattr(config, name)
         if folder is not None and (folder != Path(folder).name or folder in ("", ".", "..")):
@@ -32,7 +32,7 @@ def combination_faults(config: Config) -> Iterator[str]:
     autocast, scaler = config.precision.autocast, config.scaler.name
     if scaler not in LEGAL_SCALERS[autocast]:
         legal = " or ".join(f"scaler={name}" for name in LEGAL_SCALERS[autocast])
-        yield f"precision.autocast={autocast} does not go with scaler={scaler}; use {legal}"
+        yield f"precision.autocast={autocast} does not work with scaler={scaler}; use {legal}"
     if (config.schedule.warmup_steps or 0) > config.num_steps:
         yield (
             f"schedule.warmup_steps={config.schedule.warmup_steps} is more than "
@@ -42,8 +42,8 @@ def combination_faults(config: Config) -> Iterator[str]:
     yield from _recipe_faults(config.precision)
     if config.checkpointing and config.intervention.name == "kq_norm":
         yield (
-            "checkpointing=true does not go with intervention=kq_norm: open_clip cannot recompute "
-            "its custom blocks; leave one of them out"
+            "checkpointing=true does not work with intervention=kq_norm, whose blocks open_clip "
+            "cannot recompute; leave one of them out"
         )
     optimizer = config.optimizer
     for option, owner in (("clip_norm", "adamw_clip"), ("clip_threshold", "stable_adamw")):
@@ -64,8 +64,8 @@ def _eight_bit_faults(config: Config) -> Iterator[str]:
     rule, statistics = config.optimizer, config.diagnostics.statistics
     if rule.stable_embedding and config.model.init_from:
         yield (
-            "optimizer.stable_embedding=true draws the token embedding anew, so that "
-            "model.init_from would be lost on it; leave one of them out"
+            "optimizer.stable_embedding=true draws a new token embedding, which would overwrite "
+            "that of model.init_from; leave one of them out"
         )
     if rule.name not in EIGHT_BIT:
         return
@@ -74,12 +74,13 @@ def _eight_bit_faults(config: Config) -> Iterator[str]:
         known = ",".join(name for name in statistics if name not in unknown)
         yield (
             f"diagnostics.statistics: {', '.join(unknown)} would need the second moments, which "
-            f"optimizer={rule.name} has in 8 bits; use diagnostics.statistics=[{known}]"
+            f"optimizer={rule.name} keeps in 8 bits; use diagnostics.statistics=[{known}]"
         )
     if config.precision.autocast.startswith("pure_"):
         yield (
-            f"optimizer={rule.name} does not go with precision.autocast={config.precision.autocast}"
-            ": it does not keep what rounding takes from 16-bit parameters; use bf16 or fp16"
+            f"optimizer={rule.name} does not work with precision.autocast="
+            f"{config.precision.autocast}: it does not compensate for the rounding of 16-bit "
+            "parameters; use bf16 or fp16"
         )
     if rule.beta2_decay is not None:
         yield f"optimizer.beta2_decay={rule.beta2_decay}: optimizer={rule.name} has one beta2"
@@ -91,45 +92,45 @@ def _distributed_faults(config: Config) -> Iterator[str]:
     if config.batch_size % config.accumulate:
         yield (
             f"batch_size={config.batch_size} is not a multiple of accumulate={config.accumulate}, "
-            "the parts that it is computed in"
+            "its number of micro-batches"
         )
     refused = {
         f"optimizer={config.optimizer.name}": config.optimizer.name in EIGHT_BIT,
         "scaler=dynamic": config.scaler.name == "dynamic",
         "diagnostics.recorder.enabled=true": config.diagnostics.recorder.enabled,
     }
-    for choice, chosen in refused.items():
-        if chosen and config.distributed.name == "fsdp2":
-            yield f"{choice} does not go with distributed=fsdp2, which shards the state; use ddp"
+    for choice, applies in refused.items():
+        if applies and config.distributed.name == "fsdp2":
+            yield f"{choice} does not work with distributed=fsdp2, which shards the state; use ddp"
     if config.resume.from_ and config.model.init_from:
-        yield "resume.from brings weights, so that model.init_from would be lost; leave one out"
+        yield "resume.from and model.init_from would both set the weights; leave one of them out"
 
 
 def _stream_faults(data: DataConfig) -> Iterator[str]:
     for name, pattern in (("train", data.train), ("val", data.val)):
         scheme = url_scheme(pattern or "")
         if scheme is not None and (data.name != "stream" or name == "val"):
-            way_out = "" if name == "val" else "; for URLs: data=stream"
-            yield f"data.{name}: local files are expected, not {scheme}{way_out}"
+            hint = "" if name == "val" else "; use data=stream for URLs"
+            yield f"data.{name}: local files are expected, not {scheme}{hint}"
         elif scheme is not None and scheme not in REMOTE_SCHEMES:
             known = ", ".join(REMOTE_SCHEMES)
-            yield f"data.train: {scheme} cannot be opened; local files can, and {known}"
+            yield f"data.train: {scheme} is not supported; use local files or {known}"
     if data.allow_remote and data.name != "stream":
         yield f"data.allow_remote={data.allow_remote} does nothing without data=stream"
     if data.resampled and data.name == "stream":
-        yield "data.resampled=true does nothing with data=stream, whose shards are drawn anew"
+        yield "data.resampled=true does nothing with data=stream, which has its own order"
     if data.window != DataConfig().window and data.name == "stream":
         yield f"data.window={data.window} does nothing with data=stream"
 
 
 def url_scheme(pattern: str) -> str | None:
-    """`https` of `https://...`, `pipe` of `pipe:...`; None for a path."""
-    found = re.match(r"([a-z][a-z0-9+.-]*):(?=//)|(pipe):", pattern)
-    return None if found is None else found.group(1) or found.group(2)
+    """`https` for `https://...`, `pipe` for `pipe:...`, None for a path."""
+    match = re.match(r"([a-z][a-z0-9+.-]*):(?=//)|(pipe):", pattern)
+    return match and (match[1] or match[2])
 
 
 def _idle_faults(config: Config) -> Iterator[str]:
-    """Keys that would change a run's identity and nothing else."""
+    """Keys that would change a run's identity and nothing else about it."""
     idle = (
         ("scaler", "init_scale", config.scaler.name != "none", "a scaler (dynamic or fixed)"),
         ("scaler", "max_skips", config.scaler.name != "none", "a scaler (dynamic or fixed)"),
@@ -137,8 +138,8 @@ def _idle_faults(config: Config) -> Iterator[str]:
         ("precision", "products", config.precision.recipe == "custom", "recipe=custom"),
         ("precision", "outlier_threshold", config.precision.recipe == "llm_int8",
          "recipe=llm_int8"),
-        ("precision", "backend", _is_real(config.precision), "products of real 8-bit numbers"),
-        ("precision", "skip_slow", _is_real(config.precision), "products of real 8-bit numbers"),
+        ("precision", "backend", _is_native(config.precision), "native 8-bit products"),
+        ("precision", "skip_slow", _is_native(config.precision), "native 8-bit products"),
         ("distributed", "local_loss", config.distributed.name != "none",
          "distributed=ddp or fsdp2"),
         *(("distributed", name, config.distributed.name == "ddp", "distributed=ddp")
@@ -164,8 +165,8 @@ def _idle_faults(config: Config) -> Iterator[str]:
         yield f"optimizer.beta2={rule.beta2} does nothing beside optimizer.beta2_decay"
 
 
-def _is_real(precision: PrecisionConfig) -> bool:
-    """Whether some products run on 8-bit units; of a faulty custom recipe: yes."""
+def _is_native(precision: PrecisionConfig) -> bool:
+    """Whether some products run on 8-bit units; True for a faulty custom recipe."""
     if precision.recipe != "custom":
         known = RECIPES.get(precision.recipe)
     else:
@@ -180,15 +181,15 @@ def _is_real(precision: PrecisionConfig) -> bool:
 def _recipe_faults(precision: PrecisionConfig) -> Iterator[str]:
     if precision.recipe == "int8_inference":
         yield (
-            "precision.recipe=int8_inference runs forward only; train with another, then "
+            "precision.recipe=int8_inference is forward only; train with another recipe, then run "
             "experiments.evaluate run=DIR precision=int8_inference"
         )
     if not precision.where:
-        yield f"precision.where=[]: some of {', '.join(LINEAR_LAYERS)} are expected"
+        yield f"precision.where=[]: at least one of {', '.join(LINEAR_LAYERS)} is expected"
     if precision.recipe != "custom":
         return
     if precision.skip_slow:
-        yield "precision.skip_slow=true: nothing is known of the speed of recipe=custom"
+        yield "precision.skip_slow=true: the speed of recipe=custom is not known"
     if not precision.products:
         yield (
             "precision.recipe=custom needs precision.products, such as "
@@ -222,9 +223,9 @@ def _model_faults(model: ModelConfig, intervention: str) -> Iterator[str]:
     towers = json.loads(known[model.name].read_text())
     foreign = {"timm_model_name", "hf_model_name"} & {*towers["vision_cfg"], *towers["text_cfg"]}
     if {"hf_model_name", "hf_tokenizer_name"} & {*towers["text_cfg"]}:
-        yield f"model.name={model.name} needs a tokenizer that must be downloaded; use another"
+        yield f"model.name={model.name} needs a tokenizer to be downloaded; use another model"
     if "multimodal_cfg" in towers:
-        yield f"model.name={model.name} has a caption decoder, which this harness does not train"
+        yield f"model.name={model.name} has a caption decoder, which lowprec does not train"
     size = model.image_size or towers["vision_cfg"].get("image_size")
     patch = model.patch_size or towers["vision_cfg"].get("patch_size", 1)
     if isinstance(size, int) and isinstance(patch, int) and (size % patch or size < patch):
@@ -233,7 +234,7 @@ def _model_faults(model: ModelConfig, intervention: str) -> Iterator[str]:
     if intervention != "none" and not plain_vit:
         yield f"intervention={intervention} needs open_clip's own towers; {model.name} has others"
     if model.patch_dropout and not plain_vit:
-        yield f"model.patch_dropout needs open_clip's own ViT; {model.name} has another tower"
+        yield f"model.patch_dropout needs open_clip's own ViT, which {model.name} does not have"
 
 
 def _preset_faults(model: ModelConfig) -> Iterator[str]:
@@ -255,7 +256,7 @@ def _preset_faults(model: ModelConfig) -> Iterator[str]:
 
 
 def open_clip_models() -> dict[str, Path]:
-    """Names of open_clip's model configs and their files, found without importing it."""
+    """The config file of each open_clip model, by name; open_clip is not imported."""
     spec = importlib.util.find_spec("open_clip")
     folder = Path(spec.submodule_search_locations[0]) / "model_configs" if spec else Path()
     return {path.stem: path for path in sorted(folder.glob("*.json"))}

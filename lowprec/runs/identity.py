@@ -50,8 +50,7 @@ def digest(config: Config, sources: dict[str, str]) -> str:
 
 def precision_label(config: Config) -> str:
     """The recipe's name, or under recipe `high` the autocast dtype's."""
-    recipe = config.precision.recipe
-    return config.precision.autocast if recipe == "high" else recipe
+    return config.precision.label
 
 
 def label(config: Config) -> str:

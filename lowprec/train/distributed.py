@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
+from lowprec.config.place import place
 from lowprec.config.schema import Config
-from lowprec.runs.place import place
 
 T = TypeVar("T")
 MARGIN_S = 60  # the watchdog, whose message says more, acts this much before torch's own timeout

@@ -90,13 +90,10 @@ def test_unknown_choice_lists_the_choices(path):
     assert all(str(c).lower() in fault.lower() for c in LEAVES[path].metadata["choices"])
 
 
-@pytest.mark.parametrize(
-    "path", [p for p, f in LEAVES.items() if set(f.metadata["planned"]) - {"*"}]
-)
-def test_every_planned_choice_is_refused_as_planned(path):
-    for choice in LEAVES[path].metadata["planned"]:
-        (fault,) = faults_of(nested(path, choice))
-        assert fault.startswith(f"{path}={choice} is planned and does not exist yet")
+def test_a_removed_key_of_an_old_record_is_dropped_if_it_has_its_only_value():
+    assert check(nested("distributed.gather_with_grad", True)) == check(GOOD)
+    (fault,) = faults_of(nested("distributed.gather_with_grad", False))
+    assert fault.startswith("distributed.gather_with_grad: no such key")
 
 
 @pytest.mark.parametrize("path", list(keys(Config)))

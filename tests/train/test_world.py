@@ -5,8 +5,8 @@ import os
 import pytest
 
 from lowprec.config.check import ConfigError
+from lowprec.config.place import place
 from lowprec.config.preflight import preflight
-from lowprec.runs.place import place
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 
@@ -52,7 +52,7 @@ def test_a_task_of_srun_finds_the_others(monkeypatch, nodes, num_nodes, local, a
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
-        ({}, "8 processes were started and distributed=none trains in one"),
+        ({}, "8 processes were started, but distributed=none"),
         ({"distributed.name": "ddp", "batch_size": 12}, "batch_size=12 (of all ranks)"),
         ({"distributed.name": "ddp", "accumulate": 4}, "x accumulate=4; nearest: batch_size=32"),
     ],
