@@ -11,8 +11,10 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
     """
     names = [str(choice) for choice in allowed]
     by_leaf = {choice.rpartition(".")[2]: choice for choice in reversed(names)}
-    leaf = name.rpartition(".")[2]
-    found = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
-    found = found or [by_leaf[n] for n in difflib.get_close_matches(leaf, by_leaf, 1, 0.6)]
-    found = found or difflib.get_close_matches(name, names, n=1, cutoff=0.4)
-    return f"; nearest: {found[0]}" if found else ""
+    leaves = difflib.get_close_matches(name.rpartition(".")[2], by_leaf, n=1, cutoff=0.6)
+    matches = (
+        difflib.get_close_matches(name, names, n=1, cutoff=0.75)
+        or [by_leaf[leaf] for leaf in leaves]
+        or difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+    )
+    return f"; nearest: {matches[0]}" if matches else ""

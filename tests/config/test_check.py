@@ -1,4 +1,4 @@
-"""The schema and its checker, fields walked automatically; whole commands: test_cli.py."""
+"""The schema and its check, for every field; whole commands are tested in test_compose.py."""
 
 import math
 import subprocess
@@ -51,18 +51,18 @@ def default(f):
 
 
 @pytest.mark.parametrize("path", LEAVES)
-def test_key_says_what_it_means(path):
+def test_every_key_has_a_help_text(path):
     assert LEAVES[path].metadata["doc"].strip()
 
 
 @pytest.mark.parametrize("path", sorted(set(LEAVES) - {"data.train", "data.val"}))
-def test_default_is_allowed(path):
+def test_every_default_is_allowed(path):
     value = default(LEAVES[path])
     assert check(nested(path, value)) == check(GOOD)
 
 
 @pytest.mark.parametrize(("path", "side", "bound"), BOUNDS)
-def test_value_just_beyond_a_bound_is_refused_and_names_the_bound(path, side, bound):
+def test_a_value_just_beyond_a_bound_is_refused_with_the_bound(path, side, bound):
     kind = int if "int" in str(LEAVES[path].type) else float
     beyond = {
         "least": bound - 1 if kind is int else math.nextafter(bound, -math.inf),
@@ -77,13 +77,13 @@ def test_value_just_beyond_a_bound_is_refused_and_names_the_bound(path, side, bo
 
 @pytest.mark.parametrize("path", LEAVES)
 @pytest.mark.parametrize("value", [[["x"]], {"x": {}}, object()], ids=["list", "map", "object"])
-def test_value_of_a_foreign_type_is_refused_by_name(path, value):
+def test_a_value_of_a_wrong_type_is_refused_by_name(path, value):
     (fault,) = faults_of(nested(path, value))
     assert fault.startswith(f"{path}=")
 
 
 @pytest.mark.parametrize("path", [p for p, f in LEAVES.items() if f.metadata["choices"]])
-def test_unknown_choice_lists_the_choices(path):
+def test_an_unknown_choice_is_refused_with_the_list_of_choices(path):
     unknown = ["nonsense"] if "list" in str(LEAVES[path].type) else "nonsense"
     (fault,) = faults_of(nested(path, unknown))
     assert fault.startswith(f"{path}=")
@@ -97,7 +97,7 @@ def test_a_removed_key_of_an_old_record_is_dropped_if_it_has_its_only_value():
 
 
 @pytest.mark.parametrize("path", list(keys(Config)))
-def test_unknown_key_is_named_with_its_nearest_in_the_same_group(path):
+def test_an_unknown_key_is_refused_with_the_nearest_one(path):
     group, _, last = path.rpartition(".")
     typo = f"{group}.{last}_" if group else f"{last}_"
     (fault,) = [fault for fault in faults_of(nested(typo, 1)) if fault.startswith(typo)]
@@ -106,7 +106,7 @@ def test_unknown_key_is_named_with_its_nearest_in_the_same_group(path):
 
 
 @pytest.mark.parametrize(
-    ("name", "found"),
+    ("name", "expected"),
     [
         ("lr", "optimizer.lr"),
         ("beta2", "optimizer.beta2"),
@@ -114,13 +114,13 @@ def test_unknown_key_is_named_with_its_nearest_in_the_same_group(path):
         ("zzzz", ""),
     ],
 )
-def test_nearest_finds_a_moved_key_by_its_last_part(name, found):
-    assert nearest(name, keys(Config)) == (f"; nearest: {found}" if found else "")
+def test_nearest_finds_a_key_of_another_group_by_its_last_part(name, expected):
+    assert nearest(name, keys(Config)) == (f"; nearest: {expected}" if expected else "")
 
 
 @pytest.mark.parametrize("autocast", LEGAL_SCALERS)
 @pytest.mark.parametrize("scaler", ["none", "dynamic", "fixed"])
-def test_scaler_is_accepted_exactly_where_the_table_says(autocast, scaler):
+def test_a_scaler_is_accepted_with_its_legal_dtypes_only(autocast, scaler):
     raw = {**GOOD, "precision": {"autocast": autocast}, "scaler": {"name": scaler}}
     if scaler in LEGAL_SCALERS[autocast]:
         assert check(raw).scaler.name == scaler
@@ -129,34 +129,30 @@ def test_scaler_is_accepted_exactly_where_the_table_says(autocast, scaler):
         assert all(f"scaler={legal}" in fault for legal in LEGAL_SCALERS[autocast])
 
 
-def test_whole_number_becomes_a_float_where_a_number_is_asked():
+def test_an_int_becomes_a_float_for_a_float_field():
     value = check(nested("optimizer.lr", 1)).optimizer.lr
     assert value == 1 and isinstance(value, float)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("path", [p for p, f in LEAVES.items() if "float" in str(f.type)])
-def test_number_must_be_finite(path, value):
+def test_a_float_must_be_finite(path, value):
     assert faults_of(nested(path, value))[0].startswith(f"{path}=")
 
 
-def test_checked_config_survives_a_round_trip_through_plain_data():
+def test_a_config_survives_a_round_trip_through_plain_data():
     config = check({**nested("data.resampled", True), "seed": 3})
     assert check(to_dict(config)) == config
 
 
-def test_repeated_fault_is_listed_once():
-    assert ConfigError(["a", "b", "a"]).faults == ["a", "b"]
-
-
 @pytest.mark.parametrize("raw", [None, [], "text", 3])
-def test_config_that_is_no_map_is_a_fault(raw):
+def test_a_config_must_be_a_map(raw):
     with pytest.raises(ConfigError):
         check(raw)
 
 
 @pytest.mark.parametrize("width", [1, 63, 65, 96, 1000])
-def test_proposed_width_is_itself_accepted(width):
+def test_the_proposed_width_is_accepted(width):
     (fault,) = faults_of(nested("model.text_width", width))
     assert check(nested("model.text_width", int(fault.rpartition("=")[2])))
 

@@ -1,4 +1,4 @@
-"""What a config needs of the machine and does not find is said before anything is loaded."""
+"""Faults that the machine makes of a config."""
 
 import importlib.util
 
@@ -12,7 +12,7 @@ FIND = importlib.util.find_spec
 
 @pytest.fixture
 def faults(make_config, monkeypatch):
-    """`faults(name, packages, gpu, **changes)`: of an 8-bit optimizer, with these installed."""
+    """A function: the faults of an 8-bit optimizer with only these packages installed."""
 
     def of(name, packages=(), gpu=False, training=True, **changes):
         def find(package):

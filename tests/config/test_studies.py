@@ -1,4 +1,4 @@
-"""Every figure of runs has its studies: a config at paper scale and one for one GPU."""
+"""Every figure that is drawn from runs has a study at paper scale and one for a single GPU."""
 
 import functools
 import importlib
@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from analysis import make, spike_lead
 from lowprec.config.compose import CONF, compose_command
 
-WITHOUT_PAPER = ("resume",)  # not of the paper
+WITHOUT_PAPER = ("resume",)  # studies that the paper does not have
 SHARDS = ["data.train=train.tar", "data.val=val.tar"]
 MINI = ("mini_b", "mini_l", "mini_h")
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
@@ -29,7 +29,7 @@ def runs_of(name):
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_experiment_expands_to_the_runs_its_header_says(name):
+def test_an_experiment_composes_into_as_many_runs_as_its_header_says(name):
     lines = (CONF / "experiment" / f"{name}.yaml").read_text().splitlines()
     header = "".join(line for line in lines if line.startswith("#"))
     assert len(runs_of(name)) == int(re.search(r"(\d+) runs?\b", header).group(1))
@@ -60,7 +60,7 @@ def test_a_study_at_paper_scale_follows_the_protocol_of_the_paper(slug):
 
 
 @pytest.mark.parametrize("slug", [slug for slug in STUDIES if slug not in WITHOUT_PAPER])
-def test_weight_decay_is_the_papers_in_all_commands_that_do_not_sweep_optimizers(slug):
+def test_weight_decay_is_not_clipped_where_no_optimizers_are_compared(slug):
     configs = runs_of(slug)
     for config in configs:
         unclipped = config.optimizer.name == "stable_adamw" and slug != "update_clipping"
@@ -69,7 +69,7 @@ def test_weight_decay_is_the_papers_in_all_commands_that_do_not_sweep_optimizers
 
 @pytest.mark.parametrize("scale", ["paper", "mini", None])
 @pytest.mark.parametrize("figure", OF_RUNS, ids=lambda figure: figure.__name__.split(".")[-1])
-def test_without_runs_a_figure_names_the_command_that_makes_them(figure, scale, tmp_path, capsys):
+def test_without_runs_a_figure_names_the_command_for_them(figure, scale, tmp_path, capsys):
     slug, study = figure.__name__.split(".")[-1], make.experiment_of(figure)
     asked = ["--scale", scale] if scale else []
     assert make.main([slug, *asked, "--runs", str(tmp_path)]) == 2
@@ -80,14 +80,14 @@ def test_without_runs_a_figure_names_the_command_that_makes_them(figure, scale, 
 
 
 @pytest.mark.parametrize("kind", ["size", "batch", "lr"])
-def test_leads_of_spikes_are_of_the_sweep_of_the_losses(kind):
+def test_spike_leads_use_the_runs_of_the_loss_sweeps(kind):
     figure = importlib.import_module(f"analysis.figures.spike_lead_{kind}")
     assert make.experiment_of(figure) == f"spikes_vs_{kind}"
     beta2 = {config.optimizer.beta2 for config in runs_of(f"spikes_vs_{kind}")}
     assert {b for b in beta2 if b >= spike_lead.LEAST_BETA2} == {0.99, 0.995}
 
 
-def test_sweeps_of_the_paper_have_its_values():
+def test_sweeps_have_the_values_of_the_paper():
     swept = {
         "spikes_vs_size": lambda c: c.model.name,
         "spikes_vs_batch": lambda c: c.batch_size,
@@ -114,13 +114,13 @@ def row_of(name):
 
 
 @pytest.mark.parametrize("name", [name for name in EXPERIMENTS if name[-5:] in ("_mini", "_demo")])
-def test_the_row_of_a_small_study_says_its_number_of_steps(name):
+def test_the_row_of_a_small_study_has_its_number_of_steps(name):
     deviation = row_of(name).split("|")[-2]
     steps = int(re.search(r"([\d,]+) steps", deviation)[1].replace(",", ""))
     assert {steps} == {config.num_steps for config in runs_of(name)}
 
 
-def test_every_study_is_a_row_of_the_table():
+def test_every_study_has_a_row_in_the_table():
     for path in (CONF / "experiment").glob("*.yaml"):
         row = row_of(path.stem)
         scale = row.split("|")[2].strip()
