@@ -40,22 +40,26 @@ if TYPE_CHECKING:  # torch is loaded once the command has been checked
     from lowprec.train.distributed import Ranks
 
 
-def main(config: Config) -> None:
-    """One run from its config to its end, in one process or as one of several."""
+def main(config: Config, expected: str | None = None) -> None:
+    """One run from its config to its end, in one process or as one of several.
+
+    `expected`: the run directory that a sweep has planned; other data, which would make another
+    run, are refused.
+    """
     sys.stderr = sys.__stderr__  # see the end of this file
     preflight(config)
     from lowprec.train.distributed import Ranks, join
 
     if place()[1] == 1:
-        _run(config, Ranks())
+        _run(config, Ranks(), expected)
         return
     world = join(config.device, config.distributed.timeout_s)
     with open(os.devnull, "w") as nowhere:
         with contextlib.redirect_stdout(sys.stdout if world.is_first else nowhere):
-            _run(config, world)
+            _run(config, world, expected)
 
 
-def _run(config: Config, world: "Ranks") -> None:
+def _run(config: Config, world: "Ranks", expected: str | None) -> None:
     """A rank's part of a run; rank 0 writes, and speaks for all where all fail alike."""
     from lowprec.train.attempt import attempt, line_of
     from lowprec.train.distributed import PeerFailed
@@ -64,6 +68,8 @@ def _run(config: Config, world: "Ranks") -> None:
         data = _open_data(config, world)
         sources = world.first(lambda: sources_of(config, data))
         run = directory(config, sources)
+        if expected not in (None, str(run)):
+            raise RunError(f"{expected}: its data have changed since `submit`; now it is {run}")
         record = _open_record(run, config.num_steps, world)
         if record is None:
             return

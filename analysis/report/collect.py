@@ -23,7 +23,7 @@ from analysis.spike_marks import (
 )
 from analysis.style import smooth, smoothing_width
 from lowprec.diagnostics.spikes import Protocol, loss_spikes, rms_spikes
-from lowprec.sweep.manifest import Ledger
+from lowprec.sweep.plan import Manifest
 from lowprec.sweep.status import ask_queue, states
 
 AROUND = 40  # steps kept in full on either side of a listed spike
@@ -238,11 +238,11 @@ def absent_runs(root: Path | str, runs: set[str], experiment: str | None) -> lis
 
 
 def _absent_runs_of(folder: Path, runs: set[str], experiment: str | None) -> list[AbsentRun]:
-    manifest = Ledger(folder)
+    manifest = Manifest(folder)
     absent = [
         planned
-        for planned in manifest.cells
-        if Path(planned.run).name not in runs and experiment in (None, planned.config["experiment"])
+        for planned in manifest.runs
+        if Path(planned.directory).name not in runs and experiment in (None, planned.config["experiment"])
     ]
     if not absent:
         return []
@@ -250,7 +250,7 @@ def _absent_runs_of(folder: Path, runs: set[str], experiment: str | None) -> lis
     for planned in absent:
         state, log = state_of[planned.index], manifest.log_of(planned.index)
         reason = state.reason or ABSENT_REASONS.get(state.state, "its run directory is damaged")
-        path = str(log if log.exists() else manifest.run_of(planned.index))
+        path = str(log if log.exists() else manifest.directory_of(planned.index))
         name = " ".join(planned.overrides) or planned.label
         rows.append(AbsentRun(name, state.state, reason, path))
     return rows

@@ -1,43 +1,342 @@
-"""The cells of a sweep's command line: checked, each with its run directory, all faults named."""
+"""The plan of a sweep: its runs, each checked, and the manifest of what was submitted.
 
+A sweep is a folder. `sweep.json` lists the runs and is on disk before anything is submitted.
+`submissions.jsonl` records what was handed to a launcher or cancelled. In `runs/<index>.jsonl`,
+the process that supervises a run records when each attempt started and how it ended. Results are
+not here but in the run directories.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
+
+import numpy as np
+from omegaconf import OmegaConf
 
 from lowprec.config.check import ConfigError, check
 from lowprec.config.compose import compose_command
 from lowprec.config.patterns import without_secrets
 from lowprec.config.preflight import preflight, process_faults
+from lowprec.config.schema import Config
 from lowprec.data.open import open_data
-from lowprec.runs.identity import digest, directory, label, to_dict
-from lowprec.sweep.manifest import Cell
+from lowprec.runs import durable
+from lowprec.runs.identity import directory, label, precision_label, to_dict
+from lowprec.runs.read import encode_row, find_runs, read_rows, read_status, scan_rows
 from lowprec.train.sources import sources_of
 
-URLS = ("data.train", "+data.train", "++data.train")  # keys whose value may hold a secret
-QUOTES = "'\""
+URL_KEYS = ("data.train", "+data.train", "++data.train")  # their values may hold a secret
+RECORDS = Path(__file__).parents[2] / "experiments" / "results"
+BYTES_PER_PARAMETER = 12  # a weight and two moments in float32
 
 
-def cells_of(overrides: list[str], processes: int = 1) -> list[Cell]:
-    """Every cell of the overrides, checked for so many processes each.
+@dataclass
+class PlannedRun:
+    """One run of a sweep; `config` is its whole config as plain data."""
 
-    ConfigError names each fault and its cells.
+    index: int
+    label: str
+    directory: str
+    overrides: list[str]
+    config: dict
+
+
+@dataclass
+class Submission:
+    """The newest submission of a run; `job` is None if the launcher has not named one."""
+
+    token: str
+    launcher: dict
+    job: str | None = None
+    cancelled: bool = False
+
+
+class Manifest:
+    """The files of one sweep. Every read is fresh, because other processes write them too.
+
+    `command` trains one run; the sweep's folder and the run's index are appended to it. Relative
+    paths, run directories included, are relative to `cwd`. Raises ConfigError for a sweep that an
+    earlier version wrote.
     """
-    cells = []
-    for run in compose_command(
+
+    def __init__(self, folder: Path):
+        self.folder = Path(folder).absolute()
+        plan = json.loads((self.folder / "sweep.json").read_text())
+        if "runs" not in plan:
+            raise ConfigError(
+                [f"{folder}: written by an earlier version; delete the folder and submit again"]
+            )
+        self.command: list[str] = plan["command"]
+        self.cwd = Path(plan["cwd"])
+        self.runs = [PlannedRun(**run) for run in plan["runs"]]
+
+    @classmethod
+    def open(cls, folder: Path, command: list[str], cwd: Path) -> "Manifest":
+        """Opens the sweep of a folder; creates one without runs if there is none."""
+        folder = Path(folder)
+        for name in ("runs", "logs"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        if not (folder / "sweep.json").exists():
+            _write_plan(folder, {"command": command, "cwd": str(cwd), "runs": []})
+        return cls(folder)
+
+    def add(self, runs: list[PlannedRun]) -> list[int]:
+        """Adds runs durably and returns their indexes.
+
+        A run whose directory the sweep already has replaces that run, since keys that are not
+        part of a run's identity may differ.
+        """
+        known = {self.directory_of(run.index).resolve(): run.index for run in self.runs}
+        for run in runs:
+            run.index = known.setdefault((self.cwd / run.directory).resolve(), len(self.runs))
+            self.runs[run.index : run.index + 1] = [run]
+        plan = {"command": self.command, "cwd": str(self.cwd)}
+        _write_plan(self.folder, plan | {"runs": [asdict(run) for run in self.runs]})
+        return sorted({run.index for run in runs})
+
+    def directory_of(self, index: int) -> Path:
+        """The run directory of a run."""
+        return self.cwd / self.runs[index].directory
+
+    def log_of(self, index: int) -> Path:
+        """What a run has printed, over all its attempts."""
+        return self.folder / "logs" / f"{index:04d}-{self.runs[index].label}.log"
+
+    def lock_of(self, index: int) -> Path:
+        """The file that a run's supervisor keeps locked; its training keeps it locked too."""
+        return self.folder / "runs" / f"{index:04d}.lock"
+
+    def record(self, row: dict) -> None:
+        """Appends a row to submissions.jsonl, durably."""
+        _append_row(self.folder / "submissions.jsonl", row)
+
+    def events(self) -> list[dict]:
+        """The rows of submissions.jsonl; a line that a crash has torn is skipped."""
+        return scan_rows(self.folder / "submissions.jsonl")[0]
+
+    def submissions(self) -> dict[int, Submission]:
+        """The newest submission of each run that was ever submitted."""
+        newest: dict[int, Submission] = {}
+        indexes: dict[str, list[int]] = {}
+        for row in self.events():
+            if row["event"] == "submitting":
+                indexes[row["token"]] = row["runs"]
+                newest |= {i: Submission(row["token"], row["launcher"]) for i in row["runs"]}
+            elif row["event"] == "submitted":
+                for place, index in enumerate(indexes.get(row["token"], [])):
+                    if newest[index].token == row["token"]:
+                        newest[index].job = f"{row['job']}_{place}"
+            else:
+                for index in newest.keys() & row["runs"]:
+                    newest[index].cancelled = True
+        return newest
+
+    def is_cancelled(self, index: int, token: str) -> bool:
+        """Whether a run was cancelled or submitted again since the submission with this token."""
+        newest = self.submissions().get(index)
+        return newest is None or newest.token != token or newest.cancelled
+
+    def last_launcher(self, name: str | None = None) -> dict | None:
+        """The settings of the launcher (with this name) that was used last; None if none was."""
+        used = [row["launcher"] for row in self.events() if row["event"] == "submitting"]
+        return next((one for one in reversed(used) if name in (None, one["name"])), None)
+
+    def append(self, index: int, row: dict) -> None:
+        """Appends a row to the attempts at a run, durably."""
+        _append_row(self.folder / "runs" / f"{index:04d}.jsonl", row)
+
+    def attempts(self, index: int, token: str | None = None) -> list[dict]:
+        """The rows about attempts at a run (under one submission): starts and ends, in order."""
+        rows = scan_rows(self.folder / "runs" / f"{index:04d}.jsonl")[0]
+        return [row for row in rows if token in (None, row["token"])]
+
+
+def plan_runs(overrides: list[str], processes: int = 1) -> list[PlannedRun]:
+    """Composes and checks every run of the overrides, for so many processes each.
+
+    Opens each data set once. Raises ConfigError with the faults of all runs.
+    """
+    composed = compose_command(
         overrides, multirun=True, preflight=partial(preflight, planned=processes)
-    ):
-        config, sources = run.config, sources_of(run.config, open_data(run.config))
-        path, shown = str(directory(config, sources)), [_shown(text) for text in run.overrides]
-        cells.append(Cell(-1, label(config), digest(config, sources), path, shown, to_dict(config)))
-    return cells
+    )
+    sources: dict[str, dict[str, str]] = {}
+    runs = []
+    for run in composed:
+        config = run.config
+        paths = (config.data, config.evaluation, config.model.init_from, config.resume)
+        opened = repr((*paths, config.batch_size, config.num_workers))
+        if opened not in sources:
+            sources[opened] = sources_of(config, open_data(config))
+        place = str(directory(config, sources[opened]))
+        shown = [_without_secret(text) for text in run.overrides]
+        runs.append(PlannedRun(-1, label(config), place, shown, to_dict(config)))
+    return runs
 
 
-def refuse_processes(cells: list[Cell], processes: int) -> None:
-    """ConfigError where written cells do not fit so many processes each."""
-    faults = [f for cell in cells for f in process_faults(check(cell.config), processes)]
+def refuse_processes(runs: list[PlannedRun], processes: int) -> None:
+    """Raises ConfigError if a planned run cannot be split over so many processes."""
+    faults = [f for run in runs for f in process_faults(check(run.config), processes)]
     if faults:
-        raise ConfigError(list(dict.fromkeys(faults)))
+        raise ConfigError(faults)
 
 
-def _shown(text: str) -> str:
-    """An override without the secrets of a URL."""
-    name, _, value = text.partition("=")
-    return f"{name}={without_secrets(value.strip(QUOTES))}" if name in URLS else text
+@dataclass
+class StepTime:
+    """The median step time of a finished run."""
+
+    model: str
+    precision: str
+    batch_size: int
+    processes: int
+    device: str
+    ms: float
+    run: Path
+
+
+def estimate(runs: list[PlannedRun], processes: int = 1) -> list[str]:
+    """Lines that say what runs will cost with so many processes (GPUs) each.
+
+    Hours follow from finished runs with the same model and number of processes, in proportion to
+    the batch size, and are "unknown" without one; disk follows from the size of checkpoints.
+    """
+    configs = [check(run.config) for run in runs]
+    known = step_times([Path(configs[0].run_dir), RECORDS])
+    lines, hours, unknown, sources = [], Counter(), Counter(), {}
+    for run, config in zip(runs, configs, strict=True):
+        measured = _nearest_step_time(config, known, processes)
+        if measured is None:
+            unknown[config.model.name] += 1
+            cost = "time unknown"
+        else:
+            ms = measured.ms * config.batch_size / measured.batch_size
+            spent = ms * config.num_steps / 3.6e6
+            hours[measured.device] += spent * processes
+            sources[str(measured.run)] = None
+            cost = f"{spent:.2f} h ({ms:.1f} ms per step)"
+        lines.append(f"{run.directory}: {config.num_steps} steps, {cost}")
+    lines.append(f"{len(runs)} runs with {processes} process(es) each")
+    for device, spent in hours.items():
+        unit = "CPU-hours" if device == "CPU" else f"GPU-hours on {device}"
+        lines.append(f"time: {spent:.2f} {unit} for training steps, from {', '.join(sources)}")
+    for model, count in unknown.items():
+        what = f"no finished run of model={model} with {processes} process(es)"
+        lines.append(f"time: unknown for {count} runs ({what})")
+    sizes = [_checkpoint_bytes(config) for config in configs]
+    folder = Path(configs[0].run_dir).absolute()
+    free = shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free
+    more = f", unknown for {sizes.count(None)} runs" if None in sizes else ""
+    total = sum(size for size in sizes if size)
+    return [*lines, f"disk: {total / 1e9:.2f} GB of checkpoints{more}; {free / 1e9:.2f} GB free"]
+
+
+def step_times(roots: list[Path]) -> list[StepTime]:
+    """The step times of all finished runs below these folders, without each run's first flush."""
+    found = []
+    for run in (run for root in roots for run in find_runs(root)):
+        try:
+            times = [row["step_ms"] for row in read_rows(run / "timing.jsonl")][1:]
+            if read_status(run)["state"] != "finished" or not times:
+                continue
+            config = check(OmegaConf.to_container(OmegaConf.load(run / "config.yaml")))
+            device = json.loads((run / "environment.json").read_text()).get("gpu") or "CPU"
+            attempts = read_rows(run / "attempts.jsonl")
+            (processes,) = {row.get("processes", 1) for row in attempts}  # one in older records
+        except (OSError, ValueError, KeyError):
+            continue
+        what = (config.model.name, precision_label(config), config.batch_size)
+        found.append(StepTime(*what, processes, device, float(np.median(times)), run))
+    return found
+
+
+def _nearest_step_time(config: Config, known: list[StepTime], processes: int) -> StepTime | None:
+    """Of the same model and number of processes: the same precision, then the nearest batch."""
+    same = [t for t in known if (t.model, t.processes) == (config.model.name, processes)]
+    if config.device != "auto":
+        same = [time for time in same if (time.device == "CPU") == (config.device == "cpu")]
+    return min(
+        same,
+        key=lambda time: (
+            time.precision != precision_label(config),
+            abs(np.log(time.batch_size / config.batch_size)),
+        ),
+        default=None,
+    )
+
+
+def _checkpoint_bytes(config: Config) -> int | None:
+    """Bytes of the checkpoints kept and of the one being written; None if the size is unknown."""
+    m = config.model
+    if m.vision_width is None or m.text_width is None:
+        return None
+    towers = 12 * (m.vision_width**2 * m.vision_layers + m.text_width**2 * m.text_layers)
+    embeddings = 3 * m.patch_size**2 * m.vision_width + m.vocab_size * m.text_width
+    return (towers + embeddings) * BYTES_PER_PARAMETER * (config.keep_checkpoints + 1)
+
+
+def _without_secret(override: str) -> str:
+    name, _, value = override.partition("=")
+    value = value.strip("'\"")
+    return f"{name}={without_secrets(value)}" if name in URL_KEYS else override
+
+
+def _append_row(path: Path, row: dict) -> None:
+    line = encode_row({"time": round(time.time(), 3), **row}).encode()
+    last = path.read_bytes()[-1:] if path.exists() else b""
+    torn = last not in (b"", b"\n")  # by a crash: this row starts a new line
+    durable.append(path, [b"\n" * torn + line])
+    durable.sync(path)
+
+
+def _write_plan(folder: Path, plan: dict) -> None:
+    before = os.umask(0o077)  # readable by the owner only: a URL in a config may hold a secret
+    try:
+        durable.replace(folder / "sweep.json", json.dumps(plan, indent=1).encode())
+    finally:
+        os.umask(before)
+    durable.sync(folder)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Waits for and holds the lock under which one process submits or cancels in a sweep."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    with open(Path(folder) / ".lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def take_lock(path: Path, patience_s: float = 0.0) -> int | None:
+    """A descriptor that holds a file's lock until it is closed; None if another holder keeps it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+        except BlockingIOError:  # any other error: the file system has no locks
+            if time.monotonic() > deadline:
+                os.close(descriptor)
+                return None
+            time.sleep(0.05)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds a file's lock. Writes nothing; holds the lock for a moment."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False

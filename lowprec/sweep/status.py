@@ -1,28 +1,32 @@
-"""The state of every cell, from its run directory first; a launcher only says who still lives.
+"""The state of each run of a sweep, and the table that shows it.
 
-queued, running, finished, diverged, failed (with the reason), cancelled; `new` was never submitted,
-and `lost` was, but nothing runs it and it did not say how it ended (a machine that died).
+A state comes from the run's directory, then from what its supervisor recorded, its lock and the
+queue: queued, running, finished, diverged, failed (with the reason), cancelled; `new` was never
+submitted; `lost` was submitted, but nothing trains it and no end was recorded (the machine died).
 """
 
-import json
-from collections.abc import Iterable
+from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 
-from lowprec.runs.read import decode_row, read_status
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from lowprec.runs.read import ENDED, read_last_row, read_status
 from lowprec.sweep import local, slurm
-from lowprec.sweep.manifest import Ledger, Submission, is_locked
+from lowprec.sweep.plan import Manifest, Submission, is_locked
 
 ACTIVE = ("queued", "running")
-RESULTS = ("finished", "diverged")
 TO_SUBMIT = ("new", "cancelled", "lost")
 TO_RESUBMIT = ("failed", "lost")
-TAIL = 65536  # bytes: more than a row
+ORDER = (*ENDED, *ACTIVE, "failed", "cancelled", "lost", "new")
+COLORS = {"finished": "green", "running": "cyan", "failed": "red", "lost": "red"}
+COLORS |= {"diverged": "yellow", "cancelled": "dim"}
 
 
 @dataclass
 class State:
-    """What is known of a cell. `preempted`: how often it was stopped and begun again."""
+    """What is known of a run. `preempted`: how often it was stopped and started again."""
 
     index: int
     state: str
@@ -30,69 +34,64 @@ class State:
     loss: float | None = None
     preempted: int = 0
     reason: str = ""
-    job: str | None = None
 
 
-def states(ledger: Ledger, queue: dict | None) -> list[State]:
-    """All cells' states. `queue`: what `slurm.queue()` says, None where it cannot be asked."""
-    submissions = ledger.submissions()
-    launcher_lives = is_locked(local.lock_path(ledger.folder))
+def states(manifest: Manifest, queue: dict | None) -> list[State]:
+    """The states of all runs. `queue`: the result of `slurm.queue()`, None if it cannot be had."""
+    submissions = manifest.submissions()
+    launcher_lives = is_locked(local.lock_path(manifest.folder))
     found = []
-    for cell in ledger.cells:
-        rows = ledger.rows(cell.index)
-        run = ledger.run_of(cell.index)
-        status = _read_status(run)
-        last = _last_row(run)  # status.json is written at saves only
-        step = max(status.get("step", 0), last.get("step", 0))
-        state = State(cell.index, "new", step, last.get("loss"), _stops(rows))
-        submission = submissions.get(cell.index)
-        if _has_result(status, cell.config):
-            state.state, state.reason = status["state"], status.get("reason", "")
-        elif submission is not None:
-            state.job = submission.job
+    for run in manifest.runs:
+        directory = manifest.directory_of(run.index)
+        status = read_status(directory, {})
+        last = read_last_row(directory / "metrics.jsonl")
+        rows = manifest.attempts(run.index)
+        step = max(status.get("step", 0), last.get("step", 0))  # a save alone writes the status
+        result = status.get("state")
+        if result == "finished" and status.get("step", 0) < run.config["num_steps"]:
+            result = None  # a longer run continues it
+        submission = submissions.get(run.index)
+        if result in ENDED:
+            state, reason = result, status.get("reason", "")
+        elif submission is None:
+            state, reason = "new", ""
+        else:
             own = [row for row in rows if row["token"] == submission.token]
-            _set_unfinished(state, submission, own, launcher_lives, queue)
-            if state.state == "lost" and is_locked(ledger.lock_of(cell.index)):
-                state.state, state.reason = "running", ""
-        found.append(state)
+            locked = is_locked(manifest.lock_of(run.index))
+            state, reason = _unfinished(submission, own, locked, launcher_lives, queue)
+        preempted = _preemptions(rows)
+        found.append(State(run.index, state, step, last.get("loss"), preempted, reason))
     return found
 
 
-def _set_unfinished(
-    state: State, submission: Submission, rows: list, launcher_lives: bool, queue: dict | None
-) -> None:
-    """The state of a cell that was submitted and has no result."""
-    last = rows[-1] if rows else None
+def _unfinished(
+    submission: Submission, rows: list, locked: bool, launcher_lives: bool, queue: dict | None
+) -> tuple[str, str]:
+    """State and reason of a run that was submitted and has no result."""
+    last = rows[-1] if rows else {"event": ""}
+    began = last["event"] == "started"
     if submission.cancelled:
-        state.state = "cancelled"
-    elif last and last["event"] == "ended" and not last["again"]:
-        state.state = "failed"
-        state.reason = last["reason"] or "ended without a result"
-    elif submission.launcher["name"] == "local":
-        begun = last is not None and last["event"] == "started"
-        state.state = "queued" if launcher_lives and not begun else "lost"
-        state.reason = "" if state.state == "queued" else "its process is gone"
-    elif queue is None:
-        state.state = "running" if last and last["event"] == "started" else "queued"
-    elif submission.job in queue:
-        waits = queue[submission.job][0] in ("PENDING", "REQUEUED", "REQUEUE_HOLD")
-        state.state = "queued" if waits or last is None else "running"
-    elif submission.job is None:
-        state.state, state.reason = "lost", "its submission failed"
-    else:
-        state.state, state.reason = "lost", f"job {submission.job} is no longer in the queue"
+        return "cancelled", ""
+    if last["event"] == "ended" and not last["again"]:
+        return "failed", last["reason"] or "ended without a result"
+    if locked:
+        return "running", ""
+    if submission.launcher["name"] == "local":
+        waits = launcher_lives and not began
+        return ("queued", "") if waits else ("lost", "the process that trained it is gone")
+    if queue is None:  # as last known
+        return "running" if began else "queued", ""
+    if submission.job is None:
+        return "lost", "its submission failed"
+    if submission.job not in queue:
+        return "lost", f"job {submission.job} is no longer in the queue"
+    waits = queue[submission.job][0] in ("PENDING", "REQUEUED", "REQUEUE_HOLD")
+    return "running" if began and not waits else "queued", ""
 
 
-def summary(found: Iterable[State]) -> str:
-    """`3 finished, 1 failed`."""
-    names = [state.state for state in found]
-    order = (*RESULTS, *ACTIVE, "failed", "cancelled", "lost", "new")
-    return ", ".join(f"{names.count(name)} {name}" for name in order if name in names)
-
-
-def ask_queue(ledger: Ledger) -> dict | None:
-    """The SLURM queue where a cell may be in it ({} where none is), None if it gives no answer."""
-    submissions = ledger.submissions().values()
+def ask_queue(manifest: Manifest) -> dict | None:
+    """The SLURM queue if a run may be in it, {} if none is, None if squeue gives no answer."""
+    submissions = manifest.submissions().values()
     if all(s.cancelled or s.launcher["name"] != "slurm" for s in submissions):
         return {}
     try:
@@ -101,32 +100,53 @@ def ask_queue(ledger: Ledger) -> dict | None:
         return None
 
 
-def _read_status(run: Path) -> dict:
-    try:
-        return read_status(run)
-    except (OSError, ValueError):
-        return {}
+def summary(found: list[State]) -> str:
+    """`3 finished, 1 failed`."""
+    counts = Counter(state.state for state in found)
+    return ", ".join(f"{counts[name]} {name}" for name in ORDER if counts[name])
 
 
-def _has_result(status: dict, config: dict) -> bool:
-    if status.get("state") == "diverged":
-        return True
-    return status.get("state") == "finished" and status.get("step", 0) >= config["num_steps"]
+def table(manifest: Manifest, found: list[State], queue: dict | None) -> RenderableType:
+    """A row per run: its overrides and progress; below it the reasons and a summary."""
+    shown = Table()
+    for name in ("run", "overrides", "state", "step", "loss", "preempted"):
+        shown.add_column(name, overflow="fold")
+    names, lines = _names(manifest), []
+    for state in found:
+        name = names[state.index]
+        shown.add_row(
+            str(state.index),
+            Text(name),
+            Text(state.state, COLORS.get(state.state, "")),
+            f"{state.step}/{manifest.runs[state.index].config['num_steps']}",
+            "" if state.loss is None else f"{state.loss:.3f}",
+            str(state.preempted or ""),
+        )
+        if state.reason:
+            line = f"run {state.index} ({name}) {state.state}: {state.reason}"
+            log = manifest.log_of(state.index)
+            has_log = state.state in TO_RESUBMIT and log.exists()
+            lines.append(Text(line + f"; log: {log}" * has_log))
+    if queue is None:
+        lines.append(Text("squeue gives no answer: the states of queued runs are as last known"))
+    return Group(shown, *lines, Text(summary(found)))
 
 
-def _stops(rows: list[dict]) -> int:
-    """Attempts that were stopped or killed and, by the same submission, begun again."""
+def show(manifest: Manifest, found: list[State], queue: dict | None, console: Console) -> None:
+    """Prints the table; each reason is one line, however long."""
+    console.print(table(manifest, found, queue), soft_wrap=True)
+
+
+def _names(manifest: Manifest) -> list[str]:
+    """The overrides that tell each run from the others."""
+    runs = manifest.runs
+    shared = set.intersection(*(set(run.overrides) for run in runs)) if len(runs) > 1 else set()
+    own = [[text for text in run.overrides if text not in shared] for run in runs]
+    return [" ".join(texts) or run.label for texts, run in zip(own, runs, strict=True)]
+
+
+def _preemptions(rows: list[dict]) -> int:
+    """Attempts that were stopped or killed and, by the same submission, started again."""
     starts = [row["token"] for row in rows if row["event"] == "started"]
     again = bool(rows) and rows[-1].get("again", False)
     return len(starts) - len(set(starts)) + again
-
-
-def _last_row(run: Path) -> dict:
-    """The last whole row of metrics.jsonl, {} if there is none; only the file's end is read."""
-    try:
-        with open(run / "metrics.jsonl", "rb") as file:
-            file.seek(max(0, file.seek(0, 2) - TAIL))
-            lines = file.read().split(b"\n")[:-1]
-        return decode_row(lines[-1].decode()) if lines else {}
-    except (OSError, ValueError, json.JSONDecodeError):
-        return {}

@@ -1,4 +1,4 @@
-"""Sweeps of cells that take milliseconds: a shell script in place of training."""
+"""Sweeps whose runs take milliseconds: a shell script in place of training."""
 
 import contextlib
 import os
@@ -11,15 +11,15 @@ import pytest
 from experiments import sweep
 from lowprec.config.compose import CONF
 from lowprec.sweep import slurm
-from lowprec.sweep.manifest import Cell, Ledger, locked
+from lowprec.sweep.plan import Manifest, PlannedRun, locked
 from lowprec.sweep.status import TO_SUBMIT, ask_queue, states
 
-# $1: the sweep, $2: the cell. The cells of the file `bad` fail, those of `slow` take a second.
+# $1: the sweep, $2: the run. Runs listed in the file `bad` fail, those in `slow` take a second.
 SCRIPT = """
 run=runs/t/$2
 echo "$2" >> order
 grep -qx "$2" slow && sleep 1
-grep -qx "$2" bad && { echo "ValueError: cell $2 is bad"; exit 3; }
+grep -qx "$2" bad && { echo "ValueError: run $2 is bad"; exit 3; }
 mkdir -p "$run"
 echo '{"state": "finished", "step": 1}' > "$run/status.json"
 """
@@ -30,7 +30,7 @@ FAILING = """
 n=$(grep -c "^$(basename "$0") " calls)
 if [ "$n" -le "${FAIL:-0}" ]; then echo 'Unable to contact slurm controller' >&2; exit 1; fi
 """
-# remembers the job by its name, as the queue shows it
+# adds the job to the queue under its name
 SBATCH = """
 name=$(sed -n 's/^#SBATCH --job-name=//p' "${@: -1}")
 for task in 0 1 2; do echo "77_$task|PENDING|$name" >> queue; done
@@ -40,10 +40,7 @@ echo "Submitted batch job 77"
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """An empty folder that commands start in, from where the project's modules are found.
-
-    What a failed test has left running there is killed.
-    """
+    """An empty working directory; processes that a failed test leaves behind are killed."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(CONF.parent))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -59,7 +56,7 @@ def here(tmp_path, monkeypatch):
 
 
 def processes_in(folder):
-    """Processes other than this whose working directory is a folder, as Linux shows them."""
+    """Other processes whose working directory is a folder, as Linux shows them."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or it is another user's
@@ -69,7 +66,7 @@ def processes_in(folder):
 
 
 class Sweeps:
-    """A sweep in a folder of its own, and what a test asks of it."""
+    """A sweep in a folder of its own, and what tests ask about it."""
 
     script = SCRIPT
 
@@ -77,53 +74,52 @@ class Sweeps:
         self.here, self.folder = here, here / "runs" / "sweeps" / "t"
 
     def make(self, count, script=SCRIPT):
-        """A ledger of so many cells of a script."""
-        (self.here / "cell.sh").write_text(script)
-        Ledger.open(self.folder, ["sh", str(self.here / "cell.sh")], self.here)
+        """A manifest with so many runs of a script."""
+        (self.here / "run.sh").write_text(script)
+        Manifest.open(self.folder, ["sh", str(self.here / "run.sh")], self.here)
         return self.add(count)
 
     def add(self, count):
-        """Adds cells whose runs are runs/t/<index>."""
-        ledger = self.ledger
-        first = len(ledger.cells)
-        cells = [
-            Cell(-1, f"t{i}", f"{i:010d}", f"runs/t/{i}", [f"seed={i}"], CONFIG)
+        """Adds runs whose directories are runs/t/<index>."""
+        manifest = self.manifest
+        first = len(manifest.runs)
+        manifest.add([
+            PlannedRun(-1, f"t{i}", f"runs/t/{i}", [f"seed={i}"], CONFIG)
             for i in range(first, first + count)
-        ]
-        ledger.add(cells)
-        return ledger
+        ])  # fmt: skip
+        return manifest
 
     @property
-    def ledger(self):
-        return Ledger(self.folder)
+    def manifest(self):
+        return Manifest(self.folder)
 
     def submit(self, **launcher):
-        """What the verb does once it has found its cells."""
+        """What the verb does after it has planned the runs."""
         with locked(self.folder):
-            ledger = self.ledger
-            cells = [cell.index for cell in ledger.cells]
-            sweep.hand_over(ledger, cells, TO_SUBMIT, LOCAL | launcher)
+            manifest = self.manifest
+            runs = [run.index for run in manifest.runs]
+            sweep.hand_over(manifest, runs, TO_SUBMIT, LOCAL | launcher)
 
     def states(self):
-        ledger = self.ledger
-        return states(ledger, ask_queue(ledger))
+        manifest = self.manifest
+        return states(manifest, ask_queue(manifest))
 
     def names(self):
         return [state.state for state in self.states()]
 
     def starts(self):
-        """How often each cell was started."""
-        ledger = self.ledger
-        rows = [ledger.rows(cell.index) for cell in ledger.cells]
-        return [sum(row["event"] == "started" for row in of_cell) for of_cell in rows]
+        """How often each run was started."""
+        manifest = self.manifest
+        rows = [manifest.attempts(run.index) for run in manifest.runs]
+        return [sum(row["event"] == "started" for row in of_run) for of_run in rows]
 
     def end(self):
-        """Waits until no cell waits or runs."""
+        """Waits until no run waits or trains."""
         self.until(lambda: not {"queued", "running"} & set(self.names()))
 
-    def until(self, is_so, seconds=90):
+    def until(self, condition, seconds=90):
         deadline = time.monotonic() + seconds
-        while not is_so():
+        while not condition():
             assert time.monotonic() < deadline, f"not in time: {self.names()}"
             time.sleep(0.05)
 
@@ -146,8 +142,8 @@ def shim(here, monkeypatch):
         path.chmod(0o755)
 
     def calls(name):
-        found = (here / "calls").read_text().splitlines()
-        return [call for call in found if call.split()[0] == name]
+        lines = (here / "calls").read_text().splitlines()
+        return [call for call in lines if call.split()[0] == name]
 
     make.calls = calls
     return make
@@ -155,13 +151,12 @@ def shim(here, monkeypatch):
 
 @pytest.fixture
 def cluster(here, shim, monkeypatch):
-    """Shims of a cluster whose commands fail `cluster(times)`; waits between tries are short.
+    """Shims of SLURM's commands that fail `cluster(times)`, with short waits between tries.
 
-    `cluster.sbatch`: one that succeeds.
+    `cluster.sbatch` is the script of one that succeeds.
     """
     monkeypatch.setattr(slurm, "FIRST_WAIT_S", 0.01)
     monkeypatch.setenv("REQUEUE_WAIT_S", "0")
-    shim("srun", "exit 0")
     shim("sbatch", FAILING + SBATCH)
     shim("squeue", FAILING + "[ ! -e queue ] || cat queue")
     shim("scontrol", FAILING)

@@ -1,0 +1,230 @@
+"""Supervises the training of one run: starts it, passes signals on and records how it ended.
+
+    python -m lowprec.sweep.supervisor FOLDER INDEX TOKEN
+
+is what a SLURM job runs; the local launcher holds an `Attempt` for each of its runs. Training is a
+child process, so that an import error or a kill for lack of memory is recorded as well. Children
+are in process groups of their own: a scheduler signals the whole group of a job's process,
+including data workers, which must not die while the run saves.
+"""
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from lowprec.sweep.plan import Manifest, take_lock
+from lowprec.train.signals import STOPPING
+
+STOPPED = 75  # exit status of training that saved because it was asked to stop
+ATTEMPTS = 3  # that start at the same checkpoint end a run
+GRACE_S = 60.0  # to save: for the other ranks after one has failed, for training left by a kill
+PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets when its parent dies
+LIBC = ctypes.CDLL(None)
+POLL_S = 0.05  # between two looks at the training processes
+
+
+class Attempt:
+    """One attempt to train a run; holds the run's lock, which its training inherits.
+
+    `gpus`: the number of processes, one per GPU; 0 for one process that sees all GPUs. `visible`:
+    GPUs to train on, None for those of this process. After `start`, `poll` is called until `code`
+    is set: 0, STOPPED (the run is to be started again) or another exit status (it failed).
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        index: int,
+        token: str,
+        lock: int,
+        gpus: int = 0,
+        visible: list[str] | None = None,
+    ):
+        self.manifest, self.index, self.token = manifest, index, token
+        self.gpus, self.visible = gpus, visible
+        self.code: int | None = None
+        self._lock = lock
+        self._children: list[subprocess.Popen] = []
+        self._log_start = 0
+        self._stop_signal: int | None = None
+        self._signaled = False
+        self._first_failure = 0
+        self._deadline: float | None = None
+
+    def start(self) -> None:
+        """Starts training, unless the run was cancelled, has ended or makes no progress.
+
+        ATTEMPTS starts at the same checkpoint are the limit: a run that is always preempted before
+        it can save must not go on forever.
+        """
+        rows = self.manifest.attempts(self.index, self.token)
+        saved = last_saved(self.manifest.directory_of(self.index))
+        starts = [row["saved"] for row in rows if row["event"] == "started"]
+        if self.is_cancelled():
+            self._leave(1, "was cancelled; nothing to do")
+        elif rows and not rows[-1].get("again", True):  # it ended while this process was waiting
+            self._leave(int(rows[-1]["code"] != 0), "has ended; nothing to do")
+        elif starts[-ATTEMPTS:] == [saved] * ATTEMPTS:
+            reason = f"stopped: {ATTEMPTS} attempts without a new checkpoint (the last one is of "
+            self._end(1, f"{reason}step {saved}); use a smaller save_every, or more time and grace")
+        else:
+            row = {"event": "started", "token": self.token, "saved": saved}
+            self.manifest.append(self.index, row)
+            try:
+                self._start_training()
+            except OSError as error:
+                self._signal(signal.SIGKILL)
+                self._end(1, repr(error))
+
+    def is_cancelled(self) -> bool:
+        """Whether this attempt's submission is no longer wanted."""
+        return self.manifest.is_cancelled(self.index, self.token)
+
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        """Passes a first request to stop on to training at the next `poll`; a signal handler."""
+        self._stop_signal = self._stop_signal or number
+
+    def poll(self) -> int | None:
+        """The exit status once all processes have ended, else None.
+
+        After one process has failed, the others have GRACE_S to follow before they are killed.
+        """
+        codes = [child.poll() for child in self._children]
+        self._first_failure = self._first_failure or next((code for code in codes if code), 0)
+        if None not in codes:
+            failure = self._first_failure
+            self._end_with(128 - failure if failure < 0 else failure)
+            return self.code
+        if self._first_failure:
+            self._deadline = self._deadline or time.monotonic() + GRACE_S
+            if time.monotonic() > self._deadline:
+                self._signal(signal.SIGKILL)
+        if self._stop_signal and not self._signaled:
+            self._signaled = True
+            self._signal(self._stop_signal)
+        return None
+
+    def _signal(self, number: int) -> None:
+        for child in self._children:
+            if child.poll() is None:
+                child.send_signal(number)
+
+    def _start_training(self) -> None:
+        log = self.manifest.log_of(self.index)
+        command = [*self.manifest.command, str(self.manifest.folder), str(self.index)]
+        environment = dict(os.environ)
+        if self.visible is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.visible)
+        with open(log, "ab") as out:
+            self._log_start = out.tell()
+            for rank in _rank_environments(self.gpus):
+                self._children.append(
+                    subprocess.Popen(
+                        command,
+                        cwd=self.manifest.cwd,
+                        env=environment | rank,
+                        stdin=subprocess.DEVNULL,
+                        stdout=out,
+                        stderr=subprocess.STDOUT,
+                        process_group=0,
+                        pass_fds=[self._lock],
+                        preexec_fn=_stop_with_parent,
+                    )
+                )
+
+    def _end_with(self, code: int) -> None:
+        killed_early = self._signaled and _signal_of(code) is not None
+        again = (code == STOPPED or killed_early) and not self.is_cancelled()
+        self._end(code, _reason(self.manifest.log_of(self.index), self._log_start, code), again)
+
+    def _end(self, code: int, reason: str, again: bool = False) -> None:
+        """Records how the attempt ended and whether the run is to be started `again`."""
+        row = {"event": "ended", "token": self.token, "code": code, "reason": reason}
+        self.manifest.append(self.index, row | {"again": again})
+        how = "has saved and is to be started again" if again else f"failed: {reason}"
+        if again:
+            code = STOPPED
+        elif code == STOPPED:
+            code = 1  # the job of a run that has ended must not be requeued
+        self._leave(code, how if code else "has ended")
+
+    def _leave(self, code: int, message: str) -> None:
+        print(f"run {self.index} {message}", file=sys.stderr, flush=True)
+        os.close(self._lock)
+        self.code = code
+
+
+def last_saved(run: Path) -> int:
+    """The step of a run's newest committed checkpoint, 0 if there is none."""
+    manifests = run.glob("checkpoints/step_*/manifest.json")
+    return max((int(path.parent.name.removeprefix("step_")) for path in manifests), default=0)
+
+
+def supervise(manifest: Manifest, index: int, token: str) -> int:
+    """One attempt at a run; returns the exit status of its job, STOPPED to be requeued.
+
+    Waits for training that a killed supervisor has left behind, which saves first.
+    """
+    lock = take_lock(manifest.lock_of(index), GRACE_S)
+    if lock is None:
+        print(f"run {index} is trained by another process; nothing to do")
+        return 0
+    gpus = manifest.submissions()[index].launcher["gpus"]
+    attempt = Attempt(manifest, index, token, lock, gpus)
+    handlers = {n: signal.signal(n, lambda number, frame: attempt.stop(number)) for n in STOPPING}
+    try:
+        attempt.start()
+        while attempt.code is None and attempt.poll() is None:
+            time.sleep(POLL_S)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return attempt.code
+
+
+def _rank_environments(gpus: int) -> list[dict[str, str]]:
+    """What torch.distributed reads in each process of a run; nothing if there is only one."""
+    if gpus < 2:
+        return [{}]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(gpus)}
+    common["LOCAL_WORLD_SIZE"] = str(gpus)
+    return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(gpus)]
+
+
+def _stop_with_parent() -> None:
+    """Asks Linux for SIGTERM when the supervisor is killed, so that no training is unsupervised."""
+    if sys.platform == "linux":
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _signal_of(code: int) -> str | None:
+    """The name of the signal that an exit status stands for; None for a program's own status."""
+    return {128 + number: number.name for number in signal.Signals}.get(code)
+
+
+def _reason(log: Path, start: int, code: int) -> str:
+    """Why an attempt failed: the signal that killed it, or the end of what it printed."""
+    if code == 0:
+        return ""
+    if name := _signal_of(code):
+        return f"killed by {name}" + (", often for lack of memory" * (name == "SIGKILL"))
+    with open(log, "rb") as file:
+        file.seek(max(start, log.stat().st_size - 4000))
+        text = file.read().decode(errors="replace")
+    lines = [line.strip() for line in text.split("\n") if line.strip()]
+    ours = [i for i, line in enumerate(lines) if " failed: " in line or "fault(s) in" in line]
+    sentences = lines[ours[-1] :] if ours else lines[-1:]  # our message, or a traceback's last line
+    return " ".join(sentences).rpartition(" failed: ")[2][:400] or f"exit status {code}"
+
+
+if __name__ == "__main__":
+    folder, index, token = sys.argv[1:]
+    sys.exit(supervise(Manifest(Path(folder)), int(index), token))
