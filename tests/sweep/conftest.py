@@ -168,3 +168,12 @@ def cluster(here, shim, monkeypatch):
 
     fail.sbatch = SBATCH
     return fail
+
+
+@pytest.fixture
+def tiny(squares):
+    """The keys of a run that trains for two steps on the CPU."""
+    keys = ["model.vision_width=64", "model.vision_layers=1", "model.text_width=64", "num_steps=2"]
+    keys += ["model.text_layers=1", "model.vocab_size=512", "num_workers=0", "device=cpu"]
+    keys += ["precision=fp32", "batch_size=16", "evaluation=none", "data=shards", "data.val=null"]
+    return [*keys, f"data.train={squares}/train-*.tar"]

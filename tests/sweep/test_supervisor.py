@@ -137,9 +137,7 @@ def test_a_run_that_another_process_trains_is_left_alone(attempt, sweeps, monkey
         os.close(lock)
 
 
-def test_other_ranks_of_a_failed_run_are_killed_after_a_grace_time(
-    attempt, sweeps, monkeypatch
-):
+def test_other_ranks_of_a_failed_run_are_killed_after_a_grace_time(attempt, sweeps, monkeypatch):
     monkeypatch.setattr(supervisor, "GRACE_S", 0.3)
     ranks = '[ "$RANK/$WORLD_SIZE" = 1/2 ] && { echo "ValueError: one"; exit 7; }; exec sleep 60'
     sweeps.make(1, ranks)

@@ -1,4 +1,4 @@
-"""`cluster`: a real SLURM of this machine, and what its user does."""
+"""`cluster`: a real SLURM on this machine, and what its user does."""
 
 import contextlib
 import os
@@ -14,23 +14,23 @@ import pytest
 
 from lowprec.config.compose import CONF
 from lowprec.runs.read import read_rows, read_status
-from lowprec.sweep.cell import last_saved
+from lowprec.sweep.supervisor import last_saved
 
 SCRIPTS = CONF.parent / "slurm" / "local"
-CELL = ("model=nano", "model.vocab_size=512", "num_workers=0", "device=cpu", "precision=fp32")
-CELL += ("batch_size=16", "log_every=5", "save_every=20", "evaluation=none", "data=shards")
-CELL += ("data.val=null", "schedule.warmup_steps=5", "name=disturbed")
+RUN = ("model=nano", "model.vocab_size=512", "num_workers=0", "device=cpu", "precision=fp32")
+RUN += ("batch_size=16", "log_every=5", "save_every=20", "evaluation=none", "data=shards")
+RUN += ("data.val=null", "schedule.warmup_steps=5", "name=disturbed")
 
 
 @pytest.fixture(scope="session")
 def keys(squares):
     """The overrides of a small run on the CPU."""
-    return (*CELL, f"data.train={squares}/train-*.tar")
+    return (*RUN, f"data.train={squares}/train-*.tar")
 
 
 @pytest.fixture(scope="session")
 def start_slurm():
-    """`start_slurm(folder)`; a failure where there can be none, unless ALLOW_NO_SLURM=1."""
+    """`start_slurm(folder)`; fails if there can be no SLURM, or skips with ALLOW_NO_SLURM=1."""
 
     def start(folder: Path, scripts: Path = SCRIPTS) -> None:
         for command in ([scripts / "install.sh"], [scripts / "start.sh", folder]):
@@ -50,7 +50,7 @@ def start_slurm():
 
 @pytest.fixture(scope="session")
 def cluster(start_slurm):
-    """The SLURM of the session, which its tests share."""
+    """The SLURM that all tests of a session share."""
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))
     try:
         start_slurm(folder)
@@ -78,13 +78,13 @@ class Cluster:
 
     def run(self, *command, code=0):
         process = self.start(*command)
-        said, _ = process.communicate(timeout=600)
-        assert process.returncode == code, said
-        return said
+        printed, _ = process.communicate(timeout=600)
+        assert process.returncode == code, printed
+        return printed
 
-    def until(self, what, is_so, seconds=120):
+    def until(self, what, condition, seconds=120):
         deadline = time.monotonic() + seconds
-        while not is_so():
+        while not condition():
             if time.monotonic() > deadline:
                 pytest.fail(f"not in {seconds} s: {what}")
             time.sleep(0.2)
@@ -97,15 +97,15 @@ class Cluster:
         self.run("sbatch", "-p", "high", "-c", "2", "-o", "/dev/null", "--wrap", "sleep 1")
 
     def training(self, run):
-        """Process of a run once it has a checkpoint and more to do; it is stopped."""
+        """Suspends the training of a run after its first checkpoint; returns its process id."""
         self.until(f"{run} trains", lambda: last_saved(Path(run)) >= 20)
         pid = read_rows(Path(run) / "attempts.jsonl")[-1]["pid"]
         os.kill(pid, signal.SIGSTOP)
         assert read_status(Path(run))["state"] == "running"
         return pid
 
-    def go_on_when_signaled(self, pid):
-        """Lets a stopped process go on as soon as SIGUSR2 waits for it."""
+    def resume_when_signaled(self, pid):
+        """Resumes a suspended process as soon as SIGUSR2 is pending for it."""
 
         def signaled():
             try:

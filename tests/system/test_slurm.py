@@ -1,4 +1,4 @@
-"""A sweep on a real SLURM of this machine: killed, preempted, out of time, controller restarted."""
+"""A sweep on a real SLURM: runs are killed, preempted and out of time, the controller restarts."""
 
 import os
 import re
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lowprec.runs.read import read_rows, read_status
-from lowprec.sweep.manifest import Ledger
+from lowprec.sweep.plan import Manifest
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 SLURM = ("launcher=slurm", "launcher.partition=low", "launcher.gpus=0", "launcher.cpus=1")
@@ -22,7 +22,7 @@ BAD = ("precision=switchback", "precision.backend=triton")  # needs a GPU, known
 @pytest.mark.parametrize(
     ("allowed", "outcome"), [("", pytest.fail.Exception), ("1", pytest.skip.Exception)]
 )
-def test_where_no_slurm_can_be_its_tests_fail_unless_told_to_skip(
+def test_without_slurm_its_tests_fail_unless_told_to_skip(
     start_slurm, tmp_path, monkeypatch, allowed, outcome
 ):
     script = tmp_path / "install.sh"
@@ -34,7 +34,7 @@ def test_where_no_slurm_can_be_its_tests_fail_unless_told_to_skip(
 
 
 class Bench:
-    """The sweep of a user of the cluster, in one folder."""
+    """A user's sweep on the cluster, in one folder."""
 
     def __init__(self, cluster, runs: Path, keys: tuple[str, ...]):
         self.cluster, self.runs, self.keys = cluster, runs, keys
@@ -49,32 +49,32 @@ class Bench:
         return (sys.executable, "-m", "experiments.sweep", "submit", *keys, *texts)
 
     @property
-    def ledger(self):
-        return Ledger(self.runs / "sweeps" / "disturbed")
+    def manifest(self):
+        return Manifest(self.runs / "sweeps" / "disturbed")
 
-    def cell(self, seed):
-        return next(c.index for c in self.ledger.cells if f"seed={seed}" in c.overrides)
+    def index(self, seed):
+        return next(r.index for r in self.manifest.runs if f"seed={seed}" in r.overrides)
 
-    def folder(self, seed):
-        return self.ledger.run_of(self.cell(seed))
+    def directory(self, seed):
+        return self.manifest.directory_of(self.index(seed))
 
     def rows(self, seed, event):
-        return [row for row in self.ledger.rows(self.cell(seed)) if row["event"] == event]
+        return [r for r in self.manifest.attempts(self.index(seed)) if r["event"] == event]
 
     def until_left(self, seed):
-        self.cluster.until_left(self.ledger.submissions()[self.cell(seed)].job)
+        self.cluster.until_left(self.manifest.submissions()[self.index(seed)].job)
 
 
 @pytest.fixture(scope="module")
 def swept(cluster, keys, tmp_path_factory):
-    """The 12 cells after all that happens to them, and what `wait` and `status` said."""
+    """Twelve runs after all disturbances, with the output of `wait` and `resubmit`."""
     bench = Bench(cluster, tmp_path_factory.mktemp("swept"), keys)
     bench.run(*bench.submit_command("seed=8,9", *LONG))
-    killed, preempted = (cluster.training(bench.folder(seed)) for seed in (8, 9))
+    killed, preempted = (cluster.training(bench.directory(seed)) for seed in (8, 9))
     os.kill(killed, signal.SIGKILL)
     bench.until_left(8)
     cluster.preempt()
-    cluster.go_on_when_signaled(preempted)
+    cluster.resume_when_signaled(preempted)
     cluster.until("seed=9 is requeued", lambda: bench.rows(9, "ended"))
 
     pid = int((cluster.folder / "run" / "slurmctld.pid").read_text())
@@ -85,11 +85,11 @@ def swept(cluster, keys, tmp_path_factory):
     time.sleep(3)
     assert submitting.poll() is None  # it is tried again
     bench.run("slurmctld", "-f", cluster.env["SLURM_CONF"])
-    said, _ = submitting.communicate(timeout=120)
-    assert submitting.returncode == 0, said
+    printed, _ = submitting.communicate(timeout=120)
+    assert submitting.returncode == 0, printed
     seeds = "seed=" + ",".join(map(str, range(8)))
     bench.run(*bench.submit_command(seeds, *SHORT))
-    cluster.go_on_when_signaled(cluster.training(bench.folder(10)))
+    cluster.resume_when_signaled(cluster.training(bench.directory(10)))
     bench.run(*bench.submit_command("seed=11", *SHORT, *BAD))
     bench.again = bench.run(*bench.submit_command(seeds, *SHORT))  # nothing twice
     bench.first = bench.sweep("wait", code=1)
@@ -99,29 +99,29 @@ def swept(cluster, keys, tmp_path_factory):
     return bench
 
 
-def test_eleven_cells_have_results_and_one_failure_is_named(swept):
-    assert len(swept.ledger.cells) == 12
-    states = [read_status(swept.folder(seed))["state"] for seed in range(11)]
+def test_eleven_runs_have_results_and_one_failure_is_named(swept):
+    assert len(swept.manifest.runs) == 12
+    states = [read_status(swept.directory(seed))["state"] for seed in range(11)]
     assert states == ["finished"] * 11
     assert "11 finished, 1 failed" in swept.last
-    assert re.search(r"cell 11 \(.*precision.backend=triton.*\) failed: .*needs a GPU", swept.last)
-    assert re.search(r"cell 0 \(.*seed=8.*\) failed: killed by SIGKILL", swept.first)
+    assert re.search(r"run 11 \(.*precision.backend=triton.*\) failed: .*needs a GPU", swept.last)
+    assert re.search(r"run 0 \(.*seed=8.*\) failed: killed by SIGKILL", swept.first)
     assert "killed by SIGKILL" not in swept.last
 
 
-def test_each_cell_was_disturbed_as_planned_and_none_ran_twice(swept):
+def test_each_run_was_disturbed_as_planned_and_none_ran_twice(swept):
     for seed in (9, 10):
         *stopped, last = [row["again"] for row in swept.rows(seed, "ended")]
         assert stopped and all(stopped) and not last
     assert [row["code"] for row in swept.rows(8, "ended")] == [137, 0]
     assert [len(swept.rows(seed, "started")) for seed in range(8)] == [1] * 8
     assert [len(swept.rows(seed, "started")) for seed in (8, 9, 11)] == [2] * 3
-    assert "0 of 8 cells submitted" in swept.again
-    assert "2 of 12 cells submitted" in swept.resubmitted
+    assert "0 of 8 runs submitted" in swept.again
+    assert "2 of 12 runs submitted" in swept.resubmitted
 
 
-def test_slurm_shows_a_failed_cell_as_failed(swept):
-    job = swept.ledger.submissions()[swept.cell(11)].job
+def test_slurm_shows_a_failed_run_as_failed(swept):
+    job = swept.manifest.submissions()[swept.index(11)].job
     shown = swept.run("sacct", "-X", "-n", "-P", "-o", "State", "-j", job)
     assert shown.split() == ["FAILED"]
 
@@ -134,17 +134,17 @@ def test_disturbed_records_are_byte_identical_to_undisturbed_ones(swept, tmp_pat
         for seed in (8, 9, 10)
     ]  # fmt: skip
     for process in running:
-        said, _ = process.communicate(timeout=400)
-        assert process.returncode == 0, said
+        printed, _ = process.communicate(timeout=400)
+        assert process.returncode == 0, printed
     for seed in (8, 9, 10):
-        disturbed = swept.folder(seed)
+        disturbed = swept.directory(seed)
         whole = tmp_path / "disturbed" / disturbed.name
         assert len(read_rows(disturbed / "attempts.jsonl")) > 1
         for name in ("metrics.jsonl", "tensors.parquet"):
             assert (disturbed / name).read_bytes() == (whole / name).read_bytes(), (seed, name)
 
 
-def test_hydra_launcher_takes_the_preset_and_returns_what_was_trained(cluster, keys, tmp_path):
+def test_hydras_launcher_trains_the_runs_of_the_preset(cluster, keys, tmp_path):
     own = ("hydra.launcher.partition=low", "hydra.launcher.gpus_per_node=null")
     own += ("hydra.launcher.cpus_per_task=1", "hydra.launcher.mem_gb=2")
     own += ("hydra/launcher=submitit_slurm", f"hydra.sweep.dir={tmp_path}/multirun")

@@ -1,4 +1,4 @@
-"""One run as one job of two ranks, by slurm/one_node.sbatch on a real SLURM, on the CPU."""
+"""One run as one job with two ranks, by slurm/one_node.sbatch on a real SLURM, on the CPU."""
 
 import os
 import re
@@ -17,7 +17,7 @@ RUN = ("num_steps=60", "num_workers=1")  # a worker, which SLURM signals too
 
 
 class Jobs:
-    """Jobs of the same run, each in a folder of its own."""
+    """Jobs that train the same run, each in a folder of its own."""
 
     def __init__(self, cluster, folder, keys):
         self.cluster, self.folder, self.keys = cluster, folder, (*keys, *RUN)
@@ -30,15 +30,17 @@ class Jobs:
     def log(self, name):
         return self.folder / f"{name}.log"
 
-    def run_of(self, name):
-        """The directory of its run, once there is one."""
-        found = []
+    def directory_of(self, name):
+        """The run directory of a job, once there is one."""
+        directories = []
         where = self.folder / name / "disturbed"
-        self.cluster.until(f"{name} has a run", lambda: found.extend(where.glob("*-*")) or found)
-        return found[0]
+        self.cluster.until(
+            f"{name} has a run", lambda: directories.extend(where.glob("*-*")) or directories
+        )
+        return directories[0]
 
     def states(self, job):
-        """What SLURM says of the job, a word for each of its starts."""
+        """The states of a job in SLURM's accounting, one per start."""
         return self.cluster.run(
             "sacct", "-D", "-X", "-n", "-P", "-o", "State", "-j", job
         ).splitlines()
@@ -51,45 +53,45 @@ def jobs(cluster, keys, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(jobs):
-    """The run of a job that nothing disturbs."""
+    """The run directory of an undisturbed job."""
     job = jobs.submit("whole")
     jobs.cluster.until_left(job)
     assert jobs.states(job) == ["COMPLETED"], jobs.log("whole").read_text()
-    return jobs.run_of("whole")
+    return jobs.directory_of("whole")
 
 
-def test_the_tasks_of_a_job_train_together_as_one_process_does(jobs, whole):
+def test_the_tasks_of_a_job_train_together_like_one_process(jobs, whole):
     alone = jobs.folder / "alone"
     command = (sys.executable, "-m", "experiments.train", *jobs.keys, f"run_dir={alone}")
     jobs.cluster.run(*command)
     assert read_rows(whole / "attempts.jsonl")[0]["processes"] == 2
     losses = [row["loss"] for row in read_rows(whole / "metrics.jsonl")]
-    expected = [row["loss"] for row in read_rows(jobs.run_of("alone") / "metrics.jsonl")]
+    expected = [row["loss"] for row in read_rows(jobs.directory_of("alone") / "metrics.jsonl")]
     assert len(losses) == 60 and losses == pytest.approx(expected, rel=2e-5)
 
 
-def test_a_job_signaled_at_its_start_and_preempted_goes_on_to_the_undisturbed_record(jobs, whole):
+def test_a_job_signaled_early_and_preempted_ends_with_the_undisturbed_record(jobs, whole):
     cluster = jobs.cluster
     job = jobs.submit("disturbed")
     cluster.until("its step", lambda: f"{job}.0" in cluster.run("squeue", "-s", "-h", "-o", "%i"))
     cluster.run("scancel", "--signal=USR2", job)  # before Python can catch it
     cluster.until("the second start", lambda: "REQUEUED" in jobs.states(job))
-    stopped = cluster.training(jobs.run_of("disturbed"))
+    stopped = cluster.training(jobs.directory_of("disturbed"))
     cluster.preempt()
-    cluster.go_on_when_signaled(stopped)
+    cluster.resume_when_signaled(stopped)
     cluster.until_left(job)
-    said = jobs.log("disturbed").read_text()
-    assert jobs.states(job) == ["REQUEUED", "REQUEUED", "COMPLETED"], said
-    assert len(re.findall("tasks? 0(-1)?: Exited with exit code 75", said)) == 1
-    run = jobs.run_of("disturbed")
+    printed = jobs.log("disturbed").read_text()
+    assert jobs.states(job) == ["REQUEUED", "REQUEUED", "COMPLETED"], printed
+    assert len(re.findall("tasks? 0(-1)?: Exited with exit code 75", printed)) == 1
+    run = jobs.directory_of("disturbed")
     assert [row["processes"] for row in read_rows(run / "attempts.jsonl")] == [2, 2]
     for name in ("metrics.jsonl", "tensors.parquet"):
         assert (run / name).read_bytes() == (whole / name).read_bytes(), name
 
 
-def test_a_killed_rank_is_named_and_ends_its_job_as_failed_within_seconds(jobs):
+def test_a_killed_rank_is_named_and_fails_its_job_within_seconds(jobs):
     job = jobs.submit("killed")
-    first = jobs.cluster.training(jobs.run_of("killed"))
+    first = jobs.cluster.training(jobs.directory_of("killed"))
     listed = jobs.cluster.run("scontrol", "listpids", f"{job}.0").split("\n")
     [second] = [int(row.split()[0]) for row in listed if row.split()[3:4] == ["1"]]
     os.kill(second, signal.SIGKILL)
@@ -97,13 +99,13 @@ def test_a_killed_rank_is_named_and_ends_its_job_as_failed_within_seconds(jobs):
     os.kill(first, signal.SIGCONT)
     jobs.cluster.until_left(job)
     assert time.monotonic() - killed < 20
-    said = jobs.log("killed").read_text()
-    assert jobs.states(job) == ["FAILED"], said
-    assert f"rank 1 (process {second} on " in said and "is gone; stacks:" in said
-    assert "rank 1" in read_status(jobs.run_of("killed"))["reason"]
+    printed = jobs.log("killed").read_text()
+    assert jobs.states(job) == ["FAILED"], printed
+    assert f"rank 1 (process {second} on " in printed and "is gone; stacks:" in printed
+    assert "rank 1" in read_status(jobs.directory_of("killed"))["reason"]
 
 
-def test_a_job_that_is_cancelled_saves_and_stays_cancelled(jobs):
+def test_a_cancelled_job_saves_and_stays_cancelled(jobs):
     training = "srun bash -c 'trap \"exit 75\" TERM; sleep 60 & wait'"
     script, log = jobs.folder / "cancelled.sbatch", jobs.log("cancelled")
     script.write_text(f"#!/bin/bash\nsource slurm/requeue.sh\n{training}\n")

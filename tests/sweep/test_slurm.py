@@ -1,0 +1,221 @@
+"""SLURM's commands fail, hang or do more than they say: shims of them, first on PATH."""
+
+import time
+
+import pytest
+
+from experiments import sweep
+from lowprec.sweep import slurm
+from lowprec.sweep.plan import Manifest
+from lowprec.sweep.slurm import SlurmError
+
+LAUNCHER = {"name": "slurm", "parallel": 8, "gpus": 0, "cpus": 1, "mem_gb": 1, "timeout_min": 60}
+LAUNCHER |= {"signal_s": 60, "partition": "low", "setup": [], "sbatch": None}
+JOBS = ["77_0", "77_1", "77_2"]
+
+
+def jobs_of(sweeps):
+    submissions = sweeps.manifest.submissions()
+    return [submissions[index].job for index in range(3)]
+
+
+@pytest.fixture
+def no_local_launcher(monkeypatch):
+    monkeypatch.setattr(sweep.local, "start", lambda manifest: None)
+
+
+@pytest.mark.parametrize("failures", [0, 4])
+def test_a_submission_is_tried_until_it_goes_through_once(cluster, sweeps, shim, failures):
+    cluster(failures)
+    sweeps.make(3)
+    for _ in range(2):
+        sweeps.submit(**LAUNCHER)
+        assert jobs_of(sweeps) == JOBS
+        assert sweeps.names() == ["queued"] * 3
+        assert len(shim.calls("sbatch")) == failures + 1
+
+
+def test_runs_are_submitted_after_a_cluster_has_given_no_answer(cluster, sweeps):
+    cluster(99)
+    sweeps.make(3)
+    with pytest.raises(SlurmError, match="Unable to contact"):
+        sweeps.submit(**LAUNCHER)
+    cluster(0)
+    sweeps.submit(**LAUNCHER)
+    assert sweeps.names() == ["queued"] * 3
+
+
+def test_an_sbatch_that_fails_after_it_went_through_is_not_repeated(cluster, sweeps, shim):
+    shim("sbatch", cluster.sbatch + "echo 'Socket timed out on send/recv operation' >&2; exit 1")
+    sweeps.make(3)
+    sweeps.submit(**LAUNCHER)
+    assert len(shim.calls("sbatch")) == 1
+    assert jobs_of(sweeps) == JOBS
+
+
+def test_a_submit_killed_before_it_recorded_its_job_is_not_repeated(
+    cluster, sweeps, shim, monkeypatch
+):
+    sweeps.make(3)
+    record = Manifest.record
+
+    def die(manifest, row):
+        if row["event"] == "submitted":
+            raise KeyboardInterrupt
+        record(manifest, row)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Manifest, "record", die)
+        with pytest.raises(KeyboardInterrupt):
+            sweeps.submit(**LAUNCHER)
+    assert jobs_of(sweeps) == [None] * 3
+    sweeps.submit(**LAUNCHER)
+    assert len(shim.calls("sbatch")) == 1
+    assert jobs_of(sweeps) == JOBS
+
+
+def test_a_command_that_hangs_is_given_up(cluster, shim, monkeypatch):
+    shim("squeue", "exec sleep 60")
+    monkeypatch.setattr(slurm, "TIMEOUT_S", 0.2)
+    start = time.monotonic()
+    with pytest.raises(SlurmError, match=r"squeue failed 5 times: .*0.2 s"):
+        slurm.queue()
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize("arrives", [False, True])
+def test_an_sbatch_that_hangs_is_given_up_and_looked_for_in_the_queue(
+    cluster, sweeps, shim, monkeypatch, arrives
+):
+    shim("sbatch", (cluster.sbatch if arrives else "") + "exec sleep 60 > /dev/null 2>&1")
+    monkeypatch.setattr(slurm, "TIMEOUT_S", 0.5)
+    sweeps.make(3)
+    start = time.monotonic()
+    if arrives:
+        sweeps.submit(**LAUNCHER)
+        assert sweeps.names() == ["queued"] * 3
+    else:
+        with pytest.raises(SlurmError, match=r"sbatch failed 5 times: .*0.5 s"):
+            sweeps.submit(**LAUNCHER)
+    assert len(shim.calls("sbatch")) == (1 if arrives else 5)
+    assert time.monotonic() - start < 20
+
+
+TWICE = """
+name=$(sed -n 's/^#SBATCH --job-name=//p' "${@: -1}")
+for job in 9 10; do for task in 0 1 2; do echo "${job}_$task|PENDING|$name" >> queue; done; done
+"""
+
+
+@pytest.mark.parametrize("end", ["exit 1", '[ -e tried ] && echo "Submitted batch job 10"'])
+def test_the_second_job_of_a_submission_that_went_through_twice_is_cancelled(
+    cluster, sweeps, shim, capsys, end
+):
+    late = "if [ ! -e tried ]; then touch tried; exit 1; fi\n" if "tried" in end else ""
+    shim("sbatch", late + TWICE + end)
+    sweeps.make(3)
+    sweeps.submit(**LAUNCHER)
+    assert shim.calls("scancel") == ["scancel --quiet 10"]
+    assert "job 9 stays, 10 cancelled" in capsys.readouterr().out
+    assert jobs_of(sweeps) == ["9_0", "9_1", "9_2"]
+
+
+def test_a_machine_without_slurm_is_named_and_the_runs_stay_new(sweeps, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    sweeps.make(1)
+    with pytest.raises(SlurmError, match="sbatch: no such command"):
+        sweeps.submit(**LAUNCHER)
+    assert sweeps.names() == ["new"]
+
+
+def test_a_cancelled_sweep_goes_to_another_launcher_without_the_queue(
+    cluster, sweeps, monkeypatch, no_local_launcher
+):
+    sweeps.make(1)
+    sweeps.submit(**LAUNCHER)
+    sweeps.manifest.record({"event": "cancelled", "runs": [0]})
+    monkeypatch.setattr(slurm, "queue", lambda: pytest.fail("the queue was asked"))
+    sweeps.submit()
+    assert sweeps.manifest.submissions()[0].launcher["name"] == "local"
+
+
+def test_a_cancelled_submission_without_a_job_does_not_block_another_launcher(
+    cluster, sweeps, shim, no_local_launcher
+):
+    shim("sbatch", "exit 1")
+    sweeps.make(1)
+    with pytest.raises(SlurmError, match="sbatch failed"):
+        sweeps.submit(**LAUNCHER)
+    cluster(10**6)
+    with pytest.raises(SlurmError, match="squeue failed"):
+        sweep.cancel([])
+    sweeps.submit()
+    assert sweeps.manifest.submissions()[0].launcher["name"] == "local"
+
+
+def test_the_batch_script_has_the_launchers_flags_and_a_run_per_task(cluster, sweeps):
+    sweeps.make(3)
+    sweeps.manifest.record({"event": "submitting", "token": "a", "runs": [1], "launcher": LAUNCHER})
+    sweeps.manifest.append(1, {"event": "ended", "token": "a", "again": False, "reason": "no"})
+    more = {"setup": ["module load cuda"], "sbatch": {"account": "us"}, "gpus": 2}
+    sweeps.submit(**LAUNCHER | more)
+    (script,) = [path.read_text() for path in (sweeps.folder / "slurm").glob("*.sh")]
+    flags = ["array=0-1%8", "partition=low", "time=60", "mem=1G", "requeue", "signal=USR2@60"]
+    flags += ["account=us", "gpus-per-node=2", "cpus-per-task=1", "ntasks=1"]
+    assert {f"#SBATCH --{flag}" for flag in flags} <= set(script.splitlines())
+    assert "\nruns=(0 2)\n" in script
+    assert script.index("module load cuda") < script.index("requeue.sh") < script.index("srun")
+
+
+def test_a_queue_that_gives_no_answer_changes_no_state(cluster, sweeps):
+    sweeps.make(3)
+    sweeps.submit(**LAUNCHER)
+    cluster(10**6)
+    assert sweeps.names() == ["queued"] * 3
+    with pytest.raises(SlurmError, match=r"squeue.*Unable to contact"):
+        sweeps.submit(**LAUNCHER)
+
+
+def test_cancel_is_recorded_first_and_can_be_repeated(cluster, sweeps, shim):
+    sweeps.make(3)
+    sweeps.submit(**LAUNCHER)
+    shim("scancel", "grep -c cancelled runs/sweeps/t/submissions.jsonl > seen; exit 1")
+    with pytest.raises(SlurmError, match="scancel failed 5 times"):
+        sweep.cancel([])
+    assert (sweeps.here / "seen").read_text() == "1\n"
+    assert sweeps.names() == ["cancelled"] * 3
+    shim("scancel", "rm queue")
+    sweep.cancel([])
+    assert shim.calls("scancel")[-1] == "scancel --quiet 77_0 77_1 77_2"
+    sweep.cancel([])
+    assert len(shim.calls("scancel")) == 6  # none if nothing is in the queue
+
+
+def test_other_jobs_in_the_queue_may_have_any_name(cluster, shim):
+    shim("squeue", "echo '7|RUNNING|a|b|c'")
+    assert slurm.queue() == {"7": ("RUNNING", "a|b|c")}
+
+
+@pytest.mark.parametrize(
+    ("words", "changed"),
+    [
+        ([], {}),
+        (["launcher.mem_gb=7"], {"mem_gb": 7}),
+        (["launcher=local"], {"name": "local", "parallel": 1, "mem_gb": None, "partition": None}),
+    ],
+)
+def test_resubmit_uses_the_last_launcher_with_changes(
+    cluster, sweeps, no_local_launcher, words, changed
+):
+    sweeps.make(3)
+    sweeps.submit(**LAUNCHER)
+    token = sweeps.manifest.submissions()[1].token
+    ended = {"event": "ended", "token": token, "code": 1, "reason": "no", "again": False}
+    sweeps.manifest.append(1, ended)
+    sweep.resubmit(["--failed", *words])
+    rows = [row for row in sweeps.manifest.events() if row["event"] == "submitting"]
+    assert rows[-1]["runs"] == [1]
+    if words == ["launcher=local"]:
+        assert {name: rows[-1]["launcher"][name] for name in changed} == changed
+    else:
+        assert rows[-1]["launcher"] == rows[0]["launcher"] | changed
