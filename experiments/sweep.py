@@ -28,7 +28,7 @@ from rich.console import Console
 from experiments.entry import refuse
 from lowprec.config.check import ConfigError, RunError, check, unknown_key
 from lowprec.config.compose import compose_command
-from lowprec.config.schema import key
+from lowprec.config.schema import Config, key
 from lowprec.nearest import nearest
 from lowprec.runs.durable import DiskError
 from lowprec.runs.read import ENDED
@@ -69,7 +69,7 @@ def submit(texts: list[str]) -> None:
     own = [text for text in texts if _is_own(text)]
     options, overrides = _options(own), [text for text in texts if text not in own]
     processes = max(1, options.launcher.gpus)
-    runs = plan_runs(overrides, processes)
+    runs = plan_runs(overrides, open_sources, processes)
     if options.dry_run:
         print("\n".join(estimate(runs, processes)))
         return
@@ -143,6 +143,14 @@ def train(texts: list[str]) -> None:
 
     run = Manifest(Path(texts[0])).runs[int(texts[1])]
     train_run(check(run.config), expected=run.directory)
+
+
+def open_sources(config: Config) -> dict[str, str]:
+    """Opens what a config's paths name and returns their digests."""
+    from lowprec.data.open import open_data  # these load torch
+    from lowprec.train.sources import sources_of
+
+    return sources_of(config, open_data(config))
 
 
 def hand_over(manifest: Manifest, runs: list[int], which: tuple[str, ...], launcher: dict) -> None:

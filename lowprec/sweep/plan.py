@@ -13,7 +13,7 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -26,11 +26,9 @@ from lowprec.config.compose import compose_command
 from lowprec.config.patterns import without_secrets
 from lowprec.config.preflight import preflight, process_faults
 from lowprec.config.schema import Config
-from lowprec.data.open import open_data
 from lowprec.runs import durable
 from lowprec.runs.identity import directory, label, precision_label, to_dict
 from lowprec.runs.read import encode_row, find_runs, read_rows, read_status, scan_rows
-from lowprec.train.sources import sources_of
 
 URL_KEYS = ("data.train", "+data.train", "++data.train")  # their values may hold a secret
 RECORDS = Path(__file__).parents[2] / "experiments" / "results"
@@ -158,10 +156,13 @@ class Manifest:
         return [row for row in rows if token in (None, row["token"])]
 
 
-def plan_runs(overrides: list[str], processes: int = 1) -> list[PlannedRun]:
+def plan_runs(
+    overrides: list[str], open_sources: Callable[[Config], dict[str, str]], processes: int = 1
+) -> list[PlannedRun]:
     """Composes and checks every run of the overrides, for so many processes each.
 
-    Opens each data set once. Raises ConfigError with the faults of all runs.
+    `open_sources(config)` opens the data and returns the digests that name a run; it is called
+    once per data set. Raises ConfigError with the faults of all runs.
     """
     composed = compose_command(
         overrides, multirun=True, preflight=partial(preflight, planned=processes)
@@ -173,7 +174,7 @@ def plan_runs(overrides: list[str], processes: int = 1) -> list[PlannedRun]:
         paths = (config.data, config.evaluation, config.model.init_from, config.resume)
         opened = repr((*paths, config.batch_size, config.num_workers))
         if opened not in sources:
-            sources[opened] = sources_of(config, open_data(config))
+            sources[opened] = open_sources(config)
         place = str(directory(config, sources[opened]))
         shown = [_without_secret(text) for text in run.overrides]
         runs.append(PlannedRun(-1, label(config), place, shown, to_dict(config)))

@@ -45,7 +45,8 @@ def test_of_200_runs_3_fail_by_name_and_only_these_are_run_again(sweeps, here, s
     Path(script).write_text(real + Path(script).read_text())
     (here / "bad").write_text("5\n77\n150\n")
     seeds = "seed=" + ",".join(map(str, range(12)))
-    sweeps.manifest.add(plan_runs([*NANO, f"data.train={squares}/train-*.tar", seeds]))
+    keys = [*NANO, f"data.train={squares}/train-*.tar", seeds]
+    sweeps.manifest.add(plan_runs(keys, sweep.open_sources))
     sweeps.add(188)
     sweeps.submit()
     with pytest.raises(SystemExit) as left:
@@ -123,8 +124,8 @@ def test_two_submits_at_once_submit_each_run_once(sweeps):
 
 
 def test_no_more_runs_train_at_once_than_parallel(sweeps, here):
-    counting = 'mkdir -p now; touch "now/$2"; ls now | wc -l >> most; sleep 0.1; rm "now/$2"\n'
-    sweeps.make(12, counting + sweeps.script)
+    counting = 'mkdir -p now; touch "now/$2"; ls now | wc -l >> most; sleep 0.7; rm "now/$2"\n'
+    sweeps.make(6, counting + sweeps.script)
     sweeps.submit(parallel=3)
     sweeps.end()
     assert max(map(int, (here / "most").read_text().split())) == 3

@@ -56,20 +56,15 @@ def test_a_sweep_of_an_earlier_version_is_refused(manifest):
         Manifest(manifest.folder)
 
 
-def test_each_data_set_is_opened_once(here, tiny, monkeypatch):
+def test_each_data_set_is_opened_once(here, tiny):
     opened = []
-    monkeypatch.setattr(plan, "open_data", lambda config: opened.append(config) or _Data())
-    runs = plan_runs([*tiny, "seed=0,1,2", "batch_size=16,32", "name=t"])
+    keys = [*tiny, "seed=0,1,2", "batch_size=16,32", "name=t"]
+    runs = plan_runs(keys, lambda config: opened.append(config) or {"data": "0"})
     assert len(runs) == 6 and len(opened) == 2
 
 
-class _Data:
-    def digest(self, config):
-        return "0"
-
-
 def test_a_planned_directory_is_where_the_same_command_trains(here, tiny):
-    (run,) = plan_runs([*tiny, "seed=3", "name=t"])
+    (run,) = plan_runs([*tiny, "seed=3", "name=t"], sweep.open_sources)
     command = [sys.executable, "-m", "experiments.train", *tiny, "seed=3", "name=t"]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     assert [str(path) for path in find_runs(here / "runs")] == [str(here / run.directory)]
@@ -77,7 +72,7 @@ def test_a_planned_directory_is_where_the_same_command_trains(here, tiny):
 
 def test_faults_of_a_single_run_name_no_run(tiny):
     with pytest.raises(ConfigError) as error:
-        plan_runs([*tiny, "seed=0", "schedule.warmup_steps=9"])
+        plan_runs([*tiny, "seed=0", "schedule.warmup_steps=9"], sweep.open_sources)
     assert len(error.value.faults) == 1 and "[run" not in error.value.faults[0]
 
 
