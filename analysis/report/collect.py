@@ -242,7 +242,8 @@ def _absent_runs_of(folder: Path, runs: set[str], experiment: str | None) -> lis
     absent = [
         planned
         for planned in manifest.runs
-        if Path(planned.directory).name not in runs and experiment in (None, planned.config["experiment"])
+        if Path(planned.directory).name not in runs
+        and experiment in (None, planned.config["experiment"])
     ]
     if not absent:
         return []

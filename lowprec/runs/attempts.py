@@ -27,14 +27,19 @@ def job_of(environment: Mapping[str, str]) -> str | None:
     return environment.get("SLURM_JOB_ID")
 
 
+def last_saved(run: Path) -> int:
+    """The step of a run's newest checkpoint, 0 if it has none."""
+    folders = (run / "checkpoints").glob("step_*")
+    return max((int(path.name.removeprefix("step_")) for path in folders), default=0)
+
+
 def first_step(run: Path) -> dict:
     """`saved`, the step of the newest checkpoint, at which an attempt begins, and its SLURM `job`.
 
     CheckpointError if a requeued job has begun there MAX_ATTEMPTS times: a job that is preempted
     before it can save must not run forever. Attempts started by hand are not limited.
     """
-    names = sorted(path.name for path in (run / "checkpoints").glob("step_*"))
-    saved = int(names[-1].removeprefix("step_")) if names else 0
+    saved = last_saved(run)
     job = job_of(os.environ)
     rows = scan_rows(run / "attempts.jsonl")[0] if "SLURM_RESTART_COUNT" in os.environ else []
     last = [row.get("saved") for row in rows if row.get("job") == job][-MAX_ATTEMPTS:]

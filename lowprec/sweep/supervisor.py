@@ -17,11 +17,10 @@ import sys
 import time
 from pathlib import Path
 
+from lowprec.runs.attempts import MAX_ATTEMPTS, STOPPED, last_saved, no_progress
 from lowprec.sweep.plan import Manifest, take_lock
 from lowprec.train.signals import STOPPING
 
-STOPPED = 75  # exit status of training that saved because it was asked to stop
-ATTEMPTS = 3  # that start at the same checkpoint end a run
 GRACE_S = 60.0  # to save: for the other ranks after one has failed, for training left by a kill
 PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets when its parent dies
 LIBC = ctypes.CDLL(None)
@@ -59,8 +58,8 @@ class Attempt:
     def start(self) -> None:
         """Starts training, unless the run was cancelled, has ended or makes no progress.
 
-        ATTEMPTS starts at the same checkpoint are the limit: a run that is always preempted before
-        it can save must not go on forever.
+        MAX_ATTEMPTS starts at the same checkpoint are the limit: a run that is always preempted
+        before it can save must not go on forever.
         """
         rows = self.manifest.attempts(self.index, self.token)
         saved = last_saved(self.manifest.directory_of(self.index))
@@ -69,9 +68,8 @@ class Attempt:
             self._leave(1, "was cancelled; nothing to do")
         elif rows and not rows[-1].get("again", True):  # it ended while this process was waiting
             self._leave(int(rows[-1]["code"] != 0), "has ended; nothing to do")
-        elif starts[-ATTEMPTS:] == [saved] * ATTEMPTS:
-            reason = f"stopped: {ATTEMPTS} attempts without a new checkpoint (the last one is of "
-            self._end(1, f"{reason}step {saved}); use a smaller save_every, or more time and grace")
+        elif starts[-MAX_ATTEMPTS:] == [saved] * MAX_ATTEMPTS:
+            self._end(1, no_progress(saved))
         else:
             row = {"event": "started", "token": self.token, "saved": saved}
             self.manifest.append(self.index, row)
@@ -157,12 +155,6 @@ class Attempt:
         print(f"run {self.index} {message}", file=sys.stderr, flush=True)
         os.close(self._lock)
         self.code = code
-
-
-def last_saved(run: Path) -> int:
-    """The step of a run's newest committed checkpoint, 0 if there is none."""
-    manifests = run.glob("checkpoints/step_*/manifest.json")
-    return max((int(path.parent.name.removeprefix("step_")) for path in manifests), default=0)
 
 
 def supervise(manifest: Manifest, index: int, token: str) -> int:

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from lowprec.config.compose import CONF
+from lowprec.runs.attempts import last_saved
 from lowprec.runs.read import read_rows, read_status
-from lowprec.sweep.supervisor import last_saved
 
 SCRIPTS = CONF.parent / "slurm" / "local"
 RUN = ("model=nano", "model.vocab_size=512", "num_workers=0", "device=cpu", "precision=fp32")
