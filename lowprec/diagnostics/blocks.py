@@ -1,4 +1,4 @@
-"""How large features and attention logits are in each block of a model."""
+"""Magnitudes of the features and attention logits in each block of a model."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,11 +10,16 @@ BLOCK_STATISTICS = ("feature_mean", "feature_max", "logit_max")
 
 
 class BlockProbe:
-    """Measures the blocks of a model on a few samples, outside of training and without a trace.
+    """Measures the blocks of a model on a few samples, without any effect on training.
 
-    `forward(samples)` calls the model. The pass is in evaluation mode (patch dropout keeps every
-    patch), eager also where blocks are compiled, and draws no random number.
-    Source of E[abs(x_k)]: appendix C, arXiv:2304.13013.
+    The forward pass runs in evaluation mode (patch dropout keeps all patches), eagerly even if
+    blocks are compiled, and draws no random numbers.
+    Source: E[abs(x_k)], appendix C, arXiv:2304.13013.
+
+    Args:
+        model: the model that contains `blocks`; its mode is restored after each pass.
+        blocks: modules to measure.
+        forward: calls the model on the samples that the probe receives.
     """
 
     def __init__(self, model: nn.Module, blocks: list[nn.Module], forward: Callable[[Any], Any]):
@@ -24,22 +29,22 @@ class BlockProbe:
 
     @property
     def names(self) -> list[str]:
-        """Names of the blocks, as in the model."""
+        """Names of the blocks in the model."""
         return list(self.blocks)
 
     @torch.no_grad()
     def __call__(self, samples: Any) -> Tensor:
         """float32 [blocks, 3]: mean and largest magnitude of the output, largest attention logit.
 
-        The logit is NaN where attention is not ours, which alone can say.
+        The logit is NaN for attention without a `largest_logit` method, such as open_clip's own.
         """
-        found = {name: [torch.nan] * len(BLOCK_STATISTICS) for name in self.blocks}
+        rows_by_name = {name: [torch.nan] * len(BLOCK_STATISTICS) for name in self.blocks}
         handles = []
         for name, block in self.blocks.items():
-            handles.append(block.register_forward_hook(_features_into(found[name])))
+            handles.append(block.register_forward_hook(_features_into(rows_by_name[name])))
             for module in block.modules():
                 if hasattr(module, "largest_logit"):
-                    hook = _logit_into(found[name])
+                    hook = _logit_into(rows_by_name[name])
                     handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         was_training = self.model.training
         self.model.eval()
@@ -51,7 +56,7 @@ class BlockProbe:
             for handle in handles:
                 handle.remove()
         device = next(self.model.parameters()).device
-        rows = [[torch.as_tensor(x, device=device) for x in row] for row in found.values()]
+        rows = [[torch.as_tensor(x, device=device) for x in row] for row in rows_by_name.values()]
         return torch.stack([torch.stack([x.float() for x in row]) for row in rows])
 
 

@@ -1,4 +1,4 @@
-"""What quantization adds to tensors and to their products: functions of tensors, without state.
+"""Errors that quantization adds to tensors and to their products.
 
 Shape suffixes: M = batch * tokens, K = features in, N = features out; x[M, K], W[N, K], g[M, N].
 """
@@ -15,7 +15,7 @@ from lowprec.ops import reference
 def sqnr_db(exact: Tensor, approximate: Tensor) -> float:
     """`10 log10(sum(exact^2) / sum((exact - approximate)^2))`: signal to quantization noise.
 
-    inf where they are equal; -inf where the signal is 0 and they are not; NaN with NaN or inf.
+    inf if they are equal, -inf if only the signal is 0, NaN if either contains NaN or inf.
     """
     signal = exact.double().square().sum().item()
     noise = (exact.double() - approximate.double()).square().sum().item()
@@ -27,20 +27,22 @@ def sqnr_db(exact: Tensor, approximate: Tensor) -> float:
 
 
 def kurtosis(x: Tensor) -> float:
-    """`mean((x - mean)^4) / variance^2`: 3 of a normal distribution, more with outliers.
+    """`mean((x - mean)^4) / variance^2`: 3 for a normal distribution, more with outliers.
 
-    NaN where all elements are the same.
+    NaN if all elements are equal.
     """
     centered = x.double() - x.double().mean()
     return (centered.pow(4).mean() / centered.square().mean().square()).item()
 
 
 def operand_noise(x: Tensor, format: Format, granularity: str) -> dict[str, float]:
-    """What quantization does to one operand, a 2-d tensor.
+    """Statistics of quantizing one operand, a 2-d tensor.
 
-    `sqnr_db`; `saturated`, the share of elements at the format's largest number (each scale is the
-    largest magnitude's, so none is cut, and at least one is there); `underflowed`, the share of
-    the non-zero elements that become 0; `kurtosis` of the operand. `saturated` is NaN for "blocks".
+    Returns:
+        `sqnr_db` of the quantized operand; `saturated`, the fraction of elements at the format's
+        largest number (scales map the largest magnitude there, so none is clipped, and at least one
+        element is there), NaN for granularity "blocks"; `underflowed`, the fraction of non-zero
+        elements that become 0; `kurtosis` of the operand.
     """
     x = x.float()
     x_hat = reference.simulate(x, format, granularity, torch.float32)
@@ -59,7 +61,7 @@ def operand_noise(x: Tensor, format: Format, granularity: str) -> dict[str, floa
 
 
 def product(name: str, first: Tensor, second: Tensor) -> Tensor:
-    """A product of a linear layer from its stored operands, in their dtype.
+    """A product of a linear layer, computed from its stored operands in their dtype.
 
     "output": x W^T; "grad_input": g W; "grad_weight": g^T x.
     """
@@ -69,21 +71,21 @@ def product(name: str, first: Tensor, second: Tensor) -> Tensor:
 
 
 def inner_dim(name: str, first: Tensor) -> int:
-    """How many terms each element of a product sums: K of output, N of grad_input, else M."""
+    """Number of terms in each element's sum: K for output, N for grad_input, M for grad_weight."""
     return first.shape[0] if name == "grad_weight" else first.shape[1]
 
 
 def error_variance(x: Tensor, format: Format, granularity: str) -> float:
     """The predicted mean square of `x - quantize(x)`: `mean(step^2) / 12`, x 2-d.
 
-    `step` is the distance between the two numbers of the format, times the scale, that an element
-    lies between. An error spread evenly over half a step to either side has variance step^2 / 12.
-    Of int8 every step is the scale: scale^2 / 12. Of a format with Y mantissa bits the step is
-    2^(exponent - Y), with the exponent of x / scale but not below the smallest: the error is in
-    proportion to the element until it underflows. Where nothing does, and mantissas are spread
-    evenly in their logarithm, their mean square is 3 / (2 ln 2), so that the error's is
-    `(2 ln 2 / 3) 4^-Y / 12` of that of x, whatever the scale: 32.2 dB below for e4m3, 26.2 dB for
-    e5m2.
+    `step` is the scale times the distance between the two numbers of the format that enclose an
+    element. An error that is uniform over half a step to either side has variance step^2 / 12. For
+    int8 each step is the scale: scale^2 / 12. For a format with Y mantissa bits the step is
+    2^(exponent - Y), with the exponent of x / scale but not below the smallest one: the error is
+    proportional to the element until it underflows. If nothing underflows and the logarithms of
+    the mantissas are uniform, their mean square is 3 / (2 ln 2), so that the error's mean square is
+    `(2 ln 2 / 3) 4^-Y / 12` times that of x, whatever the scale: 32.2 dB below for e4m3, 26.2 dB
+    for e5m2.
     """
     x = x.float()
     _, scale = reference.quantize(x, format, granularity)
@@ -98,9 +100,9 @@ def error_variance(x: Tensor, format: Format, granularity: str) -> float:
 def dot_error_variance(
     x_MK: Tensor, w_NK: Tensor, formats: tuple[Format, Format], granularities: tuple[str, str]
 ) -> tuple[float, float]:
-    """Variance of the error of the dot products of rows of x and w: measured, predicted.
+    """Measured and predicted error variance of the dot products between rows of x and of w.
 
-    With x_hat = x + d and w_hat = w + e the error of a sum of K terms is
+    With x_hat = x + d and w_hat = w + e, the error of a sum of K terms is
 
         sum(x_hat w_hat) - sum(x w) = sum(x e + d w + d e).
 
@@ -109,11 +111,11 @@ def dot_error_variance(
 
         variance = K (mean(x^2) var_e + mean(w^2) var_d + var_d var_e),
 
-    linear in the inner dimension K, with var_d, var_e of `error_variance` (int8: scale^2 / 12).
-    x and w need not be independent of each other for that, but their squares must be of the
-    other's errors: where large x meet large w, the real variance is larger. Of int8 the prediction
-    also fails where the step is coarse against most elements (outliers set the scale).
-    Source: appendix C, arXiv:2304.13013, for int8; the fp8 form follows the same way.
+    which is linear in the inner dimension K; var_d and var_e come from `error_variance` (int8:
+    scale^2 / 12). x and w need not be independent, but the square of each must be independent of
+    the other's errors: where large x meet large w, the real variance is larger. For int8 the
+    prediction also fails where outliers set the scale and the step is coarse for most elements.
+    Source: appendix C, arXiv:2304.13013, for int8; the fp8 form is derived in the same way.
     """
     x, w = x_MK.float(), w_NK.float()
     x_hat, w_hat = (

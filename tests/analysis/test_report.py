@@ -249,7 +249,7 @@ def test_long_method_names_are_cut_beside_the_plot_and_whole_on_hover(make_run, 
         make_run(num_steps=20, lr=lr)
     runs = load_runs(tmp_path / "runs")
     data = [collect_run(runs.only(run), "*", Budget(9, 9, 9)) for run in runs.summaries["run"]]
-    methods = [f"{run.summary['optimizer.lr']}, and a name that is far too long to fit" for run in data]
+    methods = [f"{run.summary['optimizer.lr']}{', far too long to fit' * 3}" for run in data]
     figure = speed_figure(data, methods, methods, ["#000000"] * 3)
     ticks = figure.layout.yaxis.ticktext
     assert all(len(tick) == TICK and tick.endswith("\u2026") for tick in ticks)

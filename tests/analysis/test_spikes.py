@@ -1,6 +1,8 @@
-"""`python -m analysis.spikes` and the figure rms_and_loss, on runs with planted spikes."""
+"""The spike tables, `python -m analysis.spikes` and its figure, on runs with planted spikes."""
 
 import math
+import re
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -50,14 +52,32 @@ def series_fixture(plant):
     return spike_marks.read_series(load_runs(run), run.name)
 
 
-def test_a_row_a_loss_spike_with_its_height_lead_and_the_tensors_before_it(series):
+def test_table_has_a_row_per_loss_spike_with_height_leads_and_tensors_before_it(series):
     table = spike_marks.spike_table(series, Protocol()).set_index("step")
     assert table.index.tolist() == list(SPIKES)
-    assert table["lead"].tolist() == [3, 8, 308]
+    assert table["onset"].tolist() == list(SPIKES)
+    assert table["lead"].tolist() == table["onset_lead"].tolist() == [3, 8, 308]
+    np.testing.assert_allclose(table["rms"].iloc[:2], 5)
+    np.testing.assert_allclose(table["rho"].iloc[:2], 5 * 0.1)  # beta2 is 0.99
     assert table["tensors"].tolist() == [f"{C_FC} {CONV1} {PROJ}", CONV1, ""]
     assert table["num_tensors"].tolist() == [3, 1, 0]
     np.testing.assert_allclose(table["height"], 1.5, atol=0.15)
     np.testing.assert_allclose(table["before"], 2.0, atol=0.05)
+
+
+def test_leads_to_the_onset_are_shorter_where_the_loss_rises_before_its_detection(series):
+    series = replace(series, loss=series.loss.copy())
+    for step, by in ((1198, 0.35), (1199, 0.4)):  # above the median, not yet an outlier
+        series.loss[step - 1] = 2 + by
+    protocol = Protocol(loss_sigmas=8)
+    first = spike_marks.spike_table(series, protocol).iloc[0]
+    assert (first["step"], first["lead"], first["onset"], first["onset_lead"]) == (1200, 3, 1198, 1)
+    series.rms.loc[[1197], CONV1] = 1.0
+    series.rms.loc[[1199], CONV1] = 5.0  # after the onset, before the step
+    first = spike_marks.spike_table(series, protocol).iloc[0]
+    assert first["lead"] == 1 and pd.isna(first["onset_lead"])
+    counts = spike_marks.count_following(series, series.rms_of(CONV1), protocol)
+    assert (counts["num_following"], counts["num_by_onset"]) == (2, 1)
 
 
 def test_tensors_come_in_the_order_of_how_often_they_are_followed(series):
@@ -65,13 +85,16 @@ def test_tensors_come_in_the_order_of_how_often_they_are_followed(series):
     assert table["tensor"].tolist() == [CONV1, C_FC, PROJ]  # one of C_FC's is worth more: fewer
     assert table.set_index("tensor")["num_following"].to_dict() == {CONV1: 2, PROJ: 1, C_FC: 1}
     assert table.set_index("tensor")["num_rms_spikes"].to_dict() == {CONV1: 2, PROJ: 2, C_FC: 1}
+    assert table["num_by_onset"].tolist() == [2, 1, 1]
+    np.testing.assert_allclose(table["max_rms"], [5, 4, 4])
+    np.testing.assert_allclose(table["max_rho"], [0.5, 0.4, 0.4])
 
 
-def test_the_sensitivity_table_changes_one_threshold_at_a_time(series):
+def test_sensitivity_table_changes_one_threshold_at_a_time(series):
     table = spike_marks.sensitivity_table(series, Protocol())
-    chosen = table[table["value"].str.endswith("*")]
-    assert chosen["threshold"].tolist() == list(spike_marks.SENSITIVITY)
-    assert (chosen["num_following"] == 2).all()
+    unchanged = table[table["value"].str.endswith("*")]
+    assert unchanged["threshold"].tolist() == list(spike_marks.SENSITIVITY)
+    assert (unchanged["num_following"] == 2).all() and (unchanged["num_by_onset"] == 2).all()
     at = table.set_index(["threshold", "value"])
     assert at.loc[("rms_threshold", "4"), "num_following"] == 2
     assert at.loc[("num_deviations", "3"), "num_loss_spikes"] == 3
@@ -81,26 +104,40 @@ def test_the_sensitivity_table_changes_one_threshold_at_a_time(series):
     ]
 
 
-def test_several_tensors_count_by_the_largest_of_them(series):
+def test_several_tensors_count_by_their_largest_rms(series):
     series.rms.loc[1795, PROJ] = 4
     both = spike_marks.spike_table(series, Protocol(), "visual.*")
     assert both["lead"].tolist() == [3, 8, 5]
     assert np.isnan(series.rms_of("nothing")).all()
 
 
-def test_the_command_prints_the_tables_and_marks_the_numbers_of_the_paper(plant, capsys):
-    run = plant()
-    assert spikes.main(["--run", str(run)]) == 0
+def test_command_prints_leads_by_step_and_onset_beside_the_paper(plant, capsys):
+    assert spikes.main(["--run", str(plant())]) == 0
     out = capsys.readouterr().out
     assert f"3 loss spikes and 2 RMS spikes ({CONV1}) in 2,000 steps." in out
-    assert "2 of 3 loss spikes (67%) come 1 to 8 steps after an RMS spike; counted" in out
-    assert "1: 0, 2: 0, 3: 1, 4: 0, 5: 0, 6: 0, 7: 0, 8: 1; more: 1; none before: 0." in out
-    lines = [line for line in out.splitlines() if "28 of 30" in line]
-    assert len(lines) == 1 and lines[0].startswith("The paper:") and "the paper's runs" in lines[0]
+    assert re.search("2 of 3 loss spikes .67%. .* counted from the onset, 2 of 3", out)
+    assert out.count("1: 0, 2: 0, 3: 1, 4: 0, 5: 0, 6: 0, 7: 0, 8: 1; more: 1; none before: 0") == 2
+    [paper] = [line for line in out.splitlines() if "28 of 30" in line]
+    assert paper.startswith("The paper:")
     assert f"By chance {2 * 8 / 1000:.1%} (95%: 0% to" in out
+    assert "largest rho = RMS_t sqrt(1 - beta2): 0.5" in out
 
 
-def test_thresholds_of_the_command_line_are_those_of_the_protocol(plant, capsys):
+@pytest.mark.parametrize(("beta2", "decay"), [(0.5, None), (0.8, None), (0.99, 0.1)])
+def test_command_says_when_the_threshold_cannot_be_reached(plant, capsys, beta2, decay):
+    assert spikes.main(["--run", str(plant(beta2=beta2, beta2_decay=decay))]) == 0
+    out = capsys.readouterr().out
+    assert "no possible RMS spikes" in out and "threshold is 2.3" in out
+    assert "RMS spikes (" in out.partition("cannot exceed")[0]
+
+
+def test_threshold_is_reachable_from_beta2_0_811_on(series):
+    for beta2, is_reachable in ((0.8, False), (0.81, False), (0.812, True), (np.nan, True)):
+        changed = replace(series, beta2=np.full(2000, beta2))
+        assert changed.reaches(Protocol()) == is_reachable
+
+
+def test_options_replace_thresholds_of_the_protocol(plant, capsys):
     run = str(plant())
     spikes.main(["--run", run, "--rms-threshold", "6", "--ignore-steps", "1300", "--window", "100"])
     out = capsys.readouterr().out
@@ -112,7 +149,7 @@ def test_thresholds_of_the_command_line_are_those_of_the_protocol(plant, capsys)
         spikes.main(["--run", run, "--window", "1"])
 
 
-def test_without_an_option_the_thresholds_are_those_of_the_run(plant, capsys):
+def test_thresholds_default_to_those_of_the_run(plant, capsys):
     watched = DiagnosticsConfig(spikes=SpikeConfig(ignore_steps=1300, window=60))
     run = str(plant(diagnostics=watched))
     spikes.main(["--run", run])
@@ -123,13 +160,13 @@ def test_without_an_option_the_thresholds_are_those_of_the_run(plant, capsys):
     assert "within=5 ignore_steps=1000 window=200" in out and "3 loss spikes" in out
 
 
-def test_a_damaged_table_is_read_from_its_streams(plant):
+def test_damaged_parquet_is_replaced_by_the_streams(plant):
     run = plant()
     (run / "tensors.parquet").write_bytes(b"PAR1 and no more")
     assert not spike_marks.read_series(load_runs(run), run.name).rms.isna().all(axis=None)
 
 
-def test_out_gets_the_tables_and_a_picture_of_each_spike(plant, tmp_path):
+def test_out_receives_the_tables_and_a_picture_of_each_spike(plant, tmp_path):
     run = plant()
     assert spikes.main(["--run", str(run.parent), "--out", str(tmp_path / "out")]) == 0
     names = {path.name for path in (tmp_path / "out" / run.name).iterdir()}
@@ -139,7 +176,7 @@ def test_out_gets_the_tables_and_a_picture_of_each_spike(plant, tmp_path):
     assert written["step"].tolist() == list(SPIKES)
 
 
-def test_a_run_without_spikes_is_a_sentence(plant, capsys, tmp_path):
+def test_run_without_spikes_is_reported_in_a_sentence(plant, capsys, tmp_path):
     assert spikes.main(["--run", str(plant({})), "--out", str(tmp_path / "out")]) == 0
     out = capsys.readouterr().out
     assert "0 loss spikes and 0 RMS spikes (visual.conv1.weight) in 2,000 steps." in out
@@ -156,12 +193,12 @@ def test_a_run_without_spikes_is_a_sentence(plant, capsys, tmp_path):
     ],
     ids=["no step", "too short", "running", "diverged"],
 )
-def test_an_incomplete_run_is_a_sentence_or_what_there_is(plant, capsys, tmp_path, keys, sentence):
+def test_incomplete_run_is_reported_as_far_as_it_goes(plant, capsys, tmp_path, keys, sentence):
     assert spikes.main(["--run", str(plant(**keys)), "--out", str(tmp_path / "out")]) == 0
     assert sentence in capsys.readouterr().out
 
 
-def test_a_run_without_a_record_of_rms_still_has_its_loss_spikes(plant, capsys, tmp_path):
+def test_run_without_recorded_rms_still_has_loss_spikes(plant, capsys, tmp_path):
     run = plant()
     (run / "tensors.parquet").unlink()
     for stream in (run / "tensors").iterdir():
@@ -181,7 +218,7 @@ def test_missing_rows_are_steps_without_a_number(plant):
     assert spike_marks.spike_table(series, Protocol())["step"].tolist() == list(SPIKES)
 
 
-def test_no_run_and_no_such_tensor_are_errors_that_name_what_there_is(plant, capsys, tmp_path):
+def test_missing_runs_and_tensors_are_errors_that_name_what_exists(plant, capsys, tmp_path):
     assert spikes.main(["--run", str(tmp_path)]) == 2
     assert "no runs at or below" in capsys.readouterr().err
     assert spikes.main(["--run", str(plant()), "--tensor", "visual.conv2"]) == 2
@@ -203,7 +240,7 @@ def points(ax, marker):
     return sorted(step for line in lines for step in line.get_xdata())
 
 
-def test_the_frame_has_every_step_with_its_spikes(plant):
+def test_frame_has_all_steps_with_their_spikes(plant):
     frame = rms_and_loss.query(load_runs(plant())).set_index("step")
     assert tuple(frame.reset_index()[list(rms_and_loss.COLUMNS)].columns) == rms_and_loss.COLUMNS
     assert frame.index.tolist() == list(range(1, 2001))
@@ -212,19 +249,19 @@ def test_the_frame_has_every_step_with_its_spikes(plant):
     assert frame.index[frame["follows"]].tolist() == [1200, 1500]
 
 
-def test_a_panel_has_loss_over_rms_with_the_spikes_marked(plant):
+def test_panel_shows_loss_over_rms_with_spikes_marked(plant):
     frame = rms_and_loss.query(load_runs(plant(beta2=0.995)))
     loss, rms = drawn(frame)
     assert points(loss, "v") == list(SPIKES) and points(rms, "^") == [1197, 1492]
     np.testing.assert_array_equal(loss.get_lines()[0].get_ydata(), frame["loss"])
     np.testing.assert_array_equal(rms.get_lines()[0].get_ydata(), frame["rms"])
     assert loss.get_title() == "nano, beta2 = 0.995\nbf16, AdamW, seed 0"
-    shown = [text.get_text() for text in rms.get_legend().get_texts()]
-    assert shown[1:] == ["loss spike 1-8 steps after one (2)", "other loss spike (1)"]
-    assert shown[0] == "RMS spike (2)"
+    legend = [text.get_text() for text in rms.get_legend().get_texts()]
+    assert legend[1:] == ["loss spike 1-8 steps after one (2)", "other loss spike (1)"]
+    assert legend[0] == "RMS spike (2)"
 
 
-def test_runs_are_panels_by_model_and_beta2(plant, tmp_path):
+def test_panels_are_ordered_by_model_and_beta2(plant, tmp_path):
     for model, beta2 in (("vit_h14", 0.995), ("vit_h14", 0.98), ("vit_b32", 0.99)):
         plant(model=model, beta2=beta2)
     axes = drawn(rms_and_loss.query(load_runs(tmp_path / "runs")))
@@ -234,7 +271,7 @@ def test_runs_are_panels_by_model_and_beta2(plant, tmp_path):
     ]
 
 
-def test_first_losses_and_a_divergence_do_not_stretch_the_loss_axis(plant):
+def test_early_losses_and_divergence_do_not_stretch_the_loss_axis(plant):
     frame = rms_and_loss.query(load_runs(plant()))
     frame.loc[frame["step"] < 50, "loss"] = 5
     frame.loc[frame["step"] > 1990, "loss"] = 900
@@ -244,7 +281,7 @@ def test_first_losses_and_a_divergence_do_not_stretch_the_loss_axis(plant):
 
 
 @pytest.mark.parametrize("state", ["running", "diverged"])
-def test_incomplete_and_damaged_runs_are_marked_or_left_out(plant, tmp_path, state):
+def test_incomplete_runs_are_marked_and_damaged_ones_left_out(plant, tmp_path, state):
     plant(steps=1600, state=state)
     damaged = plant(seed=1)
     (damaged / "config.yaml").write_text("{")
@@ -258,17 +295,19 @@ def test_incomplete_and_damaged_runs_are_marked_or_left_out(plant, tmp_path, sta
     assert loss.get_xlim() == (0, 2000)
 
 
-def test_make_draws_it_and_the_caption_counts(plant, tmp_path, capsys):
+def test_make_draws_the_figure_and_its_caption_counts(plant, tmp_path, capsys):
     plant()
     out = str(tmp_path / "out")
     code = make.main(["rms_and_loss", "--runs", str(tmp_path / "runs"), "--out", out])
     assert code == 0 and (tmp_path / "out" / "rms_and_loss_demo.png").exists()
-    said = capsys.readouterr().out
-    assert "2 of 3 loss spikes follow an RMS spike (of 2) by 1 to 8 steps, by chance 1.6%" in said
-    assert "The paper: 28 of 30 loss spikes" in said
+    printed = capsys.readouterr().out
+    assert (
+        "2 of 3 loss spikes follow an RMS spike (of 2) by 1 to 8 steps, by chance 1.6%" in printed
+    )
+    assert "The paper: 28 of 30 loss spikes" in printed
 
 
-def test_an_odd_number_of_runs_leaves_no_empty_panel(plant):
+def test_odd_number_of_runs_leaves_no_empty_panel(plant):
     for beta2 in (0.9, 0.99, 0.999):
         run = plant(beta2=beta2)
     figure = Figure()
