@@ -1,4 +1,4 @@
-"""Damaged records: every good row is read, and the note says what is not."""
+"""Damaged records: undamaged rows are read, and the note says what is missing."""
 
 import json
 import random
@@ -14,28 +14,28 @@ STEPS = 12
 
 @pytest.fixture(scope="module")
 def lines():
-    """The lines of a whole metrics.jsonl, their last a character of two bytes."""
+    """The lines of an undamaged metrics.jsonl; each holds a character of two bytes."""
     rows = [{"step": n, "loss": 1 / n, "lr": 1e-3, "ü": n} for n in range(1, STEPS + 1)]
     return [(json.dumps(row, ensure_ascii=False) + "\n").encode() for row in rows]
 
 
 @pytest.fixture
 def read(make_run):
-    """A function: steps and note of a run that has `data` for its metrics.jsonl."""
+    """A function that returns steps and notes of a run whose metrics.jsonl is `data`."""
     states = enumerate(("running", "finished"))
     runs = {state: make_run(num_steps=STEPS, state=state, seed=seed) for seed, state in states}
 
     def read(data, state="running"):
         (runs[state] / "metrics.jsonl").write_bytes(data)
         loaded = load_runs(runs[state])
-        found = loaded.runs["note"].iloc[0].split("; ")
-        return loaded.metrics["step"].tolist(), [part for part in found if "metrics" in part]
+        notes = loaded.runs["note"].iloc[0].split("; ")
+        return loaded.metrics["step"].tolist(), [note for note in notes if "metrics" in note]
 
     return read
 
 
 def survivors(data, lines):
-    """Steps of the lines that are whole, and number and byte of the first line that is not."""
+    """Steps of the undamaged lines, and number and byte of the first damaged line."""
     first, byte, steps = None, 0, set()
     for number, line in enumerate(data.split(b"\n")[:-1], 1):
         if line + b"\n" in lines:
@@ -47,7 +47,7 @@ def survivors(data, lines):
 
 
 def tails(lines):
-    """More than 200 damaged ends of a file, by what was done to it."""
+    """More than 200 damaged versions of a file, by the kind of damage."""
     whole, last = b"".join(lines), lines[-1]
     start = len(whole) - len(last)
     rng = random.Random(0)
@@ -77,7 +77,7 @@ def tails(lines):
     yield "one NUL", b"\0"
 
 
-def test_every_good_row_is_read_and_the_first_damage_named_for_200_damaged_tails(lines, read):
+def test_undamaged_rows_are_read_and_the_first_damage_is_named_for_200_tails(lines, read):
     cases = list(tails(lines))
     assert len(cases) >= 200
     for i, (name, data) in enumerate(cases):
@@ -91,31 +91,26 @@ def test_every_good_row_is_read_and_the_first_damage_named_for_200_damaged_tails
             assert any(p.startswith(where) or valid and "not rows of a step" in p for p in note)
         missing = (STEPS if state == "finished" else max(steps, default=0)) - len(steps)
         gap = next((n for n in range(1, STEPS + 1) if n not in steps), None)
-        wanted = [f"metrics.jsonl: {missing} steps are missing, first {gap}"] if missing else []
-        assert [part for part in note if "missing" in part] == wanted, name
+        expected = [f"metrics.jsonl: {missing} steps are missing, first {gap}"] if missing else []
+        assert [part for part in note if "missing" in part] == expected, name
 
 
-def test_a_step_twice_counts_once_by_its_later_row(lines, read, make_run):
-    again = lines[4].replace(b"0.2", b"0.25")
-    steps, note = read(b"".join([*lines[:7], again, lines[5], *lines[7:]]), "finished")
-    assert steps == list(range(1, STEPS + 1))
-    assert note == ["metrics.jsonl: 2 rows repeat a step, first step 5"]
-
-
-def test_a_step_twice_has_the_loss_of_the_later_row(lines, make_run):
+def test_repeated_steps_are_noted_and_the_last_row_counts(lines, make_run):
     run = make_run(num_steps=STEPS)
     again = lines[4].replace(b"0.2", b"0.25")
-    (run / "metrics.jsonl").write_bytes(b"".join([*lines, again]))
-    metrics = load_runs(run).metrics.set_index("step")
-    assert metrics.loc[5, "loss"] == 0.25
+    (run / "metrics.jsonl").write_bytes(b"".join([*lines[:7], again, lines[5], *lines[7:]]))
+    runs = load_runs(run)
+    assert runs.metrics["step"].tolist() == list(range(1, STEPS + 1))
+    assert runs.metrics.set_index("step").loc[5, "loss"] == 0.25
+    assert "2 rows repeat a step, first step 5" in runs.runs["note"].iloc[0]
 
 
-def test_rows_out_of_order_are_put_in_order(lines, read):
+def test_rows_are_sorted_by_step(lines, read):
     assert read(b"".join(lines[6:] + lines[:6]), "finished") == (list(range(1, STEPS + 1)), [])
 
 
 @pytest.mark.parametrize("name", ["timing", "events", "attempts"])
-def test_damage_of_another_file_is_named_and_leaves_the_metrics(make_run, name):
+def test_damage_in_another_file_is_named_and_keeps_the_metrics(make_run, name):
     run = make_run(num_steps=STEPS)
     with open(run / f"{name}.jsonl", "ab") as file:
         file.write(b"\0\0\0\n" + b'{"step": 12}\n' + b"\xff" * 30)
@@ -130,7 +125,7 @@ def test_damage_of_another_file_is_named_and_leaves_the_metrics(make_run, name):
     ['{"state": "finished", "step": "x", "reason": ""}', '{"state": 3}', "[" * 10**5, "{}", "5"],
     ids=lambda text: text[:30],
 )
-def test_a_nonsense_status_is_an_unknown_state(make_run, text):
+def test_nonsense_status_is_an_unknown_state(make_run, text):
     run = make_run(num_steps=STEPS)
     (run / "status.json").write_text(text)
     runs = load_runs(run)
@@ -152,7 +147,7 @@ def test_a_nonsense_status_is_an_unknown_state(make_run, text):
         ("recipe: high", "recipe: 8"),
     ],
 )
-def test_a_value_that_no_run_can_have_damages_that_run_alone(make_run, tmp_path, old, new):
+def test_impossible_config_value_affects_only_its_run(make_run, tmp_path, old, new):
     bad, good = make_run(num_steps=STEPS), make_run(num_steps=STEPS, seed=1)
     text = (bad / "config.yaml").read_text()
     assert old in text
@@ -165,7 +160,7 @@ def test_a_value_that_no_run_can_have_damages_that_run_alone(make_run, tmp_path,
     assert [run["path"] for run in about["runs"]] == [str(good)]
 
 
-def test_a_config_of_an_older_schema_is_whole(make_run):
+def test_config_of_an_older_schema_is_valid(make_run):
     run = make_run(num_steps=STEPS)
     with (run / "config.yaml").open("a") as file:
         file.write("gone: 1\n")
@@ -178,7 +173,7 @@ CUTS = {"half": 0.5, "the end": 0.99, "all": 0}
 
 
 @pytest.mark.parametrize("kept", [*CUTS.values(), None], ids=[*CUTS, "deleted"])
-def test_damaged_tensors_of_a_run_that_ended_are_named(make_run, kept):
+def test_damaged_tensors_of_an_ended_run_are_named(make_run, kept):
     run = make_run(num_steps=STEPS)
     path = run / "tensors.parquet"
     data = path.read_bytes()
@@ -190,7 +185,7 @@ def test_damaged_tensors_of_a_run_that_ended_are_named(make_run, kept):
     assert load_runs(run).runs["note"].tolist() == [""]
 
 
-def test_tensors_that_are_whole_in_their_streams_or_not_asked_for_are_not_missing(make_run):
+def test_tensors_in_streams_or_not_recorded_are_not_missing(make_run):
     run = make_run(num_steps=STEPS)
     (run / "tensors.parquet").unlink()
     bare = make_run(num_steps=STEPS, seed=1, tables={}, diagnostics=DiagnosticsConfig([]))

@@ -1,4 +1,4 @@
-"""A figure script that is killed leaves whole files, its inputs as they were, and can be rerun."""
+"""A killed figure script leaves whole files and unchanged inputs, and can be rerun."""
 
 import hashlib
 import json
@@ -56,7 +56,7 @@ for line in sys.stdin:
 
 @pytest.fixture
 def draw(make_run, tmp_path):
-    """A function: draws into `out`, killed before the n-th change of it; returns how it ended."""
+    """A function that draws into `out`, killed before its n-th change; returns the exit status."""
     make_run(num_steps=60)
     make_run(num_steps=60, steps=30, seed=1, state="diverged")
     process = subprocess.Popen(
@@ -78,7 +78,7 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_kill_before_any_change_leaves_whole_files_and_a_rerun_makes_the_same(draw, tmp_path):
+def test_kill_before_any_write_leaves_whole_files_and_a_rerun_completes_them(draw, tmp_path):
     out, inputs = tmp_path / "out", contents(tmp_path / "runs")
     assert draw() == 0
     fresh = contents(out)
@@ -93,8 +93,8 @@ def test_a_kill_before_any_change_leaves_whole_files_and_a_rerun_makes_the_same(
                 (out / name).write_bytes(data)
         killed = draw(point)
         if out.exists():
-            found = {name: data for name, data in contents(out).items() if not name[0] == "."}
-            assert all(data in (old[name], fresh[name]) for name, data in found.items())
+            files = {name: data for name, data in contents(out).items() if not name[0] == "."}
+            assert all(data in (old[name], fresh[name]) for name, data in files.items())
         if point % 3 == 0:
             assert draw() == 0 and contents(out) == fresh
         point += 1
@@ -102,7 +102,7 @@ def test_a_kill_before_any_change_leaves_whole_files_and_a_rerun_makes_the_same(
     assert contents(tmp_path / "runs") == inputs
 
 
-def test_the_provenance_tells_which_files_belong_together(draw, tmp_path):
+def test_provenance_identifies_files_that_belong_together(draw, tmp_path):
     assert draw() == 0
     about = json.loads((tmp_path / "out" / "loss_curves_demo.json").read_text())
     for kind, digest in about["sha256"].items():

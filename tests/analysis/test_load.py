@@ -15,7 +15,7 @@ def note(runs, path):
     return runs.runs.set_index("run")["note"][path.name]
 
 
-def test_a_row_a_run_with_status_and_dotted_config_keys(make_run, tmp_path):
+def test_runs_have_a_row_each_with_status_and_dotted_config_keys(make_run, tmp_path):
     first = make_run(optimizer="stable_adamw", seed=3, num_steps=60)
     make_run(optimizer="adamw", recipe="switchback", num_steps=60)
     runs = load_runs(tmp_path / "runs")
@@ -30,7 +30,7 @@ def test_a_row_a_run_with_status_and_dotted_config_keys(make_run, tmp_path):
     assert repr(runs) == "2 runs (2 finished) of loss_curves (demo)"
 
 
-def test_metrics_are_tidy_and_hold_evaluations_and_non_finite_losses(make_run, tmp_path):
+def test_metrics_hold_evaluations_and_non_finite_losses(make_run, tmp_path):
     whole, broken = (
         make_run(num_steps=60),
         make_run(num_steps=60, seed=1, steps=30, state="diverged"),
@@ -45,14 +45,14 @@ def test_metrics_are_tidy_and_hold_evaluations_and_non_finite_losses(make_run, t
     assert np.isnan(metrics.loc[metrics["run"] == broken.name, "loss"].iloc[-1])
 
 
-def test_events_and_timing(make_run, tmp_path):
+def test_events_and_timing_are_tables(make_run, tmp_path):
     make_run(num_steps=60, steps=30, state="diverged")
     runs = load_runs(tmp_path / "runs")
     assert runs.events[["step", "diverged"]].values.tolist() == [[30, "the loss is nan"]]
     assert runs.timing["step"].tolist() == [20, 30]
 
 
-def test_one_run_directory_loads(make_run, monkeypatch):
+def test_a_single_run_directory_loads(make_run, monkeypatch):
     run = make_run(num_steps=20)
     make_run(num_steps=20, seed=1)
     monkeypatch.chdir(run)
@@ -60,7 +60,7 @@ def test_one_run_directory_loads(make_run, monkeypatch):
     assert load_runs(".").runs["run"].tolist() == [run.name]
 
 
-def test_a_copied_run_is_a_second_row(make_run, tmp_path):
+def test_copied_run_is_a_second_row(make_run, tmp_path):
     run = make_run(num_steps=20)
     shutil.copytree(run, tmp_path / "runs" / "backup" / run.name)
     runs = load_runs(tmp_path / "runs")
@@ -69,7 +69,7 @@ def test_a_copied_run_is_a_second_row(make_run, tmp_path):
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["parquet", "streams"])
-def test_tensors_match_a_glob_and_a_statistic(make_run, tmp_path, kept):
+def test_tensors_are_selected_by_glob_and_statistic(make_run, tmp_path, kept):
     run = make_run(num_steps=45)
     if not kept:
         (run / "tensors.parquet").unlink()
@@ -81,13 +81,13 @@ def test_tensors_match_a_glob_and_a_statistic(make_run, tmp_path, kept):
     assert (runs.tensors(CONV, stat="grad_norm")[CONV] == frame["step"] * 10).all()
 
 
-def test_tensors_come_from_the_parquet_of_a_run_that_ended(make_run):
+def test_tensors_of_an_ended_run_come_from_parquet(make_run):
     run = make_run(num_steps=20)
     shutil.rmtree(run / "tensors")
     assert len(load_runs(run).tensors("*")) == 20
 
 
-def test_a_continued_run_is_not_read_from_the_parquet_of_its_first_end(make_run):
+def test_continued_run_ignores_the_parquet_of_its_first_end(make_run):
     run = make_run(num_steps=40, steps=20)
     (run / "status.json").write_text('{"state": "running", "step": 40, "attempt": 1, "reason": ""}')
     shutil.rmtree(run / "tensors")
@@ -96,13 +96,13 @@ def test_a_continued_run_is_not_read_from_the_parquet_of_its_first_end(make_run)
     assert len(load_runs(run).tensors("*")) == 40
 
 
-def test_an_unknown_tensor_names_what_was_recorded(make_run):
+def test_unknown_tensor_error_names_what_was_recorded(make_run):
     runs = load_runs(make_run(num_steps=20))
     with pytest.raises(LookupError, match="grad_norm, rms; 3 tensors, such as: .*visual.proj"):
         runs.tensors("visual.conv2.*")
 
 
-def test_a_running_run_with_a_torn_last_line_loads(make_run):
+def test_running_run_with_a_torn_last_line_loads(make_run):
     run = make_run(num_steps=60, steps=40, state="running")
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"step": 41, "lo')
@@ -126,7 +126,7 @@ def test_damaged_lines_are_left_out_and_named(make_run):
     "text",
     ["{nonsense: [", "a string", "1: 2", "", "seed: 0\nmodel: {name: nano}", "seed: 0\nmodel: {"],
 )
-def test_a_damaged_config_leaves_the_numbers(make_run, text):
+def test_damaged_config_keeps_metrics_and_tensors(make_run, text):
     run = make_run(num_steps=20)
     (run / "config.yaml").write_text(text)
     runs = load_runs(run, experiment="loss_curves", scale="demo")
@@ -135,7 +135,7 @@ def test_a_damaged_config_leaves_the_numbers(make_run, text):
 
 
 @pytest.mark.parametrize("text", ["", "null", "[]x"])
-def test_a_damaged_status_is_an_unknown_state(make_run, text):
+def test_damaged_status_is_an_unknown_state(make_run, text):
     run = make_run(num_steps=20)
     (run / "status.json").write_text(text)
     runs = load_runs(run)
@@ -143,14 +143,14 @@ def test_a_damaged_status_is_an_unknown_state(make_run, text):
     assert note(runs, run) == "status.json is damaged; unknown: 20 of 20 steps"
 
 
-def test_a_killed_stream_keeps_its_whole_flushes(make_run):
+def test_truncated_stream_keeps_its_complete_flushes(make_run):
     run = make_run(num_steps=60, state="running")
     stream = run / "tensors" / "0000.arrows"
     stream.write_bytes(stream.read_bytes()[:-200])
     assert load_runs(run).tensors(CONV)["step"].tolist() == list(range(1, 41))
 
 
-def test_unreadable_tensors_warn_and_leave_the_other_runs(make_run, tmp_path):
+def test_unreadable_tensors_warn_and_keep_the_other_runs(make_run, tmp_path):
     bad = make_run(num_steps=20)
     (bad / "tensors.parquet").write_bytes(b"PAR1 no")
     for stream in (bad / "tensors").iterdir():
@@ -161,19 +161,19 @@ def test_unreadable_tensors_warn_and_leave_the_other_runs(make_run, tmp_path):
         assert len(runs.tensors(CONV)) == 20
 
 
-def test_a_run_without_steps_loads(make_run):
+def test_run_without_steps_loads(make_run):
     run = make_run(num_steps=20, steps=0, state="running")
     runs = load_runs(run)
     assert note(runs, run) == "running: 0 of 20 steps"
     assert list(runs.metrics.columns) == ["run", "step", "loss"]
 
 
-def test_no_runs_names_the_folder_and_the_command(tmp_path):
+def test_missing_runs_error_names_the_folder_and_the_command(tmp_path):
     with pytest.raises(NoRunsError, match="empty: no runs .*experiment=loss_curves_demo"):
         load_runs(tmp_path / "empty")
 
 
-def test_no_matching_runs_names_what_there_is(make_run, tmp_path):
+def test_unmatched_runs_error_names_what_exists(make_run, tmp_path):
     make_run(num_steps=20)
     make_run(num_steps=20, scale="mini")
     assert len(load_runs(tmp_path / "runs", scale="mini")) == 1
@@ -189,6 +189,6 @@ def test_analysis_loads_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_events_of_no_run_are_an_empty_table(make_run):
+def test_missing_events_are_an_empty_table(make_run):
     events = load_runs(make_run(num_steps=20)).events
     assert isinstance(events, pd.DataFrame) and events.empty

@@ -1,4 +1,4 @@
-"""The benchmark of loading on tiny runs, and copies cut to chosen tensors."""
+"""The benchmark of loading on tiny runs, and compact copies of runs."""
 
 import json
 
@@ -13,7 +13,7 @@ TINY = {"runs": [1, 2, 3], "generated": 2, "steps": 60, "tensors": 5, "repeats":
 
 
 @pytest.mark.slow
-def test_every_case_has_a_line_and_what_was_not_measured_says_so(tmp_path, capsys):
+def test_each_case_has_a_line_and_extrapolated_ones_are_marked(tmp_path, capsys):
     bench_load.main(BenchLoadConfig(**TINY, run_dir=str(tmp_path)))
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     told = {(line["case"], line["shape"][0]): line for line in lines}
@@ -25,7 +25,7 @@ def test_every_case_has_a_line_and_what_was_not_measured_says_so(tmp_path, capsy
     assert [path.name for path in (tmp_path / "bench").iterdir()] == ["load"]  # no runs are left
 
 
-def test_a_wrong_reading_is_found(tmp_path):
+def test_wrong_reading_is_detected(tmp_path):
     config = BenchLoadConfig(**TINY, run_dir=str(tmp_path))
     sums = [bench_load.generate(tmp_path / f"run-{i:03d}", i, config) for i in range(2)]
     folder = bench_load.link(tmp_path, "ended", 2, 2)
@@ -35,9 +35,7 @@ def test_a_wrong_reading_is_found(tmp_path):
     assert right and not wrong
 
 
-def test_a_folder_of_runs_is_cut_to_the_chosen_tensors_of_those_that_ended(
-    make_run, tmp_path, capsys
-):
+def test_compact_keeps_selected_tensors_of_ended_runs(make_run, tmp_path, capsys):
     runs = [make_run(num_steps=20, seed=seed) for seed in (0, 1)]
     left_out = make_run(num_steps=20, seed=2, steps=10, state="running")
     config = compact.CompactConfig(run=str(tmp_path / "runs"), out=str(tmp_path / "small"))

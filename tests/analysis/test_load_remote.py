@@ -16,7 +16,7 @@ CONV = "visual.conv1.weight"
 
 @pytest.fixture
 def upload(tmp_path):
-    """A function: copies `tmp_path/runs` to a store in memory and returns its URL."""
+    """A function that copies `tmp_path/runs` to a store in memory and returns its URL."""
     store = fsspec.filesystem("memory")
 
     def upload():
@@ -27,7 +27,7 @@ def upload(tmp_path):
     store.rm("/bucket", recursive=True)
 
 
-def test_every_table_of_runs_behind_a_url_is_that_of_the_folder(make_run, tmp_path, upload):
+def test_tables_from_a_url_equal_those_from_the_folder(make_run, tmp_path, upload):
     make_run(num_steps=60)
     make_run(num_steps=60, seed=1, steps=30, state="diverged")
     make_run(num_steps=60, seed=2, steps=40, state="running")  # has streams alone
@@ -39,7 +39,7 @@ def test_every_table_of_runs_behind_a_url_is_that_of_the_folder(make_run, tmp_pa
     assert there.runs["path"].str.startswith("memory://").all()
 
 
-def test_lines_of_benchmarks_beside_runs_load_without_the_damaged(make_run, tmp_path, upload):
+def test_benchmark_lines_load_without_the_damaged_ones(make_run, tmp_path, upload):
     make_run(num_steps=20)
     assert load_runs(tmp_path / "runs").bench.empty
     (tmp_path / "runs" / "bench" / "ops").mkdir(parents=True)
@@ -51,7 +51,7 @@ def test_lines_of_benchmarks_beside_runs_load_without_the_damaged(make_run, tmp_
         assert bench[["slug", "ms"]].values.tolist() == [["ops", 2.5], ["ops", 3.5]]
 
 
-def test_one_run_behind_a_url_loads(make_run, upload):
+def test_a_single_run_loads_from_a_url(make_run, upload):
     run = make_run(num_steps=20)
     make_run(num_steps=20, seed=1)
     url = f"{upload()}/{run.parent.name}/{run.name}"
@@ -70,7 +70,7 @@ def test_damage_behind_a_url_is_a_note(make_run, tmp_path, upload):
     assert runs.tensors(CONV)["step"].tolist() == list(range(1, 21))  # of the streams
 
 
-def test_only_the_chosen_columns_come_over_the_network(make_run, upload, monkeypatch):
+def test_only_matching_columns_are_downloaded(make_run, upload, monkeypatch):
     values = np.random.default_rng(0).random((2000, 100), np.float32)
     names = [CONV, *(f"layer.{i}" for i in range(99))]
     rms = pd.DataFrame(values, range(1, 2001), names)
@@ -89,12 +89,12 @@ def test_only_the_chosen_columns_come_over_the_network(make_run, upload, monkeyp
     assert 0 < sum(fetched) < 0.2 * size  # one of 100 columns, and the end of the file
 
 
-def test_no_runs_behind_a_url_names_it():
+def test_missing_runs_error_names_the_url():
     with pytest.raises(NoRunsError, match="memory://nothing: no runs"):
         load_runs("memory://nothing")
 
 
-def test_figures_of_runs_and_lines_behind_a_url_are_those_of_the_folder(make_run, tmp_path, upload):
+def test_figures_from_a_url_equal_those_from_the_folder(make_run, tmp_path, upload):
     make_run(num_steps=60)
     make_run(num_steps=60, seed=1, steps=30, state="running")
     lines = tmp_path / "runs" / "bench" / "quantization_variance" / "one.jsonl"
@@ -114,7 +114,7 @@ def test_figures_of_runs_and_lines_behind_a_url_are_those_of_the_folder(make_run
     assert all(run["path"].startswith("memory://") for run in about["runs"])
 
 
-def test_claims_and_spikes_take_a_url(make_run, tmp_path, upload):
+def test_claims_and_spikes_accept_a_url(make_run, tmp_path, upload):
     make_run(num_steps=20)
     root = upload()
     assert make.main(["claims", "--runs", root, "--out", str(tmp_path)]) == 0
@@ -122,7 +122,7 @@ def test_claims_and_spikes_take_a_url(make_run, tmp_path, upload):
     assert spikes.main(["--run", root]) == 0
 
 
-def test_a_report_of_runs_behind_a_url_is_written(make_run, tmp_path, upload, capsys):
+def test_report_accepts_a_url(make_run, tmp_path, upload, capsys):
     make_run(num_steps=20)
     out = tmp_path / "page.html"
     assert main(["--runs", upload(), "--out", str(out)]) == 0

@@ -53,7 +53,7 @@ def steps_shown(page):
 
 
 @pytest.mark.parametrize("width", [1280, 390])
-def test_the_page_draws_without_errors_fetches_nothing_and_fits(opened, width):
+def test_page_draws_without_errors_or_requests_and_fits_the_window(opened, width):
     page, complaints, requests = opened(width)
     assert page.locator("#curves-plot .scatterlayer .trace").count() > 9
     assert page.locator("#heat-plot .heatmaplayer image").count() == 1
@@ -68,7 +68,7 @@ def test_the_page_draws_without_errors_fetches_nothing_and_fits(opened, width):
     assert [url for url in requests if not url.startswith(("file:", "data:", "blob:"))] == []
 
 
-def test_a_spike_is_zoomed_to_by_a_click_and_by_its_address(opened):
+def test_click_and_address_zoom_to_a_spike(opened):
     page, complaints, _ = opened(1280)
     assert steps_shown(page)[1] - steps_shown(page)[0] > 900
     page.locator("#spikes tbody a").first.click()

@@ -1,4 +1,4 @@
-"""Features and logits of blocks are those that a pass without the probe has, and it leaves none."""
+"""The probe measures blocks as a plain forward pass would, and leaves no trace."""
 
 import copy
 
@@ -44,14 +44,14 @@ def logits_of(block, x, mask):
 
 @pytest.mark.parametrize("intervention", ["none", "kq_norm"])
 @torch.no_grad()
-def test_numbers_are_those_of_the_blocks(intervention):
+def test_statistics_equal_those_of_the_blocks(intervention):
     model = make_model(intervention).eval()
     seen = {}
     for block in blocks(model):
         block.register_forward_hook(lambda m, inputs, output: seen.update({m: (inputs[0], output)}))
-    found = make_probe(model)(make_batch())
-    assert found.shape == (3, len(BLOCK_STATISTICS)) and found.dtype == torch.float32
-    for row, block in zip(found, blocks(model), strict=True):
+    statistics = make_probe(model)(make_batch())
+    assert statistics.shape == (3, len(BLOCK_STATISTICS)) and statistics.dtype == torch.float32
+    for row, block in zip(statistics, blocks(model), strict=True):
         x, output = seen[block]
         mask = model.attn_mask if block is blocks(model)[2] else None
         expected = (output.abs().mean(), output.abs().max(), logits_of(block, x, mask))
@@ -66,7 +66,7 @@ def test_names_are_those_of_the_model():
     ]
 
 
-def test_a_probe_changes_neither_mode_nor_random_numbers_nor_hooks():
+def test_probe_changes_neither_mode_nor_random_state_nor_hooks():
     model = make_model(patch_dropout=0.5).train()
     probe, state = make_probe(model), torch.get_rng_state()
     first = probe(make_batch())
@@ -81,7 +81,7 @@ def test_a_probe_changes_neither_mode_nor_random_numbers_nor_hooks():
 
 
 @pytest.mark.filterwarnings("ignore")  # torch.compile warns of its own ways
-def test_compiled_and_checkpointed_blocks_are_measured_alike():
+def test_compiled_and_checkpointed_blocks_give_the_same_statistics():
     model = make_model()
     expected = make_probe(model)(make_batch())
     compiled = copy.deepcopy(model)
@@ -90,8 +90,8 @@ def test_compiled_and_checkpointed_blocks_are_measured_alike():
     torch.testing.assert_close(make_probe(compiled)(make_batch()), expected)
 
 
-def test_attention_that_is_not_ours_has_no_logit():
+def test_logit_is_missing_for_foreign_attention():
     torch.manual_seed(0)
     model = build_model(ModelConfig(**TINY))
-    found = make_probe(model)(make_batch())
-    assert found[:, 2].isnan().all() and found[:, :2].isfinite().all()
+    statistics = make_probe(model)(make_batch())
+    assert statistics[:, 2].isnan().all() and statistics[:, :2].isfinite().all()

@@ -32,7 +32,7 @@ def test_sqnr_is_signal_over_noise_in_db():
         assert math.isnan(sqnr_db(*pair))
 
 
-def test_kurtosis_tells_outliers():
+def test_kurtosis_grows_with_outliers():
     x = normal(200, 500)
     assert kurtosis(x) == pytest.approx(3, abs=0.1)
     assert kurtosis(torch.rand(200, 500)) == pytest.approx(1.8, abs=0.05)
@@ -42,12 +42,12 @@ def test_kurtosis_tells_outliers():
 
 def test_each_bit_of_int8_is_worth_six_db():
     x = torch.rand(64, 512, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    found = operand_noise(x, INT8, "rowwise")
-    assert found["sqnr_db"] == pytest.approx(20 * math.log10(2 * 127), abs=0.2)
-    assert operand_noise(x * 1e-4, INT8, "rowwise") == pytest.approx(found, rel=1e-4)
+    result = operand_noise(x, INT8, "rowwise")
+    assert result["sqnr_db"] == pytest.approx(20 * math.log10(2 * 127), abs=0.2)
+    assert operand_noise(x * 1e-4, INT8, "rowwise") == pytest.approx(result, rel=1e-4)
 
 
-def test_one_outlier_hurts_the_tensor_but_only_its_row():
+def test_outlier_hurts_the_whole_tensor_but_rowwise_only_its_row():
     x = normal(64, 512)
     clean = {g: operand_noise(x, INT8, g)["sqnr_db"] for g in ("rowwise", "tensorwise")}
     x[5, 7] = 100
@@ -58,19 +58,19 @@ def test_one_outlier_hurts_the_tensor_but_only_its_row():
         assert (spoiled < clean[granularity] - 20) == (granularity == "tensorwise")
 
 
-def test_shares_of_saturated_and_lost_elements_are_counted():
+def test_fractions_of_saturated_and_underflowed_elements():
     x = torch.tensor([[100.0, -100.0, 0.1, 0.0], [1.0, 0.9, -0.5, 0.001]])
-    found = operand_noise(x, INT8, "rowwise")
-    assert found["saturated"] == 3 / 8 and found["underflowed"] == pytest.approx(2 / 7)
-    found = operand_noise(x, INT8, "tensorwise")
-    assert found["saturated"] == 2 / 8 and found["underflowed"] == pytest.approx(2 / 7)
-    found = operand_noise(x, E4M3, "tensorwise")
-    assert found["saturated"] == 2 / 8 and found["underflowed"] == 0
+    result = operand_noise(x, INT8, "rowwise")
+    assert result["saturated"] == 3 / 8 and result["underflowed"] == pytest.approx(2 / 7)
+    result = operand_noise(x, INT8, "tensorwise")
+    assert result["saturated"] == 2 / 8 and result["underflowed"] == pytest.approx(2 / 7)
+    result = operand_noise(x, E4M3, "tensorwise")
+    assert result["saturated"] == 2 / 8 and result["underflowed"] == 0
     assert operand_noise(torch.zeros(2, 3), INT8, "rowwise")["underflowed"] == 0
     assert math.isnan(operand_noise(x, E4M3, "blocks")["saturated"])
 
 
-def test_products_are_those_of_autograd():
+def test_products_equal_those_of_autograd():
     x = normal(7, 5).requires_grad_()
     w, g = normal(3, 5, seed=1).requires_grad_(), normal(7, 3, seed=2)
     output = torch.nn.functional.linear(x, w)
@@ -87,7 +87,7 @@ def test_products_are_those_of_autograd():
 
 @pytest.mark.parametrize("granularity", ["rowwise", "columnwise", "tensorwise"])
 @pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
-def test_the_error_of_an_operand_is_predicted_by_the_steps_of_its_format(format, granularity):
+def test_operand_error_is_predicted_from_the_steps_of_its_format(format, granularity):
     x = normal(128, 256)
     x[0] = 0
     measured = (x - reference.simulate(x, format, granularity, torch.float32)).square().mean()
@@ -95,7 +95,7 @@ def test_the_error_of_an_operand_is_predicted_by_the_steps_of_its_format(format,
 
 
 @pytest.mark.parametrize("format", [E4M3, E5M2], ids=lambda f: f.name)
-def test_the_error_of_fp8_is_in_proportion_to_the_operand(format):
+def test_fp8_error_is_proportional_to_the_operand(format):
     octaves = torch.rand(500, 400, generator=torch.Generator().manual_seed(0)) * 6
     x = 2**octaves  # mantissas spread evenly in their logarithm
     x[0, 0] = format.max * 2.0 ** (8 - math.ceil(math.log2(format.max)))  # scale: a power of two
@@ -103,13 +103,13 @@ def test_the_error_of_fp8_is_in_proportion_to_the_operand(format):
     assert relative == pytest.approx(2 * math.log(2) / 3 * 4**-format.mantissa_bits / 12, rel=0.02)
 
 
-def test_the_step_of_fp8_does_not_shrink_below_the_smallest():
+def test_fp8_step_does_not_shrink_below_the_smallest():
     x = torch.tensor([[448.0, 0.0, 2.0**-8, 2.0**-30]])
     expected = (32**2 + 3 * 2.0**-18) / 4 / 12
     assert error_variance(x, E4M3, "tensorwise") == pytest.approx(expected, rel=1e-12)
 
 
-def test_the_error_of_int8_is_a_twelfth_of_the_squared_scale():
+def test_int8_error_is_a_twelfth_of_the_squared_scale():
     x = torch.tensor([[127.0, 1.0], [254.0, 2.0]])
     assert error_variance(x, INT8, "tensorwise") == pytest.approx(4 / 12)
     assert error_variance(x, INT8, "rowwise") == pytest.approx((1 + 4) / 2 / 12)
@@ -125,21 +125,19 @@ def test_the_error_of_int8_is_a_twelfth_of_the_squared_scale():
     ],
     ids=str,
 )
-def test_the_error_of_a_dot_product_grows_with_its_inner_dimension_as_predicted(
-    formats, granularities
-):
-    found = {}
+def test_dot_product_error_grows_with_the_inner_dimension_as_predicted(formats, granularities):
+    result = {}
     for K in (64, 4096):
         x, w = 3 * normal(96, K), 0.02 * normal(64, K, seed=1) + 0.01
         measured, predicted = dot_error_variance(x, w, formats, granularities)
         assert measured == pytest.approx(predicted, rel=0.1)
-        found[K] = measured
-    growth = found[4096] / found[64]
+        result[K] = measured
+    growth = result[4096] / result[64]
     # 64 of it the number of terms; the rest int8's step, the largest of more elements
     assert 60 < growth < (150 if formats[0] is INT8 else 75)
 
 
-def test_outliers_that_meet_make_the_error_larger_than_predicted_in_fp8_but_not_in_int8():
+def test_aligned_outliers_exceed_the_predicted_error_in_fp8_but_not_in_int8():
     features = torch.exp(normal(1, 512, seed=2))  # large in both operands
     x, w = features * normal(64, 512), features * normal(64, 512, seed=1)
     measured, predicted = dot_error_variance(x, w, (E4M3, E4M3), ("tensorwise", "tensorwise"))

@@ -14,20 +14,20 @@ MOST_CELLS = 12
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_a_notebook_is_short_and_has_no_outputs(name):
+def test_notebook_is_short_and_has_no_outputs(name):
     cells = json.loads((FOLDER / f"{name}.ipynb").read_text())["cells"]
     assert 2 <= len(cells) <= MOST_CELLS
     for cell in cells:
         assert not cell.get("outputs") and cell.get("execution_count") is None
 
 
-def test_every_notebook_is_listed_and_every_listed_one_is_there():
+def test_listed_notebooks_are_those_that_exist():
     listed = re.findall(r"\(([\w]+)\.ipynb\)", (FOLDER / "README.md").read_text())
     assert sorted(listed) == NOTEBOOKS
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_links_of_a_notebook_lead_somewhere(name):
+def test_links_have_targets(name):
     cells = json.loads((FOLDER / f"{name}.ipynb").read_text())["cells"]
     text = "".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
     for link in re.findall(r"\]\(([^)]+)\)", text):
@@ -43,7 +43,7 @@ def test_links_of_a_notebook_lead_somewhere(name):
 @pytest.mark.filterwarnings("default")  # of the packages that run notebooks
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_a_notebook_runs_and_draws(name, monkeypatch):
+def test_notebook_runs_and_draws(name, monkeypatch):
     import ipykernel  # noqa: F401  the kernel: without it, or them, this fails and is not skipped
     import nbclient
     import nbformat
