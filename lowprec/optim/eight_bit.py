@@ -1,7 +1,7 @@
-"""AdamW with 8-bit moments, of bitsandbytes or torchao, as a step of training wants an optimizer.
+"""AdamW with 8-bit moments from bitsandbytes or torchao, with the interface of StableAdamW.
 
-The update is the library's; here is what surrounds it: which tensors are updated, the statistics,
-which moments stay in 32 bits, and the moments as plain tensors for checkpoints.
+The update is the library's. This file decides which tensors are updated and which moments stay in
+32 bits, computes statistics and gives the moments to checkpoints as plain tensors.
 """
 
 import fnmatch
@@ -11,33 +11,31 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from lowprec.optim.stable_adamw import STATISTICS
+from lowprec.optim.statistics import STATISTICS
 
-CHUNK = 2**25  # elements of the parameters copied at a time, for the norms of their updates
+CHUNK = 2**25  # elements of parameters copied at a time for the norms of their updates
 BLOCK = 256  # elements that share a scale, in both libraries by default
 
-Moment = tuple[Tensor, Tensor | None, Tensor | None]  # numbers or codes, scales, what codes mean
+Moment = tuple[Tensor, Tensor | None, Tensor | None]  # values or codes, scales, levels
 
 
 class EightBitAdamW:
-    """AdamW of a library with the attributes of StableAdamW that training uses; an abstract base.
+    """Abstract base: a library's AdamW with the attributes of StableAdamW that training uses.
 
-    After `step()` there are `statistics`, `grad_norm`, `clipped_grad_norm` (the same) and
-    `all_finite`; `skip`, `grad_scale`, `found_inf` and `frozen` are obeyed as there. It differs:
+    `step()` leaves `statistics`, `grad_norm`, `clipped_grad_norm` (the same) and `all_finite`;
+    `skip`, `grad_scale`, `found_inf` and `frozen` work as in StableAdamW. Differences:
 
-    - A statistic of the second moment (rms, u_min, u_mean, u_max) is NaN: the libraries update it
-      and forget it, and 8 bits of it are no basis for RMS_t.
-    - The norm of an update is that of `p_new - (1 - lr weight_decay) p_old`, from a copy of at
-      most CHUNK elements or one tensor. All statistics move 36 bytes an element beside the update.
-    - The host reads once a step which gradients are finite, so no CUDA graph can hold it.
-    - Gradients are divided by `grad_scale` in place. A tensor that `skip="tensor"` leaves out
-      keeps its own step count.
+    - Statistics of the second moment (rms, u_min, u_mean, u_max) are NaN: the libraries do not keep
+      it in full precision, and RMS_t cannot be computed from its 8-bit codes.
+    - The update norm is that of `p_new - (1 - lr weight_decay) p_old`, from a copy of at most CHUNK
+      elements or one tensor. The statistics move 36 bytes per element beside the update.
+    - The host reads once per step which gradients are finite, so no CUDA graph can capture it.
+    - Gradients are divided by `grad_scale` in place.
     - 16-bit parameters lose small updates to rounding: there is no compensation.
 
-    Groups are of named float32 parameters on the device where they stay. Moments of a parameter are
-    32-bit if it has fewer than `min_8bit_size` elements or one of the patterns `override_32bit`
-    matches its name or that of a module which it is in. ValueError where a pattern matches none.
-    Source: arXiv:2110.02861.
+    Groups hold named float32 parameters, already on their device. A parameter keeps 32-bit moments
+    if it has fewer than `min_8bit_size` elements or a pattern in `override_32bit` matches its name
+    or that of a module above it; ValueError if a pattern matches nothing. Source: arXiv:2110.02861.
     """
 
     _step_supports_amp_scaling = True  # torch.amp.GradScaler then leaves unscaling to step()
@@ -65,39 +63,40 @@ class EightBitAdamW:
         self.clipped_grad_norm: Tensor | None = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's."""
+        """As in torch."""
         self.library.zero_grad(set_to_none)
 
     @torch.no_grad()
     def step(self) -> None:
-        """One update of every tensor that has a gradient."""
-        having = [i for i, p in enumerate(self.params) if p.grad is not None]
-        if not having:
+        """Updates every parameter that has a gradient."""
+        rows = [i for i, p in enumerate(self.params) if p.grad is not None]
+        if not rows:
             return
-        grads = [self.params[i].grad for i in having]
+        grads = [self.params[i].grad for i in rows]
         scale = getattr(self, "grad_scale", None)  # set and deleted by GradScaler
         if scale is not None:
             torch._foreach_mul_(grads, 1 / scale.to(grads[0].device))
         norms = torch.stack(torch._foreach_norm(grads)).float()
         allowed, finite = self._decide(norms)
-        table = torch.full((len(self.params), len(STATISTICS)), math.nan, device=norms.device)
-        for name in ("grad_norm", "update_norm", "grad_abs_max", "grad_inf", "grad_nan"):
-            _column(table, name).zero_()
-        _column(table, "grad_norm")[having] = norms
-        _column(table, "grad_abs_max")[having] = torch.stack(torch._foreach_norm(grads, math.inf))
-        for i, grad, is_finite in zip(having, grads, finite, strict=True):
+        zeros = norms.new_zeros(5, len(self.params))
+        names = ("grad_norm", "update_norm", "grad_abs_max", "grad_inf", "grad_nan")
+        values = dict(zip(names, zeros, strict=True))
+        values["grad_norm"][rows] = norms
+        values["grad_abs_max"][rows] = torch.stack(torch._foreach_norm(grads, math.inf))
+        for i, grad, is_finite in zip(rows, grads, finite, strict=True):
             if not is_finite:
-                _column(table, "grad_inf")[i] = grad.isinf().sum()
-                _column(table, "grad_nan")[i] = grad.isnan().sum()
-        chosen = {i for i, is_finite in zip(having, finite, strict=True) if allowed and is_finite}
+                values["grad_inf"][i] = grad.isinf().sum()
+                values["grad_nan"][i] = grad.isnan().sum()
+        applied = {i for i, is_finite in zip(rows, finite, strict=True) if allowed and is_finite}
         if self.skip == "tensor" or all(finite):
-            self._update(chosen, _column(table, "update_norm"))
-        _column(table, "param_norm")[:] = torch.stack(torch._foreach_norm(self.params))
-        self.statistics = table
+            self._update(applied, values["update_norm"])
+        values["param_norm"] = torch.stack(torch._foreach_norm(self.params))
+        unknown = torch.full_like(zeros[0], math.nan)
+        self.statistics = torch.stack([values.get(name, unknown) for name in STATISTICS], dim=1)
         self.grad_norm = self.clipped_grad_norm = torch.linalg.vector_norm(norms)
 
     def _decide(self, norms: Tensor) -> tuple[bool, list[bool]]:
-        """Whether anything may be updated, and which gradients are finite: read from the device."""
+        """Whether anything may be updated and which gradients are finite; reads the device."""
         finite = norms.isfinite()
         self.all_finite = finite.all()
         vetoes = [v for v in (getattr(self, "found_inf", None), self.frozen) if v is not None]
@@ -105,9 +104,9 @@ class EightBitAdamW:
         read = torch.cat([finite, *vetoes]).tolist()
         return not any(read[len(norms) :]), read[: len(norms)]
 
-    def _update(self, chosen: set[int], changes: Tensor) -> None:
-        """The library's step of these parameters, chunk by chunk; norms of what it changed."""
-        for group, numbers in self._chunks(chosen):
+    def _update(self, applied: set[int], update_norms: Tensor) -> None:
+        """Steps the library for some parameters, chunk by chunk; fills their update norms."""
+        for group, numbers in self._chunks(applied):
             params = [self.params[i] for i in numbers]
             kept = torch._foreach_mul(params, 1 - float(group["lr"]) * group["weight_decay"])
             self.library.param_groups = [{**group, "params": params}]
@@ -116,15 +115,15 @@ class EightBitAdamW:
             finally:
                 self.library.param_groups = self.param_groups
             torch._foreach_sub_(kept, params)
-            changes[numbers] = torch.stack(torch._foreach_norm(kept))
+            update_norms[numbers] = torch.stack(torch._foreach_norm(kept))
 
-    def _chunks(self, chosen: set[int]) -> Iterator[tuple[dict, list[int]]]:
-        """The chosen parameters, by number, of one group and CHUNK elements at a time."""
+    def _chunks(self, applied: set[int]) -> Iterator[tuple[dict, list[int]]]:
+        """Numbers of these parameters, one group and at most CHUNK elements at a time."""
         start = 0
         for group in self.param_groups:
             numbers, size = [], 0
             for i in range(start, start := start + len(group["params"])):
-                if i not in chosen:
+                if i not in applied:
                     continue
                 if numbers and size + self.params[i].numel() > CHUNK:
                     yield group, numbers
@@ -135,23 +134,23 @@ class EightBitAdamW:
                 yield group, numbers
 
     def states(self) -> dict[str, dict[str, Tensor]]:
-        """Every moment's tensors, the optimizer's own, by kind and parameter's name.
+        """The optimizer's own tensors of the moments, by kind and parameter's name.
 
-        exp_avg and exp_avg_sq, in the parameter's shape, are float32 or uint8 codes; then kind
-        `_scale` holds the scale of each block and kind `_levels` what the codes stand for, once.
+        exp_avg and exp_avg_sq have the parameter's shape and are float32 or uint8 codes. For codes,
+        `<kind>_scale` holds the scale of each block and `<kind>_levels` the values of the codes.
         """
-        found: dict[str, dict[str, Tensor]] = {}
+        tensors: dict[str, dict[str, Tensor]] = {}
         for name, p in zip(self.names, self.params, strict=True):
             for kind, (values, scale, levels) in self._moments(p).items():
-                found.setdefault(kind, {})[name] = values
+                tensors.setdefault(kind, {})[name] = values
                 if scale is not None:
-                    found.setdefault(f"{kind}_scale", {})[name] = scale
-                    found.setdefault(f"{kind}_levels", {}).setdefault("levels", levels)
-        return found
+                    tensors.setdefault(f"{kind}_scale", {})[name] = scale
+                    tensors.setdefault(f"{kind}_levels", {}).setdefault("levels", levels)
+        return tensors
 
     @property
     def steps(self) -> list[float]:
-        """Updates so far of each parameter, in the order of `names`."""
+        """Number of updates of each parameter, in the order of `names`."""
         return [float(self.library.state[p]["step"]) for p in self.params]
 
     @steps.setter
@@ -161,7 +160,7 @@ class EightBitAdamW:
             self.library.state[p]["step"] = torch.tensor(step) if kind is Tensor else kind(step)
 
     def _start(self, p: Tensor, is_wide: bool) -> None:
-        """Sets the parameter's state to zero."""
+        """Initializes the parameter's state with zeros."""
         raise NotImplementedError
 
     def _moments(self, p: Tensor) -> dict[str, Moment]:
@@ -170,9 +169,9 @@ class EightBitAdamW:
 
 
 class TorchaoAdamW8bit(EightBitAdamW):
-    """torchao.optim.AdamW8bit(groups, **rule), on a GPU or a CPU; compiled for each shape anew.
+    """torchao.optim.AdamW8bit(groups, **rule), on a GPU or a CPU; it compiles for each shape.
 
-    Also 32-bit: moments of a tensor whose elements are no multiple of BLOCK. Written for 0.17.
+    Moments of a tensor whose size is no multiple of BLOCK are 32-bit too. Written for 0.17.
     """
 
     def __init__(self, groups: list[dict], rule: dict, **options):
@@ -192,19 +191,19 @@ class TorchaoAdamW8bit(EightBitAdamW):
                 state[kind] = OptimState8bit.zeros(p.shape, signed, BLOCK, p.device, p.dtype)
 
     def _moments(self, p: Tensor) -> dict[str, Moment]:
-        found = {}
+        moments = {}
         for kind in ("exp_avg", "exp_avg_sq"):
             x = self.library.state[p][kind]
-            found[kind] = (x, None, None) if type(x) is Tensor else (x.codes, x.scale, x.qmap)
-        return found
+            moments[kind] = (x, None, None) if type(x) is Tensor else (x.codes, x.scale, x.qmap)
+        return moments
 
 
 class BitsAndBytesAdamW8bit(EightBitAdamW):
-    """bitsandbytes.optim.AdamW8bit(groups, **rule), whose kernels run on a GPU alone.
+    """bitsandbytes.optim.AdamW8bit(groups, **rule), on a GPU only.
 
-    With `is_paged` moments of 100,000 elements and more lie in CUDA's managed memory, which moves
-    to the host when the GPU is full. More of it than the GPU has free can hang a GPU, also for
-    others that share it. Written for 0.49.
+    With `is_paged`, moments of 100,000 elements and more lie in CUDA managed memory, which moves to
+    the host when the GPU is full. More of it than the GPU has free can hang the GPU for all users.
+    Written for 0.49.
     """
 
     def __init__(self, groups: list[dict], rule: dict, **options):
@@ -213,7 +212,7 @@ class BitsAndBytesAdamW8bit(EightBitAdamW):
         super().__init__(AdamW8bit(groups, **rule), **options)
 
     def _start(self, p: Tensor, is_wide: bool) -> None:
-        # its own overrides are of the process, not of an optimizer; the size is read here alone
+        # its own overrides are global; min_8bit_size is read in init_state only
         self.library.args.min_8bit_size = math.inf if is_wide else 0
         self.library.init_state(self.param_groups[0], p, -1, -1)
 
@@ -226,23 +225,19 @@ class BitsAndBytesAdamW8bit(EightBitAdamW):
 
 
 def matching(names: Sequence[str], patterns: Sequence[str]) -> set[str]:
-    """The parameters that a pattern matches, by their own name or a module's above them.
+    """Names that a pattern matches, or whose module above a pattern matches.
 
     `*` and `?` match dots too. ValueError names a pattern that matches nothing.
     """
-    found = set()
+    matches = set()
     for pattern in patterns:
-        chosen = {
+        new = {
             name
             for name in names
             for end in range(1, name.count(".") + 2)
             if fnmatch.fnmatchcase(".".join(name.split(".")[:end]), pattern)
         }
-        if not chosen:
+        if not new:
             raise ValueError(f"{pattern!r} matches no module and no parameter, such as {names[0]}")
-        found |= chosen
-    return found
-
-
-def _column(table: Tensor, statistic: str) -> Tensor:
-    return table[:, STATISTICS.index(statistic)]
+        matches |= new
+    return matches

@@ -1,9 +1,9 @@
-"""Triton kernels of the optimizer: every tensor of a model in one launch, parts on the way.
+"""Triton kernels of the optimizer: one launch for all tensors of a model.
 
 A table on the device holds the addresses of each tensor's parameter, gradient, moments and
-compensation. A program takes one chunk of one tensor and leaves its parts, which `_reduce_kernel`
-adds in a fixed order, so that a step can be repeated to the bit. `reference` defines the numbers,
-`fused` launches the kernels.
+compensation. A program takes one chunk of one tensor and stores partial sums, which
+`_reduce_kernel` adds in a fixed order, so that steps are reproducible bitwise. `adamw_update`
+defines the numbers, `fused` launches the kernels.
 """
 
 import triton
@@ -24,7 +24,7 @@ def _pointers(
 
 @triton.jit
 def _load(pointers, mask, WHOLE: tl.constexpr):
-    """float32; where the chunk is whole without a mask, which would load one by one."""
+    """Loads float32; without a mask for a whole chunk, so that loads are vectorized."""
     if WHOLE:
         return tl.load(pointers).to(tl.float32)
     return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
@@ -107,12 +107,12 @@ def _step_chunk(
         change = rate * v / (tl.sqrt_rn(u) + eps)
         if P_TYPE == tl.float32:
             new = decay * p - change
-        else:  # Kahan's sum
+        else:  # Kahan summation: see adamw_update.add_compensated_
             c_ptr = _pointers(addresses_ptr, C, tensor, N, start, offsets, P_TYPE, ALIGNED)
             lost = _load(c_ptr, mask, WHOLE)
-            wanted = (decay - 1) * p - change + lost
-            new = tl.where(apply, (p + wanted).to(P_TYPE).to(tl.float32), p)
-            lost = tl.where(apply, wanted - (new - p), lost)
+            total = (decay - 1) * p - change + lost
+            new = tl.where(apply, (p + total).to(P_TYPE).to(tl.float32), p)
+            lost = tl.where(apply, total - (new - p), lost)
             _store(c_ptr, lost.to(P_TYPE), mask, WHOLE)
         _store(p_ptr, new.to(P_TYPE), mask, WHOLE)
         tl.store(parts_ptr + 2 * MOMENTS, tl.sum(change * change))
@@ -145,7 +145,7 @@ def _step_kernel(
 def _reduce_kernel(
     parts_ptr, firsts_ptr, totals_ptr, WIDTH: tl.constexpr, SUMS: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Totals of a tensor's parts: the first SUMS columns are added, of the others the largest."""
+    """Totals over a tensor's chunks: sums of the first SUMS columns, maxima of the others."""
     tensor, column = tl.program_id(0), tl.program_id(1)
     first, end = tl.load(firsts_ptr + tensor), tl.load(firsts_ptr + tensor + 1)
     is_sum = column < SUMS

@@ -6,7 +6,7 @@ import torch
 
 @pytest.fixture
 def torchao(monkeypatch):
-    """Imports it and leaves out torch.compile, which takes seconds a shape."""
+    """torchao.optim without torch.compile, which takes seconds per shape."""
     found = pytest.importorskip("torchao.optim")
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     return found
@@ -14,7 +14,7 @@ def torchao(monkeypatch):
 
 @pytest.fixture
 def bitsandbytes(monkeypatch):
-    """Imports it; its kernels replaced by its definition in plain torch."""
+    """bitsandbytes with its kernels replaced by plain torch."""
     library = pytest.importorskip("bitsandbytes")
     from bitsandbytes.backends.triton import kernels_optim
 

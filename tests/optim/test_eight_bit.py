@@ -1,7 +1,7 @@
-"""8-bit AdamW: what surrounds a library's update, held against StableAdamW and the library alone.
+"""8-bit AdamW against StableAdamW and against the library alone.
 
-What holds for any library is shown with torch's AdamW in its place; bitsandbytes and torchao are
-tested where they are installed.
+Behavior common to all libraries is tested with torch's AdamW in their place; bitsandbytes and torchao
+are tested if they are installed.
 """
 
 import math
@@ -25,7 +25,7 @@ KNOWN = [i for i, name in enumerate(STATISTICS) if name not in ("rms", "u_min", 
 
 
 class OfTorch(EightBitAdamW):
-    """torch's AdamW in the place of a library's."""
+    """Wraps torch's AdamW like a library's."""
 
     def __init__(self, groups, rule, **options):
         super().__init__(torch.optim.AdamW(groups, **rule, foreach=False), **options)
@@ -64,7 +64,7 @@ def assert_same(found, expected):
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_statistics_are_those_of_adamw_and_rms_is_not_guessed():
+def test_statistics_equal_those_of_adamw_except_rms():
     ours, reference = OfTorch(make_groups(), RULE), StableAdamW(make_groups(), **RULE)
     reference.param_groups[0]["clip_threshold"] = reference.param_groups[1]["clip_threshold"] = None
     torch.testing.assert_close(run(ours), run(reference))
@@ -103,7 +103,7 @@ def test_a_non_finite_gradient_is_never_applied(bad, skip):
 
 
 @pytest.mark.parametrize("veto", ["frozen", "found_inf"])
-def test_a_veto_leaves_everything_as_it_is(veto):
+def test_a_veto_prevents_the_update(veto):
     ours = OfTorch(make_groups(), RULE, skip="tensor")
     before = run(ours, 1)
     setattr(ours, veto, torch.ones(()))
@@ -123,7 +123,7 @@ def test_the_loss_scale_is_divided_out(name):
     assert_same(params_of(ours), expected)
 
 
-def test_a_parameter_without_a_gradient_is_left_alone():
+def test_a_parameter_without_a_gradient_is_unchanged():
     ours = OfTorch(make_groups(), RULE)
     before = run(ours, 1)
     set_grads(ours, 2)
@@ -144,7 +144,7 @@ def test_patterns_match_names_and_modules_above_them():
         matching(names, ["conv1"])
 
 
-def test_torchao_moves_parameters_as_it_does_alone(torchao):
+def test_torchao_updates_parameters_as_it_does_alone(torchao):
     alone = torchao.AdamW8bit(make_groups(), **RULE)
     assert_same(run(TorchaoAdamW8bit(make_groups(), RULE)), run(alone))
 

@@ -1,4 +1,4 @@
-"""Statistics of tensors without gradients or elements, and of torch's own AdamW."""
+"""Statistics without gradients or elements, and for torch's AdamW."""
 
 import pytest
 import torch
@@ -22,11 +22,11 @@ def set_grads(params, step):
         p.grad = grad.to(p.dtype)
 
 
-def assert_is_nothing(row):
+def assert_shows_no_gradient(row):
     assert row[0].isnan() and (row[1:] == 0).all()
 
 
-def test_without_any_gradient_nothing_of_the_last_step_is_left():
+def test_a_step_without_gradients_clears_the_last_statistics():
     params = make_params()
     optimizer = StableAdamW(params)
     set_grads(params, 1)
@@ -37,21 +37,21 @@ def test_without_any_gradient_nothing_of_the_last_step_is_left():
     assert optimizer.statistics.shape == (4, 10) and optimizer.all_finite
     assert optimizer.grad_norm == optimizer.clipped_grad_norm == 0
     for row in optimizer.statistics:
-        assert_is_nothing(row)
+        assert_shows_no_gradient(row)
     assert optimizer.steps == [1] * 4
 
 
-def test_an_empty_tensor_shows_what_one_without_gradient_does():
+def test_an_empty_tensor_counts_as_one_without_a_gradient():
     empty, other = torch.nn.Parameter(torch.empty(0, 3)), torch.nn.Parameter(torch.ones(2))
     empty.grad, other.grad = torch.empty(0, 3), torch.ones(2)
     optimizer = StableAdamW([empty, other])
     optimizer.step()
-    assert_is_nothing(optimizer.statistics[0])
+    assert_shows_no_gradient(optimizer.statistics[0])
     assert optimizer.statistics[1].isfinite().all() and optimizer.all_finite
 
 
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
-def test_torchs_adamw_has_the_statistics_of_ours_without_clipping(options):
+def test_statistics_of_torchs_adamw_equal_ours_without_clipping(options):
     ours, theirs = make_params(), make_params()
     optimizer = StableAdamW(ours, clip_threshold=None, **OPTIONS)
     adamw = torch.optim.AdamW(theirs, **OPTIONS, **options)
@@ -67,7 +67,7 @@ def test_torchs_adamw_has_the_statistics_of_ours_without_clipping(options):
         assert step != 4 or found[:, 0].min() > 1.3  # the jump shows
 
 
-def test_the_clipped_optimizers_own_statistics_are_returned():
+def test_a_stable_adamw_returns_its_own_statistics():
     params = make_params()
     optimizer = StableAdamW(params, **OPTIONS)
     set_grads(params, 1)
