@@ -1,7 +1,7 @@
 """8-bit AdamW against StableAdamW and against the library alone.
 
-Behavior common to all libraries is tested with torch's AdamW in their place; bitsandbytes and torchao
-are tested if they are installed.
+Behavior common to all libraries is tested with torch's AdamW in their place; bitsandbytes and
+torchao are tested if they are installed.
 """
 
 import math
