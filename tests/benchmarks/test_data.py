@@ -1,4 +1,4 @@
-"""The benchmark of the data room on tiny sets, and that it gives no number for a wrong loader."""
+"""The data benchmark on tiny sets; it gives no number for a loader with other samples."""
 
 import json
 import subprocess
@@ -32,7 +32,7 @@ def measure(squares, tmp_path, capsys):
     return run
 
 
-def test_lines_hold_every_measure_and_are_kept(measure, tmp_path):
+def test_lines_hold_each_measurement_and_are_written(measure, tmp_path):
     lines = measure(augment=["none", "crop_flip"], shards=[10, 100])
     loaders = ["webdataset", "lowprec"]
     assert [line["case"] for line in lines] == ["read an epoch", *loaders * 2, *["start-up"] * 2]
@@ -50,7 +50,7 @@ def test_lines_hold_every_measure_and_are_kept(measure, tmp_path):
     assert [json.loads(line) for line in file.read_text().splitlines()] == lines
 
 
-def test_set_is_rendered_where_none_is_given(measure):
+def test_set_is_rendered_if_none_is_given(measure):
     shapes = [line["shape"] for line in measure(train=None, image_size=[16, 128])]
     assert shapes[0].startswith("shapes of 16 px, noise 0, 1 shards")
     assert shapes[3].startswith("shapes of 146 px, noise 12, 1 shards")
@@ -85,14 +85,14 @@ def test_random_crops_may_differ_and_captions_may_not(measure, monkeypatch):
         measure(augment=["crop_flip"])
 
 
-def test_set_with_a_bad_sample_is_refused_by_its_name(measure, squares, tmp_path):
+def test_set_with_a_bad_sample_is_refused(measure, squares, tmp_path):
     data = (squares / "train-0.tar").read_bytes()
     (tmp_path / "bad.tar").write_bytes(data.replace(b"\x89PNG", b"\0PNG", 1))
     with pytest.raises(SystemExit, match=r"cannot be read.*bad\.tar.*s00000\.png"):
         measure(train=str(tmp_path / "bad.tar"))
 
 
-def test_set_that_does_not_exist_is_refused_in_a_sentence(measure, tmp_path):
+def test_missing_set_is_refused(measure, tmp_path):
     with pytest.raises(SystemExit, match="no file matches"):
         measure(train=str(tmp_path / "none-*.tar"))
 

@@ -9,18 +9,24 @@ import pytest
 import torch
 from PIL import Image
 
+from lowprec.clip.torchvision_shim import open_clip
+from lowprec.data import loader
 from lowprec.data.index import open_shards
-from lowprec.data.loader import Batches, decode_image, iterate
+from lowprec.data.loader import (
+    AREA,
+    CROP_WORDS,
+    RATIO,
+    Batches,
+    decode_image,
+    iterate,
+    random_box,
+)
 from lowprec.data.open import num_workers
-from lowprec.data.order import SampleOrder
+from lowprec.data.order import AUGMENTATION, SampleOrder, random_words
 
 torch.set_num_threads(1)
 SIZE = 12
 fork_is_fine = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-
-
-def tokenize(captions):
-    return torch.tensor([[int(caption.split()[-1])] for caption in captions])
 
 
 class InOrder:
@@ -34,7 +40,7 @@ class InOrder:
 
 
 @pytest.fixture
-def make_batches(tmp_path, write_shards):
+def make_batches(tmp_path, write_shards, tokenize):
     """A function: batches of generated shards, some samples changed."""
 
     def make(
@@ -120,7 +126,7 @@ def test_bad_sample_is_replaced_and_listed(make_batches, change):
     assert same(batch, batches[0])
 
 
-def test_reason_of_a_skip_says_what_was_wrong(make_batches, sample, encode):
+def test_skip_gives_the_reason(make_batches, sample, encode):
     gif = encode(np.zeros((4, 4, 3), np.uint8), "gif")
     change = {0: {"png": sample(0)["png"][:-60]}, 1: {"png": gif}, 2: {"txt": b""}}
     batch = make_batches(change=change, sequential=True)[0]
@@ -153,44 +159,34 @@ def test_loading_leaves_the_random_states_as_they_are(make_batches, workers):
     np.testing.assert_array_equal(np.random.get_state()[1], numpy_state)
 
 
-def test_more_shards_than_files_may_be_open_give_the_same_batches(make_batches):
+def test_limit_on_open_files_does_not_change_batches(make_batches):
     batches, few = make_batches(), make_batches()
     few.shards._files.limit = 1
     assert all(same(batches[i], few[i]) for i in range(9))
     assert len(few.shards._files.descriptors) == 1
 
 
-def test_shards_without_a_readable_sample_are_an_error(make_batches):
+def test_no_readable_sample_is_an_error(make_batches):
     batches = make_batches((2,), {n: {"txt": b""} for n in range(2)})
     with pytest.raises(ValueError, match="no readable sample for position 0 in 100 tries"):
         batches[0]
 
 
-def test_picture_of_too_many_pixels_is_replaced(make_batches, encode, monkeypatch):
+def test_image_with_too_many_pixels_is_replaced(make_batches, encode, monkeypatch):
     bomb = encode(np.zeros((40, 40, 3), np.uint8))
     batches = make_batches(change={1: {"png": bomb}}, sequential=True)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 12 * 16)
     assert "DecompressionBombError" in batches[0].skips[0]["reason"]
 
 
-class Canary:
-    """Unpickling it makes a file."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.open, (str(self.path), os.O_CREAT)
-
-
-def test_pickled_members_are_never_decoded(tmp_path, make_batches):
-    payload = pickle.dumps(Canary(tmp_path / "executed"))
+def test_pickled_members_are_never_decoded(canary, make_batches):
+    payload = pickle.dumps(canary)
     kinds = ("pyd", "pickle", "pkl", "pth", "pt", "npy", "json")
     batches = make_batches(change={n: dict.fromkeys(kinds, payload) for n in range(14)})
     assert len(list(iterate(batches, workers=0))) == 9
-    assert not (tmp_path / "executed").exists()
+    assert not canary.path.exists()
     os.close(pickle.loads(payload))
-    assert (tmp_path / "executed").exists()
+    assert canary.path.exists()
 
 
 SHAPES = [(12, 12), (12, 36), (36, 12), (13, 40), (1, 1), (1, 30), (7, 3), (100, 101)]
@@ -198,7 +194,7 @@ SHAPES = [(12, 12), (12, 36), (36, 12), (13, 40), (1, 1), (1, 30), (7, 3), (100,
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("kind", ["png", "jpg", "webp"])
-def test_decoded_image_is_uint8_channels_first_of_the_size_asked(shape, kind, encode):
+def test_decoded_image_is_uint8_with_channels_first_and_the_requested_size(shape, kind, encode):
     pixels = np.full((*shape, 3), (200, 100, 50), np.uint8)
     image = decode_image(encode(pixels, kind), SIZE)
     assert image.shape == (3, SIZE, SIZE) and image.dtype == np.uint8
@@ -206,7 +202,7 @@ def test_decoded_image_is_uint8_channels_first_of_the_size_asked(shape, kind, en
 
 
 @pytest.mark.parametrize("shape", [(12, 12), (12, 30), (31, 12)], ids=str)
-def test_image_whose_short_side_fits_is_only_cropped_in_the_middle(shape, encode):
+def test_image_whose_short_side_fits_is_only_cropped(shape, encode):
     pixels = np.random.default_rng(0).integers(0, 256, (*shape, 3), dtype=np.uint8)
     top, left = ((side - SIZE) // 2 for side in shape)
     expected = pixels[top : top + SIZE, left : left + SIZE].transpose(2, 0, 1)
@@ -233,7 +229,7 @@ def test_default_number_of_workers_is_at_least_one_and_at_most_sixteen():
     assert 1 <= num_workers(None) <= 16
 
 
-def test_reading_in_sequence_leaves_bad_samples_out_and_ends_with_a_short_batch(make_batches):
+def test_sequential_reading_leaves_bad_samples_out(make_batches):
     batches = make_batches((5, 5), {2: {"txt": b""}})
     batches.order = None
     found = [batches[i] for i in range(3)]
@@ -285,14 +281,14 @@ def test_augmentation_depends_on_seed_epoch_and_sample_and_on_nothing_else(make_
         assert same_pixels <= 2  # images of 16 x 12 have few different boxes
 
 
-def test_images_of_an_epoch_get_different_boxes(make_batches, sample):
+def test_images_of_one_epoch_get_different_crops(make_batches, sample):
     twin = sample(0)["png"]
     batches = make_batches(change={n: {"png": twin} for n in range(14)}, augment=True)
     assert len(set(pixels_by_sample(batches).values())) > 7
 
 
 @fork_is_fine
-def test_workers_bear_signals_upon_signals(make_batches):
+def test_workers_survive_repeated_signals(make_batches):
     batches = make_batches(length=400)
     found = 0
     for batch in iterate(batches, workers=2):
@@ -304,10 +300,108 @@ def test_workers_bear_signals_upon_signals(make_batches):
     assert found == 400
 
 
-def test_whatever_pillow_raises_of_damaged_bytes_is_a_bad_image(monkeypatch):
+def test_unexpected_pillow_errors_mean_a_bad_image(monkeypatch):
     def fail(*_, **__):
         raise IndexError("index out of range")
 
     monkeypatch.setattr(Image, "open", fail)
     with pytest.raises(ValueError, match="damaged: IndexError: index out of range"):
         decode_image(b"", SIZE)
+
+
+SIZES = [(64, 64), (256, 256), (500, 375), (375, 500), (100, 60), (300, 40), (40, 300)]
+TINY = [(1, 1), (1, 30), (30, 1), (2, 3), (7, 3)]
+
+
+def words(sample, epoch=0):
+    return random_words(0, AUGMENTATION, epoch, sample, CROP_WORDS)
+
+
+@pytest.mark.parametrize("size", SIZES + TINY, ids=str)
+def test_random_box_lies_within_the_image_and_is_not_empty(size):
+    for sample in range(300):
+        left, top, right, bottom = random_box(*size, words(sample))
+        assert 0 <= left < right <= size[0] and 0 <= top < bottom <= size[1]
+
+
+@pytest.mark.parametrize("size", SIZES[:4], ids=str)
+def test_random_box_has_the_allowed_area_and_ratio(size):
+    """Or the ratio of the image at most, where no box of that area fits."""
+    boxes = np.array([random_box(*size, words(sample)) for sample in range(1000)])
+    width, height = boxes[:, 2] - boxes[:, 0], boxes[:, 3] - boxes[:, 1]
+    rounding = 1 / min(size)  # half a pixel on each of two sides
+    ratio, area = width / height, width * height / (size[0] * size[1])
+    assert (1 - rounding) * RATIO[0] <= ratio.min() and ratio.max() <= (1 + rounding) * RATIO[1]
+    assert (1 - rounding) * AREA[0] <= area.min() and area.max() <= AREA[1]
+    assert len(np.unique(boxes, axis=0)) > 100
+    assert area.std() > 0.01 and ratio.std() > 0.01
+
+
+@pytest.mark.parametrize("size", [(300, 40), (40, 300)], ids=str)
+def test_crop_of_an_elongated_image_is_the_largest_central_one(size):
+    left, top, right, bottom = random_box(*size, words(0))
+    width, height = right - left, bottom - top
+    assert (width, height) == ((53, 40) if size[0] > size[1] else (40, 53))
+    assert abs(left - (size[0] - right)) <= 1 and abs(top - (size[1] - bottom)) <= 1
+
+
+def test_default_crop_range_is_that_of_open_clip():
+    defaults = open_clip.transform.AugmentationCfg()
+    assert (AREA, RATIO) == (defaults.scale, defaults.ratio or (3 / 4, 4 / 3))
+
+
+@pytest.mark.parametrize("area", [AREA, (0.08, 1.0)], ids=str)
+@pytest.mark.parametrize("size", [(64, 64), (256, 256), (500, 375), (100, 80)], ids=str)
+def test_crops_are_distributed_like_those_of_torchvision(size, area, monkeypatch):
+    from torchvision.transforms import RandomResizedCrop
+
+    monkeypatch.setattr(loader, "AREA", area)
+    count, image = 2000, Image.new("RGB", size)
+    ours = np.array([random_box(*size, words(sample)) for sample in range(count)], dtype=float)
+    ours = np.stack([ours[:, 1], ours[:, 0], ours[:, 3] - ours[:, 1], ours[:, 2] - ours[:, 0]], 1)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        theirs = [RandomResizedCrop.get_params(image, list(area), list(RATIO)) for _ in ours]
+    theirs = np.array(theirs, dtype=float)
+    for of in (  # of rows top, left, height, width
+        lambda boxes: boxes[:, 2] * boxes[:, 3],
+        lambda boxes: np.log(boxes[:, 3] / boxes[:, 2]),
+        lambda boxes: boxes[:, 0],
+        lambda boxes: boxes[:, 1],
+    ):
+        a, b = of(ours), of(theirs)
+        spread = ((a.var() + b.var()) / count) ** 0.5
+        assert abs(a.mean() - b.mean()) < 4 * spread  # 4 standard deviations
+        assert 0.8 < a.std() / b.std() < 1.25  # of 2000 draws: known to about 2 %
+
+
+def test_half_of_the_images_are_flipped(encode):
+    pixels = np.zeros((12, 12, 3), np.uint8)
+    pixels[:, 6:] = 255
+    data, count = encode(pixels), 2000
+    left, right = (slice(0, 3), slice(-3, None))
+    decoded = [decode_image(data, 12, words(sample)) for sample in range(count)]
+    flipped = np.array([image[..., left].mean() > image[..., right].mean() for image in decoded])
+    assert abs(flipped.mean() - 0.5) < 4 * 0.5 / count**0.5  # 4 standard deviations
+    epochs = [[words(s, e)[-1] >> np.uint64(63) for s in range(count)] for e in (0, 1)]
+    assert abs(np.corrcoef(epochs)[0, 1]) < 4 / count**0.5
+
+
+def test_flipped_image_is_the_mirror_of_the_same_box(encode):
+    pixels = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
+    one, other = words(0), words(0)
+    one[-1], other[-1] = 0, np.uint64(1) << np.uint64(63)
+    plain, mirrored = (decode_image(encode(pixels), 12, choice) for choice in (one, other))
+    np.testing.assert_array_equal(plain, mirrored[:, :, ::-1])
+    assert (plain != mirrored).any()
+
+
+@pytest.mark.parametrize("shape", [(12, 12), (20, 30), (30, 20), (1, 1), (1, 30)], ids=str)
+def test_augmented_image_is_the_random_box_resized_bicubically(shape, encode):
+    pixels = np.random.default_rng(0).integers(0, 256, (*shape, 3), dtype=np.uint8)
+    chosen = words(3)
+    chosen[-1] = 0
+    box = random_box(shape[1], shape[0], chosen)
+    expected = Image.fromarray(pixels).resize((12, 12), Image.Resampling.BICUBIC, box)
+    decoded = decode_image(encode(pixels), 12, chosen)
+    np.testing.assert_array_equal(decoded, np.asarray(expected).transpose(2, 0, 1))

@@ -8,7 +8,7 @@ UGLY = [[1], [5], [1, 1], [3, 1, 7, 2], [10] * 9, [1, 100, 1]]
 
 @pytest.mark.parametrize("counts", UGLY, ids=str)
 @pytest.mark.parametrize("window", [1, 2, 16])
-def test_every_epoch_holds_every_sample_once(counts, window):
+def test_each_epoch_holds_each_sample_once(counts, window):
     order, size = SampleOrder(np.array(counts), seed=0, window=window), sum(counts)
     for epoch in range(3):
         assert sorted(order.samples(epoch * size, size)) == list(range(size))
@@ -16,7 +16,7 @@ def test_every_epoch_holds_every_sample_once(counts, window):
 
 @pytest.mark.parametrize("resampled", [False, True])
 @pytest.mark.parametrize("window", [1, 2, 16])
-def test_any_position_is_found_without_those_before(window, resampled):
+def test_positions_can_be_read_in_any_order(window, resampled):
     keys = {"seed": 3, "window": window, "resampled": resampled}
     counts = np.array([3, 1, 7, 2, 9])
     sequential = SampleOrder(counts, **keys).samples(0, 200).tolist()
@@ -52,7 +52,7 @@ def test_purposes_epochs_and_windows_share_no_random_words():
     assert permutation(0, SHARDS, 0, 0, 50).tolist() != permutation(0, SAMPLES, 0, 0, 50).tolist()
 
 
-def test_random_words_are_a_fixed_function_over_versions():
+def test_random_words_are_fixed_numbers():
     words = [11908576178598684996, 2564810913301908829, 8379019428831260092]
     assert random_words(1, 2, 3, 4, 3).tolist() == words
     assert permutation(0, SAMPLES, 0, 0, 8).tolist() == [5, 3, 7, 2, 4, 1, 0, 6]
@@ -70,20 +70,8 @@ def test_samples_close_in_the_order_come_from_few_shards(window):
     assert all(len(set(part)) == window for part in shards)
 
 
-def test_samples_of_a_window_are_mixed():
-    order = SampleOrder(np.full(20, 50), seed=0, window=10)
-    shards = order.samples(0, 500) // 50
-    assert (np.diff(shards) == 0).mean() < 0.2
-
-
-def test_shards_are_read_in_another_order_each_epoch():
-    order = SampleOrder(np.full(30, 4), seed=0, window=1)
-    first, second = (order.samples(e * 120, 120)[::4] // 4 for e in (0, 1))
-    assert first.tolist() != sorted(first) and first.tolist() != second.tolist()
-
-
 @pytest.mark.parametrize("window", [1, 2, 3])
-def test_resampled_draws_are_uniform_over_samples_whatever_the_shard(window):
+def test_resampled_draws_are_uniform_over_samples(window):
     counts = np.array([1, 2, 9])
     draws = 6000
     drawn = [SampleOrder(counts, seed=s, window=window, resampled=True)[5] for s in range(draws)]
@@ -92,21 +80,14 @@ def test_resampled_draws_are_uniform_over_samples_whatever_the_shard(window):
     assert chi_square < 31.3  # the 0.1 % quantile of 11 degrees of freedom
 
 
-def test_resampled_window_mixes_shards_and_stays_within_its_number():
+def test_resampled_window_mixes_at_most_its_number_of_shards():
     order = SampleOrder(np.full(40, 10), seed=0, window=8, resampled=True)
     shards = (order.samples(0, 400) // 10).reshape(-1, 80)
     assert all(4 <= len(set(part)) <= 8 for part in shards)
     assert len(set(shards.ravel())) > 8
 
 
-def test_resampled_order_repeats_samples_and_goes_on():
-    order = SampleOrder(np.full(5, 20), seed=0, resampled=True)
-    drawn = order.samples(0, 1000)
-    assert len(set(np.bincount(drawn))) > 1
-    assert len({tuple(part) for part in drawn.reshape(10, 100)}) == 10
-
-
-def test_first_place_of_an_epoch_is_uniform_over_samples():
+def test_first_sample_of_an_epoch_is_uniform():
     counts, draws = np.array([1, 2, 3]), 6000
     first = [SampleOrder(counts, seed=seed)[0] for seed in range(draws)]
     observed, expected = np.bincount(first, minlength=6), draws / 6
@@ -119,7 +100,7 @@ def correlation(a, b):
 
 @pytest.mark.parametrize("epoch", [0, 1, 7])
 @pytest.mark.parametrize("window", [1, 50])
-def test_place_in_an_epoch_says_nothing_about_the_place_in_the_store(window, epoch):
+def test_position_in_an_epoch_is_uncorrelated_with_the_position_in_the_shards(window, epoch):
     """With a window of one shard, whole shards are what is placed at random: 50 of them."""
     order = SampleOrder(np.full(50, 100), seed=0, window=window)
     drawn, units = order.samples(5000 * epoch, 5000), 5000 if window == 50 else 50
@@ -135,7 +116,7 @@ def test_orders_of_successive_epochs_are_uncorrelated(window):
 
 
 @pytest.mark.parametrize("window", [1, 3, 20])
-def test_neighbors_in_the_order_are_neighbors_in_the_store_no_more_often_than_by_chance(window):
+def test_neighbors_in_the_order_are_neighbors_in_a_shard_only_by_chance(window):
     counts = np.full(60, 25)
     order, epochs = SampleOrder(counts, seed=0, window=window), 60
     parts = order.samples(0, epochs * 1500).reshape(-1, 25 * window)  # a row a window
@@ -146,7 +127,7 @@ def test_neighbors_in_the_order_are_neighbors_in_the_store_no_more_often_than_by
 
 
 @pytest.mark.parametrize("window", [1, 3, 16, 40])
-def test_memory_of_one_window_is_enough_to_load_every_shard_once_an_epoch(window):
+def test_memory_for_one_window_is_enough_to_load_each_shard_once_per_epoch(window):
     counts = np.random.default_rng(0).integers(60, 90, 40)
     order, size = SampleOrder(counts, seed=0, window=window), counts.sum()
     room, held, loads = np.sort(counts)[-window:].sum(), {}, [[], [], []]
@@ -164,7 +145,7 @@ def test_memory_of_one_window_is_enough_to_load_every_shard_once_an_epoch(window
     assert all(40 - window <= len(loaded) <= 40 for loaded in loads[1:])
 
 
-def test_resampled_draws_of_a_long_run_are_shared_out_by_size():
+def test_resampled_draws_are_proportional_to_the_size_of_the_shards():
     counts = np.random.default_rng(0).integers(1, 90, 40)
     order, size = SampleOrder(counts, seed=0, window=8, resampled=True), counts.sum()
     drawn = np.bincount(order.samples(0, 100 * size), minlength=size)
@@ -184,7 +165,7 @@ def test_resampled_counts_of_samples_have_the_spread_of_independent_draws(window
 
 
 @pytest.mark.parametrize("window", [1, 16, 400])
-def test_resampled_epoch_holds_the_share_of_samples_that_independent_draws_do(window):
+def test_resampled_epoch_holds_as_many_samples_as_independent_draws(window):
     order = SampleOrder(np.full(400, 5), seed=0, window=window, resampled=True)
     shares = [len(set(part)) / 2000 for part in order.samples(0, 20000).reshape(10, 2000).tolist()]
     # Shards are found or not as a whole: sqrt(0.63 * 0.37 / 400) an epoch, 0.008 over ten.

@@ -179,19 +179,14 @@ def test_bytes_do_not_depend_on_the_number_of_processes(
     assert len(set(keys)) == len(keys) == 3 * (num_train + num_val)
 
 
-def test_same_arguments_give_the_same_bytes_again(small_set, tmp_path):
-    render_shapes(tmp_path, num_train=40, num_val=20, image_size=48)
-    assert digests(tmp_path) == digests(small_set)
-
-
-def test_an_image_does_not_depend_on_the_size_of_the_set(small_set, tmp_path):
+def test_a_smaller_set_is_the_beginning_of_a_larger_one(small_set, tmp_path):
     render_shapes(tmp_path, num_train=7, num_val=0, image_size=48)
     few, many = (read_members(out / "train-0000.tar") for out in (tmp_path, small_set))
     assert few == many[: len(few)]
     assert not list(tmp_path.glob("val-*"))
 
 
-def test_noise_has_the_spread_asked_for_and_depends_on_seed_split_and_index(tmp_path):
+def test_noise_has_the_given_spread_and_depends_on_split_and_index(tmp_path):
     keys = {"num_val": 3, "image_size": 128, "noise": 12.0}
     render_shapes(tmp_path / "one", num_train=3, **keys)
     render_shapes(tmp_path / "two", num_train=5, num_processes=2, **keys)
@@ -212,13 +207,6 @@ def test_noise_has_the_spread_asked_for_and_depends_on_seed_split_and_index(tmp_
             noises.append(noise.ravel())
     correlations = np.corrcoef(noises) - np.eye(len(noises))
     assert np.abs(correlations).max() < 0.1  # edges blur alike where scenes do
-
-
-def test_noisy_picture_of_256_pixels_takes_the_bytes_of_a_photograph(tmp_path):
-    for noise in (0, 12):
-        render_shapes(tmp_path / str(noise), num_train=20, num_val=0, image_size=256, noise=noise)
-    plain, noisy = ((tmp_path / n / "train-0000.tar").stat().st_size / 20 for n in ("0", "12"))
-    assert plain < 20_000 < 30_000 < noisy < 70_000
 
 
 def test_seeds_and_splits_are_disjoint_streams(tmp_path):
@@ -247,7 +235,7 @@ def test_shard_layout_and_images(small_set):
 
 # webdataset leaves the shard open.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_webdataset_reads_it(small_set):
+def test_webdataset_reads_the_shards(small_set):
     import webdataset
 
     pipeline = webdataset.DataPipeline(
@@ -263,12 +251,9 @@ def test_class_names_and_templates(small_set):
     assert len(names) == len(set(names)) == len(CLASSES) >= 200
     templates = (small_set / "templates.txt").read_text().splitlines()
     assert tuple(templates) == TEMPLATES
-    for template in templates:
-        assert template.count("{}") == 1
-        assert "a {}" not in template  # "a orange circle"
 
 
-def test_every_class_occurs_about_equally_often():
+def test_classes_are_about_equally_frequent():
     counts = Counter(shapes.class_of(scene) for scene in MANY)
     assert len(counts) == len(CLASSES)
     assert max(counts.values()) < 4 * len(MANY) / len(CLASSES)
@@ -306,13 +291,7 @@ def test_captions_name_texture_relation_and_background():
             assert all(color in scene.caption for color in scene.background.colors), scene.caption
 
 
-def test_grammar_examples_vary():
-    assert len({scene.caption for scene in MANY}) > 0.9 * len(MANY)
-    assert {scene.relation for scene in MANY} == {None, *shapes.RELATIONS}
-    assert {len(scene.subject.places) for scene in MANY} == {1, 2, 3, 4}
-
-
-def test_second_object_is_unlike_the_subject_and_smaller_unless_around_it():
+def test_second_object_differs_from_the_subject_and_is_smaller_unless_around_it():
     for scene in MANY:
         if scene.second is not None:
             assert len(scene.subject.places) == 1
@@ -338,14 +317,14 @@ def test_subject_has_the_named_texture():
         assert low <= off.mean() <= high, scene.caption
 
 
-def test_picture_shows_the_number_of_objects_said():
+def test_picture_shows_the_number_of_objects_in_the_caption():
     for scene in SOME:
         # A rim pixel now and then falls off a sharp tip: such specks are no objects.
         mask = subject_mask(scene._replace(subject=scene.subject._replace(texture="solid")))
         assert count_components(mask) == len(scene.subject.places), scene.caption
 
 
-def test_objects_stand_in_the_relation_said():
+def test_objects_stand_in_the_relation_of_the_caption():
     for scene in SOME:
         if scene.second is None:
             continue
@@ -403,11 +382,11 @@ def test_image_sizes(tmp_path, image_size):
     assert Image.open(io.BytesIO(data)).size == (image_size, image_size)
 
 
-def test_progress_adds_up(tmp_path, monkeypatch):
+def test_progress_counts_the_images_of_each_shard(tmp_path, monkeypatch):
     monkeypatch.setattr(shapes, "SAMPLES_PER_SHARD", 4)
-    told = []
-    render_shapes(tmp_path, num_train=9, num_val=2, image_size=16, on_progress=told.append)
-    assert told == [4, 4, 1, 2]
+    counts = []
+    render_shapes(tmp_path, num_train=9, num_val=2, image_size=16, on_progress=counts.append)
+    assert counts == [4, 4, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,17 @@
-"""Streams: the same again, from where they stopped, and every fault by its name."""
+"""Streams: exact order and resume, and each fault in the skips."""
 
 import base64
+import gzip
 import os
+import pickle
 import random
 import shutil
 import signal
+import tarfile
 import threading
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +22,7 @@ from lowprec.config.check import ConfigError
 from lowprec.config.patterns import ShardUrls, check_readers
 from lowprec.data.open import open_data
 from lowprec.data.shards import ShardError
-from lowprec.data.stream import Stream, _Source
+from lowprec.data.stream import Stream, _Source, read_members
 from lowprec.runs.read import read_rows
 from lowprec.train.build import build
 from lowprec.train.signals import StopRequest
@@ -60,7 +64,7 @@ def server(tmp_path, monkeypatch):
     if shutil.which("curl") is None:
         pytest.skip("no curl, by which webdataset opens URLs")
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    (tmp_path / "served").mkdir()
+    (tmp_path / "served").mkdir(exist_ok=True)
     with Server(tmp_path / "served") as server:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}).start()
         yield server
@@ -68,15 +72,25 @@ def server(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def put(tmp_path, server, sample, write_tar):
-    """A function: a served shard of numbered samples, some changed; returns its URL."""
+def put_file(tmp_path, sample, write_tar):
+    """A function: a shard of numbered samples, some changed; returns its path."""
 
-    def put(name, numbers, change=None):
+    def put_file(name, numbers, change=None):
         members = []
         for number in numbers:
             parts = {**sample(number), **(change or {}).get(number, {})}
             members += [(f"{number:06d}.{k}", v) for k, v in parts.items() if v is not None]
-        write_tar(server.folder / name, members)
+        return str(write_tar(tmp_path / "served" / name, members))
+
+    return put_file
+
+
+@pytest.fixture
+def put(server, put_file):
+    """The same; returns the shard's URL."""
+
+    def put(name, numbers, change=None):
+        put_file(name, numbers, change)
         return f"{server.url}/{name}"
 
     return put
@@ -123,7 +137,7 @@ def test_a_batch_holds_whole_samples(put, sample):
     assert batch.samples.tolist() == [-1] * 4 and batch.skips == []
 
 
-def test_the_seed_and_the_segment_decide_the_order_and_nothing_else_does(eight):
+def test_order_depends_on_seed_and_segment_only(eight):
     whole = read(eight)
     random.seed(5)
     again = read(eight)
@@ -168,7 +182,7 @@ def test_resuming_within_a_segment_is_the_continuation(eight, workers, first):
 
 
 @fork_is_fine
-def test_no_worker_reads_as_one_does_and_the_layout_says_so(eight):
+def test_zero_workers_read_like_one_and_the_layout_agrees(eight):
     streams = [make_stream(eight, workers=workers) for workers in (0, 1, 2)]
     none, one, two = (list(stream.batches_from(1)) for stream in streams)
     assert all(map(same, none, one)) and numbers(one) != numbers(two)
@@ -177,7 +191,7 @@ def test_no_worker_reads_as_one_does_and_the_layout_says_so(eight):
     assert ranks.layout() == {"world_size": 2, "workers": 3}
 
 
-def test_every_sample_of_a_pass_comes_once_and_the_passes_differ(eight):
+def test_each_sample_comes_once_per_pass_and_passes_differ(eight):
     batches = read(eight, batch_size=46, num_steps=3, segment_steps=3)
     seen = numbers(batches)
     passes = [seen[i : i + 46] for i in (0, 46, 92)]
@@ -200,7 +214,7 @@ def test_ranks_and_workers_share_the_shards_of_a_pass(put, workers):
     assert sorted(parts[0] + parts[1]) == list(range(48))
 
 
-def test_url_that_is_not_there_is_named_and_the_rest_still_comes(server, put):
+def test_missing_url_is_named_and_other_shards_are_read(server, put):
     urls = [put("a.tar", range(4)), f"{server.url}/gone.tar", "http://127.0.0.1:1/refused.tar"]
     (batch,) = read(urls, num_steps=1)
     assert sorted(numbers([batch])) == [0, 1, 2, 3]
@@ -220,7 +234,7 @@ def test_packed_shards_files_and_commands_stream_too(server, put):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR2])
-def test_a_signal_to_the_process_group_is_not_for_curl(server, put, number):
+def test_signal_to_the_process_group_does_not_end_curl(server, put, number):
     source = _Source(put("a.tar", range(4)))
     os.kill(source.command.pid, number)
     assert source.read(1 << 20) == (server.folder / "a.tar").read_bytes()
@@ -241,7 +255,7 @@ def test_secrets_reach_the_server_but_neither_skips_nor_messages(server, put):
     assert "s3cret" not in str(raised.value)
 
 
-def test_crops_follow_the_seed_the_segment_and_the_sample(put, encode):
+def test_crops_depend_on_seed_segment_pass_and_sample(put, encode):
     large = np.random.default_rng(0).integers(0, 256, (60, 80, 3), dtype=np.uint8)
     url = put("a.tar", range(4), dict.fromkeys(range(4), {"png": encode(large)}))
 
@@ -262,7 +276,7 @@ def test_crops_follow_the_seed_the_segment_and_the_sample(put, encode):
     assert len({first[0, number].numpy().tobytes() for number in range(4)}) == 4
 
 
-def test_too_few_shards_for_the_workers_are_refused_with_the_number_that_fits(make_config, squares):
+def test_too_few_shards_for_the_workers_are_refused(make_config, squares):
     changes = {"data.name": "stream", "data.val": None, "num_workers": 3}
     with pytest.raises(ConfigError, match="2 shards for 1 ranks of 3 workers.*num_workers=2 fits"):
         open_data(make_config(changes))
@@ -275,7 +289,7 @@ def test_too_few_shards_for_the_workers_are_refused_with_the_number_that_fits(ma
 
 @fork_is_fine
 @pytest.mark.parametrize(("workers", "stop"), [(0, 6), (1, 4)])
-def test_run_stopped_and_resumed_has_the_metrics_of_the_undisturbed_run(
+def test_stopped_and_resumed_run_has_the_metrics_of_an_undisturbed_one(
     server, squares, make_config, run_once, tmp_path, workers, stop
 ):
     for path in squares.glob("train-*.tar"):
@@ -304,3 +318,216 @@ def test_run_stopped_and_resumed_has_the_metrics_of_the_undisturbed_run(
     for name in ("metrics.jsonl", "skips.jsonl"):
         assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     assert read_rows(tmp_path / "whole" / "skips.jsonl")
+
+
+def read_files(urls, *, num_steps=4, batch_size=1):
+    return read(urls, num_steps=num_steps, batch_size=batch_size, segment_steps=99)
+
+
+SPOILED = {  # how a tar of samples 0 .. 5 is spoiled, its third image being at a byte: the rows
+    "bad header": (
+        lambda tar, at: tar[:at] + b"?" + tar[at + 1 :],
+        [("", "DamagedError: bad header at byte {}: bad checksum")],
+    ),
+    "bad header after an image": (
+        lambda tar, at: tar[: at + 1536] + b"?" + tar[at + 1537 :],
+        [("", "DamagedError: bad header at byte"), ("000002", "ValueError: no caption (txt)")],
+    ),
+    "cut short": (
+        lambda tar, at: tar[: at + 600],
+        [("000002.png", "DamagedError: unexpected end of data in the member at byte {}")],
+    ),
+}
+
+
+@pytest.mark.parametrize(("spoil", "rows"), SPOILED.values(), ids=SPOILED.keys())
+def test_damaged_shard_is_named_and_other_shards_are_read(put_file, spoil, rows):
+    good, bad = put_file("good.tar", range(10, 16)), put_file("bad.tar", range(6))
+    with tarfile.open(bad) as tar:
+        third = tar.getmember("000002.png").offset
+    Path(bad).write_bytes(spoil(Path(bad).read_bytes(), third))
+    # The row of a shard that ends the pass comes with the first sample of the next.
+    batches = read_files([good, bad], num_steps=9)
+    assert sorted(numbers(batches)[:-1]) == [0, 1, *range(10, 16)]
+    found = {(s["shard"], s["key"], s["reason"]) for batch in batches for s in batch.skips}
+    assert len(found) == len(rows)
+    for key, reason in rows:
+        start = reason.format(third)
+        assert any(row[:2] == (bad, key) and row[2].startswith(start) for row in found), found
+
+
+FAULTS = {  # members that replace those of sample 3: the reason
+    "broken image": ({"png": b"not an image"}, "not a JPEG, WEBP or PNG image"),
+    "empty image": ({"png": b""}, "not a JPEG"),
+    "no image": ({"png": None}, "no image (jpg, jpeg, png, webp) beside it"),
+    "no caption": ({"txt": None}, "no caption (txt) beside it"),
+    "blank caption": ({"txt": b" \n"}, "the caption is empty"),
+    "no UTF-8": ({"txt": b"caption \xff 3"}, "UnicodeDecodeError"),
+}
+
+
+@pytest.mark.parametrize(("change", "reason"), FAULTS.values(), ids=FAULTS.keys())
+def test_bad_sample_is_named_and_replaced_by_the_next(put_file, change, reason):
+    url = put_file("a.tar", range(6), {3: change})
+    batches = read_files([url], batch_size=2, num_steps=3)
+    assert sorted(numbers(batches)[:5]) == [0, 1, 2, 4, 5] and len(numbers(batches)) == 6
+    skips = [skip for batch in batches for skip in batch.skips]
+    assert {(skip["shard"], skip["key"]) for skip in skips} == {(url, "000003")}
+    assert reason in skips[0]["reason"]
+    met = next(i for i, batch in enumerate(batches) if batch.skips)
+    assert batches[met].skips[0]["position"] == 2 * met
+
+
+def test_second_member_of_a_kind_is_skipped(tmp_path, write_tar, sample):
+    a, b = sample(0), sample(1)
+    members = [("x.png", a["png"]), ("x.txt", a["txt"]), ("x.PNG", b["png"]), ("x.txt", b["txt"])]
+    (batch,) = read_files([str(write_tar(tmp_path / "a.tar", members))], num_steps=1)
+    assert numbers([batch]) == [0]
+    assert [skip["key"] for skip in batch.skips] == ["x.PNG", "x.txt"]
+    assert "two of this kind" in batch.skips[0]["reason"]
+
+
+def test_same_key_in_two_shards_is_two_samples(put_file):
+    urls = [put_file("a.tar", [0], {0: {"txt": None}}), put_file("b.tar", [0], {0: {"png": None}})]
+    with pytest.raises(ShardError, match="beside it"):
+        read_files(urls)
+
+
+def test_pass_without_a_readable_sample_is_an_error(tmp_path, put_file):
+    bad = put_file("bad.tar", range(6), {n: {"txt": b""} for n in range(6)})
+    with pytest.raises(ShardError, match="no readable sample in a worker's 2 of 2 shards"):
+        read_files([bad, str(tmp_path / "gone.tar")])
+    once = f"pipe:cat {put_file('a.tar', range(4))} && rm {tmp_path}/served/a.tar"
+    assert len(read_files([once], num_steps=4)) == 4
+    put_file("a.tar", range(4))
+    with pytest.raises(ShardError, match="a.tar .*: OSError: the command failed with status 1"):
+        read_files([once], num_steps=5)
+
+
+def test_pickled_members_are_never_decoded(canary, put_file):
+    payload = pickle.dumps(canary)
+    kinds = ("pyd", "pickle", "pkl", "pth", "pt", "npy", "ten", "mp", "json")
+    url = put_file("a.tar", range(8), {n: dict.fromkeys(kinds, payload) for n in range(8)})
+    assert sorted(numbers(read_files([url], num_steps=8))) == list(range(8))
+    assert not canary.path.exists()
+    os.close(pickle.loads(payload))
+    assert canary.path.exists()
+
+
+@pytest.fixture
+def tar_and_offsets(tmp_path, sample, write_tar):
+    """A tar of samples 0 .. 5, and the byte of each member's header."""
+    members = [(f"{n}.{kind}", data) for n in range(6) for kind, data in sample(n).items()]
+    path = write_tar(tmp_path / "a.tar", members)
+    with tarfile.open(path) as tar:
+        return path, {member.name: member.offset for member in tar}
+
+
+def read_until_error(url):
+    """Names of the members that come, and the error that ends them."""
+    names = []
+    with pytest.raises((ValueError, OSError, tarfile.ReadError)) as raised:
+        names += (name for name, _ in read_members(str(url)))
+    return names, raised.value
+
+
+def change(data, at, value):
+    return data[:at] + value + data[at + len(value) :]
+
+
+def with_size(tar, at, size):
+    """The header at a byte with another size and a checksum that is right."""
+    header = bytearray(tar[at : at + 512])
+    header[124:136] = size
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    return change(tar, at, bytes(header))
+
+
+DAMAGE = {  # how it is done; the first member that does not come; key and message
+    "bad header": (
+        lambda tar, at: change(tar, at["3.png"], b"?"),
+        ("3.png", "", "bad header at byte {}: bad checksum"),
+    ),
+    "size below zero": (
+        lambda tar, at: with_size(tar, at["3.txt"], b"\xff" * 12),
+        # which of the two is said depends on the version of tarfile
+        ("3.txt", "", "a size of -1 at byte {0} | bad header at byte {0}: invalid offset"),
+    ),
+    "size beyond 2 GiB": (
+        lambda tar, at: with_size(tar, at["3.txt"], b"%011o\0" % 2**31),
+        ("3.txt", "", "a size of 2147483648 at byte {}"),
+    ),
+    "cut in a header": (
+        lambda tar, at: tar[: at["2.png"] + 99],
+        ("2.png", "", "bad header at byte {}: truncated header"),
+    ),
+    "cut in an image": (
+        lambda tar, at: tar[: at["2.png"] + 600],
+        ("2.png", "2.png", "unexpected end of data in the member at byte {}"),
+    ),
+    "cut between samples": (
+        lambda tar, at: tar[: at["2.png"]],
+        ("2.png", "", "bad header at byte {}: empty header"),
+    ),
+    "zeros within": (
+        lambda tar, at: change(tar, at["4.png"], bytes(512)),
+        ("4.png", "", "early end at byte {}"),
+    ),
+    "empty file": (lambda tar, at: b"", ("0.png", "", "bad header at byte {}: empty header")),
+    "a web page": (
+        lambda tar, at: b"<html>" * 500,
+        ("0.png", "", "bad header at byte {}: invalid header"),
+    ),
+    "no member": (lambda tar, at: bytes(10240), ("0.png", "", "no image, caption or label in it")),
+    "gz cut short": (
+        lambda tar, at: gzip.compress(tar[: at["2.png"]])[:-200],
+        ("1.png", "1.png", "unexpected end of data in the member at byte {}"),
+    ),
+    "gz damaged": (
+        lambda tar, at: change(gzip.compress(tar), 10, b"\xff"),
+        ("0.png", "", "invalid compressed data"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("spoil", "fault"), DAMAGE.values(), ids=DAMAGE.keys())
+def test_damage_is_an_error_after_all_earlier_members(tar_and_offsets, spoil, fault):
+    path, at = tar_and_offsets
+    path.write_bytes(spoil(path.read_bytes(), at))
+    missing, key, message = fault
+    names, error = read_until_error(path)
+    assert names == list(at)[: list(at).index(missing)]
+    messages = [text.format(at[missing]) for text in message.split(" | ")]
+    assert str(error) in messages and getattr(error, "key", "") == key
+
+
+def test_only_regular_images_captions_and_labels_are_read(tmp_path, tar_and_offsets):
+    path, at = tar_and_offsets
+    with tarfile.open(path, "a") as tar:
+        for name, kind in (("x.png", tarfile.SYMTYPE), ("x.txt", tarfile.DIRTYPE),
+                           ("x.cls", tarfile.FIFOTYPE), ("x.pyd", tarfile.REGTYPE),
+                           (".txt", tarfile.REGTYPE), ("txt", tarfile.REGTYPE)):  # fmt: skip
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname = kind, "/etc/hostname"
+            tar.addfile(member)
+    assert [name for name, _ in read_members(str(path))] == list(at)
+
+
+def test_failure_of_a_command_comes_after_its_output(tar_and_offsets):
+    path, at = tar_and_offsets
+    names, error = read_until_error(f"pipe:cat {path}; exit 3")
+    assert names == list(at) and str(error) == "the command failed with status 3"
+    source = _Source("pipe:echo all; exit 3")
+    source.command.wait()  # so that the failure is known before the first read
+    assert source.read(100) == b"all\n"
+    with pytest.raises(OSError, match="status 3"):
+        source.read(100)
+    source.close()
+
+
+def test_closing_a_source_ends_its_command():
+    source = _Source("pipe:yes")
+    assert source.read(2) == b"y\n"
+    source.close()
+    assert source.command.returncode == -signal.SIGKILL
