@@ -1,5 +1,5 @@
 "use strict";
-// What the report does: runs and methods are shown and hidden, tables sorted, moments zoomed to.
+// Interaction of the report: shows and hides runs and methods, sorts tables, zooms to moments.
 const read = (id) => JSON.parse(document.getElementById(id).textContent);
 const byId = (id) => document.getElementById(id);
 const data = read("data");
@@ -9,7 +9,7 @@ const narrow = window.matchMedia("(max-width: 640px)").matches;
 const plot = byId("curves-plot");
 const figure = read("curves-figure");
 const hidden = new Set();  // chips
-let alone = null;          // the run that is shown alone
+let alone = null;          // the only visible run, if any
 
 const TYPES = {i4: Int32Array, i2: Int16Array, i1: Int8Array, f4: Float32Array, f8: Float64Array};
 function numbers(array) {  // plotly.py writes arrays in base64

@@ -34,10 +34,10 @@ def make_run(
     tables: dict[str, dict[str, pd.DataFrame]] | None = None,
     **root_keys,
 ) -> Path:
-    """A run directory as training writes it; a diverged one ends with a loss of nan.
+    """A run directory as training writes it; a diverged one ends with a loss of NaN.
 
-    `columns`: more of metrics.jsonl, an element a step. `tables`: of each table its statistics, in
-    place of some numbers; their index is the steps recorded, their columns the names.
+    `columns` are further columns of metrics.jsonl, one element per step. `tables` maps each table
+    to its statistics (default: `some_tables`), indexed by recorded step, a column per tensor.
     """
     keys = {"experiment": "loss_curves", "scale": "demo", "batch_size": 128, **root_keys}
     config = Config(
@@ -89,7 +89,7 @@ def make_run(
 
 
 def some_tables(steps: int) -> dict[str, dict[str, pd.DataFrame]]:
-    """Two statistics of three tensors that grow by the step."""
+    """Two statistics of three tensors, which grow with the step."""
     numbers = np.arange(1, steps + 1)
     rms = pd.DataFrame(numbers[:, None] + np.array([0.0, 0.25, 0.5]), numbers, TENSORS)
     return {"tensors": {"rms": rms, "grad_norm": rms * 10}}

@@ -1,4 +1,4 @@
-"""The report in a browser: no error, nothing fetched, a spike's link zooms to it."""
+"""The report in a browser: no errors, no requests, links that zoom to spikes."""
 
 import shutil
 from pathlib import Path
@@ -48,7 +48,7 @@ def opened(browser, tmp_path):
     return opened
 
 
-def steps_shown(page):
+def visible_steps(page):
     return page.evaluate("document.getElementById('curves-plot').layout.xaxis.range")
 
 
@@ -70,15 +70,15 @@ def test_page_draws_without_errors_or_requests_and_fits_the_window(opened, width
 
 def test_click_and_address_zoom_to_a_spike(opened):
     page, complaints, _ = opened(1280)
-    assert steps_shown(page)[1] - steps_shown(page)[0] > 900
+    assert visible_steps(page)[1] - visible_steps(page)[0] > 900
     page.locator("#spikes tbody a").first.click()
     page.wait_for_timeout(500)
-    assert steps_shown(page) == [148, 228]
+    assert visible_steps(page) == [148, 228]
     assert "step 188" in page.inner_text("#selection")
     page.click("#reset")
     page.wait_for_timeout(500)
-    assert steps_shown(page)[1] - steps_shown(page)[0] > 900
+    assert visible_steps(page)[1] - visible_steps(page)[0] > 900
     linked, more, _ = opened(1280, "#spike-2-188")
     linked.wait_for_timeout(500)
-    assert steps_shown(linked) == [148, 228]
+    assert visible_steps(linked) == [148, 228]
     assert complaints == more == []
