@@ -13,7 +13,8 @@ from). The same runs give the same files. Incomplete or mixed runs are marked: `
 import argparse
 import contextlib
 import difflib
-import importlib
+import hashlib
+import importlib.metadata
 import json
 import logging
 import shlex
@@ -21,13 +22,17 @@ import sys
 from pathlib import Path
 
 import pandas as pd
+from matplotlib.figure import Figure
 
-from analysis import cli, marks, provenance, study
+from analysis import claims, cli, figures, marks, study
+from analysis.bench import load_lines
 from analysis.cli import ChoiceError
-from analysis.load import NoRunsError, Runs, command, load_runs
+from analysis.load import NoRunsError, Runs, as_path, command, load_runs
+from analysis.style import style
+from lowprec.runs.environment import commit
 
-FIGURES = Path(__file__).parent / "figures"
 FORMATS = ("png", "pdf")
+PACKAGES = ("lowprec", "matplotlib", "numpy", "pandas", "pyarrow")
 
 
 @cli.entry
@@ -36,15 +41,11 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     if arguments[:1] == ["claims"]:
-        from analysis import claims  # late, as it draws nothing
-
         return claims.main(arguments[1:])
     options = _parse(arguments)
     called = f"python -m analysis.make {shlex.join(arguments)}"
     if options.slug == "all":
-        from analysis import make_all
-
-        return make_all.draw(options.runs, options.out, options.scale, called)
+        return draw_all(options.runs, options.out, options.scale, called)
     _check_slug(options.slug)
     stem, about = draw(
         options.slug, options.runs, options.out, called, options.scale, options.experiment
@@ -69,27 +70,64 @@ def draw(
 
     `called`: the command to write down. Raises NoRunsError and ChoiceError.
     """
-    figure = importlib.import_module(f"analysis.figures.{slug}")
+    figure = figures.load(slug)
     if hasattr(figure, "LINES"):
         frame, origin, scale = _of_lines(figure, root)
     else:
         frame, origin, scale = _of_runs(figure, root, experiment, scale)
     out.mkdir(parents=True, exist_ok=True)
     caption = figure.caption(frame) + (f" Marked: {origin['mark']}." if origin["mark"] else "")
-    about = {"caption": caption, "command": called, **origin, **provenance.code()}
+    about = {"caption": caption, "command": called, **origin, **_code()}
     stem = out / (slug if scale == "paper" else f"{slug}_{scale}")
     _write(stem, figure, frame, about)
     return stem, about
 
 
-def slugs() -> list[str]:
-    """The figures there are."""
-    return sorted(path.stem for path in FIGURES.glob("*.py") if path.stem != "__init__")
+def draw_all(root: Path | str, out: Path, scale: str | None, called: str) -> int:
+    """Draws all figures at each scale there is, and index.md.
+
+    A figure that cannot be drawn is a line of its own with the command that makes its runs; one
+    that fails is a line with the reason, and no other is drawn less. Returns 1 where one failed,
+    2 where nothing was drawn.
+    """
+    drawn, lacking, failed = [], [], []
+    summaries = _summaries(root)
+    for slug in figures.slugs():
+        try:
+            figure = figures.load(slug)
+            scales = _scales(figure, summaries, scale)
+        except Exception as error:
+            failed.append((slug, _in_words(error)))
+            continue
+        for at in scales:
+            try:
+                stem, about = draw(slug, root, out, called, at)
+            except (NoRunsError, ChoiceError) as error:
+                lacking.append((slug, _with_command(str(error), figure, at)))
+                continue
+            except (FileExistsError, NotADirectoryError):  # in the place of `out`
+                raise
+            except Exception as error:  # a bug, or runs that the figure cannot bear
+                failed.append((slug, _in_words(error)))
+                continue
+            drawn.append((stem.name, about))
+            print(f"Wrote {stem}.png" + (f" (marked: {about['mark']})" if about["mark"] else ""))
+            for line in about["missing"]:
+                print(f"missing: {slug}: {line}", file=sys.stderr)
+    for what, lines in (("not drawn", lacking), ("failed", failed)):
+        for slug, reason in lines:
+            print(f"{what}: {slug}: {reason}", file=sys.stderr)
+    if drawn:
+        (out / "index.md").write_text(_index(drawn, lacking + failed))
+        counts = f"{len(drawn)} figures; not drawn: {len(lacking)}; failed: {len(failed)}"
+        print(f"Wrote {out / 'index.md'}: {counts}")
+    return 1 if failed else 0 if drawn else 2
 
 
 def experiment_of(figure) -> str:
-    """The experiment that makes a figure's runs: its `EXPERIMENT`, else the one of its slug."""
-    return getattr(figure, "EXPERIMENT", figure.__name__.rpartition(".")[2])
+    """The experiment that makes a figure's runs: its `EXPERIMENT`, or the one of its module."""
+    own = getattr(figure, "EXPERIMENT", None)
+    return own or figure.__name__.rpartition(".")[2]
 
 
 def experiments_of(figure) -> list[str]:
@@ -101,7 +139,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m analysis.make", description="Draw a figure from runs."
     )
-    parser.add_argument("slug", help=f"all, or: {', '.join(slugs())}")
+    parser.add_argument("slug", help=f"all, or: {', '.join(figures.slugs())}")
     parser.add_argument("--runs", default="runs", help="folder of runs, or its URL [runs]")
     parser.add_argument("--out", type=Path, default=Path("figures"), help="folder [figures]")
     parser.add_argument("--experiment", help="draw the runs of this one in place of its own")
@@ -112,7 +150,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _check_slug(slug: str) -> None:
-    known = slugs()
+    known = figures.slugs()
     if slug not in known:
         near = difflib.get_close_matches(slug, known, n=1, cutoff=0.4)
         nearest = f"; nearest: {near[0]}" if near else ""
@@ -166,7 +204,7 @@ def _of_runs(
     differing = study.differing(drawn, study.settings(own, scale), labels.dropna())
     other = experiment if absent and experiment != own else ""
     mark = marks.of_runs(drawn, total, absent, other, lost, differing)
-    origin = provenance.of_runs(drawn, left_out)
+    origin = _runs_drawn(drawn, left_out)
     planned = sum(map(len, absent.values())) < total
     lines = [f"{', '.join(names)}: {made_by}" for made_by, names in absent.items()]
     return frame, {"mark": mark, "missing": lines if planned else [], **origin}, scale
@@ -174,12 +212,10 @@ def _of_runs(
 
 def _of_lines(figure, root: Path | str) -> tuple[pd.DataFrame, dict, str]:
     """The same of a figure of benchmark lines, which have no scale: files and their digests."""
-    from analysis.bench import load_lines  # late, as it loads matplotlib
-
     lines = load_lines(root, *figure.LINES.split())
     frame = figure.query(lines)
     drawn = sorted(set(frame["file"]) - {""})
-    files = [{"path": path, "sha256": provenance.sha256(path)} for path in drawn]
+    files = [{"path": path, "sha256": _sha256(path)} for path in drawn]
     left_out = [f"{path} (a newer file has its lines)" for path in set(lines["file"]) - set(drawn)]
     mark = marks.of_lines(lines[lines["file"].isin(drawn)])
     origin = {"mark": mark, "missing": [], "files": files, "left_out": sorted(left_out)}
@@ -197,10 +233,6 @@ def _write(stem: Path, figure, frame: pd.DataFrame, about: dict) -> None:
 
     SLUG.json, the last, holds the digests of the other three: which of them belong together.
     """
-    from matplotlib.figure import Figure  # here, so that a mistyped name is answered at once
-
-    from analysis.style import style
-
     temporary = {
         kind: stem.with_name(f".{stem.name}.{kind}.tmp") for kind in (*FORMATS, "csv", "json")
     }
@@ -213,7 +245,7 @@ def _write(stem: Path, figure, frame: pd.DataFrame, about: dict) -> None:
                 dates = {"CreationDate": None} if kind == "pdf" else {}
                 canvas.savefig(temporary[kind], format=kind, metadata=dates)
         frame.to_csv(temporary["csv"], index=False, lineterminator="\n")
-        files = {kind: provenance.sha256(temporary[kind]) for kind in (*FORMATS, "csv")}
+        files = {kind: _sha256(temporary[kind]) for kind in (*FORMATS, "csv")}
         text = json.dumps({**about, "sha256": files}, indent=2, allow_nan=False)
         temporary["json"].write_text(text + "\n")
         for kind, path in temporary.items():
@@ -221,6 +253,75 @@ def _write(stem: Path, figure, frame: pd.DataFrame, about: dict) -> None:
     finally:
         for path in temporary.values():
             path.unlink(missing_ok=True)
+
+
+def _summaries(root: Path | str) -> pd.DataFrame:
+    """Experiment and scale of the runs there are; no rows where there are only lines."""
+    try:
+        return load_runs(root).summaries[["experiment", "scale"]]
+    except NoRunsError:
+        return pd.DataFrame(columns=["experiment", "scale"])
+
+
+def _scales(figure, summaries: pd.DataFrame, scale: str | None) -> list[str | None]:
+    """The given scale, or all that the figure's experiments were run at."""
+    if scale is not None or hasattr(figure, "LINES"):
+        return [scale]
+    its = summaries[summaries["experiment"].isin(experiments_of(figure))]
+    return sorted(its["scale"].dropna().unique()) or [None]
+
+
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _with_command(reason: str, figure, scale: str | None) -> str:
+    if "python -m" in reason or hasattr(figure, "LINES"):
+        return reason
+    return f"{reason}; to make them: {command(experiment_of(figure), scale)}"
+
+
+def _index(drawn: list[tuple[str, dict]], others: list[tuple[str, str]]) -> str:
+    parts = ["# Figures\n"]
+    parts += [
+        f"## {name}\n\n![{name}]({name}.png)\n\n{about['caption']}\n" for name, about in drawn
+    ]
+    if others:
+        parts += ["## Not drawn\n", "\n".join(f"- `{slug}`: {why}" for slug, why in others) + "\n"]
+    return "\n".join(parts)
+
+
+def _runs_drawn(drawn: pd.DataFrame, left_out: list[str]) -> dict:
+    """The runs, their state and the digest of their metrics."""
+    runs = [
+        {
+            "path": run.path,
+            "digest": run.digest,
+            "state": run.state,
+            "step": int(run.step),
+            "num_steps": int(run.num_steps),
+            "note": run.note,
+            "metrics_sha256": _sha256(as_path(run.path) / "metrics.jsonl"),
+        }
+        for run in drawn.itertuples()
+    ]
+    return {"runs": runs, "left_out": left_out}
+
+
+def _code() -> dict:
+    """Commit and package versions of what drew."""
+    versions = {"python": sys.version.split()[0]}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    return {"commit": commit(digits=40), "versions": versions}
+
+
+def _sha256(path: Path | str) -> str:
+    """Digest of a file, by its path or URL."""
+    return hashlib.sha256(as_path(path).read_bytes()).hexdigest()
 
 
 if __name__ == "__main__":

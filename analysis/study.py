@@ -17,7 +17,7 @@ GROUPS = {  # group: the column of `Runs.runs` that shows its choice
     "scaler": "scaler.name",
 }
 NAMES = ("model.name", "precision.label", "optimizer.name")  # what every figure names
-SETTINGS = tuple(key for key in KEY if key not in NAMES)
+SETTINGS = tuple(key for key in KEY if key not in (*NAMES, "deterministic"))
 IN_CAPTION = ("data.name", "data.digest")
 LATE = ("accumulate", "compile", "checkpointing", "eval", "distributed")
 MOST = 4  # settings that are named, and values of one setting

@@ -3,7 +3,10 @@
 import importlib
 from pathlib import Path
 
-TABLES = {}  # slug: module whose FIGURES holds it
+TABLES = {  # slug: module whose FIGURES holds it
+    **{f"spikes_vs_{what}": "spikes_vs" for what in ("size", "batch", "lr")},
+    **{f"spike_lead_{what}": "spike_lead" for what in ("size", "batch", "lr")},
+}
 
 
 def slugs() -> list[str]:

@@ -1,6 +1,5 @@
 """Every figure at once: drawn from what there is, or named with the command that makes its runs."""
 
-import importlib
 import io
 import json
 import os
@@ -13,7 +12,7 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from analysis import load_runs, make, paper
+from analysis import figures, load_runs, make, paper
 from analysis.bench import load_lines
 from analysis.style import style
 from lowprec.config.schema import DiagnosticsConfig, InterventionConfig, ScalerConfig, SpikeConfig
@@ -128,7 +127,7 @@ def studies_fixture(make_run, tmp_path):
 
 
 def file_of(slug):
-    figure = importlib.import_module(f"analysis.figures.{slug}")
+    figure = figures.load(slug)
     return slug if hasattr(figure, "LINES") else f"{slug}_mini"
 
 
@@ -145,7 +144,7 @@ def test_every_figure_is_drawn_from_runs_of_every_study(drawn):
     out, errors = drawn
     assert "not drawn" not in errors
     made = {path.stem for path in out.glob("*.png")}
-    assert made == {file_of(slug) for slug in make.slugs()}
+    assert made == {file_of(slug) for slug in figures.slugs()}
     index = (out / "index.md").read_text()
     for name in made:
         about = json.loads((out / f"{name}.json").read_text())
@@ -156,7 +155,7 @@ def test_without_runs_every_figure_is_named_with_its_command(tmp_path, capsys):
     assert make.main(["all", "--runs", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
     errors = capsys.readouterr().err.splitlines()
     named = {line.split(": ")[1] for line in errors if line.startswith("not drawn: ")}
-    assert named == set(make.slugs())
+    assert named == set(figures.slugs())
     assert all("python -m experiments." in line for line in errors)
     assert not (tmp_path / "out").exists()
 
@@ -167,7 +166,7 @@ def test_some_runs_draw_their_figure_and_name_the_others(make_run, tmp_path, cap
     assert make.main(["all", "--runs", str(root), "--out", str(out), "--scale", "mini"]) == 0
     errors = capsys.readouterr().err
     assert [path.name for path in out.glob("*.png")] == ["loss_curves_mini.png"]
-    assert errors.count("not drawn: ") == len(make.slugs()) - 1
+    assert errors.count("not drawn: ") == len(figures.slugs()) - 1
     assert "missing: loss_curves: mini_b switchback" in errors
     assert "experiment=loss_curves_mini" in errors
     assert "- `fp8_fixes`: " in (out / "index.md").read_text()
@@ -181,7 +180,7 @@ def test_a_figure_is_drawn_at_each_scale_there_is(make_run, tmp_path):
     assert {path.stem for path in out.glob("*.png")} == {"loss_curves_mini", "loss_curves_demo"}
 
 
-@pytest.mark.parametrize("slug", make.slugs())
+@pytest.mark.parametrize("slug", figures.slugs())
 def test_the_plotted_numbers_are_those_of_the_golden_file(drawn, slug):
     found = pd.read_csv(drawn[0] / f"{file_of(slug)}.csv")
     found = found.drop(columns=UNSTABLE, errors="ignore").iloc[::THINNED].reset_index(drop=True)
@@ -197,7 +196,7 @@ def test_the_plotted_numbers_are_those_of_the_golden_file(drawn, slug):
 
 def picture(slug, root):
     """A figure drawn as `make` draws it, not written."""
-    figure = importlib.import_module(f"analysis.figures.{slug}")
+    figure = figures.load(slug)
     if hasattr(figure, "LINES"):
         frame = figure.query(load_lines(root, *figure.LINES.split()))
     else:
@@ -213,7 +212,7 @@ def has_data(ax):
     return bool(ax.patches) or any(np.isfinite(line).any() for line in lines)
 
 
-@pytest.mark.parametrize("slug", make.slugs())
+@pytest.mark.parametrize("slug", figures.slugs())
 def test_no_panel_is_empty_and_no_label_is_cut(studies, slug):
     with style():
         figure = picture(slug, studies)
@@ -232,10 +231,10 @@ def test_a_cut_label_would_be_seen():
 
 
 def test_every_golden_file_is_of_a_figure():
-    assert {path.stem for path in GOLDEN.glob("*.csv")} == set(make.slugs())
+    assert {path.stem for path in GOLDEN.glob("*.csv")} == set(figures.slugs())
 
 
 def test_the_table_of_figures_names_every_figure():
     table = (ROOT / "analysis" / "README.md").read_text()
     named = set(re.findall(r"`([a-z0-9_]+)`", table))
-    assert set(make.slugs()) <= named
+    assert set(figures.slugs()) <= named

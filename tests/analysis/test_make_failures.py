@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 
-from analysis import make
+from analysis import figures, make
 from analysis.figures import loss_curves, op_profile, rms_and_loss
 
 
@@ -44,7 +44,9 @@ def test_a_full_disk_leaves_nothing_half_written(make_all, monkeypatch, tmp_path
 
 
 def test_a_figure_that_cannot_be_imported_is_named(make_all, monkeypatch):
-    monkeypatch.setattr(make.importlib, "import_module", importer(make.importlib.import_module))
+    monkeypatch.setattr(
+        figures.importlib, "import_module", importer(figures.importlib.import_module)
+    )
     code, errors, pictures = make_all()
     assert code == 1 and pictures == ["rms_and_loss_mini.png"]
     assert "failed: loss_curves: SyntaxError: invalid" in errors

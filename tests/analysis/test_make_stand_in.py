@@ -1,10 +1,8 @@
 """Where a figure's own study has no runs, those of its stand-in are drawn, and marked."""
 
-import importlib
-
 import pytest
 
-from analysis import make
+from analysis import figures, make
 from analysis.load import EXPERIMENTS
 from lowprec.config.schema import DiagnosticsConfig, SpikeConfig
 
@@ -56,7 +54,7 @@ def test_a_studys_own_runs_go_before_the_stand_ins(make_run, make_cells, draw):
 
 
 def test_every_stand_in_is_a_study():
-    figures = [importlib.import_module(f"analysis.figures.{slug}") for slug in make.slugs()]
-    names = {figure.STAND_IN for figure in figures if hasattr(figure, "STAND_IN")}
+    drawn = [figures.load(slug) for slug in figures.slugs()]
+    names = {figure.STAND_IN for figure in drawn if hasattr(figure, "STAND_IN")}
     assert names == {"update_clipping"}
     assert all((EXPERIMENTS / f"{name}.yaml").exists() for name in names)

@@ -5,10 +5,11 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from analysis import load_runs, make, paper, spike_lead, spike_marks
+from analysis import load_runs, make, paper, spike_marks
 from analysis.figures import (
     loss_scaler,
     rms_and_loss,
+    spike_lead,
     spike_lead_batch,
     spike_lead_lr,
     spike_lead_size,
@@ -78,7 +79,7 @@ def points(ax, marker):
     return [list(line.get_xdata()) for line in lines]
 
 
-@pytest.mark.parametrize("figure", SWEEPS, ids=lambda figure: figure.__name__.split(".")[-1])
+@pytest.mark.parametrize("figure", SWEEPS, ids=lambda figure: figure.key)
 def test_panels_of_a_sweep_are_in_order_with_loss_and_rms_spikes_marked(plant, query, figure):
     key, values, titles = SWEEPS[figure]
     for value in reversed(values):

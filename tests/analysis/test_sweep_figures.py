@@ -40,7 +40,7 @@ def query_fixture(tmp_path):
     return lambda module: module.query(load_runs(tmp_path / "runs"))
 
 
-@pytest.mark.parametrize("figure", SWEEPS, ids=lambda figure: figure.__name__.split(".")[-1])
+@pytest.mark.parametrize("figure", SWEEPS, ids=lambda figure: figure.key)
 def test_a_panel_a_value_and_a_line_a_beta2_in_order(make_run, query, figure):
     key, values, titles = SWEEPS[figure]
     for value in reversed(values):
@@ -53,7 +53,7 @@ def test_a_panel_a_value_and_a_line_a_beta2_in_order(make_run, query, figure):
         assert hues(ax) == [style.beta2_color(0.9), style.beta2_color(0.99)]
 
 
-@pytest.mark.parametrize("figure", SWEEPS, ids=lambda figure: figure.__name__.split(".")[-1])
+@pytest.mark.parametrize("figure", SWEEPS, ids=lambda figure: figure.key)
 def test_a_value_without_the_smallest_beta2_keeps_the_place_of_its_panel(make_run, query, figure):
     key, values, titles = SWEEPS[figure]
     make_run(num_steps=60, beta2=0.9, **{key: values[1]})

@@ -1,22 +1,22 @@
 """Every figure that is drawn from runs has a study at paper scale and one for a single GPU."""
 
 import functools
-import importlib
 import re
 
 import pytest
 from omegaconf import OmegaConf
 
-from analysis import make, spike_lead
+from analysis import figures, make
+from analysis.figures import spike_lead
 from lowprec.config.compose import CONF, compose_command
 
 WITHOUT_PAPER = ("resume",)  # studies that the paper does not have
 SHARDS = ["data.train=train.tar", "data.val=val.tar"]
 MINI = ("mini_b", "mini_l", "mini_h")
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
-FIGURES = [importlib.import_module(f"analysis.figures.{slug}") for slug in make.slugs()]
-OF_RUNS = [figure for figure in FIGURES if not hasattr(figure, "LINES")]
-STUDIES = sorted({make.experiment_of(figure) for figure in OF_RUNS})
+FIGURES = {slug: figures.load(slug) for slug in figures.slugs()}
+OF_RUNS = [slug for slug, figure in FIGURES.items() if not hasattr(figure, "LINES")]
+STUDIES = sorted({make.experiment_of(FIGURES[slug]) for slug in OF_RUNS})
 
 
 @functools.cache
@@ -68,9 +68,9 @@ def test_weight_decay_is_not_clipped_where_no_optimizers_are_compared(slug):
 
 
 @pytest.mark.parametrize("scale", ["paper", "mini", None])
-@pytest.mark.parametrize("figure", OF_RUNS, ids=lambda figure: figure.__name__.split(".")[-1])
-def test_without_runs_a_figure_names_the_command_for_them(figure, scale, tmp_path, capsys):
-    slug, study = figure.__name__.split(".")[-1], make.experiment_of(figure)
+@pytest.mark.parametrize("slug", OF_RUNS)
+def test_without_runs_a_figure_names_the_command_for_them(slug, scale, tmp_path, capsys):
+    study = make.experiment_of(FIGURES[slug])
     asked = ["--scale", scale] if scale else []
     assert make.main([slug, *asked, "--runs", str(tmp_path)]) == 2
     _, _, name = capsys.readouterr().err.strip().rpartition("experiments.train -m experiment=")
@@ -81,7 +81,7 @@ def test_without_runs_a_figure_names_the_command_for_them(figure, scale, tmp_pat
 
 @pytest.mark.parametrize("kind", ["size", "batch", "lr"])
 def test_spike_leads_use_the_runs_of_the_loss_sweeps(kind):
-    figure = importlib.import_module(f"analysis.figures.spike_lead_{kind}")
+    figure = figures.load(f"spike_lead_{kind}")
     assert make.experiment_of(figure) == f"spikes_vs_{kind}"
     beta2 = {config.optimizer.beta2 for config in runs_of(f"spikes_vs_{kind}")}
     assert {b for b in beta2 if b >= spike_lead.LEAST_BETA2} == {0.99, 0.995}

@@ -1,14 +1,19 @@
-"""How far loss spikes come after RMS spikes over a sweep: losses, leads, shares, controls."""
+"""Loss spikes and RMS spikes over a sweep: losses, leads, shares, control layers.
+
+After the appendix of arXiv:2304.13013. Runs: `experiment=spikes_vs_size`, `_batch` and `_lr`, or
+those of `update_clipping` with large beta2.
+"""
 
 import math
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from analysis import beta2_grid, curves, paper, spike_marks, style
+from analysis import curves, paper, spike_marks, style
+from analysis.figures.spikes_vs import title as sweep_title
 from analysis.load import Runs
 from lowprec.diagnostics.spikes import lag_coincidence
 
@@ -82,7 +87,7 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
         ax.plot(found["step"], found["loss"].clip(upper=top), "v", color=shade, ms=4, label=name)
     ax.set(xlim=(0, head["num_steps"]), ylim=(None, top), ylabel="training loss")
     ax.set_title(
-        f"{beta2_grid.title(head)}, beta2 = {head['beta2']:g}, seed {head['seed']}\n{head['label']}"
+        f"{sweep_title(head)}, beta2 = {head['beta2']:g}, seed {head['seed']}\n{head['label']}"
     )
     curves.step_axis(ax)
     return ax
@@ -219,3 +224,28 @@ def _cap(frame: pd.DataFrame) -> float:
     late = frame.loc[frame["step"] > CAP_SHARE * frame["num_steps"], "loss"].astype(float)
     late = late[np.isfinite(late)]
     return None if late.empty else late.max() + 0.05 * abs(late.max())
+
+
+@dataclass(eq=False)
+class Leads:
+    """The figure of one sweep."""
+
+    EXPERIMENT: str
+    key: str  # of the config, in which its panels differ
+    STAND_IN: str = "update_clipping"
+
+    plot = staticmethod(plot)
+    draw = staticmethod(draw)
+    caption = staticmethod(caption)
+    chosen = staticmethod(chosen)
+
+    def query(self, runs: Runs) -> pd.DataFrame:
+        """Steps and tensors of the runs that recorded RMS_t: exactly what is plotted."""
+        return query(runs, self.key)
+
+
+FIGURES = {
+    "spike_lead_size": Leads("spikes_vs_size", "model.name"),
+    "spike_lead_batch": Leads("spikes_vs_batch", "batch_size"),
+    "spike_lead_lr": Leads("spikes_vs_lr", "optimizer.lr"),
+}

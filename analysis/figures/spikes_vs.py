@@ -1,4 +1,9 @@
-"""Loss curves of a sweep: a panel a value of one config key, a line a beta2."""
+"""Loss curves of a sweep: a panel for each value of one config key, a line for each beta2.
+
+Figures 6, 7 and 8, arXiv:2304.13013. Runs: `experiment=spikes_vs_size`, `_batch` and `_lr`.
+"""
+
+from dataclasses import dataclass
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -66,3 +71,30 @@ def title(head: pd.Series) -> str:
         return style.MODELS.get(head["value"], head["value"])
     value = f"{head['value']:,}" if head["key"] == "batch_size" else f"{head['value']:g}"
     return f"{NAMES[head['key']]} {value}"
+
+
+@dataclass(eq=False)
+class Sweep:
+    """The figure of one sweep."""
+
+    EXPERIMENT: str
+    key: str  # of the config, in which its panels differ
+    after: str  # the paper's figure
+
+    plot = staticmethod(plot)
+    draw = staticmethod(draw)
+
+    def query(self, runs: Runs) -> pd.DataFrame:
+        """A row a step of every run: exactly what is plotted."""
+        return query(runs, self.key)
+
+    def caption(self, frame: pd.DataFrame) -> str:
+        """What is shown, in which method, which runs are incomplete."""
+        return caption(frame, self.after)
+
+
+FIGURES = {
+    "spikes_vs_size": Sweep("spikes_vs_size", "model.name", "figure 6"),
+    "spikes_vs_batch": Sweep("spikes_vs_batch", "batch_size", "figure 7"),
+    "spikes_vs_lr": Sweep("spikes_vs_lr", "optimizer.lr", "figure 8"),
+}
