@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs what a SLURM of one machine needs (Debian, Ubuntu; as root). Nothing is started.
+# Installs what a SLURM on one machine needs (Debian or Ubuntu, as root). Starts nothing.
 set -euo pipefail
 for program in slurmctld slurmd slurmdbd sbatch munged mariadbd; do
   command -v "$program" >/dev/null || missing=1

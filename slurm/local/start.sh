@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# start.sh DIR: a SLURM of this machine with accounting, all of it below DIR; as root, no systemd.
+# start.sh DIR: starts a SLURM on this machine, with accounting, all below DIR; as root, no systemd.
 #
 # Two cores, a partition `low` whose jobs are preempted by those of `high` (signaled, then requeued).
-# Use it: export SLURM_CONF=DIR/slurm.conf. End it: stop.sh DIR.
+# To use it, export SLURM_CONF=DIR/slurm.conf; stop.sh DIR ends it.
 set -euo pipefail
 mkdir -p "$1"
 dir=$(cd "$1" && pwd)
@@ -18,7 +18,7 @@ SlurmctldHost=$host(127.0.0.1)
 SlurmctldPort=16817
 SlurmdPort=16818
 AuthType=auth/munge
-# A job's credential expires soon, or a requeued job waits two minutes
+# Credentials expire soon; otherwise a requeued job waits two minutes
 AuthInfo=cred_expire=5,socket=$dir/run/munge.sock
 CredType=cred/munge
 SlurmUser=root
@@ -46,7 +46,7 @@ SlurmctldParameters=preempt_send_user_signal
 SlurmdParameters=config_overrides
 ReturnToService=2
 KillWait=10
-# As on some clusters: the first rank that exits would end the others
+# As on some clusters, where the first rank that exits ends the others
 KillOnBadExit=1
 JobRequeue=1
 NodeName=$host NodeAddr=127.0.0.1 CPUs=2 RealMemory=$memory State=UNKNOWN
@@ -69,7 +69,7 @@ StorageLoc=slurm
 CONF
 chmod 600 "$dir/slurmdbd.conf"
 
-until_ready() { # until_ready WHAT COMMAND...: waits 30 s
+until_ready() { # until_ready WHAT COMMAND...: waits up to 30 s
   local what=$1 deadline=$((SECONDS + 30))
   shift
   until "$@" >/dev/null 2>&1; do

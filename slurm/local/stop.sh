@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# stop.sh DIR: ends what start.sh DIR started, each by its pid; jobs are killed, files stay.
+# stop.sh DIR: ends the daemons of start.sh DIR by their pids; jobs are killed, files stay.
 set -u
 dir=$(cd "$1" && pwd) || exit 1
 export SLURM_CONF=$dir/slurm.conf

@@ -1,4 +1,4 @@
-"""requeue.sh puts a job that saved back into the queue, whatever SLURM's commands do."""
+"""requeue.sh requeues a job that has saved, even if SLURM's commands fail."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ from lowprec.config.compose import CONF
 
 
 def requeue(here, status, folder=""):
-    """A batch script that ends with this status; SLURM would say what the environment says."""
+    """Runs a batch script that ends with this status, in the environment of a job."""
     lines = f"source {CONF.parent}/slurm/requeue.sh {folder}\nexit {status}"
     environment = {"SLURM_JOB_ID": "77", "SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "1"}
     return subprocess.run(
@@ -20,9 +20,7 @@ def requeue(here, status, folder=""):
 
 
 @pytest.mark.parametrize("failures", [0, 1, 4])
-def test_a_job_that_saved_is_requeued_alone_however_often_it_must_be_tried(
-    cluster, here, shim, failures
-):
+def test_a_job_that_saved_is_requeued_without_its_array(cluster, here, shim, failures):
     cluster(failures)
     done = requeue(here, 75)
     assert done.returncode == 75
@@ -30,7 +28,7 @@ def test_a_job_that_saved_is_requeued_alone_however_often_it_must_be_tried(
     assert "in the queue again" in done.stderr
 
 
-def test_a_requeue_that_fails_five_times_leaves_the_status_and_says_so(cluster, here, shim):
+def test_a_requeue_that_fails_five_times_keeps_the_status(cluster, here, shim):
     cluster(99)
     done = requeue(here, 75)
     assert done.returncode == 75
@@ -38,7 +36,7 @@ def test_a_requeue_that_fails_five_times_leaves_the_status_and_says_so(cluster, 
     assert "is not requeued; its checkpoint is kept" in done.stderr
 
 
-def test_a_requeue_that_hangs_is_given_up_and_tried_again(cluster, here, shim, monkeypatch):
+def test_a_requeue_that_hangs_is_tried_again(cluster, here, shim, monkeypatch):
     monkeypatch.setenv("REQUEUE_TIMEOUT_S", "0.2")
     shim("scontrol", "exec sleep 60")
     start = time.monotonic()
@@ -53,7 +51,7 @@ def test_a_job_that_ended_is_not_requeued(cluster, here, shim, status):
     assert shim.calls("scontrol") == []
 
 
-def test_what_a_kill_left_of_submitits_files_is_removed_with_a_warning(cluster, here):
+def test_submitits_torn_files_are_removed_with_a_warning(cluster, here):
     folder = here / "logs" / "deep"
     folder.mkdir(parents=True)
     mine = [folder / f"77_1_{name}.pkl.save_tmp" for name in ("submitted", "0_result")]
