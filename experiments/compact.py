@@ -1,11 +1,11 @@
-"""Copies runs' records without checkpoints and with chosen tensors only, small enough to keep.
+"""Copies records of runs, small enough to keep: without checkpoints, with some tensors only.
 
     python -m experiments.compact run=runs/run/nano-bf16-adamw-s0-0123456789 out=results/nano \
         'tensors=[visual.conv1.weight,*resblocks.0.*]'
     python -m experiments.compact run=runs/update_clipping out=results/update_clipping
 
-A copy loads like a run: in figures, in notebooks, in `load_runs`. Of a folder of runs those that
-have ended are copied, each to its place below `out`.
+A copy loads like a run in figures, in notebooks and in `load_runs`. Of a folder, the runs that have
+ended are copied, each to its place below `out`.
 """
 
 import shutil
@@ -34,57 +34,62 @@ class CompactConfig:
 
 
 def main(config: CompactConfig) -> None:
-    """Copies every run that has ended at or below `run`."""
+    """Copies every run at or below `run` that has ended, or none if one of them cannot be."""
     root, out = Path(config.run), Path(config.out)
     runs = find_runs(root)
     ended = [run for run in runs if (run / "tensors.parquet").exists()]
     if not ended:
-        sys.exit(f"run={root}: no ended run (it has no tensors.parquet)")
+        sys.exit(f"run={root}: no run has ended (there is no tensors.parquet)")
     if out.exists():
-        sys.exit(f"out={out} exists already")
+        sys.exit(f"out={out} already exists")
     for run in sorted(set(runs) - set(ended)):
         print(f"{run}: left out, it has not ended (it has no tensors.parquet)", file=sys.stderr)
-    kept = {run: _kept(run, config.tensors) for run in ended}  # all, before any is copied
+    columns = {run: _columns(run, config.tensors) for run in ended}  # all, before any is copied
     for run in ended:
-        compact(run, out / run.relative_to(root), config, kept[run])
+        compact(run, out / run.relative_to(root), config.tensors, columns[run])
 
 
-def _kept(run: Path, tensors: list[str]) -> list[str]:
-    """The columns of tensors.parquet to copy; the end of the command where there are none."""
+def _columns(run: Path, patterns: list[str]) -> list[str]:
+    """Returns the columns of tensors.parquet to copy; exits if there are none."""
     try:
         names = pyarrow.parquet.read_schema(run / "tensors.parquet").names
     except (pyarrow.ArrowException, OSError) as error:
         sys.exit(f"{run}/tensors.parquet is damaged: {error}; nothing was copied")
-    kept = [name for name in names if name == "step" or _wanted(name, tensors)]
-    if len(kept) == 1:
-        there = sorted({name.partition("/")[2] for name in names} - {""})
+    columns = _matching(names, patterns)
+    if columns == ["step"]:
+        tensors = sorted({name.partition("/")[2] for name in names} - {""})
         sys.exit(
-            f"{run}: tensors={tensors}: none of {len(there)} tensors, such as {there[:5]}; nothing "
-            "was copied"
+            f"{run}: tensors={patterns} matches none of {len(tensors)} tensors, such as "
+            f"{tensors[:5]}; nothing was copied"
         )
-    return kept
+    return columns
 
 
-def compact(run: Path, out: Path, config: CompactConfig, kept: list[str]) -> None:
-    """Copies the small files, then the columns `kept` and the chosen of details; of blocks all."""
+def compact(run: Path, out: Path, patterns: list[str], columns: list[str]) -> None:
+    """Copies the small files, the columns of tensors.parquet, the same of details, all blocks."""
     out.mkdir(parents=True)
     for name in FILES:
         if (run / name).exists():
             shutil.copyfile(run / name, out / name)
-    table = pyarrow.parquet.read_table(run / "tensors.parquet", columns=kept)
-    pyarrow.parquet.write_table(table, out / "tensors.parquet", compression="zstd")
-    for name, patterns in (("details.parquet", config.tensors), ("blocks.parquet", ["*"])):
+    tables = {"tensors.parquet": columns}
+    for name, kept in (("details.parquet", patterns), ("blocks.parquet", ["*"])):
         if (run / name).exists():
-            columns = pyarrow.parquet.read_schema(run / name).names
-            chosen = [c for c in columns if c == "step" or _wanted(c, patterns)]
-            few = pyarrow.parquet.read_table(run / name, columns=chosen)
-            pyarrow.parquet.write_table(few, out / name, compression="zstd")
+            tables[name] = _matching(pyarrow.parquet.read_schema(run / name).names, kept)
+    for name, kept in tables.items():
+        table = pyarrow.parquet.read_table(run / name, columns=kept)
+        pyarrow.parquet.write_table(table, out / name, compression="zstd")
+    steps = pyarrow.parquet.read_metadata(out / "tensors.parquet").num_rows
     size = sum(path.stat().st_size for path in out.iterdir())
-    print(f"{out}: {table.num_rows} steps, {len(kept) - 1} columns, {size / 1e6:.2f} MB")
+    print(f"{out}: {steps} steps, {len(columns) - 1} columns, {size / 1e6:.2f} MB")
 
 
-def _wanted(column: str, patterns: list[str]) -> bool:
-    return any(fnmatch(column.partition("/")[2], pattern) for pattern in patterns)
+def _matching(names: list[str], patterns: list[str]) -> list[str]:
+    """Returns "step" and the columns `<statistic>/<tensor>` whose tensor matches a pattern."""
+    return [
+        name
+        for name in names
+        if name == "step" or any(fnmatch(name.partition("/")[2], pattern) for pattern in patterns)
+    ]
 
 
 if __name__ == "__main__":

@@ -3,10 +3,10 @@
     python -m experiments.evaluate run=runs/run/nano-bf16-adamw-s0-0123456789 evaluation=both
     python -m experiments.evaluate run=... precision=int8_inference
 
-Prints the numbers and appends them to the run's `evaluations.jsonl`; nothing else is changed. Of a
-model converted to int8 also `int8/memory_ratio`, the bytes of its converted layers over those of
-float32, and with class names `int8/agreement`, the share of validation images whose class is that
-of the model as trained.
+Prints the results and appends them to the run's `evaluations.jsonl`; nothing else is changed. With
+precision=int8_inference the results include `int8/memory_ratio`, the bytes of the converted layers
+over those in float32, and with class names `int8/agreement`, the share of validation images that
+get the same class as from the model as trained.
 """
 
 import dataclasses
@@ -15,17 +15,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
-from yaml import YAMLError
 
 from experiments.entry import run_command
-from lowprec.config.check import ConfigError, check
+from lowprec.config.check import ConfigError
 from lowprec.config.preflight import preflight
 from lowprec.config.schema import Config, EvaluationConfig, key
 from lowprec.data.open import open_data
-from lowprec.runs.read import encode_row
+from lowprec.runs.attempts import CheckpointError
+from lowprec.runs.read import encode_row, read_config
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,8 +58,7 @@ class EvaluateConfig:
 
 
 def main(config: EvaluateConfig) -> None:
-    """Builds the run's model, loads its newest checkpoint, evaluates."""
-    from lowprec.runs.attempts import CheckpointError
+    """Builds the run's model, loads its newest checkpoint and evaluates it."""
     from lowprec.train.build import build
     from lowprec.train.checkpoint import newest_checkpoint
 
@@ -69,27 +66,15 @@ def main(config: EvaluateConfig) -> None:
     if config.evaluation.name == "none":
         sys.exit("evaluation=none: choose zero_shot, retrieval or both")
     try:
-        trained = read_config(run)
-        trained.device = config.device
-        trained.evaluation, trained.compile = config.evaluation, False
-        data = trained.data
-        trained.data = dataclasses.replace(
-            data,
-            val=config.val or data.val,
-            classnames=config.classnames or (None if config.val else data.classnames),
-            templates=config.templates or (None if config.val else data.templates),
-            index=config.index or data.index,
-        )
-        trained.model.init_from = None
-        trained.precision.autocast = config.precision.autocast or trained.precision.autocast
+        trained = evaluated_config(read_config(run), config)
         preflight(trained, training=False)
         built = build(trained, open_data(trained, training=False))
-        found = newest_checkpoint(run)
+        newest = newest_checkpoint(run)
     except (ConfigError, CheckpointError) as error:
         sys.exit(f"{run} cannot be evaluated:\n{error}")
-    if found is None:
+    if newest is None:
         sys.exit(f"{run} has no checkpoint yet")
-    path, manifest = found
+    path, manifest = newest
     with Console().status(f"evaluating {path}"):
         built.state.load(path)
         results = evaluate(built, config.precision.recipe)
@@ -101,8 +86,24 @@ def main(config: EvaluateConfig) -> None:
         print(f"{name:28} {value:.4f}")
 
 
+def evaluated_config(trained: Config, config: EvaluateConfig) -> Config:
+    """Returns a run's config with what an evaluation changes; other shards have other names."""
+    data = trained.data
+    trained.data = dataclasses.replace(
+        data,
+        val=config.val or data.val,
+        classnames=config.classnames or (None if config.val else data.classnames),
+        templates=config.templates or (None if config.val else data.templates),
+        index=config.index or data.index,
+    )
+    trained.precision.autocast = config.precision.autocast or trained.precision.autocast
+    trained.device, trained.evaluation = config.device, config.evaluation
+    trained.compile, trained.model.init_from = False, None
+    return trained
+
+
 def evaluate(built: "Built", recipe: str) -> dict[str, float]:
-    """The configured evaluation of a loaded model; recipe int8_inference converts it first."""
+    """Runs the configured evaluation on a loaded model, after a conversion to int8 if asked."""
     from lowprec.nn.inference import memory_ratio, to_int8
 
     evaluation, model = built.evaluation(), built.task.model
@@ -114,13 +115,13 @@ def evaluate(built: "Built", recipe: str) -> dict[str, float]:
     to_int8(model, [layer.name for layer in built.layers])
     results = {**evaluation(model), "int8/memory_ratio": memory_ratio(model)}
     if before is not None:
-        same = predicted_classes(built) == before
-        results["int8/agreement"] = same.double().mean().item()
+        agrees = predicted_classes(built) == before
+        results["int8/agreement"] = agrees.double().mean().item()
     return results
 
 
 def predicted_classes(built: "Built") -> "Tensor | None":
-    """The class nearest to each validation image, int64 [images]; None without class names."""
+    """Returns the class nearest to each validation image, int64 [images]; None without names."""
     import torch
 
     evaluation, model = built.evaluation(), built.task.model.eval()
@@ -130,22 +131,11 @@ def predicted_classes(built: "Built") -> "Tensor | None":
     with torch.no_grad(), evaluation.autocast():
         classifier = evaluation.build_classifier(model).float()
         for batch in evaluation.make_batches():
-            if len(batch.labels):  # some of them can be read
+            if len(batch.labels):  # empty if none of its samples can be read
                 pixels = evaluation.normalize(batch.to(built.device).images).to(built.task.dtype)
                 features = model.encode_image(pixels, normalize=True).float()
                 classes.append((features @ classifier).argmax(dim=1))
     return torch.cat(classes)
-
-
-def read_config(run: Path) -> Config:
-    """The config of a run directory; ConfigError if there is none."""
-    if not (run / "config.yaml").exists():
-        raise ConfigError([f"run={run}: not a run directory (it has no config.yaml)"])
-    try:
-        raw = OmegaConf.to_container(OmegaConf.load(run / "config.yaml"))
-    except (YAMLError, OSError, OmegaConfBaseException) as error:
-        raise ConfigError([f"run={run}: config.yaml is damaged"]) from error
-    return check(raw)
 
 
 if __name__ == "__main__":

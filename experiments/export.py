@@ -1,13 +1,13 @@
-"""Weights between runs and open_clip: safetensors or .pt, tensor names unchanged.
+"""Converts weights between runs and open_clip: safetensors or .pt, tensor names unchanged.
 
     python -m experiments.export source=runs/run/nano-bf16-adamw-s0-0123456789 out=nano.safetensors
     python -m experiments.export source=open_clip_model.pt out=weights.safetensors
     python -m experiments.export source=RUN out=int8.safetensors precision=int8_inference
 
-A run starts from such a file with model.init_from=FILE; an int8 one is read by
-`lowprec.nn.inference.load_int8(model, FILE)` and by nothing else. `precision.autocast` beside
-int8_inference does what it does in `experiments.evaluate`: of a run with 16-bit parameters, the
-tensors that are not int8 become float32.
+A run starts from such a file with model.init_from=FILE. An int8 file is read by
+`lowprec.nn.inference.load_int8(model, FILE)` only. With int8_inference, `precision.autocast` has
+the meaning it has in `experiments.evaluate`: for a run with 16-bit parameters, the tensors that
+are not int8 become float32.
 """
 
 import sys
@@ -17,8 +17,9 @@ from pickle import UnpicklingError
 from typing import TYPE_CHECKING
 
 from experiments.entry import run_command
-from experiments.evaluate import EvaluatedPrecision, read_config
+from experiments.evaluate import EvaluatedPrecision
 from lowprec.config.schema import key
+from lowprec.runs.read import read_config
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,15 +35,13 @@ class ExportConfig:
 
 
 def main(config: ExportConfig) -> None:
-    """Reads weights only, writes them."""
+    """Reads weights and writes them; nothing in a .pt file is executed."""
     from safetensors import SafetensorError
 
     from lowprec.clip.export import read_weights, write_weights
 
     if config.precision.recipe == "as_trained" and config.precision.autocast is not None:
-        sys.exit(
-            "precision.autocast goes with precision=int8_inference; else weights stay as they are"
-        )
+        sys.exit("precision.autocast needs precision=int8_inference; else weights stay as they are")
     try:
         if config.precision.recipe == "int8_inference":
             state = write_int8(Path(config.source), Path(config.out), config.precision.autocast)
@@ -56,15 +55,15 @@ def main(config: ExportConfig) -> None:
 
 
 def write_int8(run: Path, out: Path, autocast: str | None) -> "dict[str, Tensor]":
-    """Converts the model of a run's newest checkpoint, writes it; what was written.
+    """Converts the model of a run's newest checkpoint to int8, writes it and returns its state.
 
-    autocast None: the run's.
+    `autocast` None stands for the run's.
     """
     from lowprec.clip.export import load_weights
     from lowprec.clip.model import build_model
     from lowprec.clip.precision import set_precision
     from lowprec.nn.inference import save_int8, to_int8
-    from lowprec.train.precision import set_parameter_dtype
+    from lowprec.train.build import set_parameter_dtype
 
     trained = read_config(run)
     trained.precision.autocast = autocast or trained.precision.autocast

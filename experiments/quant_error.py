@@ -22,14 +22,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from experiments.entry import run_command
-from experiments.evaluate import read_config
 from lowprec.config.check import ConfigError
 from lowprec.config.preflight import preflight
 from lowprec.config.schema import key
 from lowprec.data.open import open_data
 from lowprec.nn.recipe import PRODUCTS, RECIPES, Recipe
 from lowprec.runs.environment import environment
-from lowprec.runs.read import encode_row
+from lowprec.runs.read import encode_row, read_config
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -117,7 +117,10 @@ def make_config(squares, tmp_path):
 
 @pytest.fixture
 def run_once():
-    """`run_once(config, folder, **options)`: one attempt; returns how it ended and the objects."""
+    """`run_once(config, folder, **options)`: one attempt; returns how it ended and the objects.
+
+    `spoil(built)` changes the objects before training; `options` are those of `train`.
+    """
 
     def run(config, folder: Path, *, spoil=None, **options):
         built = build(config, open_data(config))
@@ -127,16 +130,9 @@ def run_once():
         record.append("attempts", [{"attempt": record.attempt}])
         (folder / "config.yaml").write_text(json.dumps(to_dict(config)))
         try:
-            evaluate = options.pop("evaluate", built.evaluation())
-            ended = train(built.task, built.state, options.pop("batches_from", built.batches_from),
-                          record, config, evaluate=evaluate, **options)  # fmt: skip
-            record.status(ended.state, ended.step, ended.reason)
-            record.finish_stream()
-            if ended.state in ("finished", "diverged"):
-                record.write_parquet()
+            return train(built, record, **options), built
         finally:
             record.close()
-        return ended, built
 
     return run
 

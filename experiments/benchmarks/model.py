@@ -139,7 +139,7 @@ def build(config: Config, case: str, device: object) -> object:
 
     from lowprec.clip.model import blocks, build_model, compile_blocks
     from lowprec.clip.precision import set_precision
-    from lowprec.train.precision import set_parameter_dtype
+    from lowprec.train.build import set_parameter_dtype
 
     torch.manual_seed(config.seed)
     with device:

@@ -24,8 +24,7 @@ from lowprec.clip.model import build_model
 from lowprec.config.schema import Config
 from lowprec.optim import StableAdamW
 from lowprec.optim.eight_bit import BitsAndBytesAdamW8bit, EightBitAdamW, TorchaoAdamW8bit
-from lowprec.train.build import pick_device
-from lowprec.train.precision import set_parameter_dtype
+from lowprec.train.build import pick_device, set_parameter_dtype
 
 BASE = "torch AdamW fused"
 OURS = {  # case: (options, bytes read and written per element of float32 parameters)

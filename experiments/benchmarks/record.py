@@ -74,8 +74,7 @@ def measure(config: Config, run: Path) -> tuple[float, float, float, float, int]
     from lowprec.runs.record import Record
     from lowprec.train.build import build
     from lowprec.train.checkpoint import save_checkpoint, verify
-    from lowprec.train.journal import Journal
-    from lowprec.train.loggers import Logger
+    from lowprec.train.metrics import MetricsBuffer
     from lowprec.train.step import GraphedStep, TrainStep, can_capture
 
     built = build(config, data=None)
@@ -93,16 +92,16 @@ def measure(config: Config, run: Path) -> tuple[float, float, float, float, int]
     step_ms = 1000 * (time.perf_counter() - start) / STEPS
 
     record = Record(run)
-    journal = Journal(built.state, record, config, built.device, Logger(), None)
+    metrics = MetricsBuffer(built, record)
     number, flushes, passes, saves = 0, [], [], []
     for _ in range(FLUSHES):
         for _ in range(config.log_every):
             number += 1
-            journal.append(number, config.optimizer.lr, step(batch))
+            metrics.append(number, {"lr": config.optimizer.lr, **step(batch)})
         values["loss"].item()
-        flushes.append(_timed(lambda: journal.flush(None))[0])
+        flushes.append(_timed(lambda: metrics.flush())[0])
     for _ in range(FLUSHES if config.diagnostics.block_every else 0):
-        passes.append(_timed(lambda: _blocks(journal, built.task.probe, batch))[0])
+        passes.append(_timed(lambda: _blocks(metrics, batch))[0])
     for count in range(1, SAVES + 1):
         ms, path = _timed(
             lambda count=count: save_checkpoint(
@@ -117,9 +116,9 @@ def measure(config: Config, run: Path) -> tuple[float, float, float, float, int]
     return step_ms, statistics.median(flushes), blocks_ms, statistics.median(saves), size
 
 
-def _blocks(journal: object, probe: Callable, batch: object) -> None:
-    journal.append_blocks(1, probe, batch)
-    journal.blocks[-1][2].sum().item()  # waits for the device
+def _blocks(metrics: object, batch: object) -> None:
+    metrics.append_blocks(1, batch)
+    metrics.blocks[-1][2].sum().item()  # waits for the device
 
 
 def _timed(call: Callable) -> tuple[float, object]:

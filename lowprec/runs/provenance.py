@@ -1,5 +1,6 @@
-"""What a run's numbers follow from, and what has changed of it when a run goes on."""
+"""Provenance of a run: what its numbers follow from, compared when the run resumes."""
 
+import ast
 import hashlib
 import json
 from pathlib import Path
@@ -7,22 +8,45 @@ from pathlib import Path
 from lowprec.runs.attempts import CheckpointError
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ("lowprec/**/*.py", "experiments/build*.py", "lowprec/train/spread.py")
-SOURCES += ("lowprec/data/open.py",)
+CODE = (  # the modules that a step or an evaluation passes through
+    *("lowprec/formats.py", "lowprec/evaluate.py"),
+    *(f"lowprec/{package}/*.py" for package in ("ops", "nn", "optim", "clip")),
+    *(f"lowprec/data/{name}.py" for name in ("order", "loader", "stream")),
+    *(f"lowprec/train/{name}.py" for name in ("build", "loop", "task", "step", "state")),
+    *(f"lowprec/train/{name}.py" for name in ("checkpoint", "distributed")),
+)
+REMEDIES = {
+    "config": "for another config start another run, with another name=...",
+    "sources": "for other data start another run, with another name=...",
+    "code": "if the new code computes the same: resume.allow_drift=true",
+    "layout": "to resume with another order of samples: resume.allow_reshard=true",
+}
 
 
 def code_digests() -> dict[str, str]:
-    """Short digest of each source file that a run's numbers come from, by its path."""
+    """Returns a short digest, by path, of each source file that a run's numbers follow from."""
     return {
-        str(path.relative_to(ROOT)): hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-        for pattern in SOURCES
+        str(path.relative_to(ROOT)): code_digest(path.read_text())
+        for pattern in CODE
         for path in sorted(ROOT.glob(pattern))
-        if path.parent.name != "sweep"  # which starts runs and is no part of them
     }
 
 
+def code_digest(source: str) -> str:
+    """Returns 12 hexadecimal digits for what Python code does.
+
+    Comments, docstrings and formatting do not count: the digest is that of the syntax tree.
+    """
+    tree = ast.parse(source)
+    scopes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(tree):
+        if isinstance(node, scopes) and ast.get_docstring(node, clean=False) is not None:
+            del node.body[0]
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:12]
+
+
 def changes(before: object, after: object, name: str = "") -> list[str]:
-    """`name: old -> new` of every leaf of nested data that differs, "absent" if there is none."""
+    """Lists `name: old -> new` for each leaf of nested data that differs; "absent" if missing."""
     if isinstance(before, dict) and isinstance(after, dict):
         prefix = f"{name}." if name else ""
         return [
@@ -36,7 +60,7 @@ def changes(before: object, after: object, name: str = "") -> list[str]:
 
 
 def changes_since(run: Path, facts: dict) -> list[str]:
-    """What is not as it was when the run's attempt before began; nothing if that is not known."""
+    """Lists what differs from the environment of the run's last attempt; [] if it is unknown."""
     try:
         before = json.loads((run / "environment.json").read_text())
     except (OSError, ValueError):
@@ -44,34 +68,21 @@ def changes_since(run: Path, facts: dict) -> list[str]:
     return changes(before, facts) if isinstance(before, dict) else []
 
 
-def refuse_drift(
+def refuse_mismatch(
     checkpoint: Path, before: dict, after: dict, *, allow_code: bool, allow_layout: bool
 ) -> list[str]:
-    """CheckpointError with each field that differs, unless allowed; returns the allowed ones.
+    """Raises CheckpointError for differences in provenance, unless allowed; returns those allowed.
 
-    before, after: maps with `config` and `sources` (never allowed to differ), `code` and `layout`
-    (ranks and workers, of a stream).
+    `before` and `after` have `config` and `sources`, which must agree, `code`, and for a stream
+    `layout` (ranks and workers).
     """
     allowed = {"code": allow_code, "layout": allow_layout}
-    drift = {
-        key: changes(before.get(key), after.get(key), key)
-        for key in ("config", "sources", "code", "layout")
-    }
-    refused = [line for key, lines in drift.items() if not allowed.get(key) for line in lines]
+    mismatch = {key: changes(before.get(key), after.get(key), key) for key in REMEDIES}
+    refused = {key: lines for key, lines in mismatch.items() if lines and not allowed.get(key)}
     if refused:
-        ways_out = [
-            way_out
-            for key, way_out in (
-                ("config", "for another config start another run, with another name=..."),
-                ("sources", "for other data start another run, with another name=..."),
-                ("code", "if the new code computes the same: resume.allow_drift=true"),
-                ("layout", "to go on with another order of samples: resume.allow_reshard=true"),
-            )
-            if drift[key]
-        ]
-        listed = "\n  ".join(refused)
+        listed = "\n  ".join(line for lines in refused.values() for line in lines)
         raise CheckpointError(
             f"{checkpoint} was not written by this run as it is now:\n  {listed}\n"
-            + "; ".join(ways_out)
+            + "; ".join(REMEDIES[key] for key in refused)
         )
-    return [line for lines in drift.values() for line in lines]
+    return [line for lines in mismatch.values() for line in lines]

@@ -1,4 +1,4 @@
-"""Reads and encodes the files of a run directory: rows, status and tables of statistics.
+"""Reads and encodes the files of a run directory: config, rows, status, tables of statistics.
 
 A run directory holds everything that is known about a run; every dashboard is a copy of it.
 `lowprec.runs.record` writes it. Nothing here loads torch.
@@ -13,6 +13,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.ipc
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from lowprec.config.check import ConfigError, check
+from lowprec.config.schema import Config
 
 TABLES = ("tensors", "details", "blocks")  # statistics per tensor, further ones, per block
 STATES = ("running", "finished", "diverged", "preempted", "failed")
@@ -97,6 +103,18 @@ def read_status(run: Path, default: dict | None = None) -> dict:
         if default is None:
             raise
         return dict(default)
+
+
+def read_config(run: Path) -> Config:
+    """Reads the config of a run directory; ConfigError if it is missing, damaged or invalid."""
+    path = run / "config.yaml"
+    if not path.exists():
+        raise ConfigError([f"run={run}: not a run directory (it has no config.yaml)"])
+    try:
+        raw = OmegaConf.to_container(OmegaConf.load(path))
+    except (YAMLError, OSError, OmegaConfBaseException) as error:
+        raise ConfigError([f"run={run}: config.yaml is damaged"]) from error
+    return check(raw)
 
 
 def find_runs(root: Path | str) -> list[Path]:

@@ -1,4 +1,4 @@
-"""From a checked config and opened data to the objects of a run."""
+"""Builds the objects of a run from a checked config and opened data."""
 
 import os
 from collections.abc import Iterator
@@ -7,41 +7,45 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 
 from lowprec.clip.export import load_weights
 from lowprec.clip.model import (
     Normalize,
+    PatchDropout,
     blocks,
     build_model,
+    compile_blocks,
     contrastive_loss,
     image_size,
 )
 from lowprec.clip.precision import set_precision
 from lowprec.clip.stable_embedding import use_stable_embedding
 from lowprec.clip.tokenizer import Tokenizer
-from lowprec.clip.zero_shot import imagenet
+from lowprec.clip.zero_shot import build_classifier, imagenet
 from lowprec.config.check import ConfigError
-from lowprec.config.preflight import names_file, read_lines
-from lowprec.config.schema import Config
+from lowprec.config.preflight import names_file, read_lines, sync_bn_fault
+from lowprec.config.schema import EIGHT_BIT, Config, OptimizerConfig
 from lowprec.data.loader import Batch, Batches, iterate
 from lowprec.data.open import Data, num_workers
 from lowprec.data.order import SampleOrder
 from lowprec.data.stream import Stream
 from lowprec.diagnostics.blocks import BlockProbe
-from lowprec.evaluate.evaluation import Evaluation
+from lowprec.evaluate import Evaluation
 from lowprec.formats import E4M3, INT8
 from lowprec.nn.replace import Layer
 from lowprec.ops import takes
+from lowprec.optim.eight_bit import BitsAndBytesAdamW8bit, EightBitAdamW, TorchaoAdamW8bit
 from lowprec.optim.loss_scaling import build_scaler
-from lowprec.train.build_optimizer import build_optimizer
-from lowprec.train.distributed import ONE_PROCESS, Ranks
-from lowprec.train.precision import autocast, set_parameter_dtype
+from lowprec.optim.schedules import param_groups
+from lowprec.optim.stable_adamw import StableAdamW
+from lowprec.train.distributed import ONE_PROCESS, Ranks, has_batch_norm, replicate, shard
 from lowprec.train.speed import flops_per_pair, peak_flops
-from lowprec.train.spread import classifier_over, share_of_cores, spread
 from lowprec.train.state import TrainState
-from lowprec.train.task import ContrastiveTask
+from lowprec.train.task import DTYPES, ContrastiveTask, autocast
 
-EVALUATION_BATCH = 256
+EVALUATION_BATCH = 256  # pairs per rank
+CLASSES = 50  # classes whose prompts are encoded together, as in open_clip
 
 
 @dataclass
@@ -49,7 +53,7 @@ class Built:
     """The objects of a run, on their device."""
 
     config: Config
-    data: Data
+    data: Data | None
     device: torch.device
     tokenizer: Tokenizer
     task: ContrastiveTask
@@ -57,19 +61,8 @@ class Built:
     layers: list[Layer]  # what precision.recipe made of the linear layers
     world: Ranks = ONE_PROCESS
 
-    @property
-    def workers(self) -> int:
-        """Decoding processes of this rank: those of a machine share its cores."""
-        asked = self.config.num_workers
-        return num_workers(asked) if asked is not None else share_of_cores(self.world.local_size)
-
-    @property
-    def ranks(self) -> dict[str, int]:
-        """What this process and the others are to the data."""
-        return {"rank": self.world.rank, "world_size": self.world.size}
-
     def batches_from(self, first: int) -> Iterator[Batch]:
-        """Batches of steps first, first + 1, ... on the host."""
+        """Iterates over this rank's batches of steps first, first + 1, ... on the host."""
         config = self.config
         if config.data.name == "stream":
             return self.stream().batches_from(first)
@@ -84,36 +77,33 @@ class Built:
             order,
             batch_size=config.batch_size,
             num_batches=config.num_steps,
-            image_size=image_size(self.task.model),
-            tokenizer=self.tokenizer,
             seed=config.seed,
-            augment=config.data.augment == "crop_flip",
-            **self.ranks,
+            **self._data_options(training=True),
         )
         pin = self.device.type == "cuda"
-        return iterate(batches, workers=self.workers, first=first - 1, pin=pin)
+        return iterate(batches, workers=self._num_workers(), first=first - 1, pin=pin)
 
     def stream(self) -> Stream:
-        """The training data of data=stream."""
-        config = self.config
+        """Returns the training data of `data=stream`."""
         return Stream(
             self.data.train,
-            seed=config.seed,
-            batch_size=config.batch_size,
-            num_steps=config.num_steps,
-            segment_steps=config.save_every,
-            workers=self.workers,
-            image_size=image_size(self.task.model),
-            tokenizer=self.tokenizer,
-            augment=config.data.augment == "crop_flip",
+            seed=self.config.seed,
+            batch_size=self.config.batch_size,
+            num_steps=self.config.num_steps,
+            segment_steps=self.config.save_every,
+            workers=self._num_workers(),
             pin=self.device.type == "cuda",
-            **self.ranks,
+            **self._data_options(training=True),
         )
 
-    def flops_per_pair(self) -> int | None:
-        """Operations of the model for one pair; None where there is nothing to hold them against.
+    def layout(self) -> dict:
+        """Returns the ranks and workers that a stream's sample order depends on; else {}."""
+        return self.stream().layout() if self.config.data.name == "stream" else {}
 
-        Counted on the plain model of the config, which recipes and ranks have not changed.
+    def flops_per_pair(self) -> int | None:
+        """Counts the operations for one pair; None if the device's peak is unknown.
+
+        The count is that of the config's plain model, before recipes and ranks change it.
         """
         if peak_flops(self.device) is None:
             return None
@@ -121,44 +111,38 @@ class Built:
             plain = build_model(self.config.model)
         return flops_per_pair(plain, image_size(plain), self.tokenizer.context_length)
 
-    def layout(self) -> dict:
-        """Ranks and workers, where the order of samples depends on them: in a stream."""
-        if self.config.data.name != "stream":
-            return {}
-        return self.stream().layout()
-
     def evaluation(self) -> Evaluation | None:
-        """The configured evaluation, to which every rank comes with its share, or None."""
+        """Builds the configured evaluation, which every rank calls with its share; or None."""
         config = self.config
         if config.evaluation.name == "none":
             return None
-        turn = EVALUATION_BATCH * self.world.size
+        pairs = EVALUATION_BATCH * self.world.size
         batches = Batches(
             self.data.val,
             None,
-            batch_size=turn,
-            num_batches=-(-self.data.val.num_samples // turn),
-            image_size=image_size(self.task.model),
-            tokenizer=self.tokenizer,
-            **self.ranks,
+            batch_size=pairs,
+            num_batches=-(-self.data.val.num_samples // pairs),
+            **self._data_options(training=False),
         )
         classifier = None
         if config.evaluation.name in ("zero_shot", "both"):
-            classnames, templates = (
-                imagenet(kind) if source == "imagenet" else read_lines(source)
-                for kind in ("classnames", "templates")
-                for source in [names_file(config, kind)]
-            )
             classifier = partial(
-                classifier_over,
-                self.world,
+                _classifier_over_ranks,
+                world=self.world,
                 tokenizer=self.tokenizer,
-                classnames=classnames,
-                templates=templates,
+                classnames=_read_names(config, "classnames"),
+                templates=_read_names(config, "templates"),
             )
-        workers = min(4, self.workers)
+
+        def make_batches() -> Iterator[Batch]:
+            for batch in iterate(batches, workers=min(4, self._num_workers())):
+                self.world.heartbeat(
+                    None, "evaluating"
+                )  # may take longer than the timeout of a step
+                yield batch
+
         return Evaluation(
-            lambda: self._noticed(iterate(batches, workers=workers)),
+            make_batches,
             self.task.normalize,
             autocast=lambda: autocast(config.precision.autocast, self.device),
             build_classifier=classifier,
@@ -166,45 +150,57 @@ class Built:
             each=self.world.each,
         )
 
-    def _noticed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The batches of an evaluation, which may take longer than a rank may stand still."""
-        for batch in batches:
-            self.world.heartbeat(None, "evaluating")
-            yield batch
+    def _num_workers(self) -> int:
+        """Number of decoding processes; by default the ranks of a machine share its cores."""
+        if self.config.num_workers is not None:
+            return num_workers(self.config.num_workers)
+        return max(1, min(16, len(os.sched_getaffinity(0)) // self.world.local_size - 1))
+
+    def _data_options(self, *, training: bool) -> dict:
+        options = {
+            "image_size": image_size(self.task.model),
+            "tokenizer": self.tokenizer,
+            "rank": self.world.rank,
+            "world_size": self.world.size,
+        }
+        if training:
+            options["augment"] = self.config.data.augment == "crop_flip"
+        return options
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of `device=auto|cpu|cuda`; auto takes the GPU if there is one."""
+    """Returns the device for `device=auto|cpu|cuda`; auto takes the GPU if there is one."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
 
 
-def build(config: Config, data: Data, world: Ranks = ONE_PROCESS) -> Built:
-    """Model, optimizer, scaler and tokenizer of a config, seeded; `world`: the ranks it is for.
+def build(config: Config, data: Data | None, world: Ranks = ONE_PROCESS) -> Built:
+    """Builds and seeds the model, optimizer, scaler and tokenizer of a config.
 
-    Every rank is seeded alike, so that all begin with the same weights.
+    Every rank of `world` is seeded alike, so that all start from the same weights. `data` may be
+    None if no batch is read. Raises ConfigError for what only the built model shows to be wrong.
     """
     device = pick_device(config.device)
     if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS demands it
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
     torch.use_deterministic_algorithms(config.deterministic)
     torch.manual_seed(config.seed)
     model = build_model(config.model, config.intervention.name)
-    if config.model.init_from:
-        try:
+    try:
+        if config.model.init_from:
             load_weights(model, Path(config.model.init_from))
-        except ValueError as error:
-            raise ConfigError([f"model.init_from: {error}"]) from error
-    if config.optimizer.stable_embedding:
-        try:
+    except ValueError as error:
+        raise ConfigError([f"model.init_from: {error}"]) from error
+    try:
+        if config.optimizer.stable_embedding:
             use_stable_embedding(model)
-        except ValueError as error:
-            raise ConfigError([f"optimizer.stable_embedding=true: {error}"]) from error
+    except ValueError as error:
+        raise ConfigError([f"optimizer.stable_embedding=true: {error}"]) from error
     set_parameter_dtype(model, config.precision.autocast)
-    layers = _set_precision(model, config, device)
+    layers = _apply_recipe(model, config, device)
     model.to(device)
-    parallel = spread(model, config, world)
+    parallel = parallelize(model, config, world)
     scaler = build_scaler(config.scaler.name, config.scaler.init_scale, device)
     state = TrainState(model, build_optimizer(config, model), scaler, world=world)
     task = ContrastiveTask(
@@ -225,8 +221,19 @@ def build(config: Config, data: Data, world: Ranks = ONE_PROCESS) -> Built:
     return Built(config, data, device, tokenizer, task, state, layers, world)
 
 
-def _set_precision(model: torch.nn.Module, config: Config, device: torch.device) -> list[Layer]:
-    """Swaps the layers of the config's recipe and checks that its backend can run."""
+def set_parameter_dtype(model: nn.Module, autocast_name: str) -> None:
+    """Converts the parameters of "pure_bf16" and "pure_fp16" runs to 16 bits, in place.
+
+    The logit scale stays float32: its updates are smaller than half a 16-bit step.
+    """
+    if autocast_name.startswith("pure_"):
+        logit_scale = model.logit_scale.data.clone()
+        model.to(DTYPES[autocast_name.removeprefix("pure_")])
+        model.logit_scale.data = logit_scale
+
+
+def _apply_recipe(model: nn.Module, config: Config, device: torch.device) -> list[Layer]:
+    """Replaces the layers that the recipe names, after a check that its backend can run."""
     precision = config.precision
     try:
         if precision.backend == "triton":
@@ -234,3 +241,99 @@ def _set_precision(model: torch.nn.Module, config: Config, device: torch.device)
         return set_precision(model, precision)
     except ValueError as error:
         raise ConfigError([f"precision.recipe={precision.recipe}: {error}"]) from error
+
+
+def parallelize(model: nn.Module, config: Config, world: Ranks) -> nn.Module:
+    """Applies recomputation, per-block compilation and DDP or FSDP2, in this order.
+
+    Changes `model` in place and returns the module that averages gradients over ranks.
+    """
+    if config.accumulate > 1 and has_batch_norm(model):
+        raise ConfigError([f"accumulate={config.accumulate}: batch norm needs its whole batch"])
+    if config.model.patch_dropout and (world.size > 1 or config.accumulate > 1):
+        model.visual.patch_dropout = PatchDropout(
+            config.model.patch_dropout, config.batch_size, world.rank, world.size
+        )
+    if config.checkpointing:
+        model.set_grad_checkpointing(True)
+    if config.compile:
+        if not blocks(model):
+            raise ConfigError([f"compile=true: {config.model.name} has no open_clip blocks"])
+        torch.compiler.reset()  # its recompilation limit counts over all runs of a process
+        compile_blocks(model)
+    if world.size == 1:
+        return model
+    if has_batch_norm(model) and not config.distributed.sync_bn:
+        raise ConfigError([sync_bn_fault(config)])
+    if config.distributed.sync_bn:
+        if not has_batch_norm(model):
+            raise ConfigError([f"distributed.sync_bn=true: {config.model.name} has no batch norm"])
+        if next(model.parameters()).device.type == "cpu":
+            raise ConfigError(["distributed.sync_bn=true needs GPUs"])
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    if config.distributed.name == "ddp":
+        return replicate(model, config)
+    shard(model, blocks(model), world)
+    return model
+
+
+def build_optimizer(config: Config, model: nn.Module) -> StableAdamW | EightBitAdamW:
+    """Builds the optimizer of a config's `optimizer` group; AdamW is StableAdamW unclipped."""
+    rule = config.optimizer
+    groups = param_groups(model, rule.weight_decay)
+    common = {"lr": rule.lr, "betas": (rule.beta1, rule.beta2), "eps": rule.eps}
+    skip = "tensor" if config.scaler.name == "fixed" else "step"
+    if rule.name in EIGHT_BIT:
+        return _build_eight_bit(rule, groups, common, skip)
+    return StableAdamW(
+        groups,
+        clip_threshold=rule.clip_threshold,
+        clip_weight_decay=rule.clip_weight_decay,
+        beta2_decay=rule.beta2_decay,
+        clip_norm=rule.clip_norm,
+        skip=skip,
+        **common,
+    )
+
+
+def _build_eight_bit(
+    rule: OptimizerConfig, groups: list[dict], common: dict, skip: str
+) -> EightBitAdamW:
+    embedding = ["*token_embedding"] if rule.stable_embedding else []
+    options = {"min_8bit_size": rule.min_8bit_size, "skip": skip}
+    options["override_32bit"] = [*rule.override_32bit, *embedding]
+    try:
+        if rule.name == "adamw8bit_torchao":
+            return TorchaoAdamW8bit(groups, common, **options)
+        on_gpu = groups[0]["params"][0][1].is_cuda  # on a CPU such a run is only evaluated
+        return BitsAndBytesAdamW8bit(
+            groups, common | {"is_paged": rule.paged and on_gpu}, **options
+        )
+    except ValueError as error:
+        raise ConfigError([f"optimizer.override_32bit: {error}"]) from error
+    except ImportError as error:
+        raise ConfigError([f"optimizer={rule.name}: {error}"]) from error
+
+
+def _read_names(config: Config, kind: str) -> list[str]:
+    """Reads the classnames or templates of a config."""
+    source = names_file(config, kind)
+    return imagenet(kind) if source == "imagenet" else read_lines(source)
+
+
+def _classifier_over_ranks(
+    model: nn.Module, *, world: Ranks, classnames: list[str], **options: object
+) -> Tensor:
+    """Builds the zero-shot classifier [embed_dim, classes]; the ranks share the classes.
+
+    Every rank encodes equally many groups of classes, since the forward of FSDP2 needs all ranks:
+    a rank without a group of its own repeats one.
+    """
+    groups = [classnames[i : i + CLASSES] for i in range(0, len(classnames), CLASSES)]
+    own = []
+    for n in range(world.rank, -(-len(groups) // world.size) * world.size, world.size):
+        world.heartbeat(None, "evaluating")
+        own.append(build_classifier(model, classnames=groups[n % len(groups)], **options))
+    by_rank = world.each(lambda: [weights.cpu() for weights in own])
+    in_order = [weights for turn in zip(*by_rank, strict=True) for weights in turn]
+    return torch.cat(in_order[: len(groups)], dim=1).to(own[0].device)

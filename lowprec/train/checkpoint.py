@@ -15,7 +15,7 @@ from pathlib import Path
 from lowprec.config.schema import Config
 from lowprec.runs import durable
 from lowprec.runs.attempts import CheckpointError, DamagedError
-from lowprec.runs.provenance import refuse_drift
+from lowprec.runs.provenance import refuse_mismatch
 from lowprec.runs.record import Record
 from lowprec.train.distributed import ONE_PROCESS, Ranks
 from lowprec.train.state import TrainState
@@ -80,7 +80,7 @@ class Saver:
             raise CheckpointError(
                 f"{run} is at step {manifest['step']}, beyond num_steps={self.config.num_steps}"
             )
-        mismatch = refuse_drift(
+        mismatch = refuse_mismatch(
             path,
             manifest["provenance"],
             self.provenance,

@@ -1,97 +1,65 @@
-"""The training loop: learning rate, loss, backward, step, record, evaluate, save."""
+"""The training loop: step, buffer, flush, evaluate, save."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from lowprec.config.schema import Config
 from lowprec.data.loader import Batch
 from lowprec.optim.schedules import learning_rate, set_learning_rate
+from lowprec.runs.read import ENDED
 from lowprec.runs.record import Record
 from lowprec.train.checkpoint import Saver
-from lowprec.train.distributed import ONE_PROCESS, Ranks
-from lowprec.train.journal import Ended, Journal
 from lowprec.train.loggers import Logger
+from lowprec.train.metrics import Ended, MetricsBuffer, is_due
 from lowprec.train.signals import StopRequest
 from lowprec.train.snapshots import SnapshotRecorder
 from lowprec.train.speed import Tracer
-from lowprec.train.state import TrainState
 from lowprec.train.step import GraphedStep, TrainStep, can_capture
-from lowprec.train.task import ContrastiveTask
+
+if TYPE_CHECKING:
+    from lowprec.train.build import Built
 
 
-def train(
-    task: ContrastiveTask,
-    state: TrainState,
-    batches_from: Callable[[int], Iterator[Batch]],
-    record: Record,
-    config: Config,
-    *,
-    provenance: dict | None = None,
-    evaluate: Callable[..., dict] | None = None,
-    logger: Logger | None = None,
-    stop: StopRequest | None = None,
-    on_flush: Callable[[dict], None] | None = None,
-    on_save: Callable[[], None] = lambda: None,
-    flops: int | None = None,
-    world: Ranks = ONE_PROCESS,
-) -> Ended:
-    """Trains from the newest checkpoint, or from the start, to the end of the run.
+class Progress:
+    """Receives what a run reports while it trains. This one ignores it; a display overrides it."""
 
-    `batches_from(first)` yields the batches of steps first, first + 1, ... on the host;
-    `evaluate(model)` returns numbers that join their step's row; `on_flush` gets the last row and
-    throughput after each flush; `on_save()` follows a checkpoint; `flops`: operations of a pair
-    (speed.flops_per_pair); `provenance` (see refuse_drift) must be the checkpoint's. Returns
-    finished, diverged, or preempted when `stop` was raised: in several processes by any of them,
-    and each stops after the same step.
+    def doing(self, what: str) -> None:
+        """Called when the run starts something that takes long, such as "evaluating"."""
+
+    def flushed(self, row: dict) -> None:
+        """Called after each flush with the last step's row, its throughput and its timing."""
+
+    def close(self) -> None:
+        """Called when the attempt has ended, also by an error."""
+
+
+class Stepper:
+    """Takes the steps of a run: `stepper(step, batch)` sets the learning rate and updates.
+
+    From its first call on the step runs as a CUDA graph, where that is possible. `frozen` is a
+    0-d bool on the device: the loss is no longer finite and the model no longer changes.
     """
-    device = next(task.model.parameters()).device
-    saver = Saver(state, record, config, provenance or {}, world)
-    first = saver.restore() + 1
-    recorder = SnapshotRecorder(state, record.run, config, saver.provenance, world)
-    recorder.begin(first - 1)
-    step_on_device = TrainStep(task, state.optimizer, state.scaler)
-    journal = Journal(state, record, config, device, logger or Logger(), on_flush, world, flops)
-    tracer = Tracer(config.profile and world.is_first, record.run, record.attempt)
-    batches = batches_from(first)
-    task.model.train()
-    stop = stop or StopRequest()
-    world.stop_consensus(stop.number)
-    if number := world.stop_consensus(stop.number):  # asked while the run was being built
-        return Ended("preempted", first - 1, f"signal {number}")
-    for step in range(first, config.num_steps + 1):
-        world.heartbeat(step, "waiting for data")
-        batch = journal.wait_for(batches)
-        world.heartbeat(step, "training")
-        if step == first and can_capture(config, device):
-            step_on_device = GraphedStep(step_on_device, batch)
-        lr = rate_of(step, config)
-        set_learning_rate(state.optimizer, lr)
-        values = step_on_device(batch)
-        tracer.step()
-        journal.append(step, lr, values)
-        journal.append_blocks(step, task.probe, batch)
 
-        last = step == config.num_steps
-        stopping = world.stop_consensus(stop.number)
-        evaluating = evaluate is not None and (last or _due(step, config.eval_every))
-        saving = last or stopping is not None or _due(step, config.save_every)
-        if evaluating or saving or _due(step, config.log_every) or journal.is_full:
-            verdict = journal.flush((lambda: evaluate(task.model)) if evaluating else None)
-            world.heartbeat(step, "saving")
-            recorder.after_flush(step)
-            if verdict is not None:
-                return verdict
-        if stopping:
-            record.append("events", [{"step": step, "signal": stopping}])
-        if saving:
-            saver.save(step, must_succeed=last or stopping is not None)
-            on_save()
-        if stopping and not last:
-            return Ended("preempted", step, f"signal {stopping}")
-    return Ended("finished", config.num_steps)
+    def __init__(self, built: "Built"):
+        self.config, self.optimizer = built.config, built.state.optimizer
+        self._update = TrainStep(built.task, built.state.optimizer, built.state.scaler)
+        self._captures = can_capture(built.config, built.device)
+        self.frozen = self._update.frozen
+        built.task.model.train()
+
+    def __call__(self, step: int, batch: Batch) -> dict[str, Tensor | float]:
+        """Returns the step's values on the device and its learning rate, "lr", on the host."""
+        if self._captures:
+            self._update, self._captures = GraphedStep(self._update, batch), False
+        lr = rate_of(step, self.config)
+        set_learning_rate(self.optimizer, lr)
+        return {"lr": lr, **self._update(batch)}
 
 
 def rate_of(step: int, config: Config) -> float:
-    """The learning rate of a step of a run."""
+    """Returns the learning rate of a step of a run; steps count from 1."""
     return learning_rate(
         step,
         peak=config.optimizer.lr,
@@ -101,5 +69,93 @@ def rate_of(step: int, config: Config) -> float:
     )
 
 
-def _due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
+def train(
+    built: "Built",
+    record: Record,
+    *,
+    provenance: dict | None = None,
+    progress: Progress | None = None,
+    logger: Logger | None = None,
+    stop: StopRequest | None = None,
+    on_save: Callable[[], None] = lambda: None,
+) -> Ended:
+    """Trains a built run from its newest checkpoint to its end, and completes the record.
+
+    Args:
+        built: the objects of the run.
+        record: the run's open record; the caller closes it.
+        provenance: must equal that of the checkpoint (see `refuse_mismatch`).
+        progress: told what the run does.
+        logger: receives a copy of each row.
+        stop: once raised in any rank, all ranks save and stop after the same step.
+        on_save: called after each checkpoint.
+
+    Returns:
+        How the attempt ended: finished, diverged, preempted (stopped), or failed (too many
+        unreadable samples).
+    """
+    progress = progress or Progress()
+    saver = Saver(built.state, record, built.config, provenance or {}, built.world)
+    flops = built.flops_per_pair()  # before the random state is restored
+    first = saver.restore() + 1
+    metrics = MetricsBuffer(built, record, logger, progress.flushed, flops)
+    ended = _train(built, first, saver, metrics, progress, stop or StopRequest(), on_save)
+    built.world.heartbeat(None, "ending")
+    record.finish_stream()
+    if ended.state in ENDED:
+        record.write_parquet()
+    record.status(ended.state, ended.step, ended.reason)
+    return ended
+
+
+def _train(
+    built: "Built",
+    first: int,
+    saver: Saver,
+    metrics: MetricsBuffer,
+    progress: Progress,
+    stop: StopRequest,
+    on_save: Callable[[], None],
+) -> Ended:
+    config, world, record = built.config, built.world, metrics.record
+    snapshots = SnapshotRecorder(built.state, record.run, config, saver.provenance, world)
+    snapshots.begin(first - 1)
+    take_step = Stepper(built)
+    tracer = Tracer(config.profile and world.is_first, record.run, record.attempt)
+    evaluation = built.evaluation()
+    batches = built.batches_from(first)
+
+    def evaluate() -> dict:
+        progress.doing("evaluating")
+        return evaluation(built.task.model)
+
+    world.stop_consensus(stop.number)
+    if number := world.stop_consensus(stop.number):  # raised while the run was being built
+        return Ended("preempted", first - 1, f"signal {number}")
+    for step in range(first, config.num_steps + 1):
+        world.heartbeat(step, "waiting for data")
+        batch = metrics.wait_for(batches)
+        world.heartbeat(step, "training")
+        values = take_step(step, batch)
+        tracer.step()
+        metrics.append(step, values)
+        metrics.append_blocks(step, batch)
+
+        is_last = step == config.num_steps
+        stopping = world.stop_consensus(stop.number)
+        evaluating = evaluation is not None and (is_last or is_due(step, config.eval_every))
+        saving = is_last or stopping is not None or is_due(step, config.save_every)
+        if evaluating or saving or is_due(step, config.log_every) or metrics.is_full:
+            ended = metrics.flush(evaluate if evaluating else None)
+            world.heartbeat(step, "saving")
+            snapshots.after_flush(step)
+            if ended is not None:
+                return ended
+        if stopping:
+            record.append("events", [{"step": step, "signal": stopping}])
+        if saving:
+            saver.save(step, must_succeed=is_last or stopping is not None)
+            on_save()
+        if stopping and not is_last:
+            return Ended("preempted", step, f"signal {stopping}")
+    return Ended("finished", config.num_steps)

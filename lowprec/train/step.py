@@ -1,4 +1,4 @@
-"""One update on the device: forward, loss, backward, optimizer. Nothing is read back."""
+"""Updates the model once, on the device: forward, loss, backward, optimizer."""
 
 import math
 
@@ -10,15 +10,15 @@ from lowprec.data.loader import Batch
 from lowprec.optim.stable_adamw import StableAdamW
 from lowprec.train.task import ContrastiveTask
 
-MAX_LOGIT_SCALE = math.log(100)  # of the parameter, whose exponential multiplies; as open_clip
+MAX_LOGIT_SCALE = math.log(100)  # the parameter is the logarithm of the factor, as in open_clip
 
 
 class TrainStep:
-    """`step(batch)` updates the model and returns 0-d device values; statistics: the optimizer's.
+    """Updates the model with a batch and returns 0-d device values; the host never waits.
 
-    From a non-finite loss on (without loss scaling from a non-finite gradient on) the model stays
-    as it is: `frozen` is set on the device, and the host learns of it when it next reads. The logit
-    scale is kept within 1 to 100 after each update, as in open_clip's trainer.
+    From the first non-finite loss on (without loss scaling also from the first non-finite
+    gradient), the model no longer changes: `frozen`, a bool on the device, is set. The logit scale
+    is clamped to [1, 100] after each update, as in open_clip's trainer.
     """
 
     def __init__(self, task: ContrastiveTask, optimizer: StableAdamW, scaler: object):
@@ -31,7 +31,7 @@ class TrainStep:
         optimizer.frozen = self.frozen
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
-        """Loss, logit scale, global gradient norms and loss scale of this step."""
+        """Returns loss, logit scale, global gradient norms and, if scaled, the loss scale."""
         batch = batch.to(self.frozen.device)
         loss, logit_scale = self.task.backward(batch, self.scaler.scale)
         self.frozen |= ~loss.isfinite()
@@ -50,18 +50,17 @@ class TrainStep:
 
 
 class GraphedStep:
-    """A TrainStep captured as one CUDA graph: the same kernels without the cost of launching them.
+    """Replays a TrainStep as one CUDA graph, which saves the cost of launching its kernels.
 
-    The first batch fixes the shapes. Capture runs the step a few times with `frozen` set and puts
-    the random state back, so that it leaves no trace. Returned values are overwritten by the next
-    call.
+    The first batch fixes the shapes. Capture runs the step a few times with `frozen` set and
+    restores the random state, so it changes nothing. The next call overwrites the returned values.
     """
 
     def __init__(self, step: TrainStep, batch: Batch):
         device = step.frozen.device
         self.step = step
         self.batch = batch.to(device)
-        for group in step.optimizer.param_groups:  # read at replay, so it must live on the device
+        for group in step.optimizer.param_groups:  # read at replay, so it lives on the device
             group["lr"] = torch.zeros((), device=device)
         random_state = torch.cuda.get_rng_state(device)
         step.frozen.fill_(True)
@@ -74,12 +73,12 @@ class GraphedStep:
         step.frozen.fill_(False)
         torch.cuda.set_rng_state(random_state, device)
         self.graph = torch.cuda.CUDAGraph()
-        # thread_local: the data loader's thread that pins memory goes on beside the capture
+        # thread_local: the loader's pinning thread may use CUDA during the capture
         with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             self.values = step(self.batch)
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
-        """Copies the batch in and replays."""
+        """Copies the batch to the graph's inputs and replays the graph."""
         self.batch.images.copy_(batch.images, non_blocking=True)
         self.batch.tokens.copy_(batch.tokens, non_blocking=True)
         self.graph.replay()
@@ -87,10 +86,10 @@ class GraphedStep:
 
 
 def can_capture(config: Config, device: torch.device) -> bool:
-    """Whether a run's step becomes a CUDA graph: compiled, on one GPU, no recomputation.
+    """Returns whether a run's step can be a CUDA graph: compiled, on one GPU, no host state.
 
-    Recomputation saves random states on the host, the dynamic scaler keeps a counter that capture
-    would advance, and an 8-bit optimizer reads on the host whether gradients are finite.
+    Recomputation keeps random states on the host, the dynamic scaler a counter that capture would
+    advance, and an 8-bit optimizer reads on the host whether gradients are finite.
     """
     return (
         config.compile

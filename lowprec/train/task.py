@@ -1,4 +1,4 @@
-"""From a batch to its loss and gradients."""
+"""Computes the loss of a batch and its gradients."""
 
 import contextlib
 from collections.abc import Callable
@@ -10,21 +10,38 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowprec.data.loader import Batch
 from lowprec.train.distributed import ONE_PROCESS, Ranks
-from lowprec.train.precision import autocast
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast(name: str, device: torch.device) -> contextlib.AbstractContextManager:
+    """Returns torch.autocast for "bf16" and "fp16", else (fp32, pure_*) a null context."""
+    if name in DTYPES:
+        return torch.autocast(device.type, dtype=DTYPES[name])
+    return contextlib.nullcontext()
 
 
 class ContrastiveTask:
     """CLIP's objective in the configured precision.
 
-    `model(images, tokens)` returns `image_features`, `text_features` and `logit_scale`; `loss_fn`
-    takes them. Pixels are normalized on the device. With 16-bit parameters the loss is computed in
-    float32: a scaled loss has no room in float16. `probe(batch)`, if there is one, measures the
-    model's blocks (diagnostics.blocks).
+    With 16-bit parameters the loss is computed in float32: a scaled loss overflows float16.
 
-    In several processes a batch is the rank's part of it, `loss_fn` gathers features over ranks,
-    and `parallel` is the model that averages gradients over them (default: the model). With
-    `accumulate` parts features are cached: all parts forward without gradients, the loss of the
-    whole batch, its gradient by features, then part by part forward again and backward.
+    With several processes a batch is this rank's share of it and `loss_fn` gathers features over
+    ranks. With `accumulate` > 1 features are cached: all micro-batches run forward without
+    gradients, the loss and its gradient with respect to the features are those of the whole batch,
+    then each micro-batch runs forward again and backward. Source: arXiv:2101.06983.
+
+    Args:
+        model: maps (images, tokens) to `image_features`, `text_features` and `logit_scale`.
+        loss_fn: maps these three to a 0-d loss.
+        normalize: maps uint8 images to pixels, on the device.
+        autocast_name: `precision.autocast`.
+        parallel: the module that averages gradients over ranks; by default the model.
+        world: the ranks.
+        accumulate: number of micro-batches.
+
+    Attributes:
+        probe: measures the model's blocks on a batch (diagnostics.blocks), or None.
     """
 
     def __init__(
@@ -48,8 +65,12 @@ class ContrastiveTask:
         self.probe: Callable | None = None
         self.dtype = next(p.dtype for p in model.parameters() if p.ndim >= 2)
 
+    def autocast(self, batch: Batch) -> contextlib.AbstractContextManager:
+        """Returns the context that a batch is computed in."""
+        return autocast(self.autocast_name, batch.images.device)
+
     def features(self, batch: Batch, model: nn.Module | None = None) -> dict[str, Tensor]:
-        """Features and logit scale of a batch on the device, under `autocast`."""
+        """Returns features and logit scale of a batch on the device; call under `autocast`."""
         pixels = self.normalize(batch.images).to(self.dtype)
         features = (model or self.model)(pixels, batch.tokens)
         if self.dtype != torch.float32:
@@ -57,84 +78,83 @@ class ContrastiveTask:
         return features
 
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Loss and logit scale of a batch on the device, both 0-d."""
+        """Returns loss and logit scale of a batch on the device, both 0-d."""
         with self.autocast(batch):
             features = self.features(batch, self.parallel)
             loss = self.loss_fn(**features)
         return loss, features["logit_scale"].detach()
 
     def measure(self, batch: Batch) -> None:
-        """Runs the model alone, without loss, as `probe` wants it."""
+        """Runs the model without a loss, for `probe`."""
         with self.autocast(batch):
             self.features(batch)
 
     def backward(self, batch: Batch, scale: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """Leaves the gradients of `scale(loss)`; returns the loss of all ranks and logit scale."""
+        """Accumulates the gradients of `scale(loss)`.
+
+        Returns the loss, averaged over ranks, and the logit scale, both 0-d and detached.
+        """
         if self.accumulate > 1:
             loss, logit_scale = self._cached_backward(batch, scale)
         else:
             loss, logit_scale = self.loss(batch)
             scale(loss).backward()
         if isinstance(self.model, FSDPModule):
-            own = self.model.logit_scale
-            own.grad = self.world.mean(own.grad)
+            parameter = self.model.logit_scale  # not sharded, so not averaged by FSDP2
+            parameter.grad = self.world.mean(parameter.grad)
         return self.world.mean(loss.detach()), logit_scale
 
-    def autocast(self, batch: Batch) -> contextlib.AbstractContextManager:
-        """The dtype that the batch is computed in."""
-        return autocast(self.autocast_name, batch.images.device)
-
     def _cached_backward(self, batch: Batch, scale: Callable) -> tuple[Tensor, Tensor]:
-        """The gradients of the whole batch with the memory of one part of it.
+        """Computes the gradients of the whole batch with the memory of one micro-batch.
 
-        The second forward of a part gets the random state of its first.
-        Source: arXiv:2101.06983.
+        The second forward of a micro-batch starts from the random state of its first.
         """
-        parts, states, found = _split(batch, self.accumulate), [], []
-        for part in parts:
-            states.append(_random_state(part.images.device))
+        device = batch.images.device
+        micro_batches, states, cached = _split(batch, self.accumulate), [], []
+        for micro_batch in micro_batches:
+            states.append(_random_state(device))
             with torch.no_grad(), self.autocast(batch):
-                found.append(self.features(part))
-        after = _random_state(batch.images.device)
+                cached.append(self.features(micro_batch))
+        state_after = _random_state(device)
         leaves = {
-            name: torch.cat([f[name] for f in found]) if value.ndim else value.clone()
-            for name, value in found[0].items()
+            name: torch.cat([f[name] for f in cached]) if value.ndim else value.clone()
+            for name, value in cached[0].items()
         }
         leaves = {name: value.requires_grad_() for name, value in leaves.items()}
         with self.autocast(batch):
             loss = self.loss_fn(**leaves)
         scale(loss).backward()
         begin = 0
-        for part, state in zip(parts, states, strict=True):
-            last, end = part is parts[-1], begin + len(part.tokens)
-            _set_random_state(state, batch.images.device)
-            with self.synchronizing(last):
+        for micro_batch, state in zip(micro_batches, states, strict=True):
+            is_last, end = micro_batch is micro_batches[-1], begin + len(micro_batch.tokens)
+            _set_random_state(state, device)
+            with self.synchronizing(is_last):
                 with self.autocast(batch):
-                    features = self.features(part, self.parallel)
-                # of the one logit scale the last part has the whole gradient
-                given = {
-                    name: leaf.grad[begin:end] if leaf.ndim else leaf.grad * last
+                    features = self.features(micro_batch, self.parallel)
+                # the last micro-batch takes the whole gradient of the logit scale
+                gradients = {
+                    name: leaf.grad[begin:end] if leaf.ndim else leaf.grad * is_last
                     for name, leaf in leaves.items()
                 }
-                torch.autograd.backward([features[name] for name in given], list(given.values()))
+                outputs = [features[name] for name in gradients]
+                torch.autograd.backward(outputs, list(gradients.values()))
             begin = end
-        _set_random_state(after, batch.images.device)
+        _set_random_state(state_after, device)
         return loss, leaves["logit_scale"].detach()
 
-    def synchronizing(self, yes: bool) -> contextlib.AbstractContextManager:
-        """Whether this backward averages gradients over ranks: only the last part's need."""
+    def synchronizing(self, enabled: bool) -> contextlib.AbstractContextManager:
+        """Sets whether backward passes in this context average gradients over ranks."""
         if isinstance(self.model, FSDPModule):
-            self.model.set_requires_gradient_sync(yes)
-        if yes or not isinstance(self.parallel, DistributedDataParallel):
+            self.model.set_requires_gradient_sync(enabled)
+        if enabled or not isinstance(self.parallel, DistributedDataParallel):
             return contextlib.nullcontext()
         return self.parallel.no_sync()
 
 
 def _split(batch: Batch, count: int) -> list[Batch]:
-    parts = [tensor.chunk(count) for tensor in (batch.images, batch.tokens)]
     return [
         Batch(images, tokens, batch.labels, batch.samples)
-        for images, tokens in zip(*parts, strict=True)
+        for images, tokens in zip(batch.images.chunk(count), batch.tokens.chunk(count), strict=True)
     ]
 
 

@@ -24,7 +24,6 @@ from lowprec.data.open import open_data
 from lowprec.data.shards import ShardError
 from lowprec.data.stream import Stream, _Source, read_members
 from lowprec.runs.read import read_rows
-from lowprec.train.build import build
 from lowprec.train.signals import StopRequest
 
 SIZE = 12
@@ -304,14 +303,18 @@ def test_stopped_and_resumed_run_has_the_metrics_of_an_undisturbed_one(
     ended, _ = run_once(config, tmp_path / "whole")
     assert (ended.state, ended.step) == ("finished", 12)
     request = StopRequest()
-    built = build(config, open_data(config))
 
-    def stopping(first):
-        for step, batch in enumerate(built.batches_from(first), first):
-            request.number = 15 if step == stop else None
-            yield batch
+    def stop_at(built):
+        batches_from = built.batches_from
 
-    ended, _ = run_once(config, tmp_path / "cut", stop=request, batches_from=stopping)
+        def stopping(first):
+            for step, batch in enumerate(batches_from(first), first):
+                request.number = 15 if step == stop else None
+                yield batch
+
+        built.batches_from = stopping
+
+    ended, _ = run_once(config, tmp_path / "cut", stop=request, spoil=stop_at)
     assert (ended.state, ended.step) == ("preempted", stop)
     ended, _ = run_once(config, tmp_path / "cut")
     assert ended.state == "finished"

@@ -43,11 +43,10 @@ def evaluation(folder: Path, rank: int, size: int, *, configs: dict[str, dict], 
     """Leaves what each config's untrained model scores, from which features; what it encoded."""
     import hashlib
 
+    from lowprec import evaluate as room
     from lowprec.config.check import check
     from lowprec.data.open import open_data
-    from lowprec.evaluate import evaluation as room
     from lowprec.train import build as building
-    from lowprec.train import spread
     from lowprec.train.distributed import Ranks, join
 
     metrics, seen = {name: getattr(room, name) for name in ("top_k_accuracy", "recall_at")}, []
@@ -59,7 +58,7 @@ def evaluation(folder: Path, rank: int, size: int, *, configs: dict[str, dict], 
 
     for name, metric in metrics.items():
         setattr(room, name, functools.partial(noted, metric))
-    building.EVALUATION_BATCH, spread.CLASSES = batch, 1
+    building.EVALUATION_BATCH, building.CLASSES = batch, 1
     world = join("cpu", 60) if size > 1 else Ranks()
     for name, raw in configs.items():
         config, encoded = check(raw), []

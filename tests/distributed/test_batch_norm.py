@@ -12,8 +12,8 @@ import torch
 
 from lowprec.config.check import ConfigError, check
 from lowprec.config.preflight import process_faults
+from lowprec.train.build import parallelize
 from lowprec.train.distributed import Ranks
-from lowprec.train.spread import spread
 
 RESNET = {"model.name": "RN50", "model.image_size": 64, "model.embed_dim": 64}
 SIZES = ("vision_width", "vision_layers", "text_width", "text_layers", "heads", "patch_size")
@@ -38,7 +38,7 @@ def test_statistics_of_each_process_are_refused_of_any_model_that_has_them(make)
     config = check(make({"distributed.name": "ddp"}))
     config.model.name = "RN50"
     with pytest.raises(ConfigError, match=NEEDED):
-        spread(torch.nn.Sequential(torch.nn.BatchNorm2d(3)), config, Two())
+        parallelize(torch.nn.Sequential(torch.nn.BatchNorm2d(3)), config, Two())
 
 
 @pytest.mark.gpu

@@ -6,7 +6,7 @@ from hydra.core.config_store import ConfigStore
 from safetensors.torch import load_file
 
 from experiments import evaluate, export
-from experiments.evaluate import EvaluateConfig, EvaluatedPrecision, predicted_classes, read_config
+from experiments.evaluate import EvaluateConfig, EvaluatedPrecision, predicted_classes
 from experiments.export import ExportConfig
 from lowprec.clip.model import build_model
 from lowprec.config.check import ConfigError
@@ -14,7 +14,7 @@ from lowprec.config.compose import check_command, defaults
 from lowprec.config.schema import EvaluationConfig
 from lowprec.data.open import open_data
 from lowprec.nn.inference import load_int8
-from lowprec.runs.read import read_rows
+from lowprec.runs.read import read_config, read_rows
 from lowprec.train.build import build
 from lowprec.train.checkpoint import newest_checkpoint
 

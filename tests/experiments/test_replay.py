@@ -1,4 +1,4 @@
-"""Replays: the control is the run, a change is that change alone, and what a table says of it."""
+"""Replays: the control is the run, a variant differs by its change alone, the verdict follows."""
 
 import json
 import math
@@ -11,9 +11,19 @@ import pandas as pd
 import pytest
 import torch
 
-from experiments.replay import ReplayConfig, changed, main, suspects, variants_of
-from experiments.replay_report import question
+from experiments.replay import (
+    ReplayConfig,
+    changed,
+    height,
+    main,
+    question,
+    suspects,
+    table,
+    variants_of,
+    verdict,
+)
 from lowprec.config.check import ConfigError, RunError
+from lowprec.diagnostics.spikes import Protocol
 from lowprec.runs.identity import to_dict
 from lowprec.runs.read import encode_row, read_rows
 from lowprec.train import build as building
@@ -102,7 +112,7 @@ def test_a_skipped_batch_is_replaced_by_the_next(run, monkeypatch):
     assert seen[4:] == of_run[2:]  # those of 9 and 10 left out
 
 
-def test_each_cell_of_a_sweep_is_a_change_alone(run):
+def test_under_multirun_each_combination_is_a_variant(run):
     frame = replayed(run(), 10, "optimizer.beta2=0.5,0.9", "skip_batches=1,0", multirun=True)
     names = {f"optimizer.beta2={b} skip_batches={s}" for b in (0.5, 0.9) for s in (1, 0)}
     assert set(frame["change"]) == {"recorded", "control"} | names
@@ -110,7 +120,7 @@ def test_each_cell_of_a_sweep_is_a_change_alone(run):
     assert len(set(curves)) == 4
 
 
-def test_from_a_snapshot_before_a_planted_spike_the_guilty_batch_is_found(run, monkeypatch, capsys):
+def test_a_replay_from_a_snapshot_finds_the_batch_behind_a_planted_spike(run, monkeypatch, capsys):
     plain = building.build
 
     def spoiled(config, data):
@@ -138,8 +148,9 @@ def test_from_a_snapshot_before_a_planted_spike_the_guilty_batch_is_found(run, m
     main(ReplayConfig(str(folder), 14, 3), [])
     said = capsys.readouterr().out
     assert "snapshots/step_000000000: steps 1 to 17" in said
-    assert "The spike is gone under: data (skip_batches=8)." in said
-    assert "The spike is there under: optimizer (optimizer=stable_adamw)." in said
+    gone, stays = [line for line in said.splitlines() if line.startswith("The spike ")]
+    assert "gone" in gone and "data (skip_batches=8)" in gone
+    assert "stays" in stays and "optimizer (optimizer=stable_adamw)" in stays
     assert sorted(path.name for path in (folder / "replays").iterdir()) == [
         *("step_14.csv", "step_14.png", "step_14_table.csv")
     ]
@@ -165,7 +176,7 @@ def test_a_replay_ends_where_the_run_diverged(run, monkeypatch):
     assert list(losses(frame, "control")) == [*range(5, 11)]
 
 
-def test_what_cannot_be_replayed_is_said_in_a_sentence(run):
+def test_impossible_replays_are_refused(run):
     folder = run()
     for step, changes, said in (
         (40, ["skip_batches=1"], "has recorded steps 1 to 12"),
@@ -186,7 +197,7 @@ def test_what_cannot_be_replayed_is_said_in_a_sentence(run):
         replayed(folder, 10, "scaler=fixed")
 
 
-def test_a_scaler_that_the_run_did_not_have_begins_anew(run):
+def test_a_scaler_that_the_run_did_not_have_starts_fresh(run):
     frame = replayed(run(), 10, "precision=fp16", "scaler=dynamic")
     assert all(map(math.isfinite, losses(frame, "precision=fp16 scaler=dynamic").values()))
 
@@ -202,17 +213,19 @@ def test_a_stream_is_replayed_with_the_workers_it_had(run, squares):
     assert losses(frame, "control") == losses(frame, "recorded")
 
 
-def test_a_group_takes_back_what_another_file_of_it_said(make_config):
+def test_choosing_a_group_resets_what_another_file_of_it_set(make_config):
     keys = {"name": "stable_adamw", "clip_threshold": 1.5, "beta2": 0.9, "lr": 0.01}
     trained = to_dict(make_config({f"optimizer.{name}": value for name, value in keys.items()}))
-    [control, variant] = variants_of(trained, ["optimizer.beta1=0.8", "optimizer=adamw"], False)
-    assert control.config.optimizer.clip_threshold == 1.5
-    rule = variant.config.optimizer
+    configs = variants_of(trained, ["optimizer.beta1=0.8", "optimizer=adamw"], False)
+    control, variant = configs.values()
+    assert control.optimizer.clip_threshold == 1.5
+    rule = variant.optimizer
     assert (rule.name, rule.clip_threshold, rule.beta2, rule.lr) == ("adamw", None, 0.9, 0.01)
     assert rule.beta1 == 0.8 and trained["optimizer"]["beta1"] == 0.9
     later = ["optimizer.clip_threshold=2.0", "optimizer=stable_adamw"]
-    assert variants_of(trained, later, False)[1].config.optimizer.clip_threshold == 2.0
-    assert variant.config.data == control.config.data
+    [_, changed_later] = variants_of(trained, later, False).values()
+    assert changed_later.optimizer.clip_threshold == 2.0
+    assert variant.data == control.data
 
 
 def test_without_changes_the_suspects_are_data_optimizer_and_numerics(make_config):
@@ -228,7 +241,7 @@ def test_without_changes_the_suspects_are_data_optimizer_and_numerics(make_confi
     assert questions == [["data", "optimizer", "numerics"], ["data", "optimizer"]]
 
 
-def test_the_command_tells_its_keys_from_the_changes(run):
+def test_the_command_line_separates_its_keys_from_the_changes(run):
     folder = run()
     command = [sys.executable, "-m", "experiments.replay"]
     piped = {"cwd": REPOSITORY, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -241,3 +254,70 @@ def test_the_command_tells_its_keys_from_the_changes(run):
     assert len(list((folder / "replays").glob("*.png"))) == 1
     message = bad.communicate(timeout=200)[1]
     assert bad.returncode == 1 and "has recorded steps 1 to 12" in message
+
+
+def test_the_question_of_a_change_follows_from_its_keys():
+    assert question("control") == "-"
+    assert question("precision=fp32 scaler=none") == "numerics"
+    assert question("optimizer.beta2=0.9 skip_batches=1") == "data+optimizer"
+    assert question("model.patch_dropout=0.5") == "model or other"
+
+
+def frame_of(values):
+    return pd.DataFrame({"step": range(1, len(values) + 1), "loss": values, "rms": 1.0})
+
+
+CALM = [1.0, 1.1, 0.9]
+
+
+@pytest.mark.parametrize(
+    ("curves", "heights", "of_control", "gone"),
+    [
+        pytest.param(
+            {
+                "control": [*CALM, 5.0, 3.0],
+                "skip_batches=1": [*CALM, 1.2, 1.4],
+                "optimizer.beta2=0.9": [2.0, 2.0, 2.0, 5.0],
+                "precision=bf16": [*CALM, math.nan],
+                "seed=2": [1.0, math.inf],
+            },
+            [4.0, 0.4, 3.0, math.inf, math.inf],
+            [1.0, 0.1, 0.75, math.inf, math.inf],
+            {"skip_batches=1"},
+            id="a non-finite loss is infinitely high",
+        ),
+        pytest.param(
+            {
+                "control": [*CALM, math.nan],
+                "scaler=none": [*CALM, 9.0],
+                "seed=1": [*CALM, math.inf],
+            },
+            [math.inf, 8.0, math.inf],
+            [1.0, 0.0, 1.0],
+            {"scaler=none"},
+            id="any finite loss is lower than that of a control that diverged",
+        ),
+    ],
+)
+def test_heights_are_compared_with_the_control(curves, heights, of_control, gone):
+    compared = table({name: frame_of(values) for name, values in curves.items()}, 4, Protocol())
+    assert compared["height"].round(6).tolist() == heights
+    assert compared["of_control"].round(6).tolist() == of_control
+    lines = verdict({1: 1.0, 2: 1.1, 3: 0.9}, compared, 4, Protocol()).splitlines()
+    for name in set(curves) - {"control"}:
+        assert name in lines[0 if name in gone else 1]
+
+
+def test_a_rise_within_the_noise_is_no_spike():
+    frames = {"control": frame_of([1.0, 1.2, 0.8, 1.1, 1.0]), "seed=1": frame_of([1.0] * 5)}
+    assert height(frames["control"], 4, Protocol()) == pytest.approx(0.2)
+    compared = table(frames, 4, Protocol())
+    assert verdict({1: 1.0, 2: 1.2, 3: 0.8}, compared, 4, Protocol()).startswith("No spike")
+    assert "gone" in verdict({1: 1.0, 2: 1.01, 3: 0.99}, compared, 4, Protocol())
+
+
+def test_a_spike_that_moves_by_some_steps_still_counts():
+    calm = CALM * 10
+    curves = ([*calm, 5.0], [*calm[:-1], 5.0, 1.0], [5.0, *calm])  # the last: long before
+    heights = [height(frame_of(curve), 31, Protocol()) for curve in curves]
+    assert heights == pytest.approx([4.0, 4.0, 0.1])

@@ -6,11 +6,11 @@ import tarfile
 import pytest
 
 from analysis import load_runs
-from experiments.evaluate import read_config
 from lowprec.config.check import ConfigError
 from lowprec.config.compose import compose_command
 from lowprec.data.index import open_shards
 from lowprec.runs.identity import to_dict
+from lowprec.runs.read import read_config
 from lowprec.train.checkpoint import list_checkpoints
 
 

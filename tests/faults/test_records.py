@@ -22,10 +22,10 @@ def stop_after():
     def stop_after(step):
         stop = SimpleNamespace(number=None)
 
-        def on_flush(row):
+        def flushed(row):
             stop.number = 15 if row["step"] >= step else None
 
-        return {"stop": stop, "on_flush": on_flush}
+        return {"stop": stop, "progress": SimpleNamespace(flushed=flushed)}
 
     return stop_after
 
@@ -137,7 +137,7 @@ def test_what_changed_between_attempts_is_said_and_kept(make_config, monkeypatch
     capsys.readouterr()
     facts = environment()
     other = {**facts, "gpu": "another GPU", "packages": {**facts["packages"], "torch": "9.9"}}
-    monkeypatch.setattr(train, "environment", lambda: other)
+    monkeypatch.setattr("lowprec.train.run.environment", lambda: other)
     config = make_config({**steps, "num_steps": 8})
     train.main(config)
     changes = [

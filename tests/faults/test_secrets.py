@@ -71,7 +71,7 @@ def test_a_run_with_tensorboard_that_fails_leaks_nothing(make_config, tmp_path, 
         raise KeyError("a defect")
 
     config = make_config({"logger.name": "tensorboard"})
-    monkeypatch.setattr("lowprec.train.journal.Journal._timing", fail)
+    monkeypatch.setattr("lowprec.train.metrics.MetricsBuffer._timing", fail)
     with pytest.raises(KeyError):
         train.main(config)
     monkeypatch.undo()

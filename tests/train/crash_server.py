@@ -110,6 +110,7 @@ def attempt(order: dict, log: str) -> None:
     """One attempt of a run, as `python -m experiments.train` makes it; leaves by os._exit."""
     from experiments import train as entry
     from lowprec.config.check import check
+    from lowprec.train import run as running
     from lowprec.train.checkpoint import Saver
 
     silence = os.open(os.devnull, os.O_WRONLY)
@@ -126,7 +127,7 @@ def attempt(order: dict, log: str) -> None:
         return step
 
     Saver.restore = noted_restore
-    entry.environment = lambda: {"threads": 1}
+    running.environment = lambda: {"threads": 1}
     code = 0
     try:
         entry.main(config)

@@ -28,7 +28,7 @@ fork_is_fine = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.fixture
 def attempt(make_config, tmp_path, monkeypatch):
     """`attempt(changes)`: one attempt of a run in a folder of its own."""
-    monkeypatch.setattr(entry, "environment", lambda: {"threads": 1})
+    monkeypatch.setattr("lowprec.train.run.environment", lambda: {"threads": 1})
 
     def main(changes=None):
         entry.main(make_config({"log_every": 2, "save_every": 4, **(changes or {})}))
@@ -157,9 +157,7 @@ def test_a_job_that_is_requeued_without_a_new_checkpoint_ends_after_three_attemp
         in_job("7", "1", requeued=number > 0)
         signalled()
     in_job("7", "1", requeued=True)
-    with pytest.raises(
-        RunError, match=r"3 attempts without .*\(the last is of step 0\)"
-    ):
+    with pytest.raises(RunError, match=r"3 attempts without .*\(the last is of step 0\)"):
         attempt()
     status = read_status(attempt.run())
     assert status["state"] == "failed" and "stopped: 3 attempts" in status["reason"]
@@ -239,7 +237,7 @@ def test_what_fails_after_the_end_of_a_run_leaves_it_finished(attempt, monkeypat
     with pytest.raises(RuntimeError, match="by peer"):
         attempt(short)
     assert read_status(attempt.run())["state"] == "finished"
-    monkeypatch.setattr(entry, "first_step", gone)
+    monkeypatch.setattr("lowprec.train.run.first_step", gone)
     with pytest.raises(RuntimeError, match="by peer"):  # a later attempt, before its first step
         attempt({**short, "num_steps": 8})
     assert read_status(attempt.run())["state"] == "failed"
@@ -268,7 +266,7 @@ def test_a_later_attempt_finds_the_same_run_whatever_the_clock_says(attempt, mon
 
 def test_what_has_changed_of_the_machine_is_said_and_recorded(attempt, monkeypatch, capsys):
     attempt({"schedule.name": "constant", "num_steps": 4})
-    monkeypatch.setattr(entry, "environment", lambda: {"threads": 2, "gpu": "H100"})
+    monkeypatch.setattr("lowprec.train.run.environment", lambda: {"threads": 2, "gpu": "H100"})
     attempt({"schedule.name": "constant", "num_steps": 8})
     lines = ["threads: 1 -> 2", "gpu: absent -> H100"]
     assert [row["changed"] for row in read_rows(attempt.run() / "attempts.jsonl")] == [[], lines]

@@ -10,6 +10,7 @@ from experiments import train as entry
 from lowprec.config.check import ConfigError, RunError
 from lowprec.config.preflight import preflight
 from lowprec.runs.read import find_runs, read_rows
+from lowprec.train import run as running
 from lowprec.train.checkpoint import list_checkpoints
 
 
@@ -65,15 +66,15 @@ def test_a_source_that_is_not_there_or_not_whole_is_refused(make_config, tmp_pat
         preflight(make_config({"resume.from": str(tmp_path / "nowhere")}))
     for path in list_checkpoints(first):
         (path / "model.safetensors").write_bytes(b"damaged")
-    with pytest.raises(ConfigError, match="no intact checkpoint"):
+    with pytest.raises(ConfigError, match="no whole checkpoint"):
         second(make_config, tmp_path, first)
 
 
 def test_a_source_that_has_gone_on_since_the_run_was_named_is_refused(
     make_config, tmp_path, first, monkeypatch
 ):
-    named = entry.sources_of
+    named = running.sources_of
     stale = lambda config, data: named(config, data) | {"resume_from": "0" * 64}  # noqa: E731
-    monkeypatch.setattr(entry, "sources_of", stale)
+    monkeypatch.setattr(running, "sources_of", stale)
     with pytest.raises(RunError, match="still being trained, and step_0+4 has come since"):
         second(make_config, tmp_path, first)

@@ -109,7 +109,7 @@ class Beats(list):
 
 def test_every_batch_and_every_part_of_the_classes_is_a_sign_of_life(make_config, monkeypatch):
     monkeypatch.setattr("lowprec.train.build.EVALUATION_BATCH", 4)
-    monkeypatch.setattr("lowprec.train.spread.CLASSES", 1)
+    monkeypatch.setattr("lowprec.train.build.CLASSES", 1)
     config = make_config({"evaluation.name": "zero_shot"})
     world, data = Ranks(), open_data(config)
     world.watchdog = Beats()

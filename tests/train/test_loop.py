@@ -344,7 +344,11 @@ def test_a_failing_evaluation_loses_no_row(make_config, run_once, tmp_path):
         raise RuntimeError("no labels")
 
     with pytest.raises(RuntimeError, match="no labels"):
-        run_once(make_config({"log_every": 100}), tmp_path / "a", evaluate=fail)
+        run_once(
+            make_config({"log_every": 100}),
+            tmp_path / "a",
+            spoil=lambda built: setattr(built, "evaluation", lambda: fail),
+        )
     assert len(read_rows(tmp_path / "a" / "metrics.jsonl")) == 12
 
 

@@ -7,7 +7,6 @@ import pytest
 
 from lowprec.runs import durable
 from lowprec.runs.attempts import CheckpointError
-from lowprec.runs.provenance import changes, code_digests
 from lowprec.runs.read import read_rows
 from lowprec.runs.record import RecordError
 from lowprec.train import checkpoint
@@ -91,21 +90,6 @@ def test_another_config_or_other_data_cannot_be_allowed(run, group):
             run(keys, provenance={**ORIGIN, group: {**ORIGIN[group], "x": 1}})
         except CheckpointError as error:
             raise CheckpointError(str(error).replace("\n", " ")) from error
-
-
-def test_changes_list_each_leaf_once():
-    before = {"a": {"b": 1, "c": [1, 2]}, "d": None}
-    assert changes(before, {"a": {"b": 2, "c": [1, 2]}, "e": 0}) == [
-        "a.b: 1 -> 2", "d: None -> absent", "e: absent -> 0",
-    ]  # fmt: skip
-    assert changes(before, before) == []
-
-
-def test_code_digests_cover_the_package():
-    digests = code_digests()
-    assert {"lowprec/config/schema.py", "lowprec/train/loop.py", "lowprec/train/build.py"} <= set(
-        digests
-    )
 
 
 def fill_disk(monkeypatch, is_full):

@@ -1,0 +1,154 @@
+"""Evaluates a model: zero-shot accuracy and retrieval recall, in one pass over validation pairs."""
+
+import contextlib
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+
+class Evaluation:
+    """Maps a model to `{"zero_shot/top1": ..., "retrieval/image_to_text_r1": ...}`.
+
+    Values are shares in [0, 1]. The model runs uncompiled, in evaluation mode and under
+    `autocast()`, and is returned to the mode it was in. Training's random state is not touched.
+
+    With several processes, `make_batches()` gives each process its own batches, equally many:
+    batch n of process r is number n * processes + r of the whole set. The model runs on every
+    batch, even an empty one, because its forward may need all processes.
+
+    Args:
+        make_batches: returns batches with uint8 `images`, `tokens` and `labels` (-1: unlabeled,
+            left out of zero-shot).
+        normalize: maps uint8 images to pixels.
+        autocast: returns the context to compute in.
+        build_classifier: maps the model to class weights [embed_dim, classes]; None: no zero-shot.
+        retrieval: whether to measure recall in both directions.
+        each: `each(make)` returns the results of `make()` in all processes, by rank.
+    """
+
+    def __init__(
+        self,
+        make_batches: Callable[[], Iterable],
+        normalize: nn.Module,
+        *,
+        autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+        build_classifier: Callable[[nn.Module], Tensor] | None = None,
+        retrieval: bool = False,
+        each: Callable[[Callable], list] = lambda make: [make()],
+    ):
+        self.make_batches = make_batches
+        self.normalize = normalize
+        self.autocast = autocast
+        self.build_classifier = build_classifier
+        self.retrieval = retrieval
+        self.each = each
+
+    @torch.no_grad()
+    def __call__(self, model: nn.Module) -> dict[str, float]:
+        """Evaluates a model that maps (images, tokens) to features of norm 1."""
+        training = model.training
+        model.eval()
+        try:
+            with torch.compiler.set_stance("force_eager"), self.autocast():
+                return self._evaluate(model)
+        finally:
+            model.train(training)
+
+    def _evaluate(self, model: nn.Module) -> dict[str, float]:
+        own = []
+        conv = getattr(model.visual, "conv1", None)
+        parameter = next(model.parameters()) if conv is None else conv.weight
+        for batch in self.make_batches():
+            count = len(batch.labels)
+            images, tokens = (
+                _at_least_one(samples).to(parameter.device)
+                for samples in (batch.images, batch.tokens)
+            )
+            pixels = self.normalize(images).to(parameter.dtype)
+            image = model.encode_image(pixels, normalize=True).float()[:count]
+            own.append([image, batch.labels, torch.tensor([len(batch.skips)])])
+            if self.retrieval:
+                text = model.encode_text(tokens, normalize=True).float()[:count]
+                own[-1] += [tokens[:count], text]
+        image_features, labels, skips, *pairs = (
+            torch.cat(tensors).to(parameter.device)
+            for tensors in zip(*self._of_all_processes(own), strict=True)
+        )
+        num_skipped = int(skips.sum())
+        if not len(labels):
+            raise ValueError(f"none of the {num_skipped} validation samples can be read")
+        results = {"evaluation/skipped": num_skipped} if num_skipped else {}
+        if self.build_classifier is not None:
+            classifier = self.build_classifier(model).float()
+            for k in (1, 5):
+                accuracy = top_k_accuracy(image_features, classifier, labels, k)
+                results[f"zero_shot/top{k}"] = accuracy
+        if self.retrieval:
+            tokens, text_features = pairs
+            captions = torch.unique(tokens, dim=0, return_inverse=True)[1]
+            for k in (1, 5, 10):
+                to_text, to_image = recall_at(image_features, text_features, captions, k)
+                results[f"retrieval/image_to_text_r{k}"] = to_text
+                results[f"retrieval/text_to_image_r{k}"] = to_image
+        return results
+
+    def _of_all_processes(self, own: list[list[Tensor]]) -> list[list[Tensor]]:
+        """Gathers the tensors of all batches on the host, in the order of the set."""
+        by_process = self.each(lambda: [[tensor.cpu() for tensor in batch] for batch in own])
+        return [batch for turn in zip(*by_process, strict=True) for batch in turn]
+
+
+def _at_least_one(samples: Tensor) -> Tensor:
+    return samples if len(samples) else samples.new_zeros(1, *samples.shape[1:])
+
+
+def top_k_accuracy(features: Tensor, classifier: Tensor, labels: Tensor, k: int) -> float:
+    """Returns the share of labeled images whose class is among the k nearest.
+
+    Args:
+        features: [images, embed_dim].
+        classifier: [embed_dim, classes].
+        labels: int64 [images], -1 for unlabeled images, which are left out.
+        k: cut to the number of classes.
+
+    Raises:
+        ValueError: if no image is labeled.
+    """
+    labeled = labels >= 0
+    if not labeled.any():
+        raise ValueError("zero-shot evaluation needs labels: no .cls member in data.val")
+    features, labels = features[labeled], labels[labeled]
+    top = (features @ classifier).topk(min(k, classifier.shape[1]), dim=1).indices
+    return (top == labels[:, None]).any(dim=1).double().mean().item()
+
+
+def recall_at(images: Tensor, texts: Tensor, captions: Tensor, k: int) -> tuple[float, float]:
+    """Returns recall@k from image to text and from text to image.
+
+    A query counts if any right answer is among its k nearest. Each caption is searched once.
+
+    Args:
+        images: features [pairs, embed_dim].
+        texts: features [pairs, embed_dim].
+        captions: int64 [pairs]; pairs with the same caption share a number, and any of them is a
+            right answer.
+        k: cut to the number of answers.
+    """
+    unique_captions, inverse = captions.unique(return_inverse=True)
+    positions = torch.arange(len(captions), device=captions.device)
+    first = torch.full_like(unique_captions, len(captions))
+    first = first.scatter_reduce(0, inverse, positions, reduce="amin")
+    to_text = _hit_rate(images, captions, texts[first], unique_captions, k)
+    to_image = _hit_rate(texts[first], unique_captions, images, captions, k)
+    return to_text, to_image
+
+
+def _hit_rate(
+    queries: Tensor, query_ids: Tensor, pool: Tensor, pool_ids: Tensor, k: int, chunk: int = 1024
+) -> float:
+    hits = 0
+    for chunk_queries, ids in zip(queries.split(chunk), query_ids.split(chunk), strict=True):
+        nearest = (chunk_queries @ pool.T).topk(min(k, len(pool)), dim=1).indices
+        hits += (pool_ids[nearest] == ids[:, None]).any(dim=1).sum().item()
+    return hits / len(queries)

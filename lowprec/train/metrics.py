@@ -1,0 +1,357 @@
+"""Buffers the numbers of each step on the device and writes them to the record at a flush."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lowprec.config.schema import EIGHT_BIT, OF_SECOND_MOMENT
+from lowprec.data.loader import Batch
+from lowprec.diagnostics.blocks import BLOCK_STATISTICS
+from lowprec.diagnostics.spikes import Detector, protocol_of
+from lowprec.optim.stable_adamw import STATISTICS
+from lowprec.runs.read import read_tensors, scan_rows
+from lowprec.runs.record import Record
+from lowprec.train.loggers import Logger
+from lowprec.train.speed import Speed
+
+if TYPE_CHECKING:
+    from lowprec.train.build import Built
+
+PROBED_SAMPLES = 32  # samples of a step on which blocks are measured
+SKIPS_TOLERATED = 10  # unreadable samples that are allowed whatever data.max_skip_rate says
+
+
+@dataclass
+class Ended:
+    """How a run, or this attempt at it, ended: a state of status.json, its step and the reason."""
+
+    state: str
+    step: int
+    reason: str = ""
+
+
+def is_due(step: int, every: int) -> bool:
+    """Returns whether something done `every` steps is due after this one; 0: never."""
+    return every > 0 and step % every == 0
+
+
+def is_sampled(step: int, every: int | None) -> bool:
+    """Returns whether statistics are recorded at a step: the first, then every so many."""
+    return every is not None and (step == 1 or step % every == 0)
+
+
+class StepTable:
+    """Holds named 0-d values and a [tensors, statistics] table for up to `capacity` steps.
+
+    The values stay on the device: `append` never waits for it, `fetch` waits once.
+    """
+
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        table: tuple[int, int],
+        capacity: int,
+        device: torch.device,
+    ):
+        self.names = names
+        self.table = table
+        width = len(names) + table[0] * table[1]
+        self._buffer = torch.zeros(capacity, width, device=device)
+        self._host: list[dict] = []
+
+    @property
+    def is_full(self) -> bool:
+        """True when the next step has no room."""
+        return len(self._host) == len(self._buffer)
+
+    def append(self, host: dict, values: dict[str, Tensor], table: Tensor) -> None:
+        """Adds a step: numbers known to the host, 0-d device values, the device table."""
+        row = self._buffer[len(self._host)]
+        scalars = [torch.as_tensor(values[name], device=row.device) for name in self.names]
+        row[: len(scalars)] = torch.stack([scalar.float().reshape(()) for scalar in scalars])
+        row[len(scalars) :] = table.flatten()
+        self._host.append(host)
+
+    def fetch(self) -> tuple[list[dict], np.ndarray]:
+        """Empties the table; returns rows `{**host, **values}` and [steps, tensors, statistics]."""
+        values = self._buffer[: len(self._host)].cpu().numpy()
+        rows = [
+            host | dict(zip(self.names, map(float, line), strict=False))
+            for host, line in zip(self._host, values, strict=True)
+        ]
+        tables = values[:, len(self.names) :].reshape(len(rows), *self.table)
+        self._host = []
+        return rows, tables
+
+
+class MetricsBuffer:
+    """Holds the numbers of the steps since the last flush and writes them to the record.
+
+    A flush is where the host learns how the run goes: it applies the non-finite rule, writes the
+    rows that belong to the run and returns how the run ended, if it did. Every rank has a buffer;
+    the record of rank 0 alone is written, and its verdict holds for all.
+
+    Args:
+        built: the objects of the run.
+        record: receives rows and tables.
+        logger: receives a copy of the rows.
+        on_flush: called with the last row and its timing after each flush.
+        flops: operations for one pair (`Built.flops_per_pair`), or None if unknown.
+    """
+
+    def __init__(
+        self,
+        built: "Built",
+        record: Record,
+        logger: Logger | None = None,
+        on_flush: Callable[[dict], None] = lambda row: None,
+        flops: int | None = None,
+    ):
+        config = built.config
+        self.config, self.record, self.world = config, record, built.world
+        self.state, self.probe = built.state, built.task.probe
+        self.logger, self.on_flush = logger or Logger(), on_flush
+        self.speed = Speed(config.batch_size, built.world.size, built.device, flops)
+        self.device = built.device
+        self.tensors = built.state.optimizer.names
+        names = ("loss", "logit_scale", "grad_norm")
+        names += ("clipped_grad_norm",) if config.optimizer.clip_norm else ()
+        names += ("loss_scale",) if config.scaler.name != "none" else ()
+        capacity = min(config.log_every, config.num_steps)
+        shape = (len(self.tensors), len(STATISTICS))
+        self.steps = StepTable(names, shape, capacity, built.device)
+        self.blocks: list[tuple[int, list[str], Tensor]] = []
+        self.skips: list[dict] = []
+        self.num_skips = record.count("skips")
+        self.detector = self._restore_detector()
+        self.waited = 0.0
+        self.start = self.flushed = time.perf_counter()
+
+    @property
+    def is_full(self) -> bool:
+        """True when the next step needs a flush first."""
+        return self.steps.is_full
+
+    def wait_for(self, batches: Iterator[Batch]) -> Batch:
+        """Returns the next batch and measures the time spent waiting for it."""
+        before = time.perf_counter()
+        batch = next(batches)
+        self.waited += time.perf_counter() - before
+        self.skips += batch.skips
+        return batch
+
+    def append(self, step: int, values: dict[str, Tensor | float]) -> None:
+        """Adds a step's values ("lr" on the host) and the optimizer's statistics."""
+        host = {"step": step, "lr": values["lr"]}
+        self.steps.append(host, values, self.state.optimizer.statistics)
+
+    def append_blocks(self, step: int, batch: Batch) -> None:
+        """Measures the model's blocks on some of the step's samples, at sampled steps."""
+        if self.probe is None or not is_sampled(step, self.config.diagnostics.block_every):
+            return
+        count = PROBED_SAMPLES
+        some = Batch(batch.images[:count], batch.tokens[:count], batch.labels, batch.samples)
+        some = some.to(self.device)
+        some.images = self.world.all_gather(some.images)[:count]
+        some.tokens = self.world.all_gather(some.tokens)[:count]
+        self.blocks.append((step, self.probe.names, self.probe(some)))
+
+    def flush(self, evaluate: Callable[[], dict] | None = None) -> Ended | None:
+        """Writes the buffered steps; returns how the run ended if it diverged or must stop.
+
+        `evaluate()` returns numbers that join the last row, unless the run has diverged.
+        """
+        rows, tables = self.steps.fetch()
+        by_rank = self.world.each(lambda: self.skips)
+        self.skips = sorted((s for skips in by_rank for s in skips), key=lambda s: s["position"])
+        now = time.perf_counter()
+        grad_norms = tables[:, :, STATISTICS.index("grad_norm")]
+        verdict = judge(
+            rows,
+            grad_norms,
+            self.tensors,
+            scaler=self.config.scaler.name,
+            max_skips=self.config.scaler.max_skips,
+            skips=self.state.skips,
+        )
+        self.state.skips = verdict.skips
+        rows, tables = rows[: verdict.last], tables[: verdict.last]
+        if self.config.scaler.name != "none":
+            self._count_skipped_tensors(rows, grad_norms)
+        try:
+            if verdict.reason is None and evaluate is not None:
+                rows[-1] |= evaluate()
+        finally:
+            self._write(rows, tables)
+        step = rows[-1]["step"]
+        timing = self._timing(step, len(rows), now)
+        self.record.append("timing", [timing])
+        self.logger.log(rows)
+        self.on_flush({**rows[-1], **timing})
+        self.waited, self.flushed = 0.0, time.perf_counter()
+        if verdict.reason is not None:
+            self.record.append("events", [{"step": step, "diverged": verdict.reason}])
+            return Ended("diverged", step, verdict.reason)
+        return self.world.first(lambda: self._too_many_skips(step))
+
+    def _count_skipped_tensors(self, rows: list[dict], grad_norms: np.ndarray) -> None:
+        """Adds the number of tensors with a non-finite gradient; their names are an event."""
+        for row, norms in zip(rows, grad_norms, strict=False):
+            skipped = [self.tensors[i] for i in np.flatnonzero(~np.isfinite(norms))]
+            row["skipped_tensors"] = len(skipped)
+            if skipped:
+                self.record.append("events", [{"step": row["step"], "skipped": skipped}])
+
+    def _write(self, rows: list[dict], tables: np.ndarray) -> None:
+        self.record.append("metrics", rows)
+        diagnostics = self.config.diagnostics
+        unknown = OF_SECOND_MOMENT if self.config.optimizer.name in EIGHT_BIT else ()
+        details = [n for n in STATISTICS if n not in diagnostics.statistics and n not in unknown]
+        main = (diagnostics.statistics, diagnostics.every)
+        rms = self._write_tensors("tensors", *main, rows, tables)
+        self._write_tensors("details", details, diagnostics.detail_every, rows, tables)
+        self._write_blocks(rows[-1]["step"])
+        if self.detector is not None:
+            self._write_spikes(rows, rms)
+        self._write_skips(rows[-1]["step"])
+
+    def _write_tensors(
+        self, table: str, names: list[str], every: int | None, rows: list[dict], values: np.ndarray
+    ) -> dict[int, np.ndarray]:
+        """Appends the statistics of the sampled steps; returns RMS_t by step, if recorded."""
+        sampled = [i for i, row in enumerate(rows) if is_sampled(row["step"], every)]
+        statistics = {name: values[sampled, :, STATISTICS.index(name)] for name in names}
+        steps = [rows[i]["step"] for i in sampled]
+        if sampled and statistics:
+            self.record.append_tensors(steps, statistics, self.tensors, table)
+        return dict(zip(steps, statistics.get("rms", ()), strict=False))
+
+    def _write_blocks(self, last: int) -> None:
+        """Appends the measurements of the blocks up to a step and drops the later ones."""
+        for step, names, values in self.blocks:
+            if step <= last:
+                columns = values.cpu().numpy().T[:, None]  # [statistics, 1, blocks]
+                statistics = dict(zip(BLOCK_STATISTICS, columns, strict=True))
+                self.record.append_tensors([step], statistics, names, "blocks")
+        self.blocks = []
+
+    def _write_skips(self, last: int) -> None:
+        """Appends the unreadable samples up to a step; warns of shards that are lost whole."""
+        skips = [s for s in self.skips if s["position"] < last * self.config.batch_size]
+        if skips:
+            self.record.append("skips", skips)
+        for shard, reason in {s["shard"]: s["reason"] for s in skips if not s["key"]}.items():
+            print(f"warning: {shard} cannot be read for now: {reason}")
+        self.num_skips += len(skips)
+        self.skips = []
+
+    def _restore_detector(self) -> Detector | None:
+        """Builds the spike detector and feeds it the steps of earlier attempts."""
+        options = self.config.diagnostics.spikes
+        if options.protocol == "none" or not self.world.is_first:
+            return None
+        detector = Detector(protocol_of(**asdict(options)), len(self.tensors))
+        rms = {}
+        for steps, statistics, _ in read_tensors(self.record.run):
+            rms |= dict(zip(steps.tolist(), statistics.get("rms", ()), strict=False))
+        for row in scan_rows(self.record.run / "metrics.jsonl")[0]:
+            detector.feed(row["step"], row["loss"], rms.get(row["step"]))
+        return detector
+
+    def _write_spikes(self, rows: list[dict], rms: dict[int, np.ndarray]) -> None:
+        """Appends the spikes that the rows reveal to events.jsonl; prints those of the loss.
+
+        The detector sees RMS_t at recorded steps only, so that a resumed run sees the same.
+        """
+        events = []
+        for row in rows:
+            spikes = self.detector.feed(row["step"], row["loss"], rms.get(row["step"]))
+            for spike in spikes:
+                if spike.tensor is None:
+                    events.append({"step": spike.step, "spike": "loss", "loss": spike.value})
+                    print(f"loss spike at step {spike.step}: {spike.value:.4g}")
+            by_tensor = {self.tensors[s.tensor]: s.value for s in spikes if s.tensor is not None}
+            if by_tensor:
+                events.append({"step": row["step"], "spike": "rms", "rms": by_tensor})
+        if events:
+            self.record.append("events", events)
+
+    def _timing(self, step: int, num_steps: int, now: float) -> dict:
+        """Builds a row of timing.jsonl; `data_wait` is an upper bound on the GPU's idle share."""
+        seconds = max(now - self.flushed, 1e-9)
+        return {
+            "step": step,
+            "attempt": self.record.attempt,
+            "wall_s": round(now - self.start, 3),
+            "step_ms": round(1000 * seconds / num_steps, 3),
+            **self.speed.of(num_steps / seconds),
+            "data_wait": round(self.waited / seconds, 4),
+        }
+
+    def _too_many_skips(self, step: int) -> Ended | None:
+        num_read = step * self.config.batch_size
+        rate = self.config.data.max_skip_rate
+        if self.num_skips <= max(SKIPS_TOLERATED, rate * num_read):
+            return None
+        skips = scan_rows(self.record.run / "skips.jsonl")[0]
+        shards = Counter(skip.get("shard") for skip in skips).most_common(3)
+        worst = ", ".join(f"{shard} ({count})" for shard, count in shards)
+        return Ended(
+            "failed",
+            step,
+            f"{self.num_skips} of {num_read} samples could not be read, more than "
+            f"data.max_skip_rate={rate:g}; the worst shards: {worst}; the last reason: "
+            f"{skips[-1]['reason']} (all are listed in skips.jsonl). Repair them, or raise "
+            "data.max_skip_rate and resume",
+        )
+
+
+@dataclass
+class Verdict:
+    """Number of rows that belong to the run, why it diverged (or None), skips in a row."""
+
+    last: int
+    reason: str | None
+    skips: int
+
+
+def judge(
+    rows: list[dict],
+    grad_norms: np.ndarray,
+    names: list[str],
+    *,
+    scaler: str,
+    max_skips: int,
+    skips: int = 0,
+) -> Verdict:
+    """Applies the non-finite rule: finds the step at which a run diverged, if it did.
+
+    A non-finite loss diverges. Without loss scaling, so does a non-finite gradient; with it the
+    step (dynamic) or the tensor (fixed) was skipped, and `max_skips` such steps in a row diverge.
+
+    Args:
+        rows: one per step, with `step` and `loss`.
+        grad_norms: [steps, tensors].
+        names: of the tensors.
+        scaler: "none", "dynamic" or "fixed".
+        max_skips: number of skips in a row that diverges.
+        skips: number of skips in a row before the first row.
+    """
+    for i, row in enumerate(rows):
+        if not np.isfinite(row["loss"]):
+            reason = f"the loss is {row['loss']} at step {row['step']}"
+            return Verdict(i + 1, reason, skips)
+        bad = np.flatnonzero(~np.isfinite(grad_norms[i]))
+        skips = skips + 1 if len(bad) else 0
+        if len(bad) and (scaler == "none" or skips >= max_skips):
+            some = ", ".join(names[j] for j in bad[:5]) + (", ..." if len(bad) > 5 else "")
+            what = f"{len(bad)} gradients are not finite at step {row['step']} ({some})"
+            reason = what if scaler == "none" else f"{skips} skips in a row: {what}"
+            return Verdict(i + 1, reason, skips)
+    return Verdict(len(rows), None, skips)

@@ -1,0 +1,198 @@
+"""Trains a config into its run directory: `train_run(config)` is all of a run."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from lowprec.config.check import RunError
+from lowprec.config.patterns import without_secrets
+from lowprec.config.schema import Config
+from lowprec.data.open import Data, open_data
+from lowprec.nn.replace import summary
+from lowprec.runs import durable
+from lowprec.runs.attempts import CheckpointError, first_step
+from lowprec.runs.environment import environment
+from lowprec.runs.identity import directory, identity, to_dict
+from lowprec.runs.provenance import changes_since, code_digests
+from lowprec.runs.record import NullRecord, Record, RecordError, RunBusyError
+from lowprec.train.attempt import attempt, line_of
+from lowprec.train.build import Built, build
+from lowprec.train.checkpoint import find_checkpoint, list_checkpoints
+from lowprec.train.distributed import PeerFailed, Ranks
+from lowprec.train.loggers import Logger, build_logger
+from lowprec.train.loop import Progress, train
+from lowprec.train.metrics import Ended
+from lowprec.train.remote import NoCopy
+from lowprec.train.signals import StopRequest, stop_request
+from lowprec.train.sources import checkpoint_digest, sources_of
+
+
+def train_run(
+    config: Config,
+    world: Ranks | None = None,
+    progress: Progress | None = None,
+    expected: str | None = None,
+) -> Ended | None:
+    """Trains a checked config into its run directory, from its newest checkpoint if it has one.
+
+    All ranks call it; rank 0 writes the record and the console. SIGTERM and SIGINT stop the run
+    after a checkpoint. A run that diverges is a result, not an error.
+
+    Args:
+        config: a config that `check` and `preflight` accept.
+        world: the ranks; by default this process alone.
+        progress: told what the run does, for a display.
+        expected: the run directory that a sweep has planned; data that have changed since would
+            make another run, and are refused.
+
+    Returns:
+        How the attempt ended: finished, diverged or preempted; None if the run had ended before.
+
+    Raises:
+        ConfigError: if the data or the model show a fault of the config.
+        RunError: if the run cannot go on; the message says what its user can do.
+        PeerFailed: if another rank failed, which says why itself.
+    """
+    world, progress = world or Ranks(), progress or Progress()
+    data = _open_data(config, world)
+    sources = world.first(lambda: sources_of(config, data))
+    run = directory(config, sources)
+    if expected not in (None, str(run)):
+        raise RunError(f"{expected}: its data have changed since `submit`; now it is {run}")
+    record = _open_record(run, config.num_steps, world)
+    if record is None:
+        return None
+    try:
+        with stop_request() as stop:
+            ended = attempt(
+                lambda copy: _attempt(config, data, sources, record, stop, copy, world, progress),
+                config,
+                record,
+                world,
+            )
+    finally:
+        progress.close()
+        record.close()
+    line, num_skipped = line_of(ended, record), record.count("skips")
+    if ended.state == "failed":
+        raise RunError(line) if world.is_first else PeerFailed(line)
+    print(line + (f"; {num_skipped} samples could not be read (skips.jsonl)" * bool(num_skipped)))
+    return ended
+
+
+def _open_data(config: Config, world: Ranks) -> Data:
+    """Opens the data, in rank 0 first: it renders and indexes what is missing."""
+    opened: list[Data] = []
+    world.first(lambda: opened.append(open_data(config)))
+    return opened[0] if opened else open_data(config)
+
+
+def _open_record(run: Path, num_steps: int, world: Ranks) -> Record | None:
+    """Opens a run's record, for writing in rank 0 only; None if the run has ended."""
+    opened: list[Record] = []
+
+    def open_first() -> int | None:
+        try:
+            record = Record(run)
+        except (RunBusyError, RecordError) as error:
+            raise RunError(str(error)) from error
+        status = record.last_status()
+        is_finished = status["state"] == "finished" and status["step"] >= num_steps
+        if is_finished or status["state"] == "diverged":
+            print(f"{run} is {status['state']} at step {status['step']}; nothing to do")
+            record.close()
+            return None
+        opened.append(record)
+        return record.attempt
+
+    attempt_number = world.first(open_first)
+    if attempt_number is None:
+        return None
+    return opened[0] if opened else NullRecord(run, attempt_number)
+
+
+def _attempt(
+    config: Config,
+    data: Data,
+    sources: dict[str, str],
+    record: Record,
+    stop: StopRequest,
+    copy: NoCopy,
+    world: Ranks,
+    progress: Progress,
+) -> tuple[Ended, Logger]:
+    """Trains until the run ends or is stopped."""
+    plain = to_dict(config)
+    plain["data"]["train"] = without_secrets(config.data.train)  # a signed URL is a secret
+    world.first(lambda: _begin_record(config, plain, sources, record, world))
+    progress.doing("building")
+    built = world.together(lambda: build(config, data, world))
+    if world.is_first:
+        _report_layers(built, record)
+    if config.resume.from_ and not list_checkpoints(record.run):
+        _load_weights(built, sources, record.run)
+    logger = build_logger(config.logger.name if world.is_first else "none", record.run, plain)
+    provenance = {
+        "config": identity(config),
+        "sources": sources,
+        "code": code_digests(),
+        "layout": built.layout(),
+    }
+    progress.doing("compiling" if config.compile else "")
+    ended = train(
+        built,
+        record,
+        provenance=provenance,
+        progress=progress,
+        logger=logger,
+        stop=stop,
+        on_save=copy.start,
+    )
+    return ended, logger
+
+
+def _begin_record(
+    config: Config, plain: dict, sources: dict[str, str], record: Record, world: Ranks
+) -> None:
+    """Writes the config, the environment and what has changed in it since the last attempt."""
+    begins = first_step(record.run)
+    facts = environment()
+    changed = changes_since(record.run, facts)
+    for line in changed:
+        print(f"note: since the last attempt {line}")
+    durable.replace(record.run / "config.yaml", OmegaConf.to_yaml(plain).encode())
+    durable.replace(record.run / "environment.json", json.dumps(facts, indent=1).encode())
+    started = {"attempt": record.attempt, "pid": os.getpid(), "changed": changed}
+    started |= {"deterministic": config.deterministic, "sources": sources, **facts}
+    record.append("attempts", [started | begins | {"processes": world.size}])
+    record.status("running")
+
+
+def _report_layers(built: Built, record: Record) -> None:
+    """Writes what the recipe made of each linear layer, and prints a summary."""
+    recipe = built.config.precision.recipe
+    if recipe != "high":
+        rows = [dataclasses.asdict(layer) for layer in built.layers]
+        durable.replace(record.run / "layers.json", json.dumps(rows, indent=1).encode())
+        print(summary(recipe, built.layers))
+
+
+def _load_weights(built: Built, sources: dict[str, str], run: Path) -> None:
+    """Loads the weights and moments of `resume.from`, unless they have changed since `sources`."""
+    source = built.config.resume.from_
+
+    def find() -> str:
+        checkpoint = find_checkpoint(Path(source))
+        if checkpoint_digest(checkpoint) != sources["resume_from"]:
+            raise CheckpointError(
+                f"resume.from={source}: it is still being trained, and {checkpoint.name} has come "
+                "since; wait for its end, or name one of its checkpoints"
+            )
+        return str(checkpoint)
+
+    checkpoint = Path(built.world.first(find))
+    built.world.together(lambda: built.state.load(checkpoint, fresh=True))
+    print(f"{run} starts from the weights and moments of {checkpoint}")

@@ -1,0 +1,72 @@
+"""Accuracy and recall equal their definitions; unreadable samples are left out and counted."""
+
+import pytest
+import torch
+from torch import nn
+
+from lowprec.data.loader import Batch
+from lowprec.evaluate import Evaluation, recall_at, top_k_accuracy
+
+
+def test_top_k_counts_labeled_images_only():
+    features = torch.eye(4)
+    classifier = torch.eye(4)[:, [1, 0, 2, 3]]
+    labels = torch.tensor([1, 0, 3, -1])
+    assert top_k_accuracy(features, classifier, labels, 1) == pytest.approx(2 / 3)
+    assert top_k_accuracy(features, classifier, labels, 10) == 1.0
+    with pytest.raises(ValueError, match="cls"):
+        top_k_accuracy(features, classifier, torch.full((4,), -1), 1)
+
+
+@pytest.mark.parametrize("k", [1, 5])
+def test_recall_equals_a_loop_over_pairs(k):
+    images, captions = torch.randn(37, 8), torch.randint(0, 20, (37,))
+    text_of = torch.randn(20, 8)
+    present = captions.unique()
+    to_text = to_image = 0
+    for i in range(37):
+        ranked = present[(images[i] @ text_of[present].T).argsort(descending=True)]
+        to_text += captions[i] in ranked[:k]
+    for caption in present:
+        ranked = (text_of[caption] @ images.T).argsort(descending=True)
+        to_image += bool((captions[ranked[:k]] == caption).any())
+    recalls = recall_at(images, text_of[captions], captions, k)
+    assert recalls == pytest.approx((to_text / 37, to_image / len(present)))
+
+
+def test_aligned_pairs_are_all_recalled():
+    features = torch.eye(12)
+    assert recall_at(features, features, torch.arange(12), 1) == (1.0, 1.0)
+
+
+class TokenModel(nn.Module):
+    """Encodes a pair as its token and its mean pixel."""
+
+    def __init__(self):
+        super().__init__()
+        self.visual = nn.Identity()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def encode_image(self, pixels, normalize):
+        return torch.nn.functional.one_hot(pixels[:, 0, 0, 0].long(), 4).float()
+
+    def encode_text(self, tokens, normalize):
+        return torch.nn.functional.one_hot(tokens[:, 0], 4).float()
+
+
+def batch_of(numbers, num_skips):
+    values = torch.tensor(numbers, dtype=torch.int64)
+    images = values.to(torch.uint8)[:, None, None, None].expand(-1, 3, 2, 2)
+    return Batch(images, values[:, None], values, values, [{}] * num_skips)
+
+
+def evaluate(batches):
+    return Evaluation(lambda: iter(batches), nn.Identity(), retrieval=True)(TokenModel())
+
+
+def test_unreadable_samples_are_left_out_and_counted():
+    whole = evaluate([batch_of([0, 1], 0), batch_of([2], 0)])
+    with_empty_batch = evaluate([batch_of([0, 1], 0), batch_of([], 3), batch_of([2], 0)])
+    assert with_empty_batch == {**whole, "evaluation/skipped": 3}
+    with pytest.raises(ValueError, match="none of the 5 validation samples"):
+        evaluate([batch_of([], 5)])

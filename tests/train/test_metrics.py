@@ -1,0 +1,103 @@
+"""The non-finite rule, and the spikes that a run records while it trains."""
+
+import math
+
+import numpy as np
+import pytest
+
+from lowprec.runs.read import read_rows
+from lowprec.train.metrics import judge
+from lowprec.train.signals import StopRequest
+
+NAMES = ["a", "b"]
+SPIKES = {
+    "diagnostics.spikes.ignore_steps": 4,
+    "diagnostics.spikes.window": 6,
+    "diagnostics.spikes.num_deviations": 1,
+    "num_steps": 20,
+    "log_every": 3,
+    "save_every": 20,
+}
+
+
+def rows(*losses):
+    return [{"step": i, "loss": loss} for i, loss in enumerate(losses, 1)]
+
+
+@pytest.mark.parametrize(
+    ("losses", "bad_steps", "scaler", "skips", "expected"),
+    [
+        ((1, 1, 1), (), "none", 0, (3, False, 0)),
+        ((1, math.nan, 1), (), "none", 0, (2, True, 0)),
+        ((1, math.inf, 1), (), "fixed", 0, (2, True, 0)),
+        ((1, 1, 1), (2,), "none", 0, (2, True, 1)),
+        ((1, 1, 1), (2,), "dynamic", 0, (3, False, 0)),
+        ((1, 1, 1), (2, 3), "dynamic", 0, (3, False, 2)),
+        ((1, 1, 1), (1,), "fixed", 2, (1, True, 3)),
+        ((1, 1, 1), (1, 3), "fixed", 1, (3, False, 1)),
+    ],
+)
+def test_non_finite_rule(losses, bad_steps, scaler, skips, expected):
+    norms = np.ones((len(losses), 2))
+    for step in bad_steps:
+        norms[step - 1, 1] = math.inf
+    verdict = judge(rows(*losses), norms, NAMES, scaler=scaler, max_skips=3, skips=skips)
+    assert (verdict.last, verdict.reason is not None, verdict.skips) == expected
+
+
+def test_the_reason_names_step_and_tensors():
+    verdict = judge(rows(1.0), np.array([[1.0, math.nan]]), NAMES, scaler="none", max_skips=3)
+    assert "step 1" in verdict.reason and "(b)" in verdict.reason
+
+
+def shake(built):
+    """Makes the loss of step 14 50 times as large."""
+    plain, optimizer = built.task.loss, built.state.optimizer
+
+    def loss(batch):
+        value, scale = plain(batch)
+        return value * (50.0 if optimizer.steps[0] == 13 else 1.0), scale
+
+    built.task.loss = loss
+
+
+def spikes_of(run):
+    return [event for event in read_rows(run / "events.jsonl") if "spike" in event]
+
+
+def test_a_planted_spike_is_recorded_and_printed(make_config, run_once, tmp_path, capsys):
+    run_once(make_config(SPIKES), tmp_path / "run", spoil=shake)
+    spikes = spikes_of(tmp_path / "run")
+    of_loss = [event for event in spikes if event["spike"] == "loss"]
+    assert [event["step"] for event in of_loss] == [14] and of_loss[0]["loss"] > 20
+    assert "loss spike at step 14" in capsys.readouterr().out
+    of_tensors = [event for event in spikes if event["spike"] == "rms" and event["step"] == 14]
+    assert of_tensors and max(of_tensors[0]["rms"].values()) > 2.3
+
+
+def test_a_stopped_run_records_the_spikes_of_the_undisturbed_one(make_config, run_once, tmp_path):
+    config = make_config(SPIKES)
+    run_once(config, tmp_path / "whole", spoil=shake)
+    request = StopRequest()
+
+    def shake_and_stop(built):
+        shake(built)
+        plain = built.batches_from
+
+        def batches_from(first):
+            for number, batch in enumerate(plain(first), first):
+                request.number = 15 if number == 11 else request.number
+                yield batch
+
+        built.batches_from = batches_from
+
+    run_once(config, tmp_path / "cut", spoil=shake_and_stop, stop=request)
+    run_once(config, tmp_path / "cut", spoil=shake)
+    assert spikes_of(tmp_path / "whole") == spikes_of(tmp_path / "cut")
+    assert len(spikes_of(tmp_path / "whole")) >= 2
+
+
+def test_protocol_none_records_no_spikes(make_config, run_once, tmp_path):
+    changes = {"num_steps": 20, "diagnostics.spikes.protocol": "none"}
+    run_once(make_config(changes), tmp_path / "run", spoil=shake)
+    assert not spikes_of(tmp_path / "run")
