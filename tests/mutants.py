@@ -44,7 +44,7 @@ MUTANTS = {  # name: (file, line as it is, line as it must not be)
         "lowprec/train/checkpoint.py", 'self.record.cut(manifest["offsets"])', "pass",
     ),
     "data begin again at the first batch": (
-        "lowprec/train/loop.py", "batches = batches_from(first)", "batches = batches_from(1)",
+        "lowprec/train/loop.py", "built.batches_from(first)", "built.batches_from(1)",
     ),
     "checkpoint written in place": (
         "lowprec/train/checkpoint.py",

@@ -93,7 +93,7 @@ def main() -> None:
     import lowprec.train.build  # noqa: F401 (forked ranks then have it)
     import lowprec.train.distributed
     import lowprec.train.loggers
-    import lowprec.train.loop  # noqa: F401
+    import lowprec.train.run  # noqa: F401
 
     torch.set_num_threads(1)
     print(json.dumps("ready"), flush=True)

@@ -14,6 +14,7 @@ from lowprec.config.check import RunError
 from lowprec.data.loader import Batches
 from lowprec.runs.read import find_runs, read_rows, read_status
 from lowprec.runs.record import Record
+from lowprec.train import run as running
 from lowprec.train import watchdog
 from lowprec.train.checkpoint import Saver
 from lowprec.train.distributed import Ranks
@@ -108,9 +109,7 @@ def test_out_of_memory_says_what_needs_less_and_loses_no_checkpoint(attempt, mon
 @pytest.fixture
 def signalled(attempt, monkeypatch):
     """An attempt that is stopped before its first step."""
-    from lowprec.train import build
-
-    original = build.build
+    original = running.build
 
     def stopped(*arguments):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -118,7 +117,7 @@ def signalled(attempt, monkeypatch):
 
     def main():
         with monkeypatch.context() as patched, pytest.raises(SystemExit) as ended:
-            patched.setattr(build, "build", stopped)
+            patched.setattr(running, "build", stopped)
             attempt()
         assert ended.value.code == 75
 

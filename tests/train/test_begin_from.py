@@ -66,7 +66,7 @@ def test_a_source_that_is_not_there_or_not_whole_is_refused(make_config, tmp_pat
         preflight(make_config({"resume.from": str(tmp_path / "nowhere")}))
     for path in list_checkpoints(first):
         (path / "model.safetensors").write_bytes(b"damaged")
-    with pytest.raises(ConfigError, match="no whole checkpoint"):
+    with pytest.raises(ConfigError, match="no intact checkpoint"):
         second(make_config, tmp_path, first)
 
 
