@@ -11,7 +11,7 @@ from lowprec.config.schema import Config
 
 
 def to_dict(config: Any) -> dict:
-    """A config (or one of its groups) as nested plain data, under its public names."""
+    """Returns a config (or one of its groups) as nested plain data, under its public names."""
 
     def rename(node: Any) -> Any:
         if isinstance(node, dict):
@@ -22,25 +22,25 @@ def to_dict(config: Any) -> dict:
 
 
 def identity(config: Any) -> dict:
-    """The part of a config that makes two runs the same run, as nested plain data.
+    """Returns the part of a config that makes two runs the same run, as nested plain data.
 
-    `num_steps` is left out under `schedule=constant`, whose longer run only continues a shorter;
-    `save_every` is part of it under `data=stream`, which is seeded anew at each checkpoint.
+    `num_steps` is left out with `schedule=constant`, where a longer run continues a shorter one.
+    `save_every` is included with `data=stream`, which is reseeded at each checkpoint.
     """
-    chosen = {}
+    marked = {}
     for f in fields(config):
         if f.metadata.get("identity", True):
             value = getattr(config, f.name)
-            chosen[public_name(f.name)] = identity(value) if is_dataclass(value) else value
+            marked[public_name(f.name)] = identity(value) if is_dataclass(value) else value
     if isinstance(config, Config) and config.schedule.name == "constant":
-        del chosen["num_steps"]
+        del marked["num_steps"]
     if isinstance(config, Config) and config.data.name == "stream":
-        chosen["save_every"] = config.save_every
-    return chosen
+        marked["save_every"] = config.save_every
+    return marked
 
 
 def digest(config: Config, sources: dict[str, str]) -> str:
-    """Ten hexadecimal digits that name a run: of its identity and of what its paths hold.
+    """Returns ten hexadecimal digits for a run's identity and what its paths hold.
 
     `sources` maps a role ("data", "init_from") to the digest of the bytes behind its path.
     """
@@ -49,17 +49,17 @@ def digest(config: Config, sources: dict[str, str]) -> str:
 
 
 def precision_label(config: Config) -> str:
-    """The recipe's name, or under recipe `high` the autocast dtype's."""
+    """Returns the recipe's name, or with recipe `high` that of the autocast dtype."""
     return config.precision.label
 
 
 def label(config: Config) -> str:
-    """`<model>-<precision>-<optimizer>-s<seed>`."""
+    """Returns `<model>-<precision>-<optimizer>-s<seed>`."""
     parts = (config.model.name, precision_label(config), config.optimizer.name)
     return "-".join(parts) + f"-s{config.seed}"
 
 
 def directory(config: Config, sources: dict[str, str]) -> Path:
-    """`<run_dir>/<experiment or name>/<label>-<digest>`: the same command finds the same run."""
+    """Returns a run's directory, `<run_dir>/<experiment or name>/<label>-<digest>`."""
     study = config.experiment or config.name
     return Path(config.run_dir) / study / f"{label(config)}-{digest(config, sources)}"

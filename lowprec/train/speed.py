@@ -1,4 +1,4 @@
-"""What a step costs in arithmetic, how much of the GPU's it takes, and a trace of some steps."""
+"""Arithmetic cost of a model, throughput as a share of the GPU's peak, and traces of some steps."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-PEAK_FLOPS = (  # part of the device's name: dense 16-bit operations a second, by its data sheet
+PEAK_FLOPS = (  # part of the device's name: dense 16-bit operations per second, from its data sheet
     ("H100 PCIe", 756e12),
     ("H100 NVL", 835e12),
     ("H100", 989e12),
@@ -17,10 +17,15 @@ SKIPPED, WARMED, TRACED = 3, 2, 3  # steps before the trace, while it warms up, 
 
 
 def flops_per_pair(model: nn.Module, pixels: int, tokens: int) -> int:
-    """Operations of forward and backward for one pair: three times the forward's products.
+    """Counts the operations of forward and backward for one pair: 3 times those of the forward.
 
-    `model` is on the meta device; `pixels` a side, `tokens` a caption. Recomputation is not
-    counted, nor what is not a product (so it is the *model's* arithmetic, whatever the recipe).
+    Only matrix products count, and recomputation does not: the count is a property of the model,
+    whatever the recipe.
+
+    Args:
+        model: on the meta device.
+        pixels: side of an image.
+        tokens: length of a caption.
     """
     images = torch.zeros(2, 3, pixels, pixels, device="meta")
     captions = torch.zeros(2, tokens, dtype=torch.int64, device="meta")
@@ -31,13 +36,13 @@ def flops_per_pair(model: nn.Module, pixels: int, tokens: int) -> int:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Dense 16-bit operations a second of a device; None if it is not known."""
+    """Returns the dense 16-bit operations per second of a device; None if unknown."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return next((flops for part, flops in PEAK_FLOPS if part in name), None)
 
 
 class Speed:
-    """How fast steps are, in pairs and in arithmetic; `flops`: of a pair, None: not known."""
+    """Converts steps per second to throughput; `flops` are those of a pair, None if unknown."""
 
     def __init__(self, batch_size: int, num_ranks: int, device: torch.device, flops: int | None):
         self.batch_size, self.num_ranks = batch_size, num_ranks
@@ -45,7 +50,7 @@ class Speed:
         self.peak = peak_flops(device)
 
     def of(self, steps_per_s: float) -> dict:
-        """Images a second, of all ranks and of one; share of the peak; memory of this device."""
+        """Returns images per second of all ranks and of one, MFU, and this device's peak memory."""
         rate = steps_per_s * self.batch_size
         known = self.peak is not None and self.flops is not None
         on_gpu = self.device.type == "cuda"
@@ -58,20 +63,20 @@ class Speed:
 
 
 class Tracer:
-    """Writes a Chrome trace of a few steps to `traces/<attempt>.json` in a run, if it is wanted.
+    """Writes a Chrome trace of a few steps to `traces/<attempt>.json` of a run, if enabled.
 
     An attempt that ends before SKIPPED + WARMED + TRACED steps leaves none.
     """
 
-    def __init__(self, wanted: bool, run: Path, attempt: int):
+    def __init__(self, enabled: bool, run: Path, attempt: int):
         self._profiler = None
-        if not wanted:
+        if not enabled:
             return
         path = run / "traces" / f"{attempt:04d}.json"
         path.parent.mkdir(exist_ok=True)
         self._profiler = torch.profiler.profile(
             schedule=torch.profiler.schedule(wait=SKIPPED, warmup=WARMED, active=TRACED, repeat=1),
-            on_trace_ready=lambda found: found.export_chrome_trace(str(path)),
+            on_trace_ready=lambda profile: profile.export_chrome_trace(str(path)),
         )
         self._profiler.start()
 

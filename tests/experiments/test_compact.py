@@ -1,4 +1,4 @@
-"""A folder of runs is copied whole or not at all."""
+"""A folder of runs is copied completely or not at all."""
 
 import pandas as pd
 import pytest
@@ -28,7 +28,7 @@ def damage(folder):
         (["*"], damage, "mini_l.*damaged"),
     ],
 )
-def test_where_one_run_cannot_be_copied_nothing_is(folder, tmp_path, tensors, change, why):
+def test_nothing_is_copied_if_one_run_cannot_be(folder, tmp_path, tensors, change, why):
     if change:
         change(folder)
     with pytest.raises(SystemExit, match=why):
@@ -36,6 +36,6 @@ def test_where_one_run_cannot_be_copied_nothing_is(folder, tmp_path, tensors, ch
     assert not (tmp_path / "out").exists()
 
 
-def test_each_run_is_copied_with_its_chosen_tensors(folder, tmp_path):
+def test_each_run_is_copied_with_the_selected_tensors(folder, tmp_path):
     main(CompactConfig(run=str(folder), out=str(tmp_path / "out"), tensors=["visual.*"]))
     assert len(list((tmp_path / "out").glob("*/*/tensors.parquet"))) == 2

@@ -1,4 +1,4 @@
-"""The entry points as a user starts them: processes, exit codes, what they print and leave."""
+"""Entry points as a user starts them: exit codes, output, files."""
 
 import json
 import os
@@ -102,7 +102,7 @@ def test_a_run_from_start_to_export(work, whole):
     )
 
 
-def test_a_signal_to_the_group_saves_and_the_same_command_resumes_to_the_same_record(work):
+def test_a_signalled_run_saves_and_resumes_to_the_same_record(work):
     command = (*TINY, "num_steps=60", "evaluation=none", "save_every=1000", "num_workers=2")
     calm = start("train", *command, "name=calm", cwd=work)
     disturbed = (*command, "name=disturbed")
@@ -123,7 +123,7 @@ def test_a_signal_to_the_group_saves_and_the_same_command_resumes_to_the_same_re
     assert metrics.read_bytes() == calm.read_bytes()
 
 
-def test_a_sweep_runs_every_cell_once_and_a_bad_one_does_not_stop_the_others(work):
+def test_a_sweep_runs_each_run_once_and_a_bad_one_does_not_stop_the_others(work):
     command = (*TINY, "name=sweep", "num_steps=2", "evaluation=none", "seed=1,2")
     output = run("train", "-m", *command, "batch_size=5000,16", cwd=work, code=1)
     assert "batch_size=5000 exceeds the 200 pairs" in output
@@ -135,7 +135,7 @@ def test_a_sweep_runs_every_cell_once_and_a_bad_one_does_not_stop_the_others(wor
     }  # fmt: skip
 
 
-def test_a_second_process_on_a_run_is_refused_naming_the_holder(work):
+def test_a_second_process_for_a_run_is_refused_and_names_the_first(work):
     command = (*TINY, "name=busy", "num_steps=100000", "evaluation=none")
     holder = start("train", *command, cwd=work)
     try:
@@ -150,7 +150,7 @@ def test_a_second_process_on_a_run_is_refused_naming_the_holder(work):
         holder.communicate()
 
 
-def test_path_faults_are_all_named_before_anything_is_made(work):
+def test_all_path_faults_are_named_before_anything_is_written(work):
     output = run(
         "train", "data=shards", "data.train=nowhere/*.tar", "data.val=data/shapes/vla-*.tar",
         "data.classnames=no.txt", "model.init_from=no.pt", "name=never", cwd=work, code=2,
@@ -167,12 +167,12 @@ def test_labels_are_checked_before_training(work):
     assert "two.txt names 2 classes" in output and not (work / "runs" / "never").exists()
 
 
-def test_a_typo_in_the_path_of_shapes_renders_nothing(work):
+def test_a_typo_in_the_path_of_shapes_is_refused(work):
     output = run("train", "data.train=data/shaeps/train-*.tar", cwd=work, code=2)
     assert "no file matches" in output and not (work / "data" / "shaeps").exists()
 
 
-def test_the_record_says_where_it_was_made(whole):
+def test_the_record_has_environment_and_config(whole):
     facts = json.loads((whole / "environment.json").read_text())
     assert facts["packages"]["torch"] and facts["threads"] == 1
     config = OmegaConf.load(whole / "config.yaml")
@@ -184,7 +184,7 @@ def test_the_demo_compares_16_bit_int8_and_fp8():
     assert demo.precision.split(",") == ["bf16", "switchback", "fp8_tensorwise"]
 
 
-def test_every_recipe_has_its_file():
+def test_each_recipe_has_a_file():
     files = [OmegaConf.load(path) for path in (CONF / "precision").glob("*.yaml")]
     assert {file.get("recipe", "high") for file in files} == {*RECIPES} - {"custom"}
     assert {*RECIPES} - {"custom", "int8_inference"} == {*TABLE}

@@ -1,4 +1,4 @@
-"""A new run from another run's end."""
+"""`resume.from` starts a new run from the weights and moments of another."""
 
 import json
 
@@ -26,11 +26,11 @@ def second(make_config, tmp_path, source, **changes):
 
 
 def steps_of(checkpoint):
-    """How many updates the optimizer's tensors have had."""
+    """Number of updates of each of the optimizer's tensors."""
     return set(json.loads((checkpoint / "state.json").read_text())["steps"])
 
 
-def test_a_phase_without_patch_dropout_begins_with_weights_and_moments_at_step_1(
+def test_a_run_starts_at_step_1_with_the_weights_and_moments_of_its_source(
     make_config, tmp_path, first
 ):
     still = {"optimizer.lr": 1e-30, "num_steps": 1, "optimizer.weight_decay": 0.0}
@@ -45,7 +45,7 @@ def test_a_phase_without_patch_dropout_begins_with_weights_and_moments_at_step_1
     assert steps_of(after) == {5}
 
 
-def test_what_it_began_with_is_its_identity(make_config, tmp_path, first):
+def test_the_source_is_part_of_the_identity(make_config, tmp_path, first):
     source = list_checkpoints(first)[-1]
     runs = second(make_config, tmp_path, first, num_steps=2)
     assert second(make_config, tmp_path, source, num_steps=2) == runs  # the same bytes
@@ -53,7 +53,7 @@ def test_what_it_began_with_is_its_identity(make_config, tmp_path, first):
     assert len(find_runs(tmp_path / "runs" / "second")) == 2
 
 
-def test_a_resumed_phase_goes_on_and_does_not_begin_again(make_config, tmp_path, first):
+def test_a_resumed_run_does_not_start_from_its_source_again(make_config, tmp_path, first):
     changes = {"schedule.name": "constant", "num_steps": 2}
     [run] = second(make_config, tmp_path, first, **changes)
     assert second(make_config, tmp_path, first, **{**changes, "num_steps": 4}) == [run]
@@ -61,7 +61,7 @@ def test_a_resumed_phase_goes_on_and_does_not_begin_again(make_config, tmp_path,
     assert steps_of(list_checkpoints(run)[-1]) == {8}
 
 
-def test_a_source_that_is_not_there_or_not_whole_is_refused(make_config, tmp_path, first):
+def test_a_missing_or_damaged_source_is_refused(make_config, tmp_path, first):
     with pytest.raises(ConfigError, match="no such run or checkpoint"):
         preflight(make_config({"resume.from": str(tmp_path / "nowhere")}))
     for path in list_checkpoints(first):
@@ -70,7 +70,7 @@ def test_a_source_that_is_not_there_or_not_whole_is_refused(make_config, tmp_pat
         second(make_config, tmp_path, first)
 
 
-def test_a_source_that_has_gone_on_since_the_run_was_named_is_refused(
+def test_a_source_that_trained_on_is_refused(
     make_config, tmp_path, first, monkeypatch
 ):
     named = running.sources_of

@@ -1,4 +1,4 @@
-"""Every key of a config reaches the object that it is about."""
+"""Each key of a config reaches the object that it configures."""
 
 from pathlib import Path
 
@@ -101,13 +101,13 @@ def test_only_a_compiled_gpu_step_without_host_state_is_captured(make_config):
 
 
 class Beats(list):
-    """A watch that keeps what it hears."""
+    """A watchdog that keeps the heartbeats it gets."""
 
     def heartbeat(self, step, doing):
         self.append(doing)
 
 
-def test_every_batch_and_every_part_of_the_classes_is_a_sign_of_life(make_config, monkeypatch):
+def test_each_evaluation_batch_and_group_of_classes_is_a_heartbeat(make_config, monkeypatch):
     monkeypatch.setattr("lowprec.train.build.EVALUATION_BATCH", 4)
     monkeypatch.setattr("lowprec.train.build.CLASSES", 1)
     config = make_config({"evaluation.name": "zero_shot"})

@@ -1,4 +1,4 @@
-"""A run's record: whole, resumable to the byte, and honest about divergence."""
+"""A run's record is complete, resumes to the byte, and ends where the run diverges."""
 
 import math
 
@@ -106,7 +106,7 @@ def test_loss_falls_and_accuracy_rises_above_chance(make_config, run_once, tmp_p
 
 @pytest.fixture(scope="module")
 def wholes(tmp_path_factory):
-    """A folder for the undisturbed run of each setting, which is made once."""
+    """A folder for the undisturbed run of each setting, each made once."""
     return tmp_path_factory.mktemp("wholes")
 
 
@@ -130,7 +130,7 @@ def test_stop_and_resume_is_bitwise_the_undisturbed_run(
         spoil=lambda built: setattr(built, "batches_from", wrap(built.batches_from)),
     )
     assert (ended.state, ended.step) == ("preempted", cut)
-    torch.manual_seed(12345)  # the resumed attempt must not lean on the process's random state
+    torch.manual_seed(12345)  # the resumed attempt must not depend on the process's random state
     ended, _ = run_once(config, tmp_path / "cut")
     assert ended.state == "finished"
     assert_same_record(whole, tmp_path / "cut")
@@ -339,7 +339,7 @@ def test_skips_in_a_row_count_across_a_resume(make_config, run_once, tmp_path):
     assert (ended.state, ended.step) == ("diverged", 8)
 
 
-def test_a_failing_evaluation_loses_no_row(make_config, run_once, tmp_path):
+def test_a_failed_evaluation_loses_no_row(make_config, run_once, tmp_path):
     def fail(model):
         raise RuntimeError("no labels")
 

@@ -1,4 +1,4 @@
-"""Arithmetic of a model, share of a peak, a trace."""
+"""Arithmetic of a model, MFU, and traces."""
 
 import json
 
@@ -11,7 +11,7 @@ from lowprec.runs.read import find_runs, read_rows
 from lowprec.train.speed import Speed, flops_per_pair
 
 
-def test_arithmetic_of_a_pair_is_that_of_its_products(make_config):
+def test_flops_per_pair_are_those_of_its_matrix_products(make_config):
     model = make_config().model
     with torch.device("meta"):
         found = flops_per_pair(build_model(model), model.image_size, model.context_length)
@@ -25,14 +25,14 @@ def test_arithmetic_of_a_pair_is_that_of_its_products(make_config):
     assert found == 3 * (image + text)
 
 
-def test_dropped_patches_cost_nothing(make_config):
+def test_dropped_patches_do_not_count(make_config):
     whole, half = make_config().model, make_config({"model.patch_dropout": 0.5}).model
     with torch.device("meta"):
         costs = [flops_per_pair(build_model(m), 32, 8) for m in (whole, half)]
     assert 0.5 < costs[1] / costs[0] < 0.8
 
 
-def test_share_of_the_peak_is_a_rank_s(monkeypatch):
+def test_mfu_is_that_of_one_rank(monkeypatch):
     monkeypatch.setattr("lowprec.train.speed.peak_flops", lambda device: 1e12)
     found = Speed(64, 2, torch.device("cpu"), 10**9).of(steps_per_s=10)
     assert found["images_per_s"] == 640 and found["images_per_s_per_gpu"] == 320
@@ -41,7 +41,7 @@ def test_share_of_the_peak_is_a_rank_s(monkeypatch):
     assert Speed(64, 2, torch.device("cpu"), 10**9).of(10)["mfu"] is None
 
 
-def test_a_trace_of_three_steps_lies_in_the_run(make_config, tmp_path):
+def test_a_profiled_run_has_a_trace_of_three_steps(make_config, tmp_path):
     entry.main(make_config({"profile": True, "num_steps": 9, "save_every": 9}))
     [run] = find_runs(tmp_path / "runs")
     trace = json.loads((run / "traces" / "0000.json").read_text())
