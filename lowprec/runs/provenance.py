@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 CODE = (  # the modules that a step or an evaluation passes through
     *("lowprec/formats.py", "lowprec/evaluate.py"),
     *(f"lowprec/{package}/*.py" for package in ("ops", "nn", "optim", "clip")),
-    *(f"lowprec/data/{name}.py" for name in ("order", "loader", "stream")),
+    *(f"lowprec/data/{name}.py" for name in ("order", "shards", "loader", "stream")),
     *(f"lowprec/train/{name}.py" for name in ("build", "loop", "task", "step", "state")),
     *(f"lowprec/train/{name}.py" for name in ("checkpoint", "distributed")),
 )
