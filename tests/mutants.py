@@ -98,7 +98,7 @@ MUTANTS = {  # name: (file, line as it is, line as it must not be)
         "pass",
     ),
     "snapshot as late as its spike": (
-        "lowprec/train/snapshots.py", "if base.step <= step - self.chosen.steps", "if True",
+        "lowprec/train/snapshots.py", "if base.step <= step - self.settings.steps", "if True",
     ),
     "second block of a row left out of its scale": (
         "lowprec/ops/triton_quantize.py",

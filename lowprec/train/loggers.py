@@ -1,13 +1,12 @@
-"""Dashboards: copies of the record. A run trains on when one of them fails, hangs or is slow."""
+"""Dashboards, which copy the record. Training continues when one fails, hangs or is slow."""
 
 import queue
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
-START_S = 120  # a dashboard may take that long to start
-END_S = 60  # and that long to send what is pending when the run has ended
-PENDING = 1000  # flushes that it may lag behind
+START_S = 120  # time for a dashboard to start
+END_S = 60  # time to send pending rows when the run has ended
 
 
 class Logger:
@@ -17,7 +16,7 @@ class Logger:
         """Takes rows with `step` and numbers."""
 
     def close(self) -> None:
-        """Ends the copy."""
+        """Sends what is pending and ends."""
 
 
 class TensorBoardLogger(Logger):
@@ -29,14 +28,14 @@ class TensorBoardLogger(Logger):
         self._writer = SummaryWriter(run / "tensorboard")
 
     def log(self, rows: list[dict]) -> None:
-        """One scalar a number."""
+        """Writes one scalar per number."""
         for row in rows:
             for name, value in row.items():
                 if name != "step":
                     self._writer.add_scalar(name, value, row["step"])
 
     def close(self) -> None:
-        """Writes what is pending."""
+        """Flushes and closes the event file."""
         self._writer.close()
 
 
@@ -57,7 +56,7 @@ class WandbLogger(Logger):
         )
 
     def log(self, rows: list[dict]) -> None:
-        """One history row a step."""
+        """Writes one history row per step."""
         for row in rows:
             self._run.log({k: v for k, v in row.items() if k != "step"}, step=row["step"])
 
@@ -67,20 +66,20 @@ class WandbLogger(Logger):
 
 
 class _Guarded(Logger):
-    """Feeds a dashboard from a thread of its own, which training never waits for while it runs.
+    """Feeds a dashboard from a daemon thread, for which training does not wait.
 
-    The dashboard is left, once and loudly, when it raises, lags PENDING flushes behind, or needs
-    more than START_S to start or END_S to end; a thread that hangs dies with the process.
+    The dashboard is dropped, with one message, when it raises or needs more than START_S to start
+    or END_S to end.
     """
 
     def __init__(self, name: str, make: Callable[[], Logger]):
-        self._name, self._left = name, False
-        self._rows: queue.Queue = queue.Queue(PENDING)
-        self._started = threading.Event()  # nothing is forked while a dashboard is imported
+        self._name, self._dropped = name, False
+        self._rows: queue.SimpleQueue = queue.SimpleQueue()
+        self._started = threading.Event()  # data workers must not be forked during its imports
         self._thread = threading.Thread(target=self._feed, args=(make,), daemon=True)
         self._thread.start()
         if not self._started.wait(START_S):
-            self._leave(f"not started in {START_S} s")
+            self._drop(f"not started in {START_S} s")
 
     def _feed(self, make: Callable[[], Logger]) -> None:
         try:
@@ -89,40 +88,34 @@ class _Guarded(Logger):
             while (rows := self._rows.get()) is not None:
                 dashboard.log(rows)
             dashboard.close()
-        except BaseException as error:  # whatever it is, SystemExit too, training goes on
-            self._leave(f"{type(error).__name__}: {error}")
+        except BaseException as error:  # SystemExit too
+            self._drop(f"{type(error).__name__}: {error}")
         finally:
             self._started.set()
 
-    def _leave(self, reason: str) -> None:
-        if not self._left:
-            print(f"logger={self._name} stopped ({reason}); the record goes on without it")
-        self._left = True
-
-    def _put(self, rows: list[dict] | None) -> None:
-        try:
-            self._rows.put_nowait(rows)
-        except queue.Full:
-            self._leave(f"{PENDING} flushes behind")
+    def _drop(self, reason: str) -> None:
+        if not self._dropped:
+            print(f"logger={self._name} stopped ({reason}); training continues without it")
+        self._dropped = True
 
     def log(self, rows: list[dict]) -> None:
-        if not self._left:
-            self._put(rows)
+        if not self._dropped:
+            self._rows.put(rows)
 
     def close(self) -> None:
-        if self._left:
+        if self._dropped:
             return
-        self._put(None)
+        self._rows.put(None)
         self._thread.join(END_S)
         if self._thread.is_alive():
-            self._leave(f"not ended in {END_S} s")
+            self._drop(f"not ended in {END_S} s")
 
 
 LOGGERS = {"tensorboard": TensorBoardLogger, "wandb": WandbLogger}
 
 
 def build_logger(name: str, run: Path, config: dict) -> Logger:
-    """The logger of a config's `logger.name`. A dashboard that cannot start is left out, loudly."""
+    """The logger of a config's `logger.name`. One that cannot start is dropped with a message."""
     if name == "none":
         return Logger()
     return _Guarded(name, lambda: LOGGERS[name](run, config))

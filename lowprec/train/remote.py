@@ -1,119 +1,108 @@
-"""A copy of a run directory behind an fsspec URL, brought up to date while training goes on.
+"""A copy of the run directory behind an fsspec URL, updated by a thread during training.
 
-The run directory is the truth. A failure is a line on the console and an event, never the end of a
-run. A checkpoint's manifest is copied after its files and removed before them, so that a copy
-without one is no checkpoint. What has been copied is noted in the run directory (`.copied.json`): a
-store's own times are of another clock, or are missing, so that they could not tell what is new.
+The run directory is the truth: a failing store is a line on the console and an event, and never
+ends the run. A checkpoint's manifest is copied after its other files and removed before them, so
+that an incomplete checkpoint in the copy has none.
 """
 
 import contextlib
-import json
 import threading
 
 import fsspec
 
-from lowprec.runs import durable
 from lowprec.runs.record import Record
 
-END_S = 600  # a run that has ended waits so long for its copy
-STOPPED_S = 30  # and one that is to go on: what is missing is copied by the next attempt
+END_S = 600  # how long a run that has ended waits for its copy
+STOPPED_S = 30  # how long one that will be resumed waits: the next attempt copies the rest
 
 
 class NoCopy:
     """Copies nothing."""
 
     def start(self) -> None:
-        """Asks for the copy to be brought up to date; returns at once."""
+        """Requests an update of the copy; returns at once."""
 
-    def close(self, said: str = "") -> None:
-        """Brings the copy up to date and waits for it, END_S at most.
+    def close(self, stopped: str = "") -> None:
+        """Updates the copy and waits for it, at most END_S.
 
-        `said`: why the run is to go on later; it is printed first, and STOPPED_S are enough.
+        `stopped`: why the run ends early; it is printed first, and the wait is at most STOPPED_S.
         """
 
 
 class RemoteCopy(NoCopy):
-    """Copies what has changed of a run to `<url>/<study>/<run>`, in a thread of its own."""
+    """Copies what has changed in a run to `<url>/<study>/<run>`."""
 
     def __init__(self, url: str, record: Record):
         self.record, self.run = record, record.run
         self.url = "/".join([url.rstrip("/"), *self.run.parts[-2:]])
-        self._noted = self.run / ".copied.json"
-        self._copied: dict[str, list[int]] = {}  # file: bytes, time of its last change
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-            noted = json.loads(self._noted.read_text())
-            self._copied = noted["files"] if noted["to"] == self.url else {}
-        self._wanted, self._ending = threading.Event(), threading.Event()
-        self._left = False  # nobody waits any more, and the record may be another's
+        self._copied: dict[str, tuple[int, int]] = {}  # file: bytes, time of its last change
+        self._requested, self._closing = threading.Event(), threading.Event()
+        self._abandoned = False  # nobody waits any more, and another process may hold the record
         self._thread = threading.Thread(target=self._work, daemon=True, name="remote copy")
         self._thread.start()
 
     def start(self) -> None:
-        """Asks for the copy to be brought up to date; returns at once."""
-        self._wanted.set()
-
-    def close(self, said: str = "") -> None:
         """See NoCopy."""
-        limit_s = STOPPED_S if said else END_S
-        if said:
-            print(f"{said}; its copy gets {limit_s} s", flush=True)
-        self._ending.set()
-        self._wanted.set()
+        self._requested.set()
+
+    def close(self, stopped: str = "") -> None:
+        """See NoCopy."""
+        limit_s = STOPPED_S if stopped else END_S
+        if stopped:
+            print(f"{stopped}; waiting up to {limit_s} s for its remote copy", flush=True)
+        self._closing.set()
+        self._requested.set()
         self._thread.join(limit_s)
         if self._thread.is_alive():
             self._fail(f"not done in {limit_s} s")
-            self._left = True
+            self._abandoned = True
 
     def _work(self) -> None:
-        last = False
-        while not last:
-            self._wanted.wait()
-            self._wanted.clear()
-            last = self._ending.is_set()  # before copying: what is asked for at the end is copied
+        is_last = False
+        while not is_last:
+            self._requested.wait()
+            self._requested.clear()
+            is_last = self._closing.is_set()  # read before copying: the last copy is complete
             try:
                 self._copy()
-            except Exception as error:  # of whatever store and network
+            except Exception as error:  # of any store and network
                 self._fail(f"{type(error).__name__}: {error}"[:500])
 
     def _fail(self, reason: str) -> None:
-        if self._left:
+        if self._abandoned:
             return
         print(f"warning: {self.url} is not up to date: {reason}")
-        with contextlib.suppress(OSError):  # a full disk ends a run, but not here
+        with contextlib.suppress(OSError):  # a full disk ends the run elsewhere
             self.record.append("events", [{"not copied": reason, "to": self.url}])
 
     def _copy(self) -> None:
         store, root = fsspec.core.url_to_fs(self.url)
+        root = root.rstrip("/")
+        there = {name[name.index(root) + len(root) + 1 :]: facts["size"]
+                 for name, facts in store.find(root, detail=True).items()}  # fmt: skip
         names = set()
         for path in sorted(self.run.rglob("*"), key=lambda path: (_is_manifest(path.name), path)):
             parts = path.relative_to(self.run).parts
-            if self._left or path.is_dir() or any(part.startswith(".") for part in parts):
+            if self._abandoned or path.is_dir() or any(part.startswith(".") for part in parts):
                 continue
             name = "/".join(parts)
             try:
                 facts = path.stat()
-                version = [facts.st_size, facts.st_mtime_ns]
-                if self._copied.get(name) != version:
+                version = (facts.st_size, facts.st_mtime_ns)
+                is_there = parts[0] == "checkpoints" and there.get(name) == facts.st_size
+                if self._copied.get(name) != version and not is_there:  # checkpoints never change
                     store.makedirs(f"{root}/{name}".rpartition("/")[0], exist_ok=True)
                     store.put_file(str(path), f"{root}/{name}")
-                    self._copied[name] = version
-                    self._note()
+                self._copied[name] = version
                 names.add(name)
             except FileNotFoundError:
-                if path.exists():  # no: a checkpoint that has been retired meanwhile
+                if path.exists():  # the store's error: otherwise the checkpoint was just retired
                     raise
-        gone = set(self._copied) - names if not self._left else set()
+        gone = set() if self._abandoned else {*there, *self._copied} - names
         for name in sorted(gone, key=lambda name: (not _is_manifest(name), name)):
             with contextlib.suppress(FileNotFoundError):
                 store.rm_file(f"{root}/{name}")
-            del self._copied[name]
-            self._note()
-
-    def _note(self) -> None:
-        """Keeps for the next attempt what is in the copy."""
-        text = json.dumps({"to": self.url, "files": self._copied})
-        with contextlib.suppress(OSError):  # then the next attempt copies more than it must
-            durable.replace(self._noted, text.encode())
+            self._copied.pop(name, None)
 
 
 def _is_manifest(name: str) -> bool:
@@ -121,5 +110,5 @@ def _is_manifest(name: str) -> bool:
 
 
 def remote_copy(url: str | None, record: Record) -> NoCopy:
-    """The copy of a config's `remote_sync`."""
+    """The copy that a config's `remote_sync` asks for."""
     return NoCopy() if url is None else RemoteCopy(url, record)

@@ -1,4 +1,4 @@
-"""SIGTERM, SIGUSR2 and the first Ctrl-C ask a run to stop at the next step boundary."""
+"""SIGTERM, SIGUSR2 and the first Ctrl-C request a run to stop at the next step boundary."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ STOPPING = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
 
 
 class StopRequest:
-    """`number` is the signal that asked to stop, or None."""
+    """`number`: the signal that requested the stop, or None."""
 
     number: int | None = None
 
@@ -18,16 +18,16 @@ class StopRequest:
 def stop_request() -> Iterator[StopRequest]:
     """Catches the stopping signals while the context is open.
 
-    A second Ctrl-C interrupts at once. Child processes keep the default behavior.
+    A second Ctrl-C interrupts at once. Forked processes keep the default behavior.
     """
     request, owner = StopRequest(), os.getpid()
 
     def handle(number: int, frame: object) -> None:
-        if os.getpid() != owner:  # a forked worker: Ctrl-C is its parent's business
+        if os.getpid() != owner:  # a forked worker, which leaves Ctrl-C to its parent
             if number != signal.SIGINT:
                 os._exit(128 + number)
         elif number == signal.SIGINT and request.number is not None:
-            raise KeyboardInterrupt("the second Ctrl-C: not saved")
+            raise KeyboardInterrupt("second Ctrl-C: not saved")
         elif request.number is None:
             request.number = number
             name = signal.Signals(number).name

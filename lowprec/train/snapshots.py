@@ -1,9 +1,8 @@
-"""The flight recorder: the state of some steps ago, kept in host memory until a spike needs it.
+"""Pre-spike snapshots: earlier training states, kept in host memory until a loss spike occurs.
 
-A snapshot is a checkpoint of a step before the spike, `snapshots/step_<step>`, written when the
-events of a flush name a loss spike or a divergence. No batch is kept: the batch of a step is a
-function of the config and the step (`batches_from(step)`), so that a state and its step are all
-that a replay needs.
+A snapshot is a checkpoint of a step before the spike, `snapshots/step_<step>`, written when a flush
+reports a loss spike or a divergence. Batches are not kept: `batches_from(step)` computes them from
+the config and the step, so that a replay needs only a state and its step.
 """
 
 import os
@@ -23,28 +22,27 @@ from lowprec.train.state import TrainState
 
 @dataclass(frozen=True)
 class Base:
-    """The files of a checkpoint after a step, in memory; stands in for the state that saves one."""
+    """The files of a checkpoint in memory, with the interface of the TrainState they came from."""
 
     step: int
     contents: dict[str, list]
 
     def files(self) -> dict[str, list]:
-        """As TrainState.files: what is written."""
+        """See TrainState."""
         return self.contents
 
     def num_bytes(self) -> int:
-        """As TrainState.num_bytes."""
+        """See TrainState."""
         return sum(len(chunk) for chunks in self.contents.values() for chunk in chunks)
 
 
 class SnapshotRecorder:
-    """Keeps two bases in turn, and writes the right one when a spike is known.
+    """Keeps the states of two flushes (bases), and writes the right one when a spike is detected.
 
-    A spike is known up to `within` steps after it began and then waits for the flush. Bases are
-    that much and `recorder.steps` apart, so one of the two is always at least `recorder.steps`
-    older than the spike, unless training began later. They are taken at flushes, where the device
-    has been waited for anyway. Without `recorder.enabled` nothing is done; of
-    several ranks, whose states are the same, rank 0 does it.
+    A spike is detected up to `within` steps after it began, and reported by the next flush. Bases
+    are that much plus `recorder.steps` apart: one of the two is always at least `recorder.steps`
+    older than the spike, unless training began later. Rank 0 alone records, and only with
+    `recorder.enabled`.
     """
 
     def __init__(
@@ -56,17 +54,17 @@ class SnapshotRecorder:
         world: Ranks = ONE_PROCESS,
     ):
         self.state, self.run, self.config, self.provenance = state, run, config, provenance
-        self.chosen = config.diagnostics.recorder
-        self.enabled = self.chosen.enabled and world.is_first
+        self.settings = config.diagnostics.recorder
+        self.enabled = self.settings.enabled and world.is_first
         late = config.diagnostics.spikes.within or Protocol.within
-        self.interval = self.chosen.steps + late + config.log_every
+        self.interval = self.settings.steps + late + config.log_every
         self.bases: list[Base] = []
         self.num_read = 0  # bytes of events.jsonl
 
     def begin(self, step: int) -> None:
-        """Takes the first base, of the state that training starts or goes on from.
+        """Takes the first base, the state that training starts or resumes from.
 
-        Snapshots of later steps belong to what the resume has cut off; they are removed.
+        Removes snapshots of later steps, which the resume has cut off.
         """
         if not self.enabled:
             return
@@ -78,7 +76,7 @@ class SnapshotRecorder:
         self.bases = [Base(step, self.state.files())]
 
     def after_flush(self, step: int) -> None:
-        """Writes a snapshot if the flush of this step made a spike known; takes a base when due."""
+        """Writes a snapshot if this flush reported a spike; takes a new base if one is due."""
         if not self.enabled:
             return
         for event in self._new_events():
@@ -91,7 +89,7 @@ class SnapshotRecorder:
             self.bases.append(Base(step, self.state.files()))
 
     def _new_events(self) -> list[dict]:
-        """The rows that events.jsonl has got since the last look."""
+        """The rows appended to events.jsonl since the last call."""
         path = self.run / "events.jsonl"
         if not path.exists():
             return []
@@ -102,31 +100,30 @@ class SnapshotRecorder:
         return [decode_row(row.decode()) for row in rows]
 
     def _base_for(self, step: int) -> Base | None:
-        """The newest base that is `recorder.steps` older than a step, else the oldest before it."""
+        """The newest base at least `recorder.steps` before a step, else the oldest before it."""
         earlier = [base for base in self.bases if base.step < step]
-        far = [base for base in earlier if base.step <= step - self.chosen.steps]
+        far = [base for base in earlier if base.step <= step - self.settings.steps]
         return next(iter(far[-1:] or earlier), None)
 
     def _save(self, step: int, what: str) -> None:
-        """Writes the base for a spike at a step, unless one just before it has had it written.
+        """Writes the base for a spike at a step, unless an earlier spike already has.
 
-        What cannot be written is a warning and no reason to end the run. Room is left for the
-        checkpoints.
+        Leaves room for the checkpoints. A failure is a warning and does not end the run.
         """
         base, folder = self._base_for(step), self.run / "snapshots"
         if base is None or (folder / f"step_{base.step:09d}").exists():
             return
         staging = folder / ".tmp"
         try:
-            # a snapshot is one checkpoint more
             require_space(self.run, base, self.config.keep_checkpoints + 1)
             staging.mkdir(parents=True, exist_ok=True)
-            kept = {"keep": 1, "provenance": self.provenance}
-            saved = save_checkpoint(staging, base.step, base, {}, **kept)
+            saved = save_checkpoint(
+                staging, base.step, base, {}, keep=1, provenance=self.provenance
+            )
             os.rename(saved, folder / saved.name)
             durable.sync(folder)
             print(f"{folder / saved.name}: to replay the {what} at step {step}")
-            for old in list_snapshots(self.run)[: -self.chosen.keep]:
+            for old in list_snapshots(self.run)[: -self.settings.keep]:
                 os.rename(old, staging / old.name)
         except (OSError, CheckpointError) as error:
             print(f"warning: snapshot of the {what} at step {step}: {error}")
@@ -144,10 +141,9 @@ def step_of(path: Path) -> int:
 
 
 def state_before(run: Path, step: int, margin: int) -> tuple[Path, dict]:
-    """The newest whole snapshot or checkpoint `margin` steps before a step, and its manifest.
+    """The newest intact snapshot or checkpoint at least `margin` steps before a step; its manifest.
 
-    Without one so early, the oldest from which a step before the step can be replayed, too.
-    CheckpointError names what there is.
+    If none is that early, the oldest that is at least 2 steps earlier; else CheckpointError.
     """
     found = sorted([*list_snapshots(run), *list_checkpoints(run)], key=step_of)
     earlier = [path for path in found if step_of(path) < step - 1]
@@ -156,6 +152,6 @@ def state_before(run: Path, step: int, margin: int) -> tuple[Path, dict]:
         try:
             return path, verify(path)
         except DamagedError as error:
-            print(f"warning: {error}; another state is tried")
+            print(f"warning: {error}; trying another state")
     there = ", ".join(str(path.relative_to(run)) for path in found) or "none at all"
-    raise CheckpointError(f"{run} has no whole state 2 steps before step {step}; there is {there}")
+    raise CheckpointError(f"{run} has no intact state 2 steps before step {step}; it has: {there}")

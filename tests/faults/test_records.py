@@ -8,9 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from analysis import load_runs
 from experiments import train
-from lowprec.runs.environment import environment
 from lowprec.runs.read import find_runs, read_rows, scan_rows
 from lowprec.train.checkpoint import list_checkpoints
 
@@ -129,32 +127,3 @@ def test_every_json_file_of_a_run_is_strict_json(make_config, squares, changes):
         (run / "status.json").read_text())["state"] == "finished")  # fmt: skip
     values = str([value for path in files for value in strict(path)])
     assert "'nan'" in values or "'inf'" in values
-
-
-def test_what_changed_between_attempts_is_said_and_kept(make_config, monkeypatch, capsys):
-    steps = {"schedule.name": "constant", "schedule.warmup_steps": 0}
-    train.main(make_config({**steps, "num_steps": 4}))
-    capsys.readouterr()
-    facts = environment()
-    other = {**facts, "gpu": "another GPU", "packages": {**facts["packages"], "torch": "9.9"}}
-    monkeypatch.setattr("lowprec.train.run.environment", lambda: other)
-    config = make_config({**steps, "num_steps": 8})
-    train.main(config)
-    changes = [
-        f"packages.torch: {facts['packages']['torch']} -> 9.9",
-        f"gpu: {facts['gpu']} -> another GPU",
-    ]
-    said = capsys.readouterr().out
-    assert all(f"note: since the last attempt {change}\n" in said for change in changes)
-    (run,) = find_runs(config.run_dir)
-    first, second = read_rows(run / "attempts.jsonl")
-    assert load_runs(run).runs["data.digest"].tolist() == [second["sources"]["data"][:10]]
-    assert (first["changed"], sorted(second["changed"])) == ([], sorted(changes))
-    assert first["packages"] == facts["packages"] and second["packages"]["torch"] == "9.9"
-
-
-def test_unchanged_machines_are_no_news(make_config, capsys):
-    steps = {"schedule.name": "constant", "schedule.warmup_steps": 0}
-    for num_steps in (4, 8):
-        train.main(make_config({**steps, "num_steps": num_steps}))
-    assert "since the last attempt" not in capsys.readouterr().out

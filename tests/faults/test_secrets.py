@@ -38,13 +38,6 @@ def leaks(folder: Path) -> list[Path]:
     ]
 
 
-def test_the_search_finds_what_it_looks_for(tmp_path):
-    assert leaks(tmp_path) == []
-    (tmp_path / "a").write_bytes(b"\0\xff" + SECRET)
-    (tmp_path / "c4n4ry.txt").touch()
-    assert len(leaks(tmp_path)) == 2
-
-
 def test_a_sweep_with_a_dashboard_and_a_failing_cell_leaks_nothing(squares, tmp_path):
     pytest.importorskip("wandb")
     command = [sys.executable, "-m", "experiments.train", "-m", *TINY, "batch_size=5000,16"]

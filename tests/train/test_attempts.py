@@ -242,27 +242,6 @@ def test_what_fails_after_the_end_of_a_run_leaves_it_finished(attempt, monkeypat
     assert read_status(attempt.run())["state"] == "failed"
 
 
-def test_a_later_attempt_finds_the_same_run_whatever_the_clock_says(attempt, monkeypatch, tmp_path):
-    def stop_at_6(step, batch):
-        if next(calls) == 6:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return call(step, batch)
-
-    call, calls = TrainStep.__call__, iter(range(1, 100))
-    monkeypatch.setattr(TrainStep, "__call__", stop_at_6)
-    with pytest.raises(SystemExit):
-        attempt()
-    now = time.time
-    monkeypatch.setattr(time, "time", lambda: now() - 3600)
-    for path in attempt.run().rglob("*"):
-        os.utime(path, (1, 1))
-    attempt()
-    assert len(find_runs(tmp_path / "runs")) == 1
-    assert attempt.steps() == list(range(1, 13))
-    assert all(row["wall_s"] >= 0 for row in read_rows(attempt.run() / "timing.jsonl"))
-    assert [row["attempt"] for row in read_rows(attempt.run() / "attempts.jsonl")] == [0, 1]
-
-
 def test_what_has_changed_of_the_machine_is_said_and_recorded(attempt, monkeypatch, capsys):
     attempt({"schedule.name": "constant", "num_steps": 4})
     monkeypatch.setattr("lowprec.train.run.environment", lambda: {"threads": 2, "gpu": "H100"})
