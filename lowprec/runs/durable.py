@@ -1,4 +1,4 @@
-"""Writes that a kill, a full disk or a power cut leaves whole or not at all."""
+"""Writes that a kill, a full disk or a power cut leaves complete or not at all."""
 
 import os
 import shutil
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 class DiskError(OSError):
-    """A file could not be written; the message names it, the reason and the free space."""
+    """A file cannot be written; the message gives its path, the reason and the free space."""
 
     def __init__(self, path: Path, error: OSError):
         reason = error.strerror or str(error)
@@ -15,7 +15,7 @@ class DiskError(OSError):
 
 
 def append(path: Path, rows: Iterable[bytes]) -> None:
-    """Appends each of `rows` by one write. A row that does not fit leaves nothing behind."""
+    """Appends each row with one write; a row that does not fit is removed again."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
@@ -33,7 +33,7 @@ def append(path: Path, rows: Iterable[bytes]) -> None:
 
 
 def write(path: Path, *chunks: bytes) -> None:
-    """A new file of these chunks, on disk when this returns."""
+    """Writes a new file and syncs it to disk."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
@@ -47,14 +47,14 @@ def write(path: Path, *chunks: bytes) -> None:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Replaces a small file so that a reader, at any moment, sees the old or the new one whole."""
+    """Replaces a small file; readers see either the old or the new content, never a mixture."""
     temporary = path.with_name(f".{path.name}.tmp")
     write(temporary, data)
     os.replace(temporary, path)
 
 
 def sync(path: Path) -> None:
-    """What was written to a file, or the names in a folder, is on disk when this returns."""
+    """Syncs the content of a file, or the names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -72,4 +72,4 @@ def _free(path: Path) -> str:
     try:
         return f"{shutil.disk_usage(path.parent).free:,} bytes are free there"
     except OSError:
-        return "the folder cannot be read either"
+        return "the folder cannot be read"

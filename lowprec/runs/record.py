@@ -1,8 +1,8 @@
-"""The writer of a run directory: rows appended with one write each, tensors as an Arrow stream.
+"""Writes a run directory: rows with one write each, tensors as an Arrow stream.
 
-Nothing acknowledged is lost when the process is killed: rows are not buffered, a stream needs no
-footer. A checkpoint stores `offsets()`; a resume cuts every file back to them and keeps the tail
-under `cut/`, so that a record has no step twice.
+A killed process loses nothing that it has appended: rows are not buffered, and a stream is readable
+without its end. A checkpoint stores `offsets()`; a resume cuts every file back to them and moves
+the tails to `cut/`, so that no step is recorded twice.
 """
 
 import fcntl
@@ -21,30 +21,30 @@ import pyarrow.parquet
 from lowprec.runs import durable
 from lowprec.runs.read import TABLES, encode_row, read_status, read_tensors
 
-STATUS_S = 10  # that a thread waits for another to write status.json
+STATUS_S = 10  # how long a thread waits for another to write status.json
 ROW_FILES = ("metrics.jsonl", "timing.jsonl", "events.jsonl", "skips.jsonl")
 
 
 class RunBusyError(RuntimeError):
-    """Another process is writing this run."""
+    """Another process has this run open for writing."""
 
 
 class RecordError(RuntimeError):
-    """The record lacks what a checkpoint says it held; the message names the files."""
+    """The record lacks rows that a checkpoint counted; the message names the files."""
 
 
 class Record:
-    """The open record of one run; one process writes it at a time.
+    """The record of one run, open for writing.
 
-    Raises RunBusyError naming the holder if another process has it open. `attempt` counts the
-    starts of the run, from 0.
+    RunBusyError names the process that has it open already. `attempt` numbers the starts of the
+    run, from 0.
     """
 
     def __init__(self, run: Path):
         self.run = Path(run)
         self.run.mkdir(parents=True, exist_ok=True)
         self._status = threading.Lock()
-        self._lock = open(self.run / ".lock", "a+")  # noqa: SIM115 (held as long as the record)
+        self._lock = open(self.run / ".lock", "a+")  # noqa: SIM115 (until close)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -54,8 +54,10 @@ class Record:
             raise RunBusyError(f"{self.run} is being written by {holder}") from error
         except OSError as error:
             self._lock.close()
-            raise RecordError(f"{self.run}: its file system has no locks ({error})") from error
-        os.register_at_fork(after_in_child=self._lock.close)  # a worker must not outlive as holder
+            raise RecordError(
+                f"{self.run}: its file system does not support locks ({error})"
+            ) from error
+        os.register_at_fork(after_in_child=self._lock.close)  # a worker must not hold the lock
         _drop_torn_end(self.run / "attempts.jsonl")
         self.attempt = self.count("attempts")
         self._lock.truncate(0)
@@ -64,11 +66,11 @@ class Record:
         self._streams: dict[str, _Stream] = {}
 
     def append(self, name: str, rows: list[dict]) -> None:
-        """Appends rows to `<name>.jsonl`, each by one write; DiskError if one does not fit."""
+        """Appends rows to `<name>.jsonl`, one write each; DiskError if one does not fit."""
         durable.append(self.run / f"{name}.jsonl", (encode_row(row).encode() for row in rows))
 
     def count(self, name: str) -> int:
-        """Whole lines of `<name>.jsonl`, damaged ones included; 0 if there is none."""
+        """Number of complete lines of `<name>.jsonl`, damaged or not; 0 without the file."""
         path = self.run / f"{name}.jsonl"
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
@@ -79,7 +81,7 @@ class Record:
         names: list[str],
         table: str = "tensors",
     ) -> None:
-        """Appends one batch to a table: steps [n], each statistic float32 [n, names], names."""
+        """Appends rows to a table: steps [n], every statistic float32 [n, len(names)]."""
         stream = self._streams.get(table)
         if stream is None:
             (self.run / table).mkdir(exist_ok=True)
@@ -95,11 +97,12 @@ class Record:
         saved: int = 0,
         unless: tuple[str, ...] = (),
     ) -> None:
-        """Replaces status.json. step None: as it was; `saved`: the last committed checkpoint.
+        """Replaces status.json; any thread may call it.
 
-        `unless`: states of this attempt that stay as they are. Any thread may call it.
+        step None: the step stays. `saved`: step of the last committed checkpoint. `unless`: states
+        of this attempt that must not be replaced.
         """
-        if not self._status.acquire(timeout=STATUS_S):  # the other thread's disk hangs
+        if not self._status.acquire(timeout=STATUS_S):  # the other thread hangs in a write
             return
         try:
             before = self.last_status()
@@ -117,7 +120,7 @@ class Record:
             self._status.release()
 
     def last_status(self) -> dict:
-        """What status.json says: state (None: it is missing or damaged), step, saved, ..."""
+        """The content of status.json; state is None if the file is missing or damaged."""
         status = {"state": None, "step": 0, "saved": 0}
         try:
             return status | read_status(self.run)
@@ -125,10 +128,10 @@ class Record:
             return status
 
     def offsets(self) -> dict[str, int]:
-        """Bytes of every file of the record, durable on disk when this returns."""
+        """Sizes in bytes of all files, which are synced to disk before this returns."""
         sizes = {}
         attempts = self.run / "attempts.jsonl"
-        if attempts.exists():  # or the next attempt would take this one's number, and its stream
+        if attempts.exists():  # or the next attempt could reuse this one's number and stream
             durable.sync(attempts)
         for path in self._files():
             durable.sync(path)
@@ -138,15 +141,15 @@ class Record:
         return sizes
 
     def cut(self, offsets: dict[str, int]) -> None:
-        """Cuts every file back to a checkpoint's offsets; the tails go to `cut/<attempt>/`.
+        """Cuts every file back to a checkpoint's offsets and moves the tails to `cut/<attempt>/`.
 
-        RecordError names all files that are gone or shorter; nothing is cut then.
+        RecordError names all files that are missing or too short; then nothing is cut.
         """
         sizes = {str(path.relative_to(self.run)): path.stat().st_size for path in self._files()}
         short = [name for name, size in offsets.items() if sizes.get(name, 0) < size]
         if short:
             raise RecordError(
-                f"{self.run}: gone or shorter than when the checkpoint was made: {', '.join(short)}"
+                f"{self.run}: missing or shorter than at the checkpoint: {', '.join(short)}"
             )
         for path in self._files():
             name = str(path.relative_to(self.run))
@@ -168,7 +171,7 @@ class Record:
         return [path for path in (*rows, *streams) if path.exists()]
 
     def write_parquet(self) -> None:
-        """Writes each table there is as one file: `step` and a column `<statistic>/<name>` each."""
+        """Writes `<table>.parquet` for each table: `step` and columns `<statistic>/<name>`."""
         for table in TABLES:
             flushes = list(read_tensors(self.run, table))
             if flushes:
@@ -184,7 +187,7 @@ class Record:
         temporary = self.run / f".{table}.parquet.tmp"
         try:
             numbers = [name for name in columns if name != "step"]
-            options = {"use_dictionary": False, "use_byte_stream_split": numbers}  # half the bytes
+            options = {"use_dictionary": False, "use_byte_stream_split": numbers}  # halves the size
             pa.parquet.write_table(pa.table(columns), temporary, compression="zstd", **options)
             durable.sync(temporary)
         except OSError as error:
@@ -193,16 +196,16 @@ class Record:
         os.replace(temporary, self.run / f"{table}.parquet")
 
     def finish_stream(self) -> None:
-        """Ends the Arrow streams of this attempt."""
+        """Closes the Arrow streams of this attempt."""
         while self._streams:
             self._streams.popitem()[1].close()
 
     def close(self) -> None:
-        """Ends the stream and frees the lock, also where the disk is full."""
+        """Closes the streams and releases the lock, even if the disk is full."""
         try:
             self.finish_stream()
         except durable.DiskError:
-            pass  # a stream without its end is read all the same
+            pass  # a stream is readable without its end
         finally:
             self._lock.close()
 
@@ -224,7 +227,7 @@ class NullRecord(Record):
 
 
 class _Stream:
-    """An Arrow stream of which each batch is one write to the file."""
+    """An Arrow stream that writes each batch with one write."""
 
     def __init__(self, path: Path, statistics: list[str], names: list[str]):
         self.path, self.names = path, names
@@ -247,14 +250,14 @@ class _Stream:
         self._write()
 
     def _write(self) -> None:
-        """One write of what the stream has produced since the last."""
+        """Writes what the stream has produced since the last call."""
         durable.append(self.path, [self._unwritten.getvalue()])
         self._unwritten.seek(0)
         self._unwritten.truncate()
 
 
 def _drop_torn_end(path: Path) -> None:
-    """Cuts a last line that was never finished, so that the next row starts on its own line."""
+    """Removes an incomplete last line, so that the next row starts on its own line."""
     if path.exists():
         whole = path.read_bytes()
         if not whole.endswith(b"\n"):

@@ -268,7 +268,7 @@ def test_a_file_system_without_locks_is_named_and_no_other_process(tmp_path, mon
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr("fcntl.flock", flock)
-    with pytest.raises(RecordError, match="its file system has no locks"):
+    with pytest.raises(RecordError, match="its file system does not support locks"):
         Record(tmp_path)
 
 
