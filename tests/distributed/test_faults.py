@@ -1,6 +1,5 @@
-"""A signal stops all ranks after the same step; a dead or hung one is named and ends the rest."""
+"""A signal stops all ranks after the same step; a dead or hung rank is named and the rest end."""
 
-import json
 import signal
 
 import pytest
@@ -12,7 +11,7 @@ LONG = {"num_steps": 100_000, "save_every": 100_000, "log_every": 1, "schedule.n
 
 
 def disturbed(ranks, make, name, sent, *, size=2, hang=None, **changes):
-    """What became of a long run of which a rank got a signal after some steps."""
+    """Runs for long; signals are sent once there are 5 rows. Returns answer, run and config."""
     config = make({**LONG, **changes, "name": name, "distributed.name": "ddp"})
     where = f"{config['run_dir']}/{name}/*/metrics.jsonl"
     signals = [{"rank": rank, "number": n, "file": where, "lines": 5} for rank, n in sent]
@@ -81,8 +80,8 @@ def test_a_disk_that_is_full_for_one_rank_is_all_ranks_failure_to_save(ranks, ma
     [run] = find_runs(f"{config['run_dir']}/{name}")
     assert [path.name for path in list_checkpoints(run)] == [f"step_{3 if last else 6:09d}"]
     assert not list((run / "checkpoints").glob(".tmp*"))
-    if last:  # it must succeed
-        assert answer["codes"] in ([1, 1], [76, 1]), answer["logs"]  # who notices first
+    if last:  # the last save must succeed
+        assert answer["codes"] in ([1, 1], [76, 1]), answer["logs"]  # depends on who notices first
         reason = read_status(run)["reason"]
     else:
         assert answer["codes"] == [0, 0], answer["logs"]
@@ -90,12 +89,3 @@ def test_a_disk_that_is_full_for_one_rank_is_all_ranks_failure_to_save(ranks, ma
         assert event["step"] == 3
         reason = event["not saved"]
     assert "rank 1" in reason and "No space left" in reason
-
-
-def test_a_sharded_model_is_gathered_tensor_by_tensor_and_kept_by_rank_0_alone(ranks, make):
-    answer = ranks("gathered", 2, config=make({"distributed.name": "fsdp2"}))
-    assert answer["codes"] == [0, 0], answer["logs"]
-    files = [answer["folder"] / f"{rank}.json" for rank in range(2)]
-    first, other = (json.loads(file.read_text()) for file in files)
-    assert first["most"] > 20 and other["most"] <= 2
-    assert "model.safetensors" in first["files"] and "model.safetensors" not in other["files"]

@@ -1,6 +1,5 @@
 """Damaged shards: an error or a counted skip that names shard, key and reason; nothing is lost."""
 
-import os
 import re
 import subprocess
 import sys
@@ -12,7 +11,6 @@ import pytest
 
 from lowprec.config.compose import CONF
 from lowprec.data.index import open_shards
-from lowprec.data.open import open_data
 from lowprec.data.shards import ShardError
 
 
@@ -58,26 +56,6 @@ def test_impossible_size_in_a_valid_header_is_refused_at_once(
     end = len(whole.rstrip(b"\0")) // 512 * 512 + 512
     path.write_bytes(whole[:end] + head + bytes(10240))
     assert check(path) == ("error", None)
-
-
-@pytest.fixture
-def own_squares(squares, tmp_path, make_config):
-    """A config of shards that the test may change."""
-    for path in squares.glob("*.t*"):
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    return make_config({"data.train": f"{tmp_path}/train-*.tar", "data.val": f"{tmp_path}/val*"})
-
-
-def test_a_change_that_restores_size_and_time_is_found_once_the_index_is_made_anew(
-    own_squares, refresh, tmp_path
-):
-    digest = open_data(own_squares).digest(own_squares)
-    path, state = tmp_path / "train-1.tar", os.stat(tmp_path / "train-1.tar")
-    path.write_bytes(path.read_bytes().replace(b"a red square", b"a tan square"))
-    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
-    assert open_data(own_squares).digest(own_squares) == digest  # the price of not reading it all
-    refresh(tmp_path)
-    assert open_data(own_squares).digest(own_squares) != digest
 
 
 def test_shard_that_vanishes_before_it_is_opened_is_an_error_naming_it(tmp_path, shard):

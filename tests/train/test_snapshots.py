@@ -208,9 +208,7 @@ def test_the_newest_whole_state_far_enough_before_a_step_is_found(tmp_path, caps
     (tmp_path / "snapshots" / "step_000000014" / "a").write_bytes(b"2")
     assert found(22, 5) == ("checkpoints", 10)
     assert "step_000000014/a is damaged" in capsys.readouterr().out
-    with pytest.raises(
-        CheckpointError, match="before step 11; there is checkpoints/step_000000010"
-    ):
+    with pytest.raises(CheckpointError, match="before step 11.*checkpoints/step_000000010"):
         state_before(tmp_path, 11, 1)
     with pytest.raises(CheckpointError, match="none at all"):
         state_before(tmp_path / "other", 11, 1)
