@@ -1,4 +1,4 @@
-"""The flight recorder: what a snapshot holds, that there is one, and what it may not cost."""
+"""Pre-spike snapshots: what they hold, when they are written, and what they must not cost."""
 
 import errno
 from pathlib import Path
