@@ -1,32 +1,40 @@
-"""What the ranks of an order do, by name: see ranks.py. torch is imported in the forked rank."""
+"""The jobs that `ranks.py` runs in forked ranks, by name."""
 
 import contextlib
 import errno
 import functools
+import hashlib
 import json
 import math
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
+
+import torch
+
+from experiments import train as entry
+from lowprec import evaluate
+from lowprec.config.check import check
+from lowprec.data.open import open_data
+from lowprec.optim.loss_scaling import FixedScaler
+from lowprec.train import build as building
+from lowprec.train import watchdog
+from lowprec.train.distributed import Ranks, join
+from lowprec.train.state import whole
+from lowprec.train.step import TrainStep
+from lowprec.train.task import ContrastiveTask
 
 
 def gradients(folder: Path, rank: int, size: int, *, configs: dict[str, dict]) -> None:
-    """Leaves loss, logit scale and gradients of step 1 for each config."""
-    import torch
-
-    from lowprec.config.check import check
-    from lowprec.data.open import open_data
-    from lowprec.optim.loss_scaling import FixedScaler
-    from lowprec.train.build import build
-    from lowprec.train.distributed import Ranks, join
-    from lowprec.train.state import whole
+    """Saves loss, logit scale and gradients of step 1 for each config."""
 
     device = next(iter(configs.values()))["device"]
     world = join(device, 60) if size > 1 else Ranks()
     for name, raw in configs.items():
         config = check(raw)
-        built = build(config, open_data(config), world)
+        built = building.build(config, open_data(config), world)
         built.task.model.train()
         factor = 64.0 if "scaled" in name else 1.0
         scaler = FixedScaler(factor, built.device)
@@ -40,24 +48,17 @@ def gradients(folder: Path, rank: int, size: int, *, configs: dict[str, dict]) -
 
 
 def evaluation(folder: Path, rank: int, size: int, *, configs: dict[str, dict], batch: int):
-    """Leaves what each config's untrained model scores, from which features; what it encoded."""
-    import hashlib
+    """Saves each config's untrained scores, digests of their inputs, and the sizes encoded."""
 
-    from lowprec import evaluate as room
-    from lowprec.config.check import check
-    from lowprec.data.open import open_data
-    from lowprec.train import build as building
-    from lowprec.train.distributed import Ranks, join
+    metrics, seen = {name: getattr(evaluate, name) for name in ("top_k_accuracy", "recall_at")}, []
 
-    metrics, seen = {name: getattr(room, name) for name in ("top_k_accuracy", "recall_at")}, []
-
-    def noted(metric, *given):
+    def recorded(metric, *given):
         """`given`: three tensors and k."""
         seen.extend(hashlib.sha256(t.numpy().tobytes()).hexdigest() for t in given[:3])
         return metric(*given)
 
     for name, metric in metrics.items():
-        setattr(room, name, functools.partial(noted, metric))
+        setattr(evaluate, name, functools.partial(recorded, metric))
     building.EVALUATION_BATCH, building.CLASSES = batch, 1
     world = join("cpu", 60) if size > 1 else Ranks()
     for name, raw in configs.items():
@@ -68,33 +69,6 @@ def evaluation(folder: Path, rank: int, size: int, *, configs: dict[str, dict], 
         scores = built.evaluation()(built.task.model)
         found = {"scores": scores, "digests": seen, "encoded": encoded}
         (folder / f"{name}.{rank}.json").write_text(json.dumps(found))
-    world.close()
-
-
-def gathered(folder: Path, rank: int, size: int, *, config: dict) -> None:
-    """Leaves how many gathered tensors of a sharded state there were at a time, and its files."""
-    import weakref
-
-    from lowprec.config.check import check
-    from lowprec.data.open import open_data
-    from lowprec.train import state
-    from lowprec.train.build import build
-    from lowprec.train.distributed import join
-
-    world = join("cpu", 60)
-    config = check(config)
-    whole, made, alive = state.whole, [], []
-
-    def counted(tensor):
-        found = whole(tensor)
-        if found is not tensor:
-            made.append(weakref.ref(found))
-        alive.append(sum(one() is not None for one in made))
-        return found
-
-    state.whole = counted
-    files = build(config, open_data(config), world).state.files()
-    (folder / f"{rank}.json").write_text(json.dumps({"most": max(alive), "files": list(files)}))
     world.close()
 
 
@@ -109,12 +83,8 @@ def train(
 ) -> None:
     """Runs each config as the command line does.
 
-    `hang`: where one sleeps or fails; `spoils`: for each config what `spoiling` takes, or {}.
+    `hang`: the rank and step that sleeps or fails; `spoils`: arguments of `spoiling` per config.
     """
-    from experiments import train as entry
-    from lowprec.config.check import check
-    from lowprec.train import watchdog
-    from lowprec.train.step import TrainStep
 
     watchdog.SILENT_S = 3.0
     if hang and hang["rank"] == rank:
@@ -137,9 +107,6 @@ def train(
 @contextlib.contextmanager
 def spoiling(what: str, steps: list[int], rank: int) -> Iterator[None]:
     """At some steps this rank's loss, or a gradient, is NaN; or its disk is full at their saves."""
-    from unittest import mock
-
-    from lowprec.train.task import ContrastiveTask
 
     backward, write, calls = ContrastiveTask.backward, os.write, iter(range(1, 10**6))
 
@@ -170,4 +137,4 @@ def spoiling(what: str, steps: list[int], rank: int) -> Iterator[None]:
         yield
 
 
-JOBS = {"gradients": gradients, "evaluation": evaluation, "gathered": gathered, "train": train}
+JOBS = {"gradients": gradients, "evaluation": evaluation, "train": train}

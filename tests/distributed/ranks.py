@@ -1,10 +1,10 @@
-"""A process that forks the ranks of a job, so that torch is imported once for all of them.
+"""A server that forks the ranks of a job, so that torch is imported once for all of them.
 
-Started once (`python ranks.py`), it reads one JSON order a line and answers each with a line.
-An order: `job`, a name in jobs.JOBS; `size`, how many ranks; `options`, the job's; `folder`, where
-every rank leaves `<rank>.log`; `signals`, a list of `{"rank", "number", "file", "lines"}`: sent
-once the first file that matches has so many lines. An answer: `codes`, a status a rank (negative:
-killed); `seconds`, when each ended, from the first signal on; `logs`.
+Reads one JSON order per line and answers each with a line. An order has `job`, a name in
+jobs.JOBS; `size`, the number of ranks; `options` of the job; `folder`, where each rank writes
+`<rank>.log`; and `signals`, a list of `{"rank", "number", "file", "lines"}`, each sent when a file
+that matches `file` has that many lines. The answer has `codes`, each rank's exit status (negative:
+killed), `seconds` from the last signal to each end, and `logs`.
 """
 
 import glob
@@ -17,6 +17,7 @@ import time
 import traceback
 from pathlib import Path
 
+import torch
 from jobs import JOBS
 
 LIMIT_S = 60
@@ -87,14 +88,6 @@ def fulfil(order: dict) -> dict:
 
 
 def main() -> None:
-    import torch
-
-    import experiments.train  # noqa: F401
-    import lowprec.train.build  # noqa: F401 (forked ranks then have it)
-    import lowprec.train.distributed
-    import lowprec.train.loggers
-    import lowprec.train.run  # noqa: F401
-
     torch.set_num_threads(1)
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:

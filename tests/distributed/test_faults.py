@@ -72,7 +72,7 @@ def test_a_rank_that_fails_says_why_and_ends_the_others(ranks, make):
 
 
 @pytest.mark.parametrize("last", [False, True])
-def test_a_disk_that_is_full_for_one_rank_is_all_ranks_failure_to_save(ranks, make, last):
+def test_a_full_disk_in_one_rank_is_a_failed_save_in_all(ranks, make, last):
     name = f"full_{last}"
     config = make({"name": name, "distributed.name": "fsdp2", "num_steps": 6, "save_every": 3})
     spoil = {"what": "disk", "steps": [6 if last else 3], "rank": 1}

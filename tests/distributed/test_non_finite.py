@@ -53,7 +53,7 @@ def runs(ranks, make):
 @pytest.mark.parametrize(
     ("case", "kind"), [(case, kind) for case in CASES for kind in KINDS[case][1:]], ids=str
 )
-def test_two_ranks_of_which_one_is_spoiled_record_what_one_process_does(runs, case, kind):
+def test_two_ranks_with_one_spoiled_record_what_one_process_does(runs, case, kind):
     one, two = runs[case, "none"], runs[case, kind]
     told = [{k: read_status(run)[k] for k in ("state", "step", "reason")} for run in (one, two)]
     assert told[0] == told[1]
@@ -68,7 +68,7 @@ def test_two_ranks_of_which_one_is_spoiled_record_what_one_process_does(runs, ca
     assert events[0] == events[1]
 
 
-def test_one_process_shows_each_rule_at_work(runs):
+def test_each_case_triggers_its_rule_in_one_process(runs):
     """So that records which are alike are not alike in having nothing to show."""
     status = {case: read_status(runs[case, "none"]) for case in CASES}
     assert {c: (s["state"], s["step"]) for c, s in status.items()} == {

@@ -82,7 +82,7 @@ def test_the_record_of_several_processes_is_that_of_one(finished, name):
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_a_run_begun_from_the_other_kinds_end_is_that_of_one_process(finished, kind):
+def test_a_run_branched_from_the_other_kind_equals_that_of_one_process(finished, kind):
     status = read_status(finished[f"begun_{kind}"])
     assert (status["state"], status["step"]) == ("finished", 2)
     assert_close_records(finished["begun_none"], finished[f"begun_{kind}"])

@@ -61,9 +61,7 @@ def test_bad_sample_is_a_skip_that_names_shard_key_and_reason(
 
 
 @pytest.mark.parametrize("shift", range(8))
-def test_noise_in_any_image_or_caption_keeps_the_account_closed(
-    shard, check, refresh, tmp_path, shift
-):
+def test_noise_in_images_and_captions_loses_no_sample(shard, check, refresh, tmp_path, shift):
     with tarfile.open(shard) as tar:
         members = list(tar)
     data, rng = bytearray(shard.read_bytes()), np.random.default_rng(shift)

@@ -57,7 +57,9 @@ def test_a_task_of_srun_finds_the_others(monkeypatch, nodes, num_nodes, local, a
         ({"distributed.name": "ddp", "accumulate": 4}, "x accumulate=4; nearest: batch_size=32"),
     ],
 )
-def test_what_does_not_fit_the_processes_is_refused_early(make_config, monkeypatch, changes, part):
+def test_settings_that_do_not_fit_the_number_of_processes_are_refused(
+    make_config, monkeypatch, changes, part
+):
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError) as error:

@@ -263,7 +263,7 @@ def test_failed_replacement_leaves_the_old_file(tmp_path, monkeypatch):
     assert (tmp_path / "status.json").read_text() == "old"
 
 
-def test_a_file_system_without_locks_is_named_and_no_other_process(tmp_path, monkeypatch):
+def test_a_file_system_without_locks_is_an_error(tmp_path, monkeypatch):
     def flock(descriptor, kind):
         raise OSError(errno.ENOSYS, "Function not implemented")
 
@@ -272,7 +272,7 @@ def test_a_file_system_without_locks_is_named_and_no_other_process(tmp_path, mon
         Record(tmp_path)
 
 
-def test_a_state_that_an_attempt_has_come_to_stays_whatever_another_thread_says(tmp_path):
+def test_a_final_state_is_not_replaced_by_another_thread(tmp_path):
     with contextlib.closing(Record(tmp_path / "run")) as record:
         record.append("attempts", [{"attempt": 0}])
 

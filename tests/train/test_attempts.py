@@ -40,7 +40,7 @@ def attempt(make_config, tmp_path, monkeypatch):
 
 
 @fork_is_fine
-def test_a_killed_data_worker_is_named_within_seconds_and_the_run_goes_on(attempt, monkeypatch):
+def test_a_killed_data_worker_is_named_within_seconds_and_the_run_resumes(attempt, monkeypatch):
     read = Batches.__getitem__
 
     def die_at_7(batches, number):
@@ -59,7 +59,7 @@ def test_a_killed_data_worker_is_named_within_seconds_and_the_run_goes_on(attemp
     assert attempt.steps() == list(range(1, 13))
 
 
-def test_the_signal_of_a_killed_worker_does_not_end_the_noting_of_its_death(attempt, monkeypatch):
+def test_sigchld_of_a_killed_worker_does_not_interrupt_recording_the_failure(attempt, monkeypatch):
     def lose(step, batch):
         raise ConnectionResetError("the pipe of a worker")
 
@@ -169,9 +169,7 @@ def test_a_job_that_is_requeued_without_a_new_checkpoint_ends_after_three_attemp
     assert read_status(attempt.run())["state"] == "finished"
 
 
-def test_of_a_job_that_gets_on_the_last_three_attempts_count(
-    attempt, signalled, in_job, monkeypatch
-):
+def test_only_the_last_three_attempts_of_a_job_count(attempt, signalled, in_job, monkeypatch):
     in_job("7")
     signalled()
     in_job("7", requeued=True)
@@ -196,7 +194,7 @@ def test_of_a_job_that_gets_on_the_last_three_attempts_count(
     assert {row["job"] for row in rows} == {"7"}
 
 
-def test_nothing_watches_a_run_that_has_ended_and_is_copied(attempt, monkeypatch):
+def test_the_watchdog_closes_before_the_logger_and_the_remote_copy(attempt, monkeypatch):
     watches, seen = [], []
 
     class Kept(Watchdog):
@@ -227,7 +225,7 @@ def test_nothing_watches_a_run_that_has_ended_and_is_copied(attempt, monkeypatch
     ]
 
 
-def test_what_fails_after_the_end_of_a_run_leaves_it_finished(attempt, monkeypatch):
+def test_a_failure_after_the_end_leaves_the_run_finished(attempt, monkeypatch):
     def gone(world):
         raise RuntimeError("connection closed by peer")
 
@@ -242,7 +240,7 @@ def test_what_fails_after_the_end_of_a_run_leaves_it_finished(attempt, monkeypat
     assert read_status(attempt.run())["state"] == "failed"
 
 
-def test_what_has_changed_of_the_machine_is_said_and_recorded(attempt, monkeypatch, capsys):
+def test_changes_of_the_machine_are_printed_and_recorded(attempt, monkeypatch, capsys):
     attempt({"schedule.name": "constant", "num_steps": 4})
     monkeypatch.setattr("lowprec.train.run.environment", lambda: {"threads": 2, "gpu": "H100"})
     attempt({"schedule.name": "constant", "num_steps": 8})

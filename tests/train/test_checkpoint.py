@@ -77,7 +77,7 @@ def test_missing_optimizer_state_is_refused(finished):
         built.state.load(folder)
 
 
-def test_no_whole_checkpoint_is_an_error_never_step_0(finished):
+def test_no_intact_checkpoint_is_an_error_never_step_0(finished):
     run, _ = finished
     for path in list_checkpoints(run):
         (path / "manifest.json").write_text("{")

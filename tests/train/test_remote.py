@@ -62,7 +62,7 @@ def test_the_copy_of_a_finished_run_is_the_run(make_config, tmp_path):
     assert read_status(copy)["state"] == "finished"
 
 
-def test_a_store_that_fails_is_an_event_and_the_run_goes_on(
+def test_a_failing_store_is_an_event_and_the_run_continues(
     make_config, tmp_path, monkeypatch, capsys
 ):
     def refuse(*arguments, **options):
@@ -93,7 +93,7 @@ def test_a_later_attempt_copies_what_has_changed_and_removes_what_is_gone(
     assert removed[0] == "checkpoints/step_000000004/manifest.json" and len(removed) > 3
 
 
-def test_a_failed_attempt_is_copied_after_it_has_said_why(
+def test_a_failed_attempt_prints_its_reason_before_it_is_copied(
     make_config, tmp_path, traffic, monkeypatch
 ):
     call, calls = TrainStep.__call__, iter(range(1, 100))
@@ -139,7 +139,7 @@ def test_a_stopped_run_does_not_wait_for_a_store_that_hangs(record, monkeypatch)
     assert (record.run / "events.jsonl").read_bytes() == events  # it may be another process's
 
 
-def test_a_store_without_the_place_is_no_file_that_has_gone(record, monkeypatch):
+def test_a_missing_bucket_is_reported(record, monkeypatch):
     def refuse(*arguments):
         raise FileNotFoundError("no such bucket")
 
@@ -149,6 +149,6 @@ def test_a_store_without_the_place_is_no_file_that_has_gone(record, monkeypatch)
     assert "no such bucket" in event["not copied"]
 
 
-def test_a_store_that_nobody_knows_is_refused(make_config):
+def test_an_unknown_store_is_refused(make_config):
     with pytest.raises(ConfigError, match="remote_sync=nowhere://copy"):
         preflight(make_config({"remote_sync": "nowhere://copy"}))

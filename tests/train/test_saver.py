@@ -58,7 +58,7 @@ def stop_after(step):
         ("layout", {"workers": 3}, "layout.workers: 2 -> 3"),
     ],
 )
-def test_a_checkpoint_of_another_origin_is_refused_field_by_field(run, group, change, line):
+def test_a_provenance_mismatch_is_refused_field_by_field(run, group, change, line):
     with pytest.raises(StopIteration):
         run(spoil=stop_after(6))
     before = (run.folder / "metrics.jsonl").read_bytes()
@@ -71,7 +71,7 @@ def test_a_checkpoint_of_another_origin_is_refused_field_by_field(run, group, ch
 
 
 @pytest.mark.parametrize(("group", "key"), [("code", "allow_drift"), ("layout", "allow_reshard")])
-def test_drift_that_is_allowed_by_name_is_recorded(run, group, key):
+def test_an_allowed_mismatch_is_recorded(run, group, key):
     with pytest.raises(StopIteration):
         run(spoil=stop_after(6))
     changed = {**ORIGIN, group: {"workers": 5}}
@@ -161,7 +161,7 @@ def test_the_third_failure_in_a_row_ends_the_run_and_keeps_the_old_checkpoint(ru
     assert run({"save_every": 2}).state == "finished"
 
 
-def test_room_for_the_checkpoints_is_asked_for_before_training(run, monkeypatch):
+def test_disk_space_for_checkpoints_is_checked_before_training(run, monkeypatch):
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(CheckpointError, match=r"1,000 bytes are free, and checkpoints need"):
@@ -190,7 +190,7 @@ def test_leftovers_of_a_killed_process_are_swept(run):
 
 
 @pytest.mark.parametrize("cut", [0, 10, None])
-def test_a_record_that_has_lost_rows_is_an_error_that_names_the_files(run, cut):
+def test_lost_rows_are_an_error_that_names_the_files(run, cut):
     with pytest.raises(StopIteration):
         run(spoil=stop_after(6))
     victims = [run.folder / "metrics.jsonl", next((run.folder / "tensors").iterdir())]

@@ -64,7 +64,7 @@ def test_a_snapshot_is_the_checkpoint_of_a_step_before_the_spike(make_config, ru
     assert [path.name for path in snapshot.parent.iterdir()] == [snapshot.name]
 
 
-def test_the_recorder_leaves_training_as_it_is(make_config, run_once, tmp_path):
+def test_recording_does_not_change_training(make_config, run_once, tmp_path):
     config = make_config(RECORDED | {"model.patch_dropout": 0.5})
     run_once(config, tmp_path / "with", spoil=shaken({14}))
     config.diagnostics.recorder.enabled = False
@@ -91,7 +91,7 @@ def test_only_the_newest_snapshots_stay(make_config, run_once, tmp_path, keep, k
     assert len(list((tmp_path / "snapshots").iterdir())) == keep
 
 
-def test_a_full_disk_is_a_warning_and_the_run_goes_on(
+def test_a_full_disk_is_a_warning_and_the_run_continues(
     make_config, run_once, tmp_path, monkeypatch, capsys
 ):
     plain = durable.write
@@ -150,7 +150,7 @@ class Counting:
 
 
 @pytest.mark.parametrize(("steps", "log_every", "within"), [(2, 3, 1), (10, 7, 4), (1, 20, 10)])
-def test_a_base_is_always_as_old_as_was_asked_however_late_a_spike_is_known(
+def test_a_base_is_always_old_enough_however_late_a_spike_is_detected(
     make_config, tmp_path, steps, log_every, within
 ):
     config = make_config(
@@ -193,7 +193,7 @@ def save(run, folder, step):
     made.rename(run / folder / made.name)
 
 
-def test_the_newest_whole_state_far_enough_before_a_step_is_found(tmp_path, capsys):
+def test_state_before_returns_the_newest_intact_state_that_is_early_enough(tmp_path, capsys):
     for folder, step in (("checkpoints", 10), ("snapshots", 14), ("checkpoints", 20)):
         save(tmp_path, folder, step)
 
@@ -214,7 +214,7 @@ def test_the_newest_whole_state_far_enough_before_a_step_is_found(tmp_path, caps
         state_before(tmp_path / "other", 11, 1)
 
 
-def test_only_events_that_are_new_make_a_snapshot(make_config, tmp_path):
+def test_only_new_events_cause_snapshots(make_config, tmp_path):
     config = make_config({"diagnostics.recorder.enabled": True})
     (tmp_path / "events.jsonl").write_text(encode_row({"step": 3, "spike": "loss", "loss": 1.0}))
     recorder = SnapshotRecorder(Counting(), tmp_path, config, {})
