@@ -1,20 +1,15 @@
-"""The schema and its check, for every field; whole commands are tested in test_compose.py."""
+"""Tests the check of every schema field; test_compose.py tests whole commands."""
 
 import math
-import subprocess
-import sys
 from dataclasses import MISSING, fields, is_dataclass
-from pathlib import Path
 
 import pytest
 
 from lowprec.config.check import ConfigError, check, keys, public_name
-from lowprec.config.combinations import open_clip_models
 from lowprec.config.schema import LEGAL_SCALERS, Config
 from lowprec.nearest import nearest
 from lowprec.runs.identity import to_dict
 
-REPOSITORY = Path(__file__).parents[2]
 GOOD = {"data": {"train": "train.tar", "val": "val.tar"}}
 
 
@@ -46,19 +41,12 @@ def faults_of(raw):
     return error.value.faults
 
 
-def default(f):
-    return f.default if f.default is not MISSING else f.default_factory()
-
-
-@pytest.mark.parametrize("path", LEAVES)
-def test_every_key_has_a_help_text(path):
-    assert LEAVES[path].metadata["doc"].strip()
-
-
-@pytest.mark.parametrize("path", sorted(set(LEAVES) - {"data.train", "data.val"}))
-def test_every_default_is_allowed(path):
-    value = default(LEAVES[path])
-    assert check(nested(path, value)) == check(GOOD)
+def test_every_key_has_a_help_text_and_a_legal_default():
+    for path, f in LEAVES.items():
+        assert f.metadata["doc"].strip()
+        if path not in ("data.train", "data.val"):
+            value = f.default if f.default is not MISSING else f.default_factory()
+            assert check(nested(path, value)) == check(GOOD)
 
 
 @pytest.mark.parametrize(("path", "side", "bound"), BOUNDS)
@@ -75,19 +63,19 @@ def test_a_value_just_beyond_a_bound_is_refused_with_the_bound(path, side, bound
     assert str(bound) in fault
 
 
-@pytest.mark.parametrize("path", LEAVES)
 @pytest.mark.parametrize("value", [[["x"]], {"x": {}}, object()], ids=["list", "map", "object"])
-def test_a_value_of_a_wrong_type_is_refused_by_name(path, value):
-    (fault,) = faults_of(nested(path, value))
-    assert fault.startswith(f"{path}=")
+def test_a_value_of_a_wrong_type_is_refused_by_name(value):
+    for path in LEAVES:
+        (fault,) = faults_of(nested(path, value))
+        assert fault.startswith(f"{path}=")
 
 
-@pytest.mark.parametrize("path", [p for p, f in LEAVES.items() if f.metadata["choices"]])
-def test_an_unknown_choice_is_refused_with_the_list_of_choices(path):
-    unknown = ["nonsense"] if "list" in str(LEAVES[path].type) else "nonsense"
-    (fault,) = faults_of(nested(path, unknown))
-    assert fault.startswith(f"{path}=")
-    assert all(str(c).lower() in fault.lower() for c in LEAVES[path].metadata["choices"])
+def test_an_unknown_choice_is_refused_with_the_list_of_choices():
+    for path, f in LEAVES.items():
+        if choices := f.metadata["choices"]:
+            (fault,) = faults_of(nested(path, ["no"] if "list" in str(f.type) else "no"))
+            assert fault.startswith(f"{path}=")
+            assert all(str(choice).lower() in fault.lower() for choice in choices)
 
 
 def test_a_removed_key_of_an_old_record_is_dropped_if_it_has_its_only_value():
@@ -96,13 +84,10 @@ def test_a_removed_key_of_an_old_record_is_dropped_if_it_has_its_only_value():
     assert fault.startswith("distributed.gather_with_grad: no such key")
 
 
-@pytest.mark.parametrize("path", list(keys(Config)))
-def test_an_unknown_key_is_refused_with_the_nearest_one(path):
-    group, _, last = path.rpartition(".")
-    typo = f"{group}.{last}_" if group else f"{last}_"
-    (fault,) = [fault for fault in faults_of(nested(typo, 1)) if fault.startswith(typo)]
-    assert "no such key" in fault
-    assert fault.endswith(f"nearest: {path}")
+def test_an_unknown_key_is_refused_with_the_nearest_one():
+    for path in keys(Config):
+        (fault,) = [fault for fault in faults_of(nested(f"{path}_", 1)) if f"{path}_" in fault]
+        assert fault.endswith(f"nearest: {path}")
 
 
 @pytest.mark.parametrize(
@@ -135,9 +120,9 @@ def test_an_int_becomes_a_float_for_a_float_field():
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("path", [p for p, f in LEAVES.items() if "float" in str(f.type)])
-def test_a_float_must_be_finite(path, value):
-    assert faults_of(nested(path, value))[0].startswith(f"{path}=")
+def test_a_float_must_be_finite(value):
+    for path in (path for path, f in LEAVES.items() if "float" in str(f.type)):
+        assert faults_of(nested(path, value))[0].startswith(f"{path}=")
 
 
 def test_a_config_survives_a_round_trip_through_plain_data():
@@ -151,19 +136,10 @@ def test_a_config_must_be_a_map(raw):
         check(raw)
 
 
-@pytest.mark.parametrize("width", [1, 63, 65, 96, 1000])
+@pytest.mark.parametrize("width", [1, 65, 1000])
 def test_the_proposed_width_is_accepted(width):
     (fault,) = faults_of(nested("model.text_width", width))
     assert check(nested("model.text_width", int(fault.rpartition("=")[2])))
-
-
-def test_open_clip_models_are_found_without_importing_it():
-    code = (
-        "import sys; from lowprec.config.combinations import open_clip_models; "
-        "assert 'ViT-B-32' in open_clip_models(); assert 'open_clip' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY, timeout=60)
-    assert all(path.suffix == ".json" for path in open_clip_models().values())
 
 
 def test_thresholds_without_a_protocol_and_two_rules_for_beta2_are_refused():

@@ -1,4 +1,4 @@
-"""Command lines: what a refusal names, what is accepted, and every file in `conf/`."""
+"""Tests what refused commands name, which are accepted, and every file in `conf/`."""
 
 import os
 import resource
@@ -27,47 +27,27 @@ SHARDS = "data.train=train.tar data.val=val.tar"
 BAD = {  # command: parts of its message
     # keys
     "sede=1": ("sede: no such key", "the root has", "nearest: seed"),
-    "optimizer.beta3=0.9": ("optimizer.beta3", "optimizer has", "nearest: optimizer.beta"),
     "diagnostics.evry=2": ("diagnostics.evry", "nearest: diagnostics.every"),
-    "optimiser=adamw": ("optimiser: no such key", "nearest: optimizer"),
-    "lr=1e-3": ("lr: no such key", "nearest: optimizer.lr"),
     "+foo=1": ("foo: no such key", "the root has"),
-    "+seed=1": ("+seed",),
-    "++optimizer.foo=1": ("optimizer.foo: no such key", "optimizer has"),
     "resume.from_=x": ("resume.from_", "nearest: resume.from"),
     "~seed": ("~seed", "default"),
-    "~scaler": ("~scaler", "default"),
     # choices
     "model=nanoo": ("model=nanoo", "conf/model has", "vit_h14", "nearest: nano"),
-    "model=nano,nanoo": ("model=nanoo", "nearest: nano"),
-    "evaluation=zeroshot": ("evaluation=zeroshot", "retrieval", "nearest: zero_shot"),
     "experiment=loss_curve": ("experiment=loss_curve", "nearest: loss_curves"),
     "experiment=null": ("experiment=null", "conf/experiment has"),
-    "optimizer=null": ("optimizer=null", "conf/optimizer has", "stable_adamw"),
     "scale=papr": ("scale='papr'", "one of paper, mini, demo", "nearest: paper"),
     "precision.recipe=switchbak": ("switchbak", "one of high", "nearest: switchback"),
     "diagnostics.statistics=[rmss]": ("rmss", "rms, grad_norm, update_norm", "nearest: rms"),
     "model.name=mini_h": ("model.name=mini_h", "use model=mini_h"),
     # types
     "seed=abc": ("seed='abc'", "a whole number"),
-    "seed=1.5": ("seed=1.5", "a whole number"),
-    "seed=true": ("seed=true", "a whole number"),
-    "optimizer.lr=true": ("optimizer.lr=true", "a finite number"),
-    "compile=1": ("compile=1", "true or false"),
-    "name=3": ("name=3", "text is expected"),
-    "seed=[1]": ("seed=[1]", "a whole number"),
     "diagnostics.statistics=rms": ("diagnostics.statistics='rms'", "a list such as"),
     "diagnostics.spikes=3": ("diagnostics.spikes=3", "a group of keys", "protocol"),
-    "resume=null": ("resume=null", "a group of keys", "from, allow_reshard, allow_drift"),
     # ranges
     "optimizer.beta2=1": ("optimizer.beta2=1", ">= 0 and < 1"),
     "optimizer.lr=0": ("optimizer.lr=0", "> 0"),
-    "optimizer.lr=inf": ("optimizer.lr=inf", "a finite number"),
-    "seed=-1": ("seed=-1", ">= 0"),
-    "seed=2147483648": ("seed=2147483648", "< 2147483648"),
     "model.vocab_size=50000": ("model.vocab_size=50000", "<= 49408 or null"),
     # missing
-    "seed=null": ("seed=null", "a whole number"),
     "model.image_size=null": ("model.image_size=null", "preset nano needs a number"),
     "data=shards": ("data.train is required",),
     "model=open_clip": ("model.name=null", "open_clip"),
@@ -79,30 +59,22 @@ BAD = {  # command: parts of its message
         "does nothing without recipe=custom",
     ),
     "precision.backend=triton": ("precision.backend=triton does nothing without",),
-    "precision.skip_slow=true": ("precision.skip_slow=True does nothing without",),
     "intervention=kq_norm checkpointing=true": ("checkpointing=true", "intervention=kq_norm"),
     "precision.recipe=custom precision.products={output:high} precision.backend=reference": (
         "precision.backend=reference does nothing without",
     ),
-    "precision.outlier_threshold=6": ("does nothing without recipe=llm_int8",),
     "data.augment=flip_crop": ("data.augment='flip_crop'", "none, crop_flip", "crop_flip"),
     "accumulate=3": ("batch_size=128 is not a multiple of accumulate=3",),
     "distributed.sync_bn=true": ("sync_bn=True does nothing without distributed=ddp",),
-    "distributed.gather_with_grad=true": ("gather_with_grad: no such key",),
-    "distributed=fsdp2 distributed.static_graph=false": ("static_graph=False does nothing",),
     "distributed=fsdp2 scaler=dynamic precision=fp16": ("scaler=dynamic", "use ddp"),
-    "distributed=fsdp2 optimizer=adamw8bit_torchao": ("adamw8bit_torchao", "use ddp"),
     "distributed=fsdp2 diagnostics.recorder.enabled=true": ("recorder.enabled=true", "use ddp"),
     "resume.from=x model.init_from=y": ("resume.from", "model.init_from"),
     # combinations
     "precision=fp16": ("autocast=fp16", "scaler=none", "scaler=dynamic or scaler=fixed"),
     "precision=bf16 scaler=fixed": ("autocast=bf16", "scaler=fixed", "use scaler=none"),
-    "precision=pure_fp16 scaler=dynamic": ("autocast=pure_fp16", "use scaler=fixed"),
     "schedule.warmup_steps=2000": ("schedule.warmup_steps=2000", "num_steps=1000"),
     "optimizer.clip_norm=1": ("optimizer.clip_norm=1", "needs optimizer=adamw_clip"),
     "optimizer=adamw_clip optimizer.clip_norm=null": ("optimizer=adamw_clip needs", "clip_norm"),
-    "optimizer.clip_threshold=1": ("optimizer.clip_threshold=1", "needs optimizer=stable_adamw"),
-    "optimizer=stable_adamw optimizer.clip_threshold=null": ("needs optimizer.clip_threshold",),
     "optimizer=adamw8bit_bnb diagnostics.statistics=[rms,grad_norm,u_max]": (
         "diagnostics.statistics: rms, u_max would need the second moments",
         "use diagnostics.statistics=[grad_norm]",
@@ -116,34 +88,25 @@ BAD = {  # command: parts of its message
     ),
     "optimizer=adamw8bit_bnb optimizer.beta2_decay=0.5": ("beta2_decay=0.5", "one beta2"),
     "optimizer=adamw8bit_bnb precision=pure_bf16": ("pure_bf16", "16-bit parameters", "use bf16"),
-    "optimizer=adamw8bit_bnb optimizer.clip_norm=1": ("needs optimizer=adamw_clip",),
-    "optimizer.min_8bit_size=1": ("min_8bit_size=1 does nothing without optimizer=adamw8bit_bnb",),
-    "optimizer.override_32bit=[visual]": ("override_32bit=['visual'] does nothing",),
-    "optimizer.paged=true": ("optimizer.paged=True does nothing",),
     "optimizer.stable_embedding=true model.init_from=x": ("stable_embedding", "model.init_from"),
     "data.val=null": ("evaluation=zero_shot needs data.val", "evaluation=none"),
     # models
     "model.image_size=30": ("model.image_size=30", "patch_size=8", "image_size=24 or 32"),
-    "model.vision_width=100": ("model.vision_width=100", "heads=64", "vision_width=64 or 128"),
     "model.text_width=100": ("model.text_width=100", "64", "nearest: model.text_width=128"),
     "model=open_clip model.name=ViT-B-33": ("ViT-B-33", "nano, mini_b", "nearest: ViT-B-32"),
     "model=open_clip model.name=ViT-B-32 model.heads=64": ("model.heads is fixed", "null"),
     "model=open_clip model.name=RN50 intervention=kq_norm": ("intervention=kq_norm", "RN50"),
-    "model=open_clip model.name=RN50 model.patch_dropout=0.5": ("model.patch_dropout", "RN50"),
     "model=open_clip model.name=convnext_base intervention=zero_init": ("convnext_base",),
     "model=open_clip model.name=roberta-ViT-B-32": ("roberta-ViT-B-32", "downloaded"),
     # sweeps and syntax
     "seed=1,2": ("this is a sweep", "-m seed=1,2"),
-    "seed=range(1,3)": ("this is a sweep", "-m 'seed=range(1,3)'"),
     "experiment=loss_curves_demo": ("experiments.train -m experiment=loss_curves_demo",),
     "-m seed=1,x": ("seed='x'", "a whole number"),
     "-m experiment=loss_curves": ("data.train is required",),
     "-m experiment=loss_curves,loss_curves_demo": ("only one experiment",),
     "-m optimizer.lr=interval(1e-4,1e-3)": ("interval", "choice(...)"),
-    "-m model=glob(x*)": ("model=glob(x*)", "conf/model has"),
     "data.train=a-{0..9}.tar": ("cannot be parsed", "'data.train=\"a-{0..9}.tar\"'"),
     "seed": ("seed: key=value is expected",),
-    "=3": ("=3: key=value is expected",),
     "seed=${nope}": ("seed", "nope"),
 }
 GOOD = {  # command: number of runs
@@ -276,13 +239,11 @@ def test_every_group_file_composes(choice):
 @pytest.mark.parametrize(
     ("before", "after", "named"),
     [
-        ("num_steps:", "num_stepz:", ("num_stepz", "nearest: num_steps")),
         ("{beta2: 0.99}", "{beta_2: 0.99}", ("optimizer.beta_2", "nearest: optimizer.beta2")),
         ("beta2: 0.99", "beta2: 1.99", ("optimizer.beta2=1.99", "< 1")),
-        ("      precision:", "      precisoin:", ("precisoin", "nearest: precision")),
         ("bf16,switchback", "bf16,switchbak", ("switchbak", "nearest: switchback")),
     ],
-    ids=["root key", "nested key", "range", "swept key", "swept choice"],
+    ids=["nested key", "range", "swept choice"],
 )
 def test_a_typo_in_an_experiment_file_is_named(before, after, named, tmp_path, monkeypatch):
     shutil.copytree(CONF, tmp_path / "conf")
@@ -294,22 +255,13 @@ def test_a_typo_in_an_experiment_file_is_named(before, after, named, tmp_path, m
     assert any(all(part in fault for part in named) for fault in faults), faults
 
 
-def test_default_files_change_only_the_data_paths_of_the_schema():
-    composed, schema = to_dict(configs_of("")[0]), compose.defaults(Config)
-    for path in ("train", "val"):
-        assert composed["data"].pop(path) != schema["data"].pop(path)
-    assert composed == schema
-
-
-@pytest.mark.parametrize("command", ["sede=1", "optimizer.lr=-1"])
-def test_a_bad_command_exits_2_within_five_seconds(command, tmp_path):
+def test_a_bad_command_exits_2_within_five_seconds(tmp_path):
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    program = [sys.executable, "-m", "experiments.train", command, f"run_dir={tmp_path}"]
+    program = [sys.executable, "-m", "experiments.train", "sede=1", f"run_dir={tmp_path}"]
     done = subprocess.run(program, capture_output=True, text=True, timeout=60, cwd=CONF.parent)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)  # not wall time: machines are shared
     assert done.returncode == 2
-    assert command.split("=")[0] in done.stderr
-    assert "Traceback" not in done.stderr
+    assert "nearest: seed" in done.stderr and "Traceback" not in done.stderr
     assert not list(tmp_path.iterdir())
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5
 

@@ -1,10 +1,10 @@
-"""URLs: expanded, allowed or refused, and named without their secrets."""
+"""Tests how patterns of files and URLs are expanded, refused, and named without secrets."""
 
 import pytest
 
 from lowprec.config.check import ConfigError
 from lowprec.config.compose import compose_command
-from lowprec.config.patterns import expand_urls, without_secrets
+from lowprec.config.patterns import expand, expand_urls, without_secrets
 from lowprec.config.preflight import preflight
 
 SECRET_URLS = {
@@ -28,6 +28,9 @@ def test_name_of_a_url_holds_no_secret(url, name):
 def test_braces_and_globs_are_expanded(tmp_path):
     for name in ("a-0.tar", "a-1.tar", "b.tar"):
         (tmp_path / name).touch()
+    a0, a1, b = (f"{tmp_path}/{name}.tar" for name in ("a-0", "a-1", "b"))
+    assert expand(f"{tmp_path}/a-{{1..0}}.tar") == [a0, a1]
+    assert expand(f"{tmp_path}/{{a-0,*}}.tar") == [a0, a1, b]
     assert expand_urls(f"{tmp_path}/a-*.tar", []).urls == [f"{tmp_path}/a-{i}.tar" for i in (0, 1)]
     mixed = expand_urls(f"{{http://h/{{0..2}},{tmp_path}/*}}.tar", ["http"]).urls
     assert len(mixed) == 6 and mixed == sorted(mixed)
@@ -35,6 +38,23 @@ def test_braces_and_globs_are_expanded(tmp_path):
         expand_urls(f"{tmp_path}/c-*.tar", [])
     with pytest.raises(ValueError, match="braces"):
         expand_urls("http://h/{0..2.tar", ["http"])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "parts"),
+    [
+        ("a-{0..2}.tar", ("1 are missing", "a-2.tar")),
+        ("b-*.tar", ("data.val=", "no file matches", "nearest: ", "a-0.tar")),
+        ("deep/er/a-0.tar", ("data.val=", "nearest: ", "a-0.tar")),
+        ("a-{0..9.tar", ("data.val=", "brace")),
+    ],
+)
+def test_pattern_without_its_files_is_refused_with_the_nearest_one(tmp_path, pattern, parts):
+    for name in ("a-0.tar", "a-1.tar"):
+        (tmp_path / name).touch()
+    with pytest.raises(FileNotFoundError) as error:
+        expand(f"{tmp_path}/{pattern}", "data.val")
+    assert all(part in str(error.value) for part in parts)
 
 
 def test_digest_is_of_the_urls_and_outlives_a_renewed_secret():

@@ -1,12 +1,13 @@
-"""Every figure that is drawn from runs has a study at paper scale and one for a single GPU."""
+"""Every figure of runs has a study at paper scale and one for a single GPU; both compose."""
 
 import functools
 import re
 
+import pandas as pd
 import pytest
 from omegaconf import OmegaConf
 
-from analysis import figures, make
+from analysis import figures, make, study
 from analysis.figures import spike_lead
 from lowprec.config.compose import CONF, compose_command
 
@@ -17,6 +18,7 @@ EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 FIGURES = {slug: figures.load(slug) for slug in figures.slugs()}
 OF_RUNS = [slug for slug, figure in FIGURES.items() if not hasattr(figure, "LINES")]
 STUDIES = sorted({make.experiment_of(FIGURES[slug]) for slug in OF_RUNS})
+OF_PAPER = [slug for slug in STUDIES if slug not in WITHOUT_PAPER]
 
 
 @functools.cache
@@ -29,21 +31,27 @@ def runs_of(name):
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_an_experiment_composes_into_as_many_runs_as_its_header_says(name):
-    lines = (CONF / "experiment" / f"{name}.yaml").read_text().splitlines()
-    header = "".join(line for line in lines if line.startswith("#"))
-    assert len(runs_of(name)) == int(re.search(r"(\d+) runs?\b", header).group(1))
+def test_an_experiment_composes_into_distinct_runs_as_many_as_its_header_says(name):
+    text = (CONF / "experiment" / f"{name}.yaml").read_text()
+    header = "".join(re.findall(r"^#.*", text, re.M))
+    count = int(re.search(r"(\d+) runs?\b", header).group(1))
+    assert len(runs_of(name)) == count
+    scale = next((s for s in ("mini", "demo") if name.endswith(f"_{s}")), "paper")
+    total, absent = study.missing(name.removesuffix(f"_{scale}"), scale, pd.DataFrame())
+    [names] = absent.values()
+    assert total == len(set(names)) == count
+    table = (CONF.parent / "experiments" / "README.md").read_text()
+    assert f"| `{name}` |" in table or f"| `{name.removesuffix('_mini')}` |" in table
 
 
 @pytest.mark.parametrize("slug", STUDIES)
 def test_a_mini_study_trains_mini_models_for_at_most_2000_steps(slug):
-    configs = runs_of(f"{slug}_mini")
-    assert {(config.experiment, config.scale) for config in configs} == {(slug, "mini")}
-    assert {config.model.name for config in configs} <= set(MINI)
-    assert all(config.num_steps <= 2000 for config in configs)
+    for config in runs_of(f"{slug}_mini"):
+        assert (config.experiment, config.scale) == (slug, "mini")
+        assert config.model.name in MINI and config.num_steps <= 2000
 
 
-@pytest.mark.parametrize("slug", [slug for slug in STUDIES if slug not in WITHOUT_PAPER])
+@pytest.mark.parametrize("slug", OF_PAPER)
 def test_a_study_at_paper_scale_follows_the_protocol_of_the_paper(slug):
     for config in runs_of(slug):
         assert (config.experiment, config.scale) == (slug, "paper")
@@ -53,38 +61,10 @@ def test_a_study_at_paper_scale_follows_the_protocol_of_the_paper(slug):
         assert config.data.resampled and config.data.classnames == "imagenet"
         optimizer = config.optimizer
         assert (optimizer.beta1, optimizer.eps, optimizer.weight_decay) == (0.9, 1e-6, 0.2)
-        if "_lr" not in slug:
-            assert optimizer.lr == 2e-3
-        if "_batch" not in slug:
-            assert config.batch_size == 16384
-
-
-@pytest.mark.parametrize("slug", [slug for slug in STUDIES if slug not in WITHOUT_PAPER])
-def test_weight_decay_is_not_clipped_where_no_optimizers_are_compared(slug):
-    configs = runs_of(slug)
-    for config in configs:
-        unclipped = config.optimizer.name == "stable_adamw" and slug != "update_clipping"
-        assert config.optimizer.clip_weight_decay is not unclipped
-
-
-@pytest.mark.parametrize("scale", ["paper", "mini", None])
-@pytest.mark.parametrize("slug", OF_RUNS)
-def test_without_runs_a_figure_names_the_command_for_them(slug, scale, tmp_path, capsys):
-    study = make.experiment_of(FIGURES[slug])
-    asked = ["--scale", scale] if scale else []
-    assert make.main([slug, *asked, "--runs", str(tmp_path)]) == 2
-    _, _, name = capsys.readouterr().err.strip().rpartition("experiments.train -m experiment=")
-    assert OmegaConf.load(CONF / "experiment" / f"{name}.yaml").experiment == study
-    if slug not in WITHOUT_PAPER and slug != "loss_curves":  # which has a demo, too
-        assert name == (study if scale == "paper" else f"{study}_mini")
-
-
-@pytest.mark.parametrize("kind", ["size", "batch", "lr"])
-def test_spike_leads_use_the_runs_of_the_loss_sweeps(kind):
-    figure = figures.load(f"spike_lead_{kind}")
-    assert make.experiment_of(figure) == f"spikes_vs_{kind}"
-    beta2 = {config.optimizer.beta2 for config in runs_of(f"spikes_vs_{kind}")}
-    assert {b for b in beta2 if b >= spike_lead.LEAST_BETA2} == {0.99, 0.995}
+        assert optimizer.lr == 2e-3 or "_lr" in slug
+        assert config.batch_size == 16384 or "_batch" in slug
+        unclipped = optimizer.name == "stable_adamw" and slug != "update_clipping"
+        assert optimizer.clip_weight_decay is not unclipped
 
 
 def test_sweeps_have_the_values_of_the_paper():
@@ -95,8 +75,8 @@ def test_sweeps_have_the_values_of_the_paper():
         "beta2_schedule": lambda c: c.optimizer.beta2_decay,
         "update_clipping": lambda c: c.optimizer.name,
     }
-    found = {slug: list(dict.fromkeys(map(value, runs_of(slug)))) for slug, value in swept.items()}
-    assert found == {
+    values = {slug: list(dict.fromkeys(map(value, runs_of(slug)))) for slug, value in swept.items()}
+    assert values == {
         "spikes_vs_size": ["vit_b32", "vit_l14", "vit_h14"],
         "spikes_vs_batch": [4096, 16384, 65536],
         "spikes_vs_lr": [5e-4, 2e-3, 5e-3],
@@ -107,8 +87,20 @@ def test_sweeps_have_the_values_of_the_paper():
     assert beta2 == {0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995}
 
 
-def test_every_study_is_a_row_of_the_table():
-    table = (CONF.parent / "experiments" / "README.md").read_text()
-    for name in EXPERIMENTS:
-        slug = name.removesuffix("_mini")
-        assert f"| `{name}` |" in table or f"| `{slug}` |" in table, name
+@pytest.mark.parametrize("kind", ["size", "batch", "lr"])
+def test_spike_leads_use_the_runs_of_the_loss_sweeps(kind):
+    figure = figures.load(f"spike_lead_{kind}")
+    assert make.experiment_of(figure) == f"spikes_vs_{kind}"
+    beta2 = {config.optimizer.beta2 for config in runs_of(f"spikes_vs_{kind}")}
+    assert {b for b in beta2 if b >= spike_lead.LEAST_BETA2} == {0.99, 0.995}
+
+
+@pytest.mark.parametrize("scale", ["paper", "mini"])
+def test_without_runs_a_figure_names_the_command_for_them(scale, tmp_path, capsys):
+    for slug in OF_RUNS:
+        assert make.main([slug, "--scale", scale, "--runs", str(tmp_path)]) == 2
+        name = capsys.readouterr().err.strip().rpartition("experiments.train -m experiment=")[2]
+        planned = make.experiment_of(FIGURES[slug])
+        assert OmegaConf.load(CONF / "experiment" / f"{name}.yaml").experiment == planned
+        if planned not in WITHOUT_PAPER:
+            assert name == (planned if scale == "paper" else f"{planned}_mini")

@@ -1,6 +1,5 @@
 import gzip
 import io
-import os
 import tarfile
 from pathlib import Path
 
@@ -81,19 +80,3 @@ def write_shards_fixture():
 def tokenize_fixture():
     """A tokenizer for the numbered captions of `sample`: the number."""
     return lambda captions: torch.tensor([[int(caption.split()[-1])] for caption in captions])
-
-
-class Canary:
-    """Unpickling it makes a file."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.open, (str(self.path), os.O_CREAT)
-
-
-@pytest.fixture
-def canary(tmp_path):
-    """An object whose unpickling makes the file `canary.path`."""
-    return Canary(tmp_path / "executed")

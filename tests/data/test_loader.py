@@ -1,13 +1,13 @@
 import io
 import multiprocessing
 import os
-import pickle
 import signal
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torchvision.transforms import RandomResizedCrop
 
 from lowprec.clip.torchvision_shim import open_clip
 from lowprec.data import loader
@@ -21,7 +21,6 @@ from lowprec.data.loader import (
     iterate,
     random_box,
 )
-from lowprec.data.open import num_workers
 from lowprec.data.order import AUGMENTATION, SampleOrder, random_words
 
 torch.set_num_threads(1)
@@ -80,7 +79,7 @@ def test_batch_holds_the_samples_of_its_step_in_order(make_batches, sample):
 
 
 @fork_is_fine
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [2])
 def test_batches_do_not_depend_on_the_number_of_workers(make_batches, workers):
     batches = make_batches(change={3: {"png": b"broken"}})
     alone = list(iterate(batches, workers=0))
@@ -98,42 +97,13 @@ def test_iteration_from_a_later_batch_is_the_tail_of_the_whole(make_batches, wor
     assert all(map(same, tail, [batches[i] for i in range(4, 9)])) and len(tail) == 5
 
 
-def test_batches_of_an_epoch_hold_every_sample_once(make_batches):
-    batches = make_batches(length=7)
-    seen = [n for batch in iterate(batches, workers=0) for n in numbers(batch)]
-    assert sorted(seen[:14]) == sorted(seen[14:]) == list(range(14))
-
-
-BAD = {
-    "no image": {"png": b"not an image"},
-    "no bytes": {"png": b""},
-    "empty caption": {"txt": b""},
-    "blank caption": {"txt": b" \n\t"},
-    "not UTF-8": {"txt": b"caption \xff\xfe 2"},
-}
-
-
-@pytest.mark.parametrize("change", BAD.values(), ids=BAD.keys())
-def test_bad_sample_is_replaced_and_listed(make_batches, change):
-    batches = make_batches(change={2: change}, sequential=True, length=4)
+def test_bad_sample_is_replaced_and_listed(make_batches):
+    batches = make_batches(change={2: {"png": b"not an image"}}, sequential=True, length=4)
     batch = batches[0]
     (skip,) = batch.skips
     assert (skip["position"], skip["shard"], skip["key"]) == (2, "train-000.tar", "000002.png")
-    assert skip["reason"]
-    assert len(batch.images) == 4
-    assert numbers(batch)[2] != 2
     assert [n for i, n in enumerate(numbers(batch)) if i != 2] == [0, 1, 3]
-    assert same(batch, batches[0])
-
-
-def test_skip_gives_the_reason(make_batches, sample, encode):
-    gif = encode(np.zeros((4, 4, 3), np.uint8), "gif")
-    change = {0: {"png": sample(0)["png"][:-60]}, 1: {"png": gif}, 2: {"txt": b""}}
-    batch = make_batches(change=change, sequential=True)[0]
-    reasons = {skip["key"]: skip["reason"] for skip in batch.skips}
-    assert "truncated" in reasons["000000.png"].lower()
-    assert reasons["000001.png"] == "ValueError: not a JPEG, WEBP or PNG image"
-    assert reasons["000002.png"] == "ValueError: the caption is empty"
+    assert numbers(batch)[2] != 2 and same(batch, batches[0])
 
 
 def test_replacement_depends_on_the_position_and_the_seed(make_batches):
@@ -159,37 +129,13 @@ def test_loading_leaves_the_random_states_as_they_are(make_batches, workers):
     np.testing.assert_array_equal(np.random.get_state()[1], numpy_state)
 
 
-def test_limit_on_open_files_does_not_change_batches(make_batches):
-    batches, few = make_batches(), make_batches()
-    few.shards._files.limit = 1
-    assert all(same(batches[i], few[i]) for i in range(9))
-    assert len(few.shards._files.descriptors) == 1
-
-
 def test_no_readable_sample_is_an_error(make_batches):
     batches = make_batches((2,), {n: {"txt": b""} for n in range(2)})
     with pytest.raises(ValueError, match="no readable sample for position 0 in 100 tries"):
         batches[0]
 
 
-def test_image_with_too_many_pixels_is_replaced(make_batches, encode, monkeypatch):
-    bomb = encode(np.zeros((40, 40, 3), np.uint8))
-    batches = make_batches(change={1: {"png": bomb}}, sequential=True)
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 12 * 16)
-    assert "DecompressionBombError" in batches[0].skips[0]["reason"]
-
-
-def test_pickled_members_are_never_decoded(canary, make_batches):
-    payload = pickle.dumps(canary)
-    kinds = ("pyd", "pickle", "pkl", "pth", "pt", "npy", "json")
-    batches = make_batches(change={n: dict.fromkeys(kinds, payload) for n in range(14)})
-    assert len(list(iterate(batches, workers=0))) == 9
-    assert not canary.path.exists()
-    os.close(pickle.loads(payload))
-    assert canary.path.exists()
-
-
-SHAPES = [(12, 12), (12, 36), (36, 12), (13, 40), (1, 1), (1, 30), (7, 3), (100, 101)]
+SHAPES = [(13, 40), (36, 12), (1, 1), (1, 30), (100, 101)]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -201,20 +147,15 @@ def test_decoded_image_is_uint8_with_channels_first_and_the_requested_size(shape
     assert np.abs(image.astype(int) - np.array([200, 100, 50])[:, None, None]).max() <= 4
 
 
-@pytest.mark.parametrize("shape", [(12, 12), (12, 30), (31, 12)], ids=str)
-def test_image_whose_short_side_fits_is_only_cropped(shape, encode):
+@pytest.mark.parametrize(
+    "shape", [(12, 12), (12, 30), (31, 12), (5, 5), (24, 24), (50, 50)], ids=str
+)
+def test_decoded_image_is_the_bicubically_resized_center(shape, encode):
     pixels = np.random.default_rng(0).integers(0, 256, (*shape, 3), dtype=np.uint8)
-    top, left = ((side - SIZE) // 2 for side in shape)
-    expected = pixels[top : top + SIZE, left : left + SIZE].transpose(2, 0, 1)
-    np.testing.assert_array_equal(decode_image(encode(pixels), SIZE), expected)
-
-
-@pytest.mark.parametrize("side", [5, 24, 50])
-def test_square_image_is_resized_bicubically(side, encode):
-    pixels = np.random.default_rng(0).integers(0, 256, (side, side, 3), dtype=np.uint8)
-    resized = Image.fromarray(pixels).resize((SIZE, SIZE), Image.Resampling.BICUBIC)
-    expected = np.asarray(resized).transpose(2, 0, 1)
-    np.testing.assert_array_equal(decode_image(encode(pixels), SIZE), expected)
+    top, left = ((side - min(shape)) // 2 for side in shape)
+    square = Image.fromarray(pixels[top : top + min(shape), left : left + min(shape)])
+    expected = np.asarray(square.resize((SIZE, SIZE), Image.Resampling.BICUBIC))
+    np.testing.assert_array_equal(decode_image(encode(pixels), SIZE), expected.transpose(2, 0, 1))
 
 
 @pytest.mark.parametrize("mode", ["L", "1", "P", "RGBA", "LA", "I;16"])
@@ -224,25 +165,19 @@ def test_every_mode_becomes_rgb(mode):
     assert decode_image(file.getvalue(), SIZE).shape == (3, SIZE, SIZE)
 
 
-def test_default_number_of_workers_is_at_least_one_and_at_most_sixteen():
-    assert num_workers(0) == 0 and num_workers(40) == 40
-    assert 1 <= num_workers(None) <= 16
-
-
 def test_sequential_reading_leaves_bad_samples_out(make_batches):
     batches = make_batches((5, 5), {2: {"txt": b""}})
     batches.order = None
-    found = [batches[i] for i in range(3)]
-    assert [numbers(batch) for batch in found] == [[0, 1, 3], [4, 5, 6, 7], [8, 9]]
-    assert [len(batch.skips) for batch in found] == [1, 0, 0]
-    assert all(len(batch.images) == len(batch.labels) == len(numbers(batch)) for batch in found)
+    loaded = [batches[i] for i in range(3)]
+    assert [numbers(batch) for batch in loaded] == [[0, 1, 3], [4, 5, 6, 7], [8, 9]]
+    assert [len(batch.skips) for batch in loaded] == [1, 0, 0]
+    assert all(len(batch.images) == len(batch.labels) == len(numbers(batch)) for batch in loaded)
 
 
 @fork_is_fine
-@pytest.mark.parametrize("workers", [0, 1, 2])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 2), (2, 0), (2, 2), (4, 1)])
 def test_samples_of_a_step_do_not_depend_on_ranks_and_workers(make_batches, ranks, workers):
-    """Nor do their pixels, random crops included."""
+    """Neither do their pixels, random crops included."""
     keys = {"batch_size": 8, "length": 5, "augment": True}
     alone = make_batches(**keys)
     parts = [make_batches(**keys, rank=rank, world_size=ranks) for rank in range(ranks)]
@@ -258,13 +193,13 @@ def pixels_by_sample(batches, epoch=0):
     """Sample number to pixels, over one epoch."""
     size, batch_size = batches.shards.num_samples, batches.batch_size
     steps = range(epoch * size // batch_size, -(-(epoch + 1) * size // batch_size))
-    found = {}
+    pixels = {}
     for step in steps:
         batch = batches[step]
         for place, number in enumerate(batch.samples.tolist()):
             if (step * batch_size + place) // size == epoch:
-                found[number] = batch.images[place].numpy().tobytes()
-    return found
+                pixels[number] = batch.images[place].numpy().tobytes()
+    return pixels
 
 
 def test_augmentation_depends_on_seed_epoch_and_sample_and_on_nothing_else(make_batches):
@@ -281,32 +216,17 @@ def test_augmentation_depends_on_seed_epoch_and_sample_and_on_nothing_else(make_
         assert same_pixels <= 2  # images of 16 x 12 have few different boxes
 
 
-def test_images_of_one_epoch_get_different_crops(make_batches, sample):
-    twin = sample(0)["png"]
-    batches = make_batches(change={n: {"png": twin} for n in range(14)}, augment=True)
-    assert len(set(pixels_by_sample(batches).values())) > 7
-
-
 @fork_is_fine
 def test_workers_survive_repeated_signals(make_batches):
     batches = make_batches(length=400)
-    found = 0
+    count = 0
     for batch in iterate(batches, workers=2):
-        if found % 10 == 0:
+        if count % 10 == 0:
             for _ in range(2):  # the second while the first is being handled, now and then
                 for worker in multiprocessing.active_children():
                     os.kill(worker.pid, signal.SIGTERM)
-        found += len(batch.labels) > 0
-    assert found == 400
-
-
-def test_unexpected_pillow_errors_mean_a_bad_image(monkeypatch):
-    def fail(*_, **__):
-        raise IndexError("index out of range")
-
-    monkeypatch.setattr(Image, "open", fail)
-    with pytest.raises(ValueError, match="damaged: IndexError: index out of range"):
-        decode_image(b"", SIZE)
+        count += len(batch.labels) > 0
+    assert count == 400
 
 
 SIZES = [(64, 64), (256, 256), (500, 375), (375, 500), (100, 60), (300, 40), (40, 300)]
@@ -319,14 +239,13 @@ def words(sample, epoch=0):
 
 @pytest.mark.parametrize("size", SIZES + TINY, ids=str)
 def test_random_box_lies_within_the_image_and_is_not_empty(size):
-    for sample in range(300):
+    for sample in range(100):
         left, top, right, bottom = random_box(*size, words(sample))
         assert 0 <= left < right <= size[0] and 0 <= top < bottom <= size[1]
 
 
 @pytest.mark.parametrize("size", SIZES[:4], ids=str)
 def test_random_box_has_the_allowed_area_and_ratio(size):
-    """Or the ratio of the image at most, where no box of that area fits."""
     boxes = np.array([random_box(*size, words(sample)) for sample in range(1000)])
     width, height = boxes[:, 2] - boxes[:, 0], boxes[:, 3] - boxes[:, 1]
     rounding = 1 / min(size)  # half a pixel on each of two sides
@@ -337,24 +256,14 @@ def test_random_box_has_the_allowed_area_and_ratio(size):
     assert area.std() > 0.01 and ratio.std() > 0.01
 
 
-@pytest.mark.parametrize("size", [(300, 40), (40, 300)], ids=str)
-def test_crop_of_an_elongated_image_is_the_largest_central_one(size):
-    left, top, right, bottom = random_box(*size, words(0))
-    width, height = right - left, bottom - top
-    assert (width, height) == ((53, 40) if size[0] > size[1] else (40, 53))
-    assert abs(left - (size[0] - right)) <= 1 and abs(top - (size[1] - bottom)) <= 1
-
-
 def test_default_crop_range_is_that_of_open_clip():
     defaults = open_clip.transform.AugmentationCfg()
     assert (AREA, RATIO) == (defaults.scale, defaults.ratio or (3 / 4, 4 / 3))
 
 
 @pytest.mark.parametrize("area", [AREA, (0.08, 1.0)], ids=str)
-@pytest.mark.parametrize("size", [(64, 64), (256, 256), (500, 375), (100, 80)], ids=str)
+@pytest.mark.parametrize("size", [(64, 64), (500, 375)], ids=str)
 def test_crops_are_distributed_like_those_of_torchvision(size, area, monkeypatch):
-    from torchvision.transforms import RandomResizedCrop
-
     monkeypatch.setattr(loader, "AREA", area)
     count, image = 2000, Image.new("RGB", size)
     ours = np.array([random_box(*size, words(sample)) for sample in range(count)], dtype=float)
@@ -399,9 +308,9 @@ def test_flipped_image_is_the_mirror_of_the_same_box(encode):
 @pytest.mark.parametrize("shape", [(12, 12), (20, 30), (30, 20), (1, 1), (1, 30)], ids=str)
 def test_augmented_image_is_the_random_box_resized_bicubically(shape, encode):
     pixels = np.random.default_rng(0).integers(0, 256, (*shape, 3), dtype=np.uint8)
-    chosen = words(3)
-    chosen[-1] = 0
-    box = random_box(shape[1], shape[0], chosen)
+    random = words(3)
+    random[-1] = 0
+    box = random_box(shape[1], shape[0], random)
     expected = Image.fromarray(pixels).resize((12, 12), Image.Resampling.BICUBIC, box)
-    decoded = decode_image(encode(pixels), 12, chosen)
+    decoded = decode_image(encode(pixels), 12, random)
     np.testing.assert_array_equal(decoded, np.asarray(expected).transpose(2, 0, 1))

@@ -11,7 +11,6 @@ from PIL import Image
 
 from lowprec.data import shapes
 from lowprec.data.shapes import (
-    CLASSES,
     CLASSNAMES,
     TEMPLATES,
     content,
@@ -36,8 +35,8 @@ from lowprec.data.shapes_drawing import (
 )
 
 NUMBER_WORDS = {"a": 1, "an": 1, "one": 1, "single": 1, "two": 2, "three": 3, "four": 4}
-MANY = [make_scene(3, "train", index) for index in range(3000)]
-SOME = MANY[:250]
+MANY = [make_scene(3, "train", index) for index in range(2000)]
+SOME = MANY[:120]
 
 
 def digests(folder):
@@ -115,45 +114,7 @@ def test_each_validation_caption_is_true_of_one_picture_only():
     scenes = [make_scene(0, "val", index) for index in distinct_indices(0, "val", 3000)]
     assert len({content(scene) for scene in scenes}) == 3000
     assert len({scene.caption.rstrip(".") for scene in scenes}) == 3000
-    assert len({content(scene) for scene in MANY}) < 2900  # as in training
-
-
-def test_a_smaller_validation_set_is_the_beginning_of_a_larger_one():
-    assert distinct_indices(5, "val", 300) == distinct_indices(5, "val", 900)[:300]
-
-
-def any_of(words):
-    return f"(?:{'|'.join(sorted(words, key=len, reverse=True))})"
-
-
-def grammar_of_one_subject():
-    """A pattern of the captions with a single subject, built from the renderer's tables."""
-    name = f"{any_of(COLORS)} {any_of(OUTLINES)}"
-    texture = f"(?:{any_of(['solid', 'striped', 'dotted', 'spotted', 'checkered'])} )?"
-    reversed_look = f"{any_of(COLORS)} {texture}{any_of(OUTLINES)}"
-    look = f"(?:{any_of(['small', 'little'])} (?:solid )?{name}|"
-    look += f"(?:{any_of(['large', 'big'])} )?(?:{texture}{name}|{reversed_look}))"
-    relation = any_of(words for ways in shapes.RELATIONS.values() for words in ways)
-    noun = any_of(["a", "an", "one", "a single"])
-    subject = f"{noun} {look}(?: {relation} {noun} (?:{any_of(['small', 'large'])} )?"
-    subject += f"(?:solid )?{name})?"
-    shade = any_of(BACKGROUNDS)
-    plain = f"a (?:{any_of(['striped', 'dotted', 'checkered'])} )?{shade} background"
-    background = any_of([plain, *(way.format(shade, shade) for way in shapes.GRADIENTS)])
-    sentences = (s.format(subject=subject, background=background) for s in shapes.SENTENCES)
-    return re.compile(rf"{any_of(sentences)}\.?")
-
-
-def test_prompts_read_like_captions():
-    grammar = grammar_of_one_subject()
-    for scene in MANY:
-        if len(scene.subject.places) == 1:
-            assert grammar.fullmatch(scene.caption), scene.caption
-    assert not grammar.fullmatch("a picture of the red star.")
-    for template in TEMPLATES:
-        assert template.count("{}") == 1 and not re.search(r"\ban? {}", template)
-        for name in CLASSNAMES:
-            assert grammar.fullmatch(template.format(name)), template.format(name)
+    assert distinct_indices(0, "val", 900) == distinct_indices(0, "val", 3000)[:900]
 
 
 @pytest.fixture(scope="module")
@@ -231,32 +192,8 @@ def test_shard_layout_and_images(small_set):
             subject = scene.subject
             assert CLASSNAMES[int(data)] == f"{subject.color} {subject.shape}"
     assert not list(small_set.glob("*.partial"))
-
-
-# webdataset leaves the shard open.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_webdataset_reads_the_shards(small_set):
-    import webdataset
-
-    pipeline = webdataset.DataPipeline(
-        webdataset.SimpleShardList([str(small_set / "val-0000.tar")]),
-        webdataset.tarfile_to_samples(),
-    )
-    assert [s["__key__"] for s in pipeline] == [f"v{i:07d}" for i in range(20)]
-
-
-def test_class_names_and_templates(small_set):
-    names = (small_set / "classnames.txt").read_text().splitlines()
-    assert tuple(names) == CLASSNAMES
-    assert len(names) == len(set(names)) == len(CLASSES) >= 200
-    templates = (small_set / "templates.txt").read_text().splitlines()
-    assert tuple(templates) == TEMPLATES
-
-
-def test_classes_are_about_equally_frequent():
-    counts = Counter(shapes.class_of(scene) for scene in MANY)
-    assert len(counts) == len(CLASSES)
-    assert max(counts.values()) < 4 * len(MANY) / len(CLASSES)
+    for name, lines in (("classnames", CLASSNAMES), ("templates", TEMPLATES)):
+        assert (small_set / f"{name}.txt").read_text().splitlines() == list(lines)
 
 
 def test_captions_name_count_color_shape_and_size():
@@ -279,9 +216,9 @@ def test_captions_name_texture_relation_and_background():
     textures = {"striped": "striped", "dotted": "dotted", "spotted": "dotted"}
     textures |= {"checkered": "checkered", "solid": "solid"}
     for scene in MANY:
-        said = {textures[w] for w in re.findall(r"\w+", subject_words(scene)) if w in textures}
-        assert said <= {scene.subject.texture}, scene.caption
-        assert said or scene.subject.texture == "solid", scene.caption
+        named = {textures[w] for w in re.findall(r"\w+", subject_words(scene)) if w in textures}
+        assert named <= {scene.subject.texture}, scene.caption
+        assert named or scene.subject.texture == "solid", scene.caption
         assert "aa" not in scene.caption and not re.search(r"\ba orange|sss|  ", scene.caption)
         if scene.second is not None:
             relation = {w for ways in shapes.RELATIONS.values() for w in ways if w in scene.caption}
@@ -289,16 +226,6 @@ def test_captions_name_texture_relation_and_background():
             assert f" {scene.second.color} {scene.second.shape}" in scene.caption
         if re.search("background|gradient", scene.caption):
             assert all(color in scene.caption for color in scene.background.colors), scene.caption
-
-
-def test_second_object_differs_from_the_subject_and_is_smaller_unless_around_it():
-    for scene in MANY:
-        if scene.second is not None:
-            assert len(scene.subject.places) == 1
-            assert scene.second.shape != scene.subject.shape
-            assert scene.second.color in colors_beside(scene.subject.color)
-            smaller = scene.second.places[0].size < 0.75 * scene.subject.places[0].size
-            assert smaller == (scene.relation != "inside")
 
 
 def test_subject_has_the_named_color():
@@ -344,13 +271,6 @@ def test_objects_stand_in_the_relation_of_the_caption():
             assert (dx > dy) == (scene.relation in ("left", "right")), scene.caption
 
 
-def test_objects_lie_within_the_picture():
-    for scene in SOME:
-        mask = subject_mask(scene)
-        border = np.concatenate([mask[0], mask[-1], mask[:, 0], mask[:, -1]])
-        assert not border.any(), scene.caption
-
-
 def test_colors_are_distinguishable():
     for a in COLORS:
         distances = [color_distance(COLORS[a], COLORS[b]) for b in COLORS if a != b]
@@ -375,36 +295,13 @@ def test_shapes_are_distinguishable_at_16_pixels():
         assert all(np.abs(a - b).sum() > 12 for b in images[:i]), list(OUTLINES)[i]
 
 
-@pytest.mark.parametrize("image_size", [16, 33, 512])
-def test_image_sizes(tmp_path, image_size):
-    render_shapes(tmp_path, num_train=6, num_val=0, image_size=image_size)
-    (_, data), *_ = read_members(tmp_path / "train-0000.tar")
-    assert Image.open(io.BytesIO(data)).size == (image_size, image_size)
+BAD = {"num_train": 0, "num_val": -1, "image_size": 15, "seed": 2**64, "num_processes": 0}
 
 
-def test_progress_counts_the_images_of_each_shard(tmp_path, monkeypatch):
-    monkeypatch.setattr(shapes, "SAMPLES_PER_SHARD", 4)
-    counts = []
-    render_shapes(tmp_path, num_train=9, num_val=2, image_size=16, on_progress=counts.append)
-    assert counts == [4, 4, 1, 2]
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"num_train": 0},
-        {"num_train": -1},
-        {"num_val": -1},
-        {"image_size": 15},
-        {"seed": -1},
-        {"seed": 2**64},
-        {"num_processes": 0},
-    ],
-    ids=str,
-)
-def test_bad_arguments_are_refused(tmp_path, bad):
-    with pytest.raises(ValueError, match=next(iter(bad))):
-        render_shapes(tmp_path / "out", **{"num_train": 1, "num_val": 0, **bad})
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments_are_refused(tmp_path, name):
+    with pytest.raises(ValueError, match=name):
+        render_shapes(tmp_path / "out", **{"num_train": 1, "num_val": 0, name: BAD[name]})
     assert not (tmp_path / "out").exists()
 
 
