@@ -60,8 +60,7 @@ def write_int8(run: Path, out: Path, autocast: str | None) -> "dict[str, Tensor]
     `autocast` None stands for the run's.
     """
     from lowprec.clip.export import load_weights
-    from lowprec.clip.model import build_model
-    from lowprec.clip.precision import set_precision
+    from lowprec.clip.model import build_model, set_precision
     from lowprec.nn.inference import save_int8, to_int8
     from lowprec.train.build import set_parameter_dtype
 

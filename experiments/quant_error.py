@@ -156,7 +156,7 @@ def layer_rows(tensors: "dict[str, Tensor]", recipe: Recipe) -> Iterator[dict]:
     """
     from lowprec.diagnostics.noise import inner_dim, operand_noise, product, sqnr_db
     from lowprec.formats import parse_format
-    from lowprec.ops.reference import simulate
+    from lowprec.ops.reference import fake_quantize
 
     for name, operands in PRODUCTS.items():
         exact = [tensors[operand].float() for operand in operands]
@@ -170,7 +170,7 @@ def layer_rows(tensors: "dict[str, Tensor]", recipe: Recipe) -> Iterator[dict]:
                 continue
             how = formats.first if operand == operands[0] else formats.second
             format = parse_format(how.format)
-            used.append(simulate(tensor, format, how.granularity, tensor.dtype))
+            used.append(fake_quantize(tensor, format, how.granularity, tensor.dtype))
             row = {"format": how.format, "granularity": how.granularity}
             rows.append(row | operand_noise(tensor, format, how.granularity))
         facts = {"product": name, "inner_dim": inner_dim(name, exact[0])}

@@ -1,8 +1,8 @@
 """Number formats as data, and exact rounding to them.
 
-A format is written as in the field: "int8", "e4m3", "e5m2", or any "eXmY" of X exponent and Y
-mantissa bits. e4m3 and e5m2 are those of OCP (`torch.float8_e4m3fn`, `torch.float8_e5m2`). Every
-other eXmY has no code for inf or NaN, as the formats of OCP MX: e2m1 ends at 6, e3m2 at 28.
+Format names are "int8", "e4m3", "e5m2" and any other "eXmY" with X exponent and Y mantissa bits.
+e4m3 and e5m2 are OCP's (`torch.float8_e4m3fn`, `torch.float8_e5m2`). The other eXmY have no codes
+for inf or NaN, as in OCP MX: the largest e2m1 is 6, the largest e3m2 is 28.
 Source: OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats 1.0.
 """
 
@@ -15,53 +15,54 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Format:
-    """A number format with a sign: `max` is its largest number, `dtype` torch's type for it."""
+    """A signed number format: `max` is the largest number, `dtype` the torch dtype for it."""
 
     name: str
     max: float
     dtype: torch.dtype
-    exponent_bits: int = 0  # 0: integers
+    exponent_bits: int = 0  # 0 for integers
     mantissa_bits: int = 0
 
     @property
     def bias(self) -> int:
-        """What the exponent field is too large by."""
+        """Exponent bias: the exponent field minus the exponent."""
         return 2 ** (self.exponent_bits - 1) - 1
 
     @property
     def min_exponent(self) -> int:
-        """The exponent of the smallest normal number, and of all subnormal ones."""
+        """Exponent of the smallest normal number, which all subnormal numbers share."""
         return 1 - self.bias
 
 
 INT8 = Format("int8", 127.0, torch.int8)
 E4M3 = Format("e4m3", 448.0, torch.float8_e4m3fn, 4, 3)
 E5M2 = Format("e5m2", 57344.0, torch.float8_e5m2, 5, 2)
-_NAMED = {format.name: format for format in (INT8, E4M3, E5M2)}
+_PARSED = {format.name: format for format in (INT8, E4M3, E5M2)}
 
 
 def parse_format(name: str) -> Format:
-    """The format of a name; of an eXmY without a dtype in torch, float32 holds the values.
+    """The format with a name, parsed once; eXmY formats that torch lacks are stored as float32.
 
-    Raises ValueError for another name, or bits outside 1 <= X <= 7, 0 <= Y <= 10.
+    Raises ValueError for an unknown name, or bits outside 1 <= X <= 7, 0 <= Y <= 10.
     """
-    if name in _NAMED:
-        return _NAMED[name]
+    if name in _PARSED:
+        return _PARSED[name]
     bits = re.fullmatch(r"e(\d+)m(\d+)", name)
     if bits is None:
-        raise ValueError(f"format {name!r}: int8, e4m3, e5m2 or another eXmY is expected")
+        raise ValueError(f"format {name!r}: must be int8, e4m3, e5m2 or another eXmY")
     exponent, mantissa = int(bits[1]), int(bits[2])
     if not (1 <= exponent <= 7 and 0 <= mantissa <= 10):
-        raise ValueError(f"format {name!r}: 1 to 7 exponent and 0 to 10 mantissa bits are expected")
+        raise ValueError(f"format {name!r}: must have 1 to 7 exponent and 0 to 10 mantissa bits")
     bias = 2 ** (exponent - 1) - 1
     largest = 2.0 ** (2**exponent - 1 - bias) * (2 - 2.0**-mantissa)
-    return Format(name, largest, torch.float32, exponent, mantissa)
+    _PARSED[name] = Format(name, largest, torch.float32, exponent, mantissa)
+    return _PARSED[name]
 
 
 def round_to_format(x: Tensor, format: Format) -> Tensor:
-    """The nearest number of a format, ties to the even mantissa; float32, any shape.
+    """Rounds to the nearest number of a format, ties to even mantissa; any shape, float32.
 
-    A finite value beyond the largest saturates, NaN stays NaN and inf becomes NaN; of int8 too.
+    Finite values beyond the largest number saturate. NaN and inf become NaN, also for int8.
     """
     x = x.float()
     if format.exponent_bits:
@@ -74,7 +75,7 @@ def round_to_format(x: Tensor, format: Format) -> Tensor:
 
 
 def representable(format: Format) -> Tensor:
-    """Every number of a format, ascending, float32; zero once."""
+    """All numbers of a format, 1-d, ascending, float32; zero appears once."""
     if not format.exponent_bits:
         return torch.arange(-format.max, format.max + 1)
     mantissas = torch.arange(2**format.mantissa_bits, dtype=torch.float64) / 2**format.mantissa_bits

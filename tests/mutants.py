@@ -112,15 +112,15 @@ MUTANTS = {  # name: (file, line as it is, line as it must not be)
         "q_ptr + row * K + start + cols", "q_ptr + row * K + cols",
     ),
     "largest magnitude of the last program wins": (
-        "lowprec/ops/triton_tiles.py",
+        "lowprec/ops/triton_quantize.py",
         "tl.atomic_max(bits_ptr + cols, tl.max(bits, axis=0), mask=cols < K)",
         "tl.store(bits_ptr + cols, tl.max(bits, axis=0), mask=cols < K)",
     ),
     "transposed copy not transposed": (
-        "lowprec/ops/triton_tiles.py", "tl.trans(q), mask=mask_t", "q, mask=mask_t",
+        "lowprec/ops/triton_quantize.py", "tl.trans(q), mask=mask_t", "q, mask=mask_t",
     ),
     "transposed bytes not transposed": (
-        "lowprec/ops/triton_tiles.py", "at, tl.trans(q), mask=(cols", "at, q, mask=(cols",
+        "lowprec/ops/triton_quantize.py", "at, tl.trans(q), mask=(cols", "at, q, mask=(cols",
     ),
     "quotient not corrected": (
         "lowprec/ops/triton_quantize.py",

@@ -71,7 +71,7 @@ def build_from(module: str, name: str = "StableAdamW", **options: object) -> Cal
 
     def build(params: list[Tensor]) -> torch.optim.Optimizer:
         if module.startswith("timm"):
-            importlib.import_module("lowprec.clip.torchvision_shim")  # timm imports torchvision
+            importlib.import_module("lowprec.clip")  # timm imports torchvision
         optimizer = getattr(importlib.import_module(module), name)
         return optimizer(params, **COMMON, **options)
 

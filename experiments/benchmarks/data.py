@@ -33,7 +33,7 @@ import webdataset
 from torch.utils.data import DataLoader
 
 from experiments.entry import run_command
-from lowprec.clip.tokenizer import Tokenizer
+from lowprec.clip.text import Tokenizer
 from lowprec.config.schema import key
 from lowprec.data import index
 from lowprec.data.loader import (

@@ -137,8 +137,7 @@ def build(config: Config, case: str, device: object) -> object:
     """The model of a case in training mode: open_clip's own, or with a recipe's layers."""
     import torch
 
-    from lowprec.clip.model import blocks, build_model, compile_blocks
-    from lowprec.clip.precision import set_precision
+    from lowprec.clip.model import blocks, build_model, compile_blocks, set_precision
     from lowprec.train.build import set_parameter_dtype
 
     torch.manual_seed(config.seed)

@@ -1,4 +1,4 @@
-"""Weights to and from open_clip's checkpoints: safetensors, or .pt read as weights only."""
+"""Reads and writes weights as safetensors or open_clip's .pt; a .pt file executes no code."""
 
 import hashlib
 import json
@@ -8,26 +8,30 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from lowprec.clip.stable_embedding import fold
+NORM = ".token_embedding.norm."
 
 
 def find_weights(source: Path) -> Path:
-    """The weights of a run (of its newest checkpoint whose digest holds), a checkpoint, a file."""
+    """The weights file of a run (newest undamaged checkpoint) or a checkpoint; a file is itself.
+
+    Raises FileNotFoundError if there is none.
+    """
     source = Path(source)
     if source.is_file():
         return source
     for folder in (source, *sorted((source / "checkpoints").glob("step_*"), reverse=True)):
         weights, manifest = folder / "model.safetensors", folder / "manifest.json"
         if weights.is_file() and manifest.is_file():
-            if _digest(weights) == _promised_digest(manifest, weights.name):
+            if _digest(weights) == _recorded_digest(manifest, weights.name):
                 return weights
             print(f"warning: {weights} is damaged; trying an older checkpoint")
-    raise FileNotFoundError(f"{source} holds no weights: a run, a checkpoint or a file is expected")
+    raise FileNotFoundError(f"{source} has no weights: must be a run, a checkpoint or a file")
 
 
-def _promised_digest(manifest: Path, name: str) -> str | None:
-    """What a manifest says of a file; None where the manifest is damaged."""
+def _recorded_digest(manifest: Path, name: str) -> str | None:
+    """The sha256 of a file in a manifest; None if the manifest is damaged."""
     try:
         return json.loads(manifest.read_text())["files"][name]["sha256"]
     except (ValueError, LookupError, TypeError):
@@ -35,7 +39,7 @@ def _promised_digest(manifest: Path, name: str) -> str | None:
 
 
 def weights_digest(source: Path) -> str:
-    """sha256 of the weights file."""
+    """sha256 of the weights file, see `find_weights`."""
     return _digest(find_weights(source))
 
 
@@ -45,13 +49,12 @@ def _digest(path: Path) -> str:
 
 
 def read_weights(source: Path) -> dict[str, Tensor]:
-    """Tensors by open_clip's names, from safetensors or a .pt file of open_clip.
+    """Tensors by open_clip's names, from .safetensors or open_clip's .pt; see `find_weights`.
 
-    The norm of a stable embedding is worked into its rows.
-
-    A .pt file is read with `weights_only=True`, without fallback: nothing in it is executed.
-    Its tensors may lie under "state_dict" (open_clip's trainer) and behind "module." (DDP).
-    ValueError names a file that is damaged or holds anything but weights.
+    Folds the norm of a stable embedding into its rows. A .pt file is read with
+    `weights_only=True`, so that nothing in it is executed; its tensors may be under "state_dict"
+    (open_clip's trainer) and their names may start with "module." (DDP).
+    Raises ValueError for a file that is damaged or contains anything but weights.
     """
     path = find_weights(source)
     try:
@@ -60,17 +63,31 @@ def read_weights(source: Path) -> dict[str, Tensor]:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
-    except Exception as error:  # noqa: BLE001 (of damaged bytes, torch raises whatever comes)
+    except Exception as error:  # noqa: BLE001 (torch raises all kinds for damaged files)
         raise ValueError(f"{path} cannot be read as weights: {_reason(error)}") from error
     if isinstance(state, dict):
         state = state.get("state_dict", state)
     if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
-        raise ValueError(f"{path} holds something else than tensors by name")
+        raise ValueError(f"{path} contains something other than named tensors")
     return {str(name).removeprefix("module."): tensor for name, tensor in state.items()}
 
 
+def fold(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Folds a StableEmbedding's norm into its rows: the same function under open_clip's names."""
+    norms = {name: tensor for name, tensor in state.items() if NORM in f".{name}"}
+    folded = {name: tensor for name, tensor in state.items() if name not in norms}
+    for name, gain in norms.items():
+        owner = name.removesuffix(".norm.weight")
+        if owner != name:
+            rows = folded[f"{owner}.weight"]
+            bias = norms[f"{owner}.norm.bias"]
+            normed = F.layer_norm(rows.float(), gain.shape, gain.float(), bias.float())
+            folded[f"{owner}.weight"] = normed.to(rows.dtype)
+    return folded
+
+
 def _reason(error: Exception) -> str:
-    """What torch says in its first sentence, and what a refused pickle would have called."""
+    """The first sentence of torch's message, and the function that a refused pickle would call."""
     text = str(error)
     called = re.search(r"GLOBAL (\S+) (?:was not|whose)", text)
     sentence = text.partition(". ")[0].partition("\n")[0]
@@ -79,17 +96,17 @@ def _reason(error: Exception) -> str:
 
 
 def load_weights(model: nn.Module, source: Path) -> None:
-    """Loads weights into a model; ValueError names the tensors that do not fit."""
-    found, wanted = read_weights(source), model.state_dict()
+    """Loads weights into a model; raises ValueError with the tensors whose shapes differ."""
+    weights, expected = read_weights(source), model.state_dict()
     differing = [
-        f"{name} is {shape(found.get(name))}, not {shape(wanted.get(name))}"
-        for name in sorted({*found, *wanted})
-        if shape(found.get(name)) != shape(wanted.get(name))
+        f"{name} is {shape(weights.get(name))}, not {shape(expected.get(name))}"
+        for name in sorted({*weights, *expected})
+        if shape(weights.get(name)) != shape(expected.get(name))
     ]
     if differing:
         more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
         raise ValueError(f"{source} does not fit the model: {'; '.join(differing[:3])}{more}")
-    model.load_state_dict(found)
+    model.load_state_dict(weights)
 
 
 def shape(tensor: Tensor | None) -> tuple[int, ...] | str:
@@ -98,7 +115,10 @@ def shape(tensor: Tensor | None) -> tuple[int, ...] | str:
 
 
 def write_weights(state: dict[str, Tensor], target: Path) -> None:
-    """Writes tensors as `.safetensors`, or as `.pt` in the layout of open_clip's trainer."""
+    """Writes tensors as `.safetensors`, or as `.pt` with the layout of open_clip's trainer.
+
+    Raises ValueError for another suffix.
+    """
     target = Path(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.suffix == ".safetensors":
@@ -106,4 +126,4 @@ def write_weights(state: dict[str, Tensor], target: Path) -> None:
     elif target.suffix == ".pt":
         torch.save({"state_dict": state}, target)
     else:
-        raise ValueError(f"{target}: weights are written as .safetensors or .pt")
+        raise ValueError(f"{target}: weights must be written as .safetensors or .pt")

@@ -1,4 +1,4 @@
-"""CLIP models of open_clip, built from our schema with open_clip's parameter names kept."""
+"""open_clip's CLIP models, built from the config schema with open_clip's parameter names."""
 
 import copy
 from collections.abc import Callable
@@ -9,23 +9,36 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from lowprec.clip.torchvision_shim import open_clip
-from lowprec.config.schema import PRESETS, ModelConfig
+from lowprec.clip import open_clip
+from lowprec.config.schema import PRESETS, ModelConfig, PrecisionConfig
+from lowprec.nn.attention import Attention
+from lowprec.nn.recipe import RECIPES, custom_recipe
+from lowprec.nn.replace import Layer, NoLayerError, apply_recipe
 
 TEXT_HEAD_WIDTH = 64
+TIMM_NAMES = {  # name of a layer in open_clip: in timm
+    "in_proj": "attn.qkv",
+    "out_proj": "attn.proj",
+    "c_fc": "mlp.fc1",
+    "c_proj": "mlp.fc2",
+}
 
 
 class PatchDropout(nn.Module):
-    """Keeps a random share of the patches of every image in training; the class token stays.
+    """Keeps a random fraction of each image's patches in training, and always the class token.
 
     `[batch, 1 + patches, width] -> [batch, 1 + kept, width]`; kept = max(1, int(patches (1 - p))).
-    The same distribution as open_clip's, drawn on the tensor's device: open_clip draws on the CPU,
-    which makes every step wait for a copy.
-
-    With `batch_size` each forward gets a part of a whole batch of that size: of the share of rank
-    `rank` of `num_ranks`, one micro-batch after the other. It drops what it would drop in the whole
-    batch: the draw is the whole batch's and depends neither on the ranks nor on the micro-batches.
+    Draws from open_clip's distribution, but on the tensor's device: open_clip draws on the CPU, so
+    that each step waits for a copy.
     Source: arXiv:2212.00794.
+
+    Args:
+        probability: p, the fraction of patches to drop.
+        batch_size: size of the global batch. If given, numbers are drawn for the whole batch, and
+            consecutive forwards use the rows of this rank's consecutive micro-batches, so that the
+            result depends on neither the number of ranks nor the micro-batches.
+        rank: index of this process.
+        num_ranks: number of processes that share the batch.
     """
 
     def __init__(
@@ -40,7 +53,7 @@ class PatchDropout(nn.Module):
         self.drawn: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Drops patches in training mode; the identity otherwise."""
+        """Drops patches in training mode; returns x otherwise."""
         if not self.training:
             return x
         batch, tokens, width = x.shape
@@ -61,12 +74,12 @@ class PatchDropout(nn.Module):
 
 
 def build_model(config: ModelConfig, intervention: str = "none") -> nn.Module:
-    """A freshly initialized model; `model(images, tokens)` gives a dict of features and scale.
+    """A newly initialized model; `model(images, tokens)` returns a dict of features and scale.
 
-    images: float [batch, 3, image_size, image_size], normalized; tokens: int64 [batch,
-    context_length]. `image_features` and `text_features` are [batch, embed_dim] of norm 1,
-    `logit_scale` is 0-d. `intervention`: "none", "zero_init" (layer-scale 0.0 on both sublayers of
-    every block of both towers) or "kq_norm" (layer norm of keys and queries).
+    images: normalized, float [batch, 3, image_size, image_size]; tokens: int64 [batch,
+    context_length]. `image_features` and `text_features` are [batch, embed_dim] with norm 1,
+    `logit_scale` is 0-d. `intervention`: "none", "zero_init" (layer scale 0.0 on both sublayers of
+    all blocks) or "kq_norm" (layer norm for keys and queries).
     """
     changes = {
         "none": {},
@@ -121,8 +134,77 @@ def _build_open_clip(config: ModelConfig, changes: dict) -> nn.Module:
     )
 
 
+class StableEmbedding(nn.Embedding):
+    """Token embedding for 8-bit optimizers: `layer_norm(weight[tokens])`, Xavier-uniform weight.
+
+    The norm adds `token_embedding.norm.weight` and `.bias`, which open_clip does not have. Each row
+    is normalized by itself, so `lowprec.clip.export.fold` gives an equivalent plain embedding.
+    Source: the stable embedding layer, section 2.3, arXiv:2110.02861.
+    """
+
+    def __init__(self, num_tokens: int, width: int):
+        super().__init__(num_tokens, width)
+        self.norm = nn.LayerNorm(width)
+
+    def reset_parameters(self) -> None:
+        """Initializes the weights; torch calls it."""
+        nn.init.xavier_uniform_(self.weight)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """int64 [...] -> [..., width]."""
+        return self.norm(super().forward(input))
+
+
+def use_stable_embedding(model: nn.Module) -> None:
+    """Replaces a model's token embedding by a new StableEmbedding, in place.
+
+    Raises ValueError if the text tower is not open_clip's own.
+    """
+    tower = getattr(model, "text", model)
+    embedding = getattr(tower, "token_embedding", None)
+    if not isinstance(embedding, nn.Embedding):
+        raise ValueError("the text tower is not open_clip's own: it has no token_embedding")
+    tower.token_embedding = StableEmbedding(embedding.num_embeddings, embedding.embedding_dim)
+
+
+def set_precision(model: nn.Module, precision: PrecisionConfig) -> list[Layer]:
+    """Applies a recipe to the layers in `precision.where` of both towers, in place.
+
+    Also lets the attention kernel apply the text tower's causal mask. Returns the layers, or
+    nothing for recipe "high" and a model without such layers.
+    Raises ValueError if there are no such layers for another recipe; see `apply_recipe`.
+    """
+    recipe = RECIPES.get(precision.recipe) or custom_recipe(precision.products)
+    where = [*precision.where, *(TIMM_NAMES[name] for name in precision.where)]
+    try:
+        layers = apply_recipe(
+            model,
+            recipe,
+            where,
+            backend=precision.backend,
+            outlier_threshold=precision.outlier_threshold,
+            skip_slow=precision.skip_slow,
+        )
+    except NoLayerError:
+        if recipe.function:
+            raise
+        layers = []
+    text = getattr(model, "text", model)
+    mask = getattr(text, "attn_mask", None)
+    if mask is not None and _is_causal(mask) and getattr(text, "cls_emb", None) is None:
+        for module in text.transformer.modules():
+            if isinstance(module, Attention):
+                module.causal = True
+    return layers
+
+
+def _is_causal(mask: Tensor) -> bool:
+    """Whether a mask is -inf above the diagonal and 0 elsewhere."""
+    return torch.equal(mask, torch.full_like(mask, float("-inf")).triu(1))
+
+
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The residual attention blocks of open_clip's own towers, vision first; of others none."""
+    """The residual attention blocks of open_clip's own towers, vision first; no others."""
     return [block for tower in _transformers(model) for block in tower.resblocks]
 
 
@@ -133,24 +215,23 @@ def _transformers(model: nn.Module) -> list[nn.Module]:
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """torch.compile of every block, in place; parameter names stay.
+    """Compiles each block with torch.compile, in place; parameter names stay.
 
-    Where open_clip's checkpointing is on, the blocks take it over: between forward and backward a
-    block keeps its input and what attention gave, and computes the rest again in its compiled
-    backward, less what no gradient needs, such as its last product. It cannot be turned off later:
-    `set_grad_checkpointing(False)` comes before.
+    If open_clip's gradient checkpointing is on, it moves into the blocks: a block saves its input
+    and its attention output, and its compiled backward recomputes whatever else a gradient needs.
+    It can no longer be turned off; call `set_grad_checkpointing(False)` before if needed.
     """
     for transformer in _transformers(model):
         for block in transformer.resblocks:
-            taken = getattr(block.forward, "func", None) is _checkpointed  # by an earlier call
-            if transformer.grad_checkpointing and not taken:
+            is_checkpointed = getattr(block.forward, "func", None) is _checkpointed
+            if transformer.grad_checkpointing and not is_checkpointed:
                 block.forward = partial(_checkpointed, block.forward)
             block.compile(dynamic=False)
         transformer.grad_checkpointing = False
 
 
-# Attention's kernels: dear, small results, and random under dropout, so that a graph which computes
-# them again would have to set the generator back.
+# Results of attention kernels are small and expensive to recompute; with dropout, recomputing them
+# would also require resetting the random generator.
 _KEPT = [
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
@@ -165,7 +246,7 @@ def _checkpointed(forward: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 def image_size(model: nn.Module) -> int:
-    """Pixels a side of the images that the model takes."""
+    """Width and height, in pixels, of the images that the model expects."""
     size = model.visual.image_size
     return size[0] if isinstance(size, (tuple, list)) else size
 
@@ -173,8 +254,8 @@ def image_size(model: nn.Module) -> int:
 def contrastive_loss(rank: int = 0, world_size: int = 1, local_loss: bool = False) -> nn.Module:
     """open_clip's symmetric cross entropy over the batch: `loss(**model(images, tokens))`, 0-d.
 
-    In several processes features are gathered with their gradients; `local_loss`: each rank
-    computes its own rows of the loss, not all of them.
+    With several processes, features are gathered with their gradients; with `local_loss`, each
+    rank computes only its own rows of the loss.
     """
     return open_clip.loss.ClipLoss(
         local_loss=local_loss, gather_with_grad=True, rank=rank, world_size=world_size
@@ -182,7 +263,7 @@ def contrastive_loss(rank: int = 0, world_size: int = 1, local_loss: bool = Fals
 
 
 class Normalize(nn.Module):
-    """uint8 [batch, 3, height, width] -> float32 alike, by CLIP's mean and deviation."""
+    """uint8 [batch, 3, height, width] -> float32, with CLIP's mean and standard deviation."""
 
     def __init__(self):
         super().__init__()
@@ -191,5 +272,5 @@ class Normalize(nn.Module):
         self.register_buffer("std", torch.tensor(std)[:, None, None] * 255)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Normalizes on the images' device, which must be the module's."""
+        """Normalizes images on the module's device."""
         return (images.float() - self.mean) / self.std

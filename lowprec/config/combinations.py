@@ -174,8 +174,8 @@ def _is_native(precision: PrecisionConfig) -> bool:
             known = custom_recipe(precision.products or {})
         except ValueError:
             return True
-    products = () if known is None else (known.output, known.grad_input, known.grad_weight)
-    return any(product is not None and product.real for product in products)
+    products = () if known is None else known.products
+    return any(product is not None and product.native for product in products)
 
 
 def _recipe_faults(precision: PrecisionConfig) -> Iterator[str]:

@@ -45,7 +45,7 @@ def operand_noise(x: Tensor, format: Format, granularity: str) -> dict[str, floa
         elements that become 0; `kurtosis` of the operand.
     """
     x = x.float()
-    x_hat = reference.simulate(x, format, granularity, torch.float32)
+    x_hat = reference.fake_quantize(x, format, granularity, torch.float32)
     is_nonzero = x != 0
     lost = (is_nonzero & (x_hat == 0)).sum() / is_nonzero.sum().clamp(min=1)
     saturated = math.nan
@@ -119,7 +119,7 @@ def dot_error_variance(
     """
     x, w = x_MK.float(), w_NK.float()
     x_hat, w_hat = (
-        reference.simulate(t, format, granularity, torch.float32)
+        reference.fake_quantize(t, format, granularity, torch.float32)
         for t, format, granularity in zip((x, w), formats, granularities, strict=True)
     )
     error = x_hat.double() @ w_hat.double().T - x.double() @ w.double().T

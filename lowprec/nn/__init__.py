@@ -1,4 +1,4 @@
-"""Low-precision layers. Loaded when first asked for: `nn.recipe` alone needs no torch."""
+"""Low-precision layers, loaded on first access: importing `nn.recipe` needs no torch."""
 
 import importlib
 

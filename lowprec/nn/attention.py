@@ -3,19 +3,22 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowprec.nn.linear import linear
-from lowprec.nn.recipe import Recipe
+from lowprec.nn.linear import Settings, linear
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention that takes the parameters of the module it replaces.
+    """Multi-head self-attention with the parameters and hooks of the module it replaces.
 
-    Stands for nn.MultiheadAttention (`replaced(q, k, v, ...) -> (output, None)`) and for the
-    attention of open_clip's custom blocks (`replaced(x, ...) -> output`), parameter names kept:
-    in_proj_weight [3 width, width], in_proj_bias, out_proj, ln_q and ln_k where there are some.
-    Its hooks stay too.
-    Queries, keys and values are views of one product, never copied; with `causal` the mask that a
-    caller hands over must be the causal one, and is left to the attention kernel.
+    Replaces nn.MultiheadAttention (`module(q, k, v, ...) -> (output, None)`) and the attention of
+    open_clip's custom blocks (`module(x, ...) -> output`). Parameters keep their names:
+    in_proj_weight [3 width, width], in_proj_bias, out_proj and, if present, ln_q and ln_k.
+    Queries, keys and values are views of one product and are never copied.
+
+    Attributes:
+        causal: if True, the attention kernel masks causally and the mask that a caller passes is
+            ignored; it must be the causal one.
+        in_proj_settings: how the projection of queries, keys and values multiplies; None for
+            F.linear.
     """
 
     def __init__(self, replaced: nn.Module):
@@ -28,22 +31,14 @@ class Attention(nn.Module):
         self.ln_q = getattr(replaced, "ln_q", nn.Identity())
         self.ln_k = getattr(replaced, "ln_k", nn.Identity())
         self.out_proj = replaced.out_proj
-        self.in_proj_settings: dict | None = None
+        self.in_proj_settings: Settings | None = None
         carry_hooks(replaced, self)
-
-    def set_in_proj_recipe(self, recipe: Recipe, backend: str, outlier_threshold: float) -> None:
-        """Makes the fused projection of queries, keys and values one low-precision product."""
-        self.in_proj_settings = {
-            "recipe": recipe,
-            "backend": backend,
-            "outlier_threshold": outlier_threshold,
-        }
 
     def in_proj(self, x: Tensor) -> Tensor:
         """[batch, tokens, width] -> [batch, tokens, 3 width]: queries, keys, values."""
         if self.in_proj_settings is None:
             return F.linear(x, self.in_proj_weight, self.in_proj_bias)
-        return linear(x, self.in_proj_weight, self.in_proj_bias, **self.in_proj_settings)
+        return linear(x, self.in_proj_weight, self.in_proj_bias, self.in_proj_settings)
 
     def forward(
         self,
@@ -53,10 +48,10 @@ class Attention(nn.Module):
         need_weights: bool = False,
         attn_mask: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, None]:
-        """[batch, tokens, width] -> the same; a pair with None where nn.MultiheadAttention was.
+        """[batch, tokens, width] -> the same shape; (output, None) for nn.MultiheadAttention.
 
-        ValueError for other keys or values than the queries', which full backward hooks on this
-        module make of them too, or for `need_weights`.
+        Raises ValueError for `need_weights`, and if keys or values are not the same tensor as the
+        queries. Full backward hooks on this module make them different tensors.
         """
         if (key is not None and key is not x) or (value is not None and value is not x):
             raise ValueError("keys and values must be the queries: this is self-attention")
@@ -74,9 +69,9 @@ class Attention(nn.Module):
         return (output, None) if self.returns_pair else output
 
     def largest_logit(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
-        """The largest `q k / sqrt(head width)` that the mask lets through: float32, 0-d.
+        """The largest `q k / sqrt(head width)` that is not masked: float32, 0-d.
 
-        Computes all of them, [batch, heads, tokens, tokens].
+        Needs memory for all logits, [batch, heads, tokens, tokens].
         """
         query, key, _ = self._project(x)
         logits = (query @ key.transpose(2, 3)).float() / query.shape[-1] ** 0.5
@@ -93,7 +88,7 @@ class Attention(nn.Module):
 
 
 def _additive(mask: Tensor, batch: int, num_heads: int) -> Tensor:
-    """A mask as nn.MultiheadAttention takes it, as one that is added: True becomes -inf."""
+    """Turns nn.MultiheadAttention's mask into one that is added to the logits: True to -inf."""
     if mask.ndim == 3:
         mask = mask.reshape(batch, num_heads, *mask.shape[1:])
     if not mask.is_floating_point():
@@ -104,7 +99,7 @@ def _additive(mask: Tensor, batch: int, num_heads: int) -> Tensor:
 def is_replaceable(module: nn.Module) -> bool:
     """Whether a module is self-attention that `Attention` computes exactly.
 
-    Not a subclass of nn.MultiheadAttention, a patched forward or a parametrized weight.
+    False for subclasses of nn.MultiheadAttention, patched forwards and parametrized weights.
     """
     if module._parameters.get("in_proj_weight") is None or "forward" in vars(module):
         return False
@@ -112,7 +107,7 @@ def is_replaceable(module: nn.Module) -> bool:
         plain = module.bias_k is None and not module.add_zero_attn and module.dropout == 0
         return plain and module.batch_first and type(module) is nn.MultiheadAttention
     if not hasattr(module, "ln_inner"):
-        return False  # not open_clip's own
+        return False  # only open_clip's attention has ln_inner
     return (
         module.logit_scale is None
         and module.head_scale is None
@@ -122,5 +117,5 @@ def is_replaceable(module: nn.Module) -> bool:
 
 
 def carry_hooks(old: nn.Module, new: nn.Module) -> None:
-    """Gives a module that stands for another its hooks of every kind; their handles still work."""
+    """Moves hooks of all kinds from a module to its replacement; their handles still work."""
     vars(new).update((name, value) for name, value in vars(old).items() if "_hook" in name)

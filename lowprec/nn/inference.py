@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from lowprec import ops
 from lowprec.formats import INT8
 from lowprec.nn.attention import Attention, carry_hooks
-from lowprec.nn.checks import compute_dtype
+from lowprec.nn.linear import compute_dtype
 from lowprec.nn.mlp import unfuse
 from lowprec.nn.replace import LAYERS, apply_recipe, is_plain, replace_attention, swap_modules
 

@@ -1,6 +1,6 @@
-"""The MLP of a transformer block as one function: quantization fused with the GELU inside.
+"""The MLP of a transformer block as one function that quantizes GELU's result as it computes it.
 
-Shape suffixes: M = batch * tokens, K = features of the block, N = features inside.
+Shape suffixes: M = batch * tokens, K = features of the block, N = hidden features.
 """
 
 import torch
@@ -9,39 +9,42 @@ from torch import Tensor, nn
 
 from lowprec import ops
 from lowprec.formats import parse_format
-from lowprec.nn.checks import compute_dtype, refuse_second_derivative
-from lowprec.nn.linear import LowPrecisionLinear, SwitchBackLinear
+from lowprec.nn.linear import (
+    LowPrecisionLinear,
+    SwitchBackLinear,
+    compute_dtype,
+    refuse_second_derivative,
+)
 from lowprec.nn.recipe import Recipe
 
 
 class LowPrecisionMLP(nn.Sequential):
-    """c_fc, gelu, c_proj: the modules of the Sequential it replaces, run as one function.
+    """c_fc, gelu and c_proj, the children of the Sequential it replaces, run as one function.
 
-    The result is that of the three modules, up to the rounding of GELU. Between forward and
-    backward it keeps the input and the input of GELU, and of the weights transposed 8-bit copies:
-    of these, what the gradients that are wanted need.
-    With gradients its children are not called, unless one of them has a hook.
+    The result equals that of the three modules up to the rounding of GELU. For backward it saves
+    its input, GELU's input and transposed 8-bit copies of the weights, each only if a requested
+    gradient needs it. Without gradients, or if a child has a hook, the children are called.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., features] -> the same."""
+        """[..., features] -> the same shape."""
         fc, proj = self.c_fc, self.c_proj
         if not torch.is_grad_enabled() or x.numel() == 0 or not _is_fusible_chain(self):
             return super().forward(x)
         x_MK = x.reshape(-1, x.shape[-1]).to(compute_dtype(x))
-        output = _MLP.apply(x_MK, fc.weight, fc.bias, proj.weight, proj.bias, fc.recipe, fc.backend)
+        output = _MLP.apply(x_MK, fc.weight, fc.bias, proj.weight, proj.bias, fc.settings)
         return output.view(*x.shape[:-1], proj.out_features)
 
 
 def fuse(model: nn.Module) -> None:
-    """Makes one function of every c_fc, exact GELU, c_proj under one recipe that it knows."""
+    """Fuses each c_fc, exact GELU, c_proj whose layers share settings that allow it, in place."""
     for module in model.modules():
         if type(module) is nn.Sequential and _is_fusible_chain(module):
             module.__class__ = LowPrecisionMLP  # the same children, hooks and mode
 
 
 def unfuse(model: nn.Module) -> None:
-    """Makes every fused MLP the three modules it holds, each of which runs by itself again."""
+    """Turns fused MLPs back into nn.Sequential, in place."""
     for module in model.modules():
         if isinstance(module, LowPrecisionMLP):
             module.__class__ = nn.Sequential
@@ -57,8 +60,8 @@ def _is_fusible_chain(mlp: nn.Sequential) -> bool:
         and gelu.approximate == "none"
         and type(fc) in (LowPrecisionLinear, SwitchBackLinear)
         and type(proj) in (LowPrecisionLinear, SwitchBackLinear)
-        and (fc.recipe, fc.backend) == (proj.recipe, proj.backend)
-        and fc.outlier_threshold == proj.outlier_threshold == 0
+        and fc.settings == proj.settings
+        and fc.settings.outlier_threshold == 0
         and fc.bias is not None
         and proj.bias is not None
         and is_fusible(fc.recipe)
@@ -67,29 +70,27 @@ def _is_fusible_chain(mlp: nn.Sequential) -> bool:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Whether a call of the module calls more than its forward."""
+    """Whether calling the module runs hooks beside its forward."""
     forward = module._forward_hooks or module._forward_pre_hooks
     return bool(forward or module._backward_hooks or module._backward_pre_hooks)
 
 
 def is_fusible(recipe: Recipe) -> bool:
-    """Real 8-bit products with row-wise x and g and a tensor-wise W, weight gradient in 16 bit."""
-    products = (recipe.output, recipe.grad_input)
+    """Native products with row-wise x and g and a tensor-wise W, 16-bit weight gradient."""
     return (
-        recipe.grad_weight is None
+        recipe.shares_weight
+        and recipe.grad_weight is None
         and not recipe.saves_int8
-        and all(product is not None and product.real for product in products)
-        and all(product.first.granularity == "rowwise" for product in products)
-        and all(product.second.granularity == "tensorwise" for product in products)
-        and products[0].second == products[1].second
+        and recipe.output.first.granularity == recipe.grad_input.first.granularity == "rowwise"
     )
 
 
 class _MLP(torch.autograd.Function):
-    """Products of a SwitchBack recipe with GELU between them."""
+    """The products of a SwitchBack recipe with GELU in between."""
 
     @staticmethod
-    def forward(ctx, x_MK, w1_NK, bias1, w2_KN, bias2, recipe, backend):
+    def forward(ctx, x_MK, w1_NK, bias1, w2_KN, bias2, settings):
+        recipe, backend = settings.recipe, settings.backend
         x_format = parse_format(recipe.output.first.format)
         w_format = parse_format(recipe.output.second.format)
         dtype = x_MK.dtype
@@ -137,4 +138,4 @@ class _MLP(torch.autograd.Function):
         if needs_w1:
             grad_w1 = g_MN.T @ x_MK
         gradients = zip((grad_x, grad_w1, grad_bias1, grad_w2, grad_bias2), ctx.dtypes, strict=True)
-        return *(None if g is None else g.to(kind) for g, kind in gradients), None, None
+        return *(None if g is None else g.to(kind) for g, kind in gradients), None

@@ -2,30 +2,32 @@
 
     output = x W^T        grad_input = g W        grad_weight = g^T x
 
-Granularity words name the stored tensors x[M, K], W[N, K], g[M, N], whatever the transposition in
-the product. A product that is None is computed in the 16-bit (autocast) dtype. int8 products, and
-fp8 ones under `hardware`, run on the matrix units of 8-bit numbers. Other fp8 products are
-simulated: operands are rounded to exact fp8 values, scaled back, and multiplied in 16 bit.
+Granularities refer to the tensors as stored, x[M, K], W[N, K], g[M, N], even where the product
+transposes them. A product of None runs in the 16-bit (autocast) dtype. Native products run on
+8-bit matrix units: int8, and fp8 in recipes whose name starts with `hw_`. Other fp8 products are
+fake-quantized: operands are rounded to fp8 values, scaled back and multiplied in 16 bit.
 
-Data alone: imports no torch, so that a config can be checked against it.
+Imports no torch, so that a config can be checked without it.
 """
 
 import re
 from dataclasses import dataclass
 
+from lowprec.nearest import nearest
+
 PRODUCTS = {"output": ("x", "w"), "grad_input": ("g", "w"), "grad_weight": ("g", "x")}
-CONTRACTED = {  # product: the granularity of each operand whose scale varies where it is summed
+CONTRACTED = {  # product: the granularity of each operand that varies along the summed dimension
     "output": {"x": "columnwise", "w": "columnwise"},
     "grad_input": {"g": "columnwise", "w": "rowwise"},
     "grad_weight": {"g": "rowwise", "x": "rowwise"},
 }
 GRANULARITIES = ("rowwise", "columnwise", "tensorwise")
-FORMATS = r"int8|e[1-7]m(\d|10)"  # the names that `lowprec.formats` knows
+FORMATS = r"int8|e[1-7]m(\d|10)"  # the names that `lowprec.formats` parses
 
 
 @dataclass(frozen=True)
 class Operand:
-    """How one tensor of a product is quantized; `lowprec.formats` knows the formats."""
+    """How one tensor of a product is quantized; `lowprec.formats` defines the formats."""
 
     format: str
     granularity: str
@@ -33,19 +35,22 @@ class Operand:
 
 @dataclass(frozen=True)
 class Product:
-    """The operands of one product, in the order of PRODUCTS; `real`: on 8-bit matrix units."""
+    """The operands of one product, in the order of PRODUCTS.
+
+    `native`: multiplied on 8-bit matrix units; otherwise fake-quantized.
+    """
 
     first: Operand
     second: Operand
-    real: bool
+    native: bool
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The three products of a layer; None: 16 bit.
+    """The three products of a layer; None for 16 bit.
 
-    `saves_int8`: backward keeps the quantized input and weight instead of the input. `function`:
-    a custom autograd function even where every product is 16 bit.
+    `saves_int8`: keeps the quantized input for backward instead of the 16-bit input. `function`:
+    uses a custom autograd function even if all products are 16-bit.
     """
 
     name: str
@@ -56,22 +61,39 @@ class Recipe:
     function: bool = True
 
     @property
-    def is_real(self) -> bool:
-        """Whether every 8-bit product runs on 8-bit matrix units."""
-        products = (self.output, self.grad_input, self.grad_weight)
-        return all(product is None or product.real for product in products)
+    def products(self) -> tuple[Product | None, ...]:
+        """The three products, in the order of PRODUCTS."""
+        return self.output, self.grad_input, self.grad_weight
+
+    @property
+    def is_native(self) -> bool:
+        """Whether no product is fake-quantized."""
+        return all(product is None or product.native for product in self.products)
+
+    @property
+    def shares_weight(self) -> bool:
+        """Whether output and grad_input multiply by the same quantized weight, once transposed."""
+        output, grad_input = self.output, self.grad_input
+        if output is None or grad_input is None or not (output.native and grad_input.native):
+            return False
+        return output.second == grad_input.second and output.second.granularity == "tensorwise"
 
 
 def _int8(first: str, second: str) -> Product:
-    return Product(Operand("int8", first), Operand("int8", second), real=True)
+    return Product(Operand("int8", first), Operand("int8", second), native=True)
 
 
-def _forward_fp8(x: str, w: str, real: bool = False) -> Product:
-    return Product(Operand("e4m3", x), Operand("e4m3", w), real)
+def _fp8(name: str, output, grad_input, grad_weight=None, native: bool = False) -> Recipe:
+    """A recipe with e4m3 inputs and weights and e5m2 gradients, from pairs of granularities."""
 
+    def product(first_format: str, granularities: tuple[str, str] | None) -> Product | None:
+        if granularities is None:
+            return None
+        first, second = granularities
+        return Product(Operand(first_format, first), Operand("e4m3", second), native)
 
-def _backward_fp8(g: str, other: str, real: bool = False) -> Product:
-    return Product(Operand("e5m2", g), Operand("e4m3", other), real)
+    backward = (product("e5m2", pair) for pair in (grad_input, grad_weight))
+    return Recipe(name, product("e4m3", output), *backward)
 
 
 ROW, COLUMN, TENSOR = GRANULARITIES
@@ -79,53 +101,46 @@ RECIPES = {
     recipe.name: recipe
     for recipe in (
         Recipe("high", function=False),
-        Recipe("autograd_high"),  # algorithm 5: the fair baseline of speed
+        Recipe("autograd_high"),  # algorithm 5: the baseline for comparisons of speed
         Recipe("switchback", _int8(ROW, TENSOR), _int8(ROW, TENSOR)),  # algorithm 1
         Recipe("switchback_m", _int8(ROW, TENSOR), _int8(ROW, TENSOR), saves_int8=True),
         Recipe("switchback_q", _int8(ROW, ROW), _int8(ROW, COLUMN)),
         Recipe("llm_int8", _int8(ROW, ROW), _int8(ROW, COLUMN), _int8(COLUMN, COLUMN)),
-        Recipe(
-            "fp8_tensorwise",
-            _forward_fp8(TENSOR, TENSOR),
-            _backward_fp8(TENSOR, TENSOR),
-            _backward_fp8(TENSOR, TENSOR),
-        ),
-        Recipe(
-            "fp8_rowwise",
-            _forward_fp8(ROW, ROW),
-            _backward_fp8(ROW, COLUMN),
-            _backward_fp8(COLUMN, COLUMN),
-        ),
-        Recipe("fp8_switchback", _forward_fp8(ROW, TENSOR), _backward_fp8(ROW, TENSOR)),
-        Recipe(
-            "fp8_switchback_blocks", _forward_fp8("blocks", TENSOR), _backward_fp8("blocks", TENSOR)
-        ),
-        Recipe(
-            "hw_fp8_tensorwise",
-            _forward_fp8(TENSOR, TENSOR, real=True),
-            _backward_fp8(TENSOR, TENSOR, real=True),
-            _backward_fp8(TENSOR, TENSOR, real=True),
-        ),
-        Recipe(
-            "hw_fp8_switchback",
-            _forward_fp8(ROW, TENSOR, real=True),
-            _backward_fp8(ROW, TENSOR, real=True),
-        ),
+        _fp8("fp8_tensorwise", (TENSOR, TENSOR), (TENSOR, TENSOR), (TENSOR, TENSOR)),
+        _fp8("fp8_rowwise", (ROW, ROW), (ROW, COLUMN), (COLUMN, COLUMN)),
+        _fp8("fp8_switchback", (ROW, TENSOR), (ROW, TENSOR)),
+        _fp8("fp8_switchback_blocks", ("blocks", TENSOR), ("blocks", TENSOR)),
+        _fp8("hw_fp8_tensorwise", *[(TENSOR, TENSOR)] * 3, native=True),
+        _fp8("hw_fp8_switchback", (ROW, TENSOR), (ROW, TENSOR), native=True),
     )
 }
 
 
-def custom_recipe(products: dict) -> Recipe:
-    """The recipe of `precision.recipe=custom`, from `precision.products`.
+def find_recipe(recipe: str | Recipe) -> Recipe:
+    """The recipe with a name in RECIPES; a Recipe is returned as it is.
 
-    Of each product in PRODUCTS "high", or its format and the granularity of each operand:
-    `{format: int8, x: rowwise, w: tensorwise}`. int8 multiplies in int8; eXmY is simulated, and
-    `format` may then be one name for each operand: `{format: {g: e5m2, w: e4m3}, g: rowwise, ...}`.
-    Raises ValueError for another key, format or granularity, and for an int8 scale that varies
+    Raises ValueError with the known names for any other name.
+    """
+    if isinstance(recipe, Recipe):
+        return recipe
+    if recipe not in RECIPES:
+        hint = nearest(str(recipe), RECIPES)
+        raise ValueError(f"recipe {recipe!r}: must be one of {', '.join(RECIPES)}{hint}")
+    return RECIPES[recipe]
+
+
+def custom_recipe(products: dict) -> Recipe:
+    """The recipe for `precision.recipe=custom`, from `precision.products`.
+
+    Each product in PRODUCTS is "high" (also if left out), or its format and the granularity of
+    each operand: `{format: int8, x: rowwise, w: tensorwise}`. int8 products are native and eXmY
+    products fake-quantized. `format` may be one name per operand:
+    `{format: {g: e5m2, w: e4m3}, g: rowwise, w: tensorwise}`.
+    Raises ValueError for an unknown key, format or granularity, and for an int8 scale that varies
     along the contracted dimension.
     """
     if not isinstance(products, dict) or set(products) - set(PRODUCTS):
-        raise ValueError(f"products {products}: {', '.join(PRODUCTS)} are expected")
+        raise ValueError(f"products {products}: the keys must be among {', '.join(PRODUCTS)}")
     parsed = {name: _custom_product(name, products.get(name, "high")) for name in PRODUCTS}
     return Recipe("custom", **parsed)
 
@@ -135,24 +150,24 @@ def _custom_product(name: str, given: dict | str) -> Product | None:
         return None
     operands = PRODUCTS[name]
     if not isinstance(given, dict) or set(given) != {"format", *operands}:
-        raise ValueError(f"{name}={given}: high, or format, {' and '.join(operands)} are expected")
+        raise ValueError(f"{name}={given}: must be high, or have format, {' and '.join(operands)}")
     formats = given["format"]
     formats = formats if isinstance(formats, dict) else dict.fromkeys(operands, formats)
     if set(formats) != set(operands):
-        raise ValueError(f"{name}.format={formats}: a name for each of {', '.join(operands)}")
+        raise ValueError(f"{name}.format={formats}: must name a format for {', '.join(operands)}")
     for operand in operands:
         if not re.fullmatch(FORMATS, str(formats[operand])):
-            raise ValueError(f"{name}.format={formats[operand]}: int8, e4m3, e5m2 or another eXmY")
+            raise ValueError(f"{name}.format={formats[operand]}: must be int8, e4m3, e5m2 or eXmY")
         if given[operand] not in GRANULARITIES:
             known = ", ".join(GRANULARITIES)
-            raise ValueError(f"{name}.{operand}={given[operand]}: {known} are expected")
-    real = set(formats.values()) == {"int8"}
-    if "int8" in formats.values() and not real:
+            raise ValueError(f"{name}.{operand}={given[operand]}: must be one of {known}")
+    native = set(formats.values()) == {"int8"}
+    if "int8" in formats.values() and not native:
         raise ValueError(f"{name}.format={formats}: int8 multiplies only int8")
     for operand, granularity in CONTRACTED[name].items():
-        if real and given[operand] == granularity:
+        if native and given[operand] == granularity:
             raise ValueError(
                 f"{name}.{operand}={granularity}: an int8 scale cannot vary along the dimension "
                 f"that {name} sums over"
             )
-    return Product(*(Operand(formats[name], given[name]) for name in operands), real=real)
+    return Product(*(Operand(formats[name], given[name]) for name in operands), native=native)

@@ -1,4 +1,4 @@
-"""Swaps the linear layers of a model for low-precision ones, and says which."""
+"""Replaces the linear layers of a model by low-precision ones and reports which."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -9,13 +9,12 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from lowprec.nn.attention import Attention, is_replaceable
-from lowprec.nn.checks import check_settings, find_recipe
-from lowprec.nn.linear import LowPrecisionLinear, SwitchBackLinear
+from lowprec.nn.linear import LowPrecisionLinear, Settings, SwitchBackLinear
 from lowprec.nn.mlp import fuse, unfuse
-from lowprec.nn.recipe import Recipe
+from lowprec.nn.recipe import Recipe, find_recipe
 
-LAYERS = ("in_proj", "out_proj", "c_fc", "c_proj")  # of arXiv:2304.13013
-GAINS_FROM = {  # recipe: the smaller of in and out from which it beat 16 bit, launches left out
+LAYERS = ("in_proj", "out_proj", "c_fc", "c_proj")  # low-precision in arXiv:2304.13013
+GAINS_FROM = {  # recipe: min(in, out) from which it is faster than 16 bit, without launch times
     "switchback": 768,
     "switchback_m": 1024,
     "switchback_q": 768,
@@ -23,7 +22,7 @@ GAINS_FROM = {  # recipe: the smaller of in and out from which it beat 16 bit, l
     "hw_fp8_tensorwise": 1280,
     "hw_fp8_switchback": 768,
 }
-PLAIN = (  # nn.MultiheadAttention's out_proj is of the second
+PLAIN = (  # nn.MultiheadAttention's out_proj has the second type
     nn.Linear,
     NonDynamicallyQuantizableLinear,
     LowPrecisionLinear,
@@ -32,12 +31,12 @@ PLAIN = (  # nn.MultiheadAttention's out_proj is of the second
 
 
 class NoLayerError(ValueError):
-    """No linear layer matches."""
+    """No linear layer matches the patterns."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What became of one linear layer; `gains`: whether its shape is faster so than in 16 bit."""
+    """A linear layer that matches; `gains`: the recipe makes its shape faster than 16 bit."""
 
     name: str
     in_features: int
@@ -55,56 +54,61 @@ def apply_recipe(
     outlier_threshold: float = 0.0,
     skip_slow: bool = False,
 ) -> list[Layer]:
-    """Gives the linear layers that match `where` the products of a recipe, in place.
+    """Applies a recipe to the linear layers that match `where`, in place.
 
-    A pattern, as of fnmatch, stands for a layer's name or its end: "c_fc", "mlp.*",
-    "visual.*.out_proj". The self-attention of open_clip's blocks is replaced by `Attention` under
-    every recipe, "high" included; its fused projection is the layer "in_proj". Any other
-    nn.MultiheadAttention stays: who calls it may ask for what `Attention` does not compute.
-    Parameters, their names and their order stay, hooks too, and another recipe may be applied
-    later. `skip_slow` leaves layers 16-bit whose shape gains no speed. Returns every layer that
-    matches.
+    The self-attention of open_clip's blocks is replaced by `Attention` under every recipe,
+    including "high"; its fused projection is the layer "in_proj". Any other nn.MultiheadAttention
+    is left alone, because its callers may need what `Attention` does not compute. Parameters keep
+    their names and order, modules keep their hooks, and another recipe can be applied later.
+    Layers whose owner reads their weight without calling them are ignored.
 
-    ValueError names what is wrong, and nothing is changed then: an unknown recipe or backend, an
-    `outlier_threshold` that the recipe has no use for, no layer matches (NoLayerError),
-    one is int8 already (`to_int8`), or one is more than an nn.Linear, which the swap would lose: a
-    subclass of others (LoRA), a parametrized weight (weight_norm, pruning), a patched forward.
-    Layers whose weight their owner reads without calling them are not looked at.
+    Args:
+        model: a module that contains the layers.
+        recipe: a name in `RECIPES`, or a Recipe.
+        where: fnmatch patterns for a layer's name or its end: "c_fc", "mlp.*",
+            "visual.*.out_proj".
+        backend: see `lowprec.nn.linear.Settings`.
+        outlier_threshold: see `lowprec.nn.linear.Settings`.
+        skip_slow: keep layers 16-bit if their shape is no faster under the recipe.
+
+    Returns:
+        The layers that match, in the order of the model.
+
+    Raises:
+        NoLayerError: no layer matches.
+        ValueError: unknown or contradictory settings, a layer that is already int8 (`to_int8`), or
+            a layer that is more than an nn.Linear: a foreign subclass (LoRA), a parametrized weight
+            (weight_norm, pruning) or a patched forward. The model is unchanged.
     """
     recipe = find_recipe(recipe)
-    check_settings(recipe, backend, outlier_threshold)
-    settings = {"backend": backend, "outlier_threshold": outlier_threshold}
+    settings = Settings(recipe, backend, outlier_threshold)
     if isinstance(model, nn.Linear | nn.MultiheadAttention):
-        raise ValueError(
-            f"a {type(model).__name__} has no owner to swap it in: wrap it in a module"
-        )
+        raise ValueError(f"a lone {type(model).__name__} cannot be replaced: wrap it in a module")
     matching = _find_layers(model, where)
     replace_attention(model)
     unfuse(model)
-    found = []
+    layers = []
     for layer, name in matching.items():
         module = model.get_submodule(name)
         weight = module.in_proj_weight if isinstance(module, Attention) else module.weight
         shape = weight.shape[::-1]
         gains = gains_speed(recipe, *shape)
         swapped = recipe.function and (gains or not skip_slow)
-        found.append(Layer(layer, *shape, swapped, gains))
-        if swapped and isinstance(module, Attention):
-            module.set_in_proj_recipe(recipe, **settings)
+        layers.append(Layer(layer, *shape, swapped, gains))
+        if isinstance(module, Attention):
+            module.in_proj_settings = settings if swapped else None
         elif swapped:
             if not isinstance(module, LowPrecisionLinear):
-                module.__class__ = LowPrecisionLinear  # all that it holds stays, hooks too
-            module.set_recipe(recipe, **settings)
-        elif isinstance(module, Attention):
-            module.in_proj_settings = None
+                module.__class__ = LowPrecisionLinear  # keeps parameters, hooks and mode
+            module.settings = settings
         elif isinstance(module, LowPrecisionLinear):
             module.set_recipe("high")
     fuse(model)
-    return found
+    return layers
 
 
 def _find_layers(model: nn.Module, where: Sequence[str]) -> dict[str, str]:
-    """The layers that match, each with the name of the module that holds its weight."""
+    """Maps each layer that matches to the name of the module that holds its weight."""
     layers = {}
     for name, module in model.named_modules():
         if isinstance(module, Attention) or _is_block_attention(model, name):
@@ -113,21 +117,20 @@ def _find_layers(model: nn.Module, where: Sequence[str]) -> dict[str, str]:
             layers[name] = name
         elif isinstance(module, nn.Linear) and not _is_read_by_its_owner(model, name):
             layers[name] = name
-    found = {layer: name for layer, name in layers.items() if _matches(layer, where)}
-    if not found:
+    matching = {layer: name for layer, name in layers.items() if _matches(layer, where)}
+    if not matching:
         few = ", ".join(list(layers)[:4]) or "none"
-        raise NoLayerError(f"no linear layer matches {', '.join(where)}; there are: {few}")
-    for layer, name in found.items():
+        raise NoLayerError(f"no linear layer matches {', '.join(where)}; the model has: {few}")
+    for layer, name in matching.items():
         module = model.get_submodule(name)
         if _is_int8(module):
-            raise ValueError(f"{layer} is int8 already: start from the model before to_int8")
+            raise ValueError(f"{layer} is already int8: apply the recipe before to_int8")
         if isinstance(module, nn.Linear) and not is_plain(module):
             raise ValueError(
-                f"{layer}, a {type(module).__name__}, is more than an nn.Linear, and what a"
-                " subclass, a parametrization or a patched forward adds would be lost: choose"
-                " other layers by `where`"
+                f"{layer} ({type(module).__name__}) is more than an nn.Linear: a subclass, a"
+                " parametrization or a patched forward would be lost; leave it out of `where`"
             )
-    return found
+    return matching
 
 
 def _is_int8(module: nn.Module) -> bool:
@@ -135,13 +138,13 @@ def _is_int8(module: nn.Module) -> bool:
 
 
 def is_plain(linear: nn.Linear) -> bool:
-    """Whether a layer is what nn.Linear or ours is, with a weight of its own; hooks are fine."""
+    """Whether a layer is nn.Linear or one of ours, unmodified except for hooks."""
     has_weight = linear._parameters.get("weight") is not None
     return type(linear) in PLAIN and has_weight and "forward" not in vars(linear)
 
 
 def replace_attention(model: nn.Module) -> None:
-    """Puts `Attention` in the place of self-attention that it computes exactly."""
+    """Replaces self-attention that `Attention` computes exactly, in place."""
     swap_modules(
         model,
         {
@@ -153,7 +156,7 @@ def replace_attention(model: nn.Module) -> None:
 
 
 def swap_modules(model: nn.Module, new: dict[nn.Module, nn.Module]) -> None:
-    """Puts modules in the place of others, under every name that these have in the model."""
+    """Replaces modules (the keys) by others, under every name that they have in the model."""
     for owner in [*model.modules(), *new.values()]:
         for name, module in list(owner._modules.items()):
             if module in new:
@@ -161,10 +164,10 @@ def swap_modules(model: nn.Module, new: dict[nn.Module, nn.Module]) -> None:
 
 
 def _is_block_attention(model: nn.Module, name: str) -> bool:
-    """Whether a module is self-attention that `Attention` computes, called as it can be called.
+    """Whether `Attention` can replace a module, judging also by how its owner calls it.
 
-    Of an nn.MultiheadAttention nothing says so but its owner: open_clip's own block, without the
-    norm of keys and values that it has for cross-attention.
+    For an nn.MultiheadAttention the owner must be open_clip's block, and not for cross-attention,
+    where the block has a norm for keys and values.
     """
     module, owner = model.get_submodule(name), _owner(model, name)
     if not isinstance(module, nn.MultiheadAttention):
@@ -178,7 +181,7 @@ def _owner(model: nn.Module, name: str) -> nn.Module:
 
 
 def _is_read_by_its_owner(model: nn.Module, name: str) -> bool:
-    """Whether the module around a linear layer takes its weight and never calls it."""
+    """Whether the module around a linear layer uses its weight without calling it."""
     owner = _owner(model, name)
     is_kept = not _is_block_attention(model, name.rpartition(".")[0])
     reads = isinstance(owner, nn.MultiheadAttention) and is_kept
@@ -190,16 +193,16 @@ def _matches(name: str, where: Sequence[str]) -> bool:
 
 
 def gains_speed(recipe: Recipe, in_features: int, out_features: int) -> bool:
-    """Whether such a layer was faster than nn.Linear on an H100; simulated: never.
+    """Whether a layer of this shape is faster than nn.Linear on an H100; fake-quantized: never.
 
-    Of dim to 4 dim and back, from 768 on, as CUDA graphs: experiments/PERFORMANCE.md.
+    Measured for dim to 4 dim and back, from dim 768, as CUDA graphs: experiments/PERFORMANCE.md.
     """
     least = GAINS_FROM.get(recipe.name)
     return least is not None and min(in_features, out_features) >= least
 
 
 def summary(recipe: str, layers: Sequence[Layer]) -> str:
-    """One line: how many layers are low-precision, and how many of them gain no speed."""
+    """One line: how many layers are low-precision, and the shapes that gain no speed."""
     swapped = [layer for layer in layers if layer.swapped]
     text = f"{recipe}: {len(swapped)} of {len(layers)} layers"
     slow = Counter(

@@ -1,9 +1,9 @@
-"""Quantize and multiply, by the kernel that fits the device.
+"""Quantize and multiply with the implementation that suits the device.
 
-`backend` "auto" takes the Triton kernels on a GPU and the definition in plain torch elsewhere;
-"triton" and "reference" insist on one. Each operation is a custom op of torch with a fake, so it
-goes through torch.compile, CUDA graphs and checkpointing whole. Tensors come back detached:
-gradients are the business of `lowprec.nn`.
+`backend` "auto" uses the Triton kernels on a GPU and the definitions in plain torch elsewhere;
+"triton" and "reference" force one. Each operation is a torch custom op with a fake
+implementation, so it works in torch.compile, CUDA graphs and checkpointing. Operations do not
+record gradients: `lowprec.nn` defines them.
 """
 
 from collections.abc import Callable
@@ -11,16 +11,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lowprec.formats import Format, parse_format
-from lowprec.ops import reference, triton_gelu, triton_matmul, triton_quantize, triton_tiles
+from lowprec.formats import E4M3, E5M2, INT8, Format, parse_format
+from lowprec.ops import reference, triton_gelu, triton_matmul, triton_quantize
 
 BACKENDS = ("auto", "reference", "triton")
+_FORMATS = {format.dtype: format for format in (INT8, E4M3, E5M2)}
 
 
 def takes(backend: str, format: Format, device: torch.device) -> str:
-    """Which implementation an operation takes: "reference" or "triton".
+    """The implementation that a backend stands for on a device: "reference" or "triton".
 
-    Raises ValueError where "triton" is insisted on and cannot run.
+    Raises ValueError for backend "triton" if its kernels do not support the format there.
     """
     if backend == "reference":
         return backend
@@ -33,10 +34,10 @@ def takes(backend: str, format: Format, device: torch.device) -> str:
 
 
 def _fuses(backend: str, granularity: str) -> bool:
-    """Whether to hand torch.compile the definition, which it fuses with the operations before it.
+    """Whether torch.compile gets the definition, to fuse it with the preceding operations.
 
-    Its division may then round the last bit otherwise, and rarely a quantized value with it; and a
-    value that is float32 before it enters the layer is quantized as it is, not as its 16 bits.
+    The fused division may differ in the last bit, which rarely changes a quantized value. A fused
+    float32 input is quantized directly, without rounding to 16 bit first.
     """
     return torch.compiler.is_compiling() and backend == "auto" and granularity == "rowwise"
 
@@ -44,9 +45,9 @@ def _fuses(backend: str, granularity: str) -> bool:
 def quantize(
     x_MK: Tensor, format: Format, granularity: str, *, layout: str = "rows", backend: str = "auto"
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """(q_MK, q_KM, scale): `reference.quantize`, stored as it is, transposed or both.
+    """`reference.quantize`, stored as it is, transposed or both: (q_MK, q_KM, scale).
 
-    layout "rows", "transposed" or "both" says which of the first two there are; the other is None.
+    `layout` "rows" gives q_MK, "transposed" gives q_KM, "both" gives both; the other is None.
     scale is float32: rowwise [M, 1], columnwise [1, K], tensorwise [1, 1].
     """
     rows, transposed = layout != "transposed", layout != "rows"
@@ -60,7 +61,7 @@ def quantize(
 def quantize_rows_and_sum(
     g_MN: Tensor, format: Format, *, backend: str = "auto"
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(q_MN, scale [M, 1], float32 column sums [N]) in one pass: `reference` defines it."""
+    """`reference.quantize_rows_and_sum` in one pass: (q_MN, scale [M, 1], float32 sums [N])."""
     if _fuses(backend, "rowwise") or takes(backend, format, g_MN.device) == "reference":
         return reference.quantize_rows_and_sum(g_MN, format)
     return _quantize_rows_and_sum(g_MN, format.name)
@@ -69,15 +70,15 @@ def quantize_rows_and_sum(
 def dequantize_rows(
     q_MK: Tensor, scale: Tensor, dtype: torch.dtype, *, backend: str = "auto"
 ) -> Tensor:
-    """`q * scale` rounded once to dtype, of a scale [M, 1]: `reference.dequantize`."""
-    format = _format_of(q_MK.dtype)
+    """`reference.dequantize`: `q * scale` with scale [M, 1], rounded once to dtype."""
+    format = _FORMATS[q_MK.dtype]
     if _fuses(backend, "rowwise") or takes(backend, format, q_MK.device) == "reference":
         return reference.dequantize(q_MK, scale, dtype)
     return _dequantize_rows(q_MK, scale, dtype)
 
 
 def gelu_quantize(h_MN: Tensor, format: Format, *, backend: str = "auto") -> tuple[Tensor, Tensor]:
-    """(q_MN, scale [M, 1]) of GELU(h), in one pass up to 8,192 features: `reference` defines it."""
+    """`reference.gelu_quantize`, in one pass up to 8,192 features: (q_MN, scale [M, 1])."""
     if takes(backend, format, h_MN.device) == "reference":
         return reference.gelu_quantize(h_MN, format)
     if h_MN.shape[1] > triton_gelu.MAX_FEATURES:
@@ -88,9 +89,9 @@ def gelu_quantize(h_MN: Tensor, format: Format, *, backend: str = "auto") -> tup
 def gelu_backward_quantize(
     h_MN: Tensor, g_MN: Tensor, format: Format, *, backend: str = "auto"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(GELU(h), grad, q_MN, scale [M, 1], column sums [N]), in one pass up to 8,192 features.
+    """`reference.gelu_backward_quantize`, in one pass up to 8,192 features.
 
-    `reference.gelu_backward_quantize` defines it.
+    Returns (GELU(h), grad, q_MN, scale [M, 1], column sums [N]).
     """
     if takes(backend, format, h_MN.device) == "reference":
         return reference.gelu_backward_quantize(h_MN, g_MN, format)
@@ -111,29 +112,23 @@ def matmul(
     *,
     backend: str = "auto",
 ) -> Tensor:
-    """`(a @ b^T) * a_scale * b_scale^T + bias` of quantized tensors: `reference.matmul`.
+    """`reference.matmul`: `(a @ b^T) * a_scale * b_scale^T + bias` of quantized tensors.
 
-    On a GPU fp8 adds in the matrix unit's own accumulator (Hopper: 22 bits), as "fast accumulation"
-    elsewhere; the definition adds in float32.
+    On a GPU, fp8 products are summed in the matrix unit's accumulator (22 bits on Hopper), which
+    other libraries call fast accumulation; the definition sums them in float32.
     """
-    format = _format_of(a_MK.dtype)
-    if takes(backend, format, a_MK.device) == "reference":
+    if takes(backend, _FORMATS[a_MK.dtype], a_MK.device) == "reference":
         return reference.matmul(a_MK, b_NK, a_scale, b_scale, bias, dtype)
     return _matmul(a_MK, b_NK, a_scale, b_scale, bias, dtype)
 
 
-def _format_of(dtype: torch.dtype) -> Format:
-    names = {torch.int8: "int8", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
-    return parse_format(names[dtype])
-
-
-# Defined through the dispatcher itself: torch.library.custom_op would add checks of its own, in
-# Python, to each of the thousands of calls of a training step.
+# Registered with the dispatcher directly: torch.library.custom_op would add Python checks to each
+# of the thousands of calls in a training step.
 _LIBRARY = torch.library.Library("lowprec", "FRAGMENT")
 
 
 def _define(schema: str, kernel: Callable, fake: Callable) -> Callable:
-    """A custom op with a CUDA kernel and a fake; returns it as a function."""
+    """Registers a custom op with a CUDA kernel and a fake implementation; returns the op."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, kernel, "CUDA")
@@ -142,10 +137,10 @@ def _define(schema: str, kernel: Callable, fake: Callable) -> Callable:
 
 
 def _quantize_kernel(x_MK, format, granularity, rows, transposed):
-    """Row-wise: one pass, transposed by a copy; else both layouts in one pass after the maxima."""
+    """Row-wise transposes by a copy; the other granularities store both layouts in one pass."""
     kind = parse_format(format)
     if granularity != "rowwise":
-        return triton_tiles.quantize_tiles(
+        return triton_quantize.quantize_tiles(
             x_MK, kind, granularity, rows=rows, transposed=transposed
         )
     q_MK, scale = triton_quantize.quantize_rows(x_MK, kind)

@@ -1,8 +1,8 @@
-"""What every operation of this room computes, in plain torch, on any device.
+"""The definitions of the operations of this package, in plain torch, on any device.
 
 Shape suffixes: M = batch * tokens, K = features in, N = features out. A quantized tensor is
-`x ~= q * scale`: `scale` is float32, keeps the tensor's two dimensions (rowwise [M, 1],
-columnwise [1, K], tensorwise [1, 1]) and always multiplies back.
+`x ~= q * scale` with a float32 scale of two dimensions: rowwise [M, 1], columnwise [1, K],
+tensorwise [1, 1].
 """
 
 import torch
@@ -10,17 +10,17 @@ from torch import Tensor
 
 from lowprec.formats import INT8, Format, round_to_format
 
-REDUCED = {"rowwise": (1,), "columnwise": (0,), "tensorwise": (0, 1)}  # dimensions amax runs over
+REDUCED = {"rowwise": (1,), "columnwise": (0,), "tensorwise": (0, 1)}  # dimensions of amax
 TINY = torch.finfo(torch.float32).tiny  # the smallest normal number
-MAX_INT8_TERMS = 131072  # products of two int8 that surely fit an int32 sum: 127^2 * 133144 < 2^31
+MAX_INT8_TERMS = 131072  # products of int8 whose sum always fits int32: 127^2 * 133144 < 2^31
 
 
 def quantize(x_MK: Tensor, format: Format, granularity: str) -> tuple[Tensor, Tensor]:
     """Symmetric quantization, `x ~= q * scale` with `scale = amax / format.max`.
 
-    Returns q_MK in `format.dtype` and the scale. Rounds x / scale to nearest, ties to even. Where
-    amax is 0 or the scale is subnormal, q = 0 and scale = 0. A row, column or tensor that holds NaN
-    or inf has q = 0 and scale = NaN, so that products with it are NaN.
+    Returns q_MK in `format.dtype` and the scale. x / scale is rounded to nearest, ties to even.
+    Where amax is 0 or the scale is subnormal, q = 0 and scale = 0. A row, column or tensor that
+    contains NaN or inf gets q = 0 and scale = NaN, so that products with it are NaN.
     Source: row-wise and tensor-wise quantization, arXiv:2304.13013, section 2.
     """
     x_MK = x_MK.float()
@@ -32,14 +32,14 @@ def quantize(x_MK: Tensor, format: Format, granularity: str) -> tuple[Tensor, Te
 
 
 def scale_of(amax: Tensor, format: Format) -> Tensor:
-    """`amax / format.max`: 0 where that is subnormal, NaN where amax is not finite."""
-    scale = amax / torch.full_like(amax, format.max)  # by a tensor: CUDA multiplies by 1 / number
+    """`amax / format.max`: 0 where that is subnormal, NaN where amax is not finite; float32."""
+    scale = amax / torch.full_like(amax, format.max)  # CUDA would multiply by 1 / number
     scale = torch.where(scale < TINY, 0.0, scale)
     return torch.where(amax.isfinite(), scale, torch.nan)
 
 
 def _cast(x: Tensor, format: Format) -> Tensor:
-    """To the format's dtype; |x| may exceed its largest number by the rounding of a division."""
+    """Rounds to the format's dtype; a division may round |x| above the largest number."""
     if format is INT8:
         return x.round().clamp(-format.max, format.max).to(torch.int8)
     if format.dtype == torch.float32:
@@ -48,26 +48,26 @@ def _cast(x: Tensor, format: Format) -> Tensor:
 
 
 def quantize_rows_and_sum(g_MN: Tensor, format: Format) -> tuple[Tensor, Tensor, Tensor]:
-    """Row-wise quantization beside the column sums of the input: q_MN, scale [M, 1], sum [N].
+    """Row-wise quantization and column sums: q_MN, scale [M, 1], float32 sum [N].
 
-    The sum, float32, is the gradient of a bias.
+    If g is an output gradient, the sum is the gradient of the bias.
     """
     q_MN, scale = quantize(g_MN, format, "rowwise")
     return q_MN, scale, g_MN.float().sum(dim=0)
 
 
 def gelu_quantize(h_MN: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """Row-wise quantization of GELU(h), rounded to h's dtype before: q_MN, scale [M, 1]."""
+    """Row-wise quantization of GELU(h), which is rounded to h's dtype first: q_MN, scale [M, 1]."""
     return quantize(torch.nn.functional.gelu(h_MN), format, "rowwise")
 
 
 def gelu_backward_quantize(
     h_MN: Tensor, g_MN: Tensor, format: Format
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What the backward of two linear layers around a GELU needs of it, from h and the gradient g.
+    """What the backward of two linear layers around a GELU needs, from its input h and gradient g.
 
-    Returns GELU(h) and grad = g GELU'(h) in h's dtype, grad quantized by rows, its scale [M, 1] and
-    its float32 column sums [N].
+    Returns GELU(h) and grad = g GELU'(h) in h's dtype, then grad quantized row-wise, its scale
+    [M, 1] and its float32 column sums [N].
     """
     output = torch.nn.functional.gelu(h_MN)
     grad = torch.ops.aten.gelu_backward(g_MN, h_MN)
@@ -79,11 +79,12 @@ def matmul(
 ) -> Tensor:
     """`(a @ b^T) * a_scale * b_scale^T + bias`: a product of quantized tensors, [M, N].
 
-    Both are stored with the contracted dimension last. int8 multiplies exactly, in int32 sums of
-    at most 131,072 terms that are added in float32; fp8 in float32. a_scale is [M, 1] or [1, 1],
-    b_scale [N, 1] or [1, 1], bias [N] or None. Scaling and bias are float32, then rounded to dtype.
+    The contracted dimension comes last in both. int8 products are summed exactly, up to 131,072
+    terms at a time, and the partial sums are added in float32; fp8 products are summed in float32.
+    a_scale is [M, 1] or [1, 1], b_scale [N, 1] or [1, 1], bias [N] or None. Scales and bias are
+    applied in float32; the result is rounded to dtype.
     """
-    with torch.autocast(a_MK.device.type, enabled=False):  # which would make float32 16-bit
+    with torch.autocast(a_MK.device.type, enabled=False):  # would round float32 to 16 bit
         if a_MK.dtype == torch.int8:
             sums = _int8_sums(a_MK, b_NK)
         else:
@@ -93,29 +94,30 @@ def matmul(
 
 
 def _int8_sums(a_MK: Tensor, b_NK: Tensor) -> Tensor:
-    """float32 of the exact sums of each part, added."""
+    """Exact sums of each part, rounded to float32 and added."""
     parts = zip(a_MK.split(MAX_INT8_TERMS, dim=1), b_NK.split(MAX_INT8_TERMS, dim=1), strict=True)
     return sum(_int_product(a, b).float() for a, b in parts)
 
 
 def _int_product(a_MK: Tensor, b_NK: Tensor) -> Tensor:
-    """`a @ b^T` of int8, exact; the int8 product of the CPU is wrong for a single term."""
+    """Exact `a @ b^T` of int8 tensors; torch's int8 product on CPU is wrong for a single term."""
     if a_MK.device.type == "cpu" and a_MK.shape[1] > 1:
         return torch._int_mm(a_MK, b_NK.T)
     return a_MK.double() @ b_NK.double().T
 
 
 def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """`q * scale` rounded once to dtype."""
+    """`q * scale`, rounded once to dtype."""
     return (q.float() * scale).to(dtype)
 
 
-def simulate(x: Tensor, format: Format, granularity: str, dtype: torch.dtype) -> Tensor:
-    """The values that quantization leaves of a 2-d tensor, in dtype: quantize, then dequantize.
+def fake_quantize(x: Tensor, format: Format, granularity: str, dtype: torch.dtype) -> Tensor:
+    """Quantizes and dequantizes a 2-d tensor; the result has the given dtype.
 
-    Granularity "blocks" shares a scale among consecutive elements of the flattened tensor, as many
-    as the power of two at or above its width (64 to 4,096), so that blocks straddle rows: the
-    released fp8 simulation of arXiv:2304.13013, which its text calls row-wise.
+    Granularity "blocks" uses one scale per block of consecutive elements of the flattened tensor.
+    A block has the smallest power of two that is at least the width, within 64 to 4,096 elements,
+    so blocks can straddle rows. Source: the fp8 code released with arXiv:2304.13013, whose text
+    calls this row-wise.
     """
     if granularity != "blocks":
         return dequantize(*quantize(x, format, granularity), dtype)

@@ -1,8 +1,8 @@
-"""Triton kernels that quantize what GELU makes on the way: forward, and backward with all it needs.
+"""Triton kernels that compute GELU, or its gradient, and quantize the result in one pass.
 
-A row of features stays in registers, as two blocks: 5,120 features are 4,096 + 1,024, so that no
-lane idles. Values are rounded to the input's dtype before they are quantized, so that the fused
-result is that of the separate operations.
+A row stays in registers, as two blocks of powers of two: 5,120 features are 4,096 + 1,024, so that
+no lane idles. Values are rounded to the input's dtype before they are quantized, as by separate
+operations.
 """
 
 import torch
@@ -13,16 +13,16 @@ from torch import Tensor
 from lowprec.formats import Format
 from lowprec.ops.triton_quantize import _bits, _divide, _scale, programs_that_sum, row_blocks
 
-MAX_FEATURES = 8192  # a row of more would spill registers
+MAX_FEATURES = 8192  # longer rows would spill registers
 
 
 @triton.jit
 def _normal(h):
-    """Distribution and density of the standard normal at h.
+    """Distribution function and density of the standard normal distribution at h.
 
     The tail below -|h| is the density times a polynomial in t = 1 / (1 + 0.36 |h|), fitted to a
-    relative error of 2e-6. An erf would take twice the instructions, and they bound these kernels.
-    Source: the form of 26.2.17, Abramowitz and Stegun, with other coefficients.
+    relative error of 2e-6. An erf would take twice the instructions and slow these kernels down.
+    Source: Abramowitz and Stegun, 26.2.17, with other coefficients.
     """
     bell = tl.exp2(h * h * -0.7213475204444817)  # exp(-h^2 / 2)
     t = 1.0 / (1.0 + 0.36 * tl.abs(h))
@@ -57,7 +57,7 @@ def _gelu_quantize_kernel(
 
 @triton.jit
 def _backward_block(h_ptr, g_ptr, out_ptr, grad_ptr, at, mask):
-    """GELU and the gradient of its input for one block, both stored; returns the gradient."""
+    """Stores GELU and the gradient of its input for one block; returns the gradient as float32."""
     X: tl.constexpr = h_ptr.dtype.element_ty
     h = tl.load(h_ptr + at, mask=mask, other=0.0).to(tl.float32)
     g = tl.load(g_ptr + at, mask=mask, other=0.0).to(tl.float32)
@@ -92,13 +92,13 @@ def _gelu_backward_quantize_kernel(
 
 
 def gelu_quantize(h_MN: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """q_MN and scale [M, 1] of GELU(h); rows of at most `MAX_FEATURES`."""
+    """GELU(h), row-wise quantized: q_MN and scale [M, 1]; N <= `MAX_FEATURES`."""
     h_MN = h_MN.contiguous()
     M, N = h_MN.shape
     q_MN = torch.empty_like(h_MN, dtype=format.dtype)
     scale = torch.empty(M, 1, dtype=torch.float32, device=h_MN.device)
     _gelu_quantize_kernel[(M,)](
-        h_MN, q_MN, scale, N, MAX=format.max, **row_blocks(N, features_a_thread=40)
+        h_MN, q_MN, scale, N, MAX=format.max, **row_blocks(N, features_per_thread=40)
     )
     return q_MN, scale
 
@@ -106,7 +106,7 @@ def gelu_quantize(h_MN: Tensor, format: Format) -> tuple[Tensor, Tensor]:
 def gelu_backward_quantize(
     h_MN: Tensor, g_MN: Tensor, format: Format
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """GELU(h), grad = g GELU'(h), grad quantized by rows, its scale [M, 1], its column sums [N]."""
+    """`reference.gelu_backward_quantize`; N <= `MAX_FEATURES`."""
     h_MN, g_MN = h_MN.contiguous(), g_MN.contiguous()
     M, N = h_MN.shape
     out, grad = torch.empty_like(h_MN), torch.empty_like(h_MN)
@@ -114,17 +114,8 @@ def gelu_backward_quantize(
     scale = torch.empty(M, 1, dtype=torch.float32, device=h_MN.device)
     programs = programs_that_sum(h_MN)
     sums = torch.empty(programs, N, dtype=torch.float32, device=h_MN.device)
+    blocks = row_blocks(N, features_per_thread=10)
     _gelu_backward_quantize_kernel[(programs,)](
-        h_MN,
-        g_MN,
-        out,
-        grad,
-        q_MN,
-        scale,
-        sums,
-        M,
-        N,
-        MAX=format.max,
-        **row_blocks(N, features_a_thread=10),
+        h_MN, g_MN, out, grad, q_MN, scale, sums, M, N, MAX=format.max, **blocks
     )
     return out, grad, q_MN, scale, sums.sum(dim=0)

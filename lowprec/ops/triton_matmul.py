@@ -1,10 +1,10 @@
-"""Triton kernels of `reference.matmul`: int8 or fp8 products that scale and add the bias at once.
+"""Triton kernels for `reference.matmul`: int8 or fp8 products with fused scales and bias.
 
-`_matmul_tma_kernel` (compute capability 9.0 and above) is persistent: one program a multiprocessor
-walks over output tiles, loads come through the tensor memory accelerator, and a producer warp keeps
-them ahead of the matrix units. It needs rows of 16 bytes. `_matmul_kernel` takes every shape.
-int8 accumulates in int32, at most 131,072 terms, beyond which partial sums are added in float32;
-fp8 accumulates in the matrix unit. Offsets are int64.
+`_matmul_tma_kernel` (compute capability 9.0 and above) is persistent: one program per
+multiprocessor loops over output tiles, and a producer warp loads operands ahead through the tensor
+memory accelerator. Its rows must be multiples of 16 bytes. `_matmul_kernel` handles all shapes.
+int8 accumulates up to 131,072 terms in int32 and adds further partial sums in float32; fp8
+accumulates in the matrix unit. Offsets are int64.
 """
 
 import torch
@@ -16,19 +16,19 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from lowprec.ops.reference import MAX_INT8_TERMS
 from lowprec.ops.triton_quantize import _rows_contiguous, num_sms
 
-GROUP_M = 8  # rows of output tiles that share columns of b in the cache
+GROUP_M = 8  # rows of output tiles that reuse cached columns of b
 TILE = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}
 ODD_TILE = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32, "num_warps": 4, "num_stages": 3}
 TMA_TILE = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 128, "num_warps": 8}
-DEEP = {"SUBTILES": 2, "num_stages": 4}  # stores by halves, which leaves room for a fourth stage
+DEEP = {"SUBTILES": 2, "num_stages": 4}  # stores halves of a tile: room for a fourth stage
 LONG = {"SUBTILES": 1, "num_stages": 3}  # faster for fp8 with many steps along K
-WIDE = {"SUBTILES": 2, "num_stages": 3}  # of a float32 output, whose tile is twice as large
+WIDE = {"SUBTILES": 2, "num_stages": 3}  # for float32 output, whose tiles are twice as large
 LONG_K = 2048
 
 
 @triton.jit
 def _tile_of(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """Row and column of a tile, in groups of GROUP_M rows."""
+    """Row and column of a tile, in an order that covers GROUP_M rows at a time."""
     group = tile // (GROUP_M * tiles_n)
     first = group * GROUP_M
     rows = tl.minimum(tiles_m - first, GROUP_M)
@@ -41,7 +41,7 @@ def _scaled(
     sums, m, n, a_scale_ptr, b_scale_ptr, bias_ptr, M, N,
     A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """`sums * a_scale * b_scale^T + bias`, float32; m and n are the rows and columns."""
+    """`sums * a_scale * b_scale^T + bias` in float32, for rows m and columns n."""
     if A_ROWS:
         sums = sums * tl.load(a_scale_ptr + m, mask=m < M, other=0.0)[:, None]
     else:
@@ -119,9 +119,9 @@ def _matmul_tma_kernel(
 def matmul(
     a_MK: Tensor, b_NK: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, dtype
 ) -> Tensor:
-    """`reference.matmul` by the faster kernel that the shapes and the GPU allow.
+    """`reference.matmul` by the fastest kernel for the shapes and the GPU.
 
-    The kernels step through K by 1, so an operand whose rows are not contiguous is copied.
+    Operands whose rows are not contiguous are copied, because the kernels assume stride 1 along K.
     """
     a_MK, b_NK = _rows_contiguous(a_MK), _rows_contiguous(b_NK)
     if a_MK.dtype == torch.int8 and a_MK.shape[1] > MAX_INT8_TERMS:
@@ -135,7 +135,7 @@ def matmul(
 
 
 def _in_parts(a_MK, b_NK, a_scale, b_scale, bias, dtype) -> Tensor:
-    """Partial sums over K that an int32 surely holds, scaled and added in float32."""
+    """Adds partial sums over K, each short enough for int32, scaled, in float32."""
     parts = zip(a_MK.split(MAX_INT8_TERMS, dim=1), b_NK.split(MAX_INT8_TERMS, dim=1), strict=True)
     outputs = [
         matmul(a.contiguous(), b.contiguous(), a_scale, b_scale, None, torch.float32)
@@ -146,7 +146,7 @@ def _in_parts(a_MK, b_NK, a_scale, b_scale, bias, dtype) -> Tensor:
 
 
 def _takes_tma(a_MK: Tensor, b_NK: Tensor, out_MN: Tensor) -> bool:
-    """Rows of whole 16 bytes on a GPU that has the accelerator; interpreted: never."""
+    """Whether the GPU has the accelerator and rows are multiples of 16 bytes; False on a CPU."""
     if a_MK.device.type != "cuda" or torch.cuda.get_device_capability(a_MK.device) < (9, 0):
         return False
     tensors = (a_MK, b_NK, out_MN)
@@ -154,7 +154,7 @@ def _takes_tma(a_MK: Tensor, b_NK: Tensor, out_MN: Tensor) -> bool:
 
 
 def _shared_arguments(a_MK, b_NK, a_scale, b_scale, bias) -> tuple[tuple, dict]:
-    """What both kernels take after their matrices: scales, bias, sizes; and constants."""
+    """Arguments that both kernels share: scales, bias and sizes; constants."""
     sizes = (a_MK.shape[0], b_NK.shape[0], a_MK.shape[1])
     constants = {
         "A_ROWS": a_scale.numel() > 1,
@@ -169,7 +169,7 @@ def _shared_arguments(a_MK, b_NK, a_scale, b_scale, bias) -> tuple[tuple, dict]:
 def _launch(a_MK, b_NK, out_MN, a_scale, b_scale, bias) -> None:
     arguments, constants = _shared_arguments(a_MK, b_NK, a_scale, b_scale, bias)
     M, N, _ = arguments[-3:]
-    odd = a_MK.stride(0) % 16 or b_NK.stride(0) % 16  # loads byte by byte
+    odd = a_MK.stride(0) % 16 or b_NK.stride(0) % 16  # loads single bytes
     tile = ODD_TILE if odd else TILE
     tiles = triton.cdiv(M, tile["BLOCK_M"]) * triton.cdiv(N, tile["BLOCK_N"])
     _matmul_kernel[(tiles,)](

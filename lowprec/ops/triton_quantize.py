@@ -1,9 +1,11 @@
-"""Triton kernels of row-wise `reference.quantize`: the same numbers, one read of the input.
+"""Triton kernels for `reference.quantize`: the same bits.
 
-A row of more than 16,384 features is read twice. The other granularities are in `triton_tiles`.
+Row-wise quantization reads the input once, or twice if rows have more than 16,384 features. Column-
+and tensor-wise quantization read it twice (maxima, then quotients) and can store the result as it
+is, transposed or both.
 Input float32, bfloat16 or float16; output int8, float8_e4m3fn (compute capability >= 8.9) or
-float8_e5m2. Offsets are int64. Magnitudes are compared as the integers their bits make, because a
-floating-point maximum drops NaN: inf and NaN are the largest.
+float8_e5m2. Offsets are int64. Magnitudes are compared as the integers with the same bits, which
+order inf and NaN last: a floating-point maximum would drop NaN.
 """
 
 import torch
@@ -14,12 +16,12 @@ from torch import Tensor
 from lowprec.formats import E4M3, INT8, Format
 
 WHOLE_ROW = 16384  # features that one program keeps in registers
-LONG_BLOCK = 4096  # of a longer row, at a time
+LONG_BLOCK = 4096  # features of a longer row that it reads at a time
 
 
 @triton.jit
 def _scale(bits, MAX: tl.constexpr):
-    """Scale of the largest magnitude, given as bits: as `reference.scale_of`."""
+    """`reference.scale_of` for largest magnitudes given as bits."""
     amax = bits.to(tl.float32, bitcast=True)
     scale = tl.div_rn(amax, tl.full(amax.shape, MAX, tl.float32))
     scale = tl.where(scale < 1.1754943508222875e-38, 0.0, scale)
@@ -30,8 +32,8 @@ def _scale(bits, MAX: tl.constexpr):
 def _divide(x, scale, MAX: tl.constexpr, Q: tl.constexpr):
     """Rounds x / scale to the type Q; 0 where the scale is 0 or NaN.
 
-    The quotient is the correctly rounded one, from the reciprocal and two fused multiply-adds: a
-    division for each element would make the kernels bound by arithmetic.
+    The quotient is correctly rounded, computed from the reciprocal and two fused multiply-adds: one
+    division per element would make the kernels compute-bound.
     """
     usable = scale > 0
     divisor = tl.where(usable, scale, 1.0)
@@ -39,14 +41,14 @@ def _divide(x, scale, MAX: tl.constexpr, Q: tl.constexpr):
     q = x * reciprocal
     q = tl.fma(tl.fma(-q, divisor, x), reciprocal, q)
     q = tl.where(usable, q, 0.0)
-    if Q == tl.int8:  # 1.5 * 2^23 rounds ties to even and leaves the integer in the low bits
+    if Q == tl.int8:  # adding 1.5 * 2^23 rounds ties to even and puts the integer in the low bits
         return (q + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
     return tl.clamp(q, -MAX, MAX).to(Q)
 
 
 @triton.jit
 def _bits(x, AXIS: tl.constexpr):
-    """The largest magnitudes as integers that order NaN and inf last."""
+    """Bits of the largest magnitudes, as integers that order inf and NaN last."""
     return tl.max(tl.abs(x).to(tl.int32, bitcast=True), axis=AXIS)
 
 
@@ -125,8 +127,64 @@ def _dequantize_rows_kernel(
     tl.store(x_ptr + at, (q * scale[:, None]).to(x_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _amax_kernel(
+    x_ptr, bits_ptr, M, K, stride_m,
+    COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    cols = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    bits = tl.zeros([BLOCK_M, BLOCK_K], tl.int32)
+    for block in range(tl.program_id(1), tl.cdiv(M, BLOCK_M), tl.num_programs(1)):
+        rows = block * tl.full([], BLOCK_M, tl.int64) + tl.arange(0, BLOCK_M)
+        mask = (rows < M)[:, None] & (cols < K)[None, :]
+        x = tl.load(x_ptr + rows[:, None] * stride_m + cols[None, :], mask=mask, other=0.0)
+        bits = tl.maximum(bits, tl.abs(x.to(tl.float32)).to(tl.int32, bitcast=True))
+    if COLUMNS:
+        tl.atomic_max(bits_ptr + cols, tl.max(bits, axis=0), mask=cols < K)
+    else:
+        tl.atomic_max(bits_ptr, tl.max(tl.max(bits, axis=0), axis=0))
+
+
+@triton.jit
+def _quantize_tiles_kernel(
+    x_ptr, q_ptr, qt_ptr, bits_ptr, scale_ptr, M, K, stride_m,
+    MAX: tl.constexpr, COLUMNS: tl.constexpr, ROWS_OUT: tl.constexpr, TRANSPOSED_OUT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    Q: tl.constexpr = q_ptr.dtype.element_ty
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.program_id(1).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
+    if COLUMNS:
+        scale = _scale(tl.load(bits_ptr + cols, mask=cols < K, other=0), MAX)  # [BLOCK_K]
+        tl.store(scale_ptr + cols, scale, mask=(cols < K) & (tl.program_id(0) == 0))
+        scale = scale[None, :]
+    else:
+        scale = _scale(tl.load(bits_ptr + tl.zeros([1, 1], tl.int32)), MAX)  # [1, 1]
+        first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
+        tl.store(scale_ptr + tl.zeros([1, 1], tl.int32), scale, mask=first)
+    mask = (rows < M)[:, None] & (cols < K)[None, :]
+    at = rows[:, None] * stride_m + cols[None, :]
+    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    q = _divide(x, scale, MAX, Q)  # [BLOCK_M, BLOCK_K]
+    if ROWS_OUT:
+        tl.store(q_ptr + rows[:, None] * K + cols[None, :], q, mask=mask)
+    if TRANSPOSED_OUT:
+        mask_t = (cols < K)[:, None] & (rows < M)[None, :]
+        tl.store(qt_ptr + cols[:, None] * M + rows[None, :], tl.trans(q), mask=mask_t)
+
+
+@triton.jit
+def _transpose_kernel(q_ptr, qt_ptr, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.program_id(1).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
+    mask = (rows < M)[:, None] & (cols < K)[None, :]
+    q = tl.load(q_ptr + rows[:, None] * K + cols[None, :], mask=mask, other=0)
+    at = cols[:, None] * M + rows[None, :]
+    tl.store(qt_ptr + at, tl.trans(q), mask=(cols < K)[:, None] & (rows < M)[None, :])
+
+
 def dequantize_rows(q_MK: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """`q * scale` rounded once to dtype; scale [M, 1]."""
+    """`q * scale`, rounded once to dtype: [M, K]; scale [M, 1]."""
     M, K = q_MK.shape
     x_MK = torch.empty(M, K, dtype=dtype, device=q_MK.device)
     block_m, block_k = 16, 256
@@ -137,7 +195,7 @@ def dequantize_rows(q_MK: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def quantize_rows(x_MK: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """q_MK and scale [M, 1]."""
+    """Row-wise: q_MK and scale [M, 1]."""
     x_MK = _rows_contiguous(x_MK)
     M, K = x_MK.shape
     q_MK = torch.empty(M, K, dtype=format.dtype, device=x_MK.device)
@@ -156,7 +214,7 @@ def quantize_rows(x_MK: Tensor, format: Format) -> tuple[Tensor, Tensor]:
 
 
 def quantize_rows_and_sum(x_MK: Tensor, format: Format) -> tuple[Tensor, Tensor, Tensor]:
-    """q_MK, scale [M, 1] and the float32 column sums [K]: partial ones of each program, added."""
+    """Row-wise: q_MK, scale [M, 1] and float32 column sums [K], from partial sums per program."""
     x_MK = _rows_contiguous(x_MK)
     M, K = x_MK.shape
     if K > WHOLE_ROW:
@@ -171,30 +229,76 @@ def quantize_rows_and_sum(x_MK: Tensor, format: Format) -> tuple[Tensor, Tensor,
     return q_MK, scale, sums.sum(dim=0)
 
 
-def row_blocks(K: int, features_a_thread: int = 64) -> dict[str, int]:
-    """A row as two blocks of powers of two, and warps: 5,120 = 4,096 + 1,024 idles no lane."""
+def quantize_tiles(
+    x_MK: Tensor, format: Format, granularity: str, *, rows: bool, transposed: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Column- or tensor-wise: q_MK, q_KM (each empty unless requested) and the scale.
+
+    Triton 3.6 scrambles transposed fp8 tiles computed from float32 (weight gradients became NaN on
+    an H100), so in this case a separate kernel transposes the bytes.
+    """
+    if transposed and x_MK.dtype == torch.float32 and format is not INT8:
+        q_MK, _, scale = quantize_tiles(x_MK, format, granularity, rows=True, transposed=False)
+        q_KM = transpose_bytes(q_MK.view(torch.int8)).view(format.dtype)
+        return q_MK if rows else q_MK.new_empty(0), q_KM, scale
+    x_MK = _rows_contiguous(x_MK)
+    M, K = x_MK.shape
+    columns = granularity == "columnwise"
+    device = x_MK.device
+    bits = torch.zeros(1, K if columns else 1, dtype=torch.int32, device=device)
+    scale = torch.empty(bits.shape, dtype=torch.float32, device=device)
+    block_m, block_k = 16, 256
+    across, down = triton.cdiv(K, block_k), triton.cdiv(M, block_m)
+    down = min(down, max(1, 8 * num_sms(device) // across))
+    _amax_kernel[(across, down)](
+        x_MK, bits, M, K, x_MK.stride(0), COLUMNS=columns, BLOCK_M=block_m, BLOCK_K=block_k
+    )
+    q_MK = torch.empty((M, K) if rows else (0,), dtype=format.dtype, device=device)
+    q_KM = torch.empty((K, M) if transposed else (0,), dtype=format.dtype, device=device)
+    block = 64
+    _quantize_tiles_kernel[(triton.cdiv(M, block), triton.cdiv(K, block))](
+        x_MK, q_MK, q_KM, bits, scale, M, K, x_MK.stride(0),
+        MAX=format.max, COLUMNS=columns, ROWS_OUT=rows, TRANSPOSED_OUT=transposed,
+        BLOCK_M=block, BLOCK_K=block,
+    )  # fmt: skip
+    return q_MK, q_KM, scale
+
+
+def transpose_bytes(q_MK: Tensor) -> Tensor:
+    """int8 [M, K] -> [K, M], contiguous; several times faster than torch's copy."""
+    M, K = q_MK.shape
+    q_KM = torch.empty(K, M, dtype=torch.int8, device=q_MK.device)
+    block = 128
+    _transpose_kernel[(triton.cdiv(M, block), triton.cdiv(K, block))](
+        q_MK, q_KM, M, K, BLOCK_M=block, BLOCK_K=block, num_warps=8
+    )
+    return q_KM
+
+
+def row_blocks(K: int, features_per_thread: int = 64) -> dict[str, int]:
+    """Two power-of-two blocks that cover a row (5,120 = 4,096 + 1,024 idles no lane), and warps."""
     whole = triton.next_power_of_2(K)
     block_a = whole if whole == K else max(1, whole // 2)
     block_b = triton.next_power_of_2(max(1, K - block_a))
-    warps = triton.next_power_of_2(triton.cdiv(K, 32 * features_a_thread))
+    warps = triton.next_power_of_2(triton.cdiv(K, 32 * features_per_thread))
     return {"BLOCK_A": block_a, "BLOCK_B": block_b, "num_warps": min(32, max(4, warps))}
 
 
 def programs_that_sum(x_MK: Tensor) -> int:
-    """Programs of a kernel that walks over rows and leaves a row of partial sums each."""
-    a_multiprocessor = 8 if x_MK.shape[1] <= 2048 else 4
-    return min(x_MK.shape[0], a_multiprocessor * num_sms(x_MK.device))
+    """Number of programs for a kernel whose programs loop over rows and each store partial sums."""
+    per_multiprocessor = 8 if x_MK.shape[1] <= 2048 else 4
+    return min(x_MK.shape[0], per_multiprocessor * num_sms(x_MK.device))
 
 
 def quantizes(format: Format, device: torch.device) -> bool:
-    """Whether these kernels can write a format on a GPU."""
+    """Whether these kernels support a format on a GPU."""
     if format is E4M3:
         return torch.cuda.get_device_capability(device) >= (8, 9)
     return format is INT8 or format.dtype == torch.float8_e5m2
 
 
 def num_sms(device: torch.device) -> int:
-    """Multiprocessors of a GPU; 1 on a CPU, where the kernels are only interpreted."""
+    """Number of multiprocessors; 1 on a CPU, where the kernels are interpreted."""
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -18,11 +18,10 @@ from lowprec.clip.model import (
     compile_blocks,
     contrastive_loss,
     image_size,
+    set_precision,
+    use_stable_embedding,
 )
-from lowprec.clip.precision import set_precision
-from lowprec.clip.stable_embedding import use_stable_embedding
-from lowprec.clip.tokenizer import Tokenizer
-from lowprec.clip.zero_shot import build_classifier, imagenet
+from lowprec.clip.text import Tokenizer, build_classifier, imagenet
 from lowprec.config.check import ConfigError
 from lowprec.config.preflight import names_file, read_lines, sync_bn_fault
 from lowprec.config.schema import EIGHT_BIT, Config, OptimizerConfig

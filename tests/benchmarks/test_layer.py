@@ -95,12 +95,12 @@ def test_layer_wrong_only_with_float32_weights_under_autocast_is_refused(
     linear = sys.modules["lowprec.nn.linear"]
     right = linear.linear
 
-    def wrong(input, weight, bias, recipe, backend, **settings):
+    def wrong(input, weight, bias, settings):
         tensors = {"grad_input": input, "grad_weight": weight, "grad_bias": bias}
-        is_wrong = weight.dtype == torch.float32 and backend == "auto"
+        is_wrong = weight.dtype == torch.float32 and settings.backend == "auto"
         if is_wrong and name in tensors:  # its gradient, not its value
             tensors[name] = tensors[name] + 0.1 * (tensors[name] - tensors[name].detach())
-        output = right(*tensors.values(), recipe, backend=backend, **settings)
+        output = right(*tensors.values(), settings)
         return output + 0.1 * output.detach() if is_wrong and name == "output" else output
 
     monkeypatch.setattr(linear, "linear", wrong)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from experiments.benchmarks import model as bench_model
-from lowprec.clip.torchvision_shim import open_clip
+from lowprec.clip import open_clip
 from lowprec.config.schema import Config
 
 RIGHT, OTHER = (5.0, torch.ones(3)), (1.0, torch.ones(3))

@@ -7,6 +7,7 @@ import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 
+from lowprec.clip import open_clip
 from lowprec.clip.export import read_weights, write_weights
 from lowprec.clip.model import (
     Normalize,
@@ -17,7 +18,6 @@ from lowprec.clip.model import (
     compile_blocks,
     contrastive_loss,
 )
-from lowprec.clip.torchvision_shim import open_clip
 from lowprec.config.schema import ModelConfig
 
 TINY = dict(vision_width=64, vision_layers=2, text_width=64, text_layers=2, vocab_size=512)

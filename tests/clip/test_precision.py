@@ -5,8 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from lowprec.clip.model import build_model
-from lowprec.clip.precision import set_precision
+from lowprec.clip.model import build_model, set_precision
 from lowprec.config.schema import ModelConfig, PrecisionConfig
 from lowprec.nn.attention import Attention
 from lowprec.nn.recipe import RECIPES

@@ -1,7 +1,7 @@
 import torch
 
-from lowprec.clip.tokenizer import Tokenizer
-from lowprec.clip.torchvision_shim import open_clip
+from lowprec.clip import open_clip
+from lowprec.clip.text import Tokenizer
 
 TEXTS = ["a photo of a dog", "Über-naïve café!", "word " * 50, ""]
 

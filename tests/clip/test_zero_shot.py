@@ -2,8 +2,7 @@ import pytest
 import torch
 
 from lowprec.clip.model import build_model
-from lowprec.clip.tokenizer import Tokenizer
-from lowprec.clip.zero_shot import build_classifier, imagenet
+from lowprec.clip.text import Tokenizer, build_classifier, imagenet
 from lowprec.config.schema import ModelConfig
 
 

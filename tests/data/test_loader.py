@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torchvision.transforms import RandomResizedCrop
 
-from lowprec.clip.torchvision_shim import open_clip
+from lowprec.clip import open_clip
 from lowprec.data import loader
 from lowprec.data.index import open_shards
 from lowprec.data.loader import (

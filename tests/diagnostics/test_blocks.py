@@ -5,8 +5,7 @@ import copy
 import pytest
 import torch
 
-from lowprec.clip.model import blocks, build_model, compile_blocks
-from lowprec.clip.precision import set_precision
+from lowprec.clip.model import blocks, build_model, compile_blocks, set_precision
 from lowprec.config.schema import ModelConfig, PrecisionConfig
 from lowprec.diagnostics.blocks import BLOCK_STATISTICS, BlockProbe
 

@@ -53,7 +53,7 @@ def test_outlier_hurts_the_whole_tensor_but_rowwise_only_its_row():
     x[5, 7] = 100
     without = [i for i in range(64) if i != 5]
     for granularity in clean:
-        x_hat = reference.simulate(x, INT8, granularity, torch.float32)
+        x_hat = reference.fake_quantize(x, INT8, granularity, torch.float32)
         spoiled = sqnr_db(x[without], x_hat[without])
         assert (spoiled < clean[granularity] - 20) == (granularity == "tensorwise")
 
@@ -90,7 +90,7 @@ def test_products_equal_those_of_autograd():
 def test_operand_error_is_predicted_from_the_steps_of_its_format(format, granularity):
     x = normal(128, 256)
     x[0] = 0
-    measured = (x - reference.simulate(x, format, granularity, torch.float32)).square().mean()
+    measured = (x - reference.fake_quantize(x, format, granularity, torch.float32)).square().mean()
     assert error_variance(x, format, granularity) == pytest.approx(measured.item(), rel=0.06)
 
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from lowprec.clip.torchvision_shim import open_clip
+from lowprec.clip import open_clip
 from lowprec.nn.attention import Attention, is_replaceable
+from lowprec.nn.linear import Settings
 from lowprec.nn.recipe import RECIPES
 
 TOLERANCE = 2e-6  # float32: the same sums in another order
@@ -78,7 +79,7 @@ def test_the_fused_projection_follows_its_recipe():
     module = Attention(nn.MultiheadAttention(32, 2, batch_first=True))
     x = torch.randn(2, 3, 32)
     exact = module.in_proj(x)
-    module.set_in_proj_recipe(RECIPES["switchback"], "auto", 0.0)
+    module.in_proj_settings = Settings(RECIPES["switchback"])
     rounded = module.in_proj(x)
     error = (rounded - exact).norm() / exact.norm()
     assert 1e-3 < error < 3e-2

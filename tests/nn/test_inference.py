@@ -7,8 +7,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lowprec import ops
-from lowprec.clip.model import blocks, build_model
-from lowprec.clip.precision import set_precision
+from lowprec.clip.model import blocks, build_model, set_precision
 from lowprec.config.schema import ModelConfig, PrecisionConfig
 from lowprec.formats import INT8
 from lowprec.nn.inference import (
@@ -52,8 +51,8 @@ def features(model, pair, dtype=torch.bfloat16):
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_layer_multiplies_the_quantized_operands(shape, bias):
     linear, x = nn.Linear(shape[-1], 11, bias=bias), torch.randn(shape)
-    x_hat = reference.simulate(x.flatten(0, -2), INT8, "rowwise", torch.float32)
-    w_hat = reference.simulate(linear.weight.detach(), INT8, "rowwise", torch.float32)
+    x_hat = reference.fake_quantize(x.flatten(0, -2), INT8, "rowwise", torch.float32)
+    w_hat = reference.fake_quantize(linear.weight.detach(), INT8, "rowwise", torch.float32)
     expected = nn.functional.linear(x_hat, w_hat, linear.bias).view(*shape[:-1], 11)
     torch.testing.assert_close(Int8Linear(linear)(x), expected, atol=1e-5, rtol=1e-5)
 
@@ -191,7 +190,7 @@ def test_another_recipe_on_int8_layers_is_refused_by_name_and_changes_nothing(mo
     to_int8(model, where)
     before = [type(module) for module in model.modules()]
     for change in (lambda: apply_recipe(model, "switchback"), lambda: to_int8(model)):
-        with pytest.raises(ValueError, match=f"{where[0]} is int8 already"):
+        with pytest.raises(ValueError, match=f"{where[0]} is already int8"):
             change()
     assert [type(module) for module in model.modules()] == before
     apply_recipe(model, "switchback", ["out_proj"])  # others still can

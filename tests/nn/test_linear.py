@@ -60,7 +60,7 @@ def check(oracle, name, mode, bias=True, shape=(TOKENS,)):
     assert found[2].dtype == module.weight.dtype
     flat, flat_g = x.detach().reshape(-1, IN), g.reshape(-1, OUT)
     b = module.bias.detach() if bias else None
-    if b is not None and not (RECIPES[name].output and RECIPES[name].output.real):
+    if b is not None and not (RECIPES[name].output and RECIPES[name].output.native):
         b = b.to(dtype)
     expected = oracle.expected_of(name, flat, module.weight.detach(), b, flat_g, dtype)
     w_norm = module.weight.norm()

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lowprec import ops
-from lowprec.clip.torchvision_shim import open_clip
+from lowprec.clip import open_clip
 from lowprec.nn.linear import LowPrecisionLinear, SwitchBackLinear
 from lowprec.nn.recipe import RECIPES
 from lowprec.nn.replace import apply_recipe

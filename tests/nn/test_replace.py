@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from lowprec.clip.torchvision_shim import open_clip
+from lowprec.clip import open_clip
 from lowprec.nn import LowPrecisionLinear, apply_recipe
 from lowprec.nn.attention import Attention
 from lowprec.nn.mlp import LowPrecisionMLP
@@ -40,7 +40,7 @@ def test_every_layer_of_a_block_runs_its_recipe(custom):
             assert module.recipe is RECIPES["switchback"]
             calls.append(name.rsplit(".", 1)[1])
     assert calls == ["out_proj", "c_fc", "c_proj"]
-    assert model.block.attn.in_proj_settings["recipe"] is RECIPES["switchback"]
+    assert model.block.attn.in_proj_settings.recipe is RECIPES["switchback"]
 
 
 def test_out_proj_is_not_bypassed_as_within_multihead_attention():
@@ -180,7 +180,7 @@ def test_skip_slow_leaves_losing_shapes_alone_and_the_report_lists_them_either_w
 def test_simulated_recipes_gain_no_speed():
     for name, recipe in RECIPES.items():
         gains = gains_speed(recipe, 4096, 16384)
-        assert gains == (recipe.is_real and recipe.output is not None), name
+        assert gains == (recipe.is_native and recipe.output is not None), name
 
 
 def test_training_mode_is_kept():

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from lowprec.clip.torchvision_shim import open_clip
+from lowprec.clip import open_clip
 from lowprec.nn import SwitchBackLinear, apply_recipe
 from lowprec.nn.attention import Attention, is_replaceable
 from lowprec.nn.mlp import LowPrecisionMLP
@@ -21,7 +21,7 @@ def block():
 
 
 def test_a_pattern_without_a_layer_is_refused_with_the_names_there_are():
-    with pytest.raises(NoLayerError, match=r"matches c_fcc; there are: block.attn.in_proj, "):
+    with pytest.raises(NoLayerError, match=r"matches c_fcc; .*block.attn.in_proj, "):
         apply_recipe(block(), "switchback", ["c_fcc"])
     with pytest.raises(ValueError, match="recipe 'switchbak'"):
         apply_recipe(block(), "switchbak")
@@ -83,7 +83,7 @@ def test_a_layer_that_is_more_than_linear_is_refused_by_name_unless_left_out(kin
     model, x = block(), torch.randn(2, 5, 64)
     model.block.mlp.c_fc = MORE_THAN_LINEAR[kind]()
     expected, before = model(x), [type(module) for module in model.modules()]
-    with pytest.raises(ValueError, match="block.mlp.c_fc, a .* is more than an nn.Linear"):
+    with pytest.raises(ValueError, match="block.mlp.c_fc .* is more than an nn.Linear"):
         apply_recipe(model, "switchback")
     assert [type(module) for module in model.modules()] == before
     apply_recipe(model, "switchback", ["in_proj", "out_proj", "c_proj"])

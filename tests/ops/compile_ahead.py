@@ -27,7 +27,6 @@ from lowprec.formats import E4M3, E5M2, INT8
 from lowprec.ops import triton_gelu as gelu
 from lowprec.ops import triton_matmul as matmul
 from lowprec.ops import triton_quantize as quantize
-from lowprec.ops import triton_tiles as tiles
 from lowprec.optim import fused, triton_adamw
 from lowprec.optim.adamw_update import Hyperparameters
 from lowprec.optim.plain import Tensors
@@ -113,22 +112,22 @@ CASES = {  # name: (launches it, architectures)
     ),
     "rows e4m3 of bf16, 1280": (lambda: quantize.quantize_rows(_tensor(4096, 1280), E4M3), (90,)),
     "tensor int8 of fp32, both": (
-        lambda: tiles.quantize_tiles(
+        lambda: quantize.quantize_tiles(
             _tensor(5120, 1280, dtype=FP32), INT8, "tensorwise", rows=True, transposed=True
         ), (80, 90),
     ),
     "tensor e4m3 of fp32, both": (
-        lambda: tiles.quantize_tiles(
+        lambda: quantize.quantize_tiles(
             _tensor(5120, 1280, dtype=FP32), E4M3, "tensorwise", rows=True, transposed=True
         ), (90,),
     ),
     "columns int8 of bf16, transposed": (
-        lambda: tiles.quantize_tiles(
+        lambda: quantize.quantize_tiles(
             _tensor(5120, 1280), INT8, "columnwise", rows=False, transposed=True
         ), (80, 90),
     ),
     "tensor e5m2 of bf16": (
-        lambda: tiles.quantize_tiles(
+        lambda: quantize.quantize_tiles(
             _tensor(4096, 1280), E5M2, "tensorwise", rows=True, transposed=False
         ), (80, 90),
     ),

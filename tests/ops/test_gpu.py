@@ -13,7 +13,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # that torch 2.11 gives of itself
 ]
-REAL = [name for name, recipe in RECIPES.items() if recipe.is_real and recipe.output]
+NATIVE = [name for name, recipe in RECIPES.items() if recipe.is_native and recipe.output]
 # Share of the norm: a multiply-add or a sum in another order moves a value to the next bfloat16,
 # and fp8 is added in 22 bits.
 TOLERANCE = {"int8": 1e-3, "e4m3": 4e-3}
@@ -52,14 +52,14 @@ def assert_near(found, expected, tolerance):
 
 
 @pytest.mark.parametrize("width", [(256, 512), (100, 63)], ids=["aligned", "odd"])
-@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("name", NATIVE)
 def test_kernels_give_the_gradients_of_the_definition(name, width):
     skip_without(name)
     found = step(*make(name, "triton", width))
     assert_near(found, step(*make(name, "reference", width)), tolerance_of(name))
 
 
-@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("name", NATIVE)
 def test_a_compiled_layer_is_one_graph_and_is_not_compiled_again(name):
     skip_without(name)
     torch._dynamo.reset()
@@ -74,7 +74,7 @@ def test_a_compiled_layer_is_one_graph_and_is_not_compiled_again(name):
     assert_near(found, expected, 3 * tolerance_of(name))
 
 
-@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("name", NATIVE)
 def test_a_captured_step_replays_on_new_data(name):
     skip_without(name)
     layer, x, g = make(name)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lowprec.formats import E4M3, E5M2, INT8, representable
-from lowprec.ops import reference, triton_tiles
+from lowprec.ops import reference
 from lowprec.ops import triton_quantize as kernels
 
 FORMATS = [INT8, E4M3, E5M2]
@@ -41,7 +41,7 @@ def by_kernels(x, format, granularity):
     if granularity == "rowwise":
         q, scale = kernels.quantize_rows(x, format)
         return q, None, scale
-    return triton_tiles.quantize_tiles(x, format, granularity, rows=True, transposed=True)
+    return kernels.quantize_tiles(x, format, granularity, rows=True, transposed=True)
 
 
 def check(x, format, granularity):
@@ -70,7 +70,7 @@ def test_a_layout_not_asked_for_is_empty_and_the_other_the_same(
     device, granularity, rows, transposed
 ):
     x = make((63, 100), torch.bfloat16, device)
-    q, q_transposed, scale = triton_tiles.quantize_tiles(
+    q, q_transposed, scale = kernels.quantize_tiles(
         x, INT8, granularity, rows=rows, transposed=transposed
     )
     expected, expected_scale = reference.quantize(x, INT8, granularity)
@@ -183,7 +183,7 @@ def test_the_largest_magnitude_of_each_group_becomes_the_largest_number(granular
 def test_simulated_blocks_are_of_the_flattened_tensor():
     x = make((3, 65), torch.float32, "cpu")  # blocks of 128 elements: the first ends within row 1
     x[2, 64] = 1000.0  # in the second block: the first must not change
-    values = reference.simulate(x, E4M3, "blocks", torch.float32)
+    values = reference.fake_quantize(x, E4M3, "blocks", torch.float32)
     flat = x.flatten()
     for block, found in zip(flat.split(128), values.flatten().split(128), strict=True):
         scale = block.abs().max() / 448

@@ -4,7 +4,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lowprec.clip.stable_embedding import StableEmbedding, fold, use_stable_embedding
+from lowprec.clip.export import fold
+from lowprec.clip.model import StableEmbedding, use_stable_embedding
 from lowprec.config.check import ConfigError
 from lowprec.data.open import open_data
 from lowprec.runs.attempts import CheckpointError
