@@ -10,6 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lowprec.nn.inference import load_state
+
 NORM = ".token_embedding.norm."
 
 
@@ -97,21 +99,7 @@ def _reason(error: Exception) -> str:
 
 def load_weights(model: nn.Module, source: Path) -> None:
     """Loads weights into a model; raises ValueError with the tensors whose shapes differ."""
-    weights, expected = read_weights(source), model.state_dict()
-    differing = [
-        f"{name} is {shape(weights.get(name))}, not {shape(expected.get(name))}"
-        for name in sorted({*weights, *expected})
-        if shape(weights.get(name)) != shape(expected.get(name))
-    ]
-    if differing:
-        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
-        raise ValueError(f"{source} does not fit the model: {'; '.join(differing[:3])}{more}")
-    model.load_state_dict(weights)
-
-
-def shape(tensor: Tensor | None) -> tuple[int, ...] | str:
-    """A tensor's shape, or "absent"."""
-    return "absent" if tensor is None else tuple(tensor.shape)
+    load_state(model, read_weights(source), source)
 
 
 def write_weights(state: dict[str, Tensor], target: Path) -> None:

@@ -113,7 +113,7 @@ def dot_error_variance(
 
     which is linear in the inner dimension K; var_d and var_e come from `error_variance` (int8:
     scale^2 / 12). x and w need not be independent, but the square of each must be independent of
-    the other's errors: where large x meet large w, the real variance is larger. For int8 the
+    the other's errors: where large x meet large w, the true variance is larger. For int8 the
     prediction also fails where outliers set the scale and the step is coarse for most elements.
     Source: appendix C, arXiv:2304.13013, for int8; the fp8 form is derived in the same way.
     """

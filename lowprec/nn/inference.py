@@ -1,8 +1,8 @@
-"""int8 inference: linear layers whose weights are stored in int8, forward only.
+"""int8 inference: linear layers that store their weights in int8, forward only.
 
-Recipe int8_inference: output = x W^T with x and W row-wise int8. A converted layer keeps its names
-in the state dict: `weight` (or `in_proj_weight`) is int8 now, and `weight_scale`, float32 [out, 1],
-stands beside it. Shape suffixes: M = batch * tokens, K = features in, N = features out.
+Recipe int8_inference: output = x W^T with row-wise int8 x and W. In the state dict of a converted
+layer, `weight` (or `in_proj_weight`) is int8 and `weight_scale` (`in_proj_weight_scale`), float32
+[out, 1], is added. Shape suffixes: M = batch * tokens, K = input, N = output features.
 """
 
 import hashlib
@@ -22,15 +22,15 @@ from lowprec.nn.linear import compute_dtype
 from lowprec.nn.mlp import unfuse
 from lowprec.nn.replace import LAYERS, apply_recipe, is_plain, replace_attention, swap_modules
 
-KIND = "int8_inference"  # what the metadata of a file says it is
-IN_PROJ = ".in_proj"  # the layer inside an Attention
+KIND = "int8_inference"  # in the metadata of a file
+IN_PROJ = ".in_proj"  # the layer in an Attention
 
 
 def int8_linear(input: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
-    """`input @ (weight * weight_scale)^T + bias`, [..., in] -> [..., out], input row-wise int8.
+    """`input @ (weight * weight_scale)^T + bias`: [..., in] -> [..., out], input row-wise int8.
 
-    weight int8 [out, in], weight_scale float32 [out, 1]. Gives the autocast dtype, or the input's
-    without autocast. RuntimeError in backward; nothing is saved for it.
+    weight is int8 [out, in], weight_scale float32 [out, 1]. Returns the autocast dtype, or without
+    autocast the input's dtype. Saves nothing for backward, which raises RuntimeError.
     """
     x_MK = input.reshape(-1, input.shape[-1]).to(compute_dtype(input))
     multiply = _ForwardOnly.apply if torch.is_grad_enabled() else _multiply
@@ -52,11 +52,11 @@ class _ForwardOnly(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, g_MN):
-        raise RuntimeError("an int8 inference layer has no backward: train before converting")
+        raise RuntimeError("an int8 inference layer has no backward: train before to_int8")
 
 
 class _KeepsScale(nn.Module):
-    """A module whose scales stay float32 when it is cast, as by `model.half()`."""
+    """A module whose scales stay float32 when it is cast, for example by `model.half()`."""
 
     def _apply(self, fn, recurse=True):
         scales = {name: t for name, t in self._buffers.items() if name.endswith("_scale")}
@@ -67,12 +67,12 @@ class _KeepsScale(nn.Module):
 
 
 class Int8Linear(_KeepsScale):
-    """An nn.Linear converted: weight int8 [out, in], weight_scale float32 [out, 1], bias, hooks."""
+    """A converted nn.Linear: int8 weight [out, in], float32 weight_scale [out, 1], bias, hooks."""
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.int8_original_dtype = linear.weight.dtype  # open_clip's blocks ask for it
+        self.int8_original_dtype = linear.weight.dtype  # open_clip's blocks read it
         _store_int8(self, "weight", linear.weight)
         self.bias = linear.bias
         carry_hooks(linear, self)
@@ -89,12 +89,12 @@ class Int8Linear(_KeepsScale):
         return int8_linear(input, self.weight, self.weight_scale, self.bias)
 
     def extra_repr(self) -> str:
-        """As nn.Linear's."""
+        """The same as nn.Linear's."""
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
 
 
 class Int8Attention(_KeepsScale, Attention):
-    """An Attention whose fused projection of queries, keys and values is int8."""
+    """An Attention with an int8 projection of queries, keys and values."""
 
     def __init__(self, attention: Attention):
         super().__init__(attention)
@@ -115,16 +115,16 @@ def _store_int8(module: nn.Module, name: str, weight: Tensor) -> None:
 
 
 def to_int8(model: nn.Module, where: Sequence[str] = LAYERS) -> nn.Module:
-    """Converts the linear layers that match `where` in place; the model.
+    """Converts the linear layers that match `where`, in place; returns the model.
 
-    Patterns and errors are those of `apply_recipe`.
+    See `apply_recipe` for the patterns and errors.
     """
     _convert(model, [layer.name for layer in apply_recipe(model, "high", where)])
     return model
 
 
 def _convert(model: nn.Module, layers: Sequence[str]) -> None:
-    """Layers by name, those of an Attention ending in `.in_proj`; converted ones stay."""
+    """Converts layers by name; an Attention's projection ends in `.in_proj`."""
     unfuse(model)
     modules, converted = dict(model.named_modules()), {}
     for name in layers:
@@ -138,7 +138,10 @@ def _convert(model: nn.Module, layers: Sequence[str]) -> None:
 
 
 def memory_ratio(model: nn.Module) -> float:
-    """Bytes of the converted layers (weight, scale, bias) over those of their float32 originals."""
+    """Bytes of the converted layers (weight, scale, bias) divided by those of float32 originals.
+
+    Raises ValueError if no layer is converted.
+    """
     stored = original = 0
     for module in model.modules():
         if isinstance(module, Int8Linear):
@@ -151,20 +154,21 @@ def memory_ratio(model: nn.Module) -> float:
         stored += sum(t.numel() * t.element_size() for t in tensors if t is not None)
         original += 4 * (weight.numel() + (0 if bias is None else bias.numel()))
     if not original:
-        raise ValueError("no layer of the model is converted: to_int8(model)")
+        raise ValueError("no layer of the model is int8: call to_int8(model) first")
     return stored / original
 
 
 def save_int8(model: nn.Module, path: Path | str) -> None:
-    """Writes a converted model's state dict as .safetensors, with its digest.
+    """Writes a converted model's state dict, with a digest, as .safetensors.
 
-    A tensor of several names, as a tied weight, is written under each.
+    Tied tensors are written under each of their names. Raises ValueError for another suffix, or if
+    no layer is converted.
     """
     path = Path(path)
-    memory_ratio(model)  # raises where nothing is converted
+    memory_ratio(model)  # raises if no layer is converted
     if path.suffix != ".safetensors":
-        raise ValueError(f"{path}: int8 weights are written as .safetensors")
-    state = {  # copies, for safetensors refuses tensors that share memory
+        raise ValueError(f"{path}: int8 weights must be written as .safetensors")
+    state = {  # copies, because safetensors refuses tensors that share memory
         name: tensor.detach().clone(memory_format=torch.contiguous_format)
         for name, tensor in model.state_dict().items()
     }
@@ -175,11 +179,11 @@ def save_int8(model: nn.Module, path: Path | str) -> None:
 
 
 def load_int8(model: nn.Module, path: Path | str) -> nn.Module:
-    """Loads what `save_int8` wrote into a model, converted or not yet, in place; the model.
+    """Loads a file of `save_int8` into a model, in place; returns the model.
 
-    The layers that are int8 in the file are converted, the others keep their recipe. ValueError
-    for a file that is damaged or holds something else, and for tensors that do not fit, by name;
-    the model may be converted then.
+    Converts the layers that are int8 in the file, if they are not converted yet; other layers keep
+    their recipe. Raises ValueError for a file that is damaged or not of this kind, and with the
+    names of tensors that do not fit, in which case layers may be converted already.
     """
     state = _read(Path(path))
     scales = [name for name in state if name.endswith("weight_scale")]
@@ -187,22 +191,26 @@ def load_int8(model: nn.Module, path: Path | str) -> nn.Module:
         name.removesuffix(".weight_scale").replace(f"{IN_PROJ}_weight_scale", IN_PROJ)
         for name in scales
     ]
-    wanted = model.state_dict()
-    if any(name not in wanted for name in scales):
+    if not {*scales} <= {*model.state_dict()}:
         replace_attention(model)
         known = {name for name, _ in model.named_modules()}
         _convert(model, [name for name in layers if name.removesuffix(IN_PROJ) in known])
-        wanted = model.state_dict()
+    load_state(model, state, path)
+    return model
+
+
+def load_state(model: nn.Module, state: dict[str, Tensor], source: Path) -> None:
+    """Loads a state dict; raises ValueError with the tensors whose shapes or int8 dtypes differ."""
+    expected = model.state_dict()
     differing = [
-        f"{name} is {_shape(state.get(name))}, not {_shape(wanted.get(name))}"
-        for name in sorted({*state, *wanted})
-        if _shape(state.get(name)) != _shape(wanted.get(name))
+        f"{name} is {_describe(state.get(name))}, not {_describe(expected.get(name))}"
+        for name in sorted({*state, *expected})
+        if _describe(state.get(name)) != _describe(expected.get(name))
     ]
     if differing:
         more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
-        raise ValueError(f"{path} does not fit the model: {'; '.join(differing[:3])}{more}")
+        raise ValueError(f"{source} does not fit the model: {'; '.join(differing[:3])}{more}")
     model.load_state_dict(state)
-    return model
 
 
 def _read(path: Path) -> dict[str, Tensor]:
@@ -213,14 +221,14 @@ def _read(path: Path) -> dict[str, Tensor]:
     except SafetensorError as error:
         raise ValueError(f"{path} cannot be read as safetensors: {error}") from error
     if metadata.get("kind") != KIND:
-        raise ValueError(f"{path} holds no int8 model: experiments.export precision={KIND}")
+        raise ValueError(f"{path} is not an int8 model: use experiments.export precision={KIND}")
     if metadata.get("sha256") != _digest(state):
-        raise ValueError(f"{path} is damaged: its tensors are not those of its digest")
+        raise ValueError(f"{path} is damaged: its tensors do not match its digest")
     return state
 
 
 def _digest(state: dict[str, Tensor]) -> str:
-    """sha256 over names, dtypes, shapes and bytes."""
+    """sha256 of names, dtypes, shapes and bytes."""
     digest = hashlib.sha256()
     for name, tensor in sorted(state.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
@@ -228,8 +236,8 @@ def _digest(state: dict[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _shape(tensor: Tensor | None) -> str:
-    """Shape of a tensor, with a mark if it is int8."""
+def _describe(tensor: Tensor | None) -> str:
+    """A tensor's shape, followed by "int8" if it is; "absent" for None."""
     if tensor is None:
         return "absent"
     return f"{tuple(tensor.shape)}{' int8' if tensor.dtype == torch.int8 else ''}"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from experiments import quant_error
-from experiments.quant_error import QuantErrorConfig, attach, catch, layer_rows, main, table
+from experiments.quant_error import QuantErrorConfig, attach_hooks, capture, layer_rows, main, table
 from lowprec.data.open import open_data
 from lowprec.nn.recipe import RECIPES
 from lowprec.runs.read import read_rows
@@ -35,13 +35,13 @@ def tensors():
 def test_inputs_and_gradients_of_every_layer_are_those_of_its_weight_gradient(make_config):
     config = make_config({"model.vision_layers": 1})
     built = build(config, open_data(config))
-    caught = attach(built)
+    captured = attach_hooks(built)
     loss, _ = built.task.loss(next(built.batches_from(1)))
     loss.backward()
-    assert {name.split(".", 3)[-1].removeprefix("0.") for name in caught} >= LAYERS
-    assert len(caught) == 8
+    assert {name.split(".", 3)[-1].removeprefix("0.") for name in captured} >= LAYERS
+    assert len(captured) == 8
     parameters = dict(built.task.model.named_parameters())
-    for name, found in caught.items():
+    for name, found in captured.items():
         weight = parameters.get(f"{name}.weight", parameters.get(f"{name}_weight"))
         assert torch.equal(found["w"], weight)
         torch.testing.assert_close(found["g"].T @ found["x"], weight.grad, atol=1e-6, rtol=1e-4)
@@ -54,7 +54,7 @@ def test_a_run_is_measured_in_its_precision_and_left_as_it_was(run, capsys):
     assert len(rows) == 2 * 8 * 6
     assert {row["step"] for row in rows} == {4}
     assert all(path.read_bytes() == content for path, content in before.items())
-    _, layers = catch(run, "cpu")
+    _, layers = capture(run, "cpu")
     autocast = json.loads((run / "config.yaml").read_text())["precision"]["autocast"]
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[autocast]
     assert {tensors["x"].dtype for tensors in layers.values()} == {dtype}

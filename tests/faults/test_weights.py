@@ -91,7 +91,7 @@ def test_damaged_weights_are_refused_in_a_sentence_that_names_the_file(tmp_path,
 @pytest.mark.parametrize("content", [[1], {"w": 3}, {"state_dict": {"w": "text"}}, torch.ones(2)])
 def test_a_file_of_something_else_is_refused(tmp_path, content):
     torch.save(content, tmp_path / "other.pt")
-    with pytest.raises(ValueError, match=r"other\.pt holds something else than tensors by name"):
+    with pytest.raises(ValueError, match=r"other\.pt contains something other than named tensors"):
         read_weights(tmp_path / "other.pt")
 
 
@@ -111,5 +111,5 @@ def test_weights_under_a_damaged_manifest_are_not_taken(tmp_path, manifest):
     folder.mkdir(parents=True)
     save_file({"w": torch.ones(2)}, folder / "model.safetensors")
     (folder / "manifest.json").write_text(manifest)
-    with pytest.raises(FileNotFoundError, match="holds no weights"):
+    with pytest.raises(FileNotFoundError, match="has no weights"):
         read_weights(tmp_path)

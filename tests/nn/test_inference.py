@@ -211,7 +211,7 @@ def test_a_row_with_nan_stays_visible(model):
 
 
 def test_memory_is_below_three_tenths_of_float32(model):
-    with pytest.raises(ValueError, match="no layer of the model is converted"):
+    with pytest.raises(ValueError, match="no layer of the model is int8"):
         memory_ratio(model)
     originals = [m for m in model.modules() if isinstance(m, (nn.Linear, nn.MultiheadAttention))]
     linears = {id(p): p for m in originals for p in m.parameters()}.values()
@@ -236,7 +236,7 @@ def test_a_file_gives_the_model_back(model, pair, tmp_path):
 
 def test_a_file_that_does_not_fit_is_refused_by_name(model, tmp_path):
     path = tmp_path / "a.safetensors"
-    with pytest.raises(ValueError, match="no layer of the model is converted"):
+    with pytest.raises(ValueError, match="no layer of the model is int8"):
         save_int8(model, path)
     save_int8(to_int8(model), path)
     with pytest.raises(ValueError, match="written as .safetensors"):
@@ -261,5 +261,5 @@ def test_a_damaged_file_is_refused(model, tmp_path):
         load_int8(model, path)
     path.write_bytes(whole)
     save_file(load_file(path), path)  # without its metadata
-    with pytest.raises(ValueError, match="holds no int8 model"):
+    with pytest.raises(ValueError, match="not an int8 model"):
         load_int8(model, path)
