@@ -10,7 +10,6 @@ what runs on a GPU computes in float32, the others in float64. The second comman
 trajectories of algorithm 2 that the tests compare with, one JSON file for each case.
 """
 
-import importlib
 import importlib.metadata
 import json
 import sys
@@ -33,6 +32,7 @@ from experiments.benchmarks.conformance_rule import (
     problem,
     trajectory,
 )
+from experiments.benchmarks.peers import library_optimizer
 from experiments.entry import run_command
 from lowprec.config.schema import key
 
@@ -66,21 +66,10 @@ class Peer:
     dtype: torch.dtype = torch.float64
 
 
-def build_from(module: str, name: str = "StableAdamW", **options: object) -> Callable:
-    """`build(params)` for an optimizer of a library, which is imported when it is called."""
-
-    def build(params: list[Tensor]) -> torch.optim.Optimizer:
-        if module.startswith("timm"):
-            importlib.import_module("lowprec.clip")  # timm imports torchvision
-        optimizer = getattr(importlib.import_module(module), name)
-        return optimizer(params, **COMMON, **options)
-
-    return build
-
-
-OURS = partial(build_from, "lowprec.optim")
-OPTIMI = partial(build_from, "optimi", lr=1e-3)
-TIMM = partial(build_from, "timm.optim", "AdamWLegacy", clipping_threshold=1.0)
+stable_adamw = partial(library_optimizer, name="StableAdamW", **COMMON)
+OURS = partial(stable_adamw, "lowprec.optim")
+OPTIMI = partial(stable_adamw, "optimi", lr=1e-3)
+TIMM = partial(library_optimizer, "timm.optim", "AdamWLegacy", clipping_threshold=1.0, **COMMON)
 SINGLE = {"dtype": torch.float32}
 GPU = {"device": "cuda", **SINGLE}
 PEERS = {
@@ -88,13 +77,15 @@ PEERS = {
     "lowprec, clip_weight_decay=False": Peer("lowprec", OURS(clip_weight_decay=False), **SINGLE),
     "lowprec, clip_threshold=None": Peer("lowprec", OURS(clip_threshold=None), **SINGLE),
     "lowprec, on a GPU": Peer("lowprec", OURS(), **GPU),
-    "torch AdamW": Peer("torch", build_from("torch.optim", "AdamW")),
+    "torch AdamW": Peer("torch", library_optimizer("torch.optim", "AdamW", **COMMON)),
     "optimi": Peer("torch-optimi", OPTIMI(foreach=False, triton=False)),
     "optimi, foreach": Peer("torch-optimi", OPTIMI(foreach=True, triton=False)),
     "optimi, triton": Peer("torch-optimi", OPTIMI(foreach=False, triton=True), **GPU),
-    "pytorch_optimizer": Peer("pytorch_optimizer", build_from("pytorch_optimizer", foreach=False)),
+    "pytorch_optimizer": Peer(
+        "pytorch_optimizer", stable_adamw("pytorch_optimizer", foreach=False)
+    ),
     "pytorch_optimizer, foreach": Peer(
-        "pytorch_optimizer", build_from("pytorch_optimizer", foreach=True)
+        "pytorch_optimizer", stable_adamw("pytorch_optimizer", foreach=True)
     ),
     # timm has no StableAdamW; this AdamW, which can clip, is the closest
     "timm AdamWLegacy, clipping_threshold=1.0": Peer("timm", TIMM(foreach=False)),
@@ -218,4 +209,4 @@ def _json(node: dict) -> str:
 
 
 if __name__ == "__main__":
-    run_command(main, "conformance", ConformanceConfig)
+    run_command(main, "benchmark", ConformanceConfig)

@@ -4,33 +4,53 @@
     python -m experiments.benchmarks.layer dims=[1280] cases=[switchback,torchao_int8] graphs=false
 
 Each dim is measured as dim -> 4 dim, as 4 dim -> dim and as their sum, with a bias, random inputs,
-eager and as a CUDA graph. A case counts only if output and gradients lie as close to nn.Linear's as
-its formats allow, no closer, and if ours equals its definition in plain torch, with bf16 weights
-and with float32 weights under autocast. Otherwise its line has no number and says why, as does the
-line of a peer that does not run. One JSON line a measurement goes to
-`runs/bench/layer/<time>.jsonl`, memory to `runs/bench/layer_memory/`.
+eager and as a CUDA graph. A case counts only if its output and gradients are as close to
+nn.Linear's as its formats allow, and no closer, and if ours equals its definition in plain torch,
+with bf16 weights and with float32 weights under autocast. Lines go to
+`runs/bench/layer/<time>.jsonl`, and those of memory to `runs/bench/layer_memory/`.
 """
 
-import sys
+import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from experiments.benchmarks.peers import PACKAGES, PEERS
-from experiments.benchmarks.report import graphed, median_ms, reason_of, reporter
+import torch
+from torch import Tensor, nn
+
+from experiments.benchmarks.peers import LINEAR_PEERS, PACKAGES
+from experiments.benchmarks.report import Lines, Unable, check_error, median_ms
 from experiments.entry import run_command
+from lowprec import ops
 from lowprec.config.schema import key
+from lowprec.formats import parse_format
+from lowprec.nn.linear import LowPrecisionLinear
+from lowprec.nn.recipe import RECIPES
+from lowprec.train.build import pick_device
 
 OURS = (
-    *("autograd_high", "switchback", "switchback_m", "switchback_q", "llm_int8"),
-    *("hw_fp8_tensorwise", "hw_fp8_switchback"),
+    "autograd_high",
+    "switchback",
+    "switchback_m",
+    "switchback_q",
+    "llm_int8",
+    "hw_fp8_tensorwise",
+    "hw_fp8_switchback",
 )
-CASES = ("linear", "linear_compiled", *OURS, *PEERS)
+CASES = ("linear", "linear_compiled", *OURS, *LINEAR_PEERS)
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+TENSORS = ("output", "grad_input", "grad_weight", "grad_bias")
+ERRORS = {"int8": 0.03, "e4m3": 0.06, "e5m2": 0.1}  # of a product of normal numbers, generously
+QUANTIZED = 1e-3  # an 8-bit product that is nearer to the 16-bit one was not quantized
+HIGH = 0.01  # 16 bit, sums in another order
+DEFINITION = {"int8": 2e-3, "fp8": 2e-2}  # exact sums rounded twice; fp8 sums of fewer bits
+SLICE = 256  # rows on which ours is compared with its definition, which is slow
 MIB = 2**20
 
 
 @dataclass
-class BenchLayerConfig:
-    """What is measured, and how often."""
+class LayerConfig:
+    """Keys of the command."""
 
     dims: list[int] = key([768, 1024, 1280, 2048, 4096], "widths of the layer", least=1)
     tokens: int = key(32768, "rows of the input", least=1)
@@ -41,117 +61,243 @@ class BenchLayerConfig:
     run_dir: str = key("runs", "the lines go into its bench/layer and bench/layer_memory")
 
 
-def main(config: BenchLayerConfig) -> None:
-    """Measures every dim; exits with 1 if one of ours was wrong or failed."""
-    from lowprec.train.build import pick_device
+@dataclass(frozen=True)
+class Shape:
+    """A layer in one direction: `rows` x `dim_in` -> `rows` x `dim_out`."""
 
+    rows: int
+    dim_in: int
+    dim_out: int
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.dim_in}x{self.dim_out}"
+
+    @property
+    def operations(self) -> int:
+        """Operations of the three products; a multiplication and an addition are two."""
+        return 6 * self.rows * self.dim_in * self.dim_out
+
+
+def main(config: LayerConfig) -> None:
+    """Measures each dim; exits with 1 if one of ours was wrong or failed."""
     device = pick_device(config.device)
-    report = reporter(config.run_dir, "layer", PACKAGES)
-    failed = [case for dim in config.dims for case in bench_dim(config, dim, device, report)]
-    if failed:
-        sys.exit(f"no number for {', '.join(failed)}; their lines say why")
+    lines = Lines(config.run_dir, "layer", device, PACKAGES)
+    for dim in config.dims:
+        DimBenchmark(config, dim, device, lines).run()
+    lines.exit_if_failed()
 
 
-def bench_dim(config: BenchLayerConfig, dim: int, device: object, report: Callable) -> list[str]:
-    """All cases of one dim in both directions and summed; returns which of ours failed."""
-    from experiments.benchmarks.problem import Problem, Shape
+class DimBenchmark:
+    """The cases of one dim: `measured` maps (case, what, shape) to milliseconds or bytes."""
 
-    shapes = [Shape(config.tokens, *pair) for pair in ((dim, 4 * dim), (4 * dim, dim))]
-    modes = ["eager", "graph"] if config.graphs and device.type == "cuda" else ["eager"]
-    cases = ["linear", *(case for case in config.cases if case != "linear")]
-    lines = Lines(report, {"dim": dim, "tokens": config.tokens})
-    for shape, direction in zip(shapes, ("up", "down"), strict=True):
-        problem = Problem(shape, device)
-        for case in cases:
-            bench_case(problem, case, modes, config.repeats, lines, direction)
-        del problem  # before the next one takes its memory
-    for case in cases:
-        for mode in modes:
-            lines.write_time(case, mode, shapes, "both")
-        lines.write_memory(case, shapes, "both")
-    return [f"{case} at {dim}" for case in lines.failed]
+    def __init__(self, config: LayerConfig, dim: int, device: torch.device, lines: Lines):
+        self.repeats, self.device, self.lines = config.repeats, device, lines
+        self.modes = ["eager", "graph"] if config.graphs and device.type == "cuda" else ["eager"]
+        self.cases = ["linear", *(case for case in config.cases if case != "linear")]
+        self.shapes = [Shape(config.tokens, *pair) for pair in ((dim, 4 * dim), (4 * dim, dim))]
+        self.about = {"dim": dim, "tokens": config.tokens}
+        self.measured: dict[tuple[str, str, Shape], float] = {}
 
+    def run(self) -> None:
+        """Measures both directions, then writes their sums."""
+        for shape, direction in zip(self.shapes, ("up", "down"), strict=True):
+            problem = Problem(shape, self.device)
+            for case in self.cases:
+                self._measure(problem, case, direction)
+            del problem  # before the next one takes its memory
+        for case in self.cases:
+            for what in (*self.modes, "saved"):
+                if all((case, what, shape) in self.measured for shape in self.shapes):
+                    with self._line(case, what, self.shapes, "both") as row:
+                        row.update(self._numbers(case, what, self.shapes))
 
-def bench_case(
-    problem: object, case: str, modes: list, repeats: int, lines: "Lines", direction: str
-) -> None:
-    """Checks, then times a case; writes its lines, or one that says why it has no number."""
-    from experiments.benchmarks.problem import Unable, Wrong
-
-    shape, mode = problem.shape, modes[0]
-    try:
-        step = problem.checked_step(case)
-        for mode in modes:
-            call = graphed(step) if mode == "graph" else step
-            lines.ms[case, mode, shape] = median_ms(call, problem.device, repeats)
-            del call  # a graph keeps its memory
-            lines.write_time(case, mode, [shape], direction)
+    def _measure(self, problem: "Problem", case: str, direction: str) -> None:
+        """Checks, then times a case in one direction."""
+        shape, step = problem.shape, None
+        for mode in self.modes:
+            with self._line(case, mode, [shape], direction) as row:
+                step = step or problem.checked_step(case)
+                self.measured[case, mode, shape] = median_ms(
+                    step, self.device, self.repeats, graph=mode == "graph"
+                )
+                row.update(self._numbers(case, mode, [shape]))
+            if not row:
+                return
         if case == "linear" or case in OURS:
-            lines.memory[case, shape] = (step.saved_bytes(), step.peak_bytes())
-            lines.write_memory(case, [shape], direction)
-    except Exception as error:
-        wrong = isinstance(error, Wrong)
-        lines.skip(case, mode, shape, direction, reason_of(error), wrong)
-        if case not in PEERS and not isinstance(error, Unable):
-            lines.failed.append(case)
+            with self._line(case, "saved", [shape], direction) as row:
+                self.measured[case, "saved", shape] = step.saved_bytes()
+                self.measured[case, "peak", shape] = step.peak_bytes()
+                row.update(self._numbers(case, "saved", [shape]))
+
+    def _line(
+        self, case: str, what: str, shapes: list[Shape], direction: str
+    ) -> AbstractContextManager[dict]:
+        """Opens a line with times of the mode `what`, or with memory ("saved")."""
+        about = {"direction": direction, **self.about}
+        about |= {"slug": "layer_memory"} if what == "saved" else {"mode": what}
+        peer, name = LINEAR_PEERS.get(case), " + ".join(map(str, shapes))
+        dtype = peer.dtype if peer else "bf16"
+        return self.lines.measurement(case, name, dtype, is_ours=peer is None, **about)
+
+    def _numbers(self, case: str, what: str, shapes: list[Shape]) -> dict:
+        """Numbers of a line, summed over shapes, beside nn.Linear's."""
+
+        def total(some_case: str, some_what: str) -> float:
+            return sum(self.measured[some_case, some_what, shape] for shape in shapes)
+
+        value, base = total(case, what), total("linear", what)
+        if what != "saved":
+            rate = sum(shape.operations for shape in shapes) / value / 1e9
+            ratio = {"ratio_to": f"linear, {what}", "ratio": base / value}
+            return {"ms": value, "rate": rate, "rate_unit": "TFLOP/s", **ratio}
+        peak, base_peak = total(case, "peak"), total("linear", "peak")
+        return {
+            "ratio_to": "linear",
+            "ratio": value / base,
+            "saved_mib": round(value / MIB, 4),
+            "peak_mib": round(peak / MIB, 4) if peak else None,
+            "peak_ratio": round(peak / base_peak, 4) if peak else None,
+        }
 
 
-class Lines:
-    """What was measured of one dim, and the lines of it."""
+@dataclass(frozen=True)
+class Step:
+    """Forward and backward of a module, as a call without arguments."""
 
-    def __init__(self, report: Callable, about: dict):
-        self.report, self.about = report, about
-        self.ms: dict[tuple, float] = {}  # case, mode, shape
-        self.memory: dict[tuple, tuple[int, int]] = {}  # case, shape: saved, peak
-        self.failed: list[str] = []  # cases of ours
+    module: nn.Module
+    x: Tensor
+    g: Tensor
 
-    def write_time(self, case: str, mode: str, shapes: list, direction: str) -> None:
-        """The time over some shapes beside nn.Linear's; nothing if one of them has none."""
-        if any((some, mode, shape) not in self.ms for some in (case, "linear") for shape in shapes):
-            return
-        ms = sum(self.ms[case, mode, shape] for shape in shapes)
-        base = sum(self.ms["linear", mode, shape] for shape in shapes)
-        rate = sum(shape.operations for shape in shapes) / ms / 1e9
-        self.report(
-            case, _joined(shapes), _dtype(case), ms, rate, f"linear, {mode}", base / ms, True,
-            mode=mode, direction=direction, rate_unit="TFLOP/s", **self.about,
-        )  # fmt: skip
+    def __call__(self) -> tuple[Tensor, ...]:
+        """Returns output and gradients, in the order of TENSORS."""
+        output = self.module(self.x)
+        inputs = (self.x, *self.module.parameters())
+        return (output.detach(), *torch.autograd.grad(output, inputs, self.g))
 
-    def write_memory(self, case: str, shapes: list, direction: str) -> None:
-        """What the forward saves and the peak over some shapes, beside nn.Linear's."""
-        if any((some, shape) not in self.memory for some in (case, "linear") for shape in shapes):
-            return
-        saved, peak, base, base_peak = (
-            sum(self.memory[some, shape][which] for shape in shapes)
-            for some in (case, "linear")
-            for which in (0, 1)
-        )
-        self.report(
-            case, _joined(shapes), _dtype(case), ratio_to="linear", ratio=saved / base,
-            correct=True, kind="layer_memory", saved_mib=round(saved / MIB, 4),
-            peak_mib=round(peak / MIB, 4) if peak else None,
-            peak_ratio=round(peak / base_peak, 4) if peak else None,
-            direction=direction, **self.about,
-        )  # fmt: skip
+    def saved_bytes(self) -> int:
+        """Returns the bytes that the forward keeps for backward, parameters not counted."""
+        saved = {}
+        parameters = {p.untyped_storage().data_ptr() for p in self.module.parameters()}
 
-    def skip(
-        self, case: str, mode: str, shape: object, direction: str, reason: str, wrong: bool
-    ) -> None:
-        """A line without a number."""
-        correct = False if wrong else None
-        self.report(
-            case, str(shape), _dtype(case), correct=correct, reason=reason, mode=mode,
-            direction=direction, **self.about,
-        )  # fmt: skip
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in parameters:
+                saved[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            self()
+        return sum(saved.values())
+
+    def peak_bytes(self) -> int:
+        """Returns the most that a step allocates on a GPU beyond what was there; 0 on a CPU."""
+        if self.x.device.type != "cuda":
+            return 0
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        self()
+        return torch.cuda.max_memory_allocated() - before
 
 
-def _joined(shapes: list) -> str:
-    return " + ".join(map(str, shapes))
+class Autocast(nn.Module):
+    """A layer as a trainer uses it: float32 weights, which kernels read as they are, under bf16."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the layer's output; backward runs outside autocast."""
+        with torch.autocast(x.device.type, torch.bfloat16):
+            return self.layer(x)
 
 
-def _dtype(case: str) -> str:
-    return PEERS[case].dtype if case in PEERS else "bf16"
+class Problem:
+    """The layer, input and output gradient of one shape, and nn.Linear's results."""
+
+    def __init__(self, shape: Shape, device: torch.device):
+        self.shape, self.device = shape, device
+        torch.manual_seed(0)
+        self.linear = nn.Linear(shape.dim_in, shape.dim_out, device=device)
+        self.x = torch.randn(shape.rows, shape.dim_in, device=device)
+        self.g = torch.randn(shape.rows, shape.dim_out, device=device)
+        self.dtype = None
+
+    def checked_step(self, case: str) -> Step:
+        """Returns the step of a case after a check of its numbers; raises Wrong or Unable."""
+        peer = LINEAR_PEERS.get(case)
+        self._cast(peer.dtype if peer else "bf16")
+        if peer:
+            module, like, compiled = peer.build(self.linear), peer.like, peer.compiled
+        else:
+            module, like, compiled = self._ours(case), case, case == "linear_compiled"
+        if compiled:
+            torch.compiler.reset()
+            module = torch.compile(module, dynamic=False)
+        step = self._step(module)
+        check(step(), self.expected, limits_of(like))
+        return step
+
+    def _cast(self, dtype: str) -> None:
+        """Converts everything to a dtype, and computes nn.Linear's results in it."""
+        if dtype != self.dtype:
+            self.linear.to(DTYPES[dtype])
+            self.x, self.g = self.x.to(DTYPES[dtype]), self.g.to(DTYPES[dtype])
+            self.dtype, self.expected = dtype, self._step(self.linear)()
+
+    def _step(self, module: nn.Module, rows: int | None = None) -> Step:
+        return Step(module, self.x.detach()[:rows].requires_grad_(), self.g[:rows])
+
+    def _ours(self, case: str) -> nn.Module:
+        """Returns nn.Linear, or our layer of a recipe after a check against its definition."""
+        if case not in RECIPES:
+            return copy.deepcopy(self.linear)
+        require(case, self.device)
+        sizes = (self.shape.dim_in, self.shape.dim_out)
+        trained = LowPrecisionLinear(*sizes, device=self.device, recipe=case)
+        module = copy.deepcopy(trained).to(DTYPES[self.dtype])
+        module.load_state_dict(self.linear.state_dict())
+        self._check_definition(module, case, lambda layer: layer)
+        self._check_definition(trained, case, Autocast)
+        return module
+
+    def _check_definition(self, module: nn.Module, case: str, wrap: Callable) -> None:
+        """Raises Wrong if `wrap(module)` differs from its definition on a slice of x."""
+        definition = copy.deepcopy(module)
+        definition.set_recipe(case, backend="reference")
+        limit = DEFINITION["fp8" if "fp8" in case else "int8"]
+        expected = self._step(wrap(definition), SLICE)()
+        check(self._step(wrap(module), SLICE)(), expected, dict.fromkeys(TENSORS, (0.0, limit)))
+
+
+def require(recipe: str, device: torch.device) -> None:
+    """Raises Unable if a GPU lacks the matrix units of a recipe: its definition is too slow."""
+    row = RECIPES[recipe]
+    for product in filter(None, (row.output, row.grad_input, row.grad_weight)):
+        for name in (product.first.format, product.second.format):
+            format = parse_format(name)
+            if device.type == "cuda" and ops.takes("auto", format, device) == "reference":
+                raise Unable(f"this GPU does not multiply {name}")
+
+
+def limits_of(recipe: str) -> dict[str, tuple[float, float]]:
+    """Returns the least and greatest relative error of each tensor; quantization must show."""
+    limits = dict.fromkeys(TENSORS, (0.0, HIGH))
+    for name in TENSORS[:3]:
+        product = getattr(RECIPES[recipe], name) if recipe in RECIPES else None
+        if product:
+            worst = max(ERRORS[o.format] for o in (product.first, product.second))
+            limits[name] = (QUANTIZED, worst)
+    return limits
+
+
+def check(values: tuple, expected: tuple, limits: dict[str, tuple[float, float]]) -> None:
+    """Raises Wrong if the relative error of a tensor is outside its limits."""
+    for name, value, right in zip(TENSORS, values, expected, strict=True):
+        least, most = limits[name]
+        check_error(name, value, right, most, least)
 
 
 if __name__ == "__main__":
-    run_command(main, "bench_layer", BenchLayerConfig)
+    run_command(main, "benchmark", LayerConfig)

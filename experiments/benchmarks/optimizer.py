@@ -7,18 +7,16 @@ Takes the keys of `train`: the model gives the tensors, `precision.autocast` the
 are random and constant. Ours record ten statistics of every tensor, the others none, and are timed
 only if some tensors move as in plain torch. 8-bit AdamW of a library is timed alone and with the
 statistics that a run records. `ratio` compares with torch's fused AdamW; `state_bytes` is the
-optimizer's state in bytes per parameter. Each case adds a JSON line to
-`runs/bench/optimizer/<time>.jsonl`.
+optimizer's state in bytes per parameter. Lines go to `runs/bench/optimizer/<time>.jsonl`.
 """
 
-import importlib
-import sys
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from experiments.benchmarks.report import median_ms, reason_of, reporter
+from experiments.benchmarks.peers import PACKAGES, library_optimizer
+from experiments.benchmarks.report import Lines, Wrong, median_ms
 from experiments.entry import run_command
 from lowprec.clip.model import build_model
 from lowprec.config.schema import Config
@@ -32,6 +30,7 @@ OURS = {  # case: (options, bytes read and written per element of float32 parame
     "AdamW": ({"clip_threshold": None}, 32),
     "StableAdamW definition": ({"fused": False}, None),
 }
+OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.98), "eps": 1e-6, "weight_decay": 0.2}
 REPEATS = 20
 CHECKED = 24  # tensors that are compared with plain torch
 
@@ -39,39 +38,31 @@ CHECKED = 24  # tensors that are compared with plain torch
 def main(config: Config) -> None:
     """Measures all cases; exits with 1 if one of ours was wrong or failed."""
     device = pick_device(config.device)
-    packages = ("torch-optimi", "bitsandbytes", "torchao")
-    report = reporter(config.run_dir, "optimizer", packages)
+    lines = Lines(config.run_dir, "optimizer", device, PACKAGES)
     params = make_params(config, device)
     count = sum(p.numel() for p in params)
     shape, dtype = f"{config.model.name}: {len(params)} tensors", str(params[0].dtype)[6:]
-    failed, base = [], None
+    base_ms = None
     for case, build in cases(device).items():
-        try:
-            if case in OURS:
-                check(params, OURS[case][0])
-            step, optimizer = build(params)
+        options, bytes_each = OURS.get(case, (None, None))
+        is_ours = options is not None
+        with lines.measurement(case, shape, dtype, is_ours=is_ours, elements=count) as row:
+            if is_ours:
+                check(params, options)
+            optimizer, step = build(params)
             ms = median_ms(step, device, REPEATS)
             state_bytes = round(num_state_bytes(optimizer) / count, 3)
-            del step, optimizer
-        except (RuntimeError, ValueError, AssertionError, ImportError) as error:
-            wrong = isinstance(error, AssertionError)
-            correct = False if wrong else None
-            report(case, shape, dtype, correct=correct, reason=reason_of(error), elements=count)
-            failed += [case] if case in OURS else []
-            continue
-        finally:
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-        base = ms if case == BASE else base
-        bytes_each = OURS[case][1] if case in OURS and dtype == "float32" else None
-        rate = bytes_each and bytes_each * count / ms / 1e6
-        report(
-            case, shape, dtype, ms, rate, BASE if base else None, base and base / ms,
-            True if case in OURS else None, elements=count, rate_unit="GB/s",
-            state_bytes=state_bytes,
-        )  # fmt: skip
-    if failed:
-        sys.exit(f"no number for {', '.join(failed)}; their lines say why")
+            base_ms = ms if case == BASE else base_ms
+            row.update(ms=ms, rate_unit="GB/s", state_bytes=state_bytes)
+            if bytes_each and dtype == "float32":
+                row.update(rate=bytes_each * count / ms / 1e6)
+            if base_ms:
+                row.update(ratio_to=BASE, ratio=base_ms / ms)
+            row.update(correct=True if is_ours else None)
+        optimizer = step = None  # before the next case takes its memory
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    lines.exit_if_failed()
 
 
 def make_params(config: Config, device: torch.device) -> list[Tensor]:
@@ -101,35 +92,36 @@ def num_state_bytes(optimizer: torch.optim.Optimizer | EightBitAdamW) -> int:
 
 
 def cases(device: torch.device) -> dict[str, Callable]:
-    """For each case `build(params)`, which returns a step without arguments and the optimizer."""
-    options = {"lr": 1e-3, "betas": (0.9, 0.98), "eps": 1e-6, "weight_decay": 0.2}
+    """Maps each case to `build(params)`, which returns an optimizer and its step."""
 
     def library(module: str, name: str, **more: object) -> Callable:
+        build_optimizer = library_optimizer(module, name, **OPTIONS, **more)
+
         def build(params: list[Tensor]) -> tuple:
-            optimizer = getattr(importlib.import_module(module), name)(params, **options, **more)
-            return optimizer.step, optimizer
+            optimizer = build_optimizer(params)
+            return optimizer, optimizer.step
 
         return build
 
     def with_clipping(params: list[Tensor]) -> tuple:
-        optimizer = torch.optim.AdamW(params, **options, fused=True)
+        optimizer = torch.optim.AdamW(params, **OPTIONS, fused=True)
 
         def step() -> None:
             torch.nn.utils.clip_grad_norm_(params, 1e9, foreach=True)  # its cost, without effect
             optimizer.step()
 
-        return step, optimizer
+        return optimizer, step
 
     def recorded(kind: type[EightBitAdamW]) -> Callable:
         def build(params: list[Tensor]) -> tuple:
-            optimizer = kind([{"params": [(f"{i}", p) for i, p in enumerate(params)]}], options)
-            return optimizer.step, optimizer
+            optimizer = kind([{"params": [(f"{i}", p) for i, p in enumerate(params)]}], OPTIONS)
+            return optimizer, optimizer.step
 
         return build
 
     builders = {BASE: library("torch.optim", "AdamW", fused=True)}
-    for case, (more, _) in OURS.items():
-        builders[case] = library("lowprec.optim", "StableAdamW", **more)
+    for case, (options, _) in OURS.items():
+        builders[case] = library("lowprec.optim", "StableAdamW", **options)
     builders["torch AdamW foreach"] = library("torch.optim", "AdamW", foreach=True)
     builders["torch AdamW fused + clip_grad_norm_"] = with_clipping
     eight_bit = {"torchao": TorchaoAdamW8bit}  # last, as it compiles
@@ -145,7 +137,7 @@ def cases(device: torch.device) -> dict[str, Callable]:
 
 
 def check(params: list[Tensor], options: dict) -> None:
-    """AssertionError if some tensors do not move as in plain torch in three steps."""
+    """Raises Wrong if some tensors do not move as in plain torch in three steps."""
     some = params[:: max(1, len(params) // CHECKED)]
     copies = [[torch.nn.Parameter(p.detach().clone()) for p in some] for _ in range(2)]
     optimizers = [
@@ -157,10 +149,12 @@ def check(params: list[Tensor], options: dict) -> None:
             for p, original in zip(own_params, some, strict=True):
                 p.grad = original.grad * size
             optimizer.step()
-    for actual, expected in zip(*copies, strict=True):
-        torch.testing.assert_close(actual, expected)
     actual, expected = (optimizer.statistics for optimizer in optimizers)
-    torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-6, equal_nan=True)
+    try:
+        torch.testing.assert_close(*copies)
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-6, equal_nan=True)
+    except AssertionError as error:
+        raise Wrong(str(error)) from error
 
 
 if __name__ == "__main__":

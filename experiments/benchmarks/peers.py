@@ -1,22 +1,39 @@
-"""Low-precision linear layers of other libraries, built from an nn.Linear, for `bench_layer`.
+"""Layers and optimizers of other libraries, as the benchmarks build them.
 
-A peer that is not installed or does not run here raises, and the benchmark says so by name.
+Libraries are imported when a peer is built: one that is not installed or does not run here raises,
+and its line says so.
 """
 
 import copy
+import importlib
 import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
-PACKAGES = ("bitsandbytes", "torchao")
+import torch
+from torch import Tensor, nn
+
+PACKAGES = ("bitsandbytes", "torchao", "torch-optimi")
+
+
+def library_optimizer(module: str, name: str, **options: object) -> Callable:
+    """Returns `build(params)`, which imports a library and makes its optimizer."""
+
+    def build(params: list[Tensor]) -> torch.optim.Optimizer:
+        if module.startswith("timm"):
+            importlib.import_module("lowprec.clip")  # timm imports torchvision
+        return getattr(importlib.import_module(module), name)(params, **options)
+
+    return build
 
 
 @dataclass(frozen=True)
-class Peer:
-    """`build(linear)` is the peer's layer with the same parameters, of dtype `dtype`.
+class LinearPeer:
+    """A low-precision linear layer: `build(linear)` has the same parameters, of type `dtype`.
 
-    Its error is held against that of our recipe `like`. `compiled`: as its library recommends.
+    Its error is compared with that of our recipe `like`. `compiled`: as its library recommends.
     """
 
     build: Callable
@@ -25,9 +42,9 @@ class Peer:
     dtype: str = "bf16"
 
 
-def _bitsandbytes(linear):
-    """SwitchBack of the first author, of bitsandbytes < 0.50; works in fp16 alone."""
-    _mend_libdevice()
+def _bitsandbytes(linear: nn.Linear) -> nn.Module:
+    """SwitchBack of the paper's first author, in bitsandbytes < 0.50; works in fp16 alone."""
+    _restore_libdevice()
     from bitsandbytes.nn.triton_based_modules import SwitchBackLinear
 
     layer = SwitchBackLinear(linear.in_features, linear.out_features, linear.bias is not None)
@@ -36,11 +53,11 @@ def _bitsandbytes(linear):
     return layer
 
 
-def _mend_libdevice() -> None:
-    """Gives Triton back the `tl.libdevice.llrint` that those kernels call.
+def _restore_libdevice() -> None:
+    """Gives Triton back the `tl.libdevice.llrint` that bitsandbytes' kernels call.
 
-    Triton moved libdevice to `triton.language.extra` and takes float32 there; before, it converted.
-    Must run before bitsandbytes is imported, and nothing else of the package is changed.
+    Triton moved libdevice to `triton.language.extra`, where llrint takes float32 and no longer
+    converts. Must run before bitsandbytes is imported.
     """
     import triton
     import triton.language as tl
@@ -56,40 +73,31 @@ def _mend_libdevice() -> None:
         sys.modules["triton.language.libdevice"] = tl.libdevice
 
 
-def _torchao_int8(linear):
-    """Row- and column-wise int8 output and grad_input: what our `switchback_q` computes.
+def _torchao_int8(linear: nn.Linear) -> nn.Module:
+    """Row- and column-wise int8 output and grad_input, as our `switchback_q` computes.
 
     By module swap: the default, a tensor subclass, computes in 16 bit in torchao 0.17.
     """
-    import torch
     from torchao import quantize_
     from torchao.prototype.quantized_training import Int8MixedPrecisionTrainingConfig
 
-    layer = torch.nn.Sequential(copy.deepcopy(linear))
-    config = Int8MixedPrecisionTrainingConfig(grad_weight=False, module_swap=True)
-    quantize_(layer, config)
+    layer = nn.Sequential(copy.deepcopy(linear))
+    quantize_(layer, Int8MixedPrecisionTrainingConfig(grad_weight=False, module_swap=True))
     return layer
 
 
-def _torchao_float8(linear, recipe: str):
-    import torch
+def _torchao_float8(linear: nn.Linear, recipe: str) -> nn.Module:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = Float8LinearConfig.from_recipe_name(recipe)
-    return convert_to_float8_training(torch.nn.Sequential(copy.deepcopy(linear)), config=config)
+    return convert_to_float8_training(nn.Sequential(copy.deepcopy(linear)), config=config)
 
 
-PEERS = {
-    "bnb_switchback": Peer(_bitsandbytes, like="switchback", compiled=False, dtype="fp16"),
-    "torchao_int8": Peer(_torchao_int8, like="switchback_q", compiled=True),
-    "torchao_fp8_rowwise": Peer(
-        lambda linear: _torchao_float8(linear, "rowwise_with_gw_hp"),
-        like="hw_fp8_switchback",
-        compiled=True,
-    ),
-    "torchao_fp8_tensorwise": Peer(
-        lambda linear: _torchao_float8(linear, "tensorwise"),
-        like="hw_fp8_tensorwise",
-        compiled=True,
-    ),
+FP8_ROWWISE = partial(_torchao_float8, recipe="rowwise_with_gw_hp")
+FP8_TENSORWISE = partial(_torchao_float8, recipe="tensorwise")
+LINEAR_PEERS = {
+    "bnb_switchback": LinearPeer(_bitsandbytes, "switchback", compiled=False, dtype="fp16"),
+    "torchao_int8": LinearPeer(_torchao_int8, "switchback_q", compiled=True),
+    "torchao_fp8_rowwise": LinearPeer(FP8_ROWWISE, "hw_fp8_switchback", compiled=True),
+    "torchao_fp8_tensorwise": LinearPeer(FP8_TENSORWISE, "hw_fp8_tensorwise", compiled=True),
 }

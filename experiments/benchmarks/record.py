@@ -1,130 +1,92 @@
-"""Times what record and safety cost against a training step: flush, blocks, checkpoint.
+"""Times what the record and the checkpoints cost, as a share of a training step.
 
     python -m experiments.benchmarks.record model=mini_l model.patch_dropout=0.5 batch_size=1024 \
         optimizer=stable_adamw compile=true
 
-`flush`: `log_every` steps are read from the device, searched for spikes and written; `blocks`: the
-pass that measures every block. What the statistics of tensors cost is in bench_optimizer. Takes the
-keys of `train`; random pairs, real files in `run_dir`. `diagnostics` is what a flush every
-`log_every` and a pass every `diagnostics.block_every` steps add to a step, `overhead` that and a
-checkpoint every `save_every` steps. A checkpoint counts only if it is whole. One JSON line a case
-goes to `runs/bench/record/<time>.jsonl`.
+Takes the keys of `train`; random pairs, real files in `run_dir`. `flush`: `log_every` steps are
+read from the device, searched for spikes and written; `blocks`: the pass that measures the blocks.
+`diagnostics` is what a flush every `log_every` and a pass every `diagnostics.block_every` steps add
+to a step, `overhead` that and a checkpoint every `save_every` steps. A checkpoint counts only if it
+verifies. Lines go to `runs/bench/record/<time>.jsonl`.
 """
 
 import shutil
 import statistics
-import time
-from collections.abc import Callable
 from pathlib import Path
 
-from experiments.benchmarks.step import random_batch
+from experiments.benchmarks.report import Lines, clock_ms, median_ms
+from experiments.benchmarks.step import prepare
 from experiments.entry import run_command
 from lowprec.config.schema import Config
-from lowprec.runs.environment import environment
 from lowprec.runs.identity import label
-from lowprec.runs.read import encode_row
+from lowprec.runs.record import Record
+from lowprec.train.build import Built, build, pick_device
+from lowprec.train.checkpoint import save_checkpoint, verify
+from lowprec.train.metrics import MetricsBuffer
+from lowprec.train.step import can_capture
 
 STEPS, FLUSHES, SAVES = 40, 5, 3  # measured of each, the median is kept
 
 
 def main(config: Config) -> None:
     """Measures one config and writes its lines."""
-    out = Path(config.run_dir) / "bench" / "record"
-    out.mkdir(parents=True, exist_ok=True)
-    scratch = out / ".scratch"
+    lines = Lines(config.run_dir, "record", pick_device(config.device))
+    scratch = Path(config.run_dir) / "bench" / "record" / ".scratch"
     shutil.rmtree(scratch, ignore_errors=True)
-    facts = environment()
     try:
-        step_ms, flush_ms, blocks_ms, save_ms, size = measure(config, scratch)
+        times, size = measure(config, scratch)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     block_every = config.diagnostics.block_every
-    diagnostics_ms = flush_ms / config.log_every + (blocks_ms / block_every if block_every else 0)
-    overhead_ms = diagnostics_ms + save_ms / config.save_every
-    common = {
-        "slug": "record",
-        "device": facts["gpu"] or facts["cpu"],
-        "versions": facts["packages"],
-        "commit": facts["commit"],
-        "shape": f"{label(config)}, batch {config.batch_size}, checkpoint {size / 2**20:.0f} MiB, "
-        f"log_every {config.log_every}, block_every {block_every}, save_every {config.save_every}",
-        "dtype": config.precision.autocast,
-        "ratio_to": "step",
-    }
-    cases = {
-        "step": step_ms,
-        "flush": flush_ms,
-        "blocks": blocks_ms,
-        "checkpoint": save_ms,
-        "diagnostics": diagnostics_ms,
-        "overhead": overhead_ms,
-    }
-    target = out / f"{time.strftime('%Y%m%d-%H%M%S')}.jsonl"
-    for case, ms in cases.items():
-        numbers = {"case": case, "ms": round(ms, 3), "rate": round(1000 / ms, 2) if ms else None}
-        row = {**common, **numbers, "ratio": round(ms / step_ms, 5), "correct": True}
-        with open(target, "a") as file:
-            file.write(encode_row(row))
-        print(encode_row(row), end="", flush=True)
+    times["diagnostics"] = times["flush"] / config.log_every
+    times["diagnostics"] += times["blocks"] / block_every if block_every else 0.0
+    times["overhead"] = times["diagnostics"] + times["checkpoint"] / config.save_every
+    shape = (
+        f"{label(config)}, batch {config.batch_size}, checkpoint {size / 2**20:.0f} MiB, "
+        f"log_every {config.log_every}, block_every {block_every}, save_every {config.save_every}"
+    )
+    for case, ms in times.items():
+        rate, ratio = 1000 / ms if ms else None, ms / times["step"]
+        lines.write(case, shape, config.precision.autocast, ms, rate, "step", ratio)
 
 
-def measure(config: Config, run: Path) -> tuple[float, float, float, float, int]:
-    """Milliseconds of a step, a flush of log_every steps, blocks, a checkpoint; its bytes."""
-    from lowprec.optim.schedules import set_learning_rate
-    from lowprec.runs.record import Record
-    from lowprec.train.build import build
-    from lowprec.train.checkpoint import save_checkpoint, verify
-    from lowprec.train.metrics import MetricsBuffer
-    from lowprec.train.step import GraphedStep, TrainStep, can_capture
-
-    built = build(config, data=None)
-    batch = random_batch(built, config.batch_size)
-    built.task.model.train()
-    step: Callable = TrainStep(built.task, built.state.optimizer, built.state.scaler)
-    step = GraphedStep(step, batch) if can_capture(config, built.device) else step
-    set_learning_rate(built.state.optimizer, config.optimizer.lr)
-    for _ in range(5):
-        step(batch)["loss"].item()
-    start = time.perf_counter()
-    for _ in range(STEPS):
-        values = step(batch)
-    values["loss"].item()  # waits for the device
-    step_ms = 1000 * (time.perf_counter() - start) / STEPS
-
+def measure(config: Config, run: Path) -> tuple[dict[str, float], int]:
+    """Returns milliseconds of a step, a flush, a pass over blocks, a checkpoint; and its bytes."""
+    built = build(config, None)
+    graphed = can_capture(config, built.device)
+    step, batch = prepare(built, config.batch_size, graphed=graphed)
+    times = {"step": median_ms(lambda: step(batch), built.device, STEPS)}
     record = Record(run)
     metrics = MetricsBuffer(built, record)
-    number, flushes, passes, saves = 0, [], [], []
-    for _ in range(FLUSHES):
-        for _ in range(config.log_every):
-            number += 1
+    flushes = []
+    for first in range(1, FLUSHES * config.log_every + 1, config.log_every):
+        for number in range(first, first + config.log_every):
             metrics.append(number, {"lr": config.optimizer.lr, **step(batch)})
-        values["loss"].item()
-        flushes.append(_timed(lambda: metrics.flush())[0])
-    for _ in range(FLUSHES if config.diagnostics.block_every else 0):
-        passes.append(_timed(lambda: _blocks(metrics, batch))[0])
-    for count in range(1, SAVES + 1):
-        ms, path = _timed(
-            lambda count=count: save_checkpoint(
-                run, count, built.state, record.offsets(), keep=2, provenance={}
-            )
-        )
-        saves.append(ms)
-        verify(path)
-    size = sum(file.stat().st_size for file in path.iterdir())
+        flushes.append(clock_ms(metrics.flush, built.device))
+    times["flush"] = statistics.median(flushes)
+    times["blocks"] = 0.0
+    if config.diagnostics.block_every:
+        times["blocks"] = median_ms(lambda: metrics.append_blocks(1, batch), built.device, FLUSHES)
+    times["checkpoint"], size = _checkpoint(run, built, record)
     record.close()
-    blocks_ms = statistics.median(passes) if passes else 0.0
-    return step_ms, statistics.median(flushes), blocks_ms, statistics.median(saves), size
+    return times, size
 
 
-def _blocks(metrics: object, batch: object) -> None:
-    metrics.append_blocks(1, batch)
-    metrics.blocks[-1][2].sum().item()  # waits for the device
+def _checkpoint(run: Path, built: Built, record: Record) -> tuple[float, int]:
+    """Returns the median milliseconds of a checkpoint, and its bytes."""
+    paths = []
 
+    def save() -> None:
+        step = len(paths) + 1
+        paths.append(
+            save_checkpoint(run, step, built.state, record.offsets(), keep=2, provenance={})
+        )
 
-def _timed(call: Callable) -> tuple[float, object]:
-    start = time.perf_counter()
-    result = call()
-    return 1000 * (time.perf_counter() - start), result
+    times = []
+    for _ in range(SAVES):
+        times.append(clock_ms(save, built.device))
+        verify(paths[-1])
+    return statistics.median(times), sum(file.stat().st_size for file in paths[-1].iterdir())
 
 
 if __name__ == "__main__":

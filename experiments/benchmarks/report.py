@@ -1,30 +1,54 @@
-"""How the benchmarks of layers and operations time a call and write a line of it."""
+"""How benchmarks time a call, check its numbers and write them as lines."""
 
-import importlib.metadata
+import contextlib
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from lowprec.runs.environment import environment
+import torch
+from torch import Tensor, nn
+
+from lowprec.clip.model import image_size
+from lowprec.data.loader import Batch
+from lowprec.runs.environment import environment, package_version
 from lowprec.runs.read import encode_row
 
 CACHE_BYTES = 256 * 2**20  # more than the second-level cache of any GPU holds
 
 
-def reporter(run_dir: str, slug: str, packages: tuple[str, ...] = ()) -> Callable:
-    """A function that writes a measurement to `run_dir/bench/<slug>/<time>.jsonl` and the console.
+class Wrong(Exception):
+    """The numbers of a case are not what they should be."""
 
-    `packages`: whose versions a line names beside the project's own. A measurement that was skipped
-    has neither `ms` nor `rate`, `correct` is None, and `reason` says why; one that was found wrong
-    has `correct` False.
+
+class Unable(Exception):
+    """This device cannot run a case."""
+
+
+class Lines:
+    """Writes one JSON line per measurement to `run_dir/bench/<slug>/<time>.jsonl` and the console.
+
+    `packages`: distributions whose versions a line names beside the project's own. `failed` lists
+    the project's own cases that have no number.
     """
-    facts = environment()
-    versions = facts["packages"] | {name: _version(name) for name in packages}
-    folder = Path(run_dir) / "bench"
-    name = f"{time.strftime('%Y%m%d-%H%M%S')}.jsonl"
 
-    def report(
+    def __init__(
+        self, run_dir: str, slug: str, device: torch.device, packages: tuple[str, ...] = ()
+    ):
+        facts = environment()
+        self.slug = slug
+        self.common = {
+            "device": facts["gpu"] if device.type == "cuda" else facts["cpu"],
+            "versions": facts["packages"] | {name: package_version(name) for name in packages},
+            "commit": facts["commit"],
+        }
+        self.folder = Path(run_dir) / "bench"
+        self.file_name = f"{time.strftime('%Y%m%d-%H%M%S')}.jsonl"
+        self.failed: list[str] = []
+
+    def write(
+        self,
         case: str,
         shape: str,
         dtype: str,
@@ -32,59 +56,96 @@ def reporter(run_dir: str, slug: str, packages: tuple[str, ...] = ()) -> Callabl
         rate: float | None = None,
         ratio_to: str | None = None,
         ratio: float | None = None,
-        correct: bool | None = None,
-        kind: str = slug,
+        correct: bool | None = True,
+        slug: str | None = None,
         **more: object,
     ) -> None:
+        """Writes a line; ms, rate and ratio are rounded to six significant digits."""
+        slug = slug or self.slug
         row = {
-            "slug": kind,
-            "device": facts["gpu"] or facts["cpu"],
-            "versions": versions,
-            "commit": facts["commit"],
+            "slug": slug,
+            **self.common,
             "case": case,
             "shape": shape,
             "dtype": dtype,
-            "ms": ms and round(ms, 5),
-            "rate": rate and float(f"{rate:.5g}"),
+            "ms": _rounded(ms),
+            "rate": _rounded(rate),
             "ratio_to": ratio_to,
-            "ratio": ratio and round(ratio, 4),
+            "ratio": _rounded(ratio),
             "correct": correct,
             **more,
         }
-        out = folder / kind / name
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with open(out, "a") as file:
+        path = self.folder / slug / self.file_name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a") as file:
             file.write(encode_row(row))
         print(encode_row(row), end="", flush=True)
 
-    return report
+    @contextlib.contextmanager
+    def measurement(
+        self, case: str, shape: str, dtype: str, *, is_ours: bool = True, **more: object
+    ) -> Iterator[dict]:
+        """Yields a dict for the numbers of a line, and writes the line when the block ends.
+
+        If the block raises, the line has no number but a `reason`: `correct` is False after Wrong
+        and None after any other error. The exception goes no further; a case of ours is counted as
+        failed, unless the device is Unable to run it.
+        """
+        numbers: dict = {}
+        try:
+            yield numbers
+        except Exception as error:
+            numbers.clear()
+            first_line = (str(error).strip().splitlines() or [""])[0]
+            reason = f"{type(error).__name__}: {first_line}"[:300]
+            correct = False if isinstance(error, Wrong) else None
+            self.write(case, shape, dtype, correct=correct, reason=reason, **more)
+            if is_ours and not isinstance(error, Unable):
+                self.failed.append(f"{case} {dtype} at {shape}")
+        else:
+            self.write(case, shape, dtype, **more, **numbers)
+
+    def exit_if_failed(self) -> None:
+        """Exits with 1 and names the cases of ours that were wrong or did not run."""
+        if self.failed:
+            sys.exit(f"no number for {', '.join(self.failed)}; their lines say why")
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.6g}")
 
 
-def reason_of(error: Exception) -> str:
-    """An error in one line."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"[:300]
+def relative_error(value: Tensor, expected: Tensor) -> float:
+    """`|value - expected| / |expected|` by the Euclidean norm."""
+    expected = expected.float()
+    return ((value.float() - expected).norm() / expected.norm()).item()
 
 
-def median_ms(call: Callable, device: object, repeats: int, *, cold: bool = False) -> float:
-    """Median milliseconds of a call after a warm-up: CUDA events, on a CPU its clock.
+def check_error(
+    name: str, value: Tensor, expected: Tensor, most: float, least: float = 0.0
+) -> float:
+    """Returns the relative error of a tensor; raises Wrong unless it is within [least, most]."""
+    error = relative_error(value, expected)
+    if not least <= error <= most:  # NaN too
+        raise Wrong(f"{name} differs by {error:.2g}, expected {least:g} to {most:g}")
+    return error
 
-    `cold`: the cache of a GPU is emptied before each call. This also hides what the host takes to
-    launch, so only a call that is one launch (a CUDA graph) may ask for it.
+
+def median_ms(
+    call: Callable, device: torch.device, repeats: int, *, graph: bool = False, cold: bool = False
+) -> float:
+    """Returns the median milliseconds of a call after a warm-up: by CUDA events, or a CPU's clock.
+
+    On a GPU, `graph` times the call as a CUDA graph, and `cold` empties the cache before each call.
+    Emptying also hides the host's launches, so `cold` is only meaningful with `graph`.
     """
-    import torch
-
+    if device.type != "cuda":
+        for _ in range(max(3, repeats // 5)):
+            call()
+        return statistics.median(clock_ms(call, device) for _ in range(repeats))
+    call = _graphed(call) if graph else call
     for _ in range(max(3, repeats // 5)):
         call()
-    if device.type != "cuda":
-        return statistics.median(_clock_ms(call) for _ in range(repeats))
     flushed = torch.empty(CACHE_BYTES, dtype=torch.int8, device=device) if cold else None
     events = []
     for _ in range(repeats):
@@ -98,16 +159,18 @@ def median_ms(call: Callable, device: object, repeats: int, *, cold: bool = Fals
     return statistics.median(start.elapsed_time(end) for start, end in events)
 
 
-def _clock_ms(call: Callable) -> float:
+def clock_ms(call: Callable, device: torch.device) -> float:
+    """Returns the milliseconds of one call by the host's clock, until the device has finished."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
     start = time.perf_counter()
     call()
+    wait()
     return 1000 * (time.perf_counter() - start)
 
 
-def graphed(call: Callable) -> Callable:
-    """The call as a CUDA graph: launches it again with the same tensors."""
-    import torch
-
+def _graphed(call: Callable) -> Callable:
+    """Captures a call as a CUDA graph; the returned function replays it on the same tensors."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -120,7 +183,13 @@ def graphed(call: Callable) -> Callable:
     return graph.replay
 
 
-def relative_error(value: object, expected: object) -> float:
-    """`|value - expected| / |expected|` of two tensors, by the Euclidean norm."""
-    expected = expected.float()
-    return ((value.float() - expected).norm() / expected.norm()).item()
+def random_batch(model: nn.Module, size: int, device: torch.device) -> Batch:
+    """Returns random pixels and tokens for a model, on the host; page-locked for a GPU."""
+    generator = torch.Generator().manual_seed(0)
+    side, last = image_size(model), model.vocab_size - 1
+    tokens = torch.randint(1, last - 1, (size, model.context_length), generator=generator)
+    tokens[:, -1] = last
+    pixels = torch.randint(0, 256, (size, 3, side, side), dtype=torch.uint8, generator=generator)
+    numbers = torch.zeros(size, dtype=torch.int64)
+    batch = Batch(pixels, tokens, numbers, numbers)
+    return batch.pin_memory() if device.type == "cuda" else batch

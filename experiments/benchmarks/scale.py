@@ -1,13 +1,13 @@
 """Times a training step on 1, 2, ... GPUs of this machine, with and without communication.
 
-    python -m experiments.benchmarks.scale model=vit_b32 batch_size=256 distributed.name=ddp
+    python -m experiments.benchmarks.scale model=vit_b32 batch_size=256
 
 Takes the keys of `train`; `batch_size` is that of one process here (weak scaling), and `num_steps`
-how many steps are timed. Cases: each number of processes with `ddp` and `fsdp2`, started by
-torchrun. `ratio` is to one process: 1 is perfect. `communication`: the share of a step that
-averaging gradients adds to the backward pass, what computation does not hide (FSDP2's gathering of
-parameters stays in both). A case counts only if its loss is finite and the same in all ranks. One
-JSON line a case goes to `runs/bench/scale/<time>.jsonl`.
+is the number of timed steps. Each number of processes runs with `ddp` and `fsdp2`, started by
+torchrun. `ratio` is to one process: 1 is perfect. `communication` is the share of a step that
+averaging gradients adds to the backward pass (FSDP2 gathers parameters in both of its timings). A
+case counts only if its loss is finite and the same in all ranks. Lines go to
+`runs/bench/scale/<time>.jsonl`.
 """
 
 import json
@@ -17,98 +17,70 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from experiments.benchmarks.report import reporter
+import torch
+
+from experiments.benchmarks.report import Lines, median_ms
+from experiments.benchmarks.step import prepare
 from experiments.entry import run_command
+from lowprec.config.check import check
+from lowprec.config.place import place
 from lowprec.config.schema import Config
 from lowprec.runs.identity import label, to_dict
+from lowprec.train.build import build, pick_device
+from lowprec.train.distributed import Ranks, join
 
-KINDS = ("ddp", "fsdp2")
 WARMUP = 5
 LIMIT_S = 600  # of a case
+VARIABLE = "LOWPREC_BENCH_SCALE"  # a process of a case reads its config from it
 
 
 def main(config: Config) -> None:
-    """Measures every case, each in fresh processes."""
-    most = num_devices(config)
-    report = reporter(config.run_dir, "scale")
-    alone, failed = None, []
+    """Measures each case in fresh processes; without a GPU on up to two."""
+    device = pick_device(config.device)
+    most = torch.cuda.device_count() if device.type == "cuda" else 2
+    lines = Lines(config.run_dir, "scale", device)
+    shape = f"{label(config)}, batch {config.batch_size} a process"
+    rate_of_one = None
     sizes = [2**i for i in range(most.bit_length()) if 2**i <= most]
     for size in sorted({*sizes, most}):
-        for kind in KINDS if size > 1 else ("none",):
+        for kind in ("ddp", "fsdp2") if size > 1 else ("none",):
             case = f"{kind} x {size}" if size > 1 else "one process"
-            about = {
-                "shape": f"{label(config)}, batch {config.batch_size} a process",
-                "dtype": config.precision.autocast, "processes": size, "case": case,
-            }  # fmt: skip
-            found = measure(config, kind, size)
-            if "reason" in found:
-                report(**about, correct=None, reason=found["reason"])
-                failed.append(case)
-                continue
-            rate = 1000 * size * config.batch_size / found["ms"]
-            alone = alone or rate
-            report(
-                **about, ms=found["ms"], rate=rate, ratio=rate / size / alone,
-                ratio_to="one process", correct=True, loss=found["loss"],
-                communication=round(found["communication_ms"] / found["ms"], 4),
-                memory_gib=found["memory_gib"],
-            )  # fmt: skip
-    if failed:
-        sys.exit(f"no number for {', '.join(failed)}; their lines say why")
-
-
-def num_devices(config: Config) -> int:
-    """GPUs of this machine, or two processes where there is none."""
-    import torch
-
-    on_gpu = config.device != "cpu" and torch.cuda.is_available()
-    return torch.cuda.device_count() if on_gpu else 2
+            dtype = config.precision.autocast
+            with lines.measurement(case, shape, dtype, processes=size) as row:
+                numbers = measure(config, kind, size)
+                communication = numbers.pop("communication_ms") / numbers["ms"]
+                rate = 1000 * size * config.batch_size / numbers["ms"]
+                rate_of_one = rate_of_one or rate
+                row.update(rate=rate, ratio_to="one process", ratio=rate / size / rate_of_one)
+                row.update(numbers, communication=round(communication, 4))
+    lines.exit_if_failed()
 
 
 def measure(config: Config, kind: str, size: int) -> dict:
-    """What a case's processes found, or the `reason` why not."""
+    """Returns what the processes of a case measured; raises RuntimeError with what they said."""
     plain = to_dict(config)
     plain["distributed"]["name"] = kind
     plain["batch_size"] = config.batch_size * size
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc_per_node", str(size), "-m", "experiments.benchmarks.scale"]
-    environment = {**os.environ, "LOWPREC_BENCH_SCALE": json.dumps(plain)}
-    environment["PYTHONPATH"] = os.pathsep.join(
-        [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    environment = {VARIABLE: json.dumps(plain), "PYTHONPATH": os.pathsep.join(paths)}
+    ended = subprocess.run(
+        command, env=os.environ | environment, capture_output=True, text=True, timeout=LIMIT_S
     )
-    try:
-        ended = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=LIMIT_S
-        )
-    except subprocess.TimeoutExpired:
-        return {"reason": f"not done in {LIMIT_S} s"}
     lines = [line for line in ended.stdout.splitlines() if line.startswith('{"ms"')]
     if ended.returncode or not lines:
-        text = [line for line in ended.stderr.splitlines() if "Error" in line]
-        return {"reason": (text or ["no output"])[0][:300]}
+        errors = [line for line in ended.stderr.splitlines() if "Error" in line]
+        raise RuntimeError((errors or ["no output"])[0])
     return json.loads(lines[-1])
 
 
-def work(plain: dict) -> None:
-    """One process of a case: times steps with and without communication; rank 0 prints."""
-    import torch
-
-    from experiments.benchmarks.report import median_ms
-    from experiments.benchmarks.step import random_batch
-    from lowprec.config.check import check
-    from lowprec.optim.schedules import set_learning_rate
-    from lowprec.config.place import place
-    from lowprec.train.build import build
-    from lowprec.train.distributed import Ranks, join
-    from lowprec.train.step import TrainStep
-
-    config, size = check(plain), place()[1]
+def work(config: Config) -> None:
+    """Times steps with and without communication in one process of a case; rank 0 prints."""
+    size = place()[1]
     world = join(config.device, config.distributed.timeout_s) if size > 1 else Ranks()
     built = build(config, None, world)
-    batch = random_batch(built, config.batch_size // size)
-    step = TrainStep(built.task, built.state.optimizer, built.state.scaler)
-    set_learning_rate(built.state.optimizer, config.optimizer.lr)
-    built.task.model.train()
+    step, batch = prepare(built, config.batch_size // size)
     for _ in range(WARMUP):
         loss = step(batch)["loss"]
     losses = world.each(loss.item)
@@ -123,19 +95,19 @@ def work(plain: dict) -> None:
         built.state.optimizer.zero_grad(set_to_none=True)
 
     ms, synchronized = slowest(lambda: step(batch)), slowest(backward)
-    built.task.parallel = built.task.model  # DDP's own way does not go with a static graph
+    built.task.parallel = built.task.model  # DDP's no_sync does not go with a static graph
     with built.task.synchronizing(False):
         silent = slowest(backward)
     on_gpu = built.device.type == "cuda"
-    found = {"ms": ms, "communication_ms": synchronized - silent, "loss": round(losses[0], 5)}
-    found["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None
+    memory_gib = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None
+    numbers = {"ms": ms, "communication_ms": synchronized - silent, "loss": round(losses[0], 5)}
     if world.is_first:
-        print(json.dumps(found), flush=True)
+        print(json.dumps({**numbers, "memory_gib": memory_gib}), flush=True)
     world.close()
 
 
 if __name__ == "__main__":
-    if "LOWPREC_BENCH_SCALE" in os.environ:
-        work(json.loads(os.environ["LOWPREC_BENCH_SCALE"]))
+    if VARIABLE in os.environ:
+        work(check(json.loads(os.environ[VARIABLE])))
     else:
         run_command(main, "train")

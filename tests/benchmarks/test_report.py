@@ -1,0 +1,93 @@
+"""The line of a measurement: what it holds, and what it says when there is no number."""
+
+import json
+
+import pytest
+import torch
+
+from experiments.benchmarks.report import Lines, Unable, Wrong, check_error, median_ms, random_batch
+from lowprec.clip.model import build_model
+from lowprec.config.schema import ModelConfig
+
+FIELDS = "slug device versions commit case shape dtype ms rate ratio_to ratio correct".split()
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def lines(tmp_path):
+    return Lines(str(tmp_path), "ops", CPU, packages=("no-such-package",))
+
+
+def written(tmp_path, slug="ops"):
+    (file,) = (tmp_path / "bench" / slug).glob("*.jsonl")
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_line_holds_the_common_fields_and_rounded_numbers(lines, tmp_path, capsys):
+    with lines.measurement("a", "2x3", "bf16", direction="up") as row:
+        row.update(ms=1.23456789, rate=123456.789, ratio_to="b", ratio=2 / 3, slug="layer")
+    [row] = written(tmp_path, "layer")
+    assert list(row) == [*FIELDS, "direction"]
+    assert (row["slug"], row["case"], row["correct"]) == ("layer", "a", True)
+    assert (row["ms"], row["rate"], row["ratio"]) == (1.23457, 123457, 0.666667)
+    assert row["versions"]["torch"] and row["versions"]["no-such-package"] is None
+    assert json.loads(capsys.readouterr().out) == row
+
+
+@pytest.mark.parametrize(
+    ("error", "is_ours", "correct", "fails"),
+    [
+        (Wrong("too large"), True, False, True),
+        (RuntimeError("too large\nsecond line"), True, None, True),
+        (RuntimeError("too large"), False, None, False),
+        (Unable("too large"), True, None, False),
+    ],
+)
+def test_failed_measurement_has_a_reason_and_no_number(
+    lines, tmp_path, error, is_ours, correct, fails
+):
+    with lines.measurement("a", "2x3", "bf16", is_ours=is_ours, dim=3) as row:
+        row.update(ms=1.0, ratio=2.0)
+        raise error
+    assert not row
+    [row] = written(tmp_path)
+    assert row["ms"] is row["ratio"] is None
+    assert (row["correct"], row["dim"]) == (correct, 3)
+    assert row["reason"] == f"{type(error).__name__}: too large"
+    assert bool(lines.failed) == fails
+
+
+def test_command_exits_with_the_names_of_failed_cases(lines):
+    lines.exit_if_failed()
+    with lines.measurement("switchback", "2x3", "bf16"):
+        raise Wrong("too large")
+    with pytest.raises(SystemExit, match="switchback bf16 at 2x3"):
+        lines.exit_if_failed()
+
+
+@pytest.mark.parametrize("value", [1.2, 1.0, float("nan")])
+def test_error_outside_its_limits_is_wrong(value):
+    expected = torch.ones(4)
+    assert check_error("output", 1.1 * expected, expected, most=0.15, least=0.05) > 0.09
+    with pytest.raises(Wrong, match="output"):
+        check_error("output", value * expected, expected, most=0.15, least=0.05)
+
+
+def test_calls_are_warmed_up_and_then_repeated():
+    calls = []
+    assert median_ms(lambda: calls.append(1), CPU, 20, graph=True, cold=True) > 0
+    assert len(calls) == 4 + 20
+
+
+def test_random_batch_fits_the_model():
+    model = build_model(ModelConfig(name="nano"))
+    batch = random_batch(model, 3, CPU)
+    assert len(batch.images) == len(batch.tokens) == 3
+    assert model(batch.images.float(), batch.tokens)["logit_scale"].isfinite()
+
+
+@pytest.mark.gpu
+def test_graph_replays_a_call_on_a_gpu():
+    x = torch.zeros((), device="cuda")
+    assert median_ms(lambda: x.add_(1), x.device, 10, graph=True, cold=True) > 0
+    assert x.item() == 3 + 3 + 10  # capture itself runs nothing
