@@ -27,7 +27,7 @@ def every_finite(dtype):
 
 
 @pytest.mark.parametrize("name", ENUMERATED)
-def test_small_formats_hold_the_numbers_written_out(name):
+def test_small_formats_have_the_listed_numbers(name):
     positive = torch.tensor(ENUMERATED[name])
     expected = torch.cat((-positive.flip(0), torch.zeros(1), positive))
     assert torch.equal(representable(parse_format(name)), expected)
@@ -35,17 +35,17 @@ def test_small_formats_hold_the_numbers_written_out(name):
 
 
 @pytest.mark.parametrize("format", [E4M3, E5M2], ids=lambda format: format.name)
-def test_the_8_bit_formats_hold_what_torch_can_store(format):
+def test_fp8_formats_have_torchs_numbers(format):
     assert torch.equal(representable(format), every_finite(format.dtype))
     assert format.max == torch.finfo(format.dtype).max
 
 
-def test_int8_holds_the_symmetric_integers():
+def test_int8_is_symmetric():
     assert torch.equal(representable(INT8), torch.arange(-127.0, 128.0))
 
 
 @pytest.mark.parametrize("format", [E4M3, E5M2], ids=lambda format: format.name)
-def test_rounding_equals_the_casts_of_torch_for_every_bfloat16(format):
+def test_rounding_equals_torchs_casts_for_all_bfloat16(format):
     x = every_bfloat16()
     x = x[x.abs() <= format.max]
     assert len(x) > 30_000
@@ -55,13 +55,13 @@ def test_rounding_equals_the_casts_of_torch_for_every_bfloat16(format):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_number_of_a_format_stays(name):
+def test_representable_numbers_round_to_themselves(name):
     numbers = representable(parse_format(name))
     assert torch.equal(round_to_format(numbers, parse_format(name)), numbers)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_rounding_is_to_the_nearest(name):
+def test_rounding_is_to_nearest(name):
     format = parse_format(name)
     numbers = representable(format).double()
     generator = torch.Generator().manual_seed(0)
@@ -85,7 +85,7 @@ def test_ties_go_to_the_even_mantissa(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_large_values_saturate_and_values_that_are_no_numbers_become_nan(name):
+def test_large_values_saturate_and_non_finite_become_nan(name):
     format = parse_format(name)
     large = torch.tensor([format.max * 1.001, format.max * 2, 3e38])
     assert (round_to_format(large, format) == format.max).all()
@@ -96,6 +96,6 @@ def test_large_values_saturate_and_values_that_are_no_numbers_become_nan(name):
 @pytest.mark.parametrize(
     "name", ["e0m3", "e8m1", "e4m11", "int4", "fp8", "e4", "E4M3", "e4m3fn", ""]
 )
-def test_names_of_no_format_are_refused(name):
+def test_unknown_format_is_refused(name):
     with pytest.raises(ValueError, match="must"):
         parse_format(name)

@@ -43,7 +43,7 @@ def logits_of(block, x, mask):
 
 @pytest.mark.parametrize("intervention", ["none", "kq_norm"])
 @torch.no_grad()
-def test_statistics_equal_those_of_the_blocks(intervention):
+def test_statistics_match_the_blocks(intervention):
     model = make_model(intervention).eval()
     seen = {}
     for block in blocks(model):
@@ -57,7 +57,7 @@ def test_statistics_equal_those_of_the_blocks(intervention):
         torch.testing.assert_close(row, torch.stack(expected), rtol=1e-5, atol=1e-6)
 
 
-def test_names_are_those_of_the_model():
+def test_probe_has_the_models_block_names():
     assert make_probe(make_model()).names == [
         "visual.transformer.resblocks.0",
         "visual.transformer.resblocks.1",

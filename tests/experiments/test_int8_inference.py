@@ -30,7 +30,7 @@ def run(request, run_once, make_config, tmp_path):
     return folder
 
 
-def test_a_trained_model_keeps_its_classes_in_int8(run, capsys):
+def test_trained_model_keeps_its_predictions_in_int8(run, capsys):
     for precision in (EvaluatedPrecision(), INT8):
         evaluate.main(EvaluateConfig(str(run), precision, EvaluationConfig("both"), device="cpu"))
     trained, converted = read_rows(run / "evaluations.jsonl")
@@ -42,13 +42,13 @@ def test_a_trained_model_keeps_its_classes_in_int8(run, capsys):
     assert "int8/agreement" in capsys.readouterr().out
 
 
-def test_without_class_names_there_is_no_agreement(run):
+def test_no_agreement_without_class_names(run):
     evaluate.main(EvaluateConfig(str(run), INT8, EvaluationConfig("retrieval"), device="cpu"))
     [row] = read_rows(run / "evaluations.jsonl")
     assert "int8/memory_ratio" in row and "int8/agreement" not in row
 
 
-def test_an_exported_model_is_the_one_that_was_evaluated(run, tmp_path):
+def test_exported_model_equals_the_evaluated_one(run, tmp_path):
     export.main(ExportConfig(str(run), str(tmp_path / "int8.safetensors"), INT8))
     evaluate.main(EvaluateConfig(str(run), INT8, EvaluationConfig("zero_shot"), device="cpu"))
     [row] = read_rows(run / "evaluations.jsonl")
@@ -59,7 +59,7 @@ def test_an_exported_model_is_the_one_that_was_evaluated(run, tmp_path):
     assert built.evaluation()(built.task.model)["zero_shot/top1"] == row["zero_shot/top1"]
 
 
-def test_an_export_follows_autocast_as_the_evaluation_does(make_config, run_once, tmp_path):
+def test_export_follows_autocast(make_config, run_once, tmp_path):
     run, out = tmp_path / "run", tmp_path / "int8.safetensors"
     changes = {"num_steps": 1, "save_every": 1, "precision.autocast": "pure_bf16"}
     run_once(make_config(changes), run)
@@ -70,14 +70,14 @@ def test_an_export_follows_autocast_as_the_evaluation_does(make_config, run_once
         assert state["transformer.resblocks.0.mlp.c_fc.weight"].dtype == torch.int8
 
 
-def test_autocast_is_refused_where_weights_stay_as_trained(tmp_path):
+def test_autocast_without_int8_is_refused(tmp_path):
     config = ExportConfig("run", str(tmp_path / "a.pt"), EvaluatedPrecision(autocast="fp16"))
     with pytest.raises(SystemExit, match="precision.autocast goes with precision=int8_inference"):
         export.main(config)
 
 
 @pytest.mark.parametrize("run", ["high"], indirect=True)
-def test_only_a_run_is_exported_in_int8(run, tmp_path):
+def test_int8_export_needs_a_run(run, tmp_path):
     path, _ = newest_checkpoint(run)
     with pytest.raises(SystemExit, match="not a run directory"):
         export.main(ExportConfig(str(path / "model.safetensors"), str(tmp_path / "a"), INT8))
@@ -85,7 +85,7 @@ def test_only_a_run_is_exported_in_int8(run, tmp_path):
         export.main(ExportConfig(str(run), str(tmp_path / "a.pt"), INT8))
 
 
-def test_classes_are_the_nearest_of_the_classifier(make_config):
+def test_predicted_classes_match_the_accuracy(make_config):
     config = make_config({"evaluation.name": "zero_shot"})
     built = build(config, open_data(config))
     labels = torch.cat([batch.labels for batch in built.evaluation().make_batches()])
@@ -97,7 +97,7 @@ def test_classes_are_the_nearest_of_the_classifier(make_config):
     ("entry", "schema", "given"),
     [("evaluate", EvaluateConfig, ["run=a"]), ("export", ExportConfig, ["source=a", "out=b"])],
 )
-def test_a_precision_is_chosen_by_name(entry, schema, given):
+def test_precision_is_selected_by_name(entry, schema, given):
     ConfigStore.instance().store(name="schema", node=defaults(schema))
     [config] = check_command(given, entry, schema)
     assert config.precision == EvaluatedPrecision()

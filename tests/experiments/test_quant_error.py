@@ -32,7 +32,7 @@ def tensors():
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-def test_inputs_and_gradients_of_every_layer_are_those_of_its_weight_gradient(make_config):
+def test_captured_tensors_give_the_weight_gradients(make_config):
     config = make_config({"model.vision_layers": 1})
     built = build(config, open_data(config))
     captured = attach_hooks(built)
@@ -47,7 +47,7 @@ def test_inputs_and_gradients_of_every_layer_are_those_of_its_weight_gradient(ma
         torch.testing.assert_close(found["g"].T @ found["x"], weight.grad, atol=1e-6, rtol=1e-4)
 
 
-def test_a_run_is_measured_in_its_precision_and_left_as_it_was(run, capsys):
+def test_run_is_measured_in_its_precision_and_unchanged(run, capsys):
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     main(QuantErrorConfig(run=str(run), recipes=["switchback", "high"], device="cpu"))
     rows = read_rows(run / "quant_error.jsonl")
@@ -61,7 +61,7 @@ def test_a_run_is_measured_in_its_precision_and_left_as_it_was(run, capsys):
     assert "switchback" in capsys.readouterr().out
 
 
-def test_a_row_tells_formats_and_errors_of_a_product(tensors):
+def test_row_has_formats_and_errors_of_a_product(tensors):
     rows = {(r["product"], r["operand"]): r for r in layer_rows(tensors, RECIPES["llm_int8"])}
     assert [row["inner_dim"] for row in rows.values()] == [32, 32, 16, 16, 80, 80]
     row = rows["grad_input", "w"]
@@ -69,13 +69,13 @@ def test_a_row_tells_formats_and_errors_of_a_product(tensors):
     assert 30 < row["product_sqnr_db"] < row["sqnr_db"] < 50
 
 
-def test_a_product_left_in_16_bit_is_measured_in_bf16(tensors):
+def test_16_bit_product_is_measured_in_bf16(tensors):
     rows = [r for r in layer_rows(tensors, RECIPES["switchback"]) if r["product"] == "grad_weight"]
     assert {row["format"] for row in rows} == {"bf16"}
     assert all(50 < row["product_sqnr_db"] < 65 for row in rows)
 
 
-def test_the_table_names_the_worst_layers_first(tensors):
+def test_table_lists_the_worst_layers_first(tensors):
     spoiled = {name: tensor.clone() for name, tensor in tensors.items()}
     spoiled["w"][0, 0] = 1000
     rows = [
@@ -87,7 +87,7 @@ def test_the_table_names_the_worst_layers_first(tensors):
     assert [line[-1] for line in lines] == ["spoiled", "fine"]
 
 
-def test_a_product_of_nan_is_the_worst_in_the_table():
+def test_nan_comes_first_in_the_table():
     found = {"fine": 30.0, "broken": math.nan, "poor": 10.0, "exact": math.inf}
     rows = [
         {"recipe": "r", "product": "output", "layer": layer, "product_sqnr_db": db, "operand": "x",
@@ -98,7 +98,7 @@ def test_a_product_of_nan_is_the_worst_in_the_table():
     assert [line[-1] for line in lines] == ["broken", "poor", "fine"]
 
 
-def test_normal_numbers_give_a_line_a_case_and_dimension(tmp_path, capsys):
+def test_random_numbers_give_a_line_per_case_and_dimension(tmp_path, capsys):
     config = QuantErrorConfig(inner_dims=[64, 256], run_dir=str(tmp_path))
     main(config)
     [file] = (tmp_path / "bench" / quant_error.SLUG).glob("*.jsonl")
@@ -111,6 +111,6 @@ def test_normal_numbers_give_a_line_a_case_and_dimension(tmp_path, capsys):
     assert "False" in str([row["correct"] for f in file.parent.iterdir() for row in read_rows(f)])
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path):
+def test_folder_without_a_run_is_refused(tmp_path):
     with pytest.raises(SystemExit, match="not a run directory"):
         main(QuantErrorConfig(run=str(tmp_path)))

@@ -15,7 +15,7 @@ CHANCE, LEAST = math.log(16), math.log(4)  # of 16 pairs, of which four each sha
     "recipe",
     [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES],
 )
-def test_the_loss_of_nano_stays_finite_and_falls(recipe, make_config, run_once, tmp_path):
+def test_nano_loss_stays_finite_and_falls(recipe, make_config, run_once, tmp_path):
     config = make_config(
         {
             "num_steps": 20,

@@ -27,7 +27,7 @@ def gradients(output, module, x):
 
 @pytest.mark.parametrize("kind", ["none", "causal", "bool"])
 @pytest.mark.parametrize("qk_norm", [None, False, True], ids=["multihead", "custom", "qk_norm"])
-def test_outputs_and_gradients_are_those_of_the_module_it_replaces(qk_norm, kind):
+def test_attention_equals_the_module_it_replaces(qk_norm, kind):
     torch.manual_seed(0)
     if qk_norm is None:
         replaced = nn.MultiheadAttention(48, 3, batch_first=True)
@@ -74,7 +74,7 @@ def test_queries_keys_and_values_are_views_of_one_product(monkeypatch):
     assert output.shape == (2, 3, 32)
 
 
-def test_the_fused_projection_follows_its_recipe():
+def test_in_proj_follows_its_recipe():
     torch.manual_seed(0)
     module = Attention(nn.MultiheadAttention(32, 2, batch_first=True))
     x = torch.randn(2, 3, 32)
@@ -108,5 +108,5 @@ def test_other_keys_or_weights_are_refused():
     ],
     ids=["linear", "tokens first", "cross", "dropout", "bias_kv", "cosine", "inner", "heads"],
 )
-def test_what_it_does_not_compute_is_left_alone(module):
+def test_unsupported_attention_is_not_replaceable(module):
     assert not is_replaceable(module)

@@ -1,14 +1,19 @@
-"""Linear layers against the products of every recipe in float64, and against nn.Linear."""
+"""Linear layers: numbers of all recipes against float64, drop-in for nn.Linear, refused uses."""
 
 import contextlib
+from collections import OrderedDict
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lowprec.nn.linear import LowPrecisionLinear
+from lowprec import ops
+from lowprec.clip import open_clip
+from lowprec.nn.inference import Int8Linear
+from lowprec.nn.linear import LowPrecisionLinear, Settings, SwitchBackLinear
 from lowprec.nn.recipe import RECIPES
+from lowprec.nn.replace import apply_recipe
 
 TOKENS, IN, OUT = 37, 48, 70
 # Beside the rounding of the result: float32 sums, as a share of the sum of magnitudes.
@@ -74,19 +79,19 @@ def check(oracle, name, mode, bias=True, shape=(TOKENS,)):
 @every_recipe
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-def test_output_and_gradients_are_those_of_the_table(oracle, name, mode, bias):
+def test_output_and_gradients_match_the_oracle(oracle, name, mode, bias):
     check(oracle, name, mode, bias)
 
 
 @every_recipe
 @pytest.mark.parametrize("shape", [(1,), (3, 5), (2, 3, 4)], ids=str)
-def test_any_leading_dimensions_are_tokens(oracle, name, shape):
+def test_leading_dimensions_match_the_oracle(oracle, name, shape):
     check(oracle, name, "autocast_bf16", shape=shape)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["high", "autograd_high"])
-def test_16_bit_recipes_are_nn_linear(name, mode):
+def test_16_bit_recipes_equal_nn_linear(name, mode):
     found = run(*make(name, mode), mode)
     expected = run(*make(name, mode, layer=nn.Linear), mode)
     for f, e in zip(found[:3], expected[:3], strict=True):
@@ -99,7 +104,7 @@ def test_16_bit_recipes_are_nn_linear(name, mode):
 @pytest.mark.parametrize(
     "name", ["switchback", "switchback_q", "fp8_switchback", "hw_fp8_switchback"]
 )
-def test_the_weight_gradient_that_switches_back_is_the_16_bit_product(name, mode):
+def test_switchback_weight_gradient_is_the_16_bit_product(name, mode):
     found = run(*make(name, mode), mode)
     expected = run(*make(name, mode, layer=nn.Linear), mode)
     assert torch.equal(found[2], expected[2])
@@ -114,7 +119,7 @@ def saved_by(module, x, autocast=None):
     return saved
 
 
-def test_switchback_m_keeps_its_input_in_8_bits():
+def test_switchback_m_saves_int8_input():
     module, x, _ = make("switchback_m")
     saved = saved_by(module, x, torch.bfloat16)
     big = {t.dtype for t in saved if t.numel() > max(TOKENS, IN, OUT)}
@@ -123,7 +128,7 @@ def test_switchback_m_keeps_its_input_in_8_bits():
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name not in ("high", "switchback_m")])
-def test_other_recipes_keep_the_16_bit_input_once(name):
+def test_other_recipes_save_the_16_bit_input_once(name):
     module, x, _ = make(name)
     saved = saved_by(module, x, torch.bfloat16)
     inputs = [t for t in saved if t.shape == (TOKENS, IN)]
@@ -133,7 +138,7 @@ def test_other_recipes_keep_the_16_bit_input_once(name):
 
 
 @every_recipe
-def test_a_frozen_weight_gets_no_gradient_and_keeps_no_input(name):
+def test_frozen_weight_gets_no_gradient_and_saves_no_input(name):
     module, x, g = make(name)
     expected = run(*make(name))
     module.weight.requires_grad_(False)
@@ -145,7 +150,7 @@ def test_a_frozen_weight_gets_no_gradient_and_keeps_no_input(name):
 
 
 @every_recipe
-def test_an_input_without_gradient_leaves_the_others_as_they_were(name):
+def test_input_without_gradient_does_not_change_other_gradients(name):
     module, x, g = make(name)
     found = run(module, x.detach(), g)
     expected = run(*make(name))
@@ -154,7 +159,7 @@ def test_an_input_without_gradient_leaves_the_others_as_they_were(name):
 
 
 @every_recipe
-def test_without_gradients_the_output_is_the_same(name):
+def test_output_is_the_same_without_gradients(name):
     module, x, _ = make(name)
     with torch.no_grad():
         output = module(x)
@@ -174,7 +179,7 @@ def test_activation_checkpointing_changes_no_gradient(name):
 
 @every_recipe
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=str)
-def test_a_number_that_is_none_stays_visible(name, bad):
+def test_nan_and_inf_propagate(name, bad):
     module, x, g = make(name)
     with torch.no_grad():
         x[4, 7] = bad
@@ -239,12 +244,126 @@ def compiled_gradients(name, backend):
 
 @INSTANTIATED
 @every_recipe
-def test_a_layer_is_one_graph_that_is_not_compiled_again(name):
+def test_layer_compiles_once_to_one_graph(name):
     compiled_gradients(name, "aot_eager")
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch.compile warns of its own ways
 @every_recipe
-def test_a_layer_compiles_to_code_with_the_same_gradients(name):
+def test_inductor_code_has_the_same_gradients(name):
     compiled_gradients(name, "inductor")
+
+
+def test_unknown_recipe_is_refused():
+    with pytest.raises(ValueError, match="switchback_q"):
+        LowPrecisionLinear(4, 4, recipe="switchbak")
+
+
+def test_layer_has_parameters_and_initial_values_of_nn_linear():
+    torch.manual_seed(0)
+    ours = SwitchBackLinear(48, 70)
+    torch.manual_seed(0)
+    theirs = nn.Linear(48, 70)
+    assert isinstance(ours, nn.Linear) and list(ours.state_dict()) == list(theirs.state_dict())
+    for name, value in theirs.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], value)
+    assert "recipe=switchback" in repr(ours)
+
+
+def test_open_clips_replace_linear_works():
+    blocks = open_clip.transformer.Transformer(width=64, layers=2, heads=2)
+    x = torch.randn(2, 5, 64)
+    before = blocks(x)
+    open_clip.utils.replace_linear(blocks, SwitchBackLinear, include_modules=["c_fc", "c_proj"])
+    swapped = [m for m in blocks.modules() if isinstance(m, SwitchBackLinear)]
+    assert len(swapped) == 4
+    after = blocks(x)
+    assert not torch.equal(before, after)
+    assert (after - before).norm() < 0.02 * before.norm()
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+@pytest.mark.parametrize("shape", [(0, 48), (2, 0, 48)], ids=str)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_empty_batch_gives_empty_output_and_zero_gradients(recipe, shape, autocast):
+    layer, x = LowPrecisionLinear(48, 70, recipe=recipe), torch.randn(shape, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        output = layer(x)
+        with torch.no_grad():
+            assert layer(x).shape == output.shape
+    assert output.shape == (*shape[:-1], 70)
+    assert output.dtype == (torch.bfloat16 if autocast else torch.float32)
+    output.sum().backward()
+    assert x.grad.shape == shape
+    assert (layer.weight.grad == 0).all() and (layer.bias.grad == 0).all()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_empty_batch_passes_a_block_without_launches(monkeypatch, recipe):
+    for name in ("quantize", "matmul", "quantize_rows_and_sum", "gelu_quantize"):
+        monkeypatch.setattr(ops, name, None)
+    block = nn.Sequential(open_clip.transformer.ResidualAttentionBlock(64, 2))
+    apply_recipe(block, recipe)
+    output = block(torch.randn(0, 5, 64))
+    assert output.shape == (0, 5, 64)
+    output.sum().backward()
+    assert all((parameter.grad == 0).all() for parameter in block.parameters())
+
+
+def block():
+    torch.manual_seed(0)
+    kind = open_clip.transformer.ResidualAttentionBlock
+    return nn.Sequential(OrderedDict(block=kind(64, 2)))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings", "told"),
+    [
+        ("switchback", {"backend": "trtion"}, "backend 'trtion'.*nearest: triton"),
+        ("switchback_m", {"outlier_threshold": 6.0}, "needs the 16-bit input"),
+        ("fp8_rowwise", {"outlier_threshold": 6.0}, "fp8_rowwise"),
+        ("llm_int8", {"outlier_threshold": -1.0}, "-1.0"),
+        ("llm_int8", {"outlier_threshold": float("nan")}, "nan"),
+    ],
+)
+def test_invalid_settings_are_refused_and_change_nothing(recipe, settings, told):
+    model, layer = block(), SwitchBackLinear(4, 4)
+    before = [type(module) for module in model.modules()]
+    for change in (
+        lambda: apply_recipe(model, recipe, **settings),
+        lambda: layer.set_recipe(recipe, **settings),
+        lambda: Settings(RECIPES[recipe], **settings),
+    ):
+        with pytest.raises(ValueError, match=told):
+            change()
+    assert [type(module) for module in model.modules()] == before
+    assert layer.settings == Settings(RECIPES["switchback"])
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "high"])
+def test_second_derivative_is_refused(name):
+    x = torch.randn(3, 8, requires_grad=True)
+    output = LowPrecisionLinear(8, 4, recipe=name)(x)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(output.sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_integer_input_is_refused(name):
+    with pytest.raises(TypeError, match="torch.int64"):
+        LowPrecisionLinear(4, 4, recipe=name)(torch.ones(2, 4, dtype=torch.int64))
+
+
+def test_int8_layer_refuses_integer_input():
+    with pytest.raises(TypeError, match="torch.int32"):
+        Int8Linear(nn.Linear(4, 4))(torch.ones(2, 4, dtype=torch.int32))
+
+
+def test_fused_mlp_refuses_integers_and_second_derivatives():
+    model, x = block(), torch.randn(2, 5, 64, requires_grad=True)
+    apply_recipe(model, "switchback")
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(model.block.mlp(x).sum(), x, create_graph=True)
+    with pytest.raises(TypeError, match="torch.int64"):
+        model.block.mlp(x.long())

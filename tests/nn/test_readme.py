@@ -9,7 +9,7 @@ README = Path(__file__).parents[2] / "lowprec" / "nn" / "README.md"
 
 
 @pytest.mark.filterwarnings("ignore")  # open_clip's, about weights that are not pretrained
-def test_the_example_for_open_clip_runs_as_pasted():
+def test_open_clip_example_runs():
     [example] = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     names = {}
     exec(example, names)

@@ -16,13 +16,13 @@ def written(product):
     return tuple(f"{operand.format} {WORDS[operand.granularity]}" for operand in operands)
 
 
-def test_the_recipes_are_those_of_the_table(oracle):
+def test_recipes_match_the_oracles_table(oracle):
     found = {name: tuple(written(getattr(r, p)) for p in PRODUCTS) for name, r in RECIPES.items()}
     assert found == oracle.TABLE
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_int8_and_hardware_fp8_are_real_and_the_rest_is_simulated(name):
+def test_int8_and_hw_fp8_are_native(name):
     products = [getattr(RECIPES[name], product) for product in PRODUCTS]
     native = not name.startswith("fp8")
     assert all(product is None or product.native == native for product in products)
@@ -31,7 +31,7 @@ def test_int8_and_hardware_fp8_are_real_and_the_rest_is_simulated(name):
     assert RECIPES[name].function == (name != "high")
 
 
-def test_a_custom_recipe_has_the_products_that_it_names():
+def test_custom_recipe_parses_products():
     recipe = custom_recipe(
         {
             "output": INT8,
@@ -45,11 +45,11 @@ def test_a_custom_recipe_has_the_products_that_it_names():
     assert recipe.grad_weight is None and recipe.name == "custom"
 
 
-def test_products_that_are_not_named_are_16_bit():
+def test_missing_products_are_16_bit():
     assert custom_recipe({}) == custom_recipe(dict.fromkeys(PRODUCTS, "high"))
 
 
-def test_a_simulated_scale_may_vary_along_any_dimension():
+def test_fake_quantized_scale_may_vary_along_any_dimension():
     for granularity in ("rowwise", "columnwise", "tensorwise"):
         recipe = custom_recipe({"output": {"format": "e2m1", "x": granularity, "w": granularity}})
         assert recipe.output.first == Operand("e2m1", granularity) and not recipe.is_native
@@ -66,7 +66,7 @@ def test_a_simulated_scale_may_vary_along_any_dimension():
         ("grad_weight", "x", "rowwise"),
     ],
 )
-def test_an_int8_scale_along_the_contracted_dimension_is_refused(product, operand, granularity):
+def test_int8_scale_along_the_contracted_dimension_is_refused(product, operand, granularity):
     given = dict.fromkeys(PRODUCTS[product], "tensorwise") | {operand: granularity}
     with pytest.raises(ValueError, match=f"{product}.{operand}={granularity}"):
         custom_recipe({product: {"format": "int8", **given}})
@@ -89,6 +89,6 @@ def test_an_int8_scale_along_the_contracted_dimension_is_refused(product, operan
         (None, "output, grad_input, grad_weight"),
     ],
 )
-def test_a_recipe_that_makes_no_sense_is_refused(products, told):
+def test_invalid_custom_recipe_is_refused(products, told):
     with pytest.raises(ValueError, match=told):
         custom_recipe(products)

@@ -1,18 +1,19 @@
-"""Swapping the layers of a model, and the MLP that runs as one function."""
+"""Replacing the layers of a model: what is replaced, refused or left alone; the fused MLP."""
 
 from collections import OrderedDict
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.flop_counter import FlopCounterMode
 
 from lowprec.clip import open_clip
-from lowprec.nn import LowPrecisionLinear, apply_recipe
-from lowprec.nn.attention import Attention
+from lowprec.nn import LowPrecisionLinear, SwitchBackLinear, apply_recipe
+from lowprec.nn.attention import Attention, is_replaceable
 from lowprec.nn.mlp import LowPrecisionMLP
 from lowprec.nn.recipe import RECIPES
-from lowprec.nn.replace import LAYERS, gains_speed, summary
+from lowprec.nn.replace import LAYERS, NoLayerError, gains_speed, replace_attention, summary
 
 
 def block(width=64, custom=False):
@@ -23,7 +24,7 @@ def block(width=64, custom=False):
 
 
 @pytest.mark.parametrize("custom", [False, True])
-def test_every_layer_of_a_block_runs_its_recipe(custom):
+def test_apply_recipe_replaces_all_layers_of_a_block(custom):
     model = block(custom=custom)
     names = [name for name, _ in model.named_parameters()]
     parameters = [id(parameter) for parameter in model.parameters()]
@@ -43,7 +44,7 @@ def test_every_layer_of_a_block_runs_its_recipe(custom):
     assert model.block.attn.in_proj_settings.recipe is RECIPES["switchback"]
 
 
-def test_out_proj_is_not_bypassed_as_within_multihead_attention():
+def test_out_proj_is_called():
     model = block()
     apply_recipe(model, "switchback", ["out_proj"])
     seen = []
@@ -54,7 +55,7 @@ def test_out_proj_is_not_bypassed_as_within_multihead_attention():
 
 @pytest.mark.parametrize("recipe", ["switchback", "hw_fp8_switchback", "switchback_m", "llm_int8"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_the_fused_mlp_is_the_three_modules(recipe, dtype):
+def test_fused_mlp_equals_the_three_modules(recipe, dtype):
     model = block()
     apply_recipe(model, recipe)
     fused = model.block.mlp
@@ -74,7 +75,7 @@ def test_the_fused_mlp_is_the_three_modules(recipe, dtype):
         assert torch.equal(fused(x), plain(x))
 
 
-def test_the_fused_mlp_keeps_its_input_and_that_of_gelu_alone():
+def test_fused_mlp_saves_its_input_and_gelus_input():
     model = block()
     apply_recipe(model, "switchback")
     saved = []
@@ -119,9 +120,7 @@ def backward_of_mlp(wanted):
         (("x", "c_proj.weight"), 1, {2560}, 2),
     ],
 )
-def test_the_fused_mlp_computes_and_keeps_what_the_wanted_gradients_need(
-    wanted, products, kept, int8
-):
+def test_fused_mlp_computes_and_saves_what_requested_gradients_need(wanted, products, kept, int8):
     found, *costs = backward_of_mlp(wanted)
     assert costs == [products, kept, int8]
     expected = backward_of_mlp(INPUTS)[0]
@@ -130,18 +129,11 @@ def test_the_fused_mlp_computes_and_keeps_what_the_wanted_gradients_need(
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # by torch.compile itself
-def test_the_fused_mlp_is_one_graph():
+def test_fused_mlp_compiles_to_one_graph():
     model, x = block(), torch.randn(2, 5, 64)
     apply_recipe(model, "switchback")
     compiled = torch.compile(model.block.mlp, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), model.block.mlp(x))
-
-
-def test_high_swaps_attention_alone():
-    model = block()
-    found = apply_recipe(model, "high")
-    assert isinstance(model.block.attn, Attention) and not any(layer.swapped for layer in found)
-    assert not any(isinstance(module, LowPrecisionLinear) for module in model.modules())
 
 
 @pytest.mark.parametrize(
@@ -153,7 +145,7 @@ def test_high_swaps_attention_alone():
         (["*_proj"], ["in_proj", "out_proj", "c_proj"]),
     ],
 )
-def test_a_pattern_is_a_name_or_its_end(where, expected):
+def test_pattern_matches_a_name_or_its_end(where, expected):
     found = apply_recipe(block(), "switchback", where)
     assert [layer.name.rsplit(".", 1)[1] for layer in found] == expected
 
@@ -167,7 +159,7 @@ def test_high_undoes_another_recipe():
     torch.testing.assert_close(model(x), expected, atol=1e-6, rtol=0)
 
 
-def test_skip_slow_leaves_losing_shapes_alone_and_the_report_lists_them_either_way():
+def test_skip_slow_keeps_slow_shapes_and_summary_lists_them():
     for skip_slow in (False, True):
         found = apply_recipe(block(), "switchback", skip_slow=skip_slow)
         assert all(layer.swapped is not skip_slow and not layer.gains for layer in found)
@@ -177,22 +169,187 @@ def test_skip_slow_leaves_losing_shapes_alone_and_the_report_lists_them_either_w
     assert [(layer.swapped, layer.gains) for layer in wide] == [(True, True)]
 
 
-def test_simulated_recipes_gain_no_speed():
+def test_fake_quantized_recipes_gain_no_speed():
     for name, recipe in RECIPES.items():
         gains = gains_speed(recipe, 4096, 16384)
         assert gains == (recipe.is_native and recipe.output is not None), name
 
 
-def test_training_mode_is_kept():
+def test_apply_recipe_keeps_training_mode():
     model = block().eval()
     apply_recipe(model, "switchback", LAYERS)
     assert not any(module.training for module in model.modules())
 
 
-def test_a_changed_child_of_the_fused_mlp_counts():
+def test_fused_mlp_follows_changed_children():
     model, x = block(), torch.randn(2, 5, 64)
     apply_recipe(model, "switchback")
     for name in ("c_fc", "c_proj"):
         getattr(model.block.mlp, name).set_recipe("high")
     plain = nn.Sequential(OrderedDict(model.block.mlp.named_children()))
     assert torch.equal(model.block.mlp(x), plain(x))
+
+
+def test_pattern_without_match_is_refused_with_layer_names():
+    with pytest.raises(NoLayerError, match=r"matches c_fcc; .*block.attn.in_proj, "):
+        apply_recipe(block(), "switchback", ["c_fcc"])
+    with pytest.raises(ValueError, match="recipe 'switchbak'"):
+        apply_recipe(block(), "switchbak")
+
+
+@pytest.mark.parametrize("earlier", [None, "switchback"])
+def test_error_leaves_the_model_unchanged(earlier):
+    model = block()
+    if earlier:
+        apply_recipe(model, earlier)
+    before = [(id(module), type(module)) for module in model.modules()]
+    with pytest.raises(NoLayerError):
+        apply_recipe(model, "high", ["c_fcc"])
+    assert [(id(module), type(module)) for module in model.modules()] == before
+
+
+def test_layer_that_its_owner_never_calls_is_ignored():
+    model = nn.TransformerEncoderLayer(64, 4, batch_first=True)  # its dropout keeps the attention
+    with pytest.raises(ValueError, match="no linear layer matches out_proj"):
+        apply_recipe(model, "switchback", ["out_proj"])
+
+
+def test_lone_layer_is_refused():
+    with pytest.raises(ValueError, match="wrap it"):
+        apply_recipe(nn.Linear(4, 4), "switchback", ["*"])
+
+
+class Scaled(nn.Linear):
+    """As LoRA: an nn.Linear that computes something else."""
+
+    def forward(self, x):
+        return super().forward(x) * 3
+
+
+class Halved(SwitchBackLinear):
+    """A subclass of ours by others."""
+
+    def forward(self, x):
+        return super().forward(x) / 2
+
+
+def patched():
+    layer = nn.Linear(64, 256)
+    layer.forward = lambda x: x.repeat(1, 1, 4)
+    return layer
+
+
+MORE_THAN_LINEAR = {
+    "subclass": lambda: Scaled(64, 256),
+    "subclass of ours": lambda: Halved(64, 256),
+    "weight_norm": lambda: parametrizations.weight_norm(nn.Linear(64, 256)),
+    "pruned": lambda: prune.l1_unstructured(nn.Linear(64, 256), "weight", 0.5),
+    "patched forward": patched,
+}
+
+
+@pytest.mark.parametrize("kind", MORE_THAN_LINEAR)
+def test_modified_linear_is_refused_unless_left_out(kind):
+    model, x = block(), torch.randn(2, 5, 64)
+    model.block.mlp.c_fc = MORE_THAN_LINEAR[kind]()
+    expected, before = model(x), [type(module) for module in model.modules()]
+    with pytest.raises(ValueError, match="block.mlp.c_fc .* is more than an nn.Linear"):
+        apply_recipe(model, "switchback")
+    assert [type(module) for module in model.modules()] == before
+    apply_recipe(model, "switchback", ["in_proj", "out_proj", "c_proj"])
+    assert (model(x) - expected).norm() < 0.02 * expected.norm()
+
+
+def test_modified_attention_is_not_replaceable():
+    kinds = [type("Own", (nn.MultiheadAttention,), {})(8, 2, batch_first=True)]
+    kinds += [nn.MultiheadAttention(8, 2, batch_first=True) for _ in range(2)]
+    assert is_replaceable(kinds[2])
+    parametrize.register_parametrization(kinds[1], "in_proj_weight", nn.Identity())
+    kinds[2].forward = lambda *x: x
+    assert not any(is_replaceable(module) for module in kinds)
+
+
+def test_apply_recipe_keeps_removable_hooks():
+    model, x, called = block(), torch.randn(2, 5, 64), []
+    handles, expected = [], []
+    for name in ("attn", "attn.out_proj", "mlp", "mlp.c_fc", "mlp.gelu"):
+        module = model.block.get_submodule(name)
+        kinds = ["forward", "forward_pre", "full_backward", "full_backward_pre"]
+        for kind in kinds[: 2 if name == "attn" else 4]:
+            expected.append((name, kind))
+            register = getattr(module, f"register_{kind}_hook")
+            handles.append(register(lambda *_, which=expected[-1]: called.append(which)))
+    for recipe in ("switchback", "high", "switchback"):
+        apply_recipe(model, recipe)
+        called.clear()
+        model(x).sum().backward()
+        assert sorted(called) == sorted(expected)
+    for handle in handles:
+        handle.remove()
+    called.clear()
+    model(x).sum().backward()
+    assert not called
+
+
+def test_hook_on_a_child_of_a_fused_mlp_is_called():
+    model, x, seen = block(), torch.randn(2, 5, 64), []
+    apply_recipe(model, "switchback")
+    expected = model(x)
+    handle = model.block.mlp.gelu.register_forward_hook(lambda *_: seen.append(True))
+    assert isinstance(model.block.mlp, LowPrecisionMLP)
+    assert torch.equal(model(x), expected) and seen
+    handle.remove()
+    model(x)
+    assert len(seen) == 1
+
+
+class Attends(nn.Module):
+    """Calls attention as open_clip's block does not: for its weights, without a batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn, self.fc = nn.MultiheadAttention(64, 2, batch_first=True), nn.Linear(64, 64)
+
+    def forward(self, x):
+        output, weights = self.attn(x, x, x)
+        return self.fc(output), weights
+
+
+def encoder():
+    return nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(64, 2, 128, dropout=0.0, batch_first=True), 1
+    )
+
+
+def cross_attending():
+    return open_clip.transformer.ResidualAttentionBlock(64, 2, is_cross_attention=True)
+
+
+def pooling():
+    return open_clip.transformer.AttentionalPooler(64, 64, n_head=2, n_queries=4)
+
+
+@pytest.mark.parametrize(
+    ("build", "inputs", "where"),
+    [
+        (Attends, [(5, 64)], ["fc"]),
+        (encoder, [(2, 5, 64)], ["linear1"]),
+        (cross_attending, [(2, 5, 64), (2, 7, 64), (2, 7, 64)], ["c_fc"]),
+        (pooling, [(2, 5, 64)], ["c_fc"]),
+    ],
+)
+def test_attention_outside_open_clips_blocks_is_unchanged(build, inputs, where):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(block().block, build()), [torch.randn(shape) for shape in inputs]
+    expected = model[1](*x)
+    apply_recipe(model, "high", [*where, "0.*.c_fc"])
+    replace_attention(model)
+    assert isinstance(model[0].attn, Attention)
+    torch.testing.assert_close(model[1](*x), expected)
+
+
+def test_shared_attention_becomes_one_module():
+    model = nn.Sequential(block().block, block().block)
+    model[1].attn = model[0].attn
+    apply_recipe(model, "switchback")
+    assert isinstance(model[0].attn, Attention) and model[1].attn is model[0].attn

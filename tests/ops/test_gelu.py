@@ -36,7 +36,7 @@ def assert_quantized(q, scale, of, format):
 @each_format
 @each_dtype
 @each_shape
-def test_backward_quantizes_the_very_gradient_that_it_returns(device, shape, dtype, format):
+def test_gelu_backward_quantizes_the_gradient_it_returns(device, shape, dtype, format):
     h, g = make(shape, dtype, device, 0), make(shape, dtype, device, 1)
     out, grad, q, scale, sums = kernels.gelu_backward_quantize(h, g, format)
     expected_out, expected_grad, *_ = reference.gelu_backward_quantize(h, g, format)
@@ -51,7 +51,7 @@ def test_backward_quantizes_the_very_gradient_that_it_returns(device, shape, dty
 @each_format
 @each_dtype
 @each_shape
-def test_forward_quantizes_gelu(device, shape, dtype, format):
+def test_gelu_forward_quantizes_gelu(device, shape, dtype, format):
     h = make(shape, dtype, device, 0)
     q, scale = kernels.gelu_quantize(h, format)
     out = kernels.gelu_backward_quantize(h, h, format)[0]
@@ -59,7 +59,7 @@ def test_forward_quantizes_gelu(device, shape, dtype, format):
 
 
 @each_format
-def test_a_number_that_is_none_makes_its_row_nan(device, format):
+def test_nan_and_inf_make_their_row_nan(device, format):
     h, g = make((5, 100), torch.bfloat16, device, 0), make((5, 100), torch.bfloat16, device, 1)
     h[2, 7], g[4, 9] = torch.nan, torch.inf
     _, scale = kernels.gelu_quantize(h, format)

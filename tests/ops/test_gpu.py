@@ -53,14 +53,14 @@ def assert_near(found, expected, tolerance):
 
 @pytest.mark.parametrize("width", [(256, 512), (100, 63)], ids=["aligned", "odd"])
 @pytest.mark.parametrize("name", NATIVE)
-def test_kernels_give_the_gradients_of_the_definition(name, width):
+def test_kernels_match_reference_gradients(name, width):
     skip_without(name)
     found = step(*make(name, "triton", width))
     assert_near(found, step(*make(name, "reference", width)), tolerance_of(name))
 
 
 @pytest.mark.parametrize("name", NATIVE)
-def test_a_compiled_layer_is_one_graph_and_is_not_compiled_again(name):
+def test_layer_compiles_once_to_one_graph(name):
     skip_without(name)
     torch._dynamo.reset()
     layer, x, g = make(name)
@@ -75,7 +75,7 @@ def test_a_compiled_layer_is_one_graph_and_is_not_compiled_again(name):
 
 
 @pytest.mark.parametrize("name", NATIVE)
-def test_a_captured_step_replays_on_new_data(name):
+def test_captured_step_replays_on_new_data(name):
     skip_without(name)
     layer, x, g = make(name)
     stream = torch.cuda.Stream()
@@ -96,7 +96,7 @@ def test_a_captured_step_replays_on_new_data(name):
 
 @pytest.mark.parametrize("format", [INT8, E4M3, E5M2], ids=lambda format: format.name)
 @pytest.mark.parametrize("granularity", ["rowwise", "columnwise", "tensorwise"])
-def test_random_large_tensors_quantize_to_the_bits_of_the_definition(granularity, format):
+def test_random_large_tensors_match_reference_bits(granularity, format):
     skip_without(format)
     generator = torch.Generator().manual_seed(0)
     for dtype in (torch.bfloat16, torch.float32) * 4:
@@ -110,7 +110,7 @@ def test_random_large_tensors_quantize_to_the_bits_of_the_definition(granularity
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_random_large_products_are_those_of_the_definition(dtype):
+def test_random_large_products_match_reference(dtype):
     generator = torch.Generator().manual_seed(0)
     for align in (1, 1, 16, 16, 16):
         m, n, k = (torch.randint(1, 3000, (3,), generator=generator) // align + 1).tolist()
@@ -124,7 +124,7 @@ def test_random_large_products_are_those_of_the_definition(dtype):
         torch.testing.assert_close(found, expected, rtol=2 * eps, atol=2 * eps)
 
 
-def test_offsets_beyond_an_int32_are_right():
+def test_offsets_beyond_int32():
     m, k = 70_000, 32_768  # 2.3e9 elements
     if torch.cuda.mem_get_info()[0] < 20 * 2**30:
         pytest.skip("less than 20 GiB of GPU memory")

@@ -39,7 +39,7 @@ def cast(x, dtype):
     return out
 
 
-def test_every_bfloat16_becomes_the_same_float32():
+def test_all_bfloat16_cast_to_float32_exactly():
     x = every_bfloat16()
     bits = cast(x, torch.float32).view(torch.int32)
     assert torch.equal(bits, x.float().view(torch.int32))
@@ -48,7 +48,7 @@ def test_every_bfloat16_becomes_the_same_float32():
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str
 )
-def test_casts_round_as_torch(dtype):
+def test_casts_round_like_torch(dtype):
     generator = torch.Generator().manual_seed(0)
     near = every_bfloat16().float()  # every binade, also the ties of float8
     near = near[near.abs() <= torch.finfo(dtype).max][: 2**15]
@@ -59,7 +59,7 @@ def test_casts_round_as_torch(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-def test_products_are_of_the_numbers(dtype):
+def test_low_precision_dot_matches_torch(dtype):
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(32, 32, generator=generator).to(dtype) for _ in range(2))
     out = torch.empty(32, 32)
@@ -67,7 +67,7 @@ def test_products_are_of_the_numbers(dtype):
     torch.testing.assert_close(out, a.float() @ b.float(), rtol=1e-6, atol=1e-5)
 
 
-def test_integer_products_are_exact():
+def test_integer_dot_is_exact():
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randint(-127, 128, (64, 64), generator=generator) for _ in range(2))
     out = torch.empty(64, 64, dtype=torch.int32)
@@ -75,7 +75,7 @@ def test_integer_products_are_exact():
     assert torch.equal(out.long(), a @ b)
 
 
-def test_a_fused_multiply_add_rounds_once():
+def test_fma_rounds_once():
     generator = torch.Generator().manual_seed(0)
     x, y = (torch.randn(1024, generator=generator) for _ in range(2))
     z, out = -(x * y), torch.empty(1024)  # what is left is the rounding of the product

@@ -61,7 +61,7 @@ def assert_int8_agrees(found, arguments):
 @each_dtype
 @pytest.mark.parametrize("bias", [None, *DTYPES], ids=lambda b: str(b)[-8:])
 @pytest.mark.parametrize("rows", ["both", "a", "b", "neither"])
-def test_int8_scales_and_bias_are_applied_as_defined(device, rows, bias, dtype):
+def test_int8_scales_and_bias_match_reference(device, rows, bias, dtype):
     m, n, k = 63, 100, 77
     a, b = make_int8(m, k, device, 0), make_int8(n, k, device, 1)
     a_scale = make_scale(m if rows in ("both", "a") else 1, device, 2)
@@ -84,7 +84,7 @@ def test_int8_products_are_exact(device, shape):
 @pytest.mark.parametrize("shape", ALIGNED, ids=str)
 @pytest.mark.parametrize("rows", [True, False], ids=["rows", "one scale"])
 @each_dtype
-def test_int8_through_the_memory_accelerator_agrees(device, dtype, rows, shape):
+def test_int8_tma_matches_reference(device, dtype, rows, shape):
     m, n, k = shape
     a, b = make_int8(m, k, device, 0), make_int8(n, k, device, 1)
     a_scale = make_scale(m if rows else 1, device, 2)
@@ -97,7 +97,7 @@ def test_int8_through_the_memory_accelerator_agrees(device, dtype, rows, shape):
 @pytest.mark.parametrize("launch", [launch_plain, launch_tma], ids=["plain", "tma"])
 @pytest.mark.parametrize("formats", FP8, ids=lambda pair: f"{pair[0].name}x{pair[1].name}")
 @each_dtype
-def test_fp8_agrees_within_its_rounding(device, dtype, formats, launch):
+def test_fp8_matches_reference_within_rounding(device, dtype, formats, launch):
     m, n, k = 150, 80, 304
     a = make_fp8(m, k, formats[0], device, 0)
     b = make_fp8(n, k, formats[1], device, 1)
@@ -113,7 +113,7 @@ def test_fp8_agrees_within_its_rounding(device, dtype, formats, launch):
 
 
 @pytest.mark.parametrize("launch", [launch_plain, launch_tma], ids=["plain", "tma"])
-def test_fp8_with_many_steps_takes_the_other_tiling_and_agrees(device, monkeypatch, launch):
+def test_fp8_long_tiling_matches_reference(device, monkeypatch, launch):
     monkeypatch.setattr(kernels, "LONG_K", 128)
     m, n, k = 40, 272, 304
     a, b = make_fp8(m, k, E4M3, device, 0), make_fp8(n, k, E4M3, device, 1)
@@ -126,7 +126,7 @@ def test_fp8_with_many_steps_takes_the_other_tiling_and_agrees(device, monkeypat
 
 @pytest.mark.parametrize("k", [64, 65, 200])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_more_terms_than_an_int32_holds_are_added_in_parts(device, monkeypatch, dtype, k):
+def test_partial_int32_sums_are_added_in_float32(device, monkeypatch, dtype, k):
     monkeypatch.setattr(kernels, "MAX_INT8_TERMS", 64)
     monkeypatch.setattr(reference, "MAX_INT8_TERMS", 64)
     a, b = make_int8(33, k, device, 0), make_int8(20, k, device, 1)
@@ -141,7 +141,7 @@ def test_more_terms_than_an_int32_holds_are_added_in_parts(device, monkeypatch, 
 
 
 @pytest.mark.parametrize("multiply", [launch_plain, reference.matmul], ids=["kernel", "definition"])
-def test_sums_that_an_int32_cannot_hold_are_right(device, multiply):
+def test_sums_beyond_int32_are_right(device, multiply):
     k = reference.MAX_INT8_TERMS + 4096
     a = torch.full((2, k), 127, dtype=torch.int8, device=device)
     b = torch.full((3, k), -127, dtype=torch.int8, device=device)
@@ -154,7 +154,7 @@ def test_sums_that_an_int32_cannot_hold_are_right(device, multiply):
 
 
 @pytest.mark.parametrize("launch", [launch_plain, launch_tma], ids=["plain", "tma"])
-def test_a_scale_that_is_nan_makes_its_row_nan_and_no_other(device, launch):
+def test_nan_scale_makes_only_its_row_nan(device, launch):
     a, b = make_int8(40, 64, device, 0), make_int8(48, 64, device, 1)
     a_scale, b_scale = make_scale(40, device, 2), make_scale(48, device, 3)
     a_scale[7], b_scale[9] = torch.nan, torch.nan
@@ -164,7 +164,7 @@ def test_a_scale_that_is_nan_makes_its_row_nan_and_no_other(device, launch):
     assert torch.equal(found, expected)
 
 
-def test_operands_stored_by_columns_give_the_same_product(device):
+def test_column_major_operands_give_the_same_product(device):
     a, b = make_int8(63, 77, device, 0), make_int8(100, 77, device, 1)
     one = torch.ones(1, 1, device=device)
     by_columns = (a.T.contiguous().T, b.T.contiguous().T)
@@ -173,7 +173,7 @@ def test_operands_stored_by_columns_give_the_same_product(device):
 
 
 @pytest.mark.parametrize(("m", "n"), [(0, 48), (48, 0)])
-def test_a_product_without_rows_launches_nothing(device, monkeypatch, m, n):
+def test_empty_product_launches_nothing(device, monkeypatch, m, n):
     monkeypatch.setattr(kernels, "_launch", None)
     monkeypatch.setattr(kernels, "_launch_tma", None)
     a, b = make_int8(m, 64, device, 0), make_int8(n, 64, device, 1)

@@ -60,15 +60,13 @@ def check(x, format, granularity):
 @each_dtype
 @each_shape
 @pytest.mark.parametrize("granularity", ["rowwise", "columnwise", "tensorwise"])
-def test_kernels_give_the_bits_of_the_definition(device, granularity, shape, dtype, format):
+def test_kernels_match_reference_bits(device, granularity, shape, dtype, format):
     check(make(shape, dtype, device), format, granularity)
 
 
 @pytest.mark.parametrize("rows, transposed", [(True, False), (False, True)])
 @pytest.mark.parametrize("granularity", ["columnwise", "tensorwise"])
-def test_a_layout_not_asked_for_is_empty_and_the_other_the_same(
-    device, granularity, rows, transposed
-):
+def test_single_layout_matches_reference(device, granularity, rows, transposed):
     x = make((63, 100), torch.bfloat16, device)
     q, q_transposed, scale = kernels.quantize_tiles(
         x, INT8, granularity, rows=rows, transposed=transposed
@@ -83,7 +81,7 @@ def test_a_layout_not_asked_for_is_empty_and_the_other_the_same(
 @each_format
 @pytest.mark.parametrize("granularity", ["rowwise", "columnwise", "tensorwise"])
 @pytest.mark.parametrize("layout", ["transposed", "every other column", "slice", "expanded"])
-def test_the_input_need_not_be_contiguous(device, layout, granularity, format):
+def test_non_contiguous_input(device, layout, granularity, format):
     x = make((80, 120), torch.bfloat16, device)
     views = {
         "transposed": x.T,
@@ -98,7 +96,7 @@ def test_the_input_need_not_be_contiguous(device, layout, granularity, format):
 @each_format
 @pytest.mark.parametrize("granularity", ["rowwise", "columnwise", "tensorwise"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_a_number_that_is_none_makes_its_scale_nan_and_its_q_zero(device, bad, granularity, format):
+def test_nan_and_inf_make_scale_nan_and_q_zero(device, bad, granularity, format):
     x = make((63, 100), torch.float32, device)
     x[5, 7] = bad
     q, scale = check(x, format, granularity)
@@ -111,7 +109,7 @@ def test_a_number_that_is_none_makes_its_scale_nan_and_its_q_zero(device, bad, g
 @each_format
 @pytest.mark.parametrize("granularity", ["rowwise", "columnwise", "tensorwise"])
 @pytest.mark.parametrize("amax", [0.0, 1e-45, 1e-39, 1.2e-38, 1.4e-36, 3e-38 * 127, 3.4e38])
-def test_the_smallest_and_largest_magnitudes(device, amax, granularity, format):
+def test_smallest_and_largest_magnitudes(device, amax, granularity, format):
     x = torch.linspace(-1, 1, 35 * 35, device=device).view(35, 35) * amax
     q, scale = check(x, format, granularity)
     assert (scale[scale < torch.finfo(torch.float32).tiny] == 0).all()
@@ -120,7 +118,7 @@ def test_the_smallest_and_largest_magnitudes(device, amax, granularity, format):
 
 @each_format
 @each_dtype
-def test_rows_longer_than_a_program_holds_are_read_twice(device, monkeypatch, dtype, format):
+def test_long_rows_match_reference(device, monkeypatch, dtype, format):
     monkeypatch.setattr(kernels, "WHOLE_ROW", 64)
     monkeypatch.setattr(kernels, "LONG_BLOCK", 64)
     x = make((7, 150), dtype, device)
@@ -131,7 +129,9 @@ def test_rows_longer_than_a_program_holds_are_read_twice(device, monkeypatch, dt
 @each_format
 @each_dtype
 @pytest.mark.parametrize("shape, whole_row", [((63, 100), 16384), ((40, 5), 16384), ((7, 150), 64)])
-def test_column_sums_come_with_the_same_rows(device, monkeypatch, shape, whole_row, dtype, format):
+def test_rows_with_column_sums_match_reference(
+    device, monkeypatch, shape, whole_row, dtype, format
+):
     monkeypatch.setattr(kernels, "WHOLE_ROW", whole_row)
     x = make(shape, dtype, device)
     q, scale, sums = kernels.quantize_rows_and_sum(x, format)
@@ -145,7 +145,7 @@ def test_column_sums_come_with_the_same_rows(device, monkeypatch, shape, whole_r
 
 
 @each_format
-def test_quotients_are_those_of_a_division(device, format):
+def test_quotients_are_correctly_rounded(device, format):
     """Of numbers at and beside the ties of the format, by divisors of every kind."""
     tie = (representable(format)[1:] + representable(format)[:-1]) / 2
     generator = torch.Generator().manual_seed(0)
@@ -160,7 +160,7 @@ def test_quotients_are_those_of_a_division(device, format):
 
 @each_format
 @pytest.mark.parametrize("granularity", ["rowwise", "columnwise", "tensorwise"])
-def test_the_definition_errs_by_half_a_step_at_most(granularity, format):
+def test_reference_error_is_at_most_half_a_step(granularity, format):
     x = make((63, 100), torch.float32, "cpu")
     q, scale = reference.quantize(x, format, granularity)
     error = (x.double() - q.double() * scale.double()).abs()
@@ -172,7 +172,7 @@ def test_the_definition_errs_by_half_a_step_at_most(granularity, format):
 
 
 @pytest.mark.parametrize("granularity", ["rowwise", "columnwise", "tensorwise"])
-def test_the_largest_magnitude_of_each_group_becomes_the_largest_number(granularity):
+def test_largest_magnitude_maps_to_largest_number(granularity):
     x = make((63, 100), torch.float32, "cpu")
     dim = {"rowwise": 1, "columnwise": 0, "tensorwise": (0, 1)}[granularity]
     q, scale = reference.quantize(x, INT8, granularity)
@@ -180,7 +180,7 @@ def test_the_largest_magnitude_of_each_group_becomes_the_largest_number(granular
     assert torch.equal(scale[scale > 0], (x.abs().amax(dim=dim, keepdim=True) / 127)[scale > 0])
 
 
-def test_simulated_blocks_are_of_the_flattened_tensor():
+def test_blocks_are_of_the_flattened_tensor():
     x = make((3, 65), torch.float32, "cpu")  # blocks of 128 elements: the first ends within row 1
     x[2, 64] = 1000.0  # in the second block: the first must not change
     values = reference.fake_quantize(x, E4M3, "blocks", torch.float32)
@@ -193,7 +193,7 @@ def test_simulated_blocks_are_of_the_flattened_tensor():
 
 @each_format
 @pytest.mark.parametrize("shape", [(1, 1), (63, 300)], ids=str)
-def test_dequantizing_kernels_give_the_numbers_of_the_definition(device, shape, format):
+def test_dequantizing_kernels_match_reference(device, shape, format):
     q, scale = reference.quantize(make(shape, torch.float32, device), format, "rowwise")
     for dtype in DTYPES:
         expected = reference.dequantize(q, scale, dtype)
