@@ -4,6 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import yaml
+from matplotlib.figure import Figure
 
 from analysis import study
 from lowprec.config.schema import Config, ModelConfig, OptimizerConfig, PrecisionConfig
@@ -95,12 +96,24 @@ def some_tables(steps: int) -> dict[str, dict[str, pd.DataFrame]]:
     return {"tensors": {"rms": rms, "grad_norm": rms * 10}}
 
 
+@pytest.fixture(scope="session")
+def write_run():
+    """The function `make_run` above, for fixtures that many tests share."""
+    return make_run
+
+
 @pytest.fixture(name="make_run")
 def make_run_fixture(tmp_path):
     def make(**keys) -> Path:
         return make_run(tmp_path / "runs", **keys)
 
     return make
+
+
+@pytest.fixture
+def no_pictures(monkeypatch):
+    """Pictures are drawn but written as empty files: writing them takes most of the time."""
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: path.touch())
 
 
 @pytest.fixture(name="make_cells")

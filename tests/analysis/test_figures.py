@@ -1,27 +1,44 @@
+"""Tests the figures of runs: what their frames hold and what is drawn and named."""
+
+import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from analysis import load_runs, make, style
-from analysis.figures import loss_curves
+from analysis import load_runs, paper, style
+from analysis.figures import (
+    beta2_schedule,
+    feature_magnitude,
+    gradient_magnitude,
+    loss_curves,
+    resume,
+    spikes_vs_batch,
+    spikes_vs_lr,
+    spikes_vs_size,
+    update_clipping,
+)
+from analysis.load import NoRunsError
 from lowprec.config.schema import InterventionConfig
 
-FIXTURES = Path(__file__).parents[1] / "fixtures" / "runs"
 
-
-def drawn(frame):
+def drawn(module, frame):
+    """The axes of a figure drawn from a frame."""
     figure = Figure(layout="constrained")
-    loss_curves.draw(frame, figure)
+    module.draw(frame, figure)
     figure.draw_without_rendering()
     return figure.axes
 
 
 def legend(ax):
     return [text.get_text().replace("\n", " ") for text in ax.get_legend().get_texts()]
+
+
+@pytest.fixture(name="query")
+def query_fixture(tmp_path):
+    return lambda module: module.query(load_runs(tmp_path / "runs"))
 
 
 def test_smooth_is_a_centered_box_with_its_edges_cut():
@@ -46,13 +63,6 @@ def test_smoothing_width_is_at_most_a_tenth_of_the_run(steps, width):
     assert style.smoothing_width(steps) == width
 
 
-def test_every_method_has_its_own_color():
-    methods = [("bf16", name) for name in style.OPTIMIZERS]
-    methods += [(name, "stable_adamw") for name in style.PRECISIONS if name != "bf16"]
-    assert len({style.color(*method) for method in methods}) == len(methods)
-    assert style.color("unheard_of", "adamw") == style.color("custom", "adamw")
-
-
 def test_the_frame_holds_every_step_and_its_smoothed_loss(make_run, tmp_path):
     make_run(optimizer="adamw", num_steps=200)
     make_run(optimizer="stable_adamw", num_steps=200)
@@ -70,20 +80,11 @@ def test_the_frame_holds_every_step_and_its_smoothed_loss(make_run, tmp_path):
 def test_lines_are_the_numbers_of_the_frame(make_run, tmp_path):
     make_run(optimizer="adamw", num_steps=200)
     frame = loss_curves.query(load_runs(tmp_path / "runs"))
-    (ax,) = drawn(frame)
+    (ax,) = drawn(loss_curves, frame)
     raw, smoothed = ax.get_lines()
     np.testing.assert_array_equal(raw.get_ydata(), frame["loss"])
     np.testing.assert_array_equal(smoothed.get_ydata(), frame["loss_smoothed"])
     assert smoothed.get_color() == style.color("bf16", "adamw")
-
-
-def test_a_panel_a_model_from_small_to_large_with_an_inset_when_long(make_run, tmp_path):
-    for model in ("vit_h14", "vit_b32"):
-        make_run(model=model, num_steps=1000, scale="paper")
-    axes = drawn(loss_curves.query(load_runs(tmp_path / "runs")))
-    assert [ax.get_title() for ax in axes] == ["ViT-B/32 (paper scale)", "ViT-H/14 (paper scale)"]
-    (inset,) = axes[0].child_axes
-    assert inset.get_xlim() == (900, 1000)
 
 
 def test_a_diverged_run_ends_in_a_cross_and_does_not_stretch_the_axis(make_run, tmp_path):
@@ -91,34 +92,21 @@ def test_a_diverged_run_ends_in_a_cross_and_does_not_stretch_the_axis(make_run, 
     losses = np.concatenate([np.linspace(4, 1, 60), np.linspace(1, 90, 60)])
     make_run(optimizer="adamw", num_steps=200, steps=120, state="diverged", losses=losses)
     frame = loss_curves.query(load_runs(tmp_path / "runs"))
-    (ax,) = drawn(frame)
+    (ax,) = drawn(loss_curves, frame)
     assert legend(ax) == ["bf16, StableAdamW", "bf16, AdamW (diverged at step 120)"]
     crosses = [line for line in ax.get_lines() if line.get_marker() == "X"]
     top = ax.get_ylim()[1]
     assert [(list(c.get_xdata()), list(c.get_ydata())) for c in crosses] == [([119], [top])]
     assert top < 5
-    assert "Diverged (cross): nano bf16, AdamW (diverged at step 120)." in loss_curves.caption(
-        frame
-    )
+    assert "diverged at step 120" in loss_curves.caption(frame)
 
 
-def test_a_run_that_diverged_at_once_is_drawn(make_run):
-    frame = loss_curves.query(load_runs(make_run(steps=1, state="diverged")))
-    (ax,) = drawn(frame)
-    assert legend(ax) == ["bf16, AdamW (diverged at step 1)"]
-
-
-@pytest.mark.parametrize("state", ["running", "failed", "preempted"])
+@pytest.mark.parametrize("state", ["running", "failed"])
 def test_an_incomplete_run_says_so_in_legend_and_caption(make_run, state):
     frame = loss_curves.query(load_runs(make_run(num_steps=2000, steps=1300, state=state)))
-    (ax,) = drawn(frame)[:1]
+    (ax,) = drawn(loss_curves, frame)[:1]
     assert legend(ax) == ["bf16, AdamW (incomplete: 1,300 of 2,000 steps)"]
     assert "(incomplete: 1,300 of 2,000 steps)" in loss_curves.caption(frame)
-
-
-def test_a_run_that_is_still_evaluating_is_incomplete(make_run):
-    frame = loss_curves.query(load_runs(make_run(num_steps=60, state="running")))
-    assert frame["label"].unique().tolist() == ["bf16, AdamW (incomplete: 60 of 60 steps)"]
 
 
 def test_runs_without_steps_and_with_damaged_configs_are_left_out(make_run, tmp_path):
@@ -131,19 +119,8 @@ def test_runs_without_steps_and_with_damaged_configs_are_left_out(make_run, tmp_
     assert loss_curves.query(load_runs(damaged)).empty
 
 
-def test_settings_tell_runs_of_one_method_apart_and_seeds_share_a_line_of_the_legend(
-    make_run, tmp_path
-):
-    for beta2 in (0.99, 0.9):
-        for seed in (0, 1):
-            make_run(num_steps=60, beta2=beta2, seed=seed)
-    (ax,) = drawn(loss_curves.query(load_runs(tmp_path / "runs")))
-    assert legend(ax) == ["bf16, AdamW (beta2=0.9)", "bf16, AdamW (beta2=0.99)"]
-    assert len({handle.get_color() for handle in ax.get_legend().legend_handles}) == 2
-
-
 @pytest.mark.parametrize(
-    ("change", "shown"),
+    ("change", "labels"),
     [
         ({"num_steps": 80}, ("num_steps=60", "num_steps=80")),
         ({"compile": True}, ("compile=false", "compile=true")),
@@ -153,13 +130,13 @@ def test_settings_tell_runs_of_one_method_apart_and_seeds_share_a_line_of_the_le
     ids=["steps", "code path", "model", "data"],
 )
 def test_runs_of_one_method_that_differ_in_any_way_are_told_apart(
-    make_run, tmp_path, change, shown
+    make_run, tmp_path, change, labels
 ):
     make_run(num_steps=60)
     make_run(**{"num_steps": 60, **change})
     frame = loss_curves.query(load_runs(tmp_path / "runs"))
-    (ax,) = drawn(frame)
-    for line, text in zip(legend(ax), shown, strict=True):
+    (ax,) = drawn(loss_curves, frame)
+    for line, text in zip(legend(ax), labels, strict=True):
         assert text in line
     assert frame["variant"].nunique() == 2
 
@@ -170,7 +147,9 @@ def test_two_runs_of_one_cell_are_told_apart_by_their_digests(make_run, tmp_path
         (run / "attempts.jsonl").unlink()  # they do not say what their data held
     digests = sorted(run.name[-10:] for run in runs)
     frame = loss_curves.query(load_runs(tmp_path / "runs"))
-    assert legend(drawn(frame)[0]) == [f"bf16, AdamW (run {digest})" for digest in digests]
+    assert legend(drawn(loss_curves, frame)[0]) == [
+        f"bf16, AdamW (run {digest})" for digest in digests
+    ]
 
 
 def test_a_copied_run_is_marked_as_one(make_run, tmp_path):
@@ -178,16 +157,9 @@ def test_a_copied_run_is_marked_as_one(make_run, tmp_path):
     shutil.copytree(run, tmp_path / "runs" / "backup" / run.name)
     frame = loss_curves.query(load_runs(tmp_path / "runs"))
     digest = run.name[-10:]
-    assert legend(drawn(frame)[0]) == [
+    assert legend(drawn(loss_curves, frame)[0]) == [
         f"bf16, AdamW (run {digest})", f"bf16, AdamW (run {digest}, copy 1)"
     ]  # fmt: skip
-
-
-def test_different_data_in_one_figure_is_said_in_the_caption(make_run, tmp_path):
-    make_run(num_steps=60)
-    make_run(num_steps=60, optimizer="stable_adamw", data="cd" * 32)
-    _, about = make.draw("loss_curves", tmp_path / "runs", tmp_path / "out", "")
-    assert "2 different sets of data" in about["caption"].partition(" Marked: ")[2]
 
 
 @pytest.mark.parametrize("state", ["finished", "diverged"])
@@ -199,16 +171,8 @@ def test_missing_rows_are_a_gap_in_the_line_and_a_mark_in_the_legend(make_run, s
     assert frame.loc[frame["loss"].isna(), "step"].tolist()[:3] == [21, 22, 23]
     assert frame.set_index("step")["loss_smoothed"][18:26].isna().sum() >= 3
     mark = "incomplete: 57 of 60 steps" if state == "finished" else "60; 3 steps missing"
-    assert mark in legend(drawn(frame)[0])[0]
+    assert mark in legend(drawn(loss_curves, frame)[0])[0]
     assert mark in loss_curves.caption(frame)
-
-
-def test_rows_missing_at_the_end_of_a_finished_run_make_it_incomplete(make_run):
-    run = make_run(num_steps=60)
-    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (run / "metrics.jsonl").write_text("".join(lines[:50]))
-    frame = loss_curves.query(load_runs(run))
-    assert legend(drawn(frame)[0]) == ["bf16, AdamW (incomplete: 50 of 60 steps)"]
 
 
 def test_a_key_that_did_not_exist_yet_tells_no_runs_apart(make_run, tmp_path):
@@ -217,24 +181,211 @@ def test_a_key_that_did_not_exist_yet_tells_no_runs_apart(make_run, tmp_path):
     text = (old / "config.yaml").read_text()
     assert "  window: 16\n" in text
     (old / "config.yaml").write_text(text.replace("  window: 16\n", ""))
-    assert legend(drawn(loss_curves.query(load_runs(tmp_path / "runs")))[0]) == ["bf16, AdamW"]
+    frame = loss_curves.query(load_runs(tmp_path / "runs"))
+    assert legend(drawn(loss_curves, frame)[0]) == ["bf16, AdamW"]
 
 
-def test_the_caption_states_scale_data_runs_and_smoothing(make_run, tmp_path):
-    make_run(num_steps=200)
-    make_run(num_steps=200, optimizer="stable_adamw")
-    text = loss_curves.caption(loss_curves.query(load_runs(tmp_path / "runs")))
-    assert "nano on shapes: 2 runs at demo scale (200 steps, batch 128)" in text
-    assert "over 20 steps, edges cut (the paper's 40 steps, at most a tenth of a run)" in text
-    assert "Inset" not in text and "Diverged" not in text and "Incomplete" not in text
+@pytest.mark.parametrize(
+    ("figure", "key", "values", "titles"),
+    [
+        (spikes_vs_size, "model", ("vit_b32", "vit_l14"), ["ViT-B/32", "ViT-L/14"]),
+        (spikes_vs_batch, "batch_size", (512, 4096), ["batch 512", "batch 4,096"]),
+        (spikes_vs_lr, "lr", (5e-4, 2e-3), ["lr 0.0005", "lr 0.002"]),
+    ],
+    ids=["size", "batch", "lr"],
+)
+def test_sweep_has_a_panel_per_value_and_a_line_per_beta2_in_order(
+    make_run, query, figure, key, values, titles
+):
+    for value in reversed(values):
+        for beta2 in (0.99, 0.9):
+            make_run(num_steps=60, beta2=beta2, **{key: value})
+    axes = drawn(figure, query(figure))
+    assert [ax.get_title() for ax in axes] == titles
+    for ax in axes:
+        assert legend(ax) == ["beta2 = 0.9", "beta2 = 0.99"]
+        colors = [line.get_color() for line in ax.get_legend().legend_handles]
+        assert colors == [style.beta2_color(0.9), style.beta2_color(0.99)]
 
 
-@pytest.mark.skipif(not FIXTURES.exists(), reason="no recorded runs")
-def test_recorded_runs_draw():
-    runs = load_runs(FIXTURES)
-    assert (runs.runs["note"] == "").all()
-    assert len(runs.tensors("visual.conv1.weight")) > 0
-    frame = loss_curves.query(runs)
-    assert set(frame["run"]) == set(runs.runs["run"])
-    assert np.isfinite(frame["loss_smoothed"]).any()
-    drawn(frame)
+@pytest.mark.parametrize(
+    "figure", [spikes_vs_size, update_clipping], ids=["spikes_vs_size", "update_clipping"]
+)
+def test_run_with_a_damaged_config_is_left_out(make_run, query, figure):
+    damaged = make_run(num_steps=60)
+    (damaged / "config.yaml").write_text("{")
+    assert query(figure).empty
+    kept = make_run(num_steps=60, seed=1)
+    assert query(figure)["run"].unique().tolist() == [kept.name]
+
+
+def test_a_schedule_of_beta2_is_dashed_and_named_with_its_last_value(make_run, query):
+    for decay in (0.65, None, 0.5):
+        make_run(num_steps=100, optimizer="stable_adamw", beta2=0.98, beta2_decay=decay)
+    frame = query(beta2_schedule)
+    (ax,) = drawn(beta2_schedule, frame)
+    assert legend(ax) == ["beta2 = 0.98", "1 - t^-0.5 (to 0.900)", "1 - t^-0.65 (to 0.950)"]
+    constant, *schedules = ax.get_legend().legend_handles
+    assert constant.get_linestyle() == "-"
+    assert {line.get_linestyle() for line in schedules} == {"--"}
+
+
+@pytest.fixture(name="clipping")
+def clipping_fixture(make_run):
+    def make(scale="mini", model="mini_l"):
+        for name, scores in {"adamw": (0.1, 0.2), "stable_adamw": (0.3, 0.5)}.items():
+            for beta2, score in zip((0.9, 0.99), scores, strict=True):
+                column = {"zero_shot/top1": np.full(60, score)}
+                make_run(num_steps=60, optimizer=name, beta2=beta2, columns=column, scale=scale,
+                         model=model, experiment="update_clipping")  # fmt: skip
+        make_run(num_steps=60, optimizer="adamw", beta2=0.995, steps=30, state="diverged",
+                 scale=scale, model=model, experiment="update_clipping")  # fmt: skip
+
+    return make
+
+
+def test_losses_are_of_the_largest_beta2_of_all_methods(clipping, query):
+    clipping()
+    frame = query(update_clipping)
+    assert tuple(frame.columns) == update_clipping.COLUMNS
+    loss = frame[frame["part"] == "loss"]
+    assert loss["beta2"].unique().tolist() == [0.99]
+    assert loss.groupby("optimizer")["step"].max().to_dict() == {"adamw": 60, "stable_adamw": 60}
+
+
+def test_accuracy_is_that_of_the_last_step_in_percent_and_a_cross_where_there_is_none(
+    clipping, query
+):
+    clipping()
+    frame = query(update_clipping)
+    ends = frame[frame["part"] == "accuracy"].set_index(["optimizer", "beta2"])["accuracy"]
+    assert ends["adamw", 0.9] == 10 and ends["stable_adamw", 0.99] == 50
+    assert np.isnan(ends["adamw", 0.995])
+    loss, accuracy = drawn(update_clipping, frame)
+    assert legend(loss) == ["bf16, StableAdamW", "bf16, AdamW"]
+    crosses = [line for line in accuracy.get_lines() if line.get_marker() == "X"]
+    assert [list(line.get_xdata()) for line in crosses] == [[pytest.approx(0.005)]]
+    ticks = [text.get_text() for text in accuracy.get_xticklabels()]
+    assert ticks == ["0.9", "0.99", "0.995"]
+    assert accuracy.get_xlim()[0] > accuracy.get_xlim()[1]  # larger beta2 to the right
+
+
+def test_an_accuracy_of_seeds_is_their_mean_with_every_seed_a_point(make_run, query):
+    for seed, score in ((0, 0.2), (1, 0.4)):
+        make_run(num_steps=60, seed=seed, columns={"zero_shot/top1": np.full(60, score)})
+    _, accuracy = drawn(update_clipping, query(update_clipping))
+    mean, points = accuracy.get_lines()
+    assert mean.get_ydata() == pytest.approx([30])
+    assert sorted(points.get_ydata()) == pytest.approx([20, 40])
+
+
+BLOCKS = [paper.BLOCK.format(k) for k in range(4)]
+WEIGHTS = [f"{block}.mlp.c_proj.weight" for block in BLOCKS]
+NUM_STEPS = 200
+
+
+@pytest.fixture(name="record")
+def record_fixture(make_run):
+    """A function that makes a run with block k's features (k + 1) * step, and its gradients."""
+
+    def record(intervention="none", details=True, last=NUM_STEPS, **keys):
+        every = np.arange(1, NUM_STEPS + 1)
+        norms = pd.DataFrame(np.outer(1.0 / every, np.arange(1, 5)), every, WEIGHTS)
+        norms.loc[20, WEIGHTS[0]] = np.inf
+        at = np.arange(50, last + 1, 50)
+        features = pd.DataFrame(np.outer(at, np.arange(1.0, 5)), at, BLOCKS)
+        text = features.rename(columns=lambda name: name.removeprefix("visual."))
+        blocks = pd.concat([features, text * 1e6], axis=1)
+        tables = {"tensors": {"rms": norms, "grad_norm": norms}}
+        tables |= {"details": {"grad_abs_max": norms.loc[100::100] / 10}} if details else {}
+        tables |= {"blocks": {"feature_mean": blocks, "feature_max": blocks * 9}}
+        keys = {"num_steps": NUM_STEPS, "experiment": "gradient_magnitude"} | keys
+        return make_run(intervention=InterventionConfig(intervention), tables=tables, **keys)
+
+    return record
+
+
+def test_features_are_those_of_the_vision_tower_at_the_first_and_last_record(record, tmp_path):
+    record()
+    record("zero_init")
+    frame = feature_magnitude.query(load_runs(tmp_path / "runs"))
+    assert tuple(frame.columns) == feature_magnitude.COLUMNS
+    assert frame["intervention"].unique().tolist() == ["none", "zero_init"]
+    shown = frame[frame["intervention"] == "none"].set_index(["at", "block"])["feature_mean"]
+    assert shown["first"].to_dict() == {0: 50, 1: 100, 2: 150, 3: 200}
+    assert shown["last"].to_dict() == {0: 200, 1: 400, 2: 600, 3: 800}
+
+
+def test_a_running_run_shows_the_last_features_there_are(record, tmp_path):
+    record(state="running", steps=120)
+    frame = feature_magnitude.query(load_runs(tmp_path / "runs"))
+    assert frame["step"].unique().tolist() == [50, 100]
+    assert "(incomplete: 120 of 200 steps)" in feature_magnitude.caption(frame)
+
+
+def test_gradients_are_of_the_last_product_of_the_shown_blocks(record, tmp_path):
+    record()
+    frame = gradient_magnitude.query(load_runs(tmp_path / "runs"))
+    norms = frame[frame["statistic"] == "grad_norm"].pivot(
+        index="step", columns="block", values="gradient"
+    )
+    assert norms.columns.tolist() == [0, 1, 2, 3] and len(norms) == NUM_STEPS
+    assert norms.loc[10].tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    assert np.isnan(norms.loc[20, 0])  # infinite: a gap
+    largest = frame[frame["statistic"] == "grad_abs_max"]
+    assert sorted(largest["step"].unique()) == [100, 200]
+
+
+@pytest.mark.parametrize(
+    ("depth", "blocks"),
+    [(32, [0, 10, 20, 30]), (12, [0, 3, 7, 11]), (4, [0, 1, 2, 3]), (1, [0]), (np.nan, [0])],
+)
+def test_shown_blocks_are_as_deep_as_those_of_the_paper(depth, blocks):
+    shown = paper.blocks_at_paper_depths(depth)
+    assert all(abs(a - b) <= 1 for a, b in zip(shown, blocks, strict=True)) and shown[0] == 0
+
+
+def test_runs_without_a_record_of_blocks_are_left_out(make_run, query):
+    make_run(num_steps=60)
+    assert query(feature_magnitude).empty and query(gradient_magnitude).empty
+
+
+@pytest.fixture
+def pair(make_run, tmp_path):
+    """A function: an undisturbed run, and one resumed after step 40 with changed losses."""
+
+    def make(change=0.0):
+        for name in ("whole", "killed"):
+            root = make_run(num_steps=100, experiment="resume", name=name).parent
+            root.rename(tmp_path / "runs" / name)
+        [killed] = (tmp_path / "runs" / "killed").iterdir()
+        timing = [json.loads(line) for line in (killed / "timing.jsonl").read_text().splitlines()]
+        for row in timing:
+            row["attempt"] = int(row["step"] > 40)
+        (killed / "timing.jsonl").write_text("".join(json.dumps(row) + "\n" for row in timing))
+        rows = [json.loads(line) for line in (killed / "metrics.jsonl").read_text().splitlines()]
+        rows[60]["loss"] += change
+        (killed / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return load_runs(tmp_path / "runs")
+
+    return make
+
+
+def test_exact_resume_is_reported_as_exact(pair):
+    frame = resume.query(pair())
+    assert sorted(frame["attempts"].unique()) == [1, 2] and (frame["difference"] == 0).all()
+    assert frame.loc[frame["resumed"], "step"].tolist() == [41]
+    assert "every loss is the same" in resume.caption(frame)
+
+
+def test_a_difference_is_drawn_and_named(pair):
+    frame = resume.query(pair(0.25))
+    assert "0.25" in resume.caption(frame)
+    line = drawn(resume, frame)[1].lines[1]
+    assert line.get_ydata().max() == pytest.approx(0.25)
+
+
+def test_missing_pair_is_an_error_that_names_the_study(make_run, tmp_path):
+    make_run(num_steps=40, experiment="resume")
+    with pytest.raises(NoRunsError, match="resume_mini"):
+        resume.query(load_runs(tmp_path / "runs"))

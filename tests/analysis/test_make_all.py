@@ -1,9 +1,9 @@
-"""Every figure at once: drawn from what there is, or named with the command that makes its runs."""
+"""Tests all figures at once: drawn from what there is, or named with their command."""
 
+import contextlib
 import io
 import json
 import os
-import re
 import shutil
 from pathlib import Path
 
@@ -12,8 +12,7 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from analysis import figures, load_runs, make, paper
-from analysis.bench import load_lines
+from analysis import figures, make, paper
 from analysis.style import style
 from lowprec.config.schema import DiagnosticsConfig, InterventionConfig, ScalerConfig, SpikeConfig
 from lowprec.runs.read import encode_row
@@ -42,8 +41,6 @@ STUDIES = {  # experiment: what its runs differ in
     "spikes_vs_batch": [dict(batch_size=size, beta2=0.99) for size in (256, 1024)],
     "spikes_vs_lr": [dict(lr=lr, beta2=0.99) for lr in (1e-3, 4e-3)],
 }
-BUILT: list[Path] = []
-DRAWN: list[tuple[Path, str]] = []
 WATCHED = DiagnosticsConfig(spikes=SpikeConfig(ignore_steps=5, window=10))
 
 
@@ -93,12 +90,8 @@ def lines():
             yield dict(slug="quantization_variance", case=case, ms=None, inner_dim=inner, **numbers)
 
 
-@pytest.fixture(name="studies")
-def studies_fixture(make_run, tmp_path):
-    """A folder with runs of every study, benchmark lines, and a run killed and started again."""
-    if BUILT:
-        return BUILT[0]
-    root = tmp_path / "runs"
+def write_studies(root, write_run):
+    """Runs of every study, benchmark lines, and a run that was killed and started again."""
     steps = np.arange(STEPS)
     for experiment, cells in STUDIES.items():
         for rank, cell in enumerate(cells):
@@ -107,10 +100,10 @@ def studies_fixture(make_run, tmp_path):
             keys = {"optimizer": "adamw", "num_steps": STEPS, "scale": "mini"} | cell
             losses = 1 + 5 * np.exp(-steps / 10) + 0.05 * np.sin(steps + rank)
             losses[SPIKE - 1 : SPIKE + 2] += 2
-            make_run(experiment=experiment, columns=columns, losses=losses, tables=tables(rank),
-                     diagnostics=WATCHED, **keys)  # fmt: skip
+            write_run(root, experiment=experiment, columns=columns, losses=losses,
+                     tables=tables(rank), diagnostics=WATCHED, **keys)  # fmt: skip
     for name in ("whole", "killed"):
-        run = make_run(num_steps=STEPS, experiment="resume", scale="mini", name=name,
+        run = write_run(root, num_steps=STEPS, experiment="resume", scale="mini", name=name,
                        losses=5 - steps / 10)  # fmt: skip
         shutil.move(run.parent, root / f"resume_{name}")
     timing = root / "resume_killed" / run.name / "timing.jsonl"
@@ -122,8 +115,6 @@ def studies_fixture(make_run, tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a") as file:
             file.write(encode_row({"device": "SYNTHETIC GPU", "shape": "synthetic", **row}))
-    BUILT.append(root)
-    return root
 
 
 def file_of(slug):
@@ -131,24 +122,67 @@ def file_of(slug):
     return slug if hasattr(figure, "LINES") else f"{slug}_mini"
 
 
-@pytest.fixture(name="drawn")
-def drawn_fixture(studies, tmp_path, capsys):
-    """The folder of all figures of all studies, and what was printed as errors."""
-    if not DRAWN:
-        assert make.main(["all", "--runs", str(studies), "--out", str(tmp_path / "out")]) == 0
-        DRAWN.append((tmp_path / "out", capsys.readouterr().err))
-    return DRAWN[0]
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory, write_run):
+    """The folder of all figures of all studies, their pictures by name, and the errors."""
+    root, pictures, errors = tmp_path_factory.mktemp("all"), {}, io.StringIO()
+
+    def keep(figure, path, **_):
+        """In the place of `Figure.savefig`, which takes a second per picture."""
+        path.touch()
+        if path.match("*.png.tmp"):
+            pictures[path.name.strip(".").partition(".")[0]] = figure
+            figure.draw_without_rendering()
+
+    write_studies(root / "runs", write_run)
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(errors):
+        patch.setattr(Figure, "savefig", keep)
+        arguments = ["all", "--runs", str(root / "runs"), "--out", str(root / "out")]
+        assert make.main(arguments) == 0
+    return root / "out", pictures, errors.getvalue()
 
 
 def test_every_figure_is_drawn_from_runs_of_every_study(drawn):
-    out, errors = drawn
+    out, pictures, errors = drawn
     assert "not drawn" not in errors
-    made = {path.stem for path in out.glob("*.png")}
-    assert made == {file_of(slug) for slug in figures.slugs()}
+    assert set(pictures) == {file_of(slug) for slug in figures.slugs()}
     index = (out / "index.md").read_text()
-    for name in made:
+    for name in pictures:
         about = json.loads((out / f"{name}.json").read_text())
         assert f"![{name}]({name}.png)" in index and about["caption"] in index
+    assert {path.stem for path in GOLDEN.glob("*.csv")} == set(figures.slugs())
+    table = (ROOT / "analysis" / "README.md").read_text()
+    assert all(f"`{slug}`" in table for slug in figures.slugs())
+
+
+@pytest.mark.parametrize("slug", figures.slugs())
+def test_the_plotted_numbers_are_those_of_the_golden_file(drawn, slug):
+    values = pd.read_csv(drawn[0] / f"{file_of(slug)}.csv")
+    values = values.drop(columns=UNSTABLE, errors="ignore").iloc[::THINNED].reset_index(drop=True)
+    golden = GOLDEN / f"{slug}.csv"
+    if os.environ.get("GOLDEN_WRITE"):
+        values.to_csv(golden, index=False, float_format="%.9g", lineterminator="\n")
+    expected = pd.read_csv(golden)
+    values = pd.read_csv(io.StringIO(values.to_csv(index=False)))  # types are those of these rows
+    assert list(values) == list(expected)
+    # nine digits are kept; RMS_t is stored in float32
+    pd.testing.assert_frame_equal(values, expected, rtol=1e-6, atol=1e-9, check_dtype=False)
+
+
+def has_data(ax):
+    lines = [np.asarray(line.get_ydata(), float) for line in ax.lines]
+    return bool(ax.patches) or any(np.isfinite(line).any() for line in lines)
+
+
+@pytest.mark.parametrize("slug", figures.slugs())
+def test_no_panel_is_empty_and_no_label_is_cut(drawn, slug):
+    figure = drawn[1][file_of(slug)]
+    with style():
+        box, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
+    assert figure.axes and all(has_data(ax) for ax in figure.axes if ax.axison)
+    slack = 0.02  # inches: half the width of a line at the edge
+    assert min(box.x0, box.y0) >= -slack
+    assert box.x1 <= width + slack and box.y1 <= height + slack
 
 
 def test_without_runs_every_figure_is_named_with_its_command(tmp_path, capsys):
@@ -160,81 +194,14 @@ def test_without_runs_every_figure_is_named_with_its_command(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_some_runs_draw_their_figure_and_name_the_others(make_run, tmp_path, capsys):
-    make_run(num_steps=20, scale="mini", model="mini_b", optimizer="stable_adamw")
-    root, out = tmp_path / "runs", tmp_path / "out"
-    assert make.main(["all", "--runs", str(root), "--out", str(out), "--scale", "mini"]) == 0
-    errors = capsys.readouterr().err
-    assert [path.name for path in out.glob("*.png")] == ["loss_curves_mini.png"]
-    assert errors.count("not drawn: ") == len(figures.slugs()) - 1
-    assert "missing: loss_curves: mini_b switchback" in errors
-    assert "experiment=loss_curves_mini" in errors
-    assert "- `fp8_fixes`: " in (out / "index.md").read_text()
-
-
-def test_a_figure_is_drawn_at_each_scale_there_is(make_run, tmp_path):
+@pytest.mark.usefixtures("no_pictures")
+def test_some_runs_draw_their_figure_at_each_scale_and_name_the_others(make_run, tmp_path, capsys):
     for scale in ("mini", "demo"):
-        make_run(num_steps=20, scale=scale)
-    out = tmp_path / "out"
-    assert make.main(["all", "--runs", str(tmp_path / "runs"), "--out", str(out)]) == 0
+        make_run(num_steps=20, scale=scale, model="mini_b", optimizer="stable_adamw")
+    root, out = tmp_path / "runs", tmp_path / "out"
+    assert make.main(["all", "--runs", str(root), "--out", str(out)]) == 0
+    errors = capsys.readouterr().err
     assert {path.stem for path in out.glob("*.png")} == {"loss_curves_mini", "loss_curves_demo"}
-
-
-@pytest.mark.parametrize("slug", figures.slugs())
-def test_the_plotted_numbers_are_those_of_the_golden_file(drawn, slug):
-    found = pd.read_csv(drawn[0] / f"{file_of(slug)}.csv")
-    found = found.drop(columns=UNSTABLE, errors="ignore").iloc[::THINNED].reset_index(drop=True)
-    golden = GOLDEN / f"{slug}.csv"
-    if os.environ.get("GOLDEN_WRITE"):
-        found.to_csv(golden, index=False, float_format="%.9g", lineterminator="\n")
-    expected = pd.read_csv(golden)
-    found = pd.read_csv(io.StringIO(found.to_csv(index=False)))  # types are those of these rows
-    assert list(found) == list(expected)
-    # nine digits are kept; RMS_t is stored in float32
-    pd.testing.assert_frame_equal(found, expected, rtol=1e-6, atol=1e-9, check_dtype=False)
-
-
-def picture(slug, root):
-    """A figure drawn as `make` draws it, not written."""
-    figure = figures.load(slug)
-    if hasattr(figure, "LINES"):
-        frame = figure.query(load_lines(root, *figure.LINES.split()))
-    else:
-        frame = figure.query(load_runs(root, experiment=make.experiment_of(figure)))
-    canvas = Figure(layout="constrained")
-    figure.draw(frame, canvas)
-    canvas.draw_without_rendering()
-    return canvas
-
-
-def has_data(ax):
-    lines = [np.asarray(line.get_ydata(), float) for line in ax.lines]
-    return bool(ax.patches) or any(np.isfinite(line).any() for line in lines)
-
-
-@pytest.mark.parametrize("slug", figures.slugs())
-def test_no_panel_is_empty_and_no_label_is_cut(studies, slug):
-    with style():
-        figure = picture(slug, studies)
-        box, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
-    assert figure.axes and all(has_data(ax) for ax in figure.axes if ax.axison)
-    slack = 0.02  # inches: half the width of a line at the edge
-    assert min(box.x0, box.y0) >= -slack
-    assert box.x1 <= width + slack and box.y1 <= height + slack
-
-
-def test_a_cut_label_would_be_seen():
-    figure = Figure(figsize=(2, 2))
-    figure.text(0.5, 0.5, "a label that is far too long for this picture")
-    figure.draw_without_rendering()
-    assert figure.get_tightbbox().x1 > 2.02
-
-
-def test_every_golden_file_is_of_a_figure():
-    assert {path.stem for path in GOLDEN.glob("*.csv")} == set(figures.slugs())
-
-
-def test_the_table_of_figures_names_every_figure():
-    table = (ROOT / "analysis" / "README.md").read_text()
-    named = set(re.findall(r"`([a-z0-9_]+)`", table))
-    assert set(figures.slugs()) <= named
+    assert errors.count("not drawn: ") == len(figures.slugs()) - 1
+    assert "mini_b switchback" in errors and "experiment=loss_curves_mini" in errors
+    assert "- `fp8_fixes`: " in (out / "index.md").read_text()

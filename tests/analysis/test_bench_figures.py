@@ -1,4 +1,4 @@
-"""Figures of speed, from synthetic lines: what is summed, compared and told of its origin."""
+"""Tests the figures of benchmark lines: which lines they take, and what they compute."""
 
 import hashlib
 import json
@@ -8,11 +8,13 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from analysis import make, paper
+from analysis import make, paper, style
 from analysis.bench import load_lines
 from analysis.figures import (
     end_to_end_speed,
+    memory_by_recipe,
     op_profile,
+    quantization_variance,
     quantize_share,
     switchback_variants_speed,
     switchback_vs_llmint8_speed,
@@ -99,14 +101,6 @@ def test_quantize_share_falls_with_dim_and_is_the_sum_of_three(tmp_path):
     assert share.is_monotonic_decreasing
 
 
-def test_papers_numbers_are_drawn_and_marked_as_the_papers(tmp_path):
-    frame = op_profile.query(load_lines(write(tmp_path, "ops", op_lines()), "ops"))
-    theirs = frame[frame["source"] == "paper, A100"]
-    at = (theirs["tokens"] == 32768) & (theirs["dim"] == 1280)
-    assert theirs.loc[at, "value"].item() == 27.0
-    assert "paper's" in op_profile.caption(frame) and DEVICE in op_profile.caption(frame)
-
-
 def test_dim_of_a_newer_file_replaces_the_older_whole(tmp_path):
     write(tmp_path, "ops", op_lines(quantize=0.1), "20260101-000000")
     newer = [row for row in op_lines(dims=(1280,), quantize=0.0)]
@@ -174,37 +168,130 @@ def test_models_of_other_settings_are_not_compared_with_each_other(tmp_path):
     })  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("slug", "lines"),
-    [
-        ("op_profile", op_lines), ("quantize_share", op_lines), ("end_to_end_speed", model_lines),
-        ("switchback_vs_llmint8_speed", layer_lines), ("switchback_variants_speed", layer_lines),
-    ],
-)  # fmt: skip
-def test_figure_of_lines_says_which_files_it_is_of(tmp_path, slug, lines, capsys):
-    kind = {op_lines: "ops", layer_lines: "layer", model_lines: "model"}[lines]
-    runs = write(tmp_path / "runs" / "bench", kind, lines()).parent
+SAVED = {"linear": 1.0, "switchback": 1.05, "switchback_m": 0.55}
+PEAKS = {"open_clip eager": 60.0, "open_clip": 50.0, "high": 45.0, "switchback_m": 30.0}
+SHAPES = ("vit_h14 batch 256", "vit_h14 batch 256, checkpointing", "vit_b32 batch 256")
+FIRST, SECOND = "20260101-000000", "20260102-000000"
+
+
+def memory_layer_lines(dims=(4096, 768), saved=SAVED):
+    for dim in dims:
+        at = {"dim": dim, "tokens": 32768, "saved_mib": 100.0, "peak_mib": 200.0}
+        for case, share in saved.items():
+            yield line("layer_memory", case, None, ratio=share, direction="both", **at)
+            yield line("layer_memory", case, None, ratio=99.0, direction="up", **at)
+
+
+def memory_model_lines(shapes=SHAPES):
+    for shape in shapes:
+        for case, peak in PEAKS.items():
+            if (case, shape) != ("switchback_m", SHAPES[1]):
+                yield line("model", case, None, shape=shape, memory_gib=peak)
+    yield line("model", "llm_int8", None, shape=shapes[0], memory_gib=None)  # as on a CPU
+
+
+def peaks(root):
+    frame = memory_by_recipe.query(load_lines(root, *memory_by_recipe.LINES.split()))
+    return frame.set_index(["panel", "group", "series"])["value"].sort_index()
+
+
+@pytest.fixture
+def both(tmp_path):
+    write(tmp_path, "layer_memory", memory_layer_lines())
+    write(tmp_path, "model", memory_model_lines())
+    return tmp_path
+
+
+def test_layer_has_the_share_of_both_directions_and_a_model_its_peak(both):
+    value = peaks(both)
+    assert value["layer", "768", "switchback_m"] == 0.55
+    assert value["model", SHAPES[0], "open_clip"] == 50
+    assert set(value["layer"].index.get_level_values("series")) == {"switchback", "switchback_m"}
+    assert len(value) == 2 * 2 + 3 * len(PEAKS) - 1
+
+
+def test_layer_or_model_of_a_newer_file_replaces_the_older_whole(both):
+    write(both, "layer_memory", memory_layer_lines((768,), {"switchback": 2.1}), SECOND)
+    write(both, "model", [line("model", "high", None, shape=SHAPES[0], memory_gib=7.0)], SECOND)
+    value = peaks(both)
+    assert value["layer", "768"].to_dict() == {"switchback": 2.1}
+    assert value["layer", "4096"].to_dict() == {"switchback": 1.05, "switchback_m": 0.55}
+    assert value["model", SHAPES[0]].to_dict() == {"high": 7.0}
+    assert len(value["model", SHAPES[2]]) == len(PEAKS)
+
+
+def test_lines_of_a_cpu_hold_no_peak_and_say_so(tmp_path):
+    write(tmp_path, "model", [line("model", "high", None, memory_gib=None)])
+    with pytest.raises(NoRunsError, match="a model's is measured on a GPU alone"):
+        peaks(tmp_path)
+
+
+def variances(root):
+    return quantization_variance.query(load_lines(root, quantization_variance.LINES))
+
+
+@pytest.fixture(name="write_ratios")
+def write_ratios_fixture(tmp_path):
+    """A function: a file of lines below tmp_path, one per case and inner dimension."""
+
+    def write_ratios(name, inner_dims, ratio=1.0, cases=("e4m3", "int8")):
+        folder = tmp_path / "bench" / "quantization_variance"
+        folder.mkdir(parents=True, exist_ok=True)
+        rows = [
+            {"device": "a", "case": case, "inner_dim": dim, "measured": dim * ratio,
+             "predicted": float(dim), "ratio": ratio, "ms": None, "rate": None}
+            for dim in inner_dims for case in cases
+        ]  # fmt: skip
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return tmp_path
+
+    return write_ratios
+
+
+def test_newest_line_of_a_case_and_dimension_counts(write_ratios):
+    write_ratios("1.jsonl", [64, 128], ratio=2.0, cases=("int8", "e4m3", "unknown"))
+    frame = variances(write_ratios("2.jsonl", [128], ratio=1.0, cases=("int8",)))
+    assert frame[["case", "inner_dim", "ratio"]].values.tolist() == [
+        ["int8", 64, 2.0], ["int8", 128, 1.0], ["e4m3", 64, 2.0], ["e4m3", 128, 2.0],
+    ]  # fmt: skip
+
+
+def test_points_are_measured_and_lines_predicted(write_ratios):
+    figure = Figure()
+    quantization_variance.draw(variances(write_ratios("1.jsonl", [64, 4096], ratio=1.5)), figure)
+    [ax] = figure.axes
+    predicted, measured = ax.lines[:2]
+    assert predicted.get_ydata().tolist() == [64, 4096] and predicted.get_marker() == "None"
+    assert measured.get_ydata().tolist() == [96, 6144] and measured.get_linestyle() == "None"
+    assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
+    names = [text.get_text() for text in ax.legend_.get_texts()]
+    assert names == ["int8", "fp8, both e4m3"]
+    assert {text.get_text() for text in ax.texts} == set(quantization_variance.VIT_H)
+
+
+def test_figure_of_lines_names_its_files_with_their_digests(tmp_path):
+    runs = write(tmp_path / "runs" / "bench", "ops", op_lines()).parent
     out = tmp_path / "figures"
-    assert make.main([slug, "--runs", str(runs), "--out", str(out)]) == 0
-    about = json.loads((out / f"{slug}.json").read_text())
-    (file,) = (runs / "bench" / kind).glob("*.jsonl")
+    assert make.main(["quantize_share", "--runs", str(runs), "--out", str(out)]) == 0
+    about = json.loads((out / "quantize_share.json").read_text())
+    (file,) = (runs / "bench" / "ops").glob("*.jsonl")
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     assert about["files"] == [{"path": str(file), "sha256": digest}]
     assert DEVICE in about["caption"] and about["left_out"] == []
-    assert np.isfinite(pd.read_csv(out / f"{slug}.csv")["value"]).all()
-    assert (out / f"{slug}.png").stat().st_size > 5000
+    assert np.isfinite(pd.read_csv(out / "quantize_share.csv")["value"]).all()
 
 
-def test_no_lines_are_an_error_that_names_the_command(tmp_path, capsys):
-    assert make.main(["op_profile", "--runs", str(tmp_path), "--out", str(tmp_path)]) == 2
-    assert "python -m experiments.benchmarks.ops" in capsys.readouterr().err
+def test_no_lines_are_an_error_that_names_the_commands(tmp_path, capsys):
+    for slug, commands in (("op_profile", ["ops"]), ("memory_by_recipe", ["layer", "model"])):
+        assert make.main([slug, "--runs", str(tmp_path), "--out", str(tmp_path)]) == 2
+        errors = capsys.readouterr().err
+        assert all(f"python -m experiments.benchmarks.{name}" in errors for name in commands)
 
 
-def test_the_papers_range_lies_behind_the_bars_and_is_named_as_its(tmp_path):
-    frame = end_to_end_speed.query(load_lines(write(tmp_path, "model", model_lines()), "model"))
-    ax = end_to_end_speed.plot(frame[frame["baseline"] == "open_clip"], Figure().subplots())
-    handles, labels = ax.get_legend_handles_labels()
-    band = handles[labels.index("paper, A100: ViT-H/14")]
-    low, high = paper.END_TO_END
-    assert (band.get_y(), band.get_y() + band.get_height()) == (low, high)
-    assert f"{low:g} to {high:g}%" in end_to_end_speed.caption(frame)
+def test_every_method_has_its_own_color():
+    optimizers = [color for *_, color in style.OPTIMIZERS.values()]
+    precisions = [color for name, (_, color) in style.PRECISIONS.items() if name != "bf16"]
+    assert len(set(optimizers + precisions)) == len(optimizers + precisions)
+    assert len({color for _, color in memory_by_recipe.CASES.values()}) == len(
+        memory_by_recipe.CASES
+    )
