@@ -37,7 +37,7 @@ OURS = (
     "hw_fp8_tensorwise",
     "hw_fp8_switchback",
 )
-CASES = ("linear", "linear_compiled", *OURS, *LINEAR_PEERS)
+CASES = ("linear", *OURS, *LINEAR_PEERS)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 TENSORS = ("output", "grad_input", "grad_weight", "grad_bias")
 ERRORS = {"int8": 0.03, "e4m3": 0.06, "e5m2": 0.1}  # of a product of normal numbers, generously
@@ -228,15 +228,12 @@ class Problem:
         """Returns the step of a case after a check of its numbers; raises Wrong or Unable."""
         peer = LINEAR_PEERS.get(case)
         self._cast(peer.dtype if peer else "bf16")
-        if peer:
-            module, like, compiled = peer.build(self.linear), peer.like, peer.compiled
-        else:
-            module, like, compiled = self._ours(case), case, case == "linear_compiled"
-        if compiled:
+        module = peer.build(self.linear) if peer else self._ours(case)
+        if peer and peer.compiled:
             torch.compiler.reset()
             module = torch.compile(module, dynamic=False)
         step = self._step(module)
-        check(step(), self.expected, limits_of(like))
+        check(step(), self.expected, limits_of(peer.like if peer else case))
         return step
 
     def _cast(self, dtype: str) -> None:

@@ -5,12 +5,11 @@
 
 Generates runs with the project's own writer, then times `load_runs(...).tensors("*conv1*")` in
 fresh processes: by the clock, by processor time (`cpu_ms`), and the largest memory. Cases:
-`running` (streams), `ended` (one parquet file per run, in the system's cache) and `ended, cold`
-(not in it). Lines go to `runs/bench/load/<time>.jsonl`; what was generated is deleted.
+`running` (streams) and `ended` (one parquet file per run), both in the system's cache. Lines go to
+`runs/bench/load/<time>.jsonl`; what was generated is deleted.
 """
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -68,8 +67,7 @@ def main(config: LoadConfig) -> None:
         for count in sorted(config.runs, reverse=True):
             for run in sorted(folder.iterdir())[count:]:
                 shutil.rmtree(run)
-            for case in ("ended", "ended, cold"):
-                bench_reading(case, folder, sums[:count], config, lines)
+            bench_reading("ended", folder, sums[:count], config, lines)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     lines.exit_if_failed()
@@ -112,8 +110,6 @@ def bench_reading(
     with lines.measurement(case, shape, "float32") as row:
         times = []
         for _ in range(config.repeats):
-            if case == "ended, cold":
-                drop_cache(folder)
             command = [sys.executable, "-c", PROGRAM, str(folder)]
             done = subprocess.run(command, check=True, capture_output=True, text=True)
             *measured, num_rows, total = json.loads(done.stdout)
@@ -123,15 +119,6 @@ def bench_reading(
         seconds, busy, peak_gib = np.median(times, axis=0).tolist()
         row.update(ms=1000 * seconds, rate=len(sums) / seconds, rate_unit="runs/s")
         row.update(cpu_ms=round(1000 * busy, 3), peak_gib=round(peak_gib, 3))
-
-
-def drop_cache(folder: Path) -> None:
-    """Asks the system to forget these files' pages."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ equals the definition in plain torch. Lines go to `runs/bench/ops/<time>.jsonl` 
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ class OpsConfig:
 
 @dataclass(frozen=True)
 class Operation:
-    """`run()` is timed; `part(run())` and `expected()` are tensors that should be equal.
+    """`run()` is timed; `part(run())`, its first rows, should be the tensors of `expected()`.
 
     `most`: the largest relative error. `work`: operations, or bytes read and written, of one run;
     `unit`: of work by time.
@@ -52,11 +53,11 @@ class Operation:
     case: str
     dtype: str
     run: Callable
-    part: Callable
     expected: Callable
     most: float
     work: int
     unit: str = "TFLOP/s"
+    part: Callable = lambda result: (result[:SLICE],)
 
     @property
     def is_ours(self) -> bool:
@@ -112,10 +113,6 @@ def operations(M: int, K: int, N: int, device: torch.device) -> Iterator[Operati
         yield from _products_of_torch(x_MK, w_NK, g_MN)
 
 
-def _first_rows(result: Tensor) -> tuple[Tensor]:
-    return (result[:SLICE],)
-
-
 def _products_16_bit(x: Tensor, w: Tensor, g: Tensor, bias: Tensor) -> Iterator[Operation]:
     """Compared with float32."""
     work = 2 * x.shape[0] * w.numel()
@@ -128,46 +125,42 @@ def _products_16_bit(x: Tensor, w: Tensor, g: Tensor, bias: Tensor) -> Iterator[
         "grad_weight": (lambda: g.T @ x, lambda: (g[:, :SLICE].float().T @ x.float(),)),
     }
     for case, (run, expected) in cases.items():
-        yield Operation(case, "bf16", run, _first_rows, expected, HIGH, work)
+        yield Operation(case, "bf16", run, expected, HIGH, work)
 
 
 def _quantizations(x: Tensor, w: Tensor, g: Tensor, dtype: str) -> Iterator[Operation]:
     """What SwitchBack quantizes, compared with `lowprec.ops.reference`."""
     forward, backward = map(parse_format, FORMATS[dtype])
 
+    operation = partial(Operation, dtype=dtype, most=EXACT, unit="GB/s")
+
     def expected_w() -> tuple:
         q, scale = reference.quantize(w, forward, "tensorwise")
         return q, q.float().T, scale
 
-    yield Operation(
+    yield operation(
         "quantize_x",
-        dtype,
-        lambda: ops.quantize(x, forward, "rowwise")[::2],
-        lambda result: [part[:SLICE] for part in result],
-        lambda: reference.quantize(x[:SLICE], forward, "rowwise"),
-        EXACT,
-        3 * x.numel(),
-        "GB/s",
+        run=lambda: ops.quantize(x, forward, "rowwise")[::2],
+        part=lambda result: [part[:SLICE] for part in result],
+        expected=lambda: reference.quantize(x[:SLICE], forward, "rowwise"),
+        work=3 * x.numel(),
     )
-    yield Operation(
+    yield operation(
         "quantize_g",
-        dtype,
-        lambda: ops.quantize_rows_and_sum(g, backward),
-        lambda result: (result[0][:SLICE], result[1][:SLICE], result[2]),
-        lambda: (*reference.quantize(g[:SLICE], backward, "rowwise"), g.float().sum(dim=0)),
-        EXACT,
-        3 * g.numel(),
-        "GB/s",
+        run=lambda: ops.quantize_rows_and_sum(g, backward),
+        part=lambda result: (result[0][:SLICE], result[1][:SLICE], result[2]),
+        expected=lambda: (
+            *reference.quantize(g[:SLICE], backward, "rowwise"),
+            g.float().sum(dim=0),
+        ),
+        work=3 * g.numel(),
     )
-    yield Operation(
+    yield operation(
         "quantize_w",
-        dtype,
-        lambda: ops.quantize(w, forward, "tensorwise", layout="both"),
-        tuple,
-        expected_w,
-        EXACT,
-        6 * w.numel(),  # bytes: read for its maximum, read again, written twice
-        "GB/s",
+        run=lambda: ops.quantize(w, forward, "tensorwise", layout="both"),
+        part=tuple,
+        expected=expected_w,
+        work=6 * w.numel(),  # bytes: read for its maximum, read again, written twice
     )
 
 
@@ -193,7 +186,7 @@ def _products_8_bit(
             return (reference.matmul(a[:SLICE], b, scale[:SLICE], w_scale, added, high),)
 
         most, work = EXACT if dtype == "int8" else FP8, 2 * a.shape[0] * b.numel()
-        yield Operation(case, dtype, run, _first_rows, expected, most, work)
+        yield Operation(case, dtype, run, expected, most, work)
 
 
 def _products_of_torch(x: Tensor, w: Tensor, g: Tensor) -> Iterator[Operation]:
@@ -207,15 +200,12 @@ def _products_of_torch(x: Tensor, w: Tensor, g: Tensor) -> Iterator[Operation]:
 def _int_mm(case: str, a: Tensor, b: Tensor) -> Operation:
     int8 = parse_format("int8")
     a_q, b_q = (reference.quantize(t, int8, "tensorwise")[0].contiguous() for t in (a, b))
-    return Operation(
-        f"{case}, torch._int_mm",
-        "int8",
-        lambda: torch._int_mm(a_q, b_q.T),
-        _first_rows,
-        lambda: (a_q[:SLICE].double() @ b_q.double().T,),
-        0.0,
-        2 * a.shape[0] * b.numel(),
-    )
+
+    def expected() -> tuple[Tensor]:
+        return (a_q[:SLICE].double() @ b_q.double().T,)
+
+    name, work = f"{case}, torch._int_mm", 2 * a.shape[0] * b.numel()
+    return Operation(name, "int8", lambda: torch._int_mm(a_q, b_q.T), expected, 0.0, work)
 
 
 def _scaled_mm(case: str, a: Tensor, b: Tensor, format: str, granularity: str) -> Operation:
@@ -231,7 +221,7 @@ def _scaled_mm(case: str, a: Tensor, b: Tensor, format: str, granularity: str) -
         return (reference.matmul(a_q[:SLICE], b_q, a_scale[:SLICE], b_scale, None, high),)
 
     name, work = f"{case}, torch._scaled_mm {granularity}", 2 * a.shape[0] * b.numel()
-    return Operation(name, "fp8", run, _first_rows, expected, FP8, work)
+    return Operation(name, "fp8", run, expected, FP8, work)
 
 
 if __name__ == "__main__":

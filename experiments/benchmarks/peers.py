@@ -10,7 +10,6 @@ import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -86,18 +85,15 @@ def _torchao_int8(linear: nn.Linear) -> nn.Module:
     return layer
 
 
-def _torchao_float8(linear: nn.Linear, recipe: str) -> nn.Module:
+def _torchao_fp8_rowwise(linear: nn.Linear) -> nn.Module:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    config = Float8LinearConfig.from_recipe_name(recipe)
+    config = Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp")  # grad_weight in 16 bit
     return convert_to_float8_training(nn.Sequential(copy.deepcopy(linear)), config=config)
 
 
-FP8_ROWWISE = partial(_torchao_float8, recipe="rowwise_with_gw_hp")
-FP8_TENSORWISE = partial(_torchao_float8, recipe="tensorwise")
 LINEAR_PEERS = {
     "bnb_switchback": LinearPeer(_bitsandbytes, "switchback", compiled=False, dtype="fp16"),
     "torchao_int8": LinearPeer(_torchao_int8, "switchback_q", compiled=True),
-    "torchao_fp8_rowwise": LinearPeer(FP8_ROWWISE, "hw_fp8_switchback", compiled=True),
-    "torchao_fp8_tensorwise": LinearPeer(FP8_TENSORWISE, "hw_fp8_tensorwise", compiled=True),
+    "torchao_fp8_rowwise": LinearPeer(_torchao_fp8_rowwise, "hw_fp8_switchback", compiled=True),
 }

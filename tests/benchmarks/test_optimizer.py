@@ -1,0 +1,54 @@
+"""The benchmark of optimizers on a tiny model; ours counts only if it moves as its definition."""
+
+import json
+
+import pytest
+
+from experiments.benchmarks import optimizer as bench_optimizer
+from lowprec.config.schema import Config
+from lowprec.optim import StableAdamW
+
+TINY = {"vision_width": 64, "text_width": 64, "vision_layers": 1, "text_layers": 1}
+
+
+@pytest.fixture
+def measure(tmp_path, capsys, monkeypatch):
+    """`measure()`: the lines by case."""
+    monkeypatch.setattr(bench_optimizer, "REPEATS", 1)
+
+    def run():
+        config = Config(device="cpu", run_dir=str(tmp_path))
+        for name, value in TINY.items():
+            setattr(config.model, name, value)
+        try:
+            bench_optimizer.main(config)
+        finally:
+            rows = map(json.loads, capsys.readouterr().out.splitlines())
+            run.lines = {row["case"]: row for row in rows}
+        return run.lines
+
+    return run
+
+
+def test_cases_are_compared_with_torchs_fused_adamw(measure):
+    lines = measure()
+    base = lines[bench_optimizer.BASE]
+    assert base["ratio"] == 1 and base["correct"] is None
+    for case in bench_optimizer.OURS:
+        line = lines[case]
+        assert line["correct"] is True and line["state_bytes"] == pytest.approx(8, abs=0.01)
+        assert line["ratio"] == pytest.approx(base["ms"] / line["ms"], rel=1e-3)
+    for line in lines.values():
+        assert line["ms"] or "No module named" in line["reason"]
+
+
+def test_optimizer_that_differs_from_its_definition_has_no_number(measure, monkeypatch):
+    class Wrong(StableAdamW):
+        def __init__(self, params, lr, fused=None, **options):
+            super().__init__(params, lr=lr if fused is False else 2 * lr, fused=fused, **options)
+
+    monkeypatch.setattr(bench_optimizer, "StableAdamW", Wrong)
+    with pytest.raises(SystemExit, match="StableAdamW float32 .*, AdamW float32"):
+        measure()
+    wrong = {case for case, line in measure.lines.items() if line["correct"] is False}
+    assert wrong == {"StableAdamW", "AdamW"}
