@@ -9,6 +9,12 @@ import pytest
 REPOSITORY = Path(__file__).parents[1]
 
 
+def test_packages_keep_the_import_contracts():
+    command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c()"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout
+
+
 @pytest.mark.parametrize(
     "module",
     ["experiments.train", "experiments.replay", "experiments.sweep", "analysis.make"]
