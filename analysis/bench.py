@@ -1,6 +1,6 @@
-"""Lines of benchmarks as one table: `load_lines(root, slug, ...)`.
+"""Reads benchmark lines as one table, and draws what several figures of them share.
 
-A time is compared only with one of the same file, that is of the same machine and run.
+A time is compared only with times of the same file: one machine, one run of a benchmark.
 """
 
 from pathlib import Path
@@ -19,10 +19,10 @@ MAKERS = {"quantization_variance": "quant_error", "layer_memory": "benchmarks.la
 
 
 def load_lines(root: Path | str, *slugs: str) -> pd.DataFrame:
-    """A row a line of `root/<slug>/*.jsonl` or `root/bench/<slug>/*.jsonl`, with its `file`.
+    """Returns a row per line of `root/<slug>/*.jsonl` or `root/bench/<slug>/*.jsonl`.
 
-    A line without a number (`ms` NaN) was skipped or found wrong; its `reason` says why. Raises
-    NoRunsError when there are none, when a file is damaged, and for lines of several devices.
+    `file` is the line's file. If `ms` is NaN, `reason` says why the case was skipped or wrong.
+    Raises NoRunsError if there are no lines, if a file is damaged, and for several devices.
     """
     folders = [
         folder / slug for slug in slugs for folder in (as_path(root), as_path(root) / "bench")
@@ -45,36 +45,35 @@ def load_lines(root: Path | str, *slugs: str) -> pd.DataFrame:
     devices = sorted(frame["device"].unique())
     if len(devices) > 1:
         raise NoRunsError(
-            f"{root}: {', '.join(slugs)} was measured on {', '.join(devices)}; numbers of several "
-            "devices do not belong in one figure: move the files of one of them into a folder of "
-            "their own"
+            f"{root}: {', '.join(slugs)} was measured on {', '.join(devices)}; a figure shows one "
+            "device: move the files of each into a folder of its own"
         )
     frame["ms"] = pd.to_numeric(frame["ms"])
     return frame if "reason" in frame else frame.assign(reason=None)
 
 
 def newest(frame: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
-    """Of each value of `keys`, the lines of the newest file that has it; names are times."""
+    """Keeps the lines of the newest file for each value of `keys`; file names are times."""
     return frame[frame["file"] == frame.groupby(keys)["file"].transform("max")]
 
 
 def missing(frame: pd.DataFrame) -> str:
-    """` Not measured: llm_int8 at 4096 (reason).`: lines without a number, or nothing."""
-    of_peer = frame["case"].str.contains(",")  # of an operation; no figure draws it
+    """Returns a caption's sentence on lines without a number, such as llm_int8 at 4096, or ""."""
+    of_peer = frame["case"].str.contains(",")  # another library's operation; no figure draws it
     skipped = frame[frame["ms"].isna() & ~of_peer].drop_duplicates(["case", "dim", "reason"])
     names = [f"{line.case} at {line.dim} ({line.reason})" for line in skipped.itertuples()]
     return f" Not measured: {'; '.join(names)}." if names else ""
 
 
 def saved_percent(ms: pd.Series, base_ms: pd.Series) -> pd.Series:
-    """Time saved, % of the base's: the paper's speed-up. 50 is twice as fast."""
+    """Returns the time saved in percent of the base, the paper's speedup: 50 is twice as fast."""
     return 100 * (1 - ms / base_ms)
 
 
 def operations(lines: pd.DataFrame) -> pd.DataFrame:
-    """Milliseconds of each operation of `bench_ops`, the mean of both directions of a layer.
+    """Returns the mean milliseconds of our operations over both directions of a layer.
 
-    A row for each file, tokens, dim, case and dtype; other libraries' operations are left out.
+    Lines are those of `benchmarks.ops`; one row per file, tokens, dim, case and dtype.
     """
     ours = lines[lines["case"].isin(QUANTIZE + PRODUCTS) & lines["ms"].notna()]
     keys = ["tokens", "dim", "case", "dtype"]
@@ -84,11 +83,12 @@ def operations(lines: pd.DataFrame) -> pd.DataFrame:
 
 
 def switchback_times(lines: pd.DataFrame) -> pd.DataFrame:
-    """SwitchBack as the sum of its operations: `ms`, of it `quantize_ms`, and `base_ms` in 16 bit.
+    """Returns SwitchBack's time as the sum of its operations: `ms`, which includes `quantize_ms`.
 
-    A row for each tokens, dim and dtype (int8, fp8) of which one file has every operation.
+    `base_ms` is the same in 16 bit. One row per tokens, dim and dtype (int8, fp8) for which a file
+    has all operations.
     """
-    found = []
+    rows = []
     for at, group in operations(lines).groupby(["file", "device", "tokens", "dim"]):
         times = group.set_index(["dtype", "case"])["ms"]
         for dtype in ("int8", "fp8"):
@@ -97,31 +97,31 @@ def switchback_times(lines: pd.DataFrame) -> pd.DataFrame:
             base = [times.get(("bf16", case)) for case in PRODUCTS]
             if None not in (*quantize, *products, *base):
                 total = sum(quantize) + sum(products) + base[2]  # grad_weight stays 16 bit
-                found.append((*at, dtype, total, sum(quantize), sum(base)))
+                rows.append((*at, dtype, total, sum(quantize), sum(base)))
     columns = ["file", "device", "tokens", "dim", "dtype", "ms", "quantize_ms", "base_ms"]
-    return pd.DataFrame(found, columns=columns)
+    return pd.DataFrame(rows, columns=columns)
 
 
 def layer_times(lines: pd.DataFrame, cases: tuple[str, ...]) -> pd.DataFrame:
-    """Some cases of `bench_layer`, both directions of a layer together, a row each dim and mode.
+    """Returns times of some cases of `benchmarks.layer`, summed over both directions of a layer.
 
-    `saved` is the time saved, % of nn.Linear's in the same mode (eager, or as a CUDA graph). A dim
-    is taken whole from the newest file that has it.
+    One row per case, dim and mode (eager, or as a CUDA graph); `saved` is the time saved in percent
+    of nn.Linear's in the same mode. All rows for a dim come from the newest file that has it.
     """
     both = lines[(lines["direction"] == "both") & lines["ms"].notna()]
     both = newest(both, ["tokens", "dim"])
     at = ["file", "tokens", "dim", "mode"]
     base = both[both["case"] == "linear"].set_index(at)["ms"].rename("base_ms")
-    found = both[both["case"].isin(cases)].join(base, on=at, how="inner")
-    if found.empty:
-        raise NoRunsError(f"no line of {', '.join(cases)} with nn.Linear's beside it")
-    found = found.assign(saved=saved_percent(found["ms"], found["base_ms"]))
-    found = found.rename(columns={"device": "source", "case": "series"})
-    return found[["file", "source", "series", "mode", "tokens", "dim", "ms", "base_ms", "saved"]]
+    times = both[both["case"].isin(cases)].join(base, on=at, how="inner")
+    if times.empty:
+        raise NoRunsError(f"no file has lines of {' or '.join(cases)} and of linear")
+    times = times.assign(saved=saved_percent(times["ms"], times["base_ms"]))
+    times = times.rename(columns={"device": "source", "case": "series"})
+    return times[["file", "source", "series", "mode", "tokens", "dim", "ms", "base_ms", "saved"]]
 
 
 def plot_layer(frame: pd.DataFrame, ax: Axes, column: str) -> None:
-    """A line for each case by dim, in the color of its precision; CUDA graphs dashed."""
+    """Draws a line per case over dim, in the color of its precision; CUDA graphs are dashed."""
     ours = frame[frame["source"] != paper.SOURCE]
     order = [name for name in style.PRECISIONS if name in set(ours["series"])]
     for series in order:
@@ -137,7 +137,7 @@ def plot_layer(frame: pd.DataFrame, ax: Axes, column: str) -> None:
 
 
 def plot_paper(frame: pd.DataFrame, ax: Axes) -> None:
-    """The paper's percentages as gray lines, darker for more tokens; one label."""
+    """Draws the paper's percentages as gray lines, darker for more tokens, under one label."""
     theirs = frame[frame["source"] == paper.SOURCE]
     counts = sorted(theirs["tokens"].unique())
     for rank, tokens in enumerate(counts):
@@ -149,7 +149,7 @@ def plot_paper(frame: pd.DataFrame, ax: Axes) -> None:
 
 
 def dim_axis(ax: Axes, dims: pd.Series) -> None:
-    """A logarithmic axis with a tick at each dim."""
+    """Makes the x axis logarithmic, with a tick at each dim."""
     ax.set_xscale("log")
     ticks = sorted(set(dims))
     ax.set_xticks(ticks, [str(dim) for dim in ticks], rotation=45, ha="right")
@@ -158,7 +158,7 @@ def dim_axis(ax: Axes, dims: pd.Series) -> None:
 
 
 def legend_below(figure: Figure, axes: list[Axes], ncols: int) -> None:
-    """One legend under the panels; what they share is named once."""
+    """Draws one legend under the panels; labels that they share appear once."""
     named = {}
     for ax in axes:
         handles, labels = ax.get_legend_handles_labels()
@@ -167,5 +167,5 @@ def legend_below(figure: Figure, axes: list[Axes], ncols: int) -> None:
 
 
 def devices(frame: pd.DataFrame) -> str:
-    """The device of the measured rows, for a caption."""
+    """Names the device of the measured rows for a caption."""
     return ", ".join(sorted(set(frame["source"]) - {paper.SOURCE}))
