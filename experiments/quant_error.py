@@ -21,14 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiments.benchmarks.report import reporter
 from experiments.entry import run_command
 from lowprec.config.check import ConfigError
 from lowprec.config.preflight import preflight
 from lowprec.config.schema import key
 from lowprec.data.open import open_data
 from lowprec.nn.recipe import PRODUCTS, RECIPES, Recipe
-from lowprec.runs.environment import environment
 from lowprec.runs.read import encode_row, read_config
 
 if TYPE_CHECKING:
@@ -205,10 +203,11 @@ def measure_random(config: QuantErrorConfig) -> None:
     """Writes and prints a line per case and inner dimension, for normally distributed numbers."""
     import torch
 
+    from experiments.benchmarks.report import Lines
     from lowprec.diagnostics.noise import dot_error_variance
     from lowprec.formats import parse_format
 
-    report, cpu = reporter(config.run_dir, SLUG), environment()["cpu"]
+    lines = Lines(config.run_dir, SLUG, torch.device("cpu"))
     generator = torch.Generator().manual_seed(config.seed)
     for dim in config.inner_dims:
         x = torch.randn(ROWS, dim, generator=generator)
@@ -217,11 +216,17 @@ def measure_random(config: QuantErrorConfig) -> None:
             formats = tuple(parse_format(name) for name in names)
             measured, predicted = dot_error_variance(x, w, formats, GRANULARITIES)
             ratio = measured / predicted
-            report(
-                case, f"{ROWS}x{dim}x{COLUMNS}", "float32", device=cpu, inner_dim=dim,
-                measured=measured, predicted=predicted, ratio_to="predicted", ratio=ratio,
+            lines.write(
+                case,
+                f"{ROWS}x{dim}x{COLUMNS}",
+                "float32",
+                ratio_to="predicted",
+                ratio=ratio,
                 correct=abs(ratio - 1) <= TOLERANCE,
-            )  # fmt: skip
+                inner_dim=dim,
+                measured=measured,
+                predicted=predicted,
+            )
 
 
 if __name__ == "__main__":
