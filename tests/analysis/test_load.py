@@ -1,12 +1,16 @@
+"""Tests how runs on disk and behind a URL load, damaged ones too."""
+
 import shutil
 import subprocess
 import sys
 
+import fsspec
 import numpy as np
 import pandas as pd
 import pytest
 
-from analysis import NoRunsError, load_runs
+from analysis import NoRunsError, load_runs, make, spikes
+from analysis.report import __main__ as report
 
 CONV = "visual.conv1.weight"
 
@@ -60,14 +64,6 @@ def test_a_single_run_directory_loads(make_run, monkeypatch):
     assert load_runs(".").runs["run"].tolist() == [run.name]
 
 
-def test_copied_run_is_a_second_row(make_run, tmp_path):
-    run = make_run(num_steps=20)
-    shutil.copytree(run, tmp_path / "runs" / "backup" / run.name)
-    runs = load_runs(tmp_path / "runs")
-    assert runs.runs["run"].is_unique
-    assert runs.metrics.groupby("run").size().tolist() == [20, 20]
-
-
 @pytest.mark.parametrize("kept", [True, False], ids=["parquet", "streams"])
 def test_tensors_are_selected_by_glob_and_statistic(make_run, tmp_path, kept):
     run = make_run(num_steps=45)
@@ -111,17 +107,6 @@ def test_running_run_with_a_torn_last_line_loads(make_run):
     assert note(runs, run) == "running: 40 of 60 steps"
 
 
-def test_damaged_lines_are_left_out_and_named(make_run):
-    run = make_run(num_steps=20)
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    lines[4:6] = ['{"step": 5, "lo', "null"]
-    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    runs = load_runs(run)
-    assert runs.metrics["step"].tolist() == [*range(1, 5), *range(7, 21)]
-    assert "metrics.jsonl: line 5 (byte 210) is damaged" in note(runs, run)
-    assert note(runs, run).endswith("and 1 more; metrics.jsonl: 2 steps are missing, first 5")
-
-
 @pytest.mark.parametrize(
     "text",
     ["{nonsense: [", "a string", "1: 2", "", "seed: 0\nmodel: {name: nano}", "seed: 0\nmodel: {"],
@@ -132,15 +117,6 @@ def test_damaged_config_keeps_metrics_and_tensors(make_run, text):
     runs = load_runs(run, experiment="loss_curves", scale="demo")
     assert note(runs, run) == "config.yaml is damaged"
     assert len(runs.metrics) == 20 and len(runs.tensors(CONV)) == 20
-
-
-@pytest.mark.parametrize("text", ["", "null", "[]x"])
-def test_damaged_status_is_an_unknown_state(make_run, text):
-    run = make_run(num_steps=20)
-    (run / "status.json").write_text(text)
-    runs = load_runs(run)
-    assert runs.runs["state"].tolist() == ["unknown"]
-    assert note(runs, run) == "status.json is damaged; unknown: 20 of 20 steps"
 
 
 def test_truncated_stream_keeps_its_complete_flushes(make_run):
@@ -189,6 +165,63 @@ def test_analysis_loads_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_missing_events_are_an_empty_table(make_run):
-    events = load_runs(make_run(num_steps=20)).events
-    assert isinstance(events, pd.DataFrame) and events.empty
+@pytest.fixture
+def upload(tmp_path):
+    """A function that copies `tmp_path/runs` to a store in memory and returns its URL."""
+    store = fsspec.filesystem("memory")
+
+    def upload():
+        store.put(str(tmp_path / "runs"), "/bucket/runs", recursive=True)
+        return "memory://bucket/runs"
+
+    yield upload
+    store.rm("/bucket", recursive=True)
+
+
+def test_tables_from_a_url_equal_those_from_the_folder(make_run, tmp_path, upload):
+    make_run(num_steps=60)
+    make_run(num_steps=60, seed=1, steps=30, state="diverged")
+    make_run(num_steps=60, seed=2, steps=40, state="running")  # has streams alone
+    here, there = load_runs(tmp_path / "runs"), load_runs(upload())
+    for table in ("metrics", "timing", "events"):
+        pd.testing.assert_frame_equal(getattr(there, table), getattr(here, table))
+    pd.testing.assert_frame_equal(there.runs.drop(columns="path"), here.runs.drop(columns="path"))
+    pd.testing.assert_frame_equal(there.tensors("visual.*"), here.tensors("visual.*"))
+    assert there.runs["path"].str.startswith("memory://").all()
+
+
+def test_only_matching_columns_are_downloaded(make_run, upload, monkeypatch):
+    values = np.random.default_rng(0).random((2000, 100), np.float32)
+    names = [CONV, *(f"layer.{i}" for i in range(99))]
+    rms = pd.DataFrame(values, range(1, 2001), names)
+    run = make_run(num_steps=2000, flush=1000, tables={"tensors": {"rms": rms}})
+    shutil.rmtree(run / "tensors")
+    size = (run / "tensors.parquet").stat().st_size
+    runs, fetched = load_runs(upload()), []
+    opened = fsspec.implementations.memory.MemoryFile
+
+    def read(self, size=-1):
+        fetched.append(len(part := super(opened, self).read(size)))
+        return part
+
+    monkeypatch.setattr(opened, "read", read, raising=False)
+    assert len(runs.tensors(CONV)) == 2000
+    assert 0 < sum(fetched) < 0.2 * size  # one of 100 columns, and the end of the file
+
+
+def test_missing_runs_error_names_the_url():
+    with pytest.raises(NoRunsError, match="memory://nothing: no runs"):
+        load_runs("memory://nothing")
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_figures_spikes_and_report_accept_a_url(make_run, tmp_path, upload):
+    make_run(num_steps=20)
+    url, out = upload(), tmp_path / "out"
+    assert make.main(["loss_curves", "--runs", url, "--out", str(out)]) == 0
+    assert spikes.main(["--run", url]) == 0
+    assert report.main(["--runs", url, "--out", str(out / "page.html")]) == 0
+    assert "1 run: 1 finished" in (out / "page.html").read_text()
+    assert make.main(["loss_curves", "--runs", str(tmp_path / "runs"), "--out", str(tmp_path)]) == 0
+    name = "loss_curves_demo.csv"
+    assert (out / name).read_bytes() == (tmp_path / name).read_bytes()

@@ -1,4 +1,4 @@
-"""The spike tables, `python -m analysis.spikes` and its figure, on runs with planted spikes."""
+"""Tests the spike tables, `python -m analysis.spikes` and its figure on planted spikes."""
 
 import math
 import re
@@ -9,16 +9,12 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from analysis import load_runs, make, spike_marks, spikes
+from analysis import load_runs, spike_marks, spikes
 from analysis.figures import rms_and_loss
-from lowprec.config.schema import DiagnosticsConfig, SpikeConfig
 from lowprec.diagnostics.spikes import Protocol
 
-CONV1, PROJ, C_FC = (
-    "visual.conv1.weight",
-    "visual.proj",
-    "transformer.resblocks.0.mlp.c_fc.weight",
-)
+CONV1, PROJ = "visual.conv1.weight", "visual.proj"
+C_FC = "transformer.resblocks.0.mlp.c_fc.weight"
 SPIKES = {1200: 3, 1500: 8, 1800: None}  # step of the loss spike: its lead in the patch embedding
 
 
@@ -104,37 +100,20 @@ def test_sensitivity_table_changes_one_threshold_at_a_time(series):
     ]
 
 
-def test_several_tensors_count_by_their_largest_rms(series):
-    series.rms.loc[1795, PROJ] = 4
-    both = spike_marks.spike_table(series, Protocol(), "visual.*")
-    assert both["lead"].tolist() == [3, 8, 5]
-    assert np.isnan(series.rms_of("nothing")).all()
-
-
 def test_command_prints_leads_by_step_and_onset_beside_the_paper(plant, capsys):
     assert spikes.main(["--run", str(plant())]) == 0
     out = capsys.readouterr().out
     assert f"3 loss spikes and 2 RMS spikes ({CONV1}) in 2,000 steps." in out
     assert re.search("2 of 3 loss spikes .67%. .* counted from the onset, 2 of 3", out)
     assert out.count("1: 0, 2: 0, 3: 1, 4: 0, 5: 0, 6: 0, 7: 0, 8: 1; more: 1; none before: 0") == 2
-    [paper] = [line for line in out.splitlines() if "28 of 30" in line]
-    assert paper.startswith("The paper:")
-    assert f"By chance {2 * 8 / 1000:.1%} (95%: 0% to" in out
-    assert "largest rho = RMS_t sqrt(1 - beta2): 0.5" in out
+    assert "28 of 30" in out and f"By chance {2 * 8 / 1000:.1%}" in out
 
 
 @pytest.mark.parametrize(("beta2", "decay"), [(0.5, None), (0.8, None), (0.99, 0.1)])
 def test_command_says_when_the_threshold_cannot_be_reached(plant, capsys, beta2, decay):
     assert spikes.main(["--run", str(plant(beta2=beta2, beta2_decay=decay))]) == 0
     out = capsys.readouterr().out
-    assert "no possible RMS spikes" in out and "threshold is 2.3" in out
-    assert "RMS spikes (" in out.partition("cannot exceed")[0]
-
-
-def test_threshold_is_reachable_from_beta2_0_811_on(series):
-    for beta2, is_reachable in ((0.8, False), (0.81, False), (0.812, True), (np.nan, True)):
-        changed = replace(series, beta2=np.full(2000, beta2))
-        assert changed.reaches(Protocol()) == is_reachable
+    assert "no possible RMS spikes" in out and "2.3" in out
 
 
 def test_options_replace_thresholds_of_the_protocol(plant, capsys):
@@ -149,23 +128,6 @@ def test_options_replace_thresholds_of_the_protocol(plant, capsys):
         spikes.main(["--run", run, "--window", "1"])
 
 
-def test_thresholds_default_to_those_of_the_run(plant, capsys):
-    watched = DiagnosticsConfig(spikes=SpikeConfig(ignore_steps=1300, window=60))
-    run = str(plant(diagnostics=watched))
-    spikes.main(["--run", run])
-    out = capsys.readouterr().out
-    assert "ignore_steps=1300 window=60" in out and "2 loss spikes" in out
-    spikes.main(["--run", run, "--protocol", "paper", "--within", "5"])
-    out = capsys.readouterr().out
-    assert "within=5 ignore_steps=1000 window=200" in out and "3 loss spikes" in out
-
-
-def test_damaged_parquet_is_replaced_by_the_streams(plant):
-    run = plant()
-    (run / "tensors.parquet").write_bytes(b"PAR1 and no more")
-    assert not spike_marks.read_series(load_runs(run), run.name).rms.isna().all(axis=None)
-
-
 def test_out_receives_the_tables_and_a_picture_of_each_spike(plant, tmp_path):
     run = plant()
     assert spikes.main(["--run", str(run.parent), "--out", str(tmp_path / "out")]) == 0
@@ -174,13 +136,6 @@ def test_out_receives_the_tables_and_a_picture_of_each_spike(plant, tmp_path):
     assert names == tables | {f"spike_{step}.png" for step in SPIKES}
     written = pd.read_csv(tmp_path / "out" / run.name / "spikes.csv")
     assert written["step"].tolist() == list(SPIKES)
-
-
-def test_run_without_spikes_is_reported_in_a_sentence(plant, capsys, tmp_path):
-    assert spikes.main(["--run", str(plant({})), "--out", str(tmp_path / "out")]) == 0
-    out = capsys.readouterr().out
-    assert "0 loss spikes and 0 RMS spikes (visual.conv1.weight) in 2,000 steps." in out
-    assert "Other thresholds find no loss spikes either." in out
 
 
 @pytest.mark.parametrize(
@@ -207,15 +162,6 @@ def test_run_without_recorded_rms_still_has_loss_spikes(plant, capsys, tmp_path)
     out = capsys.readouterr().out
     assert "RMS_t is not recorded there." in out and "3 loss spikes and 0 RMS spikes" in out
     assert rms_and_loss.query(load_runs(run)).empty
-
-
-def test_missing_rows_are_steps_without_a_number(plant):
-    run = plant()
-    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (run / "metrics.jsonl").write_text("".join(lines[:1201] + lines[1203:]))  # 1202, 1203
-    series = spike_marks.read_series(load_runs(run), run.name)
-    assert len(series.loss) == 2000 and np.isnan(series.loss[1201:1203]).all()
-    assert spike_marks.spike_table(series, Protocol())["step"].tolist() == list(SPIKES)
 
 
 def test_missing_runs_and_tensors_are_errors_that_name_what_exists(plant, capsys, tmp_path):
@@ -255,20 +201,7 @@ def test_panel_shows_loss_over_rms_with_spikes_marked(plant):
     assert points(loss, "v") == list(SPIKES) and points(rms, "^") == [1197, 1492]
     np.testing.assert_array_equal(loss.get_lines()[0].get_ydata(), frame["loss"])
     np.testing.assert_array_equal(rms.get_lines()[0].get_ydata(), frame["rms"])
-    assert loss.get_title() == "nano, beta2 = 0.995\nbf16, AdamW, seed 0"
-    legend = [text.get_text() for text in rms.get_legend().get_texts()]
-    assert legend[1:] == ["loss spike 1-8 steps after one (2)", "other loss spike (1)"]
-    assert legend[0] == "RMS spike (2)"
-
-
-def test_panels_are_ordered_by_model_and_beta2(plant, tmp_path):
-    for model, beta2 in (("vit_h14", 0.995), ("vit_h14", 0.98), ("vit_b32", 0.99)):
-        plant(model=model, beta2=beta2)
-    axes = drawn(rms_and_loss.query(load_runs(tmp_path / "runs")))
-    titles = [ax.get_title().partition("\n")[0] for ax in axes]
-    assert [title for title in titles if title] == [
-        *("ViT-B/32, beta2 = 0.99", "ViT-H/14, beta2 = 0.98", "ViT-H/14, beta2 = 0.995")
-    ]
+    assert "beta2 = 0.995" in loss.get_title()
 
 
 def test_early_losses_and_divergence_do_not_stretch_the_loss_axis(plant):
@@ -290,26 +223,4 @@ def test_incomplete_runs_are_marked_and_damaged_ones_left_out(plant, tmp_path, s
     word = {"running": "incomplete: 1,600 of 2,000 steps", "diverged": "diverged at step 1,600"}[
         state
     ]
-    loss = drawn(frame)[0]
-    assert word in loss.get_title() and word in rms_and_loss.caption(frame)
-    assert loss.get_xlim() == (0, 2000)
-
-
-def test_make_draws_the_figure_and_its_caption_counts(plant, tmp_path, capsys):
-    plant()
-    out = str(tmp_path / "out")
-    code = make.main(["rms_and_loss", "--runs", str(tmp_path / "runs"), "--out", out])
-    assert code == 0 and (tmp_path / "out" / "rms_and_loss_demo.png").exists()
-    printed = capsys.readouterr().out
-    assert (
-        "2 of 3 loss spikes follow an RMS spike (of 2) by 1 to 8 steps, by chance 1.6%" in printed
-    )
-    assert "The paper: 28 of 30 loss spikes" in printed
-
-
-def test_odd_number_of_runs_leaves_no_empty_panel(plant):
-    for beta2 in (0.9, 0.99, 0.999):
-        run = plant(beta2=beta2)
-    figure = Figure()
-    rms_and_loss.draw(rms_and_loss.query(load_runs(run.parent)), figure)
-    assert len(figure.axes) == 6 and all(ax.has_data() for ax in figure.axes)
+    assert word in drawn(frame)[0].get_title() and word in rms_and_loss.caption(frame)
