@@ -114,19 +114,16 @@ def capture(run: Path, device: str) -> "tuple[int, dict[str, dict[str, Tensor]]]
 
 def attach_hooks(built: "Built") -> "dict[str, dict[str, Tensor]]":
     """Adds hooks to `built.layers`; the next forward and backward fill {layer: {x, w, g}}."""
-    import torch
-
+    from lowprec.nn.linear import compute_dtype
     from lowprec.nn.mlp import unfuse
 
     unfuse(built.task.model)  # a fused MLP does not call its layers
     tensors: dict = {layer.name: {} for layer in built.layers}
     modules = dict(built.task.model.named_modules())
-    autocast = torch.is_autocast_enabled
 
     def keep(name: str, weight: "Tensor", x: "Tensor", output: "Tensor") -> None:
-        kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if autocast(kind) else x.dtype
-        tensors[name] |= {"x": x.detach().flatten(0, -2).to(dtype), "w": weight.detach()}
+        x_MK = x.detach().flatten(0, -2).to(compute_dtype(x))
+        tensors[name] |= {"x": x_MK, "w": weight.detach()}
         output.register_hook(lambda g: tensors[name].update(g=g.flatten(0, -2)))
 
     for name in tensors:

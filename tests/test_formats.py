@@ -1,11 +1,11 @@
-"""Formats hold exactly the numbers of their definition; rounding goes to the nearest of them."""
+"""Formats have exactly the numbers of their definition, and rounding is to the nearest."""
 
 import pytest
 import torch
 
 from lowprec.formats import E4M3, E5M2, INT8, parse_format, representable, round_to_format
 
-ENUMERATED = {  # positive numbers, written out
+ENUMERATED = {  # positive numbers
     "e2m1": [0.5, 1, 1.5, 2, 3, 4, 6],
     "e1m2": [0.5, 1, 1.5, 2, 2.5, 3, 3.5],
     "e3m0": [2.0**k for k in range(-2, 5)],
@@ -16,12 +16,12 @@ ENUMERATED = {  # positive numbers, written out
 NAMES = ["int8", "e4m3", "e5m2", *ENUMERATED, "e7m10", "e7m0", "e5m10"]
 
 
-def every_bfloat16():
+def all_bfloat16():
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     return bits.view(torch.bfloat16).float()
 
 
-def every_finite(dtype):
+def all_finite(dtype):
     values = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(dtype).float()
     return values[values.isfinite()].unique()
 
@@ -36,7 +36,7 @@ def test_small_formats_have_the_listed_numbers(name):
 
 @pytest.mark.parametrize("format", [E4M3, E5M2], ids=lambda format: format.name)
 def test_fp8_formats_have_torchs_numbers(format):
-    assert torch.equal(representable(format), every_finite(format.dtype))
+    assert torch.equal(representable(format), all_finite(format.dtype))
     assert format.max == torch.finfo(format.dtype).max
 
 
@@ -46,7 +46,7 @@ def test_int8_is_symmetric():
 
 @pytest.mark.parametrize("format", [E4M3, E5M2], ids=lambda format: format.name)
 def test_rounding_equals_torchs_casts_for_all_bfloat16(format):
-    x = every_bfloat16()
+    x = all_bfloat16()
     x = x[x.abs() <= format.max]
     assert len(x) > 30_000
     cast = x.to(format.dtype).float()

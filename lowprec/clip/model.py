@@ -210,8 +210,8 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 def _transformers(model: nn.Module) -> list[nn.Module]:
     towers = (model.visual, getattr(model, "text", model))
-    found = (getattr(tower, "transformer", None) for tower in towers)
-    return [transformer for transformer in found if hasattr(transformer, "resblocks")]
+    transformers = (getattr(tower, "transformer", None) for tower in towers)
+    return [transformer for transformer in transformers if hasattr(transformer, "resblocks")]
 
 
 def compile_blocks(model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Our models are open_clip's: same names, same numbers, weights to and fro."""
+"""Models equal open_clip's in names and numbers; recipes, weights and compilation."""
 
 import copy
 import dataclasses
@@ -147,7 +147,7 @@ def test_normalize_is_open_clips_preprocessing():
 
 
 def products_and_gradients(model, monkeypatch):
-    """Products of each graph that a compiled step makes, forward first, and all gradients."""
+    """Products in each graph of a compiled step, forward first, and all gradients."""
     counts = []
 
     def count(graph, _):
@@ -178,7 +178,7 @@ def test_compiling_twice_checkpoints_once(monkeypatch):
         assert block.forward.args[0].__func__ is type(block).forward
 
 
-@pytest.mark.filterwarnings("ignore")  # torch.compile warns of its own ways
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own warnings
 def test_compiled_block_recomputes_only_what_gradients_need(monkeypatch):
     torch.manual_seed(0)
     model = build_model(ModelConfig(**TINY | {"vision_layers": 1, "text_layers": 1}))
@@ -187,7 +187,7 @@ def test_compiled_block_recomputes_only_what_gradients_need(monkeypatch):
     counts, expected = products_and_gradients(model, monkeypatch)
     assert counts == [4, 4, 8, 8]  # forward of two towers; backward: of inputs and of weights
     counts, found = products_and_gradients(checkpointed, monkeypatch)
-    assert counts == [4, 4, 11, 11]  # again all but the last
+    assert counts == [4, 4, 11, 11]  # recomputes all but the last
     assert list(found) == list(expected)
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
@@ -227,11 +227,11 @@ def test_recipe_high_equals_open_clip(intervention):
     assert [name for name, _ in model.named_parameters()] == names
     model.load_state_dict(state)
     *found, gradients = features_and_gradients(model, *batch)
-    for value, wanted in zip(found, expected, strict=True):
-        torch.testing.assert_close(value, wanted, atol=1e-6, rtol=0)
+    for value, target in zip(found, expected, strict=True):
+        torch.testing.assert_close(value, target, atol=1e-6, rtol=0)
     assert gradients.keys() == expected_gradients.keys()
-    for name, wanted in expected_gradients.items():
-        torch.testing.assert_close(gradients[name], wanted, atol=2e-5, rtol=1e-4, msg=name)
+    for name, target in expected_gradients.items():
+        torch.testing.assert_close(gradients[name], target, atol=2e-5, rtol=1e-4, msg=name)
 
 
 @pytest.mark.parametrize("recipe", sorted({*RECIPES} - {"high"}))
@@ -241,9 +241,9 @@ def test_recipes_are_close_to_open_clip_but_not_equal(recipe):
     layers = set_precision(model, PrecisionConfig(recipe=recipe))
     assert [layer.swapped for layer in layers] == [True] * 8
     near_image, near_text, near_gradients = features_and_gradients(model, *batch)
-    bound = 0.1 if "fp8" in recipe else 0.04  # noise of a product: 3% and 0.7%, of some in a row
-    for value, wanted in ((near_image, image), (near_text, text)):
-        error = ((value - wanted).norm() / wanted.norm()).item()
+    bound = 0.1 if "fp8" in recipe else 0.04  # one product: 3% and 0.7%
+    for value, target in ((near_image, image), (near_text, text)):
+        error = ((value - target).norm() / target.norm()).item()
         assert error < bound and (error > 1e-5) == (recipe != "autograd_high")
     name = "visual.transformer.resblocks.0.mlp.c_fc.weight"
     error = (near_gradients[name] - gradients[name]).norm() / gradients[name].norm()

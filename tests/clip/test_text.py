@@ -20,10 +20,6 @@ def test_small_vocabulary_keeps_start_and_end_largest():
     assert ((tokens == 511).sum(dim=1) == 1).all()
 
 
-def test_one_text_is_a_batch_of_one():
-    assert Tokenizer(8)("a cat").shape == (1, 8)
-
-
 def test_imagenet_has_1000_names_and_80_templates():
     assert len(imagenet("classnames")) == 1000
     templates = imagenet("templates")

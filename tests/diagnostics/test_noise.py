@@ -97,7 +97,7 @@ def test_operand_error_is_predicted_from_the_steps_of_its_format(format, granula
 @pytest.mark.parametrize("format", [E4M3, E5M2], ids=lambda f: f.name)
 def test_fp8_error_is_proportional_to_the_operand(format):
     octaves = torch.rand(500, 400, generator=torch.Generator().manual_seed(0)) * 6
-    x = 2**octaves  # mantissas spread evenly in their logarithm
+    x = 2**octaves  # logarithms of mantissas are uniform
     x[0, 0] = format.max * 2.0 ** (8 - math.ceil(math.log2(format.max)))  # scale: a power of two
     relative = error_variance(x, format, "tensorwise") / x.square().mean().item()
     assert relative == pytest.approx(2 * math.log(2) / 3 * 4**-format.mantissa_bits / 12, rel=0.02)
@@ -133,7 +133,7 @@ def test_dot_product_error_grows_with_the_inner_dimension_as_predicted(formats, 
         assert measured == pytest.approx(predicted, rel=0.1)
         result[K] = measured
     growth = result[4096] / result[64]
-    # 64 of it the number of terms; the rest int8's step, the largest of more elements
+    # a factor of 64 from the number of terms; for int8 more, as the scale grows with the elements
     assert 60 < growth < (150 if formats[0] is INT8 else 75)
 
 

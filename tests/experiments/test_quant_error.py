@@ -1,4 +1,4 @@
-"""quant_error: what it catches of a run, its rows, its table, and lines of normal numbers."""
+"""quant_error: captured tensors, rows, the table, and lines for random numbers."""
 
 import json
 import math
@@ -107,7 +107,7 @@ def test_random_numbers_give_a_line_per_case_and_dimension(tmp_path, capsys):
         (case, dim) for dim in (64, 256) for case in quant_error.CASES
     ]
     assert all(row["correct"] and row["slug"] == quant_error.SLUG for row in rows)
-    main(replace(config, inner_dims=[2]))  # a few steps of the format: not as predicted
+    main(replace(config, inner_dims=[2]))  # too few elements for the prediction
     assert "False" in str([row["correct"] for f in file.parent.iterdir() for row in read_rows(f)])
 
 

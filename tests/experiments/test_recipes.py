@@ -1,4 +1,4 @@
-"""Every recipe trains the nano model."""
+"""All recipes train the nano model."""
 
 import math
 
@@ -8,7 +8,7 @@ from lowprec.nn.recipe import RECIPES
 from lowprec.runs.read import read_rows
 
 FAST = ("high", "switchback", "llm_int8", "hw_fp8_switchback")
-CHANCE, LEAST = math.log(16), math.log(4)  # of 16 pairs, of which four each share a caption
+CHANCE, LEAST = math.log(16), math.log(4)  # 16 pairs, of which groups of four share a caption
 
 
 @pytest.mark.parametrize(

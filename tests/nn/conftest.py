@@ -1,4 +1,4 @@
-"""The oracle of the layers, as a fixture."""
+"""The oracle for layers, as a fixture."""
 
 import importlib.util
 from pathlib import Path

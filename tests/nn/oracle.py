@@ -1,6 +1,6 @@
-"""The three products of every recipe in float64, from the table of recipes: no code of ours.
+"""The three products of all recipes in float64, from a table of its own, without lowprec.
 
-Operands are quantized by float32 division and torch's own casts; what follows is float64.
+Operands are quantized by float32 division and torch's casts; everything else is float64.
 """
 
 import torch
@@ -37,7 +37,7 @@ TABLE = {  # recipe: operands of output (x, w), grad_input (g, w), grad_weight (
 
 
 def quantized(x, how):
-    """float64 of q * scale, before any rounding of that product."""
+    """q * scale in float64, unrounded."""
     format, granularity = how.split()
     x = x.float()
     if granularity == "blocks":
@@ -52,30 +52,30 @@ def quantized(x, how):
     return q.double() * scale.double()
 
 
-def product(a, b, how, dtype, simulated):
-    """a @ b.T in float64 of two [rows, contracted] operands given as functions of their storage."""
+def product(a, b, how, dtype, fake_quantized):
+    """a @ b.T in float64; an operand is (tensor as stored, whether it must be transposed first)."""
     (a, a_transposed), (b, b_transposed) = a, b
     if how is None:
         a, b = a.to(dtype).double(), b.to(dtype).double()
     else:
         a, b = (quantized(x, h) for x, h in zip((a, b), how, strict=True))
-        if simulated:
+        if fake_quantized:
             a, b = a.to(dtype).double(), b.to(dtype).double()
     a, b = (a.T if a_transposed else a), (b.T if b_transposed else b)
     return a @ b.T
 
 
 def expected_of(name, x, w, bias, g, dtype):
-    """(output, grad_input, grad_weight, grad_bias) in float64, for g of the 16-bit dtype."""
+    """(output, grad_input, grad_weight, grad_bias) in float64; x and g are rounded to dtype."""
     output, grad_input, grad_weight = TABLE[name]
-    simulated = name.startswith("fp8")
+    fake_quantized = name.startswith("fp8")
     x, g = x.to(dtype), g.to(dtype)
-    y = product((x, False), (w, False), output, dtype, simulated)
+    y = product((x, False), (w, False), output, dtype, fake_quantized)
     y = y if bias is None else y + bias.double()
     saved = quantized(x, output[0]).to(dtype) if name == "switchback_m" else x
     return (
         y,
-        product((g, False), (w, True), grad_input, dtype, simulated),
-        product((g, True), (saved, True), grad_weight, dtype, simulated),
+        product((g, False), (w, True), grad_input, dtype, fake_quantized),
+        product((g, True), (saved, True), grad_weight, dtype, fake_quantized),
         g.double().sum(dim=0),
     )

@@ -1,4 +1,4 @@
-"""Attention against what it replaces: nn.MultiheadAttention and open_clip's own."""
+"""Attention against the modules that it replaces: nn.MultiheadAttention and open_clip's."""
 
 import pytest
 import torch

@@ -94,7 +94,7 @@ def test_text_tower_stays_causal(model, pair):
     to_int8(model)
     assert [block.attn.causal for block in blocks(model)] == [False, True]
     later = tokens.clone()
-    later[:, 5] = 7  # behind token 4, which must not see it
+    later[:, 5] = 7  # after token 4, which must not attend to it
     with torch.no_grad():
         hidden = [
             model.transformer(model.token_embedding(t), attn_mask=model.attn_mask)
@@ -186,7 +186,7 @@ def test_recipe_for_int8_layers_is_refused(model, where):
         with pytest.raises(ValueError, match=f"{where[0]} is already int8"):
             change()
     assert [type(module) for module in model.modules()] == before
-    apply_recipe(model, "switchback", ["out_proj"])  # others still can
+    apply_recipe(model, "switchback", ["out_proj"])  # other layers can still change
 
 
 def test_load_converts_further_layers(model, pair, tmp_path):

@@ -1,4 +1,4 @@
-"""The room's README is true."""
+"""The README's example runs."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 README = Path(__file__).parents[2] / "lowprec" / "nn" / "README.md"
 
 
-@pytest.mark.filterwarnings("ignore")  # open_clip's, about weights that are not pretrained
+@pytest.mark.filterwarnings("ignore")  # from open_clip, about missing pretrained weights
 def test_open_clip_example_runs():
     [example] = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     names = {}

@@ -1,4 +1,4 @@
-"""The table of recipes, and recipes of one's own that a config writes."""
+"""The table of recipes, and custom recipes from a config."""
 
 import pytest
 
@@ -9,7 +9,7 @@ INT8 = {"format": "int8", "x": "rowwise", "w": "tensorwise"}
 
 
 def written(product):
-    """A product as the oracle's table writes it."""
+    """A product in the notation of the oracle's table."""
     if product is None:
         return None
     operands = (product.first, product.second)
@@ -73,7 +73,7 @@ def test_int8_scale_along_the_contracted_dimension_is_refused(product, operand, 
 
 
 @pytest.mark.parametrize(
-    "products, told",
+    "products, message",
     [
         ({"grad_bias": "high"}, "grad_bias"),
         ({"output": "low"}, "output=low"),
@@ -89,6 +89,6 @@ def test_int8_scale_along_the_contracted_dimension_is_refused(product, operand, 
         (None, "output, grad_input, grad_weight"),
     ],
 )
-def test_invalid_custom_recipe_is_refused(products, told):
-    with pytest.raises(ValueError, match=told):
+def test_invalid_custom_recipe_is_refused(products, message):
+    with pytest.raises(ValueError, match=message):
         custom_recipe(products)

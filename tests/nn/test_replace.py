@@ -90,14 +90,14 @@ def test_fused_mlp_saves_its_input_and_gelus_input():
 INPUTS = ("x", "c_fc.weight", "c_fc.bias", "c_proj.weight", "c_proj.bias")
 
 
-def backward_of_mlp(wanted):
-    """Gradients of some inputs of a fused MLP, products of the backward, numbers that it kept."""
+def backward_of_mlp(requested):
+    """Requested gradients of a fused MLP, 16-bit products in backward, sizes of saved tensors."""
     model, x, saved = block(), torch.randn(2, 5, 64), []
     apply_recipe(model, "switchback")
     mlp = model.block.mlp
     tensors = dict(mlp.named_parameters()) | {"x": x}
     for name, tensor in tensors.items():
-        tensor.requires_grad_(name in wanted)
+        tensor.requires_grad_(name in requested)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         output = mlp(x)
     with FlopCounterMode(display=False) as counter:
@@ -109,7 +109,7 @@ def backward_of_mlp(wanted):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "products", "kept", "int8"),  # products in 16 bit: those in int8 are not counted
+    ("requested", "products", "kept", "int8"),  # 16-bit products only
     [
         (INPUTS, 2, {640, 2560}, 2),
         (("x",), 0, {2560}, 2),
@@ -120,12 +120,12 @@ def backward_of_mlp(wanted):
         (("x", "c_proj.weight"), 1, {2560}, 2),
     ],
 )
-def test_fused_mlp_computes_and_saves_what_requested_gradients_need(wanted, products, kept, int8):
-    found, *costs = backward_of_mlp(wanted)
+def test_fused_mlp_does_only_what_requested_gradients_need(requested, products, kept, int8):
+    found, *costs = backward_of_mlp(requested)
     assert costs == [products, kept, int8]
     expected = backward_of_mlp(INPUTS)[0]
     for name, gradient in found.items():
-        assert gradient is None if name not in wanted else torch.equal(gradient, expected[name])
+        assert gradient is None if name not in requested else torch.equal(gradient, expected[name])
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # by torch.compile itself
@@ -209,7 +209,7 @@ def test_error_leaves_the_model_unchanged(earlier):
 
 
 def test_layer_that_its_owner_never_calls_is_ignored():
-    model = nn.TransformerEncoderLayer(64, 4, batch_first=True)  # its dropout keeps the attention
+    model = nn.TransformerEncoderLayer(64, 4, batch_first=True)  # has dropout: not replaceable
     with pytest.raises(ValueError, match="no linear layer matches out_proj"):
         apply_recipe(model, "switchback", ["out_proj"])
 
@@ -220,14 +220,14 @@ def test_lone_layer_is_refused():
 
 
 class Scaled(nn.Linear):
-    """As LoRA: an nn.Linear that computes something else."""
+    """A subclass, as in LoRA, that computes something else."""
 
     def forward(self, x):
         return super().forward(x) * 3
 
 
 class Halved(SwitchBackLinear):
-    """A subclass of ours by others."""
+    """A foreign subclass of SwitchBackLinear."""
 
     def forward(self, x):
         return super().forward(x) / 2
@@ -304,7 +304,7 @@ def test_hook_on_a_child_of_a_fused_mlp_is_called():
 
 
 class Attends(nn.Module):
-    """Calls attention as open_clip's block does not: for its weights, without a batch."""
+    """Calls attention differently from open_clip's block: for its weights, without a batch."""
 
     def __init__(self):
         super().__init__()

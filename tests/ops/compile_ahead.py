@@ -1,10 +1,10 @@
-"""Compiles every kernel, of lowprec/ops and of the optimizer, as it is launched, without a GPU.
+"""Compiles all kernels of lowprec/ops and the optimizer, as they are launched, without a GPU.
 
     python tests/ops/compile_ahead.py             prints registers, spills and shared memory as JSON
     python tests/ops/compile_ahead.py --record    writes them to tests/ops/budgets.json
 
-The host functions run on meta tensors, with the kernels replaced by recorders: what they would
-launch is what is compiled. TRITON_INTERPRET must not be set.
+The host functions run on meta tensors, with recorders in place of the kernels, and what they would
+launch is compiled. TRITON_INTERPRET must not be set.
 """
 
 import importlib
@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -44,13 +45,13 @@ BF16, FP32, FP8, FP8_WIDE = torch.bfloat16, torch.float32, E4M3.dtype, E5M2.dtyp
 
 
 def find_kernels() -> dict[str, JITFunction]:
-    """Kernels of the room: what is launched, not what they call."""
-    found = {}
+    """Kernels that are launched, without the functions that they call."""
+    kernels = {}
     for module in MODULES:
         for name, member in vars(module).items():
             if isinstance(member, JITFunction) and name.endswith("_kernel"):
-                found[name] = member
-    return found
+                kernels[name] = member
+    return kernels
 
 
 def _tensor(*shape, dtype=BF16):
@@ -71,7 +72,7 @@ def _gelu_backward(features, format):
 
 
 def _optimizer(dtype):
-    """All launches of a step that clips and of one that does not."""
+    """Launches of a step with clipping and of one without."""
     sizes = (100_000, 5)
     columns = [[_tensor(size, dtype=kind) for size in sizes] for kind in (dtype, dtype, FP32, FP32)]
     lost = [None, None] if dtype == FP32 else [_tensor(size, dtype=dtype) for size in sizes]
@@ -83,83 +84,68 @@ def _optimizer(dtype):
         step.update(values, _tensor(dtype=FP32), _tensor(2, dtype=FP32), is_clipped)
 
 
-CASES = {  # name: (launches it, architectures)
-    "rows int8 of bf16, 1280": (
-        lambda: quantize.quantize_rows(_tensor(4096, 1280), INT8), (80, 90),
-    ),
-    "rows int8 of bf16, 5120": (
-        lambda: quantize.quantize_rows(_tensor(4096, 5120), INT8), (80, 90),
-    ),
-    "int8 rows back to bf16": (
-        lambda: quantize.dequantize_rows(
-            _tensor(4096, 1280, dtype=torch.int8), _tensor(4096, 1, dtype=FP32), BF16
-        ), (80, 90),
-    ),
-    "rows int8 of bf16, 16384": (
-        lambda: quantize.quantize_rows(_tensor(4096, 16384), INT8), (80, 90),
-    ),
-    "rows int8 of bf16, 20000 in two reads": (
-        lambda: quantize.quantize_rows(_tensor(4096, 20000), INT8), (80, 90),
-    ),
-    "rows int8 of fp32, 1000": (
-        lambda: quantize.quantize_rows(_tensor(4096, 1000, dtype=FP32), INT8), (80, 90),
-    ),
-    "rows int8 of bf16, 5120, with sum": (
-        lambda: quantize.quantize_rows_and_sum(_tensor(4096, 5120), INT8), (80, 90),
-    ),
-    "rows e5m2 of bf16, 1280, with sum": (
-        lambda: quantize.quantize_rows_and_sum(_tensor(4096, 1280), E5M2), (80, 90),
-    ),
-    "rows e4m3 of bf16, 1280": (lambda: quantize.quantize_rows(_tensor(4096, 1280), E4M3), (90,)),
-    "tensor int8 of fp32, both": (
-        lambda: quantize.quantize_tiles(
-            _tensor(5120, 1280, dtype=FP32), INT8, "tensorwise", rows=True, transposed=True
-        ), (80, 90),
-    ),
-    "tensor e4m3 of fp32, both": (
-        lambda: quantize.quantize_tiles(
-            _tensor(5120, 1280, dtype=FP32), E4M3, "tensorwise", rows=True, transposed=True
-        ), (90,),
-    ),
-    "columns int8 of bf16, transposed": (
-        lambda: quantize.quantize_tiles(
-            _tensor(5120, 1280), INT8, "columnwise", rows=False, transposed=True
-        ), (80, 90),
-    ),
-    "tensor e5m2 of bf16": (
-        lambda: quantize.quantize_tiles(
-            _tensor(4096, 1280), E5M2, "tensorwise", rows=True, transposed=False
-        ), (80, 90),
-    ),
-    "int8 to bf16": (lambda: _matmul(torch.int8, torch.int8, BF16, 1280), (80, 90)),
+def _rows(k, format, dtype=BF16, quantize_rows=quantize.quantize_rows):
+    quantize_rows(_tensor(4096, k, dtype=dtype), format)
+
+
+def _dequantize():
+    scale = _tensor(4096, 1, dtype=FP32)
+    quantize.dequantize_rows(_tensor(4096, 1280, dtype=torch.int8), scale, BF16)
+
+
+def _tiles(m, format, granularity, rows=True, transposed=True, dtype=FP32):
+    x = _tensor(m, 1280, dtype=dtype)
+    quantize.quantize_tiles(x, format, granularity, rows=rows, transposed=transposed)
+
+
+def _gelu(features, format):
+    gelu.gelu_quantize(_tensor(4096, features), format)
+
+
+ALL, HOPPER, I8, TERMS = (80, 90), (90,), torch.int8, matmul.MAX_INT8_TERMS
+AND_SUM = {"quantize_rows": quantize.quantize_rows_and_sum}
+ONLY_T, ONLY_ROWS = {"rows": False, "dtype": BF16}, {"transposed": False, "dtype": BF16}
+CASES = {  # name: (launches, architectures)
+    "rows int8 of bf16, 1280": (partial(_rows, 1280, INT8), ALL),
+    "rows int8 of bf16, 5120": (partial(_rows, 5120, INT8), ALL),
+    "int8 rows back to bf16": (_dequantize, ALL),
+    "rows int8 of bf16, 16384": (partial(_rows, 16384, INT8), ALL),
+    "rows int8 of bf16, 20000 in two reads": (partial(_rows, 20000, INT8), ALL),
+    "rows int8 of fp32, 1000": (partial(_rows, 1000, INT8, FP32), ALL),
+    "rows int8 of bf16, 5120, with sum": (partial(_rows, 5120, INT8, **AND_SUM), ALL),
+    "rows e5m2 of bf16, 1280, with sum": (partial(_rows, 1280, E5M2, **AND_SUM), ALL),
+    "rows e4m3 of bf16, 1280": (partial(_rows, 1280, E4M3), HOPPER),
+    "tensor int8 of fp32, both": (partial(_tiles, 5120, INT8, "tensorwise"), ALL),
+    "tensor e4m3 of fp32, both": (partial(_tiles, 5120, E4M3, "tensorwise"), HOPPER),
+    "columns int8 of bf16, transposed": (partial(_tiles, 5120, INT8, "columnwise", **ONLY_T), ALL),
+    "tensor e5m2 of bf16": (partial(_tiles, 4096, E5M2, "tensorwise", **ONLY_ROWS), ALL),
+    "int8 to bf16": (partial(_matmul, I8, I8, BF16, 1280), ALL),
     "int8 to bf16, rows of both, no bias": (
-        lambda: _matmul(torch.int8, torch.int8, BF16, 5120, b_rows=True, bias=False), (80, 90),
+        partial(_matmul, I8, I8, BF16, 5120, b_rows=True, bias=False), ALL,
     ),
-    "int8 to fp32": (lambda: _matmul(torch.int8, torch.int8, FP32, 1280), (80, 90)),
-    "int8 to fp32 in parts": (
-        lambda: _matmul(torch.int8, torch.int8, FP32, 2 * matmul.MAX_INT8_TERMS, bias=False), (90,),
-    ),
-    "int8 to bf16, odd sizes": (lambda: _matmul(torch.int8, torch.int8, BF16, 100, n=63), (80, 90)),
-    "e4m3 to bf16": (lambda: _matmul(FP8, FP8, BF16, 1280), (90,)),
-    "e4m3 to bf16, long": (lambda: _matmul(FP8, FP8, BF16, 5120), (90,)),
-    "e4m3 to fp32, long": (lambda: _matmul(FP8, FP8, FP32, 5120), (90,)),
-    "e4m3 to bf16, odd sizes": (lambda: _matmul(FP8, FP8, BF16, 100, n=63), (90,)),
-    "e5m2 by e4m3 to bf16": (lambda: _matmul(FP8_WIDE, FP8, BF16, 1280, bias=False), (90,)),
+    "int8 to fp32": (partial(_matmul, I8, I8, FP32, 1280), ALL),
+    "int8 to fp32 in parts": (partial(_matmul, I8, I8, FP32, 2 * TERMS, bias=False), HOPPER),
+    "int8 to bf16, odd sizes": (partial(_matmul, I8, I8, BF16, 100, n=63), ALL),
+    "e4m3 to bf16": (partial(_matmul, FP8, FP8, BF16, 1280), HOPPER),
+    "e4m3 to bf16, long": (partial(_matmul, FP8, FP8, BF16, 5120), HOPPER),
+    "e4m3 to fp32, long": (partial(_matmul, FP8, FP8, FP32, 5120), HOPPER),
+    "e4m3 to bf16, odd sizes": (partial(_matmul, FP8, FP8, BF16, 100, n=63), HOPPER),
+    "e5m2 by e4m3 to bf16": (partial(_matmul, FP8_WIDE, FP8, BF16, 1280, bias=False), HOPPER),
     "e5m2 by e4m3 to bf16, long": (
-        lambda: _matmul(FP8_WIDE, FP8, BF16, 5120, a_rows=False, bias=False), (90,),
+        partial(_matmul, FP8_WIDE, FP8, BF16, 5120, a_rows=False, bias=False), HOPPER,
     ),
-    "e5m2 to bf16": (lambda: _matmul(FP8_WIDE, FP8_WIDE, BF16, 1280), (80, 90)),
-    "gelu int8 of bf16, 5120": (lambda: gelu.gelu_quantize(_tensor(4096, 5120), INT8), (80, 90)),
-    "gelu e4m3 of bf16, 8192": (lambda: gelu.gelu_quantize(_tensor(4096, 8192), E4M3), (90,)),
-    "gelu backward int8 of bf16, 5120": (lambda: _gelu_backward(5120, INT8), (80, 90)),
-    "optimizer, fp32": (lambda: _optimizer(FP32), (80, 90)),
-    "optimizer, bf16": (lambda: _optimizer(BF16), (80, 90)),
-    "gelu backward e5m2 of bf16, 8192": (lambda: _gelu_backward(8192, E5M2), (80, 90)),
+    "e5m2 to bf16": (partial(_matmul, FP8_WIDE, FP8_WIDE, BF16, 1280), ALL),
+    "gelu int8 of bf16, 5120": (partial(_gelu, 5120, INT8), ALL),
+    "gelu e4m3 of bf16, 8192": (partial(_gelu, 8192, E4M3), HOPPER),
+    "gelu backward int8 of bf16, 5120": (partial(_gelu_backward, 5120, INT8), ALL),
+    "optimizer, fp32": (partial(_optimizer, FP32), ALL),
+    "optimizer, bf16": (partial(_optimizer, BF16), ALL),
+    "gelu backward e5m2 of bf16, 8192": (partial(_gelu_backward, 8192, E5M2), ALL),
 }  # fmt: skip
 
 
 class Recorder:
-    """Stands for a kernel: keeps the arguments of its launches."""
+    """Replaces a kernel and records the arguments of its launches."""
 
     def __init__(self, name: str, launches: list):
         self.name, self.launches = name, launches
@@ -169,7 +155,7 @@ class Recorder:
 
 
 def launches_of(case, capability: int) -> list:
-    """(kernel name, arguments, keywords) of what a case launches on an architecture."""
+    """(kernel name, arguments, keywords) of each launch of a case on an architecture."""
     launches, kept = [], {}
     replaced = {name: Recorder(name, launches) for name in KERNELS}
     replaced["num_sms"] = lambda device: 132
@@ -188,7 +174,7 @@ def launches_of(case, capability: int) -> list:
 
 
 def compile_launch(name: str, args: tuple, kwargs: dict, capability: int) -> dict[str, int]:
-    """Registers, spilled bytes and shared memory of a kernel, specialized as a launch would."""
+    """Registers, spilled bytes and shared memory of a kernel, specialized as in a launch."""
     kernel = KERNELS[name]
     options = {key: kwargs[key] for key in OPTIONS if key in kwargs}
     signature, constants, attributes = {}, {}, {}
@@ -222,15 +208,15 @@ def compile_launch(name: str, args: tuple, kwargs: dict, capability: int) -> dic
 
 
 def measure() -> dict[str, dict[str, int]]:
-    """Of every case, kernel and architecture: the worst of its launches."""
+    """The worst launch of each case, kernel and architecture."""
     measured = {}
     for name, (case, capabilities) in CASES.items():
         for capability in capabilities:
             for kernel, args, kwargs in launches_of(case, capability):
-                found = compile_launch(kernel, args, kwargs, capability)
+                cost = compile_launch(kernel, args, kwargs, capability)
                 key = f"sm_{capability} {kernel}: {name}"
-                worst = measured.get(key, found)
-                measured[key] = {unit: max(found[unit], worst[unit]) for unit in found}
+                worst = measured.get(key, cost)
+                measured[key] = {unit: max(cost[unit], worst[unit]) for unit in cost}
     return measured
 
 

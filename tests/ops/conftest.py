@@ -1,19 +1,19 @@
-"""Fixtures of the kernels' tests: outputs that begin as poison."""
+"""Fixtures for the kernels' tests."""
 
 import pytest
 import torch
 
-INTEGER_POISON = 0x55  # of int8: 85
+INTEGER_POISON = 0x55  # 85 in int8
 
 
 @pytest.fixture(autouse=True)
-def kernels_interpreted_right(right_interpreter):
-    """All tests of this room."""
+def use_right_interpreter(right_interpreter):
+    """Applies to all tests of this folder."""
 
 
 @pytest.fixture
 def poisoned(monkeypatch):
-    """Fills what torch.empty and torch.empty_like give: an element never written is seen."""
+    """Fills new tensors with poison, so that elements which are never written are detected."""
 
     def poison(make):
         def made(*args, **kwargs):

@@ -1,8 +1,8 @@
 """Makes Triton's interpreter round and multiply as a GPU does.
 
-Its own casts truncate to bfloat16, and lose carries and ties of float8; its products of bfloat16
-multiply the bits; its fused multiply-add rounds twice. torch's casts are right, so they and
-products go through torch, multiply-adds through float64.
+The interpreter truncates casts to bfloat16, mishandles carries and ties of float8, multiplies the
+bits of bfloat16 and rounds a fused multiply-add twice. The patch does casts and products in torch
+and multiply-adds in float64.
 """
 
 import numpy as np
@@ -29,27 +29,27 @@ def _to_torch(data: np.ndarray, dtype: tl.dtype) -> torch.Tensor:
 
 
 def convert_float(input, input_dtype, output_dtype, rounding_mode):
-    """In place of the interpreter's: bits in, bits out, to nearest, ties to even."""
+    """Casts bits to bits, to nearest, ties to even."""
     output = _to_torch(input, input_dtype).to(DTYPES[output_dtype])
     bits = output.view(BITS[output.element_size()]).numpy()
     return bits.view(f"u{bits.itemsize}").reshape(input.shape)
 
 
 def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
-    """In place of the interpreter's: exact products, added in float64, then rounded once."""
+    """Adds exact products in float64 and rounds once."""
     product = _to_torch(a.data, a.dtype).double() @ _to_torch(b.data, b.dtype).double()
     return TensorHandle((product.numpy() + d.data).astype(d.data.dtype), d.dtype.scalar)
 
 
 def create_fma(self, x, y, z):
-    """In place of the interpreter's, which rounds the product: float64 holds it exactly."""
+    """Computes the product exactly, in float64."""
     with np.errstate(all="ignore"):  # inf - inf, as on a GPU
         found = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data.astype(np.float64)
         return TensorHandle(found.astype(z.data.dtype), z.dtype.scalar)
 
 
 def patch(monkeypatch) -> None:
-    """Until the monkeypatch is undone."""
+    """Patches the interpreter until the monkeypatch is undone."""
     monkeypatch.setattr(interpreter, "_convert_float", convert_float)
     monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
     monkeypatch.setattr(InterpreterBuilder, "create_fma", create_fma)

@@ -1,4 +1,4 @@
-"""Which implementation an operation takes, and that every one keeps the same contract."""
+"""The choice of an implementation, and the contract that all of them keep."""
 
 import pytest
 import torch
@@ -19,14 +19,14 @@ def test_cpu_uses_the_reference(format):
 
 
 @pytest.mark.parametrize(
-    "capability, taken",
+    "capability, supported",
     [((8, 0), {"int8", "e5m2"}), ((8, 6), {"int8", "e5m2"})]
     + [(c, {"int8", "e4m3", "e5m2"}) for c in ((8, 9), (9, 0), (10, 0))],
 )
-def test_gpu_uses_kernels_for_supported_formats(monkeypatch, capability, taken):
+def test_gpu_uses_kernels_for_supported_formats(monkeypatch, capability, supported):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     for name in ("int8", "e4m3", "e5m2", "e2m1"):
-        expected = "triton" if name in taken else "reference"
+        expected = "triton" if name in supported else "reference"
         assert ops.takes("auto", parse_format(name), GPU) == expected
         assert ops.takes("reference", parse_format(name), GPU) == "reference"
 
@@ -54,7 +54,7 @@ def test_layouts_contain_the_same_numbers(device, format, granularity):
 
 
 def assert_fake_is_true(op, kernel, *arguments):
-    """Shapes, dtypes and strides that torch.compile is told, against those of the host function."""
+    """Compares shapes, dtypes and strides of the fake op with those of the host function."""
     real = kernel(*arguments)
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in arguments]

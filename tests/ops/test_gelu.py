@@ -1,4 +1,4 @@
-"""The kernels that quantize around a GELU against `reference`, from which an erf may differ."""
+"""The kernels that quantize around a GELU against `reference`, up to the last bit of erf."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from lowprec.formats import E4M3, E5M2, INT8
 from lowprec.ops import reference
 from lowprec.ops import triton_gelu as kernels
 
-# An erf of another library may round GELU's result the other way: one unit in its last place.
+# Another erf may round GELU's result differently: one unit in the last place.
 ULP = {torch.float32: 2.0**-19, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 pytestmark = pytest.mark.usefixtures("poisoned")
 each_format = pytest.mark.parametrize("format", [INT8, E4M3, E5M2], ids=lambda f: f.name)
@@ -21,10 +21,10 @@ def make(shape, dtype, device, seed):
 
 
 def assert_quantized(q, scale, of, format):
-    """The quantized tensor is that of the values: to the bit when interpreted.
+    """Checks the quantized tensor against the values: bit for bit in the interpreter.
 
-    A GPU fuses multiplications and additions otherwise in each kernel, so there a value may fall
-    to the other side of a tie now and then.
+    On a GPU, kernels fuse multiplications and additions differently, so that few values may fall to
+    the other side of a tie.
     """
     expected, expected_scale = reference.quantize(of, format, "rowwise")
     assert q.dtype == format.dtype and scale.shape == expected_scale.shape
@@ -41,9 +41,9 @@ def test_gelu_backward_quantizes_the_gradient_it_returns(device, shape, dtype, f
     out, grad, q, scale, sums = kernels.gelu_backward_quantize(h, g, format)
     expected_out, expected_grad, *_ = reference.gelu_backward_quantize(h, g, format)
     size = g.abs().double() * 1.2
-    for found, wanted, by in ((out, expected_out, h.abs().double()), (grad, expected_grad, size)):
-        assert found.dtype == dtype
-        assert ((found.double() - wanted.double()).abs() <= ULP[dtype] * by + 1e-6).all()
+    for result, target, by in ((out, expected_out, h.abs().double()), (grad, expected_grad, size)):
+        assert result.dtype == dtype
+        assert ((result.double() - target.double()).abs() <= ULP[dtype] * by + 1e-6).all()
     assert_quantized(q, scale, grad, format)
     torch.testing.assert_close(sums, grad.float().sum(dim=0), rtol=1e-5, atol=1e-5)
 

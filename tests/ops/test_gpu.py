@@ -1,4 +1,4 @@
-"""What only a GPU shows: compiled and captured steps, large tensors, real casts and sums."""
+"""Tests that need a GPU: compiled and captured steps, large tensors, hardware casts and sums."""
 
 import pytest
 import torch
@@ -11,11 +11,11 @@ from lowprec.ops import reference
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # that torch 2.11 gives of itself
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # from torch 2.11 itself
 ]
 NATIVE = [name for name, recipe in RECIPES.items() if recipe.is_native and recipe.output]
-# Share of the norm: a multiply-add or a sum in another order moves a value to the next bfloat16,
-# and fp8 is added in 22 bits.
+# Relative to the norm: a multiply-add or another order of sums can change a value to the next
+# bfloat16, and fp8 is added in 22 bits.
 TOLERANCE = {"int8": 1e-3, "e4m3": 4e-3}
 
 
@@ -137,7 +137,7 @@ def test_offsets_beyond_int32():
         assert torch.equal(q[-4:], expected) and not q[:8].any()
     w = torch.randint(-127, 128, (16, k), dtype=torch.int8, device="cuda")
     one = torch.ones(1, 1, device="cuda")
-    for part in (q, q[:, : k - 8].contiguous()):  # by either kernel
+    for part in (q, q[:, : k - 8].contiguous()):  # one for each kernel
         out = ops.matmul(part, w[:, : part.shape[1]].contiguous(), one, one, None, torch.bfloat16)
         last = part[-4:].double() @ w[:, : part.shape[1]].double().T
         assert torch.equal(out[-4:], last.to(torch.bfloat16)) and not out[:8].any()

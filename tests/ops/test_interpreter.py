@@ -1,4 +1,4 @@
-"""The patched interpreter casts and multiplies as torch does; what it says can be trusted."""
+"""The patched interpreter casts and multiplies as torch does."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def _fma_kernel(x_ptr, y_ptr, z_ptr, out_ptr, SIZE: tl.constexpr):
     tl.store(out_ptr + at, tl.fma(x, y, z))
 
 
-def every_bfloat16():
+def all_bfloat16():
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     return bits.view(torch.bfloat16)
 
@@ -40,7 +40,7 @@ def cast(x, dtype):
 
 
 def test_all_bfloat16_cast_to_float32_exactly():
-    x = every_bfloat16()
+    x = all_bfloat16()
     bits = cast(x, torch.float32).view(torch.int32)
     assert torch.equal(bits, x.float().view(torch.int32))
 
@@ -50,7 +50,7 @@ def test_all_bfloat16_cast_to_float32_exactly():
 )
 def test_casts_round_like_torch(dtype):
     generator = torch.Generator().manual_seed(0)
-    near = every_bfloat16().float()  # every binade, also the ties of float8
+    near = all_bfloat16().float()  # all binades, with the ties of float8
     near = near[near.abs() <= torch.finfo(dtype).max][: 2**15]
     random = torch.randn(2**15, generator=generator) * 10
     for x in (random, torch.nn.functional.pad(near, (0, 2**15 - len(near)))):
@@ -78,7 +78,7 @@ def test_integer_dot_is_exact():
 def test_fma_rounds_once():
     generator = torch.Generator().manual_seed(0)
     x, y = (torch.randn(1024, generator=generator) for _ in range(2))
-    z, out = -(x * y), torch.empty(1024)  # what is left is the rounding of the product
+    z, out = -(x * y), torch.empty(1024)  # leaves the rounding error of the product
     _fma_kernel[(1,)](x, y, z, out, SIZE=1024)
     assert torch.equal(out.double(), x.double() * y.double() + z.double())
     assert (out != 0).any()

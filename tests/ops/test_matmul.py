@@ -1,4 +1,4 @@
-"""The Triton kernels that multiply agree with `reference.matmul`, which agrees with float64."""
+"""The matmul kernels match `reference.matmul`, which matches float64."""
 
 import pytest
 import torch
@@ -11,8 +11,8 @@ SHAPES = [(1, 1, 1), (63, 100, 77), (128, 257, 64), (150, 33, 300), (5, 300, 129
 ALIGNED = [(150, 272, 304), (1, 16, 16), (300, 528, 128)]  # rows of 16 bytes
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FP8 = [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)]
-# fp8 products of the same numbers, added in another order: float32, or on a GPU the 22 bits of the
-# matrix unit's accumulator (14 below the largest term). Of the sum of magnitudes.
+# Relative to the sum of magnitudes: fp8 products are added in another order in float32, or on a GPU
+# in the 22 bits of the matrix unit's accumulator (14 below the largest term).
 ADDED = 2e-6 if not torch.cuda.is_available() else 2.0**-12
 EPS = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
@@ -48,7 +48,7 @@ def launch_tma(a, b, a_scale, b_scale, bias, dtype):
 
 
 def assert_int8_agrees(found, arguments):
-    """Exactly, but for a multiply-add that a GPU rounds once where the definition rounds twice."""
+    """Exact, except that a GPU rounds a multiply-add once and the definition twice."""
     expected = reference.matmul(*arguments)
     assert found.dtype == expected.dtype and found.shape == expected.shape
     if found.is_cuda:

@@ -1,4 +1,4 @@
-"""The Triton kernels that quantize give the bits of `reference.quantize`, and what those are."""
+"""The quantizing kernels match `reference.quantize` bit for bit, and properties of the latter."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 def make(shape, dtype, device, seed=0):
-    """Numbers over many binades, some rows and columns dead."""
+    """Numbers over many binades, with zero rows and columns."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator) * torch.randn(shape, generator=generator).exp()
     if shape[0] > 4 and shape[1] > 4:
@@ -27,7 +27,7 @@ def make(shape, dtype, device, seed=0):
 
 
 def bits(x):
-    """Of any dtype, NaN included; on the CPU."""
+    """The bytes of a tensor, on the CPU."""
     return x.cpu().contiguous().view(torch.uint8)
 
 
@@ -37,7 +37,7 @@ def assert_same(found, expected, what):
 
 
 def by_kernels(x, format, granularity):
-    """(q_MK, q_KM or None, scale) of the host functions."""
+    """(q_MK, q_KM or None, scale) from the host functions."""
     if granularity == "rowwise":
         q, scale = kernels.quantize_rows(x, format)
         return q, None, scale
@@ -47,7 +47,7 @@ def by_kernels(x, format, granularity):
 def check(x, format, granularity):
     q, q_transposed, scale = by_kernels(x, format, granularity)
     expected, expected_scale = reference.quantize(x, format, granularity)
-    nan = expected_scale.isnan()  # NaN has many bits
+    nan = expected_scale.isnan()  # NaN has many bit patterns
     assert torch.equal(scale.isnan(), nan)
     assert_same(scale.nan_to_num(7.0), expected_scale.nan_to_num(7.0), "scale")
     assert_same(q, expected, "q")
@@ -72,9 +72,9 @@ def test_single_layout_matches_reference(device, granularity, rows, transposed):
         x, INT8, granularity, rows=rows, transposed=transposed
     )
     expected, expected_scale = reference.quantize(x, INT8, granularity)
-    given, other, wanted = (q, q_transposed, expected) if rows else (q_transposed, q, expected.T)
+    result, other, target = (q, q_transposed, expected) if rows else (q_transposed, q, expected.T)
     assert other.numel() == 0
-    assert_same(given, wanted.contiguous(), "q")
+    assert_same(result, target.contiguous(), "q")
     assert_same(scale, expected_scale, "scale")
 
 
@@ -146,7 +146,7 @@ def test_rows_with_column_sums_match_reference(
 
 @each_format
 def test_quotients_are_correctly_rounded(device, format):
-    """Of numbers at and beside the ties of the format, by divisors of every kind."""
+    """Divides numbers at and next to the ties of a format by random scales."""
     tie = (representable(format)[1:] + representable(format)[:-1]) / 2
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
@@ -182,7 +182,7 @@ def test_largest_magnitude_maps_to_largest_number(granularity):
 
 def test_blocks_are_of_the_flattened_tensor():
     x = make((3, 65), torch.float32, "cpu")  # blocks of 128 elements: the first ends within row 1
-    x[2, 64] = 1000.0  # in the second block: the first must not change
+    x[2, 64] = 1000.0  # in the second block, so that the first does not change
     values = reference.fake_quantize(x, E4M3, "blocks", torch.float32)
     flat = x.flatten()
     for block, found in zip(flat.split(128), values.flatten().split(128), strict=True):
