@@ -214,16 +214,10 @@ def measure_random(config: QuantErrorConfig) -> None:
             measured, predicted = dot_error_variance(x, w, formats, GRANULARITIES)
             ratio = measured / predicted
             lines.write(
-                case,
-                f"{ROWS}x{dim}x{COLUMNS}",
-                "float32",
-                ratio_to="predicted",
-                ratio=ratio,
+                case, f"{ROWS}x{dim}x{COLUMNS}", "float32", inner_dim=dim,
+                measured=measured, predicted=predicted, ratio_to="predicted", ratio=ratio,
                 correct=abs(ratio - 1) <= TOLERANCE,
-                inner_dim=dim,
-                measured=measured,
-                predicted=predicted,
-            )
+            )  # fmt: skip
 
 
 if __name__ == "__main__":
