@@ -72,7 +72,7 @@ def test_case_of_ours_that_is_wrong_or_fails_has_no_number(lines):
     assert lines.lines["high"]["correct"] is True
 
 
-def test_case_of_open_clip_that_fails_is_no_error_of_ours(lines):
+def test_failing_case_of_open_clip_does_not_fail_the_command(lines):
     rows = lines({"open_clip": RuntimeError("CUDA out of memory")})
     assert rows["open_clip"]["ms"] is None and rows["high"]["ratio"] == 1
 
