@@ -43,11 +43,11 @@ OF_AUTOCAST = ("precision.autocast", "scaler.name", "scaler.init_scale", "scaler
 
 def columns(heads: pd.DataFrame) -> list[str]:
     """The columns of `Runs.runs` in which runs that are compared must agree, besides the seed."""
-    found = [key for key in KEY if key in heads]
-    found += [key for key in heads if key.startswith(f"{PRODUCTS}.")]
+    keys = [key for key in KEY if key in heads]
+    keys += [key for key in heads if key.startswith(f"{PRODUCTS}.")]
     if "data.name" in heads and (heads["data.name"] == "stream").any():
-        found += [key for key in OF_STREAM if key in heads]
-    return found
+        keys += [key for key in OF_STREAM if key in heads]
+    return keys
 
 
 def belongs(heads: pd.DataFrame, varied: str) -> list[str]:
@@ -88,8 +88,15 @@ def matched(heads: pd.DataFrame, varied: str, values: Collection) -> pd.DataFram
     return part[there == len(values)]
 
 
-def replicated(heads: pd.DataFrame) -> pd.DataFrame:
-    """The runs whose settings have two seeds or more; all runs where none has."""
+def comparable(heads: pd.DataFrame, varied: str) -> pd.DataFrame:
+    """The runs of those settings that were run with the same, most values of the varied one.
+
+    Settings with one seed are left out if others have two.
+    """
+    heads = one_variant(heads, varied)
+    values = heads[varied].groupby(signature(heads, varied)).agg(frozenset).to_list()
+    most = max(values, key=lambda some: (len(some), values.count(some)), default=frozenset())
+    heads = matched(heads, varied, most)
     seeds = heads["seed"].groupby(signature(heads, seed=False)).transform("nunique")
     return heads[seeds > 1] if (seeds > 1).any() else heads
 

@@ -151,7 +151,7 @@ def plot(frame: pd.DataFrame, ax: Axes, look: Look, title: str) -> Axes:
     below = ScaledTranslation(0, -LEGEND_DROP, ax.figure.dpi_scale_trans)
     ax.legend(
         handles.values(),
-        [label if len(label) <= LABEL_LENGTH else label.replace(" (", "\n(") for label in handles],
+        [wrap(label) for label in handles],
         loc="upper left",
         bbox_to_anchor=(0, 0),
         bbox_transform=ax.transAxes + below,
@@ -161,10 +161,20 @@ def plot(frame: pd.DataFrame, ax: Axes, look: Look, title: str) -> Axes:
     return ax
 
 
+def wrap(label: str) -> str:
+    """A long label in two lines."""
+    return label if len(label) <= LABEL_LENGTH else label.replace(" (", "\n(")
+
+
+def models(frame: pd.DataFrame) -> str:
+    """`ViT-B/32 and ViT-H/14`: the models of the runs."""
+    return join(map(style.model, frame["model"].unique()))
+
+
 def title(frame: pd.DataFrame) -> str:
     """`ViT-B/32 (paper scale)`: the model of a panel."""
     model = frame["model"].iloc[0]
-    return f"{style.MODELS.get(model, model)} ({frame['scale'].iloc[0]} scale)"
+    return f"{style.model(model)} ({frame['scale'].iloc[0]} scale)"
 
 
 def num_columns(num: int) -> int:
@@ -185,10 +195,12 @@ def panels(
     return axes[:num]
 
 
-def draw_models(frame: pd.DataFrame, figure: Figure, plot: Callable, lines: int = 1) -> None:
-    """A whole figure: a panel a model, small to large. `lines`: of a legend, for each label."""
+def draw_models(frame: pd.DataFrame, figure: Figure, plot: Callable) -> None:
+    """Draws a whole figure: a panel for each model, from small to large."""
     models = sorted(frame["model"].unique(), key=lambda name: style.rank(name, style.MODELS))
-    lines *= frame.groupby("model")["label"].nunique().max()
+    labels = frame.drop_duplicates(["model", "label"])
+    heights = labels["label"].map(lambda label: 1 + wrap(label).count("\n"))
+    lines = heights.groupby(labels["model"]).sum().max()
     for model, ax in zip(models, panels(figure, len(models), lines), strict=True):
         plot(frame[frame["model"] == model], ax)
 
@@ -204,7 +216,7 @@ def caption(frame: pd.DataFrame, after: str) -> str:
     """Models, data, runs, smoothing, which runs are incomplete. `after`: `figure 2`, or nothing."""
     runs = frame.drop_duplicates("run")
     widths = sorted({style.smoothing_width(steps) for steps in runs["num_steps"]})
-    models = [style.MODELS.get(name, name) for name in frame["model"].unique()]
+    models = [style.model(name) for name in frame["model"].unique()]
     text = (
         f"Training loss of {join(models)} on {join(runs['data'].unique())}: {len(runs)} "
         f"run{'s' if len(runs) > 1 else ''} at {join(runs['scale'].unique())} scale "
@@ -231,7 +243,7 @@ def caption_end(frame: pd.DataFrame, crosses: bool = True) -> str:
         named = runs[runs["label"].str.contains(f"({state}", regex=False)]
         if len(named):
             pairs = zip(named["model"], named["label"], strict=True)
-            shown = [f"{style.MODELS.get(model, model)} {label}" for model, label in pairs]
+            shown = [f"{style.model(model)} {label}" for model, label in pairs]
             text += f" {word}: {'; '.join(shown)}."
     return text
 

@@ -1,5 +1,6 @@
-"""What the judges of claims need: runs and benchmark lines of some folders, intervals, findings."""
+"""Evidence for claims: runs and benchmark lines, intervals over seeds, and rules for verdicts."""
 
+import contextlib
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from analysis import comparison, curves, spike_marks, style
 from analysis.bench import load_lines
 from analysis.load import NoRunsError, Runs, command, load_runs
 from lowprec.diagnostics.spikes import lag_coincidence, loss_spikes, rms_spikes
+from lowprec.runs.read import ENDED
 
 REPRODUCED, NOT, UNDECIDED = "reproduced", "not reproduced", "undecided"
 OUT, NO_RUNS = "out of reach at this scale", "no runs"
@@ -40,13 +42,13 @@ class Sample:
 
     @classmethod
     def of(cls, values: pd.Series) -> "Sample":
-        """The mean and interval of one value a seed."""
+        """The mean and interval of one value per seed."""
         values = values.to_numpy(float)
-        low = high = math.nan
+        half = math.nan
         if len(values) > 1:
-            half = stats.sem(values) * stats.t.ppf((1 + LEVEL) / 2, len(values) - 1)
-            low, high = values.mean() - half, values.mean() + half
-        return cls(float(values.mean()), float(low), float(high), len(values))
+            half = float(stats.sem(values) * stats.t.ppf((1 + LEVEL) / 2, len(values) - 1))
+        mean = float(values.mean())
+        return cls(mean, mean - half, mean + half, len(values))
 
     def __sub__(self, other: "Sample") -> "Sample":
         """The difference of the means of independent seeds."""
@@ -62,58 +64,50 @@ class Sample:
 
 
 class Evidence:
-    """The runs and benchmark lines at or below some folders."""
+    """The runs and benchmark lines at or below some folders; a copied run counts once."""
 
     def __init__(self, roots: list[Path | str]):
         self.roots = roots
-        heads = []
+        tables = [pd.DataFrame(columns=["run", "path", "experiment", "state", "scale"])]
         for root in roots:
-            try:
-                heads.append(load_runs(root).summaries)
-            except NoRunsError:
-                continue  # it may hold lines alone
-        self._heads = pd.concat(heads, ignore_index=True) if heads else pd.DataFrame()
-        if heads:
-            names = self._heads["path"].map(lambda path: Path(path).name)
-            copies = names.to_frame().assign(data=self._heads["data.digest"]).duplicated()
-            self._heads = self._heads[~copies].copy()  # a copy tells nothing new
-            twice = self._heads["run"].duplicated(keep=False)
-            self._heads.loc[twice, "run"] = self._heads.loc[twice, "path"].astype(str)
+            with contextlib.suppress(NoRunsError):  # it may hold benchmark lines alone
+                tables.append(load_runs(root).summaries)
+        summaries = pd.concat(tables[1:] or tables, ignore_index=True)
+        names = summaries["path"].map(lambda path: Path(path).name)
+        copies = pd.DataFrame({"name": names, "data": summaries.get("data.digest")}).duplicated()
+        summaries = summaries[~copies]
+        twice = summaries["run"].duplicated(keep=False)
+        self._summaries = summaries.assign(run=summaries["run"].mask(twice, summaries["path"]))
 
     def __len__(self) -> int:
-        """The number of runs, copies not counted."""
-        return len(self._heads)
+        """Number of runs."""
+        return len(self._summaries)
 
-    def runs(self, *experiments: str, needed: str = "paper") -> Runs:
-        """The runs of some experiments that ended, at the largest scale that has any.
+    def runs(self, *experiments: str) -> Runs:
+        """The runs of some experiments that ended, at the largest scale that has any."""
+        table = self._summaries
+        table = table[table["experiment"].isin(experiments) & table["state"].isin(ENDED)]
+        for scale in SCALES:
+            if (table["scale"] == scale).any():
+                return Runs(table[table["scale"] == scale])
+        raise lacking("", experiments[0])
 
-        `needed`: the scale whose command the NoRunsError names, if there are none.
-        """
-        heads = self._heads
-        if len(heads):
-            heads = heads[heads["experiment"].isin(experiments)]
-            heads = heads[heads["state"].isin(("finished", "diverged"))]
-            for scale in SCALES:
-                if (heads["scale"] == scale).any():
-                    return Runs(heads[heads["scale"] == scale])
-        raise lacking("", experiments[0], needed)
-
-    def outcomes(self, *experiments: str, needed: str = "paper") -> pd.DataFrame:
-        """Summaries with `accuracy` in % at the last step, and `loss`, the mean of the last 2%."""
-        runs = self.runs(*experiments, needed=needed)
-        heads = runs.runs
-        last = 100 * curves.last_accuracy(runs).astype(float)
-        steps = runs.metrics["run"].map(heads.set_index("run")["num_steps"])
+    def outcomes(self, *experiments: str) -> pd.DataFrame:
+        """`Runs.runs` with `accuracy` in % at the last step and `loss`, the mean of the last 2%."""
+        runs = self.runs(*experiments)
+        table = runs.runs
+        accuracy = 100 * curves.last_accuracy(runs).astype(float)
+        steps = runs.metrics["run"].map(table.set_index("run")["num_steps"])
         ends = runs.metrics[runs.metrics["step"] > 0.98 * steps]
         losses = ends.astype({"loss": float}).groupby("run")["loss"].mean()
-        return heads.assign(accuracy=heads["run"].map(last), loss=heads["run"].map(losses))
+        return table.assign(accuracy=table["run"].map(accuracy), loss=table["run"].map(losses))
 
     def spikes(self, *experiments: str) -> pd.DataFrame:
-        """Summaries with `lag_coincidence` of the patch embedding, by each run's protocol.
+        """`Runs.runs` with `lag_coincidence` for the patch embedding, by each run's protocol.
 
         Runs that agree in every setting and the seed, as when two studies share one, count once.
         """
-        runs = self.runs(*experiments, needed="mini")
+        runs = self.runs(*experiments)
         rows = []
         for head in comparison.distinct(runs.runs).to_dict("records"):
             protocol = spike_marks.protocol_of_run(head)
@@ -132,19 +126,17 @@ class Evidence:
             try:
                 tables.append(load_lines(root, slug))
             except NoRunsError as error:
-                _, absent, reason = str(error).rpartition("to make some: ")
-                reason += f" {keys}" if absent and keys else ""
+                reason = f"{str(error).rpartition('to make some: ')[2]} {keys}".strip()
         if not tables:
             raise NoRunsError(reason)
         return pd.concat(tables, ignore_index=True)
 
 
-def lacking(what: str, experiment: str, scale: str = "paper") -> NoRunsError:
-    """The error of a judge without evidence: what is missing, and the command that makes it."""
-    makes, small = command(experiment, scale), command(experiment, "mini")
-    if scale == "paper":
-        makes += f" {SHARDS}" + (f" or, small, {small}" if small.endswith("_mini") else "")
-    return NoRunsError(f"{what}{': ' if what else ''}{makes}")
+def lacking(what: str, experiment: str) -> NoRunsError:
+    """The error for missing evidence: what is missing, and the commands that make it."""
+    small = command(experiment, "mini")
+    text = f"{what}{': ' if what else ''}{command(experiment, 'paper')} {SHARDS}"
+    return NoRunsError(text + (f" or, small, {small}" if small.endswith("_mini") else ""))
 
 
 def share_interval(num: int, total: int) -> tuple[float, float]:
@@ -156,16 +148,15 @@ def share_interval(num: int, total: int) -> tuple[float, float]:
 def paired(runs: pd.DataFrame, varied: str, one: object, other: object, value: str) -> dict:
     """By model: the Sample of `value` at `varied` = one minus that at other, paired by seed.
 
-    Pairs agree in the whole comparison key. Where a model has several settings the one with the
-    most seeds counts. Runs without a value have no pair.
+    Pairs agree in every other setting. If a model has several settings, the one with the most seeds
+    counts. Runs without a value have no pair.
     """
     runs = comparison.matched(runs[runs[value].notna()], varied, (one, other))
     samples = {}
     for model, group in runs.groupby("model.name"):
         settings = comparison.signature(group, varied, seed=False)
-        seeds = group["seed"].groupby(settings).nunique()
-        usual = group[settings == seeds.idxmax()]
-        samples[model] = difference(usual, varied, one, other, value)
+        usual = group["seed"].groupby(settings).nunique().idxmax()
+        samples[model] = difference(group[settings == usual], varied, one, other, value)
     return dict(sorted(samples.items(), key=lambda pair: style.rank(pair[0], style.MODELS)))
 
 
@@ -176,16 +167,8 @@ def difference(runs: pd.DataFrame, varied: str, one: object, other: object, valu
     return Sample.of(sides[0] - sides[1])
 
 
-def comparable(runs: pd.DataFrame, varied: str) -> pd.DataFrame:
-    """The runs of those settings that were run with the same, most values of the varied one."""
-    runs = comparison.one_variant(runs, varied)
-    values = runs[varied].groupby(comparison.signature(runs, varied)).agg(frozenset).to_list()
-    most = max(values, key=lambda some: (len(some), values.count(some)), default=frozenset())
-    return comparison.replicated(comparison.matched(runs, varied, most))
-
-
 def at_scale(holds: bool, runs: pd.DataFrame | None = None) -> str:
-    """`reproduced` or not; names the scale of runs that are not at the paper's."""
+    """`reproduced` or not, with the scale of runs that are smaller than the paper's."""
     verdict = REPRODUCED if holds else NOT
     scale = "paper" if runs is None else runs["scale"].iloc[0]
     return verdict if scale == "paper" else f"{verdict} at {scale} scale"
@@ -194,10 +177,20 @@ def at_scale(holds: bool, runs: pd.DataFrame | None = None) -> str:
 def decide(
     ours: str, holds: bool | None, seeds: int, runs: pd.DataFrame | None = None, why: str = ""
 ) -> Finding:
-    """Holds or not; undecided for one seed whatever it shows, and with `why` where unknown."""
+    """A verdict; undecided if there is one seed, and with `why` if `holds` is None."""
     if seeds < 2:
         return Finding(ours, UNDECIDED, "one seed")
     return Finding(ours, UNDECIDED, why) if holds is None else Finding(ours, at_scale(holds, runs))
+
+
+def above(low: float, high: float, bar: float) -> bool | None:
+    """Whether a whole interval lies above `bar` (True), none of it (False), or neither (None)."""
+    return True if low > bar else False if high <= bar else None
+
+
+def all_or_none(holds: pd.Series) -> bool | None:
+    """True if all hold, False if none does, else None."""
+    return True if holds.all() else None if holds.any() else False
 
 
 def equal(ours: str, sample: Sample, margin: float) -> Finding:
@@ -212,13 +205,15 @@ def larger(
     ours: str, sample: Sample, runs: pd.DataFrame | None = None, unless: str = ""
 ) -> Finding:
     """A difference above 0: the whole interval, or none of it; `unless`: why that is too little."""
-    holds = True if sample.low > 0 and not unless else False if sample.high <= 0 else None
+    holds = above(sample.low, sample.high, 0)
+    if holds and unless:
+        holds = None
     return decide(ours, holds, sample.num, runs, unless or "the interval holds 0: more seeds")
 
 
 def out_of_reach(ours: str, runs: pd.DataFrame, needed: str) -> Finding:
     """What our runs show, and why they cannot decide."""
-    models = curves.join(style.MODELS.get(name, name) for name in runs["model.name"].unique())
+    models = curves.join(map(style.model, runs["model.name"].unique()))
     data = curves.join(runs["data.name"].unique())
     steps = curves.join(sorted(runs["num_steps"].astype(int).unique()))
     return Finding(ours, OUT, f"needs: {needed}; ours: {models} on {data}, {steps} steps")

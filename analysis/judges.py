@@ -1,7 +1,7 @@
 """How each kind of claim is judged: functions from the evidence, and a few settings, to a finding.
 
-A judge raises NoRunsError, naming what is missing and the command that makes it, where there is
-nothing to judge by.
+A judge raises NoRunsError, which names what is missing and the commands that make it, if there is
+no evidence.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,20 +19,20 @@ H14 = paper.ACCURACY_MODEL
 LARGE = ("vit_l14", "vit_h14")
 H14_KEYS = "model=vit_h14 model.patch_dropout=0.5 batch_size=256 compile=true checkpointing=true"
 BF16 = "bf16"
-COLLAPSED = 0.5  # of bf16's accuracy: less counts as diverged
-TRAINS = 0.05  # of bf16's loss
+COLLAPSED = 0.5  # share of bf16's accuracy: a run below it counts as diverged
+TRAINS = 0.05  # excess over bf16's loss, as a share of it
 SLOPE = 0.05  # of the exponent of the inner dimension
 NO_GAIN = 2.0  # % of time: less is no speed-up
 ABOUT = 2.0  # points of a share that the paper gives as "about"
 SHARE = 0.8  # of loss spikes that follow: less is not the paper's 28 of 30
 SURE = 0.5  # what the interval of that share must lie above; that of 28 of 30 begins at 79%
 SPIKES = "num_loss_spikes"
-OPTIMIZERS = {name: shown for name, (shown, *_) in style.OPTIMIZERS.items()}
+OPTIMIZERS = {name: in_print for name, (in_print, *_) in style.OPTIMIZERS.items()}
 PRINTED = {"model.name": style.MODELS, "optimizer.name": OPTIMIZERS}  # varied: names in print
 
 
 def accuracy(
-    found: Evidence,
+    records: Evidence,
     varied: str,
     one: object,
     other: object,
@@ -44,33 +44,33 @@ def accuracy(
 ) -> Finding:
     """Judges the accuracy at `varied` = one minus that at other, paired by seed, for some models.
 
-    `rule` takes our numbers in words and the Sample of each model. `only`: columns and the value
-    that runs must have. `show_all`: lists the mean at each value, whether or not there are pairs.
+    `rule` takes our numbers in words and the Sample of each model. `only`: values of columns that
+    runs must have. `show_all`: lists the mean at each value, with or without pairs.
     """
-    runs = found.outcomes(*studies)
+    runs = records.outcomes(*studies)
     for column, value in (only or {}).items():
         runs = runs[runs[column] == value]
     if runs["accuracy"].isna().all():
         raise lacking("runs with evaluation=zero_shot", studies[0])
     samples = evidence.paired(runs, varied, one, other, "accuracy")
-    parts = [f"{_model(model)} {sample}" for model, sample in samples.items()]
+    parts = [f"{style.model(model)} {sample}" for model, sample in samples.items()]
     if show_all:
         means = runs.groupby(["model.name", varied])["accuracy"].mean()
-        of_value = f", {comparison.short(varied)} "
-        parts += [f"{_model(m)}{of_value}{v:g}: {mean:.2f}%" for (m, v), mean in means.items()]
+        key = comparison.short(varied)
+        parts += [f"{style.model(m)}, {key} {v:g}: {mean:.2f}%" for (m, v), mean in means.items()]
     elif not samples:
         raise lacking(f"{one} and {other} with equal settings and seed", studies[0])
     ours = "; ".join(parts)
-    if runs["scale"].iloc[0] != "paper" or not set(models) <= set(samples):
-        shown = runs if show_all else runs[runs["model.name"].isin(samples)]
-        needed = f"{join(map(_model, models))} at paper scale"
-        return evidence.out_of_reach(ours, shown, needed)
-    return rule(ours, *(samples[model] for model in models))
+    if runs["scale"].iloc[0] == "paper" and set(models) <= set(samples):
+        return rule(ours, *(samples[model] for model in models))
+    if not show_all:
+        runs = runs[runs["model.name"].isin(samples)]
+    return evidence.out_of_reach(ours, runs, f"{join(map(style.model, models))} at paper scale")
 
 
-def diverges(found: Evidence, precision: str, studies: Sequence[str]) -> Finding:
+def diverges(records: Evidence, precision: str, studies: Sequence[str]) -> Finding:
     """Judges whether every run of the large models diverges, or loses half of bf16's accuracy."""
-    runs = found.outcomes(*studies)
+    runs = records.outcomes(*studies)
     part = runs[runs["precision.label"] == precision]
     if part.empty:
         raise lacking(precision, studies[0])
@@ -78,64 +78,58 @@ def diverges(found: Evidence, precision: str, studies: Sequence[str]) -> Finding
     low = part["accuracy"] < COLLAPSED * part["model.name"].map(base)
     diverged = (part["state"] == "diverged") | low
     counts = diverged.groupby(part["model.name"]).agg(["sum", "count"])
-    order = sorted(counts.index, key=lambda name: style.rank(name, style.MODELS))
+    counts = counts.loc[sorted(counts.index, key=lambda name: style.rank(name, style.MODELS))]
     ours = "; ".join(
-        f"{_model(name)}: {counts['sum'][name]} of {counts['count'][name]} runs diverged"
-        for name in order
+        f"{style.model(name)}: {row['sum']} of {row['count']} runs diverged"
+        for name, row in counts.iterrows()
     )
     is_large = part["model.name"].isin(LARGE)
     if runs["scale"].iloc[0] != "paper" or not is_large.any():
         return evidence.out_of_reach(ours, runs, "ViT-L/14 or ViT-H/14 at paper scale")
     seeds = part[is_large].groupby("model.name")["seed"].nunique().min()
-    holds = True if diverged[is_large].all() else None if diverged[is_large].any() else False
+    holds = evidence.all_or_none(diverged[is_large])
     return decide(ours, holds, seeds, runs, "some diverged, some did not")
 
 
-def fix(found: Evidence, change: str, helps: bool) -> Finding:
+def fix(records: Evidence, change: str, helps: bool) -> Finding:
     """Judges one change to fp8 tensor-wise training by whether it trains as bf16 does."""
-    runs = found.outcomes("fp8_fixes")
+    runs = records.outcomes("fp8_fixes")
     is_fp8 = runs["precision.label"] == "fp8_tensorwise"
     clips = runs["optimizer.name"] == "adamw_clip"
     changes = runs["intervention.name"].where(~clips, "gradient clipping")
     arm = pd.Series(BF16, runs.index).where(~is_fp8, changes.replace("none", "plain"))
     names = (BF16, "plain", change)
-    absent = [name for name in names if not (arm == name).any()]
-    if absent:
-        raise lacking(", ".join(absent), "fp8_fixes")
     same = comparison.signature(runs, "precision.label", "optimizer.name", "intervention.name")
     shared = set.intersection(*(set(same[arm == name]) for name in names))
     if not shared:
-        raise lacking(f"{join(names)} of equal settings and seed", "fp8_fixes")
+        raise lacking(f"{join(names)} with equal settings and seed", "fp8_fixes")
     arms = {name: runs[(arm == name) & same.isin(shared)] for name in names}
     seeds = arms[BF16]["seed"].nunique()
     trains = {name: _trains(group, arms[BF16]) for name, group in arms.items()}
     ours = "; ".join(f"{name}: {_ends(group)}" for name, group in arms.items())
     if trains["plain"] and seeds > 1:
         return evidence.out_of_reach(ours, runs, "fp8 that fails without a change; here it trains")
-    trains[BF16] = trains[BF16] or None  # where it fails nothing can be held beside it
+    trains[BF16] = trains[BF16] or None  # a baseline that fails decides nothing
     unknown = [name for name in names if trains[name] is None]
     holds = None if unknown else trains[change] == helps
     why = f"{', '.join(unknown)}: seeds differ by more than the margin, or diverge"
     return decide(f"{ours} ({seeds} seeds)", holds, seeds, runs, why)
 
 
-def features(found: Evidence, stopped: bool) -> Finding:
+def features(records: Evidence, stopped: bool) -> Finding:
     """Judges whether E[abs(x_k)] grows with depth and training, or layer-scale stops that."""
     study = "feature_magnitude"
     try:
-        runs = found.runs(study, needed="mini")
+        runs = records.runs(study)
     except NoRunsError:
         if stopped:
             raise
-        runs = found.runs("update_clipping", "loss_curves", needed="mini")
+        runs = records.runs("update_clipping", "loss_curves")
     frame = figures.load(study).query(runs)
-    if frame.empty:
-        raise lacking("block statistics", study, "mini")
     growth = {kind: _growth(part) for kind, part in frame.groupby("intervention")}
     kinds = ("none", "zero_init") if stopped else ("none",)
-    absent = sorted(set(kinds) - set(growth))
-    if absent:
-        raise lacking(f"intervention={' and '.join(absent)}", study, "mini")
+    if not set(kinds) <= set(growth):
+        raise lacking(f"block statistics with intervention={' and '.join(kinds)}", study)
     ours = "; ".join(_growth_in_words(kind, growth[kind]) for kind in kinds)
     part = frame[frame["intervention"].isin(kinds)]
     seeds = part.groupby(["intervention", "model"])["seed"].nunique().min()
@@ -144,13 +138,13 @@ def features(found: Evidence, stopped: bool) -> Finding:
         return decide(ours, holds, seeds, runs.runs)
     grows = (growth["none"] > 1).all(axis=1)
     ours += f", both above 1 in {grows.sum()}"
-    holds = True if grows.all() else None if grows.any() else False
+    holds = evidence.all_or_none(grows)
     return decide(ours, holds, seeds, runs.runs, "both ratios in some runs, not in all")
 
 
-def noise(found: Evidence) -> Finding:
+def noise(records: Evidence) -> Finding:
     """Judges whether the variance of a quantized dot product grows with its inner dimension."""
-    lines = found.lines("quantization_variance")
+    lines = records.lines("quantization_variance")
     slopes = {
         case: np.polyfit(np.log(part["inner_dim"]), np.log(part["measured"]), 1)[0]
         for case, part in lines.groupby("case")
@@ -161,9 +155,9 @@ def noise(found: Evidence) -> Finding:
     return Finding(ours, at_scale(min(slopes.values()) >= 1 - SLOPE))
 
 
-def end_to_end(found: Evidence, baseline: str, case: str) -> Finding:
+def end_to_end(records: Evidence, baseline: str, case: str) -> Finding:
     """Judges the least time saved for ViT-H/14 over all shapes; for LLM.int8() the largest."""
-    frame = figures.load("end_to_end_speed").query(found.lines("model", H14_KEYS))
+    frame = figures.load("end_to_end_speed").query(records.lines("model", H14_KEYS))
     frame = frame[(frame["model"] == H14) & (frame["baseline"] == baseline)]
     mine = frame[frame["series"] == case]
     if mine.empty:
@@ -175,14 +169,14 @@ def end_to_end(found: Evidence, baseline: str, case: str) -> Finding:
         return Finding(ours, at_scale(mine["value"].max() <= NO_GAIN))
     high = frame[frame["series"] == "high"].set_index("shape")["value"]
     saved = [f"{value:.1f}%" for value in high.reindex(mine["shape"]).dropna()]
-    shows = baseline == "open_clip" and saved
-    why = f"our model in 16 bit saves {join(saved)} of it already" if shows else ""
+    is_standard = baseline == "open_clip" and saved
+    why = f"our model in 16 bit saves {join(saved)} of it already" if is_standard else ""
     return Finding(ours, at_scale(mine["value"].min() >= paper.END_TO_END[0]), why)
 
 
-def quantize_share(found: Evidence) -> Finding:
+def quantize_share(records: Evidence) -> Finding:
     """Judges whether quantizing is a small share of a layer's time, and smaller with dim."""
-    frame = figures.load("quantize_share").query(found.lines("ops"))
+    frame = figures.load("quantize_share").query(records.lines("ops"))
     mine = frame[(frame["source"] != paper.SOURCE) & frame["dim"].isin(paper.DIMS)]
     mine = mine[mine["series"] == "int8"].sort_values("dim")
     if mine.empty:
@@ -199,7 +193,7 @@ def quantize_share(found: Evidence) -> Finding:
 
 
 def spike_trend(
-    found: Evidence,
+    records: Evidence,
     varied: str,
     studies: Sequence[str],
     optimizers: Sequence[str] = ("adamw",),
@@ -210,13 +204,13 @@ def spike_trend(
 
     Values are ordered from small to large, optimizers as in the style.
     """
-    counts = found.spikes(*studies)
+    counts = records.spikes(*studies)
     counts = counts[counts["optimizer.name"].isin(optimizers)]
-    counts = evidence.comparable(counts[counts["optimizer.beta2"] >= least_beta2], varied)
+    counts = comparison.comparable(counts[counts["optimizer.beta2"] >= least_beta2], varied)
     table = PRINTED.get(varied, {})
     values = sorted(counts[varied].unique(), key=lambda v: style.rank(v, table) if table else v)
     if len(values) < 2:
-        raise lacking(f"two values of {varied}, all else equal", studies[0], "mini")
+        raise lacking(f"two values of {varied}, all else equal", studies[0])
     means = [counts.loc[counts[varied] == value, SPIKES].mean() for value in values]
     names = [table[v] if v in table else f"{comparison.short(varied)} {v:g}" for v in values]
     sample = evidence.difference(counts, varied, values[-1], values[0], SPIKES)
@@ -224,19 +218,19 @@ def spike_trend(
     ours = f"loss spikes a run: {ours}; last minus first {sample} ({_runs(counts)})"
     if not max(means[1:] if gone else means):
         return Finding(ours, UNDECIDED, "none at any other value either" if gone else "no spikes")
-    falls = any(a > b for a, b in zip(means, means[1:], strict=False))
-    unless = "fewer at some larger value" if falls else ""
     if gone:
         unless = "fewer, not none" if means[0] else ""
+    else:
+        unless = "fewer at some larger value" if (np.diff(means) < 0).any() else ""
     return evidence.larger(ours, sample, counts, unless)
 
 
-def follow(found: Evidence, studies: Sequence[str]) -> Finding:
+def follow(records: Evidence, studies: Sequence[str]) -> Finding:
     """Judges the share of AdamW's loss spikes that follow an RMS spike of the patch embedding."""
-    counts = found.spikes(*studies)
+    counts = records.spikes(*studies)
     counts = counts[(counts["optimizer.name"] == "adamw") & counts["has_rms"]]
     if counts.empty:
-        raise lacking("AdamW with RMS_t of the patch embedding", studies[0], "mini")
+        raise lacking("AdamW with RMS_t of the patch embedding", studies[0])
     total, num = int(counts[SPIKES].sum()), int(counts["num_following"].sum())
     if not total:
         return Finding(f"no loss spike in {_runs(counts)}", UNDECIDED, "nothing spiked")
@@ -253,63 +247,58 @@ def follow(found: Evidence, studies: Sequence[str]) -> Finding:
     return decide(ours, holds, spiked["seed"].nunique(), counts, why)
 
 
-def scale_falls(found: Evidence) -> Finding:
+def scale_falls(records: Evidence) -> Finding:
     """Judges whether a dynamic loss scale falls at loss spikes more often than anywhere else."""
-    runs, steps = _scaled(found, "dynamic")
+    runs, steps = _scaled(records, "dynamic")
     num_spikes, falls = int(steps["spike"].sum()), steps[steps["falls"]]
     if not num_spikes:
-        return Finding(f"no loss spike in {_runs(runs.runs)}", UNDECIDED, "nothing spiked")
+        return Finding(f"no loss spike in {_runs(runs)}", UNDECIDED, "nothing spiked")
     seeds = steps.loc[steps["spike"], "seed"].nunique()
     if falls.empty:
-        ours = f"{num_spikes} loss spikes, the scale never falls ({_runs(runs.runs)})"
-        return decide(ours, False, seeds, runs.runs)
+        ours = f"{num_spikes} loss spikes, the scale never falls ({_runs(runs)})"
+        return decide(ours, False, seeds, runs)
     num, total = int(falls["near"].sum()), len(falls)
     chance = falls["run"].map(steps.groupby("run")["near"].mean()).mean()
     low, high = evidence.share_interval(num, total)
     ours = (
         f"{num} of {total} falls of the scale are at one of {num_spikes} loss spikes "
-        f"({num / total:.0%} [{low:.0%}, {high:.0%}]), by chance {chance:.1%} ({_runs(runs.runs)})"
+        f"({num / total:.0%} [{low:.0%}, {high:.0%}]), by chance {chance:.1%} ({_runs(runs)})"
     )
-    holds = True if low > chance else False if high <= chance else None
-    return decide(ours, holds, seeds, runs.runs, "the interval holds chance")
+    holds = evidence.above(low, high, chance)
+    return decide(ours, holds, seeds, runs, "the interval holds chance")
 
 
-def tensor_skips(found: Evidence) -> Finding:
+def tensor_skips(records: Evidence) -> Finding:
     """Judges whether runs with a fixed scale reach their end by skipping single tensors."""
-    runs, steps = _scaled(found, "fixed")
-    heads = runs.runs
-    ended, num_spikes = int((heads["state"] == "finished").sum()), int(steps["spike"].sum())
+    runs, steps = _scaled(records, "fixed")
+    num_ended, num_spikes = int((runs["state"] == "finished").sum()), int(steps["spike"].sum())
     skipping = steps[steps["skipped"] > 0]
     is_single = skipping["skipped"] < skipping["tensors"]
     ours = (
-        f"{ended} of {len(heads)} runs reach their end; {num_spikes} loss spikes; in "
+        f"{num_ended} of {len(runs)} runs reach their end; {num_spikes} loss spikes; in "
         f"{len(skipping)} steps a tensor is skipped, in {int(is_single.sum())} of them not all, "
-        f"{int(skipping['near'].sum())} at a loss spike ({_runs(heads)})"
+        f"{int(skipping['near'].sum())} at a loss spike ({_runs(runs)})"
     )
-    if ended < len(heads):
-        return decide(ours, False, heads["seed"].nunique(), heads)
+    if num_ended < len(runs):
+        return decide(ours, False, runs["seed"].nunique(), runs)
     if not num_spikes or skipping.empty:
         return Finding(ours, UNDECIDED, "no loss spike, or nothing was skipped")
     holds = True if is_single.any() else None
-    return decide(ours, holds, skipping["seed"].nunique(), heads, "no single tensor skipped")
+    return decide(ours, holds, skipping["seed"].nunique(), runs, "no single tensor skipped")
 
 
-def schedules(found: Evidence) -> Finding:
+def schedules(records: Evidence) -> Finding:
     """Lists the last losses by schedule of beta2; the paper gives no number to judge them by."""
-    runs = found.outcomes("beta2_schedule", needed="mini")
+    runs = records.outcomes("beta2_schedule")
     means = runs.groupby("optimizer.beta2_decay", dropna=False)["loss"].mean()
     named = {f"1 - t^-{k:g}" if k == k else "constant": mean for k, mean in means.items()}
     ours = "; ".join(f"{name}: last loss {loss:.3g}" for name, loss in named.items())
     return Finding(f"{ours} ({_runs(runs)})", UNDECIDED, "the paper gives no number to compare")
 
 
-def _model(name: str) -> str:
-    return style.MODELS.get(name, name)
-
-
-def _runs(heads: pd.DataFrame) -> str:
-    seeds = heads["seed"].nunique()
-    return f"{len(heads)} runs, {'one seed' if seeds == 1 else f'{seeds} seeds'}"
+def _runs(runs: pd.DataFrame) -> str:
+    seeds = runs["seed"].nunique()
+    return f"{len(runs)} runs, {'one seed' if seeds == 1 else f'{seeds} seeds'}"
 
 
 def _trains(group: pd.DataFrame, base: pd.DataFrame) -> bool | None:
@@ -347,17 +336,17 @@ def _growth_in_words(kind: str, growth: pd.DataFrame) -> str:
     )
 
 
-def _scaled(found: Evidence, kind: str) -> tuple[Runs, pd.DataFrame]:
-    """The runs with a loss scaler, and a row for each of their steps after the ignored ones.
+def _scaled(records: Evidence, kind: str) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """`Runs.runs` with a loss scaler, and a row for each of their steps after the ignored ones.
 
     Columns: run, seed, `spike` (a loss spike begins), `near` (at most the protocol's `within` steps
     from one), `falls` (the scale does, those `within` steps after another left out), `skipped`
     tensors, and the number of `tensors` recorded.
     """
-    runs = found.runs("loss_scaler", needed="mini")
+    runs = records.runs("loss_scaler")
     runs = Runs(runs.runs[runs.runs["scaler.name"] == kind])
     if not len(runs):
-        raise lacking(f"scaler={kind}", "loss_scaler", "mini")
+        raise lacking(f"scaler={kind}", "loss_scaler")
     frames = []
     for head in runs.runs.to_dict("records"):
         protocol = spike_marks.protocol_of_run(head)
@@ -374,4 +363,4 @@ def _scaled(found: Evidence, kind: str) -> tuple[Runs, pd.DataFrame]:
         columns["skipped"] = metrics["skipped_tensors"].fillna(0).to_numpy()
         facts = {"run": head["run"], "seed": head["seed"], "tensors": series.rms.shape[1]}
         frames.append(pd.DataFrame(columns).assign(**facts).iloc[protocol.ignore_steps :])
-    return runs, pd.concat(frames, ignore_index=True)
+    return runs.runs, pd.concat(frames, ignore_index=True)

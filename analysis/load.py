@@ -5,9 +5,9 @@ or is damaged loads with its good rows and a note that says what is missing. Fil
 table is first accessed.
 """
 
-import os
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
@@ -19,8 +19,7 @@ import pyarrow.parquet as pq
 import yaml
 from upath import UPath
 
-from lowprec.config.check import ConfigError, check, keys
-from lowprec.config.schema import Config, PrecisionConfig
+from lowprec.config.schema import Config, PrecisionConfig, SpikeConfig
 from lowprec.runs.identity import to_dict
 from lowprec.runs.read import (
     ENDED,
@@ -35,13 +34,12 @@ from lowprec.runs.read import (
 ROW_FILES = ("metrics", "timing", "events")
 EXPERIMENTS = Path(__file__).parents[1] / "conf" / "experiment"
 TEXT_KEYS = ("model.name", "optimizer.name", "precision.autocast", "precision.recipe")
-REQUIRED_KEYS = ("experiment", "scale", "seed", "num_steps", *TEXT_KEYS)  # they name a run
-CHECKED_KEYS = (  # tables and figures calculate with their values
-    *("scale", "seed", "num_steps", "batch_size", "model.vision_layers"),
+REQUIRED_KEYS = ("experiment", "scale", "seed", "num_steps", *TEXT_KEYS)  # needed to name a run
+NUMBERS = (  # tables and figures calculate with these
+    *("seed", "num_steps", "batch_size", "model.vision_layers"),
     *("optimizer.lr", "optimizer.beta2", "optimizer.beta2_decay"),
-    *(name for name in keys(Config) if name.startswith("diagnostics.spikes.")),
+    *(f"diagnostics.spikes.{name.name}" for name in fields(SpikeConfig) if name.name != "protocol"),
 )
-PARQUET_MAGIC = b"PAR1"  # the first and the last four bytes of a parquet file
 _YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -106,20 +104,6 @@ class Runs:
     def events(self) -> pd.DataFrame:
         """One row per event: run, step and the event's fields."""
         return self._row_files["events"][0]
-
-    @cached_property
-    def bench(self) -> pd.DataFrame:
-        """One row per line of the benchmarks in `bench/` of the folder: slug, file, device, ...
-
-        Damaged lines are left out with a warning.
-        """
-        rows = []
-        for file in sorted(as_path(self.root).glob("bench/*/*.jsonl")) if self.root else ():
-            lines, faults = read_row_file(file)
-            rows += [{"slug": file.parent.name, "file": str(file), **line} for line in lines]
-            for fault in faults:
-                warnings.warn(f"{file}: left out: {fault}", stacklevel=2)
-        return pd.DataFrame(rows) if rows else pd.DataFrame(columns=["slug", "file"])
 
     def tensors(self, pattern: str, stat: str = "rms") -> pd.DataFrame:
         """One row per recorded step: run, step and a column for each tensor that matches a glob.
@@ -366,44 +350,22 @@ def _read_config(run: Path) -> tuple[dict, str]:
 
 
 def _config_faults(config: dict) -> list[str]:
-    """Impossible values among the keys that tables and figures use, a sentence each.
-
-    Names of methods are not checked: a run may be of a method that is not known here.
-    """
-    nested = {}
-    for name in CHECKED_KEYS:
-        if name in config:
-            *groups, last = name.split(".")
-            node = nested
-            for group in groups:
-                node = node.setdefault(group, {})
-            node[last] = config[name]
+    """A sentence for each value of the wrong type among the keys that tables and figures use."""
     texts = {name: config[name] for name in TEXT_KEYS}
-    texts["experiment"] = config["experiment"] or ""  # null: of no study
+    texts |= {name: config[name] or "" for name in ("experiment", "scale")}  # null: of no study
     faults = [f"{k}={v!r}: text is expected" for k, v in texts.items() if not isinstance(v, str)]
-    try:
-        check(nested)
-    except ConfigError as error:
-        faults += error.faults if error.config is None else []  # else only combinations are faulty
+    for name in NUMBERS:
+        value = config.get(name, DEFAULTS.get(name))
+        optional = value is None and DEFAULTS.get(name) is None
+        if not optional and (isinstance(value, bool) or not isinstance(value, int | float)):
+            faults.append(f"{name}={value!r}: a number is expected")
     return faults
 
 
 def _tensor_fault(run: Path) -> str:
-    """What is wrong with the tensors of a run that has ended; streams make up for a missing file.
-
-    Only both ends of the file are read: parsing a footer with thousands of columns takes 10 ms.
-    """
-    try:
-        with (run / "tensors.parquet").open("rb") as file:
-            first = file.read(4)
-            file.seek(max(0, file.seek(0, os.SEEK_END) - 4))
-            last = file.read(4)
-    except FileNotFoundError:
-        has_streams = any((run / "tensors").glob("*.arrows"))
-        return "" if has_streams else "tensors.parquet is missing"
-    except OSError as error:
-        return f"tensors.parquet cannot be read: {error.strerror or error}"
-    return "" if first == last == PARQUET_MAGIC else "tensors.parquet is damaged"
+    """A note if an ended run has no tensors; its streams make up for a missing file."""
+    exists = (run / "tensors.parquet").exists() or any((run / "tensors").glob("*.arrows"))
+    return "" if exists else "tensors.parquet is missing"
 
 
 def _is_step_row(row: dict, num_steps: float) -> bool:

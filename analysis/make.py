@@ -1,13 +1,11 @@
 """Draws figures from runs: `python -m analysis.make SLUG --runs DIR --out DIR [--scale SCALE]`.
 
-A figure is drawn from the runs of the experiment of its name or of its `EXPERIMENT`; where there
-are none, from those of its `STAND_IN`; or from those of `--experiment NAME`. One that names `LINES`
-is drawn from that benchmark's lines below DIR, which may be the URL of a folder.
-`all` in place of SLUG draws every figure that DIR supports and says what the others lack;
-`claims` judges the paper's claims by what is below one or more folders.
+A figure shows the runs of its experiment, or those of its `STAND_IN` if there are none, or those of
+`--experiment NAME`. A figure with `LINES` shows that benchmark's lines. DIR may be a URL. `all` in
+place of SLUG draws every figure that DIR supports; `claims` judges the paper's claims.
 
-Writes SLUG.png, SLUG.pdf, SLUG.csv (exactly the plotted numbers) and SLUG.json (where they come
-from). The same runs give the same files. Incomplete or mixed runs are marked: `analysis/marks.py`.
+Writes SLUG.png, SLUG.pdf, SLUG.csv (exactly the plotted numbers) and SLUG.json (their origin). The
+same runs give the same files. Figures of incomplete or mixed runs are marked: `analysis/study.py`.
 """
 
 import argparse
@@ -19,12 +17,13 @@ import json
 import logging
 import shlex
 import sys
+import textwrap
 from pathlib import Path
 
 import pandas as pd
 from matplotlib.figure import Figure
 
-from analysis import claims, cli, figures, marks, study
+from analysis import claims, cli, figures, study
 from analysis.bench import load_lines
 from analysis.cli import ChoiceError
 from analysis.load import NoRunsError, Runs, as_path, command, load_runs
@@ -32,6 +31,8 @@ from analysis.style import style
 from lowprec.runs.environment import commit
 
 FORMATS = ("png", "pdf")
+MARK_COLOR = "#A61C00"
+CHARACTERS = 15  # of a mark, for each inch
 PACKAGES = ("lowprec", "matplotlib", "numpy", "pandas", "pyarrow")
 
 
@@ -188,26 +189,24 @@ def _of_runs(
     experiments = experiments_of(figure)
     experiment, runs = _choose([experiment] if experiment else experiments, root, scale)
     frame = figure.query(runs)
-    found = runs.runs
-    drawn = found[found["run"].isin(frame["run"])]
+    table = runs.runs
+    drawn = table[table["run"].isin(frame["run"])]
     left_out = _left_out(runs, drawn)
     if drawn.empty:
         raise NoRunsError(f"{root}: nothing to draw yet: {'; '.join(left_out)}")
     scale = drawn["scale"].dropna().iloc[0]
-    about = figure.chosen(found) if hasattr(figure, "chosen") else found
+    about = figure.select(table) if hasattr(figure, "select") else table
     lost = len(about) - about["run"].isin(drawn["run"]).sum()
-    total, absent, own = 0, {}, experiment
-    if experiment in experiments:  # else the caller's choice of another study's runs
+    own, total, missing = experiment, 0, []
+    if experiment in experiments:  # otherwise the caller chose another study
         own = experiment_of(figure)
-        total, absent = study.missing(own, scale, found)
-    labels = frame["label"] if "label" in frame else pd.Series("", index=frame.index)
-    differing = study.differing(drawn, study.settings(own, scale), labels.dropna())
-    other = experiment if absent and experiment != own else ""
-    mark = marks.of_runs(drawn, total, absent, other, lost, differing)
+        total, missing = study.missing(own, scale, table)
+    other = experiment if missing and experiment != own else ""
+    differing = study.differing(drawn, own, scale)
+    mark = study.mark_of_runs(drawn, total, len(missing), other, lost, differing)
+    lines = [f"{', '.join(missing)}: {command(own, scale)}"] if 0 < len(missing) < total else []
     origin = _runs_drawn(drawn, left_out)
-    planned = sum(map(len, absent.values())) < total
-    lines = [f"{', '.join(names)}: {made_by}" for made_by, names in absent.items()]
-    return frame, {"mark": mark, "missing": lines if planned else [], **origin}, scale
+    return frame, {"mark": mark, "missing": lines, **origin}, scale
 
 
 def _of_lines(figure, root: Path | str) -> tuple[pd.DataFrame, dict, str]:
@@ -217,7 +216,8 @@ def _of_lines(figure, root: Path | str) -> tuple[pd.DataFrame, dict, str]:
     drawn = sorted(set(frame["file"]) - {""})
     files = [{"path": path, "sha256": _sha256(path)} for path in drawn]
     left_out = [f"{path} (a newer file has its lines)" for path in set(lines["file"]) - set(drawn)]
-    mark = marks.of_lines(lines[lines["file"].isin(drawn)])
+    commits = lines.loc[lines["file"].isin(drawn)].get("commit", pd.Series(dtype=object)).nunique()
+    mark = f"measured at {commits} commits" if commits > 1 else ""
     origin = {"mark": mark, "missing": [], "files": files, "left_out": sorted(left_out)}
     return frame, origin, "paper"
 
@@ -240,7 +240,7 @@ def _write(stem: Path, figure, frame: pd.DataFrame, about: dict) -> None:
         with style():
             canvas = Figure(layout="constrained")
             figure.draw(frame, canvas)
-            marks.put(canvas, about["mark"])
+            _put_mark(canvas, about["mark"])
             for kind in FORMATS:
                 dates = {"CreationDate": None} if kind == "pdf" else {}
                 canvas.savefig(temporary[kind], format=kind, metadata=dates)
@@ -253,6 +253,13 @@ def _write(stem: Path, figure, frame: pd.DataFrame, about: dict) -> None:
     finally:
         for path in temporary.values():
             path.unlink(missing_ok=True)
+
+
+def _put_mark(figure: Figure, mark: str) -> None:
+    """Writes the mark at the head of a picture."""
+    if mark:
+        text = textwrap.fill(f"Marked: {mark}", int(CHARACTERS * figure.get_figwidth()))
+        figure.suptitle(text, x=0.01, ha="left", fontsize=6.5, color=MARK_COLOR)
 
 
 def _summaries(root: Path | str) -> pd.DataFrame:

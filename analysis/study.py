@@ -1,82 +1,114 @@
-"""What runs a study asks for, and the settings in which drawn runs differ from it."""
+"""What a study asks for, and the mark of a figure whose runs are incomplete, mixed or not its own.
+
+`make` writes the mark at the head of the picture and at the end of the caption.
+"""
 
 import functools
+from collections.abc import Sequence
 
 import pandas as pd
 
 from analysis.comparison import KEY, short, written
-from analysis.load import EXPERIMENTS, command, flatten
-from lowprec.config.compose import choice_keys, compose_study
+from analysis.load import EXPERIMENTS, flatten
+from lowprec.config.compose import compose_study
 from lowprec.config.schema import PrecisionConfig
+from lowprec.runs.read import ENDED
 
-GROUPS = {  # group: the column of `Runs.runs` that shows its choice
+GROUPS = {  # config group: column of `Runs.runs` with the selected file
     "model": "model.name",
     "precision": "precision.label",
     "optimizer": "optimizer.name",
     "intervention": "intervention.name",
     "scaler": "scaler.name",
 }
-NAMES = ("model.name", "precision.label", "optimizer.name")  # what every figure names
-SETTINGS = tuple(key for key in KEY if key not in (*NAMES, "deterministic"))
-IN_CAPTION = ("data.name", "data.digest")
-LATE = ("accumulate", "compile", "checkpointing", "eval", "distributed")
-MOST = 4  # settings that are named, and values of one setting
+SETTINGS = tuple(key for key in KEY if key not in ("deterministic", "data.name"))
+MOST = 4  # settings named in a mark
 
 
 def settings(experiment: str, scale: str) -> pd.DataFrame:
-    """The whole config of each run of a study, as in `Runs.runs`; no rows without a file."""
+    """The whole config of each run of a study, as in `Runs.runs`; no rows if it has no file."""
     return pd.DataFrame([row for row, _ in _planned(experiment, scale)])
 
 
-def missing(experiment: str, scale: str, runs: pd.DataFrame) -> tuple[int, dict[str, list[str]]]:
-    """How many runs a study asks for, and by command the names of those not in `Runs.runs`.
+def missing(experiment: str, scale: str, runs: pd.DataFrame) -> tuple[int, list[str]]:
+    """The number of runs that a study asks for, and names for those that `Runs.runs` lacks.
 
-    A run counts for a planned one if it has the same choices of GROUPS and the same values of the
-    keys that the study sweeps over; all others, such as the seed, are free.
+    A run counts if it has the planned choice for each of GROUPS and the planned value of each key
+    that the study sweeps over; its other settings, such as the seed, are free.
     """
     planned = [{key: row[key] for key in keys} for row, keys in _planned(experiment, scale)]
-    absent = [run for run in planned if not _is_there(run, runs)]
-    names = [_name(run, planned) for run in absent]
-    return len(planned), {command(experiment, scale): names} if names else {}
+    swept = [
+        key for run in planned[:1] for key in run if len({row.get(key) for row in planned}) > 1
+    ]
+    names = []
+    for run in planned:
+        fits = pd.Series(True, index=runs.index)
+        for key, value in run.items():
+            if key in runs:
+                fits &= runs[key].isna() if value is None else runs[key] == value
+        if not fits.any():
+            values = {key: run[key] for key in swept or run if run[key] != "none"}
+            words = [
+                v if isinstance(v, str) else f"{short(k)}={written(v)}" for k, v in values.items()
+            ]
+            names.append(" ".join(dict.fromkeys(words)))
+    return len(planned), names
 
 
-def differing(drawn: pd.DataFrame, planned: pd.DataFrame, labels: pd.Series) -> list[str]:
-    """The settings in which drawn runs are not as planned: `num_steps 300, the study's 1,000`.
+def differing(drawn: pd.DataFrame, experiment: str, scale: str) -> list[str]:
+    """The settings of drawn runs that no run of the study has: `num_steps 300, the study's 1,000`.
 
-    Settings that the study varies or that every label names are left out. Without a study, those
-    in which the runs differ from each other are named.
+    A study without a file differs in nothing: the labels of a figure tell its runs apart.
+    """
+    planned = settings(experiment, scale)
+    texts = []
+    for key in SETTINGS:
+        if key in drawn and key in planned:
+            theirs = sorted(set(planned[key].map(written)))
+            others = sorted(set(drawn[key].map(written)) - set(theirs))
+            if others:
+                texts.append(f"{short(key)} {' and '.join(others)}, the study's {theirs[0]}")
+    rest = len(texts) - MOST
+    return texts[:MOST] + ([f"{rest} more settings differ"] if rest > 0 else [])
+
+
+def mark_of_runs(
+    drawn: pd.DataFrame,
+    total: int = 0,
+    num_missing: int = 0,
+    other: str = "",
+    lost: int = 0,
+    differing: Sequence[str] = (),
+) -> str:
+    """What is incomplete or mixed in a figure, in words; "" if nothing is.
 
     Args:
-        drawn: rows of `Runs.runs`.
-        planned: `settings` of their study, without rows if there is none.
-        labels: the labels of the figure's lines.
+        drawn: the drawn rows of `Runs.runs`.
+        total: number of runs that the study asks for.
+        num_missing: number of those that do not exist.
+        other: the study whose runs stand in for the figure's own.
+        lost: number of runs that could not be drawn.
+        differing: see `differing`.
     """
-    free = {key for key in planned if planned[key].map(written).nunique() > 1} | {*IN_CAPTION}
-    sentences = []
-    for key in (*NAMES, *sorted(SETTINGS, key=lambda key: key.startswith(LATE))):
-        if key in NAMES or key.endswith(".name"):
-            group = key.partition(".")[0]
-            names = {*drawn.get(key, []), *planned.get(key, [])}
-            if len(names) > 1:  # the keys that their files set differ with them
-                free |= {f"{group}.{k}" for n in names for k in choice_keys(group, str(n))} - {key}
-        if key not in drawn or key in free:
-            continue
-        if labels.str.contains(f"{short(key)}=", regex=False).all():
-            continue
-        theirs = sorted(set(drawn[key].map(written)), key=_order)
-        ours = sorted(set(planned[key].map(written))) if key in planned else None
-        if (theirs != ours) if ours else (len(theirs) > 1 and key not in NAMES):
-            more = f" and {len(theirs) - MOST} more" if len(theirs) > MOST else ""
-            text = f"{short(key)} {' and '.join(theirs[:MOST])}{more}"
-            sentences.append(text + (f", the study's {ours[0]}" if ours else ""))
-    rest = len(sentences) - MOST
-    others = [f"{rest} more setting{'s differ' if rest > 1 else ' differs'}"] if rest > 0 else []
-    return sentences[:MOST] + others
+    ended = drawn["state"].isin(ENDED)
+    rows_missing = drawn["note"].str.contains("are missing", regex=False)
+    incomplete = (~ended | rows_missing).sum()
+    damaged = (ended & ~rows_missing & (drawn["note"] != "")).sum()
+    data = drawn["data.digest"].where(drawn["data.digest"] != "", drawn["data.train"].astype(str))
+    texts = {
+        f"runs of {other}": other,
+        f"{incomplete} of {len(drawn)} runs incomplete": incomplete,
+        f"{damaged} of {len(drawn)} runs damaged": damaged,
+        f"{lost} of {len(drawn) + lost} runs not drawn": lost,
+        f"{num_missing} of the study's {total} runs are missing": num_missing,
+        f"{data.nunique()} different data sets": data.nunique() > 1,
+    }
+    return "; ".join([*(text for text, holds in texts.items() if holds), *differing])
 
 
 @functools.cache
 def _planned(experiment: str, scale: str) -> list[tuple[dict, list[str]]]:
-    """For each run of a study its config, flat, and the columns that tell whether it is there."""
+    """For each run of a study: its flat config, and the columns that identify it."""
     names = (f"{experiment}_{scale}", *([experiment] if scale == "paper" else []))
     file = next((name for name in names if (EXPERIMENTS / f"{name}.yaml").exists()), None)
     runs = []
@@ -87,32 +119,3 @@ def _planned(experiment: str, scale: str) -> list[tuple[dict, list[str]]]:
         columns = dict.fromkeys([*GROUPS.values(), *(GROUPS.get(key, key) for key in swept)])
         runs.append((row | {"precision.label": precision.label}, list(columns)))
     return runs
-
-
-def _order(text: str) -> tuple:
-    """Sort key of printed values: numbers by size, before words."""
-    try:
-        return False, float(text.replace(",", "")), text
-    except ValueError:
-        return True, 0, text
-
-
-def _is_there(planned: dict, runs: pd.DataFrame) -> bool:
-    """Whether a run has the planned values."""
-    fits = pd.Series(True, index=runs.index)
-    for column, value in planned.items():
-        if column in runs:
-            fits &= runs[column].isna() if value is None else runs[column] == value
-    return bool(fits.any())
-
-
-def _name(run: dict, planned: list[dict]) -> str:
-    """A run by the values that not all runs of its study share, or the only one by all."""
-    words = {}
-    for key, value in run.items():
-        if value != "none" and (
-            len(planned) == 1 or any(other.get(key) != value for other in planned)
-        ):
-            is_word = isinstance(value, str)
-            words[value if is_word else f"{short(key)}={written(value)}"] = None
-    return " ".join(words)

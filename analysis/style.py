@@ -130,6 +130,17 @@ def line_style(optimizer: str) -> str | tuple:
     return OPTIMIZERS.get(optimizer, (optimizer, "-", OTHER))[1]
 
 
+def look(head: pd.Series) -> tuple[tuple[float, float, float], str | tuple]:
+    """The color and line style of a run's method."""
+    color_of_method = color(head["precision"], head["optimizer"], head["variant"])
+    return color_of_method, line_style(head["optimizer"])
+
+
+def model(name: str) -> str:
+    """A model in print."""
+    return MODELS.get(name, name)
+
+
 def method(precision: str, optimizer: str) -> str:
     """`SwitchBack int8, StableAdamW`: a method in print."""
     first = PRECISIONS.get(precision, (precision, OTHER))[0]

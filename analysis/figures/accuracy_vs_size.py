@@ -72,7 +72,7 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
         at = np.array([models.index(model) for model in line["model"]]) + shift
         mean = line.groupby(at)["accuracy"].mean().dropna()
         dashes = style.line_style(head["optimizer"])
-        ax.plot(mean.index, mean, color=shade, ls=dashes, label=_wrapped(name))
+        ax.plot(mean.index, mean, color=shade, ls=dashes, label=curves.wrap(name))
         ax.plot(at, line["accuracy"], "o", color=shade, ms=3)
         _crosses(ax, at[line["accuracy"].isna()], shade, filled=True)
         theirs = frame[(frame["source"] == PAPERS) & (frame["precision"] == head["precision"])]
@@ -81,7 +81,7 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
         _crosses(ax, at[theirs["accuracy"].isna()], shade, filled=False)
     if (frame["source"] == PAPERS).any():
         ax.plot([], [], "D", ms=5, mfc="none", mec=style.OTHER, label=PAPERS)
-    ax.set_xticks(range(len(models)), [style.MODELS.get(name, name) for name in models])
+    ax.set_xticks(range(len(models)), [style.model(name) for name in models])
     ax.set_xlim(-0.35, len(models) - 0.65)
     ax.margins(y=0.14)
     ax.set(ylabel="zero-shot top-1 [%]")
@@ -107,7 +107,7 @@ def draw(frame: pd.DataFrame, figure: Figure) -> None:
 def caption(frame: pd.DataFrame) -> str:
     """What is shown; whose the diamonds are; which runs have no accuracy."""
     runs = frame[frame["source"] == OURS]
-    models = curves.join(style.MODELS.get(name, name) for name in runs["model"].unique())
+    models = curves.models(runs)
     seeds = runs.groupby(["model", "method"])["seed"].nunique()
     counts = curves.join(sorted(seeds.unique())) + (" seeds" if seeds.max() > 1 else " seed")
     text = (
@@ -128,7 +128,3 @@ def _crosses(ax: Axes, at: np.ndarray, shade: tuple, filled: bool) -> None:
     for place in at:
         ax.plot(place, LOW if filled else 2.2 * LOW, "X", color=shade, ms=5.5,
                 mfc=shade if filled else "none", transform=ax.get_xaxis_transform())  # fmt: skip
-
-
-def _wrapped(name: str) -> str:
-    return name if len(name) <= curves.LABEL_LENGTH else name.replace(" (", "\n(")

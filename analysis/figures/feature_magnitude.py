@@ -66,7 +66,7 @@ def draw(frame: pd.DataFrame, figure: Figure) -> None:
 def caption(frame: pd.DataFrame) -> str:
     """What is shown, of which steps, which runs are incomplete."""
     runs = frame.drop_duplicates("run")
-    models = curves.join(style.MODELS.get(name, name) for name in runs["model"].unique())
+    models = curves.models(runs)
     first = sorted(frame.loc[frame["at"] == "first", "step"].unique())
     return (
         f"Mean magnitude of the output of each block of the vision tower of {models} on "

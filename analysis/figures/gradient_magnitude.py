@@ -62,7 +62,7 @@ def draw(frame: pd.DataFrame, figure: Figure) -> None:
     for column, run in enumerate(runs):
         of_run = frame[frame["run"] == run]
         head = of_run.iloc[0]
-        model = style.MODELS.get(head["model"], head["model"])
+        model = style.model(head["model"])
         axes[0, column].set_title(f"{model}\n{head['label']}".replace(" (", "\n("))
         for row, statistic in enumerate(statistics):
             ax, part = axes[row, column], of_run[of_run["statistic"] == statistic]
@@ -80,7 +80,7 @@ def draw(frame: pd.DataFrame, figure: Figure) -> None:
 def caption(frame: pd.DataFrame) -> str:
     """What is shown, which runs are incomplete."""
     runs = frame.drop_duplicates("run")
-    models = curves.join(style.MODELS.get(name, name) for name in runs["model"].unique())
+    models = curves.models(runs)
     return (
         f"Gradient of mlp.c_proj.weight of blocks of the vision tower of {models} on "
         f"{curves.join(runs['data'].unique())}: {len(runs)} runs at "

@@ -12,7 +12,7 @@ from analysis import curves, style
 from analysis.load import Runs
 
 MIN_STEPS_FOR_INSET = 1000
-INSET_PLACES = ((0.5, 0.48), (0.66, 0.32), (0.36, 0.44), (0.2, 0.4))  # left, width: best first
+INSET = (0.5, 0.62, 0.48, 0.36)  # left, bottom, width and height, as shares of the axes
 INSET_SHARE = 0.1  # of the run, at its end: 2,000 of the paper's 20,000 steps
 COLUMNS = curves.COLUMNS
 
@@ -30,7 +30,7 @@ def query(runs: Runs) -> pd.DataFrame:
 def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
     """One panel: runs of one model. Raw loss faint, smoothed loss over it, legend below."""
     title, family = curves.title(frame), style.families(frame)[0][0]
-    curves.plot(frame, ax, _look, f"{title}, {family}" if family else title)
+    curves.plot(frame, ax, style.look, f"{title}, {family}" if family else title)
     if frame["num_steps"].max() >= MIN_STEPS_FOR_INSET:
         _draw_inset(frame, ax)
     return ax
@@ -55,11 +55,6 @@ def caption(frame: pd.DataFrame) -> str:
     return text + curves.caption_end(frame)
 
 
-def _look(head: pd.Series) -> tuple:
-    color = style.color(head["precision"], head["optimizer"], head["variant"])
-    return color, style.line_style(head["optimizer"])
-
-
 def _draw_inset(frame: pd.DataFrame, ax: Axes) -> None:
     """The last tenth of the steps, smoothed, where a run reached it."""
     num_steps = frame["num_steps"].max()
@@ -67,10 +62,9 @@ def _draw_inset(frame: pd.DataFrame, ax: Axes) -> None:
     late = frame[(frame["step"] >= start) & frame["loss_smoothed"].notna()]
     if late.empty:
         return
-    left, width = _free_place(frame, ax)
-    inset = ax.inset_axes([left, 0.62, width, 0.36])
+    inset = ax.inset_axes(INSET)
     for _, run in late.groupby("run", sort=False):
-        color, dashes = _look(run.iloc[0])
+        color, dashes = style.look(run.iloc[0])
         inset.plot(run["step"], run["loss_smoothed"], color=color, linestyle=dashes, lw=1.0)
     inset.set(xlim=(start, num_steps), xticks=[start, num_steps])
     inset.margins(y=0.1)
@@ -78,10 +72,3 @@ def _draw_inset(frame: pd.DataFrame, ax: Axes) -> None:
     inset.locator_params(axis="y", nbins=3)
     inset.tick_params(labelsize=6, length=2)
     inset.spines[["top", "right"]].set_visible(True)
-
-
-def _free_place(frame: pd.DataFrame, ax: Axes) -> tuple[float, float]:
-    """Left end and width of an inset at the top of the panel, where it hides fewest points."""
-    x, y = ax.transLimits.transform(frame[["step", "loss_smoothed"]].to_numpy(float)).T
-    high = x[(y > 0.5) & (y < 1)]
-    return min(INSET_PLACES, key=lambda at: ((high > at[0] - 0.1) & (high < sum(at))).sum())

@@ -31,7 +31,7 @@ OF_A_RUN = (
 COLUMNS = (*OF_A_RUN, "block", "spike", "is_loss_spike", "step", *PANELS, "skipped_tensors")
 
 
-def chosen(heads: pd.DataFrame) -> pd.DataFrame:
+def select(heads: pd.DataFrame) -> pd.DataFrame:
     """The rows of `Runs.runs` that the figure is about: those with a loss scaler."""
     return heads[heads["scaler.name"] != "none"]
 
@@ -84,7 +84,7 @@ def draw(frame: pd.DataFrame, figure: Figure) -> None:
     axes = figure.subplots(len(shown), len(runs), squeeze=False, sharex="col")
     for i, run in enumerate(runs):
         head = run.iloc[0]
-        model = style.MODELS.get(head["model"], head["model"])
+        model = style.model(head["model"])
         title = f"{model}, {head['scaler']} scaler, beta2 = {head['beta2']:g}\n{head['label']}"
         axes[0, i].set_title(title)
         for column, ax in zip(shown, axes[:, i], strict=True):
@@ -104,7 +104,7 @@ def caption(frame: pd.DataFrame) -> str:
     )
     for run in runs.itertuples():
         kind = "the highest loss spike" if run.is_loss_spike else "no loss spike, the largest RMS_t"
-        text += f" {style.MODELS.get(run.model, run.model)}, {run.scaler} scaler: {kind}, step "
+        text += f" {style.model(run.model)}, {run.scaler} scaler: {kind}, step "
         text += f"{run.spike:,}."
     missing = [column for column in PANELS if frame[column].isna().all()]
     if missing:

@@ -17,7 +17,7 @@ from analysis.load import Runs
 from lowprec.diagnostics.spikes import Protocol, lag_coincidence
 
 STAND_IN = "update_clipping"
-chosen = spike_marks.of_adamw
+select = spike_marks.of_adamw
 CAP_AFTER = 0.1  # the loss axis ends at the largest loss after this share of the run
 FOLLOWING, OTHER, RMS = spike_marks.FOLLOWING, spike_marks.OTHER, style.RMS
 OF_A_RUN = (
@@ -37,7 +37,7 @@ def query(
     protocol is given; `follows`: a loss spike does, after an RMS spike.
     """
     heads = curves.named_heads(runs, ("optimizer.beta2",))
-    heads = heads[heads["run"].isin(chosen(runs.runs)["run"])]
+    heads = heads[heads["run"].isin(select(runs.runs)["run"])]
     frames = []
     for head in heads.to_dict("records"):
         used = protocol or spike_marks.protocol_of_run(head)
@@ -137,7 +137,7 @@ def _counts(run: pd.DataFrame) -> str:
 
 
 def _title(head: pd.Series, between: str = "\n") -> str:
-    name = style.MODELS.get(head["model"], head["model"])
+    name = style.model(head["model"])
     label = head["label"].replace(" (", f"{between}(") if between == "\n" else head["label"]
     return f"{name}, beta2 = {head['beta2']:g}{between}{label}, seed {head['seed']}"
 

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from analysis import curves, paper, spike_marks, style
-from analysis.figures.spikes_vs import title as sweep_title
+from analysis.figures.loss_by_setting import panel_title
 from analysis.load import Runs
 from lowprec.diagnostics.spikes import lag_coincidence
 
@@ -35,7 +35,7 @@ OF_A_TENSOR = ("tensor", "num_loss_spikes", "num_rms_spikes", "num_following", "
 COLUMNS = ("part", *OF_A_RUN, *OF_A_STEP, *OF_A_TENSOR, *spike_marks.THRESHOLDS)
 
 
-def chosen(heads: pd.DataFrame) -> pd.DataFrame:
+def select(heads: pd.DataFrame) -> pd.DataFrame:
     """The rows of `Runs.runs` that the figure is about.
 
     Where several optimizers are, AdamW's; of a sweep over beta2 those with at least `LEAST_BETA2`,
@@ -55,7 +55,7 @@ def query(runs: Runs, key: str) -> pd.DataFrame:
     `value`: of the config key `key`.
     """
     heads = curves.named_heads(runs, (key, "optimizer.beta2"))
-    heads = heads[heads["run"].isin(chosen(runs.runs)["run"])]
+    heads = heads[heads["run"].isin(select(runs.runs)["run"])]
     frames = []
     for head in heads.to_dict("records"):
         head |= {"key": key, "value": head[curves.RENAMED.get(key, key)]}
@@ -87,7 +87,7 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
         ax.plot(found["step"], found["loss"].clip(upper=top), "v", color=shade, ms=4, label=name)
     ax.set(xlim=(0, head["num_steps"]), ylim=(None, top), ylabel="training loss")
     ax.set_title(
-        f"{sweep_title(head)}, beta2 = {head['beta2']:g}, seed {head['seed']}\n{head['label']}"
+        f"{panel_title(head)}, beta2 = {head['beta2']:g}, seed {head['seed']}\n{head['label']}"
     )
     curves.step_axis(ax)
     return ax
@@ -152,7 +152,7 @@ def caption(frame: pd.DataFrame) -> str:
     """What is shown, what a spike is, how many follow and how many would by chance."""
     steps = frame[frame["part"] == "steps"]
     runs = steps.drop_duplicates("run")
-    models = curves.join(style.MODELS.get(name, name) for name in runs["model"].unique())
+    models = curves.models(runs)
     text = (
         f"Training loss of {models} on {curves.join(runs['data'].unique())}: {len(runs)} "
         f"run{'s' if len(runs) > 1 else ''} at {curves.join(runs['scale'].unique())} scale, beta2 "
@@ -237,7 +237,7 @@ class Leads:
     plot = staticmethod(plot)
     draw = staticmethod(draw)
     caption = staticmethod(caption)
-    chosen = staticmethod(chosen)
+    select = staticmethod(select)
 
     def query(self, runs: Runs) -> pd.DataFrame:
         """Steps and tensors of the runs that recorded RMS_t: exactly what is plotted."""

@@ -36,15 +36,15 @@ def query(runs: Runs) -> pd.DataFrame:
 def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
     """The left panel: losses of one model at one beta2, of the rows `part` loss."""
     head = frame.iloc[0]
-    name = style.MODELS.get(head["model"], head["model"])
+    name = style.model(head["model"])
     title = f"{name}, beta2 = {head['beta2']:g} ({head['scale']} scale)"
-    return curves.plot(frame, ax, _look, title)
+    return curves.plot(frame, ax, style.look, title)
 
 
 def plot_accuracy(frame: pd.DataFrame, ax: Axes) -> Axes:
     """The right panel: accuracy by beta2 of one model, the mean of seeds; crosses have none."""
     for _, line in frame.groupby(["precision", "optimizer", "variant"], sort=False):
-        color, dashes = _look(line.iloc[0])
+        color, dashes = style.look(line.iloc[0])
         name = style.method(line["precision"].iloc[0], line["optimizer"].iloc[0])
         mean = line.groupby("beta2")["accuracy"].mean().dropna()
         ax.plot(1 - mean.index, mean, color=color, ls=dashes, label=name)
@@ -101,8 +101,3 @@ def _shown_beta2(heads: pd.DataFrame) -> dict[str, float]:
 
 def _is_papers(frame: pd.DataFrame) -> bool:
     return frame["scale"].iloc[0] == "paper" and frame["model"].iloc[0] == paper.ACCURACY_MODEL
-
-
-def _look(head: pd.Series) -> tuple:
-    color = style.color(head["precision"], head["optimizer"], head["variant"])
-    return color, style.line_style(head["optimizer"])

@@ -1,9 +1,8 @@
 """A folder of runs as one page: `python -m analysis.report --runs DIR --out FILE.html`.
 
-The page holds everything it shows and loads nothing: runs side by side by the settings that differ,
-curves of loss and RMS_t to zoom and hover, every loss spike with a link to its moment, heat maps of
-RMS_t by layer, speed and memory, and all runs that failed, are damaged or, in a sweep, never began.
-It stays below MAX_BYTES: long curves are thinned, and the page says so.
+The page is self-contained and loads nothing. It compares runs by the settings that differ and shows
+curves of loss and RMS_t, every loss spike, heat maps of RMS_t by layer, speed, memory, and the runs
+that failed or are damaged. Long curves are thinned to keep the page below MAX_BYTES.
 """
 
 import argparse
@@ -12,8 +11,7 @@ from pathlib import Path
 
 from analysis import cli
 from analysis.cli import ChoiceError
-from analysis.load import NoRunsError, load_runs
-from analysis.report.collect import absent_runs
+from analysis.load import load_runs
 from analysis.report.page import make_page
 from analysis.spike_marks import TENSOR
 
@@ -31,15 +29,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--experiment", help="only the runs of this experiment")
     parser.add_argument("--tensor", default=TENSOR, help=f"glob of tensors for RMS_t [{TENSOR}]")
     options = parser.parse_args(arguments)
-    try:
-        runs = load_runs(options.runs, experiment=options.experiment)
-    except NoRunsError as error:
-        absent = absent_runs(options.runs, set(), options.experiment)
-        lines = [f"{run.name}: {run.state}: {run.reason} ({run.path})" for run in absent]
-        raise NoRunsError("\n".join([str(error), *lines])) from error
-    names = {Path(path).name for path in runs.summaries["path"]}
-    absent = absent_runs(options.runs, names, options.experiment)
-    text = make_page(runs, options.tensor, absent).encode()
+    runs = load_runs(options.runs, experiment=options.experiment)
+    text = make_page(runs, options.tensor).encode()
     if len(text) > MAX_BYTES:
         raise ChoiceError(
             f"{len(runs)} runs do not fit into {MAX_BYTES / 1e6:g} MB; choose fewer: "

@@ -1,19 +1,16 @@
 """What the report shows of each run: numbers for its tables, and curves of bounded size.
 
 Thinning keeps, for each bucket of steps, the smallest and largest loss and the largest RMS_t, and
-all steps around the listed spikes: no spike is lost. Runs of a sweep that have no run directory are
-read from the sweep's own files.
+all steps around the listed spikes: no spike is lost.
 """
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 
-from analysis.load import Runs, as_path
+from analysis.load import Runs
 from analysis.spike_marks import (
     Series,
     count_following,
@@ -23,18 +20,10 @@ from analysis.spike_marks import (
 )
 from analysis.style import smooth, smoothing_width
 from lowprec.diagnostics.spikes import Protocol, loss_spikes, rms_spikes
-from lowprec.sweep.plan import Manifest
-from lowprec.sweep.status import ask_queue, states
 
 AROUND = 40  # steps kept in full on either side of a listed spike
 MAX_ROWS = 40  # of a heat map; more tensors are grouped by layer
 LOW, HIGH = 0.1, 10.0  # RMS_t at the ends of a heat map's scale
-ABSENT_REASONS = {  # for states that come without a reason
-    "new": "never submitted",
-    "queued": "waiting, as far as is known",
-    "running": "started, and has written nothing yet",
-    "cancelled": "cancelled before it wrote anything",
-}
 _BLOCK = re.compile(r"(visual\.)?transformer\.resblocks\.(\d+)\.")
 _FIRST = ("conv1", "class_embedding", "token_embedding", "positional_embedding", "ln_pre")
 
@@ -205,53 +194,3 @@ def _scores(metrics: pd.DataFrame) -> dict[str, float]:
     """The last value of each evaluation, by name."""
     names = [name for name in metrics if "/" in name]
     return {name: float(metrics[name].dropna().iloc[-1]) for name in names if metrics[name].any()}
-
-
-class AbsentRun(NamedTuple):
-    """A run of a sweep that has no directory: its name, state, the reason, and where to look."""
-
-    name: str
-    state: str
-    reason: str
-    path: str
-
-
-def absent_runs(root: Path | str, runs: set[str], experiment: str | None) -> list[AbsentRun]:
-    """Runs that are planned by the sweeps at or below `root` but not among `runs`.
-
-    `runs` are names of run directories. A sweep whose files cannot be read gets a row of its own. A
-    URL has none: a sweep's files stay on the machine that runs it.
-    """
-    root, rows = as_path(root), []
-    if not isinstance(root, Path):
-        return rows
-    plans = sorted(root.glob("sweeps/*/sweep.json"))
-    root = root.resolve()
-    plans += root.parent.glob(f"sweeps/{root.name}/sweep.json")  # `root` is runs/<name>
-    for folder in (plan.parent for plan in plans):
-        try:
-            rows += _absent_runs_of(folder, runs, experiment)
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            reason = f"its manifest cannot be read: {type(error).__name__}: {error}"
-            rows.append(AbsentRun(f"sweep {folder.name}", "unknown", reason, str(folder)))
-    return rows
-
-
-def _absent_runs_of(folder: Path, runs: set[str], experiment: str | None) -> list[AbsentRun]:
-    manifest = Manifest(folder)
-    absent = [
-        planned
-        for planned in manifest.runs
-        if Path(planned.directory).name not in runs
-        and experiment in (None, planned.config["experiment"])
-    ]
-    if not absent:
-        return []
-    state_of, rows = states(manifest, ask_queue(manifest)), []
-    for planned in absent:
-        state, log = state_of[planned.index], manifest.log_of(planned.index)
-        reason = state.reason or ABSENT_REASONS.get(state.state, "its run directory is damaged")
-        path = str(log if log.exists() else manifest.directory_of(planned.index))
-        name = " ".join(planned.overrides) or planned.label
-        rows.append(AbsentRun(name, state.state, reason, path))
-    return rows

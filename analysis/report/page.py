@@ -2,7 +2,6 @@
 
 import base64
 import json
-from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +15,7 @@ from plotly.offline import get_plotlyjs
 from analysis.curves import name_methods
 from analysis.load import Runs
 from analysis.report import plots
-from analysis.report.collect import AROUND, HIGH, LOW, AbsentRun, Budget, RunData, collect_run
+from analysis.report.collect import AROUND, HIGH, LOW, Budget, RunData, collect_run
 from analysis.spike_marks import TENSOR, in_words
 from analysis.style import MODELS
 from lowprec.runs.read import ENDED
@@ -51,13 +50,12 @@ class Field(NamedTuple):
     detail: object = ""
 
 
-def make_page(runs: Runs, tensor: str = TENSOR, absent: Sequence[AbsentRun] = ()) -> str:
+def make_page(runs: Runs, tensor: str = TENSOR) -> str:
     """The report of some runs as HTML.
 
     Args:
         runs: what `load_runs` returns.
         tensor: glob of the tensors whose RMS_t is shown first.
-        absent: runs of their sweep that have no directory.
     """
     budget = Budget(
         points=min(MAX_POINTS, max(100, POINTS // len(runs))),
@@ -86,8 +84,8 @@ def make_page(runs: Runs, tensor: str = TENSOR, absent: Sequence[AbsentRun] = ()
         javascript=Markup((FOLDER / "report.js").read_text()),
         plotly=Markup(get_plotlyjs()),
         title=_title(summaries),
-        subtitle=_subtitle(summaries, absent),
-        cards=_cards(labels, data, len(absent)),
+        subtitle=_subtitle(summaries),
+        cards=_cards(labels, data),
         chips=_chips(methods, summaries["variant"].tolist(), looks),
         protocols=in_words(pd.DataFrame([vars(run.protocol) for run in data])),
         is_thinned=any(run.is_thinned for run in data),
@@ -100,7 +98,7 @@ def make_page(runs: Runs, tensor: str = TENSOR, absent: Sequence[AbsentRun] = ()
         runs=_runs(data, names, differing),
         heats=_heat_options(labels, data),
         speed=_speed(data, names),
-        failures=_failures(data, names, absent),
+        failures=_failures(data, names),
         settings=[(key, _setting(value)) for key, value in common(summaries).items()],
         embedded={
             "data": _script_data(labels, methods, data),
@@ -149,13 +147,12 @@ def _title(summaries: pd.DataFrame) -> str:
     return ", ".join(experiments) + (f" ({', '.join(scales)})" if scales else "")
 
 
-def _subtitle(summaries: pd.DataFrame, absent: Sequence[AbsentRun]) -> list[str]:
+def _subtitle(summaries: pd.DataFrame) -> list[str]:
     states = summaries["state"].value_counts()
     counts = ", ".join(f"{count} {state}" for state, count in states.items())
     models = summaries.get("model.name", pd.Series(dtype=object)).dropna().unique()
     steps = summaries.get("num_steps", pd.Series(dtype=float)).dropna()
     parts = [f"{len(summaries)} {'run' if len(summaries) == 1 else 'runs'}: {counts}"]
-    parts += [f"{len(absent)} runs of the sweep without a directory"] if absent else []
     parts += [", ".join(MODELS.get(name, str(name)) for name in models)] if len(models) else []
     precisions = summaries["precision.label"].dropna().unique()
     parts += [str(precisions[0])] if len(precisions) == 1 else []
@@ -165,8 +162,8 @@ def _subtitle(summaries: pd.DataFrame, absent: Sequence[AbsentRun]) -> list[str]
     return parts
 
 
-def _cards(labels: list[str], data: list[RunData], num_absent: int) -> list[dict]:
-    """What a reader asks first, one number each. `num_absent`: runs without a directory."""
+def _cards(labels: list[str], data: list[RunData]) -> list[dict]:
+    """The numbers at the head of the page."""
     cards = []
 
     def add(name: str, value: str, more: str, link: str, is_bad: bool = False) -> None:
@@ -190,7 +187,7 @@ def _cards(labels: list[str], data: list[RunData], num_absent: int) -> list[dict
     if np.isfinite(rates).any():
         slowest = "" if len(data) == 1 else f"slowest {np.nanmin(rates):,.0f}"
         add("images per second", f"{np.nanmax(rates):,.0f}", slowest, "speed")
-    bad = sum(run.needs_attention for run in data) + num_absent
+    bad = sum(run.needs_attention for run in data)
     more = "failed, unfinished or damaged" if bad else "every run finished and is whole on disk"
     add("need attention", str(bad), more, "failures", bad > 0)
     return cards
@@ -267,8 +264,8 @@ def _speed(data: list[RunData], names: list[Field]) -> dict:
     return {"titles": ["run", *(title for title, _ in SPEED.values())], "rows": rows}
 
 
-def _failures(data: list[RunData], names: list[Field], absent: Sequence[AbsentRun]) -> dict:
-    """Runs that did not finish, are damaged or have no directory, and the reasons."""
+def _failures(data: list[RunData], names: list[Field]) -> dict:
+    """The runs that did not finish or are damaged, and why."""
     rows = []
     for i, run in enumerate(data):
         if run.needs_attention:
@@ -277,16 +274,6 @@ def _failures(data: list[RunData], names: list[Field], absent: Sequence[AbsentRu
             fields = [names[i], _state(run), _number(run.last_step, ",d")]
             fields += [Field(reason or "-", reason), Field(path, path, "code")]
             rows.append({"run": i, "fields": fields})
-    for run in absent:
-        style = STATE_STYLES.get(run.state, "warn")
-        fields = [Field(run.name, run.name)]
-        fields += [Field(f"{run.state}, no directory", run.state, "state", style)]
-        fields += [
-            _number(0, "d"),
-            Field(run.reason, run.reason),
-            Field(run.path, run.path, "code"),
-        ]
-        rows.append({"run": None, "fields": fields})
     return {"titles": ["run", "state", "steps", "reason", "path"], "rows": rows}
 
 

@@ -138,12 +138,10 @@ def test_nonsense_status_is_an_unknown_state(make_run, text):
     [
         ("num_steps: 12", "num_steps: many"),
         ("scale: demo", "scale: 5"),
-        ("scale: demo", "scale: tiny"),
         ("seed: 0", "seed: null"),
         ("batch_size: 128", "batch_size: null"),
         ("beta2: 0.99", "beta2: [1]"),
-        ("window: null", "window: -1"),
-        ("protocol: paper", "protocol: 3"),
+        ("window: null", "window: wide"),
         ("recipe: high", "recipe: 8"),
     ],
 )
@@ -169,20 +167,12 @@ def test_config_of_an_older_schema_is_valid(make_run):
     assert load_runs(run).runs["note"].tolist() == [""]
 
 
-CUTS = {"half": 0.5, "the end": 0.99, "all": 0}
-
-
-@pytest.mark.parametrize("kept", [*CUTS.values(), None], ids=[*CUTS, "deleted"])
-def test_damaged_tensors_of_an_ended_run_are_named(make_run, kept):
+def test_missing_tensors_of_an_ended_run_are_named(make_run):
     run = make_run(num_steps=STEPS)
-    path = run / "tensors.parquet"
-    data = path.read_bytes()
     shutil.rmtree(run / "tensors")
-    path.unlink() if kept is None else path.write_bytes(data[: int(kept * len(data))])
-    word = "missing" if kept is None else "damaged"
-    assert load_runs(run).runs["note"].tolist() == [f"tensors.parquet is {word}"]
-    path.write_bytes(data)
     assert load_runs(run).runs["note"].tolist() == [""]
+    (run / "tensors.parquet").unlink()
+    assert load_runs(run).runs["note"].tolist() == ["tensors.parquet is missing"]
 
 
 def test_tensors_in_streams_or_not_recorded_are_not_missing(make_run):

@@ -31,10 +31,10 @@ def test_all_draws_the_figures_that_another_study_supports(make_run, tmp_path, c
 @pytest.mark.parametrize("slug", LEADS)
 def test_a_stand_in_with_some_cells_of_the_study_is_marked(make_cells, draw, slug):
     study, where = slug.replace("spike_lead", "spikes_vs"), {"optimizer.beta2": 0.999}
-    where |= {"model.name": "mini_l", "batch_size": 1024, "optimizer.lr": 4e-3}
+    where |= {"model.name": "mini_l", "batch_size": 1024, "optimizer.lr": 2e-3}
     make_cells(study, where, experiment="update_clipping")
     about = draw(slug)
-    assert about["mark"] == "runs of update_clipping; 8 of the study's 9 runs are not there"
+    assert about["mark"] == "runs of update_clipping; 8 of the study's 9 runs are missing"
     assert about["mark"] in about["caption"] and about["missing"]
 
 
@@ -48,7 +48,7 @@ def test_a_studys_own_runs_go_before_the_stand_ins(make_run, make_cells, draw):
     [own] = make_cells("rms_and_loss", {"optimizer.beta2": 0.999})
     about = draw("rms_and_loss")
     assert [run["path"] for run in about["runs"]] == [str(own)]
-    assert about["mark"] == "1 of the study's 2 runs are not there"
+    assert about["mark"] == "1 of the study's 2 runs are missing"
     other = draw("rms_and_loss", experiment="update_clipping")
     assert other["mark"].startswith("runs of update_clipping")
 

@@ -4,11 +4,10 @@ import json
 import shutil
 
 import numpy as np
-import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from analysis import load_runs, make, marks, study
+from analysis import load_runs, make, study
 from analysis.load import EXPERIMENTS
 
 STUDIES = sorted(path.stem for path in EXPERIMENTS.glob("*.yaml"))
@@ -24,21 +23,19 @@ def test_no_two_runs_of_a_study_are_taken_for_each_other(name):
 def test_missing_runs_are_named_by_the_values_that_differ(make_run, tmp_path):
     make_run(num_steps=20, scale="mini", model="mini_l", optimizer="stable_adamw")
     runs = load_runs(tmp_path / "runs").runs
-    total, absent = study.missing("loss_curves", "mini", runs)
-    [(command, names)] = absent.items()
+    total, names = study.missing("loss_curves", "mini", runs)
     assert (total, len(names)) == (10, 9)
     assert "mini_l switchback" in names and "mini_l bf16" not in names
-    assert command == "python -m experiments.train -m experiment=loss_curves_mini"
 
 
 def test_a_plain_run_of_a_study_of_fixes_is_not_taken_for_another(make_run, tmp_path):
     make_run(experiment="fp8_fixes", num_steps=20, scale="mini", model="mini_l")  # bf16, AdamW
-    _, absent = study.missing("fp8_fixes", "mini", load_runs(tmp_path / "runs").runs)
-    assert sum(map(len, absent.values())) == 5
+    _, names = study.missing("fp8_fixes", "mini", load_runs(tmp_path / "runs").runs)
+    assert len(names) == 5
 
 
-def mark_of(tmp_path, total=0, absent=None):
-    return marks.of_runs(load_runs(tmp_path / "runs").runs, total, absent)
+def mark_of(tmp_path, total=0, num_missing=0):
+    return study.mark_of_runs(load_runs(tmp_path / "runs").runs, total, num_missing)
 
 
 def test_whole_runs_of_one_kind_have_no_mark(make_run, tmp_path):
@@ -58,27 +55,10 @@ def test_incomplete_and_damaged_runs_are_marked(make_run, tmp_path):
     assert mark_of(tmp_path) == "2 of 3 runs incomplete; 1 of 3 runs damaged"
 
 
-@pytest.mark.parametrize(
-    ("change", "mark"),
-    [
-        ({"data": "cd" * 32}, "2 different sets of data"),
-        ({"num_steps": 1200, "steps": 200}, "num_steps 20 and 1,200"),
-        ({"lr": 4e-3, "batch_size": 64}, "batch_size 64 and 128; lr 0.001 and 0.004"),
-        ({"model": "mini_l", "optimizer": "stable_adamw"}, ""),  # which the figure says
-    ],
-)
-def test_mixed_runs_of_no_study_are_marked(make_run, tmp_path, change, mark):
-    make_run(num_steps=20, experiment="of_my_own")
-    make_run(**{"num_steps": 20, "seed": 1, "experiment": "of_my_own", **change})
-    drawn = load_runs(tmp_path / "runs").runs
-    labels = pd.Series(["bf16, AdamW"] * 2)
-    assert marks.of_runs(drawn, differing=study.differing(drawn, pd.DataFrame(), labels)) == mark
-
-
-def test_a_study_with_some_or_none_of_its_runs_is_marked(make_run, tmp_path):
+def test_runs_of_several_data_sets_are_marked(make_run, tmp_path):
     make_run(num_steps=20)
-    assert mark_of(tmp_path, 3, {"c": ["a"]}) == "1 of the study's 3 runs are not there"
-    assert mark_of(tmp_path, 3, {"c": ["a", "b", "d"]}) == "none of the study's 3 runs is there"
+    make_run(num_steps=20, seed=1, data="cd" * 32)
+    assert mark_of(tmp_path) == "2 different data sets"
 
 
 def the_mark(tmp_path, slug="rms_and_loss", **keys):
@@ -94,21 +74,22 @@ def test_a_study_as_its_file_says_has_no_mark(make_cells, tmp_path, slug):
 @pytest.mark.parametrize(
     ("where", "changes", "mark"),
     [
-        ({}, {"num_steps": 300}, "num_steps 300, the study's 1,000"),
+        ({}, {"num_steps": 300}, "num_steps 300, the study's 2,000"),
         (
             {"optimizer.beta2": 0.9},
             {"optimizer.lr": 1e-3, "batch_size": 64},
-            "batch_size 64 and 1,024, the study's 1,024; lr 0.001 and 0.004, the study's 0.004",
+            "batch_size 64, the study's 1,024; lr 0.001, the study's 0.002",
         ),
         (
             {},
             {"precision.recipe": "switchback"},
-            "none of the study's 2 runs is there; precision switchback, the study's bf16",
+            "2 of the study's 2 runs are missing; recipe switchback, the study's high",
         ),
         (
             {},
             {"optimizer.name": "stable_adamw", "optimizer.clip_threshold": 1.0},
-            "none of the study's 2 runs is there; optimizer stable_adamw, the study's adamw",
+            "2 of the study's 2 runs are missing; optimizer stable_adamw, the study's adamw; "
+            "clip_threshold 1, the study's null",
         ),
         ({}, {"data.name": "shards", "num_workers": 3}, ""),
     ],
@@ -121,19 +102,11 @@ def test_settings_that_are_not_the_studys_are_named(make_cells, tmp_path, where,
     assert the_mark(tmp_path) == mark
 
 
-def test_settings_that_every_label_says_are_not_said_again(make_cells, tmp_path):
-    make_cells("rms_and_loss", num_steps=40)
-    make_cells("rms_and_loss", changes={"optimizer.lr": 2e-3}, num_steps=40, lr=2e-3)
-    assert the_mark(tmp_path) == ""
-
-
 def test_many_settings_are_counted(make_cells, tmp_path):
     changes = {"optimizer.lr": 1e-3, "optimizer.eps": 1e-8, "optimizer.weight_decay": 0.1}
     changes |= {"batch_size": 64, "compile": False, "schedule.warmup_steps": 5}
     make_cells("rms_and_loss", changes=changes, num_steps=40)
-    assert the_mark(tmp_path).endswith(
-        "; weight_decay 0.1, the study's 0.2; 2 more settings differ"
-    )
+    assert the_mark(tmp_path).endswith("; eps 1e-08, the study's 1e-06; 2 more settings differ")
 
 
 def no_rows(run):
@@ -168,19 +141,13 @@ def test_runs_that_a_figure_is_not_about_are_not_lost(make_cells, tmp_path):
     assert the_mark(tmp_path, "spike_lead_lr") == ""
 
 
-def test_lines_of_several_commits_or_versions_are_marked():
-    lines = pd.DataFrame({"commit": ["a", "a"], "versions": [{"torch": "2.11"}] * 2})
-    assert marks.of_lines(lines) == ""
-    assert marks.of_lines(lines.assign(commit=["a", "b"])) == "measured at 2 commits"
-    lines["versions"] = [{"torch": "2.11"}, {"torch": "2.12"}]
-    assert marks.of_lines(lines) == "with 2 sets of versions"
-
-
 def test_the_mark_stands_in_picture_caption_and_provenance(make_run, tmp_path, monkeypatch):
     make_run(num_steps=60, experiment="of_my_own")
     make_run(num_steps=60, steps=30, state="running", seed=1, experiment="of_my_own")
-    kept, put = [], marks.put
-    monkeypatch.setattr(marks, "put", lambda figure, mark: (put(figure, mark), kept.append(figure)))
+    kept, put = [], make._put_mark
+    monkeypatch.setattr(
+        make, "_put_mark", lambda figure, mark: (put(figure, mark), kept.append(figure))
+    )
     arguments = ("loss_curves", tmp_path / "runs", tmp_path / "out", "")
     make.draw(*arguments, experiment="of_my_own")
     written = json.loads((tmp_path / "out" / "loss_curves_demo.json").read_text())
@@ -193,7 +160,7 @@ def test_the_mark_stands_in_picture_caption_and_provenance(make_run, tmp_path, m
 def test_a_long_mark_stays_within_the_picture():
     figure = Figure(figsize=(3.4, 3), layout="constrained")
     figure.subplots().plot([0, 1])
-    marks.put(figure, "9 of the study's 10 runs are not there; " * 4)
+    make._put_mark(figure, "9 of the study's 10 runs are missing; " * 4)
     figure.draw_without_rendering()
     assert figure.get_tightbbox().x1 <= 3.4
     assert np.isfinite(figure.get_tightbbox().y1)

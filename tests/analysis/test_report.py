@@ -10,19 +10,17 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis import NoRunsError, load_runs, style
+from analysis import load_runs, style
 from analysis.report import __main__ as command
 from analysis.report import page as report_page
-from analysis.report.collect import Budget, absent_runs, collect_run, heat_of, layer_of, thin
+from analysis.report.collect import Budget, collect_run, heat_of, layer_of, thin
 from analysis.report.page import common, differences, make_page, named
 from analysis.report.plots import TICK, speed_figure
-from lowprec.sweep.plan import Manifest, PlannedRun
 
 CONV = "visual.conv1.weight"
 VOID = {"meta", "img", "input", "br", "line", "link"}
 LOADS = {"src", "srcset", "poster", "data", "action", "formaction", "background"}
 HOSTILE = "<img src=x onerror=alert(1)>\"'&amp;{{ 7*7 }}<b>"
-LOCAL = {"name": "local", "parallel": 1, "gpus": 0}
 
 
 class Page(HTMLParser):
@@ -270,69 +268,3 @@ def test_oversized_page_is_refused(make_run, tmp_path, monkeypatch, capsys):
     out = tmp_path / "page.html"
     assert command.main(["--runs", str(tmp_path / "runs"), "--out", str(out)]) == 2
     assert "--experiment" in capsys.readouterr().err and not out.exists()
-
-
-@pytest.fixture(name="sweep")
-def sweep_fixture(make_run, tmp_path):
-    """A sweep of five runs: one finished, one failed at its start, one cancelled, two others."""
-    runs = [make_run(num_steps=20, seed=0)]
-    runs += [runs[0].with_name(f"nano-bf16-adamw-s{seed}-{seed:010d}") for seed in range(1, 5)]
-    folder = tmp_path / "runs" / "sweeps" / runs[0].parent.name
-    manifest = Manifest.open(folder, ["sh"], tmp_path)
-    config = {"num_steps": 20, "experiment": "loss_curves"}
-    manifest.add([
-        PlannedRun(-1, "nano", str(run.relative_to(tmp_path)), [f"seed={i}"], config)
-        for i, run in enumerate(runs)
-    ])  # fmt: skip
-    manifest.record({"event": "submitting", "token": "t", "launcher": LOCAL, "runs": [0, 1, 2, 3]})
-    manifest.append(1, {"event": "started", "token": "t"})
-    ended = {"event": "ended", "token": "t", "again": False}
-    manifest.append(1, {**ended, "reason": f"exit status 1: {HOSTILE}"})
-    manifest.record({"event": "cancelled", "runs": [2]})
-    return manifest
-
-
-def report_of(sweep, tmp_path):
-    out = tmp_path / "page.html"
-    runs = tmp_path / sweep.runs[0].directory
-    assert command.main(["--runs", str(runs.parent), "--out", str(out)]) == 0
-    return Page(out.read_text())
-
-
-def test_planned_runs_without_a_directory_are_listed_with_state_and_reason(sweep, tmp_path):
-    page = report_of(sweep, tmp_path)
-    failures = page.section("Failures and damage")
-    assert "seed=0" not in failures  # it finished
-    assert re.search("seed=1 failed.* exit status 1", failures) and HOSTILE in page.text
-    assert "seed=2 cancelled" in failures
-    assert re.search("seed=3 lost.* the process that trained it is gone", failures)
-    assert re.search("seed=4 new.* never submitted", failures)
-    assert "need attention4" in page.text and "img" not in page.tags
-
-
-def test_absent_runs_are_looked_up_by_folder_and_experiment(sweep, tmp_path):
-    root = tmp_path / "runs"
-    names = set(load_runs(root).runs["run"])
-    before = {path: path.stat().st_mtime_ns for path in sweep.folder.rglob("*")}
-    assert len(absent_runs(root, names, None)) == 4
-    assert len(absent_runs(root, names, "loss_curves")) == 4
-    assert absent_runs(root, names, "fp8_fixes") == []
-    assert absent_runs(root / "elsewhere", names, None) == []
-    assert absent_runs("memory://runs", names, None) == []
-    assert {path: path.stat().st_mtime_ns for path in sweep.folder.rglob("*")} == before
-
-
-def test_a_damaged_sweep_is_a_row_of_the_report(sweep, tmp_path):
-    (sweep.folder / "sweep.json").write_text('{"runs": ')
-    failures = report_of(sweep, tmp_path).section("Failures and damage")
-    assert f"sweep {sweep.folder.name}" in failures and "cannot be read" in failures
-
-
-def test_without_any_run_the_error_says_why(sweep, tmp_path, capsys):
-    (tmp_path / sweep.runs[0].directory / "status.json").unlink()
-    out = tmp_path / "page.html"
-    assert command.main(["--runs", str(tmp_path / "runs"), "--out", str(out)]) == 2
-    errors = capsys.readouterr().err
-    assert "no runs at or below" in errors and "seed=1: failed: exit status 1" in errors
-    with pytest.raises(NoRunsError):
-        load_runs(tmp_path / "runs")

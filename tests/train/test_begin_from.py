@@ -70,9 +70,7 @@ def test_a_missing_or_damaged_source_is_refused(make_config, tmp_path, first):
         second(make_config, tmp_path, first)
 
 
-def test_a_source_that_trained_on_is_refused(
-    make_config, tmp_path, first, monkeypatch
-):
+def test_a_source_that_trained_on_is_refused(make_config, tmp_path, first, monkeypatch):
     named = running.sources_of
     stale = lambda config, data: named(config, data) | {"resume_from": "0" * 64}  # noqa: E731
     monkeypatch.setattr(running, "sources_of", stale)

@@ -1,0 +1,180 @@
+"""Loss curves of studies that vary one setting: a line for each value, or a panel and lines.
+
+`fp8_fixes` is figure 5 (left) of arXiv:2304.13013, `spikes_vs_size`, `_batch` and `_lr` are figures
+6, 7 and 8, and `beta2_schedule` follows its text. Each is drawn from the experiment of its name.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from analysis import curves, style
+from analysis.load import Runs
+
+PLAIN, CLIPPING = "fp8, no change", "gradient clipping"
+CHANGES = ("bf16", PLAIN, CLIPPING, "KQ layer norm", "zero-init layer-scale")
+NAMES = {"model.name": "size", "batch_size": "batch", "optimizer.lr": "lr"}  # in print
+DASHES = (0, (5, 1.2))
+
+
+@dataclass(eq=False)
+class LossBySetting:
+    """One of the figures."""
+
+    EXPERIMENT: str
+    by: tuple[str, ...]  # config keys that the figure shows in its own way
+    arrange: Callable[[pd.DataFrame], pd.DataFrame]  # heads in order, with labels and own columns
+    columns: tuple[str, ...]  # of the frame, besides those of every loss curve
+    look: Callable[[pd.Series], tuple]
+    after: str  # the part of the paper that it follows
+    text: str  # of the caption; its field is for the methods
+    key: str = ""  # config key with a panel for each value; without it, a panel for each model
+
+    def query(self, runs: Runs) -> pd.DataFrame:
+        """One row per step of each run: exactly what is plotted."""
+        heads = curves.named_heads(runs, self.by)
+        if not heads.empty:
+            heads = heads.assign(
+                key=self.key,
+                value=heads[curves.RENAMED.get(self.key, self.key)] if self.key else "",
+            )
+            heads = self.arrange(heads)
+        return curves.losses(runs, heads, (*curves.COLUMNS, *self.columns))
+
+    def plot(self, frame: pd.DataFrame, ax: Axes) -> Axes:
+        """One panel."""
+        title = panel_title(frame.iloc[0]) if self.key else curves.title(frame)
+        return curves.plot(frame, ax, self.look, title)
+
+    def draw(self, frame: pd.DataFrame, figure: Figure) -> None:
+        """The whole figure: at most three panels in a row."""
+        if not self.key:
+            return curves.draw_models(frame, figure, self.plot)
+        panels = [panel for _, panel in frame.groupby("value", sort=False)]
+        lines = max(panel["label"].nunique() for panel in panels)
+        for panel, ax in zip(panels, curves.panels(figure, len(panels), lines, 3), strict=True):
+            self.plot(panel, ax)
+
+    def caption(self, frame: pd.DataFrame) -> str:
+        """Describes the runs and the lines, and names the runs that did not finish."""
+        runs = frame.drop_duplicates("run")
+        text = self.text.format(methods=curves.methods(runs))
+        if self.key not in ("", "model.name"):
+            labels = [f"{panel_title(run)}, {run['label']}" for _, run in runs.iterrows()]
+            runs = runs.assign(label=labels)
+        return f"{curves.caption(frame, self.after)} {text}{curves.caption_end(runs)}"
+
+
+def panel_title(head: pd.Series) -> str:
+    """`ViT-B/32`, `batch 4,096`, `lr 0.002`: the value of a panel."""
+    if head["key"] == "model.name":
+        return style.model(head["value"])
+    value = f"{head['value']:,}" if head["key"] == "batch_size" else f"{head['value']:g}"
+    return f"{NAMES[head['key']]} {value}"
+
+
+def arrange_sweep(heads: pd.DataFrame) -> pd.DataFrame:
+    """Lines by beta2; models that share a panel are named."""
+    labels = curves.with_setting(heads, [f"beta2 = {beta2:g}" for beta2 in heads["beta2"]])
+    is_size = heads["key"].iloc[0] == "model.name"
+    if not is_size and heads["model"].nunique() > 1:
+        models = heads["model"].map(style.MODELS).fillna(heads["model"])
+        labels = [f"{model}, {label}" for model, label in zip(models, labels, strict=True)]
+    by_size = pd.factorize(heads["value"])[0]  # heads come from small to large models
+    heads = heads.assign(label=labels, rank=by_size if is_size else heads["value"])
+    return heads.sort_values(["rank", "beta2"], kind="stable")
+
+
+def arrange_schedules(heads: pd.DataFrame) -> pd.DataFrame:
+    """Constant values of beta2, then schedules with the value at the last step."""
+    heads = heads.astype({"beta2_decay": float})
+    settings = [
+        f"beta2 = {head.beta2:g}"
+        if pd.isna(head.beta2_decay)
+        else f"1 - t^-{head.beta2_decay:g} (to {1 - head.num_steps**-head.beta2_decay:.3f})"
+        for head in heads.itertuples()
+    ]
+    heads["label"] = curves.with_setting(heads, settings)
+    return heads.sort_values(["beta2_decay", "beta2"], na_position="first", kind="stable")
+
+
+def arrange_fixes(heads: pd.DataFrame) -> pd.DataFrame:
+    """Lines by `change`, what differs from plain fp8 training."""
+    heads["change"] = [_change(head) for head in heads.itertuples()]
+    heads["label"] = [
+        head.change + head.label.removeprefix(style.method(head.precision, head.optimizer))
+        for head in heads.itertuples()
+    ]
+    models = list(heads["model"].unique())
+    ranks = [(models.index(h.model), *style.rank(h.change, CHANGES)) for h in heads.itertuples()]
+    return heads.assign(rank=ranks).sort_values("rank", kind="stable")
+
+
+def _change(head) -> str:
+    if head.intervention != "none":
+        return style.INTERVENTIONS.get(head.intervention, (head.intervention,))[0]
+    if not style.family(head.precision):
+        return style.PRECISIONS.get(head.precision, (head.precision,))[0]
+    return CLIPPING if head.optimizer == "adamw_clip" else PLAIN
+
+
+def look_of_sweep(head: pd.Series) -> tuple:
+    """A color for each beta2; optimizers other than the sweeps' AdamW are dashed."""
+    dashes = "-" if head["optimizer"] == "adamw" else DASHES
+    return style.beta2_color(head["beta2"], head["variant"]), dashes
+
+
+def look_of_schedule(head: pd.Series) -> tuple:
+    """Constants are solid and schedules are dashed."""
+    if pd.isna(head["beta2_decay"]):
+        return style.beta2_color(head["beta2"], head["variant"]), "-"
+    return style.decay_color(head["beta2_decay"], head["variant"]), DASHES
+
+
+def look_of_fix(head: pd.Series) -> tuple:
+    """The color of the intervention, or else of the method."""
+    color, dashes = style.look(head)
+    if head["intervention"] != "none" and head["intervention"] in style.INTERVENTIONS:
+        color = style.paler(style.INTERVENTIONS[head["intervention"]][1], head["variant"])
+    return color, dashes
+
+
+FIGURES = {
+    "fp8_fixes": LossBySetting(
+        "fp8_fixes",
+        ("intervention.name",),
+        arrange_fixes,
+        ("intervention", "change"),
+        look_of_fix,
+        "figure 5 (left)",
+        "All runs but those in 16 bit train with fp8 tensor-wise in all three products and one "
+        "change. The paper's ViT-L/14: zero-init layer-scale trains as bf16 does; gradient "
+        "clipping and KQ layer norm do not help.",
+    ),
+    "beta2_schedule": LossBySetting(
+        "beta2_schedule",
+        ("optimizer.beta2", "optimizer.beta2_decay"),
+        arrange_schedules,
+        ("beta2", "beta2_decay"),
+        look_of_schedule,
+        "the study of beta2 schedules",
+        "Dashed: beta2 = 1 - t^-lambda at step t, in parentheses its value at the last step. All "
+        "runs: {methods}.",
+    ),
+}
+FIGURES |= {
+    f"spikes_vs_{NAMES[key]}": LossBySetting(
+        f"spikes_vs_{NAMES[key]}",
+        (key, "optimizer.beta2"),
+        arrange_sweep,
+        ("beta2", "key", "value"),
+        look_of_sweep,
+        after,
+        "All runs: {methods}. Colors: beta2.",
+        key,
+    )
+    for key, after in zip(NAMES, ("figure 6", "figure 7", "figure 8"), strict=True)
+}
