@@ -243,8 +243,8 @@ def caption_end(frame: pd.DataFrame, crosses: bool = True) -> str:
         named = runs[runs["label"].str.contains(f"({state}", regex=False)]
         if len(named):
             pairs = zip(named["model"], named["label"], strict=True)
-            shown = [f"{style.model(model)} {label}" for model, label in pairs]
-            text += f" {word}: {'; '.join(shown)}."
+            names = [f"{style.model(model)} {label}" for model, label in pairs]
+            text += f" {word}: {'; '.join(names)}."
     return text
 
 

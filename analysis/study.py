@@ -67,7 +67,9 @@ def differing(drawn: pd.DataFrame, experiment: str, scale: str) -> list[str]:
             theirs = sorted(set(planned[key].map(written)))
             others = sorted(set(drawn[key].map(written)) - set(theirs))
             if others:
-                texts.append(f"{short(key)} {' and '.join(others)}, the study's {theirs[0]}")
+                texts.append(
+                    f"{short(key)} {' and '.join(others)}, the study's {' and '.join(theirs)}"
+                )
     rest = len(texts) - MOST
     return texts[:MOST] + ([f"{rest} more settings differ"] if rest > 0 else [])
 

@@ -1,9 +1,9 @@
 """How every figure looks: one color per method, one line style per optimizer, type for print.
 
 A method is a precision and an optimizer. Under bf16, the baseline of optimizer studies, the
-optimizer gives the color; elsewhere the precision does. Base palette: Okabe and Ito's; the others
-lie so that any two methods differ in color also to a reader who sees no red or no green. Where
-lines of one method differ by a number (beta2, depth), a color map gives each number its color.
+optimizer gives the color; elsewhere the precision does. The base palette is Okabe and Ito's, and
+any two methods also differ in color for readers who see no red or no green. Lines of one method
+that differ by a number (beta2, depth) get their colors from a color map.
 """
 
 import math
@@ -62,7 +62,7 @@ MODELS = {  # model.name: in print, small to large
 
 
 def style() -> AbstractContextManager:
-    """A context in which figures are drawn: readable in print at COLUMN_WIDTH, fonts embedded."""
+    """A context for drawing figures that are readable in print at COLUMN_WIDTH."""
     return matplotlib.rc_context(
         {
             "font.family": ["sans-serif"],
@@ -93,10 +93,10 @@ def style() -> AbstractContextManager:
 
 
 def color(precision: str, optimizer: str, variant: int = 0) -> tuple[float, float, float]:
-    """The color of a method. `variant` counts its settings in one panel: each is paler."""
-    shown = PRECISIONS.get(precision, (precision, OTHER))[1]
-    shown = shown or OPTIMIZERS.get(optimizer, (optimizer, "-", OTHER))[2]
-    return paler(shown, variant)
+    """The color of a method; each further setting of it in one panel (`variant`) is paler."""
+    shade = PRECISIONS.get(precision, (precision, OTHER))[1]
+    shade = shade or OPTIMIZERS.get(optimizer, (optimizer, "-", OTHER))[2]
+    return paler(shade, variant)
 
 
 def beta2_color(beta2: float, variant: int = 0) -> tuple[float, float, float]:
@@ -148,22 +148,22 @@ def method(precision: str, optimizer: str) -> str:
 
 
 def family(precision: str) -> str:
-    """`int8` or `fp8` of a method in 8 bits, else nothing: figures of both have a panel each."""
+    """`int8` or `fp8` for a method in 8 bits, else ""."""
     if "fp8" in precision:
         return "fp8"
     return "int8" if precision.startswith(("switchback", "llm_int8")) else ""
 
 
 def families(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    """Panels as (family, rows): the int8 and the fp8 methods, those in 16 bit in both.
+    """Panels as (family, rows): int8 and fp8 methods, with the 16-bit ones in both.
 
-    One panel of all rows where there are not both families.
+    There is one panel with all rows unless both families occur.
     """
     of_row = frame["precision"].map(family)
-    found = [name for name in ("int8", "fp8") if (of_row == name).any()]
-    if len(found) < 2:
-        return [("".join(found), frame)]
-    return [(name, frame[of_row.isin(["", name])]) for name in found]
+    names = [name for name in ("int8", "fp8") if (of_row == name).any()]
+    if len(names) < 2:
+        return [("".join(names), frame)]
+    return [(name, frame[of_row.isin(["", name])]) for name in names]
 
 
 def log_axis(ax: Axes) -> None:
@@ -175,15 +175,15 @@ def log_axis(ax: Axes) -> None:
 
 
 def rank(name: str, table: dict | tuple) -> tuple[int, str]:
-    """Sort key: the order of a table above, then names it does not have."""
+    """Sort key: the order of a table above, then other names."""
     return (list(table).index(name) if name in table else len(table), name)
 
 
 def smoothing_width(num_steps: int) -> int:
-    """Steps of the box for a run of `num_steps`: the paper's 40, at most a tenth of the run."""
+    """Width of the smoothing box in steps: the paper's 40, at most a tenth of the run."""
     return max(1, min(SMOOTHING, num_steps // 10))
 
 
 def smooth(series: pd.Series, width: int = SMOOTHING) -> pd.Series:
-    """Centered box average; NaN within half a box of either edge and of a non-finite value."""
+    """Centered box average; NaN within half a box of the edges and of non-finite values."""
     return series.astype(float).rolling(width, center=True).mean()

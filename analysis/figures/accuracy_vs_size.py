@@ -22,10 +22,10 @@ LOW = 0.04  # of the height of a panel: where a run without accuracy has its cro
 
 
 def query(runs: Runs) -> pd.DataFrame:
-    """A row a run: zero-shot top-1 in % at its last step, NaN of a run without; what is plotted.
+    """One row per run: zero-shot top-1 in % at its last step, or NaN.
 
-    At paper scale also rows of the paper's numbers, by `source`, for the models that were run.
-    NoRunsError when no run has an accuracy or diverged.
+    At paper scale there are also rows with the paper's numbers for the same models, by `source`.
+    Raises NoRunsError if no run has an accuracy or diverged.
     """
     heads = curves.named_heads(runs)
     if heads.empty:
@@ -48,7 +48,7 @@ def _papers(ours: pd.DataFrame) -> list[pd.DataFrame]:
     """The paper's numbers of the methods and models that were run at its scale."""
     if ours["scale"].iloc[0] != "paper":
         return []
-    found = [
+    rows = [
         {"source": PAPERS, "run": "", "model": model, "precision": precision,
          "accuracy": np.nan if value is None else value, "variant": 0, "method": precision,
          "state": "diverged" if value is None else "finished"}
@@ -56,11 +56,11 @@ def _papers(ours: pd.DataFrame) -> list[pd.DataFrame]:
         for model, value in values.items()
         if model in set(ours["model"]) and precision in set(ours["precision"])
     ]  # fmt: skip
-    return [pd.DataFrame(found)] if found else []
+    return [pd.DataFrame(rows)] if rows else []
 
 
 def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
-    """One panel: a line a method through the means of its seeds; crosses have no accuracy."""
+    """One panel: a line for each method through the means of its seeds; crosses lack accuracy."""
     models = list(dict.fromkeys(frame["model"]))
     methods = list(dict.fromkeys(frame["method"][frame["source"] == OURS]))
     for place, (name, line) in enumerate(
@@ -90,7 +90,7 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
 
 
 def draw(frame: pd.DataFrame, figure: Figure) -> None:
-    """The whole figure: a panel int8, a panel fp8, the 16-bit runs in both, one scale."""
+    """Draws a panel for int8 and one for fp8, with the 16-bit runs in both, on one scale."""
     panels = style.families(frame)
     lines = max(panel["method"].nunique() for _, panel in panels) + 1
     axes = curves.panels(figure, len(panels), lines)
@@ -105,7 +105,7 @@ def draw(frame: pd.DataFrame, figure: Figure) -> None:
 
 
 def caption(frame: pd.DataFrame) -> str:
-    """What is shown; whose the diamonds are; which runs have no accuracy."""
+    """Describes the runs and the paper's numbers, and names runs that did not finish."""
     runs = frame[frame["source"] == OURS]
     models = curves.models(runs)
     seeds = runs.groupby(["model", "method"])["seed"].nunique()
@@ -120,7 +120,7 @@ def caption(frame: pd.DataFrame) -> str:
     if (frame["source"] == PAPERS).any():
         text += " Diamonds and open crosses: the paper's, read by eye from plots of a draft."
     else:
-        text += " The paper's accuracies are of other models and data and are not shown."
+        text += " The paper's accuracies are for other models and data and are left out."
     return text + curves.caption_end(runs)
 
 

@@ -28,7 +28,7 @@ SETTINGS = {"image_size": "{:.0f} px", "patch_dropout": "patch dropout {:g}"}  #
 
 
 def with_settings(lines: pd.DataFrame) -> pd.DataFrame:
-    """Lines whose `shape` also says the settings of the model, where a line holds them."""
+    """Adds the settings of the model to `shape`, where a line holds them."""
     lines = lines.reindex(columns=list(dict.fromkeys([*lines.columns, *SETTINGS])))
     shapes = [
         ", ".join([row["shape"], *(SETTINGS[name].format(row[name]) for name in SETTINGS
@@ -39,7 +39,7 @@ def with_settings(lines: pd.DataFrame) -> pd.DataFrame:
 
 
 def in_lines(shape: str) -> str:
-    """`ViT-H/14`, its batch and what else was set, a line each; another name as it is."""
+    """A tick label: the model, its batch and its settings on lines of their own."""
     model, _, more = shape.partition(" ")
     if model not in style.MODELS:
         return shape
@@ -47,11 +47,10 @@ def in_lines(shape: str) -> str:
 
 
 def query(lines: pd.DataFrame) -> pd.DataFrame:
-    """A row for each shape, baseline and case of one file: `value`, time saved in %.
+    """One row per shape, baseline and case of one file; `value` is the time saved in %.
 
-    The first word of a shape is the model; all else, such as the batch and the settings, must be
-    equal too. Where a file has a case twice, the last counts. NoRunsError when no case has a
-    baseline beside it.
+    A shape is the model, whose name is its first word, the batch and the settings. If a file has a
+    case twice, the last counts. Raises NoRunsError if no case has a baseline.
     """
     lines = with_settings(lines)
     known = lines[lines["ms"].notna()]
@@ -63,17 +62,17 @@ def query(lines: pd.DataFrame) -> pd.DataFrame:
         base = known[known["case"].isin(cases)].groupby(at)["ms"].min().rename("base_ms")
         part = known[known["case"].isin(CASES)].join(base, on=at, how="inner")
         frames.append(part.assign(baseline=baseline))
-    found = pd.concat(frames, ignore_index=True)
-    if found.empty:
+    table = pd.concat(frames, ignore_index=True)
+    if table.empty:
         raise NoRunsError(
             f"slug {LINES}: no line of {', '.join(CASES)} has {' or '.join(BASELINES)} beside it, "
             "of the same shape, in one file"
         )
-    found = bench.newest(found, ["shape", "baseline"])
-    found["value"] = bench.saved_percent(found["ms"], found["base_ms"])
-    found = found.rename(columns={"device": "source", "case": "series"})
+    table = bench.newest(table, ["shape", "baseline"])
+    table["value"] = bench.saved_percent(table["ms"], table["base_ms"])
+    table = table.rename(columns={"device": "source", "case": "series"})
     columns = ["file", "source", "model", "shape", "baseline", "series", "ms", "base_ms", "value"]
-    frame = found[columns].reset_index(drop=True)
+    frame = table[columns].reset_index(drop=True)
     skipped = lines[lines["case"].isin([*CASES, "open_clip", "autograd_high"]) & lines["ms"].isna()]
     reasons = [f"{row.case}, {row.shape} ({row.reason})" for row in skipped.itertuples()]
     frame.attrs["missing"] = f" Not measured: {'; '.join(reasons)}." if reasons else ""
@@ -81,7 +80,7 @@ def query(lines: pd.DataFrame) -> pd.DataFrame:
 
 
 def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
-    """Bars over one baseline: a group a model, small to large, a bar a case."""
+    """Bars over one baseline: a group for each model, from small to large, a bar for each case."""
     shapes = frame[["model", "shape"]].drop_duplicates().itertuples(index=False)
     shapes = sorted(shapes, key=lambda pair: (style.rank(pair[0], style.MODELS), pair[1]))
     cases = [case for case in CASES if case in set(frame["series"])]
@@ -106,17 +105,17 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
 
 
 def draw(frame: pd.DataFrame, figure: Figure) -> None:
-    """A panel for each baseline there is, one legend."""
-    found = [baseline for baseline in BASELINES if baseline in set(frame["baseline"])]
-    figure.set_size_inches(style.COLUMN_WIDTH * max(1.2, len(found)), 3.0)
-    axes = figure.subplots(1, len(found), squeeze=False, sharey=True)[0]
-    for baseline, ax in zip(found, axes, strict=True):
+    """Draws a panel for each baseline above one legend."""
+    baselines = [baseline for baseline in BASELINES if baseline in set(frame["baseline"])]
+    figure.set_size_inches(style.COLUMN_WIDTH * max(1.2, len(baselines)), 3.0)
+    axes = figure.subplots(1, len(baselines), squeeze=False, sharey=True)[0]
+    for baseline, ax in zip(baselines, axes, strict=True):
         plot(frame[frame["baseline"] == baseline], ax)
     bench.legend_below(figure, list(axes), ncols=4)
 
 
 def caption(frame: pd.DataFrame) -> str:
-    """Device, and which baseline, model or case there is no line of."""
+    """Names the device and the baselines and cases without a line."""
     absent = [f"baseline {name}" for name in BASELINES if name not in set(frame["baseline"])]
     absent += [name for name in CASES if name not in set(frame["series"])]
     low, high = paper.END_TO_END

@@ -21,7 +21,7 @@ DASHES = {"first": (0, (1.2, 1.0)), "last": "-"}
 
 
 def query(runs: Runs) -> pd.DataFrame:
-    """A row a block at the first (`at` first) and last recorded step of a run: what is plotted."""
+    """One row per block of each run at the first and at the last recorded step (`at`)."""
     heads = curves.named_heads(runs, ("intervention.name",))
     frames = [pd.DataFrame(columns=list(COLUMNS))]
     for head in curves.by_intervention(heads).to_dict("records"):
@@ -40,7 +40,7 @@ def query(runs: Runs) -> pd.DataFrame:
 
 
 def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
-    """One panel, of one model: magnitude by depth; dotted early, solid late in training."""
+    """One panel for one model: magnitude by depth, dotted early and solid late in training."""
     for (_, at), line in frame.groupby(["run", "at"], sort=False):
         head = line.iloc[0]
         shade = style.INTERVENTIONS.get(head["intervention"], ("", style.OTHER))[1]
@@ -55,7 +55,7 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
 
 
 def draw(frame: pd.DataFrame, figure: Figure) -> None:
-    """The whole figure: a panel a model."""
+    """Draws a panel for each model."""
     panels = [panel for _, panel in frame.groupby("model", sort=False)]
     lines = max(2 * panel["run"].nunique() for panel in panels)
     axes = curves.panels(figure, len(panels), lines)
@@ -64,7 +64,7 @@ def draw(frame: pd.DataFrame, figure: Figure) -> None:
 
 
 def caption(frame: pd.DataFrame) -> str:
-    """What is shown, of which steps, which runs are incomplete."""
+    """Describes the runs and the steps, and names runs that did not finish."""
     runs = frame.drop_duplicates("run")
     models = curves.models(runs)
     first = sorted(frame.loc[frame["at"] == "first", "step"].unique())

@@ -22,7 +22,7 @@ WIDTH = 2.5  # inches of a panel
 
 
 def query(runs: Runs) -> pd.DataFrame:
-    """A row a recorded step of each shown block and statistic: exactly what is plotted."""
+    """One row per recorded step, block and statistic: exactly what is plotted."""
     heads = curves.named_heads(runs, ("intervention.name",))
     frames = [pd.DataFrame(columns=list(COLUMNS))]
     for head in curves.by_intervention(heads).to_dict("records"):
@@ -42,7 +42,7 @@ def query(runs: Runs) -> pd.DataFrame:
 
 
 def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
-    """One panel, of one run and statistic: a line a block, dark the first and bright the last."""
+    """One panel for one run and statistic: a line for each block, the first dark."""
     head = frame.iloc[0]
     for block, line in frame.groupby("block"):
         color = style.depth_color(block / max(1, head["vision_layers"] - 1))
@@ -54,7 +54,7 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
 
 
 def draw(frame: pd.DataFrame, figure: Figure) -> None:
-    """The whole figure: a column a run, a row a statistic; one row has one scale a model."""
+    """Draws a column for each run and a row for each statistic, on one scale per model."""
     runs = list(dict.fromkeys(frame["run"]))
     statistics = [name for name in STATISTICS if name in set(frame["statistic"])]
     figure.set_size_inches(max(style.COLUMN_WIDTH, WIDTH * len(runs)), 2 * len(statistics) + 0.9)
@@ -78,7 +78,7 @@ def draw(frame: pd.DataFrame, figure: Figure) -> None:
 
 
 def caption(frame: pd.DataFrame) -> str:
-    """What is shown, which runs are incomplete."""
+    """Describes the runs and names those that did not finish."""
     runs = frame.drop_duplicates("run")
     models = curves.models(runs)
     return (

@@ -1,4 +1,4 @@
-"""Loss curves by model size, a line a method. Figure 2, arXiv:2304.13013.
+"""Loss curves by model size and method. Figure 2, arXiv:2304.13013.
 
 Runs: `experiment=loss_curves` (paper scale), `experiment=loss_curves_demo`.
 """
@@ -18,17 +18,17 @@ COLUMNS = curves.COLUMNS
 
 
 def query(runs: Runs) -> pd.DataFrame:
-    """A row a step of every run that has steps, up to its last: exactly what is plotted.
+    """One row per step of each run: exactly what is plotted.
 
-    `method` names the line, `label` adds how the run ended and what it lacks, `variant` counts the
-    settings of one method. A step whose row is missing has no loss, so that the line has a gap. A
-    run whose config is damaged has no name and is left out.
+    `method` names the line, `label` adds how the run ended, and `variant` counts the settings of
+    one method. A missing step has no loss, so that the line has a gap. Runs with a damaged config
+    are left out.
     """
     return curves.losses(runs, curves.named_heads(runs))
 
 
 def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
-    """One panel: runs of one model. Raw loss faint, smoothed loss over it, legend below."""
+    """One panel: the runs of one model, raw loss faint and smoothed loss over it."""
     title, family = curves.title(frame), style.families(frame)[0][0]
     curves.plot(frame, ax, style.look, f"{title}, {family}" if family else title)
     if frame["num_steps"].max() >= MIN_STEPS_FOR_INSET:
@@ -37,7 +37,7 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
 
 
 def draw(frame: pd.DataFrame, figure: Figure) -> None:
-    """The whole figure: a panel a model, or two where it ran in int8 and in fp8."""
+    """Draws a panel for each model, or two if it ran in int8 and in fp8."""
     models = sorted(frame["model"].unique(), key=lambda name: style.rank(name, style.MODELS))
     panels = [
         panel for model in models for _, panel in style.families(frame[frame["model"] == model])
@@ -48,7 +48,7 @@ def draw(frame: pd.DataFrame, figure: Figure) -> None:
 
 
 def caption(frame: pd.DataFrame) -> str:
-    """What is shown: scale, data, runs, how it was smoothed and cut, which runs are incomplete."""
+    """Describes the runs and the smoothing, and names runs that did not finish."""
     text = curves.caption(frame, "figure 2")
     if frame["num_steps"].max() >= MIN_STEPS_FOR_INSET:
         text += " Inset: the last tenth of the steps."
@@ -56,7 +56,7 @@ def caption(frame: pd.DataFrame) -> str:
 
 
 def _draw_inset(frame: pd.DataFrame, ax: Axes) -> None:
-    """The last tenth of the steps, smoothed, where a run reached it."""
+    """Draws the smoothed loss of the last tenth of the steps, if a run reached it."""
     num_steps = frame["num_steps"].max()
     start = round(num_steps * (1 - INSET_SHARE))
     late = frame[(frame["step"] >= start) & frame["loss_smoothed"].notna()]

@@ -32,15 +32,15 @@ COLUMNS = (*OF_A_RUN, "block", "spike", "is_loss_spike", "step", *PANELS, "skipp
 
 
 def select(heads: pd.DataFrame) -> pd.DataFrame:
-    """The rows of `Runs.runs` that the figure is about: those with a loss scaler."""
+    """The rows of `Runs.runs` that the figure is about: runs with a loss scaler."""
     return heads[heads["scaler.name"] != "none"]
 
 
 def query(runs: Runs) -> pd.DataFrame:
-    """A row a step around the highest loss spike of each run with a loss scaler: what is plotted.
+    """One row per step around the highest loss spike of each run with a loss scaler.
 
-    `spike`: its step; of a run without a loss spike, that of the largest RMS_t of the patch
-    embedding after the ignored steps. What was not recorded is NaN.
+    `spike` is its step; for a run without a loss spike, it is the step of the patch embedding's
+    largest RMS_t after the ignored steps. Unrecorded values are NaN.
     """
     heads = curves.named_heads(runs, ("scaler.name",))
     frames = [pd.DataFrame(columns=list(COLUMNS))]
@@ -56,12 +56,12 @@ def query(runs: Runs) -> pd.DataFrame:
 
 
 def plot(frame: pd.DataFrame, ax: Axes, column: str = "loss") -> Axes:
-    """One panel, of one run: a column of the frame; dotted at the spike, ticks where skipped."""
+    """One panel: a column of one run; dotted at the spike, ticks at skipped steps."""
     head = frame.iloc[0]
     color = style.color(head["precision"], head["optimizer"])
-    shown = frame[np.isfinite(frame[column].astype(float))]
-    marker = "o" if len(shown) < AROUND else ""
-    ax.plot(shown["step"], shown[column], color=color, lw=0.9, marker=marker, ms=2)
+    finite = frame[np.isfinite(frame[column].astype(float))]
+    marker = "o" if len(finite) < AROUND else ""
+    ax.plot(finite["step"], finite[column], color=color, lw=0.9, marker=marker, ms=2)
     ax.axvline(head["spike"], color=spike_marks.OTHER, lw=0.7, ls=":")
     skipped = frame.loc[frame["skipped_tensors"].fillna(0) > 0, "step"]
     ax.plot(skipped, [0.06] * len(skipped), "|", color=spike_marks.FOLLOWING, ms=6, mew=0.8,
@@ -77,23 +77,23 @@ def plot(frame: pd.DataFrame, ax: Axes, column: str = "loss") -> Axes:
 
 
 def draw(frame: pd.DataFrame, figure: Figure) -> None:
-    """The whole figure: a column a run, a row each thing that some run recorded."""
+    """Draws a column for each run and a row for each recorded quantity."""
     runs = [run for _, run in frame.groupby("run", sort=False)]
-    shown = [column for column in PANELS if frame[column].notna().any()]
-    figure.set_size_inches(style.COLUMN_WIDTH * len(runs), 1.25 * len(shown) + 0.6)
-    axes = figure.subplots(len(shown), len(runs), squeeze=False, sharex="col")
+    recorded = [column for column in PANELS if frame[column].notna().any()]
+    figure.set_size_inches(style.COLUMN_WIDTH * len(runs), 1.25 * len(recorded) + 0.6)
+    axes = figure.subplots(len(recorded), len(runs), squeeze=False, sharex="col")
     for i, run in enumerate(runs):
         head = run.iloc[0]
         model = style.model(head["model"])
         title = f"{model}, {head['scaler']} scaler, beta2 = {head['beta2']:g}\n{head['label']}"
         axes[0, i].set_title(title)
-        for column, ax in zip(shown, axes[:, i], strict=True):
+        for column, ax in zip(recorded, axes[:, i], strict=True):
             plot(run, ax, column)
         axes[-1, i].set_xlabel("step")
 
 
 def caption(frame: pd.DataFrame) -> str:
-    """What is shown of which runs, around which steps."""
+    """Describes the runs, the steps and what was not recorded."""
     runs = frame.drop_duplicates("run")
     text = (
         f"{AROUND} steps on either side of a spike in training {len(runs)} runs on "
@@ -113,7 +113,7 @@ def caption(frame: pd.DataFrame) -> str:
 
 
 def _spike(alone: Runs, head: dict) -> tuple[int | None, bool]:
-    """The step to look at, and whether it is a loss spike; None if nothing is recorded."""
+    """The step to show, or None if nothing is recorded; and whether it is a loss spike."""
     protocol = spike_marks.protocol_of_run(head)
     series = spike_marks.read_series(alone, head["run"], spike_marks.TENSOR)
     table = spike_marks.spike_table(series, protocol)
@@ -125,7 +125,7 @@ def _spike(alone: Runs, head: dict) -> tuple[int | None, bool]:
 
 
 def _around(alone: Runs, head: dict, spike: int) -> pd.DataFrame:
-    """The steps around a spike with all that the run recorded of them."""
+    """The recorded quantities at the steps around a spike."""
     metrics = alone.metrics.set_index("step")
     first, last = max(1, spike - AROUND), min(spike + AROUND, metrics.index.max())
     layers = head["vision_layers"]
@@ -139,8 +139,8 @@ def _around(alone: Runs, head: dict, spike: int) -> pd.DataFrame:
     ):
         columns[column] = alone.series(name, stat)
     index = pd.RangeIndex(first, last + 1, name="step")
-    shown = {
+    around = {
         name: np.nan if values is None else values.astype(float).reindex(index)
         for name, values in columns.items()
     }
-    return pd.DataFrame(shown, index=index).assign(block=block).reset_index()
+    return pd.DataFrame(around, index=index).assign(block=block).reset_index()

@@ -34,10 +34,10 @@ COLUMNS = ["file", "source", "panel", "group", "series", "tokens", "saved_mib", 
 
 
 def query(lines: pd.DataFrame) -> pd.DataFrame:
-    """A row a bar: `value` is a share of nn.Linear's saved bytes, or the GiB of a model.
+    """One row per bar: `value` is a share of nn.Linear's saved bytes, or the GiB of a model.
 
-    `group` says which layer or model; each is taken whole from the newest file that has it, and
-    where a file has a case twice, the last counts. NoRunsError when no line holds a number.
+    `group` is the layer or model; each comes whole from the newest file that has it. If a file has
+    a case twice, the last counts. Raises NoRunsError if no line holds a number.
     """
     absent = [column for column in NEEDED if column not in lines]  # lines of one kind alone
     known = lines.reindex(columns=[*lines.columns, *absent])
@@ -54,15 +54,15 @@ def query(lines: pd.DataFrame) -> pd.DataFrame:
     ]
     layers = layers.assign(panel="layer", group=names, value=layers["ratio"])
     models = models.assign(panel="model", group=models["shape"], value=models["memory_gib"])
-    found = pd.concat([layers, models], ignore_index=True)
-    if found.empty:
+    bars = pd.concat([layers, models], ignore_index=True)
+    if bars.empty:
         raise NoRunsError(f"no line of {LINES} holds memory; a model's is measured on a GPU alone")
-    found = found.rename(columns={"device": "source", "case": "series"})[COLUMNS]
-    return found.drop_duplicates(["panel", "group", "series"], keep="last", ignore_index=True)
+    bars = bars.rename(columns={"device": "source", "case": "series"})[COLUMNS]
+    return bars.drop_duplicates(["panel", "group", "series"], keep="last", ignore_index=True)
 
 
 def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
-    """One panel: a group of bars a layer or model, a bar a case."""
+    """One panel: a group of bars for each layer or model, a bar for each case."""
     label, number = PANELS[frame["panel"].iloc[0]]
     groups = list(frame["group"].unique())
     cases = [case for case in CASES if case in set(frame["series"])]
@@ -71,8 +71,8 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
         part = frame[frame["series"] == case]
         middles = part["group"].map(groups.index) + (place - (len(cases) - 1) / 2) * width
         name, color = CASES[case]
-        bars = ax.bar(middles, part["value"], width * 0.92, color=color, label=name)
-        ax.bar_label(bars, fmt=number, fontsize=5.5, padding=1.5, rotation=90)
+        drawn = ax.bar(middles, part["value"], width * 0.92, color=color, label=name)
+        ax.bar_label(drawn, fmt=number, fontsize=5.5, padding=1.5, rotation=90)
     ax.set_xticks(range(len(groups)), [in_lines(group) for group in groups])
     ax.grid(visible=False, axis="x")
     ax.margins(x=0.02, y=0.12)
@@ -81,7 +81,7 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
 
 
 def draw(frame: pd.DataFrame, figure: Figure) -> None:
-    """The layer left, the model right, as far as there are lines; one legend."""
+    """Draws layers on the left and models on the right above one legend."""
     panels = [panel for panel in PANELS if panel in set(frame["panel"])]
     figure.set_size_inches(style.COLUMN_WIDTH * (2.1 if len(panels) > 1 else 1.4), 3.4)
     shares = [len(frame[frame["panel"] == panel]) for panel in panels]  # bars: equally wide
@@ -95,7 +95,7 @@ def draw(frame: pd.DataFrame, figure: Figure) -> None:
 
 
 def caption(frame: pd.DataFrame) -> str:
-    """Device, what is counted, and which bars of a model there is no line of."""
+    """Names the device, what is counted and the missing bars."""
     layers, models = (frame[frame["panel"] == panel] for panel in PANELS)
     text = f"Memory on {bench.devices(frame)}."
     if not layers.empty:

@@ -17,10 +17,10 @@ DISTURBED, UNDISTURBED = "#D55E00", "#000000"
 
 
 def query(runs: Runs) -> pd.DataFrame:
-    """A row a step of each run: attempts, loss, and the loss minus the undisturbed run's.
+    """One row per step of each run: attempts, loss, and the loss minus the undisturbed run's.
 
-    Runs are compared within one value of `deterministic`; the undisturbed one has one attempt.
-    `resumed` marks the first step of each later attempt. NoRunsError without a pair to compare.
+    Runs are compared within one value of `deterministic`; the undisturbed run has one attempt.
+    `resumed` marks the first step of each later attempt. Raises NoRunsError without a pair.
     """
     attempts = runs.timing.groupby("run")["attempt"].max().rename("attempts") + 1
     heads = runs.runs.join(attempts, on="run", how="inner")
@@ -56,7 +56,7 @@ def _first_steps(timing: pd.DataFrame, run: str) -> list[int]:
 
 
 def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
-    """One panel: the losses over each other, a dotted line where the run was resumed."""
+    """One panel: both losses, with a dotted line where the run was resumed."""
     for attempts, run in sorted(frame.groupby("attempts"), key=lambda item: -item[0]):
         disturbed = attempts > 1
         ax.plot(
@@ -75,7 +75,7 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
 
 
 def plot_difference(frame: pd.DataFrame, ax: Axes) -> Axes:
-    """Loss of the disturbed run minus the undisturbed one's."""
+    """One panel: the loss of the disturbed run minus that of the undisturbed one."""
     run = frame[frame["attempts"] > 1]
     ax.axhline(0, color=UNDISTURBED, lw=0.7)
     ax.plot(run["step"], run["difference"], color=DISTURBED, lw=0.8)
@@ -90,7 +90,7 @@ def plot_difference(frame: pd.DataFrame, ax: Axes) -> Axes:
 
 
 def draw(frame: pd.DataFrame, figure: Figure) -> None:
-    """A column for each value of `deterministic`: losses above, their difference below."""
+    """Draws a column for each value of `deterministic`: losses above, their difference below."""
     kinds = sorted(frame["deterministic"].unique(), reverse=True)
     figure.set_size_inches(style.COLUMN_WIDTH * len(kinds), 3.4)
     axes = figure.subplots(2, len(kinds), squeeze=False, sharex=True, height_ratios=(2, 1))
@@ -101,14 +101,12 @@ def draw(frame: pd.DataFrame, figure: Figure) -> None:
 
 
 def caption(frame: pd.DataFrame) -> str:
-    """How often the run was killed, and how far its losses lie from the undisturbed run's."""
+    """States how often the run was killed, and how far its losses deviate."""
     parts = []
     for kind, part in frame[frame["attempts"] > 1].groupby("deterministic"):
         largest = np.nanmax(part["difference"].abs())
-        found = (
-            "every loss is the same" if largest == 0 else f"losses differ by up to {largest:.3g}"
-        )
-        parts.append(f"{KERNELS[bool(kind)]}: {found}")
+        text = f"losses differ by up to {largest:.3g}" if largest else "every loss is the same"
+        parts.append(f"{KERNELS[bool(kind)]}: {text}")
     resumed = frame[frame["attempts"] > 1].groupby("run")["attempts"].first() - 1
     times = " and ".join(_times(count) for count in sorted(set(resumed)))
     return (

@@ -15,16 +15,16 @@ COLUMNS = ("part", *curves.COLUMNS, "beta2", "accuracy")
 
 
 def query(runs: Runs) -> pd.DataFrame:
-    """Losses of the runs of the left panel and the accuracy of each run: exactly what is plotted.
+    """Losses for the left panel and accuracies for the right one: exactly what is plotted.
 
-    `part` loss: a row a step of the runs with the largest beta2 that all methods of a model have.
-    `part` accuracy: a row a run, zero-shot top-1 in % at its last step; NaN of a run without one.
+    Part `loss` has one row per step of the runs with the largest beta2 that all methods of a model
+    share. Part `accuracy` has one row per run: zero-shot top-1 in % at its last step, or NaN.
     """
     heads = curves.named_heads(runs, ("optimizer.beta2",))
     if heads.empty:
         return pd.DataFrame(columns=list(COLUMNS))
-    shown = heads["beta2"] == heads["model"].map(_shown_beta2(heads))
-    loss = curves.losses(runs, heads[shown], tuple(c for c in COLUMNS[1:] if c != "accuracy"))
+    is_common = heads["beta2"] == heads["model"].map(_common_beta2(heads))
+    loss = curves.losses(runs, heads[is_common], tuple(c for c in COLUMNS[1:] if c != "accuracy"))
     last = curves.last_accuracy(runs)
     ends = heads.assign(part="accuracy", step=heads["reached"], loss=np.nan, loss_smoothed=np.nan)
     ends["accuracy"] = 100 * ends["run"].map(last).astype(float)
@@ -34,7 +34,7 @@ def query(runs: Runs) -> pd.DataFrame:
 
 
 def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
-    """The left panel: losses of one model at one beta2, of the rows `part` loss."""
+    """The left panel: losses of one model at one beta2."""
     head = frame.iloc[0]
     name = style.model(head["model"])
     title = f"{name}, beta2 = {head['beta2']:g} ({head['scale']} scale)"
@@ -42,7 +42,7 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
 
 
 def plot_accuracy(frame: pd.DataFrame, ax: Axes) -> Axes:
-    """The right panel: accuracy by beta2 of one model, the mean of seeds; crosses have none."""
+    """The right panel: mean accuracy by beta2 for one model; crosses lack accuracy."""
     for _, line in frame.groupby(["precision", "optimizer", "variant"], sort=False):
         color, dashes = style.look(line.iloc[0])
         name = style.method(line["precision"].iloc[0], line["optimizer"].iloc[0])
@@ -69,7 +69,7 @@ def plot_accuracy(frame: pd.DataFrame, ax: Axes) -> Axes:
 
 
 def draw(frame: pd.DataFrame, figure: Figure) -> None:
-    """The whole figure: a row a model, loss on the left and accuracy on the right."""
+    """Draws a row for each model: loss on the left and accuracy on the right."""
     models = list(dict.fromkeys(frame["model"]))
     lines = frame.groupby("model")["label"].nunique().max()
     axes = curves.panels(figure, 2 * len(models), lines)
@@ -80,7 +80,7 @@ def draw(frame: pd.DataFrame, figure: Figure) -> None:
 
 
 def caption(frame: pd.DataFrame) -> str:
-    """What is shown; which runs ended early."""
+    """Describes the runs and names those that did not finish."""
     ends = frame[frame["part"] == "accuracy"]
     text = curves.caption(ends, "figure 10").replace("Training loss", "Training loss and accuracy")
     text += " Right: zero-shot top-1 at the last step by beta2; a cross below: the run has none."
@@ -90,13 +90,13 @@ def caption(frame: pd.DataFrame) -> str:
     return text + curves.caption_end(ends.assign(label=labels))
 
 
-def _shown_beta2(heads: pd.DataFrame) -> dict[str, float]:
+def _common_beta2(heads: pd.DataFrame) -> dict[str, float]:
     """By model: the largest beta2 that all its methods ran with; if there is none, the largest."""
-    shown = {}
+    largest = {}
     for model, group in heads.groupby("model"):
         methods = group.groupby("beta2")["optimizer"].nunique()
-        shown[model] = methods.index[methods == methods.max()].max()
-    return shown
+        largest[model] = methods.index[methods == methods.max()].max()
+    return largest
 
 
 def _is_papers(frame: pd.DataFrame) -> bool:
