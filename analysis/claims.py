@@ -1,8 +1,8 @@
 """The paper's claims beside our runs: `python -m analysis.make claims --runs DIR ... --out DIR`.
 
 Writes claims.md: for each claim the paper's number, ours with a 95% interval over seeds, the margin
-within which they count as equal and whose it is, and a verdict. All our numbers are computed from
-the runs and benchmark lines below the folders, at the largest scale that has runs.
+and whose it is, and a verdict. All our numbers are computed from the runs and benchmark lines below
+the folders, at the largest scale that has runs.
 """
 
 import argparse
@@ -172,7 +172,7 @@ def main(arguments: list[str]) -> int:
 
 
 def judge(claim: Claim, evidence: Evidence) -> Finding:
-    """The claim's finding; without evidence what is missing, such as the command that makes it."""
+    """The claim's finding; without evidence, it names the commands that make it."""
     try:
         return claim.judge(evidence)
     except NoRunsError as error:

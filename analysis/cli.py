@@ -1,4 +1,4 @@
-"""What the commands of this room share: a caller's mistake is one line, few warnings are shown."""
+"""Shared by the commands: a user's mistake is one line, and few warnings are shown."""
 
 import functools
 import os
@@ -12,11 +12,11 @@ Main = Callable[[list[str] | None], int]
 
 
 class ChoiceError(ValueError):
-    """What was asked for does not exist or is ambiguous; the message says what there is."""
+    """A choice that does not exist or is ambiguous; the message lists the valid ones."""
 
 
 def entry(main: Main) -> Main:
-    """A command that prints a caller's mistake as one line and returns 2, its exit status."""
+    """Wraps a command: it prints a user's mistake as one line and returns status 2."""
 
     @functools.wraps(main)
     def answer(arguments: list[str] | None = None) -> int:
@@ -32,7 +32,7 @@ def entry(main: Main) -> Main:
 
 
 def run(main: Main) -> None:
-    """Runs a command as the program. Of all warnings it shows those of damaged files."""
+    """Runs a command as the program, with warnings only about damaged files."""
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
         warnings.filterwarnings("default", message=".*left out")

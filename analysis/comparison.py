@@ -1,9 +1,8 @@
 """Which runs may be compared: those that agree in every setting that changes weights.
 
-A comparison varies one setting. The runs on its sides must agree in all others of `KEY`, except for
-the settings that belong to the varied one and change with it (StableAdamW brings its clipping
-threshold), and are paired by seed. Settings that change no weights are left out: names, scale, what
-is recorded or evaluated and when, and where files lie.
+A comparison varies one setting and pairs runs by seed. The runs must agree in all other settings of
+`KEY`, except those that belong to the varied one (StableAdamW brings its clipping threshold).
+Settings that change no weights do not count: names, scale, what is recorded or evaluated, paths.
 """
 
 from collections.abc import Collection
@@ -42,7 +41,7 @@ OF_AUTOCAST = ("precision.autocast", "scaler.name", "scaler.init_scale", "scaler
 
 
 def columns(heads: pd.DataFrame) -> list[str]:
-    """The columns of `Runs.runs` in which runs that are compared must agree, besides the seed."""
+    """The columns of `Runs.runs` in which compared runs must agree, besides the seed."""
     keys = [key for key in KEY if key in heads]
     keys += [key for key in heads if key.startswith(f"{PRODUCTS}.")]
     if "data.name" in heads and (heads["data.name"] == "stream").any():
@@ -61,7 +60,7 @@ def belongs(heads: pd.DataFrame, varied: str) -> list[str]:
 
 
 def signature(heads: pd.DataFrame, *varied: str, seed: bool = True) -> pd.Series:
-    """A text for each run, equal for runs that agree in all of the key but what is varied."""
+    """A text for each run, equal for runs that agree in all settings but the varied ones."""
     free = {key for name in varied for key in belongs(heads, name)}
     keys = [key for key in columns(heads) if key not in free]
     texts = [heads[key].map(written) for key in [*keys, *(["seed"] if seed else [])]]
@@ -107,7 +106,7 @@ def distinct(heads: pd.DataFrame) -> pd.DataFrame:
 
 
 def written(value: object) -> str:
-    """A setting in a sentence: `1,000`, `0.002`, `true`, `null`; equal ones are written equally."""
+    """A setting as text: `1,000`, `0.002`, `true`, `null`; equal settings have equal texts."""
     if isinstance(value, bool | np.bool_):
         return str(bool(value)).lower()
     if isinstance(value, tuple):

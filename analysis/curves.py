@@ -1,6 +1,6 @@
-"""Loss curves: runs as a tidy frame of losses, one panel of them, and the words under it.
+"""Loss curves: names of runs, a tidy frame of losses, panels and captions.
 
-Every figure with loss curves is made of these; it says what its panels and its colors stand for.
+A figure with loss curves chooses its panels and colors and uses these functions for the rest.
 """
 
 from collections.abc import Callable
@@ -44,11 +44,10 @@ RENAMED = {
 
 
 def named_heads(runs: Runs, by: tuple[str, ...] = ()) -> pd.DataFrame:
-    """A row a run that has steps, with `method`, `variant` and `label`; short names of columns.
+    """One row per run that has steps, with `method`, `variant` and `label`; short column names.
 
-    A figure shows the config keys `by` in its own way, so runs are told apart within one value of
-    each. `label` adds to `method` how the run ended and what it lacks. A run whose config is
-    damaged has no name and is left out.
+    A figure shows the config keys `by` in its own way, so `method` tells runs apart within one
+    value of each. `label` adds how the run ended. Runs with a damaged config are left out.
     """
     steps = runs.metrics.groupby("run")["step"]
     facts = pd.DataFrame({"reached": steps.max(), "recorded": steps.nunique()})
@@ -67,8 +66,8 @@ def named_heads(runs: Runs, by: tuple[str, ...] = ()) -> pd.DataFrame:
 def name_methods(heads: pd.DataFrame) -> pd.DataFrame:
     """Adds `method` and `variant` to rows of `Runs.runs`.
 
-    Runs of one method are told apart by every setting that differs among those that change
-    weights (`analysis/comparison.py`); those of one seed that still look the same, by their digest.
+    `method` states every setting in which runs of one method differ, of those that change weights
+    (`analysis/comparison.py`); runs that still look the same are told apart by their digest.
     `variant` counts the settings of one method.
     """
     pairs = zip(heads["precision.label"], heads["optimizer.name"], strict=True)
@@ -88,7 +87,7 @@ def name_methods(heads: pd.DataFrame) -> pd.DataFrame:
 
 
 def with_setting(heads: pd.DataFrame, settings: list[str]) -> list[str]:
-    """Labels that begin with what a figure is about; a method that all runs share is left out."""
+    """Labels that begin with the figure's own settings; a shared method is left out."""
     methods = [style.method(h.precision, h.optimizer) for h in heads.itertuples()]
     if len(set(methods)) > 1:
         return [f"{text}, {label}" for text, label in zip(settings, heads["label"], strict=True)]
@@ -97,7 +96,7 @@ def with_setting(heads: pd.DataFrame, settings: list[str]) -> list[str]:
 
 
 def by_intervention(heads: pd.DataFrame) -> pd.DataFrame:
-    """Heads of each model in the order of the style's interventions, which labels begin with."""
+    """Heads by model and intervention, in the order of the style; labels name the intervention."""
     if heads.empty:
         return heads
     names = [style.INTERVENTIONS.get(name, (name,))[0] for name in heads["intervention"]]
@@ -109,7 +108,7 @@ def by_intervention(heads: pd.DataFrame) -> pd.DataFrame:
 
 
 def last_accuracy(runs: Runs) -> pd.Series:
-    """By run: the accuracy in the row of its last step, NaN where that has none."""
+    """By run: the accuracy at its last step, or NaN."""
     metrics = runs.metrics
     if ACCURACY not in metrics:
         return pd.Series(dtype=float)
@@ -118,10 +117,7 @@ def last_accuracy(runs: Runs) -> pd.Series:
 
 
 def losses(runs: Runs, heads: pd.DataFrame, columns: tuple[str, ...] = COLUMNS) -> pd.DataFrame:
-    """A row a step of each run of `heads`, in their order, up to its last step.
-
-    A step whose row is missing has no loss, so that the line has a gap.
-    """
+    """One row per step of each run of `heads`; a missing step has no loss and leaves a gap."""
     if heads.empty:
         return pd.DataFrame(columns=list(columns))
     frames = []
@@ -136,7 +132,7 @@ def losses(runs: Runs, heads: pd.DataFrame, columns: tuple[str, ...] = COLUMNS) 
 
 
 def plot(frame: pd.DataFrame, ax: Axes, look: Look, title: str) -> Axes:
-    """One panel: raw losses faint, smoothed losses over them, the legend below."""
+    """One panel: raw losses faint, smoothed losses over them, and the legend below."""
     top = cap(frame)
     finite = frame.loc[np.isfinite(frame["loss"]), "loss"]
     bottom = finite.min() if len(finite) else 0.0
@@ -178,14 +174,14 @@ def title(frame: pd.DataFrame) -> str:
 
 
 def num_columns(num: int) -> int:
-    """How many of `num` panels stand in a row: two, or three where that leaves no gap."""
+    """Number of panels in a row: two, or three if that leaves no gap."""
     return 3 if num % 2 and num % 3 == 0 else min(2, num)
 
 
 def panels(
     figure: Figure, num: int, lines: int, height: float = 2.5, most: int | None = None
 ) -> list[Axes]:
-    """`num` axes, at most `most` a row if given; sizes the figure for legends of so many lines."""
+    """`num` axes, at most `most` in a row; sizes the figure for legends of `lines` lines."""
     columns = min(most, num) if most else num_columns(num)
     rows = -(-num // columns)
     figure.set_size_inches(style.COLUMN_WIDTH * columns, (height + 0.17 * lines) * rows)
@@ -206,14 +202,14 @@ def draw_models(frame: pd.DataFrame, figure: Figure, plot: Callable) -> None:
 
 
 def step_axis(ax: Axes) -> None:
-    """The axis of the steps: `10k`, a few ticks."""
+    """A step axis with few ticks: `10k`."""
     ax.set_xlabel("step")
     ax.xaxis.set_major_formatter(EngFormatter(sep=""))
     ax.locator_params(axis="x", nbins=5)
 
 
 def caption(frame: pd.DataFrame, after: str) -> str:
-    """Models, data, runs, smoothing, which runs are incomplete. `after`: `figure 2`, or nothing."""
+    """Describes models, data, runs and smoothing; `after` is the paper's figure."""
     runs = frame.drop_duplicates("run")
     widths = sorted({style.smoothing_width(steps) for steps in runs["num_steps"]})
     models = [style.model(name) for name in frame["model"].unique()]
@@ -233,10 +229,7 @@ def caption(frame: pd.DataFrame, after: str) -> str:
 
 
 def caption_end(frame: pd.DataFrame, crosses: bool = True) -> str:
-    """The runs that did not end well, by name.
-
-    `crosses`: whether the figure marks where a run diverged.
-    """
+    """Names the runs that diverged or are incomplete; `crosses`: the figure marks divergence."""
     runs, text = frame.drop_duplicates("run"), ""
     diverged = "Diverged (cross)" if crosses else "Diverged"
     for state, word in (("diverged", diverged), ("incomplete", "Incomplete")):
@@ -255,7 +248,7 @@ def methods(frame: pd.DataFrame) -> str:
 
 
 def cap(frame: pd.DataFrame) -> float:
-    """Upper end of the loss axis; runs that diverged do not stretch it."""
+    """Upper end of the loss axis, which diverged runs do not stretch."""
     late = frame[frame["step"] >= CAP_AFTER * frame["num_steps"]]
     kept = late[late["state"] != "diverged"]
     choices = (kept["loss_smoothed"], late["loss_smoothed"], frame["loss_smoothed"], frame["loss"])
@@ -273,9 +266,9 @@ def join(items) -> str:
 
 
 def _label(head: dict) -> str:
-    """The method, and how the run ended or what it lacks, where it is not finished and whole.
+    """The method, and how the run ended if it is not finished or lacks rows.
 
-    `recorded`: number of steps that have a row; `reached`: the last of them.
+    `recorded` is the number of steps that have a row, and `reached` the last of them.
     """
     method, recorded, reached = head["method"], head["recorded"], head["reached"]
     if head["state"] == "diverged":
@@ -288,7 +281,7 @@ def _label(head: dict) -> str:
 
 
 def _tell_repeats_apart(settings: pd.Series, group: pd.DataFrame) -> pd.Series:
-    """Adds its digest to each run that shares its settings and its seed with another."""
+    """Adds the digest of runs that share their settings and their seed."""
     same = [settings, group["seed"]]
     several = settings.groupby(same).transform("size") > 1
     twice = group.groupby([*same, group["digest"]]).cumcount()  # copies of one run

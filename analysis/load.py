@@ -44,14 +44,13 @@ _YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class NoRunsError(LookupError):
-    """No run matches; the message says what there is and which command makes the rest."""
+    """No run matches; the message lists what exists and the command that makes the rest."""
 
 
 class Runs:
-    """The records of some runs as tables that share the column `run`, a run directory's name.
+    """The records of runs as tables that share the column `run`, a run directory's name.
 
-    `summaries` has one row per run, read from its status and config alone; `root` is the folder
-    or URL that was searched.
+    `summaries` has one row per run, from its status and config alone; `root` is the folder or URL.
     """
 
     def __init__(self, summaries: pd.DataFrame, root: Path | str | None = None):
@@ -68,7 +67,7 @@ class Runs:
         return f"{len(self)} runs ({counts}) of {_experiments(self.summaries)}"
 
     def only(self, run: str) -> "Runs":
-        """One run by name, so that no other run's files are read."""
+        """One run by name; no other run's files are read."""
         return Runs(self.summaries[self.summaries["run"] == run])
 
     @cached_property
@@ -188,7 +187,7 @@ def load_runs(root: Path | str, *, experiment: str | None = None, scale: str | N
 
 
 def command(experiment: str, scale: str | None = None) -> str:
-    """The command that makes the runs of an experiment; without a scale, of its smallest one."""
+    """The command that makes an experiment's runs, at its smallest scale if none is given."""
     names = {path.stem for path in EXPERIMENTS.glob(f"{experiment}*.yaml")}
     demo, mini = f"{experiment}_demo", f"{experiment}_mini"
     order = (f"{experiment}_{scale}", experiment, mini) if scale else (demo, mini, experiment)

@@ -10,7 +10,6 @@ same runs give the same files. Figures of incomplete or mixed runs are marked: `
 
 import argparse
 import contextlib
-import difflib
 import hashlib
 import importlib.metadata
 import json
@@ -28,6 +27,7 @@ from analysis.bench import load_lines
 from analysis.cli import ChoiceError
 from analysis.load import NoRunsError, Runs, as_path, command, load_runs
 from analysis.style import style
+from lowprec.nearest import nearest
 from lowprec.runs.environment import commit
 
 FORMATS = ("png", "pdf")
@@ -67,9 +67,9 @@ def draw(
     scale: str | None = None,
     experiment: str | None = None,
 ) -> tuple[Path, dict]:
-    """Draws one figure: the path of its files without their endings, and what SLUG.json says.
+    """Draws one figure; returns the path of its files without suffix, and what SLUG.json says.
 
-    `called`: the command to write down. Raises NoRunsError and ChoiceError.
+    `called` is the command to record. Raises NoRunsError and ChoiceError.
     """
     figure = figures.load(slug)
     if hasattr(figure, "LINES"):
@@ -85,11 +85,10 @@ def draw(
 
 
 def draw_all(root: Path | str, out: Path, scale: str | None, called: str) -> int:
-    """Draws all figures at each scale there is, and index.md.
+    """Draws all figures at each scale that has runs, and writes index.md.
 
-    A figure that cannot be drawn is a line of its own with the command that makes its runs; one
-    that fails is a line with the reason, and no other is drawn less. Returns 1 where one failed,
-    2 where nothing was drawn.
+    Prints a line for each figure that cannot be drawn, with the command that makes its runs, or
+    that fails, with the reason. Returns 1 if one failed, 2 if nothing was drawn.
     """
     drawn, lacking, failed = [], [], []
     summaries = _summaries(root)
@@ -106,9 +105,9 @@ def draw_all(root: Path | str, out: Path, scale: str | None, called: str) -> int
             except (NoRunsError, ChoiceError) as error:
                 lacking.append((slug, _with_command(str(error), figure, at)))
                 continue
-            except (FileExistsError, NotADirectoryError):  # in the place of `out`
+            except (FileExistsError, NotADirectoryError):  # `out` is a file
                 raise
-            except Exception as error:  # a bug, or runs that the figure cannot bear
+            except Exception as error:  # a bug, or unusual runs
                 failed.append((slug, _in_words(error)))
                 continue
             drawn.append((stem.name, about))
@@ -126,13 +125,13 @@ def draw_all(root: Path | str, out: Path, scale: str | None, called: str) -> int
 
 
 def experiment_of(figure) -> str:
-    """The experiment that makes a figure's runs: its `EXPERIMENT`, or the one of its module."""
+    """The experiment that makes a figure's runs: its `EXPERIMENT`, or its module's name."""
     own = getattr(figure, "EXPERIMENT", None)
     return own or figure.__name__.rpartition(".")[2]
 
 
 def experiments_of(figure) -> list[str]:
-    """That one, and the `STAND_IN` whose runs are drawn where it has none, if there is one."""
+    """The figure's experiment and its `STAND_IN`, if it has one."""
     return [experiment_of(figure), *([figure.STAND_IN] if hasattr(figure, "STAND_IN") else [])]
 
 
@@ -153,9 +152,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 def _check_slug(slug: str) -> None:
     known = figures.slugs()
     if slug not in known:
-        near = difflib.get_close_matches(slug, known, n=1, cutoff=0.4)
-        nearest = f"; nearest: {near[0]}" if near else ""
-        raise ChoiceError(f"no figure {slug!r}{nearest}; there are: {', '.join(known)}")
+        near = nearest(slug, known)
+        raise ChoiceError(f"no figure {slug!r}{near}; there are: {', '.join(known)}")
 
 
 def _choose(experiments: list[str], root: Path | str, scale: str | None) -> tuple[str, Runs]:
@@ -185,7 +183,7 @@ def _choose(experiments: list[str], root: Path | str, scale: str | None) -> tupl
 def _of_runs(
     figure, root: Path | str, experiment: str | None, scale: str | None
 ) -> tuple[pd.DataFrame, dict, str]:
-    """The frame of a figure of runs, where it comes from, and the scale of the runs."""
+    """The frame of a figure of runs, its origin, and the scale of the runs."""
     experiments = experiments_of(figure)
     experiment, runs = _choose([experiment] if experiment else experiments, root, scale)
     frame = figure.query(runs)
@@ -210,7 +208,7 @@ def _of_runs(
 
 
 def _of_lines(figure, root: Path | str) -> tuple[pd.DataFrame, dict, str]:
-    """The same of a figure of benchmark lines, which have no scale: files and their digests."""
+    """The same for a figure of benchmark lines: files and their digests; they have no scale."""
     lines = load_lines(root, *figure.LINES.split())
     frame = figure.query(lines)
     drawn = sorted(set(frame["file"]) - {""})
@@ -223,15 +221,15 @@ def _of_lines(figure, root: Path | str) -> tuple[pd.DataFrame, dict, str]:
 
 
 def _left_out(runs: Runs, drawn: pd.DataFrame) -> list[str]:
-    """Why runs that were found are not in the figure."""
+    """The runs that are not in the figure, and why."""
     rest = runs.runs[~runs.runs["run"].isin(drawn["run"])]
     return [f"{run.path} ({run.note or run.state})" for run in rest.itertuples()]
 
 
 def _write(stem: Path, figure, frame: pd.DataFrame, about: dict) -> None:
-    """Writes the four files under other names, then renames them: an old figure stays whole.
+    """Writes the four files under temporary names, then renames them: an old figure stays whole.
 
-    SLUG.json, the last, holds the digests of the other three: which of them belong together.
+    SLUG.json, the last, holds the digests of the other three.
     """
     temporary = {
         kind: stem.with_name(f".{stem.name}.{kind}.tmp") for kind in (*FORMATS, "csv", "json")
@@ -263,7 +261,7 @@ def _put_mark(figure: Figure, mark: str) -> None:
 
 
 def _summaries(root: Path | str) -> pd.DataFrame:
-    """Experiment and scale of the runs there are; no rows where there are only lines."""
+    """Experiment and scale of all runs; no rows if there are only benchmark lines."""
     try:
         return load_runs(root).summaries[["experiment", "scale"]]
     except NoRunsError:
@@ -271,7 +269,7 @@ def _summaries(root: Path | str) -> pd.DataFrame:
 
 
 def _scales(figure, summaries: pd.DataFrame, scale: str | None) -> list[str | None]:
-    """The given scale, or all that the figure's experiments were run at."""
+    """The given scale, or every scale of the figure's experiments."""
     if scale is not None or hasattr(figure, "LINES"):
         return [scale]
     its = summaries[summaries["experiment"].isin(experiments_of(figure))]
@@ -299,7 +297,7 @@ def _index(drawn: list[tuple[str, dict]], others: list[tuple[str, str]]) -> str:
 
 
 def _runs_drawn(drawn: pd.DataFrame, left_out: list[str]) -> dict:
-    """The runs, their state and the digest of their metrics."""
+    """The runs with their states and the digests of their metrics."""
     runs = [
         {
             "path": run.path,
@@ -316,7 +314,7 @@ def _runs_drawn(drawn: pd.DataFrame, left_out: list[str]) -> dict:
 
 
 def _code() -> dict:
-    """Commit and package versions of what drew."""
+    """Commit and package versions."""
     versions = {"python": sys.version.split()[0]}
     for name in PACKAGES:
         try:

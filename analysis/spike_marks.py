@@ -91,9 +91,9 @@ def protocol_of_run(summary: dict) -> Protocol:
 
 
 def of_adamw(summaries: pd.DataFrame) -> pd.DataFrame:
-    """Rows of `Runs.runs` without other optimizers' runs, if there are any of AdamW.
+    """The rows of `Runs.runs` for AdamW, or all rows if there are none.
 
-    Clipping changes how spikes arise: a share over several optimizers describes none of them.
+    Clipping changes how spikes arise, so a share over several optimizers describes none of them.
     """
     unknown = pd.Series(None, index=summaries.index, dtype=object)
     names = summaries.get("optimizer.name", unknown)
@@ -114,6 +114,14 @@ def mark(series: Series, protocol: Protocol, tensor: str) -> pd.DataFrame:
     columns = {"loss": series.loss, "rms": rms, "loss_spike": loss_marks, "rms_spike": rms_marks}
     columns |= {"lead": lead, "follows": lead <= protocol.max_lead}
     return pd.DataFrame({"step": np.arange(1, len(rms) + 1), **columns})
+
+
+def kinds(frame: pd.DataFrame) -> list[tuple[pd.DataFrame, str, str]]:
+    """The rows of one run that begin a loss spike, by kind: rows, color and name."""
+    follows = frame["follows"].astype(bool)
+    others = frame["loss_spike"].astype(bool) & ~follows
+    name = f"loss spike 1-{frame['max_lead'].iloc[0]:g} steps after one"
+    return [(frame[follows], FOLLOWING, name), (frame[others], OTHER, "other loss spike")]
 
 
 def spike_table(series: Series, protocol: Protocol, tensor: str = TENSOR) -> pd.DataFrame:

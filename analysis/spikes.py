@@ -1,9 +1,8 @@
 """The spikes of runs: `python -m analysis.spikes --run DIR [--tensor PATTERN] [--out DIR]`.
 
 Prints each loss spike with its onset and the RMS spikes before it, how often loss spikes follow RMS
-spikes and how often they would by chance, for which tensors, and how all of this depends on the
-thresholds. --out writes the tables as CSV and a picture of each loss spike. Definitions:
-`lowprec/diagnostics/README.md`.
+spikes for each tensor and by chance, and how this depends on the thresholds. --out writes the
+tables as CSV and a picture of each loss spike. `lowprec/diagnostics/README.md` has the definitions.
 """
 
 import argparse
@@ -40,7 +39,7 @@ NUM_CONTROLS = 10  # other tensors printed
 
 
 def describe(series: Series, protocol: Protocol, tensor: str) -> tuple[str, dict]:
-    """What can be said about the spikes of one run, and the tables behind it by name."""
+    """Text about the spikes of one run, and the tables behind it by name."""
     num_steps, ignored = len(series.loss), protocol.ignore_steps
     if num_steps <= ignored:
         text = f"{num_steps:,} steps are recorded, and the first {ignored:,} are ignored: nothing "

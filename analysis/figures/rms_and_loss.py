@@ -1,4 +1,4 @@
-"""Loss and RMS_t of the patch embedding on one time axis, a panel a run. Fig. 9, arXiv:2304.13013.
+"""Loss and RMS_t of the patch embedding on one time axis. Figure 9, arXiv:2304.13013.
 
 Runs: `experiment=rms_and_loss`, else `update_clipping`.
 """
@@ -19,7 +19,7 @@ from lowprec.diagnostics.spikes import Protocol, lag_coincidence
 STAND_IN = "update_clipping"
 select = spike_marks.of_adamw
 CAP_AFTER = 0.1  # the loss axis ends at the largest loss after this share of the run
-FOLLOWING, OTHER, RMS = spike_marks.FOLLOWING, spike_marks.OTHER, style.RMS
+OTHER, RMS = spike_marks.OTHER, style.RMS
 OF_A_RUN = (
     *("run", "scale", "data", "batch_size", "num_steps", "model", "precision", "optimizer"),
     *("beta2", "seed", "state", "label"),
@@ -31,10 +31,10 @@ COLUMNS = (*OF_A_RUN, *MARKS, *spike_marks.THRESHOLDS)
 def query(
     runs: Runs, protocol: Protocol | None = None, tensor: str = spike_marks.TENSOR
 ) -> pd.DataFrame:
-    """A row a step of every chosen run that recorded RMS_t of the tensor, up to its last step.
+    """One row per step of each selected run that recorded RMS_t of the tensor.
 
-    `loss_spike`, `rms_spike`: a spike begins here, by the thresholds of the run's own config if no
-    protocol is given; `follows`: a loss spike does, after an RMS spike.
+    `loss_spike` and `rms_spike`: a spike begins here, by the thresholds of the run's own config if
+    no protocol is given; `follows`: a loss spike begins here, after an RMS spike.
     """
     heads = curves.named_heads(runs, ("optimizer.beta2",))
     heads = heads[heads["run"].isin(select(runs.runs)["run"])]
@@ -51,31 +51,43 @@ def query(
     return pd.concat(frames, ignore_index=True)[list(COLUMNS)]
 
 
+def plot_loss(frame: pd.DataFrame, ax: Axes, count: bool = False) -> None:
+    """Draws the loss of one run with its spikes; `count`: the legend states their number."""
+    head, top = frame.iloc[0], cap(frame)
+    color = style.color(head["precision"], head["optimizer"])
+    ax.plot(frame["step"], frame["loss"], color=color, lw=0.7, rasterized=True)
+    for spikes, color, name in spike_marks.kinds(frame):
+        label = f"{name} ({len(spikes)})" if count else name
+        losses = spikes["loss"].clip(upper=top)
+        ax.plot(spikes["step"], losses, "v", color=color, ms=4, label=label, zorder=3)
+    ax.set(ylabel="training loss", ylim=(None, top))
+
+
+def cap(frame: pd.DataFrame) -> float:
+    """Upper end of the loss axis: the first tenth of a whole run does not stretch it."""
+    loss = frame["loss"].where(np.isfinite(frame["loss"])).astype(float)
+    highest = loss.max()
+    if frame["step"].iloc[0] == 1:
+        late = loss[frame["step"] > CAP_AFTER * frame["num_steps"]].max()
+        highest = np.fmin(late, loss.iloc[0]) if np.isfinite(late) else highest
+    return 1.0 if np.isnan(highest) else highest + 0.05 * abs(highest)
+
+
 def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
-    """One panel, of one run: `ax`, a subplot, keeps its upper part for the loss, RMS_t is below."""
+    """One panel for one run: the loss in the upper part of the subplot `ax`, RMS_t below."""
     head = frame.iloc[0]
     parts = ax.get_subplotspec().subgridspec(2, 1, height_ratios=(3, 2))
     ax.set_subplotspec(parts[0])
     below = ax.figure.add_subplot(parts[1], sharex=ax)
-    color = style.color(head["precision"], head["optimizer"])
-    ax.plot(frame["step"], frame["loss"], color=color, lw=0.7, rasterized=True)
+    plot_loss(frame, ax, count=True)
     below.plot(frame["step"], frame["rms"], color=RMS, lw=0.7, rasterized=True)
     below.axhline(head["rms_threshold"], color=OTHER, lw=0.7, ls=(0, (4, 2)))
-    found = frame[frame["rms_spike"]]
-    name = f"RMS spike ({len(found)})"
-    below.plot(found["step"], found["rms"], "^", color=RMS, ms=3.5, label=name, zorder=3)
-    kinds = (
-        (frame["follows"], FOLLOWING, f"loss spike 1-{head['max_lead']} steps after one"),
-        (frame["loss_spike"] & ~frame["follows"], OTHER, "other loss spike"),
-    )
-    for chosen, spike_color, name in kinds:
-        found = frame[chosen]
-        marks = {"color": spike_color, "ms": 4, "label": f"{name} ({len(found)})", "zorder": 3}
-        ax.plot(found["step"], found["loss"].clip(upper=_cap(frame)), "v", **marks)
-        for step in found["step"]:
+    at = frame[frame["rms_spike"]]
+    below.plot(at["step"], at["rms"], "^", color=RMS, ms=3.5, label=f"RMS spike ({len(at)})")
+    for spikes, color, _ in spike_marks.kinds(frame):
+        for step in spikes["step"]:
             for panel in (ax, below):
-                panel.axvline(step, color=spike_color, lw=0.5, alpha=0.5, zorder=1)
-    ax.set(ylabel="training loss", ylim=(None, _cap(frame)))
+                panel.axvline(step, color=color, lw=0.5, alpha=0.5, zorder=1)
     ax.set_title(_title(head))
     ax.tick_params(labelbottom=False)
     ax.set_xlim(frame["step"].min() - 1, frame["step"].max())
@@ -95,7 +107,7 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
 
 
 def draw(frame: pd.DataFrame, figure: Figure) -> None:
-    """The whole figure: a panel a run, by model and beta2."""
+    """Draws a panel for each run, by model and beta2."""
     runs = list(frame.groupby("run", sort=False))
     columns = curves.num_columns(len(runs))
     rows = math.ceil(len(runs) / columns)
@@ -109,7 +121,7 @@ def draw(frame: pd.DataFrame, figure: Figure) -> None:
 
 
 def caption(frame: pd.DataFrame) -> str:
-    """What is shown: data, scale, the protocol, and of each run how many spikes follow."""
+    """Describes the data and the protocol, and counts the spikes of each run."""
     runs = frame.groupby("run", sort=False)
     first = frame.iloc[0]
     data = ", ".join(frame["data"].unique())
@@ -129,10 +141,10 @@ def _counts(run: pd.DataFrame) -> str:
         return f"no loss spike, {run['rms_spike'].sum()} RMS spikes"
     marks = run["loss_spike"].to_numpy(), run["rms_spike"].to_numpy()
     protocol = spike_marks.protocols(run)[0]
-    found = lag_coincidence(*marks, protocol)
+    counts = lag_coincidence(*marks, protocol)
     return (
-        f"{found.num_following} of {found.num_loss_spikes} loss spikes follow an RMS spike (of "
-        f"{found.num_rms_spikes}) by 1 to {protocol.max_lead} steps, by chance {found.chance:.1%}"
+        f"{counts.num_following} of {counts.num_loss_spikes} loss spikes follow an RMS spike (of "
+        f"{counts.num_rms_spikes}) by 1 to {protocol.max_lead} steps, by chance {counts.chance:.1%}"
     )
 
 
@@ -140,13 +152,3 @@ def _title(head: pd.Series, between: str = "\n") -> str:
     name = style.model(head["model"])
     label = head["label"].replace(" (", f"{between}(") if between == "\n" else head["label"]
     return f"{name}, beta2 = {head['beta2']:g}{between}{label}, seed {head['seed']}"
-
-
-def _cap(frame: pd.DataFrame) -> float:
-    """Upper end of the loss axis: of a whole run, its first tenth does not stretch it."""
-    loss = frame["loss"].where(np.isfinite(frame["loss"])).astype(float)
-    highest = loss.max()
-    if frame["step"].iloc[0] == 1:
-        late = loss[frame["step"] > CAP_AFTER * frame["num_steps"]].max()
-        highest = np.fmin(late, loss.iloc[0]) if np.isfinite(late) else highest
-    return 1.0 if np.isnan(highest) else highest + 0.05 * abs(highest)

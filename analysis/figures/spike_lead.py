@@ -14,11 +14,11 @@ from matplotlib.figure import Figure
 
 from analysis import curves, paper, spike_marks, style
 from analysis.figures.loss_by_setting import panel_title
+from analysis.figures.rms_and_loss import plot_loss
 from analysis.load import Runs
 from lowprec.diagnostics.spikes import lag_coincidence
 
 LEAST_BETA2 = 0.99  # smaller ones are left out: the smaller, the fewer spikes
-CAP_SHARE = 0.1  # the loss axis ends at the largest loss after this share of the run
 TENSORS = {  # in print: name; the first is the paper's, the others are controls
     "patch embedding": spike_marks.TENSOR,
     "middle block, c_fc": "visual.transformer.resblocks.{middle}.mlp.c_fc.weight",
@@ -38,8 +38,8 @@ COLUMNS = ("part", *OF_A_RUN, *OF_A_STEP, *OF_A_TENSOR, *spike_marks.THRESHOLDS)
 def select(heads: pd.DataFrame) -> pd.DataFrame:
     """The rows of `Runs.runs` that the figure is about.
 
-    Where several optimizers are, AdamW's; of a sweep over beta2 those with at least `LEAST_BETA2`,
-    or all where there is none.
+    AdamW's runs if there are several optimizers, and of these the runs with a beta2 of at least
+    `LEAST_BETA2` if there are any.
     """
     heads = spike_marks.of_adamw(heads)
     beta2 = heads.get("optimizer.beta2", pd.Series(np.nan, index=heads.index))
@@ -47,12 +47,11 @@ def select(heads: pd.DataFrame) -> pd.DataFrame:
 
 
 def query(runs: Runs, key: str) -> pd.DataFrame:
-    """Steps and tensors of the chosen runs that recorded RMS_t: exactly what is plotted.
+    """Steps and tensors of the selected runs that recorded RMS_t: exactly what is plotted.
 
-    `part` steps: a row a step up to the last, with what spikes there; spikes of RMS_t are those of
-    the patch embedding. `part` tensors: of the run's patch embedding and of each control layer, how
-    many loss spikes follow its RMS spikes. Spikes are those of the thresholds in the run's config.
-    `value`: of the config key `key`.
+    Part `steps` has one row per step, with the RMS spikes of the patch embedding. Part `tensors`
+    counts, for the patch embedding and each control layer, the loss spikes that follow its RMS
+    spikes. Thresholds are those of the run's config. `value` is the value of the config key `key`.
     """
     heads = curves.named_heads(runs, (key, "optimizer.beta2"))
     heads = heads[heads["run"].isin(select(runs.runs)["run"])]
@@ -69,23 +68,13 @@ def query(runs: Runs, key: str) -> pd.DataFrame:
 
 
 def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
-    """One panel, of one run's steps: its loss, loss spikes on it, RMS spikes along the bottom."""
+    """One panel for one run: its loss with loss spikes, RMS spikes along the bottom."""
     head = frame.iloc[0]
-    top = _cap(frame)
-    color = style.color(head["precision"], head["optimizer"])
-    ax.plot(frame["step"], frame["loss"], color=color, lw=0.6, rasterized=True)
+    plot_loss(frame, ax)
     at = frame.loc[frame["rms_spike"].astype(bool), "step"]
     ax.plot(at, [0.03] * len(at), "|", color=style.RMS, ms=6, mew=0.7, zorder=4,
             transform=ax.get_xaxis_transform(), label="RMS spike")  # fmt: skip
-    follows = frame["follows"].astype(bool)
-    spiked = frame["loss_spike"].astype(bool)
-    for chosen, shade, name in (
-        (follows, spike_marks.FOLLOWING, f"loss spike 1-{head['max_lead']:g} steps after one"),
-        (spiked & ~follows, spike_marks.OTHER, "other loss spike"),
-    ):
-        found = frame[chosen]
-        ax.plot(found["step"], found["loss"].clip(upper=top), "v", color=shade, ms=4, label=name)
-    ax.set(xlim=(0, head["num_steps"]), ylim=(None, top), ylabel="training loss")
+    ax.set_xlim(0, head["num_steps"])
     ax.set_title(
         f"{panel_title(head)}, beta2 = {head['beta2']:g}, seed {head['seed']}\n{head['label']}"
     )
@@ -94,7 +83,7 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
 
 
 def plot_leads(frame: pd.DataFrame, ax: Axes) -> Axes:
-    """How many loss spikes of all runs came how many steps after an RMS spike."""
+    """Histogram of the steps from an RMS spike to a loss spike, over all runs."""
     last = int(frame["max_lead"].max())
     spiked = frame[(frame["part"] == "steps") & (frame["loss_spike"] == True)]  # noqa: E712
     lead = spiked["lead"].astype(float)
@@ -115,7 +104,7 @@ def plot_leads(frame: pd.DataFrame, ax: Axes) -> Axes:
 
 
 def plot_shares(frame: pd.DataFrame, ax: Axes) -> Axes:
-    """The share of loss spikes that follow RMS spikes of each tensor, and that of chance."""
+    """The share of loss spikes that follow RMS spikes of each tensor, and the share by chance."""
     shares = pooled(frame).iloc[::-1]
     rows = np.arange(len(shares))
     colors = [spike_marks.FOLLOWING if name == FIRST else "#BBBBBB" for name in shares.index]
@@ -132,7 +121,7 @@ def plot_shares(frame: pd.DataFrame, ax: Axes) -> Axes:
 
 
 def draw(frame: pd.DataFrame, figure: Figure) -> None:
-    """The whole figure: a panel a run, three a row, then leads and shares over all runs."""
+    """Draws a panel for each run, three in a row, then leads and shares over all runs."""
     steps = frame[frame["part"] == "steps"]
     panels = [panel for _, panel in steps.groupby("run", sort=False)]
     columns = 3
@@ -149,7 +138,7 @@ def draw(frame: pd.DataFrame, figure: Figure) -> None:
 
 
 def caption(frame: pd.DataFrame) -> str:
-    """What is shown, what a spike is, how many follow and how many would by chance."""
+    """Describes the runs and the spikes, and counts those that follow, also by chance."""
     steps = frame[frame["part"] == "steps"]
     runs = steps.drop_duplicates("run")
     models = curves.models(runs)
@@ -198,12 +187,9 @@ def _steps_and_tensors(runs: Runs, head: dict) -> pd.DataFrame | None:
         )
         if marks["rms"].isna().all():
             continue
-        found = lag_coincidence(
-            marks["loss_spike"].to_numpy(), marks["rms_spike"].to_numpy(), protocol
-        )
-        rows.append(
-            {"tensor": name, **{k: v for k, v in found._asdict().items() if k in OF_A_TENSOR}}
-        )
+        spikes = marks["loss_spike"].to_numpy(), marks["rms_spike"].to_numpy()
+        counts = lag_coincidence(*spikes, protocol)._asdict()
+        rows.append({"tensor": name, **{k: v for k, v in counts.items() if k in OF_A_TENSOR}})
         steps = marks if name == FIRST else steps
     if steps is None:
         return None
@@ -217,13 +203,6 @@ def _place(frame: pd.DataFrame) -> tuple:
     value = head["value"]
     rank = style.rank(value, style.MODELS) if head["key"] == "model.name" else (value,)
     return (head["beta2"], rank, head["seed"])
-
-
-def _cap(frame: pd.DataFrame) -> float:
-    """Upper end of the loss axis: the first tenth of the run does not stretch it."""
-    late = frame.loc[frame["step"] > CAP_SHARE * frame["num_steps"], "loss"].astype(float)
-    late = late[np.isfinite(late)]
-    return None if late.empty else late.max() + 0.05 * abs(late.max())
 
 
 @dataclass(eq=False)

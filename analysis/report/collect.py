@@ -1,4 +1,4 @@
-"""What the report shows of each run: numbers for its tables, and curves of bounded size.
+"""Condenses each run for the report: numbers for its tables, and curves of bounded size.
 
 Thinning keeps, for each bucket of steps, the smallest and largest loss and the largest RMS_t, and
 all steps around the listed spikes: no spike is lost.
@@ -30,7 +30,7 @@ _FIRST = ("conv1", "class_embedding", "token_embedding", "positional_embedding",
 
 @dataclass(frozen=True)
 class Budget:
-    """How much of each run the page may hold."""
+    """Limits on what the page holds for each run."""
 
     points: int  # approximate number of points in a curve
     spikes: int  # listed
@@ -117,7 +117,7 @@ def collect_run(runs: Runs, tensor: str, budget: Budget) -> RunData:
 def thin(curves: pd.DataFrame, points: int, spikes: list[int]) -> np.ndarray:
     """Row numbers of the steps to keep: all of them if there are at most `points`.
 
-    `spikes` are steps around which all are kept. See the top of this module for the rest.
+    All steps around `spikes` are kept; the docstring of this module describes the rest.
     """
     num_steps = len(curves)
     if num_steps <= points:
@@ -136,7 +136,7 @@ def thin(curves: pd.DataFrame, points: int, spikes: list[int]) -> np.ndarray:
 
 
 def heat_of(rms: pd.DataFrame, size: int) -> Heat | None:
-    """The largest RMS_t for each row and bucket in about `size` bytes; None without a number."""
+    """The largest RMS_t for each row and bucket, about `size` bytes in all; None if unrecorded."""
     recorded = rms.dropna(how="all")
     if recorded.empty or not len(recorded.columns):
         return None
@@ -174,7 +174,7 @@ def _depth(name: str) -> tuple:
 
 
 def speed_of(timing: pd.DataFrame) -> dict[str, float]:
-    """Medians over a run, so that compilation and pauses do not count; NaN where not recorded."""
+    """Medians over a run, which ignore compilation and pauses; NaN if not recorded."""
 
     def numbers(name: str) -> pd.Series:
         column = timing.get(name, pd.Series(dtype=float))

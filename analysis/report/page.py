@@ -1,4 +1,4 @@
-"""Renders the report: what the template shows, as plain values. All markup is in page.html.j2."""
+"""Renders the report: plain values for the template page.html.j2, which holds all markup."""
 
 import base64
 import json
@@ -17,7 +17,7 @@ from analysis.load import Runs
 from analysis.report import plots
 from analysis.report.collect import AROUND, HIGH, LOW, Budget, RunData, collect_run
 from analysis.spike_marks import TENSOR, in_words
-from analysis.style import MODELS
+from analysis.style import model
 from lowprec.runs.read import ENDED
 
 FOLDER = Path(__file__).parent
@@ -25,7 +25,6 @@ POINTS = 36_000  # of all runs, for each of the three curves of a run
 MAX_POINTS = 4000  # of one run
 SPIKES = 300  # listed, of all runs
 HEAT_BYTES = 900_000
-MAX_CHIPS = 24  # more methods with settings are merged into their methods
 NOT_SETTINGS = {
     *("run", "digest", "path", "state", "step", "reason", "note", "precision.label"),
     *("method", "variant", "label", "name", "run_dir", "data.digest"),
@@ -42,7 +41,7 @@ SPEED = {  # title and format of each column
 
 
 class Field(NamedTuple):
-    """A field of a table. `kind` selects the markup, `detail` is what that markup needs besides."""
+    """A table cell: `kind` selects its markup, and `detail` is a further input of that markup."""
 
     text: str
     key: float | str  # the table is sorted by it
@@ -66,8 +65,6 @@ def make_page(runs: Runs, tensor: str = TENSOR) -> str:
     summaries = named(runs.summaries)
     labels, looks = summaries["label"].tolist(), plots.looks(summaries)
     methods = summaries["method"].tolist()
-    if len(set(methods)) > MAX_CHIPS:
-        methods = [method.partition(" (")[0] for method in methods]
     names = [
         Field(label, label, "run", {"look": look, "hover": f"{label}\n{run}"})
         for label, look, run in zip(labels, looks, summaries["run"], strict=True)
@@ -86,7 +83,7 @@ def make_page(runs: Runs, tensor: str = TENSOR) -> str:
         title=_title(summaries),
         subtitle=_subtitle(summaries),
         cards=_cards(labels, data),
-        chips=_chips(methods, summaries["variant"].tolist(), looks),
+        chips=_chips(methods, looks),
         protocols=in_words(pd.DataFrame([vars(run.protocol) for run in data])),
         is_thinned=any(run.is_thinned for run in data),
         runs_differ=bool(differing) or len(data) == 1,
@@ -109,7 +106,7 @@ def make_page(runs: Runs, tensor: str = TENSOR) -> str:
 
 
 def named(summaries: pd.DataFrame) -> pd.DataFrame:
-    """Adds `method`, `variant` and `label`; a run whose config is damaged is called by its name."""
+    """Adds `method`, `variant` and `label`; a run with a damaged config goes by its name."""
     if "precision.label" not in summaries:
         summaries = summaries.assign(**{"precision.label": None})
     whole = summaries["precision.label"].notna()
@@ -128,14 +125,14 @@ def named(summaries: pd.DataFrame) -> pd.DataFrame:
 
 
 def differences(summaries: pd.DataFrame) -> list[str]:
-    """The config keys that differ between runs whose config is whole."""
+    """The config keys in which runs differ, damaged configs left out."""
     whole = summaries[summaries["precision.label"].notna()]
     keys = [key for key in whole if key not in NOT_SETTINGS]
     return [key for key in keys if whole[key].map(str).nunique() > 1]
 
 
 def common(summaries: pd.DataFrame) -> dict[str, object]:
-    """The config keys, with their values, that all of these runs share."""
+    """The settings that all of these runs share."""
     whole = summaries[summaries["precision.label"].notna()]
     keys = [key for key in whole if key not in NOT_SETTINGS.union(differences(summaries))]
     return {key: whole[key].iloc[0] for key in keys} if len(whole) else {}
@@ -148,18 +145,15 @@ def _title(summaries: pd.DataFrame) -> str:
 
 
 def _subtitle(summaries: pd.DataFrame) -> list[str]:
-    states = summaries["state"].value_counts()
-    counts = ", ".join(f"{count} {state}" for state, count in states.items())
+    """`9 runs: 8 finished, 1 failed`, the models and the numbers of steps."""
+    counts = ", ".join(f"{num} {state}" for state, num in summaries["state"].value_counts().items())
     models = summaries.get("model.name", pd.Series(dtype=object)).dropna().unique()
-    steps = summaries.get("num_steps", pd.Series(dtype=float)).dropna()
-    parts = [f"{len(summaries)} {'run' if len(summaries) == 1 else 'runs'}: {counts}"]
-    parts += [", ".join(MODELS.get(name, str(name)) for name in models)] if len(models) else []
-    precisions = summaries["precision.label"].dropna().unique()
-    parts += [str(precisions[0])] if len(precisions) == 1 else []
-    if len(steps):
-        low, high = int(steps.min()), int(steps.max())
-        parts.append(f"{low:,} steps" if low == high else f"{low:,} to {high:,} steps")
-    return parts
+    steps = summaries.get("num_steps", pd.Series(dtype=float)).dropna().unique()
+    return [
+        f"{len(summaries)} {'run' if len(summaries) == 1 else 'runs'}: {counts}",
+        *([", ".join(model(str(name)) for name in models)] if len(models) else []),
+        *([f"{' and '.join(f'{num:,.0f}' for num in sorted(steps))} steps"] if len(steps) else []),
+    ]
 
 
 def _cards(labels: list[str], data: list[RunData]) -> list[dict]:
@@ -193,13 +187,12 @@ def _cards(labels: list[str], data: list[RunData]) -> list[dict]:
     return cards
 
 
-def _chips(methods: list[str], variants: list[int], looks: list) -> list[dict]:
+def _chips(methods: list[str], looks: list) -> list[dict]:
     """The buttons that show and hide methods: text, look and number of runs."""
     chips = []
     for method in dict.fromkeys(methods):
         members = [i for i, name in enumerate(methods) if name == method]
-        look = looks[min(members, key=lambda i: variants[i])]
-        chips.append({"text": method, "look": look, "count": len(members)})
+        chips.append({"text": method, "look": looks[members[0]], "count": len(members)})
     return chips
 
 
@@ -239,7 +232,7 @@ def _spikes(data: list[RunData], names: list[Field], budget: Budget) -> dict:
 
 
 def _runs(data: list[RunData], names: list[Field], differing: list[str]) -> dict:
-    """The table of runs: what came out, and the settings that differ."""
+    """The table of runs: results, and the settings that differ."""
     scores = sorted({name for run in data for name in run.scores})
     titles = ["run", "state", "steps", "final loss", *scores, "loss spikes", "RMS spikes"]
     rows = []
@@ -278,7 +271,7 @@ def _failures(data: list[RunData], names: list[Field]) -> dict:
 
 
 def _heat_options(labels: list[str], data: list[RunData]) -> list[dict]:
-    """The runs that have a heat map; selected is the one with the most rows, then most spikes."""
+    """The runs with a heat map; the one with the most rows, then spikes, is selected."""
     options = [
         {"run": i, "label": labels[i], "rows": len(run.heat.rows), "spikes": len(run.spikes)}
         for i, run in enumerate(data)
@@ -315,11 +308,9 @@ def _script_data(labels: list[str], methods: list[str], data: list[RunData]) -> 
 def _state(run: RunData) -> Field:
     state, is_damaged = str(run.summary["state"]), bool(run.summary["note"])
     style = STATE_STYLES.get(state, "warn")
-    if state == "finished" and is_damaged:
-        style = "warn"
-    return Field(
-        f"{state}, damaged" if state in ENDED and is_damaged else state, state, "state", style
-    )
+    if state in ENDED and is_damaged:
+        return Field(f"{state}, damaged", state, "state", "bad" if style == "bad" else "warn")
+    return Field(state, state, "state", style)
 
 
 def _number(value: float, form: str) -> Field:
