@@ -27,16 +27,12 @@ SHARDS = "data.train=train.tar data.val=val.tar"
 BAD = {  # command: parts of its message
     # keys
     "sede=1": ("sede: no such key", "the root has", "nearest: seed"),
-    "diagnostics.evry=2": ("diagnostics.evry", "nearest: diagnostics.every"),
     "+foo=1": ("foo: no such key", "the root has"),
-    "resume.from_=x": ("resume.from_", "nearest: resume.from"),
     "~seed": ("~seed", "default"),
     # choices
     "model=nanoo": ("model=nanoo", "conf/model has", "vit_h14", "nearest: nano"),
     "experiment=loss_curve": ("experiment=loss_curve", "nearest: loss_curves"),
-    "experiment=null": ("experiment=null", "conf/experiment has"),
     "scale=papr": ("scale='papr'", "one of paper, mini, demo", "nearest: paper"),
-    "precision.recipe=switchbak": ("switchbak", "one of high", "nearest: switchback"),
     "diagnostics.statistics=[rmss]": ("rmss", "rms, grad_norm, update_norm", "nearest: rms"),
     "model.name=mini_h": ("model.name=mini_h", "use model=mini_h"),
     # types
@@ -45,8 +41,6 @@ BAD = {  # command: parts of its message
     "diagnostics.spikes=3": ("diagnostics.spikes=3", "a group of keys", "protocol"),
     # ranges
     "optimizer.beta2=1": ("optimizer.beta2=1", ">= 0 and < 1"),
-    "optimizer.lr=0": ("optimizer.lr=0", "> 0"),
-    "model.vocab_size=50000": ("model.vocab_size=50000", "<= 49408 or null"),
     # missing
     "model.image_size=null": ("model.image_size=null", "preset nano needs a number"),
     "data=shards": ("data.train is required",),
@@ -54,24 +48,14 @@ BAD = {  # command: parts of its message
     # recipes and backends
     "precision=int8_inference": ("forward only", "experiments.evaluate run=DIR"),
     "precision.recipe=custom": ("precision.recipe=custom needs precision.products",),
-    "precision.products={output:high}": (
-        "precision.products",
-        "does nothing without recipe=custom",
-    ),
     "precision.backend=triton": ("precision.backend=triton does nothing without",),
-    "intervention=kq_norm checkpointing=true": ("checkpointing=true", "intervention=kq_norm"),
-    "precision.recipe=custom precision.products={output:high} precision.backend=reference": (
-        "precision.backend=reference does nothing without",
-    ),
     "data.augment=flip_crop": ("data.augment='flip_crop'", "none, crop_flip", "crop_flip"),
     "accumulate=3": ("batch_size=128 is not a multiple of accumulate=3",),
     "distributed.sync_bn=true": ("sync_bn=True does nothing without distributed=ddp",),
-    "distributed=fsdp2 scaler=dynamic precision=fp16": ("scaler=dynamic", "use ddp"),
     "distributed=fsdp2 diagnostics.recorder.enabled=true": ("recorder.enabled=true", "use ddp"),
     "resume.from=x model.init_from=y": ("resume.from", "model.init_from"),
     # combinations
     "precision=fp16": ("autocast=fp16", "scaler=none", "scaler=dynamic or scaler=fixed"),
-    "precision=bf16 scaler=fixed": ("autocast=bf16", "scaler=fixed", "use scaler=none"),
     "schedule.warmup_steps=2000": ("schedule.warmup_steps=2000", "num_steps=1000"),
     "optimizer.clip_norm=1": ("optimizer.clip_norm=1", "needs optimizer=adamw_clip"),
     "optimizer=adamw_clip optimizer.clip_norm=null": ("optimizer=adamw_clip needs", "clip_norm"),
@@ -79,15 +63,10 @@ BAD = {  # command: parts of its message
         "diagnostics.statistics: rms, u_max would need the second moments",
         "use diagnostics.statistics=[grad_norm]",
     ),
-    "optimizer.name=adamw8bit_torchao": ("rms", "diagnostics.statistics=[grad_norm,update_norm]"),
-    "optimizer=adamw8bit_torchao diagnostics.spikes.rms_threshold=2": (
-        "diagnostics.spikes.rms_threshold does nothing without rms",
-    ),
     "optimizer=adamw8bit_torchao optimizer.paged=true": (
         "paged=true needs optimizer=adamw8bit_bnb",
     ),
     "optimizer=adamw8bit_bnb optimizer.beta2_decay=0.5": ("beta2_decay=0.5", "one beta2"),
-    "optimizer=adamw8bit_bnb precision=pure_bf16": ("pure_bf16", "16-bit parameters", "use bf16"),
     "optimizer.stable_embedding=true model.init_from=x": ("stable_embedding", "model.init_from"),
     "data.val=null": ("evaluation=zero_shot needs data.val", "evaluation=none"),
     # models
@@ -96,12 +75,10 @@ BAD = {  # command: parts of its message
     "model=open_clip model.name=ViT-B-33": ("ViT-B-33", "nano, mini_b", "nearest: ViT-B-32"),
     "model=open_clip model.name=ViT-B-32 model.heads=64": ("model.heads is fixed", "null"),
     "model=open_clip model.name=RN50 intervention=kq_norm": ("intervention=kq_norm", "RN50"),
-    "model=open_clip model.name=convnext_base intervention=zero_init": ("convnext_base",),
     "model=open_clip model.name=roberta-ViT-B-32": ("roberta-ViT-B-32", "downloaded"),
     # sweeps and syntax
     "seed=1,2": ("this is a sweep", "-m seed=1,2"),
     "experiment=loss_curves_demo": ("experiments.train -m experiment=loss_curves_demo",),
-    "-m seed=1,x": ("seed='x'", "a whole number"),
     "-m experiment=loss_curves": ("data.train is required",),
     "-m experiment=loss_curves,loss_curves_demo": ("only one experiment",),
     "-m optimizer.lr=interval(1e-4,1e-3)": ("interval", "choice(...)"),
@@ -112,9 +89,6 @@ BAD = {  # command: parts of its message
 GOOD = {  # command: number of runs
     "": 1,
     "precision=fp16 scaler=dynamic": 1,
-    "precision=pure_fp16 scaler=fixed scaler.init_scale=1": 1,
-    "optimizer=stable_adamw optimizer.beta2=0 optimizer.lr=1": 1,
-    "optimizer=adamw_clip optimizer.clip_norm=2": 1,
     "optimizer=adamw8bit_bnb optimizer.paged=true optimizer.override_32bit=[visual.conv1]": 1,
     "-m optimizer=adamw,adamw8bit_torchao optimizer.stable_embedding=true": 2,
     "data.val=null evaluation=none": 1,
@@ -129,7 +103,6 @@ GOOD = {  # command: number of runs
     "-m experiment=loss_curves_demo optimizer=adamw seed=1,2": 6,
     "experiment=loss_curves_demo precision=bf16": 1,
     "-m experiment=fp8_fixes_mini": 5,
-    "-m experiment=fp8_fixes_mini seed=1,2": 10,
     "-m experiment=fp8_fixes_mini intervention=zero_init": 1,
 }
 
@@ -196,13 +169,6 @@ def test_further_commands_run_after_a_failed_one(monkeypatch):
     with pytest.raises(SystemExit, match="1"):
         entry._run_each(run, [["seed=1"], ["seed=2"]])
     assert ran == [["-m"], ["-m", "seed=1"], ["-m", "seed=2"]]
-
-
-def test_a_sweep_that_is_told_to_stop_starts_no_further_command(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["train", "-m"])
-    with pytest.raises(SystemExit, match="75"):
-        entry._run_each(lambda: sys.exit(75), [["seed=1"]])
-    assert sys.argv == ["train", "-m"]
 
 
 @pytest.mark.parametrize(

@@ -41,13 +41,13 @@ def faults(make_config, monkeypatch):
 )
 def test_a_missing_package_is_named_with_the_command_that_installs_it(faults, name, command):
     (fault,) = faults(name, gpu=True, device="auto")
-    assert fault == f"optimizer={name} needs a package: {command}"
+    assert f"optimizer={name}" in fault and command in fault
 
 
 @pytest.mark.parametrize(("device", "gpu"), [("cpu", True), ("cpu", False), ("auto", False)])
 def test_bitsandbytes_needs_a_gpu_to_train_and_none_to_evaluate(faults, device, gpu):
     (fault,) = faults("adamw8bit_bnb", ["bitsandbytes"], gpu, device=device)
-    assert f"needs a GPU (device={device}); use adamw8bit_torchao" in fault
+    assert f"device={device}" in fault and "adamw8bit_torchao" in fault
     assert not faults("adamw8bit_bnb", ["bitsandbytes"], gpu, training=False, device=device)
     assert not faults("adamw8bit_bnb", ["bitsandbytes"], gpu=True, device="auto")
 
@@ -56,4 +56,4 @@ def test_torchao_needs_a_compiler_and_no_gpu(faults, monkeypatch):
     assert not faults("adamw8bit_torchao", ["torchao"])
     monkeypatch.setattr(preflight.shutil, "which", lambda name: None)
     (fault,) = faults("adamw8bit_torchao", ["torchao"])
-    assert fault == "optimizer=adamw8bit_torchao needs a C++ compiler: apt-get install g++"
+    assert "g++" in fault

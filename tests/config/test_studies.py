@@ -3,12 +3,10 @@
 import functools
 import re
 
-import pandas as pd
 import pytest
 from omegaconf import OmegaConf
 
 from analysis import figures, make, study
-from analysis.figures import spike_lead
 from lowprec.config.compose import CONF, compose_command
 
 WITHOUT_PAPER = ("resume",)  # studies that the paper does not have
@@ -37,9 +35,8 @@ def test_an_experiment_composes_into_distinct_runs_as_many_as_its_header_says(na
     count = int(re.search(r"(\d+) runs?\b", header).group(1))
     assert len(runs_of(name)) == count
     scale = next((s for s in ("mini", "demo") if name.endswith(f"_{s}")), "paper")
-    total, absent = study.missing(name.removesuffix(f"_{scale}"), scale, pd.DataFrame())
-    [names] = absent.values()
-    assert total == len(set(names)) == count
+    planned = study.settings(name.removesuffix(f"_{scale}"), scale)
+    assert len(planned) == len(set(map(str, planned.to_dict("records")))) == count
     table = (CONF.parent / "experiments" / "README.md").read_text()
     assert f"| `{name}` |" in table or f"| `{name.removesuffix('_mini')}` |" in table
 
@@ -85,14 +82,6 @@ def test_sweeps_have_the_values_of_the_paper():
     }
     beta2 = {config.optimizer.beta2 for config in runs_of("spikes_vs_size")}
     assert beta2 == {0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995}
-
-
-@pytest.mark.parametrize("kind", ["size", "batch", "lr"])
-def test_spike_leads_use_the_runs_of_the_loss_sweeps(kind):
-    figure = figures.load(f"spike_lead_{kind}")
-    assert make.experiment_of(figure) == f"spikes_vs_{kind}"
-    beta2 = {config.optimizer.beta2 for config in runs_of(f"spikes_vs_{kind}")}
-    assert {b for b in beta2 if b >= spike_lead.LEAST_BETA2} == {0.99, 0.995}
 
 
 @pytest.mark.parametrize("scale", ["paper", "mini"])
