@@ -8,16 +8,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from analysis import load_runs, make, study
-from analysis.load import EXPERIMENTS
 
-STUDIES = sorted(path.stem for path in EXPERIMENTS.glob("*.yaml"))
-
-
-@pytest.mark.parametrize("name", STUDIES)
-def test_no_two_runs_of_a_study_are_taken_for_each_other(name):
-    scale = next((s for s in ("mini", "demo") if name.endswith(f"_{s}")), "paper")
-    planned = study._planned(name.removesuffix(f"_{scale}"), scale)
-    assert len({tuple(row[key] for key in keys) for row, keys in planned}) == len(planned) > 0
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 def test_missing_runs_are_named_by_the_values_that_differ(make_run, tmp_path):

@@ -35,8 +35,8 @@ def test_an_experiment_composes_into_distinct_runs_as_many_as_its_header_says(na
     count = int(re.search(r"(\d+) runs?\b", header).group(1))
     assert len(runs_of(name)) == count
     scale = next((s for s in ("mini", "demo") if name.endswith(f"_{s}")), "paper")
-    planned = study.settings(name.removesuffix(f"_{scale}"), scale)
-    assert len(planned) == len(set(map(str, planned.to_dict("records")))) == count
+    planned = study._planned(name.removesuffix(f"_{scale}"), scale)
+    assert len({tuple(row[key] for key in keys) for row, keys in planned}) == len(planned) == count
     table = (CONF.parent / "experiments" / "README.md").read_text()
     assert f"| `{name}` |" in table or f"| `{name.removesuffix('_mini')}` |" in table
 
