@@ -180,7 +180,7 @@ def test_impossible_replays_are_refused(run):
     folder = run()
     for step, changes, said in (
         (40, ["skip_batches=1"], "has recorded steps 1 to 12"),
-        (4, ["skip_batches=1"], "before step 4; there is checkpoints/step_000000004, checkp"),
+        (4, ["skip_batches=1"], "before step 4; .*checkpoints/step_000000004"),
         (10, ["model.vision_layers=3"], "does not fit the model"),
     ):
         with pytest.raises(RunError, match=said):
@@ -193,7 +193,7 @@ def test_impossible_replays_are_refused(run):
     for change in ("optimizer=adamw8bit_bnb", "experiment=loss_curves_mini"):
         with pytest.raises(ConfigError, match=f"{change}: "):
             replayed(folder, 10, change)
-    with pytest.raises(ConfigError, match="does not go with scaler=fixed"):
+    with pytest.raises(ConfigError, match="scaler=fixed"):
         replayed(folder, 10, "scaler=fixed")
 
 
