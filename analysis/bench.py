@@ -1,4 +1,4 @@
-"""Reads benchmark lines as one table, and draws what several figures of them share.
+"""Reads benchmark lines as one table, and draws the elements that several figures share.
 
 A time is compared only with times of the same file: one machine, one run of a benchmark.
 """

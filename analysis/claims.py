@@ -1,4 +1,4 @@
-"""The paper's claims beside our runs: `python -m analysis.make claims --runs DIR ... --out DIR`.
+"""The paper's claims and our runs: `python -m analysis.make claims --runs DIR ... --out DIR`.
 
 Writes claims.md: for each claim the paper's number, ours with a 95% interval over seeds, the margin
 and whose it is, and a verdict. All our numbers are computed from the runs and benchmark lines below
@@ -76,7 +76,7 @@ CLAIMS = (
           f"+-{MATCHES:g} point",
           partial(PRECISION, one="fp8_switchback", other="bf16", rule=MATCHING,
                   studies=SIZES[::-1])),  # whose miniature has it, too
-    Claim("C4", "fp8 tensor-wise trains with zero-init layer-scale", "ViT-L/14 trains as bf16",
+    Claim("C4", "fp8 tensor-wise trains with zero-init layer-scale", "ViT-L/14 trains like bf16",
           f"interval of the last loss at most {judges.TRAINS:.0%} over bf16's",
           partial(judges.fix, change="zero_init", helps=True)),
     Claim("C4", "gradient clipping does not rescue it", "ViT-L/14 diverges", "as above",
@@ -132,19 +132,19 @@ CLAIMS = (
                   studies=CLIPPING, only={"optimizer.name": "adamw"}, show_all=True)),
     Claim("C12", "a dynamic loss scale falls at spikes", "no number",
           "share of falls at loss spikes: interval above chance", judges.scale_falls),
-    Claim("C12", "with a fixed one that skips single tensors training goes on", "no number",
+    Claim("C12", "with a fixed one that skips single tensors, training continues", "no number",
           "every run ends, single tensors are skipped, two seeds", judges.tensor_skips),
     Claim("C13", "beta2 = 1 - t^-lambda was tried (0.45, 0.5, 0.65)", "no number", "none",
           judges.schedules),
 )  # fmt: skip
 HEADER = ("", "claim", "the paper's", "ours", "margin", "verdict")
 NOTE = (
-    "The paper: arXiv:2304.13013. Intervals: 95%, over seeds (t) or of a share (Wilson). "
-    "Runs are compared if they agree in every setting that changes weights, but the one named. "
+    "The paper: arXiv:2304.13013. Intervals: 95%, over seeds (t) or for a share (Wilson). "
+    "Runs are compared if they agree in every setting that changes weights except the one named. "
     f"{OUT.capitalize()}: our runs are too small to decide, whatever they show. "
-    f"{UNDECIDED.capitalize()}: the evidence allows either, or is of one seed. Spikes are those of "
-    "each run's own thresholds. Rows of benchmarks (C6 to C8) have no interval: their numbers are "
-    "one measurement each."
+    f"{UNDECIDED.capitalize()}: the evidence allows either, or has one seed. Spikes follow each "
+    "run's own thresholds. Benchmark rows (C6 to C8) have no interval: each number is a single "
+    "measurement."
 )
 
 

@@ -1,4 +1,4 @@
-"""Which runs may be compared: those that agree in every setting that changes weights.
+"""Decides which runs may be compared: those that agree in every setting that changes weights.
 
 A comparison varies one setting and pairs runs by seed. The runs must agree in all other settings of
 `KEY`, except those that belong to the varied one (StableAdamW brings its clipping threshold).
@@ -69,7 +69,7 @@ def signature(heads: pd.DataFrame, *varied: str, seed: bool = True) -> pd.Series
 
 
 def one_variant(heads: pd.DataFrame, varied: str) -> pd.DataFrame:
-    """For each value of the varied setting, the runs whose own settings are its most frequent.
+    """For each value of the varied setting, the runs with that value's most frequent settings.
 
     Two clipping thresholds are two methods: runs with the rarer one do not count.
     """
@@ -81,14 +81,14 @@ def one_variant(heads: pd.DataFrame, varied: str) -> pd.DataFrame:
 
 
 def matched(heads: pd.DataFrame, varied: str, values: Collection) -> pd.DataFrame:
-    """The runs with these values of the varied setting whose other settings all values have."""
+    """The runs with these values of the varied setting whose other settings all values share."""
     part = one_variant(heads[heads[varied].isin(list(values))], varied)
     there = part[varied].groupby(signature(part, varied)).transform("nunique")
     return part[there == len(values)]
 
 
 def comparable(heads: pd.DataFrame, varied: str) -> pd.DataFrame:
-    """The runs of those settings that were run with the same, most values of the varied one.
+    """The runs of the settings that were run with the most values of the varied one.
 
     Settings with one seed are left out if others have two.
     """
@@ -101,7 +101,7 @@ def comparable(heads: pd.DataFrame, varied: str) -> pd.DataFrame:
 
 
 def distinct(heads: pd.DataFrame) -> pd.DataFrame:
-    """One row for the runs that agree in the whole key and the seed, as when studies share one."""
+    """One row for runs that agree in the whole key and the seed, as when studies share a run."""
     return heads[~signature(heads).duplicated()]
 
 

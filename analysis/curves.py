@@ -44,10 +44,10 @@ RENAMED = {
 
 
 def named_heads(runs: Runs, by: tuple[str, ...] = ()) -> pd.DataFrame:
-    """One row per run that has steps, with `method`, `variant` and `label`; short column names.
+    """One row per run that has steps, with `method`, `variant` and `label`, and short column names.
 
-    A figure shows the config keys `by` in its own way, so `method` tells runs apart within one
-    value of each. `label` adds how the run ended. Runs with a damaged config are left out.
+    A figure shows the config keys `by` in its own way, so `method` distinguishes runs only within
+    one value of each. `label` adds how the run ended. Runs with a damaged config are left out.
     """
     steps = runs.metrics.groupby("run")["step"]
     facts = pd.DataFrame({"reached": steps.max(), "recorded": steps.nunique()})
@@ -96,7 +96,7 @@ def with_setting(heads: pd.DataFrame, settings: list[str]) -> list[str]:
 
 
 def by_intervention(heads: pd.DataFrame) -> pd.DataFrame:
-    """Heads by model and intervention, in the order of the style; labels name the intervention."""
+    """Runs by model and intervention, in the order of the style; labels name the intervention."""
     if heads.empty:
         return heads
     names = [style.INTERVENTIONS.get(name, (name,))[0] for name in heads["intervention"]]
@@ -281,7 +281,7 @@ def _label(head: dict) -> str:
 
 
 def _tell_repeats_apart(settings: pd.Series, group: pd.DataFrame) -> pd.Series:
-    """Adds the digest of runs that share their settings and their seed."""
+    """Adds the digest to the names of runs that share their settings and seed."""
     same = [settings, group["seed"]]
     several = settings.groupby(same).transform("size") > 1
     twice = group.groupby([*same, group["digest"]]).cumcount()  # copies of one run

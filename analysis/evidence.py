@@ -177,7 +177,7 @@ def at_scale(holds: bool, runs: pd.DataFrame | None = None) -> str:
 def decide(
     ours: str, holds: bool | None, seeds: int, runs: pd.DataFrame | None = None, why: str = ""
 ) -> Finding:
-    """A verdict; undecided if there is one seed, and with `why` if `holds` is None."""
+    """A verdict: undecided with one seed, and with the reason `why` if `holds` is None."""
     if seeds < 2:
         return Finding(ours, UNDECIDED, "one seed")
     return Finding(ours, UNDECIDED, why) if holds is None else Finding(ours, at_scale(holds, runs))
@@ -212,7 +212,7 @@ def larger(
 
 
 def out_of_reach(ours: str, runs: pd.DataFrame, needed: str) -> Finding:
-    """What our runs show, and why they cannot decide."""
+    """A finding that states what our runs show and why they cannot decide."""
     models = curves.join(map(style.model, runs["model.name"].unique()))
     data = curves.join(runs["data.name"].unique())
     steps = curves.join(sorted(runs["num_steps"].astype(int).unique()))

@@ -1,4 +1,4 @@
-"""How each kind of claim is judged: functions from the evidence, and a few settings, to a finding.
+"""Judges each kind of claim: functions that map the evidence and a few settings to a finding.
 
 A judge raises NoRunsError, which names what is missing and the commands that make it, if there is
 no evidence.
@@ -88,11 +88,11 @@ def diverges(records: Evidence, precision: str, studies: Sequence[str]) -> Findi
         return evidence.out_of_reach(ours, runs, "ViT-L/14 or ViT-H/14 at paper scale")
     seeds = part[is_large].groupby("model.name")["seed"].nunique().min()
     holds = evidence.all_or_none(diverged[is_large])
-    return decide(ours, holds, seeds, runs, "some diverged, some did not")
+    return decide(ours, holds, seeds, runs, "some diverged, others did not")
 
 
 def fix(records: Evidence, change: str, helps: bool) -> Finding:
-    """Judges one change to fp8 tensor-wise training by whether it trains as bf16 does."""
+    """Judges one change to fp8 tensor-wise training by whether it then trains like bf16."""
     runs = records.outcomes("fp8_fixes")
     is_fp8 = runs["precision.label"] == "fp8_tensorwise"
     clips = runs["optimizer.name"] == "adamw_clip"
@@ -215,7 +215,7 @@ def spike_trend(
     names = [table[v] if v in table else f"{comparison.short(varied)} {v:g}" for v in values]
     sample = evidence.difference(counts, varied, values[-1], values[0], SPIKES)
     ours = "; ".join(f"{name}: {mean:g}" for name, mean in zip(names, means, strict=True))
-    ours = f"loss spikes a run: {ours}; last minus first {sample} ({_runs(counts)})"
+    ours = f"loss spikes per run: {ours}; last minus first {sample} ({_runs(counts)})"
     if not max(means[1:] if gone else means):
         return Finding(ours, UNDECIDED, "none at any other value either" if gone else "no spikes")
     if gone:
@@ -288,7 +288,7 @@ def tensor_skips(records: Evidence) -> Finding:
 
 
 def schedules(records: Evidence) -> Finding:
-    """Lists the last losses by schedule of beta2; the paper gives no number to judge them by."""
+    """Lists the final losses by schedule of beta2; the paper gives no number to compare with."""
     runs = records.outcomes("beta2_schedule")
     means = runs.groupby("optimizer.beta2_decay", dropna=False)["loss"].mean()
     named = {f"1 - t^-{k:g}" if k == k else "constant": mean for k, mean in means.items()}

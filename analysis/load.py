@@ -215,9 +215,9 @@ DEFAULTS = flatten(to_dict(Config()))
 
 
 def read_summary(run: Path) -> dict:
-    """Status and config of a run, flat.
+    """The status and flat config of a run.
 
-    A key that did not exist when the run was made has its default.
+    Keys that did not exist when the run was made have their defaults.
     """
     notes = []
     try:
@@ -362,7 +362,7 @@ def _config_faults(config: dict) -> list[str]:
 
 
 def _tensor_fault(run: Path) -> str:
-    """A note if an ended run has no tensors; its streams make up for a missing file."""
+    """A note if an ended run has no tensors; its streams can replace a missing file."""
     exists = (run / "tensors.parquet").exists() or any((run / "tensors").glob("*.arrows"))
     return "" if exists else "tensors.parquet is missing"
 
@@ -374,7 +374,7 @@ def _is_step_row(row: dict, num_steps: float) -> bool:
 
 
 def _try_columns(summary: dict, pattern: str, stat: str) -> tuple[pd.DataFrame, list[str], object]:
-    """As `read_tensor_columns`, and the error if the file cannot be read."""
+    """Like `read_tensor_columns`, but also returns the error if the file cannot be read."""
     try:
         path = as_path(summary["path"])
         return *read_tensor_columns(path, summary["state"], pattern, stat), None

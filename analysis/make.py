@@ -87,8 +87,8 @@ def draw(
 def draw_all(root: Path | str, out: Path, scale: str | None, called: str) -> int:
     """Draws all figures at each scale that has runs, and writes index.md.
 
-    Prints a line for each figure that cannot be drawn, with the command that makes its runs, or
-    that fails, with the reason. Returns 1 if one failed, 2 if nothing was drawn.
+    Prints a line for each figure that cannot be drawn, with the command that makes its runs, and
+    for each that fails, with the reason. Returns 1 if one failed, 2 if nothing was drawn.
     """
     drawn, lacking, failed = [], [], []
     summaries = _summaries(root)
@@ -254,14 +254,14 @@ def _write(stem: Path, figure, frame: pd.DataFrame, about: dict) -> None:
 
 
 def _put_mark(figure: Figure, mark: str) -> None:
-    """Writes the mark at the head of a picture."""
+    """Writes the mark at the top of a picture."""
     if mark:
         text = textwrap.fill(f"Marked: {mark}", int(CHARACTERS * figure.get_figwidth()))
         figure.suptitle(text, x=0.01, ha="left", fontsize=6.5, color=MARK_COLOR)
 
 
 def _summaries(root: Path | str) -> pd.DataFrame:
-    """Experiment and scale of all runs; no rows if there are only benchmark lines."""
+    """Experiment and scale of all runs; empty if there are only benchmark lines."""
     try:
         return load_runs(root).summaries[["experiment", "scale"]]
     except NoRunsError:

@@ -1,4 +1,4 @@
-"""Numbers of the SwitchBack paper that figures show beside ours, always marked as the paper's.
+"""Numbers from the SwitchBack paper that figures show next to ours, always marked as the paper's.
 
 Those by tokens are percentages of its layer benchmark on an A100 in fp16, dim -> 4 dim and 4 dim ->
 dim together, by batch * tokens (rows) and dim (columns), recomputed from the timings released with
@@ -63,6 +63,6 @@ def rows(table: dict, series: str) -> pd.DataFrame:
 
 
 def blocks_at_paper_depths(depth: float) -> list[int]:
-    """Blocks of a vision tower as deep in it as `BLOCKS` are in ViT-H/14; NaN: only the first."""
+    """Blocks at the same relative depth as `BLOCKS` in ViT-H/14; NaN: only the first."""
     depth = 1 if pd.isna(depth) else int(depth)
     return sorted({block * depth // DEPTH for block in BLOCKS})

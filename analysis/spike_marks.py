@@ -1,4 +1,4 @@
-"""Loss and RMS_t of a run as series, the spikes in them, and tables of both."""
+"""Loss and RMS_t of a run as series, their spikes, and tables of both."""
 
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase

@@ -1,6 +1,6 @@
-"""What a study asks for, and the mark of a figure whose runs are incomplete, mixed or not its own.
+"""The runs a study asks for, and the mark of a figure whose runs are incomplete, mixed or others'.
 
-`make` writes the mark at the head of the picture and at the end of the caption.
+`make` writes the mark at the top of the picture and at the end of the caption.
 """
 
 import functools
@@ -58,7 +58,7 @@ def missing(experiment: str, scale: str, runs: pd.DataFrame) -> tuple[int, list[
 def differing(drawn: pd.DataFrame, experiment: str, scale: str) -> list[str]:
     """The settings of drawn runs that no run of the study has: `num_steps 300, the study's 1,000`.
 
-    A study without a file differs in nothing: the labels of a figure tell its runs apart.
+    Without a file there are no differences: the labels of a figure distinguish its runs.
     """
     planned = settings(experiment, scale)
     texts = []

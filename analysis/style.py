@@ -1,8 +1,8 @@
-"""How every figure looks: one color per method, one line style per optimizer, type for print.
+"""The style of every figure: one color per method, one line style per optimizer, type for print.
 
 A method is a precision and an optimizer. Under bf16, the baseline of optimizer studies, the
 optimizer gives the color; elsewhere the precision does. The base palette is Okabe and Ito's, and
-any two methods also differ in color for readers who see no red or no green. Lines of one method
+any two methods also differ for readers with red or green color blindness. Lines of one method
 that differ by a number (beta2, depth) get their colors from a color map.
 """
 

@@ -1,11 +1,11 @@
-"""Copies records of runs, small enough to keep: without checkpoints, with some tensors only.
+"""Copies run records without checkpoints and with only some tensors, small enough to keep.
 
     python -m experiments.compact run=runs/run/nano-bf16-adamw-s0-0123456789 out=results/nano \
         'tensors=[visual.conv1.weight,*resblocks.0.*]'
     python -m experiments.compact run=runs/update_clipping out=results/update_clipping
 
-A copy loads like a run in figures, in notebooks and in `load_runs`. Of a folder, the runs that have
-ended are copied, each to its place below `out`.
+A copy loads like a run in figures, in notebooks and in `load_runs`. If `run` is a folder, all runs
+that have ended are copied, each to its place below `out`.
 """
 
 import shutil
@@ -26,7 +26,7 @@ FILES += ("attempts.jsonl", "events.jsonl", "skips.jsonl", "evaluations.jsonl")
 
 @dataclass
 class CompactConfig:
-    """Which runs, where to, what of them."""
+    """Which runs to copy, where to, and which tensors."""
 
     run: str = key("???", "a run directory whose run has ended, or a folder of such")
     out: str = key("???", "the copy's folder, which must not exist yet")
@@ -34,7 +34,7 @@ class CompactConfig:
 
 
 def main(config: CompactConfig) -> None:
-    """Copies every run at or below `run` that has ended, or none if one of them cannot be."""
+    """Copies every run at or below `run` that has ended, or none if one cannot be copied."""
     root, out = Path(config.run), Path(config.out)
     runs = find_runs(root)
     ended = [run for run in runs if (run / "tensors.parquet").exists()]
@@ -66,7 +66,7 @@ def _columns(run: Path, patterns: list[str]) -> list[str]:
 
 
 def compact(run: Path, out: Path, patterns: list[str], columns: list[str]) -> None:
-    """Copies the small files, the columns of tensors.parquet, the same of details, all blocks."""
+    """Copies the small files, the given columns of tensors and details, and all blocks."""
     out.mkdir(parents=True)
     for name in FILES:
         if (run / name).exists():

@@ -1,4 +1,4 @@
-"""Runs an entry point: its command line is checked as a whole before the first run starts."""
+"""Runs an entry point, after checking its whole command line."""
 
 import sys
 from collections.abc import Callable
@@ -22,8 +22,8 @@ def run_command(
 ) -> None:
     """Calls `task(config)` for the command line's config, or under -m for each of its runs.
 
-    All configs are checked first, also by `preflight(config)`, which may raise ConfigError; faults
-    are printed as a list and exit with 2. `entry` is the name of the config file in `conf/`.
+    All configs are checked first, also by `preflight(config)`, which may raise ConfigError. Faults
+    are printed as a list, and the exit status is 2. `entry` names the config file in `conf/`.
     """
     register(schema)
     arguments = get_args_parser().parse_args()
@@ -53,7 +53,7 @@ def run_command(
         try:
             task(check(plain(composed), schema))
         except ConfigError as error:
-            if arguments.multirun:  # the other runs go on
+            if arguments.multirun:  # the other runs continue
                 raise
             refuse(error)
         except RunError as error:
@@ -71,7 +71,7 @@ def refuse(error: ConfigError) -> NoReturn:
 
 
 def _refuse_ranks(size: int) -> None:
-    """ConfigError for a sweep in several processes."""
+    """Raises ConfigError for a sweep in several processes."""
     if size > 1:
         raise ConfigError(
             [
@@ -82,7 +82,7 @@ def _refuse_ranks(size: int) -> None:
 
 
 def _run_each(run: Callable[[], None], commands: list[list[str]]) -> None:
-    """Runs the command line, then with the overrides of each further command; a failure exits 1.
+    """Runs the command line, then each further command's overrides; exits with 1 after a failure.
 
     A failed run, for which Hydra exits with 1, does not keep the later commands from running.
     """

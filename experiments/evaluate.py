@@ -3,10 +3,10 @@
     python -m experiments.evaluate run=runs/run/nano-bf16-adamw-s0-0123456789 evaluation=both
     python -m experiments.evaluate run=... precision=int8_inference
 
-Prints the results and appends them to the run's `evaluations.jsonl`; nothing else is changed. With
+Prints the results and appends them to the run's `evaluations.jsonl`; changes nothing else. With
 precision=int8_inference the results include `int8/memory_ratio`, the bytes of the converted layers
-over those in float32, and with class names `int8/agreement`, the share of validation images that
-get the same class as from the model as trained.
+relative to float32, and with class names `int8/agreement`, the share of validation images that
+are assigned the same class as by the unconverted model.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class EvaluatedPrecision:
-    """How the model computes now: `precision=int8_inference`, or `precision=fp16` and the like."""
+    """The precision of the evaluation: `precision=int8_inference`, `precision=fp16` and so on."""
 
     recipe: str = key(
         "as_trained", "of the linear layers", choices=("as_trained", "int8_inference")
@@ -45,7 +45,7 @@ class EvaluatedPrecision:
 
 @dataclass
 class EvaluateConfig:
-    """Which run, on what."""
+    """Which run to evaluate, on which data."""
 
     run: str = key("???", "a run directory")
     precision: EvaluatedPrecision = field(default_factory=EvaluatedPrecision)
@@ -87,7 +87,7 @@ def main(config: EvaluateConfig) -> None:
 
 
 def evaluated_config(trained: Config, config: EvaluateConfig) -> Config:
-    """Returns a run's config with what an evaluation changes; other shards have other names."""
+    """Returns a run's config with an evaluation's changes; other shards have other class names."""
     data = trained.data
     trained.data = dataclasses.replace(
         data,
@@ -103,7 +103,7 @@ def evaluated_config(trained: Config, config: EvaluateConfig) -> Config:
 
 
 def evaluate(built: "Built", recipe: str) -> dict[str, float]:
-    """Runs the configured evaluation on a loaded model, after a conversion to int8 if asked."""
+    """Runs the configured evaluation on a loaded model, converted to int8 if requested."""
     from lowprec.nn.inference import memory_ratio, to_int8
 
     evaluation, model = built.evaluation(), built.task.model

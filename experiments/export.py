@@ -4,10 +4,10 @@
     python -m experiments.export source=open_clip_model.pt out=weights.safetensors
     python -m experiments.export source=RUN out=int8.safetensors precision=int8_inference
 
-A run starts from such a file with model.init_from=FILE. An int8 file is read by
-`lowprec.nn.inference.load_int8(model, FILE)` only. With int8_inference, `precision.autocast` has
-the meaning it has in `experiments.evaluate`: for a run with 16-bit parameters, the tensors that
-are not int8 become float32.
+A run starts from such a file with model.init_from=FILE. Only `lowprec.nn.inference.load_int8(model,
+FILE)` reads an int8 file. With int8_inference, `precision.autocast` means the same as in
+`experiments.evaluate`: for a run with 16-bit parameters, the tensors that are not int8 become
+float32.
 """
 
 import sys
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class ExportConfig:
-    """From where, to where."""
+    """The source and the destination."""
 
     source: str = key("???", "a run directory, a checkpoint, a .safetensors or an open_clip .pt")
     out: str = key("???", "a .safetensors file, or a .pt in the layout of open_clip's trainer")
@@ -35,7 +35,7 @@ class ExportConfig:
 
 
 def main(config: ExportConfig) -> None:
-    """Reads weights and writes them; nothing in a .pt file is executed."""
+    """Reads and writes weights; executes nothing in a .pt file."""
     from safetensors import SafetensorError
 
     from lowprec.clip.export import read_weights, write_weights
@@ -57,7 +57,7 @@ def main(config: ExportConfig) -> None:
 def write_int8(run: Path, out: Path, autocast: str | None) -> "dict[str, Tensor]":
     """Converts the model of a run's newest checkpoint to int8, writes it and returns its state.
 
-    `autocast` None stands for the run's.
+    `autocast` defaults to the run's.
     """
     from lowprec.clip.export import load_weights
     from lowprec.clip.model import build_model, set_precision

@@ -2,7 +2,7 @@
 
     python -m experiments.make_shapes out=data/shapes-256 image_size=256 num_train=20000 seed=0
 
-The same arguments give the same bytes, whatever the number of processes.
+The same arguments give the same bytes, for any number of processes.
 """
 
 import os
@@ -18,7 +18,7 @@ from lowprec.data.shapes import render_shapes
 
 @dataclass
 class MakeShapesConfig:
-    """What to render and where."""
+    """What to render, and where."""
 
     out: str = key("???", "folder for the shards")
     num_train: int = key(20000, "training pairs", least=1)

@@ -48,7 +48,7 @@ WORST = 3  # layers to print per product
 
 @dataclass
 class QuantErrorConfig:
-    """What to measure, in which formats."""
+    """What to measure, and in which formats."""
 
     run: str | None = key(None, "a run directory; null for random numbers by inner dimension")
     recipes: list[str] = key(

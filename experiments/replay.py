@@ -1,4 +1,4 @@
-"""Replays the steps around a spike of a run, as they were and with something changed.
+"""Replays the steps around a spike of a run, unchanged and with changes.
 
     python -m experiments.replay run=RUN step=1170
     python -m experiments.replay run=RUN step=1170 optimizer.beta2=0.95
@@ -8,12 +8,12 @@
 The replay starts from the newest snapshot or checkpoint at least `steps` steps before `step`.
 First the steps are replayed unchanged: this control must reproduce the recorded losses, otherwise
 the exit status is 1. Then they are replayed with the changes, which are any keys and groups of a
-run: all of a command line together, or under -m each combination. `skip_batches=N` leaves out the
-batches of N steps, the last of them `step`, and takes the next ones instead: a loss counts as a
-spike where it exceeds the bound, so its cause came before. Without a change the three usual
+run: all of a command line together, or with -m each combination. `skip_batches=N` leaves out the
+batches of N steps, the last of them `step`, and uses the next ones instead: a loss counts as a
+spike when it exceeds the bound, so its cause came earlier. Without a change the three usual
 suspects are tried: the data (skip_batches=8), the optimizer (update clipping; where it clips
 already, beta2=0.9) and the numerics (float32). A change acts from the first replayed step on: the
-further that is before the spike, the more a change leads elsewhere.
+earlier that step, the more the trajectory diverges for other reasons.
 
 Prints a table and writes it, every step and a figure to RUN/replays/. The run is not changed.
 """
@@ -53,14 +53,14 @@ QUESTIONS = {  # what a change of a key asks about
     "optimizer": ("optimizer", "schedule", "num_steps"),
     "numerics": ("precision", "scaler", "compile", "checkpointing", "device", "deterministic"),
 }
-STAYS = 0.5  # share of the control's height from which on the spike is still there
-BEFORE = 20  # recorded steps before the spike whose losses say how much they scatter
+STAYS = 0.5  # share of the control's height above which the spike remains
+BEFORE = 20  # recorded steps before the spike that show how much losses scatter
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 
 
 @dataclass
 class ReplayConfig:
-    """Which steps of which run."""
+    """Which steps to replay, of which run."""
 
     run: str = key("???", "a run directory")
     step: int = key("???", "the step to investigate", least=2)
@@ -72,7 +72,7 @@ class ReplayConfig:
 
 @dataclass
 class ReplayedConfig(Config):
-    """A run's config, and what only a replay can change."""
+    """A run's config, and the key that only a replay has."""
 
     skip_batches: int = key(0, "leave out the batches of so many steps up to `step`", least=0)
 
@@ -208,7 +208,7 @@ def replay(
 
 
 def compare(control: list[dict], recorded: dict[int, float], tolerance: float) -> str:
-    """Says how well the control reproduces the record; RunError if it does not."""
+    """Says how well the control reproduces the record; raises RunError if it does not."""
     pairs = [(r["step"], r["loss"], recorded[r["step"]]) for r in control if r["step"] in recorded]
     differences = {
         step: 0.0 if repr(loss) == repr(known) else abs(loss - known) for step, loss, known in pairs
@@ -261,10 +261,10 @@ def report(
 
 
 def table(frames: dict[str, pd.DataFrame], step: int, protocol: Protocol) -> pd.DataFrame:
-    """Compares replays, one row each.
+    """Compares replays in a table, one row each.
 
     Columns: `change`; `question`, what it asks about; `loss` at the step; `peak`, the largest loss
-    around the step, as a change may move a spike; `height`, the peak minus the median loss of all
+    around the step, as a change may shift a spike; `height`, the peak minus the median loss of all
     steps before; `of_control`, its share of the control's height; `rms`, the largest RMS_t. A
     non-finite loss is infinitely high.
     """
@@ -289,7 +289,7 @@ def table(frames: dict[str, pd.DataFrame], step: int, protocol: Protocol) -> pd.
 def peak(frame: pd.DataFrame, step: int, protocol: Protocol) -> float:
     """Returns the largest loss at most `protocol.within` steps away; inf if it is not finite.
 
-    It is inf, too, if the replay ended before: its loss was not finite.
+    Also inf if the replay ended earlier, since its loss was not finite.
     """
     around = frame[(frame["step"] - step).abs() <= protocol.within]["loss"]
     return max((loss if math.isfinite(loss) else math.inf for loss in around), default=math.inf)
@@ -304,7 +304,7 @@ def height(frame: pd.DataFrame, step: int, protocol: Protocol) -> float:
 
 
 def question(change: str) -> str:
-    """Names what a change's keys are about: data, optimizer, numerics, "model or other", or "-"."""
+    """Names what a change's keys concern: data, optimizer, numerics, "model or other", or "-"."""
     keys = {text.partition("=")[0].partition(".")[0] for text in change.split()} - {"control"}
     about = [name for name, known in QUESTIONS.items() if keys & set(known)]
     others = keys - {name for known in QUESTIONS.values() for name in known}
@@ -314,7 +314,7 @@ def question(change: str) -> str:
 def verdict(
     recorded: dict[int, float], compared: pd.DataFrame, step: int, protocol: Protocol
 ) -> str:
-    """Says under which changes the spike is gone and under which it stays."""
+    """Says with which changes the spike is gone and with which it remains."""
     before = [recorded[number] for number in range(step - BEFORE, step) if number in recorded]
     noise = protocol.loss_sigmas * statistics.pstdev(before)
     rise = compared["height"].iloc[0]

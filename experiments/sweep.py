@@ -1,4 +1,4 @@
-"""Trains a sweep in the background, here or on SLURM: nothing is lost and nothing runs twice.
+"""Trains a sweep in the background, here or on SLURM, without losing or repeating runs.
 
     python -m experiments.sweep submit experiment=loss_curves_mini seed=0,1 launcher=slurm
     python -m experiments.sweep status experiment=loss_curves_mini
@@ -9,9 +9,9 @@
 `submit` takes the keys of a run (a value may be a list), `launcher=local|slurm`, `launcher.*` and
 `dry_run=true`, which only prints the runs and what they cost. It names all faults of all runs
 before it submits any, writes the runs to `<run_dir>/sweeps/<experiment or name>/` and returns at
-once. The same `submit` again adds what is new and submits what was cancelled or lost; a run that
-waits, trains or has its result is left alone. The other verbs find the sweep by `experiment=` or
-`name=` and `run_dir=`, or take the only one there is. `wait` returns when nothing trains any more
+once. Repeating `submit` adds new runs and submits cancelled or lost ones; runs that wait, train or
+have a result are left alone. The other verbs find the sweep by `experiment=` or
+`name=` and `run_dir=`, or take the only one there is. `wait` returns when nothing trains any longer
 and exits with 1 if a run has no result. `resubmit` takes the last launcher, changed by
 `launcher.*`, or another one by `launcher=`.
 """
@@ -58,14 +58,14 @@ class LauncherConfig:
 
 @dataclass
 class SweepConfig:
-    """What a sweep takes in addition to the keys of its runs."""
+    """The keys of a sweep, in addition to those of its runs."""
 
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
     dry_run: bool = key(False, "print runs, hours and disk, and submit nothing")
 
 
 def submit(texts: list[str]) -> None:
-    """Writes the runs, then hands over those that nobody trains and that have no result."""
+    """Writes the runs, then submits those that have no result and are not being trained."""
     own = [text for text in texts if _is_own(text)]
     options, overrides = _options(own), [text for text in texts if text not in own]
     processes = max(1, options.launcher.gpus)
@@ -80,7 +80,7 @@ def submit(texts: list[str]) -> None:
 
 
 def resubmit(texts: list[str]) -> None:
-    """Hands over again what failed or was lost."""
+    """Submits failed or lost runs again."""
     if "--failed" not in texts:
         sys.exit("which runs? python -m experiments.sweep resubmit --failed ...")
     own = [text for text in texts if _is_own(text)]
@@ -107,7 +107,7 @@ def status(texts: list[str]) -> None:
 
 
 def wait(texts: list[str]) -> None:
-    """Prints a summary when it changes and at last the table; exits with 1 for a missing result."""
+    """Prints the summary when it changes, then the table; exits with 1 if a result is missing."""
     folder, console, looks, line = _find(texts).folder, Console(), 0, ""
     while True:
         manifest = Manifest(folder)
@@ -126,7 +126,7 @@ def wait(texts: list[str]) -> None:
 
 
 def cancel(texts: list[str]) -> None:
-    """Takes back what waits and stops what trains, which saves first."""
+    """Cancels waiting runs and stops running ones, which save first."""
     folder = _find(texts).folder
     with locked(folder):
         manifest = Manifest(folder)
@@ -146,7 +146,7 @@ def train(texts: list[str]) -> None:
 
 
 def open_sources(config: Config) -> dict[str, str]:
-    """Opens what a config's paths name and returns their digests."""
+    """Opens a config's paths and returns the digests of their contents."""
     from lowprec.data.open import open_data  # these load torch
     from lowprec.train.sources import sources_of
 
@@ -154,7 +154,7 @@ def open_sources(config: Config) -> dict[str, str]:
 
 
 def hand_over(manifest: Manifest, runs: list[int], which: tuple[str, ...], launcher: dict) -> None:
-    """Submits those runs whose state is one of `which`, and says what it left alone."""
+    """Submits the runs whose state is one of `which`, and says which it left alone."""
     if launcher["name"] == "slurm":
         slurm.require()
     queue = ask_queue(manifest)
@@ -197,7 +197,7 @@ def _options(own: list[str]) -> SweepConfig:
 
 
 def _folder(overrides: list[str]) -> Path:
-    """Where the sweep of these overrides is kept."""
+    """The folder of the sweep with these overrides."""
     given = dict(text.split("=", 1) for text in overrides if "=" in text)
     name = given.get("experiment") or given.get("name") or "run"
     return Path(given.get("run_dir", "runs")) / "sweeps" / name

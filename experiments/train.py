@@ -4,7 +4,7 @@
     python -m experiments.train -m experiment=loss_curves_demo
     torchrun --nproc_per_node 8 -m experiments.train distributed=ddp model=vit_b32
 
-The same command again resumes; if the run has finished it says so and exits with 0. The exit
+Repeating the command resumes; if the run has finished it says so and exits with 0. The exit
 status is 75 if the run was stopped by a signal, 1 if it failed, 2 if the config is wrong.
 """
 
@@ -31,7 +31,7 @@ class ProgressBar:
         self.task = self.bar.add_task(self.name, total=config.num_steps, note="")
 
     def doing(self, what: str) -> None:
-        """Shows what takes long; the bar appears at the first call."""
+        """Shows a slow activity; the bar appears at the first call."""
         self.bar.start()
         self.bar.update(self.task, note=what)
 
@@ -53,7 +53,7 @@ class ProgressBar:
 
 
 def main(config: Config, expected: str | None = None) -> None:
-    """Trains a run, as the only process or as one of its ranks; `expected`: see `train_run`."""
+    """Trains a run, as its only process or as one rank; `expected`: see `train_run`."""
     sys.stderr = sys.__stderr__  # see the end of this file
     preflight(config)
     # a refused command loads no torch

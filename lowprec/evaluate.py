@@ -11,9 +11,9 @@ class Evaluation:
     """Maps a model to `{"zero_shot/top1": ..., "retrieval/image_to_text_r1": ...}`.
 
     Values are shares in [0, 1]. The model runs uncompiled, in evaluation mode and under
-    `autocast()`, and is returned to the mode it was in. Training's random state is not touched.
+    `autocast()`, and then returns to its previous mode. Training's random state is not changed.
 
-    With several processes, `make_batches()` gives each process its own batches, equally many:
+    With several processes, `make_batches()` gives each process equally many batches of its own:
     batch n of process r is number n * processes + r of the whole set. The model runs on every
     batch, even an empty one, because its forward may need all processes.
 
@@ -110,7 +110,7 @@ def top_k_accuracy(features: Tensor, classifier: Tensor, labels: Tensor, k: int)
         features: [images, embed_dim].
         classifier: [embed_dim, classes].
         labels: int64 [images], -1 for unlabeled images, which are left out.
-        k: cut to the number of classes.
+        k: capped at the number of classes.
 
     Raises:
         ValueError: if no image is labeled.
@@ -126,14 +126,14 @@ def top_k_accuracy(features: Tensor, classifier: Tensor, labels: Tensor, k: int)
 def recall_at(images: Tensor, texts: Tensor, captions: Tensor, k: int) -> tuple[float, float]:
     """Returns recall@k from image to text and from text to image.
 
-    A query counts if any right answer is among its k nearest. Each caption is searched once.
+    A query counts if a correct answer is among its k nearest. Equal captions count once.
 
     Args:
         images: features [pairs, embed_dim].
         texts: features [pairs, embed_dim].
         captions: int64 [pairs]; pairs with the same caption share a number, and any of them is a
-            right answer.
-        k: cut to the number of answers.
+            correct answer.
+        k: capped at the number of answers.
     """
     unique_captions, inverse = captions.unique(return_inverse=True)
     positions = torch.arange(len(captions), device=captions.device)

@@ -45,7 +45,7 @@ def query(runs: Runs) -> pd.DataFrame:
 
 
 def _papers(ours: pd.DataFrame) -> list[pd.DataFrame]:
-    """The paper's numbers of the methods and models that were run at its scale."""
+    """The paper's numbers for the methods and models that were run at its scale."""
     if ours["scale"].iloc[0] != "paper":
         return []
     rows = [

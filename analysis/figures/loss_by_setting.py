@@ -26,7 +26,7 @@ class LossBySetting:
 
     EXPERIMENT: str
     by: tuple[str, ...]  # config keys that the figure shows in its own way
-    arrange: Callable[[pd.DataFrame], pd.DataFrame]  # heads in order, with labels and own columns
+    arrange: Callable[[pd.DataFrame], pd.DataFrame]  # runs in order, with labels and own columns
     columns: tuple[str, ...]  # of the frame, besides those of every loss curve
     look: Callable[[pd.Series], tuple]
     after: str  # the part of the paper that it follows
@@ -83,7 +83,7 @@ def arrange_sweep(heads: pd.DataFrame) -> pd.DataFrame:
     if not is_size and heads["model"].nunique() > 1:
         models = heads["model"].map(style.MODELS).fillna(heads["model"])
         labels = [f"{model}, {label}" for model, label in zip(models, labels, strict=True)]
-    by_size = pd.factorize(heads["value"])[0]  # heads come from small to large models
+    by_size = pd.factorize(heads["value"])[0]  # runs come from small to large models
     heads = heads.assign(label=labels, rank=by_size if is_size else heads["value"])
     return heads.sort_values(["rank", "beta2"], kind="stable")
 

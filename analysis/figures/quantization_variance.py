@@ -18,7 +18,7 @@ CASES = {  # case: name in print, color
     "e4m3": ("fp8, both e4m3", style.PRECISIONS["fp8_switchback"][1]),
     "e5m2 e4m3": ("fp8, e5m2 and e4m3", style.PRECISIONS["fp8_tensorwise"][1]),
 }
-VIT_H = {  # terms that ViT-H/14's products sum: widths; 256 images a GPU of 128 patches and a token
+VIT_H = {  # terms that ViT-H/14's products sum: widths; 256 images, 128 patches and a token
     "output,\ngrad_input": (1280, 5120),
     "grad_weight": (33024, 33024),
 }
@@ -26,7 +26,7 @@ COLUMNS = ("case", "inner_dim", "measured", "predicted", "ratio", "file")
 
 
 def query(lines: pd.DataFrame) -> pd.DataFrame:
-    """A row a case and inner dimension, from the newest file that has it: what is plotted."""
+    """One row per case and inner dimension, from the newest file that has it: what is plotted."""
     frame = newest(lines[lines["case"].isin(CASES)], ["case", "inner_dim"])
     order = frame["case"].map(list(CASES).index)
     frame = frame.assign(order=order).sort_values(["order", "inner_dim"])
@@ -60,7 +60,7 @@ def draw(frame: pd.DataFrame, figure: Figure) -> None:
 
 
 def caption(frame: pd.DataFrame) -> str:
-    """What is drawn, and how far the prediction is from the measurement at worst."""
+    """Describes the plot and the largest difference between prediction and measurement."""
     worst = 100 * (frame["ratio"] - 1).abs().max()
     first, last = frame["inner_dim"].min(), frame["inner_dim"].max()
     (narrow, wide), (tokens, _) = VIT_H.values()

@@ -1,4 +1,4 @@
-"""A run beside the same run killed and started again: their losses, and the difference.
+"""A run and the same run killed and restarted: their losses, and the difference.
 
 Runs: `experiment=resume_mini` in two folders, one of them killed while it ran.
 """
@@ -112,7 +112,7 @@ def caption(frame: pd.DataFrame) -> str:
     return (
         f"Training loss of a run and of the same run killed {times} and started again "
         f"({frame['scale'].iloc[0]} scale, {frame['num_steps'].iloc[0]:,} steps; dotted: where it "
-        f"went on). {'; '.join(parts)}."
+        f"resumed). {'; '.join(parts)}."
     )
 
 

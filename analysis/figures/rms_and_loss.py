@@ -64,7 +64,7 @@ def plot_loss(frame: pd.DataFrame, ax: Axes, count: bool = False) -> None:
 
 
 def cap(frame: pd.DataFrame) -> float:
-    """Upper end of the loss axis: the first tenth of a whole run does not stretch it."""
+    """Upper end of the loss axis: the first tenth of a complete run does not stretch it."""
     loss = frame["loss"].where(np.isfinite(frame["loss"])).astype(float)
     highest = loss.max()
     if frame["step"].iloc[0] == 1:

@@ -157,7 +157,7 @@ def _subtitle(summaries: pd.DataFrame) -> list[str]:
 
 
 def _cards(labels: list[str], data: list[RunData]) -> list[dict]:
-    """The numbers at the head of the page."""
+    """The numbers at the top of the page."""
     cards = []
 
     def add(name: str, value: str, more: str, link: str, is_bad: bool = False) -> None:

@@ -99,7 +99,7 @@ def _spike_trace(i: int, run: RunData, label: str, color: str) -> go.Scatter:
 
 
 def _loss_range(runs: list[RunData]) -> list[float] | None:
-    """Holds all but one in 200 losses: a run that exploded hides no other."""
+    """Covers 199 of 200 losses, so that a run that exploded hides no other."""
     losses = np.concatenate([run.curves["loss"].to_numpy() for run in runs])
     losses = losses[np.isfinite(losses)]
     if not len(losses):

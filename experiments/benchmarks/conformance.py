@@ -1,4 +1,4 @@
-"""Where public StableAdamWs differ: each one on one problem, and the rule that it follows.
+"""Compares public StableAdamW implementations on one problem and finds the rule each follows.
 
     python -m experiments.benchmarks.conformance
     python -m experiments.benchmarks.conformance golden=tests/optim/golden
@@ -6,7 +6,7 @@
 Each row of the table gives, for one implementation, the first step at which it differs from
 algorithm 2 (ours), the difference after the last step (relative to how far the tensor moved), the
 rule of `conformance_rule` that reproduces it to rounding, and the distance to that rule. Ours and
-what runs on a GPU computes in float32, the others in float64. The second command writes the
+those on a GPU compute in float32, the others in float64. The second command writes the
 trajectories of algorithm 2 that the tests compare with, one JSON file for each case.
 """
 

@@ -99,8 +99,8 @@ class Problem:
 def problem() -> Problem:
     """A spike; embedding rows used late or never; gradients near eps; gradients that grow.
 
-    Each reveals one kind of departure: eps matters where gradients are faint, and the RMS of the
-    first moment exceeds 1 only for gradients that keep their sign and grow.
+    Each reveals one kind of departure: eps matters where gradients are tiny, and the RMS of the
+    first moment exceeds 1 only for growing gradients of constant sign.
     """
     numbers = random.Random(0)
 

@@ -3,8 +3,8 @@
     python -m experiments.benchmarks.data workers=2
     python -m experiments.benchmarks.data train='some/where/train-000*.tar' image_size=[224]
 
-The plain pipeline has none of our guarantees: no shuffling, no position to resume from, an order
-that depends on the number of workers, and a bad sample ends it. Both decode with the same PIL
+The plain pipeline has none of our guarantees: it has no shuffling and no position to resume from,
+its order depends on the number of workers, and a bad sample ends it. Both decode with the same PIL
 operations, one thread per process, and their captions are new to the tokenizer, as in the first
 epoch of a large set. A case counts only if both deliver the same samples over an epoch. Lines go to
 `runs/bench/data/<time>.jsonl` and to the console.
@@ -97,7 +97,7 @@ def main(config: DataBenchConfig) -> None:
 
 
 def bench_set(config: DataBenchConfig, size: int, scratch: Path, lines: Lines) -> None:
-    """Compares both loaders in one process and with workers."""
+    """Compares both loaders, in one process and with workers."""
     workers = num_workers(config.workers)
     name = pattern = config.train
     if name is None:

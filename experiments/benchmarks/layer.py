@@ -1,4 +1,4 @@
-"""Times one linear layer, forward and backward, by recipe, beside nn.Linear and other libraries.
+"""Times one linear layer, forward and backward, by recipe, against nn.Linear and other libraries.
 
     python -m experiments.benchmarks.layer
     python -m experiments.benchmarks.layer dims=[1280] cases=[switchback,torchao_int8] graphs=false
@@ -190,7 +190,7 @@ class Step:
         return sum(saved.values())
 
     def peak_bytes(self) -> int:
-        """Returns the most that a step allocates on a GPU beyond what was there; 0 on a CPU."""
+        """Returns the peak memory that a step adds on a GPU; 0 on a CPU."""
         if self.x.device.type != "cuda":
             return 0
         torch.cuda.synchronize()
@@ -201,7 +201,7 @@ class Step:
 
 
 class Autocast(nn.Module):
-    """A layer as a trainer uses it: float32 weights, which kernels read as they are, under bf16."""
+    """A layer as a trainer uses it: float32 weights, read directly by kernels, in autocast."""
 
     def __init__(self, layer: nn.Module):
         super().__init__()

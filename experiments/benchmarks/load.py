@@ -4,7 +4,7 @@
     python -m experiments.benchmarks.load runs=[1,2] steps=2000 tensors=100
 
 Generates runs with the project's own writer, then times `load_runs(...).tensors("*conv1*")` in
-fresh processes: by the clock, by processor time (`cpu_ms`), and the largest memory. Cases:
+fresh processes: by the clock and by processor time (`cpu_ms`), with the peak memory. Cases:
 `running` (streams) and `ended` (one parquet file per run), both in the system's cache. Lines go to
 `runs/bench/load/<time>.jsonl`; what was generated is deleted.
 """

@@ -1,4 +1,4 @@
-"""Times forward and backward of a whole CLIP model by recipe, beside open_clip's own model.
+"""Times forward and backward of a whole CLIP model by recipe, against open_clip's own model.
 
     python -m experiments.benchmarks.model model=vit_h14 model.patch_dropout=0.5 batch_size=256 \
         compile=true checkpointing=true
@@ -70,7 +70,7 @@ def main(config: Config) -> None:
 
 
 def facts(config: Config, case: str) -> dict:
-    """Returns what a line says about its case beside the numbers."""
+    """Returns a line's facts about its case, apart from the numbers."""
     checkpointed = ", checkpointing" if config.checkpointing else ""
     return {
         "case": case,
@@ -103,7 +103,7 @@ def measure(config: Config, case: str, device: torch.device) -> Measured:
     loss = forward_and_backward(task, batch)
     gradient = first_convolution(task.model).weight.grad.clone()
     on_gpu = device.type == "cuda"
-    if on_gpu:  # what compiling and tuning took is not the recipe's
+    if on_gpu:  # compilation and tuning do not count
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     ms = median_ms(lambda: forward_and_backward(task, batch), device, REPEATS)

@@ -1,4 +1,4 @@
-"""Times an optimizer's step over all tensors of a model, beside other libraries' optimizers.
+"""Times an optimizer's step over all tensors of a model, against other libraries' optimizers.
 
     python -m experiments.benchmarks.optimizer model=vit_h14
     python -m experiments.benchmarks.optimizer model=vit_b32 precision.autocast=pure_bf16

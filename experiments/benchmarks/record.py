@@ -1,13 +1,13 @@
-"""Times what the record and the checkpoints cost, as a share of a training step.
+"""Times the record and the checkpoints, as a share of a training step.
 
     python -m experiments.benchmarks.record model=mini_l model.patch_dropout=0.5 batch_size=1024 \
         optimizer=stable_adamw compile=true
 
 Takes the keys of `train`; random pairs, real files in `run_dir`. `flush`: `log_every` steps are
 read from the device, searched for spikes and written; `blocks`: the pass that measures the blocks.
-`diagnostics` is what a flush every `log_every` and a pass every `diagnostics.block_every` steps add
-to a step, `overhead` that and a checkpoint every `save_every` steps. A checkpoint counts only if it
-verifies. Lines go to `runs/bench/record/<time>.jsonl`.
+`diagnostics` is the time that a flush every `log_every` and a pass every `diagnostics.block_every`
+steps add to a step, `overhead` also includes a checkpoint every `save_every` steps. A checkpoint
+counts only if it verifies. Lines go to `runs/bench/record/<time>.jsonl`.
 """
 
 import shutil

@@ -88,8 +88,8 @@ class Lines:
         """Yields a dict for the numbers of a line, and writes the line when the block ends.
 
         If the block raises, the line has no number but a `reason`: `correct` is False after Wrong
-        and None after any other error. The exception goes no further; a case of ours is counted as
-        failed, unless the device is Unable to run it.
+        and None after any other error. The exception is caught; a case of ours counts as failed
+        unless the device is Unable to run it.
         """
         numbers: dict = {}
         try:
@@ -106,7 +106,7 @@ class Lines:
             self.write(case, shape, dtype, **more, **numbers)
 
     def exit_if_failed(self) -> None:
-        """Exits with 1 and names the cases of ours that were wrong or did not run."""
+        """Exits with 1 and names those of our cases that were wrong or did not run."""
         if self.failed:
             sys.exit(f"no number for {', '.join(self.failed)}; their lines say why")
 

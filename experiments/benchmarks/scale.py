@@ -57,7 +57,7 @@ def main(config: Config) -> None:
 
 
 def measure(config: Config, kind: str, size: int) -> dict:
-    """Returns what the processes of a case measured; raises RuntimeError with what they said."""
+    """Returns the measurements of a case's processes; raises RuntimeError with their output."""
     plain = to_dict(config)
     plain["distributed"]["name"] = kind
     plain["batch_size"] = config.batch_size * size

@@ -1,7 +1,7 @@
 """Checks a composed config against the schema and reports all of its faults at once.
 
 A fault is one sentence that names the key, what is allowed and the nearest valid name. The check
-touches no data, GPU or torch, so a typo costs a second and never a slot in a queue.
+uses no data, GPU or torch, so a typo costs a second, not a place in a queue.
 """
 
 import json
@@ -19,7 +19,7 @@ from lowprec.nearest import nearest
 
 MISSING = "???"
 PASSWORD = re.compile(r"(?<=//)[^/\s@]*:[^/\s]*@")  # user and password of a URL
-REMOVED = {"distributed.gather_with_grad": True}  # keys of old records: the only value they had
+REMOVED = {"distributed.gather_with_grad": True}  # keys of old records: their only value
 
 
 class ConfigError(ValueError):
@@ -35,7 +35,7 @@ class ConfigError(ValueError):
 
 
 class RunError(RuntimeError):
-    """A run cannot go on; the message is for its user, who sees no traceback."""
+    """A run cannot continue; the user sees the message without a traceback."""
 
 
 def check(raw: dict, schema: type = Config) -> Any:

@@ -1,4 +1,4 @@
-"""Rules for combinations of keys: a config may be wrong though each of its values is allowed."""
+"""Rules for combinations of keys: a config may be wrong even if each of its values is allowed."""
 
 import dataclasses
 import importlib.util
@@ -130,7 +130,7 @@ def url_scheme(pattern: str) -> str | None:
 
 
 def _idle_faults(config: Config) -> Iterator[str]:
-    """Keys that would change a run's identity and nothing else about it."""
+    """Keys that would change a run's identity but nothing else."""
     idle = (
         ("scaler", "init_scale", config.scaler.name != "none", "a scaler (dynamic or fixed)"),
         ("scaler", "max_skips", config.scaler.name != "none", "a scaler (dynamic or fixed)"),

@@ -1,7 +1,7 @@
 """Composes the checked config of each run that a command line asks for.
 
-Hydra stops at the first fault with a message of its own. The functions here find the faults of all
-runs at once, before anything is touched. No other module reads Hydra's grammar or the files below
+Hydra stops at the first fault with its own message. The functions here find the faults of all runs
+at once, before anything else happens. No other module reads Hydra's grammar or the files below
 `conf/`.
 """
 
@@ -49,7 +49,7 @@ def compose_command(
 ) -> list[ComposedRun]:
     """The runs that a command line asks for; ConfigError with the faults of all of them.
 
-    A fault of some runs only names them. `entry` is the name of the config file in `conf/`;
+    A fault in only some runs names them. `entry` is the name of the config file in `conf/`;
     `preflight(config)` may raise ConfigError with further faults.
     """
     faults: list[str] = []
@@ -174,7 +174,7 @@ def _compose_run(
 
 
 def _name_runs(faults_by_run: list[list[str]], runs: list[tuple[str, ...]]) -> list[str]:
-    """The faults of all runs; one of some runs only ends with what sets these runs apart."""
+    """The faults of all runs; those of only some runs end with what sets these runs apart."""
     shared = set.intersection(*map(set, runs)) if runs else set()
     found: dict[str, list[str]] = {}
     for faults, run in zip(faults_by_run, runs, strict=True):

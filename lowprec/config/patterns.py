@@ -41,7 +41,7 @@ def expand(pattern: str, name: str = "data.train") -> list[str]:
 
 
 def some(items: list[str], separator: str, limit: int = 20) -> str:
-    """The first `limit` items of a message, and how many there are in all."""
+    """The first `limit` items for a message, and the total number."""
     rest = f"{separator}... ({len(items)} in all)" if len(items) > limit else ""
     return separator.join(items[:limit]) + rest
 
@@ -66,7 +66,7 @@ class ShardUrls:
 def expand_urls(pattern: str, allowed: list[str]) -> ShardUrls:
     """The shards of a pattern: braces for URLs, braces and globs for files.
 
-    A URL is whatever webdataset takes for one. Raises ValueError for schemes that are not `allowed`
+    URLs are those that webdataset recognizes. Raises ValueError for schemes that are not `allowed`
     and FileNotFoundError where no file matches.
     """
     try:
@@ -92,7 +92,7 @@ def expand_urls(pattern: str, allowed: list[str]) -> ShardUrls:
 
 
 def check_readers(shards: ShardUrls, workers: int, world_size: int = 1) -> None:
-    """ValueError unless each worker of each rank has a shard of its own."""
+    """Raises ValueError unless each worker of each rank has a shard of its own."""
     count, most = len(shards.urls), len(shards.urls) // world_size
     if most < max(1, workers):
         way_out = f"num_workers={most} fits" if most else f"{count} ranks fit"

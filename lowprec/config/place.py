@@ -5,10 +5,10 @@ from collections.abc import Mapping
 
 
 def place(environment: Mapping[str, str] | None = None) -> tuple[int, int, int, int]:
-    """Rank, number of processes, and both within this machine, as torchrun or SLURM set them.
+    """Rank and number of processes, overall and on this machine, as torchrun or SLURM set them.
 
     Under `srun` and submitit this also sets the variables that torch reads (MASTER_ADDR, ...).
-    Without a launcher there is one process; so there is in the shell of an interactive job.
+    There is one process without a launcher, and in the shell of an interactive job.
     """
     variables = os.environ if environment is None else environment
     if "RANK" not in variables or "WORLD_SIZE" not in variables:

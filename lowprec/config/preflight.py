@@ -1,4 +1,4 @@
-"""What can be wrong with a checked config on this machine, found without loading torch."""
+"""Finds what a checked config lacks on this machine, without loading torch."""
 
 import importlib.util
 import json
@@ -24,8 +24,8 @@ EIGHT_BIT_PACKAGES = {"adamw8bit_bnb": "bitsandbytes<0.50", "adamw8bit_torchao":
 def preflight(config: Config, *, training: bool = True, planned: int | None = None) -> None:
     """Raises ConfigError with every path, package and device that the config needs and lacks here.
 
-    `planned` is the number of processes that a launcher will start for the run, if it is not the
-    one of this process.
+    `planned` is the number of processes that a launcher will start for the run, if it differs from
+    the current number.
     """
     faults = [*_data_faults(config, training), *_names_faults(config)]
     faults += _package_faults(config, training)
@@ -41,7 +41,7 @@ def preflight(config: Config, *, training: bool = True, planned: int | None = No
 
 
 def process_faults(config: Config, planned: int | None = None) -> list[str]:
-    """What does not fit the planned processes, or those that torchrun, srun or submitit started."""
+    """Faults with the planned processes, or with those that torchrun, srun or submitit started."""
     size, num_batches = planned or place()[1], config.accumulate
     if size == 1:
         return []
@@ -73,7 +73,7 @@ def sync_bn_fault(config: Config) -> str:
 
 
 def will_render(config: Config) -> bool:
-    """Whether the embedded set has yet to be rendered, which happens at its default place only."""
+    """Whether the embedded set must still be rendered, which happens only in its default folder."""
     at_default = Path(config.data.train).parent == Path(SHAPES)
     return config.data.name == "shapes" and at_default and not Path(SHAPES).exists()
 
@@ -92,7 +92,7 @@ def read_lines(file: str) -> list[str]:
 
 
 def _is_resnet(name: str) -> bool:
-    """Whether open_clip has a ResNet of this name; other towers with batch norm are seen later."""
+    """Whether open_clip has a ResNet of this name; other towers with batch norm are found later."""
     file = open_clip_models().get(name)
     return file is not None and isinstance(
         json.loads(file.read_text())["vision_cfg"].get("layers"), list

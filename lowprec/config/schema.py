@@ -1,7 +1,7 @@
 """The schema: every key of a run with its default, its meaning and its allowed values.
 
 A field's default lives here; the files in `conf/` hold only what differs from it. A field declared
-with `identity=False` does not enter the run's digest; for a path, the digest of its content does.
+with `identity=False` is not part of the run's digest; for a path, the digest of its content is.
 `lowprec.config.check` checks a config.
 
 Imports no torch, so that a config can be read without it.

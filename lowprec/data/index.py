@@ -1,4 +1,4 @@
-"""Indexes webdataset shards: where the bytes of each sample lie, and the digest of all bytes.
+"""Indexes webdataset shards: the position of each sample's bytes, and the digest of all bytes.
 
 Each shard is indexed once. The index is a memory-mapped table of offsets and a JSON header for each
 shard and one catalog for the pattern. Only images, captions and labels are read; nothing is
@@ -37,7 +37,7 @@ def open_shards(
     num_processes: int = 1,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Shards:
-    """Opens all shards of a pattern, after indexing those that are not indexed yet (under a lock).
+    """Opens all shards of a pattern, after indexing new ones under a lock.
 
     The index lies in the folder `index`, or in `.index` beside each shard. An index is a promise:
     shards that are missing, changed or new since it was made are refused, unless `accept` takes
@@ -91,14 +91,14 @@ def _read_catalog(file: Path) -> np.ndarray | None:
 
 
 def _digests(catalog: np.ndarray) -> dict[bytes, bytes]:
-    """Digest of each shard of a catalog by its path."""
+    """Digests of a catalog's shards, by path."""
     return dict(zip(catalog["path"].tolist(), catalog["digest"].tolist(), strict=True))
 
 
 def _locate(source: str, homes: dict[str, tuple[str, str]], index: str | None) -> tuple[str, str]:
     """Absolute path of a shard, and path of its index without a suffix; `homes` caches folders.
 
-    The name of the index includes the shard's folder, so that several sets may share an `index`.
+    The name of the index includes the shard's folder, so several sets may share an `index`.
     """
     folder, last = os.path.split(source)
     if folder not in homes:
@@ -125,7 +125,7 @@ def _index_all(
     num_processes: int,
     on_progress: Callable[[int, int], None] | None,
 ) -> None:
-    """Fills in samples and digest of each shard; a ValueError names all that cannot be read.
+    """Fills in samples and digest of each shard; a ValueError names all unreadable shards.
 
     `promised`: digest by path. Index files with another digest are left as they are.
     """
@@ -158,7 +158,7 @@ def _index_all(
 def _refuse_changes(
     before: dict[bytes, bytes], now: dict[bytes, bytes], name: str, pattern: str
 ) -> None:
-    """A ValueError naming each shard that is missing, changed or new since the index was made."""
+    """Raises a ValueError naming each shard that is missing, changed or new since then."""
     differences = {
         "missing": [path for path in before if path not in now],
         "changed": [path for path in before if path in now and before[path] != now[path]],
@@ -193,9 +193,9 @@ def _read_header(source: str, base: str) -> dict | None:
 
 
 def _index_shard(job: tuple[str, str, bytes | None]) -> dict | str:
-    """The header of a shard's index, made if it is out of date, or what is wrong with the shard.
+    """The header of a shard's index, rebuilt if it is out of date, or the fault of the shard.
 
-    Where the digest is not the promised one, the files stay as they are: the shard may come back.
+    If the digest is not the promised one, the files stay unchanged: the shard may be restored.
     """
     source, base, promised = job
     if header := _read_header(source, base):  # perhaps made by another process meanwhile
@@ -222,7 +222,7 @@ def _index_shard(job: tuple[str, str, bytes | None]) -> dict | str:
 
 
 def _write_atomically(path: Path, write: Callable) -> None:
-    """Replaces a file of the index by what `write(file)` writes; the caller holds the lock."""
+    """Replaces a file of the index with what `write(file)` writes; the caller holds the lock."""
     temporary = f"{path}.tmp"
     with open(temporary, "wb") as file:
         write(file)
@@ -269,7 +269,7 @@ def index_tar(path: Path, source: str | None = None) -> tuple[np.ndarray, str]:
         with tarfile.open(path, "r:") as tar, open(path, "rb") as file:
             end = os.fstat(file.fileno()).st_size
             for member in tar:
-                if member.size < 0:  # tarfile would loop for ever
+                if member.size < 0:  # tarfile would loop forever
                     raise tarfile.ReadError(f"a size below zero at byte {member.offset}")
                 stem, dot, kind = _split(member.name)
                 if not member.isfile() or member.issparse() or not dot or kind not in MEMBERS:

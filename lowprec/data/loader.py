@@ -1,6 +1,6 @@
 """Batches by step: read by offset, decoded in worker processes, uint8 until they reach the device.
 
-A batch is a pure function of its step, so workers need no state and a resume needs only a number.
+A batch is a pure function of its step, so workers need no state and a resume needs only the step.
 """
 
 import atexit
@@ -219,7 +219,7 @@ class Sample:
 
 
 def decode_caption(data: bytes) -> str:
-    """A caption without surrounding white space; ValueError if it is empty or not UTF-8."""
+    """A caption without surrounding whitespace; ValueError if it is empty or not UTF-8."""
     caption = data.decode("utf-8").strip()
     if not caption:
         raise ValueError("the caption is empty")
@@ -246,9 +246,9 @@ def collate(
 
 
 def ignore_signals(worker: int) -> None:
-    """Leaves signals to the process group to the training process.
+    """Makes a worker ignore signals to the process group, which the training process handles.
 
-    When that process exits, it sends SIGTERM to its workers, which then have to obey.
+    When that process exits, it sends SIGTERM to its workers, which then obey.
     """
     for number in (signal.SIGINT, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
@@ -284,7 +284,7 @@ def ahead(dataset: Dataset, *, workers: int, pin: bool, sampler: range | None = 
 
 
 class _Outcomes(Dataset):
-    """Batches or the errors they raise: DataLoader's own way ends the workers too late."""
+    """Batches, or the errors they raise: DataLoader's own handling ends the workers too late."""
 
     def __init__(self, batches: Batches):
         self.batches = batches

@@ -33,9 +33,9 @@ def num_workers(requested: int | None) -> int:
 
 @dataclass
 class Data:
-    """Opened shards; `val` is None without evaluation, `train` is None without training.
+    """Opened shards; `val` is None without evaluation, `train` None without training.
 
-    For data=stream, `train` holds URLs that are not opened yet.
+    With data=stream, `train` holds URLs that are not opened yet.
     """
 
     train: Shards | ShardUrls | None
@@ -81,7 +81,7 @@ def needs_names(config: Config) -> bool:
 
 
 def _label_faults(config: Config, val: Shards) -> list[str]:
-    """A fault unless data.val has labels and each label has a name."""
+    """The fault if data.val has no labels or a label has no name."""
     source, largest = names_file(config, "classnames"), int(val.labels.max())
     count = 1000 if source == "imagenet" else len(read_lines(source))
     if largest < 0:

@@ -1,7 +1,7 @@
 """The order of samples: a pure function of (seed, position), with no state to save or replay.
 
 Shards are permuted, and samples are permuted within a window of shards to keep reading local.
-Randomness is counter-based (Philox): any position is computed without visiting earlier ones.
+Randomness is counter-based (Philox), so any position is computed without visiting earlier ones.
 """
 
 from functools import lru_cache
@@ -91,8 +91,8 @@ class SampleOrder:
     def _drawn_window(self, epoch: int, window: int) -> np.ndarray:
         """Draws shards in proportion to their size, and equally many samples from each.
 
-        Samples of a shard are drawn without replacement until the shard is used up, so that a drawn
-        shard is read once as a whole if all are of one size: counts spread like independent draws.
+        Samples of a shard are drawn without replacement until the shard is used up, so a drawn
+        shard is read once as a whole if sizes are equal. Counts vary as in independent draws.
         """
         length = self._drawn_length()
         draws = random_words(self.seed, REPLACEMENT, epoch, window, self.window)

@@ -5,7 +5,7 @@ one; its caption is true. The class is the color and shape of the subject.
 
 A training image is a pure function of (seed, index). The validation set is the first `num_val`
 scenes of its own random stream, without those whose content repeats an earlier one: each caption
-is true of exactly one picture, so that retrieval has no ceiling below 100%.
+is true of exactly one picture, so retrieval can reach 100%.
 """
 
 import hashlib
@@ -208,7 +208,7 @@ def render(
 def frozen_digest(split: str, count: int, *, noise: float = 0.0) -> str:
     """SHA-256 of the pixels, captions and classes of a split's first samples (seed 0, 64 px).
 
-    Published studies rest on these bytes; a test holds the digest so that no change goes unnoticed.
+    Published studies depend on these bytes; a test compares the digest to notice any change.
     """
     digest = hashlib.sha256()
     for index in range(count) if split == "train" else distinct_indices(0, split, count):
@@ -230,7 +230,7 @@ def distinct_indices(seed: int, split: str, count: int) -> list[int]:
 
 
 def content(scene: Scene) -> tuple:
-    """What each caption of a scene tells: everything but the background, which some leave out."""
+    """What every caption of a scene describes: all but the background, which some leave out."""
     subject, second = scene.subject, scene.second
     look = (subject.color, subject.shape, subject.texture, len(subject.places), size_of(subject))
     return *look, scene.relation, second and (second.color, second.shape)

@@ -6,7 +6,7 @@ from functools import lru_cache
 import numpy as np
 
 IMAGES = ("jpg", "jpeg", "png", "webp")
-MEMBERS = (*IMAGES, "txt", "json", "cls")  # the only kinds of members that are looked at
+MEMBERS = (*IMAGES, "txt", "json", "cls")  # the only kinds of members that are read
 LARGEST = 2**31 - 1  # bytes of a member that a table can hold
 SAMPLE = np.dtype(
     [
@@ -32,7 +32,7 @@ class Shards:
     Args:
         paths: Uncompressed tar files.
         tables: The index of each, an array of `SAMPLE`.
-        counts: Samples in each.
+        counts: Number of samples in each.
         digest: Of all members' bytes, whatever their container.
         names: The shards as the user knows them, compressed ones too.
     """

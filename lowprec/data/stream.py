@@ -3,7 +3,7 @@
 A run is divided into segments at the multiples of `save_every`, where its checkpoints are. What a
 worker reads in a segment is a pure function of (seed, segment, rank, worker, world size, number of
 workers). A run that resumes at a boundary continues exactly and reads nothing twice; a run that
-resumes within a segment makes the segment's first batches again and drops them.
+resumes within a segment regenerates the segment's first batches and discards them.
 """
 
 import contextlib
@@ -45,9 +45,9 @@ class Stream:
     """A rank's batches; worker i % workers makes the whole batch i of a segment.
 
     `batch_size` counts the samples of all ranks; `segment_steps`: steps between two checkpoints.
-    The URLs are permuted in each pass, and each worker reads its own share of them. What cannot be
-    read is left out, the next sample takes its place, and a row in the batch's `skips` names it at
-    the batch's first position. `augment`: random crop and flip, a function of (seed, segment, pass,
+    The URLs are permuted in each pass, and each worker reads its own share of them. Unreadable
+    samples are left out, the next ones take their place, and rows in the batch's `skips` name them
+    at its first position. `augment`: random crop and flip, a function of (seed, segment, pass,
     shard, key).
     """
 
@@ -83,7 +83,7 @@ class Stream:
         self.rank, self.world_size = rank, world_size
 
     def layout(self) -> dict[str, int]:
-        """What the order of samples depends on besides the config (0 workers read like 1)."""
+        """What the sample order depends on besides the config (0 workers read like 1)."""
         return {"world_size": self.world_size, "workers": max(1, self.workers)}
 
     def batches_from(self, first: int) -> Iterator[Batch]:
@@ -239,7 +239,7 @@ def read_members(url: str) -> Iterator[tuple[str, bytes]]:
 
 
 class _StrictHeader(tarfile.TarInfo):
-    """Raises an error for a damaged header, which tarfile takes for the end of the archive."""
+    """Raises an error for a damaged header, which tarfile mistakes for the end of the archive."""
 
     @classmethod
     def fromtarfile(cls, tar: tarfile.TarFile) -> tarfile.TarInfo:
@@ -256,8 +256,8 @@ class _StrictHeader(tarfile.TarInfo):
 class _Source:
     """The bytes that webdataset opens for a URL; their end is an error if its command has failed.
 
-    webdataset checks the command after each read, so that it is a matter of timing how much is read
-    before the error. Here all bytes are read first.
+    webdataset checks the command after each read, so how much is read before the error depends on
+    timing. Here all bytes are read first.
     """
 
     def __init__(self, url: str):

@@ -8,7 +8,7 @@ from lowprec.runs.read import scan_rows
 
 STOPPED = 75  # exit status of a run that was asked to stop: the same command resumes it
 LOST = 76  # exit status of a process that the watchdog ended
-MAX_ATTEMPTS = 3  # of one job that may begin at the same checkpoint
+MAX_ATTEMPTS = 3  # attempts of one job that may begin at the same checkpoint
 ENDED = ("finished", "diverged")  # states of a run that never continues
 
 
@@ -17,11 +17,11 @@ class CheckpointError(RuntimeError):
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint is not what was written; an older one may be intact."""
+    """A checkpoint differs from what was written; an older one may be intact."""
 
 
 def job_of(environment: Mapping[str, str]) -> str | None:
-    """The SLURM job of a process, `<job>_<task>` in an array; None outside of SLURM."""
+    """The SLURM job of a process, `<job>_<task>` in an array; None outside SLURM."""
     if array := environment.get("SLURM_ARRAY_JOB_ID"):
         return f"{array}_{environment.get('SLURM_ARRAY_TASK_ID')}"
     return environment.get("SLURM_JOB_ID")
@@ -36,8 +36,8 @@ def last_saved(run: Path) -> int:
 def first_step(run: Path) -> dict:
     """`saved`, the step of the newest checkpoint, at which an attempt begins, and its SLURM `job`.
 
-    CheckpointError if a requeued job has begun there MAX_ATTEMPTS times: a job that is preempted
-    before it can save must not run forever. Attempts started by hand are not limited.
+    Raises CheckpointError if a requeued job has begun there MAX_ATTEMPTS times: a job that is
+    always preempted before it can save must not run forever. Manual starts are not limited.
     """
     saved = last_saved(run)
     job = job_of(os.environ)
@@ -49,7 +49,7 @@ def first_step(run: Path) -> dict:
 
 
 def no_progress(saved: int) -> str:
-    """Why a job that was requeued too often ends, and what helps."""
+    """Why a job that was requeued too often ends, and how to avoid it."""
     return (
         f"stopped: {MAX_ATTEMPTS} attempts without a new checkpoint (the last is of step {saved}); "
         "use a smaller save_every, or a longer time limit or grace period"

@@ -1,4 +1,4 @@
-"""Writes that a kill, a full disk or a power cut leaves complete or not at all."""
+"""Writes that a kill, a full disk or a power cut leaves either complete or undone."""
 
 import os
 import shutil

@@ -40,7 +40,7 @@ def identity(config: Any) -> dict:
 
 
 def digest(config: Config, sources: dict[str, str]) -> str:
-    """Returns ten hexadecimal digits for a run's identity and what its paths hold.
+    """Returns ten hexadecimal digits for a run's identity and the contents of its paths.
 
     `sources` maps a role ("data", "init_from") to the digest of the bytes behind its path.
     """

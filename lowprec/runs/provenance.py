@@ -1,4 +1,4 @@
-"""Provenance of a run: what its numbers follow from, compared when the run resumes."""
+"""Provenance of a run: what its numbers depend on, compared when the run resumes."""
 
 import ast
 import hashlib
@@ -24,7 +24,7 @@ REMEDIES = {
 
 
 def code_digests() -> dict[str, str]:
-    """Returns a short digest, by path, of each source file that a run's numbers follow from."""
+    """Returns a short digest, by path, of each source file that a run's numbers depend on."""
     return {
         str(path.relative_to(ROOT)): code_digest(path.read_text())
         for pattern in CODE

@@ -1,6 +1,6 @@
 """Reads and encodes the files of a run directory: config, rows, status, tables of statistics.
 
-A run directory holds everything that is known about a run; every dashboard is a copy of it.
+A run directory holds everything about a run; every dashboard is a copy of it.
 `lowprec.runs.record` writes it. Nothing here loads torch.
 """
 
@@ -22,7 +22,7 @@ from lowprec.config.schema import Config
 
 TABLES = ("tensors", "details", "blocks")  # statistics per tensor, further ones, per block
 STATES = ("running", "finished", "diverged", "preempted", "failed")
-ENDED = ("finished", "diverged")  # states of a run that does not go on
+ENDED = ("finished", "diverged")  # states of a run that does not continue
 TAIL_BYTES = 65536  # longer than any row
 
 
@@ -91,8 +91,8 @@ def read_last_row(path: Path) -> dict:
 def read_status(run: Path, default: dict | None = None) -> dict:
     """Reads status.json: `{"state": ..., "step": ..., "reason": ..., ...}`.
 
-    With a default, its keys fill in those that are missing, and all of them stand in for a file
-    that is missing or damaged; without one that raises OSError or ValueError.
+    Keys of `default` fill in missing ones, and replace a file that is missing or damaged. Without a
+    default, such a file raises OSError or ValueError.
     """
     try:
         status = json.loads((run / "status.json").read_text())
@@ -132,7 +132,7 @@ def read_tensors(
 ) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray], list[str]]]:
     """Yields `(steps, {statistic: [steps, names]}, names)` for each flush of one of TABLES.
 
-    The streams of all attempts are read in order. An unfinished end (its writer was killed) is
+    The streams of all attempts are read in order. An incomplete end (its writer was killed) is
     left out.
     """
     for path in sorted((run / table).glob("*.arrows")):

@@ -36,8 +36,8 @@ class RecordError(RuntimeError):
 class Record:
     """The record of one run, open for writing.
 
-    RunBusyError names the process that has it open already. `attempt` numbers the starts of the
-    run, from 0.
+    Raises RunBusyError, which names the process that already has it open. `attempt` counts the
+    starts of the run, from 0.
     """
 
     def __init__(self, run: Path):
@@ -102,7 +102,7 @@ class Record:
         step None: the step stays. `saved`: step of the last committed checkpoint. `unless`: states
         of this attempt that must not be replaced.
         """
-        if not self._status.acquire(timeout=STATUS_S):  # the other thread hangs in a write
+        if not self._status.acquire(timeout=STATUS_S):  # the other thread is stuck in a write
             return
         try:
             before = self.last_status()
@@ -128,7 +128,7 @@ class Record:
             return status
 
     def offsets(self) -> dict[str, int]:
-        """Sizes in bytes of all files, which are synced to disk before this returns."""
+        """Sizes in bytes of all files, after syncing them to disk."""
         sizes = {}
         attempts = self.run / "attempts.jsonl"
         if attempts.exists():  # or the next attempt could reuse this one's number and stream
@@ -143,7 +143,7 @@ class Record:
     def cut(self, offsets: dict[str, int]) -> None:
         """Cuts every file back to a checkpoint's offsets and moves the tails to `cut/<attempt>/`.
 
-        RecordError names all files that are missing or too short; then nothing is cut.
+        Raises RecordError, before cutting anything, which names all missing or too short files.
         """
         sizes = {str(path.relative_to(self.run)): path.stat().st_size for path in self._files()}
         short = [name for name, size in offsets.items() if sizes.get(name, 0) < size]
@@ -211,7 +211,7 @@ class Record:
 
 
 class NullRecord(Record):
-    """The record in ranks other than 0: reads the run and writes nothing."""
+    """The record in ranks other than 0: reads the run but writes nothing."""
 
     def __init__(self, run: Path, attempt: int):
         self.run, self.attempt = Path(run), attempt

@@ -2,9 +2,9 @@
 
     python -m lowprec.sweep.local FOLDER
 
-One process per sweep; a second one leaves when it finds the first. It keeps no state: it reads the
-manifest, supervises a training per run and starts those again that have saved. When it is killed,
-its trainings save and stop, and the next `submit` continues with them.
+There is one process per sweep; a second one exits when it finds the first. It keeps no state: it
+reads the manifest, supervises one training process per run and restarts those that were preempted.
+When it is killed, its runs save and stop, and the next `submit` continues them.
 """
 
 import os
@@ -18,11 +18,11 @@ from lowprec.sweep.plan import Manifest, Submission, is_locked, take_lock
 from lowprec.sweep.supervisor import POLL_S, Attempt
 from lowprec.train.signals import STOPPING
 
-LOOK_S = 1.0  # between two looks at the manifest
+LOOK_S = 1.0  # between two reads of the manifest
 
 
 def log_path(folder: Path) -> Path:
-    """What the launcher has printed."""
+    """The file that holds the launcher's output."""
     return folder / "logs" / "launcher.log"
 
 
@@ -32,9 +32,9 @@ def lock_path(folder: Path) -> Path:
 
 
 def start(manifest: Manifest) -> None:
-    """Starts the launcher in a session of its own, so that it outlives this process.
+    """Starts the launcher in its own session, so that it outlives this process.
 
-    Returns once there is one, new or old: until then its runs would seem lost.
+    Returns once a launcher is running: until then its runs would seem lost.
     """
     with open(log_path(manifest.folder), "ab") as log:
         launcher = subprocess.Popen(
@@ -53,12 +53,12 @@ def start(manifest: Manifest) -> None:
 
 
 def launch(folder: Path) -> None:
-    """Trains what waits until nothing waits or trains, or until it is told to stop."""
-    lock = take_lock(lock_path(folder), patience_s=5.0)  # longer than a launcher takes to leave
+    """Trains waiting runs until none waits or trains, or until it is told to stop."""
+    lock = take_lock(lock_path(folder), patience_s=5.0)  # longer than a launcher takes to exit
     if lock is None:
         return
     os.ftruncate(lock, 0)
-    os.write(lock, f"{os.getpid()}\n".encode())  # for whoever wants to end it
+    os.write(lock, f"{os.getpid()}\n".encode())  # for anyone who wants to end it
     manifest = Manifest(folder)
     while any(is_locked(manifest.lock_of(index)) for index in _submitted(manifest)):
         time.sleep(LOOK_S)  # the trainings of a killed launcher are saving
@@ -78,7 +78,7 @@ def launch(folder: Path) -> None:
 
 
 def _watch(attempts: dict[int, Attempt], requests: list[int]) -> None:
-    """Waits for an attempt to end or for the time to look again; forgets what has ended."""
+    """Waits for an attempt to end or for the next poll; removes attempts that have ended."""
     until = time.monotonic() + LOOK_S
     for attempt in attempts.values():
         if requests or attempt.is_cancelled():
@@ -98,7 +98,7 @@ def _submitted(manifest: Manifest) -> dict[int, Submission]:
 
 
 def _waiting(manifest: Manifest, attempts: dict[int, Attempt]) -> list[int]:
-    """Runs to start, or to start again, in their order."""
+    """Runs to start or restart, in order."""
     found = []
     for index, submission in _submitted(manifest).items():
         if index not in attempts and not submission.cancelled:

@@ -3,7 +3,7 @@
 A sweep is a folder. `sweep.json` lists the runs and is on disk before anything is submitted.
 `submissions.jsonl` records what was handed to a launcher or cancelled. In `runs/<index>.jsonl`,
 the process that supervises a run records when each attempt started and how it ended. Results are
-not here but in the run directories.
+in the run directories.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ class Submission:
 
 
 class Manifest:
-    """The files of one sweep. Every read is fresh, because other processes write them too.
+    """The files of one sweep. Each read is fresh, because other processes write them too.
 
     `command` trains one run; the sweep's folder and the run's index are appended to it. Relative
     paths, run directories included, are relative to `cwd`. Raises ConfigError for a sweep that an
@@ -104,7 +104,7 @@ class Manifest:
         return self.cwd / self.runs[index].directory
 
     def log_of(self, index: int) -> Path:
-        """What a run has printed, over all its attempts."""
+        """The file that holds a run's output, over all its attempts."""
         return self.folder / "logs" / f"{index:04d}-{self.runs[index].label}.log"
 
     def lock_of(self, index: int) -> Path:
@@ -120,7 +120,7 @@ class Manifest:
         return scan_rows(self.folder / "submissions.jsonl")[0]
 
     def submissions(self) -> dict[int, Submission]:
-        """The newest submission of each run that was ever submitted."""
+        """The newest submission of each run that has been submitted."""
         newest: dict[int, Submission] = {}
         indexes: dict[str, list[int]] = {}
         for row in self.events():
@@ -142,7 +142,7 @@ class Manifest:
         return newest is None or newest.token != token or newest.cancelled
 
     def last_launcher(self, name: str | None = None) -> dict | None:
-        """The settings of the launcher (with this name) that was used last; None if none was."""
+        """The settings of the launcher (with this name) that was used last, or None."""
         used = [row["launcher"] for row in self.events() if row["event"] == "submitting"]
         return next((one for one in reversed(used) if name in (None, one["name"])), None)
 
@@ -159,7 +159,7 @@ class Manifest:
 def plan_runs(
     overrides: list[str], open_sources: Callable[[Config], dict[str, str]], processes: int = 1
 ) -> list[PlannedRun]:
-    """Composes and checks every run of the overrides, for so many processes each.
+    """Composes and checks every run of the overrides, for a number of processes per run.
 
     `open_sources(config)` opens the data and returns the digests that name a run; it is called
     once per data set. Raises ConfigError with the faults of all runs.
@@ -182,7 +182,7 @@ def plan_runs(
 
 
 def refuse_processes(runs: list[PlannedRun], processes: int) -> None:
-    """Raises ConfigError if a planned run cannot be split over so many processes."""
+    """Raises ConfigError if a planned run cannot be split over this many processes."""
     faults = [f for run in runs for f in process_faults(check(run.config), processes)]
     if faults:
         raise ConfigError(faults)
@@ -202,7 +202,7 @@ class StepTime:
 
 
 def estimate(runs: list[PlannedRun], processes: int = 1) -> list[str]:
-    """Lines that say what runs will cost with so many processes (GPUs) each.
+    """Lines that estimate the cost of runs with this many processes (GPUs) each.
 
     Hours follow from finished runs with the same model and number of processes, in proportion to
     the batch size, and are "unknown" without one; disk follows from the size of checkpoints.
@@ -257,7 +257,7 @@ def step_times(roots: list[Path]) -> list[StepTime]:
 
 
 def _nearest_step_time(config: Config, known: list[StepTime], processes: int) -> StepTime | None:
-    """Of the same model and number of processes: the same precision, then the nearest batch."""
+    """The best match among runs of the same model and processes: precision, then batch size."""
     same = [t for t in known if (t.model, t.processes) == (config.model.name, processes)]
     if config.device != "auto":
         same = [time for time in same if (time.device == "CPU") == (config.device == "cpu")]

@@ -1,7 +1,7 @@
 """The SLURM launcher: submits runs as a job array and asks the queue about them.
 
-SLURM's commands fail while its controller restarts: each is tried five times. A submission that
-may or may not have gone through is looked for by its job name before it is tried again.
+SLURM's commands fail while its controller restarts, so each is tried up to five times. Before a
+submission of unknown outcome is repeated, the queue is searched for its job name.
 """
 
 import getpass
@@ -34,12 +34,12 @@ def submit(manifest: Manifest, runs: list[int], token: str, launcher: dict) -> N
             answer = _run(["sbatch", str(script)])
             break
         except SlurmError as error:
-            if adopt(manifest, token):  # it went through all the same
+            if adopt(manifest, token):  # it succeeded nevertheless
                 return
             if attempt == TRIES - 1:
                 raise SlurmError(f"sbatch failed {TRIES} times: {error}") from error
         time.sleep(FIRST_WAIT_S * 2**attempt)
-    if attempt and adopt(manifest, token):  # an earlier try may be in the queue by now
+    if attempt and adopt(manifest, token):  # an earlier attempt may be in the queue by now
         return
     job = re.search(r"job (\d+)", answer)
     if job is None:
@@ -50,7 +50,7 @@ def submit(manifest: Manifest, runs: list[int], token: str, launcher: dict) -> N
 def adopt(manifest: Manifest, token: str) -> bool:
     """Records the job of a submission if it is in the queue. Raises SlurmError.
 
-    If it went through more than once, the first job stays and the others are cancelled.
+    If it was submitted more than once, keeps the first job and cancels the others.
     """
     names = {job.partition("_")[0]: name for job, (_, name) in queue().items()}
     jobs = sorted((job for job in names if names[job] == _job_name(manifest, token)), key=int)
@@ -65,7 +65,7 @@ def adopt(manifest: Manifest, token: str) -> bool:
 
 
 def adopt_unnamed(manifest: Manifest) -> None:
-    """Looks in the queue for submissions that have no job on record. Raises SlurmError."""
+    """Searches the queue for submissions without a recorded job. Raises SlurmError."""
     newest = manifest.submissions().values()
     open_ones = [s for s in newest if s.launcher["name"] == "slurm" and not (s.job or s.cancelled)]
     for token in dict.fromkeys(submission.token for submission in open_ones):
@@ -83,7 +83,7 @@ def cancel(manifest: Manifest) -> None:
 
 
 def require() -> None:
-    """Raises SlurmError if nothing can be submitted: no SLURM here, or no answer."""
+    """Raises SlurmError if SLURM is missing here or does not answer."""
     if shutil.which("sbatch") is None:
         raise SlurmError("sbatch: no such command; is this a login node?")
     queue()
@@ -136,7 +136,7 @@ def _job_name(manifest: Manifest, token: str) -> str:
 
 
 def _ask(command: list[str]) -> str:
-    """What a command prints; tried five times, with growing waits. Raises SlurmError."""
+    """What a command prints; tried up to five times, with growing waits. Raises SlurmError."""
     for attempt in range(TRIES):
         try:
             return _run(command)

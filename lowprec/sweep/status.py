@@ -26,7 +26,7 @@ COLORS |= {"diverged": "yellow", "cancelled": "dim"}
 
 @dataclass
 class State:
-    """What is known of a run. `preempted`: how often it was stopped and started again."""
+    """The state of a run. `preempted`: how often it was stopped and restarted."""
 
     index: int
     state: str
@@ -37,7 +37,7 @@ class State:
 
 
 def states(manifest: Manifest, queue: dict | None) -> list[State]:
-    """The states of all runs. `queue`: the result of `slurm.queue()`, None if it cannot be had."""
+    """The states of all runs. `queue`: the result of `slurm.queue()`, None if unavailable."""
     submissions = manifest.submissions()
     launcher_lives = is_locked(local.lock_path(manifest.folder))
     found = []

@@ -2,10 +2,10 @@
 
     python -m lowprec.sweep.supervisor FOLDER INDEX TOKEN
 
-is what a SLURM job runs; the local launcher holds an `Attempt` for each of its runs. Training is a
+is what a SLURM job runs; the local launcher has an `Attempt` for each of its runs. Training is a
 child process, so that an import error or a kill for lack of memory is recorded as well. Children
-are in process groups of their own: a scheduler signals the whole group of a job's process,
-including data workers, which must not die while the run saves.
+have their own process groups: a scheduler signals the whole group of a job's process, including
+data workers, which must not die while the run saves.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ from lowprec.train.signals import STOPPING
 GRACE_S = 60.0  # to save: for the other ranks after one has failed, for training left by a kill
 PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets when its parent dies
 LIBC = ctypes.CDLL(None)
-POLL_S = 0.05  # between two looks at the training processes
+POLL_S = 0.05  # between two polls of the training processes
 
 
 class Attempt:
@@ -58,8 +58,8 @@ class Attempt:
     def start(self) -> None:
         """Starts training, unless the run was cancelled, has ended or makes no progress.
 
-        MAX_ATTEMPTS starts at the same checkpoint are the limit: a run that is always preempted
-        before it can save must not go on forever.
+        At most MAX_ATTEMPTS attempts start at the same checkpoint: a run that is always preempted
+        before it can save must not continue forever.
         """
         rows = self.manifest.attempts(self.index, self.token)
         saved = last_saved(self.manifest.directory_of(self.index))
@@ -80,7 +80,7 @@ class Attempt:
                 self._end(1, repr(error))
 
     def is_cancelled(self) -> bool:
-        """Whether this attempt's submission is no longer wanted."""
+        """Whether this attempt's submission was cancelled or replaced."""
         return self.manifest.is_cancelled(self.index, self.token)
 
     def stop(self, number: int = signal.SIGTERM) -> None:
@@ -90,7 +90,7 @@ class Attempt:
     def poll(self) -> int | None:
         """The exit status once all processes have ended, else None.
 
-        After one process has failed, the others have GRACE_S to follow before they are killed.
+        After one process has failed, the others have GRACE_S to exit before they are killed.
         """
         codes = [child.poll() for child in self._children]
         self._first_failure = self._first_failure or next((code for code in codes if code), 0)
@@ -141,7 +141,7 @@ class Attempt:
         self._end(code, _reason(self.manifest.log_of(self.index), self._log_start, code), again)
 
     def _end(self, code: int, reason: str, again: bool = False) -> None:
-        """Records how the attempt ended and whether the run is to be started `again`."""
+        """Records how the attempt ended and whether to start the run `again`."""
         row = {"event": "ended", "token": self.token, "code": code, "reason": reason}
         self.manifest.append(self.index, row | {"again": again})
         how = "has saved and is to be started again" if again else f"failed: {reason}"
@@ -160,7 +160,7 @@ class Attempt:
 def supervise(manifest: Manifest, index: int, token: str) -> int:
     """One attempt at a run; returns the exit status of its job, STOPPED to be requeued.
 
-    Waits for training that a killed supervisor has left behind, which saves first.
+    Waits for training left behind by a killed supervisor, which saves before it stops.
     """
     lock = take_lock(manifest.lock_of(index), GRACE_S)
     if lock is None:
@@ -180,7 +180,7 @@ def supervise(manifest: Manifest, index: int, token: str) -> int:
 
 
 def _rank_environments(gpus: int) -> list[dict[str, str]]:
-    """What torch.distributed reads in each process of a run; nothing if there is only one."""
+    """The variables that torch.distributed reads in each process; none for a single process."""
     if gpus < 2:
         return [{}]
     with socket.socket() as free:
@@ -198,7 +198,7 @@ def _stop_with_parent() -> None:
 
 
 def _signal_of(code: int) -> str | None:
-    """The name of the signal that an exit status stands for; None for a program's own status."""
+    """The name of the signal that an exit status encodes; None for a program's own status."""
     return {128 + number: number.name for number in signal.Signals}.get(code)
 
 

@@ -1,4 +1,4 @@
-"""How an attempt of a run ends: who notices a failure, what is recorded, what the user reads."""
+"""How an attempt at a run ends: how failures are noticed, recorded and reported to the user."""
 
 import contextlib
 import signal
@@ -26,7 +26,7 @@ def attempt(
     """Runs `train(copy)` under the watchdog; returns how the run ended.
 
     `train` returns that and its logger. The logger and the remote copy are closed after the
-    watchdog: however slow they are, they change nothing of a run that has ended.
+    watchdog, so a slow one cannot change the outcome of a run that has ended.
     """
     copy = remote_copy(config.remote_sync if world.is_first else None, record)
     try:
@@ -45,7 +45,7 @@ def _ignored_child_signals() -> Iterator[None]:
     """Suspends torch's SIGCHLD handler, which raises in the main thread when a worker dies.
 
     The broken pipe to a killed worker is often noticed first; its signal must not interrupt
-    writing that down.
+    recording it.
     """
     handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
@@ -90,7 +90,7 @@ def _lost_peer(error: BaseException) -> bool:
 
 
 def fail(error: BaseException, config: Config, record: Record, copy: NoCopy) -> NoReturn:
-    """Records why an attempt failed, and raises or exits with what its user can do about it."""
+    """Records why an attempt failed, then raises or exits with advice for the user."""
     interrupted = isinstance(error, KeyboardInterrupt)
     reason = f"{type(error).__name__}: {error}"[:1000]
     with contextlib.suppress(OSError):  # the disk itself may have failed

@@ -100,9 +100,9 @@ class Built:
         return self.stream().layout() if self.config.data.name == "stream" else {}
 
     def flops_per_pair(self) -> int | None:
-        """Counts the operations for one pair; None if the device's peak is unknown.
+        """Counts the operations per pair; None if the device's peak is unknown.
 
-        The count is that of the config's plain model, before recipes and ranks change it.
+        Counts those of the config's plain model, before recipes and ranks change it.
         """
         if peak_flops(self.device) is None:
             return None
@@ -111,7 +111,7 @@ class Built:
         return flops_per_pair(plain, image_size(plain), self.tokenizer.context_length)
 
     def evaluation(self) -> Evaluation | None:
-        """Builds the configured evaluation, which every rank calls with its share; or None."""
+        """Builds the configured evaluation, which every rank runs on its share; or None."""
         config = self.config
         if config.evaluation.name == "none":
             return None
@@ -178,7 +178,7 @@ def build(config: Config, data: Data | None, world: Ranks = ONE_PROCESS) -> Buil
     """Builds and seeds the model, optimizer, scaler and tokenizer of a config.
 
     Every rank of `world` is seeded alike, so that all start from the same weights. `data` may be
-    None if no batch is read. Raises ConfigError for what only the built model shows to be wrong.
+    None if no batch is read. Raises ConfigError for faults that only the built model reveals.
     """
     device = pick_device(config.device)
     if config.deterministic:
@@ -323,7 +323,7 @@ def _read_names(config: Config, kind: str) -> list[str]:
 def _classifier_over_ranks(
     model: nn.Module, *, world: Ranks, classnames: list[str], **options: object
 ) -> Tensor:
-    """Builds the zero-shot classifier [embed_dim, classes]; the ranks share the classes.
+    """Builds the zero-shot classifier [embed_dim, classes]; the ranks divide the classes.
 
     Every rank encodes equally many groups of classes, since the forward of FSDP2 needs all ranks:
     a rank without a group of its own repeats one.

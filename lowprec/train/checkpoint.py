@@ -2,7 +2,7 @@
 
 Files are written and synced in a temporary directory, the manifest with their digests last.
 Renaming the directory to `checkpoints/step_<step>` commits it, and it is never overwritten. The
-training loop uses `Saver`, which restores a run once and saves it now and then.
+training loop uses `Saver`, which restores a run once and saves it periodically.
 """
 
 import hashlib
@@ -64,7 +64,7 @@ class Saver:
     def _choose(self) -> tuple[str, dict, list[str]] | None:
         """The checkpoint to resume from, its manifest and the allowed provenance mismatches.
 
-        None if the run has never had a checkpoint; CheckpointError if it must not be resumed.
+        None if the run never had a checkpoint. Raises CheckpointError if it must not be resumed.
         """
         run = self.record.run
         remove_leftovers(run)
@@ -92,8 +92,8 @@ class Saver:
     def save(self, step: int, *, must_succeed: bool) -> None:
         """Commits a checkpoint.
 
-        A failure is an event, and the next save tries again. The third consecutive failure, or any
-        failure of a save that must succeed, raises CheckpointError.
+        A failure is recorded as an event, and the next save tries again. The third consecutive
+        failure, or any failure of a save that must succeed, raises CheckpointError.
         """
         try:
             save_checkpoint(
@@ -140,7 +140,7 @@ def save_checkpoint(
         return final
     try:
         world.first(lambda: _make_folder(temporary))
-        contents = state.files()  # ranks gather tensors here, so that none may fail by itself yet
+        contents = state.files()  # ranks gather tensors here, so no rank may fail on its own yet
         written = world.each(lambda: _write_files(temporary, contents))
         files = {name: facts for rank in written for name, facts in rank.items()}
         world.first(lambda: _commit(temporary, final, step, offsets, files, provenance))
@@ -204,14 +204,14 @@ def retire(run: Path, keep: int) -> None:
 
 
 def remove_leftovers(run: Path) -> None:
-    """Removes what a killed process left half written or half removed."""
+    """Removes partially written or removed checkpoints that a killed process left behind."""
     for pattern in (".tmp.*", ".trash.*"):
         for folder in (run / "checkpoints").glob(pattern):
             shutil.rmtree(folder)
 
 
 def require_space(run: Path, state: TrainState, keep: int) -> None:
-    """CheckpointError unless the disk has room for `keep` checkpoints and one being written."""
+    """Raises CheckpointError unless `keep` checkpoints and one being written fit on the disk."""
     size = state.num_bytes()
     needed = size * (keep + 1 - min(keep, len(list_checkpoints(run)))) * 11 // 10
     free = shutil.disk_usage(run).free
@@ -231,8 +231,8 @@ def newest_checkpoint(run: Path, *, set_aside: bool = False) -> tuple[Path, dict
     """The newest intact checkpoint and its manifest; None if the run never had a checkpoint.
 
     Prints the name of a damaged one, renames it to `.damaged.step_*` if `set_aside`, and tries the
-    next older. CheckpointError if none is intact: a run that has had checkpoints never starts again
-    from step 0.
+    next older one. Raises CheckpointError if none is intact: a run that has had checkpoints never
+    restarts from step 0.
     """
     faults = [f"{path} is damaged" for path in (run / "checkpoints").glob(".damaged.*")]
     for path in reversed(list_checkpoints(run)):

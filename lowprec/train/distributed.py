@@ -1,6 +1,6 @@
-"""The processes (ranks) of one run: what they agree on, and the model they replicate or shard.
+"""The processes (ranks) of one run: their communication, and the model they replicate or shard.
 
-`Ranks` is one process alone, `DistributedRanks` one of several over `torch.distributed`.
+`Ranks` is a single process, `DistributedRanks` one of several over `torch.distributed`.
 Collectives on the device go through torch's default group. The hosts agree over a gloo group of
 their own, which neither waits for the device nor times out: the watchdog ends a run in which a rank
 dies or hangs.
@@ -23,7 +23,7 @@ from lowprec.config.place import place
 from lowprec.config.schema import Config
 
 T = TypeVar("T")
-MARGIN_S = 60  # the watchdog, whose message says more, acts this much before torch's own timeout
+MARGIN_S = 60  # the watchdog, whose message is clearer, acts this long before torch's own timeout
 
 
 class PeerFailed(Exception):  # noqa: N818 (the failure itself is raised in the other rank)
@@ -35,7 +35,7 @@ class PeerDiskFailed(PeerFailed, OSError):
 
 
 class Ranks:
-    """A single process: nobody to agree with. The interface that `DistributedRanks` implements.
+    """A single process. Defines the interface that `DistributedRanks` implements.
 
     A function passed to `first`, `each` or `together` may raise. Then the call raises in all ranks:
     the error itself in the (lowest) rank where it happened, `PeerFailed` in the others.
@@ -66,7 +66,7 @@ class Ranks:
         return value
 
     def all_gather(self, value: Any) -> Any:
-        """The ranks' tensors, of one shape, concatenated along the first dimension."""
+        """The ranks' tensors, all of one shape, concatenated along the first dimension."""
         return value
 
     def stop_consensus(self, number: int | None) -> int | None:
@@ -79,7 +79,7 @@ class Ranks:
             self.watchdog.heartbeat(step, doing)
 
     def close(self) -> None:
-        """Ends the watch; several ranks wait for each other first."""
+        """Stops the watchdog, after all ranks have arrived."""
         if self.watchdog is not None:
             self.watchdog.close()
 
@@ -94,7 +94,7 @@ class DistributedRanks(Ranks):
         self.rank, self.size, self.local_rank, self.local_size = place()
         if device == "cuda":
             torch.cuda.set_device(self.local_rank % torch.cuda.device_count())
-        if not dist.is_initialized():  # once a process: all runs of a sweep share the group
+        if not dist.is_initialized():  # once per process: all runs of a sweep share the group
             limit = timedelta(seconds=timeout_s + MARGIN_S)
             dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=limit)
             atexit.register(dist.destroy_process_group)

@@ -10,13 +10,13 @@ END_S = 60  # time to send pending rows when the run has ended
 
 
 class Logger:
-    """Copies nothing: the record is the truth."""
+    """Copies nothing; the base class of dashboards."""
 
     def log(self, rows: list[dict]) -> None:
-        """Takes rows with `step` and numbers."""
+        """Logs rows of numbers, each with its `step`."""
 
     def close(self) -> None:
-        """Sends what is pending and ends."""
+        """Sends pending rows and ends."""
 
 
 class TensorBoardLogger(Logger):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Progress:
-    """Receives what a run reports while it trains. This one ignores it; a display overrides it."""
+    """Receives progress reports during training. Ignores them; a display overrides the methods."""
 
     def doing(self, what: str) -> None:
         """Called when the run starts something that takes long, such as "evaluating"."""
@@ -38,8 +38,8 @@ class Progress:
 class Stepper:
     """Takes the steps of a run: `stepper(step, batch)` sets the learning rate and updates.
 
-    From its first call on the step runs as a CUDA graph, where that is possible. `frozen` is a
-    0-d bool on the device: the loss is no longer finite and the model no longer changes.
+    The step runs as a CUDA graph where possible, captured at the first call. `frozen` is a 0-d bool
+    on the device, set once the loss is not finite; from then on the model no longer changes.
     """
 
     def __init__(self, built: "Built"):

@@ -67,7 +67,7 @@ class StepTable:
 
     @property
     def is_full(self) -> bool:
-        """True when the next step has no room."""
+        """True when the table has no space for the next step."""
         return len(self._host) == len(self._buffer)
 
     def append(self, host: dict, values: dict[str, Tensor], table: Tensor) -> None:
@@ -93,9 +93,9 @@ class StepTable:
 class MetricsBuffer:
     """Holds the numbers of the steps since the last flush and writes them to the record.
 
-    A flush is where the host learns how the run goes: it applies the non-finite rule, writes the
-    rows that belong to the run and returns how the run ended, if it did. Every rank has a buffer;
-    the record of rank 0 alone is written, and its verdict holds for all.
+    At a flush the host reads the results: it applies the non-finite rule, writes the rows that
+    belong to the run and returns how the run ended, if it did. Every rank has a buffer, but
+    only rank 0 writes the record, and its verdict holds for all.
 
     Args:
         built: the objects of the run.
@@ -242,7 +242,7 @@ class MetricsBuffer:
         self.blocks = []
 
     def _write_skips(self, last: int) -> None:
-        """Appends the unreadable samples up to a step; warns of shards that are lost whole."""
+        """Appends the unreadable samples up to a step; warns about entirely lost shards."""
         skips = [s for s in self.skips if s["position"] < last * self.config.batch_size]
         if skips:
             self.record.append("skips", skips)

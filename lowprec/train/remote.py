@@ -1,8 +1,8 @@
 """A copy of the run directory behind an fsspec URL, updated by a thread during training.
 
-The run directory is the truth: a failing store is a line on the console and an event, and never
-ends the run. A checkpoint's manifest is copied after its other files and removed before them, so
-that an incomplete checkpoint in the copy has none.
+The run directory is the source of truth: a failing store prints a warning and records an event,
+but never ends the run. A checkpoint's manifest is copied after its other files and removed before
+them, so an incomplete checkpoint in the copy has none.
 """
 
 import contextlib

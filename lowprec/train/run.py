@@ -1,4 +1,4 @@
-"""Trains a config into its run directory: `train_run(config)` is all of a run."""
+"""Trains a config into its run directory: `train_run(config)` does a whole run."""
 
 import dataclasses
 import json
@@ -45,15 +45,15 @@ def train_run(
         config: a config that `check` and `preflight` accept.
         world: the ranks; by default this process alone.
         progress: told what the run does, for a display.
-        expected: the run directory that a sweep has planned; data that have changed since would
-            make another run, and are refused.
+        expected: the run directory that a sweep has planned. If the data have changed since then,
+            which would make another run, they are refused.
 
     Returns:
         How the attempt ended: finished, diverged or preempted; None if the run had ended before.
 
     Raises:
         ConfigError: if the data or the model show a fault of the config.
-        RunError: if the run cannot go on; the message says what its user can do.
+        RunError: if the run cannot continue; the message says what the user can do.
         PeerFailed: if another rank failed, which says why itself.
     """
     world, progress = world or Ranks(), progress or Progress()
@@ -84,7 +84,7 @@ def train_run(
 
 
 def _open_data(config: Config, world: Ranks) -> Data:
-    """Opens the data, in rank 0 first: it renders and indexes what is missing."""
+    """Opens the data, in rank 0 first, which renders and indexes what is missing."""
     opened: list[Data] = []
     world.first(lambda: opened.append(open_data(config)))
     return opened[0] if opened else open_data(config)

@@ -22,7 +22,7 @@ from lowprec.train.state import TrainState
 
 @dataclass(frozen=True)
 class Base:
-    """The files of a checkpoint in memory, with the interface of the TrainState they came from."""
+    """A checkpoint's files in memory, with the interface of the TrainState they came from."""
 
     step: int
     contents: dict[str, list]
@@ -108,7 +108,7 @@ class SnapshotRecorder:
     def _save(self, step: int, what: str) -> None:
         """Writes the base for a spike at a step, unless an earlier spike already has.
 
-        Leaves room for the checkpoints. A failure is a warning and does not end the run.
+        Leaves space for the checkpoints. A failure is a warning and does not end the run.
         """
         base, folder = self._base_for(step), self.run / "snapshots"
         if base is None or (folder / f"step_{base.step:09d}").exists():
@@ -143,7 +143,7 @@ def step_of(path: Path) -> int:
 def state_before(run: Path, step: int, margin: int) -> tuple[Path, dict]:
     """The newest intact snapshot or checkpoint at least `margin` steps before a step; its manifest.
 
-    If none is that early, the oldest that is at least 2 steps earlier; else CheckpointError.
+    If none is that early, returns the oldest at least 2 steps earlier; else raises CheckpointError.
     """
     found = sorted([*list_snapshots(run), *list_checkpoints(run)], key=step_of)
     earlier = [path for path in found if step_of(path) < step - 1]

@@ -1,4 +1,4 @@
-"""Digests of what the paths in a config hold, which are part of a run's identity.
+"""Digests of the contents of a config's paths, which are part of a run's identity.
 
 Importing this module loads no torch: a sweep names its runs without it.
 """

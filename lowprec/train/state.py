@@ -1,8 +1,8 @@
 """Everything that a step changes, written to safetensors files and read back, without pickle.
 
-`exp_avg.safetensors` holds whole tensors. A sharded run (FSDP2) writes one file a rank,
+`exp_avg.safetensors` holds whole tensors. A sharded run (FSDP2) writes one file per rank,
 `exp_avg.00000-of-00002.safetensors`, with the rank's rows of each sharded tensor; rank 0's also
-holds the tensors that are not sharded. Any number of ranks reads the files of any other.
+holds the tensors that are not sharded. Any number of ranks can read the files of any other number.
 """
 
 import contextlib
@@ -126,7 +126,7 @@ class TrainState:
         self.skips = state["skips"]
 
     def num_bytes(self) -> int:
-        """Size of a checkpoint in bytes, without a few thousand of headers and JSON."""
+        """Size of a checkpoint in bytes, without headers and JSON (a few kB)."""
         model = sum(tensor.nbytes for tensor in self.model.state_dict().values())
         if isinstance(self.optimizer, EightBitAdamW):
             states = self.optimizer.states().values()

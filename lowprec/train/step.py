@@ -1,4 +1,4 @@
-"""Updates the model once, on the device: forward, loss, backward, optimizer."""
+"""One update of the model on the device: forward, loss, backward, optimizer."""
 
 import math
 

@@ -107,7 +107,7 @@ class ContrastiveTask:
     def _cached_backward(self, batch: Batch, scale: Callable) -> tuple[Tensor, Tensor]:
         """Computes the gradients of the whole batch with the memory of one micro-batch.
 
-        The second forward of a micro-batch starts from the random state of its first.
+        The second forward pass of a micro-batch restores the random state of its first.
         """
         device = batch.images.device
         micro_batches, states, cached = _split(batch, self.accumulate), [], []

@@ -6,7 +6,7 @@ All ranks end with exit status LOST, and all threads' stacks go to `stacks/rank_
 - a rank reports that it failed,
 - a rank's heartbeats cease for SILENT_S (its process was killed or stopped), or
 - a rank's training makes no progress for `timeout_s`. The rank furthest behind is named. If all
-  stand at the same point, one of them hangs in or before a collective: the stacks tell which.
+  have reached the same point, one of them hangs in or before a collective: the stacks show which.
 
 A single process is watched in the same way, without the store.
 """
@@ -107,7 +107,7 @@ class Watchdog:
         self.own.doing, self.own.moved = doing, time.monotonic()
 
     def close(self, reason: str = "") -> None:
-        """Ends the watch. With a reason this rank has failed, which ends the others too."""
+        """Stops watching. A reason means that this rank has failed, which ends the others too."""
         if self.closing.is_set():
             return
         self.own.ended, self.own.left = f"{self.own} failed: {reason}" * bool(reason), True
@@ -121,7 +121,7 @@ class Watchdog:
         last = time.monotonic()
         while not self.closing.wait(TICK_S):
             now = self.own.heard = time.monotonic()
-            if now - last > SILENT_S / 2:  # this process was stopped and has heard nobody meanwhile
+            if now - last > SILENT_S / 2:  # this process was stopped meanwhile
                 for rank in self.ranks:
                     rank.heard = rank.moved = now
             last = now
@@ -156,7 +156,7 @@ class Watchdog:
                 return rank.ended
         running = [rank for rank in self.ranks if not rank.left]
         silent = [rank for rank in running if now - rank.heard > SILENT_S]
-        if self.ranks[0] in silent:  # it holds the store: nothing is known of the others
+        if self.ranks[0] in silent:  # it holds the store: the others' state is unknown
             silent = silent[:1]
         if silent:
             return f"no heartbeats for {SILENT_S:g} s from {'; '.join(map(str, silent))}"
@@ -187,7 +187,7 @@ class Watchdog:
         os._exit(LOST)
 
     def _let_others_read(self, reason: str) -> None:
-        """The store ends with rank 0: before that, the other ranks read why."""
+        """Waits until the other ranks have read the reason: the store ends with rank 0."""
         if reason and self.rank == 0 and self.store is not None:
             time.sleep(3 * TICK_S)
 
