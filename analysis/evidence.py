@@ -208,7 +208,7 @@ def larger(
     holds = above(sample.low, sample.high, 0)
     if holds and unless:
         holds = None
-    return decide(ours, holds, sample.num, runs, unless or "the interval holds 0: more seeds")
+    return decide(ours, holds, sample.num, runs, unless or "the interval contains 0: more seeds")
 
 
 def out_of_reach(ours: str, runs: pd.DataFrame, needed: str) -> Finding:

@@ -243,7 +243,7 @@ def follow(records: Evidence, studies: Sequence[str]) -> Finding:
     )
     least = max(SURE, chance)
     holds = True if num / total >= SHARE and low >= least else False if high < SHARE else None
-    why = f"the interval holds {least if low < least else SHARE:.0%}"
+    why = f"the interval contains {least if low < least else SHARE:.0%}"
     return decide(ours, holds, spiked["seed"].nunique(), counts, why)
 
 
@@ -265,7 +265,7 @@ def scale_falls(records: Evidence) -> Finding:
         f"({num / total:.0%} [{low:.0%}, {high:.0%}]), by chance {chance:.1%} ({_runs(runs)})"
     )
     holds = evidence.above(low, high, chance)
-    return decide(ours, holds, seeds, runs, "the interval holds chance")
+    return decide(ours, holds, seeds, runs, "the interval contains chance")
 
 
 def tensor_skips(records: Evidence) -> Finding:

@@ -139,9 +139,9 @@ class Batches(Dataset):
         """Reads sample number `sample`; `position` seeds its crop. Raises one of BAD_IMAGE."""
         shard, row = self.shards.locate(sample)
         if row["image_bytes"] < 0:
-            raise ValueError(f"no image ({', '.join(IMAGES)}) beside it")
+            raise ValueError(f"no image ({', '.join(IMAGES)}) in the sample")
         if row["text_bytes"] < 0:
-            raise ValueError("no caption (txt) beside it")
+            raise ValueError("no caption (txt) in the sample")
         data = self.shards.read(shard, int(row["image_offset"]), int(row["image_bytes"]))
         text = self.shards.read(shard, int(row["text_offset"]), int(row["text_bytes"]))
         words = None

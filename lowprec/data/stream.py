@@ -175,9 +175,9 @@ class _Reader:
         """Decodes image, caption and label only; raises one of BAD_IMAGE."""
         image = next((raw[kind] for kind in IMAGES if kind in raw), None)
         if image is None:
-            raise ValueError(f"no image ({', '.join(IMAGES)}) beside it")
+            raise ValueError(f"no image ({', '.join(IMAGES)}) in the sample")
         if "txt" not in raw:
-            raise ValueError("no caption (txt) beside it")
+            raise ValueError("no caption (txt) in the sample")
         words = None
         if self.stream.augment:
             name = f"{os.path.basename(without_secrets(raw['__url__']))}/{raw['__key__']}"

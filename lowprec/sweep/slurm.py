@@ -43,7 +43,7 @@ def submit(manifest: Manifest, runs: list[int], token: str, launcher: dict) -> N
         return
     job = re.search(r"job (\d+)", answer)
     if job is None:
-        raise SlurmError(f"sbatch names no job: {_last_line(answer)}")
+        raise SlurmError(f"sbatch printed no job id: {_last_line(answer)}")
     manifest.record({"event": "submitted", "token": token, "job": job[1]})
 
 

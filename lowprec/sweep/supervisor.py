@@ -32,7 +32,7 @@ class Attempt:
 
     `gpus`: the number of processes, one per GPU; 0 for one process that sees all GPUs. `visible`:
     GPUs to train on, None for those of this process. After `start`, `poll` is called until `code`
-    is set: 0, STOPPED (the run is to be started again) or another exit status (it failed).
+    is set: 0, STOPPED (the run is to be restarted) or another exit status (it failed).
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Attempt:
         """Records how the attempt ended and whether to start the run `again`."""
         row = {"event": "ended", "token": self.token, "code": code, "reason": reason}
         self.manifest.append(self.index, row | {"again": again})
-        how = "has saved and is to be started again" if again else f"failed: {reason}"
+        how = "has saved and will be restarted" if again else f"failed: {reason}"
         if again:
             code = STOPPED
         elif code == STOPPED:

@@ -49,7 +49,7 @@ class Saver:
         choice = self.world.first(self._choose)
         if choice is None:
             self.record.cut({})
-            print(f"{run}: from step 0")
+            print(f"{run}: starting at step 0")
             return 0
         path, manifest, mismatch = choice
         self.world.together(lambda: self.state.load(Path(path)))
@@ -58,7 +58,7 @@ class Saver:
         self.record.cut(manifest["offsets"])
         if mismatch:
             self.record.append("events", [{"step": manifest["step"], "drift": mismatch}])
-        print(f"{run}: going on from step {manifest['step']}")
+        print(f"{run}: resuming from step {manifest['step']}")
         return manifest["step"]
 
     def _choose(self) -> tuple[str, dict, list[str]] | None:

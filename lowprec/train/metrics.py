@@ -314,7 +314,7 @@ class MetricsBuffer:
 
 @dataclass
 class Verdict:
-    """Number of rows that belong to the run, why it diverged (or None), skips in a row."""
+    """Number of rows that belong to the run, why it diverged (or None), consecutive skips."""
 
     last: int
     reason: str | None
@@ -333,15 +333,15 @@ def judge(
     """Applies the non-finite rule: finds the step at which a run diverged, if it did.
 
     A non-finite loss diverges. Without loss scaling, so does a non-finite gradient; with it the
-    step (dynamic) or the tensor (fixed) was skipped, and `max_skips` such steps in a row diverge.
+    step (dynamic) or the tensor (fixed) was skipped, and `max_skips` consecutive skips diverge.
 
     Args:
         rows: one per step, with `step` and `loss`.
         grad_norms: [steps, tensors].
         names: of the tensors.
         scaler: "none", "dynamic" or "fixed".
-        max_skips: number of skips in a row that diverges.
-        skips: number of skips in a row before the first row.
+        max_skips: number of consecutive skips that counts as divergence.
+        skips: number of consecutive skips before the first row.
     """
     for i, row in enumerate(rows):
         if not np.isfinite(row["loss"]):
@@ -352,6 +352,6 @@ def judge(
         if len(bad) and (scaler == "none" or skips >= max_skips):
             some = ", ".join(names[j] for j in bad[:5]) + (", ..." if len(bad) > 5 else "")
             what = f"{len(bad)} gradients are not finite at step {row['step']} ({some})"
-            reason = what if scaler == "none" else f"{skips} skips in a row: {what}"
+            reason = what if scaler == "none" else f"{skips} consecutive skips: {what}"
             return Verdict(i + 1, reason, skips)
     return Verdict(len(rows), None, skips)

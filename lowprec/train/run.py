@@ -188,8 +188,8 @@ def _load_weights(built: Built, sources: dict[str, str], run: Path) -> None:
         checkpoint = find_checkpoint(Path(source))
         if checkpoint_digest(checkpoint) != sources["resume_from"]:
             raise CheckpointError(
-                f"resume.from={source}: it is still being trained, and {checkpoint.name} has come "
-                "since; wait for its end, or name one of its checkpoints"
+                f"resume.from={source}: it is still being trained, and {checkpoint.name} is "
+                "newer; wait until it ends, or name one of its checkpoints"
             )
         return str(checkpoint)
 

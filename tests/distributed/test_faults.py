@@ -32,7 +32,7 @@ def test_a_signal_to_any_rank_saves_once_after_the_same_step_and_all_exit_75(ran
     assert len(list((run / "checkpoints").iterdir())) == 1
     again = ranks("train", 2, configs=[{**config, "num_steps": status["step"] + 2}])
     assert again["codes"] == [0, 0], again["logs"]
-    assert f"going on from step {status['step']}" in again["logs"][0]
+    assert f"resuming from step {status['step']}" in again["logs"][0]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dead", "stopped"])

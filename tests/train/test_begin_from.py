@@ -74,5 +74,5 @@ def test_a_source_that_trained_on_is_refused(make_config, tmp_path, first, monke
     named = running.sources_of
     stale = lambda config, data: named(config, data) | {"resume_from": "0" * 64}  # noqa: E731
     monkeypatch.setattr(running, "sources_of", stale)
-    with pytest.raises(RunError, match="still being trained, and step_0+4 has come since"):
+    with pytest.raises(RunError, match="still being trained, and step_0+4 is newer"):
         second(make_config, tmp_path, first)

@@ -263,7 +263,7 @@ def test_max_skips_in_a_row_diverge_naming_the_tensor(make_config, run_once, tmp
         spoil=spoil_gradient("visual.conv1.weight", {2, 5, 6, 7, 8}),
     )
     assert (ended.state, ended.step) == ("diverged", 7)
-    assert "3 skips in a row" in ended.reason and "visual.conv1.weight" in ended.reason
+    assert "3 consecutive skips" in ended.reason and "visual.conv1.weight" in ended.reason
 
 
 def test_too_many_bad_samples_stop_the_run(make_config, run_once, tmp_path):
