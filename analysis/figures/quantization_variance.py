@@ -68,8 +68,8 @@ def caption(frame: pd.DataFrame) -> str:
         "Variance of the error of dot products of quantized standard normal numbers, by inner "
         f"dimension ({first:,} to {last:,}), with SwitchBack's granularities (one scale per row, "
         "one for the other operand). Points: measured; lines: predicted, K (E[x^2] e_w + E[w^2] "
-        "e_x + e_x e_w) with e = E[step^2] / 12, the step being the distance of neighboring numbers of "
-        f"the format. They differ by at most {worst:.1f}%. Gray: the sums of ViT-H/14's products: "
+        "e_x + e_x e_w) with e = E[step^2] / 12, where step is the distance between neighboring "
+        f"numbers. They differ by at most {worst:.1f}%. Gray: the sums of ViT-H/14's products: "
         f"{narrow:,} to {wide:,} features, and for the weight gradient {tokens:,} tokens (256 "
-        "images a GPU, half of the patches dropped). After appendix C, arXiv:2304.13013."
+        "images per GPU, half of the patches dropped). After appendix C, arXiv:2304.13013."
     )
