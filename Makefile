@@ -12,7 +12,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 endif
 
-.PHONY: demo test test-slow test-gpu test-system mutants lint clean
+.PHONY: demo test test-slow test-gpu test-system ways mutants lint clean
 
 demo: $(READY)
 	@$(PY) -m experiments.train -m $(DEMO)
@@ -31,11 +31,14 @@ test-gpu: $(READY)
 test-system: $(READY)
 	@$(PY) -m pytest -q -m system
 
+ways: $(READY)
+	@$(PY) tests/ways.py
+
 mutants: $(READY)
 	@$(PY) tests/mutants.py
 
 lint: $(READY)
-	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
+	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(VENV)/bin/lint-imports
 
 # pip installs once for each state of the two files; bytecode is compiled on the way.
 $(VENV)/.ready: pyproject.toml constraints.txt
