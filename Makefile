@@ -38,7 +38,7 @@ mutants: $(READY)
 	@$(PY) tests/mutants.py
 
 lint: $(READY)
-	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(VENV)/bin/lint-imports
+	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -c "from importlinter.cli import lint_imports_command as lint; lint()"
 
 # pip installs once for each state of the two files; bytecode is compiled on the way.
 $(VENV)/.ready: pyproject.toml constraints.txt
