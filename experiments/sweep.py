@@ -141,6 +141,8 @@ def train(texts: list[str]) -> None:
     """`train FOLDER INDEX`: trains one run by the config that `submit` wrote; for launchers."""
     from experiments.train import main as train_run  # loads torch
 
+    if len(texts) != 2 or not texts[1].isdecimal() or not Path(texts[0], "sweep.json").exists():
+        sys.exit("python -m experiments.sweep train FOLDER INDEX: FOLDER needs a sweep.json")
     run = Manifest(Path(texts[0])).runs[int(texts[1])]
     train_run(check(run.config), expected=run.directory)
 

@@ -87,7 +87,7 @@ def main(config: DataBenchConfig) -> None:
     """Measures loading of each set, then start-up; exits with 1 if something was wrong."""
     torch.set_num_threads(1)
     lines = Lines(config.run_dir, "data", torch.device("cpu"), ("webdataset",))
-    with tempfile.TemporaryDirectory(prefix="bench_data-") as folder:
+    with tempfile.TemporaryDirectory(prefix="benchmark-data-") as folder:
         for size in config.image_size:
             bench_set(config, size, Path(folder), lines)
         for count in config.shards:

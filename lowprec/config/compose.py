@@ -225,7 +225,8 @@ def _axes(overrides: list[str], schema: type, faults: list[str]) -> list[list[st
     parsed = [_parse(text, faults) for text in overrides]
     known = [o for o in parsed if o is not None and _is_known(o, schema, faults)]
     axes = {_key(o.input_line): list(_values(o)) for o in known}  # the last of a key counts
-    return [[f"{name}={value}" for value in values] for name, values in axes.items()]
+    faults += [f"{name}: the sweep has no values" for name, values in axes.items() if not values]
+    return [[f"{name}={value}" for value in values] for name, values in axes.items() if values]
 
 
 def _key(text: str) -> str:

@@ -9,7 +9,6 @@ from lowprec.runs.read import scan_rows
 STOPPED = 75  # exit status of a run that was asked to stop: the same command resumes it
 LOST = 76  # exit status of a process that the watchdog ended
 MAX_ATTEMPTS = 3  # attempts of one job that may begin at the same checkpoint
-ENDED = ("finished", "diverged")  # states of a run that never continues
 
 
 class CheckpointError(RuntimeError):

@@ -6,7 +6,7 @@ from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from lowprec.config.check import public_name
+from lowprec.config.check import REMOVED, public_name
 from lowprec.config.schema import Config
 
 
@@ -36,6 +36,10 @@ def identity(config: Any) -> dict:
         del marked["num_steps"]
     if isinstance(config, Config) and config.data.name == "stream":
         marked["save_every"] = config.save_every
+    if isinstance(config, Config):  # removed keys keep the digests of old runs
+        for key, value in REMOVED.items():
+            group, _, name = key.partition(".")
+            marked[group][name] = value
     return marked
 
 

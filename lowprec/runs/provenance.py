@@ -11,9 +11,11 @@ ROOT = Path(__file__).parents[2]
 CODE = (  # the modules that a step or an evaluation passes through
     *("lowprec/formats.py", "lowprec/evaluate.py"),
     *(f"lowprec/{package}/*.py" for package in ("ops", "nn", "optim", "clip")),
-    *(f"lowprec/data/{name}.py" for name in ("order", "shards", "loader", "stream")),
-    *(f"lowprec/train/{name}.py" for name in ("build", "loop", "task", "step", "state")),
-    *(f"lowprec/train/{name}.py" for name in ("checkpoint", "distributed")),
+    *("lowprec/config/patterns.py", "lowprec/diagnostics/blocks.py"),
+    *(f"lowprec/data/{name}.py" for name in ("open", "index", "order", "shards", "loader")),
+    "lowprec/data/stream.py",
+    *(f"lowprec/train/{name}.py" for name in ("build", "loop", "task", "step", "metrics")),
+    *(f"lowprec/train/{name}.py" for name in ("state", "checkpoint", "distributed")),
 )
 REMEDIES = {
     "config": "for another config start another run, with another name=...",

@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+from lowprec.runs.attempts import STOPPED
 from lowprec.sweep.plan import Manifest, Submission, is_locked, take_lock
 from lowprec.sweep.supervisor import POLL_S, Attempt
 from lowprec.train.signals import STOPPING
@@ -62,6 +63,7 @@ def launch(folder: Path) -> None:
     manifest = Manifest(folder)
     while any(is_locked(manifest.lock_of(index)) for index in _submitted(manifest)):
         time.sleep(LOOK_S)  # the trainings of a killed launcher are saving
+    _end_orphans(manifest)
     requests: list[int] = []
     for number in STOPPING:
         signal.signal(number, lambda number, frame: requests.append(number))
@@ -75,6 +77,15 @@ def launch(folder: Path) -> None:
             break
         _watch(attempts, requests)
     os.close(lock)
+
+
+def _end_orphans(manifest: Manifest) -> None:
+    """Records that the attempts of a killed launcher have ended, so that their runs continue."""
+    for index, submission in _submitted(manifest).items():
+        rows = manifest.attempts(index, submission.token)
+        if rows and rows[-1]["event"] == "started":
+            row = {"event": "ended", "token": submission.token, "code": STOPPED, "again": True}
+            manifest.append(index, row | {"reason": "its launcher was killed"})
 
 
 def _watch(attempts: dict[int, Attempt], requests: list[int]) -> None:

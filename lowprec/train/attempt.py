@@ -12,8 +12,9 @@ import torch
 from lowprec.config.check import RunError
 from lowprec.config.schema import Config
 from lowprec.data.shards import ShardError
-from lowprec.runs.attempts import ENDED, STOPPED, CheckpointError
+from lowprec.runs.attempts import STOPPED, CheckpointError
 from lowprec.runs.durable import DiskError
+from lowprec.runs.read import ENDED
 from lowprec.runs.record import NullRecord, Record, RecordError
 from lowprec.train import watchdog
 from lowprec.train.distributed import PeerFailed, Ranks
@@ -47,7 +48,11 @@ def _ignored_child_signals() -> Iterator[None]:
     The broken pipe to a killed worker is often noticed first; its signal must not interrupt
     recording it.
     """
-    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    except ValueError:  # only the main thread may, and only there the handler raises
+        yield
+        return
     try:
         yield
     finally:

@@ -98,7 +98,14 @@ class RemoteCopy(NoCopy):
             except FileNotFoundError:
                 if path.exists():  # the store's error: otherwise the checkpoint was just retired
                     raise
-        gone = set() if self._abandoned else {*there, *self._copied} - names
+        kept = {parts[1] for name in names if (parts := name.split("/"))[0] == "checkpoints"}
+        oldest = min(kept, default="")
+        retired = {
+            name
+            for name in there
+            if (parts := name.split("/"))[0] == "checkpoints" and parts[1] < oldest
+        }  # without a checkpoint here, as on a new machine, those of the copy stay
+        gone = set() if self._abandoned else (set(self._copied) - names) | retired
         for name in sorted(gone, key=lambda name: (not _is_manifest(name), name)):
             with contextlib.suppress(FileNotFoundError):
                 store.rm_file(f"{root}/{name}")

@@ -126,7 +126,8 @@ class Watchdog:
                     rank.heard = rank.moved = now
             last = now
             if sys.__stderr__:  # for a hang that holds the interpreter's lock
-                faulthandler.dump_traceback_later(SILENT_S, file=sys.__stderr__)
+                limit = self.own.limit(self.timeout_s) + 2 * TICK_S
+                faulthandler.dump_traceback_later(limit, file=sys.__stderr__)
             if (fault := self._fault(now)) and not self.closing.is_set():
                 self._end(fault)
 

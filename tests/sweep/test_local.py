@@ -98,6 +98,17 @@ def test_trainings_of_an_ended_launcher_save_and_the_next_one_waits_for_them(swe
     assert sweeps.starts() == [2]
 
 
+def test_a_submit_while_trainings_of_a_killed_launcher_save_continues_them(sweeps, here):
+    manifest = sweeps.make(1, SAVES + sweeps.script)
+    sweeps.submit(parallel=1)
+    sweeps.until((here / "alive").exists)
+    os.kill(launcher_of(manifest), signal.SIGKILL)
+    sweeps.submit(parallel=1)
+    sweeps.until(lambda: sweeps.names() == ["finished"])
+    sweeps.end()
+    assert sweeps.starts() == [2]
+
+
 def test_a_second_submit_adds_runs_to_the_launcher_that_is_there(sweeps, here):
     sweeps.make(4)
     (here / "slow").write_text("0\n1\n")
