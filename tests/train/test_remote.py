@@ -1,5 +1,7 @@
 """A copy behind a URL: complete, up to date, never the end of a run."""
 
+import contextlib
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -91,6 +93,18 @@ def test_a_later_attempt_copies_what_has_changed_and_removes_what_is_gone(
     assert not any(name.startswith("checkpoints/step_000000008/") for name in put)
     removed = [name for kind, name in traffic if kind == "rm"]
     assert removed[0] == "checkpoints/step_000000004/manifest.json" and len(removed) > 3
+
+
+def test_a_new_machine_without_checkpoints_removes_none_from_the_copy(make_config, tmp_path):
+    url = f"file://{tmp_path}/copy"
+    entry.main(make_config({"remote_sync": url}))
+    [run] = find_runs(tmp_path / "runs")
+    copy = tmp_path / "copy" / "run" / run.name
+    before = {name for name in files(copy) if name.startswith("checkpoints/")}
+    shutil.rmtree(run)
+    with contextlib.closing(Record(run)) as record:
+        remote.RemoteCopy(url, record).close()
+    assert before and before <= set(files(copy))
 
 
 def test_a_failed_attempt_prints_its_reason_before_it_is_copied(
