@@ -93,4 +93,4 @@ def test_too_little_room_for_checkpoints_is_said_before_the_first_step(disk, squ
 def test_a_read_only_run_dir_is_refused_before_anything_is_built(disk, squares):
     folder = disk("size=2m,ro")
     output = train(f"data.train={squares}/train-*.tar", f"run_dir={folder}/runs", code=2)
-    assert f"run_dir={folder}/runs: {folder} cannot be written" in output
+    assert f"run_dir={folder}/runs: {folder} is not writable" in output
