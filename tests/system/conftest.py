@@ -90,7 +90,9 @@ class Cluster:
             time.sleep(0.2)
 
     def until_left(self, job):
-        self.until(f"job {job} ends", lambda: job not in self.run("squeue", "-h", "-r", "-o", "%i"))
+        self.until(
+            f"job {job} ends", lambda: job not in self.run("squeue", "-h", "-r", "-o", "%i").split()
+        )
 
     def preempt(self):
         """A job of the higher partition takes both cores."""

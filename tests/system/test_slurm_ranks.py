@@ -45,6 +45,18 @@ class Jobs:
             "sacct", "-D", "-X", "-n", "-P", "-o", "State", "-j", job
         ).splitlines()
 
+    def final_states(self, job):
+        """The same once the job has ended, which accounting learns after the queue."""
+        self.cluster.until_left(job)
+        states = []
+
+        def ended():
+            states[:] = self.states(job)
+            return states and states[-1] not in ("RUNNING", "PENDING", "COMPLETING")
+
+        self.cluster.until(f"accounting has the end of job {job}", ended)
+        return states
+
 
 @pytest.fixture(scope="module")
 def jobs(cluster, keys, tmp_path_factory):
@@ -55,8 +67,7 @@ def jobs(cluster, keys, tmp_path_factory):
 def whole(jobs):
     """The run directory of an undisturbed job."""
     job = jobs.submit("whole")
-    jobs.cluster.until_left(job)
-    assert jobs.states(job) == ["COMPLETED"], jobs.log("whole").read_text()
+    assert jobs.final_states(job) == ["COMPLETED"], jobs.log("whole").read_text()
     return jobs.directory_of("whole")
 
 
@@ -79,9 +90,8 @@ def test_a_job_signaled_early_and_preempted_ends_with_the_undisturbed_record(job
     stopped = cluster.training(jobs.directory_of("disturbed"))
     cluster.preempt()
     cluster.resume_when_signaled(stopped)
-    cluster.until_left(job)
-    printed = jobs.log("disturbed").read_text()
-    assert jobs.states(job) == ["REQUEUED", "REQUEUED", "COMPLETED"], printed
+    states, printed = jobs.final_states(job), jobs.log("disturbed").read_text()
+    assert states == ["REQUEUED", "REQUEUED", "COMPLETED"], printed
     assert len(re.findall("tasks? 0(-1)?: Exited with exit code 75", printed)) == 1
     run = jobs.directory_of("disturbed")
     assert [row["processes"] for row in read_rows(run / "attempts.jsonl")] == [2, 2]
@@ -100,7 +110,7 @@ def test_a_killed_rank_is_named_and_fails_its_job_within_seconds(jobs):
     jobs.cluster.until_left(job)
     assert time.monotonic() - killed < 20
     printed = jobs.log("killed").read_text()
-    assert jobs.states(job) == ["FAILED"], printed
+    assert jobs.final_states(job) == ["FAILED"], printed
     assert f"no heartbeats for 12 s from rank 1 (process {second} on " in printed
     assert "rank 1" in read_status(jobs.directory_of("killed"))["reason"]
 
@@ -114,6 +124,5 @@ def test_a_cancelled_job_saves_and_stays_cancelled(jobs):
     jobs.cluster.until("its step", lambda: f"{job}.0" in jobs.cluster.run(*running))
     time.sleep(1)  # for the trap
     jobs.cluster.run("scancel", job)
-    jobs.cluster.until_left(job)
+    assert [state.split()[0] for state in jobs.final_states(job)] == ["CANCELLED"]
     assert "was cancelled; its checkpoint is kept" in log.read_text()
-    assert [state.split()[0] for state in jobs.states(job)] == ["CANCELLED"]
