@@ -1,6 +1,7 @@
 """Provenance of a run: what its numbers depend on, compared when the run resumes."""
 
 import ast
+import functools
 import hashlib
 import json
 from pathlib import Path
@@ -25,6 +26,7 @@ REMEDIES = {
 }
 
 
+@functools.cache
 def code_digests() -> dict[str, str]:
     """Returns a short digest, by path, of each source file that a run's numbers depend on."""
     return {
