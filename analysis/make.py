@@ -1,15 +1,14 @@
 """Draws figures from runs: `python -m analysis.make SLUG --runs DIR --out DIR [--scale SCALE]`.
 
-A figure shows the runs of its experiment, or those of its `STAND_IN` if there are none, or those of
-`--experiment NAME`. A figure with `LINES` shows that benchmark's lines. DIR may be a URL. `all` in
-place of SLUG draws every figure that DIR supports; `claims` judges the paper's claims.
+A figure shows the runs of its experiment, or those of `--experiment NAME`. A figure with `LINES`
+shows that benchmark's lines. DIR may be a URL. `all` in place of SLUG draws every figure that DIR
+supports; `claims` judges the paper's claims.
 
 Writes SLUG.png, SLUG.pdf, SLUG.csv (exactly the plotted numbers) and SLUG.json (their origin). The
 same runs give the same files. Figures of incomplete or mixed runs are marked: `analysis/study.py`.
 """
 
 import argparse
-import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -130,11 +129,6 @@ def experiment_of(figure) -> str:
     return own or figure.__name__.rpartition(".")[2]
 
 
-def experiments_of(figure) -> list[str]:
-    """The figure's experiment and its `STAND_IN`, if it has one."""
-    return [experiment_of(figure), *([figure.STAND_IN] if hasattr(figure, "STAND_IN") else [])]
-
-
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m analysis.make", description="Draw a figure from runs."
@@ -156,16 +150,9 @@ def _check_slug(slug: str) -> None:
         raise ChoiceError(f"no figure {slug!r}{near}; there are: {', '.join(known)}")
 
 
-def _choose(experiments: list[str], root: Path | str, scale: str | None) -> tuple[str, Runs]:
-    """The first of the experiments that has runs, and those at one scale."""
-    experiment, *others = experiments
-    try:
-        runs = load_runs(root, experiment=experiment, scale=scale)
-    except NoRunsError:
-        with contextlib.suppress(NoRunsError):
-            if others:
-                return _choose(others, root, scale)
-        raise
+def _choose(experiment: str, root: Path | str, scale: str | None) -> Runs:
+    """The runs of an experiment at one scale."""
+    runs = load_runs(root, experiment=experiment, scale=scale)
     scales = sorted(runs.summaries["scale"].dropna().unique())
     if len(scales) > 1:
         raise ChoiceError(
@@ -177,15 +164,15 @@ def _choose(experiments: list[str], root: Path | str, scale: str | None) -> tupl
             f"{root}: every run of {experiment} has a damaged config; to make new ones: "
             f"{command(experiment, scale)}"
         )
-    return experiment, runs
+    return runs
 
 
 def _of_runs(
     figure, root: Path | str, experiment: str | None, scale: str | None
 ) -> tuple[pd.DataFrame, dict, str]:
     """The frame of a figure of runs, its origin, and the scale of the runs."""
-    experiments = experiments_of(figure)
-    experiment, runs = _choose([experiment] if experiment else experiments, root, scale)
+    own = experiment_of(figure)
+    runs = _choose(experiment or own, root, scale)
     frame = figure.query(runs)
     table = runs.runs
     drawn = table[table["run"].isin(frame["run"])]
@@ -195,13 +182,9 @@ def _of_runs(
     scale = drawn["scale"].dropna().iloc[0]
     about = figure.select(table) if hasattr(figure, "select") else table
     lost = len(about) - about["run"].isin(drawn["run"]).sum()
-    own, total, missing = experiment, 0, []
-    if experiment in experiments:  # otherwise the caller chose another study
-        own = experiment_of(figure)
-        total, missing = study.missing(own, scale, table)
-    other = experiment if missing and experiment != own else ""
-    differing = study.differing(drawn, own, scale)
-    mark = study.mark_of_runs(drawn, total, len(missing), other, lost, differing)
+    is_own = experiment in (None, own)  # otherwise the caller chose another study
+    total, missing = study.missing(own, scale, table) if is_own else (0, [])
+    mark = study.mark_of_runs(drawn, total, len(missing), lost)
     lines = [f"{', '.join(missing)}: {command(own, scale)}"] if 0 < len(missing) < total else []
     origin = _runs_drawn(drawn, left_out)
     return frame, {"mark": mark, "missing": lines, **origin}, scale
@@ -269,10 +252,10 @@ def _summaries(root: Path | str) -> pd.DataFrame:
 
 
 def _scales(figure, summaries: pd.DataFrame, scale: str | None) -> list[str | None]:
-    """The given scale, or every scale of the figure's experiments."""
+    """The given scale, or every scale of the figure's experiment."""
     if scale is not None or hasattr(figure, "LINES"):
         return [scale]
-    its = summaries[summaries["experiment"].isin(experiments_of(figure))]
+    its = summaries[summaries["experiment"] == experiment_of(figure)]
     return sorted(its["scale"].dropna().unique()) or [None]
 
 

@@ -1,6 +1,6 @@
 """Loss and RMS_t of the patch embedding on one time axis. Figure 9, arXiv:2304.13013.
 
-Runs: `experiment=rms_and_loss`, else `update_clipping`.
+Runs: `experiment=rms_and_loss`.
 """
 
 import math
@@ -16,7 +16,6 @@ from analysis import curves, paper, spike_marks, style
 from analysis.load import Runs
 from lowprec.diagnostics.spikes import Protocol, lag_coincidence
 
-STAND_IN = "update_clipping"
 select = spike_marks.of_adamw
 CAP_AFTER = 0.1  # the loss axis ends at the largest loss after this share of the run
 OTHER, RMS = spike_marks.OTHER, style.RMS

@@ -1,7 +1,6 @@
 """Loss spikes and RMS spikes over a sweep: losses, leads, shares, control layers.
 
-After the appendix of arXiv:2304.13013. Runs: `experiment=spikes_vs_size`, `_batch` and `_lr`, or
-those of `update_clipping` with large beta2.
+After the appendix of arXiv:2304.13013. Runs: `experiment=spikes_vs_size`, `_batch` and `_lr`.
 """
 
 import math
@@ -211,7 +210,6 @@ class Leads:
 
     EXPERIMENT: str
     key: str  # of the config, in which its panels differ
-    STAND_IN: str = "update_clipping"
 
     plot = staticmethod(plot)
     draw = staticmethod(draw)

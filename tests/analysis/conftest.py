@@ -6,7 +6,6 @@ import pytest
 import yaml
 from matplotlib.figure import Figure
 
-from analysis import study
 from lowprec.config.schema import Config, ModelConfig, OptimizerConfig, PrecisionConfig
 from lowprec.runs.identity import directory, to_dict
 from lowprec.runs.record import Record
@@ -114,34 +113,3 @@ def make_run_fixture(tmp_path):
 def no_pictures(monkeypatch):
     """Pictures are drawn but written as empty files: writing them takes most of the time."""
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: path.touch())
-
-
-@pytest.fixture(name="make_cells")
-def make_cells_fixture(make_run):
-    """A function: runs of every cell of a study, with its config but for `changes`; their folders.
-
-    `where`: only the cells with these values. `keys`: as `make_run` takes them.
-    """
-
-    def make(study_of, where=None, changes=None, experiment=None, **keys) -> list[Path]:
-        experiment, folders = experiment or study_of, []
-        for i, cell in enumerate(study.settings(study_of, "mini").to_dict("records")):
-            if any(cell[key] != value for key, value in (where or {}).items()):
-                continue
-            cell |= {"experiment": experiment, "data.train": "train.tar"} | (changes or {})
-            whole = {"num_steps": cell["num_steps"], "flush": 1000, "model": cell["model.name"]}
-            run = make_run(**{"experiment": experiment, "scale": "mini", "seed": i} | whole | keys)
-            config = {}
-            for key, value in cell.items():
-                *groups, last = key.split(".")
-                node = config
-                for group in groups:
-                    node = node.setdefault(group, {})
-                value = None if value is None or value != value else value
-                node[last] = list(value) if isinstance(value, tuple) else value
-            config["precision"].pop("label")
-            (run / "config.yaml").write_text(yaml.safe_dump(config))
-            folders.append(run)
-        return folders
-
-    return make

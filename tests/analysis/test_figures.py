@@ -1,6 +1,5 @@
 """Tests the figures of runs: what their frames hold and what is drawn and named."""
 
-import json
 import shutil
 
 import numpy as np
@@ -14,13 +13,11 @@ from analysis.figures import (
     feature_magnitude,
     gradient_magnitude,
     loss_curves,
-    resume,
     spikes_vs_batch,
     spikes_vs_lr,
     spikes_vs_size,
     update_clipping,
 )
-from analysis.load import NoRunsError
 from lowprec.config.schema import InterventionConfig
 
 
@@ -348,44 +345,3 @@ def test_shown_blocks_are_as_deep_as_those_of_the_paper(depth, blocks):
 def test_runs_without_a_record_of_blocks_are_left_out(make_run, query):
     make_run(num_steps=60)
     assert query(feature_magnitude).empty and query(gradient_magnitude).empty
-
-
-@pytest.fixture
-def pair(make_run, tmp_path):
-    """A function: an undisturbed run, and one resumed after step 40 with changed losses."""
-
-    def make(change=0.0):
-        for name in ("whole", "killed"):
-            root = make_run(num_steps=100, experiment="resume", name=name).parent
-            root.rename(tmp_path / "runs" / name)
-        [killed] = (tmp_path / "runs" / "killed").iterdir()
-        timing = [json.loads(line) for line in (killed / "timing.jsonl").read_text().splitlines()]
-        for row in timing:
-            row["attempt"] = int(row["step"] > 40)
-        (killed / "timing.jsonl").write_text("".join(json.dumps(row) + "\n" for row in timing))
-        rows = [json.loads(line) for line in (killed / "metrics.jsonl").read_text().splitlines()]
-        rows[60]["loss"] += change
-        (killed / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return load_runs(tmp_path / "runs")
-
-    return make
-
-
-def test_exact_resume_is_reported_as_exact(pair):
-    frame = resume.query(pair())
-    assert sorted(frame["attempts"].unique()) == [1, 2] and (frame["difference"] == 0).all()
-    assert frame.loc[frame["resumed"], "step"].tolist() == [41]
-    assert "every loss is the same" in resume.caption(frame)
-
-
-def test_a_difference_is_drawn_and_named(pair):
-    frame = resume.query(pair(0.25))
-    assert "0.25" in resume.caption(frame)
-    line = drawn(resume, frame)[1].lines[1]
-    assert line.get_ydata().max() == pytest.approx(0.25)
-
-
-def test_missing_pair_is_an_error_that_names_the_study(make_run, tmp_path):
-    make_run(num_steps=40, experiment="resume")
-    with pytest.raises(NoRunsError, match="resume_mini"):
-        resume.query(load_runs(tmp_path / "runs"))

@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 import os
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -91,7 +90,7 @@ def lines():
 
 
 def write_studies(root, write_run):
-    """Runs of every study, benchmark lines, and a run that was killed and started again."""
+    """Runs of every study, and benchmark lines."""
     steps = np.arange(STEPS)
     for experiment, cells in STUDIES.items():
         for rank, cell in enumerate(cells):
@@ -102,14 +101,6 @@ def write_studies(root, write_run):
             losses[SPIKE - 1 : SPIKE + 2] += 2
             write_run(root, experiment=experiment, columns=columns, losses=losses,
                      tables=tables(rank), diagnostics=WATCHED, **keys)  # fmt: skip
-    for name in ("whole", "killed"):
-        run = write_run(root, num_steps=STEPS, experiment="resume", scale="mini", name=name,
-                       losses=5 - steps / 10)  # fmt: skip
-        shutil.move(run.parent, root / f"resume_{name}")
-    timing = root / "resume_killed" / run.name / "timing.jsonl"
-    rows = [json.loads(row) for row in timing.read_text().splitlines()]
-    rows = [{**row, "attempt": int(row["step"] > 20)} for row in rows]
-    timing.write_text("".join(json.dumps(row) + "\n" for row in rows))
     for row in lines():
         path = root / "bench" / row["slug"] / "20260101-000000.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)

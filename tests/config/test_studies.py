@@ -9,14 +9,12 @@ from omegaconf import OmegaConf
 from analysis import figures, make, study
 from lowprec.config.compose import CONF, compose_command
 
-WITHOUT_PAPER = ("resume",)  # studies that the paper does not have
 SHARDS = ["data.train=train.tar", "data.val=val.tar"]
 MINI = ("mini_b", "mini_l", "mini_h")
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 FIGURES = {slug: figures.load(slug) for slug in figures.slugs()}
 OF_RUNS = [slug for slug, figure in FIGURES.items() if not hasattr(figure, "LINES")]
 STUDIES = sorted({make.experiment_of(FIGURES[slug]) for slug in OF_RUNS})
-OF_PAPER = [slug for slug in STUDIES if slug not in WITHOUT_PAPER]
 
 
 @functools.cache
@@ -35,8 +33,8 @@ def test_an_experiment_composes_into_distinct_runs_as_many_as_its_header_says(na
     count = int(re.search(r"(\d+) runs?\b", header).group(1))
     assert len(runs_of(name)) == count
     scale = next((s for s in ("mini", "demo") if name.endswith(f"_{s}")), "paper")
-    planned = study._planned(name.removesuffix(f"_{scale}"), scale)
-    assert len({tuple(row[key] for key in keys) for row, keys in planned}) == len(planned) == count
+    planned = study.planned(name.removesuffix(f"_{scale}"), scale)
+    assert len({tuple(run.items()) for run in planned}) == len(planned) == count
     table = (CONF.parent / "experiments" / "README.md").read_text()
     assert f"| `{name}` |" in table or f"| `{name.removesuffix('_mini')}` |" in table
 
@@ -48,7 +46,7 @@ def test_a_mini_study_trains_mini_models_for_at_most_2000_steps(slug):
         assert config.model.name in MINI and config.num_steps <= 2000
 
 
-@pytest.mark.parametrize("slug", OF_PAPER)
+@pytest.mark.parametrize("slug", STUDIES)
 def test_a_study_at_paper_scale_follows_the_protocol_of_the_paper(slug):
     for config in runs_of(slug):
         assert (config.experiment, config.scale) == (slug, "paper")
@@ -91,5 +89,4 @@ def test_without_runs_a_figure_names_the_command_for_them(scale, tmp_path, capsy
         name = capsys.readouterr().err.strip().rpartition("experiments.train -m experiment=")[2]
         planned = make.experiment_of(FIGURES[slug])
         assert OmegaConf.load(CONF / "experiment" / f"{name}.yaml").experiment == planned
-        if planned not in WITHOUT_PAPER:
-            assert name == (planned if scale == "paper" else f"{planned}_mini")
+        assert name == (planned if scale == "paper" else f"{planned}_mini")
