@@ -15,7 +15,7 @@ from lowprec.runs.read import read_rows
 
 QUANTIZE = ("quantize_x", "quantize_g", "quantize_w")
 PRODUCTS = ("output", "grad_input", "grad_weight")
-MAKERS = {"quantization_variance": "quant_error", "layer_memory": "benchmarks.layer"}
+MAKERS = {"quantization_variance": "quant_error", "layer_memory": "benchmarks layer"}
 
 
 def load_lines(root: Path | str, *slugs: str) -> pd.DataFrame:
@@ -35,7 +35,7 @@ def load_lines(root: Path | str, *slugs: str) -> pd.DataFrame:
     if not rows:
         kinds = "|".join(slugs)
         makers = [
-            f"python -m experiments.{MAKERS.get(slug, f'benchmarks.{slug}')}" for slug in slugs
+            f"python -m experiments.{MAKERS.get(slug, f'benchmarks {slug}')}" for slug in slugs
         ]
         raise NoRunsError(
             f"{root}: no lines in {kinds}/*.jsonl or bench/{kinds}/*.jsonl; to make some: "

@@ -161,7 +161,7 @@ def end_to_end(records: Evidence, baseline: str, case: str) -> Finding:
     frame = frame[(frame["model"] == H14) & (frame["baseline"] == baseline)]
     mine = frame[frame["series"] == case]
     if mine.empty:
-        makes = f"python -m experiments.benchmarks.model {H14_KEYS}"
+        makes = f"python -m experiments.benchmarks model {H14_KEYS}"
         raise NoRunsError(f"{case} and {baseline} on {H14}: {makes}")
     ours = "; ".join(f"{row.value:.1f}% ({row.shape})" for row in mine.itertuples())
     ours += f", {bench.devices(frame)}, one measurement each"
@@ -180,7 +180,7 @@ def quantize_share(records: Evidence) -> Finding:
     mine = frame[(frame["source"] != paper.SOURCE) & frame["dim"].isin(paper.DIMS)]
     mine = mine[mine["series"] == "int8"].sort_values("dim")
     if mine.empty:
-        raise NoRunsError("python -m experiments.benchmarks.ops")
+        raise NoRunsError("python -m experiments.benchmarks ops")
     ours, holds = [], True
     for tokens, line in mine.groupby("tokens"):
         shares, dims = line["value"], line["dim"]

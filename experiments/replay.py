@@ -3,7 +3,6 @@
     python -m experiments.replay run=RUN step=1170
     python -m experiments.replay run=RUN step=1170 optimizer.beta2=0.95
     python -m experiments.replay -m run=RUN step=1170 optimizer.beta2=0.9,0.95
-    python -m experiments.replay run=RUN step=1170 precision=fp32 scaler=none skip_batches=4
 
 The replay starts from the newest snapshot or checkpoint at least `steps` steps before `step`.
 First the steps are replayed unchanged: this control must reproduce the recorded losses, otherwise
@@ -20,18 +19,16 @@ Prints a table and writes it, every step and a figure to RUN/replays/. The run i
 
 import io
 import math
-import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import pandas as pd
 from hydra._internal.utils import get_args_parser
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
 
 from analysis import style
 from analysis.spike_marks import TENSOR
@@ -48,14 +45,8 @@ from lowprec.runs.attempts import CheckpointError
 from lowprec.runs.identity import to_dict
 from lowprec.runs.read import read_config, scan_rows
 
-QUESTIONS = {  # what a change of a key asks about
-    "data": ("skip_batches", "data", "seed", "batch_size"),
-    "optimizer": ("optimizer", "schedule", "num_steps"),
-    "numerics": ("precision", "scaler", "compile", "checkpointing", "device", "deterministic"),
-}
 STAYS = 0.5  # share of the control's height above which the spike remains
 BEFORE = 20  # recorded steps before the spike that show how much losses scatter
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 
 
 @dataclass
@@ -85,33 +76,31 @@ def main(config: ReplayConfig, changes: list[str], multirun: bool = False) -> No
     trained = to_dict(read_config(run))
     trained["run_dir"], trained["model"]["init_from"] = str(run), None
     trained["evaluation"]["name"] = trained["logger"]["name"] = "none"
-    losses = {row["step"]: row["loss"] for row in scan_rows(run / "metrics.jsonl")[0]}
-    if config.step not in losses:
-        raise RunError(f"{run} has recorded steps 1 to {max(losses, default=0)}")
+    recorded = pd.Series({row["step"]: row["loss"] for row in scan_rows(run / "metrics.jsonl")[0]})
+    if config.step not in recorded:
+        raise RunError(f"{run} has recorded steps 1 to {recorded.index.max()}")
     faults, replayed = [], {}
     try:
         state, manifest = state_before(run, config.step, config.steps)
         if layout := manifest["provenance"].get("layout"):  # the order of a stream depends on it
             trained["num_workers"] = layout["workers"]
         variants = variants_of(trained, changes, multirun)
+        first, last = manifest["step"] + 1, min(config.step + config.steps, trained["num_steps"])
+        print(f"from {state}: steps {first} to {last}", flush=True)
+        control = replay(variants.pop("control"), state, config.step, last)
     except CheckpointError as error:
         raise RunError(str(error)) from error
-    first, last = manifest["step"] + 1, min(config.step + config.steps, trained["num_steps"])
-    print(f"from {state}: steps {first} to {last}", flush=True)
+    print(f"control: {compare(control, recorded, config.tolerance)}", flush=True)
+    replayed = {"control": control}
     for name, variant in variants.items():
+        keeps_scaler = variant.scaler.name == trained["scaler"]["name"]
         try:
-            keeps_scaler = variant.scaler.name == trained["scaler"]["name"]
             replayed[name] = replay(variant, state, config.step, last, keeps_scaler=keeps_scaler)
         except CheckpointError as error:
-            if name == "control":
-                raise RunError(str(error)) from error
             faults.append(f"{name}: {error}")
-        if name == "control":
-            difference = compare(replayed[name], losses, config.tolerance)
-            print(f"control: {difference}", flush=True)
     stem = "_".join([f"step_{config.step}", *changes]).replace("/", "-")[:120]
     protocol = protocol_of(**trained["diagnostics"]["spikes"])
-    print(report(run, config.step, losses, replayed, run / "replays" / stem, protocol))
+    print(report(run / "replays" / stem, config.step, recorded, replayed, protocol))
     if faults:
         raise RunError("; ".join(faults))
 
@@ -164,7 +153,7 @@ def changed(trained: dict, overrides: tuple[str, ...]) -> dict:
 
 def replay(
     config: ReplayedConfig, state: Path, step: int, last: int, *, keeps_scaler: bool = True
-) -> list[dict]:
+) -> pd.DataFrame:
     """Trains from a state to step `last`, or to the first loss that is not finite.
 
     Args:
@@ -175,7 +164,7 @@ def replay(
         keeps_scaler: whether the state's loss scaler continues; otherwise a new one starts.
 
     Returns:
-        Rows `step, loss, rms`; `rms` is RMS_t of the patch embedding, NaN without one.
+        Columns `step, loss, rms`; `rms` is RMS_t of the patch embedding, NaN without one.
     """
     from lowprec.optim.loss_scaling import NoScaler
     from lowprec.optim.stable_adamw import STATISTICS
@@ -192,34 +181,29 @@ def replay(
     first, names = step_of(state) + 1, optimizer.names
     batches = built.batches_from(first)
     skip_at = max(first, step + 1 - config.skip_batches)
-    for number in range(first, last + 1):
-        if number == skip_at:
-            batches = islice(batches, config.skip_batches, None)
-        batch = next(batches, None)
-        if batch is None:  # the run's last batch came before, since some were left out
-            break
+    kept, rest = islice(batches, skip_at - first), islice(batches, config.skip_batches, None)
+    for number, batch in zip(range(first, last + 1), chain(kept, rest), strict=False):
         loss = take_step(number, batch)["loss"].item()
         rms = optimizer.statistics[:, STATISTICS.index("rms")].tolist()
         rms = rms[names.index(TENSOR)] if TENSOR in names else math.nan
         rows.append({"step": number, "loss": loss, "rms": rms})
         if take_step.frozen.item():
             break
-    return rows
+    return pd.DataFrame(rows)
 
 
-def compare(control: list[dict], recorded: dict[int, float], tolerance: float) -> str:
+def compare(control: pd.DataFrame, recorded: pd.Series, tolerance: float) -> str:
     """Says how well the control reproduces the record; raises RunError if it does not."""
-    pairs = [(r["step"], r["loss"], recorded[r["step"]]) for r in control if r["step"] in recorded]
-    differences = {
-        step: 0.0 if repr(loss) == repr(known) else abs(loss - known) for step, loss, known in pairs
-    }
-    if not any(differences.values()):
-        return f"reproduces the {len(pairs)} recorded losses to the bit"
-    worst = max(
-        differences, key=lambda step: (not differences[step] <= tolerance, differences[step])
-    )
+    losses = control.set_index("step")["loss"]
+    losses = losses[losses.index.isin(recorded.index)]
+    known = recorded[losses.index]
+    equal = losses.map(repr) == known.map(repr)
+    if equal.all():
+        return f"reproduces the {len(losses)} recorded losses to the bit"
+    differences = (losses - known).abs().mask(equal, 0.0).fillna(math.inf)
+    worst = differences.idxmax()
     text = (
-        f"the largest difference from {len(pairs)} recorded losses is {differences[worst]:.3g}, "
+        f"the largest difference from {len(losses)} recorded losses is {differences[worst]:.3g}, "
         f"at step {worst} (bound: tolerance={tolerance:g})"
     )
     if differences[worst] <= tolerance:
@@ -231,21 +215,12 @@ def compare(control: list[dict], recorded: dict[int, float], tolerance: float) -
 
 
 def report(
-    run: Path,
-    step: int,
-    recorded: dict[int, float],
-    replayed: dict[str, list[dict]],
-    stem: Path,
-    protocol: Protocol,
+    stem: Path, step: int, recorded: pd.Series, frames: dict[str, pd.DataFrame], protocol: Protocol
 ) -> str:
     """Writes `<stem>.csv`, `<stem>_table.csv` and `<stem>.png`; returns the text to print."""
-    frames = {name: pd.DataFrame(rows) for name, rows in replayed.items()}
-    record = pd.DataFrame({"step": list(recorded), "loss": list(recorded.values())})
-    steps = frames["control"]["step"]
-    record = record[record["step"].between(steps.min(), steps.max())]
-    curves = [record.assign(change="recorded")]
-    curves += [frame.assign(change=name) for name, frame in frames.items()]
-    curves = pd.concat(curves)[["change", "step", "loss", "rms"]]
+    record = recorded.rename_axis("step").rename("loss").reset_index()
+    record = record[record["step"].isin(frames["control"]["step"])]
+    curves = pd.concat({"recorded": record} | frames, names=["change"]).reset_index("change")
     compared = table(frames, step, protocol)
     stem.parent.mkdir(exist_ok=True)
     for ending, frame in ((".csv", curves), ("_table.csv", compared)):
@@ -253,7 +228,7 @@ def report(
         durable.replace(stem.with_name(stem.name + ending), text.encode())
     with style.style():
         figure, picture = Figure(layout="constrained"), io.BytesIO()
-        draw(figure, frames, record, step, run.resolve().name)
+        draw(figure, frames, record, step)
         figure.savefig(picture, format="png")
     durable.replace(stem.with_name(stem.name + ".png"), picture.getvalue())
     text = compared.to_string(index=False, float_format=lambda value: f"{value:.4g}", na_rep="-")
@@ -263,60 +238,33 @@ def report(
 def table(frames: dict[str, pd.DataFrame], step: int, protocol: Protocol) -> pd.DataFrame:
     """Compares replays in a table, one row each.
 
-    Columns: `change`; `question`, what it asks about; `loss` at the step; `peak`, the largest loss
-    around the step, as a change may shift a spike; `height`, the peak minus the median loss of all
-    steps before; `of_control`, its share of the control's height; `rms`, the largest RMS_t. A
-    non-finite loss is infinitely high.
+    Columns: `change`; `loss` at the step; `peak`, the largest loss at most `protocol.within` steps
+    away, as a change may shift a spike; `height`, the peak minus the median loss of all steps
+    before; `of_control`, its share of the control's height; `rms`, the largest RMS_t. A replay that
+    ended early or has a non-finite loss is infinitely high.
     """
-    rows, whole = [], height(frames["control"], step, protocol)
+    rows = []
     for name, frame in frames.items():
-        at, own = frame[frame["step"] == step]["loss"], height(frame, step, protocol)
-        share = 1.0 if own == whole else 0.0 if math.isinf(whole) else own / whole
-        rows.append(
-            {
-                "change": name,
-                "question": question(name),
-                "loss": at.iloc[0] if len(at) else math.nan,
-                "peak": peak(frame, step, protocol),
-                "height": own,
-                "of_control": share,
-                "rms": frame["rms"].max(),
-            }
-        )
-    return pd.DataFrame(rows)
+        losses = frame.set_index("step")["loss"]
+        around = losses[step - protocol.within : step + protocol.within]
+        peak = around.where(around.abs() < math.inf, math.inf).max() if len(around) else math.inf
+        height = peak if math.isinf(peak) else peak - losses[: step - 1].median()
+        numbers = {"loss": losses.get(step), "peak": peak, "height": height}
+        rows.append({"change": name, **numbers, "rms": frame["rms"].max()})
+    compared = pd.DataFrame(rows)
+    whole = compared["height"].iloc[0]
+    share = [
+        1.0 if own == whole else 0.0 if math.isinf(whole) else own / whole
+        for own in compared["height"]
+    ]
+    compared.insert(4, "of_control", share)
+    return compared
 
 
-def peak(frame: pd.DataFrame, step: int, protocol: Protocol) -> float:
-    """Returns the largest loss at most `protocol.within` steps away; inf if it is not finite.
-
-    Also inf if the replay ended earlier, since its loss was not finite.
-    """
-    around = frame[(frame["step"] - step).abs() <= protocol.within]["loss"]
-    return max((loss if math.isfinite(loss) else math.inf for loss in around), default=math.inf)
-
-
-def height(frame: pd.DataFrame, step: int, protocol: Protocol) -> float:
-    """Returns `peak` minus the median loss of the steps before."""
-    highest = peak(frame, step, protocol)
-    if math.isinf(highest):
-        return highest
-    return highest - statistics.median(frame[frame["step"] < step]["loss"])
-
-
-def question(change: str) -> str:
-    """Names what a change's keys concern: data, optimizer, numerics, "model or other", or "-"."""
-    keys = {text.partition("=")[0].partition(".")[0] for text in change.split()} - {"control"}
-    about = [name for name, known in QUESTIONS.items() if keys & set(known)]
-    others = keys - {name for known in QUESTIONS.values() for name in known}
-    return "+".join([*about, *(["model or other"] if others else [])]) or "-"
-
-
-def verdict(
-    recorded: dict[int, float], compared: pd.DataFrame, step: int, protocol: Protocol
-) -> str:
+def verdict(recorded: pd.Series, compared: pd.DataFrame, step: int, protocol: Protocol) -> str:
     """Says with which changes the spike is gone and with which it remains."""
-    before = [recorded[number] for number in range(step - BEFORE, step) if number in recorded]
-    noise = protocol.loss_sigmas * statistics.pstdev(before)
+    before = recorded[(step - BEFORE <= recorded.index) & (recorded.index < step)]
+    noise = protocol.loss_sigmas * before.std(ddof=0)
     rise = compared["height"].iloc[0]
     if not rise > noise:
         return (
@@ -326,35 +274,30 @@ def verdict(
         )
     variants, lines = compared[compared["change"] != "control"], []
     is_gone = variants["of_control"] < STAYS
-    for outcome, rows in (("is gone", variants[is_gone]), ("stays", variants[~is_gone])):
-        names = [f"{row.question} ({row.change})" for row in rows.itertuples()]
+    for outcome, names in (
+        ("is gone", variants["change"][is_gone]),
+        ("stays", variants["change"][~is_gone]),
+    ):
         lines.append(f"The spike {outcome} with: {', '.join(names) or 'no change'}.")
     return "\n".join([*lines, f"Gone means lower than {STAYS:.0%} of the control's height."])
 
 
-def draw(
-    figure: Figure, frames: dict[str, pd.DataFrame], record: pd.DataFrame, step: int, title: str
-) -> None:
+def draw(figure: Figure, frames: dict[str, pd.DataFrame], record: pd.DataFrame, step: int) -> None:
     """Plots the loss above RMS_t of the patch embedding, one line per replay; dots: recorded."""
     figure.set_size_inches(style.COLUMN_WIDTH, 3.6 + 0.12 * len(frames))
     loss, rms = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     loss.plot(record["step"], record["loss"], "o", color=style.OTHER, ms=3, label="recorded")
-    for number, (name, frame) in enumerate(frames.items()):
-        color = COLORS[(number - 1) % len(COLORS)] if number else "#000000"
-        for axes, column in ((loss, "loss"), (rms, "rms")):
+    for axes, column in ((loss, "loss"), (rms, "rms")):
+        for name, frame in frames.items():
+            is_control = name == "control"
             finite = frame[column].where(frame[column].abs() < math.inf)
-            width = 0.9 if number else 1.8  # a replay equal to the control lies on it
-            axes.plot(frame["step"], finite, color=color, lw=width, label=name)
-    rms.axhline(Protocol.rms_threshold, color=style.OTHER, lw=0.7, ls=(0, (4, 2)))
-    for axes in (loss, rms):
+            look = {"color": "black", "lw": 1.8} if is_control else {"lw": 0.9}
+            axes.plot(frame["step"], finite, label=name, **look)
         axes.axvline(step, color=style.OTHER, lw=0.5)
-    loss.set_title(title)
+    rms.axhline(Protocol.rms_threshold, color=style.OTHER, lw=0.7, ls=(0, (4, 2)))
     loss.set(ylabel="training loss")
     rms.set(ylabel=r"$\mathrm{RMS}_t$", xlabel="step", yscale="log")
     rms.set_title(TENSOR, loc="right", fontsize=6)
-    rms.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    rms.yaxis.set_major_formatter("{x:g}")
-    rms.yaxis.set_minor_formatter(NullFormatter())
     figure.legend(*loss.get_legend_handles_labels(), loc="outside lower left")
 
 

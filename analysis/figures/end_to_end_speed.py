@@ -1,6 +1,6 @@
 """Time of a whole model's forward and backward that 8 bits save, over two 16-bit baselines.
 
-Lines: `python -m experiments.benchmarks.model`, one for each case of a run. The baselines are
+Lines: `python -m experiments.benchmarks model`, one for each case of a run. The baselines are
 open_clip's model, eager or compiled, whichever is faster, and our model with algorithm 5
 (`autograd_high`).
 Source: figure 4, right, arXiv:2304.13013.

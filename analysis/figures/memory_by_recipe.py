@@ -1,7 +1,7 @@
 """Memory by recipe: what a linear layer saves for backward, and the peak of a whole model.
 
-Lines: `python -m experiments.benchmarks.layer` and, on a GPU,
-`python -m experiments.benchmarks.model`, with and without checkpointing.
+Lines: `python -m experiments.benchmarks layer` and, on a GPU,
+`python -m experiments.benchmarks model`, with and without checkpointing.
 """
 
 import pandas as pd

@@ -1,8 +1,8 @@
 """Time of linear layers and of their operations by dim: four figures of benchmark lines.
 
 `op_profile` (figure 3, arXiv:2304.13013) and `quantize_share` (figure 4, left) show the lines of
-`python -m experiments.benchmarks.ops`; `switchback_variants_speed` and
-`switchback_vs_llmint8_speed` show those of `python -m experiments.benchmarks.layer`.
+`python -m experiments.benchmarks ops`; `switchback_variants_speed` and
+`switchback_vs_llmint8_speed` show those of `python -m experiments.benchmarks layer`.
 """
 
 from collections.abc import Callable

@@ -1,59 +1,73 @@
-"""Compares public StableAdamW implementations on one problem and finds the rule each follows.
+"""Finds the rule that each installed StableAdamW follows, on one problem of 12 steps.
 
-    python -m experiments.benchmarks.conformance
-    python -m experiments.benchmarks.conformance golden=tests/optim/golden
+    python -m experiments.benchmarks conformance
 
-Each row of the table gives, for one implementation, the first step at which it differs from
-algorithm 2 (ours), the difference after the last step (relative to how far the tensor moved), the
-rule of `conformance_rule` that reproduces it to rounding, and the distance to that rule. Ours and
-those on a GPU compute in float32, the others in float64. The second command writes the
-trajectories of algorithm 2 that the tests compare with, one JSON file for each case.
+A row of the table gives the first step at which an implementation differs from algorithm 2, the
+difference after the last step (relative to how far the tensor moved), the `Rule` that reproduces it
+to rounding, and the distance to that rule. Ours and those on a GPU compute in float32, the others
+in float64. A trajectory is a list over steps of {tensor: values}.
 """
 
-import importlib.metadata
-import json
+import math
+import random
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import combinations, product
 
 import torch
 from torch import Tensor
 
-from experiments.benchmarks.conformance_rule import (
-    BETAS,
-    SHAPES,
-    WEIGHT_DECAY,
-    Rule,
-    distances,
-    explain,
-    path_of,
-    problem,
-    trajectory,
-)
+from experiments.benchmarks.configs import NoKeys
 from experiments.benchmarks.peers import library_optimizer
-from experiments.entry import run_command
-from lowprec.config.schema import key
+from lowprec.optim.adamw_update import (
+    Hyperparameters,
+    debiased,
+    mean_square,
+    stable_adamw_update,
+)
+from lowprec.runs.environment import package_version
 
-DIGITS = 11  # in golden files; float32 has 7
-RAW = Rule(decay_rate="the raw rate")
-GOLDEN = {  # case: the rule, and the same in options of StableAdamW
-    "clipped_decay": (Rule(), {"eps": 1e-6}),
-    "clipped_decay_eps8": (Rule(), {"eps": 1e-8}),
-    "raw_decay": (RAW, {"eps": 1e-6, "clip_weight_decay": False}),
-    "raw_decay_eps8": (RAW, {"eps": 1e-8, "clip_weight_decay": False}),
-    "threshold_2": (Rule(), {"eps": 1e-6, "clip_threshold": 2.0}),
-    "adamw": (Rule(clipping="nothing"), {"eps": 1e-8, "clip_threshold": None}),
-}
+BETAS = (0.9, 0.95)
+WEIGHT_DECAY = 0.1
+STEPS = 12
+SPIKE = 7  # the step whose gradients are 40 times as large
+SHAPES = {"matrix": (5, 3), "scalar": (), "embedding": (6, 3), "faint": (4, 2), "growing": (3,)}
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}  # of distances; rules are further apart
 COLUMNS = ("implementation", "version", "differs at", "after the last step", "rule", "distance")
 
-
-COMMON = {"betas": BETAS, "eps": 1e-6, "weight_decay": WEIGHT_DECAY}
-TOLERANCES = {  # of distances due to rounding; rules are further apart
-    torch.float64: 1e-9,
-    torch.float32: 1e-4,
+# Choices of a rule: {what it says in the table: the formula}, algorithm 2's first.
+RATIOS = {
+    "g^2 / max(u, eps^2)": lambda g, u, eps: g / u.sqrt().clamp(min=eps),
+    "g^2 / (sqrt(u) + eps)^2": lambda g, u, eps: g / (u.sqrt() + eps),
+    "g^2 / (u + eps^2)": lambda g, u, eps: g / (u + eps**2).sqrt(),
+    "g^2 / (u + eps)": lambda g, u, eps: g / (u + eps).sqrt(),
 }
+FIELDS = {  # field of a rule: (words of the table, choices)
+    "rms": ("RMS of {}", tuple(RATIOS)),
+    "rms_moment": ("RMS from {}", ("the new u", "the old u")),
+    "clipping": ("clips {}", ("each tensor", "nothing")),
+    "decay_rate": ("decays by {}", ("the clipped rate", "the raw rate")),
+}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One choice for each of FIELDS; the defaults are algorithm 2."""
+
+    rms: str = "g^2 / max(u, eps^2)"
+    rms_moment: str = "the new u"
+    clipping: str = "each tensor"
+    decay_rate: str = "the clipped rate"
+
+    def __str__(self) -> str:
+        departures = [
+            FIELDS[name][0].format(choice)
+            for name, choice in vars(self).items()
+            if choice != FIELDS[name][1][0]
+        ]
+        return "; ".join(departures) or "algorithm 2"
 
 
 @dataclass(frozen=True)
@@ -63,108 +77,92 @@ class Peer:
     package: str
     build: Callable
     device: str = "cpu"
-    dtype: torch.dtype = torch.float64
 
 
+COMMON = {"betas": BETAS, "eps": 1e-6, "weight_decay": WEIGHT_DECAY}
 stable_adamw = partial(library_optimizer, name="StableAdamW", **COMMON)
 OURS = partial(stable_adamw, "lowprec.optim")
 OPTIMI = partial(stable_adamw, "optimi", lr=1e-3)
+PYTORCH_OPTIMIZER = partial(stable_adamw, "pytorch_optimizer")
+# timm has no StableAdamW; this AdamW, which can clip, is the closest
 TIMM = partial(library_optimizer, "timm.optim", "AdamWLegacy", clipping_threshold=1.0, **COMMON)
-SINGLE = {"dtype": torch.float32}
-GPU = {"device": "cuda", **SINGLE}
 PEERS = {
-    "lowprec": Peer("lowprec", OURS(), **SINGLE),
-    "lowprec, clip_weight_decay=False": Peer("lowprec", OURS(clip_weight_decay=False), **SINGLE),
-    "lowprec, clip_threshold=None": Peer("lowprec", OURS(clip_threshold=None), **SINGLE),
-    "lowprec, on a GPU": Peer("lowprec", OURS(), **GPU),
+    "lowprec": Peer("lowprec", OURS()),
+    "lowprec, clip_weight_decay=False": Peer("lowprec", OURS(clip_weight_decay=False)),
+    "lowprec, clip_threshold=None": Peer("lowprec", OURS(clip_threshold=None)),
+    "lowprec, on a GPU": Peer("lowprec", OURS(), "cuda"),
     "torch AdamW": Peer("torch", library_optimizer("torch.optim", "AdamW", **COMMON)),
     "optimi": Peer("torch-optimi", OPTIMI(foreach=False, triton=False)),
     "optimi, foreach": Peer("torch-optimi", OPTIMI(foreach=True, triton=False)),
-    "optimi, triton": Peer("torch-optimi", OPTIMI(foreach=False, triton=True), **GPU),
-    "pytorch_optimizer": Peer(
-        "pytorch_optimizer", stable_adamw("pytorch_optimizer", foreach=False)
-    ),
-    "pytorch_optimizer, foreach": Peer(
-        "pytorch_optimizer", stable_adamw("pytorch_optimizer", foreach=True)
-    ),
-    # timm has no StableAdamW; this AdamW, which can clip, is the closest
-    "timm AdamWLegacy, clipping_threshold=1.0": Peer("timm", TIMM(foreach=False)),
-    "timm AdamWLegacy, the same, foreach": Peer("timm", TIMM(foreach=True)),
+    "optimi, triton": Peer("torch-optimi", OPTIMI(foreach=False, triton=True), "cuda"),
+    "timm AdamWLegacy, clipping_threshold=1.0": Peer("timm", TIMM()),
+    "pytorch_optimizer": Peer("pytorch_optimizer", PYTORCH_OPTIMIZER(foreach=False)),
+    "pytorch_optimizer, foreach": Peer("pytorch_optimizer", PYTORCH_OPTIMIZER(foreach=True)),
 }
 
 
-def run_optimizer(
-    build: Callable, device: str = "cpu", dtype: torch.dtype = torch.float64
-) -> list[dict]:
-    """Trajectory of an optimizer on the problem."""
-    params = {
-        name: torch.nn.Parameter(_tensor(values, name, device, dtype))
-        for name, values in problem().start.items()
-    }
-    optimizer = build(list(params.values()))
-    path = []
-    for grads, lr in zip(problem().grads, problem().lrs, strict=True):
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        for name, p in params.items():
-            p.grad = _tensor(grads[name], name, device, dtype)
-        optimizer.step()
-        path.append({name: p.detach().flatten().tolist() for name, p in params.items()})
-    return path
+@dataclass(frozen=True)
+class Problem:
+    """Start and gradients of each tensor, learning rate of each step, all exact in float32."""
+
+    start: dict[str, list[float]]
+    grads: list[dict[str, list[float]]]
+    lrs: list[float]
 
 
-def _tensor(values: list[float], name: str, device: str, dtype: torch.dtype) -> Tensor:
-    return torch.tensor(values, dtype=dtype, device=device).reshape(SHAPES[name])
+@cache
+def problem() -> Problem:
+    """A spike; embedding rows used late or never; gradients near eps; gradients that grow."""
+    numbers = random.Random(0)
+
+    def draw(name: str) -> list[float]:
+        return [round(numbers.random() * 512 - 256) / 128 for _ in range(math.prod(SHAPES[name]))]
+
+    def gradient(name: str, step: int) -> list[float]:
+        values = draw(name)
+        if name == "growing":
+            return [(1 + step / 16) * sign for sign in (1, -1, 1)]
+        if name == "embedding":  # row 4 is used from the spike on, row 5 never, the others at times
+            rows = [step >= SPIKE if row == 4 else row < 4 and (row + step) % 3 for row in range(6)]
+            values = [value if rows[i // 3] else 0.0 for i, value in enumerate(values)]
+        size = (40 if step == SPIKE else 1) * (2**-20 if name == "faint" else 1)
+        return [value * size for value in values]
+
+    start = {name: draw(name) for name in SHAPES}
+    grads = [{name: gradient(name, step) for name in SHAPES} for step in range(1, STEPS + 1)]
+    return Problem(start, grads, [min(step, 4) / 128 for step in range(1, STEPS + 1)])
 
 
-@dataclass
-class ConformanceConfig:
-    """Keys of the command."""
-
-    golden: str | None = key(None, "folder to write trajectories to; null: prints the table")
-
-
-def main(config: ConformanceConfig) -> None:
-    """Prints the table or writes the trajectories; exits with 1 if ours is not algorithm 2."""
-    if config.golden is not None:
-        write_golden(Path(config.golden))
-        return
-    rows = table()
-    for row in (COLUMNS, ("---",) * len(COLUMNS), *rows):
-        print(f"| {' | '.join(row)} |")
-    rules = {row[0]: row[4] for row in rows}
-    if rules["lowprec"] != "algorithm 2":
+def main(config: NoKeys) -> None:
+    """Prints the table; exits with 1 if ours is not algorithm 2."""
+    rows = {name: _row(peer) for name, peer in PEERS.items()}
+    print(f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}")
+    for name, row in rows.items():
+        print(f"| {' | '.join((name, *row))} |")
+    if rows["lowprec"][3] != "algorithm 2":
         sys.exit("lowprec does not follow algorithm 2")
 
 
-def table() -> list[tuple[str, ...]]:
-    """Rows under COLUMNS, one for each implementation."""
-    return [(name, *_row(peer)) for name, peer in PEERS.items()]
-
-
 def _row(peer: Peer) -> tuple[str, ...]:
-    try:
-        version = importlib.metadata.version(peer.package)
-    except importlib.metadata.PackageNotFoundError:
-        if peer.package != "lowprec":  # ours also runs uninstalled
-            return "not installed", "", "", "", ""
-        version = "this tree"
+    """The row of an implementation, without its name."""
+    version = package_version(peer.package) or ("this tree" if peer.package == "lowprec" else None)
+    if version is None:
+        return "not installed", "", "", "", ""
     if peer.device == "cuda" and not torch.cuda.is_available():
         return version, "", "", "not run: needs a GPU", ""
     try:
-        path = run_optimizer(peer.build, peer.device, peer.dtype)
+        is_single = peer.package == "lowprec" or peer.device == "cuda"
+        dtype = torch.float32 if is_single else torch.float64
+        path = run_optimizer(peer.build, peer.device, dtype)
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
         return version, "", "", f"not run: {type(error).__name__}: {lines[0]}"[:160], ""
-    return version, *_compare(path, TOLERANCES[peer.dtype])
-
-
-def _compare(path: list[dict], tolerance: float) -> tuple[str, str, str, str]:
-    """First differing step, difference after the last step, rule and distance to the rule."""
+    tolerance = TOLERANCES[dtype]
     differences = distances(path, path_of(Rule()))
     steps = [step for step, (size, _) in enumerate(differences, 1) if size > tolerance]
     rules, distance = explain(path, tolerance)
     return (
+        version,
         str(steps[0]) if steps else "never",
         f"{differences[-1][0]:.2g} ({differences[-1][1]})" if steps else "",
         " or ".join(map(str, rules)) or "no variant matches",
@@ -172,41 +170,103 @@ def _compare(path: list[dict], tolerance: float) -> tuple[str, str, str, str]:
     )
 
 
-def write_golden(folder: Path) -> None:
-    """Writes problem.json, which all cases share, and one file for each case."""
-    folder.mkdir(parents=True, exist_ok=True)
-    shared = {"shapes": SHAPES, "betas": BETAS, "weight_decay": WEIGHT_DECAY, **asdict(problem())}
-    (folder / "problem.json").write_text(_json(shared))
-    for name in GOLDEN:
-        (folder / f"{name}.json").write_text(_json(golden(name)))
+def run_optimizer(
+    build: Callable, device: str = "cpu", dtype: torch.dtype = torch.float64
+) -> list[dict]:
+    """Trajectory of an optimizer on the problem."""
+
+    def tensor(name: str, values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device).reshape(SHAPES[name])
+
+    params = {name: torch.nn.Parameter(tensor(name, v)) for name, v in problem().start.items()}
+    optimizer = build(list(params.values()))
+    path = []
+    for grads, lr in zip(problem().grads, problem().lrs, strict=True):
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        for name, p in params.items():
+            p.grad = tensor(name, grads[name])
+        optimizer.step()
+        path.append({name: p.detach().flatten().tolist() for name, p in params.items()})
+    return path
 
 
-def golden(name: str) -> dict:
-    """A case's options, and the values and RMS_t of each tensor after each step."""
-    rule, options = GOLDEN[name]
-    path, rms = trajectory(rule, options["eps"], options.get("clip_threshold") or 1.0)
-    return {"options": options, "values": _rounded(path), "rms": _rounded(rms)}
+def trajectory(
+    rule: Rule, eps: float = 1e-6, clip_threshold: float = 1.0
+) -> tuple[list[dict], list[dict]]:
+    """Values and RMS_t of each tensor after each step of the problem, in float64."""
+    values = {name: _float64(start) for name, start in problem().start.items()}
+    moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in values.items()}
+    path, all_rms = [], []
+    for step, (grads, lr) in enumerate(zip(problem().grads, problem().lrs, strict=True), 1):
+        betas = [debiased(beta, step) for beta in BETAS]
+        threshold = clip_threshold if rule.clipping == "each tensor" else math.inf
+        clips_decay = rule.decay_rate == "the clipped rate"
+        numbers = (1, lr, *betas, eps, WEIGHT_DECAY, threshold, clips_decay)
+        h = Hyperparameters(*map(_float64, numbers))
+        rms = {
+            name: update(rule, values[name], _float64(grad), *moments[name], h).item()
+            for name, grad in grads.items()
+        }
+        path.append({name: p.tolist() for name, p in values.items()})
+        all_rms.append(rms)
+    return path, all_rms
 
 
-def _rounded(node: object) -> object:
-    if isinstance(node, dict):
-        return {name: _rounded(value) for name, value in node.items()}
-    if isinstance(node, list):
-        return [_rounded(value) for value in node]
-    return float(f"{node:.{DIGITS}g}")
+def update(
+    rule: Rule, param: Tensor, grad: Tensor, v: Tensor, u: Tensor, h: Hyperparameters
+) -> Tensor:
+    """Updates one tensor in place by the definition and a rule's departures; returns RMS_t."""
+    moment = u if rule.rms_moment == "the new u" else u.clone()
+
+    def mean_square_of_rule(_: Tensor) -> Tensor:
+        return mean_square(RATIOS[rule.rms](grad, moment, h.eps))
+
+    return stable_adamw_update(param, grad, v, u, h, mean_square_of_rule)[0]
 
 
-def _json(node: dict) -> str:
-    """JSON with a line for each step."""
-    parts = []
-    for name, value in node.items():
-        if isinstance(value, list) and value and isinstance(value[0], dict):
-            text = "[\n" + ",\n".join(json.dumps(row) for row in value) + "\n]"
-        else:
-            text = json.dumps(value)
-        parts.append(f"{json.dumps(name)}: {text}")
-    return "{\n" + ",\n".join(parts) + "\n}\n"
+def _float64(values: float | list[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
 
 
-if __name__ == "__main__":
-    run_command(main, "benchmark", ConformanceConfig)
+@cache
+def path_of(rule: Rule) -> list[dict]:
+    """The values of `trajectory(rule)`."""
+    return trajectory(rule)[0]
+
+
+def distances(path: list[dict], base: list[dict]) -> list[tuple[float, str]]:
+    """Largest difference after each step, relative to how far its tensor moves, and the tensor."""
+    start, end = problem().start, path_of(Rule())[-1]
+    travel = {name: _largest(end[name], start[name]) for name in start}
+    return [
+        max((_largest(a[name], b[name]) / travel[name], name) for name in start)
+        for a, b in zip(path, base, strict=True)
+    ]
+
+
+def _largest(a: list[float], b: list[float]) -> float:
+    return max(abs(x - y) for x, y in zip(a, b, strict=True))
+
+
+def variants(most: int) -> Iterator[list[Rule]]:
+    """Lists of the rules that depart from algorithm 2 in 0, 1, ..., `most` choices."""
+    for count in range(most + 1):
+        yield [
+            replace(Rule(), **dict(zip(names, choices, strict=True)))
+            for names in combinations(FIELDS, count)
+            for choices in product(*(FIELDS[name][1][1:] for name in names))
+        ]
+
+
+def explain(path: list[dict], tolerance: float) -> tuple[list[Rule], float]:
+    """The rules with the fewest departures that lie within `tolerance`, and the largest distance.
+
+    Without such a rule: an empty list and NaN.
+    """
+    for rules in variants(len(FIELDS)):
+        distance = {rule: max(distances(path, path_of(rule)))[0] for rule in rules}
+        matching = [rule for rule in rules if distance[rule] <= tolerance]
+        if matching:
+            return matching, max(distance[rule] for rule in matching)
+    return [], math.nan

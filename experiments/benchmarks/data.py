@@ -1,7 +1,7 @@
-"""Compares the loader with a plain webdataset pipeline, and times opening many shards.
+"""Compares the loader with a plain webdataset pipeline.
 
-    python -m experiments.benchmarks.data workers=2
-    python -m experiments.benchmarks.data train='some/where/train-000*.tar' image_size=[224]
+    python -m experiments.benchmarks data workers=2
+    python -m experiments.benchmarks data train='some/where/train-000*.tar' image_size=[224]
 
 The plain pipeline has none of our guarantees: it has no shuffling and no position to resume from,
 its order depends on the number of workers, and a bad sample ends it. Both decode with the same PIL
@@ -10,7 +10,6 @@ epoch of a large set. A case counts only if both deliver the same samples over a
 `runs/bench/data/<time>.jsonl` and to the console.
 """
 
-import contextlib
 import hashlib
 import itertools
 import os
@@ -19,22 +18,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import torch
 import webdataset
 from torch.utils.data import DataLoader
 
+from experiments.benchmarks.configs import DataConfig
 from experiments.benchmarks.report import Lines, Wrong
-from experiments.entry import run_command
 from lowprec.clip.text import Tokenizer
-from lowprec.config.schema import key
-from lowprec.data import index
+from lowprec.data.index import open_shards
 from lowprec.data.loader import (
     CROP_WORDS,
     Batch,
@@ -48,28 +43,11 @@ from lowprec.data.loader import (
 from lowprec.data.open import num_workers
 from lowprec.data.order import SampleOrder
 from lowprec.data.shapes import SAMPLES_PER_SHARD, render_shapes
-from lowprec.data.shards import IMAGES, SAMPLE, Shards
+from lowprec.data.shards import IMAGES, Shards
 
 CONTEXT_LENGTH = 32  # tokens of a caption
 ROUNDS = 3  # of both loaders in turn; the median counts
 AHEAD = 2  # batches that each worker of a DataLoader keeps ready
-TABLE = np.zeros(100, SAMPLE)  # of each shard in the start-up measurement
-
-
-@dataclass
-class DataBenchConfig:
-    """Keys of the command."""
-
-    train: str | None = key(None, "glob of a set to read; null: renders one for each size")
-    image_size: list[int] = key([64, 224], "pixels per side of a decoded image", least=16)
-    augment: list[str] = key(
-        ["none", "crop_flip"], "changes to the image", choices=("none", "crop_flip")
-    )
-    batch_size: int = key(256, "pairs in a batch", least=1)
-    num_batches: int = key(16, "batches timed at a time", least=1)
-    workers: int | None = key(None, "measured beside 0; null: one less than cores", least=0)
-    shards: list[int] = key([100, 10000, 100000], "sizes of the start-up measurement", least=1)
-    run_dir: str = key("runs", "the lines go into its bench/data")
 
 
 @dataclass
@@ -83,27 +61,24 @@ class Case:
     workers: int
 
 
-def main(config: DataBenchConfig) -> None:
-    """Measures loading of each set, then start-up; exits with 1 if something was wrong."""
+def main(config: DataConfig) -> None:
+    """Measures loading of each set; exits with 1 if something was wrong."""
     torch.set_num_threads(1)
     lines = Lines(config.run_dir, "data", torch.device("cpu"), ("webdataset",))
     with tempfile.TemporaryDirectory(prefix="benchmark-data-") as folder:
         for size in config.image_size:
             bench_set(config, size, Path(folder), lines)
-        for count in config.shards:
-            with lines.measurement("start-up", f"{count} shards", "uint8") as row:
-                row.update(bench_start_up(count, Path(folder) / str(count)))
     lines.exit_if_failed()
 
 
-def bench_set(config: DataBenchConfig, size: int, scratch: Path, lines: Lines) -> None:
+def bench_set(config: DataConfig, size: int, scratch: Path, lines: Lines) -> None:
     """Compares both loaders, in one process and with workers."""
     workers = num_workers(config.workers)
     name = pattern = config.train
     if name is None:
         name, pattern = render(config, size, workers, scratch)
     try:
-        shards = index.open_shards(pattern, str(scratch / "index"), name="train")
+        shards = open_shards(pattern, str(scratch / "index"), name="train")
     except (FileNotFoundError, ValueError) as error:
         sys.exit(str(error))
     workers = min(workers, len(shards.paths))  # each worker of webdataset needs a shard
@@ -118,56 +93,19 @@ def bench_set(config: DataBenchConfig, size: int, scratch: Path, lines: Lines) -
             row.update(ratio_to="webdataset", ratio=ours / plain)
 
 
-def render(config: DataBenchConfig, size: int, workers: int, scratch: Path) -> tuple[str, str]:
+def render(config: DataConfig, size: int, workers: int, scratch: Path) -> tuple[str, str]:
     """Renders a set: small images as they are read, others larger and noisy; name and pattern."""
     stored, noise = (size, 0.0) if size < 128 else (size * 8 // 7, 12.0)
     one_shard_per_worker = SAMPLES_PER_SHARD * (workers - 1) + 1
-    num_train = max(config.batch_size * config.num_batches, one_shard_per_worker)
-    print(f"rendering {num_train} pictures of {stored} px", file=sys.stderr, flush=True)
     render_shapes(
         scratch / str(size),
-        num_train=num_train,
+        num_train=max(config.batch_size * config.num_batches, one_shard_per_worker),
         num_val=0,
         image_size=stored,
         noise=noise,
         num_processes=len(os.sched_getaffinity(0)),
     )
     return f"shapes of {stored} px, noise {noise:g}", f"{scratch}/{size}/train-*.tar"
-
-
-def bench_start_up(count: int, folder: Path) -> dict:
-    """Opens many shards in a fresh process; the tars are empty, the index files are real."""
-    folder.mkdir()
-    for number in range(count):
-        (folder / f"train-{number:06d}.tar").touch()
-    pattern = f"{folder}/train-*.tar"
-    with mock.patch.object(index, "index_tar", lambda path, source: (TABLE, "0" * 64)):
-        index.open_shards(pattern)
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        seconds, memory_mib, samples = pool.submit(start_up, pattern).result()
-    order = SampleOrder(np.full(count, len(TABLE)), seed=0)
-    if samples != order.samples(0, len(samples)).tolist():
-        raise Wrong("opening the shards gives another order")
-    return {"ms": 1000 * seconds, "rate": count / seconds, "memory_mib": memory_mib}
-
-
-def start_up(pattern: str) -> tuple[float, float, list[int]]:
-    """Opens and orders indexed shards in its own process.
-
-    Returns seconds, peak MiB above the imports, and the first samples.
-    """
-
-    def peak_kib() -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
-
-    with contextlib.suppress(OSError):  # resets VmHWM, the peak, to what is in use
-        Path("/proc/self/clear_refs").write_text("5")
-    before_kib, start = peak_kib(), time.perf_counter()
-    shards = index.open_shards(pattern)
-    samples = SampleOrder(shards.counts, seed=0).samples(0, 1024).tolist()
-    seconds = time.perf_counter() - start
-    return seconds, round((peak_kib() - before_kib) / 1024, 1), samples
 
 
 def compare(case: Case, num_batches: int) -> tuple[float, float]:
@@ -244,7 +182,3 @@ def webdataset_batches(case: Case, count: int | None) -> Iterator[Batch]:
             prefetch_factor=AHEAD if case.workers else None,
         )
     )
-
-
-if __name__ == "__main__":
-    run_command(main, "benchmark", DataBenchConfig)

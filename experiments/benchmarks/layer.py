@@ -1,43 +1,30 @@
 """Times one linear layer, forward and backward, by recipe, against nn.Linear and other libraries.
 
-    python -m experiments.benchmarks.layer
-    python -m experiments.benchmarks.layer dims=[1280] cases=[switchback,torchao_int8] graphs=false
+    python -m experiments.benchmarks layer
+    python -m experiments.benchmarks layer dims=[1280] cases=[switchback,torchao_int8]
 
 Each dim is measured as dim -> 4 dim, as 4 dim -> dim and as their sum, with a bias, random inputs,
-eager and as a CUDA graph. A case counts only if its output and gradients are as close to
-nn.Linear's as its formats allow, and no closer, and if ours equals its definition in plain torch,
-with bf16 weights and with float32 weights under autocast. Lines go to
-`runs/bench/layer/<time>.jsonl`, and those of memory to `runs/bench/layer_memory/`.
+eager and, on a GPU, as a CUDA graph. A case counts only if its output and gradients are as close to
+nn.Linear's as its formats allow, and no closer, and if ours equals its definition in plain torch.
+Lines go to `runs/bench/layer/<time>.jsonl`, and those of memory to `runs/bench/layer_memory/`.
 """
 
 import copy
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from experiments.benchmarks.configs import LayerConfig
 from experiments.benchmarks.peers import LINEAR_PEERS, PACKAGES
 from experiments.benchmarks.report import Lines, Unable, check_error, median_ms
-from experiments.entry import run_command
 from lowprec import ops
-from lowprec.config.schema import key
 from lowprec.formats import parse_format
 from lowprec.nn.linear import LowPrecisionLinear
 from lowprec.nn.recipe import RECIPES
 from lowprec.train.build import pick_device
 
-OURS = (
-    "autograd_high",
-    "switchback",
-    "switchback_m",
-    "switchback_q",
-    "llm_int8",
-    "hw_fp8_tensorwise",
-    "hw_fp8_switchback",
-)
-CASES = ("linear", *OURS, *LINEAR_PEERS)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 TENSORS = ("output", "grad_input", "grad_weight", "grad_bias")
 ERRORS = {"int8": 0.03, "e4m3": 0.06, "e5m2": 0.1}  # of a product of normal numbers, generously
@@ -48,21 +35,7 @@ SLICE = 256  # rows on which ours is compared with its definition, which is slow
 MIB = 2**20
 
 
-@dataclass
-class LayerConfig:
-    """Keys of the command."""
-
-    dims: list[int] = key([768, 1024, 1280, 2048, 4096], "widths of the layer", least=1)
-    tokens: int = key(32768, "rows of the input", least=1)
-    cases: list[str] = key(list(CASES), "what is measured beside linear", choices=CASES)
-    graphs: bool = key(True, "also as CUDA graphs, on a GPU")
-    repeats: int = key(50, "calls of which the median is kept", least=1)
-    device: str = key("auto", "where", choices=("auto", "cpu", "cuda"))
-    run_dir: str = key("runs", "the lines go into its bench/layer and bench/layer_memory")
-
-
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """A layer in one direction: `rows` x `dim_in` -> `rows` x `dim_out`."""
 
     rows: int
@@ -92,8 +65,8 @@ class DimBenchmark:
 
     def __init__(self, config: LayerConfig, dim: int, device: torch.device, lines: Lines):
         self.repeats, self.device, self.lines = config.repeats, device, lines
-        self.modes = ["eager", "graph"] if config.graphs and device.type == "cuda" else ["eager"]
-        self.cases = ["linear", *(case for case in config.cases if case != "linear")]
+        self.modes = ["eager", "graph"] if device.type == "cuda" else ["eager"]
+        self.cases = ["linear", *config.cases]
         self.shapes = [Shape(config.tokens, *pair) for pair in ((dim, 4 * dim), (4 * dim, dim))]
         self.about = {"dim": dim, "tokens": config.tokens}
         self.measured: dict[tuple[str, str, Shape], float] = {}
@@ -123,7 +96,7 @@ class DimBenchmark:
                 row.update(self._numbers(case, mode, [shape]))
             if not row:
                 return
-        if case == "linear" or case in OURS:
+        if case not in LINEAR_PEERS:
             with self._line(case, "saved", [shape], direction) as row:
                 self.measured[case, "saved", shape] = step.saved_bytes()
                 self.measured[case, "peak", shape] = step.peak_bytes()
@@ -150,18 +123,12 @@ class DimBenchmark:
             rate = sum(shape.operations for shape in shapes) / value / 1e9
             ratio = {"ratio_to": f"linear, {what}", "ratio": base / value}
             return {"ms": value, "rate": rate, "rate_unit": "TFLOP/s", **ratio}
-        peak, base_peak = total(case, "peak"), total("linear", "peak")
-        return {
-            "ratio_to": "linear",
-            "ratio": value / base,
-            "saved_mib": round(value / MIB, 4),
-            "peak_mib": round(peak / MIB, 4) if peak else None,
-            "peak_ratio": round(peak / base_peak, 4) if peak else None,
-        }
+        peak = total(case, "peak")
+        memory = {"saved_mib": round(value / MIB, 4), "peak_mib": round(peak / MIB, 4) or None}
+        return {"ratio_to": "linear", "ratio": value / base, **memory}
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """Forward and backward of a module, as a call without arguments."""
 
     module: nn.Module
@@ -200,19 +167,6 @@ class Step:
         return torch.cuda.max_memory_allocated() - before
 
 
-class Autocast(nn.Module):
-    """A layer as a trainer uses it: float32 weights, read directly by kernels, in autocast."""
-
-    def __init__(self, layer: nn.Module):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns the layer's output; backward runs outside autocast."""
-        with torch.autocast(x.device.type, torch.bfloat16):
-            return self.layer(x)
-
-
 class Problem:
     """The layer, input and output gradient of one shape, and nn.Linear's results."""
 
@@ -248,24 +202,17 @@ class Problem:
 
     def _ours(self, case: str) -> nn.Module:
         """Returns nn.Linear, or our layer of a recipe after a check against its definition."""
-        if case not in RECIPES:
+        if case == "linear":
             return copy.deepcopy(self.linear)
         require(case, self.device)
-        sizes = (self.shape.dim_in, self.shape.dim_out)
-        trained = LowPrecisionLinear(*sizes, device=self.device, recipe=case)
-        module = copy.deepcopy(trained).to(DTYPES[self.dtype])
-        module.load_state_dict(self.linear.state_dict())
-        self._check_definition(module, case, lambda layer: layer)
-        self._check_definition(trained, case, Autocast)
-        return module
-
-    def _check_definition(self, module: nn.Module, case: str, wrap: Callable) -> None:
-        """Raises Wrong if `wrap(module)` differs from its definition on a slice of x."""
+        module = LowPrecisionLinear(self.shape.dim_in, self.shape.dim_out, recipe=case)
+        module.to(self.device, DTYPES[self.dtype]).load_state_dict(self.linear.state_dict())
         definition = copy.deepcopy(module)
         definition.set_recipe(case, backend="reference")
         limit = DEFINITION["fp8" if "fp8" in case else "int8"]
-        expected = self._step(wrap(definition), SLICE)()
-        check(self._step(wrap(module), SLICE)(), expected, dict.fromkeys(TENSORS, (0.0, limit)))
+        expected = self._step(definition, SLICE)()
+        check(self._step(module, SLICE)(), expected, dict.fromkeys(TENSORS, (0.0, limit)))
+        return module
 
 
 def require(recipe: str, device: torch.device) -> None:
@@ -294,7 +241,3 @@ def check(values: tuple, expected: tuple, limits: dict[str, tuple[float, float]]
     for name, value, right in zip(TENSORS, values, expected, strict=True):
         least, most = limits[name]
         check_error(name, value, right, most, least)
-
-
-if __name__ == "__main__":
-    run_command(main, "benchmark", LayerConfig)

@@ -1,6 +1,6 @@
 """Times forward and backward of a whole CLIP model by recipe, against open_clip's own model.
 
-    python -m experiments.benchmarks.model model=vit_h14 model.patch_dropout=0.5 batch_size=256 \
+    python -m experiments.benchmarks model model=vit_h14 model.patch_dropout=0.5 batch_size=256 \
         compile=true checkpointing=true
 
 Takes the keys of `train`; `precision` gives the autocast dtype, and all recipes are measured. The
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from experiments.benchmarks.report import Lines, check_error, median_ms, random_batch
-from experiments.entry import run_command
 from lowprec.clip.model import Normalize, blocks, build_model, contrastive_loss
 from lowprec.config.schema import Config
 from lowprec.data.loader import Batch
@@ -29,7 +28,7 @@ from lowprec.train.task import ContrastiveTask
 
 EAGER = "open_clip eager"
 OPEN_CLIP = (EAGER, "open_clip")
-RECIPES = ("autograd_high", "high", "switchback", "switchback_m", "hw_fp8_switchback", "llm_int8")
+OURS = ("autograd_high", "high", "switchback", "switchback_m", "hw_fp8_switchback", "llm_int8")
 REPEATS = 10
 LOSS_TOLERANCE = 2e-2
 GRADIENT_TOLERANCE = 0.5  # of the first layer's, behind all others; a scrambled one errs by 1.4
@@ -51,10 +50,10 @@ def main(config: Config) -> None:
     lines = Lines(config.run_dir, "model", device)
     print(f"{label(config)} on {device}", file=sys.stderr)
     expected, base_ms = None, None
-    for case in (*OPEN_CLIP, *RECIPES):
+    for case in (*OPEN_CLIP, *OURS):
         if case == "open_clip" and not config.compile:
             continue
-        is_ours = case in RECIPES
+        is_ours = case in OURS
         with lines.measurement(**facts(config, case), is_ours=is_ours) as row:
             if is_ours and expected is None:
                 raise RuntimeError("no case of open_clip to compare with")
@@ -135,10 +134,7 @@ def open_clip_task(config: Config, case: str) -> ContrastiveTask:
 
 def first_convolution(model: nn.Module) -> nn.Conv2d:
     """Returns the convolution that embeds the patches, in towers of open_clip and of timm."""
-    for module in model.visual.modules():
-        if isinstance(module, nn.Conv2d):
-            return module
-    raise RuntimeError("the vision tower has no convolution, whose gradient is compared")
+    return next(module for module in model.visual.modules() if isinstance(module, nn.Conv2d))
 
 
 def forward_and_backward(task: ContrastiveTask, batch: Batch) -> Tensor:
@@ -148,7 +144,3 @@ def forward_and_backward(task: ContrastiveTask, batch: Batch) -> Tensor:
     loss, _ = task.loss(batch)
     loss.backward()
     return loss
-
-
-if __name__ == "__main__":
-    run_command(main, "train")

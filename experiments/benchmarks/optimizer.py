@@ -1,7 +1,7 @@
 """Times an optimizer's step over all tensors of a model, against other libraries' optimizers.
 
-    python -m experiments.benchmarks.optimizer model=vit_h14
-    python -m experiments.benchmarks.optimizer model=vit_b32 precision.autocast=pure_bf16
+    python -m experiments.benchmarks optimizer model=vit_h14
+    python -m experiments.benchmarks optimizer model=vit_b32 precision.autocast=pure_bf16
 
 Takes the keys of `train`: the model gives the tensors, `precision.autocast` their dtype. Gradients
 are random and constant. Ours record ten statistics of every tensor, the others none, and are timed
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from experiments.benchmarks.peers import PACKAGES, library_optimizer
 from experiments.benchmarks.report import Lines, Wrong, median_ms
-from experiments.entry import run_command
 from lowprec.clip.model import build_model
 from lowprec.config.schema import Config
 from lowprec.optim import StableAdamW
@@ -155,7 +154,3 @@ def check(params: list[Tensor], options: dict) -> None:
         torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-6, equal_nan=True)
     except AssertionError as error:
         raise Wrong(str(error)) from error
-
-
-if __name__ == "__main__":
-    run_command(main, "train")

@@ -4,6 +4,7 @@ import contextlib
 import statistics
 import sys
 import time
+import timeit
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -115,17 +116,12 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.6g}")
 
 
-def relative_error(value: Tensor, expected: Tensor) -> float:
-    """`|value - expected| / |expected|` by the Euclidean norm."""
-    expected = expected.float()
-    return ((value.float() - expected).norm() / expected.norm()).item()
-
-
 def check_error(
     name: str, value: Tensor, expected: Tensor, most: float, least: float = 0.0
 ) -> float:
-    """Returns the relative error of a tensor; raises Wrong unless it is within [least, most]."""
-    error = relative_error(value, expected)
+    """Returns `|value - expected| / |expected|`, Euclidean; raises Wrong beyond [least, most]."""
+    expected = expected.float()
+    error = ((value.float() - expected).norm() / expected.norm()).item()
     if not least <= error <= most:  # NaN too
         raise Wrong(f"{name} differs by {error:.2g}, expected {least:g} to {most:g}")
     return error
@@ -139,13 +135,12 @@ def median_ms(
     On a GPU, `graph` times the call as a CUDA graph, and `cold` empties the cache before each call.
     Emptying also hides the host's launches, so `cold` is only meaningful with `graph`.
     """
-    if device.type != "cuda":
-        for _ in range(max(3, repeats // 5)):
-            call()
-        return statistics.median(clock_ms(call, device) for _ in range(repeats))
-    call = _graphed(call) if graph else call
+    call = _graphed(call) if graph and device.type == "cuda" else call
     for _ in range(max(3, repeats // 5)):
         call()
+    if device.type != "cuda":
+        seconds = timeit.repeat(call, number=1, repeat=repeats)
+        return 1000 * statistics.median(seconds)
     flushed = torch.empty(CACHE_BYTES, dtype=torch.int8, device=device) if cold else None
     events = []
     for _ in range(repeats):
@@ -157,16 +152,6 @@ def median_ms(
         events[-1][1].record()
     torch.cuda.synchronize(device)
     return statistics.median(start.elapsed_time(end) for start, end in events)
-
-
-def clock_ms(call: Callable, device: torch.device) -> float:
-    """Returns the milliseconds of one call by the host's clock, until the device has finished."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    wait()
-    start = time.perf_counter()
-    call()
-    wait()
-    return 1000 * (time.perf_counter() - start)
 
 
 def _graphed(call: Callable) -> Callable:

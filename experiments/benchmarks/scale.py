@@ -1,6 +1,6 @@
 """Times a training step on 1, 2, ... GPUs of this machine, with and without communication.
 
-    python -m experiments.benchmarks.scale model=vit_b32 batch_size=256
+    python -m experiments.benchmarks scale model=vit_b32 batch_size=256
 
 Takes the keys of `train`; `batch_size` is that of one process here (weak scaling), and `num_steps`
 is the number of timed steps. Each number of processes runs with `ddp` and `fsdp2`, started by
@@ -21,7 +21,6 @@ import torch
 
 from experiments.benchmarks.report import Lines, median_ms
 from experiments.benchmarks.step import prepare
-from experiments.entry import run_command
 from lowprec.config.check import check
 from lowprec.config.place import place
 from lowprec.config.schema import Config
@@ -107,7 +106,4 @@ def work(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    if VARIABLE in os.environ:
-        work(check(json.loads(os.environ[VARIABLE])))
-    else:
-        run_command(main, "train")
+    work(check(json.loads(os.environ[VARIABLE])))

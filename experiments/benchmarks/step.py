@@ -1,6 +1,6 @@
 """Times one training step, eager, with compiled blocks and as a CUDA graph, on random pairs.
 
-    python -m experiments.benchmarks.step model=mini_l model.patch_dropout=0.5 batch_size=1024 \
+    python -m experiments.benchmarks step model=mini_l model.patch_dropout=0.5 batch_size=1024 \
         optimizer=stable_adamw
 
 Takes the keys of `train`. A case counts only if its first losses are the eager step's. Lines go to
@@ -12,7 +12,6 @@ import dataclasses
 import torch
 
 from experiments.benchmarks.report import Lines, Wrong, median_ms, random_batch
-from experiments.entry import run_command
 from lowprec.config.schema import Config
 from lowprec.data.loader import Batch
 from lowprec.optim.schedules import set_learning_rate
@@ -70,7 +69,3 @@ def prepare(
         step = GraphedStep(step, batch)
     set_learning_rate(built.state.optimizer, built.config.optimizer.lr)
     return step, batch
-
-
-if __name__ == "__main__":
-    run_command(main, "train")

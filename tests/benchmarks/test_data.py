@@ -2,16 +2,13 @@
 
 import json
 import re
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from experiments.benchmarks import data as bench_data
-from experiments.benchmarks.data import DataBenchConfig
-from lowprec.config.compose import CONF
+from experiments.benchmarks.configs import DataConfig
 
 pytestmark = [  # webdataset leaves its shards open
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
@@ -25,9 +22,9 @@ def measure(squares, tmp_path, capsys):
 
     def run(**keys):
         defaults = {"train": str(squares / "train-*.tar"), "image_size": [16], "augment": ["none"]}
-        defaults |= {"batch_size": 10, "num_batches": 3, "workers": 0, "shards": []}
+        defaults |= {"batch_size": 10, "num_batches": 3, "workers": 0}
         try:
-            bench_data.main(DataBenchConfig(**{**defaults, "run_dir": str(tmp_path), **keys}))
+            bench_data.main(DataConfig(**{**defaults, "run_dir": str(tmp_path), **keys}))
         finally:
             run.lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
         return run.lines
@@ -35,28 +32,21 @@ def measure(squares, tmp_path, capsys):
     return run
 
 
-def test_loaders_are_compared_and_start_up_is_timed(measure):
-    lines = measure(augment=["none", "crop_flip"], shards=[10, 100])
-    loaders = ["webdataset", "lowprec"]
-    assert [line["case"] for line in lines] == [*loaders * 2, *["start-up"] * 2]
+def test_loaders_are_compared_in_one_process_and_with_workers(measure):
+    lines = measure(workers=2)
+    assert [line["case"] for line in lines] == ["webdataset", "lowprec"] * 2
+    assert [line["shape"][-9:] for line in lines] == ["0 workers"] * 2 + ["2 workers"] * 2
     for line in lines:
         assert line["correct"] is True and line["ms"] > 0 and line["rate"] > 0
         assert {"torch", "pillow", "webdataset"} <= line["versions"].keys()
-    plain, ours = lines[:2]
-    assert plain["ratio"] == 1
-    assert ours["ratio"] == pytest.approx(ours["rate"] / plain["rate"], 0.01)
-    assert [line["shape"] for line in lines[-2:]] == ["10 shards", "100 shards"]
+    for plain, ours in zip(lines[::2], lines[1::2], strict=True):
+        assert plain["ratio"] == 1
+        assert ours["ratio"] == pytest.approx(ours["rate"] / plain["rate"], 0.01)
 
 
 def test_set_is_rendered_if_none_is_given(measure):
-    shapes = [line["shape"] for line in measure(train=None, image_size=[16, 128])]
-    assert shapes[0].startswith("shapes of 16 px, noise 0 to 16 px")
-    assert shapes[2].startswith("shapes of 146 px, noise 12 to 128 px")
-
-
-def test_workers_are_measured_beside_one_process(measure):
-    shapes = [line["shape"] for line in measure(workers=2)]
-    assert [shape[-9:] for shape in shapes] == ["0 workers"] * 2 + ["2 workers"] * 2
+    shapes = [line["shape"] for line in measure(train=None, image_size=[128])]
+    assert shapes[0].startswith("shapes of 146 px, noise 12 to 128 px")
 
 
 WRONG = {  # name of a function of webdataset's pipeline: its replacement
@@ -67,18 +57,12 @@ WRONG = {  # name of a function of webdataset's pipeline: its replacement
 
 @pytest.mark.parametrize(("name", "other"), WRONG.values(), ids=WRONG.keys())
 def test_different_samples_give_no_number(measure, monkeypatch, name, other):
+    assert measure(augment=["crop_flip"])  # random crops may differ
     monkeypatch.setattr(bench_data, name, other)
     with pytest.raises(SystemExit, match="none, batch 10, 0 workers"):
         measure()
     [line] = measure.lines
     assert line["ms"] is None and line["correct"] is False and "samples" in line["reason"]
-
-
-def test_random_crops_may_differ_and_captions_may_not(measure, monkeypatch):
-    assert measure(augment=["crop_flip"])
-    monkeypatch.setattr(bench_data, *WRONG["other captions"])
-    with pytest.raises(SystemExit, match="crop_flip"):
-        measure(augment=["crop_flip"])
 
 
 def test_set_with_a_bad_sample_is_refused(measure, squares, tmp_path):
@@ -87,11 +71,6 @@ def test_set_with_a_bad_sample_is_refused(measure, squares, tmp_path):
     with pytest.raises(SystemExit):
         measure(train=str(tmp_path / "bad.tar"))
     assert re.search(r"bad\.tar.*s00000\.png", measure.lines[0]["reason"])
-
-
-def test_missing_set_is_refused(measure, tmp_path):
-    with pytest.raises(SystemExit, match="no file matches"):
-        measure(train=str(tmp_path / "none-*.tar"))
 
 
 def test_rate_counts_images_between_equal_leads_of_the_workers(monkeypatch):
@@ -104,18 +83,3 @@ def test_rate_counts_images_between_equal_leads_of_the_workers(monkeypatch):
     times = iter([100.0, 104.0])
     monkeypatch.setattr(bench_data.time, "perf_counter", lambda: next(times))
     assert bench_data.images_per_second(SimpleNamespace(workers=1), loader, 3) == (8 + 16 + 32) / 4
-
-
-@pytest.mark.slow
-def test_command_measures_standard_sets_with_workers(tmp_path):
-    keys = ("batch_size=64", "num_batches=8", "workers=2", "shards=[100,3000]")
-    done = subprocess.run(
-        [sys.executable, "-m", "experiments.benchmarks.data", *keys, f"run_dir={tmp_path}"],
-        cwd=CONF.parent, check=True, timeout=280, capture_output=True, text=True,
-    )  # fmt: skip
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(lines) == 2 * (2 * 2 * 2) + 2
-    assert all(line["correct"] for line in lines)
-    small, large = lines[-2:]
-    assert large["ms"] < 1000 * 3000 / 10000  # ten times what it takes undisturbed
-    assert large["memory_mib"] < 50 and small["memory_mib"] < 20

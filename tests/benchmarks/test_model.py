@@ -49,7 +49,7 @@ def test_ratio_is_to_the_case_that_it_names(lines):
 
 def test_line_says_what_its_shape_leaves_out(lines):
     rows = lines({}, compile=False)
-    assert "open_clip" not in rows and len(rows) == 1 + len(bench_model.RECIPES)
+    assert "open_clip" not in rows and len(rows) == 1 + len(bench_model.OURS)
     assert all((row["image_size"], row["patch_dropout"]) == (32, 0.5) for row in rows.values())
 
 
@@ -72,11 +72,6 @@ def test_case_of_ours_that_is_wrong_or_fails_has_no_number(lines):
     assert lines.lines["high"]["correct"] is True
 
 
-def test_failing_case_of_open_clip_does_not_fail_the_command(lines):
-    rows = lines({"open_clip": RuntimeError("CUDA out of memory")})
-    assert rows["open_clip"]["ms"] is None and rows["high"]["ratio"] == 1
-
-
 def test_patch_embedding_is_the_first_convolution_of_open_clip_and_timm_towers():
     text = dict(context_length=8, vocab_size=64, width=64, layers=1, heads=2)
     ours = dict(image_size=32, patch_size=16, width=64, layers=1, head_width=32)
@@ -84,9 +79,6 @@ def test_patch_embedding_is_the_first_convolution_of_open_clip_and_timm_towers()
     for vision, width in ((ours, 64), (timm, 192)):
         model = open_clip.model.CLIP(32, vision, text)
         assert bench_model.first_convolution(model).weight.shape == (width, 3, 16, 16)
-    model.visual = torch.nn.Linear(4, 4)
-    with pytest.raises(RuntimeError, match="no convolution"):
-        bench_model.first_convolution(model)
 
 
 @pytest.mark.slow
@@ -96,5 +88,5 @@ def test_tiny_model_is_measured_with_each_recipe(tmp_path):
     bench_model.main(config)
     [file] = (tmp_path / "bench" / "model").glob("*.jsonl")
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [row["case"] for row in rows] == ["open_clip eager", *bench_model.RECIPES]
+    assert [row["case"] for row in rows] == ["open_clip eager", *bench_model.OURS]
     assert all(row["correct"] and row["ms"] > 0 for row in rows)

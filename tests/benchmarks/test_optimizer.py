@@ -9,6 +9,7 @@ from lowprec.config.schema import Config
 from lowprec.optim import StableAdamW
 
 TINY = {"vision_width": 64, "text_width": 64, "vision_layers": 1, "text_layers": 1}
+TINY |= {"vocab_size": 512}
 
 
 @pytest.fixture

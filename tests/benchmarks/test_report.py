@@ -73,12 +73,6 @@ def test_error_outside_its_limits_is_wrong(value):
         check_error("output", value * expected, expected, most=0.15, least=0.05)
 
 
-def test_calls_are_warmed_up_and_then_repeated():
-    calls = []
-    assert median_ms(lambda: calls.append(1), CPU, 20, graph=True, cold=True) > 0
-    assert len(calls) == 4 + 20
-
-
 def test_random_batch_fits_the_model():
     model = build_model(ModelConfig(name="nano"))
     batch = random_batch(model, 3, CPU)

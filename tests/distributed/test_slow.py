@@ -39,7 +39,7 @@ def test_bench_scale_writes_a_correct_line_a_case(tmp_path):
     keys += ["model.text_layers=1", "model.vocab_size=512", "device=cpu", "precision=fp32"]
     keys += ["batch_size=8", "num_steps=2", "evaluation=none"]
     subprocess.run(
-        [sys.executable, "-m", "experiments.benchmarks.scale", *keys],
+        [sys.executable, "-m", "experiments.benchmarks", "scale", *keys],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         check=True,

@@ -17,7 +17,7 @@ def test_bench_step_writes_a_correct_line_a_case(tmp_path):
     keys = ("model.vision_width=64", "model.text_width=64", "model.vocab_size=512", "device=cpu")
     keys += ("batch_size=8", f"run_dir={tmp_path}")
     done = subprocess.run(
-        [sys.executable, "-m", "experiments.benchmarks.step", *keys],
+        [sys.executable, "-m", "experiments.benchmarks", "step", *keys],
         cwd=CONF.parent, check=True, timeout=250, capture_output=True, text=True,
     )  # fmt: skip
     lines = [json.loads(line) for line in done.stdout.splitlines()]

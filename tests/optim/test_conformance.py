@@ -1,7 +1,4 @@
-"""The definition, our optimizers and torch's AdamW against stored trajectories of algorithm 2.
-
-The files come from `python -m experiments.benchmarks.conformance golden=tests/optim/golden`.
-"""
+"""The definition, our optimizers and torch's AdamW against stored trajectories of algorithm 2."""
 
 import json
 import re
@@ -11,13 +8,30 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.benchmarks.conformance import GOLDEN, golden, run_optimizer
-from experiments.benchmarks.conformance_rule import BETAS, SHAPES, SPIKE, WEIGHT_DECAY, problem
+from experiments.benchmarks.conformance import (
+    BETAS,
+    SHAPES,
+    SPIKE,
+    WEIGHT_DECAY,
+    Rule,
+    problem,
+    run_optimizer,
+    trajectory,
+)
 from lowprec.optim import StableAdamW
 
 FOLDER = Path(__file__).parent / "golden"
 FLOAT32 = 1e-6  # absolute, for values up to 2: eight units in the last place after 12 steps
 COMMON = {"betas": BETAS, "weight_decay": WEIGHT_DECAY}
+RAW = Rule(decay_rate="the raw rate")
+GOLDEN = {  # case: the rule, and the same in options of StableAdamW
+    "clipped_decay": (Rule(), {"eps": 1e-6}),
+    "clipped_decay_eps8": (Rule(), {"eps": 1e-8}),
+    "raw_decay": (RAW, {"eps": 1e-6, "clip_weight_decay": False}),
+    "raw_decay_eps8": (RAW, {"eps": 1e-8, "clip_weight_decay": False}),
+    "threshold_2": (Rule(), {"eps": 1e-6, "clip_threshold": 2.0}),
+    "adamw": (Rule(clipping="nothing"), {"eps": 1e-8, "clip_threshold": None}),
+}
 
 
 def read(name):
@@ -52,11 +66,12 @@ def test_the_definition_follows_the_stored_trajectories():
     assert (tuple(stored["betas"]), stored["weight_decay"]) == (BETAS, WEIGHT_DECAY)
     assert {name: stored[name] for name in asdict(problem())} == asdict(problem())
     assert {path.stem for path in FOLDER.iterdir()} == {"problem", *GOLDEN}
-    for name in GOLDEN:
-        stored, made = read(name), golden(name)
-        assert stored["options"] == made["options"]
-        assert_close(stored["values"], made["values"], 1e-9)
-        assert stored["rms"] == [pytest.approx(rms, rel=1e-9) for rms in made["rms"]]
+    for name, (rule, options) in GOLDEN.items():
+        stored = read(name)
+        assert stored["options"] == options
+        values, rms = trajectory(rule, options["eps"], options.get("clip_threshold") or 1.0)
+        assert_close(stored["values"], values, 1e-9)
+        assert stored["rms"] == [pytest.approx(step, rel=1e-9) for step in rms]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -1,0 +1,30 @@
+"""Runs a benchmark by its name: `python -m experiments.benchmarks layer dims=[1280]`.
+
+Keys are checked before torch is imported. `configs.py` lists the benchmarks and their keys.
+"""
+
+import importlib
+import sys
+
+from experiments.benchmarks.configs import BENCHMARKS
+from experiments.entry import run_command
+from lowprec.config.schema import Config
+from lowprec.nearest import nearest
+
+
+def main() -> None:
+    """Checks the command line, then imports and runs the benchmark that it names."""
+    name = sys.argv.pop(1) if len(sys.argv) > 1 else ""
+    if name not in BENCHMARKS:
+        hint = nearest(name, BENCHMARKS)
+        sys.exit(f"benchmark {name!r}: name one of {', '.join(BENCHMARKS)}{hint}")
+    schema = BENCHMARKS[name]
+
+    def run(config: object) -> None:
+        importlib.import_module(f"experiments.benchmarks.{name}").main(config)
+
+    run_command(run, "train" if schema is Config else "benchmark", schema)
+
+
+if __name__ == "__main__":
+    main()

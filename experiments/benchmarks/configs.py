@@ -1,0 +1,69 @@
+"""The keys of each benchmark; loads no torch."""
+
+from dataclasses import dataclass
+
+from lowprec.config.schema import Config, key
+
+OURS = (  # recipes of `layer`
+    "autograd_high",
+    "switchback",
+    "switchback_m",
+    "switchback_q",
+    "llm_int8",
+    "hw_fp8_tensorwise",
+    "hw_fp8_switchback",
+)
+PEERS = ("bnb_switchback", "torchao_int8", "torchao_fp8_rowwise")
+
+
+@dataclass
+class NoKeys:
+    """For a benchmark without keys."""
+
+
+@dataclass
+class OpsConfig:
+    """Sizes of the operations, each measured as dim -> 4 dim and as 4 dim -> dim."""
+
+    dims: list[int] = key([768, 1024, 1280, 1408, 1664, 2048, 4096], "widths", least=1)
+    tokens: int = key(32768, "rows of the input", least=1)
+    repeats: int = key(50, "calls of which the median is kept", least=1)
+    device: str = key("auto", "where", choices=("auto", "cpu", "cuda"))
+    run_dir: str = key("runs", "the lines go into its bench/")
+
+
+@dataclass
+class LayerConfig(OpsConfig):
+    """Sizes of the layers, and what is measured."""
+
+    dims: list[int] = key([768, 1024, 1280, 2048, 4096], "widths of the layer", least=1)
+    cases: list[str] = key(
+        [*OURS, *PEERS], "what is measured beside nn.Linear", choices=(*OURS, *PEERS)
+    )
+
+
+@dataclass
+class DataConfig:
+    """Sets to load, and how."""
+
+    train: str | None = key(None, "glob of a set to read; null: renders one for each size")
+    image_size: list[int] = key([64, 224], "pixels per side of a decoded image", least=16)
+    augment: list[str] = key(
+        ["none", "crop_flip"], "changes to the image", choices=("none", "crop_flip")
+    )
+    batch_size: int = key(256, "pairs in a batch", least=1)
+    num_batches: int = key(16, "batches timed at a time", least=1)
+    workers: int | None = key(None, "measured beside 0; null: one less than cores", least=0)
+    run_dir: str = key("runs", "the lines go into its bench/")
+
+
+BENCHMARKS = {  # module of this package: its keys
+    "conformance": NoKeys,
+    "data": DataConfig,
+    "layer": LayerConfig,
+    "model": Config,
+    "ops": OpsConfig,
+    "optimizer": Config,
+    "scale": Config,
+    "step": Config,
+}
