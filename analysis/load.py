@@ -21,21 +21,13 @@ from upath import UPath
 
 from lowprec.config.schema import Config, PrecisionConfig, SpikeConfig
 from lowprec.runs.identity import to_dict
-from lowprec.runs.read import (
-    ENDED,
-    STATES,
-    TABLES,
-    find_runs,
-    read_status,
-    read_tensors,
-    scan_rows,
-)
+from lowprec.runs.read import ENDED, STATES, TABLES, find_runs, read_status, read_tensors, scan_rows
 
 ROW_FILES = ("metrics", "timing", "events")
 EXPERIMENTS = Path(__file__).parents[1] / "conf" / "experiment"
-TEXT_KEYS = ("model.name", "optimizer.name", "precision.autocast", "precision.recipe")
-REQUIRED_KEYS = ("experiment", "scale", "seed", "num_steps", *TEXT_KEYS)  # needed to name a run
-NUMBERS = (  # tables and figures calculate with these
+PRECISION = ("precision.autocast", "precision.recipe")
+TEXTS = ("experiment", "scale", "model.name", "optimizer.name", *PRECISION)
+NUMBERS = (  # tables and figures calculate with these, and group by the texts
     *("seed", "num_steps", "batch_size", "model.vision_layers"),
     *("optimizer.lr", "optimizer.beta2", "optimizer.beta2_decay"),
     *(f"diagnostics.spikes.{name.name}" for name in fields(SpikeConfig) if name.name != "protocol"),
@@ -57,11 +49,9 @@ class Runs:
         self.summaries, self.root = summaries.reset_index(drop=True), root
 
     def __len__(self) -> int:
-        """Number of runs."""
         return len(self.summaries)
 
     def __repr__(self) -> str:
-        """Number of runs, their states and their experiments."""
         states = self.summaries["state"].value_counts()
         counts = ", ".join(f"{count} {state}" for state, count in states.items())
         return f"{len(self)} runs ({counts}) of {_experiments(self.summaries)}"
@@ -77,32 +67,32 @@ class Runs:
         `note` is empty if the run has ended and its files are whole. `precision.label` is the
         recipe's name or, for recipe `high`, the autocast dtype.
         """
-        last = self.metrics.groupby("run")["step"].max()
         notes = []
-        for summary in self.summaries.to_dict("records"):
+        for i, summary in enumerate(self.summaries.to_dict("records")):
             parts = [summary["note"]]
             if summary["state"] not in ENDED:
-                total = summary.get("num_steps", np.nan)
+                rows, total = self._rows["metrics"][i][0], summary.get("num_steps")
                 of_total = "" if pd.isna(total) else f" of {int(total)}"
-                parts.append(f"{summary['state']}: {last.get(summary['run'], 0)}{of_total} steps")
-            parts += [self._row_files[name][1][summary["run"]] for name in ROW_FILES]
+                reached = rows[-1]["step"] if rows else 0
+                parts.append(f"{summary['state']}: {reached}{of_total} steps")
+            parts += [note for name in ROW_FILES for note in self._rows[name][i][1]]
             notes.append("; ".join(filter(None, parts)))
         return self.summaries.assign(note=notes)
 
     @cached_property
     def metrics(self) -> pd.DataFrame:
         """One row per step: run, step, loss, lr, ...; evaluations are in the row of their step."""
-        return self._row_files["metrics"][0]
+        return self._table("metrics", "loss")
 
     @cached_property
     def timing(self) -> pd.DataFrame:
         """One row per step: run, step and values that depend on the machine."""
-        return self._row_files["timing"][0]
+        return self._table("timing")
 
     @cached_property
     def events(self) -> pd.DataFrame:
         """One row per event: run, step and the event's fields."""
-        return self._row_files["events"][0]
+        return self._table("events")
 
     def tensors(self, pattern: str, stat: str = "rms") -> pd.DataFrame:
         """One row per recorded step: run, step and a column for each tensor that matches a glob.
@@ -110,13 +100,13 @@ class Runs:
         A file of tensors that cannot be read is left out with a warning. Raises LookupError if no
         tensor of any run matches.
         """
-        frames, known = [], set()
-        summaries = self.summaries.to_dict("records")
-        with ThreadPoolExecutor() as pool:
-            results = list(pool.map(lambda row: _try_columns(row, pattern, stat), summaries))
-        for summary, (frame, names, error) in zip(summaries, results, strict=True):
-            if error is not None:
+        known, frames = set(), []
+        for summary in self.summaries.to_dict("records"):
+            try:
+                frame, names = read_tensor_columns(summary, pattern, stat)
+            except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
                 warnings.warn(f"{summary['path']}: tensors left out: {error}", stacklevel=2)
+                continue
             known.update(names)
             if len(frame.columns) > 1:
                 frame.insert(0, "run", summary["run"])
@@ -139,25 +129,21 @@ class Runs:
         return frame.drop_duplicates("step", keep="last").set_index("step")[name].astype(float)
 
     @cached_property
-    def _row_files(self) -> dict[str, tuple[pd.DataFrame, dict[str, str]]]:
-        """For each .jsonl file: the rows of all runs, and a note on damage by run."""
-        return {name: self._read_row_files(name) for name in ROW_FILES}
+    def _rows(self) -> dict[str, list[tuple[list[dict], list[str]]]]:
+        """For each of ROW_FILES: the rows of each run, and notes on damage."""
+        runs = self.summaries.to_dict("records")
+        return {
+            "metrics": [read_metrics(run) for run in runs],
+            **{name: [read_row_file(run, name) for run in runs] for name in ("timing", "events")},
+        }
 
-    def _read_row_files(self, name: str) -> tuple[pd.DataFrame, dict[str, str]]:
-        frames, notes = [], {}
-        for summary in self.summaries.to_dict("records"):
-            path = as_path(summary["path"]) / f"{name}.jsonl"
-            if name == "metrics":
-                last = summary["step"] if summary["state"] in ENDED else None
-                rows, faults = read_metrics(path, summary.get("num_steps", np.nan), last)
-            else:
-                rows, faults = read_row_file(path)
-            notes[summary["run"]] = "; ".join(faults)
+    def _table(self, name: str, *columns: str) -> pd.DataFrame:
+        frames = [pd.DataFrame(columns=["run", "step", *columns])]
+        for run, (rows, _) in zip(self.summaries["run"], self._rows[name], strict=True):
             if rows:
                 frames.append(pd.DataFrame(rows))
-                frames[-1].insert(0, "run", summary["run"])
-        empty = pd.DataFrame(columns=["run", "step", *(["loss"] if name == "metrics" else [])])
-        return (pd.concat(frames, ignore_index=True) if frames else empty), notes
+                frames[-1].insert(0, "run", run)
+        return pd.concat(frames[1:] or frames, ignore_index=True)
 
 
 def load_runs(root: Path | str, *, experiment: str | None = None, scale: str | None = None) -> Runs:
@@ -166,10 +152,10 @@ def load_runs(root: Path | str, *, experiment: str | None = None, scale: str | N
     A run whose config is damaged belongs to the experiment that its folder is named after, and
     matches any `scale`. Raises NoRunsError if nothing matches.
     """
+    to_make = f"to make some: {command(experiment or 'loss_curves', scale)}"
     folders = find_runs(as_path(root))
     if not folders:
-        example = command(experiment or "loss_curves", scale)
-        raise NoRunsError(f"{root}: no runs at or below this folder; to make some: {example}")
+        raise NoRunsError(f"{root}: no runs at or below this folder; {to_make}")
     with ThreadPoolExecutor() as pool:  # hides the latency of a server
         summaries = pd.DataFrame(list(pool.map(read_summary, folders)))
     copied = summaries["run"].duplicated(keep=False)
@@ -177,21 +163,16 @@ def load_runs(root: Path | str, *, experiment: str | None = None, scale: str | N
     matches = (experiment is None) | (summaries["experiment"] == experiment)
     matches &= (scale is None) | (summaries["scale"] == scale) | summaries["scale"].isna()
     if not matches.any():
-        query = f"experiment={experiment}" if experiment else "any experiment"
-        query += f" at scale={scale}" if scale else ""
-        raise NoRunsError(
-            f"{root}: no runs of {query}; there are {_experiments(summaries)}; "
-            f"to make them: {command(experiment or 'loss_curves', scale)}"
-        )
+        query = f"experiment={experiment or 'any'} and scale={scale or 'any'}"
+        there = _experiments(summaries)
+        raise NoRunsError(f"{root}: no runs with {query}; there are {there}; {to_make}")
     return Runs(summaries[matches], root)
 
 
 def command(experiment: str, scale: str | None = None) -> str:
     """The command that makes an experiment's runs, at its smallest scale if none is given."""
-    names = {path.stem for path in EXPERIMENTS.glob(f"{experiment}*.yaml")}
-    demo, mini = f"{experiment}_demo", f"{experiment}_mini"
-    order = (f"{experiment}_{scale}", experiment, mini) if scale else (demo, mini, experiment)
-    name = next((name for name in order if name in names), experiment)
+    names = [f"{experiment}_{each}" for each in ([scale] if scale else ["demo", "mini"])]
+    name = next((n for n in names if (EXPERIMENTS / f"{n}.yaml").exists()), experiment)
     return f"python -m experiments.train -m experiment={name}"
 
 
@@ -215,13 +196,14 @@ DEFAULTS = flatten(to_dict(Config()))
 
 
 def read_summary(run: Path) -> dict:
-    """The status and flat config of a run.
+    """The status and flat config of a run, and a note on damage.
 
-    Keys that did not exist when the run was made have their defaults.
+    Keys that did not exist when the run was made have their defaults. `gpu` names all kinds that
+    the run used; `data.digest` and `init.digest` are of what its newest attempt read, or "".
     """
     notes = []
     try:
-        status = dict(read_status(run))
+        status = read_status(run)
         status = {name: status[name] for name in ("state", "step", "reason")}
         if status["state"] not in STATES or type(status["step"]) is not int:
             raise ValueError
@@ -229,10 +211,14 @@ def read_summary(run: Path) -> dict:
         status = {"state": "unknown", "step": 0, "reason": ""}
         notes.append("status.json is damaged")
     config, fault = _read_config(run)
-    if fault:
-        notes.append(fault)
-    elif status["state"] in ENDED and status["step"] and config["diagnostics.statistics"]:
-        notes += filter(None, [_tensor_fault(run)])
+    notes += [fault] if fault else []
+    if status["state"] in ENDED and status["step"] and config.get("diagnostics.statistics"):
+        has_streams = any((run / "tensors").glob("*.arrows"))  # which can replace the file
+        if not has_streams and not (run / "tensors.parquet").exists():
+            notes.append("tensors.parquet is missing")
+    attempts, _ = read_row_file({"path": run}, "attempts")
+    sources = [row["sources"] for row in attempts if isinstance(row.get("sources"), dict)]
+    newest = sources[-1] if sources else {}
     name = run.resolve().name
     return {
         "run": name,
@@ -240,89 +226,67 @@ def read_summary(run: Path) -> dict:
         "path": str(run),
         **status,
         "note": "; ".join(notes),
-        **_attempt_facts(run),
+        "data.digest": str(newest.get("data") or "")[:10],
+        "init.digest": str(newest.get("init_from") or "")[:10],
+        "gpu": " and ".join(sorted({str(row["gpu"]) for row in attempts if row.get("gpu")})),
         **config,
     }
 
 
-def _attempt_facts(run: Path) -> dict[str, str]:
-    """`data.digest` and `init.digest` of what the newest attempt read; `gpu`, all kinds used.
-
-    Each is "" if the run does not record it.
-    """
-    rows, _ = read_row_file(run / "attempts.jsonl")
-    sources = [row["sources"] for row in rows if isinstance(row.get("sources"), dict)]
-    digests = {"data.digest": "data", "init.digest": "init_from"}
-    newest = sources[-1] if sources else {}
-    facts = {name: str(newest.get(role) or "")[:10] for name, role in digests.items()}
-    kinds = sorted({str(row["gpu"]) for row in rows if row.get("gpu")})
-    return {**facts, "gpu": " and ".join(kinds)}
-
-
-def read_row_file(path: Path) -> tuple[list[dict], list[str]]:
-    """Undamaged rows of a .jsonl file, and a note on the damaged lines."""
+def read_row_file(summary: dict, name: str) -> tuple[list[dict], list[str]]:
+    """Undamaged rows of a .jsonl file of a run, and a note on the damaged lines."""
+    path = as_path(summary["path"]) / f"{name}.jsonl"
     try:
         rows, faults = scan_rows(path)
     except OSError as error:
         return [], [f"{path.name} cannot be read: {error.strerror or error}"]
-    if not faults:
-        return rows, []
     more = f", and {len(faults) - 1} more" if len(faults) > 1 else ""
-    return rows, [f"{path.name}: {faults[0].removeprefix(f'{path}, ')}{more}"]
+    return rows, [f"{path.name}: {fault.removeprefix(f'{path}, ')}{more}" for fault in faults[:1]]
 
 
-def read_metrics(path: Path, num_steps: float, last: int | None) -> tuple[list[dict], list[str]]:
+def read_metrics(summary: dict) -> tuple[list[dict], list[str]]:
     """One row per step in order, and notes on damaged lines and on repeated and missing steps.
 
-    Args:
-        path: metrics.jsonl. If a step has several rows, the last one counts: a later attempt
-            wrote it.
-        num_steps: from the config; NaN if the config is damaged.
-        last: step at which the run ended; None while it has not.
+    If a step has several rows, the last one counts: a later attempt wrote it.
     """
-    rows, notes = read_row_file(path)
-    valid = [row for row in rows if _is_step_row(row, num_steps)]
-    by_step, repeated = {}, []
-    for row in valid:
-        if row["step"] in by_step:
-            repeated.append(row["step"])
-        by_step[row["step"]] = row
+    rows, notes = read_row_file(summary, "metrics")
+    valid = [row for row in rows if _is_step_row(row, summary.get("num_steps", np.nan))]
+    by_step = {row["step"]: row for row in valid}
     steps = sorted(by_step)
-    if len(valid) < len(rows):
-        notes.append(f"{path.name}: {len(rows) - len(valid)} lines are not rows of a step")
-    if repeated:
-        notes.append(f"{path.name}: {len(repeated)} rows repeat a step, first step {repeated[0]}")
-    missing = max(last or 0, *steps[-1:], 0) - len(steps)
-    if missing:
-        first = next((n for n, step in enumerate(steps, 1) if n != step), len(steps) + 1)
-        notes.append(f"{path.name}: {missing} steps are missing, first {first}")
+    last = summary["step"] if summary["state"] in ENDED else 0
+    missing = max(last, *steps[-1:], 0) - len(steps)
+    first = next((n for n, step in enumerate(steps, 1) if n != step), len(steps) + 1)
+    for count, text in (
+        (len(rows) - len(valid), "lines are not rows of a step"),
+        (len(valid) - len(steps), "rows repeat a step"),
+        (missing, f"steps are missing, first {first}"),
+    ):
+        notes += [f"metrics.jsonl: {count} {text}"] if count else []
     return [by_step[step] for step in steps], notes
 
 
-def read_tensor_columns(
-    run: Path, state: str, pattern: str, stat: str
-) -> tuple[pd.DataFrame, list[str]]:
-    """Column `step` and the matching tensors, and all recorded names `<statistic>/<tensor>`.
+def read_tensor_columns(summary: dict, pattern: str, stat: str) -> tuple[pd.DataFrame, list[str]]:
+    """Column `step` and the matching tensors of a run, and all recorded `<statistic>/<tensor>`.
 
     Each statistic belongs to one of the run's tables; an unknown one gives no columns. A parquet
     file is the copy made when a run ended: the streams of a run that continued since then hold
     more, and they replace a parquet file that cannot be read.
     """
-    known = []
+    run, known = as_path(summary["path"]), []
     for table in TABLES:
-        path, has_streams = run / f"{table}.parquet", any((run / table).glob("*.arrows"))
-        is_copy_current = path.exists() and (state in ENDED or not has_streams)
+        has_streams = any((run / table).glob("*.arrows"))
         try:
-            read = _read_parquet if is_copy_current else _read_streams
-            frame, names = read(run, table, pattern, stat)
-        except (pa.ArrowException, OSError):
-            if not is_copy_current or not has_streams:
+            if has_streams and summary["state"] not in ENDED:
+                raise FileNotFoundError  # the copy, if there is one, is older than the streams
+            frame, names = _read_parquet(run / f"{table}.parquet", pattern, stat)
+        except (pa.ArrowException, OSError) as error:
+            if not has_streams and not isinstance(error, FileNotFoundError):
                 raise
             frame, names = _read_streams(run, table, pattern, stat)
         known += names
         if any(name.startswith(f"{stat}/") for name in names):
             return frame, known
-    return pd.DataFrame({"step": []}), known
+    return pd.DataFrame(), known
 
 
 def _experiments(summaries: pd.DataFrame) -> str:
@@ -334,37 +298,24 @@ def _experiments(summaries: pd.DataFrame) -> str:
 
 def _read_config(run: Path) -> tuple[dict, str]:
     """The flat config and what is wrong with it; a damaged one is replaced by its folder's name."""
-    faults = []
+    fault = "config.yaml is damaged"
     try:
-        config = flatten(yaml.load((run / "config.yaml").read_text(), _YAML))
-        is_damaged = any(name not in config for name in REQUIRED_KEYS)
-        faults = [] if is_damaged else _config_faults(config)
+        written = flatten(yaml.load((run / "config.yaml").read_text(), _YAML))
+        config = DEFAULTS | written
+        wrong = [key for key in (*TEXTS, *NUMBERS) if not _is_of_its_type(key, config[key])]
+        if all(key in written for key in TEXTS) and not wrong:
+            label = PrecisionConfig(*(config[key] for key in PRECISION)).label
+            return {**config, "precision.label": label}, ""
+        fault += "".join(f": {key}={config[key]!r}" for key in wrong[:1])
     except (OSError, ValueError, AttributeError, TypeError, RecursionError, yaml.YAMLError):
-        is_damaged = True
-    if is_damaged or faults:
-        fault = ": ".join(["config.yaml is damaged", *faults[:1]])
-        return {"experiment": run.resolve().parent.name, "scale": None}, fault
-    precision = PrecisionConfig(config["precision.autocast"], config["precision.recipe"])
-    return {**DEFAULTS, **config, "precision.label": precision.label}, ""
+        pass
+    return {"experiment": run.resolve().parent.name, "scale": None}, fault
 
 
-def _config_faults(config: dict) -> list[str]:
-    """A sentence for each value of the wrong type among the keys that tables and figures use."""
-    texts = {name: config[name] for name in TEXT_KEYS}
-    texts |= {name: config[name] or "" for name in ("experiment", "scale")}  # null: of no study
-    faults = [f"{k}={v!r}: text is expected" for k, v in texts.items() if not isinstance(v, str)]
-    for name in NUMBERS:
-        value = config.get(name, DEFAULTS.get(name))
-        optional = value is None and DEFAULTS.get(name) is None
-        if not optional and (isinstance(value, bool) or not isinstance(value, int | float)):
-            faults.append(f"{name}={value!r}: a number is expected")
-    return faults
-
-
-def _tensor_fault(run: Path) -> str:
-    """A note if an ended run has no tensors; its streams can replace a missing file."""
-    exists = (run / "tensors.parquet").exists() or any((run / "tensors").glob("*.arrows"))
-    return "" if exists else "tensors.parquet is missing"
+def _is_of_its_type(key: str, value: object) -> bool:
+    if value is None:
+        return DEFAULTS[key] is None
+    return isinstance(value, str if key in TEXTS else int | float) and not isinstance(value, bool)
 
 
 def _is_step_row(row: dict, num_steps: float) -> bool:
@@ -373,18 +324,8 @@ def _is_step_row(row: dict, num_steps: float) -> bool:
     return in_range and all(type(value) in (int, float) for value in row.values())
 
 
-def _try_columns(summary: dict, pattern: str, stat: str) -> tuple[pd.DataFrame, list[str], object]:
-    """Like `read_tensor_columns`, but also returns the error if the file cannot be read."""
-    try:
-        path = as_path(summary["path"])
-        return *read_tensor_columns(path, summary["state"], pattern, stat), None
-    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
-        return pd.DataFrame(), [], error
-
-
-def _read_parquet(run: Path, table: str, pattern: str, stat: str) -> tuple[pd.DataFrame, list[str]]:
+def _read_parquet(path: Path, pattern: str, stat: str) -> tuple[pd.DataFrame, list[str]]:
     """Reads the footer, which lists thousands of columns, once, and then the matching columns."""
-    path = run / f"{table}.parquet"
     # without a cache only the requested bytes come over the network
     source = path if isinstance(path, Path) else path.open("rb", cache_type="none")
     with pq.ParquetFile(source, pre_buffer=True) as file:
@@ -395,19 +336,14 @@ def _read_parquet(run: Path, table: str, pattern: str, stat: str) -> tuple[pd.Da
 
 
 def _read_streams(run: Path, table: str, pattern: str, stat: str) -> tuple[pd.DataFrame, list[str]]:
-    tensors, matching, known = None, [], []
-    parts: dict[tuple[str, ...], list] = {}  # attempts may record different tensors
+    frames, tensors, columns, known = [], None, [], {}
     for steps, statistics, names in read_tensors(run, table):
-        if names != tensors:  # matching at every flush would be slow
+        if names != tensors:  # another attempt; matching at every flush would be slow
             tensors = names
-            matching = [i for i, name in enumerate(names) if fnmatchcase(name, pattern)]
-            known = [f"{statistic}/{name}" for statistic in statistics for name in names]
-        if stat in statistics and matching:
-            columns = tuple(names[i] for i in matching)
-            parts.setdefault(columns, []).append((steps, statistics[stat][:, matching]))
-    frames = []
-    for columns, flushes in parts.items():
-        steps, values = (np.concatenate(part) for part in zip(*flushes, strict=True))
-        frames.append(pd.DataFrame(values, columns=list(columns)))
-        frames[-1].insert(0, "step", steps)
-    return (pd.concat(frames, ignore_index=True) if frames else pd.DataFrame({"step": []})), known
+            columns = [i for i, name in enumerate(names) if fnmatchcase(name, pattern)]
+            known |= {f"{statistic}/{name}": None for statistic in statistics for name in names}
+        if stat in statistics and columns:
+            values = statistics[stat][:, columns]
+            frames.append(pd.DataFrame(values, steps, [names[i] for i in columns]))
+    frame = pd.concat(frames).rename_axis("step").reset_index() if frames else pd.DataFrame()
+    return frame, list(known)

@@ -21,11 +21,8 @@ import pytest  # noqa: E402
 from PIL import Image  # noqa: E402
 
 from lowprec.config.check import check  # noqa: E402
-from lowprec.data.open import open_data  # noqa: E402
 from lowprec.runs.identity import to_dict  # noqa: E402
 from lowprec.runs.record import Record  # noqa: E402
-from lowprec.train.build import build  # noqa: E402
-from lowprec.train.loop import train  # noqa: E402
 
 torch.set_num_threads(1)
 COLORS = {"red": (220, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 220), "gray": (120,) * 3}
@@ -121,6 +118,10 @@ def run_once():
 
     `spoil(built)` changes the objects before training; `options` are those of `train`.
     """
+    # with open_clip, which takes seconds: other tests need not wait
+    from lowprec.data.open import open_data
+    from lowprec.train.build import build
+    from lowprec.train.loop import train
 
     def run(config, folder: Path, *, spoil=None, **options):
         built = build(config, open_data(config))

@@ -2,7 +2,7 @@
 
 The page is self-contained and loads nothing. It compares runs by the settings that differ and shows
 curves of loss and RMS_t, every loss spike, heat maps of RMS_t by layer, speed, memory, and the runs
-that failed or are damaged. Long curves are thinned to keep the page below MAX_BYTES.
+that failed or are damaged. Long curves are thinned to bound the size of the page.
 """
 
 import argparse
@@ -10,12 +10,9 @@ import os
 from pathlib import Path
 
 from analysis import cli
-from analysis.cli import ChoiceError
 from analysis.load import load_runs
 from analysis.report.page import make_page
 from analysis.spike_marks import TENSOR
-
-MAX_BYTES = 10_000_000
 
 
 @cli.entry
@@ -31,11 +28,6 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     runs = load_runs(options.runs, experiment=options.experiment)
     text = make_page(runs, options.tensor).encode()
-    if len(text) > MAX_BYTES:
-        raise ChoiceError(
-            f"{len(runs)} runs do not fit into {MAX_BYTES / 1e6:g} MB; choose fewer: "
-            "--experiment, or a folder below"
-        )
     options.out.parent.mkdir(parents=True, exist_ok=True)
     temporary = options.out.with_name(f".{options.out.name}.tmp")
     temporary.write_bytes(text)

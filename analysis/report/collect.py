@@ -4,8 +4,10 @@ Thinning keeps, for each bucket of steps, the smallest and largest loss and the 
 all steps around the listed spikes: no spike is lost.
 """
 
+import base64
 import re
 from dataclasses import dataclass
+from html import escape
 
 import numpy as np
 import pandas as pd
@@ -18,14 +20,14 @@ from analysis.spike_marks import (
     read_series,
     spike_table,
 )
-from analysis.style import smooth, smoothing_width
+from analysis.style import smoothing_width
 from lowprec.diagnostics.spikes import Protocol, loss_spikes, rms_spikes
 
 AROUND = 40  # steps kept in full on either side of a listed spike
 MAX_ROWS = 40  # of a heat map; more tensors are grouped by layer
 LOW, HIGH = 0.1, 10.0  # RMS_t at the ends of a heat map's scale
-_BLOCK = re.compile(r"(visual\.)?transformer\.resblocks\.(\d+)\.")
-_FIRST = ("conv1", "class_embedding", "token_embedding", "positional_embedding", "ln_pre")
+SPEED = ["images_per_s", "step_ms", "data_wait"]
+_BLOCK = re.compile(r"(visual\.)?transformer\.resblocks\.\d+")
 
 
 @dataclass(frozen=True)
@@ -38,40 +40,20 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Heat:
-    """RMS_t over rows (tensors or layers) and buckets of steps.
-
-    `codes` is uint8 [rows, buckets]: 0 means no number, 1 to 255 go from LOW to HIGH in equal
-    ratios.
-    """
-
-    rows: list[str]
-    steps: list[int]
-    codes: np.ndarray
-
-
-@dataclass(frozen=True)
 class RunData:
     """One run: its row of `Runs.runs`, curves over steps, spikes and speed."""
 
     summary: dict
     curves: pd.DataFrame  # step, loss, rms (of the selected tensor), max (of all tensors)
-    smooth: pd.DataFrame  # the same, averaged
     is_thinned: bool
     final_loss: float
     scores: dict[str, float]  # of the last evaluation
     spikes: pd.DataFrame
-    num_rms_spikes: int
-    reaches_threshold: bool
+    num_rms_spikes: int | None  # None if RMS_t cannot reach the threshold
     protocol: Protocol
     following: dict[str, float]
-    heat: Heat | None
+    heat: dict | None
     speed: dict[str, float]
-
-    @property
-    def last_step(self) -> int:
-        """The last step with a row; 0 without any."""
-        return int(self.curves["step"].max()) if len(self.curves) else 0
 
     @property
     def needs_attention(self) -> bool:
@@ -89,24 +71,22 @@ def collect_run(runs: Runs, tensor: str, budget: Budget) -> RunData:
     tensors = series.rms if has_spikes else series.rms.iloc[:, :0]
     spikes = spike_table(Series(series.run, series.loss, tensors, series.beta2), protocol, tensor)
     spikes = spikes.sort_values("height", ascending=False)
-    width = smoothing_width(len(series.loss))
-    curves = pd.DataFrame({"loss": series.loss, "rms": rms, "max": series.rms_of("*")})
-    smoothed = curves.apply(smooth, width=width).astype(np.float32)
-    curves = curves.astype(np.float32)
-    for frame in (curves, smoothed):
-        frame.insert(0, "step", np.arange(1, len(frame) + 1, dtype=np.int32))
+    curves = {"loss": series.loss, "rms": rms, "max": series.rms_of("*")}
+    curves = pd.DataFrame(curves, dtype=np.float32)
+    curves.insert(0, "step", np.arange(1, len(curves) + 1, dtype=np.int32))
     kept = thin(curves, budget.points, spikes["step"].head(budget.spikes).tolist())
     finite = series.loss[np.isfinite(series.loss)]
+    metrics = runs.metrics
+    scores = {name: metrics[name].dropna() for name in metrics if "/" in name}
+    num_rms_spikes = int(rms_spikes(rms, protocol).sum()) if series.reaches(protocol) else None
     return RunData(
         summary=summary,
         curves=curves.iloc[kept],
-        smooth=smoothed.iloc[:: max(1, -(-2 * len(curves) // budget.points))],
         is_thinned=len(kept) < len(curves),
-        final_loss=float(finite[-width:].mean()) if len(finite) else np.nan,
-        scores=_scores(runs.metrics),
+        final_loss=float(finite[-smoothing_width(len(curves)) :].mean()) if len(finite) else np.nan,
+        scores={name: float(values.iloc[-1]) for name, values in scores.items() if len(values)},
         spikes=spikes,
-        num_rms_spikes=int(rms_spikes(rms, protocol).sum()),
-        reaches_threshold=series.reaches(protocol),
+        num_rms_spikes=num_rms_spikes,
         protocol=protocol,
         following=count_following(series, rms, protocol),
         heat=heat_of(series.rms, budget.heat_bytes),
@@ -135,62 +115,44 @@ def thin(curves: pd.DataFrame, points: int, spikes: list[int]) -> np.ndarray:
     return np.array(sorted(kept))
 
 
-def heat_of(rms: pd.DataFrame, size: int) -> Heat | None:
-    """The largest RMS_t for each row and bucket, about `size` bytes in all; None if unrecorded."""
+def heat_of(rms: pd.DataFrame, size: int) -> dict | None:
+    """The largest RMS_t for each row and bucket, about `size` bytes in all; None if unrecorded.
+
+    Returns `rows` (tensors, or layers if there are many, escaped), each bucket's first step `steps`
+    and `codes`, uint8 [rows, buckets] in base64: 0 means no number, 1 to 255 go from LOW to HIGH in
+    equal ratios.
+    """
     recorded = rms.dropna(how="all")
     if recorded.empty or not len(recorded.columns):
         return None
     names = list(rms) if len(rms.columns) <= MAX_ROWS else [layer_of(name) for name in rms]
-    rows = sorted(set(names), key=_depth)
+    rows = list(dict.fromkeys(names))
     columns = min(max(20, size // len(rows)), 400, len(recorded))
     starts = np.linspace(0, len(recorded), columns, endpoint=False).astype(int)
     largest = np.fmax.reduceat(recorded.to_numpy(np.float32), starts, axis=0)
-    grouped = np.full((len(rows), columns), np.nan, np.float32)
-    for name, values in zip(names, largest.T, strict=True):
-        row = rows.index(name)
-        grouped[row] = np.fmax(grouped[row], values)
+    grouped = pd.DataFrame(largest.T).groupby(names, sort=False).max().to_numpy()
     with np.errstate(divide="ignore", invalid="ignore"):
         share = np.log(grouped / LOW) / np.log(HIGH / LOW)
     codes = np.where(np.isnan(share), 0, 1 + 254 * np.clip(share, 0, 1)).round().astype(np.uint8)
-    return Heat(rows, recorded.index[starts].tolist(), codes)
+    text = base64.b64encode(codes.tobytes()).decode()
+    rows = [escape(row, quote=False) for row in rows]
+    return {"rows": rows, "steps": recorded.index[starts].tolist(), "codes": text}
 
 
 def layer_of(tensor: str) -> str:
     """`visual.transformer.resblocks.3` for its tensors; other tensors without `.weight`."""
     block = _BLOCK.match(tensor)
-    if block:
-        return block.group(0).removesuffix(".")
-    return re.sub(r"\.(weight|bias)$", "", tensor)
-
-
-def _depth(name: str) -> tuple:
-    """Sort key from input to output: the image tower, the text tower, the logit scale."""
-    block = _BLOCK.match(f"{name}.")
-    tower = 0 if name.startswith("visual.") else 2 if name.startswith("logit") else 1
-    if block:
-        return tower, 1, int(block.group(2)), name
-    first = [i for i, part in enumerate(_FIRST) if part in name]
-    return (tower, 0, first[0], name) if first else (tower, 2, 0, name)
+    return block.group() if block else re.sub(r"\.(weight|bias)$", "", tensor)
 
 
 def speed_of(timing: pd.DataFrame) -> dict[str, float]:
     """Medians over a run, which ignore compilation and pauses; NaN if not recorded."""
-
-    def numbers(name: str) -> pd.Series:
-        column = timing.get(name, pd.Series(dtype=float))
-        return pd.to_numeric(column, errors="coerce").dropna()
-
-    seconds = numbers("wall_s")  # each attempt starts at 0
-    wall = seconds.groupby(timing["attempt"]).max() if "attempt" in timing else seconds[:0]
+    timing = timing.reindex(columns=[*SPEED, "memory_gib", "wall_s", "attempt"])
+    timing = timing.apply(pd.to_numeric, errors="coerce")
+    seconds = timing.groupby("attempt")["wall_s"].max()  # each attempt starts at 0
     return {
-        **{name: numbers(name).median() for name in ("images_per_s", "step_ms", "data_wait")},
-        "memory_gib": numbers("memory_gib").max(),
-        "hours": wall.sum() / 3600 if len(wall) else np.nan,
-        "attempts": len(wall),
+        **timing[SPEED].median(),
+        "memory_gib": timing["memory_gib"].max(),
+        "hours": seconds.sum(min_count=1) / 3600,
+        "attempts": len(seconds),
     }
-
-
-def _scores(metrics: pd.DataFrame) -> dict[str, float]:
-    """The last value of each evaluation, by name."""
-    names = [name for name in metrics if "/" in name]
-    return {name: float(metrics[name].dropna().iloc[-1]) for name in names if metrics[name].any()}

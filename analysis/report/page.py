@@ -1,12 +1,10 @@
 """Renders the report: plain values for the template page.html.j2, which holds all markup."""
 
-import base64
 import json
-from html import escape
+from numbers import Number
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -17,12 +15,11 @@ from analysis.load import Runs
 from analysis.report import plots
 from analysis.report.collect import AROUND, HIGH, LOW, Budget, RunData, collect_run
 from analysis.spike_marks import TENSOR, in_words
-from analysis.style import model
 from lowprec.runs.read import ENDED
 
 FOLDER = Path(__file__).parent
-POINTS = 36_000  # of all runs, for each of the three curves of a run
-MAX_POINTS = 4000  # of one run
+POINTS = 72_000  # of all runs, for each of the three curves of a run
+MAX_POINTS = 4000  # of one run; with these limits a page has at most about 10 MB
 SPIKES = 300  # listed, of all runs
 HEAT_BYTES = 900_000
 NOT_SETTINGS = {
@@ -65,13 +62,19 @@ def make_page(runs: Runs, tensor: str = TENSOR) -> str:
     summaries = named(runs.summaries)
     labels, looks = summaries["label"].tolist(), plots.looks(summaries)
     methods = summaries["method"].tolist()
+    chips = list(dict.fromkeys(methods))
     names = [
         Field(label, label, "run", {"look": look, "hover": f"{label}\n{run}"})
         for label, look, run in zip(labels, looks, summaries["run"], strict=True)
     ]
-    differing = differences(summaries)
-    curves = plots.curve_figure(data, labels, looks)
-    speed = plots.speed_figure(data, labels, methods, [color for color, _ in looks])
+    differing, shared = compare_settings(summaries)
+    heats = [run.heat and {**run.heat, "spikes": run.spikes["step"].tolist()} for run in data]
+    script = {
+        "labels": labels,
+        "chips": [chips.index(method) for method in methods],
+        "heats": heats,
+        **{"around": AROUND, "low": LOW, "high": HIGH},
+    }
     environment = Environment(
         loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
@@ -83,7 +86,7 @@ def make_page(runs: Runs, tensor: str = TENSOR) -> str:
         title=_title(summaries),
         subtitle=_subtitle(summaries),
         cards=_cards(labels, data),
-        chips=_chips(methods, looks),
+        chips=[(text, looks[methods.index(text)], methods.count(text)) for text in chips],
         protocols=in_words(pd.DataFrame([vars(run.protocol) for run in data])),
         is_thinned=any(run.is_thinned for run in data),
         runs_differ=bool(differing) or len(data) == 1,
@@ -93,14 +96,14 @@ def make_page(runs: Runs, tensor: str = TENSOR) -> str:
         around=AROUND,
         spikes=_spikes(data, names, budget),
         runs=_runs(data, names, differing),
-        heats=_heat_options(labels, data),
+        labels=labels,
+        heats=heats,
         speed=_speed(data, names),
         failures=_failures(data, names),
-        settings=[(key, _setting(value)) for key, value in common(summaries).items()],
+        settings=[(key, _field(value)) for key, value in shared.items()],
         embedded={
-            "data": _script_data(labels, methods, data),
-            "curves-figure": json.loads(curves.to_json()),
-            "speed-figure": json.loads(speed.to_json()),
+            "data": script,
+            "curves-figure": json.loads(plots.curve_figure(data, labels, looks).to_json()),
         },
     )
 
@@ -114,9 +117,6 @@ def named(summaries: pd.DataFrame) -> pd.DataFrame:
     if whole.any():
         columns = ["method", "variant"]
         summaries.loc[whole, columns] = name_methods(summaries[whole])[columns]
-    if summaries.loc[whole, "precision.label"].nunique() == 1:  # no need to repeat it
-        methods = summaries.loc[whole, "method"]
-        summaries.loc[whole, "method"] = methods.str.partition(", ")[2]
     summaries["label"] = summaries["method"]
     for key, form in (("model.name", ", {}"), ("seed", ", seed {:g}")):
         if key in summaries and summaries.loc[whole, key].nunique() > 1:
@@ -124,18 +124,19 @@ def named(summaries: pd.DataFrame) -> pd.DataFrame:
     return summaries
 
 
-def differences(summaries: pd.DataFrame) -> list[str]:
-    """The config keys in which runs differ, damaged configs left out."""
-    whole = summaries[summaries["precision.label"].notna()]
-    keys = [key for key in whole if key not in NOT_SETTINGS]
-    return [key for key in keys if whole[key].map(str).nunique() > 1]
+def compare_settings(summaries: pd.DataFrame) -> tuple[list[str], dict[str, object]]:
+    """The config keys in which runs differ, and the settings that they share.
 
-
-def common(summaries: pd.DataFrame) -> dict[str, object]:
-    """The settings that all of these runs share."""
+    Runs with a damaged config are left out.
+    """
     whole = summaries[summaries["precision.label"].notna()]
-    keys = [key for key in whole if key not in NOT_SETTINGS.union(differences(summaries))]
-    return {key: whole[key].iloc[0] for key in keys} if len(whole) else {}
+    differing, shared = [], {}
+    for key in whole.columns.difference(NOT_SETTINGS, sort=False):
+        if whole[key].map(str).nunique() > 1:
+            differing.append(key)
+        elif len(whole):
+            shared[key] = whole[key].iloc[0]
+    return differing, shared
 
 
 def _title(summaries: pd.DataFrame) -> str:
@@ -144,56 +145,30 @@ def _title(summaries: pd.DataFrame) -> str:
     return ", ".join(experiments) + (f" ({', '.join(scales)})" if scales else "")
 
 
-def _subtitle(summaries: pd.DataFrame) -> list[str]:
-    """`9 runs: 8 finished, 1 failed`, the models and the numbers of steps."""
+def _subtitle(summaries: pd.DataFrame) -> str:
+    """`9 runs: 8 finished, 1 failed`."""
     counts = ", ".join(f"{num} {state}" for state, num in summaries["state"].value_counts().items())
-    models = summaries.get("model.name", pd.Series(dtype=object)).dropna().unique()
-    steps = summaries.get("num_steps", pd.Series(dtype=float)).dropna().unique()
-    return [
-        f"{len(summaries)} {'run' if len(summaries) == 1 else 'runs'}: {counts}",
-        *([", ".join(model(str(name)) for name in models)] if len(models) else []),
-        *([f"{' and '.join(f'{num:,.0f}' for num in sorted(steps))} steps"] if len(steps) else []),
-    ]
+    return f"{len(summaries)} {'run' if len(summaries) == 1 else 'runs'}: {counts}"
 
 
-def _cards(labels: list[str], data: list[RunData]) -> list[dict]:
-    """The numbers at the top of the page."""
+def _cards(labels: list[str], data: list[RunData]) -> list[tuple[str, str, str, str]]:
+    """The numbers at the top of the page: name, value, more, and the section that has them."""
     cards = []
-
-    def add(name: str, value: str, more: str, link: str, is_bad: bool = False) -> None:
-        cards.append({"name": name, "value": value, "more": more, "link": link, "bad": is_bad})
-
-    finished = [i for i, run in enumerate(data) if run.summary["state"] == "finished"]
-    measured = [i for i in finished if np.isfinite(data[i].final_loss)]
-    if measured:
-        best = min(measured, key=lambda i: data[i].final_loss)
-        add("lowest final loss", f"{data[best].final_loss:.3f}", labels[best], "runs")
-    for name in sorted({name for run in data for name in run.scores})[:2]:
-        scored = [i for i, run in enumerate(data) if name in run.scores]
-        best = max(scored, key=lambda i: data[i].scores[name])
-        value = data[best].scores[name]
-        text = f"{value:.1%}" if 0 <= value <= 1 else f"{value:.3g}"
-        add(f"best {name}", text, labels[best], "runs")
-    spiking = sum(len(run.spikes) > 0 for run in data)
-    count = sum(len(run.spikes) for run in data)
-    add("loss spikes", f"{count:,}", f"in {spiking} of {len(data)} runs", "spikes")
-    rates = [run.speed["images_per_s"] for run in data]
-    if np.isfinite(rates).any():
-        slowest = "" if len(data) == 1 else f"slowest {np.nanmin(rates):,.0f}"
-        add("images per second", f"{np.nanmax(rates):,.0f}", slowest, "speed")
-    bad = sum(run.needs_attention for run in data)
-    more = "failed, unfinished or damaged" if bad else "every run finished and is whole on disk"
-    add("need attention", str(bad), more, "failures", bad > 0)
-    return cards
-
-
-def _chips(methods: list[str], looks: list) -> list[dict]:
-    """The buttons that show and hide methods: text, look and number of runs."""
-    chips = []
-    for method in dict.fromkeys(methods):
-        members = [i for i, name in enumerate(methods) if name == method]
-        chips.append({"text": method, "look": looks[members[0]], "count": len(members)})
-    return chips
+    losses = pd.Series([run.final_loss for run in data], labels)
+    losses = losses[[run.summary["state"] == "finished" for run in data]].dropna()
+    if len(losses):
+        cards.append(("lowest final loss", f"{losses.min():.3f}", losses.idxmin(), "runs"))
+    scores = pd.DataFrame([run.scores for run in data], labels)
+    for name in sorted(scores)[:2]:
+        best = scores[name].max()
+        text = f"{best:.1%}" if 0 <= best <= 1 else f"{best:.3g}"
+        cards.append((f"best {name}", text, scores[name].idxmax(), "runs"))
+    counts = [len(run.spikes) for run in data]
+    spiking = f"in {sum(map(bool, counts))} of {len(data)} runs"
+    cards.append(("loss spikes", f"{sum(counts):,}", spiking, "spikes"))
+    num_bad = sum(run.needs_attention for run in data)
+    more = "failed, unfinished or damaged" if num_bad else "every run finished and is whole on disk"
+    return [*cards, ("need attention", str(num_bad), more, "failures")]
 
 
 def _spikes(data: list[RunData], names: list[Field], budget: Budget) -> dict:
@@ -203,18 +178,14 @@ def _spikes(data: list[RunData], names: list[Field], budget: Budget) -> dict:
         for spike in run.spikes.head(budget.spikes).to_dict("records"):
             step, tensors = spike["step"], spike["tensors"].split() or ["-"]
             more = f" +{len(tensors) - 1}" if len(tensors) > 1 else ""
-            lead, onset_lead = (
-                np.nan if pd.isna(spike[name]) else int(spike[name])
-                for name in ("lead", "onset_lead")
-            )
-            place = f"spike-{i}-{step}"
-            fields = [Field(f"step {step:,}", step, "link", place), names[i]]
-            fields += [_number(spike["onset"], ",d")]
-            fields += [_number(spike[name], ".3f") for name in ("before", "peak", "height")]
-            fields += [_number(lead, ".0f"), _number(onset_lead, ".0f")]
+            lead = "" if pd.isna(spike["lead"]) else int(spike["lead"])
+            place = {"step": step, "lead": lead, "id": f"spike-{i}-{step}"}
+            fields = [Field(f"step {step:,}", step, "link", place["id"]), names[i]]
+            fields += [_field(spike["onset"], ",d")]
+            fields += [_field(spike[name], ".3f") for name in ("before", "peak", "height")]
+            fields += [_field(spike[name], "d") for name in ("lead", "onset_lead")]
             fields += [Field(tensors[0] + more, tensors[0], "hover", spike["tensors"])]
-            about = {"step": step, "lead": "" if np.isnan(lead) else lead, "id": place}
-            rows.append({"run": i, "fields": fields, "height": spike["height"], **about})
+            rows.append({"run": i, "fields": fields, "height": spike["height"], **place})
     rows.sort(key=lambda row: -row["height"])
     total = sum(len(run.spikes) for run in data)
     spiking = [run for run in data if len(run.spikes)]
@@ -227,7 +198,7 @@ def _spikes(data: list[RunData], names: list[Field], budget: Budget) -> dict:
         "onsets": sum(run.spikes["onset"].nunique() for run in spiking),
         "chance": sum(run.following["chance"] * len(run.spikes) for run in spiking) / max(1, total),
         "max_lead": max(run.protocol.max_lead for run in data),
-        "unreachable": sum(not run.reaches_threshold for run in data),
+        "unreachable": sum(run.num_rms_spikes is None for run in data),
     }
 
 
@@ -237,14 +208,10 @@ def _runs(data: list[RunData], names: list[Field], differing: list[str]) -> dict
     titles = ["run", "state", "steps", "final loss", *scores, "loss spikes", "RMS spikes"]
     rows = []
     for i, run in enumerate(data):
-        fields = [names[i], _state(run), _number(run.last_step, ",d")]
-        fields += [_number(run.final_loss, ".4f")]
-        fields += [_number(run.scores.get(name, np.nan), ".4f") for name in scores]
-        num_rms = _number(run.num_rms_spikes, "d")
-        if not run.reaches_threshold:
-            num_rms = Field("-", "", "hover", "RMS_t cannot reach the threshold at this beta2")
-        fields += [_number(len(run.spikes), "d"), num_rms]
-        fields += [_setting(run.summary.get(key)) for key in differing]
+        fields = [names[i], *_progress(run), _field(run.final_loss, ".4f")]
+        fields += [_field(run.scores.get(name), ".4f") for name in scores]
+        fields += [_field(len(run.spikes), "d"), _field(run.num_rms_spikes, "d")]
+        fields += [_field(run.summary.get(key)) for key in differing]
         rows.append({"run": i, "fields": fields})
     return {"titles": [*titles, *_short_keys(differing)], "rows": rows}
 
@@ -252,7 +219,7 @@ def _runs(data: list[RunData], names: list[Field], differing: list[str]) -> dict
 def _speed(data: list[RunData], names: list[Field]) -> dict:
     rows = []
     for i, run in enumerate(data):
-        numbers = [_number(run.speed[name], form) for name, (_, form) in SPEED.items()]
+        numbers = [_field(run.speed[name], form) for name, (_, form) in SPEED.items()]
         rows.append({"run": i, "fields": [names[i], *numbers]})
     return {"titles": ["run", *(title for title, _ in SPEED.values())], "rows": rows}
 
@@ -262,69 +229,31 @@ def _failures(data: list[RunData], names: list[Field]) -> dict:
     rows = []
     for i, run in enumerate(data):
         if run.needs_attention:
-            parts = [str(run.summary["reason"] or ""), run.summary["note"]]
-            reason, path = "; ".join(filter(None, parts)), run.summary["path"]
-            fields = [names[i], _state(run), _number(run.last_step, ",d")]
-            fields += [Field(reason or "-", reason), Field(path, path, "code")]
+            why = filter(None, [str(run.summary["reason"] or ""), run.summary["note"]])
+            path = Field(run.summary["path"], run.summary["path"], "code")
+            fields = [names[i], *_progress(run), _field("; ".join(why) or None), path]
             rows.append({"run": i, "fields": fields})
     return {"titles": ["run", "state", "steps", "reason", "path"], "rows": rows}
 
 
-def _heat_options(labels: list[str], data: list[RunData]) -> list[dict]:
-    """The runs with a heat map; the one with the most rows, then spikes, is selected."""
-    options = [
-        {"run": i, "label": labels[i], "rows": len(run.heat.rows), "spikes": len(run.spikes)}
-        for i, run in enumerate(data)
-        if run.heat is not None
-    ]
-    first = max(options, key=lambda option: (option["rows"], option["spikes"]), default=None)
-    return [{**option, "selected": option is first} for option in options]
-
-
-def _script_data(labels: list[str], methods: list[str], data: list[RunData]) -> dict:
-    """Data for report.js; row names and steps, which many heat maps share, appear once each."""
-    chips, lists = list(dict.fromkeys(methods)), []
-
-    def index_of(values: list) -> int:
-        if values not in lists:
-            lists.append(values)
-        return lists.index(values)
-
-    heats = [
-        run.heat
-        and {
-            "rows": index_of([escape(name, quote=False) for name in run.heat.rows]),
-            "steps": index_of(run.heat.steps),
-            "codes": base64.b64encode(run.heat.codes.tobytes()).decode(),
-            "spikes": run.spikes["step"].tolist(),
-        }
-        for run in data
-    ]
-    numbers = {"around": AROUND, "low": LOW, "high": HIGH}
-    chip_of = [chips.index(method) for method in methods]
-    return {"labels": labels, "chips": chip_of, "heats": heats, "lists": lists, **numbers}
-
-
-def _state(run: RunData) -> Field:
-    state, is_damaged = str(run.summary["state"]), bool(run.summary["note"])
+def _progress(run: RunData) -> list[Field]:
+    """The state of a run and its last step with a row."""
+    state = str(run.summary["state"])
     style = STATE_STYLES.get(state, "warn")
-    if state in ENDED and is_damaged:
-        return Field(f"{state}, damaged", state, "state", "bad" if style == "bad" else "warn")
-    return Field(state, state, "state", style)
+    if state in ENDED and run.summary["note"]:
+        state, style = f"{state}, damaged", "bad" if style == "bad" else "warn"
+    steps = run.curves["step"].max() if len(run.curves) else 0
+    return [Field(state, state, "state", style), _field(steps, ",d")]
 
 
-def _number(value: float, form: str) -> Field:
-    return Field(format(value, form) if np.isfinite(value) else "-", value)
-
-
-def _setting(value: object) -> Field:
-    if value is None or (isinstance(value, float) and np.isnan(value)):
+def _field(value: object, form: str = "") -> Field:
+    if pd.api.types.is_scalar(value) and pd.isna(value):
         return Field("-", "", "unset")
     if isinstance(value, tuple):
         value = ", ".join(map(str, value))
-    text = f"{value:g}" if isinstance(value, float) else str(value)
-    is_number = isinstance(value, float | int) and not isinstance(value, bool)
-    return Field(text, value if is_number else text)
+    is_number = isinstance(value, Number) and not isinstance(value, bool)
+    text = format(value, form or ("g" if isinstance(value, float) else "")) if is_number else value
+    return Field(str(text), value if is_number else str(value))
 
 
 def _short_keys(keys: list[str]) -> list[str]:

@@ -32,18 +32,13 @@ plot.on("plotly_click", (event) => show(event.points[0].data.meta.run));
 
 function restyle() {
   const which = byId("which").value;
-  const smooth = byId("smooth").checked && alone === null;
-  const few = data.labels.length <= 24;
-  const visible = [], opacity = [], width = [];
+  const visible = [];
   for (const meta of metas) {
     const drawn = meta.kind === "loss" || meta.kind === "spike" || meta.kind === which;
     const isSelected = alone === null ? !hidden.has(data.chips[meta.run]) : alone === meta.run;
-    const behind = smooth && !meta.smooth && meta.kind !== "spike";  // each step, behind its mean
-    visible.push(drawn && isSelected && (smooth || !meta.smooth) && (few || !behind));
-    width.push(meta.smooth ? 1.8 : alone === null ? 1 : 1.5);
-    opacity.push(behind ? 0.22 : smooth || alone !== null ? 1 : 0.7);
+    visible.push(drawn && isSelected);
   }
-  Plotly.restyle(plot, {visible, opacity, "line.width": width});
+  Plotly.restyle(plot, {visible});
   byId("selection").textContent = alone === null ? "" : data.labels[alone];
   for (const row of document.querySelectorAll("tr[data-run]")) {
     row.classList.toggle("selected", Number(row.dataset.run) === alone);
@@ -66,7 +61,7 @@ function zoom(run, step, lead) {
   alone = null;
   show(run);
   const from = Math.max(0, step - data.around), to = step + data.around;
-  const trace = figure.data[metas.findIndex((meta) => meta.run === run && meta.kind === "loss" && !meta.smooth)];
+  const trace = figure.data[metas.findIndex((meta) => meta.run === run && meta.kind === "loss")];
   const losses = [];
   trace.x.forEach((x, i) => { if (x >= from && x <= to && isFinite(trace.y[i])) losses.push(trace.y[i]); });
   const log = byId("log").checked;
@@ -99,7 +94,7 @@ for (const chip of document.querySelectorAll(".chip")) {
     restyle();
   });
 }
-for (const id of ["which", "smooth"]) byId(id).addEventListener("change", restyle);
+byId("which").addEventListener("change", restyle);
 byId("log").addEventListener("change", whole);
 byId("reset").addEventListener("click", () => {
   alone = null;
@@ -148,7 +143,7 @@ const COLORS = [[0, "#f7fbff"], [0.4, "#deebf7"], [0.5, "#c6dbef"], [0.62, "#fdb
                 [0.72, "#e6550d"], [1, "#7f0000"]];  // pale to RMS 1, orange from 1.5, dark from 5
 function drawHeat() {
   const run = Number(byId("heat-run").value), heat = data.heats[run];
-  const rows = data.lists[heat.rows], steps = data.lists[heat.steps];
+  const rows = heat.rows, steps = heat.steps;
   const codes = Uint8Array.from(atob(heat.codes), (c) => c.charCodeAt(0));
   const low = Math.log10(data.low), high = Math.log10(data.high), z = [], values = [];
   for (let r = 0; r < rows.length; r++) {
@@ -185,20 +180,13 @@ function shortName(name, tight) {
   const block = name.match(/^(visual\.)?transformer\.resblocks\.(\d+)(.*)$/);
   let text = block ? (block[1] ? "image block " : "text block ") + block[2] + block[3] : name;
   if (tight && text.length > 18) text = text.slice(0, 17) + "\u2026";
-  return text.replace(/&/g, "&amp;").replace(/</g, "&lt;");
+  return text;
 }
 
 if (byId("heat-run")) {
   drawHeat();
   byId("heat-run").addEventListener("change", drawHeat);
 }
-const speed = read("speed-figure");
-if (narrow) {  // no room for names: the dots are in the order of the table
-  speed.layout.font.size = 10;
-  speed.layout.yaxis.showticklabels = false;
-}
-Plotly.newPlot("speed-plot", speed.data, speed.layout, {...CONFIG, displayModeBar: false});
-byId("speed-plot").on("plotly_click", (event) => show(event.points[0].customdata));
 restyle();
 const linked = location.hash.startsWith("#spike-") && byId(location.hash.slice(1));
 if (linked) follow(linked);

@@ -3,8 +3,6 @@
 import hashlib
 import json
 import os
-import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -61,10 +59,8 @@ def test_provenance_names_runs_states_versions_and_command(make_run, run_make, t
     assert (row["path"], row["digest"]) == (str(run), run.name[-10:])
     assert (row["state"], row["step"], row["num_steps"]) == ("running", 30, 60)
     assert about["command"].startswith("python -m analysis.make loss_curves --runs ")
-    for kind, digest in about["sha256"].items():
-        data = (tmp_path / "out" / f"loss_curves_demo.{kind}").read_bytes()
-        assert hashlib.sha256(data).hexdigest() == digest
-    assert sorted(about["sha256"]) == ["csv", "pdf", "png"]
+    metrics = (run / "metrics.jsonl").read_bytes()
+    assert row["metrics_sha256"] == hashlib.sha256(metrics).hexdigest()
     assert about["versions"]["pandas"] == pd.__version__
     assert "(incomplete: 30 of 60 steps)" in about["caption"]
     assert about["left_out"] == [f"{empty} (failed: 0 of 60 steps)"]
@@ -148,14 +144,11 @@ def fail(*_, **__):
 
 
 @pytest.mark.parametrize("where", ["query", "draw", "caption"])
-def test_a_figure_that_crashes_is_named_and_the_others_are_drawn(
-    make_all, monkeypatch, tmp_path, where
-):
+def test_a_figure_that_crashes_is_named_and_the_others_are_drawn(make_all, monkeypatch, where):
     monkeypatch.setattr(loss_curves, where, fail)
     code, errors, pictures = make_all()
     assert code == 1 and pictures == ["rms_and_loss_mini.png"]
     assert "failed: loss_curves: IndexError: no row of this" in errors
-    assert "- `loss_curves`: IndexError: no row of this" in (tmp_path / "out/index.md").read_text()
 
 
 def test_a_full_disk_leaves_nothing_half_written(make_all, monkeypatch, tmp_path):
@@ -174,93 +167,34 @@ def test_a_damaged_file_of_lines_stops_its_figure_alone(make_all, tmp_path):
     assert any(line.startswith("failed: op_profile: KeyError: ") for line in errors)
 
 
-KINDS = ("csv", "json", "pdf", "png")
+def test_failure_before_any_rename_leaves_whole_figures_and_a_rerun_completes_them(
+    make_run, no_pictures, run_make, tmp_path, monkeypatch
+):
+    make_run(num_steps=60)
+    out, inputs = tmp_path / "out", contents(tmp_path / "runs")
+    assert run_make()[0] == 0
+    fresh = contents(out)
+    assert sorted(fresh) == [f"loss_curves_demo.{kind}" for kind in ("csv", "json", "pdf", "png")]
+    for failing in range(4):
+        for name in fresh:
+            (out / name).write_bytes(b"old")
+        targets, rename = [], Path.rename
 
-# Draws again and again, each time in a fork, and kills itself before the n-th change of `out`.
-PROGRAM = """
-import contextlib, io, os, signal, sys
-from matplotlib.figure import Figure
-from analysis import make
-import analysis.figures.loss_curves, analysis.style
+        def fail_at(path, target, failing=failing, targets=targets, rename=rename):
+            targets.append(target)
+            return fail() if len(targets) > failing else rename(path, target)
 
-Figure.savefig = lambda figure, path, **_: path.write_bytes(path.name.encode())  # in no time
-runs, out = sys.argv[1:]
-arguments = ["loss_curves", "--experiment", "of_my_own", "--runs", runs, "--out", out]
-
-def draw(kill_before=None):
-    changes = 0
-
-    def watch(event, values):
-        nonlocal changes
-        writing = event == "open" and values[2] & (os.O_WRONLY | os.O_RDWR)
-        if event not in ("os.rename", "os.remove", "os.mkdir") and not writing:
-            return
-        path = str(values[0])
-        if path.startswith(runs):
-            os._exit(5)
-        if path.startswith(out):
-            if writing and not os.path.basename(path).startswith("."):
-                os._exit(6)
-            if changes == kill_before:
-                os.kill(os.getpid(), signal.SIGKILL)
-            changes += 1
-
-    child = os.fork()
-    if not child:
-        sys.addaudithook(watch)
-        with contextlib.redirect_stdout(io.StringIO()):
-            code = make.main(arguments)
-        os._exit(code)
-    return os.waitpid(child, 0)[1]
-
-for line in sys.stdin:
-    print(draw(int(line) if line.strip() else None), flush=True)
-"""
-
-
-@pytest.fixture
-def draw(make_run, tmp_path):
-    """A function that draws into `out`, killed before its n-th change; returns the exit status."""
-    make_run(num_steps=60, experiment="of_my_own")  # of no study, which would be composed
-    make_run(num_steps=60, steps=30, seed=1, state="diverged", experiment="of_my_own")
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, tmp_path / "runs", tmp_path / "out"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
-    )  # fmt: skip
-
-    def draw(kill_before=""):
-        print(kill_before, file=process.stdin, flush=True)
-        return int(process.stdout.readline())
-
-    yield draw
-    process.stdin.close()
-    process.stdout.close()
-    assert process.wait(20) == 0
+        monkeypatch.setattr(Path, "rename", fail_at)
+        with pytest.raises(IndexError):
+            run_make()
+        monkeypatch.setattr(Path, "rename", rename)
+        files = contents(out)
+        assert sorted(files) == sorted(fresh)
+        assert sum(data == fresh[name] for name, data in files.items()) == failing
+        assert sum(data == b"old" for data in files.values()) == 4 - failing
+    assert run_make()[0] == 0 and contents(out) == fresh
+    assert contents(tmp_path / "runs") == inputs
 
 
 def contents(folder):
     return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def test_kill_before_any_write_leaves_whole_files_and_a_rerun_completes_them(draw, tmp_path):
-    out, inputs = tmp_path / "out", contents(tmp_path / "runs")
-    assert draw() == 0
-    fresh = contents(out)
-    assert sorted(fresh) == [f"loss_curves_demo.{kind}" for kind in KINDS]
-    old = {name: b"old" for name in fresh}
-    point, killed = 0, signal.SIGKILL
-    while killed == signal.SIGKILL:
-        shutil.rmtree(out)
-        if point:
-            out.mkdir()
-            for name, data in old.items():
-                (out / name).write_bytes(data)
-        killed = draw(point)
-        if out.exists():
-            files = {name: data for name, data in contents(out).items() if not name[0] == "."}
-            assert all(data in (old[name], fresh[name]) for name, data in files.items())
-        if point % 5 == 0:
-            assert draw() == 0 and contents(out) == fresh
-        point += 1
-    assert killed == 0 and point >= 9  # mkdir, four files, four names
-    assert contents(tmp_path / "runs") == inputs

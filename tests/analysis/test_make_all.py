@@ -137,10 +137,7 @@ def test_every_figure_is_drawn_from_runs_of_every_study(drawn):
     out, pictures, errors = drawn
     assert "not drawn" not in errors
     assert set(pictures) == {file_of(slug) for slug in figures.slugs()}
-    index = (out / "index.md").read_text()
-    for name in pictures:
-        about = json.loads((out / f"{name}.json").read_text())
-        assert f"![{name}]({name}.png)" in index and about["caption"] in index
+    assert {path.stem for path in out.glob("*.json")} == set(pictures)
     assert {path.stem for path in GOLDEN.glob("*.csv")} == set(figures.slugs())
     table = (ROOT / "analysis" / "README.md").read_text()
     assert all(f"`{slug}`" in table for slug in figures.slugs())
@@ -195,4 +192,3 @@ def test_some_runs_draw_their_figure_at_each_scale_and_name_the_others(make_run,
     assert {path.stem for path in out.glob("*.png")} == {"loss_curves_mini", "loss_curves_demo"}
     assert errors.count("not drawn: ") == len(figures.slugs()) - 1
     assert "mini_b switchback" in errors and "experiment=loss_curves_mini" in errors
-    assert "- `fp8_fixes`: " in (out / "index.md").read_text()
