@@ -35,7 +35,7 @@ from analysis.spike_marks import TENSOR
 from experiments.entry import run_command
 from lowprec.config.check import ConfigError, RunError, check
 from lowprec.config.combinations import combination_faults
-from lowprec.config.compose import change, expand
+from lowprec.config.compose import change, expand_sweep
 from lowprec.config.preflight import preflight
 from lowprec.config.schema import EIGHT_BIT, Config, key
 from lowprec.data.open import open_data
@@ -111,7 +111,7 @@ def variants_of(trained: dict, changes: list[str], multirun: bool) -> dict[str, 
     Raises ConfigError with the faults of all variants.
     """
     faults: list[str] = []
-    variants = expand(changes, ReplayedConfig, faults) if changes else list(suspects(trained))
+    variants = expand_sweep(changes, ReplayedConfig, faults) if changes else list(suspects(trained))
     if changes and not multirun and len(variants) > 1:
         faults.append("this is a sweep: python -m experiments.replay -m ...")
     configs = {}

@@ -7,13 +7,11 @@
     python -m experiments.sweep cancel experiment=loss_curves_mini
 
 `submit` takes the keys of a run (a value may be a list), `launcher=local|slurm`, `launcher.*` and
-`dry_run=true`, which only prints the runs and what they cost. It names all faults of all runs
-before it submits any, writes the runs to `<run_dir>/sweeps/<experiment or name>/` and returns at
-once. Repeating `submit` adds new runs and submits cancelled or lost ones; runs that wait, train or
-have a result are left alone. The other verbs find the sweep by `experiment=` or
-`name=` and `run_dir=`, or take the only one there is. `wait` returns when nothing trains any longer
-and exits with 1 if a run has no result. `resubmit` takes the last launcher, changed by
-`launcher.*`, or another one by `launcher=`.
+`dry_run=true`, which only prints the runs. It names all faults of all runs before it submits any,
+writes the runs to `<run_dir>/sweeps/<experiment or name>/` and returns at once. Repeating it adds
+new runs and submits cancelled or lost ones. The other verbs find the sweep by `experiment=` or
+`name=` and `run_dir=`, or take the only one there is. `wait` exits with 1 if a run has no result.
+`resubmit` takes the last launcher, changed by `launcher.*`, or another one by `launcher=`.
 """
 
 import secrets
@@ -33,7 +31,7 @@ from lowprec.nearest import nearest
 from lowprec.runs.durable import DiskError
 from lowprec.runs.read import ENDED
 from lowprec.sweep import local, slurm
-from lowprec.sweep.plan import Manifest, estimate, locked, plan_runs, refuse_processes
+from lowprec.sweep.plan import Manifest, locked, plan_runs, refuse_processes
 from lowprec.sweep.status import ACTIVE, TO_RESUBMIT, TO_SUBMIT, ask_queue, show, states, summary
 
 COMMAND = [sys.executable, "-m", "experiments.sweep", "train"]
@@ -61,7 +59,7 @@ class SweepConfig:
     """The keys of a sweep, in addition to those of its runs."""
 
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
-    dry_run: bool = key(False, "print runs, hours and disk, and submit nothing")
+    dry_run: bool = key(False, "print the runs and submit nothing")
 
 
 def submit(texts: list[str]) -> None:
@@ -71,7 +69,7 @@ def submit(texts: list[str]) -> None:
     processes = max(1, options.launcher.gpus)
     runs = plan_runs(overrides, open_sources, processes)
     if options.dry_run:
-        print("\n".join(estimate(runs, processes)))
+        print("\n".join(run.directory for run in runs))
         return
     folder = _folder(overrides)
     with locked(folder):
@@ -87,9 +85,9 @@ def resubmit(texts: list[str]) -> None:
     folder = _find([text for text in texts if text not in own and text != "--failed"]).folder
     with locked(folder):
         manifest = Manifest(folder)
-        launcher = manifest.last_launcher()
-        if launcher is None:
+        if not manifest.launchers():
             sys.exit("nothing in this sweep was submitted: python -m experiments.sweep submit")
+        launcher = manifest.launchers()[-1]
         if any(text.startswith("launcher=") for text in own):
             launcher = asdict(_options(own).launcher)
         else:
@@ -108,20 +106,18 @@ def status(texts: list[str]) -> None:
 
 def wait(texts: list[str]) -> None:
     """Prints the summary when it changes, then the table; exits with 1 if a result is missing."""
-    folder, console, looks, line = _find(texts).folder, Console(), 0, ""
-    while True:
+    folder, looks, line = _find(texts).folder, 0, ""
+    while looks < 2:  # between two launchers, a run seems lost for a moment
+        time.sleep(POLL_S if line else 0.0)
         manifest = Manifest(folder)
         queue = ask_queue(manifest)
-        found = states(manifest, queue)
-        if summary(found) != line:
-            line = summary(found)
-            console.print(f"{time.strftime('%H:%M:%S')} {line}", highlight=False, soft_wrap=True)
-        looks = 0 if any(state.state in ACTIVE for state in found) else looks + 1
-        if looks == 2 or (looks and not any(state.state == "lost" for state in found)):
-            break  # between two launchers, a run seems lost for a moment
-        time.sleep(POLL_S)
-    show(manifest, found, queue, console)
-    if any(state.state not in ENDED for state in found):
+        run_states = states(manifest, queue)
+        if summary(run_states) != line:
+            line = summary(run_states)
+            print(time.strftime("%H:%M:%S"), line, flush=True)
+        looks = 0 if any(state.state in ACTIVE for state in run_states) else looks + 1
+    show(manifest, run_states, queue, Console())
+    if any(state.state not in ENDED for state in run_states):
         sys.exit(1)
 
 
@@ -164,21 +160,21 @@ def hand_over(manifest: Manifest, runs: list[int], which: tuple[str, ...], launc
         raise slurm.SlurmError("squeue gives no answer, so what runs is not known; try again")
     if queue:
         slurm.adopt_unnamed(manifest)
-    found = [state for state in states(manifest, queue) if state.index in runs]
-    chosen = [state.index for state in found if state.state in which]
-    if chosen:
+    run_states = [state for state in states(manifest, queue) if state.index in runs]
+    submitted = [state.index for state in run_states if state.state in which]
+    if submitted:
         if launcher["gpus"] > 1:  # `resubmit` may have changed it
-            refuse_processes([manifest.runs[index] for index in chosen], launcher["gpus"])
+            refuse_processes([manifest.runs[index] for index in submitted], launcher["gpus"])
         token = secrets.token_hex(4)
-        row = {"event": "submitting", "token": token, "runs": chosen, "launcher": launcher}
+        row = {"event": "submitting", "token": token, "runs": submitted, "launcher": launcher}
         manifest.record(row)
         if launcher["name"] == "slurm":
-            slurm.submit(manifest, chosen, token, launcher)
+            slurm.submit(manifest, submitted, token, launcher)
     if any(one.launcher["name"] == "local" for one in manifest.submissions().values()):
         local.start(manifest)
-    left = summary([state for state in found if state.state not in which])
-    submitted = f"{len(chosen)} of {len(runs)} runs submitted"
-    print(f"{manifest.folder}: {submitted}" + (f"; {left}" if left else ""))
+    left = summary([state for state in run_states if state.state not in which])
+    count = f"{len(submitted)} of {len(runs)} runs submitted"
+    print(f"{manifest.folder}: {count}" + f"; {left}" * bool(left))
     run_dir = manifest.folder.parent.parent
     where = "" if run_dir == Path("runs").absolute() else f" run_dir={run_dir}"
     print(f"python -m experiments.sweep status name={manifest.folder.name}{where}")

@@ -6,6 +6,7 @@ uses no data, GPU or torch, so a typo costs a second, not a place in a queue.
 
 import json
 import math
+import operator
 import re
 import types
 import typing
@@ -19,18 +20,15 @@ from lowprec.nearest import nearest
 
 MISSING = "???"
 PASSWORD = re.compile(r"(?<=//)[^/\s@]*:[^/\s]*@")  # user and password of a URL
+COMPARE = {"least": operator.ge, "above": operator.gt, "most": operator.le, "below": operator.lt}
 REMOVED = {"distributed.gather_with_grad": True}  # keys of old records: their only value
 
 
 class ConfigError(ValueError):
-    """The faults of a config, as a list of sentences.
+    """The faults of a config, as a list of sentences."""
 
-    `config` is the config if only combinations of its values are wrong, else None.
-    """
-
-    def __init__(self, faults: Iterable[str], config: Any = None):
+    def __init__(self, faults: Iterable[str]):
         self.faults = list(dict.fromkeys(PASSWORD.sub("***@", fault) for fault in faults))
-        self.config = config
         super().__init__("\n".join(f"  - {fault}" for fault in self.faults))
 
 
@@ -49,7 +47,7 @@ def check(raw: dict, schema: type = Config) -> Any:
     if not faults and schema is Config:
         faults.extend(combination_faults(config))
     if faults:
-        raise ConfigError(faults, config)
+        raise ConfigError(faults)
     return config
 
 
@@ -101,40 +99,33 @@ def _value(path: str, value: Any, f: Any, faults: list[str]) -> Any:
     if value == MISSING:
         faults.append(f"{path} is required: {f.metadata['doc']}")
         return None
-    kinds = typing.get_args(f.type) if isinstance(f.type, types.UnionType) else (f.type,)
-    if value is None and type(None) in kinds:
+    kind, is_optional = _kind(f)
+    if value is None and is_optional:
         return None
-    kind = next(k for k in kinds if k is not type(None))
-    items = value if typing.get_origin(kind) is list and isinstance(value, list) else [value]
-    element = typing.get_args(kind)[0] if typing.get_origin(kind) is list else kind
-    if typing.get_origin(kind) is list and not isinstance(value, list):
-        faults.append(f"{path}={_written(value)}: {_expectation(f, kinds)} is expected")
-        return None
-    converted = [_element(path, item, element, f, kinds, faults) for item in items]
-    return converted if typing.get_origin(kind) is list else converted[0]
+    if typing.get_origin(kind) is not list:
+        return _element(path, value, kind, f, faults)
+    if isinstance(value, list):
+        return [_element(path, item, *typing.get_args(kind), f, faults) for item in value]
+    faults.append(f"{path}={_written(value)}: {_expectation(f)} is expected")
+    return None
 
 
-def _element(path: str, item: Any, kind: type, f: Any, kinds: tuple, faults: list[str]) -> Any:
+def _element(path: str, item: Any, kind: type, f: Any, faults: list[str]) -> Any:
     choices = f.metadata["choices"]
     if isinstance(item, str) and PASSWORD.search(item):
         faults.append(
             f"{path}={item}: a password in a URL would be written into the run's record; put it "
             "into ~/.netrc and the line `netrc` into ~/.curlrc"
         )
-    if kind is float and isinstance(item, int) and not isinstance(item, bool):
+    if kind is float and type(item) is int:
         item = float(item)
-    right_type = isinstance(item, kind) and not (isinstance(item, bool) and kind is not bool)
-    if right_type and kind is float and not math.isfinite(item):
-        right_type = False
-    if right_type and item in choices:
-        return item
-    if choices:
-        allowed = ", ".join(_written(choice).strip("'") for choice in choices)
+    if choices and item not in choices:
+        allowed = ", ".join(map(str, choices))
         near = nearest(str(item), choices)
         faults.append(f"{path}={_written(item)}: one of {allowed} is expected{near}")
-    elif not right_type or not _within(item, f.metadata["bounds"]):
+    elif type(item) is not kind or not _within(item, f.metadata["bounds"]):
         meaning = f" ({f.metadata['doc']})" if item is None else ""
-        faults.append(f"{path}={_written(item)}: {_expectation(f, kinds)} is expected{meaning}")
+        faults.append(f"{path}={_written(item)}: {_expectation(f)} is expected{meaning}")
     return item
 
 
@@ -144,19 +135,22 @@ def _written(value: Any) -> str:
 
 
 def _within(item: Any, bounds: dict[str, float]) -> bool:
-    return not bounds or (
-        item >= bounds.get("least", item)
-        and item <= bounds.get("most", item)
-        and ("above" not in bounds or item > bounds["above"])
-        and ("below" not in bounds or item < bounds["below"])
-    )
+    if isinstance(item, float) and not math.isfinite(item):
+        return False
+    return all(COMPARE[name](item, bound) for name, bound in bounds.items())
 
 
-def _expectation(f: Any, kinds: tuple) -> str:
+def _expectation(f: Any) -> str:
     """The values that a field allows, in words: `a number > 0 or null`."""
     words = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text"}
+    words |= {list[str]: "a list such as [a,b]", dict: "a map"}
     signs = {"least": ">=", "above": ">", "most": "<=", "below": "<"}
-    kind = next(k for k in kinds if k is not type(None))
-    text = words.get(kind, "a list such as [a,b]" if typing.get_origin(kind) is list else "a map")
+    kind, is_optional = _kind(f)
     limits = " and ".join(f"{signs[n]} {bound}" for n, bound in f.metadata["bounds"].items())
-    return f"{text} {limits}".strip() + (" or null" if type(None) in kinds else "")
+    return f"{words[kind]} {limits}".strip() + " or null" * is_optional
+
+
+def _kind(f: Any) -> tuple[type, bool]:
+    """A field's type without None, and whether None is allowed."""
+    kinds = typing.get_args(f.type) if isinstance(f.type, types.UnionType) else (f.type,)
+    return kinds[0], type(None) in kinds

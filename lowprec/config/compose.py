@@ -22,7 +22,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lowprec.config.check import ConfigError, check, keys, public_name, unknown_key
+from lowprec.config.check import ConfigError, check, public_name
 from lowprec.config.schema import PRESETS, Config
 from lowprec.nearest import nearest
 
@@ -53,16 +53,20 @@ def compose_command(
     `preflight(config)` may raise ConfigError with further faults.
     """
     faults: list[str] = []
-    runs = expand(overrides, schema, faults)
+    runs = expand_sweep(overrides, schema, faults)
     if not multirun and (len(runs) > 1 or len(runs[0]) > len(overrides)):  # a file sweeps
         command = " ".join(f"'{o}'" if set(o) & set(" *{}[]()$?") else o for o in overrides)
         faults.append(f"this is a sweep: python -m experiments.{entry} -m {command}")
         runs = runs[:1]
     composed, faults_by_run = [], []
     for run in runs:
-        config, own = _compose_run(run, entry, schema, preflight)
-        composed.append(ComposedRun(run, config))
-        faults_by_run.append(own)
+        try:
+            config = check(_compose(run, entry, schema), schema)
+            preflight(config)
+            composed.append(ComposedRun(run, config))
+            faults_by_run.append([])
+        except ConfigError as error:
+            faults_by_run.append(error.faults)
     faults += _name_runs(faults_by_run, runs)
     if faults:
         raise ConfigError(faults)
@@ -75,13 +79,13 @@ def compose_study(name: str) -> list[tuple[tuple[str, ...], dict]]:
     The configs are nested plain data and not checked: a study may leave `data.train` open.
     """
     faults: list[str] = []
-    runs = expand([f"experiment={name}"], Config, faults)
+    runs = expand_sweep([f"experiment={name}"], Config, faults)
     if faults:
         raise ConfigError(faults)
     return [(run, _compose(run, "train", Config)) for run in runs]
 
 
-def expand(overrides: list[str], schema: type, faults: list[str]) -> list[tuple[str, ...]]:
+def expand_sweep(overrides: list[str], schema: type, faults: list[str]) -> list[tuple[str, ...]]:
     """The single overrides of each run that a command line asks for, in the order they run.
 
     Appends a fault for each override that cannot be read or names no key or choice.
@@ -111,27 +115,20 @@ def further_commands(overrides: list[str]) -> list[list[str]]:
 def change(config: dict, overrides: Iterable[str]) -> dict:
     """A composed config with single overrides applied, choices of groups first as in Hydra.
 
-    For a group, each key that any file of the group sets returns to its default before the chosen
-    file is applied.
+    The keys that any file of a group sets return to their defaults before the chosen file applies.
     """
     node, parsed = OmegaConf.create(copy.deepcopy(config)), list(map(_parsed, overrides))
     groups = _groups(Config)
     for override in sorted(parsed, key=lambda override: override.key_or_group not in groups):
         name = override.key_or_group
         if name in groups:
-            default = defaults(Config)[name]
-            reset = {key for choice in _choices(name) for key in choice_keys(name, choice)}
-            node[name].update({key: default[key] for key in reset & set(default)})
-            node[name].update(choice_keys(name, override.get_value_string()))
+            files = {c: OmegaConf.load(CONF / name / f"{c}.yaml") for c in _choices(name)}
+            default, own = defaults(Config)[name], {key for file in files.values() for key in file}
+            node[name].update({key: default[key] for key in own & default.keys()})
+            node[name].update(files[override.get_value_string()])
         else:
             OmegaConf.update(node, name, override.value())
     return plain(node)
-
-
-def choice_keys(group: str, choice: str) -> dict:
-    """The keys that `conf/<group>/<choice>.yaml` sets, without those of its group."""
-    path = CONF / group / f"{choice}.yaml"
-    return plain(OmegaConf.load(path)) if path.exists() else {}
 
 
 def defaults(schema: type) -> dict:
@@ -157,36 +154,20 @@ def plain(composed: Any) -> dict:
     return data
 
 
-def _compose_run(
-    run: tuple[str, ...], entry: str, schema: type, preflight: Callable[[Any], None]
-) -> tuple[Any, list[str]]:
-    """A run's checked config, None if a value is wrong, and all its faults."""
-    try:
-        config, faults = check(_compose(run, entry, schema), schema), []
-    except ConfigError as error:
-        config, faults = error.config, error.faults
-    if config is not None:
-        try:
-            preflight(config)
-        except ConfigError as error:
-            faults = faults + error.faults
-    return config, faults
-
-
 def _name_runs(faults_by_run: list[list[str]], runs: list[tuple[str, ...]]) -> list[str]:
-    """The faults of all runs; those of only some runs end with what sets these runs apart."""
+    """The faults of all runs; those of only some runs name the first of them."""
     shared = set.intersection(*map(set, runs)) if runs else set()
-    found: dict[str, list[str]] = {}
+    with_fault: dict[str, list[tuple[str, ...]]] = {}
     for faults, run in zip(faults_by_run, runs, strict=True):
-        # patterns may be URLs with secrets
-        name = " ".join(t for t in run if t not in shared and _key(t) not in PATTERNS)
         for fault in dict.fromkeys(faults):
-            found.setdefault(fault, []).append(name)
+            with_fault.setdefault(fault, []).append(run)
     named = []
-    for fault, names in found.items():
-        some = len(names) < len(runs) and any(names)
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        named.append(f"{fault} [run {'; '.join(names[:3])}{more}]" if some else fault)
+    for fault, some in with_fault.items():
+        # patterns may be URLs with secrets
+        own = [text for text in some[0] if text not in shared and _key(text) not in PATTERNS]
+        more = f" and {len(some) - 1} more" if len(some) > 1 else ""
+        is_shared = len(some) == len(runs) or not own
+        named.append(fault if is_shared else f"{fault} [run {' '.join(own)}{more}]")
     return named
 
 
@@ -201,6 +182,7 @@ def _compose(run: tuple[str, ...], entry: str, schema: type) -> dict:
     chosen = tuple(text for text, override in parsed if override.key_or_group in groups)
     try:
         composed = copy.deepcopy(_compose_files(CONF, chosen, entry, schema))
+        OmegaConf.set_struct(composed, False)  # `check` refuses unknown keys
         for _, override in parsed:
             if override.key_or_group not in groups:
                 OmegaConf.update(composed, override.key_or_group, override.value())
@@ -258,39 +240,36 @@ def _parsed(text: str) -> Override:
 
 def _parse(text: str, faults: list[str]) -> Override | None:
     key, sign, value = text.partition("=")
-    fault = None
-    if not key or not (sign or key.startswith("~")):
-        fault = f"{text}: key=value is expected"
-    elif "_target_" in text:
-        fault = f"{key}: _target_ is not allowed; a config is data and calls nothing"
-    elif "${" in text:
-        fault = (
-            f"{text}: ${{...}} is not resolved, since its value would be written into the run's "
-            "record; let the shell fill it in"
-        )
-    else:
-        try:
-            override = _parsed(text)
-            if override.value_type != ValueType.INTERVAL_SWEEP:
-                return override
-            fault = f"{text}: an interval has no list of values; use choice(...) or range(...)"
-        except HydraException:
-            fault = (
-                f"{text}: cannot be parsed; quote a value with special characters: "
-                f"'{key}=\"{value}\"'"
+    try:
+        if not key or not (sign or key.startswith("~")):
+            raise ConfigError([f"{text}: key=value is expected"])
+        if "_target_" in text:
+            raise ConfigError([f"{key}: _target_ is not allowed; a config calls nothing"])
+        if "${" in text:
+            raise ConfigError(
+                [
+                    f"{text}: ${{...}} is not resolved, since its value would be written into the "
+                    "run's record; let the shell fill it in"
+                ]
             )
-    faults.append(fault)
+        override = _parsed(text)
+        if override.value_type == ValueType.INTERVAL_SWEEP:
+            raise ConfigError([f"{text}: an interval has no list of values; use choice or range"])
+        return override
+    except ConfigError as error:
+        faults += error.faults
+    except HydraException:
+        quoted = f"'{key}=\"{value}\"'"
+        faults.append(f"{text}: cannot be parsed; quote a value with special characters: {quoted}")
     return None
 
 
 def _is_known(override: Override, schema: type, faults: list[str]) -> bool:
-    """Whether the key exists, and for a group whether each choice does; else appends a fault."""
+    """Whether each choice of a group exists; else appends a fault. `check` finds unknown keys."""
     key = override.key_or_group
     if override.is_delete():
         faults.append(f"~{key}: a key cannot be removed from a config; leave it at its default")
         return False
-    if key == "hydra" or key.startswith(("hydra.", "hydra/")):
-        return True
     if key in _groups(schema):
         files = _choices(key)
         unknown = [choice for choice in _values(override) if choice not in files]
@@ -303,14 +282,7 @@ def _is_known(override: Override, schema: type, faults: list[str]) -> bool:
         faults.append(
             f"model.name={presets[0]} names a size without setting it; use model={presets[0]}"
         )
-        return False
-    known = list(keys(schema))
-    if key not in known:
-        faults.append(unknown_key(key, known))
-    elif override.is_add():
-        faults.append(f"+{key}: the key exists already; leave out the +")
-        return False
-    return key in known
+    return True
 
 
 def _groups(schema: type) -> set[str]:

@@ -30,13 +30,10 @@ def expand(pattern: str, name: str = "data.train") -> list[str]:
         raise FileNotFoundError(
             f"{name}={pattern}: {len(missing)} are missing: {some(missing, ', ', limit=5)}"
         )
-    folder = Path(pattern).parent
-    while not glob.glob(str(folder)) and folder != folder.parent:
-        folder = folder.parent
+    folder = next((path for path in Path(pattern).parents if path.exists()), Path())
     here = [str(path) for path in sorted(folder.glob("*"))[:1000]]
     near = difflib.get_close_matches(pattern, here, n=1, cutoff=0)
     hint = f"; nearest: {near[0]}" if near else f"; {folder} is empty"
-    hint += "; write a [ in a name as [[]" if "[" in pattern else ""
     raise FileNotFoundError(f"{name}={pattern}: no file matches{hint}")
 
 

@@ -1,24 +1,24 @@
 """Finds what a checked config lacks on this machine, without loading torch."""
 
 import importlib.util
-import json
 import os
 import shutil
-import subprocess
-import sys
-from functools import cache
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import fsspec
 
 from lowprec.config.check import ConfigError
-from lowprec.config.combinations import open_clip_models, url_scheme
-from lowprec.config.patterns import expand, expand_urls
+from lowprec.config.patterns import ShardUrls, expand, expand_urls
 from lowprec.config.place import place
 from lowprec.config.schema import SHAPES, Config
 
-EIGHT_BIT_PACKAGES = {"adamw8bit_bnb": "bitsandbytes<0.50", "adamw8bit_torchao": "torchao"}
+PACKAGES = {  # choice of a logger or an optimizer: the package that it needs
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "adamw8bit_bnb": "bitsandbytes<0.50",
+    "adamw8bit_torchao": "torchao",
+}
 
 
 def preflight(config: Config, *, training: bool = True, planned: int | None = None) -> None:
@@ -34,8 +34,6 @@ def preflight(config: Config, *, training: bool = True, planned: int | None = No
     if training:
         faults += _folder_faults(config)
         faults += process_faults(config, planned)
-    if config.device == "cuda" and not _finds_gpu():
-        faults.append("device=cuda: torch finds no GPU here; use device=cpu or device=auto")
     if faults:
         raise ConfigError(faults)
 
@@ -51,25 +49,13 @@ def process_faults(config: Config, planned: int | None = None) -> list[str]:
             f"{size} processes {verb} started, but distributed=none trains in one; "
             "use distributed=ddp"
         ]
-    faults = []
     if config.batch_size % (size * num_batches):
         near = max(1, round(config.batch_size / (size * num_batches))) * size * num_batches
-        faults.append(
+        return [
             f"batch_size={config.batch_size} (of all ranks) is not a multiple of {size} processes "
             f"x accumulate={num_batches}; nearest: batch_size={near}"
-        )
-    if not config.distributed.sync_bn and _is_resnet(config.model.name):
-        faults.append(sync_bn_fault(config))
-    return faults
-
-
-def sync_bn_fault(config: Config) -> str:
-    """Why a model with batch norm needs DDP's `sync_bn` in several processes."""
-    return (
-        f"distributed={config.distributed.name}: model {config.model.name} has batch norm, whose "
-        "statistics each process would compute on its own; use distributed=ddp "
-        "distributed.sync_bn=true"
-    )
+        ]
+    return []
 
 
 def will_render(config: Config) -> bool:
@@ -91,91 +77,63 @@ def read_lines(file: str) -> list[str]:
     return [line for line in lines if line]
 
 
-def _is_resnet(name: str) -> bool:
-    """Whether open_clip has a ResNet of this name; other towers with batch norm are found later."""
-    file = open_clip_models().get(name)
-    return file is not None and isinstance(
-        json.loads(file.read_text())["vision_cfg"].get("layers"), list
-    )
-
-
 def _data_faults(config: Config, training: bool) -> list[str]:
     """Patterns of shards that match no file, or URLs that cannot be opened here."""
-    if will_render(config):
-        return []
-    streaming = training and config.data.name == "stream"
-    faults = _stream_faults(config) if streaming else []
-    patterns = {"data.train": config.data.train} if training and not streaming else {}
+    faults, streaming = [], training and config.data.name == "stream"
+    patterns = {"data.train": config.data.train} if training else {}
     if config.evaluation.name != "none":
-        patterns["data.val"] = config.data.val
+        patterns["data.val"] = config.data.val or ""
     for name, pattern in patterns.items():
-        if pattern is None or url_scheme(pattern):  # a fault of the check
-            continue
         try:
-            expand(pattern, name)
-        except FileNotFoundError as error:
+            if streaming and name == "data.train":
+                _require_curl(expand_urls(pattern, config.data.allow_remote))
+            elif "://" in pattern or pattern.startswith("pipe:"):
+                hint = "; use data=stream for URLs" if name == "data.train" else ""
+                faults.append(f"{name}: local files are expected, not a URL{hint}")
+            elif not will_render(config):
+                expand(pattern, name)
+        except (FileNotFoundError, ValueError) as error:
             faults.append(str(error))
     return faults
 
 
-def _stream_faults(config: Config) -> list[str]:
-    try:
-        shards = expand_urls(config.data.train, config.data.allow_remote)
-    except (FileNotFoundError, ValueError) as error:
-        return [str(error)]
-    schemes = {urlsplit(url).scheme for url in shards.urls} - {"", "pipe"}
+def _require_curl(shards: ShardUrls) -> None:
+    schemes = sorted({urlsplit(url).scheme for url in shards.urls} - {"", "pipe"})
     if schemes and shutil.which("curl") is None:
-        return [f"data=stream opens {', '.join(sorted(schemes))} with curl: apt-get install curl"]
-    return []
+        raise ValueError(f"data=stream opens {', '.join(schemes)} with curl: apt-get install curl")
 
 
 def _names_faults(config: Config) -> list[str]:
     """Files of class names and templates that are missing or that no evaluation can use."""
     faults = []
-    needed = config.evaluation.name in ("zero_shot", "both") and config.data.val is not None
-    needed = needed and not will_render(config)
+    if config.evaluation.name not in ("zero_shot", "both") or will_render(config):
+        return faults
     for kind in ("classnames", "templates"):
-        given, file = getattr(config.data, kind), names_file(config, kind)
-        if given not in (None, "imagenet") and not Path(given).is_file():
-            faults.append(f"data.{kind}={given}: no such file; it can also be imagenet")
-        elif needed and file is None:
+        file = names_file(config, kind)
+        if file is None:
             faults.append(
                 f"evaluation={config.evaluation.name} needs data.{kind}: a file, or imagenet "
                 f"(there is no {kind}.txt beside data.val); evaluation=retrieval needs none"
             )
-        elif needed and file != "imagenet":
-            faults += _lines_faults(kind, file)
+        elif file != "imagenet" and not Path(file).is_file():
+            faults.append(f"data.{kind}={file}: no such file; it can also be imagenet")
+        elif file != "imagenet" and not (lines := read_lines(file)):
+            faults.append(f"data.{kind}={file}: the file is empty")
+        elif kind == "templates" and file != "imagenet":
+            bad = [line for line in lines if line.count("{}") != 1][:1]
+            faults += [f"data.templates={file}: a template needs one {{}}: {b!r}" for b in bad]
     return faults
 
 
-def _lines_faults(kind: str, file: str) -> list[str]:
-    lines = read_lines(file)
-    if not lines:
-        return [f"data.{kind}={file}: the file is empty"]
-    bad = [line for line in lines if kind == "templates" and line.count("{}") != 1]
-    return [f"data.templates={file}: a template needs one {{}}: {bad[0]!r}"] if bad else []
-
-
 def _package_faults(config: Config, training: bool) -> list[str]:
-    """Packages and compilers that a logger, an optimizer or torch.compile needs."""
-    faults, optimizer = [], config.optimizer.name
-    if config.logger.name != "none" and importlib.util.find_spec(config.logger.name) is None:
-        faults.append(f"logger={config.logger.name} needs a package: pip install '.[loggers]'")
-    has_compiler = any(shutil.which(name) for name in (os.environ.get("CXX", "c++"), "g++"))
-    compiling = {
-        "compile=true": config.compile,
-        "optimizer=adamw8bit_torchao": optimizer == "adamw8bit_torchao",
-    }
-    for choice, compiles in compiling.items():
-        if compiles and not has_compiler:
-            faults.append(f"{choice} needs a C++ compiler: apt-get install g++")
-    package = EIGHT_BIT_PACKAGES.get(optimizer)
-    if package and importlib.util.find_spec(package.partition("<")[0]) is None:
-        faults.append(f"optimizer={optimizer} needs a package: pip install '{package}'")
-    if optimizer == "adamw8bit_bnb" and training and (config.device == "cpu" or not _finds_gpu()):
-        faults.append(
-            f"optimizer={optimizer} needs a GPU (device={config.device}); use adamw8bit_torchao"
-        )
+    """Packages and devices that a logger or an optimizer needs."""
+    faults = []
+    for group, name in (("logger", config.logger.name), ("optimizer", config.optimizer.name)):
+        package = PACKAGES.get(name)
+        if package and importlib.util.find_spec(package.partition("<")[0]) is None:
+            faults.append(f"{group}={name} needs a package: pip install '{package}'")
+    if config.optimizer.name == "adamw8bit_bnb" and training and config.device == "cpu":
+        faults.append("optimizer=adamw8bit_bnb needs a GPU, not device=cpu; use adamw8bit_torchao")
     return faults
 
 
@@ -190,16 +148,7 @@ def _folder_faults(config: Config) -> list[str]:
         except (ImportError, ValueError) as error:
             faults.append(f"remote_sync={config.remote_sync}: {error}")
     folder = Path(config.run_dir).absolute()
-    while not folder.exists():
-        folder = folder.parent
+    folder = next(path for path in (folder, *folder.parents) if path.exists())
     if not (folder.is_dir() and os.access(folder, os.W_OK)):
         faults.append(f"run_dir={config.run_dir}: {folder} is not writable; choose another folder")
     return faults
-
-
-@cache
-def _finds_gpu() -> bool:
-    """Whether torch finds a GPU; a child process asks, since a launcher must not hold one."""
-    question = "import sys, torch; sys.exit(not torch.cuda.is_available())"
-    asked = subprocess.run([sys.executable, "-c", question], stderr=subprocess.DEVNULL)
-    return asked.returncode == 0

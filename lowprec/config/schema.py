@@ -21,6 +21,7 @@ STATISTICS = (
 )
 OF_SECOND_MOMENT = ("rms", "u_min", "u_mean", "u_max")  # statistics that need the second moment
 EIGHT_BIT = ("adamw8bit_bnb", "adamw8bit_torchao")  # optimizers with 8-bit moments
+OPTIMIZERS = ("adamw", "adamw_clip", "stable_adamw", *EIGHT_BIT)
 REMOTE_SCHEMES = ("http", "https", "sftp", "ftps", "scp", "pipe")  # pipe runs a shell command
 LEGAL_SCALERS = {  # autocast: the scalers that work with it
     "fp32": ("none",),
@@ -66,43 +67,27 @@ class ModelConfig:
     vision_layers: int | None = key(4, "number of blocks in the vision tower", least=1)
     text_width: int | None = key(128, "width of the text tower, a multiple of 64", least=1)
     text_layers: int | None = key(2, "number of blocks in the text tower", least=1)
-    heads: int | None = key(
-        64, "width of an attention head in the vision tower (64 in the text tower)", least=1
-    )
+    heads: int | None = key(64, "width of a head in the vision tower (text: 64)", least=1)
     context_length: int | None = key(16, "tokens per caption, including start and end", least=3)
-    vocab_size: int | None = key(
-        49408, "number of token ids; tests may reduce it", least=3, most=49408
-    )
+    vocab_size: int | None = key(49408, "token ids; tests reduce them", least=3, most=49408)
     embed_dim: int | None = key(128, "width of the shared embedding", least=1)
     patch_dropout: float = key(0.0, "fraction of patches dropped during training", least=0, below=1)
-    init_from: str | None = key(
-        None, "run or checkpoint to take the initial weights from", identity=False
-    )
+    init_from: str | None = key(None, "run or checkpoint of the initial weights", identity=False)
 
 
 @dataclass
 class PrecisionConfig:
     """The number formats of a run; `recipe` names a row of the recipe table."""
 
-    autocast: str = key(
-        "bf16", "dtype of autocast; with pure_*, of the weights too", choices=tuple(LEGAL_SCALERS)
-    )
+    autocast: str = key("bf16", "dtype; pure_*: of weights too", choices=tuple(LEGAL_SCALERS))
     recipe: str = key(
-        "high",
-        "number formats of a linear layer's three products",
-        choices=(*RECIPES, "custom", "int8_inference"),
+        "high", "formats of a layer's products", choices=(*RECIPES, "custom", "int8_inference")
     )
     products: dict | None = key(None, "formats of the three products for recipe=custom")
-    where: list[str] = key(
-        list(LINEAR_LAYERS), "linear layers that the recipe applies to", choices=LINEAR_LAYERS
-    )
-    backend: str = key(
-        "auto", "implementation of 8-bit products", choices=("auto", "reference", "triton")
-    )
+    where: list[str] = key(list(LINEAR_LAYERS), "layers of the recipe", choices=LINEAR_LAYERS)
+    backend: str = key("auto", "kernels of 8-bit products", choices=("auto", "reference", "triton"))
     outlier_threshold: float = key(
-        0.0,
-        "llm_int8: features above this magnitude stay 16-bit (LLM.int8() uses 6.0); 0: none do",
-        least=0,
+        0.0, "llm_int8: larger features stay 16-bit (LLM.int8() uses 6.0); 0: none do", least=0
     )
     skip_slow: bool = key(False, "keep layers 16-bit if their shape is no faster in 8 bits")
 
@@ -132,30 +117,20 @@ class InterventionConfig:
 class OptimizerConfig:
     """AdamW and its variants."""
 
-    name: str = key(
-        "adamw", "update rule", choices=("adamw", "adamw_clip", "stable_adamw", *EIGHT_BIT)
-    )
+    name: str = key("adamw", "update rule", choices=OPTIMIZERS)
     lr: float = key(1e-3, "peak learning rate", above=0)
     beta1: float = key(0.9, "decay rate of the first moment", least=0, below=1)
     beta2: float = key(0.98, "decay rate of the second moment", least=0, below=1)
     beta2_decay: float | None = key(None, "lambda in the schedule beta2 = 1 - t^-lambda", above=0)
     eps: float = key(1e-6, "term added to the root of the second moment", above=0)
-    weight_decay: float = key(
-        0.2, "weight decay; gains, biases and the logit scale have none", least=0
-    )
+    weight_decay: float = key(0.2, "not of gains, biases and the logit scale", least=0)
     clip_norm: float | None = key(None, "largest global gradient norm (adamw_clip)", above=0)
-    clip_threshold: float | None = key(
-        None, "RMS_t above which update clipping acts (stable_adamw)", above=0
-    )
+    clip_threshold: float | None = key(None, "RMS_t that is clipped (stable_adamw)", above=0)
     clip_weight_decay: bool = key(True, "let update clipping reduce weight decay as well")
     min_8bit_size: int = key(4096, "smallest tensor, in elements, with 8-bit moments", least=1)
-    override_32bit: list[str] = key(
-        [], "patterns of modules whose moments stay 32-bit, such as 'visual.conv*'"
-    )
+    override_32bit: list[str] = key([], "modules with 32-bit moments, such as 'visual.conv*'")
     paged: bool = key(False, "keep moments in CUDA managed memory (adamw8bit_bnb)")
-    stable_embedding: bool = key(
-        False, "Xavier initialization and a layer norm for the token embedding"
-    )
+    stable_embedding: bool = key(False, "Xavier initialization and layer norm for the tokens")
 
 
 @dataclass
@@ -163,9 +138,7 @@ class ScheduleConfig:
     """The learning rate over the steps of a run."""
 
     name: str = key("cosine", "shape after the warmup", choices=("cosine", "constant"))
-    warmup_steps: int | None = key(
-        None, "steps of linear warmup; null: a tenth of the run, or 100 if constant", least=0
-    )
+    warmup_steps: int | None = key(None, "null: a tenth of the run; constant: 100", least=0)
 
 
 @dataclass
@@ -173,23 +146,15 @@ class DataConfig:
     """Image-text pairs in webdataset shards."""
 
     name: str = key("shapes", "source of the data", choices=("shapes", "shards", "stream"))
-    train: str = key(
-        "???", "glob of the training shards, or with data=stream their URLs", identity=False
-    )
+    train: str = key("???", "glob of training shards, or URLs (stream)", identity=False)
     val: str | None = key(None, "glob of the validation shards", identity=False)
-    classnames: str | None = key(
-        None, "file with one class name per line, or 'imagenet'", identity=False
-    )
-    templates: str | None = key(
-        None, "file with one prompt template per line, or 'imagenet'", identity=False
-    )
+    classnames: str | None = key(None, "file of class names, or 'imagenet'", identity=False)
+    templates: str | None = key(None, "file of prompt templates, or 'imagenet'", identity=False)
     index: str | None = key(None, "folder of the index; null: beside the shards", identity=False)
     resampled: bool = key(False, "draw samples with replacement")
     augment: str = key("none", "image augmentation", choices=("none", "crop_flip"))
     window: int = key(16, "number of shards whose samples are shuffled together", least=1)
-    max_skip_rate: float = key(
-        0.001, "fraction of bad samples above which the run stops", least=0, most=1, identity=False
-    )
+    max_skip_rate: float = key(0.001, "of bad samples, at most", least=0, most=1, identity=False)
     allow_remote: list[str] = key(
         [], "URL schemes that data=stream may open", choices=REMOTE_SCHEMES, identity=False
     )
@@ -208,13 +173,9 @@ class SpikeConfig:
 
     protocol: str = key("paper", "rule of the detector", choices=("none", "paper", "sigma"))
     rms_threshold: float | None = key(None, "RMS_t from which on it counts as a spike", above=0)
-    loss_sigmas: float | None = key(
-        None, "standard deviations above the running mean that make an outlier", above=0
-    )
+    loss_sigmas: float | None = key(None, "deviations that make an outlier", above=0)
     num_deviations: int | None = key(None, "outliers that make a loss spike", least=1)
-    within: int | None = key(
-        None, "steps that the outliers must fall within, and that separate two spikes", least=1
-    )
+    within: int | None = key(None, "steps between a spike's outliers, at most", least=1)
     ignore_steps: int | None = key(None, "number of first steps that are ignored", least=0)
     window: int | None = key(None, "number of steps in the running mean", least=2)
 
@@ -232,16 +193,10 @@ class RecorderConfig:
 class DiagnosticsConfig:
     """What is recorded for each tensor and block."""
 
-    statistics: list[str] = key(
-        list(STATISTICS[:3]), "statistics recorded for each tensor", choices=STATISTICS
-    )
+    statistics: list[str] = key(list(STATISTICS[:3]), "of each tensor", choices=STATISTICS)
     every: int = key(1, "steps between records of rms, grad_norm and update_norm", least=1)
-    detail_every: int | None = key(
-        100, "steps between records of the other statistics; null: never", least=1
-    )
-    block_every: int | None = key(
-        100, "steps between records of features and attention logits; null: never", least=1
-    )
+    detail_every: int | None = key(100, "steps between the others; null: never", least=1)
+    block_every: int | None = key(100, "steps between features; null: never", least=1)
     spikes: SpikeConfig = field(
         default_factory=SpikeConfig, metadata={"identity": False, "doc": "spike detection"}
     )
@@ -258,9 +213,7 @@ class DistributedConfig:
     local_loss: bool = key(True, "compute only a rank's own rows of the loss on that rank")
     static_graph: bool = key(True, "DDP's static graph: every step uses the same parameters")
     sync_bn: bool = key(False, "DDP on GPUs: compute batch norm over all ranks")
-    timeout_s: float = key(
-        600.0, "seconds without progress of a rank that end the run", above=0, identity=False
-    )
+    timeout_s: float = key(600.0, "seconds that a rank may stall", above=0, identity=False)
 
 
 @dataclass
@@ -274,12 +227,8 @@ class LoggerConfig:
 class ResumeConfig:
     """Starting from the state of another run, and what a resume tolerates."""
 
-    from_: str | None = key(
-        None, "run or checkpoint to take initial weights and moments from", identity=False
-    )
-    allow_reshard: bool = key(
-        False, "let data=stream resume with other numbers of ranks or workers", identity=False
-    )
+    from_: str | None = key(None, "run or checkpoint of weights and moments", identity=False)
+    allow_reshard: bool = key(False, "resume a stream with other ranks or workers", identity=False)
     allow_drift: bool = key(False, "resume although the code has changed", identity=False)
 
 
@@ -295,9 +244,7 @@ class Config:
     batch_size: int = key(128, "image-text pairs per step, over all ranks", least=2)
     accumulate: int = key(1, "number of micro-batches per step on each rank", least=1)
     device: str = key("auto", "device", choices=("auto", "cpu", "cuda"), identity=False)
-    num_workers: int | None = key(
-        None, "decoding processes; null: cores - 1, at most 16", least=0, identity=False
-    )
+    num_workers: int | None = key(None, "data workers; null: by cores", least=0, identity=False)
     compile: bool = key(False, "compile every block with torch.compile")
     checkpointing: bool = key(False, "recompute activations in the backward pass")
     deterministic: bool = key(False, "use bit-reproducible kernels only", identity=False)

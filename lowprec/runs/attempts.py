@@ -10,6 +10,11 @@ STOPPED = 75  # exit status of a run that was asked to stop: the same command re
 LOST = 76  # exit status of a process that the watchdog ended
 MAX_ATTEMPTS = 3  # attempts of one job that may begin at the same checkpoint
 
+NO_PROGRESS = (
+    f"stopped: {MAX_ATTEMPTS} attempts without a new checkpoint (the last is of step {{}}); "
+    "use a smaller save_every, or a longer time limit or grace period"
+)
+
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be written or used; the message names it and says why."""
@@ -43,13 +48,5 @@ def first_step(run: Path) -> dict:
     rows = scan_rows(run / "attempts.jsonl")[0] if "SLURM_RESTART_COUNT" in os.environ else []
     last = [row.get("saved") for row in rows if row.get("job") == job][-MAX_ATTEMPTS:]
     if last == [saved] * MAX_ATTEMPTS:
-        raise CheckpointError(no_progress(saved))
+        raise CheckpointError(NO_PROGRESS.format(saved))
     return {"saved": saved, "job": job}
-
-
-def no_progress(saved: int) -> str:
-    """Why a job that was requeued too often ends, and how to avoid it."""
-    return (
-        f"stopped: {MAX_ATTEMPTS} attempts without a new checkpoint (the last is of step {saved}); "
-        "use a smaller save_every, or a longer time limit or grace period"
-    )

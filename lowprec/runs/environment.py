@@ -13,15 +13,22 @@ PACKAGES = ("torch", "triton", "open_clip_torch", "hydra-core", "numpy", "pyarro
 def environment() -> dict:
     """Describes this process as plain data; the process's environment variables are left out.
 
-    Threads and GPU are those of torch, if the process has imported it.
+    Threads and GPU are those of torch, None if the process has not imported it.
     """
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    torch = sys.modules.get("torch")
+    has_gpu = torch is not None and torch.cuda.is_available()
     return {
         "python": platform.python_version(),
         "packages": {name: package_version(name) for name in PACKAGES},
         "commit": commit(),
-        "cpu": _cpu(),
+        "cpu": (models or [platform.processor()])[0],
         "cores": len(os.sched_getaffinity(0)),
-        **_torch_facts(),
+        "threads": torch and torch.get_num_threads(),
+        "torch_cuda": torch and torch.version.cuda,
+        "gpu": torch.cuda.get_device_name() if has_gpu else None,
     }
 
 
@@ -34,10 +41,7 @@ def package_version(package: str) -> str | None:
 
 
 def commit(digits: int = 12) -> str | None:
-    """The commit of the source tree, with "-dirty" if tracked files differ; None outside git.
-
-    Records made before this convention have "+" in place of "-dirty".
-    """
+    """The commit of the source tree, with "-dirty" if tracked files differ; None outside git."""
     describe = ["git", "describe", "--always", "--dirty", f"--abbrev={digits}", "--exclude=*"]
     try:
         done = subprocess.run(
@@ -46,18 +50,3 @@ def commit(digits: int = 12) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None
-
-
-def _cpu() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
-
-
-def _torch_facts() -> dict:
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return {"threads": None, "torch_cuda": None, "gpu": None}
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {"threads": torch.get_num_threads(), "torch_cuda": torch.version.cuda, "gpu": gpu}

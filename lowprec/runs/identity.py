@@ -32,14 +32,15 @@ def identity(config: Any) -> dict:
         if f.metadata.get("identity", True):
             value = getattr(config, f.name)
             marked[public_name(f.name)] = identity(value) if is_dataclass(value) else value
-    if isinstance(config, Config) and config.schedule.name == "constant":
+    if not isinstance(config, Config):
+        return marked
+    if config.schedule.name == "constant":
         del marked["num_steps"]
-    if isinstance(config, Config) and config.data.name == "stream":
+    if config.data.name == "stream":
         marked["save_every"] = config.save_every
-    if isinstance(config, Config):  # removed keys keep the digests of old runs
-        for key, value in REMOVED.items():
-            group, _, name = key.partition(".")
-            marked[group][name] = value
+    for key, value in REMOVED.items():  # they keep the digests of old runs
+        group, _, name = key.partition(".")
+        marked[group][name] = value
     return marked
 
 
@@ -52,14 +53,9 @@ def digest(config: Config, sources: dict[str, str]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:10]
 
 
-def precision_label(config: Config) -> str:
-    """Returns the recipe's name, or with recipe `high` that of the autocast dtype."""
-    return config.precision.label
-
-
 def label(config: Config) -> str:
     """Returns `<model>-<precision>-<optimizer>-s<seed>`."""
-    parts = (config.model.name, precision_label(config), config.optimizer.name)
+    parts = (config.model.name, config.precision.label, config.optimizer.name)
     return "-".join(parts) + f"-s{config.seed}"
 
 

@@ -51,16 +51,13 @@ def code_digest(source: str) -> str:
 
 def changes(before: object, after: object, name: str = "") -> list[str]:
     """Lists `name: old -> new` for each leaf of nested data that differs; "absent" if missing."""
-    if isinstance(before, dict) and isinstance(after, dict):
-        prefix = f"{name}." if name else ""
-        return [
-            line
-            for key in dict.fromkeys([*before, *after])
-            for line in changes(
-                before.get(key, "absent"), after.get(key, "absent"), f"{prefix}{key}"
-            )
-        ]
-    return [] if before == after else [f"{name}: {before} -> {after}"]
+    if not (isinstance(before, dict) and isinstance(after, dict)):
+        return [] if before == after else [f"{name}: {before} -> {after}"]
+    lines, prefix = [], f"{name}." if name else ""
+    for key in dict.fromkeys([*before, *after]):
+        values = before.get(key, "absent"), after.get(key, "absent")
+        lines += changes(*values, f"{prefix}{key}")
+    return lines
 
 
 def changes_since(run: Path, facts: dict) -> list[str]:

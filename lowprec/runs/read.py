@@ -95,10 +95,7 @@ def read_status(run: Path, default: dict | None = None) -> dict:
     default, such a file raises OSError or ValueError.
     """
     try:
-        status = json.loads((run / "status.json").read_text())
-        if default is None:
-            return status
-        return default | status
+        return (default or {}) | json.loads((run / "status.json").read_text())
     except (OSError, ValueError, TypeError, RecursionError):
         if default is None:
             raise

@@ -121,40 +121,33 @@ class Record:
 
     def last_status(self) -> dict:
         """The content of status.json; state is None if the file is missing or damaged."""
-        status = {"state": None, "step": 0, "saved": 0}
-        try:
-            return status | read_status(self.run)
-        except (OSError, ValueError, TypeError):
-            return status
+        return read_status(self.run, {"state": None, "step": 0, "saved": 0})
 
     def offsets(self) -> dict[str, int]:
         """Sizes in bytes of all files, after syncing them to disk."""
-        sizes = {}
-        attempts = self.run / "attempts.jsonl"
-        if attempts.exists():  # or the next attempt could reuse this one's number and stream
-            durable.sync(attempts)
-        for path in self._files():
-            durable.sync(path)
-            sizes[str(path.relative_to(self.run))] = path.stat().st_size
-        for folder in {path.parent for path in self._files()}:
+        files, attempts = self._files(), self.run / "attempts.jsonl"
+        for path in (*files, attempts):  # or an attempt could reuse the number and the stream
+            if path.exists():
+                durable.sync(path)
+        for folder in {path.parent for path in files}:
             durable.sync(folder)
-        return sizes
+        return {str(path.relative_to(self.run)): path.stat().st_size for path in files}
 
     def cut(self, offsets: dict[str, int]) -> None:
         """Cuts every file back to a checkpoint's offsets and moves the tails to `cut/<attempt>/`.
 
         Raises RecordError, before cutting anything, which names all missing or too short files.
         """
-        sizes = {str(path.relative_to(self.run)): path.stat().st_size for path in self._files()}
+        files = {str(path.relative_to(self.run)): path for path in self._files()}
+        sizes = {name: path.stat().st_size for name, path in files.items()}
         short = [name for name, size in offsets.items() if sizes.get(name, 0) < size]
         if short:
             raise RecordError(
                 f"{self.run}: missing or shorter than at the checkpoint: {', '.join(short)}"
             )
-        for path in self._files():
-            name = str(path.relative_to(self.run))
+        for name, path in files.items():
             size = offsets.get(name, 0)
-            if path.stat().st_size > size:
+            if sizes[name] > size:
                 tail = self.run / "cut" / f"{self.attempt:04d}" / name
                 tail.parent.mkdir(parents=True, exist_ok=True)
                 with open(path, "rb") as file, open(tail, "wb") as kept:
@@ -174,26 +167,14 @@ class Record:
         """Writes `<table>.parquet` for each table: `step` and columns `<statistic>/<name>`."""
         for table in TABLES:
             flushes = list(read_tensors(self.run, table))
-            if flushes:
-                self._write_table(table, flushes)
-
-    def _write_table(self, table: str, flushes: list) -> None:
-        _, first, names = flushes[0]
-        columns = {"step": np.concatenate([steps for steps, _, _ in flushes])}
-        for statistic in first:
-            whole = np.concatenate([values[statistic] for _, values, _ in flushes])
-            for i, name in enumerate(names):
-                columns[f"{statistic}/{name}"] = whole[:, i]
-        temporary = self.run / f".{table}.parquet.tmp"
-        try:
-            numbers = [name for name in columns if name != "step"]
-            options = {"use_dictionary": False, "use_byte_stream_split": numbers}  # halves the size
-            pa.parquet.write_table(pa.table(columns), temporary, compression="zstd", **options)
-            durable.sync(temporary)
-        except OSError as error:
-            temporary.unlink(missing_ok=True)
-            raise durable.DiskError(self.run / f"{table}.parquet", error) from error
-        os.replace(temporary, self.run / f"{table}.parquet")
+            if not flushes:
+                continue
+            _, first, names = flushes[0]
+            columns = {"step": np.concatenate([steps for steps, _, _ in flushes])}
+            for statistic in first:
+                whole = np.concatenate([values[statistic] for _, values, _ in flushes])
+                columns |= {f"{statistic}/{name}": whole[:, i] for i, name in enumerate(names)}
+            _write_parquet(self.run / f"{table}.parquet", columns)
 
     def finish_stream(self) -> None:
         """Closes the Arrow streams of this attempt."""
@@ -256,12 +237,24 @@ class _Stream:
         self._unwritten.truncate()
 
 
+def _write_parquet(path: Path, columns: dict[str, np.ndarray]) -> None:
+    """Writes a table or leaves the old one."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    numbers = [name for name in columns if name != "step"]
+    options = {"use_dictionary": False, "use_byte_stream_split": numbers}  # halves the size
+    try:
+        pa.parquet.write_table(pa.table(columns), temporary, compression="zstd", **options)
+        durable.sync(temporary)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise durable.DiskError(path, error) from error
+    os.replace(temporary, path)
+
+
 def _drop_torn_end(path: Path) -> None:
     """Removes an incomplete last line, so that the next row starts on its own line."""
     if path.exists():
-        whole = path.read_bytes()
-        if not whole.endswith(b"\n"):
-            os.truncate(path, whole.rfind(b"\n") + 1)
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
 def _holder(attempt: int) -> str:

@@ -22,11 +22,6 @@ from lowprec.train.signals import STOPPING
 LOOK_S = 1.0  # between two reads of the manifest
 
 
-def log_path(folder: Path) -> Path:
-    """The file that holds the launcher's output."""
-    return folder / "logs" / "launcher.log"
-
-
 def lock_path(folder: Path) -> Path:
     """The file that the launcher keeps locked as long as it lives."""
     return folder / ".local.lock"
@@ -37,7 +32,7 @@ def start(manifest: Manifest) -> None:
 
     Returns once a launcher is running: until then its runs would seem lost.
     """
-    with open(log_path(manifest.folder), "ab") as log:
+    with open(manifest.folder / "logs" / "launcher.log", "ab") as log:
         launcher = subprocess.Popen(
             [sys.executable, "-m", "lowprec.sweep.local", str(manifest.folder)],
             stdin=subprocess.DEVNULL,
@@ -46,8 +41,8 @@ def start(manifest: Manifest) -> None:
             start_new_session=True,
         )
     deadline = time.monotonic() + 30
-    while not is_locked(lock_path(manifest.folder)) and launcher.poll() is None:
-        if time.monotonic() > deadline:
+    while time.monotonic() < deadline and launcher.poll() is None:
+        if is_locked(lock_path(manifest.folder)):
             break
         time.sleep(0.05)
     launcher.returncode = 0  # it outlives this process, of which subprocess would warn
@@ -71,7 +66,9 @@ def launch(folder: Path) -> None:
     while True:
         manifest = Manifest(folder)  # runs may have been added
         waiting = [] if requests else _waiting(manifest, attempts)
-        for index in waiting[: _free_places(manifest, attempts)]:
+        local = [launcher for launcher in manifest.launchers() if launcher["name"] == "local"]
+        free = local[-1]["parallel"] - len(attempts) if local else 0
+        for index in waiting[: max(0, free)]:
             _start_if_free(manifest, index, attempts)
         if not attempts and not waiting:
             break
@@ -110,17 +107,12 @@ def _submitted(manifest: Manifest) -> dict[int, Submission]:
 
 def _waiting(manifest: Manifest, attempts: dict[int, Attempt]) -> list[int]:
     """Runs to start or restart, in order."""
-    found = []
+    waiting = []
     for index, submission in _submitted(manifest).items():
         if index not in attempts and not submission.cancelled:
             rows = manifest.attempts(index, submission.token)
-            if not rows or rows[-1].get("again"):
-                found.append(index)
-    return found
-
-
-def _free_places(manifest: Manifest, attempts: dict[int, Attempt]) -> int:
-    return max(0, manifest.last_launcher("local")["parallel"] - len(attempts))
+            waiting += [index] if not rows or rows[-1].get("again") else []
+    return waiting
 
 
 def _start_if_free(manifest: Manifest, index: int, attempts: dict[int, Attempt]) -> None:

@@ -10,16 +10,11 @@ import contextlib
 import fcntl
 import json
 import os
-import shutil
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-
-import numpy as np
-from omegaconf import OmegaConf
 
 from lowprec.config.check import ConfigError, check
 from lowprec.config.compose import compose_command
@@ -27,12 +22,8 @@ from lowprec.config.patterns import without_secrets
 from lowprec.config.preflight import preflight, process_faults
 from lowprec.config.schema import Config
 from lowprec.runs import durable
-from lowprec.runs.identity import directory, label, precision_label, to_dict
-from lowprec.runs.read import encode_row, find_runs, read_rows, read_status, scan_rows
-
-URL_KEYS = ("data.train", "+data.train", "++data.train")  # their values may hold a secret
-RECORDS = Path(__file__).parents[2] / "experiments" / "results"
-BYTES_PER_PARAMETER = 12  # a weight and two moments in float32
+from lowprec.runs.identity import directory, label, to_dict
+from lowprec.runs.read import encode_row, scan_rows
 
 
 @dataclass
@@ -68,9 +59,7 @@ class Manifest:
         self.folder = Path(folder).absolute()
         plan = json.loads((self.folder / "sweep.json").read_text())
         if "runs" not in plan:
-            raise ConfigError(
-                [f"{folder}: written by an earlier version; delete the folder and submit again"]
-            )
+            raise ConfigError([f"{folder}: of an earlier version; delete it and submit again"])
         self.command: list[str] = plan["command"]
         self.cwd = Path(plan["cwd"])
         self.runs = [PlannedRun(**run) for run in plan["runs"]]
@@ -141,10 +130,9 @@ class Manifest:
         newest = self.submissions().get(index)
         return newest is None or newest.token != token or newest.cancelled
 
-    def last_launcher(self, name: str | None = None) -> dict | None:
-        """The settings of the launcher (with this name) that was used last, or None."""
-        used = [row["launcher"] for row in self.events() if row["event"] == "submitting"]
-        return next((one for one in reversed(used) if name in (None, one["name"])), None)
+    def launchers(self) -> list[dict]:
+        """The settings of the launcher of each submission, in order."""
+        return [row["launcher"] for row in self.events() if row["event"] == "submitting"]
 
     def append(self, index: int, row: dict) -> None:
         """Appends a row to the attempts at a run, durably."""
@@ -176,8 +164,13 @@ def plan_runs(
         if opened not in sources:
             sources[opened] = open_sources(config)
         place = str(directory(config, sources[opened]))
-        shown = [_without_secret(text) for text in run.overrides]
-        runs.append(PlannedRun(-1, label(config), place, shown, to_dict(config)))
+        public = [
+            f"data.train={without_secrets(config.data.train)}"
+            if text.startswith("data.train=")
+            else text
+            for text in run.overrides
+        ]
+        runs.append(PlannedRun(-1, label(config), place, public, to_dict(config)))
     return runs
 
 
@@ -186,105 +179,6 @@ def refuse_processes(runs: list[PlannedRun], processes: int) -> None:
     faults = [f for run in runs for f in process_faults(check(run.config), processes)]
     if faults:
         raise ConfigError(faults)
-
-
-@dataclass
-class StepTime:
-    """The median step time of a finished run."""
-
-    model: str
-    precision: str
-    batch_size: int
-    processes: int
-    device: str
-    ms: float
-    run: Path
-
-
-def estimate(runs: list[PlannedRun], processes: int = 1) -> list[str]:
-    """Lines that estimate the cost of runs with this many processes (GPUs) each.
-
-    Hours follow from finished runs with the same model and number of processes, in proportion to
-    the batch size, and are "unknown" without one; disk follows from the size of checkpoints.
-    """
-    configs = [check(run.config) for run in runs]
-    known = step_times([Path(configs[0].run_dir), RECORDS])
-    lines, hours, unknown, sources = [], Counter(), Counter(), {}
-    for run, config in zip(runs, configs, strict=True):
-        measured = _nearest_step_time(config, known, processes)
-        if measured is None:
-            unknown[config.model.name] += 1
-            cost = "time unknown"
-        else:
-            ms = measured.ms * config.batch_size / measured.batch_size
-            spent = ms * config.num_steps / 3.6e6
-            hours[measured.device] += spent * processes
-            sources[str(measured.run)] = None
-            cost = f"{spent:.2f} h ({ms:.1f} ms per step)"
-        lines.append(f"{run.directory}: {config.num_steps} steps, {cost}")
-    lines.append(f"{len(runs)} runs with {processes} process(es) each")
-    for device, spent in hours.items():
-        unit = "CPU-hours" if device == "CPU" else f"GPU-hours on {device}"
-        lines.append(f"time: {spent:.2f} {unit} for training steps, from {', '.join(sources)}")
-    for model, count in unknown.items():
-        what = f"no finished run of model={model} with {processes} process(es)"
-        lines.append(f"time: unknown for {count} runs ({what})")
-    sizes = [_checkpoint_bytes(config) for config in configs]
-    folder = Path(configs[0].run_dir).absolute()
-    free = shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free
-    more = f", unknown for {sizes.count(None)} runs" if None in sizes else ""
-    total = sum(size for size in sizes if size)
-    return [*lines, f"disk: {total / 1e9:.2f} GB of checkpoints{more}; {free / 1e9:.2f} GB free"]
-
-
-def step_times(roots: list[Path]) -> list[StepTime]:
-    """The step times of all finished runs below these folders, without each run's first flush."""
-    found = []
-    for run in (run for root in roots for run in find_runs(root)):
-        try:
-            times = [row["step_ms"] for row in read_rows(run / "timing.jsonl")][1:]
-            if read_status(run)["state"] != "finished" or not times:
-                continue
-            config = check(OmegaConf.to_container(OmegaConf.load(run / "config.yaml")))
-            device = json.loads((run / "environment.json").read_text()).get("gpu") or "CPU"
-            attempts = read_rows(run / "attempts.jsonl")
-            (processes,) = {row.get("processes", 1) for row in attempts}  # one in older records
-        except (OSError, ValueError, KeyError):
-            continue
-        what = (config.model.name, precision_label(config), config.batch_size)
-        found.append(StepTime(*what, processes, device, float(np.median(times)), run))
-    return found
-
-
-def _nearest_step_time(config: Config, known: list[StepTime], processes: int) -> StepTime | None:
-    """The best match among runs of the same model and processes: precision, then batch size."""
-    same = [t for t in known if (t.model, t.processes) == (config.model.name, processes)]
-    if config.device != "auto":
-        same = [time for time in same if (time.device == "CPU") == (config.device == "cpu")]
-    return min(
-        same,
-        key=lambda time: (
-            time.precision != precision_label(config),
-            abs(np.log(time.batch_size / config.batch_size)),
-        ),
-        default=None,
-    )
-
-
-def _checkpoint_bytes(config: Config) -> int | None:
-    """Bytes of the checkpoints kept and of the one being written; None if the size is unknown."""
-    m = config.model
-    if m.vision_width is None or m.text_width is None:
-        return None
-    towers = 12 * (m.vision_width**2 * m.vision_layers + m.text_width**2 * m.text_layers)
-    embeddings = 3 * m.patch_size**2 * m.vision_width + m.vocab_size * m.text_width
-    return (towers + embeddings) * BYTES_PER_PARAMETER * (config.keep_checkpoints + 1)
-
-
-def _without_secret(override: str) -> str:
-    name, _, value = override.partition("=")
-    value = value.strip("'\"")
-    return f"{name}={without_secrets(value)}" if name in URL_KEYS else override
 
 
 def _append_row(path: Path, row: dict) -> None:

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from lowprec.sweep.plan import Manifest
@@ -29,17 +30,8 @@ def submit(manifest: Manifest, runs: list[int], token: str, launcher: dict) -> N
     script = manifest.folder / "slurm" / f"{token}.sh"
     script.parent.mkdir(exist_ok=True)
     script.write_text(_script(manifest, runs, token, launcher))
-    for attempt in range(TRIES):
-        try:
-            answer = _run(["sbatch", str(script)])
-            break
-        except SlurmError as error:
-            if adopt(manifest, token):  # it succeeded nevertheless
-                return
-            if attempt == TRIES - 1:
-                raise SlurmError(f"sbatch failed {TRIES} times: {error}") from error
-        time.sleep(FIRST_WAIT_S * 2**attempt)
-    if attempt and adopt(manifest, token):  # an earlier attempt may be in the queue by now
+    answer = _ask(["sbatch", str(script)], unless=lambda: adopt(manifest, token))
+    if answer is None or adopt(manifest, token):  # an earlier attempt may be in the queue by now
         return
     job = re.search(r"job (\d+)", answer)
     if job is None:
@@ -50,25 +42,19 @@ def submit(manifest: Manifest, runs: list[int], token: str, launcher: dict) -> N
 def adopt(manifest: Manifest, token: str) -> bool:
     """Records the job of a submission if it is in the queue. Raises SlurmError.
 
-    If it was submitted more than once, keeps the first job and cancels the others.
+    If it was submitted more than once, the supervisors of the other jobs have nothing to do.
     """
-    names = {job.partition("_")[0]: name for job, (_, name) in queue().items()}
-    jobs = sorted((job for job in names if names[job] == _job_name(manifest, token)), key=int)
-    if not jobs:
-        return False
-    first, *others = jobs
-    if others:
-        _ask(["scancel", "--quiet", *others])
-        print(f"submitted more than once: job {first} stays, {', '.join(others)} cancelled")
-    manifest.record({"event": "submitted", "token": token, "job": first})
-    return True
+    name = _job_name(manifest, token)
+    jobs = [int(job.partition("_")[0]) for job, (_, other) in queue().items() if other == name]
+    if jobs:
+        manifest.record({"event": "submitted", "token": token, "job": str(min(jobs))})
+    return bool(jobs)
 
 
 def adopt_unnamed(manifest: Manifest) -> None:
     """Searches the queue for submissions without a recorded job. Raises SlurmError."""
-    newest = manifest.submissions().values()
-    open_ones = [s for s in newest if s.launcher["name"] == "slurm" and not (s.job or s.cancelled)]
-    for token in dict.fromkeys(submission.token for submission in open_ones):
+    newest = [s for s in manifest.submissions().values() if s.launcher["name"] == "slurm"]
+    for token in dict.fromkeys(s.token for s in newest if not (s.job or s.cancelled)):
         adopt(manifest, token)
 
 
@@ -135,28 +121,26 @@ def _job_name(manifest: Manifest, token: str) -> str:
     return f"{manifest.folder.name}-{token}"
 
 
-def _ask(command: list[str]) -> str:
-    """What a command prints; tried up to five times, with growing waits. Raises SlurmError."""
+def _ask(command: list[str], unless: Callable[[], bool] = lambda: False) -> str | None:
+    """What a command prints; tried up to five times, with growing waits. Raises SlurmError.
+
+    After a failure, returns None if `unless()` says that the command has worked nevertheless.
+    """
     for attempt in range(TRIES):
         try:
-            return _run(command)
-        except SlurmError as error:
-            if attempt == TRIES - 1:
-                raise SlurmError(f"{command[0]} failed {TRIES} times: {error}") from error
-        time.sleep(FIRST_WAIT_S * 2**attempt)
-
-
-def _run(command: list[str]) -> str:
-    """What a command prints, tried once. Raises SlurmError with its last line if it fails."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
-    except subprocess.TimeoutExpired as error:
-        raise SlurmError(f"no answer in {TIMEOUT_S:g} s") from error
-    except FileNotFoundError as error:
-        raise SlurmError("no such command; is this a login node?") from error
-    if done.returncode:
-        raise SlurmError(_last_line(done.stderr))
-    return done.stdout
+            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+            if not done.returncode:
+                return done.stdout
+            reason = _last_line(done.stderr)
+        except subprocess.TimeoutExpired:
+            reason = f"no answer in {TIMEOUT_S:g} s"
+        except OSError as error:
+            reason = str(error)
+        if unless():
+            return None
+        if attempt < TRIES - 1:
+            time.sleep(FIRST_WAIT_S * 2**attempt)
+    raise SlurmError(f"{command[0]} failed {TRIES} times: {reason}")
 
 
 def _last_line(text: str) -> str:

@@ -8,8 +8,8 @@ submitted; `lost` was submitted, but nothing trains it and no end was recorded (
 from collections import Counter
 from dataclasses import dataclass
 
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
+from rich.console import Console
+from rich.table import Column, Table
 from rich.text import Text
 
 from lowprec.runs.read import ENDED, read_last_row, read_status
@@ -19,20 +19,16 @@ from lowprec.sweep.plan import Manifest, Submission, is_locked
 ACTIVE = ("queued", "running")
 TO_SUBMIT = ("new", "cancelled", "lost")
 TO_RESUBMIT = ("failed", "lost")
-ORDER = (*ENDED, *ACTIVE, "failed", "cancelled", "lost", "new")
-COLORS = {"finished": "green", "running": "cyan", "failed": "red", "lost": "red"}
-COLORS |= {"diverged": "yellow", "cancelled": "dim"}
 
 
 @dataclass
 class State:
-    """The state of a run. `preempted`: how often it was stopped and restarted."""
+    """The state of a run, with its last step and loss, and why it failed or is lost."""
 
     index: int
     state: str
     step: int = 0
     loss: float | None = None
-    preempted: int = 0
     reason: str = ""
 
 
@@ -45,7 +41,6 @@ def states(manifest: Manifest, queue: dict | None) -> list[State]:
         directory = manifest.directory_of(run.index)
         status = read_status(directory, {})
         last = read_last_row(directory / "metrics.jsonl")
-        rows = manifest.attempts(run.index)
         step = max(status.get("step", 0), last.get("step", 0))  # a save alone writes the status
         result = status.get("state")
         if result == "finished" and status.get("step", 0) < run.config["num_steps"]:
@@ -56,11 +51,10 @@ def states(manifest: Manifest, queue: dict | None) -> list[State]:
         elif submission is None:
             state, reason = "new", ""
         else:
-            own = [row for row in rows if row["token"] == submission.token]
+            rows = manifest.attempts(run.index, submission.token)
             locked = is_locked(manifest.lock_of(run.index))
-            state, reason = _unfinished(submission, own, locked, launcher_lives, queue)
-        preempted = _preemptions(rows)
-        found.append(State(run.index, state, step, last.get("loss"), preempted, reason))
+            state, reason = _unfinished(submission, rows, locked, launcher_lives, queue)
+        found.append(State(run.index, state, step, last.get("loss"), reason))
     return found
 
 
@@ -100,53 +94,31 @@ def ask_queue(manifest: Manifest) -> dict | None:
         return None
 
 
-def summary(found: list[State]) -> str:
+def summary(run_states: list[State]) -> str:
     """`3 finished, 1 failed`."""
-    counts = Counter(state.state for state in found)
-    return ", ".join(f"{counts[name]} {name}" for name in ORDER if counts[name])
+    counts = Counter(state.state for state in run_states)
+    return ", ".join(f"{count} {name}" for name, count in counts.most_common())
 
 
-def table(manifest: Manifest, found: list[State], queue: dict | None) -> RenderableType:
-    """A row per run: its overrides and progress; below it the reasons and a summary."""
-    shown = Table()
-    for name in ("run", "overrides", "state", "step", "loss", "preempted"):
-        shown.add_column(name, overflow="fold")
-    names, lines = _names(manifest), []
-    for state in found:
-        name = names[state.index]
-        shown.add_row(
-            str(state.index),
-            Text(name),
-            Text(state.state, COLORS.get(state.state, "")),
-            f"{state.step}/{manifest.runs[state.index].config['num_steps']}",
-            "" if state.loss is None else f"{state.loss:.3f}",
-            str(state.preempted or ""),
-        )
+def show(manifest: Manifest, run_states: list[State], queue: dict | None, console: Console) -> None:
+    """Prints a row per run: its overrides and progress; below it the reasons and a summary."""
+    names = ("run", "overrides", "state", "step", "loss")
+    table = Table(*(Column(name, overflow="fold") for name in names))
+    overrides = [set(run.overrides) for run in manifest.runs]
+    shared = set.intersection(*overrides) if len(overrides) > 1 else set()
+    lines = []
+    for state, run in zip(run_states, manifest.runs, strict=True):
+        name = " ".join(text for text in run.overrides if text not in shared) or run.label
+        step = f"{state.step}/{run.config['num_steps']}"
+        loss = "" if state.loss is None else f"{state.loss:.3f}"
+        table.add_row(str(run.index), Text(name), state.state, step, loss)
         if state.reason:
-            line = f"run {state.index} ({name}) {state.state}: {state.reason}"
-            log = manifest.log_of(state.index)
+            line = f"run {run.index} ({name}) {state.state}: {state.reason}"
+            log = manifest.log_of(run.index)
             has_log = state.state in TO_RESUBMIT and log.exists()
-            lines.append(Text(line + f"; log: {log}" * has_log))
+            lines.append(line + f"; log: {log}" * has_log)
     if queue is None:
-        lines.append(Text("squeue gives no answer: the states of queued runs are as last known"))
-    return Group(shown, *lines, Text(summary(found)))
-
-
-def show(manifest: Manifest, found: list[State], queue: dict | None, console: Console) -> None:
-    """Prints the table; each reason is one line, however long."""
-    console.print(table(manifest, found, queue), soft_wrap=True)
-
-
-def _names(manifest: Manifest) -> list[str]:
-    """The overrides that tell each run from the others."""
-    runs = manifest.runs
-    shared = set.intersection(*(set(run.overrides) for run in runs)) if len(runs) > 1 else set()
-    own = [[text for text in run.overrides if text not in shared] for run in runs]
-    return [" ".join(texts) or run.label for texts, run in zip(own, runs, strict=True)]
-
-
-def _preemptions(rows: list[dict]) -> int:
-    """Attempts that were stopped or killed and, by the same submission, started again."""
-    starts = [row["token"] for row in rows if row["event"] == "started"]
-    again = bool(rows) and rows[-1].get("again", False)
-    return len(starts) - len(set(starts)) + again
+        lines.append("squeue gives no answer: the states of queued runs are as last known")
+    console.print(table)
+    for line in (*lines, summary(run_states)):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)

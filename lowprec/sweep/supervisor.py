@@ -17,12 +17,12 @@ import sys
 import time
 from pathlib import Path
 
-from lowprec.runs.attempts import MAX_ATTEMPTS, STOPPED, last_saved, no_progress
+from lowprec.runs.attempts import MAX_ATTEMPTS, NO_PROGRESS, STOPPED, last_saved
 from lowprec.sweep.plan import Manifest, take_lock
 from lowprec.train.signals import STOPPING
 
 GRACE_S = 60.0  # to save: for the other ranks after one has failed, for training left by a kill
-PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets when its parent dies
+PR_SET_PDEATHSIG = 1  # so that no training goes on when its supervisor is killed
 LIBC = ctypes.CDLL(None)
 POLL_S = 0.05  # between two polls of the training processes
 
@@ -69,7 +69,7 @@ class Attempt:
         elif rows and not rows[-1].get("again", True):  # it ended while this process was waiting
             self._leave(int(rows[-1]["code"] != 0), "has ended; nothing to do")
         elif starts[-MAX_ATTEMPTS:] == [saved] * MAX_ATTEMPTS:
-            self._end(1, no_progress(saved))
+            self._end(1, NO_PROGRESS.format(saved))
         else:
             row = {"event": "started", "token": self.token, "saved": saved}
             self.manifest.append(self.index, row)
@@ -95,8 +95,12 @@ class Attempt:
         codes = [child.poll() for child in self._children]
         self._first_failure = self._first_failure or next((code for code in codes if code), 0)
         if None not in codes:
-            failure = self._first_failure
-            self._end_with(128 - failure if failure < 0 else failure)
+            code = self._first_failure
+            code = 128 - code if code < 0 else code
+            killed_early = self._signaled and _signal_of(code) is not None
+            again = (code == STOPPED or killed_early) and not self.is_cancelled()
+            log = self.manifest.log_of(self.index)
+            self._end(code, _reason(log, self._log_start, code), again)
             return self.code
         if self._first_failure:
             self._deadline = self._deadline or time.monotonic() + GRACE_S
@@ -131,14 +135,9 @@ class Attempt:
                         stderr=subprocess.STDOUT,
                         process_group=0,
                         pass_fds=[self._lock],
-                        preexec_fn=_stop_with_parent,
+                        preexec_fn=lambda: LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM),
                     )
                 )
-
-    def _end_with(self, code: int) -> None:
-        killed_early = self._signaled and _signal_of(code) is not None
-        again = (code == STOPPED or killed_early) and not self.is_cancelled()
-        self._end(code, _reason(self.manifest.log_of(self.index), self._log_start, code), again)
 
     def _end(self, code: int, reason: str, again: bool = False) -> None:
         """Records how the attempt ended and whether to start the run `again`."""
@@ -183,18 +182,10 @@ def _rank_environments(gpus: int) -> list[dict[str, str]]:
     """The variables that torch.distributed reads in each process; none for a single process."""
     if gpus < 2:
         return [{}]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(gpus)}
-    common["LOCAL_WORLD_SIZE"] = str(gpus)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    common |= {"WORLD_SIZE": str(gpus), "LOCAL_WORLD_SIZE": str(gpus)}
     return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(gpus)]
-
-
-def _stop_with_parent() -> None:
-    """Asks Linux for SIGTERM when the supervisor is killed, so that no training is unsupervised."""
-    if sys.platform == "linux":
-        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _signal_of(code: int) -> str | None:
@@ -208,13 +199,11 @@ def _reason(log: Path, start: int, code: int) -> str:
         return ""
     if name := _signal_of(code):
         return f"killed by {name}" + (", often for lack of memory" * (name == "SIGKILL"))
-    with open(log, "rb") as file:
-        file.seek(max(start, log.stat().st_size - 4000))
-        text = file.read().decode(errors="replace")
-    lines = [line.strip() for line in text.split("\n") if line.strip()]
+    text = log.read_bytes()[start:][-4000:].decode(errors="replace")
+    lines = [line.strip() for line in text.split("\n") if line.strip()] or [f"exit status {code}"]
     ours = [i for i, line in enumerate(lines) if " failed: " in line or "fault(s) in" in line]
-    sentences = lines[ours[-1] :] if ours else lines[-1:]  # our message, or a traceback's last line
-    return " ".join(sentences).rpartition(" failed: ")[2][:400] or f"exit status {code}"
+    first = ours[-1] if ours else -1  # our message, or a traceback's last line
+    return " ".join(lines[first:]).rpartition(" failed: ")[2][:400]
 
 
 if __name__ == "__main__":

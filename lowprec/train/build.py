@@ -23,7 +23,7 @@ from lowprec.clip.model import (
 )
 from lowprec.clip.text import Tokenizer, build_classifier, imagenet
 from lowprec.config.check import ConfigError
-from lowprec.config.preflight import names_file, read_lines, sync_bn_fault
+from lowprec.config.preflight import names_file, read_lines
 from lowprec.config.schema import EIGHT_BIT, Config, OptimizerConfig
 from lowprec.data.loader import Batch, Batches, iterate
 from lowprec.data.open import Data, num_workers
@@ -171,6 +171,8 @@ def pick_device(name: str) -> torch.device:
     """Returns the device for `device=auto|cpu|cuda`; auto takes the GPU if there is one."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(["device=cuda: torch finds no GPU here; use device=cpu or device=auto"])
     return torch.device(name)
 
 
@@ -263,7 +265,13 @@ def parallelize(model: nn.Module, config: Config, world: Ranks) -> nn.Module:
     if world.size == 1:
         return model
     if has_batch_norm(model) and not config.distributed.sync_bn:
-        raise ConfigError([sync_bn_fault(config)])
+        raise ConfigError(
+            [
+                f"distributed={config.distributed.name}: model {config.model.name} has batch norm, "
+                "whose statistics each process would compute on its own; use distributed=ddp "
+                "distributed.sync_bn=true"
+            ]
+        )
     if config.distributed.sync_bn:
         if not has_batch_norm(model):
             raise ConfigError([f"distributed.sync_bn=true: {config.model.name} has no batch norm"])

@@ -63,7 +63,7 @@ def test_a_value_just_beyond_a_bound_is_refused_with_the_bound(path, side, bound
     assert str(bound) in fault
 
 
-@pytest.mark.parametrize("value", [[["x"]], {"x": {}}, object()], ids=["list", "map", "object"])
+@pytest.mark.parametrize("value", [[["x"]], {"x": {}}, object(), math.nan, math.inf], ids=repr)
 def test_a_value_of_a_wrong_type_is_refused_by_name(value):
     for path in LEAVES:
         (fault,) = faults_of(nested(path, value))
@@ -114,12 +114,6 @@ def test_a_scaler_is_accepted_with_its_legal_dtypes_only(autocast, scaler):
         assert all(f"scaler={legal}" in fault for legal in LEGAL_SCALERS[autocast])
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_float_must_be_finite(value):
-    for path in (path for path, f in LEAVES.items() if "float" in str(f.type)):
-        assert faults_of(nested(path, value))[0].startswith(f"{path}=")
-
-
 def test_a_config_survives_a_round_trip_through_plain_data():
     config = check({**nested("data.resampled", True), "seed": 3})
     assert check(to_dict(config)) == config
@@ -129,13 +123,3 @@ def test_a_config_survives_a_round_trip_through_plain_data():
 def test_the_proposed_width_is_accepted(width):
     (fault,) = faults_of(nested("model.text_width", width))
     assert check(nested("model.text_width", int(fault.rpartition("=")[2])))
-
-
-def test_thresholds_without_a_protocol_and_two_rules_for_beta2_are_refused():
-    raw = nested("diagnostics.spikes.protocol", "none")
-    raw["diagnostics"]["spikes"]["window"] = 9
-    raw["optimizer"] = {"beta2": 0.9, "beta2_decay": 0.5}
-    assert faults_of(raw) == [
-        "diagnostics.spikes.window=9 does nothing without a protocol",
-        "optimizer.beta2=0.9 does nothing beside optimizer.beta2_decay",
-    ]

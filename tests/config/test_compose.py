@@ -1,6 +1,5 @@
 """Tests what refused commands name, which are accepted, and every file in `conf/`."""
 
-import os
 import resource
 import shutil
 import subprocess
@@ -64,13 +63,13 @@ BAD = {  # command: parts of its message
         "use diagnostics.statistics=[grad_norm]",
     ),
     "optimizer=adamw8bit_torchao optimizer.paged=true": (
-        "paged=true needs optimizer=adamw8bit_bnb",
+        "paged=True does nothing without optimizer=adamw8bit_bnb",
     ),
-    "optimizer=adamw8bit_bnb optimizer.beta2_decay=0.5": ("beta2_decay=0.5", "one beta2"),
+    "optimizer=adamw8bit_bnb optimizer.beta2_decay=0.5": ("beta2_decay=0.5 does nothing",),
     "optimizer.stable_embedding=true model.init_from=x": ("stable_embedding", "model.init_from"),
     "data.val=null": ("evaluation=zero_shot needs data.val", "evaluation=none"),
     # models
-    "model.image_size=30": ("model.image_size=30", "patch_size=8", "image_size=24 or 32"),
+    "model.image_size=30": ("model.image_size=30", "patch_size=8", "nearest: model.image_size=32"),
     "model.text_width=100": ("model.text_width=100", "64", "nearest: model.text_width=128"),
     "model=open_clip model.name=ViT-B-33": ("ViT-B-33", "nano, mini_b", "nearest: ViT-B-32"),
     "model=open_clip model.name=ViT-B-32 model.heads=64": ("model.heads is fixed", "null"),
@@ -81,7 +80,7 @@ BAD = {  # command: parts of its message
     "experiment=loss_curves_demo": ("experiments.train -m experiment=loss_curves_demo",),
     "-m experiment=loss_curves": ("data.train is required",),
     "-m experiment=loss_curves,loss_curves_demo": ("only one experiment",),
-    "-m optimizer.lr=interval(1e-4,1e-3)": ("interval", "choice(...)"),
+    "-m optimizer.lr=interval(1e-4,1e-3)": ("interval", "use choice or range"),
     "data.train=a-{0..9}.tar": ("cannot be parsed", "'data.train=\"a-{0..9}.tar\"'"),
     "seed": ("seed: key=value is expected",),
     "seed=${nope}": ("seed", "nope"),
@@ -139,10 +138,10 @@ def test_all_faults_of_a_command_are_reported_at_once():
 
 
 def test_a_fault_of_some_runs_of_a_sweep_names_these_runs():
-    faults = faults_of("-m precision=bf16,fp16 num_steps=0,5 sede=1")
-    assert any("num_steps=0" in f and "[run precision=bf16 num_steps=0" in f for f in faults)
+    faults = faults_of("-m precision=bf16,fp16 num_steps=0,5 scaler=nope")
+    assert any("num_steps=0" in f and "[run precision=bf16 num_steps=0 and 1" in f for f in faults)
     assert any("autocast=fp16" in f and "[run precision=fp16 num_steps=5]" in f for f in faults)
-    assert any("sede" in fault and "[run" not in fault for fault in faults)
+    assert any("scaler=nope" in fault and "[run" not in fault for fault in faults)
 
 
 def test_a_further_command_takes_the_place_of_swept_values():
@@ -174,20 +173,15 @@ def test_further_commands_run_after_a_failed_one(monkeypatch):
 @pytest.mark.parametrize(
     "words",
     [
-        ["optimizer=stable_adamw", "optimizer.beta2=0.9"],
-        ["optimizer.beta2=0.9", "optimizer=stable_adamw"],
+        ["optimizer.beta2=0.9", "optimizer=stable_adamw", "model=mini_b"],
         ["precision=switchback", "precision.products={output:high}", "seed=3"],
-        ["model=mini_b", "diagnostics.statistics=[rms]"],
     ],
 )
 def test_a_changed_config_is_what_hydra_composes(words):
     base = to_dict(configs_of("optimizer=adamw_clip precision=fp16 scaler=dynamic")[0])
     expected = compose._compose(("scaler=dynamic", *words), "train", Config)
-    if not any(word.startswith("optimizer=") for word in words):
-        expected["optimizer"] = base["optimizer"]
-    if not any(word.startswith("precision=") for word in words):
-        expected["precision"] = base["precision"]
-    assert compose.change(base, words) == expected
+    untouched = "precision" if words[0].startswith("optimizer") else "optimizer"
+    assert compose.change(base, words) == expected | {untouched: base[untouched]}
 
 
 @pytest.mark.parametrize("choice", GROUP_FILES)
@@ -232,12 +226,10 @@ def test_a_bad_command_exits_2_within_five_seconds(tmp_path):
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5
 
 
-def test_a_sweep_in_one_command_is_refused_in_several_processes(tmp_path):
-    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
-    program = [sys.executable, "-m", "experiments.train", "-m", "seed=0,1", f"run_dir={tmp_path}"]
-    env = {**os.environ, **ranks}
-    done = subprocess.run(
-        program, capture_output=True, text=True, timeout=60, cwd=CONF.parent, env=env
-    )
-    assert done.returncode == 2
-    assert "experiments.sweep submit ... launcher.gpus=2" in done.stderr
+def test_a_sweep_in_one_command_is_refused_in_several_processes(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(sys, "argv", ["train", "-m", "seed=0,1"])
+    with pytest.raises(SystemExit, match="2"):
+        entry.run_command(None, "train")
+    assert "experiments.sweep submit ... launcher.gpus=2" in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,6 @@ import pytest
 import torch
 
 from lowprec.config.check import ConfigError, check
-from lowprec.config.preflight import process_faults
 from lowprec.train.build import parallelize
 from lowprec.train.distributed import Ranks
 
@@ -23,15 +21,6 @@ NEEDED = r"distributed=ddp: model RN50 has batch norm.*use distributed=ddp distr
 
 class Two(Ranks):
     size = 2
-
-
-def test_statistics_of_each_process_are_refused_before_anything_is_built(make):
-    config = check(make({**RESNET, "distributed.name": "ddp"}))
-    [fault] = process_faults(config, planned=2)
-    assert re.search(NEEDED, fault)
-    assert not process_faults(config, planned=1)
-    synchronized = {**RESNET, "distributed.name": "ddp", "distributed.sync_bn": True}
-    assert not process_faults(check(make(synchronized)), planned=2)
 
 
 def test_statistics_of_each_process_are_refused_of_any_model_that_has_them(make):

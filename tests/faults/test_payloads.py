@@ -8,6 +8,7 @@ import pytest
 from analysis import load_runs
 from lowprec.config.check import ConfigError
 from lowprec.config.compose import compose_command
+from lowprec.config.preflight import preflight
 from lowprec.data.index import open_shards
 from lowprec.runs.identity import to_dict
 from lowprec.runs.read import read_config
@@ -90,7 +91,7 @@ def faults_of():
 
     def faults_of(*overrides):
         with pytest.raises(ConfigError) as error:
-            compose_command(list(overrides))
+            compose_command(list(overrides), preflight=preflight)
         return error.value.faults
 
     return faults_of

@@ -76,10 +76,6 @@ def test_damaged_line_before_the_last_is_an_error_with_file_and_line(rows_file, 
         read_rows(path)
 
 
-def test_no_file_is_no_rows(tmp_path):
-    assert read_rows(tmp_path / "metrics.jsonl") == []
-
-
 def test_runs_are_folders_with_config_and_status(tmp_path):
     for name, files in {
         "study/b": ("config.yaml", "status.json"),
@@ -101,7 +97,8 @@ def test_last_row_is_the_last_whole_one(rows_file):
     assert read_last_row(path) == rows[-1]
     path.write_bytes(path.read_bytes()[:-3])
     assert read_last_row(path) == rows[-2]
-    assert read_last_row(path.with_name("none.jsonl")) == {}
+    missing = path.with_name("none.jsonl")
+    assert read_last_row(missing) == {} and read_rows(missing) == []
 
 
 def test_a_default_stands_in_for_a_missing_or_damaged_status(tmp_path):

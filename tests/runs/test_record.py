@@ -72,12 +72,6 @@ def holder(code):
     return open_in_process
 
 
-def test_rows_are_readable_at_once_and_in_order(tmp_path, record):
-    record.append("metrics", [{"step": 1}])
-    record.append("metrics", [{"step": 2}, {"step": 3}])
-    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2, 3]
-
-
 def test_each_row_is_one_write(record, monkeypatch):
     written, write = [], os.write
     monkeypatch.setattr(os, "write", lambda fd, data: written.append(data) or write(fd, data))
@@ -101,16 +95,6 @@ def test_row_that_does_not_fit_is_an_error_and_leaves_nothing(record, monkeypatc
     monkeypatch.undo()
     record.append("metrics", [{"step": 4}])
     assert [row["step"] for row in read_rows(record.run / "metrics.jsonl")] == [1, 2, 4]
-
-
-def test_tensors_come_back_bit_for_bit(tmp_path, record):
-    write_batches(record)
-    for first, (steps, statistics, names) in zip((1, 3, 5), read_tensors(tmp_path), strict=True):
-        expected_steps, expected = batch(first)
-        assert steps.tolist() == expected_steps.tolist() and names == NAMES
-        assert {n: v.tobytes() for n, v in statistics.items()} == {
-            n: v.tobytes() for n, v in expected.items()
-        }
 
 
 def test_every_truncation_of_a_stream_yields_whole_batches_only(tmp_path, record):
@@ -147,7 +131,8 @@ def test_cut_archives_the_tails_and_a_second_writer_continues(tmp_path):
     tails = {name: data[len(kept.get(name, b"")) :] for name, data in grown.items()}
 
     second = start(tmp_path)
-    second.cut(json.loads(json.dumps(offsets)))
+    for _ in range(2):  # nothing is left for the second
+        second.cut(json.loads(json.dumps(offsets)))
     assert {name: (tmp_path / name).read_bytes() for name in kept} == kept
     assert not (tmp_path / "events.jsonl").exists()
     assert {name: (tmp_path / "cut/0001" / name).read_bytes() for name in tails} == tails
@@ -157,14 +142,6 @@ def test_cut_archives_the_tails_and_a_second_writer_continues(tmp_path):
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
     steps = np.concatenate([steps for steps, _, _ in read_tensors(tmp_path)])
     assert steps.tolist() == [1, 2, 3, 4]
-
-
-def test_cut_to_the_present_end_changes_nothing(tmp_path, record):
-    write_batches(record)
-    record.append("metrics", [{"step": 1}])
-    before = record.offsets()
-    record.cut(before)
-    assert record.offsets() == before and not (tmp_path / "cut").exists()
 
 
 @pytest.mark.parametrize("torn", [b"", b"{", b'{"attempt": 1, "pi'])
@@ -227,11 +204,6 @@ def test_parquet_equals_the_streams(tmp_path):
         for i, name in enumerate(NAMES):
             column = table[f"{statistic}/{name}"].to_numpy()
             assert column.dtype == np.float32 and column.tobytes() == whole[:, i].tobytes()
-
-
-def test_parquet_of_no_tensors_is_no_file(tmp_path, record):
-    record.write_parquet()
-    assert not list(tmp_path.glob("*parquet*"))
 
 
 def test_status_is_whole_at_every_moment(tmp_path, record):

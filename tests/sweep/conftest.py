@@ -13,6 +13,7 @@ from lowprec.config.compose import CONF
 from lowprec.sweep import slurm
 from lowprec.sweep.plan import Manifest, PlannedRun, locked
 from lowprec.sweep.status import TO_SUBMIT, ask_queue, states
+from lowprec.train.signals import STOPPING
 
 # $1: the sweep, $2: the run. Runs listed in the file `bad` fail, those in `slow` take a second.
 SCRIPT = """
@@ -99,6 +100,16 @@ class Sweeps:
             manifest = self.manifest
             runs = [run.index for run in manifest.runs]
             sweep.hand_over(manifest, runs, TO_SUBMIT, LOCAL | launcher)
+
+    def train(self, monkeypatch, **launcher):
+        """Submits and trains in this process."""
+        monkeypatch.setattr(sweep.local, "start", lambda manifest: None)
+        monkeypatch.setattr(sweep.local, "LOOK_S", 0.1)
+        self.submit(**launcher)
+        handlers = {number: signal.getsignal(number) for number in STOPPING}
+        sweep.local.launch(self.folder)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
     def states(self):
         manifest = self.manifest

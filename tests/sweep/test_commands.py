@@ -41,7 +41,7 @@ def test_all_faults_are_named_before_anything_is_submitted(here, tiny, capsys):
     assert run("submit", *tiny, *bad) == 2
     printed = capsys.readouterr().err
     assert re.search(r"warmup_steps=2 is more than num_steps=1 \[run num_steps=1 .*\]", printed)
-    assert re.search(r"optimizer.lr=-1.* \[run num_steps=1 optimizer.lr=-1; num_steps=2", printed)
+    assert re.search(r"optimizer.lr=-1.* \[run num_steps=1 optimizer.lr=-1 and 1 more\]", printed)
     assert not (here / "runs").exists()
 
 
@@ -78,10 +78,7 @@ def test_a_finished_run_is_not_submitted_and_changed_data_are_refused(
     assert run("cancel") == 0 and run("submit", *tiny, "seed=0,1,2", "name=t") == 0
     assert "2 of 3 runs submitted; 1 finished" in capsys.readouterr().out
     plan.write_text(plan.read_text().replace(directory[-10:], "0123456789"))
-    command = [sys.executable, "-m", "experiments.sweep", "train", "runs/sweeps/t", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1
-    assert "0123456789" in done.stderr and "Traceback" not in done.stderr
+    assert "0123456789" in run("train", "runs/sweeps/t", "0")
 
 
 def test_keys_that_are_not_identity_replace_those_of_the_same_run(here, tiny, no_launcher):

@@ -82,25 +82,6 @@ def test_an_sbatch_that_hangs_is_given_up_and_looked_for_in_the_queue(
     assert time.monotonic() - start < 20
 
 
-TWICE = """
-name=$(sed -n 's/^#SBATCH --job-name=//p' "${@: -1}")
-for job in 9 10; do for task in 0 1 2; do echo "${job}_$task|PENDING|$name" >> queue; done; done
-"""
-
-
-@pytest.mark.parametrize("end", ["exit 1", '[ -e tried ] && echo "Submitted batch job 10"'])
-def test_the_second_job_of_a_submission_that_went_through_twice_is_cancelled(
-    cluster, sweeps, shim, capsys, end
-):
-    late = "if [ ! -e tried ]; then touch tried; exit 1; fi\n" if "tried" in end else ""
-    shim("sbatch", late + TWICE + end)
-    sweeps.make(3)
-    sweeps.submit(**LAUNCHER)
-    assert shim.calls("scancel") == ["scancel --quiet 10"]
-    assert "job 9 stays, 10 cancelled" in capsys.readouterr().out
-    assert jobs_of(sweeps) == ["9_0", "9_1", "9_2"]
-
-
 def test_a_machine_without_slurm_is_named_and_the_runs_stay_new(sweeps, monkeypatch):
     monkeypatch.setenv("PATH", "")
     sweeps.make(1)
