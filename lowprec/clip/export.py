@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 from pathlib import Path
 
 import torch
@@ -11,8 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lowprec.nn.inference import load_state
-
-NORM = ".token_embedding.norm."
 
 
 def find_weights(source: Path) -> Path:
@@ -26,16 +23,16 @@ def find_weights(source: Path) -> Path:
     for folder in (source, *sorted((source / "checkpoints").glob("step_*"), reverse=True)):
         weights, manifest = folder / "model.safetensors", folder / "manifest.json"
         if weights.is_file() and manifest.is_file():
-            if _digest(weights) == _recorded_digest(manifest, weights.name):
+            if _digest(weights) == _recorded_digest(manifest):
                 return weights
             print(f"warning: {weights} is damaged; trying an older checkpoint")
     raise FileNotFoundError(f"{source} has no weights: must be a run, a checkpoint or a file")
 
 
-def _recorded_digest(manifest: Path, name: str) -> str | None:
-    """The sha256 of a file in a manifest; None if the manifest is damaged."""
+def _recorded_digest(manifest: Path) -> str | None:
+    """The sha256 of the weights in a manifest; None if the manifest is damaged."""
     try:
-        return json.loads(manifest.read_text())["files"][name]["sha256"]
+        return json.loads(manifest.read_text())["files"]["model.safetensors"]["sha256"]
     except (ValueError, LookupError, TypeError):
         return None
 
@@ -66,7 +63,9 @@ def read_weights(source: Path) -> dict[str, Tensor]:
     except OSError:
         raise
     except Exception as error:  # noqa: BLE001 (torch raises all kinds for damaged files)
-        raise ValueError(f"{path} cannot be read as weights: {_reason(error)}") from error
+        reason = str(error).partition(". ")[0].partition("\n")[0] or "it is empty"
+        reason = f"{type(error).__name__}: {reason}"
+        raise ValueError(f"{path} cannot be read as weights: {reason}") from error
     if isinstance(state, dict):
         state = state.get("state_dict", state)
     if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
@@ -76,25 +75,15 @@ def read_weights(source: Path) -> dict[str, Tensor]:
 
 def fold(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Folds a StableEmbedding's norm into its rows: the same function under open_clip's names."""
-    norms = {name: tensor for name, tensor in state.items() if NORM in f".{name}"}
-    folded = {name: tensor for name, tensor in state.items() if name not in norms}
-    for name, gain in norms.items():
-        owner = name.removesuffix(".norm.weight")
-        if owner != name:
-            rows = folded[f"{owner}.weight"]
-            bias = norms[f"{owner}.norm.bias"]
-            normed = F.layer_norm(rows.float(), gain.shape, gain.float(), bias.float())
+    folded = dict(state)
+    for name in state:
+        if f".{name}".endswith(".token_embedding.norm.weight"):
+            owner = name.removesuffix(".norm.weight")
+            gain, bias = folded.pop(name).float(), folded.pop(f"{owner}.norm.bias").float()
+            rows = state[f"{owner}.weight"]
+            normed = F.layer_norm(rows.float(), gain.shape, gain, bias)
             folded[f"{owner}.weight"] = normed.to(rows.dtype)
     return folded
-
-
-def _reason(error: Exception) -> str:
-    """The first sentence of torch's message, and the function that a refused pickle would call."""
-    text = str(error)
-    called = re.search(r"GLOBAL (\S+) (?:was not|whose)", text)
-    sentence = text.partition(". ")[0].partition("\n")[0]
-    end = f": it would call {called.group(1)}" if called else ""
-    return f"{type(error).__name__}: {sentence or 'it is empty'}{end}"
 
 
 def load_weights(model: nn.Module, source: Path) -> None:

@@ -1,6 +1,5 @@
 """open_clip's CLIP models, built from the config schema with open_clip's parameter names."""
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -28,8 +27,7 @@ class PatchDropout(nn.Module):
     """Keeps a random fraction of each image's patches in training, and always the class token.
 
     `[batch, 1 + patches, width] -> [batch, 1 + kept, width]`; kept = max(1, int(patches (1 - p))).
-    Draws from open_clip's distribution, but on the tensor's device: open_clip draws on the CPU, so
-    that each step waits for a copy.
+    Draws on the tensor's device; open_clip draws on the CPU, so that each step waits for a copy.
     Source: arXiv:2212.00794.
 
     Args:
@@ -37,8 +35,8 @@ class PatchDropout(nn.Module):
         batch_size: size of the global batch. If given, numbers are drawn for the whole batch, and
             consecutive forwards use the rows of this rank's consecutive micro-batches, so that the
             result depends on neither the number of ranks nor the micro-batches.
-        rank: index of this process.
-        num_ranks: number of processes that share the batch.
+        rank: index of this process among the `num_ranks` that share the batch.
+        num_ranks: number of processes.
     """
 
     def __init__(
@@ -46,9 +44,8 @@ class PatchDropout(nn.Module):
     ):
         super().__init__()
         self.probability, self.batch_size = probability, batch_size
-        self.begin, self.end = (
-            r * (batch_size or 0) // num_ranks for r in (rank, rank + 1)
-        )  # this rank's images
+        images = (batch_size or 0) // num_ranks
+        self.begin, self.end = rank * images, (rank + 1) * images
         self.next = self.begin
         self.drawn: Tensor | None = None
 
@@ -81,11 +78,8 @@ def build_model(config: ModelConfig, intervention: str = "none") -> nn.Module:
     `logit_scale` is 0-d. `intervention`: "none", "zero_init" (layer scale 0.0 on both sublayers of
     all blocks) or "kq_norm" (layer norm for keys and queries).
     """
-    changes = {
-        "none": {},
-        "zero_init": {"ls_init_value": 0.0},
-        "kq_norm": {"qk_norm": True},
-    }[intervention]
+    changes = {"zero_init": {"ls_init_value": 0.0}, "kq_norm": {"qk_norm": True}}
+    changes = changes.get(intervention, {})
     build = _build_preset if config.name in PRESETS else _build_open_clip
     model = build(config, changes)
     if config.patch_dropout:
@@ -117,28 +111,28 @@ def _build_preset(config: ModelConfig, changes: dict) -> nn.Module:
 
 
 def _build_open_clip(config: ModelConfig, changes: dict) -> nn.Module:
-    sizes = copy.deepcopy(open_clip.get_model_config(config.name))
-    sizes["vision_cfg"].update(changes)
-    sizes["text_cfg"].update(changes)
-    for name in ("image_size", "patch_size"):
-        if getattr(config, name) is not None:
-            sizes["vision_cfg"][name] = getattr(config, name)
-    for name in ("context_length", "vocab_size"):
-        if getattr(config, name) is not None:
-            sizes["text_cfg"][name] = getattr(config, name)
-    if config.embed_dim is not None:
-        sizes["embed_dim"] = config.embed_dim
-    towers = {name: sizes[name] for name in ("embed_dim", "vision_cfg", "text_cfg")}
+    named = open_clip.get_model_config(config.name)
+
+    def sizes(tower: str, *names: str) -> dict:
+        own = {name: getattr(config, name) for name in names}
+        own = {name: value for name, value in own.items() if value is not None}
+        return {**named[tower], **changes, **own}
+
     return open_clip.create_model(
-        config.name, load_weights=False, pretrained_text=False, output_dict=True, **towers
+        config.name,
+        load_weights=False,
+        pretrained_text=False,
+        output_dict=True,
+        embed_dim=config.embed_dim or named["embed_dim"],
+        vision_cfg=sizes("vision_cfg", "image_size", "patch_size"),
+        text_cfg=sizes("text_cfg", "context_length", "vocab_size"),
     )
 
 
 class StableEmbedding(nn.Embedding):
     """Token embedding for 8-bit optimizers: `layer_norm(weight[tokens])`, Xavier-uniform weight.
 
-    The norm adds `token_embedding.norm.weight` and `.bias`, which open_clip does not have. Each row
-    is normalized by itself, so `lowprec.clip.export.fold` gives an equivalent plain embedding.
+    `lowprec.clip.export.fold` gives the equivalent plain embedding, which open_clip has.
     Source: the stable embedding layer, section 2.3, arXiv:2110.02861.
     """
 
@@ -210,16 +204,15 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 def _transformers(model: nn.Module) -> list[nn.Module]:
     towers = (model.visual, getattr(model, "text", model))
-    transformers = (getattr(tower, "transformer", None) for tower in towers)
+    transformers = [getattr(tower, "transformer", None) for tower in towers]
     return [transformer for transformer in transformers if hasattr(transformer, "resblocks")]
 
 
 def compile_blocks(model: nn.Module) -> None:
     """Compiles each block with torch.compile, in place; parameter names stay.
 
-    If open_clip's gradient checkpointing is on, it moves into the blocks: a block saves its input
-    and its attention output, and its compiled backward recomputes whatever else a gradient needs.
-    It can no longer be turned off; call `set_grad_checkpointing(False)` before if needed.
+    Gradient checkpointing that is on moves into the blocks, for good: a block saves its input and
+    its attention output, and its compiled backward recomputes whatever else a gradient needs.
     """
     for transformer in _transformers(model):
         for block in transformer.resblocks:
@@ -230,8 +223,7 @@ def compile_blocks(model: nn.Module) -> None:
         transformer.grad_checkpointing = False
 
 
-# Results of attention kernels are small and expensive to recompute; with dropout, recomputing them
-# would also require resetting the random generator.
+# Results of attention kernels are small and expensive to recompute.
 _KEPT = [
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,

@@ -6,33 +6,21 @@ from torch import Tensor, nn
 from lowprec.nn.linear import Settings, linear
 
 
-class Attention(nn.Module):
-    """Multi-head self-attention with the parameters and hooks of the module it replaces.
+class Attention(nn.MultiheadAttention):
+    """Multi-head self-attention; `replace` converts a module to it.
 
-    Replaces nn.MultiheadAttention (`module(q, k, v, ...) -> (output, None)`) and the attention of
-    open_clip's custom blocks (`module(x, ...) -> output`). Parameters keep their names:
-    in_proj_weight [3 width, width], in_proj_bias, out_proj and, if present, ln_q and ln_k.
-    Queries, keys and values are views of one product and are never copied.
+    Called as nn.MultiheadAttention (`module(q, k, v, ...) -> (output, None)`), or as the attention
+    of open_clip's custom blocks if it replaces that (`module(x, ...) -> output`). Queries, keys and
+    values are views of one product and are never copied.
 
     Attributes:
-        causal: if True, the attention kernel masks causally and the mask that a caller passes is
-            ignored; it must be the causal one.
-        in_proj_settings: how the projection of queries, keys and values multiplies; None for
-            F.linear.
+        causal: whether the kernel masks causally, instead of adding the causal mask it is passed.
+        in_proj_settings: how queries, keys and values are projected; None for F.linear.
     """
 
-    def __init__(self, replaced: nn.Module):
-        super().__init__()
-        self.num_heads = replaced.num_heads
-        self.returns_pair = isinstance(replaced, nn.MultiheadAttention)
-        self.causal = False
-        self.in_proj_weight = replaced.in_proj_weight
-        self.in_proj_bias = replaced.in_proj_bias
-        self.ln_q = getattr(replaced, "ln_q", nn.Identity())
-        self.ln_k = getattr(replaced, "ln_k", nn.Identity())
-        self.out_proj = replaced.out_proj
-        self.in_proj_settings: Settings | None = None
-        carry_hooks(replaced, self)
+    returns_pair = True
+    causal = False
+    in_proj_settings: Settings | None = None
 
     def in_proj(self, x: Tensor) -> Tensor:
         """[batch, tokens, width] -> [batch, tokens, 3 width]: queries, keys, values."""
@@ -96,6 +84,18 @@ def _additive(mask: Tensor, batch: int, num_heads: int) -> Tensor:
     return mask
 
 
+def replace(module: nn.Module) -> None:
+    """Makes a module for which `is_replaceable` holds an `Attention`, in place.
+
+    Parameters, their names, hooks and mode stay: in_proj_weight [3 width, width], in_proj_bias,
+    out_proj and, in open_clip's custom blocks, ln_q and ln_k.
+    """
+    module.returns_pair = isinstance(module, nn.MultiheadAttention)
+    module.__class__ = Attention
+    if module.returns_pair:
+        module.ln_q = module.ln_k = nn.Identity().train(module.training)
+
+
 def is_replaceable(module: nn.Module) -> bool:
     """Whether a module is self-attention that `Attention` computes exactly.
 
@@ -114,8 +114,3 @@ def is_replaceable(module: nn.Module) -> bool:
         and isinstance(module.ln_inner, nn.Identity)
         and module.attn_drop.p == module.out_drop.p == 0
     )
-
-
-def carry_hooks(old: nn.Module, new: nn.Module) -> None:
-    """Moves hooks of all kinds from a module to its replacement; their handles still work."""
-    vars(new).update((name, value) for name, value in vars(old).items() if "_hook" in name)

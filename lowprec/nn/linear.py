@@ -27,9 +27,7 @@ class Settings:
             in 16 bit, in output and grad_weight, as in LLM.int8() (arXiv:2208.07339). This takes a
             second product of the full size, without a host sync.
 
-    Raises:
-        ValueError: for an unknown backend or format, a negative or NaN threshold, or a threshold
-            that the recipe cannot use.
+    Raises ValueError for settings that are unknown or that do not fit together.
     """
 
     recipe: Recipe
@@ -86,10 +84,9 @@ def compute_dtype(input: Tensor) -> torch.dtype:
 
 
 def refuse_second_derivative() -> None:
-    """Raises RuntimeError in a backward with create_graph=True.
+    """Raises RuntimeError in a backward with create_graph=True, whose products are constants.
 
-    The products of a backward are not differentiable: a second derivative would treat them as
-    constants. torch.compile has an error of its own.
+    torch.compile has an error of its own.
     """
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError("a low-precision layer has no second derivative: use create_graph=False")
@@ -102,9 +99,8 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, x_MK, w_NK, bias, settings):
         recipe = settings.recipe
         saves_q_weight = recipe.shares_weight and ctx.needs_input_grad[0]
-        layout = "both" if saves_q_weight else "rows"
         output, (q_MK, x_scale), (q_KN, w_scale) = _forward(
-            x_MK, w_NK, bias, settings, layout=layout
+            x_MK, w_NK, bias, settings, layout="both" if saves_q_weight else "rows"
         )
         saved_x = (q_MK, x_scale) if recipe.saves_int8 else (x_MK, None)
         saved_w = (q_KN, w_scale) if saves_q_weight else (w_NK, None)
@@ -128,7 +124,7 @@ class _Linear(torch.autograd.Function):
             grad_bias = g_MN.sum(dim=0, dtype=torch.float32)
         if needs_w:
             if x_scale is not None:
-                x_MK = ops.dequantize_rows(x_MK, x_scale, dtype, backend=settings.backend)
+                x_MK = reference.dequantize(x_MK, x_scale, dtype)
             grad_weight = _grad_weight(g_MN, x_MK, settings).to(weight_dtype)
         if grad_bias is not None:
             grad_bias = grad_bias.to(bias_dtype)
@@ -216,18 +212,12 @@ def _split_outliers(x_MK: Tensor, threshold: float) -> tuple[Tensor, Tensor | No
 class LowPrecisionLinear(nn.Linear):
     """nn.Linear whose three products follow a recipe; same parameters, names and initial values.
 
-    Works wherever nn.Linear does: under autocast or with 16-bit parameters, with any leading
-    dimensions, with or without bias. `set_recipe` changes the settings, which are read-only
-    otherwise.
+    Works under autocast or with 16-bit parameters. `set_recipe` changes the settings.
 
     Args:
         in_features: as for nn.Linear, like out_features, bias, device and dtype.
         recipe: a name in `RECIPES`, or a Recipe.
-        backend: see `Settings`.
-        outlier_threshold: see `Settings`.
-
-    Raises:
-        ValueError: for settings that are unknown or do not fit together; see `Settings`.
+        backend: see `Settings`, also for outlier_threshold and the errors.
     """
 
     settings: Settings
@@ -271,6 +261,5 @@ class SwitchBackLinear(LowPrecisionLinear):
     """Drop-in for nn.Linear: int8 forward and input gradient, 16-bit weight gradient.
 
     `recipe`: "switchback" (algorithm 1), "switchback_m" (algorithm 3, saves int8 activations) or
-    "switchback_q" (algorithm 4, row- and column-wise weight).
-    Source: arXiv:2304.13013.
+    "switchback_q" (algorithm 4, row- and column-wise weight), arXiv:2304.13013.
     """

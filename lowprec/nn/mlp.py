@@ -4,7 +4,6 @@ Shape suffixes: M = batch * tokens, K = features of the block, N = hidden featur
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowprec import ops
@@ -22,24 +21,26 @@ class LowPrecisionMLP(nn.Sequential):
     """c_fc, gelu and c_proj, the children of the Sequential it replaces, run as one function.
 
     The result equals that of the three modules up to the rounding of GELU. For backward it saves
-    its input, GELU's input and transposed 8-bit copies of the weights, each only if a requested
-    gradient needs it. Without gradients, or if a child has a hook, the children are called.
+    its input, GELU's input and transposed 8-bit copies of the weights. The children are called
+    instead if one has a hook or if not all gradients are needed.
     """
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., features] -> the same shape."""
-        fc, proj = self.c_fc, self.c_proj
-        if not torch.is_grad_enabled() or x.numel() == 0 or not _is_fusible_chain(self):
-            return super().forward(x)
-        x_MK = x.reshape(-1, x.shape[-1]).to(compute_dtype(x))
-        output = _MLP.apply(x_MK, fc.weight, fc.bias, proj.weight, proj.bias, fc.settings)
-        return output.view(*x.shape[:-1], proj.out_features)
+        if torch.is_grad_enabled() and x.numel() and _is_fusible(self):
+            fc, proj = self.c_fc, self.c_proj
+            parameters = (fc.weight, fc.bias, proj.weight, proj.bias)
+            if x.requires_grad and all(p.requires_grad for p in parameters):
+                x_MK = x.reshape(-1, x.shape[-1]).to(compute_dtype(x))
+                output = _MLP.apply(x_MK, *parameters, fc.settings)
+                return output.view(*x.shape[:-1], proj.out_features)
+        return super().forward(x)
 
 
 def fuse(model: nn.Module) -> None:
     """Fuses each c_fc, exact GELU, c_proj whose layers share settings that allow it, in place."""
     for module in model.modules():
-        if type(module) is nn.Sequential and _is_fusible_chain(module):
+        if type(module) is nn.Sequential and _is_fusible(module):
             module.__class__ = LowPrecisionMLP  # the same children, hooks and mode
 
 
@@ -50,7 +51,7 @@ def unfuse(model: nn.Module) -> None:
             module.__class__ = nn.Sequential
 
 
-def _is_fusible_chain(mlp: nn.Sequential) -> bool:
+def _is_fusible(mlp: nn.Sequential) -> bool:
     children = [(n, m) for n, m in mlp.named_children() if not isinstance(m, nn.Identity)]
     if [name for name, _ in children] != ["c_fc", "gelu", "c_proj"]:
         return False
@@ -64,7 +65,7 @@ def _is_fusible_chain(mlp: nn.Sequential) -> bool:
         and fc.settings.outlier_threshold == 0
         and fc.bias is not None
         and proj.bias is not None
-        and is_fusible(fc.recipe)
+        and _has_fused_products(fc.recipe)
         and not any(_has_hooks(module) for module in mlp.children())
     )
 
@@ -75,7 +76,7 @@ def _has_hooks(module: nn.Module) -> bool:
     return bool(forward or module._backward_hooks or module._backward_pre_hooks)
 
 
-def is_fusible(recipe: Recipe) -> bool:
+def _has_fused_products(recipe: Recipe) -> bool:
     """Native products with row-wise x and g and a tensor-wise W, 16-bit weight gradient."""
     return (
         recipe.shares_weight
@@ -92,23 +93,15 @@ class _MLP(torch.autograd.Function):
     def forward(ctx, x_MK, w1_NK, bias1, w2_KN, bias2, settings):
         recipe, backend = settings.recipe, settings.backend
         x_format = parse_format(recipe.output.first.format)
-        w_format = parse_format(recipe.output.second.format)
-        dtype = x_MK.dtype
-        needs_x, needs_w1, needs_bias1, needs_w2, _ = ctx.needs_input_grad[:5]
-        needs_h = needs_x or needs_w1 or needs_bias1
-        w1_q, w1_q_KN, w1_scale = ops.quantize(
-            w1_NK, w_format, "tensorwise", layout="both" if needs_x else "rows", backend=backend
-        )
-        w2_q, w2_q_NK, w2_scale = ops.quantize(
-            w2_KN, w_format, "tensorwise", layout="both" if needs_h else "rows", backend=backend
-        )
+        both = {"granularity": "tensorwise", "layout": "both", "backend": backend}
+        w_format, dtype = parse_format(recipe.output.second.format), x_MK.dtype
+        w1_q, w1_q_KN, w1_scale = ops.quantize(w1_NK, w_format, **both)
+        w2_q, w2_q_NK, w2_scale = ops.quantize(w2_KN, w_format, **both)
         x_q, _, x_scale = ops.quantize(x_MK, x_format, "rowwise", backend=backend)
         h_MN = ops.matmul(x_q, w1_q, x_scale, w1_scale, bias1, dtype, backend=backend)
         a_q, a_scale = ops.gelu_quantize(h_MN, x_format, backend=backend)
         output = ops.matmul(a_q, w2_q, a_scale, w2_scale, bias2, dtype, backend=backend)
-        saved_x = x_MK if needs_w1 else None
-        saved_h = h_MN if needs_h or needs_w2 else None
-        ctx.save_for_backward(saved_x, saved_h, w1_q_KN, w1_scale, w2_q_NK, w2_scale)
+        ctx.save_for_backward(x_MK, h_MN, w1_q_KN, w1_scale, w2_q_NK, w2_scale)
         ctx.settings = (parse_format(recipe.grad_input.first.format), backend)
         ctx.dtypes = [tensor.dtype for tensor in (x_MK, w1_NK, bias1, w2_KN, bias2)]
         return output
@@ -117,25 +110,13 @@ class _MLP(torch.autograd.Function):
     def backward(ctx, g_MK):
         refuse_second_derivative()
         x_MK, h_MN, w1_q_KN, w1_scale, w2_q_NK, w2_scale = ctx.saved_tensors
-        format, backend = ctx.settings
-        dtype = ctx.dtypes[0]
-        needs_x, needs_w1, needs_bias1, needs_w2, needs_bias2 = ctx.needs_input_grad[:5]
-        grad_x = grad_w1 = grad_bias1 = grad_w2 = grad_bias2 = None
+        (format, backend), dtype = ctx.settings, ctx.dtypes[0]
         g_MK = g_MK.to(dtype)
-        if needs_x or needs_w1 or needs_bias1:
-            g_q, g_scale, grad_bias2 = ops.quantize_rows_and_sum(g_MK, format, backend=backend)
-            g_MN = ops.matmul(g_q, w2_q_NK, g_scale, w2_scale, None, dtype, backend=backend)
-            a_MN, g_MN, g_q, g_scale, grad_bias1 = ops.gelu_backward_quantize(
-                h_MN, g_MN, format, backend=backend
-            )
-        else:
-            a_MN = F.gelu(h_MN) if needs_w2 else None
-            grad_bias2 = g_MK.sum(dim=0, dtype=torch.float32) if needs_bias2 else None
-        if needs_w2:
-            grad_w2 = g_MK.T @ a_MN
-        if needs_x:
-            grad_x = ops.matmul(g_q, w1_q_KN, g_scale, w1_scale, None, dtype, backend=backend)
-        if needs_w1:
-            grad_w1 = g_MN.T @ x_MK
-        gradients = zip((grad_x, grad_w1, grad_bias1, grad_w2, grad_bias2), ctx.dtypes, strict=True)
-        return *(None if g is None else g.to(kind) for g, kind in gradients), None
+        g_q, g_scale, grad_bias2 = ops.quantize_rows_and_sum(g_MK, format, backend=backend)
+        g_MN = ops.matmul(g_q, w2_q_NK, g_scale, w2_scale, None, dtype, backend=backend)
+        a_MN, g_MN, g_q, g_scale, grad_bias1 = ops.gelu_backward_quantize(
+            h_MN, g_MN, format, backend=backend
+        )
+        grad_x = ops.matmul(g_q, w1_q_KN, g_scale, w1_scale, None, dtype, backend=backend)
+        gradients = (grad_x, g_MN.T @ x_MK, grad_bias1, g_MK.T @ a_MN, grad_bias2)
+        return *(g.to(kind) for g, kind in zip(gradients, ctx.dtypes, strict=True)), None

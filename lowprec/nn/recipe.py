@@ -49,8 +49,8 @@ class Product:
 class Recipe:
     """The three products of a layer; None for 16 bit.
 
-    `saves_int8`: keeps the quantized input for backward instead of the 16-bit input. `function`:
-    uses a custom autograd function even if all products are 16-bit.
+    `saves_int8`: saves the quantized input for backward. `function`: uses a custom autograd
+    function even if all products are 16-bit.
     """
 
     name: str
@@ -64,11 +64,6 @@ class Recipe:
     def products(self) -> tuple[Product | None, ...]:
         """The three products, in the order of PRODUCTS."""
         return self.output, self.grad_input, self.grad_weight
-
-    @property
-    def is_native(self) -> bool:
-        """Whether no product is fake-quantized."""
-        return all(product is None or product.native for product in self.products)
 
     @property
     def shares_weight(self) -> bool:

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from lowprec.nn import attention
 from lowprec.nn.attention import Attention, is_replaceable
 from lowprec.nn.linear import LowPrecisionLinear, Settings, SwitchBackLinear
 from lowprec.nn.mlp import fuse, unfuse
@@ -145,22 +146,9 @@ def is_plain(linear: nn.Linear) -> bool:
 
 def replace_attention(model: nn.Module) -> None:
     """Replaces self-attention that `Attention` computes exactly, in place."""
-    swap_modules(
-        model,
-        {
-            module: Attention(module).train(module.training)
-            for name, module in model.named_modules()
-            if _is_block_attention(model, name)
-        },
-    )
-
-
-def swap_modules(model: nn.Module, new: dict[nn.Module, nn.Module]) -> None:
-    """Replaces modules (the keys) by others, under every name that they have in the model."""
-    for owner in [*model.modules(), *new.values()]:
-        for name, module in list(owner._modules.items()):
-            if module in new:
-                setattr(owner, name, new[module])
+    for name, module in list(model.named_modules()):
+        if _is_block_attention(model, name):
+            attention.replace(module)
 
 
 def _is_block_attention(model: nn.Module, name: str) -> bool:
@@ -183,9 +171,10 @@ def _owner(model: nn.Module, name: str) -> nn.Module:
 def _is_read_by_its_owner(model: nn.Module, name: str) -> bool:
     """Whether the module around a linear layer uses its weight without calling it."""
     owner = _owner(model, name)
-    is_kept = not _is_block_attention(model, name.rpartition(".")[0])
-    reads = isinstance(owner, nn.MultiheadAttention) and is_kept
-    return reads or type(owner).__name__ == "AttentionPool2d"
+    if isinstance(owner, nn.MultiheadAttention):
+        is_ours = isinstance(owner, Attention)
+        return not is_ours and not _is_block_attention(model, name.rpartition(".")[0])
+    return type(owner).__name__ == "AttentionPool2d"
 
 
 def _matches(name: str, where: Sequence[str]) -> bool:

@@ -33,13 +33,18 @@ def takes(backend: str, format: Format, device: torch.device) -> str:
     return "triton" if able else "reference"
 
 
-def _fuses(backend: str, granularity: str) -> bool:
-    """Whether torch.compile gets the definition, to fuse it with the preceding operations.
+def _takes_definition(x_MK: Tensor, format: Format, granularity: str, backend: str) -> bool:
+    """Whether plain torch quantizes: without a kernel, rows that are too long for it, or compiled.
 
-    The fused division may differ in the last bit, which rarely changes a quantized value. A fused
-    float32 input is quantized directly, without rounding to 16 bit first.
+    torch.compile fuses row-wise quantization with the preceding operations. The fused division may
+    differ in the last bit, which rarely changes a quantized value, and a float32 input is not
+    rounded to 16 bit first.
     """
-    return torch.compiler.is_compiling() and backend == "auto" and granularity == "rowwise"
+    fuses = torch.compiler.is_compiling() and backend == "auto"
+    is_long = x_MK.shape[1] > triton_quantize.MAX_FEATURES
+    if granularity == "rowwise" and (fuses or is_long):
+        return True
+    return takes(backend, format, x_MK.device) == "reference"
 
 
 def quantize(
@@ -51,7 +56,7 @@ def quantize(
     scale is float32: rowwise [M, 1], columnwise [1, K], tensorwise [1, 1].
     """
     rows, transposed = layout != "transposed", layout != "rows"
-    if _fuses(backend, granularity) or takes(backend, format, x_MK.device) == "reference":
+    if _takes_definition(x_MK, format, granularity, backend):
         q_MK, scale = reference.quantize(x_MK, format, granularity)
         return q_MK if rows else None, q_MK.T.contiguous() if transposed else None, scale
     q_MK, q_KM, scale = _quantize(x_MK, format.name, granularity, rows, transposed)
@@ -62,27 +67,16 @@ def quantize_rows_and_sum(
     g_MN: Tensor, format: Format, *, backend: str = "auto"
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`reference.quantize_rows_and_sum` in one pass: (q_MN, scale [M, 1], float32 sums [N])."""
-    if _fuses(backend, "rowwise") or takes(backend, format, g_MN.device) == "reference":
+    if _takes_definition(g_MN, format, "rowwise", backend):
         return reference.quantize_rows_and_sum(g_MN, format)
     return _quantize_rows_and_sum(g_MN, format.name)
 
 
-def dequantize_rows(
-    q_MK: Tensor, scale: Tensor, dtype: torch.dtype, *, backend: str = "auto"
-) -> Tensor:
-    """`reference.dequantize`: `q * scale` with scale [M, 1], rounded once to dtype."""
-    format = _FORMATS[q_MK.dtype]
-    if _fuses(backend, "rowwise") or takes(backend, format, q_MK.device) == "reference":
-        return reference.dequantize(q_MK, scale, dtype)
-    return _dequantize_rows(q_MK, scale, dtype)
-
-
 def gelu_quantize(h_MN: Tensor, format: Format, *, backend: str = "auto") -> tuple[Tensor, Tensor]:
     """`reference.gelu_quantize`, in one pass up to 8,192 features: (q_MN, scale [M, 1])."""
-    if takes(backend, format, h_MN.device) == "reference":
+    is_long = h_MN.shape[1] > triton_gelu.MAX_FEATURES
+    if is_long or takes(backend, format, h_MN.device) == "reference":
         return reference.gelu_quantize(h_MN, format)
-    if h_MN.shape[1] > triton_gelu.MAX_FEATURES:
-        return quantize(torch.nn.functional.gelu(h_MN), format, "rowwise", backend=backend)[::2]
     return _gelu_quantize(h_MN, format.name)
 
 
@@ -93,12 +87,9 @@ def gelu_backward_quantize(
 
     Returns (GELU(h), grad, q_MN, scale [M, 1], column sums [N]).
     """
-    if takes(backend, format, h_MN.device) == "reference":
+    is_long = h_MN.shape[1] > triton_gelu.MAX_FEATURES
+    if is_long or takes(backend, format, h_MN.device) == "reference":
         return reference.gelu_backward_quantize(h_MN, g_MN, format)
-    if h_MN.shape[1] > triton_gelu.MAX_FEATURES:
-        output = torch.nn.functional.gelu(h_MN)
-        grad = torch.ops.aten.gelu_backward(g_MN, h_MN)
-        return output, grad, *quantize_rows_and_sum(grad, format, backend=backend)
     return _gelu_backward_quantize(h_MN, g_MN, format.name)
 
 
@@ -178,11 +169,6 @@ _quantize_rows_and_sum = _define(
     "quantize_rows_and_sum(Tensor g, str format) -> (Tensor, Tensor, Tensor)",
     lambda g_MN, format: triton_quantize.quantize_rows_and_sum(g_MN, parse_format(format)),
     _rows_and_sum_fake,
-)
-_dequantize_rows = _define(
-    "dequantize_rows(Tensor q, Tensor scale, ScalarType dtype) -> Tensor",
-    triton_quantize.dequantize_rows,
-    lambda q_MK, scale, dtype: q_MK.new_empty(q_MK.shape, dtype=dtype),
 )
 _gelu_quantize = _define(
     "gelu_quantize(Tensor h, str format) -> (Tensor, Tensor)",

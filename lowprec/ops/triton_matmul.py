@@ -126,11 +126,20 @@ def matmul(
     a_MK, b_NK = _rows_contiguous(a_MK), _rows_contiguous(b_NK)
     if a_MK.dtype == torch.int8 and a_MK.shape[1] > MAX_INT8_TERMS:
         return _in_parts(a_MK, b_NK, a_scale, b_scale, bias, dtype)
-    out = torch.empty(a_MK.shape[0], b_NK.shape[0], dtype=dtype, device=a_MK.device)
+    (M, K), N = a_MK.shape, b_NK.shape[0]
+    out = torch.empty(M, N, dtype=dtype, device=a_MK.device)
     if out.numel() == 0:
         return out
+    arguments = (a_scale, b_scale, a_scale if bias is None else bias, M, N, K)
+    constants = {
+        "A_ROWS": a_scale.numel() > 1,
+        "B_ROWS": b_scale.numel() > 1,
+        "BIAS": bias is not None,
+        "ACC": tl.int32 if a_MK.dtype == torch.int8 else tl.float32,
+        "GROUP_M": GROUP_M,
+    }
     launch = _launch_tma if _takes_tma(a_MK, b_NK, out) else _launch
-    launch(a_MK, b_NK, out, a_scale, b_scale, bias)
+    launch(a_MK, b_NK, out, arguments, constants)
     return out
 
 
@@ -153,33 +162,18 @@ def _takes_tma(a_MK: Tensor, b_NK: Tensor, out_MN: Tensor) -> bool:
     return all(t.stride(0) * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0 for t in tensors)
 
 
-def _shared_arguments(a_MK, b_NK, a_scale, b_scale, bias) -> tuple[tuple, dict]:
-    """Arguments that both kernels share: scales, bias and sizes; constants."""
-    sizes = (a_MK.shape[0], b_NK.shape[0], a_MK.shape[1])
-    constants = {
-        "A_ROWS": a_scale.numel() > 1,
-        "B_ROWS": b_scale.numel() > 1,
-        "BIAS": bias is not None,
-        "ACC": tl.int32 if a_MK.dtype == torch.int8 else tl.float32,
-        "GROUP_M": GROUP_M,
-    }
-    return (a_scale, b_scale, a_scale if bias is None else bias, *sizes), constants
-
-
-def _launch(a_MK, b_NK, out_MN, a_scale, b_scale, bias) -> None:
-    arguments, constants = _shared_arguments(a_MK, b_NK, a_scale, b_scale, bias)
-    M, N, _ = arguments[-3:]
+def _launch(a_MK, b_NK, out_MN, arguments, constants) -> None:
     odd = a_MK.stride(0) % 16 or b_NK.stride(0) % 16  # loads single bytes
     tile = ODD_TILE if odd else TILE
+    M, N = out_MN.shape
     tiles = triton.cdiv(M, tile["BLOCK_M"]) * triton.cdiv(N, tile["BLOCK_N"])
     _matmul_kernel[(tiles,)](
         a_MK, b_NK, out_MN, *arguments, a_MK.stride(0), b_NK.stride(0), **constants, **tile
     )
 
 
-def _launch_tma(a_MK, b_NK, out_MN, a_scale, b_scale, bias) -> None:
-    arguments, constants = _shared_arguments(a_MK, b_NK, a_scale, b_scale, bias)
-    M, N, K = arguments[-3:]
+def _launch_tma(a_MK, b_NK, out_MN, arguments, constants) -> None:
+    (M, N), K = out_MN.shape, a_MK.shape[1]
     tile = TMA_TILE | (DEEP if a_MK.dtype == torch.int8 or K < LONG_K else LONG)
     if out_MN.dtype == torch.float32:
         tile |= WIDE

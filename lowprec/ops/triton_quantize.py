@@ -1,8 +1,7 @@
 """Triton kernels for `reference.quantize`: the same bits.
 
-Row-wise quantization reads the input once, or twice if rows have more than 16,384 features. Column-
-and tensor-wise quantization read it twice (maxima, then quotients) and can store the result as it
-is, transposed or both.
+Row-wise quantization reads the input once. Column- and tensor-wise quantization read it twice
+(maxima, then quotients) and can store the result as it is, transposed or both.
 Input float32, bfloat16 or float16; output int8, float8_e4m3fn (compute capability >= 8.9) or
 float8_e5m2. Offsets are int64. Magnitudes are compared as the integers with the same bits, which
 order inf and NaN last: a floating-point maximum would drop NaN.
@@ -15,8 +14,7 @@ from torch import Tensor
 
 from lowprec.formats import E4M3, INT8, Format
 
-WHOLE_ROW = 16384  # features that one program keeps in registers
-LONG_BLOCK = 4096  # features of a longer row that it reads at a time
+MAX_FEATURES = 16384  # of rows, which one program keeps in registers
 
 
 @triton.jit
@@ -96,38 +94,6 @@ def _quantize_rows_and_sum_kernel(
 
 
 @triton.jit
-def _quantize_long_rows_kernel(
-    x_ptr, q_ptr, scale_ptr, K, stride_m, MAX: tl.constexpr, BLOCK_K: tl.constexpr
-):
-    Q: tl.constexpr = q_ptr.dtype.element_ty
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.arange(0, BLOCK_K)
-    bits = tl.zeros([BLOCK_K], tl.int32)
-    for start in range(0, K, BLOCK_K):
-        x = tl.load(x_ptr + row * stride_m + start + cols, mask=start + cols < K, other=0.0)
-        bits = tl.maximum(bits, tl.abs(x.to(tl.float32)).to(tl.int32, bitcast=True))
-    scale = _scale(tl.max(bits, axis=0), MAX)
-    for start in range(0, K, BLOCK_K):
-        x = tl.load(x_ptr + row * stride_m + start + cols, mask=start + cols < K, other=0.0)
-        q = _divide(x.to(tl.float32), scale, MAX, Q)
-        tl.store(q_ptr + row * K + start + cols, q, mask=start + cols < K)
-    tl.store(scale_ptr + row, scale)
-
-
-@triton.jit
-def _dequantize_rows_kernel(
-    q_ptr, scale_ptr, x_ptr, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
-):
-    rows = tl.program_id(0) * tl.full([], BLOCK_M, tl.int64) + tl.arange(0, BLOCK_M)
-    cols = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
-    mask = (rows < M)[:, None] & (cols < K)[None, :]
-    at = rows[:, None] * K + cols[None, :]
-    q = tl.load(q_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    scale = tl.load(scale_ptr + rows, mask=rows < M, other=0.0)
-    tl.store(x_ptr + at, (q * scale[:, None]).to(x_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def _amax_kernel(
     x_ptr, bits_ptr, M, K, stride_m,
     COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -183,28 +149,12 @@ def _transpose_kernel(q_ptr, qt_ptr, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.co
     tl.store(qt_ptr + at, tl.trans(q), mask=(cols < K)[:, None] & (rows < M)[None, :])
 
 
-def dequantize_rows(q_MK: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """`q * scale`, rounded once to dtype: [M, K]; scale [M, 1]."""
-    M, K = q_MK.shape
-    x_MK = torch.empty(M, K, dtype=dtype, device=q_MK.device)
-    block_m, block_k = 16, 256
-    _dequantize_rows_kernel[(triton.cdiv(M, block_m), triton.cdiv(K, block_k))](
-        q_MK, scale, x_MK, M, K, BLOCK_M=block_m, BLOCK_K=block_k
-    )
-    return x_MK
-
-
 def quantize_rows(x_MK: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """Row-wise: q_MK and scale [M, 1]."""
+    """Row-wise: q_MK and scale [M, 1]; K <= `MAX_FEATURES`."""
     x_MK = _rows_contiguous(x_MK)
     M, K = x_MK.shape
     q_MK = torch.empty(M, K, dtype=format.dtype, device=x_MK.device)
     scale = torch.empty(M, 1, dtype=torch.float32, device=x_MK.device)
-    if K > WHOLE_ROW:
-        _quantize_long_rows_kernel[(M,)](
-            x_MK, q_MK, scale, K, x_MK.stride(0), MAX=format.max, BLOCK_K=LONG_BLOCK, num_warps=8
-        )
-        return q_MK, scale
     blocks = row_blocks(K)
     block_m = max(1, 4096 // triton.next_power_of_2(K))
     _quantize_rows_kernel[(triton.cdiv(M, block_m),)](
@@ -214,11 +164,9 @@ def quantize_rows(x_MK: Tensor, format: Format) -> tuple[Tensor, Tensor]:
 
 
 def quantize_rows_and_sum(x_MK: Tensor, format: Format) -> tuple[Tensor, Tensor, Tensor]:
-    """Row-wise: q_MK, scale [M, 1] and float32 column sums [K], from partial sums per program."""
+    """Row-wise: q_MK, scale [M, 1], column sums [K] from partial sums; K <= `MAX_FEATURES`."""
     x_MK = _rows_contiguous(x_MK)
     M, K = x_MK.shape
-    if K > WHOLE_ROW:
-        return *quantize_rows(x_MK, format), x_MK.sum(dim=0, dtype=torch.float32)
     q_MK = torch.empty(M, K, dtype=format.dtype, device=x_MK.device)
     scale = torch.empty(M, 1, dtype=torch.float32, device=x_MK.device)
     programs = programs_that_sum(x_MK)

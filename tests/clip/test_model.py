@@ -1,23 +1,18 @@
 """Models equal open_clip's in names and numbers; recipes, weights and compilation."""
 
-import copy
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from omegaconf import OmegaConf
-from torch._dynamo.backends.common import aot_autograd
 
 from lowprec.clip import open_clip
-from lowprec.clip.export import load_weights, read_weights, write_weights
+from lowprec.clip.export import read_weights, write_weights
 from lowprec.clip.model import (
     Normalize,
     PatchDropout,
-    _checkpointed,
-    blocks,
     build_model,
-    compile_blocks,
     contrastive_loss,
     set_precision,
 )
@@ -29,9 +24,18 @@ from lowprec.nn.recipe import RECIPES
 TINY = dict(vision_width=64, vision_layers=2, text_width=64, text_layers=2, vocab_size=512)
 
 
-def batch(context=16):
+def build_by_name(name, intervention="none", **sizes):
+    """An open_clip model without memory, with its own sizes except for some."""
+    own = {field.name: None for field in dataclasses.fields(ModelConfig)}
+    config = ModelConfig(**own | {"name": name, "patch_dropout": 0.0} | sizes)
+    with torch.device("meta"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(open_clip, "create_model", partial(open_clip.create_model, device="meta"))
+        return build_model(config, intervention)
+
+
+def batch():
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(1, 510, (4, context), generator=generator)
+    tokens = torch.randint(1, 510, (4, 16), generator=generator)
     tokens[:, -1] = 511
     return torch.randn(4, 3, 32, 32, generator=generator), tokens
 
@@ -58,15 +62,7 @@ def test_outputs_and_gradients_equal_open_clip(intervention):
         assert torch.equal(p.grad, q.grad), name
 
 
-def test_zero_init_makes_blocks_the_identity():
-    model = build_model(ModelConfig(**TINY), "zero_init")
-    assert len(blocks(model)) == 4
-    for block in blocks(model):
-        x = torch.randn(2, 5, 64)
-        assert torch.equal(block(x), x)
-
-
-@pytest.mark.parametrize("share", [0.25, 0.5, 0.9])
+@pytest.mark.parametrize("share", [0.5, 0.9])
 def test_patch_dropout_keeps_the_class_token_and_a_fraction_of_patches(share):
     torch.manual_seed(0)
     x = torch.arange(65.0)[None, :, None].expand(3, 65, 2)
@@ -87,11 +83,7 @@ def test_patch_dropout_keeps_all_patches_equally_often():
 
 
 def test_open_clip_model_by_name_with_other_sizes():
-    config = ModelConfig(name="ViT-B-32", image_size=64, context_length=12, vocab_size=512)
-    for name in ("patch_size", "vision_width", "vision_layers", "text_width", "text_layers"):
-        setattr(config, name, None)
-    config.heads = config.embed_dim = None
-    model = build_model(config, "zero_init")
+    model = build_by_name("ViT-B-32", "zero_init", image_size=64, context_length=12, vocab_size=512)
     assert model.visual.positional_embedding.shape == (5, 768)
     assert model.token_embedding.weight.shape == (512, 512)
     assert model.visual.transformer.resblocks[11].ls_1.gamma.shape == (768,)
@@ -132,65 +124,11 @@ def test_pickled_code_is_not_executed(tmp_path):
     assert not canary.exists()
 
 
-def test_load_weights_names_tensors_that_do_not_fit(tmp_path):
-    write_weights(build_model(ModelConfig(**TINY)).state_dict(), tmp_path / "w.safetensors")
-    other = build_model(ModelConfig(**{**TINY, "vision_width": 128}))
-    with pytest.raises(ValueError, match=r"visual.class_embedding is \(64,\), not \(128,\)"):
-        load_weights(other, tmp_path / "w.safetensors")
-
-
 def test_normalize_is_open_clips_preprocessing():
     pixels = torch.randint(0, 256, (2, 3, 4, 4), dtype=torch.uint8)
     mean, std = open_clip.OPENAI_DATASET_MEAN, open_clip.OPENAI_DATASET_STD
     expected = (pixels / 255 - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
     torch.testing.assert_close(Normalize()(pixels), expected)
-
-
-def products_and_gradients(model, monkeypatch):
-    """Products in each graph of a compiled step, forward first, and all gradients."""
-    counts = []
-
-    def count(graph, _):
-        mm = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-        counts.append(sum(node.target in mm for node in graph.graph.nodes))
-        return make_boxed_func(graph)
-
-    backend = aot_autograd(
-        fw_compiler=count, bw_compiler=count, partition_fn=min_cut_rematerialization_partition
-    )
-    plain = torch.nn.Module.compile
-    torch.compiler.reset()
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.nn.Module, "compile", lambda self, **_: plain(self, backend=backend))
-        compile_blocks(model)
-    contrastive_loss()(**model(*batch())).backward()
-    return counts, {name: p.grad for name, p in model.named_parameters()}
-
-
-def test_compiling_twice_checkpoints_once(monkeypatch):
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: None)
-    model = build_model(ModelConfig(**TINY))
-    for _ in range(2):
-        model.set_grad_checkpointing(True)
-        compile_blocks(model)
-    for block in blocks(model):
-        assert block.forward.func is _checkpointed
-        assert block.forward.args[0].__func__ is type(block).forward
-
-
-@pytest.mark.filterwarnings("ignore")  # torch.compile's own warnings
-def test_compiled_block_recomputes_only_what_gradients_need(monkeypatch):
-    torch.manual_seed(0)
-    model = build_model(ModelConfig(**TINY | {"vision_layers": 1, "text_layers": 1}))
-    checkpointed = copy.deepcopy(model)
-    checkpointed.set_grad_checkpointing(True)
-    counts, expected = products_and_gradients(model, monkeypatch)
-    assert counts == [4, 4, 8, 8]  # forward of two towers; backward: of inputs and of weights
-    counts, found = products_and_gradients(checkpointed, monkeypatch)
-    assert counts == [4, 4, 11, 11]  # recomputes all but the last
-    assert list(found) == list(expected)
-    for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
 
 
 SMALL = {"vocab_size": 128, "vision_layers": 1, "text_layers": 1, "context_length": 8}
@@ -260,29 +198,9 @@ def test_only_the_text_tower_is_causal():
     }
 
 
-def test_custom_recipe_equals_switchback():
-    products = {"output": {"format": "int8", "x": "rowwise", "w": "tensorwise"}}
-    products["grad_input"] = {"format": "int8", "g": "rowwise", "w": "tensorwise"}
-    results = []
-    for config in (
-        PrecisionConfig(recipe="custom", products=products),
-        PrecisionConfig(recipe="switchback"),
-    ):
-        model, *batch = model_and_batch()
-        set_precision(model, config)
-        results.append(features_and_gradients(model, *batch))
-    assert torch.equal(results[0][0], results[1][0])
-    for name, gradient in results[0][2].items():
-        assert torch.equal(gradient, results[1][2][name]), name
-
-
-def test_timm_layers_are_replaced():
-    config = ModelConfig(
-        **{field.name: None for field in dataclasses.fields(ModelConfig)}
-        | {"name": "convnext_base", "patch_dropout": 0.0}
-    )
-    model = build_model(config)
-    layers = set_precision(model, PrecisionConfig(recipe="switchback"))
+def test_timm_layers_are_replaced(monkeypatch):
+    monkeypatch.setattr(torch, "equal", lambda *_: False)  # would read the causal mask
+    layers = set_precision(build_by_name("convnext_base"), PrecisionConfig(recipe="switchback"))
     ends = {layer.name.rsplit(".", 1)[1] for layer in layers if layer.name.startswith("visual")}
     assert ends == {"fc1", "fc2"}
 

@@ -5,9 +5,7 @@ import torch
 from torch import nn
 
 from lowprec.clip import open_clip
-from lowprec.nn.attention import Attention, is_replaceable
-from lowprec.nn.linear import Settings
-from lowprec.nn.recipe import RECIPES
+from lowprec.nn.attention import is_replaceable, replace
 
 TOLERANCE = 2e-6  # float32: the same sums in another order
 
@@ -47,16 +45,21 @@ def test_attention_equals_the_module_it_replaces(qk_norm, kind):
 
     expected = run(replaced)
     expected_gradients = gradients(expected, replaced, x)
-    ours = Attention(replaced)
-    assert [name for name, _ in ours.named_parameters()] == [
-        name for name, _ in replaced.named_parameters()
-    ]
+    ours, names = replaced, [name for name, _ in replaced.named_parameters()]
+    replace(ours)
+    assert [name for name, _ in ours.named_parameters()] == names
     for causal in {False, kind == "causal"}:
         ours.causal = causal
         output = run(ours)
         torch.testing.assert_close(output, expected, atol=TOLERANCE, rtol=0)
         for name, gradient in gradients(output, ours, x).items():
             torch.testing.assert_close(gradient, expected_gradients[name], atol=2e-5, rtol=0)
+
+
+def make():
+    module = nn.MultiheadAttention(32, 2, batch_first=True)
+    replace(module)
+    return module
 
 
 def test_queries_keys_and_values_are_views_of_one_product(monkeypatch):
@@ -68,25 +71,13 @@ def test_queries_keys_and_values_are_views_of_one_product(monkeypatch):
         return attend(query, key, value, **options)
 
     monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", spy)
-    module = Attention(nn.MultiheadAttention(32, 2, batch_first=True))
-    output, _ = module(torch.randn(2, 3, 32))
+    output, _ = make()(torch.randn(2, 3, 32))
     assert len({part.untyped_storage().data_ptr() for part in seen}) == 1
     assert output.shape == (2, 3, 32)
 
 
-def test_in_proj_follows_its_recipe():
-    torch.manual_seed(0)
-    module = Attention(nn.MultiheadAttention(32, 2, batch_first=True))
-    x = torch.randn(2, 3, 32)
-    exact = module.in_proj(x)
-    module.in_proj_settings = Settings(RECIPES["switchback"])
-    rounded = module.in_proj(x)
-    error = (rounded - exact).norm() / exact.norm()
-    assert 1e-3 < error < 3e-2
-
-
 def test_other_keys_or_weights_are_refused():
-    module = Attention(nn.MultiheadAttention(32, 2, batch_first=True))
+    module = make()
     x = torch.randn(2, 3, 32)
     with pytest.raises(ValueError, match="self-attention"):
         module(x, torch.randn(2, 3, 32), x)

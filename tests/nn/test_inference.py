@@ -3,7 +3,6 @@ import dataclasses
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lowprec import ops
@@ -41,10 +40,14 @@ def pair():
     return torch.randn(3, 3, 32, 32, generator=generator), tokens
 
 
-def features(model, pair, dtype=torch.bfloat16):
-    with torch.no_grad(), torch.autocast("cpu", dtype):
+def features(model, pair):
+    with torch.no_grad():
         found = model(*pair)
     return torch.cat((found["image_features"], found["text_features"])).float()
+
+
+def converted(linear):
+    return to_int8(nn.Sequential(linear), ["0"])[0]
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 5, 7), (63, 100)], ids=str)
@@ -54,7 +57,7 @@ def test_int8_linear_multiplies_quantized_operands(shape, bias):
     x_hat = reference.fake_quantize(x.flatten(0, -2), INT8, "rowwise", torch.float32)
     w_hat = reference.fake_quantize(linear.weight.detach(), INT8, "rowwise", torch.float32)
     expected = nn.functional.linear(x_hat, w_hat, linear.bias).view(*shape[:-1], 11)
-    torch.testing.assert_close(Int8Linear(linear)(x), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(converted(linear)(x), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_to_int8_converts_all_layers_and_keeps_names(model):
@@ -64,8 +67,7 @@ def test_to_int8_converts_all_layers_and_keeps_names(model):
     assert len(int8) == 8 and int8 <= set(before)
     assert set(after) - set(before) == {f"{name}_scale" for name in int8}
     assert all(after[f"{name}_scale"].shape == (len(after[name]), 1) for name in int8)
-    rest = set(before) - int8
-    assert all(torch.equal(after[name], before[name]) for name in rest)
+    assert all(torch.equal(after[name], before[name]) for name in set(before) - int8)
 
 
 @pytest.mark.parametrize("recipe", ["", "high", "switchback"])
@@ -74,18 +76,10 @@ def test_features_stay_close_for_all_earlier_recipes(model, pair, recipe):
     if recipe:
         apply_recipe(model, recipe)
     found = features(to_int8(model), pair)
-    assert torch.equal(model(*pair)["text_features"].argmax(1), found[3:].argmax(1))  # with grad
+    assert torch.equal(model(*pair)["text_features"], found[3:])  # with grad
     assert nn.functional.cosine_similarity(found, exact).min() > 0.998
     assert not torch.equal(found, exact)
     assert isinstance(model.visual.transformer.resblocks[0].attn, Int8Attention)
-
-
-def test_where_selects_layers(model):
-    to_int8(model, ["visual.*.c_fc", "in_proj"])
-    vision, text = blocks(model)
-    assert isinstance(vision.mlp.c_fc, Int8Linear) and not isinstance(text.mlp.c_fc, Int8Linear)
-    assert isinstance(vision.attn, Int8Attention) and isinstance(text.attn, Int8Attention)
-    assert not isinstance(vision.attn.out_proj, Int8Linear)
 
 
 def test_text_tower_stays_causal(model, pair):
@@ -105,36 +99,27 @@ def test_text_tower_stays_causal(model, pair):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_outputs_are_16_bit_and_scales_float32(model, pair, dtype):
-    block = to_int8(model).transformer.resblocks[0]
+def test_a_converted_model_runs_under_autocast_and_can_be_cast(model, pair, dtype):
+    block = blocks(to_int8(model))[1]
+    assert block.get_weight_dtype() == torch.float32
     with torch.no_grad(), torch.autocast("cpu", dtype):
         assert block.mlp.c_fc(torch.randn(2, 64)).dtype == dtype
-    assert block.get_weight_dtype() == torch.float32
     model.to(dtype)
-    assert block.mlp.c_fc.weight_scale.dtype == block.attn.in_proj_weight_scale.dtype
+    assert block.get_weight_dtype() == dtype
     assert block.mlp.c_fc.weight_scale.dtype == torch.float32
-    with torch.no_grad():
-        assert block.mlp.c_fc(torch.randn(2, 64, dtype=dtype)).dtype == dtype
-
-
-def test_int8_backward_is_refused_and_nothing_is_saved(model, pair):
-    to_int8(model)
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        block = model.transformer.resblocks[0].mlp.c_fc
-        output = block(torch.randn(2, 64, requires_grad=True))
-    assert not saved
-    with pytest.raises(RuntimeError, match="no backward"):
-        output.sum().backward()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_a_converted_model_can_be_cast(model, pair, dtype):
-    to_int8(model).to(dtype)
+    assert block.attn.in_proj_weight_scale.dtype == torch.float32
     with torch.no_grad():
         found = model(pair[0].to(dtype), pair[1])
     assert {found["image_features"].dtype, found["text_features"].dtype} == {dtype}
-    assert blocks(model)[1].get_weight_dtype() == dtype
+
+
+def test_int8_backward_is_refused_and_nothing_is_saved():
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        output = converted(nn.Linear(64, 4))(torch.randn(2, 64, requires_grad=True))
+    assert not saved
+    with pytest.raises(RuntimeError, match="no backward"):
+        output.sum().backward()
 
 
 def test_shared_layers_and_tied_weights_are_converted_saved_and_loaded(tmp_path):
@@ -156,7 +141,7 @@ def test_shared_layers_and_tied_weights_are_converted_saved_and_loaded(tmp_path)
 
 @pytest.mark.parametrize("grad", [True, False])
 def test_int8_empty_batch_gives_empty_output(monkeypatch, grad):
-    layer = Int8Linear(nn.Linear(64, 4))
+    layer = converted(nn.Linear(64, 4))
     monkeypatch.setattr(ops, "quantize", None)
     with torch.set_grad_enabled(grad), torch.autocast("cpu", torch.bfloat16):
         output = layer(torch.randn(2, 0, 64))
@@ -189,63 +174,42 @@ def test_recipe_for_int8_layers_is_refused(model, where):
     apply_recipe(model, "switchback", ["out_proj"])  # other layers can still change
 
 
-def test_load_converts_further_layers(model, pair, tmp_path):
-    fresh = to_int8(build_model(SMALL).eval(), ["in_proj"])
-    save_int8(to_int8(model), tmp_path / "a.safetensors")
-    load_int8(fresh, tmp_path / "a.safetensors")
-    assert torch.equal(features(fresh, pair), features(model, pair))
-
-
 def test_memory_ratio_is_below_0_3(model):
     with pytest.raises(ValueError, match="no layer of the model is int8"):
         memory_ratio(model)
     originals = [m for m in model.modules() if isinstance(m, (nn.Linear, nn.MultiheadAttention))]
     linears = {id(p): p for m in originals for p in m.parameters()}.values()
+    original = sum(p.nbytes for p in linears)
     ratio = memory_ratio(to_int8(model))
     state = model.state_dict()
     scaled = [name.removesuffix("_scale") for name in state if name.endswith("weight_scale")]
     names = [n for s in scaled for n in (s, f"{s}_scale", s.removesuffix("weight") + "bias")]
-    stored = sum(state[name].nbytes for name in names)
-    assert ratio == stored / sum(p.nbytes for p in linears) <= 0.30
+    assert ratio == sum(state[name].nbytes for name in names) / original <= 0.30
 
 
 def test_save_and_load_round_trip(model, pair, tmp_path):
-    fresh = build_model(SMALL).eval()
-    save_int8(to_int8(model, ["in_proj", "visual.*.c_fc"]), tmp_path / "a.safetensors")
-    load_int8(fresh, tmp_path / "a.safetensors")
+    path, fresh = tmp_path / "a.safetensors", build_model(SMALL).eval()
+    save_int8(to_int8(model, ["in_proj", "visual.*.c_fc"]), path)
+    load_int8(fresh, path)
     assert torch.equal(features(fresh, pair), features(model, pair))
     assert fresh.state_dict().keys() == model.state_dict().keys()
-    again = load_int8(copy.deepcopy(fresh), tmp_path / "a.safetensors")
+    again = load_int8(copy.deepcopy(fresh), path)
     assert torch.equal(features(again, pair), features(model, pair))
-    assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
+    save_int8(to_int8(model, ["c_proj"]), path)  # more layers than `again` has in int8
+    assert torch.equal(features(load_int8(again, path), pair), features(model, pair))
 
 
-def test_load_names_tensors_that_do_not_fit(model, tmp_path):
+def test_load_names_what_is_wrong(model, tmp_path):
     path = tmp_path / "a.safetensors"
-    with pytest.raises(ValueError, match="no layer of the model is int8"):
-        save_int8(model, path)
     save_int8(to_int8(model), path)
     with pytest.raises(ValueError, match="written as .safetensors"):
         save_int8(model, tmp_path / "a.pt")
     other = build_model(dataclasses.replace(SMALL, embed_dim=16))
     with pytest.raises(ValueError, match=r"text_projection is \(64, 32\), not \(64, 16\)"):
         load_int8(other, path)
-    shallow = build_model(dataclasses.replace(SMALL, vision_layers=2))
+    deeper = build_model(dataclasses.replace(SMALL, vision_layers=2))
     with pytest.raises(ValueError, match="resblocks.1.* is absent, not"):
-        load_int8(shallow, path)
-
-
-def test_damaged_file_is_refused(model, tmp_path):
-    path = tmp_path / "a.safetensors"
-    save_int8(to_int8(model), path)
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-7] + b"damaged")
-    with pytest.raises(ValueError, match="is damaged"):
-        load_int8(model, path)
-    path.write_bytes(whole[:100])
+        load_int8(deeper, path)
+    path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(ValueError, match="cannot be read as safetensors"):
-        load_int8(model, path)
-    path.write_bytes(whole)
-    save_file(load_file(path), path)  # without its metadata
-    with pytest.raises(ValueError, match="not an int8 model"):
         load_int8(model, path)

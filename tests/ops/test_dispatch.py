@@ -5,23 +5,16 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowprec import ops
-from lowprec.formats import E4M3, E5M2, INT8, parse_format
+from lowprec.formats import E4M3, INT8, parse_format
 from lowprec.ops import reference, triton_gelu, triton_matmul, triton_quantize
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 ALL = ("rowwise", "columnwise", "tensorwise")
 
 
-@pytest.mark.parametrize("format", [INT8, E4M3, E5M2, parse_format("e2m1")], ids=lambda f: f.name)
-def test_cpu_uses_the_reference(format):
-    assert ops.takes("auto", format, CPU) == "reference"
-    assert ops.takes("reference", format, CPU) == "reference"
-
-
 @pytest.mark.parametrize(
     "capability, supported",
-    [((8, 0), {"int8", "e5m2"}), ((8, 6), {"int8", "e5m2"})]
-    + [(c, {"int8", "e4m3", "e5m2"}) for c in ((8, 9), (9, 0), (10, 0))],
+    [((8, 6), {"int8", "e5m2"}), ((8, 9), {"int8", "e4m3", "e5m2"})],
 )
 def test_gpu_uses_kernels_for_supported_formats(monkeypatch, capability, supported):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
@@ -32,9 +25,20 @@ def test_gpu_uses_kernels_for_supported_formats(monkeypatch, capability, support
 
 
 @pytest.mark.parametrize("name", ["int8", "e4m3", "e2m1"])
-def test_triton_backend_is_refused_where_unsupported(name):
+def test_cpu_uses_the_reference(name):
+    assert ops.takes("auto", parse_format(name), CPU) == "reference"
     with pytest.raises(ValueError, match="backend=triton"):
         ops.takes("triton", parse_format(name), CPU)
+
+
+def test_long_rows_use_the_reference(monkeypatch):
+    monkeypatch.setattr(ops, "takes", lambda *_: "triton")
+    x = torch.randn(2, 20_000)
+    q, _, scale = ops.quantize(x, INT8, "rowwise")
+    assert all(map(torch.equal, (q, scale), reference.quantize(x, INT8, "rowwise")))
+    for results in (ops.gelu_quantize(x, INT8), ops.gelu_backward_quantize(x, x, INT8)):
+        assert results[-1].isfinite().all()
+    assert ops.quantize_rows_and_sum(x, INT8)[2].shape == (20_000,)
 
 
 @pytest.mark.parametrize("granularity", ALL)
@@ -74,7 +78,7 @@ def test_fake_quantize_op_matches_the_kernel(device, format, granularity, rows, 
 
 
 def test_other_fake_ops_match_the_kernels(device):
-    x = torch.randn(63, 100, device=device, dtype=torch.bfloat16)
+    x = torch.randn(7, 20, device=device, dtype=torch.bfloat16)
     q, scale = reference.quantize(x, INT8, "rowwise")
     for op, kernel, arguments in (
         (ops._quantize_rows_and_sum, triton_quantize.quantize_rows_and_sum, (x,)),
@@ -86,15 +90,11 @@ def test_other_fake_ops_match_the_kernels(device):
             lambda *given, kernel=kernel: kernel(*given, INT8),
             *arguments,
         )
-    assert_fake_is_true(
-        ops._dequantize_rows, triton_quantize.dequantize_rows, q, scale, torch.float16
-    )
-    arguments = (q, q[:40], scale, scale[:1], None, torch.bfloat16)
+    arguments = (q, q[:4], scale, scale[:1], None, torch.bfloat16)
     assert_fake_is_true(ops._matmul, triton_matmul.matmul, *arguments)
 
 
 def test_all_ops_are_compared_with_their_fakes():
     ours = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("lowprec::")}
-    tried = ("_quantize", "_quantize_rows_and_sum", "_dequantize_rows", "_gelu_quantize")
-    tried += ("_gelu_backward_quantize", "_matmul")
-    assert ours == {f"lowprec::{name[1:]}" for name in tried}
+    tried = "quantize quantize_rows_and_sum gelu_quantize gelu_backward_quantize matmul"
+    assert ours == {f"lowprec::{name}" for name in tried.split()}

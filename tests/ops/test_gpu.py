@@ -13,7 +13,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # from torch 2.11 itself
 ]
-NATIVE = [name for name, recipe in RECIPES.items() if recipe.is_native and recipe.output]
+NATIVE = [name for name, recipe in RECIPES.items() if recipe.output and recipe.output.native]
 # Relative to the norm: a multiply-add or another order of sums can change a value to the next
 # bfloat16, and fp8 is added in 22 bits.
 TOLERANCE = {"int8": 1e-3, "e4m3": 4e-3}

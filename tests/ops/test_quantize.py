@@ -9,10 +9,11 @@ from lowprec.ops import triton_quantize as kernels
 
 FORMATS = [INT8, E4M3, E5M2]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-SHAPES = [(1, 1), (63, 100), (128, 257), (5, 1), (1, 300)]
+ALL = ["rowwise", "columnwise", "tensorwise"]
+PAIRS = [(format, dtype) for format in FORMATS for dtype in DTYPES[:2]] + [(INT8, torch.float16)]
 each_format = pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
-each_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
+each_pair = pytest.mark.parametrize("format, dtype", PAIRS, ids=lambda v: getattr(v, "name", v))
+each_granularity = pytest.mark.parametrize("granularity", ALL)
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 
@@ -56,12 +57,16 @@ def check(x, format, granularity):
     return q, scale
 
 
-@each_format
-@each_dtype
-@each_shape
-@pytest.mark.parametrize("granularity", ["rowwise", "columnwise", "tensorwise"])
-def test_kernels_match_reference_bits(device, granularity, shape, dtype, format):
-    check(make(shape, dtype, device), format, granularity)
+@each_pair
+@each_granularity
+def test_kernels_match_reference_bits(device, granularity, format, dtype):
+    check(make((63, 100), dtype, device), format, granularity)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (128, 257), (5, 1), (1, 300)], ids=str)
+@each_granularity
+def test_any_shape_matches_reference_bits(device, granularity, shape):
+    check(make(shape, torch.bfloat16, device), INT8, granularity)
 
 
 @pytest.mark.parametrize("rows, transposed", [(True, False), (False, True)])
@@ -78,10 +83,9 @@ def test_single_layout_matches_reference(device, granularity, rows, transposed):
     assert_same(scale, expected_scale, "scale")
 
 
-@each_format
-@pytest.mark.parametrize("granularity", ["rowwise", "columnwise", "tensorwise"])
+@each_granularity
 @pytest.mark.parametrize("layout", ["transposed", "every other column", "slice", "expanded"])
-def test_non_contiguous_input(device, layout, granularity, format):
+def test_non_contiguous_input(device, layout, granularity):
     x = make((80, 120), torch.bfloat16, device)
     views = {
         "transposed": x.T,
@@ -90,12 +94,12 @@ def test_non_contiguous_input(device, layout, granularity, format):
         "expanded": x[:1].expand(40, 120),
     }
     assert not views[layout].is_contiguous()
-    check(views[layout], format, granularity)
+    check(views[layout], INT8, granularity)
 
 
 @each_format
-@pytest.mark.parametrize("granularity", ["rowwise", "columnwise", "tensorwise"])
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@each_granularity
+@pytest.mark.parametrize("bad", [torch.nan, -torch.inf])
 def test_nan_and_inf_make_scale_nan_and_q_zero(device, bad, granularity, format):
     x = make((63, 100), torch.float32, device)
     x[5, 7] = bad
@@ -107,7 +111,7 @@ def test_nan_and_inf_make_scale_nan_and_q_zero(device, bad, granularity, format)
 
 
 @each_format
-@pytest.mark.parametrize("granularity", ["rowwise", "columnwise", "tensorwise"])
+@pytest.mark.parametrize("granularity", ["rowwise", "tensorwise"])
 @pytest.mark.parametrize("amax", [0.0, 1e-45, 1e-39, 1.2e-38, 1.4e-36, 3e-38 * 127, 3.4e38])
 def test_smallest_and_largest_magnitudes(device, amax, granularity, format):
     x = torch.linspace(-1, 1, 35 * 35, device=device).view(35, 35) * amax
@@ -116,29 +120,14 @@ def test_smallest_and_largest_magnitudes(device, amax, granularity, format):
     assert (q.float()[(scale == 0).expand_as(q)] == 0).all()
 
 
-@each_format
-@each_dtype
-def test_long_rows_match_reference(device, monkeypatch, dtype, format):
-    monkeypatch.setattr(kernels, "WHOLE_ROW", 64)
-    monkeypatch.setattr(kernels, "LONG_BLOCK", 64)
-    x = make((7, 150), dtype, device)
-    x[2, 140] = torch.nan
-    check(x, format, "rowwise")
-
-
-@each_format
-@each_dtype
-@pytest.mark.parametrize("shape, whole_row", [((63, 100), 16384), ((40, 5), 16384), ((7, 150), 64)])
-def test_rows_with_column_sums_match_reference(
-    device, monkeypatch, shape, whole_row, dtype, format
-):
-    monkeypatch.setattr(kernels, "WHOLE_ROW", whole_row)
-    x = make(shape, dtype, device)
+@each_pair
+def test_rows_with_column_sums_match_reference(device, dtype, format):
+    x = make((40, 30), dtype, device)
     q, scale, sums = kernels.quantize_rows_and_sum(x, format)
     expected, expected_scale, _ = reference.quantize_rows_and_sum(x, format)
     assert_same(q, expected, "q")
     assert_same(scale, expected_scale, "scale")
-    assert sums.dtype == torch.float32 and sums.shape == (shape[1],)
+    assert sums.dtype == torch.float32 and sums.shape == (30,)
     # float32 sums in another order: an error of at most eps * terms * sum of magnitudes
     bound = 1.2e-7 * x.double().abs().sum(dim=0) * 12 + 1e-12
     assert ((sums - x.double().sum(dim=0)).abs() <= bound).all()
@@ -149,7 +138,7 @@ def test_quotients_are_correctly_rounded(device, format):
     """Divides numbers at and next to the ties of a format by random scales."""
     tie = (representable(format)[1:] + representable(format)[:-1]) / 2
     generator = torch.Generator().manual_seed(0)
-    for _ in range(20):
+    for _ in range(8):
         power = torch.randint(-30, 30, (1,), generator=generator)
         scale = (torch.rand(1, generator=generator) + 1) * 2.0**power
         largest = scale * format.max
@@ -159,7 +148,7 @@ def test_quotients_are_correctly_rounded(device, format):
 
 
 @each_format
-@pytest.mark.parametrize("granularity", ["rowwise", "columnwise", "tensorwise"])
+@each_granularity
 def test_reference_error_is_at_most_half_a_step(granularity, format):
     x = make((63, 100), torch.float32, "cpu")
     q, scale = reference.quantize(x, format, granularity)
@@ -169,32 +158,3 @@ def test_reference_error_is_at_most_half_a_step(granularity, format):
         exponent = torch.frexp((x / scale).nan_to_num(0.0).abs())[1] - 1
         step = 2.0 ** (exponent.clamp(min=format.min_exponent) - format.mantissa_bits).double()
     assert (error <= 0.50001 * step * scale.double()).all()
-
-
-@pytest.mark.parametrize("granularity", ["rowwise", "columnwise", "tensorwise"])
-def test_largest_magnitude_maps_to_largest_number(granularity):
-    x = make((63, 100), torch.float32, "cpu")
-    dim = {"rowwise": 1, "columnwise": 0, "tensorwise": (0, 1)}[granularity]
-    q, scale = reference.quantize(x, INT8, granularity)
-    assert (q.int().abs().amax(dim=dim, keepdim=True)[scale > 0] == 127).all()
-    assert torch.equal(scale[scale > 0], (x.abs().amax(dim=dim, keepdim=True) / 127)[scale > 0])
-
-
-def test_blocks_are_of_the_flattened_tensor():
-    x = make((3, 65), torch.float32, "cpu")  # blocks of 128 elements: the first ends within row 1
-    x[2, 64] = 1000.0  # in the second block, so that the first does not change
-    values = reference.fake_quantize(x, E4M3, "blocks", torch.float32)
-    flat = x.flatten()
-    for block, found in zip(flat.split(128), values.flatten().split(128), strict=True):
-        scale = block.abs().max() / 448
-        expected = (block / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
-        assert torch.equal(found, expected)
-
-
-@each_format
-@pytest.mark.parametrize("shape", [(1, 1), (63, 300)], ids=str)
-def test_dequantizing_kernels_match_reference(device, shape, format):
-    q, scale = reference.quantize(make(shape, torch.float32, device), format, "rowwise")
-    for dtype in DTYPES:
-        expected = reference.dequantize(q, scale, dtype)
-        assert_same(kernels.dequantize_rows(q, scale, dtype), expected, dtype)
