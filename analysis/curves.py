@@ -66,9 +66,8 @@ def named_heads(runs: Runs, by: tuple[str, ...] = ()) -> pd.DataFrame:
 def name_methods(heads: pd.DataFrame) -> pd.DataFrame:
     """Adds `method` and `variant` to rows of `Runs.runs`.
 
-    `method` states every setting in which runs of one method differ, of those that change weights
-    (`analysis/comparison.py`); runs that still look the same are told apart by their digest.
-    `variant` counts the settings of one method.
+    `method` states every setting that changes weights (`analysis/comparison.py`) and in which runs
+    of one method differ, or else their digests. `variant` counts the settings of one method.
     """
     pairs = zip(heads["precision.label"], heads["optimizer.name"], strict=True)
     heads = heads.assign(method=[style.method(*pair) for pair in pairs], variant=0)
@@ -213,18 +212,13 @@ def caption(frame: pd.DataFrame, after: str) -> str:
     runs = frame.drop_duplicates("run")
     widths = sorted({style.smoothing_width(steps) for steps in runs["num_steps"]})
     models = [style.model(name) for name in frame["model"].unique()]
-    text = (
+    return (
         f"Training loss of {join(models)} on {join(runs['data'].unique())}: {len(runs)} "
         f"run{'s' if len(runs) > 1 else ''} at {join(runs['scale'].unique())} scale "
         f"({join(sorted(runs['num_steps'].unique()))} steps, batch "
         f"{join(sorted(runs['batch_size'].unique()))}). After {after}, arXiv:2304.13013. "
-        f"Lines: centered box average over {join(widths)} steps, edges cut"
-    )
-    if widths != [style.SMOOTHING]:
-        text += f" (the paper's {style.SMOOTHING} steps, at most a tenth of a run)"
-    return text + (
-        "; faint: every step. The loss axis ends at the largest smoothed loss, of runs that did "
-        "not diverge, after the first tenth of training."
+        f"Lines: centered box average over {join(widths)} steps; faint: every step. The loss axis "
+        "ends at the largest smoothed loss, of runs that did not diverge, after the first tenth."
     )
 
 
@@ -249,11 +243,10 @@ def methods(frame: pd.DataFrame) -> str:
 
 def cap(frame: pd.DataFrame) -> float:
     """Upper end of the loss axis, which diverged runs do not stretch."""
-    late = frame[frame["step"] >= CAP_AFTER * frame["num_steps"]]
-    kept = late[late["state"] != "diverged"]
-    choices = (kept["loss_smoothed"], late["loss_smoothed"], frame["loss_smoothed"], frame["loss"])
-    for column in choices:
-        finite = column[np.isfinite(column)]
+    late = frame["step"] >= CAP_AFTER * frame["num_steps"]
+    kept = late & (frame["state"] != "diverged")
+    for losses in (frame["loss_smoothed"][kept], frame["loss_smoothed"][late], frame["loss"]):
+        finite = losses[np.isfinite(losses)]
         if len(finite):
             return 1.05 * finite.max()
     return 1.0
@@ -308,8 +301,5 @@ def _draw_run(
 def _order(column: pd.Series) -> pd.Series:
     """Sort keys of a column: the order of the style's tables, where there is one."""
     tables = {"model.name": style.MODELS, "precision.label": style.PRECISIONS}
-    tables |= {"optimizer.name": style.OPTIMIZERS}
-    if column.name not in tables:
-        return column
-    names = sorted(column.unique(), key=lambda name: style.rank(name, tables[column.name]))
-    return column.map({name: i for i, name in enumerate(names)})
+    table = (tables | {"optimizer.name": style.OPTIMIZERS}).get(column.name)
+    return column if table is None else column.map(lambda name: style.rank(name, table))

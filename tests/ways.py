@@ -2,13 +2,10 @@
 
     python tests/ways.py
 
-Counts the project's files of which a function runs on the way; imports do not count. Afterwards it
-prints the size of the project: lines, statements and the pages.
+Counts the project's files of which a function runs on the way; imports do not count.
 """
 
-import ast
 import contextlib
-import subprocess
 import sys
 import tempfile
 import threading
@@ -73,27 +70,6 @@ def main() -> None:
     with files_on_the_way("a record row to a figure"):
         frame = figure.query(load_runs(ROOT / "experiments/results/update_clipping_mini/adamw"))
     assert len(frame)
-    print_size()
-
-
-def print_size() -> None:
-    """Prints lines and statements of product and tests, and the lines and words of the pages."""
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
-    files = listed.stdout.split()
-    for name, folders in (("product", PRODUCT), ("tests", ("tests",))):
-        texts = [
-            (ROOT / file).read_text()
-            for file in files
-            if file.endswith(".py") and file.split("/")[0] in folders
-        ]
-        nodes = (node for text in texts for node in ast.walk(ast.parse(text)))
-        statements = sum(isinstance(node, ast.stmt) for node in nodes)
-        lines = sum(text.count("\n") for text in texts)
-        print(f"{name}: {len(texts)} files, {lines} lines, {statements} statements")
-    ends = ("CHANGELOG.md", "RESULTS.md", "claims.md")
-    pages = [(ROOT / f).read_text() for f in files if f.endswith(".md") and not f.endswith(ends)]
-    words = sum(len(page.split()) for page in pages)
-    print(f"pages: {len(pages)}, {sum(page.count(chr(10)) for page in pages)} lines, {words} words")
 
 
 if __name__ == "__main__":

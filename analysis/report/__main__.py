@@ -1,8 +1,8 @@
 """A folder of runs as one page: `python -m analysis.report --runs DIR --out FILE.html`.
 
 The page is self-contained and loads nothing. It compares runs by the settings that differ and shows
-curves of loss and RMS_t, every loss spike, heat maps of RMS_t by layer, speed, memory, and the runs
-that failed or are damaged. Long curves are thinned to bound the size of the page.
+curves of loss and RMS_t, every loss spike, heat maps of RMS_t by layer, and the runs that failed or
+are damaged. Long curves are thinned to bound the size of the page.
 """
 
 import argparse

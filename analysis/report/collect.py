@@ -26,7 +26,6 @@ from lowprec.diagnostics.spikes import Protocol, loss_spikes, rms_spikes
 AROUND = 40  # steps kept in full on either side of a listed spike
 MAX_ROWS = 40  # of a heat map; more tensors are grouped by layer
 LOW, HIGH = 0.1, 10.0  # RMS_t at the ends of a heat map's scale
-SPEED = ["images_per_s", "step_ms", "data_wait"]
 _BLOCK = re.compile(r"(visual\.)?transformer\.resblocks\.\d+")
 
 
@@ -146,13 +145,17 @@ def layer_of(tensor: str) -> str:
 
 
 def speed_of(timing: pd.DataFrame) -> dict[str, float]:
-    """Medians over a run, which ignore compilation and pauses; NaN if not recorded."""
-    timing = timing.reindex(columns=[*SPEED, "memory_gib", "wall_s", "attempt"])
+    """Medians over a run, which ignore compilation and pauses; the peak of memory; NaN if unknown.
+
+    `hours` is the time of all attempts, compilation and evaluation included.
+    """
+    timing = timing.reindex(
+        columns=["images_per_s", "data_wait", "memory_gib", "wall_s", "attempt"]
+    )
     timing = timing.apply(pd.to_numeric, errors="coerce")
     seconds = timing.groupby("attempt")["wall_s"].max()  # each attempt starts at 0
     return {
-        **timing[SPEED].median(),
+        **timing[["images_per_s", "data_wait"]].median(),
         "memory_gib": timing["memory_gib"].max(),
         "hours": seconds.sum(min_count=1) / 3600,
-        "attempts": len(seconds),
     }

@@ -29,11 +29,9 @@ NOT_SETTINGS = {
 STATE_STYLES = {"finished": "good", "diverged": "bad", "failed": "bad", "unknown": "bad"}
 SPEED = {  # title and format of each column
     "images_per_s": ("images/s", ",.0f"),
-    "step_ms": ("step, ms", ",.1f"),
     "data_wait": ("waiting for data", ".1%"),
-    "memory_gib": ("memory, GiB", ".2f"),
+    "memory_gib": ("GiB", ".2f"),
     "hours": ("hours", ",.2f"),
-    "attempts": ("attempts", "d"),
 }
 
 
@@ -98,7 +96,6 @@ def make_page(runs: Runs, tensor: str = TENSOR) -> str:
         runs=_runs(data, names, differing),
         labels=labels,
         heats=heats,
-        speed=_speed(data, names),
         failures=_failures(data, names),
         settings=[(key, _field(value)) for key, value in shared.items()],
         embedded={
@@ -203,7 +200,7 @@ def _spikes(data: list[RunData], names: list[Field], budget: Budget) -> dict:
 
 
 def _runs(data: list[RunData], names: list[Field], differing: list[str]) -> dict:
-    """The table of runs: results, and the settings that differ."""
+    """The table of runs: results, the settings that differ, and speed."""
     scores = sorted({name for run in data for name in run.scores})
     titles = ["run", "state", "steps", "final loss", *scores, "loss spikes", "RMS spikes"]
     rows = []
@@ -212,16 +209,10 @@ def _runs(data: list[RunData], names: list[Field], differing: list[str]) -> dict
         fields += [_field(run.scores.get(name), ".4f") for name in scores]
         fields += [_field(len(run.spikes), "d"), _field(run.num_rms_spikes, "d")]
         fields += [_field(run.summary.get(key)) for key in differing]
+        fields += [_field(run.speed[name], form) for name, (_, form) in SPEED.items()]
         rows.append({"run": i, "fields": fields})
-    return {"titles": [*titles, *_short_keys(differing)], "rows": rows}
-
-
-def _speed(data: list[RunData], names: list[Field]) -> dict:
-    rows = []
-    for i, run in enumerate(data):
-        numbers = [_field(run.speed[name], form) for name, (_, form) in SPEED.items()]
-        rows.append({"run": i, "fields": [names[i], *numbers]})
-    return {"titles": ["run", *(title for title, _ in SPEED.values())], "rows": rows}
+    titles += [*_short_keys(differing), *(title for title, _ in SPEED.values())]
+    return {"titles": titles, "rows": rows}
 
 
 def _failures(data: list[RunData], names: list[Field]) -> dict:

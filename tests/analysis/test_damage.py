@@ -7,6 +7,7 @@ import shutil
 import pytest
 
 from analysis import load_runs, make
+from analysis.load import read_metrics
 from lowprec.config.schema import DiagnosticsConfig
 
 STEPS = 12
@@ -17,21 +18,6 @@ def lines():
     """The lines of an undamaged metrics.jsonl; each holds a character of two bytes."""
     rows = [{"step": n, "loss": 1 / n, "lr": 1e-3, "ü": n} for n in range(1, STEPS + 1)]
     return [(json.dumps(row, ensure_ascii=False) + "\n").encode() for row in rows]
-
-
-@pytest.fixture
-def read(make_run):
-    """A function that returns steps and notes of a run whose metrics.jsonl is `data`."""
-    states = enumerate(("running", "finished"))
-    runs = {state: make_run(num_steps=STEPS, state=state, seed=seed) for seed, state in states}
-
-    def read(data, state="running"):
-        (runs[state] / "metrics.jsonl").write_bytes(data)
-        loaded = load_runs(runs[state])
-        notes = loaded.runs["note"].iloc[0].split("; ")
-        return loaded.metrics["step"].tolist(), [note for note in notes if "metrics" in note]
-
-    return read
 
 
 def survivors(data, lines):
@@ -77,36 +63,35 @@ def tails(lines):
     yield "one NUL", b"\0"
 
 
-def test_undamaged_rows_are_read_and_the_first_damage_is_named_for_200_tails(lines, read):
+def test_undamaged_rows_are_read_and_the_first_damage_is_named_for_200_tails(lines, tmp_path):
     cases = list(tails(lines))
     assert len(cases) >= 200
+    run = {"path": str(tmp_path), "num_steps": STEPS, "step": STEPS}
     for i, (name, data) in enumerate(cases):
         state = "finished" if i % 3 else "running"
-        steps, note = read(data, state)
+        (tmp_path / "metrics.jsonl").write_bytes(data)
+        rows, notes = read_metrics({**run, "state": state})
+        steps = [row["step"] for row in rows]
         expected, first = survivors(data, lines)
         assert steps == expected, name
         if first is not None:
             where = f"metrics.jsonl: line {first[0]} (byte {first[1]}) is damaged"
             valid = name.startswith("row") or name == "line b'{}'"
-            assert any(p.startswith(where) or valid and "not rows of a step" in p for p in note)
+            assert any(p.startswith(where) or valid and "not rows of a step" in p for p in notes)
         missing = (STEPS if state == "finished" else max(steps, default=0)) - len(steps)
         gap = next((n for n in range(1, STEPS + 1) if n not in steps), None)
         expected = [f"metrics.jsonl: {missing} steps are missing, first {gap}"] if missing else []
-        assert [part for part in note if "missing" in part] == expected, name
+        assert [part for part in notes if "missing" in part] == expected, name
 
 
-def test_repeated_steps_are_noted_and_the_last_row_counts(lines, make_run):
+def test_rows_are_sorted_repeated_steps_are_noted_and_the_last_row_counts(lines, make_run):
     run = make_run(num_steps=STEPS)
     again = lines[4].replace(b"0.2", b"0.25")
-    (run / "metrics.jsonl").write_bytes(b"".join([*lines[:7], again, lines[5], *lines[7:]]))
+    (run / "metrics.jsonl").write_bytes(b"".join([*lines[6:], *lines[:6], again, lines[5]]))
     runs = load_runs(run)
     assert runs.metrics["step"].tolist() == list(range(1, STEPS + 1))
     assert runs.metrics.set_index("step").loc[5, "loss"] == 0.25
     assert "2 rows repeat a step" in runs.runs["note"].iloc[0]
-
-
-def test_rows_are_sorted_by_step(lines, read):
-    assert read(b"".join(lines[6:] + lines[:6]), "finished") == (list(range(1, STEPS + 1)), [])
 
 
 @pytest.mark.parametrize("name", ["timing", "events", "attempts"])
@@ -133,16 +118,14 @@ def test_nonsense_status_is_an_unknown_state(make_run, text):
     assert "status.json is damaged" in runs.runs["note"].iloc[0]
 
 
+@pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize(
     ("old", "new"),
     [
         ("num_steps: 12", "num_steps: many"),
         ("scale: demo", "scale: 5"),
-        ("seed: 0", "seed: null"),
         ("batch_size: 128", "batch_size: null"),
-        ("beta2: 0.99", "beta2: [1]"),
         ("window: null", "window: wide"),
-        ("recipe: high", "recipe: 8"),
     ],
 )
 def test_impossible_config_value_affects_only_its_run(make_run, tmp_path, old, new):
@@ -169,15 +152,8 @@ def test_config_of_an_older_schema_is_valid(make_run):
 
 def test_missing_tensors_of_an_ended_run_are_named(make_run):
     run = make_run(num_steps=STEPS)
-    shutil.rmtree(run / "tensors")
-    assert load_runs(run).runs["note"].tolist() == [""]
-    (run / "tensors.parquet").unlink()
-    assert load_runs(run).runs["note"].tolist() == ["tensors.parquet is missing"]
-
-
-def test_tensors_in_streams_or_not_recorded_are_not_missing(make_run):
-    run = make_run(num_steps=STEPS)
-    (run / "tensors.parquet").unlink()
-    bare = make_run(num_steps=STEPS, seed=1, tables={}, diagnostics=DiagnosticsConfig([]))
-    assert load_runs(run.parent).runs["note"].tolist() == ["", ""]
-    assert not (bare / "tensors.parquet").exists()
+    make_run(num_steps=STEPS, seed=1, tables={}, diagnostics=DiagnosticsConfig([]))
+    for missing in (lambda: shutil.rmtree(run / "tensors"), (run / "tensors.parquet").unlink):
+        assert set(load_runs(run.parent).runs["note"]) == {""}
+        missing()
+    assert set(load_runs(run.parent).runs["note"]) == {"", "tensors.parquet is missing"}

@@ -41,7 +41,7 @@ def opened(browser, tmp_path):
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("request", lambda request: requests.append(request.url))
         page.goto(f"file://{out}{fragment}")
-        page.wait_for_selector("#speed-plot .main-svg")
+        page.wait_for_selector("#curves-plot .main-svg")
         page.wait_for_function("document.getElementById('curves-plot').layout !== undefined")
         return page, complaints, requests
 
