@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from experiments.entry import run_command
 from lowprec.config.schema import key
-from lowprec.data.open import open_with_progress
+from lowprec.data.index import open_shards
 
 
 @dataclass
@@ -26,10 +26,10 @@ class IndexConfig:
 def main(config: IndexConfig) -> None:
     """Indexes shards without a current index and accepts the set as it is now."""
     try:
-        shards = open_with_progress(
+        shards = open_shards(
             config.shards,
             config.index,
-            "shards",
+            name="shards",
             accept=True,
             num_processes=config.num_processes or len(os.sched_getaffinity(0)),
         )

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from experiments.entry import run_command
 from lowprec.config.schema import key
-from lowprec.data.open import open_with_progress, progress_bar
+from lowprec.data.index import open_shards
 from lowprec.data.shapes import render_shapes
 
 
@@ -22,10 +22,9 @@ class MakeShapesConfig:
 
     out: str = key("???", "folder for the shards")
     num_train: int = key(20000, "training pairs", least=1)
-    num_val: int = key(5000, "validation pairs", least=0)
+    num_val: int = key(5000, "validation pairs, all distinct", least=0, most=200_000)
     image_size: int = key(64, "pixels per side", least=16)
     seed: int = key(0, "seed of all scenes", least=0)
-    noise: float = key(0.0, "pixel noise in 8-bit levels; 12: files like photographs", least=0)
     num_processes: int | None = key(None, "null: one per core", least=1)
 
 
@@ -33,26 +32,21 @@ def main(config: MakeShapesConfig) -> None:
     """Renders the set, then indexes it."""
     out = Path(config.out)
     num_processes = config.num_processes or len(os.sched_getaffinity(0))
-    with progress_bar() as bar:
-        task = bar.add_task(f"rendering {out}", total=config.num_train + config.num_val, note="")
-        try:
-            render_shapes(
-                out,
-                num_train=config.num_train,
-                num_val=config.num_val,
-                image_size=config.image_size,
-                seed=config.seed,
-                noise=config.noise,
-                num_processes=num_processes,
-                on_progress=lambda count: bar.advance(task, count),
-            )
-        except (ValueError, OSError) as error:
-            bar.stop()
-            sys.exit(str(error))
+    try:
+        render_shapes(
+            out,
+            num_train=config.num_train,
+            num_val=config.num_val,
+            image_size=config.image_size,
+            seed=config.seed,
+            num_processes=num_processes,
+        )
+    except (ValueError, OSError) as error:
+        sys.exit(str(error))
     for split in ("train", "val") if config.num_val else ("train",):
         pattern = f"{out}/{split}-*.tar"
-        shards = open_with_progress(
-            pattern, None, f"data.{split}", accept=True, num_processes=num_processes
+        shards = open_shards(
+            pattern, name=f"data.{split}", accept=True, num_processes=num_processes
         )
         print(f"{pattern}: {shards.num_samples} pairs, digest {shards.digest[:12]}")
 

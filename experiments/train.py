@@ -13,11 +13,12 @@ import os
 import sys
 import time
 
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
 from experiments.entry import run_command
 from lowprec.config.place import place
 from lowprec.config.preflight import preflight
 from lowprec.config.schema import Config
-from lowprec.data.open import progress_bar
 from lowprec.runs.attempts import STOPPED
 from lowprec.runs.identity import label
 
@@ -27,7 +28,9 @@ class ProgressBar:
 
     def __init__(self, config: Config):
         self.name = label(config)
-        self.bar = progress_bar()
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        note = TextColumn("{task.fields[note]}")
+        self.bar = Progress(*columns, TimeRemainingColumn(), note)
         self.task = self.bar.add_task(self.name, total=config.num_steps, note="")
 
     def doing(self, what: str) -> None:

@@ -43,7 +43,8 @@ from lowprec.data.loader import (
 from lowprec.data.open import num_workers
 from lowprec.data.order import SampleOrder
 from lowprec.data.shapes import SAMPLES_PER_SHARD, render_shapes
-from lowprec.data.shards import IMAGES, Shards
+from lowprec.data.shards import Shards
+from lowprec.data.tar import IMAGES
 
 CONTEXT_LENGTH = 32  # tokens of a caption
 ROUNDS = 3  # of both loaders in turn; the median counts
@@ -94,18 +95,17 @@ def bench_set(config: DataConfig, size: int, scratch: Path, lines: Lines) -> Non
 
 
 def render(config: DataConfig, size: int, workers: int, scratch: Path) -> tuple[str, str]:
-    """Renders a set: small images as they are read, others larger and noisy; name and pattern."""
-    stored, noise = (size, 0.0) if size < 128 else (size * 8 // 7, 12.0)
+    """Renders a set, small images as they are read, others larger; its name and pattern."""
+    stored = size if size < 128 else size * 8 // 7
     one_shard_per_worker = SAMPLES_PER_SHARD * (workers - 1) + 1
     render_shapes(
         scratch / str(size),
         num_train=max(config.batch_size * config.num_batches, one_shard_per_worker),
         num_val=0,
         image_size=stored,
-        noise=noise,
         num_processes=len(os.sched_getaffinity(0)),
     )
-    return f"shapes of {stored} px, noise {noise:g}", f"{scratch}/{size}/train-*.tar"
+    return f"shapes of {stored} px", f"{scratch}/{size}/train-*.tar"
 
 
 def compare(case: Case, num_batches: int) -> tuple[float, float]:

@@ -1,31 +1,33 @@
 """Indexes webdataset shards: the position of each sample's bytes, and the digest of all bytes.
 
-Each shard is indexed once. The index is a memory-mapped table of offsets and a JSON header for each
-shard and one catalog for the pattern. Only images, captions and labels are read; nothing is
-unpacked or unpickled, and no name becomes a path.
+Each shard is indexed once. The index is a table of offsets for each shard and one catalog for the
+pattern; both end with a digest of themselves. Only images, captions and labels are read; nothing
+is unpacked or unpickled, and no name becomes a path.
 """
 
 import contextlib
 import fcntl
-import gzip
 import hashlib
-import json
 import os
-import shutil
+import sys
 import tarfile
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
+from rich.console import Console
+from rich.progress import track
 
 from lowprec.config.patterns import expand, some
-from lowprec.data.shards import IMAGES, LARGEST, MEMBERS, SAMPLE, Shards, parse_label
+from lowprec.data.shards import SAMPLE, Shards, load_sealed, sealed
+from lowprec.data.tar import IMAGES, StrictHeader, parse_label, read_members
+from lowprec.runs import durable
 
-FORMAT = 2  # of the index files
-STAMP = ("path", "bytes", "mtime_ns")  # columns by which a catalog recognizes unchanged shards
+STAMP = ("bytes", "mtime_ns")  # by which an unchanged shard is recognized
+ENTRY = np.dtype([*((name, "<i8") for name in (*STAMP, "samples")), ("digest", "S64")])
 
 
 def open_shards(
@@ -35,58 +37,43 @@ def open_shards(
     name: str = "data.train",
     accept: bool = False,
     num_processes: int = 1,
-    on_progress: Callable[[int, int], None] | None = None,
 ) -> Shards:
     """Opens all shards of a pattern, after indexing new ones under a lock.
 
     The index lies in the folder `index`, or in `.index` beside each shard. An index is a promise:
     shards that are missing, changed or new since it was made are refused, unless `accept` takes
     them as the new set. `num_processes` above 1 needs a script with a `__main__` guard.
-    `on_progress(done, total)` counts shards.
 
     Raises:
         FileNotFoundError: Nothing matches, or the folder is read-only and `index` is None.
         ValueError: Shards are damaged, empty or not those that were indexed; it names them.
     """
     sources = expand(pattern, name)
-    homes: dict[str, tuple[str, str]] = {}
-    absolute, bases = zip(*(_locate(source, homes, index) for source in sources), strict=True)
-    catalog = np.empty(len(sources), dtype=_catalog_type(absolute))
-    catalog["path"] = [path.encode() for path in absolute]
+    files = [_index_file(source, index) for source in sources]
+    paths = np.array([os.path.abspath(source).encode() for source in sources])
+    catalog = np.zeros(len(sources), dtype=[("path", paths.dtype), *ENTRY.descr])
+    catalog["path"] = paths
     for row, source in enumerate(sources):
-        state = os.stat(source)
-        catalog["bytes"][row], catalog["mtime_ns"][row] = state.st_size, state.st_mtime_ns
-    file = Path(bases[0]).parent / f"catalog-{_short_digest(os.path.abspath(pattern))}.npy"
-    recorded = _read_catalog(file)
-    paths = [str(_unpacked(source, base)) for source, base in zip(sources, bases, strict=True)]
-    current = recorded is not None and all(
-        np.array_equal(recorded[key], catalog[key]) for key in STAMP
-    )
-    if current and all(os.path.exists(path) for path in set(paths) - set(sources)):
-        catalog = recorded
-    else:
-        promised = _digests(recorded) if recorded is not None and not accept else {}
-        _index_all(sources, bases, catalog, promised, num_processes, on_progress)
-        if promised:
-            _refuse_changes(promised, _digests(catalog), f"{name}={pattern}", pattern)
-        with contextlib.suppress(OSError), _lock(file.parent):  # read-only: the next start looks
-            _write_atomically(file, lambda out: np.save(out, catalog))
-    digest = hashlib.sha256(b"".join(catalog["digest"].tolist())).hexdigest()
-    tables = [f"{base}.npy" for base in bases]
-    return Shards(paths, tables, catalog["samples"], digest, sources)
-
-
-def _catalog_type(paths: Sequence[str]) -> np.dtype:
-    longest = max(len(path.encode()) for path in paths)
-    numbers = [(name, "<i8") for name in ("bytes", "mtime_ns", "samples")]
-    return np.dtype([("path", f"S{longest}"), *numbers, ("digest", "S64")])
+        catalog["bytes"][row], catalog["mtime_ns"][row] = _stamp(source)
+    file = files[0].parent / f"catalog-{_short_digest(os.path.abspath(pattern))}.npy"
+    recorded = None if accept else _read_catalog(file)
+    if recorded is not None and all(
+        np.array_equal(recorded[key], catalog[key]) for key in ("path", *STAMP)
+    ):
+        return Shards(sources, files, recorded)
+    promised = {} if recorded is None else _digests(recorded)
+    _index_all(sources, files, catalog, promised, num_processes, name)
+    if promised:
+        _refuse_changes(promised, _digests(catalog), f"{name}={pattern}", pattern)
+    with contextlib.suppress(OSError), _lock(file.parent):  # read-only: the next start looks
+        durable.replace(file, sealed(catalog))
+    return Shards(sources, files, catalog)
 
 
 def _read_catalog(file: Path) -> np.ndarray | None:
-    with contextlib.suppress(OSError, ValueError, EOFError):
-        catalog = np.load(file, mmap_mode="r")
-        if catalog.dtype.names == ("path", "bytes", "mtime_ns", "samples", "digest"):
-            return catalog
+    with contextlib.suppress(OSError, ValueError):
+        (catalog,) = load_sealed(file)
+        return catalog
     return None
 
 
@@ -95,64 +82,52 @@ def _digests(catalog: np.ndarray) -> dict[bytes, bytes]:
     return dict(zip(catalog["path"].tolist(), catalog["digest"].tolist(), strict=True))
 
 
-def _locate(source: str, homes: dict[str, tuple[str, str]], index: str | None) -> tuple[str, str]:
-    """Absolute path of a shard, and path of its index without a suffix; `homes` caches folders.
-
-    The name of the index includes the shard's folder, so several sets may share an `index`.
-    """
+def _index_file(source: str, index: str | None) -> Path:
+    """The index of a shard; named after its folder too, so several sets may share an `index`."""
     folder, last = os.path.split(source)
-    if folder not in homes:
-        homes[folder] = os.path.abspath(folder), _short_digest(str(Path(folder).resolve()))[:8]
-    absolute, place = homes[folder]
-    base = os.path.join(index or os.path.join(folder, ".index"), f"{last}-{place}")
-    return os.path.join(absolute, last), base
+    name = f"{last}-{_folder_digest(os.path.abspath(folder))[:8]}.npy"
+    return Path(index or os.path.join(folder, ".index"), name)
+
+
+@cache
+def _folder_digest(folder: str) -> str:
+    return _short_digest(str(Path(folder).resolve()))
 
 
 def _short_digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _unpacked(source: str, base: str) -> Path:
-    """The uncompressed tar of a shard: the shard itself, or a file beside its index."""
-    return Path(f"{base}.tar" if source.endswith(".gz") else source)
-
-
 def _index_all(
     sources: list[str],
-    bases: Sequence[str],
+    files: list[Path],
     catalog: np.ndarray,
     promised: dict[bytes, bytes],
     num_processes: int,
-    on_progress: Callable[[int, int], None] | None,
+    name: str,
 ) -> None:
     """Fills in samples and digest of each shard; a ValueError names all unreadable shards.
 
     `promised`: digest by path. Index files with another digest are left as they are.
     """
-    paths = catalog["path"].tolist()
-    jobs = [(s, b, promised.get(p)) for s, b, p in zip(sources, bases, paths, strict=True)]
-    folders = {Path(b).parent for s, b, _ in jobs if _read_header(s, b) is None}
-    faults = []
+    entries = list(map(_read_entry, sources, files))
+    stale = [row for row, entry in enumerate(entries) if entry is None]
+    jobs = [(sources[row], files[row], promised.get(catalog["path"][row])) for row in stale]
     with contextlib.ExitStack() as stack:
-        for folder in sorted(folders):
+        for folder in sorted({files[row].parent for row in stale}):
             stack.enter_context(_lock(folder))
-        results = map(_index_shard, jobs)
-        if folders and num_processes > 1:
+        indexed = map(_index_shard, jobs)
+        if stale and num_processes > 1:
             spawn = get_context("spawn")
             pool = stack.enter_context(ProcessPoolExecutor(num_processes, mp_context=spawn))
-            results = pool.map(_index_shard, jobs)
-        for row, header in enumerate(results):
-            if isinstance(header, str):
-                faults.append(header)
-            else:
-                catalog["samples"][row], catalog["digest"][row] = (
-                    header["samples"],
-                    header["digest"],
-                )
-            if on_progress:
-                on_progress(row + 1, len(sources))
-    if faults:
+            indexed = pool.map(_index_shard, jobs)
+        bar = {"console": Console(stderr=True), "disable": not sys.stderr.isatty()}
+        shown = track(indexed, f"indexing {name}", len(jobs), transient=True, **bar)
+        for row, entry in zip(stale, shown, strict=True):
+            entries[row] = entry
+    if faults := [entry for entry in entries if isinstance(entry, str)]:
         raise ValueError(some(faults, "; "))
+    catalog[list(ENTRY.names)] = np.array(entries, ENTRY)
 
 
 def _refuse_changes(
@@ -177,66 +152,37 @@ def _refuse_changes(
         )
 
 
-def _stamp(source: str) -> dict:
+def _stamp(source: str) -> tuple[int, int]:
     state = os.stat(source)
-    return {"format": FORMAT, "bytes": state.st_size, "mtime_ns": state.st_mtime_ns}
+    return state.st_size, state.st_mtime_ns
 
 
-def _read_header(source: str, base: str) -> dict | None:
-    """The header of a shard's index; None if the index is missing, damaged or out of date."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        header = json.loads(Path(f"{base}.json").read_text())
-        complete = os.path.exists(f"{base}.npy") and _unpacked(source, base).exists()
-        if complete and header.items() >= _stamp(source).items():
-            return header
+def _read_entry(source: str, file: Path) -> tuple | None:
+    """The `ENTRY` of a shard; None if its index is missing, damaged or out of date."""
+    with contextlib.suppress(OSError, ValueError):
+        entry, _ = load_sealed(file)
+        if entry.item()[:2] == _stamp(source):
+            return entry.item()
     return None
 
 
-def _index_shard(job: tuple[str, str, bytes | None]) -> dict | str:
-    """The header of a shard's index, rebuilt if it is out of date, or the fault of the shard.
+def _index_shard(job: tuple[str, Path, bytes | None]) -> tuple | str:
+    """The `ENTRY` of a shard, whose index is made again if out of date, or the shard's fault.
 
-    If the digest is not the promised one, the files stay unchanged: the shard may be restored.
+    If the digest is not the promised one, the file stays unchanged: the shard may be restored.
     """
-    source, base, promised = job
-    if header := _read_header(source, base):  # perhaps made by another process meanwhile
-        return header
-    stamp, unpacked = _stamp(source), _unpacked(source, base)
-    packed = source.endswith(".gz")
-    fresh = Path(f"{unpacked}.fresh") if packed else Path(source)
+    source, file, promised = job
+    if entry := _read_entry(source, file):  # perhaps made by another process meanwhile
+        return entry
+    stamp = _stamp(source)
     try:
-        if packed:
-            _unpack(source, fresh)
-        table, digest = index_tar(fresh, source)
+        table, digest = index_tar(source)
     except ValueError as error:
         return str(error)
-    header = {**stamp, "digest": digest, "samples": len(table), "source": os.path.basename(source)}
-    if promised not in (None, digest.encode()):
-        if packed:
-            fresh.unlink()
-        return header
-    if packed:
-        os.replace(fresh, unpacked)
-    _write_atomically(Path(f"{base}.npy"), lambda out: np.save(out, table))
-    _write_atomically(Path(f"{base}.json"), lambda out: out.write(json.dumps(header).encode()))
-    return header
-
-
-def _write_atomically(path: Path, write: Callable) -> None:
-    """Replaces a file of the index with what `write(file)` writes; the caller holds the lock."""
-    temporary = f"{path}.tmp"
-    with open(temporary, "wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def _unpack(source: str, unpacked: Path) -> None:
-    try:
-        with gzip.open(source) as packed:
-            _write_atomically(unpacked, lambda out: shutil.copyfileobj(packed, out, 1 << 20))
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{source} is damaged: {error}") from error
+    entry = (*stamp, len(table), digest.encode())
+    if promised in (None, digest.encode()):
+        durable.replace(file, sealed(np.array(entry, ENTRY), table))
+    return entry
 
 
 @contextlib.contextmanager
@@ -253,68 +199,45 @@ def _lock(folder: Path) -> Iterator[None]:
         yield
 
 
-def index_tar(path: Path, source: str | None = None) -> tuple[np.ndarray, str]:
+def index_tar(path: str) -> tuple[np.ndarray, str]:
     """The `SAMPLE` table of an uncompressed tar, and the digest of its members' names and bytes.
 
-    A sample is a run of members with one key (the name up to the first dot of its last component),
-    each kind once. Samples without an image or a caption have a row too, so that a reader can name
-    them. Raises ValueError naming `source` if the tar is damaged or holds no whole sample.
+    A sample is a run of members with one key, each kind once. Samples without an image or a caption
+    have a row too, so that a reader can name them. Raises ValueError naming the tar if it is
+    damaged, compressed or holds no whole sample.
     """
-    source = source or str(path)
+    if path.endswith("gz"):
+        raise ValueError(f"{path} is compressed and has no offsets: gunzip it, or use data=stream")
     digest = hashlib.sha256()
     rows: list[tuple] = []
-    parts: dict[str, tuple[int, int]] = {}
-    key = None
+    parts: dict[str, tuple[int, int, bytes]] = {}  # kind: place, and the bytes of a label
+    last = None
     try:
-        with tarfile.open(path, "r:") as tar, open(path, "rb") as file:
-            end = os.fstat(file.fileno()).st_size
-            for member in tar:
-                if member.size < 0:  # tarfile would loop forever
-                    raise tarfile.ReadError(f"a size below zero at byte {member.offset}")
-                stem, dot, kind = _split(member.name)
-                if not member.isfile() or member.issparse() or not dot or kind not in MEMBERS:
-                    continue
-                if stem != key or kind in parts:
-                    _close_sample(parts, rows, file)
-                    key, parts = stem, {}
-                if member.size > min(end - member.offset_data, LARGEST):
-                    raise tarfile.ReadError(f"a size of {member.size} at byte {member.offset}")
-                file.seek(member.offset_data)
-                data = file.read(member.size)
-                name = f"{stem}.{kind} {member.size}\n"
+        with tarfile.open(path, "r:", tarinfo=StrictHeader) as tar:
+            for member, key, kind, data in read_members(tar):
+                if parts and (key != last or kind in parts):
+                    rows.append(_row(parts))
+                    parts = {}
+                last = key
+                name = f"{key}.{kind} {member.size}\n"
                 digest.update(name.encode("utf-8", "surrogateescape") + data)
-                parts[kind] = (member.offset_data, member.size)
-            _close_sample(parts, rows, file)
-            file.seek(tar.offset)
-            last = file.read(512)  # tarfile ends silently at a bad, zero or missing header
-            rest = iter(lambda: file.read(1 << 20), b"")
-            if last != bytes(512) or any(chunk.strip(b"\0") for chunk in rest):
-                raise tarfile.ReadError(f"bad header or early end at byte {tar.offset}")
+                parts[kind] = member.offset_data, member.size, data if kind == "cls" else b""
     except (tarfile.TarError, ValueError, LookupError) as error:  # the last two: a pax header
-        raise ValueError(f"{source} is damaged: {error}") from error
+        raise ValueError(f"{path} is damaged: {error}") from error
     except OSError as error:
-        raise ValueError(f"{source} cannot be read: {error.strerror}") from error
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    rows += [_row(parts)] if parts else []
     table = np.array(rows, dtype=SAMPLE)
     if not ((table["image_bytes"] >= 0) & (table["text_bytes"] >= 0)).any():
         raise ValueError(
-            f"{source} holds no whole sample: adjacent members KEY.txt and KEY.{'|'.join(IMAGES)}"
+            f"{path} holds no whole sample: adjacent members KEY.txt and KEY.{'|'.join(IMAGES)}"
         )
     return table, digest.hexdigest()
 
 
-def _split(name: str) -> tuple[str, str, str]:
-    folder, _, last = name.rpartition("/")
-    stem, dot, kind = last.partition(".")
-    return f"{folder}/{stem}", dot, kind.lower()
-
-
-def _close_sample(parts: dict[str, tuple[int, int]], rows: list[tuple], file: object) -> None:
-    if not parts:
-        return
+def _row(parts: dict[str, tuple[int, int, bytes]]) -> tuple:
+    """A sample's row of the table."""
     anywhere = next(iter(parts.values()))[0]
-    image = next((parts[kind] for kind in IMAGES if kind in parts), (anywhere, -1))
-    label = -1
-    if "cls" in parts:
-        file.seek(parts["cls"][0])
-        label = parse_label(file.read(parts["cls"][1]))
-    rows.append((*image, *parts.get("txt", (0, -1)), label))
+    image = next((parts[kind][:2] for kind in IMAGES if kind in parts), (anywhere, -1))
+    text = parts.get("txt", (0, -1))[:2]
+    return *image, *text, parse_label(parts["cls"][2] if "cls" in parts else b"")

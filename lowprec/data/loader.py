@@ -4,25 +4,31 @@ A batch is a pure function of its step, so workers need no state and a resume ne
 """
 
 import atexit
+import contextlib
+import ctypes
 import io
 import math
-import mmap
+import multiprocessing
 import os
 import signal
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.process import BaseProcess
 
 import numpy as np
 import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lowprec.data.order import AUGMENTATION, REPLACEMENT, SampleOrder, random_words
-from lowprec.data.shards import IMAGES, Shards
+from lowprec.data.shards import Shards
+from lowprec.data.tar import IMAGES
 
-STOPPING = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR2}
+STOPPING = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR2}  # the training process handles these
+PRCTL, PR_SET_PDEATHSIG = ctypes.CDLL(None).prctl, 1
 REPLACEMENTS = 100  # tries to find a readable sample for one position
 BOMBS = (Image.DecompressionBombError, Image.DecompressionBombWarning)
 BAD_IMAGE = (OSError, ValueError, SyntaxError, *BOMBS)
@@ -30,10 +36,6 @@ warnings.simplefilter("error", Image.DecompressionBombWarning)  # from 89 millio
 CROP_WORDS = 41  # random words for a crop and a flip
 AREA = (0.9, 1.0)  # share of the image in a random crop; open_clip's default
 RATIO = (3 / 4, 4 / 3)
-# A byte shared with forked workers: 1 when this process exits. No lock: signal handlers read it.
-_CLOSING = mmap.mmap(-1, 1)
-# Runs before the exit handler of multiprocessing, which waits for the workers.
-atexit.register(_CLOSING.__setitem__, 0, 1)
 
 
 @dataclass
@@ -61,7 +63,8 @@ class Batch:
         return Batch(*moved, self.samples, self.skips)
 
 
-class Batches(Dataset):
+@dataclass
+class Batches:
     """`batches[step - 1]` is a rank's share of the batch for a step; sequential if `order` is None.
 
     `batch_size` counts the samples of all ranks; rank r gets the r-th equal part, so the samples of
@@ -71,31 +74,16 @@ class Batches(Dataset):
     sample).
     """
 
-    def __init__(
-        self,
-        shards: Shards,
-        order: SampleOrder | None,
-        *,
-        batch_size: int,
-        num_batches: int,
-        image_size: int,
-        tokenizer: Callable[[list[str]], Tensor],
-        seed: int = 0,
-        augment: bool = False,
-        rank: int = 0,
-        world_size: int = 1,
-    ):
-        if batch_size % world_size:
-            raise ValueError(f"batch_size={batch_size} is not a multiple of {world_size} ranks")
-        self.shards = shards
-        self.order = order
-        self.batch_size = batch_size
-        self.num_batches = num_batches
-        self.image_size = image_size
-        self.tokenizer = tokenizer
-        self.seed = seed
-        self.augment = augment
-        self.rank, self.world_size = rank, world_size
+    shards: Shards
+    order: SampleOrder | None
+    batch_size: int
+    num_batches: int
+    image_size: int
+    tokenizer: Callable[[list[str]], Tensor]
+    seed: int = 0
+    augment: bool = False
+    rank: int = 0
+    world_size: int = 1
 
     def __len__(self) -> int:
         return self.num_batches
@@ -118,14 +106,13 @@ class Batches(Dataset):
             try:
                 return [self.read(sample, position)]
             except BAD_IMAGE as error:
-                skips.append(
-                    {
-                        "position": position,
-                        "shard": os.path.basename(self.shards.names[self.shards.locate(sample)[0]]),
-                        "key": self.key(sample),
-                        "reason": f"{type(error).__name__}: {error}"[:200],
-                    }
-                )
+                shard = self.shards.paths[self.shards.locate(sample)[0]]
+                skip = {"position": position, "shard": os.path.basename(shard)}
+                skip |= {
+                    "key": self.key(sample),
+                    "reason": f"{type(error).__name__}: {error}"[:200],
+                }
+                skips.append(skip)
                 if self.order is None:
                     return []
                 substitutes = random_words(self.seed, REPLACEMENT, position, 0, REPLACEMENTS)
@@ -168,11 +155,7 @@ def decode_image(data: bytes, size: int, words: np.ndarray | None = None) -> np.
         image = Image.open(io.BytesIO(data), formats=("JPEG", "WEBP", "PNG")).convert("RGB")
     except UnidentifiedImageError as error:  # its message holds a memory address
         raise ValueError("not a JPEG, WEBP or PNG image") from error
-    except (
-        LookupError,
-        ArithmeticError,
-        TypeError,
-    ) as error:  # damaged chunks
+    except (LookupError, ArithmeticError, TypeError) as error:  # damaged chunks
         raise ValueError(f"damaged: {type(error).__name__}: {error}") from error
     width, height = image.size
     if words is None:
@@ -245,58 +228,95 @@ def collate(
     )
 
 
-def ignore_signals(worker: int) -> None:
-    """Makes a worker ignore signals to the process group, which the training process handles.
+def follow_parent(*_: object) -> None:
+    """Leaves the stopping signals to the parent process, whose end is this process's end too.
 
-    When that process exits, it sends SIGTERM to its workers, which then obey.
+    Called in a new process: a data worker, or a command that reads a shard.
     """
-    for number in (signal.SIGINT, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0) if _CLOSING[0] else None)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    PRCTL(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def ahead(dataset: Dataset, *, workers: int, pin: bool, sampler: range | None = None) -> Iterator:
-    """The items of a dataset in order, prepared by `workers` processes; raises its errors.
+@contextlib.contextmanager
+def ignored_child_signals() -> Iterator[None]:
+    """Suspends torch's SIGCHLD handler, which raises in the main thread when a worker dies."""
+    try:
+        handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    except ValueError:  # only the main thread may, and only there the handler raises
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
 
-    Signals are blocked until the forked workers can handle them.
+
+def end_workers(workers: set[BaseProcess]) -> None:
+    """Kills worker processes and waits for them."""
+    with ignored_child_signals():
+        for worker in workers:
+            worker.kill()
+        for worker in workers:
+            worker.join(10)  # one that waits for a dead disk cannot be killed
+
+
+class _Share(IterableDataset):
+    """A worker's share of the batches, or the error that ends them.
+
+    DataLoader would put the worker's traceback into the message of an error.
+    """
+
+    def __init__(self, share: Callable[[int, int], Iterator[Batch]]):
+        self.share = share
+
+    def __iter__(self) -> Iterator[Batch | Exception]:
+        info = get_worker_info()
+        try:
+            yield from self.share(info.id, info.num_workers) if info else self.share(0, 1)
+        except Exception as error:  # raised again by `ahead`
+            yield error
+
+
+def ahead(
+    share: Callable[[int, int], Iterator[Batch]], *, workers: int, pin: bool
+) -> Iterator[Batch]:
+    """Batches prepared ahead by processes: worker w of n makes those of `share(w, n)`.
+
+    Takes one batch from each worker in turn; raises their errors. The workers end with the
+    iterator or the process, and leave signals to it.
     """
     loader = DataLoader(
-        dataset,
+        _Share(share),
         batch_size=None,
-        sampler=sampler,
         num_workers=workers,
         pin_memory=pin,
         multiprocessing_context="fork" if workers else None,
         prefetch_factor=2 if workers else None,
-        worker_init_fn=ignore_signals,
+        worker_init_fn=follow_parent,
         generator=torch.Generator(),  # the default generator is used by training
     )
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    others = set(multiprocessing.active_children())
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # until the workers do
     try:
         outcomes = iter(loader)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    for outcome in outcomes:
-        if isinstance(outcome, Exception):
-            raise outcome
-        yield outcome
-
-
-class _Outcomes(Dataset):
-    """Batches, or the errors they raise: DataLoader's own handling ends the workers too late."""
-
-    def __init__(self, batches: Batches):
-        self.batches = batches
-
-    def __getitem__(self, number: int) -> Batch | Exception:
-        try:
-            return self.batches[number]
-        except Exception as error:  # raised again by `ahead`
-            return error
+    end = partial(end_workers, set(multiprocessing.active_children()) - others)
+    atexit.register(end)  # before the exit handler of multiprocessing, which waits for the workers
+    try:
+        for outcome in outcomes:
+            if isinstance(outcome, Exception):
+                raise outcome
+            yield outcome
+    finally:
+        end()
+        atexit.unregister(end)
 
 
 def iterate(batches: Batches, *, workers: int, first: int = 0, pin: bool = False) -> Iterator:
     """Batches number `first`, `first + 1`, ... in order, decoded ahead by `workers` processes."""
-    numbers = range(first, len(batches))
-    return ahead(_Outcomes(batches), workers=workers, pin=pin, sampler=numbers)
+
+    def share(worker: int, workers: int) -> Iterator[Batch]:
+        return map(batches.__getitem__, range(first + worker, len(batches), workers))
+
+    return ahead(share, workers=workers, pin=pin)

@@ -4,24 +4,16 @@ import fcntl
 import hashlib
 import os
 import shutil
-import time
 from dataclasses import dataclass
 from pathlib import Path
-
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lowprec.config.check import ConfigError
 from lowprec.config.patterns import ShardUrls, check_readers, expand_urls
 from lowprec.config.preflight import names_file, read_lines, will_render
 from lowprec.config.schema import Config
-from lowprec.data.index import Shards, open_shards
+from lowprec.data.index import open_shards
 from lowprec.data.shapes import render_shapes
-
-
-def progress_bar() -> Progress:
-    """A rich progress bar: description, number done, total, time left, a note."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    return Progress(*columns, TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
+from lowprec.data.shards import Shards
 
 
 def num_workers(requested: int | None) -> int:
@@ -60,9 +52,9 @@ def open_data(config: Config, *, training: bool = True) -> Data:
             train = expand_urls(data.train, data.allow_remote)
             check_readers(train, num_workers(config.num_workers))
         elif training:
-            train = open_with_progress(data.train, data.index, "data.train")
+            train = open_shards(data.train, data.index)
         if config.evaluation.name != "none":
-            val = open_with_progress(data.val, data.index, "data.val")
+            val = open_shards(data.val, data.index, name="data.val")
     except (OSError, ValueError) as error:
         raise ConfigError([str(error)]) from error
     faults = _label_faults(config, val) if val is not None and needs_names(config) else []
@@ -91,43 +83,8 @@ def _label_faults(config: Config, val: Shards) -> list[str]:
     return []
 
 
-def open_with_progress(
-    pattern: str,
-    index: str | None,
-    name: str,
-    *,
-    accept: bool = False,
-    num_processes: int = 1,
-) -> Shards:
-    """`open_shards`, with a progress bar if it takes longer than two seconds."""
-    bar, start, task = progress_bar(), time.monotonic(), None
-
-    def on_progress(done: int, total: int) -> None:
-        nonlocal task
-        if task is None and time.monotonic() - start > 2:
-            bar.start()
-            task = bar.add_task(f"indexing {name}", total=total, note="")
-        if task is not None:
-            bar.update(task, completed=done)
-
-    try:
-        return open_shards(
-            pattern,
-            index,
-            name=name,
-            accept=accept,
-            num_processes=num_processes,
-            on_progress=on_progress,
-        )
-    finally:
-        if task is not None:
-            bar.stop()
-
-
 def render_default_shapes(folder: Path) -> None:
     """Renders the default `shapes` under a lock, unless the folder exists."""
-    if folder.exists():
-        return
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.parent / f".{folder.name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -135,11 +92,5 @@ def render_default_shapes(folder: Path) -> None:
             return
         temporary = folder.with_name(f".{folder.name}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
-        with progress_bar() as bar:
-            task = bar.add_task(f"rendering {folder}", total=25000, note="")
-            render_shapes(
-                temporary,
-                num_processes=len(os.sched_getaffinity(0)),
-                on_progress=lambda count: bar.advance(task, count),
-            )
+        render_shapes(temporary, num_processes=len(os.sched_getaffinity(0)))
         temporary.rename(folder)

@@ -24,7 +24,7 @@ def permutation(seed: int, purpose: int, epoch: int, window: int, size: int) -> 
 
 
 class SampleOrder:
-    """Sample numbers by position: `order[position]`, position >= 0 over all epochs.
+    """Sample numbers by position, counted from 0 over all epochs.
 
     Without replacement each sample comes once per epoch; a batch may straddle two epochs. With
     `resampled`, a window consists of shards drawn in proportion to their size and of samples drawn
@@ -48,11 +48,6 @@ class SampleOrder:
             self._drawn_window if resampled else self._permuted_window
         )
         self._epoch_windows = lru_cache(maxsize=2)(self._find_windows)
-
-    def __getitem__(self, position: int) -> int:
-        """The number of the sample at a position."""
-        window, offset = self._window_of(position)
-        return int(window[offset])
 
     def samples(self, first: int, count: int) -> np.ndarray:
         """Sample numbers of positions first .. first + count - 1, int64 [count]."""

@@ -1,13 +1,13 @@
 """Opened shards: the bytes of any sample by its number."""
 
+import hashlib
+import io
 import os
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 
-IMAGES = ("jpg", "jpeg", "png", "webp")
-MEMBERS = (*IMAGES, "txt", "json", "cls")  # the only kinds of members that are read
-LARGEST = 2**31 - 1  # bytes of a member that a table can hold
 SAMPLE = np.dtype(
     [
         ("image_offset", "<i8"),
@@ -18,38 +18,51 @@ SAMPLE = np.dtype(
     ]
 )
 OPEN_LIMIT = 128  # tables and files open at a time
+SEAL = 32  # bytes of the digest at the end of an index file
 
 
 class ShardError(RuntimeError):
     """A shard or its index can no longer be read; the message names it."""
 
 
+def sealed(*arrays: np.ndarray) -> bytes:
+    """The content of an index file: arrays, and the SHA-256 digest of all bytes before it."""
+    file = io.BytesIO()
+    for array in arrays:
+        np.save(file, array)
+    return file.getvalue() + hashlib.sha256(file.getvalue()).digest()
+
+
+def load_sealed(file: Path) -> list[np.ndarray]:
+    """The arrays of an index file; OSError or ValueError if it is missing, old or damaged."""
+    content = file.read_bytes()
+    body = io.BytesIO(content[:-SEAL])
+    if hashlib.sha256(body.getvalue()).digest() != content[-SEAL:]:
+        raise ValueError("it is damaged or of an older version")
+    arrays = []
+    while body.tell() < len(body.getvalue()):
+        arrays.append(np.load(body))
+    return arrays
+
+
 class Shards:
     """Indexed shards, read by offset.
 
-    Opening them costs nothing: each table is memory-mapped on first use.
+    Opening them costs nothing: each table is loaded on first use.
 
     Args:
         paths: Uncompressed tar files.
-        tables: The index of each, an array of `SAMPLE`.
-        counts: Number of samples in each.
-        digest: Of all members' bytes, whatever their container.
-        names: The shards as the user knows them, compressed ones too.
+        tables: The index file of each: its catalog entry and an array of `SAMPLE`.
+        catalog: The number of samples in each and the digest of its members' bytes: a structured
+            array with the fields "samples" and "digest".
     """
 
-    def __init__(
-        self,
-        paths: list[str],
-        tables: list[str],
-        counts: np.ndarray,
-        digest: str,
-        names: list[str] | None = None,
-    ):
+    def __init__(self, paths: list[str], tables: list[Path], catalog: np.ndarray):
         self.paths = paths
-        self.names = names or paths
-        self.starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-        self.digest = digest
+        self.starts = np.concatenate([[0], np.cumsum(catalog["samples"])]).astype(np.int64)
+        self.digest = hashlib.sha256(b"".join(catalog["digest"].tolist())).hexdigest()
         self._table_files = tables
+        self._digests = catalog["digest"]
         self.table = lru_cache(OPEN_LIMIT)(self._load_table)
         self._files = _OpenFiles(paths)
 
@@ -64,15 +77,15 @@ class Shards:
         return np.diff(self.starts)
 
     def _load_table(self, shard: int) -> np.ndarray:
-        """The memory-mapped `SAMPLE` array of a shard."""
+        """The `SAMPLE` array of a shard."""
         try:
-            table = np.load(self._table_files[shard], mmap_mode="r")
-            if table.dtype != SAMPLE or len(table) != np.diff(self.starts[shard : shard + 2]):
-                raise ValueError("it is not the table that was indexed")
-        except (OSError, ValueError, EOFError) as error:
+            entry, table = load_sealed(self._table_files[shard])
+            if entry["digest"] != self._digests[shard]:
+                raise ValueError("it was made again while the shards were open")
+        except (OSError, ValueError) as error:
             raise ShardError(
-                f"{self._table_files[shard]} cannot be read ({error}); remove it and the "
-                "catalog-*.npy beside it, so that the index is made again"
+                f"{self._table_files[shard]}, the index of {self.paths[shard]}, cannot be read "
+                f"({error}); python -m experiments.index_shards makes it again"
             ) from error
         return table
 
@@ -84,7 +97,6 @@ class Shards:
     @property
     def labels(self) -> np.ndarray:
         """int64 [samples]; -1 where a sample has no label."""
-        # astype copies: a view would keep each table's file open
         labels = [self.table(n)["label"].astype(np.int64) for n in range(len(self.paths))]
         return np.concatenate(labels)
 
@@ -100,10 +112,10 @@ class Shards:
 
 
 class _OpenFiles:
-    """File descriptors by shard number; beyond `limit` the least recently used is closed."""
+    """File descriptors by shard number; beyond OPEN_LIMIT the least recently used is closed."""
 
-    def __init__(self, paths: list[str], limit: int = OPEN_LIMIT):
-        self.paths, self.limit = paths, limit
+    def __init__(self, paths: list[str]):
+        self.paths = paths
         self.descriptors: dict[int, int] = {}
 
     def __getitem__(self, shard: int) -> int:
@@ -111,16 +123,10 @@ class _OpenFiles:
         if descriptor is None:
             descriptor = os.open(self.paths[shard], os.O_RDONLY)
         self.descriptors[shard] = descriptor
-        if len(self.descriptors) > self.limit:
+        if len(self.descriptors) > OPEN_LIMIT:
             os.close(self.descriptors.pop(next(iter(self.descriptors))))
         return descriptor
 
     def __del__(self):
         for descriptor in self.descriptors.values():
             os.close(descriptor)
-
-
-def parse_label(data: bytes) -> int:
-    """The class in a .cls member; -1 unless it is a number with at most nine digits."""
-    text = data.strip()
-    return int(text) if text.isdigit() and len(text) < 10 else -1

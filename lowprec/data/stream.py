@@ -1,4 +1,4 @@
-"""Batches from shards behind URLs: opened, grouped and shuffled by webdataset, seeded by segment.
+"""Batches from shards behind URLs: grouped and shuffled by webdataset, seeded by segment.
 
 A run is divided into segments at the multiples of `save_every`, where its checkpoints are. What a
 worker reads in a segment is a pure function of (seed, segment, rank, worker, world size, number of
@@ -12,35 +12,39 @@ import itertools
 import os
 import random
 import signal
+import subprocess
 import tarfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from urllib.parse import urlsplit
 
 from torch import Tensor
-from torch.utils.data import IterableDataset, get_worker_info
 from webdataset import shuffle
-from webdataset.gopen import Pipe, gopen
-from webdataset.tariterators import base_plus_ext, group_by_keys
+from webdataset.tariterators import group_by_keys
 
 from lowprec.config.patterns import ShardUrls, check_readers, without_secrets
 from lowprec.data.loader import (
     BAD_IMAGE,
     CROP_WORDS,
-    STOPPING,
     Batch,
     Sample,
     ahead,
     collate,
     decode_caption,
     decode_image,
+    follow_parent,
 )
 from lowprec.data.order import AUGMENTATION, STREAM, permutation, random_words
-from lowprec.data.shards import IMAGES, LARGEST, MEMBERS, ShardError, parse_label
+from lowprec.data.shards import ShardError
+from lowprec.data.tar import IMAGES, DamagedError, StrictHeader, parse_label, read_members
 
 SHUFFLED = 1000  # undecoded samples that a worker shuffles; webdataset starts with 100
-CURL = {6: "no such host", 7: "cannot connect", 22: "an HTTP error, such as 404", 28: "timed out"}
+CURL = ("curl", "-fsL", "--connect-timeout", "30", "--retry", "30", "--retry-delay", "2")
+CURL_FAULTS = {6: "no such host", 7: "cannot connect", 22: "an HTTP error, such as 404"}
 
 
+@dataclass
 class Stream:
     """A rank's batches; worker i % workers makes the whole batch i of a segment.
 
@@ -51,36 +55,21 @@ class Stream:
     shard, key).
     """
 
-    def __init__(
-        self,
-        shards: ShardUrls,
-        *,
-        seed: int,
-        batch_size: int,
-        num_steps: int,
-        segment_steps: int,
-        workers: int,
-        image_size: int,
-        tokenizer: Callable[[list[str]], Tensor],
-        augment: bool = False,
-        pin: bool = False,
-        rank: int = 0,
-        world_size: int = 1,
-    ):
-        if batch_size % world_size:
-            raise ValueError(f"batch_size={batch_size} is not a multiple of {world_size} ranks")
-        check_readers(shards, workers, world_size)
-        self.urls = shards.urls
-        self.seed = seed
-        self.batch_size = batch_size
-        self.num_steps = num_steps
-        self.segment_steps = segment_steps
-        self.workers = workers
-        self.image_size = image_size
-        self.tokenizer = tokenizer
-        self.augment = augment
-        self.pin = pin
-        self.rank, self.world_size = rank, world_size
+    shards: ShardUrls
+    seed: int
+    batch_size: int
+    num_steps: int
+    segment_steps: int
+    workers: int
+    image_size: int
+    tokenizer: Callable[[list[str]], Tensor]
+    augment: bool = False
+    pin: bool = False
+    rank: int = 0
+    world_size: int = 1
+
+    def __post_init__(self):
+        check_readers(self.shards, self.workers, self.world_size)
 
     def layout(self) -> dict[str, int]:
         """What the sample order depends on besides the config (0 workers read like 1)."""
@@ -88,41 +77,24 @@ class Stream:
 
     def batches_from(self, first: int) -> Iterator[Batch]:
         """Batches for step `first` up to the last step, from a fresh pipeline per segment."""
-        for segment in range(self._segment_of(first), self._segment_of(self.num_steps) + 1):
-            batches = ahead(_Segment(self, segment), workers=self.workers, pin=self.pin)
-            for step, batch in enumerate(batches, segment * self.segment_steps + 1):
-                if step >= first:
-                    yield batch
+        for begin in range(1, self.num_steps + 1, self.segment_steps):
+            if begin + self.segment_steps <= first:
+                continue
+            share = partial(self._share, begin)
+            batches = ahead(share, workers=self.workers, pin=self.pin)
+            yield from itertools.islice(batches, max(0, first - begin), None)
 
-    def _segment_of(self, step: int) -> int:
-        return (step - 1) // self.segment_steps
-
-
-class _Segment(IterableDataset):
-    """The batches of one segment, or in a worker process the worker's share of them."""
-
-    def __init__(self, stream: Stream, segment: int):
-        self.stream, self.segment = stream, segment
-
-    def __iter__(self) -> Iterator[Batch | Exception]:
-        try:
-            yield from self._batches()
-        except ShardError as error:  # raised again by `ahead`
-            yield error
-
-    def _batches(self) -> Iterator[Batch]:
-        stream, info = self.stream, get_worker_info()
-        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        reader = _Reader(stream, self.segment, worker, workers)
+    def _share(self, begin: int, worker: int, workers: int) -> Iterator[Batch]:
+        """A worker's batches in the segment that begins at a step."""
+        reader = _Reader(self, (begin - 1) // self.segment_steps, worker, workers)
         samples = reader.samples()
-        begin = self.segment * stream.segment_steps + 1
-        end = min(begin + stream.segment_steps, stream.num_steps + 1)
+        end = min(begin + self.segment_steps, self.num_steps + 1)
         for step in range(begin + worker, end, workers):
-            share = list(itertools.islice(samples, stream.batch_size // stream.world_size))
-            position = (step - 1) * stream.batch_size
+            batch = list(itertools.islice(samples, self.batch_size // self.world_size))
+            position = (step - 1) * self.batch_size
             skips = [{"position": position, **skip} for skip in reader.skips]
             reader.skips = []
-            yield collate(share, skips, stream.image_size, stream.tokenizer)
+            yield collate(batch, skips, self.image_size, self.tokenizer)
 
 
 class _Reader:
@@ -138,12 +110,12 @@ class _Reader:
 
     def samples(self) -> Iterator[Sample]:
         """Samples, pass after pass; ShardError after a pass without a readable sample."""
-        stream = self.stream
+        stream, urls = self.stream, self.stream.shards.urls
         for number in itertools.count():
             epoch = (self.segment << 32) + number
-            order = permutation(stream.seed, STREAM, epoch, 0, len(stream.urls))[self.share]
+            order = permutation(stream.seed, STREAM, epoch, 0, len(urls))[self.share]
             rng = random.Random(f"{stream.seed} {epoch} {self.share.start}")
-            members = self._members([stream.urls[shard] for shard in order])
+            members = self._members([urls[shard] for shard in order])
             good, before = 0, len(self.skips)
             for raw in shuffle(SHUFFLED, rng=rng)(group_by_keys(members, handler=self._twice)):
                 try:
@@ -156,7 +128,7 @@ class _Reader:
             if not good:
                 first = self.skips[before]
                 raise ShardError(
-                    f"no readable sample in a worker's {len(order)} of {len(stream.urls)} shards; "
+                    f"no readable sample in a worker's {len(order)} of {len(urls)} shards; "
                     f"the first fault: {first['shard']} {first['key']}: {first['reason']}"
                 )
 
@@ -164,7 +136,7 @@ class _Reader:
         """Members of one shard after the other, in the form that webdataset's grouping expects."""
         for url in urls:
             try:
-                for name, data in read_members(url):
+                for name, data in read_url(url):
                     self.reading = url, name
                     yield {"fname": name, "data": data, "__url__": url}
             except Exception as error:  # shards and servers fail in many ways
@@ -198,15 +170,7 @@ class _Reader:
         self.skips.append({"shard": shard, "key": key, "reason": reason})
 
 
-class DamagedError(ValueError):
-    """A tar is truncated or damaged, in the member `key` or, if that is "", between two."""
-
-    def __init__(self, message: str, key: str = ""):
-        super().__init__(message)
-        self.key = key
-
-
-def read_members(url: str) -> Iterator[tuple[str, bytes]]:
+def read_url(url: str) -> Iterator[tuple[str, bytes]]:
     """Name and bytes of each image, caption and label in a tar; skips other members.
 
     The tar may be compressed (gz, bz2, xz). Errors of servers, commands and damaged bytes come
@@ -215,76 +179,43 @@ def read_members(url: str) -> Iterator[tuple[str, bytes]]:
     is_empty = True
     with (
         contextlib.closing(_Source(url)) as source,
-        tarfile.open(fileobj=source, mode="r|*", tarinfo=_StrictHeader) as tar,
+        tarfile.open(fileobj=source, mode="r|*", tarinfo=StrictHeader) as tar,
     ):
-        while (member := tar.next()) is not None:
-            tar.members = []  # else it keeps the headers of the whole shard
-            if not 0 <= member.size <= LARGEST:
-                raise DamagedError(f"a size of {member.size} at byte {member.offset}")
-            stem, kind = base_plus_ext(member.name)
-            plain = member.isfile() and not member.issparse()
-            if plain and stem is not None and kind.lower() in MEMBERS:
-                is_empty = False
-                try:
-                    data = tar.extractfile(member).read()
-                except tarfile.ReadError as error:
-                    place = f"in the member at byte {member.offset}"
-                    raise DamagedError(f"{error} {place}", member.name) from None
-                yield member.name, data
-        rest = iter(lambda: tar.fileobj.read(1 << 16), b"")
-        if any(chunk.strip(b"\0") for chunk in rest):
-            raise DamagedError(f"early end at byte {tar.offset}")
+        for member, _, _, data in read_members(tar):
+            is_empty = False
+            yield member.name, data
     if is_empty:
         raise DamagedError("no image, caption or label in it")
 
 
-class _StrictHeader(tarfile.TarInfo):
-    """Raises an error for a damaged header, which tarfile mistakes for the end of the archive."""
-
-    @classmethod
-    def fromtarfile(cls, tar: tarfile.TarFile) -> tarfile.TarInfo:
-        try:
-            return super().fromtarfile(tar)
-        except (
-            tarfile.InvalidHeaderError,
-            tarfile.EmptyHeaderError,
-            tarfile.TruncatedHeaderError,
-        ) as error:
-            raise DamagedError(f"bad header at byte {tar.offset}: {error}") from None
-
-
 class _Source:
-    """The bytes that webdataset opens for a URL; their end is an error if its command has failed.
-
-    webdataset checks the command after each read, so how much is read before the error depends on
-    timing. Here all bytes are read first.
-    """
+    """The bytes of a file, of a URL (by curl) or of a `pipe:` command; its failure is an error."""
 
     def __init__(self, url: str):
-        # A signal to the process group must not end curl: half a shard would be missing. Workers
-        # and their commands ignore signals; this is for num_workers=0.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
-        try:
-            self.opened = gopen(url if urlsplit(url).scheme else os.path.abspath(url))
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        piped = isinstance(self.opened, Pipe)  # kept alive: it closes its stream when collected
-        self.command = self.opened.proc if piped else None
-        self.file = self.opened.stream if piped else self.opened
+        scheme, self.command = urlsplit(url).scheme, None
+        if not scheme:
+            self.file = open(url, "rb")  # noqa: SIM115
+            return
+        options = {"stdout": subprocess.PIPE, "start_new_session": True}
+        options["preexec_fn"] = follow_parent  # a signal must not cut a shard short
+        if scheme == "pipe":
+            self.command = subprocess.Popen(url.removeprefix("pipe:"), shell=True, **options)
+        else:
+            self.command = subprocess.Popen([*CURL, url], **options)
+        self.file = self.command.stdout
 
     def read(self, size: int) -> bytes:
         data = self.file.read(size)
-        if not data and self.command and self.command.wait():
-            shell = isinstance(self.command.args, str)  # a command line may hold secrets
-            program = "the command" if shell else self.command.args[0]
-            status = self.command.returncode
-            hint = f" ({CURL[status]})" if program == "curl" and status in CURL else ""
-            raise OSError(f"{program} failed with status {status}{hint}")
+        if not data and self.command and (status := self.command.wait()):
+            if isinstance(self.command.args, str):  # a command line may hold secrets
+                raise OSError(f"the command failed with status {status}")
+            hint = f" ({CURL_FAULTS[status]})" if status in CURL_FAULTS else ""
+            raise OSError(f"curl failed with status {status}{hint}")
         return data
 
     def close(self) -> None:
         if self.command:
-            self.command.kill()
-        self.file.close()
-        if self.command:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.command.pid, signal.SIGKILL)
             self.command.wait()
+        self.file.close()

@@ -46,7 +46,7 @@ def test_loaders_are_compared_in_one_process_and_with_workers(measure):
 
 def test_set_is_rendered_if_none_is_given(measure):
     shapes = [line["shape"] for line in measure(train=None, image_size=[128])]
-    assert shapes[0].startswith("shapes of 146 px, noise 12 to 128 px")
+    assert shapes[0].startswith("shapes of 146 px to 128 px")
 
 
 WRONG = {  # name of a function of webdataset's pipeline: its replacement

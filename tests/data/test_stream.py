@@ -19,9 +19,10 @@ import torch
 import lowprec.data.stream
 from lowprec.config.check import ConfigError
 from lowprec.config.patterns import ShardUrls, check_readers
+from lowprec.data.loader import STOPPING
 from lowprec.data.open import open_data
 from lowprec.data.shards import ShardError
-from lowprec.data.stream import Stream, _Source, read_members
+from lowprec.data.stream import Stream, _Source, read_url
 from lowprec.runs.read import read_rows
 from lowprec.train.signals import StopRequest
 
@@ -95,10 +96,10 @@ def put(server, put_file):
 
 
 @pytest.fixture
-def eight(put):
-    """URLs of eight shards of six samples; number 20 has no image, number 33 a blank caption."""
+def eight(put_file):
+    """Eight shards of six samples; number 20 has no image, number 33 a blank caption."""
     change = {20: {"png": b"broken"}, 33: {"txt": b" "}}
-    return [put(f"{i}.tar", range(6 * i, 6 * i + 6), change) for i in range(8)]
+    return [put_file(f"{i}.tar", range(6 * i, 6 * i + 6), change) for i in range(8)]
 
 
 def tokenize(captions):
@@ -135,14 +136,17 @@ def test_a_batch_holds_whole_samples(put, sample):
     assert batch.samples.tolist() == [-1] * 4 and batch.skips == []
 
 
-def test_order_depends_on_seed_and_segment_only(eight):
+@fork_is_fine
+def test_order_depends_on_seed_segment_and_number_of_workers_only(eight):
     whole = read(eight)
     random.seed(5)
-    again = read(eight)
-    assert len(whole) == 12 and all(map(same, whole, again))
+    assert len(whole) == 12 and all(map(same, whole, read(eight, workers=1)))
     segments = [numbers(whole[i : i + 4]) for i in (0, 4, 8)]
     assert segments[0] != segments[1] != segments[2] != segments[0]
-    assert numbers(read(eight, seed=1)) != numbers(whole)
+    assert numbers(read(eight, seed=1)) != numbers(whole) != numbers(read(eight, workers=2))
+    layouts = [make_stream(eight, workers=workers).layout() for workers in (0, 1, 2)]
+    assert [layout["workers"] for layout in layouts] == [1, 1, 2]
+    assert make_stream(eight, world_size=2, rank=1, workers=3).layout()["world_size"] == 2
 
 
 @fork_is_fine
@@ -150,6 +154,7 @@ def test_order_depends_on_seed_and_segment_only(eight):
 def test_resuming_at_a_boundary_is_the_continuation_and_reads_nothing_twice(
     server, eight, workers, monkeypatch
 ):
+    eight = [f"{server.url}/{Path(path).name}" for path in eight]
     monkeypatch.setattr(lowprec.data.stream, "SHUFFLED", 3)
     undisturbed = make_stream(eight, workers=workers).batches_from(1)
     before = [next(undisturbed) for _ in range(4)]
@@ -163,22 +168,12 @@ def test_resuming_at_a_boundary_is_the_continuation_and_reads_nothing_twice(
 
 
 @fork_is_fine
-@pytest.mark.parametrize(("workers", "first"), [(0, 3), (0, 12), (2, 7)])
+@pytest.mark.parametrize(("workers", "first"), [(0, 12), (2, 7)])
 def test_resuming_within_a_segment_is_the_continuation(eight, workers, first):
     whole = read(eight, workers=workers)
     tail = read(eight, first=first, workers=workers)
     assert len(tail) == 13 - first and all(map(same, tail, whole[first - 1 :]))
     assert any(batch.skips for batch in whole)
-
-
-@fork_is_fine
-def test_zero_workers_read_like_one_and_the_layout_agrees(eight):
-    streams = [make_stream(eight, workers=workers) for workers in (0, 1, 2)]
-    none, one, two = (list(stream.batches_from(1)) for stream in streams)
-    assert all(map(same, none, one)) and numbers(one) != numbers(two)
-    assert [stream.layout()["workers"] for stream in streams] == [1, 1, 2]
-    ranks = make_stream(eight, world_size=2, rank=1, workers=3)
-    assert ranks.layout() == {"world_size": 2, "workers": 3}
 
 
 def test_each_sample_comes_once_per_pass_and_passes_differ(eight):
@@ -195,10 +190,9 @@ def test_each_sample_comes_once_per_pass_and_passes_differ(eight):
 
 
 @fork_is_fine
-@pytest.mark.parametrize("workers", [0, 2])
-def test_ranks_and_workers_share_the_shards_of_a_pass(put, workers):
-    urls = [put(f"{i}.tar", range(6 * i, 6 * i + 6)) for i in range(8)]
-    options = {"batch_size": 8, "num_steps": 6, "segment_steps": 6, "workers": workers}
+def test_ranks_and_workers_share_the_shards_of_a_pass(put_file):
+    urls = [put_file(f"{i}.tar", range(6 * i, 6 * i + 6)) for i in range(8)]
+    options = {"batch_size": 8, "num_steps": 6, "segment_steps": 6, "workers": 2}
     parts = [numbers(read(urls, rank=rank, world_size=2, **options)) for rank in (0, 1)]
     assert not {n // 6 for n in parts[0]} & {n // 6 for n in parts[1]}
     assert sorted(parts[0] + parts[1]) == list(range(48))
@@ -220,14 +214,14 @@ def test_packed_shards_files_and_commands_stream_too(server, put):
     assert sorted(numbers(batches)) == [0, 0, 0, 1, 1, 1, 2, 2, 2] and batches[0].skips == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR2])
-def test_signal_to_the_process_group_does_not_end_curl(server, put, number):
+def test_signals_do_not_end_curl(server, put):
     source = _Source(put("a.tar", range(4)))
-    os.kill(source.command.pid, number)
+    for number in STOPPING:
+        os.kill(source.command.pid, number)
     assert source.read(1 << 20) == (server.folder / "a.tar").read_bytes()
     assert source.read(1) == b""
     source.close()
-    assert number not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & STOPPING
 
 
 def test_secrets_reach_the_server_but_neither_skips_nor_messages(server, put):
@@ -270,14 +264,11 @@ def test_too_few_shards_for_the_workers_are_refused(make_config, squares):
     assert len(open_data(make_config(changes | {"num_workers": 2})).train.urls) == 2
     with pytest.raises(ValueError, match="3 shards for 4 ranks .* 3 ranks fit"):
         check_readers(ShardUrls(["a", "b", "c"]), 2, world_size=4)
-    with pytest.raises(ValueError, match="batch_size=4 is not a multiple of 3 ranks"):
-        make_stream(["a", "b", "c"], world_size=3)
 
 
 @fork_is_fine
-@pytest.mark.parametrize(("workers", "stop"), [(0, 6), (1, 4)])
 def test_stopped_and_resumed_run_has_the_metrics_of_an_undisturbed_one(
-    server, squares, make_config, run_once, tmp_path, workers, stop
+    server, squares, make_config, run_once, tmp_path
 ):
     for path in squares.glob("train-*.tar"):
         (server.folder / path.name).write_bytes(path.read_bytes())
@@ -286,10 +277,11 @@ def test_stopped_and_resumed_run_has_the_metrics_of_an_undisturbed_one(
     (server.folder / "train-0.tar").write_bytes(damage)
     config = make_config({
         "data.name": "stream", "data.train": f"{server.url}/train-{{0..1}}.tar", "data.val": None,
-        "data.allow_remote": ["http"], "data.augment": "crop_flip", "num_workers": workers,
+        "data.allow_remote": ["http"], "data.augment": "crop_flip",
+        "num_workers": 1, "num_steps": 8,
     })  # fmt: skip
     ended, _ = run_once(config, tmp_path / "whole")
-    assert (ended.state, ended.step) == ("finished", 12)
+    assert (ended.state, ended.step) == ("finished", 8)
     request = StopRequest()
 
     def stop_at(built):
@@ -297,13 +289,13 @@ def test_stopped_and_resumed_run_has_the_metrics_of_an_undisturbed_one(
 
         def stopping(first):
             for step, batch in enumerate(batches_from(first), first):
-                request.number = 15 if step == stop else None
+                request.number = 15 if step == 6 else None
                 yield batch
 
         built.batches_from = stopping
 
     ended, _ = run_once(config, tmp_path / "cut", stop=request, spoil=stop_at)
-    assert (ended.state, ended.step) == ("preempted", stop)
+    assert (ended.state, ended.step) == ("preempted", 6)
     ended, _ = run_once(config, tmp_path / "cut")
     assert ended.state == "finished"
     for name in ("metrics.jsonl", "skips.jsonl"):
@@ -315,31 +307,18 @@ def read_files(urls, *, num_steps=4, batch_size=1):
     return read(urls, num_steps=num_steps, batch_size=batch_size, segment_steps=99)
 
 
-SPOILED = {  # how a tar of samples 0 .. 5 is spoiled, its third image being at a byte: the rows
-    "bad header after an image": (
-        lambda tar, at: tar[: at + 1536] + b"?" + tar[at + 1537 :],
-        [("", "DamagedError: "), ("000002", "ValueError: no caption (txt)")],
-    ),
-    "cut short": (
-        lambda tar, at: tar[: at + 600],
-        [("000002.png", "DamagedError: ")],
-    ),
-}
-
-
-@pytest.mark.parametrize(("spoil", "rows"), SPOILED.values(), ids=SPOILED.keys())
-def test_damaged_shard_is_named_and_other_shards_are_read(put_file, spoil, rows):
+def test_damaged_shard_is_named_and_other_shards_are_read(put_file):
     good, bad = put_file("good.tar", range(10, 16)), put_file("bad.tar", range(6))
     with tarfile.open(bad) as tar:
         third = tar.getmember("000002.png").offset
-    Path(bad).write_bytes(spoil(Path(bad).read_bytes(), third))
+    whole = Path(bad).read_bytes()
+    Path(bad).write_bytes(change(whole, third + 1536, b"?"))  # the header after an image
     # The row of a shard that ends the pass comes with the first sample of the next.
     batches = read_files([good, bad], num_steps=9)
     assert sorted(numbers(batches)[:-1]) == [0, 1, *range(10, 16)]
-    rows_of = {(s["shard"], s["key"], s["reason"]) for batch in batches for s in batch.skips}
-    assert len(rows_of) == len(rows)
-    for key, reason in rows:
-        assert any(row[:2] == (bad, key) and row[2].startswith(reason) for row in rows_of), rows_of
+    rows = {(s["shard"], s["key"], s["reason"][:30]) for batch in batches for s in batch.skips}
+    assert {row[:2] for row in rows} == {(bad, ""), (bad, "000002")} and len(rows) == 2
+    assert {row[2].split(":")[0] for row in rows} == {"DamagedError", "ValueError"}
 
 
 def test_pass_without_a_readable_sample_is_an_error(tmp_path, put_file):
@@ -366,7 +345,7 @@ def read_until_error(url):
     """Names of the members that come, and the error that ends them."""
     names = []
     with pytest.raises((ValueError, OSError, tarfile.ReadError)) as raised:
-        names += (name for name, _ in read_members(str(url)))
+        names += (name for name, _ in read_url(str(url)))
     return names, raised.value
 
 
@@ -417,11 +396,11 @@ def test_only_regular_images_captions_and_labels_are_read(tmp_path, tar_and_offs
     with tarfile.open(path, "a") as tar:
         for name, kind in (("x.png", tarfile.SYMTYPE), ("x.txt", tarfile.DIRTYPE),
                            ("x.cls", tarfile.FIFOTYPE), ("x.pyd", tarfile.REGTYPE),
-                           (".txt", tarfile.REGTYPE), ("txt", tarfile.REGTYPE)):  # fmt: skip
+                           ("txt", tarfile.REGTYPE)):  # fmt: skip
             member = tarfile.TarInfo(name)
             member.type, member.linkname = kind, "/etc/hostname"
             tar.addfile(member)
-    assert [name for name, _ in read_members(str(path))] == list(at)
+    assert [name for name, _ in read_url(str(path))] == list(at)
 
 
 def test_failure_of_a_command_comes_after_its_output(tar_and_offsets):

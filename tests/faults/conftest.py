@@ -13,7 +13,7 @@ from PIL import Image
 
 from lowprec.data.index import open_shards
 from lowprec.data.loader import Batches
-from lowprec.data.shards import MEMBERS
+from lowprec.data.tar import MEMBERS
 
 SIZE = 8
 

@@ -1,0 +1,63 @@
+"""Strict reading of image-text tars: damage is an error that names the byte, never an early end."""
+
+import tarfile
+from collections.abc import Iterator
+
+IMAGES = ("jpg", "jpeg", "png", "webp")
+MEMBERS = (*IMAGES, "txt", "json", "cls")  # the only kinds of members that are read
+LARGEST = 2**31 - 1  # bytes of a member that an index can hold
+
+
+class DamagedError(ValueError):
+    """A tar is truncated or damaged, in the member `key` or, if that is "", between two."""
+
+    def __init__(self, message: str, key: str = ""):
+        super().__init__(message)
+        self.key = key
+
+
+class StrictHeader(tarfile.TarInfo):
+    """Raises DamagedError for a header that tarfile mistakes for the end of the archive."""
+
+    @classmethod
+    def fromtarfile(cls, tar: tarfile.TarFile) -> tarfile.TarInfo:
+        """The next header."""
+        start = tar.offset
+        try:
+            return super().fromtarfile(tar)
+        except (
+            tarfile.InvalidHeaderError,
+            tarfile.EmptyHeaderError,
+            tarfile.TruncatedHeaderError,
+        ) as error:
+            raise DamagedError(f"bad header at byte {start}: {error}") from None
+
+
+def read_members(tar: tarfile.TarFile) -> Iterator[tuple[tarfile.TarInfo, str, str, bytes]]:
+    """Header, key, kind and bytes of each image, caption and label in a tar, to its end.
+
+    The key is the name up to the first dot of its last component. `tar` is opened with
+    `tarinfo=StrictHeader`. Raises DamagedError after all members before the damage.
+    """
+    while (member := tar.next()) is not None:
+        tar.members = []  # else it keeps the headers of the whole shard
+        if not 0 <= member.size <= LARGEST:
+            raise DamagedError(f"a size of {member.size} at byte {member.offset}")
+        folder, _, last = member.name.rpartition("/")
+        stem, dot, kind = last.partition(".")
+        if member.isfile() and not member.issparse() and dot and kind.lower() in MEMBERS:
+            try:
+                data = tar.extractfile(member).read()
+            except tarfile.ReadError as error:
+                place = f"in the member at byte {member.offset}"
+                raise DamagedError(f"{error} {place}", member.name) from None
+            yield member, f"{folder}/{stem}", kind.lower(), data
+    rest = iter(lambda: tar.fileobj.read(1 << 16), b"")
+    if any(chunk.strip(b"\0") for chunk in rest):
+        raise DamagedError(f"early end at byte {tar.offset}")
+
+
+def parse_label(data: bytes) -> int:
+    """The class in a .cls member; -1 unless it is a number with at most nine digits."""
+    text = data.strip()
+    return int(text) if text.isdigit() and len(text) < 10 else -1
