@@ -10,27 +10,17 @@ BLOCK_STATISTICS = ("feature_mean", "feature_max", "logit_max")
 
 
 class BlockProbe:
-    """Measures the blocks of a model on a few samples, without any effect on training.
+    """Measures some modules of a model on a few samples, without any effect on training.
 
-    The forward pass runs in evaluation mode (patch dropout keeps all patches), eagerly even if
-    blocks are compiled, and draws no random numbers.
+    `forward` calls the model on the samples that the probe receives: in evaluation mode (patch
+    dropout keeps all patches), eagerly even if blocks are compiled, without random numbers.
     Source: E[abs(x_k)], appendix C, arXiv:2304.13013.
-
-    Args:
-        model: the model that contains `blocks`; its mode is restored after each pass.
-        blocks: modules to measure.
-        forward: calls the model on the samples that the probe receives.
     """
 
     def __init__(self, model: nn.Module, blocks: list[nn.Module], forward: Callable[[Any], Any]):
         self.model, self.forward = model, forward
-        known = {module: name for name, module in model.named_modules()}
-        self.blocks = {known[block]: block for block in blocks}
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the blocks in the model."""
-        return list(self.blocks)
+        self.blocks = {name: block for name, block in model.named_modules() if block in blocks}
+        self.names = list(self.blocks)
 
     @torch.no_grad()
     def __call__(self, samples: Any) -> Tensor:
@@ -55,9 +45,9 @@ class BlockProbe:
             self.model.train(was_training)
             for handle in handles:
                 handle.remove()
-        device = next(self.model.parameters()).device
-        rows = [[torch.as_tensor(x, device=device) for x in row] for row in rows_by_name.values()]
-        return torch.stack([torch.stack([x.float() for x in row]) for row in rows])
+        like = {"device": next(self.model.parameters()).device, "dtype": torch.float32}
+        rows = [[torch.as_tensor(x, **like) for x in row] for row in rows_by_name.values()]
+        return torch.stack([torch.stack(row) for row in rows])
 
 
 def _features_into(row: list) -> Callable:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 ROUNDING = 1e-6  # a constant float32 loss scatters by at most this share of its mean
 ONSET_WINDOW = 50  # steps
@@ -24,14 +25,13 @@ class Protocol:
     """What counts as a spike. The defaults are the paper's; it leaves `window` open.
 
     A loss is an *outlier* if it exceeds mean + `loss_sigmas` standard deviations of the `window`
-    steps before it. An outlier enters later windows as the bound it exceeded: a spike raises the
-    bound only a little, yet a loss that stays high is normal again within about a window. A step
-    is no outlier while fewer than half of its window's steps have a number.
-    A loss spike begins at the first of `num_deviations` outliers, the last of which comes at most
-    `within` steps after the first. An RMS spike is a step with RMS_t >= `rms_threshold`. The first
-    `ignore_steps` steps have neither. A spike at most `within` steps after the previous one
-    (counted or not) is the same spike, so each spike counts once, at its earliest step.
-    A loss spike follows an RMS spike if it begins 1 to `max_lead` steps after it.
+    steps before it, at least half of which have a number. It enters later windows as the bound it
+    exceeded: a spike raises the bound only a little, yet a loss that stays high is normal again
+    within about a window. A loss spike begins at the first of `num_deviations` outliers, the last
+    of which comes at most `within` steps after the first. An RMS spike is a step with RMS_t >=
+    `rms_threshold`. The first `ignore_steps` steps have neither. A spike at most `within` steps
+    after the previous one (counted or not) is the same spike and does not count again. A loss spike
+    follows an RMS spike if it begins 1 to `max_lead` steps after it.
     """
 
     rms_threshold: float = 2.3
@@ -51,11 +51,9 @@ PROTOCOLS = {
 
 
 def protocol_of(protocol: str, **thresholds: float | None) -> Protocol:
-    """The protocol of the config group `diagnostics.spikes`.
+    """The protocol of the config group `diagnostics.spikes`; "none" stands for "paper".
 
-    Args:
-        protocol: a key of PROTOCOLS; "none" stands for "paper".
-        thresholds: fields that replace the protocol's own; None keeps it.
+    `thresholds` replace the protocol's own; None keeps it.
     """
     changed = {name: value for name, value in thresholds.items() if value is not None}
     return replace(PROTOCOLS.get(protocol, PROTOCOLS["paper"]), **changed)
@@ -70,11 +68,7 @@ class Spike(NamedTuple):
 
 
 class Detector:
-    """Finds spikes step by step. A resumed run feeds it all previous steps again.
-
-    Spikes reported so far do not depend on later steps. A step costs one pass over the window and
-    one over the tensors.
-    """
+    """Finds spikes step by step. A resumed run feeds it all previous steps again."""
 
     def __init__(self, protocol: Protocol, num_tensors: int):
         self.protocol = protocol
@@ -100,32 +94,27 @@ class Detector:
         for _ in range(min(step - self.step - 1, self.protocol.window)):
             self._push(math.nan)
         self.step = step
-        bound = _bound_after(self._window, self.protocol)
-        spikes = []
-        if math.isfinite(loss) and loss > bound:
-            if step > self.protocol.ignore_steps:
-                spikes = self._add_outlier(step, loss)
-            loss = bound
-        self._push(loss if math.isfinite(loss) else math.nan)
-        if rms is None or step <= self.protocol.ignore_steps:
-            return spikes
-        rms = np.asarray(rms, dtype=np.float64)
-        exceeds = rms >= self.protocol.rms_threshold
-        if exceeds.any():
+        bound = float(_bounds(self._window[None], self.protocol)[0])
+        is_outlier = math.isfinite(loss) and loss > bound
+        self._push(bound if is_outlier else loss if math.isfinite(loss) else math.nan)
+        if step <= self.protocol.ignore_steps:
+            return []
+        spikes = self._add_outlier(step, loss) if is_outlier else []
+        if rms is not None:
+            exceeds = np.asarray(rms, dtype=np.float64) >= self.protocol.rms_threshold
             is_new = exceeds & (step - self._last_rms_spike > self.protocol.within)
             self._last_rms_spike[exceeds] = step
             spikes += [Spike(step, int(i), float(rms[i])) for i in np.flatnonzero(is_new)]
         return spikes
 
     def _push(self, loss: float) -> None:
-        self._window[:-1] = self._window[1:]
-        self._window[-1] = loss
+        self._window = np.append(self._window[1:], loss)
 
     def _add_outlier(self, step: int, loss: float) -> list[Spike]:
         self._outliers.append((step, loss))
         first, value = self._outliers[0]
-        is_enough = len(self._outliers) == self.protocol.num_deviations
-        if not is_enough or step - first > self.protocol.within:
+        is_alone = len(self._outliers) < self.protocol.num_deviations
+        if is_alone or step - first > self.protocol.within:
             return []
         is_new = first - self._last_loss_spike > self.protocol.within
         self._last_loss_spike = first
@@ -156,18 +145,13 @@ def onsets(loss: np.ndarray, steps: np.ndarray) -> np.ndarray:
     """Steps at which loss spikes set in: detection needs an outlier, the rise may begin earlier.
 
     The onset is the first step of the unbroken stretch of raised losses that ends at the detected
-    step. A loss is raised if it exceeds the median of the `ONSET_WINDOW` steps before it by
-    `ONSET_DEVIATIONS` median absolute deviations (MAD) of the differences between neighbors in that
-    window. Differences ignore a trend; for white noise 3 of their MADs are 2.9 standard deviations.
-    A loss is not raised if fewer than half of its window's steps have a number. If the detected
-    step itself is not raised, it is the onset. Two spikes within one stretch share their onset.
+    step, or that step if it is not raised. A loss is raised if it exceeds the median of the
+    `ONSET_WINDOW` steps before it, at least half of which have a number, by `ONSET_DEVIATIONS`
+    median absolute deviations (MAD) of the differences between neighbors in that window.
+    Differences ignore a trend; for white noise 3 of their MADs are 2.9 standard deviations.
 
-    Args:
-        loss: [steps].
-        steps: the spikes' steps, counted from 1, as `np.flatnonzero(loss_spikes(...)) + 1`.
-
-    Returns:
-        int64, shaped as `steps`.
+    `loss` is [steps]; `steps` counts from 1, as `np.flatnonzero(loss_spikes(...)) + 1`. Returns
+    int64, shaped as `steps`.
     """
     loss = np.asarray(loss, dtype=np.float64)
     loss = np.where(np.isfinite(loss), loss, np.nan)
@@ -212,49 +196,28 @@ def relative_rms(rms: np.ndarray, beta2: float | np.ndarray) -> np.ndarray:
 
 def loss_bounds(loss: np.ndarray, protocol: Protocol) -> np.ndarray:
     """[steps]: the bound that an outlier at each step must exceed; NaN if there is none."""
-    loss = np.asarray(loss, dtype=np.float64)
-    counted, window = np.where(np.isfinite(loss), loss, np.nan), protocol.window
-    padded = np.concatenate([np.full(window, np.nan), counted])
-    bounds = _bounds(padded, protocol)
-    start = 0
-    while len(above := np.flatnonzero(padded[window + start :] > bounds[start:])):
-        i = start + above[0]
-        padded[window + i] = bounds[i]
-        start = i + 1  # the changed loss is in the windows of the next `window` steps only
-        bounds[start : start + window] = _bounds(padded[start : start + 2 * window], protocol)
+    window, start, bounds = protocol.window, 0, np.full(len(loss), np.nan)
+    padded = np.concatenate([np.full(window, np.nan), np.where(np.isfinite(loss), loss, np.nan)])
+    while start < len(loss):
+        windows = sliding_window_view(padded[start : start + 2 * window - 1], window)
+        part = slice(start, start + window)
+        bounds[part] = _bounds(windows[: len(bounds[part])], protocol)
+        above = np.flatnonzero(padded[window:][part] > bounds[part])
+        if len(above):  # its bound takes its place in the windows of the next steps
+            padded[window + start + above[0]] = bounds[start + above[0]]
+        start += above[0] + 1 if len(above) else window
     return bounds
 
 
-def _bounds(padded: np.ndarray, protocol: Protocol) -> np.ndarray:
-    """`_bound_after` for each stretch of `window` elements that has an element after it."""
-    num = max(0, len(padded) - protocol.window)
-    is_number = ~np.isnan(padded)
-    total, squares, count = np.zeros(num), np.zeros(num), np.zeros(num)
-    values = np.where(is_number, padded, 0.0)
-    for i in range(protocol.window):
-        total += values[i : i + num]
-        count += is_number[i : i + num]
-    mean = total / np.maximum(count, 1)
-    for i in range(protocol.window):
-        squares += np.where(is_number[i : i + num], values[i : i + num] - mean, 0.0) ** 2
+def _bounds(windows: np.ndarray, protocol: Protocol) -> np.ndarray:
+    """[n]: the bounds for the steps after windows [n, window]."""
+    is_number = ~np.isnan(windows)
+    count = is_number.sum(axis=1)
+    mean = np.where(is_number, windows, 0.0).sum(axis=1) / np.maximum(count, 1)
+    squares = (np.where(is_number, windows - mean[:, None], 0.0) ** 2).sum(axis=1)
     deviation = np.sqrt(squares / np.maximum(count, 1))
     bounds = mean + protocol.loss_sigmas * np.maximum(deviation, ROUNDING * np.abs(mean))
     return np.where(2 * count >= protocol.window, bounds, np.nan)
-
-
-def _bound_after(window: np.ndarray, protocol: Protocol) -> float:
-    """The bound for the step after a window; NaN if too few of its elements are numbers.
-
-    Sums in the same order as `_bounds`, and so agrees with it to the bit.
-    """
-    is_number = ~np.isnan(window)
-    count = float(is_number.sum())
-    if 2 * count < len(window):
-        return math.nan
-    mean = np.cumsum(np.where(is_number, window, 0.0))[-1] / count
-    squares = np.cumsum(np.where(is_number, window - mean, 0.0) ** 2)[-1]
-    deviation = max(np.sqrt(squares / count), ROUNDING * abs(mean))
-    return float(mean + protocol.loss_sigmas * deviation)
 
 
 def _count_once(marks: np.ndarray, within: int) -> np.ndarray:
@@ -268,19 +231,17 @@ def _count_once(marks: np.ndarray, within: int) -> np.ndarray:
 class LagCoincidence(NamedTuple):
     """How often loss spikes follow RMS spikes, and how often they would by chance.
 
-    `share` is `num_following` / `num_loss_spikes`. Over the shifts of `lag_coincidence`, `chance`
-    is the mean share, `low` to `high` its central 95%, and `p_value` the fraction of shifts under
-    which at least as many loss spikes follow. All are NaN if there is no loss spike.
+    Numbers from `share` on are NaN if there is no loss spike.
     """
 
     num_loss_spikes: int
     num_rms_spikes: int
     num_following: int
-    share: float
-    chance: float
-    low: float
+    share: float  # num_following / num_loss_spikes
+    chance: float  # the mean share over the shifts of `lag_coincidence`
+    low: float  # of the central 95% of these shares
     high: float
-    p_value: float
+    p_value: float  # fraction of shifts under which at least as many loss spikes follow
 
 
 def leads(loss_steps: np.ndarray, rms_steps: np.ndarray) -> np.ndarray:
@@ -300,17 +261,12 @@ def lag_coincidence(
 ) -> LagCoincidence:
     """Counts the loss spikes that follow RMS spikes of one tensor, and those expected by chance.
 
-    For chance, the RMS spikes are shifted circularly along the steps after `ignore_steps`: each
-    keeps its neighbors and loses only its relation to the loss. The shift by 0 is included, so
-    `p_value` is above 0.
-
-    Args:
-        loss_marks: bool [steps], the steps at which loss spikes begin.
-        rms_marks: bool [steps], the steps at which RMS spikes begin.
-        protocol: gives `ignore_steps` and `max_lead`.
-        max_shift: the largest shift either way; None shifts over the whole run. Small shifts keep
-            the phase of training: where both kinds of spike crowd into one phase, shifts over the
-            whole run underestimate chance.
+    `loss_marks` and `rms_marks`, bool [steps], mark the steps at which spikes begin. For chance,
+    the RMS spikes are shifted circularly along the steps after `ignore_steps`, by at most
+    `max_shift` either way or over the whole run: each keeps its neighbors and loses only its
+    relation to the loss. The shift by 0 is included, so `p_value` is above 0. Small shifts keep the
+    phase of training: where both kinds of spike crowd into one phase, shifts over the whole run
+    underestimate chance.
     """
     loss_marks, rms_marks = loss_marks[protocol.ignore_steps :], rms_marks[protocol.ignore_steps :]
     loss_steps, rms_steps = np.flatnonzero(loss_marks), np.flatnonzero(rms_marks)

@@ -2,6 +2,5 @@
 
 from lowprec.optim.schedules import param_groups
 from lowprec.optim.stable_adamw import StableAdamW
-from lowprec.optim.statistics import second_moment_statistics
 
-__all__ = ["StableAdamW", "param_groups", "second_moment_statistics"]
+__all__ = ["StableAdamW", "param_groups"]

@@ -1,22 +1,20 @@
 """AdamW with 8-bit moments from bitsandbytes or torchao, with the interface of StableAdamW.
 
-The update is the library's. This file decides which tensors are updated and which moments stay in
+The update is the library's. This file decides which gradients are applied and which moments stay in
 32 bits, computes statistics and gives the moments to checkpoints as plain tensors.
 """
 
 import fnmatch
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from lowprec.optim.statistics import STATISTICS
+from lowprec.config.schema import OF_SECOND_MOMENT, STATISTICS
+from lowprec.optim.state import MOMENTS
 
-CHUNK = 2**25  # elements of parameters copied at a time for the norms of their updates
 BLOCK = 256  # elements that share a scale, in both libraries by default
-
-Moment = tuple[Tensor, Tensor | None, Tensor | None]  # values or codes, scales, levels
 
 
 class EightBitAdamW:
@@ -25,12 +23,9 @@ class EightBitAdamW:
     `step()` leaves `statistics`, `grad_norm`, `clipped_grad_norm` (the same) and `all_finite`;
     `skip`, `grad_scale`, `found_inf` and `frozen` work as in StableAdamW. Differences:
 
-    - Statistics of the second moment (rms, u_min, u_mean, u_max) are NaN: the libraries do not keep
-      it in full precision, and RMS_t cannot be computed from its 8-bit codes.
-    - The update norm is that of `p_new - (1 - lr weight_decay) p_old`, from a copy of at most CHUNK
-      elements or one tensor. The statistics move 36 bytes per element beside the update.
+    - Statistics that need the second moment (rms, update_norm, u_min, u_mean, u_max) are NaN.
     - The host reads once per step which gradients are finite, so no CUDA graph can capture it.
-    - Gradients are divided by `grad_scale` in place.
+    - Gradients are divided by `grad_scale` in place; those that are not applied become None.
     - 16-bit parameters lose small updates to rounding: there is no compensation.
 
     Groups hold named float32 parameters, already on their device. A parameter keeps 32-bit moments
@@ -57,10 +52,6 @@ class EightBitAdamW:
         for name, p in zip(self.names, self.params, strict=True):
             self._start(p, is_wide=name in wide or p.numel() < min_8bit_size)
         self.frozen: Tensor | None = None
-        self.all_finite: Tensor | None = None
-        self.statistics: Tensor | None = None
-        self.grad_norm: Tensor | None = None
-        self.clipped_grad_norm: Tensor | None = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch."""
@@ -70,68 +61,32 @@ class EightBitAdamW:
     def step(self) -> None:
         """Updates every parameter that has a gradient."""
         rows = [i for i, p in enumerate(self.params) if p.grad is not None]
-        if not rows:
-            return
         grads = [self.params[i].grad for i in rows]
         scale = getattr(self, "grad_scale", None)  # set and deleted by GradScaler
         if scale is not None:
             torch._foreach_mul_(grads, 1 / scale.to(grads[0].device))
         norms = torch.stack(torch._foreach_norm(grads)).float()
-        allowed, finite = self._decide(norms)
-        zeros = norms.new_zeros(5, len(self.params))
-        names = ("grad_norm", "update_norm", "grad_abs_max", "grad_inf", "grad_nan")
-        values = dict(zip(names, zeros, strict=True))
+        self.grad_norm = self.clipped_grad_norm = torch.linalg.vector_norm(norms)
+        values = {name: norms.new_zeros(len(self.params)) for name in STATISTICS}
         values["grad_norm"][rows] = norms
         values["grad_abs_max"][rows] = torch.stack(torch._foreach_norm(grads, math.inf))
-        for i, grad, is_finite in zip(rows, grads, finite, strict=True):
-            if not is_finite:
-                values["grad_inf"][i] = grad.isinf().sum()
-                values["grad_nan"][i] = grad.isnan().sum()
-        applied = {i for i, is_finite in zip(rows, finite, strict=True) if allowed and is_finite}
-        if self.skip == "tensor" or all(finite):
-            self._update(applied, values["update_norm"])
-        values["param_norm"] = torch.stack(torch._foreach_norm(self.params))
-        unknown = torch.full_like(zeros[0], math.nan)
-        self.statistics = torch.stack([values.get(name, unknown) for name in STATISTICS], dim=1)
-        self.grad_norm = self.clipped_grad_norm = torch.linalg.vector_norm(norms)
-
-    def _decide(self, norms: Tensor) -> tuple[bool, list[bool]]:
-        """Whether anything may be updated and which gradients are finite; reads the device."""
         finite = norms.isfinite()
         self.all_finite = finite.all()
         vetoes = [v for v in (getattr(self, "found_inf", None), self.frozen) if v is not None]
         vetoes = [(v.to(norms.device) != 0).reshape(1) for v in vetoes]
-        read = torch.cat([finite, *vetoes]).tolist()
-        return not any(read[len(norms) :]), read[: len(norms)]
-
-    def _update(self, applied: set[int], update_norms: Tensor) -> None:
-        """Steps the library for some parameters, chunk by chunk; fills their update norms."""
-        for group, numbers in self._chunks(applied):
-            params = [self.params[i] for i in numbers]
-            kept = torch._foreach_mul(params, 1 - float(group["lr"]) * group["weight_decay"])
-            self.library.param_groups = [{**group, "params": params}]
-            try:
-                self.library.step()
-            finally:
-                self.library.param_groups = self.param_groups
-            torch._foreach_sub_(kept, params)
-            update_norms[numbers] = torch.stack(torch._foreach_norm(kept))
-
-    def _chunks(self, applied: set[int]) -> Iterator[tuple[dict, list[int]]]:
-        """Numbers of these parameters, one group and at most CHUNK elements at a time."""
-        start = 0
-        for group in self.param_groups:
-            numbers, size = [], 0
-            for i in range(start, start := start + len(group["params"])):
-                if i not in applied:
-                    continue
-                if numbers and size + self.params[i].numel() > CHUNK:
-                    yield group, numbers
-                    numbers, size = [], 0
-                numbers.append(i)
-                size += self.params[i].numel()
-            if numbers:
-                yield group, numbers
+        read = torch.cat([finite, *vetoes]).tolist()  # the host waits here
+        finite, vetoes = read[: len(rows)], read[len(rows) :]
+        for i, grad, is_finite in zip(rows, grads, finite, strict=True):
+            if not is_finite:
+                values["grad_inf"][i] = grad.isinf().sum()
+                values["grad_nan"][i] = grad.isnan().sum()
+                self.params[i].grad = None  # which the library leaves out
+        if not any(vetoes) and (self.skip == "tensor" or all(finite)):
+            self.library.step()
+        values["param_norm"] = torch.stack(torch._foreach_norm(self.params))
+        for name in OF_SECOND_MOMENT:
+            values[name].fill_(math.nan)
+        self.statistics = torch.stack([values[name] for name in STATISTICS], dim=1)
 
     def states(self) -> dict[str, dict[str, Tensor]]:
         """The optimizer's own tensors of the moments, by kind and parameter's name.
@@ -141,7 +96,8 @@ class EightBitAdamW:
         """
         tensors: dict[str, dict[str, Tensor]] = {}
         for name, p in zip(self.names, self.params, strict=True):
-            for kind, (values, scale, levels) in self._moments(p).items():
+            for kind, values in zip(MOMENTS, self._moments(self.library.state[p]), strict=True):
+                values, scale, levels = values
                 tensors.setdefault(kind, {})[name] = values
                 if scale is not None:
                     tensors.setdefault(f"{kind}_scale", {})[name] = scale
@@ -156,15 +112,15 @@ class EightBitAdamW:
     @steps.setter
     def steps(self, steps: list[float]) -> None:
         for p, step in zip(self.params, steps, strict=True):
-            kind = type(self.library.state[p]["step"])
-            self.library.state[p]["step"] = torch.tensor(step) if kind is Tensor else kind(step)
+            is_tensor = isinstance(self.library.state[p]["step"], Tensor)
+            self.library.state[p]["step"] = torch.tensor(step) if is_tensor else int(step)
 
     def _start(self, p: Tensor, is_wide: bool) -> None:
         """Initializes the parameter's state with zeros."""
         raise NotImplementedError
 
-    def _moments(self, p: Tensor) -> dict[str, Moment]:
-        """exp_avg and exp_avg_sq of a parameter."""
+    def _moments(self, state: dict) -> list[tuple[Tensor, Tensor | None, Tensor | None]]:
+        """Values or codes, scales and levels of a parameter's exp_avg and exp_avg_sq."""
         raise NotImplementedError
 
 
@@ -184,26 +140,24 @@ class TorchaoAdamW8bit(EightBitAdamW):
 
         state = self.library.state[p]
         state["step"] = torch.tensor(0.0)
-        for kind, signed in (("exp_avg", True), ("exp_avg_sq", False)):
+        for kind, signed in zip(MOMENTS, (True, False), strict=True):
             if is_wide or p.numel() % BLOCK:
                 state[kind] = torch.zeros_like(p)
             else:
                 state[kind] = OptimState8bit.zeros(p.shape, signed, BLOCK, p.device, p.dtype)
 
-    def _moments(self, p: Tensor) -> dict[str, Moment]:
-        moments = {}
-        for kind in ("exp_avg", "exp_avg_sq"):
-            x = self.library.state[p][kind]
-            moments[kind] = (x, None, None) if type(x) is Tensor else (x.codes, x.scale, x.qmap)
-        return moments
+    def _moments(self, state: dict) -> list[tuple[Tensor, Tensor | None, Tensor | None]]:
+        moments = (state[kind] for kind in MOMENTS)
+        return [
+            (x, None, None) if type(x) is Tensor else (x.codes, x.scale, x.qmap) for x in moments
+        ]
 
 
 class BitsAndBytesAdamW8bit(EightBitAdamW):
-    """bitsandbytes.optim.AdamW8bit(groups, **rule), on a GPU only.
+    """bitsandbytes.optim.AdamW8bit(groups, **rule), on a GPU only; written for 0.49.
 
     With `is_paged`, moments of 100,000 elements and more lie in CUDA managed memory, which moves to
     the host when the GPU is full. More of it than the GPU has free can hang the GPU for all users.
-    Written for 0.49.
     """
 
     def __init__(self, groups: list[dict], rule: dict, **options):
@@ -216,12 +170,10 @@ class BitsAndBytesAdamW8bit(EightBitAdamW):
         self.library.args.min_8bit_size = math.inf if is_wide else 0
         self.library.init_state(self.param_groups[0], p, -1, -1)
 
-    def _moments(self, p: Tensor) -> dict[str, Moment]:
-        state = self.library.state[p]
-        return {
-            kind: (state[f"state{i}"], state.get(f"absmax{i}"), state.get(f"qmap{i}"))
-            for i, kind in enumerate(("exp_avg", "exp_avg_sq"), 1)
-        }
+    def _moments(self, state: dict) -> list[tuple[Tensor, Tensor | None, Tensor | None]]:
+        return [
+            (state[f"state{i}"], state.get(f"absmax{i}"), state.get(f"qmap{i}")) for i in (1, 2)
+        ]
 
 
 def matching(names: Sequence[str], patterns: Sequence[str]) -> set[str]:
@@ -231,12 +183,7 @@ def matching(names: Sequence[str], patterns: Sequence[str]) -> set[str]:
     """
     matches = set()
     for pattern in patterns:
-        new = {
-            name
-            for name in names
-            for end in range(1, name.count(".") + 2)
-            if fnmatch.fnmatchcase(".".join(name.split(".")[:end]), pattern)
-        }
+        new = {*fnmatch.filter(names, pattern), *fnmatch.filter(names, f"{pattern}.*")}
         if not new:
             raise ValueError(f"{pattern!r} matches no module and no parameter, such as {names[0]}")
         matches |= new

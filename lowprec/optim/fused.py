@@ -1,8 +1,8 @@
 """A step over all tensors of a GPU: a handful of launches, nothing read back to the host."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton.language as tl
@@ -25,8 +25,7 @@ class FusedStep:
     """`plain.PlainStep` by Triton kernels, for tensors that `first_unfit` accepts.
 
     A clipped step takes three passes over memory (gradients; moments; parameters), because the rate
-    depends on the new moments of the whole tensor. Without clipping the last two are one pass. Each
-    pass is a launch, and another to add partial sums, per pair of dtypes.
+    depends on the new moments of the whole tensor. Without clipping the last two are one pass.
     """
 
     def __init__(self, tensors: Tensors, shards: ShardReduction, addresses: "AddressTables"):
@@ -47,13 +46,8 @@ class FusedStep:
         self, h: Hyperparameters, factor: Tensor, sizes: Tensor, is_clipped: bool
     ) -> tuple[Tensor, StepSums]:
         """See `PlainStep.update`."""
-        common = (
-            h.apply,
-            factor.to(h.lr.dtype).expand_as(h.apply),
-            h.beta1_hat,
-            h.beta2_hat,
-            h.eps,
-        )
+        factor = factor.expand_as(h.apply)
+        common = (h.apply, factor, h.beta1_hat, h.beta2_hat, h.eps)
         if is_clipped:
             totals = self._step((*common, h.apply, h.apply), moments=True)  # the rate is not read
             ratio_squares, u_sum, neg_u_min, u_max = self.shards.reduce(totals, 2).unbind(1)
@@ -74,8 +68,7 @@ class FusedStep:
     ) -> Tensor:
         """Totals [tensors, n] of one pass, with `values` [tensors] in the kernel's order."""
         table = torch.stack([value.float() for value in values], dim=1)
-        totals = [launcher.step(table, moments, update) for launcher in self.launchers]
-        return self._in_order(totals)
+        return self._in_order([each.step(table, moments, update) for each in self.launchers])
 
     def _in_order(self, totals: list[Tensor]) -> Tensor:
         return totals[0] if len(totals) == 1 else torch.cat(totals)[self.order]
@@ -85,13 +78,12 @@ class _Launcher:
     """Launches the kernels for the tensors of one pair of dtypes."""
 
     def __init__(self, tensors: Tensors, rows: tuple[int, ...], addresses: "AddressTables"):
-        columns = list(vars(tensors).values())
         params, grads = tensors.params, tensors.grads
         self.device = params[0].device
         self.rows = None if len(rows) == len(params) else index_on(rows, self.device)
         self.param_type, self.grad_type = TYPES[params[rows[0]].dtype], TYPES[grads[rows[0]].dtype]
         pointers = tuple(
-            0 if column[i] is None else column[i].data_ptr() for column in columns for i in rows
+            0 if column[i] is None else column[i].data_ptr() for column in tensors for i in rows
         )
         self.aligned = all(pointer % 16 == 0 for pointer in pointers)
         self.addresses = addresses.on_device(pointers, self.device)
@@ -129,8 +121,7 @@ class _Launcher:
         return totals
 
 
-@dataclass(frozen=True)
-class _Layout:
+class _Layout(NamedTuple):
     """How tensors are cut into chunks: int64, on the device."""
 
     sizes: Tensor  # [tensors]: elements
@@ -195,8 +186,7 @@ def first_unfit(tensors: Tensors) -> int | None:
     device = tensors.params[0].device
     if device.type not in DEVICES:
         return 0
-    rows = zip(*vars(tensors).values(), strict=True)
-    for i, (p, *others) in enumerate(rows):
+    for i, (p, *others) in enumerate(zip(*tensors, strict=True)):
         others = [x for x in others if x is not None]
         fits = p.device == device and p.dtype in TYPES and others[0].dtype in TYPES
         if not (fits and _is_dense(p) and all(_has_order_of(p, x) for x in others)):
@@ -214,12 +204,4 @@ def _has_order_of(a: Tensor, b: Tensor) -> bool:
 
 def _is_dense(x: Tensor) -> bool:
     """Whether the elements fill their memory without gaps or overlaps, in any order."""
-    if x.is_contiguous():
-        return True
-    filled = 1
-    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
-        if size != 1:
-            if stride != filled:
-                return False
-            filled *= size
-    return True
+    return x.is_contiguous() or torch.empty_like(x, device="meta").stride() == x.stride()

@@ -13,8 +13,8 @@ class NoScaler:
     value = 1.0
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Returns the loss."""
-        return loss
+        """Returns the loss times the scale."""
+        return loss * self.value
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Steps the optimizer."""
@@ -37,10 +37,6 @@ class FixedScaler(NoScaler):
 
     def __init__(self, scale: float, device: torch.device | str):
         self.value = torch.full((), scale, device=device)
-
-    def scale(self, loss: Tensor) -> Tensor:
-        """Returns the loss times the scale."""
-        return loss * self.value
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Steps the optimizer, which divides the gradients by the scale."""

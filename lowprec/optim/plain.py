@@ -1,34 +1,26 @@
 """A step over all tensors in plain torch, one tensor after the other, on any device."""
 
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowprec.optim.adamw_update import Hyperparameters, stable_adamw_update, wide
-from lowprec.optim.statistics import (
-    GradientSums,
-    ShardReduction,
-    StepSums,
-    gradient_sums,
-    step_sums,
-)
+from lowprec.optim.statistics import GradientSums, ShardReduction, StepSums
 
 
-@dataclass
-class Tensors:
-    """What a step reads and writes of the tensors that have a gradient, in one order.
+class Tensors(NamedTuple):
+    """What a step reads and writes of the tensors that have a gradient, or of their local shards.
 
-    Of sharded tensors these are the parts that this process holds. Moments are float32 (float64 for
-    float64). `compensations` is None for parameters that are not 16-bit.
+    Moments are float32, float64 for float64.
     """
 
     params: list[Tensor]
     grads: list[Tensor]
     exp_avgs: list[Tensor]
     exp_avg_sqs: list[Tensor]
-    compensations: list[Tensor | None]
+    compensations: list[Tensor | None]  # None: not a 16-bit parameter
 
 
 class PlainStep:
@@ -40,7 +32,7 @@ class PlainStep:
 
     def gradients(self, factor: Tensor) -> GradientSums:
         """Sums over the gradients times `factor` (0-d), [tensors] each."""
-        sums = [gradient_sums(wide(grad) * factor) for grad in self.tensors.grads]
+        sums = [GradientSums.of(wide(grad) * factor) for grad in self.tensors.grads]
         return self.shards.totals(GradientSums, sums)
 
     def update(
@@ -53,16 +45,16 @@ class PlainStep:
         """
         factor = factor.to(h.lr.dtype)
         rms, sums = [], []
-        per_tensor = zip(*vars(self.tensors).values(), strict=True)
-        for i, (param, grad, exp_avg, exp_avg_sq, compensation) in enumerate(per_tensor):
+        for i, (param, grad, exp_avg, exp_avg_sq, lost) in enumerate(
+            zip(*self.tensors, strict=True)
+        ):
             values = Hyperparameters(*(value[i] for value in h))
             grad = torch.where(values.apply > 0, wide(grad) * factor, 0.0)
+            of_tensor = (param, grad, exp_avg, exp_avg_sq)
             mean_square = partial(self._mean_square, i, sizes[i])
-            rms_t, update = stable_adamw_update(
-                param, grad, exp_avg, exp_avg_sq, values, mean_square, compensation
-            )
+            rms_t, update = stable_adamw_update(*of_tensor, values, mean_square, lost)
             rms.append(rms_t)
-            sums.append(step_sums(exp_avg_sq, update, param))
+            sums.append(StepSums.of(exp_avg_sq, update, param))
         return torch.stack(rms), self.shards.totals(StepSums, sums)
 
     def _mean_square(self, i: int, size: Tensor, x: Tensor) -> Tensor:

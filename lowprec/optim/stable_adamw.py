@@ -14,7 +14,22 @@ from torch import Tensor
 
 from lowprec.optim.adamw_update import Hyperparameters, debiased, wide_dtype
 from lowprec.optim.fused import AddressTables, FusedStep, first_unfit
+from lowprec.optim.options import (
+    OWN_OPTIONS,
+    check_options,
+    is_positive_or_none,
+    lr_on_device,
+    options_of,
+)
 from lowprec.optim.plain import PlainStep, Tensors
+from lowprec.optim.state import (
+    FOREIGN,
+    MOMENTS,
+    adamw_state,
+    check_is_adamw,
+    loaded_state,
+    zero_state,
+)
 from lowprec.optim.statistics import (
     STATISTICS,
     ShardReduction,
@@ -26,10 +41,6 @@ from lowprec.optim.statistics import (
 )
 
 __all__ = ["STATISTICS", "StableAdamW"]
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-OWN_OPTIONS = ("clip_threshold", "clip_weight_decay", "beta2_decay")  # torch's AdamW has none
-FOREIGN = "only a state of StableAdamW or torch.optim.AdamW, without amsgrad and maximize, loads"
 
 
 class StableAdamW(torch.optim.Optimizer):
@@ -50,6 +61,8 @@ class StableAdamW(torch.optim.Optimizer):
         fused: None uses the Triton kernels if all tensors are dense, float32, bfloat16 or float16,
             on one GPU, with gradients in the same order in memory; otherwise plain torch, with a
             warning on a GPU. False: always plain torch. True: ValueError if kernels cannot run.
+        foreach, capturable: as in torch, without effect: a step can always be captured.
+        amsgrad, maximize, differentiable: ValueError if true.
 
     After `step()`:
         statistics: float32 [tensors, 10], in the order of `names` and STATISTICS: RMS_t (above 1, u
@@ -64,18 +77,26 @@ class StableAdamW(torch.optim.Optimizer):
 
     Callers may set three attributes to 0-d tensors: `grad_scale` divides the gradients, which are
     not modified; `found_inf` and `frozen` prevent any update if nonzero. torch.amp.GradScaler sets
-    the first two. Each tensor counts its own updates, so skipped steps do not count.
+    the first two. Each tensor counts its own updates, so skipped steps do not count; in the code of
+    the paper's runs they do. Where betas change during training (OneCycleLR's `cycle_momentum`),
+    moments stay weighted means of the gradients; torch's AdamW then differs.
 
     `state[p]` holds the debiased moments exp_avg and exp_avg_sq in float32 (float64 for float64),
     the count `updates` and, for a 16-bit parameter, `compensation` (see `add_compensated_`). The
-    count is not called step, so that torch's AdamW does not take our moments for its own.
+    count is not called step, so that torch's AdamW does not take our moments for its own: it loads
+    `adamw_state_dict()`.
 
     Source: Algorithm 2, arXiv:2304.13013.
     """
 
+    frozen: Tensor | None = None
+    all_finite: Tensor | None = None
+    statistics: Tensor | None = None
+    grad_norm: Tensor | None = None
+    clipped_grad_norm: Tensor | None = None
+
     _step_supports_amp_scaling = True  # torch.amp.GradScaler then leaves unscaling to step()
     _copied = ("clip_norm", "skip", "fused", "frozen")  # with a copy or a pickle
-    _copied += ("all_finite", "statistics", "grad_norm", "clipped_grad_norm")
 
     def __init__(
         self,
@@ -84,6 +105,7 @@ class StableAdamW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.99),
         eps: float = 1e-6,
         weight_decay: float = 0.2,
+        amsgrad: bool = False,
         *,
         clip_threshold: float | None = 1.0,
         clip_weight_decay: bool = True,
@@ -91,36 +113,33 @@ class StableAdamW(torch.optim.Optimizer):
         clip_norm: float | None = None,
         skip: str = "step",
         fused: bool | None = None,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
     ):
         if skip not in ("step", "tensor"):
             raise ValueError(f"skip={skip!r} must be step or tensor")
-        if not _is_positive_or_none(clip_norm):
+        if not is_positive_or_none(clip_norm):
             raise ValueError(f"clip_norm={clip_norm} must be None or a number > 0")
+        self.clip_norm, self.skip, self.fused = clip_norm, skip, fused
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        defaults |= {"clip_threshold": clip_threshold, "clip_weight_decay": clip_weight_decay}
-        super().__init__(params, defaults | {"beta2_decay": beta2_decay})
-        self.clip_norm = clip_norm
-        self.skip = skip
-        self.fused = fused
-        self.frozen: Tensor | None = None
-        self.all_finite: Tensor | None = None
-        self.statistics: Tensor | None = None
-        self.grad_norm: Tensor | None = None
-        self.clipped_grad_norm: Tensor | None = None
+        defaults |= {"amsgrad": amsgrad, "maximize": maximize, "differentiable": differentiable}
+        own = zip(OWN_OPTIONS, (clip_threshold, clip_weight_decay, beta2_decay), strict=True)
+        super().__init__(params, defaults | dict(own))
 
     def add_param_group(self, param_group: dict) -> None:
         """As in torch; ValueError if an option is out of range."""
-        _check_options({**self.defaults, **param_group})
+        check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
         self._reset_caches()
 
     @property
     def names(self) -> list[str]:
         """Names of the parameters, in the order of `statistics`; ValueError if they have none."""
-        named = [group.get("param_names") for group in self.param_groups]
-        if any(names is None for names in named):
+        if not all("param_names" in group for group in self.param_groups):
             raise ValueError("names need named parameters: StableAdamW(model.named_parameters())")
-        return [name for names in named for name in names]
+        return [name for group in self.param_groups for name in group["param_names"]]
 
     @property
     def steps(self) -> list[float]:
@@ -130,10 +149,7 @@ class StableAdamW(torch.optim.Optimizer):
     @steps.setter
     def steps(self, steps: list[float]) -> None:
         self._update_counts = None
-        counts = self._counts()
-        if len(steps) != len(counts):
-            raise ValueError(f"{len(steps)} step counts for {len(counts)} parameters")
-        counts.copy_(torch.tensor(steps))
+        self._counts().copy_(torch.tensor(steps))
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> Tensor | None:
@@ -170,48 +186,45 @@ class StableAdamW(torch.optim.Optimizer):
     def _plain_or_fused(self, params: list[Tensor], rows: tuple[int, ...]) -> PlainStep | FusedStep:
         """What updates these parameters, `rows` among all."""
         states = self._states(params, rows)
+        kinds = (*MOMENTS, "compensation")
         tensors = Tensors(
             [local(p) for p in params],
             [local(p.grad) for p in params],
-            [local(state["exp_avg"]) for state in states],
-            [local(state["exp_avg_sq"]) for state in states],
-            [local(state.get("compensation")) for state in states],
+            *([local(state.get(kind)) for state in states] for kind in kinds),
         )
         for p, grad in zip(params, tensors.grads, strict=True):
             if p.is_complex() or grad.layout != torch.strided:
                 what = "is complex" if p.is_complex() else "has a sparse gradient"
                 raise ValueError(f"{self._describe(p)} {what}; only real, dense tensors work")
         shards = ShardReduction(params, lambda i: self._describe(params[i]))
-        unfit = None if self.fused is False else first_unfit(tensors)
-        if self.fused is not False and unfit is None:
+        if self.fused is False:
+            return PlainStep(tensors, shards)
+        unfit = first_unfit(tensors)
+        if unfit is None:
             return FusedStep(tensors, shards, self._addresses)
+        reason = (
+            "kernels need dense float32, bfloat16 or float16 tensors of one GPU, with gradients in "
+            f"the same order in memory, unlike {self._describe(params[unfit])}"
+        )
         if self.fused:
-            raise ValueError(
-                "fused=True needs dense float32, bfloat16 or float16 tensors of one GPU"
-            )
-        if unfit is not None and params[0].is_cuda and not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                f"all tensors are updated in plain torch: no kernel takes the dtype, the device or "
-                f"the order in memory of {self._describe(params[unfit])}",
-                stacklevel=5,  # the caller of step, beyond two wrappers of torch
-            )
+            raise ValueError(f"fused=True: {reason}")
+        if params[0].is_cuda:  # stacklevel: the caller of step, beyond two wrappers of torch
+            warnings.warn(f"all tensors are updated in plain torch: {reason}", stacklevel=5)
         return PlainStep(tensors, shards)
 
     def _decide(self, grad_norms: Tensor) -> Tensor:
         """Which tensors are updated: bool [tensors]."""
-        allowed = torch.ones((), dtype=torch.bool, device=grad_norms.device)
-        for veto in (getattr(self, "found_inf", None), self.frozen):
-            if veto is not None:
-                allowed = allowed & (veto.to(grad_norms.device) == 0).reshape(())
         finite = grad_norms.isfinite()
         self.all_finite = finite.all()
-        return allowed & (self.all_finite.expand_as(finite) if self.skip == "step" else finite)
+        applied = self.all_finite.expand_as(finite) if self.skip == "step" else finite
+        for veto in (getattr(self, "found_inf", None), self.frozen):
+            if veto is not None:
+                applied = applied & (veto.to(grad_norms.device) == 0).reshape(())
+        return applied
 
     def _clip_global_norm(self, grad_norms: Tensor) -> Tensor:
         """Factor, 0-d, that bounds the global norm; records the norm before and after."""
-        self.grad_norm = torch.linalg.vector_norm(grad_norms)
-        self.clipped_grad_norm = self.grad_norm
+        self.grad_norm = self.clipped_grad_norm = torch.linalg.vector_norm(grad_norms)
         if self.clip_norm is None:
             return torch.ones_like(self.grad_norm)
         finite_norm = torch.linalg.vector_norm(grad_norms.masked_fill(~grad_norms.isfinite(), 0))
@@ -226,17 +239,17 @@ class StableAdamW(torch.optim.Optimizer):
         device, groups = applied.device, self.param_groups
         group_of = [i for i, group in enumerate(groups) for _ in group["params"]]
         group_of = torch.tensor([group_of[i] for i in rows])
-        options = torch.tensor([_options_of(group) for group in groups], dtype=torch.float64)
-        options = self._on_device("options", options[group_of].T.contiguous(), device)
-        lrs = torch.stack([_lr_on_device(group["lr"], device) for group in groups])
+        options = torch.tensor([options_of(group) for group in groups], dtype=torch.float64)
+        options = options[group_of].T.contiguous()
+        is_clipped = bool(options[5].isfinite().any())
+        options = self._on_device("options", options, device)
+        lrs = torch.stack([lr_on_device(group["lr"], device) for group in groups])
         lrs = lrs[self._on_device("group_of", group_of, device)]
         apply = applied.float()
         t = self._count(apply, rows).double().clamp(min=1.0)
         beta1, beta2, beta2_decay = options[:3]
-        is_constant = beta2_decay == math.inf
-        beta2_hat = torch.where(is_constant, debiased(beta2, t), 1 - t**-beta2_decay)
+        beta2_hat = torch.where(beta2_decay == math.inf, debiased(beta2, t), 1 - t**-beta2_decay)
         dtype = wide_dtype(max(params, key=lambda p: p.dtype.itemsize))
-        is_clipped = any(groups[i]["clip_threshold"] is not None for i in set(group_of.tolist()))
         h = Hyperparameters(
             apply,
             lrs.to(dtype) * apply,
@@ -258,7 +271,7 @@ class StableAdamW(torch.optim.Optimizer):
         counts = self._counts()
         for i, p in zip(rows, params, strict=True):
             if "exp_avg" not in self.state[p]:
-                self.state[p].update(_zero_state(p), updates=counts[i].zero_())
+                self.state[p].update(zero_state(p), updates=counts[i].zero_())
         return [self.state[p] for p in params]
 
     def _counts(self) -> Tensor:
@@ -299,7 +312,6 @@ class StableAdamW(torch.optim.Optimizer):
         self._update_counts: Tensor | None = None
         self._addresses = AddressTables()
         self._copies: dict[str, tuple[Tensor, Tensor]] = {}
-        self._has_warned = False
 
     def __getstate__(self) -> dict:
         return super().__getstate__() | {name: getattr(self, name) for name in self._copied}
@@ -309,100 +321,38 @@ class StableAdamW(torch.optim.Optimizer):
         self._reset_caches()
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Loads a state of StableAdamW or torch.optim.AdamW.
+        """Loads a copy of a state of StableAdamW or torch.optim.AdamW.
 
-        Moments keep their own dtype (torch casts them to the parameter's). Those of AdamW are
-        debiased, and options that it does not have stay as they are. ValueError, before anything is
-        loaded, if the state is of another optimizer or its shapes differ.
+        Moments keep their own dtype (torch casts them to the parameter's). Options that AdamW does
+        not have stay as they are. ValueError, before anything is loaded, if the state is of another
+        optimizer or its shapes differ.
         """
+        if not state_dict.keys() >= {"state", "param_groups"}:
+            raise ValueError(f"{FOREIGN}; this one has {', '.join(list(state_dict)[:5])}")
         groups = [dict(group) for group in state_dict["param_groups"]]
         for group, own_group in zip(groups, self.param_groups, strict=False):
-            _check_is_adamw(group)
+            check_is_adamw(group)
             for name in OWN_OPTIONS:
                 group.setdefault(name, own_group[name])
-            _check_options(group)
+            check_options(group)
         numbers = [(n, group["betas"]) for group in groups for n in group["params"]]
-        rows = zip(self._params(), numbers, strict=False)  # torch compares the lengths
-        states = state_dict["state"]
-        loaded = [(p, states[n], betas) for p, (n, betas) in rows if n in states]
-        for p, state, _ in loaded:
-            self._check_fits(p, state)
-        super().load_state_dict({**state_dict, "param_groups": groups})
-        for p, state, betas in loaded:
-            self.state[p] = _converted_state(p, state, betas)
+        saved = state_dict["state"]
+        states = {
+            p: loaded_state(p, self._describe(p), saved[n], betas)
+            for p, (n, betas) in zip(self._params(), numbers, strict=False)
+            if n in saved
+        }
+        super().load_state_dict({"state": {}, "param_groups": groups})  # compares the lengths
+        self.state.update(states)
+        self._counts()
 
-    def _check_fits(self, p: Tensor, state: dict) -> None:
-        if not (state.keys() >= {*MOMENTS} and state.keys() & {"updates", "step"}):
-            raise ValueError(f"{FOREIGN}: {self._describe(p)} has {', '.join(map(str, state))}")
-        for name in MOMENTS:
-            if state[name].shape != p.shape:
-                shapes = f"{tuple(state[name].shape)}, not {tuple(p.shape)}"
-                raise ValueError(f"{name} of {self._describe(p)} has the shape {shapes}")
-
-
-def _check_options(group: dict) -> None:
-    """ValueError names the first option of a group that is out of range."""
-    betas = tuple(group["betas"])
-    are_betas = len(betas) == 2 and all(0 <= float(beta) < 1 for beta in betas)
-    for name, allowed, is_allowed in (
-        ("lr", "a number >= 0", 0 <= float(group["lr"]) < math.inf),
-        ("betas", "two numbers >= 0 and < 1", are_betas),
-        ("eps", "a number > 0", 0 < group["eps"] < math.inf),
-        ("weight_decay", "a number >= 0", 0 <= group["weight_decay"] < math.inf),
-        ("clip_threshold", "None or a number > 0", _is_positive_or_none(group["clip_threshold"])),
-        ("beta2_decay", "None or a number > 0", _is_positive_or_none(group["beta2_decay"])),
-    ):
-        if not is_allowed:
-            raise ValueError(f"{name}={group[name]} must be {allowed}")
-
-
-def _is_positive_or_none(value: float | None) -> bool:
-    return value is None or value > 0
-
-
-def _check_is_adamw(group: dict) -> None:
-    """ValueError if a group's update rule is not AdamW's or has what ours does not."""
-    is_adamw = "betas" in group and group.get("decoupled_weight_decay", True)
-    if not is_adamw or group.get("amsgrad") or group.get("maximize"):
-        raise ValueError(FOREIGN)
-
-
-def _options_of(group: dict) -> list[float]:
-    """betas, beta2_decay, then the last four fields of Hyperparameters; None becomes infinite."""
-    threshold, decay = group["clip_threshold"], group["beta2_decay"]
-    return [
-        *group["betas"],
-        math.inf if decay is None else decay,
-        group["eps"],
-        group["weight_decay"],
-        math.inf if threshold is None else threshold,
-        float(group["clip_weight_decay"]),
-    ]
-
-
-def _lr_on_device(lr: float | Tensor, device: torch.device) -> Tensor:
-    """float32, 0-d; a captured graph reads a learning rate on the device at each replay."""
-    if isinstance(lr, Tensor):
-        return lr.to(device, torch.float32).reshape(())
-    return torch.full((), lr, device=device)
-
-
-def _zero_state(p: Tensor) -> dict[str, Tensor]:
-    """Moments, and for a 16-bit parameter the compensation, in the parameter's order in memory."""
-    dtypes = dict.fromkeys(MOMENTS, wide_dtype(p))
-    if wide_dtype(p) != p.dtype:
-        dtypes["compensation"] = p.dtype
-    return {name: torch.zeros_like(p, dtype=dtype) for name, dtype in dtypes.items()}
-
-
-def _converted_state(p: Tensor, loaded: dict, betas: tuple[float, float]) -> dict[str, Tensor]:
-    """A parameter's state from a loaded one, ours or torch AdamW's."""
-    state = _zero_state(p)
-    for name in state.keys() & loaded.keys():
-        state[name].copy_(loaded[name])
-    if "updates" in loaded:
-        return {**state, "updates": loaded["updates"]}
-    t = torch.as_tensor(loaded["step"], dtype=torch.float64)
-    for name, beta in zip(MOMENTS, betas, strict=True):
-        state[name].div_(1 - beta ** t.clamp(min=1))
-    return {**state, "updates": t}
+    def adamw_state_dict(self) -> dict:
+        """A state that torch.optim.AdamW loads, to go on without update clipping."""
+        saved = self.state_dict()
+        for group in saved["param_groups"]:
+            for n in group["params"]:
+                if n in saved["state"]:
+                    saved["state"][n] = adamw_state(saved["state"][n], group["betas"])
+            for name in OWN_OPTIONS:
+                del group[name]
+        return saved

@@ -12,9 +12,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from lowprec.config.schema import STATISTICS
-from lowprec.optim.adamw_update import wide
-
-ADAMW_STATE = {"step", "exp_avg", "exp_avg_sq"}
 
 
 class GradientSums(NamedTuple):
@@ -26,6 +23,14 @@ class GradientSums(NamedTuple):
     abs_max: Tensor  # unspecified if an element is NaN
 
     num_sums = 3  # the fields before it are sums, the others maxima
+
+    @classmethod
+    def of(cls, grad: Tensor) -> "GradientSums":
+        """Sums over one gradient, which may hold infinite and NaN elements."""
+        norm = torch.linalg.vector_norm(grad)
+        least, largest = _extremes(grad)
+        abs_max = torch.maximum(-least, largest)
+        return cls(norm.square(), grad.isinf().sum(), grad.isnan().sum(), abs_max)
 
 
 class StepSums(NamedTuple):
@@ -39,25 +44,12 @@ class StepSums(NamedTuple):
 
     num_sums = 3
 
-
-def gradient_sums(grad: Tensor) -> GradientSums:
-    """Sums over one gradient, which may hold infinite and NaN elements."""
-    norm = torch.linalg.vector_norm(grad)
-    if grad.is_cpu and norm.isfinite():
-        num_inf = num_nan = torch.zeros_like(norm)
-    else:
-        num_inf, num_nan = grad.isinf().sum(), grad.isnan().sum()
-    least, largest = _extremes(grad)
-    return GradientSums(norm.square(), num_inf, num_nan, torch.maximum(-least, largest))
-
-
-def step_sums(u: Tensor, update: Tensor, param: Tensor) -> StepSums:
-    """Sums over one tensor after its update."""
-    update_squares, param_squares = (
-        torch.linalg.vector_norm(x.float()).square() for x in (update, param)
-    )
-    least, largest = _extremes(u)
-    return StepSums(u.sum(), update_squares, param_squares, -least, largest)
+    @classmethod
+    def of(cls, u: Tensor, update: Tensor, param: Tensor) -> "StepSums":
+        """Sums over one tensor after its update."""
+        squares = (torch.linalg.vector_norm(x.float()).square() for x in (update, param))
+        least, largest = _extremes(u)
+        return cls(u.sum(), *squares, -least, largest)
 
 
 def _extremes(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,47 +90,6 @@ def no_statistics(count: int, device: torch.device) -> Tensor:
     table = torch.zeros(count, len(STATISTICS), device=device)
     table[:, STATISTICS.index("rms")].fill_(math.nan)
     return table
-
-
-@torch.no_grad()
-def second_moment_statistics(optimizer: torch.optim.Optimizer) -> Tensor:
-    """`StableAdamW.statistics` for torch.optim.AdamW: float32 [tensors, 10], on the device.
-
-    Call it between `step()` and `zero_grad()`, before a scheduler changes the learning rate. The
-    gradients must be unscaled. u is the debiased second moment after the step,
-    `exp_avg_sq / (1 - beta2^step)`, and the update is `lr v / (sqrt(u) + eps)`; amsgrad is ignored.
-    Any optimizer works whose state holds step, exp_avg and exp_avg_sq as torch's Adam does. For a
-    StableAdamW its own statistics are returned. A tensor without a gradient or without such a state
-    shows rms NaN and 0 elsewhere; ValueError if no tensor has both.
-    """
-    if isinstance(getattr(optimizer, "statistics", None), Tensor):
-        return optimizer.statistics
-    all_params = [(p, group) for group in optimizer.param_groups for p in group["params"]]
-    rows = tuple(
-        i
-        for i, (p, _) in enumerate(all_params)
-        if p.grad is not None and p.numel() and optimizer.state.get(p, {}).keys() >= ADAMW_STATE
-    )
-    if not rows:
-        raise ValueError("no tensor has a gradient and a second moment (exp_avg_sq) beside it")
-    params = [all_params[i][0] for i in rows]
-    shards = ShardReduction(params, lambda i: f"parameter {rows[i]}")
-    sizes = torch.tensor([float(p.numel()) for p in params], device=params[0].device)
-    gradients, steps, ratio_squares = [], [], []
-    for i, (p, group) in enumerate(all_params[i] for i in rows):
-        state, (beta1, beta2), eps = optimizer.state[p], group["betas"], group["eps"]
-        t = torch.as_tensor(state["step"]).double()
-        grad, v = wide(local(p.grad)), wide(local(state["exp_avg"])) / (1 - beta1**t)
-        u = wide(local(state["exp_avg_sq"])) / (1 - beta2**t)
-        ratio = grad / u.sqrt().clamp(min=eps)
-        ratio_squares.append(shards.sum_one(i, torch.linalg.vector_norm(ratio).square().float()))
-        gradients.append(gradient_sums(grad))
-        steps.append(step_sums(u, group["lr"] * v / (u.sqrt() + eps), local(p)))
-    rms = (torch.stack(ratio_squares) / sizes).sqrt()
-    gradients = shards.totals(GradientSums, gradients)
-    step = shards.totals(StepSums, steps)
-    table = statistics_table(rms, gradients.squares.sqrt(), sizes, gradients, step)
-    return expand_rows(table, rows, len(all_params))
 
 
 class ShardReduction:

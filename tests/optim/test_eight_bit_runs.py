@@ -14,7 +14,7 @@ from lowprec.train.build import build
 from lowprec.train.checkpoint import list_checkpoints
 from lowprec.train.step import can_capture
 
-KNOWN = ["grad_norm", "update_norm"]
+KNOWN = ["grad_norm"]
 LIBRARIES = {"torchao": "adamw8bit_torchao", "bitsandbytes": "adamw8bit_bnb"}
 
 
@@ -84,17 +84,18 @@ def test_a_resumed_run_is_bitwise_the_undisturbed_one(
     assert embedding.dtype == (torch.float32 if setting == "stable" else torch.uint8)
 
 
-@pytest.mark.parametrize("table", ["tensors", "details"])
-def test_the_record_has_no_rms_and_the_loss_falls(changes, table, make_config, run_once, tmp_path):
+def test_the_record_has_no_rms_and_the_loss_falls(changes, make_config, run_once, tmp_path):
     often = {"diagnostics.detail_every": 3, "optimizer.lr": 3e-3, "num_steps": 30}
-    run_once(make_config(changes | often), tmp_path / "run")
+    _, built = run_once(make_config(changes | often), tmp_path / "run")
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
     assert sum(r["loss"] for r in rows[-5:]) < 0.9 * sum(r["loss"] for r in rows[:5])
-    names = {"tensors": set(KNOWN)}
-    names["details"] = {"grad_abs_max", "grad_inf", "grad_nan", "param_norm"}
-    for _, statistics, _ in read_tensors(tmp_path / "run", table):
-        assert statistics.keys() == names[table]
-        assert all((values >= 0).all() for values in statistics.values())
+    details = {"grad_abs_max", "grad_inf", "grad_nan", "param_norm"}
+    for table, names in (("tensors", set(KNOWN)), ("details", details)):
+        for _, statistics, _ in read_tensors(tmp_path / "run", table):
+            assert statistics.keys() == names
+            assert all((values >= 0).all() for values in statistics.values())
+    size = sum(path.stat().st_size for path in list_checkpoints(tmp_path / "run")[-1].glob("*"))
+    assert 0 <= size - built.state.num_bytes() < 60_000  # headers, random states, the manifest
 
 
 def test_codes_that_mean_other_numbers_are_refused_and_nothing_loaded(
@@ -107,7 +108,7 @@ def test_codes_that_mean_other_numbers_are_refused_and_nothing_loaded(
     save_file({"levels": levels * 1.01}, folder / "exp_avg_levels.safetensors")
     fresh = build(config, open_data(config))
     before = fresh.task.model.visual.proj.clone()
-    with pytest.raises(CheckpointError, match="coded in another way"):
+    with pytest.raises(CheckpointError, match="another 8-bit code"):
         fresh.state.load(folder)
     assert torch.equal(fresh.task.model.visual.proj, before)
 
@@ -120,13 +121,6 @@ def test_a_checkpoint_with_other_32_bit_moments_is_refused(
     built = build(other, open_data(other))
     with pytest.raises(CheckpointError, match=r"exp_avg_scale\.safetensors does not fit"):
         built.state.load(list_checkpoints(tmp_path / "run")[-1])
-
-
-def test_a_checkpoint_is_as_large_as_was_said(changes, make_config, run_once, tmp_path):
-    _, built = run_once(make_config(changes), tmp_path / "run")
-    files = list_checkpoints(tmp_path / "run")[-1].glob("*")
-    size = sum(path.stat().st_size for path in files)
-    assert 0 <= size - built.state.num_bytes() < 60_000  # headers, random states, the manifest
 
 
 def test_a_pattern_without_a_match_is_a_fault_of_the_config(changes, make_config):
@@ -157,11 +151,11 @@ def test_stable_embedding_folds_into_the_plain_model(make_config):
 def test_weights_of_a_stable_embedding_leave_under_open_clips_names(
     make_config, run_once, tmp_path
 ):
-    _, built = run_once(make_config({"optimizer.stable_embedding": True}), tmp_path / "run")
+    config = make_config({"optimizer.stable_embedding": True, "num_steps": 1})
+    stable = run_once(config, tmp_path / "run")[1].task.model
     config = make_config({"model.init_from": str(tmp_path / "run")})
     plain = build(config, open_data(config)).task.model
     tokens = torch.randint(512, (4, 8))
-    stable = built.task.model
     torch.testing.assert_close(plain.encode_text(tokens), stable.encode_text(tokens))
 
 

@@ -11,7 +11,7 @@ from lowprec.optim.fused import AddressTables, FusedStep
 from lowprec.optim.plain import PlainStep, Tensors
 from lowprec.optim.statistics import ShardReduction
 
-SHAPES = [(5, 7), (), (3000,), (2, 4096), (3, 5000), (1, 1), (0, 4)]
+SHAPES = [(5, 7), (), (2500,), (2, 1024), (3, 1500), (1, 1), (0, 4)]
 pytestmark = pytest.mark.usefixtures("right_interpreter")
 
 
@@ -91,17 +91,17 @@ def compensated_params(tensors):
 
 
 KINDS = {
-    "float32": [(torch.float32, torch.float32)],
     "bfloat16": [(torch.bfloat16, torch.bfloat16)],
     "mixed": [(torch.float32, torch.float32), (torch.float16, torch.float16),
               (torch.float32, torch.bfloat16)],
 }  # fmt: skip
-each_kind = pytest.mark.parametrize("dtypes", list(KINDS.values()), ids=list(KINDS))
 
 
-@each_kind
-@pytest.mark.parametrize("is_clipped", [True, False], ids=["clipped", "not clipped"])
-def test_kernels_update_as_the_definition_does(device, dtypes, is_clipped):
+@pytest.mark.parametrize(
+    "kind, is_clipped", [("mixed", True), ("mixed", False), ("bfloat16", True)]
+)
+def test_kernels_update_as_the_definition_does(device, kind, is_clipped):
+    dtypes = KINDS[kind]
     ours, theirs, before = (make(device, dtypes) for _ in range(3))
     h = make_hyperparameters(device, is_clipped, skipped=[3])
     rms, sums = update(FusedStep, ours, h, is_clipped)
@@ -119,10 +119,9 @@ def test_kernels_update_as_the_definition_does(device, dtypes, is_clipped):
     assert not torch.equal(ours.params[4], before.params[4])
 
 
-@each_kind
 @pytest.mark.filterwarnings("ignore:invalid value")  # numpy's, of the interpreter's inf - inf
-def test_gradient_sums_count_non_finite_elements(device, dtypes):
-    tensors = make(device, dtypes)
+def test_gradient_sums_count_non_finite_elements(device):
+    tensors = make(device, KINDS["mixed"])
     tensors.grads[2][1500] = torch.nan
     tensors.grads[3][1, 7] = torch.inf
     tensors.grads[3][0, 9] = -torch.inf
@@ -143,7 +142,7 @@ def test_gradient_sums_count_non_finite_elements(device, dtypes):
 
 @pytest.mark.parametrize("kind", [FusedStep, PlainStep])
 def test_compensation_keeps_what_bfloat16_rounds_away(device, kind):
-    steps, lr = 40, 1e-3
+    steps, lr = 10, 1e-3
     tensors = Tensors(
         [torch.ones(5, dtype=torch.bfloat16, device=device)],
         [torch.ones(5, dtype=torch.bfloat16, device=device)],
@@ -161,10 +160,10 @@ def test_compensation_keeps_what_bfloat16_rounds_away(device, kind):
 
 
 def test_a_tensor_alone_takes_the_same_step_as_among_others(device):
-    together, alone = (make(device, KINDS["float32"]) for _ in range(2))
+    together, alone = (make(device, KINDS["bfloat16"]) for _ in range(2))
     h = make_hyperparameters(device, is_clipped=True)
     update(FusedStep, together, h, is_clipped=True)
-    one = Tensors(*([column[4]] for column in vars(alone).values()))
+    one = Tensors(*([column[4]] for column in alone))
     update(FusedStep, one, Hyperparameters(*(value[4:5] for value in h)), is_clipped=True)
     assert torch.equal(one.params[0], together.params[4])
 
@@ -189,9 +188,9 @@ def test_plain_torch_updates_tensors_that_no_kernel_takes(device):
     weight.grad = torch.randn(6, 8, device=device).T  # in another order than the weight
     twin.grad = weight.grad.contiguous()
     optimizer = StableAdamW([("head", weight)], lr=0.1)
-    with pytest.warns(UserWarning, match=r"plain torch.*parameter 0 \(head\)"):
-        optimizer.step()
-    optimizer.step()  # warns once
+    for _ in range(2):
+        with pytest.warns(UserWarning, match=r"plain torch.*parameter 0 \(head\)"):
+            optimizer.step()
     other = StableAdamW([twin], lr=0.1)
     for _ in range(2):
         other.step()

@@ -1,279 +1,145 @@
-"""StableAdamW against the definition of its update and against torch's AdamW."""
+"""StableAdamW's update against stored trajectories of algorithm 2; its statistics and skips."""
 
+import json
 import math
+import re
+from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
 
-from lowprec.optim.adamw_update import Hyperparameters, debiased, stable_adamw_update
+from experiments.benchmarks.conformance import (
+    BETAS,
+    SHAPES,
+    WEIGHT_DECAY,
+    Rule,
+    problem,
+    run_optimizer,
+    trajectory,
+)
 from lowprec.optim.loss_scaling import build_scaler
-from lowprec.optim.schedules import param_groups
+from lowprec.optim.schedules import learning_rate, param_groups
 from lowprec.optim.stable_adamw import STATISTICS, StableAdamW
 
-SHAPES = [(5, 7), (16,), (3, 2, 2), ()]
-RMS, GRAD_NORM, UPDATE_NORM = (
-    STATISTICS.index(name) for name in ("rms", "grad_norm", "update_norm")
-)
+FOLDER = Path(__file__).parent / "golden"
+GOLDEN = sorted(path.stem for path in FOLDER.iterdir() if path.stem != "problem")
+FLOAT32 = 1e-6  # absolute, for values up to 2: eight units in the last place after 12 steps
+COMMON = {"betas": BETAS, "weight_decay": WEIGHT_DECAY}
+
+
+def read(name):
+    return json.loads((FOLDER / f"{name}.json").read_text())
+
+
+def assert_path(path, expected, tolerance):
+    for step, (actual, right) in enumerate(zip(path, expected, strict=True), 1):
+        for name, values in right.items():
+            assert actual[name] == pytest.approx(values, rel=0, abs=tolerance), (step, name)
 
 
 def make_params(dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
-    params = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
-    return [torch.nn.Parameter(p) for p in params]
-
-
-def make_grads(step):
-    generator = torch.Generator().manual_seed(step)
-    size = 50.0 if step == 6 else 1.0  # a jump that is clipped
-    return [torch.randn(shape, generator=generator) * size for shape in SHAPES]
+    shapes = [(5, 7), (16,), (3, 2, 2), ()]
+    return [torch.nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in shapes]
 
 
 def set_grads(params, step, scale=1.0):
-    for p, grad in zip(params, make_grads(step), strict=True):
+    """The gradients jump at step 6."""
+    generator = torch.Generator().manual_seed(step)
+    for p in params:
+        grad = torch.randn(p.shape, generator=generator) * (50.0 if step == 6 else 1.0)
         p.grad = (grad * scale).to(p.dtype)
 
 
-@pytest.mark.parametrize("clip_weight_decay", [True, False])
-@pytest.mark.parametrize("clip_threshold", [1.0, None])
-def test_follows_the_definition_in_float64(clip_threshold, clip_weight_decay):
-    params = make_params()
-    expected = [p.detach().double() for p in params]
-    moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in expected]
-    options = {"clip_threshold": clip_threshold, "clip_weight_decay": clip_weight_decay}
-    optimizer = StableAdamW(params, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, **options)
-    for step in range(1, 9):
-        set_grads(params, step)
+def take(optimizer, steps):
+    for step in steps:
+        set_grads(optimizer.param_groups[0]["params"], step)
         optimizer.step()
-        betas = (debiased(0.9, step), debiased(0.95, step))
-        threshold = clip_threshold or math.inf
-        values = (1, 1e-2, *betas, 1e-6, 0.1, threshold, clip_weight_decay)
-        h = Hyperparameters(*(torch.tensor(value, dtype=torch.float64) for value in values))
-        for i, grad in enumerate(make_grads(step)):
-            rms, _ = stable_adamw_update(expected[i], grad.double(), *moments[i], h)
-            assert optimizer.statistics[i, RMS].item() == pytest.approx(rms.item(), rel=1e-4)
-            torch.testing.assert_close(params[i].double(), expected[i], rtol=2e-5, atol=1e-6)
 
 
-def test_without_clipping_equals_torch_adamw():
-    ours, theirs = make_params(), make_params()
+def pair(**options):
+    """Two optimizers of equal parameters."""
+    return [StableAdamW(make_params(), lr=1e-2, **options) for _ in range(2)]
+
+
+def params_of(optimizer):
+    return [p.detach() for group in optimizer.param_groups for p in group["params"]]
+
+
+def assert_equal(first, second):
+    for a, b in zip(params_of(first), params_of(second), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_definition_follows_the_stored_trajectories():
+    stored = read("problem")
+    assert {name: tuple(shape) for name, shape in stored["shapes"].items()} == SHAPES
+    assert (tuple(stored["betas"]), stored["weight_decay"]) == (BETAS, WEIGHT_DECAY)
+    assert {name: stored[name] for name in asdict(problem())} == asdict(problem())
+    assert len(GOLDEN) == 6
+    for name in GOLDEN:
+        stored = read(name)
+        options = {"clip_threshold": 1.0, "clip_weight_decay": True, **stored["options"]}
+        changes = {} if options["clip_weight_decay"] else {"decay_rate": "the raw rate"}
+        if options["clip_threshold"] is None:
+            changes["clipping"] = "nothing"
+        values, rms = trajectory(Rule(**changes), options["eps"], options["clip_threshold"] or 1.0)
+        assert_path(stored["values"], values, 1e-9)
+        assert stored["rms"] == [pytest.approx(step, rel=1e-9) for step in rms]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", GOLDEN)
+def test_our_optimizer_follows_the_stored_trajectory(name, device):
+    stored, rms = read(name), []
+
+    def build(params):
+        optimizer = StableAdamW(params, **stored["options"], **COMMON)
+        optimizer.register_step_post_hook(
+            lambda *_: rms.append(
+                dict(zip(SHAPES, optimizer.statistics[:, 0].tolist(), strict=True))
+            )
+        )
+        return optimizer
+
+    assert_path(run_optimizer(build, device, torch.float32), stored["values"], FLOAT32)
+    for step, (actual, right) in enumerate(zip(rms, stored["rms"], strict=True), 1):
+        assert actual == pytest.approx(right, rel=1e-5), step
+
+
+def test_torch_adamw_follows_the_stored_trajectory_without_clipping():
+    path = run_optimizer(lambda params: torch.optim.AdamW(params, eps=1e-8, **COMMON))
+    assert_path(path, read("adamw")["values"], 1e-10)
+
+
+def test_clip_norm_equals_torch_clip_grad_norm():
     options = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1)
-    ours_optimizer = StableAdamW(ours, clip_threshold=None, **options)
-    theirs_optimizer = torch.optim.AdamW(theirs, **options)
-    for step in range(1, 31):
-        for params, optimizer in ((ours, ours_optimizer), (theirs, theirs_optimizer)):
-            set_grads(params, step)
-            optimizer.step()
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    ours = StableAdamW(make_params(), clip_threshold=None, clip_norm=1.0, **options)
+    theirs = torch.optim.AdamW(make_params(), **options)
+    for step in range(1, 9):
+        take(ours, [step])
+        set_grads(params := theirs.param_groups[0]["params"], step)
+        norm = torch.nn.utils.clip_grad_norm_(params, 1.0)
+        theirs.step()
+    assert ours.grad_norm.item() == pytest.approx(norm.item(), rel=1e-5)
+    assert ours.clipped_grad_norm.item() == pytest.approx(1.0, rel=1e-4)
+    torch.testing.assert_close(params_of(ours), params_of(theirs), rtol=1e-5, atol=1e-6)
 
 
-def test_statistics_are_norms_of_gradient_and_update():
-    params = make_params()
-    optimizer = StableAdamW(params, lr=1e-2, weight_decay=0.0)
+def test_statistics_describe_gradients_updates_moments_and_parameters():
+    optimizer = StableAdamW(make_params(), lr=1e-2, weight_decay=0.0)
+    params = optimizer.param_groups[0]["params"]
     before = [p.detach().clone() for p in params]
     set_grads(params, 1)
     norms = torch.stack([p.grad.norm() for p in params])
     optimizer.step()
-    moved = torch.stack([(p - b).norm() for p, b in zip(params, before, strict=True)])
-    torch.testing.assert_close(optimizer.statistics[:, GRAD_NORM], norms)
-    update_norms = optimizer.statistics[:, UPDATE_NORM]
-    torch.testing.assert_close(update_norms, moved.detach(), rtol=1e-4, atol=1e-7)
+    moved = torch.stack([(p - b).norm() for p, b in zip(params, before, strict=True)]).detach()
+    rows = dict(zip(STATISTICS, optimizer.statistics.T, strict=True))
+    torch.testing.assert_close(rows["grad_norm"], norms)
+    torch.testing.assert_close(rows["update_norm"], moved, rtol=1e-4, atol=1e-7)
     torch.testing.assert_close(optimizer.grad_norm, norms.norm())
-    torch.testing.assert_close(optimizer.statistics[:, RMS], torch.ones(4))  # u_1 = g_1^2
-
-
-def test_clip_norm_equals_torch_clip_grad_norm():
-    ours, theirs = make_params(), make_params()
-    options = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1)
-    ours_optimizer = StableAdamW(ours, clip_threshold=None, clip_norm=1.0, **options)
-    theirs_optimizer = torch.optim.AdamW(theirs, **options)
-    for step in range(1, 9):
-        set_grads(ours, step)
-        ours_optimizer.step()
-        set_grads(theirs, step)
-        norm = torch.nn.utils.clip_grad_norm_(theirs, 1.0)
-        theirs_optimizer.step()
-    assert ours_optimizer.grad_norm.item() == pytest.approx(norm.item(), rel=1e-5)
-    assert ours_optimizer.clipped_grad_norm.item() == pytest.approx(1.0, rel=1e-4)
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("skip", ["step", "tensor"])
-def test_a_non_finite_gradient_leaves_skipped_tensors_unchanged(bad, skip):
-    params, twin = make_params(), make_params()
-    optimizer = StableAdamW(params, lr=1e-2, skip=skip)
-    twin_optimizer = StableAdamW(twin, lr=1e-2, skip=skip)
-    for p, o in ((params, optimizer), (twin, twin_optimizer)):
-        set_grads(p, 1)
-        o.step()
-    saved = [p.detach().clone() for p in params]
-    moments = [optimizer.state[p]["exp_avg_sq"].clone() for p in params]
-    set_grads(params, 2)
-    params[0].grad[1, 1] = bad
-    optimizer.step()
-    untouched = range(4) if skip == "step" else [0]
-    for i in untouched:
-        assert torch.equal(params[i], saved[i])
-        assert torch.equal(optimizer.state[params[i]]["exp_avg_sq"], moments[i])
-        assert optimizer.statistics[i, UPDATE_NORM] == 0 and optimizer.statistics[i, RMS].isnan()
-    assert not optimizer.statistics[0, GRAD_NORM].isfinite()
-    if skip == "tensor":
-        set_grads(twin, 2)
-        twin_optimizer.step()
-        for i in (1, 2, 3):
-            assert torch.equal(params[i], twin[i])
-    else:  # the skipped step leaves no trace
-        for p, o in ((params, optimizer), (twin, twin_optimizer)):
-            set_grads(p, 3)
-            o.step()
-        assert all(torch.equal(a, b) for a, b in zip(params, twin, strict=True))
-
-
-def test_fixed_scale_is_divided_out():
-    params, twin = make_params(), make_params()
-    optimizer = StableAdamW(params, lr=1e-2, skip="tensor")
-    twin_optimizer = StableAdamW(twin, lr=1e-2)
-    scaler = build_scaler("fixed", 65536.0, torch.device("cpu"))
-    for step in range(1, 4):
-        set_grads(params, step, scale=65536.0)
-        scaler.step(optimizer)
-        set_grads(twin, step)
-        twin_optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(params, twin, strict=True))
-    assert scaler.scale(torch.tensor(2.0)) == 131072
-
-
-def test_dynamic_scale_halves_on_a_skip_and_the_step_count_waits():
-    params = make_params()
-    optimizer = StableAdamW(params, lr=1e-2)
-    scaler = build_scaler("dynamic", 1024.0, torch.device("cpu"))
-    before = [p.detach().clone() for p in params]
-    set_grads(params, 1, scale=1024.0)
-    params[1].grad[0] = math.inf
-    scaler.step(optimizer)
-    assert scaler.value == 512 and set(optimizer.steps) == {0}
-    assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
-    set_grads(params, 1, scale=512.0)
-    scaler.step(optimizer)
-    twin = make_params()
-    twin_optimizer = StableAdamW(twin, lr=1e-2)
-    set_grads(twin, 1)
-    twin_optimizer.step()
-    assert all(torch.equal(p, q) for p, q in zip(params, twin, strict=True))
-
-
-@pytest.mark.parametrize("skip", ["step", "tensor"])
-def test_frozen_steps_leave_no_trace(skip):
-    params, twin = make_params(), make_params()
-    optimizer, twin_optimizer = (StableAdamW(p, lr=1e-2, skip=skip) for p in (params, twin))
-    optimizer.frozen = torch.tensor(True)
-    for step in (1, 2):
-        set_grads(params, step)
-        optimizer.step()
-    assert all(torch.equal(p, q) for p, q in zip(params, twin, strict=True))
-    optimizer.frozen.fill_(False)
-    for p, o in ((params, optimizer), (twin, twin_optimizer)):
-        set_grads(p, 3)
-        o.step()
-    assert all(torch.equal(p, q) for p, q in zip(params, twin, strict=True))
-
-
-def test_a_skipped_tensor_does_not_affect_the_global_norm():
-    params = make_params()
-    optimizer = StableAdamW(params, lr=1e-2, clip_norm=1.0, skip="tensor")
-    set_grads(params, 1)
-    expected = torch.stack([p.grad.norm() for p in params[1:]]).norm()
-    params[0].grad[0, 0] = math.inf
-    optimizer.step()
-    assert optimizer.grad_norm.isinf() and expected > 1
-    assert optimizer.clipped_grad_norm.item() == pytest.approx(1.0, rel=1e-4)
-    assert all(p.isfinite().all() for p in params)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_resume_from_state_dict_is_bitwise(dtype):
-    def run(params, optimizer, steps):
-        for step in steps:
-            set_grads(params, step)
-            optimizer.step()
-
-    whole = make_params(dtype)
-    run(whole, StableAdamW(whole, lr=1e-2), range(1, 9))
-    first = make_params(dtype)
-    optimizer = StableAdamW(first, lr=1e-2)
-    run(first, optimizer, range(1, 5))
-    second = [torch.nn.Parameter(p.detach().clone()) for p in first]
-    resumed = StableAdamW(second, lr=1e-2)
-    resumed.load_state_dict(optimizer.state_dict())
-    run(second, resumed, range(5, 9))
-    assert all(torch.equal(a, b) for a, b in zip(whole, second, strict=True))
-
-
-def test_float64_parameters_are_updated_in_float64():
-    p = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
-    optimizer = StableAdamW([p], lr=1e-12, weight_decay=0.0)
-    p.grad = torch.ones_like(p)
-    optimizer.step()
-    assert ((1 - p).detach() / 1e-12).tolist() == pytest.approx([1.0] * 3, rel=1e-3)
-
-
-def test_16_bit_parameters_are_rounded_once():
-    params = make_params(torch.bfloat16)
-    wide = [torch.nn.Parameter(p.detach().float()) for p in params]
-    optimizer, wide_optimizer = (StableAdamW(p, lr=1e-2) for p in (params, wide))
-    set_grads(params, 1)
-    for p, w in zip(params, wide, strict=True):
-        w.grad = p.grad.float()
-    optimizer.step()
-    wide_optimizer.step()
-    assert all(torch.equal(p, w.bfloat16()) for p, w in zip(params, wide, strict=True))
-
-
-def test_a_parameter_without_a_gradient_is_unchanged():
-    params = make_params()
-    optimizer = StableAdamW(params, lr=1e-2)
-    set_grads(params, 1)
-    params[2].grad = None
-    before = params[2].detach().clone()
-    optimizer.step()
-    assert torch.equal(params[2], before)
-    assert optimizer.statistics[2, 0].isnan() and (optimizer.statistics[2, 1:] == 0).all()
-    assert optimizer.statistics[3].isfinite().all() and optimizer.all_finite
-
-
-def test_param_groups_decay_matrices_only_and_keep_names():
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4))
-    model.logit_scale = torch.nn.Parameter(torch.ones(()))
-    groups = param_groups(model, 0.2)
-    optimizer = StableAdamW(groups, lr=1e-3)
-    assert optimizer.names == ["0.weight", "logit_scale", "0.bias", "1.weight", "1.bias"]
-    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.2, 0.0]
-
-
-def test_adafactors_schedule_replaces_beta2():
-    params = make_params()
-    optimizer = StableAdamW(params, lr=1e-2, beta2_decay=0.5)
-    u = [torch.zeros(shape).double() for shape in SHAPES]
-    for step in range(1, 6):
-        set_grads(params, step)
-        optimizer.step()
-        beta2 = 1 - step**-0.5
-        u = [
-            beta2 * x + (1 - beta2) * g.double().square()
-            for x, g in zip(u, make_grads(step), strict=True)
-        ]
-    for p, expected in zip(params, u, strict=True):
-        exp_avg_sq = optimizer.state[p]["exp_avg_sq"].double()
-        torch.testing.assert_close(exp_avg_sq, expected, rtol=1e-5, atol=1e-8)
-
-
-def test_statistics_describe_gradients_moments_and_parameters():
-    params = make_params()
-    optimizer = StableAdamW(params, lr=1e-2)
-    set_grads(params, 1)
-    optimizer.step()
+    torch.testing.assert_close(rows["rms"], torch.ones(4))  # u_1 = g_1^2
     set_grads(params, 2)
     params[0].grad[0, 1], params[0].grad[2, 3] = math.inf, -math.inf
     params[1].grad[3] = math.nan
@@ -287,3 +153,164 @@ def test_statistics_describe_gradients_moments_and_parameters():
         for name, expected in (("u_min", u.min()), ("u_mean", u.mean()), ("u_max", u.max())):
             torch.testing.assert_close(rows[name][i], expected)
         torch.testing.assert_close(rows["param_norm"][i], p.detach().norm())
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("skip", ["step", "tensor"])
+def test_a_non_finite_gradient_leaves_skipped_tensors_unchanged(bad, skip):
+    optimizer, twin = pair(skip=skip)
+    for each in (optimizer, twin):
+        take(each, [1])
+    params = optimizer.param_groups[0]["params"]
+    set_grads(params, 2)
+    params[0].grad[1, 1] = bad
+    optimizer.step()
+    rows = dict(zip(STATISTICS, optimizer.statistics.T, strict=True))
+    untouched = [0, 1, 2, 3] if skip == "step" else [0]
+    others = [i for i in range(4) if i not in untouched]
+    assert optimizer.steps == [1.0 if i in untouched else 2.0 for i in range(4)]
+    assert (rows["update_norm"][untouched] == 0).all() and rows["rms"][untouched].isnan().all()
+    assert not rows["grad_norm"][0].isfinite() and not optimizer.all_finite
+    if skip == "tensor":
+        before = params_of(twin)[0].clone()
+        take(twin, [2])
+        assert torch.equal(params[0], before)
+        assert all(torch.equal(params[i], params_of(twin)[i]) for i in others)
+    else:  # the skipped step leaves no trace
+        for each in (optimizer, twin):
+            take(each, [3])
+        assert_equal(optimizer, twin)
+
+
+@pytest.mark.parametrize("veto", ["frozen", "found_inf"])
+@pytest.mark.parametrize("skip", ["step", "tensor"])
+def test_vetoed_steps_leave_no_trace(skip, veto):
+    optimizer, twin = pair(skip=skip)
+    setattr(optimizer, veto, torch.ones(1))
+    take(optimizer, [1, 2])
+    assert_equal(optimizer, twin)
+    getattr(optimizer, veto).fill_(0)
+    for each in (optimizer, twin):
+        take(each, [3])
+    assert_equal(optimizer, twin)
+
+
+def test_a_skipped_tensor_does_not_affect_the_global_norm():
+    optimizer, _ = pair(clip_norm=1.0, skip="tensor")
+    params = optimizer.param_groups[0]["params"]
+    set_grads(params, 1)
+    params[0].grad[0, 0] = math.inf
+    optimizer.step()
+    assert optimizer.grad_norm.isinf()
+    assert optimizer.clipped_grad_norm.item() == pytest.approx(1.0, rel=1e-4)
+    assert all(p.isfinite().all() for p in params)
+
+
+def test_fixed_scale_is_divided_out():
+    optimizer, twin = pair(skip="tensor")
+    scaler = build_scaler("fixed", 65536.0, torch.device("cpu"))
+    for step in range(1, 4):
+        set_grads(optimizer.param_groups[0]["params"], step, scale=65536.0)
+        scaler.step(optimizer)
+        take(twin, [step])
+    assert_equal(optimizer, twin)
+    assert scaler.scale(torch.tensor(2.0)) == 131072
+
+
+def test_dynamic_scale_halves_on_a_skip_and_the_step_count_waits():
+    optimizer, twin = pair()
+    params = optimizer.param_groups[0]["params"]
+    scaler = build_scaler("dynamic", 1024.0, torch.device("cpu"))
+    set_grads(params, 1, scale=1024.0)
+    params[1].grad[0] = math.inf
+    scaler.step(optimizer)
+    assert scaler.value == 512 and set(optimizer.steps) == {0}
+    assert_equal(optimizer, twin)
+    set_grads(params, 1, scale=512.0)
+    scaler.step(optimizer)
+    take(twin, [1])
+    assert_equal(optimizer, twin)
+
+
+def test_parameters_without_gradient_or_elements_are_unchanged_and_show_none():
+    empty = torch.nn.Parameter(torch.empty(0, 3))
+    optimizer = StableAdamW([*make_params(), empty], lr=1e-2)
+    params = optimizer.param_groups[0]["params"]
+    before = params[2].detach().clone()
+    set_grads(params, 1)
+    params[2].grad = None
+    optimizer.step()
+    assert torch.equal(params[2], before) and optimizer.steps == [1, 1, 0, 1, 0]
+    assert optimizer.statistics[[0, 1, 3]].isfinite().all() and optimizer.all_finite
+    missing = optimizer.statistics[[2, 4]]
+    assert missing[:, 0].isnan().all() and (missing[:, 1:] == 0).all()
+    optimizer.zero_grad()
+    optimizer.step()  # nothing remains of the last statistics
+    assert optimizer.statistics[:, 0].isnan().all() and (optimizer.statistics[:, 1:] == 0).all()
+    assert optimizer.grad_norm == optimizer.clipped_grad_norm == 0 and optimizer.all_finite
+
+
+def test_float64_parameters_are_updated_in_float64():
+    p = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+    optimizer = StableAdamW([p], lr=1e-12, weight_decay=0.0)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert ((1 - p).detach() / 1e-12).tolist() == pytest.approx([1.0] * 3, rel=1e-3)
+
+
+def test_16_bit_parameters_are_rounded_once():
+    optimizer = StableAdamW(make_params(torch.bfloat16), lr=1e-2)
+    wide = StableAdamW([torch.nn.Parameter(p.float()) for p in params_of(optimizer)], lr=1e-2)
+    take(optimizer, [1])
+    for p, w in zip(*(o.param_groups[0]["params"] for o in (optimizer, wide)), strict=True):
+        w.grad = p.grad.float()
+    wide.step()
+    for p, w in zip(params_of(optimizer), params_of(wide), strict=True):
+        assert torch.equal(p, w.bfloat16())
+
+
+def test_adafactors_schedule_replaces_beta2():
+    optimizer = StableAdamW(make_params(), lr=1e-2, beta2_decay=0.5)
+    params = optimizer.param_groups[0]["params"]
+    expected = [torch.zeros_like(p).double() for p in params]
+    for step in range(1, 6):
+        take(optimizer, [step])
+        for u, p in zip(expected, params, strict=True):
+            u.lerp_(p.grad.double().square(), step**-0.5)
+    moments = [optimizer.state[p]["exp_avg_sq"].double() for p in params]
+    torch.testing.assert_close(moments, [u.detach() for u in expected], rtol=1e-5, atol=1e-8)
+
+
+def test_param_groups_decay_matrices_only_and_keep_names():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4))
+    model.logit_scale = torch.nn.Parameter(torch.ones(()))
+    optimizer = StableAdamW(param_groups(model, 0.2), lr=1e-3)
+    assert optimizer.names == ["0.weight", "logit_scale", "0.bias", "1.weight", "1.bias"]
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.2, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"), [(1, 0.2), (5, 1.0), (10, 2.0), (60, 1.0), (35, 1.7071068), (110, 0.0)]
+)
+def test_warmup_then_cosine(step, expected):
+    lr = learning_rate(step, peak=2.0, num_steps=110, warmup_steps=10)
+    assert lr == pytest.approx(expected, abs=1e-6)
+
+
+def test_warmup_then_constant_and_default_warmups():
+    constant = {"peak": 2.0, "shape": "constant"}
+    rates = [learning_rate(s, num_steps=9, warmup_steps=4, **constant) for s in range(1, 10)]
+    assert rates == [0.5, 1.0, 1.5] + [2.0] * 6
+    assert learning_rate(5, peak=1.0, num_steps=100, warmup_steps=None) == 0.5
+    for num_steps in (10, 10**6):  # no rate depends on the length of the run
+        assert learning_rate(5, num_steps=num_steps, warmup_steps=None, **constant) == 0.1
+
+
+def test_the_examples_of_the_readme_run(capsys):
+    text = (Path(__file__).parents[2] / "lowprec" / "optim" / "README.md").read_text()
+    names = {}
+    for example in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(example, names)
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [row[0] for row in rows] == ["50", "100"] and float(rows[1][1]) < float(rows[0][1])
+    assert names["scaler"].value == 65536 and names["optimizer"].all_finite
