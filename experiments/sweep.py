@@ -29,7 +29,7 @@ from lowprec.config.compose import compose_command
 from lowprec.config.schema import Config, key
 from lowprec.nearest import nearest
 from lowprec.runs.durable import DiskError
-from lowprec.runs.read import ENDED
+from lowprec.runs.read import ENDED, RecordFileError, is_copy
 from lowprec.sweep import local, slurm
 from lowprec.sweep.plan import Manifest, locked, plan_runs, refuse_processes
 from lowprec.sweep.status import ACTIVE, TO_RESUBMIT, TO_SUBMIT, ask_queue, show, states, summary
@@ -137,9 +137,8 @@ def train(texts: list[str]) -> None:
     """`train FOLDER INDEX`: trains one run by the config that `submit` wrote; for launchers."""
     from experiments.train import main as train_run  # loads torch
 
-    if len(texts) != 2 or not texts[1].isdecimal() or not Path(texts[0], "sweep.json").exists():
-        sys.exit("python -m experiments.sweep train FOLDER INDEX: FOLDER needs a sweep.json")
-    run = Manifest(Path(texts[0])).runs[int(texts[1])]
+    folder, index = texts
+    run = Manifest(Path(folder)).runs[int(index)]
     train_run(check(run.config), expected=run.directory)
 
 
@@ -153,9 +152,7 @@ def open_sources(config: Config) -> dict[str, str]:
 
 def hand_over(manifest: Manifest, runs: list[int], which: tuple[str, ...], launcher: dict) -> None:
     """Submits the runs whose state is one of `which`, and says which it left alone."""
-    if launcher["name"] == "slurm":
-        slurm.require()
-    queue = ask_queue(manifest)
+    queue = slurm.queue() if launcher["name"] == "slurm" else ask_queue(manifest)
     if queue is None:
         raise slurm.SlurmError("squeue gives no answer, so what runs is not known; try again")
     if queue:
@@ -187,10 +184,9 @@ def _is_own(text: str) -> bool:
 def _options(own: list[str]) -> SweepConfig:
     """The sweep's own keys, checked."""
     options = compose_command(own, "sweep", SweepConfig)[0].config
-    launcher, visible = options.launcher, len(local.visible_gpus())
-    if launcher.name == "local" and launcher.gpus and launcher.gpus * launcher.parallel > visible:
-        asked = f"launcher.parallel={launcher.parallel} runs with launcher.gpus={launcher.gpus}"
-        raise ConfigError([f"{asked}, but {visible} GPUs are visible here"])
+    gpus, visible = options.launcher.gpus, len(local.visible_gpus())
+    if options.launcher.name == "local" and gpus > visible:
+        raise ConfigError([f"launcher.gpus={gpus}, but {visible} GPUs are visible here"])
     return options
 
 
@@ -208,6 +204,7 @@ def _find(texts: list[str]) -> Manifest:
         raise ConfigError([unknown_key(name, allowed) for name in unknown])
     folder = _folder(texts)
     names = sorted(path.parent.name for path in folder.parent.glob("*/sweep.json"))
+    names = [name for name in names if not is_copy((name,))]
     if not given & {"experiment", "name"} and len(names) == 1:
         folder = folder.parent / names[0]
     if not (folder / "sweep.json").exists():
@@ -234,7 +231,7 @@ def command(arguments: list[str]) -> None:
         VERBS[verb](texts)
     except ConfigError as error:
         refuse(error)
-    except (RunError, slurm.SlurmError, DiskError) as error:
+    except (RunError, slurm.SlurmError, DiskError, RecordFileError) as error:
         sys.exit(str(error))
 
 

@@ -16,7 +16,7 @@ from lowprec.config.schema import (
     PrecisionConfig,
 )
 from lowprec.nearest import nearest
-from lowprec.nn.recipe import RECIPES, custom_recipe
+from lowprec.nn.recipe import custom_recipe
 
 
 def combination_faults(config: Config) -> Iterator[str]:
@@ -124,7 +124,6 @@ def _idle_faults(config: Config) -> Iterator[str]:
     """Keys that would change a run's identity but nothing else."""
     scaled, streamed = config.scaler.name != "none", config.data.name == "stream"
     high = config.precision.recipe == "high"
-    native = (_has_native_product(config.precision), "native 8-bit products")
     rule = config.optimizer
     eight_bit, clipped = rule.name in EIGHT_BIT, rule.name == "stable_adamw"
     ddp = (config.distributed.name == "ddp", "distributed=ddp")
@@ -134,8 +133,8 @@ def _idle_faults(config: Config) -> Iterator[str]:
         "precision.where": (not high, "a recipe other than high"),
         "precision.products": (config.precision.recipe == "custom", "recipe=custom"),
         "precision.outlier_threshold": (config.precision.recipe == "llm_int8", "recipe=llm_int8"),
-        "precision.backend": native,
-        "precision.skip_slow": native,
+        "precision.backend": (not high, "a recipe other than high"),
+        "precision.skip_slow": (not high, "a recipe other than high"),
         "distributed.local_loss": (config.distributed.name != "none", "distributed=ddp or fsdp2"),
         "distributed.static_graph": ddp,
         "distributed.sync_bn": ddp,
@@ -157,15 +156,6 @@ def _idle_faults(config: Config) -> Iterator[str]:
         value, default = (getattr(getattr(c, group), name) for c in (config, Config()))
         if value != default and not is_used:
             yield f"{key}={value} does nothing without {owner}"
-
-
-def _has_native_product(precision: PrecisionConfig) -> bool:
-    """Whether some products run on 8-bit units; True for a faulty custom recipe."""
-    try:
-        recipe = RECIPES.get(precision.recipe) or custom_recipe(precision.products or {})
-    except ValueError:
-        return True
-    return any(product is not None and product.native for product in recipe.products)
 
 
 def _preset_faults(model: ModelConfig) -> Iterator[str]:

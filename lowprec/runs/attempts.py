@@ -33,8 +33,8 @@ def job_of(environment: Mapping[str, str]) -> str | None:
 
 def last_saved(run: Path) -> int:
     """The step of a run's newest checkpoint, 0 if it has none."""
-    folders = (run / "checkpoints").glob("step_*")
-    return max((int(path.name.removeprefix("step_")) for path in folders), default=0)
+    names = [path.name.removeprefix("step_") for path in (run / "checkpoints").glob("step_*")]
+    return max((int(name) for name in names if name.isdecimal()), default=0)
 
 
 def first_step(run: Path) -> dict:

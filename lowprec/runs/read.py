@@ -6,6 +6,7 @@ A run directory holds everything about a run; every dashboard is a copy of it.
 
 import json
 import math
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,10 @@ from lowprec.config.schema import Config
 TABLES = ("tensors", "details", "blocks")  # statistics per tensor, further ones, per block
 STATES = ("running", "finished", "diverged", "preempted", "failed")
 ENDED = ("finished", "diverged")  # states of a run that does not continue
+STATUS = {"state": str, "step": int, "saved": int, "attempt": int, "reason": str}
+METRICS = {"step": int, "loss": float}
 TAIL_BYTES = 65536  # longer than any row
+MAX_BYTES = 2**30  # a file of rows takes about 300 bytes a step
 
 
 def encode_row(row: dict) -> str:
@@ -46,57 +50,103 @@ def decode_row(line: str) -> dict:
     special = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
     return {
         name: special.get(value, value) if isinstance(value, str) else value
-        for name, value in json.loads(line).items()
+        for name, value in checked(json.loads(line), {}).items()
     }
 
 
-def read_rows(path: Path) -> list[dict]:
-    """Reads the rows of a .jsonl file; ValueError names the first damaged line.
+class RecordFileError(ValueError):
+    """A file of a record cannot be used; the message names it and says why."""
 
-    A torn last line (its writer was killed) is left out. A missing file has no rows.
+
+def read_file(path: Path) -> bytes:
+    """The content of a file of a record.
+
+    Raises FileNotFoundError, or RecordFileError for a file that cannot be read, is larger than
+    MAX_BYTES or is no regular file: reading a pipe or a device may never end.
     """
-    rows, faults = scan_rows(path)
-    if faults:
-        raise ValueError(faults[0])
-    return rows
+    try:
+        facts = path.stat() if isinstance(path, Path) else None  # not of a URL
+        if facts and not stat.S_ISREG(facts.st_mode):
+            raise RecordFileError(f"{path} is not a regular file")
+        if facts and facts.st_size > MAX_BYTES:
+            raise RecordFileError(f"{path} has {facts.st_size:,} bytes, more than {MAX_BYTES:,}")
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise RecordFileError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def scan_rows(path: Path) -> tuple[list[dict], list[str]]:
-    """Reads the good rows of a .jsonl file, and a sentence about each damaged line.
+def read_map(path: Path, types: dict[str, type] | None = None) -> dict:
+    """The JSON object in a file of a record; keys in `types` must have a value of that type.
 
-    A torn last line counts as neither. A missing file has no rows.
+    Raises FileNotFoundError or RecordFileError.
+    """
+    try:
+        return checked(json.loads(read_file(path)), types or {})
+    except RecordFileError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise RecordFileError(f"{path} is damaged: {error}") from error
+
+
+def scan_rows(path: Path, types: dict[str, type] | None = None) -> tuple[list[dict], list[str]]:
+    """The good rows of a .jsonl file, and a sentence about each damaged line.
+
+    Keys in `types` must have a value of that type. A torn last line counts as neither. A missing
+    file has no rows.
     """
     rows, faults, byte = [], [], 0
-    lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    try:
+        lines = read_file(path).split(b"\n")
+    except FileNotFoundError:
+        return [], []
+    except RecordFileError as error:
+        return [], [str(error)]
     for number, line in enumerate(lines[:-1], 1):
         try:
-            rows.append(decode_row(line.decode()))
-        except (ValueError, AttributeError, RecursionError) as error:  # no JSON, or no map
+            rows.append(checked(decode_row(line.decode()), types or {}))
+        except (ValueError, RecursionError) as error:
             faults.append(f"{path}, line {number} (byte {byte}) is damaged: {error}")
         byte += len(line) + 1
     return rows, faults
 
 
+def read_rows(path: Path) -> list[dict]:
+    """The rows of a .jsonl file, as `scan_rows`; RecordFileError names the first damaged line."""
+    rows, faults = scan_rows(path)
+    if faults:
+        raise RecordFileError(faults[0])
+    return rows
+
+
 def read_last_row(path: Path) -> dict:
-    """Reads the last whole row from the end of a .jsonl file; {} if there is none."""
+    """The last whole row of metrics.jsonl, read from its end; {} if there is none.
+
+    Raises FileNotFoundError, or RecordFileError if the row is damaged.
+    """
     try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise ValueError("it is not a regular file")
         with open(path, "rb") as file:
             file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
             lines = file.read().split(b"\n")[:-1]
-        return decode_row(lines[-1].decode()) if lines else {}
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return {}
+        return checked(decode_row(lines[-1].decode()), METRICS) if lines else {}
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise RecordFileError(f"{path}: the last line is damaged: {error}") from error
 
 
 def read_status(run: Path, default: dict | None = None) -> dict:
     """Reads status.json: `{"state": ..., "step": ..., "reason": ..., ...}`.
 
     Keys of `default` fill in missing ones, and replace a file that is missing or damaged. Without a
-    default, such a file raises OSError or ValueError.
+    default, such a file raises FileNotFoundError or RecordFileError.
     """
     try:
-        return (default or {}) | json.loads((run / "status.json").read_text())
-    except (OSError, ValueError, TypeError, RecursionError):
+        return (default or {}) | read_map(run / "status.json", STATUS)
+    except (FileNotFoundError, RecordFileError):
         if default is None:
             raise
         return dict(default)
@@ -104,24 +154,45 @@ def read_status(run: Path, default: dict | None = None) -> dict:
 
 def read_config(run: Path) -> Config:
     """Reads the config of a run directory; ConfigError if it is missing, damaged or invalid."""
-    path = run / "config.yaml"
-    if not path.exists():
-        raise ConfigError([f"run={run}: not a run directory (it has no config.yaml)"])
     try:
-        raw = OmegaConf.to_container(OmegaConf.load(path))
-    except (YAMLError, OSError, OmegaConfBaseException) as error:
+        raw = OmegaConf.create(read_file(run / "config.yaml").decode())
+        return check(OmegaConf.to_container(raw))
+    except FileNotFoundError:
+        raise ConfigError([f"run={run}: not a run directory (it has no config.yaml)"]) from None
+    except RecordFileError as error:
+        raise ConfigError([f"run={run}: {error}"]) from error
+    except (YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
         raise ConfigError([f"run={run}: config.yaml is damaged"]) from error
-    return check(raw)
+
+
+def checked(row: Any, types: dict[str, type]) -> dict:
+    """A row; ValueError if it is no map or a key has a value of another type."""
+    if not isinstance(row, dict):
+        raise ValueError(f"a map is expected, not {str(row)[:40]!r}")
+    for name in types.keys() & row.keys():
+        if type(row[name]) not in ((int, float) if types[name] is float else (types[name],)):
+            value = str(row[name])[:40]
+            raise ValueError(f"{name}={value!r}: {types[name].__name__} is expected")
+    return row
 
 
 def find_runs(root: Path | str) -> list[Path]:
-    """Finds the run directories at or below `root`: folders with config.yaml and status.json.
+    """The run directories at or below `root`: folders with config.yaml and status.json, sorted.
 
-    `root` is a path, or a `UPath` for a URL. The result is sorted.
+    `root` is a path, or a `UPath` for a URL. Hidden folders and those named `*.bak` are left out.
     """
     root = Path(root) if isinstance(root, str) else root
     folders = {path.parent for path in root.glob("**/status.json")}
-    return sorted(path for path in folders if (path / "config.yaml").exists())
+    return sorted(
+        path
+        for path in folders
+        if (path / "config.yaml").exists() and not is_copy(path.parts[len(root.parts) :])
+    )
+
+
+def is_copy(parts: tuple[str, ...]) -> bool:
+    """Whether a path is somebody's copy (`.bak`, `~`) or hidden."""
+    return any(part.startswith(".") or part.endswith((".bak", "~")) for part in parts)
 
 
 def read_tensors(
@@ -133,6 +204,8 @@ def read_tensors(
     left out.
     """
     for path in sorted((run / table).glob("*.arrows")):
+        if not path.stem.isdecimal() or not path.is_file():  # not a stream of an attempt
+            continue
         is_local = isinstance(path, Path)
         source = pa.memory_map(str(path)) if is_local else pa.BufferReader(path.read_bytes())
         with source:

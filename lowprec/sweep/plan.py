@@ -23,7 +23,19 @@ from lowprec.config.preflight import preflight, process_faults
 from lowprec.config.schema import Config
 from lowprec.runs import durable
 from lowprec.runs.identity import directory, label, to_dict
-from lowprec.runs.read import encode_row, scan_rows
+from lowprec.runs.read import RecordFileError, checked, encode_row, read_map, scan_rows
+
+RUN = {"index": int, "label": str, "directory": str, "overrides": list, "config": dict}
+ROW = {"event": str, "token": str, "runs": list, "launcher": dict, "job": str}
+ROW |= {"again": bool, "reason": str, "code": int, "saved": int}
+LAUNCHER = {"name": str, "parallel": int, "gpus": int}
+KEYS = {  # event: the keys of its rows
+    "submitting": {"token", "runs", "launcher"},
+    "submitted": {"token", "job"},
+    "cancelled": {"runs"},
+    "started": {"token"},
+    "ended": {"token"},
+}
 
 
 @dataclass
@@ -51,18 +63,26 @@ class Manifest:
     """The files of one sweep. Each read is fresh, because other processes write them too.
 
     `command` trains one run; the sweep's folder and the run's index are appended to it. Relative
-    paths, run directories included, are relative to `cwd`. Raises ConfigError for a sweep that an
-    earlier version wrote.
+    paths, run directories included, are relative to `cwd`. `faults` has a sentence about each
+    damaged line that was left out. Raises RecordFileError if sweep.json is damaged.
     """
 
     def __init__(self, folder: Path):
         self.folder = Path(folder).absolute()
-        plan = json.loads((self.folder / "sweep.json").read_text())
-        if "runs" not in plan:
-            raise ConfigError([f"{folder}: of an earlier version; delete it and submit again"])
-        self.command: list[str] = plan["command"]
-        self.cwd = Path(plan["cwd"])
-        self.runs = [PlannedRun(**run) for run in plan["runs"]]
+        self.faults: list[str] = []
+        path = self.folder / "sweep.json"
+        plan = read_map(path, {"command": list, "cwd": str, "runs": list})
+        try:
+            self.command, self.cwd = plan["command"], Path(plan["cwd"])
+            self.runs = [PlannedRun(**checked(run, RUN)) for run in plan["runs"]]
+            for index, run in enumerate(self.runs):
+                if run.index != index or type(run.config["num_steps"]) is not int:
+                    raise ValueError(f"run {index}")
+        except (KeyError, TypeError, ValueError) as error:
+            raise RecordFileError(
+                f"{path} is damaged or of an earlier version ({error}); delete the sweep's folder "
+                "and submit again: runs that have ended are not repeated"
+            ) from error
 
     @classmethod
     def open(cls, folder: Path, command: list[str], cwd: Path) -> "Manifest":
@@ -105,8 +125,8 @@ class Manifest:
         _append_row(self.folder / "submissions.jsonl", row)
 
     def events(self) -> list[dict]:
-        """The rows of submissions.jsonl; a line that a crash has torn is skipped."""
-        return scan_rows(self.folder / "submissions.jsonl")[0]
+        """The good rows of submissions.jsonl."""
+        return self._rows("submissions.jsonl")
 
     def submissions(self) -> dict[int, Submission]:
         """The newest submission of each run that has been submitted."""
@@ -140,8 +160,26 @@ class Manifest:
 
     def attempts(self, index: int, token: str | None = None) -> list[dict]:
         """The rows about attempts at a run (under one submission): starts and ends, in order."""
-        rows = scan_rows(self.folder / "runs" / f"{index:04d}.jsonl")[0]
+        rows = self._rows(f"runs/{index:04d}.jsonl")
         return [row for row in rows if token in (None, row["token"])]
+
+    def _rows(self, name: str) -> list[dict]:
+        """The good rows of a file; its faults are added to `faults`."""
+        path, good = self.folder / name, []
+        rows, faults = scan_rows(path, ROW)
+        for row in rows:
+            launcher = {"name": "local", "parallel": 1, "gpus": 0} | row.get("launcher", {})
+            try:
+                checked(launcher, LAUNCHER)
+                if KEYS.get(row.get("event"), {"event"}) - row.keys():
+                    raise ValueError("keys are missing")
+                if not all(type(index) is int for index in row.get("runs", ())):
+                    raise ValueError("runs: numbers are expected")
+                good.append(row | {"launcher": launcher} if "launcher" in row else row)
+            except ValueError as error:
+                faults.append(f"{path}: a row is damaged ({error}): {str(row)[:80]}")
+        self.faults += [fault for fault in faults if fault not in self.faults]
+        return good
 
 
 def plan_runs(

@@ -7,7 +7,6 @@ submission of unknown outcome is repeated, the queue is searched for its job nam
 import getpass
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import time
@@ -66,13 +65,6 @@ def cancel(manifest: Manifest) -> None:
     jobs = [job for job, (_, name) in queue().items() if name in names] if names else []
     if jobs:
         _ask(["scancel", "--quiet", *jobs])
-
-
-def require() -> None:
-    """Raises SlurmError if SLURM is missing here or does not answer."""
-    if shutil.which("sbatch") is None:
-        raise SlurmError("sbatch: no such command; is this a login node?")
-    queue()
 
 
 def queue() -> dict[str, tuple[str, str]]:
@@ -134,8 +126,8 @@ def _ask(command: list[str], unless: Callable[[], bool] = lambda: False) -> str 
             reason = _last_line(done.stderr)
         except subprocess.TimeoutExpired:
             reason = f"no answer in {TIMEOUT_S:g} s"
-        except OSError as error:
-            reason = str(error)
+        except FileNotFoundError as error:
+            raise SlurmError(f"{command[0]}: no such command; is this a login node?") from error
         if unless():
             return None
         if attempt < TRIES - 1:

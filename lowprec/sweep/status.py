@@ -7,12 +7,13 @@ submitted; `lost` was submitted, but nothing trains it and no end was recorded (
 
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from lowprec.runs.read import ENDED, read_last_row, read_status
+from lowprec.runs.read import ENDED, RecordFileError, read_last_row, read_status
 from lowprec.sweep import local, slurm
 from lowprec.sweep.plan import Manifest, Submission, is_locked
 
@@ -39,8 +40,7 @@ def states(manifest: Manifest, queue: dict | None) -> list[State]:
     found = []
     for run in manifest.runs:
         directory = manifest.directory_of(run.index)
-        status = read_status(directory, {})
-        last = read_last_row(directory / "metrics.jsonl")
+        status, last, damage = _read(directory)
         step = max(status.get("step", 0), last.get("step", 0))  # a save alone writes the status
         result = status.get("state")
         if result == "finished" and status.get("step", 0) < run.config["num_steps"]:
@@ -54,8 +54,21 @@ def states(manifest: Manifest, queue: dict | None) -> list[State]:
             rows = manifest.attempts(run.index, submission.token)
             locked = is_locked(manifest.lock_of(run.index))
             state, reason = _unfinished(submission, rows, locked, launcher_lives, queue)
+        reason = "; ".join(filter(None, (reason, damage)))
         found.append(State(run.index, state, step, last.get("loss"), reason))
     return found
+
+
+def _read(directory: Path) -> tuple[dict, dict, str]:
+    """A run's status and last row of metrics, and which of these files is damaged."""
+    rows, faults = [], []
+    for read, path in ((read_status, directory), (read_last_row, directory / "metrics.jsonl")):
+        try:
+            rows.append(read(path))
+        except (FileNotFoundError, RecordFileError) as error:
+            rows.append({})
+            faults += [str(error)] if isinstance(error, RecordFileError) else []
+    return *rows, "; ".join(faults)
 
 
 def _unfinished(
@@ -66,8 +79,8 @@ def _unfinished(
     began = last["event"] == "started"
     if submission.cancelled:
         return "cancelled", ""
-    if last["event"] == "ended" and not last["again"]:
-        return "failed", last["reason"] or "ended without a result"
+    if last["event"] == "ended" and not last.get("again"):
+        return "failed", last.get("reason") or "ended without a result"
     if locked:
         return "running", ""
     if submission.launcher["name"] == "local":
@@ -120,5 +133,5 @@ def show(manifest: Manifest, run_states: list[State], queue: dict | None, consol
     if queue is None:
         lines.append("squeue gives no answer: the states of queued runs are as last known")
     console.print(table)
-    for line in (*lines, summary(run_states)):
+    for line in (*lines, *manifest.faults, summary(run_states)):
         console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -63,11 +63,11 @@ class Attempt:
         """
         rows = self.manifest.attempts(self.index, self.token)
         saved = last_saved(self.manifest.directory_of(self.index))
-        starts = [row["saved"] for row in rows if row["event"] == "started"]
+        starts = [row.get("saved") for row in rows if row["event"] == "started"]
         if self.is_cancelled():
             self._leave(1, "was cancelled; nothing to do")
         elif rows and not rows[-1].get("again", True):  # it ended while this process was waiting
-            self._leave(int(rows[-1]["code"] != 0), "has ended; nothing to do")
+            self._leave(int(rows[-1].get("code") != 0), "has ended; nothing to do")
         elif starts[-MAX_ATTEMPTS:] == [saved] * MAX_ATTEMPTS:
             self._end(1, NO_PROGRESS.format(saved))
         else:
@@ -165,7 +165,8 @@ def supervise(manifest: Manifest, index: int, token: str) -> int:
     if lock is None:
         print(f"run {index} is trained by another process; nothing to do")
         return 0
-    gpus = manifest.submissions()[index].launcher["gpus"]
+    submission = manifest.submissions().get(index)
+    gpus = submission.launcher["gpus"] if submission else 0
     attempt = Attempt(manifest, index, token, lock, gpus)
     handlers = {n: signal.signal(n, lambda number, frame: attempt.stop(number)) for n in STOPPING}
     try:

@@ -1,12 +1,14 @@
 """The plan of a sweep: its files survive a crash and its runs are checked."""
 
+import os
+import shutil
+
 import pytest
 
 from experiments import sweep
 from experiments.train import main as train
-from lowprec.config.check import ConfigError
 from lowprec.config.compose import compose_command
-from lowprec.runs.read import find_runs
+from lowprec.runs.read import find_runs, read_status
 from lowprec.sweep.plan import Manifest, plan_runs
 
 
@@ -43,10 +45,53 @@ def test_the_plan_is_readable_by_its_owner_only(manifest):
     assert (manifest.folder / "sweep.json").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_sweep_of_an_earlier_version_is_refused(manifest):
-    (manifest.folder / "sweep.json").write_text('{"command": [], "cwd": "/", "cells": []}')
-    with pytest.raises(ConfigError, match=r"earlier version; delete it"):
-        Manifest(manifest.folder)
+PLANS = ('{"command": [], "cwd": "/", "cells": []}', "[]", "text", "", '{"command": [], "cwd": 3}')
+PLANS += ('{"command": [], "cwd": "/", "runs": [3]}', '{"command": [], "cwd": "/", "runs": [{}]}')
+
+
+@pytest.mark.parametrize("text", PLANS)
+def test_a_damaged_plan_or_one_of_an_earlier_version_is_named(manifest, text):
+    (manifest.folder / "sweep.json").write_text(text)
+    for verb in ("status", "wait", "cancel"):
+        with pytest.raises(SystemExit, match=r"/t/sweep\.json is damaged"):
+            sweep.command([verb])
+
+
+DAMAGE = ("[]", "text", "null", "7", "\0\0", '{"loss": {}}', '{"step": "4"}')
+DAMAGE += ('{"state": [], "step": "x", "event": 3}',)
+DAMAGE += ('{"event": "submitting", "token": "b", "runs": [[]], "launcher": {}}',)
+
+
+@pytest.mark.parametrize("text", DAMAGE)
+def test_damaged_files_are_named_and_other_runs_keep_their_states(manifest, sweeps, capsys, text):
+    good, bad = manifest.directory_of(0), manifest.directory_of(1)
+    good.mkdir(parents=True)
+    (good / "status.json").write_text('{"state": "finished", "step": 1}')
+    bad.mkdir()
+    manifest.append(1, {"event": "ended", "token": "a", "code": 0, "again": False})
+    rows = [manifest.folder / "submissions.jsonl", manifest.folder / "runs" / "0001.jsonl"]
+    for path in (bad / "status.json", bad / "metrics.jsonl", *rows):
+        path.write_text((path.read_text() if path in rows else "") + text + "\n")
+    shutil.copytree(manifest.folder, manifest.folder.with_name("t.bak"))
+    assert sweeps.names() == ["finished", "failed"]
+    sweep.status([])
+    printed = capsys.readouterr().out
+    is_row = "event" in text or "loss" in text or "step" in text
+    for path in rows if is_row and "state" not in text else (bad / "status.json", *rows):
+        assert f"{path}" in printed, printed
+
+
+def test_pipes_and_folders_in_the_place_of_files_are_named(manifest, sweeps, capsys):
+    for index, make in enumerate((os.mkfifo, os.mkdir)):
+        directory = manifest.directory_of(index)
+        directory.mkdir(parents=True)
+        make(directory / "status.json")
+        make(directory / "metrics.jsonl")
+    make(manifest.folder / "runs" / "0001.jsonl")
+    assert sweeps.names() == ["lost", "lost"]
+    sweep.status([])
+    printed = capsys.readouterr().out
+    assert printed.count("is not a regular file") == 5
 
 
 def test_each_data_set_is_opened_once(here, tiny):
@@ -56,10 +101,14 @@ def test_each_data_set_is_opened_once(here, tiny):
     assert len(runs) == 6 and len(opened) == 2
 
 
-def test_a_planned_directory_is_where_the_same_command_trains(here, tiny):
-    (run,) = plan_runs([*tiny, "seed=3", "name=t"], sweep.open_sources)
+def test_a_planned_directory_is_where_the_same_command_trains(here, tiny, monkeypatch):
+    monkeypatch.setattr(sweep.local, "start", lambda manifest: None)
+    sweep.submit([*tiny, "seed=3", "name=t"])
+    sweep.train(["runs/sweeps/t", "0"])
+    planned = Manifest(here / "runs/sweeps/t").directory_of(0)
+    assert find_runs(here / "runs") == [planned] and read_status(planned)["state"] == "finished"
     train(compose_command([*tiny, "seed=3", "name=t"])[0].config)
-    assert [str(path) for path in find_runs(here / "runs")] == [str(here / run.directory)]
+    assert find_runs(here / "runs") == [planned]
 
 
 def test_a_dry_run_prints_the_runs_and_writes_nothing(here, tiny, capsys):
