@@ -12,7 +12,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 endif
 
-.PHONY: demo test test-slow test-gpu test-system ways mutants lint clean
+.PHONY: demo test test-slow test-gpu test-system mutants lint clean
 
 demo: $(READY)
 	@$(PY) -m experiments.train -m $(DEMO)
@@ -30,9 +30,6 @@ test-gpu: $(READY)
 
 test-system: $(READY)
 	@$(PY) -m pytest -q -m system
-
-ways: $(READY)
-	@$(PY) tests/ways.py
 
 mutants: $(READY)
 	@$(PY) tests/mutants.py

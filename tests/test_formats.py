@@ -32,32 +32,19 @@ def test_small_formats_have_the_listed_numbers(name):
     expected = torch.cat((-positive.flip(0), torch.zeros(1), positive))
     assert torch.equal(representable(parse_format(name)), expected)
     assert parse_format(name).max == positive[-1]
-
-
-@pytest.mark.parametrize("format", [E4M3, E5M2], ids=lambda format: format.name)
-def test_fp8_formats_have_torchs_numbers(format):
-    assert torch.equal(representable(format), all_finite(format.dtype))
-    assert format.max == torch.finfo(format.dtype).max
-
-
-def test_int8_is_symmetric():
     assert torch.equal(representable(INT8), torch.arange(-127.0, 128.0))
 
 
 @pytest.mark.parametrize("format", [E4M3, E5M2], ids=lambda format: format.name)
-def test_rounding_equals_torchs_casts_for_all_bfloat16(format):
+def test_numbers_and_casts_of_all_bfloat16_are_torchs(format):
     x = all_bfloat16()
     x = x[x.abs() <= format.max]
     assert len(x) > 30_000
     cast = x.to(format.dtype).float()
+    assert torch.equal(representable(format), all_finite(format.dtype))
+    assert format.max == torch.finfo(format.dtype).max
     rounded = round_to_format(x, format)
     assert torch.equal(rounded.view(torch.int32), cast.view(torch.int32))  # also the sign of zero
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_representable_numbers_round_to_themselves(name):
-    numbers = representable(parse_format(name))
-    assert torch.equal(round_to_format(numbers, parse_format(name)), numbers)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -67,7 +54,7 @@ def test_rounding_is_to_nearest(name):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(4000, generator=generator) * format.max / 3
     x = torch.cat((x, torch.randn(4000, generator=generator) * numbers.abs()[numbers != 0].min()))
-    x = x.clamp(-format.max, format.max)
+    x = torch.cat((x.clamp(-format.max, format.max), numbers.float()))
     above = torch.searchsorted(numbers, x.double()).clamp(max=len(numbers) - 1)
     below = (above - 1).clamp(min=0)
     error = torch.minimum((numbers[above] - x).abs(), (x - numbers[below]).abs())

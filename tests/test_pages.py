@@ -26,7 +26,6 @@ PAGES = ("README.md", "CONTRIBUTING.md", "notebooks/README.md") + tuple(
 EXAMPLES = {  # of CONTRIBUTING.md: what is there when it has run
     "A recipe": "runs/run/nano-custom-adamw-s0-*/layers.json",
     "An optimizer": "runs/run/nano-bf16-centralized-s0-*/metrics.jsonl",
-    "A figure": "figures/logit_scale_mini.png",
     "A data set": "runs/run/nano-bf16-adamw-s0-*/metrics.jsonl",
 }
 KEYS = flatten(defaults(Config))
@@ -60,8 +59,6 @@ def copy(tmp_path):
     leave_out = shutil.ignore_patterns("results", "__pycache__")
     for folder in ("lowprec", "experiments", "analysis", "conf"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=leave_out)
-    study = "experiments/results/update_clipping_mini"
-    shutil.copytree(ROOT / study, tmp_path / study)
     render_shapes(tmp_path / "data" / "shapes", num_train=64, num_val=16)
     return tmp_path
 

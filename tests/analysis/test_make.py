@@ -69,14 +69,6 @@ def test_unknown_slug_names_the_nearest(run_make):
     assert "'loss_curve'" in err and "nearest: loss_curves" in err and err.count("\n") == 1
 
 
-def test_runs_of_another_experiment_are_named_with_the_command(make_run, run_make):
-    make_run(num_steps=20, experiment="fp8_fixes", scale="mini")
-    code, _, err = run_make()
-    assert code == 2 and err.count("\n") == 1
-    assert "there are fp8_fixes (mini)" in err
-    assert "python -m experiments.train -m experiment=loss_curves" in err
-
-
 @pytest.mark.usefixtures("no_pictures")
 def test_several_scales_ask_for_one(make_run, run_make, tmp_path):
     make_run(num_steps=20)

