@@ -56,25 +56,18 @@ def open_shards(
     for row, source in enumerate(sources):
         catalog["bytes"][row], catalog["mtime_ns"][row] = _stamp(source)
     file = files[0].parent / f"catalog-{_short_digest(os.path.abspath(pattern))}.npy"
-    recorded = None if accept else _read_catalog(file)
-    if recorded is not None and all(
-        np.array_equal(recorded[key], catalog[key]) for key in ("path", *STAMP)
-    ):
-        return Shards(sources, files, recorded)
-    promised = {} if recorded is None else _digests(recorded)
+    promised = {}
+    with contextlib.suppress(OSError, ValueError):  # no index, or one that is made again
+        (recorded,) = load_sealed(file)
+        promised = {} if accept else _digests(recorded)
+        if promised and all(np.array_equal(recorded[k], catalog[k]) for k in ("path", *STAMP)):
+            return Shards(sources, files, recorded)
     _index_all(sources, files, catalog, promised, num_processes, name)
     if promised:
-        _refuse_changes(promised, _digests(catalog), f"{name}={pattern}", pattern)
+        _refuse_changes(promised, _digests(catalog), name, pattern)
     with contextlib.suppress(OSError), _lock(file.parent):  # read-only: the next start looks
         durable.replace(file, sealed(catalog))
     return Shards(sources, files, catalog)
-
-
-def _read_catalog(file: Path) -> np.ndarray | None:
-    with contextlib.suppress(OSError, ValueError):
-        (catalog,) = load_sealed(file)
-        return catalog
-    return None
 
 
 def _digests(catalog: np.ndarray) -> dict[bytes, bytes]:
@@ -134,20 +127,14 @@ def _refuse_changes(
     before: dict[bytes, bytes], now: dict[bytes, bytes], name: str, pattern: str
 ) -> None:
     """Raises a ValueError naming each shard that is missing, changed or new since then."""
-    differences = {
-        "missing": [path for path in before if path not in now],
-        "changed": [path for path in before if path in now and before[path] != now[path]],
-        "new": [path for path in now if path not in before],
-    }
-    parts = [
-        f"{len(paths)} {kind} ({some([path.decode() for path in paths], ', ')})"
-        for kind, paths in differences.items()
-        if paths
-    ]
-    if parts:
+    differing = [f"{path.decode()} (missing)" for path in before if path not in now]
+    for path in now:
+        if before.get(path) != now[path]:
+            differing.append(f"{path.decode()} ({'changed' if path in before else 'new'})")
+    if differing:
         raise ValueError(
-            f"{name}: the shards differ from the indexed ones: {'; '.join(parts)}. A run on them "
-            "would be another run. To accept them: "
+            f"{name}={pattern}: {len(differing)} shards differ from the indexed ones: "
+            f"{some(differing, ', ')}. A run on them would be another run. To accept them: "
             f"python -m experiments.index_shards shards='{pattern}'"
         )
 

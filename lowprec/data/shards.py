@@ -64,7 +64,7 @@ class Shards:
         self._table_files = tables
         self._digests = catalog["digest"]
         self.table = lru_cache(OPEN_LIMIT)(self._load_table)
-        self._files = _OpenFiles(paths)
+        self._file = lru_cache(OPEN_LIMIT)(_File)
 
     @property
     def num_samples(self) -> int:
@@ -103,7 +103,7 @@ class Shards:
     def read(self, shard: int, offset: int, size: int) -> bytes:
         """Bytes of a shard's file, or ShardError if the file has shrunk. Safe after a fork."""
         try:
-            data = os.pread(self._files[shard], size, offset)
+            data = os.pread(self._file(self.paths[shard]).descriptor, size, offset)
         except OSError as error:
             raise ShardError(f"{self.paths[shard]} cannot be read: {error.strerror}") from error
         if len(data) < size:
@@ -111,22 +111,12 @@ class Shards:
         return data
 
 
-class _OpenFiles:
-    """File descriptors by shard number; beyond OPEN_LIMIT the least recently used is closed."""
+class _File:
+    """An open file descriptor, closed when nothing refers to it any more."""
 
-    def __init__(self, paths: list[str]):
-        self.paths = paths
-        self.descriptors: dict[int, int] = {}
-
-    def __getitem__(self, shard: int) -> int:
-        descriptor = self.descriptors.pop(shard, None)
-        if descriptor is None:
-            descriptor = os.open(self.paths[shard], os.O_RDONLY)
-        self.descriptors[shard] = descriptor
-        if len(self.descriptors) > OPEN_LIMIT:
-            os.close(self.descriptors.pop(next(iter(self.descriptors))))
-        return descriptor
+    def __init__(self, path: str):
+        self.descriptor = os.open(path, os.O_RDONLY)
 
     def __del__(self):
-        for descriptor in self.descriptors.values():
-            os.close(descriptor)
+        if hasattr(self, "descriptor"):
+            os.close(self.descriptor)

@@ -103,10 +103,10 @@ def change_one(folder):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (lambda folder: (folder / "train-001.tar").unlink(), r"1 missing \(.*train-001\.tar\)"),
-        (change_one, r"1 changed \(.*train-001\.tar\)"),
+        (lambda folder: (folder / "train-001.tar").unlink(), r"train-001\.tar \(missing\)"),
+        (change_one, r"train-001\.tar \(changed\)"),
         (lambda folder: shutil.copy(folder / "train-000.tar", folder / "train-009.tar"),
-         r"1 new \(.*train-009\.tar\)"),
+         r"train-009\.tar \(new\)"),
     ],
 )  # fmt: skip
 def test_changed_set_is_refused_until_it_is_accepted(tmp_path, write_shards, change, named):
@@ -114,7 +114,7 @@ def test_changed_set_is_refused_until_it_is_accepted(tmp_path, write_shards, cha
     before = open_shards(pattern).digest
     change(tmp_path)
     for _ in range(2):
-        with pytest.raises(ValueError, match=named + ".*experiments.index_shards shards="):
+        with pytest.raises(ValueError, match="1 shards differ.*" + named + ".*experiments.index_shards shards="):
             open_shards(pattern)
     after = open_shards(pattern, accept=True).digest
     assert after != before and open_shards(pattern).digest == after
@@ -230,7 +230,7 @@ def test_restored_shard_is_read_by_its_own_table_after_a_refusal(tmp_path, write
     shutil.copytree(tmp_path / "set", tmp_path / "kept")  # with its times
     longer = {2: {"txt": b"a much longer caption " * 60}}
     write_shards(tmp_path / "set", [2, 2, 2], longer)
-    with pytest.raises(ValueError, match=r"1 changed \(.*train-001\.tar"):
+    with pytest.raises(ValueError, match=r"train-001\.tar \(changed"):
         open_shards(pattern)
     for path in (tmp_path / "kept").glob("*.tar"):
         shutil.copy2(path, tmp_path / "set" / path.name)

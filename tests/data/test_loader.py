@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torchvision.transforms import RandomResizedCrop
 
 from lowprec.clip import open_clip
 from lowprec.data import loader
@@ -79,22 +78,13 @@ def test_batch_holds_the_samples_of_its_step_in_order(make_batches, sample):
 
 
 @fork_is_fine
-@pytest.mark.parametrize("workers", [2])
-def test_batches_do_not_depend_on_the_number_of_workers(make_batches, workers):
+def test_batches_do_not_depend_on_workers_or_the_first_batch(make_batches):
     batches = make_batches(change={3: {"png": b"broken"}})
     alone = list(iterate(batches, workers=0))
-    shared = list(iterate(batches, workers=workers))
-    assert len(alone) == len(shared) == 9
-    assert all(map(same, alone, shared))
-    assert any(batch.skips for batch in alone)
-
-
-@fork_is_fine
-@pytest.mark.parametrize("workers", [0, 2])
-def test_iteration_from_a_later_batch_is_the_tail_of_the_whole(make_batches, workers):
-    batches = make_batches()
-    tail = list(iterate(batches, workers=workers, first=4))
-    assert all(map(same, tail, [batches[i] for i in range(4, 9)])) and len(tail) == 5
+    assert len(alone) == 9 and any(batch.skips for batch in alone)
+    for workers, first in ((2, 0), (2, 4), (0, 4)):
+        tail = list(iterate(batches, workers=workers, first=first))
+        assert len(tail) == 9 - first and all(map(same, tail, alone[first:]))
 
 
 def test_bad_sample_is_replaced_and_listed(make_batches):
@@ -121,10 +111,10 @@ def test_replacement_depends_on_the_position_and_the_seed(make_batches):
 
 
 @fork_is_fine
-@pytest.mark.parametrize("workers", [0, 1])
-def test_loading_leaves_the_random_states_as_they_are(make_batches, workers):
+def test_loading_leaves_the_random_states_as_they_are(make_batches):
     state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()
-    assert list(iterate(make_batches(change={0: {"txt": b""}}), workers=workers))
+    for workers in (0, 1):
+        assert list(iterate(make_batches(change={0: {"txt": b""}}), workers=workers))
     assert torch.equal(torch.get_rng_state(), state)
     np.testing.assert_array_equal(np.random.get_state()[1], numpy_state)
 
@@ -135,16 +125,13 @@ def test_no_readable_sample_is_an_error(make_batches):
         batches[0]
 
 
-SHAPES = [(13, 40), (36, 12), (1, 1), (1, 30), (100, 101)]
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("kind", ["png", "jpg", "webp"])
-def test_decoded_image_is_uint8_with_channels_first_and_the_requested_size(shape, kind, encode):
-    pixels = np.full((*shape, 3), (200, 100, 50), np.uint8)
-    image = decode_image(encode(pixels, kind), SIZE)
-    assert image.shape == (3, SIZE, SIZE) and image.dtype == np.uint8
-    assert np.abs(image.astype(int) - np.array([200, 100, 50])[:, None, None]).max() <= 4
+def test_decoded_image_has_channels_first_and_the_requested_size(kind, encode):
+    for shape in [(13, 40), (1, 1), (1, 30)]:
+        pixels = np.full((*shape, 3), (200, 100, 50), np.uint8)
+        image = decode_image(encode(pixels, kind), SIZE)
+        assert image.shape == (3, SIZE, SIZE) and image.dtype == np.uint8
+        assert np.abs(image.astype(int) - np.array([200, 100, 50])[:, None, None]).max() <= 4
 
 
 @pytest.mark.parametrize(
@@ -175,7 +162,7 @@ def test_sequential_reading_leaves_bad_samples_out(make_batches):
 
 
 @fork_is_fine
-@pytest.mark.parametrize(("ranks", "workers"), [(1, 2), (2, 0), (2, 2), (4, 1)])
+@pytest.mark.parametrize(("ranks", "workers"), [(2, 0), (2, 2)])
 def test_samples_of_a_step_do_not_depend_on_ranks_and_workers(make_batches, ranks, workers):
     """Neither do their pixels, random crops included."""
     keys = {"batch_size": 8, "length": 5, "augment": True}
@@ -239,12 +226,12 @@ def words(sample, epoch=0):
 
 @pytest.mark.parametrize("size", SIZES + TINY, ids=str)
 def test_random_box_lies_within_the_image_and_is_not_empty(size):
-    for sample in range(100):
+    for sample in range(50):
         left, top, right, bottom = random_box(*size, words(sample))
         assert 0 <= left < right <= size[0] and 0 <= top < bottom <= size[1]
 
 
-@pytest.mark.parametrize("size", SIZES[:4], ids=str)
+@pytest.mark.parametrize("size", SIZES[1:3], ids=str)
 def test_random_box_has_the_allowed_area_and_ratio(size):
     boxes = np.array([random_box(*size, words(sample)) for sample in range(1000)])
     width, height = boxes[:, 2] - boxes[:, 0], boxes[:, 3] - boxes[:, 1]
@@ -262,9 +249,11 @@ def test_default_crop_range_is_that_of_open_clip():
 
 
 @pytest.mark.parametrize("area", [AREA, (0.08, 1.0)], ids=str)
-@pytest.mark.parametrize("size", [(64, 64), (500, 375)], ids=str)
-def test_crops_are_distributed_like_those_of_torchvision(size, area, monkeypatch):
+def test_crops_are_distributed_like_those_of_torchvision(area, monkeypatch):
+    from torchvision.transforms import RandomResizedCrop  # which lowprec.clip makes importable
+
     monkeypatch.setattr(loader, "AREA", area)
+    size = (500, 375)
     count, image = 2000, Image.new("RGB", size)
     ours = np.array([random_box(*size, words(sample)) for sample in range(count)], dtype=float)
     ours = np.stack([ours[:, 1], ours[:, 0], ours[:, 3] - ours[:, 1], ours[:, 2] - ours[:, 0]], 1)
@@ -287,30 +276,18 @@ def test_crops_are_distributed_like_those_of_torchvision(size, area, monkeypatch
 def test_half_of_the_images_are_flipped(encode):
     pixels = np.zeros((12, 12, 3), np.uint8)
     pixels[:, 6:] = 255
-    data, count = encode(pixels), 2000
-    left, right = (slice(0, 3), slice(-3, None))
+    data, count = encode(pixels), 500
     decoded = [decode_image(data, 12, words(sample)) for sample in range(count)]
-    flipped = np.array([image[..., left].mean() > image[..., right].mean() for image in decoded])
+    flipped = np.array([image[..., :3].mean() > image[..., -3:].mean() for image in decoded])
     assert abs(flipped.mean() - 0.5) < 4 * 0.5 / count**0.5  # 4 standard deviations
-    epochs = [[words(s, e)[-1] >> np.uint64(63) for s in range(count)] for e in (0, 1)]
-    assert abs(np.corrcoef(epochs)[0, 1]) < 4 / count**0.5
-
-
-def test_flipped_image_is_the_mirror_of_the_same_box(encode):
-    pixels = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
-    one, other = words(0), words(0)
-    one[-1], other[-1] = 0, np.uint64(1) << np.uint64(63)
-    plain, mirrored = (decode_image(encode(pixels), 12, choice) for choice in (one, other))
-    np.testing.assert_array_equal(plain, mirrored[:, :, ::-1])
-    assert (plain != mirrored).any()
 
 
 @pytest.mark.parametrize("shape", [(12, 12), (20, 30), (30, 20), (1, 1), (1, 30)], ids=str)
-def test_augmented_image_is_the_random_box_resized_bicubically(shape, encode):
+def test_augmented_image_is_the_random_box_resized_bicubically_and_flipped(shape, encode):
     pixels = np.random.default_rng(0).integers(0, 256, (*shape, 3), dtype=np.uint8)
     random = words(3)
-    random[-1] = 0
     box = random_box(shape[1], shape[0], random)
     expected = Image.fromarray(pixels).resize((12, 12), Image.Resampling.BICUBIC, box)
-    decoded = decode_image(encode(pixels), 12, random)
-    np.testing.assert_array_equal(decoded, np.asarray(expected).transpose(2, 0, 1))
+    expected = np.asarray(expected).transpose(2, 0, 1)
+    for random[-1], image in ((0, expected), (np.uint64(1) << np.uint64(63), expected[:, :, ::-1])):
+        np.testing.assert_array_equal(decode_image(encode(pixels), 12, random), image)
