@@ -22,12 +22,13 @@ CAP_AFTER = 0.1  # the loss axis ends at the largest smoothed loss after this sh
 LEGEND_DROP = 0.38  # inches below the axes, under the label of the steps
 LABEL_LENGTH = 42  # characters of a legend line at column width
 ACCURACY = "zero_shot/top1"
-OF_A_STEP = ("step", "loss", "loss_smoothed")
-COLUMNS = (
-    *("run", "scale", "data", "data_digest", "batch_size", "num_steps"),
-    *("model", "precision", "optimizer"),
-    *("seed", "state", "method", "label", "variant", *OF_A_STEP),
+OF_A_RUN = (
+    *("run", "scale", "data", "data_digest", "batch_size", "num_steps", "model", "vision_layers"),
+    *("precision", "scaler", "intervention", "optimizer", "lr", "beta2", "beta2_decay"),
+    *("seed", "state", "method", "label", "variant"),
 )
+OF_A_STEP = ("step", "loss", "loss_smoothed")
+COLUMNS = (*OF_A_RUN, *OF_A_STEP)
 RENAMED = {
     "data.name": "data",
     "data.digest": "data_digest",
@@ -161,9 +162,12 @@ def wrap(label: str) -> str:
     return label if len(label) <= LABEL_LENGTH else label.replace(" (", "\n(")
 
 
-def models(frame: pd.DataFrame) -> str:
-    """`ViT-B/32 and ViT-H/14`: the models of the runs."""
-    return join(map(style.model, frame["model"].unique()))
+def of_runs(frame: pd.DataFrame) -> str:
+    """`ViT-B/32 and ViT-H/14 on shapes: 4 runs at mini scale`."""
+    models, data, scales = (frame[name].unique() for name in ("model", "data", "scale"))
+    num = frame["run"].nunique()
+    runs = f"{num} run{'s' if num > 1 else ''} at {join(scales)} scale"
+    return f"{join(map(style.model, models))} on {join(data)}: {runs}"
 
 
 def title(frame: pd.DataFrame) -> str:
@@ -211,12 +215,9 @@ def caption(frame: pd.DataFrame, after: str) -> str:
     """Describes models, data, runs and smoothing; `after` is the paper's figure."""
     runs = frame.drop_duplicates("run")
     widths = sorted({style.smoothing_width(steps) for steps in runs["num_steps"]})
-    models = [style.model(name) for name in frame["model"].unique()]
     return (
-        f"Training loss of {join(models)} on {join(runs['data'].unique())}: {len(runs)} "
-        f"run{'s' if len(runs) > 1 else ''} at {join(runs['scale'].unique())} scale "
-        f"({join(sorted(runs['num_steps'].unique()))} steps, batch "
-        f"{join(sorted(runs['batch_size'].unique()))}). After {after}, arXiv:2304.13013. "
+        f"Training loss of {of_runs(frame)} ({join(sorted(runs['num_steps'].unique()))} steps, "
+        f"batch {join(sorted(runs['batch_size'].unique()))}). After {after}, arXiv:2304.13013. "
         f"Lines: centered box average over {join(widths)} steps; faint: every step. The loss axis "
         "ends at the largest smoothed loss, of runs that did not diverge, after the first tenth."
     )
@@ -241,14 +242,18 @@ def methods(frame: pd.DataFrame) -> str:
     return join([style.method(*pair) for pair in pairs])
 
 
-def cap(frame: pd.DataFrame) -> float:
-    """Upper end of the loss axis, which diverged runs do not stretch."""
+def cap(frame: pd.DataFrame, column: str = "loss_smoothed") -> float:
+    """Upper end of the loss axis: the largest loss after `CAP_AFTER` of a run, at most the first.
+
+    Diverged runs count only if all diverged.
+    """
+    first = frame.loc[frame["step"] == 1, "loss"].max()
     late = frame["step"] >= CAP_AFTER * frame["num_steps"]
     kept = late & (frame["state"] != "diverged")
-    for losses in (frame["loss_smoothed"][kept], frame["loss_smoothed"][late], frame["loss"]):
+    for losses in (frame[column][kept], frame[column][late], frame["loss"]):
         finite = losses[np.isfinite(losses)]
         if len(finite):
-            return 1.05 * finite.max()
+            return 1.05 * float(np.fmin(finite.max(), first))
     return 1.0
 
 

@@ -30,16 +30,12 @@ THRESHOLDS = {
     "window": "steps of the running mean",
     "max_lead": "steps after an RMS spike within which a loss spike follows it",
 }
-FRACTIONS = ("rms_threshold", "loss_sigmas")  # the others are whole numbers
 SENSITIVITY = {
-    "rms_threshold": (1.5, 2.0, 2.3, 3.0, 4.0),
-    "loss_sigmas": (2.5, 3.2, 4.0, 6.0),
-    "num_deviations": (1, 2, 3),
-    "within": (5, 10, 20),
-    "ignore_steps": (0, 200, 500, 1000, 2000),
-    "window": (50, 100, 200, 400, 800),
-    "max_lead": (4, 8, 16),
+    "rms_threshold": (1.5, 2.0, 2.3, 3.0),
+    "loss_sigmas": (2.5, 3.2, 4.0),
+    "window": (50, 100, 200, 400),
 }
+KINDS = {name: type(value) for name, value in asdict(Protocol()).items()}  # int or float
 FOLLOWING, OTHER = "#D55E00", "#666666"  # a loss spike that follows an RMS spike, any other
 
 
@@ -84,10 +80,9 @@ def read_series(runs: Runs, run: str, pattern: str = "*") -> Series:
 
 def protocol_of_run(summary: dict) -> Protocol:
     """The protocol of a run's config; the paper's if there is none or the config is damaged."""
-    given = {field: summary.get(f"diagnostics.spikes.{field}") for field in THRESHOLDS}
-    given = {field: value for field, value in given.items() if not pd.isna(value)}
-    whole = {field: int(value) for field, value in given.items() if field not in FRACTIONS}
-    return protocol_of(summary.get("diagnostics.spikes.protocol"), **(given | whole))
+    given = {name: summary.get(f"diagnostics.spikes.{name}") for name in THRESHOLDS}
+    given = {name: KINDS[name](value) for name, value in given.items() if not pd.isna(value)}
+    return protocol_of(summary.get("diagnostics.spikes.protocol"), **given)
 
 
 def of_adamw(summaries: pd.DataFrame) -> pd.DataFrame:
@@ -95,9 +90,9 @@ def of_adamw(summaries: pd.DataFrame) -> pd.DataFrame:
 
     Clipping changes how spikes arise, so a share over several optimizers describes none of them.
     """
-    unknown = pd.Series(None, index=summaries.index, dtype=object)
-    names = summaries.get("optimizer.name", unknown)
-    return summaries[names.isna() | (names == "adamw")] if (names == "adamw").any() else summaries
+    is_adamw = summaries.get("optimizer.name", pd.Series(index=summaries.index)) == "adamw"
+    is_damaged = summaries["scale"].isna()
+    return summaries[is_adamw | is_damaged] if is_adamw.any() else summaries
 
 
 def mark(series: Series, protocol: Protocol, tensor: str) -> pd.DataFrame:
@@ -151,43 +146,44 @@ def spike_table(series: Series, protocol: Protocol, tensor: str = TENSOR) -> pd.
         first = {i: spiking[:, i].argmax() for i in np.flatnonzero(spiking.any(axis=0))}
         order = sorted(first, key=lambda i: (first[i], -height[first[i], i]))
         tensors.append([series.rms.columns[i] for i in order])
-    table = pd.DataFrame({"step": at, "onset": onset, "loss": loss[at - 1]})
-    table = table.assign(before=np.array(before, float), peak=np.array(peak, float))
-    table["height"] = table["peak"] - table["before"]
-    table["lead"] = pd.array(leads(at, rms_at), dtype="Int64")
-    table["onset_lead"] = pd.array(leads(onset, rms_at), dtype="Int64")
-    table[["rms", "rho"]] = recent.to_numpy()
-    table["num_tensors"] = [len(names) for names in tensors]
-    table["tensors"] = [" ".join(names) for names in tensors]
-    return table.astype({"num_tensors": int, "tensors": object})
+    columns = {"step": at, "onset": onset, "loss": loss[at - 1]}
+    columns |= {"before": np.array(before, float), "peak": np.array(peak, float)}
+    columns["height"] = columns["peak"] - columns["before"]
+    columns["lead"] = pd.array(leads(at, rms_at), dtype="Int64")
+    columns["onset_lead"] = pd.array(leads(onset, rms_at), dtype="Int64")
+    columns |= {"rms": recent["rms"].to_numpy(), "rho": recent["rho"].to_numpy()}
+    columns["num_tensors"] = np.array([len(names) for names in tensors], int)
+    columns["tensors"] = np.array([" ".join(names) for names in tensors], object)
+    return pd.DataFrame(columns)
 
 
 def count_following(
     series: Series, rms: np.ndarray, protocol: Protocol, max_shift: int | None = None
 ) -> dict[str, float]:
-    """The fields of `LagCoincidence`, and `num_by_onset` and `p_by_onset` counted from the onset.
+    """The fields of `LagCoincidence`, and `num_onsets`, `num_by_onset` and `p_by_onset`.
 
-    `rms` is RMS_t [steps] of one tensor. Spikes that share an onset count once there.
+    `rms` is RMS_t [steps] of one tensor. The last three are counted from the onset, where spikes
+    that share one count once.
     """
     loss_marks, rms_marks = loss_spikes(series.loss, protocol), rms_spikes(rms, protocol)
     onset_marks = np.zeros_like(loss_marks)
     onset_marks[onsets(series.loss, np.flatnonzero(loss_marks) + 1) - 1] = True
     by_step = lag_coincidence(loss_marks, rms_marks, protocol, max_shift)
     by_onset = lag_coincidence(onset_marks, rms_marks, protocol, max_shift)
-    more = {"num_by_onset": by_onset.num_following, "p_by_onset": by_onset.p_value}
+    more = {"num_onsets": by_onset.num_loss_spikes, "num_by_onset": by_onset.num_following}
+    more["p_by_onset"] = by_onset.p_value
     return {**by_step._asdict(), **more}
 
 
 def lead_table(series: Series, protocol: Protocol) -> pd.DataFrame:
     """One row per tensor, the most followed first: `count_following`, largest RMS_t and rho."""
     rows = []
-    for name in series.rms:
+    rho = relative_rms(series.rms, series.beta2)[protocol.ignore_steps :]
+    for i, name in enumerate(series.rms):
         rms = series.rms[name].to_numpy(float)
-        late, beta2 = rms[protocol.ignore_steps :], series.beta2[protocol.ignore_steps :]
-        largest = np.fmax.reduce(late, initial=np.nan)
-        largest_rho = np.fmax.reduce(relative_rms(late, beta2), initial=np.nan)
-        counts = count_following(series, rms, protocol)
-        rows.append({"tensor": name, **counts, "max_rms": largest, "max_rho": largest_rho})
+        largest = np.fmax.reduce(rms[protocol.ignore_steps :], initial=np.nan)
+        largest = {"max_rms": largest, "max_rho": np.fmax.reduce(rho[:, i], initial=np.nan)}
+        rows.append({"tensor": name, **count_following(series, rms, protocol), **largest})
     rows.sort(key=lambda row: (-row["num_following"], row["p_value"]))
     return pd.DataFrame(rows)
 
@@ -206,10 +202,7 @@ def sensitivity_table(series: Series, protocol: Protocol, tensor: str = TENSOR) 
 def protocols(frame: pd.DataFrame) -> list[Protocol]:
     """The distinct protocols of a frame that has the columns THRESHOLDS."""
     rows = frame[list(THRESHOLDS)].drop_duplicates().to_dict("records")
-    return [
-        Protocol(**{k: float(v) if k in FRACTIONS else int(v) for k, v in row.items()})
-        for row in rows
-    ]
+    return [Protocol(**row) for row in rows]
 
 
 def in_words(frame: pd.DataFrame) -> str:

@@ -19,7 +19,7 @@ from analysis.cli import ChoiceError
 from analysis.figures import rms_and_loss
 from analysis.load import Runs, load_runs
 from analysis.spike_marks import (
-    FRACTIONS,
+    KINDS,
     TENSOR,
     THRESHOLDS,
     Series,
@@ -35,7 +35,7 @@ from lowprec.diagnostics.spikes import PROTOCOLS, Protocol, largest_rms, relativ
 
 LOCAL_SHIFT = 1000  # steps over which the phase of training stays about the same
 AROUND = 60  # steps drawn on either side of a spike
-NUM_CONTROLS = 10  # other tensors printed
+NUM_TENSORS = 10  # printed
 
 
 def describe(series: Series, protocol: Protocol, tensor: str) -> tuple[str, dict]:
@@ -48,79 +48,56 @@ def describe(series: Series, protocol: Protocol, tensor: str) -> tuple[str, dict
     tables = {"spikes": spikes, "sensitivity": sensitivity_table(series, protocol, tensor)}
     lines = _summary_lines(series, protocol, tensor, len(spikes))
     if len(spikes):
-        printed = spikes.assign(tensors=spikes["tensors"].map(_first_name))
-        lines += ["", _text(printed), "", *_lead_lines(series, protocol, tensor, spikes)]
         tables["tensors"] = lead_table(series, protocol)
-        printed, others = tables["tensors"].iloc[:NUM_CONTROLS], tables["tensors"][NUM_CONTROLS:]
-        lines += ["", "By tensor, the most followed first (each p is for one tensor alone):"]
-        lines.append(_text(printed) if len(printed) else "RMS_t is not recorded for any tensor.")
-        if len(others):
-            lines.append(f"and {len(others)} more, median share {others['share'].median():.1%}")
-    if tables["sensitivity"]["num_loss_spikes"].any():
-        by_threshold = _text(tables["sensitivity"])
-        lines += ["", "By threshold, one changed at a time (* as above):", by_threshold]
-    else:
-        lines.append("Other thresholds find no loss spikes either.")
-    return "\n".join(lines), tables
+        lines += ["", _text(spikes), "", *_lead_lines(series, protocol, tensor, spikes), ""]
+        lines.append("By tensor, the most followed first (each p is for one tensor alone):")
+        lines.append(_text(tables["tensors"].head(NUM_TENSORS)))
+    lines += ["", "By threshold, one changed at a time (* as above):"]
+    return "\n".join([*lines, _text(tables["sensitivity"])]), tables
 
 
 def _summary_lines(series: Series, protocol: Protocol, tensor: str, num_spikes: int) -> list[str]:
     rms = series.rms_of(tensor)
-    matching = sum(fnmatchcase(name, tensor) for name in series.rms)
-    where = tensor if matching < 2 else f"the largest of {matching} tensors {tensor}"
-    counts = f"{int(rms_spikes(rms, protocol).sum())} RMS spikes ({where})"
+    counts = f"{int(rms_spikes(rms, protocol).sum())} RMS spikes ({tensor})"
     if not series.reaches(protocol):
         beta2, largest = series.beta2.max(), largest_rms(series.beta2.max())
         counts = (
-            f"no possible RMS spikes ({where}): at beta2 = {beta2:g}, RMS_t cannot exceed "
+            f"no possible RMS spikes ({tensor}): at beta2 = {beta2:g}, RMS_t cannot exceed "
             f"{largest:.2f}, and the threshold is {protocol.rms_threshold:g}"
         )
     lines = [f"{num_spikes} loss spikes and {counts} in {len(rms):,} steps."]
     late = rms[protocol.ignore_steps :]
     if np.isnan(late).all():
         return [*lines, "RMS_t is not recorded there."]
-    rho = relative_rms(rms, series.beta2)[protocol.ignore_steps :]
     step = int(np.nanargmax(late)) + protocol.ignore_steps + 1
-    lines.append(f"Largest RMS_t: {np.nanmax(late):.3g} at step {step}; ")
-    lines[-1] += f"largest rho = RMS_t sqrt(1 - beta2): {np.fmax.reduce(rho):.3g} (at most 1)."
-    return lines
+    rho = np.fmax.reduce(relative_rms(rms, series.beta2)[protocol.ignore_steps :])
+    largest = f"Largest RMS_t: {np.nanmax(late):.3g} at step {step}; "
+    return [*lines, f"{largest}largest rho = RMS_t sqrt(1 - beta2): {rho:.3g} (at most 1)."]
 
 
 def _lead_lines(series: Series, protocol: Protocol, tensor: str, spikes: pd.DataFrame) -> list[str]:
-    rms = series.rms_of(tensor)
-    counts = count_following(series, rms, protocol)
-    near = count_following(series, rms, protocol, LOCAL_SHIFT)
-    num_onsets = spikes["onset"].nunique()
-    return [
+    rms, shifts = series.rms_of(tensor), {"over the run": None}
+    shifts[f"by at most {LOCAL_SHIFT:,} steps"] = LOCAL_SHIFT
+    lines = []
+    for shifted, largest in shifts.items():
+        counts = count_following(series, rms, protocol, largest)
+        lines.append(
+            f"By chance {counts['chance']:.1%} (95%: {counts['low']:.0%} to {counts['high']:.0%}), "
+            f"p = {counts['p_value']:.2g} (onset: {counts['p_by_onset']:.2g}), shifting the RMS "
+            f"spikes {shifted}."
+        )
+    first = (
         f"{counts['num_following']} of {len(spikes)} loss spikes ({counts['share']:.0%}) come 1 "
         f"to {protocol.max_lead} steps after an RMS spike; counted from the onset, "
-        f"{counts['num_by_onset']} of {num_onsets}.",
-        f"By chance {counts['chance']:.1%} (95%: {counts['low']:.0%} to {counts['high']:.0%}), "
-        f"p = {counts['p_value']:.2g} (onset: {counts['p_by_onset']:.2g}), shifting the RMS spikes "
-        f"over the run; {near['chance']:.1%} (95%: {near['low']:.0%} to {near['high']:.0%}), "
-        f"p = {near['p_value']:.2g} (onset: {near['p_by_onset']:.2g}), by at most "
-        f"{LOCAL_SHIFT:,} steps.",
-        f"Spikes by lead in steps: {_histogram(spikes['lead'], protocol)}.",
-        f"Spikes by lead to the onset: {_histogram(spikes['onset_lead'], protocol)}.",
-        f"The paper: {paper.FOLLOWING_SAID}.",
-    ]
-
-
-def _histogram(lead: pd.Series, protocol: Protocol) -> str:
-    each = {steps: int((lead == steps).sum()) for steps in range(1, protocol.max_lead + 1)}
-    counts = ", ".join(f"{steps}: {count}" for steps, count in each.items())
-    return f"{counts}; more: {int((lead > protocol.max_lead).sum())}; none before: " + str(
-        lead.isna().sum()
+        f"{counts['num_by_onset']} of {spikes['onset'].nunique()}."
     )
-
-
-def _first_name(names: str) -> str:
-    first, *rest = names.split() or ["-"]
-    return f"{first} +{len(rest)}" if rest else first
+    return [first, *lines, f"The paper: {paper.FOLLOWING_SAID}."]
 
 
 def _text(table: pd.DataFrame) -> str:
-    return table.to_string(index=False, float_format=lambda value: f"{value:.4g}", na_rep="-")
+    return table.to_string(
+        index=False, float_format=lambda value: f"{value:.4g}", na_rep="-", max_colwidth=50
+    )
 
 
 def _write(out: Path, tables: dict, runs: Runs, protocol: Protocol, tensor: str) -> None:
@@ -149,15 +126,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         "--protocol", choices=("run", *PROTOCOLS), default="run", help="thresholds [the run's own]"
     )
     for name, meaning in THRESHOLDS.items():
-        kind = float if name in FRACTIONS else int
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=meaning)
-    options = parser.parse_args(arguments)
-    smallest = {"window": 2, "num_deviations": 1, "within": 1, "max_lead": 1}
-    for name in THRESHOLDS:
-        value, least = getattr(options, name), smallest.get(name, 0)
-        if value is not None and not value >= least:
-            parser.error(f"--{name.replace('_', '-')} must be at least {least}, not {value}")
-    return options
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, type=KINDS[name], metavar="N", help=meaning)
+    return parser.parse_args(arguments)
 
 
 @cli.entry

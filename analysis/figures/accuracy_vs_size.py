@@ -3,7 +3,6 @@
 Runs: `experiment=accuracy_vs_size`.
 """
 
-import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -12,11 +11,7 @@ from analysis import curves, paper, style
 from analysis.load import NoRunsError, Runs
 
 OURS, PAPERS = "ours", "the paper's, +-0.2"
-OF_A_RUN = (
-    *("run", "scale", "data", "data_digest", "batch_size", "num_steps", "model", "precision"),
-    *("optimizer", "seed", "state", "method", "label", "variant"),
-)
-COLUMNS = ("source", *OF_A_RUN, "accuracy")
+COLUMNS = ("source", *curves.OF_A_RUN, "accuracy")
 APART = 0.05  # of the distance of two models, between methods
 LOW = 0.04  # of the height of a panel: where a run without accuracy has its cross
 
@@ -32,53 +27,42 @@ def query(runs: Runs) -> pd.DataFrame:
         return pd.DataFrame(columns=list(COLUMNS))
     accuracy = 100 * heads["run"].map(curves.last_accuracy(runs)).astype(float)
     if accuracy.isna().all() and not (heads["state"] == "diverged").any():
-        raise NoRunsError(
-            f"{len(heads)} runs of {', '.join(heads['experiment'].unique())} have no accuracy at "
-            "their last step yet"
-        )
+        studies = ", ".join(heads["experiment"].unique())
+        raise NoRunsError(f"{len(heads)} runs of {studies} have no accuracy at their last step yet")
     ours = heads.assign(source=OURS, accuracy=accuracy)[list(COLUMNS)]
-    frame = pd.concat([ours, *_papers(ours)], ignore_index=True)
-    order = [style.rank(name, style.MODELS) for name in frame["model"]]
-    return frame.iloc[np.argsort([place for place, _ in order], kind="stable")].reset_index(
-        drop=True
-    )
+    is_paper = (ours["scale"] == "paper").all()
+    frame = pd.concat([ours, *([_papers(ours)] if is_paper else [])], ignore_index=True)
+    order = frame["model"].map(lambda name: style.rank(name, style.MODELS)[0])
+    return frame.loc[order.sort_values(kind="stable").index].reset_index(drop=True)
 
 
-def _papers(ours: pd.DataFrame) -> list[pd.DataFrame]:
-    """The paper's numbers for the methods and models that were run at its scale."""
-    if ours["scale"].iloc[0] != "paper":
-        return []
+def _papers(ours: pd.DataFrame) -> pd.DataFrame:
+    """The paper's numbers for the methods and models of our runs."""
     rows = [
-        {"source": PAPERS, "run": "", "model": model, "precision": precision,
-         "accuracy": np.nan if value is None else value, "variant": 0, "method": precision,
-         "state": "diverged" if value is None else "finished"}
+        {"source": PAPERS, "run": "", "model": model, "precision": precision, "accuracy": value,
+         "variant": 0, "method": precision, "state": "diverged" if value is None else "finished"}
         for precision, values in paper.ACCURACY_BY_SIZE.items()
         for model, value in values.items()
         if model in set(ours["model"]) and precision in set(ours["precision"])
     ]  # fmt: skip
-    return [pd.DataFrame(rows)] if rows else []
+    return pd.DataFrame(rows).astype({"accuracy": float}) if rows else pd.DataFrame()
 
 
 def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
     """One panel: a line for each method through the means of its seeds; crosses lack accuracy."""
     models = list(dict.fromkeys(frame["model"]))
-    methods = list(dict.fromkeys(frame["method"][frame["source"] == OURS]))
-    for place, (name, line) in enumerate(
-        frame[frame["source"] == OURS].groupby("method", sort=False)
-    ):
+    ours = frame[frame["source"] == OURS]
+    methods = list(dict.fromkeys(ours["method"]))
+    for method, line in ours.groupby("method", sort=False):
         head = line.iloc[0]
-        shade = style.color(head["precision"], head["optimizer"], head["variant"])
-        shift = APART * (place - (len(methods) - 1) / 2)
-        at = np.array([models.index(model) for model in line["model"]]) + shift
-        mean = line.groupby(at)["accuracy"].mean().dropna()
-        dashes = style.line_style(head["optimizer"])
-        ax.plot(mean.index, mean, color=shade, ls=dashes, label=curves.wrap(name))
-        ax.plot(at, line["accuracy"], "o", color=shade, ms=3)
-        _crosses(ax, at[line["accuracy"].isna()], shade, filled=True)
+        color = style.color(head["precision"], head["optimizer"], head["variant"])
+        shift = APART * (methods.index(method) - (len(methods) - 1) / 2)
+        at = line["model"].map(models.index).astype(float) + shift
+        plot_runs(ax, at, line["accuracy"], color, style.line_style(head["optimizer"]), method)
         theirs = frame[(frame["source"] == PAPERS) & (frame["precision"] == head["precision"])]
-        at = np.array([models.index(model) for model in theirs["model"]]) + shift
-        ax.plot(at, theirs["accuracy"], "D", ms=5, mfc="none", mec=shade)
-        _crosses(ax, at[theirs["accuracy"].isna()], shade, filled=False)
+        at = theirs["model"].map(models.index).astype(float) + shift
+        ax.plot(at, theirs["accuracy"], "D", ms=5, mfc="none", mec=color)
+        crosses(ax, at[theirs["accuracy"].isna()], 2.2 * LOW, color, mfc="none")
     if (frame["source"] == PAPERS).any():
         ax.plot([], [], "D", ms=5, mfc="none", mec=style.OTHER, label=PAPERS)
     ax.set_xticks(range(len(models)), [style.model(name) for name in models])
@@ -87,6 +71,22 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
     ax.set(ylabel="zero-shot top-1 [%]")
     ax.legend(loc="upper left", bbox_to_anchor=(0, -0.13), borderaxespad=0, handlelength=2.6)
     return ax
+
+
+def plot_runs(
+    ax: Axes, at: pd.Series, accuracy: pd.Series, color: tuple, dashes: str | tuple, label: str
+) -> None:
+    """A line through the mean at each place, a point for each run, a cross for runs without."""
+    mean = accuracy.groupby(at, sort=False).mean().dropna()  # in the order of the runs
+    ax.plot(mean.index, mean, color=color, ls=dashes, label=curves.wrap(label))
+    ax.plot(at, accuracy, "o", color=color, ms=3)
+    crosses(ax, at[accuracy.isna()], LOW, color)
+
+
+def crosses(ax: Axes, at: pd.Series, height: float, color: tuple, **look) -> None:
+    """A cross at each place, at a share of the height of the panel."""
+    for place in at:
+        ax.plot(place, height, "X", color=color, ms=5.5, transform=ax.get_xaxis_transform(), **look)
 
 
 def draw(frame: pd.DataFrame, figure: Figure) -> None:
@@ -98,33 +98,23 @@ def draw(frame: pd.DataFrame, figure: Figure) -> None:
         plot(panel, ax)
         scale = panel["scale"].iloc[0]
         ax.set_title(f"{family} ({scale} scale)" if family else f"{scale} scale")
-    low = min(ax.get_ylim()[0] for ax in axes)
-    high = max(ax.get_ylim()[1] for ax in axes)
+    limits = [ax.get_ylim() for ax in axes]
     for ax in axes:
-        ax.set_ylim(low, high)
+        ax.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
 
 
 def caption(frame: pd.DataFrame) -> str:
     """Describes the runs and the paper's numbers, and names runs that did not finish."""
     runs = frame[frame["source"] == OURS]
-    models = curves.models(runs)
     seeds = runs.groupby(["model", "method"])["seed"].nunique()
     counts = curves.join(sorted(seeds.unique())) + (" seeds" if seeds.max() > 1 else " seed")
     text = (
-        f"Zero-shot top-1 at the last step of {models} on "
-        f"{curves.join(runs['data'].unique())}: {len(runs)} runs at "
-        f"{curves.join(runs['scale'].unique())} scale ({counts} of each method and size). After "
-        "figure 1, arXiv:2304.13013. Points: runs; lines: means of seeds; a cross below: a run "
-        "without accuracy at its last step."
+        f"Zero-shot top-1 at the last step of {curves.of_runs(runs)} ({counts} of each method and "
+        "size). After figure 1, arXiv:2304.13013. Points: runs; lines: means of seeds; a cross "
+        "below: a run without accuracy at its last step."
     )
     if (frame["source"] == PAPERS).any():
         text += " Diamonds and open crosses: the paper's, read by eye from plots of a draft."
     else:
         text += " The paper's accuracies are for other models and data and are left out."
     return text + curves.caption_end(runs)
-
-
-def _crosses(ax: Axes, at: np.ndarray, shade: tuple, filled: bool) -> None:
-    for place in at:
-        ax.plot(place, LOW if filled else 2.2 * LOW, "X", color=shade, ms=5.5,
-                mfc=shade if filled else "none", transform=ax.get_xaxis_transform())  # fmt: skip

@@ -6,6 +6,8 @@ open_clip's model, eager or compiled, whichever is faster, and our model with al
 Source: figure 4, right, arXiv:2304.13013.
 """
 
+from collections.abc import Iterable
+
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -18,24 +20,29 @@ BASELINES = {  # baseline: (in print, cases of which the fastest counts)
     "open_clip": ("open_clip, eager or compiled", ("open_clip", "open_clip eager")),
     "autograd_high": ("our model, autograd function", ("autograd_high",)),
 }
-CASES = {  # case: (in print, precision whose color it has)
-    "high": ("ours, 16 bit", "bf16"),
-    "switchback": ("SwitchBack int8", "switchback"),
-    "hw_fp8_switchback": ("SwitchBack hardware fp8", "hw_fp8_switchback"),
-    "llm_int8": ("LLM.int8()", "llm_int8"),
+CASES = {  # case: (in print, color)
+    "open_clip eager": ("open_clip, eager", "0.85"),
+    "open_clip": ("open_clip, compiled", "0.63"),
+    "high": ("ours, 16 bit", style.color("bf16", "stable_adamw")),
 }
+CASES |= {
+    name: (style.PRECISIONS[name][0], style.color(name, ""))
+    for name in (
+        *("autograd_high", "switchback", "switchback_m", "switchback_q", "llm_int8"),
+        *("hw_fp8_tensorwise", "hw_fp8_switchback"),
+    )
+}
+TIMED = ("high", "switchback", "hw_fp8_switchback", "llm_int8")  # cases with a bar here
 SETTINGS = {"image_size": "{:.0f} px", "patch_dropout": "patch dropout {:g}"}  # of a line, in words
 
 
 def with_settings(lines: pd.DataFrame) -> pd.DataFrame:
     """Adds the settings of the model to `shape`, where a line holds them."""
-    lines = lines.reindex(columns=list(dict.fromkeys([*lines.columns, *SETTINGS])))
-    shapes = [
-        ", ".join([row["shape"], *(SETTINGS[name].format(row[name]) for name in SETTINGS
-                                   if pd.notna(row[name]))])
-        for _, row in lines.iterrows()
-    ]  # fmt: skip
-    return lines.assign(shape=shapes)
+    shape = lines["shape"]
+    for name, words in SETTINGS.items():
+        if name in lines:
+            shape = shape + lines[name].map(f", {words}".format).where(lines[name].notna(), "")
+    return lines.assign(shape=shape)
 
 
 def in_lines(shape: str) -> str:
@@ -60,48 +67,48 @@ def query(lines: pd.DataFrame) -> pd.DataFrame:
     frames = []
     for baseline, (_, cases) in BASELINES.items():
         base = known[known["case"].isin(cases)].groupby(at)["ms"].min().rename("base_ms")
-        part = known[known["case"].isin(CASES)].join(base, on=at, how="inner")
+        part = known[known["case"].isin(TIMED)].join(base, on=at, how="inner")
         frames.append(part.assign(baseline=baseline))
     table = pd.concat(frames, ignore_index=True)
     if table.empty:
         raise NoRunsError(
-            f"slug {LINES}: no line of {', '.join(CASES)} has {' or '.join(BASELINES)} beside it, "
+            f"slug {LINES}: no line of {', '.join(TIMED)} has {' or '.join(BASELINES)} beside it, "
             "of the same shape, in one file"
         )
     table = bench.newest(table, ["shape", "baseline"])
     table["value"] = bench.saved_percent(table["ms"], table["base_ms"])
     table = table.rename(columns={"device": "source", "case": "series"})
     columns = ["file", "source", "model", "shape", "baseline", "series", "ms", "base_ms", "value"]
-    frame = table[columns].reset_index(drop=True)
-    skipped = lines[lines["case"].isin([*CASES, "open_clip", "autograd_high"]) & lines["ms"].isna()]
-    reasons = [f"{row.case}, {row.shape} ({row.reason})" for row in skipped.itertuples()]
-    frame.attrs["missing"] = f" Not measured: {'; '.join(reasons)}." if reasons else ""
-    return frame
+    return table[columns].reset_index(drop=True)
 
 
 def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
     """Bars over one baseline: a group for each model, from small to large, a bar for each case."""
     shapes = frame[["model", "shape"]].drop_duplicates().itertuples(index=False)
     shapes = sorted(shapes, key=lambda pair: (style.rank(pair[0], style.MODELS), pair[1]))
-    cases = [case for case in CASES if case in set(frame["series"])]
-    width = 0.8 / len(cases)
-    for place, case in enumerate(cases):
-        values = frame[frame["series"] == case].set_index("shape")["value"]
-        at = [index for index, (_, shape) in enumerate(shapes) if shape in values.index]
-        heights = [values[shapes[index][1]] for index in at]
-        numbers = [f"{round(height):d}" for height in heights]  # no -0
-        middles = [index + (place - (len(cases) - 1) / 2) * width for index in at]
-        name, precision = CASES[case]
-        color = style.color(precision, "stable_adamw")
-        bars = ax.bar(middles, heights, width * 0.92, color=color, label=name)
-        ax.bar_label(bars, numbers, fontsize=6, padding=1)
+    of_shapes = frame.rename(columns={"shape": "group"})
+    label = {"fmt": lambda value: f"{round(value):d}", "fontsize": 6, "padding": 1}  # no -0
+    bars(of_shapes, ax, [shape for _, shape in shapes], TIMED, 0.8, **label)
     ax.axhspan(*paper.END_TO_END, color="0.88", lw=0, zorder=0.5, label=f"{paper.SOURCE}: ViT-H/14")
-    ax.set_xticks(range(len(shapes)), [in_lines(shape) for _, shape in shapes])
     ax.axhline(0, color="black", lw=0.6)
-    ax.grid(visible=False, axis="x")
     ax.margins(y=0.15)
     ax.set(title=f"over {BASELINES[frame['baseline'].iloc[0]][0]}", ylabel="time saved (%)")
     return ax
+
+
+def bars(
+    frame: pd.DataFrame, ax: Axes, groups: list[str], cases: Iterable[str], width: float, **label
+) -> None:
+    """Bars of `value`: a group for each element of `groups`, in it a bar for each `series`."""
+    cases = [case for case in cases if case in set(frame["series"])]
+    for place, case in enumerate(cases):
+        part, share = frame[frame["series"] == case], width / len(cases)
+        middles = part["group"].map(groups.index) + (place - (len(cases) - 1) / 2) * share
+        name, color = CASES[case]
+        drawn = ax.bar(middles, part["value"], share * 0.92, color=color, label=name)
+        ax.bar_label(drawn, **label)
+    ax.set_xticks(range(len(groups)), [in_lines(group) for group in groups])
+    ax.grid(visible=False, axis="x")
 
 
 def draw(frame: pd.DataFrame, figure: Figure) -> None:
@@ -117,12 +124,12 @@ def draw(frame: pd.DataFrame, figure: Figure) -> None:
 def caption(frame: pd.DataFrame) -> str:
     """Names the device and the baselines and cases without a line."""
     absent = [f"baseline {name}" for name in BASELINES if name not in set(frame["baseline"])]
-    absent += [name for name in CASES if name not in set(frame["series"])]
+    absent += [name for name in TIMED if name not in set(frame["series"])]
     low, high = paper.END_TO_END
     without = f" No lines of: {', '.join(absent)}." if absent else ""
     return (
         f"Forward and backward of the whole model on {bench.devices(frame)}: time saved; each bar "
         f"against a baseline of the same run. Gray: the paper's own range for training ViT-H/14 "
         f"with SwitchBack on A100s in fp16, {low:g} to {high:g}%."
-        f"{without}{frame.attrs.get('missing', '')}"
+        f"{without}"
     )

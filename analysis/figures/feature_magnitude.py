@@ -12,11 +12,7 @@ from matplotlib.ticker import MaxNLocator
 from analysis import curves, paper, style
 from analysis.load import Runs
 
-OF_A_RUN = (
-    *("run", "scale", "data", "data_digest", "batch_size", "num_steps", "model", "precision"),
-    *("optimizer", "intervention", "variant", "seed", "state", "label"),
-)
-COLUMNS = (*OF_A_RUN, "at", "step", "block", "feature_mean")
+COLUMNS = (*curves.OF_A_RUN, "at", "step", "block", "feature_mean")
 DASHES = {"first": (0, (1.2, 1.0)), "last": "-"}
 
 
@@ -25,16 +21,15 @@ def query(runs: Runs) -> pd.DataFrame:
     heads = curves.named_heads(runs, ("intervention.name",))
     frames = [pd.DataFrame(columns=list(COLUMNS))]
     for head in curves.by_intervention(heads).to_dict("records"):
-        alone = runs.only(head["run"])
         try:
-            values = alone.tensors(paper.BLOCK.format("*"), "feature_mean")
+            values = runs.only(head["run"]).tensors(paper.BLOCK.format("*"), "feature_mean")
         except LookupError:
             continue
         values = values.drop(columns="run").set_index("step").sort_index()
+        values = values.rename(columns=lambda name: int(name.rpartition(".")[2])).sort_index(axis=1)
         for at, row in (("first", values.iloc[0]), ("last", values.iloc[-1])):
-            blocks = row.rename(lambda name: int(name.rpartition(".")[2])).sort_index()
-            facts = {"at": at, "step": row.name} | {key: head[key] for key in OF_A_RUN}
-            frame = pd.DataFrame({"block": blocks.index, "feature_mean": blocks.to_numpy(float)})
+            frame = row.rename("feature_mean").rename_axis("block").reset_index()
+            facts = {key: head[key] for key in curves.OF_A_RUN} | {"at": at, "step": row.name}
             frames.append(frame.assign(**facts)[list(COLUMNS)])
     return pd.concat(frames[1:] or frames, ignore_index=True)
 
@@ -58,21 +53,16 @@ def draw(frame: pd.DataFrame, figure: Figure) -> None:
     """Draws a panel for each model."""
     panels = [panel for _, panel in frame.groupby("model", sort=False)]
     lines = max(2 * panel["run"].nunique() for panel in panels)
-    axes = curves.panels(figure, len(panels), lines)
-    for panel, ax in zip(panels, axes, strict=True):
+    for panel, ax in zip(panels, curves.panels(figure, len(panels), lines), strict=True):
         plot(panel, ax)
 
 
 def caption(frame: pd.DataFrame) -> str:
     """Describes the runs and the steps, and names runs that did not finish."""
-    runs = frame.drop_duplicates("run")
-    models = curves.models(runs)
     first = sorted(frame.loc[frame["at"] == "first", "step"].unique())
     return (
-        f"Mean magnitude of the output of each block of the vision tower of {models} on "
-        f"{curves.join(runs['data'].unique())}: {len(runs)} runs at "
-        f"{curves.join(runs['scale'].unique())} scale, at the first record (dotted: step "
-        f"{curves.join(f'{step:,}' for step in first)}) and the last (solid). After figure 5 "
-        "(right), arXiv:2304.13013, which begins at initialization. "
-        f"All runs: {curves.methods(runs)}.{curves.caption_end(runs, crosses=False)}"
+        f"Mean magnitude of the output of each block of the vision tower of {curves.of_runs(frame)}"
+        f", at the first record (dotted: step {curves.join(first)}) and the last (solid). After "
+        "figure 5 (right), arXiv:2304.13013, which begins at initialization. All runs: "
+        f"{curves.methods(frame)}.{curves.caption_end(frame, crosses=False)}"
     )

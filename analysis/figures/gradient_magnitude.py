@@ -13,11 +13,10 @@ from analysis.load import Runs
 
 TENSOR = paper.BLOCK + ".mlp.c_proj.weight"
 STATISTICS = {"grad_norm": "gradient norm", "grad_abs_max": "largest gradient"}
-OF_A_RUN = (
-    *("run", "scale", "data", "data_digest", "batch_size", "num_steps", "model", "precision"),
-    *("optimizer", "intervention", "vision_layers", "seed", "state", "label"),
+COLUMNS = (
+    *(*curves.OF_A_RUN, "statistic", "block"),
+    *("step", "gradient", "gradient_smoothed"),
 )
-COLUMNS = (*OF_A_RUN, "statistic", "block", "step", "gradient", "gradient_smoothed")
 WIDTH = 2.5  # inches of a panel
 
 
@@ -26,18 +25,15 @@ def query(runs: Runs) -> pd.DataFrame:
     heads = curves.named_heads(runs, ("intervention.name",))
     frames = [pd.DataFrame(columns=list(COLUMNS))]
     for head in curves.by_intervention(heads).to_dict("records"):
-        alone = runs.only(head["run"])
-        facts = {key: head[key] for key in OF_A_RUN}
+        alone, facts = runs.only(head["run"]), {key: head[key] for key in curves.OF_A_RUN}
         for block in paper.blocks_at_paper_depths(head["vision_layers"]):
             for statistic in STATISTICS:
                 values = alone.series(TENSOR.format(block), statistic)
                 values = values.where(np.isfinite(values) & (values > 0))
-                width = style.smoothing_width(len(values))
-                columns = {"gradient": values, "gradient_smoothed": style.smooth(values, width)}
-                part = pd.DataFrame(columns).reset_index()
-                part = part.assign(**facts, statistic=statistic, block=block)
-                if len(part):
-                    frames.append(part[list(COLUMNS)])
+                smoothed = style.smooth(values, style.smoothing_width(len(values)))
+                part = pd.DataFrame({"gradient": values, "gradient_smoothed": smoothed})
+                part = part.reset_index().assign(**facts, statistic=statistic, block=block)
+                frames += [part[list(COLUMNS)]] if len(part) else []
     return pd.concat(frames[1:] or frames, ignore_index=True)
 
 
@@ -79,14 +75,10 @@ def draw(frame: pd.DataFrame, figure: Figure) -> None:
 
 def caption(frame: pd.DataFrame) -> str:
     """Describes the runs and names those that did not finish."""
-    runs = frame.drop_duplicates("run")
-    models = curves.models(runs)
     return (
-        f"Gradient of mlp.c_proj.weight of blocks of the vision tower of {models} on "
-        f"{curves.join(runs['data'].unique())}: {len(runs)} runs at "
-        f"{curves.join(runs['scale'].unique())} scale. After the appendix of arXiv:2304.13013, "
-        "which shows the mean in place of the norm. Lines: centered box average over at most "
-        f"{style.SMOOTHING} records, edges cut; faint: every record. Gradients that are 0 or not "
-        f"finite are gaps. All runs: {curves.methods(runs)}."
-        f"{curves.caption_end(runs, crosses=False)}"
+        "Gradient of mlp.c_proj.weight of blocks of the vision tower of "
+        f"{curves.of_runs(frame)}. After the appendix of arXiv:2304.13013, which shows the mean in "
+        f"place of the norm. Lines: centered box average over at most {style.SMOOTHING} records, "
+        "edges cut; faint: every record. Gradients that are 0 or not finite are gaps. All runs: "
+        f"{curves.methods(frame)}.{curves.caption_end(frame, crosses=False)}"
     )

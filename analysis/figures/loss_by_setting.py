@@ -27,7 +27,6 @@ class LossBySetting:
     EXPERIMENT: str
     by: tuple[str, ...]  # config keys that the figure shows in its own way
     arrange: Callable[[pd.DataFrame], pd.DataFrame]  # runs in order, with labels and own columns
-    columns: tuple[str, ...]  # of the frame, besides those of every loss curve
     look: Callable[[pd.Series], tuple]
     after: str  # the part of the paper that it follows
     text: str  # of the caption; its field is for the methods
@@ -37,12 +36,9 @@ class LossBySetting:
         """One row per step of each run: exactly what is plotted."""
         heads = curves.named_heads(runs, self.by)
         if not heads.empty:
-            heads = heads.assign(
-                key=self.key,
-                value=heads[curves.RENAMED.get(self.key, self.key)] if self.key else "",
-            )
-            heads = self.arrange(heads)
-        return curves.losses(runs, heads, (*curves.COLUMNS, *self.columns))
+            value = heads[curves.RENAMED.get(self.key, self.key)] if self.key else ""
+            heads = self.arrange(heads.assign(key=self.key, value=value))
+        return curves.losses(runs, heads, (*curves.COLUMNS, "key", "value"))
 
     def plot(self, frame: pd.DataFrame, ax: Axes) -> Axes:
         """One panel."""
@@ -102,14 +98,13 @@ def arrange_schedules(heads: pd.DataFrame) -> pd.DataFrame:
 
 
 def arrange_fixes(heads: pd.DataFrame) -> pd.DataFrame:
-    """Lines by `change`, what differs from plain fp8 training."""
-    heads["change"] = [_change(head) for head in heads.itertuples()]
-    heads["label"] = [
-        head.change + head.label.removeprefix(style.method(head.precision, head.optimizer))
-        for head in heads.itertuples()
-    ]
+    """Lines by `value`, what differs from plain fp8 training."""
+    heads["value"] = [_change(head) for head in heads.itertuples()]
+    methods = map(style.method, heads["precision"], heads["optimizer"])
+    ends = [label.removeprefix(m) for label, m in zip(heads["label"], methods, strict=True)]
+    heads["label"] = heads["value"] + pd.Series(ends, heads.index)
     models = list(heads["model"].unique())
-    ranks = [(models.index(h.model), *style.rank(h.change, CHANGES)) for h in heads.itertuples()]
+    ranks = [(models.index(h.model), *style.rank(h.value, CHANGES)) for h in heads.itertuples()]
     return heads.assign(rank=ranks).sort_values("rank", kind="stable")
 
 
@@ -147,7 +142,6 @@ FIGURES = {
         "fp8_fixes",
         ("intervention.name",),
         arrange_fixes,
-        ("intervention", "change"),
         look_of_fix,
         "figure 5 (left)",
         "All runs but those in 16 bit train with fp8 tensor-wise in all three products and one "
@@ -158,7 +152,6 @@ FIGURES = {
         "beta2_schedule",
         ("optimizer.beta2", "optimizer.beta2_decay"),
         arrange_schedules,
-        ("beta2", "beta2_decay"),
         look_of_schedule,
         "the study of beta2 schedules",
         "Dashed: beta2 = 1 - t^-lambda at step t, in parentheses its value at the last step. All "
@@ -170,7 +163,6 @@ FIGURES |= {
         f"spikes_vs_{NAMES[key]}",
         (key, "optimizer.beta2"),
         arrange_sweep,
-        ("beta2", "key", "value"),
         look_of_sweep,
         after,
         "All runs: {methods}. Colors: beta2.",

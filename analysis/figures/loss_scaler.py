@@ -24,11 +24,10 @@ PANELS = {  # column: in print
     "grad_in_proj": "max gradient,\nblock 0, in_proj",
 }
 LOGARITHMIC = {"loss_scale": 2, "grad_class_embedding": 10, "grad_in_proj": 10}  # column: base
-OF_A_RUN = (
-    *("run", "scale", "data", "data_digest", "batch_size", "num_steps", "model", "precision"),
-    *("optimizer", "scaler", "beta2", "seed", "state", "label"),
+COLUMNS = (
+    *(*curves.OF_A_RUN, "block", "spike", "is_loss_spike"),
+    *("step", *PANELS, "skipped_tensors"),
 )
-COLUMNS = (*OF_A_RUN, "block", "spike", "is_loss_spike", "step", *PANELS, "skipped_tensors")
 
 
 def select(heads: pd.DataFrame) -> pd.DataFrame:
@@ -49,7 +48,7 @@ def query(runs: Runs) -> pd.DataFrame:
         alone = runs.only(head["run"])
         spike, is_loss_spike = _spike(alone, head)
         if spike is not None:
-            facts = {key: head[key] for key in OF_A_RUN}
+            facts = {key: head[key] for key in curves.OF_A_RUN}
             facts |= {"spike": spike, "is_loss_spike": is_loss_spike}
             frames.append(_around(alone, head, spike).assign(**facts)[list(COLUMNS)])
     return pd.concat(frames[1:] or frames, ignore_index=True)
@@ -96,11 +95,10 @@ def caption(frame: pd.DataFrame) -> str:
     """Describes the runs, the steps and what was not recorded."""
     runs = frame.drop_duplicates("run")
     text = (
-        f"{AROUND} steps on either side of a spike in training {len(runs)} runs on "
-        f"{curves.join(runs['data'].unique())} at {curves.join(runs['scale'].unique())} scale. "
-        "After the appendix of arXiv:2304.13013. Orange ticks: steps in which the gradient of some "
-        "tensor was not finite, so that the step (dynamic scaler) or the tensor (fixed) was "
-        "skipped; such values are left out of the lines."
+        f"{AROUND} steps on either side of a spike in training {curves.of_runs(frame)}. After the "
+        "appendix of arXiv:2304.13013. Orange ticks: steps in which the gradient of some tensor "
+        "was not finite, so that the step (dynamic scaler) or the tensor (fixed) was skipped; such "
+        "values are left out of the lines."
     )
     for run in runs.itertuples():
         kind = "the highest loss spike" if run.is_loss_spike else "no loss spike, the largest RMS_t"
@@ -127,20 +125,15 @@ def _spike(alone: Runs, head: dict) -> tuple[int | None, bool]:
 def _around(alone: Runs, head: dict, spike: int) -> pd.DataFrame:
     """The recorded quantities at the steps around a spike."""
     metrics = alone.metrics.set_index("step")
-    first, last = max(1, spike - AROUND), min(spike + AROUND, metrics.index.max())
-    layers = head["vision_layers"]
-    block = round(DEPTH * (layers - 1)) if layers == layers and layers else 0
-    columns = {name: metrics.get(name) for name in ("loss", "loss_scale", "skipped_tensors")}
-    for column, name, stat in (
+    block = round(DEPTH * (head["vision_layers"] - 1)) if head["vision_layers"] else 0
+    metrics = metrics.reindex(columns=["loss", "loss_scale", "skipped_tensors"]).astype(float)
+    steps = range(max(1, spike - AROUND), min(spike + AROUND, metrics.index.max()) + 1)
+    around = metrics.reindex(pd.Index(steps, name="step"))
+    for column, tensor, statistic in (
         ("feature_mean", paper.BLOCK.format(block), "feature_mean"),
         ("rms", spike_marks.TENSOR, "rms"),
         ("grad_class_embedding", "visual.class_embedding", "grad_abs_max"),
         ("grad_in_proj", f"{FIRST_BLOCK}.attn.in_proj_weight", "grad_abs_max"),
     ):
-        columns[column] = alone.series(name, stat)
-    index = pd.RangeIndex(first, last + 1, name="step")
-    around = {
-        name: np.nan if values is None else values.astype(float).reindex(index)
-        for name, values in columns.items()
-    }
-    return pd.DataFrame(around, index=index).assign(block=block).reset_index()
+        around[column] = alone.series(tensor, statistic)
+    return around.assign(block=block).reset_index()

@@ -9,22 +9,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from analysis import bench, style
-from analysis.figures.end_to_end_speed import in_lines, with_settings
+from analysis.figures.end_to_end_speed import CASES, bars, with_settings
 from analysis.load import NoRunsError
 
 LINES = "layer_memory model"
-CASES = {  # case: (in print, color), in the order of the bars
-    "open_clip eager": ("open_clip, eager", "0.85"),
-    "open_clip": ("open_clip, compiled", "0.63"),
-    "high": ("ours, 16 bit", style.color("bf16", "stable_adamw")),
-}
-CASES |= {
-    name: (style.PRECISIONS[name][0], style.color(name, ""))
-    for name in (
-        *("autograd_high", "switchback", "switchback_m", "switchback_q", "llm_int8"),
-        *("hw_fp8_tensorwise", "hw_fp8_switchback"),
-    )
-}
 PANELS = {  # panel: (label of its axis, format of the number over a bar)
     "layer": ("saved for backward (of nn.Linear's)", "%.2f"),
     "model": ("peak of forward + backward (GiB)", "%.1f"),
@@ -54,29 +42,20 @@ def query(lines: pd.DataFrame) -> pd.DataFrame:
     ]
     layers = layers.assign(panel="layer", group=names, value=layers["ratio"])
     models = models.assign(panel="model", group=models["shape"], value=models["memory_gib"])
-    bars = pd.concat([layers, models], ignore_index=True)
-    if bars.empty:
+    rows = pd.concat([layers, models], ignore_index=True)
+    if rows.empty:
         raise NoRunsError(f"no line of {LINES} holds memory; a model's is measured on a GPU alone")
-    bars = bars.rename(columns={"device": "source", "case": "series"})[COLUMNS]
-    return bars.drop_duplicates(["panel", "group", "series"], keep="last", ignore_index=True)
+    rows = rows.rename(columns={"device": "source", "case": "series"})[COLUMNS]
+    return rows.drop_duplicates(["panel", "group", "series"], keep="last", ignore_index=True)
 
 
 def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
     """One panel: a group of bars for each layer or model, a bar for each case."""
-    label, number = PANELS[frame["panel"].iloc[0]]
-    groups = list(frame["group"].unique())
-    cases = [case for case in CASES if case in set(frame["series"])]
-    width = 0.86 / len(cases)
-    for place, case in enumerate(cases):
-        part = frame[frame["series"] == case]
-        middles = part["group"].map(groups.index) + (place - (len(cases) - 1) / 2) * width
-        name, color = CASES[case]
-        drawn = ax.bar(middles, part["value"], width * 0.92, color=color, label=name)
-        ax.bar_label(drawn, fmt=number, fontsize=5.5, padding=1.5, rotation=90)
-    ax.set_xticks(range(len(groups)), [in_lines(group) for group in groups])
-    ax.grid(visible=False, axis="x")
+    name, number = PANELS[frame["panel"].iloc[0]]
+    label = {"fmt": number, "fontsize": 5.5, "padding": 1.5, "rotation": 90}
+    bars(frame, ax, list(frame["group"].unique()), CASES, 0.86, **label)
     ax.margins(x=0.02, y=0.12)
-    ax.set(ylabel=label)
+    ax.set(ylabel=name)
     return ax
 
 
@@ -95,7 +74,7 @@ def draw(frame: pd.DataFrame, figure: Figure) -> None:
 
 
 def caption(frame: pd.DataFrame) -> str:
-    """Names the device, what is counted and the missing bars."""
+    """Names the device and what is counted."""
     layers, models = (frame[frame["panel"] == panel] for panel in PANELS)
     text = f"Memory on {bench.devices(frame)}."
     if not layers.empty:
@@ -110,7 +89,4 @@ def caption(frame: pd.DataFrame) -> str:
             " The most that forward and backward of a whole model take, parameters and gradients "
             "included, an optimizer not."
         )
-    there = models.groupby("group")["series"].agg(set)
-    cases = [case for case in CASES if case in set(models["series"])]
-    absent = [f"{case}, {at}" for at in there.index for case in cases if case not in there[at]]
-    return text + (f" No lines of: {'; '.join(absent)}." if absent else "")
+    return text

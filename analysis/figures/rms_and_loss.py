@@ -3,10 +3,8 @@
 Runs: `experiment=rms_and_loss`.
 """
 
-import math
 from dataclasses import asdict
 
-import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -17,14 +15,9 @@ from analysis.load import Runs
 from lowprec.diagnostics.spikes import Protocol, lag_coincidence
 
 select = spike_marks.of_adamw
-CAP_AFTER = 0.1  # the loss axis ends at the largest loss after this share of the run
 OTHER, RMS = spike_marks.OTHER, style.RMS
-OF_A_RUN = (
-    *("run", "scale", "data", "batch_size", "num_steps", "model", "precision", "optimizer"),
-    *("beta2", "seed", "state", "label"),
-)
 MARKS = ("step", "loss", "rms", "loss_spike", "rms_spike", "follows")
-COLUMNS = (*OF_A_RUN, *MARKS, *spike_marks.THRESHOLDS)
+COLUMNS = (*curves.OF_A_RUN, *MARKS, *spike_marks.THRESHOLDS)
 
 
 def query(
@@ -42,7 +35,7 @@ def query(
         used = protocol or spike_marks.protocol_of_run(head)
         steps = spike_marks.mark(spike_marks.read_series(runs, head["run"], tensor), used, tensor)
         if steps["rms"].notna().any():
-            kept = {name: head[name] for name in OF_A_RUN}
+            kept = {name: head[name] for name in curves.OF_A_RUN}
             frames.append(steps[list(MARKS)].assign(**kept, **asdict(used)))
     frames.sort(key=lambda f: (style.rank(f["model"].iloc[0], style.MODELS), f["beta2"].iloc[0]))
     if not frames:
@@ -52,7 +45,7 @@ def query(
 
 def plot_loss(frame: pd.DataFrame, ax: Axes, count: bool = False) -> None:
     """Draws the loss of one run with its spikes; `count`: the legend states their number."""
-    head, top = frame.iloc[0], cap(frame)
+    head, top = frame.iloc[0], curves.cap(frame, "loss")
     color = style.color(head["precision"], head["optimizer"])
     ax.plot(frame["step"], frame["loss"], color=color, lw=0.7, rasterized=True)
     for spikes, color, name in spike_marks.kinds(frame):
@@ -60,16 +53,6 @@ def plot_loss(frame: pd.DataFrame, ax: Axes, count: bool = False) -> None:
         losses = spikes["loss"].clip(upper=top)
         ax.plot(spikes["step"], losses, "v", color=color, ms=4, label=label, zorder=3)
     ax.set(ylabel="training loss", ylim=(None, top))
-
-
-def cap(frame: pd.DataFrame) -> float:
-    """Upper end of the loss axis: the first tenth of a complete run does not stretch it."""
-    loss = frame["loss"].where(np.isfinite(frame["loss"])).astype(float)
-    highest = loss.max()
-    if frame["step"].iloc[0] == 1:
-        late = loss[frame["step"] > CAP_AFTER * frame["num_steps"]].max()
-        highest = np.fmin(late, loss.iloc[0]) if np.isfinite(late) else highest
-    return 1.0 if np.isnan(highest) else highest + 0.05 * abs(highest)
 
 
 def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
@@ -107,30 +90,19 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
 
 def draw(frame: pd.DataFrame, figure: Figure) -> None:
     """Draws a panel for each run, by model and beta2."""
-    runs = list(frame.groupby("run", sort=False))
-    columns = curves.num_columns(len(runs))
-    rows = math.ceil(len(runs) / columns)
-    figure.set_size_inches(style.COLUMN_WIDTH * columns, 3.6 * rows)
-    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for (_, run), ax in zip(runs, axes, strict=False):
-        plot(run, ax)
-        ax.set_xlim(0, run["num_steps"].iloc[0])
-    for ax in axes[len(runs) :]:
-        ax.remove()
+    runs = [run for _, run in frame.groupby("run", sort=False)]
+    for run, ax in zip(runs, curves.panels(figure, len(runs), 0, 3.6), strict=True):
+        plot(run, ax).set_xlim(0, run["num_steps"].iloc[0])
 
 
 def caption(frame: pd.DataFrame) -> str:
     """Describes the data and the protocol, and counts the spikes of each run."""
-    runs = frame.groupby("run", sort=False)
-    first = frame.iloc[0]
-    data = ", ".join(frame["data"].unique())
     text = (
-        f"Training loss and RMS_t of {spike_marks.TENSOR} of {len(runs)} "
-        f"run{'s' if len(runs) > 1 else ''} on {data} at {first['scale']} scale. After figure 9, "
-        f"arXiv:2304.13013. {spike_marks.in_words(frame)} The loss axis "
-        "ends at the largest loss after the first tenth of training, at most at the first loss."
+        f"RMS_t of {spike_marks.TENSOR} and training loss of {curves.of_runs(frame)}. After "
+        f"figure 9, arXiv:2304.13013. {spike_marks.in_words(frame)} The loss axis ends at the "
+        "largest loss after the first tenth of training, at most at the first loss."
     )
-    for _, run in runs:
+    for _, run in frame.groupby("run", sort=False):
         text += f" {_title(run.iloc[0], ', ')}: {_counts(run)}."
     return f"{text} The paper: {paper.FOLLOWING_SAID}."
 

@@ -25,24 +25,19 @@ TENSORS = {  # in print: name; the first is the paper's, the others are controls
     "token embedding": "token_embedding.weight",
 }
 FIRST = next(iter(TENSORS))
-OF_A_RUN = (
-    *("run", "scale", "data", "data_digest", "batch_size", "num_steps", "model", "precision"),
-    *("optimizer", "beta2", "seed", "state", "label", "key", "value"),
-)
 OF_A_STEP = ("step", "loss", "loss_spike", "rms_spike", "lead", "follows")
 OF_A_TENSOR = ("tensor", "num_loss_spikes", "num_rms_spikes", "num_following", "share", "chance")
+OF_A_RUN = (*curves.OF_A_RUN, "key", "value")
 COLUMNS = ("part", *OF_A_RUN, *OF_A_STEP, *OF_A_TENSOR, *spike_marks.THRESHOLDS)
 
 
 def select(heads: pd.DataFrame) -> pd.DataFrame:
-    """The rows of `Runs.runs` that the figure is about.
-
-    AdamW's runs if there are several optimizers, and of these the runs with a beta2 of at least
-    `LEAST_BETA2` if there are any.
-    """
+    """The rows of `Runs.runs` in the figure: AdamW's, those of large beta2 if there are any."""
     heads = spike_marks.of_adamw(heads)
-    beta2 = heads.get("optimizer.beta2", pd.Series(np.nan, index=heads.index))
-    return heads[beta2.isna() | (beta2 >= LEAST_BETA2)] if (beta2 >= LEAST_BETA2).any() else heads
+    if "optimizer.beta2" not in heads:  # every config is damaged
+        return heads
+    is_large = heads["optimizer.beta2"] >= LEAST_BETA2
+    return heads[is_large | heads["optimizer.beta2"].isna()] if is_large.any() else heads
 
 
 def query(runs: Runs, key: str) -> pd.DataFrame:
@@ -54,16 +49,14 @@ def query(runs: Runs, key: str) -> pd.DataFrame:
     """
     heads = curves.named_heads(runs, (key, "optimizer.beta2"))
     heads = heads[heads["run"].isin(select(runs.runs)["run"])]
-    frames = []
+    frames = [pd.DataFrame(columns=list(COLUMNS))]
+    if not heads.empty:
+        value = heads[curves.RENAMED.get(key, key)]
+        rank = value.map(lambda v: style.rank(v, style.MODELS)) if key == "model.name" else value
+        heads = heads.assign(key=key, value=value, rank=rank).sort_values(["beta2", "rank", "seed"])
     for head in heads.to_dict("records"):
-        head |= {"key": key, "value": head[curves.RENAMED.get(key, key)]}
-        of_run = _steps_and_tensors(runs, head)
-        if of_run is not None:
-            frames.append(of_run)
-    frames.sort(key=_place)
-    if not frames:
-        return pd.DataFrame(columns=list(COLUMNS))
-    return pd.concat(frames, ignore_index=True)[list(COLUMNS)]
+        frames += _steps_and_tensors(runs.only(head["run"]), head)
+    return pd.concat(frames[1:] or frames, ignore_index=True)
 
 
 def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
@@ -140,13 +133,11 @@ def caption(frame: pd.DataFrame) -> str:
     """Describes the runs and the spikes, and counts those that follow, also by chance."""
     steps = frame[frame["part"] == "steps"]
     runs = steps.drop_duplicates("run")
-    models = curves.models(runs)
     text = (
-        f"Training loss of {models} on {curves.join(runs['data'].unique())}: {len(runs)} "
-        f"run{'s' if len(runs) > 1 else ''} at {curves.join(runs['scale'].unique())} scale, beta2 "
-        f"{curves.join(map(str, runs['beta2'].unique()))}. After the appendix of arXiv:2304.13013. "
-        f"{spike_marks.in_words(frame)} Blue: RMS spikes of "
-        f"{spike_marks.TENSOR}. The loss axis ends at the largest loss after the first tenth."
+        f"Training loss of {curves.of_runs(steps)}, beta2 "
+        f"{curves.join(runs['beta2'].unique())}. After the appendix of arXiv:2304.13013. "
+        f"{spike_marks.in_words(frame)} Blue: RMS spikes of {spike_marks.TENSOR}. The loss axis "
+        "ends at the largest loss after the first tenth."
     )
     for name, row in pooled(frame).iterrows():
         text += (
@@ -173,35 +164,26 @@ def pooled(frame: pd.DataFrame) -> pd.DataFrame:
     return total.loc[[name for name in TENSORS if name in total.index]]
 
 
-def _steps_and_tensors(runs: Runs, head: dict) -> pd.DataFrame | None:
-    """The rows of one run; None if it did not record RMS_t of the patch embedding."""
+def _steps_and_tensors(alone: Runs, head: dict) -> list[pd.DataFrame]:
+    """The rows of one run; none if it did not record RMS_t of the patch embedding."""
     protocol = spike_marks.protocol_of_run(head)
-    alone = runs.only(head["run"])
-    layers = 0 if pd.isna(head["vision_layers"]) else int(head["vision_layers"])
-    rows, steps = [], None
+    layers = int(head["vision_layers"] or 0)
+    rows, frames = [], []
     for name, pattern in TENSORS.items():
         tensor = pattern.format(middle=layers // 2, last=layers - 1)
-        marks = spike_marks.mark(
-            spike_marks.read_series(alone, head["run"], tensor), protocol, tensor
-        )
+        series = spike_marks.read_series(alone, head["run"], tensor)
+        marks = spike_marks.mark(series, protocol, tensor)
         if marks["rms"].isna().all():
             continue
+        if name == FIRST:
+            frames = [marks[list(OF_A_STEP)].assign(part="steps")]
         spikes = marks["loss_spike"].to_numpy(), marks["rms_spike"].to_numpy()
-        counts = lag_coincidence(*spikes, protocol)._asdict()
-        rows.append({"tensor": name, **{k: v for k, v in counts.items() if k in OF_A_TENSOR}})
-        steps = marks if name == FIRST else steps
-    if steps is None:
-        return None
-    parts = [steps[list(OF_A_STEP)].assign(part="steps"), pd.DataFrame(rows).assign(part="tensors")]
-    kept = {name: head[name] for name in OF_A_RUN} | asdict(protocol)
-    return pd.concat(parts, ignore_index=True).assign(**kept).reindex(columns=list(COLUMNS))
-
-
-def _place(frame: pd.DataFrame) -> tuple:
-    head = frame.iloc[0]
-    value = head["value"]
-    rank = style.rank(value, style.MODELS) if head["key"] == "model.name" else (value,)
-    return (head["beta2"], rank, head["seed"])
+        rows.append({"tensor": name, **lag_coincidence(*spikes, protocol)._asdict()})
+    if not frames:
+        return []
+    frame = pd.concat([*frames, pd.DataFrame(rows).assign(part="tensors")], ignore_index=True)
+    facts = {name: head[name] for name in OF_A_RUN} | asdict(protocol)
+    return [frame.assign(**facts).reindex(columns=list(COLUMNS))]
 
 
 @dataclass(eq=False)

@@ -9,9 +9,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from analysis import curves, paper, style
+from analysis.figures.accuracy_vs_size import plot_runs
 from analysis.load import Runs
 
-COLUMNS = ("part", *curves.COLUMNS, "beta2", "accuracy")
+COLUMNS = ("part", *curves.COLUMNS, "accuracy")
 
 
 def query(runs: Runs) -> pd.DataFrame:
@@ -24,13 +25,12 @@ def query(runs: Runs) -> pd.DataFrame:
     if heads.empty:
         return pd.DataFrame(columns=list(COLUMNS))
     is_common = heads["beta2"] == heads["model"].map(_common_beta2(heads))
-    loss = curves.losses(runs, heads[is_common], tuple(c for c in COLUMNS[1:] if c != "accuracy"))
+    loss = curves.losses(runs, heads[is_common]).assign(part="loss", accuracy=np.nan)
     last = curves.last_accuracy(runs)
     ends = heads.assign(part="accuracy", step=heads["reached"], loss=np.nan, loss_smoothed=np.nan)
     ends["accuracy"] = 100 * ends["run"].map(last).astype(float)
     ends = ends.sort_values("beta2", kind="stable")[list(COLUMNS)]
-    frame = pd.concat([loss.assign(part="loss", accuracy=np.nan)[list(COLUMNS)], ends])
-    return frame.reset_index(drop=True)
+    return pd.concat([loss[list(COLUMNS)], ends], ignore_index=True)
 
 
 def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
@@ -46,11 +46,7 @@ def plot_accuracy(frame: pd.DataFrame, ax: Axes) -> Axes:
     for _, line in frame.groupby(["precision", "optimizer", "variant"], sort=False):
         color, dashes = style.look(line.iloc[0])
         name = style.method(line["precision"].iloc[0], line["optimizer"].iloc[0])
-        mean = line.groupby("beta2")["accuracy"].mean().dropna()
-        ax.plot(1 - mean.index, mean, color=color, ls=dashes, label=name)
-        ax.plot(1 - line["beta2"], line["accuracy"], "o", color=color, ms=3)
-        for beta2 in line.loc[line["accuracy"].isna(), "beta2"]:
-            ax.plot(1 - beta2, 0.03, "X", color=color, ms=5.5, transform=ax.get_xaxis_transform())
+        plot_runs(ax, 1 - line["beta2"], line["accuracy"], color, dashes, name)
     ticks = set(frame["beta2"])
     if _is_papers(frame):
         for optimizer, numbers in paper.ACCURACY.items():
