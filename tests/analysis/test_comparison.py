@@ -56,7 +56,7 @@ def test_key_holds_every_setting_of_a_runs_identity_but_those_that_change_no_wei
 def test_runs_that_differ_in_a_setting_that_changes_weights_are_not_paired(key):
     runs = table({}, SWITCHBACK, {"seed": 1}, {**SWITCHBACK, "seed": 1, key: CHANGES[key]})
     pairs = evidence.paired(runs, "precision.label", "switchback", "bf16", "accuracy")
-    assert pairs["mini_l"].num == 1
+    assert len(pairs["mini_l"]) == 1
     assert len(comparison.distinct(table({}, {key: CHANGES[key]}))) == 2
 
 
@@ -66,12 +66,13 @@ def test_runs_that_differ_in_a_setting_that_changes_no_weights_are_paired(key):
     assert evidence.paired(runs, "precision.label", "switchback", "bf16", "accuracy")
 
 
+STABLE = {"optimizer.name": "stable_adamw", "optimizer.clip_threshold": 1.0, "accuracy": 53.0}
+
+
 def test_settings_that_belong_to_the_varied_one_change_with_it():
-    stable = {"optimizer.name": "stable_adamw", "optimizer.clip_threshold": 1.0, "accuracy": 53.0}
-    sample = evidence.difference(
-        table({}, stable), "optimizer.name", "stable_adamw", "adamw", "accuracy"
-    )
-    assert (sample.mean, sample.num) == (3.0, 1)
+    runs = table({}, STABLE)
+    by_seed = evidence.difference(runs, "optimizer.name", "stable_adamw", "adamw", "accuracy")
+    assert by_seed.to_dict() == {0: 3.0}
     large = {"model.name": "mini_h", "model.vision_width": 512, "model.vision_layers": 12}
     assert len(comparison.matched(table({}, large), "model.name", ("mini_l", "mini_h"))) == 2
     fp16 = {"precision.label": "fp16", "precision.autocast": "fp16", "scaler.name": "dynamic"}
@@ -79,20 +80,17 @@ def test_settings_that_belong_to_the_varied_one_change_with_it():
 
 
 def test_two_variants_of_one_value_are_not_averaged():
-    stable = {"optimizer.name": "stable_adamw", "optimizer.clip_threshold": 1.0, "accuracy": 53.0}
-    other = {**stable, "optimizer.clip_threshold": 2.0, "accuracy": 90.0}
-    runs = table({}, {"seed": 1}, stable, {**stable, "seed": 1}, other)
-    sample = evidence.difference(runs, "optimizer.name", "stable_adamw", "adamw", "accuracy")
-    assert (sample.mean, sample.num) == (3.0, 2)
+    other = {**STABLE, "optimizer.clip_threshold": 2.0, "accuracy": 90.0}
+    runs = table({}, {"seed": 1}, STABLE, {**STABLE, "seed": 1}, other)
+    by_seed = evidence.difference(runs, "optimizer.name", "stable_adamw", "adamw", "accuracy")
+    assert by_seed.to_dict() == {0: 3.0, 1: 3.0}
 
 
-def test_samples_are_paired_by_seed():
+def test_differences_are_paired_by_seed():
     rows = [{"seed": seed, "accuracy": value} for seed, value in enumerate((4.0, 6.5, 9.0))]
     rows += [{**SWITCHBACK, "seed": seed, "accuracy": v} for seed, v in enumerate((5.0, 7.0))]
-    [sample] = evidence.paired(
-        table(*rows), "precision.label", "switchback", "bf16", "accuracy"
-    ).values()
-    assert (sample.mean, sample.num) == (0.75, 2)
+    pairs = evidence.paired(table(*rows), "precision.label", "switchback", "bf16", "accuracy")
+    assert pairs["mini_l"].to_dict() == {0: 1.0, 1: 0.5}
 
 
 @pytest.mark.parametrize(
