@@ -6,8 +6,6 @@ open_clip's model, eager or compiled, whichever is faster, and our model with al
 Source: figure 4, right, arXiv:2304.13013.
 """
 
-from collections.abc import Iterable
-
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -21,18 +19,12 @@ BASELINES = {  # baseline: (in print, cases of which the fastest counts)
     "autograd_high": ("our model, autograd function", ("autograd_high",)),
 }
 CASES = {  # case: (in print, color)
-    "open_clip eager": ("open_clip, eager", "0.85"),
-    "open_clip": ("open_clip, compiled", "0.63"),
     "high": ("ours, 16 bit", style.color("bf16", "stable_adamw")),
+    **{
+        name: (style.PRECISIONS[name][0], style.color(name, ""))
+        for name in ("switchback", "hw_fp8_switchback", "llm_int8")
+    },
 }
-CASES |= {
-    name: (style.PRECISIONS[name][0], style.color(name, ""))
-    for name in (
-        *("autograd_high", "switchback", "switchback_m", "switchback_q", "llm_int8"),
-        *("hw_fp8_tensorwise", "hw_fp8_switchback"),
-    )
-}
-TIMED = ("high", "switchback", "hw_fp8_switchback", "llm_int8")  # cases with a bar here
 SETTINGS = {"image_size": "{:.0f} px", "patch_dropout": "patch dropout {:g}"}  # of a line, in words
 
 
@@ -48,9 +40,7 @@ def with_settings(lines: pd.DataFrame) -> pd.DataFrame:
 def in_lines(shape: str) -> str:
     """A tick label: the model, its batch and its settings on lines of their own."""
     model, _, more = shape.partition(" ")
-    if model not in style.MODELS:
-        return shape
-    return "\n".join([style.MODELS[model], *more.replace("patch ", "patch, ").split(", ")])
+    return "\n".join([style.model(model), *more.replace("patch ", "patch, ").split(", ")])
 
 
 def query(lines: pd.DataFrame) -> pd.DataFrame:
@@ -67,12 +57,12 @@ def query(lines: pd.DataFrame) -> pd.DataFrame:
     frames = []
     for baseline, (_, cases) in BASELINES.items():
         base = known[known["case"].isin(cases)].groupby(at)["ms"].min().rename("base_ms")
-        part = known[known["case"].isin(TIMED)].join(base, on=at, how="inner")
+        part = known[known["case"].isin(CASES)].join(base, on=at, how="inner")
         frames.append(part.assign(baseline=baseline))
     table = pd.concat(frames, ignore_index=True)
     if table.empty:
         raise NoRunsError(
-            f"slug {LINES}: no line of {', '.join(TIMED)} has {' or '.join(BASELINES)} beside it, "
+            f"slug {LINES}: no line of {', '.join(CASES)} has {' or '.join(BASELINES)} beside it, "
             "of the same shape, in one file"
         )
     table = bench.newest(table, ["shape", "baseline"])
@@ -86,29 +76,20 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
     """Bars over one baseline: a group for each model, from small to large, a bar for each case."""
     shapes = frame[["model", "shape"]].drop_duplicates().itertuples(index=False)
     shapes = sorted(shapes, key=lambda pair: (style.rank(pair[0], style.MODELS), pair[1]))
-    of_shapes = frame.rename(columns={"shape": "group"})
-    label = {"fmt": lambda value: f"{round(value):d}", "fontsize": 6, "padding": 1}  # no -0
-    bars(of_shapes, ax, [shape for _, shape in shapes], TIMED, 0.8, **label)
+    cases = [case for case in CASES if case in set(frame["series"])]
+    places, width = [shape for _, shape in shapes], 0.8 / len(cases)
+    for place, case in enumerate(cases):
+        part, (name, color) = frame[frame["series"] == case], CASES[case]
+        middles = part["shape"].map(places.index) + (place - (len(cases) - 1) / 2) * width
+        drawn = ax.bar(middles, part["value"], width * 0.92, color=color, label=name)
+        ax.bar_label(drawn, fmt=lambda value: f"{round(value):d}", fontsize=6, padding=1)  # no -0
+    ax.set_xticks(range(len(places)), [in_lines(shape) for shape in places])
+    ax.grid(visible=False, axis="x")
     ax.axhspan(*paper.END_TO_END, color="0.88", lw=0, zorder=0.5, label=f"{paper.SOURCE}: ViT-H/14")
     ax.axhline(0, color="black", lw=0.6)
     ax.margins(y=0.15)
     ax.set(title=f"over {BASELINES[frame['baseline'].iloc[0]][0]}", ylabel="time saved (%)")
     return ax
-
-
-def bars(
-    frame: pd.DataFrame, ax: Axes, groups: list[str], cases: Iterable[str], width: float, **label
-) -> None:
-    """Bars of `value`: a group for each element of `groups`, in it a bar for each `series`."""
-    cases = [case for case in cases if case in set(frame["series"])]
-    for place, case in enumerate(cases):
-        part, share = frame[frame["series"] == case], width / len(cases)
-        middles = part["group"].map(groups.index) + (place - (len(cases) - 1) / 2) * share
-        name, color = CASES[case]
-        drawn = ax.bar(middles, part["value"], share * 0.92, color=color, label=name)
-        ax.bar_label(drawn, **label)
-    ax.set_xticks(range(len(groups)), [in_lines(group) for group in groups])
-    ax.grid(visible=False, axis="x")
 
 
 def draw(frame: pd.DataFrame, figure: Figure) -> None:
@@ -124,7 +105,7 @@ def draw(frame: pd.DataFrame, figure: Figure) -> None:
 def caption(frame: pd.DataFrame) -> str:
     """Names the device and the baselines and cases without a line."""
     absent = [f"baseline {name}" for name in BASELINES if name not in set(frame["baseline"])]
-    absent += [name for name in TIMED if name not in set(frame["series"])]
+    absent += [name for name in CASES if name not in set(frame["series"])]
     low, high = paper.END_TO_END
     without = f" No lines of: {', '.join(absent)}." if absent else ""
     return (

@@ -7,6 +7,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -97,25 +98,11 @@ def query_share(lines: pd.DataFrame) -> pd.DataFrame:
     return _with_papers(ours, theirs, lines, ["file", "source", "series", "tokens", "dim", "value"])
 
 
-def query_layers(lines: pd.DataFrame, cases: tuple[str, ...], theirs: pd.DataFrame) -> pd.DataFrame:
+def query_layers(lines: pd.DataFrame, cases: tuple[str, ...]) -> pd.DataFrame:
     """`ms`, and `value`: time saved in % of nn.Linear's."""
     ours = bench.layer_times(lines, cases).rename(columns={"saved": "value"})
-    theirs = theirs.assign(file="", **({"mode": ""} if "mode" in ours else {}))
+    theirs = paper.rows(paper.SAVED, "switchback").assign(file="", mode="")
     return _with_papers(ours, theirs, lines[lines["case"].isin(cases)], list(ours))
-
-
-def query_variants(lines: pd.DataFrame) -> pd.DataFrame:
-    """SwitchBack, SwitchBackM and SwitchBackQ; the paper's at one number of tokens."""
-    tables = {"switchback": paper.SAVED, "switchback_q": paper.SAVED_Q}
-    theirs = pd.concat([paper.rows(table, series) for series, table in tables.items()])
-    cases = ("switchback", "switchback_m", "switchback_q")
-    return query_layers(lines, cases, theirs[theirs["tokens"] == TOKENS])
-
-
-def query_llm_int8(lines: pd.DataFrame) -> pd.DataFrame:
-    """SwitchBack and LLM.int8()."""
-    theirs = paper.rows(paper.SAVED, "switchback")
-    return query_layers(lines, ("switchback", "llm_int8"), theirs)
 
 
 def plot_operations(frame: pd.DataFrame, ax: Axes) -> Axes:
@@ -179,15 +166,8 @@ def plot_layer_times(frame: pd.DataFrame, ax: Axes) -> Axes:
 
 
 def plot_layer_savings(frame: pd.DataFrame, ax: Axes) -> Axes:
-    """Time that layers save; the paper's in gray: SwitchBack dashed, SwitchBackQ dotted."""
-    theirs = frame[frame["source"] == paper.SOURCE]
-    if theirs["series"].nunique() == 1:
-        bench.plot_paper(frame, ax)
-    else:
-        for series, line in (("switchback", DASHED), ("switchback_q", (0, (1, 1)))):
-            part = theirs[theirs["series"] == series].sort_values("dim")
-            label = f"{paper.SOURCE}: {style.PRECISIONS[series][0].removesuffix(' int8')}"
-            ax.plot(part["dim"], part["value"], color="0.55", lw=0.9, ls=line, label=label)
+    """Time that layers save."""
+    bench.plot_paper(frame, ax)
     bench.plot_layer(frame, ax, "value")
     ax.axhline(0, color="black", lw=0.6)
     ax.set(ylabel="time saved (% of nn.Linear)")
@@ -213,17 +193,17 @@ FIGURES = {
     ),
     "switchback_variants_speed": SpeedByDim(
         "layer",
-        query_variants,
+        partial(query_layers, cases=("switchback", "switchback_m", "switchback_q")),
         (plot_layer_times, plot_layer_savings),
         "SwitchBack, SwitchBackM (saves int8 inputs) and SwitchBackQ (quantizes weights by row and "
         "by column): one linear layer on {device}, dim to 4 dim and 4 dim to dim together. Right: "
         "time saved compared to nn.Linear in bf16, run in the same way; gray: "
-        f"{PAPERS} for the operations on an A100 in fp16, {TOKENS:,} tokens.",
+        f"{PAPERS} for SwitchBack's operations on an A100 in fp16.",
         columns=3,
     ),
     "switchback_vs_llmint8_speed": SpeedByDim(
         "layer",
-        query_llm_int8,
+        partial(query_layers, cases=("switchback", "llm_int8")),
         (plot_layer_savings,),
         "Forward and backward of one linear layer on {device}, dim to 4 dim and 4 dim to dim "
         "together: time saved compared to nn.Linear in bf16, run in the same way. Gray: "

@@ -4,7 +4,9 @@ After the appendix of arXiv:2304.13013. Runs: `experiment=spikes_vs_size`, `_bat
 """
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -186,25 +188,14 @@ def _steps_and_tensors(alone: Runs, head: dict) -> list[pd.DataFrame]:
     return [frame.assign(**facts).reindex(columns=list(COLUMNS))]
 
 
-@dataclass(eq=False)
-class Leads:
-    """The figure of one sweep."""
-
-    EXPERIMENT: str
-    key: str  # of the config, in which its panels differ
-
-    plot = staticmethod(plot)
-    draw = staticmethod(draw)
-    caption = staticmethod(caption)
-    select = staticmethod(select)
-
-    def query(self, runs: Runs) -> pd.DataFrame:
-        """Steps and tensors of the runs that recorded RMS_t: exactly what is plotted."""
-        return query(runs, self.key)
+def _figure(experiment: str, key: str) -> SimpleNamespace:
+    """The figure of one sweep, whose panels differ in a key of the config."""
+    functions = {"select": select, "plot": plot, "draw": draw, "caption": caption}
+    return SimpleNamespace(EXPERIMENT=experiment, query=partial(query, key=key), **functions)
 
 
 FIGURES = {
-    "spike_lead_size": Leads("spikes_vs_size", "model.name"),
-    "spike_lead_batch": Leads("spikes_vs_batch", "batch_size"),
-    "spike_lead_lr": Leads("spikes_vs_lr", "optimizer.lr"),
+    "spike_lead_size": _figure("spikes_vs_size", "model.name"),
+    "spike_lead_batch": _figure("spikes_vs_batch", "batch_size"),
+    "spike_lead_lr": _figure("spikes_vs_lr", "optimizer.lr"),
 }

@@ -12,7 +12,6 @@ from analysis import make, paper, style
 from analysis.bench import load_lines
 from analysis.figures import (
     end_to_end_speed,
-    memory_by_recipe,
     op_profile,
     quantization_variance,
     quantize_share,
@@ -168,64 +167,6 @@ def test_models_of_other_settings_are_not_compared_with_each_other(tmp_path):
     })  # fmt: skip
 
 
-SAVED = {"linear": 1.0, "switchback": 1.05, "switchback_m": 0.55}
-PEAKS = {"open_clip eager": 60.0, "open_clip": 50.0, "high": 45.0, "switchback_m": 30.0}
-SHAPES = ("vit_h14 batch 256", "vit_h14 batch 256, checkpointing", "vit_b32 batch 256")
-FIRST, SECOND = "20260101-000000", "20260102-000000"
-
-
-def memory_layer_lines(dims=(4096, 768), saved=SAVED):
-    for dim in dims:
-        at = {"dim": dim, "tokens": 32768, "saved_mib": 100.0, "peak_mib": 200.0}
-        for case, share in saved.items():
-            yield line("layer_memory", case, None, ratio=share, direction="both", **at)
-            yield line("layer_memory", case, None, ratio=99.0, direction="up", **at)
-
-
-def memory_model_lines(shapes=SHAPES):
-    for shape in shapes:
-        for case, peak in PEAKS.items():
-            if (case, shape) != ("switchback_m", SHAPES[1]):
-                yield line("model", case, None, shape=shape, memory_gib=peak)
-    yield line("model", "llm_int8", None, shape=shapes[0], memory_gib=None)  # as on a CPU
-
-
-def peaks(root):
-    frame = memory_by_recipe.query(load_lines(root, *memory_by_recipe.LINES.split()))
-    return frame.set_index(["panel", "group", "series"])["value"].sort_index()
-
-
-@pytest.fixture
-def both(tmp_path):
-    write(tmp_path, "layer_memory", memory_layer_lines())
-    write(tmp_path, "model", memory_model_lines())
-    return tmp_path
-
-
-def test_layer_has_the_share_of_both_directions_and_a_model_its_peak(both):
-    value = peaks(both)
-    assert value["layer", "768", "switchback_m"] == 0.55
-    assert value["model", SHAPES[0], "open_clip"] == 50
-    assert set(value["layer"].index.get_level_values("series")) == {"switchback", "switchback_m"}
-    assert len(value) == 2 * 2 + 3 * len(PEAKS) - 1
-
-
-def test_layer_or_model_of_a_newer_file_replaces_the_older_whole(both):
-    write(both, "layer_memory", memory_layer_lines((768,), {"switchback": 2.1}), SECOND)
-    write(both, "model", [line("model", "high", None, shape=SHAPES[0], memory_gib=7.0)], SECOND)
-    value = peaks(both)
-    assert value["layer", "768"].to_dict() == {"switchback": 2.1}
-    assert value["layer", "4096"].to_dict() == {"switchback": 1.05, "switchback_m": 0.55}
-    assert value["model", SHAPES[0]].to_dict() == {"high": 7.0}
-    assert len(value["model", SHAPES[2]]) == len(PEAKS)
-
-
-def test_lines_of_a_cpu_hold_no_peak_and_say_so(tmp_path):
-    write(tmp_path, "model", [line("model", "high", None, memory_gib=None)])
-    with pytest.raises(NoRunsError, match="a model's is measured on a GPU alone"):
-        peaks(tmp_path)
-
-
 def variances(root):
     return quantization_variance.query(load_lines(root, quantization_variance.LINES))
 
@@ -282,7 +223,7 @@ def test_figure_of_lines_names_its_files_with_their_digests(tmp_path):
 
 
 def test_no_lines_are_an_error_that_names_the_commands(tmp_path, capsys):
-    for slug, commands in (("op_profile", ["ops"]), ("memory_by_recipe", ["layer", "model"])):
+    for slug, commands in (("op_profile", ["ops"]), ("end_to_end_speed", ["model"])):
         assert make.main([slug, "--runs", str(tmp_path), "--out", str(tmp_path)]) == 2
         errors = capsys.readouterr().err
         assert all(f"python -m experiments.benchmarks {name}" in errors for name in commands)
@@ -292,6 +233,3 @@ def test_every_method_has_its_own_color():
     optimizers = [color for *_, color in style.OPTIMIZERS.values()]
     precisions = [color for name, (_, color) in style.PRECISIONS.items() if name != "bf16"]
     assert len(set(optimizers + precisions)) == len(optimizers + precisions)
-    assert len({color for _, color in memory_by_recipe.CASES.values()}) == len(
-        memory_by_recipe.CASES
-    )
