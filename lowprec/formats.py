@@ -24,14 +24,9 @@ class Format:
     mantissa_bits: int = 0
 
     @property
-    def bias(self) -> int:
-        """Exponent bias: the exponent field minus the exponent."""
-        return 2 ** (self.exponent_bits - 1) - 1
-
-    @property
     def min_exponent(self) -> int:
         """Exponent of the smallest normal number, which all subnormal numbers share."""
-        return 1 - self.bias
+        return 2 - 2 ** (self.exponent_bits - 1)
 
 
 INT8 = Format("int8", 127.0, torch.int8)
@@ -53,8 +48,7 @@ def parse_format(name: str) -> Format:
     exponent, mantissa = int(bits[1]), int(bits[2])
     if not (1 <= exponent <= 7 and 0 <= mantissa <= 10):
         raise ValueError(f"format {name!r}: must have 1 to 7 exponent and 0 to 10 mantissa bits")
-    bias = 2 ** (exponent - 1) - 1
-    largest = 2.0 ** (2**exponent - 1 - bias) * (2 - 2.0**-mantissa)
+    largest = 2.0 ** (2 ** (exponent - 1)) * (2 - 2.0**-mantissa)
     _PARSED[name] = Format(name, largest, torch.float32, exponent, mantissa)
     return _PARSED[name]
 
@@ -79,8 +73,8 @@ def representable(format: Format) -> Tensor:
     if not format.exponent_bits:
         return torch.arange(-format.max, format.max + 1)
     mantissas = torch.arange(2**format.mantissa_bits, dtype=torch.float64) / 2**format.mantissa_bits
-    exponents = torch.arange(1, 2**format.exponent_bits, dtype=torch.float64) - format.bias
-    normal = (2.0**exponents)[:, None] * (1 + mantissas)
+    exponents = torch.arange(2**format.exponent_bits - 1, dtype=torch.float64)
+    normal = (2.0 ** (exponents + format.min_exponent))[:, None] * (1 + mantissas)
     positive = torch.cat((mantissas * 2.0**format.min_exponent, normal.flatten()))
     positive = positive[positive <= format.max].float()
     return torch.cat((-positive[1:].flip(0), positive))

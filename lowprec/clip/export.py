@@ -50,10 +50,9 @@ def _digest(path: Path) -> str:
 def read_weights(source: Path) -> dict[str, Tensor]:
     """Tensors by open_clip's names, from .safetensors or open_clip's .pt; see `find_weights`.
 
-    Folds the norm of a stable embedding into its rows. A .pt file is read with
-    `weights_only=True`, so that nothing in it is executed; its tensors may be under "state_dict"
-    (open_clip's trainer) and their names may start with "module." (DDP).
-    Raises ValueError for a file that is damaged or contains anything but weights.
+    Folds the norm of a stable embedding into its rows. Nothing in a .pt file is executed; its
+    tensors may be under "state_dict" and their names may start with "module.", as in open_clip's
+    trainer. Raises ValueError for a file that is damaged or contains anything but weights.
     """
     path = find_weights(source)
     try:
@@ -97,10 +96,10 @@ def write_weights(state: dict[str, Tensor], target: Path) -> None:
     Raises ValueError for another suffix.
     """
     target = Path(target)
+    if target.suffix not in (".safetensors", ".pt"):
+        raise ValueError(f"{target}: weights must be written as .safetensors or .pt")
     target.parent.mkdir(parents=True, exist_ok=True)
-    if target.suffix == ".safetensors":
-        save_file({name: tensor.contiguous() for name, tensor in state.items()}, target)
-    elif target.suffix == ".pt":
+    if target.suffix == ".pt":
         torch.save({"state_dict": state}, target)
     else:
-        raise ValueError(f"{target}: weights must be written as .safetensors or .pt")
+        save_file({name: tensor.contiguous() for name, tensor in state.items()}, target)

@@ -24,7 +24,7 @@ TIMM_NAMES = {  # name of a layer in open_clip: in timm
 
 
 class PatchDropout(nn.Module):
-    """Keeps a random fraction of each image's patches in training, and always the class token.
+    """Keeps a random part of each image's patches in training, and always the class token.
 
     `[batch, 1 + patches, width] -> [batch, 1 + kept, width]`; kept = max(1, int(patches (1 - p))).
     Draws on the tensor's device; open_clip draws on the CPU, so that each step waits for a copy.
@@ -36,7 +36,6 @@ class PatchDropout(nn.Module):
             consecutive forwards use the rows of this rank's consecutive micro-batches, so that the
             result depends on neither the number of ranks nor the micro-batches.
         rank: index of this process among the `num_ranks` that share the batch.
-        num_ranks: number of processes.
     """
 
     def __init__(
@@ -46,8 +45,7 @@ class PatchDropout(nn.Module):
         self.probability, self.batch_size = probability, batch_size
         images = (batch_size or 0) // num_ranks
         self.begin, self.end = rank * images, (rank + 1) * images
-        self.next = self.begin
-        self.drawn: Tensor | None = None
+        self.next, self.drawn = self.begin, None
 
     def forward(self, x: Tensor) -> Tensor:
         """Drops patches in training mode; returns x otherwise."""
@@ -74,9 +72,8 @@ def build_model(config: ModelConfig, intervention: str = "none") -> nn.Module:
     """A newly initialized model; `model(images, tokens)` returns a dict of features and scale.
 
     images: normalized, float [batch, 3, image_size, image_size]; tokens: int64 [batch,
-    context_length]. `image_features` and `text_features` are [batch, embed_dim] with norm 1,
-    `logit_scale` is 0-d. `intervention`: "none", "zero_init" (layer scale 0.0 on both sublayers of
-    all blocks) or "kq_norm" (layer norm for keys and queries).
+    context_length]. `image_features` and `text_features`: [batch, embed_dim] with norm 1.
+    `intervention`: "none", "zero_init" (layer scale 0.0) or "kq_norm" (norm of keys and queries).
     """
     changes = {"zero_init": {"ls_init_value": 0.0}, "kq_norm": {"qk_norm": True}}
     changes = changes.get(intervention, {})
@@ -170,31 +167,21 @@ def set_precision(model: nn.Module, precision: PrecisionConfig) -> list[Layer]:
     """
     recipe = RECIPES.get(precision.recipe) or custom_recipe(precision.products)
     where = [*precision.where, *(TIMM_NAMES[name] for name in precision.where)]
+    options = {k: getattr(precision, k) for k in ("backend", "outlier_threshold", "skip_slow")}
     try:
-        layers = apply_recipe(
-            model,
-            recipe,
-            where,
-            backend=precision.backend,
-            outlier_threshold=precision.outlier_threshold,
-            skip_slow=precision.skip_slow,
-        )
+        layers = apply_recipe(model, recipe, where, **options)
     except NoLayerError:
         if recipe.function:
             raise
         layers = []
     text = getattr(model, "text", model)
     mask = getattr(text, "attn_mask", None)
-    if mask is not None and _is_causal(mask) and getattr(text, "cls_emb", None) is None:
+    if mask is not None and getattr(text, "cls_emb", None) is None:
+        is_causal = torch.equal(mask, torch.full_like(mask, float("-inf")).triu(1))
         for module in text.transformer.modules():
             if isinstance(module, Attention):
-                module.causal = True
+                module.causal = is_causal
     return layers
-
-
-def _is_causal(mask: Tensor) -> bool:
-    """Whether a mask is -inf above the diagonal and 0 elsewhere."""
-    return torch.equal(mask, torch.full_like(mask, float("-inf")).triu(1))
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:

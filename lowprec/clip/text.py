@@ -11,10 +11,9 @@ from lowprec.clip import open_clip
 class Tokenizer:
     """CLIP's byte-pair encoding: `tokenizer(texts) -> int64 [len(texts), context_length]`.
 
-    A row holds the start token, the words, the end token and zeros. Captions that are too long are
-    truncated before the end token. With `vocab_size` below 49,408 (for tests), word ids are taken
-    modulo `vocab_size - 2`, and start and end are the two largest ids, because the text tower pools
-    at the largest id. Caches 65,536 captions.
+    A row holds the start token, the words (truncated if too long), the end token and zeros. With
+    `vocab_size` below 49,408 (for tests), word ids are taken modulo `vocab_size - 2`, and start and
+    end are the two largest ids, because the text tower pools at the largest. Caches captions.
     """
 
     def __init__(self, context_length: int, vocab_size: int = 49408):

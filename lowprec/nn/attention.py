@@ -87,8 +87,7 @@ def _additive(mask: Tensor, batch: int, num_heads: int) -> Tensor:
 def replace(module: nn.Module) -> None:
     """Makes a module for which `is_replaceable` holds an `Attention`, in place.
 
-    Parameters, their names, hooks and mode stay: in_proj_weight [3 width, width], in_proj_bias,
-    out_proj and, in open_clip's custom blocks, ln_q and ln_k.
+    in_proj_weight [3 width, width], in_proj_bias, out_proj, ln_q, ln_k, hooks and mode stay.
     """
     module.returns_pair = isinstance(module, nn.MultiheadAttention)
     module.__class__ = Attention
@@ -97,10 +96,7 @@ def replace(module: nn.Module) -> None:
 
 
 def is_replaceable(module: nn.Module) -> bool:
-    """Whether a module is self-attention that `Attention` computes exactly.
-
-    False for subclasses of nn.MultiheadAttention, patched forwards and parametrized weights.
-    """
+    """Whether a module is plain self-attention that `Attention` computes exactly."""
     if module._parameters.get("in_proj_weight") is None or "forward" in vars(module):
         return False
     if isinstance(module, nn.MultiheadAttention):

@@ -102,7 +102,7 @@ def to_int8(model: nn.Module, where: Sequence[str] = LAYERS) -> nn.Module:
 
 
 def _convert(model: nn.Module, layers: Sequence[str]) -> None:
-    """Converts layers by name; an Attention's projection ends in `.in_proj`."""
+    """Converts layers by name, an Attention's projection with or without `.in_proj`."""
     unfuse(model)
     modules = dict(model.named_modules())
     for name in layers:
@@ -150,9 +150,8 @@ def save_int8(model: nn.Module, path: Path | str) -> None:
 def load_int8(model: nn.Module, path: Path | str) -> nn.Module:
     """Loads a file of `save_int8` into a model, in place; returns the model.
 
-    Converts the layers that are int8 in the file, if they are not converted yet; other layers keep
-    their recipe. Raises ValueError for a damaged file, and with the names of tensors that do not
-    fit, in which case layers may be converted already.
+    Converts the layers that are int8 in the file; other layers keep their recipe. Raises ValueError
+    for a damaged file, and with the names of tensors that do not fit, after the conversion.
     """
     try:
         state = load_file(path)
@@ -168,11 +167,8 @@ def load_int8(model: nn.Module, path: Path | str) -> nn.Module:
 def load_state(model: nn.Module, state: dict[str, Tensor], source: Path) -> None:
     """Loads a state dict; raises ValueError with the tensors whose shapes or int8 dtypes differ."""
     expected = model.state_dict()
-    differing = [
-        f"{name} is {_describe(state.get(name))}, not {_describe(expected.get(name))}"
-        for name in sorted({*state, *expected})
-        if _describe(state.get(name)) != _describe(expected.get(name))
-    ]
+    facts = {name: [_describe(s.get(name)) for s in (state, expected)] for name in state | expected}
+    differing = [f"{name} is {a}, not {b}" for name, (a, b) in sorted(facts.items()) if a != b]
     if differing:
         more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
         raise ValueError(f"{source} does not fit the model: {'; '.join(differing[:3])}{more}")

@@ -36,8 +36,6 @@ class Settings:
 
     def __post_init__(self):
         recipe, threshold = self.recipe, self.outlier_threshold
-        for product in filter(None, recipe.products):
-            parse_format(product.first.format), parse_format(product.second.format)
         if self.backend not in ops.BACKENDS:
             known, hint = ", ".join(ops.BACKENDS), nearest(str(self.backend), ops.BACKENDS)
             raise ValueError(f"backend {self.backend!r}: must be one of {known}{hint}")

@@ -10,11 +10,11 @@ from lowprec import ops
 from lowprec.formats import parse_format
 from lowprec.nn.linear import (
     LowPrecisionLinear,
+    Settings,
     SwitchBackLinear,
     compute_dtype,
     refuse_second_derivative,
 )
-from lowprec.nn.recipe import Recipe
 
 
 class LowPrecisionMLP(nn.Sequential):
@@ -56,16 +56,13 @@ def _is_fusible(mlp: nn.Sequential) -> bool:
     if [name for name, _ in children] != ["c_fc", "gelu", "c_proj"]:
         return False
     fc, gelu, proj = (module for _, module in children)
+    kinds = (LowPrecisionLinear, SwitchBackLinear)
     return (
         isinstance(gelu, nn.GELU)
         and gelu.approximate == "none"
-        and type(fc) in (LowPrecisionLinear, SwitchBackLinear)
-        and type(proj) in (LowPrecisionLinear, SwitchBackLinear)
+        and all(type(layer) in kinds and layer.bias is not None for layer in (fc, proj))
         and fc.settings == proj.settings
-        and fc.settings.outlier_threshold == 0
-        and fc.bias is not None
-        and proj.bias is not None
-        and _has_fused_products(fc.recipe)
+        and _has_fused_products(fc.settings)
         and not any(_has_hooks(module) for module in mlp.children())
     )
 
@@ -76,10 +73,12 @@ def _has_hooks(module: nn.Module) -> bool:
     return bool(forward or module._backward_hooks or module._backward_pre_hooks)
 
 
-def _has_fused_products(recipe: Recipe) -> bool:
+def _has_fused_products(settings: Settings) -> bool:
     """Native products with row-wise x and g and a tensor-wise W, 16-bit weight gradient."""
+    recipe = settings.recipe
     return (
         recipe.shares_weight
+        and settings.outlier_threshold == 0
         and recipe.grad_weight is None
         and not recipe.saves_int8
         and recipe.output.first.granularity == recipe.grad_input.first.granularity == "rowwise"

@@ -127,10 +127,9 @@ def find_recipe(recipe: str | Recipe) -> Recipe:
 def custom_recipe(products: dict) -> Recipe:
     """The recipe for `precision.recipe=custom`, from `precision.products`.
 
-    Each product in PRODUCTS is "high" (also if left out), or its format and the granularity of
-    each operand: `{format: int8, x: rowwise, w: tensorwise}`. int8 products are native and eXmY
-    products fake-quantized. `format` may be one name per operand:
-    `{format: {g: e5m2, w: e4m3}, g: rowwise, w: tensorwise}`.
+    Each product in PRODUCTS is "high" (also if left out), or its format (or one for each operand)
+    and granularities: `{format: {g: e5m2, w: e4m3}, g: rowwise, w: tensorwise}`. int8 products are
+    native and eXmY products fake-quantized.
     Raises ValueError for an unknown key, format or granularity, and for an int8 scale that varies
     along the contracted dimension.
     """
@@ -147,7 +146,8 @@ def _custom_product(name: str, given: dict | str) -> Product | None:
     if not isinstance(given, dict) or set(given) != {"format", *operands}:
         raise ValueError(f"{name}={given}: must be high, or have format, {' and '.join(operands)}")
     formats = given["format"]
-    formats = formats if isinstance(formats, dict) else dict.fromkeys(operands, formats)
+    if not isinstance(formats, dict):
+        formats = dict.fromkeys(operands, formats)
     if set(formats) != set(operands):
         raise ValueError(f"{name}.format={formats}: must name a format for {', '.join(operands)}")
     for operand in operands:

@@ -57,19 +57,18 @@ def apply_recipe(
 ) -> list[Layer]:
     """Applies a recipe to the linear layers that match `where`, in place.
 
-    The self-attention of open_clip's blocks is replaced by `Attention` under every recipe,
-    including "high"; its fused projection is the layer "in_proj". Any other nn.MultiheadAttention
-    is left alone, because its callers may need what `Attention` does not compute. Parameters keep
-    their names and order, modules keep their hooks, and another recipe can be applied later.
-    Layers whose owner reads their weight without calling them are ignored.
+    The self-attention of open_clip's blocks becomes `Attention` under every recipe, including
+    "high"; its fused projection is the layer "in_proj". Any other nn.MultiheadAttention is left
+    alone. Parameters keep their names and order, modules keep their hooks, and another recipe can
+    be applied later. Layers whose owner reads their weight without calling them are ignored.
 
     Args:
         model: a module that contains the layers.
         recipe: a name in `RECIPES`, or a Recipe.
         where: fnmatch patterns for a layer's name or its end: "c_fc", "mlp.*",
             "visual.*.out_proj".
-        backend: see `lowprec.nn.linear.Settings`.
-        outlier_threshold: see `lowprec.nn.linear.Settings`.
+        backend: see `lowprec.nn.linear.Settings`, also for outlier_threshold.
+        outlier_threshold: for recipes with native products.
         skip_slow: keep layers 16-bit if their shape is no faster under the recipe.
 
     Returns:
@@ -83,8 +82,6 @@ def apply_recipe(
     """
     recipe = find_recipe(recipe)
     settings = Settings(recipe, backend, outlier_threshold)
-    if isinstance(model, nn.Linear | nn.MultiheadAttention):
-        raise ValueError(f"a lone {type(model).__name__} cannot be replaced: wrap it in a module")
     matching = _find_layers(model, where)
     replace_attention(model)
     unfuse(model)

@@ -1,9 +1,8 @@
 """Quantize and multiply with the implementation that suits the device.
 
 `backend` "auto" uses the Triton kernels on a GPU and the definitions in plain torch elsewhere;
-"triton" and "reference" force one. Each operation is a torch custom op with a fake
-implementation, so it works in torch.compile, CUDA graphs and checkpointing. Operations do not
-record gradients: `lowprec.nn` defines them.
+"triton" and "reference" force one. Each operation is a torch custom op with a fake implementation,
+for torch.compile. Operations do not record gradients: `lowprec.nn` defines them.
 """
 
 from collections.abc import Callable

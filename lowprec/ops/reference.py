@@ -16,12 +16,11 @@ MAX_INT8_TERMS = 131072  # products of int8 whose sum always fits int32: 127^2 *
 
 
 def quantize(x_MK: Tensor, format: Format, granularity: str) -> tuple[Tensor, Tensor]:
-    """Symmetric quantization, `x ~= q * scale` with `scale = amax / format.max`.
+    """Symmetric quantization, `x ~= q * scale` with `scale = amax / format.max`: q_MK and scale.
 
-    Returns q_MK in `format.dtype` and the scale. x / scale is rounded to nearest, ties to even.
-    Where amax is 0 or the scale is subnormal, q = 0 and scale = 0. A row, column or tensor that
-    contains NaN or inf gets q = 0 and scale = NaN, so that products with it are NaN.
-    Source: row-wise and tensor-wise quantization, arXiv:2304.13013, section 2.
+    x / scale is rounded to nearest, ties to even. Where amax is 0 or the scale is subnormal, q = 0
+    and scale = 0. A row, column or tensor that contains NaN or inf gets q = 0 and scale = NaN, so
+    that products with it are NaN. Source: arXiv:2304.13013, section 2.
     """
     x_MK = x_MK.float()
     amax = x_MK.abs().amax(dim=REDUCED[granularity], keepdim=True)
@@ -48,10 +47,7 @@ def _cast(x: Tensor, format: Format) -> Tensor:
 
 
 def quantize_rows_and_sum(g_MN: Tensor, format: Format) -> tuple[Tensor, Tensor, Tensor]:
-    """Row-wise quantization and column sums: q_MN, scale [M, 1], float32 sum [N].
-
-    If g is an output gradient, the sum is the gradient of the bias.
-    """
+    """Row-wise quantization and column sums: q_MN, scale [M, 1], float32 sum [N]."""
     q_MN, scale = quantize(g_MN, format, "rowwise")
     return q_MN, scale, g_MN.float().sum(dim=0)
 
@@ -77,26 +73,20 @@ def gelu_backward_quantize(
 def matmul(
     a_MK: Tensor, b_NK: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, dtype
 ) -> Tensor:
-    """`(a @ b^T) * a_scale * b_scale^T + bias`: a product of quantized tensors, [M, N].
+    """`(a @ b^T) * a_scale * b_scale^T + bias` in float32, rounded to dtype: [M, N].
 
-    The contracted dimension comes last in both. int8 products are summed exactly, up to 131,072
-    terms at a time, and the partial sums are added in float32; fp8 products are summed in float32.
-    a_scale is [M, 1] or [1, 1], b_scale [N, 1] or [1, 1], bias [N] or None. Scales and bias are
-    applied in float32; the result is rounded to dtype.
+    int8 products are summed exactly, up to 131,072 terms at a time, and the partial sums are added
+    in float32; fp8 products are summed in float32. a_scale is [M, 1] or [1, 1], b_scale [N, 1] or
+    [1, 1], bias [N] or None.
     """
     with torch.autocast(a_MK.device.type, enabled=False):  # would round float32 to 16 bit
         if a_MK.dtype == torch.int8:
-            sums = _int8_sums(a_MK, b_NK)
+            parts = (operand.split(MAX_INT8_TERMS, dim=1) for operand in (a_MK, b_NK))
+            sums = sum(_int_product(a, b).float() for a, b in zip(*parts, strict=True))
         else:
             sums = a_MK.float() @ b_NK.float().T
     output = sums * a_scale * b_scale.T
     return (output if bias is None else output + bias.float()).to(dtype)
-
-
-def _int8_sums(a_MK: Tensor, b_NK: Tensor) -> Tensor:
-    """Exact sums of each part, rounded to float32 and added."""
-    parts = zip(a_MK.split(MAX_INT8_TERMS, dim=1), b_NK.split(MAX_INT8_TERMS, dim=1), strict=True)
-    return sum(_int_product(a, b).float() for a, b in parts)
 
 
 def _int_product(a_MK: Tensor, b_NK: Tensor) -> Tensor:

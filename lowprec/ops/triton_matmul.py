@@ -1,10 +1,9 @@
 """Triton kernels for `reference.matmul`: int8 or fp8 products with fused scales and bias.
 
-`_matmul_tma_kernel` (compute capability 9.0 and above) is persistent: one program per
-multiprocessor loops over output tiles, and a producer warp loads operands ahead through the tensor
-memory accelerator. Its rows must be multiples of 16 bytes. `_matmul_kernel` handles all shapes.
-int8 accumulates up to 131,072 terms in int32 and adds further partial sums in float32; fp8
-accumulates in the matrix unit. Offsets are int64.
+`_matmul_tma_kernel` (compute capability 9.0, rows of 16 n bytes) is persistent: one program per
+multiprocessor loops over output tiles, and a producer warp loads operands ahead. `_matmul_kernel`
+handles all shapes. int8 accumulates up to 131,072 terms in int32 and adds further partial sums in
+float32; fp8 accumulates in the matrix unit. Offsets are int64.
 """
 
 import torch

@@ -180,11 +180,8 @@ def quantize_rows_and_sum(x_MK: Tensor, format: Format) -> tuple[Tensor, Tensor,
 def quantize_tiles(
     x_MK: Tensor, format: Format, granularity: str, *, rows: bool, transposed: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Column- or tensor-wise: q_MK, q_KM (each empty unless requested) and the scale.
-
-    Triton 3.6 scrambles transposed fp8 tiles computed from float32 (weight gradients became NaN on
-    an H100), so in this case a separate kernel transposes the bytes.
-    """
+    """Column- or tensor-wise: q_MK, q_KM (each empty unless requested) and the scale."""
+    # Triton 3.6 scrambles transposed fp8 tiles computed from float32: weight gradients became NaN
     if transposed and x_MK.dtype == torch.float32 and format is not INT8:
         q_MK, _, scale = quantize_tiles(x_MK, format, granularity, rows=True, transposed=False)
         q_KM = transpose_bytes(q_MK.view(torch.int8)).view(format.dtype)

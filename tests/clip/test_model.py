@@ -18,7 +18,6 @@ from lowprec.clip.model import (
 )
 from lowprec.config.compose import CONF
 from lowprec.config.schema import ModelConfig, PrecisionConfig
-from lowprec.nn.attention import Attention
 from lowprec.nn.recipe import RECIPES
 
 TINY = dict(vision_width=64, vision_layers=2, text_width=64, text_layers=2, vocab_size=512)
@@ -186,16 +185,6 @@ def test_recipes_are_close_to_open_clip_but_not_equal(recipe):
     name = "visual.transformer.resblocks.0.mlp.c_fc.weight"
     error = (near_gradients[name] - gradients[name]).norm() / gradients[name].norm()
     assert error < 3 * bound
-
-
-def test_only_the_text_tower_is_causal():
-    model, *_ = model_and_batch()
-    set_precision(model, PrecisionConfig())
-    causal = {name: m.causal for name, m in model.named_modules() if isinstance(m, Attention)}
-    assert causal == {
-        "visual.transformer.resblocks.0.attn": False,
-        "transformer.resblocks.0.attn": True,
-    }
 
 
 def test_timm_layers_are_replaced(monkeypatch):

@@ -1,4 +1,4 @@
-"""The quantizing kernels match `reference.quantize` bit for bit, and properties of the latter."""
+"""The quantizing kernels match `reference.quantize` bit for bit."""
 
 import pytest
 import torch
@@ -145,16 +145,3 @@ def test_quotients_are_correctly_rounded(device, format):
         x = torch.cat((tie, tie.nextafter(torch.zeros(())), tie.nextafter(tie * 2))) * scale
         x = torch.cat((largest, x.clamp(-largest, largest)))[None].to(device)
         check(x, format, "rowwise")
-
-
-@each_format
-@each_granularity
-def test_reference_error_is_at_most_half_a_step(granularity, format):
-    x = make((63, 100), torch.float32, "cpu")
-    q, scale = reference.quantize(x, format, granularity)
-    error = (x.double() - q.double() * scale.double()).abs()
-    step = torch.ones_like(error)
-    if format is not INT8:
-        exponent = torch.frexp((x / scale).nan_to_num(0.0).abs())[1] - 1
-        step = 2.0 ** (exponent.clamp(min=format.min_exponent) - format.mantissa_bits).double()
-    assert (error <= 0.50001 * step * scale.double()).all()
