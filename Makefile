@@ -12,7 +12,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 endif
 
-.PHONY: demo test test-slow test-gpu test-system mutants lint clean
+.PHONY: demo test test-slow test-gpu test-system ways mutants lint clean
 
 demo: $(READY)
 	@$(PY) -m experiments.train -m $(DEMO)
@@ -20,7 +20,7 @@ demo: $(READY)
 	@echo "Runs: runs/loss_curves   Figure: figures/loss_curves_demo.png   Next: README.md"
 
 test: $(READY)
-	@$(PY) -m pytest -q -n 2 --dist loadfile
+	@$(PY) -m pytest -q -n 2 --dist worksteal
 
 test-slow: $(READY)
 	@$(PY) -m pytest -q -m slow
@@ -30,6 +30,9 @@ test-gpu: $(READY)
 
 test-system: $(READY)
 	@$(PY) -m pytest -q -m system
+
+ways: $(READY)
+	@$(PY) tests/ways.py
 
 mutants: $(READY)
 	@$(PY) tests/mutants.py
