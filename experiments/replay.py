@@ -169,8 +169,8 @@ def replay(
     from lowprec.optim.loss_scaling import NoScaler
     from lowprec.optim.stable_adamw import STATISTICS
     from lowprec.train.build import build
+    from lowprec.train.checkpoint import step_of
     from lowprec.train.loop import Stepper
-    from lowprec.train.snapshots import step_of
 
     built = build(config, open_data(config))
     scaler, optimizer = built.state.scaler, built.state.optimizer

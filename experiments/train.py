@@ -41,7 +41,6 @@ class ProgressBar:
     def flushed(self, row: dict) -> None:
         """Shows the last step; prints the numbers of an evaluation."""
         note = f"loss {row['loss']:.3f}  {row['images_per_s']:.0f} images/s"
-        note += f"  MFU {row['mfu']:.0%}" if row["mfu"] else ""
         note += f"  {row['memory_gib']:.0f} GiB" if row["memory_gib"] else ""
         self.bar.update(self.task, completed=row["step"], note=note)
         scores = [f"{key} {value:.3f}" for key, value in row.items() if "/" in key]
@@ -60,11 +59,12 @@ def main(config: Config, expected: str | None = None) -> None:
     sys.stderr = sys.__stderr__  # see the end of this file
     preflight(config)
     # a refused command loads no torch
-    from lowprec.train.distributed import PeerFailed, Ranks, join
+    from lowprec.train.distributed import DistributedRanks, PeerFailed, Ranks
     from lowprec.train.run import train_run
 
     is_alone = place()[1] == 1
-    world = Ranks() if is_alone else join(config.device, config.distributed.timeout_s)
+    timeout_s = config.distributed.timeout_s
+    world = Ranks() if is_alone else DistributedRanks(config.device, timeout_s)
     with open(os.devnull, "w") as nowhere:
         with contextlib.redirect_stdout(sys.stdout if world.is_first else nowhere):
             try:

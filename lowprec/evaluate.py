@@ -10,16 +10,12 @@ from torch import Tensor, nn
 class Evaluation:
     """Maps a model to `{"zero_shot/top1": ..., "retrieval/image_to_text_r1": ...}`.
 
-    Values are shares in [0, 1]. The model runs uncompiled, in evaluation mode and under
-    `autocast()`, and then returns to its previous mode. Training's random state is not changed.
-
-    With several processes, `make_batches()` gives each process equally many batches of its own:
-    batch n of process r is number n * processes + r of the whole set. The model runs on every
-    batch, even an empty one, because its forward may need all processes.
+    Values are shares in [0, 1]. The model runs uncompiled and in evaluation mode.
 
     Args:
-        make_batches: returns batches with uint8 `images`, `tokens` and `labels` (-1: unlabeled,
-            left out of zero-shot).
+        make_batches: returns batches with uint8 `images`, `tokens` and `labels` (-1: unlabeled).
+            Each process has as many as the others: batch n of process r is number
+            n * processes + r of the whole set. Some may be empty.
         normalize: maps uint8 images to pixels.
         autocast: returns the context to compute in.
         build_classifier: maps the model to class weights [embed_dim, classes]; None: no zero-shot.
@@ -56,24 +52,24 @@ class Evaluation:
             model.train(training)
 
     def _evaluate(self, model: nn.Module) -> dict[str, float]:
-        own = []
+        own = []  # of this process; with FSDP2 the model runs on empty batches, too
         conv = getattr(model.visual, "conv1", None)
         parameter = next(model.parameters()) if conv is None else conv.weight
         for batch in self.make_batches():
-            count = len(batch.labels)
-            images, tokens = (
-                _at_least_one(samples).to(parameter.device)
-                for samples in (batch.images, batch.tokens)
-            )
+            images, tokens, count = batch.images, batch.tokens, len(batch.labels)
+            if not count:
+                images, tokens = (t.new_zeros(1, *t.shape[1:]) for t in (images, tokens))
+            images, tokens = images.to(parameter.device), tokens.to(parameter.device)
             pixels = self.normalize(images).to(parameter.dtype)
             image = model.encode_image(pixels, normalize=True).float()[:count]
             own.append([image, batch.labels, torch.tensor([len(batch.skips)])])
             if self.retrieval:
                 text = model.encode_text(tokens, normalize=True).float()[:count]
                 own[-1] += [tokens[:count], text]
+        by_process = self.each(lambda: [[tensor.cpu() for tensor in batch] for batch in own])
+        in_order = [batch for turn in zip(*by_process, strict=True) for batch in turn]
         image_features, labels, skips, *pairs = (
-            torch.cat(tensors).to(parameter.device)
-            for tensors in zip(*self._of_all_processes(own), strict=True)
+            torch.cat(tensors).to(parameter.device) for tensors in zip(*in_order, strict=True)
         )
         num_skipped = int(skips.sum())
         if not len(labels):
@@ -93,27 +89,12 @@ class Evaluation:
                 results[f"retrieval/text_to_image_r{k}"] = to_image
         return results
 
-    def _of_all_processes(self, own: list[list[Tensor]]) -> list[list[Tensor]]:
-        """Gathers the tensors of all batches on the host, in the order of the set."""
-        by_process = self.each(lambda: [[tensor.cpu() for tensor in batch] for batch in own])
-        return [batch for turn in zip(*by_process, strict=True) for batch in turn]
-
-
-def _at_least_one(samples: Tensor) -> Tensor:
-    return samples if len(samples) else samples.new_zeros(1, *samples.shape[1:])
-
 
 def top_k_accuracy(features: Tensor, classifier: Tensor, labels: Tensor, k: int) -> float:
     """Returns the share of labeled images whose class is among the k nearest.
 
-    Args:
-        features: [images, embed_dim].
-        classifier: [embed_dim, classes].
-        labels: int64 [images], -1 for unlabeled images, which are left out.
-        k: capped at the number of classes.
-
-    Raises:
-        ValueError: if no image is labeled.
+    `features`: [images, embed_dim]; `classifier`: [embed_dim, classes]; `labels`: int64 [images],
+    -1 for unlabeled images. Raises ValueError if no image is labeled.
     """
     labeled = labels >= 0
     if not labeled.any():
@@ -127,13 +108,8 @@ def recall_at(images: Tensor, texts: Tensor, captions: Tensor, k: int) -> tuple[
     """Returns recall@k from image to text and from text to image.
 
     A query counts if a correct answer is among its k nearest. Equal captions count once.
-
-    Args:
-        images: features [pairs, embed_dim].
-        texts: features [pairs, embed_dim].
-        captions: int64 [pairs]; pairs with the same caption share a number, and any of them is a
-            correct answer.
-        k: capped at the number of answers.
+    `images`, `texts`: features [pairs, embed_dim]; `captions`: int64 [pairs]. Pairs with the same
+    caption share a number, and any of them is a correct answer.
     """
     unique_captions, inverse = captions.unique(return_inverse=True)
     positions = torch.arange(len(captions), device=captions.device)

@@ -80,10 +80,16 @@ def squares(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def make_config(squares, tmp_path):
-    """`make_config("optimizer.lr", 1e-3, ...)`: a checked tiny config with some keys changed."""
+def make_config(tiny_config, tmp_path):
+    """`make_config({"optimizer.lr": 1e-3, ...})`: a checked tiny config with some keys changed."""
+    return lambda changes=None: tiny_config(tmp_path / "runs", changes or {})
 
-    def make(changes: dict | None = None):
+
+@pytest.fixture(scope="session")
+def tiny_config(squares):
+    """`tiny_config(run_dir, changes)`: see `make_config`."""
+
+    def make(run_dir: Path, changes: dict):
         raw = {
             "num_steps": 12,
             "batch_size": 16,
@@ -91,7 +97,7 @@ def make_config(squares, tmp_path):
             "device": "cpu",
             "log_every": 3,
             "save_every": 4,
-            "run_dir": str(tmp_path / "runs"),
+            "run_dir": str(run_dir),
             "model": {"vision_width": 64, "vision_layers": 2, "text_width": 64, "text_layers": 1,
                       "vocab_size": 512, "embed_dim": 32, "context_length": 8},
             "precision": {"autocast": "fp32"},
@@ -101,7 +107,7 @@ def make_config(squares, tmp_path):
             "evaluation": {"name": "none"},
         }  # fmt: skip
         raw = json.loads(json.dumps(raw))
-        for path, value in (changes or {}).items():
+        for path, value in changes.items():
             node = raw
             *groups, leaf = path.split(".")
             for group in groups:
@@ -116,17 +122,29 @@ def make_config(squares, tmp_path):
 def run_once():
     """`run_once(config, folder, **options)`: one attempt; returns how it ended and the objects.
 
-    `spoil(built)` changes the objects before training; `options` are those of `train`.
+    `spoil(built)` changes the objects before training; a signal comes with the batch of step
+    `stop_at`; `options` are those of `train`.
     """
     # with open_clip, which takes seconds: other tests need not wait
     from lowprec.data.open import open_data
     from lowprec.train.build import build
     from lowprec.train.loop import train
+    from lowprec.train.signals import StopRequest
 
-    def run(config, folder: Path, *, spoil=None, **options):
+    def run(config, folder: Path, *, spoil=None, stop_at=None, **options):
         built = build(config, open_data(config))
         if spoil is not None:
             spoil(built)
+        if stop_at is not None:
+            options["stop"], batches_from = StopRequest(), built.batches_from
+
+            def stopping(first):
+                for number, batch in enumerate(batches_from(first), first):
+                    if number == stop_at:
+                        options["stop"].number = 15
+                    yield batch
+
+            built.batches_from = stopping
         record = Record(folder)
         record.append("attempts", [{"attempt": record.attempt}])
         (folder / "config.yaml").write_text(json.dumps(to_dict(config)))

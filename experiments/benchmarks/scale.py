@@ -26,7 +26,7 @@ from lowprec.config.place import place
 from lowprec.config.schema import Config
 from lowprec.runs.identity import label, to_dict
 from lowprec.train.build import build, pick_device
-from lowprec.train.distributed import Ranks, join
+from lowprec.train.distributed import DistributedRanks, Ranks
 
 WARMUP = 5
 LIMIT_S = 600  # of a case
@@ -77,7 +77,9 @@ def measure(config: Config, kind: str, size: int) -> dict:
 def work(config: Config) -> None:
     """Times steps with and without communication in one process of a case; rank 0 prints."""
     size = place()[1]
-    world = join(config.device, config.distributed.timeout_s) if size > 1 else Ranks()
+    world = Ranks()
+    if size > 1:
+        world = DistributedRanks(config.device, config.distributed.timeout_s)
     built = build(config, None, world)
     step, batch = prepare(built, config.batch_size // size)
     for _ in range(WARMUP):

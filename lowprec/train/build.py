@@ -1,5 +1,6 @@
 """Builds the objects of a run from a checked config and opened data."""
 
+import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,7 +8,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lowprec.clip.export import load_weights
 from lowprec.clip.model import (
@@ -24,7 +26,7 @@ from lowprec.clip.model import (
 from lowprec.clip.text import Tokenizer, build_classifier, imagenet
 from lowprec.config.check import ConfigError
 from lowprec.config.preflight import names_file, read_lines
-from lowprec.config.schema import EIGHT_BIT, Config, OptimizerConfig
+from lowprec.config.schema import EIGHT_BIT, Config
 from lowprec.data.loader import Batch, Batches, iterate
 from lowprec.data.open import Data, num_workers
 from lowprec.data.order import SampleOrder
@@ -38,13 +40,11 @@ from lowprec.optim.eight_bit import BitsAndBytesAdamW8bit, EightBitAdamW, Torcha
 from lowprec.optim.loss_scaling import build_scaler
 from lowprec.optim.schedules import param_groups
 from lowprec.optim.stable_adamw import StableAdamW
-from lowprec.train.distributed import ONE_PROCESS, Ranks, has_batch_norm, replicate, shard
-from lowprec.train.speed import flops_per_pair, peak_flops
+from lowprec.train.distributed import ONE_PROCESS, Ranks, has_batch_norm, shard
 from lowprec.train.state import TrainState
 from lowprec.train.task import DTYPES, ContrastiveTask, autocast
 
 EVALUATION_BATCH = 256  # pairs per rank
-CLASSES = 50  # classes whose prompts are encoded together, as in open_clip
 
 
 @dataclass
@@ -71,14 +71,8 @@ class Built:
             window=config.data.window,
             resampled=config.data.resampled,
         )
-        batches = Batches(
-            self.data.train,
-            order,
-            batch_size=config.batch_size,
-            num_batches=config.num_steps,
-            seed=config.seed,
-            **self._data_options(training=True),
-        )
+        options = self._options() | self._training_options()
+        batches = Batches(self.data.train, order, num_batches=config.num_steps, **options)
         pin = self.device.type == "cuda"
         return iterate(batches, workers=self._num_workers(), first=first - 1, pin=pin)
 
@@ -86,29 +80,17 @@ class Built:
         """Returns the training data of `data=stream`."""
         return Stream(
             self.data.train,
-            seed=self.config.seed,
-            batch_size=self.config.batch_size,
             num_steps=self.config.num_steps,
             segment_steps=self.config.save_every,
             workers=self._num_workers(),
             pin=self.device.type == "cuda",
-            **self._data_options(training=True),
+            **self._options(),
+            **self._training_options(),
         )
 
     def layout(self) -> dict:
         """Returns the ranks and workers that a stream's sample order depends on; else {}."""
         return self.stream().layout() if self.config.data.name == "stream" else {}
-
-    def flops_per_pair(self) -> int | None:
-        """Counts the operations per pair; None if the device's peak is unknown.
-
-        Counts those of the config's plain model, before recipes and ranks change it.
-        """
-        if peak_flops(self.device) is None:
-            return None
-        with torch.device("meta"):
-            plain = build_model(self.config.model)
-        return flops_per_pair(plain, image_size(plain), self.tokenizer.context_length)
 
     def evaluation(self) -> Evaluation | None:
         """Builds the configured evaluation, which every rank runs on its share; or None."""
@@ -121,27 +103,18 @@ class Built:
             None,
             batch_size=pairs,
             num_batches=-(-self.data.val.num_samples // pairs),
-            **self._data_options(training=False),
+            **self._options(),
         )
         classifier = None
         if config.evaluation.name in ("zero_shot", "both"):
             classifier = partial(
-                _classifier_over_ranks,
-                world=self.world,
+                build_classifier,
                 tokenizer=self.tokenizer,
                 classnames=_read_names(config, "classnames"),
                 templates=_read_names(config, "templates"),
             )
-
-        def make_batches() -> Iterator[Batch]:
-            for batch in iterate(batches, workers=min(4, self._num_workers())):
-                self.world.heartbeat(
-                    None, "evaluating"
-                )  # may take longer than the timeout of a step
-                yield batch
-
         return Evaluation(
-            make_batches,
+            lambda: iterate(batches, workers=min(4, self._num_workers())),
             self.task.normalize,
             autocast=lambda: autocast(config.precision.autocast, self.device),
             build_classifier=classifier,
@@ -155,16 +128,14 @@ class Built:
             return num_workers(self.config.num_workers)
         return max(1, min(16, len(os.sched_getaffinity(0)) // self.world.local_size - 1))
 
-    def _data_options(self, *, training: bool) -> dict:
-        options = {
-            "image_size": image_size(self.task.model),
-            "tokenizer": self.tokenizer,
-            "rank": self.world.rank,
-            "world_size": self.world.size,
-        }
-        if training:
-            options["augment"] = self.config.data.augment == "crop_flip"
-        return options
+    def _options(self) -> dict:
+        size, world = image_size(self.task.model), self.world
+        options = {"image_size": size, "tokenizer": self.tokenizer}
+        return options | {"rank": world.rank, "world_size": world.size}
+
+    def _training_options(self) -> dict:
+        augment = self.config.data.augment == "crop_flip"
+        return {"seed": self.config.seed, "batch_size": self.config.batch_size, "augment": augment}
 
 
 def pick_device(name: str) -> torch.device:
@@ -188,18 +159,17 @@ def build(config: Config, data: Data | None, world: Ranks = ONE_PROCESS) -> Buil
     torch.use_deterministic_algorithms(config.deterministic)
     torch.manual_seed(config.seed)
     model = build_model(config.model, config.intervention.name)
-    try:
-        if config.model.init_from:
+    if config.model.init_from:
+        with _faults_of("model.init_from"):
             load_weights(model, Path(config.model.init_from))
-    except ValueError as error:
-        raise ConfigError([f"model.init_from: {error}"]) from error
-    try:
-        if config.optimizer.stable_embedding:
+    if config.optimizer.stable_embedding:
+        with _faults_of("optimizer.stable_embedding=true"):
             use_stable_embedding(model)
-    except ValueError as error:
-        raise ConfigError([f"optimizer.stable_embedding=true: {error}"]) from error
     set_parameter_dtype(model, config.precision.autocast)
-    layers = _apply_recipe(model, config, device)
+    with _faults_of(f"precision.recipe={config.precision.recipe}"):
+        if config.precision.backend == "triton":
+            takes("triton", E4M3 if "fp8" in config.precision.recipe else INT8, device)
+        layers = set_precision(model, config.precision)
     model.to(device)
     parallel = parallelize(model, config, world)
     scaler = build_scaler(config.scaler.name, config.scaler.init_scale, device)
@@ -233,15 +203,13 @@ def set_parameter_dtype(model: nn.Module, autocast_name: str) -> None:
         model.logit_scale.data = logit_scale
 
 
-def _apply_recipe(model: nn.Module, config: Config, device: torch.device) -> list[Layer]:
-    """Replaces the layers that the recipe names, after a check that its backend can run."""
-    precision = config.precision
+@contextlib.contextmanager
+def _faults_of(key: str) -> Iterator[None]:
+    """Turns a ValueError or ImportError into a ConfigError that names the key."""
     try:
-        if precision.backend == "triton":
-            takes("triton", E4M3 if "fp8" in precision.recipe else INT8, device)
-        return set_precision(model, precision)
-    except ValueError as error:
-        raise ConfigError([f"precision.recipe={precision.recipe}: {error}"]) from error
+        yield
+    except (ValueError, ImportError) as error:
+        raise ConfigError([f"{key}: {error}"]) from error
 
 
 def parallelize(model: nn.Module, config: Config, world: Ranks) -> nn.Module:
@@ -279,7 +247,14 @@ def parallelize(model: nn.Module, config: Config, world: Ranks) -> nn.Module:
             raise ConfigError(["distributed.sync_bn=true needs GPUs"])
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if config.distributed.name == "ddp":
-        return replicate(model, config)
+        device = next(model.parameters()).device
+        return DistributedDataParallel(
+            model,
+            device_ids=[device] if device.type == "cuda" else None,
+            gradient_as_bucket_view=True,
+            # of micro-batches, only the last averages gradients
+            static_graph=config.distributed.static_graph and config.accumulate == 1,
+        )
     shard(model, blocks(model), world)
     return model
 
@@ -290,57 +265,28 @@ def build_optimizer(config: Config, model: nn.Module) -> StableAdamW | EightBitA
     groups = param_groups(model, rule.weight_decay)
     common = {"lr": rule.lr, "betas": (rule.beta1, rule.beta2), "eps": rule.eps}
     skip = "tensor" if config.scaler.name == "fixed" else "step"
-    if rule.name in EIGHT_BIT:
-        return _build_eight_bit(rule, groups, common, skip)
-    return StableAdamW(
-        groups,
-        clip_threshold=rule.clip_threshold,
-        clip_weight_decay=rule.clip_weight_decay,
-        beta2_decay=rule.beta2_decay,
-        clip_norm=rule.clip_norm,
-        skip=skip,
-        **common,
-    )
-
-
-def _build_eight_bit(
-    rule: OptimizerConfig, groups: list[dict], common: dict, skip: str
-) -> EightBitAdamW:
+    if rule.name not in EIGHT_BIT:
+        return StableAdamW(
+            groups,
+            clip_threshold=rule.clip_threshold,
+            clip_weight_decay=rule.clip_weight_decay,
+            beta2_decay=rule.beta2_decay,
+            clip_norm=rule.clip_norm,
+            skip=skip,
+            **common,
+        )
     embedding = ["*token_embedding"] if rule.stable_embedding else []
     options = {"min_8bit_size": rule.min_8bit_size, "skip": skip}
     options["override_32bit"] = [*rule.override_32bit, *embedding]
-    try:
+    with _faults_of(f"optimizer={rule.name} optimizer.override_32bit"):
         if rule.name == "adamw8bit_torchao":
             return TorchaoAdamW8bit(groups, common, **options)
         on_gpu = groups[0]["params"][0][1].is_cuda  # on a CPU such a run is only evaluated
-        return BitsAndBytesAdamW8bit(
-            groups, common | {"is_paged": rule.paged and on_gpu}, **options
-        )
-    except ValueError as error:
-        raise ConfigError([f"optimizer.override_32bit: {error}"]) from error
-    except ImportError as error:
-        raise ConfigError([f"optimizer={rule.name}: {error}"]) from error
+        common["is_paged"] = rule.paged and on_gpu
+        return BitsAndBytesAdamW8bit(groups, common, **options)
 
 
 def _read_names(config: Config, kind: str) -> list[str]:
     """Reads the classnames or templates of a config."""
     source = names_file(config, kind)
     return imagenet(kind) if source == "imagenet" else read_lines(source)
-
-
-def _classifier_over_ranks(
-    model: nn.Module, *, world: Ranks, classnames: list[str], **options: object
-) -> Tensor:
-    """Builds the zero-shot classifier [embed_dim, classes]; the ranks divide the classes.
-
-    Every rank encodes equally many groups of classes, since the forward of FSDP2 needs all ranks:
-    a rank without a group of its own repeats one.
-    """
-    groups = [classnames[i : i + CLASSES] for i in range(0, len(classnames), CLASSES)]
-    own = []
-    for n in range(world.rank, -(-len(groups) // world.size) * world.size, world.size):
-        world.heartbeat(None, "evaluating")
-        own.append(build_classifier(model, classnames=groups[n % len(groups)], **options))
-    by_rank = world.each(lambda: [weights.cpu() for weights in own])
-    in_order = [weights for turn in zip(*by_rank, strict=True) for weights in turn]
-    return torch.cat(in_order[: len(groups)], dim=1).to(own[0].device)

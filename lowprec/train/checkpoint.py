@@ -1,8 +1,7 @@
 """Checkpoints: one directory per saved step, committed by a rename, verified before it is loaded.
 
 Files are written and synced in a temporary directory, the manifest with their digests last.
-Renaming the directory to `checkpoints/step_<step>` commits it, and it is never overwritten. The
-training loop uses `Saver`, which restores a run once and saves it periodically.
+Renaming the directory to `checkpoints/step_<step>` commits it, and it is never overwritten.
 """
 
 import hashlib
@@ -30,17 +29,9 @@ class Saver:
     Rank 0 chooses and verifies, all ranks read; a failure in one rank is raised in all.
     """
 
-    def __init__(
-        self,
-        state: TrainState,
-        record: Record,
-        config: Config,
-        provenance: dict,
-        world: Ranks = ONE_PROCESS,
-    ):
+    def __init__(self, state: TrainState, record: Record, config: Config, provenance: dict):
         self.state, self.record, self.config = state, record, config
-        self.provenance = provenance
-        self.world = world
+        self.provenance, self.world = provenance, state.world
         self.failures = 0
 
     def restore(self) -> int:
@@ -54,7 +45,7 @@ class Saver:
         path, manifest, mismatch = choice
         self.world.together(lambda: self.state.load(Path(path)))
         if self.world.is_first:
-            retire(run, self.config.keep_checkpoints)
+            retire(run / "checkpoints", self.config.keep_checkpoints)
         self.record.cut(manifest["offsets"])
         if mismatch:
             self.record.append("events", [{"step": manifest["step"], "drift": mismatch}])
@@ -67,8 +58,7 @@ class Saver:
         None if the run never had a checkpoint. Raises CheckpointError if it must not be resumed.
         """
         run = self.record.run
-        remove_leftovers(run)
-        require_space(run, self.state, self.config.keep_checkpoints)
+        remove_leftovers(run / "checkpoints")
         newest = newest_checkpoint(run, set_aside=True)
         if newest is None:
             saved = self.record.last_status()["saved"]
@@ -97,7 +87,7 @@ class Saver:
         """
         try:
             save_checkpoint(
-                self.record.run,
+                self.record.run / "checkpoints",
                 step,
                 self.state,
                 self.record.offsets(),
@@ -117,7 +107,7 @@ class Saver:
 
 
 def save_checkpoint(
-    run: Path,
+    folder: Path,
     step: int,
     state: TrainState,
     offsets: dict,
@@ -126,75 +116,60 @@ def save_checkpoint(
     provenance: dict,
     world: Ranks = ONE_PROCESS,
 ) -> Path:
-    """Commits `checkpoints/step_<step>`, then removes all but the newest `keep` checkpoints.
+    """Commits `<folder>/step_<step>`, then removes all but the newest `keep` checkpoints there.
 
     `offsets`: lengths of the record's files, to which a resume cuts them back. `provenance`: what
     the run's numbers depend on, compared at a resume. Every rank writes its own files, and the
     commit succeeds or fails in all ranks: CheckpointError leaves nothing of the new checkpoint and
     the older ones untouched.
     """
-    folder = run / "checkpoints"
     final = folder / f"step_{step:09d}"
     temporary = folder / f".tmp.{final.name}"
     if world.first(final.exists):
         return final
     try:
-        world.first(lambda: _make_folder(temporary))
+        world.first(lambda: temporary.mkdir(parents=True))
         contents = state.files()  # ranks gather tensors here, so no rank may fail on its own yet
         written = world.each(lambda: _write_files(temporary, contents))
         files = {name: facts for rank in written for name, facts in rank.items()}
-        world.first(lambda: _commit(temporary, final, step, offsets, files, provenance))
+        body = {"format": FORMAT, "step": step, "offsets": offsets, "files": files}
+        world.first(lambda: _commit(temporary, final, body | {"provenance": provenance}))
     except OSError as error:
         if world.is_first:
             shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(f"{final} cannot be saved: {error}") from error
     if world.is_first:
-        retire(run, keep)
+        retire(folder, keep)
     return final
 
 
-def _make_folder(temporary: Path) -> None:
-    temporary.parent.mkdir(exist_ok=True)
-    durable.sync(temporary.parent.parent)
-    temporary.mkdir()
-
-
-def _commit(
-    temporary: Path, final: Path, step: int, offsets: dict, files: dict, provenance: dict
-) -> None:
+def _commit(temporary: Path, final: Path, body: dict) -> None:
     """Writes the manifest, then renames the checkpoint."""
-    body = {"format": FORMAT, "step": step, "offsets": offsets, "files": files}
-    body |= {"provenance": provenance}
     manifest = {"sha256": _digest_of(body), **body}
     durable.write(temporary / "manifest.json", json.dumps(manifest, indent=1).encode())
     durable.sync(temporary)
     os.rename(temporary, final)
     durable.sync(final.parent)
+    durable.sync(final.parent.parent)
 
 
 def _write_files(folder: Path, contents: dict[str, list]) -> dict[str, dict]:
     """Writes and hashes all files concurrently; returns `bytes` and `sha256` of each."""
-    if not contents:
-        return {}
-    with ThreadPoolExecutor(2 * len(contents)) as pool:
-        digests = {name: pool.submit(_sha256, chunks) for name, chunks in contents.items()}
-        writes = [
-            pool.submit(durable.write, folder / name, *chunks) for name, chunks in contents.items()
-        ]
-    for write in writes:
-        write.result()
-    return {
-        name: {"bytes": sum(map(len, chunks)), "sha256": digests[name].result()}
-        for name, chunks in contents.items()
-    }
+    with ThreadPoolExecutor(2 * len(contents) + 1) as pool:
+        digests = pool.map(_sha256, contents.values())
+        list(pool.map(lambda name: durable.write(folder / name, *contents[name]), contents))
+        return {
+            name: {"bytes": sum(map(len, chunks)), "sha256": digest}
+            for (name, chunks), digest in zip(contents.items(), digests, strict=True)
+        }
 
 
-def retire(run: Path, keep: int) -> None:
+def retire(folder: Path, keep: int) -> None:
     """Removes all but the newest `keep` checkpoints; on failure the next start removes the rest.
 
     A checkpoint is renamed first: what an interrupted removal leaves does not look like one.
     """
-    for checkpoint in list_checkpoints(run)[:-keep]:
+    for checkpoint in sorted(folder.glob("step_*"))[:-keep]:
         trash = checkpoint.with_name(f".trash.{checkpoint.name}")
         try:
             os.rename(checkpoint, trash)
@@ -203,28 +178,21 @@ def retire(run: Path, keep: int) -> None:
             print(f"warning: {checkpoint} cannot be removed: {error}")
 
 
-def remove_leftovers(run: Path) -> None:
+def remove_leftovers(folder: Path) -> None:
     """Removes partially written or removed checkpoints that a killed process left behind."""
     for pattern in (".tmp.*", ".trash.*"):
-        for folder in (run / "checkpoints").glob(pattern):
-            shutil.rmtree(folder)
-
-
-def require_space(run: Path, state: TrainState, keep: int) -> None:
-    """Raises CheckpointError unless `keep` checkpoints and one being written fit on the disk."""
-    size = state.num_bytes()
-    needed = size * (keep + 1 - min(keep, len(list_checkpoints(run)))) * 11 // 10
-    free = shutil.disk_usage(run).free
-    if free < needed:
-        raise CheckpointError(
-            f"{run}: {free:,} bytes are free, and checkpoints need {needed:,} more (keeping {keep} "
-            f"of {size:,} and writing one)"
-        )
+        for leftover in folder.glob(pattern):
+            shutil.rmtree(leftover)
 
 
 def list_checkpoints(run: Path) -> list[Path]:
     """Committed checkpoints of a run, oldest first."""
     return sorted((run / "checkpoints").glob("step_*"))
+
+
+def step_of(path: Path) -> int:
+    """The step of a checkpoint's or snapshot's folder."""
+    return int(path.name.removeprefix("step_"))
 
 
 def newest_checkpoint(run: Path, *, set_aside: bool = False) -> tuple[Path, dict] | None:
@@ -270,10 +238,7 @@ def verify(path: Path) -> dict:
     manifest_file = path / "manifest.json"
     try:
         manifest = json.loads(manifest_file.read_bytes())
-        if "sha256" not in manifest and manifest.get("format") != FORMAT:
-            raise CheckpointError(f"{path} has format {manifest.get('format')}, not {FORMAT}")
-        digest = manifest.pop("sha256")
-        if digest != _digest_of(manifest):
+        if manifest.pop("sha256") != _digest_of(manifest):
             raise DamagedError(f"{manifest_file} is damaged")
         if manifest["format"] != FORMAT:
             raise CheckpointError(f"{path} has format {manifest['format']}, not {FORMAT}")

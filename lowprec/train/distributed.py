@@ -2,8 +2,7 @@
 
 `Ranks` is a single process, `DistributedRanks` one of several over `torch.distributed`.
 Collectives on the device go through torch's default group. The hosts agree over a gloo group of
-their own, which neither waits for the device nor times out: the watchdog ends a run in which a rank
-dies or hangs.
+their own, which neither waits for the device nor times out: the watchdog ends hung runs.
 """
 
 import atexit
@@ -17,10 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.nn.parallel import DistributedDataParallel
 
 from lowprec.config.place import place
-from lowprec.config.schema import Config
 
 T = TypeVar("T")
 MARGIN_S = 60  # the watchdog, whose message is clearer, acts this long before torch's own timeout
@@ -37,8 +34,8 @@ class PeerDiskFailed(PeerFailed, OSError):
 class Ranks:
     """A single process. Defines the interface that `DistributedRanks` implements.
 
-    A function passed to `first`, `each` or `together` may raise. Then the call raises in all ranks:
-    the error itself in the (lowest) rank where it happened, `PeerFailed` in the others.
+    If a function passed to `first`, `each` or `together` raises, the call raises in all ranks: the
+    error itself in the (lowest) rank where it happened, `PeerFailed` in the others.
     """
 
     rank, size, local_rank, local_size = 0, 1, 0, 1
@@ -88,9 +85,19 @@ ONE_PROCESS = Ranks()
 
 
 class DistributedRanks(Ranks):
-    """One of several processes, as torchrun, srun or submitit started them."""
+    """One of several processes, as torchrun, srun or submitit started them.
+
+    `device`: cpu, cuda or auto (cuda if there is a GPU).
+    """
 
     def __init__(self, device: str, timeout_s: float):
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        # open_clip's loss calls it
+        warnings.filterwarnings("ignore", "torch.distributed.nn.functional.all_gather is depr")
+        # gloo looks up the host's name, which processes of one machine do not need
+        if os.environ["MASTER_ADDR"] in ("127.0.0.1", "localhost"):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         self.rank, self.size, self.local_rank, self.local_size = place()
         if device == "cuda":
             torch.cuda.set_device(self.local_rank % torch.cuda.device_count())
@@ -111,7 +118,8 @@ class DistributedRanks(Ranks):
         try:
             result = make()
         except Exception as raised:
-            error, failure = raised, (isinstance(raised, OSError), f"{_name(raised)}: {raised}")
+            text = f"{type(raised).__name__}: {raised}"
+            error, failure = raised, (isinstance(raised, OSError), text)
         gathered: list[Any] = [None] * self.size
         dist.all_gather_object(gathered, (result, failure), group=self.group)
         failures = {rank: failure for rank, (_, failure) in enumerate(gathered) if failure}
@@ -161,43 +169,11 @@ class DistributedRanks(Ranks):
         dist.destroy_process_group(self.group)
 
 
-def _name(error: Exception) -> str:
-    return type(error).__name__
-
-
-def join(device: str, timeout_s: float) -> DistributedRanks:
-    """Meets the other processes; `device`: cpu, cuda or auto (cuda if there is a GPU)."""
-    # open_clip's loss calls it; it works, and its successor differs between versions of torch
-    warnings.filterwarnings("ignore", "torch.distributed.nn.functional.all_gather is deprecated")
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    # gloo looks up the host's name, which need not resolve for processes of one machine to meet
-    if os.environ["MASTER_ADDR"] in ("127.0.0.1", "localhost"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    return DistributedRanks(device, timeout_s)
-
-
-def replicate(model: nn.Module, config: Config) -> nn.Module:
-    """Wraps the model in DDP, which averages gradients over ranks during the backward pass.
-
-    With `accumulate` > 1 the graph is not static: DDP must skip the averaging of all micro-batches
-    but the last.
-    """
-    device = next(model.parameters()).device
-    return DistributedDataParallel(
-        model,
-        device_ids=[device] if device.type == "cuda" else None,
-        gradient_as_bucket_view=True,
-        static_graph=config.distributed.static_graph and config.accumulate == 1,
-    )
-
-
 def shard(model: nn.Module, blocks: list[nn.Module], world: Ranks) -> None:
     """Shards the parameters over ranks in place (FSDP2), to be gathered block by block.
 
-    Parameters are gathered in their own dtype, so that autocast rounds exactly what it rounds in
-    one process. Gradients are summed in float32. The logit scale is 0-d and cannot be sharded:
-    every rank holds it, and `ContrastiveTask` averages its gradient.
+    They are gathered in their own dtype, and gradients are summed in float32. The logit scale is
+    0-d and cannot be sharded: every rank holds it, and `ContrastiveTask` averages its gradient.
     """
     mesh = torch.distributed.init_device_mesh(next(model.parameters()).device.type, (world.size,))
     options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)}

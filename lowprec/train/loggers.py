@@ -1,121 +1,84 @@
-"""Dashboards, which copy the record. Training continues when one fails, hangs or is slow."""
+"""Dashboards, which copy the record. Training continues without one that fails."""
 
-import queue
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
-START_S = 120  # time for a dashboard to start
 END_S = 60  # time to send pending rows when the run has ended
 
 
-class Logger:
-    """Copies nothing; the base class of dashboards."""
-
-    def log(self, rows: list[dict]) -> None:
-        """Logs rows of numbers, each with its `step`."""
-
-    def close(self) -> None:
-        """Sends pending rows and ends."""
-
-
-class TensorBoardLogger(Logger):
+class TensorBoard:
     """TensorBoard event files under `<run>/tensorboard`."""
 
     def __init__(self, run: Path, config: dict):
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(run / "tensorboard")
+        self.close = self._writer.close
 
-    def log(self, rows: list[dict]) -> None:
+    def log(self, step: int, values: dict[str, float]) -> None:
         """Writes one scalar per number."""
-        for row in rows:
-            for name, value in row.items():
-                if name != "step":
-                    self._writer.add_scalar(name, value, row["step"])
-
-    def close(self) -> None:
-        """Flushes and closes the event file."""
-        self._writer.close()
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
 
 
-class WandbLogger(Logger):
+class Wandb:
     """Weights & Biases; WANDB_MODE=offline keeps it under `<run>/wandb`."""
 
     def __init__(self, run: Path, config: dict):
         import wandb
 
-        self._run = wandb.init(
-            project="lowprec",
-            dir=run,
-            name=run.name,
-            id=run.name,
-            resume="allow",
-            config=config,
-            settings=wandb.Settings(x_disable_meta=True),  # a typed URL may hold a password
-        )
+        settings = wandb.Settings(x_disable_meta=True)  # a typed URL may hold a password
+        names = {"project": "lowprec", "name": run.name, "id": run.name, "dir": run}
+        self._run = wandb.init(**names, resume="allow", config=config, settings=settings)
+        self.close = self._run.finish
 
-    def log(self, rows: list[dict]) -> None:
-        """Writes one history row per step."""
-        for row in rows:
-            self._run.log({k: v for k, v in row.items() if k != "step"}, step=row["step"])
-
-    def close(self) -> None:
-        """Ends the wandb run."""
-        self._run.finish()
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Writes one history row."""
+        self._run.log(values, step=step)
 
 
-class _Guarded(Logger):
-    """Feeds a dashboard from a daemon thread, for which training does not wait.
+DASHBOARDS = {"tensorboard": TensorBoard, "wandb": Wandb}
 
-    The dashboard is dropped, with one message, when it raises or needs more than START_S to start
-    or END_S to end.
+
+class Logger:
+    """Feeds the dashboard that `logger.name` names ("none": no dashboard).
+
+    The dashboard is dropped, with one message, when it raises or needs more than END_S to end.
     """
 
-    def __init__(self, name: str, make: Callable[[], Logger]):
-        self._name, self._dropped = name, False
-        self._rows: queue.SimpleQueue = queue.SimpleQueue()
-        self._started = threading.Event()  # data workers must not be forked during its imports
-        self._thread = threading.Thread(target=self._feed, args=(make,), daemon=True)
-        self._thread.start()
-        if not self._started.wait(START_S):
-            self._drop(f"not started in {START_S} s")
-
-    def _feed(self, make: Callable[[], Logger]) -> None:
-        try:
-            dashboard = make()
-            self._started.set()
-            while (rows := self._rows.get()) is not None:
-                dashboard.log(rows)
-            dashboard.close()
-        except BaseException as error:  # SystemExit too
-            self._drop(f"{type(error).__name__}: {error}")
-        finally:
-            self._started.set()
-
-    def _drop(self, reason: str) -> None:
-        if not self._dropped:
-            print(f"logger={self._name} stopped ({reason}); training continues without it")
-        self._dropped = True
+    def __init__(self, name: str = "none", run: Path = Path(), config: dict | None = None):
+        self._name, self._dashboard = name, None
+        if name != "none":
+            self._dashboard = self._attempt(lambda: DASHBOARDS[name](run, config))
 
     def log(self, rows: list[dict]) -> None:
-        if not self._dropped:
-            self._rows.put(rows)
+        """Logs rows of numbers, each with its `step`."""
+        if self._dashboard is not None:
+            self._attempt(lambda: self._log(rows))
+
+    def _log(self, rows: list[dict]) -> None:
+        for row in rows:
+            values = {name: value for name, value in row.items() if name != "step"}
+            self._dashboard.log(row["step"], values)
 
     def close(self) -> None:
-        if self._dropped:
-            return
-        self._rows.put(None)
-        self._thread.join(END_S)
-        if self._thread.is_alive():
-            self._drop(f"not ended in {END_S} s")
+        """Sends pending rows and ends."""
+        if self._dashboard is not None:
+            closing = threading.Thread(
+                target=self._attempt, args=(self._dashboard.close,), daemon=True
+            )
+            closing.start()
+            closing.join(END_S)
+            if closing.is_alive():
+                self._drop(f"not ended in {END_S} s")
 
+    def _attempt(self, call: Callable) -> object:
+        try:
+            return call()
+        except (Exception, SystemExit) as error:  # wandb exits without a key
+            self._drop(f"{type(error).__name__}: {error}")
 
-LOGGERS = {"tensorboard": TensorBoardLogger, "wandb": WandbLogger}
-
-
-def build_logger(name: str, run: Path, config: dict) -> Logger:
-    """The logger of a config's `logger.name`. One that cannot start is dropped with a message."""
-    if name == "none":
-        return Logger()
-    return _Guarded(name, lambda: LOGGERS[name](run, config))
+    def _drop(self, reason: str) -> None:
+        print(f"logger={self._name} stopped ({reason}); training continues without it")
+        self._dashboard = None

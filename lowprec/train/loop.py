@@ -1,11 +1,12 @@
 """The training loop: step, buffer, flush, evaluate, save."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
-from lowprec.config.schema import Config
 from lowprec.data.loader import Batch
 from lowprec.optim.schedules import learning_rate, set_learning_rate
 from lowprec.runs.read import ENDED
@@ -15,24 +16,43 @@ from lowprec.train.loggers import Logger
 from lowprec.train.metrics import Ended, MetricsBuffer, is_due
 from lowprec.train.signals import StopRequest
 from lowprec.train.snapshots import SnapshotRecorder
-from lowprec.train.speed import Tracer
 from lowprec.train.step import GraphedStep, TrainStep, can_capture
 
 if TYPE_CHECKING:
     from lowprec.train.build import Built
 
+SKIPPED, WARMED, TRACED = 3, 2, 3  # steps before the trace, while it warms up, and in it
+
 
 class Progress:
-    """Receives progress reports during training. Ignores them; a display overrides the methods."""
+    """Ignores progress reports; a display overrides the methods."""
 
     def doing(self, what: str) -> None:
-        """Called when the run starts something that takes long, such as "evaluating"."""
+        """The run starts something that takes long, such as "evaluating"."""
 
     def flushed(self, row: dict) -> None:
-        """Called after each flush with the last step's row, its throughput and its timing."""
+        """A flush wrote the last step's row; `row` has its throughput and timing, too."""
 
     def close(self) -> None:
-        """Called when the attempt has ended, also by an error."""
+        """The attempt has ended, maybe by an error."""
+
+
+def start_tracer(enabled: bool, run: Path, attempt: int) -> Callable[[], None]:
+    """Starts a trace of a few steps, if enabled; returns a function to call after each step.
+
+    The Chrome trace goes to `traces/<attempt>.json` of the run. An attempt that ends before
+    SKIPPED + WARMED + TRACED steps leaves none.
+    """
+    if not enabled:
+        return lambda: None
+    path = run / "traces" / f"{attempt:04d}.json"
+    path.parent.mkdir(exist_ok=True)
+    profiler = torch.profiler.profile(
+        schedule=torch.profiler.schedule(wait=SKIPPED, warmup=WARMED, active=TRACED, repeat=1),
+        on_trace_ready=lambda profile: profile.export_chrome_trace(str(path)),
+    )
+    profiler.start()
+    return profiler.step
 
 
 class Stepper:
@@ -53,20 +73,15 @@ class Stepper:
         """Returns the step's values on the device and its learning rate, "lr", on the host."""
         if self._captures:
             self._update, self._captures = GraphedStep(self._update, batch), False
-        lr = rate_of(step, self.config)
+        lr = learning_rate(
+            step,
+            peak=self.config.optimizer.lr,
+            num_steps=self.config.num_steps,
+            warmup_steps=self.config.schedule.warmup_steps,
+            shape=self.config.schedule.name,
+        )
         set_learning_rate(self.optimizer, lr)
         return {"lr": lr, **self._update(batch)}
-
-
-def rate_of(step: int, config: Config) -> float:
-    """Returns the learning rate of a step of a run; steps count from 1."""
-    return learning_rate(
-        step,
-        peak=config.optimizer.lr,
-        num_steps=config.num_steps,
-        warmup_steps=config.schedule.warmup_steps,
-        shape=config.schedule.name,
-    )
 
 
 def train(
@@ -91,14 +106,12 @@ def train(
         on_save: called after each checkpoint.
 
     Returns:
-        How the attempt ended: finished, diverged, preempted (stopped), or failed (too many
-        unreadable samples).
+        finished, diverged, preempted (stopped), or failed (too many unreadable samples).
     """
     progress = progress or Progress()
-    saver = Saver(built.state, record, built.config, provenance or {}, built.world)
-    flops = built.flops_per_pair()  # before the random state is restored
+    saver = Saver(built.state, record, built.config, provenance or {})
     first = saver.restore() + 1
-    metrics = MetricsBuffer(built, record, logger, progress.flushed, flops)
+    metrics = MetricsBuffer(built, record, logger, progress.flushed)
     ended = _train(built, first, saver, metrics, progress, stop or StopRequest(), on_save)
     built.world.heartbeat(None, "ending")
     record.finish_stream()
@@ -118,14 +131,15 @@ def _train(
     on_save: Callable[[], None],
 ) -> Ended:
     config, world, record = built.config, built.world, metrics.record
-    snapshots = SnapshotRecorder(built.state, record.run, config, saver.provenance, world)
+    snapshots = SnapshotRecorder(built.state, record.run, config, saver.provenance, world.is_first)
     snapshots.begin(first - 1)
     take_step = Stepper(built)
-    tracer = Tracer(config.profile and world.is_first, record.run, record.attempt)
+    trace_step = start_tracer(config.profile and world.is_first, record.run, record.attempt)
     evaluation = built.evaluation()
     batches = built.batches_from(first)
 
     def evaluate() -> dict:
+        world.heartbeat(None, "evaluating")
         progress.doing("evaluating")
         return evaluation(built.task.model)
 
@@ -137,7 +151,7 @@ def _train(
         batch = metrics.wait_for(batches)
         world.heartbeat(step, "training")
         values = take_step(step, batch)
-        tracer.step()
+        trace_step()
         metrics.append(step, values)
         metrics.append_blocks(step, batch)
 
@@ -148,7 +162,7 @@ def _train(
         if evaluating or saving or is_due(step, config.log_every) or metrics.is_full:
             ended = metrics.flush(evaluate if evaluating else None)
             world.heartbeat(step, "saving")
-            snapshots.after_flush(step)
+            snapshots.after_flush(step, metrics.spikes)
             if ended is not None:
                 return ended
         if stopping:

@@ -18,7 +18,6 @@ from lowprec.optim.stable_adamw import STATISTICS
 from lowprec.runs.read import read_tensors, scan_rows
 from lowprec.runs.record import Record
 from lowprec.train.loggers import Logger
-from lowprec.train.speed import Speed
 
 if TYPE_CHECKING:
     from lowprec.train.build import Built
@@ -29,7 +28,7 @@ SKIPS_TOLERATED = 10  # unreadable samples that are allowed whatever data.max_sk
 
 @dataclass
 class Ended:
-    """How a run, or this attempt at it, ended: a state of status.json, its step and the reason."""
+    """How an attempt ended: a state of status.json, its step and the reason."""
 
     state: str
     step: int
@@ -46,63 +45,18 @@ def is_sampled(step: int, every: int | None) -> bool:
     return every is not None and (step == 1 or step % every == 0)
 
 
-class StepTable:
-    """Holds named 0-d values and a [tensors, statistics] table for up to `capacity` steps.
-
-    The values stay on the device: `append` never waits for it, `fetch` waits once.
-    """
-
-    def __init__(
-        self,
-        names: tuple[str, ...],
-        table: tuple[int, int],
-        capacity: int,
-        device: torch.device,
-    ):
-        self.names = names
-        self.table = table
-        width = len(names) + table[0] * table[1]
-        self._buffer = torch.zeros(capacity, width, device=device)
-        self._host: list[dict] = []
-
-    @property
-    def is_full(self) -> bool:
-        """True when the table has no space for the next step."""
-        return len(self._host) == len(self._buffer)
-
-    def append(self, host: dict, values: dict[str, Tensor], table: Tensor) -> None:
-        """Adds a step: numbers known to the host, 0-d device values, the device table."""
-        row = self._buffer[len(self._host)]
-        scalars = [torch.as_tensor(values[name], device=row.device) for name in self.names]
-        row[: len(scalars)] = torch.stack([scalar.float().reshape(()) for scalar in scalars])
-        row[len(scalars) :] = table.flatten()
-        self._host.append(host)
-
-    def fetch(self) -> tuple[list[dict], np.ndarray]:
-        """Empties the table; returns rows `{**host, **values}` and [steps, tensors, statistics]."""
-        values = self._buffer[: len(self._host)].cpu().numpy()
-        rows = [
-            host | dict(zip(self.names, map(float, line), strict=False))
-            for host, line in zip(self._host, values, strict=True)
-        ]
-        tables = values[:, len(self.names) :].reshape(len(rows), *self.table)
-        self._host = []
-        return rows, tables
-
-
 class MetricsBuffer:
     """Holds the numbers of the steps since the last flush and writes them to the record.
 
     At a flush the host reads the results: it applies the non-finite rule, writes the rows that
     belong to the run and returns how the run ended, if it did. Every rank has a buffer, but
-    only rank 0 writes the record, and its verdict holds for all.
+    only rank 0 writes the record.
 
     Args:
         built: the objects of the run.
         record: receives rows and tables.
         logger: receives a copy of the rows.
         on_flush: called with the last row and its timing after each flush.
-        flops: operations for one pair (`Built.flops_per_pair`), or None if unknown.
     """
 
     def __init__(
@@ -111,32 +65,32 @@ class MetricsBuffer:
         record: Record,
         logger: Logger | None = None,
         on_flush: Callable[[dict], None] = lambda row: None,
-        flops: int | None = None,
     ):
         config = built.config
         self.config, self.record, self.world = config, record, built.world
         self.state, self.probe = built.state, built.task.probe
         self.logger, self.on_flush = logger or Logger(), on_flush
-        self.speed = Speed(config.batch_size, built.world.size, built.device, flops)
         self.device = built.device
         self.tensors = built.state.optimizer.names
-        names = ("loss", "logit_scale", "grad_norm")
-        names += ("clipped_grad_norm",) if config.optimizer.clip_norm else ()
-        names += ("loss_scale",) if config.scaler.name != "none" else ()
+        self.names = ["loss", "logit_scale", "grad_norm"]
+        self.names += ["clipped_grad_norm"] if config.optimizer.clip_norm else []
+        self.names += ["loss_scale"] if config.scaler.name != "none" else []
+        width = len(self.names) + len(self.tensors) * len(STATISTICS)
         capacity = min(config.log_every, config.num_steps)
-        shape = (len(self.tensors), len(STATISTICS))
-        self.steps = StepTable(names, shape, capacity, built.device)
+        self.on_device = torch.zeros(capacity, width, device=built.device)
+        self.on_host: list[dict] = []
         self.blocks: list[tuple[int, list[str], Tensor]] = []
         self.skips: list[dict] = []
         self.num_skips = record.count("skips")
         self.detector = self._restore_detector()
+        self.spikes: list[tuple[int, str]] = []  # step and kind of those of the last flush
         self.waited = 0.0
         self.start = self.flushed = time.perf_counter()
 
     @property
     def is_full(self) -> bool:
         """True when the next step needs a flush first."""
-        return self.steps.is_full
+        return len(self.on_host) == len(self.on_device)
 
     def wait_for(self, batches: Iterator[Batch]) -> Batch:
         """Returns the next batch and measures the time spent waiting for it."""
@@ -147,9 +101,23 @@ class MetricsBuffer:
         return batch
 
     def append(self, step: int, values: dict[str, Tensor | float]) -> None:
-        """Adds a step's values ("lr" on the host) and the optimizer's statistics."""
-        host = {"step": step, "lr": values["lr"]}
-        self.steps.append(host, values, self.state.optimizer.statistics)
+        """Adds a step's 0-d values ("lr" on the host) and the optimizer's statistics."""
+        row, count = self.on_device[len(self.on_host)], len(self.names)
+        scalars = [torch.as_tensor(values[name], device=row.device) for name in self.names]
+        row[:count] = torch.stack([scalar.float().reshape(()) for scalar in scalars])
+        row[count:] = self.state.optimizer.statistics.flatten()
+        self.on_host.append({"step": step, "lr": values["lr"]})
+
+    def _fetch(self) -> tuple[list[dict], np.ndarray]:
+        """Empties the buffer; returns a row per step and [steps, tensors, statistics]."""
+        values = self.on_device[: len(self.on_host)].cpu().numpy()
+        rows = [
+            host | dict(zip(self.names, map(float, line), strict=False))
+            for host, line in zip(self.on_host, values, strict=True)
+        ]
+        tables = values[:, len(self.names) :].reshape(len(rows), -1, len(STATISTICS))
+        self.on_host = []
+        return rows, tables
 
     def append_blocks(self, step: int, batch: Batch) -> None:
         """Measures the model's blocks on some of the step's samples, at sampled steps."""
@@ -167,25 +135,26 @@ class MetricsBuffer:
 
         `evaluate()` returns numbers that join the last row, unless the run has diverged.
         """
-        rows, tables = self.steps.fetch()
+        rows, tables = self._fetch()
+        self.spikes = []
         by_rank = self.world.each(lambda: self.skips)
         self.skips = sorted((s for skips in by_rank for s in skips), key=lambda s: s["position"])
         now = time.perf_counter()
         grad_norms = tables[:, :, STATISTICS.index("grad_norm")]
-        verdict = judge(
+        scaler = self.config.scaler
+        last, diverged, self.state.skips = judge(
             rows,
             grad_norms,
             self.tensors,
-            scaler=self.config.scaler.name,
-            max_skips=self.config.scaler.max_skips,
+            scaler=scaler.name,
+            max_skips=scaler.max_skips,
             skips=self.state.skips,
         )
-        self.state.skips = verdict.skips
-        rows, tables = rows[: verdict.last], tables[: verdict.last]
+        rows, tables = rows[:last], tables[:last]
         if self.config.scaler.name != "none":
             self._count_skipped_tensors(rows, grad_norms)
         try:
-            if verdict.reason is None and evaluate is not None:
+            if diverged is None and evaluate is not None:
                 rows[-1] |= evaluate()
         finally:
             self._write(rows, tables)
@@ -195,9 +164,10 @@ class MetricsBuffer:
         self.logger.log(rows)
         self.on_flush({**rows[-1], **timing})
         self.waited, self.flushed = 0.0, time.perf_counter()
-        if verdict.reason is not None:
-            self.record.append("events", [{"step": step, "diverged": verdict.reason}])
-            return Ended("diverged", step, verdict.reason)
+        if diverged is not None:
+            self.record.append("events", [{"step": step, "diverged": diverged}])
+            self.spikes.append((step, "divergence"))
+            return Ended("diverged", step, diverged)
         return self.world.first(lambda: self._too_many_skips(step))
 
     def _count_skipped_tensors(self, rows: list[dict], grad_norms: np.ndarray) -> None:
@@ -276,6 +246,7 @@ class MetricsBuffer:
                 if spike.tensor is None:
                     events.append({"step": spike.step, "spike": "loss", "loss": spike.value})
                     print(f"loss spike at step {spike.step}: {spike.value:.4g}")
+                    self.spikes.append((spike.step, "loss spike"))
             by_tensor = {self.tensors[s.tensor]: s.value for s in spikes if s.tensor is not None}
             if by_tensor:
                 events.append({"step": row["step"], "spike": "rms", "rms": by_tensor})
@@ -284,13 +255,14 @@ class MetricsBuffer:
 
     def _timing(self, step: int, num_steps: int, now: float) -> dict:
         """Builds a row of timing.jsonl; `data_wait` is an upper bound on the GPU's idle share."""
-        seconds = max(now - self.flushed, 1e-9)
+        seconds, on_gpu = max(now - self.flushed, 1e-9), self.device.type == "cuda"
         return {
             "step": step,
             "attempt": self.record.attempt,
             "wall_s": round(now - self.start, 3),
             "step_ms": round(1000 * seconds / num_steps, 3),
-            **self.speed.of(num_steps / seconds),
+            "images_per_s": round(num_steps * self.config.batch_size / seconds, 1),
+            "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
             "data_wait": round(self.waited / seconds, 4),
         }
 
@@ -302,23 +274,12 @@ class MetricsBuffer:
         skips = scan_rows(self.record.run / "skips.jsonl")[0]
         shards = Counter(skip.get("shard") for skip in skips).most_common(3)
         worst = ", ".join(f"{shard} ({count})" for shard, count in shards)
-        return Ended(
-            "failed",
-            step,
+        reason = (
             f"{self.num_skips} of {num_read} samples could not be read, more than "
             f"data.max_skip_rate={rate:g}; the worst shards: {worst}; the last reason: "
-            f"{skips[-1]['reason']} (all are listed in skips.jsonl). Repair them, or raise "
-            "data.max_skip_rate and resume",
+            f"{skips[-1]['reason']} (skips.jsonl lists all)"
         )
-
-
-@dataclass
-class Verdict:
-    """Number of rows that belong to the run, why it diverged (or None), consecutive skips."""
-
-    last: int
-    reason: str | None
-    skips: int
+        return Ended("failed", step, reason)
 
 
 def judge(
@@ -329,29 +290,25 @@ def judge(
     scaler: str,
     max_skips: int,
     skips: int = 0,
-) -> Verdict:
+) -> tuple[int, str | None, int]:
     """Applies the non-finite rule: finds the step at which a run diverged, if it did.
 
     A non-finite loss diverges. Without loss scaling, so does a non-finite gradient; with it the
     step (dynamic) or the tensor (fixed) was skipped, and `max_skips` consecutive skips diverge.
 
-    Args:
-        rows: one per step, with `step` and `loss`.
-        grad_norms: [steps, tensors].
-        names: of the tensors.
-        scaler: "none", "dynamic" or "fixed".
-        max_skips: number of consecutive skips that counts as divergence.
-        skips: number of consecutive skips before the first row.
+    `rows`: one per step, with `step` and `loss`; `grad_norms`: [steps, tensors] of the named
+    tensors; `scaler`: "none", "dynamic" or "fixed"; `skips`: consecutive skips before the first
+    row. Returns the number of rows that belong to the run, why it diverged (or None), and the
+    consecutive skips.
     """
     for i, row in enumerate(rows):
         if not np.isfinite(row["loss"]):
-            reason = f"the loss is {row['loss']} at step {row['step']}"
-            return Verdict(i + 1, reason, skips)
+            return i + 1, f"the loss is {row['loss']} at step {row['step']}", skips
         bad = np.flatnonzero(~np.isfinite(grad_norms[i]))
         skips = skips + 1 if len(bad) else 0
         if len(bad) and (scaler == "none" or skips >= max_skips):
             some = ", ".join(names[j] for j in bad[:5]) + (", ..." if len(bad) > 5 else "")
             what = f"{len(bad)} gradients are not finite at step {row['step']} ({some})"
             reason = what if scaler == "none" else f"{skips} consecutive skips: {what}"
-            return Verdict(i + 1, reason, skips)
-    return Verdict(len(rows), None, skips)
+            return i + 1, reason, skips
+    return len(rows), None, skips

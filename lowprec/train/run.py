@@ -1,5 +1,6 @@
 """Trains a config into its run directory: `train_run(config)` does a whole run."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -17,15 +18,16 @@ from lowprec.runs.attempts import CheckpointError, first_step
 from lowprec.runs.environment import environment
 from lowprec.runs.identity import directory, identity, to_dict
 from lowprec.runs.provenance import changes_since, code_digests
+from lowprec.runs.read import ENDED
 from lowprec.runs.record import NullRecord, Record, RecordError, RunBusyError
-from lowprec.train.attempt import attempt, line_of
+from lowprec.train.attempt import fail, watched
 from lowprec.train.build import Built, build
 from lowprec.train.checkpoint import find_checkpoint, list_checkpoints
 from lowprec.train.distributed import PeerFailed, Ranks
-from lowprec.train.loggers import Logger, build_logger
+from lowprec.train.loggers import Logger
 from lowprec.train.loop import Progress, train
 from lowprec.train.metrics import Ended
-from lowprec.train.remote import NoCopy
+from lowprec.train.remote import END_S, STOPPED_S, RemoteCopy
 from lowprec.train.signals import StopRequest, stop_request
 from lowprec.train.sources import checkpoint_digest, sources_of
 
@@ -38,15 +40,14 @@ def train_run(
 ) -> Ended | None:
     """Trains a checked config into its run directory, from its newest checkpoint if it has one.
 
-    All ranks call it; rank 0 writes the record and the console. SIGTERM and SIGINT stop the run
-    after a checkpoint. A run that diverges is a result, not an error.
+    All ranks call it; rank 0 writes the record and the console. A run that diverges is a result,
+    not an error.
 
     Args:
         config: a config that `check` and `preflight` accept.
         world: the ranks; by default this process alone.
         progress: told what the run does, for a display.
-        expected: the run directory that a sweep has planned. If the data have changed since then,
-            which would make another run, they are refused.
+        expected: the run directory that a sweep has planned; changed data would make another run.
 
     Returns:
         How the attempt ended: finished, diverged or preempted; None if the run had ended before.
@@ -57,7 +58,9 @@ def train_run(
         PeerFailed: if another rank failed, which says why itself.
     """
     world, progress = world or Ranks(), progress or Progress()
-    data = _open_data(config, world)
+    opened: list[Data] = []  # in rank 0 first, which renders and indexes what is missing
+    world.first(lambda: opened.append(open_data(config)))
+    data = opened[0] if opened else open_data(config)
     sources = world.first(lambda: sources_of(config, data))
     run = directory(config, sources)
     if expected not in (None, str(run)):
@@ -65,29 +68,25 @@ def train_run(
     record = _open_record(run, config.num_steps, world)
     if record is None:
         return None
-    try:
-        with stop_request() as stop:
-            ended = attempt(
-                lambda copy: _attempt(config, data, sources, record, stop, copy, world, progress),
-                config,
-                record,
-                world,
-            )
-    finally:
-        progress.close()
-        record.close()
-    line, num_skipped = line_of(ended, record), record.count("skips")
+    copy = RemoteCopy(config.remote_sync if world.is_first else None, record)
+    with stop_request() as stop, contextlib.closing(record):
+        try:
+            with contextlib.closing(progress), watched(config, record, world):
+                ended, logger = _attempt(config, data, sources, record, stop, copy, world, progress)
+        except BaseException as error:
+            fail(error, config, record, copy)
+        line = f"{run} {ended.state} at step {ended.step}" + f": {ended.reason}" * bool(
+            ended.reason
+        )
+        if ended.state != "failed":
+            skips = record.count("skips")
+            print(line + f"; {skips} samples could not be read (skips.jsonl)" * bool(skips))
+        # after the watchdog, so that a slow copy cannot end a run that has ended
+        logger.close()
+        copy.close(END_S if ended.state in ENDED else STOPPED_S)
     if ended.state == "failed":
         raise RunError(line) if world.is_first else PeerFailed(line)
-    print(line + (f"; {num_skipped} samples could not be read (skips.jsonl)" * bool(num_skipped)))
     return ended
-
-
-def _open_data(config: Config, world: Ranks) -> Data:
-    """Opens the data, in rank 0 first, which renders and indexes what is missing."""
-    opened: list[Data] = []
-    world.first(lambda: opened.append(open_data(config)))
-    return opened[0] if opened else open_data(config)
 
 
 def _open_record(run: Path, num_steps: int, world: Ranks) -> Record | None:
@@ -120,7 +119,7 @@ def _attempt(
     sources: dict[str, str],
     record: Record,
     stop: StopRequest,
-    copy: NoCopy,
+    copy: RemoteCopy,
     world: Ranks,
     progress: Progress,
 ) -> tuple[Ended, Logger]:
@@ -130,11 +129,13 @@ def _attempt(
     world.first(lambda: _begin_record(config, plain, sources, record, world))
     progress.doing("building")
     built = world.together(lambda: build(config, data, world))
-    if world.is_first:
-        _report_layers(built, record)
+    if world.is_first and config.precision.recipe != "high":
+        rows = [dataclasses.asdict(layer) for layer in built.layers]
+        durable.replace(record.run / "layers.json", json.dumps(rows, indent=1).encode())
+        print(summary(config.precision.recipe, built.layers))
     if config.resume.from_ and not list_checkpoints(record.run):
-        _load_weights(built, sources, record.run)
-    logger = build_logger(config.logger.name if world.is_first else "none", record.run, plain)
+        _load_weights(built, sources)
+    logger = Logger(config.logger.name if world.is_first else "none", record.run, plain)
     provenance = {
         "config": identity(config),
         "sources": sources,
@@ -171,28 +172,14 @@ def _begin_record(
     record.status("running")
 
 
-def _report_layers(built: Built, record: Record) -> None:
-    """Writes what the recipe made of each linear layer, and prints a summary."""
-    recipe = built.config.precision.recipe
-    if recipe != "high":
-        rows = [dataclasses.asdict(layer) for layer in built.layers]
-        durable.replace(record.run / "layers.json", json.dumps(rows, indent=1).encode())
-        print(summary(recipe, built.layers))
-
-
-def _load_weights(built: Built, sources: dict[str, str], run: Path) -> None:
+def _load_weights(built: Built, sources: dict[str, str]) -> None:
     """Loads the weights and moments of `resume.from`, unless they have changed since `sources`."""
     source = built.config.resume.from_
-
-    def find() -> str:
-        checkpoint = find_checkpoint(Path(source))
-        if checkpoint_digest(checkpoint) != sources["resume_from"]:
-            raise CheckpointError(
-                f"resume.from={source}: it is still being trained, and {checkpoint.name} is "
-                "newer; wait until it ends, or name one of its checkpoints"
-            )
-        return str(checkpoint)
-
-    checkpoint = Path(built.world.first(find))
+    checkpoint = Path(built.world.first(lambda: str(find_checkpoint(Path(source)))))
+    if checkpoint_digest(checkpoint) != sources["resume_from"]:
+        raise CheckpointError(
+            f"resume.from={source}: it is still being trained, and {checkpoint.name} is newer; "
+            "wait until it ends, or name one of its checkpoints"
+        )
     built.world.together(lambda: built.state.load(checkpoint, fresh=True))
-    print(f"{run} starts from the weights and moments of {checkpoint}")
+    print(f"weights and moments start from {checkpoint}")

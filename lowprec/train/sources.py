@@ -1,7 +1,4 @@
-"""Digests of the contents of a config's paths, which are part of a run's identity.
-
-Importing this module loads no torch: a sweep names its runs without it.
-"""
+"""Digests of what a config's paths hold, part of a run's identity; importing it loads no torch."""
 
 import json
 from pathlib import Path

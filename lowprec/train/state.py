@@ -52,39 +52,30 @@ class TrainState:
     skips: int = 0
     world: Ranks = ONE_PROCESS
 
-    @property
-    def shard(self) -> tuple[int, int] | None:
-        """This rank and the number of ranks if the state is sharded, else None."""
-        return (self.world.rank, self.world.size) if isinstance(self.model, FSDPModule) else None
-
     def files(self) -> dict[str, list]:
         """The checkpoint files that this rank writes: name -> chunks of bytes.
 
         All ranks of a sharded state call it together: they gather the model for rank 0, one tensor
         at a time.
         """
-        if self.shard is None and not self.world.is_first:
+        sharded, suffix = isinstance(self.model, FSDPModule), SUFFIX
+        if not sharded and not self.world.is_first:
             return {}
         model = {}
         for name, tensor in self.model.state_dict().items():
             gathered = whole(tensor)
             if self.world.is_first:
-                model[name] = gathered.cpu() if self.shard else gathered
-        moments = {
-            _file_name(key, self.shard): pack(tensors)
-            for key, tensors in self._moments().items()
-            if tensors
-        }
+                model[name] = gathered.cpu() if sharded else gathered
+        if sharded:
+            suffix = f".{self.world.rank:05d}-of-{self.world.size:05d}{SUFFIX}"
+        moments = {key + suffix: pack(own) for key, own in self._moments().items() if own}
         if not self.world.is_first:
             return moments
         rng = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_available():
             rng["cuda"] = torch.cuda.get_rng_state()
-        state = {
-            "scaler": self.scaler.state_dict(),
-            "skips": self.skips,
-            "steps": self.optimizer.steps,
-        }
+        state = {"scaler": self.scaler.state_dict(), "skips": self.skips}
+        state["steps"] = self.optimizer.steps
         return {
             "model.safetensors": pack(model),
             **moments,
@@ -110,11 +101,8 @@ class TrainState:
         else:
             self._load_moments(moments)
         self.optimizer.steps = state["steps"]
-        if self.shard is None:
-            self.model.load_state_dict(model)
-        else:
-            for name, tensor in self.model.state_dict().items():
-                _local(tensor).copy_(_local(model[name]))
+        for name, tensor in self.model.state_dict().items():
+            _local(tensor).copy_(_local(model[name]))
         if not fresh or set(state["scaler"]) == set(self.scaler.state_dict()):
             self.scaler.load_state_dict(state["scaler"])
         if fresh:
@@ -125,43 +113,25 @@ class TrainState:
             torch.cuda.set_rng_state(rng["cuda"])
         self.skips = state["skips"]
 
-    def num_bytes(self) -> int:
-        """Size of a checkpoint in bytes, without headers and JSON (a few kB)."""
-        model = sum(tensor.nbytes for tensor in self.model.state_dict().values())
-        if isinstance(self.optimizer, EightBitAdamW):
-            states = self.optimizer.states().values()
-            return model + sum(tensor.nbytes for named in states for tensor in named.values())
-        kept = (p for key in MOMENTS for p in self._parameters_with(key).values())
-        return model + sum(4 * p.numel() for p in kept)
-
     def _moments(self) -> dict[str, dict[str, Tensor]]:
         """The optimizer's tensors that this rank writes, by file and name."""
         if isinstance(self.optimizer, EightBitAdamW):
             return self.optimizer.states()
-        return {
-            key: self._own_shard({
-                name: self._moment(parameter, key)
-                for name, parameter in self._parameters_with(key).items()
-            })
-            for key in MOMENTS
-        }  # fmt: skip
+        return {key: self._own_moments(key) for key in MOMENTS}
 
-    def _moment(self, parameter: nn.Parameter, key: str) -> Tensor:
-        dtype = parameter.dtype if key == "compensation" else wide_dtype(parameter)
-        zero = torch.zeros_like(parameter, dtype=dtype)
-        return self.optimizer.state[parameter].get(key, zero)
-
-    def _own_shard(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _own_moments(self, key: str) -> dict[str, Tensor]:
         """This rank's rows of sharded tensors; unsharded tensors belong to rank 0."""
-        own = {
-            name: _local(tensor)
-            for name, tensor in tensors.items()
-            if isinstance(tensor, DTensor) or self.world.is_first
-        }
-        return {name: tensor for name, tensor in own.items() if tensor.numel()}
+        own = {}
+        for name, parameter in self._parameters_with(key).items():
+            dtype = parameter.dtype if key == "compensation" else wide_dtype(parameter)
+            zero = torch.zeros_like(parameter, dtype=dtype)
+            tensor = _local(self.optimizer.state[parameter].get(key, zero))
+            if tensor.numel() and (isinstance(parameter, DTensor) or self.world.is_first):
+                own[name] = tensor
+        return own
 
     def _expected(self) -> dict[str, dict[str, Tensor]]:
-        """Tensors with the shapes of the optimizer's, by file and name."""
+        """Tensors of the shapes of the optimizer's, by file and name."""
         if isinstance(self.optimizer, EightBitAdamW):
             return self.optimizer.states()
         return {key: self._parameters_with(key) for key in MOMENTS}
@@ -175,8 +145,8 @@ class TrainState:
         """Copies into the library's own tensors, which may lie in managed memory."""
         triples = [
             (key, tensor, moments[key][name])
-            for key, named in self.optimizer.states().items()
-            for name, tensor in named.items()
+            for key, tensors in self.optimizer.states().items()
+            for name, tensor in tensors.items()
         ]
         for key, tensor, saved in triples:
             other_levels = key.endswith("_levels") and not torch.equal(tensor.cpu(), saved)
@@ -212,9 +182,8 @@ def _check_same(saved: dict[str, Tensor], expected: dict, path: Path) -> None:
 def pack(tensors: dict[str, Tensor]) -> list[bytes | memoryview]:
     """Header and data of a safetensors file of tensors on any device.
 
-    All tensors are copied into one buffer, page-locked if any is on a GPU:
-    `safetensors.torch.save` copies them one by one into fresh memory, which takes longer than
-    writing to the disk does.
+    All tensors are copied into one buffer, page-locked if any is on a GPU: the library's own
+    `save` takes longer than writing to the disk does.
     """
     names = sorted(tensors, key=lambda name: -tensors[name].itemsize)  # which aligns all of them
     header, end = {}, 0
@@ -247,11 +216,6 @@ def whole(tensor: Tensor) -> Tensor:
 def _local(tensor: Tensor) -> Tensor:
     """This rank's rows of a sharded tensor; other tensors as they are."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _file_name(key: str, shard: tuple[int, int] | None) -> str:
-    """`shard`: rank and number of ranks; None: one file holds whole tensors."""
-    return key + SUFFIX if shard is None else f"{key}.{shard[0]:05d}-of-{shard[1]:05d}{SUFFIX}"
 
 
 def _read_like(folder: Path, key: str, like: dict[str, Tensor]) -> dict[str, Tensor]:

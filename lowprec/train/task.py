@@ -39,9 +39,6 @@ class ContrastiveTask:
         parallel: the module that averages gradients over ranks; by default the model.
         world: the ranks.
         accumulate: number of micro-batches.
-
-    Attributes:
-        probe: measures the model's blocks on a batch (diagnostics.blocks), or None.
     """
 
     def __init__(
@@ -62,7 +59,7 @@ class ContrastiveTask:
         self.autocast_name = autocast_name
         self.world = world
         self.accumulate = accumulate
-        self.probe: Callable | None = None
+        self.probe: Callable | None = None  # measures the model's blocks (diagnostics.blocks)
         self.dtype = next(p.dtype for p in model.parameters() if p.ndim >= 2)
 
     def autocast(self, batch: Batch) -> contextlib.AbstractContextManager:
@@ -110,7 +107,12 @@ class ContrastiveTask:
         The second forward pass of a micro-batch restores the random state of its first.
         """
         device = batch.images.device
-        micro_batches, states, cached = _split(batch, self.accumulate), [], []
+        chunks = (tensor.chunk(self.accumulate) for tensor in (batch.images, batch.tokens))
+        micro_batches = [
+            Batch(images, tokens, batch.labels, batch.samples)
+            for images, tokens in zip(*chunks, strict=True)
+        ]
+        states, cached = [], []
         for micro_batch in micro_batches:
             states.append(_random_state(device))
             with torch.no_grad(), self.autocast(batch):
@@ -128,7 +130,7 @@ class ContrastiveTask:
         for micro_batch, state in zip(micro_batches, states, strict=True):
             is_last, end = micro_batch is micro_batches[-1], begin + len(micro_batch.tokens)
             _set_random_state(state, device)
-            with self.synchronizing(is_last):
+            with self._synchronizing(is_last):
                 with self.autocast(batch):
                     features = self.features(micro_batch, self.parallel)
                 # the last micro-batch takes the whole gradient of the logit scale
@@ -142,20 +144,13 @@ class ContrastiveTask:
         _set_random_state(state_after, device)
         return loss, leaves["logit_scale"].detach()
 
-    def synchronizing(self, enabled: bool) -> contextlib.AbstractContextManager:
+    def _synchronizing(self, enabled: bool) -> contextlib.AbstractContextManager:
         """Sets whether backward passes in this context average gradients over ranks."""
         if isinstance(self.model, FSDPModule):
             self.model.set_requires_gradient_sync(enabled)
         if enabled or not isinstance(self.parallel, DistributedDataParallel):
             return contextlib.nullcontext()
         return self.parallel.no_sync()
-
-
-def _split(batch: Batch, count: int) -> list[Batch]:
-    return [
-        Batch(images, tokens, batch.labels, batch.samples)
-        for images, tokens in zip(batch.images.chunk(count), batch.tokens.chunk(count), strict=True)
-    ]
 
 
 def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:

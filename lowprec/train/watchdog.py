@@ -1,14 +1,9 @@
 """Watchdog: ends a run in which a rank has died or hangs, names that rank, and leaves the stacks.
 
-Every rank publishes heartbeats in a `TCPStore`, which rank 0 serves, and reads the others'.
-All ranks end with exit status LOST, and all threads' stacks go to `stacks/rank_<n>.txt`, when
-
-- a rank reports that it failed,
-- a rank's heartbeats cease for SILENT_S (its process was killed or stopped), or
-- a rank's training makes no progress for `timeout_s`. The rank furthest behind is named. If all
-  have reached the same point, one of them hangs in or before a collective: the stacks show which.
-
-A single process is watched in the same way, without the store.
+Every rank publishes heartbeats in a `TCPStore`, which rank 0 serves, and reads the others'. All
+ranks end with exit status LOST, and leave their threads' stacks in `stacks/`, when a rank reports
+that it failed, its heartbeats cease for SILENT_S (its process was killed or stopped), or its
+training makes no progress for `timeout_s`. A single process is watched without the store.
 """
 
 import contextlib
@@ -30,7 +25,7 @@ from lowprec.train.distributed import Ranks
 
 TICK_S = 0.5
 SILENT_S = 12.0  # torchrun kills the other ranks 30 s after it has noticed a dead one
-SLOW_WORK = ("starting", "saving", "ending")  # cannot report progress while it lasts
+SLOW_WORK = ("starting", "evaluating", "saving", "ending")  # reports no progress while it lasts
 SLOW_WORK_S = 3600.0  # and may take this long
 
 
@@ -43,35 +38,20 @@ class Heartbeat:
     step: int = 0
     doing: str = "starting"
     ended: str = ""  # why it ends all ranks
-    left: bool = False
     report: bytes = b""
     heard: float = field(default_factory=time.monotonic)
     moved: float = field(default_factory=time.monotonic)
 
     def read(self, report: bytes) -> None:
         """Takes what the rank has published."""
-        if report == self.report:
-            return
-        self.report, self.heard, before = report, time.monotonic(), self.beats
-        _, self.name, self.beats, self.step, self.doing, self.ended, self.left = json.loads(report)
-        if self.beats != before:
-            self.moved = self.heard
-
-    def limit(self, timeout_s: float) -> float:
-        """Seconds that may pass without progress."""
-        return max(timeout_s, SLOW_WORK_S) if self.doing in SLOW_WORK else timeout_s
-
-    def is_stuck(self, now: float, timeout_s: float) -> bool:
-        """Whether there was no progress for longer than that."""
-        return now - self.moved > self.limit(timeout_s)
-
-    @property
-    def place(self) -> str:
-        """The point that the rank's training has reached."""
-        return f"at step {self.step}, {self.doing}"
+        if report != self.report:
+            self.report, self.heard, before = report, time.monotonic(), self.beats
+            _, self.name, self.beats, self.step, self.doing, self.ended = json.loads(report)
+            if self.beats != before:
+                self.moved = self.heard
 
     def __str__(self) -> str:
-        return f"{self.name} {self.place}"
+        return f"{self.name} at step {self.step}, {self.doing}"
 
 
 class Watchdog:
@@ -108,14 +88,13 @@ class Watchdog:
 
     def close(self, reason: str = "") -> None:
         """Stops watching. A reason means that this rank has failed, which ends the others too."""
-        if self.closing.is_set():
-            return
-        self.own.ended, self.own.left = f"{self.own} failed: {reason}" * bool(reason), True
-        self.closing.set()
-        for thread in self.threads:
-            thread.join(2)
-        faulthandler.cancel_dump_traceback_later()
-        self._let_others_read(reason)
+        if not self.closing.is_set():
+            if reason:
+                self.own.ended = f"{self.own} failed: {reason}"
+            self.closing.set()
+            for thread in self.threads:
+                thread.join(2)
+            self._let_others_read()
 
     def _watch(self) -> None:
         last = time.monotonic()
@@ -125,9 +104,6 @@ class Watchdog:
                 for rank in self.ranks:
                     rank.heard = rank.moved = now
             last = now
-            if sys.__stderr__:  # for a hang that holds the interpreter's lock
-                limit = self.own.limit(self.timeout_s) + 2 * TICK_S
-                faulthandler.dump_traceback_later(limit, file=sys.__stderr__)
             if (fault := self._fault(now)) and not self.closing.is_set():
                 self._end(fault)
 
@@ -147,7 +123,7 @@ class Watchdog:
         if self.store is not None:
             self.ticks += 1
             own = self.own
-            report = [self.ticks, own.name, own.beats, own.step, own.doing, own.ended, own.left]
+            report = [self.ticks, own.name, own.beats, own.step, own.doing, own.ended]
             self.store.set(str(self.rank), json.dumps(report))
 
     def _fault(self, now: float) -> str | None:
@@ -155,24 +131,20 @@ class Watchdog:
         for rank in self.ranks:
             if rank.ended and rank is not self.own:
                 return rank.ended
-        running = [rank for rank in self.ranks if not rank.left]
-        silent = [rank for rank in running if now - rank.heard > SILENT_S]
-        if self.ranks[0] in silent:  # it holds the store: the others' state is unknown
-            silent = silent[:1]
-        if silent:
-            return f"no heartbeats for {SILENT_S:g} s from {'; '.join(map(str, silent))}"
-        limits = [r.limit(self.timeout_s) for r in running if r.is_stuck(now, self.timeout_s)]
-        if not limits:
-            return None
-        reason = f"no progress for {min(limits):g} s; "
-        if len(running) > 1 and len({rank.place for rank in running}) == 1:
-            return f"{reason}all ranks stand {self.own.place}: see the stacks"
-        least = min(rank.beats for rank in running)
-        return f"{reason}furthest behind: " + "; ".join(str(r) for r in running if r.beats == least)
+        silent = [rank for rank in self.ranks if now - rank.heard > SILENT_S]
+        if silent:  # while rank 0, which holds the store, is silent, the others' state is unknown
+            lost = silent[:1] if silent[0] is self.ranks[0] else silent
+            return f"no heartbeats for {SILENT_S:g} s from {'; '.join(map(str, lost))}"
+        for rank in self.ranks:
+            slow = rank.doing in SLOW_WORK
+            limit = max(self.timeout_s, SLOW_WORK_S) if slow else self.timeout_s
+            if now - rank.moved > limit:
+                behind = sorted(self.ranks, key=lambda rank: rank.beats)
+                return f"no progress for {limit:g} s: {'; '.join(map(str, behind))}"
+        return None
 
     def _end(self, reason: str) -> None:
         """Leaves the stacks and ends this process, whatever it is doing."""
-        faulthandler.cancel_dump_traceback_later()
         print(f"{reason}; stacks: {self.stacks}", file=sys.stderr, flush=True)
         with contextlib.suppress(OSError):
             self.stacks.mkdir(exist_ok=True)
@@ -184,23 +156,21 @@ class Watchdog:
             with contextlib.suppress(Exception):
                 self.on_end(reason)
         self.own.ended = reason
-        self._let_others_read(reason)
+        self._let_others_read()
         os._exit(LOST)
 
-    def _let_others_read(self, reason: str) -> None:
-        """Waits until the other ranks have read the reason: the store ends with rank 0."""
-        if reason and self.rank == 0 and self.store is not None:
+    def _let_others_read(self) -> None:
+        """Waits until the other ranks have read why this one ends: the store ends with rank 0."""
+        if self.own.ended and self.rank == 0 and self.store is not None:
             time.sleep(3 * TICK_S)
 
 
 def _meet(world: Ranks) -> dist.TCPStore:
     """The heartbeats' store, which rank 0 serves at a free port."""
     host, wait = os.environ["MASTER_ADDR"], {"timeout": timedelta(seconds=60)}
-    server = (
-        dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, **wait)
-        if (world.is_first)
-        else None
-    )
+    server = None
+    if world.is_first:
+        server = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, **wait)
     port = world.first(lambda: server.port)
     store = server or dist.TCPStore(host, port, is_master=False, **wait)
     store.set_timeout(timedelta(seconds=2 * TICK_S))

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from lowprec.config.check import check
 from lowprec.runs.identity import to_dict
 
 ROOT = Path(__file__).parents[2]
@@ -49,27 +48,9 @@ def ranks(server, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def make(squares, tmp_path_factory):
+def make(tiny_config, tmp_path_factory):
     """`make({"optimizer.lr": 1e-3, ...})`: a tiny config with some keys changed, as plain data."""
-    folder = tmp_path_factory.mktemp("runs")
-
-    def make(changes=None):
-        raw = {
-            **{"num_steps": 6, "batch_size": 16, "num_workers": 0, "device": "cpu"},
-            **{"log_every": 2, "save_every": 3, "run_dir": str(folder)},
-            "model": {"vision_width": 64, "vision_layers": 2, "text_width": 64, "text_layers": 1,
-                      "vocab_size": 512, "embed_dim": 32, "context_length": 8},
-            "precision": {"autocast": "fp32"},
-            "data": {"name": "shards", "train": str(squares / "train-*.tar"),
-                     "val": str(squares / "val-*.tar")},
-            "evaluation": {"name": "none"},
-        }  # fmt: skip
-        for path, value in (changes or {}).items():
-            node = raw
-            *groups, leaf = path.split(".")
-            for group in groups:
-                node = node.setdefault(group, {})
-            node[leaf] = value
-        return to_dict(check(raw))
-
-    return make
+    folder, short = tmp_path_factory.mktemp("runs"), {"num_steps": 6, "log_every": 2}
+    return lambda changes=None: to_dict(
+        tiny_config(folder, {**short, "save_every": 3, **(changes or {})})
+    )

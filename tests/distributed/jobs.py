@@ -21,7 +21,7 @@ from lowprec.data.open import open_data
 from lowprec.optim.loss_scaling import FixedScaler
 from lowprec.train import build as building
 from lowprec.train import watchdog
-from lowprec.train.distributed import Ranks, join
+from lowprec.train.distributed import DistributedRanks, Ranks
 from lowprec.train.state import whole
 from lowprec.train.step import TrainStep
 from lowprec.train.task import ContrastiveTask
@@ -31,7 +31,7 @@ def gradients(folder: Path, rank: int, size: int, *, configs: dict[str, dict]) -
     """Saves loss, logit scale and gradients of step 1 for each config."""
 
     device = next(iter(configs.values()))["device"]
-    world = join(device, 60) if size > 1 else Ranks()
+    world = DistributedRanks(device, 60) if size > 1 else Ranks()
     for name, raw in configs.items():
         config = check(raw)
         built = building.build(config, open_data(config), world)
@@ -59,8 +59,8 @@ def evaluation(folder: Path, rank: int, size: int, *, configs: dict[str, dict], 
 
     for name, metric in metrics.items():
         setattr(evaluate, name, functools.partial(recorded, metric))
-    building.EVALUATION_BATCH, building.CLASSES = batch, 1
-    world = join("cpu", 60) if size > 1 else Ranks()
+    building.EVALUATION_BATCH = batch
+    world = DistributedRanks("cpu", 60) if size > 1 else Ranks()
     for name, raw in configs.items():
         config, encoded = check(raw), []
         seen.clear()

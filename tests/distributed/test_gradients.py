@@ -22,6 +22,8 @@ REFERENCE = {  # case: the one whose gradients, of one process and in one piece,
     "parts scaled": "plain", "whole loss": "plain", "checkpointing": "plain",
     "fsdp2": "plain", "fsdp2 parts dropout": "dropout", "int8": "int8", "fsdp2 int8": "int8",
 }  # fmt: skip
+TRIALS = [(name, size) for name in CASES for size in (1, 2)]
+TRIALS += [(name, 4) for name in ("dropout", "fsdp2 parts dropout")]
 
 
 @pytest.fixture(scope="module")
@@ -31,12 +33,14 @@ def found(ranks, make):
     for size in (1, 2, 4):
         configs = {}
         for name, changes in CASES.items():
+            if (name, size) not in TRIALS:
+                continue
             kind = {"distributed.name": "fsdp2" if name.startswith("fsdp2") else "ddp"}
             kind |= {"distributed.local_loss": False} if name == "whole loss" else {}
             configs[name] = make({**changes, **kind})
         answer = ranks("gradients", size, configs=configs)
         assert answer["codes"] == [0] * size, answer["logs"]
-        for name in CASES:
+        for name in configs:
             by_rank = [torch.load(answer["folder"] / f"{name}.{rank}.pt") for rank in range(size)]
             for other in by_rank[1:]:
                 for key, value in by_rank[0].items():
@@ -45,8 +49,7 @@ def found(ranks, make):
     return results
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "size"), TRIALS)
 def test_loss_and_gradients_are_those_of_one_process_with_the_whole_batch(found, name, size):
     expected, got = found[REFERENCE[name], 1], found[name, size]
     for key, value in expected.items():

@@ -19,12 +19,10 @@ RECORDED = {
     "evaluation.name": "both",
     "eval_every": 3,
 }
-KINDS = ("none", "ddp", "fsdp2")
 
 
 def config_of(make, name, kind, steps=6, **more):
-    config = make({**RECORDED, **more, "distributed.name": kind, "name": name, "num_steps": steps})
-    return config
+    return make({**RECORDED, **more, "distributed.name": kind, "name": name, "num_steps": steps})
 
 
 @pytest.fixture(scope="module")
@@ -33,29 +31,26 @@ def finished(ranks, make):
 
     And runs begun from the ends of those, of two processes of the other kind.
     """
-    configs = {
-        1: [config_of(make, "one", "none")],
-        2: [config_of(make, f"two_{kind}", kind) for kind in ("ddp", "fsdp2")],
-    }
-    for kind in ("ddp", "fsdp2"):
-        for steps, size in ((2, 2), (4, 1), (6, 2)):
-            config = config_of(make, f"changing_{kind}", kind, steps, eval_every=0)
-            answer = ranks("train", size, configs=[config])
-            assert answer["codes"] == [0] * size, answer["logs"]
-    for size, chosen in configs.items():
-        answer = ranks("train", size, configs=chosen)
+    kinds, folder = ("ddp", "fsdp2"), make()["run_dir"]
+
+    def train(size, configs):
+        answer = ranks("train", size, configs=configs)
         assert answer["codes"] == [0] * size, answer["logs"]
-        if size == 2:
-            assert "finished at step 6" in answer["logs"][0] and not answer["logs"][1]
-    folder = configs[1][0]["run_dir"]
-    for size, begun in ((1, {"none": "one"}), (2, {"ddp": "two_fsdp2", "fsdp2": "two_ddp"})):
-        chosen = []
-        for kind, source in begun.items():
-            [run] = find_runs(f"{folder}/{source}")
-            more = {"resume.from": str(run), "eval_every": 0}
-            chosen.append(config_of(make, f"begun_{kind}", kind, 2, **more))
-        answer = ranks("train", size, configs=chosen)
-        assert answer["codes"] == [0] * size, answer["logs"]
+        return answer
+
+    def changing(steps):
+        return [config_of(make, f"changing_{kind}", kind, steps, eval_every=0) for kind in kinds]
+
+    def begun(kind, source):
+        [run] = find_runs(f"{folder}/{source}")
+        more = {"resume.from": str(run), "eval_every": 0}
+        return config_of(make, f"begun_{kind}", kind, 2, **more)
+
+    answer = train(2, [*(config_of(make, f"two_{kind}", kind) for kind in kinds), *changing(2)])
+    assert "finished at step 6" in answer["logs"][0] and not answer["logs"][1]
+    train(1, [config_of(make, "one", "none"), *changing(4)])
+    train(2, [*changing(6), begun("ddp", "two_fsdp2"), begun("fsdp2", "two_ddp")])
+    train(1, [begun("none", "one")])
     return {path.parent.name: path for path in find_runs(folder)}
 
 

@@ -111,11 +111,6 @@ class Payload:
         return self.call, (self.canary, "w")
 
 
-@pytest.fixture(name="payload")
-def payload_fixture():
-    return Payload
-
-
 @pytest.fixture
 def canary(tmp_path):
     """A path that a payload would create; it must not exist when the test ends."""
@@ -124,31 +119,15 @@ def canary(tmp_path):
     assert not path.exists()
 
 
-@pytest.fixture(name="encode")
-def encode_fixture():
-    return encode
+def constant(name: str, value: object):
+    """A fixture of a function or class of this file."""
+    return pytest.fixture(name=name)(lambda: value)
 
 
-@pytest.fixture(name="pair")
-def pair_fixture():
-    return pair
-
-
-@pytest.fixture(name="pairs")
-def pairs_fixture():
-    return pairs
-
-
-@pytest.fixture(name="write_members")
-def write_members_fixture():
-    return write_members
-
-
-@pytest.fixture(name="refresh")
-def refresh_fixture():
-    return refresh
-
-
-@pytest.fixture(name="read_all")
-def read_all_fixture():
-    return read_all
+payload_fixture = constant("payload", Payload)
+encode_fixture = constant("encode", encode)
+pair_fixture = constant("pair", pair)
+pairs_fixture = constant("pairs", pairs)
+write_members_fixture = constant("write_members", write_members)
+refresh_fixture = constant("refresh", refresh)
+read_all_fixture = constant("read_all", read_all)

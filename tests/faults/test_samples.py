@@ -75,27 +75,6 @@ def test_noise_in_images_and_captions_loses_no_sample(shard, check, refresh, tmp
     assert len(read) + len(skips) == 8
 
 
-def test_interleaved_members_are_skips_that_say_what_each_lacks(
-    tmp_path, write_members, pairs, pair, check
-):
-    (jpg, txt), (other_jpg, other_txt) = pair(7), pair(8)
-    path = write_members(tmp_path / "a.tar", [*pairs(2), jpg, other_jpg, txt, other_txt])
-    (read, skips), _ = check(path)
-    assert read == [0, 1]
-    reasons = [(s["key"], "no caption" in s["reason"], "no image" in s["reason"]) for s in skips]
-    assert reasons == [
-        ("000007.jpg", True, False), ("000008.jpg", True, False),
-        ("000007.txt", False, True), ("000008.txt", False, True),
-    ]  # fmt: skip
-
-
-def test_pairs_that_share_a_name_are_all_read(tmp_path, write_members, pair, read_all):
-    again = [(pair(0)[i][0], pair(n)[i][1]) for n in (1, 2) for i in (0, 1)]
-    path = write_members(tmp_path / "a.tar", [*pair(0), *again])
-    read, skips, _ = read_all(str(path))
-    assert (read, skips) == ([0, 1, 2], [])
-
-
 def test_names_that_are_not_utf8_are_read(tmp_path, write_members, pair, check):
     members = [(name.replace("000001", "ca\udcfff"), data) for name, data in pair(1)]
     (read, skips), _ = check(write_members(tmp_path / "a.tar", [*pair(0), *members]))

@@ -10,7 +10,6 @@ import pytest
 from experiments import train
 from lowprec.config.check import ConfigError
 from lowprec.config.compose import CONF
-from lowprec.runs.environment import environment
 from lowprec.runs.read import find_runs
 
 CANARIES = {  # variable: value
@@ -107,10 +106,3 @@ def test_the_config_of_a_run_names_its_stream_without_the_secrets(
     (run,) = find_runs(tmp_path)
     assert "train-0.tar" in (run / "config.yaml").read_text()
     assert leaks(tmp_path) == [] and SECRET.decode() not in "".join(capfd.readouterr())
-
-
-def test_the_record_of_the_machine_holds_no_variable(monkeypatch):
-    before = environment()
-    for name, value in CANARIES.items():
-        monkeypatch.setenv(name, value)
-    assert environment() == before

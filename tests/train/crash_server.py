@@ -1,13 +1,14 @@
-"""A process that forks attempts of runs and kills them where it is told to.
+"""A process that forks attempts of runs, and leaves what a crash at each point would leave.
 
 Started once (`python crash_server.py`), it imports everything, then reads one JSON order a line and
-answers each with a line. An order: `config`; `crash`, null or `{"point": n, "part": "before" or
-"half"}` or `{"after_s": t}`; `power_cut`, a bool; `signals`, a list of `{"signal": n, "after_s":
-t}`. An answer: `status`, negative if killed; `seconds`; `log`, what the attempt noted.
+answers each with a line. An order: `config`; `snapshots`, a folder for copies of the run directory
+as a crash at each point leaves it, or null; `kill_after_s`; `signals`, a list of `{"signal": n,
+"after_s": t}`. An answer: `status`, negative if killed; `seconds`; `log`, what the attempt noted.
 
-A point is a call that changes what is on disk in the run directory. `half` lets a write write half
-of its bytes first. `power_cut` also takes away what was not synced: bytes of files since their
-last fsync, and renames of directories whose parent was not synced since.
+A point is a call that changes what is on disk in the run directory. `<point>.before` is what a kill
+before it leaves, `<point>.half` a kill in the middle of a write, and `<point>.cut` a power cut,
+which also takes away what was not synced: bytes of files since their last fsync, and renames of
+directories whose parent was not synced since.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ import io
 import json
 import os
 import select
+import shutil
 import signal
 import stat
 import sys
@@ -25,15 +27,16 @@ from pathlib import Path
 
 CHANGES = ("write", "fsync", "truncate", "ftruncate", "rename", "replace", "mkdir", "unlink")
 CHANGES += ("rmdir",)
+SYNCS = ("fsync", "rename", "replace", "truncate")  # before which a power cut is tried
 ORIGINAL = {name: getattr(os, name) for name in CHANGES}
 ORIGINAL["fsync"] = lambda target: None  # only a real power cut could tell, and it takes 3 ms
 
 
 class Disk:
-    """The os module's writing calls, counted, and fatal at one of them."""
+    """The os module's writing calls, counted."""
 
-    def __init__(self, root: str, log: str, crash: dict | None, power_cut: bool):
-        self.root, self.crash, self.power_cut = root, crash or {}, power_cut
+    def __init__(self, root: str, log: str, snapshots: str | None):
+        self.root, self.snapshots = root, snapshots
         self.log_file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         self.points: list[str] = []
         self.lock = threading.Lock()  # a checkpoint's files are written side by side
@@ -48,7 +51,8 @@ class Disk:
 
     def note(self, **facts: object) -> None:
         """Tells the tests something, whatever happens next."""
-        ORIGINAL["write"](self.log_file, (json.dumps(facts) + "\n").encode())
+        row = {"point": len(self.points), **facts}
+        ORIGINAL["write"](self.log_file, (json.dumps(row) + "\n").encode())
 
     def _wrap(self, name: str):
         def call(target, *rest, **options):
@@ -56,17 +60,38 @@ class Disk:
             if path is None:
                 return ORIGINAL[name](target, *rest, **options)
             with self.lock:
-                here = len(self.points) == self.crash.get("point")
+                if name != "fsync":  # a kill here leaves what a kill at the next point leaves
+                    self._leave("before")
+                if name in SYNCS:
+                    self._leave("cut")
+                written = 0
+                if name == "write":
+                    data = bytes(rest[0])
+                    written = ORIGINAL["write"](target, data[: len(data) // 2])
+                    self._leave("half")
+                    rest = (data[written:],)
                 self.points.append(f"{name} {path[len(self.root) + 1 :]}")
-            if here:
-                if self.crash["part"] == "half" and name == "write":
-                    ORIGINAL["write"](target, bytes(rest[0])[: len(rest[0]) // 2])
-                self._die()
-            result = ORIGINAL[name](target, *rest, **options)
-            self._remember(name, path, target, rest)
-            return result
+                result = ORIGINAL[name](target, *rest, **options)
+                self._remember(name, path, target, rest)
+                return result + written if name == "write" else result
 
         return call
+
+    def _leave(self, kind: str) -> None:
+        """Copies the run directory as a crash would leave it now."""
+        if self.snapshots is None or not os.path.exists(self.root):
+            return
+        copy = f"{self.snapshots}/{len(self.points):04d}.{kind}"
+        shutil.copytree(self.root, copy)
+        if kind == "cut":
+            for path in Path(self.root).rglob("*"):
+                if path.is_file():
+                    kept = min(path.stat().st_size, self.synced.get(path.stat().st_ino, 0))
+                    ORIGINAL["truncate"](copy + str(path).removeprefix(self.root), kept)
+            for pair in reversed(self.renames):
+                before, after = (copy + path.removeprefix(self.root) for path in pair)
+                if os.path.exists(after):
+                    ORIGINAL["rename"](after, before)
 
     def _path(self, target: object, folder: int | None) -> str | None:
         """The path that a call changes, if it lies in the run directory."""
@@ -94,17 +119,6 @@ class Disk:
                 self.committed = int(final[-9:])
                 self.note(committed=self.committed)
 
-    def _die(self) -> None:
-        if self.power_cut:
-            for before, after in reversed(self.renames):
-                if os.path.exists(after):
-                    ORIGINAL["rename"](after, before)
-            for path in Path(self.root).rglob("*"):
-                if path.is_file():
-                    kept = min(path.stat().st_size, self.synced.get(path.stat().st_ino, 0))
-                    ORIGINAL["truncate"](path, kept)
-        os.kill(os.getpid(), signal.SIGKILL)
-
 
 def attempt(order: dict, log: str) -> None:
     """One attempt of a run, as `python -m experiments.train` makes it; leaves by os._exit."""
@@ -118,7 +132,7 @@ def attempt(order: dict, log: str) -> None:
     errors = os.open(log + ".err", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(errors, 2)
     config = check(order["config"])
-    disk = Disk(config.run_dir, log, order.get("crash"), order.get("power_cut", False))
+    disk = Disk(config.run_dir, log, order.get("snapshots"))
     restore = Saver.restore
 
     def noted_restore(saver):
@@ -167,7 +181,7 @@ def serve() -> None:
         if child == 0:
             attempt(order, log)
         handle = os.pidfd_open(child)
-        after = (order.get("crash") or {}).get("after_s")
+        after = order.get("kill_after_s")
         if after is not None and not select.select([handle], [], [], after)[0]:
             os.kill(child, signal.SIGKILL)
         for number in order.get("signals", []):

@@ -15,13 +15,7 @@ from lowprec.data.loader import Batches
 from lowprec.runs.read import find_runs, read_rows, read_status
 from lowprec.runs.record import Record
 from lowprec.train import run as running
-from lowprec.train import watchdog
-from lowprec.train.checkpoint import Saver
-from lowprec.train.distributed import Ranks
-from lowprec.train.loggers import Logger
-from lowprec.train.remote import NoCopy
 from lowprec.train.step import TrainStep
-from lowprec.train.watchdog import Watchdog
 
 fork_is_fine = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
@@ -79,7 +73,6 @@ def test_sigchld_of_a_killed_worker_does_not_interrupt_recording_the_failure(att
     try:
         with pytest.raises(RunError, match="a data worker was killed"):
             attempt()
-        assert signal.getsignal(signal.SIGCHLD) is as_torch_does
     finally:
         signal.signal(signal.SIGCHLD, before)
     assert read_status(attempt.run())["state"] == "failed"
@@ -124,12 +117,6 @@ def signalled(attempt, monkeypatch):
     return main
 
 
-def test_a_signal_while_the_model_is_built_stops_before_the_first_step(attempt, signalled):
-    signalled()
-    assert read_status(attempt.run())["state"] == "preempted"
-    assert not (attempt.run() / "metrics.jsonl").exists()
-
-
 @pytest.fixture
 def in_job(monkeypatch):
     """Puts this process into a job of SLURM, which `requeued` has started again."""
@@ -155,6 +142,8 @@ def test_a_job_that_is_requeued_without_a_new_checkpoint_ends_after_three_attemp
     for number in range(3):
         in_job("7", "1", requeued=number > 0)
         signalled()
+        assert read_status(attempt.run())["state"] == "preempted"
+        assert not (attempt.run() / "metrics.jsonl").exists()  # stopped before the first step
     in_job("7", "1", requeued=True)
     with pytest.raises(RunError, match=r"3 attempts without .*\(the last is of step 0\)"):
         attempt()
@@ -169,97 +158,26 @@ def test_a_job_that_is_requeued_without_a_new_checkpoint_ends_after_three_attemp
     assert read_status(attempt.run())["state"] == "finished"
 
 
-def test_only_the_last_three_attempts_of_a_job_count(attempt, signalled, in_job, monkeypatch):
-    in_job("7")
-    signalled()
-    in_job("7", requeued=True)
-    signalled()
-    call, calls = TrainStep.__call__, iter(range(1, 100))
-
-    def stop_every_second_step(step, batch):
-        if next(calls) % 2 == 0:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return call(step, batch)
-
-    monkeypatch.setattr(TrainStep, "__call__", stop_every_second_step)
-    for _ in range(2):
-        with pytest.raises(SystemExit):
-            attempt({"save_every": 100})
-    for _ in range(3):
-        signalled()
-    with pytest.raises(RunError, match="the last is of step 4"):
-        attempt()
-    rows = read_rows(attempt.run() / "attempts.jsonl")
-    assert [row["saved"] for row in rows] == [0, 0, 0, 2, 4, 4, 4]
-    assert {row["job"] for row in rows} == {"7"}
-
-
-def test_the_watchdog_closes_before_the_logger_and_the_remote_copy(attempt, monkeypatch):
-    watches, seen = [], []
-
-    class Kept(Watchdog):
-        def __init__(self, *arguments, **options):
-            super().__init__(*arguments, **options)
-            watches.append(self)
-
-    def see(kind, name):
-        original = getattr(kind, name)
-
-        def seeing(*arguments, **options):
-            watched = None if watches[0].closing.is_set() else watches[0].own.doing
-            seen.append((name, kind.__name__, watched, read_status(attempt.run())["state"]))
-            return original(*arguments, **options)
-
-        monkeypatch.setattr(kind, name, seeing)
-
-    monkeypatch.setattr(watchdog, "Watchdog", Kept)
-    for kind, name in ((Saver, "save"), (Record, "write_parquet"), (Logger, "close")):
-        see(kind, name)
-    see(NoCopy, "close")
-    attempt({"save_every": 12})
-    assert seen == [
-        ("save", "Saver", "saving", "running"),
-        ("write_parquet", "Record", "ending", "running"),
-        ("close", "Logger", None, "finished"),
-        ("close", "NoCopy", None, "finished"),
-    ]
-
-
-def test_a_failure_after_the_end_leaves_the_run_finished(attempt, monkeypatch):
-    def gone(world):
-        raise RuntimeError("connection closed by peer")
-
-    monkeypatch.setattr(Ranks, "close", gone)
-    short = {"schedule.name": "constant", "num_steps": 4}
-    with pytest.raises(RuntimeError, match="by peer"):
-        attempt(short)
-    assert read_status(attempt.run())["state"] == "finished"
-    monkeypatch.setattr("lowprec.train.run.first_step", gone)
-    with pytest.raises(RuntimeError, match="by peer"):  # a later attempt, before its first step
-        attempt({**short, "num_steps": 8})
-    assert read_status(attempt.run())["state"] == "failed"
-
-
 def test_changes_of_the_machine_are_printed_and_recorded(attempt, monkeypatch, capsys):
-    attempt({"schedule.name": "constant", "num_steps": 4})
+    attempt({"schedule.name": "constant", "num_steps": 1})
     monkeypatch.setattr("lowprec.train.run.environment", lambda: {"threads": 2, "gpu": "H100"})
-    attempt({"schedule.name": "constant", "num_steps": 8})
+    attempt({"schedule.name": "constant", "num_steps": 2})
     lines = ["threads: 1 -> 2", "gpu: absent -> H100"]
     assert [row["changed"] for row in read_rows(attempt.run() / "attempts.jsonl")] == [[], lines]
-    said = capsys.readouterr().out
-    assert all(f"since the last attempt {line}" in said for line in lines)
+    printed = capsys.readouterr().out
+    assert all(f"since the last attempt {line}" in printed for line in lines)
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[1]", None])
 def test_a_damaged_status_or_environment_does_not_stop_a_resume(attempt, damage):
-    attempt({"schedule.name": "constant", "num_steps": 4})
+    attempt({"schedule.name": "constant", "num_steps": 1})
     run = attempt.run()
     for name in ("status.json", "environment.json"):
         (run / name).unlink()
         if damage is not None:
             (run / name).write_text(damage)
-    attempt({"schedule.name": "constant", "num_steps": 8})
-    assert json.loads((run / "status.json").read_text())["step"] == 8
+    attempt({"schedule.name": "constant", "num_steps": 2})
+    assert json.loads((run / "status.json").read_text())["step"] == 2
 
 
 def test_a_data_set_that_shrinks_under_a_run_is_named(attempt, squares, tmp_path, monkeypatch):

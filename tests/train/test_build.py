@@ -1,7 +1,5 @@
 """Each key of a config reaches the object that it configures."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -9,7 +7,6 @@ from lowprec.clip.model import PatchDropout, blocks
 from lowprec.data.open import open_data
 from lowprec.optim.loss_scaling import DynamicScaler, FixedScaler, NoScaler
 from lowprec.train.build import build
-from lowprec.train.distributed import Ranks
 from lowprec.train.step import can_capture
 
 
@@ -68,17 +65,6 @@ def test_model_keys(built):
     assert pure.visual.proj.dtype == torch.bfloat16 and pure.logit_scale.dtype == torch.float32
 
 
-@pytest.mark.filterwarnings("ignore")  # torch.compile warns of its own ways
-def test_compile_compiles_every_block(built, monkeypatch):
-    compiled = []
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: compiled.append(self))
-    model = built({"compile": True}).task.model
-    assert compiled == blocks(model) and len(compiled) == 3
-    compiled.clear()
-    built()
-    assert not compiled
-
-
 def test_seed_window_and_resampling_reach_the_order(built):
     def first(changes=None):
         return next(built(changes).batches_from(1)).labels.tolist()
@@ -98,23 +84,3 @@ def test_only_a_compiled_gpu_step_without_host_state_is_captured(make_config):
     assert not can_capture(make_config({"compile": True, "checkpointing": True}), cuda)
     dynamic = {"compile": True, "precision.autocast": "fp16", "scaler.name": "dynamic"}
     assert not can_capture(make_config(dynamic), cuda)
-
-
-class Beats(list):
-    """A watchdog that keeps the heartbeats it gets."""
-
-    def heartbeat(self, step, doing):
-        self.append(doing)
-
-
-def test_each_evaluation_batch_and_group_of_classes_is_a_heartbeat(make_config, monkeypatch):
-    monkeypatch.setattr("lowprec.train.build.EVALUATION_BATCH", 4)
-    monkeypatch.setattr("lowprec.train.build.CLASSES", 1)
-    config = make_config({"evaluation.name": "zero_shot"})
-    world, data = Ranks(), open_data(config)
-    world.watchdog = Beats()
-    built = build(config, data, world)
-    built.evaluation()(built.task.model)
-    assert set(world.watchdog) == {"evaluating"}
-    classes = len(Path(config.data.val).with_name("classnames.txt").read_text().split("\n"))
-    assert len(world.watchdog) == data.val.num_samples / 4 + classes

@@ -13,13 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lowprec.runs.attempts import CheckpointError
-from lowprec.train.checkpoint import (
-    list_checkpoints,
-    newest_checkpoint,
-    save_checkpoint,
-    verify,
-)
-from lowprec.train.distributed import Ranks
+from lowprec.train.checkpoint import list_checkpoints, newest_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -38,43 +32,14 @@ def finished(make_config, run_once, tmp_path, made):
     return tmp_path / "run", objects[1]
 
 
-@pytest.mark.parametrize(
-    ("file", "damage"), [("model", "flip"), ("exp_avg", "cut"), ("rng", "remove")]
-)
-def test_a_damaged_checkpoint_is_named_and_the_older_taken(finished, file, damage, capsys):
+def test_a_missing_file_is_named_and_the_older_checkpoint_taken(finished, capsys):
     run, _ = finished
-    victim = list_checkpoints(run)[-1] / f"{file}.safetensors"
-    data = bytearray(victim.read_bytes())
-    if damage == "flip":
-        data[len(data) // 2] ^= 1
-        victim.write_bytes(data)
-    elif damage == "cut":
-        victim.write_bytes(data[:-1])
-    else:
-        victim.unlink()
+    victim = list_checkpoints(run)[-1] / "rng.safetensors"
+    victim.unlink()
     assert newest_checkpoint(run)[1]["step"] == 8  # reading leaves the run unchanged
-    path, manifest = newest_checkpoint(run, set_aside=True)
-    assert manifest["step"] == 8
+    assert newest_checkpoint(run, set_aside=True)[1]["step"] == 8
     assert capsys.readouterr().out.count(str(victim)) == 2
     assert [p.name for p in list_checkpoints(run)] == ["step_000000008"]
-
-
-def test_export_takes_the_newest_whole_checkpoint(finished):
-    from lowprec.clip.export import find_weights
-
-    run, _ = finished
-    newest = list_checkpoints(run)[-1]
-    assert find_weights(run).parent == newest
-    (newest / "model.safetensors").write_bytes(b"x" * 100)
-    assert find_weights(run).parent == list_checkpoints(run)[0]
-
-
-def test_missing_optimizer_state_is_refused(finished):
-    run, built = finished
-    folder = list_checkpoints(run)[-1]
-    save_file({}, folder / "exp_avg.safetensors")
-    with pytest.raises(CheckpointError, match="tensors differ"):
-        built.state.load(folder)
 
 
 def test_no_intact_checkpoint_is_an_error_never_step_0(finished):
@@ -83,24 +48,6 @@ def test_no_intact_checkpoint_is_an_error_never_step_0(finished):
         (path / "manifest.json").write_text("{")
     with pytest.raises(CheckpointError, match="no intact checkpoint"):
         newest_checkpoint(run)
-
-
-def test_a_half_written_checkpoint_is_not_one(finished):
-    run, _ = finished
-    newest = list_checkpoints(run)[-1]
-    newest.rename(newest.with_name(f".tmp.{newest.name}"))
-    assert newest_checkpoint(run)[1]["step"] == 8
-
-
-def test_state_of_another_shape_is_refused_by_name(finished, make_config):
-    from lowprec.data.open import open_data
-    from lowprec.train.build import build
-
-    run, _ = finished
-    other = make_config({"model.vision_width": 128})
-    built = build(other, open_data(other))
-    with pytest.raises(CheckpointError, match=r"class_embedding.*64.*128"):
-        built.state.load(list_checkpoints(run)[-1])
 
 
 def test_optimizer_state_of_another_shape_is_refused_and_nothing_loaded(finished):
@@ -117,17 +64,10 @@ def test_optimizer_state_of_another_shape_is_refused_and_nothing_loaded(finished
         CheckpointError, match=r"exp_avg_sq\.safetensors .*visual\.proj is \(3, 3\)"
     ):
         built.state.load(folder)
+    save_file({}, folder / "exp_avg.safetensors")
+    with pytest.raises(CheckpointError, match="tensors differ"):
+        built.state.load(folder)
     assert built.task.model.logit_scale.item() == before
-
-
-def test_manifest_lists_every_file(finished):
-    run, _ = finished
-    folder = list_checkpoints(run)[-1]
-    listed = set(verify(folder)["files"]) | {"manifest.json"}
-    assert listed == {path.name for path in folder.iterdir()}
-    copy = run / "copy"
-    shutil.copytree(folder, copy)
-    assert verify(copy)["step"] == 12
 
 
 def test_100_bit_flips_are_all_found_and_named(finished, capsys):
@@ -170,16 +110,6 @@ def test_checkpoint_of_another_format_says_so(finished):
     assert file.exists()  # another version's checkpoint is not damaged
 
 
-def test_a_step_that_is_damaged_twice_is_set_aside_twice(finished):
-    run, _ = finished
-    for _ in range(2):
-        path = list_checkpoints(run)[-1]
-        shutil.copytree(path, run / "copy", dirs_exist_ok=True)
-        (path / "model.safetensors").write_bytes(b"x")
-        assert newest_checkpoint(run, set_aside=True)[1]["step"] == 8
-        shutil.copytree(run / "copy", path)
-
-
 def test_a_checkpoint_that_cannot_be_read_is_not_set_aside(finished, monkeypatch):
     run, _ = finished
 
@@ -190,22 +120,3 @@ def test_a_checkpoint_that_cannot_be_read_is_not_set_aside(finished, monkeypatch
     with pytest.raises(CheckpointError, match="step_000000012.*Input/output"):
         newest_checkpoint(run, set_aside=True)
     assert len(list_checkpoints(run)) == 2
-
-
-def test_ranks_gather_a_state_together_and_only_write_by_themselves(tmp_path):
-    class Alone(Ranks):
-        writing = False
-
-        def each(self, make):
-            self.writing = True
-            return [make()]
-
-    class State:
-        def files(self):
-            assert not world.writing, "a rank that fails would leave the others waiting"
-            return {"a": [b"1"]}
-
-    world = Alone()
-    kept = {"keep": 1, "provenance": {}, "world": world}
-    saved = save_checkpoint(tmp_path, 1, State(), {}, **kept)
-    assert world.writing and verify(saved)["files"]["a"]["bytes"] == 1

@@ -9,7 +9,6 @@ from lowprec.runs import durable
 from lowprec.runs.attempts import CheckpointError
 from lowprec.runs.read import read_rows
 from lowprec.runs.record import RecordError
-from lowprec.train import checkpoint
 from lowprec.train.checkpoint import list_checkpoints
 
 ORIGIN = {
@@ -47,11 +46,6 @@ def stop_after(step):
 @pytest.mark.parametrize(
     ("group", "change", "line"),
     [
-        (
-            "config",
-            {"optimizer": {"lr": 0.002, "eps": 1e-6}},
-            "config.optimizer.lr: 0.001 -> 0.002",
-        ),
         ("config", {"optimizer": {"lr": 0.001}}, "config.optimizer.eps: 1e-06 -> absent"),
         ("sources", {"data": "bb"}, "sources.data: aa -> bb"),
         ("code", {"train/loop.py": "12", "clip/model.py": "22"}, "code.train/loop.py: 11 -> 12"),
@@ -62,8 +56,9 @@ def test_a_provenance_mismatch_is_refused_field_by_field(run, group, change, lin
     with pytest.raises(StopIteration):
         run(spoil=stop_after(6))
     before = (run.folder / "metrics.jsonl").read_bytes()
+    allowed = {"resume.allow_drift": group != "code", "resume.allow_reshard": group != "layout"}
     with pytest.raises(CheckpointError) as error:
-        run(provenance={**ORIGIN, group: change})
+        run(allowed, provenance={**ORIGIN, group: change})
     listed = [text.strip() for text in str(error.value).splitlines()[1:-1]]
     assert listed == [line] and "step_000000004" in str(error.value)
     assert (run.folder / "metrics.jsonl").read_bytes() == before
@@ -78,18 +73,6 @@ def test_an_allowed_mismatch_is_recorded(run, group, key):
     assert run({f"resume.{key}": True}, provenance=changed).state == "finished"
     [event] = read_rows(run.folder / "events.jsonl")
     assert event["step"] == 4 and f"{group}.workers: " in " ".join(event["drift"])
-
-
-@pytest.mark.parametrize("group", ["config", "sources"])
-def test_another_config_or_other_data_cannot_be_allowed(run, group):
-    with pytest.raises(StopIteration):
-        run(spoil=stop_after(6))
-    keys = {"resume.allow_drift": True, "resume.allow_reshard": True}
-    with pytest.raises(CheckpointError, match=f"{group}.x: absent -> 1.*another name="):
-        try:
-            run(keys, provenance={**ORIGIN, group: {**ORIGIN[group], "x": 1}})
-        except CheckpointError as error:
-            raise CheckpointError(str(error).replace("\n", " ")) from error
 
 
 def fill_disk(monkeypatch, is_full):
@@ -161,14 +144,6 @@ def test_the_third_failure_in_a_row_ends_the_run_and_keeps_the_old_checkpoint(ru
     assert run({"save_every": 2}).state == "finished"
 
 
-def test_disk_space_for_checkpoints_is_checked_before_training(run, monkeypatch):
-    usage = type("Usage", (), {"free": 1000})
-    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(CheckpointError, match=r"1,000 bytes are free, and checkpoints need"):
-        run()
-    assert not (run.folder / "metrics.jsonl").exists()
-
-
 def test_vanished_checkpoints_are_an_error_never_step_0(run):
     with pytest.raises(StopIteration):
         run(spoil=stop_after(6))
@@ -200,10 +175,3 @@ def test_lost_rows_are_an_error_that_names_the_files(run, cut):
     with pytest.raises(RecordError, match=r"metrics\.jsonl, tensors/0000\.arrows"):
         run()
     assert (run.folder / "timing.jsonl").read_bytes() == before
-
-
-def test_fewer_steps_than_there_are_is_an_error(run):
-    keys = {"schedule.name": "constant", "schedule.warmup_steps": 2}
-    run({**keys, "num_steps": 8})
-    with pytest.raises(CheckpointError, match="is at step 8, beyond num_steps=6"):
-        run({**keys, "num_steps": 6})

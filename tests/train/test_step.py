@@ -89,24 +89,10 @@ def test_a_step_does_not_wait_for_the_device(make_config, tmp_path):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_resume_on_the_gpu_is_bitwise(make_config, run_once, tmp_path, compiled):
-    from lowprec.train.signals import StopRequest
-
     changes = {"device": "cuda", "compile": compiled, "deterministic": True}
     changes |= {"precision.autocast": "bf16", "model.patch_dropout": 0.5}
     run_once(make_config(changes), tmp_path / "whole")
-    request = StopRequest()
-
-    def stop_at_5(built):
-        batches_from = built.batches_from
-
-        def stopping(first):
-            for number, batch in enumerate(batches_from(first), first):
-                request.number = 15 if number == 5 else None
-                yield batch
-
-        built.batches_from = stopping
-
-    ended, _ = run_once(make_config(changes), tmp_path / "cut", stop=request, spoil=stop_at_5)
+    ended, _ = run_once(make_config(changes), tmp_path / "cut", stop_at=5)
     assert (ended.state, ended.step) == ("preempted", 5)
     run_once(make_config(changes), tmp_path / "cut")
     whole, cut = ((tmp_path / name / "metrics.jsonl").read_bytes() for name in ("whole", "cut"))

@@ -8,7 +8,6 @@ import time
 
 import pytest
 
-from lowprec.train import watchdog
 from lowprec.train.distributed import Ranks
 from lowprec.train.watchdog import Heartbeat, Watchdog
 
@@ -20,7 +19,7 @@ from lowprec.train.distributed import Ranks
 
 watchdog.SILENT_S = 2
 dog = watchdog.Watchdog(Ranks(), 2.5, Path(sys.argv[1]))
-for step in range(1, 6):
+for step in range(1, 4):
     dog.heartbeat(step, "training")
     print(step, flush=True)
     for _ in range(12):  # the rest of it is done after the stop
@@ -35,15 +34,14 @@ def test_a_process_that_was_stopped_continues(tmp_path):
         assert process.stdout.readline() == "1\n"
         time.sleep(0.3)
         process.send_signal(signal.SIGSTOP)
-        time.sleep(4)
+        time.sleep(3)
         process.send_signal(signal.SIGCONT)
-        assert process.stdout.read().split() == ["2", "3", "4", "5"]
+        assert process.stdout.read().split() == ["2", "3"]
     assert process.returncode == 0
     assert not (tmp_path / "stacks").exists()
 
 
-@pytest.mark.parametrize("work", watchdog.SLOW_WORK)
-def test_slow_work_may_exceed_the_timeout_but_a_step_may_not(monkeypatch, tmp_path, work):
+def test_slow_work_may_exceed_the_timeout_but_a_step_may_not(monkeypatch, tmp_path):
     reasons, ended = [], threading.Event()
 
     def end(dog, reason):
@@ -53,7 +51,7 @@ def test_slow_work_may_exceed_the_timeout_but_a_step_may_not(monkeypatch, tmp_pa
 
     monkeypatch.setattr(Watchdog, "_end", end)
     dog = Watchdog(Ranks(), 0.4, tmp_path)
-    dog.heartbeat(7, work)
+    dog.heartbeat(7, "saving")
     assert not ended.wait(1.5)
     dog.heartbeat(8, "training")
     assert ended.wait(5)
@@ -68,13 +66,12 @@ def fault(tmp_path):
     `silent_s`: how long ago rank 1's last heartbeat was.
     """
 
-    def fault(first, second, silent_s=0.0, left=False):
+    def fault(first, second, silent_s=0.0):
         dog = Watchdog(Ranks(), 100, tmp_path)
         dog.close()
-        dog.own.left = False
         dog.own.beats, dog.own.step, dog.own.doing = first
         now = time.monotonic() + 101
-        peer = Heartbeat("rank 1", *second, left=left, heard=now - silent_s)
+        peer = Heartbeat("rank 1", *second, heard=now - silent_s)
         dog.own.heard = now
         dog.ranks.append(peer)
         return dog._fault(now)
@@ -82,22 +79,14 @@ def fault(tmp_path):
     return fault
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "named"),
-    [
-        ((9, 4, "training"), (8, 4, "training"), "all ranks stand at step 4, training"),
-        ((9, 4, "training"), (7, 3, "training"), "furthest behind: rank 1 at step 3, training"),
-        ((9, 4, "training"), (8, 4, "waiting for data"), "behind: rank 1 at step 4, waiting"),
-        ((9, 4, "saving"), (8, 4, "training"), "furthest behind: rank 1 at step 4, training"),
-    ],
-)
-def test_a_rank_is_named_only_if_it_is_behind(fault, first, second, named):
-    assert named in fault(first, second)
+def test_the_rank_that_is_furthest_behind_is_named_first(fault):
+    assert "no progress for 100 s: rank 1 at step 4, training; rank 0 (process" in fault(
+        (9, 4, "saving"), (8, 4, "training")
+    )
 
 
-def test_ranks_that_save_or_have_left_are_not_hung(fault):
+def test_ranks_that_save_are_not_hung(fault):
     assert fault((9, 4, "saving"), (9, 4, "saving")) is None
-    assert fault((9, 4, "saving"), (8, 4, "training"), silent_s=99, left=True) is None
 
 
 def test_a_rank_without_heartbeats_is_named(fault):
