@@ -13,9 +13,11 @@ from lowprec.config.compose import CONF, compose_command, further_commands, plai
 from lowprec.config.place import place
 from lowprec.config.schema import Config
 
+FLAGS = ("config_name", "config_path", "config_dir", "package", "experimental_rerun")  # refused
+
 
 def run_command(
-    task: Callable[[Any], None],
+    task: Callable[[Any], Any],
     entry: str,
     schema: type = Config,
     preflight: Callable[[Any], None] = lambda config: None,
@@ -23,16 +25,19 @@ def run_command(
     """Calls `task(config)` for the command line's config, or under -m for each of its runs.
 
     All configs are checked first, also by `preflight(config)`, which may raise ConfigError. Faults
-    are printed as a list, and the exit status is 2. `entry` names the config file in `conf/`.
+    are printed as a list, and the exit status is 2. `entry` names the config file in `conf/`. What
+    `task` returns is the objective of a sweeper such as Optuna's.
     """
     register(schema)
     arguments = get_args_parser().parse_args()
-    inspecting = arguments.cfg or arguments.hydra_help or arguments.help or arguments.info
+    helps = arguments.hydra_help or arguments.help or arguments.shell_completion
     commands: list[list[str]] = []
     try:
+        if refused := [f"--{n.replace('_', '-')}" for n in FLAGS if getattr(arguments, n)]:
+            raise ConfigError([f"{flag}: only configs in conf/ are read" for flag in refused])
         if arguments.multirun:
             _refuse_ranks(place()[1])
-        if not inspecting:
+        if not helps:
             compose_command(
                 arguments.overrides,
                 entry,
@@ -46,12 +51,12 @@ def run_command(
         refuse(error)
 
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name=entry)
-    def run(composed: Any) -> None:
+    def run(composed: Any) -> Any:
         if arguments.multirun:
             job = HydraConfig.get()
             print(f"[{job.job.num + 1}]", *job.overrides.task, flush=True)
         try:
-            task(check(plain(composed), schema))
+            return task(check(plain(composed), schema))
         except ConfigError as error:
             if arguments.multirun:  # the other runs continue
                 raise

@@ -4,11 +4,16 @@
     python -m experiments.train -m experiment=loss_curves_demo
     torchrun --nproc_per_node 8 -m experiments.train distributed=ddp model=vit_b32
 
+For completion in bash, put a script `train` with `python -m experiments.train "$@"` on the PATH:
+
+    eval "$(train -sc install=bash)"; complete -o nospace -o default -F hydra_bash_completion train
+
 Repeating the command resumes; if the run has finished it says so and exits with 0. The exit
 status is 75 if the run was stopped by a signal, 1 if it failed, 2 if the config is wrong.
 """
 
 import contextlib
+import math
 import os
 import sys
 import time
@@ -27,7 +32,7 @@ class ProgressBar:
     """Shows a run's steps, loss and throughput; see `lowprec.train.loop.Progress`."""
 
     def __init__(self, config: Config):
-        self.name = label(config)
+        self.name, self.loss = label(config), math.nan
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         note = TextColumn("{task.fields[note]}")
         self.bar = Progress(*columns, TimeRemainingColumn(), note)
@@ -40,6 +45,7 @@ class ProgressBar:
 
     def flushed(self, row: dict) -> None:
         """Shows the last step; prints the numbers of an evaluation."""
+        self.loss = row["loss"]
         note = f"loss {row['loss']:.3f}  {row['images_per_s']:.0f} images/s"
         note += f"  {row['memory_gib']:.0f} GiB" if row["memory_gib"] else ""
         self.bar.update(self.task, completed=row["step"], note=note)
@@ -54,8 +60,12 @@ class ProgressBar:
             self.bar.stop()
 
 
-def main(config: Config, expected: str | None = None) -> None:
-    """Trains a run, as its only process or as one rank; `expected`: see `train_run`."""
+def main(config: Config, expected: str | None = None) -> float:
+    """Trains a run, as its only process or as one rank; `expected`: see `train_run`.
+
+    Returns the objective for a sweeper such as Optuna's: the loss of the last step; infinite if the
+    run diverged, NaN if it had ended before.
+    """
     sys.stderr = sys.__stderr__  # see the end of this file
     preflight(config)
     # a refused command loads no torch
@@ -65,15 +75,17 @@ def main(config: Config, expected: str | None = None) -> None:
     is_alone = place()[1] == 1
     timeout_s = config.distributed.timeout_s
     world = Ranks() if is_alone else DistributedRanks(config.device, timeout_s)
+    progress = ProgressBar(config)
     with open(os.devnull, "w") as nowhere:
         with contextlib.redirect_stdout(sys.stdout if world.is_first else nowhere):
             try:
-                ended = train_run(config, world, ProgressBar(config), expected)
+                ended = train_run(config, world, progress, expected)
             except PeerFailed:
                 time.sleep(1)  # the rank that failed says why, before this exit ends all ranks
                 sys.exit(1)
     if ended is not None and ended.state == "preempted":
         sys.exit(STOPPED)
+    return math.inf if ended is not None and ended.state == "diverged" else progress.loss
 
 
 if __name__ == "__main__":

@@ -123,7 +123,7 @@ def _element(path: str, item: Any, kind: type, f: Any, faults: list[str]) -> Any
         allowed = ", ".join(map(str, choices))
         near = nearest(str(item), choices)
         faults.append(f"{path}={_written(item)}: one of {allowed} is expected{near}")
-    elif type(item) is not kind or not _within(item, f.metadata["bounds"]):
+    elif type(item) is not kind or not _within(item, _bounds(f)):
         meaning = f" ({f.metadata['doc']})" if item is None else ""
         faults.append(f"{path}={_written(item)}: {_expectation(f)} is expected{meaning}")
     return item
@@ -146,8 +146,15 @@ def _expectation(f: Any) -> str:
     words |= {list[str]: "a list such as [a,b]", dict: "a map"}
     signs = {"least": ">=", "above": ">", "most": "<=", "below": "<"}
     kind, is_optional = _kind(f)
-    limits = " and ".join(f"{signs[n]} {bound}" for n, bound in f.metadata["bounds"].items())
+    limits = " and ".join(f"{signs[n]} {bound}" for n, bound in _bounds(f).items())
     return f"{words[kind]} {limits}".strip() + " or null" * is_optional
+
+
+def _bounds(f: Any) -> dict[str, float]:
+    """A field's bounds; a whole number without an upper one is below 2**31."""
+    bounds = f.metadata["bounds"]
+    is_open = _kind(f)[0] is int and not {"most", "below"} & bounds.keys()
+    return bounds | ({"below": 2**31} if is_open else {})
 
 
 def _kind(f: Any) -> tuple[type, bool]:

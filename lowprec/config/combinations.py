@@ -18,13 +18,19 @@ from lowprec.config.schema import (
 from lowprec.nearest import nearest
 from lowprec.nn.recipe import custom_recipe
 
+MOST_PARAMETERS = 5e10  # of a tower; the largest of open_clip has 2e9
+
 
 def combination_faults(config: Config) -> Iterator[str]:
     """A sentence for each broken rule, with the keys and what to use instead."""
     for name in ("name", "experiment"):
         folder = getattr(config, name)
-        if folder is not None and (folder != Path(folder).name or folder in ("", ".", "..")):
+        if folder is None:
+            continue
+        if "/" in folder or not folder.strip(".") or not folder.isprintable():
             yield f"{name}={folder}: a plain folder name is expected, without /"
+        if len(folder.encode(errors="replace")) > 100:
+            yield f"{name}={folder[:20]}...: at most 100 bytes are expected, not {len(folder)}"
     if (config.schedule.warmup_steps or 0) > config.num_steps:
         yield (
             f"schedule.warmup_steps={config.schedule.warmup_steps} is more than "
@@ -164,6 +170,15 @@ def _preset_faults(model: ModelConfig) -> Iterator[str]:
         yield f"model.{name}=null: the preset {model.name} needs a number"
     if empty:
         return
+    patches = (model.image_size // model.patch_size) ** 2
+    for tower, tokens in (("vision", patches), ("text", model.context_length)):
+        width, layers = getattr(model, f"{tower}_width"), getattr(model, f"{tower}_layers")
+        parameters = width * (12 * width * layers + tokens + model.embed_dim)
+        if parameters > MOST_PARAMETERS:
+            yield (
+                f"model.{tower}_layers={layers}, model.{tower}_width={width}: {parameters:.1g} "
+                f"parameters with {tokens} tokens are more than {MOST_PARAMETERS:.0g}"
+            )
     for size, part, piece in (
         ("image_size", "model.patch_size=", model.patch_size),
         ("vision_width", "model.heads=", model.heads),

@@ -28,6 +28,7 @@ from lowprec.nearest import nearest
 
 CONF = Path(__file__).parents[2] / "conf"
 PATTERNS = ("data.train", "data.val", "shards", "train", "val")  # keys whose values are globs
+HYDRA = ("hydra/launcher", "hydra.launcher.*", "hydra/sweeper", "hydra.sweeper.*", "hydra.verbose")
 FURTHER = "further_commands"  # key of an experiment file: overrides of each further command
 
 
@@ -205,6 +206,12 @@ def _axes(overrides: list[str], schema: type, faults: list[str]) -> list[list[st
         if sum(_key(text) == name for text in patterns) > 1:  # the shell has expanded its braces
             faults.append(f"{name} is given more than once; braces need quotes: '{name}=\"...\"'")
     parsed = [_parse(text, faults) for text in overrides]
+    has_sweeper = any(_key(text) == "hydra/sweeper" for text in overrides)
+    for override in parsed:
+        is_interval = override is not None and override.value_type == ValueType.INTERVAL_SWEEP
+        if is_interval and not has_sweeper:
+            text = override.input_line
+            faults.append(f"{text}: an interval has no list of values; use choice or range")
     known = [o for o in parsed if o is not None and _is_known(o, schema, faults)]
     axes = {_key(o.input_line): list(_values(o)) for o in known}  # the last of a key counts
     faults += [f"{name}: the sweep has no values" for name, values in axes.items() if not values]
@@ -240,28 +247,33 @@ def _parsed(text: str) -> Override:
 
 def _parse(text: str, faults: list[str]) -> Override | None:
     key, sign, value = text.partition("=")
-    try:
-        if not key or not (sign or key.startswith("~")):
-            raise ConfigError([f"{text}: key=value is expected"])
-        if "_target_" in text:
-            raise ConfigError([f"{key}: _target_ is not allowed; a config calls nothing"])
-        if "${" in text:
-            raise ConfigError(
-                [
-                    f"{text}: ${{...}} is not resolved, since its value would be written into the "
-                    "run's record; let the shell fill it in"
-                ]
-            )
-        override = _parsed(text)
-        if override.value_type == ValueType.INTERVAL_SWEEP:
-            raise ConfigError([f"{text}: an interval has no list of values; use choice or range"])
-        return override
-    except ConfigError as error:
-        faults += error.faults
-    except HydraException:
-        quoted = f"'{key}=\"{value}\"'"
-        faults.append(f"{text}: cannot be parsed; quote a value with special characters: {quoted}")
+    of_hydra = key.lstrip("+").startswith("hydra")
+    if not key or not (sign or key.startswith("~")):
+        faults.append(f"{text}: key=value is expected")
+    elif "_target_" in text or (of_hydra and "()" in text):
+        faults.append(f"{key}: _target_ and () are not allowed; a config is data and calls nothing")
+    elif "${" in text and not of_hydra:
+        faults.append(
+            f"{text}: ${{...}} is not resolved, since its value would be written into the run's "
+            "record; let the shell fill it in"
+        )
+    else:
+        try:
+            return _parsed(text)
+        except HydraException:
+            quoted = f"'{key}=\"{value}\"'"
+            faults.append(f"{text}: cannot be parsed; quote special characters: {quoted}")
     return None
+
+
+def _hydra_fault(override: Override) -> str | None:
+    """Why a key of Hydra itself is refused: others could write files anywhere or call functions."""
+    key, launchers = override.key_or_group, ["basic", *_choices("hydra/launcher")]
+    if key == "hydra/launcher" and override.value() not in launchers:
+        return f"{key}={override.value()}: one of {', '.join(launchers)} is expected"
+    if key in HYDRA or key.startswith(tuple(name[:-1] for name in HYDRA if name.endswith("*"))):
+        return None
+    return f"{key} is not allowed; of Hydra's own keys only {', '.join(HYDRA)}{nearest(key, HYDRA)}"
 
 
 def _is_known(override: Override, schema: type, faults: list[str]) -> bool:
@@ -270,6 +282,10 @@ def _is_known(override: Override, schema: type, faults: list[str]) -> bool:
     if override.is_delete():
         faults.append(f"~{key}: a key cannot be removed from a config; leave it at its default")
         return False
+    if key.startswith("hydra"):
+        fault = _hydra_fault(override)
+        faults += [fault] if fault else []
+        return fault is None
     if key in _groups(schema):
         files = _choices(key)
         unknown = [choice for choice in _values(override) if choice not in files]
@@ -301,6 +317,8 @@ def _values(override: Override) -> Iterator[str]:
     if override.value_type == ValueType.GLOB_CHOICE_SWEEP:
         files = override.value().filter(_choices(override.key_or_group))
         yield from files or [override.input_line.partition("=")[2]]
+    elif override.value_type == ValueType.INTERVAL_SWEEP:  # both ends must be legal
+        yield from (str(override.value().start), str(override.value().end))
     elif override.is_sweep_override():
         yield from override.sweep_string_iterator()
     else:

@@ -3,6 +3,7 @@
 import difflib
 import glob
 import hashlib
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ def expand(pattern: str, name: str = "data.train") -> list[str]:
         raise FileNotFoundError(
             f"{name}={pattern}: {len(missing)} are missing: {some(missing, ', ', limit=5)}"
         )
-    folder = next((path for path in Path(pattern).parents if path.exists()), Path())
+    folder = next((p for p in Path(pattern).parents if os.path.exists(p)), Path())
     here = [str(path) for path in sorted(folder.glob("*"))[:1000]]
     near = difflib.get_close_matches(pattern, here, n=1, cutoff=0)
     hint = f"; nearest: {near[0]}" if near else f"; {folder} is empty"

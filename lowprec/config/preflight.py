@@ -1,8 +1,10 @@
 """Finds what a checked config lacks on this machine, without loading torch."""
 
+import contextlib
 import importlib.util
 import os
 import shutil
+import tempfile
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -29,8 +31,11 @@ def preflight(config: Config, *, training: bool = True, planned: int | None = No
     """
     faults = [*_data_faults(config, training), *_names_faults(config)]
     faults += _package_faults(config, training)
-    if config.model.init_from and not Path(config.model.init_from).exists():
-        faults.append(f"model.init_from={config.model.init_from}: no such file or folder")
+    if config.model.init_from and not _has_weights(Path(config.model.init_from)):
+        faults.append(
+            f"model.init_from={config.model.init_from}: no weights there; a run, a checkpoint, a "
+            ".safetensors file or open_clip's .pt is expected"
+        )
     if training:
         faults += _folder_faults(config)
         faults += process_faults(config, planned)
@@ -105,23 +110,22 @@ def _require_curl(shards: ShardUrls) -> None:
 
 def _names_faults(config: Config) -> list[str]:
     """Files of class names and templates that are missing or that no evaluation can use."""
-    faults = []
-    if config.evaluation.name not in ("zero_shot", "both") or will_render(config):
-        return faults
+    faults, tasks = [], config.evaluation.name
+    is_needed = tasks in ("zero_shot", "both") and not will_render(config)
     for kind in ("classnames", "templates"):
         file = names_file(config, kind)
-        if file is None:
+        if file is None and is_needed:
             faults.append(
-                f"evaluation={config.evaluation.name} needs data.{kind}: a file, or imagenet "
-                f"(there is no {kind}.txt beside data.val); evaluation=retrieval needs none"
+                f"evaluation={tasks} needs data.{kind}: a file, or imagenet (there is no "
+                f"{kind}.txt beside data.val); evaluation=retrieval needs none"
             )
-        elif file != "imagenet" and not Path(file).is_file():
+        elif file not in (None, "imagenet") and not os.path.isfile(file):
             faults.append(f"data.{kind}={file}: no such file; it can also be imagenet")
-        elif file != "imagenet" and not (lines := read_lines(file)):
-            faults.append(f"data.{kind}={file}: the file is empty")
-        elif kind == "templates" and file != "imagenet":
-            bad = [line for line in lines if line.count("{}") != 1][:1]
-            faults += [f"data.templates={file}: a template needs one {{}}: {b!r}" for b in bad]
+        elif file not in (None, "imagenet") and is_needed:
+            lines = read_lines(file)
+            bad = [line for line in lines if kind == "templates" and line.count("{}") != 1]
+            faults += [] if lines else [f"data.{kind}={file}: the file is empty"]
+            faults += [f"data.{kind}={file}: a template needs one {{}}: {b!r}" for b in bad[:1]]
     return faults
 
 
@@ -137,10 +141,22 @@ def _package_faults(config: Config, training: bool) -> list[str]:
     return faults
 
 
+def _has_weights(source: Path) -> bool:
+    """Whether a folder has checkpoints, or a file begins like safetensors or torch's formats."""
+    if os.path.isdir(source):
+        return any(any(source.glob(f"{p}model.safetensors")) for p in ("", "checkpoints/step_*/"))
+    if not os.path.isfile(source):
+        return False
+    with open(source, "rb") as file:
+        head, size = file.read(9), os.fstat(file.fileno()).st_size
+    is_safetensors = head[8:] == b"{" and int.from_bytes(head[:8], "little") < size
+    return is_safetensors or head.startswith((b"PK", b"\x80"))
+
+
 def _folder_faults(config: Config) -> list[str]:
-    """Folders that a run reads its state from or writes its record to; nothing is opened."""
+    """Folders that a run reads its state from or writes its record to; none is made."""
     faults = []
-    if config.resume.from_ and not Path(config.resume.from_).is_dir():
+    if config.resume.from_ and not os.path.isdir(config.resume.from_):
         faults.append(f"resume.from={config.resume.from_}: no such run or checkpoint")
     if config.remote_sync:
         try:
@@ -148,7 +164,12 @@ def _folder_faults(config: Config) -> list[str]:
         except (ImportError, ValueError) as error:
             faults.append(f"remote_sync={config.remote_sync}: {error}")
     folder = Path(config.run_dir).absolute()
-    folder = next(path for path in (folder, *folder.parents) if path.exists())
-    if not (folder.is_dir() and os.access(folder, os.W_OK)):
-        faults.append(f"run_dir={config.run_dir}: {folder} is not writable; choose another folder")
+    folder = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.stat(config.run_dir)  # the name may be too long
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        reason = f"{folder} is not writable ({error.strerror})"
+        faults.append(f"run_dir={config.run_dir[:200]}: {reason}; choose another folder")
     return faults

@@ -61,7 +61,7 @@ class ModelConfig:
     """The two towers of a CLIP model. None takes the value of open_clip's config for `name`."""
 
     name: str = key("nano", "name of a preset, or with model=open_clip of an open_clip model")
-    image_size: int | None = key(32, "height and width of an image in pixels", least=1)
+    image_size: int | None = key(32, "height and width of an image in pixels", least=1, most=4096)
     patch_size: int | None = key(8, "height and width of a patch in pixels", least=1)
     vision_width: int | None = key(128, "width of the vision tower", least=1)
     vision_layers: int | None = key(4, "number of blocks in the vision tower", least=1)

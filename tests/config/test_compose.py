@@ -6,10 +6,12 @@ import subprocess
 import sys
 
 import pytest
+from hydra._internal.core_plugins import basic_launcher
 
 from experiments import entry
 from lowprec.config import compose
 from lowprec.config.check import ConfigError
+from lowprec.config.preflight import preflight
 from lowprec.config.schema import Config
 from lowprec.runs.identity import to_dict
 
@@ -66,6 +68,22 @@ BAD = {  # command: parts of its message
     "model=open_clip model.name=ViT-B-32 model.heads=64": ("model.heads is fixed", "null"),
     "model=open_clip model.name=RN50 intervention=kq_norm": ("intervention=kq_norm", "RN50"),
     "model=open_clip model.name=roberta-ViT-B-32": ("roberta-ViT-B-32", "downloaded"),
+    # what cannot be
+    "num_steps=1e23": ("num_steps=1e+23", "< 2147483648"),
+    f"num_steps={10**23}": ("num_steps=1000", "< 2147483648"),
+    f"model.image_size={10**8}": ("model.image_size=100000000", "<= 4096"),
+    f"model.vision_layers={10**8}": ("model.vision_layers=100000000", "2e+13 parameters"),
+    f"name={'n' * 300}": ("name=nnn", "at most 100 bytes"),
+    f"experiment={'n' * 300}": ("experiment=nnn", "conf/experiment has"),
+    "run_dir=/proc/x": ("run_dir=/proc/x", "not writable"),
+    f"run_dir=/tmp/{'n' * 300}": ("run_dir=/tmp/nnn", "File name too long"),
+    "model.init_from=/etc/passwd": ("model.init_from=/etc/passwd", "no weights there"),
+    "model.init_from=/dev/zero": ("model.init_from=/dev/zero", "no weights there"),
+    f"resume.from=/{'n' * 300}": ("resume.from=/nnn", "no such run"),
+    f"data=shards evaluation=none data.train=/{'n' * 300}": ("data.train=/nnn", "no file matches"),
+    # Hydra's own keys
+    "hydra.run.dir=x": ("hydra.run.dir is not allowed", "hydra.verbose"),
+    "hydra/launcher=slurm": ("hydra/launcher=slurm", "submitit_slurm"),
     # sweeps and syntax
     "seed=1,2": ("this is a sweep", "-m seed=1,2"),
     "experiment=loss_curves_demo": ("experiments.train -m experiment=loss_curves_demo",),
@@ -92,27 +110,32 @@ GOOD = {  # command: number of runs
     "-m distributed=ddp,fsdp2 accumulate=1,4 profile=true": 4,
     "-m experiment=loss_curves_demo optimizer=adamw seed=1,2": 6,
     "experiment=loss_curves_demo precision=bf16": 1,
+    "-m optimizer.lr=interval(1e-4,1e-2) hydra/sweeper=optuna hydra.sweeper.n_trials=9": 2,
+    "-m hydra/launcher=submitit_slurm hydra.launcher.comment=${hydra.job.name} seed=1,2": 2,
+    "hydra.verbose=true": 1,
     "-m experiment=fp8_fixes_mini": 5,
     "-m experiment=fp8_fixes_mini intervention=zero_init": 1,
 }
 
 
-def configs_of(command):
+def configs_of(command, preflight=lambda config: None):
     words = command.split()
     multirun = words[:1] == ["-m"]
-    runs = compose.compose_command(words[multirun:], multirun=multirun)
+    runs = compose.compose_command(words[multirun:], multirun=multirun, preflight=preflight)
     return [run.config for run in runs]
 
 
-def faults_of(command):
+def faults_of(command, preflight=lambda config: None):
     with pytest.raises(ConfigError) as error:
-        configs_of(command)
+        configs_of(command, preflight)
     return error.value.faults
 
 
 @pytest.mark.parametrize("command", BAD)
-def test_a_bad_command_is_refused_with_its_key_and_a_hint(command):
-    faults = faults_of(command)
+def test_a_bad_command_is_refused_with_its_key_and_a_hint(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    faults = faults_of(command, preflight)
+    assert not list(tmp_path.iterdir())
     assert any(all(part in fault for part in BAD[command]) for fault in faults), faults
 
 
@@ -204,6 +227,46 @@ def test_a_typo_in_an_experiment_file_is_named(before, after, named, tmp_path, m
     monkeypatch.setattr(compose, "CONF", tmp_path / "conf")
     faults = faults_of("-m experiment=loss_curves_demo")
     assert any(all(part in fault for part in named) for fault in faults), faults
+
+
+FLAGS = ("--config-name=evaluate", "--config-dir=/", "--config-path=/", "--experimental-rerun=x")
+
+
+@pytest.mark.parametrize(
+    "flags", [*([flag] for flag in FLAGS), ["--cfg", "job", "hydra.run.dir=x"]]
+)
+def test_other_configs_and_pickles_are_refused_also_when_a_config_is_only_shown(
+    flags, monkeypatch, capsys
+):
+    monkeypatch.setattr(sys, "argv", ["train", *flags])
+    with pytest.raises(SystemExit, match="2"):
+        entry.run_command(None, "train")
+    assert flags[-1].partition("=")[0] in capsys.readouterr().err
+
+
+def test_the_shell_completes_keys_and_choices(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train", "-sc", "query=bash"])
+    for line, expected in (
+        ("train model=na", "model=nano"),
+        ("train optimizer.l", "optimizer.lr="),
+    ):
+        monkeypatch.setenv("COMP_LINE", line)
+        entry.run_command(None, "train")
+        assert capsys.readouterr().out.split() == [expected]
+
+
+def test_what_a_task_returns_is_the_objective_of_a_sweeper(monkeypatch):
+    returned, run_job = [], basic_launcher.run_job
+
+    def keep(**arguments):
+        job = run_job(**arguments)
+        returned.append(job.return_value)
+        return job
+
+    monkeypatch.setattr(sys, "argv", ["train", "-m", "seed=3,5"])
+    monkeypatch.setattr(basic_launcher, "run_job", keep)
+    entry.run_command(lambda config: config.seed / 2, "train")
+    assert returned == [1.5, 2.5]
 
 
 def test_a_bad_command_exits_2_within_five_seconds(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from experiments import sweep
 from experiments.train import main as train
 from lowprec.config.compose import compose_command
-from lowprec.runs.read import find_runs, read_status
+from lowprec.runs.read import find_runs, read_last_row, read_status
 from lowprec.sweep.plan import Manifest, plan_runs
 
 
@@ -107,8 +107,11 @@ def test_a_planned_directory_is_where_the_same_command_trains(here, tiny, monkey
     sweep.train(["runs/sweeps/t", "0"])
     planned = Manifest(here / "runs/sweeps/t").directory_of(0)
     assert find_runs(here / "runs") == [planned] and read_status(planned)["state"] == "finished"
-    train(compose_command([*tiny, "seed=3", "name=t"])[0].config)
+    config = compose_command([*tiny, "seed=3", "name=t"])[0].config
+    shutil.rmtree(planned)
+    loss = train(config)
     assert find_runs(here / "runs") == [planned]
+    assert loss == read_last_row(planned / "metrics.jsonl")["loss"]
 
 
 def test_a_dry_run_prints_the_runs_and_writes_nothing(here, tiny, capsys):

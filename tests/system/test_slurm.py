@@ -147,7 +147,8 @@ def test_disturbed_records_are_byte_identical_to_undisturbed_ones(swept, tmp_pat
 def test_hydras_launcher_trains_the_runs_of_the_preset(cluster, keys, tmp_path):
     own = ("hydra.launcher.partition=low", "hydra.launcher.gpus_per_node=null")
     own += ("hydra.launcher.cpus_per_task=1", "hydra.launcher.mem_gb=2")
-    own += ("hydra/launcher=submitit_slurm", f"hydra.sweep.dir={tmp_path}/multirun")
+    own += ("hydra/launcher=submitit_slurm",)
+    own += (f"hydra.launcher.submitit_folder={tmp_path}/multirun/%j",)
     cluster.run(sys.executable, "-m", "experiments.train", "-m", *keys, "seed=0,1",
                 "num_steps=6", f"run_dir={tmp_path}", *own)  # fmt: skip
     states = [read_status(run.parent)["state"] for run in tmp_path.glob("disturbed/*/status.json")]
