@@ -1,23 +1,20 @@
-"""The spikes of runs: `python -m analysis.spikes --run DIR [--tensor PATTERN] [--out DIR]`.
+"""The spikes of runs: `python -m analysis.spikes --run DIR [--tensor PATTERN]`.
 
 Prints each loss spike with its onset and the RMS spikes before it, how often loss spikes follow RMS
-spikes for each tensor and by chance, and how this depends on the thresholds. --out writes the
-tables as CSV and a picture of each loss spike. `lowprec/diagnostics/README.md` has the definitions.
+spikes for each tensor and by chance, and how this depends on the thresholds.
+`lowprec/diagnostics/README.md` has the definitions.
 """
 
 import argparse
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from matplotlib.figure import Figure
 
 from analysis import cli, paper
 from analysis.cli import ChoiceError
-from analysis.figures import rms_and_loss
-from analysis.load import Runs, load_runs
+from analysis.load import load_runs
 from analysis.spike_marks import (
     KINDS,
     TENSOR,
@@ -30,30 +27,26 @@ from analysis.spike_marks import (
     sensitivity_table,
     spike_table,
 )
-from analysis.style import COLUMN_WIDTH, style
 from lowprec.diagnostics.spikes import PROTOCOLS, Protocol, largest_rms, relative_rms, rms_spikes
 
 LOCAL_SHIFT = 1000  # steps over which the phase of training stays about the same
-AROUND = 60  # steps drawn on either side of a spike
 NUM_TENSORS = 10  # printed
 
 
-def describe(series: Series, protocol: Protocol, tensor: str) -> tuple[str, dict]:
-    """Text about the spikes of one run, and the tables behind it by name."""
+def describe(series: Series, protocol: Protocol, tensor: str) -> str:
+    """Text about the spikes of one run."""
     num_steps, ignored = len(series.loss), protocol.ignore_steps
     if num_steps <= ignored:
         text = f"{num_steps:,} steps are recorded, and the first {ignored:,} are ignored: nothing "
-        return text + "to look at yet. --ignore-steps N ignores fewer.", {}
+        return text + "to look at yet. --ignore-steps N ignores fewer."
     spikes = spike_table(series, protocol, tensor)
-    tables = {"spikes": spikes, "sensitivity": sensitivity_table(series, protocol, tensor)}
     lines = _summary_lines(series, protocol, tensor, len(spikes))
     if len(spikes):
-        tables["tensors"] = lead_table(series, protocol)
         lines += ["", _text(spikes), "", *_lead_lines(series, protocol, tensor, spikes), ""]
         lines.append("By tensor, the most followed first (each p is for one tensor alone):")
-        lines.append(_text(tables["tensors"].head(NUM_TENSORS)))
+        lines.append(_text(lead_table(series, protocol).head(NUM_TENSORS)))
     lines += ["", "By threshold, one changed at a time (* as above):"]
-    return "\n".join([*lines, _text(tables["sensitivity"])]), tables
+    return "\n".join([*lines, _text(sensitivity_table(series, protocol, tensor))])
 
 
 def _summary_lines(series: Series, protocol: Protocol, tensor: str, num_spikes: int) -> list[str]:
@@ -100,28 +93,12 @@ def _text(table: pd.DataFrame) -> str:
     )
 
 
-def _write(out: Path, tables: dict, runs: Runs, protocol: Protocol, tensor: str) -> None:
-    """Writes the tables of one run, and a picture of loss and RMS_t around each loss spike."""
-    out.mkdir(parents=True, exist_ok=True)
-    for name, table in tables.items():
-        table.to_csv(out / f"{name}.csv", index=False, lineterminator="\n")
-    frame = rms_and_loss.query(runs, protocol, tensor)
-    for step in tables["spikes"]["step"] if len(frame) else ():
-        with style():
-            figure = Figure(layout="constrained", figsize=(COLUMN_WIDTH, 3.4))
-            part = frame[(frame["step"] - step).abs() <= AROUND]
-            rms_and_loss.plot(part, figure.subplots())
-            figure.savefig(out / f"spike_{step}.png")
-    print(f"Wrote {out}")
-
-
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m analysis.spikes", description="Lists the spikes of runs."
     )
     parser.add_argument("--run", required=True, help="a run directory, a folder of runs, or a URL")
     parser.add_argument("--tensor", default=TENSOR, help=f"glob of tensors [{TENSOR}]")
-    parser.add_argument("--out", type=Path, help="folder for tables and pictures")
     parser.add_argument(
         "--protocol", choices=("run", *PROTOCOLS), default="run", help="thresholds [the run's own]"
     )
@@ -147,12 +124,9 @@ def main(arguments: list[str] | None = None) -> int:
             raise ChoiceError(f"no tensor matches {tensor!r}; there are {known}")
         protocol = PROTOCOLS.get(options.protocol) or protocol_of_run(summary)
         protocol = replace(protocol, **given)
-        text, tables = describe(series, protocol, tensor)
+        text = describe(series, protocol, tensor)
         thresholds = " ".join(f"{name}={getattr(protocol, name)}" for name in THRESHOLDS)
         print(f"\n{summary['run']}: {summary['note'] or summary['state']}\n{text}\n\n{thresholds}")
-        if options.out is not None and tables:
-            out = options.out / Path(summary["path"]).resolve().name
-            _write(out, tables, one, protocol, tensor)
     return 0
 
 

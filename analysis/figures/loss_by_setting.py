@@ -73,12 +73,9 @@ def panel_title(head: pd.Series) -> str:
 
 
 def arrange_sweep(heads: pd.DataFrame) -> pd.DataFrame:
-    """Lines by beta2; models that share a panel are named."""
+    """Lines by beta2."""
     labels = curves.with_setting(heads, [f"beta2 = {beta2:g}" for beta2 in heads["beta2"]])
     is_size = heads["key"].iloc[0] == "model.name"
-    if not is_size and heads["model"].nunique() > 1:
-        models = heads["model"].map(style.MODELS).fillna(heads["model"])
-        labels = [f"{model}, {label}" for model, label in zip(models, labels, strict=True)]
     by_size = pd.factorize(heads["value"])[0]  # runs come from small to large models
     heads = heads.assign(label=labels, rank=by_size if is_size else heads["value"])
     return heads.sort_values(["rank", "beta2"], kind="stable")

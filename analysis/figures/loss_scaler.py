@@ -25,7 +25,7 @@ PANELS = {  # column: in print
 }
 LOGARITHMIC = {"loss_scale": 2, "grad_class_embedding": 10, "grad_in_proj": 10}  # column: base
 COLUMNS = (
-    *(*curves.OF_A_RUN, "block", "spike", "is_loss_spike"),
+    *(*curves.OF_A_RUN, "block", "spike"),
     *("step", *PANELS, "skipped_tensors"),
 )
 
@@ -36,20 +36,20 @@ def select(heads: pd.DataFrame) -> pd.DataFrame:
 
 
 def query(runs: Runs) -> pd.DataFrame:
-    """One row per step around the highest loss spike of each run with a loss scaler.
+    """One row per step around the highest loss spike, at step `spike`, of each run with a scaler.
 
-    `spike` is its step; for a run without a loss spike, it is the step of the patch embedding's
-    largest RMS_t after the ignored steps. Unrecorded values are NaN.
+    Runs without a loss spike are left out; unrecorded values are NaN.
     """
     heads = curves.named_heads(runs, ("scaler.name",))
     frames = [pd.DataFrame(columns=list(COLUMNS))]
     scaled = heads[heads["scaler"] != "none"].sort_values("scaler", kind="stable")
     for head in scaled.to_dict("records"):
         alone = runs.only(head["run"])
-        spike, is_loss_spike = _spike(alone, head)
-        if spike is not None:
-            facts = {key: head[key] for key in curves.OF_A_RUN}
-            facts |= {"spike": spike, "is_loss_spike": is_loss_spike}
+        series = spike_marks.read_series(alone, head["run"], spike_marks.TENSOR)
+        spikes = spike_marks.spike_table(series, spike_marks.protocol_of_run(head))
+        if len(spikes):
+            spike = int(spikes.loc[spikes["height"].idxmax(), "step"])
+            facts = {key: head[key] for key in curves.OF_A_RUN} | {"spike": spike}
             frames.append(_around(alone, head, spike).assign(**facts)[list(COLUMNS)])
     return pd.concat(frames[1:] or frames, ignore_index=True)
 
@@ -95,31 +95,17 @@ def caption(frame: pd.DataFrame) -> str:
     """Describes the runs, the steps and what was not recorded."""
     runs = frame.drop_duplicates("run")
     text = (
-        f"{AROUND} steps on either side of a spike in training {curves.of_runs(frame)}. After the "
-        "appendix of arXiv:2304.13013. Orange ticks: steps in which the gradient of some tensor "
-        "was not finite, so that the step (dynamic scaler) or the tensor (fixed) was skipped; such "
-        "values are left out of the lines."
+        f"{AROUND} steps on either side of the highest loss spike of {curves.of_runs(frame)}. "
+        "After the appendix of arXiv:2304.13013. Orange ticks: steps in which the gradient of some "
+        "tensor was not finite, so that the step (dynamic scaler) or the tensor (fixed) was "
+        "skipped; such values are left out of the lines."
     )
     for run in runs.itertuples():
-        kind = "the highest loss spike" if run.is_loss_spike else "no loss spike, the largest RMS_t"
-        text += f" {style.model(run.model)}, {run.scaler} scaler: {kind}, step "
-        text += f"{run.spike:,}."
+        text += f" {style.model(run.model)}, {run.scaler} scaler: step {run.spike:,}."
     missing = [column for column in PANELS if frame[column].isna().all()]
     if missing:
         text += f" Not recorded: {', '.join(missing)}."
     return text + curves.caption_end(runs, crosses=False)
-
-
-def _spike(alone: Runs, head: dict) -> tuple[int | None, bool]:
-    """The step to show, or None if nothing is recorded; and whether it is a loss spike."""
-    protocol = spike_marks.protocol_of_run(head)
-    series = spike_marks.read_series(alone, head["run"], spike_marks.TENSOR)
-    table = spike_marks.spike_table(series, protocol)
-    if len(table):
-        return int(table.loc[table["height"].idxmax(), "step"]), True
-    rms = pd.Series(series.rms_of(spike_marks.TENSOR), index=range(1, len(series.loss) + 1))
-    rms = rms[np.isfinite(rms)].loc[protocol.ignore_steps + 1 :]
-    return (None, False) if rms.empty else (int(rms.idxmax()), False)
 
 
 def _around(alone: Runs, head: dict, spike: int) -> pd.DataFrame:

@@ -12,7 +12,7 @@ from matplotlib.ticker import EngFormatter
 
 from analysis import curves, paper, spike_marks, style
 from analysis.load import Runs
-from lowprec.diagnostics.spikes import Protocol, lag_coincidence
+from lowprec.diagnostics.spikes import lag_coincidence, largest_rms
 
 select = spike_marks.of_adamw
 OTHER, RMS = spike_marks.OTHER, style.RMS
@@ -20,20 +20,19 @@ MARKS = ("step", "loss", "rms", "loss_spike", "rms_spike", "follows")
 COLUMNS = (*curves.OF_A_RUN, *MARKS, *spike_marks.THRESHOLDS)
 
 
-def query(
-    runs: Runs, protocol: Protocol | None = None, tensor: str = spike_marks.TENSOR
-) -> pd.DataFrame:
-    """One row per step of each selected run that recorded RMS_t of the tensor.
+def query(runs: Runs) -> pd.DataFrame:
+    """One row per step of each selected run that recorded RMS_t of the patch embedding.
 
-    `loss_spike` and `rms_spike`: a spike begins here, by the thresholds of the run's own config if
-    no protocol is given; `follows`: a loss spike begins here, after an RMS spike.
+    `loss_spike` and `rms_spike`: a spike begins here, by the thresholds of the run's own config;
+    `follows`: a loss spike begins here, after an RMS spike.
     """
     heads = curves.named_heads(runs, ("optimizer.beta2",))
     heads = heads[heads["run"].isin(select(runs.runs)["run"])]
     frames = []
     for head in heads.to_dict("records"):
-        used = protocol or spike_marks.protocol_of_run(head)
-        steps = spike_marks.mark(spike_marks.read_series(runs, head["run"], tensor), used, tensor)
+        used = spike_marks.protocol_of_run(head)
+        series = spike_marks.read_series(runs, head["run"], spike_marks.TENSOR)
+        steps = spike_marks.mark(series, used, spike_marks.TENSOR)
         if steps["rms"].notna().any():
             kept = {name: head[name] for name in curves.OF_A_RUN}
             frames.append(steps[list(MARKS)].assign(**kept, **asdict(used)))
@@ -110,8 +109,10 @@ def caption(frame: pd.DataFrame) -> str:
 def _counts(run: pd.DataFrame) -> str:
     if not run["loss_spike"].any():
         return f"no loss spike, {run['rms_spike'].sum()} RMS spikes"
-    marks = run["loss_spike"].to_numpy(), run["rms_spike"].to_numpy()
     protocol = spike_marks.protocols(run)[0]
+    if largest_rms(run["beta2"].iloc[0]) < protocol.rms_threshold:
+        return f"{run['loss_spike'].sum()} loss spikes; RMS_t cannot reach the threshold"
+    marks = run["loss_spike"].to_numpy(), run["rms_spike"].to_numpy()
     counts = lag_coincidence(*marks, protocol)
     return (
         f"{counts.num_following} of {counts.num_loss_spikes} loss spikes follow an RMS spike (of "

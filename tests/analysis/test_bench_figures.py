@@ -222,13 +222,6 @@ def test_figure_of_lines_names_its_files_with_their_digests(tmp_path):
     assert np.isfinite(pd.read_csv(out / "quantize_share.csv")["value"]).all()
 
 
-def test_no_lines_are_an_error_that_names_the_commands(tmp_path, capsys):
-    for slug, commands in (("op_profile", ["ops"]), ("end_to_end_speed", ["model"])):
-        assert make.main([slug, "--runs", str(tmp_path), "--out", str(tmp_path)]) == 2
-        errors = capsys.readouterr().err
-        assert all(f"python -m experiments.benchmarks {name}" in errors for name in commands)
-
-
 def test_every_method_has_its_own_color():
     optimizers = [color for *_, color in style.OPTIMIZERS.values()]
     precisions = [color for name, (_, color) in style.PRECISIONS.items() if name != "bf16"]

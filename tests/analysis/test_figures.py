@@ -55,33 +55,20 @@ def test_smooth_leaves_a_gap_around_a_non_finite_loss_and_goes_on(bad):
     assert smoothed[8:12].isna().all() and (smoothed[13:28] == 1).all()
 
 
-@pytest.mark.parametrize(("steps", "width"), [(20000, 40), (400, 40), (200, 20), (5, 1)])
-def test_smoothing_width_is_at_most_a_tenth_of_the_run(steps, width):
-    assert style.smoothing_width(steps) == width
-
-
-def test_the_frame_holds_every_step_and_its_smoothed_loss(make_run, tmp_path):
-    make_run(optimizer="adamw", num_steps=200)
-    make_run(optimizer="stable_adamw", num_steps=200)
+def test_lines_are_every_step_and_its_smoothed_loss(make_run, tmp_path):
+    for optimizer in ("adamw", "stable_adamw"):
+        make_run(optimizer=optimizer, num_steps=200)
     runs = load_runs(tmp_path / "runs")
     frame = loss_curves.query(runs)
     assert tuple(frame.columns) == loss_curves.COLUMNS
-    assert frame.groupby("run")["step"].apply(list).tolist() == [list(range(1, 201))] * 2
-    for _, part in frame.groupby("run"):
-        raw = runs.metrics.loc[runs.metrics["run"] == part["run"].iloc[0], "loss"]
-        assert part["loss"].tolist() == raw.tolist()
-        expected = style.smooth(raw, 20)
-        np.testing.assert_array_equal(part["loss_smoothed"].to_numpy(), expected.to_numpy())
-
-
-def test_lines_are_the_numbers_of_the_frame(make_run, tmp_path):
-    make_run(optimizer="adamw", num_steps=200)
-    frame = loss_curves.query(load_runs(tmp_path / "runs"))
     (ax,) = drawn(loss_curves, frame)
-    raw, smoothed = ax.get_lines()
-    np.testing.assert_array_equal(raw.get_ydata(), frame["loss"])
-    np.testing.assert_array_equal(smoothed.get_ydata(), frame["loss_smoothed"])
-    assert smoothed.get_color() == style.color("bf16", "adamw")
+    for i, (run, part) in enumerate(frame.groupby("run", sort=False)):
+        assert part["step"].tolist() == list(range(1, 201))
+        recorded = runs.metrics.loc[runs.metrics["run"] == run, "loss"]
+        raw, smoothed = ax.get_lines()[2 * i : 2 * i + 2]
+        np.testing.assert_array_equal(raw.get_ydata(), recorded)
+        np.testing.assert_array_equal(smoothed.get_ydata(), style.smooth(recorded, 20))
+        assert smoothed.get_color() == style.color("bf16", part["optimizer"].iloc[0])
 
 
 def test_a_diverged_run_ends_in_a_cross_and_does_not_stretch_the_axis(make_run, tmp_path):
@@ -98,9 +85,8 @@ def test_a_diverged_run_ends_in_a_cross_and_does_not_stretch_the_axis(make_run, 
     assert "diverged at step 120" in loss_curves.caption(frame)
 
 
-@pytest.mark.parametrize("state", ["running", "failed"])
-def test_an_incomplete_run_says_so_in_legend_and_caption(make_run, state):
-    frame = loss_curves.query(load_runs(make_run(num_steps=2000, steps=1300, state=state)))
+def test_an_incomplete_run_says_so_in_legend_and_caption(make_run):
+    frame = loss_curves.query(load_runs(make_run(num_steps=2000, steps=1300, state="failed")))
     (ax,) = drawn(loss_curves, frame)[:1]
     assert legend(ax) == ["bf16, AdamW (incomplete: 1,300 of 2,000 steps)"]
     assert "(incomplete: 1,300 of 2,000 steps)" in loss_curves.caption(frame)
@@ -205,17 +191,6 @@ def test_sweep_has_a_panel_per_value_and_a_line_per_beta2_in_order(
         assert colors == [style.beta2_color(0.9), style.beta2_color(0.99)]
 
 
-@pytest.mark.parametrize(
-    "figure", [spikes_vs_size, update_clipping], ids=["spikes_vs_size", "update_clipping"]
-)
-def test_run_with_a_damaged_config_is_left_out(make_run, query, figure):
-    damaged = make_run(num_steps=60)
-    (damaged / "config.yaml").write_text("{")
-    assert query(figure).empty
-    kept = make_run(num_steps=60, seed=1)
-    assert query(figure)["run"].unique().tolist() == [kept.name]
-
-
 def test_a_schedule_of_beta2_is_dashed_and_named_with_its_last_value(make_run, query):
     for decay in (0.65, None, 0.5):
         make_run(num_steps=100, optimizer="stable_adamw", beta2=0.98, beta2_decay=decay)
@@ -313,13 +288,6 @@ def test_features_are_those_of_the_vision_tower_at_the_first_and_last_record(rec
     assert shown["last"].to_dict() == {0: 200, 1: 400, 2: 600, 3: 800}
 
 
-def test_a_running_run_shows_the_last_features_there_are(record, tmp_path):
-    record(state="running", steps=120)
-    frame = feature_magnitude.query(load_runs(tmp_path / "runs"))
-    assert frame["step"].unique().tolist() == [50, 100]
-    assert "(incomplete: 120 of 200 steps)" in feature_magnitude.caption(frame)
-
-
 def test_gradients_are_of_the_last_product_of_the_shown_blocks(record, tmp_path):
     record()
     frame = gradient_magnitude.query(load_runs(tmp_path / "runs"))
@@ -331,15 +299,6 @@ def test_gradients_are_of_the_last_product_of_the_shown_blocks(record, tmp_path)
     assert np.isnan(norms.loc[20, 0])  # infinite: a gap
     largest = frame[frame["statistic"] == "grad_abs_max"]
     assert sorted(largest["step"].unique()) == [100, 200]
-
-
-@pytest.mark.parametrize(
-    ("depth", "blocks"),
-    [(32, [0, 10, 20, 30]), (12, [0, 3, 7, 11]), (4, [0, 1, 2, 3]), (1, [0]), (np.nan, [0])],
-)
-def test_shown_blocks_are_as_deep_as_those_of_the_paper(depth, blocks):
-    shown = paper.blocks_at_paper_depths(depth)
-    assert all(abs(a - b) <= 1 for a, b in zip(shown, blocks, strict=True)) and shown[0] == 0
 
 
 def test_runs_without_a_record_of_blocks_are_left_out(make_run, query):
