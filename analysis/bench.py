@@ -10,7 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from analysis import paper, style
-from analysis.load import NoRunsError, as_path
+from analysis.load import NoRunsError
+from analysis.run_files import as_path
 from lowprec.runs.read import read_rows
 
 QUANTIZE = ("quantize_x", "quantize_g", "quantize_w")

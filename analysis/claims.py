@@ -15,7 +15,8 @@ from pathlib import Path
 
 from analysis import judges, paper, style
 from analysis.evidence import MARGINS, NO_RUNS, UNDECIDED, Evidence, Finding, equal, larger
-from analysis.load import NoRunsError, as_path
+from analysis.load import NoRunsError
+from analysis.run_files import as_path
 
 BOTH = {"paper": ", ViT-H/14", "mini": ", mini scale"}  # scale: end of the statement
 

@@ -10,7 +10,7 @@ from collections.abc import Collection
 import numpy as np
 import pandas as pd
 
-from analysis.load import flatten
+from analysis.run_files import flatten
 from lowprec.config.schema import LEGAL_SCALERS, Config
 from lowprec.runs.identity import identity
 

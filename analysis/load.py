@@ -7,32 +7,24 @@ table is first accessed.
 
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
-from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
-import pyarrow as pa
-import pyarrow.parquet as pq
-import yaml
-from upath import UPath
 
-from lowprec.config.schema import Config, PrecisionConfig, SpikeConfig
-from lowprec.runs.identity import to_dict
-from lowprec.runs.read import ENDED, STATES, TABLES, find_runs, read_status, read_tensors, scan_rows
+from analysis.run_files import (
+    UNREADABLE,
+    as_path,
+    compare_steps,
+    read_metrics,
+    read_row_file,
+    read_summary,
+    read_tensor_columns,
+)
+from lowprec.runs.read import ENDED, find_runs
 
 ROW_FILES = ("metrics", "timing", "events")
 EXPERIMENTS = Path(__file__).parents[1] / "conf" / "experiment"
-PRECISION = ("precision.autocast", "precision.recipe")
-TEXTS = ("experiment", "scale", "model.name", "optimizer.name", *PRECISION)
-NUMBERS = (  # tables and figures calculate with these, and group by the texts
-    *("seed", "num_steps", "batch_size", "model.vision_layers"),
-    *("optimizer.lr", "optimizer.beta2", "optimizer.beta2_decay"),
-    *(f"diagnostics.spikes.{name.name}" for name in fields(SpikeConfig) if name.name != "protocol"),
-)
-_YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class NoRunsError(LookupError):
@@ -76,6 +68,7 @@ class Runs:
                 reached = rows[-1]["step"] if rows else 0
                 parts.append(f"{summary['state']}: {reached}{of_total} steps")
             parts += [note for name in ROW_FILES for note in self._rows[name][i][1]]
+            parts += compare_steps(summary, [row["step"] for row in self._rows["metrics"][i][0]])
             notes.append("; ".join(filter(None, parts)))
         return self.summaries.assign(note=notes)
 
@@ -104,7 +97,7 @@ class Runs:
         for summary in self.summaries.to_dict("records"):
             try:
                 frame, names = read_tensor_columns(summary, pattern, stat)
-            except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
+            except UNREADABLE as error:
                 warnings.warn(f"{summary['path']}: tensors left out: {error}", stacklevel=2)
                 continue
             known.update(names)
@@ -176,174 +169,8 @@ def command(experiment: str, scale: str | None = None) -> str:
     return f"python -m experiments.train -m experiment={name}"
 
 
-def as_path(address: Path | str) -> Path:
-    """A file or folder by its path, or by a URL that fsspec can open (`s3://bucket/runs`)."""
-    return UPath(address) if "://" in str(address) else Path(address)
-
-
-def flatten(config: dict, prefix: str = "") -> dict:
-    """Nested config as dotted keys; lists become tuples, so that runs can be grouped by them."""
-    flat = {}
-    for name, value in config.items():
-        if isinstance(value, dict):
-            flat.update(flatten(value, f"{prefix}{name}."))
-        else:
-            flat[prefix + name] = tuple(value) if isinstance(value, list) else value
-    return flat
-
-
-DEFAULTS = flatten(to_dict(Config()))
-
-
-def read_summary(run: Path) -> dict:
-    """The status and flat config of a run, and a note on damage.
-
-    Keys that did not exist when the run was made have their defaults. `gpu` names all kinds that
-    the run used; `data.digest` and `init.digest` are of what its newest attempt read, or "".
-    """
-    notes = []
-    try:
-        status = read_status(run)
-        status = {name: status[name] for name in ("state", "step", "reason")}
-        if status["state"] not in STATES or type(status["step"]) is not int:
-            raise ValueError
-    except (OSError, ValueError, TypeError, LookupError, RecursionError):
-        status = {"state": "unknown", "step": 0, "reason": ""}
-        notes.append("status.json is damaged")
-    config, fault = _read_config(run)
-    notes += [fault] if fault else []
-    if status["state"] in ENDED and status["step"] and config.get("diagnostics.statistics"):
-        has_streams = any((run / "tensors").glob("*.arrows"))  # which can replace the file
-        if not has_streams and not (run / "tensors.parquet").exists():
-            notes.append("tensors.parquet is missing")
-    attempts, _ = read_row_file({"path": run}, "attempts")
-    sources = [row["sources"] for row in attempts if isinstance(row.get("sources"), dict)]
-    newest = sources[-1] if sources else {}
-    name = run.resolve().name
-    return {
-        "run": name,
-        "digest": name.rpartition("-")[2],
-        "path": str(run),
-        **status,
-        "note": "; ".join(notes),
-        "data.digest": str(newest.get("data") or "")[:10],
-        "init.digest": str(newest.get("init_from") or "")[:10],
-        "gpu": " and ".join(sorted({str(row["gpu"]) for row in attempts if row.get("gpu")})),
-        **config,
-    }
-
-
-def read_row_file(summary: dict, name: str) -> tuple[list[dict], list[str]]:
-    """Undamaged rows of a .jsonl file of a run, and a note on the damaged lines."""
-    path = as_path(summary["path"]) / f"{name}.jsonl"
-    try:
-        rows, faults = scan_rows(path)
-    except OSError as error:
-        return [], [f"{path.name} cannot be read: {error.strerror or error}"]
-    more = f", and {len(faults) - 1} more" if len(faults) > 1 else ""
-    return rows, [f"{path.name}: {fault.removeprefix(f'{path}, ')}{more}" for fault in faults[:1]]
-
-
-def read_metrics(summary: dict) -> tuple[list[dict], list[str]]:
-    """One row per step in order, and notes on damaged lines and on repeated and missing steps.
-
-    If a step has several rows, the last one counts: a later attempt wrote it.
-    """
-    rows, notes = read_row_file(summary, "metrics")
-    valid = [row for row in rows if _is_step_row(row, summary.get("num_steps", np.nan))]
-    by_step = {row["step"]: row for row in valid}
-    steps = sorted(by_step)
-    last = summary["step"] if summary["state"] in ENDED else 0
-    missing = max(last, *steps[-1:], 0) - len(steps)
-    first = next((n for n, step in enumerate(steps, 1) if n != step), len(steps) + 1)
-    for count, text in (
-        (len(rows) - len(valid), "lines are not rows of a step"),
-        (len(valid) - len(steps), "rows repeat a step"),
-        (missing, f"steps are missing, first {first}"),
-    ):
-        notes += [f"metrics.jsonl: {count} {text}"] if count else []
-    return [by_step[step] for step in steps], notes
-
-
-def read_tensor_columns(summary: dict, pattern: str, stat: str) -> tuple[pd.DataFrame, list[str]]:
-    """Column `step` and the matching tensors of a run, and all recorded `<statistic>/<tensor>`.
-
-    Each statistic belongs to one of the run's tables; an unknown one gives no columns. A parquet
-    file is the copy made when a run ended: the streams of a run that continued since then hold
-    more, and they replace a parquet file that cannot be read.
-    """
-    run, known = as_path(summary["path"]), []
-    for table in TABLES:
-        has_streams = any((run / table).glob("*.arrows"))
-        try:
-            if has_streams and summary["state"] not in ENDED:
-                raise FileNotFoundError  # the copy, if there is one, is older than the streams
-            frame, names = _read_parquet(run / f"{table}.parquet", pattern, stat)
-        except (pa.ArrowException, OSError) as error:
-            if not has_streams and not isinstance(error, FileNotFoundError):
-                raise
-            frame, names = _read_streams(run, table, pattern, stat)
-        known += names
-        if any(name.startswith(f"{stat}/") for name in names):
-            return frame, known
-    return pd.DataFrame(), known
-
-
 def _experiments(summaries: pd.DataFrame) -> str:
     """`loss_curves (demo, paper), fp8_fixes (mini)`."""
     experiments = summaries["experiment"].fillna("(no experiment)")
     scales = summaries["scale"].fillna("unknown scale").groupby(experiments).unique()
     return ", ".join(f"{name} ({', '.join(sorted(each))})" for name, each in scales.items())
-
-
-def _read_config(run: Path) -> tuple[dict, str]:
-    """The flat config and what is wrong with it; a damaged one is replaced by its folder's name."""
-    fault = "config.yaml is damaged"
-    try:
-        written = flatten(yaml.load((run / "config.yaml").read_text(), _YAML))
-        config = DEFAULTS | written
-        wrong = [key for key in (*TEXTS, *NUMBERS) if not _is_of_its_type(key, config[key])]
-        if all(key in written for key in TEXTS) and not wrong:
-            label = PrecisionConfig(*(config[key] for key in PRECISION)).label
-            return {**config, "precision.label": label}, ""
-        fault += "".join(f": {key}={config[key]!r}" for key in wrong[:1])
-    except (OSError, ValueError, AttributeError, TypeError, RecursionError, yaml.YAMLError):
-        pass
-    return {"experiment": run.resolve().parent.name, "scale": None}, fault
-
-
-def _is_of_its_type(key: str, value: object) -> bool:
-    if value is None:
-        return DEFAULTS[key] is None
-    return isinstance(value, str if key in TEXTS else int | float) and not isinstance(value, bool)
-
-
-def _is_step_row(row: dict, num_steps: float) -> bool:
-    step = row.get("step")
-    in_range = type(step) is int and step >= 1 and not step > num_steps
-    return in_range and all(type(value) in (int, float) for value in row.values())
-
-
-def _read_parquet(path: Path, pattern: str, stat: str) -> tuple[pd.DataFrame, list[str]]:
-    """Reads the footer, which lists thousands of columns, once, and then the matching columns."""
-    # without a cache only the requested bytes come over the network
-    source = path if isinstance(path, Path) else path.open("rb", cache_type="none")
-    with pq.ParquetFile(source, pre_buffer=True) as file:
-        names = [name for name in file.schema_arrow.names if name != "step"]
-        matching = [name for name in names if fnmatchcase(name, f"{stat}/{pattern}")]
-        frame = file.read(columns=["step", *matching], use_threads=False).to_pandas()
-    return frame.rename(columns=lambda name: name.removeprefix(f"{stat}/")), names
-
-
-def _read_streams(run: Path, table: str, pattern: str, stat: str) -> tuple[pd.DataFrame, list[str]]:
-    frames, tensors, columns, known = [], None, [], {}
-    for steps, statistics, names in read_tensors(run, table):
-        if names != tensors:  # another attempt; matching at every flush would be slow
-            tensors = names
-            columns = [i for i, name in enumerate(names) if fnmatchcase(name, pattern)]
-            known |= {f"{statistic}/{name}": None for statistic in statistics for name in names}
-        if stat in statistics and columns:
-            values = statistics[stat][:, columns]
-            frames.append(pd.DataFrame(values, steps, [names[i] for i in columns]))
-    frame = pd.concat(frames).rename_axis("step").reset_index() if frames else pd.DataFrame()
-    return frame, list(known)

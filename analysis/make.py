@@ -23,7 +23,8 @@ from matplotlib.figure import Figure
 from analysis import claims, cli, figures, study
 from analysis.bench import load_lines
 from analysis.cli import ChoiceError
-from analysis.load import NoRunsError, Runs, as_path, command, load_runs
+from analysis.load import NoRunsError, Runs, command, load_runs
+from analysis.run_files import as_path
 from analysis.style import style
 from lowprec.nearest import nearest
 from lowprec.runs.environment import commit, package_version

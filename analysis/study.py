@@ -8,7 +8,8 @@ import functools
 import pandas as pd
 
 from analysis.comparison import short, written
-from analysis.load import EXPERIMENTS, flatten
+from analysis.load import EXPERIMENTS
+from analysis.run_files import flatten
 from lowprec.config.compose import compose_study
 from lowprec.config.schema import PrecisionConfig
 from lowprec.runs.read import ENDED

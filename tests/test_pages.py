@@ -14,7 +14,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from analysis.bench import load_lines, newest
-from analysis.load import flatten
+from analysis.run_files import flatten
 from lowprec.config.compose import CONF, defaults
 from lowprec.config.schema import Config
 from lowprec.data.shapes import render_shapes

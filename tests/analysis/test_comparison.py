@@ -6,7 +6,7 @@ import pytest
 
 from analysis import comparison, evidence, load_runs
 from analysis.curves import name_methods
-from analysis.load import DEFAULTS, flatten
+from analysis.run_files import DEFAULTS, flatten
 from lowprec.config.schema import Config
 from lowprec.runs.identity import identity
 

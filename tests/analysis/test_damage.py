@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from analysis import load_runs, make
-from analysis.load import read_metrics
+from analysis.run_files import read_metrics
 from lowprec.config.schema import DiagnosticsConfig
 
 STEPS = 12
@@ -156,4 +156,5 @@ def test_missing_tensors_of_an_ended_run_are_named(make_run):
     for missing in (lambda: shutil.rmtree(run / "tensors"), (run / "tensors.parquet").unlink):
         assert set(load_runs(run.parent).runs["note"]) == {""}
         missing()
-    assert set(load_runs(run.parent).runs["note"]) == {"", "tensors.parquet is missing"}
+    note = f"tensors: {STEPS} steps are missing, first 1"
+    assert set(load_runs(run.parent).runs["note"]) == {"", note}

@@ -1,0 +1,247 @@
+"""Reads the files of one run, and notes what is damaged or missing.
+
+Nothing in a run directory makes a reader fail, wait or take more memory than the run's steps need:
+a file that cannot be read is left out and named in the run's note.
+"""
+
+from dataclasses import fields
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml
+from upath import UPath
+
+from lowprec.config.schema import Config, PrecisionConfig, SpikeConfig
+from lowprec.runs.identity import to_dict
+from lowprec.runs.read import (
+    ENDED,
+    STATES,
+    TABLES,
+    RecordFileError,
+    read_file,
+    read_status,
+    read_tensors,
+    scan_rows,
+)
+
+TYPES = {"timing": {"attempt": int, "wall_s": float, "images_per_s": float, "data_wait": float}}
+MAX_STEPS = 10**8
+MAX_KEYS = 10_000  # of a config
+NUMERIC = (pa.int64(), pa.int32(), pa.float32(), pa.float64())
+UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError, TypeError)
+PRECISION = ("precision.autocast", "precision.recipe")
+TEXTS = ("experiment", "scale", "model.name", "optimizer.name", *PRECISION)
+NUMBERS = (  # tables and figures calculate with these, and group by the texts
+    *("seed", "num_steps", "batch_size", "model.vision_layers"),
+    *("optimizer.lr", "optimizer.beta2", "optimizer.beta2_decay"),
+    *(f"diagnostics.spikes.{name.name}" for name in fields(SpikeConfig) if name.name != "protocol"),
+)
+_YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def as_path(address: Path | str) -> Path:
+    """A file or folder by its path, or by a URL that fsspec can open (`s3://bucket/runs`)."""
+    return UPath(address) if "://" in str(address) else Path(address)
+
+
+def flatten(config: dict, prefix: str = "") -> dict:
+    """Nested config as dotted keys; lists become tuples, so that runs can be grouped by them.
+
+    Raises ValueError for more than MAX_KEYS: aliases in YAML can nest one group in itself.
+    """
+    flat = {}
+    for name, value in config.items():
+        if isinstance(value, dict):
+            flat.update(flatten(value, f"{prefix}{name}."))
+        else:
+            flat[f"{prefix}{name}"] = tuple(value) if isinstance(value, list) else value
+        if len(flat) > MAX_KEYS:
+            raise ValueError(f"more than {MAX_KEYS:,} keys")
+    return flat
+
+
+DEFAULTS = flatten(to_dict(Config()))
+
+
+def read_summary(run: Path) -> dict:
+    """The status and flat config of a run, and a note on damage.
+
+    Keys that did not exist when the run was made have their defaults. `gpu` names all kinds that
+    the run used; `data.digest` and `init.digest` are of what its newest attempt read, or "".
+    """
+    notes = []
+    try:
+        status = read_status(run)
+        status = {name: status[name] for name in ("state", "step", "reason")}
+        if status["state"] not in STATES or not 0 <= status["step"] <= MAX_STEPS:
+            raise ValueError
+    except (OSError, ValueError, LookupError):
+        status = {"state": "unknown", "step": 0, "reason": ""}
+        notes.append("status.json is damaged")
+    config, fault = _read_config(run)
+    notes += [fault] if fault else []
+    attempts, _ = read_row_file({"path": run}, "attempts")
+    sources = [row["sources"] for row in attempts if isinstance(row.get("sources"), dict)]
+    newest = sources[-1] if sources else {}
+    name = run.resolve().name
+    return {
+        "run": name,
+        "digest": name.rpartition("-")[2],
+        "path": str(run),
+        **status,
+        "note": "; ".join(notes),
+        "data.digest": str(newest.get("data") or "")[:10],
+        "init.digest": str(newest.get("init_from") or "")[:10],
+        "gpu": " and ".join(sorted({str(row["gpu"]) for row in attempts if row.get("gpu")})),
+        **config,
+    }
+
+
+def read_row_file(summary: dict, name: str) -> tuple[list[dict], list[str]]:
+    """Undamaged rows of a .jsonl file of a run, and a note on the damaged lines."""
+    path = as_path(summary["path"]) / f"{name}.jsonl"
+    rows, faults = scan_rows(path, TYPES.get(name))
+    more = f", and {len(faults) - 1} more" if len(faults) > 1 else ""
+    return rows, [f"{path.name}: {fault.removeprefix(f'{path}, ')}{more}" for fault in faults[:1]]
+
+
+def read_metrics(summary: dict) -> tuple[list[dict], list[str]]:
+    """One row per step in order, and notes on damaged lines and on repeated and missing steps.
+
+    If a step has several rows, the last one counts: a later attempt wrote it.
+    """
+    rows, notes = read_row_file(summary, "metrics")
+    valid = [row for row in rows if _is_step_row(row, summary.get("num_steps", np.nan))]
+    by_step = {row["step"]: row for row in valid}
+    steps = sorted(by_step)
+    last = summary["step"] if summary["state"] in ENDED else 0
+    missing = max(last, *steps[-1:], 0) - len(steps)
+    first = next((n for n, step in enumerate(steps, 1) if n != step), len(steps) + 1)
+    for count, text in (
+        (len(rows) - len(valid), "lines are not rows of a step"),
+        (len(valid) - len(steps), "rows repeat a step"),
+        (missing, f"steps are missing, first {first}"),
+    ):
+        notes += [f"metrics.jsonl: {count} {text}"] if count else []
+    return [by_step[step] for step in steps], notes
+
+
+def compare_steps(summary: dict, steps: list[int]) -> list[str]:
+    """A note if the tensors of a run lack `steps`, those of its metrics, or cannot be read.
+
+    The last flush of a run that has not ended may be incomplete.
+    """
+    steps = steps if summary["state"] in ENDED else steps[: -int(summary.get("log_every") or 1)]
+    if not summary.get("diagnostics.statistics") or not steps:
+        return []
+    try:
+        recorded = _read_table(summary, "tensors", "", "")[0].get("step", [])
+    except UNREADABLE as error:
+        return [f"tensors cannot be read: {error}"]
+    every = summary["diagnostics.every"]
+    expected = {step for step in steps if step == 1 or step % every == 0}
+    lacking = sorted(expected.difference(recorded))
+    return [f"tensors: {len(lacking)} steps are missing, first {lacking[0]}"] if lacking else []
+
+
+def read_tensor_columns(summary: dict, pattern: str, stat: str) -> tuple[pd.DataFrame, list[str]]:
+    """Column `step` and the matching tensors of a run, and all recorded `<statistic>/<tensor>`.
+
+    Each statistic belongs to one of the run's tables; an unknown one gives no columns.
+    """
+    known = []
+    for table in TABLES:
+        frame, names = _read_table(summary, table, pattern, stat)
+        known += names
+        if any(name.startswith(f"{stat}/") for name in names):
+            return frame, known
+    return pd.DataFrame(), known
+
+
+def _read_config(run: Path) -> tuple[dict, str]:
+    """The flat config and what is wrong with it; a damaged one is replaced by its folder's name."""
+    fault = "config.yaml is damaged"
+    try:
+        written = flatten(yaml.load(read_file(run / "config.yaml"), _YAML))
+        config = DEFAULTS | written
+        wrong = [key for key in (*TEXTS, *NUMBERS) if not _is_of_its_type(key, config[key])]
+        if all(key in written for key in TEXTS) and not wrong:
+            label = PrecisionConfig(*(config[key] for key in PRECISION)).label
+            return {**config, "precision.label": label}, ""
+        fault += "".join(f": {key}={config[key]!r}" for key in wrong[:1])
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError, yaml.YAMLError):
+        pass
+    return {"experiment": run.resolve().parent.name, "scale": None}, fault
+
+
+def _is_of_its_type(key: str, value: object) -> bool:
+    if value is None:
+        return DEFAULTS[key] is None
+    if key in TEXTS:
+        return isinstance(value, str)
+    return type(value) in (int, float) and abs(value) < 1e12
+
+
+def _is_step_row(row: dict, num_steps: float) -> bool:
+    step = row.get("step")
+    in_range = type(step) is int and 1 <= step <= MAX_STEPS and not step > num_steps
+    return in_range and all(
+        type(value) is float or type(value) is int and abs(value) < 2**63 for value in row.values()
+    )
+
+
+def _read_table(
+    summary: dict, table: str, pattern: str, stat: str
+) -> tuple[pd.DataFrame, list[str]]:
+    """Column `step` and the matching columns of one table, and the names of all its columns.
+
+    A parquet file is the copy made when a run ended: the streams of a run that continued since then
+    hold more, and they replace a parquet file that cannot be read.
+    """
+    run = as_path(summary["path"])
+    path, has_streams = run / f"{table}.parquet", any((run / table).glob("*.arrows"))
+    if path.exists() and (summary["state"] in ENDED or not has_streams):
+        try:
+            return _read_parquet(path, summary.get("num_steps"), pattern, stat)
+        except UNREADABLE:
+            if not has_streams:
+                raise
+    return _read_streams(run, table, pattern, stat)
+
+
+def _read_parquet(
+    path: Path, num_steps: float | None, pattern: str, stat: str
+) -> tuple[pd.DataFrame, list[str]]:
+    """Reads the footer, which lists thousands of columns, once, and then the matching columns."""
+    if not path.is_file():
+        raise RecordFileError(f"{path} is not a regular file")
+    # without a cache only the requested bytes come over the network
+    source = path if isinstance(path, Path) else path.open("rb", cache_type="none")
+    with pq.ParquetFile(source, pre_buffer=True) as file:
+        names = [name for name in file.schema_arrow.names if name != "step"]
+        columns = ["step", *(n for n in names if fnmatchcase(n, f"{stat}/{pattern}"))]
+        limit = MAX_STEPS if pd.isna(num_steps) else int(num_steps)
+        if file.metadata.num_rows > limit:
+            raise RecordFileError(f"{path} has {file.metadata.num_rows:,} rows, {limit:,} at most")
+        nested = [n for n in columns if file.schema_arrow.field(n).type not in NUMERIC]
+        if nested:
+            raise RecordFileError(f"{path}: column {nested[0]} holds no numbers")
+        frame = file.read(columns=columns, use_threads=False).to_pandas()
+    return frame.rename(columns=lambda name: name.removeprefix(f"{stat}/")), names
+
+
+def _read_streams(run: Path, table: str, pattern: str, stat: str) -> tuple[pd.DataFrame, list[str]]:
+    frames, tensors, columns, known = [], None, [], {}
+    for steps, statistics, names in read_tensors(run, table):
+        if names != tensors:  # another attempt; matching at every flush would be slow
+            tensors = names
+            columns = [i for i, name in enumerate(names) if fnmatchcase(name, pattern)]
+            known |= {f"{statistic}/{name}": None for statistic in statistics for name in names}
+        values = statistics.get(stat, np.empty((len(steps), len(names))))[:, columns]
+        frames.append(pd.DataFrame(values, steps, [names[i] for i in columns]))
+    frame = pd.concat(frames).rename_axis("step").reset_index() if frames else pd.DataFrame()
+    return frame, list(known)
