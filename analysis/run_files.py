@@ -36,7 +36,7 @@ UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError, TypeError)
 PRECISION = ("precision.autocast", "precision.recipe")
 TEXTS = ("experiment", "scale", "model.name", "optimizer.name", *PRECISION)
 NUMBERS = (  # tables and figures calculate with these, and group by the texts
-    *("seed", "num_steps", "batch_size", "model.vision_layers"),
+    *("seed", "num_steps", "batch_size", "model.vision_layers", "log_every", "diagnostics.every"),
     *("optimizer.lr", "optimizer.beta2", "optimizer.beta2_decay"),
     *(f"diagnostics.spikes.{name.name}" for name in fields(SpikeConfig) if name.name != "protocol"),
 )
@@ -135,14 +135,14 @@ def compare_steps(summary: dict, steps: list[int]) -> list[str]:
 
     The last flush of a run that has not ended may be incomplete.
     """
-    steps = steps if summary["state"] in ENDED else steps[: -int(summary.get("log_every") or 1)]
-    if not summary.get("diagnostics.statistics") or not steps:
+    every = summary.get("diagnostics.every")
+    if pd.isna(every) or not summary["diagnostics.statistics"]:  # damaged config, or not recorded
         return []
+    steps = steps if summary["state"] in ENDED else steps[: -int(summary["log_every"])]
     try:
         recorded = _read_table(summary, "tensors", "", "")[0].get("step", [])
     except UNREADABLE as error:
         return [f"tensors cannot be read: {error}"]
-    every = summary["diagnostics.every"]
     expected = {step for step in steps if step == 1 or step % every == 0}
     lacking = sorted(expected.difference(recorded))
     return [f"tensors: {len(lacking)} steps are missing, first {lacking[0]}"] if lacking else []
