@@ -164,11 +164,11 @@ def _index_shard(job: tuple[str, Path, bytes | None]) -> tuple | str:
     stamp = _stamp(source)
     try:
         table, digest = index_tar(source)
-    except ValueError as error:
+        entry = (*stamp, len(table), digest.encode())
+        if promised in (None, digest.encode()):
+            durable.replace(file, sealed(np.array(entry, ENTRY), table))
+    except (ValueError, durable.DiskError) as error:
         return str(error)
-    entry = (*stamp, len(table), digest.encode())
-    if promised in (None, digest.encode()):
-        durable.replace(file, sealed(np.array(entry, ENTRY), table))
     return entry
 
 
@@ -195,6 +195,8 @@ def index_tar(path: str) -> tuple[np.ndarray, str]:
     """
     if path.endswith("gz"):
         raise ValueError(f"{path} is compressed and has no offsets: gunzip it, or use data=stream")
+    if not os.path.isfile(path):
+        raise ValueError(f"{path} is not a file")
     digest = hashlib.sha256()
     rows: list[tuple] = []
     parts: dict[str, tuple[int, int, bytes]] = {}  # kind: place, and the bytes of a label
@@ -209,7 +211,7 @@ def index_tar(path: str) -> tuple[np.ndarray, str]:
                 name = f"{key}.{kind} {member.size}\n"
                 digest.update(name.encode("utf-8", "surrogateescape") + data)
                 parts[kind] = member.offset_data, member.size, data if kind == "cls" else b""
-    except (tarfile.TarError, ValueError, LookupError) as error:  # the last two: a pax header
+    except (tarfile.TarError, ValueError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error

@@ -8,8 +8,10 @@ import contextlib
 import ctypes
 import io
 import math
+import mmap
 import multiprocessing
 import os
+import re
 import signal
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,15 +26,19 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lowprec.data.order import AUGMENTATION, REPLACEMENT, SampleOrder, random_words
-from lowprec.data.shards import Shards
+from lowprec.data.shards import ShardError, Shards
 from lowprec.data.tar import IMAGES
 
 STOPPING = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR2}  # the training process handles these
 PRCTL, PR_SET_PDEATHSIG = ctypes.CDLL(None).prctl, 1
+SILENT_S = 300  # a worker that takes longer for a batch ends the run
+NOTE = 256  # bytes of a worker's note
 REPLACEMENTS = 100  # tries to find a readable sample for one position
 BOMBS = (Image.DecompressionBombError, Image.DecompressionBombWarning)
 BAD_IMAGE = (OSError, ValueError, SyntaxError, *BOMBS)
 warnings.simplefilter("error", Image.DecompressionBombWarning)  # from 89 million pixels: 0.5 GB
+LONGEST_CAPTION = 8192  # bytes
+LONG_WORD = re.compile(r"[^\W\d_]{1000}|([^\w\s]|_){1000}")  # takes the tokenizer quadratic time
 CROP_WORDS = 41  # random words for a crop and a flip
 AREA = (0.9, 1.0)  # share of the image in a random crop; open_clip's default
 RATIO = (3 / 4, 4 / 3)
@@ -125,6 +131,8 @@ class Batches:
     def read(self, sample: int, position: int = 0) -> "Sample":
         """Reads sample number `sample`; `position` seeds its crop. Raises one of BAD_IMAGE."""
         shard, row = self.shards.locate(sample)
+        note(self.shards.paths[shard])
+        note(f"{self.shards.paths[shard]} {self.key(sample)}")
         if row["image_bytes"] < 0:
             raise ValueError(f"no image ({', '.join(IMAGES)}) in the sample")
         if row["text_bytes"] < 0:
@@ -152,7 +160,10 @@ def decode_image(data: bytes, size: int, words: np.ndarray | None = None) -> np.
     BAD_IMAGE unless the bytes are a complete JPEG, WEBP or PNG image with not too many pixels.
     """
     try:
-        image = Image.open(io.BytesIO(data), formats=("JPEG", "WEBP", "PNG")).convert("RGB")
+        image = Image.open(io.BytesIO(data), formats=("JPEG", "WEBP", "PNG"))
+        if image.mode.startswith("I;16"):  # gray; `convert` would clip it to white
+            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        image = image.convert("RGB")
     except UnidentifiedImageError as error:  # its message holds a memory address
         raise ValueError("not a JPEG, WEBP or PNG image") from error
     except (LookupError, ArithmeticError, TypeError) as error:  # damaged chunks
@@ -202,10 +213,17 @@ class Sample:
 
 
 def decode_caption(data: bytes) -> str:
-    """A caption without surrounding whitespace; ValueError if it is empty or not UTF-8."""
+    """A caption without surrounding whitespace.
+
+    Raises ValueError if it is empty, not UTF-8 or so long that tokenizing it would take seconds.
+    """
+    if len(data) > LONGEST_CAPTION:
+        raise ValueError(f"the caption has {len(data):,} bytes, more than {LONGEST_CAPTION:,}")
     caption = data.decode("utf-8").strip()
     if not caption:
         raise ValueError("the caption is empty")
+    if LONG_WORD.search(caption):
+        raise ValueError("the caption has a word of 1,000 characters or more")
     return caption
 
 
@@ -266,15 +284,25 @@ class _Share(IterableDataset):
     DataLoader would put the worker's traceback into the message of an error.
     """
 
-    def __init__(self, share: Callable[[int, int], Iterator[Batch]]):
+    def __init__(self, share: Callable[[int, int], Iterator[Batch]], workers: int):
         self.share = share
+        self.notes = mmap.mmap(-1, NOTE * max(1, workers))  # shared with the workers
 
     def __iter__(self) -> Iterator[Batch | Exception]:
         info = get_worker_info()
         try:
-            yield from self.share(info.id, info.num_workers) if info else self.share(0, 1)
+            for batch in self.share(info.id, info.num_workers) if info else self.share(0, 1):
+                note("")
+                yield batch
         except Exception as error:  # raised again by `ahead`
             yield error
+
+
+def note(sample: str) -> None:
+    """Notes which sample this worker reads, for the message if it does not answer."""
+    if info := get_worker_info():
+        row = sample.encode("utf-8", "replace")[:NOTE].ljust(NOTE, b"\0")
+        info.dataset.notes[info.id * NOTE : (info.id + 1) * NOTE] = row
 
 
 def ahead(
@@ -282,11 +310,14 @@ def ahead(
 ) -> Iterator[Batch]:
     """Batches prepared ahead by processes: worker w of n makes those of `share(w, n)`.
 
-    Takes one batch from each worker in turn; raises their errors. The workers end with the
+    Takes one batch from each worker in turn; raises their errors, and ShardError naming the samples
+    if none answers for SILENT_S seconds. The workers end with the
     iterator or the process, and leave signals to it.
     """
+    shares = _Share(share, workers)
     loader = DataLoader(
-        _Share(share),
+        shares,
+        timeout=SILENT_S if workers else 0,
         batch_size=None,
         num_workers=workers,
         pin_memory=pin,
@@ -308,6 +339,12 @@ def ahead(
             if isinstance(outcome, Exception):
                 raise outcome
             yield outcome
+    except RuntimeError as error:
+        if "DataLoader timed out" not in str(error):
+            raise
+        notes = [shares.notes[i : i + NOTE].rstrip(b"\0") for i in range(0, NOTE * workers, NOTE)]
+        at = ", ".join(row.decode("utf-8", "replace") for row in notes if row)
+        raise ShardError(f"no batch for {SILENT_S} s; the data workers were at: {at}") from error
     finally:
         end()
         atexit.unregister(end)

@@ -11,9 +11,11 @@ import hashlib
 import itertools
 import os
 import random
+import select
 import signal
 import subprocess
 import tarfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +36,7 @@ from lowprec.data.loader import (
     decode_caption,
     decode_image,
     follow_parent,
+    note,
 )
 from lowprec.data.order import AUGMENTATION, STREAM, permutation, random_words
 from lowprec.data.shards import ShardError
@@ -41,6 +44,7 @@ from lowprec.data.tar import IMAGES, DamagedError, StrictHeader, parse_label, re
 
 SHUFFLED = 1000  # undecoded samples that a worker shuffles; webdataset starts with 100
 CURL = ("curl", "-fsL", "--connect-timeout", "30", "--retry", "30", "--retry-delay", "2")
+STALL_S = 60  # a shard that sends no member for so long is left
 CURL_FAULTS = {6: "no such host", 7: "cannot connect", 22: "an HTTP error, such as 404"}
 
 
@@ -135,9 +139,11 @@ class _Reader:
     def _members(self, urls: list[str]) -> Iterator[dict]:
         """Members of one shard after the other, in the form that webdataset's grouping expects."""
         for url in urls:
+            note(without_secrets(url))
             try:
                 for name, data in read_url(url):
                     self.reading = url, name
+                    note(f"{without_secrets(url)} {name}")
                     yield {"fname": name, "data": data, "__url__": url}
             except Exception as error:  # shards and servers fail in many ways
                 self._skip(url, getattr(error, "key", ""), error)
@@ -184,29 +190,40 @@ def read_url(url: str) -> Iterator[tuple[str, bytes]]:
         for member, _, _, data in read_members(tar):
             is_empty = False
             yield member.name, data
+            source.renew()
     if is_empty:
         raise DamagedError("no image, caption or label in it")
 
 
 class _Source:
-    """The bytes of a file, of a URL (by curl) or of a `pipe:` command; its failure is an error."""
+    """The bytes of a file, of a URL (by curl) or of a `pipe:` command; its failure is an error.
+
+    So is a member that is not there STALL_S seconds after the call of `renew`.
+    """
 
     def __init__(self, url: str):
         scheme, self.command = urlsplit(url).scheme, None
         if not scheme:
-            self.file = open(url, "rb")  # noqa: SIM115
-            return
-        options = {"stdout": subprocess.PIPE, "start_new_session": True}
-        options["preexec_fn"] = follow_parent  # a signal must not cut a shard short
-        if scheme == "pipe":
-            self.command = subprocess.Popen(url.removeprefix("pipe:"), shell=True, **options)
+            self.descriptor = os.open(url, os.O_RDONLY | os.O_NONBLOCK)  # for a FIFO
         else:
-            self.command = subprocess.Popen([*CURL, url], **options)
-        self.file = self.command.stdout
+            options = {"stdout": subprocess.PIPE, "bufsize": 0, "start_new_session": True}
+            options["preexec_fn"] = follow_parent  # a signal must not cut a shard short
+            command = url.removeprefix("pipe:") if scheme == "pipe" else [*CURL, url]
+            self.command = subprocess.Popen(command, shell=scheme == "pipe", **options)
+            self.descriptor = self.command.stdout.fileno()
+        self.ready = select.poll()
+        self.ready.register(self.descriptor)
+        self.renew()
+
+    def renew(self) -> None:
+        self.deadline = time.monotonic() + STALL_S
 
     def read(self, size: int) -> bytes:
-        data = self.file.read(size)
-        if not data and self.command and (status := self.command.wait()):
+        left = self.deadline - time.monotonic()
+        if left <= 0 or not self.ready.poll(1000 * left):
+            raise TimeoutError(f"no image, caption or label for {STALL_S} s")
+        data = os.read(self.descriptor, size)
+        if not data and self.command and (status := self.command.wait(left)):
             if isinstance(self.command.args, str):  # a command line may hold secrets
                 raise OSError(f"the command failed with status {status}")
             hint = f" ({CURL_FAULTS[status]})" if status in CURL_FAULTS else ""
@@ -214,8 +231,10 @@ class _Source:
         return data
 
     def close(self) -> None:
-        if self.command:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.command.pid, signal.SIGKILL)
-            self.command.wait()
-        self.file.close()
+        if not self.command:
+            os.close(self.descriptor)
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.command.pid, signal.SIGKILL)
+        self.command.wait()
+        self.command.stdout.close()

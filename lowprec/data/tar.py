@@ -6,6 +6,8 @@ from collections.abc import Iterator
 IMAGES = ("jpg", "jpeg", "png", "webp")
 MEMBERS = (*IMAGES, "txt", "json", "cls")  # the only kinds of members that are read
 LARGEST = 2**31 - 1  # bytes of a member that an index can hold
+EXTENSIONS = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, b"x", b"g", b"X")
+LARGEST_EXTENSION = 2**15  # bytes of a header extension; parsing takes quadratic time
 
 
 class DamagedError(ValueError):
@@ -17,19 +19,26 @@ class DamagedError(ValueError):
 
 
 class StrictHeader(tarfile.TarInfo):
-    """Raises DamagedError for a header that tarfile mistakes for the end of the archive."""
+    """Raises DamagedError for a header with which tarfile would end early, loop or fail."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes, encoding: str, errors: str) -> tarfile.TarInfo:
+        """A header, whose size is checked before anything is read by it."""
+        header = super().frombuf(buf, encoding, errors)
+        most = LARGEST_EXTENSION if header.type in EXTENSIONS else LARGEST
+        if not 0 <= header.size <= most:
+            raise tarfile.InvalidHeaderError(f"a size of {header.size}")
+        return header
 
     @classmethod
     def fromtarfile(cls, tar: tarfile.TarFile) -> tarfile.TarInfo:
-        """The next header."""
+        """The next header; calls itself for one that extends the next."""
         start = tar.offset
         try:
             return super().fromtarfile(tar)
-        except (
-            tarfile.InvalidHeaderError,
-            tarfile.EmptyHeaderError,
-            tarfile.TruncatedHeaderError,
-        ) as error:
+        except (tarfile.EOFHeaderError, DamagedError):
+            raise
+        except (tarfile.HeaderError, ValueError, LookupError, RecursionError) as error:
             raise DamagedError(f"bad header at byte {start}: {error}") from None
 
 
@@ -41,7 +50,7 @@ def read_members(tar: tarfile.TarFile) -> Iterator[tuple[tarfile.TarInfo, str, s
     """
     while (member := tar.next()) is not None:
         tar.members = []  # else it keeps the headers of the whole shard
-        if not 0 <= member.size <= LARGEST:
+        if not 0 <= member.size <= LARGEST or tar.offset <= member.offset:  # says a later header
             raise DamagedError(f"a size of {member.size} at byte {member.offset}")
         folder, _, last = member.name.rpartition("/")
         stem, dot, kind = last.partition(".")

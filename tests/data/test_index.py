@@ -1,14 +1,17 @@
 import errno
+import io
 import os
 import shutil
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from lowprec.data import index
 from lowprec.data.index import index_tar, open_shards
+from lowprec.data.shards import ShardError
 
 
 @pytest.fixture
@@ -114,7 +117,7 @@ def test_changed_set_is_refused_until_it_is_accepted(tmp_path, write_shards, cha
     before = open_shards(pattern).digest
     change(tmp_path)
     for _ in range(2):
-        with pytest.raises(ValueError, match="1 shards differ.*" + named + ".*experiments.index_shards shards="):
+        with pytest.raises(ValueError, match=f"1 shards differ.*{named}.*index_shards shards="):
             open_shards(pattern)
     after = open_shards(pattern, accept=True).digest
     assert after != before and open_shards(pattern).digest == after
@@ -137,20 +140,48 @@ def test_all_damaged_shards_are_named_at_once(tmp_path, write_shards):
     assert not any(name in str(error.value) for name in ("train-001.tar", "train-003.tar"))
 
 
-def flip(data):
-    return data[:-100] + bytes([data[-100] ^ 1]) + data[-99:]
+def roll(data):
+    """The index with each image beside its neighbour's caption, as valid numbers."""
+    first, body = data.index(b"\x93NUMPY", 6), io.BytesIO(data)
+    body.seek(first)
+    table = np.load(body)
+    table["text_offset"] = np.roll(table["text_offset"], 1)
+    rolled = io.BytesIO()
+    np.save(rolled, table)
+    return data[:first] + rolled.getvalue() + data[-32:]
 
 
-@pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[:-32], flip, None])
-@pytest.mark.parametrize("file", ["train-*.npy", "catalog-*.npy"])
-def test_damaged_missing_or_old_index_is_made_again(tmp_path, write_shards, file, damage):
+DAMAGE = [("train-*.npy", roll)]
+DAMAGE += [
+    (file, damage)
+    for file in ("train-*.npy", "catalog-*.npy")
+    for damage in (lambda data: b"", lambda data: data[:-32], None)
+]
+
+
+@pytest.mark.parametrize(("file", "damage"), DAMAGE)
+def test_damaged_missing_or_old_index_is_refused_and_made_again(
+    tmp_path, write_shards, file, damage
+):
     pattern = write_shards(tmp_path, [2])
     digest = open_shards(pattern).digest
     (path,) = (tmp_path / ".index").glob(file)
     whole = path.read_bytes()
     path.write_bytes(damage(whole)) if damage else path.unlink()
+    if file.startswith("train"):
+        with pytest.raises(ShardError, match=rf"{path.name}, .*cannot be read .*index_shards"):
+            open_shards(pattern).locate(1)
     assert open_shards(pattern, accept=True).digest == digest
     assert path.read_bytes() == whole
+
+
+def test_full_disk_while_indexing_names_path_and_free_bytes(tmp_path, write_shards, monkeypatch):
+    def fail(descriptor, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("lowprec.runs.durable._write_whole", fail)
+    with pytest.raises(ValueError, match=r"train-000.* cannot be written: No space.*are free"):
+        open_shards(write_shards(tmp_path, [1]))
 
 
 def test_one_index_folder_serves_two_sets_with_the_same_names(tmp_path, write_shards, indexed):

@@ -2,6 +2,7 @@ import io
 import multiprocessing
 import os
 import signal
+import time
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from lowprec.data.loader import (
     random_box,
 )
 from lowprec.data.order import AUGMENTATION, SampleOrder, random_words
+from lowprec.data.shards import ShardError
 
 torch.set_num_threads(1)
 SIZE = 12
@@ -147,9 +149,11 @@ def test_decoded_image_is_the_bicubically_resized_center(shape, encode):
 
 @pytest.mark.parametrize("mode", ["L", "1", "P", "RGBA", "LA", "I;16"])
 def test_every_mode_becomes_rgb(mode):
-    file = io.BytesIO()
-    Image.new(mode, (15, 20)).save(file, "png")
-    assert decode_image(file.getvalue(), SIZE).shape == (3, SIZE, SIZE)
+    file, gray = io.BytesIO(), Image.new("L", (15, 20), 120)
+    wide = Image.fromarray(np.asarray(gray).astype(np.uint16) * 257)  # 16 bits
+    (wide if mode == "I;16" else gray.convert(mode)).save(file, "png")
+    pixels = decode_image(file.getvalue(), SIZE)
+    assert pixels.shape == (3, SIZE, SIZE) and (mode == "1" or (pixels == 120).all())
 
 
 def test_sequential_reading_leaves_bad_samples_out(make_batches):
@@ -203,9 +207,44 @@ def test_augmentation_depends_on_seed_epoch_and_sample_and_on_nothing_else(make_
         assert same_pixels <= 2  # images of 16 x 12 have few different boxes
 
 
+LONG = {"60,000 letters": "a" * 60000, "a word of 2,000 letters": "ab" * 1000, "marks": "!?" * 900}
+
+
+@pytest.mark.parametrize("caption", LONG.values(), ids=LONG.keys())
+def test_caption_that_would_block_the_tokenizer_is_a_skip(make_batches, caption):
+    words = "word " * 1000 + "3"
+    change = {1: {"txt": words.encode()}, 2: {"txt": caption.encode()}}
+    (skip,) = make_batches(change=change, sequential=True)[0].skips
+    assert skip["key"] == "000002.png" and "the caption has" in skip["reason"]
+
+
+@fork_is_fine
+def test_silent_worker_ends_with_its_deadline_and_is_named(make_batches, monkeypatch):
+    def hang(data):
+        time.sleep(99 * (data == b"caption 6"))
+        return data.decode()
+
+    monkeypatch.setattr(loader, "SILENT_S", 1)
+    monkeypatch.setattr(loader, "decode_caption", hang)
+    batches = iterate(make_batches(sequential=True), workers=2)
+    assert numbers(next(batches)) == [0, 1, 2, 3]
+    with pytest.raises(ShardError, match=r"no batch for 1 s.* at: .*train-001\.tar 000006\.png"):
+        next(batches)
+    assert not multiprocessing.active_children()
+
+
+@fork_is_fine
+def test_workers_end_with_the_iterator(make_batches):
+    batches = iterate(make_batches(), workers=2)
+    next(batches)
+    assert len(multiprocessing.active_children()) == 2
+    batches.close()
+    assert not multiprocessing.active_children()
+
+
 @fork_is_fine
 def test_workers_survive_repeated_signals(make_batches):
-    batches = make_batches(length=400)
+    batches = make_batches(length=200)
     count = 0
     for batch in iterate(batches, workers=2):
         if count % 10 == 0:
@@ -213,7 +252,7 @@ def test_workers_survive_repeated_signals(make_batches):
                 for worker in multiprocessing.active_children():
                     os.kill(worker.pid, signal.SIGTERM)
         count += len(batch.labels) > 0
-    assert count == 400
+    assert count == 200
 
 
 SIZES = [(64, 64), (256, 256), (500, 375), (375, 500), (100, 60), (300, 40), (40, 300)]

@@ -1,13 +1,15 @@
 """Streams: exact order and resume, and each fault in the skips."""
 
 import base64
-import gzip
 import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import tarfile
 import threading
+import time
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -26,6 +28,7 @@ from lowprec.data.stream import Stream, _Source, read_url
 from lowprec.runs.read import read_rows
 from lowprec.train.signals import StopRequest
 
+ROOT = Path(lowprec.data.stream.__file__).parents[2]
 SIZE = 12
 fork_is_fine = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
@@ -36,6 +39,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self, folder):
         super().__init__(("127.0.0.1", 0), Handler)
         self.folder, self.log, self.users = folder, [], set()
+        self.stopped = threading.Event()
         self.url = f"http://127.0.0.1:{self.server_port}"
 
     def handle_error(self, request, client_address):
@@ -46,6 +50,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         name = self.path.partition("?")[0].lstrip("/")
         self.server.log.append(name)
+        if name.startswith("stall"):
+            self.server.stopped.wait()
+            return
         self.server.users.add(self.headers.get("Authorization"))
         file = self.server.folder / name
         self.send_response(200 if file.exists() else 404)
@@ -67,6 +74,7 @@ def server(tmp_path, monkeypatch):
     with Server(tmp_path / "served") as server:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}).start()
         yield server
+        server.stopped.set()
         server.shutdown()
 
 
@@ -312,7 +320,8 @@ def test_damaged_shard_is_named_and_other_shards_are_read(put_file):
     with tarfile.open(bad) as tar:
         third = tar.getmember("000002.png").offset
     whole = Path(bad).read_bytes()
-    Path(bad).write_bytes(change(whole, third + 1536, b"?"))  # the header after an image
+    header = third + 1536  # after an image
+    Path(bad).write_bytes(whole[:header] + b"?" + whole[header + 1 :])
     # The row of a shard that ends the pass comes with the first sample of the next.
     batches = read_files([good, bad], num_steps=9)
     assert sorted(numbers(batches)[:-1]) == [0, 1, *range(10, 16)]
@@ -332,81 +341,13 @@ def test_pass_without_a_readable_sample_is_an_error(tmp_path, put_file):
         read_files([once], num_steps=5)
 
 
-@pytest.fixture
-def tar_and_offsets(tmp_path, sample, write_tar):
-    """A tar of samples 0 .. 5, and the byte of each member's header."""
-    members = [(f"{n}.{kind}", data) for n in range(6) for kind, data in sample(n).items()]
-    path = write_tar(tmp_path / "a.tar", members)
-    with tarfile.open(path) as tar:
-        return path, {member.name: member.offset for member in tar}
-
-
-def read_until_error(url):
-    """Names of the members that come, and the error that ends them."""
-    names = []
-    with pytest.raises((ValueError, OSError, tarfile.ReadError)) as raised:
-        names += (name for name, _ in read_url(str(url)))
-    return names, raised.value
-
-
-def change(data, at, value):
-    return data[:at] + value + data[at + len(value) :]
-
-
-def with_size(tar, at, size):
-    """The header at a byte with another size and a checksum that is right."""
-    header = bytearray(tar[at : at + 512])
-    header[124:136] = size
-    header[148:156] = b" " * 8
-    header[148:156] = b"%06o\0 " % sum(header)
-    return change(tar, at, bytes(header))
-
-
-DAMAGE = {  # how it is done; the first member that is not read; the key that the error names
-    "bad header": (lambda tar, at: change(tar, at["3.png"], b"?"), ("3.png", "")),
-    "size below zero": (lambda tar, at: with_size(tar, at["3.txt"], b"\xff" * 12), ("3.txt", "")),
-    "size beyond 2 GiB": (
-        lambda tar, at: with_size(tar, at["3.txt"], b"%011o\0" % 2**31),
-        ("3.txt", ""),
-    ),
-    "cut in a header": (lambda tar, at: tar[: at["2.png"] + 99], ("2.png", "")),
-    "cut in an image": (lambda tar, at: tar[: at["2.png"] + 600], ("2.png", "2.png")),
-    "cut between samples": (lambda tar, at: tar[: at["2.png"]], ("2.png", "")),
-    "zeros within": (lambda tar, at: change(tar, at["4.png"], bytes(512)), ("4.png", "")),
-    "empty file": (lambda tar, at: b"", ("0.png", "")),
-    "a web page": (lambda tar, at: b"<html>" * 500, ("0.png", "")),
-    "no member": (lambda tar, at: bytes(10240), ("0.png", "")),
-    "gz cut short": (lambda tar, at: gzip.compress(tar[: at["2.png"]])[:-200], ("1.png", "1.png")),
-    "gz damaged": (lambda tar, at: change(gzip.compress(tar), 10, b"\xff"), ("0.png", "")),
-}
-
-
-@pytest.mark.parametrize(("spoil", "fault"), DAMAGE.values(), ids=DAMAGE.keys())
-def test_damage_is_an_error_after_all_earlier_members(tar_and_offsets, spoil, fault):
-    path, at = tar_and_offsets
-    path.write_bytes(spoil(path.read_bytes(), at))
-    missing, key = fault
-    names, error = read_until_error(path)
-    assert names == list(at)[: list(at).index(missing)]
-    assert str(error) and getattr(error, "key", "") == key
-
-
-def test_only_regular_images_captions_and_labels_are_read(tmp_path, tar_and_offsets):
-    path, at = tar_and_offsets
-    with tarfile.open(path, "a") as tar:
-        for name, kind in (("x.png", tarfile.SYMTYPE), ("x.txt", tarfile.DIRTYPE),
-                           ("x.cls", tarfile.FIFOTYPE), ("x.pyd", tarfile.REGTYPE),
-                           ("txt", tarfile.REGTYPE)):  # fmt: skip
-            member = tarfile.TarInfo(name)
-            member.type, member.linkname = kind, "/etc/hostname"
-            tar.addfile(member)
-    assert [name for name, _ in read_url(str(path))] == list(at)
-
-
-def test_failure_of_a_command_comes_after_its_output(tar_and_offsets):
-    path, at = tar_and_offsets
-    names, error = read_until_error(f"pipe:cat {path}; exit 3")
-    assert names == list(at) and str(error) == "the command failed with status 3"
+def test_failure_of_a_command_comes_after_its_output(put_file):
+    path = put_file("a.tar", range(2))
+    members = list(read_url(path))
+    received = []
+    with pytest.raises(OSError, match="^the command failed with status 3$"):
+        received += (member for member in read_url(f"pipe:cat {path}; exit 3"))
+    assert len(members) == 6 and received == members
 
 
 def test_closing_a_source_ends_its_command():
@@ -414,3 +355,61 @@ def test_closing_a_source_ends_its_command():
     assert source.read(2) == b"y\n"
     source.close()
     assert source.command.returncode == -signal.SIGKILL
+
+
+STALLS = {  # commands whose tar never comes, or never ends
+    "silent": "sleep 99",
+    "half a shard": "head -c 2000 {path}; sleep 99",
+    "closed but running": "exec >&-; sleep 99",
+    "endless zeros": "cat {path} /dev/zero",
+    "endless other members": 'python3 -c "import sys, tarfile as t\nwhile 1: '
+    "sys.stdout.buffer.write(t.TarInfo('x.bin').tobuf())\"",
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("command", STALLS.values(), ids=STALLS.keys())
+def test_stalled_or_endless_shard_is_left_and_named_and_the_others_are_read(
+    put_file, monkeypatch, command
+):
+    monkeypatch.setattr(lowprec.data.stream, "STALL_S", 1)
+    good = put_file("good.tar", range(10, 16))
+    bad = "pipe:" + command.format(path=put_file("bad.tar", range(2)))
+    batches = read_files([good, bad], num_steps=2, batch_size=5)
+    assert set(numbers(batches)) >= set(range(10, 16))
+    rows = [skip for batch in batches for skip in batch.skips if not skip["key"]]
+    assert rows and all("TimeoutE" in row["reason"] for row in rows)
+
+
+def descendants(pid):
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in children] + [d for c in children for d in descendants(c)]
+
+
+PROGRAM = """
+import sys
+from lowprec.config.patterns import ShardUrls
+from lowprec.data.stream import Stream
+
+stream = Stream(ShardUrls(sys.argv[1:]), seed=0, batch_size=1, num_steps=9, segment_steps=9,
+                workers=2, image_size=8, tokenizer=None)
+next(stream.batches_from(1))
+"""
+
+
+def test_workers_and_curl_end_with_a_killed_process(server):
+    urls = [f"{server.url}/stall-{number}.tar" for number in (0, 1)]
+    process = subprocess.Popen([sys.executable, "-W", "ignore", "-c", PROGRAM, *urls], cwd=ROOT)
+    try:
+        while len(server.log) < 2:
+            assert process.poll() is None
+            time.sleep(0.05)
+        children = descendants(process.pid)
+        assert len(children) >= 4  # two workers, two curls
+    finally:
+        process.kill()
+        process.wait()
+    end = time.monotonic() + 10
+    while any(Path(f"/proc/{child}/cmdline").exists() for child in children):
+        assert time.monotonic() < end
+        time.sleep(0.05)

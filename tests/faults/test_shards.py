@@ -65,14 +65,6 @@ def test_shard_that_vanishes_before_it_is_opened_is_an_error_naming_it(tmp_path,
         shards.read(0, 0, 1)
 
 
-def test_damaged_table_of_the_index_is_an_error_naming_it(shard, tmp_path):
-    shards = open_shards(str(shard))
-    (file,) = (f for f in tmp_path.glob(".index/*.npy") if not f.name.startswith("catalog"))
-    file.write_bytes(file.read_bytes()[:200])
-    with pytest.raises(ShardError, match=rf"{file.name}, .*cannot be read .*index_shards"):
-        shards.locate(5)
-
-
 PROGRAM = """
 import os, sys, torch
 from lowprec.data.index import open_shards
