@@ -234,7 +234,7 @@ def test_signals_do_not_end_curl(server, put):
 
 def test_secrets_reach_the_server_but_neither_skips_nor_messages(server, put):
     secret = f"http://user:s3cret@127.0.0.1:{server.server_port}"
-    gone = [f"{secret}/gone.tar?sig=s3cret", "gopher://u:s3cret@host/a.tar"]
+    gone = [f"{secret}/gone.tar?sig=s3cret", "http://u:s3cret@127.0.0.1:1/a.tar"]
     urls = [put("a.tar", range(4)), *gone]
     (batch,) = read(urls, num_steps=1)
     assert f"Basic {base64.b64encode(b'user:s3cret').decode()}" in server.users
