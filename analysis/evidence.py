@@ -4,7 +4,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +22,8 @@ SCALES = ("paper", "mini")  # the first that has runs is judged
 NOT_COUNTED = {("update_clipping", "mini")}  # its runs memorize their data: experiments/RESULTS.md
 LEVEL, TWO_ONE_SIDED = 0.95, 0.9  # of intervals; the second for equivalence
 MARGINS = {"paper": 0.1, "mini": 0.5}  # points: the paper's own; of mean R@1, by PROTOCOL.md
+WINDOWS = (50, 200)  # steps of the running mean, beside the run's own
+SPIKES, FOLLOWING = "num_loss_spikes", "num_following"
 RECALL = ("retrieval/image_to_text_r1", "retrieval/text_to_image_r1")
 SHARDS = "data.train=... data.val=..."  # every command at paper scale needs them
 
@@ -109,8 +111,9 @@ class Evidence:
     def _spikes(self, studies: Sequence[str]) -> pd.DataFrame:
         """`Runs.runs` with `count_following` for the patch embedding, by each run's protocol.
 
-        `can_spike`: RMS_t is recorded and can reach the threshold. Runs that agree in every setting
-        and the seed, as when two studies share one, count once.
+        `can_spike`: RMS_t is recorded and can reach the threshold; `num_following 50`: the count
+        for another of WINDOWS. Runs that agree in every setting and the seed, as when two studies
+        share one, count once.
         """
         runs = self.runs(studies)
         rows = []
@@ -121,6 +124,9 @@ class Evidence:
             rms = series.rms_of(spike_marks.TENSOR)
             can_spike = np.isfinite(rms).any() and series.reaches(protocol)
             counts = spike_marks.count_following(series, rms, protocol)
+            for window in WINDOWS:
+                other = spike_marks.count_following(series, rms, replace(protocol, window=window))
+                counts |= {f"{name} {window}": other[name] for name in (SPIKES, FOLLOWING)}
             rows.append({**head, **counts, "can_spike": bool(can_spike)})
         return pd.DataFrame(rows)
 

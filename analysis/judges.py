@@ -12,7 +12,19 @@ import pandas as pd
 
 from analysis import bench, comparison, evidence, figures, paper, spike_marks, style
 from analysis.curves import join
-from analysis.evidence import UNDECIDED, Evidence, Finding, Sample, above, at_scale, decide, lacking
+from analysis.evidence import (
+    FOLLOWING,
+    SPIKES,
+    UNDECIDED,
+    WINDOWS,
+    Evidence,
+    Finding,
+    Sample,
+    above,
+    at_scale,
+    decide,
+    lacking,
+)
 from analysis.load import NoRunsError
 from lowprec.diagnostics.spikes import loss_spikes
 
@@ -27,7 +39,6 @@ NO_GAIN = 2.0  # % of time saved: less is no speed-up
 ABOUT = 2.0  # points of a share that the paper gives as "about"
 SHARE = 0.8  # of loss spikes that follow: less is not the paper's 28 of 30
 SURE = 0.5  # what the interval of that share must lie above; that of 28 of 30 begins at 79%
-SPIKES = "num_loss_spikes"
 OPTIMIZERS = {name: in_print for name, (in_print, *_) in style.OPTIMIZERS.items()}
 PRINTED = {"model.name": style.MODELS, "optimizer.name": OPTIMIZERS}  # varied: names in print
 
@@ -212,11 +223,14 @@ def spike_trend(
         raise lacking(f"two values of {varied}, all else equal", studies)
     means = [counts.loc[counts[varied] == value, SPIKES].mean() for value in values]
     names = [table[v] if v in table else f"{comparison.short(varied)} {v:g}" for v in values]
-    differences = evidence.difference(counts, varied, values[-1], values[0], SPIKES)
+    ends = varied, values[-1], values[0]
+    differences = evidence.difference(counts, *ends, SPIKES)
     ours = "; ".join(f"{name}: {mean:g}" for name, mean in zip(names, means, strict=True))
-    ours = (
-        f"loss spikes per run: {ours}; last minus first {Sample.of(differences)} ({_runs(counts)})"
-    )
+    ours = f"loss spikes per run: {ours}; last minus first {Sample.of(differences)}"
+    for window in WINDOWS:
+        other = evidence.difference(counts, *ends, f"{SPIKES} {window}").mean()
+        ours += f"; with a window of {window} steps {other:+.2f}"
+    ours += f" ({_runs(counts)})"
     if not max(means[1:] if gone else means):
         return Finding(ours, UNDECIDED, "none at any other value either" if gone else "no spikes")
     if gone:
@@ -244,7 +258,7 @@ def follow(records: Evidence, studies: Sequence[str]) -> Finding:
     chance = np.average(spiked["chance"], weights=spiked[SPIKES])
     least, parts, verdicts = max(SURE, chance), [], []
     for name, num, total in (
-        ("follow", "num_following", SPIKES),
+        ("follow", FOLLOWING, SPIKES),
         ("by onset", "num_by_onset", "num_onsets"),
     ):
         low, high = evidence.share_over_runs(spiked[num], spiked[total])
@@ -254,6 +268,9 @@ def follow(records: Evidence, studies: Sequence[str]) -> Finding:
         verdicts.append(True if is_large else False if high < SHARE else None)
     ours = f"{', '.join(parts)}, by chance {chance:.1%} ({_runs(counts)}; "
     ours += f"{num_left_out} left out, where RMS_t is unknown or cannot reach the threshold)"
+    for window in WINDOWS:
+        num, total = (counts[f"{name} {window}"].sum() for name in (FOLLOWING, SPIKES))
+        ours += f"; with a window of {window} steps {num} of {total}"
     holds = False if False in verdicts else None if None in verdicts else True
     why = f"an interval contains {SHARE:.0%}, or begins below {least:.0%}"
     return decide(ours, holds, spiked["seed"].nunique(), counts, why)

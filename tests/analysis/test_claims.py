@@ -319,6 +319,7 @@ def test_a_share_counts_runs_whose_rms_can_reach_the_threshold(spiking):
     root = spiking("adamw", 0.999, at=(60, 100))
     finding = one(root, "C10", "follows")
     assert "4 of 4 follow (100% [51%" in finding.ours and finding.verdict == HELD
+    assert "with a window of 50 steps 4 of 4; with a window of 200 steps 2 of 2" in finding.ours
     assert "2 runs, 2 seeds; 2 left out" in finding.ours
 
 
