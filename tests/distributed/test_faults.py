@@ -79,7 +79,7 @@ def test_a_full_disk_in_one_rank_is_a_failed_save_in_all(ranks, make):
     spoil = {"what": "disk", "steps": [2, 6], "rank": 1}  # the last save must succeed
     answer = ranks("train", 2, configs=[config], spoils=[spoil])
     [run] = find_runs(f"{config['run_dir']}/full")
-    assert [path.name for path in list_checkpoints(run)] == ["step_000000004"]
+    assert [path.name for path in list_checkpoints(run)] == ["step_000000004"], answer["logs"]
     assert not list((run / "checkpoints").glob(".tmp*"))
     assert answer["codes"] in ([1, 1], [76, 1]), answer["logs"]  # depends on who notices first
     [event] = read_rows(run / "events.jsonl")
