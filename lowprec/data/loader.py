@@ -28,8 +28,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from lowprec.data.order import AUGMENTATION, REPLACEMENT, SampleOrder, random_words
 from lowprec.data.shards import ShardError, Shards
 from lowprec.data.tar import IMAGES
+from lowprec.runs.attempts import STOPPING
 
-STOPPING = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR2}  # the training process handles these
 PRCTL, PR_SET_PDEATHSIG = ctypes.CDLL(None).prctl, 1
 SILENT_S = 300  # a worker that takes longer for a batch ends the run
 NOTE = 256  # bytes of a worker's note

@@ -1,11 +1,13 @@
 """Attempts of a run: exit statuses, checkpoint errors, and the limit on fruitless requeues."""
 
 import os
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 
 from lowprec.runs.read import scan_rows
 
+STOPPING = frozenset({signal.SIGTERM, signal.SIGUSR2, signal.SIGINT})  # ask a run to stop
 STOPPED = 75  # exit status of a run that was asked to stop: the same command resumes it
 LOST = 76  # exit status of a process that the watchdog ended
 MAX_ATTEMPTS = 3  # attempts of one job that may begin at the same checkpoint

@@ -14,10 +14,9 @@ import sys
 import time
 from pathlib import Path
 
-from lowprec.runs.attempts import STOPPED
+from lowprec.runs.attempts import STOPPED, STOPPING
 from lowprec.sweep.plan import Manifest, Submission, is_locked, take_lock
 from lowprec.sweep.supervisor import POLL_S, Attempt
-from lowprec.train.signals import STOPPING
 
 LOOK_S = 1.0  # between two reads of the manifest
 

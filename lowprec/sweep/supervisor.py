@@ -17,9 +17,8 @@ import sys
 import time
 from pathlib import Path
 
-from lowprec.runs.attempts import MAX_ATTEMPTS, NO_PROGRESS, STOPPED, last_saved
+from lowprec.runs.attempts import MAX_ATTEMPTS, NO_PROGRESS, STOPPED, STOPPING, last_saved
 from lowprec.sweep.plan import Manifest, take_lock
-from lowprec.train.signals import STOPPING
 
 GRACE_S = 60.0  # to save: for the other ranks after one has failed, for training left by a kill
 PR_SET_PDEATHSIG = 1  # so that no training goes on when its supervisor is killed

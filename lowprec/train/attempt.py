@@ -1,7 +1,6 @@
 """How failures of an attempt at a run are noticed, recorded and reported to the user."""
 
 import contextlib
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -49,10 +48,6 @@ def watched(config: Config, record: Record, world: Ranks) -> Iterator[None]:
 
 def fail(error: BaseException, config: Config, record: Record, copy: RemoteCopy) -> NoReturn:
     """Records why an attempt failed, then raises or exits with advice for the user."""
-    # torch's handler raises in the main thread when a worker dies, and the broken pipe to it is
-    # often noticed first: recording that must not be interrupted
-    with contextlib.suppress(ValueError):  # this is not the main thread
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     interrupted = isinstance(error, KeyboardInterrupt)
     with contextlib.suppress(OSError):  # the disk itself may have failed
         state = "preempted" if interrupted else "failed"

@@ -1,6 +1,7 @@
 """The training loop: step, buffer, flush, evaluate, save."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from lowprec.runs.record import Record
 from lowprec.train.checkpoint import Saver
 from lowprec.train.loggers import Logger
 from lowprec.train.metrics import Ended, MetricsBuffer, is_due
-from lowprec.train.signals import StopRequest
+from lowprec.train.signals import StopRequest, StopWaiting
 from lowprec.train.snapshots import SnapshotRecorder
 from lowprec.train.step import GraphedStep, TrainStep, can_capture
 
@@ -112,7 +113,9 @@ def train(
     saver = Saver(built.state, record, built.config, provenance or {})
     first = saver.restore() + 1
     metrics = MetricsBuffer(built, record, logger, progress.flushed)
-    ended = _train(built, first, saver, metrics, progress, stop or StopRequest(), on_save)
+    stop = stop or StopRequest()
+    with contextlib.closing(built.batches_from(first)) as batches:
+        ended = _train(built, first, batches, saver, metrics, progress, stop, on_save)
     built.world.heartbeat(None, "ending")
     record.finish_stream()
     if ended.state in ENDED:
@@ -124,6 +127,7 @@ def train(
 def _train(
     built: "Built",
     first: int,
+    batches: Iterator[Batch],
     saver: Saver,
     metrics: MetricsBuffer,
     progress: Progress,
@@ -136,40 +140,48 @@ def _train(
     take_step = Stepper(built)
     trace_step = start_tracer(config.profile and world.is_first, record.run, record.attempt)
     evaluation = built.evaluation()
-    batches = built.batches_from(first)
 
     def evaluate() -> dict:
         world.heartbeat(None, "evaluating")
         progress.doing("evaluating")
         return evaluation(built.task.model)
 
-    world.stop_consensus(stop.number)
-    if number := world.stop_consensus(stop.number):  # raised while the run was being built
-        return Ended("preempted", first - 1, f"signal {number}")
+    def flush(step: int, *evaluations: Callable[[], dict]) -> Ended | None:
+        ended = metrics.flush(*evaluations)
+        world.heartbeat(step, "saving")
+        snapshots.after_flush(step, metrics.spikes)
+        return ended
+
+    def save(step: int, number: int | None) -> None:
+        if number:
+            record.append("events", [{"step": step, "signal": number}])
+        saver.save(step, must_succeed=step == config.num_steps or number is not None)
+        on_save()
+
     for step in range(first, config.num_steps + 1):
         world.heartbeat(step, "waiting for data")
-        batch = metrics.wait_for(batches)
+        try:
+            with stop.waiting(interruptible=world.size == 1):
+                batch = metrics.wait_for(batches)
+        except StopWaiting:
+            ended = flush(step - 1) if metrics.on_host else None
+            if ended is None and step > first:
+                save(step - 1, stop.number)
+            return ended or Ended("preempted", step - 1, f"signal {stop.number}")
         world.heartbeat(step, "training")
-        values = take_step(step, batch)
-        trace_step()
-        metrics.append(step, values)
+        metrics.append(step, take_step(step, batch))
         metrics.append_blocks(step, batch)
-
+        trace_step()
         is_last = step == config.num_steps
         stopping = world.stop_consensus(stop.number)
         evaluating = evaluation is not None and (is_last or is_due(step, config.eval_every))
         saving = is_last or stopping is not None or is_due(step, config.save_every)
         if evaluating or saving or is_due(step, config.log_every) or metrics.is_full:
-            ended = metrics.flush(evaluate if evaluating else None)
-            world.heartbeat(step, "saving")
-            snapshots.after_flush(step, metrics.spikes)
+            ended = flush(step, *[evaluate] * evaluating)
             if ended is not None:
                 return ended
-        if stopping:
-            record.append("events", [{"step": step, "signal": stopping}])
         if saving:
-            saver.save(step, must_succeed=is_last or stopping is not None)
-            on_save()
+            save(step, stopping)
         if stopping and not is_last:
             return Ended("preempted", step, f"signal {stopping}")
     return Ended("finished", config.num_steps)

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from lowprec.config.check import RunError
 from lowprec.config.patterns import without_secrets
 from lowprec.config.schema import Config
+from lowprec.data.loader import ignored_child_signals
 from lowprec.data.open import Data, open_data
 from lowprec.nn.replace import summary
 from lowprec.runs import durable
@@ -74,7 +75,8 @@ def train_run(
             with contextlib.closing(progress), watched(config, record, world):
                 ended, logger = _attempt(config, data, sources, record, stop, copy, world, progress)
         except BaseException as error:
-            fail(error, config, record, copy)
+            with ignored_child_signals():  # a broken pipe is often noticed before them
+                fail(error, config, record, copy)
         line = f"{run} {ended.state} at step {ended.step}" + f": {ended.reason}" * bool(
             ended.reason
         )

@@ -5,13 +5,33 @@ import os
 import signal
 from collections.abc import Iterator
 
-STOPPING = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
+from lowprec.runs.attempts import STOPPING
+
+
+class StopWaiting(BaseException):
+    """A stop was requested while the run waited for data."""
 
 
 class StopRequest:
     """`number`: the signal that requested the stop, or None."""
 
     number: int | None = None
+    _interrupts = False
+
+    @contextlib.contextmanager
+    def waiting(self, interruptible: bool = True) -> Iterator[None]:
+        """Raises StopWaiting in this context as soon as a stop is requested."""
+        self._interrupts = interruptible
+        try:
+            self.check()
+            yield
+        finally:
+            self._interrupts = False
+
+    def check(self) -> None:
+        """Raises StopWaiting if a stop was requested and the run waits."""
+        if self._interrupts and self.number is not None:
+            raise StopWaiting
 
 
 @contextlib.contextmanager
@@ -33,6 +53,7 @@ def stop_request() -> Iterator[StopRequest]:
             name = signal.Signals(number).name
             again = "; Ctrl-C again stops without saving" if number == signal.SIGINT else ""
             os.write(2, f"\n{name}: saving and stopping after this step{again}\n".encode())
+            request.check()
 
     try:
         previous = {number: signal.signal(number, handle) for number in STOPPING}

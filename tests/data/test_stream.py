@@ -21,10 +21,10 @@ import torch
 import lowprec.data.stream
 from lowprec.config.check import ConfigError
 from lowprec.config.patterns import ShardUrls, check_readers
-from lowprec.data.loader import STOPPING
 from lowprec.data.open import open_data
 from lowprec.data.shards import ShardError
 from lowprec.data.stream import Stream, _Source, read_url
+from lowprec.runs.attempts import STOPPING
 from lowprec.runs.read import read_rows
 from lowprec.train.signals import StopRequest
 

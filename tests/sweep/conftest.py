@@ -10,10 +10,10 @@ import pytest
 
 from experiments import sweep
 from lowprec.config.compose import CONF
+from lowprec.runs.attempts import STOPPING
 from lowprec.sweep import slurm
 from lowprec.sweep.plan import Manifest, PlannedRun, locked
 from lowprec.sweep.status import TO_SUBMIT, ask_queue, states
-from lowprec.train.signals import STOPPING
 
 # $1: the sweep, $2: the run. Runs listed in the file `bad` fail, those in `slow` take a second.
 SCRIPT = """

@@ -2,6 +2,10 @@
 
 import json
 import math
+import os
+import signal
+import threading
+import time
 
 import numpy as np
 import pyarrow.parquet
@@ -12,6 +16,8 @@ from analysis import load_runs
 from lowprec.diagnostics.blocks import BLOCK_STATISTICS
 from lowprec.optim.stable_adamw import STATISTICS
 from lowprec.runs.read import TABLES, read_rows, read_tensors
+from lowprec.train.checkpoint import list_checkpoints
+from lowprec.train.signals import stop_request
 
 SETTINGS = {
     "fp32": {},
@@ -111,6 +117,33 @@ def test_stop_and_resume_is_bitwise_the_undisturbed_run(
     ended, _ = run_once(config, tmp_path / "cut")
     assert ended.state == "finished"
     assert_same_record(whole, tmp_path / "cut")
+
+
+@pytest.mark.parametrize("stall", [4, 6], ids=["after a save", "with unwritten steps"])
+def test_a_signal_ends_waiting_for_data_and_loses_no_step(make_config, run_once, tmp_path, stall):
+    config = make_config({"num_steps": 8})
+    run_once(config, tmp_path / "whole")
+
+    def stalling(built):
+        batches_from = built.batches_from
+
+        def stalled(first):
+            for number, batch in enumerate(batches_from(first), first):
+                if number == stall + 1:
+                    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+                    time.sleep(30)
+                yield batch
+
+        built.batches_from = stalled
+
+    with stop_request() as stop:
+        before = time.monotonic()
+        ended, _ = run_once(config, tmp_path / "cut", spoil=stalling, stop=stop)
+        assert time.monotonic() - before < 20
+    assert (ended.state, ended.step) == ("preempted", stall)
+    assert list_checkpoints(tmp_path / "cut")[-1].name == f"step_{stall:09d}"
+    assert run_once(config, tmp_path / "cut")[0].state == "finished"
+    assert_same_record(tmp_path / "whole", tmp_path / "cut")
 
 
 def test_evaluation_leaves_training_alone(make_config, run_once, tmp_path):
