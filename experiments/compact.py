@@ -44,43 +44,32 @@ def main(config: CompactConfig) -> None:
         sys.exit(f"out={out} already exists")
     for run in sorted(set(runs) - set(ended)):
         print(f"{run}: left out, it has not ended (it has no tensors.parquet)", file=sys.stderr)
-    columns = {run: _columns(run, config.tensors) for run in ended}  # all, before any is copied
     for run in ended:
-        compact(run, out / run.relative_to(root), config.tensors, columns[run])
+        try:
+            names = pyarrow.parquet.read_schema(run / "tensors.parquet").names
+        except (pyarrow.ArrowException, OSError) as error:
+            sys.exit(f"{run}/tensors.parquet is damaged: {error}; nothing was copied")
+        if _matching(names, config.tensors) == ["step"]:
+            some = sorted({name.partition("/")[2] for name in names} - {""})[:5]
+            sys.exit(f"{run}: tensors={config.tensors} matches none of its tensors, such as {some}")
+    for run in ended:
+        compact(run, out / run.relative_to(root), config.tensors)
 
 
-def _columns(run: Path, patterns: list[str]) -> list[str]:
-    """Returns the columns of tensors.parquet to copy; exits if there are none."""
-    try:
-        names = pyarrow.parquet.read_schema(run / "tensors.parquet").names
-    except (pyarrow.ArrowException, OSError) as error:
-        sys.exit(f"{run}/tensors.parquet is damaged: {error}; nothing was copied")
-    columns = _matching(names, patterns)
-    if columns == ["step"]:
-        tensors = sorted({name.partition("/")[2] for name in names} - {""})
-        sys.exit(
-            f"{run}: tensors={patterns} matches none of {len(tensors)} tensors, such as "
-            f"{tensors[:5]}; nothing was copied"
-        )
-    return columns
-
-
-def compact(run: Path, out: Path, patterns: list[str], columns: list[str]) -> None:
+def compact(run: Path, out: Path, patterns: list[str]) -> None:
     """Copies the small files, the given columns of tensors and details, and all blocks."""
     out.mkdir(parents=True)
     for name in FILES:
         if (run / name).exists():
             shutil.copyfile(run / name, out / name)
-    tables = {"tensors.parquet": columns}
-    for name, kept in (("details.parquet", patterns), ("blocks.parquet", ["*"])):
-        if (run / name).exists():
-            tables[name] = _matching(pyarrow.parquet.read_schema(run / name).names, kept)
+    tables = {"tensors.parquet": patterns, "details.parquet": patterns, "blocks.parquet": ["*"]}
     for name, kept in tables.items():
-        table = pyarrow.parquet.read_table(run / name, columns=kept)
-        pyarrow.parquet.write_table(table, out / name, compression="zstd")
-    steps = pyarrow.parquet.read_metadata(out / "tensors.parquet").num_rows
+        if (run / name).exists():
+            columns = _matching(pyarrow.parquet.read_schema(run / name).names, kept)
+            table = pyarrow.parquet.read_table(run / name, columns=columns)
+            pyarrow.parquet.write_table(table, out / name, compression="zstd")
     size = sum(path.stat().st_size for path in out.iterdir())
-    print(f"{out}: {steps} steps, {len(columns) - 1} columns, {size / 1e6:.2f} MB")
+    print(f"{out}: {size / 1e6:.2f} MB")
 
 
 def _matching(names: list[str], patterns: list[str]) -> list[str]:

@@ -35,18 +35,14 @@ def run_command(
     try:
         if refused := [f"--{n.replace('_', '-')}" for n in FLAGS if getattr(arguments, n)]:
             raise ConfigError([f"{flag}: only configs in conf/ are read" for flag in refused])
-        if arguments.multirun:
-            _refuse_ranks(place()[1])
+        if arguments.multirun and (size := place()[1]) > 1:
+            instead = f"python -m experiments.sweep submit ... launcher.gpus={size}"
+            raise ConfigError([f"-m does not run in {size} processes; use {instead}"])
         if not helps:
-            compose_command(
-                arguments.overrides,
-                entry,
-                schema,
-                multirun=arguments.multirun,
-                preflight=preflight,
-            )
-            if arguments.multirun and schema is Config:
-                commands = further_commands(arguments.overrides)
+            multirun, overrides = arguments.multirun, arguments.overrides
+            compose_command(overrides, entry, schema, multirun=multirun, preflight=preflight)
+            if multirun and schema is Config:
+                commands = further_commands(overrides)
     except ConfigError as error:
         refuse(error)
 
@@ -57,13 +53,11 @@ def run_command(
             print(f"[{job.job.num + 1}]", *job.overrides.task, flush=True)
         try:
             return task(check(plain(composed), schema))
-        except ConfigError as error:
+        except (ConfigError, RunError) as error:
             if arguments.multirun:  # the other runs continue
                 raise
-            refuse(error)
-        except RunError as error:
-            if arguments.multirun:
-                raise
+            if isinstance(error, ConfigError):
+                refuse(error)
             sys.exit(str(error))
 
     _run_each(run, commands)
@@ -73,17 +67,6 @@ def refuse(error: ConfigError) -> NoReturn:
     """Prints the faults as a list and exits with 2."""
     print(f"{len(error.faults)} fault(s) in the config:\n{error}", file=sys.stderr)
     sys.exit(2)
-
-
-def _refuse_ranks(size: int) -> None:
-    """Raises ConfigError for a sweep in several processes."""
-    if size > 1:
-        raise ConfigError(
-            [
-                f"-m does not run in {size} processes: a failed run would leave them out of step; "
-                f"use python -m experiments.sweep submit ... launcher.gpus={size}"
-            ]
-        )
 
 
 def _run_each(run: Callable[[], None], commands: list[list[str]]) -> None:

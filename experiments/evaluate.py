@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from experiments.entry import run_command
 from lowprec.config.check import ConfigError
 from lowprec.config.preflight import preflight
@@ -75,9 +73,8 @@ def main(config: EvaluateConfig) -> None:
     if newest is None:
         sys.exit(f"{run} has no checkpoint yet")
     path, manifest = newest
-    with Console().status(f"evaluating {path}"):
-        built.state.load(path)
-        results = evaluate(built, config.precision.recipe)
+    built.state.load(path)
+    results = evaluate(built, config.precision.recipe)
     facts = {"precision": config.precision.recipe, "autocast": trained.precision.autocast}
     row = {"step": manifest["step"], "val": trained.data.val, **facts, **results}
     with open(run / "evaluations.jsonl", "a") as file:

@@ -16,10 +16,13 @@ quantization_variance.
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import pandas as pd
 
 from experiments.entry import run_command
 from lowprec.config.check import ConfigError
@@ -76,7 +79,7 @@ def main(config: QuantErrorConfig) -> None:
         for row in layer_rows(tensors, RECIPES[name])
     ]
     (run / "quant_error.jsonl").write_text("".join(map(encode_row, rows)))
-    print("\n".join(table(rows)))
+    print(worst_layers(rows).to_string(index=False, float_format="{:.1f}".format))
 
 
 def capture(run: Path, device: str) -> "tuple[int, dict[str, dict[str, Tensor]]]":
@@ -132,16 +135,16 @@ def attach_hooks(built: "Built") -> "dict[str, dict[str, Tensor]]":
                 lambda module, args, output, name=name: keep(name, module.weight, args[0], output)
             )
         else:
-            _wrap_in_proj(modules[name.removesuffix(".in_proj")], name, keep)
+            _wrap_in_proj(modules[name.removesuffix(".in_proj")], partial(keep, name))
     return tensors
 
 
-def _wrap_in_proj(attention: "nn.Module", name: str, keep) -> None:
+def _wrap_in_proj(attention: "nn.Module", keep: Callable) -> None:
     original = attention.in_proj
 
     def in_proj(x: "Tensor") -> "Tensor":
         output = original(x)
-        keep(name, attention.in_proj_weight, x, output)
+        keep(attention.in_proj_weight, x, output)
         return output
 
     attention.in_proj = in_proj
@@ -177,23 +180,13 @@ def layer_rows(tensors: "dict[str, Tensor]", recipe: Recipe) -> Iterator[dict]:
         yield from ({**facts, "operand": o, **r} for o, r in zip(operands, rows, strict=True))
 
 
-def table(rows: list[dict]) -> Iterator[str]:
-    """Lines with the layers that have the lowest SQNR, in dB, for each recipe and product."""
-    yield f"{'recipe':22}{'product':13}{'dB':>6}   operands (dB, share lost)   layer"
-    for recipe in dict.fromkeys(row["recipe"] for row in rows):
-        for product in PRODUCTS:
-            of_product = [r for r in rows if r["recipe"] == recipe and r["product"] == product]
-            layers = {r["layer"]: r["product_sqnr_db"] for r in of_product}
-            layers = {name: db for name, db in layers.items() if db != math.inf}  # not rounded
-            # NaN comes first: it is the worst
-            by_sqnr = sorted(layers, key=lambda name: (not math.isnan(layers[name]), layers[name]))
-            for layer in by_sqnr[:WORST]:
-                parts = "  ".join(
-                    f"{r['operand']} {r['sqnr_db']:.1f} {100 * r.get('underflowed', 0):.1f}%"
-                    for r in of_product
-                    if r["layer"] == layer
-                )
-                yield f"{recipe:22}{product:13}{layers[layer]:6.1f}   {parts:28}{layer}"
+def worst_layers(rows: list[dict]) -> pd.DataFrame:
+    """The layers with the lowest SQNR, in dB, for each recipe and product; NaN is the worst."""
+    columns = ["recipe", "product", "product_sqnr_db", "layer"]
+    layers = pd.DataFrame(rows)[columns].drop_duplicates()
+    layers = layers[layers["product_sqnr_db"] != math.inf]  # bf16 rounds nothing
+    layers = layers.sort_values(columns, na_position="first")
+    return layers.groupby(["recipe", "product"]).head(WORST)
 
 
 def measure_random(config: QuantErrorConfig) -> None:

@@ -13,7 +13,6 @@ to `runs/bench/model/<time>.jsonl`; exits with 1 if one of ours was wrong or fai
 
 import dataclasses
 import gc
-import sys
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,6 @@ from experiments.benchmarks.report import Lines, check_error, median_ms, random_
 from lowprec.clip.model import Normalize, blocks, build_model, contrastive_loss
 from lowprec.config.schema import Config
 from lowprec.data.loader import Batch
-from lowprec.runs.identity import label
 from lowprec.train.build import build, pick_device, set_parameter_dtype
 from lowprec.train.task import ContrastiveTask
 
@@ -48,13 +46,17 @@ def main(config: Config) -> None:
     """Measures all cases of one config, each built anew from the same seed."""
     device = pick_device(config.device)
     lines = Lines(config.run_dir, "model", device)
-    print(f"{label(config)} on {device}", file=sys.stderr)
+    checkpointed = ", checkpointing" if config.checkpointing else ""
+    shape = f"{config.model.name} batch {config.batch_size}{checkpointed}"
+    dtype, facts = config.precision.autocast, {"image_size": config.model.image_size}
+    facts["patch_dropout"] = config.model.patch_dropout
     expected, base_ms = None, None
     for case in (*OPEN_CLIP, *OURS):
         if case == "open_clip" and not config.compile:
             continue
         is_ours = case in OURS
-        with lines.measurement(**facts(config, case), is_ours=is_ours) as row:
+        facts["compiled"] = config.compile and case != EAGER
+        with lines.measurement(case, shape, dtype, is_ours=is_ours, **facts) as row:
             if is_ours and expected is None:
                 raise RuntimeError("no case of open_clip to compare with")
             result = measure(config, case, device)
@@ -66,19 +68,6 @@ def main(config: Config) -> None:
             row.update(ratio=base_ms / result.ms, memory_gib=result.memory_gib)
             row.update(ratio_to=EAGER if case == EAGER else "the faster open_clip")
     lines.exit_if_failed()
-
-
-def facts(config: Config, case: str) -> dict:
-    """Returns a line's facts about its case, apart from the numbers."""
-    checkpointed = ", checkpointing" if config.checkpointing else ""
-    return {
-        "case": case,
-        "shape": f"{config.model.name} batch {config.batch_size}{checkpointed}",
-        "dtype": config.precision.autocast,
-        "image_size": config.model.image_size,  # None: as the model's name says
-        "patch_dropout": config.model.patch_dropout,
-        "compiled": config.compile and case != EAGER,
-    }
 
 
 def check(result: Measured, expected: Measured) -> dict:

@@ -24,7 +24,7 @@ def damage(folder):
 @pytest.mark.parametrize(
     ("tensors", "change", "why"),
     [
-        (["visual.conv1.weight"], None, "mini_l.*none of 1 tensors"),
+        (["visual.conv1.weight"], None, "mini_l.*none of its tensors"),
         (["*"], damage, "mini_l.*damaged"),
     ],
 )

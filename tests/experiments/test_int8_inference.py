@@ -1,5 +1,7 @@
 """evaluate and export with precision=int8_inference, on a run of the colored squares."""
 
+import shutil
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -20,13 +22,19 @@ from lowprec.train.checkpoint import newest_checkpoint
 INT8 = EvaluatedPrecision("int8_inference")
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The folder of a run of each recipe that has been trained."""
+    return tmp_path_factory.mktemp("trained")
+
+
 @pytest.fixture(params=["high", "switchback"])
-def run(request, run_once, make_config, tmp_path):
-    folder = tmp_path / "run"
-    folder.mkdir()
+def run(request, trained, run_once, make_config, tmp_path):
+    folder = trained / request.param
     changes = {"num_steps": 40, "save_every": 40, "optimizer.lr": 2e-3, "model.vision_layers": 1}
-    run_once(make_config({**changes, "precision.recipe": request.param}), folder)
-    return folder
+    if not folder.exists():
+        run_once(make_config({**changes, "precision.recipe": request.param}), folder)
+    return shutil.copytree(folder, tmp_path / "run")
 
 
 def test_trained_model_keeps_its_predictions_in_int8(run, capsys):

@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from experiments import quant_error
-from experiments.quant_error import QuantErrorConfig, attach_hooks, capture, layer_rows, main, table
+from experiments.quant_error import (
+    QuantErrorConfig,
+    attach_hooks,
+    capture,
+    layer_rows,
+    main,
+    worst_layers,
+)
 from lowprec.data.open import open_data
 from lowprec.nn.recipe import RECIPES
 from lowprec.runs.read import read_rows
@@ -75,27 +82,14 @@ def test_16_bit_product_is_measured_in_bf16(tensors):
     assert all(50 < row["product_sqnr_db"] < 65 for row in rows)
 
 
-def test_table_lists_the_worst_layers_first(tensors):
-    spoiled = {name: tensor.clone() for name, tensor in tensors.items()}
-    spoiled["w"][0, 0] = 1000
+def test_the_worst_layers_come_first_and_nan_is_the_worst():
+    decibels = {"fine": 30.0, "broken": math.nan, "poor": 10.0, "exact": math.inf}
     rows = [
-        {"recipe": "switchback", "layer": layer, **row}
-        for layer, found in {"fine": tensors, "spoiled": spoiled}.items()
-        for row in layer_rows(found, RECIPES["switchback"])
+        {"recipe": "r", "product": "output", "layer": layer, "product_sqnr_db": db, "operand": x}
+        for layer, db in decibels.items()
+        for x in "xw"
     ]
-    lines = [line.split() for line in table(rows) if " output " in line]
-    assert [line[-1] for line in lines] == ["spoiled", "fine"]
-
-
-def test_nan_comes_first_in_the_table():
-    found = {"fine": 30.0, "broken": math.nan, "poor": 10.0, "exact": math.inf}
-    rows = [
-        {"recipe": "r", "product": "output", "layer": layer, "product_sqnr_db": db, "operand": "x",
-         "sqnr_db": db}
-        for layer, db in found.items()
-    ]  # fmt: skip
-    lines = [line.split() for line in table(rows) if " output " in line]
-    assert [line[-1] for line in lines] == ["broken", "poor", "fine"]
+    assert worst_layers(rows)["layer"].tolist() == ["broken", "poor", "fine"]
 
 
 def test_random_numbers_give_a_line_per_case_and_dimension(tmp_path, capsys):

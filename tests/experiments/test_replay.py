@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import sys
 
 import pandas as pd
@@ -34,14 +35,21 @@ SETTINGS = {
 }
 
 
+@pytest.fixture(scope="module")
+def plain_run(tmp_path_factory):
+    return tmp_path_factory.mktemp("trained") / "run"
+
+
 @pytest.fixture
-def run(make_config, run_once, tmp_path):
+def run(make_config, run_once, plain_run, tmp_path):
     """`run(changes)`: a run of 12 steps with checkpoints at 4, 8 and 12."""
 
     def make(changes=None, **options):
-        folder = tmp_path / "run"
-        run_once(make_config({"keep_checkpoints": 3, **(changes or {})}), folder, **options)
-        return folder
+        is_plain = not changes and not options
+        folder = plain_run if is_plain else tmp_path / "run"
+        if not folder.exists():
+            run_once(make_config({"keep_checkpoints": 3, **(changes or {})}), folder, **options)
+        return shutil.copytree(folder, tmp_path / "run") if is_plain else folder
 
     return make
 
