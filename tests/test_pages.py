@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import os
 import re
 import shutil
@@ -13,7 +14,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from analysis.bench import load_lines, newest
+from analysis.bench import load_lines
 from analysis.run_files import flatten
 from lowprec.config.compose import CONF, defaults
 from lowprec.config.schema import Config
@@ -155,26 +156,59 @@ def test_every_flag_listed_is_one_of_open_clip():
     assert set(listed) <= set(flags)
 
 
-def speed_table(first: str) -> list[tuple[str, str, str]]:
-    """(row, column, cell) of the table of TROUBLESHOOTING.md whose first heading is `first`."""
-    table = rows("TROUBLESHOOTING.md")
-    start = next(i for i, row in enumerate(table) if row[0] == first)
-    names = [name.strip("`") for name in table[start][1:]]
-    body = table[start + 1 : start + 5]
-    return [(at.strip("`"), *pair) for at, *c in body for pair in zip(names, c, strict=True)]
+CASES = {  # in the tables of PERFORMANCE.md: of the lines
+    "open_clip eager": "open_clip eager",
+    "open_clip, blocks compiled": "open_clip",
+    "ours, 16 bit": "high",
+    "SwitchBack int8": "switchback",
+    "SwitchBackM int8": "switchback_m",
+    "SwitchBack fp8": "hw_fp8_switchback",
+    "LLM.int8()": "llm_int8",
+    "bitsandbytes SwitchBack": "bnb_switchback",
+    "torchao fp8 row-wise, dW 16 bit": "torchao_fp8_rowwise",
+}
+SHAPES = {
+    "H/14, batch 256, checkpointing": "vit_h14 batch 256, checkpointing",
+    "H/14, batch 256": "vit_h14 batch 256",
+    "L/14, batch 256": "vit_l14 batch 256",
+    "B/32, batch 1,024": "vit_b32 batch 1024",
+}
 
 
-def test_the_speeds_of_layers_and_models_are_those_of_the_lines():
+def test_the_speed_of_layers_is_that_of_the_lines_of_one_run():
     lines = load_lines(ROOT / "experiments" / "results", "layer")
-    lines = newest(lines[lines["direction"] == "both"], ["tokens", "dim"])
-    ms = lines.set_index(["dim", "mode", "case"])["ms"].sort_index()
-    for dim, name, cell in speed_table("dim"):
-        times = [ms[int(dim), mode] for mode in ("eager", "graph")]
-        assert cell == " / ".join(f"{time['linear'] / time[name]:.2f}" for time in times), dim
-    ms = load_lines(ROOT / "experiments" / "results", "model").set_index(["shape", "case"])["ms"]
-    for shape, name, cell in speed_table("model"):
-        at = (shape, name)
-        assert cell == (f"{ms[shape, 'high'] / ms[at]:.2f}" if at in ms else "-"), at
+    lines = lines[lines["direction"] == "both"]
+    [head] = [row for row in rows("PERFORMANCE.md") if row[0] == "dim"]
+    table = [row for row in rows("PERFORMANCE.md") if row[0].isdigit()]
+    assert len(table) == 5
+    for dim, *cells in table:
+        measured = []
+        for _, run in lines[lines["dim"] == int(dim)].groupby("file"):
+            ms = run.set_index(["case", "mode"])["ms"].to_dict()
+            speed = [
+                [ms["linear", mode] / ms.get((CASES[name], mode), math.nan) for name in head[1:]]
+                for mode in ("eager", "graph")
+            ]
+            measured.append(
+                [f"{eager:.2f} / {graph:.2f}" for eager, graph in zip(*speed, strict=True)]
+            )
+        assert cells in measured, dim
+
+
+def test_the_speed_of_models_is_that_of_the_lines():
+    lines = load_lines(ROOT / "experiments" / "results", "model").set_index(["shape", "case"])
+    [head] = [row for row in rows("PERFORMANCE.md") if SHAPES.keys() <= set(row)]
+    table = [row for row in rows("PERFORMANCE.md") if row[0] in CASES and len(row) == 5]
+    assert len(table) == 7
+    for name, *cells in table:
+        for shape, cell in zip(head[1:], cells, strict=True):
+            at = (SHAPES[shape], CASES[name])
+            if at in lines.index:
+                ms, _, ratio = cell.replace("*", "").partition(", ")
+                assert ms == f"{lines.loc[at, 'ms']:.0f}", (name, shape)
+                assert ratio in ("", "1", f"{lines.loc[at, 'ratio']:.2f}"), (name, shape)
+            else:
+                assert cell.startswith("not measured"), (name, shape)
 
 
 @pytest.mark.parametrize("page", PAGES)

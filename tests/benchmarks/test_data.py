@@ -1,6 +1,5 @@
 """The data benchmark on tiny sets; it gives no number for a loader with other samples."""
 
-import json
 import re
 from types import SimpleNamespace
 
@@ -17,17 +16,13 @@ pytestmark = [  # webdataset leaves its shards open
 
 
 @pytest.fixture
-def measure(squares, tmp_path, capsys):
+def measure(squares, lines_of):
     """`measure(train=..., ...)`: the lines of one measurement, by default of the squares."""
 
     def run(**keys):
-        defaults = {"train": str(squares / "train-*.tar"), "image_size": [16], "augment": ["none"]}
-        defaults |= {"batch_size": 10, "num_batches": 3, "workers": 0}
-        try:
-            bench_data.main(DataConfig(**{**defaults, "run_dir": str(tmp_path), **keys}))
-        finally:
-            run.lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-        return run.lines
+        tiny = {"train": str(squares / "train-*.tar"), "image_size": [16], "augment": ["none"]}
+        tiny |= {"batch_size": 10, "num_batches": 3, "workers": 0}
+        return lines_of(bench_data.main, DataConfig(**tiny | keys))
 
     return run
 
@@ -56,21 +51,21 @@ WRONG = {  # name of a function of webdataset's pipeline: its replacement
 
 
 @pytest.mark.parametrize(("name", "other"), WRONG.values(), ids=WRONG.keys())
-def test_different_samples_give_no_number(measure, monkeypatch, name, other):
+def test_different_samples_give_no_number(measure, lines_of, monkeypatch, name, other):
     assert measure(augment=["crop_flip"])  # random crops may differ
     monkeypatch.setattr(bench_data, name, other)
     with pytest.raises(SystemExit, match="none, batch 10, 0 workers"):
         measure()
-    [line] = measure.lines
+    [line] = lines_of.lines
     assert line["ms"] is None and line["correct"] is False and "samples" in line["reason"]
 
 
-def test_set_with_a_bad_sample_is_refused(measure, squares, tmp_path):
+def test_set_with_a_bad_sample_is_refused(measure, lines_of, squares, tmp_path):
     data = (squares / "train-0.tar").read_bytes()
     (tmp_path / "bad.tar").write_bytes(data.replace(b"\x89PNG", b"\0PNG", 1))
     with pytest.raises(SystemExit):
         measure(train=str(tmp_path / "bad.tar"))
-    assert re.search(r"bad\.tar.*s00000\.png", measure.lines[0]["reason"])
+    assert re.search(r"bad\.tar.*s00000\.png", lines_of.lines[0]["reason"])
 
 
 def test_rate_counts_images_between_equal_leads_of_the_workers(monkeypatch):

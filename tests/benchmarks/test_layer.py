@@ -1,7 +1,5 @@
 """The benchmark of a layer on tiny sizes; wrong numbers get no time."""
 
-import json
-
 import pytest
 import torch
 
@@ -12,29 +10,14 @@ from lowprec.nn.linear import LowPrecisionLinear
 
 
 @pytest.fixture
-def measure(tmp_path, capsys):
+def measure(lines_of):
     """`measure(cases=[...], ...)`: the lines of one measurement on the CPU."""
 
     def run(**keys):
-        defaults = {"dims": [16], "tokens": 64, "repeats": 1, "device": "cpu", "cases": list(OURS)}
-        try:
-            bench_layer.main(LayerConfig(**{**defaults, "run_dir": str(tmp_path), **keys}))
-        finally:
-            run.lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-        return run.lines
+        tiny = {"dims": [16], "tokens": 64, "repeats": 1, "device": "cpu", "cases": list(OURS)}
+        return lines_of(bench_layer.main, LayerConfig(**tiny | keys))
 
     return run
-
-
-@pytest.fixture
-def peer(monkeypatch):
-    """`peer(build, ...)` makes torchao_int8 another layer."""
-
-    def replace(build, **options):
-        other = LinearPeer(build, like="switchback_q", compiled=False, **options)
-        monkeypatch.setitem(LINEAR_PEERS, "torchao_int8", other)
-
-    return replace
 
 
 def test_recipes_have_times_and_memory_of_both_directions_and_their_sum(measure, tmp_path):
@@ -66,7 +49,7 @@ def test_memory_counts_what_is_saved_and_not_the_parameters(measure):
     assert saved["switchback_m"] == pytest.approx(64 * 64 + weight + scales, rel=0.02)
 
 
-def test_wrong_layer_has_no_number(measure, monkeypatch):
+def test_wrong_layer_has_no_number(measure, lines_of, monkeypatch):
     right = LowPrecisionLinear.forward
 
     def wrong(self, input):
@@ -75,37 +58,22 @@ def test_wrong_layer_has_no_number(measure, monkeypatch):
     monkeypatch.setattr(LowPrecisionLinear, "forward", wrong)
     with pytest.raises(SystemExit, match="switchback bf16 at 64x16x64, switchback bf16 at 64x64"):
         measure(cases=["switchback", "switchback_q"])
-    broken = [line for line in measure.lines if line["case"] == "switchback"]
+    broken = [line for line in lines_of.lines if line["case"] == "switchback"]
     assert [line["direction"] for line in broken] == ["up", "down"]  # no sum, no memory
     for line in broken:
         assert line["ms"] is None and line["correct"] is False
         assert line["reason"].startswith("Wrong: output differs by 0.2")
-    assert any(line["ms"] for line in measure.lines if line["case"] == "switchback_q")
+    assert any(line["ms"] for line in lines_of.lines if line["case"] == "switchback_q")
 
 
-def test_peer_that_is_not_quantized_has_no_number_and_ours_go_on(measure, peer):
-    peer(lambda linear: torch.nn.Sequential(linear))
+def test_peer_that_is_not_quantized_has_no_number_and_ours_go_on(measure, monkeypatch):
+    plain = LinearPeer(torch.nn.Sequential, like="switchback_q", compiled=False)
+    monkeypatch.setitem(LINEAR_PEERS, "torchao_int8", plain)
     lines = measure(cases=["torchao_int8", "switchback"])
     skipped = [line for line in lines if line["case"] == "torchao_int8"]
     assert [line["direction"] for line in skipped] == ["up", "down"]
     assert all(line["correct"] is False and line["ms"] is None for line in skipped)
     assert sum(line["case"] == "switchback" and line["slug"] == "layer" for line in lines) == 3
-
-
-def test_peer_in_fp16_is_compared_with_linear_in_fp16_and_ours_stay_in_bf16(measure, peer):
-    dtypes = []
-
-    def build(linear):
-        dtypes.append(linear.weight.dtype)
-        layer = LowPrecisionLinear(linear.in_features, linear.out_features)
-        layer.to(linear.weight.dtype).load_state_dict(linear.state_dict())
-        return layer
-
-    peer(build, dtype="fp16")
-    lines = measure(cases=["torchao_int8", "switchback"])
-    assert dtypes == [torch.float16] * 2
-    dtypes = {(line["case"], line["dtype"]) for line in lines if line["ms"]}
-    assert dtypes == {("linear", "bf16"), ("torchao_int8", "fp16"), ("switchback", "bf16")}
 
 
 @pytest.mark.gpu

@@ -1,13 +1,10 @@
 """The benchmark of whole models: what a line says, which cases count, and its exit."""
 
-import json
-
 import pytest
 import torch
 
 from experiments.benchmarks import model as bench_model
 from experiments.benchmarks.model import Measured
-from lowprec.clip import open_clip
 from lowprec.config.schema import Config
 
 
@@ -16,10 +13,10 @@ def result(ms=1.0, loss=5.0):
 
 
 @pytest.fixture
-def lines(tmp_path, monkeypatch):
+def lines(lines_of, monkeypatch):
     """Runs the benchmark on invented results by case, or errors; returns the lines by case."""
 
-    def run(cases, compile=True):
+    def run(cases):
         def measure(config, case, device):
             measured = cases.get(case, result())
             if isinstance(measured, Exception):
@@ -27,16 +24,13 @@ def lines(tmp_path, monkeypatch):
             return measured
 
         monkeypatch.setattr(bench_model, "measure", measure)
-        config = Config(compile=compile, device="cpu", run_dir=str(tmp_path))
-        config.model.patch_dropout = 0.5
-        try:
-            bench_model.main(config)
-        finally:
-            (file,) = (tmp_path / "bench" / "model").glob("*.jsonl")
-            run.lines = {row["case"]: row for row in map(json.loads, file.read_text().splitlines())}
-        return run.lines
+        return by_case(lines_of(bench_model.main, Config(compile=True, device="cpu")))
 
     return run
+
+
+def by_case(lines):
+    return {line["case"]: line for line in lines}
 
 
 def test_ratio_is_to_the_case_that_it_names(lines):
@@ -47,46 +41,30 @@ def test_ratio_is_to_the_case_that_it_names(lines):
     assert ratios["switchback"] == ("the faster open_clip", 2)
 
 
-def test_line_says_what_its_shape_leaves_out(lines):
-    rows = lines({}, compile=False)
-    assert "open_clip" not in rows and len(rows) == 1 + len(bench_model.OURS)
-    assert all((row["image_size"], row["patch_dropout"]) == (32, 0.5) for row in rows.values())
-
-
 @pytest.mark.parametrize("nan", [False, True])
-def test_without_a_number_of_open_clip_none_of_ours_counts(lines, nan):
+def test_without_a_number_of_open_clip_none_of_ours_counts(lines, lines_of, nan):
     failing = result(loss=float("nan")) if nan else RuntimeError("CUDA out of memory")
     with pytest.raises(SystemExit, match="autograd_high"):
         lines({"open_clip eager": failing, "open_clip": failing})
-    row = lines.lines["high"]
+    row = by_case(lines_of.lines)["high"]
     assert row["ms"] is row["correct"] is None and "open_clip" in row["reason"]
 
 
-def test_case_of_ours_that_is_wrong_or_fails_has_no_number(lines):
+def test_case_of_ours_that_is_wrong_or_fails_has_no_number(lines, lines_of):
     cases = {"switchback": result(loss=1.0), "llm_int8": RuntimeError("CUDA out of memory")}
     with pytest.raises(SystemExit, match="switchback .*, llm_int8"):
         lines(cases)
-    row = lines.lines["switchback"]
+    rows = by_case(lines_of.lines)
+    row = rows["switchback"]
     assert row["ms"] is None and row["correct"] is False and "loss differs" in row["reason"]
-    assert lines.lines["llm_int8"]["correct"] is None
-    assert lines.lines["high"]["correct"] is True
-
-
-def test_patch_embedding_is_the_first_convolution_of_open_clip_and_timm_towers():
-    text = dict(context_length=8, vocab_size=64, width=64, layers=1, heads=2)
-    ours = dict(image_size=32, patch_size=16, width=64, layers=1, head_width=32)
-    timm = dict(timm_model_name="vit_tiny_patch16_224", timm_pool="avg", timm_proj="linear")
-    for vision, width in ((ours, 64), (timm, 192)):
-        model = open_clip.model.CLIP(32, vision, text)
-        assert bench_model.first_convolution(model).weight.shape == (width, 3, 16, 16)
+    assert rows["llm_int8"]["correct"] is None
+    assert rows["high"]["correct"] is True
 
 
 @pytest.mark.slow
-def test_tiny_model_is_measured_with_each_recipe(tmp_path):
-    config = Config(device="cpu", batch_size=4, run_dir=str(tmp_path))
+def test_tiny_model_is_measured_with_each_recipe(lines_of):
+    config = Config(device="cpu", batch_size=4)
     config.model.vision_width = config.model.text_width = 64
-    bench_model.main(config)
-    [file] = (tmp_path / "bench" / "model").glob("*.jsonl")
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows = lines_of(bench_model.main, config)
     assert [row["case"] for row in rows] == ["open_clip eager", *bench_model.OURS]
     assert all(row["correct"] and row["ms"] > 0 for row in rows)

@@ -1,29 +1,21 @@
 """The benchmark of operations on tiny sizes; a wrong operation gets no number."""
 
-import json
-
 import pytest
-import torch
 
 from experiments.benchmarks import ops as bench_ops
 from experiments.benchmarks.configs import OpsConfig
-from experiments.benchmarks.report import Wrong
 from lowprec.ops import reference
 
 OURS = {"output", "grad_input", "quantize_x", "quantize_g", "quantize_w"}
 
 
 @pytest.fixture
-def measure(tmp_path, capsys):
+def measure(lines_of):
     """`measure(dims=[...], ...)`: the lines of one measurement on the CPU."""
 
     def run(**keys):
-        defaults = {"dims": [16], "tokens": 32, "repeats": 1, "device": "cpu"}
-        try:
-            bench_ops.main(OpsConfig(**{**defaults, "run_dir": str(tmp_path), **keys}))
-        finally:
-            run.lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-        return run.lines
+        tiny = {"dims": [16], "tokens": 32, "repeats": 1, "device": "cpu"}
+        return lines_of(bench_ops.main, OpsConfig(**tiny | keys))
 
     return run
 
@@ -53,7 +45,7 @@ def test_sizes_that_are_no_multiple_of_16_leave_out_torchs_products(measure):
     assert {line["case"] for line in lines} >= OURS
 
 
-def test_wrong_operation_has_no_number(measure, monkeypatch):
+def test_wrong_operation_has_no_number(measure, lines_of, monkeypatch):
     right = reference.quantize_rows_and_sum
 
     def without_last_row(g_MN, format):
@@ -63,32 +55,9 @@ def test_wrong_operation_has_no_number(measure, monkeypatch):
     monkeypatch.setattr(reference, "quantize_rows_and_sum", without_last_row)
     with pytest.raises(SystemExit, match="quantize_g int8 at 32x16x64, quantize_g fp8"):
         measure()
-    wrong = {line["case"] for line in measure.lines if line["correct"] is False}
+    wrong = {line["case"] for line in lines_of.lines if line["correct"] is False}
     assert wrong == {"quantize_g"}
-    assert all(line["ms"] is None for line in measure.lines if line["case"] in wrong)
-
-
-def test_failing_product_of_torch_is_skipped(measure, monkeypatch):
-    def missing(*tensors):
-        raise RuntimeError("no int8 here")
-
-    monkeypatch.setattr(bench_ops.torch, "_int_mm", missing)
-    monkeypatch.setattr(reference, "_int8_sums", lambda a, b: a.float() @ b.float().T)
-    skipped = {line["case"] for line in measure() if line["ms"] is None}
-    assert skipped == {f"{case}, torch._int_mm" for case in ("output", "grad_input")}
-
-
-def test_error_in_a_single_row_is_noticed():
-    first = next(bench_ops.operations(32, 16, 64, torch.device("cpu")))
-    first.check()
-
-    def wrong():
-        output = first.run().clone()
-        output[7] *= 1.5
-        return output
-
-    with pytest.raises(Wrong, match="output"):
-        first._replace(run=wrong).check()
+    assert all(line["ms"] is None for line in lines_of.lines if line["case"] in wrong)
 
 
 @pytest.mark.gpu

@@ -1,7 +1,5 @@
 """The benchmark of optimizers on a tiny model; ours counts only if it moves as its definition."""
 
-import json
-
 import pytest
 
 from experiments.benchmarks import optimizer as bench_optimizer
@@ -13,20 +11,15 @@ TINY |= {"vocab_size": 512}
 
 
 @pytest.fixture
-def measure(tmp_path, capsys, monkeypatch):
+def measure(lines_of, monkeypatch):
     """`measure()`: the lines by case."""
     monkeypatch.setattr(bench_optimizer, "REPEATS", 1)
 
     def run():
-        config = Config(device="cpu", run_dir=str(tmp_path))
+        config = Config(device="cpu")
         for name, value in TINY.items():
             setattr(config.model, name, value)
-        try:
-            bench_optimizer.main(config)
-        finally:
-            rows = map(json.loads, capsys.readouterr().out.splitlines())
-            run.lines = {row["case"]: row for row in rows}
-        return run.lines
+        return {line["case"]: line for line in lines_of(bench_optimizer.main, config)}
 
     return run
 
@@ -43,7 +36,7 @@ def test_cases_are_compared_with_torchs_fused_adamw(measure):
         assert line["ms"] or "No module named" in line["reason"]
 
 
-def test_optimizer_that_differs_from_its_definition_has_no_number(measure, monkeypatch):
+def test_optimizer_that_differs_from_its_definition_has_no_number(measure, lines_of, monkeypatch):
     class Wrong(StableAdamW):
         def __init__(self, params, lr, fused=None, **options):
             super().__init__(params, lr=lr if fused is False else 2 * lr, fused=fused, **options)
@@ -51,5 +44,5 @@ def test_optimizer_that_differs_from_its_definition_has_no_number(measure, monke
     monkeypatch.setattr(bench_optimizer, "StableAdamW", Wrong)
     with pytest.raises(SystemExit, match="StableAdamW float32 .*, AdamW float32"):
         measure()
-    wrong = {case for case, line in measure.lines.items() if line["correct"] is False}
+    wrong = {line["case"] for line in lines_of.lines if line["correct"] is False}
     assert wrong == {"StableAdamW", "AdamW"}

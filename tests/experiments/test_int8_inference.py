@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from experiments import evaluate, export
-from experiments.evaluate import EvaluateConfig, EvaluatedPrecision, predicted_classes
+from experiments.evaluate import EvaluateConfig, EvaluatedPrecision
 from experiments.export import ExportConfig
 from lowprec.clip.model import build_model
 from lowprec.config.check import ConfigError
@@ -49,12 +49,6 @@ def test_trained_model_keeps_its_predictions_in_int8(run, capsys):
     assert "int8/agreement" in capsys.readouterr().out
 
 
-def test_no_agreement_without_class_names(run):
-    evaluate.main(EvaluateConfig(str(run), INT8, EvaluationConfig("retrieval"), device="cpu"))
-    [row] = read_rows(run / "evaluations.jsonl")
-    assert "int8/memory_ratio" in row and "int8/agreement" not in row
-
-
 def test_exported_model_equals_the_evaluated_one(run, tmp_path):
     export.main(ExportConfig(str(run), str(tmp_path / "int8.safetensors"), INT8))
     evaluate.main(EvaluateConfig(str(run), INT8, EvaluationConfig("zero_shot"), device="cpu"))
@@ -77,12 +71,6 @@ def test_export_follows_autocast(make_config, run_once, tmp_path):
         assert state["transformer.resblocks.0.mlp.c_fc.weight"].dtype == torch.int8
 
 
-def test_autocast_without_int8_is_refused(tmp_path):
-    config = ExportConfig("run", str(tmp_path / "a.pt"), EvaluatedPrecision(autocast="fp16"))
-    with pytest.raises(SystemExit, match="precision.autocast"):
-        export.main(config)
-
-
 @pytest.mark.parametrize("run", ["high"], indirect=True)
 def test_int8_export_needs_a_run(run, tmp_path):
     path, _ = newest_checkpoint(run)
@@ -90,14 +78,6 @@ def test_int8_export_needs_a_run(run, tmp_path):
         export.main(ExportConfig(str(path / "model.safetensors"), str(tmp_path / "a"), INT8))
     with pytest.raises(SystemExit, match="written as .safetensors"):
         export.main(ExportConfig(str(run), str(tmp_path / "a.pt"), INT8))
-
-
-def test_predicted_classes_match_the_accuracy(make_config):
-    config = make_config({"evaluation.name": "zero_shot"})
-    built = build(config, open_data(config))
-    labels = torch.cat([batch.labels for batch in built.evaluation().make_batches()])
-    found = (predicted_classes(built) == labels).double().mean().item()
-    assert found == built.evaluation()(built.task.model)["zero_shot/top1"]
 
 
 @pytest.mark.parametrize(

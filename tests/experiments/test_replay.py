@@ -17,7 +17,6 @@ from experiments.replay import (
     main,
     suspects,
     table,
-    variants_of,
     verdict,
 )
 from lowprec.config.check import ConfigError, RunError
@@ -48,15 +47,19 @@ def run(make_config, run_once, plain_run, tmp_path):
         is_plain = not changes and not options
         folder = plain_run if is_plain else tmp_path / "run"
         if not folder.exists():
-            run_once(make_config({"keep_checkpoints": 3, **(changes or {})}), folder, **options)
+            run_once(
+                make_config({"keep_checkpoints": 3, "model.vision_layers": 1, **(changes or {})}),
+                folder,
+                **options,
+            )
         return shutil.copytree(folder, tmp_path / "run") if is_plain else folder
 
     return make
 
 
-def replayed(folder, step, *changes, steps=2, multirun=False, tolerance=0.0):
+def replayed(folder, step, *changes, steps=2, tolerance=0.0):
     config = ReplayConfig(str(folder), step, steps, tolerance)
-    main(config, list(changes), multirun)
+    main(config, list(changes))
     [path] = [p for p in (folder / "replays").glob("*.csv") if not p.stem.endswith("_table")]
     return pd.read_csv(path)
 
@@ -114,14 +117,6 @@ def test_a_skipped_batch_is_replaced_by_the_next(run, monkeypatch):
     seen.clear()
     main(ReplayConfig(str(folder), 10, 2), ["skip_batches=2"])
     assert seen[4:] == of_run[2:]  # those of 9 and 10 left out
-
-
-def test_under_multirun_each_combination_is_a_variant(run):
-    frame = replayed(run(), 10, "optimizer.beta2=0.5,0.9", "skip_batches=1,0", multirun=True)
-    names = {f"optimizer.beta2={b} skip_batches={s}" for b in (0.5, 0.9) for s in (1, 0)}
-    assert set(frame["change"]) == {"recorded", "control"} | names
-    curves = [tuple(losses(frame, name).items()) for name in names]
-    assert len(set(curves)) == 4
 
 
 def test_a_replay_from_a_snapshot_finds_the_batch_behind_a_planted_spike(run, monkeypatch, capsys):
@@ -215,21 +210,6 @@ def test_a_stream_is_replayed_with_the_workers_it_had(run, squares):
     (folder / "config.yaml").write_text(json.dumps(config))
     frame = replayed(folder, 10, "optimizer.beta2=0.5")
     assert losses(frame, "control") == losses(frame, "recorded")
-
-
-def test_choosing_a_group_resets_what_another_file_of_it_set(make_config):
-    keys = {"name": "stable_adamw", "clip_threshold": 1.5, "beta2": 0.9, "lr": 0.01}
-    trained = to_dict(make_config({f"optimizer.{name}": value for name, value in keys.items()}))
-    configs = variants_of(trained, ["optimizer.beta1=0.8", "optimizer=adamw"], False)
-    control, variant = configs.values()
-    assert control.optimizer.clip_threshold == 1.5
-    rule = variant.optimizer
-    assert (rule.name, rule.clip_threshold, rule.beta2, rule.lr) == ("adamw", None, 0.9, 0.01)
-    assert rule.beta1 == 0.8 and trained["optimizer"]["beta1"] == 0.9
-    later = ["optimizer.clip_threshold=2.0", "optimizer=stable_adamw"]
-    [_, changed_later] = variants_of(trained, later, False).values()
-    assert changed_later.optimizer.clip_threshold == 2.0
-    assert variant.data == control.data
 
 
 def test_without_changes_data_optimizer_and_numerics_are_suspects(make_config):
