@@ -13,7 +13,7 @@ from lowprec.config.compose import CONF, compose_command, further_commands, plai
 from lowprec.config.place import place
 from lowprec.config.schema import Config
 
-FLAGS = ("config_name", "config_path", "config_dir", "package", "experimental_rerun")  # refused
+FLAGS = ("config_name", "config_path", "config_dir", "experimental_rerun")  # refused
 
 
 def run_command(

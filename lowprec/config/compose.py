@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import dataclass, fields, is_dataclass
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from lowprec.nearest import nearest
 CONF = Path(__file__).parents[2] / "conf"
 PATTERNS = ("data.train", "data.val", "shards", "train", "val")  # keys whose values are globs
 HYDRA = ("hydra/launcher", "hydra.launcher.*", "hydra/sweeper", "hydra.sweeper.*", "hydra.verbose")
+SEARCH_SPACES = ("*.params*", "*search_space*")  # these name further keys, or a function to call
 FURTHER = "further_commands"  # key of an experiment file: overrides of each further command
 
 
@@ -248,7 +250,7 @@ def _parsed(text: str) -> Override:
 def _parse(text: str, faults: list[str]) -> Override | None:
     key, sign, value = text.partition("=")
     of_hydra = key.lstrip("+").startswith("hydra")
-    if not key or not (sign or key.startswith("~")):
+    if not key or "@" in key or not (sign or key.startswith("~")):
         faults.append(f"{text}: key=value is expected")
     elif "_target_" in text or (of_hydra and "()" in text):
         faults.append(f"{key}: _target_ and () are not allowed; a config is data and calls nothing")
@@ -271,7 +273,8 @@ def _hydra_fault(override: Override) -> str | None:
     key, launchers = override.key_or_group, ["basic", *_choices("hydra/launcher")]
     if key == "hydra/launcher" and override.value() not in launchers:
         return f"{key}={override.value()}: one of {', '.join(launchers)} is expected"
-    if key in HYDRA or key.startswith(tuple(name[:-1] for name in HYDRA if name.endswith("*"))):
+    is_allowed = any(fnmatchcase(key, pattern) for pattern in HYDRA)
+    if is_allowed and not any(fnmatchcase(key, pattern) for pattern in SEARCH_SPACES):
         return None
     return f"{key} is not allowed; of Hydra's own keys only {', '.join(HYDRA)}{nearest(key, HYDRA)}"
 

@@ -28,7 +28,7 @@ from lowprec.runs.read import RecordFileError, checked, encode_row, read_map, sc
 RUN = {"index": int, "label": str, "directory": str, "overrides": list, "config": dict}
 ROW = {"event": str, "token": str, "runs": list, "launcher": dict, "job": str}
 ROW |= {"again": bool, "reason": str, "code": int, "saved": int}
-LAUNCHER = {"name": str, "parallel": int, "gpus": int}
+LAUNCHER = {"name": "local", "parallel": 1, "gpus": 0}  # keys that every launcher has
 KEYS = {  # event: the keys of its rows
     "submitting": {"token", "runs", "launcher"},
     "submitted": {"token", "job"},
@@ -165,21 +165,11 @@ class Manifest:
 
     def _rows(self, name: str) -> list[dict]:
         """The good rows of a file; its faults are added to `faults`."""
-        path, good = self.folder / name, []
-        rows, faults = scan_rows(path, ROW)
-        for row in rows:
-            launcher = {"name": "local", "parallel": 1, "gpus": 0} | row.get("launcher", {})
-            try:
-                checked(launcher, LAUNCHER)
-                if KEYS.get(row.get("event"), {"event"}) - row.keys():
-                    raise ValueError("keys are missing")
-                if not all(type(index) is int for index in row.get("runs", ())):
-                    raise ValueError("runs: numbers are expected")
-                good.append(row | {"launcher": launcher} if "launcher" in row else row)
-            except ValueError as error:
-                faults.append(f"{path}: a row is damaged ({error}): {str(row)[:80]}")
-        self.faults += [fault for fault in faults if fault not in self.faults]
-        return good
+        rows, faults = scan_rows(self.folder / name, ROW)
+        damaged = [row for row in rows if not _is_whole(row)]
+        faults += [f"{self.folder / name}: a row is damaged: {str(row)[:80]}" for row in damaged]
+        self.faults = list(dict.fromkeys(self.faults + faults))
+        return [row for row in rows if row not in damaged]
 
 
 def plan_runs(
@@ -190,6 +180,8 @@ def plan_runs(
     `open_sources(config)` opens the data and returns the digests that name a run; it is called
     once per data set. Raises ConfigError with the faults of all runs.
     """
+    if foreign := [text for text in overrides if text.lstrip("+~").startswith("hydra")]:
+        raise ConfigError([f"{text}: a sweep has launcher=local or slurm" for text in foreign])
     composed = compose_command(
         overrides, multirun=True, preflight=partial(preflight, planned=processes)
     )
@@ -217,6 +209,17 @@ def refuse_processes(runs: list[PlannedRun], processes: int) -> None:
     faults = [f for run in runs for f in process_faults(check(run.config), processes)]
     if faults:
         raise ConfigError(faults)
+
+
+def _is_whole(row: dict) -> bool:
+    """Whether a row has the keys of its event, and these what the sweep needs."""
+    launcher = row.get("launcher", LAUNCHER)
+    return (
+        row.get("event") in KEYS
+        and KEYS[row["event"]] <= row.keys()
+        and all(type(index) is int for index in row.get("runs", ()))
+        and all(type(launcher.get(name)) is type(value) for name, value in LAUNCHER.items())
+    )
 
 
 def _append_row(path: Path, row: dict) -> None:

@@ -28,22 +28,18 @@ SHARDS = "data.train=train.tar data.val=val.tar"
 BAD = {  # command: parts of its message
     # keys
     "sede=1": ("sede: no such key", "the root has", "nearest: seed"),
-    "+foo=1": ("foo: no such key", "the root has"),
     "~seed": ("~seed", "default"),
     # choices
     "model=nanoo": ("model=nanoo", "conf/model has", "vit_h14", "nearest: nano"),
-    "experiment=loss_curve": ("experiment=loss_curve", "nearest: loss_curves"),
     "model.name=mini_h": ("model.name=mini_h", "use model=mini_h"),
     "diagnostics.spikes=3": ("diagnostics.spikes=3", "a group of keys", "protocol"),
     "model.image_size=null": ("model.image_size=null", "preset nano needs a number"),
-    "data=shards": ("data.train is required",),
     "model=open_clip": ("model.name=null", "open_clip"),
     # recipes and backends
     "precision=int8_inference": ("forward only", "experiments.evaluate run=DIR"),
     "precision.recipe=custom": ("precision.recipe=custom needs precision.products",),
     "precision.backend=triton": ("precision.backend=triton does nothing without",),
     "accumulate=3": ("batch_size=128 is not a multiple of accumulate=3",),
-    "distributed.sync_bn=true": ("sync_bn=True does nothing without distributed=ddp",),
     "distributed=fsdp2 diagnostics.recorder.enabled=true": ("recorder.enabled=true", "use ddp"),
     "resume.from=x model.init_from=y": ("resume.from", "model.init_from"),
     # combinations
@@ -55,22 +51,16 @@ BAD = {  # command: parts of its message
         "diagnostics.statistics: rms, u_max would need the second moments",
         "use diagnostics.statistics=[grad_norm]",
     ),
-    "optimizer=adamw8bit_torchao optimizer.paged=true": (
-        "paged=True does nothing without optimizer=adamw8bit_bnb",
-    ),
-    "optimizer=adamw8bit_bnb optimizer.beta2_decay=0.5": ("beta2_decay=0.5 does nothing",),
     "optimizer.stable_embedding=true model.init_from=x": ("stable_embedding", "model.init_from"),
     "data.val=null": ("evaluation=zero_shot needs data.val", "evaluation=none"),
     # models
     "model.image_size=30": ("model.image_size=30", "patch_size=8", "nearest: model.image_size=32"),
-    "model.text_width=100": ("model.text_width=100", "64", "nearest: model.text_width=128"),
     "model=open_clip model.name=ViT-B-33": ("ViT-B-33", "nano, mini_b", "nearest: ViT-B-32"),
     "model=open_clip model.name=ViT-B-32 model.heads=64": ("model.heads is fixed", "null"),
     "model=open_clip model.name=RN50 intervention=kq_norm": ("intervention=kq_norm", "RN50"),
     "model=open_clip model.name=roberta-ViT-B-32": ("roberta-ViT-B-32", "downloaded"),
     # what cannot be
     "num_steps=1e23": ("num_steps=1e+23", "< 2147483648"),
-    f"num_steps={10**23}": ("num_steps=1000", "< 2147483648"),
     f"model.image_size={10**8}": ("model.image_size=100000000", "<= 4096"),
     f"model.vision_layers={10**8}": ("model.vision_layers=100000000", "2e+13 parameters"),
     f"name={'n' * 300}": ("name=nnn", "at most 100 bytes"),
@@ -96,12 +86,8 @@ BAD = {  # command: parts of its message
 }
 GOOD = {  # command: number of runs
     "": 1,
-    "precision=fp16 scaler=dynamic": 1,
     "optimizer=adamw8bit_bnb optimizer.paged=true optimizer.override_32bit=[visual.conv1]": 1,
-    "-m optimizer=adamw,adamw8bit_torchao optimizer.stable_embedding=true": 2,
     "data.val=null evaluation=none": 1,
-    "schedule=constant schedule.warmup_steps=1000": 1,
-    "model=open_clip model.name=RN50": 1,
     "model=open_clip model.name=ViT-B-16 intervention=kq_norm model.patch_dropout=0.5": 1,
     "model.image_size=64 model.patch_size=16 model.vision_width=192": 1,
     'data=shards data.train="a-{0..9}.tar" data.val=b.tar': 1,
@@ -112,7 +98,6 @@ GOOD = {  # command: number of runs
     "experiment=loss_curves_demo precision=bf16": 1,
     "-m optimizer.lr=interval(1e-4,1e-2) hydra/sweeper=optuna hydra.sweeper.n_trials=9": 2,
     "-m hydra/launcher=submitit_slurm hydra.launcher.comment=${hydra.job.name} seed=1,2": 2,
-    "hydra.verbose=true": 1,
     "-m experiment=fp8_fixes_mini": 5,
     "-m experiment=fp8_fixes_mini intervention=zero_init": 1,
 }
@@ -210,23 +195,15 @@ def test_every_group_file_composes(choice):
         assert configs_of(f"{choice} {needs.get(choice, '')}")
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "named"),
-    [
-        ("{beta2: 0.99}", "{beta_2: 0.99}", ("optimizer.beta_2", "nearest: optimizer.beta2")),
-        ("beta2: 0.99", "beta2: 1.99", ("optimizer.beta2=1.99", "< 1")),
-        ("bf16,switchback", "bf16,switchbak", ("switchbak", "nearest: switchback")),
-    ],
-    ids=["nested key", "range", "swept choice"],
-)
-def test_a_typo_in_an_experiment_file_is_named(before, after, named, tmp_path, monkeypatch):
+def test_a_typo_in_an_experiment_file_is_named(tmp_path, monkeypatch):
     shutil.copytree(CONF, tmp_path / "conf")
     file = tmp_path / "conf" / "experiment" / "loss_curves_demo.yaml"
-    assert before in file.read_text()
-    file.write_text(file.read_text().replace(before, after))
+    text = file.read_text().replace("{beta2: 0.99}", "{beta_2: 0.99}")
+    file.write_text(text.replace("bf16,switchback", "bf16,switchbak"))
     monkeypatch.setattr(compose, "CONF", tmp_path / "conf")
     faults = faults_of("-m experiment=loss_curves_demo")
-    assert any(all(part in fault for part in named) for fault in faults), faults
+    for parts in (("switchbak", "nearest: switchback"), ("beta_2", "nearest: optimizer.beta2")):
+        assert any(all(part in fault for part in parts) for fault in faults), faults
 
 
 FLAGS = ("--config-name=evaluate", "--config-dir=/", "--config-path=/", "--experimental-rerun=x")

@@ -12,7 +12,6 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
-from lowprec.runs import durable
 from lowprec.runs.read import read_rows, read_status, read_tensors
 from lowprec.runs.record import Record, RecordError, RunBusyError
 
@@ -222,17 +221,6 @@ def test_status_is_whole_at_every_moment(tmp_path, record):
         assert len(status["reason"]) == status["step"] % 50 * 100
     writer.join()
     assert read_status(tmp_path)["step"] == 299
-
-
-def test_failed_replacement_leaves_the_old_file(tmp_path, monkeypatch):
-    def fail(descriptor):
-        raise OSError
-
-    durable.replace(tmp_path / "status.json", b"old")
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError):
-        durable.replace(tmp_path / "status.json", b"new")
-    assert (tmp_path / "status.json").read_text() == "old"
 
 
 def test_a_file_system_without_locks_is_an_error(tmp_path, monkeypatch):

@@ -9,13 +9,13 @@ from experiments import sweep
 from experiments.train import main as train
 from lowprec.config.compose import compose_command
 from lowprec.runs.read import find_runs, read_last_row, read_status
-from lowprec.sweep.plan import Manifest, plan_runs
+from lowprec.sweep.plan import LAUNCHER, Manifest, plan_runs
 
 
 @pytest.fixture
 def manifest(sweeps):
     manifest = sweeps.make(2)
-    row = {"event": "submitting", "token": "a", "runs": [0, 1], "launcher": {"name": "local"}}
+    row = {"event": "submitting", "token": "a", "runs": [0, 1], "launcher": LAUNCHER}
     manifest.record(row)
     manifest.append(0, {"event": "started", "token": "a"})
     return manifest

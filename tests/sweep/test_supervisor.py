@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from lowprec.sweep import supervisor
-from lowprec.sweep.plan import Manifest, take_lock
+from lowprec.sweep.plan import LAUNCHER, Manifest, take_lock
 from lowprec.sweep.supervisor import STOPPED, supervise
 
 STOPS = """
@@ -28,7 +28,7 @@ while :; do sleep 0.02; done
 
 
 def submit_row(token):
-    return {"event": "submitting", "token": token, "runs": [0], "launcher": {"gpus": 0}}
+    return {"event": "submitting", "token": token, "runs": [0], "launcher": LAUNCHER}
 
 
 @pytest.fixture
@@ -47,32 +47,20 @@ def attempt(sweeps, here):
     return call
 
 
-def test_three_attempts_from_the_same_checkpoint_are_the_last(attempt, here):
-    (here / "step").write_text("20")
-    assert [attempt(STOPS) for _ in range(4)] == [STOPPED] * 4  # the first began at 0, three at 20
-    assert [row["saved"] for row in attempt.rows("started")] == [0, 20, 20, 20]
-    assert attempt(STOPS) == 1
-    assert len(attempt.rows("started")) == 4
+def test_three_attempts_of_a_submission_from_the_same_checkpoint_are_the_last(
+    attempt, sweeps, here
+):
+    for step in (10, 20, 20, 20):  # the first began at 0, three at 20
+        (here / "step").write_text(str(step))
+        assert attempt(STOPS) == STOPPED
+    assert [row["saved"] for row in attempt.rows("started")] == [0, 10, 20, 20]
+    assert [attempt(STOPS), attempt(STOPS)] == [STOPPED, 1]
     last = attempt.rows("ended")[-1]
     assert "3 attempts" in last["reason"] and "step 20" in last["reason"]
     assert not last["again"]
-
-
-def test_attempts_that_make_progress_are_not_limited(attempt, here):
-    for step in range(10, 70, 10):
-        (here / "step").write_text(str(step))
-        assert attempt(STOPS) == STOPPED
+    sweeps.manifest.record(submit_row("second"))  # counts from zero and ends the first
+    assert [attempt(STOPS, token) for token in ("first", "second")] == [1, STOPPED]
     assert len(attempt.rows("started")) == 6
-
-
-def test_a_new_submission_counts_from_zero_and_ends_the_old_one(attempt, sweeps, here):
-    (here / "step").write_text("20")
-    for _ in range(5):
-        attempt(STOPS)
-    sweeps.manifest.record(submit_row("second"))
-    assert attempt(STOPS, token="first") == 1
-    assert len(attempt.rows("started")) == 4
-    assert attempt(STOPS, token="second") == STOPPED
 
 
 @pytest.mark.parametrize(
@@ -141,7 +129,7 @@ def test_other_ranks_of_a_failed_run_are_killed_after_a_grace_time(attempt, swee
     monkeypatch.setattr(supervisor, "GRACE_S", 0.3)
     ranks = '[ "$RANK/$WORLD_SIZE" = 1/2 ] && { echo "ValueError: one"; exit 7; }; exec sleep 60'
     sweeps.make(1, ranks)
-    sweeps.manifest.record(submit_row("first") | {"launcher": {"gpus": 2}})
+    sweeps.manifest.record(submit_row("first") | {"launcher": LAUNCHER | {"gpus": 2}})
     assert attempt(ranks) == 7
     assert attempt.rows("ended")[-1]["reason"] == "ValueError: one"
 
