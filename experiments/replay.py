@@ -79,7 +79,7 @@ def main(config: ReplayConfig, changes: list[str], multirun: bool = False) -> No
     recorded = pd.Series({row["step"]: row["loss"] for row in scan_rows(run / "metrics.jsonl")[0]})
     if config.step not in recorded:
         raise RunError(f"{run} has recorded steps 1 to {recorded.index.max()}")
-    faults, replayed = [], {}
+    faults: list[str] = []
     try:
         state, manifest = state_before(run, config.step, config.steps)
         if layout := manifest["provenance"].get("layout"):  # the order of a stream depends on it

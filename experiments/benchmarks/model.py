@@ -60,23 +60,18 @@ def main(config: Config) -> None:
             if is_ours and expected is None:
                 raise RuntimeError("no case of open_clip to compare with")
             result = measure(config, case, device)
-            row.update(check(result, expected or result))
-            expected = expected or result
+            right = expected or result
+            check_error("the loss", result.loss, right.loss, LOSS_TOLERANCE)
+            gradients = (result.gradient, right.gradient)
+            error = check_error("the first layer's gradient", *gradients, GRADIENT_TOLERANCE)
+            expected = right
+            row.update(loss=round(result.loss.item(), 5), gradient_error=round(error, 5))
             if not is_ours:
                 base_ms = min(base_ms or result.ms, result.ms)
             row.update(ms=result.ms, rate=1000 * config.batch_size / result.ms)
             row.update(ratio=base_ms / result.ms, memory_gib=result.memory_gib)
             row.update(ratio_to=EAGER if case == EAGER else "the faster open_clip")
     lines.exit_if_failed()
-
-
-def check(result: Measured, expected: Measured) -> dict:
-    """Returns loss and error of the gradient for a line; raises Wrong."""
-    check_error("the loss", result.loss, expected.loss, LOSS_TOLERANCE)
-    error = check_error(
-        "the first layer's gradient", result.gradient, expected.gradient, GRADIENT_TOLERANCE
-    )
-    return {"loss": round(result.loss.item(), 5), "gradient_error": round(error, 5)}
 
 
 def measure(config: Config, case: str, device: torch.device) -> Measured:
