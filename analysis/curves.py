@@ -243,11 +243,11 @@ def methods(frame: pd.DataFrame) -> str:
 
 
 def cap(frame: pd.DataFrame, column: str = "loss_smoothed") -> float:
-    """Upper end of the loss axis: the largest loss after `CAP_AFTER` of a run, at most the first.
+    """Upper end of the loss axis: the largest loss after `CAP_AFTER` of a run.
 
-    Diverged runs count only if all diverged.
+    A loss that is not smoothed counts at most as the first; diverged runs if all diverged.
     """
-    first = frame.loc[frame["step"] == 1, "loss"].max()
+    first = frame.loc[frame["step"] == 1, column].max()  # NaN if smoothed
     late = frame["step"] >= CAP_AFTER * frame["num_steps"]
     kept = late & (frame["state"] != "diverged")
     for losses in (frame[column][kept], frame[column][late], frame["loss"]):
