@@ -111,7 +111,7 @@ def _counts(run: pd.DataFrame) -> str:
         return f"no loss spike, {run['rms_spike'].sum()} RMS spikes"
     protocol = spike_marks.protocols(run)[0]
     if largest_rms(run["beta2"].iloc[0]) < protocol.rms_threshold:
-        return f"{run['loss_spike'].sum()} loss spikes; RMS_t cannot reach the threshold"
+        return f"loss spikes: {run['loss_spike'].sum()}; RMS_t cannot reach the threshold"
     marks = run["loss_spike"].to_numpy(), run["rms_spike"].to_numpy()
     counts = lag_coincidence(*marks, protocol)
     return (

@@ -186,7 +186,7 @@ def test_frame_has_all_steps_with_their_spikes_and_panels_show_them(plant):
 
 def test_caption_says_where_the_threshold_cannot_be_reached(plant):
     frame = rms_and_loss.query(load_runs(plant(beta2=0.5)))
-    assert "3 loss spikes; RMS_t cannot reach the threshold" in rms_and_loss.caption(frame)
+    assert "loss spikes: 3; RMS_t cannot reach the threshold" in rms_and_loss.caption(frame)
 
 
 def test_early_losses_and_divergence_do_not_stretch_the_loss_axis(plant):
