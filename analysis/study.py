@@ -10,8 +10,9 @@ import pandas as pd
 from analysis.comparison import short, written
 from analysis.load import EXPERIMENTS
 from analysis.run_files import flatten
-from lowprec.config.compose import compose_study
+from lowprec.config.compose import compose_command
 from lowprec.config.schema import PrecisionConfig
+from lowprec.runs.identity import to_dict
 from lowprec.runs.read import ENDED
 
 GROUPS = {  # config group: column of `Runs.runs` with the selected file
@@ -72,12 +73,15 @@ def planned(experiment: str, scale: str) -> list[dict]:
     """The settings that identify each run of a study, by column of `Runs.runs`."""
     names = (f"{experiment}_{scale}", *([experiment] if scale == "paper" else []))
     file = next((name for name in names if (EXPERIMENTS / f"{name}.yaml").exists()), None)
-    runs = []
-    for overrides, config in compose_study(file) if file else []:
-        row = flatten(config)
+    words, runs = (
+        [f"experiment={file}", "data.train=-", "data.val=-"],
+        [],
+    )  # which it may leave open
+    for run in compose_command(words, multirun=True) if file else []:
+        row = flatten(to_dict(run.config))
         precision = PrecisionConfig(row["precision.autocast"], row["precision.recipe"])
         row["precision.label"] = precision.label
-        swept = [text.partition("=")[0] for text in overrides[1:]]  # the first is the experiment
+        swept = [text.partition("=")[0] for text in run.overrides[len(words) :]]
         keys = dict.fromkeys([*GROUPS.values(), *(GROUPS.get(key, key) for key in swept)])
         runs.append({key: row[key] for key in keys})
     return runs

@@ -172,9 +172,6 @@ def hand_over(manifest: Manifest, runs: list[int], which: tuple[str, ...], launc
     left = summary([state for state in run_states if state.state not in which])
     count = f"{len(submitted)} of {len(runs)} runs submitted"
     print(f"{manifest.folder}: {count}" + f"; {left}" * bool(left))
-    run_dir = manifest.folder.parent.parent
-    where = "" if run_dir == Path("runs").absolute() else f" run_dir={run_dir}"
-    print(f"python -m experiments.sweep status name={manifest.folder.name}{where}")
 
 
 def _is_own(text: str) -> bool:

@@ -132,7 +132,6 @@ def _idle_faults(config: Config) -> Iterator[str]:
     high = config.precision.recipe == "high"
     rule = config.optimizer
     eight_bit, clipped = rule.name in EIGHT_BIT, rule.name == "stable_adamw"
-    ddp = (config.distributed.name == "ddp", "distributed=ddp")
     owners = {  # key: whether it is used, and what uses it
         "scaler.init_scale": (scaled, "a scaler (dynamic or fixed)"),
         "scaler.max_skips": (scaled, "a scaler (dynamic or fixed)"),
@@ -140,10 +139,7 @@ def _idle_faults(config: Config) -> Iterator[str]:
         "precision.products": (config.precision.recipe == "custom", "recipe=custom"),
         "precision.outlier_threshold": (config.precision.recipe == "llm_int8", "recipe=llm_int8"),
         "precision.backend": (not high, "a recipe other than high"),
-        "precision.skip_slow": (not high, "a recipe other than high"),
-        "distributed.local_loss": (config.distributed.name != "none", "distributed=ddp or fsdp2"),
-        "distributed.static_graph": ddp,
-        "distributed.sync_bn": ddp,
+        "distributed.sync_bn": (config.distributed.name == "ddp", "distributed=ddp"),
         "data.allow_remote": (streamed, "data=stream"),
         "data.resampled": (not streamed, "data=shards or shapes: a stream has its own order"),
         "data.window": (not streamed, "data=shards or shapes: a stream has its own order"),
@@ -153,7 +149,6 @@ def _idle_faults(config: Config) -> Iterator[str]:
             "32-bit moments",
         ),
         "optimizer.clip_weight_decay": (clipped, "optimizer=stable_adamw"),
-        "optimizer.min_8bit_size": (eight_bit, f"optimizer={EIGHT_BIT[0]}"),
         "optimizer.override_32bit": (eight_bit, f"optimizer={EIGHT_BIT[0]}"),
         "optimizer.paged": (rule.name == "adamw8bit_bnb", "optimizer=adamw8bit_bnb"),
     }

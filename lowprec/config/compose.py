@@ -52,7 +52,7 @@ def compose_command(
 ) -> list[ComposedRun]:
     """The runs that a command line asks for; ConfigError with the faults of all of them.
 
-    A fault in only some runs names them. `entry` is the name of the config file in `conf/`;
+    A fault in only some runs names the first. `entry` is the name of the config file in `conf/`;
     `preflight(config)` may raise ConfigError with further faults.
     """
     faults: list[str] = []
@@ -74,18 +74,6 @@ def compose_command(
     if faults:
         raise ConfigError(faults)
     return composed
-
-
-def compose_study(name: str) -> list[tuple[tuple[str, ...], dict]]:
-    """The overrides and the config of each run of a file in `conf/experiment/`.
-
-    The configs are nested plain data and not checked: a study may leave `data.train` open.
-    """
-    faults: list[str] = []
-    runs = expand_sweep([f"experiment={name}"], Config, faults)
-    if faults:
-        raise ConfigError(faults)
-    return [(run, _compose(run, "train", Config)) for run in runs]
 
 
 def expand_sweep(overrides: list[str], schema: type, faults: list[str]) -> list[tuple[str, ...]]:
