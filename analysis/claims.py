@@ -70,7 +70,7 @@ CLAIMS = (
           f"{_H14['switchback'] - _H14['llm_int8']:+.1f} points {BY_EYE}", ABOVE_0,
           partial(PRECISION, one="switchback", other="llm_int8", rule=larger), tuple(BOTH)),
     Claim("C2", "LLM.int8() training loses accuracy, more at larger models", _papers("llm_int8"),
-          "interval of the smallest model's difference minus the largest's above 0",
+          "intervals: the largest model's below 0, the smallest's minus the largest's above 0",
           partial(PRECISION, one="llm_int8", other="bf16", rule=larger, by_size=True), tuple(BOTH)),
     Claim("C3", "fp8 tensor-wise diverges for large models", _papers("fp8_tensorwise"),
           "every run of L and H, two seeds",

@@ -58,7 +58,8 @@ def accuracy(
 
     At paper scale this is the zero-shot accuracy of the paper's largest model; at mini scale, the
     mean R@1 (or the zero-shot accuracy of runs without) of our largest. `only`: values of columns
-    that runs must have. `by_size`: judges the difference for the smallest model minus that.
+    that runs must have. `by_size`: judges the difference for the smallest model minus that for the
+    largest, which must be below 0.
     """
     runs = records.outcomes(studies, scale)
     for column, value in (only or {}).items():
@@ -72,7 +73,11 @@ def accuracy(
     ours = "; ".join(f"{style.model(name)} {Sample.of(values)}" for name, values in pairs.items())
     ours += {"recall": " (mean R@1)", "accuracy": " (zero-shot)"}[metric]
     largest = pairs[sizes[-1]]
-    return rule(ours, (pairs[sizes[0]] - largest).dropna() if by_size else largest, runs)
+    if not by_size:
+        return rule(ours, largest, runs)
+    loses = Sample.of(largest).high < 0
+    unless = "" if loses else "the largest model's own interval is not below 0"
+    return rule(ours, (pairs[sizes[0]] - largest).dropna(), runs, unless)
 
 
 def diverges(records: Evidence, precision: str, studies: Sequence[str]) -> Finding:

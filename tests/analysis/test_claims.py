@@ -127,6 +127,14 @@ def test_claims_about_accuracy_are_decided_by_runs_at_their_scale(accuracies, cl
     assert one(few, *claim, scale)[1:] == (UNDECIDED, "one seed")
 
 
+def test_a_loss_that_grows_with_size_is_a_loss_at_the_largest(accuracies):
+    keys, arms, *_ = OF_ACCURACY["C2", "more at larger"]
+    higher = [value + 5 for value in BF16]
+    root = accuracies(arms, [higher, BF16, BF16, BF16], "paper", **keys)
+    finding = one(root, "C2", "more at larger", "paper")
+    assert finding.verdict == UNDECIDED and "not below 0" in finding.why
+
+
 def test_fp8_that_diverges_is_judged_at_paper_scale_and_loses_accuracy_at_mini_scale(accuracies):
     arms, values = [dict(recipe="high"), dict(recipe="fp8_tensorwise")], [BF16, [None, None]]
     root = accuracies(arms, values, "paper", **BY_PRECISION)
