@@ -96,6 +96,10 @@ CLAIMS = (
     Claim("C6", "quantization noise of a dot product grows with its inner dimension K",
           "variance in proportion to K", f"exponent 1 or more, less {judges.SLOPE:g}",
           judges.noise),
+    Claim("C6", "the weight gradient must stay in 16 bits: SwitchBackQ is more accurate than "
+          "LLM.int8(), which differs in that product alone", "no number", ABOVE_0,
+          partial(PRECISION, one="switchback_q", other="llm_int8", rule=larger,
+                  studies=("weight_gradient",)), ("mini",)),
     Claim("C7", "SwitchBack is faster end to end, ViT-H/14, over nn.Linear in the same model",
           _SAVES, f"{_LOW:g}% or more at every shape",
           partial(judges.end_to_end, baseline="high", case="switchback")),

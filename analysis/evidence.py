@@ -146,7 +146,8 @@ class Evidence:
 def lacking(what: str, studies: Sequence[str], scale: str = "") -> NoRunsError:
     """The error for missing evidence: what is missing, and the command that makes it."""
     ending = "" if scale == "paper" else "_mini"
-    study = next(name for name in studies if (EXPERIMENTS / f"{name}{ending}.yaml").exists())
+    there = [name for name in studies if (EXPERIMENTS / f"{name}{ending}.yaml").exists()]
+    study = (there or studies)[0]
     makes = command(study, scale or "mini") + ("" if ending else f" {SHARDS}")
     return NoRunsError(f"{what}{': ' if what else ''}{makes}")
 

@@ -164,7 +164,7 @@ def noise(records: Evidence) -> Finding:
     first, last = lines["inner_dim"].min(), lines["inner_dim"].max()
     ours = "; ".join(f"{case}: K^{slope:.3f}" for case, slope in slopes.items())
     ours += f" (independent random numbers, K from {first:,} to {last:,})"
-    why = "this is the theory; the claim needs training with one product in 8 bits at a time"
+    why = "random numbers show the theory; whether training needs 16 bits is the next row"
     return Finding(ours, at_scale(min(slopes.values()) >= 1 - SLOPE), why)
 
 
