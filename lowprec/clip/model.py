@@ -11,16 +11,11 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from lowprec.clip import open_clip
 from lowprec.config.schema import PRESETS, ModelConfig, PrecisionConfig
 from lowprec.nn.attention import Attention
+from lowprec.nn.coverage import Layers
 from lowprec.nn.recipe import RECIPES, custom_recipe
-from lowprec.nn.replace import Layer, NoLayerError, apply_recipe
+from lowprec.nn.replace import NoLayerError, apply_recipe
 
 TEXT_HEAD_WIDTH = 64
-TIMM_NAMES = {  # name of a layer in open_clip: in timm
-    "in_proj": "attn.qkv",
-    "out_proj": "attn.proj",
-    "c_fc": "mlp.fc1",
-    "c_proj": "mlp.fc2",
-}
 
 
 class PatchDropout(nn.Module):
@@ -158,7 +153,7 @@ def use_stable_embedding(model: nn.Module) -> None:
     tower.token_embedding = StableEmbedding(embedding.num_embeddings, embedding.embedding_dim)
 
 
-def set_precision(model: nn.Module, precision: PrecisionConfig) -> list[Layer]:
+def set_precision(model: nn.Module, precision: PrecisionConfig) -> Layers:
     """Applies a recipe to the layers in `precision.where` of both towers, in place.
 
     Also lets the attention kernel apply the text tower's causal mask. Returns the layers, or
@@ -166,14 +161,14 @@ def set_precision(model: nn.Module, precision: PrecisionConfig) -> list[Layer]:
     Raises ValueError if there are no such layers for another recipe; see `apply_recipe`.
     """
     recipe = RECIPES.get(precision.recipe) or custom_recipe(precision.products)
-    where = [*precision.where, *(TIMM_NAMES[name] for name in precision.where)]
     options = {k: getattr(precision, k) for k in ("backend", "outlier_threshold", "skip_slow")}
+    inputs = _one_pair(model) if recipe.function and hasattr(model, "visual") else None
     try:
-        layers = apply_recipe(model, recipe, where, **options)
+        layers = apply_recipe(model, recipe, precision.where, inputs=inputs, **options)
     except NoLayerError:
         if recipe.function:
             raise
-        layers = []
+        layers = Layers()
     text = getattr(model, "text", model)
     mask = getattr(text, "attn_mask", None)
     if mask is not None and getattr(text, "cls_emb", None) is None:
@@ -182,6 +177,13 @@ def set_precision(model: nn.Module, precision: PrecisionConfig) -> list[Layer]:
             if isinstance(module, Attention):
                 module.causal = is_causal
     return layers
+
+
+def _one_pair(model: nn.Module) -> tuple[Tensor, Tensor]:
+    """A blank image and caption."""
+    like, side = next(model.visual.parameters()), image_size(model)
+    tokens = torch.zeros(1, model.context_length, dtype=torch.int64, device=like.device)
+    return like.new_zeros(1, 3, side, side), tokens
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:

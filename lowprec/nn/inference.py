@@ -21,6 +21,7 @@ from lowprec.nn.attention import Attention
 from lowprec.nn.linear import compute_dtype
 from lowprec.nn.mlp import unfuse
 from lowprec.nn.replace import LAYERS, apply_recipe, is_plain, replace_attention
+from lowprec.ops import reference
 
 
 def int8_linear(input: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
@@ -65,13 +66,19 @@ class Int8Linear(_KeepsScale):
     extra_repr = nn.Linear.extra_repr
 
     @property
+    def weight(self) -> Tensor:
+        """The weight in 16 or 32 bits, for an owner that reads it without calling the layer."""
+        weight, scale = self._buffers["weight"], self._buffers["weight_scale"]
+        return reference.dequantize(weight, scale, self.original.dtype)
+
+    @property
     def int8_original_dtype(self) -> torch.dtype:
         """The dtype in which open_clip's blocks expect their input."""
         return self.original.dtype
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
-        return int8_linear(input, self.weight, self.weight_scale, self.bias)
+        return int8_linear(input, self._buffers["weight"], self.weight_scale, self.bias)
 
 
 class Int8Attention(_KeepsScale, Attention):

@@ -1,8 +1,6 @@
-"""Replaces the linear layers of a model by low-precision ones and reports which."""
+"""Replaces the linear layers of a model by low-precision ones."""
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -10,11 +8,18 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from lowprec.nn import attention
 from lowprec.nn.attention import Attention, is_replaceable
+from lowprec.nn.coverage import Layer, Layers, check_first_forward, towers, trace
 from lowprec.nn.linear import LowPrecisionLinear, Settings, SwitchBackLinear
 from lowprec.nn.mlp import fuse, unfuse
 from lowprec.nn.recipe import Recipe, find_recipe
 
 LAYERS = ("in_proj", "out_proj", "c_fc", "c_proj")  # low-precision in arXiv:2304.13013
+ALIASES = {  # open_clip's name: what timm, transformers and gated MLPs call the layer
+    "in_proj": ("attn.qkv", "q_proj", "k_proj", "v_proj"),
+    "out_proj": ("attn.proj",),
+    "c_fc": ("mlp.fc1", "mlp.fc1_[gx]", "mlp.w[01]", "mlp.w12", "gate_proj", "up_proj"),
+    "c_proj": ("mlp.fc2", "mlp.w[23]", "down_proj"),
+}
 GAINS_FROM = {  # recipe: min(in, out) from which it is faster than 16 bit, without launch times
     "switchback": 768,
     "switchback_m": 1024,
@@ -35,64 +40,57 @@ class NoLayerError(ValueError):
     """No linear layer matches the patterns."""
 
 
-@dataclass(frozen=True)
-class Layer:
-    """A linear layer that matches; `gains`: the recipe makes its shape faster than 16 bit."""
-
-    name: str
-    in_features: int
-    out_features: int
-    swapped: bool
-    gains: bool
-
-
 def apply_recipe(
     model: nn.Module,
     recipe: str | Recipe,
     where: Sequence[str] = LAYERS,
     *,
+    inputs: tuple | None = None,
     backend: str = "auto",
     outlier_threshold: float = 0.0,
     skip_slow: bool = False,
-) -> list[Layer]:
+) -> Layers:
     """Applies a recipe to the linear layers that match `where`, in place.
 
     The self-attention of open_clip's blocks becomes `Attention` under every recipe, including
     "high"; its fused projection is the layer "in_proj". Any other nn.MultiheadAttention is left
     alone. Parameters keep their names and order, modules keep their hooks, and another recipe can
-    be applied later. Layers whose owner reads their weight without calling them are ignored.
+    be applied later. A layer whose owner reads its weight without calling it stays as it is. One
+    forward on `inputs` finds out; without inputs, the next forward warns of such layers.
 
     Args:
         model: a module that contains the layers.
         recipe: a name in `RECIPES`, or a Recipe.
         where: fnmatch patterns for a layer's name or its end: "c_fc", "mlp.*",
-            "visual.*.out_proj".
+            "visual.*.out_proj". open_clip's four names stand for those of other libraries, too:
+            see ALIASES.
+        inputs: arguments of a small forward, to count calls and multiply-adds.
         backend: see `lowprec.nn.linear.Settings`, also for outlier_threshold.
         outlier_threshold: for recipes with native products.
         skip_slow: keep layers 16-bit if their shape is no faster under the recipe.
 
-    Returns:
-        The layers that match, in the order of the model.
-
     Raises:
         NoLayerError: no layer matches.
         ValueError: unknown or contradictory settings, a layer that is already int8 (`to_int8`), or
-            a layer that is more than an nn.Linear: a foreign subclass (LoRA), a parametrized weight
-            (weight_norm, pruning) or a patched forward. The model is unchanged.
+            a layer that is more than an nn.Linear: a foreign subclass, a weight that is
+            parametrized (weight_norm, pruning) or a tensor subclass (torchao), a patched forward, a
+            matrix of LoRA. The model is unchanged.
     """
     recipe = find_recipe(recipe)
     settings = Settings(recipe, backend, outlier_threshold)
     matching = _find_layers(model, where)
     replace_attention(model)
     unfuse(model)
+    calls = None if inputs is None else trace(model, inputs)
     layers = []
     for layer, name in matching.items():
         module = model.get_submodule(name)
+        called = None if calls is None else module in calls.layers
         weight = module.in_proj_weight if isinstance(module, Attention) else module.weight
         shape = weight.shape[::-1]
         gains = gains_speed(recipe, *shape)
-        swapped = recipe.function and (gains or not skip_slow)
-        layers.append(Layer(layer, *shape, swapped, gains))
+        swapped = recipe.function and called is not False and (gains or not skip_slow)
+        layers.append(Layer(layer, *shape, swapped, gains, called))
         if isinstance(module, Attention):
             module.in_proj_settings = settings if swapped else None
         elif swapped:
@@ -102,7 +100,10 @@ def apply_recipe(
         elif isinstance(module, LowPrecisionLinear):
             module.set_recipe("high")
     fuse(model)
-    return layers
+    _leave_fast_path(model)
+    if calls is None and recipe.function:
+        check_first_forward(model, [layer.name for layer in layers if layer.swapped])
+    return Layers(layers, towers(model, calls))
 
 
 def _find_layers(model: nn.Module, where: Sequence[str]) -> dict[str, str]:
@@ -115,7 +116,8 @@ def _find_layers(model: nn.Module, where: Sequence[str]) -> dict[str, str]:
             layers[name] = name
         elif isinstance(module, nn.Linear) and not _is_read_by_its_owner(model, name):
             layers[name] = name
-    matching = {layer: name for layer, name in layers.items() if _matches(layer, where)}
+    patterns = [name for pattern in where for name in (pattern, *ALIASES.get(pattern, ()))]
+    matching = {layer: name for layer, name in layers.items() if _matches(layer, patterns)}
     if not matching:
         few = ", ".join(list(layers)[:4]) or "none"
         raise NoLayerError(f"no linear layer matches {', '.join(where)}; the model has: {few}")
@@ -123,10 +125,12 @@ def _find_layers(model: nn.Module, where: Sequence[str]) -> dict[str, str]:
         module = model.get_submodule(name)
         if _is_int8(module):
             raise ValueError(f"{layer} is already int8: apply the recipe before to_int8")
-        if isinstance(module, nn.Linear) and not is_plain(module):
+        is_lora = any(part.lower().startswith("lora_") for part in name.split("."))
+        if isinstance(module, nn.Linear) and (is_lora or not is_plain(module)):
+            kinds = f"{type(module).__name__} with {type(module.weight).__name__}"
             raise ValueError(
-                f"{layer} ({type(module).__name__}) is more than an nn.Linear: a subclass, a"
-                " parametrization or a patched forward would be lost; leave it out of `where`"
+                f"{layer} ({kinds}) is more than an nn.Linear: a subclass, a parametrization, a"
+                " patched forward or LoRA would be lost; leave it out of `where`"
             )
     return matching
 
@@ -137,8 +141,8 @@ def _is_int8(module: nn.Module) -> bool:
 
 def is_plain(linear: nn.Linear) -> bool:
     """Whether a layer is nn.Linear or one of ours, unmodified except for hooks."""
-    has_weight = linear._parameters.get("weight") is not None
-    return type(linear) in PLAIN and has_weight and "forward" not in vars(linear)
+    is_plain_weight = type(linear._parameters.get("weight")) is nn.Parameter
+    return type(linear) in PLAIN and is_plain_weight and "forward" not in vars(linear)
 
 
 def replace_attention(model: nn.Module) -> None:
@@ -146,6 +150,15 @@ def replace_attention(model: nn.Module) -> None:
     for name, module in list(model.named_modules()):
         if _is_block_attention(model, name):
             attention.replace(module)
+
+
+def _leave_fast_path(model: nn.Module) -> None:
+    """Lets PyTorch's encoders call their low-precision layers in evaluation, too."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder | nn.TransformerEncoderLayer):
+            if any(isinstance(child, LowPrecisionLinear) for child in module.modules()):
+                module.activation_relu_or_gelu = 0  # a condition of a layer's fast path
+                module.use_nested_tensor = False  # the encoder's
 
 
 def _is_block_attention(model: nn.Module, name: str) -> bool:
@@ -185,16 +198,3 @@ def gains_speed(recipe: Recipe, in_features: int, out_features: int) -> bool:
     """
     least = GAINS_FROM.get(recipe.name)
     return least is not None and min(in_features, out_features) >= least
-
-
-def summary(recipe: str, layers: Sequence[Layer]) -> str:
-    """One line: how many layers are low-precision, and the shapes that gain no speed."""
-    swapped = [layer for layer in layers if layer.swapped]
-    text = f"{recipe}: {len(swapped)} of {len(layers)} layers"
-    slow = Counter(
-        f"{layer.in_features} to {layer.out_features}" for layer in layers if not layer.gains
-    )
-    if slow:
-        shapes = ", ".join(f"{count} x {shape}" for shape, count in slow.items())
-        text += f"; too small to be faster than in 16 bit (measured on an H100): {shapes}"
-    return text

@@ -34,7 +34,7 @@ from lowprec.data.stream import Stream
 from lowprec.diagnostics.blocks import BlockProbe
 from lowprec.evaluate import Evaluation
 from lowprec.formats import E4M3, INT8
-from lowprec.nn.replace import Layer
+from lowprec.nn.coverage import Layers
 from lowprec.ops import takes
 from lowprec.optim.eight_bit import BitsAndBytesAdamW8bit, EightBitAdamW, TorchaoAdamW8bit
 from lowprec.optim.loss_scaling import build_scaler
@@ -57,7 +57,7 @@ class Built:
     tokenizer: Tokenizer
     task: ContrastiveTask
     state: TrainState
-    layers: list[Layer]  # what precision.recipe made of the linear layers
+    layers: Layers  # what precision.recipe made of the linear layers
     world: Ranks = ONE_PROCESS
 
     def batches_from(self, first: int) -> Iterator[Batch]:

@@ -13,7 +13,7 @@ from lowprec.config.patterns import without_secrets
 from lowprec.config.schema import Config
 from lowprec.data.loader import ignored_child_signals
 from lowprec.data.open import Data, open_data
-from lowprec.nn.replace import summary
+from lowprec.nn.coverage import summary
 from lowprec.runs import durable
 from lowprec.runs.attempts import CheckpointError, first_step
 from lowprec.runs.environment import environment

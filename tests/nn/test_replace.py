@@ -10,9 +10,10 @@ from torch.nn.utils import parametrizations, prune
 from lowprec.clip import open_clip
 from lowprec.nn import LowPrecisionLinear, SwitchBackLinear, apply_recipe
 from lowprec.nn.attention import Attention
+from lowprec.nn.coverage import summary
 from lowprec.nn.mlp import LowPrecisionMLP
 from lowprec.nn.recipe import RECIPES
-from lowprec.nn.replace import NoLayerError, gains_speed, replace_attention, summary
+from lowprec.nn.replace import NoLayerError, gains_speed, replace_attention
 
 
 def block(width=64, custom=False):

@@ -1,0 +1,204 @@
+"""Reports which linear layers are quantized, and which share of the multiply-adds they are."""
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from lowprec.nn.attention import Attention
+from lowprec.nn.mlp import LowPrecisionMLP
+
+ATEN = torch.ops.aten
+INT8_PRODUCTS = (ATEN._int_mm, torch.ops.lowprec.matmul)
+FORMULAS = flop_registry | {
+    ATEN._scaled_dot_product_flash_attention_for_cpu: flop_registry[
+        ATEN._scaled_dot_product_flash_attention
+    ]
+}
+
+
+@dataclass
+class Tower:
+    """The linear layers of a child of the model, and the multiply-adds of one forward.
+
+    Layers include the fused projections of attention; multiply-adds are 0 if nothing was traced.
+    """
+
+    layers: int = 0
+    quantized: int = 0
+    multiply_adds: int = 0
+    quantized_multiply_adds: int = 0
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A linear layer that matches.
+
+    `gains`: the recipe makes its shape faster than 16 bit. `called`: by a forward on the inputs;
+    None if none were given. A layer that is not called is not swapped.
+    """
+
+    name: str
+    in_features: int
+    out_features: int
+    swapped: bool
+    gains: bool
+    called: bool | None = None
+
+
+class Layers(list[Layer]):
+    """The layers that match, in the order of the model, and all layers counted by tower."""
+
+    def __init__(self, layers: Sequence[Layer] = (), towers: dict[str, Tower] | None = None):
+        super().__init__(layers)
+        self.towers = towers or {}
+
+
+@dataclass
+class Calls:
+    """Multiply-adds of one forward: of each linear layer that it called, and of each tower."""
+
+    layers: Counter[nn.Module]
+    towers: Counter[str]
+
+
+def trace(model: nn.Module, inputs: tuple) -> Calls:
+    """Runs `model(*inputs)` once, in evaluation mode and without gradients."""
+    calls = Calls(Counter(), Counter())
+    tower_of = {module: name.partition(".")[0] for name, module in model.named_modules()}
+    stack = [""]
+
+    def leave(module, _, output):
+        stack.pop()
+        if isinstance(module, nn.Linear):
+            calls.layers[module] += output.numel() * module.in_features
+        elif isinstance(module, Attention):
+            output = output[0] if module.returns_pair else output
+            calls.layers[module] += output.numel() * module.in_proj_weight.shape[0]
+
+    modes = {module: module.training for module in model.modules()}
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # hides products and calls
+    hooks = (
+        register_module_forward_pre_hook(lambda module, _: stack.append(tower_of.get(module, ""))),
+        register_module_forward_hook(leave),
+    )
+    try:
+        model.eval()
+        with _CountProducts(lambda count: calls.towers.update({stack[-1]: count})), torch.no_grad():
+            model(*inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+        for module, mode in modes.items():
+            module.training = mode
+    return calls
+
+
+class _CountProducts(TorchDispatchMode):
+    """Calls a function with the multiply-adds of each matrix product, convolution and attention.
+
+    torch's FlopCounterMode counts by module, too, but fails for views of parameters.
+    """
+
+    def __init__(self, add: Callable[[int], None]):
+        super().__init__()
+        self.add = add
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        formula = FORMULAS.get(func.overloadpacket)
+        if formula:
+            self.add(formula(*args, **(kwargs or {}), out_val=output) // 2)
+        elif func.overloadpacket in INT8_PRODUCTS:
+            self.add(args[0].numel() * output.shape[1])
+        return output
+
+
+def towers(model: nn.Module, calls: Calls | None) -> dict[str, Tower]:
+    """The children of a model that have linear layers or multiply-adds, by name."""
+    found: dict[str, Tower] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | nn.MultiheadAttention):
+            tower = found.setdefault(name.partition(".")[0], Tower())
+            tower.layers += 1
+            if _is_quantized(module):
+                tower.quantized += 1
+                tower.quantized_multiply_adds += calls.layers.get(module, 0) if calls else 0
+    for name, multiply_adds in calls.towers.items() if calls else ():
+        found.setdefault(name, Tower()).multiply_adds = multiply_adds
+    return found
+
+
+def _is_quantized(module: nn.Module) -> bool:
+    name = "in_proj_settings" if isinstance(module, Attention) else "settings"
+    settings = getattr(module, name, None)
+    return settings is not None and any(settings.recipe.products)
+
+
+def check_first_forward(model: nn.Module, layers: Sequence[str]) -> None:
+    """Lets the next forward of a model warn of those of its layers that it does not call."""
+    model.register_forward_pre_hook(partial(_record_calls, layers=list(layers)))
+
+
+def _record_calls(model: nn.Module, _, layers: list[str]) -> None:
+    if torch.compiler.is_compiling():
+        return
+    called = set()
+
+    def add(module, *_):
+        called.update(module.children() if isinstance(module, LowPrecisionMLP) else (module,))
+
+    def finish(model, _, output):
+        everywhere.remove()
+        end.remove()
+        if output is None:  # the forward has raised an exception
+            return
+        for key, hook in list(model._forward_pre_hooks.items()):
+            if getattr(hook, "func", None) is _record_calls:
+                del model._forward_pre_hooks[key]
+        modules = dict(model.named_modules())
+        uncalled = [name for name in layers if name in modules and modules[name] not in called]
+        if uncalled:
+            warnings.warn(_never_called(uncalled), stacklevel=2)
+
+    everywhere = register_module_forward_hook(add)
+    end = model.register_forward_hook(finish, always_call=True)
+
+
+def _never_called(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"16-bit, because their owner does not call them: {', '.join(names[:3])}{more}"
+
+
+def summary(recipe: str, layers: Layers) -> str:
+    """How many layers and multiply-adds of each tower are quantized, and what is not."""
+    sums = (sum(getattr(tower, f.name) for tower in layers.towers.values()) for f in fields(Tower))
+    lines = [f"{recipe}: {_share(Tower(*sums))}"]
+    lines += [f"  {name or 'the rest'}: {_share(tower)}" for name, tower in layers.towers.items()]
+    uncalled = [layer.name for layer in layers if layer.called is False]
+    if uncalled:
+        lines.append(f"  {_never_called(uncalled)}")
+    slow = (f"{layer.in_features} to {layer.out_features}" for layer in layers if not layer.gains)
+    shapes = ", ".join(f"{count} x {shape}" for shape, count in Counter(slow).most_common(5))
+    if shapes:
+        lines.append(f"  too small to be faster than in 16 bit (measured on an H100): {shapes}")
+    return "\n".join(lines)
+
+
+def _share(tower: Tower) -> str:
+    text = f"{tower.quantized} of {tower.layers} linear layers"
+    if tower.multiply_adds:
+        text += f", {tower.quantized_multiply_adds / tower.multiply_adds:.0%} of the multiply-adds"
+    return text + (" (warning: none)" if tower.layers and not tower.quantized else "")

@@ -1,0 +1,212 @@
+"""What the report of `apply_recipe` says: layers that run in 16 bit anyway, shares by tower."""
+
+import copy
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+
+from lowprec.clip import open_clip
+from lowprec.clip.model import build_model, set_precision
+from lowprec.config.compose import compose_command
+from lowprec.config.schema import PrecisionConfig
+from lowprec.nn import LowPrecisionLinear, apply_recipe
+from lowprec.nn.coverage import summary
+from lowprec.nn.inference import to_int8
+from lowprec.nn.recipe import RECIPES
+
+timm = open_clip.timm_model.timm
+SIZES = {"embed_dim": 32, "num_heads": 2, "depth": 1, "patch_size": 8}
+
+
+def swin():
+    from torchvision.models import SwinTransformer
+
+    return SwinTransformer([4, 4], 32, [2], [2], [4, 4])
+
+
+def build(name, **sizes):
+    return timm.create_model(name, img_size=32, **(sizes or SIZES)).eval()
+
+
+READERS = {  # models whose attention reads the weights of layers that it does not call
+    "timm beit": lambda: build("beit_base_patch16_224"),
+    "timm eva01": lambda: build("eva_giant_patch14_224"),
+    "timm swinv2": lambda: build(
+        "swinv2_tiny_window8_256", embed_dim=32, num_heads=(2,), depths=(1,), window_size=4
+    ),
+    "torchvision swin": lambda: swin().eval(),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_layers_that_are_not_called_are_named_and_not_swapped(name):
+    model, x = READERS[name](), torch.randn(1, 3, 32, 32)
+    unchecked = copy.deepcopy(model)
+    layers = apply_recipe(model, "switchback", inputs=(x,))
+    uncalled = [layer.name for layer in layers if not layer.called]
+    assert any(layer.endswith("attn.qkv") for layer in uncalled)
+    for layer in layers:
+        is_ours = isinstance(model.get_submodule(layer.name), LowPrecisionLinear)
+        assert is_ours == layer.swapped == layer.called
+    assert uncalled[0] in summary("switchback", layers)
+    apply_recipe(unchecked, "switchback")
+    with pytest.warns(UserWarning, match=f"16-bit, because .* not call them: {uncalled[0]}"):
+        unchecked(x)
+    unchecked(x)  # once
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_int8_weights_can_be_read_by_an_owner(name):
+    model, x = READERS[name](), torch.randn(1, 3, 32, 32)
+    with torch.no_grad():
+        expected = model(x)
+        torch.testing.assert_close(to_int8(model)(x), expected, atol=0.05, rtol=0.05)
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors")
+@pytest.mark.parametrize("layers", [None, 2])
+def test_pytorchs_encoder_calls_its_layers_in_evaluation(layers):
+    model = nn.TransformerEncoderLayer(64, 2, 128, batch_first=True)
+    if layers:
+        model = nn.TransformerEncoder(model, layers)
+    x, padding = torch.randn(2, 5, 64), torch.arange(5).repeat(2, 1) > 2
+    with torch.no_grad():
+        expected = model.eval()(x, src_key_padding_mask=padding)
+        apply_recipe(model, "switchback", ["linear1", "linear2"])
+        found = [model(x, src_key_padding_mask=padding)[:, :3] for _ in range(2)]
+    assert torch.equal(*found)
+    error = (found[0] - expected[:, :3]).norm() / expected[:, :3].norm()
+    assert 1e-4 < error < 0.02
+
+
+class Named(nn.Module):
+    """Linear layers with the names of another library's block, in a tower."""
+
+    def __init__(self, *names):
+        super().__init__()
+        for name in names:
+            owner = self
+            for part in name.split(".")[:-1]:
+                if not hasattr(owner, part):
+                    owner.add_module(part, nn.Module())
+                owner = getattr(owner, part)
+            owner.add_module(name.rpartition(".")[2], nn.Linear(8, 8))
+
+
+HF = "q_proj k_proj v_proj out_proj".split()
+OTHERS = {  # library: (a model, linear layers that the defaults find)
+    "timm vit": (
+        lambda: build("vit_base_patch16_siglip_224"),
+        "attn.qkv attn.proj mlp.fc1 mlp.fc2",
+    ),
+    "timm eva02": (
+        lambda: build("eva02_large_patch14_224"),
+        "attn.q_proj attn.k_proj attn.v_proj attn.proj mlp.fc1_g mlp.fc1_x mlp.fc2",
+    ),
+    "timm convnext": (
+        lambda: timm.create_model("convnext_tiny", depths=(1,) * 4, dims=(8,) * 4),
+        "mlp.fc1 mlp.fc2",
+    ),
+    # stand-ins by names, for libraries that are not installed or large
+    "transformers CLIP": (
+        lambda: Named(*(f"text_model.encoder.layers.0.self_attn.{name}" for name in HF),
+                      "text_model.encoder.layers.0.mlp.fc1", "text_model.encoder.layers.0.mlp.fc2"),
+        "q_proj k_proj v_proj out_proj mlp.fc1 mlp.fc2",
+    ),
+    "vitamin": (lambda: Named("0.mlp.w0", "0.mlp.w1", "0.mlp.w2"), "mlp.w0 mlp.w1 mlp.w2"),
+    "gated": (
+        lambda: Named("0.mlp.gate_proj", "0.mlp.up_proj", "0.mlp.down_proj"),
+        "gate_proj up_proj down_proj",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_defaults_find_the_layers_of_other_libraries(name):
+    make, ends = OTHERS[name]
+    model = make()
+    found = {layer.name for layer in apply_recipe(model, "switchback")}
+    blocks = {n for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    assert found == {n for n in blocks if n.endswith(tuple(ends.split()))}
+    assert {end for end in ends.split() if any(n.endswith(end) for n in found)} == {*ends.split()}
+
+
+def test_report_counts_layers_and_multiply_adds_by_tower():
+    width, tokens = 64, 5
+    block = open_clip.transformer.ResidualAttentionBlock(width, 2)
+    model = nn.Sequential(OrderedDict(tower=nn.Sequential(block), head=nn.Linear(width, 7)))
+    inputs = (torch.randn(2, tokens, width),)
+    for recipe in ("switchback", "fp8_rowwise", "switchback"):  # also of quantized layers
+        layers = apply_recipe(model, recipe, inputs=inputs)
+        tower, head = layers.towers["tower"], layers.towers["head"]
+        assert (tower.layers, tower.quantized, head.layers, head.quantized) == (4, 4, 1, 0)
+        assert tower.quantized_multiply_adds == 2 * tokens * 12 * width**2
+        assert tower.multiply_adds == 2 * tokens * (12 * width**2 + 2 * tokens * width)
+        assert (head.multiply_adds, head.quantized_multiply_adds) == (2 * tokens * width * 7, 0)
+    lines = summary("switchback", layers).splitlines()
+    assert lines[0] == "switchback: 4 of 5 linear layers, 98% of the multiply-adds"
+    assert lines[2] == "  head: 0 of 1 linear layers, 0% of the multiply-adds (warning: none)"
+    assert model.training and all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "high"])
+def test_recipes_quantize_the_same_layers_of_mini_l(mini_l, recipe):
+    layers = set_precision(mini_l, PrecisionConfig(recipe=recipe))
+    assert len(layers) == 4 * (12 + 6) and all(layer.swapped for layer in layers)
+    quantized = 0 if recipe == "autograd_high" else 4
+    counts = {name: (tower.layers, tower.quantized) for name, tower in layers.towers.items()}
+    assert counts["visual"] == (48, 12 * quantized)
+    assert counts["transformer"] == (24, 6 * quantized)
+
+
+@pytest.fixture(scope="module")
+def mini_l():
+    [run] = compose_command(["model=mini_l", "model.vocab_size=64"])
+    return build_model(run.config.model)
+
+
+class Subclass(torch.Tensor):
+    """A stand-in for torchao's quantized weights."""
+
+
+def with_subclass_weight(layer):
+    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Subclass))
+    return layer
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_tensor_subclasses_and_matrices_of_lora_are_refused_by_name(earlier):
+    model = nn.Sequential(OrderedDict(mlp=nn.Sequential(OrderedDict(c_fc=nn.Linear(8, 8)))))
+    if earlier:
+        apply_recipe(model, "switchback")
+    base, lora = model.mlp.c_fc, nn.Module()
+    lora.base_layer, lora.lora_A = base, nn.ModuleDict({"default": nn.Linear(8, 2)})
+    model.mlp.c_fc = lora
+    with pytest.raises(ValueError, match=r"mlp.c_fc.lora_A.default .* is more than an nn.Linear"):
+        apply_recipe(model, "switchback", ["mlp.*"])
+    model.mlp.c_fc = with_subclass_weight(base)
+    with pytest.raises(ValueError, match=r"c_fc \(.*Linear with Subclass\) is more than"):
+        apply_recipe(model, "switchback", ["mlp.*"])
+
+
+def test_convert_weights_to_lp_covers_our_attention():
+    models = [open_clip.model.CLIP(
+        32, dict(image_size=32, patch_size=8, width=64, layers=1),
+        dict(context_length=8, vocab_size=64, width=64, layers=1, heads=1),
+    ) for _ in range(2)]  # fmt: skip
+    apply_recipe(models[1], "switchback")
+    dtypes = []
+    for model in models:
+        open_clip.model.convert_weights_to_lp(model, torch.bfloat16)
+        dtypes.append({name: p.dtype for name, p in model.named_parameters()})
+    assert dtypes[0] == dtypes[1]
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # by torch.compile itself
+def test_model_with_unchecked_layers_compiles_to_one_graph():
+    model, x = nn.Sequential(OrderedDict(c_fc=nn.Linear(8, 8))), torch.randn(2, 8)
+    apply_recipe(model, "switchback")
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(x), model(x))
