@@ -143,6 +143,7 @@ def plot(frame: pd.DataFrame, ax: Axes, look: Look, title: str) -> Axes:
     ylim = (bottom - 0.03 * (top - bottom), top)
     ax.set(xlim=(0, frame["num_steps"].max()), ylim=ylim, ylabel="training loss", title=title)
     step_axis(ax)
+    draw_chance(ax, frame["batch_size"])
     ax.locator_params(axis="y", nbins=6)
     below = ScaledTranslation(0, -LEGEND_DROP, ax.figure.dpi_scale_trans)
     ax.legend(
@@ -202,6 +203,18 @@ def draw_models(frame: pd.DataFrame, figure: Figure, plot: Callable) -> None:
     lines = heights.groupby(labels["model"]).sum().max()
     for model, ax in zip(models, panels(figure, len(models), lines), strict=True):
         plot(frame[frame["model"] == model], ax)
+
+
+def draw_chance(ax: Axes, batch_sizes: pd.Series) -> None:
+    """A dotted line at chance, the loss ln(batch size), where the range of the axis includes it."""
+    ylim = ax.get_ylim()
+    for size in sorted(set(batch_sizes[batch_sizes > 0])):
+        ax.hlines(np.log(size), 0, 1, transform=ax.get_yaxis_transform(), color=style.OTHER, lw=0.7,
+                  linestyles="dotted", zorder=1)  # fmt: skip
+        ax.annotate(f"chance, ln {size:,}", (0.99, np.log(size)), (0, 1.5), fontsize=5.5,
+                    xycoords=ax.get_yaxis_transform(), textcoords="offset points", ha="right",
+                    color=style.OTHER, annotation_clip=True)  # fmt: skip
+    ax.set_ylim(ylim)
 
 
 def step_axis(ax: Axes) -> None:

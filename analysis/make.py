@@ -1,8 +1,8 @@
 """Draws figures from runs: `python -m analysis.make SLUG --runs DIR --out DIR [--scale SCALE]`.
 
-A figure shows the runs of its experiment, or those of `--experiment NAME`. A figure with `LINES`
-shows that benchmark's lines. DIR may be a URL. `all` in place of SLUG draws every figure that DIR
-supports; `claims` judges the paper's claims.
+A figure shows the runs of its experiment, or those of `--experiment NAME`, where `any` is all runs.
+A figure with `LINES` shows that benchmark's lines. DIR may be a URL. `all` in place of SLUG draws
+every figure that DIR supports; `claims` judges the paper's claims.
 
 Writes SLUG.png, SLUG.pdf, SLUG.csv (exactly the plotted numbers) and SLUG.json (their origin). The
 same runs give the same files. Figures of incomplete or mixed runs are marked: `analysis/study.py`.
@@ -121,7 +121,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("slug", help=f"all, or: {', '.join(figures.slugs())}")
     parser.add_argument("--runs", default="runs", help="folder of runs, or its URL [runs]")
     parser.add_argument("--out", type=Path, default=Path("figures"), help="folder [figures]")
-    parser.add_argument("--experiment", help="draw the runs of this one in place of its own")
+    parser.add_argument("--experiment", help="draw the runs of this one, or `any`, of all of them")
     parser.add_argument(
         "--scale", choices=("paper", "mini", "demo"), help="of the runs; needed if there are more"
     )
@@ -130,7 +130,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 def _choose(experiment: str, root: Path | str, scale: str | None) -> Runs:
     """The runs of an experiment at one scale."""
-    runs = load_runs(root, experiment=experiment, scale=scale)
+    runs = load_runs(root, experiment=None if experiment == "any" else experiment, scale=scale)
     scales = sorted(runs.summaries["scale"].dropna().unique())
     if len(scales) > 1:
         raise ChoiceError(

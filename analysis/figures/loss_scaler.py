@@ -70,6 +70,8 @@ def plot(frame: pd.DataFrame, ax: Axes, column: str = "loss") -> Axes:
     if column in LOGARITHMIC:
         ax.set_yscale("log", base=LOGARITHMIC[column])
         ax.yaxis.set_minor_formatter(NullFormatter())
+    if column == "loss":
+        curves.draw_chance(ax, frame["batch_size"])
     ax.set_ylabel(PANELS[column].replace("a block", f"block {head['block']}"))
     ax.locator_params(axis="x", nbins=5)
     return ax

@@ -52,6 +52,7 @@ def plot_loss(frame: pd.DataFrame, ax: Axes, count: bool = False) -> None:
         losses = spikes["loss"].clip(upper=top)
         ax.plot(spikes["step"], losses, "v", color=color, ms=4, label=label, zorder=3)
     ax.set(ylabel="training loss", ylim=(None, top))
+    curves.draw_chance(ax, frame["batch_size"])
 
 
 def plot(frame: pd.DataFrame, ax: Axes) -> Axes:

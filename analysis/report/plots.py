@@ -78,6 +78,10 @@ def curve_figure(runs: list[RunData], labels: list[str], looks: list[tuple[str, 
     figure.update_yaxes(**AXIS, title="training loss", range=_loss_range(runs), row=1, col=1)
     rms = {"title": "RMS<sub>t</sub>", "type": "log", "tickvals": RMS_TICKS}
     figure.update_yaxes(**AXIS, **rms, row=2, col=1)
+    sizes = {run.summary.get("batch_size", 0) for run in runs}
+    for size in sorted(size for size in sizes if size > 0):  # NaN if the config is damaged
+        line = {"color": "#666", "width": 1, "dash": "1px,3px"}
+        figure.add_hline(y=float(np.log(size)), line=line, row=1, col=1)
     for threshold in sorted({run.protocol.rms_threshold for run in runs}):
         line = {"color": "#666", "width": 1, "dash": "4px,3px"}
         figure.add_hline(y=threshold, line=line, row=2, col=1)

@@ -1,0 +1,118 @@
+"""Any recorded name of any runs is drawn as it was recorded: nothing is smoothed or mixed."""
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.collections import LineCollection
+from matplotlib.figure import Figure
+
+from analysis import load_runs, make, plot
+from analysis.cli import ChoiceError
+from analysis.figures import load
+from analysis.report.collect import Budget, collect_run
+from analysis.report.plots import curve_figure
+
+CONV = "visual.conv1.weight"
+
+
+@pytest.fixture
+def runs(make_run, tmp_path):
+    """A sweep of one's own: two learning rates with three seeds each, and a spike in one run."""
+    for seed in range(3):
+        for lr in (1e-3, 4e-3):
+            losses = 5 - np.arange(30) / 10 + seed / 10
+            losses[20] += 2 * (seed == 1)
+            score = np.full(30, 0.1 * seed + 100 * lr)
+            make_run(experiment=None, lr=lr, seed=seed, num_steps=30, losses=losses,
+                     columns={"recall/top1": score})  # fmt: skip
+    return load_runs(tmp_path / "runs")
+
+
+def drawn(frame):
+    figure = Figure(layout="constrained")
+    plot.draw(frame, figure)
+    figure.draw_without_rendering()
+    return figure
+
+
+def test_each_seed_is_a_thin_line_and_their_median_a_thick_one(runs):
+    frame = plot.query(runs, y="loss", hue="optimizer.lr", facet="model")
+    [ax] = drawn(frame).axes
+    thick = [line for line in ax.lines if line.get_linewidth() > 1]
+    assert len(ax.lines) == 8 and len(thick) == 2
+    losses = runs.metrics.pivot(index="step", columns="run", values="loss")
+    thin = sorted(line.get_ydata().max() for line in ax.lines if line not in thick)
+    assert thin == pytest.approx(sorted(losses.max()))  # the spike is as high as recorded
+    median = 5.1 - np.arange(30) / 10
+    median[20] += 0.1  # between the other two seeds
+    for line in thick:
+        np.testing.assert_allclose(line.get_ydata(), median)
+    assert len({line.get_color() for line in thick}) == 2
+    assert ax.get_title() == "model = nano"
+
+
+def test_last_values_are_points_with_mean_and_range(runs):
+    frame = plot.query(runs, y="recall/top1", x="optimizer.lr")
+    [ax] = drawn(frame).axes
+    mean, *points = ax.lines
+    np.testing.assert_allclose(mean.get_ydata(), [0.2, 0.5])
+    assert sorted(np.concatenate([p.get_ydata() for p in points])) == pytest.approx(
+        sorted(frame["y"])
+    )
+    assert [text.get_text() for text in ax.get_xticklabels()] == ["0.001", "0.004"]
+
+
+def test_names_of_tensors_and_timing_are_drawn(runs):
+    rms = plot.query(runs, y=f"rms/{CONV}")
+    expected = runs.tensors(CONV)
+    assert rms.groupby("run")["y"].apply(list).tolist() == [list(map(float, range(1, 31)))] * 6
+    assert len(rms) == len(expected) and len(plot.query(runs, y="wall_s")) == 12
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"y": "los"}, "y=los: .*nearest: loss"),
+        ({"hue": "optimizer.beta"}, "no key optimizer.beta; nearest: optimizer.beta2"),
+        ({"where": {"seed": "7"}}, "no run has seed=7"),
+    ],
+)
+def test_a_wrong_name_is_refused_with_the_nearest(runs, words, message):
+    with pytest.raises(ChoiceError, match=message):
+        plot.query(runs, **words)
+
+
+def test_the_command_writes_picture_and_plotted_numbers(runs, tmp_path, capsys):
+    words = ["y=loss", "hue=optimizer.lr", "seed=1"]
+    out = tmp_path / "out" / "mine"
+    assert plot.main(["--runs", str(runs.root), "--out", f"{out}.png", *words]) == 0
+    assert sorted(path.suffix for path in out.parent.iterdir()) == [".csv", ".pdf", ".png"]
+    frame = plot.query(runs, y="loss", hue="optimizer.lr", where={"seed": "1"})
+    written = pd.read_csv(f"{out}.csv", keep_default_na=False)
+    pd.testing.assert_frame_equal(written, frame, check_dtype=False)
+    assert plot.main(["--runs", str(runs.root), "loss"]) == 2
+    assert "'loss': KEY=VALUE is expected" in capsys.readouterr().err
+
+
+def chance_lines(ax):
+    lines = [c for c in ax.collections if isinstance(c, LineCollection)]
+    return [line.get_segments()[0][0][1] for line in lines]
+
+
+def test_every_loss_plot_has_the_line_of_chance(runs):
+    [ax] = drawn(plot.query(runs)).axes
+    assert chance_lines(ax) == [np.log(128)]
+    figure = Figure()
+    load("loss_curves").draw(load("loss_curves").query(runs), figure)
+    assert chance_lines(figure.axes[0]) == [np.log(128)]
+    data = [collect_run(runs.only(runs.summaries["run"][0]), CONV, Budget(99, 1, 99))]
+    shapes = curve_figure(data, ["a"], [("#000000", "solid")]).layout.shapes
+    assert np.log(128) in [shape.y0 for shape in shapes]
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_figure_of_a_study_takes_any_runs_when_told(runs, tmp_path, capsys):
+    arguments = ["loss_curves", "--runs", str(runs.root), "--out", str(tmp_path / "out")]
+    assert make.main(arguments) == 2
+    assert make.main([*arguments, "--experiment", "any"]) == 0
+    assert pd.read_csv(tmp_path / "out" / "loss_curves_demo.csv")["run"].nunique() == 6
