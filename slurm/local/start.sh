@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # start.sh DIR: starts a SLURM on this machine, with accounting, all below DIR; as root, no systemd.
 #
-# Two cores, a partition `low` whose jobs are preempted by those of `high` (signaled, then requeued).
+# One node of two cores in the partition `low`, and two nodes of one core, with host names of their
+# own, in `nodes`; jobs of both are preempted by those of `high` (signaled, then requeued).
 # To use it, export SLURM_CONF=DIR/slurm.conf; stop.sh DIR ends it.
 set -euo pipefail
 mkdir -p "$1"
@@ -9,14 +10,13 @@ dir=$(cd "$1" && pwd)
 host=$(hostname -s)
 memory=$(awk '/MemTotal/ {print int($2 / 1024 * 0.8)}' /proc/meminfo)
 export SLURM_CONF=$dir/slurm.conf MYSQL_UNIX_PORT=$dir/run/mariadb.sock
-mkdir -p "$dir"/{state,spool,log,run,munge}
+mkdir -p "$dir"/{state,spool/{"$host",node1,node2},log,run,munge}
 chmod 755 "$dir" "$dir/run"
 
 cat >"$SLURM_CONF" <<CONF
 ClusterName=lowprec
 SlurmctldHost=$host(127.0.0.1)
 SlurmctldPort=16817
-SlurmdPort=16818
 AuthType=auth/munge
 # Credentials expire soon; otherwise a requeued job waits two minutes
 AuthInfo=cred_expire=5,socket=$dir/run/munge.sock
@@ -24,11 +24,11 @@ CredType=cred/munge
 SlurmUser=root
 SlurmdUser=root
 StateSaveLocation=$dir/state
-SlurmdSpoolDir=$dir/spool
+SlurmdSpoolDir=$dir/spool/%n
 SlurmctldPidFile=$dir/run/slurmctld.pid
-SlurmdPidFile=$dir/run/slurmd.pid
+SlurmdPidFile=$dir/run/slurmd-%n.pid
 SlurmctldLogFile=$dir/log/slurmctld.log
-SlurmdLogFile=$dir/log/slurmd.log
+SlurmdLogFile=$dir/log/slurmd-%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 MpiDefault=none
@@ -49,9 +49,12 @@ KillWait=10
 # As on some clusters, where the first rank that exits ends the others
 KillOnBadExit=1
 JobRequeue=1
-NodeName=$host NodeAddr=127.0.0.1 CPUs=2 RealMemory=$memory State=UNKNOWN
+NodeName=$host NodeAddr=127.0.0.1 Port=16818 CPUs=2 RealMemory=$memory State=UNKNOWN
+NodeName=node1 NodeAddr=127.0.0.1 Port=16821 CPUs=1 RealMemory=$memory State=UNKNOWN
+NodeName=node2 NodeAddr=127.0.0.1 Port=16822 CPUs=1 RealMemory=$memory State=UNKNOWN
 PartitionName=low Nodes=$host Default=YES MaxTime=INFINITE PriorityTier=1 PreemptMode=REQUEUE GraceTime=60
-PartitionName=high Nodes=$host MaxTime=INFINITE PriorityTier=10 PreemptMode=OFF
+PartitionName=nodes Nodes=node1,node2 MaxTime=INFINITE PriorityTier=1 PreemptMode=REQUEUE GraceTime=60
+PartitionName=high Nodes=ALL MaxTime=INFINITE PriorityTier=10 PreemptMode=OFF
 CONF
 cat >"$dir/slurmdbd.conf" <<CONF
 AuthType=auth/munge
@@ -96,6 +99,8 @@ until_ready slurmdbd sacctmgr -n show cluster
 sacctmgr -n show cluster | grep -q lowprec || sacctmgr -i add cluster lowprec >/dev/null
 slurmctld -f "$SLURM_CONF"
 slurmd -f "$SLURM_CONF" -N "$host"
+{ cat /etc/hosts && echo "127.0.0.1 node1 node2"; } >"$dir/hosts"
+for node in node1 node2; do "$(dirname "$0")/node.sh" "$dir" "$node"; done
 until_ready slurmctld scontrol ping
-until_ready slurmd sh -c 'sinfo -h -p low -o %t | grep -q -E "idle|mix|alloc"'
+until_ready slurmd sh -c 'sinfo -h -N -p high -o %t | grep -c -E "idle|mix|alloc" | grep -q 3'
 echo "SLURM is up: export SLURM_CONF=$SLURM_CONF"

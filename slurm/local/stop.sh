@@ -4,14 +4,14 @@ set -u
 dir=$(cd "$1" && pwd) || exit 1
 export SLURM_CONF=$dir/slurm.conf
 timeout 20 scancel --quiet --full --signal=KILL --user=root 2>/dev/null
-for name in slurmctld slurmd slurmdbd mariadbd munged; do
-  pid=$(cat "$dir/run/$name.pid" 2>/dev/null) || continue
+for file in "$dir"/run/{slurmctld,slurmd-*,slurmdbd,mariadbd,munged}.pid; do
+  pid=$(cat "$file" 2>/dev/null) || continue
   kill "$pid" 2>/dev/null
   for _ in $(seq 100); do # 10 s
     grep -q '^State:.[^Z]' "/proc/$pid/status" 2>/dev/null || break # a zombie has ended
     sleep 0.1
   done
   kill -KILL "$pid" 2>/dev/null
-  rm -f "$dir/run/$name.pid"
+  rm -f "$file"
 done
 exit 0

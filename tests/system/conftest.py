@@ -98,6 +98,16 @@ class Cluster:
         """A job of the higher partition takes both cores."""
         self.run("sbatch", "-p", "high", "-c", "2", "-o", "/dev/null", "--wrap", "sleep 1")
 
+    def lose(self, node):
+        """Kills all processes of a node, as when its power fails, and tells the controller."""
+        daemon = int((self.folder / "run" / f"slurmd-{node}.pid").read_text())
+        name = os.readlink(f"/proc/{daemon}/ns/uts")
+        for path in Path("/proc").glob("[0-9]*/ns/uts"):
+            with contextlib.suppress(OSError):
+                if os.readlink(path) == name:
+                    os.kill(int(path.parts[2]), signal.SIGKILL)
+        self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=lost")
+
     def training(self, run):
         """Suspends the training of a run after its first checkpoint; returns its process id."""
         self.until(f"{run} trains", lambda: last_saved(Path(run)) >= 20)

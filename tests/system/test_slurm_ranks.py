@@ -1,4 +1,4 @@
-"""One run as one job with two ranks, by slurm/one_node.sbatch on a real SLURM, on the CPU."""
+"""One run as one job with two ranks, on one node or on two, on a real SLURM and the CPU."""
 
 import os
 import re
@@ -11,8 +11,9 @@ import pytest
 from lowprec.runs.read import read_rows, read_status
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
-SBATCH = ("sbatch", "--parsable", "-p", "low", "--mem=2G", "--cpus-per-task=1")
-SBATCH += ("--gpus-per-node=0", "--ntasks-per-node=2")
+SBATCH = ("sbatch", "--parsable", "--mem=2G", "--cpus-per-task=1", "--gpus-per-node=0")
+ONE_NODE = ("-p", "low", "--ntasks-per-node=2", "slurm/one_node.sbatch")
+TWO_NODES = ("-p", "nodes", "--nodes=2", "--ntasks-per-node=1", "slurm/many_nodes.sbatch")
 RUN = ("num_steps=60", "num_workers=1")  # a worker, which SLURM signals too
 
 
@@ -22,10 +23,10 @@ class Jobs:
     def __init__(self, cluster, folder, keys):
         self.cluster, self.folder, self.keys = cluster, folder, (*keys, *RUN)
 
-    def submit(self, name):
+    def submit(self, name, where=ONE_NODE):
         log = ("--output", self.log(name))
         keys = (*self.keys, "distributed=ddp", f"run_dir={self.folder / name}")
-        return self.cluster.run(*SBATCH, *log, "slurm/one_node.sbatch", *keys).strip()
+        return self.cluster.run(*SBATCH, *log, *where, *keys).strip()
 
     def log(self, name):
         return self.folder / f"{name}.log"
@@ -95,8 +96,7 @@ def test_a_job_signaled_early_and_preempted_ends_with_the_undisturbed_record(job
     assert len(re.findall("tasks? 0(-1)?: Exited with exit code 75", printed)) == 1
     run = jobs.directory_of("disturbed")
     assert [row["processes"] for row in read_rows(run / "attempts.jsonl")] == [2, 2]
-    for name in ("metrics.jsonl", "tensors.parquet"):
-        assert (run / name).read_bytes() == (whole / name).read_bytes(), name
+    same_record(run, whole)
 
 
 def test_a_killed_rank_is_named_and_fails_its_job_within_seconds(jobs):
@@ -115,11 +115,51 @@ def test_a_killed_rank_is_named_and_fails_its_job_within_seconds(jobs):
     assert "rank 1" in read_status(jobs.directory_of("killed"))["reason"]
 
 
+def same_record(run, whole):
+    for name in ("metrics.jsonl", "tensors.parquet"):
+        assert (run / name).read_bytes() == (whole / name).read_bytes(), name
+
+
+def test_ranks_on_two_nodes_that_are_preempted_resume_to_the_record_of_one_node(jobs, whole):
+    job = jobs.submit("nodes", TWO_NODES)
+    stopped = jobs.cluster.training(jobs.directory_of("nodes"))
+    jobs.cluster.run("sbatch", "-p", "high", "-w", "node2", "-o", "/dev/null", "--wrap", "sleep 1")
+    jobs.cluster.resume_when_signaled(stopped)
+    assert jobs.final_states(job) == ["REQUEUED", "COMPLETED"], jobs.log("nodes").read_text()
+    run = jobs.directory_of("nodes")
+    attempts = read_rows(run / "attempts.jsonl")
+    assert [row["processes"] for row in attempts] == [2, 2] and attempts[1]["saved"] >= 20
+    same_record(run, whole)
+
+
+def test_a_job_that_loses_a_node_resumes_when_the_node_is_back(jobs, whole):
+    cluster = jobs.cluster
+    job = jobs.submit("lost", TWO_NODES)
+    first = cluster.training(jobs.directory_of("lost"))
+    cluster.lose("node2")
+    os.kill(first, signal.SIGCONT)
+    cluster.until("the job waits for the node", lambda: jobs.states(job)[-1] == "PENDING")
+    cluster.run("slurm/local/node.sh", cluster.folder, "node2")
+    states, printed = jobs.final_states(job), jobs.log("lost").read_text()
+    assert states == ["NODE_FAIL", "COMPLETED"], printed
+    same_record(jobs.directory_of("lost"), whole)
+
+
+def test_submitit_trains_a_run_on_two_nodes(jobs, whole):
+    own = ("partition=nodes", "nodes=2", "tasks_per_node=1", "gpus_per_node=null")
+    own += ("cpus_per_task=1", "mem_gb=2", f"submitit_folder={jobs.folder}/submitit/%j")
+    launcher = ("hydra/launcher=submitit_slurm", *(f"hydra.launcher.{text}" for text in own))
+    keys = (*jobs.keys, "distributed=ddp", f"run_dir={jobs.folder / 'submitit_runs'}")
+    jobs.cluster.run(sys.executable, "-m", "experiments.train", "-m", *keys, *launcher)
+    same_record(jobs.directory_of("submitit_runs"), whole)
+
+
 def test_a_cancelled_job_saves_and_stays_cancelled(jobs):
     training = "srun bash -c 'trap \"exit 75\" TERM; sleep 60 & wait'"
     script, log = jobs.folder / "cancelled.sbatch", jobs.log("cancelled")
     script.write_text(f"#!/bin/bash\nsource slurm/requeue.sh\n{training}\n")
-    job = jobs.cluster.run(*SBATCH, "--requeue", "--output", log, script).strip()
+    options = ("-p", "low", "--ntasks-per-node=2", "--requeue", "--output", log)
+    job = jobs.cluster.run(*SBATCH, *options, script).strip()
     running = ("squeue", "-s", "-h", "-o", "%i")
     jobs.cluster.until("its step", lambda: f"{job}.0" in jobs.cluster.run(*running))
     time.sleep(1)  # for the trap
