@@ -286,7 +286,7 @@ class _Share(IterableDataset):
 
     def __init__(self, share: Callable[[int, int], Iterator[Batch]], workers: int):
         self.share = share
-        self.notes = mmap.mmap(-1, NOTE * max(1, workers))  # shared with the workers
+        self.notes = mmap.mmap(-1, NOTE * workers + 1)  # shared with the workers; last: they end
 
     def __iter__(self) -> Iterator[Batch | Exception]:
         info = get_worker_info()
@@ -299,10 +299,16 @@ class _Share(IterableDataset):
 
 
 def note(sample: str) -> None:
-    """Notes which sample this worker reads, for the message if it does not answer."""
+    """Notes which sample this worker reads, for the message if it does not answer.
+
+    Raises ShardError if the batches are no longer wanted.
+    """
     if info := get_worker_info():
+        notes = info.dataset.notes
+        if notes[-1]:
+            raise ShardError("the batches are no longer wanted")
         row = sample.encode("utf-8", "replace")[:NOTE].ljust(NOTE, b"\0")
-        info.dataset.notes[info.id * NOTE : (info.id + 1) * NOTE] = row
+        notes[info.id * NOTE : (info.id + 1) * NOTE] = row
 
 
 def ahead(
@@ -344,8 +350,11 @@ def ahead(
             raise
         notes = [shares.notes[i : i + NOTE].rstrip(b"\0") for i in range(0, NOTE * workers, NOTE)]
         at = ", ".join(row.decode("utf-8", "replace") for row in notes if row)
+        end()
         raise ShardError(f"no batch for {SILENT_S} s; the data workers were at: {at}") from error
     finally:
+        shares.notes[-1:] = b"\1"
+        getattr(outcomes, "_shutdown_workers", lambda: None)()  # ends the pinning thread first
         end()
         atexit.unregister(end)
 

@@ -139,11 +139,9 @@ class _Reader:
     def _members(self, urls: list[str]) -> Iterator[dict]:
         """Members of one shard after the other, in the form that webdataset's grouping expects."""
         for url in urls:
-            note(without_secrets(url))
             try:
                 for name, data in read_url(url):
                     self.reading = url, name
-                    note(f"{without_secrets(url)} {name}")
                     yield {"fname": name, "data": data, "__url__": url}
             except Exception as error:  # shards and servers fail in many ways
                 self._skip(url, getattr(error, "key", ""), error)
@@ -190,7 +188,7 @@ def read_url(url: str) -> Iterator[tuple[str, bytes]]:
         for member, _, _, data in read_members(tar):
             is_empty = False
             yield member.name, data
-            source.renew()
+            source.renew(member.name)
     if is_empty:
         raise DamagedError("no image, caption or label in it")
 
@@ -211,19 +209,24 @@ class _Source:
             command = url.removeprefix("pipe:") if scheme == "pipe" else [*CURL, url]
             self.command = subprocess.Popen(command, shell=scheme == "pipe", **options)
             self.descriptor = self.command.stdout.fileno()
+        self.name = without_secrets(url)
         self.ready = select.poll()
         self.ready.register(self.descriptor)
-        self.renew()
+        self.renew("")
 
-    def renew(self) -> None:
-        self.deadline = time.monotonic() + STALL_S
+    def renew(self, member: str) -> None:
+        self.member, self.deadline = member, time.monotonic() + STALL_S
 
     def read(self, size: int) -> bytes:
-        left = self.deadline - time.monotonic()
-        if left <= 0 or not self.ready.poll(1000 * left):
+        left, ready = self.deadline - time.monotonic(), False
+        while left > 0 and not ready:
+            note(f"{self.name} {self.member}")
+            ready = self.ready.poll(1000 * min(left, 1))
+            left = self.deadline - time.monotonic()
+        if not ready:
             raise TimeoutError(f"no image, caption or label for {STALL_S} s")
         data = os.read(self.descriptor, size)
-        if not data and self.command and (status := self.command.wait(left)):
+        if not data and self.command and (status := self.command.wait(max(left, 1))):
             if isinstance(self.command.args, str):  # a command line may hold secrets
                 raise OSError(f"the command failed with status {status}")
             hint = f" ({CURL_FAULTS[status]})" if status in CURL_FAULTS else ""
