@@ -195,6 +195,29 @@ def is_copy(parts: tuple[str, ...]) -> bool:
     return any(part.startswith(".") or part.endswith((".bak", "~")) for part in parts)
 
 
+def is_sampled(step: int, every: int | None) -> bool:
+    """Whether a table is recorded at a step: the first, then every so many; None: never."""
+    return every is not None and (step == 1 or step % every == 0)
+
+
+def missing_steps(run: Path, last: int, every: dict[str, int | None]) -> list[str]:
+    """A sentence about each table of a record that lacks steps up to `last`.
+
+    `every`: the interval of each table, 1 for "metrics"; see `is_sampled`.
+    """
+    faults = []
+    for name, interval in every.items():
+        if name == "metrics":
+            present = {row.get("step") for row in scan_rows(run / "metrics.jsonl")[0]}
+        else:
+            present = {step for steps, _, _ in read_tensors(run, name) for step in steps.tolist()}
+        expected = [step for step in range(1, last + 1) if is_sampled(step, interval)]
+        if missing := [step for step in expected if step not in present]:
+            share = f"{len(missing)} of {len(expected)} steps, the first is {missing[0]}"
+            faults.append(f"{run}: {name} lacks {share}")
+    return faults
+
+
 def read_tensors(
     run: Path, table: str = "tensors"
 ) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray], list[str]]]:

@@ -5,12 +5,14 @@ without its end. A checkpoint stores `offsets()`; a resume cuts every file back 
 the tails to `cut/`, so that no step is recorded twice.
 """
 
+import contextlib
 import fcntl
 import io
 import json
 import os
 import shutil
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +32,7 @@ class RunBusyError(RuntimeError):
 
 
 class RecordError(RuntimeError):
-    """The record lacks rows that a checkpoint counted; the message names the files."""
+    """The record lacks rows, or is another process's; the message names the files."""
 
 
 class Record:
@@ -59,14 +61,31 @@ class Record:
             ) from error
         os.register_at_fork(after_in_child=self._lock.close)  # a worker must not hold the lock
         _drop_torn_end(self.run / "attempts.jsonl")
-        self.attempt = self.count("attempts")
+        self.attempt = max([self.count("attempts"), *self._next_numbers()])
         self._lock.truncate(0)
         self._lock.write(_holder(self.attempt))
         self._lock.flush()
         self._streams: dict[str, _Stream] = {}
 
+    def _next_numbers(self) -> Iterator[int]:
+        """Numbers after those that file names show, in case attempts.jsonl has lost rows."""
+        for folder in ("cut", *TABLES):
+            for path in (self.run / folder).glob("*"):
+                if path.stem.isdecimal():
+                    yield int(path.stem) + 1
+
+    def require_lock(self) -> None:
+        """Raises RecordError if the run directory is another one than this process has locked."""
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(self.run / ".lock"), os.fstat(self._lock.fileno())):
+                return
+        raise RecordError(
+            f"{self.run} was deleted or replaced during training; this process writes nothing more"
+        )
+
     def append(self, name: str, rows: list[dict]) -> None:
         """Appends rows to `<name>.jsonl`, one write each; DiskError if one does not fit."""
+        self.require_lock()
         durable.append(self.run / f"{name}.jsonl", (encode_row(row).encode() for row in rows))
 
     def count(self, name: str) -> int:
@@ -82,6 +101,7 @@ class Record:
         table: str = "tensors",
     ) -> None:
         """Appends rows to a table: steps [n], every statistic float32 [n, len(names)]."""
+        self.require_lock()
         stream = self._streams.get(table)
         if stream is None:
             (self.run / table).mkdir(exist_ok=True)
@@ -102,6 +122,7 @@ class Record:
         step None: the step stays. `saved`: step of the last committed checkpoint. `unless`: states
         of this attempt that must not be replaced.
         """
+        self.require_lock()
         if not self._status.acquire(timeout=STATUS_S):  # the other thread is stuck in a write
             return
         try:
@@ -125,6 +146,7 @@ class Record:
 
     def offsets(self) -> dict[str, int]:
         """Sizes in bytes of all files, after syncing them to disk."""
+        self.require_lock()
         files, attempts = self._files(), self.run / "attempts.jsonl"
         for path in (*files, attempts):  # or an attempt could reuse the number and the stream
             if path.exists():

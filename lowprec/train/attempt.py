@@ -49,7 +49,7 @@ def watched(config: Config, record: Record, world: Ranks) -> Iterator[None]:
 def fail(error: BaseException, config: Config, record: Record, copy: RemoteCopy) -> NoReturn:
     """Records why an attempt failed, then raises or exits with advice for the user."""
     interrupted = isinstance(error, KeyboardInterrupt)
-    with contextlib.suppress(OSError):  # the disk itself may have failed
+    with contextlib.suppress(OSError, RecordError):  # the disk may have failed, or the run is gone
         state = "preempted" if interrupted else "failed"
         record.status(state, reason=_reason(error), unless=ENDED)
     if interrupted:
@@ -78,7 +78,8 @@ def advice_for(error: BaseException, config: Config) -> str | None:
         return str(error)
     if isinstance(error, (DiskError, RecordError, ShardError)):
         return f"{error}. {again}"
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+    on_cpu = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    if on_cpu or isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return (
             f"out of memory with model={config.model.name}, batch_size={config.batch_size} and "
             f"precision.autocast={config.precision.autocast} ({str(error)[:200]}); "

@@ -15,6 +15,7 @@ from lowprec.config.schema import Config
 from lowprec.runs import durable
 from lowprec.runs.attempts import CheckpointError, DamagedError
 from lowprec.runs.provenance import refuse_mismatch
+from lowprec.runs.read import scan_rows
 from lowprec.runs.record import Record
 from lowprec.train.distributed import ONE_PROCESS, Ranks
 from lowprec.train.state import TrainState
@@ -61,9 +62,16 @@ class Saver:
         remove_leftovers(run / "checkpoints")
         newest = newest_checkpoint(run, set_aside=True)
         if newest is None:
-            saved = self.record.last_status()["saved"]
-            if saved:
+            status, rows = self.record.last_status(), scan_rows(run / "metrics.jsonl")[0]
+            if status["saved"]:
+                saved = status["saved"]
                 raise CheckpointError(f"{run} was saved at step {saved}; its checkpoints are gone")
+            reached = max((row.get("step", 0) for row in rows), default=0)
+            if status["state"] is None and reached > self.config.save_every:
+                raise CheckpointError(
+                    f"{run} has a record of {reached} steps; its checkpoints and status.json are "
+                    "gone: restore them from a copy, or delete the run directory"
+                )
             return None
         path, manifest = newest
         if manifest["step"] > self.config.num_steps:
@@ -125,7 +133,7 @@ def save_checkpoint(
     """
     final = folder / f"step_{step:09d}"
     temporary = folder / f".tmp.{final.name}"
-    if world.first(final.exists):
+    if world.first(lambda: _is_intact(final)):
         return final
     try:
         world.first(lambda: temporary.mkdir(parents=True))
@@ -141,6 +149,23 @@ def save_checkpoint(
     if world.is_first:
         retire(folder, keep)
     return final
+
+
+def _is_intact(checkpoint: Path) -> bool:
+    """Whether a checkpoint exists; one that is damaged is set aside, to make room for a new one."""
+    try:
+        return checkpoint.exists() and bool(verify(checkpoint))
+    except DamagedError as error:
+        print(f"warning: {error}")
+        _set_aside(checkpoint)
+        return False
+
+
+def _set_aside(checkpoint: Path) -> None:
+    """Renames a damaged checkpoint to `.damaged.step_*`."""
+    aside = checkpoint.with_name(f".damaged.{checkpoint.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    os.rename(checkpoint, aside)
 
 
 def _commit(temporary: Path, final: Path, body: dict) -> None:
@@ -169,7 +194,7 @@ def retire(folder: Path, keep: int) -> None:
 
     A checkpoint is renamed first: what an interrupted removal leaves does not look like one.
     """
-    for checkpoint in sorted(folder.glob("step_*"))[:-keep]:
+    for checkpoint in saved_steps(folder)[:-keep]:
         trash = checkpoint.with_name(f".trash.{checkpoint.name}")
         try:
             os.rename(checkpoint, trash)
@@ -187,7 +212,13 @@ def remove_leftovers(folder: Path) -> None:
 
 def list_checkpoints(run: Path) -> list[Path]:
     """Committed checkpoints of a run, oldest first."""
-    return sorted((run / "checkpoints").glob("step_*"))
+    return saved_steps(run / "checkpoints")
+
+
+def saved_steps(folder: Path) -> list[Path]:
+    """Folders named `step_<number>`, sorted; others, such as `step_000000004.bak`, are left out."""
+    paths = sorted(folder.glob("step_*"))
+    return [path for path in paths if path.name.removeprefix("step_").isdecimal()]
 
 
 def step_of(path: Path) -> int:
@@ -209,9 +240,7 @@ def newest_checkpoint(run: Path, *, set_aside: bool = False) -> tuple[Path, dict
         except DamagedError as error:
             faults.append(str(error))
             if set_aside:
-                aside = path.with_name(f".damaged.{path.name}")
-                shutil.rmtree(aside, ignore_errors=True)
-                os.rename(path, aside)
+                _set_aside(path)
             print(f"warning: {error}; trying an older checkpoint")
     if faults:
         raise CheckpointError(f"{run} has no intact checkpoint: {'; '.join(faults)}")
@@ -242,6 +271,9 @@ def verify(path: Path) -> dict:
             raise DamagedError(f"{manifest_file} is damaged")
         if manifest["format"] != FORMAT:
             raise CheckpointError(f"{path} has format {manifest['format']}, not {FORMAT}")
+        name = path.name.removeprefix("step_")
+        if name.isdecimal() and int(name) != manifest["step"]:
+            raise DamagedError(f"{path} holds step {manifest['step']}")
         for name, facts in manifest["files"].items():
             if not (path / name).exists() or _digest_of_file(path / name) != facts["sha256"]:
                 raise DamagedError(f"{path / name} is damaged or missing")

@@ -113,12 +113,14 @@ def train(
     saver = Saver(built.state, record, built.config, provenance or {})
     first = saver.restore() + 1
     metrics = MetricsBuffer(built, record, logger, progress.flushed)
+    metrics.require_record(first - 1)
     stop = stop or StopRequest()
     with contextlib.closing(built.batches_from(first)) as batches:
         ended = _train(built, first, batches, saver, metrics, progress, stop, on_save)
     built.world.heartbeat(None, "ending")
     record.finish_stream()
     if ended.state in ENDED:
+        metrics.require_record(ended.step)
         record.write_parquet()
     record.status(ended.state, ended.step, ended.reason)
     return ended

@@ -15,8 +15,8 @@ from lowprec.data.loader import Batch
 from lowprec.diagnostics.blocks import BLOCK_STATISTICS
 from lowprec.diagnostics.spikes import Detector, protocol_of
 from lowprec.optim.stable_adamw import STATISTICS
-from lowprec.runs.read import read_tensors, scan_rows
-from lowprec.runs.record import Record
+from lowprec.runs.read import is_sampled, missing_steps, read_tensors, scan_rows
+from lowprec.runs.record import Record, RecordError
 from lowprec.train.loggers import Logger
 
 if TYPE_CHECKING:
@@ -38,11 +38,6 @@ class Ended:
 def is_due(step: int, every: int) -> bool:
     """Returns whether something done `every` steps is due after this one; 0: never."""
     return every > 0 and step % every == 0
-
-
-def is_sampled(step: int, every: int | None) -> bool:
-    """Returns whether statistics are recorded at a step: the first, then every so many."""
-    return every is not None and (step == 1 or step % every == 0)
 
 
 class MetricsBuffer:
@@ -72,6 +67,16 @@ class MetricsBuffer:
         self.logger, self.on_flush = logger or Logger(), on_flush
         self.device = built.device
         self.tensors = built.state.optimizer.names
+        diagnostics = config.diagnostics
+        unknown = OF_SECOND_MOMENT if config.optimizer.name in EIGHT_BIT else ()
+        others = [n for n in STATISTICS if n not in diagnostics.statistics and n not in unknown]
+        self.statistics = {"tensors": diagnostics.statistics, "details": others}
+        self.every = {  # None: not recorded
+            "metrics": 1,
+            "tensors": diagnostics.every if diagnostics.statistics else None,
+            "details": diagnostics.detail_every if others else None,
+            "blocks": diagnostics.block_every if self.probe else None,
+        }
         self.names = ["loss", "logit_scale", "grad_norm"]
         self.names += ["clipped_grad_norm"] if config.optimizer.clip_norm else []
         self.names += ["loss_scale"] if config.scaler.name != "none" else []
@@ -86,6 +91,16 @@ class MetricsBuffer:
         self.spikes: list[tuple[int, str]] = []  # step and kind of those of the last flush
         self.waited = 0.0
         self.start = self.flushed = time.perf_counter()
+
+    def require_record(self, last: int) -> None:
+        """Raises RecordError, in all ranks, if the record lacks a step up to `last`."""
+
+        def check() -> None:
+            if faults := missing_steps(self.record.run, last, self.every):
+                advice = "restore the damaged files from a copy, or delete the run directory"
+                raise RecordError(f"{'; '.join(faults)}: {advice}")
+
+        self.world.first(check)
 
     @property
     def is_full(self) -> bool:
@@ -121,7 +136,7 @@ class MetricsBuffer:
 
     def append_blocks(self, step: int, batch: Batch) -> None:
         """Measures the model's blocks on some of the step's samples, at sampled steps."""
-        if self.probe is None or not is_sampled(step, self.config.diagnostics.block_every):
+        if not is_sampled(step, self.every["blocks"]):
             return
         count = PROBED_SAMPLES
         some = Batch(batch.images[:count], batch.tokens[:count], batch.labels, batch.samples)
@@ -180,25 +195,23 @@ class MetricsBuffer:
 
     def _write(self, rows: list[dict], tables: np.ndarray) -> None:
         self.record.append("metrics", rows)
-        diagnostics = self.config.diagnostics
-        unknown = OF_SECOND_MOMENT if self.config.optimizer.name in EIGHT_BIT else ()
-        details = [n for n in STATISTICS if n not in diagnostics.statistics and n not in unknown]
-        main = (diagnostics.statistics, diagnostics.every)
-        rms = self._write_tensors("tensors", *main, rows, tables)
-        self._write_tensors("details", details, diagnostics.detail_every, rows, tables)
+        rms = self._write_tensors("tensors", rows, tables)
+        self._write_tensors("details", rows, tables)
         self._write_blocks(rows[-1]["step"])
         if self.detector is not None:
             self._write_spikes(rows, rms)
         self._write_skips(rows[-1]["step"])
 
     def _write_tensors(
-        self, table: str, names: list[str], every: int | None, rows: list[dict], values: np.ndarray
+        self, table: str, rows: list[dict], values: np.ndarray
     ) -> dict[int, np.ndarray]:
         """Appends the statistics of the sampled steps; returns RMS_t by step, if recorded."""
-        sampled = [i for i, row in enumerate(rows) if is_sampled(row["step"], every)]
-        statistics = {name: values[sampled, :, STATISTICS.index(name)] for name in names}
+        sampled = [i for i, row in enumerate(rows) if is_sampled(row["step"], self.every[table])]
+        statistics = {
+            name: values[sampled, :, STATISTICS.index(name)] for name in self.statistics[table]
+        }
         steps = [rows[i]["step"] for i in sampled]
-        if sampled and statistics:
+        if sampled:
             self.record.append_tensors(steps, statistics, self.tensors, table)
         return dict(zip(steps, statistics.get("rms", ()), strict=False))
 

@@ -16,6 +16,7 @@ from lowprec.train.checkpoint import (
     list_checkpoints,
     remove_leftovers,
     save_checkpoint,
+    saved_steps,
     step_of,
     verify,
 )
@@ -102,7 +103,7 @@ class SnapshotRecorder:
 
 def list_snapshots(run: Path) -> list[Path]:
     """Committed snapshots of a run, oldest first."""
-    return sorted((run / "snapshots").glob("step_*"))
+    return saved_steps(run / "snapshots")
 
 
 def state_before(run: Path, step: int, margin: int) -> tuple[Path, dict]:

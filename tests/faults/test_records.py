@@ -3,12 +3,15 @@
 import itertools
 import json
 import os
+import shutil
 import time
 
 import pytest
 
 from experiments import train
-from lowprec.runs.read import find_runs, read_rows, scan_rows
+from lowprec.runs.attempts import CheckpointError
+from lowprec.runs.read import find_runs, read_rows, read_status, read_tensors, scan_rows
+from lowprec.runs.record import Record, RecordError
 from lowprec.train.checkpoint import list_checkpoints
 
 
@@ -72,6 +75,90 @@ def test_damage_in_attempts_and_skips_does_not_stop_a_resume(make_config, run_on
     assert rows[-1]["attempt"] > rows[0]["attempt"] == 0
     streams = sorted(path.name for path in (run / "tensors").glob("*.arrows"))
     assert streams == ["0000.arrows", f"{rows[-1]['attempt']:04d}.arrows"]
+
+
+@pytest.mark.parametrize("kept", [None, 0, 10], ids=["deleted", "empty", "cut"])
+def test_lost_attempts_repeat_no_number_and_lose_no_step(
+    make_config, run_once, tmp_path, calm, kept
+):
+    run = tmp_path / "run"
+    for step in (7, 9):
+        run_once(make_config(), run, stop_at=step)
+    attempts = run / "attempts.jsonl"
+    attempts.unlink() if kept is None else os.truncate(attempts, kept)
+    assert run_once(make_config(), run)[0].state == "finished"
+    assert (run / "metrics.jsonl").read_bytes() == calm
+    recorded = [step for steps, _, _ in read_tensors(run) for step in steps.tolist()]
+    assert recorded == list(range(1, 13))
+    assert len(list((run / "tensors").glob("*.arrows"))) == 3
+
+
+@pytest.mark.parametrize("moment", ["before a resume", "before the end"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "tensors/0000.arrows"])
+def test_a_zeroed_file_is_named_before_a_run_counts_as_finished(
+    make_config, run_once, tmp_path, name, moment
+):
+    run = tmp_path / "run"
+
+    def zero():
+        path = run / name
+        path.write_bytes(bytes(path.stat().st_size))
+
+    def zero_at_the_end(built):
+        batches_from = built.batches_from
+
+        def zeroing(first):
+            for step, batch in enumerate(batches_from(first), first):
+                if step == 12:
+                    zero()
+                yield batch
+
+        built.batches_from = zeroing
+
+    run_once(make_config(), run, stop_at=7)
+    if moment == "before a resume":
+        zero()
+    lacking = name.split("/")[0].removesuffix(".jsonl")
+    with pytest.raises(RecordError, match=f"{lacking} lacks .* steps, the first is 1"):
+        run_once(make_config(), run, spoil=zero_at_the_end)
+    assert read_status(run)["state"] != "finished"
+
+
+def test_a_record_without_its_checkpoints_and_status_is_an_error_never_step_0(
+    make_config, run_once, tmp_path
+):
+    run = tmp_path / "run"
+    run_once(make_config(), run, stop_at=7)
+    shutil.rmtree(run / "checkpoints")
+    (run / "status.json").unlink()
+    before = (run / "metrics.jsonl").read_bytes()
+    with pytest.raises(CheckpointError, match="its checkpoints and status.json are gone"):
+        run_once(make_config(), run)
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("made_anew", [True, False])
+def test_a_process_whose_run_directory_was_replaced_writes_nothing_more(
+    make_config, run_once, tmp_path, made_anew
+):
+    run = tmp_path / "run"
+
+    def replace_at_5(built):
+        batches_from = built.batches_from
+
+        def replacing(first):
+            for step, batch in enumerate(batches_from(first), first):
+                if step == 5:
+                    shutil.rmtree(run)
+                    if made_anew:
+                        Record(run).close()
+                yield batch
+
+        built.batches_from = replacing
+
+    with pytest.raises(RecordError, match="was deleted or replaced"):
+        run_once(make_config(), run, spoil=replace_at_5)
+    assert [path.name for path in run.glob("*")] == ([".lock"] if made_anew else [])
 
 
 @pytest.mark.parametrize("damage", list(DAMAGE.values())[:-1], ids=list(DAMAGE)[:-1])

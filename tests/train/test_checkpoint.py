@@ -13,7 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lowprec.runs.attempts import CheckpointError
-from lowprec.train.checkpoint import list_checkpoints, newest_checkpoint
+from lowprec.train.checkpoint import (
+    list_checkpoints,
+    newest_checkpoint,
+    save_checkpoint,
+    verify,
+)
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +45,29 @@ def test_a_missing_file_is_named_and_the_older_checkpoint_taken(finished, capsys
     assert newest_checkpoint(run, set_aside=True)[1]["step"] == 8
     assert capsys.readouterr().out.count(str(victim)) == 2
     assert [p.name for p in list_checkpoints(run)] == ["step_000000008"]
+
+
+def test_a_checkpoint_under_another_steps_name_is_damaged(finished, capsys):
+    run, _ = finished
+    older, newest = list_checkpoints(run)
+    shutil.rmtree(newest)
+    shutil.copytree(older, newest)
+    assert newest_checkpoint(run)[1]["step"] == 8
+    assert f"{newest} holds step 8" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("intact", [True, False])
+def test_a_save_that_finds_its_name_taken_keeps_only_an_intact_checkpoint(finished, intact):
+    run, built = finished
+    newest = list_checkpoints(run)[-1]
+    weights = (newest / "model.safetensors").read_bytes()
+    if not intact:
+        (newest / "model.safetensors").write_bytes(b"x")
+    before = newest.stat().st_ino
+    save_checkpoint(newest.parent, 12, built.state, {}, keep=2, provenance={})
+    assert (newest.stat().st_ino == before) == intact
+    assert verify(newest)["step"] == 12
+    assert (newest / "model.safetensors").read_bytes() == weights
 
 
 def test_no_intact_checkpoint_is_an_error_never_step_0(finished):
