@@ -122,8 +122,8 @@ def tiny_config(squares):
 def run_once():
     """`run_once(config, folder, **options)`: one attempt; returns how it ended and the objects.
 
-    `spoil(built)` changes the objects before training; a signal comes with the batch of step
-    `stop_at`; `options` are those of `train`.
+    `spoil(built)` changes the objects before training; `at`: functions of them by the step whose
+    batch comes next; a signal comes with the batch of step `stop_at`; `options` are `train`'s.
     """
     # with open_clip, which takes seconds: other tests need not wait
     from lowprec.data.open import open_data
@@ -131,20 +131,22 @@ def run_once():
     from lowprec.train.loop import train
     from lowprec.train.signals import StopRequest
 
-    def run(config, folder: Path, *, spoil=None, stop_at=None, **options):
-        built = build(config, open_data(config))
+    def run(config, folder: Path, *, spoil=None, at=None, stop_at=None, **options):
+        built, actions = build(config, open_data(config)), dict(at or {})
+        batches_from = built.batches_from
+        if stop_at is not None:
+            stop = options["stop"] = StopRequest()
+            actions[stop_at] = lambda built: setattr(stop, "number", 15)
+
+        def acting_batches(first):
+            for step, batch in enumerate(batches_from(first), first):
+                if step in actions:
+                    actions[step](built)
+                yield batch
+
+        built.batches_from = acting_batches
         if spoil is not None:
             spoil(built)
-        if stop_at is not None:
-            options["stop"], batches_from = StopRequest(), built.batches_from
-
-            def stopping(first):
-                for number, batch in enumerate(batches_from(first), first):
-                    if number == stop_at:
-                        options["stop"].number = 15
-                    yield batch
-
-            built.batches_from = stopping
         record = Record(folder)
         record.append("attempts", [{"attempt": record.attempt}])
         (folder / "config.yaml").write_text(json.dumps(to_dict(config)))

@@ -100,27 +100,16 @@ def test_a_zeroed_file_is_named_before_a_run_counts_as_finished(
 ):
     run = tmp_path / "run"
 
-    def zero():
+    def zero(built=None):
         path = run / name
         path.write_bytes(bytes(path.stat().st_size))
-
-    def zero_at_the_end(built):
-        batches_from = built.batches_from
-
-        def zeroing(first):
-            for step, batch in enumerate(batches_from(first), first):
-                if step == 12:
-                    zero()
-                yield batch
-
-        built.batches_from = zeroing
 
     run_once(make_config(), run, stop_at=7)
     if moment == "before a resume":
         zero()
     lacking = name.split("/")[0].removesuffix(".jsonl")
     with pytest.raises(RecordError, match=f"{lacking} lacks .* steps, the first is 1"):
-        run_once(make_config(), run, spoil=zero_at_the_end)
+        run_once(make_config(), run, at={12: zero})
     assert read_status(run)["state"] != "finished"
 
 
@@ -143,21 +132,13 @@ def test_a_process_whose_run_directory_was_replaced_writes_nothing_more(
 ):
     run = tmp_path / "run"
 
-    def replace_at_5(built):
-        batches_from = built.batches_from
-
-        def replacing(first):
-            for step, batch in enumerate(batches_from(first), first):
-                if step == 5:
-                    shutil.rmtree(run)
-                    if made_anew:
-                        Record(run).close()
-                yield batch
-
-        built.batches_from = replacing
+    def replace(built):
+        shutil.rmtree(run)
+        if made_anew:
+            Record(run).close()
 
     with pytest.raises(RecordError, match="was deleted or replaced"):
-        run_once(make_config(), run, spoil=replace_at_5)
+        run_once(make_config(), run, at={5: replace})
     assert [path.name for path in run.glob("*")] == ([".lock"] if made_anew else [])
 
 

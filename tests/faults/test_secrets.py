@@ -54,25 +54,6 @@ def test_a_sweep_with_a_dashboard_and_a_failing_cell_leaks_nothing(squares, tmp_
     assert SECRET not in done.stdout + done.stderr
 
 
-def test_a_run_with_tensorboard_that_fails_leaks_nothing(make_config, tmp_path, monkeypatch, capfd):
-    pytest.importorskip("tensorboard")
-    for name, value in CANARIES.items():
-        monkeypatch.setenv(name, value)
-
-    def fail(*_):
-        raise KeyError("a defect")
-
-    config = make_config({"logger.name": "tensorboard"})
-    monkeypatch.setattr("lowprec.train.metrics.MetricsBuffer._timing", fail)
-    with pytest.raises(KeyError):
-        train.main(config)
-    monkeypatch.undo()
-    assert list(tmp_path.rglob("events.out*"))
-    (run,) = find_runs(tmp_path)
-    assert "KeyError: 'a defect'" in (run / "status.json").read_text()
-    assert leaks(tmp_path) == [] and SECRET.decode() not in "".join(capfd.readouterr())
-
-
 URL = "https://me:c4n4ry@host/{0..3}.tar"
 
 

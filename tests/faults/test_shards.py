@@ -1,15 +1,10 @@
 """Damaged shards: an error or a counted skip that names shard, key and reason; nothing is lost."""
 
-import re
-import subprocess
-import sys
 import tarfile
-import time
 
 import numpy as np
 import pytest
 
-from lowprec.config.compose import CONF
 from lowprec.data.index import open_shards
 from lowprec.data.shards import ShardError
 
@@ -63,32 +58,3 @@ def test_shard_that_vanishes_before_it_is_opened_is_an_error_naming_it(tmp_path,
     shard.unlink()
     with pytest.raises(ShardError, match=r"a\.tar cannot be read: No such file"):
         shards.read(0, 0, 1)
-
-
-PROGRAM = """
-import os, sys, torch
-from lowprec.data.index import open_shards
-from lowprec.data.loader import Batches, iterate
-
-batches = Batches(open_shards(sys.argv[1]), None, batch_size=1, num_batches=8, image_size=8,
-                  tokenizer=lambda captions: torch.zeros(len(captions), 4))
-found = iterate(batches, workers=2)
-next(found)
-if sys.argv[2] == "shrink":
-    os.truncate(sys.argv[1], 7000)
-    list(found)
-raise RuntimeError("a defect")
-"""
-
-
-@pytest.mark.parametrize("fault", ["shrink", "defect"])
-def test_a_process_that_fails_while_workers_read_ends_at_once(shard, fault):
-    began = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM, shard, fault],
-        capture_output=True, text=True, timeout=60, cwd=CONF.parent,
-    )  # fmt: skip
-    last = done.stderr.strip().splitlines()[-1]
-    named = "ShardError: .*a.tar has become shorter" if fault == "shrink" else "a defect"
-    assert re.search(named, last) and done.returncode == 1
-    assert time.monotonic() - began < 30

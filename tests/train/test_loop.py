@@ -124,21 +124,13 @@ def test_a_signal_ends_waiting_for_data_and_loses_no_step(make_config, run_once,
     config = make_config({"num_steps": 8})
     run_once(config, tmp_path / "whole")
 
-    def stalling(built):
-        batches_from = built.batches_from
-
-        def stalled(first):
-            for number, batch in enumerate(batches_from(first), first):
-                if number == stall + 1:
-                    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
-                    time.sleep(30)
-                yield batch
-
-        built.batches_from = stalled
+    def wait(built):
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        time.sleep(30)
 
     with stop_request() as stop:
         before = time.monotonic()
-        ended, _ = run_once(config, tmp_path / "cut", spoil=stalling, stop=stop)
+        ended, _ = run_once(config, tmp_path / "cut", at={stall + 1: wait}, stop=stop)
         assert time.monotonic() - before < 20
     assert (ended.state, ended.step) == ("preempted", stall)
     assert list_checkpoints(tmp_path / "cut")[-1].name == f"step_{stall:09d}"
@@ -156,22 +148,10 @@ def test_evaluation_leaves_training_alone(make_config, run_once, tmp_path):
     assert losses[0] == losses[1]
 
 
-def poison_weight_before(step):
-    """Puts NaN into a weight before a step, so that its loss is not finite."""
-
-    def spoil(built):
-        batches_from = built.batches_from
-
-        def poisoned(first):
-            for number, batch in enumerate(batches_from(first), first):
-                if number == step:
-                    with torch.no_grad():
-                        built.task.model.visual.proj[0, 0] = math.nan
-                yield batch
-
-        built.batches_from = poisoned
-
-    return spoil
+def poison_weight(built):
+    """Makes the next loss NaN."""
+    with torch.no_grad():
+        built.task.model.visual.proj[0, 0] = math.nan
 
 
 @pytest.mark.parametrize("log_every", [1, 100])
@@ -179,7 +159,7 @@ def test_a_non_finite_loss_ends_the_run_before_the_update(
     make_config, run_once, tmp_path, log_every
 ):
     config = make_config({"log_every": log_every, "save_every": 100})
-    ended, built = run_once(config, tmp_path / "a", spoil=poison_weight_before(6))
+    ended, built = run_once(config, tmp_path / "a", at={6: poison_weight})
     assert (ended.state, ended.step) == ("diverged", 6) and "loss is nan" in ended.reason
     rows = read_rows(tmp_path / "a" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6] and math.isnan(rows[-1]["loss"])

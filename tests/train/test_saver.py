@@ -27,20 +27,15 @@ def run(make_config, run_once, tmp_path):
         config = make_config({"save_every": 4, "log_every": 2, **(keys or {})})
         return run_once(config, tmp_path / "run", provenance=provenance, **options)[0]
 
-    attempt.folder = tmp_path / "run"
+    def die(built):
+        raise EOFError("killed")
+
+    def killed_at_7():
+        with pytest.raises(EOFError):
+            attempt(at={7: die})
+
+    attempt.folder, attempt.killed_at_7 = tmp_path / "run", killed_at_7
     return attempt
-
-
-def stop_after(step):
-    """Ends the data after some steps, as a kill would."""
-
-    def spoil(built):
-        batches_from = built.batches_from
-        built.batches_from = lambda first: (
-            batch for n, batch in zip(range(first, step + 1), batches_from(first), strict=False)
-        )
-
-    return spoil
 
 
 @pytest.mark.parametrize(
@@ -53,8 +48,7 @@ def stop_after(step):
     ],
 )
 def test_a_provenance_mismatch_is_refused_field_by_field(run, group, change, line):
-    with pytest.raises(StopIteration):
-        run(spoil=stop_after(6))
+    run.killed_at_7()
     before = (run.folder / "metrics.jsonl").read_bytes()
     allowed = {"resume.allow_drift": group != "code", "resume.allow_reshard": group != "layout"}
     with pytest.raises(CheckpointError) as error:
@@ -67,8 +61,7 @@ def test_a_provenance_mismatch_is_refused_field_by_field(run, group, change, lin
 
 @pytest.mark.parametrize(("group", "key"), [("code", "allow_drift"), ("layout", "allow_reshard")])
 def test_an_allowed_mismatch_is_recorded(run, group, key):
-    with pytest.raises(StopIteration):
-        run(spoil=stop_after(6))
+    run.killed_at_7()
     changed = {**ORIGIN, group: {"workers": 5}}
     assert run({f"resume.{key}": True}, provenance=changed).state == "finished"
     [event] = read_rows(run.folder / "events.jsonl")
@@ -93,20 +86,13 @@ def test_a_full_disk_at_the_record_stops_the_run_with_a_clean_record(run, monkey
     fill_disk(monkeypatch, lambda path: path.endswith("metrics.jsonl") and full)
     full = False
 
-    def fill_after(built):
-        batches_from = built.batches_from
-
-        def filling(first):
-            nonlocal full
-            for step, batch in enumerate(batches_from(first), first):
-                full = step > 7
-                yield batch
-
-        built.batches_from = filling
+    def fill(built):
+        nonlocal full
+        full = True
 
     message = r"metrics\.jsonl cannot be written: No space left.*bytes are free"
     with pytest.raises(durable.DiskError, match=message):
-        run(spoil=fill_after)
+        run(at={8: fill})
     rows = read_rows(run.folder / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert (run.folder / "metrics.jsonl").read_bytes().endswith(b"\n")
@@ -145,8 +131,7 @@ def test_the_third_failure_in_a_row_ends_the_run_and_keeps_the_old_checkpoint(ru
 
 
 def test_vanished_checkpoints_are_an_error_never_step_0(run):
-    with pytest.raises(StopIteration):
-        run(spoil=stop_after(6))
+    run.killed_at_7()
     for path in list_checkpoints(run.folder):
         path.rename(run.folder / path.name)
     with pytest.raises(CheckpointError, match="was saved at step 4; its checkpoints are gone"):
@@ -154,8 +139,7 @@ def test_vanished_checkpoints_are_an_error_never_step_0(run):
 
 
 def test_leftovers_of_a_killed_process_are_swept(run):
-    with pytest.raises(StopIteration):
-        run(spoil=stop_after(6))
+    run.killed_at_7()
     for name in (".tmp.step_000000008", ".trash.step_000000000"):
         (run.folder / "checkpoints" / name).mkdir()
         (run.folder / "checkpoints" / name / "model.safetensors").write_bytes(b"x")
@@ -166,8 +150,7 @@ def test_leftovers_of_a_killed_process_are_swept(run):
 
 @pytest.mark.parametrize("cut", [0, 10, None])
 def test_lost_rows_are_an_error_that_names_the_files(run, cut):
-    with pytest.raises(StopIteration):
-        run(spoil=stop_after(6))
+    run.killed_at_7()
     victims = [run.folder / "metrics.jsonl", next((run.folder / "tensors").iterdir())]
     for victim in victims:
         victim.unlink() if cut is None else os.truncate(victim, cut)
