@@ -80,7 +80,7 @@ def trace(model: nn.Module, inputs: tuple) -> Calls:
 
     def leave(module, _, output):
         stack.pop()
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear) or is_int8(module):
             calls.layers[module] += output.numel() * module.in_features
         elif isinstance(module, Attention):
             output = output[0] if module.returns_pair else output
@@ -130,7 +130,7 @@ def towers(model: nn.Module, calls: Calls | None) -> dict[str, Tower]:
     """The children of a model that have linear layers or multiply-adds, by name."""
     found: dict[str, Tower] = {}
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | nn.MultiheadAttention):
+        if isinstance(module, nn.Linear | nn.MultiheadAttention) or is_int8(module):
             tower = found.setdefault(name.partition(".")[0], Tower())
             tower.layers += 1
             if _is_quantized(module):
@@ -141,10 +141,15 @@ def towers(model: nn.Module, calls: Calls | None) -> dict[str, Tower]:
     return found
 
 
+def is_int8(module: nn.Module) -> bool:
+    """Whether `to_int8` has converted a layer."""
+    return "weight_scale" in module._buffers or "in_proj_weight_scale" in module._buffers
+
+
 def _is_quantized(module: nn.Module) -> bool:
     name = "in_proj_settings" if isinstance(module, Attention) else "settings"
     settings = getattr(module, name, None)
-    return settings is not None and any(settings.recipe.products)
+    return is_int8(module) or (settings is not None and any(settings.recipe.products))
 
 
 def check_first_forward(model: nn.Module, layers: Sequence[str]) -> None:
@@ -153,8 +158,8 @@ def check_first_forward(model: nn.Module, layers: Sequence[str]) -> None:
 
 
 def _record_calls(model: nn.Module, _, layers: list[str]) -> None:
-    if torch.compiler.is_compiling():
-        return
+    if torch.compiler.is_compiling() or any(map(_is_compiled, model.modules())):
+        return  # hooks on all modules would be compiled, too
     called = set()
 
     def add(module, *_):
@@ -177,9 +182,13 @@ def _record_calls(model: nn.Module, _, layers: list[str]) -> None:
     end = model.register_forward_hook(finish, always_call=True)
 
 
+def _is_compiled(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+
+
 def _never_called(names: list[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"16-bit, because their owner does not call them: {', '.join(names[:3])}{more}"
+    return f"not called, so in 16 bit where their weights are used: {', '.join(names[:3])}{more}"
 
 
 def summary(recipe: str, layers: Layers) -> str:

@@ -8,7 +8,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from lowprec.nn import attention
 from lowprec.nn.attention import Attention, is_replaceable
-from lowprec.nn.coverage import Layer, Layers, check_first_forward, towers, trace
+from lowprec.nn.coverage import Layer, Layers, check_first_forward, is_int8, towers, trace
 from lowprec.nn.linear import LowPrecisionLinear, Settings, SwitchBackLinear
 from lowprec.nn.mlp import fuse, unfuse
 from lowprec.nn.recipe import Recipe, find_recipe
@@ -112,7 +112,7 @@ def _find_layers(model: nn.Module, where: Sequence[str]) -> dict[str, str]:
     for name, module in model.named_modules():
         if isinstance(module, Attention) or _is_block_attention(model, name):
             layers[f"{name}.in_proj"] = name
-        elif _is_int8(module):
+        elif is_int8(module):
             layers[name] = name
         elif isinstance(module, nn.Linear) and not _is_read_by_its_owner(model, name):
             layers[name] = name
@@ -123,7 +123,7 @@ def _find_layers(model: nn.Module, where: Sequence[str]) -> dict[str, str]:
         raise NoLayerError(f"no linear layer matches {', '.join(where)}; the model has: {few}")
     for layer, name in matching.items():
         module = model.get_submodule(name)
-        if _is_int8(module):
+        if is_int8(module):
             raise ValueError(f"{layer} is already int8: apply the recipe before to_int8")
         is_lora = any(part.lower().startswith("lora_") for part in name.split("."))
         if isinstance(module, nn.Linear) and (is_lora or not is_plain(module)):
@@ -133,10 +133,6 @@ def _find_layers(model: nn.Module, where: Sequence[str]) -> dict[str, str]:
                 " patched forward or LoRA would be lost; leave it out of `where`"
             )
     return matching
-
-
-def _is_int8(module: nn.Module) -> bool:
-    return "weight_scale" in module._buffers or "in_proj_weight_scale" in module._buffers
 
 
 def is_plain(linear: nn.Linear) -> bool:
