@@ -86,17 +86,23 @@ def main(config: EvaluateConfig) -> None:
 def evaluated_config(trained: Config, config: EvaluateConfig) -> Config:
     """Returns a run's config with an evaluation's changes; other shards have other class names."""
     data = trained.data
-    trained.data = dataclasses.replace(
+    data = dataclasses.replace(
         data,
         val=config.val or data.val,
         classnames=config.classnames or (None if config.val else data.classnames),
         templates=config.templates or (None if config.val else data.templates),
         index=config.index or data.index,
     )
-    trained.precision.autocast = config.precision.autocast or trained.precision.autocast
-    trained.device, trained.evaluation = config.device, config.evaluation
-    trained.compile, trained.model.init_from = False, None
-    return trained
+    autocast = config.precision.autocast or trained.precision.autocast
+    return dataclasses.replace(
+        trained,
+        data=data,
+        precision=dataclasses.replace(trained.precision, autocast=autocast),
+        model=dataclasses.replace(trained.model, init_from=None),
+        evaluation=config.evaluation,
+        device=config.device,
+        compile=False,
+    )
 
 
 def evaluate(built: "Built", recipe: str) -> dict[str, float]:

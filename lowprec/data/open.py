@@ -16,11 +16,11 @@ from lowprec.data.shapes import render_shapes
 from lowprec.data.shards import Shards
 
 
-def num_workers(requested: int | None) -> int:
-    """`requested`, or by default one less than the cores of this process, at most 16."""
+def num_workers(requested: int | None, num_ranks: int = 1) -> int:
+    """`requested`, or by default one less than the cores of each rank here, at most 16."""
     if requested is not None:
         return requested
-    return max(1, min(16, len(os.sched_getaffinity(0)) - 1))
+    return max(1, min(16, len(os.sched_getaffinity(0)) // num_ranks - 1))
 
 
 @dataclass

@@ -123,10 +123,7 @@ class Built:
         )
 
     def _num_workers(self) -> int:
-        """Number of decoding processes; by default the ranks of a machine share its cores."""
-        if self.config.num_workers is not None:
-            return num_workers(self.config.num_workers)
-        return max(1, min(16, len(os.sched_getaffinity(0)) // self.world.local_size - 1))
+        return num_workers(self.config.num_workers, self.world.local_size)
 
     def _options(self) -> dict:
         size, world = image_size(self.task.model), self.world

@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowprec.config.check import ConfigError, check
-from lowprec.train.build import parallelize
 from lowprec.train.distributed import Ranks
 
 RESNET = {"model.name": "RN50", "model.image_size": 64, "model.embed_dim": 64}
@@ -21,13 +19,6 @@ NEEDED = r"distributed=ddp: model RN50 has batch norm.*use distributed=ddp distr
 
 class Two(Ranks):
     size = 2
-
-
-def test_statistics_of_each_process_are_refused_of_any_model_that_has_them(make):
-    config = check(make({"distributed.name": "ddp"}))
-    config.model.name = "RN50"
-    with pytest.raises(ConfigError, match=NEEDED):
-        parallelize(torch.nn.Sequential(torch.nn.BatchNorm2d(3)), config, Two())
 
 
 @pytest.mark.gpu

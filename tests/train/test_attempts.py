@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import time
 
@@ -13,7 +12,6 @@ from experiments import train as entry
 from lowprec.config.check import RunError
 from lowprec.data.loader import Batches
 from lowprec.runs.read import find_runs, read_rows, read_status
-from lowprec.runs.record import Record
 from lowprec.train import run as running
 from lowprec.train.step import TrainStep
 
@@ -51,31 +49,6 @@ def test_a_killed_data_worker_is_named_within_seconds_and_the_run_resumes(attemp
     monkeypatch.setattr(Batches, "__getitem__", read)
     attempt()
     assert attempt.steps() == list(range(1, 13))
-
-
-def test_sigchld_of_a_killed_worker_does_not_interrupt_recording_the_failure(attempt, monkeypatch):
-    def lose(step, batch):
-        raise ConnectionResetError("the pipe of a worker")
-
-    def as_torch_does(number, frame):
-        raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed.")
-
-    status = Record.status
-
-    def late(record, state, *arguments, **options):
-        if state == "failed":
-            os.kill(os.getpid(), signal.SIGCHLD)
-        status(record, state, *arguments, **options)
-
-    monkeypatch.setattr(TrainStep, "__call__", lose)
-    monkeypatch.setattr(Record, "status", late)
-    before = signal.signal(signal.SIGCHLD, as_torch_does)
-    try:
-        with pytest.raises(RunError, match="a data worker was killed"):
-            attempt()
-    finally:
-        signal.signal(signal.SIGCHLD, before)
-    assert read_status(attempt.run())["state"] == "failed"
 
 
 def raise_on_gpu():
@@ -182,19 +155,3 @@ def test_a_damaged_status_or_environment_does_not_stop_a_resume(attempt, damage)
             (run / name).write_text(damage)
     attempt({"schedule.name": "constant", "num_steps": 2})
     assert json.loads((run / "status.json").read_text())["step"] == 2
-
-
-def test_a_data_set_that_shrinks_under_a_run_is_named(attempt, squares, tmp_path, monkeypatch):
-    copy = tmp_path / "copy"
-    shutil.copytree(squares, copy)
-    call, calls = TrainStep.__call__, iter(range(1, 100))
-
-    def cut_at_5(step, batch):
-        if next(calls) == 5:
-            for shard in copy.glob("train-*.tar"):
-                os.truncate(shard, 2000)
-        return call(step, batch)
-
-    monkeypatch.setattr(TrainStep, "__call__", cut_at_5)
-    with pytest.raises(RunError, match=r"train-\d\.tar has become shorter"):
-        attempt({"data.train": str(copy / "train-*.tar"), "data.val": None})
