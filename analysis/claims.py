@@ -131,7 +131,7 @@ CLAIMS = (
     Claim("C11", "StableAdamW removes the spikes", "none",
           "none where AdamW has some, by an interval above 0 over pairs",
           partial(TREND, varied="optimizer.name", optimizers=("stable_adamw", "adamw"),
-                  studies=CLIPPING, least_beta2=0.99, gone=True)),
+                  studies=OF_BETA2, least_beta2=0.99, gone=True)),
     Claim("C11", "StableAdamW beats gradient clipping at beta2 0.99",
           f"{_ACC['stable_adamw'][0.99] - _ACC['adamw_clip'][0.99]:+.1f} points {BY_EYE}", ABOVE_0,
           partial(OPTIMIZERS, one="stable_adamw", other="adamw_clip", rule=larger,

@@ -6,7 +6,6 @@ import json
 import numpy as np
 import pandas as pd
 import pytest
-from matplotlib.figure import Figure
 
 from analysis import make, paper, style
 from analysis.bench import load_lines
@@ -167,47 +166,21 @@ def test_models_of_other_settings_are_not_compared_with_each_other(tmp_path):
     })  # fmt: skip
 
 
-def variances(root):
-    return quantization_variance.query(load_lines(root, quantization_variance.LINES))
-
-
-@pytest.fixture(name="write_ratios")
-def write_ratios_fixture(tmp_path):
-    """A function: a file of lines below tmp_path, one per case and inner dimension."""
-
-    def write_ratios(name, inner_dims, ratio=1.0, cases=("e4m3", "int8")):
-        folder = tmp_path / "bench" / "quantization_variance"
-        folder.mkdir(parents=True, exist_ok=True)
+def test_newest_line_of_a_case_and_dimension_counts(tmp_path):
+    for name, dims, ratio, cases in (
+        ("20260101", (64, 128), 2.0, ("int8", "e4m3", "unknown")),
+        ("20260102", (128,), 1.0, ("int8",)),
+    ):
         rows = [
-            {"device": "a", "case": case, "inner_dim": dim, "measured": dim * ratio,
-             "predicted": float(dim), "ratio": ratio, "ms": None, "rate": None}
-            for dim in inner_dims for case in cases
+            line("quantization_variance", case, None, inner_dim=dim, measured=dim * ratio,
+                 predicted=float(dim), ratio=ratio)
+            for dim in dims for case in cases
         ]  # fmt: skip
-        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return tmp_path
-
-    return write_ratios
-
-
-def test_newest_line_of_a_case_and_dimension_counts(write_ratios):
-    write_ratios("1.jsonl", [64, 128], ratio=2.0, cases=("int8", "e4m3", "unknown"))
-    frame = variances(write_ratios("2.jsonl", [128], ratio=1.0, cases=("int8",)))
+        write(tmp_path, "quantization_variance", rows, name)
+    frame = quantization_variance.query(load_lines(tmp_path, quantization_variance.LINES))
     assert frame[["case", "inner_dim", "ratio"]].values.tolist() == [
         ["int8", 64, 2.0], ["int8", 128, 1.0], ["e4m3", 64, 2.0], ["e4m3", 128, 2.0],
     ]  # fmt: skip
-
-
-def test_points_are_measured_and_lines_predicted(write_ratios):
-    figure = Figure()
-    quantization_variance.draw(variances(write_ratios("1.jsonl", [64, 4096], ratio=1.5)), figure)
-    [ax] = figure.axes
-    predicted, measured = ax.lines[:2]
-    assert predicted.get_ydata().tolist() == [64, 4096] and predicted.get_marker() == "None"
-    assert measured.get_ydata().tolist() == [96, 6144] and measured.get_linestyle() == "None"
-    assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
-    names = [text.get_text() for text in ax.legend_.get_texts()]
-    assert names == ["int8", "fp8, both e4m3"]
-    assert {text.get_text() for text in ax.texts} == set(quantization_variance.VIT_H)
 
 
 def test_figure_of_lines_names_its_files_with_their_digests(tmp_path):

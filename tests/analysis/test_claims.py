@@ -31,7 +31,7 @@ HELD, FAILED = f"{REPRODUCED} at mini scale", f"{NOT} at mini scale"
 def one(root, number, words, scale=""):
     """The finding on the claim with a number whose text contains the words."""
     [claim] = [c for c in claims.CLAIMS if c.number == number and words in c.text]
-    return claims.judge(claim, Evidence([root]), scale)
+    return claims.judge(claim, root if isinstance(root, Evidence) else Evidence([root]), scale)
 
 
 def test_interval_of_a_mean_is_students():
@@ -117,14 +117,17 @@ def accuracies_fixture(write_run, tmp_path):
     return make
 
 
-@pytest.mark.parametrize("scale", ["paper", "mini"])
-@pytest.mark.parametrize("claim", OF_ACCURACY, ids=" ".join)
+OF_SCALES = [(claim, "mini") for claim in OF_ACCURACY]
+OF_SCALES += [(("C1", "int8 matches"), "paper"), (("C11", "beats gradient"), "paper")]
+
+
+@pytest.mark.parametrize(("claim", "scale"), OF_SCALES, ids=str)
 def test_claims_about_accuracy_are_decided_by_runs_at_their_scale(accuracies, claim, scale):
     keys, arms, holding, failing = OF_ACCURACY[claim]
     keys = {"experiment": {"paper": "update_clipping", "mini": "stability"}[scale]} | keys
     ending, other = {"paper": ("", "mini"), "mini": (" at mini scale", "paper")}[scale]
     for verdict, values in ((REPRODUCED, holding), (NOT, failing)):
-        root = accuracies(arms, values, scale, verdict, **keys)
+        root = Evidence([accuracies(arms, values, scale, verdict, **keys)])
         assert one(root, *claim, scale).verdict == verdict + ending
         assert one(root, *claim, other).verdict == NO_RUNS
     few = accuracies(arms, [values[:1] for values in holding], scale, "one seed", **keys)
@@ -310,6 +313,7 @@ def test_spikes_decide_with_two_seeds_and_are_shown_with_one(spiking, seeds, ver
         root = spiking("adamw", beta2, at, seeds)
     spiking("stable_adamw", 0.999, (), seeds)
     spiking("stable_adamw", 0.99, (), seeds)
+    root = Evidence([root])
     finding = {claim: one(root, *claim) for claim in OF_BETA2}
     assert {f.verdict for f in finding.values()} == {verdict}, finding
     assert {f.why for f in finding.values()} == {"" if len(seeds) > 1 else "one seed"}
@@ -320,8 +324,8 @@ def test_spikes_decide_with_two_seeds_and_are_shown_with_one(spiking, seeds, ver
 
 def test_spikes_that_stay_or_do_not_follow_are_not_reproduced(spiking):
     spiking("adamw", 0.9, at=(60, 100, 150), rms_before=-20)
-    root = spiking("adamw", 0.999, at=(80, 130), rms_before=-20)
-    spiking("stable_adamw", 0.999, at=(60, 100, 150))
+    spiking("adamw", 0.999, at=(80, 130), rms_before=-20)
+    root = Evidence([spiking("stable_adamw", 0.999, at=(60, 100, 150))])
     assert "0 of 10 follow" in one(root, "C10", "follows").ours
     assert {one(root, *claim).verdict for claim in OF_BETA2} == {FAILED}
 
