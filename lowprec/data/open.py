@@ -44,10 +44,10 @@ class Data:
 
 def open_data(config: Config, *, training: bool = True) -> Data:
     """Opens the shards of a config; ConfigError if they are damaged, too few or wrongly labeled."""
-    if will_render(config):
-        render_default_shapes(Path(config.data.train).parent)
     data, train, val = config.data, None, None
     try:
+        if will_render(config):
+            render_default_shapes(Path(data.train).parent)
         if training and data.name == "stream":
             train = expand_urls(data.train, data.allow_remote)
             check_readers(train, num_workers(config.num_workers))

@@ -36,6 +36,7 @@ from lowprec.data.shapes_drawing import (
     colors_beside,
     draw_scene,
 )
+from lowprec.runs import durable
 
 CLASSES = tuple((color, shape) for color in COLORS for shape in OUTLINES)
 CLASSNAMES = tuple(f"{color} {shape}" for color, shape in CLASSES)
@@ -136,8 +137,8 @@ def render_shapes(
     if stale:
         raise ValueError(f"{out} holds {min(stale).name}, which does not belong to this data set.")
     out.mkdir(parents=True, exist_ok=True)
-    (out / "classnames.txt").write_text("".join(name + "\n" for name in CLASSNAMES))
-    (out / "templates.txt").write_text("".join(template + "\n" for template in TEMPLATES))
+    for name, lines in (("classnames.txt", CLASSNAMES), ("templates.txt", TEMPLATES)):
+        durable.replace(out / name, "".join(f"{line}\n" for line in lines).encode())
     write = partial(_write_shard, image_size=image_size, seed=seed)
     with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
         written = pool.map(write, jobs) if num_processes > 1 else map(write, jobs)
@@ -150,21 +151,24 @@ def _write_shard(job: tuple[Path, str, Sequence[int]], *, image_size: int, seed:
     """Renders the samples with these indices into one tar file."""
     path, split, indices = job
     unfinished = path.with_name(path.name + ".partial")
-    with tarfile.open(unfinished, "w", format=tarfile.USTAR_FORMAT) as tar:
-        for index in indices:
-            scene = make_scene(seed, split, index)
-            jpeg = io.BytesIO()
-            # Full chroma: halving it smears the colors of small objects.
-            draw_scene(scene, image_size).save(jpeg, "JPEG", quality=90, subsampling=0)
-            for suffix, data in (
-                ("jpg", jpeg.getvalue()),
-                ("txt", scene.caption.encode()),
-                ("cls", str(class_of(scene)).encode()),
-            ):
-                member = tarfile.TarInfo(f"{split[0]}{index:07d}.{suffix}")
-                member.size = len(data)
-                tar.addfile(member, io.BytesIO(data))
-    os.replace(unfinished, path)
+    try:
+        with tarfile.open(unfinished, "w", format=tarfile.USTAR_FORMAT) as tar:
+            for index in indices:
+                scene = make_scene(seed, split, index)
+                jpeg = io.BytesIO()
+                # Full chroma: halving it smears the colors of small objects.
+                draw_scene(scene, image_size).save(jpeg, "JPEG", quality=90, subsampling=0)
+                for suffix, data in (
+                    ("jpg", jpeg.getvalue()),
+                    ("txt", scene.caption.encode()),
+                    ("cls", str(class_of(scene)).encode()),
+                ):
+                    member = tarfile.TarInfo(f"{split[0]}{index:07d}.{suffix}")
+                    member.size = len(data)
+                    tar.addfile(member, io.BytesIO(data))
+        os.replace(unfinished, path)
+    except OSError as error:
+        raise durable.DiskError(unfinished, error) from error
 
 
 def distinct_indices(seed: int, split: str, count: int) -> list[int]:

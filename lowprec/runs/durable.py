@@ -12,6 +12,10 @@ class DiskError(OSError):
     def __init__(self, path: Path, error: OSError):
         reason = error.strerror or str(error)
         super().__init__(f"{path} cannot be written: {reason} ({_free(path)})")
+        self.arguments = path, error
+
+    def __reduce__(self) -> tuple:
+        return DiskError, self.arguments  # workers raise it too
 
 
 def append(path: Path, rows: Iterable[bytes]) -> None:
