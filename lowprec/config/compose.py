@@ -31,6 +31,7 @@ CONF = Path(__file__).parents[2] / "conf"
 PATTERNS = ("data.train", "data.val", "shards", "train", "val")  # keys whose values are globs
 HYDRA = ("hydra/launcher", "hydra.launcher.*", "hydra/sweeper", "hydra.sweeper.*", "hydra.verbose")
 SEARCH_SPACES = ("*.params*", "*search_space*")  # these name further keys, or a function to call
+MOST_RUNS = 1000  # of a sweep
 FURTHER = "further_commands"  # key of an experiment file: overrides of each further command
 
 
@@ -90,7 +91,10 @@ def expand_sweep(overrides: list[str], schema: type, faults: list[str]) -> list[
         fixed = given + _axes(command, schema, faults)
         names = {_key(axis[0]) for axis in fixed}
         axes = fixed + [axis for axis in swept if _key(axis[0]) not in names]
-        runs += itertools.product(*axes)
+        runs += itertools.islice(itertools.product(*axes), MOST_RUNS + 1)
+    if len(runs) > MOST_RUNS:
+        faults.append(f"this sweep has more than {MOST_RUNS:,} runs")
+        return runs[:1]
     return runs
 
 
@@ -311,6 +315,6 @@ def _values(override: Override) -> Iterator[str]:
     elif override.value_type == ValueType.INTERVAL_SWEEP:  # both ends must be legal
         yield from (str(override.value().start), str(override.value().end))
     elif override.is_sweep_override():
-        yield from override.sweep_string_iterator()
+        yield from itertools.islice(override.sweep_string_iterator(), MOST_RUNS + 1)
     else:
         yield override.get_value_string()

@@ -60,6 +60,7 @@ BAD = {  # command: parts of its message
     "model=open_clip model.name=RN50 intervention=kq_norm": ("intervention=kq_norm", "RN50"),
     "model=open_clip model.name=roberta-ViT-B-32": ("roberta-ViT-B-32", "downloaded"),
     # what cannot be
+    "-m seed=range(0,1000000000)": ("more than 1,000 runs",),
     "num_steps=1e23": ("num_steps=1e+23", "< 2147483648"),
     f"model.image_size={10**8}": ("model.image_size=100000000", "<= 4096"),
     f"model.vision_layers={10**8}": ("model.vision_layers=100000000", "2e+13 parameters"),
