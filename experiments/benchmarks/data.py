@@ -166,7 +166,9 @@ def webdataset_batches(case: Case, count: int | None) -> Iterator[Batch]:
         image = next(members[kind] for kind in IMAGES if kind in members)
         words = random.random_raw(CROP_WORDS) if case.augment else None
         pixels = decode_image(image, case.image_size, words)
-        return Sample(pixels, decode_caption(members["txt"]), int(members.get("cls", -1)))
+        return Sample(
+            pixels, tokenizer([decode_caption(members["txt"])]), int(members.get("cls", -1))
+        )
 
     def to_batch(samples: list[Sample]) -> Batch:
         return collate(samples, [], case.image_size, tokenizer)

@@ -112,18 +112,14 @@ class Batches:
             try:
                 return [self.read(sample, position)]
             except BAD_IMAGE as error:
-                shard = self.shards.paths[self.shards.locate(sample)[0]]
-                skip = {"position": position, "shard": os.path.basename(shard)}
-                skip |= {
-                    "key": self.key(sample),
-                    "reason": f"{type(error).__name__}: {error}"[:200],
-                }
-                skips.append(skip)
+                shard = os.path.basename(self.shards.paths[self.shards.locate(sample)[0]])
+                skip = {"position": position, "shard": shard, "key": self.key(sample)}
+                skips.append({**skip, "reason": f"{type(error).__name__}: {error}"[:200]})
                 if self.order is None:
                     return []
                 substitutes = random_words(self.seed, REPLACEMENT, position, 0, REPLACEMENTS)
                 sample = int(substitutes[attempt] % np.uint64(self.shards.num_samples))
-        raise ValueError(
+        raise ShardError(
             f"no readable sample for position {position} in {REPLACEMENTS} tries; the last: "
             f"{skips[-1]['shard']} {skips[-1]['key']}: {skips[-1]['reason']}"
         )
@@ -144,7 +140,8 @@ class Batches:
             epoch = position // self.shards.num_samples
             words = random_words(self.seed, AUGMENTATION, epoch, sample, CROP_WORDS)
         pixels = decode_image(data, self.image_size, words)
-        return Sample(pixels, decode_caption(text), int(row["label"]), sample)
+        tokens = self.tokenizer([decode_caption(text)])
+        return Sample(pixels, tokens, int(row["label"]), sample)
 
     def key(self, sample: int) -> str:
         """Name of a sample's image (or only) member, read from the tar header."""
@@ -204,10 +201,13 @@ def random_box(width: int, height: int, words: np.ndarray) -> tuple[int, int, in
 
 @dataclass
 class Sample:
-    """A decoded pair: pixels uint8 [3, size, size], label (-1: none), number (-1: not indexed)."""
+    """A decoded pair: pixels uint8 [3, size, size], tokens int64 [1, context].
+
+    A label or number of -1: none, not indexed.
+    """
 
     pixels: np.ndarray
-    caption: str
+    tokens: Tensor
     label: int = -1
     number: int = -1
 
@@ -239,7 +239,7 @@ def collate(
         images[i] = sample.pixels
     return Batch(
         torch.from_numpy(images),
-        tokenizer([sample.caption for sample in samples]),
+        torch.cat([sample.tokens for sample in samples]) if samples else tokenizer([]),
         torch.tensor([sample.label for sample in samples], dtype=torch.int64),
         torch.tensor([sample.number for sample in samples], dtype=torch.int64),
         skips,
@@ -270,7 +270,7 @@ def ignored_child_signals() -> Iterator[None]:
 
 
 def end_workers(workers: set[BaseProcess]) -> None:
-    """Kills worker processes and waits for them."""
+    """Kills worker processes that have not ended by themselves."""
     with ignored_child_signals():
         for worker in workers:
             worker.kill()
@@ -317,8 +317,7 @@ def ahead(
     """Batches prepared ahead by processes: worker w of n makes those of `share(w, n)`.
 
     Takes one batch from each worker in turn; raises their errors, and ShardError naming the samples
-    if none answers for SILENT_S seconds. The workers end with the
-    iterator or the process, and leave signals to it.
+    if none answers for SILENT_S seconds. The workers end with the iterator or the process.
     """
     shares = _Share(share, workers)
     loader = DataLoader(

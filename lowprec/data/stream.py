@@ -161,7 +161,8 @@ class _Reader:
             number = int.from_bytes(digest[:8]) >> 1
             words = random_words(self.stream.seed, AUGMENTATION, epoch, number, CROP_WORDS)
         pixels = decode_image(image, self.stream.image_size, words)
-        return Sample(pixels, decode_caption(raw["txt"]), parse_label(raw.get("cls", b"")))
+        tokens = self.stream.tokenizer([decode_caption(raw["txt"])])
+        return Sample(pixels, tokens, parse_label(raw.get("cls", b"")))
 
     def _twice(self, error: Exception) -> bool:
         """Skips a second member of one kind."""
