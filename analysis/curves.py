@@ -18,7 +18,7 @@ from analysis.load import Runs
 
 Look = Callable[[pd.Series], tuple]  # of a run's row: color, line style
 
-CAP_AFTER = 0.1  # the loss axis ends at the largest smoothed loss after this share of the run
+CAP_AFTER = 0.1  # the loss axis ends at the largest loss after this share of the run
 LEGEND_DROP = 0.38  # inches below the axes, under the label of the steps
 LABEL_LENGTH = 42  # characters of a legend line at column width
 ACCURACY = "zero_shot/top1"
@@ -27,7 +27,8 @@ OF_A_RUN = (
     *("precision", "scaler", "intervention", "optimizer", "lr", "beta2", "beta2_decay"),
     *("seed", "state", "method", "label", "variant"),
 )
-OF_A_STEP = ("step", "loss", "loss_smoothed")
+OF_A_STEP = ("step", "loss", "loss_median")
+OF_A_LINE = ("model", "label", "beta2", "value")
 COLUMNS = (*OF_A_RUN, *OF_A_STEP)
 RENAMED = {
     "data.name": "data",
@@ -117,7 +118,10 @@ def last_accuracy(runs: Runs) -> pd.Series:
 
 
 def losses(runs: Runs, heads: pd.DataFrame, columns: tuple[str, ...] = COLUMNS) -> pd.DataFrame:
-    """One row per step of each run of `heads`; a missing step has no loss and leaves a gap."""
+    """One row per step of each run of `heads`; a missing step has no loss and leaves a gap.
+
+    `loss_median` is over the runs, such as seeds, that share model, label, beta2 and panel.
+    """
     if heads.empty:
         return pd.DataFrame(columns=list(columns))
     frames = []
@@ -125,21 +129,20 @@ def losses(runs: Runs, heads: pd.DataFrame, columns: tuple[str, ...] = COLUMNS) 
         part = runs.metrics[runs.metrics["run"] == head["run"]]
         loss = part.set_index("step")["loss"].astype(float)
         loss = loss.reindex(pd.RangeIndex(1, loss.index.max() + 1, name="step"))
-        smoothed = style.smooth(loss, style.smoothing_width(head["num_steps"]))
-        frame = pd.DataFrame({"loss": loss, "loss_smoothed": smoothed}).reset_index()
-        frames.append(frame.assign(**head))
-    return pd.concat(frames, ignore_index=True)[list(columns)]
+        frames.append(loss.rename("loss").reset_index().assign(**head))
+    frame = pd.concat(frames, ignore_index=True)
+    line = frame.groupby([*(key for key in OF_A_LINE if key in frame), "step"], dropna=False)
+    return frame.assign(loss_median=line["loss"].transform("median"))[list(columns)]
 
 
 def plot(frame: pd.DataFrame, ax: Axes, look: Look, title: str) -> Axes:
-    """One panel: raw losses faint, smoothed losses over them, and the legend below."""
+    """One panel: a thin line for each run, a thick one for the median of several, and a legend."""
     top = cap(frame)
     finite = frame.loc[np.isfinite(frame["loss"]), "loss"]
     bottom = finite.min() if len(finite) else 0.0
     handles = {}
-    for _, run in frame.groupby("run", sort=False):
-        line, label = _draw_run(run, ax, top, *look(run.iloc[0]))
-        handles.setdefault(label, line)
+    for label, runs in frame.groupby("label", sort=False):
+        handles[label] = _draw_label(runs, ax, top, *look(runs.iloc[0]))
     ylim = (bottom - 0.03 * (top - bottom), top)
     ax.set(xlim=(0, frame["num_steps"].max()), ylim=ylim, ylabel="training loss", title=title)
     step_axis(ax)
@@ -225,14 +228,15 @@ def step_axis(ax: Axes) -> None:
 
 
 def caption(frame: pd.DataFrame, after: str) -> str:
-    """Describes models, data, runs and smoothing; `after` is the paper's figure."""
+    """Describes models, data, runs and lines; `after` is the paper's figure."""
     runs = frame.drop_duplicates("run")
-    widths = sorted({style.smoothing_width(steps) for steps in runs["num_steps"]})
+    has_median = (frame["loss"].fillna(0) != frame["loss_median"].fillna(0)).any()
+    median = " and thick the median of those that differ in seed alone" if has_median else ""
     return (
         f"Training loss of {of_runs(frame)} ({join(sorted(runs['num_steps'].unique()))} steps, "
         f"batch {join(sorted(runs['batch_size'].unique()))}). After {after}, arXiv:2304.13013. "
-        f"Lines: centered box average over {join(widths)} steps; faint: every step. The loss axis "
-        "ends at the largest smoothed loss, of runs that did not diverge, after the first tenth."
+        f"Thin: every step of each run{median}. The loss axis ends at the largest loss, of runs "
+        "that did not diverge, after the first tenth, or at the first loss."
     )
 
 
@@ -255,15 +259,15 @@ def methods(frame: pd.DataFrame) -> str:
     return join([style.method(*pair) for pair in pairs])
 
 
-def cap(frame: pd.DataFrame, column: str = "loss_smoothed") -> float:
-    """Upper end of the loss axis: the largest loss after `CAP_AFTER` of a run.
+def cap(frame: pd.DataFrame) -> float:
+    """Upper end of the loss axis: the largest loss after `CAP_AFTER` of a run, at most the first.
 
-    A loss that is not smoothed counts at most as the first; diverged runs if all diverged.
+    Diverged runs count only if all diverged.
     """
-    first = frame.loc[frame["step"] == 1, column].max()  # NaN if smoothed
+    first = frame.loc[frame["step"] == 1, "loss"].max()
     late = frame["step"] >= CAP_AFTER * frame["num_steps"]
     kept = late & (frame["state"] != "diverged")
-    for losses in (frame[column][kept], frame[column][late], frame["loss"]):
+    for losses in (frame["loss"][kept], frame["loss"][late], frame["loss"]):
         finite = losses[np.isfinite(losses)]
         if len(finite):
             return 1.05 * float(np.fmin(finite.max(), first))
@@ -300,20 +304,24 @@ def _tell_repeats_apart(settings: pd.Series, group: pd.DataFrame) -> pd.Series:
     return settings.where(~several, (settings + ", " + names).str.removeprefix(", "))
 
 
-def _draw_run(
-    run: pd.DataFrame, ax: Axes, top: float, color: tuple, dashes: str | tuple
-) -> tuple[Line2D, str]:
-    """Draws one run; returns its legend entry."""
-    head = run.iloc[0]
-    ax.plot(run["step"], run["loss"], color=color, alpha=0.18, lw=0.5, zorder=1.5, rasterized=True)
-    ax.plot(run["step"], run["loss_smoothed"], color=color, linestyle=dashes, zorder=2.5)
-    end = {}
-    if head["state"] == "diverged":
-        finite = run[np.isfinite(run["loss"])]
-        step, loss = finite.iloc[-1][["step", "loss"]] if len(finite) else (head["step"], top)
-        end = {"marker": "X", "markersize": 5.5, "markeredgecolor": "white", "markeredgewidth": 0.6}
-        ax.plot([step], [min(loss, top)], color=color, zorder=4, clip_on=False, **end)
-    return Line2D([], [], color=color, linestyle=dashes, **end), head["label"]
+def _draw_label(
+    runs: pd.DataFrame, ax: Axes, top: float, color: tuple, dashes: str | tuple
+) -> Line2D:
+    """Draws the runs that share a label; returns its legend entry."""
+    end, is_alone = {}, runs["run"].nunique() == 1
+    thin = {"lw": 0.8, "linestyle": dashes} if is_alone else {"lw": 0.4, "alpha": 0.5}
+    for _, run in runs.groupby("run", sort=False):
+        ax.plot(run["step"], run["loss"], color=color, zorder=1.5, rasterized=True, **thin)
+        if run["state"].iloc[0] == "diverged":
+            finite = run[np.isfinite(run["loss"])]
+            at = finite if len(finite) else run.assign(loss=top)
+            step, loss = at.iloc[-1][["step", "loss"]]
+            end = {"marker": "X", "ms": 5.5, "mec": "white", "mew": 0.6}
+            ax.plot([step], [min(loss, top)], color=color, zorder=4, clip_on=False, **end)
+    if not is_alone:
+        median = runs.drop_duplicates("step").sort_values("step")
+        ax.plot(median["step"], median["loss_median"], color=color, linestyle=dashes, lw=1.1)
+    return Line2D([], [], color=color, linestyle=dashes, **end)
 
 
 def _order(column: pd.Series) -> pd.Series:

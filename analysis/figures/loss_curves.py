@@ -28,7 +28,7 @@ def query(runs: Runs) -> pd.DataFrame:
 
 
 def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
-    """One panel: the runs of one model, raw loss faint and smoothed loss over it."""
+    """One panel: the runs of one model."""
     title, family = curves.title(frame), style.families(frame)[0][0]
     curves.plot(frame, ax, style.look, f"{title}, {family}" if family else title)
     if frame["num_steps"].max() >= MIN_STEPS_FOR_INSET:
@@ -48,24 +48,25 @@ def draw(frame: pd.DataFrame, figure: Figure) -> None:
 
 
 def caption(frame: pd.DataFrame) -> str:
-    """Describes the runs and the smoothing, and names runs that did not finish."""
+    """Describes the runs and names those that did not finish."""
     text = curves.caption(frame, "figure 2")
     if frame["num_steps"].max() >= MIN_STEPS_FOR_INSET:
-        text += " Inset: the last tenth of the steps."
+        text += " Inset: the medians of the last tenth of the steps."
     return text + curves.caption_end(frame)
 
 
 def _draw_inset(frame: pd.DataFrame, ax: Axes) -> None:
-    """Draws the smoothed loss of the last tenth of the steps, if a run reached it."""
+    """Draws the median loss of the last tenth of the steps, if a run reached it."""
     num_steps = frame["num_steps"].max()
     start = round(num_steps * (1 - INSET_SHARE))
-    late = frame[(frame["step"] >= start) & frame["loss_smoothed"].notna()]
+    late = frame[(frame["step"] >= start) & frame["loss_median"].notna()]
     if late.empty:
         return
     inset = ax.inset_axes(INSET)
-    for _, run in late.groupby("run", sort=False):
-        color, dashes = style.look(run.iloc[0])
-        inset.plot(run["step"], run["loss_smoothed"], color=color, linestyle=dashes, lw=1.0)
+    for _, runs in late.groupby("label", sort=False):
+        color, dashes = style.look(runs.iloc[0])
+        median = runs.drop_duplicates("step").sort_values("step")
+        inset.plot(median["step"], median["loss_median"], color=color, linestyle=dashes, lw=0.8)
     inset.set(xlim=(start, num_steps), xticks=[start, num_steps])
     inset.margins(y=0.1)
     inset.xaxis.set_major_formatter(EngFormatter(sep=""))

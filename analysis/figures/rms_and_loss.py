@@ -44,7 +44,7 @@ def query(runs: Runs) -> pd.DataFrame:
 
 def plot_loss(frame: pd.DataFrame, ax: Axes, count: bool = False) -> None:
     """Draws the loss of one run with its spikes; `count`: the legend states their number."""
-    head, top = frame.iloc[0], curves.cap(frame, "loss")
+    head, top = frame.iloc[0], curves.cap(frame)
     color = style.color(head["precision"], head["optimizer"])
     ax.plot(frame["step"], frame["loss"], color=color, lw=0.7, rasterized=True)
     for spikes, color, name in spike_marks.kinds(frame):
