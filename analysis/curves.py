@@ -56,7 +56,7 @@ def named_heads(runs: Runs, by: tuple[str, ...] = ()) -> pd.DataFrame:
     heads = runs.runs[runs.runs["scale"].notna()].join(facts, on="run", how="inner")
     if not heads.empty:
         whole = ["batch_size", "num_steps", "seed", "reached", "recorded"]
-        heads = heads.astype(dict.fromkeys(whole, int))
+        heads = heads.astype(dict.fromkeys(whole, int) | {"optimizer.beta2_decay": float})
         groups = heads.groupby(list(by), dropna=False) if by else [((), heads)]
         heads = pd.concat([name_methods(group) for _, group in groups])
         heads["label"] = [_label(head) for head in heads.to_dict("records")]

@@ -83,7 +83,6 @@ def arrange_sweep(heads: pd.DataFrame) -> pd.DataFrame:
 
 def arrange_schedules(heads: pd.DataFrame) -> pd.DataFrame:
     """Constant values of beta2, then schedules with the value at the last step."""
-    heads = heads.astype({"beta2_decay": float})
     settings = [
         f"beta2 = {head.beta2:g}"
         if pd.isna(head.beta2_decay)
