@@ -199,10 +199,6 @@ def summary(recipe: str, layers: Layers) -> str:
     uncalled = [layer.name for layer in layers if layer.called is False]
     if uncalled:
         lines.append(f"  {_never_called(uncalled)}")
-    slow = (f"{layer.in_features} to {layer.out_features}" for layer in layers if not layer.gains)
-    shapes = ", ".join(f"{count} x {shape}" for shape, count in Counter(slow).most_common(5))
-    if shapes:
-        lines.append(f"  too small to be faster than in 16 bit (measured on an H100): {shapes}")
     return "\n".join(lines)
 
 

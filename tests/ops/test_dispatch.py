@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowprec import ops
-from lowprec.formats import E4M3, INT8, parse_format
+from lowprec.formats import INT8, parse_format
 from lowprec.ops import reference, triton_gelu, triton_matmul, triton_quantize
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -39,22 +39,6 @@ def test_long_rows_use_the_reference(monkeypatch):
     for results in (ops.gelu_quantize(x, INT8), ops.gelu_backward_quantize(x, x, INT8)):
         assert results[-1].isfinite().all()
     assert ops.quantize_rows_and_sum(x, INT8)[2].shape == (20_000,)
-
-
-@pytest.mark.parametrize("granularity", ALL)
-@pytest.mark.parametrize("format", [INT8, E4M3], ids=lambda f: f.name)
-def test_layouts_contain_the_same_numbers(device, format, granularity):
-    x = torch.randn(63, 100, generator=torch.Generator().manual_seed(0)).to(device)
-    expected, expected_scale = reference.quantize(x, format, granularity)
-    for layout, given in {"rows": (1, 0), "transposed": (0, 1), "both": (1, 1)}.items():
-        q, q_transposed, scale = ops.quantize(x, format, granularity, layout=layout)
-        assert (q is not None, q_transposed is not None) == given
-        assert torch.equal(scale, expected_scale)
-        if q is not None:
-            assert torch.equal(q.float(), expected.float()) and q.is_contiguous()
-        if q_transposed is not None:
-            assert torch.equal(q_transposed.float(), expected.float().T)
-            assert q_transposed.is_contiguous()
 
 
 def assert_fake_is_true(op, kernel, *arguments):
