@@ -186,13 +186,9 @@ def distinct_indices(seed: int, split: str, count: int) -> list[int]:
 def content(scene: Scene) -> tuple:
     """What every caption of a scene describes: all but the background, which some leave out."""
     subject, second = scene.subject, scene.second
-    look = (subject.color, subject.shape, subject.texture, len(subject.places), size_of(subject))
+    size = next(name for name, (_, most) in SIZES.items() if subject.places[0].size <= most)
+    look = (subject.color, subject.shape, subject.texture, len(subject.places), size)
     return *look, scene.relation, second and (second.color, second.shape)
-
-
-def size_of(item: Item) -> str:
-    """The name of an item's size: small, medium or large."""
-    return next(name for name, (_, most) in SIZES.items() if item.places[0].size <= most)
 
 
 def class_of(scene: Scene) -> int:

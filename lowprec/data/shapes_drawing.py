@@ -103,16 +103,12 @@ def _polar(radii: np.ndarray) -> np.ndarray:
     return radii[:, None] * np.stack([np.sin(angles), -np.cos(angles)], axis=1)
 
 
-def _heart() -> np.ndarray:
-    t = np.linspace(0, 2 * np.pi, 48, endpoint=False)
-    y = 13 * np.cos(t) - 5 * np.cos(2 * t) - 2 * np.cos(3 * t) - np.cos(4 * t)
-    return np.stack([16 * np.sin(t) ** 3, -y], axis=1)
-
-
 def _build_outlines() -> dict[str, np.ndarray]:
     """Each shape as a closed polygon, float64 [n, 2]; bounding box centered, longer side 2."""
     petals = 0.68 + 0.32 * np.cos(np.linspace(0, 10 * np.pi, 80, endpoint=False))
     tear = _arc(0, 0.35, 0.65, 0.65, -35, 215)
+    t = np.linspace(0, 2 * np.pi, 48, endpoint=False)
+    heart = 13 * np.cos(t) - 5 * np.cos(2 * t) - 2 * np.cos(3 * t) - np.cos(4 * t)
     cloud = [
         _arc(-0.65, 0.22, 0.35, 0.3, 90, 270),
         _arc(-0.2, -0.16, 0.4, 0.44, 170, 325),
@@ -125,7 +121,7 @@ def _build_outlines() -> dict[str, np.ndarray]:
         "triangle": [(0, -0.9), (1, 0.9), (-1, 0.9)],
         "diamond": [(0, -1), (0.72, 0), (0, 1), (-0.72, 0)],
         "star": _polar(np.tile([1.0, 0.42], 5)),
-        "heart": _heart(),
+        "heart": np.stack([16 * np.sin(t) ** 3, -heart], axis=1),
         "cross": [(-0.33, -1), (0.33, -1), (0.33, -0.33), (1, -0.33), (1, 0.33), (0.33, 0.33)]
         + [(0.33, 1), (-0.33, 1), (-0.33, 0.33), (-1, 0.33), (-1, -0.33), (-0.33, -0.33)],
         "ring": np.concatenate([_arc(0, 0, 1, 1, 0, 360), _arc(0, 0, 0.54, 0.54, 360, 0)]),
@@ -226,18 +222,12 @@ def _texture_mask(texture: str, period: int, turns: int, side: int) -> Image.Ima
     return Image.fromarray(np.uint8(mask) * 255)
 
 
-@lru_cache(maxsize=4)
-def _ramp(turns: int, side: int) -> Image.Image:
-    """Linear ramp from 0 to 255, mode L, side x side, rotated by `turns` quarter turns."""
-    ramp = np.tile(np.linspace(0, 255, side).round().astype(np.uint8), (side, 1))
-    return Image.fromarray(np.rot90(ramp, turns).copy())
-
-
 def _draw_background(background: Background, side: int) -> Image.Image:
     first, last = BACKGROUNDS[background.colors[0]], BACKGROUNDS[background.colors[-1]]
     canvas = Image.new("RGB", (side, side), first)
     if background.style == "gradient":
-        canvas.paste(last, mask=_ramp(background.turns, side))
+        ramp = np.tile(np.linspace(0, 255, side).round().astype(np.uint8), (side, 1))
+        canvas.paste(last, mask=Image.fromarray(np.rot90(ramp, background.turns).copy()))
     elif background.style != "plain":
         mask = _texture_mask(background.style, side // 6, background.turns, side)
         canvas.paste(_accent(first, 0.16), mask=mask)
