@@ -54,11 +54,6 @@ class Record:
             holder = self._lock.read().strip() or "another process"
             self._lock.close()
             raise RunBusyError(f"{self.run} is being written by {holder}") from error
-        except OSError as error:
-            self._lock.close()
-            raise RecordError(
-                f"{self.run}: its file system does not support locks ({error})"
-            ) from error
         os.register_at_fork(after_in_child=self._lock.close)  # a worker must not hold the lock
         _drop_torn_end(self.run / "attempts.jsonl")
         self.attempt = max([self.count("attempts"), *self._next_numbers()])

@@ -51,10 +51,14 @@ class PlannedRun:
 
 @dataclass
 class Submission:
-    """The newest submission of a run; `job` is None if the launcher has not named one."""
+    """The newest submission of a run, and its place in the job array.
+
+    `job` is None if the launcher has not named one.
+    """
 
     token: str
     launcher: dict
+    place: int
     job: str | None = None
     cancelled: bool = False
 
@@ -131,15 +135,14 @@ class Manifest:
     def submissions(self) -> dict[int, Submission]:
         """The newest submission of each run that has been submitted."""
         newest: dict[int, Submission] = {}
-        indexes: dict[str, list[int]] = {}
         for row in self.events():
             if row["event"] == "submitting":
-                indexes[row["token"]] = row["runs"]
-                newest |= {i: Submission(row["token"], row["launcher"]) for i in row["runs"]}
+                for place, index in enumerate(row["runs"]):
+                    newest[index] = Submission(row["token"], row["launcher"], place)
             elif row["event"] == "submitted":
-                for place, index in enumerate(indexes.get(row["token"], [])):
-                    if newest[index].token == row["token"]:
-                        newest[index].job = f"{row['job']}_{place}"
+                for submission in newest.values():
+                    if submission.token == row["token"]:
+                        submission.job = f"{row['job']}_{submission.place}"
             else:
                 for index in newest.keys() & row["runs"]:
                     newest[index].cancelled = True

@@ -1,7 +1,7 @@
 """The SLURM launcher: submits runs as a job array and asks the queue about them.
 
 SLURM's commands fail while its controller restarts, so each is tried up to five times. Before a
-submission of unknown outcome is repeated, the queue is searched for its job name.
+submission is repeated, the queue is searched for its job name, which has its token.
 """
 
 import getpass
@@ -25,43 +25,23 @@ class SlurmError(RuntimeError):
 
 
 def submit(manifest: Manifest, runs: list[int], token: str, launcher: dict) -> None:
-    """Submits runs as one job array and records its job. Raises SlurmError."""
+    """Submits runs as one job array and records its job if sbatch prints it. Raises SlurmError."""
     script = manifest.folder / "slurm" / f"{token}.sh"
     script.parent.mkdir(exist_ok=True)
     script.write_text(_script(manifest, runs, token, launcher))
-    answer = _ask(["sbatch", str(script)], unless=lambda: adopt(manifest, token))
-    if answer is None or adopt(manifest, token):  # an earlier attempt may be in the queue by now
-        return
-    job = re.search(r"job (\d+)", answer)
-    if job is None:
-        raise SlurmError(f"sbatch printed no job id: {_last_line(answer)}")
-    manifest.record({"event": "submitted", "token": token, "job": job[1]})
-
-
-def adopt(manifest: Manifest, token: str) -> bool:
-    """Records the job of a submission if it is in the queue. Raises SlurmError.
-
-    If it was submitted more than once, the supervisors of the other jobs have nothing to do.
-    """
-    name = _job_name(manifest, token)
-    jobs = [int(job.partition("_")[0]) for job, (_, other) in queue().items() if other == name]
-    if jobs:
-        manifest.record({"event": "submitted", "token": token, "job": str(min(jobs))})
-    return bool(jobs)
-
-
-def adopt_unnamed(manifest: Manifest) -> None:
-    """Searches the queue for submissions without a recorded job. Raises SlurmError."""
-    newest = [s for s in manifest.submissions().values() if s.launcher["name"] == "slurm"]
-    for token in dict.fromkeys(s.token for s in newest if not (s.job or s.cancelled)):
-        adopt(manifest, token)
+    name = job_name(manifest, token)
+    answer = _ask(
+        ["sbatch", str(script)], unless=lambda: name in (other for _, other in queue().values())
+    )
+    if job := re.search(r"job (\d+)", answer or ""):
+        manifest.record({"event": "submitted", "token": token, "job": job[1]})
 
 
 def cancel(manifest: Manifest) -> None:
     """Cancels this sweep's jobs in the queue, recorded or not. Raises SlurmError."""
     rows = [row for row in manifest.events() if row["event"] == "submitting"]
     tokens = [row["token"] for row in rows if row["launcher"]["name"] == "slurm"]
-    names = {_job_name(manifest, token) for token in tokens}
+    names = {job_name(manifest, token) for token in tokens}
     jobs = [job for job, (_, name) in queue().items() if name in names] if names else []
     if jobs:
         _ask(["scancel", "--quiet", *jobs])
@@ -79,7 +59,7 @@ def _script(manifest: Manifest, runs: list[int], token: str, launcher: dict) -> 
     """A batch script whose array has a task per run; a task starts one process per GPU."""
     output = manifest.folder / "slurm" / "%A_%a.log"
     flags = {
-        "job-name": _job_name(manifest, token),
+        "job-name": job_name(manifest, token),
         "array": f"0-{len(runs) - 1}%{launcher['parallel']}",
         "chdir": manifest.cwd,
         "output": output,
@@ -108,7 +88,7 @@ def _script(manifest: Manifest, runs: list[int], token: str, launcher: dict) -> 
     return "\n".join(lines) + "\n"
 
 
-def _job_name(manifest: Manifest, token: str) -> str:
+def job_name(manifest: Manifest, token: str) -> str:
     """The name of a submission in the queue."""
     return f"{manifest.folder.name}-{token}"
 

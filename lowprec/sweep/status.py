@@ -37,6 +37,7 @@ def states(manifest: Manifest, queue: dict | None) -> list[State]:
     """The states of all runs. `queue`: the result of `slurm.queue()`, None if unavailable."""
     submissions = manifest.submissions()
     launcher_lives = is_locked(local.lock_path(manifest.folder))
+    jobs = {(name, job.partition("_")[2]): state for job, (state, name) in (queue or {}).items()}
     found = []
     for run in manifest.runs:
         directory = manifest.directory_of(run.index)
@@ -53,7 +54,9 @@ def states(manifest: Manifest, queue: dict | None) -> list[State]:
         else:
             rows = manifest.attempts(run.index, submission.token)
             locked = is_locked(manifest.lock_of(run.index))
-            state, reason = _unfinished(submission, rows, locked, launcher_lives, queue)
+            place = (slurm.job_name(manifest, submission.token), str(submission.place))
+            in_queue = "unknown" if queue is None else jobs.get(place)
+            state, reason = _unfinished(submission, rows, locked, launcher_lives, in_queue)
         reason = "; ".join(filter(None, (reason, damage)))
         found.append(State(run.index, state, step, last.get("loss"), reason))
     return found
@@ -72,9 +75,9 @@ def _read(directory: Path) -> tuple[dict, dict, str]:
 
 
 def _unfinished(
-    submission: Submission, rows: list, locked: bool, launcher_lives: bool, queue: dict | None
+    submission: Submission, rows: list, locked: bool, launcher_lives: bool, in_queue: str | None
 ) -> tuple[str, str]:
-    """State and reason of a run that was submitted and has no result."""
+    """State and reason of a run that was submitted and has no result; `in_queue`: its job's."""
     last = rows[-1] if rows else {"event": ""}
     began = last["event"] == "started"
     if submission.cancelled:
@@ -86,13 +89,10 @@ def _unfinished(
     if submission.launcher["name"] == "local":
         waits = launcher_lives and not began
         return ("queued", "") if waits else ("lost", "the process that trained it is gone")
-    if queue is None:  # as last known
-        return "running" if began else "queued", ""
-    if submission.job is None:
-        return "lost", "its submission failed"
-    if submission.job not in queue:
-        return "lost", f"job {submission.job} is no longer in the queue"
-    waits = queue[submission.job][0] in ("PENDING", "REQUEUED", "REQUEUE_HOLD")
+    if in_queue is None:
+        job = f"job {submission.job} is no longer in the queue"
+        return "lost", job if submission.job else "its submission failed"
+    waits = in_queue in ("PENDING", "REQUEUED", "REQUEUE_HOLD")
     return "running" if began and not waits else "queued", ""
 
 

@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from lowprec.runs.read import read_rows, read_status, read_tensors
-from lowprec.runs.record import Record, RecordError, RunBusyError
+from lowprec.runs.record import Record, RunBusyError
 
 REPOSITORY = Path(__file__).parents[2]
 NAMES = ["visual.conv1.weight", "logit_scale", "ü"]
@@ -221,15 +221,6 @@ def test_status_is_whole_at_every_moment(tmp_path, record):
         assert len(status["reason"]) == status["step"] % 50 * 100
     writer.join()
     assert read_status(tmp_path)["step"] == 299
-
-
-def test_a_file_system_without_locks_is_an_error(tmp_path, monkeypatch):
-    def flock(descriptor, kind):
-        raise OSError(errno.ENOSYS, "Function not implemented")
-
-    monkeypatch.setattr("fcntl.flock", flock)
-    with pytest.raises(RecordError, match="its file system does not support locks"):
-        Record(tmp_path)
 
 
 def test_a_final_state_is_not_replaced_by_another_thread(tmp_path):
