@@ -212,11 +212,6 @@ def above(low: float, high: float, bar: float) -> bool | None:
     return True if low > bar else False if high <= bar else None
 
 
-def all_or_none(holds: pd.Series) -> bool | None:
-    """True if all hold, False if none does, else None."""
-    return True if holds.all() else None if holds.any() else False
-
-
 def equal(ours: str, values: pd.Series, runs: pd.DataFrame) -> Finding:
     """Equivalence (two one-sided tests): the whole 90% interval within the margin, or outside."""
     sample, margin = Sample.of(values, TWO_ONE_SIDED), MARGINS[runs["scale"].iloc[0]]
@@ -227,10 +222,14 @@ def equal(ours: str, values: pd.Series, runs: pd.DataFrame) -> Finding:
     return decide(f"{ours}; 90%: {sample}", holds, sample.num, runs, why)
 
 
-def larger(ours: str, values: pd.Series, runs: pd.DataFrame, unless: str = "") -> Finding:
-    """A difference above 0: the whole interval, or none of it; `unless`: why that is too little."""
+def larger(
+    ours: str, values: pd.Series, runs: pd.DataFrame, unless: str = "", bar: float = 0.0
+) -> Finding:
+    """A mean above `bar`: the whole interval, or none of it; `unless`: why that is too little."""
     sample = Sample.of(values)
-    holds = above(sample.low, sample.high, 0)
+    holds = above(sample.low, sample.high, bar)
     if holds and unless:
         holds = None
-    return decide(ours, holds, sample.num, runs, unless or "the interval contains 0: more seeds")
+    return decide(
+        ours, holds, sample.num, runs, unless or f"the interval contains {bar:g}: more seeds"
+    )

@@ -29,10 +29,8 @@ from analysis.load import NoRunsError
 from lowprec.diagnostics.spikes import loss_spikes
 
 H14, SMALLEST = paper.ACCURACY_MODEL, "vit_b32"
-LARGE = ("vit_l14", "vit_h14")
 H14_KEYS = "model=vit_h14 model.patch_dropout=0.5 batch_size=256 compile=true checkpointing=true"
 BF16 = "bf16"
-COLLAPSED = 0.5  # share of bf16's accuracy: a run below it counts as diverged
 TRAINS = 0.05  # excess over bf16's loss, as a share of it
 SLOPE = 0.05  # of the exponent of the inner dimension
 NO_GAIN = 2.0  # % of time saved: less is no speed-up
@@ -78,25 +76,6 @@ def accuracy(
     loses = Sample.of(largest).high < 0
     unless = "" if loses else "the largest model's own interval is not below 0"
     return rule(ours, (pairs[sizes[0]] - largest).dropna(), runs, unless)
-
-
-def diverges(records: Evidence, precision: str, studies: Sequence[str]) -> Finding:
-    """Judges whether every run of the large models diverges, or loses half of bf16's accuracy."""
-    runs = records.outcomes(studies, "paper")
-    base = runs[runs["precision.label"] == BF16].groupby("model.name")["accuracy"].mean()
-    part = runs[(runs["precision.label"] == precision) & runs["model.name"].isin(LARGE)]
-    if part.empty:
-        raise lacking(f"{precision}, {join(map(style.model, LARGE))}", studies, "paper")
-    low = part["accuracy"] < COLLAPSED * part["model.name"].map(base)
-    diverged = (part["state"] == "diverged") | low
-    by_model = part.assign(diverged=diverged).groupby("model.name")
-    ours = "; ".join(
-        f"{style.model(name)}: {group['diverged'].sum()} of {len(group)} runs diverged"
-        for name, group in by_model
-    )
-    holds = evidence.all_or_none(diverged)
-    seeds = by_model["seed"].nunique().min()
-    return decide(ours, holds, seeds, runs, "some diverged, others did not")
 
 
 def fix(records: Evidence, change: str, helps: bool) -> Finding:
@@ -149,7 +128,7 @@ def features(records: Evidence, stopped: bool) -> Finding:
         holds = bool(growth.loc["zero_init", "depth"].max() < growth.loc["none", "depth"].min())
         return decide(ours, holds, seeds, runs.runs)
     grows = (growth > 1).all(axis=1)
-    holds = evidence.all_or_none(grows)
+    holds = True if grows.all() else None if grows.any() else False
     ours += f", both above 1 in {grows.sum()}"
     return decide(ours, holds, seeds, runs.runs, "both ratios in some runs, not in all")
 
