@@ -24,26 +24,16 @@ def sqnr_db(exact: Tensor, approximate: Tensor) -> float:
     return 10 * (signal / torch.where(noise.isfinite(), noise, torch.nan)).log10().item()
 
 
-def kurtosis(x: Tensor) -> float:
-    """`mean((x - mean)^4) / variance^2`: 3 for a normal distribution, more with outliers.
-
-    NaN if all elements are equal.
-    """
-    centered = x.double() - x.double().mean()
-    return (centered.pow(4).mean() / centered.square().mean().square()).item()
-
-
 def operand_noise(x: Tensor, format: Format, granularity: str) -> dict[str, float]:
     """Statistics of quantizing one operand, a 2-d tensor.
 
-    `sqnr_db` of the quantized operand; `underflowed`, the fraction of non-zero elements that become
-    0; `kurtosis` of the operand.
+    `sqnr_db` of the quantized operand; `underflowed`, the share of non-zero elements that become 0.
     """
     x = x.float()
     x_hat = reference.fake_quantize(x, format, granularity, torch.float32)
     is_nonzero = x != 0
     lost = (is_nonzero & (x_hat == 0)).sum() / is_nonzero.sum().clamp(min=1)
-    return {"sqnr_db": sqnr_db(x, x_hat), "underflowed": lost.item(), "kurtosis": kurtosis(x)}
+    return {"sqnr_db": sqnr_db(x, x_hat), "underflowed": lost.item()}
 
 
 def product(name: str, first: Tensor, second: Tensor) -> Tensor:

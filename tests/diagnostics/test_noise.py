@@ -7,7 +7,6 @@ from lowprec.diagnostics.noise import (
     dot_error_variance,
     error_variance,
     inner_dim,
-    kurtosis,
     operand_noise,
     product,
     sqnr_db,
@@ -30,14 +29,6 @@ def test_sqnr_is_signal_over_noise_in_db():
     assert math.isnan(sqnr_db(exact, exact * torch.nan))
     for pair in ((exact, exact * torch.inf), (exact * torch.inf, exact)):
         assert math.isnan(sqnr_db(*pair))
-
-
-def test_kurtosis_grows_with_outliers():
-    x = normal(200, 500)
-    assert kurtosis(x) == pytest.approx(3, abs=0.1)
-    assert kurtosis(torch.rand(200, 500)) == pytest.approx(1.8, abs=0.05)
-    x[0, 0] = 1000
-    assert kurtosis(x) > 100
 
 
 def test_each_bit_of_int8_is_worth_six_db():
@@ -94,25 +85,10 @@ def test_operand_error_is_predicted_from_the_steps_of_its_format(format, granula
     assert error_variance(x, format, granularity) == pytest.approx(measured.item(), rel=0.06)
 
 
-@pytest.mark.parametrize("format", [E4M3, E5M2], ids=lambda f: f.name)
-def test_fp8_error_is_proportional_to_the_operand(format):
-    octaves = torch.rand(500, 400, generator=torch.Generator().manual_seed(0)) * 6
-    x = 2**octaves  # logarithms of mantissas are uniform
-    x[0, 0] = format.max * 2.0 ** (8 - math.ceil(math.log2(format.max)))  # scale: a power of two
-    relative = error_variance(x, format, "tensorwise") / x.square().mean().item()
-    assert relative == pytest.approx(2 * math.log(2) / 3 * 4**-format.mantissa_bits / 12, rel=0.02)
-
-
 def test_fp8_step_does_not_shrink_below_the_smallest():
     x = torch.tensor([[448.0, 0.0, 2.0**-8, 2.0**-30]])
     expected = (32**2 + 3 * 2.0**-18) / 4 / 12
     assert error_variance(x, E4M3, "tensorwise") == pytest.approx(expected, rel=1e-12)
-
-
-def test_int8_error_is_a_twelfth_of_the_squared_scale():
-    x = torch.tensor([[127.0, 1.0], [254.0, 2.0]])
-    assert error_variance(x, INT8, "tensorwise") == pytest.approx(4 / 12)
-    assert error_variance(x, INT8, "rowwise") == pytest.approx((1 + 4) / 2 / 12)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from lowprec.diagnostics.spikes import (
     rms_spikes,
 )
 
-PAPER = PROTOCOLS["paper"]
+PAPER, SIGMA = PROTOCOLS["paper"], PROTOCOLS["sigma"]
 SHORT = Protocol(ignore_steps=30, window=20)
 NUM_STEPS = 5000
 
@@ -32,95 +32,100 @@ def steps(marks):
     return (np.flatnonzero(marks) + 1).tolist()
 
 
-def lifted(at, by=1.0, flat=False, num_steps=NUM_STEPS):
-    """Noise, or a flat ripple without a chance deviation, with the loss lifted at some steps."""
-    loss = 2 + 0.1 * np.sin(np.arange(num_steps)) if flat else noise(num_steps=num_steps)
+def ripple(at, by=1.0):
+    """A loss without chance deviations, lifted at some steps."""
+    loss = 2 + 0.1 * np.sin(np.arange(NUM_STEPS))
     loss[np.array(at, int) - 1] += by
     return loss
 
 
-def detected(loss, rms, protocol, skipped=(), detector=None, start=0):
-    """What a detector reports for the steps from `start` on, without the skipped ones."""
-    detector = detector or Detector(protocol, rms.shape[1])
-    spikes = []
-    for i in range(start, len(loss)):
-        if i + 1 not in skipped:
-            spikes += detector.feed(i + 1, loss[i], rms[i])
-    return spikes
+def detected(loss, rms, protocol, skipped=()):
+    """What a detector reports, without the skipped steps."""
+    detector = Detector(protocol, rms.shape[1])
+    given = [i for i in range(len(loss)) if i + 1 not in skipped]
+    return [spike for i in given for spike in detector.feed(i + 1, loss[i], rms[i])]
 
 
-def test_planted_loss_spikes_are_detected_at_their_first_step():
-    planted = [1200, 1900, 1935, 2600, 4000, 4970]
+def bumps():
     loss = noise()
-    for step in planted:
+    for step in (1200, 1900, 1935, 2600, 4000, 4970):
         loss[step - 1 : step + 14] += 0.8 * np.exp(-np.arange(15) / 5)
-    assert steps(loss_spikes(loss, PAPER)) == planted
+    return loss
 
 
-def test_planted_rms_spikes_are_detected_in_their_tensors():
-    rms = np.random.default_rng(0).normal(1, 0.2, (NUM_STEPS, 3)).clip(0, 2.2)
+def lifted(*stretches):
+    """Noise, lifted by an amount from one step to before another."""
+    loss = noise()
+    for first, end, by in stretches:
+        loss[first - 1 : end - 1] += by
+    return loss
+
+
+def constant(change):
+    """A constant that changes at two steps."""
+    loss = np.full(3000, np.float32(6.9314718)).astype(float)
+    loss[[1999, 2003]] = change
+    return loss
+
+
+LAST_BIT = np.nextafter(np.float32(6.9314718), np.float32(7))
+THREE = replace(PAPER, num_deviations=3)
+LOSSES = {  # a loss, a protocol, the steps of its spikes
+    "bumps": (bumps(), PAPER, [1200, 1900, 1935, 2600, 4000, 4970]),
+    "one outlier": (ripple([2000]), PAPER, []),
+    "two within 10 steps": (ripple([2000, 2010]), PAPER, [2000]),
+    "two 11 steps apart": (ripple([2000, 2011]), PAPER, []),
+    "three": (ripple([2000, 2005, 2010]), THREE, [2000]),
+    "three within 11 steps": (ripple([2000, 2005, 2011]), THREE, []),
+    "a chain": (ripple([*range(2000, 2100, 9), 2110, 2111]), PAPER, [2000, 2110]),
+    "ignored steps": (ripple([500, 501, 1000, 1001, 1002]), PAPER, [1001]),
+    "999 ignored": (ripple([1000, 1001]), replace(PAPER, ignore_steps=999), [1000]),
+    "after a huge one": (lifted((2000, 2005, 50), (2030, 2033, 0.9)), PAPER, [2000, 2030]),
+    "stays high": (lifted((2000, NUM_STEPS, 5), (2300, 2303, 3)), PAPER, [2000, 2300]),
+    "not finite": (lifted((2000, 2003, math.inf), (2500, 2503, math.nan)), PAPER, []),
+    "half the window": (lifted((1800, 1900, math.nan), (2000, 2002, 2)), PAPER, [2000]),
+    "less than half": (lifted((1800, 1901, math.nan), (2000, 2002, 2)), PAPER, []),
+    "a constant's last bit": (constant(LAST_BIT), PAPER, []),
+    "a constant's last bit, sigma": (constant(LAST_BIT), SIGMA, []),
+    "a constant that changes": (constant(6.932), PAPER, [2000]),
+    "empty": (np.array([]), PAPER, []),
+}
+
+
+@pytest.mark.parametrize("loss, protocol, expected", LOSSES.values(), ids=LOSSES)
+def test_loss_spikes_begin_where_they_were_planted(loss, protocol, expected):
+    assert steps(loss_spikes(loss, protocol)) == expected
+    spikes = detected(loss, np.ones((len(loss), 1)), protocol)
+    assert [spike.step for spike in spikes] == expected
+
+
+def test_rms_spikes_count_once_in_their_tensors():
+    rms = np.random.default_rng(0).normal(1, 0.2, (NUM_STEPS, 4)).clip(0, 2.2)
     rms[1499:1503, 0] = 9
-    rms[2999, 0] = 2.3
-    rms[2999, 2] = 2.29
+    rms[2999, 0], rms[2999, 2] = PAPER.rms_threshold, 2.29
     rms[3999:4020, 2] = math.inf
+    rms[[999, 1000, 1999, 2009, 2019, 2030], 3] = 3  # chained by steps of ten
     marks = rms_spikes(rms, PAPER)
-    assert [steps(column) for column in marks.T] == [[1500, 3000], [], [4000]]
+    expected = [[1500, 3000], [], [4000], [1001, 2000, 2031]]
+    assert [steps(column) for column in marks.T] == expected
     np.testing.assert_array_equal(rms_spikes(rms[:, 0], PAPER), marks[:, 0])
 
 
-# spikes in 20,000 steps of noise, over a million. Measured: 0.18 of independent losses, 1.2 where
+# spikes in 20,000 steps of noise. Measured over a million: 0.18 of independent losses, 1.2 where
 # neighbors correlate by 0.5; 15 if one deviation were enough; of the protocol sigma 0
 @pytest.mark.parametrize(
     ("protocol", "correlation", "most"),
-    [(PAPER, 0.0, 0.5), (PAPER, 0.5, 2.5), (PROTOCOLS["sigma"], 0.0, 0.05)],
+    [(PAPER, 0.0, 0.5), (PAPER, 0.5, 2.5), (SIGMA, 0.0, 0.05)],
     ids=["paper", "paper, correlated", "sigma"],
 )
 def test_false_alarms_on_noise_are_rare(protocol, correlation, most):
-    rate = 0
-    for seed in range(50):
+    count, num_series = 0, 20
+    for seed in range(num_series):
         loss = noise(seed, 20_000)
         if correlation:
             loss = 2 + np.convolve(loss - 2, correlation ** np.arange(30))[: len(loss)]
-        rate += loss_spikes(loss, protocol).sum() / 50
-    assert rate <= most
-
-
-def test_one_outlier_is_no_spike_and_two_within_ten_steps_are():
-    assert steps(loss_spikes(lifted([2000], flat=True), PAPER)) == []
-    assert steps(loss_spikes(lifted([2000, 2010], flat=True), PAPER)) == [2000]
-    assert steps(loss_spikes(lifted([2000, 2011], flat=True), PAPER)) == []
-    three = replace(PAPER, num_deviations=3)
-    assert steps(loss_spikes(lifted([2000, 2005, 2010], flat=True), three)) == [2000]
-    assert steps(loss_spikes(lifted([2000, 2005, 2011], flat=True), three)) == []
-
-
-def test_spikes_within_ten_steps_of_each_other_count_once_at_the_earliest():
-    chain = [*range(2000, 2100, 9), 2110, 2111]
-    assert steps(loss_spikes(lifted(chain, flat=True), PAPER)) == [2000, 2110]
-    rms = np.ones(NUM_STEPS)
-    rms[[1999, 2009, 2019, 2030]] = 3
-    assert steps(rms_spikes(rms, PAPER)) == [2000, 2031]
-
-
-def test_ignored_steps_have_no_spike():
-    loss = lifted([500, 501, 1000, 1001, 1002], flat=True)
-    assert steps(loss_spikes(loss, PAPER)) == [1001]
-    assert steps(loss_spikes(loss, replace(PAPER, ignore_steps=999))) == [1000]
-    rms = np.where(loss > 2.5, 3.0, 1.0)
-    assert steps(rms_spikes(rms, PAPER)) == [1001]
-
-
-def test_a_huge_spike_does_not_hide_a_small_one_after_it():
-    loss = lifted(range(2000, 2005), by=50)
-    loss[2029:2032] += 0.9
-    assert steps(loss_spikes(loss, PAPER)) == [2000, 2030]
-
-
-def test_a_loss_that_stays_high_is_one_spike_and_normal_within_a_window():
-    loss = noise()
-    loss[1999:] += 5
-    loss[2299:2302] += 3
-    assert steps(loss_spikes(loss, PAPER)) == [2000, 2300]
+        count += loss_spikes(loss, protocol).sum()
+    assert count / num_series <= most
 
 
 def test_bound_follows_its_definition_with_outliers_cut_to_their_bound():
@@ -137,32 +142,13 @@ def test_bound_follows_its_definition_with_outliers_cut_to_their_bound():
     np.testing.assert_allclose(loss_bounds(loss, protocol), expected, rtol=1e-12)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_non_finite_losses_are_no_outliers_and_change_no_bound(bad):
-    loss = lifted([2000, 2003], flat=True)
-    loss[[1899, 2000, 2001]] = bad
-    assert steps(loss_spikes(loss, PAPER)) == [2000]
-    loss = lifted([2000], flat=True)
-    loss[2000:] = bad
-    assert steps(loss_spikes(loss, PAPER)) == []
-
-
-def test_no_bound_while_less_than_half_of_the_window_is_recorded():
-    loss = lifted([2000, 2001], flat=True)
-    loss[1799:1899] = math.nan
-    assert steps(loss_spikes(loss, PAPER)) == [2000]
-    loss[1899] = math.nan
-    assert np.isnan(loss_bounds(loss, PAPER)[1999])
-    assert steps(loss_spikes(loss, PAPER)) == []
-
-
 def test_protocol_sigma_needs_one_loss_six_deviations_above_the_last_128():
     loss = noise(num_steps=300)
     window = loss[199 - 128 : 199]
     loss[199] = window.mean() + 6.01 * window.std()
-    assert steps(loss_spikes(loss, PROTOCOLS["sigma"])) == [200]
+    assert steps(loss_spikes(loss, SIGMA)) == [200]
     loss[199] = window.mean() + 5.99 * window.std()
-    assert steps(loss_spikes(loss, PROTOCOLS["sigma"])) == []
+    assert steps(loss_spikes(loss, SIGMA)) == []
 
 
 def random_series(rng):
@@ -199,49 +185,14 @@ def test_detector_reports_exactly_the_spikes_of_the_whole_series(seed):
     assert sorted(spikes, key=str) == sorted(expected, key=str)
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_detector_that_is_fed_the_past_again_continues_identically(seed):
-    protocol, loss, rms, skipped = random_series(np.random.default_rng(seed))
-    whole = detected(loss, rms, protocol, skipped)
-    half = len(loss) // 2
-    before = detected(loss[:half], rms, protocol, skipped)
-    again = Detector(protocol, 3)
-    assert detected(loss[:half], rms, protocol, skipped, again) == before
-    assert before + detected(loss, rms, protocol, skipped, again, half) == whole
-
-
 def test_loss_spike_is_known_at_its_second_outlier_and_steps_must_increase():
-    loss = lifted([2000, 2004], flat=True)
+    loss = ripple([2000, 2004])
     detector = Detector(PAPER, 1)
     reports = {i + 1: detector.feed(i + 1, x) for i, x in enumerate(loss)}
-    assert {step: spikes for step, spikes in reports.items() if spikes} == {
-        2004: [Spike(2000, None, loss[1999])]
-    }
+    expected = {2004: [Spike(2000, None, loss[1999])]}
+    assert {step: spikes for step, spikes in reports.items() if spikes} == expected
     with pytest.raises(ValueError, match="step 5000 after step 5000"):
         detector.feed(5000, 2.0)
-
-
-def test_empty_series_has_no_spike():
-    assert loss_spikes(np.array([]), PAPER).shape == (0,)
-    assert rms_spikes(np.ones((0, 2)), PAPER).shape == (0, 2)
-
-
-def test_constant_loss_that_changes_in_its_last_bit_is_no_spike():
-    loss = np.full(3000, np.float32(6.9314718)).astype(float)
-    for step in (2000, 2004):
-        loss[step - 1] = np.nextafter(np.float32(6.9314718), np.float32(7))
-    for name in ("paper", "sigma"):
-        assert not loss_spikes(loss, PROTOCOLS[name]).any()
-        assert not detected(loss, np.ones((3000, 1)), PROTOCOLS[name])
-    loss[1999] = loss[2003] = 6.932
-    assert steps(loss_spikes(loss, PAPER)) == [2000]
-
-
-def test_rms_equal_to_the_threshold_is_a_spike():
-    rms = np.ones((2000, 1))
-    rms[1499] = PAPER.rms_threshold
-    assert steps(rms_spikes(rms[:, 0], PAPER)) == [1500]
-    assert [spike.step for spike in detected(noise()[:2000], rms, PAPER)] == [1500]
 
 
 def marks_at(at):
@@ -325,18 +276,18 @@ def test_coincidence_without_spikes_of_either_kind():
     assert lag_coincidence(none[:500], none[:500], PAPER).num_loss_spikes == 0
 
 
+def rising(onset, peak=2.0, rise=6, num_steps=400, seed=0):
+    """A noisy loss that rises from `onset` on over `rise` steps and falls back."""
+    loss = 2 + 0.02 * np.random.default_rng(seed).standard_normal(num_steps)
+    loss[onset - 1 : onset - 1 + rise] += peak * np.arange(1, rise + 1) / rise
+    loss[onset - 1 + rise : onset + 9 + rise] += peak * np.exp(-np.arange(10) / 3)
+    return loss
+
+
 def onset_of(loss, protocol=SHORT):
     """Onset of each spike that is detected in a loss, and the detected steps."""
     at = np.flatnonzero(loss_spikes(loss, protocol)) + 1
     return onsets(loss, at).tolist(), at.tolist()
-
-
-def rising(onset, peak=2.0, rise=6, num_steps=400, scatter=0.02, seed=0):
-    """A noisy loss that rises from `onset` on over `rise` steps and falls back."""
-    loss = 2 + scatter * np.random.default_rng(seed).standard_normal(num_steps)
-    loss[onset - 1 : onset - 1 + rise] += peak * np.arange(1, rise + 1) / rise
-    loss[onset - 1 + rise : onset + 9 + rise] += peak * np.exp(-np.arange(10) / 3)
-    return loss
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -356,41 +307,30 @@ def test_onset_precedes_detection_when_a_wide_window_detects_late():
 
 @pytest.mark.parametrize("fall", [0.0, 1e-4, 1e-3])
 def test_onset_on_a_falling_loss_is_late_by_at_most_the_fall_over_the_window(fall):
-    loss = rising(300) - fall * np.arange(400)
-    (early,), _ = onset_of(loss)
+    (early,), _ = onset_of(rising(300) - fall * np.arange(400))
     assert 300 <= early <= 300 + math.ceil(25 * fall / (2.0 / 6))
 
 
-def test_onset_of_a_plateau_is_its_first_step():
-    loss = rising(300, peak=0)
-    loss[299:] += 1.0
-    assert onset_of(loss) == ([300], [300])
+def test_onsets_of_plateaus_of_neighbors_at_the_start_and_at_gaps():
+    plateau = rising(300, peak=0)
+    plateau[299:] += 1.0
+    assert onset_of(plateau) == ([300], [300])
     flat = np.full(400, 2.0)
     flat[299:] += 1.0
     assert onset_of(flat) == ([300], [300])
-
-
-def test_onset_of_a_spike_at_the_start_is_its_own_step():
-    loss = rising(20, num_steps=100)
-    assert onsets(loss, np.array([1, 22])).tolist() == [1, 22]  # fewer than 25 steps before
-
-
-def test_two_separate_spikes_have_their_own_onsets_and_one_stretch_has_one():
-    loss = rising(300)
-    loss[329:333] += 2.0
-    assert onset_of(loss)[0] == [300, 330]
+    at_start = rising(20, num_steps=100)
+    assert onsets(at_start, np.array([1, 22])).tolist() == [1, 22]  # fewer than 25 steps before
+    separate = rising(300)
+    separate[329:333] += 2.0
+    assert onset_of(separate)[0] == [300, 330]
     joined = rising(300, peak=0)
     joined[299:320] += 1.0
     joined[314:318] += 2.0
     assert onsets(joined, np.array([300, 315])).tolist() == [300, 300]
-
-
-def test_steps_without_a_number_end_the_stretch():
-    loss = rising(300, rise=10)
-    loss[302] = math.nan
-    assert onsets(loss, np.array([306])).tolist() == [304]
-    assert onsets(loss, np.array([303])).tolist() == [303]
-    assert onsets(loss, np.array([], int)).shape == (0,)
+    gap = rising(300, rise=10)
+    gap[302] = math.nan
+    assert onsets(gap, np.array([303, 306])).tolist() == [303, 304]
+    assert onsets(gap, np.array([], int)).shape == (0,)
 
 
 def test_largest_rms_bounds_the_threshold_and_rho_is_at_most_one():

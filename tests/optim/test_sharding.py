@@ -1,5 +1,6 @@
 """Statistics and clipping of sharded parameters are those of the whole tensors."""
 
+import multiprocessing
 import os
 
 import pytest
@@ -87,7 +88,9 @@ def run_process(rank, folder, world):
 @pytest.mark.filterwarnings("ignore")  # gloo's and torch's own
 @pytest.mark.parametrize("world", [WORLD, pytest.param(4, marks=pytest.mark.slow)])
 def test_several_processes_take_the_steps_of_one(world, tmp_path):
-    mp.spawn(run_process, args=(str(tmp_path), world), nprocs=world)
+    multiprocessing.set_forkserver_preload(["lowprec.optim"])  # torch is imported once for all
+    arguments = {"args": (str(tmp_path), world), "nprocs": world}
+    mp.start_processes(run_process, **arguments, start_method="forkserver")
     model = make_model(world)
     optimizer = StableAdamW(model.named_parameters(), lr=1e-2, clip_norm=5.0)
     expected = take_steps(model, optimizer)
