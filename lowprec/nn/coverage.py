@@ -80,11 +80,11 @@ def trace(model: nn.Module, inputs: tuple) -> Calls:
 
     def leave(module, _, output):
         stack.pop()
-        if isinstance(module, nn.Linear) or is_int8(module):
-            calls.layers[module] += output.numel() * module.in_features
-        elif isinstance(module, Attention):
+        if isinstance(module, Attention):
             output = output[0] if module.returns_pair else output
             calls.layers[module] += output.numel() * module.in_proj_weight.shape[0]
+        elif isinstance(module, nn.Linear) or is_int8(module):
+            calls.layers[module] += output.numel() * module.in_features
 
     modes = {module: module.training for module in model.modules()}
     fast_path = torch.backends.mha.get_fastpath_enabled()

@@ -15,8 +15,8 @@ from lowprec.nn.recipe import Recipe, find_recipe
 
 LAYERS = ("in_proj", "out_proj", "c_fc", "c_proj")  # low-precision in arXiv:2304.13013
 ALIASES = {  # open_clip's name: what timm, transformers and gated MLPs call the layer
-    "in_proj": ("attn.qkv", "q_proj", "k_proj", "v_proj"),
-    "out_proj": ("attn.proj",),
+    "in_proj": ("attn.qkv", "token_mixer.qkv", "q_proj", "k_proj", "v_proj"),
+    "out_proj": ("attn.proj", "token_mixer.proj"),
     "c_fc": ("mlp.fc1", "mlp.fc1_[gx]", "mlp.w[01]", "mlp.w12", "gate_proj", "up_proj"),
     "c_proj": ("mlp.fc2", "mlp.w[23]", "down_proj"),
 }

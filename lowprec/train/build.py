@@ -163,11 +163,11 @@ def build(config: Config, data: Data | None, world: Ranks = ONE_PROCESS) -> Buil
         with _faults_of("optimizer.stable_embedding=true"):
             use_stable_embedding(model)
     set_parameter_dtype(model, config.precision.autocast)
+    model.to(device)
     with _faults_of(f"precision.recipe={config.precision.recipe}"):
         if config.precision.backend == "triton":
             takes("triton", E4M3 if "fp8" in config.precision.recipe else INT8, device)
         layers = set_precision(model, config.precision)
-    model.to(device)
     parallel = parallelize(model, config, world)
     scaler = build_scaler(config.scaler.name, config.scaler.init_scale, device)
     state = TrainState(model, build_optimizer(config, model), scaler, world=world)

@@ -145,6 +145,9 @@ def test_report_counts_layers_and_multiply_adds_by_tower():
         assert tower.quantized_multiply_adds == 2 * tokens * 12 * width**2
         assert tower.multiply_adds == 2 * tokens * (12 * width**2 + 2 * tokens * width)
         assert (head.multiply_adds, head.quantized_multiply_adds) == (2 * tokens * width * 7, 0)
+    to_int8(model, ["in_proj"])
+    layers = apply_recipe(model, "switchback", ["c_fc"], inputs=inputs)  # others stay quantized
+    assert (layers.towers["tower"], layers.towers["head"]) == (tower, head)
     lines = summary("switchback", layers).splitlines()
     assert lines[0] == "switchback: 4 of 5 linear layers, 98% of the multiply-adds"
     assert lines[2] == "  head: 0 of 1 linear layers, 0% of the multiply-adds (warning: none)"
