@@ -78,7 +78,7 @@ BAD = {  # command: parts of its message
     # sweeps and syntax
     "seed=1,2": ("this is a sweep", "-m seed=1,2"),
     "experiment=loss_curves_demo": ("experiments.train -m experiment=loss_curves_demo",),
-    "-m experiment=loss_curves": ("data.train is required",),
+    "-m data=shards seed=1,2": ("data.train is required",),
     "-m experiment=loss_curves,loss_curves_demo": ("only one experiment",),
     "-m optimizer.lr=interval(1e-4,1e-3)": ("interval", "use choice or range"),
     "data.train=a-{0..9}.tar": ("cannot be parsed", "'data.train=\"a-{0..9}.tar\"'"),
@@ -99,7 +99,6 @@ GOOD = {  # command: number of runs
     "experiment=loss_curves_demo precision=bf16": 1,
     "-m optimizer.lr=interval(1e-4,1e-2) hydra/sweeper=optuna hydra.sweeper.n_trials=9": 2,
     "-m hydra/launcher=submitit_slurm hydra.launcher.comment=${hydra.job.name} seed=1,2": 2,
-    "-m experiment=fp8_fixes_mini": 5,
     "-m experiment=fp8_fixes_mini intervention=zero_init": 1,
 }
 
