@@ -58,14 +58,6 @@ def newest(frame: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
     return frame[frame["file"] == frame.groupby(keys)["file"].transform("max")]
 
 
-def missing(frame: pd.DataFrame) -> str:
-    """Returns a caption's sentence on lines without a number, such as llm_int8 at 4096, or ""."""
-    of_peer = frame["case"].str.contains(",")  # another library's operation; no figure draws it
-    skipped = frame[frame["ms"].isna() & ~of_peer].drop_duplicates(["case", "dim", "reason"])
-    names = [f"{line.case} at {line.dim} ({line.reason})" for line in skipped.itertuples()]
-    return f" Not measured: {'; '.join(names)}." if names else ""
-
-
 def saved_percent(ms: pd.Series, base_ms: pd.Series) -> pd.Series:
     """Returns the time saved in percent of the base, the paper's speedup: 50 is twice as fast."""
     return 100 * (1 - ms / base_ms)

@@ -94,7 +94,7 @@ def draw(frame: pd.DataFrame, figure: Figure) -> None:
 
 
 def caption(frame: pd.DataFrame) -> str:
-    """Describes the runs, the steps and what was not recorded."""
+    """Describes the runs and the steps."""
     runs = frame.drop_duplicates("run")
     text = (
         f"{AROUND} steps on either side of the highest loss spike of {curves.of_runs(frame)}. "
@@ -104,9 +104,6 @@ def caption(frame: pd.DataFrame) -> str:
     )
     for run in runs.itertuples():
         text += f" {style.model(run.model)}, {run.scaler} scaler: step {run.spike:,}."
-    missing = [column for column in PANELS if frame[column].isna().all()]
-    if missing:
-        text += f" Not recorded: {', '.join(missing)}."
     return text + curves.caption_end(runs, crosses=False)
 
 

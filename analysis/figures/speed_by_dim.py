@@ -55,9 +55,8 @@ class SpeedByDim:
         bench.legend_below(figure, axes, ncols=self.columns)
 
     def caption(self, frame: pd.DataFrame) -> str:
-        """Describes the panels and names the device and the lines without a number."""
-        text = self.text.format(device=bench.devices(frame))
-        return text + frame.attrs.get("missing", "")
+        """Describes the panels and names the device."""
+        return self.text.format(device=bench.devices(frame))
 
 
 def _totals(lines: pd.DataFrame) -> pd.DataFrame:
@@ -66,14 +65,6 @@ def _totals(lines: pd.DataFrame) -> pd.DataFrame:
     if totals.empty:
         raise NoRunsError("no dim has every operation of SwitchBack, and in 16 bit, in one file")
     return totals.rename(columns={"device": "source"})
-
-
-def _with_papers(
-    ours: pd.DataFrame, theirs: pd.DataFrame, lines: pd.DataFrame, columns: list[str]
-) -> pd.DataFrame:
-    frame = pd.concat([ours, theirs], ignore_index=True)[columns]
-    frame.attrs["missing"] = bench.missing(lines)
-    return frame
 
 
 def query_profile(lines: pd.DataFrame) -> pd.DataFrame:
@@ -87,7 +78,7 @@ def query_profile(lines: pd.DataFrame) -> pd.DataFrame:
     ours = pd.concat([times.assign(panel="ms"), saved], ignore_index=True)
     theirs = paper.rows(paper.SAVED, "switchback").assign(dtype="int8", file="", panel="saved")
     columns = ["file", "panel", "source", "series", "dtype", "tokens", "dim", "value"]
-    return _with_papers(ours, theirs, lines, columns)
+    return pd.concat([ours, theirs], ignore_index=True)[columns]
 
 
 def query_share(lines: pd.DataFrame) -> pd.DataFrame:
@@ -95,14 +86,15 @@ def query_share(lines: pd.DataFrame) -> pd.DataFrame:
     ours = _totals(lines).rename(columns={"dtype": "series"})
     ours["value"] = 100 * ours["quantize_ms"] / ours["ms"]
     theirs = paper.rows(paper.QUANTIZE_SHARE, "int8").assign(file="")
-    return _with_papers(ours, theirs, lines, ["file", "source", "series", "tokens", "dim", "value"])
+    columns = ["file", "source", "series", "tokens", "dim", "value"]
+    return pd.concat([ours, theirs], ignore_index=True)[columns]
 
 
 def query_layers(lines: pd.DataFrame, cases: tuple[str, ...]) -> pd.DataFrame:
     """`ms`, and `value`: time saved in % of nn.Linear's."""
     ours = bench.layer_times(lines, cases).rename(columns={"saved": "value"})
     theirs = paper.rows(paper.SAVED, "switchback").assign(file="", mode="")
-    return _with_papers(ours, theirs, lines[lines["case"].isin(cases)], list(ours))
+    return pd.concat([ours, theirs], ignore_index=True)[list(ours)]
 
 
 def plot_operations(frame: pd.DataFrame, ax: Axes) -> Axes:

@@ -123,12 +123,11 @@ def test_lines_of_two_devices_are_refused_by_name(tmp_path):
         load_lines(write(tmp_path, "ops", mixed), "ops")
 
 
-def test_incomplete_dim_is_left_out_and_its_missing_operation_is_named(tmp_path):
+def test_incomplete_dim_is_left_out(tmp_path):
     lines = [row for row in op_lines() if not (row["dim"] == 768 and row["case"] == "quantize_g")]
     broken = line("ops", "quantize_g", None, dim=768, tokens=32768, direction="up", reason="Wrong")
     frame = op_profile.query(load_lines(write(tmp_path, "ops", [*lines, broken]), "ops"))
     assert set(ours(frame, panel="saved")["dim"]) == {1280, 4096}
-    assert "Not measured: quantize_g at 768 (Wrong)" in op_profile.caption(frame)
 
 
 def test_layer_is_compared_with_linear_in_the_same_mode(tmp_path):
@@ -148,7 +147,6 @@ def test_model_is_compared_with_the_faster_open_clip_and_algorithm_5_of_its_shap
     assert value["vit_b32", "autograd_high", "switchback"] == pytest.approx(20)
     assert set(frame["series"]) == {"high", "switchback", "llm_int8"}
     assert set(frame["shape"]) == {"vit_h14 batch 256", "vit_b32 batch 256"}
-    assert "No lines of: hw_fp8_switchback." in end_to_end_speed.caption(frame)
 
 
 def test_models_of_other_settings_are_not_compared_with_each_other(tmp_path):
