@@ -195,14 +195,16 @@ class Record:
 
     def finish_stream(self) -> None:
         """Closes the Arrow streams of this attempt."""
+        if self._streams:
+            self.require_lock()
         while self._streams:
             self._streams.popitem()[1].close()
 
     def close(self) -> None:
-        """Closes the streams and releases the lock, even if the disk is full."""
+        """Closes the streams and releases the lock, even if nothing can be written any more."""
         try:
             self.finish_stream()
-        except durable.DiskError:
+        except (durable.DiskError, RecordError):
             pass  # a stream is readable without its end
         finally:
             self._lock.close()

@@ -15,7 +15,7 @@ from lowprec.config.schema import Config
 from lowprec.runs import durable
 from lowprec.runs.attempts import CheckpointError, DamagedError
 from lowprec.runs.provenance import refuse_mismatch
-from lowprec.runs.read import scan_rows
+from lowprec.runs.read import METRICS, scan_rows
 from lowprec.runs.record import Record
 from lowprec.train.distributed import ONE_PROCESS, Ranks
 from lowprec.train.state import TrainState
@@ -62,10 +62,11 @@ class Saver:
         remove_leftovers(run / "checkpoints")
         newest = newest_checkpoint(run, set_aside=True)
         if newest is None:
-            status, rows = self.record.last_status(), scan_rows(run / "metrics.jsonl")[0]
-            if status["saved"]:
-                saved = status["saved"]
+            status = self.record.last_status()
+            rows = scan_rows(run / "attempts.jsonl", {"saved": int})[0]
+            if saved := max([status["saved"], *(row.get("saved", 0) for row in rows)]):
                 raise CheckpointError(f"{run} was saved at step {saved}; its checkpoints are gone")
+            rows = scan_rows(run / "metrics.jsonl", METRICS)[0]
             reached = max((row.get("step", 0) for row in rows), default=0)
             if status["state"] is None and reached > self.config.save_every:
                 raise CheckpointError(

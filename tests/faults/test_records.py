@@ -1,11 +1,13 @@
 """Records under clocks that step back, damaged lines, non-finite numbers and other machines."""
 
+import contextlib
 import itertools
 import json
 import os
 import shutil
 import time
 
+import numpy as np
 import pytest
 
 from experiments import train
@@ -124,22 +126,29 @@ def test_a_record_without_its_checkpoints_and_status_is_an_error_never_step_0(
     with pytest.raises(CheckpointError, match="its checkpoints and status.json are gone"):
         run_once(make_config(), run)
     assert (run / "metrics.jsonl").read_bytes() == before
+    (run / "metrics.jsonl").unlink()
+    (run / "attempts.jsonl").write_text('{"attempt": 0, "saved": 4}\n')
+    with pytest.raises(CheckpointError, match="was saved at step 4; its checkpoints are gone"):
+        run_once(make_config(), run)
 
 
 @pytest.mark.parametrize("made_anew", [True, False])
 def test_a_process_whose_run_directory_was_replaced_writes_nothing_more(
     make_config, run_once, tmp_path, made_anew
 ):
-    run = tmp_path / "run"
+    run, others = tmp_path / "run", {}
 
     def replace(built):
         shutil.rmtree(run)
         if made_anew:
-            Record(run).close()
+            with contextlib.closing(Record(run)) as other:
+                other.append_tensors([1], {"a": np.zeros((1, 1))}, ["a"], "blocks")
+            others.update((path, path.read_bytes()) for path in run.rglob("*.*"))
 
     with pytest.raises(RecordError, match="was deleted or replaced"):
         run_once(make_config(), run, at={5: replace})
-    assert [path.name for path in run.glob("*")] == ([".lock"] if made_anew else [])
+    assert {path: path.read_bytes() for path in run.rglob("*.*")} == others
+    assert len(others) == 2 * made_anew
 
 
 @pytest.mark.parametrize("damage", list(DAMAGE.values())[:-1], ids=list(DAMAGE)[:-1])
