@@ -88,12 +88,9 @@ def resubmit(texts: list[str]) -> None:
         if not manifest.launchers():
             sys.exit("nothing in this sweep was submitted: python -m experiments.sweep submit")
         launcher = manifest.launchers()[-1]
-        if any(text.startswith("launcher=") for text in own):
-            launcher = asdict(_options(own).launcher)
-        else:
-            options = asdict(_options([f"launcher={launcher['name']}", *own]).launcher)
-            names = [text.partition("=")[0].partition(".")[2] for text in own]
-            launcher |= {name: options[name] for name in names}
+        options = asdict(_options([f"launcher={launcher['name']}", *own]).launcher)
+        names = [text.partition("=")[0].partition(".")[2] or "name" for text in own]
+        launcher |= options if "name" in names else {name: options[name] for name in names}
         hand_over(manifest, [run.index for run in manifest.runs], TO_RESUBMIT, launcher)
 
 

@@ -68,9 +68,11 @@ def _read(directory: Path) -> tuple[dict, dict, str]:
     for read, path in ((read_status, directory), (read_last_row, directory / "metrics.jsonl")):
         try:
             rows.append(read(path))
-        except (FileNotFoundError, RecordFileError) as error:
+        except FileNotFoundError:
             rows.append({})
-            faults += [str(error)] if isinstance(error, RecordFileError) else []
+        except RecordFileError as error:
+            rows.append({})
+            faults.append(str(error))
     return *rows, "; ".join(faults)
 
 
