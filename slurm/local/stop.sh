@@ -4,6 +4,10 @@ set -u
 dir=$(cd "$1" && pwd) || exit 1
 export SLURM_CONF=$dir/slurm.conf
 timeout 20 scancel --quiet --full --signal=KILL --user=root 2>/dev/null
+for _ in $(seq 50); do # 10 s: the daemons of steps end only if the controller answers
+  [ -n "$(timeout 5 squeue -h 2>/dev/null)" ] || break
+  sleep 0.2
+done
 for file in "$dir"/run/{slurmctld,slurmd-*,slurmdbd,mariadbd,munged}.pid; do
   pid=$(cat "$file" 2>/dev/null) || continue
   kill "$pid" 2>/dev/null
