@@ -26,6 +26,7 @@ from lowprec.config.preflight import preflight
 from lowprec.config.schema import Config
 from lowprec.runs.attempts import STOPPED
 from lowprec.runs.identity import label
+from lowprec.runs.scratch import use_own_temporary_folder
 
 
 class ProgressBar:
@@ -68,6 +69,7 @@ def main(config: Config, expected: str | None = None) -> float:
     """
     sys.stderr = sys.__stderr__  # see the end of this file
     preflight(config)
+    use_own_temporary_folder()
     # a refused command loads no torch
     from lowprec.train.distributed import DistributedRanks, PeerFailed, Ranks
     from lowprec.train.run import train_run

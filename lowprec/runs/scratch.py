@@ -1,0 +1,35 @@
+"""A folder for the temporary files of this process, which a later start removes after a kill."""
+
+import contextlib
+import fcntl
+import getpass
+import os
+import shutil
+import tempfile
+from functools import cache
+from multiprocessing import util
+from pathlib import Path
+from typing import TextIO
+
+
+@cache  # keeps the lock for as long as the process and its forks live
+def use_own_temporary_folder() -> TextIO:
+    """Moves later temporary files (of workers, W&B) to a folder that is removed at exit.
+
+    Removes those of processes that were killed; the caches of compilers stay where they are.
+    """
+    shared = Path(tempfile.gettempdir())
+    for folder in shared.glob("lowprec-*"):
+        with contextlib.suppress(OSError), open(folder / ".lock") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder)
+    unlocked = Path(tempfile.mkdtemp(prefix=".lowprec-", dir=shared))
+    lock = open(unlocked / ".lock", "w")  # noqa: SIM115
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    own = unlocked.rename(shared / unlocked.name[1:])
+    with contextlib.suppress(KeyError, OSError):  # a user without a name
+        cached = shared / f"torchinductor_{getpass.getuser()}"
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cached))
+    tempfile.tempdir = str(own)
+    util.Finalize(None, shutil.rmtree, args=(own, True), exitpriority=-1000)  # the last
+    return lock
