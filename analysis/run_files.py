@@ -22,6 +22,7 @@ from lowprec.runs.read import (
     STATES,
     TABLES,
     RecordFileError,
+    is_sampled,
     read_file,
     read_status,
     read_tensors,
@@ -143,7 +144,7 @@ def compare_steps(summary: dict, steps: list[int]) -> list[str]:
         recorded = _read_table(summary, "tensors", "", "")[0].get("step", [])
     except UNREADABLE as error:
         return [f"tensors cannot be read: {error}"]
-    expected = {step for step in steps if step == 1 or step % every == 0}
+    expected = {step for step in steps if is_sampled(step, every)}
     lacking = sorted(expected.difference(recorded))
     return [f"tensors: {len(lacking)} steps are missing, first {lacking[0]}"] if lacking else []
 

@@ -21,7 +21,7 @@ from analysis.spike_marks import (
     spike_table,
 )
 from analysis.style import smoothing_width
-from lowprec.diagnostics.spikes import Protocol, loss_spikes, rms_spikes
+from lowprec.diagnostics.spikes import Collapse, Protocol, loss_spikes, rms_spikes
 
 AROUND = 40  # steps kept in full on either side of a listed spike
 MAX_ROWS = 40  # of a heat map; more tensors are grouped by layer
@@ -53,11 +53,12 @@ class RunData:
     following: dict[str, float]
     heat: dict | None
     speed: dict[str, float]
+    collapse: str  # a sentence if the loss came to stay at chance
 
     @property
     def needs_attention(self) -> bool:
-        """Whether the run has not finished, or is damaged on disk."""
-        return self.summary["state"] != "finished" or bool(self.summary["note"])
+        """Whether the run has not finished, collapsed to chance or is damaged on disk."""
+        return self.summary["state"] != "finished" or bool(self.summary["note"] or self.collapse)
 
 
 def collect_run(runs: Runs, tensor: str, budget: Budget) -> RunData:
@@ -90,7 +91,18 @@ def collect_run(runs: Runs, tensor: str, budget: Budget) -> RunData:
         following=count_following(series, rms, protocol),
         heat=heat_of(series.rms, budget.heat_bytes),
         speed=speed_of(runs.timing),
+        collapse=collapse_of(summary, series.loss),
     )
+
+
+def collapse_of(summary: dict, loss: np.ndarray) -> str:
+    """What `Collapse` said last about the losses of a run, or ""."""
+    batch_size, steps = summary.get("batch_size", np.nan), summary.get("schedule.warmup_steps")
+    if not batch_size > 0:  # its config is damaged
+        return ""
+    collapse = Collapse(batch_size, len(loss) // 10 if pd.isna(steps) else steps)
+    texts = [collapse.feed(step, value) for step, value in enumerate(loss, 1)]
+    return next(filter(None, reversed(texts)), "")
 
 
 def thin(curves: pd.DataFrame, points: int, spikes: list[int]) -> np.ndarray:

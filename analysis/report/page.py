@@ -164,7 +164,11 @@ def _cards(labels: list[str], data: list[RunData]) -> list[tuple[str, str, str, 
     spiking = f"in {sum(map(bool, counts))} of {len(data)} runs"
     cards.append(("loss spikes", f"{sum(counts):,}", spiking, "spikes"))
     num_bad = sum(run.needs_attention for run in data)
-    more = "failed, unfinished or damaged" if num_bad else "every run finished and is whole on disk"
+    more = (
+        "failed, unfinished, collapsed or damaged"
+        if num_bad
+        else "every run finished and is whole on disk"
+    )
     return [*cards, ("need attention", str(num_bad), more, "failures")]
 
 
@@ -220,7 +224,8 @@ def _failures(data: list[RunData], names: list[Field]) -> dict:
     rows = []
     for i, run in enumerate(data):
         if run.needs_attention:
-            why = filter(None, [str(run.summary["reason"] or ""), run.summary["note"]])
+            texts = [str(run.summary["reason"] or ""), run.collapse, run.summary["note"]]
+            why = filter(None, texts)
             path = Field(run.summary["path"], run.summary["path"], "code")
             fields = [names[i], *_progress(run), _field("; ".join(why) or None), path]
             rows.append({"run": i, "fields": fields})
@@ -233,6 +238,8 @@ def _progress(run: RunData) -> list[Field]:
     style = STATE_STYLES.get(state, "warn")
     if state in ENDED and run.summary["note"]:
         state, style = f"{state}, damaged", "bad" if style == "bad" else "warn"
+    elif run.collapse:
+        state, style = f"{state}, collapsed", "bad"
     steps = run.curves["step"].max() if len(run.curves) else 0
     return [Field(state, state, "state", style), _field(steps, ",d")]
 

@@ -16,6 +16,8 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 ROUNDING = 1e-6  # a constant float32 loss scatters by at most this share of its mean
+NEAR_CHANCE = 0.02  # share of ln(batch size) by which a collapsed model's loss scatters
+COLLAPSED = 50  # steps
 ONSET_WINDOW = 50  # steps
 ONSET_DEVIATIONS = 3.0  # median absolute deviations of the differences
 
@@ -65,6 +67,27 @@ class Spike(NamedTuple):
     step: int
     tensor: int | None
     value: float
+
+
+class Collapse:
+    """Notices a model that tells no pair of a batch apart: its loss stays at ln(batch_size).
+
+    Args:
+        batch_size: number of pairs that the loss contrasts.
+        warmup_steps: first steps, in which the loss may be that of chance.
+    """
+
+    def __init__(self, batch_size: int, warmup_steps: int):
+        self.chance, self.warmup_steps, self.num_steps = math.log(batch_size), warmup_steps, 0
+
+    def feed(self, step: int, loss: float) -> str:
+        """A sentence at the COLLAPSED-th step in a row within NEAR_CHANCE of chance, else ""."""
+        is_near = abs(loss - self.chance) <= NEAR_CHANCE * self.chance
+        self.num_steps = self.num_steps + 1 if is_near and step > self.warmup_steps else 0
+        if self.num_steps != COLLAPSED:
+            return ""
+        first = step - COLLAPSED + 1
+        return f"the loss is that of chance, {self.chance:.3g}, since step {first}"
 
 
 class Detector:

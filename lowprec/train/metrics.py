@@ -13,7 +13,7 @@ from torch import Tensor
 from lowprec.config.schema import EIGHT_BIT, OF_SECOND_MOMENT
 from lowprec.data.loader import Batch
 from lowprec.diagnostics.blocks import BLOCK_STATISTICS
-from lowprec.diagnostics.spikes import Detector, protocol_of
+from lowprec.diagnostics.spikes import Collapse, Detector, protocol_of
 from lowprec.optim.stable_adamw import STATISTICS
 from lowprec.runs.read import is_sampled, missing_steps, read_tensors, scan_rows
 from lowprec.runs.record import Record, RecordError
@@ -87,6 +87,9 @@ class MetricsBuffer:
         self.blocks: list[tuple[int, list[str], Tensor]] = []
         self.skips: list[dict] = []
         self.num_skips = record.count("skips")
+        warmup = config.schedule.warmup_steps
+        warmup = config.num_steps // 10 if warmup is None else warmup
+        self.collapse = Collapse(config.batch_size, warmup)
         self.detector = self._restore_detector()
         self.spikes: list[tuple[int, str]] = []  # step and kind of those of the last flush
         self.waited = 0.0
@@ -200,6 +203,10 @@ class MetricsBuffer:
         self._write_blocks(rows[-1]["step"])
         if self.detector is not None:
             self._write_spikes(rows, rms)
+        for row in rows if self.world.is_first else ():
+            if collapsed := self.collapse.feed(row["step"], row["loss"]):
+                self.record.append("events", [{"step": row["step"], "collapsed": collapsed}])
+                print(f"warning: {collapsed}")
         self._write_skips(rows[-1]["step"])
 
     def _write_tensors(
@@ -235,15 +242,18 @@ class MetricsBuffer:
         self.skips = []
 
     def _restore_detector(self) -> Detector | None:
-        """Builds the spike detector and feeds it the steps of earlier attempts."""
+        """Builds the spike detector; feeds it and `collapse` the steps of earlier attempts."""
         options = self.config.diagnostics.spikes
+        earlier = scan_rows(self.record.run / "metrics.jsonl")[0] if self.world.is_first else []
+        for row in earlier:
+            self.collapse.feed(row["step"], row["loss"])
         if options.protocol == "none" or not self.world.is_first:
             return None
         detector = Detector(protocol_of(**asdict(options)), len(self.tensors))
         rms = {}
         for steps, statistics, _ in read_tensors(self.record.run):
             rms |= dict(zip(steps.tolist(), statistics.get("rms", ()), strict=False))
-        for row in scan_rows(self.record.run / "metrics.jsonl")[0]:
+        for row in earlier:
             detector.feed(row["step"], row["loss"], rms.get(row["step"]))
         return detector
 

@@ -191,6 +191,15 @@ def test_hostile_names_and_reasons_never_become_markup(make_run, tmp_path):
     assert "<" not in drawn  # plotly would read it as markup
 
 
+def test_a_collapse_to_chance_is_listed_and_a_healthy_run_is_not(make_run, tmp_path):
+    losses = np.where(np.arange(200) < 80, 3.0, np.log(128) + 0.05)
+    make_run(num_steps=200, losses=losses)
+    make_run(num_steps=200, seed=1)
+    failures = page_of(tmp_path / "runs").section("Failures and damage")
+    assert failures.count("the loss is that of chance, 4.85, since step 81") == 1
+    assert "finished, collapsed" in failures
+
+
 def test_failed_and_damaged_runs_are_listed_with_their_reasons(make_run, tmp_path):
     make_run(num_steps=20)
     diverged = make_run(num_steps=20, seed=1, steps=10, state="diverged")

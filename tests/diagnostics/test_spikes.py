@@ -6,6 +6,7 @@ import pytest
 
 from lowprec.diagnostics.spikes import (
     PROTOCOLS,
+    Collapse,
     Detector,
     Protocol,
     Spike,
@@ -347,3 +348,13 @@ def test_largest_rms_bounds_the_threshold_and_rho_is_at_most_one():
         assert 0.9 < rho.max() <= 1 + 1e-12
     each = relative_rms(np.ones((2, 3)), np.array([0.0, 0.75]))
     np.testing.assert_allclose(each, [[1, 1, 1], [0.5, 0.5, 0.5]])
+
+
+def test_a_loss_that_stays_at_chance_after_warm_up_is_a_collapse_once():
+    losses = [math.log(64)] * 60 + [2.0] + [math.log(64) * 1.019] * 80 + [math.log(64) * 1.03] * 60
+    collapse = Collapse(64, warmup_steps=20)
+    said = {
+        step: text for step, loss in enumerate(losses, 1) if (text := collapse.feed(step, loss))
+    }
+    assert said == {111: "the loss is that of chance, 4.16, since step 62"}
+    assert not any(collapse.feed(300 + i, math.nan) for i in range(60))

@@ -79,3 +79,17 @@ def test_a_stopped_run_records_the_spikes_of_the_undisturbed_one(make_config, ru
     run_once(config, tmp_path / "cut", spoil=shake)
     assert spikes_of(tmp_path / "whole") == spikes_of(tmp_path / "cut")
     assert len(spikes_of(tmp_path / "whole")) >= 2
+
+
+def test_a_collapse_is_an_event_while_the_run_trains_and_survives_a_resume(
+    make_config, run_once, tmp_path, capsys
+):
+    changes = {"num_steps": 80, "optimizer.lr": 0.5, "schedule.warmup_steps": 1, "save_every": 20}
+    config = make_config(changes)
+    run_once(config, tmp_path / "whole")
+    [event] = [row for row in read_rows(tmp_path / "whole/events.jsonl") if "collapsed" in row]
+    assert event["collapsed"].startswith("the loss is that of chance, 2.77, since step ")
+    assert f"warning: {event['collapsed']}" in capsys.readouterr().out
+    run_once(config, tmp_path / "cut", stop_at=40)
+    run_once(config, tmp_path / "cut")
+    assert event in read_rows(tmp_path / "cut/events.jsonl")
