@@ -31,17 +31,22 @@ def int8_linear(input: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tenso
     autocast the input's dtype. Saves nothing for backward, which raises RuntimeError.
     """
     x_MK = input.reshape(-1, input.shape[-1]).to(compute_dtype(input))
-    output = _ForwardOnly.apply(x_MK, weight, weight_scale, bias)
+    multiply = _ForwardOnly.apply if torch.is_grad_enabled() else _multiply
+    output = multiply(x_MK, weight, weight_scale, bias)
     return output.view(*input.shape[:-1], weight.shape[0])
+
+
+def _multiply(x_MK: Tensor, w_NK: Tensor, w_scale: Tensor, bias: Tensor | None) -> Tensor:
+    if x_MK.numel() == 0:
+        return x_MK.new_empty(len(x_MK), len(w_NK))
+    q_MK, _, x_scale = ops.quantize(x_MK, INT8, "rowwise")
+    return ops.matmul(q_MK, w_NK, x_scale, w_scale, bias, x_MK.dtype)
 
 
 class _ForwardOnly(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_MK, w_NK, w_scale, bias):
-        if x_MK.numel() == 0:
-            return x_MK.new_empty(len(x_MK), len(w_NK))
-        q_MK, _, x_scale = ops.quantize(x_MK, INT8, "rowwise")
-        return ops.matmul(q_MK, w_NK, x_scale, w_scale, bias, x_MK.dtype)
+        return _multiply(x_MK, w_NK, w_scale, bias)
 
     @staticmethod
     @once_differentiable

@@ -79,6 +79,8 @@ def test_features_stay_close_for_all_earlier_recipes(model, pair, recipe):
     assert torch.equal(model(*pair)["text_features"], found[3:])  # with grad
     assert nn.functional.cosine_similarity(found, exact).min() > 0.998
     assert not torch.equal(found, exact)
+    compiled = torch.compile(copy.deepcopy(model), backend="eager", fullgraph=True)
+    assert recipe or torch.equal(features(compiled, pair), found)
     kinds = {(type(block.attn), block.attn.causal) for block in blocks(model)}
     assert kinds == {(Int8Attention, False), (Int8Attention, bool(recipe))}
 
