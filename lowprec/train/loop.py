@@ -117,12 +117,12 @@ def train(
     stop = stop or StopRequest()
     with contextlib.closing(built.batches_from(first)) as batches:
         ended = _train(built, first, batches, saver, metrics, progress, stop, on_save)
-    built.world.heartbeat(None, "ending")
-    record.finish_stream()
-    if ended.state in ENDED:
-        metrics.require_record(ended.step)
-        record.write_parquet()
-    record.status(ended.state, ended.step, ended.reason)
+        built.world.heartbeat(None, "ending")
+        record.finish_stream()
+        if ended.state in ENDED:
+            metrics.require_record(ended.step)
+            record.write_parquet()
+        record.status(ended.state, ended.step, ended.reason)  # before data workers are waited for
     return ended
 
 
