@@ -73,6 +73,8 @@ def read_file(path: Path) -> bytes:
         return path.read_bytes()
     except FileNotFoundError:
         raise
+    except NotADirectoryError as error:
+        raise FileNotFoundError(*error.args, str(path)) from error
     except OSError as error:
         raise RecordFileError(f"{path} cannot be read: {error.strerror or error}") from error
 
