@@ -235,6 +235,7 @@ def _further(experiment: DictConfig, given: list[list[str]]) -> list[list[str]]:
     return [command for command in commands if not names & set(map(_key, command))]
 
 
+@cache
 def _parsed(text: str) -> Override:
     return OverridesParser.create().parse_override(text)
 
