@@ -43,7 +43,8 @@ class RunData:
     """One run: its row of `Runs.runs`, curves over steps, spikes and speed."""
 
     summary: dict
-    curves: pd.DataFrame  # step, loss, rms (of the selected tensor), max (of all tensors)
+    whole: pd.DataFrame  # step, loss, rms (of the selected tensor), max (of all tensors)
+    curves: pd.DataFrame  # the same, thinned
     is_thinned: bool
     final_loss: float
     scores: dict[str, float]  # of the last evaluation
@@ -81,6 +82,7 @@ def collect_run(runs: Runs, tensor: str, budget: Budget) -> RunData:
     num_rms_spikes = int(rms_spikes(rms, protocol).sum()) if series.reaches(protocol) else None
     return RunData(
         summary=summary,
+        whole=curves,
         curves=curves.iloc[kept],
         is_thinned=len(kept) < len(curves),
         final_loss=float(finite[-smoothing_width(len(curves)) :].mean()) if len(finite) else np.nan,

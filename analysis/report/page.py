@@ -24,7 +24,7 @@ SPIKES = 300  # listed, of all runs
 HEAT_BYTES = 900_000
 NOT_SETTINGS = {
     *("run", "digest", "path", "state", "step", "reason", "note", "precision.label"),
-    *("method", "variant", "label", "name", "run_dir", "data.digest"),
+    *("method", "variant", "label", "group", "name", "run_dir", "data.digest"),
 }
 STATE_STYLES = {"finished": "good", "diverged": "bad", "failed": "bad", "unknown": "bad"}
 SPEED = {  # title and format of each column
@@ -73,6 +73,8 @@ def make_page(runs: Runs, tensor: str = TENSOR) -> str:
         "heats": heats,
         **{"around": AROUND, "low": LOW, "high": HIGH},
     }
+    curves = plots.curve_figure(data, labels, looks)
+    plots.add_medians(curves, data, summaries["group"], looks, budget.points)
     environment = Environment(
         loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
@@ -100,13 +102,16 @@ def make_page(runs: Runs, tensor: str = TENSOR) -> str:
         settings=[(key, _field(value)) for key, value in shared.items()],
         embedded={
             "data": script,
-            "curves-figure": json.loads(plots.curve_figure(data, labels, looks).to_json()),
+            "curves-figure": json.loads(curves.to_json()),
         },
     )
 
 
 def named(summaries: pd.DataFrame) -> pd.DataFrame:
-    """Adds `method`, `variant` and `label`; a run with a damaged config goes by its name."""
+    """Adds `method`, `variant`, `label` and `group`, the label of several seeds.
+
+    A run with a damaged config goes by its name.
+    """
     if "precision.label" not in summaries:
         summaries = summaries.assign(**{"precision.label": None})
     whole = summaries["precision.label"].notna()
@@ -116,6 +121,7 @@ def named(summaries: pd.DataFrame) -> pd.DataFrame:
         summaries.loc[whole, columns] = name_methods(summaries[whole])[columns]
     summaries["label"] = summaries["method"]
     for key, form in (("model.name", ", {}"), ("seed", ", seed {:g}")):
+        summaries["group"] = summaries["label"]
         if key in summaries and summaries.loc[whole, key].nunique() > 1:
             summaries.loc[whole, "label"] += summaries.loc[whole, key].map(form.format)
     return summaries

@@ -12,7 +12,7 @@ from matplotlib.colors import to_hex
 from plotly.subplots import make_subplots
 
 from analysis import style
-from analysis.report.collect import RunData
+from analysis.report.collect import RunData, thin
 
 FONT = {
     "family": "system-ui, 'Segoe UI', Helvetica, Arial, sans-serif",
@@ -86,6 +86,32 @@ def curve_figure(runs: list[RunData], labels: list[str], looks: list[tuple[str, 
         line = {"color": "#666", "width": 1, "dash": "4px,3px"}
         figure.add_hline(y=threshold, line=line, row=2, col=1)
     return figure
+
+
+def add_medians(
+    figure: go.Figure,
+    runs: list[RunData],
+    groups: pd.Series,
+    looks: list[tuple[str, str]],
+    points: int,
+) -> None:
+    """Adds a thick line for the median of the runs of each group that has several."""
+    for group, members in groups.groupby(groups).groups.items():
+        if len(members) < 2:
+            continue
+        median = pd.concat([runs[i].whole for i in members]).groupby("step").median().reset_index()
+        median = median.iloc[thin(median, points, [])]
+        for kind in ("loss", "rms", "max"):
+            trace = go.Scatter(
+                x=median["step"].to_numpy(np.int32),
+                y=median[kind].to_numpy(np.float32),
+                mode="lines",
+                name=escape(group),
+                meta={"run": int(members[0]), "kind": kind, "median": True},
+                line={"color": looks[members[0]][0], "width": 2.2},
+                hovertemplate=f"step %{{x:,}}, median %{{y:.4g}}<extra>{escape(group)}</extra>",
+            )
+            figure.add_trace(trace, row=1 if kind == "loss" else 2, col=1)
 
 
 def _loss_range(runs: list[RunData]) -> list[float] | None:

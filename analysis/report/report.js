@@ -36,7 +36,7 @@ function restyle() {
   for (const meta of metas) {
     const drawn = meta.kind === "loss" || meta.kind === "spike" || meta.kind === which;
     const isSelected = alone === null ? !hidden.has(data.chips[meta.run]) : alone === meta.run;
-    visible.push(drawn && isSelected);
+    visible.push(drawn && isSelected && !(meta.median && alone !== null));
   }
   Plotly.restyle(plot, {visible});
   byId("selection").textContent = alone === null ? "" : data.labels[alone];

@@ -70,8 +70,8 @@ def numbers(array):
     return np.frombuffer(base64.b64decode(array["bdata"]), array["dtype"])
 
 
-def trace(page, run, kind):
-    meta = {"run": run, "kind": kind}
+def trace(page, run, kind, median=False):
+    meta = {"run": run, "kind": kind} | ({"median": True} if median else {})
     (match,) = [trace for trace in page.figure["data"] if trace["meta"] == meta]
     return numbers(match["x"]), numbers(match["y"])
 
@@ -114,6 +114,15 @@ def test_labels_and_colors_show_the_settings_that_differ(make_run, tmp_path):
     differing, shared = compare_settings(summaries)
     assert differing == ["optimizer.lr"] and shared["optimizer.beta2"] == 0.99
     assert set(summaries["label"]) == {"bf16, AdamW (lr=0.001)", "bf16, AdamW (lr=0.002)"}
+
+
+def test_seeds_have_a_median(make_run, tmp_path):
+    for seed in range(3):
+        make_run(num_steps=30, seed=seed)
+    metrics = load_runs(tmp_path / "runs").metrics
+    expected = metrics.groupby("step")["loss"].median().to_numpy(np.float32)
+    drawn = trace(page_of(tmp_path / "runs"), 0, "loss", median=True)[1]
+    np.testing.assert_allclose(drawn, expected, rtol=1e-6)  # float32
 
 
 def test_each_spike_has_a_row_that_links_to_its_moment(make_run, tmp_path):
