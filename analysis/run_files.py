@@ -38,7 +38,7 @@ PRECISION = ("precision.autocast", "precision.recipe")
 TEXTS = ("experiment", "scale", "model.name", "optimizer.name", *PRECISION)
 NUMBERS = (  # tables and figures calculate with these, and group by the texts
     *("seed", "num_steps", "batch_size", "model.vision_layers", "log_every", "diagnostics.every"),
-    *("optimizer.lr", "optimizer.beta2", "optimizer.beta2_decay"),
+    *("optimizer.lr", "optimizer.beta2", "optimizer.beta2_decay", "schedule.warmup_steps"),
     *(f"diagnostics.spikes.{name.name}" for name in fields(SpikeConfig) if name.name != "protocol"),
 )
 _YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
