@@ -50,8 +50,7 @@ def main(config: ExportConfig) -> None:
             write_weights(state, Path(config.out))
     except (OSError, ValueError, RuntimeError, SafetensorError, UnpicklingError) as error:
         sys.exit(f"source={config.source} cannot be exported: {str(error).splitlines()[0]}")
-    size = sum(tensor.numel() for tensor in state.values())
-    print(f"{config.out}: {len(state)} tensors, {size / 1e6:.2f} M numbers")
+    print(f"{config.out}: {len(state)} tensors")
 
 
 def write_int8(run: Path, out: Path, autocast: str | None) -> "dict[str, Tensor]":

@@ -37,7 +37,7 @@ from lowprec.config.check import ConfigError, RunError, check
 from lowprec.config.combinations import combination_faults
 from lowprec.config.compose import change, expand_sweep
 from lowprec.config.preflight import preflight
-from lowprec.config.schema import EIGHT_BIT, Config, key
+from lowprec.config.schema import Config, key
 from lowprec.data.open import open_data
 from lowprec.diagnostics.spikes import Protocol, protocol_of
 from lowprec.runs import durable
@@ -145,9 +145,6 @@ def changed(trained: dict, overrides: tuple[str, ...]) -> dict:
     for text in overrides:
         if text.partition("=")[0] == "experiment":
             raise ConfigError([f"{text}: a replay changes single keys and groups of the run"])
-        if text in (f"optimizer={name}" for name in EIGHT_BIT):
-            kept = trained["optimizer"]["name"]
-            raise ConfigError([f"{text}: the state of a run with {kept} has no such 8-bit moments"])
     return change(trained, overrides)
 
 

@@ -205,8 +205,9 @@ class Problem:
         if case == "linear":
             return copy.deepcopy(self.linear)
         require(case, self.device)
-        module = LowPrecisionLinear(self.shape.dim_in, self.shape.dim_out, recipe=case)
-        module.to(self.device, DTYPES[self.dtype]).load_state_dict(self.linear.state_dict())
+        sizes, kind = self.shape[1:], {"device": self.device, "dtype": DTYPES[self.dtype]}
+        module = LowPrecisionLinear(*sizes, recipe=case, **kind)
+        module.load_state_dict(self.linear.state_dict())
         definition = copy.deepcopy(module)
         definition.set_recipe(case, backend="reference")
         limit = DEFINITION["fp8" if "fp8" in case else "int8"]

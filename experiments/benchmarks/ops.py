@@ -168,12 +168,9 @@ def _int_mm(case: str, a: Tensor, b: Tensor) -> Operation:
     """`torch._int_mm`, which leaves int32 sums."""
     int8 = parse_format("int8")
     a_q, b_q = (reference.quantize(t, int8, "tensorwise")[0].contiguous() for t in (a, b))
-
-    def expected() -> Tensor:
-        return a_q.double() @ b_q.double().T
-
-    name, work = f"{case}, torch._int_mm", 2 * a.shape[0] * b.numel()
-    return Operation(name, "int8", lambda: torch._int_mm(a_q, b_q.T), expected, 0.0, work)
+    run, expected = partial(torch._int_mm, a_q, b_q.T), lambda: a_q.double() @ b_q.double().T
+    work = 2 * a.shape[0] * b.numel()
+    return Operation(f"{case}, torch._int_mm", "int8", run, expected, 0.0, work)
 
 
 def _scaled_mm(case: str, a: Tensor, b: Tensor, format: str, granularity: str) -> Operation:
@@ -181,10 +178,8 @@ def _scaled_mm(case: str, a: Tensor, b: Tensor, format: str, granularity: str) -
     a_q, a_scale = reference.quantize(a, parse_format(format), granularity)
     b_q, b_scale = reference.quantize(b, parse_format("e4m3"), granularity)
     b_q, high = b_q.contiguous(), torch.bfloat16
-
-    def run() -> Tensor:
-        return torch._scaled_mm(a_q, b_q.T, a_scale, b_scale.T, out_dtype=high, use_fast_accum=True)
-
+    run = partial(torch._scaled_mm, a_q, b_q.T, a_scale, b_scale.T, out_dtype=high)
+    run = partial(run, use_fast_accum=True)
     expected = partial(reference.matmul, a_q, b_q, a_scale, b_scale, None, high)
     name, work = f"{case}, torch._scaled_mm {granularity}", 2 * a.shape[0] * b.numel()
     return Operation(name, "fp8", run, expected, FP8, work)

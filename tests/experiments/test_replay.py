@@ -189,11 +189,9 @@ def test_impossible_replays_are_refused(run):
     faults = "\n".join(error.value.faults)
     for said in ("optimizer.beta3: no such key", "this is a sweep", "precision=bf17: conf/prec"):
         assert said in faults
-    for change in ("optimizer=adamw8bit_bnb", "experiment=loss_curves_mini"):
-        with pytest.raises(ConfigError, match=f"{change}: "):
+    for change in ("scaler=fixed", "experiment=loss_curves_mini"):
+        with pytest.raises(ConfigError, match=change):
             replayed(folder, 10, change)
-    with pytest.raises(ConfigError, match="scaler=fixed"):
-        replayed(folder, 10, "scaler=fixed")
 
 
 def test_a_scaler_that_the_run_did_not_have_starts_fresh(run):
