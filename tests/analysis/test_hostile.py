@@ -1,5 +1,6 @@
 """Run directories that others made: nothing in one makes reading fail, wait or lose other runs."""
 
+import contextlib
 import json
 import os
 import random
@@ -82,16 +83,12 @@ def test_pipes_devices_and_endless_files_are_refused(make_run, tmp_path, kind, n
     notes = runs.runs.set_index("run")["note"]
     assert notes[good.name] == "" and len(runs.metrics) >= STEPS
     assert (notes[run.name] == "") == (name == "attempts.jsonl")
-    with pytest.warns(UserWarning, match="left out") if "tensors" in name else contextless():
+    with (
+        pytest.warns(UserWarning, match="left out")
+        if "tensors" in name
+        else contextlib.nullcontext()
+    ):
         assert set(runs.tensors("*")["run"]) >= {good.name}
-
-
-class contextless:
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        return None
 
 
 def test_a_parquet_bomb_is_refused(make_run):
@@ -134,20 +131,25 @@ def spoil(run, rng):
         data = data[:start] + rng.randbytes(rng.randrange(1, 40)) + data[start + 20 :]
     elif kind == 2:
         data = rng.choice(TEXTS)
-    elif path.suffix == ".jsonl" and data:
+    else:
+        with contextlib.suppress(ValueError, TypeError, LookupError, yaml.YAMLError):
+            data = with_value(path, data, value, rng)  # unless it is spoiled already
+    path.write_bytes(data)
+    return f"{path.name}, kind {kind}, {str(value)[:40]} at {start}"
+
+
+def with_value(path, data, value, rng):
+    """A file of rows or keys in which one has another value."""
+    if path.suffix == ".jsonl":
         rows = [json.loads(line) for line in data.splitlines()]
         row = rng.choice(rows)
         row[rng.choice(list(row))] = value
-        data = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    elif path.suffix in (".json", ".yaml"):
-        whole = yaml.safe_load(data)
-        node = whole
-        while isinstance(node[key := rng.choice(list(node))], dict) and rng.random() < 0.9:
-            node = node[key]
-        node[key] = value
-        data = (json.dumps(whole) if path.suffix == ".json" else yaml.safe_dump(whole)).encode()
-    path.write_bytes(data)
-    return f"{path.name}, kind {kind}, {value!r} at {start}"
+        return "".join(json.dumps(row) + "\n" for row in rows).encode()
+    whole = node = yaml.safe_load(data.decode())
+    while isinstance(node[key := rng.choice(list(node))], dict) and rng.random() < 0.9:
+        node = node[key]
+    node[key] = value
+    return (json.dumps(whole) if path.suffix == ".json" else yaml.safe_dump(whole)).encode()
 
 
 @pytest.fixture(scope="module")
