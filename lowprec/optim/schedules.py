@@ -19,6 +19,11 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     return [group for group in groups if group["params"]]
 
 
+def default_warmup(num_steps: int, shape: str) -> int:
+    """A tenth of the steps, or 100 if constant: those rates must not depend on `num_steps`."""
+    return 100 if shape == "constant" else num_steps // 10
+
+
 def learning_rate(
     step: int, *, peak: float, num_steps: int, warmup_steps: int | None = 0, shape: str = "cosine"
 ) -> float:
@@ -26,11 +31,10 @@ def learning_rate(
 
     It rises linearly from 0 to `peak`, which it reaches at step = warmup_steps. Then it is constant
     (`shape="constant"`) or follows a cosine that reaches 0 at step = num_steps. `warmup_steps=None`
-    takes a tenth of the steps, or 100 for the constant shape, whose rates must not depend on
-    `num_steps`. Source: section 2, arXiv:2304.13013.
+    takes `default_warmup`. Source: section 2, arXiv:2304.13013.
     """
     if warmup_steps is None:
-        warmup_steps = 100 if shape == "constant" else num_steps // 10
+        warmup_steps = default_warmup(num_steps, shape)
     if step < warmup_steps:
         return peak * step / warmup_steps
     if shape == "constant":

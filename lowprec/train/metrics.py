@@ -14,6 +14,7 @@ from lowprec.config.schema import EIGHT_BIT, OF_SECOND_MOMENT
 from lowprec.data.loader import Batch
 from lowprec.diagnostics.blocks import BLOCK_STATISTICS
 from lowprec.diagnostics.spikes import Collapse, Detector, protocol_of
+from lowprec.optim.schedules import default_warmup
 from lowprec.optim.stable_adamw import STATISTICS
 from lowprec.runs.read import is_sampled, missing_steps, read_tensors, scan_rows
 from lowprec.runs.record import Record, RecordError
@@ -88,7 +89,8 @@ class MetricsBuffer:
         self.skips: list[dict] = []
         self.num_skips = record.count("skips")
         warmup = config.schedule.warmup_steps
-        warmup = config.num_steps // 10 if warmup is None else warmup
+        if warmup is None:
+            warmup = default_warmup(config.num_steps, config.schedule.name)
         self.collapse = Collapse(config.batch_size, warmup)
         self.detector = self._restore_detector()
         self.spikes: list[tuple[int, str]] = []  # step and kind of those of the last flush

@@ -20,10 +20,11 @@ from torch.distributed.tensor import DTensor
 from lowprec.optim.adamw_update import wide_dtype
 from lowprec.optim.eight_bit import EightBitAdamW
 from lowprec.optim.stable_adamw import StableAdamW
+from lowprec.optim.state import MOMENTS
 from lowprec.runs.attempts import CheckpointError
 from lowprec.train.distributed import ONE_PROCESS, Ranks
 
-MOMENTS = ("exp_avg", "exp_avg_sq", "compensation")  # the last for 16-bit parameters only
+KINDS = (*MOMENTS, "compensation")  # of optimizer tensors; the last for 16-bit parameters only
 SUFFIX = ".safetensors"
 DTYPES = {  # the format's name of each dtype; source: the safetensors README
     torch.float64: "F64",
@@ -117,7 +118,7 @@ class TrainState:
         """The optimizer's tensors that this rank writes, by file and name."""
         if isinstance(self.optimizer, EightBitAdamW):
             return self.optimizer.states()
-        return {key: self._own_moments(key) for key in MOMENTS}
+        return {key: self._own_moments(key) for key in KINDS}
 
     def _own_moments(self, key: str) -> dict[str, Tensor]:
         """This rank's rows of sharded tensors; unsharded tensors belong to rank 0."""
@@ -134,7 +135,7 @@ class TrainState:
         """Tensors of the shapes of the optimizer's, by file and name."""
         if isinstance(self.optimizer, EightBitAdamW):
             return self.optimizer.states()
-        return {key: self._parameters_with(key) for key in MOMENTS}
+        return {key: self._parameters_with(key) for key in KINDS}
 
     def _load_moments(self, moments: dict[str, dict[str, Tensor]]) -> None:
         for key, tensors in moments.items():
