@@ -28,9 +28,9 @@ FILES += ("attempts.jsonl", "events.jsonl", "skips.jsonl", "evaluations.jsonl")
 class CompactConfig:
     """Which runs to copy, where to, and which tensors."""
 
-    run: str = key("???", "a run directory whose run has ended, or a folder of such")
+    run: str = key("???", "the directory of a run that has ended, or a folder of such")
     out: str = key("???", "the copy's folder, which must not exist yet")
-    tensors: list[str] = key(["visual.conv1.weight"], "name patterns of the tensors kept")
+    tensors: list[str] = key(["visual.conv1.weight"], "name patterns of the tensors to keep")
 
 
 def main(config: CompactConfig) -> None:
@@ -43,7 +43,7 @@ def main(config: CompactConfig) -> None:
     if out.exists():
         sys.exit(f"out={out} already exists")
     for run in sorted(set(runs) - set(ended)):
-        print(f"{run}: left out, it has not ended (it has no tensors.parquet)", file=sys.stderr)
+        print(f"{run}: left out because it has not ended (no tensors.parquet)", file=sys.stderr)
     for run in ended:
         try:
             names = pyarrow.parquet.read_schema(run / "tensors.parquet").names

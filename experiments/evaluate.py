@@ -34,7 +34,7 @@ class EvaluatedPrecision:
     """The precision of the evaluation: `precision=int8_inference`, `precision=fp16` and so on."""
 
     recipe: str = key(
-        "as_trained", "of the linear layers", choices=("as_trained", "int8_inference")
+        "as_trained", "recipe of the linear layers", choices=("as_trained", "int8_inference")
     )
     autocast: str | None = key(
         None, "dtype of an evaluation; null: the run's", choices=("fp32", "bf16", "fp16")
@@ -48,7 +48,7 @@ class EvaluateConfig:
     run: str = key("???", "a run directory")
     precision: EvaluatedPrecision = field(default_factory=EvaluatedPrecision)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    val: str | None = key(None, "glob of other validation shards than the run's")
+    val: str | None = key(None, "glob of validation shards, if not the run's")
     classnames: str | None = key(None, "their class names: a file, or 'imagenet'")
     templates: str | None = key(None, "their prompt templates: a file, or 'imagenet'")
     index: str | None = key(None, "folder of their index")

@@ -1,4 +1,4 @@
-"""Renders the embedded image-text set `shapes` and indexes it.
+"""Renders the built-in image-text data set `shapes` and indexes it.
 
     python -m experiments.make_shapes out=data/shapes-256 image_size=256 num_train=20000 seed=0
 

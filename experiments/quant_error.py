@@ -6,7 +6,7 @@
 The first command loads the run's newest checkpoint, runs one training batch forward and backward in
 the run's precision, and captures the input, weight and output gradient of each linear layer that
 recipes apply to. It overwrites RUN/quant_error.jsonl with a line per recipe, layer, product and
-operand, and prints the layers with the worst products. Products that a recipe leaves in 16 bit are
+operand, and prints the layers with the worst products. Products that a recipe leaves in 16 bits are
 measured with bf16 operands for comparison, and not printed if bf16 rounds nothing.
 
 The second command writes the measured and predicted error variance of quantized dot products by

@@ -6,13 +6,13 @@
 
 The replay starts from the newest snapshot or checkpoint at least `steps` steps before `step`.
 First the steps are replayed unchanged: this control must reproduce the recorded losses, otherwise
-the exit status is 1. Then they are replayed with the changes, which are any keys and groups of a
-run: all of a command line together, or with -m each combination. `skip_batches=N` leaves out the
-batches of N steps, the last of them `step`, and uses the next ones instead: a loss counts as a
-spike when it exceeds the bound, so its cause came earlier. Without a change the three usual
-suspects are tried: the data (skip_batches=8), the optimizer (update clipping; where it clips
-already, beta2=0.9) and the numerics (float32). A change acts from the first replayed step on: the
-earlier that step, the more the trajectory diverges for other reasons.
+the exit status is 1. Then they are replayed with the changes, which may be any keys and groups of a
+run: all of them together, or with -m each combination. `skip_batches=N` leaves out the batches of N
+steps, the last of them `step`, and uses the next ones instead: a loss counts as a spike when it
+exceeds the bound, so its cause came earlier. Without a change the three usual suspects are tried:
+the data (skip_batches=8), the optimizer (update clipping; where it clips already, beta2=0.9) and
+the numerics (float32). A change acts from the first replayed step on: the earlier that step, the
+more the trajectory diverges for other reasons.
 
 Prints a table and writes it, every step and a figure to RUN/replays/. The run is not changed.
 """
@@ -55,7 +55,7 @@ class ReplayConfig:
 
     run: str = key("???", "a run directory")
     step: int = key("???", "the step to investigate", least=2)
-    steps: int = key(20, "steps to replay after it, and before it if a state is so old", least=1)
+    steps: int = key(20, "steps to replay after it, and before it if a state is that old", least=1)
     tolerance: float = key(
         0.01, "largest |difference| of the control's losses from the recorded ones", least=0
     )
@@ -63,9 +63,9 @@ class ReplayConfig:
 
 @dataclass
 class ReplayedConfig(Config):
-    """A run's config, and the key that only a replay has."""
+    """A run's config, plus the key that only a replay has."""
 
-    skip_batches: int = key(0, "leave out the batches of so many steps up to `step`", least=0)
+    skip_batches: int = key(0, "leave out the batches of this many steps up to `step`", least=0)
 
 
 def main(config: ReplayConfig, changes: list[str], multirun: bool = False) -> None:
@@ -196,7 +196,7 @@ def compare(control: pd.DataFrame, recorded: pd.Series, tolerance: float) -> str
     known = recorded[losses.index]
     equal = losses.map(repr) == known.map(repr)
     if equal.all():
-        return f"reproduces the {len(losses)} recorded losses to the bit"
+        return f"reproduces the {len(losses)} recorded losses exactly"
     differences = (losses - known).abs().mask(equal, 0.0).fillna(math.inf)
     worst = differences.idxmax()
     text = (
@@ -206,7 +206,7 @@ def compare(control: pd.DataFrame, recorded: pd.Series, tolerance: float) -> str
     if differences[worst] <= tolerance:
         return text
     raise RunError(
-        f"the control does not reproduce the run: {text}. To the bit it takes the same code, "
+        f"the control does not reproduce the run: {text}. An exact match needs the same code, "
         "versions, machine and threads, and on a GPU deterministic=true"
     )
 
@@ -259,7 +259,7 @@ def table(frames: dict[str, pd.DataFrame], step: int, protocol: Protocol) -> pd.
 
 
 def verdict(recorded: pd.Series, compared: pd.DataFrame, step: int, protocol: Protocol) -> str:
-    """Says with which changes the spike is gone and with which it remains."""
+    """Says which changes remove the spike and which leave it."""
     before = recorded[(step - BEFORE <= recorded.index) & (recorded.index < step)]
     noise = protocol.loss_sigmas * before.std(ddof=0)
     rise = compared["height"].iloc[0]

@@ -7,10 +7,10 @@
     python -m experiments.sweep cancel experiment=loss_curves_mini
 
 `submit` takes the keys of a run (a value may be a list), `launcher=local|slurm`, `launcher.*` and
-`dry_run=true`, which only prints the runs. It names all faults of all runs before it submits any,
+`dry_run=true`, which only prints the runs. It reports all faults of all runs before it submits any,
 writes the runs to `<run_dir>/sweeps/<experiment or name>/` and returns at once. Repeating it adds
 new runs and submits cancelled or lost ones. The other verbs find the sweep by `experiment=` or
-`name=` and `run_dir=`, or take the only one there is. `wait` exits with 1 if a run has no result.
+`name=` and `run_dir=`, or use the only one there is. `wait` exits with 1 if a run has no result.
 `resubmit` takes the last launcher, changed by `launcher.*`, or another one by `launcher=`.
 """
 
@@ -126,7 +126,7 @@ def cancel(texts: list[str]) -> None:
         active = [s.index for s in states(manifest, ask_queue(manifest)) if s.state in ACTIVE]
         if active:  # recorded first: a run that is told to stop must not be started again
             manifest.record({"event": "cancelled", "runs": active})
-        print(f"{len(active)} runs cancelled; submit continues them")
+        print(f"{len(active)} runs cancelled; `submit` continues them")
         slurm.cancel(manifest)  # also jobs that an earlier `cancel` did not reach
 
 
@@ -151,7 +151,7 @@ def hand_over(manifest: Manifest, runs: list[int], which: tuple[str, ...], launc
     """Submits the runs whose state is one of `which`, and says which it left alone."""
     queue = slurm.queue() if launcher["name"] == "slurm" else ask_queue(manifest)
     if queue is None:
-        raise slurm.SlurmError("squeue gives no answer, so what runs is not known; try again")
+        raise slurm.SlurmError("squeue does not answer; try again once it does")
     run_states = [state for state in states(manifest, queue) if state.index in runs]
     submitted = [state.index for state in run_states if state.state in which]
     if submitted:
@@ -207,7 +207,7 @@ VERBS: dict[str, Callable[[list[str]], None]] = {
 
 
 def command(arguments: list[str]) -> None:
-    """`<verb> key=value ...`; faults in the config exit with 2, other failures with a sentence."""
+    """`<verb> key=value ...`; faults in the config exit with 2, other failures with a message."""
     verb, *texts = arguments or [""]
     if verb in ("-h", "--help"):
         print(__doc__.strip())

@@ -38,7 +38,7 @@ class LayerConfig(OpsConfig):
 
     dims: list[int] = key([768, 1024, 1280, 2048, 4096], "widths of the layer", least=1)
     cases: list[str] = key(
-        [*OURS, *PEERS], "what is measured beside nn.Linear", choices=(*OURS, *PEERS)
+        [*OURS, *PEERS], "what is measured besides nn.Linear", choices=(*OURS, *PEERS)
     )
 
 
@@ -53,7 +53,7 @@ class DataConfig:
     )
     batch_size: int = key(256, "pairs in a batch", least=1)
     num_batches: int = key(16, "batches timed at a time", least=1)
-    workers: int | None = key(None, "measured beside 0; null: one less than cores", least=0)
+    workers: int | None = key(None, "measured besides 0; null: one less than cores", least=0)
     run_dir: str = key("runs", "the lines go into its bench/")
 
 

@@ -223,7 +223,7 @@ def require(recipe: str, device: torch.device) -> None:
         for name in (product.first.format, product.second.format):
             format = parse_format(name)
             if device.type == "cuda" and ops.takes("auto", format, device) == "reference":
-                raise Unable(f"this GPU does not multiply {name}")
+                raise Unable(f"this GPU has no native products of {name}")
 
 
 def limits_of(recipe: str) -> dict[str, tuple[float, float]]:

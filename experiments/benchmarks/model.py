@@ -7,7 +7,7 @@ Takes the keys of `train`; `precision` gives the autocast dtype, and all recipes
 cases are open_clip eager and, under compile=true, with compiled blocks; then ours, 16 bit and
 8 bit. A case counts only if its first loss is open_clip's, and if the gradient of the patch
 embedding, which has passed through all blocks, is near enough; if open_clip fails, none of ours
-counts. `ratio` is to the faster of the open_clip cases, and for the eager one to itself. Lines go
+counts. `ratio` is relative to the faster open_clip case, for the eager one to itself. Lines go
 to `runs/bench/model/<time>.jsonl`; exits with 1 if one of ours was wrong or failed.
 """
 

@@ -75,7 +75,7 @@ def _restore_libdevice() -> None:
 def _torchao_int8(linear: nn.Linear) -> nn.Module:
     """Row- and column-wise int8 output and grad_input, as our `switchback_q` computes.
 
-    By module swap: the default, a tensor subclass, computes in 16 bit in torchao 0.17.
+    By module swap: the default, a tensor subclass, computes in 16 bits in torchao 0.17.
     """
     from torchao import quantize_
     from torchao.prototype.quantized_training import Int8MixedPrecisionTrainingConfig
@@ -88,7 +88,7 @@ def _torchao_int8(linear: nn.Linear) -> nn.Module:
 def _torchao_fp8_rowwise(linear: nn.Linear) -> nn.Module:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    config = Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp")  # grad_weight in 16 bit
+    config = Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp")  # grad_weight in 16 bits
     return convert_to_float8_training(nn.Sequential(copy.deepcopy(linear)), config=config)
 
 

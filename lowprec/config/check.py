@@ -21,7 +21,7 @@ from lowprec.nearest import nearest
 MISSING = "???"
 PASSWORD = re.compile(r"(?<=//)[^/\s@]*:[^/\s]*@")  # user and password of a URL
 COMPARE = {"least": operator.ge, "above": operator.gt, "most": operator.le, "below": operator.lt}
-REMOVED = {"distributed.gather_with_grad": True}  # keys of old records: their only value
+REMOVED = {"distributed.gather_with_grad": True}  # keys of old records, with their only value
 
 
 class ConfigError(ValueError):
@@ -95,7 +95,7 @@ def _build(schema: type, raw: Any, prefix: str, known: list[str], faults: list[s
 
 
 def _value(path: str, value: Any, f: Any, faults: list[str]) -> Any:
-    """A value in its field's type, with an int as a float where one is expected."""
+    """Converts a value to its field's type, such as an int to a float; appends faults."""
     if value == MISSING:
         faults.append(f"{path} is required: {f.metadata['doc']}")
         return None
@@ -151,7 +151,7 @@ def _expectation(f: Any) -> str:
 
 
 def _bounds(f: Any) -> dict[str, float]:
-    """A field's bounds; a whole number without an upper one is below 2**31."""
+    """A field's bounds; a whole number without an upper bound is below 2**31."""
     bounds = f.metadata["bounds"]
     is_open = _kind(f)[0] is int and not {"most", "below"} & bounds.keys()
     return bounds | ({"below": 2**31} if is_open else {})

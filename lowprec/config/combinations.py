@@ -172,7 +172,7 @@ def _preset_faults(model: ModelConfig) -> Iterator[str]:
         if parameters > MOST_PARAMETERS:
             yield (
                 f"model.{tower}_layers={layers}, model.{tower}_width={width}: {parameters:.1g} "
-                f"parameters with {tokens} tokens are more than {MOST_PARAMETERS:.0g}"
+                f"parameters with {tokens} tokens; at most {MOST_PARAMETERS:.0g} are allowed"
             )
     for size, part, piece in (
         ("image_size", "model.patch_size=", model.patch_size),

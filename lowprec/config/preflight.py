@@ -1,4 +1,4 @@
-"""Finds what a checked config lacks on this machine, without loading torch."""
+"""Finds what a checked config needs and this machine lacks, without loading torch."""
 
 import contextlib
 import importlib.util
@@ -64,7 +64,7 @@ def process_faults(config: Config, planned: int | None = None) -> list[str]:
 
 
 def will_render(config: Config) -> bool:
-    """Whether the embedded set must still be rendered, which happens only in its default folder."""
+    """Whether `shapes` must still be rendered, which happens only in its default folder."""
     at_default = Path(config.data.train).parent == Path(SHAPES)
     return config.data.name == "shapes" and at_default and not Path(SHAPES).exists()
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from lowprec.nn.recipe import RECIPES
 
-SHAPES = "data/shapes"  # folder that the embedded set is rendered into on first use
+SHAPES = "data/shapes"  # folder that the built-in set is rendered into on first use
 PRESETS = ("nano", "mini_b", "mini_l", "mini_h", "vit_b32", "vit_l14", "vit_h14")
 LINEAR_LAYERS = ("in_proj", "out_proj", "c_fc", "c_proj")
 STATISTICS = (
@@ -60,7 +60,7 @@ def key(
 class ModelConfig:
     """The two towers of a CLIP model. None takes the value of open_clip's config for `name`."""
 
-    name: str = key("nano", "name of a preset, or with model=open_clip of an open_clip model")
+    name: str = key("nano", "name of a preset, or of an open_clip model with model=open_clip")
     image_size: int | None = key(32, "height and width of an image in pixels", least=1, most=4096)
     patch_size: int | None = key(8, "height and width of a patch in pixels", least=1)
     vision_width: int | None = key(128, "width of the vision tower", least=1)
@@ -72,20 +72,20 @@ class ModelConfig:
     vocab_size: int | None = key(49408, "token ids; tests reduce them", least=3, most=49408)
     embed_dim: int | None = key(128, "width of the shared embedding", least=1)
     patch_dropout: float = key(0.0, "fraction of patches dropped during training", least=0, below=1)
-    init_from: str | None = key(None, "run or checkpoint of the initial weights", identity=False)
+    init_from: str | None = key(None, "run or file with the initial weights", identity=False)
 
 
 @dataclass
 class PrecisionConfig:
     """The number formats of a run; `recipe` names a row of the recipe table."""
 
-    autocast: str = key("bf16", "dtype; pure_*: of weights too", choices=tuple(LEGAL_SCALERS))
+    autocast: str = key("bf16", "dtype; pure_*: also of weights", choices=tuple(LEGAL_SCALERS))
     recipe: str = key(
         "high", "formats of a layer's products", choices=(*RECIPES, "custom", "int8_inference")
     )
     products: dict | None = key(None, "formats of the three products for recipe=custom")
-    where: list[str] = key(list(LINEAR_LAYERS), "layers of the recipe", choices=LINEAR_LAYERS)
-    backend: str = key("auto", "kernels of 8-bit products", choices=("auto", "reference", "triton"))
+    where: list[str] = key(list(LINEAR_LAYERS), "layers to convert", choices=LINEAR_LAYERS)
+    backend: str = key("auto", "8-bit kernels", choices=("auto", "reference", "triton"))
     outlier_threshold: float = key(
         0.0, "llm_int8: larger features stay 16-bit (LLM.int8() uses 6.0); 0: none do", least=0
     )
@@ -123,14 +123,14 @@ class OptimizerConfig:
     beta2: float = key(0.98, "decay rate of the second moment", least=0, below=1)
     beta2_decay: float | None = key(None, "lambda in the schedule beta2 = 1 - t^-lambda", above=0)
     eps: float = key(1e-6, "term added to the root of the second moment", above=0)
-    weight_decay: float = key(0.2, "not of gains, biases and the logit scale", least=0)
+    weight_decay: float = key(0.2, "not applied to gains, biases and logit scale", least=0)
     clip_norm: float | None = key(None, "largest global gradient norm (adamw_clip)", above=0)
-    clip_threshold: float | None = key(None, "RMS_t that is clipped (stable_adamw)", above=0)
+    clip_threshold: float | None = key(None, "largest unclipped RMS_t (stable_adamw)", above=0)
     clip_weight_decay: bool = key(True, "let update clipping reduce weight decay as well")
     min_8bit_size: int = key(4096, "smallest tensor, in elements, with 8-bit moments", least=1)
     override_32bit: list[str] = key([], "modules with 32-bit moments, such as 'visual.conv*'")
     paged: bool = key(False, "keep moments in CUDA managed memory (adamw8bit_bnb)")
-    stable_embedding: bool = key(False, "Xavier initialization and layer norm for the tokens")
+    stable_embedding: bool = key(False, "Xavier init and layer norm for token embeddings")
 
 
 @dataclass
@@ -138,7 +138,7 @@ class ScheduleConfig:
     """The learning rate over the steps of a run."""
 
     name: str = key("cosine", "shape after the warmup", choices=("cosine", "constant"))
-    warmup_steps: int | None = key(None, "null: a tenth of the run; constant: 100", least=0)
+    warmup_steps: int | None = key(None, "null: a tenth of the run, or 100 for constant", least=0)
 
 
 @dataclass
@@ -154,7 +154,7 @@ class DataConfig:
     resampled: bool = key(False, "draw samples with replacement")
     augment: str = key("none", "image augmentation", choices=("none", "crop_flip"))
     window: int = key(16, "number of shards whose samples are shuffled together", least=1)
-    max_skip_rate: float = key(0.001, "of bad samples, at most", least=0, most=1, identity=False)
+    max_skip_rate: float = key(0.001, "largest unreadable share", least=0, most=1, identity=False)
     allow_remote: list[str] = key(
         [], "URL schemes that data=stream may open", choices=REMOTE_SCHEMES, identity=False
     )
@@ -172,11 +172,11 @@ class SpikeConfig:
     """Spike detection. A null threshold is the protocol's (lowprec/diagnostics/README.md)."""
 
     protocol: str = key("paper", "rule of the detector", choices=("none", "paper", "sigma"))
-    rms_threshold: float | None = key(None, "RMS_t from which on it counts as a spike", above=0)
-    loss_sigmas: float | None = key(None, "deviations that make an outlier", above=0)
-    num_deviations: int | None = key(None, "outliers that make a loss spike", least=1)
-    within: int | None = key(None, "steps between a spike's outliers, at most", least=1)
-    ignore_steps: int | None = key(None, "number of first steps that are ignored", least=0)
+    rms_threshold: float | None = key(None, "least RMS_t that counts as a spike", above=0)
+    loss_sigmas: float | None = key(None, "standard deviations that make an outlier", above=0)
+    num_deviations: int | None = key(None, "number of outliers that make a loss spike", least=1)
+    within: int | None = key(None, "most steps between a spike's outliers", least=1)
+    ignore_steps: int | None = key(None, "number of initial steps to ignore", least=0)
     window: int | None = key(None, "number of steps in the running mean", least=2)
 
 
@@ -184,7 +184,7 @@ class SpikeConfig:
 class RecorderConfig:
     """Pre-spike snapshots; they take 24 bytes of host memory per parameter."""
 
-    enabled: bool = key(False, "write the state from before each loss spike")
+    enabled: bool = key(False, "write a snapshot from before each loss spike")
     steps: int = key(100, "least number of steps between a snapshot and its spike", least=1)
     keep: int = key(3, "number of newest snapshots to keep", least=1)
 
@@ -193,10 +193,10 @@ class RecorderConfig:
 class DiagnosticsConfig:
     """What is recorded for each tensor and block."""
 
-    statistics: list[str] = key(list(STATISTICS[:3]), "of each tensor", choices=STATISTICS)
+    statistics: list[str] = key(list(STATISTICS[:3]), "per tensor", choices=STATISTICS)
     every: int = key(1, "steps between records of rms, grad_norm and update_norm", least=1)
-    detail_every: int | None = key(100, "steps between the others; null: never", least=1)
-    block_every: int | None = key(100, "steps between features; null: never", least=1)
+    detail_every: int | None = key(100, "steps between records of the others; null: never", least=1)
+    block_every: int | None = key(100, "steps between records of blocks; null: never", least=1)
     spikes: SpikeConfig = field(
         default_factory=SpikeConfig, metadata={"identity": False, "doc": "spike detection"}
     )
@@ -210,10 +210,10 @@ class DistributedConfig:
     """Training in several processes, one per GPU, started by torchrun, srun or submitit."""
 
     name: str = key("none", "kind of data parallelism", choices=("none", "ddp", "fsdp2"))
-    local_loss: bool = key(True, "compute only a rank's own rows of the loss on that rank")
+    local_loss: bool = key(True, "compute on each rank only its own rows of the loss")
     static_graph: bool = key(True, "DDP's static graph: every step uses the same parameters")
     sync_bn: bool = key(False, "DDP on GPUs: compute batch norm over all ranks")
-    timeout_s: float = key(600.0, "seconds that a rank may stall", above=0, identity=False)
+    timeout_s: float = key(600.0, "seconds a rank may make no progress", above=0, identity=False)
 
 
 @dataclass
@@ -227,7 +227,7 @@ class LoggerConfig:
 class ResumeConfig:
     """Starting from the state of another run, and what a resume tolerates."""
 
-    from_: str | None = key(None, "run or checkpoint of weights and moments", identity=False)
+    from_: str | None = key(None, "run or checkpoint to start from", identity=False)
     allow_reshard: bool = key(False, "resume a stream with other ranks or workers", identity=False)
     allow_drift: bool = key(False, "resume although the code has changed", identity=False)
 
@@ -244,10 +244,10 @@ class Config:
     batch_size: int = key(128, "image-text pairs per step, over all ranks", least=2)
     accumulate: int = key(1, "number of micro-batches per step on each rank", least=1)
     device: str = key("auto", "device", choices=("auto", "cpu", "cuda"), identity=False)
-    num_workers: int | None = key(None, "data workers; null: by cores", least=0, identity=False)
+    num_workers: int | None = key(None, "data workers; null: auto", least=0, identity=False)
     compile: bool = key(False, "compile every block with torch.compile")
     checkpointing: bool = key(False, "recompute activations in the backward pass")
-    deterministic: bool = key(False, "use bit-reproducible kernels only", identity=False)
+    deterministic: bool = key(False, "use only bit-reproducible kernels", identity=False)
     profile: bool = key(False, "write a profiler trace of a few steps", identity=False)
     run_dir: str = key("runs", "folder that holds the run directories", identity=False)
     log_every: int = key(20, "steps between writes of the record", least=1, identity=False)

@@ -44,7 +44,7 @@ def start(manifest: Manifest) -> None:
         if is_locked(lock_path(manifest.folder)):
             break
         time.sleep(0.05)
-    launcher.returncode = 0  # it outlives this process, of which subprocess would warn
+    launcher.returncode = 0  # it outlives this process; subprocess would warn of that
 
 
 def launch(folder: Path) -> None:
@@ -53,7 +53,7 @@ def launch(folder: Path) -> None:
     if lock is None:
         return
     os.ftruncate(lock, 0)
-    os.write(lock, f"{os.getpid()}\n".encode())  # for anyone who wants to end it
+    os.write(lock, f"{os.getpid()}\n".encode())  # for users who want to end it
     manifest = Manifest(folder)
     while any(is_locked(manifest.lock_of(index)) for index in _submitted(manifest)):
         time.sleep(LOOK_S)  # the trainings of a killed launcher are saving

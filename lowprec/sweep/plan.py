@@ -84,8 +84,8 @@ class Manifest:
                     raise ValueError(f"run {index}")
         except (KeyError, TypeError, ValueError) as error:
             raise RecordFileError(
-                f"{path} is damaged or of an earlier version ({error}); delete the sweep's folder "
-                "and submit again: runs that have ended are not repeated"
+                f"{path} is damaged or from an earlier version ({error}); delete the sweep's "
+                "folder and submit again: runs that have ended are not repeated"
             ) from error
 
     @classmethod
@@ -149,7 +149,7 @@ class Manifest:
         return newest
 
     def is_cancelled(self, index: int, token: str) -> bool:
-        """Whether a run was cancelled or submitted again since the submission with this token."""
+        """Whether a run was cancelled or resubmitted after the submission with this token."""
         newest = self.submissions().get(index)
         return newest is None or newest.token != token or newest.cancelled
 
@@ -184,7 +184,7 @@ def plan_runs(
     once per data set. Raises ConfigError with the faults of all runs.
     """
     if foreign := [text for text in overrides if text.lstrip("+~").startswith("hydra")]:
-        raise ConfigError([f"{text}: a sweep has launcher=local or slurm" for text in foreign])
+        raise ConfigError([f"{text}: use launcher=local or slurm" for text in foreign])
     composed = compose_command(
         overrides, multirun=True, preflight=partial(preflight, planned=processes)
     )
@@ -215,7 +215,7 @@ def refuse_processes(runs: list[PlannedRun], processes: int) -> None:
 
 
 def _is_whole(row: dict) -> bool:
-    """Whether a row has the keys of its event, and these what the sweep needs."""
+    """Whether a row has its event's keys, with values of the right types."""
     launcher = row.get("launcher", LAUNCHER)
     return (
         row.get("event") in KEYS

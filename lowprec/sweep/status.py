@@ -133,7 +133,7 @@ def show(manifest: Manifest, run_states: list[State], queue: dict | None, consol
             has_log = state.state in TO_RESUBMIT and log.exists()
             lines.append(line + f"; log: {log}" * has_log)
     if queue is None:
-        lines.append("squeue gives no answer: the states of queued runs are as last known")
+        lines.append("squeue does not answer: the states of queued runs are the last known ones")
     console.print(table)
     for line in (*lines, *manifest.faults, summary(run_states)):
         console.print(line, markup=False, highlight=False, soft_wrap=True)

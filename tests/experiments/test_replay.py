@@ -80,7 +80,7 @@ def test_the_control_is_the_run_to_the_bit_and_the_run_is_left_alone(run, settin
     assert losses(frame, "recorded") == control
     other = losses(frame, "optimizer.beta2_decay=0.9")
     assert other[9] == control[9] and other[11] != control[11]
-    assert "the 4 recorded losses to the bit" in capsys.readouterr().out
+    assert "the 4 recorded losses exactly" in capsys.readouterr().out
     rms = frame[frame["change"] == "control"]["rms"]
     assert rms.notna().all() and (rms > 0).all()
     after = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
