@@ -31,7 +31,7 @@ from lowprec.runs.read import (
 
 TYPES = {"timing": {"attempt": int, "wall_s": float, "images_per_s": float, "data_wait": float}}
 MAX_STEPS = 10**8
-MAX_KEYS = 10_000  # of a config
+MAX_KEYS, MAX_DEPTH = 10_000, 100  # of a config
 NUMERIC = (pa.int64(), pa.int32(), pa.float32(), pa.float64())
 UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError, TypeError)
 PRECISION = ("precision.autocast", "precision.recipe")
@@ -167,7 +167,7 @@ def _read_config(run: Path) -> tuple[dict, str]:
     """The flat config and what is wrong with it; a damaged one is replaced by its folder's name."""
     fault = "config.yaml is damaged"
     try:
-        written = flatten(yaml.load(read_file(run / "config.yaml"), _YAML))
+        written = flatten(_parse_yaml(read_file(run / "config.yaml")))
         config = DEFAULTS | written
         wrong = [key for key in (*TEXTS, *NUMBERS) if not _is_of_its_type(key, config[key])]
         if all(key in written for key in TEXTS) and not wrong:
@@ -177,6 +177,17 @@ def _read_config(run: Path) -> tuple[dict, str]:
     except (OSError, ValueError, AttributeError, TypeError, RecursionError, yaml.YAMLError):
         pass
     return {"experiment": run.resolve().parent.name, "scale": None}, fault
+
+
+def _parse_yaml(data: bytes) -> object:
+    """Plain data; ValueError beyond MAX_DEPTH, where the parser would exhaust the stack."""
+    depth = 0
+    for event in yaml.parse(data, _YAML):
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH:
+            raise ValueError(f"nested deeper than {MAX_DEPTH}")
+    return yaml.load(data, _YAML)
 
 
 def _is_of_its_type(key: str, value: object) -> bool:

@@ -242,6 +242,7 @@ def read_tensors(
             while True:
                 try:
                     batch = stream.read_next_batch()
+                    batch.validate(full=True)  # damaged offsets would crash the process
                 except (StopIteration, pa.ArrowInvalid, OSError):
                     break
                 columns = {

@@ -109,6 +109,13 @@ def test_a_parquet_bomb_is_refused(make_run):
         load_runs(run).tensors("*")
 
 
+@pytest.mark.parametrize("text", ["[" * 10**5, "- " * 10**5], ids=["flow", "block"])
+def test_a_config_that_nests_without_end_is_damaged(make_run, text):
+    run = make_run(num_steps=STEPS)
+    (run / "config.yaml").write_text(text)
+    assert note_of(run) == "config.yaml is damaged"
+
+
 def test_a_config_whose_aliases_multiply_is_damaged(make_run):
     run = make_run(num_steps=STEPS)
     levels = [
