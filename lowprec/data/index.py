@@ -2,7 +2,7 @@
 
 Each shard is indexed once. The index is a table of offsets for each shard and one catalog for the
 pattern; both end with a digest of themselves. Only images, captions and labels are read; nothing
-is unpacked or unpickled, and no name becomes a path.
+is unpacked or unpickled, and no member name is used as a path.
 """
 
 import contextlib
@@ -40,9 +40,9 @@ def open_shards(
 ) -> Shards:
     """Opens all shards of a pattern, after indexing new ones under a lock.
 
-    The index lies in the folder `index`, or in `.index` beside each shard. An index is a promise:
-    shards that are missing, changed or new since it was made are refused, unless `accept` takes
-    them as the new set. `num_processes` above 1 needs a script with a `__main__` guard.
+    The index is in the folder `index`, or in `.index` beside each shard. Shards that are missing,
+    changed or new since the index was made are refused, unless `accept` takes them as the new set.
+    `num_processes` above 1 needs a script with a `__main__` guard.
 
     Raises:
         FileNotFoundError: Nothing matches, or the folder is read-only and `index` is None.
@@ -57,7 +57,7 @@ def open_shards(
         catalog["bytes"][row], catalog["mtime_ns"][row] = _stamp(source)
     file = files[0].parent / f"catalog-{_short_digest(os.path.abspath(pattern))}.npy"
     promised = {}
-    with contextlib.suppress(OSError, ValueError):  # no index, or one that is made again
+    with contextlib.suppress(OSError, ValueError):  # no index, or one that is rebuilt
         (recorded,) = load_sealed(file)
         promised = {} if accept else _digests(recorded)
         if promised and all(np.array_equal(recorded[k], catalog[k]) for k in ("path", *STAMP)):
@@ -134,7 +134,7 @@ def _refuse_changes(
     if differing:
         raise ValueError(
             f"{name}={pattern}: {len(differing)} shards differ from the indexed ones: "
-            f"{some(differing, ', ')}. A run on them would be another run. To accept them: "
+            f"{some(differing, ', ')}. Training on them makes another run. To accept them: "
             f"python -m experiments.index_shards shards='{pattern}'"
         )
 
@@ -154,7 +154,7 @@ def _read_entry(source: str, file: Path) -> tuple | None:
 
 
 def _index_shard(job: tuple[str, Path, bytes | None]) -> tuple | str:
-    """The `ENTRY` of a shard, whose index is made again if out of date, or the shard's fault.
+    """The `ENTRY` of a shard, whose index is rebuilt if out of date, or the shard's fault.
 
     If the digest is not the promised one, the file stays unchanged: the shard may be restored.
     """

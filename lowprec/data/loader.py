@@ -49,7 +49,7 @@ class Batch:
     """Image-text pairs.
 
     images: uint8 [batch, 3, size, size]; tokens: int64 [batch, context]; labels: int64 [batch], -1
-    for none; samples: int64 [batch], global sample numbers; skips: one row per unreadable sample.
+    if none; samples: int64 [batch], global sample numbers; skips: one row per unreadable sample.
     """
 
     images: Tensor
@@ -350,7 +350,7 @@ def ahead(
         notes = [shares.notes[i : i + NOTE].rstrip(b"\0") for i in range(0, NOTE * workers, NOTE)]
         at = ", ".join(row.decode("utf-8", "replace") for row in notes if row)
         end()
-        raise ShardError(f"no batch for {SILENT_S} s; the data workers were at: {at}") from error
+        raise ShardError(f"no batch for {SILENT_S} s; data workers were reading: {at}") from error
     finally:
         shares.notes[-1:] = b"\1"
         getattr(outcomes, "_shutdown_workers", lambda: None)()  # ends the pinning thread first

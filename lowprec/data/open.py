@@ -1,4 +1,4 @@
-"""Opens the data that a config names: renders the embedded set, indexes shards, shows progress."""
+"""Opens the data that a config names: renders the built-in set, indexes shards, shows progress."""
 
 import fcntl
 import hashlib

@@ -119,8 +119,8 @@ def render_shapes(
 ) -> None:
     """Writes the data set: `out/train-0000.tar`, ..., `out/val-0000.tar`, ..., names and prompts.
 
-    Shards are in webdataset's layout, KEY.jpg (RGB), KEY.txt (caption) and KEY.cls (class number),
-    and get their name when they are complete. Line n of classnames.txt, from 0, names class n;
+    Shards are in webdataset's layout, KEY.jpg (RGB), KEY.txt (caption) and KEY.cls (class index),
+    and are renamed into place when complete. Line n of classnames.txt, from 0, names class n;
     templates.txt holds one prompt a line with {} for the class name. A smaller set is the beginning
     of a larger one. The bytes do not depend on `num_processes`; another build of Pillow's libjpeg
     may encode the same pixels differently. `num_processes` above 1 needs a script with a `__main__`

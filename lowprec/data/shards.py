@@ -38,7 +38,7 @@ def load_sealed(file: Path) -> list[np.ndarray]:
     content = file.read_bytes()
     body = io.BytesIO(content[:-SEAL])
     if hashlib.sha256(body.getvalue()).digest() != content[-SEAL:]:
-        raise ValueError("it is damaged or of an older version")
+        raise ValueError("it is damaged or from an older version")
     arrays = []
     while body.tell() < len(body.getvalue()):
         arrays.append(np.load(body))
@@ -81,7 +81,7 @@ class Shards:
         try:
             entry, table = load_sealed(self._table_files[shard])
             if entry["digest"] != self._digests[shard]:
-                raise ValueError("it was made again while the shards were open")
+                raise ValueError("it was rebuilt while the shards were open")
         except (OSError, ValueError) as error:
             raise ShardError(
                 f"{self._table_files[shard]}, the index of {self.paths[shard]}, cannot be read "
@@ -107,7 +107,7 @@ class Shards:
         except OSError as error:
             raise ShardError(f"{self.paths[shard]} cannot be read: {error.strerror}") from error
         if len(data) < size:
-            raise ShardError(f"{self.paths[shard]} has become shorter than when it was indexed")
+            raise ShardError(f"{self.paths[shard]} is shorter than when it was indexed")
         return data
 
 

@@ -44,7 +44,7 @@ from lowprec.data.tar import IMAGES, DamagedError, StrictHeader, parse_label, re
 
 SHUFFLED = 1000  # undecoded samples that a worker shuffles; webdataset starts with 100
 CURL = ("curl", "-fsL", "--connect-timeout", "30", "--retry", "30", "--retry-delay", "2")
-STALL_S = 60  # a shard that sends no member for so long is left
+STALL_S = 60  # a shard that sends no member for so long is skipped
 CURL_FAULTS = {6: "no such host", 7: "cannot connect", 22: "an HTTP error, such as 404"}
 
 

@@ -50,7 +50,7 @@ def read_members(tar: tarfile.TarFile) -> Iterator[tuple[tarfile.TarInfo, str, s
     """
     while (member := tar.next()) is not None:
         tar.members = []  # else it keeps the headers of the whole shard
-        if not 0 <= member.size <= LARGEST or tar.offset <= member.offset:  # says a later header
+        if not 0 <= member.size <= LARGEST or tar.offset <= member.offset:  # as a later header says
             raise DamagedError(f"a size of {member.size} at byte {member.offset}")
         folder, _, last = member.name.rpartition("/")
         stem, dot, kind = last.partition(".")

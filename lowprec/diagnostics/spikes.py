@@ -27,10 +27,10 @@ class Protocol:
     """What counts as a spike. The defaults are the paper's; it leaves `window` open.
 
     A loss is an *outlier* if it exceeds mean + `loss_sigmas` standard deviations of the `window`
-    steps before it, at least half of which have a number. It enters later windows as the bound it
-    exceeded: a spike raises the bound only a little, yet a loss that stays high is normal again
-    within about a window. A loss spike begins at the first of `num_deviations` outliers, the last
-    of which comes at most `within` steps after the first. An RMS spike is a step with RMS_t >=
+    steps before it, at least half of which have a finite loss. Later windows contain the bound it
+    exceeded instead: a spike raises the bound only a little, yet a loss that stays high is normal
+    again within about a window. A loss spike begins at the first of `num_deviations` outliers, the
+    last of which comes at most `within` steps after the first. An RMS spike is a step with RMS_t >=
     `rms_threshold`. The first `ignore_steps` steps have neither. A spike at most `within` steps
     after the previous one (counted or not) is the same spike and does not count again. A loss spike
     follows an RMS spike if it begins 1 to `max_lead` steps after it.
@@ -70,11 +70,11 @@ class Spike(NamedTuple):
 
 
 class Collapse:
-    """Notices a model that tells no pair of a batch apart: its loss stays at ln(batch_size).
+    """Detects a collapsed model, which tells no pairs apart: its loss stays at ln(batch_size).
 
     Args:
         batch_size: number of pairs that the loss contrasts.
-        warmup_steps: first steps, in which the loss may be that of chance.
+        warmup_steps: first steps, in which the loss may be at chance level.
     """
 
     def __init__(self, batch_size: int, warmup_steps: int):
@@ -87,7 +87,7 @@ class Collapse:
         if self.num_steps != COLLAPSED:
             return ""
         first = step - COLLAPSED + 1
-        return f"the loss is that of chance, {self.chance:.3g}, since step {first}"
+        return f"the loss has been at chance level, {self.chance:.3g}, since step {first}"
 
 
 class Detector:
@@ -165,11 +165,11 @@ def rms_spikes(rms: np.ndarray, protocol: Protocol) -> np.ndarray:
 
 
 def onsets(loss: np.ndarray, steps: np.ndarray) -> np.ndarray:
-    """Steps at which loss spikes set in: detection needs an outlier, the rise may begin earlier.
+    """Onsets of loss spikes: detection needs an outlier, but the loss may begin to rise earlier.
 
     The onset is the first step of the unbroken stretch of raised losses that ends at the detected
     step, or that step if it is not raised. A loss is raised if it exceeds the median of the
-    `ONSET_WINDOW` steps before it, at least half of which have a number, by `ONSET_DEVIATIONS`
+    `ONSET_WINDOW` steps before it, at least half of which are finite, by `ONSET_DEVIATIONS`
     median absolute deviations (MAD) of the differences between neighbors in that window.
     Differences ignore a trend; for white noise 3 of their MADs are 2.9 standard deviations.
 
@@ -288,7 +288,7 @@ def lag_coincidence(
     the RMS spikes are shifted circularly along the steps after `ignore_steps`, by at most
     `max_shift` either way or over the whole run: each keeps its neighbors and loses only its
     relation to the loss. The shift by 0 is included, so `p_value` is above 0. Small shifts keep the
-    phase of training: where both kinds of spike crowd into one phase, shifts over the whole run
+    phase of training: where both kinds of spike cluster in one phase, shifts over the whole run
     underestimate chance.
     """
     loss_marks, rms_marks = loss_marks[protocol.ignore_steps :], rms_marks[protocol.ignore_steps :]

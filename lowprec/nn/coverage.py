@@ -1,4 +1,4 @@
-"""Reports which linear layers are quantized, and which share of the multiply-adds they are."""
+"""Reports which linear layers are quantized, and their share of the multiply-adds."""
 
 import warnings
 from collections import Counter
@@ -44,8 +44,8 @@ class Tower:
 class Layer:
     """A linear layer that matches.
 
-    `gains`: the recipe makes its shape faster than 16 bit. `called`: by a forward on the inputs;
-    None if none were given. A layer that is not called is not swapped.
+    `gains`: its shape is faster under the recipe than in 16 bits. `called`: by a forward on the
+    inputs; None if none were given. A layer that is not called is not swapped.
     """
 
     name: str
@@ -153,7 +153,7 @@ def _is_quantized(module: nn.Module) -> bool:
 
 
 def check_first_forward(model: nn.Module, layers: Sequence[str]) -> None:
-    """Lets the next forward of a model warn of those of its layers that it does not call."""
+    """Makes the next forward of a model warn about the layers that it does not call."""
     model.register_forward_pre_hook(partial(_record_calls, layers=list(layers)))
 
 
@@ -188,11 +188,11 @@ def _is_compiled(module: nn.Module) -> bool:
 
 def _never_called(names: list[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"not called, so in 16 bit where their weights are used: {', '.join(names[:3])}{more}"
+    return f"not called, so their weights are used in 16 bits: {', '.join(names[:3])}{more}"
 
 
 def summary(recipe: str, layers: Layers) -> str:
-    """How many layers and multiply-adds of each tower are quantized, and what is not."""
+    """How many of each tower's layers and multiply-adds are quantized, and which layers are not."""
     sums = (sum(getattr(tower, f.name) for tower in layers.towers.values()) for f in fields(Tower))
     lines = [f"{recipe}: {_share(Tower(*sums))}"]
     lines += [f"  {name or 'the rest'}: {_share(tower)}" for name, tower in layers.towers.items()]

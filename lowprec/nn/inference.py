@@ -72,7 +72,7 @@ class Int8Linear(_KeepsScale):
 
     @property
     def weight(self) -> Tensor:
-        """The weight in 16 or 32 bits, for an owner that reads it without calling the layer."""
+        """The weight in 16 or 32 bits, for modules that read it without calling the layer."""
         weight, scale = self._buffers["weight"], self._buffers["weight_scale"]
         return reference.dequantize(weight, scale, self.original.dtype)
 
@@ -145,7 +145,7 @@ def memory_ratio(model: nn.Module) -> float:
 
 
 def save_int8(model: nn.Module, path: Path | str) -> None:
-    """Writes a model's state dict as .safetensors; tied tensors under each of their names.
+    """Writes a model's state dict as .safetensors, with tied tensors under each name.
 
     Raises ValueError for another suffix.
     """

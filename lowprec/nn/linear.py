@@ -24,7 +24,7 @@ class Settings:
         recipe: the formats of the three products.
         backend: "auto", "reference" or "triton"; see `lowprec.ops`.
         outlier_threshold: if above 0, input features that contain a larger magnitude are multiplied
-            in 16 bit, in output and grad_weight, as in LLM.int8() (arXiv:2208.07339). This takes a
+            in 16 bits, in output and grad_weight, as in LLM.int8() (arXiv:2208.07339). This takes a
             second product of the full size, without a host sync.
 
     Raises ValueError for settings that are unknown or that do not fit together.
@@ -60,7 +60,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None, settings: Setting
     dtype = compute_dtype(input)
     if not settings.recipe.function:
         return F.linear(input, weight, bias)
-    if input.numel() == 0:  # has no largest magnitude
+    if input.numel() == 0:  # an empty input has no largest magnitude
         return F.linear(input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
     x_MK = input.reshape(-1, input.shape[-1]).to(dtype)
     if torch.is_grad_enabled():
@@ -175,7 +175,7 @@ def _grad_input(g_MN, weight, settings, needs_bias) -> tuple[Tensor, Tensor | No
 
 
 def _grad_weight(g_MN, x_MK, settings) -> Tensor:
-    """g^T x, in 16 bit unless the recipe quantizes it."""
+    """g^T x, in 16 bits unless the recipe quantizes it."""
     product, dtype, backend = settings.recipe.grad_weight, g_MN.dtype, settings.backend
     if product is None:
         return g_MN.T @ x_MK
@@ -213,9 +213,9 @@ class LowPrecisionLinear(nn.Linear):
     Works under autocast or with 16-bit parameters. `set_recipe` changes the settings.
 
     Args:
-        in_features: as for nn.Linear, like out_features, bias, device and dtype.
+        in_features, out_features, bias, device, dtype: as for nn.Linear.
         recipe: a name in `RECIPES`, or a Recipe.
-        backend: see `Settings`, also for outlier_threshold and the errors.
+        backend: see `Settings`, also for outlier_threshold and errors.
     """
 
     settings: Settings
@@ -238,7 +238,7 @@ class LowPrecisionLinear(nn.Linear):
     def set_recipe(
         self, recipe: str | Recipe, backend: str = "auto", outlier_threshold: float = 0.0
     ) -> None:
-        """Replaces all settings; see `Settings` for the errors, after which nothing has changed."""
+        """Replaces all settings; after an error (see `Settings`) nothing has changed."""
         self.settings = Settings(find_recipe(recipe), backend, outlier_threshold)
 
     @property
@@ -251,7 +251,7 @@ class LowPrecisionLinear(nn.Linear):
         return linear(input, self.weight, self.bias, self.settings)
 
     def extra_repr(self) -> str:
-        """nn.Linear's, and the recipe."""
+        """nn.Linear's text, plus the recipe."""
         return f"{super().extra_repr()}, recipe={self.recipe.name}"
 
 

@@ -68,7 +68,7 @@ def _is_fusible(mlp: nn.Sequential) -> bool:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Whether calling the module runs hooks beside its forward."""
+    """Whether calling the module runs hooks besides its forward."""
     forward = module._forward_hooks or module._forward_pre_hooks
     return bool(forward or module._backward_hooks or module._backward_pre_hooks)
 

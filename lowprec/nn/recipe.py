@@ -5,7 +5,7 @@
 Granularities refer to the tensors as stored, x[M, K], W[N, K], g[M, N], even where the product
 transposes them. A product of None runs in the 16-bit (autocast) dtype. Native products run on
 8-bit matrix units: int8, and fp8 in recipes whose name starts with `hw_`. Other fp8 products are
-fake-quantized: operands are rounded to fp8 values, scaled back and multiplied in 16 bit.
+fake-quantized: operands are rounded to fp8 values, scaled back and multiplied in 16 bits.
 
 Imports no torch, so that a config can be checked without it.
 """
@@ -47,7 +47,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The three products of a layer; None for 16 bit.
+    """The three products of a layer; None means 16-bit.
 
     `saves_int8`: saves the quantized input for backward. `function`: uses a custom autograd
     function even if all products are 16-bit.
@@ -67,7 +67,7 @@ class Recipe:
 
     @property
     def shares_weight(self) -> bool:
-        """Whether output and grad_input multiply by the same quantized weight, once transposed."""
+        """Whether output and grad_input share one quantized weight, once transposed."""
         output, grad_input = self.output, self.grad_input
         if output is None or grad_input is None or not (output.native and grad_input.native):
             return False
@@ -96,7 +96,7 @@ RECIPES = {
     recipe.name: recipe
     for recipe in (
         Recipe("high", function=False),
-        Recipe("autograd_high"),  # algorithm 5: the baseline for comparisons of speed
+        Recipe("autograd_high"),  # algorithm 5: the baseline for speed
         Recipe("switchback", _int8(ROW, TENSOR), _int8(ROW, TENSOR)),  # algorithm 1
         Recipe("switchback_m", _int8(ROW, TENSOR), _int8(ROW, TENSOR), saves_int8=True),
         Recipe("switchback_q", _int8(ROW, ROW), _int8(ROW, COLUMN)),

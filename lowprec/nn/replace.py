@@ -20,7 +20,7 @@ ALIASES = {  # open_clip's name: what timm, transformers and gated MLPs call the
     "c_fc": ("mlp.fc1", "mlp.fc1_[gx]", "mlp.w[01]", "mlp.w12", "gate_proj", "up_proj"),
     "c_proj": ("mlp.fc2", "mlp.w[23]", "down_proj"),
 }
-GAINS_FROM = {  # recipe: min(in, out) from which it is faster than 16 bit, without launch times
+GAINS_FROM = {  # recipe: min(in, out) from which it beats 16 bits, without launch times
     "switchback": 768,
     "switchback_m": 1024,
     "switchback_q": 768,
@@ -55,8 +55,8 @@ def apply_recipe(
     The self-attention of open_clip's blocks becomes `Attention` under every recipe, including
     "high"; its fused projection is the layer "in_proj". Any other nn.MultiheadAttention is left
     alone. Parameters keep their names and order, modules keep their hooks, and another recipe can
-    be applied later. A layer whose owner reads its weight without calling it stays as it is. One
-    forward on `inputs` finds out; without inputs, the next forward warns of such layers.
+    be applied later. A layer whose owner reads its weight without calling it stays as it is. A
+    forward on `inputs` finds such layers; without `inputs`, the next forward warns about them.
 
     Args:
         model: a module that contains the layers.
@@ -74,7 +74,7 @@ def apply_recipe(
         ValueError: unknown or contradictory settings, a layer that is already int8 (`to_int8`), or
             a layer that is more than an nn.Linear: a foreign subclass, a weight that is
             parametrized (weight_norm, pruning) or a tensor subclass (torchao), a patched forward, a
-            matrix of LoRA. The model is unchanged.
+            LoRA matrix. The model is unchanged.
     """
     recipe = find_recipe(recipe)
     settings = Settings(recipe, backend, outlier_threshold)
@@ -158,7 +158,7 @@ def _leave_fast_path(model: nn.Module) -> None:
 
 
 def _is_block_attention(model: nn.Module, name: str) -> bool:
-    """Whether `Attention` can replace a module, judging also by how its owner calls it.
+    """Whether `Attention` can replace a module, given how its owner calls it.
 
     For an nn.MultiheadAttention the owner must be open_clip's block, and not for cross-attention,
     where the block has a norm for keys and values.

@@ -27,13 +27,13 @@ def takes(backend: str, format: Format, device: torch.device) -> str:
     able = device.type == "cuda" and triton_quantize.quantizes(format, device)
     if backend == "triton" and not able:
         raise ValueError(
-            f"backend=triton: {format.name} needs a GPU that multiplies it, not {device}"
+            f"backend=triton: {format.name} needs a GPU that supports it, not {device}"
         )
     return "triton" if able else "reference"
 
 
 def _takes_definition(x_MK: Tensor, format: Format, granularity: str, backend: str) -> bool:
-    """Whether plain torch quantizes: without a kernel, rows that are too long for it, or compiled.
+    """Whether plain torch quantizes: no kernel, rows too long for it, or under torch.compile.
 
     torch.compile fuses row-wise quantization with the preceding operations. The fused division may
     differ in the last bit, which rarely changes a quantized value, and a float32 input is not

@@ -90,7 +90,7 @@ def matmul(
 
 
 def _int_product(a_MK: Tensor, b_NK: Tensor) -> Tensor:
-    """Exact `a @ b^T` of int8 tensors; torch's int8 product on CPU is wrong for a single term."""
+    """Exact `a @ b^T` of int8 tensors; torch's int8 product on the CPU is wrong for K = 1."""
     if a_MK.device.type == "cpu" and a_MK.shape[1] > 1:
         return torch._int_mm(a_MK, b_NK.T)
     return a_MK.double() @ b_NK.double().T

@@ -1,4 +1,4 @@
-"""Triton kernels for `reference.quantize`: the same bits.
+"""Triton kernels for `reference.quantize`, with bit-identical results.
 
 Row-wise quantization reads the input once. Column- and tensor-wise quantization read it twice
 (maxima, then quotients) and can store the result as it is, transposed or both.

@@ -127,7 +127,7 @@ class EightBitAdamW:
 class TorchaoAdamW8bit(EightBitAdamW):
     """torchao.optim.AdamW8bit(groups, **rule), on a GPU or a CPU; it compiles for each shape.
 
-    Moments of a tensor whose size is no multiple of BLOCK are 32-bit too. Written for 0.17.
+    Tensors whose size is not a multiple of BLOCK have 32-bit moments, too. Written for 0.17.
     """
 
     def __init__(self, groups: list[dict], rule: dict, **options):
@@ -156,7 +156,7 @@ class TorchaoAdamW8bit(EightBitAdamW):
 class BitsAndBytesAdamW8bit(EightBitAdamW):
     """bitsandbytes.optim.AdamW8bit(groups, **rule), on a GPU only; written for 0.49.
 
-    With `is_paged`, moments of 100,000 elements and more lie in CUDA managed memory, which moves to
+    With `is_paged`, moments of 100,000 elements and more are in CUDA managed memory, which moves to
     the host when the GPU is full. More of it than the GPU has free can hang the GPU for all users.
     """
 
@@ -177,7 +177,7 @@ class BitsAndBytesAdamW8bit(EightBitAdamW):
 
 
 def matching(names: Sequence[str], patterns: Sequence[str]) -> set[str]:
-    """Names that a pattern matches, or whose module above a pattern matches.
+    """Names that match a pattern, or that lie in a module that does.
 
     `*` and `?` match dots too. ValueError names a pattern that matches nothing.
     """

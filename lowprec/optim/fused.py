@@ -195,7 +195,7 @@ def first_unfit(tensors: Tensors) -> int | None:
 
 
 def _has_order_of(a: Tensor, b: Tensor) -> bool:
-    """Whether elements lie in one order in memory; dimensions of size 1 do not matter."""
+    """Whether the elements have the same order in memory; dimensions of size 1 do not matter."""
     if a.stride() == b.stride():
         return True
     pairs = zip(a.shape, a.stride(), b.stride(), strict=True)

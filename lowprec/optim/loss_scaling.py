@@ -39,7 +39,7 @@ class FixedScaler(NoScaler):
         self.value = torch.full((), scale, device=device)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Steps the optimizer, which divides the gradients by the scale."""
+        """Steps the optimizer, which unscales the gradients."""
         optimizer.grad_scale = self.value
         optimizer.step()
 

@@ -27,7 +27,7 @@ def check_options(group: dict) -> None:
 
 
 def is_positive_or_none(value: float | None) -> bool:
-    """Whether an option is None or positive; not if it is NaN."""
+    """Whether an option is None or positive (NaN is not)."""
     return value is None or value > 0
 
 

@@ -1,4 +1,4 @@
-"""StableAdamW, and AdamW as the same with update clipping off; statistics of every tensor.
+"""StableAdamW, which is AdamW when update clipping is off, with statistics of every tensor.
 
 `adamw_update` defines the update; `plain` or `fused` applies it to all tensors. The class decides
 what a step applies. No value is read back to the host: skipping and clipping are factors on the
@@ -56,8 +56,8 @@ class StableAdamW(torch.optim.Optimizer):
         clip_weight_decay: False decays by `lr` instead of eta, as in the paper's runs.
         beta2_decay: x replaces beta2_hat with AdaFactor's 1 - t^-x.
         clip_norm: largest global norm of the gradient; larger gradients are scaled down.
-        skip: what a gradient whose norm is not finite keeps from being updated: every tensor
-            ("step") or its own ("tensor").
+        skip: which tensors a gradient with a non-finite norm leaves unchanged: all of them
+            ("step") or only its own ("tensor").
         fused: None uses the Triton kernels if all tensors are dense, float32, bfloat16 or float16,
             on one GPU, with gradients in the same order in memory; otherwise plain torch, with a
             warning on a GPU. False: always plain torch. True: ValueError if kernels cannot run.
@@ -67,11 +67,11 @@ class StableAdamW(torch.optim.Optimizer):
     After `step()`:
         statistics: float32 [tensors, 10], in the order of `names` and STATISTICS: RMS_t (above 1, u
             lags behind g^2); norm of the unscaled gradient before `clip_norm`; norm of the update
-            eta v / (sqrt(u) + eps); of the unscaled gradient the largest absolute value (NaN if an
-            element is) and the numbers of infinite and NaN elements; norm of the parameter after
-            the step; least, mean and largest u. A skipped tensor shows RMS_t NaN and update norm 0.
-            A parameter without a gradient or without elements stays as it is and shows RMS_t NaN
-            and 0 elsewhere. Rows of sharded parameters (FSDP2's DTensors) describe whole tensors.
+            eta v / (sqrt(u) + eps); largest absolute value (NaN if an element is) and numbers of
+            infinite and NaN elements of the unscaled gradient; norm of the parameter after the
+            step; least, mean and largest u. A skipped tensor has RMS_t NaN and update norm 0. A
+            parameter without gradient or elements stays as it is; its RMS_t is NaN and the rest
+            are 0. Rows of sharded parameters (FSDP2's DTensors) describe whole tensors.
         grad_norm, clipped_grad_norm: 0-d, over all tensors, before and after `clip_norm`.
         all_finite: 0-d bool, whether the gradient norms of all tensors are finite.
 
@@ -83,8 +83,8 @@ class StableAdamW(torch.optim.Optimizer):
 
     `state[p]` holds the debiased moments exp_avg and exp_avg_sq in float32 (float64 for float64),
     the count `updates` and, for a 16-bit parameter, `compensation` (see `add_compensated_`). The
-    count is not called step, so that torch's AdamW does not take our moments for its own: it loads
-    `adamw_state_dict()`.
+    count is not called step, so that torch's AdamW does not mistake our moments for its own: it
+    loads `adamw_state_dict()`.
 
     Source: Algorithm 2, arXiv:2304.13013.
     """
@@ -195,7 +195,7 @@ class StableAdamW(torch.optim.Optimizer):
         for p, grad in zip(params, tensors.grads, strict=True):
             if p.is_complex() or grad.layout != torch.strided:
                 what = "is complex" if p.is_complex() else "has a sparse gradient"
-                raise ValueError(f"{self._describe(p)} {what}; only real, dense tensors work")
+                raise ValueError(f"{self._describe(p)} {what}; tensors must be real and dense")
         shards = ShardReduction(params, lambda i: self._describe(params[i]))
         if self.fused is False:
             return PlainStep(tensors, shards)
@@ -308,7 +308,7 @@ class StableAdamW(torch.optim.Optimizer):
         return f"parameter {number}" + (f" ({self.names[number]})" if named else "")
 
     def _reset_caches(self) -> None:
-        """Forgets what steps keep beside the state."""
+        """Drops what steps keep besides the state."""
         self._update_counts: Tensor | None = None
         self._addresses = AddressTables()
         self._copies: dict[str, tuple[Tensor, Tensor]] = {}
@@ -347,7 +347,7 @@ class StableAdamW(torch.optim.Optimizer):
         self._counts()
 
     def adamw_state_dict(self) -> dict:
-        """A state that torch.optim.AdamW loads, to go on without update clipping."""
+        """A state that torch.optim.AdamW can load, to continue without update clipping."""
         saved = self.state_dict()
         for group in saved["param_groups"]:
             for n in group["params"]:

@@ -1,6 +1,6 @@
 """A parameter's optimizer state: zero, or converted from and to that of torch.optim.AdamW.
 
-torch keeps the moments m as they are summed, ours are debiased: v = m / (1 - beta^t).
+torch stores the biased moments m; ours are debiased: v = m / (1 - beta^t).
 """
 
 import torch
@@ -10,7 +10,7 @@ from lowprec.optim.adamw_update import wide_dtype
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KINDS = {"step", "updates", "compensation", *MOMENTS}
-FOREIGN = "only a state of StableAdamW or of torch.optim.AdamW, without amsgrad and maximize, loads"
+FOREIGN = "only StableAdamW's and torch.optim.AdamW's states (no amsgrad or maximize) can be loaded"
 
 
 def zero_state(p: Tensor) -> dict[str, Tensor]:
@@ -49,7 +49,7 @@ def loaded_state(p: Tensor, name: str, saved: dict, betas: tuple) -> dict[str, T
 
 
 def adamw_state(state: dict, betas: tuple) -> dict[str, Tensor]:
-    """A state of ours as torch.optim.AdamW keeps it."""
+    """One of our states in torch.optim.AdamW's layout."""
     t = float(state["updates"])
     moments = zip(MOMENTS, betas, strict=True)
     return {

@@ -53,7 +53,7 @@ class StepSums(NamedTuple):
 
 
 def _extremes(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Least and largest element; infinities that no other shard exceeds if there is none."""
+    """Least and largest element; for an empty shard, infinities that no other shard exceeds."""
     if x.numel():
         return x.aminmax()
     return x.new_full((), torch.inf), x.new_full((), -torch.inf)
@@ -97,8 +97,8 @@ class ShardReduction:
 
     Other tensors stay as they are. A DTensor may be sharded over several dimensions of its mesh, as
     by FSDP2 and tensor parallelism together; replicas are not summed. ValueError names a tensor
-    (`name_of(i)`) that is placed in another way, or otherwise than its gradient. All processes must
-    call each method in the same order.
+    (`name_of(i)`) with another placement, or one that differs from its gradient's. All processes
+    must call each method in the same order.
     """
 
     def __init__(self, params: list[Tensor], name_of: Callable[[int], str]):
@@ -143,7 +143,7 @@ def _sharded_dims(p: Tensor, name: str) -> list[int]:
         raise ValueError(f"{name} is placed as {placements}, its gradient as {of_grad}")
     for placement in placements:
         if not isinstance(placement, Shard | _StridedShard | Replicate):
-            raise ValueError(f"{name} is placed as {placement!r}; only shards and replicas work")
+            raise ValueError(f"{name} is placed as {placement!r}; supported: shards and replicas")
     return [dim for dim, x in enumerate(placements) if not isinstance(x, Replicate)]
 
 

@@ -2,7 +2,7 @@
 
 A table on the device holds the addresses of each tensor's parameter, gradient, moments and
 compensation. A program takes one chunk of one tensor and stores partial sums, which
-`_reduce_kernel` adds in a fixed order, so that steps are reproducible bitwise. `adamw_update`
+`_reduce_kernel` adds in a fixed order, so that steps are bitwise reproducible. `adamw_update`
 defines the numbers, `fused` launches the kernels.
 """
 

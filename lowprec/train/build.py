@@ -57,7 +57,7 @@ class Built:
     tokenizer: Tokenizer
     task: ContrastiveTask
     state: TrainState
-    layers: Layers  # what precision.recipe made of the linear layers
+    layers: Layers  # what precision.recipe did to the linear layers
     world: Ranks = ONE_PROCESS
 
     def batches_from(self, first: int) -> Iterator[Batch]:
@@ -257,7 +257,7 @@ def parallelize(model: nn.Module, config: Config, world: Ranks) -> nn.Module:
 
 
 def build_optimizer(config: Config, model: nn.Module) -> StableAdamW | EightBitAdamW:
-    """Builds the optimizer of a config's `optimizer` group; AdamW is StableAdamW unclipped."""
+    """Builds the optimizer of a config's `optimizer` group; AdamW is unclipped StableAdamW."""
     rule = config.optimizer
     groups = param_groups(model, rule.weight_decay)
     common = {"lr": rule.lr, "betas": (rule.beta1, rule.beta2), "eps": rule.eps}

@@ -67,7 +67,7 @@ class Ranks:
         return value
 
     def stop_consensus(self, number: int | None) -> int | None:
-        """The signal that any rank passed in at the previous call; alone: at this call."""
+        """The signal that any rank passed in at the previous call (single process: at this one)."""
         return number
 
     def heartbeat(self, step: int | None, doing: str) -> None:

@@ -29,13 +29,13 @@ class Progress:
     """Ignores progress reports; a display overrides the methods."""
 
     def doing(self, what: str) -> None:
-        """The run starts something that takes long, such as "evaluating"."""
+        """The run starts something slow, such as "evaluating"."""
 
     def flushed(self, row: dict) -> None:
         """A flush wrote the last step's row; `row` has its throughput and timing, too."""
 
     def close(self) -> None:
-        """The attempt has ended, maybe by an error."""
+        """The attempt has ended, possibly with an error."""
 
 
 def start_tracer(enabled: bool, run: Path, attempt: int) -> Callable[[], None]:
@@ -101,7 +101,7 @@ def train(
         built: the objects of the run.
         record: the run's open record; the caller closes it.
         provenance: must equal that of the checkpoint (see `refuse_mismatch`).
-        progress: told what the run does.
+        progress: notified of what the run does.
         logger: receives a copy of each row.
         stop: once raised in any rank, all ranks save and stop after the same step.
         on_save: called after each checkpoint.

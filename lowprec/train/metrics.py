@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lowprec.train.build import Built
 
 PROBED_SAMPLES = 32  # samples of a step on which blocks are measured
-SKIPS_TOLERATED = 10  # unreadable samples that are allowed whatever data.max_skip_rate says
+SKIPS_TOLERATED = 10  # unreadable samples that are always allowed
 
 
 @dataclass
@@ -239,7 +239,7 @@ class MetricsBuffer:
         if skips:
             self.record.append("skips", skips)
         for shard, reason in {s["shard"]: s["reason"] for s in skips if not s["key"]}.items():
-            print(f"warning: {shard} cannot be read for now: {reason}")
+            print(f"warning: {shard} cannot be read at present: {reason}")
         self.num_skips += len(skips)
         self.skips = []
 

@@ -47,16 +47,16 @@ def train_run(
     Args:
         config: a config that `check` and `preflight` accept.
         world: the ranks; by default this process alone.
-        progress: told what the run does, for a display.
-        expected: the run directory that a sweep has planned; changed data would make another run.
+        progress: notified of what the run does, for a display.
+        expected: the run directory that a sweep has planned; changed data would name another run.
 
     Returns:
         How the attempt ended: finished, diverged or preempted; None if the run had ended before.
 
     Raises:
-        ConfigError: if the data or the model show a fault of the config.
+        ConfigError: if the data or the model reveal a fault in the config.
         RunError: if the run cannot continue; the message says what the user can do.
-        PeerFailed: if another rank failed, which says why itself.
+        PeerFailed: if another rank failed; that rank reports why.
     """
     world, progress = world or Ranks(), progress or Progress()
     opened: list[Data] = []  # in rank 0 first, which renders and indexes what is missing
@@ -65,7 +65,7 @@ def train_run(
     sources = world.first(lambda: sources_of(config, data))
     run = directory(config, sources)
     if expected not in (None, str(run)):
-        raise RunError(f"{expected}: its data have changed since `submit`; now it is {run}")
+        raise RunError(f"{expected}: its data have changed since `submit`, so it is now {run}")
     record = _open_record(run, config.num_steps, world)
     if record is None:
         return None
@@ -160,7 +160,7 @@ def _attempt(
 def _begin_record(
     config: Config, plain: dict, sources: dict[str, str], record: Record, world: Ranks
 ) -> None:
-    """Writes the config, the environment and what has changed in it since the last attempt."""
+    """Writes the config, the environment and its changes since the last attempt."""
     begins = first_step(record.run)
     facts = environment()
     changed = changes_since(record.run, facts)

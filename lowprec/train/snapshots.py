@@ -96,7 +96,7 @@ class SnapshotRecorder:
         keep, provenance = self.settings.keep, self.provenance
         try:
             path = save_checkpoint(folder, base.step, base, {}, keep=keep, provenance=provenance)
-            print(f"{path}: to replay the {what} at step {step}")
+            print(f"{path}: written to replay the {what} at step {step}")
         except CheckpointError as error:
             print(f"warning: snapshot of the {what} at step {step}: {error}")
 

@@ -43,8 +43,8 @@ DTYPES = {  # the format's name of each dtype; source: the safetensors README
 class TrainState:
     """Model, optimizer, loss scaler and the number of consecutive skipped steps.
 
-    Rank 0 writes a replicated state. Of a sharded one (FSDP2) every rank writes its shard of the
-    moments, and rank 0 the rest with the whole model: evaluation and export need no ranks.
+    Rank 0 writes a replicated state. Under FSDP2 every rank writes its shard of the moments, and
+    rank 0 the rest with the whole model: evaluation and export need no ranks.
     """
 
     model: nn.Module
@@ -132,7 +132,7 @@ class TrainState:
         return own
 
     def _expected(self) -> dict[str, dict[str, Tensor]]:
-        """Tensors of the shapes of the optimizer's, by file and name."""
+        """Tensors shaped like the optimizer's, by file and name."""
         if isinstance(self.optimizer, EightBitAdamW):
             return self.optimizer.states()
         return {key: self._parameters_with(key) for key in KINDS}
@@ -143,7 +143,7 @@ class TrainState:
                 self.optimizer.state[parameter][key] = tensors[name].to(parameter.device)
 
     def _load_eight_bit(self, moments: dict[str, dict[str, Tensor]], folder: Path) -> None:
-        """Copies into the library's own tensors, which may lie in managed memory."""
+        """Copies into the library's own tensors, which may be in managed memory."""
         triples = [
             (key, tensor, moments[key][name])
             for key, tensors in self.optimizer.states().items()
@@ -220,7 +220,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _read_like(folder: Path, key: str, like: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Reads all tensors of a kind, each sharded as its namesake in `like`.
+    """Reads all tensors of a kind, each sharded like its namesake in `like`.
 
     A tensor without a namesake or with another shape is read whole; no files give no tensors.
     """

@@ -160,7 +160,7 @@ class Watchdog:
         os._exit(LOST)
 
     def _let_others_read(self) -> None:
-        """Waits until the other ranks have read why this one ends: the store ends with rank 0."""
+        """Waits until the other ranks have read why this one ends; the store ends with rank 0."""
         if self.own.ended and self.rank == 0 and self.store is not None:
             time.sleep(3 * TICK_S)
 

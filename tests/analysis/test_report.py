@@ -205,7 +205,7 @@ def test_a_collapse_to_chance_is_listed_and_a_healthy_run_is_not(make_run, tmp_p
     make_run(num_steps=200, losses=losses)
     make_run(num_steps=200, seed=1)
     failures = page_of(tmp_path / "runs").section("Failures and damage")
-    assert failures.count("the loss is that of chance, 4.85, since step 81") == 1
+    assert failures.count("the loss has been at chance level, 4.85, since step 81") == 1
     assert "finished, collapsed" in failures
 
 

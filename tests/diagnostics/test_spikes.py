@@ -356,5 +356,5 @@ def test_a_loss_that_stays_at_chance_after_warm_up_is_a_collapse_once():
     said = {
         step: text for step, loss in enumerate(losses, 1) if (text := collapse.feed(step, loss))
     }
-    assert said == {111: "the loss is that of chance, 4.16, since step 62"}
+    assert said == {111: "the loss has been at chance level, 4.16, since step 62"}
     assert not any(collapse.feed(300 + i, math.nan) for i in range(60))

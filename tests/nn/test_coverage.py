@@ -52,7 +52,7 @@ def test_layers_that_are_not_called_are_named_and_not_swapped(name):
         assert is_ours == layer.swapped == layer.called
     assert uncalled[0] in summary("switchback", layers)
     apply_recipe(unchecked, "switchback")
-    with pytest.warns(UserWarning, match=f"^not called, so in 16 bit .*: {uncalled[0]}"):
+    with pytest.warns(UserWarning, match=f"^not called, so their weights .*: {uncalled[0]}"):
         unchecked(x)
     unchecked(x)  # once
 

@@ -83,7 +83,7 @@ def test_a_collapse_is_an_event_while_the_run_trains_and_survives_a_resume(
     config = make_config(changes)
     run_once(config, tmp_path / "whole")
     [event] = [row for row in read_rows(tmp_path / "whole/events.jsonl") if "collapsed" in row]
-    assert event["collapsed"].startswith("the loss is that of chance, 2.77, since step ")
+    assert event["collapsed"].startswith("the loss has been at chance level, 2.77, since step ")
     assert f"warning: {event['collapsed']}" in capsys.readouterr().out
     run_once(config, tmp_path / "cut", stop_at=40)
     run_once(config, tmp_path / "cut")
