@@ -78,7 +78,7 @@ def operations(lines: pd.DataFrame) -> pd.DataFrame:
 def switchback_times(lines: pd.DataFrame) -> pd.DataFrame:
     """Returns SwitchBack's time as the sum of its operations: `ms`, which includes `quantize_ms`.
 
-    `base_ms` is the same in 16 bit. One row per tokens, dim and dtype (int8, fp8) for which a file
+    `base_ms` is the same in 16 bits. One row per tokens, dim and dtype (int8, fp8) for which a file
     has all operations.
     """
     rows = []
@@ -142,7 +142,7 @@ def plot_paper(frame: pd.DataFrame, ax: Axes) -> None:
 
 
 def dim_axis(ax: Axes, dims: pd.Series) -> None:
-    """Makes the x axis logarithmic, with a tick at each dim."""
+    """Makes the x axis logarithmic, with a tick for each dim."""
     ax.set_xscale("log")
     ticks = sorted(set(dims))
     ax.set_xticks(ticks, [str(dim) for dim in ticks], rotation=45, ha="right")

@@ -1,4 +1,4 @@
-"""Shared by the commands: a user's mistake is one line, and few warnings are shown."""
+"""Shared by the commands: a user's mistake prints one line, and few warnings are shown."""
 
 import functools
 import os

@@ -110,7 +110,7 @@ def draw_all(root: Path | str, out: Path, scale: str | None, called: str) -> int
 
 
 def experiment_of(figure) -> str:
-    """The experiment that makes a figure's runs: its `EXPERIMENT`, or its module's name."""
+    """The experiment that makes a figure's runs: its `EXPERIMENT` or its module's name."""
     return getattr(figure, "EXPERIMENT", None) or figure.__name__.rpartition(".")[2]
 
 
@@ -121,9 +121,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("slug", help=f"all, or: {', '.join(figures.slugs())}")
     parser.add_argument("--runs", default="runs", help="folder of runs, or its URL [runs]")
     parser.add_argument("--out", type=Path, default=Path("figures"), help="folder [figures]")
-    parser.add_argument("--experiment", help="draw the runs of this one, or `any`, of all of them")
+    parser.add_argument("--experiment", help="experiment whose runs to draw; `any` for all")
     parser.add_argument(
-        "--scale", choices=("paper", "mini", "demo"), help="of the runs; needed if there are more"
+        "--scale", choices=("paper", "mini", "demo"), help="scale of the runs, if there are several"
     )
     return parser.parse_args(arguments)
 

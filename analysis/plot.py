@@ -7,8 +7,8 @@
     band=KEY    runs that differ in it alone share a color (seed, unless another key is given)
     KEY=VALUE   only the runs with that value
 
-By step, each run is a thin line and several runs of one color have their median as a thick one.
-Nothing is smoothed. At the end of runs, each is a point, with the mean and the range of each color.
+Over steps, each run is a thin line, and several runs of one color share a thick median line.
+Nothing is smoothed. Otherwise each run is a point, with the mean and the range of each color.
 Losses of CLIP are compared with chance, ln(batch size). Writes OUT.png, OUT.pdf and OUT.csv.
 """
 
@@ -211,7 +211,7 @@ def _column(heads: pd.DataFrame, key: str) -> pd.Series:
 
 
 def _in_order(values: Iterable) -> list:
-    """The distinct values: numbers by size, others in the order of the runs."""
+    """The distinct values: numbers sorted, others in the order of the runs."""
     distinct = list(dict.fromkeys(values))
     numbers = all(isinstance(value, int | float | np.number) for value in distinct)
     return sorted(distinct) if numbers else distinct

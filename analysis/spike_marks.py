@@ -88,7 +88,7 @@ def protocol_of_run(summary: dict) -> Protocol:
 def of_adamw(summaries: pd.DataFrame) -> pd.DataFrame:
     """The rows of `Runs.runs` for AdamW, or all rows if there are none.
 
-    Clipping changes how spikes arise, so a share over several optimizers describes none of them.
+    Clipping changes how spikes arise, so a share across optimizers would describe none of them.
     """
     is_adamw = summaries.get("optimizer.name", pd.Series(index=summaries.index)) == "adamw"
     is_damaged = summaries["scale"].isna()

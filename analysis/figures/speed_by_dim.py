@@ -63,7 +63,7 @@ def _totals(lines: pd.DataFrame) -> pd.DataFrame:
     """SwitchBack's total times; NoRunsError unless one file has all operations at some dim."""
     totals = bench.switchback_times(lines)
     if totals.empty:
-        raise NoRunsError("no dim has every operation of SwitchBack, and in 16 bit, in one file")
+        raise NoRunsError("no file has all operations of SwitchBack and of 16 bits for any dim")
     return totals.rename(columns={"device": "source"})
 
 

@@ -54,11 +54,11 @@ class RunData:
     following: dict[str, float]
     heat: dict | None
     speed: dict[str, float]
-    collapse: str  # a sentence if the loss came to stay at chance
+    collapse: str  # a message if the loss stayed at chance
 
     @property
     def needs_attention(self) -> bool:
-        """Whether the run has not finished, collapsed to chance or is damaged on disk."""
+        """Whether the run is unfinished, has collapsed to chance or is damaged on disk."""
         return self.summary["state"] != "finished" or bool(self.summary["note"] or self.collapse)
 
 

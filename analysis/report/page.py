@@ -173,7 +173,7 @@ def _cards(labels: list[str], data: list[RunData]) -> list[tuple[str, str, str, 
     more = (
         "failed, unfinished, collapsed or damaged"
         if num_bad
-        else "every run finished and is whole on disk"
+        else "all runs finished and are intact on disk"
     )
     return [*cards, ("need attention", str(num_bad), more, "failures")]
 
