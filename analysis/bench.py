@@ -89,7 +89,7 @@ def switchback_times(lines: pd.DataFrame) -> pd.DataFrame:
             products = [times.get((dtype, case)) for case in PRODUCTS[:2]]
             base = [times.get(("bf16", case)) for case in PRODUCTS]
             if None not in (*quantize, *products, *base):
-                total = sum(quantize) + sum(products) + base[2]  # grad_weight stays 16 bit
+                total = sum(quantize) + sum(products) + base[2]  # grad_weight stays in 16 bits
                 rows.append((*at, dtype, total, sum(quantize), sum(base)))
     columns = ["file", "device", "tokens", "dim", "dtype", "ms", "quantize_ms", "base_ms"]
     return pd.DataFrame(rows, columns=columns)

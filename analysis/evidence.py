@@ -22,7 +22,7 @@ SCALES = ("paper", "mini")  # the first that has runs is judged
 NOT_COUNTED = {("update_clipping", "mini")}  # its runs memorize their data: experiments/RESULTS.md
 LEVEL, TWO_ONE_SIDED = 0.95, 0.9  # of intervals; the second for equivalence
 MARGINS = {"paper": 0.1, "mini": 0.5}  # points: the paper's own; of mean R@1, by PROTOCOL.md
-WINDOWS = (50, 200)  # steps of the running mean, beside the run's own
+WINDOWS = (50, 200)  # steps of the running mean, besides the run's own
 SPIKES, FOLLOWING = "num_loss_spikes", "num_following"
 RECALL = ("retrieval/image_to_text_r1", "retrieval/text_to_image_r1")
 SHARDS = "data.train=... data.val=..."  # every command at paper scale needs them

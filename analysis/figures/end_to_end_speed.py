@@ -62,7 +62,7 @@ def query(lines: pd.DataFrame) -> pd.DataFrame:
     table = pd.concat(frames, ignore_index=True)
     if table.empty:
         raise NoRunsError(
-            f"slug {LINES}: no line of {', '.join(CASES)} has {' or '.join(BASELINES)} beside it, "
+            f"slug {LINES}: no line of {', '.join(CASES)} has {' or '.join(BASELINES)} next to it, "
             "of the same shape, in one file"
         )
     table = bench.newest(table, ["shape", "baseline"])

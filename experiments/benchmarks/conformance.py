@@ -2,7 +2,7 @@
 
     python -m experiments.benchmarks conformance
 
-A row of the table gives the first step at which an implementation differs from algorithm 2, the
+Each row gives the first step at which an implementation differs from algorithm 2, the
 difference after the last step (relative to how far the tensor moved), the `Rule` that reproduces it
 to rounding, and the distance to that rule. Ours and those on a GPU compute in float32, the others
 in float64. A trajectory is a list over steps of {tensor: values}.

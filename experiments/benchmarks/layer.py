@@ -113,7 +113,7 @@ class DimBenchmark:
         return self.lines.measurement(case, name, dtype, is_ours=peer is None, **about)
 
     def _numbers(self, case: str, what: str, shapes: list[Shape]) -> dict:
-        """Numbers of a line, summed over shapes, beside nn.Linear's."""
+        """A line's numbers, summed over shapes, next to nn.Linear's."""
 
         def total(some_case: str, some_what: str) -> float:
             return sum(self.measured[some_case, some_what, shape] for shape in shapes)

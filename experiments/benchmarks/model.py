@@ -77,7 +77,7 @@ def main(config: Config) -> None:
 def measure(config: Config, case: str, device: torch.device) -> Measured:
     """Builds the model of a case and times forward and backward of a random batch."""
     torch.compiler.reset()
-    gc.collect()  # the compiled blocks of the previous model lie in cycles
+    gc.collect()  # the previous model's compiled blocks form reference cycles
     with device:  # a large model is initialized there much faster
         task = open_clip_task(config, case) if case in OPEN_CLIP else our_task(config, case)
     task.model.train()

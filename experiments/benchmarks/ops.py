@@ -1,4 +1,4 @@
-"""Times each operation of a linear layer alone: quantizing and multiplying, 8 bit and 16 bit.
+"""Times each operation of a linear layer alone: quantizing and multiplying, in 8 and 16 bits.
 
     python -m experiments.benchmarks ops
     python -m experiments.benchmarks ops dims=[1280] tokens=65536
@@ -82,7 +82,7 @@ def bench_shape(shape: tuple, device: torch.device, repeats: int, lines: Lines, 
 
 
 def operations(M: int, K: int, N: int, device: torch.device) -> Iterator[Operation]:
-    """Yields those of a layer [M, K] -> [M, N]: 16 bit, then ours by format, then torch's."""
+    """Yields a layer's products, [M, K] -> [M, N]: 16-bit, then ours by format, then torch's."""
     torch.manual_seed(0)
     kind = {"dtype": torch.bfloat16, "device": device}
     x_MK, g_MN = torch.randn(M, K, **kind), torch.randn(M, N, **kind)

@@ -30,7 +30,7 @@ class Unable(Exception):
 class Lines:
     """Writes one JSON line per measurement to `run_dir/bench/<slug>/<time>.jsonl` and the console.
 
-    `packages`: distributions whose versions a line names beside the project's own. `failed` lists
+    `packages`: distributions whose versions a line names besides the project's own. `failed` lists
     the project's own cases that have no number.
     """
 

@@ -37,7 +37,7 @@ def _takes_definition(x_MK: Tensor, format: Format, granularity: str, backend: s
 
     torch.compile fuses row-wise quantization with the preceding operations. The fused division may
     differ in the last bit, which rarely changes a quantized value, and a float32 input is not
-    rounded to 16 bit first.
+    rounded to 16 bits first.
     """
     fuses = torch.compiler.is_compiling() and backend == "auto"
     is_long = x_MK.shape[1] > triton_quantize.MAX_FEATURES

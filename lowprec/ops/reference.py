@@ -79,7 +79,7 @@ def matmul(
     in float32; fp8 products are summed in float32. a_scale is [M, 1] or [1, 1], b_scale [N, 1] or
     [1, 1], bias [N] or None.
     """
-    with torch.autocast(a_MK.device.type, enabled=False):  # would round float32 to 16 bit
+    with torch.autocast(a_MK.device.type, enabled=False):  # would round float32 to 16 bits
         if a_MK.dtype == torch.int8:
             parts = (operand.split(MAX_INT8_TERMS, dim=1) for operand in (a_MK, b_NK))
             sums = sum(_int_product(a, b).float() for a, b in zip(*parts, strict=True))

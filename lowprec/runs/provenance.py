@@ -19,10 +19,10 @@ CODE = (  # the modules that a step or an evaluation passes through
     *(f"lowprec/train/{name}.py" for name in ("state", "checkpoint", "distributed")),
 )
 REMEDIES = {
-    "config": "for another config start another run, with another name=...",
-    "sources": "for other data start another run, with another name=...",
-    "code": "if the new code computes the same: resume.allow_drift=true",
-    "layout": "to resume with another order of samples: resume.allow_reshard=true",
+    "config": "to train with the new config, start another run: name=...",
+    "sources": "to train on the new data, start another run: name=...",
+    "code": "if the new code computes the same numbers: resume.allow_drift=true",
+    "layout": "to resume with a different sample order: resume.allow_reshard=true",
 }
 
 
@@ -83,7 +83,7 @@ def refuse_mismatch(
     if refused:
         listed = "\n  ".join(line for lines in refused.values() for line in lines)
         raise CheckpointError(
-            f"{checkpoint} was not written by this run as it is now:\n  {listed}\n"
+            f"{checkpoint} cannot be resumed, because these differ:\n  {listed}\n"
             + "; ".join(REMEDIES[key] for key in refused)
         )
     return [line for lines in mismatch.values() for line in lines]
