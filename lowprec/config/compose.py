@@ -223,7 +223,7 @@ def _experiment(axes: list[list[str]], schema: type, faults: list[str]) -> DictC
     files = [OmegaConf.load(CONF / "experiment" / f"{name}.yaml") for name in names]
     sweeps = [file for file in files if OmegaConf.select(file, "hydra.sweeper.params")]
     if len(files) > 1 and sweeps:  # Hydra would leave their sweeps out
-        faults.append(f"experiment={','.join(names)}: only one experiment that sweeps at a time")
+        faults.append(f"experiment={','.join(names)}: only one experiment can sweep at a time")
         return OmegaConf.create()
     return files[0] if files else OmegaConf.create()
 

@@ -83,7 +83,7 @@ def advice_for(error: BaseException, config: Config) -> str | None:
         return (
             f"out of memory with model={config.model.name}, batch_size={config.batch_size} and "
             f"precision.autocast={config.precision.autocast} ({str(error)[:200]}); "
-            "checkpointing=true or a smaller batch_size needs less (but starts another run)"
+            "checkpointing=true or a smaller batch_size saves memory (but starts another run)"
         )
     lost = isinstance(error, (ConnectionError, EOFError))  # the pipe to a dead worker
     if lost or (isinstance(error, RuntimeError) and "DataLoader worker" in str(error)):

@@ -71,7 +71,7 @@ class Logger:
             closing.start()
             closing.join(END_S)
             if closing.is_alive():
-                self._drop(f"not ended in {END_S} s")
+                self._drop(f"did not end within {END_S} s")
 
     def _attempt(self, call: Callable) -> object:
         try:

@@ -41,7 +41,7 @@ class RemoteCopy:
         self.start()
         self._update.join(max(0, deadline - time.monotonic()))
         if self._update.is_alive():
-            self._fail(f"not done in {limit_s} s")
+            self._fail(f"not finished within {limit_s} s")
         self._closed = True  # from now on another process may write the record
 
     def _work(self) -> None:

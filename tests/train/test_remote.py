@@ -91,7 +91,7 @@ def test_a_run_does_not_wait_for_a_store_that_hangs(record, monkeypatch):
     copy.close(0.2)
     assert time.monotonic() - before < 2
     [event] = read_rows(record.run / "events.jsonl")
-    assert "not done in 0.2 s" in event["not copied"]
+    assert "not finished within 0.2 s" in event["not copied"]
     released.set()
     copy._update.join(5)
     assert read_rows(record.run / "events.jsonl") == [event]  # it may be another process's
