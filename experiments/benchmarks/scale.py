@@ -2,7 +2,7 @@
 
     python -m experiments.benchmarks scale model=vit_b32 batch_size=256
 
-Takes the keys of `train`; `batch_size` is that of one process here (weak scaling), and `num_steps`
+Takes the keys of `train`; `batch_size` is per process here (weak scaling), and `num_steps`
 is the number of timed steps. Each number of processes runs with `ddp` and `fsdp2`, started by
 torchrun. `ratio` is to one process: 1 is perfect. `communication` is the share of a step that
 averaging gradients adds to the backward pass (FSDP2 gathers parameters in both of its timings). A

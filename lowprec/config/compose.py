@@ -53,8 +53,8 @@ def compose_command(
 ) -> list[ComposedRun]:
     """The runs that a command line asks for; ConfigError with the faults of all of them.
 
-    A fault in only some runs names the first. `entry` is the name of the config file in `conf/`;
-    `preflight(config)` may raise ConfigError with further faults.
+    A fault of only some runs names the first of them. `entry` is the name of the config file in
+    `conf/`; `preflight(config)` may raise ConfigError with further faults.
     """
     faults: list[str] = []
     runs = expand_sweep(overrides, schema, faults)
@@ -150,7 +150,7 @@ def plain(composed: Any) -> dict:
 
 
 def _name_runs(faults_by_run: list[list[str]], runs: list[tuple[str, ...]]) -> list[str]:
-    """The faults of all runs; those of only some runs name the first of them."""
+    """The faults of all runs; a fault of only some runs names the first of them."""
     shared = set.intersection(*map(set, runs)) if runs else set()
     with_fault: dict[str, list[tuple[str, ...]]] = {}
     for faults, run in zip(faults_by_run, runs, strict=True):

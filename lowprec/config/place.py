@@ -1,4 +1,4 @@
-"""The place of this process among those of its run, without torch."""
+"""This process's rank and the number of processes in its run, without torch."""
 
 import os
 from collections.abc import Mapping

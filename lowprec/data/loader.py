@@ -314,7 +314,7 @@ def note(sample: str) -> None:
 def ahead(
     share: Callable[[int, int], Iterator[Batch]], *, workers: int, pin: bool
 ) -> Iterator[Batch]:
-    """Batches prepared ahead by processes: worker w of n makes those of `share(w, n)`.
+    """Batches prefetched by processes: worker w of n makes the batches of `share(w, n)`.
 
     Takes one batch from each worker in turn; raises their errors, and ShardError naming the samples
     if none answers for SILENT_S seconds. The workers end with the iterator or the process.

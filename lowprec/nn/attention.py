@@ -9,9 +9,9 @@ from lowprec.nn.linear import Settings, linear
 class Attention(nn.MultiheadAttention):
     """Multi-head self-attention; `replace` converts a module to it.
 
-    Called as nn.MultiheadAttention (`module(q, k, v, ...) -> (output, None)`), or as the attention
-    of open_clip's custom blocks if it replaces that (`module(x, ...) -> output`). Queries, keys and
-    values are views of one product and are never copied.
+    Called like nn.MultiheadAttention (`module(q, k, v, ...) -> (output, None)`), or like the
+    attention of open_clip's custom blocks if it replaces that (`module(x, ...) -> output`).
+    Queries, keys and values are views of one product and are never copied.
 
     Attributes:
         causal: whether the kernel masks causally, instead of adding the causal mask it is passed.

@@ -1,4 +1,4 @@
-"""A parameter's optimizer state: zero, or converted from and to that of torch.optim.AdamW.
+"""A parameter's optimizer state: zero, or converted from and to torch.optim.AdamW's.
 
 torch stores the biased moments m; ours are debiased: v = m / (1 - beta^t).
 """

@@ -13,7 +13,7 @@ PACKAGES = ("torch", "triton", "open_clip_torch", "hydra-core", "numpy", "pyarro
 def environment() -> dict:
     """Describes this process as plain data; the process's environment variables are left out.
 
-    Threads and GPU are those of torch, None if the process has not imported it.
+    Threads and GPU are torch's, None if the process has not imported it.
     """
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []

@@ -39,7 +39,7 @@ def code_digests() -> dict[str, str]:
 def code_digest(source: str) -> str:
     """Returns 12 hexadecimal digits for what Python code does.
 
-    Comments, docstrings and formatting do not count: the digest is that of the syntax tree.
+    Comments, docstrings and formatting do not count: the digest covers the syntax tree.
     """
     tree = ast.parse(source)
     scopes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

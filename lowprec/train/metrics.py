@@ -93,7 +93,7 @@ class MetricsBuffer:
             warmup = default_warmup(config.num_steps, config.schedule.name)
         self.collapse = Collapse(config.batch_size, warmup)
         self.detector = self._restore_detector()
-        self.spikes: list[tuple[int, str]] = []  # step and kind of those of the last flush
+        self.spikes: list[tuple[int, str]] = []  # step and kind of the last flush's
         self.waited = 0.0
         self.start = self.flushed = time.perf_counter()
 
