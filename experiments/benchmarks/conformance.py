@@ -34,9 +34,8 @@ WEIGHT_DECAY = 0.1
 STEPS = 12
 SPIKE = 7  # the step whose gradients are 40 times as large
 SHAPES = {"matrix": (5, 3), "scalar": (), "embedding": (6, 3), "faint": (4, 2), "growing": (3,)}
-TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}  # largest distance of equal rules; others
-are further apart COLUMNS = ("implementation", "version", "differs at", "after the last step",
-"rule", "distance")
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}  # of distances; rules are further apart
+COLUMNS = ("implementation", "version", "differs at", "after the last step", "rule", "distance")
 
 # Choices of a rule: {what it says in the table: the formula}, algorithm 2's first.
 RATIOS = {

@@ -13,8 +13,7 @@ class BlockProbe:
     """Measures some modules of a model on a few samples, without any effect on training.
 
     `forward` calls the model on the samples that the probe receives: in evaluation mode (patch
-    dropout keeps all patches), eagerly even if blocks are compiled, and without drawing random
-    numbers.
+    dropout keeps all patches), eagerly even if blocks are compiled, without random numbers.
     Source: E[abs(x_k)], appendix C, arXiv:2304.13013.
     """
 
