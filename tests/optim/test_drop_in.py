@@ -309,7 +309,7 @@ FOREIGN = {
 @pytest.mark.parametrize("saved", FOREIGN.values(), ids=FOREIGN)
 def test_a_foreign_state_is_refused_before_anything_is_loaded(saved):
     optimizer = StableAdamW(make_params(), **ADAMW)
-    message = "only a state of StableAdamW or of torch.optim.AdamW|exp_avg of parameter 0 .*shape"
+    message = "only StableAdamW's and torch.optim.AdamW's states|exp_avg of parameter 0 .*shape"
     with pytest.raises(ValueError, match=message):
         optimizer.load_state_dict(saved())
     assert optimizer.param_groups[0]["lr"] == 1e-2 and not optimizer.state
