@@ -21,6 +21,7 @@ from analysis.spike_marks import (
     spike_table,
 )
 from analysis.style import smoothing_width
+from lowprec.config.schema import default_warmup
 from lowprec.diagnostics.spikes import Collapse, Protocol, loss_spikes, rms_spikes
 
 AROUND = 40  # steps kept in full on either side of a listed spike
@@ -99,10 +100,13 @@ def collect_run(runs: Runs, tensor: str, budget: Budget) -> RunData:
 
 def collapse_of(summary: dict, loss: np.ndarray) -> str:
     """What `Collapse` said last about the losses of a run, or ""."""
-    batch_size, steps = summary.get("batch_size", np.nan), summary.get("schedule.warmup_steps")
+    batch_size = summary.get("batch_size", np.nan)
     if not batch_size > 0:  # its config is damaged
         return ""
-    collapse = Collapse(batch_size, len(loss) // 10 if pd.isna(steps) else steps)
+    warmup = summary["schedule.warmup_steps"]
+    if pd.isna(warmup):
+        warmup = default_warmup(summary["num_steps"], summary["schedule.name"])
+    collapse = Collapse(batch_size, warmup)
     texts = [collapse.feed(step, value) for step, value in enumerate(loss, 1)]
     return next(filter(None, reversed(texts)), "")
 

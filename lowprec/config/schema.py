@@ -141,6 +141,11 @@ class ScheduleConfig:
     warmup_steps: int | None = key(None, "null: a tenth of the run, or 100 for constant", least=0)
 
 
+def default_warmup(num_steps: int, shape: str) -> int:
+    """A tenth of the steps, or 100 if constant: those rates must not depend on `num_steps`."""
+    return 100 if shape == "constant" else num_steps // 10
+
+
 @dataclass
 class DataConfig:
     """Image-text pairs in webdataset shards."""

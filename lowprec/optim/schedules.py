@@ -5,6 +5,8 @@ import math
 import torch
 from torch import nn
 
+from lowprec.config.schema import default_warmup
+
 
 def param_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     """Two groups of named parameters: matrices and embeddings decay, the others do not.
@@ -17,11 +19,6 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[dict]:
         {"params": [(name, p) for name, p in named if p.ndim < 2], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
-
-
-def default_warmup(num_steps: int, shape: str) -> int:
-    """A tenth of the steps, or 100 if constant: those rates must not depend on `num_steps`."""
-    return 100 if shape == "constant" else num_steps // 10
 
 
 def learning_rate(

@@ -10,11 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowprec.config.schema import EIGHT_BIT, OF_SECOND_MOMENT
+from lowprec.config.schema import EIGHT_BIT, OF_SECOND_MOMENT, default_warmup
 from lowprec.data.loader import Batch
 from lowprec.diagnostics.blocks import BLOCK_STATISTICS
 from lowprec.diagnostics.spikes import Collapse, Detector, protocol_of
-from lowprec.optim.schedules import default_warmup
 from lowprec.optim.stable_adamw import STATISTICS
 from lowprec.runs.read import is_sampled, missing_steps, read_tensors, scan_rows
 from lowprec.runs.record import Record, RecordError

@@ -209,6 +209,11 @@ def test_a_collapse_to_chance_is_listed_and_a_healthy_run_is_not(make_run, tmp_p
     assert "finished, collapsed" in failures
 
 
+def test_a_run_stopped_in_its_warmup_has_not_collapsed(make_run, tmp_path):
+    make_run(num_steps=20_000, steps=1200, state="preempted", losses=np.full(1200, np.log(128)))
+    assert "collapsed" not in page_of(tmp_path / "runs").section("Failures and damage")
+
+
 def test_failed_and_damaged_runs_are_listed_with_their_reasons(make_run, tmp_path):
     make_run(num_steps=20)
     diverged = make_run(num_steps=20, seed=1, steps=10, state="diverged")
