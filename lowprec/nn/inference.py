@@ -5,6 +5,7 @@ layer, `weight` (or `in_proj_weight`) is int8 and `weight_scale` (`in_proj_weigh
 [out, 1], is added. Shape suffixes: M = batch * tokens, K = input, N = output features.
 """
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -147,16 +148,22 @@ def memory_ratio(model: nn.Module) -> float:
 def save_int8(model: nn.Module, path: Path | str) -> None:
     """Writes a model's state dict as .safetensors, with tied tensors under each name.
 
-    Raises ValueError for another suffix.
+    A failing write leaves an earlier file as it was. Raises ValueError for another suffix.
     """
-    if Path(path).suffix != ".safetensors":
+    path = Path(path)
+    if path.suffix != ".safetensors":
         raise ValueError(f"{path}: int8 weights must be written as .safetensors")
     state = {  # copies, because safetensors refuses tensors that share memory
         name: tensor.clone(memory_format=torch.contiguous_format)
         for name, tensor in model.state_dict().items()
     }
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    save_file(state, path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        save_file(state, temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def load_int8(model: nn.Module, path: Path | str) -> nn.Module:
