@@ -1,20 +1,22 @@
 """A copy of the run directory behind an fsspec URL, updated by a thread during training.
 
 The run directory is the source of truth: a failing store prints a warning and records an event,
-but never ends the run. A checkpoint's manifest is copied last, so an incomplete copy has none.
+but never ends the run. A checkpoint's manifest is copied last, so an incomplete copy has none. The copy loses
+only retired checkpoints and what this process has copied; other files behind the URL stay.
 """
 
 import contextlib
+import re
 import threading
 import time
 
 import fsspec
 
 from lowprec.runs.record import Record
-from lowprec.train.checkpoint import list_checkpoints
 
 END_S = 600  # how long a run that has ended waits for its copy
 STOPPED_S = 30  # how long one that will be resumed waits: the next attempt copies the rest
+OF_CHECKPOINT = re.compile(r"checkpoints/step_(\d+)/")
 
 
 class RemoteCopy:
@@ -42,7 +44,7 @@ class RemoteCopy:
         self._update.join(max(0, deadline - time.monotonic()))
         if self._update.is_alive():
             self._fail(f"not finished within {limit_s} s")
-        self._closed = True  # from now on another process may write the record
+        self._closed = True  # from now on another process may write the record and the copy
 
     def _work(self) -> None:
         try:
@@ -64,6 +66,8 @@ class RemoteCopy:
         }
         here = set()
         for path in sorted(self.run.rglob("*"), key=lambda path: path.name == "manifest.json"):
+            if self._closed:
+                return
             name = path.relative_to(self.run).as_posix()
             if path.is_dir() or name.startswith(".") or "/." in name:
                 continue
@@ -80,6 +84,15 @@ class RemoteCopy:
                 continue
             self._copied[name] = version
             here.add(name)
-        if list_checkpoints(self.run):  # none are here on a new machine: the copy keeps its own
-            for name in sorted(set(there) - here, key=lambda name: "manifest" not in name):
+        saved = {_step_of(name) for name in here if "manifest" in name} - {-1}
+        gone = set(there) - here if saved else set()  # on a new machine the copy keeps its own
+        for name in sorted(gone, key=lambda name: "manifest" not in name):
+            is_retired = -1 < _step_of(name) < min(saved)
+            if (is_retired or name in self._copied) and not self._closed:
                 store.rm_file(f"{root}/{name}")
+
+
+def _step_of(name: str) -> int:
+    """The step of the checkpoint that a file belongs to, -1 for other files."""
+    match = OF_CHECKPOINT.match(name)
+    return int(match[1]) if match else -1

@@ -97,6 +97,61 @@ def test_a_run_does_not_wait_for_a_store_that_hangs(record, monkeypatch):
     assert read_rows(record.run / "events.jsonl") == [event]  # it may be another process's
 
 
+def save(run, step):
+    folder = run / "checkpoints" / f"step_{step:09d}"
+    folder.mkdir(parents=True)
+    for name in ("manifest.json", "model.safetensors"):
+        (folder / name).write_text(str(step))
+
+
+def test_a_copy_keeps_later_checkpoints_and_files_of_others(record, tmp_path):
+    copy = tmp_path / "copy" / "run" / "one"
+    for run, step in ((record.run, 1000), (copy, 50_000), (copy, 500)):
+        save(run, step)
+    for name in ("notes.txt", "checkpoints/notes.txt"):
+        (copy / name).write_text("mine")
+    (record.run / "snapshots" / "step_000000003").mkdir(parents=True)
+    (record.run / "snapshots" / "step_000000003" / "manifest.json").write_text("3")
+    before = files(copy)
+    remote = RemoteCopy(f"file://{tmp_path}/copy", record)
+    (record.run / "events.jsonl").write_text("{}\n")
+    remote.start()
+    remote._update.join(5)
+    after = files(copy)
+    assert files(record.run).items() <= after.items()
+    retired = {name for name in before if "step_000000500" in name}
+    assert before.keys() - after.keys() == retired != set()
+    (record.run / "events.jsonl").unlink()
+    remote.close(5)
+    assert after.keys() - files(copy).keys() == {"events.jsonl"}
+
+
+def test_a_copy_that_was_given_up_uploads_and_deletes_nothing_more(record, tmp_path, monkeypatch):
+    store = fsspec.get_filesystem_class("file")
+    find = store.find
+    reached, go_on = threading.Event(), threading.Event()
+
+    def wait(self, *arguments, **options):
+        result = find(self, *arguments, **options)
+        reached.set()
+        go_on.wait(5)
+        return result
+
+    monkeypatch.setattr(store, "find", wait)
+    copy = tmp_path / "copy" / "run" / "one"
+    save(copy, 500)
+    save(record.run, 1000)
+    before = files(copy)
+    remote = RemoteCopy(f"file://{tmp_path}/copy", record)
+    remote.start()
+    assert reached.wait(5)
+    remote.close(0.2)
+    go_on.set()
+    remote._update.join(5)
+    assert not remote._update.is_alive()
+    assert files(copy) == before
+
+
 def test_an_unknown_store_is_refused(make_config):
     with pytest.raises(ConfigError, match="remote_sync=nowhere://copy"):
         preflight(make_config({"remote_sync": "nowhere://copy"}))
