@@ -11,22 +11,28 @@ from multiprocessing import util
 from pathlib import Path
 from typing import TextIO
 
+PREFIX = ".lowprec-tmp-"  # of the folder's name
+MARKER = ".lowprec-tmp-lock"  # the file in it that a living process keeps locked
+
 
 @cache  # keeps the lock for as long as the process and its forks live
 def use_own_temporary_folder() -> TextIO:
     """Moves later temporary files (of workers, W&B) to a folder that is removed at exit.
 
-    Removes those of processes that were killed; the caches of compilers stay where they are.
+    Removes those of this user's killed processes and nothing else; the caches of compilers stay
+    where they are.
     """
     shared = Path(tempfile.gettempdir())
-    for folder in shared.glob("lowprec-*"):
-        with contextlib.suppress(OSError), open(folder / ".lock") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder)
+    for folder in shared.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if folder.lstat().st_uid == os.getuid():
+                with open(folder / MARKER) as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder)
     unlocked = Path(tempfile.mkdtemp(prefix=".lowprec-", dir=shared))
-    lock = open(unlocked / ".lock", "w")  # noqa: SIM115
+    lock = open(unlocked / MARKER, "w")  # noqa: SIM115
     fcntl.flock(lock, fcntl.LOCK_EX)
-    own = unlocked.rename(shared / unlocked.name[1:])
+    own = unlocked.rename(shared / unlocked.name.replace(".lowprec-", PREFIX, 1))
     with contextlib.suppress(KeyError, OSError):  # a user without a name
         cached = shared / f"torchinductor_{getpass.getuser()}"
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cached))

@@ -51,3 +51,22 @@ def test_the_next_start_removes_the_temporary_files_of_a_killed_run(squares, tmp
     output, _ = start("num_steps=2").communicate(timeout=200)
     assert "finished at step 2" in output
     assert left() == []
+
+
+def test_only_temporary_folders_of_killed_runs_are_removed(shared):
+    use = "from lowprec.runs.scratch import use_own_temporary_folder as use; use()"
+
+    def start(program):
+        command, environment = [sys.executable, "-c", program], {**os.environ, "TMPDIR": shared}
+        subprocess.run(command, cwd=CONF.parent, env=environment, timeout=60, check=True)
+
+    others = [Path(shared) / name for name in ("lowprec-index", ".lowprec-tmp-index")]
+    for folder in others:
+        folder.mkdir()
+        (folder / ".lock").touch()
+        (folder / "my-results.csv").touch()
+    start(f"{use}; import os; os._exit(0)")  # as after a kill, nothing is removed
+    assert len(list(Path(shared).iterdir())) == len(others) + 1
+    start(use)
+    assert sorted(Path(shared).iterdir()) == sorted(others)
+    assert all(len(list(folder.iterdir())) == 2 for folder in others)
