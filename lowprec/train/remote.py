@@ -1,8 +1,8 @@
 """A copy of the run directory behind an fsspec URL, updated by a thread during training.
 
 The run directory is the source of truth: a failing store prints a warning and records an event,
-but never ends the run. A checkpoint's manifest is copied last, so an incomplete copy has none. The copy loses
-only retired checkpoints and what this process has copied; other files behind the URL stay.
+but never ends the run. A checkpoint's manifest is copied last, so an incomplete copy has none. The
+copy loses only retired checkpoints and what this process has copied; other files there stay.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import time
 
 import fsspec
 
-from lowprec.runs.record import Record
+from lowprec.runs.record import Record, RecordError
 
 END_S = 600  # how long a run that has ended waits for its copy
 STOPPED_S = 30  # how long one that will be resumed waits: the next attempt copies the rest
@@ -55,7 +55,7 @@ class RemoteCopy:
     def _fail(self, reason: str) -> None:
         if not self._closed:
             print(f"warning: {self.url} is not up to date: {reason}")
-            with contextlib.suppress(OSError):  # a full disk ends the run elsewhere
+            with contextlib.suppress(OSError, RecordError):  # they end the run elsewhere
                 self.record.append("events", [{"not copied": reason, "to": self.url}])
 
     def _copy(self) -> None:

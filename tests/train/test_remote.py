@@ -152,6 +152,14 @@ def test_a_copy_that_was_given_up_uploads_and_deletes_nothing_more(record, tmp_p
     assert files(copy) == before
 
 
+def test_a_failing_copy_of_a_replaced_run_directory_is_only_a_warning(record, monkeypatch, capsys):
+    copy = RemoteCopy("memory://copy", record)
+    monkeypatch.setattr(copy, "_copy", lambda: threading.Event().wait(1))
+    shutil.rmtree(record.run)
+    copy.close(0.1)
+    assert "not finished within 0.1 s" in capsys.readouterr().out
+
+
 def test_an_unknown_store_is_refused(make_config):
     with pytest.raises(ConfigError, match="remote_sync=nowhere://copy"):
         preflight(make_config({"remote_sync": "nowhere://copy"}))
