@@ -243,9 +243,9 @@ def table(frames: dict[str, pd.DataFrame], step: int, protocol: Protocol) -> pd.
     rows = []
     for name, frame in frames.items():
         losses = frame.set_index("step")["loss"]
-        around = losses[step - protocol.within : step + protocol.within]
+        around = losses.loc[step - protocol.within : step + protocol.within]
         peak = around.where(around.abs() < math.inf, math.inf).max() if len(around) else math.inf
-        height = peak if math.isinf(peak) else peak - losses[: step - 1].median()
+        height = peak if math.isinf(peak) else peak - losses.loc[: step - 1].median()
         numbers = {"loss": losses.get(step), "peak": peak, "height": height}
         rows.append({"change": name, **numbers, "rms": frame["rms"].max()})
     compared = pd.DataFrame(rows)

@@ -236,17 +236,23 @@ def test_the_command_line_separates_its_keys_from_the_changes(run, monkeypatch, 
     assert len(list((folder / "replays").glob("*.png"))) == 1
 
 
-def compared(*curves, step=4):
-    """The table of a control and of variants v1, v2, ... whose losses begin at step 1."""
+def compared(*curves, step=4, first=1):
+    """The table of a control and of variants v1, v2, ... whose losses begin at step `first`."""
     names = ["control", *(f"v{number}" for number in range(1, len(curves)))]
     frames = {
-        name: pd.DataFrame({"step": range(1, len(curve) + 1), "loss": curve, "rms": 1.0})
+        name: pd.DataFrame({"step": range(first, first + len(curve)), "loss": curve, "rms": 1.0})
         for name, curve in zip(names, curves, strict=True)
     }
     return table(frames, step, Protocol())
 
 
 CALM = [1.0, 1.1, 0.9]
+
+
+def test_a_replay_that_begins_late_is_judged_by_its_steps():
+    spike, calm = [*CALM, 9.0, 1.0], [*CALM, 1.0, 1.0]
+    early, late = compared(spike, calm), compared(spike, calm, step=34, first=31)
+    assert late["height"].tolist() == early["height"].tolist() == pytest.approx([8.0, 0.1])
 
 
 @pytest.mark.parametrize(
