@@ -157,6 +157,16 @@ def check_first_forward(model: nn.Module, layers: Sequence[str]) -> None:
     model.register_forward_pre_hook(partial(_record_calls, layers=list(layers)))
 
 
+def cancel_check(model: nn.Module) -> list[str]:
+    """Removes the checks of `check_first_forward` that have not run; returns their layers."""
+    layers = []
+    for key, hook in list(model._forward_pre_hooks.items()):
+        if getattr(hook, "func", None) is _record_calls:
+            layers += hook.keywords["layers"]
+            del model._forward_pre_hooks[key]
+    return layers
+
+
 def _record_calls(model: nn.Module, _, layers: list[str]) -> None:
     if torch.compiler.is_compiling() or any(map(_is_compiled, model.modules())):
         return  # hooks on all modules would be compiled, too
@@ -170,9 +180,7 @@ def _record_calls(model: nn.Module, _, layers: list[str]) -> None:
         end.remove()
         if output is None:  # the forward has raised an exception
             return
-        for key, hook in list(model._forward_pre_hooks.items()):
-            if getattr(hook, "func", None) is _record_calls:
-                del model._forward_pre_hooks[key]
+        cancel_check(model)
         modules = dict(model.named_modules())
         uncalled = [name for name in layers if name in modules and modules[name] not in called]
         if uncalled:

@@ -8,7 +8,15 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from lowprec.nn import attention
 from lowprec.nn.attention import Attention, is_replaceable
-from lowprec.nn.coverage import Layer, Layers, check_first_forward, is_int8, towers, trace
+from lowprec.nn.coverage import (
+    Layer,
+    Layers,
+    cancel_check,
+    check_first_forward,
+    is_int8,
+    towers,
+    trace,
+)
 from lowprec.nn.linear import LowPrecisionLinear, Settings, SwitchBackLinear
 from lowprec.nn.mlp import fuse, unfuse
 from lowprec.nn.recipe import Recipe, find_recipe
@@ -81,6 +89,7 @@ def apply_recipe(
     matching = _find_layers(model, where)
     replace_attention(model)
     unfuse(model)
+    unchecked = [layer for layer in cancel_check(model) if layer not in matching]
     calls = None if inputs is None else trace(model, inputs)
     layers = []
     for layer, name in matching.items():
@@ -101,8 +110,10 @@ def apply_recipe(
             module.set_recipe("high")
     fuse(model)
     _leave_fast_path(model)
-    if calls is None and recipe.function:
-        check_first_forward(model, [layer.name for layer in layers if layer.swapped])
+    if calls is None:
+        unchecked += [layer.name for layer in layers if layer.swapped]
+    if unchecked:
+        check_first_forward(model, unchecked)
     return Layers(layers, towers(model, calls))
 
 

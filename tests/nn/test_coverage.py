@@ -57,6 +57,22 @@ def test_layers_that_are_not_called_are_named_and_not_swapped(name):
     unchecked(x)  # once
 
 
+@pytest.mark.filterwarnings("error")
+def test_recipes_in_a_row_check_the_first_forward_once():
+    model, x = READERS["torchvision swin"](), torch.randn(1, 3, 32, 32)
+    for recipe in ("switchback", "switchback"):
+        apply_recipe(model, recipe, ["qkv", "attn.proj"])
+        assert len(model._forward_pre_hooks) == 1
+    unchecked = copy.deepcopy(model)
+    apply_recipe(model, "switchback", ["mlp.0"])  # checks the layers of the earlier recipes, too
+    assert len(model._forward_pre_hooks) == 1
+    with pytest.raises(UserWarning, match="^not called, .*attn.qkv"):
+        model(x)
+    apply_recipe(unchecked, "high", ["qkv", "attn.proj"])
+    assert not unchecked._forward_pre_hooks
+    unchecked(x)
+
+
 @pytest.mark.parametrize("name", READERS)
 def test_int8_weights_can_be_read_by_an_owner(name):
     model, x = READERS[name](), torch.randn(1, 3, 32, 32)
