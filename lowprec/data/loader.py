@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import re
 import signal
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ from lowprec.runs.attempts import STOPPING
 
 PRCTL, PR_SET_PDEATHSIG = ctypes.CDLL(None).prctl, 1
 SILENT_S = 300  # a worker that takes longer for a batch ends the run
+CLOSING_S = 2  # a worker that takes longer to end is killed
 NOTE = 256  # bytes of a worker's note
 REPLACEMENTS = 100  # tries to find a readable sample for one position
 BOMBS = (Image.DecompressionBombError, Image.DecompressionBombWarning)
@@ -278,6 +280,26 @@ def end_workers(workers: set[BaseProcess]) -> None:
             worker.join(10)  # one that waits for a dead disk cannot be killed
 
 
+@contextlib.contextmanager
+def killed_after(seconds: float, workers: set[BaseProcess]) -> Iterator[None]:
+    """Kills the worker processes that remain after so many seconds in this context."""
+
+    def kill() -> None:
+        for worker in workers:
+            worker.kill()
+
+    timer = threading.Timer(seconds, kill)
+    if any(worker.is_alive() for worker in workers):  # else perhaps too late for a new thread
+        timer.start()
+    with ignored_child_signals():
+        try:
+            yield
+        finally:
+            timer.cancel()
+            if timer.ident:  # it was started
+                timer.join()
+
+
 class _Share(IterableDataset):
     """A worker's share of the batches, or the error that ends them.
 
@@ -317,7 +339,8 @@ def ahead(
     """Batches prefetched by processes: worker w of n makes the batches of `share(w, n)`.
 
     Takes one batch from each worker in turn; raises their errors, and ShardError naming the samples
-    if none answers for SILENT_S seconds. The workers end with the iterator or the process.
+    if none answers for SILENT_S seconds. The workers end with the iterator, within about CLOSING_S
+    seconds, or with the process.
     """
     shares = _Share(share, workers)
     loader = DataLoader(
@@ -337,7 +360,8 @@ def ahead(
         outcomes = iter(loader)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    end = partial(end_workers, set(multiprocessing.active_children()) - others)
+    processes = set(multiprocessing.active_children()) - others
+    end = partial(end_workers, processes)
     atexit.register(end)  # before the exit handler of multiprocessing, which waits for the workers
     try:
         for outcome in outcomes:
@@ -349,11 +373,11 @@ def ahead(
             raise
         notes = [shares.notes[i : i + NOTE].rstrip(b"\0") for i in range(0, NOTE * workers, NOTE)]
         at = ", ".join(row.decode("utf-8", "replace") for row in notes if row)
-        end()
         raise ShardError(f"no batch for {SILENT_S} s; data workers were reading: {at}") from error
     finally:
         shares.notes[-1:] = b"\1"
-        getattr(outcomes, "_shutdown_workers", lambda: None)()  # ends the pinning thread first
+        with killed_after(CLOSING_S, processes):  # not before: the pinning thread ends first
+            getattr(outcomes, "_shutdown_workers", lambda: None)()
         end()
         atexit.unregister(end)
 

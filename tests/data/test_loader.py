@@ -2,6 +2,7 @@ import io
 import multiprocessing
 import os
 import signal
+import threading
 import time
 
 import numpy as np
@@ -18,12 +19,14 @@ from lowprec.data.loader import (
     CROP_WORDS,
     RATIO,
     Batches,
+    ahead,
     decode_image,
     iterate,
     random_box,
 )
 from lowprec.data.order import AUGMENTATION, SampleOrder, random_words
 from lowprec.data.shards import ShardError
+from lowprec.train.signals import StopWaiting, stop_request
 
 torch.set_num_threads(1)
 SIZE = 12
@@ -235,7 +238,9 @@ def test_silent_worker_ends_with_its_deadline_and_is_named(make_batches, monkeyp
     monkeypatch.setattr(loader, "decode_caption", hang)
     batches = iterate(make_batches(sequential=True), workers=2)
     assert numbers(next(batches)) == [0, 1, 2, 3]
-    with pytest.raises(ShardError, match=r"no batch for 1 s.* at: .*train-001\.tar 000006\.png"):
+    with pytest.raises(
+        ShardError, match=r"no batch for 1 s.* reading: .*train-001\.tar 000006\.png"
+    ):
         next(batches)
     assert not multiprocessing.active_children()
 
@@ -247,6 +252,25 @@ def test_workers_end_with_the_iterator(make_batches):
     assert len(multiprocessing.active_children()) == 2
     batches.close()
     assert not multiprocessing.active_children()
+
+
+@fork_is_fine
+def test_a_signal_ends_waiting_for_stuck_workers_within_seconds(capfd):
+    def hang(worker, workers):
+        time.sleep(60)
+        yield
+
+    with stop_request() as stop:
+        threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        begin = time.monotonic() + 1
+        with pytest.raises(StopWaiting), stop.waiting():
+            next(ahead(hang, workers=2, pin=False))
+        assert time.monotonic() - begin < 5
+    assert not multiprocessing.active_children()
+    assert capfd.readouterr().err.splitlines() == [
+        "",
+        "SIGTERM: saving and stopping after this step",
+    ]
 
 
 @fork_is_fine
