@@ -79,10 +79,10 @@ def apply_recipe(
 
     Raises:
         NoLayerError: no layer matches.
-        ValueError: unknown or contradictory settings, a layer that is already int8 (`to_int8`), or
-            a layer that is more than an nn.Linear: a foreign subclass, a weight that is
-            parametrized (weight_norm, pruning) or a tensor subclass (torchao), a patched forward, a
-            LoRA matrix. The model is unchanged.
+        ValueError: unknown or contradictory settings, a layer that is already int8 (`to_int8`) or
+            sharded (`fully_shard`), or a layer that is more than an nn.Linear: a foreign subclass,
+            a weight that is parametrized (weight_norm, pruning) or a tensor subclass (torchao), a
+            patched forward, a LoRA matrix. The model is unchanged.
     """
     recipe = find_recipe(recipe)
     settings = Settings(recipe, backend, outlier_threshold)
@@ -136,6 +136,8 @@ def _find_layers(model: nn.Module, where: Sequence[str]) -> dict[str, str]:
         module = model.get_submodule(name)
         if is_int8(module):
             raise ValueError(f"{layer} is already int8: apply the recipe before to_int8")
+        if type(getattr(module, "weight", None)).__name__ == "DTensor":
+            raise ValueError(f"{layer} is sharded: apply the recipe before fully_shard")
         is_lora = any(part.lower().startswith("lora_") for part in name.split("."))
         if isinstance(module, nn.Linear) and (is_lora or not is_plain(module)):
             kinds = f"{type(module).__name__} with {type(module.weight).__name__}"

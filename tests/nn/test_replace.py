@@ -4,7 +4,9 @@ from collections import OrderedDict
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrizations, prune
 
 from lowprec.clip import open_clip
@@ -199,6 +201,17 @@ def test_modified_linear_is_refused_unless_left_out(kind):
     assert [type(module) for module in model.modules()] == before
     apply_recipe(model, "switchback", ["in_proj", "out_proj", "c_proj"])
     assert (model(x) - expected).norm() < 0.02 * expected.norm()
+
+
+def test_sharded_model_is_refused_with_the_order():
+    model = block()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
+        with pytest.raises(ValueError, match="is sharded: apply the recipe before fully_shard"):
+            apply_recipe(model, "switchback")
+    finally:
+        dist.destroy_process_group()
 
 
 def test_apply_recipe_keeps_removable_hooks():
