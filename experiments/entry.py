@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 import hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 
 from lowprec.config.check import ConfigError, RunError, check
 from lowprec.config.compose import CONF, compose_command, further_commands, plain, register
@@ -61,6 +62,14 @@ def run_command(
             sys.exit(str(error))
 
     _run_each(run, commands)
+
+
+def runs_a_sweep() -> bool:
+    """Whether this process trains the runs of a sweep one after another."""
+    if not HydraConfig.initialized():
+        return False
+    job = HydraConfig.get()
+    return job.mode == RunMode.MULTIRUN and "BasicLauncher" in job.launcher._target_
 
 
 def refuse(error: ConfigError) -> NoReturn:

@@ -20,7 +20,7 @@ import time
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from experiments.entry import run_command
+from experiments.entry import run_command, runs_a_sweep
 from lowprec.config.place import place
 from lowprec.config.preflight import preflight
 from lowprec.config.schema import Config
@@ -85,7 +85,8 @@ def main(config: Config, expected: str | None = None) -> float:
             except PeerFailed:
                 time.sleep(1)  # the rank that failed says why, before this exit ends all ranks
                 sys.exit(1)
-    if ended is not None and ended.state == "preempted":
+    stops = ended is not None and ended.stop_requested and runs_a_sweep()
+    if stops or (ended is not None and ended.state == "preempted"):
         sys.exit(STOPPED)
     return math.inf if ended is not None and ended.state == "diverged" else progress.loss
 

@@ -28,11 +28,15 @@ SKIPS_TOLERATED = 10  # unreadable samples that are always allowed
 
 @dataclass
 class Ended:
-    """How an attempt ended: a state of status.json, its step and the reason."""
+    """How an attempt ended: a state of status.json, its step and the reason.
+
+    `stop_requested`: whether a signal asked for a stop, perhaps only during the last step.
+    """
 
     state: str
     step: int
     reason: str = ""
+    stop_requested: bool = False
 
 
 def is_due(step: int, every: int) -> bool:

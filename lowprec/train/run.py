@@ -77,6 +77,7 @@ def train_run(
         except BaseException as error:
             with ignored_child_signals():  # a broken pipe is often noticed before them
                 fail(error, config, record, copy)
+        ended.stop_requested = stop.number is not None
         line = f"{run} {ended.state} at step {ended.step}" + f": {ended.reason}" * bool(
             ended.reason
         )

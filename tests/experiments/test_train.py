@@ -1,5 +1,6 @@
 """Entry points as a user starts them: exit codes, output, files."""
 
+import contextlib
 import json
 import os
 import signal
@@ -11,16 +12,17 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from experiments import evaluate, export, make_shapes
+from experiments import evaluate, export, make_shapes, train
 from experiments.evaluate import EvaluateConfig
 from experiments.export import ExportConfig
 from experiments.make_shapes import MakeShapesConfig
 from lowprec.config.check import ConfigError
 from lowprec.config.compose import CONF, compose_command
 from lowprec.config.preflight import preflight
-from lowprec.config.schema import EvaluationConfig
+from lowprec.config.schema import Config, EvaluationConfig
 from lowprec.nn.recipe import RECIPES
 from lowprec.runs.read import find_runs, read_config, read_rows, read_status
+from lowprec.train.metrics import Ended
 from lowprec.train.run import train_run
 
 PYTHONPATH = os.pathsep.join([str(CONF.parent), os.environ.get("PYTHONPATH", "")])
@@ -108,6 +110,17 @@ def test_a_signalled_run_saves_and_resumes_to_the_same_record(work):
     end(calm)
     [calm] = (work / "runs").glob("calm/*/metrics.jsonl")
     assert metrics.read_bytes() == calm.read_bytes()
+
+
+@pytest.mark.parametrize("in_sweep", [True, False])
+def test_a_signal_in_the_last_step_of_a_run_stops_its_sweep(in_sweep, monkeypatch):
+    ended = Ended("finished", 2, stop_requested=True)
+    monkeypatch.setattr("lowprec.train.run.train_run", lambda *arguments: ended)
+    monkeypatch.setattr(train, "preflight", lambda config: None)
+    monkeypatch.setattr(train, "use_own_temporary_folder", lambda: None)
+    monkeypatch.setattr(train, "runs_a_sweep", lambda: in_sweep)
+    with pytest.raises(SystemExit, match="75") if in_sweep else contextlib.nullcontext():
+        train.main(Config())
 
 
 def test_a_sweep_runs_each_run_once_and_a_bad_one_does_not_stop_the_others(work):
