@@ -121,7 +121,8 @@ class _Reader:
             rng = random.Random(f"{stream.seed} {epoch} {self.share.start}")
             members = self._members([urls[shard] for shard in order])
             good, before = 0, len(self.skips)
-            for raw in shuffle(SHUFFLED, rng=rng)(group_by_keys(members, handler=self._twice)):
+            grouped = group_by_keys(members, _key_and_kind, handler=self._twice)
+            for raw in shuffle(SHUFFLED, rng=rng)(grouped):
                 try:
                     sample = self._decode(raw, epoch)
                 except BAD_IMAGE as error:
@@ -173,6 +174,15 @@ class _Reader:
         shard = without_secrets(url)
         reason = f"{type(error).__name__}: {error}".replace(url, shard)[:200]
         self.skips.append({"shard": shard, "key": key, "reason": reason})
+
+
+def _key_and_kind(name: str) -> tuple[str, str]:
+    """Both parts of the name of a member that `read_url` yields; the key may be empty.
+
+    webdataset's own function leaves out `.jpg`, which is a member of a sample in an index.
+    """
+    key, _, kind = name.rpartition(".")
+    return key, kind
 
 
 def read_url(url: str) -> Iterator[tuple[str, bytes]]:

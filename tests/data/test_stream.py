@@ -21,6 +21,7 @@ import torch
 import lowprec.data.stream
 from lowprec.config.check import ConfigError
 from lowprec.config.patterns import ShardUrls, check_readers
+from lowprec.data.index import index_tar
 from lowprec.data.open import open_data
 from lowprec.data.shards import ShardError
 from lowprec.data.stream import Stream, _Source, read_url
@@ -328,6 +329,18 @@ def test_damaged_shard_is_named_and_other_shards_are_read(put_file):
     rows = {(s["shard"], s["key"], s["reason"][:30]) for batch in batches for s in batch.skips}
     assert {row[:2] for row in rows} == {(bad, ""), (bad, "000002")} and len(rows) == 2
     assert {row[2].split(":")[0] for row in rows} == {"DamagedError", "ValueError"}
+
+
+def test_members_that_are_only_an_extension_are_a_sample_as_in_the_index(
+    tmp_path, sample, write_tar
+):
+    members = [(f"{name}.{kind}", sample(n)[kind])
+               for n, name in enumerate(["", "a/", "b"]) for kind in ("png", "txt")]  # fmt: skip
+    path = str(write_tar(tmp_path / "a.tar", members))
+    assert len(index_tar(path)[0]) == 3
+    assert sorted(numbers(read_files([path], num_steps=3))) == [0, 1, 2]
+    lone = str(write_tar(tmp_path / "lone.tar", members[:2]))
+    assert numbers(read_files([lone], num_steps=2)) == [0, 0]
 
 
 def test_pass_without_a_readable_sample_is_an_error(tmp_path, put_file):
