@@ -32,6 +32,7 @@ from lowprec.runs.read import (
 TYPES = {"timing": {"attempt": int, "wall_s": float, "images_per_s": float, "data_wait": float}}
 MAX_STEPS = 10**8
 MAX_KEYS, MAX_DEPTH = 10_000, 100  # of a config
+NO_TENSORS = "tensors are not there"
 NUMERIC = (pa.int64(), pa.int32(), pa.float32(), pa.float64())
 UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError, TypeError)
 PRECISION = ("precision.autocast", "precision.recipe")
@@ -134,7 +135,8 @@ def read_metrics(summary: dict) -> tuple[list[dict], list[str]]:
 def compare_steps(summary: dict, steps: list[int]) -> list[str]:
     """A note if the tensors of a run lack `steps`, those of its metrics, or cannot be read.
 
-    The last flush of a run that has not ended may be incomplete.
+    The last flush of a run that has not ended may be incomplete. A run that is kept without its
+    tensors looks like one that lost all of them: both have the note NO_TENSORS.
     """
     every = summary.get("diagnostics.every")
     if pd.isna(every) or not summary["diagnostics.statistics"]:  # damaged config, or not recorded
@@ -145,8 +147,14 @@ def compare_steps(summary: dict, steps: list[int]) -> list[str]:
     except UNREADABLE as error:
         return [f"tensors cannot be read: {error}"]
     expected = {step for step in steps if is_sampled(step, every)}
+    if expected and not _has_tensors(as_path(summary["path"])):
+        return [NO_TENSORS]
     lacking = sorted(expected.difference(recorded))
     return [f"tensors: {len(lacking)} steps are missing, first {lacking[0]}"] if lacking else []
+
+
+def _has_tensors(run: Path) -> bool:
+    return (run / "tensors.parquet").exists() or any((run / "tensors").glob("*.arrows"))
 
 
 def read_tensor_columns(summary: dict, pattern: str, stat: str) -> tuple[pd.DataFrame, list[str]]:

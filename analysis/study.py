@@ -9,7 +9,7 @@ import pandas as pd
 
 from analysis.comparison import short, written
 from analysis.load import EXPERIMENTS
-from analysis.run_files import flatten
+from analysis.run_files import NO_TENSORS, flatten
 from lowprec.config.compose import compose_command
 from lowprec.config.schema import PrecisionConfig
 from lowprec.runs.identity import to_dict
@@ -57,7 +57,7 @@ def mark_of_runs(
         num_missing: number of those that do not exist.
         num_lost: number of runs that could not be drawn.
     """
-    incomplete = (~drawn["state"].isin(ENDED) | (drawn["note"] != "")).sum()
+    incomplete = (~drawn["state"].isin(ENDED) | ~drawn["note"].isin(["", NO_TENSORS])).sum()
     data = drawn["data.digest"].where(drawn["data.digest"] != "", drawn["data.train"].astype(str))
     texts = {
         f"{incomplete} of {len(drawn)} runs incomplete or damaged": incomplete,

@@ -59,7 +59,7 @@ class RunData:
 
     @property
     def needs_attention(self) -> bool:
-        """Whether the run is unfinished, has collapsed to chance or is damaged on disk."""
+        """Whether the run is unfinished, has collapsed to chance or has a note on its files."""
         return self.summary["state"] != "finished" or bool(self.summary["note"] or self.collapse)
 
 

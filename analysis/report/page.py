@@ -14,6 +14,7 @@ from analysis.curves import name_methods
 from analysis.load import Runs
 from analysis.report import plots
 from analysis.report.collect import AROUND, HIGH, LOW, Budget, RunData, collect_run
+from analysis.run_files import NO_TENSORS
 from analysis.spike_marks import TENSOR, in_words
 from lowprec.runs.read import ENDED
 
@@ -242,7 +243,7 @@ def _progress(run: RunData) -> list[Field]:
     """The state of a run and its last step with a row."""
     state = str(run.summary["state"])
     style = STATE_STYLES.get(state, "warn")
-    if state in ENDED and run.summary["note"]:
+    if state in ENDED and run.summary["note"] not in ("", NO_TENSORS):
         state, style = f"{state}, damaged", "bad" if style == "bad" else "warn"
     elif run.collapse:
         state, style = f"{state}, collapsed", "bad"

@@ -41,9 +41,11 @@ def test_steps_that_the_tensors_lack_are_noted(make_run, state):
     stream = run / "tensors" / "0000.arrows"
     zero(stream, stream.stat().st_size // 2)  # a disk that lost its cache
     assert "tensors: " in note_of(run) and "steps are missing, first" in note_of(run)
-    stream.unlink()
+    stream.write_bytes(b"")
     last = {"finished": 100, "running": 80}[state]  # the last flush of a running run may follow
     assert f"tensors: {last} steps are missing, first 1" in note_of(run)
+    stream.unlink()
+    assert note_of(run).endswith("tensors are not there") and "missing" not in note_of(run)
 
 
 def test_attempt_that_reused_a_number_and_a_stream_is_noted(make_run):

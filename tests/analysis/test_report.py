@@ -214,6 +214,15 @@ def test_a_run_stopped_in_its_warmup_has_not_collapsed(make_run, tmp_path):
     assert "collapsed" not in page_of(tmp_path / "runs").section("Failures and damage")
 
 
+def test_a_run_without_its_tensors_is_listed_but_not_called_damaged(make_run, tmp_path):
+    run = make_run(num_steps=20)
+    shutil.rmtree(run / "tensors")
+    (run / "tensors.parquet").unlink()
+    failures = page_of(tmp_path / "runs").section("Failures and damage")
+    assert failures.count("tensors are not there") == 1
+    assert "finished, damaged" not in failures
+
+
 def test_failed_and_damaged_runs_are_listed_with_their_reasons(make_run, tmp_path):
     make_run(num_steps=20)
     diverged = make_run(num_steps=20, seed=1, steps=10, state="diverged")
