@@ -46,6 +46,12 @@ class Jobs:
             "sacct", "-D", "-X", "-n", "-P", "-o", "State", "-j", job
         ).splitlines()
 
+    def pids_by_task(self, job):
+        """The process of each task of a job's step; none before they have started."""
+        listed = self.cluster.start("scontrol", "listpids", f"{job}.0").communicate()[0]
+        rows = [row.split() for row in listed.splitlines()]
+        return {row[3]: int(row[0]) for row in rows if row[3:4] and row[3].isdigit()}
+
     def final_states(self, job):
         """The same once the job has ended, which accounting learns after the queue."""
         self.cluster.until_left(job)
@@ -85,7 +91,7 @@ def test_the_tasks_of_a_job_train_together_like_one_process(jobs, whole):
 def test_a_job_signaled_early_and_preempted_ends_with_the_undisturbed_record(jobs, whole):
     cluster = jobs.cluster
     job = jobs.submit("disturbed")
-    cluster.until("its step", lambda: f"{job}.0" in cluster.run("squeue", "-s", "-h", "-o", "%i"))
+    cluster.until("its tasks", lambda: len(jobs.pids_by_task(job)) == 2)
     cluster.run("scancel", "--signal=USR2", job)  # before Python can catch it
     cluster.until("the second start", lambda: "REQUEUED" in jobs.states(job))
     stopped = cluster.training(jobs.directory_of("disturbed"))
@@ -102,8 +108,7 @@ def test_a_job_signaled_early_and_preempted_ends_with_the_undisturbed_record(job
 def test_a_killed_rank_is_named_and_fails_its_job_within_seconds(jobs):
     job = jobs.submit("killed")
     first = jobs.cluster.training(jobs.directory_of("killed"))
-    listed = jobs.cluster.run("scontrol", "listpids", f"{job}.0").split("\n")
-    [second] = [int(row.split()[0]) for row in listed if row.split()[3:4] == ["1"]]
+    second = jobs.pids_by_task(job)["1"]
     os.kill(second, signal.SIGKILL)
     killed = time.monotonic()
     os.kill(first, signal.SIGCONT)
