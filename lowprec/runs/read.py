@@ -114,6 +114,12 @@ def scan_rows(path: Path, types: dict[str, type] | None = None) -> tuple[list[di
     return rows, faults
 
 
+def scan_metrics(run: Path) -> list[dict]:
+    """The good rows of metrics.jsonl that have a step and a loss."""
+    rows = scan_rows(run / "metrics.jsonl", METRICS)[0]
+    return [row for row in rows if METRICS.keys() <= row.keys()]
+
+
 def read_rows(path: Path) -> list[dict]:
     """The rows of a .jsonl file, as `scan_rows`; RecordFileError names the first damaged line."""
     rows, faults = scan_rows(path)
@@ -210,13 +216,14 @@ def missing_steps(run: Path, last: int, every: dict[str, int | None]) -> list[st
     faults = []
     for name, interval in every.items():
         if name == "metrics":
-            present = {row.get("step") for row in scan_rows(run / "metrics.jsonl")[0]}
+            name = "metrics.jsonl"
+            present = {row["step"] for row in scan_metrics(run)}
         else:
             present = {step for steps, _, _ in read_tensors(run, name) for step in steps.tolist()}
         expected = [step for step in range(1, last + 1) if is_sampled(step, interval)]
         if missing := [step for step in expected if step not in present]:
             share = f"{len(missing)} of {len(expected)} steps, the first is {missing[0]}"
-            faults.append(f"{run}: {name} lacks {share}")
+            faults.append(f"{run / name} lacks {share}")
     return faults
 
 
@@ -236,9 +243,9 @@ def read_tensors(
         with source:
             try:
                 stream = pa.ipc.open_stream(source)
-            except pa.ArrowInvalid:  # killed before the schema was complete
+                names = json.loads((stream.schema.metadata or {})[b"tensors"])
+            except (ValueError, KeyError):  # killed before the schema was complete, or damaged
                 continue
-            names = json.loads(stream.schema.metadata[b"tensors"])
             while True:
                 try:
                     batch = stream.read_next_batch()

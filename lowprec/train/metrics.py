@@ -15,7 +15,7 @@ from lowprec.data.loader import Batch
 from lowprec.diagnostics.blocks import BLOCK_STATISTICS
 from lowprec.diagnostics.spikes import Collapse, Detector, protocol_of
 from lowprec.optim.stable_adamw import STATISTICS
-from lowprec.runs.read import is_sampled, missing_steps, read_tensors, scan_rows
+from lowprec.runs.read import is_sampled, missing_steps, read_tensors, scan_metrics, scan_rows
 from lowprec.runs.record import Record, RecordError
 from lowprec.train.loggers import Logger
 
@@ -249,7 +249,7 @@ class MetricsBuffer:
     def _restore_detector(self) -> Detector | None:
         """Builds the spike detector; feeds it and `collapse` the steps of earlier attempts."""
         options = self.config.diagnostics.spikes
-        earlier = scan_rows(self.record.run / "metrics.jsonl")[0] if self.world.is_first else []
+        earlier = scan_metrics(self.record.run) if self.world.is_first else []
         for row in earlier:
             self.collapse.feed(row["step"], row["loss"])
         if options.protocol == "none" or not self.world.is_first:

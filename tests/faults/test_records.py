@@ -109,10 +109,25 @@ def test_a_zeroed_file_is_named_before_a_run_counts_as_finished(
     run_once(make_config(), run, stop_at=7)
     if moment == "before a resume":
         zero()
-    lacking = name.split("/")[0].removesuffix(".jsonl")
+    lacking = run / name.split("/")[0]
     with pytest.raises(RecordError, match=f"{lacking} lacks .* steps, the first is 1"):
         run_once(make_config(), run, at={12: zero})
     assert read_status(run)["state"] != "finished"
+
+
+@pytest.mark.parametrize(
+    "row", ["{}", '{"step": 2}', '{"loss": 1.0}', '{"step": [1], "loss": 1.0}', '{"step": 2.5}']
+)
+def test_a_resume_names_the_file_whose_row_has_no_step_or_loss(
+    make_config, run_once, tmp_path, row
+):
+    path = tmp_path / "run" / "metrics.jsonl"
+    run_once(make_config(), path.parent, stop_at=7)
+    lines = path.read_text().splitlines()
+    lines[1] = row.ljust(len(lines[1]))
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(RecordError, match=f"{path} lacks 1 of 7 steps, the first is 2"):
+        run_once(make_config(), path.parent)
 
 
 def test_a_record_without_its_checkpoints_and_status_is_an_error_never_step_0(

@@ -9,10 +9,11 @@ import threading
 from pathlib import Path
 
 import numpy as np
+import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
-from lowprec.runs.read import read_rows, read_status, read_tensors
+from lowprec.runs.read import missing_steps, read_rows, read_status, read_tensors
 from lowprec.runs.record import Record, RunBusyError
 
 REPOSITORY = Path(__file__).parents[2]
@@ -114,6 +115,16 @@ def test_damaged_stream_of_one_attempt_does_not_hide_the_next(tmp_path):
         record.close()
     stream(tmp_path, 0).write_bytes(b"")
     assert [steps[0] for steps, _, _ in read_tensors(tmp_path)] == [3]
+
+
+@pytest.mark.parametrize("metadata", [None, {"a": "b"}, {"tensors": "{"}])
+def test_a_stream_that_names_no_tensors_is_left_out(tmp_path, metadata):
+    stream(tmp_path).parent.mkdir()
+    columns = pyarrow.table({"step": [1], "rms": [[0.5]]}).replace_schema_metadata(metadata)
+    with pyarrow.ipc.new_stream(stream(tmp_path), columns.schema) as writer:
+        writer.write_table(columns)
+    assert list(read_tensors(tmp_path)) == []
+    assert len(missing_steps(tmp_path, 1, {"tensors": 1})) == 1
 
 
 def test_cut_archives_the_tails_and_a_second_writer_continues(tmp_path):
