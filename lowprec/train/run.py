@@ -178,11 +178,16 @@ def _begin_record(
 def _load_weights(built: Built, sources: dict[str, str]) -> None:
     """Loads the weights and moments of `resume.from`, unless they have changed since `sources`."""
     source = built.config.resume.from_
-    checkpoint = Path(built.world.first(lambda: str(find_checkpoint(Path(source)))))
-    if checkpoint_digest(checkpoint) != sources["resume_from"]:
-        raise CheckpointError(
-            f"resume.from={source}: it is still being trained, and {checkpoint.name} is newer; "
-            "wait until it ends, or name one of its checkpoints"
-        )
+
+    def find() -> str:
+        checkpoint = find_checkpoint(Path(source))
+        if checkpoint_digest(checkpoint) != sources["resume_from"]:
+            raise CheckpointError(
+                f"resume.from={source}: it is still being trained, and {checkpoint.name} is newer; "
+                "wait until it ends, or name one of its checkpoints"
+            )
+        return str(checkpoint)
+
+    checkpoint = Path(built.world.first(find))
     built.world.together(lambda: built.state.load(checkpoint, fresh=True))
     print(f"weights and moments start from {checkpoint}")

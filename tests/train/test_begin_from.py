@@ -1,6 +1,7 @@
 """`resume.from` starts a new run from the weights and moments of another."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from lowprec.config.preflight import preflight
 from lowprec.runs.read import find_runs, read_rows
 from lowprec.train import run as running
 from lowprec.train.checkpoint import list_checkpoints
+from lowprec.train.distributed import Ranks
 
 
 @pytest.fixture
@@ -76,3 +78,22 @@ def test_a_source_that_trained_on_is_refused(make_config, tmp_path, first, monke
     monkeypatch.setattr(running, "sources_of", stale)
     with pytest.raises(RunError, match="still being trained, and step_0+4 is newer"):
         second(make_config, tmp_path, first)
+
+
+def test_only_the_first_rank_checks_the_source(make_config, first, monkeypatch):
+    checkpoint, loaded = list_checkpoints(first)[-1], []
+
+    class Second(Ranks):
+        rank = 1
+
+        def first(self, make):
+            return str(checkpoint)  # of rank 0
+
+    def refuse(*arguments):
+        raise AssertionError("hashed again")
+
+    monkeypatch.setattr(running, "checkpoint_digest", refuse)
+    state = SimpleNamespace(load=lambda path, fresh: loaded.append((path, fresh)))
+    config = make_config({"resume.from": str(first)})
+    running._load_weights(SimpleNamespace(config=config, world=Second(), state=state), {})
+    assert loaded == [(checkpoint, True)]
