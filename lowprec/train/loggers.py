@@ -1,9 +1,11 @@
-"""Dashboards, which copy the record. Training continues without one that fails."""
+"""Dashboards, which copy the record. Training continues when one fails, hangs or is slow."""
 
+import queue
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
+START_S = 60  # training waits: data workers should not be forked while the dashboard is imported
+PENDING = 100_000  # rows that wait for a slow dashboard
 END_S = 60  # time to send pending rows when the run has ended
 
 
@@ -42,43 +44,52 @@ DASHBOARDS = {"tensorboard": TensorBoard, "wandb": Wandb}
 
 
 class Logger:
-    """Feeds the dashboard that `logger.name` names ("none": no dashboard).
+    """Feeds the dashboard that `logger.name` names ("none": no dashboard), from a daemon thread.
 
-    The dashboard is dropped, with one message, when it raises or needs more than END_S to end.
+    The dashboard is dropped, with one message, when it raises, needs more than START_S to start or
+    END_S to end, or is more than PENDING rows behind.
     """
 
     def __init__(self, name: str = "none", run: Path = Path(), config: dict | None = None):
-        self._name, self._dashboard = name, None
-        if name != "none":
-            self._dashboard = self._attempt(lambda: DASHBOARDS[name](run, config))
+        self._name, self._is_fed = name, name != "none"
+        self._rows: queue.Queue = queue.Queue(PENDING)
+        self._started, self._ended = threading.Event(), threading.Event()
+        if self._is_fed:
+            threading.Thread(target=self._feed, args=(run, config), daemon=True).start()
+            if not self._started.wait(START_S):
+                self._drop(f"did not start within {START_S} s")
+
+    def _feed(self, run: Path, config: dict | None) -> None:
+        try:
+            dashboard = DASHBOARDS[self._name](run, config)
+            self._started.set()
+            while self._is_fed and (row := self._rows.get()) is not None:
+                dashboard.log(row["step"], {k: v for k, v in row.items() if k != "step"})
+            dashboard.close()
+        except (Exception, SystemExit) as error:  # wandb exits without a key
+            self._drop(f"{type(error).__name__}: {error}")
+        self._started.set()
+        self._ended.set()
 
     def log(self, rows: list[dict]) -> None:
-        """Logs rows of numbers, each with its `step`."""
-        if self._dashboard is not None:
-            self._attempt(lambda: self._log(rows))
-
-    def _log(self, rows: list[dict]) -> None:
+        """Passes on rows of numbers, each with its `step`; returns at once."""
         for row in rows:
-            values = {name: value for name, value in row.items() if name != "step"}
-            self._dashboard.log(row["step"], values)
+            self._put(row)
 
     def close(self) -> None:
         """Sends pending rows and ends."""
-        if self._dashboard is not None:
-            closing = threading.Thread(
-                target=self._attempt, args=(self._dashboard.close,), daemon=True
-            )
-            closing.start()
-            closing.join(END_S)
-            if closing.is_alive():
-                self._drop(f"did not end within {END_S} s")
+        self._put(None)
+        if self._is_fed and not self._ended.wait(END_S):
+            self._drop(f"did not end within {END_S} s")
 
-    def _attempt(self, call: Callable) -> object:
+    def _put(self, row: dict | None) -> None:
         try:
-            return call()
-        except (Exception, SystemExit) as error:  # wandb exits without a key
-            self._drop(f"{type(error).__name__}: {error}")
+            if self._is_fed:
+                self._rows.put_nowait(row)
+        except queue.Full:
+            self._drop(f"it is {PENDING} rows behind")
 
     def _drop(self, reason: str) -> None:
-        print(f"logger={self._name} stopped ({reason}); training continues without it")
-        self._dashboard = None
+        if self._is_fed:
+            print(f"logger={self._name} stopped ({reason}); training continues without it")
+        self._is_fed = False

@@ -60,7 +60,7 @@ class Dashboard:
     [
         *((call, ConnectionError("no route")) for call in ("init", "log", "close")),
         ("init", SystemExit("no key")),
-        ("close", None),
+        *((call, None) for call in ("init", "log", "close")),
     ],
     ids=str,
 )
@@ -69,6 +69,7 @@ def test_training_with_a_broken_dashboard_leaves_the_same_record(
 ):
     config = make_config({"num_steps": 3, "log_every": 1})
     run_once(config, tmp_path / "healthy")
+    monkeypatch.setattr(loggers, "START_S", 0.2)
     monkeypatch.setattr(loggers, "END_S", 0.2)
     monkeypatch.setitem(loggers.DASHBOARDS, "wandb", lambda *_: Dashboard(broken, error))
     began = time.monotonic()
@@ -79,3 +80,33 @@ def test_training_with_a_broken_dashboard_leaves_the_same_record(
     healthy, broken = (tmp_path / name / "metrics.jsonl" for name in ("healthy", "run"))
     assert healthy.read_bytes() == broken.read_bytes()
     assert capsys.readouterr().out.count("logger=wandb stopped") == 1
+
+
+class Taken(list):
+    """A dashboard that keeps the rows."""
+
+    def log(self, step, values):
+        self.append((step, values))
+
+    def close(self):
+        self.append("closed")
+
+
+def test_every_row_reaches_the_dashboard_before_close_returns(monkeypatch, tmp_path):
+    taken = Taken()
+    monkeypatch.setitem(loggers.DASHBOARDS, "wandb", lambda *_: taken)
+    logger = Logger("wandb", tmp_path, {})
+    for step in range(0, 100, 2):
+        logger.log([{"step": step, "loss": 1.0}, {"step": step + 1, "loss": 2.0}])
+    logger.close()
+    assert taken == [(step, {"loss": 1.0 + step % 2}) for step in range(100)] + ["closed"]
+
+
+def test_a_dashboard_that_lags_far_behind_is_dropped(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(loggers, "PENDING", 3)
+    monkeypatch.setattr(loggers, "END_S", 0.2)
+    monkeypatch.setitem(loggers.DASHBOARDS, "wandb", lambda *_: Dashboard("log", None))
+    logger = Logger("wandb", tmp_path, {})
+    logger.log([{"step": step} for step in range(10)])
+    logger.close()
+    assert capsys.readouterr().out.count("3 rows behind") == 1
