@@ -44,6 +44,8 @@ def open_shards(
     changed or new since the index was made are refused, unless `accept` takes them as the new set.
     `num_processes` above 1 needs a script with a `__main__` guard.
 
+    A catalog that cannot be read is reported and made again: changes are not noticed then.
+
     Raises:
         FileNotFoundError: Nothing matches, or the folder is read-only and `index` is None.
         ValueError: Shards are damaged, empty or not those that were indexed; it names them.
@@ -57,11 +59,15 @@ def open_shards(
         catalog["bytes"][row], catalog["mtime_ns"][row] = _stamp(source)
     file = files[0].parent / f"catalog-{_short_digest(os.path.abspath(pattern))}.npy"
     promised = {}
-    with contextlib.suppress(OSError, ValueError):  # no index, or one that is rebuilt
+    try:
         (recorded,) = load_sealed(file)
         promised = {} if accept else _digests(recorded)
         if promised and all(np.array_equal(recorded[k], catalog[k]) for k in ("path", *STAMP)):
             return Shards(sources, files, recorded)
+    except (OSError, ValueError) as error:
+        if os.path.exists(file) and not accept:
+            unnoticed = "the set is indexed anew; changes since it was indexed are not noticed"
+            print(f"{name}: {file} cannot be read ({error}): {unnoticed}", file=sys.stderr)
     _index_all(sources, files, catalog, promised, num_processes, name)
     if promised:
         _refuse_changes(promised, _digests(catalog), name, pattern)

@@ -175,6 +175,21 @@ def test_damaged_missing_or_old_index_is_refused_and_made_again(
     assert path.read_bytes() == whole
 
 
+@pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[:-32]])
+def test_unreadable_catalog_is_reported_once(tmp_path, write_shards, capsys, damage):
+    pattern = write_shards(tmp_path, [2, 2])
+    open_shards(pattern)
+    (catalog,) = (tmp_path / ".index").glob("catalog-*.npy")
+    catalog.write_bytes(damage(catalog.read_bytes()))
+    change_one(tmp_path)
+    assert capsys.readouterr().err == ""
+    open_shards(pattern)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert catalog.name in line and "the set is indexed anew; changes since" in line
+    open_shards(pattern)
+    assert capsys.readouterr().err == ""
+
+
 def test_full_disk_while_indexing_names_path_and_free_bytes(tmp_path, write_shards, monkeypatch):
     def fail(descriptor, data):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
