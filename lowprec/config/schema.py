@@ -19,7 +19,8 @@ STATISTICS = (
     *("rms", "grad_norm", "update_norm"),
     *("grad_abs_max", "grad_inf", "grad_nan", "param_norm", "u_min", "u_mean", "u_max"),
 )
-OF_SECOND_MOMENT = ("rms", "update_norm", "u_min", "u_mean", "u_max")  # unknown with 8 bits
+OF_SECOND_MOMENT = ("rms", "u_min", "u_mean", "u_max")  # refused with 8-bit moments
+UNKNOWN_WITH_8_BITS = (*OF_SECOND_MOMENT, "update_norm")  # NaN with 8-bit moments
 EIGHT_BIT = ("adamw8bit_bnb", "adamw8bit_torchao")  # optimizers with 8-bit moments
 OPTIMIZERS = ("adamw", "adamw_clip", "stable_adamw", *EIGHT_BIT)
 REMOTE_SCHEMES = ("http", "https", "sftp", "ftps", "scp", "pipe")  # pipe runs a shell command

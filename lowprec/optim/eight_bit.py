@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lowprec.config.schema import OF_SECOND_MOMENT, STATISTICS
+from lowprec.config.schema import STATISTICS, UNKNOWN_WITH_8_BITS
 from lowprec.optim.state import MOMENTS
 
 BLOCK = 256  # elements that share a scale, in both libraries by default
@@ -23,7 +23,7 @@ class EightBitAdamW:
     `step()` leaves `statistics`, `grad_norm`, `clipped_grad_norm` (the same) and `all_finite`;
     `skip`, `grad_scale`, `found_inf` and `frozen` work as in StableAdamW. Differences:
 
-    - Statistics that need the second moment (rms, update_norm, u_min, u_mean, u_max) are NaN.
+    - Statistics of the second moment (rms, u_min, u_mean, u_max) and the update norm are NaN.
     - The host reads once per step which gradients are finite, so no CUDA graph can capture it.
     - Gradients are divided by `grad_scale` in place; those that are not applied become None.
     - 16-bit parameters lose small updates to rounding: there is no compensation.
@@ -84,7 +84,7 @@ class EightBitAdamW:
         if not any(vetoes) and (self.skip == "tensor" or all(finite)):
             self.library.step()
         values["param_norm"] = torch.stack(torch._foreach_norm(self.params))
-        for name in OF_SECOND_MOMENT:
+        for name in UNKNOWN_WITH_8_BITS:
             values[name].fill_(math.nan)
         self.statistics = torch.stack([values[name] for name in STATISTICS], dim=1)
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowprec.config.schema import EIGHT_BIT, OF_SECOND_MOMENT, default_warmup
+from lowprec.config.schema import EIGHT_BIT, UNKNOWN_WITH_8_BITS, default_warmup
 from lowprec.data.loader import Batch
 from lowprec.diagnostics.blocks import BLOCK_STATISTICS
 from lowprec.diagnostics.spikes import Collapse, Detector, protocol_of
@@ -72,7 +72,7 @@ class MetricsBuffer:
         self.device = built.device
         self.tensors = built.state.optimizer.names
         diagnostics = config.diagnostics
-        unknown = OF_SECOND_MOMENT if config.optimizer.name in EIGHT_BIT else ()
+        unknown = UNKNOWN_WITH_8_BITS if config.optimizer.name in EIGHT_BIT else ()
         others = [n for n in STATISTICS if n not in diagnostics.statistics and n not in unknown]
         self.statistics = {"tensors": diagnostics.statistics, "details": others}
         self.every = {  # None: not recorded

@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from lowprec.config.schema import OF_SECOND_MOMENT
+from lowprec.config.schema import UNKNOWN_WITH_8_BITS
 from lowprec.optim.eight_bit import (
     BitsAndBytesAdamW8bit,
     EightBitAdamW,
@@ -21,7 +21,7 @@ from lowprec.optim.stable_adamw import STATISTICS, StableAdamW
 
 RULE = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6}
 SHAPES = {"a.weight": (64, 80), "a.bias": (80,), "b.weight": (16, 256), "b.scale": ()}
-KNOWN = [i for i, name in enumerate(STATISTICS) if name not in OF_SECOND_MOMENT]
+KNOWN = [i for i, name in enumerate(STATISTICS) if name not in UNKNOWN_WITH_8_BITS]
 
 
 class OfTorch(EightBitAdamW):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from lowprec.config.check import public_name
+from lowprec.config.compose import compose_command
 from lowprec.config.schema import (
     Config,
     DataConfig,
@@ -15,6 +16,7 @@ from lowprec.config.schema import (
     ScheduleConfig,
 )
 from lowprec.runs.identity import digest, directory, identity, label, to_dict
+from lowprec.runs.read import read_config
 
 SOURCES = {"data": "a" * 64}
 NOT_IDENTITY = {  # the design's list; of a path, what it holds is identity
@@ -112,3 +114,15 @@ def test_plain_data_has_public_names_and_is_json():
     plain = to_dict(Config())
     assert set(plain["resume"]) == {"from", "allow_reshard", "allow_drift"}
     assert json.loads(json.dumps(plain)) == plain
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "expected"),
+    [("adamw8bit_bnb", "eaad68225f"), ("adamw8bit_torchao", "8d96dfbf2c")],
+)
+def test_runs_with_8_bit_moments_keep_their_digest_and_are_read(tmp_path, optimizer, expected):
+    config = compose_command([f"optimizer={optimizer}"])[0].config
+    assert digest(config, {}) == expected
+    assert config.diagnostics.statistics == ["grad_norm", "update_norm"]
+    (tmp_path / "config.yaml").write_text(json.dumps(to_dict(config)))
+    assert read_config(tmp_path) == config
