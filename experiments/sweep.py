@@ -11,7 +11,8 @@
 writes the runs to `<run_dir>/sweeps/<experiment or name>/` and returns at once. Repeating it adds
 new runs and submits cancelled or lost ones. The other verbs find the sweep by `experiment=` or
 `name=` and `run_dir=`, or use the only one there is. `wait` exits with 1 if a run has no result.
-`resubmit` takes the last launcher, changed by `launcher.*`, or another one by `launcher=`.
+`resubmit` takes the last launcher, changed by `launcher.*`, or another one by `launcher=`, and
+`dry_run=true`.
 """
 
 import secrets
@@ -88,10 +89,12 @@ def resubmit(texts: list[str]) -> None:
         if not manifest.launchers():
             sys.exit("nothing in this sweep was submitted: python -m experiments.sweep submit")
         launcher = manifest.launchers()[-1]
-        options = asdict(_options([f"launcher={launcher['name']}", *own]).launcher)
-        names = [text.partition("=")[0].partition(".")[2] or "name" for text in own]
-        launcher |= options if "name" in names else {name: options[name] for name in names}
-        hand_over(manifest, [run.index for run in manifest.runs], TO_RESUBMIT, launcher)
+        options = _options([f"launcher={launcher['name']}", *own])
+        given, keys = asdict(options.launcher), [text.partition("=")[0] for text in own]
+        names = [key.partition(".")[2] or "name" for key in keys if key.startswith("launcher")]
+        launcher |= given if "name" in names else {name: given[name] for name in names}
+        runs = [run.index for run in manifest.runs]
+        hand_over(manifest, runs, TO_RESUBMIT, launcher, options.dry_run)
 
 
 def status(texts: list[str]) -> None:
@@ -147,16 +150,28 @@ def open_sources(config: Config) -> dict[str, str]:
     return sources_of(config, open_data(config))
 
 
-def hand_over(manifest: Manifest, runs: list[int], which: tuple[str, ...], launcher: dict) -> None:
-    """Submits the runs whose state is one of `which`, and says which it left alone."""
+def hand_over(
+    manifest: Manifest,
+    runs: list[int],
+    which: tuple[str, ...],
+    launcher: dict,
+    dry_run: bool = False,
+) -> None:
+    """Submits the runs whose state is one of `which`, and says which it left alone.
+
+    With `dry_run`, prints the directories of these runs and submits nothing.
+    """
     queue = slurm.queue() if launcher["name"] == "slurm" else ask_queue(manifest)
     if queue is None:
         raise slurm.SlurmError("squeue does not answer; try again once it does")
     run_states = [state for state in states(manifest, queue) if state.index in runs]
     submitted = [state.index for state in run_states if state.state in which]
+    if launcher["gpus"] > 1:  # `resubmit` may have changed it
+        refuse_processes([manifest.runs[index] for index in submitted], launcher["gpus"])
+    if dry_run:
+        print("".join(f"{manifest.runs[index].directory}\n" for index in submitted), end="")
+        return
     if submitted:
-        if launcher["gpus"] > 1:  # `resubmit` may have changed it
-            refuse_processes([manifest.runs[index] for index in submitted], launcher["gpus"])
         token = secrets.token_hex(4)
         row = {"event": "submitting", "token": token, "runs": submitted, "launcher": launcher}
         manifest.record(row)

@@ -168,3 +168,17 @@ def test_hydras_own_launcher_trains_the_runs_of_the_preset(here, tiny):
 def test_a_preset_for_hydra_has_all_keys_of_its_launcher(name, schema):
     preset = OmegaConf.load(CONF / "hydra" / "launcher" / f"{name}.yaml")
     assert set(preset) == {field.name for field in fields(schema)}
+
+
+def test_a_dry_run_of_resubmit_prints_the_runs_and_changes_nothing(
+    here, tiny, capsys, monkeypatch, no_launcher
+):
+    assert run("submit", *tiny, "name=t", "launcher.parallel=3") == 0
+    manifest = Manifest(here / "runs/sweeps/t")  # nothing was started: the run is lost
+    capsys.readouterr()
+    assert run("resubmit", "--failed", "dry_run=true") == 0
+    assert capsys.readouterr().out.splitlines() == [one.directory for one in manifest.runs]
+    assert len(manifest.events()) == 1
+    assert run("resubmit", "--failed", "dry_run=false") == 0
+    first, second = manifest.launchers()
+    assert first == second
