@@ -29,13 +29,12 @@ RUN = {"index": int, "label": str, "directory": str, "overrides": list, "config"
 ROW = {"event": str, "token": str, "runs": list, "launcher": dict, "job": str}
 ROW |= {"again": bool, "reason": str, "code": int, "saved": int}
 LAUNCHER = {"name": "local", "parallel": 1, "gpus": 0}  # keys that every launcher has
-KEYS = {  # event: the keys of its rows
+SUBMISSIONS = {  # event in submissions.jsonl: the keys of its rows
     "submitting": {"token", "runs", "launcher"},
     "submitted": {"token", "job"},
     "cancelled": {"runs"},
-    "started": {"token"},
-    "ended": {"token"},
 }
+ATTEMPTS = {"started": {"token"}, "ended": {"token"}}  # the same in runs/<index>.jsonl
 
 
 @dataclass
@@ -130,10 +129,10 @@ class Manifest:
 
     def events(self) -> list[dict]:
         """The good rows of submissions.jsonl."""
-        return self._rows("submissions.jsonl")
+        return self._rows("submissions.jsonl", SUBMISSIONS)
 
     def submissions(self) -> dict[int, Submission]:
-        """The newest submission of each run that has been submitted."""
+        """The newest submission of each run of the plan that has been submitted."""
         newest: dict[int, Submission] = {}
         for row in self.events():
             if row["event"] == "submitting":
@@ -146,7 +145,12 @@ class Manifest:
             else:
                 for index in newest.keys() & row["runs"]:
                     newest[index].cancelled = True
-        return newest
+        path, planned = self.folder / "submissions.jsonl", range(len(self.runs))
+        beyond = sorted(index for index in newest if index not in planned)
+        self._add_faults(
+            [f"{path}: a row names run {index}, which is not in the plan" for index in beyond]
+        )
+        return {index: one for index, one in newest.items() if index in planned}
 
     def is_cancelled(self, index: int, token: str) -> bool:
         """Whether a run was cancelled or resubmitted after the submission with this token."""
@@ -163,15 +167,18 @@ class Manifest:
 
     def attempts(self, index: int, token: str | None = None) -> list[dict]:
         """The rows about attempts at a run (under one submission): starts and ends, in order."""
-        rows = self._rows(f"runs/{index:04d}.jsonl")
+        rows = self._rows(f"runs/{index:04d}.jsonl", ATTEMPTS)
         return [row for row in rows if token in (None, row["token"])]
 
-    def _rows(self, name: str) -> list[dict]:
-        """The good rows of a file; its faults are added to `faults`."""
-        rows, faults = scan_rows(self.folder / name, ROW)
-        damaged = [row for row in rows if not _is_whole(row)]
-        faults += [f"{self.folder / name}: a row is damaged: {str(row)[:80]}" for row in damaged]
+    def _add_faults(self, faults: list[str]) -> None:
         self.faults = list(dict.fromkeys(self.faults + faults))
+
+    def _rows(self, name: str, keys: dict[str, set[str]]) -> list[dict]:
+        """The good rows of a file, each with its event's `keys`; adds its faults to `faults`."""
+        rows, faults = scan_rows(self.folder / name, ROW)
+        damaged = [row for row in rows if not _is_whole(row, keys)]
+        faults += [f"{self.folder / name}: a row is damaged: {str(row)[:80]}" for row in damaged]
+        self._add_faults(faults)
         return [row for row in rows if row not in damaged]
 
 
@@ -214,12 +221,12 @@ def refuse_processes(runs: list[PlannedRun], processes: int) -> None:
         raise ConfigError(faults)
 
 
-def _is_whole(row: dict) -> bool:
+def _is_whole(row: dict, keys: dict[str, set[str]]) -> bool:
     """Whether a row has its event's keys, with values of the right types."""
     launcher = row.get("launcher", LAUNCHER)
     return (
-        row.get("event") in KEYS
-        and KEYS[row["event"]] <= row.keys()
+        row.get("event") in keys
+        and keys[row["event"]] <= row.keys()
         and all(type(index) is int for index in row.get("runs", ()))
         and all(type(launcher.get(name)) is type(value) for name, value in LAUNCHER.items())
     )
