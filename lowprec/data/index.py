@@ -200,7 +200,11 @@ def index_tar(path: str) -> tuple[np.ndarray, str]:
     damaged, compressed or holds no whole sample.
     """
     if path.endswith("gz"):
-        raise ValueError(f"{path} is compressed and has no offsets: gunzip it, or use data=stream")
+        raise ValueError(
+            f"{path} is compressed and has no offsets: gunzip it, or use data=stream. After gunzip "
+            "a run resumes (the digest of the members is the same), and old .index/*.tar files can "
+            "be deleted"
+        )
     if not os.path.isfile(path):
         raise ValueError(f"{path} is not a file")
     digest = hashlib.sha256()
