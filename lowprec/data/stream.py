@@ -208,6 +208,9 @@ class _Source:
     """The bytes of a file, of a URL (by curl) or of a `pipe:` command; its failure is an error.
 
     So is a member that is not there STALL_S seconds after the call of `renew`.
+
+    `close` ends a command with its children. If the reader is killed, curl and a single command
+    (`pipe:exec COMMAND`) end with it; the parts of a pipeline (`pipe:a | b`) may go on.
     """
 
     def __init__(self, url: str):
