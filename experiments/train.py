@@ -17,6 +17,7 @@ import math
 import os
 import sys
 import time
+from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -26,6 +27,7 @@ from lowprec.config.preflight import preflight
 from lowprec.config.schema import Config
 from lowprec.runs.attempts import STOPPED
 from lowprec.runs.identity import label
+from lowprec.runs.read import RecordFileError, read_last_row, read_status
 from lowprec.runs.scratch import use_own_temporary_folder
 
 
@@ -55,6 +57,14 @@ class ProgressBar:
             line = f"{self.name} step {row['step']}: {', '.join(scores)}"
             self.bar.console.print(line, soft_wrap=True)
 
+    def had_ended(self, run: Path) -> None:
+        """Takes the loss from the record; infinite if the run diverged, NaN if it is damaged."""
+        if read_status(run, {"state": ""})["state"] == "diverged":
+            self.loss = math.inf
+            return
+        with contextlib.suppress(FileNotFoundError, RecordFileError):
+            self.loss = read_last_row(run / "metrics.jsonl").get("loss", math.nan)
+
     def close(self) -> None:
         """Leaves the bar as it is."""
         if self.bar.live.is_started:
@@ -64,8 +74,8 @@ class ProgressBar:
 def main(config: Config, expected: str | None = None) -> float:
     """Trains a run, as its only process or as one rank; `expected`: see `train_run`.
 
-    Returns the objective for a sweeper such as Optuna's: the loss of the last step; infinite if the
-    run diverged, NaN if it had ended before.
+    Returns the objective for a sweeper such as Optuna's: the loss of the last step, infinite if the
+    run diverged; of a run that had ended before, as its record says.
     """
     sys.stderr = sys.__stderr__  # see the end of this file
     preflight(config)
