@@ -114,7 +114,10 @@ def test_two_submits_at_once_submit_each_run_once(sweeps):
 
 
 def test_no_more_runs_train_at_once_than_parallel(sweeps, here, monkeypatch):
-    counting = 'mkdir -p now; touch "now/$2"; ls now | wc -l >> most; sleep 0.4; rm "now/$2"\n'
+    counting = (
+        'mkdir -p now; touch "now/$2"; for i in $(seq 100); do ls now | wc -l >> most; '
+        'grep -q 3 most && break; sleep 0.1; done; sleep 0.4; ls now | wc -l >> most; rm "now/$2"\n'
+    )
     sweeps.make(6, counting + sweeps.script)
     sweeps.train(monkeypatch, parallel=3)
     assert sweeps.names() == ["finished"] * 6
