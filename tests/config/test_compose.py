@@ -199,7 +199,7 @@ def test_a_typo_in_an_experiment_file_is_named(tmp_path, monkeypatch):
     shutil.copytree(CONF, tmp_path / "conf")
     file = tmp_path / "conf" / "experiment" / "loss_curves_demo.yaml"
     text = file.read_text().replace("{beta2: 0.99}", "{beta_2: 0.99}")
-    file.write_text(text.replace("bf16,switchback", "bf16,switchbak"))
+    file.write_text(text.replace("fp32,switchback", "fp32,switchbak"))
     monkeypatch.setattr(compose, "CONF", tmp_path / "conf")
     faults = faults_of("-m experiment=loss_curves_demo")
     for parts in (("switchbak", "nearest: switchback"), ("beta_2", "nearest: optimizer.beta2")):

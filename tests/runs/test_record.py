@@ -185,7 +185,9 @@ def test_lock_is_freed_when_its_holder_is_killed(tmp_path):
 
 
 def test_worker_that_outlives_its_killed_parent_does_not_hold_the_run(tmp_path):
-    code = "child = os.fork()\nif not child:\n    time.sleep(60)\nprint(child, end=' ')"
+    code = "ready, tell = os.pipe()\nchild = os.fork()\n"
+    code += "if not child:\n    os.write(tell, b'.')\n    time.sleep(60)\n"
+    code += "os.read(ready, 1)\nprint(child, end=' ')"  # once the child has dropped the lock
     process, (child,) = holder(code)(tmp_path)
     try:
         with pytest.raises(RunBusyError):
