@@ -163,6 +163,7 @@ def test_attempts_are_counted_on_after_a_torn_line(tmp_path, torn):
         record = start(tmp_path)
         assert record.attempt == attempt
         record.close()
+    assert [row["attempt"] for row in read_rows(tmp_path / "attempts.jsonl")] == [0, 1, 2]
 
 
 def test_busy_run_names_its_holder_and_is_free_after_close(tmp_path):
