@@ -4,13 +4,15 @@ import contextlib
 from collections.abc import Callable, Iterable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
 class Evaluation:
     """Maps a model to `{"zero_shot/top1": ..., "retrieval/image_to_text_r1": ...}`.
 
-    Values are shares in [0, 1]. The model runs uncompiled and in evaluation mode.
+    Values are shares in [0, 1], except `retrieval/loss`, the contrastive loss in batches of 1,024
+    pairs. The model runs uncompiled and in evaluation mode.
 
     Args:
         make_batches: returns batches with uint8 `images`, `tokens` and `labels` (-1: unlabeled).
@@ -19,7 +21,7 @@ class Evaluation:
         normalize: maps uint8 images to pixels.
         autocast: returns the context to compute in.
         build_classifier: maps the model to class weights [embed_dim, classes]; None: no zero-shot.
-        retrieval: whether to measure recall in both directions.
+        retrieval: whether to measure the loss, and recall in both directions.
         each: `each(make)` returns the results of `make()` in all processes, by rank.
     """
 
@@ -82,6 +84,8 @@ class Evaluation:
                 results[f"zero_shot/top{k}"] = accuracy
         if self.retrieval:
             tokens, text_features = pairs
+            scale = model.logit_scale.detach().float().exp()
+            results["retrieval/loss"] = contrastive_loss(image_features, text_features, scale)
             captions = torch.unique(tokens, dim=0, return_inverse=True)[1]
             for k in (1, 5, 10):
                 to_text, to_image = recall_at(image_features, text_features, captions, k)
@@ -118,6 +122,20 @@ def recall_at(images: Tensor, texts: Tensor, captions: Tensor, k: int) -> tuple[
     to_text = _hit_rate(images, captions, texts[first], unique_captions, k)
     to_image = _hit_rate(texts[first], unique_captions, images, captions, k)
     return to_text, to_image
+
+
+def contrastive_loss(images: Tensor, texts: Tensor, scale: Tensor, batch_size: int = 1024) -> float:
+    """Returns CLIP's symmetric cross entropy, the mean over consecutive batches of pairs.
+
+    A smaller last batch, which would be easier, is left out unless it is the only one.
+    `images`, `texts`: features of norm 1, [pairs, embed_dim]; `scale`: of the logits, 0-d.
+    """
+    losses = []
+    for i in range(0, max(len(images) - batch_size, 0) + 1, batch_size):
+        logits = scale * images[i : i + batch_size] @ texts[i : i + batch_size].T
+        correct = torch.arange(len(logits), device=logits.device)
+        losses.append((F.cross_entropy(logits, correct) + F.cross_entropy(logits.T, correct)) / 2)
+    return torch.stack(losses).mean().item()
 
 
 def _hit_rate(

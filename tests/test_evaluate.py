@@ -1,11 +1,13 @@
 """Accuracy and recall equal their definitions; unreadable samples are left out and counted."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
 
 from lowprec.data.loader import Batch
-from lowprec.evaluate import Evaluation, recall_at, top_k_accuracy
+from lowprec.evaluate import Evaluation, contrastive_loss, recall_at, top_k_accuracy
 
 
 def test_top_k_counts_labeled_images_only():
@@ -39,13 +41,25 @@ def test_aligned_pairs_are_all_recalled():
     assert recall_at(features, features, torch.arange(12), 1) == (1.0, 1.0)
 
 
+def test_validation_loss_is_the_mean_over_full_batches():
+    images, texts = torch.randn(2, 10, 8).div(3).unbind()
+    losses = []
+    for start in (0, 4):  # the last batch of two pairs is left out
+        logits = 5 * images[start : start + 4] @ texts[start : start + 4].T
+        rows, columns = logits.log_softmax(1).diag(), logits.log_softmax(0).diag()
+        losses.append(-(rows.mean() + columns.mean()) / 2)
+    loss = contrastive_loss(images, texts, torch.tensor(5.0), batch_size=4)
+    assert loss == pytest.approx(sum(losses).item() / 2)
+    assert contrastive_loss(images, texts, torch.tensor(0.0)) == pytest.approx(math.log(10))
+
+
 class TokenModel(nn.Module):
     """Encodes a pair as its token and its mean pixel."""
 
     def __init__(self):
         super().__init__()
         self.visual = nn.Identity()
-        self.weight = nn.Parameter(torch.zeros(1))
+        self.logit_scale = nn.Parameter(torch.zeros(()))
 
     def encode_image(self, pixels, normalize):
         return torch.nn.functional.one_hot(pixels[:, 0, 0, 0].long(), 4).float()
