@@ -27,7 +27,7 @@ MUTANTS = {  # function: (value of a call in its arguments `a`, tests that must 
     "lowprec.runs.provenance:refuse_mismatch": ("[]", "train/test_saver.py"),
     "lowprec.runs.provenance:code_digest": ("'same'", "runs/test_provenance.py"),
     "lowprec.data.index:_refuse_changes": ("None", "data/test_index.py"),
-    "lowprec.data.loader:end_workers": ("None", "data/test_loader.py"),
+    "lowprec.data.workers:end_workers": ("None", "data/test_loader.py"),
     "lowprec.diagnostics.spikes:_count_once": ("a[0]", "diagnostics/test_spikes.py"),
     "lowprec.diagnostics.spikes:_is_raised": ("False", "diagnostics/test_spikes.py"),
     "lowprec.optim.adamw_update:clipped_lr": ("a[0]", "optim/test_stable_adamw.py"),

@@ -8,7 +8,6 @@ from pathlib import Path
 from lowprec.config.schema import (
     EIGHT_BIT,
     LEGAL_SCALERS,
-    LINEAR_LAYERS,
     OF_SECOND_MOMENT,
     PRESETS,
     Config,
@@ -16,8 +15,9 @@ from lowprec.config.schema import (
     PrecisionConfig,
 )
 from lowprec.nearest import nearest
-from lowprec.nn.recipe import custom_recipe
+from lowprec.nn.recipe import LINEAR_LAYERS, custom_recipe
 
+DEFAULTS = Config()
 MOST_PARAMETERS = 5e10  # of a tower; the largest of open_clip has 2e9
 
 
@@ -127,7 +127,7 @@ def _conflicts(config: Config) -> Iterator[str]:
 
 
 def _idle_faults(config: Config) -> Iterator[str]:
-    """Keys that would change a run's identity but nothing else."""
+    """Keys that differ from the schema's default, but change nothing beside the run's identity."""
     scaled, streamed = config.scaler.name != "none", config.data.name == "stream"
     high = config.precision.recipe == "high"
     rule = config.optimizer
@@ -144,17 +144,14 @@ def _idle_faults(config: Config) -> Iterator[str]:
         "data.resampled": (not streamed, "data=shards or shapes: a stream has its own order"),
         "data.window": (not streamed, "data=shards or shapes: a stream has its own order"),
         "optimizer.beta2": (rule.beta2_decay is None, "optimizer.beta2_decay=null"),
-        "optimizer.beta2_decay": (
-            not eight_bit,
-            "32-bit moments",
-        ),
+        "optimizer.beta2_decay": (not eight_bit, "32-bit moments"),
         "optimizer.clip_weight_decay": (clipped, "optimizer=stable_adamw"),
         "optimizer.override_32bit": (eight_bit, f"optimizer={EIGHT_BIT[0]}"),
         "optimizer.paged": (rule.name == "adamw8bit_bnb", "optimizer=adamw8bit_bnb"),
     }
     for key, (is_used, owner) in owners.items():
         group, _, name = key.partition(".")
-        value, default = (getattr(getattr(c, group), name) for c in (config, Config()))
+        value, default = (getattr(getattr(c, group), name) for c in (config, DEFAULTS))
         if value != default and not is_used:
             yield f"{key}={value} does nothing without {owner}"
 

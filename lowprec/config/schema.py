@@ -10,11 +10,10 @@ Imports no torch, so that a config can be read without it.
 from dataclasses import dataclass, field
 from typing import Any
 
-from lowprec.nn.recipe import RECIPES
+from lowprec.nn.recipe import LINEAR_LAYERS, RECIPES
 
 SHAPES = "data/shapes"  # folder that the built-in set is rendered into on first use
 PRESETS = ("nano", "mini_b", "mini_l", "mini_h", "vit_b32", "vit_l14", "vit_h14")
-LINEAR_LAYERS = ("in_proj", "out_proj", "c_fc", "c_proj")
 STATISTICS = (
     *("rms", "grad_norm", "update_norm"),
     *("grad_abs_max", "grad_inf", "grad_nan", "param_norm", "u_min", "u_mean", "u_max"),

@@ -31,16 +31,14 @@ from lowprec.data.loader import (
     CROP_WORDS,
     Batch,
     Sample,
-    ahead,
     collate,
     decode_caption,
     decode_image,
-    follow_parent,
-    note,
 )
 from lowprec.data.order import AUGMENTATION, STREAM, permutation, random_words
 from lowprec.data.shards import ShardError
 from lowprec.data.tar import IMAGES, DamagedError, StrictHeader, parse_label, read_members
+from lowprec.data.workers import ahead, follow_parent, note
 
 SHUFFLED = 1000  # undecoded samples that a worker shuffles; webdataset starts with 100
 CURL = ("curl", "-fsL", "--connect-timeout", "30", "--retry", "30", "--retry-delay", "2")

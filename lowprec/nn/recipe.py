@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from lowprec.nearest import nearest
 
+LINEAR_LAYERS = ("in_proj", "out_proj", "c_fc", "c_proj")  # low-precision in arXiv:2304.13013
 PRODUCTS = {"output": ("x", "w"), "grad_input": ("g", "w"), "grad_weight": ("g", "x")}
 CONTRACTED = {  # product: the granularity of each operand that varies along the summed dimension
     "output": {"x": "columnwise", "w": "columnwise"},
@@ -139,13 +140,13 @@ def custom_recipe(products: dict) -> Recipe:
     return Recipe("custom", **parsed)
 
 
-def _custom_product(name: str, given: dict | str) -> Product | None:
-    if given == "high":
+def _custom_product(name: str, spec: dict | str) -> Product | None:
+    if spec == "high":
         return None
     operands = PRODUCTS[name]
-    if not isinstance(given, dict) or set(given) != {"format", *operands}:
-        raise ValueError(f"{name}={given}: must be high, or have format, {' and '.join(operands)}")
-    formats = given["format"]
+    if not isinstance(spec, dict) or set(spec) != {"format", *operands}:
+        raise ValueError(f"{name}={spec}: must be high, or have format, {' and '.join(operands)}")
+    formats = spec["format"]
     if not isinstance(formats, dict):
         formats = dict.fromkeys(operands, formats)
     if set(formats) != set(operands):
@@ -153,16 +154,16 @@ def _custom_product(name: str, given: dict | str) -> Product | None:
     for operand in operands:
         if not re.fullmatch(FORMATS, str(formats[operand])):
             raise ValueError(f"{name}.format={formats[operand]}: must be int8, e4m3, e5m2 or eXmY")
-        if given[operand] not in GRANULARITIES:
-            known = ", ".join(GRANULARITIES)
-            raise ValueError(f"{name}.{operand}={given[operand]}: must be one of {known}")
+        if spec[operand] not in GRANULARITIES:
+            allowed = ", ".join(GRANULARITIES)
+            raise ValueError(f"{name}.{operand}={spec[operand]}: must be one of {allowed}")
     native = set(formats.values()) == {"int8"}
     if "int8" in formats.values() and not native:
         raise ValueError(f"{name}.format={formats}: int8 multiplies only int8")
     for operand, granularity in CONTRACTED[name].items():
-        if native and given[operand] == granularity:
+        if native and spec[operand] == granularity:
             raise ValueError(
                 f"{name}.{operand}={granularity}: an int8 scale cannot vary along the dimension "
                 f"that {name} sums over"
             )
-    return Product(*(Operand(formats[name], given[name]) for name in operands), native=native)
+    return Product(*(Operand(formats[name], spec[name]) for name in operands), native=native)

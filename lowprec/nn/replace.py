@@ -19,9 +19,8 @@ from lowprec.nn.coverage import (
 )
 from lowprec.nn.linear import LowPrecisionLinear, Settings, SwitchBackLinear
 from lowprec.nn.mlp import fuse, unfuse
-from lowprec.nn.recipe import Recipe, find_recipe
+from lowprec.nn.recipe import LINEAR_LAYERS, Recipe, find_recipe
 
-LAYERS = ("in_proj", "out_proj", "c_fc", "c_proj")  # low-precision in arXiv:2304.13013
 ALIASES = {  # open_clip's name: what timm, transformers and gated MLPs call the layer
     "in_proj": ("attn.qkv", "token_mixer.qkv", "q_proj", "k_proj", "v_proj"),
     "out_proj": ("attn.proj", "token_mixer.proj"),
@@ -51,7 +50,7 @@ class NoLayerError(ValueError):
 def apply_recipe(
     model: nn.Module,
     recipe: str | Recipe,
-    where: Sequence[str] = LAYERS,
+    where: Sequence[str] = LINEAR_LAYERS,
     *,
     inputs: tuple | None = None,
     backend: str = "auto",
@@ -100,14 +99,7 @@ def apply_recipe(
         gains = gains_speed(recipe, *shape)
         swapped = recipe.function and called is not False and (gains or not skip_slow)
         layers.append(Layer(layer, *shape, swapped, gains, called))
-        if isinstance(module, Attention):
-            module.in_proj_settings = settings if swapped else None
-        elif swapped:
-            if not isinstance(module, LowPrecisionLinear):
-                module.__class__ = LowPrecisionLinear  # keeps parameters, hooks and mode
-            module.settings = settings
-        elif isinstance(module, LowPrecisionLinear):
-            module.set_recipe("high")
+        _set_settings(module, settings if swapped else None)
     fuse(model)
     _leave_fast_path(model)
     if calls is None:
@@ -115,6 +107,18 @@ def apply_recipe(
     if unchecked:
         check_first_forward(model, unchecked)
     return Layers(layers, towers(model, calls))
+
+
+def _set_settings(module: nn.Module, settings: Settings | None) -> None:
+    """Makes a layer, or the fused projection of an Attention, low-precision; None: 16 bits."""
+    if isinstance(module, Attention):
+        module.in_proj_settings = settings
+    elif settings is not None:
+        if not isinstance(module, LowPrecisionLinear):
+            module.__class__ = LowPrecisionLinear  # keeps parameters, hooks and mode
+        module.settings = settings
+    elif isinstance(module, LowPrecisionLinear):
+        module.set_recipe("high")
 
 
 def _find_layers(model: nn.Module, where: Sequence[str]) -> dict[str, str]:

@@ -12,11 +12,6 @@ STOPPED = 75  # exit status of a run that was asked to stop: the same command re
 LOST = 76  # exit status of a process that the watchdog ended
 MAX_ATTEMPTS = 3  # attempts of one job that may begin at the same checkpoint
 
-NO_PROGRESS = (
-    f"stopped: {MAX_ATTEMPTS} attempts without a new checkpoint (the last is of step {{}}); "
-    "use a smaller save_every, or a longer time limit or grace period"
-)
-
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be written or used; the message names it and says why."""
@@ -39,16 +34,26 @@ def last_saved(run: Path) -> int:
     return max((int(name) for name in names if name.isdecimal()), default=0)
 
 
+def no_progress(attempts: list[dict], saved: int) -> str | None:
+    """Why a job must not start again if its last MAX_ATTEMPTS attempts began at step `saved`.
+
+    A job that is always preempted before it can save must not run forever.
+    """
+    if [row.get("saved") for row in attempts[-MAX_ATTEMPTS:]] != [saved] * MAX_ATTEMPTS:
+        return None
+    return (
+        f"stopped: {MAX_ATTEMPTS} attempts without a new checkpoint (the last is of step {saved}); "
+        "use a smaller save_every, or a longer time limit or grace period"
+    )
+
+
 def first_step(run: Path) -> dict:
     """`saved`, the step of the newest checkpoint, at which an attempt begins, and its SLURM `job`.
 
-    Raises CheckpointError if a requeued job has begun there MAX_ATTEMPTS times: a job that is
-    always preempted before it can save must not run forever. Manual starts are not limited.
+    Raises CheckpointError if a requeued job makes no progress. Manual starts are not limited.
     """
-    saved = last_saved(run)
-    job = job_of(os.environ)
+    saved, job = last_saved(run), job_of(os.environ)
     rows = scan_rows(run / "attempts.jsonl")[0] if "SLURM_RESTART_COUNT" in os.environ else []
-    last = [row.get("saved") for row in rows if row.get("job") == job][-MAX_ATTEMPTS:]
-    if last == [saved] * MAX_ATTEMPTS:
-        raise CheckpointError(NO_PROGRESS.format(saved))
+    if reason := no_progress([row for row in rows if row.get("job") == job], saved):
+        raise CheckpointError(reason)
     return {"saved": saved, "job": job}

@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-from lowprec.runs.attempts import MAX_ATTEMPTS, NO_PROGRESS, STOPPED, STOPPING, last_saved
+from lowprec.runs.attempts import STOPPED, STOPPING, last_saved, no_progress
 from lowprec.sweep.plan import Manifest, take_lock
 
 GRACE_S = 60.0  # to save: for the other ranks after one has failed, for training left by a kill
@@ -55,20 +55,16 @@ class Attempt:
         self._deadline: float | None = None
 
     def start(self) -> None:
-        """Starts training, unless the run was cancelled, has ended or makes no progress.
-
-        At most MAX_ATTEMPTS attempts start at the same checkpoint: a run that is always preempted
-        before it can save must not continue forever.
-        """
+        """Starts training, unless the run was cancelled, has ended or makes no progress."""
         rows = self.manifest.attempts(self.index, self.token)
         saved = last_saved(self.manifest.directory_of(self.index))
-        starts = [row.get("saved") for row in rows if row["event"] == "started"]
+        starts = [row for row in rows if row["event"] == "started"]
         if self.is_cancelled():
             self._leave(1, "was cancelled; nothing to do")
         elif rows and not rows[-1].get("again", True):  # it ended while this process was waiting
             self._leave(int(rows[-1].get("code") != 0), "has ended; nothing to do")
-        elif starts[-MAX_ATTEMPTS:] == [saved] * MAX_ATTEMPTS:
-            self._end(1, NO_PROGRESS.format(saved))
+        elif reason := no_progress(starts, saved):
+            self._end(1, reason)
         else:
             row = {"event": "started", "token": self.token, "saved": saved}
             self.manifest.append(self.index, row)

@@ -11,8 +11,8 @@ from omegaconf import OmegaConf
 from lowprec.config.check import RunError
 from lowprec.config.patterns import without_secrets
 from lowprec.config.schema import Config
-from lowprec.data.loader import ignored_child_signals
 from lowprec.data.open import Data, open_data
+from lowprec.data.workers import ignored_child_signals
 from lowprec.nn.coverage import summary
 from lowprec.runs import durable
 from lowprec.runs.attempts import CheckpointError, first_step

@@ -19,13 +19,13 @@ from lowprec.data.loader import (
     CROP_WORDS,
     RATIO,
     Batches,
-    ahead,
     decode_image,
     iterate,
     random_box,
 )
 from lowprec.data.order import AUGMENTATION, SampleOrder, random_words
 from lowprec.data.shards import ShardError
+from lowprec.data.workers import ahead
 from lowprec.train.signals import StopWaiting, stop_request
 
 torch.set_num_threads(1)
@@ -234,7 +234,7 @@ def test_silent_worker_ends_with_its_deadline_and_is_named(make_batches, monkeyp
         time.sleep(99 * (data == b"caption 6"))
         return data.decode()
 
-    monkeypatch.setattr(loader, "SILENT_S", 1)
+    monkeypatch.setattr("lowprec.data.workers.SILENT_S", 1)
     monkeypatch.setattr(loader, "decode_caption", hang)
     batches = iterate(make_batches(sequential=True), workers=2)
     assert numbers(next(batches)) == [0, 1, 2, 3]

@@ -1,0 +1,158 @@
+"""Worker processes that make batches ahead of training, and how they end.
+
+They end with the iterator, after a time limit, or with the process that started them.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import mmap
+import multiprocessing
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from multiprocessing.process import BaseProcess
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from lowprec.data.shards import ShardError
+from lowprec.runs.attempts import STOPPING
+
+PRCTL, PR_SET_PDEATHSIG = ctypes.CDLL(None).prctl, 1
+SILENT_S = 300  # a worker that takes longer for a batch ends the run
+CLOSING_S = 2  # a worker that takes longer to end is killed
+NOTE = 256  # bytes of a worker's note
+
+
+def follow_parent(*_: object) -> None:
+    """Leaves the stopping signals to the parent process, whose end is this process's end too.
+
+    Called in a new process: a data worker, or a command that reads a shard.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    PRCTL(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def ignored_child_signals() -> Iterator[None]:
+    """Suspends torch's SIGCHLD handler, which raises in the main thread when a worker dies."""
+    try:
+        handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    except ValueError:  # only the main thread may, and only there the handler raises
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
+
+
+def end_workers(workers: set[BaseProcess]) -> None:
+    """Kills worker processes that have not ended by themselves."""
+    with ignored_child_signals():
+        for worker in workers:
+            worker.kill()
+        for worker in workers:
+            worker.join(10)  # one that waits for a dead disk cannot be killed
+
+
+@contextlib.contextmanager
+def killed_after(seconds: float, workers: set[BaseProcess]) -> Iterator[None]:
+    """Kills the worker processes that remain after so many seconds in this context."""
+
+    def kill() -> None:
+        for worker in workers:
+            worker.kill()
+
+    timer = threading.Timer(seconds, kill)
+    if any(worker.is_alive() for worker in workers):  # else perhaps too late for a new thread
+        timer.start()
+    with ignored_child_signals():
+        try:
+            yield
+        finally:
+            timer.cancel()
+            if timer.ident:  # it was started
+                timer.join()
+
+
+class _Share(IterableDataset):
+    """A worker's share of the batches, or the error that ends them.
+
+    DataLoader would put the worker's traceback into the message of an error.
+    """
+
+    def __init__(self, share: Callable[[int, int], Iterator], workers: int):
+        self.share = share
+        self.notes = mmap.mmap(-1, NOTE * workers + 1)  # shared with the workers; last: they end
+
+    def __iter__(self) -> Iterator:
+        info = get_worker_info()
+        try:
+            for batch in self.share(info.id, info.num_workers) if info else self.share(0, 1):
+                note("")
+                yield batch
+        except Exception as error:  # raised again by `ahead`
+            yield error
+
+
+def note(sample: str) -> None:
+    """Notes which sample this worker reads, for the message if it does not answer.
+
+    Raises ShardError if the batches are no longer wanted.
+    """
+    if info := get_worker_info():
+        notes = info.dataset.notes
+        if notes[-1]:
+            raise ShardError("the batches are no longer wanted")
+        row = sample.encode("utf-8", "replace")[:NOTE].ljust(NOTE, b"\0")
+        notes[info.id * NOTE : (info.id + 1) * NOTE] = row
+
+
+def ahead(share: Callable[[int, int], Iterator], *, workers: int, pin: bool) -> Iterator:
+    """Batches prefetched by processes: worker w of n makes the batches of `share(w, n)`.
+
+    Takes one batch from each worker in turn; raises their errors, and ShardError naming the samples
+    if none answers for SILENT_S seconds. The workers end with the iterator, within about CLOSING_S
+    seconds, or with the process.
+    """
+    shares = _Share(share, workers)
+    loader = DataLoader(
+        shares,
+        timeout=SILENT_S if workers else 0,
+        batch_size=None,
+        num_workers=workers,
+        pin_memory=pin,
+        multiprocessing_context="fork" if workers else None,
+        prefetch_factor=2 if workers else None,
+        worker_init_fn=follow_parent,
+        generator=torch.Generator(),  # the default generator is used by training
+    )
+    others = set(multiprocessing.active_children())
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # until the workers do
+    try:
+        outcomes = iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    processes = set(multiprocessing.active_children()) - others
+    end = partial(end_workers, processes)
+    atexit.register(end)  # before the exit handler of multiprocessing, which waits for the workers
+    try:
+        for outcome in outcomes:
+            if isinstance(outcome, Exception):
+                raise outcome
+            yield outcome
+    except RuntimeError as error:
+        if "DataLoader timed out" not in str(error):
+            raise
+        notes = [shares.notes[i : i + NOTE].rstrip(b"\0") for i in range(0, NOTE * workers, NOTE)]
+        at = ", ".join(row.decode("utf-8", "replace") for row in notes if row)
+        raise ShardError(f"no batch for {SILENT_S} s; data workers were reading: {at}") from error
+    finally:
+        shares.notes[-1:] = b"\1"
+        with killed_after(CLOSING_S, processes):  # not before: the pinning thread ends first
+            getattr(outcomes, "_shutdown_workers", lambda: None)()
+        end()
+        atexit.unregister(end)
