@@ -16,6 +16,8 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING
 
+from safetensors import SafetensorError
+
 from experiments.entry import run_command
 from experiments.evaluate import EvaluatedPrecision
 from lowprec.config.schema import key
@@ -36,8 +38,6 @@ class ExportConfig:
 
 def main(config: ExportConfig) -> None:
     """Reads and writes weights; executes nothing in a .pt file."""
-    from safetensors import SafetensorError
-
     from lowprec.clip.export import read_weights, write_weights
 
     if config.precision.recipe == "as_trained" and config.precision.autocast is not None:

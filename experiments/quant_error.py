@@ -15,37 +15,16 @@ quantization_variance.
 """
 
 import math
-import sys
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pandas as pd
 
 from experiments.entry import run_command
-from lowprec.config.check import ConfigError
-from lowprec.config.preflight import preflight
 from lowprec.config.schema import key
-from lowprec.data.open import open_data
-from lowprec.nn.recipe import PRODUCTS, RECIPES, Recipe
-from lowprec.runs.read import encode_row, read_config
+from lowprec.nn.recipe import RECIPES
+from lowprec.runs.read import encode_row
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from lowprec.train.build import Built
-
-SLUG = "quantization_variance"
-ROWS, COLUMNS = 128, 64  # of the random products
-CASES = {  # case: formats of x and w; the granularities are SwitchBack's
-    "int8": ("int8", "int8"),
-    "e4m3": ("e4m3", "e4m3"),
-    "e5m2 e4m3": ("e5m2", "e4m3"),
-}
-GRANULARITIES = ("rowwise", "tensorwise")
-TOLERANCE = 0.1  # for `correct`: |measured / predicted - 1|
 WORST = 3  # layers to print per product
 
 
@@ -67,8 +46,10 @@ class QuantErrorConfig:
 
 def main(config: QuantErrorConfig) -> None:
     """Measures, writes and prints."""
+    from experiments.quant_noise import capture, layer_rows, measure_random  # load torch
+
     if config.run is None:
-        measure_random(config)
+        measure_random(config.inner_dims, config.seed, config.run_dir)
         return
     run = Path(config.run)
     step, layers = capture(run, config.device)
@@ -82,104 +63,6 @@ def main(config: QuantErrorConfig) -> None:
     print(worst_layers(rows).to_string(index=False, float_format="{:.1f}".format))
 
 
-def capture(run: Path, device: str) -> "tuple[int, dict[str, dict[str, Tensor]]]":
-    """The step of the newest checkpoint, and x, w and g of each layer for the batch after it.
-
-    x and g are 2-d, in the dtype that the layer computes in; w is as stored. A finished run repeats
-    its last batch. Exits if the run cannot be loaded or has no checkpoint.
-    """
-    from lowprec.runs.attempts import CheckpointError
-    from lowprec.train.build import build
-    from lowprec.train.checkpoint import newest_checkpoint
-
-    try:
-        trained = read_config(run)
-        trained.device, trained.num_workers = device, 0
-        trained.compile = trained.checkpointing = False
-        trained.evaluation.name = trained.logger.name = "none"
-        trained.model.init_from = None
-        preflight(trained)
-        built = build(trained, open_data(trained))
-        checkpoint = newest_checkpoint(run)
-    except (ConfigError, CheckpointError) as error:
-        sys.exit(f"{run} cannot be measured:\n{error}")
-    if checkpoint is None:
-        sys.exit(f"{run} has no checkpoint yet")
-    path, manifest = checkpoint
-    built.state.load(path)
-    tensors = attach_hooks(built)
-    batch = next(built.batches_from(min(manifest["step"] + 1, trained.num_steps)))
-    built.task.model.train()
-    loss, _ = built.task.loss(batch.to(built.device))
-    built.state.scaler.scale(loss).backward()
-    return manifest["step"], tensors
-
-
-def attach_hooks(built: "Built") -> "dict[str, dict[str, Tensor]]":
-    """Adds hooks to `built.layers`; the next forward and backward fill {layer: {x, w, g}}."""
-    from lowprec.nn.linear import compute_dtype
-    from lowprec.nn.mlp import unfuse
-
-    unfuse(built.task.model)  # a fused MLP does not call its layers
-    tensors: dict = {layer.name: {} for layer in built.layers}
-    modules = dict(built.task.model.named_modules())
-
-    def keep(name: str, weight: "Tensor", x: "Tensor", output: "Tensor") -> None:
-        x_MK = x.detach().flatten(0, -2).to(compute_dtype(x))
-        tensors[name] |= {"x": x_MK, "w": weight.detach()}
-        output.register_hook(lambda g: tensors[name].update(g=g.flatten(0, -2)))
-
-    for name in tensors:
-        if name in modules:
-            modules[name].register_forward_hook(
-                lambda module, args, output, name=name: keep(name, module.weight, args[0], output)
-            )
-        else:
-            _wrap_in_proj(modules[name.removesuffix(".in_proj")], partial(keep, name))
-    return tensors
-
-
-def _wrap_in_proj(attention: "nn.Module", keep: Callable) -> None:
-    original = attention.in_proj
-
-    def in_proj(x: "Tensor") -> "Tensor":
-        output = original(x)
-        keep(attention.in_proj_weight, x, output)
-        return output
-
-    attention.in_proj = in_proj
-
-
-def layer_rows(tensors: "dict[str, Tensor]", recipe: Recipe) -> Iterator[dict]:
-    """A row of plain numbers for each operand of each product of a layer under a recipe.
-
-    `sqnr_db` is the operand's. `product_sqnr_db` is the product's, without the errors of its own
-    sums and rounding.
-    """
-    from lowprec.diagnostics.noise import inner_dim, operand_noise, product, sqnr_db
-    from lowprec.formats import parse_format
-    from lowprec.ops.reference import fake_quantize
-
-    for name, operands in PRODUCTS.items():
-        exact = [tensors[operand].float() for operand in operands]
-        formats = getattr(recipe, name)
-        used, rows = [], []
-        for operand, tensor in zip(operands, exact, strict=True):
-            if formats is None:
-                used.append(tensor.bfloat16().float())
-                row = {"format": "bf16", "granularity": None}
-                rows.append(row | {"sqnr_db": sqnr_db(tensor, used[-1])})
-                continue
-            how = formats.first if operand == operands[0] else formats.second
-            format = parse_format(how.format)
-            used.append(fake_quantize(tensor, format, how.granularity, tensor.dtype))
-            row = {"format": how.format, "granularity": how.granularity}
-            rows.append(row | operand_noise(tensor, format, how.granularity))
-        facts = {"product": name, "inner_dim": inner_dim(name, exact[0])}
-        facts["product_sqnr_db"] = sqnr_db(product(name, *exact), product(name, *used))
-        yield from ({**facts, "operand": o, **r} for o, r in zip(operands, rows, strict=True))
-
-
 def worst_layers(rows: list[dict]) -> pd.DataFrame:
     """The layers with the lowest SQNR, in dB, for each recipe and product; NaN is the worst."""
     columns = ["recipe", "product", "product_sqnr_db", "layer"]
@@ -187,30 +70,6 @@ def worst_layers(rows: list[dict]) -> pd.DataFrame:
     layers = layers[layers["product_sqnr_db"] != math.inf]  # bf16 rounds nothing
     layers = layers.sort_values(columns, na_position="first")
     return layers.groupby(["recipe", "product"]).head(WORST)
-
-
-def measure_random(config: QuantErrorConfig) -> None:
-    """Writes and prints a line per case and inner dimension, for normally distributed numbers."""
-    import torch
-
-    from experiments.benchmarks.report import Lines
-    from lowprec.diagnostics.noise import dot_error_variance
-    from lowprec.formats import parse_format
-
-    lines = Lines(config.run_dir, SLUG, torch.device("cpu"))
-    generator = torch.Generator().manual_seed(config.seed)
-    for dim in config.inner_dims:
-        x = torch.randn(ROWS, dim, generator=generator)
-        w = torch.randn(COLUMNS, dim, generator=generator)
-        for case, names in CASES.items():
-            formats = tuple(parse_format(name) for name in names)
-            measured, predicted = dot_error_variance(x, w, formats, GRANULARITIES)
-            ratio = measured / predicted
-            lines.write(
-                case, f"{ROWS}x{dim}x{COLUMNS}", "float32", inner_dim=dim,
-                measured=measured, predicted=predicted, ratio_to="predicted", ratio=ratio,
-                correct=abs(ratio - 1) <= TOLERANCE,
-            )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -25,15 +25,18 @@ from pathlib import Path
 from rich.console import Console
 
 from experiments.entry import refuse
+from experiments.train import main as train_run
 from lowprec.config.check import ConfigError, RunError, check, unknown_key
 from lowprec.config.compose import compose_command
 from lowprec.config.schema import Config, key
+from lowprec.data.open import open_data
 from lowprec.nearest import nearest
 from lowprec.runs.durable import DiskError
 from lowprec.runs.read import ENDED, RecordFileError, is_copy
 from lowprec.sweep import local, slurm
 from lowprec.sweep.plan import Manifest, locked, plan_runs, refuse_processes
 from lowprec.sweep.status import ACTIVE, TO_RESUBMIT, TO_SUBMIT, ask_queue, show, states, summary
+from lowprec.train.sources import sources_of
 
 COMMAND = [sys.executable, "-m", "experiments.sweep", "train"]
 POLL_S = 2.0
@@ -135,8 +138,6 @@ def cancel(texts: list[str]) -> None:
 
 def train(texts: list[str]) -> None:
     """`train FOLDER INDEX`: trains one run by the config that `submit` wrote; for launchers."""
-    from experiments.train import main as train_run  # loads torch
-
     folder, index = texts
     run = Manifest(Path(folder)).runs[int(index)]
     train_run(check(run.config), expected=run.directory)
@@ -144,9 +145,6 @@ def train(texts: list[str]) -> None:
 
 def open_sources(config: Config) -> dict[str, str]:
     """Opens a config's paths and returns the digests of their contents."""
-    from lowprec.data.open import open_data  # these load torch
-    from lowprec.train.sources import sources_of
-
     return sources_of(config, open_data(config))
 
 

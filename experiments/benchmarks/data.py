@@ -27,7 +27,7 @@ import webdataset
 from torch.utils.data import DataLoader
 
 from experiments.benchmarks.configs import DataConfig
-from experiments.benchmarks.report import Lines, Wrong
+from experiments.benchmarks.measure import Lines, Wrong
 from lowprec.clip.text import Tokenizer
 from lowprec.data.index import open_shards
 from lowprec.data.loader import (

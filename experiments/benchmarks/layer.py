@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from experiments.benchmarks.configs import LayerConfig
+from experiments.benchmarks.measure import Lines, Unable, check_error, median_ms
 from experiments.benchmarks.peers import LINEAR_PEERS, PACKAGES
-from experiments.benchmarks.report import Lines, Unable, check_error, median_ms
 from lowprec import ops
 from lowprec.formats import parse_format
 from lowprec.nn.linear import LowPrecisionLinear

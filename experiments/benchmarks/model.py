@@ -17,7 +17,7 @@ import gc
 import torch
 from torch import Tensor, nn
 
-from experiments.benchmarks.report import Lines, check_error, median_ms, random_batch
+from experiments.benchmarks.measure import Lines, check_error, median_ms, random_batch
 from lowprec.clip.model import Normalize, blocks, build_model, contrastive_loss
 from lowprec.config.schema import Config
 from lowprec.data.loader import Batch

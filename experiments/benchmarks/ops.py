@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from experiments.benchmarks.configs import OpsConfig
-from experiments.benchmarks.report import Lines, check_error, median_ms
+from experiments.benchmarks.measure import Lines, check_error, median_ms
 from lowprec import ops
 from lowprec.formats import parse_format
 from lowprec.ops import reference

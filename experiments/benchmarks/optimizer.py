@@ -15,8 +15,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from experiments.benchmarks.measure import Lines, Wrong, median_ms
 from experiments.benchmarks.peers import PACKAGES, library_optimizer
-from experiments.benchmarks.report import Lines, Wrong, median_ms
 from lowprec.clip.model import build_model
 from lowprec.config.schema import Config
 from lowprec.optim import StableAdamW

@@ -12,7 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor, nn
+from triton.language.extra.cuda import libdevice
 
 PACKAGES = ("bitsandbytes", "torchao", "torch-optimi")
 
@@ -58,9 +61,6 @@ def _restore_libdevice() -> None:
     Triton moved libdevice to `triton.language.extra`, where llrint takes float32 and no longer
     converts. Must run before bitsandbytes is imported.
     """
-    import triton
-    import triton.language as tl
-    from triton.language.extra.cuda import libdevice
 
     @triton.jit
     def llrint(x):

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from experiments.benchmarks.report import Lines, median_ms
+from experiments.benchmarks.measure import Lines, median_ms
 from experiments.benchmarks.step import prepare
 from lowprec.config.check import check
 from lowprec.config.place import place

@@ -11,7 +11,7 @@ import dataclasses
 
 import torch
 
-from experiments.benchmarks.report import Lines, Wrong, median_ms, random_batch
+from experiments.benchmarks.measure import Lines, Wrong, median_ms, random_batch
 from lowprec.config.schema import Config
 from lowprec.data.loader import Batch
 from lowprec.optim.schedules import set_learning_rate

@@ -165,7 +165,7 @@ class MetricsBuffer:
         now = time.perf_counter()
         grad_norms = tables[:, :, STATISTICS.index("grad_norm")]
         scaler = self.config.scaler
-        last, diverged, self.state.skips = judge(
+        last, diverged, self.state.skips = non_finite_rule(
             rows,
             grad_norms,
             self.tensors,
@@ -310,7 +310,7 @@ class MetricsBuffer:
         return Ended("failed", step, reason)
 
 
-def judge(
+def non_finite_rule(
     rows: list[dict],
     grad_norms: np.ndarray,
     names: list[str],

@@ -7,15 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from experiments import quant_error
-from experiments.quant_error import (
-    QuantErrorConfig,
-    attach_hooks,
-    capture,
-    layer_rows,
-    main,
-    worst_layers,
-)
+from experiments import quant_noise
+from experiments.quant_error import QuantErrorConfig, main, worst_layers
+from experiments.quant_noise import attach_hooks, capture, layer_rows
 from lowprec.data.open import open_data
 from lowprec.nn.recipe import RECIPES
 from lowprec.runs.read import read_rows
@@ -89,11 +83,11 @@ def test_the_worst_layers_come_first_and_nan_is_the_worst():
 def test_random_numbers_give_a_line_per_case_and_dimension(tmp_path, capsys):
     config = QuantErrorConfig(inner_dims=[64, 256], run_dir=str(tmp_path))
     main(config)
-    [file] = (tmp_path / "bench" / quant_error.SLUG).glob("*.jsonl")
+    [file] = (tmp_path / "bench" / quant_noise.SLUG).glob("*.jsonl")
     rows = read_rows(file)
     assert [(row["case"], row["inner_dim"]) for row in rows] == [
-        (case, dim) for dim in (64, 256) for case in quant_error.CASES
+        (case, dim) for dim in (64, 256) for case in quant_noise.CASES
     ]
-    assert all(row["correct"] and row["slug"] == quant_error.SLUG for row in rows)
+    assert all(row["correct"] and row["slug"] == quant_noise.SLUG for row in rows)
     main(replace(config, inner_dims=[2]))  # too few elements for the prediction
     assert "False" in str([row["correct"] for f in file.parent.iterdir() for row in read_rows(f)])

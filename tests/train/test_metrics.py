@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lowprec.runs.read import read_rows
-from lowprec.train.metrics import judge
+from lowprec.train.metrics import non_finite_rule
 
 NAMES = ["a", "b"]
 SPIKES = {
@@ -40,7 +40,7 @@ def test_non_finite_rule(losses, bad_steps, scaler, skips, expected):
     norms = np.ones((len(losses), 2))
     for step in bad_steps:
         norms[step - 1, 1] = math.inf
-    last, reason, skips = judge(
+    last, reason, skips = non_finite_rule(
         rows(*losses), norms, NAMES, scaler=scaler, max_skips=3, skips=skips
     )
     assert (last, reason is not None, skips) == expected
