@@ -42,28 +42,11 @@ class LayerConfig(OpsConfig):
     )
 
 
-@dataclass
-class DataConfig:
-    """Sets to load, and how."""
-
-    train: str | None = key(None, "glob of a set to read; null: renders one for each size")
-    image_size: list[int] = key([64, 224], "pixels per side of a decoded image", least=16)
-    augment: list[str] = key(
-        ["none", "crop_flip"], "changes to the image", choices=("none", "crop_flip")
-    )
-    batch_size: int = key(256, "pairs in a batch", least=1)
-    num_batches: int = key(16, "batches timed at a time", least=1)
-    workers: int | None = key(None, "measured besides 0; null: one less than cores", least=0)
-    run_dir: str = key("runs", "the lines go into its bench/")
-
-
 BENCHMARKS = {  # module of this package: its keys
     "conformance": NoKeys,
-    "data": DataConfig,
     "layer": LayerConfig,
     "model": Config,
     "ops": OpsConfig,
     "optimizer": Config,
-    "scale": Config,
     "step": Config,
 }
