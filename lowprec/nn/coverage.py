@@ -3,7 +3,7 @@
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 
 import torch
@@ -32,12 +32,14 @@ class Tower:
     """The linear layers of a child of the model, and the multiply-adds of one forward.
 
     Layers include the fused projections of attention; multiply-adds are 0 if nothing was traced.
+    `others`: the names of the layers that are not quantized.
     """
 
     layers: int = 0
     quantized: int = 0
     multiply_adds: int = 0
     quantized_multiply_adds: int = 0
+    others: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,8 @@ def towers(model: nn.Module, calls: Calls | None) -> dict[str, Tower]:
             if _is_quantized(module):
                 tower.quantized += 1
                 tower.quantized_multiply_adds += calls.layers.get(module, 0) if calls else 0
+            else:
+                tower.others.append(name)
     for name, multiply_adds in calls.towers.items() if calls else ():
         found.setdefault(name, Tower()).multiply_adds = multiply_adds
     return found
@@ -147,9 +151,12 @@ def is_int8(module: nn.Module) -> bool:
 
 
 def _is_quantized(module: nn.Module) -> bool:
-    name = "in_proj_settings" if isinstance(module, Attention) else "settings"
-    settings = getattr(module, name, None)
-    return is_int8(module) or (settings is not None and any(settings.recipe.products))
+    prefix = "in_proj_" if isinstance(module, Attention) else ""
+    settings = getattr(module, f"{prefix}settings", None)
+    if is_int8(module) or settings is None:
+        return is_int8(module)
+    weight = getattr(module, f"{prefix}weight")  # torchao's quantize_ replaces it by a subclass
+    return any(settings.recipe.products) and type(weight) is nn.Parameter
 
 
 def check_first_forward(model: nn.Module, layers: Sequence[str]) -> None:
@@ -183,6 +190,8 @@ def _record_calls(model: nn.Module, _, layers: list[str]) -> None:
         cancel_check(model)
         modules = dict(model.named_modules())
         uncalled = [name for name in layers if name in modules and modules[name] not in called]
+        # by a module that ran: a forward of one tower says nothing about the other
+        uncalled = [name for name in uncalled if modules[name.rpartition(".")[0]] in called]
         if uncalled:
             warnings.warn(_never_called(uncalled), stacklevel=2)
 
@@ -195,18 +204,26 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _never_called(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"not called, so their weights are used in 16 bits: {', '.join(names[:3])}{more}"
+    return f"not called, so their weights are used in 16 bits: {_first_three(names)}"
+
+
+def _first_three(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def summary(recipe: str, layers: Layers) -> str:
     """How many of each tower's layers and multiply-adds are quantized, and which layers are not."""
-    sums = (sum(getattr(tower, f.name) for tower in layers.towers.values()) for f in fields(Tower))
-    lines = [f"{recipe}: {_share(Tower(*sums))}"]
+    towers = layers.towers.values()
+    counts = [f.name for f in fields(Tower) if f.name != "others"]
+    sums = {name: sum(getattr(tower, name) for tower in towers) for name in counts}
+    lines = [f"{recipe}: {_share(Tower(**sums))}"]
     lines += [f"  {name or 'the rest'}: {_share(tower)}" for name, tower in layers.towers.items()]
     uncalled = [layer.name for layer in layers if layer.called is False]
     if uncalled:
         lines.append(f"  {_never_called(uncalled)}")
+    others = [name for tower in towers for name in tower.others if name not in uncalled]
+    if others and sums["quantized"]:
+        lines.append(f"  in 16 bits: {_first_three(others)}")
     return "\n".join(lines)
 
 

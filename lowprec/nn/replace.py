@@ -22,8 +22,11 @@ from lowprec.nn.mlp import fuse, unfuse
 from lowprec.nn.recipe import LINEAR_LAYERS, Recipe, find_recipe
 
 ALIASES = {  # open_clip's name: what timm, transformers and gated MLPs call the layer
-    "in_proj": ("attn.qkv", "token_mixer.qkv", "q_proj", "k_proj", "v_proj"),
-    "out_proj": ("attn.proj", "token_mixer.proj"),
+    "in_proj": (
+        *("attn.qkv", "token_mixer.qkv", "q_proj", "k_proj", "v_proj"),
+        *("attn_pool.q", "attn_pool.kv"),
+    ),
+    "out_proj": ("attn.proj", "token_mixer.proj", "attn_pool.proj"),
     "c_fc": ("mlp.fc1", "mlp.fc1_[gx]", "mlp.w[01]", "mlp.w12", "gate_proj", "up_proj"),
     "c_proj": ("mlp.fc2", "mlp.w[23]", "down_proj"),
 }

@@ -171,7 +171,12 @@ def two_runs(tmp_path_factory, write_run):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "seeds", [range(12), pytest.param(range(12, 600), marks=pytest.mark.slow)], ids=["few", "many"]
+    "seeds",
+    [
+        range(12),
+        pytest.param(range(12, 600), marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
+    ],
+    ids=["few", "many"],
 )
 def test_one_spoiled_run_takes_down_no_reader(two_runs, tmp_path, monkeypatch, seeds):
     monkeypatch.setattr(report_page, "get_plotlyjs", lambda: "")

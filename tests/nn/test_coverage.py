@@ -58,6 +58,16 @@ def test_layers_that_are_not_called_are_named_and_not_swapped(name):
 
 
 @pytest.mark.filterwarnings("error")
+def test_forward_of_one_tower_says_nothing_about_the_other():
+    model = open_clip.model.CLIP(
+        32, dict(image_size=32, patch_size=8, width=64, layers=1),
+        dict(context_length=8, vocab_size=64, width=64, layers=1, heads=1),
+    )  # fmt: skip
+    apply_recipe(model, "switchback")
+    model(image=torch.randn(1, 3, 32, 32))
+
+
+@pytest.mark.filterwarnings("error")
 def test_recipes_in_a_row_check_the_first_forward_once():
     model, x = READERS["torchvision swin"](), torch.randn(1, 3, 32, 32)
     for recipe in ("switchback", "switchback"):
@@ -115,7 +125,7 @@ HF = "q_proj k_proj v_proj out_proj".split()
 OTHERS = {  # library: (a model, linear layers that the defaults find)
     "timm vit": (
         lambda: build("vit_base_patch16_siglip_224"),
-        "attn.qkv attn.proj mlp.fc1 mlp.fc2",
+        "attn.qkv attn.proj mlp.fc1 mlp.fc2 attn_pool.q attn_pool.kv attn_pool.proj",
     ),
     "timm eva02": (
         lambda: build("eva02_large_patch14_224"),
@@ -149,6 +159,13 @@ def test_defaults_find_the_layers_of_other_libraries(name):
     assert {end for end in ends.split() if any(n.endswith(end) for n in found)} == {*ends.split()}
 
 
+def test_report_names_the_attention_that_stays_in_16_bits():
+    pooler = open_clip.transformer.AttentionalPooler(8, 8, n_head=2)
+    model = nn.Sequential(OrderedDict(c_fc=nn.Linear(8, 8), attn_pool=pooler))
+    lines = summary("switchback", apply_recipe(model, "switchback")).splitlines()
+    assert lines[-1] == "  in 16 bits: attn_pool.attn, attn_pool.attn.out_proj"
+
+
 def test_report_counts_layers_and_multiply_adds_by_tower():
     width, tokens = 64, 5
     block = open_clip.transformer.ResidualAttentionBlock(width, 2)
@@ -167,6 +184,7 @@ def test_report_counts_layers_and_multiply_adds_by_tower():
     lines = summary("switchback", layers).splitlines()
     assert lines[0] == "switchback: 4 of 5 linear layers, 98% of the multiply-adds"
     assert lines[2] == "  head: 0 of 1 linear layers, 0% of the multiply-adds (warning: none)"
+    assert lines[3:] == ["  in 16 bits: head"]
     assert model.training and all(module.training for module in model.modules())
 
 
@@ -205,6 +223,14 @@ def test_tensor_subclasses_and_matrices_of_lora_are_refused_by_name(earlier):
     model.mlp.c_fc = with_subclass_weight(base)
     with pytest.raises(ValueError, match=r"c_fc \(.*Linear with Subclass\) is more than"):
         apply_recipe(model, "switchback", ["mlp.*"])
+
+
+def test_a_layer_whose_weight_became_a_tensor_subclass_is_not_reported_as_quantized():
+    model = nn.Sequential(OrderedDict(c_fc=nn.Linear(8, 8), c_proj=nn.Linear(8, 8)))
+    apply_recipe(model, "switchback")
+    with_subclass_weight(model.c_fc)  # as torchao's quantize_ does
+    towers = apply_recipe(model, "switchback", ["c_proj"]).towers
+    assert (towers["c_fc"].quantized, towers["c_proj"].quantized) == (0, 1)
 
 
 def test_convert_weights_to_lp_covers_our_attention():
