@@ -131,18 +131,7 @@ def test_no_readable_sample_is_an_error(make_batches):
         batches[0]
 
 
-@pytest.mark.parametrize("kind", ["png", "jpg", "webp"])
-def test_decoded_image_has_channels_first_and_the_requested_size(kind, encode):
-    for shape in [(13, 40), (1, 1), (1, 30)]:
-        pixels = np.full((*shape, 3), (200, 100, 50), np.uint8)
-        image = decode_image(encode(pixels, kind), SIZE)
-        assert image.shape == (3, SIZE, SIZE) and image.dtype == np.uint8
-        assert np.abs(image.astype(int) - np.array([200, 100, 50])[:, None, None]).max() <= 4
-
-
-@pytest.mark.parametrize(
-    "shape", [(12, 12), (12, 30), (31, 12), (5, 5), (24, 24), (50, 50)], ids=str
-)
+@pytest.mark.parametrize("shape", [(12, 12), (12, 30), (31, 12), (5, 5), (1, 1), (50, 50)], ids=str)
 def test_decoded_image_is_the_bicubically_resized_center(shape, encode):
     pixels = np.random.default_rng(0).integers(0, 256, (*shape, 3), dtype=np.uint8)
     top, left = ((side - min(shape)) // 2 for side in shape)
@@ -151,13 +140,17 @@ def test_decoded_image_is_the_bicubically_resized_center(shape, encode):
     np.testing.assert_array_equal(decode_image(encode(pixels), SIZE), expected.transpose(2, 0, 1))
 
 
-@pytest.mark.parametrize("mode", ["L", "1", "P", "RGBA", "LA", "I;16"])
-def test_every_mode_becomes_rgb(mode):
+@pytest.mark.parametrize(
+    ("mode", "kind"),
+    [("RGB", "jpeg"), ("RGB", "webp"), *((m, "png") for m in "L 1 P RGBA LA I;16".split())],
+)
+def test_every_mode_becomes_rgb(mode, kind):
     file, gray = io.BytesIO(), Image.new("L", (15, 20), 120)
     wide = Image.fromarray(np.asarray(gray).astype(np.uint16) * 257)  # 16 bits
-    (wide if mode == "I;16" else gray.convert(mode)).save(file, "png")
-    pixels = decode_image(file.getvalue(), SIZE)
-    assert pixels.shape == (3, SIZE, SIZE) and (mode == "1" or (pixels == 120).all())
+    (wide if mode == "I;16" else gray.convert(mode)).save(file, kind)
+    pixels = decode_image(file.getvalue(), SIZE).astype(int)
+    assert pixels.shape == (3, SIZE, SIZE)
+    assert mode == "1" or abs(pixels - 120).max() <= 4 * (kind != "png")
 
 
 def test_sequential_reading_leaves_bad_samples_out(make_batches):
@@ -299,18 +292,6 @@ def test_random_box_lies_within_the_image_and_is_not_empty(size):
     for sample in range(50):
         left, top, right, bottom = random_box(*size, words(sample))
         assert 0 <= left < right <= size[0] and 0 <= top < bottom <= size[1]
-
-
-@pytest.mark.parametrize("size", SIZES[1:3], ids=str)
-def test_random_box_has_the_allowed_area_and_ratio(size):
-    boxes = np.array([random_box(*size, words(sample)) for sample in range(1000)])
-    width, height = boxes[:, 2] - boxes[:, 0], boxes[:, 3] - boxes[:, 1]
-    rounding = 1 / min(size)  # half a pixel on each of two sides
-    ratio, area = width / height, width * height / (size[0] * size[1])
-    assert (1 - rounding) * RATIO[0] <= ratio.min() and ratio.max() <= (1 + rounding) * RATIO[1]
-    assert (1 - rounding) * AREA[0] <= area.min() and area.max() <= AREA[1]
-    assert len(np.unique(boxes, axis=0)) > 100
-    assert area.std() > 0.01 and ratio.std() > 0.01
 
 
 def test_default_crop_range_is_that_of_open_clip():

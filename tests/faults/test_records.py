@@ -115,19 +115,15 @@ def test_a_zeroed_file_is_named_before_a_run_counts_as_finished(
     assert read_status(run)["state"] != "finished"
 
 
-@pytest.mark.parametrize(
-    "row", ["{}", '{"step": 2}', '{"loss": 1.0}', '{"step": [1], "loss": 1.0}', '{"step": 2.5}']
-)
-def test_a_resume_names_the_file_whose_row_has_no_step_or_loss(
-    make_config, run_once, tmp_path, row
-):
+def test_a_resume_names_the_file_whose_row_has_no_step_or_loss(make_config, run_once, tmp_path):
     path = tmp_path / "run" / "metrics.jsonl"
     run_once(make_config(), path.parent, stop_at=7)
     lines = path.read_text().splitlines()
-    lines[1] = row.ljust(len(lines[1]))
-    path.write_text("\n".join(lines) + "\n")
-    with pytest.raises(RecordError, match=f"{path} lacks 1 of 7 steps, the first is 2"):
-        run_once(make_config(), path.parent)
+    for row in ("{}", '{"step": 2}', '{"step": [1], "loss": 1.0}', '{"step": 2.5}'):
+        changed = [lines[0], row.ljust(len(lines[1])), *lines[2:]]
+        path.write_text("\n".join(changed) + "\n")
+        with pytest.raises(RecordError, match=f"{path} lacks 1 of 7 steps, the first is 2"):
+            run_once(make_config(), path.parent)
 
 
 def test_a_record_without_its_checkpoints_and_status_is_an_error_never_step_0(
@@ -136,6 +132,8 @@ def test_a_record_without_its_checkpoints_and_status_is_an_error_never_step_0(
     run = tmp_path / "run"
     run_once(make_config(), run, stop_at=7)
     shutil.rmtree(run / "checkpoints")
+    with pytest.raises(CheckpointError, match="was saved at step 7; its checkpoints are gone"):
+        run_once(make_config(), run)
     (run / "status.json").unlink()
     before = (run / "metrics.jsonl").read_bytes()
     with pytest.raises(CheckpointError, match="its checkpoints and status.json are gone"):

@@ -24,17 +24,6 @@ def test_tensorboard_holds_the_recorded_losses(make_config, run_once, tmp_path):
     assert copied == pytest.approx(recorded)
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_wandb_offline_writes_a_run(tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    logger = Logger("wandb", tmp_path, {"a": 1})
-    logger.log([{"step": 1, "loss": 2.0}])
-    logger.close()
-    assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
-
-
 class Dashboard:
     """The call named `broken` raises the error, or never returns."""
 

@@ -130,12 +130,6 @@ def test_the_third_failure_in_a_row_ends_the_run_and_keeps_the_old_checkpoint(ru
     assert run({"save_every": 2}).state == "finished"
 
 
-def test_vanished_checkpoints_are_an_error_never_step_0(run):
-    run.killed_at_7()
-    for path in list_checkpoints(run.folder):
-        path.rename(run.folder / path.name)
-    with pytest.raises(CheckpointError, match="was saved at step 4; its checkpoints are gone"):
-        run()
 
 
 def test_leftovers_of_a_killed_process_are_swept(run):
