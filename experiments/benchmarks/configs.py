@@ -48,5 +48,6 @@ BENCHMARKS = {  # module of this package: its keys
     "model": Config,
     "ops": OpsConfig,
     "optimizer": Config,
+    "scale": Config,
     "step": Config,
 }

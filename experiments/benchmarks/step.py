@@ -13,9 +13,10 @@ import torch
 
 from experiments.benchmarks.measure import Lines, Wrong, median_ms, random_batch
 from lowprec.config.schema import Config
+from lowprec.data.loader import Batch
 from lowprec.optim.schedules import set_learning_rate
 from lowprec.runs.identity import label
-from lowprec.train.build import build, pick_device
+from lowprec.train.build import Built, build, pick_device
 from lowprec.train.step import GraphedStep, TrainStep
 
 CASES = {"eager": (False, False), "compiled": (True, False), "compiled, one graph": (True, True)}
@@ -46,16 +47,25 @@ def main(config: Config) -> None:
 
 
 def measure(config: Config, graphed: bool) -> tuple[list[float], float]:
-    """Returns the losses of the first three steps, and the median milliseconds of a step.
+    """Returns the losses of the first three steps, and the median milliseconds of a step."""
+    torch.compiler.reset()
+    built = build(config, None)
+    step, batch = prepare(built, config.batch_size, graphed=graphed)
+    losses = [step(batch)["loss"].item() for _ in range(3)]
+    return losses, median_ms(lambda: step(batch), built.device, REPEATS)
+
+
+def prepare(
+    built: Built, batch_size: int, *, graphed: bool = False
+) -> tuple[TrainStep | GraphedStep, Batch]:
+    """Returns the training step of a built config, and a random batch for it on the host.
 
     `graphed` captures the step as a CUDA graph.
     """
-    torch.compiler.reset()
-    built = build(config, None)
-    batch = random_batch(built.task.model, config.batch_size, built.device)
+    batch = random_batch(built.task.model, batch_size, built.device)
     built.task.model.train()
     step = TrainStep(built.task, built.state.optimizer, built.state.scaler)
-    step = GraphedStep(step, batch) if graphed else step
-    set_learning_rate(built.state.optimizer, config.optimizer.lr)
-    losses = [step(batch)["loss"].item() for _ in range(3)]
-    return losses, median_ms(lambda: step(batch), built.device, REPEATS)
+    if graphed:
+        step = GraphedStep(step, batch)
+    set_learning_rate(built.state.optimizer, built.config.optimizer.lr)
+    return step, batch

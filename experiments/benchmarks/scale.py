@@ -1,0 +1,111 @@
+"""Times a training step on 1, 2, ... GPUs of this machine, with and without communication.
+
+    python -m experiments.benchmarks scale model=vit_b32 batch_size=256
+
+Takes the keys of `train`; `batch_size` is per process here (weak scaling), and `num_steps`
+is the number of timed steps. Each number of processes runs with `ddp` and `fsdp2`, started by
+torchrun. `ratio` is to one process: 1 is perfect. `communication` is the share of a step that
+averaging gradients adds to the backward pass (FSDP2 gathers parameters in both of its timings). A
+case counts only if its loss is finite and the same in all ranks. Lines go to
+`runs/bench/scale/<time>.jsonl`.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from experiments.benchmarks.measure import Lines, median_ms
+from experiments.benchmarks.step import prepare
+from lowprec.config.check import check
+from lowprec.config.place import place
+from lowprec.config.schema import Config
+from lowprec.runs.identity import label, to_dict
+from lowprec.train.build import build, pick_device
+from lowprec.train.distributed import DistributedRanks, Ranks
+
+WARMUP = 5
+LIMIT_S = 600  # of a case
+VARIABLE = "LOWPREC_BENCH_SCALE"  # a process of a case reads its config from it
+
+
+def main(config: Config) -> None:
+    """Measures each case in fresh processes; without a GPU on up to two."""
+    device = pick_device(config.device)
+    most = torch.cuda.device_count() if device.type == "cuda" else 2
+    lines = Lines(config.run_dir, "scale", device)
+    shape = f"{label(config)}, batch {config.batch_size} a process"
+    rate_of_one = None
+    sizes = [2**i for i in range(most.bit_length()) if 2**i <= most]
+    for size in sorted({*sizes, most}):
+        for kind in ("ddp", "fsdp2") if size > 1 else ("none",):
+            case = f"{kind} x {size}" if size > 1 else "one process"
+            dtype = config.precision.autocast
+            with lines.measurement(case, shape, dtype, processes=size) as row:
+                numbers = measure(config, kind, size)
+                communication = numbers.pop("communication_ms") / numbers["ms"]
+                rate = 1000 * size * config.batch_size / numbers["ms"]
+                rate_of_one = rate_of_one or rate
+                row.update(rate=rate, ratio_to="one process", ratio=rate / size / rate_of_one)
+                row.update(numbers, communication=round(communication, 4))
+    lines.exit_if_failed()
+
+
+def measure(config: Config, kind: str, size: int) -> dict:
+    """Returns the measurements of a case's processes; raises RuntimeError with their output."""
+    plain = to_dict(config)
+    plain["distributed"]["name"] = kind
+    plain["batch_size"] = config.batch_size * size
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc_per_node", str(size), "-m", "experiments.benchmarks.scale"]
+    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    environment = {VARIABLE: json.dumps(plain), "PYTHONPATH": os.pathsep.join(paths)}
+    ended = subprocess.run(
+        command, env=os.environ | environment, capture_output=True, text=True, timeout=LIMIT_S
+    )
+    lines = [line for line in ended.stdout.splitlines() if line.startswith('{"ms"')]
+    if ended.returncode or not lines:
+        errors = [line for line in ended.stderr.splitlines() if "Error" in line]
+        raise RuntimeError((errors or ["no output"])[0])
+    return json.loads(lines[-1])
+
+
+def work(config: Config) -> None:
+    """Times steps with and without communication in one process of a case; rank 0 prints."""
+    size = place()[1]
+    world = Ranks()
+    if size > 1:
+        world = DistributedRanks(config.device, config.distributed.timeout_s)
+    built = build(config, None, world)
+    step, batch = prepare(built, config.batch_size // size)
+    for _ in range(WARMUP):
+        loss = step(batch)["loss"]
+    losses = world.each(loss.item)
+    if len(set(losses)) > 1 or not loss.isfinite():
+        raise ValueError(f"losses by rank: {losses}")
+
+    def slowest(call: Callable) -> float:
+        return max(world.each(lambda: median_ms(call, built.device, config.num_steps)))
+
+    def backward() -> None:
+        built.task.backward(batch.to(built.device), built.state.scaler.scale)
+        built.state.optimizer.zero_grad(set_to_none=True)
+
+    ms, synchronized = slowest(lambda: step(batch)), slowest(backward)
+    built.task.parallel = built.task.model  # DDP's no_sync does not go with a static graph
+    with built.task.synchronizing(False):
+        silent = slowest(backward)
+    on_gpu = built.device.type == "cuda"
+    memory_gib = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None
+    numbers = {"ms": ms, "communication_ms": synchronized - silent, "loss": round(losses[0], 5)}
+    if world.is_first:
+        print(json.dumps({**numbers, "memory_gib": memory_gib}), flush=True)
+    world.close()
+
+
+if __name__ == "__main__":
+    work(check(json.loads(os.environ[VARIABLE])))
