@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     called = f"python -m analysis.make {shlex.join(arguments)}"
     slug, known = options.slug, figures.slugs()
     if slug == "all":
-        return draw_all(options.runs, options.out, options.scale, called)
+        return draw_all(options.runs, options.out, options.scale, called, options.experiment)
     if slug not in known:
         near = nearest(slug, known)
         raise ChoiceError(f"no figure {slug!r}{near}; there are: {', '.join(known)}")
@@ -83,16 +83,18 @@ def draw(
     return stem, about
 
 
-def draw_all(root: Path | str, out: Path, scale: str | None, called: str) -> int:
+def draw_all(
+    root: Path | str, out: Path, scale: str | None, called: str, experiment: str | None = None
+) -> int:
     """Draws all figures at each scale that has runs.
 
     Prints a line for each figure that cannot be drawn, with the command that makes its runs, and
     for each that fails, with the reason. Returns 1 if one failed, 2 if nothing was drawn.
     """
     drawn, failed = [], []
-    for slug, at in _slugs_and_scales(root, scale):
+    for slug, at in _slugs_and_scales(root, scale, experiment):
         try:
-            stem, about = draw(slug, root, out, called, at)
+            stem, about = draw(slug, root, out, called, at, experiment)
         except (NoRunsError, ChoiceError) as error:
             print(f"not drawn: {slug}: {error}", file=sys.stderr)
         except (FileExistsError, NotADirectoryError):  # `out` is a file
@@ -106,6 +108,8 @@ def draw_all(root: Path | str, out: Path, scale: str | None, called: str) -> int
             print(f"Wrote {stem}.png" + (f" (marked: {about['mark']})" if about["mark"] else ""))
             for line in about["missing"]:
                 print(f"missing: {slug}: {line}", file=sys.stderr)
+    if not drawn and experiment is None:
+        print("to draw runs of another experiment: --experiment NAME, or any", file=sys.stderr)
     return 1 if failed else 0 if drawn else 2
 
 
@@ -208,7 +212,9 @@ def _put_mark(figure: Figure, mark: str) -> None:
         figure.suptitle(text, x=0.01, ha="left", fontsize=6.5, color=MARK_COLOR)
 
 
-def _slugs_and_scales(root: Path | str, scale: str | None) -> list[tuple[str, str | None]]:
+def _slugs_and_scales(
+    root: Path | str, scale: str | None, experiment: str | None
+) -> list[tuple[str, str | None]]:
     """Each figure with the given scale, or with every scale of its experiment's runs."""
     try:
         summaries = load_runs(root).summaries
@@ -217,8 +223,9 @@ def _slugs_and_scales(root: Path | str, scale: str | None) -> list[tuple[str, st
     pairs = []
     for slug in figures.slugs():
         figure = figures.load(slug)
-        own = None if hasattr(figure, "LINES") else experiment_of(figure)
-        scales = summaries.loc[summaries["experiment"] == own, "scale"].dropna().unique()
+        own = None if hasattr(figure, "LINES") else experiment or experiment_of(figure)
+        is_own = (summaries["experiment"] == own) | (own == "any")
+        scales = summaries.loc[is_own, "scale"].dropna().unique()
         pairs += [(slug, at) for at in ([scale] if scale else sorted(scales) or [None])]
     return pairs
 

@@ -79,6 +79,7 @@ def main(config: EvaluateConfig) -> None:
     row = {"step": manifest["step"], "val": trained.data.val, **facts, **results}
     with open(run / "evaluations.jsonl", "a") as file:
         file.write(encode_row(row))
+    print(f"{'step':28} {manifest['step']} of {trained.num_steps}")
     for name, value in results.items():
         print(f"{name:28} {value:.4f}")
 

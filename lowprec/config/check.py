@@ -96,7 +96,7 @@ def _build(schema: type, raw: Any, prefix: str, known: list[str], faults: list[s
 
 def _value(path: str, value: Any, f: Any, faults: list[str]) -> Any:
     """Converts a value to its field's type, such as an int to a float; appends faults."""
-    if value == MISSING:
+    if value == MISSING or (value == "" and f.default == MISSING):
         faults.append(f"{path} is required: {f.metadata['doc']}")
         return None
     kind, is_optional = _kind(f)

@@ -46,12 +46,25 @@ def encode_row(row: dict) -> str:
 
 
 def decode_row(line: str) -> dict:
-    """Decodes a line of `encode_row`; non-finite numbers are restored at the top level only."""
+    """Decodes a line of `encode_row`; non-finite numbers are restored at the top level only.
+
+    ValueError for a line that is no map, and for an integer of more than 64 bits, which no table
+    can hold.
+    """
     special = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
     return {
         name: special.get(value, value) if isinstance(value, str) else value
-        for name, value in checked(json.loads(line), {}).items()
+        for name, value in checked(DECODER.decode(line), {}).items()
     }
+
+
+def _int64(digits: str) -> int:
+    if abs(value := int(digits)) >= 2**63:
+        raise ValueError(f"{digits[:40]} has more than 64 bits")
+    return value
+
+
+DECODER = json.JSONDecoder(parse_int=_int64)
 
 
 class RecordFileError(ValueError):

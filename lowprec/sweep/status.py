@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from lowprec.runs.read import ENDED, RecordFileError, read_last_row, read_status
+from lowprec.runs.read import ENDED, RecordFileError, read_last_row, read_status, scan_rows
 from lowprec.sweep import local, slurm
 from lowprec.sweep.plan import Manifest, Submission, is_locked
 
@@ -116,7 +116,7 @@ def summary(run_states: list[State]) -> str:
 
 
 def show(manifest: Manifest, run_states: list[State], queue: dict | None, console: Console) -> None:
-    """Prints a row per run: its overrides and progress; below it the reasons and a summary."""
+    """Prints a row per run: its overrides and progress; below it reasons, collapses, a summary."""
     names = ("run", "overrides", "state", "step", "loss")
     table = Table(*(Column(name, overflow="fold") for name in names))
     overrides = [set(run.overrides) for run in manifest.runs]
@@ -132,6 +132,9 @@ def show(manifest: Manifest, run_states: list[State], queue: dict | None, consol
             log = manifest.log_of(run.index)
             has_log = state.state in TO_RESUBMIT and log.exists()
             lines.append(line + f"; log: {log}" * has_log)
+        for event in scan_rows(manifest.directory_of(run.index) / "events.jsonl")[0]:
+            if "collapsed" in event:
+                lines.append(f"run {run.index} ({name}) collapsed: {event['collapsed']}")
     if queue is None:
         lines.append("squeue does not answer: the states of queued runs are the last known ones")
     console.print(table)

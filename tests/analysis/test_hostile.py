@@ -173,7 +173,7 @@ def two_runs(tmp_path_factory, write_run):
 @pytest.mark.parametrize(
     "seeds",
     [
-        range(12),
+        [*range(12), 202],
         pytest.param(range(12, 600), marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
     ],
     ids=["few", "many"],

@@ -178,7 +178,8 @@ def test_without_runs_every_figure_is_named_with_its_command(tmp_path, capsys):
     errors = capsys.readouterr().err.splitlines()
     named = {line.split(": ")[1] for line in errors if line.startswith("not drawn: ")}
     assert named == set(figures.slugs())
-    assert all("python -m experiments." in line for line in errors)
+    assert all("python -m experiments." in line for line in errors[:-1])
+    assert errors[-1] == "to draw runs of another experiment: --experiment NAME, or any"
     assert not (tmp_path / "out").exists()
 
 
@@ -192,3 +193,13 @@ def test_some_runs_draw_their_figure_at_each_scale_and_name_the_others(make_run,
     assert {path.stem for path in out.glob("*.png")} == {"loss_curves_mini", "loss_curves_demo"}
     assert errors.count("not drawn: ") == len(figures.slugs()) - 1
     assert "mini_b switchback" in errors and "experiment=loss_curves_mini" in errors
+    assert "--experiment" not in errors
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_all_figures_can_be_drawn_of_any_runs(make_run, tmp_path):
+    make_run(num_steps=20, scale="mini", experiment=None)
+    out = ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
+    assert make.main(["all", *out]) == 2
+    assert make.main(["all", *out, "--experiment", "any"]) == 0
+    assert (tmp_path / "out" / "loss_curves_mini.png").exists()

@@ -27,6 +27,7 @@ SHARDS = "data.train=train.tar data.val=val.tar"
 
 BAD = {  # command: parts of its message
     # keys
+    "data=shards data.train=": ("data.train is required: glob of training shards",),
     "sede=1": ("sede: no such key", "the root has", "nearest: seed"),
     "~seed": ("~seed", "default"),
     # choices

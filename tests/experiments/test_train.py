@@ -75,11 +75,14 @@ def test_a_run_from_start_to_export(work, monkeypatch, capsys):
     assert read_config(folder).optimizer.lr == 1e-3
 
     evaluation = EvaluationConfig("both")
+    capsys.readouterr()
     evaluate.main(EvaluateConfig(str(folder), evaluation=evaluation, device="cpu"))
     [evaluated] = read_rows(folder / "evaluations.jsonl")
     trained = read_rows(folder / "metrics.jsonl")[-1]
     assert evaluated["zero_shot/top1"] == trained["zero_shot/top1"]
-    assert "retrieval/text_to_image_r10" in capsys.readouterr().out
+    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert printed[0] == ["step", "10", "of", "10"]
+    assert "retrieval/text_to_image_r10" in dict(line[:2] for line in printed)
 
     export.main(ExportConfig(str(folder), "w.safetensors"))
     keys = [*TINY, "name=warm", "num_steps=1", "evaluation=none", "model.init_from=w.safetensors"]

@@ -153,6 +153,16 @@ def test_a_running_run_shows_the_step_and_loss_of_its_last_whole_row(here, tiny,
     assert (state.step, state.loss) == (2, 2.5)
 
 
+def test_a_collapsed_run_is_named(here, tiny, no_launcher, capsys):
+    assert run("submit", *tiny, "name=t") == 0
+    directory = Manifest(here / "runs/sweeps/t").directory_of(0)
+    directory.mkdir(parents=True)
+    (directory / "status.json").write_text('{"state": "finished", "step": 2}')
+    (directory / "events.jsonl").write_text('{"step": 2, "collapsed": "the loss has been [x]"}\n')
+    assert run("status") == 0
+    assert "collapsed: the loss has been [x]\n" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_hydras_own_launcher_trains_the_runs_of_the_preset(here, tiny):
     command = [sys.executable, "-m", "experiments.train", "-m", *tiny, "name=t", "seed=0,1"]

@@ -58,6 +58,7 @@ def damage(path, source):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(4))
 def test_verbs_survive_damaged_files_or_name_them(sweeps, here, monkeypatch, capsys, seed):
     monkeypatch.setattr(sweep.local, "start", lambda manifest: None)
