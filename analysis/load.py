@@ -1,8 +1,8 @@
 """Runs as tidy tables: `load_runs(root)` reads every run directory at or below a folder.
 
-`root` may be a URL that fsspec can open (`s3://bucket/runs`). A run that is unfinished, was killed
-or is damaged loads with its good rows and a note that says what is missing. Files are read when a
-table is first accessed.
+`root` may be a URL that fsspec can open (`s3://bucket/runs`). Runs in archives (`runs.zip`) are
+read without unpacking. A run that is unfinished, was killed or is damaged loads with its good rows
+and a note that says what is missing. Files are read when a table is first accessed.
 """
 
 import warnings
@@ -14,14 +14,14 @@ import pandas as pd
 
 from analysis.run_files import (
     UNREADABLE,
-    as_path,
     compare_steps,
+    find_addresses,
     read_metrics,
     read_row_file,
     read_summary,
     read_tensor_columns,
 )
-from lowprec.runs.read import ENDED, find_runs
+from lowprec.runs.read import ENDED
 
 ROW_FILES = ("metrics", "timing", "events")
 EXPERIMENTS = Path(__file__).parents[1] / "conf" / "experiment"
@@ -146,11 +146,11 @@ def load_runs(root: Path | str, *, experiment: str | None = None, scale: str | N
     matches any `scale`. Raises NoRunsError if nothing matches.
     """
     to_make = f"to make some: {command(experiment or 'loss_curves', scale)}"
-    folders = find_runs(as_path(root))
-    if not folders:
+    addresses = find_addresses(root)
+    if not addresses:
         raise NoRunsError(f"{root}: no runs at or below this folder; {to_make}")
     with ThreadPoolExecutor() as pool:  # hides the latency of a server
-        summaries = pd.DataFrame(list(pool.map(read_summary, folders)))
+        summaries = pd.DataFrame(list(pool.map(read_summary, addresses)))
     copied = summaries["run"].duplicated(keep=False)
     summaries.loc[copied, "run"] = summaries.loc[copied, "path"]
     matches = (experiment is None) | (summaries["experiment"] == experiment)

@@ -4,6 +4,8 @@ Nothing in a run directory makes a reader fail, wait or take more memory than th
 a file that cannot be read is left out and named in the run's note.
 """
 
+import warnings
+import zipfile
 from dataclasses import fields
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -19,9 +21,11 @@ from lowprec.config.schema import Config, PrecisionConfig, SpikeConfig
 from lowprec.runs.identity import to_dict
 from lowprec.runs.read import (
     ENDED,
+    MAX_BYTES,
     STATES,
     TABLES,
     RecordFileError,
+    find_runs,
     is_sampled,
     read_file,
     read_status,
@@ -30,6 +34,7 @@ from lowprec.runs.read import (
 )
 
 TYPES = {"timing": {"attempt": int, "wall_s": float, "images_per_s": float, "data_wait": float}}
+ARCHIVE = "runs.zip"  # of run directories; experiments.compact writes one
 MAX_STEPS = 10**8
 MAX_KEYS, MAX_DEPTH = 10_000, 100  # of a config
 NO_TENSORS = "tensors are not there"
@@ -46,8 +51,43 @@ _YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def as_path(address: Path | str) -> Path:
-    """A file or folder by its path, or by a URL that fsspec can open (`s3://bucket/runs`)."""
-    return UPath(address) if "://" in str(address) else Path(address)
+    """A file or folder by its path, its path in a zip archive, or a URL that fsspec can open.
+
+    For example `runs/run`, `results/runs.zip/run` or `s3://bucket/runs`.
+    """
+    text = str(address)
+    if archive := _archive_of(text):
+        inner = text.removeprefix(str(archive)).strip("/")
+        return UPath(f"zip://{inner}::{archive.absolute().as_uri()}")
+    return UPath(text) if "://" in text else Path(text)
+
+
+def _archive_of(address: str) -> Path | None:
+    """The archive that an address leads into."""
+    if "://" in address:
+        return None
+    path = Path(address)
+    return next((p for p in (path, *path.parents) if p.name == ARCHIVE and p.is_file()), None)
+
+
+def find_addresses(root: Path | str) -> list[str]:
+    """The run directories at or below `root`, also those in archives named ARCHIVE, by address.
+
+    Warns of archives that cannot be read or that unpack to more than MAX_BYTES.
+    """
+    start = as_path(root)
+    if archive := _archive_of(str(root)):
+        return [f"{archive}/{run.path}" for run in find_runs(start)]
+    addresses = [str(run) for run in find_runs(start)]
+    for archive in sorted(start.glob(f"**/{ARCHIVE}")) if isinstance(start, Path) else []:
+        try:
+            with zipfile.ZipFile(archive) as file:
+                if sum(info.file_size for info in file.infolist()) > MAX_BYTES:
+                    raise RecordFileError(f"it unpacks to more than {MAX_BYTES:,} bytes")
+            addresses += find_addresses(archive)
+        except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError) as error:
+            warnings.warn(f"{archive}: left out: {error}", stacklevel=2)
+    return addresses
 
 
 def flatten(config: dict, prefix: str = "") -> dict:
@@ -69,13 +109,13 @@ def flatten(config: dict, prefix: str = "") -> dict:
 DEFAULTS = flatten(to_dict(Config()))
 
 
-def read_summary(run: Path) -> dict:
+def read_summary(address: str) -> dict:
     """The status and flat config of a run, and a note on damage.
 
     Keys that did not exist when the run was made have their defaults. `gpu` names all kinds that
     the run used; `data.digest` and `init.digest` are of what its newest attempt read, or "".
     """
-    notes = []
+    run, notes = as_path(address), []
     try:
         status = read_status(run)
         status = {name: status[name] for name in ("state", "step", "reason")}
@@ -86,14 +126,14 @@ def read_summary(run: Path) -> dict:
         notes.append("status.json is damaged")
     config, fault = _read_config(run)
     notes += [fault] if fault else []
-    attempts, _ = read_row_file({"path": run}, "attempts")
+    attempts, _ = read_row_file({"path": address}, "attempts")
     sources = [row["sources"] for row in attempts if isinstance(row.get("sources"), dict)]
     newest = sources[-1] if sources else {}
     name = run.resolve().name
     return {
         "run": name,
         "digest": name.rpartition("-")[2],
-        "path": str(run),
+        "path": address,
         **status,
         "note": "; ".join(notes),
         "data.digest": str(newest.get("data") or "")[:10],

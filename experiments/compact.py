@@ -5,17 +5,20 @@
     python -m experiments.compact run=runs/update_clipping out=results/update_clipping
 
 A copy loads like a run in figures, in notebooks and in `load_runs`. If `run` is a folder, all runs
-that have ended are copied, each to its place below `out`.
+that have ended are copied, each to its place below `out`. With `out=.../runs.zip`, they are written
+to one archive, which loads like a folder.
 """
 
 import shutil
 import sys
+import tempfile
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
 import pyarrow.parquet
 
+from analysis.run_files import ARCHIVE
 from experiments.entry import run_command
 from lowprec.config.schema import key
 from lowprec.runs.read import find_runs
@@ -29,7 +32,7 @@ class CompactConfig:
     """Which runs to copy, where to, and which tensors."""
 
     run: str = key("???", "the directory of a run that has ended, or a folder of such")
-    out: str = key("???", "the copy's folder, which must not exist yet")
+    out: str = key("???", "the copy's folder or .../runs.zip, which must not exist yet")
     tensors: list[str] = key(["visual.conv1.weight"], "name patterns of the tensors to keep")
 
 
@@ -52,8 +55,16 @@ def main(config: CompactConfig) -> None:
         if _matching(names, config.tensors) == ["step"]:
             some = sorted({name.partition("/")[2] for name in names} - {""})[:5]
             sys.exit(f"{run}: tensors={config.tensors} matches none of its tensors, such as {some}")
-    for run in ended:
-        compact(run, out / run.relative_to(root), config.tensors)
+    if out.name != ARCHIVE:
+        for run in ended:
+            compact(run, out / run.relative_to(root), config.tensors)
+        return
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent) as folder:
+        for run in ended:
+            compact(run, Path(folder, run.relative_to(root.parent)), config.tensors)
+        shutil.make_archive(str(out.with_suffix("")), "zip", folder)
+    print(f"{out}: {len(ended)} runs, {out.stat().st_size / 1e6:.2f} MB")
 
 
 def compact(run: Path, out: Path, patterns: list[str]) -> None:

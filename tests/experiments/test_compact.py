@@ -1,8 +1,11 @@
 """A folder of runs is copied completely or not at all."""
 
+import shutil
+
 import pandas as pd
 import pytest
 
+from analysis import load_runs, run_files
 from experiments.compact import CompactConfig, main
 from tests.analysis.conftest import make_run
 
@@ -39,3 +42,29 @@ def test_nothing_is_copied_if_one_run_cannot_be(folder, tmp_path, tensors, chang
 def test_each_run_is_copied_with_the_selected_tensors(folder, tmp_path):
     main(CompactConfig(run=str(folder), out=str(tmp_path / "out"), tensors=["visual.*"]))
     assert len(list((tmp_path / "out").glob("*/*/tensors.parquet"))) == 2
+
+
+def test_an_archive_loads_like_the_folder_and_so_does_a_run_in_it(folder, tmp_path):
+    archive = tmp_path / "results" / "runs.zip"
+    main(CompactConfig(run=str(folder), out=str(archive), tensors=["visual.*"]))
+    runs, archived = load_runs(folder), load_runs(tmp_path / "results")
+    pd.testing.assert_frame_equal(archived.metrics, runs.metrics)
+    pd.testing.assert_frame_equal(archived.tensors("*"), runs.tensors("*"))
+    pd.testing.assert_frame_equal(
+        archived.runs.drop(columns="path"), runs.runs.drop(columns="path")
+    )
+    [alone] = load_runs(archived.runs["path"][0]).runs["run"]
+    assert alone == runs.runs["run"][0]
+
+
+def test_an_archive_that_is_damaged_or_too_large_is_left_out(folder, tmp_path, monkeypatch):
+    shutil.copytree(next(folder.glob("*/mini_l*")), tmp_path / "results" / "whole")
+    main(
+        CompactConfig(run=str(folder), out=str(tmp_path / "results/runs.zip"), tensors=["visual.*"])
+    )
+    monkeypatch.setattr(run_files, "MAX_BYTES", 1000)
+    with pytest.warns(UserWarning, match="runs.zip: left out: it unpacks to more than 1,000"):
+        assert len(load_runs(tmp_path / "results")) == 1
+    (tmp_path / "results/runs.zip").write_bytes(b"PK no zip")
+    with pytest.warns(UserWarning, match="runs.zip: left out: File is not a zip file"):
+        assert len(load_runs(tmp_path / "results")) == 1

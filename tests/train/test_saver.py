@@ -130,8 +130,6 @@ def test_the_third_failure_in_a_row_ends_the_run_and_keeps_the_old_checkpoint(ru
     assert run({"save_every": 2}).state == "finished"
 
 
-
-
 def test_leftovers_of_a_killed_process_are_swept(run):
     run.killed_at_7()
     for name in (".tmp.step_000000008", ".trash.step_000000000"):
