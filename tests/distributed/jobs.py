@@ -22,6 +22,7 @@ from lowprec.optim.loss_scaling import FixedScaler
 from lowprec.train import build as building
 from lowprec.train import watchdog
 from lowprec.train.distributed import DistributedRanks, Ranks
+from lowprec.train.metrics import MetricsBuffer
 from lowprec.train.state import whole
 from lowprec.train.step import TrainStep
 from lowprec.train.task import ContrastiveTask
@@ -83,12 +84,14 @@ def train(
 ) -> None:
     """Runs each config as the command line does.
 
-    `hang`: the rank and step that sleeps or fails; `spoils`: arguments of `spoiling` per config.
+    `hang`: the rank and step that sleeps, also while it waits for data ("stall"), or fails;
+    `spoils`: arguments of `spoiling` per config.
     """
 
     watchdog.SILENT_S = 3.0
     if hang and hang["rank"] == rank:
-        call, calls = TrainStep.__call__, iter(range(1, 10**6))
+        owner, name = (MetricsBuffer, "wait_for") if hang.get("stall") else (TrainStep, "__call__")
+        call, calls = getattr(owner, name), iter(range(1, 10**6))
 
         def sleeping(*arguments):
             if next(calls) == hang["step"]:
@@ -97,7 +100,7 @@ def train(
                 time.sleep(100)
             return call(*arguments)
 
-        TrainStep.__call__ = sleeping
+        setattr(owner, name, sleeping)
     for raw, spoil in zip(configs, spoils or [{}] * len(configs), strict=True):
         is_here = bool(spoil) and rank == min(spoil["rank"], size - 1)
         with spoiling(**spoil) if is_here else contextlib.nullcontext():

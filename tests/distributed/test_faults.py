@@ -66,6 +66,15 @@ def test_a_rank_that_hangs_leaves_its_stack(ranks, make):
     assert (run / "stacks" / "rank_0.txt").exists()
 
 
+def test_a_signal_while_the_data_of_a_rank_stall_ends_all_within_the_timeout(ranks, make):
+    stall = {"rank": 1, "step": 6, "stall": True}
+    limit = {"distributed.timeout_s": 5.0}
+    answer, run, _ = disturbed(ranks, make, "stalled", [(1, signal.SIGTERM)], hang=stall, **limit)
+    assert answer["codes"] == [76, 76], answer["logs"]
+    assert max(answer["seconds"]) < 20, answer["seconds"]
+    assert "at step 6, waiting for data" in read_status(run)["reason"]
+
+
 def test_a_rank_that_fails_says_why_and_ends_the_others(ranks, make):
     answer, run, _ = disturbed(ranks, make, "failed", [], hang={"rank": 1, "step": 4, "fail": True})
     assert answer["codes"] == [76, 1], answer["logs"]
