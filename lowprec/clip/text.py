@@ -12,7 +12,7 @@ class Tokenizer:
     """CLIP's byte-pair encoding: `tokenizer(texts) -> int64 [len(texts), context_length]`.
 
     A row holds the start token, the words (truncated if too long), the end token and zeros. With
-    `vocab_size` below 49,408 (for tests), word ids are taken modulo `vocab_size - 2`, and start and
+    `vocab_size` below 49,408, word ids are taken modulo `vocab_size - 2`, and start and
     end are the two largest ids, because the text tower pools at the largest. Caches captions.
     """
 

@@ -69,7 +69,9 @@ class ModelConfig:
     text_layers: int | None = key(2, "number of blocks in the text tower", least=1)
     heads: int | None = key(64, "width of a head in the vision tower (text: 64)", least=1)
     context_length: int | None = key(16, "tokens per caption, including start and end", least=3)
-    vocab_size: int | None = key(49408, "token ids; tests reduce them", least=3, most=49408)
+    vocab_size: int | None = key(
+        49408, "token ids; if fewer, words share them", least=3, most=49408
+    )
     embed_dim: int | None = key(128, "width of the shared embedding", least=1)
     patch_dropout: float = key(0.0, "fraction of patches dropped during training", least=0, below=1)
     init_from: str | None = key(None, "run or file with the initial weights", identity=False)

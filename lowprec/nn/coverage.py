@@ -19,7 +19,6 @@ from lowprec.nn.attention import Attention
 from lowprec.nn.mlp import LowPrecisionMLP
 
 ATEN = torch.ops.aten
-INT8_PRODUCTS = (ATEN._int_mm, torch.ops.lowprec.matmul)
 FORMULAS = flop_registry | {
     ATEN._scaled_dot_product_flash_attention_for_cpu: flop_registry[
         ATEN._scaled_dot_product_flash_attention
@@ -123,7 +122,7 @@ class _CountProducts(TorchDispatchMode):
         formula = FORMULAS.get(func.overloadpacket)
         if formula:
             self.add(formula(*args, **(kwargs or {}), out_val=output) // 2)
-        elif func.overloadpacket in INT8_PRODUCTS:
+        elif func.overloadpacket is torch.ops.lowprec.matmul:
             self.add(args[0].numel() * output.shape[1])
         return output
 

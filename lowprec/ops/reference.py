@@ -12,6 +12,7 @@ from lowprec.formats import INT8, Format, round_to_format
 
 REDUCED = {"rowwise": (1,), "columnwise": (0,), "tensorwise": (0, 1)}  # dimensions of amax
 TINY = torch.finfo(torch.float32).tiny  # the smallest normal number
+MAX_FLOAT32_TERMS = 1024  # products of int8 whose sum float32 holds exactly: 128^2 * 1024 = 2^24
 MAX_INT8_TERMS = 131072  # products of int8 whose sum always fits int32: 127^2 * 133144 < 2^31
 
 
@@ -90,10 +91,10 @@ def matmul(
 
 
 def _int_product(a_MK: Tensor, b_NK: Tensor) -> Tensor:
-    """Exact `a @ b^T` of int8 tensors; torch's int8 product on the CPU is wrong for K = 1."""
-    if a_MK.device.type == "cpu" and a_MK.shape[1] > 1:
-        return torch._int_mm(a_MK, b_NK.T)
-    return a_MK.double() @ b_NK.double().T
+    """Exact `a @ b^T` of int8 tensors, in float: a CPU may lack instructions for int8."""
+    is_small = a_MK.device.type == "cpu" and a_MK.shape[1] <= MAX_FLOAT32_TERMS
+    dtype = torch.float32 if is_small else torch.float64
+    return a_MK.to(dtype) @ b_NK.to(dtype).T
 
 
 def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

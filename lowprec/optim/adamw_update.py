@@ -62,9 +62,10 @@ def stable_adamw_update(
     """
     exp_avg.mul_(h.beta1_hat).add_(grad * (1 - h.beta1_hat))
     exp_avg_sq.mul_(h.beta2_hat).add_(grad.square().mul_(1 - h.beta2_hat))
-    rms = mean_square(grad / exp_avg_sq.sqrt().clamp_(min=h.eps)).sqrt()
+    root_u = exp_avg_sq.sqrt()
+    rms = mean_square(grad / root_u.clamp(min=h.eps)).sqrt()
     eta = clipped_lr(h, rms)
-    update = (exp_avg / exp_avg_sq.sqrt().add_(h.eps)).mul_(eta)
+    update = (exp_avg / root_u.add_(h.eps)).mul_(eta)
     if compensation is None:
         param.mul_(decay_factor(h, eta)).sub_(update)
     else:

@@ -30,7 +30,8 @@ class GradientSums(NamedTuple):
         norm = torch.linalg.vector_norm(grad)
         least, largest = _extremes(grad)
         abs_max = torch.maximum(-least, largest)
-        return cls(norm.square(), grad.isinf().sum(), grad.isnan().sum(), abs_max)
+        num_inf, num_nan = (torch.count_nonzero(x) for x in (grad.isinf(), grad.isnan()))
+        return cls(norm.square(), num_inf, num_nan, abs_max)
 
 
 class StepSums(NamedTuple):
