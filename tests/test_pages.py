@@ -139,14 +139,6 @@ def files_of(group: str) -> set[str]:
     return {path.stem for path in (CONF / group).glob("*.yaml")}
 
 
-def test_every_group_choice_of_a_page_is_a_file():
-    for page in PAGES:
-        for group, value in re.findall(r"(?<![\w.])([a-z]+)=([\w,]+)", (ROOT / page).read_text()):
-            if group in GROUPS - {"hydra", "launcher", "experiment"}:
-                own = set(re.findall(rf"# conf/{group}/(\w+)\.yaml", (ROOT / page).read_text()))
-                assert set(value.split(",")) <= files_of(group) | own, (page, group, value)
-
-
 def test_every_flag_listed_is_one_of_open_clip():
     spec = importlib.util.find_spec("open_clip_train")
     source = (Path(spec.submodule_search_locations[0]) / "params.py").read_text()

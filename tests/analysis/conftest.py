@@ -10,6 +10,7 @@ from lowprec.config.schema import Config, ModelConfig, OptimizerConfig, Precisio
 from lowprec.runs.identity import directory, to_dict
 from lowprec.runs.record import Record
 
+DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # in C where there is libyaml
 TENSORS = ["visual.conv1.weight", "visual.proj", "transformer.resblocks.0.mlp.c_fc.weight"]
 
 
@@ -19,30 +20,22 @@ def make_run(
     model: str = "nano",
     optimizer: str = "adamw",
     recipe: str = "high",
-    seed: int = 0,
     num_steps: int = 400,
-    steps: int | None = None,
-    state: str = "finished",
-    flush: int = 20,
-    losses: np.ndarray | None = None,
     beta2: float = 0.99,
     beta2_decay: float | None = None,
     lr: float = 1e-3,
     autocast: str = "bf16",
     data: str = "ab" * 32,
-    columns: dict[str, np.ndarray] | None = None,
-    tables: dict[str, dict[str, pd.DataFrame]] | None = None,
-    **root_keys,
+    **keys,
 ) -> Path:
-    """A run directory as training writes it; a diverged one ends with a loss of NaN.
+    """A run directory as training writes it.
 
-    `columns` are further columns of metrics.jsonl, one element per step. `tables` maps each table
-    to its statistics (default: `some_tables`), indexed by recorded step, a column per tensor.
+    `keys` are keys of the config's root and arguments of `write_record`.
     """
-    keys = {"experiment": "loss_curves", "scale": "demo", "batch_size": 128, **root_keys}
+    written = {name: keys.pop(name) for name in RECORDED & keys.keys()}
+    keys = {"experiment": "loss_curves", "scale": "demo", "batch_size": 128, **keys}
     config = Config(
         run_dir=str(root),
-        seed=seed,
         num_steps=num_steps,
         model=ModelConfig(name=model),
         optimizer=OptimizerConfig(name=optimizer, lr=lr, beta2=beta2, beta2_decay=beta2_decay),
@@ -51,12 +44,33 @@ def make_run(
     )
     run = directory(config, {"data": data})
     record = Record(run)
-    (run / "config.yaml").write_text(yaml.safe_dump(to_dict(config), sort_keys=False))
+    (run / "config.yaml").write_text(yaml.dump(to_dict(config), Dumper=DUMPER, sort_keys=False))
     record.append("attempts", [{"attempt": 0, "sources": {"data": data}}])
-    steps = num_steps if steps is None else steps
-    rng = np.random.default_rng(seed)
+    write_record(record, config, **written)
+    record.close()
+    return run
+
+
+def write_record(
+    record: Record,
+    config: Config,
+    *,
+    steps: int | None = None,
+    state: str = "finished",
+    flush: int = 20,
+    losses: np.ndarray | None = None,
+    columns: dict[str, np.ndarray] | None = None,
+    tables: dict[str, dict[str, pd.DataFrame]] | None = None,
+) -> None:
+    """Writes the steps of a run; those of a diverged run end with a loss of NaN.
+
+    `columns` are further columns of metrics.jsonl, one element per step. `tables` maps each table
+    to its statistics (default: `some_tables`), indexed by recorded step, a column per tensor.
+    """
+    steps = config.num_steps if steps is None else steps
     if losses is None:
-        losses = 0.5 + 4.4 * np.exp(-np.arange(steps) / (steps / 4 + 1)) + rng.normal(0, 0.1, steps)
+        noise = np.random.default_rng(config.seed).normal(0, 0.1, steps)
+        losses = 0.5 + 4.4 * np.exp(-np.arange(steps) / (steps / 4 + 1)) + noise
     losses = np.array(losses[:steps], dtype=float)
     if state == "diverged":
         losses[-1] = np.nan
@@ -66,15 +80,14 @@ def make_run(
         rows = [{**row, name: value} for row, value in zip(rows, values, strict=False)]
     if state == "finished":
         rows[-1] = {"zero_shot/top1": 0.5} | rows[-1]
+    tables = some_tables(steps) if tables is None else tables
     for start in range(0, steps, flush):
         some = rows[start : start + flush]
         record.append("metrics", some)
         record.append("timing", [{"step": some[-1]["step"], "attempt": 0, "wall_s": 0.1}])
-        numbers = np.array([row["step"] for row in some])
-        for table, statistics in (some_tables(steps) if tables is None else tables).items():
-            parts = {
-                name: frame.loc[frame.index.isin(numbers)] for name, frame in statistics.items()
-            }
+        numbers = [row["step"] for row in some]
+        for table, statistics in tables.items():
+            parts = {name: frame[frame.index.isin(numbers)] for name, frame in statistics.items()}
             first = next(iter(parts.values()))
             if len(first):
                 values = {name: part.to_numpy() for name, part in parts.items()}
@@ -84,8 +97,9 @@ def make_run(
     if state in ("finished", "diverged"):
         record.write_parquet()
     record.status(state, steps, "loss is nan" if state == "diverged" else "")
-    record.close()
-    return run
+
+
+RECORDED = {"steps", "state", "flush", "losses", "columns", "tables"}
 
 
 def some_tables(steps: int) -> dict[str, dict[str, pd.DataFrame]]:

@@ -29,7 +29,6 @@ def test_runs_have_a_row_each_with_status_and_dotted_config_keys(make_run, tmp_p
     assert row["digest"] == first.name[-10:]
     assert sorted(rows["precision.label"]) == ["bf16", "switchback"]
     assert rows.groupby("precision.where").size().tolist() == [2]  # a list can be grouped by
-    assert repr(runs) == "2 runs (2 finished) of loss_curves (demo)"
 
 
 def test_metrics_hold_evaluations_and_non_finite_losses(make_run, tmp_path):
@@ -83,13 +82,14 @@ def test_unknown_tensor_error_names_what_was_recorded(make_run):
         runs.tensors("visual.conv2.*")
 
 
-def test_running_run_with_a_torn_last_line_loads(make_run):
-    run = make_run(num_steps=60, steps=40, state="running")
+@pytest.mark.parametrize("steps", [0, 40])
+def test_a_running_run_loads_without_steps_or_with_a_torn_last_line(make_run, steps):
+    run = make_run(num_steps=60, steps=steps, state="running")
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"step": 41, "lo')
     runs = load_runs(run)
-    assert len(runs.metrics) == 40
-    assert note(runs, run) == "running: 40 of 60 steps"
+    assert len(runs.metrics) == steps and list(runs.metrics.columns)[:3] == ["run", "step", "loss"]
+    assert note(runs, run) == f"running: {steps} of 60 steps"
 
 
 @pytest.mark.parametrize(
@@ -104,13 +104,6 @@ def test_damaged_config_keeps_metrics_and_tensors(make_run, text):
     assert len(runs.metrics) == 20 and len(runs.tensors(CONV)) == 20
 
 
-def test_truncated_stream_keeps_its_complete_flushes(make_run):
-    run = make_run(num_steps=60, state="running")
-    stream = run / "tensors" / "0000.arrows"
-    stream.write_bytes(stream.read_bytes()[:-200])
-    assert load_runs(run).tensors(CONV)["step"].tolist() == list(range(1, 41))
-
-
 def test_unreadable_tensors_warn_and_keep_the_other_runs(make_run, tmp_path):
     bad = make_run(num_steps=20)
     (bad / "tensors.parquet").write_bytes(b"PAR1 no")
@@ -120,13 +113,6 @@ def test_unreadable_tensors_warn_and_keep_the_other_runs(make_run, tmp_path):
     runs = load_runs(tmp_path / "runs")
     with pytest.warns(UserWarning, match=f"{bad.name}: tensors left out"):
         assert len(runs.tensors(CONV)) == 20
-
-
-def test_run_without_steps_loads(make_run):
-    run = make_run(num_steps=20, steps=0, state="running")
-    runs = load_runs(run)
-    assert note(runs, run) == "running: 0 of 20 steps"
-    assert list(runs.metrics.columns) == ["run", "step", "loss"]
 
 
 @pytest.mark.parametrize("root", ["empty", "memory://nothing"])

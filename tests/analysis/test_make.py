@@ -23,7 +23,7 @@ def run_make_fixture(tmp_path, capsys):
     return run_make
 
 
-def test_csv_is_exactly_the_plotted_numbers(make_run, run_make, tmp_path):
+def test_csv_is_exactly_the_plotted_numbers(make_run, no_pictures, run_make, tmp_path):
     make_run(num_steps=60)
     make_run(num_steps=60, steps=30, seed=1, state="diverged")
     run_make()
@@ -45,7 +45,9 @@ def test_same_runs_give_the_same_bytes(make_run, run_make, tmp_path):
     assert b"CreationDate" not in files[0]["loss_curves_demo.pdf"]
 
 
-def test_provenance_names_runs_states_versions_and_command(make_run, run_make, tmp_path):
+def test_provenance_names_runs_states_versions_and_command(
+    make_run, no_pictures, run_make, tmp_path
+):
     run = make_run(num_steps=60, steps=30, state="running")
     empty = make_run(num_steps=60, steps=0, seed=1, state="failed")
     code, _, err = run_make()
@@ -78,27 +80,19 @@ def test_several_scales_ask_for_one(make_run, run_make, tmp_path):
     assert "--scale demo or --scale mini" in err
     assert run_make("--scale", "mini")[0] == 0
     assert set(pd.read_csv(tmp_path / "out" / "loss_curves_mini.csv")["scale"]) == {"mini"}
-
-
-def test_runs_without_steps_are_nothing_to_draw(make_run, run_make, tmp_path):
-    make_run(num_steps=20, steps=0, state="running")
-    code, _, err = run_make()
-    assert code == 2 and "nothing to draw yet" in err and "running: 0 of 20 steps" in err
-    assert not (tmp_path / "out").exists()
+    make_run(num_steps=20, scale="paper", experiment="other")  # a figure takes any runs if told
+    assert run_make("--scale", "paper")[0] == 2
+    assert run_make("--scale", "paper", "--experiment", "any")[0] == 0
 
 
 @pytest.mark.usefixtures("no_pictures")
-@pytest.mark.parametrize(
-    ("slug", "below"), [("loss_curves", ""), ("all", "/below"), ("claims", "/below")]
-)
-def test_file_in_the_place_of_the_folder_is_an_error(make_run, tmp_path, capsys, slug, below):
+@pytest.mark.parametrize("slug", ["loss_curves", "all", "claims"])
+def test_file_in_the_place_of_the_folder_is_an_error(make_run, tmp_path, capsys, slug):
     make_run(num_steps=20)
     (tmp_path / "file").write_text("mine")
-    arguments = ["--runs", str(tmp_path / "runs"), "--out", f"{tmp_path}/file{below}"]
-    assert make.main([slug, *arguments]) == 2
-    err = capsys.readouterr().err.splitlines()
-    assert [line for line in err if line.startswith("error: ")] == [err[-1]]
-    assert "/file" in err[-1] and "is not a folder" in err[-1]
+    out = tmp_path / "file" / "below"
+    assert make.main([slug, "--runs", str(tmp_path / "runs"), "--out", str(out)]) == 2
+    assert "is not a folder" in capsys.readouterr().err.splitlines()[-1]
     assert (tmp_path / "file").read_text() == "mine"
 
 

@@ -1,6 +1,5 @@
 """Tests all figures at once: drawn from what there is, or named with their command."""
 
-import contextlib
 import io
 import os
 from pathlib import Path
@@ -112,65 +111,67 @@ def file_of(slug):
     return slug if hasattr(figure, "LINES") else f"{slug}_mini"
 
 
-@pytest.fixture(scope="module")
-def drawn(tmp_path_factory, write_run):
-    """The folder of all figures of all studies, their pictures by name, and the errors."""
-    root, pictures, errors = tmp_path_factory.mktemp("all"), {}, io.StringIO()
+@pytest.fixture
+def drawn(tmp_path, write_run, monkeypatch, capsys):
+    """The folder of all figures of all studies, and the drawn pictures by name."""
+    pictures = {}
 
     def keep(figure, path, **_):
         """In the place of `Figure.savefig`, which takes a second per picture."""
         path.touch()
         if path.match("*.png.tmp"):
             pictures[path.name.strip(".").partition(".")[0]] = figure
-            figure.draw_without_rendering()
 
-    write_studies(root / "runs", write_run)
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(errors):
-        patch.setattr(Figure, "savefig", keep)
-        patch.setattr(study, "missing", lambda *_: (0, []))  # composes every config of the studies
-        arguments = ["all", "--runs", str(root / "runs"), "--out", str(root / "out")]
-        assert make.main(arguments) == 0
-    return root / "out", pictures, errors.getvalue()
+    write_studies(tmp_path / "runs", write_run)
+    monkeypatch.setattr(Figure, "savefig", keep)
+    monkeypatch.setattr(study, "missing", lambda *_: (0, []))  # composes each config of a study
+    out = tmp_path / "out"
+    assert make.main(["all", "--runs", str(tmp_path / "runs"), "--out", str(out)]) == 0
+    assert "not drawn" not in capsys.readouterr().err
+    return out, pictures
 
 
-def test_every_figure_is_drawn_from_runs_of_every_study(drawn):
-    out, pictures, errors = drawn
-    assert "not drawn" not in errors
+def test_every_figure_draws_the_golden_numbers_in_whole_panels(drawn):
+    out, pictures = drawn
     assert set(pictures) == {file_of(slug) for slug in figures.slugs()}
     assert {path.stem for path in out.glob("*.json")} == set(pictures)
     assert {path.stem for path in GOLDEN.glob("*.csv")} == set(figures.slugs())
     table = (ROOT / "analysis" / "README.md").read_text()
-    assert all(f"`{slug}`" in table for slug in figures.slugs())
+    for slug in figures.slugs():
+        assert f"`{slug}`" in table
+        check_numbers(slug, pd.read_csv(out / f"{file_of(slug)}.csv"))
+        check_picture(slug, pictures[file_of(slug)])
 
 
-@pytest.mark.parametrize("slug", figures.slugs())
-def test_the_plotted_numbers_are_those_of_the_golden_file(drawn, slug):
-    values = pd.read_csv(drawn[0] / f"{file_of(slug)}.csv")
+def check_numbers(slug, values):
+    """Fails unless the plotted numbers are those of the golden file."""
     values = values.drop(columns=UNSTABLE, errors="ignore").iloc[::THINNED].reset_index(drop=True)
     golden = GOLDEN / f"{slug}.csv"
     if os.environ.get("GOLDEN_WRITE"):
         values.to_csv(golden, index=False, float_format="%.9g", lineterminator="\n")
     expected = pd.read_csv(golden)
     values = pd.read_csv(io.StringIO(values.to_csv(index=False)))  # types are those of these rows
-    assert list(values) == list(expected)
+    assert list(values) == list(expected), slug
     # nine digits are kept; RMS_t is stored in float32
-    pd.testing.assert_frame_equal(values, expected, rtol=1e-6, atol=1e-9, check_dtype=False)
+    pd.testing.assert_frame_equal(
+        values, expected, rtol=1e-6, atol=1e-9, check_dtype=False, obj=slug
+    )
+
+
+def check_picture(slug, figure):
+    """Fails if a panel is empty or a label is cut."""
+    with style():
+        figure.draw_without_rendering()
+        box, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
+    assert figure.axes and all(has_data(ax) for ax in figure.axes if ax.axison), slug
+    slack = 0.02  # inches: half the width of a line at the edge
+    assert min(box.x0, box.y0) >= -slack, slug
+    assert box.x1 <= width + slack and box.y1 <= height + slack, slug
 
 
 def has_data(ax):
     lines = [np.asarray(line.get_ydata(), float) for line in ax.lines]
     return bool(ax.patches) or any(np.isfinite(line).any() for line in lines)
-
-
-@pytest.mark.parametrize("slug", figures.slugs())
-def test_no_panel_is_empty_and_no_label_is_cut(drawn, slug):
-    figure = drawn[1][file_of(slug)]
-    with style():
-        box, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
-    assert figure.axes and all(has_data(ax) for ax in figure.axes if ax.axison)
-    slack = 0.02  # inches: half the width of a line at the edge
-    assert min(box.x0, box.y0) >= -slack
-    assert box.x1 <= width + slack and box.y1 <= height + slack
 
 
 def test_without_runs_every_figure_is_named_with_its_command(tmp_path, capsys):

@@ -4,7 +4,6 @@ import json
 import shutil
 
 import pytest
-from matplotlib.figure import Figure
 
 from analysis import load_runs, make, study
 from lowprec.config.schema import DiagnosticsConfig, SpikeConfig
@@ -82,12 +81,3 @@ def test_runs_that_a_figure_is_not_about_are_not_lost(make_run, tmp_path):
     for beta2 in (0.9, 0.99):  # 0.9 has no panel
         make_run(experiment="spikes_vs_lr", beta2=beta2, **OF_STUDY)
     assert the_mark(tmp_path, "spike_lead_lr") == "7 of the study's 9 runs are missing"
-
-
-def test_a_long_mark_stays_within_the_picture():
-    figure = Figure(figsize=(3.4, 3), layout="constrained")
-    figure.subplots().plot([0, 1])
-    make._put_mark(figure, "9 of the study's 10 runs are missing; " * 4)
-    figure.draw_without_rendering()
-    assert figure.get_tightbbox().x1 <= 3.4
-    assert figure.get_suptitle().startswith("Marked: 9 of the study's 10")

@@ -6,7 +6,7 @@ import pytest
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 
-from analysis import load_runs, make, plot
+from analysis import load_runs, plot
 from analysis.cli import ChoiceError
 from analysis.figures import load
 from analysis.report.collect import Budget, collect_run
@@ -64,9 +64,8 @@ def test_last_values_are_points_with_mean_and_range(runs):
 
 def test_names_of_tensors_and_timing_are_drawn(runs):
     rms = plot.query(runs, y=f"rms/{CONV}")
-    expected = runs.tensors(CONV)
     assert rms.groupby("run")["y"].apply(list).tolist() == [list(map(float, range(1, 31)))] * 6
-    assert len(rms) == len(expected) and len(plot.query(runs, y="wall_s")) == 12
+    assert len(plot.query(runs, y="wall_s")) == 12
 
 
 @pytest.mark.parametrize(
@@ -108,11 +107,3 @@ def test_every_loss_plot_has_the_line_of_chance(runs):
     data = [collect_run(runs.only(runs.summaries["run"][0]), CONV, Budget(99, 1, 99))]
     shapes = curve_figure(data, ["a"], [("#000000", "solid")]).layout.shapes
     assert np.log(128) in [shape.y0 for shape in shapes]
-
-
-@pytest.mark.usefixtures("no_pictures")
-def test_a_figure_of_a_study_takes_any_runs_when_told(runs, tmp_path, capsys):
-    arguments = ["loss_curves", "--runs", str(runs.root), "--out", str(tmp_path / "out")]
-    assert make.main(arguments) == 2
-    assert make.main([*arguments, "--experiment", "any"]) == 0
-    assert pd.read_csv(tmp_path / "out" / "loss_curves_demo.csv")["run"].nunique() == 6

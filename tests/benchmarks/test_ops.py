@@ -39,12 +39,6 @@ def test_operations_of_both_directions_have_lines(measure):
     assert all(line["correct"] and line["ms"] > 0 and line["rate"] > 0 for line in lines)
 
 
-def test_sizes_that_are_no_multiple_of_16_leave_out_torchs_products(measure):
-    lines = measure(dims=[12])
-    assert not any("torch" in line["case"] for line in lines)
-    assert {line["case"] for line in lines} >= OURS
-
-
 def test_wrong_operation_has_no_number(measure, lines_of, monkeypatch):
     right = reference.quantize_rows_and_sum
 

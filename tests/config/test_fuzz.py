@@ -26,10 +26,8 @@ http://h/{0..3}.tar {a,b \\ %s ~ 0x10 1_000 007 1e-400 1e400 -0.0 bf16 fp16 cust
 
 
 def random_override(source):
-    prefix, sign = (
-        source.choice(["", "", "", "+", "++", "~"]),
-        source.choice(["=", "=", "=", "", "=="]),
-    )
+    prefix = source.choice(["", "", "", "+", "++", "~"])
+    sign = source.choice(["=", "=", "=", "", "=="])
     return prefix + source.choice(KEYS) + sign + source.choice(VALUES)
 
 

@@ -44,9 +44,7 @@ def test_braces_and_globs_are_expanded(tmp_path):
     ("pattern", "parts"),
     [
         ("a-{0..2}.tar", ("1 are missing", "a-2.tar")),
-        ("a-0*.tra", ("data.val=", "no file matches", "nearest: ", "a-0.tar")),
-        ("deep/er/a-0.tar", ("data.val=", "nearest: ", "a-0.tar")),
-        ("a-{0..9.tar", ("data.val=", "brace")),
+        ("deep/er/a-0.tra", ("data.val=", "no file matches", "nearest: ", "a-0.tar")),
     ],
 )
 def test_pattern_without_its_files_is_refused_with_the_nearest_one(tmp_path, pattern, parts):
@@ -67,40 +65,30 @@ def test_digest_is_of_the_urls_and_outlives_a_renewed_secret():
     assert digest("https://h/x?shard={0..3}") != digest("https://h/x?shard={1..4}")
 
 
-@pytest.fixture(scope="module")
-def check_command():
-    def check(*overrides):
-        overrides = ["data=stream", "evaluation=none", *overrides]
-        return compose_command(overrides, preflight=preflight)
-
-    return check
+def check_command(train, allowed):
+    keys = ["data=stream", "evaluation=none", f'data.train="{train}"']
+    return compose_command([*keys, f"data.allow_remote={allowed}"], preflight=preflight)
 
 
 REFUSED = {  # data.train, data.allow_remote: what the message must contain
     ("http://h/a.tar", "[]"): ("http is not allowed", "data.allow_remote=[http]"),
-    ("https://h/a.tar", "[http]"): ("https is not allowed", "data.allow_remote=[https]"),
-    ("pipe:cat a.tar", "[]"): ("pipe is not allowed", "data.allow_remote=[pipe]"),
     ("{http://h/a,pipe:cat a}.tar", "[http]"): ("pipe is not allowed",),
     ("PIPE:cat a.tar", "[http]"): ("pipe is not allowed",),
-    ("gopher://h/a.tar", "[http]"): ("gopher is not allowed",),
-    ("file:///a.tar", "[http]"): ("file is not allowed",),
     ("nowhere/*.tar", "[http]"): ("data.train=nowhere/*.tar: no file matches",),
     ("http://h/{0..2.tar", "[http]"): ("unbalanced braces",),
 }
 
 
 @pytest.mark.parametrize(("keys", "parts"), REFUSED.items(), ids=[" ".join(k) for k in REFUSED])
-def test_what_is_not_allowed_is_refused_before_anything_is_opened(check_command, keys, parts):
-    train, allowed = keys
+def test_what_is_not_allowed_is_refused_before_anything_is_opened(keys, parts):
     with pytest.raises(ConfigError) as raised:
-        check_command(f'data.train="{train}"', f"data.allow_remote={allowed}")
+        check_command(*keys)
     assert all(part in str(raised.value) for part in parts)
 
 
-def test_what_is_allowed_passes_if_curl_is_there(check_command, monkeypatch):
-    command = 'data.train="http://h/{0..9}.tar"', "data.allow_remote=[http]"
-    assert check_command(*command)
+def test_what_is_allowed_passes_if_curl_is_there(monkeypatch):
+    assert check_command("http://h/{0..9}.tar", "[http]")
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ConfigError, match="opens http with curl: apt-get install curl"):
-        check_command(*command)
-    assert check_command('data.train="pipe:cat a.tar"', "data.allow_remote=[pipe]")
+        check_command("http://h/{0..9}.tar", "[http]")
+    assert check_command("pipe:cat a.tar", "[pipe]")

@@ -60,7 +60,7 @@ def test_exported_model_equals_the_evaluated_one(run, tmp_path):
     assert built.evaluation()(built.task.model)["zero_shot/top1"] == row["zero_shot/top1"]
 
 
-def test_export_follows_autocast(make_config, run_once, tmp_path):
+def test_export_follows_autocast_and_needs_a_run(make_config, run_once, tmp_path):
     run, out = tmp_path / "run", tmp_path / "int8.safetensors"
     changes = {"num_steps": 1, "save_every": 1, "precision.autocast": "pure_bf16"}
     run_once(make_config(changes), run)
@@ -69,15 +69,13 @@ def test_export_follows_autocast(make_config, run_once, tmp_path):
         state = load_file(out)
         assert state["visual.conv1.weight"].dtype == dtype
         assert state["transformer.resblocks.0.mlp.c_fc.weight"].dtype == torch.int8
-
-
-@pytest.mark.parametrize("run", ["high"], indirect=True)
-def test_int8_export_needs_a_run(run, tmp_path):
-    path, _ = newest_checkpoint(run)
-    with pytest.raises(SystemExit, match="not a run directory"):
-        export.main(ExportConfig(str(path / "model.safetensors"), str(tmp_path / "a"), INT8))
-    with pytest.raises(SystemExit, match="written as .safetensors"):
-        export.main(ExportConfig(str(run), str(tmp_path / "a.pt"), INT8))
+    weights = newest_checkpoint(run)[0] / "model.safetensors"
+    for source, to, message in (
+        (weights, out, "not a run directory"),
+        (run, out.with_suffix(".pt"), "written as .safetensors"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            export.main(ExportConfig(str(source), str(to), INT8))
 
 
 @pytest.mark.parametrize(

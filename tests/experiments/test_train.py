@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from experiments import evaluate, export, make_shapes, train
+from experiments import entry, evaluate, export, make_shapes, train
 from experiments.evaluate import EvaluateConfig
 from experiments.export import ExportConfig
 from experiments.make_shapes import MakeShapesConfig
@@ -30,12 +30,11 @@ PYTHONPATH = os.pathsep.join([str(CONF.parent), os.environ.get("PYTHONPATH", "")
 TINY = ("model.vision_width=64", "model.vision_layers=1", "model.text_width=64")
 TINY += ("model.text_layers=1", "model.vocab_size=512", "num_workers=1", "device=cpu")
 TINY += ("precision=fp32", "batch_size=16", "log_every=5", "optimizer.lr=1e-3")
-WHOLE = (*TINY, "name=whole", "num_steps=10", "evaluation=both")
 
 
-def start(module, *overrides, cwd):
+def start(*overrides, cwd):
     return subprocess.Popen(
-        [sys.executable, "-m", f"experiments.{module}", *overrides],
+        [sys.executable, "-m", "experiments.train", *overrides],
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -45,14 +44,16 @@ def start(module, *overrides, cwd):
     )
 
 
-def run(module, *overrides, cwd, code=0):
-    return end(start(module, *overrides, cwd=cwd), code)
-
-
 def end(process, code=0):
     output = process.communicate(timeout=200)[0]
     assert process.returncode == code, output
     return output
+
+
+def train_here(*overrides):
+    """Trains a run in this process."""
+    [run] = compose_command(list(overrides))
+    return train_run(run.config)
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +67,8 @@ def work(tmp_path_factory):
 
 def test_a_run_from_start_to_export(work, monkeypatch, capsys):
     monkeypatch.chdir(work)
-    assert "finished at step 10" in run("train", *WHOLE, cwd=work)
-    assert "nothing to do" in run("train", *WHOLE, cwd=work)
+    keys = [*TINY, "name=whole", "num_steps=10", "evaluation=both"]
+    assert "finished at step 10" in end(start(*keys, cwd=work))
     [folder] = find_runs(work / "runs" / "whole")
     assert read_status(folder)["state"] == "finished" and (folder / "tensors.parquet").exists()
     facts = json.loads((folder / "environment.json").read_text())
@@ -86,20 +87,17 @@ def test_a_run_from_start_to_export(work, monkeypatch, capsys):
 
     export.main(ExportConfig(str(folder), "w.safetensors"))
     keys = [*TINY, "name=warm", "num_steps=1", "evaluation=none", "model.init_from=w.safetensors"]
-    [warm] = compose_command(keys)
-    train_run(warm.config)
+    train_here(*keys)
     [row] = read_rows(*(work / "runs" / "warm").glob("*/metrics.jsonl"))
     assert row["logit_scale"] == pytest.approx(trained["logit_scale"], abs=0.05)
-    [misfit] = compose_command([*keys, "model.embed_dim=32"])
     with pytest.raises(ConfigError, match=r"text_projection is \(64, 128\), not \(64, 32\)"):
-        train_run(misfit.config)
+        train_here(*keys, "model.embed_dim=32")
 
 
-def test_a_signalled_run_saves_and_resumes_to_the_same_record(work):
+def test_a_signalled_run_saves_and_resumes_to_the_same_record(work, monkeypatch):
+    monkeypatch.chdir(work)
     command = (*TINY, "num_steps=60", "evaluation=none", "save_every=1000", "num_workers=2")
-    calm = start("train", *command, "name=calm", cwd=work)
-    disturbed = (*command, "name=disturbed")
-    process = start("train", *disturbed, cwd=work)
+    process = start(*command, "name=disturbed", cwd=work)
     metrics = None
     for _ in range(600):
         metrics = next(iter((work / "runs").glob("disturbed/*/metrics.jsonl")), None)
@@ -107,11 +105,12 @@ def test_a_signalled_run_saves_and_resumes_to_the_same_record(work):
             break
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGTERM)  # its workers get it too, as under SLURM
-    output = process.communicate(timeout=60)[0]
-    assert process.returncode == 75, output
+    end(process, 75)
     assert read_status(metrics.parent)["state"] == "preempted"
-    assert "finished at step 60" in run("train", *disturbed, cwd=work)
-    end(calm)
+    assert len(read_rows(metrics)) < 60
+    train_here(*command, "name=disturbed")
+    assert read_status(metrics.parent)["state"] == "finished"
+    train_here(*command, "name=calm")
     [calm] = (work / "runs").glob("calm/*/metrics.jsonl")
     assert metrics.read_bytes() == calm.read_bytes()
 
@@ -140,13 +139,20 @@ def test_a_run_that_had_ended_has_the_objective_of_its_end(make_config, monkeypa
     assert train.main(config) == (math.inf if state == "diverged" else objective)
 
 
-def test_a_sweep_runs_each_run_once_and_a_bad_one_does_not_stop_the_others(work):
-    command = (*TINY, "name=sweep", "num_steps=2", "evaluation=none", "seed=1,2")
-    output = run("train", "-m", *command, "batch_size=5000,16", cwd=work, code=1)
+def test_a_sweep_runs_each_run_once_and_a_bad_one_does_not_stop_the_others(
+    work, monkeypatch, capsys
+):
+    command = ["-m", *TINY, "name=sweep", "num_steps=2", "evaluation=none", "seed=1,2"]
+    output = end(start(*command, "batch_size=5000,16", cwd=work), code=1)
     assert "batch_size=5000 exceeds the 200 pairs" in output
     runs = find_runs(work / "runs" / "sweep")
     assert [path.name.split("-")[3] for path in runs] == ["s1", "s2"]
-    assert run("train", "-m", *command, cwd=work).count("nothing to do") == 2
+    monkeypatch.chdir(work)
+    monkeypatch.setattr(sys, "argv", ["train", *command])
+    monkeypatch.setattr(sys, "stderr", sys.stderr)
+    monkeypatch.setattr(train, "use_own_temporary_folder", lambda: None)
+    entry.run_command(train.main, "train", preflight=preflight)
+    assert capsys.readouterr().out.count("nothing to do") == 2
     names = {"data", "runs", "w.safetensors", ".multirun", "two.txt"}
     assert {path.name for path in work.iterdir()} <= names
 

@@ -73,19 +73,14 @@ def test_damaged_line_before_the_last_is_an_error_with_file_and_line(rows_file, 
 
 
 def test_runs_are_folders_with_config_and_status(tmp_path):
-    for name, files in {
-        "study/b": ("config.yaml", "status.json"),
-        "study/a": ("config.yaml", "status.json"),
-        "study/unfinished": ("config.yaml",),
-        "study/foreign": ("status.json",),
-    }.items():
-        (tmp_path / name).mkdir(parents=True)
+    whole = ("config.yaml", "status.json")
+    for name, files in (("b", whole), ("a", whole), ("unfinished", whole[:1]), ("c", whole[1:])):
+        (tmp_path / name).mkdir()
         for file in files:
             (tmp_path / name / file).write_text('{"state": "running"}')
-    assert find_runs(tmp_path) == [tmp_path / "study/a", tmp_path / "study/b"]
-    assert find_runs(tmp_path / "study/a") == [tmp_path / "study/a"]
+    assert find_runs(tmp_path) == [tmp_path / "a", tmp_path / "b"]
+    assert find_runs(tmp_path / "a") == [tmp_path / "a"]
     assert find_runs(tmp_path / "nowhere") == []
-    assert read_status(tmp_path / "study/a") == {"state": "running"}
 
 
 def test_last_row_is_the_last_whole_one(rows_file):
@@ -99,8 +94,6 @@ def test_last_row_is_the_last_whole_one(rows_file):
 def test_a_default_stands_in_for_a_missing_or_damaged_status(tmp_path):
     default = {"state": None, "step": 0}
     assert read_status(tmp_path, default) == default
-    (tmp_path / "status.json").write_text('{"state": "running"}')
-    assert read_status(tmp_path, default) == {"state": "running", "step": 0}
-    for damage in ("{", "[1]", ""):
-        (tmp_path / "status.json").write_text(damage)
-        assert read_status(tmp_path, default) == default
+    for text, state in (("{", None), ("[1]", None), ('{"state": "running"}', "running")):
+        (tmp_path / "status.json").write_text(text)
+        assert read_status(tmp_path, default) == {"state": state, "step": 0}

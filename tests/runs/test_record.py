@@ -53,30 +53,19 @@ def write_batches(record):
     return sizes
 
 
-def holder(code):
-    """A process that opens `run` (argv[1]), runs `code`, says so and sleeps."""
+def hold(run, code):
+    """A process that opens `run`, runs `code`, prints and sleeps; and what `code` printed."""
     program = (
         "import os, sys, time\nfrom lowprec.runs.record import Record\n"
         f"record = Record(sys.argv[1])\n{code}\nprint('held', flush=True)\ntime.sleep(60)\n"
     )
-
-    def open_in_process(run):
-        process = subprocess.Popen(
-            [sys.executable, "-c", program, str(run)],
-            stdout=subprocess.PIPE, text=True, cwd=REPOSITORY,
-        )  # fmt: skip
-        *said, held = process.stdout.readline().split()
-        assert held == "held"
-        return process, said
-
-    return open_in_process
-
-
-def test_each_row_is_one_write(record, monkeypatch):
-    written, write = [], os.write
-    monkeypatch.setattr(os, "write", lambda fd, data: written.append(data) or write(fd, data))
-    record.append("metrics", [{"step": 1}, {"step": 2}])
-    assert written == [b'{"step": 1}\n', b'{"step": 2}\n']
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(run)],
+        stdout=subprocess.PIPE, text=True, cwd=REPOSITORY,
+    )  # fmt: skip
+    printed, held = process.stdout.readline().split()
+    assert held == "held"
+    return process, printed
 
 
 def test_row_that_does_not_fit_is_an_error_and_leaves_nothing(record, monkeypatch):
@@ -108,23 +97,18 @@ def test_every_truncation_of_a_stream_yields_whole_batches_only(tmp_path, record
             np.testing.assert_array_equal(statistics["rms"], batch(first)[1]["rms"])
 
 
-def test_damaged_stream_of_one_attempt_does_not_hide_the_next(tmp_path):
-    for first in (1, 3):
+def test_damaged_streams_are_left_out_and_do_not_hide_the_next(tmp_path):
+    for first in (1, 3, 5):
         record = start(tmp_path)
         record.append_tensors(*batch(first), NAMES)
         record.close()
     stream(tmp_path, 0).write_bytes(b"")
-    assert [steps[0] for steps, _, _ in read_tensors(tmp_path)] == [3]
-
-
-@pytest.mark.parametrize("metadata", [None, {"a": "b"}, {"tensors": "{"}])
-def test_a_stream_that_names_no_tensors_is_left_out(tmp_path, metadata):
-    stream(tmp_path).parent.mkdir()
-    columns = pyarrow.table({"step": [1], "rms": [[0.5]]}).replace_schema_metadata(metadata)
-    with pyarrow.ipc.new_stream(stream(tmp_path), columns.schema) as writer:
-        writer.write_table(columns)
-    assert list(read_tensors(tmp_path)) == []
-    assert len(missing_steps(tmp_path, 1, {"tensors": 1})) == 1
+    for metadata in (None, {"a": "b"}, {"tensors": "{"}):  # which name no tensors
+        columns = pyarrow.table({"step": [1], "rms": [[0.5]]}).replace_schema_metadata(metadata)
+        with pyarrow.ipc.new_stream(stream(tmp_path, 1), columns.schema) as writer:
+            writer.write_table(columns)
+        assert [steps[0] for steps, _, _ in read_tensors(tmp_path)] == [5]
+        assert len(missing_steps(tmp_path, 1, {"tensors": 1})) == 1
 
 
 def test_cut_archives_the_tails_and_a_second_writer_continues(tmp_path):
@@ -175,23 +159,13 @@ def test_busy_run_names_its_holder_and_is_free_after_close(tmp_path):
     Record(tmp_path).close()
 
 
-def test_lock_is_freed_when_its_holder_is_killed(tmp_path):
-    process, _ = holder("")(tmp_path)
-    with pytest.raises(RunBusyError, match=f"process {process.pid} on"):
-        Record(tmp_path)
-    process.kill()
-    process.wait()
-    process.stdout.close()
-    Record(tmp_path).close()
-
-
-def test_worker_that_outlives_its_killed_parent_does_not_hold_the_run(tmp_path):
+def test_lock_is_freed_when_its_holder_is_killed_even_if_a_worker_outlives_it(tmp_path):
     code = "ready, tell = os.pipe()\nchild = os.fork()\n"
     code += "if not child:\n    os.write(tell, b'.')\n    time.sleep(60)\n"
     code += "os.read(ready, 1)\nprint(child, end=' ')"  # once the child has dropped the lock
-    process, (child,) = holder(code)(tmp_path)
+    process, child = hold(tmp_path, code)
     try:
-        with pytest.raises(RunBusyError):
+        with pytest.raises(RunBusyError, match=f"process {process.pid} on"):
             Record(tmp_path)
         process.kill()
         process.wait()

@@ -10,7 +10,7 @@ import pytest
 from experiments import sweep
 from lowprec.sweep.plan import LAUNCHER
 
-PIECES = (
+PIECES = [
     b"[]",
     b"null",
     b"{}",
@@ -23,8 +23,8 @@ PIECES = (
     b"\n",
     b",",
     b":",
-)
-PIECES += (b"9" * 400, b'{"event": "submitted"}\n', b'{"a":' * 5000)
+]
+PIECES += [b"9" * 400, b'{"event": "submitted"}\n', b'{"a":' * 5000]
 VALUES = (None, [], {}, "x", -1, 1.5, True, [[]], 10**30, "\n")
 
 

@@ -41,29 +41,18 @@ def test_a_damaged_row_of_a_submission_stops_no_verb(manifest, sweeps):
     assert sweeps.names() == ["new", "new"]
 
 
-def test_the_plan_is_readable_by_its_owner_only(manifest):
-    assert (manifest.folder / "sweep.json").stat().st_mode & 0o777 == 0o600
-
-
-@pytest.mark.parametrize("event", ["started", "ended"])
-def test_an_attempt_among_the_submissions_is_a_damaged_row(manifest, sweeps, capsys, event):
-    manifest.record({"event": event, "token": "a"})
-    sweep.command(["status"])
-    assert "t/submissions.jsonl: a row is damaged" in "".join(capsys.readouterr().out.split("\n"))
-    assert sweeps.names() == ["lost", "lost"]
-
-
 @pytest.mark.parametrize("index", [2, -1])
-def test_a_run_beyond_the_plan_is_named_and_not_started(manifest, sweeps, capsys, index):
+def test_rows_beyond_the_plan_or_in_a_wrong_file_are_named(manifest, sweeps, capsys, index):
     row = {"event": "submitting", "token": "b", "runs": [index, 1], "launcher": LAUNCHER}
     manifest.record(row)
-    assert {i: (one.token, one.place) for i, one in manifest.submissions().items()} == {
-        0: ("a", 0),
-        1: ("b", 1),
-    }
+    manifest.record({"event": "started", "token": "a"})  # an attempt among the submissions
+    submissions = {i: (one.token, one.place) for i, one in manifest.submissions().items()}
+    assert submissions == {0: ("a", 0), 1: ("b", 1)}
     sweep.command(["status"])
     printed = "".join(capsys.readouterr().out.split("\n"))
     assert f"t/submissions.jsonl: a row names run {index}, which is not in the plan" in printed
+    assert "t/submissions.jsonl: a row is damaged" in printed
+    assert sweeps.names() == ["lost", "lost"]
 
 
 PLANS = ('{"command": [], "cwd": "/", "cells": []}', "[]", "text", "", '{"command": [], "cwd": 3}')

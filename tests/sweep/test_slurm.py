@@ -1,7 +1,5 @@
 """SLURM's commands fail, hang or do more than they say: shims of them, first on PATH."""
 
-import time
-
 import pytest
 
 from experiments import sweep
@@ -35,14 +33,6 @@ def test_a_submission_is_tried_until_it_goes_through_once(cluster, sweeps, shim,
         assert len(shim.calls("sbatch")) == failures + 1
 
 
-def test_an_sbatch_that_fails_after_it_went_through_is_not_repeated(cluster, sweeps, shim):
-    shim("sbatch", cluster.sbatch + "echo 'Socket timed out on send/recv operation' >&2; exit 1")
-    sweeps.make(3)
-    sweeps.submit(**LAUNCHER)
-    assert len(shim.calls("sbatch")) == 1
-    assert sweeps.names() == ["queued"] * 3
-
-
 def test_a_submit_killed_before_it_recorded_its_job_is_not_repeated(
     cluster, sweeps, shim, monkeypatch
 ):
@@ -64,22 +54,26 @@ def test_a_submit_killed_before_it_recorded_its_job_is_not_repeated(
     assert sweeps.names() == ["queued"] * 3
 
 
-@pytest.mark.parametrize("arrives", [False, True])
-def test_an_sbatch_that_hangs_is_given_up_and_looked_for_in_the_queue(
-    cluster, sweeps, shim, monkeypatch, arrives
+HANGS = "exec sleep 60 > /dev/null 2>&1"
+FAILS = "echo 'Socket timed out on send/recv operation' >&2; exit 1"
+
+
+@pytest.mark.parametrize(
+    ("arrives", "then"), [(True, FAILS), (True, HANGS), (False, HANGS)], ids=str
+)
+def test_an_sbatch_without_an_answer_is_looked_for_in_the_queue_and_not_repeated(
+    cluster, sweeps, shim, monkeypatch, arrives, then
 ):
-    shim("sbatch", (cluster.sbatch if arrives else "") + "exec sleep 60 > /dev/null 2>&1")
-    monkeypatch.setattr(slurm, "TIMEOUT_S", 0.5)
+    shim("sbatch", (cluster.sbatch if arrives else "") + then)
+    monkeypatch.setattr(slurm, "TIMEOUT_S", 0.3)
     sweeps.make(3)
-    start = time.monotonic()
     if arrives:
         sweeps.submit(**LAUNCHER)
         assert sweeps.names() == ["queued"] * 3
     else:
-        with pytest.raises(SlurmError, match=r"sbatch failed 5 times: .*0.5 s"):
+        with pytest.raises(SlurmError, match=r"sbatch failed 5 times: .*0.3 s"):
             sweeps.submit(**LAUNCHER)
     assert len(shim.calls("sbatch")) == (1 if arrives else 5)
-    assert time.monotonic() - start < 20
 
 
 def test_a_machine_without_slurm_is_named_and_the_runs_stay_new(sweeps, monkeypatch):
@@ -142,7 +136,6 @@ def test_cancel_is_recorded_first_and_can_be_repeated(cluster, sweeps, shim):
 @pytest.mark.parametrize(
     ("words", "changed"),
     [
-        ([], {}),
         (["launcher.mem_gb=7"], {"mem_gb": 7}),
         (["launcher=local"], {"name": "local", "parallel": 1, "mem_gb": None, "partition": None}),
     ],
@@ -156,9 +149,7 @@ def test_resubmit_uses_the_last_launcher_with_changes(
     ended = {"event": "ended", "token": token, "code": 1, "reason": "no", "again": False}
     sweeps.manifest.append(1, ended)
     sweep.resubmit(["--failed", *words])
-    rows = [row for row in sweeps.manifest.events() if row["event"] == "submitting"]
-    assert rows[-1]["runs"] == [1]
-    if words == ["launcher=local"]:
-        assert {name: rows[-1]["launcher"][name] for name in changed} == changed
-    else:
-        assert rows[-1]["launcher"] == rows[0]["launcher"] | changed
+    last = [row for row in sweeps.manifest.events() if row["event"] == "submitting"][-1]
+    assert last["runs"] == [1]
+    kept = {} if words == ["launcher=local"] else LAUNCHER
+    assert last["launcher"].items() >= (kept | changed).items()
