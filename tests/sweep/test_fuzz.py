@@ -10,21 +10,8 @@ import pytest
 from experiments import sweep
 from lowprec.sweep.plan import LAUNCHER
 
-PIECES = [
-    b"[]",
-    b"null",
-    b"{}",
-    b"\0",
-    b"-1",
-    b'"x"',
-    b"\xff\xfe",
-    b"[[[[",
-    b"}",
-    b"\n",
-    b",",
-    b":",
-]
-PIECES += [b"9" * 400, b'{"event": "submitted"}\n', b'{"a":' * 5000]
+PIECES = b'[]|null|{}|\0|-1|"x"|\xff\xfe|[[[[|}|\n|,|:|{"event": "submitted"}\n'.split(b"|")
+PIECES += [b"9" * 400, b'{"a":' * 5000]
 VALUES = (None, [], {}, "x", -1, 1.5, True, [[]], 10**30, "\n")
 
 
