@@ -19,7 +19,7 @@ from lowprec.data.loader import Batches
 from lowprec.data.stream import read_url
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
-CASES, SEED = int(os.environ.get("FUZZ_CASES", 1500)), int(os.environ.get("FUZZ_SEED", 0))
+CASES, SEED = int(os.environ.get("FUZZ_CASES", 4200)), int(os.environ.get("FUZZ_SEED", 0))
 DEADLINE_S = 20  # of one case
 TOKENIZER = Tokenizer(77)
 LETTERS = ["\0", " ", "\u0301", *"a é 中 ﷺ 👩 &amp; &#97; _ !? 7".split()]
