@@ -158,6 +158,33 @@ def run_once():
     return run
 
 
+class Payload:
+    """Unpickling it makes a file."""
+
+    def __init__(self, canary, call=os.system):
+        self.canary, self.call = str(canary), call
+
+    def __reduce__(self):
+        if self.call is os.system:
+            return os.system, (f"touch {self.canary}",)
+        if self.call is eval:
+            return eval, (f"open({self.canary!r}, 'w').close()",)
+        return self.call, (self.canary, "w")
+
+
+@pytest.fixture
+def payload():
+    return Payload
+
+
+@pytest.fixture
+def canary(tmp_path):
+    """A path that a payload would create; it must not exist when the test ends."""
+    path = tmp_path / "canary"
+    yield path
+    assert not path.exists()
+
+
 def pytest_collection_modifyitems(items):
     """Skips the gpu tests where there is no GPU, and says so."""
     for item in items:

@@ -187,13 +187,6 @@ def test_recipes_are_close_to_open_clip_but_not_equal(recipe):
     assert error < 3 * bound
 
 
-def test_timm_layers_are_replaced(monkeypatch):
-    monkeypatch.setattr(torch, "equal", lambda *_: False)  # would read the causal mask
-    layers = set_precision(build_by_name("convnext_base"), PrecisionConfig(recipe="switchback"))
-    ends = {layer.name.rsplit(".", 1)[1] for layer in layers if layer.name.startswith("visual")}
-    assert ends == {"fc1", "fc2"}
-
-
 def test_recipe_without_layers_is_refused_except_high():
     model = torch.nn.Sequential(torch.nn.Linear(4, 4))
     assert set_precision(model, PrecisionConfig()) == []

@@ -26,13 +26,18 @@ def sample(number: int, size: tuple[int, int] = (12, 16)) -> dict[str, bytes]:
     }
 
 
-def write_tar(path: Path, members: list[tuple[str, bytes]]) -> Path:
-    """A tar (or .tar.gz) of named bytes, in order."""
+def members(first: int, last: int) -> list[tuple[str, bytes]]:
+    """Members of samples `first` .. `last - 1` in order."""
+    return [(f"{n:06d}.{k}", v) for n in range(first, last) for k, v in sample(n).items()]
+
+
+def write_tar(path: Path, members: list[tuple], mtime: float = 0) -> Path:
+    """A tar (or .tar.gz) of bytes by name or TarInfo, in order."""
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w") as tar:
         for name, data in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
+            info = name if isinstance(name, tarfile.TarInfo) else tarfile.TarInfo(name)
+            info.size, info.mtime = len(data), mtime
             tar.addfile(info, io.BytesIO(data))
     whole = file.getvalue()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -64,6 +69,11 @@ def encode_fixture():
 @pytest.fixture(name="sample")
 def sample_fixture():
     return sample
+
+
+@pytest.fixture(name="members")
+def members_fixture():
+    return members
 
 
 @pytest.fixture(name="write_tar")

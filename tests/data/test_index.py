@@ -14,16 +14,6 @@ from lowprec.data.shards import ShardError
 
 
 @pytest.fixture
-def members(sample):
-    """A function: members of samples `first` .. `last - 1` in order."""
-
-    def make(first, last):
-        return [(f"{n:06d}.{k}", v) for n in range(first, last) for k, v in sample(n).items()]
-
-    return make
-
-
-@pytest.fixture
 def indexed(monkeypatch):
     """The calls of index_tar so far."""
     calls = []

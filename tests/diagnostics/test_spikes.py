@@ -112,23 +112,6 @@ def test_rms_spikes_count_once_in_their_tensors():
     np.testing.assert_array_equal(rms_spikes(rms[:, 0], PAPER), marks[:, 0])
 
 
-# spikes in 20,000 steps of noise. Measured over a million: 0.18 of independent losses, 1.2 where
-# neighbors correlate by 0.5; 15 if one deviation were enough; of the protocol sigma 0
-@pytest.mark.parametrize(
-    ("protocol", "correlation", "most"),
-    [(PAPER, 0.0, 0.5), (PAPER, 0.5, 2.5), (SIGMA, 0.0, 0.05)],
-    ids=["paper", "paper, correlated", "sigma"],
-)
-def test_false_alarms_on_noise_are_rare(protocol, correlation, most):
-    count, num_series = 0, 20
-    for seed in range(num_series):
-        loss = noise(seed, 20_000)
-        if correlation:
-            loss = 2 + np.convolve(loss - 2, correlation ** np.arange(30))[: len(loss)]
-        count += loss_spikes(loss, protocol).sum()
-    assert count / num_series <= most
-
-
 def test_bound_follows_its_definition_with_outliers_cut_to_their_bound():
     protocol, loss = replace(SHORT, window=30), noise(num_steps=300)
     loss[120:125] += 3
@@ -240,35 +223,6 @@ def test_chance_is_the_mean_over_all_circular_shifts(max_shift):
     assert np.mean([low < count < high for count in counts]) < 0.95
 
 
-def test_p_values_of_independent_spikes_are_uniform_and_intervals_cover():
-    rng = np.random.default_rng(0)
-    protocol = replace(PAPER, ignore_steps=0)
-    result = [
-        lag_coincidence(rng.random(1500) < 0.02, rng.random(1500) < 0.03, protocol)
-        for _ in range(600)
-    ]
-    p_values = np.array([r.p_value for r in result])
-    for level in (0.01, 0.05, 0.2, 0.5, 0.8):
-        rate, error = (p_values <= level).mean(), math.sqrt(level * (1 - level) / len(p_values))
-        assert level - 0.12 < rate < level + 3 * error  # below: a count of about 30 is coarse
-    covered = np.mean([r.low <= r.share <= r.high for r in result])
-    assert covered > 0.93
-    shares, chances = ([getattr(r, name) for r in result] for name in ("share", "chance"))
-    assert np.mean(shares) == pytest.approx(np.mean(chances), abs=0.01)
-
-
-def test_small_shifts_are_not_fooled_by_a_shared_phase_of_training():
-    rng = np.random.default_rng(1)
-    protocol = replace(PAPER, ignore_steps=0)
-    low = {None: 0, 500: 0}
-    for _ in range(100):
-        phase = (np.arange(20_000) > 8000) & (np.arange(20_000) < 12_000)
-        loss, rms = ((rng.random(20_000) < rate) & phase for rate in (0.005, 0.01))
-        for shift in low:
-            low[shift] += lag_coincidence(loss, rms, protocol, shift).p_value < 0.05
-    assert low[None] > 15 and low[500] <= 12
-
-
 def test_coincidence_without_spikes_of_either_kind():
     none, some = marks_at([]), marks_at([2000])
     result = lag_coincidence(none, some, PAPER)
@@ -291,7 +245,7 @@ def onset_of(loss, protocol=SHORT):
     return onsets(loss, at).tolist(), at.tolist()
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_onset_is_where_a_planted_rise_begins(seed):
     slow = rising(300, peak=0.3, rise=6, seed=seed)  # the first step is 2.5 deviations high
     early, at = onset_of(slow)

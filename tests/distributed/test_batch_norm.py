@@ -9,16 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowprec.train.distributed import Ranks
-
 RESNET = {"model.name": "RN50", "model.image_size": 64, "model.embed_dim": 64}
 SIZES = ("vision_width", "vision_layers", "text_width", "text_layers", "heads", "patch_size")
 RESNET |= {f"model.{size}": None for size in SIZES}
-NEEDED = r"distributed=ddp: model RN50 has batch norm.*use distributed=ddp distributed.sync_bn=true"
-
-
-class Two(Ranks):
-    size = 2
 
 
 @pytest.mark.gpu

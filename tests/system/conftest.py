@@ -29,31 +29,19 @@ def keys(squares):
 
 
 @pytest.fixture(scope="session")
-def start_slurm():
-    """`start_slurm(folder)`; fails if there can be no SLURM, or skips with ALLOW_NO_SLURM=1."""
-
-    def start(folder: Path, scripts: Path = SCRIPTS) -> None:
-        for command in ([scripts / "install.sh"], [scripts / "start.sh", folder]):
+def cluster():
+    """The SLURM that all tests of a session share; without one they fail, or skip if told to."""
+    folder = Path(tempfile.mkdtemp(prefix="slurm-"))
+    try:
+        for command in ([SCRIPTS / "install.sh"], [SCRIPTS / "start.sh", folder]):
             done = subprocess.run(
                 command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
                 text=True, timeout=300,
             )  # fmt: skip
             if done.returncode:
-                message = f"NO SLURM HERE, so its tests cannot run: {command[0].name}: "
-                message += done.stdout[-2000:]
-                if os.environ.get("ALLOW_NO_SLURM") == "1":
-                    pytest.skip(message)
-                pytest.fail(message)
-
-    return start
-
-
-@pytest.fixture(scope="session")
-def cluster(start_slurm):
-    """The SLURM that all tests of a session share."""
-    folder = Path(tempfile.mkdtemp(prefix="slurm-"))
-    try:
-        start_slurm(folder)
+                message = f"NO SLURM HERE: {command[0].name}: {done.stdout[-2000:]}"
+                is_optional = os.environ.get("ALLOW_NO_SLURM") == "1"
+                (pytest.skip if is_optional else pytest.fail)(message)
         yield Cluster(folder)
     finally:
         subprocess.run([SCRIPTS / "stop.sh", folder], timeout=60, capture_output=True)

@@ -19,20 +19,6 @@ SHORT, LONG = ("num_steps=6",), ("num_steps=60",)
 BAD = ("precision=switchback", "precision.backend=triton")  # needs a GPU, known at run time only
 
 
-@pytest.mark.parametrize(
-    ("allowed", "outcome"), [("", pytest.fail.Exception), ("1", pytest.skip.Exception)]
-)
-def test_without_slurm_its_tests_fail_unless_told_to_skip(
-    start_slurm, tmp_path, monkeypatch, allowed, outcome
-):
-    script = tmp_path / "install.sh"
-    script.write_text("#!/bin/sh\necho no network; exit 100\n")
-    script.chmod(0o755)
-    monkeypatch.setenv("ALLOW_NO_SLURM", allowed)
-    with pytest.raises(outcome, match="NO SLURM HERE.*install.sh: no network"):
-        start_slurm(tmp_path, scripts=tmp_path)
-
-
 class Bench:
     """A user's sweep on the cluster, in one folder."""
 

@@ -1,7 +1,7 @@
 """`resume.from` starts a new run from the weights and moments of another."""
 
 import json
-from types import SimpleNamespace
+import shutil
 
 import pytest
 import torch
@@ -13,13 +13,19 @@ from lowprec.config.preflight import preflight
 from lowprec.runs.read import find_runs, read_rows
 from lowprec.train import run as running
 from lowprec.train.checkpoint import list_checkpoints
-from lowprec.train.distributed import Ranks
+
+
+@pytest.fixture(scope="module")
+def source(tiny_config, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("source")
+    entry.main(tiny_config(folder, {"model.patch_dropout": 0.5, "num_steps": 4}))
+    return find_runs(folder)[0]
 
 
 @pytest.fixture
-def first(make_config, tmp_path):
-    entry.main(make_config({"name": "first", "model.patch_dropout": 0.5, "num_steps": 4}))
-    return find_runs(tmp_path / "runs" / "first")[0]
+def first(source, tmp_path):
+    """A copy of the run that the others start from."""
+    return shutil.copytree(source, tmp_path / "first")
 
 
 def second(make_config, tmp_path, source, **changes):
@@ -78,22 +84,3 @@ def test_a_source_that_trained_on_is_refused(make_config, tmp_path, first, monke
     monkeypatch.setattr(running, "sources_of", stale)
     with pytest.raises(RunError, match="still being trained, and step_0+4 is newer"):
         second(make_config, tmp_path, first)
-
-
-def test_only_the_first_rank_checks_the_source(make_config, first, monkeypatch):
-    checkpoint, loaded = list_checkpoints(first)[-1], []
-
-    class Second(Ranks):
-        rank = 1
-
-        def first(self, make):
-            return str(checkpoint)  # of rank 0
-
-    def refuse(*arguments):
-        raise AssertionError("hashed again")
-
-    monkeypatch.setattr(running, "checkpoint_digest", refuse)
-    state = SimpleNamespace(load=lambda path, fresh: loaded.append((path, fresh)))
-    config = make_config({"resume.from": str(first)})
-    running._load_weights(SimpleNamespace(config=config, world=Second(), state=state), {})
-    assert loaded == [(checkpoint, True)]

@@ -9,6 +9,9 @@ from lowprec.optim.loss_scaling import DynamicScaler, FixedScaler, NoScaler
 from lowprec.train.build import build
 from lowprec.train.step import can_capture
 
+KNOWN = ["grad_norm", "update_norm"]  # what 8-bit optimizers record
+EIGHT_BIT = ("adamw8bit_torchao", "adamw8bit_bnb")
+
 
 @pytest.fixture
 def built(make_config):
@@ -82,5 +85,8 @@ def test_only_a_compiled_gpu_step_without_host_state_is_captured(make_config):
     assert not can_capture(make_config({"compile": True}), cpu)
     assert not can_capture(make_config(), cuda)
     assert not can_capture(make_config({"compile": True, "checkpointing": True}), cuda)
-    dynamic = {"compile": True, "precision.autocast": "fp16", "scaler.name": "dynamic"}
-    assert not can_capture(make_config(dynamic), cuda)
+    for host in (
+        {"precision.autocast": "fp16", "scaler.name": "dynamic"},
+        *({"optimizer.name": name, "diagnostics.statistics": KNOWN} for name in EIGHT_BIT),
+    ):
+        assert not can_capture(make_config({"compile": True, **host}), cuda)

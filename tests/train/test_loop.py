@@ -20,8 +20,8 @@ from lowprec.train.checkpoint import list_checkpoints
 from lowprec.train.signals import stop_request
 
 SETTINGS = {
-    "fp32": {},
-    "bf16 patch dropout": {"precision.autocast": "bf16", "model.patch_dropout": 0.5},
+    "fp32 patch dropout": {"model.patch_dropout": 0.5},
+    "bf16": {"precision.autocast": "bf16"},
     "fp16 dynamic": {"precision.autocast": "fp16", "scaler.name": "dynamic"},
     "fp16 fixed": {"precision.autocast": "fp16", "scaler.name": "fixed"},
     "pure bf16": {"precision.autocast": "pure_bf16"},
@@ -101,8 +101,7 @@ def wholes(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("setting", "cut"),
-    [(setting, cut) for setting in SETTINGS for cut in (1, 6)]
-    + [("bf16 patch dropout", 4), ("bf16 patch dropout", 7)],
+    [*((setting, 6) for setting in SETTINGS), *(("fp32 patch dropout", cut) for cut in (1, 4, 7))],
 )
 def test_stop_and_resume_is_bitwise_the_undisturbed_run(
     make_config, run_once, tmp_path, wholes, setting, cut

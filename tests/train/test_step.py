@@ -1,5 +1,6 @@
 """Compiled blocks and graphs compute what the eager step computes."""
 
+import functools
 import shutil
 
 import pytest
@@ -8,13 +9,17 @@ import torch
 from lowprec.runs.read import read_rows
 
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+INDUCTOR = pytest.param("inductor", marks=[pytest.mark.slow, NEEDS_COMPILER])
 
 
-@NEEDS_COMPILER
 @pytest.mark.filterwarnings("ignore")  # torch.compile warns of its own ways
-def test_compiled_blocks_follow_the_eager_curve(make_config, run_once, tmp_path):
+@pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
+def test_compiled_blocks_follow_the_eager_curve(
+    make_config, run_once, tmp_path, monkeypatch, backend
+):
     short = {"num_steps": 2, "model.vision_layers": 1}
     run_once(make_config(short), tmp_path / "eager")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     run_once(make_config({**short, "compile": True}), tmp_path / "compiled")
     eager, compiled = (
         [row["loss"] for row in read_rows(tmp_path / name / "metrics.jsonl")]
@@ -36,7 +41,7 @@ def test_16_bit_runs_follow_the_fp32_curve(make_config, run_once, tmp_path):
     losses = {}
     for autocast in ("fp32", "bf16", "fp16", "pure_bf16", "pure_fp16"):
         changes = {"num_steps": 12, "save_every": 12, "precision.autocast": autocast}
-        changes |= {"model.vision_layers": 1}
+        changes |= {"model.vision_layers": 1, "batch_size": 8}
         if "fp16" in autocast:
             changes |= {"scaler.name": "fixed", "scaler.init_scale": 256.0}
         run_once(make_config(changes), tmp_path / autocast)

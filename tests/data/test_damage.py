@@ -1,0 +1,188 @@
+"""Damaged and hostile shards: refused or skipped by name; nothing is lost, nothing is run."""
+
+import itertools
+import pickle
+import struct
+import tarfile
+import zlib
+
+import numpy as np
+import pytest
+import torch
+
+from lowprec.data.index import open_shards
+from lowprec.data.loader import Batches
+from lowprec.data.shards import ShardError
+from lowprec.data.tar import MEMBERS
+
+
+def key_runs(path):
+    """Runs of members with one key, found by Python's tarfile alone."""
+    with tarfile.open(path) as tar:
+        names = [m.name.rpartition(".") for m in tar if m.isfile()]
+    return len(list(itertools.groupby(stem for stem, _, kind in names if kind in MEMBERS)))
+
+
+def check(path):
+    """What one pass over a shard reads and skips, and the digest; "error" if it is refused."""
+    try:
+        shards = open_shards(str(path))
+    except ValueError as error:
+        assert path.name in str(error)
+        return "error", None
+    batches = Batches(
+        shards, None, batch_size=3, num_batches=-(-shards.num_samples // 3), image_size=8,
+        tokenizer=lambda captions: torch.zeros(len(captions), 4, dtype=torch.int64),
+    )  # fmt: skip
+    loaded = [batches[i] for i in range(len(batches))]
+    read = [number for batch in loaded for number in batch.samples.tolist()]
+    skips = [skip for batch in loaded for skip in batch.skips]
+    assert len(read) + len(skips) == key_runs(path) == shards.num_samples
+    assert all(s["shard"] == path.name and s["key"] and s["reason"] for s in skips)
+    return (read, skips), shards.digest
+
+
+@pytest.mark.parametrize("junk", ["noise", "zeros", "one bit"])
+def test_damage_at_50_positions_is_refused_or_changes_the_digest_and_every_sample_is_counted(
+    tmp_path, write_tar, members, junk
+):
+    # with an extended header for each member, as webdataset's own writer makes it
+    shard = write_tar(tmp_path / "a.tar", members(0, 8), mtime=1.5)
+    whole = shard.read_bytes()
+    intact, digest = check(shard)
+    rng, outcomes = np.random.default_rng(0), []
+    last = len(whole.rstrip(b"\0"))  # what follows is padding
+    for position in np.linspace(0, last, 50).astype(int):
+        for file in tmp_path.glob(".index/*"):
+            file.unlink()
+        damaged = bytearray(whole)
+        if junk == "one bit":
+            damaged[position] ^= 1 << int(rng.integers(8))
+        else:
+            damage = rng.bytes(512) if junk == "noise" else bytes(512)
+            damaged[position : position + 512] = damage[: len(whole) - position]
+        shard.write_bytes(damaged)
+        outcome, found = check(shard)
+        if found == digest:  # padding, an owner, a date: no sample is touched
+            assert outcome == intact
+        outcomes.append("error" if outcome == "error" else "other" if found != digest else "same")
+    assert {"error", "other"} <= set(outcomes)  # headers and samples were met
+
+
+def test_shard_that_vanishes_before_it_is_opened_is_an_error_naming_it(
+    tmp_path, write_tar, members
+):
+    shards = open_shards(str(write_tar(tmp_path / "a.tar", members(0, 2))))
+    (tmp_path / "a.tar").unlink()
+    with pytest.raises(ShardError, match=r"a\.tar cannot be read: No such file"):
+        shards.read(0, 0, 1)
+
+
+def claiming_png(png, width, height):
+    """The image with another size in its header."""
+    data = bytearray(png)
+    data[16:24] = struct.pack(">II", width, height)
+    data[29:33] = struct.pack(">I", zlib.crc32(data[12:29]))
+    return bytes(data)
+
+
+def claiming_jpg(jpg, width, height):
+    data = bytearray(jpg)
+    at = data.index(b"\xff\xc0") + 5
+    data[at : at + 4] = struct.pack(">HH", height, width)
+    return bytes(data)
+
+
+BAD_SAMPLES = {  # suffix and bytes of its image (`make`: of a kind), caption, a word of the reason
+    "no image": (None, b"a", "no image"),
+    "no caption": (("jpg", lambda make: make("jpg")), None, "no caption"),
+    "empty caption": (("jpg", lambda make: make("jpg")), b"", "caption is empty"),
+    "blank caption": (("jpg", lambda make: make("jpg")), b" \n\t", "caption is empty"),
+    "not UTF-8": (("jpg", lambda make: make("jpg")), b"\xff\xfe", "utf-8"),
+    "no bytes": (("jpg", lambda make: b""), b"a", "not a JPEG"),
+    "another kind of image": (("jpg", lambda make: make("gif")), b"a", "not a JPEG"),
+    "cut image": (("jpg", lambda make: make("jpg")[:-99]), b"a", "runcated"),
+    "misspelled kind": (("jgp", lambda make: b"x"), b"a", "no image"),
+    "only a label": (("cls", lambda make: b"1"), None, "no image"),
+    "12,000 squared": (("png", lambda make: claiming_png(make("png"), 12000, 12000)), b"a", "Bomb"),
+    "1 x 100,000": (("png", lambda make: claiming_png(make("png"), 1, 10**5)), b"a", "Error"),
+    "100,000 squared": (
+        ("png", lambda make: claiming_png(make("png"), 10**5, 10**5)),
+        b"a",
+        "Bomb",
+    ),
+    "65,500 squared": (("jpg", lambda make: claiming_jpg(make("jpg"), 65500, 65500)), b"a", "Bomb"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_SAMPLES)
+def test_bad_sample_is_a_skip_that_names_shard_key_and_reason(
+    tmp_path, write_tar, members, encode, kind
+):
+    image, caption, word = BAD_SAMPLES[kind]
+    noise = np.random.default_rng(3).integers(0, 256, (9, 9, 3), np.uint8)
+    bad = [(f"000003.{image[0]}", image[1](lambda kind: encode(noise, kind)))] if image else []
+    bad += [("000003.txt", caption)] if caption is not None else []
+    path = write_tar(tmp_path / "a.tar", [*members(0, 3), *bad, *members(4, 6)])
+    (read, (skip,)), _ = check(path)
+    assert read == [0, 1, 2, 4, 5]
+    assert skip["key"].startswith("000003.") and word in skip["reason"]
+
+
+def test_names_that_are_not_utf8_are_read(tmp_path, write_tar, members):
+    odd = [(name.replace("000001", "ca\udcfff"), data) for name, data in members(1, 2)]
+    (read, skips), _ = check(write_tar(tmp_path / "a.tar", [*members(0, 1), *odd]))
+    assert (read, skips) == ([0, 1], [])
+
+
+FOREIGN = ("pyd", "pickle", "pkl", "pth", "pt", "npy", "npz", "py", "sh", "so", "json", "yaml")
+
+
+def test_foreign_members_of_a_shard_are_never_opened(tmp_path, payload, canary, write_tar, members):
+    bad = pickle.dumps(payload(canary))
+    mixed = members(0, 4)
+    mixed[2:2] = [(f"000000.{kind}", bad) for kind in FOREIGN]
+    mixed += [(f"000009.{kind}", bad) for kind in FOREIGN if kind != "json"]
+    (read, skips), _ = check(write_tar(tmp_path / "a.tar", mixed))
+    assert (read, skips) == ([0, 1, 2, 3], [])
+
+
+KEYS = ("../../up", "/abs/olute", "a/../../b", "~/home", "$HOME", "`touch x`", "a\nb", "-rf")
+
+
+def test_keys_are_never_paths(tmp_path, write_tar, members, monkeypatch):
+    renamed = [
+        (f"{key}.{name.rpartition('.')[2]}", data if key != "/abs/olute" else b"")
+        for number, key in enumerate(KEYS)
+        for name, data in members(number, number + 1)
+    ]
+    folder = tmp_path / "deep" / "er"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    (read, (skip,)), _ = check(write_tar(folder / "a.tar", renamed))
+    assert len(read) == len(KEYS) - 1 and skip["key"] == "/abs/olute.png"
+    found = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
+    assert {name for name in found if ".index" not in name} == {"deep", "deep/er", "deep/er/a.tar"}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE, tarfile.DIRTYPE],
+    ids=["symlink", "hard link", "fifo", "device", "folder"],
+)
+def test_links_and_devices_are_not_followed(tmp_path, write_tar, members, kind):
+    (tmp_path / "secret.txt").write_text("a secret")
+    link = tarfile.TarInfo("000001.txt")
+    link.type, link.linkname = kind, str(tmp_path / "secret.txt")
+    mixed = [*members(0, 1), members(1, 2)[0], (link, b""), *members(2, 3)]
+    (read, (skip,)), _ = check(write_tar(tmp_path / "a.tar", mixed))
+    assert read == [0, 2]
+    assert "no caption" in skip["reason"] and skip["key"] == "000001.png"
+
+
+def test_index_files_with_pickles_are_not_loaded(tmp_path, payload, canary, write_tar, members):
+    path = write_tar(tmp_path / "a.tar", members(0, 1))
+    digest = open_shards(str(path)).digest
+    (catalog,) = tmp_path.glob(".index/catalog-*.npy")
+    catalog.write_bytes(pickle.dumps(payload(canary)))
+    assert open_shards(str(path)).digest == digest
