@@ -12,12 +12,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from experiments import train as entry
 from lowprec import evaluate
 from lowprec.config.check import check
 from lowprec.data.open import open_data
+from lowprec.optim import StableAdamW
 from lowprec.optim.loss_scaling import FixedScaler
 from lowprec.train import build as building
 from lowprec.train import watchdog
@@ -140,4 +148,56 @@ def spoiling(what: str, steps: list[int], rank: int) -> Iterator[None]:
         yield
 
 
-JOBS = {"gradients": gradients, "evaluation": evaluation, "train": train}
+def sharded_steps(folder: Path, rank: int, size: int, *, width: int) -> None:
+    """Saves an optimizer's statistics and parameters, and what it refuses.
+
+    Two processes use FSDP2, four also tensor parallelism.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, width), nn.Tanh(), nn.Linear(width, 1, bias=False))
+    if size > 1:
+        dist.init_process_group("gloo")
+        names = ("data", "tensor")[: size // 2]
+        mesh = dist.init_device_mesh("cpu", (2,) * len(names), mesh_dim_names=names)
+        if size == 4:
+            plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+            parallelize_module(model, mesh["tensor"], plan)
+        fully_shard(model, mesh=mesh["data"])
+        placements = [x for p in model.parameters() for x in p.placements]
+        assert any(isinstance(x, _StridedShard) for x in placements) == (size == 4)
+    optimizer = StableAdamW(model.named_parameters(), lr=1e-2, clip_norm=5.0)
+    statistics = []
+    for step in range(4):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(8, 7, generator=generator) * (100.0 if step == 2 else 1.0)
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        statistics.append(optimizer.statistics.clone())
+    params = [whole(p.detach()).clone() for p in model.parameters()]
+    refused = refusals(mesh) if size == 2 else []
+    torch.save((torch.stack(statistics), params, refused), folder / f"{rank}.pt")
+    if size > 1:
+        dist.destroy_process_group()
+
+
+def refusals(mesh: dist.DeviceMesh) -> list[str]:
+    """What an optimizer says of placements that cannot be summed."""
+    messages = []
+    for placement, of_grad in ((Shard(0), Replicate()), (Partial(), Partial())):
+        p = DTensor.from_local(torch.ones(4, 6), mesh, [placement], run_check=False)
+        p = nn.Parameter(p)
+        rows = 8 if of_grad == Replicate() else 4
+        p.grad = DTensor.from_local(torch.ones(rows, 6), mesh, [of_grad], run_check=False)
+        with pytest.raises(ValueError) as refused:
+            StableAdamW([("head", p)]).step()
+        messages.append(str(refused.value))
+    return messages
+
+
+JOBS = {
+    "gradients": gradients,
+    "evaluation": evaluation,
+    "train": train,
+    "sharded_steps": sharded_steps,
+}

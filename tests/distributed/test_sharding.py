@@ -1,0 +1,23 @@
+"""Statistics and clipping of sharded parameters are those of the whole tensors."""
+
+import pytest
+import torch
+
+
+@pytest.mark.parametrize(
+    ("size", "width"), [(2, 13), pytest.param(4, 12, marks=pytest.mark.slow)]
+)  # 13 rows in two uneven parts; tensor parallelism needs even ones
+def test_several_processes_take_the_steps_of_one(ranks, size, width):
+    loaded = []
+    for count in (1, size):
+        answer = ranks("sharded_steps", count, width=width)
+        assert answer["codes"] == [0] * count, answer["logs"]
+        loaded += [torch.load(answer["folder"] / f"{rank}.pt") for rank in range(count)]
+    (expected, expected_params, _), *found = loaded
+    assert expected[2, :, 0].max() > 1.3  # it was clipped
+    for statistics, params, refused in found:
+        torch.testing.assert_close(statistics, expected, rtol=1e-5, atol=1e-8)
+        torch.testing.assert_close(params, expected_params, rtol=1e-5, atol=1e-7)
+        if size == 2:
+            assert "(head) is placed as (Shard(dim=0),), its gradient as (Replicate()" in refused[0]
+            assert "(head) is placed as Partial(sum)" in refused[1]
