@@ -5,7 +5,6 @@ import torch
 
 from lowprec.clip.model import PatchDropout, blocks
 from lowprec.data.open import open_data
-from lowprec.optim.loss_scaling import DynamicScaler, FixedScaler, NoScaler
 from lowprec.train.build import build
 from lowprec.train.step import can_capture
 
@@ -39,23 +38,6 @@ def test_adamw_is_unclipped_and_adamw_clip_bounds_the_norm(built):
     assert plain.clip_norm is None and plain.param_groups[0]["clip_threshold"] is None
     clipped = built({"optimizer.name": "adamw_clip", "optimizer.clip_norm": 0.25}).state.optimizer
     assert clipped.clip_norm == 0.25 and clipped.param_groups[0]["clip_threshold"] is None
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "skip"),
-    [
-        ("none", NoScaler, "step"),
-        ("dynamic", DynamicScaler, "step"),
-        ("fixed", FixedScaler, "tensor"),
-    ],
-)
-def test_scaler_keys(built, name, kind, skip):
-    changes = {"scaler.name": name}
-    if name != "none":
-        changes |= {"precision.autocast": "fp16", "scaler.init_scale": 64.0}
-    state = built(changes).state
-    assert type(state.scaler) is kind and state.optimizer.skip == skip
-    assert name == "none" or float(state.scaler.value) == 64.0
 
 
 def test_model_keys(built):
