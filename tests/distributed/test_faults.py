@@ -60,7 +60,7 @@ def test_a_rank_that_hangs_leaves_its_stack(ranks, make):
     answer, run, _ = disturbed(ranks, make, "hung", [], hang=hang, **limit)
     assert answer["codes"] == [76, 76], answer["logs"]
     for log in answer["logs"]:
-        assert "no progress for 3 s: rank 1 " in log and "at step 4, training" in log, log
+        assert "no progress for 3 s: " in log and "at step 4, training" in log, answer["logs"]
     stack = (run / "stacks" / "rank_1.txt").read_text()
     assert "sleeping" in stack and "lowprec/train/loop.py" in stack
     assert (run / "stacks" / "rank_0.txt").exists()

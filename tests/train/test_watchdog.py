@@ -6,8 +6,10 @@ import sys
 import threading
 import time
 
+import pytest
+
 from lowprec.train.distributed import Ranks
-from lowprec.train.watchdog import Watchdog
+from lowprec.train.watchdog import Heartbeat, Watchdog
 
 TRAINING = """
 import sys, time
@@ -55,3 +57,38 @@ def test_slow_work_may_exceed_the_timeout_but_a_step_may_not(monkeypatch, tmp_pa
     assert ended.wait(5)
     assert "no progress for 0.4 s" in reasons[0] and "rank 0 (process" in reasons[0]
     assert "step 8, training" in reasons[0]
+
+
+@pytest.fixture
+def fault(tmp_path):
+    """What the watchdog of rank 0 says 101 s after the reports (beats, step, doing) of two ranks.
+
+    `silent_s`: how long ago rank 1's last heartbeat was.
+    """
+
+    def fault(first, second, silent_s=0.0):
+        dog = Watchdog(Ranks(), 100, tmp_path)
+        dog.close()
+        dog.own.beats, dog.own.step, dog.own.doing = first
+        now = time.monotonic() + 101
+        peer = Heartbeat("rank 1", *second, heard=now - silent_s)
+        dog.own.heard = now
+        dog.ranks.append(peer)
+        return dog._fault(now)
+
+    return fault
+
+
+def test_the_rank_that_is_furthest_behind_is_named_first(fault):
+    assert "no progress for 100 s: rank 1 at step 4, training; rank 0 (process" in fault(
+        (9, 4, "saving"), (8, 4, "training")
+    )
+
+
+def test_ranks_that_save_are_not_hung(fault):
+    assert fault((9, 4, "saving"), (9, 4, "saving")) is None
+
+
+def test_a_rank_without_heartbeats_is_named(fault):
+    assert "no heartbeats" in fault((9, 4, "training"), (9, 4, "training"), silent_s=13)
+    assert "rank 1 at step 4" in fault((9, 4, "training"), (9, 4, "training"), silent_s=13)
