@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from analysis import judges, paper, style
+from analysis import evidence, judges, paper, style
 from analysis.evidence import MARGINS, NO_RUNS, UNDECIDED, Evidence, Finding, equal, larger
 from analysis.load import NoRunsError
 from analysis.run_files import as_path
@@ -23,7 +23,10 @@ BOTH = {"paper": ", ViT-H/14", "mini": ", mini scale"}  # scale: end of the stat
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement, the paper's number, a margin and the judge; a row for each of `scales`."""
+    """A statement, the paper's number, a margin and the judge; a row for each of `scales`.
+
+    `margin` words the numbers of `analysis/evidence.py` that the judge applies.
+    """
 
     number: str
     text: str
@@ -85,7 +88,7 @@ CLAIMS = (
           partial(PRECISION, one="fp8_switchback", other="bf16", rule=equal,
                   studies=SIZES[::-1]), tuple(BOTH)),  # whose miniature has it, too
     Claim("C4", "fp8 tensor-wise trains with zero-init layer-scale", "ViT-L/14 trains like bf16",
-          f"interval of the last loss at most {judges.TRAINS:.0%} over bf16's",
+          f"interval of the last loss at most {evidence.TRAINS:.0%} over bf16's",
           partial(judges.fix, change="zero_init", helps=True)),
     Claim("C4", "gradient clipping does not rescue it", "ViT-L/14 diverges", "as above",
           partial(judges.fix, change="gradient clipping", helps=False)),
@@ -97,7 +100,7 @@ CLAIMS = (
           "less growth with depth than in any run without, two seeds",
           partial(judges.features, stopped=True)),
     Claim("C6", "quantization noise of a dot product grows with its inner dimension K",
-          "variance in proportion to K", f"exponent 1 or more, less {judges.SLOPE:g}",
+          "variance in proportion to K", f"exponent 1 or more, less {evidence.SLOPE:g}",
           judges.noise),
     Claim("C6", "the weight gradient must stay in 16 bits: SwitchBackQ is more accurate than "
           "LLM.int8(), which differs in that product alone", "no number", ABOVE_0,
@@ -114,9 +117,9 @@ CLAIMS = (
           partial(judges.end_to_end, baseline="open_clip", case="switchback")),
     Claim("C7", "quantize operations are a small share of the layer, smaller with dim",
           f"less than about {paper.LARGEST_SHARE:g}% of time",
-          f"at most {paper.LARGEST_SHARE + judges.ABOUT:g}%, falling", judges.quantize_share),
+          f"at most {paper.LARGEST_SHARE + evidence.ABOUT:g}%, falling", judges.quantize_share),
     Claim("C8", "LLM.int8() gives no speed-up, ViT-H/14", "none",
-          f"saves at most {judges.NO_GAIN:g}% of time over algorithm 5",
+          f"saves at most {evidence.NO_GAIN:g}% of time over algorithm 5",
           partial(judges.end_to_end, baseline="autograd_high", case="llm_int8")),
     Claim("C9", "loss spikes grow with model size", "no number", MORE,
           partial(TREND, varied="model.name", studies=("spikes_vs_size",))),
@@ -128,7 +131,7 @@ CLAIMS = (
           partial(TREND, varied="optimizer.beta2", studies=OF_BETA2)),
     Claim("C10", "a loss spike follows 1 to 8 steps after an RMS spike of the patch embedding",
           f"{_NUM} of {_OF} ({_NUM / _OF:.0%}), by chance about {paper.BY_CHANCE:.0%}",
-          f"{judges.SHARE:.0%} or more, its interval above {judges.SURE:.0%} and chance, "
+          f"{evidence.SHARE:.0%} or more, its interval above {evidence.SURE:.0%} and chance, "
           "counted from detection and from the onset",
           partial(judges.follow, studies=OF_BETA2)),
     Claim("C11", "StableAdamW removes the spikes", "none",
@@ -176,14 +179,14 @@ def main(arguments: list[str]) -> int:
     absent = [root for root in options.runs if not as_path(root).is_dir()]
     if absent:
         parser.error(f"no folder {', '.join(absent)}")
-    evidence = Evidence(options.runs)
+    records = Evidence(options.runs)
     rows = [
-        (claim, claim.text + BOTH.get(scale, ""), judge(claim, evidence, scale))
+        (claim, claim.text + BOTH.get(scale, ""), judge(claim, records, scale))
         for claim in CLAIMS
         for scale in claim.scales
     ]
     options.out.mkdir(parents=True, exist_ok=True)
-    sources = f"{len(evidence.summaries)} runs and the benchmark lines below "
+    sources = f"{len(records.summaries)} runs and the benchmark lines below "
     (options.out / "claims.md").write_text(markdown(rows, sources + ", ".join(options.runs)))
     for claim, text, finding in rows:
         print(f"{claim.number:4}{finding.verdict:32}{text}")
@@ -191,10 +194,10 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def judge(claim: Claim, evidence: Evidence, scale: str = "") -> Finding:
+def judge(claim: Claim, records: Evidence, scale: str = "") -> Finding:
     """The claim's finding at a scale; without evidence, it names the command that makes it."""
     try:
-        return claim.judge(evidence, **({"scale": scale} if scale else {}))
+        return claim.judge(records, **({"scale": scale} if scale else {}))
     except NoRunsError as error:
         return Finding("", NO_RUNS, str(error))
 

@@ -83,8 +83,8 @@ def one_variant(heads: pd.DataFrame, varied: str) -> pd.DataFrame:
 def matched(heads: pd.DataFrame, varied: str, values: Collection) -> pd.DataFrame:
     """The runs with these values of the varied setting whose other settings all values share."""
     part = one_variant(heads[heads[varied].isin(list(values))], varied)
-    there = part[varied].groupby(signature(part, varied)).transform("nunique")
-    return part[there == len(values)]
+    num_values = part[varied].groupby(signature(part, varied)).transform("nunique")
+    return part[num_values == len(values)]
 
 
 def comparable(heads: pd.DataFrame, varied: str) -> pd.DataFrame:
@@ -94,7 +94,7 @@ def comparable(heads: pd.DataFrame, varied: str) -> pd.DataFrame:
     """
     heads = one_variant(heads, varied)
     values = heads[varied].groupby(signature(heads, varied)).agg(frozenset).to_list()
-    most = max(values, key=lambda some: (len(some), values.count(some)), default=frozenset())
+    most = max(values, key=lambda group: (len(group), values.count(group)), default=frozenset())
     heads = matched(heads, varied, most)
     seeds = heads["seed"].groupby(signature(heads, seed=False)).transform("nunique")
     return heads[seeds > 1] if (seeds > 1).any() else heads

@@ -266,8 +266,8 @@ def cap(frame: pd.DataFrame) -> float:
     """
     first = frame.loc[frame["step"] == 1, "loss"].max()
     late = frame["step"] >= CAP_AFTER * frame["num_steps"]
-    kept = late & (frame["state"] != "diverged")
-    for losses in (frame["loss"][kept], frame["loss"][late], frame["loss"]):
+    counted = late & (frame["state"] != "diverged")
+    for losses in (frame["loss"][counted], frame["loss"][late], frame["loss"]):
         finite = losses[np.isfinite(losses)]
         if len(finite):
             return 1.05 * float(np.fmin(finite.max(), first))

@@ -21,11 +21,19 @@ REPRODUCED, NOT, UNDECIDED, NO_RUNS = "reproduced", "not reproduced", "undecided
 SCALES = ("paper", "mini")  # the first that has runs is judged
 NOT_COUNTED = {("update_clipping", "mini")}  # its runs memorize their data: experiments/RESULTS.md
 LEVEL, TWO_ONE_SIDED = 0.95, 0.9  # of intervals; the second for equivalence
-MARGINS = {"paper": 0.1, "mini": 0.5}  # points: the paper's own; of mean R@1, by PROTOCOL.md
 WINDOWS = (50, 200)  # steps of the running mean, besides the run's own
 SPIKES, FOLLOWING = "num_loss_spikes", "num_following"
 RECALL = ("retrieval/image_to_text_r1", "retrieval/text_to_image_r1")
 SHARDS = "data.train=... data.val=..."  # every command at paper scale needs them
+
+# The margins of the verdicts, which `Claim.margin` words.
+MARGINS = {"paper": 0.1, "mini": 0.5}  # points: the paper's own; of mean R@1, by PROTOCOL.md
+TRAINS = 0.05  # excess over bf16's loss, as a share of it
+SLOPE = 0.05  # of the exponent of the inner dimension
+NO_GAIN = 2.0  # % of time saved: less is no speed-up
+ABOUT = 2.0  # points of a share that the paper gives as "about"
+SHARE = 0.8  # of loss spikes that follow: less is not the paper's 28 of 30
+SURE = 0.5  # what the interval of that share must lie above; that of 28 of 30 begins at 79%
 
 
 class Finding(NamedTuple):
@@ -146,8 +154,8 @@ class Evidence:
 def lacking(what: str, studies: Sequence[str], scale: str = "") -> NoRunsError:
     """The error for missing evidence: what is missing, and the command that makes it."""
     ending = "" if scale == "paper" else "_mini"
-    there = [name for name in studies if (EXPERIMENTS / f"{name}{ending}.yaml").exists()]
-    study = (there or studies)[0]
+    existing = [name for name in studies if (EXPERIMENTS / f"{name}{ending}.yaml").exists()]
+    study = (existing or studies)[0]
     makes = command(study, scale or "mini") + ("" if ending else f" {SHARDS}")
     return NoRunsError(f"{what}{': ' if what else ''}{makes}")
 

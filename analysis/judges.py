@@ -13,8 +13,14 @@ import pandas as pd
 from analysis import bench, comparison, evidence, figures, paper, spike_marks, style
 from analysis.curves import join
 from analysis.evidence import (
+    ABOUT,
     FOLLOWING,
+    NO_GAIN,
+    SHARE,
+    SLOPE,
     SPIKES,
+    SURE,
+    TRAINS,
     UNDECIDED,
     WINDOWS,
     Evidence,
@@ -31,12 +37,6 @@ from lowprec.diagnostics.spikes import loss_spikes
 H14, SMALLEST = paper.ACCURACY_MODEL, "vit_b32"
 H14_KEYS = "model=vit_h14 model.patch_dropout=0.5 batch_size=256 compile=true checkpointing=true"
 BF16 = "bf16"
-TRAINS = 0.05  # excess over bf16's loss, as a share of it
-SLOPE = 0.05  # of the exponent of the inner dimension
-NO_GAIN = 2.0  # % of time saved: less is no speed-up
-ABOUT = 2.0  # points of a share that the paper gives as "about"
-SHARE = 0.8  # of loss spikes that follow: less is not the paper's 28 of 30
-SURE = 0.5  # what the interval of that share must lie above; that of 28 of 30 begins at 79%
 OPTIMIZERS = {name: in_print for name, (in_print, *_) in style.OPTIMIZERS.items()}
 PRINTED = {"model.name": style.MODELS, "optimizer.name": OPTIMIZERS}  # varied: names in print
 
@@ -157,7 +157,10 @@ def end_to_end(records: Evidence, baseline: str, case: str) -> Finding:
         makes = f"python -m experiments.benchmarks model {H14_KEYS}"
         raise NoRunsError(f"{case} and {baseline} on {H14}: {makes}")
     saved = bench.saved_percent(times[case], times[baseline]).dropna()
-    ours = "; ".join(f"{_saved(value)} ({shape})" for shape, value in saved.items())
+    ours = "; ".join(
+        f"{percent:.1f}% of time ({1 / (1 - percent / 100):.3f} times as fast) ({shape})"
+        for shape, percent in saved.items()
+    )
     ours += f", {bench.devices(frame)}, one measurement each"
     if case == "llm_int8":
         return Finding(ours, at_scale(saved.max() <= NO_GAIN))
@@ -290,11 +293,6 @@ def tensor_skips(records: Evidence) -> Finding:
     if not spikes or not skips:
         return Finding(ours, UNDECIDED, "no loss spike, or nothing was skipped")
     return decide(ours, True if single else None, skipping["seed"].nunique(), runs, "all tensors")
-
-
-def _saved(percent: float) -> str:
-    """`10.5% of time (1.117 times as fast)`."""
-    return f"{percent:.1f}% of time ({1 / (1 - percent / 100):.3f} times as fast)"
 
 
 def _runs(runs: pd.DataFrame) -> str:

@@ -93,21 +93,21 @@ class Runs:
         A file of tensors that cannot be read is left out with a warning. Raises LookupError if no
         tensor of any run matches.
         """
-        known, frames = set(), []
+        recorded, frames = set(), []
         for summary in self.summaries.to_dict("records"):
             try:
                 frame, names = read_tensor_columns(summary, pattern, stat)
             except UNREADABLE as error:
                 warnings.warn(f"{summary['path']}: tensors left out: {error}", stacklevel=2)
                 continue
-            known.update(names)
+            recorded.update(names)
             if len(frame.columns) > 1:
                 frame.insert(0, "run", summary["run"])
                 frames.append(frame)
         if frames:
             return pd.concat(frames, ignore_index=True)
-        stats = ", ".join(sorted({name.partition("/")[0] for name in known})) or "none"
-        tensors = sorted({name.partition("/")[2] for name in known})
+        stats = ", ".join(sorted({name.partition("/")[0] for name in recorded})) or "none"
+        tensors = sorted({name.partition("/")[2] for name in recorded})
         raise LookupError(
             f"no tensor matches {pattern!r} with stat={stat!r}; recorded statistics: {stats}; "
             f"{len(tensors)} tensors, such as: {', '.join(tensors[:6]) or 'none'}"

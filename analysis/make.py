@@ -43,12 +43,12 @@ def main(arguments: list[str] | None = None) -> int:
         return claims.main(arguments[1:])
     options = _parse(arguments)
     called = f"python -m analysis.make {shlex.join(arguments)}"
-    slug, known = options.slug, figures.slugs()
+    slug, slugs = options.slug, figures.slugs()
     if slug == "all":
         return draw_all(options.runs, options.out, options.scale, called, options.experiment)
-    if slug not in known:
-        near = nearest(slug, known)
-        raise ChoiceError(f"no figure {slug!r}{near}; there are: {', '.join(known)}")
+    if slug not in slugs:
+        near = nearest(slug, slugs)
+        raise ChoiceError(f"no figure {slug!r}{near}; there are: {', '.join(slugs)}")
     stem, about = draw(slug, options.runs, options.out, called, options.scale, options.experiment)
     for kind in ("left_out", "missing"):
         for line in about[kind]:

@@ -178,23 +178,21 @@ def compare_steps(summary: dict, steps: list[int]) -> list[str]:
     The last flush of a run that has not ended may be incomplete. A run that is kept without its
     tensors looks like one that lost all of them: both have the note NO_TENSORS.
     """
-    every = summary.get("diagnostics.every")
-    if pd.isna(every) or not summary["diagnostics.statistics"]:  # damaged config, or not recorded
+    interval = summary.get("diagnostics.every")
+    if pd.isna(interval) or not summary["diagnostics.statistics"]:  # damaged, or not recorded
         return []
     steps = steps if summary["state"] in ENDED else steps[: -int(summary["log_every"])]
     try:
         recorded = _read_table(summary, "tensors", "", "")[0].get("step", [])
     except UNREADABLE as error:
         return [f"tensors cannot be read: {error}"]
-    expected = {step for step in steps if is_sampled(step, every)}
-    if expected and not _has_tensors(as_path(summary["path"])):
+    expected = {step for step in steps if is_sampled(step, interval)}
+    run = as_path(summary["path"])
+    has_tensors = (run / "tensors.parquet").exists() or any(run.glob("tensors/*.arrows"))
+    if expected and not has_tensors:
         return [NO_TENSORS]
     lacking = sorted(expected.difference(recorded))
     return [f"tensors: {len(lacking)} steps are missing, first {lacking[0]}"] if lacking else []
-
-
-def _has_tensors(run: Path) -> bool:
-    return (run / "tensors.parquet").exists() or any((run / "tensors").glob("*.arrows"))
 
 
 def read_tensor_columns(summary: dict, pattern: str, stat: str) -> tuple[pd.DataFrame, list[str]]:
@@ -202,13 +200,13 @@ def read_tensor_columns(summary: dict, pattern: str, stat: str) -> tuple[pd.Data
 
     Each statistic belongs to one of the run's tables; an unknown one gives no columns.
     """
-    known = []
+    recorded = []
     for table in TABLES:
         frame, names = _read_table(summary, table, pattern, stat)
-        known += names
+        recorded += names
         if any(name.startswith(f"{stat}/") for name in names):
-            return frame, known
-    return pd.DataFrame(), known
+            return frame, recorded
+    return pd.DataFrame(), recorded
 
 
 def _read_config(run: Path) -> tuple[dict, str]:
@@ -295,13 +293,13 @@ def _read_parquet(
 
 
 def _read_streams(run: Path, table: str, pattern: str, stat: str) -> tuple[pd.DataFrame, list[str]]:
-    frames, tensors, columns, known = [], None, [], {}
+    frames, tensors, columns, recorded = [], None, [], {}
     for steps, statistics, names in read_tensors(run, table):
         if names != tensors:  # another attempt; matching at every flush would be slow
             tensors = names
             columns = [i for i, name in enumerate(names) if fnmatchcase(name, pattern)]
-            known |= {f"{statistic}/{name}": None for statistic in statistics for name in names}
+            recorded |= {f"{statistic}/{name}": None for statistic in statistics for name in names}
         values = statistics.get(stat, np.empty((len(steps), len(names))))[:, columns]
         frames.append(pd.DataFrame(values, steps, [names[i] for i in columns]))
     frame = pd.concat(frames).rename_axis("step").reset_index() if frames else pd.DataFrame()
-    return frame, list(known)
+    return frame, list(recorded)

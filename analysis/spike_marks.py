@@ -80,9 +80,9 @@ def read_series(runs: Runs, run: str, pattern: str = "*") -> Series:
 
 def protocol_of_run(summary: dict) -> Protocol:
     """The protocol of a run's config; the paper's if there is none or the config is damaged."""
-    given = {name: summary.get(f"diagnostics.spikes.{name}") for name in THRESHOLDS}
-    given = {name: KINDS[name](value) for name, value in given.items() if not pd.isna(value)}
-    return protocol_of(summary.get("diagnostics.spikes.protocol"), **given)
+    values = {name: summary.get(f"diagnostics.spikes.{name}") for name in THRESHOLDS}
+    thresholds = {name: KINDS[name](value) for name, value in values.items() if not pd.isna(value)}
+    return protocol_of(summary.get("diagnostics.spikes.protocol"), **thresholds)
 
 
 def of_adamw(summaries: pd.DataFrame) -> pd.DataFrame:

@@ -73,10 +73,8 @@ def planned(experiment: str, scale: str) -> list[dict]:
     """The settings that identify each run of a study, by column of `Runs.runs`."""
     names = (f"{experiment}_{scale}", *([experiment] if scale == "paper" else []))
     file = next((name for name in names if (EXPERIMENTS / f"{name}.yaml").exists()), None)
-    words, runs = (
-        [f"experiment={file}", "data.train=-", "data.val=-"],
-        [],
-    )  # which it may leave open
+    words = [f"experiment={file}", "data.train=-", "data.val=-"]  # which it may leave open
+    runs = []
     for run in compose_command(words, multirun=True) if file else []:
         row = flatten(to_dict(run.config))
         precision = PrecisionConfig(row["precision.autocast"], row["precision.recipe"])

@@ -50,14 +50,14 @@ def query(lines: pd.DataFrame) -> pd.DataFrame:
     case twice, the last counts. Raises NoRunsError if no case has a baseline.
     """
     lines = with_settings(lines)
-    known = lines[lines["ms"].notna()]
-    known = known.assign(model=known["shape"].str.extract(r"^(\w+)", expand=False))
+    timed = lines[lines["ms"].notna()]
+    timed = timed.assign(model=timed["shape"].str.extract(r"^(\w+)", expand=False))
     at = ["file", "shape"]
-    known = known.drop_duplicates([*at, "case"], keep="last")
+    timed = timed.drop_duplicates([*at, "case"], keep="last")
     frames = []
     for baseline, (_, cases) in BASELINES.items():
-        base = known[known["case"].isin(cases)].groupby(at)["ms"].min().rename("base_ms")
-        part = known[known["case"].isin(CASES)].join(base, on=at, how="inner")
+        base = timed[timed["case"].isin(cases)].groupby(at)["ms"].min().rename("base_ms")
+        part = timed[timed["case"].isin(CASES)].join(base, on=at, how="inner")
         frames.append(part.assign(baseline=baseline))
     table = pd.concat(frames, ignore_index=True)
     if table.empty:

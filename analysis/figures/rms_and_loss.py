@@ -34,8 +34,8 @@ def query(runs: Runs) -> pd.DataFrame:
         series = spike_marks.read_series(runs, head["run"], spike_marks.TENSOR)
         steps = spike_marks.mark(series, used, spike_marks.TENSOR)
         if steps["rms"].notna().any():
-            kept = {name: head[name] for name in curves.OF_A_RUN}
-            frames.append(steps[list(MARKS)].assign(**kept, **asdict(used)))
+            facts = {name: head[name] for name in curves.OF_A_RUN}
+            frames.append(steps[list(MARKS)].assign(**facts, **asdict(used)))
     frames.sort(key=lambda f: (style.rank(f["model"].iloc[0], style.MODELS), f["beta2"].iloc[0]))
     if not frames:
         return pd.DataFrame(columns=list(COLUMNS))

@@ -76,7 +76,7 @@ def collect_run(runs: Runs, tensor: str, budget: Budget) -> RunData:
     curves = {"loss": series.loss, "rms": rms, "max": series.rms_of("*")}
     curves = pd.DataFrame(curves, dtype=np.float32)
     curves.insert(0, "step", np.arange(1, len(curves) + 1, dtype=np.int32))
-    kept = thin(curves, budget.points, spikes["step"].head(budget.spikes).tolist())
+    rows = thin(curves, budget.points, spikes["step"].head(budget.spikes).tolist())
     finite = series.loss[np.isfinite(series.loss)]
     metrics = runs.metrics
     scores = {name: metrics[name].dropna() for name in metrics if "/" in name}
@@ -84,8 +84,8 @@ def collect_run(runs: Runs, tensor: str, budget: Budget) -> RunData:
     return RunData(
         summary=summary,
         whole=curves,
-        curves=curves.iloc[kept],
-        is_thinned=len(kept) < len(curves),
+        curves=curves.iloc[rows],
+        is_thinned=len(rows) < len(curves),
         final_loss=float(finite[-smoothing_width(len(curves)) :].mean()) if len(finite) else np.nan,
         scores={name: float(values.iloc[-1]) for name, values in scores.items() if len(values)},
         spikes=spikes,
@@ -120,16 +120,16 @@ def thin(curves: pd.DataFrame, points: int, spikes: list[int]) -> np.ndarray:
     if num_steps <= points:
         return np.arange(num_steps)
     edges = np.linspace(0, num_steps, max(2, points // 4) + 1).astype(int)
-    kept = {0, num_steps - 1}
+    rows = {0, num_steps - 1}
     loss = curves["loss"].to_numpy()
     extremes = [np.where(np.isfinite(loss), sign * loss, -np.inf) for sign in (1, -1)]
     extremes += [np.nan_to_num(curves[name].to_numpy(), nan=-np.inf) for name in ("rms", "max")]
     for first, last in zip(edges[:-1], edges[1:], strict=True):
-        kept.update(first + int(values[first:last].argmax()) for values in extremes)
-    kept.update(np.flatnonzero(np.diff(np.isnan(loss))).tolist())  # a gap stays a gap
+        rows.update(first + int(values[first:last].argmax()) for values in extremes)
+    rows.update(np.flatnonzero(np.diff(np.isnan(loss))).tolist())  # a gap stays a gap
     for step in spikes:
-        kept.update(range(max(0, step - 1 - AROUND), min(num_steps, step + AROUND)))
-    return np.array(sorted(kept))
+        rows.update(range(max(0, step - 1 - AROUND), min(num_steps, step + AROUND)))
+    return np.array(sorted(rows))
 
 
 def heat_of(rms: pd.DataFrame, size: int) -> dict | None:
