@@ -53,8 +53,8 @@ def main(config: CompactConfig) -> None:
         except (pyarrow.ArrowException, OSError) as error:
             sys.exit(f"{run}/tensors.parquet is damaged: {error}; nothing was copied")
         if _matching(names, config.tensors) == ["step"]:
-            some = sorted({name.partition("/")[2] for name in names} - {""})[:5]
-            sys.exit(f"{run}: tensors={config.tensors} matches none of its tensors, such as {some}")
+            few = sorted({name.partition("/")[2] for name in names} - {""})[:5]
+            sys.exit(f"{run}: tensors={config.tensors} matches none of its tensors, such as {few}")
     if out.name != ARCHIVE:
         for run in ended:
             compact(run, out / run.relative_to(root), config.tensors)
@@ -74,9 +74,9 @@ def compact(run: Path, out: Path, patterns: list[str]) -> None:
         if (run / name).exists():
             shutil.copyfile(run / name, out / name)
     tables = {"tensors.parquet": patterns, "details.parquet": patterns, "blocks.parquet": ["*"]}
-    for name, kept in tables.items():
+    for name, patterns in tables.items():
         if (run / name).exists():
-            columns = _matching(pyarrow.parquet.read_schema(run / name).names, kept)
+            columns = _matching(pyarrow.parquet.read_schema(run / name).names, patterns)
             table = pyarrow.parquet.read_table(run / name, columns=columns)
             pyarrow.parquet.write_table(table, out / name, compression="zstd")
     size = sum(path.stat().st_size for path in out.iterdir())

@@ -58,7 +58,7 @@ class EvaluateConfig:
 def main(config: EvaluateConfig) -> None:
     """Builds the run's model, loads its newest checkpoint and evaluates it."""
     from lowprec.train.build import build
-    from lowprec.train.checkpoint import newest_checkpoint
+    from lowprec.train.checkpoint import find_checkpoint, step_of
 
     run = Path(config.run)
     if config.evaluation.name == "none":
@@ -67,16 +67,13 @@ def main(config: EvaluateConfig) -> None:
         trained = evaluated_config(read_config(run), config)
         preflight(trained, training=False)
         built = build(trained, open_data(trained, training=False))
-        newest = newest_checkpoint(run)
+        checkpoint = find_checkpoint(run)
     except (ConfigError, CheckpointError) as error:
         sys.exit(f"{run} cannot be evaluated:\n{error}")
-    if newest is None:
-        sys.exit(f"{run} has no checkpoint yet")
-    path, manifest = newest
-    built.state.load(path)
+    built.state.load(checkpoint)
     results = evaluate(built, config.precision.recipe)
     facts = {"precision": config.precision.recipe, "autocast": trained.precision.autocast}
-    row = {"step": manifest["step"], "val": trained.data.val, **facts, **results}
+    row = {"step": step_of(checkpoint), "val": trained.data.val, **facts, **results}
     with open(run / "evaluations.jsonl", "a") as file:
         file.write(encode_row(row))
     print(f"{'step':28} {manifest['step']} of {trained.num_steps}")

@@ -27,7 +27,7 @@ from lowprec.ops.reference import fake_quantize
 from lowprec.runs.attempts import CheckpointError
 from lowprec.runs.read import read_config
 from lowprec.train.build import Built, build
-from lowprec.train.checkpoint import newest_checkpoint
+from lowprec.train.checkpoint import find_checkpoint, step_of
 
 SLUG = "quantization_variance"
 ROWS, COLUMNS = 128, 64  # of the random products
@@ -54,19 +54,16 @@ def capture(run: Path, device: str) -> tuple[int, dict[str, dict[str, Tensor]]]:
         trained.model.init_from = None
         preflight(trained)
         built = build(trained, open_data(trained))
-        checkpoint = newest_checkpoint(run)
+        checkpoint = find_checkpoint(run)
     except (ConfigError, CheckpointError) as error:
         sys.exit(f"{run} cannot be measured:\n{error}")
-    if checkpoint is None:
-        sys.exit(f"{run} has no checkpoint yet")
-    path, manifest = checkpoint
-    built.state.load(path)
-    tensors = attach_hooks(built)
-    batch = next(built.batches_from(min(manifest["step"] + 1, trained.num_steps)))
+    built.state.load(checkpoint)
+    tensors, step = attach_hooks(built), step_of(checkpoint)
+    batch = next(built.batches_from(min(step + 1, trained.num_steps)))
     built.task.model.train()
     loss, _ = built.task.loss(batch.to(built.device))
     built.state.scaler.scale(loss).backward()
-    return manifest["step"], tensors
+    return step, tensors
 
 
 def attach_hooks(built: Built) -> dict[str, dict[str, Tensor]]:

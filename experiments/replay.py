@@ -178,8 +178,8 @@ def replay(
     first, names = step_of(state) + 1, optimizer.names
     batches = built.batches_from(first)
     skip_at = max(first, step + 1 - config.skip_batches)
-    kept, rest = islice(batches, skip_at - first), islice(batches, config.skip_batches, None)
-    for number, batch in zip(range(first, last + 1), chain(kept, rest), strict=False):
+    earlier, later = islice(batches, skip_at - first), islice(batches, config.skip_batches, None)
+    for number, batch in zip(range(first, last + 1), chain(earlier, later), strict=False):
         loss = take_step(number, batch)["loss"].item()
         rms = optimizer.statistics[:, STATISTICS.index("rms")].tolist()
         rms = rms[names.index(TENSOR)] if TENSOR in names else math.nan
@@ -193,11 +193,11 @@ def compare(control: pd.DataFrame, recorded: pd.Series, tolerance: float) -> str
     """Says how well the control reproduces the record; raises RunError if it does not."""
     losses = control.set_index("step")["loss"]
     losses = losses[losses.index.isin(recorded.index)]
-    known = recorded[losses.index]
-    equal = losses.map(repr) == known.map(repr)
+    expected = recorded[losses.index]
+    equal = losses.map(repr) == expected.map(repr)
     if equal.all():
         return f"reproduces the {len(losses)} recorded losses exactly"
-    differences = (losses - known).abs().mask(equal, 0.0).fillna(math.inf)
+    differences = (losses - expected).abs().mask(equal, 0.0).fillna(math.inf)
     worst = differences.idxmax()
     text = (
         f"the largest difference from {len(losses)} recorded losses is {differences[worst]:.3g}, "

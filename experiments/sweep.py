@@ -93,9 +93,9 @@ def resubmit(texts: list[str]) -> None:
             sys.exit("nothing in this sweep was submitted: python -m experiments.sweep submit")
         launcher = manifest.launchers()[-1]
         options = _options([f"launcher={launcher['name']}", *own])
-        given, keys = asdict(options.launcher), [text.partition("=")[0] for text in own]
+        settings, keys = asdict(options.launcher), [text.partition("=")[0] for text in own]
         names = [key.partition(".")[2] or "name" for key in keys if key.startswith("launcher")]
-        launcher |= given if "name" in names else {name: given[name] for name in names}
+        launcher |= settings if "name" in names else {name: settings[name] for name in names}
         runs = [run.index for run in manifest.runs]
         hand_over(manifest, runs, TO_RESUBMIT, launcher, options.dry_run)
 
@@ -177,9 +177,9 @@ def hand_over(
             slurm.submit(manifest, submitted, token, launcher)
     if any(one.launcher["name"] == "local" for one in manifest.submissions().values()):
         local.start(manifest)
-    left = summary([state for state in run_states if state.state not in which])
+    others = summary([state for state in run_states if state.state not in which])
     count = f"{len(submitted)} of {len(runs)} runs submitted"
-    print(f"{manifest.folder}: {count}" + f"; {left}" * bool(left))
+    print(f"{manifest.folder}: {count}" + f"; {others}" * bool(others))
 
 
 def _is_own(text: str) -> bool:
@@ -193,24 +193,24 @@ def _options(own: list[str]) -> SweepConfig:
 
 def _folder(overrides: list[str]) -> Path:
     """The folder of the sweep with these overrides."""
-    given = dict(text.split("=", 1) for text in overrides if "=" in text)
-    name = given.get("experiment") or given.get("name") or "run"
-    return Path(given.get("run_dir", "runs")) / "sweeps" / name
+    values = dict(text.split("=", 1) for text in overrides if "=" in text)
+    name = values.get("experiment") or values.get("name") or "run"
+    return Path(values.get("run_dir", "runs")) / "sweeps" / name
 
 
 def _find(texts: list[str]) -> Manifest:
     """The sweep that `experiment=`, `name=` and `run_dir=` name, or the only one there is."""
-    given, allowed = {text.partition("=")[0] for text in texts}, ("experiment", "name", "run_dir")
-    if unknown := sorted(given - set(allowed)):
+    keys, allowed = {text.partition("=")[0] for text in texts}, ("experiment", "name", "run_dir")
+    if unknown := sorted(keys - set(allowed)):
         raise ConfigError([unknown_key(name, allowed) for name in unknown])
     folder = _folder(texts)
     names = sorted(path.parent.name for path in folder.parent.glob("*/sweep.json"))
     names = [name for name in names if not is_copy((name,))]
-    if not given & {"experiment", "name"} and len(names) == 1:
+    if not keys & {"experiment", "name"} and len(names) == 1:
         folder = folder.parent / names[0]
     if not (folder / "sweep.json").exists():
-        there = f"there are {', '.join(names)}" if names else "nothing was submitted there"
-        raise ConfigError([f"{folder}: no such sweep; {there}{nearest(folder.name, names)}"])
+        others = f"there are {', '.join(names)}" if names else "nothing was submitted there"
+        raise ConfigError([f"{folder}: no such sweep; {others}{nearest(folder.name, names)}"])
     return Manifest(folder)
 
 
@@ -226,8 +226,8 @@ def command(arguments: list[str]) -> None:
         print(__doc__.strip())
         return
     if verb not in VERBS:
-        shown = f"{verb}: no such verb{nearest(verb, list(VERBS))}\n" if verb else ""
-        sys.exit(f"{shown}python -m experiments.sweep {'|'.join(VERBS)} key=value ...")
+        fault = f"{verb}: no such verb{nearest(verb, list(VERBS))}\n" if verb else ""
+        sys.exit(f"{fault}python -m experiments.sweep {'|'.join(VERBS)} key=value ...")
     try:
         VERBS[verb](texts)
     except ConfigError as error:

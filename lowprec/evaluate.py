@@ -2,12 +2,14 @@
 
 import contextlib
 from collections.abc import Callable, Iterable
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+@dataclass(eq=False)
 class Evaluation:
     """Maps a model to `{"zero_shot/top1": ..., "retrieval/image_to_text_r1": ...}`.
 
@@ -25,22 +27,13 @@ class Evaluation:
         each: `each(make)` returns the results of `make()` in all processes, by rank.
     """
 
-    def __init__(
-        self,
-        make_batches: Callable[[], Iterable],
-        normalize: nn.Module,
-        *,
-        autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
-        build_classifier: Callable[[nn.Module], Tensor] | None = None,
-        retrieval: bool = False,
-        each: Callable[[Callable], list] = lambda make: [make()],
-    ):
-        self.make_batches = make_batches
-        self.normalize = normalize
-        self.autocast = autocast
-        self.build_classifier = build_classifier
-        self.retrieval = retrieval
-        self.each = each
+    make_batches: Callable[[], Iterable]
+    normalize: nn.Module
+    _: KW_ONLY
+    autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+    build_classifier: Callable[[nn.Module], Tensor] | None = None
+    retrieval: bool = False
+    each: Callable[[Callable], list] = lambda make: [make()]
 
     @torch.no_grad()
     def __call__(self, model: nn.Module) -> dict[str, float]:

@@ -84,7 +84,8 @@ def measure(config: Config, case: str, device: torch.device) -> Measured:
     batch = random_batch(task.model, config.batch_size, device).to(device)
     torch.manual_seed(config.seed)  # of patch dropout
     loss = forward_and_backward(task, batch)
-    gradient = first_convolution(task.model).weight.grad.clone()
+    patches = next(m for m in task.model.visual.modules() if isinstance(m, nn.Conv2d))
+    gradient = patches.weight.grad.clone()
     on_gpu = device.type == "cuda"
     if on_gpu:  # compilation and tuning do not count
         torch.cuda.empty_cache()
@@ -114,11 +115,6 @@ def open_clip_task(config: Config, case: str) -> ContrastiveTask:
             block.compile(dynamic=False)
     normalize = Normalize().to(device)
     return ContrastiveTask(model, contrastive_loss(), normalize, config.precision.autocast)
-
-
-def first_convolution(model: nn.Module) -> nn.Conv2d:
-    """Returns the convolution that embeds the patches, in towers of open_clip and of timm."""
-    return next(module for module in model.visual.modules() if isinstance(module, nn.Conv2d))
 
 
 def forward_and_backward(task: ContrastiveTask, batch: Batch) -> Tensor:

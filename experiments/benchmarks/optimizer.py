@@ -137,15 +137,15 @@ def cases(device: torch.device) -> dict[str, Callable]:
 
 def check(params: list[Tensor], options: dict) -> None:
     """Raises Wrong if some tensors do not move as in plain torch in three steps."""
-    some = params[:: max(1, len(params) // CHECKED)]
-    copies = [[torch.nn.Parameter(p.detach().clone()) for p in some] for _ in range(2)]
+    checked = params[:: max(1, len(params) // CHECKED)]
+    copies = [[torch.nn.Parameter(p.detach().clone()) for p in checked] for _ in range(2)]
     optimizers = [
         StableAdamW(copies[0], lr=1e-2, **options),
         StableAdamW(copies[1], lr=1e-2, **{**options, "fused": False}),
     ]
     for size in (1.0, 100.0, 1.0):  # a jump that is clipped
         for own_params, optimizer in zip(copies, optimizers, strict=True):
-            for p, original in zip(own_params, some, strict=True):
+            for p, original in zip(own_params, checked, strict=True):
                 p.grad = original.grad * size
             optimizer.step()
     actual, expected = (optimizer.statistics for optimizer in optimizers)

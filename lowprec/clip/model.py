@@ -49,8 +49,8 @@ class PatchDropout(nn.Module):
         batch, tokens, width = x.shape
         num_kept = max(1, int((tokens - 1) * (1 - self.probability)))
         order = self._draw(batch, tokens - 1, x.device).topk(num_kept, dim=1).indices
-        kept = x[:, 1:].gather(1, order[:, :, None].expand(-1, -1, width))
-        return torch.cat((x[:, :1], kept), dim=1)
+        patches = x[:, 1:].gather(1, order[:, :, None].expand(-1, -1, width))
+        return torch.cat((x[:, :1], patches), dim=1)
 
     def _draw(self, batch: int, patches: int, device: torch.device) -> Tensor:
         """One random number per image and patch: [batch, patches]."""

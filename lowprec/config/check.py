@@ -42,8 +42,8 @@ def check(raw: dict, schema: type = Config) -> Any:
     Keys of REMOVED are dropped, so that the configs of old runs can be read.
     """
     faults: list[str] = []
-    known = list(keys(schema))
-    config = _build(schema, raw, "", known, faults)
+    legal = list(keys(schema))
+    config = _build(schema, raw, "", legal, faults)
     if not faults and schema is Config:
         faults.extend(combination_faults(config))
     if faults:
@@ -67,15 +67,15 @@ def public_name(attribute: str) -> str:
     return attribute.removesuffix("_")
 
 
-def unknown_key(path: str, known: Iterable[str]) -> str:
+def unknown_key(path: str, legal: Iterable[str]) -> str:
     """The fault for a key that the schema does not have."""
     group = path.rpartition(".")[0]
-    siblings = [k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == group]
+    siblings = [k.rpartition(".")[2] for k in legal if k.rpartition(".")[0] == group]
     allowed = f" ({group or 'the root'} has {', '.join(siblings)})" if siblings else ""
-    return f"{path}: no such key{allowed}{nearest(path, known)}"
+    return f"{path}: no such key{allowed}{nearest(path, legal)}"
 
 
-def _build(schema: type, raw: Any, prefix: str, known: list[str], faults: list[str]) -> Any:
+def _build(schema: type, raw: Any, prefix: str, legal: list[str], faults: list[str]) -> Any:
     if not isinstance(raw, dict):
         inside = ", ".join(public_name(f.name) for f in fields(schema))
         faults.append(f"{prefix[:-1]}={_written(raw)}: a group of keys is expected ({inside})")
@@ -83,12 +83,12 @@ def _build(schema: type, raw: Any, prefix: str, known: list[str], faults: list[s
     names = {public_name(f.name): f for f in fields(schema)}
     paths = {prefix + str(name): value for name, value in raw.items() if name not in names}
     unknown = [path for path, v in paths.items() if path not in REMOVED or v != REMOVED[path]]
-    faults.extend(unknown_key(path, known) for path in unknown)
+    faults.extend(unknown_key(path, legal) for path in unknown)
     values = {}
     for name, f in names.items():
         path = prefix + name
         if is_dataclass(f.type):
-            values[f.name] = _build(f.type, raw.get(name, {}), path + ".", known, faults)
+            values[f.name] = _build(f.type, raw.get(name, {}), path + ".", legal, faults)
         elif name in raw:
             values[f.name] = _value(path, raw[name], f, faults)
     return None if faults else schema(**values)

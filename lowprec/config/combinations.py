@@ -89,10 +89,10 @@ def _optimizer_faults(config: Config) -> Iterator[str]:
     statistics = config.diagnostics.statistics
     unknown = [name for name in statistics if name in OF_SECOND_MOMENT]
     if optimizer.name in EIGHT_BIT and unknown:
-        known = ",".join(name for name in statistics if name not in unknown)
+        others = ",".join(name for name in statistics if name not in unknown)
         yield (
             f"diagnostics.statistics: {', '.join(unknown)} would need the second moments, which "
-            f"optimizer={optimizer.name} keeps in 8 bits; use diagnostics.statistics=[{known}]"
+            f"optimizer={optimizer.name} keeps in 8 bits; use diagnostics.statistics=[{others}]"
         )
 
 
@@ -186,18 +186,18 @@ def _preset_faults(model: ModelConfig) -> Iterator[str]:
 
 
 def _open_clip_faults(model: ModelConfig, intervention: str) -> Iterator[str]:
-    known = open_clip_models()
-    if model.name not in known:
-        choices = [*PRESETS, *known]
+    models = open_clip_models()
+    if model.name not in models:
+        choices = [*PRESETS, *models]
         yield (
             f"model.name={model.name}: neither a preset ({', '.join(PRESETS)}) nor one of "
-            f"open_clip's {len(known)} models (with model=open_clip){nearest(model.name, choices)}"
+            f"open_clip's {len(models)} models (with model=open_clip){nearest(model.name, choices)}"
         )
         return
     for name in ("vision_width", "vision_layers", "text_width", "text_layers", "heads"):
         if getattr(model, name) is not None:
             yield f"model.{name} is fixed by open_clip's model {model.name}; leave it null"
-    towers = json.loads(known[model.name].read_text())
+    towers = json.loads(models[model.name].read_text())
     vision, text = towers["vision_cfg"], towers["text_cfg"]
     if {"hf_model_name", "hf_tokenizer_name"} & set(text):
         yield f"model.name={model.name} needs a tokenizer to be downloaded; use another model"

@@ -29,8 +29,7 @@ from lowprec.nearest import nearest
 
 CONF = Path(__file__).parents[2] / "conf"
 PATTERNS = ("data.train", "data.val", "shards", "train", "val")  # keys whose values are globs
-HYDRA = ("hydra/launcher", "hydra.launcher.*", "hydra/sweeper", "hydra.sweeper.*", "hydra.verbose")
-SEARCH_SPACES = ("*.params*", "*search_space*")  # these name further keys, or a function to call
+HYDRA = ("hydra/launcher", "hydra.launcher.*", "hydra.verbose")  # its keys that are allowed
 MOST_RUNS = 1000  # of a sweep
 FURTHER = "further_commands"  # key of an experiment file: overrides of each further command
 
@@ -82,13 +81,13 @@ def expand_sweep(overrides: list[str], schema: type, faults: list[str]) -> list[
 
     Appends a fault for each override that cannot be read or names no key or choice.
     """
-    given = _axes(overrides, schema, faults)
-    experiment = _experiment(given, schema, faults)
+    command_line = _axes(overrides, schema, faults)
+    experiment = _experiment(command_line, schema, faults)
     params = OmegaConf.select(experiment, "hydra.sweeper.params") or {}
     swept = _axes([f"{key}={value}" for key, value in params.items()], schema, faults)
     runs = []
-    for command in [[], *_further(experiment, given)]:
-        fixed = given + _axes(command, schema, faults)
+    for command in [[], *_further(experiment, command_line)]:
+        fixed = command_line + _axes(command, schema, faults)
         names = {_key(axis[0]) for axis in fixed}
         axes = fixed + [axis for axis in swept if _key(axis[0]) not in names]
         runs += itertools.islice(itertools.product(*axes), MOST_RUNS + 1)
@@ -103,8 +102,8 @@ def further_commands(overrides: list[str]) -> list[list[str]]:
 
     A command is left out where the command line sets one of its keys.
     """
-    given = _axes(overrides, Config, [])
-    return _further(_experiment(given, Config, []), given)
+    axes = _axes(overrides, Config, [])
+    return _further(_experiment(axes, Config, []), axes)
 
 
 def change(config: dict, overrides: Iterable[str]) -> dict:
@@ -157,11 +156,11 @@ def _name_runs(faults_by_run: list[list[str]], runs: list[tuple[str, ...]]) -> l
         for fault in dict.fromkeys(faults):
             with_fault.setdefault(fault, []).append(run)
     named = []
-    for fault, some in with_fault.items():
+    for fault, with_it in with_fault.items():
         # patterns may be URLs with secrets
-        own = [text for text in some[0] if text not in shared and _key(text) not in PATTERNS]
-        more = f" and {len(some) - 1} more" if len(some) > 1 else ""
-        is_shared = len(some) == len(runs) or not own
+        own = [text for text in with_it[0] if text not in shared and _key(text) not in PATTERNS]
+        more = f" and {len(with_it) - 1} more" if len(with_it) > 1 else ""
+        is_shared = len(with_it) == len(runs) or not own
         named.append(fault if is_shared else f"{fault} [run {' '.join(own)}{more}]")
     return named
 
@@ -174,9 +173,9 @@ def _compose(run: tuple[str, ...], entry: str, schema: type) -> dict:
     """
     groups = _groups(schema)
     parsed = [(text, _parsed(text)) for text in run if not text.startswith("hydra")]
-    chosen = tuple(text for text, override in parsed if override.key_or_group in groups)
+    choices = tuple(text for text, override in parsed if override.key_or_group in groups)
     try:
-        composed = copy.deepcopy(_compose_files(CONF, chosen, entry, schema))
+        composed = copy.deepcopy(_compose_files(CONF, choices, entry, schema))
         OmegaConf.set_struct(composed, False)  # `check` refuses unknown keys
         for _, override in parsed:
             if override.key_or_group not in groups:
@@ -187,10 +186,10 @@ def _compose(run: tuple[str, ...], entry: str, schema: type) -> dict:
 
 
 @cache
-def _compose_files(conf: Path, chosen: tuple[str, ...], entry: str, schema: type) -> DictConfig:
+def _compose_files(conf: Path, choices: tuple[str, ...], entry: str, schema: type) -> DictConfig:
     register(schema)
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(conf)):
-        return hydra.compose(entry, overrides=list(chosen))
+        return hydra.compose(entry, overrides=list(choices))
 
 
 def _axes(overrides: list[str], schema: type, faults: list[str]) -> list[list[str]]:
@@ -200,14 +199,8 @@ def _axes(overrides: list[str], schema: type, faults: list[str]) -> list[list[st
         if sum(_key(text) == name for text in patterns) > 1:  # the shell has expanded its braces
             faults.append(f"{name} is given more than once; braces need quotes: '{name}=\"...\"'")
     parsed = [_parse(text, faults) for text in overrides]
-    has_sweeper = any(_key(text) == "hydra/sweeper" for text in overrides)
-    for override in parsed:
-        is_interval = override is not None and override.value_type == ValueType.INTERVAL_SWEEP
-        if is_interval and not has_sweeper:
-            text = override.input_line
-            faults.append(f"{text}: an interval has no list of values; use choice or range")
-    known = [o for o in parsed if o is not None and _is_known(o, schema, faults)]
-    axes = {_key(o.input_line): list(_values(o)) for o in known}  # the last of a key counts
+    legal = [o for o in parsed if o is not None and _is_legal(o, schema, faults)]
+    axes = {_key(o.input_line): list(_values(o)) for o in legal}  # the last of a key counts
     faults += [f"{name}: the sweep has no values" for name, values in axes.items() if not values]
     return [[f"{name}={value}" for value in values] for name, values in axes.items() if values]
 
@@ -228,9 +221,9 @@ def _experiment(axes: list[list[str]], schema: type, faults: list[str]) -> DictC
     return files[0] if files else OmegaConf.create()
 
 
-def _further(experiment: DictConfig, given: list[list[str]]) -> list[list[str]]:
+def _further(experiment: DictConfig, axes: list[list[str]]) -> list[list[str]]:
     """The further commands of an experiment file that set no key of the command line."""
-    names = {_key(axis[0]) for axis in given}
+    names = {_key(axis[0]) for axis in axes}
     commands = [text.split() for text in experiment.get(FURTHER) or []]
     return [command for command in commands if not names & set(map(_key, command))]
 
@@ -266,17 +259,20 @@ def _hydra_fault(override: Override) -> str | None:
     key, launchers = override.key_or_group, ["basic", *_choices("hydra/launcher")]
     if key == "hydra/launcher" and override.value() not in launchers:
         return f"{key}={override.value()}: one of {', '.join(launchers)} is expected"
-    is_allowed = any(fnmatchcase(key, pattern) for pattern in HYDRA)
-    if is_allowed and not any(fnmatchcase(key, pattern) for pattern in SEARCH_SPACES):
+    if any(fnmatchcase(key, pattern) for pattern in HYDRA):
         return None
     return f"{key} is not allowed; of Hydra's own keys only {', '.join(HYDRA)}{nearest(key, HYDRA)}"
 
 
-def _is_known(override: Override, schema: type, faults: list[str]) -> bool:
-    """Whether each choice of a group exists; else appends a fault. `check` finds unknown keys."""
+def _is_legal(override: Override, schema: type, faults: list[str]) -> bool:
+    """Whether an override can be applied; else appends a fault. `check` finds unknown keys."""
     key = override.key_or_group
     if override.is_delete():
         faults.append(f"~{key}: a key cannot be removed from a config; leave it at its default")
+        return False
+    if override.value_type == ValueType.INTERVAL_SWEEP:
+        text = override.input_line
+        faults.append(f"{text}: an interval has no list of values; use choice or range")
         return False
     if key.startswith("hydra"):
         fault = _hydra_fault(override)
@@ -313,8 +309,6 @@ def _values(override: Override) -> Iterator[str]:
     if override.value_type == ValueType.GLOB_CHOICE_SWEEP:
         files = override.value().filter(_choices(override.key_or_group))
         yield from files or [override.input_line.partition("=")[2]]
-    elif override.value_type == ValueType.INTERVAL_SWEEP:  # both ends must be legal
-        yield from (str(override.value().start), str(override.value().end))
     elif override.is_sweep_override():
         yield from itertools.islice(override.sweep_string_iterator(), MOST_RUNS + 1)
     else:

@@ -29,16 +29,16 @@ def expand(pattern: str, name: str = "data.train") -> list[str]:
         return sorted({path for paths in matches.values() for path in paths})
     if len(missing) < len(matches):
         raise FileNotFoundError(
-            f"{name}={pattern}: {len(missing)} are missing: {some(missing, ', ', limit=5)}"
+            f"{name}={pattern}: {len(missing)} are missing: {listing(missing, ', ', limit=5)}"
         )
     folder = next((p for p in Path(pattern).parents if os.path.exists(p)), Path())
-    here = [str(path) for path in sorted(folder.glob("*"))[:1000]]
-    near = difflib.get_close_matches(pattern, here, n=1, cutoff=0)
+    names = [str(path) for path in sorted(folder.glob("*"))[:1000]]
+    near = difflib.get_close_matches(pattern, names, n=1, cutoff=0)
     hint = f"; nearest: {near[0]}" if near else f"; {folder} is empty"
     raise FileNotFoundError(f"{name}={pattern}: no file matches{hint}")
 
 
-def some(items: list[str], separator: str, limit: int = 20) -> str:
+def listing(items: list[str], separator: str, limit: int = 20) -> str:
     """The first `limit` items for a message, and the total number."""
     rest = f"{separator}... ({len(items)} in all)" if len(items) > limit else ""
     return separator.join(items[:limit]) + rest

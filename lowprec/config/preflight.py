@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import fsspec
 
 from lowprec.config.check import ConfigError
-from lowprec.config.patterns import ShardUrls, expand, expand_urls
+from lowprec.config.patterns import expand, expand_urls
 from lowprec.config.place import place
 from lowprec.config.schema import SHAPES, Config
 
@@ -91,7 +91,11 @@ def _data_faults(config: Config, training: bool) -> list[str]:
     for name, pattern in patterns.items():
         try:
             if streaming and name == "data.train":
-                _require_curl(expand_urls(pattern, config.data.allow_remote))
+                urls = expand_urls(pattern, config.data.allow_remote).urls
+                schemes = sorted({urlsplit(url).scheme for url in urls} - {"", "pipe"})
+                if schemes and shutil.which("curl") is None:
+                    opens = f"data=stream opens {', '.join(schemes)} with curl"
+                    faults.append(f"{opens}: apt-get install curl")
             elif "://" in pattern or pattern.startswith("pipe:"):
                 hint = "; use data=stream for URLs" if name == "data.train" else ""
                 faults.append(f"{name}: local files are expected, not a URL{hint}")
@@ -100,12 +104,6 @@ def _data_faults(config: Config, training: bool) -> list[str]:
         except (FileNotFoundError, ValueError) as error:
             faults.append(str(error))
     return faults
-
-
-def _require_curl(shards: ShardUrls) -> None:
-    schemes = sorted({urlsplit(url).scheme for url in shards.urls} - {"", "pipe"})
-    if schemes and shutil.which("curl") is None:
-        raise ValueError(f"data=stream opens {', '.join(schemes)} with curl: apt-get install curl")
 
 
 def _names_faults(config: Config) -> list[str]:

@@ -21,7 +21,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from lowprec.config.patterns import expand, some
+from lowprec.config.patterns import expand, listing
 from lowprec.data.shards import SAMPLE, Shards, load_sealed, sealed
 from lowprec.data.tar import IMAGES, StrictHeader, parse_label, read_members
 from lowprec.runs import durable
@@ -121,11 +121,11 @@ def _index_all(
             pool = stack.enter_context(ProcessPoolExecutor(num_processes, mp_context=spawn))
             indexed = pool.map(_index_shard, jobs)
         bar = {"console": Console(stderr=True), "disable": not sys.stderr.isatty()}
-        shown = track(indexed, f"indexing {name}", len(jobs), transient=True, **bar)
-        for row, entry in zip(stale, shown, strict=True):
+        tracked = track(indexed, f"indexing {name}", len(jobs), transient=True, **bar)
+        for row, entry in zip(stale, tracked, strict=True):
             entries[row] = entry
     if faults := [entry for entry in entries if isinstance(entry, str)]:
-        raise ValueError(some(faults, "; "))
+        raise ValueError(listing(faults, "; "))
     catalog[list(ENTRY.names)] = np.array(entries, ENTRY)
 
 
@@ -140,7 +140,7 @@ def _refuse_changes(
     if differing:
         raise ValueError(
             f"{name}={pattern}: {len(differing)} shards differ from the indexed ones: "
-            f"{some(differing, ', ')}. Training on them makes another run. To accept them: "
+            f"{listing(differing, ', ')}. Training on them makes another run. To accept them: "
             f"python -m experiments.index_shards shards='{pattern}'"
         )
 

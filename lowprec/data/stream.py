@@ -230,15 +230,15 @@ class _Source:
         self.member, self.deadline = member, time.monotonic() + STALL_S
 
     def read(self, size: int) -> bytes:
-        left, ready = self.deadline - time.monotonic(), False
-        while left > 0 and not ready:
+        seconds, ready = self.deadline - time.monotonic(), False
+        while seconds > 0 and not ready:
             note(f"{self.name} {self.member}")
-            ready = self.ready.poll(1000 * min(left, 1))
-            left = self.deadline - time.monotonic()
+            ready = self.ready.poll(1000 * min(seconds, 1))
+            seconds = self.deadline - time.monotonic()
         if not ready:
             raise TimeoutError(f"no image, caption or label for {STALL_S} s")
         data = os.read(self.descriptor, size)
-        if not data and self.command and (status := self.command.wait(max(left, 1))):
+        if not data and self.command and (status := self.command.wait(max(seconds, 1))):
             if isinstance(self.command.args, str):  # a command line may hold secrets
                 raise OSError(f"the command failed with status {status}")
             hint = f" ({CURL_FAULTS[status]})" if status in CURL_FAULTS else ""

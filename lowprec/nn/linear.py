@@ -37,8 +37,8 @@ class Settings:
     def __post_init__(self):
         recipe, threshold = self.recipe, self.outlier_threshold
         if self.backend not in ops.BACKENDS:
-            known, hint = ", ".join(ops.BACKENDS), nearest(str(self.backend), ops.BACKENDS)
-            raise ValueError(f"backend {self.backend!r}: must be one of {known}{hint}")
+            allowed, hint = ", ".join(ops.BACKENDS), nearest(str(self.backend), ops.BACKENDS)
+            raise ValueError(f"backend {self.backend!r}: must be one of {allowed}{hint}")
         if not threshold >= 0:
             raise ValueError(f"outlier_threshold {threshold}: must be 0 or more")
         if threshold and recipe.saves_int8:

@@ -261,10 +261,10 @@ class StableAdamW(torch.optim.Optimizer):
 
     def _on_device(self, name: str, values: Tensor, device: torch.device) -> Tensor:
         """Host values on the device, copied only if they have changed since the last step."""
-        kept = self._copies.get(name)
-        if kept is None or kept[1].device != device or not torch.equal(kept[0], values):
-            kept = self._copies[name] = (values, values.to(device))
-        return kept[1]
+        copies = self._copies.get(name)
+        if copies is None or copies[1].device != device or not torch.equal(copies[0], values):
+            copies = self._copies[name] = (values, values.to(device))
+        return copies[1]
 
     def _states(self, params: list[Tensor], rows: tuple[int, ...]) -> list[dict]:
         """States of these parameters, `rows` among all; a new one is zero."""

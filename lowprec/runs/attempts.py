@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections.abc import Mapping
 from pathlib import Path
 
 from lowprec.runs.read import scan_rows
@@ -19,13 +18,6 @@ class CheckpointError(RuntimeError):
 
 class DamagedError(CheckpointError):
     """A checkpoint differs from what was written; an older one may be intact."""
-
-
-def job_of(environment: Mapping[str, str]) -> str | None:
-    """The SLURM job of a process, `<job>_<task>` in an array; None outside SLURM."""
-    if array := environment.get("SLURM_ARRAY_JOB_ID"):
-        return f"{array}_{environment.get('SLURM_ARRAY_TASK_ID')}"
-    return environment.get("SLURM_JOB_ID")
 
 
 def last_saved(run: Path) -> int:
@@ -52,7 +44,9 @@ def first_step(run: Path) -> dict:
 
     Raises CheckpointError if a requeued job makes no progress. Manual starts are not limited.
     """
-    saved, job = last_saved(run), job_of(os.environ)
+    saved, job = last_saved(run), os.environ.get("SLURM_JOB_ID")
+    if array := os.environ.get("SLURM_ARRAY_JOB_ID"):
+        job = f"{array}_{os.environ.get('SLURM_ARRAY_TASK_ID')}"
     rows = scan_rows(run / "attempts.jsonl")[0] if "SLURM_RESTART_COUNT" in os.environ else []
     if reason := no_progress([row for row in rows if row.get("job") == job], saved):
         raise CheckpointError(reason)

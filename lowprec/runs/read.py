@@ -216,18 +216,18 @@ def is_copy(parts: tuple[str, ...]) -> bool:
     return any(part.startswith(".") or part.endswith((".bak", "~")) for part in parts)
 
 
-def is_sampled(step: int, every: int | None) -> bool:
+def is_sampled(step: int, interval: int | None) -> bool:
     """Whether a table is recorded at a step: the first, then every so many; None: never."""
-    return every is not None and (step == 1 or step % every == 0)
+    return interval is not None and (step == 1 or step % interval == 0)
 
 
-def missing_steps(run: Path, last: int, every: dict[str, int | None]) -> list[str]:
+def missing_steps(run: Path, last: int, intervals: dict[str, int | None]) -> list[str]:
     """A sentence about each table of a record that lacks steps up to `last`.
 
-    `every`: the interval of each table, 1 for "metrics"; see `is_sampled`.
+    `intervals`: the interval of each table, 1 for "metrics"; see `is_sampled`.
     """
     faults = []
-    for name, interval in every.items():
+    for name, interval in intervals.items():
         if name == "metrics":
             name = "metrics.jsonl"
             present = {row["step"] for row in scan_metrics(run)}

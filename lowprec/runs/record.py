@@ -167,9 +167,9 @@ class Record:
             if sizes[name] > size:
                 tail = self.run / "cut" / f"{self.attempt:04d}" / name
                 tail.parent.mkdir(parents=True, exist_ok=True)
-                with open(path, "rb") as file, open(tail, "wb") as kept:
+                with open(path, "rb") as file, open(tail, "wb") as target:
                     file.seek(size)
-                    shutil.copyfileobj(file, kept)
+                    shutil.copyfileobj(file, target)
                 durable.sync(tail)
                 os.truncate(path, size)
             if size == 0:

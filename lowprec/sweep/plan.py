@@ -103,9 +103,9 @@ class Manifest:
         A run whose directory the sweep already has replaces that run, since keys that are not
         part of a run's identity may differ.
         """
-        known = {self.directory_of(run.index).resolve(): run.index for run in self.runs}
+        indexes = {self.directory_of(run.index).resolve(): run.index for run in self.runs}
         for run in runs:
-            run.index = known.setdefault((self.cwd / run.directory).resolve(), len(self.runs))
+            run.index = indexes.setdefault((self.cwd / run.directory).resolve(), len(self.runs))
             self.runs[run.index : run.index + 1] = [run]
         plan = {"command": self.command, "cwd": str(self.cwd)}
         _write_plan(self.folder, plan | {"runs": [asdict(run) for run in self.runs]})

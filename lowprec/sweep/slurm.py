@@ -75,12 +75,12 @@ def _script(manifest: Manifest, runs: list[int], token: str, launcher: dict) -> 
         "mem": launcher["mem_gb"] and f"{launcher['mem_gb']}G",
         **(launcher["sbatch"] or {}),
     }
-    given = {name: value for name, value in flags.items() if value not in (None, False)}
+    written = {name: value for name, value in flags.items() if value not in (None, False)}
     python = [sys.executable, "-m", "lowprec.sweep.supervisor", str(manifest.folder)]
     lines = ["#!/bin/bash"]
     lines += [
         f"#SBATCH --{name}" + ("" if value is True else f"={shlex.quote(str(value))}")
-        for name, value in given.items()
+        for name, value in written.items()
     ]
     lines += launcher["setup"]
     lines += [f"runs=({' '.join(map(str, runs))})", f"source {shlex.quote(str(REQUEUE))}"]
@@ -103,7 +103,7 @@ def _ask(command: list[str], unless: Callable[[], bool] = lambda: False) -> str 
             done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
             if not done.returncode:
                 return done.stdout
-            reason = _last_line(done.stderr)
+            reason = (done.stderr.strip() or "it printed nothing").splitlines()[-1].strip()
         except subprocess.TimeoutExpired:
             reason = f"no answer in {TIMEOUT_S:g} s"
         except FileNotFoundError as error:
@@ -113,8 +113,3 @@ def _ask(command: list[str], unless: Callable[[], bool] = lambda: False) -> str 
         if attempt < TRIES - 1:
             time.sleep(FIRST_WAIT_S * 2**attempt)
     raise SlurmError(f"{command[0]} failed {TRIES} times: {reason}")
-
-
-def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else "it printed nothing"

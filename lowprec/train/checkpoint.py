@@ -255,7 +255,7 @@ def find_checkpoint(source: Path) -> Path:
         return source
     newest = newest_checkpoint(source)
     if newest is None:
-        raise CheckpointError(f"{source} is neither a checkpoint nor a run with one")
+        raise CheckpointError(f"{source} is neither a checkpoint nor a run that has one yet")
     return newest[0]
 
 

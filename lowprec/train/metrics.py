@@ -39,9 +39,9 @@ class Ended:
     stop_requested: bool = False
 
 
-def is_due(step: int, every: int) -> bool:
-    """Returns whether something done `every` steps is due after this one; 0: never."""
-    return every > 0 and step % every == 0
+def is_due(step: int, interval: int) -> bool:
+    """Returns whether something done every `interval` steps is due after this one; 0: never."""
+    return interval > 0 and step % interval == 0
 
 
 class MetricsBuffer:
@@ -75,7 +75,7 @@ class MetricsBuffer:
         unknown = UNKNOWN_WITH_8_BITS if config.optimizer.name in EIGHT_BIT else ()
         others = [n for n in STATISTICS if n not in diagnostics.statistics and n not in unknown]
         self.statistics = {"tensors": diagnostics.statistics, "details": others}
-        self.every = {  # None: not recorded
+        self.intervals = {  # None: not recorded
             "metrics": 1,
             "tensors": diagnostics.every if diagnostics.statistics else None,
             "details": diagnostics.detail_every if others else None,
@@ -104,7 +104,7 @@ class MetricsBuffer:
         """Raises RecordError, in all ranks, if the record lacks a step up to `last`."""
 
         def check() -> None:
-            if faults := missing_steps(self.record.run, last, self.every):
+            if faults := missing_steps(self.record.run, last, self.intervals):
                 advice = "restore the damaged files from a copy, or delete the run directory"
                 raise RecordError(f"{'; '.join(faults)}: {advice}")
 
@@ -144,14 +144,14 @@ class MetricsBuffer:
 
     def append_blocks(self, step: int, batch: Batch) -> None:
         """Measures the model's blocks on some of the step's samples, at sampled steps."""
-        if not is_sampled(step, self.every["blocks"]):
+        if not is_sampled(step, self.intervals["blocks"]):
             return
         count = PROBED_SAMPLES
-        some = Batch(batch.images[:count], batch.tokens[:count], batch.labels, batch.samples)
-        some = some.to(self.device)
-        some.images = self.world.all_gather(some.images)[:count]
-        some.tokens = self.world.all_gather(some.tokens)[:count]
-        self.blocks.append((step, self.probe.names, self.probe(some)))
+        part = Batch(batch.images[:count], batch.tokens[:count], batch.labels, batch.samples)
+        part = part.to(self.device)
+        part.images = self.world.all_gather(part.images)[:count]
+        part.tokens = self.world.all_gather(part.tokens)[:count]
+        self.blocks.append((step, self.probe.names, self.probe(part)))
 
     def flush(self, evaluate: Callable[[], dict] | None = None) -> Ended | None:
         """Writes the buffered steps; returns how the run ended if it diverged or must stop.
@@ -218,7 +218,9 @@ class MetricsBuffer:
         self, table: str, rows: list[dict], values: np.ndarray
     ) -> dict[int, np.ndarray]:
         """Appends the statistics of the sampled steps; returns RMS_t by step, if recorded."""
-        sampled = [i for i, row in enumerate(rows) if is_sampled(row["step"], self.every[table])]
+        sampled = [
+            i for i, row in enumerate(rows) if is_sampled(row["step"], self.intervals[table])
+        ]
         statistics = {
             name: values[sampled, :, STATISTICS.index(name)] for name in self.statistics[table]
         }
@@ -335,8 +337,8 @@ def non_finite_rule(
         bad = np.flatnonzero(~np.isfinite(grad_norms[i]))
         skips = skips + 1 if len(bad) else 0
         if len(bad) and (scaler == "none" or skips >= max_skips):
-            some = ", ".join(names[j] for j in bad[:5]) + (", ..." if len(bad) > 5 else "")
-            what = f"{len(bad)} gradients are not finite at step {row['step']} ({some})"
+            first = ", ".join(names[j] for j in bad[:5]) + (", ..." if len(bad) > 5 else "")
+            what = f"{len(bad)} gradients are not finite at step {row['step']} ({first})"
             reason = what if scaler == "none" else f"{skips} consecutive skips: {what}"
             return i + 1, reason, skips
     return len(rows), None, skips

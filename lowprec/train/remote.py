@@ -60,11 +60,11 @@ class RemoteCopy:
 
     def _copy(self) -> None:
         store, root = fsspec.url_to_fs(self.url)
-        there = {
+        remote = {
             name[name.index(root) + len(root) :].lstrip("/"): facts["size"]
             for name, facts in store.find(root, detail=True).items()
         }
-        here = set()
+        local = set()
         for path in sorted(self.run.rglob("*"), key=lambda path: path.name == "manifest.json"):
             if self._closed:
                 return
@@ -74,7 +74,7 @@ class RemoteCopy:
             try:
                 facts = path.stat()
                 version = (facts.st_size, facts.st_mtime_ns)
-                is_saved = name.startswith("checkpoints/") and there.get(name) == facts.st_size
+                is_saved = name.startswith("checkpoints/") and remote.get(name) == facts.st_size
                 if self._copied.get(name) != version and not is_saved:  # checkpoints never change
                     store.makedirs(f"{root}/{name}".rpartition("/")[0], exist_ok=True)
                     store.put_file(str(path), f"{root}/{name}")
@@ -83,9 +83,9 @@ class RemoteCopy:
                     raise
                 continue
             self._copied[name] = version
-            here.add(name)
-        saved = {_step_of(name) for name in here if "manifest" in name} - {-1}
-        gone = set(there) - here if saved else set()  # on a new machine the copy keeps its own
+            local.add(name)
+        saved = {_step_of(name) for name in local if "manifest" in name} - {-1}
+        gone = set(remote) - local if saved else set()  # on a new machine the copy keeps its own
         for name in sorted(gone, key=lambda name: "manifest" not in name):
             is_retired = -1 < _step_of(name) < min(saved)
             if (is_retired or name in self._copied) and not self._closed:

@@ -119,5 +119,5 @@ def state_before(run: Path, step: int, margin: int) -> tuple[Path, dict]:
             return path, verify(path)
         except DamagedError as error:
             print(f"warning: {error}; trying another state")
-    there = ", ".join(str(path.relative_to(run)) for path in states) or "none at all"
-    raise CheckpointError(f"{run} has no intact state 2 steps before step {step}; it has: {there}")
+    states = ", ".join(str(path.relative_to(run)) for path in states) or "none at all"
+    raise CheckpointError(f"{run} has no intact state 2 steps before step {step}; it has: {states}")

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ def autocast(name: str, device: torch.device) -> contextlib.AbstractContextManag
     return contextlib.nullcontext()
 
 
+@dataclass(eq=False)
 class ContrastiveTask:
     """CLIP's objective in the configured precision.
 
@@ -41,26 +43,19 @@ class ContrastiveTask:
         accumulate: number of micro-batches.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: Callable,
-        normalize: nn.Module,
-        autocast_name: str,
-        *,
-        parallel: nn.Module | None = None,
-        world: Ranks = ONE_PROCESS,
-        accumulate: int = 1,
-    ):
-        self.model = model
-        self.parallel = model if parallel is None else parallel
-        self.loss_fn = loss_fn
-        self.normalize = normalize
-        self.autocast_name = autocast_name
-        self.world = world
-        self.accumulate = accumulate
-        self.probe: Callable | None = None  # measures the model's blocks (diagnostics.blocks)
-        self.dtype = next(p.dtype for p in model.parameters() if p.ndim >= 2)
+    model: nn.Module
+    loss_fn: Callable
+    normalize: nn.Module
+    autocast_name: str
+    _: KW_ONLY
+    parallel: nn.Module | None = None
+    world: Ranks = ONE_PROCESS
+    accumulate: int = 1
+    probe: Callable | None = None  # measures the model's blocks (diagnostics.blocks)
+
+    def __post_init__(self):
+        self.parallel = self.model if self.parallel is None else self.parallel
+        self.dtype = next(p.dtype for p in self.model.parameters() if p.ndim >= 2)
 
     def autocast(self, batch: Batch) -> contextlib.AbstractContextManager:
         """Returns the context that a batch is computed in."""
