@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from analysis import claims, cli, figures, study
 from analysis.bench import load_lines
 from analysis.cli import ChoiceError
-from analysis.load import NoRunsError, Runs, command, load_runs
+from analysis.load import NoRunsError, command, load_runs
 from analysis.run_files import as_path
 from analysis.style import style
 from lowprec.nearest import nearest
@@ -132,31 +132,26 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _choose(experiment: str, root: Path | str, scale: str | None) -> Runs:
-    """The runs of an experiment at one scale."""
-    runs = load_runs(root, experiment=None if experiment == "any" else experiment, scale=scale)
-    scales = sorted(runs.summaries["scale"].dropna().unique())
-    if len(scales) > 1:
-        raise ChoiceError(
-            f"{root}: {experiment} was run at scales {', '.join(scales)}; "
-            f"choose one: --scale {' or --scale '.join(scales)}"
-        )
-    return runs
-
-
 def _of_runs(
     figure, root: Path | str, experiment: str | None, scale: str | None
 ) -> tuple[pd.DataFrame, dict, str]:
     """The frame of a figure of runs, its origin, and the scale of the runs."""
     own = experiment_of(figure)
-    runs = _choose(experiment or own, root, scale)
+    name = experiment or own
+    runs = load_runs(root, experiment=None if name == "any" else name, scale=scale)
+    scales = sorted(runs.summaries["scale"].dropna().unique())
+    if len(scales) > 1:
+        raise ChoiceError(
+            f"{root}: {name} was run at scales {', '.join(scales)}; "
+            f"choose one: --scale {' or --scale '.join(scales)}"
+        )
     frame = figure.query(runs)
     table = runs.runs
     is_drawn = table["run"].isin(frame["run"])
     drawn = table[is_drawn]
     left_out = [f"{r.path} ({r.note or r.state})" for r in table[~is_drawn].itertuples()]
     if drawn.empty:
-        to_make = f"to make runs: {command(experiment or own, scale)}"
+        to_make = f"to make runs: {command(name, scale)}"
         raise NoRunsError(f"{root}: nothing to draw yet: {'; '.join(left_out)}; {to_make}")
     scale = drawn["scale"].dropna().iloc[0]
     about = figure.select(table) if hasattr(figure, "select") else table

@@ -51,11 +51,8 @@ def mark_of_runs(
 ) -> str:
     """What is incomplete or mixed in a figure, in words; "" if nothing is.
 
-    Args:
-        drawn: the drawn rows of `Runs.runs`.
-        total: number of runs that the study asks for.
-        num_missing: number of those that do not exist.
-        num_lost: number of runs that could not be drawn.
+    `drawn`: the drawn rows of `Runs.runs`. `total`: the runs that the study asks for, of which
+    `num_missing` do not exist; `num_lost` runs could not be drawn.
     """
     incomplete = (~drawn["state"].isin(ENDED) | ~drawn["note"].isin(["", NO_TENSORS])).sum()
     data = drawn["data.digest"].where(drawn["data.digest"] != "", drawn["data.train"].astype(str))

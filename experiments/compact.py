@@ -74,9 +74,9 @@ def compact(run: Path, out: Path, patterns: list[str]) -> None:
         if (run / name).exists():
             shutil.copyfile(run / name, out / name)
     tables = {"tensors.parquet": patterns, "details.parquet": patterns, "blocks.parquet": ["*"]}
-    for name, patterns in tables.items():
+    for name, globs in tables.items():
         if (run / name).exists():
-            columns = _matching(pyarrow.parquet.read_schema(run / name).names, patterns)
+            columns = _matching(pyarrow.parquet.read_schema(run / name).names, globs)
             table = pyarrow.parquet.read_table(run / name, columns=columns)
             pyarrow.parquet.write_table(table, out / name, compression="zstd")
     size = sum(path.stat().st_size for path in out.iterdir())

@@ -34,9 +34,7 @@ class QuantErrorConfig:
 
     run: str | None = key(None, "a run directory; null for random numbers by inner dimension")
     recipes: list[str] = key(
-        ["switchback", "llm_int8", "fp8_tensorwise"],
-        "recipes for a run",
-        choices=tuple(RECIPES),
+        ["switchback", "llm_int8", "fp8_tensorwise"], "recipes for a run", choices=tuple(RECIPES)
     )
     inner_dims: list[int] = key([2**k for k in range(6, 18)], "sizes of random vectors", least=2)
     seed: int = key(0, "seed of the random numbers", least=0)

@@ -12,13 +12,7 @@ from experiments.benchmarks.measure import Lines
 from lowprec.config.check import ConfigError
 from lowprec.config.preflight import preflight
 from lowprec.data.open import open_data
-from lowprec.diagnostics.noise import (
-    dot_error_variance,
-    inner_dim,
-    operand_noise,
-    product,
-    sqnr_db,
-)
+from lowprec.diagnostics.noise import dot_error_variance, inner_dim, operand_noise, product, sqnr_db
 from lowprec.formats import parse_format
 from lowprec.nn.linear import compute_dtype
 from lowprec.nn.mlp import unfuse

@@ -117,7 +117,10 @@ def variants_of(trained: dict, changes: list[str], multirun: bool) -> dict[str, 
     configs = {}
     for variant in [(), *variants]:
         try:
-            config = check(changed(trained, variant), ReplayedConfig)
+            if chosen := [text for text in variant if text.partition("=")[0] == "experiment"]:
+                text = f"{chosen[0]}: a replay changes single keys and groups of the run"
+                raise ConfigError([text])
+            config = check(change(trained, variant), ReplayedConfig)
             if combination := list(combination_faults(config)):
                 raise ConfigError(combination)
             preflight(config)
@@ -140,28 +143,14 @@ def suspects(trained: dict) -> Iterator[tuple[str, ...]]:
         yield ("precision=fp32", "scaler=none")
 
 
-def changed(trained: dict, overrides: tuple[str, ...]) -> dict:
-    """Applies overrides to a run's plain config; ConfigError for those a replay cannot apply."""
-    for text in overrides:
-        if text.partition("=")[0] == "experiment":
-            raise ConfigError([f"{text}: a replay changes single keys and groups of the run"])
-    return change(trained, overrides)
-
-
 def replay(
     config: ReplayedConfig, state: Path, step: int, last: int, *, keeps_scaler: bool = True
 ) -> pd.DataFrame:
-    """Trains from a state to step `last`, or to the first loss that is not finite.
+    """Trains from a snapshot or checkpoint to step `last`, or to a loss that is not finite.
 
-    Args:
-        config: of the run, or changed.
-        state: a snapshot or checkpoint.
-        step: the last step whose batch `skip_batches` leaves out.
-        last: the last step.
-        keeps_scaler: whether the state's loss scaler continues; otherwise a new one starts.
-
-    Returns:
-        Columns `step, loss, rms`; `rms` is RMS_t of the patch embedding, NaN without one.
+    `skip_batches` leaves out the batches up to that of `step`. The state's loss scaler continues if
+    `keeps_scaler`; otherwise a new one starts. Returns the columns step, loss and rms, RMS_t of the
+    patch embedding (NaN without one).
     """
     from lowprec.optim.loss_scaling import NoScaler
     from lowprec.optim.stable_adamw import STATISTICS

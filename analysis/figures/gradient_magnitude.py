@@ -13,10 +13,7 @@ from analysis.load import Runs
 
 TENSOR = paper.BLOCK + ".mlp.c_proj.weight"
 STATISTICS = {"grad_norm": "gradient norm", "grad_abs_max": "largest gradient"}
-COLUMNS = (
-    *(*curves.OF_A_RUN, "statistic", "block"),
-    *("step", "gradient", "gradient_smoothed"),
-)
+COLUMNS = (*curves.OF_A_RUN, "statistic", "block", "step", "gradient", "gradient_smoothed")
 WIDTH = 2.5  # inches of a panel
 
 

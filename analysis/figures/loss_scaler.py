@@ -24,10 +24,7 @@ PANELS = {  # column: in print
     "grad_in_proj": "max gradient,\nblock 0, in_proj",
 }
 LOGARITHMIC = {"loss_scale": 2, "grad_class_embedding": 10, "grad_in_proj": 10}  # column: base
-COLUMNS = (
-    *(*curves.OF_A_RUN, "block", "spike"),
-    *("step", *PANELS, "skipped_tensors"),
-)
+COLUMNS = (*curves.OF_A_RUN, "block", "spike", "step", *PANELS, "skipped_tensors")
 
 
 def select(heads: pd.DataFrame) -> pd.DataFrame:

@@ -13,13 +13,7 @@ import numpy as np
 import pandas as pd
 
 from analysis.load import Runs
-from analysis.spike_marks import (
-    Series,
-    count_following,
-    protocol_of_run,
-    read_series,
-    spike_table,
-)
+from analysis.spike_marks import Series, count_following, protocol_of_run, read_series, spike_table
 from analysis.style import smoothing_width
 from lowprec.config.schema import default_warmup
 from lowprec.diagnostics.spikes import Collapse, Protocol, loss_spikes, rms_spikes

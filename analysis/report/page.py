@@ -74,6 +74,7 @@ def make_page(runs: Runs, tensor: str = TENSOR) -> str:
         "heats": heats,
         **{"around": AROUND, "low": LOW, "high": HIGH},
     }
+    states = ", ".join(f"{num} {state}" for state, num in summaries["state"].value_counts().items())
     curves = plots.curve_figure(data, labels, looks)
     plots.add_medians(curves, data, summaries["group"], looks, budget.points)
     environment = Environment(
@@ -85,7 +86,7 @@ def make_page(runs: Runs, tensor: str = TENSOR) -> str:
         javascript=Markup((FOLDER / "report.js").read_text()),
         plotly=Markup(get_plotlyjs()),
         title=_title(summaries),
-        subtitle=_subtitle(summaries),
+        subtitle=f"{len(summaries)} {'run' if len(summaries) == 1 else 'runs'}: {states}",
         cards=_cards(labels, data),
         chips=[(text, looks[methods.index(text)], methods.count(text)) for text in chips],
         protocols=in_words(pd.DataFrame([vars(run.protocol) for run in data])),
@@ -101,10 +102,7 @@ def make_page(runs: Runs, tensor: str = TENSOR) -> str:
         heats=heats,
         failures=_failures(data, names),
         settings=[(key, _field(value)) for key, value in shared.items()],
-        embedded={
-            "data": script,
-            "curves-figure": json.loads(curves.to_json()),
-        },
+        embedded={"data": script, "curves-figure": json.loads(curves.to_json())},
     )
 
 
@@ -147,12 +145,6 @@ def _title(summaries: pd.DataFrame) -> str:
     experiments = summaries["experiment"].fillna("runs").astype(str).unique()
     scales = [str(scale) for scale in summaries["scale"].dropna().unique()]
     return ", ".join(experiments) + (f" ({', '.join(scales)})" if scales else "")
-
-
-def _subtitle(summaries: pd.DataFrame) -> str:
-    """`9 runs: 8 finished, 1 failed`."""
-    counts = ", ".join(f"{num} {state}" for state, num in summaries["state"].value_counts().items())
-    return f"{len(summaries)} {'run' if len(summaries) == 1 else 'runs'}: {counts}"
 
 
 def _cards(labels: list[str], data: list[RunData]) -> list[tuple[str, str, str, str]]:
@@ -222,7 +214,9 @@ def _runs(data: list[RunData], names: list[Field], differing: list[str]) -> dict
         fields += [_field(run.summary.get(key)) for key in differing]
         fields += [_field(run.speed[name], form) for name, (_, form) in SPEED.items()]
         rows.append({"run": i, "fields": fields})
-    titles += [*_short_keys(differing), *(title for title, _ in SPEED.values())]
+    ends = [key.removesuffix(".name").rpartition(".")[2] for key in differing]
+    titles += [e if ends.count(e) == 1 else key for key, e in zip(differing, ends, strict=True)]
+    titles += [title for title, _ in SPEED.values()]
     return {"titles": titles, "rows": rows}
 
 
@@ -259,9 +253,3 @@ def _field(value: object, form: str = "") -> Field:
     is_number = isinstance(value, Number) and not isinstance(value, bool)
     text = format(value, form or ("g" if isinstance(value, float) else "")) if is_number else value
     return Field(str(text), value if is_number else str(value))
-
-
-def _short_keys(keys: list[str]) -> list[str]:
-    """`beta2` for `optimizer.beta2` if no other key ends so, but `optimizer` for its `.name`."""
-    ends = [key.removesuffix(".name").rpartition(".")[2] for key in keys]
-    return [end if ends.count(end) == 1 else key for key, end in zip(keys, ends, strict=True)]

@@ -21,12 +21,7 @@ from torch import Tensor
 
 from experiments.benchmarks.configs import NoKeys
 from experiments.benchmarks.peers import library_optimizer
-from lowprec.optim.adamw_update import (
-    Hyperparameters,
-    debiased,
-    mean_square,
-    stable_adamw_update,
-)
+from lowprec.optim.adamw_update import Hyperparameters, debiased, mean_square, stable_adamw_update
 from lowprec.runs.environment import package_version
 
 BETAS = (0.9, 0.95)

@@ -162,7 +162,11 @@ def set_precision(model: nn.Module, precision: PrecisionConfig) -> Layers:
     """
     recipe = RECIPES.get(precision.recipe) or custom_recipe(precision.products)
     options = {k: getattr(precision, k) for k in ("backend", "outlier_threshold", "skip_slow")}
-    inputs = _one_pair(model) if recipe.function and hasattr(model, "visual") else None
+    inputs = None
+    if recipe.function and hasattr(model, "visual"):  # a blank image and caption
+        like, side = next(model.visual.parameters()), image_size(model)
+        tokens = torch.zeros(1, model.context_length, dtype=torch.int64, device=like.device)
+        inputs = like.new_zeros(1, 3, side, side), tokens
     try:
         layers = apply_recipe(model, recipe, precision.where, inputs=inputs, **options)
     except NoLayerError:
@@ -177,13 +181,6 @@ def set_precision(model: nn.Module, precision: PrecisionConfig) -> Layers:
             if isinstance(module, Attention):
                 module.causal = is_causal
     return layers
-
-
-def _one_pair(model: nn.Module) -> tuple[Tensor, Tensor]:
-    """A blank image and caption."""
-    like, side = next(model.visual.parameters()), image_size(model)
-    tokens = torch.zeros(1, model.context_length, dtype=torch.int64, device=like.device)
-    return like.new_zeros(1, 3, side, side), tokens
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:

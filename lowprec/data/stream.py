@@ -119,7 +119,10 @@ class _Reader:
             rng = random.Random(f"{stream.seed} {epoch} {self.share.start}")
             members = self._members([urls[shard] for shard in order])
             good, before = 0, len(self.skips)
-            grouped = group_by_keys(members, _key_and_kind, handler=self._twice)
+            # webdataset's own function leaves out `.jpg`, which is a member of a sample in an index
+            grouped = group_by_keys(
+                members, lambda name: name.rpartition(".")[::2], handler=self._twice
+            )
             for raw in shuffle(SHUFFLED, rng=rng)(grouped):
                 try:
                     sample = self._decode(raw, epoch)
@@ -172,15 +175,6 @@ class _Reader:
         shard = without_secrets(url)
         reason = f"{type(error).__name__}: {error}".replace(url, shard)[:200]
         self.skips.append({"shard": shard, "key": key, "reason": reason})
-
-
-def _key_and_kind(name: str) -> tuple[str, str]:
-    """Both parts of the name of a member that `read_url` yields; the key may be empty.
-
-    webdataset's own function leaves out `.jpg`, which is a member of a sample in an index.
-    """
-    key, _, kind = name.rpartition(".")
-    return key, kind
 
 
 def read_url(url: str) -> Iterator[tuple[str, bytes]]:

@@ -277,10 +277,7 @@ def leads(loss_steps: np.ndarray, rms_steps: np.ndarray) -> np.ndarray:
 
 
 def lag_coincidence(
-    loss_marks: np.ndarray,
-    rms_marks: np.ndarray,
-    protocol: Protocol,
-    max_shift: int | None = None,
+    loss_marks: np.ndarray, rms_marks: np.ndarray, protocol: Protocol, max_shift: int | None = None
 ) -> LagCoincidence:
     """Counts the loss spikes that follow RMS spikes of one tensor, and those expected by chance.
 

@@ -2,11 +2,7 @@
 
 import importlib
 
-_HOMES = {
-    "LowPrecisionLinear": "linear",
-    "SwitchBackLinear": "linear",
-    "apply_recipe": "replace",
-}
+_HOMES = {"LowPrecisionLinear": "linear", "SwitchBackLinear": "linear", "apply_recipe": "replace"}
 __all__ = list(_HOMES)
 
 

@@ -58,7 +58,9 @@ class Record:
         _drop_torn_end(self.run / "attempts.jsonl")
         self.attempt = max([self.count("attempts"), *self._next_numbers()])
         self._lock.truncate(0)
-        self._lock.write(_holder(self.attempt))
+        job = os.environ.get("SLURM_JOB_ID")
+        holder = f"process {os.getpid()} on {os.uname().nodename}" + f", job {job}" * bool(job)
+        self._lock.write(f"{holder}, attempt {self.attempt}")
         self._lock.flush()
         self._streams: dict[str, _Stream] = {}
 
@@ -274,9 +276,3 @@ def _drop_torn_end(path: Path) -> None:
     """Removes an incomplete last line, so that the next row starts on its own line."""
     if path.exists():
         os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
-
-
-def _holder(attempt: int) -> str:
-    job = os.environ.get("SLURM_JOB_ID")
-    where = f"process {os.getpid()} on {os.uname().nodename}" + (f", job {job}" if job else "")
-    return f"{where}, attempt {attempt}"

@@ -10,8 +10,9 @@ import pandas as pd
 import pytest
 import torch
 
-from experiments.replay import ReplayConfig, changed, command, main, suspects, table, verdict
+from experiments.replay import ReplayConfig, command, main, suspects, table, verdict
 from lowprec.config.check import ConfigError, RunError
+from lowprec.config.compose import change
 from lowprec.diagnostics.spikes import Protocol
 from lowprec.runs.identity import to_dict
 from lowprec.runs.read import encode_row, read_rows
@@ -179,9 +180,9 @@ def test_impossible_replays_are_refused(run):
     faults = "\n".join(error.value.faults)
     for said in ("optimizer.beta3: no such key", "this is a sweep", "precision=bf17: conf/prec"):
         assert said in faults
-    for change in ("scaler=fixed", "experiment=loss_curves_mini"):
-        with pytest.raises(ConfigError, match=change):
-            replayed(folder, 10, change)
+    for word in ("scaler=fixed", "experiment=loss_curves_mini"):
+        with pytest.raises(ConfigError, match=word):
+            replayed(folder, 10, word)
 
 
 def test_a_stream_is_replayed_with_the_workers_it_had(run, squares):
@@ -203,7 +204,7 @@ def test_without_changes_data_optimizer_and_numerics_are_suspects(make_config):
     ):
         trained = to_dict(make_config(changes))
         suspected.append([" ".join(variant) for variant in suspects(trained)])
-        assert all(changed(trained, variant) != trained for variant in suspects(trained))
+        assert all(change(trained, variant) != trained for variant in suspects(trained))
     assert suspected == [
         ["skip_batches=8", "optimizer=stable_adamw", "precision=fp32 scaler=none"],
         ["skip_batches=8", "optimizer.beta2_decay=null optimizer.beta2=0.9"],
