@@ -90,9 +90,8 @@ def query(
     values = recorded(runs, y)
     values = values[values["run"].isin(heads["run"])]
     if hue is None:
-        split_by = [
-            _column(heads, key).name for key in (facet, band, x) if key not in (None, "step")
-        ]
+        by_key = [key for key in (facet, band, x) if key not in (None, "step")]
+        split_by = [_column(heads, key).name for key in by_key]
         groups = heads.groupby(split_by, dropna=False) if split_by else [((), heads)]
         heads = pd.concat([curves.name_methods(group) for _, group in groups]).loc[heads.index]
         hue = "method" if heads["method"].nunique() > 1 else None

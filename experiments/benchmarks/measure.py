@@ -49,33 +49,15 @@ class Lines:
         self.failed: list[str] = []
 
     def write(
-        self,
-        case: str,
-        shape: str,
-        dtype: str,
-        ms: float | None = None,
-        rate: float | None = None,
-        ratio_to: str | None = None,
-        ratio: float | None = None,
-        correct: bool | None = True,
-        slug: str | None = None,
-        **more: object,
+        self, case: str, shape: str, dtype: str, slug: str | None = None, **numbers: object
     ) -> None:
-        """Writes a line; ms, rate and ratio are rounded to six significant digits."""
+        """Writes a line; its ms, rate and ratio are rounded to six significant digits."""
         slug = slug or self.slug
-        row = {
-            "slug": slug,
-            **self.common,
-            "case": case,
-            "shape": shape,
-            "dtype": dtype,
-            "ms": _rounded(ms),
-            "rate": _rounded(rate),
-            "ratio_to": ratio_to,
-            "ratio": _rounded(ratio),
-            "correct": correct,
-            **more,
-        }
+        row = {"slug": slug, **self.common, "case": case, "shape": shape, "dtype": dtype}
+        row |= {"ms": None, "rate": None, "ratio_to": None, "ratio": None, "correct": True}
+        row |= numbers
+        for name in ("ms", "rate", "ratio"):
+            row[name] = None if row[name] is None else float(f"{row[name]:.6g}")
         path = self.folder / slug / self.file_name
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a") as file:
@@ -110,10 +92,6 @@ class Lines:
         """Exits with 1 and names those of our cases that were wrong or did not run."""
         if self.failed:
             sys.exit(f"no number for {', '.join(self.failed)}; their lines say why")
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.6g}")
 
 
 def check_error(

@@ -1,5 +1,6 @@
 """Reads and writes weights as safetensors or open_clip's .pt; a .pt file executes no code."""
 
+import contextlib
 import hashlib
 import json
 from pathlib import Path
@@ -23,18 +24,12 @@ def find_weights(source: Path) -> Path:
     for folder in (source, *sorted((source / "checkpoints").glob("step_*"), reverse=True)):
         weights, manifest = folder / "model.safetensors", folder / "manifest.json"
         if weights.is_file() and manifest.is_file():
-            if _digest(weights) == _recorded_digest(manifest):
-                return weights
+            with contextlib.suppress(ValueError, LookupError, TypeError):  # a damaged manifest
+                facts = json.loads(manifest.read_text())["files"]["model.safetensors"]
+                if _digest(weights) == facts["sha256"]:
+                    return weights
             print(f"warning: {weights} is damaged; trying an older checkpoint")
     raise FileNotFoundError(f"{source} has no weights: must be a run, a checkpoint or a file")
-
-
-def _recorded_digest(manifest: Path) -> str | None:
-    """The sha256 of the weights in a manifest; None if the manifest is damaged."""
-    try:
-        return json.loads(manifest.read_text())["files"]["model.safetensors"]["sha256"]
-    except (ValueError, LookupError, TypeError):
-        return None
 
 
 def weights_digest(source: Path) -> str:

@@ -80,32 +80,7 @@ SENTENCES = (
 )
 # Zero-shot prompts: captions of the grammar above that cover sizes, textures, relations and
 # backgrounds. None has a bare "a {}", which would not fit orange.
-TEMPLATES = (
-    "one {}",
-    "a picture of a single {}.",
-    "a drawing of one {}",
-    "a small {} on a white background",
-    "a little {} against a light gray background.",
-    "a picture of a small {} on a black background",
-    "a large {} on a beige background.",
-    "a drawing of a big {}",
-    "a black background with a large {}",
-    "a striped {} on a light blue background",
-    "a large dotted {}.",
-    "an image of a checkered {} on a dark gray background",
-    "a picture of a big striped {}",
-    "a spotted {} against a background fading from white to light pink",
-    "a large {} to the left of a small white circle",
-    "one {} left of a black square on a light green background",
-    "a large {} on the right of a blue star.",
-    "a single {} right of a small yellow heart on a dark blue background",
-    "one {} above a red triangle",
-    "a big striped {} higher than a small gray ring",
-    "a drawing of a large {} below a green tree.",
-    "a picture of one {} under a small purple fish on a white background",
-    "a small {} inside a large white circle",
-    "one {} in front of a black square on a lavender background",
-)
+TEMPLATES = tuple(Path(__file__).with_name("shapes_templates.txt").read_text().splitlines())
 
 
 def render_shapes(

@@ -17,7 +17,6 @@ from lowprec.runs.attempts import CheckpointError, DamagedError
 from lowprec.runs.provenance import refuse_mismatch
 from lowprec.runs.read import METRICS, scan_rows
 from lowprec.runs.record import Record
-from lowprec.train.distributed import ONE_PROCESS, Ranks
 from lowprec.train.state import TrainState
 
 FORMAT = 3
@@ -102,7 +101,6 @@ class Saver:
                 self.record.offsets(),
                 keep=self.config.keep_checkpoints,
                 provenance=self.provenance,
-                world=self.world,
             )
         except CheckpointError as error:
             self.failures += 1
@@ -116,14 +114,7 @@ class Saver:
 
 
 def save_checkpoint(
-    folder: Path,
-    step: int,
-    state: TrainState,
-    offsets: dict,
-    *,
-    keep: int,
-    provenance: dict,
-    world: Ranks = ONE_PROCESS,
+    folder: Path, step: int, state: TrainState, offsets: dict, *, keep: int, provenance: dict
 ) -> Path:
     """Commits `<folder>/step_<step>`, then removes all but the newest `keep` checkpoints there.
 
@@ -132,7 +123,7 @@ def save_checkpoint(
     commit succeeds or fails in all ranks: CheckpointError leaves nothing of the new checkpoint and
     the older ones untouched.
     """
-    final = folder / f"step_{step:09d}"
+    final, world = folder / f"step_{step:09d}", state.world
     temporary = folder / f".tmp.{final.name}"
     if world.first(lambda: _is_intact(final)):
         return final

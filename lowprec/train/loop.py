@@ -97,17 +97,10 @@ def train(
 ) -> Ended:
     """Trains a built run from its newest checkpoint to its end, and completes the record.
 
-    Args:
-        built: the objects of the run.
-        record: the run's open record; the caller closes it.
-        provenance: must equal that of the checkpoint (see `refuse_mismatch`).
-        progress: notified of what the run does.
-        logger: receives a copy of each row.
-        stop: once raised in any rank, all ranks save and stop after the same step.
-        on_save: called after each checkpoint.
-
-    Returns:
-        finished, diverged, preempted (stopped), or failed (too many unreadable samples).
+    The caller closes the record. `provenance` must equal that of the checkpoint, see
+    `refuse_mismatch`. Once `stop` is raised in any rank, all ranks save and stop after the same
+    step. `on_save` is called after each checkpoint. Returns finished, diverged, preempted (stopped)
+    or failed (too many unreadable samples).
     """
     progress = progress or Progress()
     saver = Saver(built.state, record, built.config, provenance or {})

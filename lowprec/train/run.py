@@ -42,21 +42,13 @@ def train_run(
     """Trains a checked config into its run directory, from its newest checkpoint if it has one.
 
     All ranks call it; rank 0 writes the record and the console. A run that diverges is a result,
-    not an error.
+    not an error. `world` is this process alone by default. `expected` is the run directory that a
+    sweep has planned: changed data would name another run. Returns how the attempt ended: finished,
+    diverged or preempted; None if the run had ended before.
 
-    Args:
-        config: a config that `check` and `preflight` accept.
-        world: the ranks; by default this process alone.
-        progress: notified of what the run does, for a display.
-        expected: the run directory that a sweep has planned; changed data would name another run.
-
-    Returns:
-        How the attempt ended: finished, diverged or preempted; None if the run had ended before.
-
-    Raises:
-        ConfigError: if the data or the model reveal a fault in the config.
-        RunError: if the run cannot continue; the message says what the user can do.
-        PeerFailed: if another rank failed; that rank reports why.
+    Raises ConfigError if the data or the model reveal a fault in the config, RunError if the run
+    cannot continue (the message says what the user can do), and PeerFailed if another rank failed,
+    which reports why.
     """
     world, progress = world or Ranks(), progress or Progress()
     opened: list[Data] = []  # in rank 0 first, which renders and indexes what is missing

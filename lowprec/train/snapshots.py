@@ -20,6 +20,7 @@ from lowprec.train.checkpoint import (
     step_of,
     verify,
 )
+from lowprec.train.distributed import ONE_PROCESS
 from lowprec.train.state import TrainState
 
 
@@ -29,6 +30,7 @@ class Base:
 
     step: int
     contents: dict[str, list]
+    world = ONE_PROCESS
 
     def files(self) -> dict[str, list]:
         """See TrainState."""
