@@ -8,6 +8,7 @@ that differ by a number (beta2, depth) get their colors from a color map.
 
 import math
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 import matplotlib
 import pandas as pd
@@ -63,33 +64,8 @@ MODELS = {  # model.name: in print, small to large
 
 def style() -> AbstractContextManager:
     """A context for drawing figures that are readable in print at COLUMN_WIDTH."""
-    return matplotlib.rc_context(
-        {
-            "font.family": ["sans-serif"],
-            "font.sans-serif": ["DejaVu Sans"],
-            "font.size": 8,
-            "axes.titlesize": 8.5,
-            "axes.labelsize": 8,
-            "xtick.labelsize": 7,
-            "ytick.labelsize": 7,
-            "legend.fontsize": 7,
-            "legend.frameon": False,
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-            "axes.linewidth": 0.6,
-            "xtick.major.width": 0.6,
-            "ytick.major.width": 0.6,
-            "axes.grid": True,
-            "grid.color": "#E6E6E6",
-            "grid.linewidth": 0.5,
-            "axes.axisbelow": True,
-            "lines.linewidth": 1.3,
-            "lines.solid_capstyle": "round",
-            "pdf.fonttype": 42,
-            "ps.fonttype": 42,
-            "savefig.dpi": 200,
-        }
-    )
+    sheet = Path(__file__).with_name("figures.mplstyle")
+    return matplotlib.rc_context(matplotlib.rc_params_from_file(sheet, use_default_template=False))
 
 
 def color(precision: str, optimizer: str, variant: int = 0) -> tuple[float, float, float]:

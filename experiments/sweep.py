@@ -28,7 +28,7 @@ from experiments.entry import refuse
 from experiments.train import main as train_run
 from lowprec.config.check import ConfigError, RunError, check, unknown_key
 from lowprec.config.compose import compose_command
-from lowprec.config.schema import Config, key
+from lowprec.config.schema import key
 from lowprec.data.open import open_data
 from lowprec.nearest import nearest
 from lowprec.runs.durable import DiskError
@@ -71,7 +71,7 @@ def submit(texts: list[str]) -> None:
     own = [text for text in texts if _is_own(text)]
     options, overrides = _options(own), [text for text in texts if text not in own]
     processes = max(1, options.launcher.gpus)
-    runs = plan_runs(overrides, open_sources, processes)
+    runs = plan_runs(overrides, lambda config: sources_of(config, open_data(config)), processes)
     if options.dry_run:
         print("\n".join(run.directory for run in runs))
         return
@@ -141,11 +141,6 @@ def train(texts: list[str]) -> None:
     folder, index = texts
     run = Manifest(Path(folder)).runs[int(index)]
     train_run(check(run.config), expected=run.directory)
-
-
-def open_sources(config: Config) -> dict[str, str]:
-    """Opens a config's paths and returns the digests of their contents."""
-    return sources_of(config, open_data(config))
 
 
 def hand_over(

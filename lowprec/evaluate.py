@@ -14,25 +14,20 @@ class Evaluation:
     """Maps a model to `{"zero_shot/top1": ..., "retrieval/image_to_text_r1": ...}`.
 
     Values are shares in [0, 1], except `retrieval/loss`, the contrastive loss in batches of 1,024
-    pairs. The model runs uncompiled and in evaluation mode.
+    pairs. The model runs uncompiled and in evaluation mode. `build_classifier` maps it to class
+    weights [embed_dim, classes]; None: no zero-shot.
 
-    Args:
-        make_batches: returns batches with uint8 `images`, `tokens` and `labels` (-1: unlabeled).
-            Each process has as many as the others: batch n of process r is number
-            n * processes + r of the whole set. Some may be empty.
-        normalize: maps uint8 images to pixels.
-        autocast: returns the context to compute in.
-        build_classifier: maps the model to class weights [embed_dim, classes]; None: no zero-shot.
-        retrieval: whether to measure the loss, and recall in both directions.
-        each: `each(make)` returns the results of `make()` in all processes, by rank.
+    Each process makes as many batches as the others: batch n of process r is number
+    n * processes + r of the whole set. Some may be empty. `each(make)` returns the results of
+    `make()` in all processes, by rank.
     """
 
-    make_batches: Callable[[], Iterable]
-    normalize: nn.Module
+    make_batches: Callable[[], Iterable]  # of uint8 `images`, `tokens`, `labels` (-1: unlabeled)
+    normalize: nn.Module  # maps uint8 images to pixels
     _: KW_ONLY
     autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
     build_classifier: Callable[[nn.Module], Tensor] | None = None
-    retrieval: bool = False
+    retrieval: bool = False  # measures the loss, and recall in both directions
     each: Callable[[Callable], list] = lambda make: [make()]
 
     @torch.no_grad()

@@ -17,7 +17,7 @@ MUTANTS = {  # function: (value of a call in its arguments `a`, tests that must 
     "lowprec.train.state:TrainState.load": ("None", "train/test_loop.py"),
     "lowprec.train.state:TrainState._load_moments": ("None", "train/test_loop.py"),
     "lowprec.train.state:_check_same": ("None", "train/test_saver.py train/test_checkpoint.py"),
-    "lowprec.train.checkpoint:_digest_of_file": ("''", "train/test_checkpoint.py"),
+    "lowprec.train.checkpoint:file_digest": ("''", "train/test_checkpoint.py"),
     "lowprec.train.checkpoint:retire": ("None", "train/test_checkpoint.py train/test_saver.py"),
     "lowprec.train.checkpoint:remove_leftovers": ("None", "train/test_saver.py"),
     "lowprec.train.snapshots:SnapshotRecorder.after_flush": ("None", "train/test_snapshots.py"),

@@ -46,12 +46,7 @@ class Field(NamedTuple):
 
 
 def make_page(runs: Runs, tensor: str = TENSOR) -> str:
-    """The report of some runs as HTML.
-
-    Args:
-        runs: what `load_runs` returns.
-        tensor: glob of the tensors whose RMS_t is shown first.
-    """
+    """The report of some runs as HTML; `tensor`: glob of those whose RMS_t is shown first."""
     budget = Budget(
         points=min(MAX_POINTS, max(100, POINTS // len(runs))),
         spikes=max(2, SPIKES // len(runs)),

@@ -45,17 +45,8 @@ def curve_figure(runs: list[RunData], labels: list[str], looks: list[tuple[str, 
     figure = make_subplots(rows=2, shared_xaxes=True, vertical_spacing=0.05, row_heights=[0.6, 0.4])
     for i, (run, label, (color, dashes)) in enumerate(zip(runs, labels, looks, strict=True)):
         name = escape(label)
-        for kind in ("loss", "rms", "max"):
-            trace = go.Scatter(
-                x=run.curves["step"].to_numpy(),
-                y=run.curves[kind].to_numpy(),
-                mode="lines",
-                name=name,
-                meta={"run": i, "kind": kind},
-                line={"color": color, "width": 1, "dash": dashes},
-                hovertemplate=f"step %{{x:,}}, {kind} %{{y:.4g}}<extra>{name}</extra>",
-            )
-            figure.add_trace(trace, row=1 if kind == "loss" else 2, col=1)
+        line = {"color": color, "width": 1, "dash": dashes}
+        _add_lines(figure, run.curves, name, {"run": i}, line)
         if len(run.spikes):
             spikes = go.Scatter(
                 x=run.spikes["step"].to_numpy(np.int32),
@@ -101,17 +92,25 @@ def add_medians(
             continue
         median = pd.concat([runs[i].whole for i in members]).groupby("step").median().reset_index()
         median = median.iloc[thin(median, points, [])]
-        for kind in ("loss", "rms", "max"):
-            trace = go.Scatter(
-                x=median["step"].to_numpy(np.int32),
-                y=median[kind].to_numpy(np.float32),
-                mode="lines",
-                name=escape(group),
-                meta={"run": int(members[0]), "kind": kind, "median": True},
-                line={"color": looks[members[0]][0], "width": 2.2},
-                hovertemplate=f"step %{{x:,}}, median %{{y:.4g}}<extra>{escape(group)}</extra>",
-            )
-            figure.add_trace(trace, row=1 if kind == "loss" else 2, col=1)
+        line = {"color": looks[members[0]][0], "width": 2.2}
+        meta = {"run": int(members[0]), "median": True}
+        _add_lines(figure, median, escape(group), meta, line)
+
+
+def _add_lines(figure: go.Figure, frame: pd.DataFrame, name: str, meta: dict, line: dict) -> None:
+    """Adds the loss, and below it RMS_t of the selected and of all tensors, of a run or median."""
+    for kind in ("loss", "rms", "max"):
+        text = "median" if "median" in meta else kind
+        trace = go.Scatter(
+            x=frame["step"].to_numpy(np.int32),
+            y=frame[kind].to_numpy(np.float32),
+            mode="lines",
+            name=name,
+            meta={**meta, "kind": kind},
+            line=line,
+            hovertemplate=f"step %{{x:,}}, {text} %{{y:.4g}}<extra>{name}</extra>",
+        )
+        figure.add_trace(trace, row=1 if kind == "loss" else 2, col=1)
 
 
 def _loss_range(runs: list[RunData]) -> list[float] | None:

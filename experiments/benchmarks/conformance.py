@@ -11,10 +11,10 @@ in float64. A trajectory is a list over steps of {tensor: values}.
 import math
 import random
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, partial
-from itertools import combinations, product
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -56,13 +56,17 @@ class Rule:
     clipping: str = "each tensor"
     decay_rate: str = "the clipped rate"
 
+    @property
+    def departures(self) -> list[str]:
+        """Its differences from algorithm 2, in words."""
+        chosen = zip(FIELDS.values(), vars(self).values(), strict=True)
+        return [words.format(own) for (words, choices), own in chosen if own != choices[0]]
+
     def __str__(self) -> str:
-        departures = [
-            FIELDS[name][0].format(choice)
-            for name, choice in vars(self).items()
-            if choice != FIELDS[name][1][0]
-        ]
-        return "; ".join(departures) or "algorithm 2"
+        return "; ".join(self.departures) or "algorithm 2"
+
+
+RULES = [Rule(*choices) for choices in product(*(choices for _, choices in FIELDS.values()))]
 
 
 @dataclass(frozen=True)
@@ -244,24 +248,13 @@ def _largest(a: list[float], b: list[float]) -> float:
     return max(abs(x - y) for x, y in zip(a, b, strict=True))
 
 
-def variants(most: int) -> Iterator[list[Rule]]:
-    """Lists of the rules that depart from algorithm 2 in 0, 1, ..., `most` choices."""
-    for count in range(most + 1):
-        yield [
-            replace(Rule(), **dict(zip(names, choices, strict=True)))
-            for names in combinations(FIELDS, count)
-            for choices in product(*(FIELDS[name][1][1:] for name in names))
-        ]
-
-
 def explain(path: list[dict], tolerance: float) -> tuple[list[Rule], float]:
     """The rules with the fewest departures that lie within `tolerance`, and the largest distance.
 
     Without such a rule: an empty list and NaN.
     """
-    for rules in variants(len(FIELDS)):
-        distance = {rule: max(distances(path, path_of(rule)))[0] for rule in rules}
-        matching = [rule for rule in rules if distance[rule] <= tolerance]
-        if matching:
-            return matching, max(distance[rule] for rule in matching)
-    return [], math.nan
+    distance = {rule: max(distances(path, path_of(rule)))[0] for rule in RULES}
+    matching = [rule for rule in RULES if distance[rule] <= tolerance]
+    fewest = min((len(rule.departures) for rule in matching), default=0)
+    matching = [rule for rule in matching if len(rule.departures) == fewest]
+    return matching, max((distance[rule] for rule in matching), default=math.nan)

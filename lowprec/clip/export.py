@@ -1,7 +1,6 @@
 """Reads and writes weights as safetensors or open_clip's .pt; a .pt file executes no code."""
 
 import contextlib
-import hashlib
 import json
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lowprec.nn.inference import load_state
+from lowprec.runs.provenance import file_digest
 
 
 def find_weights(source: Path) -> Path:
@@ -26,20 +26,10 @@ def find_weights(source: Path) -> Path:
         if weights.is_file() and manifest.is_file():
             with contextlib.suppress(ValueError, LookupError, TypeError):  # a damaged manifest
                 facts = json.loads(manifest.read_text())["files"]["model.safetensors"]
-                if _digest(weights) == facts["sha256"]:
+                if file_digest(weights) == facts["sha256"]:
                     return weights
             print(f"warning: {weights} is damaged; trying an older checkpoint")
     raise FileNotFoundError(f"{source} has no weights: must be a run, a checkpoint or a file")
-
-
-def weights_digest(source: Path) -> str:
-    """sha256 of the weights file, see `find_weights`."""
-    return _digest(find_weights(source))
-
-
-def _digest(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_weights(source: Path) -> dict[str, Tensor]:

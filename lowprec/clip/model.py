@@ -25,12 +25,9 @@ class PatchDropout(nn.Module):
     Draws on the tensor's device; open_clip draws on the CPU, so that each step waits for a copy.
     Source: arXiv:2212.00794.
 
-    Args:
-        probability: p, the fraction of patches to drop.
-        batch_size: size of the global batch. If given, numbers are drawn for the whole batch, and
-            consecutive forwards use the rows of this rank's consecutive micro-batches, so that the
-            result depends on neither the number of ranks nor the micro-batches.
-        rank: index of this process among the `num_ranks` that share the batch.
+    With `batch_size`, that of the global batch, numbers are drawn for the whole batch, and
+    consecutive forwards use the rows of this rank's consecutive micro-batches: the result depends
+    on neither the number of ranks nor the micro-batches.
     """
 
     def __init__(

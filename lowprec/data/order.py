@@ -28,13 +28,8 @@ class SampleOrder:
 
     Without replacement each sample comes once per epoch; a batch may straddle two epochs. With
     `resampled`, a window consists of shards drawn in proportion to their size and of samples drawn
-    from these, so that each position is uniform over all samples.
-
-    Args:
-        counts: Samples in each shard, [shards].
-        seed: Seed of the order.
-        window: Shards shuffled together.
-        resampled: Draw with replacement.
+    from these, so that each position is uniform over all samples. `counts`: samples in each shard;
+    `window`: shards shuffled together.
     """
 
     def __init__(self, counts: np.ndarray, *, seed: int, window: int = 16, resampled: bool = False):

@@ -48,13 +48,9 @@ def load_sealed(file: Path) -> list[np.ndarray]:
 class Shards:
     """Indexed shards, read by offset.
 
-    Opening them costs nothing: each table is loaded on first use.
-
-    Args:
-        paths: Uncompressed tar files.
-        tables: The index file of each: its catalog entry and an array of `SAMPLE`.
-        catalog: The number of samples in each and the digest of its members' bytes: a structured
-            array with the fields "samples" and "digest".
+    Opening them costs nothing: each table is loaded on first use. `paths`: uncompressed tar files;
+    `tables`: the index file of each, its catalog entry and an array of `SAMPLE`; `catalog`: a
+    structured array with the fields "samples" and "digest", of the members' bytes.
     """
 
     def __init__(self, paths: list[str], tables: list[Path], catalog: np.ndarray):

@@ -72,9 +72,7 @@ class Spike(NamedTuple):
 class Collapse:
     """Detects a collapsed model, which tells no pairs apart: its loss stays at ln(batch_size).
 
-    Args:
-        batch_size: number of pairs that the loss contrasts.
-        warmup_steps: first steps, in which the loss may be at chance level.
+    In the first `warmup_steps` the loss may be at chance level.
     """
 
     def __init__(self, batch_size: int, warmup_steps: int):
@@ -105,12 +103,8 @@ class Detector:
         """Returns the spikes that become known at this step, the earlier ones first.
 
         A loss spike becomes known at the last outlier it needs, up to `within` steps after its own
-        step. Raises ValueError if `step` is not after the previous one.
-
-        Args:
-            step: steps that are left out count as unrecorded.
-            loss: the step's loss.
-            rms: RMS_t [tensors]; None if unrecorded.
+        step. Steps that are left out count as unrecorded; ValueError if `step` is not after the
+        previous one. `rms`: RMS_t [tensors], None if unrecorded.
         """
         if step <= self.step:
             raise ValueError(f"step {step} after step {self.step}")

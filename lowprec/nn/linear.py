@@ -20,18 +20,14 @@ from lowprec.ops import reference
 class Settings:
     """How a layer multiplies. Checked here, once, and not again in each forward.
 
-    Args:
-        recipe: the formats of the three products.
-        backend: "auto", "reference" or "triton"; see `lowprec.ops`.
-        outlier_threshold: if above 0, input features that contain a larger magnitude are multiplied
-            in 16 bits, in output and grad_weight, as in LLM.int8() (arXiv:2208.07339). This takes a
-            second product of the full size, without a host sync.
-
+    With an `outlier_threshold` above 0, input features that contain a larger magnitude are
+    multiplied in 16 bits, in output and grad_weight, as in LLM.int8() (arXiv:2208.07339). This
+    takes a second product of the full size, without a host sync.
     Raises ValueError for settings that are unknown or that do not fit together.
     """
 
-    recipe: Recipe
-    backend: str = "auto"
+    recipe: Recipe  # the formats of the three products
+    backend: str = "auto"  # or "reference" or "triton"; see `lowprec.ops`
     outlier_threshold: float = 0.0
 
     def __post_init__(self):

@@ -14,20 +14,18 @@ from torch import Tensor
 
 from lowprec.optim.adamw_update import Hyperparameters, debiased, wide_dtype
 from lowprec.optim.fused import AddressTables, FusedStep, first_unfit
-from lowprec.optim.options import (
-    OWN_OPTIONS,
-    check_options,
-    is_positive_or_none,
-    lr_on_device,
-    options_of,
-)
 from lowprec.optim.plain import PlainStep, Tensors
 from lowprec.optim.state import (
     FOREIGN,
     MOMENTS,
+    OWN_OPTIONS,
     adamw_state,
     check_is_adamw,
+    check_options,
+    is_positive_or_none,
     loaded_state,
+    lr_on_device,
+    options_of,
     zero_state,
 )
 from lowprec.optim.statistics import (

@@ -36,6 +36,12 @@ def code_digests() -> dict[str, str]:
     }
 
 
+def file_digest(path: Path) -> str:
+    """Returns the SHA-256 of a file's content."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def code_digest(source: str) -> str:
     """Returns 12 hexadecimal digits for what Python code does.
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from lowprec.config.schema import Config
 from lowprec.runs import durable
 from lowprec.runs.attempts import CheckpointError, DamagedError
-from lowprec.runs.provenance import refuse_mismatch
+from lowprec.runs.provenance import file_digest, refuse_mismatch
 from lowprec.runs.read import METRICS, scan_rows
 from lowprec.runs.record import Record
 from lowprec.train.state import TrainState
@@ -267,7 +267,7 @@ def verify(path: Path) -> dict:
         if name.isdecimal() and int(name) != manifest["step"]:
             raise DamagedError(f"{path} holds step {manifest['step']}")
         for name, facts in manifest["files"].items():
-            if not (path / name).exists() or _digest_of_file(path / name) != facts["sha256"]:
+            if not (path / name).exists() or file_digest(path / name) != facts["sha256"]:
                 raise DamagedError(f"{path / name} is damaged or missing")
     except (FileNotFoundError, ValueError, LookupError, AttributeError, TypeError) as error:
         raise DamagedError(f"{manifest_file} is damaged ({error})") from error
@@ -285,8 +285,3 @@ def _sha256(chunks: list) -> str:
     for chunk in chunks:
         digest.update(chunk)
     return digest.hexdigest()
-
-
-def _digest_of_file(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

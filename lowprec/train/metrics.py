@@ -49,13 +49,7 @@ class MetricsBuffer:
 
     At a flush the host reads the results: it applies the non-finite rule, writes the rows that
     belong to the run and returns how the run ended, if it did. Every rank has a buffer, but
-    only rank 0 writes the record.
-
-    Args:
-        built: the objects of the run.
-        record: receives rows and tables.
-        logger: receives a copy of the rows.
-        on_flush: called with the last row and its timing after each flush.
+    only rank 0 writes the record. `on_flush` is called with the last row and its timing.
     """
 
     def __init__(

@@ -7,6 +7,7 @@ from lowprec.config.check import ConfigError
 from lowprec.config.schema import Config
 from lowprec.data.open import Data
 from lowprec.runs.attempts import CheckpointError
+from lowprec.runs.provenance import file_digest
 
 
 def sources_of(config: Config, data: Data) -> dict[str, str]:
@@ -16,10 +17,10 @@ def sources_of(config: Config, data: Data) -> dict[str, str]:
     """
     sources = {"data": data.digest(config)}
     if config.model.init_from:
-        from lowprec.clip.export import weights_digest
+        from lowprec.clip.export import find_weights
 
         try:
-            sources["init_from"] = weights_digest(Path(config.model.init_from))
+            sources["init_from"] = file_digest(find_weights(Path(config.model.init_from)))
         except FileNotFoundError as error:
             raise ConfigError([f"model.init_from={config.model.init_from}: {error}"]) from error
     if config.resume.from_:

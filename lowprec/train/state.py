@@ -94,16 +94,15 @@ class TrainState:
         _check_same(model, self.model.state_dict(), folder / "model.safetensors")
         moments = {}
         is_8_bit = isinstance(self.optimizer, EightBitAdamW)
-        by_kind = {} if is_8_bit else {key: self._parameters_with(key) for key in KINDS}
-        for key, expected in (self.optimizer.states() if is_8_bit else by_kind).items():
+        like = {} if is_8_bit else {key: self._parameters_with(key) for key in KINDS}
+        for key, expected in (self.optimizer.states() if is_8_bit else like).items():
             moments[key] = _read_like(folder, key, expected)
             _check_same(moments[key], expected, folder / f"{key}{SUFFIX}")
         state = json.loads((folder / "state.json").read_text())
         if is_8_bit:
             self._load_eight_bit(moments, folder)
-        for key, parameters in by_kind.items():
-            for name, parameter in parameters.items():
-                self.optimizer.state[parameter][key] = moments[key][name].to(parameter.device)
+        else:
+            self._load_moments(moments)
         self.optimizer.steps = state["steps"]
         for name, tensor in self.model.state_dict().items():
             _local(tensor).copy_(_local(model[name]))
@@ -133,6 +132,11 @@ class TrainState:
             if tensor.numel() and (isinstance(parameter, DTensor) or self.world.is_first):
                 own[name] = tensor
         return own
+
+    def _load_moments(self, moments: dict[str, dict[str, Tensor]]) -> None:
+        for key, tensors in moments.items():
+            for name, parameter in self._parameters_with(key).items():
+                self.optimizer.state[parameter][key] = tensors[name].to(parameter.device)
 
     def _load_eight_bit(self, moments: dict[str, dict[str, Tensor]], folder: Path) -> None:
         """Copies into the library's own tensors, which may be in managed memory."""

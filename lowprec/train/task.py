@@ -32,25 +32,16 @@ class ContrastiveTask:
     ranks. With `accumulate` > 1 features are cached: all micro-batches run forward without
     gradients, the loss and its gradient with respect to the features are those of the whole batch,
     then each micro-batch runs forward again and backward. Source: arXiv:2101.06983.
-
-    Args:
-        model: maps (images, tokens) to `image_features`, `text_features` and `logit_scale`.
-        loss_fn: maps these three to a 0-d loss.
-        normalize: maps uint8 images to pixels, on the device.
-        autocast_name: `precision.autocast`.
-        parallel: the module that averages gradients over ranks; by default the model.
-        world: the ranks.
-        accumulate: number of micro-batches.
     """
 
-    model: nn.Module
-    loss_fn: Callable
-    normalize: nn.Module
-    autocast_name: str
+    model: nn.Module  # maps (images, tokens) to image_features, text_features and logit_scale
+    loss_fn: Callable  # maps these three to a 0-d loss
+    normalize: nn.Module  # maps uint8 images to pixels, on the device
+    autocast_name: str  # precision.autocast
     _: KW_ONLY
-    parallel: nn.Module | None = None
+    parallel: nn.Module | None = None  # averages gradients over ranks; by default the model
     world: Ranks = ONE_PROCESS
-    accumulate: int = 1
+    accumulate: int = 1  # number of micro-batches
     probe: Callable | None = None  # measures the model's blocks (diagnostics.blocks)
 
     def __post_init__(self):
