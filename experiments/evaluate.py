@@ -76,7 +76,7 @@ def main(config: EvaluateConfig) -> None:
     row = {"step": step_of(checkpoint), "val": trained.data.val, **facts, **results}
     with open(run / "evaluations.jsonl", "a") as file:
         file.write(encode_row(row))
-    print(f"{'step':28} {manifest['step']} of {trained.num_steps}")
+    print(f"{'step':28} {row['step']} of {trained.num_steps}")
     for name, value in results.items():
         print(f"{name:28} {value:.4f}")
 

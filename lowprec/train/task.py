@@ -116,7 +116,7 @@ class ContrastiveTask:
         for micro_batch, state in zip(micro_batches, states, strict=True):
             is_last, end = micro_batch is micro_batches[-1], begin + len(micro_batch.tokens)
             _set_random_state(state, device)
-            with self._synchronizing(is_last):
+            with self.synchronizing(is_last):
                 with self.autocast(batch):
                     features = self.features(micro_batch, self.parallel)
                 # the last micro-batch takes the whole gradient of the logit scale
@@ -130,7 +130,7 @@ class ContrastiveTask:
         _set_random_state(state_after, device)
         return loss, leaves["logit_scale"].detach()
 
-    def _synchronizing(self, enabled: bool) -> contextlib.AbstractContextManager:
+    def synchronizing(self, enabled: bool) -> contextlib.AbstractContextManager:
         """Sets whether backward passes in this context average gradients over ranks."""
         if isinstance(self.model, FSDPModule):
             self.model.set_requires_gradient_sync(enabled)
