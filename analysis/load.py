@@ -157,8 +157,8 @@ def load_runs(root: Path | str, *, experiment: str | None = None, scale: str | N
     matches &= (scale is None) | (summaries["scale"] == scale) | summaries["scale"].isna()
     if not matches.any():
         query = f"experiment={experiment or 'any'} and scale={scale or 'any'}"
-        there = _experiments(summaries)
-        raise NoRunsError(f"{root}: no runs with {query}; there are {there}; {to_make}")
+        others = _experiments(summaries)
+        raise NoRunsError(f"{root}: no runs with {query}; there are {others}; {to_make}")
     return Runs(summaries[matches], root)
 
 

@@ -117,9 +117,10 @@ def variants_of(trained: dict, changes: list[str], multirun: bool) -> dict[str, 
     configs = {}
     for variant in [(), *variants]:
         try:
-            if chosen := [text for text in variant if text.partition("=")[0] == "experiment"]:
-                text = f"{chosen[0]}: a replay changes single keys and groups of the run"
-                raise ConfigError([text])
+            for text in variant:
+                if text.partition("=")[0] == "experiment":
+                    fault = f"{text}: a replay changes single keys and groups of the run"
+                    raise ConfigError([fault])
             config = check(change(trained, variant), ReplayedConfig)
             if combination := list(combination_faults(config)):
                 raise ConfigError(combination)

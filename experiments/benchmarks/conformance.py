@@ -59,8 +59,8 @@ class Rule:
     @property
     def departures(self) -> list[str]:
         """Its differences from algorithm 2, in words."""
-        chosen = zip(FIELDS.values(), vars(self).values(), strict=True)
-        return [words.format(own) for (words, choices), own in chosen if own != choices[0]]
+        fields = zip(FIELDS.values(), vars(self).values(), strict=True)
+        return [words.format(own) for (words, choices), own in fields if own != choices[0]]
 
     def __str__(self) -> str:
         return "; ".join(self.departures) or "algorithm 2"
