@@ -22,6 +22,7 @@ CAP_AFTER = 0.1  # the loss axis ends at the largest loss after this share of th
 LEGEND_DROP = 0.38  # inches below the axes, under the label of the steps
 LABEL_LENGTH = 42  # characters of a legend line at column width
 ACCURACY = "zero_shot/top1"
+RECALL = ("retrieval/image_to_text_r1", "retrieval/text_to_image_r1")
 OF_A_RUN = (
     *("run", "scale", "data", "data_digest", "batch_size", "num_steps", "model", "vision_layers"),
     *("precision", "scaler", "intervention", "optimizer", "lr", "beta2", "beta2_decay"),
@@ -110,11 +111,18 @@ def by_intervention(heads: pd.DataFrame) -> pd.DataFrame:
 
 def last_accuracy(runs: Runs) -> pd.Series:
     """By run: the accuracy at its last step, or NaN."""
+    return _last(runs, ACCURACY)[ACCURACY]
+
+
+def last_recall(runs: Runs) -> pd.Series:
+    """By run: the mean R@1 of both directions in % at its last step, or NaN."""
+    return 100 * _last(runs, *RECALL).mean(axis=1, skipna=False)
+
+
+def _last(runs: Runs, *names: str) -> pd.DataFrame:
     metrics = runs.metrics
-    if ACCURACY not in metrics:
-        return pd.Series(dtype=float)
     last = metrics.loc[metrics.groupby("run")["step"].idxmax()].set_index("run")
-    return last[ACCURACY]
+    return last.reindex(columns=list(names)).astype(float)
 
 
 def losses(runs: Runs, heads: pd.DataFrame, columns: tuple[str, ...] = COLUMNS) -> pd.DataFrame:

@@ -22,8 +22,7 @@ SCALES = ("paper", "mini")  # the first that has runs is judged
 NOT_COUNTED = {("update_clipping", "mini")}  # its runs memorize their data: experiments/RESULTS.md
 LEVEL, TWO_ONE_SIDED = 0.95, 0.9  # of intervals; the second for equivalence
 WINDOWS = (50, 200)  # steps of the running mean, besides the run's own
-SPIKES, FOLLOWING = "num_loss_spikes", "num_following"
-RECALL = ("retrieval/image_to_text_r1", "retrieval/text_to_image_r1")
+SPIKES, FOLLOWING, HIGHEST = "num_loss_spikes", "num_following", "highest"
 SHARDS = "data.train=... data.val=..."  # every command at paper scale needs them
 
 # The margins of the verdicts, which `Claim.margin` words.
@@ -104,24 +103,21 @@ class Evidence:
         last step and 0 if the run diverged; `loss` is the mean training loss of the last 2%.
         """
         runs = self.runs(studies, scale)
-        table, metrics = runs.runs, runs.metrics.reindex(
-            columns=["run", "step", "loss", curves.ACCURACY, *RECALL]
-        )  # fmt: skip
-        last = metrics.loc[metrics.groupby("run")["step"].idxmax()].set_index("run").astype(float)
-        results = {"accuracy": last[curves.ACCURACY], "recall": last[list(RECALL)].mean(axis=1)}
-        for name, shares in results.items():
-            diverged = table["state"] == "diverged"
-            table = table.assign(**{name: table["run"].map(100 * shares).mask(diverged, 0.0)})
-        ends = metrics["step"] > 0.98 * metrics["run"].map(table.set_index("run")["num_steps"])
-        losses = metrics[ends].astype({"loss": float}).groupby("run")["loss"].mean()
+        table, losses = runs.runs, runs.metrics[["run", "step", "loss"]]
+        diverged = table["state"] == "diverged"
+        results = {"accuracy": 100 * curves.last_accuracy(runs), "recall": curves.last_recall(runs)}
+        for name, percents in results.items():
+            table = table.assign(**{name: table["run"].map(percents).mask(diverged, 0.0)})
+        ends = losses["step"] > 0.98 * losses["run"].map(table.set_index("run")["num_steps"])
+        losses = losses[ends].astype({"loss": float}).groupby("run")["loss"].mean()
         return table.assign(loss=table["run"].map(losses))
 
     def _spikes(self, studies: Sequence[str]) -> pd.DataFrame:
         """`Runs.runs` with `count_following` for the patch embedding, by each run's protocol.
 
-        `can_spike`: RMS_t is recorded and can reach the threshold; `num_following 50`: the count
-        for another of WINDOWS. Runs that agree in every setting and the seed, as when two studies
-        share one, count once.
+        `can_spike`: RMS_t is recorded and can reach the threshold; `highest`: the height of the
+        highest loss spike, 0 without one; columns that end in one of WINDOWS: by that window. Runs
+        that agree in every setting and the seed, as when two studies share one, count once.
         """
         runs = self.runs(studies)
         rows = []
@@ -132,9 +128,12 @@ class Evidence:
             rms = series.rms_of(spike_marks.TENSOR)
             can_spike = np.isfinite(rms).any() and series.reaches(protocol)
             counts = spike_marks.count_following(series, rms, protocol)
+            counts[HIGHEST] = spike_marks.highest(series, protocol)
             for window in WINDOWS:
-                other = spike_marks.count_following(series, rms, replace(protocol, window=window))
-                counts |= {f"{name} {window}": other[name] for name in (SPIKES, FOLLOWING)}
+                windowed = replace(protocol, window=window)
+                other = spike_marks.count_following(series, rms, windowed)
+                other[HIGHEST] = spike_marks.highest(series, windowed)
+                counts |= {f"{name} {window}": other[name] for name in (SPIKES, FOLLOWING, HIGHEST)}
             rows.append({**head, **counts, "can_spike": bool(can_spike)})
         return pd.DataFrame(rows)
 

@@ -157,6 +157,12 @@ def spike_table(series: Series, protocol: Protocol, tensor: str = TENSOR) -> pd.
     return pd.DataFrame(columns)
 
 
+def highest(series: Series, protocol: Protocol) -> float:
+    """The height of the highest loss spike of a run (see `spike_table`), or 0."""
+    heights = spike_table(series, protocol)["height"]
+    return heights.max() if len(heights) else 0.0
+
+
 def count_following(
     series: Series, rms: np.ndarray, protocol: Protocol, max_shift: int | None = None
 ) -> dict[str, float]:

@@ -1,0 +1,108 @@
+"""Loss spikes and retrieval by beta2 for each optimizer: how high spikes are, what they cost.
+
+Not in the paper, which counts spikes. Runs: `experiment=stability`.
+"""
+
+from dataclasses import asdict
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from analysis import curves, spike_marks, style
+from analysis.figures.accuracy_vs_size import plot_runs
+from analysis.load import Runs
+
+EXPERIMENT = "stability"
+PARTS = ("spikes", "runs")
+COLUMNS = ("part", *curves.OF_A_RUN, "step", "height", "recall", *spike_marks.THRESHOLDS)
+WIDTH = 0.8  # of the place of one beta2 on the axis, which the optimizers share
+
+
+def query(runs: Runs) -> pd.DataFrame:
+    """Heights for the left panel and recall for the right one: exactly what is plotted.
+
+    Part `spikes` has one row per loss spike after the ignored steps, with its `height`: the largest
+    loss up to `within` steps after it minus the median of the window before it. Part `runs` has one
+    row per run: its last step and `recall`, the mean R@1 of both directions in %, or NaN.
+    """
+    heads = curves.named_heads(runs, ("optimizer.beta2",))
+    recall = curves.last_recall(runs)
+    frames = [pd.DataFrame(columns=list(COLUMNS))]
+    for head in heads.to_dict("records"):
+        series = spike_marks.read_series(runs.only(head["run"]), head["run"], spike_marks.TENSOR)
+        protocol = spike_marks.protocol_of_run(head)
+        spikes = spike_marks.spike_table(series, protocol)[["step", "height"]]
+        end = pd.DataFrame({"step": [head["reached"]], "recall": [recall.get(head["run"])]})
+        facts = {name: head[name] for name in curves.OF_A_RUN} | asdict(protocol)
+        for part, rows in zip(PARTS, (spikes, end), strict=True):
+            frames.append(rows.assign(part=part, **facts).reindex(columns=list(COLUMNS)))
+    frame = pd.concat([part for part in frames[1:] if len(part)] or frames, ignore_index=True)
+    return frame.astype({"height": float, "recall": float})
+
+
+def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
+    """The left panel: a point for each loss spike, a bar at the median, by beta2 and optimizer."""
+    spikes, places = frame[frame["part"] == "spikes"], _places(frame)
+    optimizers = [name for name in style.OPTIMIZERS if name in set(frame["optimizer"])]
+    for i, optimizer in enumerate(optimizers):
+        color = style.color("bf16", optimizer)
+        middle = (i - (len(optimizers) - 1) / 2) * WIDTH / len(optimizers)
+        for beta2, group in spikes[spikes["optimizer"] == optimizer].groupby("beta2"):
+            at = places[beta2] + middle
+            spread = np.linspace(-0.3, 0.3, len(group)) if len(group) > 1 else np.zeros(1)
+            by_step = group.sort_values("step")["height"]
+            ax.plot(at + spread * WIDTH / len(optimizers), by_step, "o", color=color, ms=2.5)
+            ax.hlines(by_step.median(), at - 0.11, at + 0.11, color=color, lw=2)
+    ax.set_yscale("log")
+    ax.yaxis.set_major_formatter("{x:g}")
+    ax.set(ylabel="height of a loss spike [nats]", title="each loss spike")
+    _beta2_axis(ax, places)
+    return ax
+
+
+def plot_recall(frame: pd.DataFrame, ax: Axes) -> Axes:
+    """The right panel: a point for each run, a line through the means, by beta2 and optimizer."""
+    ends, places = frame[frame["part"] == "runs"].sort_values("beta2"), _places(frame)
+    for optimizer, group in ends.groupby("optimizer", sort=False):
+        color, name = style.color("bf16", optimizer), style.OPTIMIZERS[optimizer][0]
+        at = group["beta2"].map(places)
+        plot_runs(ax, at, group["recall"], color, style.line_style(optimizer), name)
+    ax.set(ylabel="mean R@1 at the end [%]", title="each run")
+    _beta2_axis(ax, places)
+    return ax
+
+
+def draw(frame: pd.DataFrame, figure: Figure) -> None:
+    """Draws both panels and one legend."""
+    left, right = curves.panels(figure, 2, frame["optimizer"].nunique())
+    plot(frame, left)
+    plot_recall(frame, right)
+    right.legend(loc="lower left", handlelength=2.6)
+
+
+def caption(frame: pd.DataFrame) -> str:
+    """Describes the runs and counts the spikes."""
+    ends, spikes = (frame[frame["part"] == part] for part in PARTS[::-1])
+    counts = "; ".join(
+        f"{style.OPTIMIZERS[name][0]} {len(group)} in {num} runs"
+        for name, group in spikes.groupby("optimizer")
+        for num in [(ends["optimizer"] == name).sum()]
+    )
+    return (
+        f"Loss spikes and retrieval of {curves.of_runs(ends)}, beta2 "
+        f"{curves.join(sorted(ends['beta2'].unique()))}. {spike_marks.in_words(frame)} Left: the "
+        "largest loss of each spike minus the median of the window before it; bars: medians. "
+        "Right: the mean R@1 of both directions at the last step; points: seeds; lines: their "
+        f"means. Loss spikes: {counts or 'none'}.{curves.caption_end(ends)}"
+    )
+
+
+def _places(frame: pd.DataFrame) -> dict[float, int]:
+    return {beta2: i for i, beta2 in enumerate(sorted(set(frame["beta2"])))}
+
+
+def _beta2_axis(ax: Axes, places: dict[float, int]) -> None:
+    ax.set_xticks(list(places.values()), [f"{beta2:g}" for beta2 in places])
+    ax.set(xlabel="beta2", xlim=(-0.6, len(places) - 0.4))
