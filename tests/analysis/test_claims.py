@@ -273,7 +273,7 @@ def spiking_fixture(make_run, tmp_path):
     return make
 
 
-OF_BETA2 = [("C9", "beta2"), ("C10", "follows"), ("C11", "removes the"), ("C11", "lower beta2")]
+OF_BETA2 = [("C9", "spikes grow with beta2"), ("C10", "follows"), ("C11", "removes the"), ("C11", "lower beta2")]
 
 
 def test_spikes_decide_with_two_seeds_and_are_counted_with_one(spiking):
@@ -286,7 +286,7 @@ def test_spikes_decide_with_two_seeds_and_are_counted_with_one(spiking):
         finding = {claim: one(evidence, *claim) for claim in OF_BETA2}
         assert {(f.verdict, f.why) for f in finding.values()} == {(verdict, why)}, finding
         counts = f"beta2 0.9: 0; beta2 0.99: 1; beta2 0.999: {len(MANY)}"
-        assert counts in finding["C9", "beta2"].ours
+        assert counts in finding["C9", "spikes grow with beta2"].ours
         num = (seed + 1) * (len(MANY) + 1)
         assert f"{num} of {num} follow" in finding["C10", "follows"].ours
 
