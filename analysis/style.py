@@ -117,6 +117,11 @@ def model(name: str) -> str:
     return MODELS.get(name, name)
 
 
+def short_tensor(name: str) -> str:
+    """A tensor in print: `visual.6.ln_1.bias` for `visual.transformer.resblocks.6.ln_1.bias`."""
+    return name.replace("transformer.resblocks.", "" if name.startswith("visual") else "text.")
+
+
 def method(precision: str, optimizer: str) -> str:
     """`SwitchBack int8, StableAdamW`: a method in print."""
     first = PRECISIONS.get(precision, (precision, OTHER))[0]

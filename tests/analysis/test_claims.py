@@ -273,7 +273,12 @@ def spiking_fixture(make_run, tmp_path):
     return make
 
 
-OF_BETA2 = [("C9", "spikes grow with beta2"), ("C10", "follows"), ("C11", "removes the"), ("C11", "lower beta2")]
+OF_BETA2 = [
+    ("C9", "spikes grow with beta2"),
+    ("C10", "follows"),
+    ("C11", "removes the"),
+    ("C11", "lower beta2"),
+]
 
 
 def test_spikes_decide_with_two_seeds_and_are_counted_with_one(spiking):

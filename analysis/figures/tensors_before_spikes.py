@@ -1,0 +1,129 @@
+"""Which tensors' RMS_t spikes before the loss does: all tensors, AdamW, pooled over runs.
+
+Not in the paper, which looks at the patch embedding. Runs: `experiment=stability`.
+"""
+
+from dataclasses import asdict
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from scipy import stats
+
+from analysis import curves, paper, spike_marks, style
+from analysis.load import Runs
+from lowprec.diagnostics.spikes import lag_coincidence, largest_rms, loss_spikes, onsets
+
+EXPERIMENT = "stability"
+NUM_TENSORS = 15  # drawn
+LEVEL = 0.05  # false discovery rate
+COUNTS = ("num_loss_spikes", "num_rms_spikes", "num_following", "num_first", "expected")
+COLUMNS = (*curves.OF_A_RUN, "tensor", *COUNTS, *spike_marks.THRESHOLDS)
+
+
+def select(heads: pd.DataFrame) -> pd.DataFrame:
+    """The rows of `Runs.runs` in the figure: AdamW's, where RMS_t can reach the threshold."""
+    heads = spike_marks.of_adamw(heads)
+    if "optimizer.beta2" not in heads:  # every config is damaged
+        return heads
+    reach = [largest_rms(beta2) for beta2 in heads["optimizer.beta2"].astype(float)]
+    return heads[~(np.array(reach) < heads["diagnostics.spikes.rms_threshold"].astype(float))]
+
+
+def query(runs: Runs) -> pd.DataFrame:
+    """One row per run and tensor with an RMS spike: exactly what is pooled in the plot.
+
+    RMS spikes are read from the events, which name all tensors. Loss spikes are counted from their
+    onset, once each: those 1 to `max_lead` steps after an RMS spike of the tensor
+    (`num_following`), those for which no tensor's RMS spike in these steps is earlier
+    (`num_first`), and those expected by chance, the mean over all shifts of the RMS spikes.
+    """
+    heads = curves.named_heads(runs, ("optimizer.beta2",))
+    heads = heads[heads["run"].isin(select(runs.runs)["run"])]
+    frames = [pd.DataFrame(columns=list(COLUMNS))]
+    for head in heads.to_dict("records"):
+        protocol = spike_marks.protocol_of_run(head)
+        alone = runs.only(head["run"])
+        loss = alone.metrics["loss"].to_numpy(float)
+        onset = np.unique(onsets(loss, np.flatnonzero(loss_spikes(loss, protocol)) + 1))
+        steps = _rms_spikes(alone.events, protocol.ignore_steps)
+        leads = {name: onset[:, None] - at for name, at in steps.items()}
+        longest = {  # by tensor: steps from its earliest RMS spike in reach to each loss spike
+            name: np.where((lead >= 1) & (lead <= protocol.max_lead), lead, 0).max(axis=1)
+            for name, lead in leads.items()
+        }
+        most = np.max([*longest.values()], axis=0) if longest else onset
+        rows = []
+        for name, at in steps.items():
+            marks = np.zeros((2, len(loss)), bool)
+            marks[0, onset - 1], marks[1, at - 1] = True, True
+            chance = lag_coincidence(*marks, protocol).chance if len(onset) else 0.0
+            num = (longest[name] > 0).sum(), ((longest[name] == most) & (most > 0)).sum()
+            rows.append((name, len(onset), len(at), *num, chance * len(onset)))
+        facts = {name: head[name] for name in curves.OF_A_RUN} | asdict(protocol)
+        table = pd.DataFrame(rows, columns=["tensor", *COUNTS]).assign(**facts)
+        frames.append(table.reindex(columns=list(COLUMNS)))
+    return pd.concat([part for part in frames[1:] if len(part)] or frames, ignore_index=True)
+
+
+def pooled(frame: pd.DataFrame) -> pd.DataFrame:
+    """By tensor over all runs: the counts, `share`, `chance`, `p` and `q`, the best first.
+
+    `p`: binomial, for at least as many loss spikes as follow. `q`: by Benjamini and Hochberg over
+    the tensors with an RMS spike.
+    """
+    table = frame.groupby("tensor")[list(COUNTS)].sum().astype(float)
+    table["num_loss_spikes"] = frame.drop_duplicates("run")["num_loss_spikes"].sum()
+    total = table["num_loss_spikes"].clip(lower=1)
+    table["share"], table["chance"] = table["num_following"] / total, table["expected"] / total
+    table["p"] = stats.binom.sf(table["num_following"] - 1, total, table["chance"])
+    table["q"] = stats.false_discovery_control(table["p"]) if len(table) else []
+    return table.sort_values(["p", "num_following"], ascending=[True, False])
+
+
+def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
+    """A bar for each tensor: loss spikes that follow its RMS spikes, and those it is first for."""
+    table = pooled(frame).head(NUM_TENSORS).iloc[::-1]
+    rows = np.arange(len(table))
+    colors = [spike_marks.FOLLOWING if q < LEVEL else "#BBBBBB" for q in table["q"]]
+    ax.barh(rows, table["num_following"], color=colors, height=0.7, alpha=0.45, label="follow")
+    ax.barh(rows, table["num_first"], color=colors, height=0.7, label="and no tensor is earlier")
+    ax.plot(table["expected"], rows, "|", color="black", ms=9, mew=1.5, label="by chance")
+    ax.set_yticks(rows, [style.short_tensor(name) for name in table.index], fontsize=7)
+    num = int(table["num_loss_spikes"].max()) if len(table) else 0
+    ax.set(xlabel=f"loss spikes, of {num}", title="tensors whose RMS spikes come before")
+    ax.legend(loc="lower right")
+    return ax
+
+
+def draw(frame: pd.DataFrame, figure: Figure) -> None:
+    """Draws the only panel."""
+    figure.set_size_inches(2 * style.COLUMN_WIDTH, 3.6)
+    plot(frame, figure.add_subplot())
+
+
+def caption(frame: pd.DataFrame) -> str:
+    """Describes the runs, the counting and the best tensor."""
+    runs, table = frame.drop_duplicates("run"), pooled(frame)
+    text = (
+        f"Loss spikes after RMS spikes of each tensor in {curves.of_runs(runs)}, "
+        f"beta2 {curves.join(sorted(runs['beta2'].unique()))}. {spike_marks.in_words(frame)} Loss "
+        "spikes are counted from their onset. Orange: more follow than by chance, false discovery "
+        f"rate {LEVEL:g} over the {len(table)} tensors that have RMS spikes: "
+        f"{(table['q'] < LEVEL).sum()} tensors."
+    )
+    for name, row in table.head(1).iterrows():
+        text += f" {name}: {row['num_following']:.0f} of {row['num_loss_spikes']:.0f} follow its "
+        text += f"{row['num_rms_spikes']:.0f} RMS spikes, {row['expected']:.1f} by chance."
+    return f"{text} The paper: {paper.FOLLOWING_SAID}.{curves.caption_end(runs, crosses=False)}"
+
+
+def _rms_spikes(events: pd.DataFrame, ignored: int) -> dict[str, np.ndarray]:
+    """By tensor: the steps of its RMS spikes, in order, after the ignored ones."""
+    steps: dict[str, list[int]] = {}
+    spikes = events[events["spike"] == "rms"] if "spike" in events else events.iloc[:0]
+    for event in spikes.itertuples():
+        for name in event.rms if event.step > ignored else ():
+            steps.setdefault(name, []).append(event.step)
+    return {name: np.unique(at) for name, at in sorted(steps.items())}

@@ -1,0 +1,55 @@
+"""The figure of all tensors whose RMS spikes come before loss spikes, on planted ones."""
+
+import json
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from analysis import load_runs
+from analysis.figures import load
+from lowprec.config.schema import DiagnosticsConfig, SpikeConfig
+
+FIGURE = load("tensors_before_spikes")
+SPIKES = DiagnosticsConfig(spikes=SpikeConfig(ignore_steps=50, window=50))
+EVENTS = {  # step: tensors with an RMS spike; the loss spikes at 200 and 300
+    20: ["ignored"],
+    194: ["early"],
+    197: ["early", "late"],
+    298: ["late"],
+    120: ["alone"],
+}
+
+
+def test_tensors_are_counted_from_the_onset_and_the_earliest_is_first(make_run, tmp_path):
+    losses = 2 + 0.01 * np.sin(np.arange(400))
+    for step in (200, 300):
+        losses[step - 1 : step + 2] += 1
+    for seed in (0, 1):
+        run = make_run(seed=seed, num_steps=400, losses=losses, diagnostics=SPIKES)
+        rows = [
+            {"step": step, "spike": "rms", "rms": dict.fromkeys(names, 3.0)}
+            for step, names in EVENTS.items()
+        ]
+        (run / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    make_run(beta2=0.5, num_steps=400, losses=losses, diagnostics=SPIKES)  # RMS_t stays below 2.3
+    frame = FIGURE.query(load_runs(tmp_path / "runs"))
+    table = FIGURE.pooled(frame)
+    counts = table[["num_loss_spikes", "num_rms_spikes", "num_following", "num_first"]]
+    expected = {"late": [4, 4, 4, 2], "early": [4, 4, 2, 2], "alone": [4, 2, 0, 0]}
+    assert counts.astype(int).T.to_dict("list") == expected
+    chance = 2 * 8 / 350  # 8 steps after each of 2 spikes, of the steps that are not ignored
+    assert abs(table.loc["late", "chance"] - chance) < 0.01
+    assert (table["q"] >= table["p"]).all() and table.index[0] == "late"
+    figure = Figure(layout="constrained")
+    FIGURE.draw(frame, figure)
+    figure.draw_without_rendering()
+    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert labels == ["alone", "early", "late"]
+    assert "late: 4 of 4 follow its 4 RMS spikes" in FIGURE.caption(frame)
+
+
+def test_runs_without_events_give_no_rows(make_run, tmp_path):
+    make_run(num_steps=60)
+    assert isinstance(frame := FIGURE.query(load_runs(tmp_path / "runs")), pd.DataFrame)
+    assert frame.empty
