@@ -85,6 +85,16 @@ def protocol_of_run(summary: dict) -> Protocol:
     return protocol_of(summary.get("diagnostics.spikes.protocol"), **thresholds)
 
 
+def why_unexamined(num_steps: int, protocol: Protocol) -> str:
+    """Why no loss of so many steps can be a spike, with the option that changes it, or ""."""
+    recorded = f"{num_steps:,} steps are recorded, and"
+    if num_steps <= protocol.ignore_steps:
+        return f"{recorded} the first {protocol.ignore_steps:,} are ignored (--ignore-steps N)"
+    if 2 * (num_steps - 1) < protocol.window:
+        return f"{recorded} a spike needs half a window of {protocol.window} before it (--window N)"
+    return ""
+
+
 def of_adamw(summaries: pd.DataFrame) -> pd.DataFrame:
     """The rows of `Runs.runs` for AdamW, or all rows if there are none.
 

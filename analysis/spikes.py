@@ -26,6 +26,7 @@ from analysis.spike_marks import (
     read_series,
     sensitivity_table,
     spike_table,
+    why_unexamined,
 )
 from lowprec.diagnostics.spikes import PROTOCOLS, Protocol, largest_rms, relative_rms, rms_spikes
 
@@ -35,21 +36,25 @@ NUM_TENSORS = 10  # printed
 
 def describe(series: Series, protocol: Protocol, tensor: str) -> str:
     """Text about the spikes of one run."""
-    num_steps, ignored = len(series.loss), protocol.ignore_steps
-    if num_steps <= ignored:
-        text = f"{num_steps:,} steps are recorded, and the first {ignored:,} are ignored: nothing "
-        return text + "to look at yet. --ignore-steps N ignores fewer."
+    reason = why_unexamined(len(series.loss), protocol)
+    if len(series.loss) <= protocol.ignore_steps:
+        return f"Nothing was examined: {reason}."
     spikes = spike_table(series, protocol, tensor)
-    lines = _summary_lines(series, protocol, tensor, len(spikes))
+    counted = "No examined losses" if reason else f"{len(spikes)} loss spikes"
+    lines = [f"Losses were not examined: {reason}."] if reason else []
+    lines += _summary_lines(series, protocol, tensor, counted)
     if len(spikes):
         lines += ["", _text(spikes), "", *_lead_lines(series, protocol, tensor, spikes), ""]
         lines.append("By tensor, the most followed first (each p is for one tensor alone):")
         lines.append(_text(lead_table(series, protocol).head(NUM_TENSORS)))
+    table = sensitivity_table(series, protocol, tensor)
+    if not table[["num_loss_spikes", "num_rms_spikes"]].any(axis=None):
+        return "\n".join([*lines, "Other thresholds find no spikes either."])
     lines += ["", "By threshold, one changed at a time (* as above):"]
-    return "\n".join([*lines, _text(sensitivity_table(series, protocol, tensor))])
+    return "\n".join([*lines, _text(table)])
 
 
-def _summary_lines(series: Series, protocol: Protocol, tensor: str, num_spikes: int) -> list[str]:
+def _summary_lines(series: Series, protocol: Protocol, tensor: str, counted: str) -> list[str]:
     rms = series.rms_of(tensor)
     counts = f"{int(rms_spikes(rms, protocol).sum())} RMS spikes ({tensor})"
     if not series.reaches(protocol):
@@ -58,7 +63,7 @@ def _summary_lines(series: Series, protocol: Protocol, tensor: str, num_spikes: 
             f"no possible RMS spikes ({tensor}): at beta2 = {beta2:g}, RMS_t cannot exceed "
             f"{largest:.2f}, and the threshold is {protocol.rms_threshold:g}"
         )
-    lines = [f"{num_spikes} loss spikes and {counts} in {len(rms):,} steps."]
+    lines = [f"{counted} and {counts} in {len(rms):,} steps."]
     late = rms[protocol.ignore_steps :]
     if np.isnan(late).all():
         return [*lines, "RMS_t is not recorded there."]

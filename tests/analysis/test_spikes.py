@@ -129,7 +129,7 @@ def test_options_replace_thresholds_of_the_protocol(plant, capsys):
     ("keys", "sentence"),
     [
         ({"steps": 0, "state": "running"}, "0 steps are recorded, and the first 1,000 are ignored"),
-        ({"steps": 700, "state": "failed"}, "700 steps are recorded"),
+        ({"steps": 700, "state": "failed"}, "Nothing was examined: 700 steps are recorded"),
         ({"steps": 1510, "state": "running"}, "running: 1510 of 2000 steps\n2 loss spikes"),
         ({"steps": 1203, "state": "diverged"}, "diverged\n1 loss spikes and 1 RMS spikes"),
     ],
@@ -138,6 +138,21 @@ def test_options_replace_thresholds_of_the_protocol(plant, capsys):
 def test_incomplete_run_is_reported_as_far_as_it_goes(plant, capsys, keys, sentence):
     assert spikes.main(["--run", str(plant(**keys))]) == 0
     assert sentence in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--ignore-steps", "10"], "Losses were not examined: 60 steps .*--window N"),
+        (["--ignore-steps", "10", "--window", "20"], "find no spikes either"),
+    ],
+)
+def test_short_run_names_the_option_and_has_no_table_of_zeros(make_run, capsys, options, sentence):
+    rms = {"rms": pd.DataFrame(1.0, range(1, 61), [CONV1])}
+    run = make_run(num_steps=60, losses=np.linspace(3, 2, 60), tables={"tensors": rms})
+    assert spikes.main(["--run", str(run), *options]) == 0
+    out = capsys.readouterr().out
+    assert re.search(sentence, out) and "By threshold" not in out
 
 
 def test_run_without_recorded_rms_still_has_loss_spikes(plant, capsys):
