@@ -3,7 +3,12 @@
 Format names are "int8", "e4m3", "e5m2" and any other "eXmY" with X exponent and Y mantissa bits.
 e4m3 and e5m2 are OCP's (`torch.float8_e4m3fn`, `torch.float8_e5m2`). The other eXmY have no codes
 for inf or NaN, as in OCP MX: the largest e2m1 is 6, the largest e3m2 is 28.
-Source: OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats 1.0.
+
+"e4m3_bnb" and "e5m2_bnb" are the code books with which the paper's released code simulates fp8.
+They have no NaN or inf (the largest numbers are 480 and 114,688). Their subnormal numbers are 4
+times smaller than OCP's, which leaves a gap: e4m3_bnb has no number between 0.0034 and 0.0156.
+Source: OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats 1.0; `create_fp8_map`
+of bitsandbytes.
 """
 
 import re
@@ -22,17 +27,21 @@ class Format:
     dtype: torch.dtype
     exponent_bits: int = 0  # 0 for integers
     mantissa_bits: int = 0
+    gap: int = 0  # by how many exponents subnormal numbers are too small
 
     @property
     def min_exponent(self) -> int:
-        """Exponent of the smallest normal number, which all subnormal numbers share."""
+        """Exponent of the smallest normal number."""
         return 2 - 2 ** (self.exponent_bits - 1)
 
 
 INT8 = Format("int8", 127.0, torch.int8)
 E4M3 = Format("e4m3", 448.0, torch.float8_e4m3fn, 4, 3)
 E5M2 = Format("e5m2", 57344.0, torch.float8_e5m2, 5, 2)
-_PARSED = {format.name: format for format in (INT8, E4M3, E5M2)}
+E4M3_BNB = Format("e4m3_bnb", 480.0, torch.float32, 4, 3, gap=2)
+E5M2_BNB = Format("e5m2_bnb", 114688.0, torch.float32, 5, 2, gap=2)
+_NAMED = ("int8", "e4m3", "e5m2", "e4m3_bnb", "e5m2_bnb")
+_PARSED = {format.name: format for format in (INT8, E4M3, E5M2, E4M3_BNB, E5M2_BNB)}
 
 
 def parse_format(name: str) -> Format:
@@ -44,7 +53,7 @@ def parse_format(name: str) -> Format:
         return _PARSED[name]
     bits = re.fullmatch(r"e(\d+)m(\d+)", name)
     if bits is None:
-        raise ValueError(f"format {name!r}: must be int8, e4m3, e5m2 or another eXmY")
+        raise ValueError(f"format {name!r}: must be {', '.join(_NAMED)} or another eXmY")
     exponent, mantissa = int(bits[1]), int(bits[2])
     if not (1 <= exponent <= 7 and 0 <= mantissa <= 10):
         raise ValueError(f"format {name!r}: must have 1 to 7 exponent and 0 to 10 mantissa bits")
@@ -63,9 +72,21 @@ def round_to_format(x: Tensor, format: Format) -> Tensor:
         _, exponent = torch.frexp(x)  # abs(x) = fraction * 2^exponent, fraction in [0.5, 1)
         exponent = (exponent - 1).clamp(min=format.min_exponent) - format.mantissa_bits
         rounded = torch.ldexp(torch.ldexp(x, -exponent).round(), exponent)
+        if format.gap:
+            rounded = torch.where(x.abs() < 2.0**format.min_exponent, _below(x, format), rounded)
     else:
         rounded = x.round()
     return torch.where(x.isfinite(), rounded.clamp(-format.max, format.max), torch.nan)
+
+
+def _below(x: Tensor, format: Format) -> Tensor:
+    """Rounds to a subnormal number or to the smallest normal one, across the gap between them."""
+    step = 2.0 ** (format.min_exponent - format.gap - format.mantissa_bits)
+    most = step * (2**format.mantissa_bits - 1)
+    subnormal = (x / step).round() * step
+    smallest = 2.0**format.min_exponent
+    is_normal = x.abs() > (most + smallest) / 2
+    return torch.where(is_normal, x.sign() * smallest, subnormal.clamp(-most, most))
 
 
 def representable(format: Format) -> Tensor:
@@ -75,6 +96,7 @@ def representable(format: Format) -> Tensor:
     mantissas = torch.arange(2**format.mantissa_bits, dtype=torch.float64) / 2**format.mantissa_bits
     exponents = torch.arange(2**format.exponent_bits - 1, dtype=torch.float64)
     normal = (2.0 ** (exponents + format.min_exponent))[:, None] * (1 + mantissas)
-    positive = torch.cat((mantissas * 2.0**format.min_exponent, normal.flatten()))
+    subnormal = mantissas * 2.0 ** (format.min_exponent - format.gap)
+    positive = torch.cat((subnormal, normal.flatten()))
     positive = positive[positive <= format.max].float()
     return torch.cat((-positive[1:].flip(0), positive))

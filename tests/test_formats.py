@@ -13,7 +13,7 @@ ENUMERATED = {  # positive numbers
     + [4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28],
     "e2m3": [k / 8 for k in (*range(1, 16), *range(16, 32, 2), *range(32, 61, 4))],
 }
-NAMES = ["int8", "e4m3", "e5m2", *ENUMERATED, "e7m10", "e7m0", "e5m10"]
+NAMES = ["int8", "e4m3", "e5m2", "e4m3_bnb", "e5m2_bnb", *ENUMERATED, "e7m10", "e7m0", "e5m10"]
 
 
 def all_bfloat16():
@@ -45,6 +45,22 @@ def test_numbers_and_casts_of_all_bfloat16_are_torchs(format):
     assert format.max == torch.finfo(format.dtype).max
     rounded = round_to_format(x, format)
     assert torch.equal(rounded.view(torch.int32), cast.view(torch.int32))  # also the sign of zero
+
+
+@pytest.mark.parametrize(("name", "exponent_bits", "mantissa_bits"),
+                         [("e4m3_bnb", 4, 3), ("e5m2_bnb", 5, 2)])  # fmt: skip
+def test_the_released_codes_formats_are_its_code_books(name, exponent_bits, mantissa_bits):
+    bias, codes = 2 ** (exponent_bits - 1), {0.0}
+    for exponent in range(2**exponent_bits):
+        for mantissa in range(2**mantissa_bits):
+            share = mantissa / 2**mantissa_bits
+            if exponent:
+                codes.add((1 + share) * 2.0 ** (bias + 1 - exponent))
+            else:
+                codes.add(share * 2.0**-bias)
+    positive = representable(parse_format(name))
+    assert positive[positive >= 0].tolist() == sorted(codes)
+    assert parse_format(name).max == max(codes) == {"e4m3_bnb": 480, "e5m2_bnb": 114688}[name]
 
 
 @pytest.mark.parametrize("name", NAMES)

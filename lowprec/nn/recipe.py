@@ -23,7 +23,7 @@ CONTRACTED = {  # product: the granularity of each operand that varies along the
     "grad_weight": {"g": "rowwise", "x": "rowwise"},
 }
 GRANULARITIES = ("rowwise", "columnwise", "tensorwise")
-FORMATS = r"int8|e[1-7]m(\d|10)"  # the names that `lowprec.formats` parses
+FORMATS = r"int8|e4m3_bnb|e5m2_bnb|e[1-7]m(\d|10)"  # the names that `lowprec.formats` parses
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,9 @@ def _custom_product(name: str, spec: dict | str) -> Product | None:
         raise ValueError(f"{name}.format={formats}: must name a format for {', '.join(operands)}")
     for operand in operands:
         if not re.fullmatch(FORMATS, str(formats[operand])):
-            raise ValueError(f"{name}.format={formats[operand]}: must be int8, e4m3, e5m2 or eXmY")
+            raise ValueError(
+                f"{name}.format={formats[operand]}: must be int8, eXmY, e4m3_bnb or e5m2_bnb"
+            )
         if spec[operand] not in GRANULARITIES:
             allowed = ", ".join(GRANULARITIES)
             raise ValueError(f"{name}.{operand}={spec[operand]}: must be one of {allowed}")

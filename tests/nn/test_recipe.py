@@ -49,8 +49,10 @@ def test_custom_recipe_parses_products():
 
 def test_fake_quantized_scale_may_vary_along_any_dimension():
     for granularity in ("rowwise", "columnwise", "tensorwise"):
-        recipe = custom_recipe({"output": {"format": "e2m1", "x": granularity, "w": granularity}})
-        assert recipe.output.first == Operand("e2m1", granularity) and not recipe.output.native
+        recipe = custom_recipe(
+            {"output": {"format": "e4m3_bnb", "x": granularity, "w": granularity}}
+        )
+        assert recipe.output.first == Operand("e4m3_bnb", granularity) and not recipe.output.native
 
 
 @pytest.mark.parametrize("product, contracted", CONTRACTED.items())
