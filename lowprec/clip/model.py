@@ -194,15 +194,24 @@ def _transformers(model: nn.Module) -> list[nn.Module]:
 def compile_blocks(model: nn.Module) -> None:
     """Compiles each block with torch.compile, in place; parameter names stay.
 
-    Gradient checkpointing that is on moves into the blocks, for good: a block saves its input and
-    its attention output, and its compiled backward recomputes whatever else a gradient needs.
+    Gradient checkpointing that is on moves into the blocks (`checkpoint_blocks`).
     """
+    checkpoint_blocks(model)
     for transformer in _transformers(model):
         for block in transformer.resblocks:
-            is_checkpointed = getattr(block.forward, "func", None) is _checkpointed
-            if transformer.grad_checkpointing and not is_checkpointed:
-                block.forward = partial(_checkpointed, block.forward)
             block.compile(dynamic=False)
+
+
+def checkpoint_blocks(model: nn.Module) -> None:
+    """Moves gradient checkpointing that is on into the blocks, in place and for good.
+
+    A block saves its input and its attention output; the backward pass recomputes the rest.
+    open_clip's own checkpointing cannot recompute blocks with KQ norm.
+    """
+    for transformer in _transformers(model):
+        for block in transformer.resblocks if transformer.grad_checkpointing else ():
+            if getattr(block.forward, "func", None) is not _checkpointed:
+                block.forward = partial(_checkpointed, block.forward)
         transformer.grad_checkpointing = False
 
 

@@ -80,9 +80,12 @@ def _recipe_faults(precision: PrecisionConfig) -> Iterator[str]:
 
 def _optimizer_faults(config: Config) -> Iterator[str]:
     optimizer = config.optimizer
-    for option, owner in (("clip_norm", "adamw_clip"), ("clip_threshold", "stable_adamw")):
+    for option, owner, others in (
+        ("clip_norm", "adamw_clip", ("stable_adamw", *EIGHT_BIT)),
+        ("clip_threshold", "stable_adamw", ()),
+    ):
         value = getattr(optimizer, option)
-        if value is not None and optimizer.name != owner:
+        if value is not None and optimizer.name not in (owner, *others):
             yield f"optimizer.{option}={value} needs optimizer={owner}, not {optimizer.name}"
         if value is None and optimizer.name == owner:
             yield f"optimizer={owner} needs optimizer.{option}, a number > 0"
@@ -109,10 +112,6 @@ def _conflicts(config: Config) -> Iterator[str]:
         f"{optimizer} does not work with precision.autocast={autocast}: it does not compensate "
         "for the rounding of 16-bit parameters; use bf16 or fp16": (
             eight_bit and autocast.startswith("pure_")
-        ),
-        "checkpointing=true does not work with intervention=kq_norm, whose blocks open_clip "
-        "cannot recompute; leave one of them out": (
-            config.checkpointing and config.intervention.name == "kq_norm"
         ),
         "optimizer.stable_embedding=true draws a new token embedding, which would overwrite that "
         "of model.init_from; leave one of them out": config.optimizer.stable_embedding and initial,

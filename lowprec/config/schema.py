@@ -126,7 +126,9 @@ class OptimizerConfig:
     beta2_decay: float | None = key(None, "lambda in the schedule beta2 = 1 - t^-lambda", above=0)
     eps: float = key(1e-6, "term added to the root of the second moment", above=0)
     weight_decay: float = key(0.2, "not applied to gains, biases and logit scale", least=0)
-    clip_norm: float | None = key(None, "largest global gradient norm (adamw_clip)", above=0)
+    clip_norm: float | None = key(
+        None, "largest global gradient norm; with any optimizer but adamw", above=0
+    )
     clip_threshold: float | None = key(None, "largest unclipped RMS_t (stable_adamw)", above=0)
     clip_weight_decay: bool = key(True, "let update clipping reduce weight decay as well")
     min_8bit_size: int = key(4096, "smallest tensor, in elements, with 8-bit moments", least=1)

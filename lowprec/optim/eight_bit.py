@@ -20,12 +20,12 @@ BLOCK = 256  # elements that share a scale, in both libraries by default
 class EightBitAdamW:
     """Abstract base: a library's AdamW with the attributes of StableAdamW that training uses.
 
-    `step()` leaves `statistics`, `grad_norm`, `clipped_grad_norm` (the same) and `all_finite`;
+    `step()` leaves `statistics`, `grad_norm`, `clipped_grad_norm` and `all_finite`; `clip_norm`,
     `skip`, `grad_scale`, `found_inf` and `frozen` work as in StableAdamW. Differences:
 
     - Statistics of the second moment (rms, u_min, u_mean, u_max) and the update norm are NaN.
     - The host reads once per step which gradients are finite, so no CUDA graph can capture it.
-    - Gradients are divided by `grad_scale` in place; those that are not applied become None.
+    - Gradients are divided by `grad_scale` and clipped in place; those not applied become None.
     - 16-bit parameters lose small updates to rounding: there is no compensation.
 
     Groups hold named float32 parameters, already on their device. A parameter keeps 32-bit moments
@@ -41,10 +41,11 @@ class EightBitAdamW:
         *,
         min_8bit_size: int = 4096,
         override_32bit: Sequence[str] = (),
+        clip_norm: float | None = None,
         skip: str = "step",
     ):
         self.library = library
-        self.skip = skip
+        self.clip_norm, self.skip = clip_norm, skip
         self.param_groups = library.param_groups
         self.params = [p for group in self.param_groups for p in group["params"]]
         self.names = [name for group in self.param_groups for name in group["param_names"]]
@@ -67,9 +68,16 @@ class EightBitAdamW:
             torch._foreach_mul_(grads, 1 / scale.to(grads[0].device))
         norms = torch.stack(torch._foreach_norm(grads)).float()
         self.grad_norm = self.clipped_grad_norm = torch.linalg.vector_norm(norms)
+        factor = None
+        if self.clip_norm is not None:
+            finite_norm = torch.linalg.vector_norm(norms.masked_fill(~norms.isfinite(), 0))
+            factor = (self.clip_norm / (finite_norm + 1e-6)).clamp(max=1.0)
+            self.clipped_grad_norm = finite_norm * factor
         values = {name: norms.new_zeros(len(self.params)) for name in STATISTICS}
         values["grad_norm"][rows] = norms
         values["grad_abs_max"][rows] = torch.stack(torch._foreach_norm(grads, math.inf))
+        if factor is not None:
+            torch._foreach_mul_(grads, factor)
         finite = norms.isfinite()
         self.all_finite = finite.all()
         vetoes = [v for v in (getattr(self, "found_inf", None), self.frozen) if v is not None]

@@ -17,6 +17,7 @@ from lowprec.clip.model import (
     PatchDropout,
     blocks,
     build_model,
+    checkpoint_blocks,
     compile_blocks,
     contrastive_loss,
     image_size,
@@ -222,6 +223,8 @@ def parallelize(model: nn.Module, config: Config, world: Ranks) -> nn.Module:
         )
     if config.checkpointing:
         model.set_grad_checkpointing(True)
+        if config.intervention.name == "kq_norm":
+            checkpoint_blocks(model)
     if config.compile:
         if not blocks(model):
             raise ConfigError([f"compile=true: {config.model.name} has no open_clip blocks"])
@@ -273,7 +276,7 @@ def build_optimizer(config: Config, model: nn.Module) -> StableAdamW | EightBitA
             **common,
         )
     embedding = ["*token_embedding"] if rule.stable_embedding else []
-    options = {"min_8bit_size": rule.min_8bit_size, "skip": skip}
+    options = {"min_8bit_size": rule.min_8bit_size, "clip_norm": rule.clip_norm, "skip": skip}
     options["override_32bit"] = [*rule.override_32bit, *embedding]
     with _faults_of(f"optimizer={rule.name} optimizer.override_32bit"):
         if rule.name == "adamw8bit_torchao":

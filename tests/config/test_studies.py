@@ -71,7 +71,7 @@ def check_protocol(slug, config):
     """Fails unless a run at paper scale has the paper's settings."""
     assert (config.num_steps, config.schedule.warmup_steps) == (20000, 5000)
     assert config.model.patch_dropout == 0.5
-    assert config.checkpointing is (config.intervention.name != "kq_norm")
+    assert config.checkpointing
     assert config.data.resampled and config.data.classnames == "imagenet"
     optimizer = config.optimizer
     assert (optimizer.beta1, optimizer.eps, optimizer.weight_decay) == (0.9, 1e-6, 0.2)

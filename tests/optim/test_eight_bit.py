@@ -64,8 +64,10 @@ def assert_same(found, expected):
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_statistics_equal_those_of_adamw_except_rms():
-    ours, reference = OfTorch(make_groups(), RULE), StableAdamW(make_groups(), **RULE)
+@pytest.mark.parametrize("clip_norm", [None, 50.0, 1e6])
+def test_statistics_equal_those_of_adamw_except_rms(clip_norm):
+    ours = OfTorch(make_groups(), RULE, clip_norm=clip_norm)
+    reference = StableAdamW(make_groups(), **RULE, clip_norm=clip_norm)
     reference.param_groups[0]["clip_threshold"] = reference.param_groups[1]["clip_threshold"] = None
     torch.testing.assert_close(run(ours), run(reference))
     assert ours.names == reference.names
@@ -75,7 +77,9 @@ def test_statistics_equal_those_of_adamw_except_rms():
         0 if i in KNOWN else len(SHAPES) for i in range(len(STATISTICS))
     ]
     torch.testing.assert_close(ours.grad_norm, reference.grad_norm)
-    assert ours.all_finite and torch.equal(ours.clipped_grad_norm, ours.grad_norm)
+    assert ours.all_finite
+    torch.testing.assert_close(ours.clipped_grad_norm, reference.clipped_grad_norm)
+    assert (ours.clipped_grad_norm < 0.9 * ours.grad_norm) == (clip_norm == 50)
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])

@@ -28,9 +28,11 @@ def test_compiled_blocks_follow_the_eager_curve(
     assert compiled == pytest.approx(eager, rel=1e-4)
 
 
-def test_checkpointing_changes_no_gradient(make_config, run_once, tmp_path):
-    run_once(make_config({"num_steps": 3}), tmp_path / "a")
-    run_once(make_config({"num_steps": 3, "checkpointing": True}), tmp_path / "b")
+@pytest.mark.parametrize("intervention", ["none", "kq_norm"])
+def test_checkpointing_changes_no_gradient(make_config, run_once, tmp_path, intervention):
+    changes = {"num_steps": 3, "intervention.name": intervention}
+    run_once(make_config(changes), tmp_path / "a")
+    run_once(make_config({**changes, "checkpointing": True}), tmp_path / "b")
     plain, recomputed = (
         [row["grad_norm"] for row in read_rows(tmp_path / name / "metrics.jsonl")] for name in "ab"
     )
