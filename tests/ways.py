@@ -20,6 +20,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 PRODUCT = ("lowprec", "experiments", "analysis")
+RUN = ROOT / "experiments/results/stability_mini/mini_l-bf16-adamw-s2-34a7d6b39f"
 
 
 @contextlib.contextmanager
@@ -71,7 +72,7 @@ def main() -> None:
         layer(x).sum().backward()
     figure = load("rms_and_loss")
     with files_on_the_way("a record row to a figure"):
-        frame = figure.query(load_runs(ROOT / "experiments/results/update_clipping_mini/adamw"))
+        frame = figure.query(load_runs(RUN))
     assert len(frame)
     print_size()
 

@@ -9,18 +9,19 @@ import pytest
 
 from analysis.report.__main__ import main
 
-RUNS = Path(__file__).parents[2] / "experiments" / "results" / "update_clipping_mini"
+STUDY = Path(__file__).parents[2] / "experiments" / "results" / "stability_mini"
+RUN = STUDY / "mini_l-bf16-adamw-s2-34a7d6b39f"
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the path")
 @pytest.mark.parametrize(
-    ("fragment", "selection"), [("", ""), ("#spike-2-188", "bf16, AdamW (beta2=0.999), step 188")]
+    ("fragment", "selection"), [("", ""), ("#spike-0-626", "bf16, AdamW, step 626")]
 )
 def test_page_draws_without_errors_and_a_link_selects_its_spike(tmp_path, fragment, selection):
     out = tmp_path / "report.html"
-    assert main(["--runs", str(RUNS), "--out", str(out)]) == 0
+    assert main(["--runs", str(RUN), "--out", str(out)]) == 0
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
     command += ["--virtual-time-budget=5000", "--dump-dom", f"file://{out}{fragment}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
