@@ -52,7 +52,9 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	  echo "note: no curl, which data=stream needs for URLs: apt-get install curl"
 	@echo "Installing into $(VENV) (about a minute)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,loggers]'
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[harness,dev,loggers]'
+	@$(VENV)/bin/python -c 'import open_clip' 2>/dev/null || \
+	  echo "note: torchvision does not fit this build of torch: experiments/TROUBLESHOOTING.md"
 	@touch $@
 
 clean:

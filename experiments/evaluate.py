@@ -1,9 +1,10 @@
 """Evaluates the newest checkpoint of a run.
 
-    python -m experiments.evaluate run=runs/run/nano-bf16-adamw-s0-0123456789 evaluation=both
-    python -m experiments.evaluate run=... precision=int8_inference
+    python -m experiments.evaluate run=runs/run/nano-bf16-adamw-s0-0123456789
+    python -m experiments.evaluate run=... evaluation=both precision=int8_inference
 
-Prints the results and appends them to the run's `evaluations.jsonl`; changes nothing else. With
+The evaluation, its data and its prompts are the run's, except for what the command sets. Prints
+the results and appends them to the run's `evaluations.jsonl`; changes nothing else. With
 precision=int8_inference the results include `int8/memory_ratio`, the bytes of the converted layers
 relative to float32, and with class names `int8/agreement`, the share of validation images that
 are assigned the same class as by the unconverted model.
@@ -42,12 +43,21 @@ class EvaluatedPrecision:
 
 
 @dataclass
+class ChosenEvaluation:
+    """The tasks of the evaluation: `evaluation=both` and so on."""
+
+    name: str | None = key(
+        None, "tasks; null: the run's", choices=("zero_shot", "retrieval", "both")
+    )
+
+
+@dataclass
 class EvaluateConfig:
     """Which run to evaluate, on which data."""
 
     run: str = key("???", "a run directory")
     precision: EvaluatedPrecision = field(default_factory=EvaluatedPrecision)
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    evaluation: ChosenEvaluation = field(default_factory=ChosenEvaluation)
     val: str | None = key(None, "glob of validation shards, if not the run's")
     classnames: str | None = key(None, "their class names: a file, or 'imagenet'")
     templates: str | None = key(None, "their prompt templates: a file, or 'imagenet'")
@@ -61,10 +71,10 @@ def main(config: EvaluateConfig) -> None:
     from lowprec.train.checkpoint import find_checkpoint, step_of
 
     run = Path(config.run)
-    if config.evaluation.name == "none":
-        sys.exit("evaluation=none: choose zero_shot, retrieval or both")
     try:
         trained = evaluated_config(read_config(run), config)
+        if trained.evaluation.name == "none":
+            sys.exit(f"{run} has evaluation=none: choose evaluation=zero_shot, retrieval or both")
         preflight(trained, training=False)
         built = build(trained, open_data(trained, training=False))
         checkpoint = find_checkpoint(run)
@@ -77,6 +87,7 @@ def main(config: EvaluateConfig) -> None:
     with open(run / "evaluations.jsonl", "a") as file:
         file.write(encode_row(row))
     print(f"{'step':28} {row['step']} of {trained.num_steps}")
+    print(f"{'val':28} {row['val']}")
     for name, value in results.items():
         print(f"{name:28} {value:.4f}")
 
@@ -97,7 +108,7 @@ def evaluated_config(trained: Config, config: EvaluateConfig) -> Config:
         data=data,
         precision=dataclasses.replace(trained.precision, autocast=autocast),
         model=dataclasses.replace(trained.model, init_from=None),
-        evaluation=config.evaluation,
+        evaluation=EvaluationConfig(config.evaluation.name or trained.evaluation.name),
         device=config.device,
         compile=False,
     )

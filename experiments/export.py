@@ -1,13 +1,14 @@
-"""Converts weights between runs and open_clip: safetensors or .pt, tensor names unchanged.
+"""Converts weights between runs and open_clip, tensor names unchanged.
 
-    python -m experiments.export source=runs/run/nano-bf16-adamw-s0-0123456789 out=nano.safetensors
+    python -m experiments.export source=runs/run/nano-bf16-adamw-s0-0123456789 out=nano
     python -m experiments.export source=open_clip_model.pt out=weights.safetensors
     python -m experiments.export source=RUN out=int8.safetensors precision=int8_inference
 
-A run starts from such a file with model.init_from=FILE. Only `lowprec.nn.inference.load_int8(model,
-FILE)` reads an int8 file. With int8_inference, `precision.autocast` means the same as in
-`experiments.evaluate`: for a run with 16-bit parameters, the tensors that are not int8 become
-float32.
+The first writes a folder with the model's config and weights, which open_clip loads as it is, and
+prints how. A run starts from such a folder or file with model.init_from=nano. Only
+`lowprec.nn.inference.load_int8(model, FILE)` reads an int8 file. With int8_inference,
+`precision.autocast` means the same as in `experiments.evaluate`: for a run with 16-bit parameters,
+the tensors that are not int8 become float32.
 """
 
 import sys
@@ -31,26 +32,59 @@ if TYPE_CHECKING:
 class ExportConfig:
     """The source and the destination."""
 
-    source: str = key("???", "a run directory, a checkpoint, a .safetensors or an open_clip .pt")
-    out: str = key("???", "a .safetensors file, or a .pt in the layout of open_clip's trainer")
+    source: str = key("???", "a run, a checkpoint, an exported folder or file, an open_clip .pt")
+    out: str = key("???", "a folder (no suffix), a .safetensors, or a .pt as open_clip's trainer's")
     precision: EvaluatedPrecision = field(default_factory=EvaluatedPrecision)
 
 
 def main(config: ExportConfig) -> None:
     """Reads and writes weights; executes nothing in a .pt file."""
-    from lowprec.clip.export import read_weights, write_weights
-
     if config.precision.recipe == "as_trained" and config.precision.autocast is not None:
         sys.exit("precision.autocast needs precision=int8_inference; else weights stay as they are")
     try:
         if config.precision.recipe == "int8_inference":
             state = write_int8(Path(config.source), Path(config.out), config.precision.autocast)
         else:
-            state = read_weights(Path(config.source))
-            write_weights(state, Path(config.out))
+            state = write(Path(config.source), Path(config.out))
     except (OSError, ValueError, RuntimeError, SafetensorError, UnpicklingError) as error:
         sys.exit(f"source={config.source} cannot be exported: {str(error).splitlines()[0]}")
     print(f"{config.out}: {len(state)} tensors")
+    if not Path(config.out).suffix:
+        print("\n".join(lines_that_load(Path(config.out))))
+
+
+def write(source: Path, out: Path) -> "dict[str, Tensor]":
+    """Writes the weights of a source as a file, or with a run's config as a folder."""
+    from lowprec.clip.export import find_weights, read_weights, write_folder, write_weights
+    from lowprec.clip.model import model_config
+    from lowprec.train.checkpoint import step_of
+
+    weights = find_weights(source)
+    checkpoint = weights.resolve().parent
+    run = checkpoint.parent.parent
+    is_run = checkpoint.name.startswith("step_") and (run / "config.yaml").is_file()
+    facts = {"run": run.name, "step": str(step_of(checkpoint))} if is_run else {}
+    if not (out.suffix or is_run):
+        raise ValueError("a folder needs a run, whose config has the sizes of the model")
+    state = read_weights(weights)
+    if out.suffix:
+        write_weights(state, out, **facts)
+    else:
+        trained = read_config(run)
+        sizes = model_config(trained.model, trained.intervention.name)
+        write_folder(state, sizes, out, **facts)
+    return state
+
+
+def lines_that_load(folder: Path) -> tuple[str, str]:
+    """Two lines of Python with which open_clip loads an exported folder here."""
+    from lowprec.clip import TORCHVISION_FITS
+
+    name = f"local-dir:{folder}"
+    return (
+        "import open_clip" if TORCHVISION_FITS else "from lowprec.clip import open_clip",
+        f"model, _, preprocess = open_clip.create_model_and_transforms({name!r})",
+    )
 
 
 def write_int8(run: Path, out: Path, autocast: str | None) -> "dict[str, Tensor]":

@@ -1,8 +1,14 @@
-"""The import contracts of .importlinter, and what a refused command must not load."""
+"""The import contracts of .importlinter, what a refused command must not load, and the wheel."""
 
+import os
+import shutil
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import packages_distributions, requires
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -24,3 +30,53 @@ for module in {modules}:
     assert "torch" not in sys.modules, module
 """
     subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY, timeout=60)
+
+
+LIBRARY = """
+import importlib, pathlib
+from importlib.machinery import PathFinder
+
+find = PathFinder.find_spec
+PathFinder.find_spec = lambda name, *rest: (
+    None if name.partition(".")[0] in {absent} else find(name, *rest)
+)
+for path in pathlib.Path("lowprec").rglob("*.py"):
+    importlib.import_module(".".join(path.with_suffix("").parts).removesuffix(".__init__"))
+assert not pathlib.Path("lowprec/train").exists()
+
+import numpy, torch
+from lowprec.diagnostics.spikes import PROTOCOLS, loss_spikes
+from lowprec.nn import SwitchBackLinear, apply_recipe
+from lowprec.optim import StableAdamW
+
+model = torch.nn.Sequential(SwitchBackLinear(8, 16), torch.nn.Linear(16, 4))
+apply_recipe(model, "switchback_m", ["1"])
+optimizer = StableAdamW(model.named_parameters(), lr=1e-2)
+before = [p.detach().clone() for p in model.parameters()]
+model(torch.randn(6, 8)).square().mean().backward()
+optimizer.step()
+assert not any(torch.equal(p, q) for p, q in zip(model.parameters(), before))
+loss = numpy.random.default_rng(0).normal(2, 0.01, 3000)
+loss[2000:2005] = 4
+assert loss_spikes(loss, PROTOCOLS["paper"]).nonzero()[0].tolist() == [2000]
+"""
+
+
+def test_the_wheel_works_without_the_harness(tmp_path):
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+    for name in project["tool"]["hatch"]["build"]["targets"]["wheel"]["only-include"]:
+        copy = shutil.copytree if (REPOSITORY / name).is_dir() else shutil.copy
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        copy(REPOSITORY / name, tmp_path / name)
+    own, harness = project["project"]["dependencies"] + requires("torch"), {"experiments"}
+    own = {Requirement(line).name.lower() for line in own}
+    of_harness = project["project"]["optional-dependencies"]["harness"]
+    of_harness = {Requirement(line).name.lower() for line in of_harness} - own
+    for module, packages in packages_distributions().items():
+        if of_harness & {name.lower() for name in packages}:
+            harness.add(module)
+    assert {"hydra", "open_clip", "pandas", "plotly", "webdataset"} < harness
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-c", LIBRARY.format(absent=harness | {"analysis"})]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

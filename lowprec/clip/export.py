@@ -1,26 +1,31 @@
-"""Reads and writes weights as safetensors or open_clip's .pt; a .pt file executes no code."""
+"""Weights as safetensors, open_clip's .pt or its folder of a model; a .pt executes no code."""
 
 import contextlib
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lowprec.nn.inference import load_state
+from lowprec.clip import open_clip
+from lowprec.nn.inference import load_state, write_safetensors
 from lowprec.runs.provenance import file_digest
+
+FOLDER_CONFIG, FOLDER_WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"
 
 
 def find_weights(source: Path) -> Path:
-    """The weights file of a run (newest undamaged checkpoint) or a checkpoint; a file is itself.
+    """The weights file of a run (newest undamaged checkpoint), a checkpoint or a model's folder.
 
-    Raises FileNotFoundError if there is none.
+    A file is itself. Raises FileNotFoundError if there is none.
     """
     source = Path(source)
-    if source.is_file():
-        return source
+    for file in (source, source / FOLDER_WEIGHTS):
+        if file.is_file():
+            return file
     for folder in (source, *sorted((source / "checkpoints").glob("step_*"), reverse=True)):
         weights, manifest = folder / "model.safetensors", folder / "manifest.json"
         if weights.is_file() and manifest.is_file():
@@ -75,16 +80,35 @@ def load_weights(model: nn.Module, source: Path) -> None:
     load_state(model, read_weights(source), source)
 
 
-def write_weights(state: dict[str, Tensor], target: Path) -> None:
+def write_weights(state: dict[str, Tensor], target: Path, **facts: str) -> None:
     """Writes tensors as `.safetensors`, or as `.pt` with the layout of open_clip's trainer.
 
-    Raises ValueError for another suffix.
+    `facts` are the metadata of a `.safetensors`. Raises ValueError for another suffix.
     """
     target = Path(target)
     if target.suffix not in (".safetensors", ".pt"):
         raise ValueError(f"{target}: weights must be written as .safetensors or .pt")
+    if target.suffix == ".safetensors":
+        state = {name: tensor.contiguous() for name, tensor in state.items()}
+        return write_safetensors(state, target, **facts)
     target.parent.mkdir(parents=True, exist_ok=True)
-    if target.suffix == ".pt":
-        torch.save({"state_dict": state}, target)
-    else:
-        save_file({name: tensor.contiguous() for name, tensor in state.items()}, target)
+    torch.save({"state_dict": state}, target)
+
+
+def write_folder(
+    state: dict[str, Tensor], model: dict[str, Any], folder: Path, **facts: str
+) -> None:
+    """Writes a model that `open_clip.create_model_and_transforms("local-dir:FOLDER")` loads.
+
+    `model` is its config, of `lowprec.clip.model.model_config`. open_clip's preprocessing resizes
+    the shorter side and crops the center, as the evaluation does up to rounding.
+    """
+    preprocessing = {
+        "mean": open_clip.OPENAI_DATASET_MEAN,
+        "std": open_clip.OPENAI_DATASET_STD,
+        "interpolation": "bicubic",
+        "resize_mode": "shortest",
+    }
+    write_weights(state, folder / FOLDER_WEIGHTS, **facts)
+    config = {"model_cfg": model, "preprocess_cfg": preprocessing}
+    (folder / FOLDER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")

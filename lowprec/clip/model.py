@@ -67,19 +67,31 @@ def build_model(config: ModelConfig, intervention: str = "none") -> nn.Module:
     context_length]. `image_features` and `text_features`: [batch, embed_dim] with norm 1.
     `intervention`: "none", "zero_init" (layer scale 0.0) or "kq_norm" (norm of keys and queries).
     """
-    changes = {"zero_init": {"ls_init_value": 0.0}, "kq_norm": {"qk_norm": True}}
-    changes = changes.get(intervention, {})
-    build = _build_preset if config.name in PRESETS else _build_open_clip
-    model = build(config, changes)
+    sizes = model_config(config, intervention)
+    if config.name in PRESETS:
+        model = open_clip.model.CLIP(**sizes, output_dict=True)
+    else:
+        model = open_clip.create_model(
+            config.name,
+            load_weights=False,
+            pretrained_text=False,
+            output_dict=True,
+            **{key: sizes[key] for key in ("embed_dim", "vision_cfg", "text_cfg")},
+        )
     if config.patch_dropout:
         model.visual.patch_dropout = PatchDropout(config.patch_dropout)
     return model
 
 
-def _build_preset(config: ModelConfig, changes: dict) -> nn.Module:
-    return open_clip.model.CLIP(
-        embed_dim=config.embed_dim,
-        vision_cfg={
+def model_config(config: ModelConfig, intervention: str = "none") -> dict[str, Any]:
+    """The model in open_clip's own terms, as in its files of `model_configs`."""
+    changes = {"zero_init": {"ls_init_value": 0.0}, "kq_norm": {"qk_norm": True}}
+    changes = changes.get(intervention, {})
+    if config.name not in PRESETS:
+        return _named_config(config, changes)
+    return {
+        "embed_dim": config.embed_dim,
+        "vision_cfg": {
             "image_size": config.image_size,
             "patch_size": config.patch_size,
             "width": config.vision_width,
@@ -87,7 +99,7 @@ def _build_preset(config: ModelConfig, changes: dict) -> nn.Module:
             "head_width": config.heads,
             **changes,
         },
-        text_cfg={
+        "text_cfg": {
             "context_length": config.context_length,
             "vocab_size": config.vocab_size,
             "width": config.text_width,
@@ -95,11 +107,10 @@ def _build_preset(config: ModelConfig, changes: dict) -> nn.Module:
             "heads": config.text_width // TEXT_HEAD_WIDTH,
             **changes,
         },
-        output_dict=True,
-    )
+    }
 
 
-def _build_open_clip(config: ModelConfig, changes: dict) -> nn.Module:
+def _named_config(config: ModelConfig, changes: dict) -> dict[str, Any]:
     named = open_clip.get_model_config(config.name)
 
     def sizes(tower: str, *names: str) -> dict:
@@ -107,15 +118,12 @@ def _build_open_clip(config: ModelConfig, changes: dict) -> nn.Module:
         own = {name: value for name, value in own.items() if value is not None}
         return {**named[tower], **changes, **own}
 
-    return open_clip.create_model(
-        config.name,
-        load_weights=False,
-        pretrained_text=False,
-        output_dict=True,
-        embed_dim=config.embed_dim or named["embed_dim"],
-        vision_cfg=sizes("vision_cfg", "image_size", "patch_size"),
-        text_cfg=sizes("text_cfg", "context_length", "vocab_size"),
-    )
+    return {
+        **named,
+        "embed_dim": config.embed_dim or named["embed_dim"],
+        "vision_cfg": sizes("vision_cfg", "image_size", "patch_size"),
+        "text_cfg": sizes("text_cfg", "context_length", "vocab_size"),
+    }
 
 
 class StableEmbedding(nn.Embedding):

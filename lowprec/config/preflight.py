@@ -34,7 +34,7 @@ def preflight(config: Config, *, training: bool = True, planned: int | None = No
     if config.model.init_from and not _has_weights(Path(config.model.init_from)):
         faults.append(
             f"model.init_from={config.model.init_from}: no weights there; a run, a checkpoint, a "
-            ".safetensors file or open_clip's .pt is expected"
+            "folder or .safetensors of experiments.export or open_clip's .pt is expected"
         )
     if training:
         faults += _folder_faults(config)
@@ -142,7 +142,10 @@ def _package_faults(config: Config, training: bool) -> list[str]:
 def _has_weights(source: Path) -> bool:
     """Whether a folder has checkpoints, or a file begins like safetensors or torch's formats."""
     if os.path.isdir(source):
-        return any(any(source.glob(f"{p}model.safetensors")) for p in ("", "checkpoints/step_*/"))
+        return any(
+            any(source.glob(f"{prefix}model.safetensors"))
+            for prefix in ("", "checkpoints/step_*/", "open_clip_")
+        )
     if not os.path.isfile(source):
         return False
     with open(source, "rb") as file:

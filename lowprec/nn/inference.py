@@ -158,10 +158,16 @@ def save_int8(model: nn.Module, path: Path | str) -> None:
         name: tensor.clone(memory_format=torch.contiguous_format)
         for name, tensor in model.state_dict().items()
     }
+    write_safetensors(state, path)
+
+
+def write_safetensors(state: dict[str, Tensor], path: Path, **facts: str) -> None:
+    """Writes tensors with mode 0644; `facts` and the format are the file's metadata."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        save_file(state, temporary)
+        save_file(state, temporary, metadata={"format": "pt", **facts})
+        temporary.chmod(0o644)  # safetensors lets only the owner read it
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -7,12 +7,11 @@ import torch
 from safetensors.torch import load_file
 
 from experiments import evaluate, export
-from experiments.evaluate import EvaluateConfig, EvaluatedPrecision
+from experiments.evaluate import ChosenEvaluation, EvaluateConfig, EvaluatedPrecision
 from experiments.export import ExportConfig
 from lowprec.clip.model import build_model
 from lowprec.config.check import ConfigError
 from lowprec.config.compose import compose_command
-from lowprec.config.schema import EvaluationConfig
 from lowprec.data.open import open_data
 from lowprec.nn.inference import load_int8
 from lowprec.runs.read import read_config, read_rows
@@ -39,7 +38,7 @@ def run(request, trained, run_once, make_config, tmp_path):
 
 def test_trained_model_keeps_its_predictions_in_int8(run, capsys):
     for precision in (EvaluatedPrecision(), INT8):
-        evaluate.main(EvaluateConfig(str(run), precision, EvaluationConfig("both"), device="cpu"))
+        evaluate.main(EvaluateConfig(str(run), precision, ChosenEvaluation("both"), device="cpu"))
     trained, converted = read_rows(run / "evaluations.jsonl")
     assert (trained["precision"], converted["precision"]) == ("as_trained", "int8_inference")
     assert set(converted) - set(trained) == {"int8/memory_ratio", "int8/agreement"}
@@ -51,7 +50,7 @@ def test_trained_model_keeps_its_predictions_in_int8(run, capsys):
 
 def test_exported_model_equals_the_evaluated_one(run, tmp_path):
     export.main(ExportConfig(str(run), str(tmp_path / "int8.safetensors"), INT8))
-    evaluate.main(EvaluateConfig(str(run), INT8, EvaluationConfig("zero_shot"), device="cpu"))
+    evaluate.main(EvaluateConfig(str(run), INT8, ChosenEvaluation("zero_shot"), device="cpu"))
     [row] = read_rows(run / "evaluations.jsonl")
     config = read_config(run)
     config.evaluation.name = "zero_shot"

@@ -19,7 +19,7 @@ from experiments.make_shapes import MakeShapesConfig
 from lowprec.config.check import ConfigError
 from lowprec.config.compose import CONF, compose_command
 from lowprec.config.preflight import preflight
-from lowprec.config.schema import Config, EvaluationConfig
+from lowprec.config.schema import Config
 from lowprec.nn.recipe import RECIPES
 from lowprec.runs.read import find_runs, read_config, read_rows, read_status
 from lowprec.train.metrics import Ended
@@ -74,9 +74,8 @@ def test_a_run_from_start_to_export(work, monkeypatch, capsys):
     assert facts["packages"]["torch"] and facts["threads"] == 1
     assert read_config(folder).optimizer.lr == 1e-3
 
-    evaluation = EvaluationConfig("both")
     capsys.readouterr()
-    evaluate.main(EvaluateConfig(str(folder), evaluation=evaluation, device="cpu"))
+    evaluate.main(EvaluateConfig(str(folder), device="cpu"))
     [evaluated] = read_rows(folder / "evaluations.jsonl")
     trained = read_rows(folder / "metrics.jsonl")[-1]
     assert evaluated["zero_shot/top1"] == trained["zero_shot/top1"]

@@ -177,7 +177,7 @@ def test_a_failing_save_leaves_the_old_file(model, tmp_path, monkeypatch):
     save_int8(to_int8(model), path)
     whole = path.read_bytes()
 
-    def fail(state, path):
+    def fail(state, path, metadata):
         path.write_bytes(b"half")
         raise OSError("the disk is full")
 

@@ -1,0 +1,114 @@
+"""A folder of experiments.export, loaded by open_clip in a fresh process and as initial weights."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from experiments import evaluate, export
+from experiments.evaluate import ChosenEvaluation, EvaluateConfig
+from experiments.export import ExportConfig
+from lowprec.clip import TORCHVISION_FITS, open_clip
+from lowprec.clip.export import load_weights
+from lowprec.clip.model import build_model, model_config
+from lowprec.config.schema import ModelConfig
+from lowprec.runs.read import read_rows
+from lowprec.train.build import build
+
+RUNS = {  # folder: what its run changes
+    "plain": {"model.init_from": None},
+    "scaled": {"intervention.name": "zero_init", "precision.recipe": "switchback"},
+    "normed": {"intervention.name": "kq_norm", "precision.autocast": "pure_bf16"},
+}
+CHECK = """
+import torch
+images, tokens = torch.load("batch.pt")
+model.eval()
+with torch.no_grad():
+    features = [model.encode_image(images), model.encode_text(tokens)]
+torch.save([features, preprocess.transforms[0].size, model.visual.image_mean], "{name}.pt")
+"""
+
+
+@pytest.fixture
+def exported(run_once, make_config, tmp_path, monkeypatch):
+    """Models of `RUNS` and their configs, by the folder in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    trained = {}
+    for name, changes in RUNS.items():
+        config = make_config({"num_steps": 2, "save_every": 2, **changes})
+        _, built = run_once(config, tmp_path / "runs" / name)
+        trained[name] = built.task.model, config
+    return trained
+
+
+def test_open_clip_loads_an_exported_folder_by_the_printed_lines(exported, tmp_path, capsys):
+    images, tokens = torch.randn(2, 3, 32, 32), torch.randint(1, 500, (2, 8))
+    torch.save([images, tokens], "batch.pt")
+    script = ""
+    for name in exported:
+        export.main(ExportConfig(f"runs/{name}", name))
+        count, *lines = capsys.readouterr().out.splitlines()
+        assert count.startswith(f"{name}: ") and len(lines) == 2
+        script += "\n".join([*lines, CHECK.format(name=name)])
+    assert ("\nimport open_clip" in f"\n{script}") == TORCHVISION_FITS
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for name, (_, config) in exported.items():
+        (image, text), size, mean = torch.load(f"{name}.pt")
+        plain = build_model(config.model, config.intervention.name).eval()
+        load_weights(plain, tmp_path / "runs" / name)
+        with torch.no_grad():
+            torch.testing.assert_close(image, plain.encode_image(images), rtol=0, atol=1e-6)
+            torch.testing.assert_close(text, plain.encode_text(tokens), rtol=0, atol=1e-6)
+        assert size == 32 and tuple(mean) == open_clip.OPENAI_DATASET_MEAN
+        weights = tmp_path / name / "open_clip_model.safetensors"
+        assert weights.stat().st_mode & 0o777 == 0o644
+        with safe_open(weights, "pt") as file:
+            assert file.metadata() == {"format": "pt", "run": name, "step": "2"}
+
+
+def test_a_run_starts_from_an_exported_folder_with_equal_weights(exported, make_config):
+    for name, (model, config) in exported.items():
+        export.main(ExportConfig(f"runs/{name}/checkpoints/step_000000002", name))
+        changes = {**RUNS[name], "model.init_from": name}
+        state = build(make_config(changes), data=None).task.model.state_dict()
+        for key, tensor in model.state_dict().items():
+            assert torch.equal(tensor, state[key]), key
+        assert json.loads(Path(name, "open_clip_config.json").read_text())["model_cfg"] == (
+            model_config(config.model, config.intervention.name)
+        )
+
+
+def test_a_folder_needs_a_run(exported):
+    export.main(ExportConfig("runs/plain", "w.safetensors"))
+    with pytest.raises(SystemExit, match="a folder needs a run"):
+        export.main(ExportConfig("w.safetensors", "folder"))
+
+
+def test_config_of_a_named_model_is_open_clips_but_for_its_sizes():
+    sizes = dict.fromkeys(("vision_width", "vision_layers", "text_width", "text_layers", "heads"))
+    sizes |= {"patch_size": None, "vocab_size": None, "embed_dim": None, "context_length": None}
+    own = open_clip.get_model_config("ViT-B-32-quickgelu")
+    own["vision_cfg"]["image_size"] = 64
+    assert model_config(ModelConfig("ViT-B-32-quickgelu", 64, **sizes)) == own
+
+
+def test_evaluation_is_the_runs_own_by_default(run_once, make_config, tmp_path, capsys):
+    for name in ("retrieval", "none"):
+        config = make_config({"num_steps": 2, "save_every": 2, "evaluation.name": name})
+        run_once(config, tmp_path / name)
+    own = EvaluateConfig(str(tmp_path / "retrieval"), device="cpu")
+    chosen = EvaluateConfig(own.run, evaluation=ChosenEvaluation("zero_shot"), device="cpu")
+    for evaluated in (own, chosen):
+        evaluate.main(evaluated)
+    first, second = read_rows(tmp_path / "retrieval" / "evaluations.jsonl")
+    assert first["step"] == 2 and "retrieval/loss" in first and "zero_shot/top1" not in first
+    assert "zero_shot/top1" in second and "retrieval/loss" not in second
+    assert capsys.readouterr().out.count("2 of 2") == 2
+    with pytest.raises(SystemExit, match="has evaluation=none: choose"):
+        evaluate.main(EvaluateConfig(str(tmp_path / "none"), device="cpu"))
