@@ -11,8 +11,10 @@ run: all of them together, or with -m each combination. `skip_batches=N` leaves 
 steps, the last of them `step`, and uses the next ones instead: a loss counts as a spike when it
 exceeds the bound, so its cause came earlier. Without a change the three usual suspects are tried:
 the data (skip_batches=8), the optimizer (update clipping; where it clips already, beta2=0.9) and
-the numerics (float32). A change acts from the first replayed step on: the earlier that step, the
-more the trajectory diverges for other reasons.
+the numerics (float32). A change acts from step `change_from` on, by default the first replayed one:
+the earlier, the more the trajectory diverges for other reasons. Further replays perturb nothing but
+the last digit of the weights there (`perturbed`): if the spike is gone in them too, a change that
+removes it proves little.
 
 Prints a table and writes it, every step and a figure to RUN/replays/. The run is not changed.
 """
@@ -20,6 +22,7 @@ Prints a table and writes it, every step and a figure to RUN/replays/. The run i
 import io
 import math
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import partial
@@ -45,6 +48,7 @@ from lowprec.runs.attempts import CheckpointError
 from lowprec.runs.identity import to_dict
 from lowprec.runs.read import read_config, scan_rows
 
+PERTURBED = "perturbed"  # name of the replays from perturbed weights
 STAYS = 0.5  # share of the control's height above which the spike remains
 BEFORE = 20  # recorded steps before the spike that show how much losses scatter
 
@@ -59,6 +63,8 @@ class ReplayConfig:
     tolerance: float = key(
         0.01, "largest |difference| of the control's losses from the recorded ones", least=0
     )
+    change_from: int | None = key(None, "first step with the changes; null: the first", least=1)
+    perturbed: int = key(3, "unchanged replays from weights perturbed in their last digit", least=0)
 
 
 @dataclass
@@ -90,17 +96,27 @@ def main(config: ReplayConfig, changes: list[str], multirun: bool = False) -> No
         variants = variants_of(trained, changes, multirun)
         first, last = manifest["step"] + 1, min(config.step + config.steps, trained["num_steps"])
         print(f"from {state}: steps {first} to {last}", flush=True)
-        control = replay(variants.pop("control"), state, config.step, last)
+        unchanged = variants.pop("control")
+        control = replay(unchanged, state, config.step, last)
     except CheckpointError as error:
         raise RunError(str(error)) from error
     print(f"control: {compare(control, recorded, config.tolerance)}", flush=True)
     replayed = {"control": control}
-    for name, variant in variants.items():
-        keeps_scaler = variant.scaler.name == trained["scaler"]["name"]
-        try:
-            replayed[name] = replay(variant, state, config.step, last, keeps_scaler=keeps_scaler)
-        except CheckpointError as error:
-            faults.append(f"{name}: {error}")
+    with tempfile.TemporaryDirectory() as folder:
+        if config.change_from is not None and config.change_from > first:
+            if config.change_from > config.step:
+                raise RunError(f"change_from={config.change_from} is after step={config.step}")
+            replay(unchanged, state, config.step, config.change_from - 1, save_to=Path(folder))
+            state = Path(folder) / f"step_{config.change_from - 1:09d}"
+        for seed in range(1, config.perturbed + 1):
+            name = f"{PERTURBED} {seed}"
+            replayed[name] = replay(unchanged, state, config.step, last, perturbation=seed)
+        for name, variant in variants.items():
+            keeps = variant.scaler.name == trained["scaler"]["name"]
+            try:
+                replayed[name] = replay(variant, state, config.step, last, keeps_scaler=keeps)
+            except CheckpointError as error:
+                faults.append(f"{name}: {error}")
     stem = "_".join([f"step_{config.step}", *changes]).replace("/", "-")[:120]
     protocol = protocol_of(**trained["diagnostics"]["spikes"])
     print(report(run / "replays" / stem, config.step, recorded, replayed, protocol))
@@ -163,18 +179,26 @@ def suspects(trained: dict) -> Iterator[tuple[str, ...]]:
 
 
 def replay(
-    config: ReplayedConfig, state: Path, step: int, last: int, *, keeps_scaler: bool = True
+    config: ReplayedConfig,
+    state: Path,
+    step: int,
+    last: int,
+    *,
+    keeps_scaler: bool = True,
+    perturbation: int | None = None,
+    save_to: Path | None = None,
 ) -> pd.DataFrame:
     """Trains from a snapshot or checkpoint to step `last`, or to a loss that is not finite.
 
     `skip_batches` leaves out the batches up to that of `step`. The state's loss scaler continues if
-    `keeps_scaler`; otherwise a new one starts. Returns the columns step, loss and rms, RMS_t of the
-    patch embedding (NaN without one).
+    `keeps_scaler`; otherwise a new one starts. `perturbation` seeds a relative change of all
+    weights by the precision of their dtype. The state after `last` is saved as a checkpoint in
+    `save_to`. Returns the columns step, loss and rms, RMS_t of the patch embedding (NaN without).
     """
     from lowprec.optim.loss_scaling import NoScaler
     from lowprec.optim.stable_adamw import STATISTICS
     from lowprec.train.build import build
-    from lowprec.train.checkpoint import step_of
+    from lowprec.train.checkpoint import save_checkpoint, step_of
     from lowprec.train.loop import Stepper
 
     built = build(config, open_data(config))
@@ -182,6 +206,8 @@ def replay(
     built.state.scaler = scaler if keeps_scaler else NoScaler()
     built.state.load(state)
     built.state.scaler = scaler
+    if perturbation is not None:
+        perturb(built.task.model, perturbation)
     take_step, rows = Stepper(built), []
     first, names = step_of(state) + 1, optimizer.names
     batches = built.batches_from(first)
@@ -194,7 +220,20 @@ def replay(
         rows.append({"step": number, "loss": loss, "rms": rms})
         if take_step.frozen.item():
             break
+    if save_to is not None:
+        save_checkpoint(save_to, last, built.state, {}, keep=1, provenance={})
     return pd.DataFrame(rows)
+
+
+def perturb(model, seed: int) -> None:
+    """Multiplies each weight by 1 + eps n: eps of its dtype, n standard normal."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            noise = torch.randn(p.shape, generator=generator).to(p.device)
+            p.copy_(p.float() * (1 + torch.finfo(p.dtype).eps * noise))
 
 
 def compare(control: pd.DataFrame, recorded: pd.Series, tolerance: float) -> str:
@@ -277,7 +316,15 @@ def verdict(recorded: pd.Series, compared: pd.DataFrame, step: int, protocol: Pr
             f"{protocol.loss_sigmas:g} standard deviations ({noise:.3g}) of the {len(before)} "
             "steps before."
         )
-    variants, lines = compared[compared["change"] != "control"], []
+    is_perturbed = compared["change"].str.startswith(f"{PERTURBED} ")
+    variants, lines = compared[(compared["change"] != "control") & ~is_perturbed], []
+    if is_perturbed.any():
+        stays = (compared.loc[is_perturbed, "of_control"] >= STAYS).sum()
+        lines.append(
+            f"With weights perturbed in their last digit, it stays in {stays} of "
+            f"{is_perturbed.sum()} replays"
+            + ("." if stays == is_perturbed.sum() else ": it may be gone by chance.")
+        )
     is_gone = variants["of_control"] < STAYS
     for outcome, names in (
         ("is gone", variants["change"][is_gone]),

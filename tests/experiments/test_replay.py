@@ -50,8 +50,8 @@ def run(make_config, run_once, plain_run, tmp_path):
     return make
 
 
-def replayed(folder, step, *changes, steps=2, tolerance=0.0):
-    config = ReplayConfig(str(folder), step, steps, tolerance)
+def replayed(folder, step, *changes, steps=2, tolerance=0.0, change_from=None, perturbed=0):
+    config = ReplayConfig(str(folder), step, steps, tolerance, change_from, perturbed)
     main(config, list(changes))
     [path] = [p for p in (folder / "replays").glob("*.csv") if not p.stem.endswith("_table")]
     return pd.read_csv(path)
@@ -81,6 +81,19 @@ def test_the_control_is_the_run_to_the_bit_and_the_run_is_left_alone(run, settin
     assert {path.parent for path in set(after) - set(before)} == {folder / "replays"}
 
 
+def test_changes_act_from_the_step_named_and_perturbed_replays_show_chance(run):
+    folder = run()
+    frame = replayed(folder, 10, "optimizer.lr=0.1", change_from=10, perturbed=2)
+    control, changed = losses(frame, "control"), losses(frame, "optimizer.lr=0.1")
+    assert list(changed) == list(losses(frame, "perturbed 1")) == [10, 11, 12]
+    assert changed[10] == control[10] and abs(changed[11] - control[11]) > 1e-2
+    for name in ("perturbed 1", "perturbed 2"):
+        gaps = [abs(loss - control[step]) for step, loss in losses(frame, name).items()]
+        assert 0 < max(gaps) < 1e-3
+    with pytest.raises(RunError, match="change_from=11 is after step=10"):
+        replayed(folder, 10, change_from=11)
+
+
 def test_a_control_that_does_not_reproduce_ends_the_replay(run):
     folder = run()
     rows = read_rows(folder / "metrics.jsonl")
@@ -108,7 +121,7 @@ def test_a_skipped_batch_is_replaced_by_the_next(run, monkeypatch):
     assert without == [of_run[0], of_run[2], of_run[3]]  # the run has no batch 13
     assert list(losses(frame, "skip_batches=1")) == [9, 10, 11]
     seen.clear()
-    main(ReplayConfig(str(folder), 10, 2), ["skip_batches=2"])
+    main(ReplayConfig(str(folder), 10, 2, perturbed=0), ["skip_batches=2"])
     assert seen[4:] == of_run[2:]  # those of 9 and 10 left out
 
 
@@ -146,7 +159,7 @@ def test_a_replay_from_a_snapshot_finds_the_batch_behind_a_planted_spike(run, sp
     folder = run({**keys, "num_steps": 28, "save_every": 28}, spoil=spoiling(factor_of))
     rows = read_rows(folder / "events.jsonl")
     assert next(row["step"] for row in rows if row.get("spike") == "loss") == 14
-    main(ReplayConfig(str(folder), 14, 3), [])
+    main(ReplayConfig(str(folder), 14, 3, perturbed=0), [])
     printed = capsys.readouterr().out
     assert "snapshots/step_000000000: steps 1 to 17" in printed
     gone, stays = [line for line in printed.splitlines() if line.startswith("The spike ")]
