@@ -55,8 +55,7 @@ class Series:
 
     def reaches(self, protocol: Protocol) -> bool:
         """Whether RMS_t can reach the threshold for RMS spikes; True if beta2 is unknown."""
-        largest = largest_rms(self.beta2[protocol.ignore_steps :])
-        return not (largest < protocol.rms_threshold).all() or not len(largest)
+        return not why_unreachable(self.beta2, protocol)
 
 
 def read_series(runs: Runs, run: str, pattern: str = "*") -> Series:
@@ -71,11 +70,28 @@ def read_series(runs: Runs, run: str, pattern: str = "*") -> Series:
     except LookupError:
         rms = pd.DataFrame(index=steps)
     summary = runs.summaries[runs.summaries["run"] == run].iloc[0]
-    beta2 = np.full(last, summary.get("optimizer.beta2", np.nan), dtype=float)
-    decay = summary.get("optimizer.beta2_decay", np.nan)
-    if not pd.isna(decay):
-        beta2 = 1 - steps.to_numpy(float) ** -decay
+    settings = (summary.get(f"optimizer.{name}", np.nan) for name in ("beta2", "beta2_decay"))
+    beta2 = beta2_by_step(*settings, last)
     return Series(run, metrics["loss"].astype(float).reindex(steps).to_numpy(), rms, beta2)
+
+
+def beta2_by_step(beta2: float, decay: float | None, num_steps: int) -> np.ndarray:
+    """Beta2 [steps]: 1 - t^-decay under a schedule, else the constant; NaN if unknown."""
+    if pd.isna(decay):
+        return np.full(num_steps, beta2, dtype=float)
+    return 1 - np.arange(1, num_steps + 1, dtype=float) ** -decay
+
+
+def why_unreachable(beta2: np.ndarray, protocol: Protocol) -> str:
+    """A clause that says why RMS_t cannot reach the threshold under beta2 [steps], or ""."""
+    largest = beta2[protocol.ignore_steps :].max(initial=-np.inf)
+    if np.isinf(largest) or not largest_rms(largest) < protocol.rms_threshold:
+        return ""
+    sign = "=" if beta2.min() == largest else "<="
+    return (
+        f"at beta2 {sign} {largest:g}, RMS_t cannot exceed {largest_rms(largest):.2f}, and the "
+        f"threshold is {protocol.rms_threshold:g}"
+    )
 
 
 def protocol_of_run(summary: dict) -> Protocol:

@@ -27,8 +27,9 @@ from analysis.spike_marks import (
     sensitivity_table,
     spike_table,
     why_unexamined,
+    why_unreachable,
 )
-from lowprec.diagnostics.spikes import PROTOCOLS, Protocol, largest_rms, relative_rms, rms_spikes
+from lowprec.diagnostics.spikes import PROTOCOLS, Protocol, relative_rms, rms_spikes
 
 LOCAL_SHIFT = 1000  # steps over which the phase of training stays about the same
 NUM_TENSORS = 10  # printed
@@ -57,12 +58,8 @@ def describe(series: Series, protocol: Protocol, tensor: str) -> str:
 def _summary_lines(series: Series, protocol: Protocol, tensor: str, counted: str) -> list[str]:
     rms = series.rms_of(tensor)
     counts = f"{int(rms_spikes(rms, protocol).sum())} RMS spikes ({tensor})"
-    if not series.reaches(protocol):
-        beta2, largest = series.beta2.max(), largest_rms(series.beta2.max())
-        counts = (
-            f"no possible RMS spikes ({tensor}): at beta2 = {beta2:g}, RMS_t cannot exceed "
-            f"{largest:.2f}, and the threshold is {protocol.rms_threshold:g}"
-        )
+    if reason := why_unreachable(series.beta2, protocol):
+        counts = f"no possible RMS spikes ({tensor}): {reason}"
     lines = [f"{counted} and {counts} in {len(rms):,} steps."]
     late = rms[protocol.ignore_steps :]
     if np.isnan(late).all():

@@ -148,9 +148,10 @@ def families(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
 
 
 def log_axis(ax: Axes) -> None:
-    """A logarithmic axis of values not far apart: 0.2, 0.5, 1, 2, 5."""
+    """A logarithmic axis: 0.2, 0.5, 1, 2, 5, or only powers of ten over many decades."""
     ax.set_yscale("log")
-    ax.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+    bottom, top = ax.get_ylim()
+    ax.yaxis.set_minor_locator(LogLocator(subs=(2, 5) if top < 300 * bottom else ()))
     for which in ("major", "minor"):
         getattr(ax.yaxis, f"set_{which}_formatter")("{x:g}")
 

@@ -18,7 +18,7 @@ FLAGS = ("config_name", "config_path", "config_dir", "experimental_rerun")  # re
 
 
 def run_command(
-    task: Callable[[Any], None],
+    task: Callable[[Any], Any],
     entry: str,
     schema: type = Config,
     preflight: Callable[[Any], None] = lambda config: None,
@@ -26,7 +26,8 @@ def run_command(
     """Calls `task(config)` for the command line's config, or under -m for each of its runs.
 
     All configs are checked first, also by `preflight(config)`, which may raise ConfigError. Faults
-    are printed as a list, and the exit status is 2. `entry` names the config file in `conf/`.
+    are printed as a list, and the exit status is 2. `entry` names the config file in `conf/`. What
+    `task` returns is the objective of a sweeper such as Optuna's.
     """
     register(schema)
     arguments = get_args_parser().parse_args()
@@ -47,12 +48,12 @@ def run_command(
         refuse(error)
 
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name=entry)
-    def run(composed: Any) -> None:
+    def run(composed: Any) -> Any:
         if arguments.multirun:
             job = HydraConfig.get()
             print(f"[{job.job.num + 1}]", *job.overrides.task, flush=True)
         try:
-            task(check(plain(composed), schema))
+            return task(check(plain(composed), schema))
         except (ConfigError, RunError) as error:
             if arguments.multirun:  # the other runs continue
                 raise

@@ -13,9 +13,11 @@ status is 75 if the run was stopped by a signal, 1 if it failed, 2 if the config
 """
 
 import contextlib
+import math
 import os
 import sys
 import time
+from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -25,6 +27,7 @@ from lowprec.config.preflight import preflight
 from lowprec.config.schema import Config
 from lowprec.runs.attempts import STOPPED
 from lowprec.runs.identity import label
+from lowprec.runs.read import RecordFileError, read_last_row, read_status
 from lowprec.runs.scratch import use_own_temporary_folder
 
 
@@ -32,7 +35,7 @@ class ProgressBar:
     """Shows a run's steps, loss and throughput; see `lowprec.train.loop.Progress`."""
 
     def __init__(self, config: Config):
-        self.name = label(config)
+        self.name, self.loss = label(config), math.nan
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         note = TextColumn("{task.fields[note]}")
         self.bar = Progress(*columns, TimeRemainingColumn(), note)
@@ -45,6 +48,7 @@ class ProgressBar:
 
     def flushed(self, row: dict) -> None:
         """Shows the last step; prints the numbers of an evaluation."""
+        self.loss = row["loss"]
         note = f"loss {row['loss']:.3f}  {row['images_per_s']:.0f} images/s"
         note += f"  {row['memory_gib']:.0f} GiB" if row["memory_gib"] else ""
         self.bar.update(self.task, completed=row["step"], note=note)
@@ -53,14 +57,26 @@ class ProgressBar:
             line = f"{self.name} step {row['step']}: {', '.join(scores)}"
             self.bar.console.print(line, soft_wrap=True)
 
+    def had_ended(self, run: Path) -> None:
+        """Takes the loss from the record; infinite if the run diverged, NaN if it is damaged."""
+        if read_status(run, {"state": ""})["state"] == "diverged":
+            self.loss = math.inf
+            return
+        with contextlib.suppress(FileNotFoundError, RecordFileError):
+            self.loss = read_last_row(run / "metrics.jsonl").get("loss", math.nan)
+
     def close(self) -> None:
         """Leaves the bar as it is."""
         if self.bar.live.is_started:
             self.bar.stop()
 
 
-def main(config: Config, expected: str | None = None) -> None:
-    """Trains a run, as its only process or as one rank; `expected`: see `train_run`."""
+def main(config: Config, expected: str | None = None) -> float:
+    """Trains a run, as its only process or as one rank; `expected`: see `train_run`.
+
+    Returns the objective for a sweeper such as Optuna's: the loss of the last step, infinite if the
+    run diverged; of a run that had ended before, as its record says.
+    """
     sys.stderr = sys.__stderr__  # see the end of this file
     preflight(config)
     use_own_temporary_folder()
@@ -82,6 +98,7 @@ def main(config: Config, expected: str | None = None) -> None:
     stops = ended is not None and ended.stop_requested and runs_a_sweep()
     if stops or (ended is not None and ended.state == "preempted"):
         sys.exit(STOPPED)
+    return math.inf if ended is not None and ended.state == "diverged" else progress.loss
 
 
 if __name__ == "__main__":

@@ -5,19 +5,36 @@ Runs: `experiment=rms_and_loss`.
 
 from dataclasses import asdict
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from analysis import curves, paper, spike_marks, style
+from analysis import comparison, curves, paper, spike_marks, style
 from analysis.load import Runs
-from lowprec.diagnostics.spikes import lag_coincidence, largest_rms
+from lowprec.diagnostics.spikes import lag_coincidence
 
-select = spike_marks.of_adamw
 OTHER, RMS = spike_marks.OTHER, style.RMS
 MARKS = ("step", "loss", "rms", "loss_spike", "rms_spike", "follows")
-COLUMNS = (*curves.OF_A_RUN, *MARKS, *spike_marks.THRESHOLDS)
+COLUMNS = (*curves.OF_A_RUN, "num_seeds", *MARKS, *spike_marks.THRESHOLDS)
+
+
+def select(heads: pd.DataFrame) -> pd.DataFrame:
+    """The rows of `Runs.runs` in the figure, and `num_seeds`, how many seeds their setting has.
+
+    Shows AdamW, one seed of each setting: the smallest that most settings have, or else the
+    setting's smallest.
+    """
+    heads = spike_marks.of_adamw(heads)
+    has_config = heads["scale"].notna()
+    if not has_config.any():
+        return heads.assign(num_seeds=np.nan)
+    setting, seeds = comparison.signature(heads, seed=False), heads["seed"].astype(float)
+    shared = setting.groupby(seeds).nunique().idxmax()
+    heads = heads.assign(num_seeds=seeds.groupby(setting).transform("nunique"))
+    order = seeds.mask(seeds == shared, -np.inf)
+    return heads[~has_config | (order == order.groupby(setting).transform("min"))]
 
 
 def query(runs: Runs) -> pd.DataFrame:
@@ -27,14 +44,14 @@ def query(runs: Runs) -> pd.DataFrame:
     `follows`: a loss spike begins here, after an RMS spike.
     """
     heads = curves.named_heads(runs, ("optimizer.beta2",))
-    heads = heads[heads["run"].isin(select(runs.runs)["run"])]
+    heads = heads.merge(select(runs.runs)[["run", "num_seeds"]], on="run")
     frames = []
     for head in heads.to_dict("records"):
         used = spike_marks.protocol_of_run(head)
         series = spike_marks.read_series(runs, head["run"], spike_marks.TENSOR)
         steps = spike_marks.mark(series, used, spike_marks.TENSOR)
         if steps["rms"].notna().any():
-            facts = {name: head[name] for name in curves.OF_A_RUN}
+            facts = {name: head[name] for name in (*curves.OF_A_RUN, "num_seeds")}
             frames.append(steps[list(MARKS)].assign(**facts, **asdict(used)))
     frames.sort(key=lambda f: (style.rank(f["model"].iloc[0], style.MODELS), f["beta2"].iloc[0]))
     if not frames:
@@ -96,23 +113,26 @@ def draw(frame: pd.DataFrame, figure: Figure) -> None:
 
 
 def caption(frame: pd.DataFrame) -> str:
-    """Describes the data and the protocol, and counts the spikes of each run."""
+    """Describes the data and the protocol, and counts the seeds of each setting and its spikes."""
     text = (
         f"RMS_t of {spike_marks.TENSOR} and training loss of {curves.of_runs(frame)}. After "
         f"figure 9, arXiv:2304.13013. {spike_marks.in_words(frame)} The loss axis ends at the "
         "largest loss after the first tenth of training, at most at the first loss."
     )
     for _, run in frame.groupby("run", sort=False):
-        text += f" {_title(run.iloc[0], ', ')}: {_counts(run)}."
+        head = run.iloc[0]
+        of_seeds = f" of {head['num_seeds']}" if head["num_seeds"] > 1 else ""
+        text += f" {_title(head, ', ')}{of_seeds}: {_counts(run)}."
     return f"{text} The paper: {paper.FOLLOWING_SAID}."
 
 
 def _counts(run: pd.DataFrame) -> str:
+    protocol, head = spike_marks.protocols(run)[0], run.iloc[0]
+    beta2 = spike_marks.beta2_by_step(head["beta2"], head["beta2_decay"], len(run))
+    if reason := spike_marks.why_unreachable(beta2, protocol):
+        return f"loss spikes: {run['loss_spike'].sum()}; {reason}"
     if not run["loss_spike"].any():
         return f"no loss spike, {run['rms_spike'].sum()} RMS spikes"
-    protocol = spike_marks.protocols(run)[0]
-    if largest_rms(run["beta2"].iloc[0]) < protocol.rms_threshold:
-        return f"loss spikes: {run['loss_spike'].sum()}; RMS_t cannot reach the threshold"
     marks = run["loss_spike"].to_numpy(), run["rms_spike"].to_numpy()
     counts = lag_coincidence(*marks, protocol)
     return (

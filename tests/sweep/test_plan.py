@@ -8,7 +8,7 @@ import pytest
 from experiments import sweep
 from experiments.train import main as train
 from lowprec.config.compose import compose_command
-from lowprec.runs.read import find_runs, read_status
+from lowprec.runs.read import find_runs, read_last_row, read_status
 from lowprec.sweep.plan import LAUNCHER, Manifest, plan_runs
 
 
@@ -119,8 +119,9 @@ def test_a_planned_directory_is_where_the_same_command_trains(here, tiny, monkey
     assert find_runs(here / "runs") == [planned] and read_status(planned)["state"] == "finished"
     config = compose_command([*tiny, "seed=3", "name=t"])[0].config
     shutil.rmtree(planned)
-    train(config)
+    loss = train(config)
     assert find_runs(here / "runs") == [planned]
+    assert loss == read_last_row(planned / "metrics.jsonl")["loss"]
 
 
 def test_a_dry_run_prints_the_runs_and_writes_nothing(here, tiny, capsys):
