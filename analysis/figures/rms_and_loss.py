@@ -23,8 +23,8 @@ COLUMNS = (*curves.OF_A_RUN, "num_seeds", *MARKS, *spike_marks.THRESHOLDS)
 def select(heads: pd.DataFrame) -> pd.DataFrame:
     """The rows of `Runs.runs` in the figure, and `num_seeds`, how many seeds their setting has.
 
-    Shows AdamW, one seed of each setting: the smallest that most settings have, or else the
-    setting's smallest.
+    Shows AdamW, one seed of each setting: of the whole runs the one with the seed that most
+    settings have, or else with the smallest seed.
     """
     heads = spike_marks.of_adamw(heads)
     has_config = heads["scale"].notna()
@@ -32,9 +32,11 @@ def select(heads: pd.DataFrame) -> pd.DataFrame:
         return heads.assign(num_seeds=np.nan)
     setting, seeds = comparison.signature(heads, seed=False), heads["seed"].astype(float)
     shared = setting.groupby(seeds).nunique().idxmax()
+    order = pd.DataFrame({"setting": setting, "is_damaged": heads["note"] != ""})
+    order = order.assign(is_other=seeds != shared, seed=seeds)
+    first = order.sort_values(["is_damaged", "is_other", "seed"]).drop_duplicates("setting")
     heads = heads.assign(num_seeds=seeds.groupby(setting).transform("nunique"))
-    order = seeds.mask(seeds == shared, -np.inf)
-    return heads[~has_config | (order == order.groupby(setting).transform("min"))]
+    return heads[~has_config | heads.index.isin(first.index)]
 
 
 def query(runs: Runs) -> pd.DataFrame:

@@ -152,8 +152,8 @@ def with_value(path, data, value, rng):
 @pytest.fixture(scope="module")
 def two_runs(tmp_path_factory, write_run):
     root = tmp_path_factory.mktemp("two")
-    for seed in (0, 1):
-        write_run(root, num_steps=STEPS, steps=STEPS, seed=seed, diagnostics=WATCHED, flush=8)
+    for lr in (1e-3, 2e-3):
+        write_run(root, num_steps=STEPS, steps=STEPS, lr=lr, diagnostics=WATCHED, flush=8)
     return root
 
 

@@ -1,4 +1,7 @@
-"""Figures around spikes, on runs with planted ones: spike_lead_*, loss_scaler, rms_and_loss."""
+"""Figures around spikes, on runs with planted ones.
+
+These are `spike_lead_*`, `spike_heights`, `loss_scaler` and `rms_and_loss`.
+"""
 
 import numpy as np
 import pandas as pd
@@ -9,6 +12,7 @@ from analysis import load_runs, paper, spike_marks
 from analysis.figures import (
     loss_scaler,
     rms_and_loss,
+    spike_heights,
     spike_lead,
     spike_lead_batch,
     spike_lead_lr,
@@ -126,6 +130,58 @@ def test_large_beta2_of_a_sweep_are_drawn_if_there_are_any(plant, query):
         for beta2 in sweep:
             plant(beta2=beta2)
         assert query(spike_lead_size)["beta2"].unique().tolist() == drawn_beta2
+
+
+def test_heights_of_spikes_and_recall_are_drawn_by_beta2_and_optimizer(plant, query):
+    recall = {"retrieval/image_to_text_r1": 0.25, "retrieval/text_to_image_r1": 0.35}
+    columns = {name: np.full(STEPS, value) for name, value in recall.items()}
+    for seed in (0, 1):
+        plant(seed=seed, columns=columns, experiment="stability")
+    plant({}, beta2=0.9, experiment="stability")  # neither a spike nor an evaluation
+    plant({400: 3}, optimizer="stable_adamw", columns=columns, experiment="stability")
+    frame = query(spike_heights)
+    assert tuple(frame.columns) == spike_heights.COLUMNS
+    spikes, ends = (frame[frame["part"] == part] for part in spike_heights.PARTS)
+    peaks = {step: 3.5 + 0.1 * np.sin(step) for step in SPIKES} | {600: 4.5 + 0.1 * np.sin(600)}
+    for (_, optimizer), group in spikes.groupby(["run", "optimizer"]):
+        steps = list(SPIKES) if optimizer == "adamw" else [400]
+        assert group["step"].tolist() == steps
+        heights = [peaks[step] - 2 for step in steps]
+        np.testing.assert_allclose(group["height"], heights, atol=0.02)  # the median is about 2
+    assert len(spikes) == 9 and ends["step"].tolist() == [STEPS] * 4
+    assert sorted(ends["recall"].dropna()) == pytest.approx([30] * 3)
+    left, right = drawn(spike_heights, frame)
+    assert [len(xs) for xs in points(left, "o")] == [1, 8]
+    medians = [path.vertices[0, 1] for bars in left.collections for path in bars.get_paths()]
+    assert medians == spikes.groupby("optimizer")["height"].median().tolist()[::-1]
+    assert [text.get_text() for text in right.get_legend().get_texts()] == ["AdamW", "StableAdamW"]
+    assert "Loss spikes: AdamW 8 in 3 runs; StableAdamW 1 in 1 runs." in spike_heights.caption(
+        frame
+    )
+
+
+def test_without_spikes_the_highest_is_zero(plant, query):
+    plant({}, experiment="stability")
+    frame = query(spike_heights)
+    assert frame["part"].tolist() == ["runs"] and "Loss spikes: none" in spike_heights.caption(
+        frame
+    )
+    drawn(spike_heights, frame)
+
+
+def test_one_seed_of_each_setting_is_drawn_the_smallest_that_most_have(plant, query):
+    seeds = {0.9: (0, 1, 2), 0.99: (1, 2), 0.995: (2, 3), 0.999: (1,), 0.5: (4, 5)}
+    for beta2, of_setting in seeds.items():
+        for seed in of_setting:
+            plant(beta2=beta2, seed=seed)
+    plant(beta2=0.8, seed=1, state="running")
+    plant(beta2=0.8, seed=3)
+    frame = query(rms_and_loss)
+    drawn_seeds = frame.drop_duplicates("run").set_index("beta2")["seed"].to_dict()
+    assert drawn_seeds == {0.9: 1, 0.99: 1, 0.995: 2, 0.999: 1, 0.5: 4, 0.8: 3}
+    caption = rms_and_loss.caption(frame)
+    assert "beta2 = 0.9, bf16, AdamW, seed 1 of 3: " in caption
+    assert "beta2 = 0.999, bf16, AdamW, seed 1: " in caption
 
 
 @pytest.mark.parametrize("figure", [spike_lead_size, rms_and_loss])
