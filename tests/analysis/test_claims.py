@@ -1,4 +1,7 @@
-"""Tests the claims: runs decide each verdict, and no verdict goes beyond its runs."""
+"""Tests the claims: runs decide each verdict, and no verdict goes beyond its runs.
+
+The claims about spikes are in test_spike_claims.py.
+"""
 
 import json
 import re
@@ -20,11 +23,9 @@ from analysis.evidence import (
     share_interval,
     share_over_runs,
 )
-from lowprec.config.schema import DiagnosticsConfig, InterventionConfig, ScalerConfig, SpikeConfig
+from lowprec.config.schema import InterventionConfig
 
 ROOT = Path(__file__).parents[2]
-STEPS = 400
-SPIKES = DiagnosticsConfig(spikes=SpikeConfig(ignore_steps=20, window=20))
 HELD, FAILED = f"{REPRODUCED} at mini scale", f"{NOT} at mini scale"
 
 
@@ -192,151 +193,6 @@ def test_speed_is_judged_by_the_least_shape_over_each_baseline(tmp_path, words, 
     finding = one(tmp_path, "C7", words)
     assert finding.verdict == verdict and number in finding.ours
     assert one(tmp_path, "C8", "no speed-up").verdict == NOT
-
-
-@pytest.fixture(name="scaled")
-def scaled_fixture(make_run, tmp_path):
-    """A function: runs with loss spikes, whose scale halves and whose tensors are skipped at."""
-
-    def make(kind, falls=(), skips=(), skipped=1, seeds=(0, 1), state="finished"):
-        steps = np.arange(STEPS)
-        losses = 2 + 0.01 * np.sin(steps)
-        for step in (60, 120, 180):
-            losses[step : step + 4] += 2
-        scale = 65536.0 * 0.5 ** (steps[:, None] >= np.array([*falls, STEPS])).sum(axis=1)
-        columns = {"loss_scale": scale, "skipped_tensors": skipped * np.isin(steps, skips)}
-        for seed in seeds:
-            make_run(experiment="loss_scaler", scale="mini", scaler=ScalerConfig(kind), seed=seed,
-                     autocast="fp16", num_steps=STEPS, losses=losses, columns=columns,
-                     diagnostics=SPIKES, state=state, flush=STEPS)  # fmt: skip
-        return tmp_path / "runs"
-
-    return make
-
-
-AT_SPIKES = (62, 121, 181)
-ELSEWHERE = (30, 90, 150, 210, 230, 250, 270, 290, 310, 330, 350)
-
-
-@pytest.mark.parametrize(
-    ("kind", "keys", "verdict"),
-    [
-        ("dynamic", {"falls": AT_SPIKES}, HELD),
-        ("dynamic", {"falls": AT_SPIKES, "seeds": (0,)}, UNDECIDED),
-        ("dynamic", {"falls": ELSEWHERE}, FAILED),
-        ("dynamic", {}, FAILED),
-        ("dynamic", {"falls": (62, 150)}, UNDECIDED),  # beside chance
-        ("fixed", {"skips": (61, 122)}, HELD),
-        ("fixed", {"skips": (61, 122), "seeds": (0,)}, UNDECIDED),
-        ("fixed", {"skips": (61, 122), "skipped": 3}, UNDECIDED),  # all three tensors there are
-        ("fixed", {}, UNDECIDED),
-        ("fixed", {"skips": (61, 122), "state": "diverged"}, FAILED),
-    ],
-)
-def test_loss_scales_are_judged_by_falls_at_spikes_and_by_skips_of_single_tensors(
-    scaled, kind, keys, verdict
-):
-    finding = one(scaled(kind, **keys), "C12", kind)
-    assert finding.verdict == verdict, finding
-
-
-def test_falls_in_one_stretch_count_once(scaled):
-    finding = one(scaled("dynamic", (61, 62, 63, 64, 121)), "C12", "dynamic")
-    assert "4 of 4 falls of the scale are at one of 6 loss spikes" in finding.ours
-    assert "by chance 16.6%" in finding.ours  # 21 steps at each of 3 spikes, of 380
-
-
-MANY = tuple(range(60, 390, 32))
-
-
-@pytest.fixture(name="spiking")
-def spiking_fixture(make_run, tmp_path):
-    """A function: runs of the study of stability, spikes planted 3 steps after spikes of RMS_t."""
-
-    def make(optimizer, beta2, at=(), seeds=(0, 1), rms_before=3, rise=(), **keys):
-        steps = np.arange(STEPS)
-        losses = 2 + 0.01 * np.sin(steps)
-        rms = 1 + 0.1 * np.cos(steps)
-        for step in at:
-            losses[step : step + 4] += 2
-            for before in rise:
-                losses[step - before] += 0.05
-            rms[step - rms_before] = 5
-        frame = pd.DataFrame({"visual.conv1.weight": rms}, steps + 1)
-        keys = {"experiment": "stability", "scale": "mini", "model": "mini_l"} | keys
-        keys = {"diagnostics": SPIKES} | keys
-        for seed in seeds:
-            make_run(optimizer=optimizer, beta2=beta2, seed=seed, num_steps=STEPS, losses=losses,
-                     tables={"tensors": {"rms": frame}}, flush=STEPS, **keys)  # fmt: skip
-        return tmp_path / "runs"
-
-    return make
-
-
-OF_BETA2 = [
-    ("C9", "spikes grow with beta2"),
-    ("C10", "follows"),
-    ("C11", "removes the"),
-    ("C11", "lower beta2"),
-]
-
-
-def test_spikes_decide_with_two_seeds_and_are_counted_with_one(spiking):
-    sweep = [("adamw", 0.9, ()), ("adamw", 0.99, (80,)), ("adamw", 0.999, MANY)]
-    sweep += [("stable_adamw", 0.999, ()), ("stable_adamw", 0.99, ())]
-    for seed, verdict, why in ((0, UNDECIDED, "one seed"), (1, HELD, "")):
-        for optimizer, beta2, at in sweep:
-            root = spiking(optimizer, beta2, at, seeds=(seed,))
-        evidence = Evidence([root])
-        finding = {claim: one(evidence, *claim) for claim in OF_BETA2}
-        assert {(f.verdict, f.why) for f in finding.values()} == {(verdict, why)}, finding
-        counts = f"beta2 0.9: 0; beta2 0.99: 1; beta2 0.999: {len(MANY)}"
-        assert counts in finding["C9", "spikes grow with beta2"].ours
-        num = (seed + 1) * (len(MANY) + 1)
-        assert f"{num} of {num} follow" in finding["C10", "follows"].ours
-
-
-def test_spikes_that_stay_or_do_not_follow_are_not_reproduced(spiking):
-    spiking("adamw", 0.9, at=(60, 100, 150), rms_before=-20)
-    spiking("adamw", 0.999, at=(80, 130), rms_before=-20)
-    root = Evidence([spiking("stable_adamw", 0.999, at=(60, 100, 150))])
-    assert "0 of 10 follow" in one(root, "C10", "follows").ours
-    assert {one(root, *claim).verdict for claim in OF_BETA2} == {FAILED}
-
-
-def test_a_share_counts_runs_whose_rms_can_reach_the_threshold(spiking):
-    spiking("adamw", 0.5, at=MANY, rms_before=-8)
-    root = spiking("adamw", 0.999, at=(60, 100))
-    finding = one(root, "C10", "follows")
-    assert "4 of 4 follow (100% [51%" in finding.ours and finding.verdict == HELD
-    assert "with a window of 50 steps 4 of 4; with a window of 200 steps 2 of 2" in finding.ours
-    assert "2 runs, 2 seeds; 2 left out" in finding.ours
-
-
-def test_spikes_that_follow_by_detection_but_not_by_onset_are_not_reproduced(spiking):
-    protocol = SpikeConfig(ignore_steps=20, window=20, loss_sigmas=12)
-    keys = {"at": (80, 180, 280), "rms_before": 1, "rise": (1, 2, 3)}
-    keys |= {"diagnostics": DiagnosticsConfig(spikes=protocol)}
-    finding = one(spiking("adamw", 0.999, **keys), "C10", "follows")
-    assert "6 of 6 follow" in finding.ours and "0 of 6 by onset" in finding.ours
-    assert finding.verdict == FAILED
-
-
-def test_optimizers_are_compared_in_pairs_of_equal_settings(spiking):
-    spiking("adamw", 0.999, at=(60,))
-    spiking("adamw", 0.999, at=MANY, lr=4e-3)  # without a partner, as the two that follow
-    spiking("stable_adamw", 0.99, at=(60, 100))
-    spiking("adamw", 0.999, at=MANY, seeds=(2,))
-    finding = one(spiking("stable_adamw", 0.999), "C11", "removes the")
-    assert "StableAdamW: 0; AdamW: 1; last minus first +1.00" in finding.ours
-    assert finding.verdict == HELD
-
-
-def test_a_run_that_two_studies_share_counts_once(spiking):
-    spiking("adamw", 0.9)
-    root = spiking("adamw", 0.999, at=(60,), seeds=(0,))
-    spiking("adamw", 0.999, at=(60,), seeds=(0,), experiment="rms_and_loss")
-    assert "1 of 1 follow" in one(root, "C10", "follows").ours
 
 
 @pytest.fixture(name="fixes")

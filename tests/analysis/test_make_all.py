@@ -10,6 +10,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from analysis import figures, make, paper, study
+from analysis.curves import RECALL
 from analysis.style import style
 from lowprec.config.schema import DiagnosticsConfig, InterventionConfig, ScalerConfig, SpikeConfig
 from lowprec.runs.read import encode_row
@@ -34,6 +35,9 @@ STUDIES = {  # experiment: what its runs differ in
     "beta2_schedule": [dict(beta2_decay=decay) for decay in (None, 0.5)],
     "rms_and_loss": [dict(beta2=beta2) for beta2 in (0.9, 0.99, 0.999)],
     "update_clipping": [dict(optimizer=name) for name in ("adamw", "adamw_clip", "stable_adamw")],
+    "stability": [
+        dict(beta2=b, optimizer=o) for b in (0.9, 0.99) for o in ("adamw", "stable_adamw")
+    ],
     "spikes_vs_size": [dict(model=model, beta2=0.99) for model in ("mini_b", "mini_l")],
     "spikes_vs_batch": [dict(batch_size=size, beta2=0.99) for size in (256, 1024)],
     "spikes_vs_lr": [dict(lr=lr, beta2=0.99) for lr in (1e-3, 4e-3)],
@@ -93,12 +97,15 @@ def write_studies(root, write_run):
     for experiment, cells in STUDIES.items():
         for rank, cell in enumerate(cells):
             scale = np.where(steps < 20, 65536.0, 32768.0)
-            columns = {"zero_shot/top1": np.full(STEPS, 0.2 + rank / 100), "loss_scale": scale}
+            score = np.full(STEPS, 0.2 + rank / 100)
+            columns = {name: score for name in ("zero_shot/top1", *RECALL)} | {"loss_scale": scale}
             keys = {"optimizer": "adamw", "num_steps": STEPS, "scale": "mini"} | cell
             losses = 1 + 5 * np.exp(-steps / 10) + 0.05 * np.sin(steps + rank)
             losses[SPIKE - 1 : SPIKE + 2] += 2
-            write_run(root, experiment=experiment, columns=columns, losses=losses,
-                     tables=tables(rank), diagnostics=WATCHED, **keys)  # fmt: skip
+            run = write_run(root, experiment=experiment, columns=columns, losses=losses,
+                            tables=tables(rank), diagnostics=WATCHED, **keys)  # fmt: skip
+            event = {"step": SPIKE - 3, "spike": "rms", "rms": {"visual.conv1.weight": 5.0}}
+            (run / "events.jsonl").write_text(encode_row(event))
     for row in lines():
         path = root / "bench" / row["slug"] / "20260101-000000.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)

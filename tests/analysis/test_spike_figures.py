@@ -68,6 +68,12 @@ def drawn(module, frame):
     return figure.axes
 
 
+def highest(root):
+    runs = load_runs(root)
+    protocol = Protocol(ignore_steps=200, window=100)
+    return spike_marks.highest(spike_marks.read_series(runs, runs.runs["run"][0]), protocol)
+
+
 def points(ax, marker):
     lines = [line for line in ax.get_lines() if line.get_marker() == marker]
     return [list(line.get_xdata()) for line in lines]
@@ -132,7 +138,7 @@ def test_large_beta2_of_a_sweep_are_drawn_if_there_are_any(plant, query):
         assert query(spike_lead_size)["beta2"].unique().tolist() == drawn_beta2
 
 
-def test_heights_of_spikes_and_recall_are_drawn_by_beta2_and_optimizer(plant, query):
+def test_heights_of_spikes_and_recall_are_drawn_by_beta2_and_optimizer(plant, query, tmp_path):
     recall = {"retrieval/image_to_text_r1": 0.25, "retrieval/text_to_image_r1": 0.35}
     columns = {name: np.full(STEPS, value) for name, value in recall.items()}
     for seed in (0, 1):
@@ -143,11 +149,12 @@ def test_heights_of_spikes_and_recall_are_drawn_by_beta2_and_optimizer(plant, qu
     assert tuple(frame.columns) == spike_heights.COLUMNS
     spikes, ends = (frame[frame["part"] == part] for part in spike_heights.PARTS)
     peaks = {step: 3.5 + 0.1 * np.sin(step) for step in SPIKES} | {600: 4.5 + 0.1 * np.sin(600)}
-    for (_, optimizer), group in spikes.groupby(["run", "optimizer"]):
+    for (run, optimizer), group in spikes.groupby(["run", "optimizer"]):
         steps = list(SPIKES) if optimizer == "adamw" else [400]
         assert group["step"].tolist() == steps
         heights = [peaks[step] - 2 for step in steps]
         np.testing.assert_allclose(group["height"], heights, atol=0.02)  # the median is about 2
+        assert highest(load_runs(tmp_path).only(run).runs["path"][0]) == group["height"].max()
     assert len(spikes) == 9 and ends["step"].tolist() == [STEPS] * 4
     assert sorted(ends["recall"].dropna()) == pytest.approx([30] * 3)
     left, right = drawn(spike_heights, frame)
@@ -161,7 +168,7 @@ def test_heights_of_spikes_and_recall_are_drawn_by_beta2_and_optimizer(plant, qu
 
 
 def test_without_spikes_the_highest_is_zero(plant, query):
-    plant({}, experiment="stability")
+    assert highest(plant({}, experiment="stability")) == 0
     frame = query(spike_heights)
     assert frame["part"].tolist() == ["runs"] and "Loss spikes: none" in spike_heights.caption(
         frame
