@@ -4,6 +4,7 @@ Nothing in a run directory makes a reader fail, wait or take more memory than th
 a file that cannot be read is left out and named in the run's note.
 """
 
+import functools
 import warnings
 import zipfile
 from dataclasses import fields
@@ -58,8 +59,15 @@ def as_path(address: Path | str) -> Path:
     text = str(address)
     if archive := _archive_of(text):
         inner = text.removeprefix(str(archive)).strip("/")
-        return UPath(f"zip://{inner}::{archive.absolute().as_uri()}")
+        root = _open_archive(archive.absolute(), archive.stat().st_mtime_ns)
+        return root / inner if inner else root
     return UPath(text) if "://" in text else Path(text)
+
+
+@functools.lru_cache(maxsize=16)
+def _open_archive(archive: Path, changed: int) -> UPath:
+    """The root of an archive, whose directory is read once for each time of its last change."""
+    return UPath(f"zip://::{archive.as_uri()}")
 
 
 def _archive_of(address: str) -> Path | None:
