@@ -31,8 +31,8 @@ test-gpu: $(READY)
 test-system: $(READY)
 	@$(PY) -m pytest -q -m system
 
-ways: $(READY)
-	@$(PY) tests/ways.py
+size: $(READY)
+	@$(PY) tests/size.py
 
 mutants: $(READY)
 	@$(PY) tests/mutants.py

@@ -14,10 +14,12 @@ from analysis.curves import RECALL
 from analysis.style import style
 from lowprec.config.schema import DiagnosticsConfig, InterventionConfig, ScalerConfig, SpikeConfig
 from lowprec.runs.read import encode_row
+from tests.analysis.test_bench_figures import layer_lines, line, model_lines, op_lines
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "fixtures" / "golden"  # GOLDEN_WRITE=1 writes it anew
 STEPS, SPIKE, THINNED = 40, 28, 7
+DIMS = (1024, 4096)
 UNSTABLE = ["run", "file", "data_digest"]  # names that change with the config's schema
 RECIPES = ("high", "switchback", "llm_int8", "fp8_tensorwise", "fp8_switchback")
 CHANGES = [InterventionConfig(name) for name in ("none", "zero_init", "kq_norm")]
@@ -63,32 +65,13 @@ def tables(rank):
 
 def lines():
     """Benchmark lines of every slug whose times follow from the sizes."""
-    speed = {"int8": 1.5, "fp8": 1.8}
-    at = [dict(dim=d, tokens=32768, direction=way) for d in (1024, 4096) for way in ("up", "down")]
-    for place in at:
-        product = place["dim"] ** 2 * 1e-6
-        for case in ("output", "grad_input", "grad_weight"):
-            yield dict(slug="ops", case=case, ms=product, dtype="bf16", **place)
-        for dtype, factor in speed.items():
-            for case in ("output", "grad_input"):
-                yield dict(slug="ops", case=case, ms=product / factor, dtype=dtype, **place)
-            for case in ("quantize_x", "quantize_g", "quantize_w"):
-                yield dict(slug="ops", case=case, ms=place["dim"] * 1e-4, dtype=dtype, **place)
-    cases = {"linear": 1.0, "switchback": 0.8, "switchback_m": 0.9, "switchback_q": 0.85}
-    for case, share in (cases | {"llm_int8": 1.1}).items():
-        for dim in (1024, 4096):
-            more = dict(case=case, dim=dim, tokens=32768, direction="both")
-            yield dict(slug="layer", ms=dim**2 * 1e-6 * share, mode="eager", **more)
-            yield dict(slug="layer_memory", ms=None, ratio=share, saved_mib=1.0, peak_mib=2.0,
-                       **more)  # fmt: skip
-    times = {"open_clip": 100.0, "autograd_high": 90.0, "high": 88.0, "switchback": 75.0}
-    for case, ms in (times | {"llm_int8": 95.0}).items():
-        yield dict(slug="model", case=case, ms=ms, shape="vit_h14 batch 256, checkpointing",
-                   memory_gib=ms / 2)  # fmt: skip
+    yield from op_lines(DIMS)
+    yield from layer_lines(DIMS)
+    yield from model_lines()
     for case, factor in (("int8", 1.0), ("e4m3", 3.0), ("e5m2 e4m3", 9.0)):
         for inner in (64, 1024, 16384):
             numbers = dict(measured=factor * inner * 1.01, predicted=factor * inner, ratio=1.01)
-            yield dict(slug="quantization_variance", case=case, ms=None, inner_dim=inner, **numbers)
+            yield line("quantization_variance", case, None, inner_dim=inner, **numbers)
 
 
 def write_studies(root, write_run):
@@ -110,7 +93,7 @@ def write_studies(root, write_run):
         path = root / "bench" / row["slug"] / "20260101-000000.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a") as file:
-            file.write(encode_row({"device": "SYNTHETIC GPU", "shape": "synthetic", **row}))
+            file.write(encode_row(row))
 
 
 def file_of(slug):

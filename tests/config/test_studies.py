@@ -39,7 +39,8 @@ def composed(monkeypatch):
 
 
 def test_each_figure_of_runs_has_a_study_at_both_scales():
-    assert {name for slug in STUDIES for name in (slug, f"{slug}_mini")} <= set(EXPERIMENTS)
+    papers = STUDIES - {"stability"}  # which is not in the paper
+    assert papers | {f"{slug}_mini" for slug in STUDIES} <= set(EXPERIMENTS)
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
