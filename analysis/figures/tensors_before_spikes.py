@@ -27,8 +27,11 @@ def select(heads: pd.DataFrame) -> pd.DataFrame:
     heads = spike_marks.of_adamw(heads)
     if "optimizer.beta2" not in heads:  # every config is damaged
         return heads
-    reach = [largest_rms(beta2) for beta2 in heads["optimizer.beta2"].astype(float)]
-    return heads[~(np.array(reach) < heads["diagnostics.spikes.rms_threshold"].astype(float))]
+    can_spike = [
+        not largest_rms(head["optimizer.beta2"]) < spike_marks.protocol_of_run(head).rms_threshold
+        for head in heads.astype({"optimizer.beta2": float}).to_dict("records")
+    ]
+    return heads[can_spike]
 
 
 def query(runs: Runs) -> pd.DataFrame:
