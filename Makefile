@@ -31,8 +31,8 @@ test-gpu: $(READY)
 test-system: $(READY)
 	@$(PY) -m pytest -q -m system
 
-size: $(READY)
-	@$(PY) tests/size.py
+ways: $(READY)
+	@$(PY) tests/ways.py
 
 mutants: $(READY)
 	@$(PY) tests/mutants.py
