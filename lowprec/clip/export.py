@@ -87,7 +87,7 @@ def write_weights(state: dict[str, Tensor], target: Path, **facts: str) -> None:
     """
     target = Path(target)
     if target.suffix not in (".safetensors", ".pt"):
-        raise ValueError(f"{target}: weights must be written as .safetensors or .pt")
+        raise ValueError(f"{target}: the suffix of a file of weights is .safetensors or .pt")
     if target.suffix == ".safetensors":
         state = {name: tensor.contiguous() for name, tensor in state.items()}
         return write_safetensors(state, target, **facts)
