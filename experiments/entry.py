@@ -10,7 +10,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
 from lowprec.config.check import ConfigError, RunError, check
-from lowprec.config.compose import CONF, compose_command, further_commands, plain, register
+from lowprec.config.compose import CONF, compose_command, explain, further_commands, plain, register
+from lowprec.config.patterns import without_secrets
 from lowprec.config.place import place
 from lowprec.config.schema import Config
 
@@ -46,12 +47,15 @@ def run_command(
                 commands = further_commands(overrides)
     except ConfigError as error:
         refuse(error)
+    if arguments.help:  # Hydra adds the groups
+        usage = (sys.modules["__main__"].__doc__ or "").strip()
+        print(f"{usage}\n\nKeys with their defaults:\n\n{explain(entry, schema)}\n")
 
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name=entry)
     def run(composed: Any) -> Any:
         if arguments.multirun:
-            job = HydraConfig.get()
-            print(f"[{job.job.num + 1}]", *job.overrides.task, flush=True)
+            number = HydraConfig.get().job.num + 1
+            print(f"[{number}]", differing_overrides(), flush=True)
         try:
             return task(check(plain(composed), schema))
         except (ConfigError, RunError) as error:
@@ -70,6 +74,14 @@ def runs_a_sweep() -> bool:
         return False
     job = HydraConfig.get()
     return job.mode == RunMode.MULTIRUN and "BasicLauncher" in job.launcher._target_
+
+
+def differing_overrides() -> str:
+    """The overrides in which a sweep's run differs from the command line; "" for a single run."""
+    if not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN:
+        return ""
+    overrides = [text for text in HydraConfig.get().overrides.task if text not in sys.argv]
+    return without_secrets(" ".join(overrides))
 
 
 def refuse(error: ConfigError) -> NoReturn:

@@ -10,9 +10,12 @@
 `dry_run=true`, which only prints the runs. It reports all faults of all runs before it submits any,
 writes the runs to `<run_dir>/sweeps/<experiment or name>/` and returns at once. Repeating it adds
 new runs and submits cancelled or lost ones. The other verbs find the sweep by `experiment=` or
-`name=` and `run_dir=`, or use the only one there is. `wait` exits with 1 if a run has no result.
-`resubmit` takes the last launcher, changed by `launcher.*`, or another one by `launcher=`, and
-`dry_run=true`.
+`name=` and `run_dir=`, or use the only one there is; `status` alone lists all sweeps. `wait` exits
+with 1 if a run has no result. `resubmit` takes the last launcher, changed by `launcher.*`, or
+another one by `launcher=`, and `dry_run=true`.
+
+The command in the environment variable LOWPREC_ALERT, if set, is called with a sentence when a run
+spikes, collapses, fails or ends.
 """
 
 import secrets
@@ -101,10 +104,17 @@ def resubmit(texts: list[str]) -> None:
 
 
 def status(texts: list[str]) -> None:
-    """Prints the table once."""
+    """Prints the table of a sweep once; a line for each sweep if none is named."""
+    folders = _sweeps(texts)
+    if len(folders) > 1 and not any(text.startswith(("experiment=", "name=")) for text in texts):
+        for manifest in map(Manifest, folders):
+            text = summary(states(manifest, ask_queue(manifest)))
+            print(f"{manifest.folder.name}: {len(manifest.runs)} runs, {text}")
+        print("`status name=NAME` (or experiment=) shows the runs of one")
+        return
     manifest = _find(texts)
     queue = ask_queue(manifest)
-    show(manifest, states(manifest, queue), queue, Console())
+    show(manifest, states(manifest, queue), queue, _console())
 
 
 def wait(texts: list[str]) -> None:
@@ -119,7 +129,7 @@ def wait(texts: list[str]) -> None:
             line = summary(run_states)
             print(time.strftime("%H:%M:%S"), line, flush=True)
         looks = 0 if any(state.state in ACTIVE for state in run_states) else looks + 1
-    show(manifest, run_states, queue, Console())
+    show(manifest, run_states, queue, _console())
     if any(state.state not in ENDED for state in run_states):
         sys.exit(1)
 
@@ -193,14 +203,24 @@ def _folder(overrides: list[str]) -> Path:
     return Path(values.get("run_dir", "runs")) / "sweeps" / name
 
 
+def _console() -> Console:
+    """A terminal, or a wide page where the output is redirected."""
+    return Console(width=None if sys.stdout.isatty() else 200)
+
+
+def _sweeps(texts: list[str]) -> list[Path]:
+    """The folders of all sweeps beside the one with these overrides."""
+    folders = (path.parent for path in _folder(texts).parent.glob("*/sweep.json"))
+    return sorted(folder for folder in folders if not is_copy((folder.name,)))
+
+
 def _find(texts: list[str]) -> Manifest:
     """The sweep that `experiment=`, `name=` and `run_dir=` name, or the only one there is."""
     keys, allowed = {text.partition("=")[0] for text in texts}, ("experiment", "name", "run_dir")
     if unknown := sorted(keys - set(allowed)):
         raise ConfigError([unknown_key(name, allowed) for name in unknown])
     folder = _folder(texts)
-    names = sorted(path.parent.name for path in folder.parent.glob("*/sweep.json"))
-    names = [name for name in names if not is_copy((name,))]
+    names = [path.name for path in _sweeps(texts)]
     if not keys & {"experiment", "name"} and len(names) == 1:
         folder = folder.parent / names[0]
     if not (folder / "sweep.json").exists():
@@ -229,6 +249,8 @@ def command(arguments: list[str]) -> None:
         refuse(error)
     except (RunError, slurm.SlurmError, DiskError, RecordFileError) as error:
         sys.exit(str(error))
+    except KeyboardInterrupt:
+        sys.exit("\nInterrupted. Submitted runs continue; the verb `cancel` stops them.")
 
 
 if __name__ == "__main__":

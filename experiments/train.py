@@ -17,11 +17,15 @@ import math
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
+from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
-from experiments.entry import run_command, runs_a_sweep
+from experiments.entry import differing_overrides, run_command, runs_a_sweep
 from lowprec.config.place import place
 from lowprec.config.preflight import preflight
 from lowprec.config.schema import Config
@@ -35,11 +39,12 @@ class ProgressBar:
     """Shows a run's steps, loss and throughput; see `lowprec.train.loop.Progress`."""
 
     def __init__(self, config: Config):
-        self.name, self.loss = label(config), math.nan
+        self.name, self.loss = differing_overrides() or label(config), math.nan
+        self.last: dict = {}
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         note = TextColumn("{task.fields[note]}")
         self.bar = Progress(*columns, TimeRemainingColumn(), note)
-        self.task = self.bar.add_task(self.name, total=config.num_steps, note="")
+        self.task = self.bar.add_task(escape(self.name), total=config.num_steps, note="")
 
     def doing(self, what: str) -> None:
         """Shows a slow activity; the bar appears at the first call."""
@@ -49,13 +54,14 @@ class ProgressBar:
     def flushed(self, row: dict) -> None:
         """Shows the last step; prints the numbers of an evaluation."""
         self.loss = row["loss"]
+        self.last |= row
         note = f"loss {row['loss']:.3f}  {row['images_per_s']:.0f} images/s"
         note += f"  {row['memory_gib']:.0f} GiB" if row["memory_gib"] else ""
         self.bar.update(self.task, completed=row["step"], note=note)
         scores = [f"{key} {value:.3f}" for key, value in row.items() if "/" in key]
         if scores:
             line = f"{self.name} step {row['step']}: {', '.join(scores)}"
-            self.bar.console.print(line, soft_wrap=True)
+            self.bar.console.print(line, soft_wrap=True, markup=False)
 
     def had_ended(self, run: Path) -> None:
         """Takes the loss from the record; infinite if the run diverged, NaN if it is damaged."""
@@ -71,12 +77,14 @@ class ProgressBar:
             self.bar.stop()
 
 
-def main(config: Config, expected: str | None = None) -> float:
+def main(config: Config, expected: str | None = None, results: list | None = None) -> float:
     """Trains a run, as its only process or as one rank; `expected`: see `train_run`.
 
     Returns the objective for a sweeper such as Optuna's: the loss of the last step, infinite if the
     run diverged; of a run that had ended before, as its record says.
+    Appends the run's name, state and last row to `results`.
     """
+    results = [] if results is None else results
     sys.stderr = sys.__stderr__  # see the end of this file
     preflight(config)
     use_own_temporary_folder()
@@ -87,21 +95,40 @@ def main(config: Config, expected: str | None = None) -> float:
     is_alone = place()[1] == 1
     timeout_s = config.distributed.timeout_s
     world = Ranks() if is_alone else DistributedRanks(config.device, timeout_s)
-    progress = ProgressBar(config)
+    progress, state = ProgressBar(config), "failed"
     with open(os.devnull, "w") as nowhere:
         with contextlib.redirect_stdout(sys.stdout if world.is_first else nowhere):
             try:
                 ended = train_run(config, world, progress, expected)
+                state = ended.state if ended else "ended before"
             except PeerFailed:
                 time.sleep(1)  # the rank that failed says why, before this exit ends all ranks
                 sys.exit(1)
+            finally:
+                results.append((progress.name, state, progress.last))
     stops = ended is not None and ended.stop_requested and runs_a_sweep()
     if stops or (ended is not None and ended.state == "preempted"):
+        print("stopped; the same command continues" + " the sweep" * runs_a_sweep())
         sys.exit(STOPPED)
     return math.inf if ended is not None and ended.state == "diverged" else progress.loss
+
+
+def show_results(results: list[tuple[str, str, dict]]) -> None:
+    """Prints a table of the runs of a sweep that were trained in this process."""
+    scores = sorted({key for _, _, row in results for key in row if "/" in key})
+    table = Table("run", "state", "step", "loss", *scores)
+    for name, state, row in results:
+        numbers = [f"{row[key]:.3f}" if key in row else "" for key in ("loss", *scores)]
+        table.add_row(escape(name), state, str(row.get("step", "")), *numbers)
+    Console().print(table)
 
 
 if __name__ == "__main__":
     if place()[2]:  # one rank per machine reports the faults of a command
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (until main is reached)
-    run_command(main, "train", preflight=preflight)
+    trained: list[tuple[str, str, dict]] = []
+    try:
+        run_command(partial(main, results=trained), "train", preflight=preflight)
+    finally:
+        if len(trained) > 1:
+            show_results(trained)

@@ -7,6 +7,7 @@ at once, before anything else happens. No other module reads Hydra's grammar or 
 
 import copy
 import itertools
+import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import dataclass, fields, is_dataclass
@@ -135,6 +136,23 @@ def defaults(schema: type) -> dict:
         return f.default if f.default is not NO_DEFAULT else f.default_factory()
 
     return {public_name(f.name): value(f) for f in fields(schema)}
+
+
+def explain(entry: str, schema: type) -> str:
+    """A line per key of an entry point, `key=default`, followed by its meaning and choices."""
+
+    def lines(schema: type, values: dict, prefix: str) -> Iterator[str]:
+        for f in fields(schema):
+            name = public_name(f.name)
+            value, doc = values[name], f.metadata.get("doc", "")
+            if is_dataclass(f.type):
+                yield from lines(f.type, value, f"{prefix}{name}.")
+                continue
+            text = value if isinstance(value, str) else json.dumps(value)
+            choices = " | ".join(map(str, f.metadata.get("choices", ())))
+            yield f"{prefix}{name}={text}  {doc}" + f" ({choices})" * bool(choices)
+
+    return "\n".join(lines(schema, plain(_compose_files(CONF, (), entry, schema)), ""))
 
 
 def register(schema: type) -> None:

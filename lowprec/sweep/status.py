@@ -6,7 +6,8 @@ submitted; `lost` was submitted, but nothing trains it and no end was recorded (
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 
 from rich.console import Console
@@ -24,13 +25,15 @@ TO_RESUBMIT = ("failed", "lost")
 
 @dataclass
 class State:
-    """The state of a run, with its last step and loss, and why it failed or is lost."""
+    """The state of a run, with its last row and speed, and why it failed or is lost."""
 
     index: int
     state: str
     step: int = 0
     loss: float | None = None
     reason: str = ""
+    scores: dict[str, float] = field(default_factory=dict)
+    images_per_s: float | None = None
 
 
 def states(manifest: Manifest, queue: dict | None) -> list[State]:
@@ -41,7 +44,7 @@ def states(manifest: Manifest, queue: dict | None) -> list[State]:
     found = []
     for run in manifest.runs:
         directory = manifest.directory_of(run.index)
-        status, last, damage = _read(directory)
+        status, last, timing, damage = _read(directory)
         step = max(status.get("step", 0), last.get("step", 0))  # a save alone writes the status
         result = status.get("state")
         if result == "finished" and status.get("step", 0) < run.config["num_steps"]:
@@ -58,14 +61,19 @@ def states(manifest: Manifest, queue: dict | None) -> list[State]:
             in_queue = "unknown" if queue is None else jobs.get(place)
             state, reason = _unfinished(submission, rows, locked, launcher_lives, in_queue)
         reason = "; ".join(filter(None, (reason, damage)))
-        found.append(State(run.index, state, step, last.get("loss"), reason))
+        scores = {name: value for name, value in last.items() if "/" in name}
+        speed = timing.get("images_per_s")
+        speed = speed if isinstance(speed, float) and speed > 0 else None
+        found.append(State(run.index, state, step, last.get("loss"), reason, scores, speed))
     return found
 
 
-def _read(directory: Path) -> tuple[dict, dict, str]:
-    """A run's status and last row of metrics, and which of these files is damaged."""
+def _read(directory: Path) -> tuple[dict, dict, dict, str]:
+    """A run's status, last row of metrics and of timing, and which of these files is damaged."""
     rows, faults = [], []
-    for read, path in ((read_status, directory), (read_last_row, directory / "metrics.jsonl")):
+    files = [(read_status, directory)]
+    files += [(read_last_row, directory / f"{name}.jsonl") for name in ("metrics", "timing")]
+    for read, path in files:
         try:
             rows.append(read(path))
         except FileNotFoundError:
@@ -115,9 +123,18 @@ def summary(run_states: list[State]) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.most_common())
 
 
+def _time_left(state: State, config: dict) -> str:
+    """Hours, minutes and seconds of training that remain; "" unless it is running."""
+    if state.state != "running" or state.images_per_s is None:
+        return ""
+    images = (config["num_steps"] - state.step) * config.get("batch_size", 0)
+    return str(timedelta(seconds=round(images / state.images_per_s)))
+
+
 def show(manifest: Manifest, run_states: list[State], queue: dict | None, console: Console) -> None:
     """Prints a row per run: its overrides and progress; below it reasons, collapses, a summary."""
-    names = ("run", "overrides", "state", "step", "loss")
+    scores = list(dict.fromkeys(name for state in run_states for name in state.scores))[:1]
+    names = ("run", "overrides", "state", "step", "loss", *scores, "images/s", "left", "folder")
     table = Table(*(Column(name, overflow="fold") for name in names))
     overrides = [set(run.overrides) for run in manifest.runs]
     shared = set.intersection(*overrides) if len(overrides) > 1 else set()
@@ -126,7 +143,10 @@ def show(manifest: Manifest, run_states: list[State], queue: dict | None, consol
         name = " ".join(text for text in run.overrides if text not in shared) or run.label
         step = f"{state.step}/{run.config['num_steps']}"
         loss = "" if state.loss is None else f"{state.loss:.3f}"
-        table.add_row(str(run.index), Text(name), state.state, step, loss)
+        numbers = [f"{state.scores[key]:.3f}" if key in state.scores else "" for key in scores]
+        numbers += ["" if state.images_per_s is None else f"{state.images_per_s:,.0f}"]
+        row = [str(run.index), Text(name), state.state, step, loss, *numbers]
+        table.add_row(*row, _time_left(state, run.config), Text(Path(run.directory).name))
         if state.reason:
             line = f"run {run.index} ({name}) {state.state}: {state.reason}"
             log = manifest.log_of(run.index)
@@ -138,5 +158,7 @@ def show(manifest: Manifest, run_states: list[State], queue: dict | None, consol
     if queue is None:
         lines.append("squeue does not answer: the states of queued runs are the last known ones")
     console.print(table)
+    for parent in dict.fromkeys(manifest.directory_of(run.index).parent for run in manifest.runs):
+        console.print(f"folders in {parent}", markup=False, highlight=False, soft_wrap=True)
     for line in (*lines, *manifest.faults, summary(run_states)):
         console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -17,6 +17,7 @@ import sys
 import time
 from pathlib import Path
 
+from lowprec.runs.alert import alert
 from lowprec.runs.attempts import STOPPED, STOPPING, last_saved, no_progress
 from lowprec.sweep.plan import Manifest, take_lock
 
@@ -138,6 +139,8 @@ class Attempt:
         """Records how the attempt ended and whether to start the run `again`."""
         row = {"event": "ended", "token": self.token, "code": code, "reason": reason}
         self.manifest.append(self.index, row | {"again": again})
+        if not again and _signal_of(code):  # training reports other failures itself
+            alert(f"{self.manifest.directory_of(self.index)} failed: {reason}")
         how = "has saved and will be restarted" if again else f"failed: {reason}"
         if again:
             code = STOPPED

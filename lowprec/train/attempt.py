@@ -11,6 +11,7 @@ import torch
 from lowprec.config.check import RunError
 from lowprec.config.schema import Config
 from lowprec.data.shards import ShardError
+from lowprec.runs.alert import alert
 from lowprec.runs.attempts import STOPPED, CheckpointError
 from lowprec.runs.durable import DiskError
 from lowprec.runs.read import ENDED
@@ -56,6 +57,8 @@ def fail(error: BaseException, config: Config, record: Record, copy: RemoteCopy)
         saved = record.last_status()["saved"]
         print(f"{record.run} stopped without saving; it will resume from step {saved}")
         sys.exit(STOPPED)
+    if not isinstance(record, NullRecord):
+        alert(f"{record.run} failed: {_reason(error)}")
     if copy.url:
         print(f"{record.run} failed: {_reason(error)}", flush=True)
     copy.close(STOPPED_S)

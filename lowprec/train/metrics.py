@@ -15,6 +15,7 @@ from lowprec.data.loader import Batch
 from lowprec.diagnostics.blocks import BLOCK_STATISTICS
 from lowprec.diagnostics.spikes import Collapse, Detector, protocol_of
 from lowprec.optim.stable_adamw import STATISTICS
+from lowprec.runs.alert import alert
 from lowprec.runs.read import is_sampled, missing_steps, read_tensors, scan_metrics, scan_rows
 from lowprec.runs.record import Record, RecordError
 from lowprec.train.loggers import Logger
@@ -206,6 +207,8 @@ class MetricsBuffer:
             if collapsed := self.collapse.feed(row["step"], row["loss"]):
                 self.record.append("events", [{"step": row["step"], "collapsed": collapsed}])
                 print(f"warning: {collapsed}")
+                if self.world.is_first:
+                    alert(f"{self.record.run}: {collapsed}")
         self._write_skips(rows[-1]["step"])
 
     def _write_tensors(
@@ -270,6 +273,7 @@ class MetricsBuffer:
                 if spike.tensor is None:
                     events.append({"step": spike.step, "spike": "loss", "loss": spike.value})
                     print(f"loss spike at step {spike.step}: {spike.value:.4g}")
+                    alert(f"{self.record.run}: loss spike at step {spike.step}")
                     self.spikes.append((spike.step, "loss spike"))
             by_tensor = {self.tensors[s.tensor]: s.value for s in spikes if s.tensor is not None}
             if by_tensor:

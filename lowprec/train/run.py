@@ -15,6 +15,7 @@ from lowprec.data.open import Data, open_data
 from lowprec.data.workers import ignored_child_signals
 from lowprec.nn.coverage import summary
 from lowprec.runs import durable
+from lowprec.runs.alert import alert
 from lowprec.runs.attempts import CheckpointError, first_step
 from lowprec.runs.environment import environment
 from lowprec.runs.identity import directory, identity, to_dict
@@ -77,6 +78,8 @@ def train_run(
         if ended.state != "failed":
             skips = record.count("skips")
             print(line + f"; {skips} samples could not be read (skips.jsonl)" * bool(skips))
+        if world.is_first and ended.state != "preempted":
+            alert(line)
         # after the watchdog, so that a slow copy cannot end a run that has ended
         logger.close()
         copy.close(END_S if ended.state in ENDED else STOPPED_S)

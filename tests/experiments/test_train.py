@@ -141,11 +141,18 @@ def test_a_run_that_had_ended_has_the_objective_of_its_end(make_config, monkeypa
 def test_a_sweep_runs_each_run_once_and_a_bad_one_does_not_stop_the_others(
     work, monkeypatch, capsys
 ):
+    monkeypatch.setenv("LOWPREC_ALERT", f"sh -c 'echo $0 >> {work.parent}/alerts'")
     command = ["-m", *TINY, "name=sweep", "num_steps=2", "evaluation=none", "seed=1,2"]
     output = end(start(*command, "batch_size=5000,16", cwd=work), code=1)
     assert "batch_size=5000 exceeds the 200 pairs" in output
+    table = [[cell.strip() for cell in line.split("\u2502")] for line in output.splitlines()]
+    states = {row[1]: row[2:4] for row in table if len(row) > 4}
+    assert states["seed=1 batch_size=5000"] == ["failed", ""]
+    assert states["seed=2 batch_size=16"] == ["finished", "2"]
     runs = find_runs(work / "runs" / "sweep")
     assert [path.name.split("-")[3] for path in runs] == ["s1", "s2"]
+    alerts = (work.parent / "alerts").read_text().splitlines()
+    assert {f"runs/sweep/{path.name} finished at step 2" for path in runs} <= set(alerts)
     monkeypatch.chdir(work)
     monkeypatch.setattr(sys, "argv", ["train", *command])
     monkeypatch.setattr(sys, "stderr", sys.stderr)

@@ -1,6 +1,7 @@
 """The verbs: faults are named, sweeps are found, and a failure is one sentence."""
 
 import errno
+import fcntl
 import json
 import re
 import subprocess
@@ -137,6 +138,43 @@ def test_a_running_run_shows_the_step_and_loss_of_its_last_whole_row(here, tiny,
     (directory / "metrics.jsonl").write_text("\n".join(rows))
     (state,) = states(manifest, {})
     assert (state.step, state.loss) == (2, 2.5)
+
+
+def test_status_shows_speed_accuracy_time_left_and_folder(here, tiny, no_launcher, capsys):
+    assert run("submit", *tiny, "optimizer.lr=1e-3,2e-3", "name=t", "num_steps=100") == 0
+    manifest = Manifest(here / "runs/sweeps/t")
+    directory = manifest.directory_of(1)
+    directory.mkdir(parents=True)
+    (directory / "metrics.jsonl").write_text('{"step": 20, "loss": 3.0, "zero_shot/top1": 0.25}\n')
+    (directory / "timing.jsonl").write_text('{"step": 20, "images_per_s": 4.0}\n')
+    token = manifest.submissions()[1].token
+    manifest.append(1, {"event": "started", "token": token})
+    with open(manifest.lock_of(1), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        capsys.readouterr()
+        assert run("status") == 0
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if "running" in line][:1]
+    cells = [cell.strip() for cell in row.split("\u2502")[1:-1]]
+    assert cells == [
+        *("1", "optimizer.lr=0.002", "running", "20/100", "3.000", "0.250", "4", "0:05:20"),
+        directory.name,
+    ]
+
+
+def test_status_without_a_name_lists_the_sweeps(here, tiny, no_launcher, capsys):
+    for name in ("t", "u"):
+        assert run("submit", *tiny, "seed=0,1", f"name={name}") == 0
+    assert run("status") == 0
+    assert "t: 2 runs, 2 lost\nu: 2 runs, 2 lost\n" in capsys.readouterr().out
+    assert run("cancel") == 2  # which one?
+
+
+def test_an_interrupted_verb_says_that_runs_continue(monkeypatch):
+    def interrupted(texts):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(sweep.VERBS, "wait", interrupted)
+    assert "Submitted runs continue; the verb `cancel` stops them" in run("wait")
 
 
 def test_a_collapsed_run_is_named(here, tiny, no_launcher, capsys):

@@ -63,11 +63,14 @@ def spikes_of(run):
 
 
 def test_a_planted_spike_is_recorded_and_printed_also_by_a_stopped_run(
-    make_config, run_once, tmp_path, capsys
+    make_config, run_once, tmp_path, capsys, monkeypatch
 ):
+    alerts = []
+    monkeypatch.setattr("lowprec.train.metrics.alert", alerts.append)
     config = make_config(SPIKES)
     run_once(config, tmp_path / "whole", spoil=shake)
     assert "loss spike at step 14" in capsys.readouterr().out
+    assert f"{tmp_path / 'whole'}: loss spike at step 14" in alerts
     run_once(config, tmp_path / "cut", spoil=shake, stop_at=11)
     run_once(config, tmp_path / "cut", spoil=shake)
     assert spikes_of(tmp_path / "whole") == spikes_of(tmp_path / "cut")
@@ -77,14 +80,17 @@ def test_a_planted_spike_is_recorded_and_printed_also_by_a_stopped_run(
 
 
 def test_a_collapse_is_an_event_while_the_run_trains_and_survives_a_resume(
-    make_config, run_once, tmp_path, capsys
+    make_config, run_once, tmp_path, capsys, monkeypatch
 ):
+    alerts = []
+    monkeypatch.setattr("lowprec.train.metrics.alert", alerts.append)
     changes = {"num_steps": 80, "optimizer.lr": 0.5, "schedule.warmup_steps": 1, "save_every": 20}
     config = make_config(changes)
     run_once(config, tmp_path / "whole")
     [event] = [row for row in read_rows(tmp_path / "whole/events.jsonl") if "collapsed" in row]
     assert event["collapsed"].startswith("the loss has been at chance level, 2.77, since step ")
     assert f"warning: {event['collapsed']}" in capsys.readouterr().out
+    assert f"{tmp_path / 'whole'}: {event['collapsed']}" in alerts
     run_once(config, tmp_path / "cut", stop_at=40)
     run_once(config, tmp_path / "cut")
     assert event in read_rows(tmp_path / "cut/events.jsonl")
