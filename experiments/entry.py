@@ -15,6 +15,7 @@ from lowprec.config.patterns import without_secrets
 from lowprec.config.place import place
 from lowprec.config.schema import Config
 
+_swept: set[str] = set()  # keys in which the runs of this process's sweep differ
 FLAGS = ("config_name", "config_path", "config_dir", "experimental_rerun")  # refused
 
 
@@ -42,7 +43,10 @@ def run_command(
             raise ConfigError([f"-m does not run in {size} processes; use {instead}"])
         if not helps:
             multirun, overrides = arguments.multirun, arguments.overrides
-            compose_command(overrides, entry, schema, multirun=multirun, preflight=preflight)
+            runs = compose_command(overrides, entry, schema, multirun=multirun, preflight=preflight)
+            by_run = [set(run.overrides) for run in runs]
+            differing = set.union(*by_run) - set.intersection(*by_run)
+            _swept.update(text.partition("=")[0] for text in differing)
             if multirun and schema is Config:
                 commands = further_commands(overrides)
     except ConfigError as error:
@@ -77,11 +81,12 @@ def runs_a_sweep() -> bool:
 
 
 def differing_overrides() -> str:
-    """The overrides in which a sweep's run differs from the command line; "" for a single run."""
+    """The overrides in which a run of a sweep differs from the others; "" for a single run."""
     if not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN:
         return ""
-    overrides = [text for text in HydraConfig.get().overrides.task if text not in sys.argv]
-    return without_secrets(" ".join(overrides))
+    overrides = HydraConfig.get().overrides.task
+    own = [text for text in overrides if text.partition("=")[0] in _swept or not _swept]
+    return without_secrets(" ".join(own))
 
 
 def refuse(error: ConfigError) -> NoReturn:

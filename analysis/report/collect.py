@@ -13,11 +13,19 @@ import numpy as np
 import pandas as pd
 
 from analysis.load import Runs
-from analysis.spike_marks import Series, count_following, protocol_of_run, read_series, spike_table
+from analysis.spike_marks import (
+    Series,
+    count_following,
+    protocol_of_run,
+    read_series,
+    spike_table,
+    why_unexamined,
+)
 from analysis.style import smoothing_width
 from lowprec.config.schema import default_warmup
 from lowprec.diagnostics.spikes import Collapse, Protocol, loss_spikes, rms_spikes
 
+SPIKING = ("rms", "max", "grad_norm")  # curves whose largest values are kept
 AROUND = 40  # steps kept in full on either side of a listed spike
 MAX_ROWS = 40  # of a heat map; more tensors are grouped by layer
 LOW, HIGH = 0.1, 10.0  # RMS_t at the ends of a heat map's scale
@@ -38,17 +46,19 @@ class RunData:
     """One run: its row of `Runs.runs`, curves over steps, spikes and speed."""
 
     summary: dict
-    whole: pd.DataFrame  # step, loss, rms (of the selected tensor), max (of all tensors)
+    whole: pd.DataFrame  # step, loss, rms (of the selected tensor), max (of all), grad_norm, lr
     curves: pd.DataFrame  # the same, thinned
     is_thinned: bool
     final_loss: float
     scores: dict[str, float]  # of the last evaluation
+    accuracy: pd.Series  # the first score of each evaluation, by step
     spikes: pd.DataFrame
     num_rms_spikes: int | None  # None if RMS_t cannot reach the threshold
     protocol: Protocol
     following: dict[str, float]
     heat: dict | None
     speed: dict[str, float]
+    unexamined: str  # why no loss was examined for spikes, or ""
     collapse: str  # a message if the loss stayed at chance
 
     @property
@@ -68,11 +78,14 @@ def collect_run(runs: Runs, tensor: str, budget: Budget) -> RunData:
     spikes = spike_table(Series(series.run, series.loss, tensors, series.beta2), protocol, tensor)
     spikes = spikes.sort_values("height", ascending=False)
     curves = {"loss": series.loss, "rms": rms, "max": series.rms_of("*")}
+    metrics = runs.metrics.drop_duplicates("step", keep="last").set_index("step")
+    for name in ("grad_norm", "lr"):
+        if name in metrics:
+            curves[name] = metrics[name].reindex(range(1, len(rms) + 1)).to_numpy()
     curves = pd.DataFrame(curves, dtype=np.float32)
     curves.insert(0, "step", np.arange(1, len(curves) + 1, dtype=np.int32))
     rows = thin(curves, budget.points, spikes["step"].head(budget.spikes).tolist())
     finite = series.loss[np.isfinite(series.loss)]
-    metrics = runs.metrics
     scores = {name: metrics[name].dropna() for name in metrics if "/" in name}
     num_rms_spikes = int(rms_spikes(rms, protocol).sum()) if series.reaches(protocol) else None
     return RunData(
@@ -82,12 +95,14 @@ def collect_run(runs: Runs, tensor: str, budget: Budget) -> RunData:
         is_thinned=len(rows) < len(curves),
         final_loss=float(finite[-smoothing_width(len(curves)) :].mean()) if len(finite) else np.nan,
         scores={name: float(values.iloc[-1]) for name, values in scores.items() if len(values)},
+        accuracy=next(iter(scores.values()), pd.Series(dtype=float)),
         spikes=spikes,
         num_rms_spikes=num_rms_spikes,
         protocol=protocol,
         following=count_following(series, rms, protocol),
         heat=heat_of(series.rms, budget.heat_bytes),
         speed=speed_of(runs.timing),
+        unexamined=why_unexamined(len(series.loss), protocol),
         collapse=collapse_of(summary, series.loss),
     )
 
@@ -117,7 +132,9 @@ def thin(curves: pd.DataFrame, points: int, spikes: list[int]) -> np.ndarray:
     rows = {0, num_steps - 1}
     loss = curves["loss"].to_numpy()
     extremes = [np.where(np.isfinite(loss), sign * loss, -np.inf) for sign in (1, -1)]
-    extremes += [np.nan_to_num(curves[name].to_numpy(), nan=-np.inf) for name in ("rms", "max")]
+    extremes += [
+        np.nan_to_num(curves[name].to_numpy(), nan=-np.inf) for name in SPIKING if name in curves
+    ]
     for first, last in zip(edges[:-1], edges[1:], strict=True):
         rows.update(first + int(values[first:last].argmax()) for values in extremes)
     rows.update(np.flatnonzero(np.diff(np.isnan(loss))).tolist())  # a gap stays a gap

@@ -25,7 +25,7 @@ SPIKES = 300  # listed, of all runs
 HEAT_BYTES = 900_000
 NOT_SETTINGS = {
     *("run", "digest", "path", "state", "step", "reason", "note", "precision.label"),
-    *("method", "variant", "label", "group", "name", "run_dir", "data.digest"),
+    *("num_workers", "method", "variant", "label", "group", "name", "run_dir", "data.digest"),
 }
 STATE_STYLES = {"finished": "good", "diverged": "bad", "failed": "bad", "unknown": "bad"}
 SPEED = {  # title and format of each column
@@ -67,11 +67,12 @@ def make_page(runs: Runs, tensor: str = TENSOR) -> str:
         "labels": labels,
         "chips": [chips.index(method) for method in methods],
         "heats": heats,
+        "highest": [int(run.spikes["step"].iloc[0]) if len(run.spikes) else None for run in data],
         **{"around": AROUND, "low": LOW, "high": HIGH},
     }
     states = ", ".join(f"{num} {state}" for state, num in summaries["state"].value_counts().items())
-    curves = plots.curve_figure(data, labels, looks)
-    plots.add_medians(curves, data, summaries["group"], looks, budget.points)
+    curves, rows = plots.curve_figure(data, labels, looks)
+    plots.add_medians(curves, rows, data, summaries["group"], looks, budget.points)
     environment = Environment(
         loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
@@ -91,6 +92,7 @@ def make_page(runs: Runs, tensor: str = TENSOR) -> str:
         tensor=tensor,
         budget=budget,
         around=AROUND,
+        unexamined=[run.unexamined for run in data if run.unexamined],
         spikes=_spikes(data, names, budget),
         runs=_runs(data, names, differing),
         labels=labels,
@@ -137,7 +139,8 @@ def compare_settings(summaries: pd.DataFrame) -> tuple[list[str], dict[str, obje
 
 
 def _title(summaries: pd.DataFrame) -> str:
-    experiments = summaries["experiment"].fillna("runs").astype(str).unique()
+    names = summaries.get("name", pd.Series("runs", index=summaries.index)).fillna("runs")
+    experiments = summaries["experiment"].fillna(names).astype(str).unique()
     scales = [str(scale) for scale in summaries["scale"].dropna().unique()]
     return ", ".join(experiments) + (f" ({', '.join(scales)})" if scales else "")
 
@@ -156,7 +159,9 @@ def _cards(labels: list[str], data: list[RunData]) -> list[tuple[str, str, str, 
         cards.append((f"best {name}", text, scores[name].idxmax(), "runs"))
     counts = [len(run.spikes) for run in data]
     spiking = f"in {sum(map(bool, counts))} of {len(data)} runs"
-    cards.append(("loss spikes", f"{sum(counts):,}", spiking, "spikes"))
+    examined = not all(run.unexamined for run in data)
+    total = f"{sum(counts):,}" if examined else "not examined"
+    cards.append(("loss spikes", total, spiking if examined else "", "spikes"))
     num_bad = sum(run.needs_attention for run in data)
     more = (
         "failed, unfinished, collapsed or damaged"
@@ -200,19 +205,25 @@ def _spikes(data: list[RunData], names: list[Field], budget: Budget) -> dict:
 def _runs(data: list[RunData], names: list[Field], differing: list[str]) -> dict:
     """The table of runs: results, the settings that differ, and speed."""
     scores = sorted({name for run in data for name in run.scores})
-    titles = ["run", "state", "steps", "final loss", *scores, "loss spikes", "RMS spikes"]
+    short = [name.removeprefix("zero_shot/").removeprefix("retrieval/") for name in scores]
+    short = [text.replace("_", " ") if text != "loss" else "retrieval loss" for text in short]
+    titles = ["run", "state", "steps", "final loss", *short, "loss spikes", "RMS spikes"]
     rows = []
     for i, run in enumerate(data):
         fields = [names[i], *_progress(run), _field(run.final_loss, ".4f")]
-        fields += [_field(run.scores.get(name), ".4f") for name in scores]
-        fields += [_field(len(run.spikes), "d"), _field(run.num_rms_spikes, "d")]
+        fields += [_field(run.scores.get(name), ".3f") for name in scores]
+        counts = [_field(len(run.spikes), "d"), _field(run.num_rms_spikes, "d")]
+        fields += [Field("not examined", "none")] * 2 if run.unexamined else counts
         fields += [_field(run.summary.get(key)) for key in differing]
         fields += [_field(run.speed[name], form) for name, (_, form) in SPEED.items()]
         rows.append({"run": i, "fields": fields})
     ends = [key.removesuffix(".name").rpartition(".")[2] for key in differing]
     titles += [e if ends.count(e) == 1 else key for key, e in zip(differing, ends, strict=True)]
     titles += [title for title, _ in SPEED.values()]
-    return {"titles": titles, "rows": rows}
+    filled = [i for i in range(len(titles)) if any(row["fields"][i].key != "" for row in rows)]
+    for row in rows:
+        row["fields"] = [row["fields"][i] for i in filled]
+    return {"titles": [titles[i] for i in filled], "rows": rows}
 
 
 def _failures(data: list[RunData], names: list[Field]) -> dict:

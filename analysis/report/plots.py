@@ -21,7 +21,8 @@ FONT = {
 }
 AXIS = {"gridcolor": "#ebebeb", "linecolor": "#999", "zeroline": False, "ticks": "outside",
         "tickcolor": "#999"}  # fmt: skip
-RMS_TICKS = [0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100]
+PANELS = {"loss": "training loss", "rms": "RMS<sub>t</sub>", "grad_norm": "gradient norm",
+          "lr": "learning rate", "accuracy": "accuracy"}  # fmt: skip
 PALEST = 1.7  # for `style.color`: many settings stay visible on white
 
 
@@ -40,13 +41,27 @@ def looks(summaries: pd.DataFrame) -> list[tuple[str, str]]:
     return result
 
 
-def curve_figure(runs: list[RunData], labels: list[str], looks: list[tuple[str, str]]) -> go.Figure:
-    """Loss above RMS_t over shared steps; each trace's `meta` holds its run and kind."""
-    figure = make_subplots(rows=2, shared_xaxes=True, vertical_spacing=0.05, row_heights=[0.6, 0.4])
+def curve_figure(
+    runs: list[RunData], labels: list[str], looks: list[tuple[str, str]]
+) -> tuple[go.Figure, dict[str, int]]:
+    """Panels over shared steps, those of PANELS with data; `meta`: a trace's run and kind.
+
+    Also returns the row of each panel.
+    """
+    titles = {k: t for k, t in PANELS.items() if any(has_curve(run, k) for run in runs)}
+    heights = [260 if kind == "loss" else 140 for kind in titles]
+    num_rows, gap = len(titles), 14 / sum(heights)
+    figure = make_subplots(
+        rows=num_rows, shared_xaxes=True, vertical_spacing=gap, row_heights=heights
+    )
+    rows = {kind: row for row, kind in enumerate(titles, 1)}
     for i, (run, label, (color, dashes)) in enumerate(zip(runs, labels, looks, strict=True)):
         name = escape(label)
         line = {"color": color, "width": 1, "dash": dashes}
-        _add_lines(figure, run.curves, name, {"run": i}, line)
+        _add_lines(figure, run.curves, name, {"run": i}, line, rows)
+        if "accuracy" in rows:
+            frame = run.accuracy.rename("accuracy").reset_index()
+            _add_line(figure, frame, "accuracy", name, {"run": i}, line, rows["accuracy"])
         if len(run.spikes):
             spikes = go.Scatter(
                 x=run.spikes["step"].to_numpy(np.int32),
@@ -60,27 +75,30 @@ def curve_figure(runs: list[RunData], labels: list[str], looks: list[tuple[str, 
             )  # fmt: skip
             figure.add_trace(spikes, row=1, col=1)
     figure.update_layout(
-        height=620, margin={"l": 64, "r": 16, "t": 12, "b": 48}, font=FONT, showlegend=False,
-        plot_bgcolor="white", paper_bgcolor="white", hovermode="closest", template="none",
-        hoverlabel={"align": "left", "namelength": -1},
+        height=sum(heights) + 130, margin={"l": 72, "r": 16, "t": 36, "b": 48}, font=FONT,
+        showlegend=False, plot_bgcolor="white", paper_bgcolor="white", hovermode="closest",
+        template="none", hoverlabel={"align": "left", "namelength": -1},
     )  # fmt: skip
     figure.update_xaxes(**AXIS, tickformat=",d")
-    figure.update_xaxes(title="step", row=2, col=1)
-    figure.update_yaxes(**AXIS, title="training loss", range=_loss_range(runs), row=1, col=1)
-    rms = {"title": "RMS<sub>t</sub>", "type": "log", "tickvals": RMS_TICKS}
-    figure.update_yaxes(**AXIS, **rms, row=2, col=1)
+    figure.update_xaxes(title="step", row=num_rows, col=1)
+    for kind, row in rows.items():
+        figure.update_yaxes(**AXIS, title=titles[kind], nticks=5, automargin=True, row=row, col=1)
+        if kind in ("rms", "grad_norm"):
+            figure.update_yaxes(type="log", exponentformat="power", row=row, col=1)
+    figure.update_yaxes(range=_loss_range(runs), nticks=8, row=1, col=1)
     sizes = {run.summary.get("batch_size", 0) for run in runs}
     for size in sorted(size for size in sizes if size > 0):  # NaN if the config is damaged
         line = {"color": "#666", "width": 1, "dash": "1px,3px"}
         figure.add_hline(y=float(np.log(size)), line=line, row=1, col=1)
-    for threshold in sorted({run.protocol.rms_threshold for run in runs}):
+    for threshold in sorted({run.protocol.rms_threshold for run in runs} if "rms" in rows else ()):
         line = {"color": "#666", "width": 1, "dash": "4px,3px"}
         figure.add_hline(y=threshold, line=line, row=2, col=1)
-    return figure
+    return figure, rows
 
 
 def add_medians(
     figure: go.Figure,
+    rows: dict[str, int],
     runs: list[RunData],
     groups: pd.Series,
     looks: list[tuple[str, str]],
@@ -94,23 +112,41 @@ def add_medians(
         median = median.iloc[thin(median, points, [])]
         line = {"color": looks[members[0]][0], "width": 2.2}
         meta = {"run": int(members[0]), "median": True}
-        _add_lines(figure, median, escape(group), meta, line)
+        _add_lines(figure, median, escape(group), meta, line, rows)
 
 
-def _add_lines(figure: go.Figure, frame: pd.DataFrame, name: str, meta: dict, line: dict) -> None:
-    """Adds the loss, and below it RMS_t of the selected and of all tensors, of a run or median."""
-    for kind in ("loss", "rms", "max"):
-        text = "median" if "median" in meta else kind
-        trace = go.Scatter(
-            x=frame["step"].to_numpy(np.int32),
-            y=frame[kind].to_numpy(np.float32),
-            mode="lines",
-            name=name,
-            meta={**meta, "kind": kind},
-            line=line,
-            hovertemplate=f"step %{{x:,}}, {text} %{{y:.4g}}<extra>{name}</extra>",
-        )
-        figure.add_trace(trace, row=1 if kind == "loss" else 2, col=1)
+def has_curve(run: RunData, kind: str) -> bool:
+    """Whether a run has two points of a kind of curve; the loss always has a panel."""
+    if kind == "accuracy":
+        return len(run.accuracy) > 1
+    kinds = ("rms", "max") if kind == "rms" else (kind,)
+    columns = [run.curves[name].count() for name in kinds if name in run.curves]
+    return kind == "loss" or max(columns, default=0) > 1
+
+
+def _add_lines(
+    figure: go.Figure, frame: pd.DataFrame, name: str, meta: dict, line: dict, rows: dict[str, int]
+) -> None:
+    """Adds the curves of a run or median, RMS_t of the selected and of all tensors to one panel."""
+    for kind in frame.columns.intersection(["loss", "rms", "max", "grad_norm", "lr"], sort=False):
+        if row := rows.get("rms" if kind == "max" else kind):
+            _add_line(figure, frame, kind, name, meta, line, row)
+
+
+def _add_line(
+    figure: go.Figure, frame: pd.DataFrame, kind: str, name: str, meta: dict, line: dict, row: int
+) -> None:
+    text = "median" if "median" in meta else kind
+    trace = go.Scatter(
+        x=frame["step"].to_numpy(np.int32),
+        y=frame[kind].to_numpy(np.float32),
+        mode="lines",
+        name=name,
+        meta={**meta, "kind": kind},
+        line=line,
+        hovertemplate=f"step %{{x:,}}, {text} %{{y:.4g}}<extra>{name}</extra>",
+    )
+    figure.add_trace(trace, row=row, col=1)
 
 
 def _loss_range(runs: list[RunData]) -> list[float] | None:

@@ -23,8 +23,7 @@ for (const trace of figure.data) { trace.x = numbers(trace.x); trace.y = numbers
 const wholeRange = figure.layout.yaxis.range;
 const baseShapes = figure.layout.shapes || [];
 if (narrow) {
-  figure.layout.height = 520;
-  figure.layout.margin = {l: 46, r: 6, t: 8, b: 40};
+  figure.layout.margin = {l: 52, r: 6, t: 36, b: 40};
   figure.layout.font.size = 11;
 }
 Plotly.newPlot(plot, figure.data, figure.layout, CONFIG);
@@ -34,9 +33,10 @@ function restyle() {
   const which = byId("which").value;
   const visible = [];
   for (const meta of metas) {
-    const drawn = meta.kind === "loss" || meta.kind === "spike" || meta.kind === which;
+    const drawn = (meta.kind !== "rms" && meta.kind !== "max") || meta.kind === which;
     const isSelected = alone === null ? !hidden.has(data.chips[meta.run]) : alone === meta.run;
-    visible.push(drawn && isSelected && !(meta.median && alone !== null));
+    const aligns = !byId("align").checked || (data.highest[meta.run] !== null && !meta.median);
+    visible.push(drawn && isSelected && aligns && !(meta.median && alone !== null));
   }
   Plotly.restyle(plot, {visible});
   byId("selection").textContent = alone === null ? "" : data.labels[alone];
@@ -52,12 +52,33 @@ function show(run) {
   if (alone !== null && heat && data.heats[run]) { heat.value = run; drawHeat(); }
 }
 
+const steps = figure.data.map((trace) => trace.x);
+const axes = Object.keys(figure.layout).filter((name) => name.startsWith("xaxis"));
+const ofAxes = (key, value) => Object.fromEntries(axes.map((axis) => [axis + key, value]));
+const rangesY = () => Object.fromEntries(Object.keys(figure.layout)
+  .filter((name) => /^yaxis\d/.test(name)).map((axis) => [axis + ".autorange", true]));
+
+function align() {  // step 0 is that of each run's highest loss spike
+  const on = byId("align").checked;
+  const x = steps.map((values, i) => {
+    const highest = data.highest[metas[i].run];
+    return on && highest !== null ? Array.from(values, (step) => step - highest) : values;
+  });
+  Plotly.restyle(plot, {x});
+  restyle();
+  whole();
+  const title = on ? "steps after the highest loss spike" : "step";
+  Plotly.relayout(plot, {[axes.at(-1) + ".title.text"]: title,
+                         ...(on ? ofAxes(".range", [-2 * data.around, 4 * data.around]) : {})});
+}
+
 function line(step, color, dash) {
   return {type: "line", xref: "x", yref: "paper", x0: step, x1: step, y0: 0, y1: 1,
           line: {color, width: 1, dash}};
 }
 
 function zoom(run, step, lead) {
+  if (byId("align").checked) { byId("align").checked = false; align(); }
   alone = null;
   show(run);
   const from = Math.max(0, step - data.around), to = step + data.around;
@@ -69,8 +90,7 @@ function zoom(run, step, lead) {
   const range = log ? [Math.log10(low) - 0.02, Math.log10(high) + 0.02] : [low - margin, high + margin];
   const shapes = [...baseShapes, line(step, "#D55E00", "solid")];
   if (lead) shapes.push(line(step - lead, "#0072B2", "4px,3px"));
-  Plotly.relayout(plot, {"xaxis.range": [from, to], "xaxis2.range": [from, to], "yaxis.range": losses.length ? range : wholeRange,
-                         "yaxis2.autorange": true, shapes});
+  Plotly.relayout(plot, {...ofAxes(".range", [from, to]), ...rangesY(), "yaxis.range": losses.length ? range : wholeRange, shapes});
   byId("selection").textContent = data.labels[run] + ", step " + step.toLocaleString("en") +
     (lead ? "; dashed: the RMS spike " + lead + (lead > 1 ? " steps" : " step") + " before" : "");
   byId("curves").scrollIntoView();
@@ -81,7 +101,7 @@ function whole() {
   const type = log ? "log" : "linear";
   const y = log || !wholeRange ? {"yaxis.autorange": true} : {"yaxis.range": wholeRange.slice()};
   Plotly.relayout(plot, {"yaxis.type": type, "yaxis.tickmode": log ? "array" : "auto",
-                         "yaxis.tickvals": LOG_TICKS, "xaxis.autorange": true, "xaxis2.autorange": true, "yaxis2.autorange": true,
+                         "yaxis.tickvals": LOG_TICKS, ...ofAxes(".autorange", true), ...rangesY(),
                          shapes: baseShapes, ...y});
 }
 
@@ -95,6 +115,8 @@ for (const chip of document.querySelectorAll(".chip")) {
   });
 }
 byId("which").addEventListener("change", restyle);
+byId("align").addEventListener("change", align);
+byId("align").disabled = data.highest.every((step) => step === null);
 byId("log").addEventListener("change", whole);
 byId("reset").addEventListener("click", () => {
   alone = null;
@@ -164,7 +186,7 @@ function drawHeat() {
   };
   const layout = {
     height: Math.max(240, 90 + (rows.length > 45 ? 13 : 17) * rows.length), template: "none",
-    margin: {l: 8, r: 8, t: 8, b: 44}, font: {...figure.layout.font, size: narrow ? 10 : 12},
+    margin: {l: 8, r: 8, t: 36, b: 44}, font: {...figure.layout.font, size: narrow ? 10 : 12},
     xaxis: {title: {text: "step"}, tickformat: ",d", showgrid: false, ticks: "outside", zeroline: false},
     yaxis: {tickvals: rows.map((_, r) => r), ticktext: short, autorange: "reversed", automargin: true,
             showgrid: false, zeroline: false, tickfont: {size: rows.length > 45 ? 9 : 11}},

@@ -109,6 +109,32 @@ def test_page_loads_nothing_and_holds_the_plotted_numbers(make_run, tmp_path):
     assert "3 runs: 3 finished" in page.text and "thinned" not in page.text
 
 
+def test_panels_are_those_with_data_and_short_runs_are_not_examined(make_run, page_of):
+    make_run(num_steps=60, seed=1)
+    run = make_run(num_steps=60)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows[19]["zero_shot/top1"], rows[59]["zero_shot/top1"] = 0.25, 0.5
+    for row in rows:
+        row |= {"lr": 0.1, "grad_norm": 1 / row["step"]}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = page_of()
+    i = next(i for i, fields in enumerate(page.data["labels"]) if "seed 0" in fields)
+    assert trace(page, i, "accuracy")[1].tolist() == [0.25, 0.5]
+    assert trace(page, i, "grad_norm")[1].tolist() == pytest.approx([1 / n for n in range(1, 61)])
+    titles = [axis["title"]["text"] for name, axis in page.figure["layout"].items()
+              if name.startswith("yaxis")]  # fmt: skip
+    assert titles == [
+        "training loss",
+        "RMS<sub>t</sub>",
+        "gradient norm",
+        "learning rate",
+        "accuracy",
+    ]
+    assert page.data["highest"] == [None, None]
+    assert "2 of 2 runs were not examined: 60 steps are recorded" in page.section("Loss spikes")
+    assert page.section("Results, and").count("not examined") == 4
+
+
 def test_labels_and_colors_show_the_settings_that_differ(make_run, tmp_path):
     make_run(num_steps=20, lr=1e-3)
     make_run(num_steps=20, lr=2e-3)
@@ -132,6 +158,7 @@ def test_spikes_have_rows_that_link_to_them_and_long_runs_are_thinned(
     assert "2 of 2 begin 1 to 8 steps after an RMS spike" in section
     assert "counted from the onset, 2 of 2" in section
     assert "In 1 of 2 runs RMSt cannot reach the threshold" in section
+    assert page.data["highest"] == [1200, 1200]
     marks = [trace for trace in page.figure["data"] if trace["meta"]["kind"] == "spike"]
     assert [numbers(mark["x"]).tolist() for mark in marks] == [[1200], [1200]]
     assert "longer than 200 steps are thinned" in page.text
