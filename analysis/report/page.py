@@ -27,6 +27,7 @@ NOT_SETTINGS = {
     *("run", "digest", "path", "state", "step", "reason", "note", "precision.label"),
     *("num_workers", "method", "variant", "label", "group", "name", "run_dir", "data.digest"),
 }
+RELAXED = ("top5", "_r5", "_r10")  # scores that the table of runs leaves out
 STATE_STYLES = {"finished": "good", "diverged": "bad", "failed": "bad", "unknown": "bad"}
 SPEED = {  # title and format of each column
     "images_per_s": ("images/s", ",.0f"),
@@ -204,7 +205,7 @@ def _spikes(data: list[RunData], names: list[Field], budget: Budget) -> dict:
 
 def _runs(data: list[RunData], names: list[Field], differing: list[str]) -> dict:
     """The table of runs: results, the settings that differ, and speed."""
-    scores = sorted({name for run in data for name in run.scores})
+    scores = sorted({name for run in data for name in run.scores if not name.endswith(RELAXED)})
     short = [name.removeprefix("zero_shot/").removeprefix("retrieval/") for name in scores]
     short = [text.replace("_", " ") if text != "loss" else "retrieval loss" for text in short]
     titles = ["run", "state", "steps", "final loss", *short, "loss spikes", "RMS spikes"]
