@@ -47,18 +47,21 @@ def query(runs: Runs) -> pd.DataFrame:
     """
     heads = curves.named_heads(runs, ("optimizer.beta2",))
     heads = heads.merge(select(runs.runs)[["run", "num_seeds"]], on="run")
-    frames = []
+    rank = heads["model"].map(lambda name: style.rank(name, style.MODELS))
+    return marked_steps(runs, heads.assign(rank=rank).sort_values(["rank", "beta2"]), COLUMNS)
+
+
+def marked_steps(runs: Runs, heads: pd.DataFrame, columns: tuple[str, ...]) -> pd.DataFrame:
+    """One row per step of each run of `heads` that recorded RMS_t of the patch embedding."""
+    frames = [pd.DataFrame(columns=list(columns))]
     for head in heads.to_dict("records"):
-        used = spike_marks.protocol_of_run(head)
-        series = spike_marks.read_series(runs, head["run"], spike_marks.TENSOR)
-        steps = spike_marks.mark(series, used, spike_marks.TENSOR)
+        protocol = spike_marks.protocol_of_run(head)
+        series = spike_marks.read_series(runs.only(head["run"]), head["run"], spike_marks.TENSOR)
+        steps = spike_marks.mark(series, protocol, spike_marks.TENSOR)
         if steps["rms"].notna().any():
-            facts = {name: head[name] for name in (*curves.OF_A_RUN, "num_seeds")}
-            frames.append(steps[list(MARKS)].assign(**facts, **asdict(used)))
-    frames.sort(key=lambda f: (style.rank(f["model"].iloc[0], style.MODELS), f["beta2"].iloc[0]))
-    if not frames:
-        return pd.DataFrame(columns=list(COLUMNS))
-    return pd.concat(frames, ignore_index=True)[list(COLUMNS)]
+            facts = {name: head[name] for name in columns if name in head and name not in steps}
+            frames.append(steps.assign(**facts, **asdict(protocol))[list(columns)])
+    return pd.concat(frames[1:] or frames, ignore_index=True)
 
 
 def plot_loss(frame: pd.DataFrame, ax: Axes, count: bool = False) -> None:

@@ -13,7 +13,7 @@ from scipy import stats
 
 from analysis import curves, paper, spike_marks, style
 from analysis.load import Runs
-from lowprec.diagnostics.spikes import lag_coincidence, largest_rms, loss_spikes, onsets
+from lowprec.diagnostics.spikes import lag_coincidence, loss_spikes, onsets
 
 EXPERIMENT = "stability"
 NUM_TENSORS = 15  # drawn
@@ -27,10 +27,12 @@ def select(heads: pd.DataFrame) -> pd.DataFrame:
     heads = spike_marks.of_adamw(heads)
     if "optimizer.beta2" not in heads:  # every config is damaged
         return heads
-    can_spike = [
-        not largest_rms(head["optimizer.beta2"]) < spike_marks.protocol_of_run(head).rms_threshold
-        for head in heads.astype({"optimizer.beta2": float}).to_dict("records")
-    ]
+    can_spike = []
+    for head in heads.fillna({"num_steps": 0}).to_dict("records"):  # of a damaged config
+        settings = head["optimizer.beta2"], head.get("optimizer.beta2_decay")
+        beta2 = spike_marks.beta2_by_step(*settings, int(head["num_steps"]))
+        protocol = spike_marks.protocol_of_run(head)
+        can_spike.append(not spike_marks.why_unreachable(beta2, protocol))
     return heads[can_spike]
 
 
