@@ -1,9 +1,9 @@
 """The paper's claims and our runs: `python -m analysis.make claims --runs DIR ... --out DIR`.
 
-Writes claims.md: for each claim the paper's number, ours with an interval over seeds, the margin,
-and a verdict. All our numbers are computed from the runs and benchmark lines below the folders. A
-claim about accuracy has a row at paper scale and one at mini scale; the others are judged at the
-largest scale that has runs.
+Writes claims.md, which gives for each claim the paper's number, ours with an interval over seeds,
+the margin, and a verdict. All our numbers are computed from the runs and benchmark lines below the
+folders. A claim about accuracy has one row at paper scale and one at mini scale; the other claims
+are judged at the largest scale that has runs.
 """
 
 import argparse
@@ -23,9 +23,9 @@ BOTH = {"paper": ", ViT-H/14", "mini": ", mini scale"}  # scale: end of the stat
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement, the paper's number, a margin and the judge; a row for each of `scales`.
+    """A statement, the paper's number, a margin and the judge, with one row per scale in `scales`.
 
-    `margin` words the numbers of `analysis/evidence.py` that the judge applies.
+    `margin` puts into words the numbers in `analysis/evidence.py` that the judge applies.
     """
 
     number: str
@@ -44,15 +44,15 @@ OPTIMIZERS = partial(judges.accuracy, varied="optimizer.name", studies=CLIPPING)
 BETA2 = partial(judges.accuracy, varied="optimizer.beta2", studies=CLIPPING)
 TREND = judges.spike_trend
 BY_EYE = "(read from draft plots, +-0.2)"
-MORE = "no fewer at any larger value; last minus first: interval above 0"
+MORE = "no fewer at any larger value; interval of last minus first above 0"
 ABOVE_0 = "interval above 0"
-REMAINS = "; not reproduced if the interval of the remaining number is above 0"
-MATCHES = " or ".join(f"+-{margin:g} at {scale} scale" for scale, margin in MARGINS.items())
-MATCHES = f"90% interval within {MATCHES}, in points"
+REMAINS = "; not reproduced if the interval of the number that remains is above 0"
+MATCHES = " or ".join(f"+-{margin:g} points at {scale} scale" for scale, margin in MARGINS.items())
+MATCHES = f"90% interval within {MATCHES}"
 
 
 def _papers(precision: str) -> str:
-    """The paper's accuracy for a precision minus bf16's, by model."""
+    """Returns the paper's accuracy for a precision minus that for bf16, by model."""
     parts = []
     for model, value in paper.ACCURACY_BY_SIZE[precision].items():
         base = paper.ACCURACY_BY_SIZE["bf16"][model]
@@ -65,7 +65,7 @@ _H14 = {name: values[judges.H14] for name, values in paper.ACCURACY_BY_SIZE.item
 _HALF = _H14["bf16"] / 2
 _ACC = paper.ACCURACY
 _LOW, _HIGH = paper.END_TO_END
-_SAVES = f"saves {_LOW:g} to {_HIGH:g}% of time (A100, fp16)"
+_SAVES = f"saves {_LOW:g} to {_HIGH:g}% of the time (A100, fp16)"
 _NUM, _OF = paper.FOLLOWING
 CLAIMS = (
     Claim("C1", "SwitchBack int8 matches bf16's accuracy",
@@ -75,52 +75,55 @@ CLAIMS = (
           f"{_H14['switchback'] - _H14['llm_int8']:+.1f} points {BY_EYE}", ABOVE_0,
           partial(PRECISION, one="switchback", other="llm_int8", rule=larger), tuple(BOTH)),
     Claim("C2", "LLM.int8() training loses accuracy, more at larger models", _papers("llm_int8"),
-          "intervals: the largest model's below 0, the smallest's minus the largest's above 0",
+          "interval of the largest model's difference below 0; interval of the smallest "
+          "model's difference minus the largest's above 0",
           partial(PRECISION, one="llm_int8", other="bf16", rule=larger, by_size=True), tuple(BOTH)),
     Claim("C3", "fp8 tensor-wise diverges for large models, ViT-H/14", _papers("fp8_tensorwise"),
-          f"bf16's accuracy minus its: interval above {_HALF:g}, half of the paper's bf16; 0% if "
-          "diverged",
+          f"interval of bf16's accuracy minus fp8's above {_HALF:g}, half of the paper's "
+          "bf16 accuracy; a diverged run counts as 0%",
           partial(PRECISION, one="bf16", other="fp8_tensorwise", scale="paper",
                   rule=partial(larger, bar=_HALF))),
     Claim("C3", "fp8 tensor-wise loses accuracy, mini scale", _papers("fp8_tensorwise"),
-          "bf16's accuracy minus its: interval above 0; 0% if diverged",
+          "interval of bf16's accuracy minus fp8's above 0; a diverged run counts as 0%",
           partial(PRECISION, one="bf16", other="fp8_tensorwise", scale="mini", rule=larger)),
     Claim("C3", "SwitchBack fp8 matches bf16's accuracy", "about equal", MATCHES,
           partial(PRECISION, one="fp8_switchback", other="bf16", rule=equal,
                   studies=SIZES[::-1]), tuple(BOTH)),  # whose miniature has it, too
     Claim("C4", "fp8 tensor-wise trains with zero-init layer-scale", "ViT-L/14 trains like bf16",
-          f"interval of the last loss at most {evidence.TRAINS:.0%} over bf16's",
+          f"interval of the last loss at most {evidence.TRAINS:.0%} above bf16's",
           partial(judges.fix, change="zero_init", helps=True)),
-    Claim("C4", "gradient clipping does not rescue it", "ViT-L/14 diverges", "as above",
-          partial(judges.fix, change="gradient clipping", helps=False)),
-    Claim("C4", "KQ layer norm does not rescue it", "ViT-L/14 diverges", "as above",
-          partial(judges.fix, change="kq_norm", helps=False)),
+    Claim("C4", "gradient clipping does not rescue fp8 tensor-wise training", "ViT-L/14 diverges",
+          "as above", partial(judges.fix, change="gradient clipping", helps=False)),
+    Claim("C4", "KQ layer norm does not rescue fp8 tensor-wise training", "ViT-L/14 diverges",
+          "as above", partial(judges.fix, change="kq_norm", helps=False)),
     Claim("C5", "E[abs(x_k)] grows with depth and training", "no number",
           "both ratios above 1 in every run, two seeds", partial(judges.features, stopped=False)),
-    Claim("C5", "zero-init layer-scale stops that", "no number",
-          "less growth with depth than in any run without, two seeds",
+    Claim("C5", "zero-init layer-scale stops this growth", "no number",
+          "less growth with depth than in any run without it, two seeds",
           partial(judges.features, stopped=True)),
     Claim("C6", "quantization noise of a dot product grows with its inner dimension K",
-          "variance in proportion to K", f"exponent 1 or more, less {evidence.SLOPE:g}",
+          "variance proportional to K",
+          f"exponent at least 1, less a tolerance of {evidence.SLOPE:g}",
           judges.noise),
     Claim("C6", "the weight gradient must stay in 16 bits: SwitchBackQ is more accurate than "
-          "LLM.int8(), which differs in that product alone", "no number", ABOVE_0,
+          "LLM.int8(), which differs only in that product", "no number", ABOVE_0,
           partial(PRECISION, one="switchback_q", other="llm_int8", rule=larger,
                   studies=("weight_gradient",)), ("mini",)),
-    Claim("C7", "SwitchBack is faster end to end, ViT-H/14, over nn.Linear in the same model",
+    Claim("C7", "SwitchBack is faster end to end for ViT-H/14 than nn.Linear in the same model",
           _SAVES, f"{_LOW:g}% or more at every shape",
           partial(judges.end_to_end, baseline="high", case="switchback")),
-    Claim("C7", "the same over linear layers as an autograd function (algorithm 5)", _SAVES,
-          f"{_LOW:g}% or more at every shape",
+    Claim("C7", "the same, compared with linear layers as an autograd function (algorithm 5)",
+          _SAVES, f"{_LOW:g}% or more at every shape",
           partial(judges.end_to_end, baseline="autograd_high", case="switchback")),
-    Claim("C7", "the same over open_clip's model, the faster of eager and compiled", _SAVES,
-          f"{_LOW:g}% or more at every shape",
+    Claim("C7", "the same, compared with open_clip's model, the faster of eager and compiled",
+          _SAVES, f"{_LOW:g}% or more at every shape",
           partial(judges.end_to_end, baseline="open_clip", case="switchback")),
-    Claim("C7", "quantize operations are a small share of the layer, smaller with dim",
-          f"less than about {paper.LARGEST_SHARE:g}% of time",
-          f"at most {paper.LARGEST_SHARE + evidence.ABOUT:g}%, falling", judges.quantize_share),
-    Claim("C8", "LLM.int8() gives no speed-up, ViT-H/14", "none",
-          f"saves at most {evidence.NO_GAIN:g}% of time over algorithm 5",
+    Claim("C7", "quantization is a small share of a layer's time, and a smaller one at larger dim",
+          f"less than about {paper.LARGEST_SHARE:g}% of the time",
+          f"at most {paper.LARGEST_SHARE + evidence.ABOUT:g}%, falling with dim",
+          judges.quantize_share),
+    Claim("C8", "LLM.int8() gives no speed-up for ViT-H/14", "none",
+          f"saves at most {evidence.NO_GAIN:g}% of the time of algorithm 5",
           partial(judges.end_to_end, baseline="autograd_high", case="llm_int8")),
     Claim("C9", "loss spikes grow with model size", "no number", MORE,
           partial(TREND, varied="model.name", studies=("spikes_vs_size",))),
@@ -131,15 +134,15 @@ CLAIMS = (
     Claim("C9", "loss spikes grow with beta2", "no number", MORE,
           partial(TREND, varied="optimizer.beta2", studies=OF_BETA2)),
     Claim("C9", "the highest loss spike grows with beta2 (exploratory)", "no number",
-          "no lower at any larger value; last minus first: interval above 0",
+          "no lower at any larger value; interval of last minus first above 0",
           partial(TREND, varied="optimizer.beta2", studies=OF_BETA2, value=HIGHEST)),
-    Claim("C10", "a loss spike follows 1 to 8 steps after an RMS spike of the patch embedding",
+    Claim("C10", "a loss spike follows an RMS spike of the patch embedding by 1 to 8 steps",
           f"{_NUM} of {_OF} ({_NUM / _OF:.0%}), by chance about {paper.BY_CHANCE:.0%}",
-          f"{evidence.SHARE:.0%} or more, its interval above {evidence.SURE:.0%} and chance, "
-          "counted from detection and from the onset",
+          f"{evidence.SHARE:.0%} or more, with its interval above {evidence.SURE:.0%} and above "
+          "chance, both from detection and from the onset",
           partial(judges.follow, studies=OF_BETA2)),
     Claim("C11", "StableAdamW removes the spikes", "none",
-          f"none where AdamW has some, by an interval above 0 over pairs{REMAINS}",
+          f"no spikes where AdamW has some, with an interval above 0 over pairs{REMAINS}",
           partial(TREND, varied="optimizer.name", optimizers=("stable_adamw", "adamw"),
                   studies=OF_BETA2, least_beta2=0.99, gone=True)),
     Claim("C11", "the highest loss spike is lower with StableAdamW (exploratory)", "none", ABOVE_0,
@@ -150,7 +153,7 @@ CLAIMS = (
           partial(OPTIMIZERS, one="stable_adamw", other="adamw_clip", rule=larger,
                   only={"optimizer.beta2": 0.99}), tuple(BOTH)),
     Claim("C11", "a lower beta2 also removes spikes", "none",
-          f"none at the lowest, by an interval above 0{REMAINS}",
+          f"no spikes at the lowest beta2, with an interval above 0{REMAINS}",
           partial(TREND, varied="optimizer.beta2", studies=OF_BETA2, gone=True)),
     Claim("C11", "a beta2 that is too low costs accuracy",
           f"0.9 minus 0.5: {_ACC['adamw'][0.9] - _ACC['adamw'][0.5]:+.1f} points {BY_EYE}", ABOVE_0,
@@ -158,19 +161,21 @@ CLAIMS = (
           tuple(BOTH)),
     Claim("C12", "a dynamic loss scale falls at spikes", "no number",
           "share of falls at loss spikes: interval above chance", judges.scale_falls),
-    Claim("C12", "with a fixed one that skips single tensors, training continues", "no number",
-          "every run ends, single tensors are skipped, two seeds", judges.tensor_skips),
+    Claim("C12", "with a fixed loss scale that skips single tensors, training continues",
+          "no number", "every run reaches its end, single tensors are skipped, two seeds",
+          judges.tensor_skips),
 )  # fmt: skip
-HEADER = ("", "claim", "the paper's", "ours", "margin", "verdict")
+HEADER = ("", "claim", "the paper", "our runs", "margin", "verdict")
 NOTE = (
-    "The paper: arXiv:2304.13013. Intervals: 95% unless stated, over seeds (t) or for a share "
-    "(Wilson; for C10 also over resampled runs). Accuracy is zero-shot top-1 at paper scale and "
-    "the mean R@1 of both directions at mini scale, in zero-shot runs without it top-1; our "
-    "largest model is judged. Margins are ours, except for the 0.1 point, which is the paper's. "
-    "Runs are compared if they agree in every setting that changes weights except the one named. "
-    f"{UNDECIDED.capitalize()}: the evidence allows either, or has one seed. Spikes follow each "
-    "run's own thresholds. Benchmark rows (C6 to C8) have no interval: each number is a single "
-    "measurement. The paper makes no claim about C13, the schedule of beta2, that could be judged."
+    "The paper is arXiv:2304.13013. Intervals are 95% unless stated, over seeds (Student's t) or "
+    "for a share (Wilson; for C10 also over resampled runs). At paper scale, accuracy is zero-shot "
+    "top-1; at mini scale, it is the mean R@1 of both directions, or zero-shot top-1 in runs "
+    "without R@1. Our largest model is judged. Margins are ours, except for the 0.1 points, which "
+    "are the paper's. Runs are compared if they agree in every setting that affects the weights "
+    f"except the one named. {UNDECIDED.capitalize()} means that the evidence allows either "
+    "verdict, or has one seed. Spikes are counted by each run's own thresholds. Benchmark rows "
+    "(C6 to C8) have no interval: each number is a single measurement. The paper makes no claim "
+    "about C13, the schedule of beta2, that could be judged."
 )
 
 
@@ -202,7 +207,7 @@ def main(arguments: list[str]) -> int:
 
 
 def judge(claim: Claim, records: Evidence, scale: str = "") -> Finding:
-    """The claim's finding at a scale; without evidence, it names the command that makes it."""
+    """Returns the claim's finding at a scale; without evidence, it names the command to run."""
     try:
         return claim.judge(records, **({"scale": scale} if scale else {}))
     except NoRunsError as error:
@@ -210,7 +215,7 @@ def judge(claim: Claim, records: Evidence, scale: str = "") -> Finding:
 
 
 def markdown(rows: list[tuple[Claim, str, Finding]], sources: str) -> str:
-    """The table as Markdown; commands are code."""
+    """Returns the table as Markdown, with commands formatted as code."""
     lines = ["# Claims", "", f"From {sources}. {NOTE}", "", f"| {' | '.join(HEADER)} |"]
     lines.append("|" + "---|" * len(HEADER))
     for claim, text, finding in rows:

@@ -225,7 +225,7 @@ def equal(ours: str, values: pd.Series, runs: pd.DataFrame) -> Finding:
     within = -margin <= sample.low and sample.high <= margin
     outside = sample.low > margin or sample.high < -margin
     holds = True if within else False if outside else None
-    why = "the interval is wider than the margin: more seeds"
+    why = "the interval is wider than the margin; more seeds are needed"
     return decide(f"{ours}; 90%: {sample}", holds, sample.num, runs, why)
 
 
@@ -238,5 +238,9 @@ def larger(
     if holds and unless:
         holds = None
     return decide(
-        ours, holds, sample.num, runs, unless or f"the interval contains {bar:g}: more seeds"
+        ours,
+        holds,
+        sample.num,
+        runs,
+        unless or f"the interval contains {bar:g}; more seeds are needed",
     )

@@ -1,8 +1,8 @@
 """Judges each kind of claim: functions that map the evidence and a few settings to a finding.
 
-A judge raises NoRunsError, which names what is missing and the commands that make it, if there is
-no evidence. Times are compared as the share saved, as in the paper: saving 10% is 1 / 0.9 = 1.11
-times as fast.
+If there is no evidence, a judge raises NoRunsError, which names what is missing and the commands
+that make it. Times are compared as the share of time saved, as in the paper: a run that saves 10%
+is 1 / 0.9 = 1.11 times as fast.
 """
 
 from collections.abc import Callable, Sequence
@@ -54,12 +54,12 @@ def accuracy(
     only: dict | None = None,
     by_size: bool = False,
 ) -> Finding:
-    """Judges the accuracy at `varied` = one minus that at other, paired by seed, for one model.
+    """Judges the accuracy with `varied` at `one` minus that at `other`, paired by seed.
 
-    At paper scale this is the zero-shot accuracy of the paper's largest model; at mini scale, the
-    mean R@1 (or the zero-shot accuracy of runs without) of our largest. `only`: values of columns
-    that runs must have. `by_size`: judges the difference for the smallest model minus that for the
-    largest, which must be below 0.
+    At paper scale, this is the zero-shot accuracy of the paper's largest model; at mini scale, the
+    mean R@1 of our largest model (or the zero-shot accuracy of runs without R@1). `only` maps
+    columns to the values that runs must have. `by_size` judges the difference for the smallest
+    model minus that for the largest; the latter must be below 0.
     """
     runs = records.outcomes(studies, scale)
     for column, value in (only or {}).items():
@@ -68,7 +68,7 @@ def accuracy(
     pairs = evidence.paired(runs, varied, one, other, metric)
     sizes = [name for name in pairs if scale == "mini" or name in (SMALLEST, H14)]
     if not sizes or (scale == "paper" and sizes[-1] != H14) or (by_size and len(sizes) < 2):
-        what = f"{one} and {other} with equal settings, seed and an evaluation"
+        what = f"{one} and {other} with equal settings, equal seeds and an evaluation"
         raise lacking(what + (", two sizes" if by_size else ""), studies, scale)
     ours = "; ".join(f"{style.model(name)} {Sample.of(values)}" for name, values in pairs.items())
     ours += {"recall": " (mean R@1)", "accuracy": " (zero-shot)"}[metric]
@@ -91,22 +91,22 @@ def fix(records: Evidence, change: str, helps: bool) -> Finding:
     same = comparison.signature(runs, "precision.label", "optimizer.name", "intervention.name")
     shared = set.intersection(*(set(same[arm == name]) for name in names))
     if not shared:
-        raise lacking(f"{join(names)} with equal settings and seed", ("fp8_fixes",))
+        raise lacking(f"{join(names)} with equal settings and seeds", ("fp8_fixes",))
     arms = {name: runs[(arm == name) & same.isin(shared)] for name in names}
     seeds = arms[BF16]["seed"].nunique()
     trains = {name: _trains(group, arms[BF16]) for name, group in arms.items()}
     ours = "; ".join(f"{name}: {_ends(group)}" for name, group in arms.items())
     if trains["plain"]:
-        return decide(ours, None, seeds, runs, "fp8 trains without a change: nothing to rescue")
+        return decide(ours, None, seeds, runs, "fp8 trains unchanged: nothing to rescue")
     trains[BF16] = trains[BF16] or None  # a baseline that fails decides nothing
     unknown = [name for name in names if trains[name] is None]
     holds = None if unknown else trains[change] == helps
-    why = f"{', '.join(unknown)}: seeds differ by more than the margin, or diverge"
+    why = f"{', '.join(unknown)}: seeds differ by more than the margin, or some diverge"
     return decide(f"{ours} ({seeds} seeds)", holds, seeds, runs, why)
 
 
 def features(records: Evidence, stopped: bool) -> Finding:
-    """Judges whether E[abs(x_k)] grows with depth and training, or layer-scale stops that."""
+    """Judges whether E[abs(x_k)] grows with depth and training, or layer-scale stops it."""
     study = "feature_magnitude"
     runs = records.runs((study,))
     frame = figures.load(study).query(runs).sort_values("block")
@@ -120,9 +120,9 @@ def features(records: Evidence, stopped: bool) -> Finding:
         raise lacking(f"block statistics with intervention={' and '.join(kinds)}", (study,))
     growth = growth.loc[list(kinds)]
     ours = "; ".join(
-        f"{style.INTERVENTIONS[kind][0]}: {part['depth'].median():.3g} times from first to last "
-        f"block, last block {part['training'].median():.3g} times from first to last record "
-        f"(median of {len(part)} runs)"
+        f"{style.INTERVENTIONS[kind][0]}: {part['depth'].median():.3g} times as large in the last "
+        f"block as in the first, in the last block {part['training'].median():.3g} times as large "
+        f"at the last record as at the first (medians of {len(part)} runs)"
         for kind, part in growth.groupby(level=0)
     )
     seeds = growth.reset_index("seed").groupby(level=[0, 1])["seed"].nunique().min()
@@ -132,7 +132,7 @@ def features(records: Evidence, stopped: bool) -> Finding:
     grows = (growth > 1).all(axis=1)
     holds = True if grows.all() else None if grows.any() else False
     ours += f", both above 1 in {grows.sum()}"
-    return decide(ours, holds, seeds, runs.runs, "both ratios in some runs, not in all")
+    return decide(ours, holds, seeds, runs.runs, "both are above 1 in some runs, not in all")
 
 
 def noise(records: Evidence) -> Finding:
@@ -145,12 +145,12 @@ def noise(records: Evidence) -> Finding:
     first, last = lines["inner_dim"].min(), lines["inner_dim"].max()
     ours = "; ".join(f"{case}: K^{slope:.3f}" for case, slope in slopes.items())
     ours += f" (independent random numbers, K from {first:,} to {last:,})"
-    why = "random numbers show the theory; whether training needs 16 bits is the next row"
+    why = "random numbers confirm the theory; the next row asks whether training needs 16 bits"
     return Finding(ours, at_scale(min(slopes.values()) >= 1 - SLOPE), why)
 
 
 def end_to_end(records: Evidence, baseline: str, case: str) -> Finding:
-    """Judges the least time saved for ViT-H/14 over all shapes; for LLM.int8() the largest."""
+    """Judges the least time saved for ViT-H/14 over all shapes, or for LLM.int8() the most."""
     frame = figures.load("end_to_end_speed").query(records.lines("model", H14_KEYS))
     frame = frame[(frame["model"] == H14)].drop_duplicates(["shape", "baseline", "series"])
     times = frame.pivot_table(index="shape", columns="series", values="ms")
@@ -160,7 +160,7 @@ def end_to_end(records: Evidence, baseline: str, case: str) -> Finding:
         raise NoRunsError(f"{case} and {baseline} on {H14}: {makes}")
     saved = bench.saved_percent(times[case], times[baseline]).dropna()
     ours = "; ".join(
-        f"{percent:.1f}% of time ({1 / (1 - percent / 100):.3f} times as fast) ({shape})"
+        f"{percent:.1f}% of the time ({1 / (1 - percent / 100):.3f} times as fast) ({shape})"
         for shape, percent in saved.items()
     )
     ours += f", {bench.devices(frame)}, one measurement each"
@@ -171,7 +171,7 @@ def end_to_end(records: Evidence, baseline: str, case: str) -> Finding:
 
 
 def quantize_share(records: Evidence) -> Finding:
-    """Judges whether quantizing is a small share of a layer's time, and smaller with dim."""
+    """Judges whether quantization is a small share of a layer's time, and falls with dim."""
     frame = figures.load("quantize_share").query(records.lines("ops"))
     mine = frame[(frame["source"] != paper.SOURCE) & frame["dim"].isin(paper.DIMS)]
     mine = mine[mine["series"] == "int8"].sort_values("dim")
@@ -180,14 +180,14 @@ def quantize_share(records: Evidence) -> Finding:
     ours, holds, largest = [], True, mine["value"].max()
     for tokens, line in mine.groupby("tokens"):
         first, last = (
-            f"{row.value:.1f}% at {row.dim:,}" for row in line.iloc[[0, -1]].itertuples()
+            f"{row.value:.1f}% at dim {row.dim:,}" for row in line.iloc[[0, -1]].itertuples()
         )
         ours.append(f"{first} to {last} ({tokens:,} tokens)")
         holds &= line["value"].is_monotonic_decreasing
     ours = f"{'; '.join(ours)}, {bench.devices(frame)}"
     holds &= largest <= paper.LARGEST_SHARE + ABOUT
     tolerated = holds and largest > paper.LARGEST_SHARE
-    why = f"only by the tolerance: {largest:.1f}% is above {paper.LARGEST_SHARE:g}%"
+    why = f"only within the tolerance: {largest:.1f}% is above {paper.LARGEST_SHARE:g}%"
     return Finding(ours, at_scale(bool(holds)), why if tolerated else "")
 
 
@@ -200,10 +200,10 @@ def spike_trend(
     gone: bool = False,
     value: str = SPIKES,
 ) -> Finding:
-    """Judges whether loss spikes grow with a setting, or are gone at its first value.
+    """Judges whether loss spikes grow with a setting, or (`gone`) disappear at its first value.
 
-    Spikes are counted per run, or `value` is HIGHEST. Settings are ordered from small to large,
-    optimizers as in the style.
+    `value` is the number of spikes per run, or HIGHEST. Values of the setting are ordered from
+    small to large, optimizers as in `style.OPTIMIZERS`.
     """
     counts = records.spikes(studies)
     counts = counts[counts["optimizer.name"].isin(optimizers)]
@@ -211,7 +211,7 @@ def spike_trend(
     table = PRINTED.get(varied, {})
     values = sorted(counts[varied].unique(), key=lambda v: style.rank(v, table) if table else v)
     if len(values) < 2:
-        raise lacking(f"two values of {varied}, all else equal", studies)
+        raise lacking(f"two values of {varied} with all else equal", studies)
     by_value = [counts.loc[counts[varied] == one, value] for one in values]
     means = [sample.mean() for sample in by_value]
     names = [table[v] if v in table else f"{comparison.short(varied)} {v:g}" for v in values]
@@ -224,36 +224,36 @@ def spike_trend(
         ours += f"; with a window of {window} steps {other:+.2f}"
     ours += f" ({_runs(counts)})"
     if not max(means[1:] if gone else means):
-        return Finding(ours, UNDECIDED, "none at any other value either" if gone else "no spikes")
+        return Finding(ours, UNDECIDED, "no spikes at the other values" if gone else "no spikes")
     if gone and Sample.of(by_value[0]).low > 0:
-        return decide(f"{ours}; not gone", False, counts["seed"].nunique(), counts)
+        return decide(f"{ours}; spikes remain", False, counts["seed"].nunique(), counts)
     if gone:
-        unless = "fewer, not none" if means[0] else ""
+        unless = "fewer, but not none" if means[0] else ""
     else:
-        unless = "less at some larger value" if (np.diff(means) < 0).any() else ""
+        unless = "lower at some larger value" if (np.diff(means) < 0).any() else ""
     return evidence.larger(ours, differences, counts, unless)
 
 
 def follow(records: Evidence, studies: Sequence[str]) -> Finding:
     """Judges the share of AdamW's loss spikes that follow an RMS spike of the patch embedding.
 
-    Counted are runs in which RMS_t can reach the threshold, from the step of detection and from the
-    onset of the loss spike; the share must hold for both.
+    Only runs in which RMS_t can reach the threshold count. Leads are counted from the detection and
+    from the onset of the loss spike, and both shares must be large enough.
     """
     counts = records.spikes(studies)
     counts = counts[counts["optimizer.name"] == "adamw"]
     num_left_out = (~counts["can_spike"]).sum()
     counts = counts[counts["can_spike"]]
     if counts.empty:
-        raise lacking("AdamW with RMS_t of the patch embedding that can spike", studies)
+        raise lacking("AdamW whose RMS_t of the patch embedding can spike", studies)
     spiked = counts[counts[SPIKES] > 0]
     if spiked.empty:
-        return Finding(f"no loss spike in {_runs(counts)}", UNDECIDED, "nothing spiked")
+        return Finding(f"no loss spike in {_runs(counts)}", UNDECIDED, "no loss spikes")
     chance = np.average(spiked["chance"], weights=spiked[SPIKES])
     least, parts, verdicts = max(SURE, chance), [], []
     for name, num, total in (
         ("follow", FOLLOWING, SPIKES),
-        ("by onset", "num_by_onset", "num_onsets"),
+        ("from the onset", "num_by_onset", "num_onsets"),
     ):
         low, high = evidence.share_over_runs(spiked[num], spiked[total])
         num, total = spiked[num].sum(), spiked[total].sum()
@@ -261,7 +261,7 @@ def follow(records: Evidence, studies: Sequence[str]) -> Finding:
         is_large = num / total >= SHARE and low >= least
         verdicts.append(True if is_large else False if high < SHARE else None)
     ours = f"{', '.join(parts)}, by chance {chance:.1%} ({_runs(counts)}; "
-    ours += f"{num_left_out} left out, where RMS_t is unknown or cannot reach the threshold)"
+    ours += f"{num_left_out} left out because RMS_t is unknown or cannot reach the threshold)"
     for window in WINDOWS:
         num, total = (counts[f"{name} {window}"].sum() for name in (FOLLOWING, SPIKES))
         ours += f"; with a window of {window} steps {num} of {total}"
@@ -276,7 +276,7 @@ def scale_falls(records: Evidence) -> Finding:
     num, total, spikes = (int(runs[name].sum()) for name in ("falls_near", "falls", "spikes"))
     ours = f"{num} of {total} falls of the scale are at one of {spikes} loss spikes"
     if not spikes:
-        return Finding(f"{ours} ({_runs(runs)})", UNDECIDED, "nothing spiked")
+        return Finding(f"{ours} ({_runs(runs)})", UNDECIDED, "no loss spikes")
     seeds = runs.loc[runs["spikes"] > 0, "seed"].nunique()
     if not total:
         return decide(f"{ours} ({_runs(runs)})", False, seeds, runs)
@@ -292,14 +292,16 @@ def tensor_skips(records: Evidence) -> Finding:
     ended, skipping = runs["state"] == "finished", runs[runs["skips"] > 0]
     spikes, skips, single = (int(runs[name].sum()) for name in ("spikes", "skips", "single"))
     ours = (
-        f"{ended.sum()} of {len(runs)} runs reach their end; {spikes} loss spikes; in {skips} "
-        f"steps a tensor is skipped, in {single} of them not all ({_runs(runs)})"
+        f"{ended.sum()} of {len(runs)} runs reach their end; {spikes} loss spikes; tensors are "
+        f"skipped in {skips} steps, in {single} of them not all tensors ({_runs(runs)})"
     )
     if not ended.all():
         return decide(ours, False, runs["seed"].nunique(), runs)
     if not spikes or not skips:
         return Finding(ours, UNDECIDED, "no loss spike, or nothing was skipped")
-    return decide(ours, True if single else None, skipping["seed"].nunique(), runs, "all tensors")
+    return decide(
+        ours, True if single else None, skipping["seed"].nunique(), runs, "no single ones"
+    )
 
 
 def _runs(runs: pd.DataFrame) -> str:
@@ -308,7 +310,7 @@ def _runs(runs: pd.DataFrame) -> str:
 
 
 def _trains(group: pd.DataFrame, base: pd.DataFrame) -> bool | None:
-    """Whether the interval of the last loss lies within the margin over bf16's; None: neither."""
+    """Whether the interval of the last loss is within the margin above bf16's; None: in part."""
     diverged = group["state"] == "diverged"
     if diverged.any():
         return False if diverged.all() else None
@@ -323,11 +325,12 @@ def _ends(group: pd.DataFrame) -> str:
 
 
 def _scaled(records: Evidence, kind: str) -> pd.DataFrame:
-    """`Runs.runs` with a loss scaler, and counts of their steps after the ignored ones.
+    """Returns the runs with a kind of loss scaler, and counts over their steps.
 
-    `spikes`: loss spikes; `near`: share of steps at most the protocol's `within` from one; `falls`
-    of the scale, those `within` steps after another left out, and `falls_near`; `skips`: steps that
-    skip a tensor, and `single`: not all.
+    The ignored first steps do not count. `spikes`: loss spikes. `near`: the share of steps at most
+    `within` steps from a loss spike. `falls`: falls of the scale, except those at most `within`
+    steps after another; `falls_near`: those near a loss spike. `skips`: steps that skip a tensor;
+    `single`: those that skip some tensors but not all.
     """
     runs = records.runs(("loss_scaler",))
     rows = []

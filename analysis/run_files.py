@@ -1,7 +1,7 @@
 """Reads the files of one run, and notes what is damaged or missing.
 
-Nothing in a run directory makes a reader fail, wait or take more memory than the run's steps need:
-a file that cannot be read is left out and named in the run's note.
+Nothing in a run directory makes a reader fail, hang or use more memory than the run's steps need: a
+file that cannot be read is left out and named in the run's note.
 """
 
 import functools
@@ -35,7 +35,7 @@ from lowprec.runs.read import (
 )
 
 TYPES = {"timing": {"attempt": int, "wall_s": float, "images_per_s": float, "data_wait": float}}
-ARCHIVE = "runs.zip"  # of run directories; experiments.compact writes one
+ARCHIVE = "runs.zip"  # an archive of run directories, as experiments.compact writes
 MAX_STEPS = 10**8
 MAX_KEYS, MAX_DEPTH = 10_000, 100  # of a config
 NO_TENSORS = "tensors are not there"
@@ -43,7 +43,7 @@ NUMERIC = (pa.int64(), pa.int32(), pa.float32(), pa.float64())
 UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError, TypeError)
 PRECISION = ("precision.autocast", "precision.recipe")
 TEXTS = ("experiment", "scale", "model.name", "optimizer.name", *PRECISION)
-NUMBERS = (  # tables and figures calculate with these, and group by the texts
+NUMBERS = (  # tables and figures compute with these, and group by the texts
     *("seed", "num_steps", "batch_size", "model.vision_layers", "log_every", "diagnostics.every"),
     *("optimizer.lr", "optimizer.beta2", "optimizer.beta2_decay", "schedule.warmup_steps"),
     *(f"diagnostics.spikes.{name.name}" for name in fields(SpikeConfig) if name.name != "protocol"),
@@ -52,7 +52,7 @@ _YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def as_path(address: Path | str) -> Path:
-    """A file or folder by its path, its path in a zip archive, or a URL that fsspec can open.
+    """Returns a file or folder by its path, its path in a zip archive, or a URL for fsspec.
 
     For example `runs/run`, `results/runs.zip/run` or `s3://bucket/runs`.
     """
@@ -66,12 +66,12 @@ def as_path(address: Path | str) -> Path:
 
 @functools.lru_cache(maxsize=16)
 def _open_archive(archive: Path, changed: int) -> UPath:
-    """The root of an archive, whose directory is read once for each time of its last change."""
+    """Returns the root of an archive, whose directory is read again only after a change."""
     return UPath(f"zip://::{archive.as_uri()}")
 
 
 def _archive_of(address: str) -> Path | None:
-    """The archive that an address leads into."""
+    """Returns the archive that an address points into, if any."""
     if "://" in address:
         return None
     path = Path(address)
@@ -79,9 +79,9 @@ def _archive_of(address: str) -> Path | None:
 
 
 def find_addresses(root: Path | str) -> list[str]:
-    """The run directories at or below `root`, also those in archives named ARCHIVE, by address.
+    """Returns the addresses of the runs at or below `root`, and of those in archives named ARCHIVE.
 
-    Warns of archives that cannot be read or that unpack to more than MAX_BYTES.
+    Warns about archives that cannot be read or that unpack to more than MAX_BYTES.
     """
     start = as_path(root)
     if archive := _archive_of(str(root)):
@@ -99,9 +99,9 @@ def find_addresses(root: Path | str) -> list[str]:
 
 
 def flatten(config: dict, prefix: str = "") -> dict:
-    """Nested config as dotted keys; lists become tuples, so that runs can be grouped by them.
+    """Flattens a nested config to dotted keys; lists become tuples, so that runs can be grouped.
 
-    Raises ValueError for more than MAX_KEYS: aliases in YAML can nest one group in itself.
+    Raises ValueError for more than MAX_KEYS, since YAML aliases can nest a group in itself.
     """
     flat = {}
     for name, value in config.items():
@@ -118,10 +118,11 @@ DEFAULTS = flatten(to_dict(Config()))
 
 
 def read_summary(address: str) -> dict:
-    """The status and flat config of a run, and a note on damage.
+    """Returns the status and the flat config of a run, with a note on damage.
 
-    Keys that did not exist when the run was made have their defaults. `gpu` names all kinds that
-    the run used; `data.digest` and `init.digest` are of what its newest attempt read, or "".
+    Keys that did not exist when the run was made have their defaults. `gpu` names every kind of GPU
+    that the run used; `data.digest` and `init.digest` identify what its newest attempt read, or are
+    "".
     """
     run, notes = as_path(address), []
     try:
@@ -152,7 +153,7 @@ def read_summary(address: str) -> dict:
 
 
 def read_row_file(summary: dict, name: str) -> tuple[list[dict], list[str]]:
-    """Undamaged rows of a .jsonl file of a run, and a note on the damaged lines."""
+    """Returns the undamaged rows of a run's .jsonl file, and a note on the damaged lines."""
     path = as_path(summary["path"]) / f"{name}.jsonl"
     rows, faults = scan_rows(path, TYPES.get(name))
     more = f", and {len(faults) - 1} more" if len(faults) > 1 else ""
@@ -160,7 +161,7 @@ def read_row_file(summary: dict, name: str) -> tuple[list[dict], list[str]]:
 
 
 def read_metrics(summary: dict) -> tuple[list[dict], list[str]]:
-    """One row per step in order, and notes on damaged lines and on repeated and missing steps.
+    """Returns one row per step in order, and notes on damaged lines and repeated or missing steps.
 
     If a step has several rows, the last one counts: a later attempt wrote it.
     """
@@ -181,10 +182,10 @@ def read_metrics(summary: dict) -> tuple[list[dict], list[str]]:
 
 
 def compare_steps(summary: dict, steps: list[int]) -> list[str]:
-    """A note if the tensors of a run lack `steps`, those of its metrics, or cannot be read.
+    """Returns a note if a run's tensors cannot be read or lack any of `steps`, its metrics' steps.
 
     The last flush of a run that has not ended may be incomplete. A run that is kept without its
-    tensors looks like one that lost all of them: both have the note NO_TENSORS.
+    tensors looks like one that lost all of them; both get the note NO_TENSORS.
     """
     interval = summary.get("diagnostics.every")
     if pd.isna(interval) or not summary["diagnostics.statistics"]:  # damaged, or not recorded
@@ -204,9 +205,9 @@ def compare_steps(summary: dict, steps: list[int]) -> list[str]:
 
 
 def read_tensor_columns(summary: dict, pattern: str, stat: str) -> tuple[pd.DataFrame, list[str]]:
-    """Column `step` and the matching tensors of a run, and all recorded `<statistic>/<tensor>`.
+    """Returns `step` and the matching tensors of a run, and all recorded `<statistic>/<tensor>`.
 
-    Each statistic belongs to one of the run's tables; an unknown one gives no columns.
+    Each statistic belongs to one of the run's tables; an unknown statistic gives no columns.
     """
     recorded = []
     for table in TABLES:
@@ -218,7 +219,10 @@ def read_tensor_columns(summary: dict, pattern: str, stat: str) -> tuple[pd.Data
 
 
 def _read_config(run: Path) -> tuple[dict, str]:
-    """The flat config and what is wrong with it; a damaged one is replaced by its folder's name."""
+    """Returns the flat config and what is wrong with it.
+
+    A damaged config is replaced by its experiment's name, that of the folder.
+    """
     fault = "config.yaml is damaged"
     try:
         written = flatten(_parse_yaml(read_file(run / "config.yaml")))
@@ -234,7 +238,7 @@ def _read_config(run: Path) -> tuple[dict, str]:
 
 
 def _parse_yaml(data: bytes) -> object:
-    """Plain data; ValueError beyond MAX_DEPTH, where the parser would exhaust the stack."""
+    """Parses plain data; raises ValueError beyond MAX_DEPTH, where parsing overflows the stack."""
     depth = 0
     for event in yaml.parse(data, _YAML):
         depth += isinstance(event, yaml.CollectionStartEvent)
@@ -263,10 +267,10 @@ def _is_step_row(row: dict, num_steps: float) -> bool:
 def _read_table(
     summary: dict, table: str, pattern: str, stat: str
 ) -> tuple[pd.DataFrame, list[str]]:
-    """Column `step` and the matching columns of one table, and the names of all its columns.
+    """Returns `step` and the matching columns of one table, and the names of all its columns.
 
-    A parquet file is the copy made when a run ended: the streams of a run that continued since then
-    hold more, and they replace a parquet file that cannot be read.
+    A parquet file is the copy made when the run ended. If the run has continued since then, its
+    streams hold more; they also replace a parquet file that cannot be read.
     """
     run = as_path(summary["path"])
     path, has_streams = run / f"{table}.parquet", any((run / table).glob("*.arrows"))
@@ -282,10 +286,10 @@ def _read_table(
 def _read_parquet(
     path: Path, num_steps: float | None, pattern: str, stat: str
 ) -> tuple[pd.DataFrame, list[str]]:
-    """Reads the footer, which lists thousands of columns, once, and then the matching columns."""
+    """Reads the footer, which lists thousands of columns, only once; then the matching columns."""
     if not path.is_file():
         raise RecordFileError(f"{path} is not a regular file")
-    # without a cache only the requested bytes come over the network
+    # without a cache, only the requested bytes come over the network
     source = path if isinstance(path, Path) else path.open("rb", cache_type="none")
     with pq.ParquetFile(source, pre_buffer=True) as file:
         names = [name for name in file.schema_arrow.names if name != "step"]
@@ -303,7 +307,7 @@ def _read_parquet(
 def _read_streams(run: Path, table: str, pattern: str, stat: str) -> tuple[pd.DataFrame, list[str]]:
     frames, tensors, columns, recorded = [], None, [], {}
     for steps, statistics, names in read_tensors(run, table):
-        if names != tensors:  # another attempt; matching at every flush would be slow
+        if names != tensors:  # another attempt; matching names at every flush would be slow
             tensors = names
             columns = [i for i, name in enumerate(names) if fnmatchcase(name, pattern)]
             recorded |= {f"{statistic}/{name}": None for statistic in statistics for name in names}

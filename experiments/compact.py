@@ -1,12 +1,12 @@
-"""Copies run records without checkpoints and with only some tensors, small enough to keep.
+"""Copies run records without checkpoints and with only some tensors, so that they are small.
 
     python -m experiments.compact run=runs/run/nano-bf16-adamw-s0-0123456789 out=results/nano \
         'tensors=[visual.conv1.weight,*resblocks.0.*]'
     python -m experiments.compact run=runs/update_clipping out=results/update_clipping
 
-A copy loads like a run in figures, in notebooks and in `load_runs`. If `run` is a folder, all runs
-that have ended are copied, each to its place below `out`. With `out=.../runs.zip`, they are written
-to one archive, which loads like a folder.
+Figures, notebooks and `load_runs` read a copy like a run. If `run` is a folder, all runs in it that
+have ended are copied, each to the same place below `out`. With `out=.../runs.zip`, they are written
+to one archive, which is read like a folder.
 """
 
 import shutil
@@ -31,13 +31,15 @@ FILES += ("attempts.jsonl", "events.jsonl", "skips.jsonl", "evaluations.jsonl")
 class CompactConfig:
     """Which runs to copy, where to, and which tensors."""
 
-    run: str = key("???", "the directory of a run that has ended, or a folder of such")
-    out: str = key("???", "the copy's folder or .../runs.zip, which must not exist yet")
-    tensors: list[str] = key(["visual.conv1.weight"], "name patterns of the tensors to keep")
+    run: str = key("???", "directory of a run that has ended, or a folder of such directories")
+    out: str = key("???", "folder of the copy, or .../runs.zip; must not exist yet")
+    tensors: list[str] = key(
+        ["visual.conv1.weight"], "patterns for the names of the tensors to keep"
+    )
 
 
 def main(config: CompactConfig) -> None:
-    """Copies every run at or below `run` that has ended, or none if one cannot be copied."""
+    """Copies every ended run at or below `run`; copies nothing if one of them is unreadable."""
     root, out = Path(config.run), Path(config.out)
     runs = find_runs(root)
     ended = [run for run in runs if (run / "tensors.parquet").exists()]
@@ -68,7 +70,7 @@ def main(config: CompactConfig) -> None:
 
 
 def compact(run: Path, out: Path, patterns: list[str]) -> None:
-    """Copies the small files, the given columns of tensors and details, and all blocks."""
+    """Copies the small files, the matching columns of tensors and details, and all of blocks."""
     out.mkdir(parents=True)
     for name in FILES:
         if (run / name).exists():

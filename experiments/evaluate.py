@@ -3,11 +3,11 @@
     python -m experiments.evaluate run=runs/run/nano-bf16-adamw-s0-0123456789
     python -m experiments.evaluate run=... evaluation=both precision=int8_inference
 
-The evaluation, its data and its prompts are the run's, except for what the command sets. Prints
-the results and appends them to the run's `evaluations.jsonl`; changes nothing else. With
-precision=int8_inference the results include `int8/memory_ratio`, the bytes of the converted layers
-relative to float32, and with class names `int8/agreement`, the share of validation images that
-are assigned the same class as by the unconverted model.
+The evaluation, its data and its prompts are those of the run, except for the keys that the command
+sets. Prints the results and appends them to the run's `evaluations.jsonl`; changes nothing else.
+With precision=int8_inference, the results include `int8/memory_ratio`, the size of the converted
+layers relative to float32, and, if there are class names, `int8/agreement`, the share of validation
+images that the converted and the unconverted model assign to the same class.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ class EvaluatedPrecision:
         "as_trained", "recipe of the linear layers", choices=("as_trained", "int8_inference")
     )
     autocast: str | None = key(
-        None, "dtype of an evaluation; null: the run's", choices=("fp32", "bf16", "fp16")
+        None, "dtype of the evaluation; null: the run's", choices=("fp32", "bf16", "fp16")
     )
 
 
@@ -53,16 +53,16 @@ class ChosenEvaluation:
 
 @dataclass
 class EvaluateConfig:
-    """Which run to evaluate, on which data."""
+    """Which run to evaluate, and on which data."""
 
     run: str = key("???", "a run directory")
     precision: EvaluatedPrecision = field(default_factory=EvaluatedPrecision)
     evaluation: ChosenEvaluation = field(default_factory=ChosenEvaluation)
-    val: str | None = key(None, "glob of validation shards, if not the run's")
-    classnames: str | None = key(None, "their class names: a file, or 'imagenet'")
-    templates: str | None = key(None, "their prompt templates: a file, or 'imagenet'")
-    index: str | None = key(None, "folder of their index")
-    device: str = key("auto", "where", choices=("auto", "cpu", "cuda"))
+    val: str | None = key(None, "glob of the validation shards; null: the run's")
+    classnames: str | None = key(None, "class names of these shards: a file, or 'imagenet'")
+    templates: str | None = key(None, "prompt templates for these shards: a file, or 'imagenet'")
+    index: str | None = key(None, "folder of the index of these shards")
+    device: str = key("auto", "device of the evaluation", choices=("auto", "cpu", "cuda"))
 
 
 def main(config: EvaluateConfig) -> None:
@@ -93,7 +93,10 @@ def main(config: EvaluateConfig) -> None:
 
 
 def evaluated_config(trained: Config, config: EvaluateConfig) -> Config:
-    """Returns a run's config with an evaluation's changes; other shards have other class names."""
+    """Returns a run's config with the changes for an evaluation.
+
+    With other validation shards, the run's class names and templates do not apply.
+    """
     data = trained.data
     data = dataclasses.replace(
         data,
@@ -115,7 +118,7 @@ def evaluated_config(trained: Config, config: EvaluateConfig) -> Config:
 
 
 def evaluate(built: "Built", recipe: str) -> dict[str, float]:
-    """Runs the configured evaluation on a loaded model, converted to int8 if requested."""
+    """Evaluates a loaded model as configured, converted to int8 if requested."""
     from lowprec.nn.inference import memory_ratio, to_int8
 
     evaluation, model = built.evaluation(), built.task.model
@@ -133,7 +136,7 @@ def evaluate(built: "Built", recipe: str) -> dict[str, float]:
 
 
 def predicted_classes(built: "Built") -> "Tensor | None":
-    """Returns the class nearest to each validation image, int64 [images]; None without names."""
+    """Returns the nearest class for each validation image, int64 [images]; None without classes."""
     import torch
 
     evaluation, model = built.evaluation(), built.task.model.eval()

@@ -1,14 +1,14 @@
-"""Converts weights between runs and open_clip, tensor names unchanged.
+"""Converts weights between runs and open_clip, with unchanged tensor names.
 
     python -m experiments.export source=runs/run/nano-bf16-adamw-s0-0123456789 out=nano
     python -m experiments.export source=open_clip_model.pt out=weights.safetensors
     python -m experiments.export source=RUN out=int8.safetensors precision=int8_inference
 
-The first writes a folder with the model's config and weights, which open_clip loads as it is, and
-prints how. A run starts from such a folder or file with model.init_from=nano. Only
-`lowprec.nn.inference.load_int8(model, FILE)` reads an int8 file. With int8_inference,
-`precision.autocast` means the same as in `experiments.evaluate`: for a run with 16-bit parameters,
-the tensors that are not int8 become float32.
+The first command writes a folder with the model's config and weights, which open_clip loads as it
+is, and prints the lines that load it. With model.init_from=nano, a run starts from such a folder
+or file. Only `lowprec.nn.inference.load_int8(model, FILE)` reads an int8 file. With int8_inference,
+`precision.autocast` has the same meaning as in `experiments.evaluate`: for a run with 16-bit
+parameters, the tensors that are not int8 become float32.
 """
 
 import sys
@@ -32,15 +32,19 @@ if TYPE_CHECKING:
 class ExportConfig:
     """The source and the destination."""
 
-    source: str = key("???", "a run, a checkpoint, an exported folder or file, an open_clip .pt")
-    out: str = key("???", "a folder (no suffix), a .safetensors, or a .pt as open_clip's trainer's")
+    source: str = key("???", "a run, a checkpoint, an exported folder or file, or open_clip's .pt")
+    out: str = key(
+        "???", "a folder (no suffix), a .safetensors, or a .pt as open_clip's trainer writes"
+    )
     precision: EvaluatedPrecision = field(default_factory=EvaluatedPrecision)
 
 
 def main(config: ExportConfig) -> None:
-    """Reads and writes weights; executes nothing in a .pt file."""
+    """Reads and writes the weights; never executes code from a .pt file."""
     if config.precision.recipe == "as_trained" and config.precision.autocast is not None:
-        sys.exit("precision.autocast needs precision=int8_inference; else weights stay as they are")
+        sys.exit(
+            "precision.autocast needs precision=int8_inference: otherwise weights do not change"
+        )
     try:
         if config.precision.recipe == "int8_inference":
             state = write_int8(Path(config.source), Path(config.out), config.precision.autocast)
@@ -54,7 +58,7 @@ def main(config: ExportConfig) -> None:
 
 
 def write(source: Path, out: Path) -> "dict[str, Tensor]":
-    """Writes the weights of a source as a file, or with a run's config as a folder."""
+    """Writes the weights of a source as a file or, together with a run's config, as a folder."""
     from lowprec.clip.export import find_weights, read_weights, write_folder, write_weights
     from lowprec.clip.model import model_config
     from lowprec.train.checkpoint import step_of
@@ -77,7 +81,7 @@ def write(source: Path, out: Path) -> "dict[str, Tensor]":
 
 
 def lines_that_load(folder: Path) -> tuple[str, str]:
-    """Two lines of Python with which open_clip loads an exported folder here."""
+    """Returns two lines of Python that load an exported folder with the installed open_clip."""
     from lowprec.clip import TORCHVISION_FITS
 
     name = f"local-dir:{folder}"
@@ -90,7 +94,7 @@ def lines_that_load(folder: Path) -> tuple[str, str]:
 def write_int8(run: Path, out: Path, autocast: str | None) -> "dict[str, Tensor]":
     """Converts the model of a run's newest checkpoint to int8, writes it and returns its state.
 
-    `autocast` defaults to the run's.
+    `autocast` defaults to that of the run.
     """
     from lowprec.clip.export import load_weights
     from lowprec.clip.model import build_model, set_precision

@@ -5,18 +5,19 @@
     python -m experiments.replay -m run=RUN step=1170 optimizer.beta2=0.9,0.95
 
 The replay starts from the newest snapshot or checkpoint at least `steps` steps before `step`.
-First the steps are replayed unchanged: this control must reproduce the recorded losses, otherwise
+First, the steps are replayed unchanged: this control must reproduce the recorded losses, otherwise
 the exit status is 1. Then they are replayed with the changes, which may be any keys and groups of a
-run: all of them together, or with -m each combination. `skip_batches=N` leaves out the batches of N
-steps, the last of them `step`, and uses the next ones instead: a loss counts as a spike when it
-exceeds the bound, so its cause came earlier. Without a change the three usual suspects are tried:
-the data (skip_batches=8), the optimizer (update clipping; where it clips already, beta2=0.9) and
-the numerics (float32). A change acts from step `change_from` on, by default the first replayed one:
-the earlier, the more the trajectory diverges for other reasons. Further replays perturb nothing but
-the last digit of the weights there (`perturbed`): if the spike is gone in them too, a change that
-removes it proves little.
+run: all changes together, or with -m each combination. `skip_batches=N` leaves out the batches of
+the last N steps up to and including `step` and uses the next batches instead: the cause of a spike
+comes before the step at which its loss exceeds the bound. If no change is given, the three usual
+suspects are tried: the data (skip_batches=8), the optimizer (update clipping, or beta2=0.9 if the
+run clips already) and the numerics (float32). A change acts from step `change_from` on, by default
+from the first replayed step: the earlier it acts, the more the trajectory diverges for other
+reasons. Additional replays (`perturbed`) change nothing but the last digit of the weights at that
+step. If the spike is gone in these replays too, a change that removes it proves little.
 
-Prints a table and writes it, every step and a figure to RUN/replays/. The run is not changed.
+Prints a table, and writes the table, every step and a figure to RUN/replays/. The run itself is not
+changed.
 """
 
 import io
@@ -49,7 +50,7 @@ from lowprec.runs.identity import to_dict
 from lowprec.runs.read import read_config, scan_rows
 
 PERTURBED = "perturbed"  # name of the replays from perturbed weights
-STAYS = 0.5  # share of the control's height above which the spike remains
+STAYS = 0.5  # share of the control's height from which on the spike counts as still there
 BEFORE = 20  # recorded steps before the spike that show how much losses scatter
 
 
@@ -57,25 +58,33 @@ BEFORE = 20  # recorded steps before the spike that show how much losses scatter
 class ReplayConfig:
     """Which steps to replay, of which run."""
 
-    run: str = key("???", "a run directory")
+    run: str = key("???", "run directory")
     step: int = key("???", "the step to investigate", least=2)
-    steps: int = key(20, "steps to replay after it, and before it if a state is that old", least=1)
-    tolerance: float = key(
-        0.01, "largest |difference| of the control's losses from the recorded ones", least=0
+    steps: int = key(
+        20, "steps to replay after it, and before it if the run kept a state that old", least=1
     )
-    change_from: int | None = key(None, "first step with the changes; null: the first", least=1)
-    perturbed: int = key(3, "unchanged replays from weights perturbed in their last digit", least=0)
+    tolerance: float = key(
+        0.01, "largest |difference| allowed between the control's and the recorded losses", least=0
+    )
+    change_from: int | None = key(
+        None, "first step with the changes; null: the first replayed one", least=1
+    )
+    perturbed: int = key(
+        3, "number of unchanged replays from weights perturbed in the last digit", least=0
+    )
 
 
 @dataclass
 class ReplayedConfig(Config):
     """A run's config, plus the key that only a replay has."""
 
-    skip_batches: int = key(0, "leave out the batches of this many steps up to `step`", least=0)
+    skip_batches: int = key(
+        0, "leave out the batches of this many steps, up to and including `step`", least=0
+    )
 
 
 def main(config: ReplayConfig, changes: list[str], multirun: bool = False) -> None:
-    """Replays the control and each variant, then prints and writes a comparison."""
+    """Replays the control and each variant; prints and writes a comparison."""
     from lowprec.train.snapshots import state_before
 
     run = Path(config.run)
@@ -125,7 +134,7 @@ def main(config: ReplayConfig, changes: list[str], multirun: bool = False) -> No
 
 
 def replayable(run: Path, trained: dict, last: int) -> str:
-    """Says which of the steps up to `last` can be replayed, and why earlier states are gone."""
+    """Says which of the steps up to `last` can be replayed, and why earlier states are missing."""
     from lowprec.train.checkpoint import list_checkpoints, step_of
     from lowprec.train.snapshots import list_snapshots
 
@@ -140,9 +149,9 @@ def replayable(run: Path, trained: dict, last: int) -> str:
 
 
 def variants_of(trained: dict, changes: list[str], multirun: bool) -> dict[str, ReplayedConfig]:
-    """Returns "control", the unchanged config, and that of each variant by its overrides.
+    """Returns the unchanged config as "control", and each variant's config by its overrides.
 
-    Raises ConfigError with the faults of all variants.
+    Raises ConfigError with the errors in all variants.
     """
     faults: list[str] = []
     variants = expand_sweep(changes, ReplayedConfig, faults) if changes else list(suspects(trained))
@@ -168,7 +177,7 @@ def variants_of(trained: dict, changes: list[str], multirun: bool) -> dict[str, 
 
 
 def suspects(trained: dict) -> Iterator[tuple[str, ...]]:
-    """Yields a change of the data, of the optimizer and, unless it is float32, of the numerics."""
+    """Yields changes to the data, the optimizer and, unless the run uses float32, the numerics."""
     yield (f"skip_batches={Protocol.max_lead}",)
     if trained["optimizer"]["name"] == "stable_adamw":
         yield ("optimizer.beta2_decay=null", "optimizer.beta2=0.9")
@@ -188,12 +197,13 @@ def replay(
     perturbation: int | None = None,
     save_to: Path | None = None,
 ) -> pd.DataFrame:
-    """Trains from a snapshot or checkpoint to step `last`, or to a loss that is not finite.
+    """Trains from a snapshot or checkpoint to step `last`, or until a loss is not finite.
 
-    `skip_batches` leaves out the batches up to that of `step`. The state's loss scaler continues if
-    `keeps_scaler`; otherwise a new one starts. `perturbation` seeds a relative change of all
-    weights by the precision of their dtype. The state after `last` is saved as a checkpoint in
-    `save_to`. Returns the columns step, loss and rms, RMS_t of the patch embedding (NaN without).
+    `skip_batches` leaves out the batches up to and including that of `step`. If `keeps_scaler`, the
+    state's loss scaler continues; otherwise a new one starts. `perturbation` is the seed of a
+    relative change of all weights at the precision of their dtype. If `save_to` is given, the state
+    after `last` is saved there as a checkpoint. Returns the columns step, loss and rms: RMS_t of
+    the patch embedding, or NaN if the model has none.
     """
     from lowprec.optim.loss_scaling import NoScaler
     from lowprec.optim.stable_adamw import STATISTICS
@@ -226,7 +236,7 @@ def replay(
 
 
 def perturb(model, seed: int) -> None:
-    """Multiplies each weight by 1 + eps n: eps of its dtype, n standard normal."""
+    """Multiplies each weight by 1 + eps * n, with its dtype's eps and a standard normal n."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -237,7 +247,7 @@ def perturb(model, seed: int) -> None:
 
 
 def compare(control: pd.DataFrame, recorded: pd.Series, tolerance: float) -> str:
-    """Says how well the control reproduces the record; raises RunError if it does not."""
+    """Says how closely the control reproduces the record; raises RunError if it does not."""
     losses = control.set_index("step")["loss"]
     losses = losses[losses.index.isin(recorded.index)]
     expected = recorded[losses.index]
@@ -254,7 +264,7 @@ def compare(control: pd.DataFrame, recorded: pd.Series, tolerance: float) -> str
         return text
     raise RunError(
         f"the control does not reproduce the run: {text}. An exact match needs the same code, "
-        "versions, machine and threads, and on a GPU deterministic=true"
+        "versions, machine and number of threads, and on a GPU deterministic=true"
     )
 
 
@@ -280,12 +290,12 @@ def report(
 
 
 def table(frames: dict[str, pd.DataFrame], step: int, protocol: Protocol) -> pd.DataFrame:
-    """Compares replays in a table, one row each.
+    """Compares the replays in a table with one row each.
 
     Columns: `change`; `loss` at the step; `peak`, the largest loss at most `protocol.within` steps
-    away, as a change may shift a spike; `height`, the peak minus the median loss of all steps
-    before; `of_control`, its share of the control's height; `rms`, the largest RMS_t. A replay that
-    ended early or has a non-finite loss is infinitely high.
+    from it, since a change may shift a spike; `height`, the peak minus the median loss of all
+    replayed steps before `step`; `of_control`, the height relative to the control's; `rms`, the
+    largest RMS_t. The height is infinite if the replay ended early or has a non-finite loss.
     """
     rows = []
     for name, frame in frames.items():
@@ -312,18 +322,18 @@ def verdict(recorded: pd.Series, compared: pd.DataFrame, step: int, protocol: Pr
     rise = compared["height"].iloc[0]
     if not rise > noise:
         return (
-            f"No spike around step {step}: the loss rises by {rise:.3g}, within "
+            f"No spike around step {step}: the loss rises by {rise:.3g}, which is within "
             f"{protocol.loss_sigmas:g} standard deviations ({noise:.3g}) of the {len(before)} "
-            "steps before."
+            "losses before it."
         )
     is_perturbed = compared["change"].str.startswith(f"{PERTURBED} ")
     variants, lines = compared[(compared["change"] != "control") & ~is_perturbed], []
     if is_perturbed.any():
         stays = (compared.loc[is_perturbed, "of_control"] >= STAYS).sum()
         lines.append(
-            f"With weights perturbed in their last digit, it stays in {stays} of "
+            f"With weights perturbed in their last digit, the spike stays in {stays} of "
             f"{is_perturbed.sum()} replays"
-            + ("." if stays == is_perturbed.sum() else ": it may be gone by chance.")
+            + ("." if stays == is_perturbed.sum() else ", so it may also be gone by chance.")
         )
     is_gone = variants["of_control"] < STAYS
     for outcome, names in (
@@ -331,11 +341,13 @@ def verdict(recorded: pd.Series, compared: pd.DataFrame, step: int, protocol: Pr
         ("stays", variants["change"][~is_gone]),
     ):
         lines.append(f"The spike {outcome} with: {', '.join(names) or 'no change'}.")
-    return "\n".join([*lines, f"Gone means lower than {STAYS:.0%} of the control's height."])
+    return "\n".join(
+        [*lines, f"A spike is gone if it is lower than {STAYS:.0%} of the control's height."]
+    )
 
 
 def draw(figure: Figure, frames: dict[str, pd.DataFrame], record: pd.DataFrame, step: int) -> None:
-    """Plots the loss above RMS_t of the patch embedding, one line per replay; dots: recorded."""
+    """Plots the loss above RMS_t of the patch embedding: a line per replay, dots for the record."""
     figure.set_size_inches(style.COLUMN_WIDTH, 3.6 + 0.12 * len(frames))
     loss, rms = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     loss.plot(record["step"], record["loss"], "o", color=style.OTHER, ms=3, label="recorded")
@@ -354,7 +366,7 @@ def draw(figure: Figure, frames: dict[str, pd.DataFrame], record: pd.DataFrame, 
 
 
 def command() -> None:
-    """Parses the command line: keys of ReplayConfig are its own, all others are changes."""
+    """Parses the command line: all keys that are not in ReplayConfig are changes to the run."""
     arguments = get_args_parser().parse_args()
     own = {f.name for f in fields(ReplayConfig)}
     overrides = [text for text in arguments.overrides if not text.startswith("hydra")]

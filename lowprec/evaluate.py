@@ -14,20 +14,20 @@ class Evaluation:
     """Maps a model to `{"zero_shot/top1": ..., "retrieval/image_to_text_r1": ...}`.
 
     Values are shares in [0, 1], except `retrieval/loss`, the contrastive loss in batches of 1,024
-    pairs. The model runs uncompiled and in evaluation mode. `build_classifier` maps it to class
-    weights [embed_dim, classes]; None: no zero-shot.
+    pairs. The model runs uncompiled and in evaluation mode. `build_classifier` maps the model to
+    class weights [embed_dim, classes]; if it is None, there is no zero-shot evaluation.
 
-    Each process makes as many batches as the others: batch n of process r is number
-    n * processes + r of the whole set. Some may be empty. `each(make)` returns the results of
-    `make()` in all processes, by rank.
+    All processes make the same number of batches: batch n of process r is batch n * processes + r
+    of the whole set. Batches may be empty. `each(make)` returns the results of `make()` in all
+    processes, ordered by rank.
     """
 
-    make_batches: Callable[[], Iterable]  # of uint8 `images`, `tokens`, `labels` (-1: unlabeled)
+    make_batches: Callable[[], Iterable]  # with uint8 `images`, `tokens`, `labels` (-1: unlabeled)
     normalize: nn.Module  # maps uint8 images to pixels
     _: KW_ONLY
     autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
     build_classifier: Callable[[nn.Module], Tensor] | None = None
-    retrieval: bool = False  # measures the loss, and recall in both directions
+    retrieval: bool = False  # whether to measure the loss, and recall in both directions
     each: Callable[[Callable], list] = lambda make: [make()]
 
     @torch.no_grad()
@@ -42,7 +42,7 @@ class Evaluation:
             model.train(training)
 
     def _evaluate(self, model: nn.Module) -> dict[str, float]:
-        own = []  # of this process; with FSDP2 the model runs on empty batches, too
+        own = []  # of this process; with FSDP2, the model also runs on empty batches
         conv = getattr(model.visual, "conv1", None)
         parameter = next(model.parameters()) if conv is None else conv.weight
         for batch in self.make_batches():
@@ -99,9 +99,9 @@ def top_k_accuracy(features: Tensor, classifier: Tensor, labels: Tensor, k: int)
 def recall_at(images: Tensor, texts: Tensor, captions: Tensor, k: int) -> tuple[float, float]:
     """Returns recall@k from image to text and from text to image.
 
-    A query counts if a correct answer is among its k nearest. Equal captions count once.
+    A query is a hit if a correct answer is among its k nearest. Equal captions count once.
     `images`, `texts`: features [pairs, embed_dim]; `captions`: int64 [pairs]. Pairs with the same
-    caption share a number, and any of them is a correct answer.
+    caption have the same number, and each of them is a correct answer.
     """
     unique_captions, inverse = captions.unique(return_inverse=True)
     positions = torch.arange(len(captions), device=captions.device)
@@ -113,10 +113,10 @@ def recall_at(images: Tensor, texts: Tensor, captions: Tensor, k: int) -> tuple[
 
 
 def contrastive_loss(images: Tensor, texts: Tensor, scale: Tensor, batch_size: int = 1024) -> float:
-    """Returns CLIP's symmetric cross entropy, the mean over consecutive batches of pairs.
+    """Returns CLIP's symmetric cross entropy, averaged over consecutive batches of pairs.
 
     A smaller last batch, which would be easier, is left out unless it is the only one.
-    `images`, `texts`: features of norm 1, [pairs, embed_dim]; `scale`: of the logits, 0-d.
+    `images`, `texts`: features of norm 1, [pairs, embed_dim]; `scale`: the logit scale, 0-d.
     """
     losses = []
     for i in range(0, max(len(images) - batch_size, 0) + 1, batch_size):

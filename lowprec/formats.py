@@ -1,8 +1,9 @@
 """Number formats as data, and exact rounding to them.
 
 Format names are "int8", "e4m3", "e5m2" and any other "eXmY" with X exponent and Y mantissa bits.
-e4m3 and e5m2 are OCP's (`torch.float8_e4m3fn`, `torch.float8_e5m2`). The other eXmY have no codes
-for inf or NaN, as in OCP MX: the largest e2m1 is 6, the largest e3m2 is 28.
+e4m3 and e5m2 are the OCP formats (`torch.float8_e4m3fn`, `torch.float8_e5m2`). The other eXmY
+formats have no codes for inf or NaN, as in OCP MX: the largest e2m1 number is 6, and the largest
+e3m2 number is 28.
 
 "e4m3_bnb" and "e5m2_bnb" are the code books with which the paper's released code simulates fp8.
 They have no NaN or inf (the largest numbers are 480 and 114,688). Their subnormal numbers are 4
@@ -20,14 +21,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Format:
-    """A signed number format: `max` is the largest number, `dtype` the torch dtype for it."""
+    """A signed number format: `max` is the largest number, `dtype` the torch dtype of storage."""
 
     name: str
     max: float
     dtype: torch.dtype
     exponent_bits: int = 0  # 0 for integers
     mantissa_bits: int = 0
-    gap: int = 0  # by how many exponents subnormal numbers are too small
+    gap: int = 0  # number of exponents by which subnormal numbers are too small
 
     @property
     def min_exponent(self) -> int:
@@ -45,9 +46,9 @@ _PARSED = {format.name: format for format in (INT8, E4M3, E5M2, E4M3_BNB, E5M2_B
 
 
 def parse_format(name: str) -> Format:
-    """The format with a name, parsed once; eXmY formats that torch lacks are stored as float32.
+    """Returns the format of a name; eXmY formats that torch lacks are stored as float32.
 
-    Raises ValueError for an unknown name, or bits outside 1 <= X <= 7, 0 <= Y <= 10.
+    Raises ValueError for an unknown name, or unless 1 <= X <= 7 and 0 <= Y <= 10.
     """
     if name in _PARSED:
         return _PARSED[name]
@@ -63,9 +64,10 @@ def parse_format(name: str) -> Format:
 
 
 def round_to_format(x: Tensor, format: Format) -> Tensor:
-    """Rounds to the nearest number of a format, ties to even mantissa; any shape, float32.
+    """Rounds to the nearest number of a format, with ties to the even mantissa.
 
-    Finite values beyond the largest number saturate. NaN and inf become NaN, also for int8.
+    Takes a tensor of any shape and returns float32. Finite values beyond the largest number
+    saturate. NaN and inf become NaN, also for int8.
     """
     x = x.float()
     if format.exponent_bits:
@@ -90,7 +92,7 @@ def _below(x: Tensor, format: Format) -> Tensor:
 
 
 def representable(format: Format) -> Tensor:
-    """All numbers of a format, 1-d, ascending, float32; zero appears once."""
+    """Returns all numbers of a format in ascending order, 1-d, float32; zero appears once."""
     if not format.exponent_bits:
         return torch.arange(-format.max, format.max + 1)
     mantissas = torch.arange(2**format.mantissa_bits, dtype=torch.float64) / 2**format.mantissa_bits

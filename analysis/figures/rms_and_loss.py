@@ -21,10 +21,10 @@ COLUMNS = (*curves.OF_A_RUN, "num_seeds", *MARKS, *spike_marks.THRESHOLDS)
 
 
 def select(heads: pd.DataFrame) -> pd.DataFrame:
-    """The rows of `Runs.runs` in the figure, and `num_seeds`, how many seeds their setting has.
+    """Selects the rows of `Runs.runs` in the figure; adds `num_seeds`, the seeds of their setting.
 
-    Shows AdamW, one seed of each setting: of the whole runs the one with the seed that most
-    settings have, or else with the smallest seed.
+    These are AdamW runs, one per setting: of the undamaged runs, the one with the seed that most
+    settings have, or else the one with the smallest seed.
     """
     heads = spike_marks.of_adamw(heads)
     has_config = heads["scale"].notna()
@@ -40,10 +40,10 @@ def select(heads: pd.DataFrame) -> pd.DataFrame:
 
 
 def query(runs: Runs) -> pd.DataFrame:
-    """One row per step of each selected run that recorded RMS_t of the patch embedding.
+    """Returns one row per step of each selected run that recorded RMS_t of the patch embedding.
 
-    `loss_spike` and `rms_spike`: a spike begins here, by the thresholds of the run's own config;
-    `follows`: a loss spike begins here, after an RMS spike.
+    `loss_spike` and `rms_spike` mark the steps where a spike begins, by the thresholds of the run's
+    own config; `follows` marks those where a loss spike begins after an RMS spike.
     """
     heads = curves.named_heads(runs, ("optimizer.beta2",))
     heads = heads.merge(select(runs.runs)[["run", "num_seeds"]], on="run")
@@ -65,7 +65,7 @@ def marked_steps(runs: Runs, heads: pd.DataFrame, columns: tuple[str, ...]) -> p
 
 
 def plot_loss(frame: pd.DataFrame, ax: Axes, count: bool = False) -> None:
-    """Draws the loss of one run with its spikes; `count`: the legend states their number."""
+    """Draws the loss of one run with its spikes; with `count`, the legend states their number."""
     head, top = frame.iloc[0], curves.cap(frame)
     color = style.color(head["precision"], head["optimizer"])
     ax.plot(frame["step"], frame["loss"], color=color, lw=0.7, rasterized=True)
@@ -78,7 +78,7 @@ def plot_loss(frame: pd.DataFrame, ax: Axes, count: bool = False) -> None:
 
 
 def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
-    """One panel for one run: the loss in the upper part of the subplot `ax`, RMS_t below."""
+    """Draws one run: the loss in the upper part of the subplot `ax`, RMS_t in the lower part."""
     head = frame.iloc[0]
     parts = ax.get_subplotspec().subgridspec(2, 1, height_ratios=(3, 2))
     ax.set_subplotspec(parts[0])
@@ -111,18 +111,18 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
 
 
 def draw(frame: pd.DataFrame, figure: Figure) -> None:
-    """Draws a panel for each run, by model and beta2."""
+    """Draws a panel for each run, in the order of model and beta2."""
     runs = [run for _, run in frame.groupby("run", sort=False)]
     for run, ax in zip(runs, curves.panels(figure, len(runs), 0, 3.6), strict=True):
         plot(run, ax).set_xlim(0, run["num_steps"].iloc[0])
 
 
 def caption(frame: pd.DataFrame) -> str:
-    """Describes the data and the protocol, and counts the seeds of each setting and its spikes."""
+    """Describes the data and the protocol, and counts each setting's seeds and spikes."""
     text = (
         f"RMS_t of {spike_marks.TENSOR} and training loss of {curves.of_runs(frame)}. After "
         f"figure 9, arXiv:2304.13013. {spike_marks.in_words(frame)} The loss axis ends at the "
-        "largest loss after the first tenth of training, at most at the first loss."
+        "largest loss after the first tenth of training, or at the first loss if that is smaller."
     )
     for _, run in frame.groupby("run", sort=False):
         head = run.iloc[0]

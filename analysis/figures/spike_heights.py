@@ -1,4 +1,4 @@
-"""Loss spikes and retrieval by beta2 for each optimizer: how high spikes are, what they cost.
+"""Loss spikes and retrieval by beta2 and optimizer: how high the spikes are, and what they cost.
 
 Not in the paper, which counts spikes. Runs: `experiment=stability`.
 """
@@ -17,15 +17,16 @@ from analysis.load import Runs
 EXPERIMENT = "stability"
 PARTS = ("spikes", "runs")
 COLUMNS = ("part", *curves.OF_A_RUN, "step", "height", "recall", *spike_marks.THRESHOLDS)
-WIDTH = 0.8  # of the place of one beta2 on the axis, which the optimizers share
+WIDTH = 0.8  # of the slot that the optimizers share at each beta2 on the axis
 
 
 def query(runs: Runs) -> pd.DataFrame:
-    """Heights for the left panel and recall for the right one: exactly what is plotted.
+    """Returns the heights for the left panel and the recall for the right one, as plotted.
 
     Part `spikes` has one row per loss spike after the ignored steps, with its `height`: the largest
-    loss up to `within` steps after it minus the median of the window before it. Part `runs` has one
-    row per run: its last step and `recall`, the mean R@1 of both directions in %, or NaN.
+    loss up to `within` steps after it minus the median loss of the window before it. Part `runs`
+    has one row per run, with its last step and `recall`, the mean R@1 of both directions in %, or
+    NaN.
     """
     heads = curves.named_heads(runs, ("optimizer.beta2",))
     recall = curves.last_recall(runs)
@@ -43,7 +44,7 @@ def query(runs: Runs) -> pd.DataFrame:
 
 
 def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
-    """The left panel: a point for each loss spike, a bar at the median, by beta2 and optimizer."""
+    """Draws the left panel: a point for each loss spike and a bar at the median of each group."""
     spikes, places = frame[frame["part"] == "spikes"], _places(frame)
     optimizers = [name for name in style.OPTIMIZERS if name in set(frame["optimizer"])]
     for i, optimizer in enumerate(optimizers):
@@ -57,19 +58,19 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
             ax.hlines(by_step.median(), at - 0.11, at + 0.11, color=color, lw=2)
     ax.set_yscale("log")
     ax.yaxis.set_major_formatter("{x:g}")
-    ax.set(ylabel="height of a loss spike [nats]", title="each loss spike")
+    ax.set(ylabel="height of a loss spike [nats]", title="one point per loss spike")
     _beta2_axis(ax, places)
     return ax
 
 
 def plot_recall(frame: pd.DataFrame, ax: Axes) -> Axes:
-    """The right panel: a point for each run, a line through the means, by beta2 and optimizer."""
+    """Draws the right panel: a point for each run and a line through each optimizer's means."""
     ends, places = frame[frame["part"] == "runs"].sort_values("beta2"), _places(frame)
     for optimizer, group in ends.groupby("optimizer", sort=False):
         color, name = style.color("bf16", optimizer), style.OPTIMIZERS[optimizer][0]
         at = group["beta2"].map(places)
         plot_runs(ax, at, group["recall"], color, style.line_style(optimizer), name)
-    ax.set(ylabel="mean R@1 at the end [%]", title="each run")
+    ax.set(ylabel="mean R@1 at the end [%]", title="one point per run")
     _beta2_axis(ax, places)
     return ax
 
@@ -92,10 +93,11 @@ def caption(frame: pd.DataFrame) -> str:
     )
     return (
         f"Loss spikes and retrieval of {curves.of_runs(ends)}, beta2 "
-        f"{curves.join(sorted(ends['beta2'].unique()))}. {spike_marks.in_words(frame)} Left: the "
-        "largest loss of each spike minus the median of the window before it; bars: medians. "
-        "Right: the mean R@1 of both directions at the last step; points: seeds; lines: their "
-        f"means. Loss spikes: {counts or 'none'}.{curves.caption_end(ends)}"
+        f"{curves.join(sorted(ends['beta2'].unique()))}. {spike_marks.in_words(frame)} Left: "
+        "height of each loss spike, its largest loss minus the median loss of the window before "
+        "it; the bars are medians. Right: mean R@1 of both directions at the last step; the points "
+        f"are seeds, and the lines connect their means. Loss spikes: "
+        f"{counts or 'none'}.{curves.caption_end(ends)}"
     )
 
 

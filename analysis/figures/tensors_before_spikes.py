@@ -1,6 +1,6 @@
-"""Which tensors' RMS_t spikes before the loss does: all tensors, AdamW, pooled over runs.
+"""Which tensors' RMS_t spikes before the loss does: all tensors of AdamW runs, pooled over runs.
 
-Not in the paper, which looks at the patch embedding. Runs: `experiment=stability`.
+Not in the paper, which looks only at the patch embedding. Runs: `experiment=stability`.
 """
 
 from dataclasses import asdict
@@ -23,7 +23,7 @@ COLUMNS = (*curves.OF_A_RUN, "tensor", *COUNTS, *spike_marks.THRESHOLDS)
 
 
 def select(heads: pd.DataFrame) -> pd.DataFrame:
-    """The rows of `Runs.runs` in the figure: AdamW's, where RMS_t can reach the threshold."""
+    """Selects AdamW's rows of `Runs.runs` where RMS_t can reach the threshold."""
     heads = spike_marks.of_adamw(heads)
     if "optimizer.beta2" not in heads:  # every config is damaged
         return heads
@@ -37,12 +37,12 @@ def select(heads: pd.DataFrame) -> pd.DataFrame:
 
 
 def query(runs: Runs) -> pd.DataFrame:
-    """One row per run and tensor with an RMS spike: exactly what is pooled in the plot.
+    """Returns one row per run and tensor with an RMS spike, which the plot pools over runs.
 
-    RMS spikes are read from the events, which name all tensors. Loss spikes are counted from their
-    onset, once each: those 1 to `max_lead` steps after an RMS spike of the tensor
-    (`num_following`), those for which no tensor's RMS spike in these steps is earlier
-    (`num_first`), and those expected by chance, the mean over all shifts of the RMS spikes.
+    RMS spikes are read from the events, which name all tensors. Each loss spike counts once, from
+    its onset. `num_following` counts those 1 to `max_lead` steps after an RMS spike of the tensor,
+    and `num_first` those of them for which no tensor has an earlier RMS spike within these steps.
+    `expected` is the number that follow by chance, the mean over all shifts of the RMS spikes.
     """
     heads = curves.named_heads(runs, ("optimizer.beta2",))
     heads = heads[heads["run"].isin(select(runs.runs)["run"])]
@@ -73,10 +73,10 @@ def query(runs: Runs) -> pd.DataFrame:
 
 
 def pooled(frame: pd.DataFrame) -> pd.DataFrame:
-    """By tensor over all runs: the counts, `share`, `chance`, `p` and `q`, the best first.
+    """Sums each tensor's counts over the runs; adds `share`, `chance`, `p` and `q`; sorts by `p`.
 
-    `p`: binomial, for at least as many loss spikes as follow. `q`: by Benjamini and Hochberg over
-    the tensors with an RMS spike.
+    `p`: the binomial probability that at least as many loss spikes follow by chance. `q`: `p`
+    adjusted by the method of Benjamini and Hochberg over the tensors with an RMS spike.
     """
     table = frame.groupby("tensor")[list(COUNTS)].sum().astype(float)
     table["num_loss_spikes"] = frame.drop_duplicates("run")["num_loss_spikes"].sum()
@@ -88,35 +88,44 @@ def pooled(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
-    """A bar for each tensor: loss spikes that follow its RMS spikes, and those it is first for."""
+    """Draws a bar per tensor: loss spikes that follow its RMS spikes, and those it is first for."""
     table = pooled(frame).head(NUM_TENSORS).iloc[::-1]
     rows = np.arange(len(table))
     colors = [spike_marks.FOLLOWING if q < LEVEL else "#BBBBBB" for q in table["q"]]
     ax.barh(rows, table["num_following"], color=colors, height=0.7, alpha=0.45, label="follow")
-    ax.barh(rows, table["num_first"], color=colors, height=0.7, label="and no tensor is earlier")
+    ax.barh(
+        rows,
+        table["num_first"],
+        color=colors,
+        height=0.7,
+        label="follow, and no other tensor is earlier",
+    )
     ax.plot(table["expected"], rows, "|", color="black", ms=9, mew=1.5, label="by chance")
     ax.set_yticks(rows, [style.short_tensor(name) for name in table.index], fontsize=7)
     num = int(table["num_loss_spikes"].max()) if len(table) else 0
-    ax.set(xlabel=f"loss spikes, of {num}", title="tensors whose RMS spikes come before")
+    ax.set(
+        xlabel=f"number of loss spikes (of {num})",
+        title="loss spikes that follow RMS spikes, by tensor",
+    )
     ax.legend(loc="lower right")
     return ax
 
 
 def draw(frame: pd.DataFrame, figure: Figure) -> None:
-    """Draws the only panel."""
+    """Draws the single panel."""
     figure.set_size_inches(2 * style.COLUMN_WIDTH, 3.6)
     plot(frame, figure.add_subplot())
 
 
 def caption(frame: pd.DataFrame) -> str:
-    """Describes the runs, the counting and the best tensor."""
+    """Describes the runs, how spikes are counted, and the tensor with the smallest `p`."""
     runs, table = frame.drop_duplicates("run"), pooled(frame)
     text = (
         f"Loss spikes after RMS spikes of each tensor in {curves.of_runs(runs)}, "
         f"beta2 {curves.join(sorted(runs['beta2'].unique()))}. {spike_marks.in_words(frame)} Loss "
-        "spikes are counted from their onset. Orange: more follow than by chance, false discovery "
-        f"rate {LEVEL:g} over the {len(table)} tensors that have RMS spikes: "
-        f"{(table['q'] < LEVEL).sum()} tensors."
+        "spikes are counted from their onset. Orange: tensors after whose RMS spikes more loss "
+        f"spikes follow than by chance, at a false discovery rate of {LEVEL:g} over the "
+        f"{len(table)} tensors with RMS spikes; there are {(table['q'] < LEVEL).sum()}."
     )
     for name, row in table.head(1).iterrows():
         text += f" {name}: {row['num_following']:.0f} of {row['num_loss_spikes']:.0f} follow its "
@@ -125,7 +134,7 @@ def caption(frame: pd.DataFrame) -> str:
 
 
 def _rms_spikes(events: pd.DataFrame, ignored: int) -> dict[str, np.ndarray]:
-    """By tensor: the steps of its RMS spikes, in order, after the ignored ones."""
+    """Returns the steps of each tensor's RMS spikes after the ignored steps, in order."""
     steps: dict[str, list[int]] = {}
     spikes = events[events["spike"] == "rms"] if "spike" in events else events.iloc[:0]
     for event in spikes.itertuples():

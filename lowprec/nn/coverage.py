@@ -28,10 +28,10 @@ FORMULAS = flop_registry | {
 
 @dataclass
 class Tower:
-    """The linear layers of a child of the model, and the multiply-adds of one forward.
+    """The linear layers in one child of the model, and its multiply-adds in one forward pass.
 
     Layers include the fused projections of attention; multiply-adds are 0 if nothing was traced.
-    `others`: the names of the layers that are not quantized.
+    `others` lists the names of the layers that are not quantized.
     """
 
     layers: int = 0
@@ -43,10 +43,11 @@ class Tower:
 
 @dataclass(frozen=True)
 class Layer:
-    """A linear layer that matches.
+    """A linear layer that matches the patterns.
 
-    `gains`: its shape is faster under the recipe than in 16 bits. `called`: by a forward on the
-    inputs; None if none were given. A layer that is not called is not swapped.
+    `gains`: whether its shape is faster under the recipe than in 16 bits. `called`: whether a
+    forward pass on the inputs calls it; None if no inputs were given. A layer that is not called is
+    not swapped.
     """
 
     name: str
@@ -58,7 +59,7 @@ class Layer:
 
 
 class Layers(list[Layer]):
-    """The layers that match, in the order of the model, and all layers counted by tower."""
+    """The layers that match, in the model's order, with counts of all layers by tower."""
 
     def __init__(self, layers: Sequence[Layer] = (), towers: dict[str, Tower] | None = None):
         super().__init__(layers)
@@ -67,7 +68,7 @@ class Layers(list[Layer]):
 
 @dataclass
 class Calls:
-    """Multiply-adds of one forward: of each linear layer that it called, and of each tower."""
+    """Multiply-adds of one forward pass: for each linear layer called, and for each tower."""
 
     layers: Counter[nn.Module]
     towers: Counter[str]
@@ -110,7 +111,7 @@ def trace(model: nn.Module, inputs: tuple) -> Calls:
 class _CountProducts(TorchDispatchMode):
     """Calls a function with the multiply-adds of each matrix product, convolution and attention.
 
-    torch's FlopCounterMode counts by module, too, but fails for views of parameters.
+    torch's FlopCounterMode also counts by module, but fails for views of parameters.
     """
 
     def __init__(self, add: Callable[[int], None]):
@@ -128,7 +129,7 @@ class _CountProducts(TorchDispatchMode):
 
 
 def towers(model: nn.Module, calls: Calls | None) -> dict[str, Tower]:
-    """The children of a model that have linear layers or multiply-adds, by name."""
+    """Returns the children of a model that have linear layers or multiply-adds, by name."""
     found: dict[str, Tower] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.MultiheadAttention) or is_int8(module):
@@ -145,7 +146,7 @@ def towers(model: nn.Module, calls: Calls | None) -> dict[str, Tower]:
 
 
 def is_int8(module: nn.Module) -> bool:
-    """Whether `to_int8` has converted a layer."""
+    """Returns whether `to_int8` has converted a layer."""
     return "weight_scale" in module._buffers or "in_proj_weight_scale" in module._buffers
 
 
@@ -154,17 +155,17 @@ def _is_quantized(module: nn.Module) -> bool:
     settings = getattr(module, f"{prefix}settings", None)
     if is_int8(module) or settings is None:
         return is_int8(module)
-    weight = getattr(module, f"{prefix}weight")  # torchao's quantize_ replaces it by a subclass
+    weight = getattr(module, f"{prefix}weight")  # torchao's quantize_ replaces it with a subclass
     return any(settings.recipe.products) and type(weight) is nn.Parameter
 
 
 def check_first_forward(model: nn.Module, layers: Sequence[str]) -> None:
-    """Makes the next forward of a model warn about the layers that it does not call."""
+    """Makes the model's next forward pass warn about the layers that it does not call."""
     model.register_forward_pre_hook(partial(_record_calls, layers=list(layers)))
 
 
 def cancel_check(model: nn.Module) -> list[str]:
-    """Removes the checks of `check_first_forward` that have not run; returns their layers."""
+    """Removes the checks by `check_first_forward` that have not run yet; returns their layers."""
     layers = []
     for key, hook in list(model._forward_pre_hooks.items()):
         if getattr(hook, "func", None) is _record_calls:
@@ -175,7 +176,7 @@ def cancel_check(model: nn.Module) -> list[str]:
 
 def _record_calls(model: nn.Module, _, layers: list[str]) -> None:
     if torch.compiler.is_compiling() or any(map(_is_compiled, model.modules())):
-        return  # hooks on all modules would be compiled, too
+        return  # hooks on all modules would also be compiled
     called = set()
 
     def add(module, *_):
@@ -184,12 +185,12 @@ def _record_calls(model: nn.Module, _, layers: list[str]) -> None:
     def finish(model, _, output):
         everywhere.remove()
         end.remove()
-        if output is None:  # the forward has raised an exception
+        if output is None:  # the forward pass has raised an exception
             return
         cancel_check(model)
         modules = dict(model.named_modules())
         uncalled = [name for name in layers if name in modules and modules[name] not in called]
-        # by a module that ran: a forward of one tower says nothing about the other
+        # only in modules that ran: a forward pass of one tower says nothing about the other
         uncalled = [name for name in uncalled if modules[name.rpartition(".")[0]] in called]
         if uncalled:
             warnings.warn(_never_called(uncalled), stacklevel=2)
@@ -211,7 +212,7 @@ def _first_three(names: list[str]) -> str:
 
 
 def summary(recipe: str, layers: Layers) -> str:
-    """How many of each tower's layers and multiply-adds are quantized, and which layers are not."""
+    """Says how many of each tower's layers and multiply-adds are quantized, and what is not."""
     towers = layers.towers.values()
     counts = [f.name for f in fields(Tower) if f.name != "others"]
     sums = {name: sum(getattr(tower, name) for tower in towers) for name in counts}

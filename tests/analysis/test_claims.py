@@ -175,9 +175,9 @@ CHECKPOINTED = {"open_clip": 100, "high": 85, "autograd_high": 87, "switchback":
 @pytest.mark.parametrize(
     ("words", "verdict", "number"),
     [
-        ("nn.Linear", REPRODUCED, "13.0% of time (1.150 times as fast) (vit_h14 batch 256)"),
-        ("autograd function", NOT, "11.1% of time (1.125 times as fast) (vit_h14 batch 256)"),
-        ("open_clip", REPRODUCED, "20.0% of time (1.250 times as fast) (vit_h14 batch 256)"),
+        ("nn.Linear", REPRODUCED, "13.0% of the time (1.150 times as fast) (vit_h14 batch 256)"),
+        ("autograd function", NOT, "11.1% of the time (1.125 times as fast) (vit_h14 batch 256)"),
+        ("open_clip", REPRODUCED, "20.0% of the time (1.250 times as fast) (vit_h14 batch 256)"),
     ],
 )
 def test_speed_is_judged_by_the_least_shape_over_each_baseline(tmp_path, words, verdict, number):
@@ -246,10 +246,10 @@ def test_features_that_grow_in_every_run_need_two_seeds(make_run, tmp_path):
             make_run(experiment="feature_magnitude", scale="mini", seed=seed, num_steps=20,
                      intervention=InterventionConfig(kind),
                      tables={"blocks": {"feature_mean": frame}})  # fmt: skip
-        for words in ("grows with depth", "stops that"):
+        for words in ("grows with depth", "stops this"):
             finding = one(tmp_path / "runs", "C5", words)
             assert (finding.verdict, finding.why) == (verdict, why)
-            assert "3 times from first to last block" in finding.ours
+            assert "3 times as large in the last block as in the first" in finding.ours
 
 
 def test_the_committed_page_of_claims_is_what_the_command_writes(tmp_path, monkeypatch):

@@ -136,7 +136,7 @@ def test_spikes_that_follow_by_detection_but_not_by_onset_are_not_reproduced(spi
     keys = {"at": (80, 180, 280), "rms_before": 1, "rise": (1, 2, 3)}
     keys |= {"diagnostics": DiagnosticsConfig(spikes=protocol)}
     finding = one(spiking("adamw", 0.999, **keys), "C10", "follows")
-    assert "6 of 6 follow" in finding.ours and "0 of 6 by onset" in finding.ours
+    assert "6 of 6 follow" in finding.ours and "0 of 6 from the onset" in finding.ours
     assert finding.verdict == FAILED
 
 
@@ -158,7 +158,7 @@ HIGHEST = [("C9", "highest loss spike grows"), ("C11", "highest loss spike is lo
     [
         ((0.5, 1.0, 3.0), (HELD, HELD), ""),
         ((3.0, 1.0, 0.5), (FAILED, FAILED), ""),
-        ((0.5, 3.0, 2.0), (UNDECIDED, HELD), "less at some larger value"),
+        ((0.5, 3.0, 2.0), (UNDECIDED, HELD), "lower at some larger value"),
     ],
 )
 def test_the_highest_spike_is_judged_by_height_not_by_number(spiking, heights, verdicts, why):
@@ -178,7 +178,7 @@ STABLE, LOW = (("stable_adamw", 0.999), "removes the"), (("adamw", 0.9), "lower 
 @pytest.mark.parametrize(("setting", "words"), [STABLE, LOW])
 @pytest.mark.parametrize(
     ("remaining", "verdict", "why"),
-    [([(60,), (60,)], FAILED, ""), ([(60,), ()], UNDECIDED, "fewer, not none")],
+    [([(60,), (60,)], FAILED, ""), ([(60,), ()], UNDECIDED, "fewer, but not none")],
 )
 def test_spikes_in_all_runs_are_not_gone(spiking, setting, words, remaining, verdict, why):
     spiking("adamw", 0.999, MANY)
@@ -186,7 +186,7 @@ def test_spikes_in_all_runs_are_not_gone(spiking, setting, words, remaining, ver
         root = spiking(*setting, at, seeds=(seed,))
     finding = one(root, "C11", words)
     assert (finding.verdict, finding.why) == (verdict, why)
-    assert finding.ours.endswith("; not gone") == (verdict == FAILED)
+    assert finding.ours.endswith("; spikes remain") == (verdict == FAILED)
 
 
 def test_a_run_that_two_studies_share_counts_once(spiking):
