@@ -289,10 +289,7 @@ def join(items) -> str:
 
 
 def _label(head: dict) -> str:
-    """The method, and how the run ended if it is not finished or lacks rows.
-
-    `recorded` is the number of steps that have a row, and `reached` the last of them.
-    """
+    """The method, and how the run ended if it is not finished or lacks rows."""
     method, recorded, reached = head["method"], head["recorded"], head["reached"]
     if head["state"] == "diverged":
         missing = reached - recorded

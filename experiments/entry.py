@@ -96,10 +96,7 @@ def refuse(error: ConfigError) -> NoReturn:
 
 
 def _run_each(run: Callable[[], None], commands: list[list[str]]) -> None:
-    """Runs the command line, then each further command's overrides; exits with 1 after a failure.
-
-    A failed run, for which Hydra exits with 1, does not keep the later commands from running.
-    """
+    """Runs the command line and each further command; exits with 1 after all if one failed."""
     words, failed = sys.argv[1:], False
     for command in [[], *commands]:
         sys.argv[1:] = [*words, *command]

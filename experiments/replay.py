@@ -336,14 +336,11 @@ def verdict(recorded: pd.Series, compared: pd.DataFrame, step: int, protocol: Pr
             + ("." if stays == is_perturbed.sum() else ", so it may also be gone by chance.")
         )
     is_gone = variants["of_control"] < STAYS
-    for outcome, names in (
-        ("is gone", variants["change"][is_gone]),
-        ("stays", variants["change"][~is_gone]),
-    ):
-        lines.append(f"The spike {outcome} with: {', '.join(names) or 'no change'}.")
-    return "\n".join(
-        [*lines, f"A spike is gone if it is lower than {STAYS:.0%} of the control's height."]
-    )
+    for outcome, has_it in (("is gone", is_gone), ("stays", ~is_gone)):
+        names = ", ".join(variants["change"][has_it])
+        lines.append(f"The spike {outcome} with: {names or 'no change'}.")
+    lines.append(f"A spike is gone if it is lower than {STAYS:.0%} of the control's height.")
+    return "\n".join(lines)
 
 
 def draw(figure: Figure, frames: dict[str, pd.DataFrame], record: pd.DataFrame, step: int) -> None:

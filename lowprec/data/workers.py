@@ -79,10 +79,7 @@ def killed_after(seconds: float, workers: set[BaseProcess]) -> Iterator[None]:
 
 
 class _Share(IterableDataset):
-    """A worker's share of the batches, or the error that ends them.
-
-    DataLoader would put the worker's traceback into the message of an error.
-    """
+    """A worker's batches, or the error that ends them without the worker's traceback."""
 
     def __init__(self, share: Callable[[int, int], Iterator], workers: int):
         self.share = share

@@ -273,10 +273,7 @@ class StableAdamW(torch.optim.Optimizer):
         return [self.state[p] for p in params]
 
     def _counts(self) -> Tensor:
-        """Updates of all parameters: float32 [tensors], on the device.
-
-        `updates` of each state is a view of it, so that a step counts in one operation.
-        """
+        """Updates, float32 [tensors] on the device; `updates` of each state is a view."""
         params, counts = self._params(), self._update_counts
         device = params[0].device
         if counts is None or len(counts) != len(params) or counts.device != device:

@@ -207,8 +207,7 @@ class MetricsBuffer:
             if collapsed := self.collapse.feed(row["step"], row["loss"]):
                 self.record.append("events", [{"step": row["step"], "collapsed": collapsed}])
                 print(f"warning: {collapsed}")
-                if self.world.is_first:
-                    alert(f"{self.record.run}: {collapsed}")
+                alert(f"{self.record.run}: {collapsed}")
         self._write_skips(rows[-1]["step"])
 
     def _write_tensors(

@@ -88,10 +88,7 @@ class SnapshotRecorder:
         return next(iter(far[-1:] or earlier), None)
 
     def _save(self, step: int, what: str) -> None:
-        """Writes the base for a spike at a step, unless an earlier spike already has.
-
-        A failure is a warning and does not end the run.
-        """
+        """Writes the base for a spike unless an earlier spike has; a failure is only a warning."""
         base, folder = self._base_for(step), self.run / "snapshots"
         if base is None or (folder / f"step_{base.step:09d}").exists():
             return

@@ -6,12 +6,27 @@ import pytest
 import yaml
 from matplotlib.figure import Figure
 
+from analysis import load_runs
 from lowprec.config.schema import Config, ModelConfig, OptimizerConfig, PrecisionConfig
 from lowprec.runs.identity import directory, to_dict
 from lowprec.runs.record import Record
 
 DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # in C where there is libyaml
 TENSORS = ["visual.conv1.weight", "visual.proj", "transformer.resblocks.0.mlp.c_fc.weight"]
+
+
+def drawn(module, frame):
+    """The axes of a figure drawn from a frame."""
+    figure = Figure(layout="constrained")
+    module.draw(frame, figure)
+    figure.draw_without_rendering()
+    return figure.axes
+
+
+@pytest.fixture
+def query(tmp_path):
+    """A function: a figure's frame of the runs made so far."""
+    return lambda module: module.query(load_runs(tmp_path / "runs"))
 
 
 def make_run(

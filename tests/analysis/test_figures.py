@@ -5,7 +5,6 @@ import shutil
 import numpy as np
 import pandas as pd
 import pytest
-from matplotlib.figure import Figure
 
 from analysis import load_runs, paper, style
 from analysis.figures import (
@@ -15,23 +14,11 @@ from analysis.figures import (
     update_clipping,
 )
 from lowprec.config.schema import InterventionConfig
-
-
-def drawn(module, frame):
-    """The axes of a figure drawn from a frame."""
-    figure = Figure(layout="constrained")
-    module.draw(frame, figure)
-    figure.draw_without_rendering()
-    return figure.axes
+from tests.analysis.conftest import drawn
 
 
 def legend(ax):
     return [text.get_text().replace("\n", " ") for text in ax.get_legend().get_texts()]
-
-
-@pytest.fixture(name="query")
-def query_fixture(tmp_path):
-    return lambda module: module.query(load_runs(tmp_path / "runs"))
 
 
 def test_smooth_is_a_centered_box_with_a_gap_at_edges_and_around_non_finite_losses():

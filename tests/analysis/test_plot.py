@@ -4,13 +4,13 @@ import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.collections import LineCollection
-from matplotlib.figure import Figure
 
 from analysis import load_runs, plot
 from analysis.cli import ChoiceError
-from analysis.figures import load
+from analysis.figures import loss_curves
 from analysis.report.collect import Budget, collect_run
 from analysis.report.plots import curve_figure
+from tests.analysis.conftest import drawn
 
 CONV = "visual.conv1.weight"
 
@@ -28,16 +28,9 @@ def runs(make_run, tmp_path):
     return load_runs(tmp_path / "runs")
 
 
-def drawn(frame):
-    figure = Figure(layout="constrained")
-    plot.draw(frame, figure)
-    figure.draw_without_rendering()
-    return figure
-
-
 def test_each_seed_is_a_thin_line_and_their_median_a_thick_one(runs):
     frame = plot.query(runs, y="loss", hue="optimizer.lr", facet="model")
-    [ax] = drawn(frame).axes
+    [ax] = drawn(plot, frame)
     thick = [line for line in ax.lines if line.get_linewidth() > 1]
     assert len(ax.lines) == 8 and len(thick) == 2
     losses = runs.metrics.pivot(index="step", columns="run", values="loss")
@@ -53,7 +46,7 @@ def test_each_seed_is_a_thin_line_and_their_median_a_thick_one(runs):
 
 def test_last_values_are_points_with_mean_and_range(runs):
     frame = plot.query(runs, y="recall/top1", x="optimizer.lr")
-    [ax] = drawn(frame).axes
+    [ax] = drawn(plot, frame)
     mean, *points = ax.lines
     np.testing.assert_allclose(mean.get_ydata(), [0.2, 0.5])
     assert sorted(np.concatenate([p.get_ydata() for p in points])) == pytest.approx(
@@ -99,11 +92,10 @@ def chance_lines(ax):
 
 
 def test_every_loss_plot_has_the_line_of_chance(runs):
-    [ax] = drawn(plot.query(runs)).axes
+    [ax] = drawn(plot, plot.query(runs))
     assert chance_lines(ax) == [np.log(128)]
-    figure = Figure()
-    load("loss_curves").draw(load("loss_curves").query(runs), figure)
-    assert chance_lines(figure.axes[0]) == [np.log(128)]
+    [ax] = drawn(loss_curves, loss_curves.query(runs))
+    assert chance_lines(ax) == [np.log(128)]
     data = [collect_run(runs.only(runs.summaries["run"][0]), CONV, Budget(99, 1, 99))]
-    shapes = curve_figure(data, ["a"], [("#000000", "solid")]).layout.shapes
-    assert np.log(128) in [shape.y0 for shape in shapes]
+    figure, _ = curve_figure(data, ["a"], [("#000000", "solid")])
+    assert np.log(128) in [shape.y0 for shape in figure.layout.shapes]

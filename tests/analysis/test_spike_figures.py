@@ -6,7 +6,6 @@ These are `spike_lead_*`, `spike_heights`, `loss_scaler` and `rms_and_loss`.
 import numpy as np
 import pandas as pd
 import pytest
-from matplotlib.figure import Figure
 
 from analysis import load_runs, paper, spike_marks
 from analysis.figures import (
@@ -20,6 +19,7 @@ from analysis.figures import (
 )
 from lowprec.config.schema import DiagnosticsConfig, ScalerConfig, SpikeConfig
 from lowprec.diagnostics.spikes import Protocol
+from tests.analysis.conftest import drawn
 
 CONV1, TOKENS, CLASS = "visual.conv1.weight", "token_embedding.weight", "visual.class_embedding"
 MIDDLE = paper.BLOCK.format(2) + ".mlp.c_fc.weight"
@@ -54,18 +54,6 @@ def plant_fixture(make_run):
         return make_run(losses=losses, tables=tables, **keys)
 
     return plant
-
-
-@pytest.fixture(name="query")
-def query_fixture(tmp_path):
-    return lambda module: module.query(load_runs(tmp_path / "runs"))
-
-
-def drawn(module, frame):
-    figure = Figure(layout="constrained")
-    module.draw(frame, figure)
-    figure.draw_without_rendering()
-    return figure.axes
 
 
 def highest(root):

@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
-from matplotlib.figure import Figure
 
 from analysis import load_runs, spike_marks, spikes
 from analysis.figures import rms_and_loss
 from lowprec.diagnostics.spikes import Protocol
+from tests.analysis.conftest import drawn
 
 CONV1, PROJ = "visual.conv1.weight", "visual.proj"
 C_FC = "transformer.resblocks.0.mlp.c_fc.weight"
@@ -183,13 +183,6 @@ def test_missing_runs_and_tensors_are_errors_that_name_what_exists(plant, capsys
     )
 
 
-def drawn(frame):
-    figure = Figure(layout="constrained")
-    rms_and_loss.draw(frame, figure)
-    figure.draw_without_rendering()
-    return figure.axes
-
-
 def points(ax, marker):
     """The points drawn with a marker, of all its lines."""
     lines = [line for line in ax.get_lines() if line.get_marker() == marker]
@@ -204,7 +197,7 @@ def test_frame_has_all_steps_with_their_spikes_and_panels_show_them(plant):
     assert at.index[at["loss_spike"]].tolist() == list(SPIKES)
     assert at.index[at["rms_spike"]].tolist() == [1197, 1492]
     assert at.index[at["follows"]].tolist() == [1200, 1500]
-    loss, rms = drawn(frame)
+    loss, rms = drawn(rms_and_loss, frame)
     assert points(loss, "v") == list(SPIKES) and points(rms, "^") == [1197, 1492]
     np.testing.assert_array_equal(loss.get_lines()[0].get_ydata(), frame["loss"])
     np.testing.assert_array_equal(rms.get_lines()[0].get_ydata(), frame["rms"])
@@ -215,5 +208,5 @@ def test_early_losses_and_divergence_do_not_stretch_the_loss_axis(plant):
     frame = rms_and_loss.query(load_runs(plant()))
     frame.loc[frame["step"] < 50, "loss"] = 5
     frame.loc[frame["step"] > 1990, "loss"] = [900] * 9 + [math.inf]
-    loss, _ = drawn(frame)
+    loss, _ = drawn(rms_and_loss, frame)
     assert loss.get_ylim()[1] == pytest.approx(5 * 1.05)

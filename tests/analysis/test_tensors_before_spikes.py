@@ -4,11 +4,10 @@ import json
 
 import numpy as np
 import pandas as pd
-from matplotlib.figure import Figure
 
-from analysis import load_runs
 from analysis.figures import load
 from lowprec.config.schema import DiagnosticsConfig, SpikeConfig
+from tests.analysis.conftest import drawn
 
 FIGURE = load("tensors_before_spikes")
 SPIKES = DiagnosticsConfig(spikes=SpikeConfig(ignore_steps=50, window=50))
@@ -21,7 +20,7 @@ EVENTS = {  # step: tensors with an RMS spike; the loss spikes at 200 and 300
 }
 
 
-def test_tensors_are_counted_from_the_onset_and_the_earliest_is_first(make_run, tmp_path):
+def test_tensors_are_counted_from_the_onset_and_the_earliest_is_first(make_run, query):
     losses = 2 + 0.01 * np.sin(np.arange(400))
     for step in (200, 300):
         losses[step - 1 : step + 2] += 1
@@ -33,7 +32,7 @@ def test_tensors_are_counted_from_the_onset_and_the_earliest_is_first(make_run, 
         ]
         (run / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     make_run(beta2=0.5, num_steps=400, losses=losses, diagnostics=SPIKES)  # RMS_t stays below 2.3
-    frame = FIGURE.query(load_runs(tmp_path / "runs"))
+    frame = query(FIGURE)
     table = FIGURE.pooled(frame)
     counts = table[["num_loss_spikes", "num_rms_spikes", "num_following", "num_first"]]
     expected = {"late": [4, 4, 4, 2], "early": [4, 4, 2, 2], "alone": [4, 2, 0, 0]}
@@ -41,15 +40,13 @@ def test_tensors_are_counted_from_the_onset_and_the_earliest_is_first(make_run, 
     chance = 2 * 8 / 350  # 8 steps after each of 2 spikes, of the steps that are not ignored
     assert abs(table.loc["late", "chance"] - chance) < 0.01
     assert (table["q"] >= table["p"]).all() and table.index[0] == "late"
-    figure = Figure(layout="constrained")
-    FIGURE.draw(frame, figure)
-    figure.draw_without_rendering()
-    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    (ax,) = drawn(FIGURE, frame)
+    labels = [label.get_text() for label in ax.get_yticklabels()]
     assert labels == ["alone", "early", "late"]
     assert "late: 4 of 4 follow its 4 RMS spikes" in FIGURE.caption(frame)
 
 
-def test_runs_without_events_give_no_rows(make_run, tmp_path):
+def test_runs_without_events_give_no_rows(make_run, query):
     make_run(num_steps=60)
-    assert isinstance(frame := FIGURE.query(load_runs(tmp_path / "runs")), pd.DataFrame)
+    assert isinstance(frame := query(FIGURE), pd.DataFrame)
     assert frame.empty
