@@ -81,9 +81,7 @@ def ours(frame, **columns):
     return frame
 
 
-def test_saved_time_and_quantize_share_are_of_all_operations_with_a_16_bit_weight_gradient(
-    tmp_path,
-):
+def test_saved_time_and_quantize_share_cover_all_operations(tmp_path):
     lines = load_lines(write(tmp_path, "ops", op_lines()), "ops")
     saved = ours(op_profile.query(lines), panel="saved").set_index(["dtype", "dim"])["value"]
     share = ours(quantize_share.query(lines)).set_index(["series", "dim"])["value"]
