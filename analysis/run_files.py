@@ -21,6 +21,7 @@ from upath import UPath
 from lowprec.config.schema import Config, PrecisionConfig, SpikeConfig
 from lowprec.runs.identity import to_dict
 from lowprec.runs.read import (
+    BAD_ARCHIVE,
     ENDED,
     MAX_BYTES,
     STATES,
@@ -40,7 +41,7 @@ MAX_STEPS = 10**8
 MAX_KEYS, MAX_DEPTH = 10_000, 100  # of a config
 NO_TENSORS = "tensors are not there"
 NUMERIC = (pa.int64(), pa.int32(), pa.float32(), pa.float64())
-UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError, TypeError)
+UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError, TypeError, *BAD_ARCHIVE)
 PRECISION = ("precision.autocast", "precision.recipe")
 TEXTS = ("experiment", "scale", "model.name", "optimizer.name", *PRECISION)
 NUMBERS = (  # tables and figures compute with these, and group by the texts
@@ -67,7 +68,7 @@ def as_path(address: Path | str) -> Path:
 @functools.lru_cache(maxsize=16)
 def _open_archive(archive: Path, changed: int) -> UPath:
     """Returns the root of an archive, whose directory is read again only after a change."""
-    return UPath(f"zip://::{archive.as_uri()}")
+    return UPath("", protocol="zip", fo=str(archive))
 
 
 def _archive_of(address: str) -> Path | None:
@@ -83,18 +84,22 @@ def find_addresses(root: Path | str) -> list[str]:
 
     Warns about archives that cannot be read or that unpack to more than MAX_BYTES.
     """
-    start = as_path(root)
-    if archive := _archive_of(str(root)):
-        return [f"{archive}/{run.path}" for run in find_runs(start)]
-    addresses = [str(run) for run in find_runs(start)]
-    for archive in sorted(start.glob(f"**/{ARCHIVE}")) if isinstance(start, Path) else []:
+    archive = _archive_of(str(root))
+    start = Path() if archive else as_path(root)
+    addresses = [] if archive else [str(run) for run in find_runs(start)]
+    if archive:
+        archives = [archive]
+    else:
+        archives = sorted(start.glob(f"**/{ARCHIVE}")) if isinstance(start, Path) else []
+    for path in archives:
         try:
-            with zipfile.ZipFile(archive) as file:
+            with zipfile.ZipFile(path) as file:
                 if sum(info.file_size for info in file.infolist()) > MAX_BYTES:
                     raise RecordFileError(f"it unpacks to more than {MAX_BYTES:,} bytes")
-            addresses += find_addresses(archive)
-        except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError) as error:
-            warnings.warn(f"{archive}: left out: {error}", stacklevel=2)
+            inside = find_runs(as_path(root if archive else path))
+            addresses += [f"{path}/{run.path}" for run in inside]
+        except (*BAD_ARCHIVE, OSError, ValueError) as error:
+            warnings.warn(f"{path}: left out: {error}", stacklevel=2)
     return addresses
 
 

@@ -40,13 +40,15 @@ class CompactConfig:
 
 def main(config: CompactConfig) -> None:
     """Copies every ended run at or below `run`; copies nothing if one of them is unreadable."""
-    root, out = Path(config.run), Path(config.out)
+    root, out = Path(config.run).resolve(), Path(config.out)
     runs = find_runs(root)
     ended = [run for run in runs if (run / "tensors.parquet").exists()]
     if not ended:
         sys.exit(f"run={root}: no run has ended (there is no tensors.parquet)")
     if out.exists():
         sys.exit(f"out={out} already exists")
+    for archive in root.glob(f"**/{ARCHIVE}"):
+        print(f"{archive}: left out: an archive is not copied", file=sys.stderr)
     for run in sorted(set(runs) - set(ended)):
         print(f"{run}: left out because it has not ended (no tensors.parquet)", file=sys.stderr)
     for run in ended:

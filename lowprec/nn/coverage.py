@@ -191,12 +191,20 @@ def _record_calls(model: nn.Module, _, layers: list[str]) -> None:
         modules = dict(model.named_modules())
         uncalled = [name for name in layers if name in modules and modules[name] not in called]
         # only in modules that ran: a forward pass of one tower says nothing about the other
-        uncalled = [name for name in uncalled if modules[name.rpartition(".")[0]] in called]
+        uncalled = [name for name in uncalled if _owner(modules, name) in called]
         if uncalled:
             warnings.warn(_never_called(uncalled), stacklevel=2)
 
     everywhere = register_module_forward_hook(add)
     end = model.register_forward_hook(finish, always_call=True)
+
+
+def _owner(modules: dict[str, nn.Module], name: str) -> nn.Module:
+    """The nearest module above a layer that has a forward pass, as a ModuleList has not."""
+    name = name.rpartition(".")[0]
+    while name and type(modules[name]).forward is nn.Module.forward:
+        name = name.rpartition(".")[0]
+    return modules[name]
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -7,6 +7,8 @@ A run directory holds everything about a run; every dashboard is a copy of it.
 import json
 import math
 import stat
+import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ ENDED = ("finished", "diverged")  # states of a run that does not continue
 STATUS = {"state": str, "step": int, "saved": int, "attempt": int, "reason": str}
 METRICS = {"step": int, "loss": float}
 TAIL_BYTES = 65536  # longer than any row
+BAD_ARCHIVE = (zipfile.BadZipFile, zlib.error, RuntimeError, EOFError)  # errors of a member
 MAX_BYTES = 2**30  # a file of rows takes about 300 bytes a step
 
 
@@ -90,6 +93,8 @@ def read_file(path: Path) -> bytes:
         raise FileNotFoundError(*error.args, str(path)) from error
     except OSError as error:
         raise RecordFileError(f"{path} cannot be read: {error.strerror or error}") from error
+    except BAD_ARCHIVE as error:
+        raise RecordFileError(f"{path} cannot be read: {error}") from error
 
 
 def read_map(path: Path, types: dict[str, type] | None = None) -> dict:
