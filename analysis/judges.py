@@ -212,8 +212,7 @@ def spike_trend(
     values = sorted(counts[varied].unique(), key=lambda v: style.rank(v, table) if table else v)
     if len(values) < 2:
         raise lacking(f"two values of {varied} with all else equal", studies)
-    by_value = [counts.loc[counts[varied] == one, value] for one in values]
-    means = [sample.mean() for sample in by_value]
+    means = [counts.loc[counts[varied] == one, value].mean() for one in values]
     names = [table[v] if v in table else f"{comparison.short(varied)} {v:g}" for v in values]
     ends = varied, values[-1], values[0]
     differences = evidence.difference(counts, *ends, value)
@@ -225,7 +224,8 @@ def spike_trend(
     ours += f" ({_runs(counts)})"
     if not max(means[1:] if gone else means):
         return Finding(ours, UNDECIDED, "no spikes at the other values" if gone else "no spikes")
-    if gone and Sample.of(by_value[0]).low > 0:
+    by_seed = counts[counts[varied] == values[0]].groupby("seed")[value].mean()
+    if gone and Sample.of(by_seed).low > 0:
         return decide(f"{ours}; spikes remain", False, counts["seed"].nunique(), counts)
     if gone:
         unless = "fewer, but not none" if means[0] else ""

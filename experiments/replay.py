@@ -126,7 +126,8 @@ def main(config: ReplayConfig, changes: list[str], multirun: bool = False) -> No
                 replayed[name] = replay(variant, state, config.step, last, keeps_scaler=keeps)
             except CheckpointError as error:
                 faults.append(f"{name}: {error}")
-    stem = "_".join([f"step_{config.step}", *changes]).replace("/", "-")[:120]
+    own = [] if config.change_from is None else [f"change_from={config.change_from}"]
+    stem = "_".join([f"step_{config.step}", *own, *changes]).replace("/", "-")[:120]
     protocol = protocol_of(**trained["diagnostics"]["spikes"])
     print(report(run / "replays" / stem, config.step, recorded, replayed, protocol))
     if faults:
@@ -294,15 +295,18 @@ def table(frames: dict[str, pd.DataFrame], step: int, protocol: Protocol) -> pd.
 
     Columns: `change`; `loss` at the step; `peak`, the largest loss at most `protocol.within` steps
     from it, since a change may shift a spike; `height`, the peak minus the median loss of all
-    replayed steps before `step`; `of_control`, the height relative to the control's; `rms`, the
-    largest RMS_t. The height is infinite if the replay ended early or has a non-finite loss.
+    replayed steps before `step` (of the control up to the change); `of_control`, the height
+    relative to the control's; `rms`, the largest RMS_t. The height is infinite if the replay ended
+    early or has a non-finite loss.
     """
     rows = []
     for name, frame in frames.items():
         losses = frame.set_index("step")["loss"]
         around = losses.loc[step - protocol.within : step + protocol.within]
         peak = around.where(around.abs() < math.inf, math.inf).max() if len(around) else math.inf
-        height = peak if math.isinf(peak) else peak - losses.loc[: step - 1].median()
+        before = frames["control"].set_index("step")["loss"].loc[: step - 1].copy()
+        before.update(losses)
+        height = peak if math.isinf(peak) else peak - before.median()
         numbers = {"loss": losses.get(step), "peak": peak, "height": height}
         rows.append({"change": name, **numbers, "rms": frame["rms"].max()})
     compared = pd.DataFrame(rows)

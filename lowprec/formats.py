@@ -9,7 +9,7 @@ e3m2 number is 28.
 They have no NaN or inf (the largest numbers are 480 and 114,688). Their subnormal numbers are 4
 times smaller than OCP's, which leaves a gap: e4m3_bnb has no number between 0.0034 and 0.0156.
 Source: OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats 1.0; `create_fp8_map`
-of bitsandbytes.
+of bitsandbytes 0.39.
 """
 
 import re

@@ -125,7 +125,7 @@ def caption(frame: pd.DataFrame) -> str:
         f"beta2 {curves.join(sorted(runs['beta2'].unique()))}. {spike_marks.in_words(frame)} Loss "
         "spikes are counted from their onset. Orange: tensors after whose RMS spikes more loss "
         f"spikes follow than by chance, at a false discovery rate of {LEVEL:g} over the "
-        f"{len(table)} tensors with RMS spikes; there are {(table['q'] < LEVEL).sum()}."
+        f"{len(table)} tensors with RMS spikes, if loss spikes are independent of each other."
     )
     for name, row in table.head(1).iterrows():
         text += f" {name}: {row['num_following']:.0f} of {row['num_loss_spikes']:.0f} follow its "

@@ -249,6 +249,16 @@ def compared(*curves, step=4, first=1):
 CALM = [1.0, 1.1, 0.9]
 
 
+def test_a_replay_that_starts_at_the_spike_has_the_controls_losses_before_it():
+    control = pd.DataFrame({"step": [1, 2, 3, 4], "loss": [*CALM, 5.0], "rms": 1.0})
+    late = control.iloc[3:]
+    frames = {"control": control, "perturbed 1": late, "other": late.assign(loss=1.2)}
+    rows = table(frames, 4, Protocol())
+    assert rows["of_control"].round(6).tolist() == [1.0, 1.0, 0.05]
+    said = verdict(pd.Series(CALM, index=[1, 2, 3]), rows, 4, Protocol())
+    assert "stays in 1 of 1 replays." in said and "is gone with: other." in said
+
+
 @pytest.mark.parametrize(
     ("curves", "heights", "of_control"),
     [

@@ -115,6 +115,17 @@ def test_100_bit_flips_are_all_found_and_named(finished, capsys):
     assert newest_checkpoint(run)[1]["step"] == 12
 
 
+def test_a_truncated_file_is_found_wherever_it_is_cut(finished):
+    run, _ = finished
+    newest = list_checkpoints(run)[-1]
+    for victim in newest.iterdir():
+        data = victim.read_bytes()
+        for cut in (0, 1, 7, 8, len(data) // 3, len(data) - 1):
+            victim.write_bytes(data[:cut])
+            assert newest_checkpoint(run)[1]["step"] == 8, (victim.name, cut)
+        victim.write_bytes(data)
+
+
 def test_checkpoint_of_another_format_says_so(finished):
     run, _ = finished
     file = list_checkpoints(run)[-1] / "manifest.json"
