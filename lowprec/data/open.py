@@ -90,6 +90,7 @@ def render_default_shapes(folder: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if folder.exists():
             return
+        print(f"rendering {folder}, once: this takes about a minute", flush=True)
         temporary = folder.with_name(f".{folder.name}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
         render_shapes(temporary, num_processes=len(os.sched_getaffinity(0)))

@@ -71,7 +71,7 @@ def apply_recipe(
     Args:
         model: a module that contains the layers.
         recipe: a name in `RECIPES`, or a Recipe.
-        where: fnmatch patterns for a layer's name or its end: "c_fc", "mlp.*",
+        where: one or several fnmatch patterns for a layer's name or its end: "c_fc", "mlp.*",
             "visual.*.out_proj". open_clip's four names stand for those of other libraries, too:
             see ALIASES.
         inputs: arguments of a small forward, to count calls and multiply-adds.
@@ -126,7 +126,7 @@ def _set_settings(module: nn.Module, settings: Settings | None) -> None:
 
 def _find_layers(model: nn.Module, where: Sequence[str]) -> dict[str, str]:
     """Maps each layer that matches to the name of the module that holds its weight."""
-    layers = {}
+    where, layers = [where] if isinstance(where, str) else where, {}
     for name, module in model.named_modules():
         if isinstance(module, Attention) or _is_block_attention(model, name):
             layers[f"{name}.in_proj"] = name

@@ -184,7 +184,8 @@ def read_config(run: Path) -> Config:
         raw = OmegaConf.create(read_file(run / "config.yaml").decode())
         return check(OmegaConf.to_container(raw))
     except FileNotFoundError:
-        raise ConfigError([f"run={run}: not a run directory (it has no config.yaml)"]) from None
+        why = "not a run directory (it has no config.yaml)" if run.exists() else "does not exist"
+        raise ConfigError([f"run={run}: {why}"]) from None
     except RecordFileError as error:
         raise ConfigError([f"run={run}: {error}"]) from error
     except (YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:

@@ -145,6 +145,12 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def is_slow(config: Config, device: torch.device) -> bool:
+    """Whether a run computes in bf16 on a CPU without instructions for it."""
+    is_cpu = device.type == "cpu" and torch.backends.cpu.get_cpu_capability() in ("NO AVX", "AVX2")
+    return is_cpu and config.precision.autocast.endswith("bf16")
+
+
 def build(config: Config, data: Data | None, world: Ranks = ONE_PROCESS) -> Built:
     """Builds and seeds the model, optimizer, scaler and tokenizer of a config.
 

@@ -23,7 +23,7 @@ from lowprec.runs.provenance import changes_since, code_digests
 from lowprec.runs.read import ENDED
 from lowprec.runs.record import NullRecord, Record, RecordError, RunBusyError
 from lowprec.train.attempt import fail, watched
-from lowprec.train.build import Built, build
+from lowprec.train.build import Built, build, is_slow
 from lowprec.train.checkpoint import find_checkpoint, list_checkpoints
 from lowprec.train.distributed import PeerFailed, Ranks
 from lowprec.train.loggers import Logger
@@ -128,6 +128,8 @@ def _attempt(
     world.first(lambda: _begin_record(config, plain, sources, record, world))
     progress.doing("building")
     built = world.together(lambda: build(config, data, world))
+    if is_slow(config, built.device):
+        print("note: this CPU has no bf16 instructions: precision.autocast=fp32 is far faster here")
     if world.is_first and config.precision.recipe != "high":
         rows = [dataclasses.asdict(layer) for layer in built.layers]
         durable.replace(record.run / "layers.json", json.dumps(rows, indent=1).encode())
