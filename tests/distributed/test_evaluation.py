@@ -28,7 +28,7 @@ def found(ranks, make):
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_every_rank_scores_what_one_process_does_to_the_last_digit(found, kind, size):
     [one] = found["ddp", 1]
-    assert len(one["scores"]) == 8
+    assert len(one["scores"]) == 9
     for own in found[kind, size]:
         assert own["scores"] == one["scores"]
         assert own["digests"] == one["digests"]  # of features, classes and captions, bit for bit
