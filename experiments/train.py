@@ -8,8 +8,9 @@ For completion in bash, put a script `train` with `python -m experiments.train "
 
     eval "$(train -sc install=bash)"; complete -o nospace -o default -F hydra_bash_completion train
 
-Repeating the command resumes; if the run has finished it says so and exits with 0. The exit
-status is 75 if the run was stopped by a signal, 1 if it failed, 2 if the config is wrong.
+Repeating the command resumes; if the run has finished it says so. The exit status is 0 if the run
+finished or diverged (a result, too), 75 if it was stopped by a signal, 1 if it failed, 2 if the
+config is wrong.
 """
 
 import contextlib
