@@ -63,6 +63,21 @@ def test_forward_of_one_tower_says_nothing_about_the_other():
     model(image=torch.randn(1, 3, 32, 32))
 
 
+def test_a_layer_in_a_container_whose_weight_is_only_read_is_named():
+    class Reader(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleDict({"c_fc": nn.Linear(8, 8)})
+
+        def forward(self, x):
+            return nn.functional.linear(x, self.layers["c_fc"].weight)
+
+    model = nn.Sequential(Reader())
+    apply_recipe(model, "switchback", ["c_fc"])
+    with pytest.warns(UserWarning, match="^not called, .*layers.c_fc"):
+        model(torch.randn(2, 8))
+
+
 @pytest.mark.filterwarnings("error")
 def test_recipes_in_a_row_check_the_first_forward_once():
     model, x = READERS["torchvision swin"](), torch.randn(1, 3, 32, 32)
