@@ -5,7 +5,6 @@ python -m experiments.index_shards shards='some/where/train-*.tar' index=some/fo
 Several sets may share one index folder.
 """
 
-import os
 import sys
 from dataclasses import dataclass
 
@@ -31,7 +30,7 @@ def main(config: IndexConfig) -> None:
             config.index,
             name="shards",
             accept=True,
-            num_processes=config.num_processes or len(os.sched_getaffinity(0)),
+            num_processes=config.num_processes,
         )
     except (FileNotFoundError, ValueError) as error:
         sys.exit(str(error))

@@ -5,7 +5,6 @@
 The same arguments give the same bytes, for any number of processes.
 """
 
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,6 @@ class MakeShapesConfig:
 def main(config: MakeShapesConfig) -> None:
     """Renders the set, then indexes it."""
     out = Path(config.out)
-    num_processes = config.num_processes or len(os.sched_getaffinity(0))
     try:
         render_shapes(
             out,
@@ -39,14 +37,14 @@ def main(config: MakeShapesConfig) -> None:
             num_val=config.num_val,
             image_size=config.image_size,
             seed=config.seed,
-            num_processes=num_processes,
+            num_processes=config.num_processes,
         )
     except (ValueError, OSError) as error:
         sys.exit(str(error))
     for split in ("train", "val") if config.num_val else ("train",):
         pattern = f"{out}/{split}-*.tar"
         shards = open_shards(
-            pattern, name=f"data.{split}", accept=True, num_processes=num_processes
+            pattern, name=f"data.{split}", accept=True, num_processes=config.num_processes
         )
         print(f"{pattern}: {shards.num_samples} pairs, digest {shards.digest[:12]}")
 

@@ -12,22 +12,20 @@ import os
 import sys
 import tarfile
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from functools import cache
-from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
-from rich.progress import track
 
 from lowprec.config.patterns import expand, listing
+from lowprec.data.jobs import num_cores, run_jobs
 from lowprec.data.shards import SAMPLE, Shards, load_sealed, sealed
 from lowprec.data.tar import IMAGES, StrictHeader, parse_label, read_members
 from lowprec.runs import durable
 
 STAMP = ("bytes", "mtime_ns")  # by which an unchanged shard is recognized
 ENTRY = np.dtype([*((name, "<i8") for name in (*STAMP, "samples")), ("digest", "S64")])
+WORTH = 2**24  # bytes of shards for which one more process is worth starting
 
 
 def open_shards(
@@ -36,13 +34,14 @@ def open_shards(
     *,
     name: str = "data.train",
     accept: bool = False,
-    num_processes: int = 1,
+    num_processes: int | None = None,
 ) -> Shards:
     """Opens all shards of a pattern, after indexing new ones under a lock.
 
-    The index is in the folder `index`, or in `.index` beside each shard. Shards that are missing,
-    changed or new since the index was made are refused, unless `accept` takes them as the new set.
-    `num_processes` above 1 needs a script with a `__main__` guard.
+    The index is in the folder `index`, or in `.index` beside each shard. A current index beside a
+    shard is copied to the folder `index`. Shards that are missing, changed or new since the index
+    was made are refused, unless `accept` takes them as the new set. `num_processes`: by default one
+    per core, fewer for small sets.
 
     A catalog that cannot be read is reported and made again: changes are not noticed then.
 
@@ -102,7 +101,7 @@ def _index_all(
     files: list[Path],
     catalog: np.ndarray,
     promised: dict[bytes, bytes],
-    num_processes: int,
+    num_processes: int | None,
     name: str,
 ) -> None:
     """Fills in samples and digest of each shard; a ValueError names all unreadable shards.
@@ -115,15 +114,11 @@ def _index_all(
     with contextlib.ExitStack() as stack:
         for folder in sorted({files[row].parent for row in stale}):
             stack.enter_context(_lock(folder))
-        indexed = map(_index_shard, jobs)
-        if stale and num_processes > 1:
-            spawn = get_context("spawn")
-            pool = stack.enter_context(ProcessPoolExecutor(num_processes, mp_context=spawn))
-            indexed = pool.map(_index_shard, jobs)
-        bar = {"console": Console(stderr=True), "disable": not sys.stderr.isatty()}
-        tracked = track(indexed, f"indexing {name}", len(jobs), transient=True, **bar)
-        for row, entry in zip(stale, tracked, strict=True):
-            entries[row] = entry
+        worth = 1 + int(catalog["bytes"][stale].sum()) // WORTH
+        num_processes = num_processes or min(num_cores(), worth)
+        indexed = run_jobs(_index_shard, jobs, num_processes, f"indexing {name}")
+    for row, entry in zip(stale, indexed, strict=True):
+        entries[row] = entry
     if faults := [entry for entry in entries if isinstance(entry, str)]:
         raise ValueError(listing(faults, "; "))
     catalog[list(ENTRY.names)] = np.array(entries, ENTRY)
@@ -167,12 +162,17 @@ def _index_shard(job: tuple[str, Path, bytes | None]) -> tuple | str:
     source, file, promised = job
     if entry := _read_entry(source, file):  # perhaps made by another process meanwhile
         return entry
+    beside = _index_file(source, None)
     stamp = _stamp(source)
     try:
-        table, digest = index_tar(source)
-        entry = (*stamp, len(table), digest.encode())
-        if promised in (None, digest.encode()):
-            durable.replace(file, sealed(np.array(entry, ENTRY), table))
+        if entry := _read_entry(source, beside):
+            content = beside.read_bytes()
+        else:
+            table, digest = index_tar(source)
+            entry = (*stamp, len(table), digest.encode())
+            content = sealed(np.array(entry, ENTRY), table)
+        if promised in (None, entry[-1]):
+            durable.replace(file, content)
     except (ValueError, durable.DiskError) as error:
         return str(error)
     return entry

@@ -2,7 +2,6 @@
 
 import fcntl
 import hashlib
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from lowprec.config.patterns import ShardUrls, check_readers, expand_urls
 from lowprec.config.preflight import names_file, read_lines, will_render
 from lowprec.config.schema import Config
 from lowprec.data.index import open_shards
+from lowprec.data.jobs import num_cores
 from lowprec.data.shapes import render_shapes
 from lowprec.data.shards import Shards
 
@@ -20,7 +20,7 @@ def num_workers(requested: int | None, num_ranks: int = 1) -> int:
     """`requested`, or by default one less than the cores of each rank here, at most 16."""
     if requested is not None:
         return requested
-    return max(1, min(16, len(os.sched_getaffinity(0)) // num_ranks - 1))
+    return max(1, min(16, num_cores() // num_ranks - 1))
 
 
 @dataclass
@@ -93,5 +93,5 @@ def render_default_shapes(folder: Path) -> None:
         print(f"rendering {folder}, once: this takes about a minute", flush=True)
         temporary = folder.with_name(f".{folder.name}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
-        render_shapes(temporary, num_processes=len(os.sched_getaffinity(0)))
+        render_shapes(temporary)
         temporary.rename(folder)

@@ -11,19 +11,15 @@ is true of exactly one picture, so retrieval can reach 100%.
 import io
 import itertools
 import os
-import sys
 import tarfile
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.progress import track
 
+from lowprec.data.jobs import num_cores, run_jobs
 from lowprec.data.shapes_drawing import (
     COLORS,
     OUTLINES,
@@ -90,16 +86,16 @@ def render_shapes(
     num_val: int = 5000,
     image_size: int = 64,
     seed: int = 0,
-    num_processes: int = 1,
+    num_processes: int | None = None,
 ) -> None:
     """Writes the data set: `out/train-0000.tar`, ..., `out/val-0000.tar`, ..., names and prompts.
 
     Shards are in webdataset's layout, KEY.jpg (RGB), KEY.txt (caption) and KEY.cls (class index),
     and are renamed into place when complete. Line n of classnames.txt, from 0, names class n;
     templates.txt holds one prompt a line with {} for the class name. A smaller set is the beginning
-    of a larger one. The bytes do not depend on `num_processes`; another build of Pillow's libjpeg
-    may encode the same pixels differently. `num_processes` above 1 needs a script with a `__main__`
-    guard. Raises ValueError if `out` holds shards of a larger data set.
+    of a larger one. The bytes do not depend on `num_processes`, by default one per core; another
+    build of Pillow's libjpeg may encode the same pixels differently. Raises ValueError if `out`
+    holds shards of a larger data set.
     """
     indices = {"train": range(num_train), "val": distinct_indices(seed, "val", num_val)}
     jobs = [
@@ -115,11 +111,7 @@ def render_shapes(
     for name, lines in (("classnames.txt", CLASSNAMES), ("templates.txt", TEMPLATES)):
         durable.replace(out / name, "".join(f"{line}\n" for line in lines).encode())
     write = partial(_write_shard, image_size=image_size, seed=seed)
-    with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
-        written = pool.map(write, jobs) if num_processes > 1 else map(write, jobs)
-        bar = {"console": Console(stderr=True), "disable": not sys.stderr.isatty()}
-        for _ in track(written, f"rendering {out}", len(jobs), transient=True, **bar):
-            pass
+    run_jobs(write, jobs, num_processes or num_cores(), f"rendering {out}")
 
 
 def _write_shard(job: tuple[Path, str, Sequence[int]], *, image_size: int, seed: int) -> None:

@@ -5,7 +5,6 @@ They end with the iterator, after a time limit, or with the process that started
 
 import atexit
 import contextlib
-import ctypes
 import mmap
 import multiprocessing
 import signal
@@ -17,10 +16,10 @@ from multiprocessing.process import BaseProcess
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from lowprec.data.jobs import PR_SET_PDEATHSIG, PRCTL
 from lowprec.data.shards import ShardError
 from lowprec.runs.attempts import STOPPING
 
-PRCTL, PR_SET_PDEATHSIG = ctypes.CDLL(None).prctl, 1
 SILENT_S = 300  # a worker that takes longer for a batch ends the run
 CLOSING_S = 2  # a worker that takes longer to end is killed
 NOTE = 256  # bytes of a worker's note

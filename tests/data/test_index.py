@@ -226,6 +226,28 @@ def test_index_does_not_depend_on_the_number_of_processes(tmp_path, write_shards
     assert one.digest == two.digest and one.counts.tolist() == two.counts.tolist() == [2, 1, 3]
 
 
+def test_index_beside_the_shards_serves_another_folder(tmp_path, write_shards, indexed):
+    pattern, folder = write_shards(tmp_path / "set", [2, 1]), str(tmp_path / "index")
+    beside = open_shards(pattern)
+    shards = open_shards(pattern, folder)
+    assert len(indexed) == 2 and shards.digest == beside.digest
+    shutil.rmtree(tmp_path / "set" / ".index")
+    assert open_shards(pattern, folder).labels.tolist() == [0, 1, 2]
+    os.utime(tmp_path / "set" / "train-001.tar", ns=(0, 10**18))  # no longer current
+    open_shards(pattern)
+    assert len(indexed) == 4
+
+
+def test_large_sets_are_indexed_by_all_cores(tmp_path, write_shards, monkeypatch):
+    used, run_jobs = [], index.run_jobs
+    monkeypatch.setattr(index, "num_cores", lambda: 2)
+    monkeypatch.setattr(index, "run_jobs", lambda *a: used.append(a[2]) or run_jobs(*a))
+    small = open_shards(write_shards(tmp_path / "small", [2, 2, 2]))
+    monkeypatch.setattr(index, "WORTH", 1)
+    large = open_shards(write_shards(tmp_path / "large", [2, 2, 2]))
+    assert used == [1, 2] and small.digest == large.digest
+
+
 def test_waiting_for_the_lock_does_not_index_again(tmp_path, write_shards, indexed):
     pattern = write_shards(tmp_path, [2])
     with ThreadPoolExecutor(4) as pool:

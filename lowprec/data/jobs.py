@@ -1,0 +1,69 @@
+"""Jobs, one for each shard, that run in as many processes as there are cores."""
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import active_children, get_context
+from typing import TypeVar
+
+from rich.console import Console
+from rich.progress import track
+
+J, R = TypeVar("J"), TypeVar("R")
+PRCTL, PR_SET_PDEATHSIG = ctypes.CDLL(None).prctl, 1
+SILENT_S = 5  # between two lines of progress in a log file
+
+
+def num_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def run_jobs(
+    function: Callable[[J], R], jobs: Sequence[J], num_processes: int, doing: str
+) -> list[R]:
+    """The results of `function(job)`, in the order of the jobs; shows progress on stderr.
+
+    `num_processes` above 1: the jobs run in forked processes, which end with this one. After an
+    error or Ctrl-C, unfinished jobs are killed. `doing` names the work for the user.
+
+    Raises what `function` raises, and ChildProcessError if a process was killed.
+    """
+    if min(num_processes, len(jobs)) <= 1:
+        return list(_shown(map(function, jobs), doing, len(jobs)))
+    others, fork = set(active_children()), get_context("fork")
+    with ProcessPoolExecutor(num_processes, mp_context=fork, initializer=_end_with_parent) as pool:
+        try:
+            return list(_shown(pool.map(function, jobs), doing, len(jobs)))
+        except BaseException as error:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in set(active_children()) - others:
+                process.kill()
+            if isinstance(error, BrokenProcessPool):
+                message = f"{doing}: a process was killed, often for lack of memory"
+                raise ChildProcessError(message) from error
+            raise
+
+
+def _end_with_parent() -> None:
+    """Leaves Ctrl-C to the parent process, whose end is this process's end too."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    PRCTL(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _shown(results: Iterable[R], doing: str, total: int) -> Iterator[R]:
+    """Shows a progress bar on a terminal; elsewhere prints a line every few seconds."""
+    if sys.stderr.isatty():
+        yield from track(results, doing, total, console=Console(stderr=True), transient=True)
+        return
+    last = time.monotonic()
+    for done, result in enumerate(results, 1):
+        yield result
+        if time.monotonic() - last > SILENT_S:
+            last = time.monotonic()
+            print(f"{doing}: {done} of {total} shards", file=sys.stderr, flush=True)

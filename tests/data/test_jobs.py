@@ -1,0 +1,72 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from lowprec.data import jobs
+from lowprec.data.jobs import run_jobs
+
+
+def numbered(job):
+    if job is None:
+        raise ValueError("job None")
+    return job, os.getpid()
+
+
+def end_process(job):
+    if job == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_results_are_in_the_order_of_the_jobs(processes):
+    results = run_jobs(numbered, range(9), processes, "counting")
+    assert [job for job, _ in results] == list(range(9))
+    assert (os.getpid() in {process for _, process in results}) == (processes == 1)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_error_of_a_job_is_raised(processes):
+    with pytest.raises(ValueError, match="job None"):
+        run_jobs(numbered, [1, None, 2], processes, "counting")
+
+
+def test_killed_process_is_an_error_that_names_the_work():
+    with pytest.raises(ChildProcessError, match="counting: a process was killed"):
+        run_jobs(end_process, range(4), 2, "counting")
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_log_file_gets_a_line_every_few_seconds(monkeypatch, capsys, processes):
+    monkeypatch.setattr(jobs, "SILENT_S", 0)
+    run_jobs(numbered, range(3), processes, "counting")
+    assert capsys.readouterr().err.splitlines()[-1] == "counting: 3 of 3 shards"
+    monkeypatch.setattr(jobs, "SILENT_S", 5)
+    run_jobs(numbered, range(3), processes, "counting")
+    assert capsys.readouterr().err == ""
+
+
+WAITING = r"""
+import os, time
+from lowprec.data.jobs import run_jobs
+def wait(job):
+    os.write(1, b"%d\n" % os.getpid())
+    time.sleep(60)
+run_jobs(wait, range(9), 2, "waiting")
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_jobs_end_with_their_command(number):
+    command = [sys.executable, "-c", WAITING]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as parent:
+        children = [int(parent.stdout.readline()) for _ in range(2)]
+        parent.send_signal(number)
+        assert parent.wait(20) != 0
+    deadline = time.monotonic() + 20
+    while any(os.path.exists(f"/proc/{child}") for child in children):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
