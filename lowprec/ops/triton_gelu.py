@@ -9,7 +9,15 @@ import triton.language as tl
 from torch import Tensor
 
 from lowprec.formats import Format
-from lowprec.ops.triton_quantize import _bits, _divide, _scale, programs_that_sum, row_blocks
+from lowprec.ops.launch import Launch, plan
+from lowprec.ops.triton_quantize import (
+    LARGEST,
+    _bits,
+    _divide,
+    _scale,
+    programs_that_sum,
+    row_blocks,
+)
 
 MAX_FEATURES = 8192  # longer rows would spill registers
 
@@ -95,10 +103,14 @@ def gelu_quantize(h_MN: Tensor, format: Format) -> tuple[Tensor, Tensor]:
     M, N = h_MN.shape
     q_MN = torch.empty_like(h_MN, dtype=format.dtype)
     scale = torch.empty(M, 1, dtype=torch.float32, device=h_MN.device)
-    _gelu_quantize_kernel[(M,)](
-        h_MN, q_MN, scale, N, MAX=format.max, **row_blocks(N, features_per_thread=40)
-    )
+    _plan_forward(h_MN.device, h_MN.dtype, M, N, format.dtype)(h_MN, q_MN, scale)
     return q_MN, scale
+
+
+@plan
+def _plan_forward(device, dtype, M: int, N: int, quantized: torch.dtype) -> Launch:
+    blocks = row_blocks(N, features_per_thread=40)
+    return Launch(_gelu_quantize_kernel, (M,), (N,), MAX=LARGEST[quantized], **blocks)
 
 
 def gelu_backward_quantize(
@@ -107,13 +119,18 @@ def gelu_backward_quantize(
     """`reference.gelu_backward_quantize`; N <= `MAX_FEATURES`."""
     h_MN, g_MN = h_MN.contiguous(), g_MN.contiguous()
     M, N = h_MN.shape
+    device = h_MN.device
     out, grad = torch.empty_like(h_MN), torch.empty_like(h_MN)
     q_MN = torch.empty_like(h_MN, dtype=format.dtype)
-    scale = torch.empty(M, 1, dtype=torch.float32, device=h_MN.device)
-    programs = programs_that_sum(h_MN)
-    sums = torch.empty(programs, N, dtype=torch.float32, device=h_MN.device)
-    blocks = row_blocks(N, features_per_thread=10)
-    _gelu_backward_quantize_kernel[(programs,)](
-        h_MN, g_MN, out, grad, q_MN, scale, sums, M, N, MAX=format.max, **blocks
-    )
+    scale = torch.empty(M, 1, dtype=torch.float32, device=device)
+    launch = _plan_backward(device, h_MN.dtype, g_MN.dtype, M, N, format.dtype)
+    sums = torch.empty(launch.grid[0], N, dtype=torch.float32, device=device)
+    launch(h_MN, g_MN, out, grad, q_MN, scale, sums)
     return out, grad, q_MN, scale, sums.sum(dim=0)
+
+
+@plan
+def _plan_backward(device, h_dtype, g_dtype, M: int, N: int, quantized: torch.dtype) -> Launch:
+    constants = {"MAX": LARGEST[quantized], **row_blocks(N, features_per_thread=10)}
+    grid = (programs_that_sum(M, N, device),)
+    return Launch(_gelu_backward_quantize_kernel, grid, (M, N), **constants)

@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from lowprec.ops.launch import ALIGNMENT, Launch, plan
 from lowprec.ops.reference import MAX_INT8_TERMS
 from lowprec.ops.triton_quantize import _rows_contiguous, num_sms
 
@@ -129,16 +129,12 @@ def matmul(
     out = torch.empty(M, N, dtype=dtype, device=a_MK.device)
     if out.numel() == 0:
         return out
-    arguments = (a_scale, b_scale, a_scale if bias is None else bias, M, N, K)
-    constants = {
-        "A_ROWS": a_scale.numel() > 1,
-        "B_ROWS": b_scale.numel() > 1,
-        "BIAS": bias is not None,
-        "ACC": tl.int32 if a_MK.dtype == torch.int8 else tl.float32,
-        "GROUP_M": GROUP_M,
-    }
-    launch = _launch_tma if _takes_tma(a_MK, b_NK, out) else _launch
-    launch(a_MK, b_NK, out, arguments, constants)
+    dtypes = (a_MK.dtype, b_NK.dtype, dtype, None if bias is None else bias.dtype)
+    is_aligned = (a_MK.data_ptr() | b_NK.data_ptr()) % ALIGNMENT == 0
+    per_row = (a_scale.numel() > 1, b_scale.numel() > 1)
+    strides = (a_MK.stride(0), b_NK.stride(0))
+    launch = _plan(a_MK.device, dtypes, (M, N, K), strides, per_row, is_aligned)
+    launch(a_MK, b_NK, out, a_scale, b_scale, a_scale if bias is None else bias)
     return out
 
 
@@ -153,34 +149,38 @@ def _in_parts(a_MK, b_NK, a_scale, b_scale, bias, dtype) -> Tensor:
     return (output if bias is None else output + bias.float()).to(dtype)
 
 
-def _takes_tma(a_MK: Tensor, b_NK: Tensor, out_MN: Tensor) -> bool:
-    """Whether the GPU has the accelerator and rows are multiples of 16 bytes; False on a CPU."""
-    if a_MK.device.type != "cuda" or torch.cuda.get_device_capability(a_MK.device) < (9, 0):
-        return False
-    tensors = (a_MK, b_NK, out_MN)
-    return all(t.stride(0) * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0 for t in tensors)
-
-
-def _launch(a_MK, b_NK, out_MN, arguments, constants) -> None:
-    odd = a_MK.stride(0) % 16 or b_NK.stride(0) % 16  # loads single bytes
-    tile = ODD_TILE if odd else TILE
-    M, N = out_MN.shape
+@plan
+def _plan(device, dtypes, sizes, strides, per_row, is_aligned: bool) -> Launch:
+    """The launch for dtypes of a, b, output and bias (or None), and strides of a and b."""
+    M, N, K = sizes
+    constants = {
+        "A_ROWS": per_row[0],
+        "B_ROWS": per_row[1],
+        "BIAS": dtypes[3] is not None,
+        "ACC": tl.int32 if dtypes[0] == torch.int8 else tl.float32,
+        "GROUP_M": GROUP_M,
+    }
+    row_bytes = (*strides, N * dtypes[2].itemsize)  # the operands have one byte per number
+    if is_aligned and all(size % ALIGNMENT == 0 for size in row_bytes) and _has_tma(device):
+        return _plan_tma(device, dtypes, sizes, constants)
+    is_odd = any(stride % ALIGNMENT for stride in strides)  # loads single bytes
+    tile = ODD_TILE if is_odd else TILE
     tiles = triton.cdiv(M, tile["BLOCK_M"]) * triton.cdiv(N, tile["BLOCK_N"])
-    _matmul_kernel[(tiles,)](
-        a_MK, b_NK, out_MN, *arguments, a_MK.stride(0), b_NK.stride(0), **constants, **tile
-    )
+    return Launch(_matmul_kernel, (tiles,), (*sizes, *strides), **constants, **tile)
 
 
-def _launch_tma(a_MK, b_NK, out_MN, arguments, constants) -> None:
-    (M, N), K = out_MN.shape, a_MK.shape[1]
-    tile = TMA_TILE | (DEEP if a_MK.dtype == torch.int8 or K < LONG_K else LONG)
-    if out_MN.dtype == torch.float32:
+def _plan_tma(device, dtypes, sizes, constants: dict) -> Launch:
+    M, N, K = sizes
+    tile = TMA_TILE | (DEEP if dtypes[0] == torch.int8 or K < LONG_K else LONG)
+    if dtypes[2] == torch.float32:
         tile |= WIDE
     block_m, block_n, block_k = tile["BLOCK_M"], tile["BLOCK_N"], tile["BLOCK_K"]
-    programs = min(num_sms(a_MK.device), triton.cdiv(M, block_m) * triton.cdiv(N, block_n))
-    _matmul_tma_kernel[(programs,)](
-        TensorDescriptor.from_tensor(a_MK, [block_m, block_k]),
-        TensorDescriptor.from_tensor(b_NK, [block_n, block_k]),
-        TensorDescriptor.from_tensor(out_MN, [block_m, block_n // tile["SUBTILES"]]),
-        *arguments, PROGRAMS=programs, **constants, **tile,
-    )  # fmt: skip
+    programs = min(num_sms(device), triton.cdiv(M, block_m) * triton.cdiv(N, block_n))
+    blocks = [block_m, block_k], [block_n, block_k], [block_m, block_n // tile["SUBTILES"]]
+    constants = constants | tile | {"PROGRAMS": programs}
+    return Launch(_matmul_tma_kernel, (programs,), sizes, blocks, **constants)
+
+
+def _has_tma(device: torch.device) -> bool:
+    """Whether the device has a tensor memory accelerator; False on a CPU."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

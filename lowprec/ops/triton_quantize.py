@@ -7,13 +7,17 @@ float8_e5m2. Offsets are int64. Magnitudes are compared as the integers with the
 order inf and NaN last: a floating-point maximum would drop NaN.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowprec.formats import E4M3, INT8, Format
+from lowprec.formats import E4M3, E5M2, INT8, Format
+from lowprec.ops.launch import Launch, plan
 
+LARGEST = {format.dtype: format.max for format in (INT8, E4M3, E5M2)}
 MAX_FEATURES = 16384  # of rows, which one program keeps in registers
 
 
@@ -108,14 +112,15 @@ def _amax_kernel(
     if COLUMNS:
         tl.atomic_max(bits_ptr + cols, tl.max(bits, axis=0), mask=cols < K)
     else:
-        tl.atomic_max(bits_ptr, tl.max(tl.max(bits, axis=0), axis=0))
+        part = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        tl.store(bits_ptr + part, tl.max(tl.max(bits, axis=0), axis=0))
 
 
 @triton.jit
 def _quantize_tiles_kernel(
-    x_ptr, q_ptr, qt_ptr, bits_ptr, scale_ptr, M, K, stride_m,
+    x_ptr, q_ptr, qt_ptr, bits_ptr, scale_ptr, M, K, stride_m, parts,
     MAX: tl.constexpr, COLUMNS: tl.constexpr, ROWS_OUT: tl.constexpr, TRANSPOSED_OUT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     Q: tl.constexpr = q_ptr.dtype.element_ty
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -125,7 +130,9 @@ def _quantize_tiles_kernel(
         tl.store(scale_ptr + cols, scale, mask=(cols < K) & (tl.program_id(0) == 0))
         scale = scale[None, :]
     else:
-        scale = _scale(tl.load(bits_ptr + tl.zeros([1, 1], tl.int32)), MAX)  # [1, 1]
+        part = tl.arange(0, PARTS)
+        bits = tl.load(bits_ptr + part, mask=part < parts, other=0)
+        scale = _scale(tl.max(bits, axis=0) + tl.zeros([1, 1], tl.int32), MAX)  # [1, 1]
         first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
         tl.store(scale_ptr + tl.zeros([1, 1], tl.int32), scale, mask=first)
     mask = (rows < M)[:, None] & (cols < K)[None, :]
@@ -153,28 +160,38 @@ def quantize_rows(x_MK: Tensor, format: Format) -> tuple[Tensor, Tensor]:
     """Row-wise: q_MK and scale [M, 1]; K <= `MAX_FEATURES`."""
     x_MK = _rows_contiguous(x_MK)
     M, K = x_MK.shape
-    q_MK = torch.empty(M, K, dtype=format.dtype, device=x_MK.device)
+    q_MK = torch.empty_like(x_MK, dtype=format.dtype, memory_format=torch.contiguous_format)
     scale = torch.empty(M, 1, dtype=torch.float32, device=x_MK.device)
-    blocks = row_blocks(K)
-    block_m = max(1, 4096 // triton.next_power_of_2(K))
-    _quantize_rows_kernel[(triton.cdiv(M, block_m),)](
-        x_MK, q_MK, scale, M, K, x_MK.stride(0), MAX=format.max, BLOCK_M=block_m, **blocks
-    )
+    _plan_rows(x_MK.device, x_MK.dtype, M, K, x_MK.stride(0), format.dtype)(x_MK, q_MK, scale)
     return q_MK, scale
+
+
+@plan
+def _plan_rows(device, dtype, M: int, K: int, stride_m: int, quantized: torch.dtype) -> Launch:
+    block_m = max(1, 4096 // triton.next_power_of_2(K))
+    constants = {"MAX": LARGEST[quantized], "BLOCK_M": block_m, **row_blocks(K)}
+    grid = (triton.cdiv(M, block_m),)
+    return Launch(_quantize_rows_kernel, grid, (M, K, stride_m), **constants)
 
 
 def quantize_rows_and_sum(x_MK: Tensor, format: Format) -> tuple[Tensor, Tensor, Tensor]:
     """Row-wise: q_MK, scale [M, 1], column sums [K] from partial sums; K <= `MAX_FEATURES`."""
     x_MK = _rows_contiguous(x_MK)
     M, K = x_MK.shape
-    q_MK = torch.empty(M, K, dtype=format.dtype, device=x_MK.device)
-    scale = torch.empty(M, 1, dtype=torch.float32, device=x_MK.device)
-    programs = programs_that_sum(x_MK)
-    sums = torch.empty(programs, K, dtype=torch.float32, device=x_MK.device)
-    _quantize_rows_and_sum_kernel[(programs,)](
-        x_MK, q_MK, scale, sums, M, K, x_MK.stride(0), MAX=format.max, **row_blocks(K)
-    )
+    device = x_MK.device
+    q_MK = torch.empty_like(x_MK, dtype=format.dtype, memory_format=torch.contiguous_format)
+    scale = torch.empty(M, 1, dtype=torch.float32, device=device)
+    launch = _plan_rows_and_sum(device, x_MK.dtype, M, K, x_MK.stride(0), format.dtype)
+    sums = torch.empty(launch.grid[0], K, dtype=torch.float32, device=device)
+    launch(x_MK, q_MK, scale, sums)
     return q_MK, scale, sums.sum(dim=0)
+
+
+@plan
+def _plan_rows_and_sum(device, dtype, M: int, K: int, stride_m: int, quantized) -> Launch:
+    constants = {"MAX": LARGEST[quantized], **row_blocks(K)}
+    grid = (programs_that_sum(M, K, device),)
+    return Launch(_quantize_rows_and_sum_kernel, grid, (M, K, stride_m), **constants)
 
 
 def quantize_tiles(
@@ -188,36 +205,63 @@ def quantize_tiles(
         return q_MK if rows else q_MK.new_empty(0), q_KM, scale
     x_MK = _rows_contiguous(x_MK)
     M, K = x_MK.shape
-    columns = granularity == "columnwise"
-    device = x_MK.device
-    bits = torch.zeros(1, K if columns else 1, dtype=torch.int32, device=device)
-    scale = torch.empty(bits.shape, dtype=torch.float32, device=device)
-    block_m, block_k = 16, 256
-    across, down = triton.cdiv(K, block_k), triton.cdiv(M, block_m)
-    down = min(down, max(1, 8 * num_sms(device) // across))
-    _amax_kernel[(across, down)](
-        x_MK, bits, M, K, x_MK.stride(0), COLUMNS=columns, BLOCK_M=block_m, BLOCK_K=block_k
-    )
+    columns, device = granularity == "columnwise", x_MK.device
+    facts = (device, x_MK.dtype, M, K, x_MK.stride(0), columns)
+    find_maxima = _plan_maxima(*facts)
+    if columns:  # one maximum per column
+        bits = torch.zeros(K, dtype=torch.int32, device=device)
+    else:  # one per program
+        bits = torch.empty(math.prod(find_maxima.grid), dtype=torch.int32, device=device)
+    find_maxima(x_MK, bits)
+    scale = torch.empty(1, K if columns else 1, dtype=torch.float32, device=device)
     q_MK = torch.empty((M, K) if rows else (0,), dtype=format.dtype, device=device)
     q_KM = torch.empty((K, M) if transposed else (0,), dtype=format.dtype, device=device)
-    block = 64
-    _quantize_tiles_kernel[(triton.cdiv(M, block), triton.cdiv(K, block))](
-        x_MK, q_MK, q_KM, bits, scale, M, K, x_MK.stride(0),
-        MAX=format.max, COLUMNS=columns, ROWS_OUT=rows, TRANSPOSED_OUT=transposed,
-        BLOCK_M=block, BLOCK_K=block,
-    )  # fmt: skip
+    launch = _plan_tiles(*facts, format.dtype, rows, transposed)
+    launch(x_MK, q_MK, q_KM, bits, scale)
     return q_MK, q_KM, scale
+
+
+@plan
+def _plan_maxima(device, dtype, M: int, K: int, stride_m: int, columns: bool) -> Launch:
+    block_m, block_k = 16, 256
+    across, down = triton.cdiv(K, block_k), triton.cdiv(M, block_m)
+    down = min(down, max(1, (8 if columns else 4) * num_sms(device) // across))
+    constants = {"COLUMNS": columns, "BLOCK_M": block_m, "BLOCK_K": block_k}
+    return Launch(_amax_kernel, (across, down), (M, K, stride_m), **constants)
+
+
+@plan
+def _plan_tiles(
+    device, dtype, M: int, K: int, stride_m: int, columns: bool, quantized, rows, transposed
+) -> Launch:
+    block = 64
+    parts = math.prod(_plan_maxima(device, dtype, M, K, stride_m, columns).grid)
+    constants = {
+        "MAX": LARGEST[quantized],
+        "COLUMNS": columns,
+        "ROWS_OUT": rows,
+        "TRANSPOSED_OUT": transposed,
+        "PARTS": triton.next_power_of_2(parts),
+        "BLOCK_M": block,
+        "BLOCK_K": block,
+    }
+    grid = (triton.cdiv(M, block), triton.cdiv(K, block))
+    return Launch(_quantize_tiles_kernel, grid, (M, K, stride_m, parts), **constants)
 
 
 def transpose_bytes(q_MK: Tensor) -> Tensor:
     """int8 [M, K] -> [K, M], contiguous; several times faster than torch's copy."""
     M, K = q_MK.shape
     q_KM = torch.empty(K, M, dtype=torch.int8, device=q_MK.device)
-    block = 128
-    _transpose_kernel[(triton.cdiv(M, block), triton.cdiv(K, block))](
-        q_MK, q_KM, M, K, BLOCK_M=block, BLOCK_K=block, num_warps=8
-    )
+    _plan_transpose(q_MK.device, M, K)(q_MK, q_KM)
     return q_KM
+
+
+@plan
+def _plan_transpose(device, M: int, K: int) -> Launch:
+    block = 128
+    grid = (triton.cdiv(M, block), triton.cdiv(K, block))
+    return Launch(_transpose_kernel, grid, (M, K), BLOCK_M=block, BLOCK_K=block, num_warps=8)
 
 
 def row_blocks(K: int, features_per_thread: int = 64) -> dict[str, int]:
@@ -229,10 +273,9 @@ def row_blocks(K: int, features_per_thread: int = 64) -> dict[str, int]:
     return {"BLOCK_A": block_a, "BLOCK_B": block_b, "num_warps": min(32, max(4, warps))}
 
 
-def programs_that_sum(x_MK: Tensor) -> int:
+def programs_that_sum(M: int, K: int, device: torch.device) -> int:
     """Number of programs for a kernel whose programs loop over rows and each store partial sums."""
-    per_multiprocessor = 8 if x_MK.shape[1] <= 2048 else 4
-    return min(x_MK.shape[0], per_multiprocessor * num_sms(x_MK.device))
+    return min(M, (8 if K <= 2048 else 4) * num_sms(device))
 
 
 def quantizes(format: Format, device: torch.device) -> bool:

@@ -6,6 +6,7 @@ import torch
 from lowprec.formats import E4M3, E5M2
 from lowprec.ops import reference
 from lowprec.ops import triton_matmul as kernels
+from lowprec.ops.launch import forget_plans
 
 SHAPES = [(1, 1, 1), (63, 100, 77), (128, 257, 64), (150, 33, 300), (5, 300, 129)]  # M, N, K
 ALIGNED = [(150, 272, 304), (1, 16, 16), (300, 528, 128)]  # rows of 16 bytes
@@ -42,8 +43,12 @@ def launch_tma(a, *arguments):
     if a.is_cuda and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("no tensor memory accelerator")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "_takes_tma", lambda *_: True)
-        return kernels.matmul(a, *arguments)
+        patch.setattr(kernels, "_has_tma", lambda device: True)
+        forget_plans()
+        try:
+            return kernels.matmul(a, *arguments)
+        finally:
+            forget_plans()
 
 
 def assert_int8_agrees(found, arguments):
@@ -159,8 +164,7 @@ def test_nan_scale_makes_only_its_row_nan(device, launch):
 
 @pytest.mark.parametrize(("m", "n"), [(0, 48), (48, 0)])
 def test_empty_product_launches_nothing(device, monkeypatch, m, n):
-    monkeypatch.setattr(kernels, "_launch", None)
-    monkeypatch.setattr(kernels, "_launch_tma", None)
+    monkeypatch.setattr(kernels, "_plan", None)
     a, b = make_int8(m, 64, device, 0), make_int8(n, 64, device, 1)
     one = torch.ones(1, 1, device=device)
     found = launch_plain(a, b, one, one, None, torch.bfloat16)
