@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # one object per format: hashed and compared by identity
 class Format:
     """A signed number format: `max` is the largest number, `dtype` the torch dtype of storage."""
 

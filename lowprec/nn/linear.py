@@ -58,11 +58,10 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None, settings: Setting
         return F.linear(input, weight, bias)
     if input.numel() == 0:  # an empty input has no largest magnitude
         return F.linear(input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-    x_MK = input.reshape(-1, input.shape[-1]).to(dtype)
     if torch.is_grad_enabled():
-        output = _Linear.apply(x_MK, weight, bias, settings)
-    else:
-        output = _forward(x_MK, weight, bias, settings, layout="rows")[0]
+        return _Linear.apply(input, weight, bias, settings, dtype)
+    x_MK = input.reshape(-1, input.shape[-1]).to(dtype)
+    output = _forward(x_MK, weight, bias, settings, layout="rows")[0]
     return output.view(*input.shape[:-1], weight.shape[0])
 
 
@@ -90,7 +89,8 @@ class _Linear(torch.autograd.Function):
     """One function for all recipes; lowprec/nn/README.md lists what each saves for backward."""
 
     @staticmethod
-    def forward(ctx, x_MK, w_NK, bias, settings):
+    def forward(ctx, input, w_NK, bias, settings, dtype):
+        x_MK = input.reshape(-1, input.shape[-1]).to(dtype)
         recipe = settings.recipe
         saves_q_weight = recipe.shares_weight and ctx.needs_input_grad[0]
         output, (q_MK, x_scale), (q_KN, w_scale) = _forward(
@@ -99,21 +99,23 @@ class _Linear(torch.autograd.Function):
         saved_x = (q_MK, x_scale) if recipe.saves_int8 else (x_MK, None)
         saved_w = (q_KN, w_scale) if saves_q_weight else (w_NK, None)
         ctx.save_for_backward(*(saved_x if ctx.needs_input_grad[1] else (None, None)), *saved_w)
-        ctx.settings = settings
-        ctx.dtypes = (x_MK.dtype, w_NK.dtype, None if bias is None else bias.dtype)
-        return output
+        ctx.settings, ctx.shape = settings, input.shape
+        bias_dtype = None if bias is None else bias.dtype
+        ctx.dtypes = (dtype, input.dtype, w_NK.dtype, bias_dtype)
+        return output.view(*input.shape[:-1], w_NK.shape[0])
 
     @staticmethod
-    def backward(ctx, g_MN):
+    def backward(ctx, gradient):
         refuse_second_derivative()
         x_MK, x_scale, w, w_scale = ctx.saved_tensors
-        settings, (dtype, weight_dtype, bias_dtype) = ctx.settings, ctx.dtypes
+        settings, (dtype, input_dtype, weight_dtype, bias_dtype) = ctx.settings, ctx.dtypes
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
-        g_MN = g_MN.to(dtype)
+        g_MN = gradient.reshape(-1, gradient.shape[-1]).to(dtype)
         grad_input = grad_weight = grad_bias = None
         if needs_x:
             weight = w if w_scale is None else (w, w_scale)
             grad_input, grad_bias = _grad_input(g_MN, weight, settings, needs_bias)
+            grad_input = grad_input.view(ctx.shape).to(input_dtype)
         if needs_bias and grad_bias is None:
             grad_bias = g_MN.sum(dim=0, dtype=torch.float32)
         if needs_w:
@@ -122,7 +124,7 @@ class _Linear(torch.autograd.Function):
             grad_weight = _grad_weight(g_MN, x_MK, settings).to(weight_dtype)
         if grad_bias is not None:
             grad_bias = grad_bias.to(bias_dtype)
-        return grad_input, grad_weight, grad_bias, None
+        return grad_input, grad_weight, grad_bias, None, None
 
 
 def _forward(x_MK, w_NK, bias, settings, layout) -> tuple:

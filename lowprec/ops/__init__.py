@@ -5,10 +5,12 @@
 for torch.compile. Operations do not record gradients: `lowprec.nn` defines them.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._C import _len_torch_dispatch_stack
 
 from lowprec.formats import E4M3, E5M2, INT8, Format, parse_format
 from lowprec.ops import reference, triton_gelu, triton_matmul, triton_quantize
@@ -32,6 +34,15 @@ def takes(backend: str, format: Format, device: torch.device) -> str:
     return "triton" if able else "reference"
 
 
+_takes_cached = functools.cache(takes)
+
+
+def _is_reference(backend: str, format: Format, device: torch.device) -> bool:
+    """Whether `takes` gives "reference"; torch.compile traces no cached function."""
+    find = takes if torch.compiler.is_compiling() else _takes_cached
+    return find(backend, format, device) == "reference"
+
+
 def _takes_definition(x_MK: Tensor, format: Format, granularity: str, backend: str) -> bool:
     """Whether plain torch quantizes: no kernel, rows too long for it, or under torch.compile.
 
@@ -39,11 +50,18 @@ def _takes_definition(x_MK: Tensor, format: Format, granularity: str, backend: s
     differ in the last bit, which rarely changes a quantized value, and a float32 input is not
     rounded to 16 bits first.
     """
-    fuses = torch.compiler.is_compiling() and backend == "auto"
-    is_long = x_MK.shape[1] > triton_quantize.MAX_FEATURES
-    if granularity == "rowwise" and (fuses or is_long):
-        return True
-    return takes(backend, format, x_MK.device) == "reference"
+    if granularity == "rowwise":
+        if x_MK.shape[1] > triton_quantize.MAX_FEATURES:
+            return True
+        if torch.compiler.is_compiling() and backend == "auto":
+            return True
+    return _is_reference(backend, format, x_MK.device)
+
+
+def _is_eager(x: Tensor) -> bool:
+    """Whether nothing but autograd watches operations on x, so that kernels can be launched."""
+    is_plain = type(x) is Tensor or type(x) is nn.Parameter
+    return is_plain and not torch.compiler.is_compiling() and not _len_torch_dispatch_stack()
 
 
 def quantize(
@@ -58,6 +76,8 @@ def quantize(
     if _takes_definition(x_MK, format, granularity, backend):
         q_MK, scale = reference.quantize(x_MK, format, granularity)
         return q_MK if rows else None, q_MK.T.contiguous() if transposed else None, scale
+    if _is_eager(x_MK):
+        return triton_quantize.quantize(x_MK, format, granularity, rows=rows, transposed=transposed)
     q_MK, q_KM, scale = _quantize(x_MK, format.name, granularity, rows, transposed)
     return q_MK if rows else None, q_KM if transposed else None, scale
 
@@ -68,14 +88,18 @@ def quantize_rows_and_sum(
     """`reference.quantize_rows_and_sum` in one pass: (q_MN, scale [M, 1], float32 sums [N])."""
     if _takes_definition(g_MN, format, "rowwise", backend):
         return reference.quantize_rows_and_sum(g_MN, format)
+    if _is_eager(g_MN):
+        return triton_quantize.quantize_rows_and_sum(g_MN, format)
     return _quantize_rows_and_sum(g_MN, format.name)
 
 
 def gelu_quantize(h_MN: Tensor, format: Format, *, backend: str = "auto") -> tuple[Tensor, Tensor]:
     """`reference.gelu_quantize`, in one pass up to 8,192 features: (q_MN, scale [M, 1])."""
     is_long = h_MN.shape[1] > triton_gelu.MAX_FEATURES
-    if is_long or takes(backend, format, h_MN.device) == "reference":
+    if is_long or _is_reference(backend, format, h_MN.device):
         return reference.gelu_quantize(h_MN, format)
+    if _is_eager(h_MN):
+        return triton_gelu.gelu_quantize(h_MN, format)
     return _gelu_quantize(h_MN, format.name)
 
 
@@ -87,8 +111,10 @@ def gelu_backward_quantize(
     Returns (GELU(h), grad, q_MN, scale [M, 1], column sums [N]).
     """
     is_long = h_MN.shape[1] > triton_gelu.MAX_FEATURES
-    if is_long or takes(backend, format, h_MN.device) == "reference":
+    if is_long or _is_reference(backend, format, h_MN.device):
         return reference.gelu_backward_quantize(h_MN, g_MN, format)
+    if _is_eager(h_MN):
+        return triton_gelu.gelu_backward_quantize(h_MN, g_MN, format)
     return _gelu_backward_quantize(h_MN, g_MN, format.name)
 
 
@@ -107,9 +133,10 @@ def matmul(
     On a GPU, fp8 products are summed in the matrix unit's accumulator (22 bits on Hopper), which
     other libraries call fast accumulation; the definition sums them in float32.
     """
-    if takes(backend, _FORMATS[a_MK.dtype], a_MK.device) == "reference":
+    if _is_reference(backend, _FORMATS[a_MK.dtype], a_MK.device):
         return reference.matmul(a_MK, b_NK, a_scale, b_scale, bias, dtype)
-    return _matmul(a_MK, b_NK, a_scale, b_scale, bias, dtype)
+    multiply = triton_matmul.matmul if _is_eager(a_MK) else _matmul
+    return multiply(a_MK, b_NK, a_scale, b_scale, bias, dtype)
 
 
 # Registered with the dispatcher directly: torch.library.custom_op would add Python checks to each
@@ -127,15 +154,13 @@ def _define(schema: str, kernel: Callable, fake: Callable) -> Callable:
 
 
 def _quantize_kernel(x_MK, format, granularity, rows, transposed):
-    """Row-wise transposes by a copy; the other granularities store both layouts in one pass."""
-    kind = parse_format(format)
-    if granularity != "rowwise":
-        return triton_quantize.quantize_tiles(
-            x_MK, kind, granularity, rows=rows, transposed=transposed
-        )
-    q_MK, scale = triton_quantize.quantize_rows(x_MK, kind)
-    empty = q_MK.new_empty(0)
-    return q_MK if rows else empty, q_MK.T.contiguous() if transposed else empty, scale
+    """An op returns tensors: layouts that are not requested are empty."""
+    format = parse_format(format)
+    *layouts, scale = triton_quantize.quantize(
+        x_MK, format, granularity, rows=rows, transposed=transposed
+    )
+    empty = x_MK.new_empty(0, dtype=format.dtype)
+    return *(empty if q is None else q for q in layouts), scale
 
 
 def _quantize_fake(x_MK, format, granularity, rows, transposed):

@@ -8,6 +8,7 @@ as usual.
 
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -60,12 +61,16 @@ class Launch:
     ):
         self.kernel, self.grid, self.sizes, self.blocks = kernel, grid, sizes, blocks
         self.constants = constants
+        self.num_programs = math.prod(grid)
         self.launch: Callable | None = None
 
     def __call__(self, *tensors: Tensor) -> None:
         """Launches on the current stream; the first call compiles."""
         addresses = [tensor.data_ptr() for tensor in tensors]
-        is_aligned = not any([address % ALIGNMENT for address in addresses])
+        bits = 0
+        for address in addresses:
+            bits |= address
+        is_aligned = bits % ALIGNMENT == 0
         if is_aligned and self.launch is not None:
             self.launch(tensors, addresses)
             return

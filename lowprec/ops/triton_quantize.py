@@ -7,8 +7,6 @@ float8_e5m2. Offsets are int64. Magnitudes are compared as the integers with the
 order inf and NaN last: a floating-point maximum would drop NaN.
 """
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -194,30 +192,41 @@ def _plan_rows_and_sum(device, dtype, M: int, K: int, stride_m: int, quantized) 
     return Launch(_quantize_rows_and_sum_kernel, grid, (M, K, stride_m), **constants)
 
 
-def quantize_tiles(
+def quantize(
     x_MK: Tensor, format: Format, granularity: str, *, rows: bool, transposed: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Column- or tensor-wise: q_MK, q_KM (each empty unless requested) and the scale."""
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """q_MK, q_KM (each None unless requested) and the scale.
+
+    Row-wise transposes by a copy; the other granularities store both layouts in one pass.
+    """
+    if granularity != "rowwise":
+        return _quantize_tiles(x_MK, format, granularity == "columnwise", rows, transposed)
+    q_MK, scale = quantize_rows(x_MK, format)
+    return q_MK if rows else None, q_MK.T.contiguous() if transposed else None, scale
+
+
+def _quantize_tiles(
+    x_MK: Tensor, format: Format, columns: bool, rows: bool, transposed: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
     # Triton 3.6 scrambles transposed fp8 tiles computed from float32: weight gradients became NaN
     if transposed and x_MK.dtype == torch.float32 and format is not INT8:
-        q_MK, _, scale = quantize_tiles(x_MK, format, granularity, rows=True, transposed=False)
+        q_MK, _, scale = _quantize_tiles(x_MK, format, columns, rows=True, transposed=False)
         q_KM = transpose_bytes(q_MK.view(torch.int8)).view(format.dtype)
-        return q_MK if rows else q_MK.new_empty(0), q_KM, scale
+        return q_MK if rows else None, q_KM, scale
     x_MK = _rows_contiguous(x_MK)
     M, K = x_MK.shape
-    columns, device = granularity == "columnwise", x_MK.device
-    facts = (device, x_MK.dtype, M, K, x_MK.stride(0), columns)
+    device, facts = x_MK.device, (x_MK.device, x_MK.dtype, M, K, x_MK.stride(0), columns)
     find_maxima = _plan_maxima(*facts)
     if columns:  # one maximum per column
         bits = torch.zeros(K, dtype=torch.int32, device=device)
     else:  # one per program
-        bits = torch.empty(math.prod(find_maxima.grid), dtype=torch.int32, device=device)
+        bits = torch.empty(find_maxima.num_programs, dtype=torch.int32, device=device)
     find_maxima(x_MK, bits)
     scale = torch.empty(1, K if columns else 1, dtype=torch.float32, device=device)
-    q_MK = torch.empty((M, K) if rows else (0,), dtype=format.dtype, device=device)
-    q_KM = torch.empty((K, M) if transposed else (0,), dtype=format.dtype, device=device)
+    q_MK = torch.empty(M, K, dtype=format.dtype, device=device) if rows else None
+    q_KM = torch.empty(K, M, dtype=format.dtype, device=device) if transposed else None
     launch = _plan_tiles(*facts, format.dtype, rows, transposed)
-    launch(x_MK, q_MK, q_KM, bits, scale)
+    launch(x_MK, q_MK if rows else q_KM, q_KM if transposed else q_MK, bits, scale)
     return q_MK, q_KM, scale
 
 
@@ -235,7 +244,7 @@ def _plan_tiles(
     device, dtype, M: int, K: int, stride_m: int, columns: bool, quantized, rows, transposed
 ) -> Launch:
     block = 64
-    parts = math.prod(_plan_maxima(device, dtype, M, K, stride_m, columns).grid)
+    parts = _plan_maxima(device, dtype, M, K, stride_m, columns).num_programs
     constants = {
         "MAX": LARGEST[quantized],
         "COLUMNS": columns,

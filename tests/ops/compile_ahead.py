@@ -88,7 +88,7 @@ def _rows(k, format, quantize_rows=quantize.quantize_rows):
 
 def _tiles(m, format, granularity, rows=True, dtype=FP32):
     x = _tensor(m, 1280, dtype=dtype)
-    quantize.quantize_tiles(x, format, granularity, rows=rows, transposed=True)
+    quantize.quantize(x, format, granularity, rows=rows, transposed=True)
 
 
 def _gelu(features, format):
