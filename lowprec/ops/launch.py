@@ -2,8 +2,8 @@
 
 `kernel[grid](...)` specializes its arguments in Python at every launch and encodes TMA descriptors
 anew: 16 us, and 38 us with three descriptors. A `Launch` does this once for its shapes. Its next
-launches hand addresses to Triton's launcher in C, which is private: releases other than 3.6 launch
-as usual.
+launches hand addresses to Triton's launcher in C, which is private: releases of Triton other than
+3.6 and 3.7 launch as usual.
 """
 
 import functools
@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 ALIGNMENT = 16  # bytes; Triton compiles another kernel for addresses that are not multiples of it
 MAX_DESCRIPTORS = 4096  # per argument; the allocator reuses addresses, so few are needed
-_PRIVATE_LAUNCHER_IS_KNOWN = triton.__version__.startswith("3.6.")
+RELEASE = triton.__version__[:4]
 _plans = []
 
 
@@ -78,7 +78,7 @@ class Launch:
         for position, block in enumerate(self.blocks):
             arguments[position] = TensorDescriptor.from_tensor(tensors[position], block)
         compiled = self.kernel[self.grid](*arguments, *self.sizes, **self.constants)
-        if is_aligned and tensors[0].is_cuda and _PRIVATE_LAUNCHER_IS_KNOWN:
+        if is_aligned and tensors[0].is_cuda and RELEASE in ("3.6.", "3.7."):
             self.launch = self._freeze(compiled, tensors[0].get_device())
 
     def _freeze(self, compiled: Any, device: int) -> Callable | None:
@@ -86,20 +86,13 @@ class Launch:
         runner = compiled.run
         if runner.global_scratch_size or runner.profile_scratch_size:
             return None
-        launch, facts = runner.launch, getattr(compiled.metadata, "tensordesc_meta", None) or ()
-        if self.blocks:  # Triton's wrapper encodes descriptors; what it wraps takes encoded ones
-            launch = inspect.getclosurevars(launch).nonlocals["launcher"]
-        grid, function = (*self.grid, 1, 1)[:3], compiled.function
+        launch = _launcher_in_c(runner, compiled, self.grid)
         names, constants = compiled.src.fn.arg_names, self.constants
-        last = (*self.sizes, *(constants[name] for name in names if name in constants))
-        options = (runner.launch_cooperative_grid, runner.launch_pdl, None, None)
-        options += (compiled.packed_metadata, None, None, None)  # and no hooks
+        last = [*self.sizes, *(constants[name] for name in names if name in constants)]
         current_stream = torch._C._cuda_getCurrentRawStream
         if not self.blocks:
-            return lambda tensors, addresses: launch(
-                *grid, current_stream(device), function, *options, *addresses, *last
-            )
-        encoded = [{} for _ in self.blocks]
+            return lambda tensors, addresses: launch(current_stream(device), addresses + last)
+        facts, encoded = compiled.metadata.tensordesc_meta, [{} for _ in self.blocks]
 
         def launch_with_descriptors(tensors: tuple[Tensor, ...], addresses: list[int]) -> None:
             arguments = []
@@ -113,7 +106,21 @@ class Launch:
                     descriptor = make_tensordesc_arg(descriptor, facts[position])
                     table[addresses[position]] = descriptor
                 arguments += descriptor
-            arguments += addresses[len(encoded) :]
-            launch(*grid, current_stream(device), function, *options, *arguments, *last)
+            launch(current_stream(device), arguments + addresses[len(encoded) :] + last)
 
         return launch_with_descriptors
+
+
+def _launcher_in_c(runner: Any, compiled: Any, grid: tuple[int, ...]) -> Callable:
+    """Takes the stream and a list of addresses, encoded descriptors, integers and constants."""
+    launch, packed = runner.launch, compiled.packed_metadata
+    wrapped = inspect.getclosurevars(launch).nonlocals if inspect.isfunction(launch) else {}
+    launch = wrapped.get("launcher", launch)  # Triton's wrapper encodes descriptors
+    grid, function = (*grid, 1, 1)[:3], compiled.function
+    options, no_hooks = (runner.launch_cooperative_grid, runner.launch_pdl), (None, None, None)
+    no_scratch = (None, None)
+    if RELEASE == "3.6.":
+        options += (*no_scratch, packed, *no_hooks)
+        return lambda stream, arguments: launch(*grid, stream, function, *options, *arguments)
+    options += (packed, *no_hooks, *no_scratch, runner.arg_annotations, runner.kernel_signature)
+    return lambda stream, arguments: launch(*grid, stream, function, *options, arguments)
