@@ -1,16 +1,12 @@
 """open_clip's CLIP models, built from the config schema with open_clip's parameter names."""
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lowprec.clip import open_clip
 from lowprec.config.schema import PRESETS, ModelConfig, PrecisionConfig
-from lowprec.nn.attention import Attention
 from lowprec.nn.coverage import Layers
 from lowprec.nn.recipe import RECIPES, custom_recipe
 from lowprec.nn.replace import NoLayerError, apply_recipe
@@ -161,8 +157,7 @@ def use_stable_embedding(model: nn.Module) -> None:
 def set_precision(model: nn.Module, precision: PrecisionConfig) -> Layers:
     """Applies a recipe to the layers in `precision.where` of both towers, in place.
 
-    Also lets the attention kernel apply the text tower's causal mask. Returns the layers, or
-    nothing for recipe "high" and a model without such layers.
+    Returns the layers, or nothing for recipe "high" and a model without such layers.
     Raises ValueError if there are no such layers for another recipe; see `apply_recipe`.
     """
     recipe = RECIPES.get(precision.recipe) or custom_recipe(precision.products)
@@ -173,68 +168,18 @@ def set_precision(model: nn.Module, precision: PrecisionConfig) -> Layers:
         tokens = torch.zeros(1, model.context_length, dtype=torch.int64, device=like.device)
         inputs = like.new_zeros(1, 3, side, side), tokens
     try:
-        layers = apply_recipe(model, recipe, precision.where, inputs=inputs, **options)
+        return apply_recipe(model, recipe, precision.where, inputs=inputs, **options)
     except NoLayerError:
         if recipe.function:
             raise
-        layers = Layers()
-    text = getattr(model, "text", model)
-    mask = getattr(text, "attn_mask", None)
-    if mask is not None and getattr(text, "cls_emb", None) is None:
-        is_causal = torch.equal(mask, torch.full_like(mask, float("-inf")).triu(1))
-        for module in text.transformer.modules():
-            if isinstance(module, Attention):
-                module.causal = is_causal
-    return layers
+        return Layers()
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
     """The residual attention blocks of open_clip's own towers, vision first; no others."""
-    return [block for tower in _transformers(model) for block in tower.resblocks]
-
-
-def _transformers(model: nn.Module) -> list[nn.Module]:
     towers = (model.visual, getattr(model, "text", model))
     transformers = [getattr(tower, "transformer", None) for tower in towers]
-    return [transformer for transformer in transformers if hasattr(transformer, "resblocks")]
-
-
-def compile_blocks(model: nn.Module) -> None:
-    """Compiles each block with torch.compile, in place; parameter names stay.
-
-    Gradient checkpointing that is on moves into the blocks (`checkpoint_blocks`).
-    """
-    checkpoint_blocks(model)
-    for transformer in _transformers(model):
-        for block in transformer.resblocks:
-            block.compile(dynamic=False)
-
-
-def checkpoint_blocks(model: nn.Module) -> None:
-    """Moves gradient checkpointing that is on into the blocks, in place and for good.
-
-    A block saves its input and its attention output; the backward pass recomputes the rest.
-    open_clip's own checkpointing cannot recompute blocks with KQ norm.
-    """
-    for transformer in _transformers(model):
-        for block in transformer.resblocks if transformer.grad_checkpointing else ():
-            if getattr(block.forward, "func", None) is not _checkpointed:
-                block.forward = partial(_checkpointed, block.forward)
-        transformer.grad_checkpointing = False
-
-
-# Results of attention kernels are small and expensive to recompute.
-_KEPT = [
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-]
-
-
-def _checkpointed(forward: Callable, *args: Any, **kwargs: Any) -> Any:
-    keep = partial(create_selective_checkpoint_contexts, _KEPT)
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=keep, **kwargs)
+    return [block for t in transformers for block in getattr(t, "resblocks", ())]
 
 
 def image_size(model: nn.Module) -> int:

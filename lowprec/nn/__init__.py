@@ -2,7 +2,12 @@
 
 import importlib
 
-_HOMES = {"LowPrecisionLinear": "linear", "SwitchBackLinear": "linear", "apply_recipe": "replace"}
+_HOMES = {
+    "LowPrecisionLinear": "linear",
+    "SwitchBackLinear": "linear",
+    "apply_recipe": "replace",
+    "prepare_for_training": "prepare",
+}
 __all__ = list(_HOMES)
 
 

@@ -212,27 +212,33 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _never_called(names: list[str]) -> str:
-    return f"not called, so their weights are used in 16 bits: {_first_three(names)}"
+    return f"not called, so their weights are used in 16 bits: {first_three(names)}"
 
 
-def _first_three(names: list[str]) -> str:
+def first_three(names: list[str]) -> str:
+    """Lists up to three names and counts the rest."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def summary(recipe: str, layers: Layers) -> str:
     """Says how many of each tower's layers and multiply-adds are quantized, and what is not."""
-    towers = layers.towers.values()
-    counts = [f.name for f in fields(Tower) if f.name != "others"]
-    sums = {name: sum(getattr(tower, name) for tower in towers) for name in counts}
-    lines = [f"{recipe}: {_share(Tower(**sums))}"]
+    lines = [f"{recipe}: {total_share(layers)}"]
     lines += [f"  {name or 'the rest'}: {_share(tower)}" for name, tower in layers.towers.items()]
     uncalled = [layer.name for layer in layers if layer.called is False]
     if uncalled:
         lines.append(f"  {_never_called(uncalled)}")
+    towers = layers.towers.values()
     others = [name for tower in towers for name in tower.others if name not in uncalled]
-    if others and sums["quantized"]:
-        lines.append(f"  in 16 bits: {_first_three(others)}")
+    if others and any(tower.quantized for tower in towers):
+        lines.append(f"  in 16 bits: {first_three(others)}")
     return "\n".join(lines)
+
+
+def total_share(layers: Layers) -> str:
+    """How many of the model's linear layers and multiply-adds are quantized."""
+    counts = [f.name for f in fields(Tower) if f.name != "others"]
+    towers = layers.towers.values()
+    return _share(Tower(**{name: sum(getattr(t, name) for t in towers) for name in counts}))
 
 
 def _share(tower: Tower) -> str:

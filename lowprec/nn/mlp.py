@@ -3,7 +3,11 @@
 Shape suffixes: M = batch * tokens, K = features of the block, N = hidden features.
 """
 
+from collections.abc import Sequence
+
 import torch
+import torch.fx
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowprec import ops
@@ -18,53 +22,98 @@ from lowprec.nn.linear import (
 
 
 class LowPrecisionMLP(nn.Sequential):
-    """c_fc, gelu and c_proj, the children of the Sequential it replaces, run as one function.
+    """A linear layer, exact GELU and a linear layer, run as one function.
 
-    The result equals that of the three modules up to the rounding of GELU. For backward it saves
-    its input, GELU's input and transposed 8-bit copies of the weights. The children are called
-    instead if one has a hook or if not all gradients are needed.
+    `fuse` makes it of a module that calls these children one after the other. The result equals
+    that of the three modules up to the rounding of GELU. For backward it saves its input, GELU's
+    input and transposed 8-bit copies of the weights. The children are called instead if one has a
+    hook or if not all gradients are needed.
+
+    Attributes:
+        calls: names of the children, in the order of the calls.
+        original: the type that the module had.
     """
+
+    calls: tuple[str, ...]
+    original: type[nn.Module]
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., features] -> the same shape."""
-        if torch.is_grad_enabled() and x.numel() and _is_fusible(self):
-            fc, proj = self.c_fc, self.c_proj
+        children = [getattr(self, name) for name in self.calls]
+        if torch.is_grad_enabled() and x.numel() and _is_fusible(children):
+            fc, _, proj = filter(_does_something, children)
             parameters = (fc.weight, fc.bias, proj.weight, proj.bias)
             if x.requires_grad and all(p.requires_grad for p in parameters):
                 x_MK = x.reshape(-1, x.shape[-1]).to(compute_dtype(x))
                 output = _MLP.apply(x_MK, *parameters, fc.settings)
                 return output.view(*x.shape[:-1], proj.out_features)
-        return super().forward(x)
+        for child in children:
+            x = child(x)
+        return x
 
 
 def fuse(model: nn.Module) -> None:
-    """Fuses each c_fc, exact GELU, c_proj whose layers share settings that allow it, in place."""
-    for module in model.modules():
-        if type(module) is nn.Sequential and _is_fusible(module):
-            module.__class__ = LowPrecisionMLP  # the same children, hooks and mode
+    """Fuses each linear layer, exact GELU, linear layer whose settings allow it, in place."""
+    for module in list(model.modules()):
+        if sum(isinstance(child, LowPrecisionLinear) for child in module.children()) == 2:
+            calls = () if "forward" in vars(module) else _chain(module)
+            if _is_fusible([getattr(module, name) for name in calls]):
+                module.calls, module.original = calls, type(module)
+                module.__class__ = LowPrecisionMLP  # the same children, hooks and mode
 
 
 def unfuse(model: nn.Module) -> None:
-    """Turns fused MLPs back into nn.Sequential, in place."""
+    """Gives fused MLPs their type back, in place."""
     for module in model.modules():
         if isinstance(module, LowPrecisionMLP):
-            module.__class__ = nn.Sequential
+            module.__class__ = module.original
+            del module.calls, module.original
 
 
-def _is_fusible(mlp: nn.Sequential) -> bool:
-    children = [(n, m) for n, m in mlp.named_children() if not isinstance(m, nn.Identity)]
-    if [name for name, _ in children] != ["c_fc", "gelu", "c_proj"]:
+class _Tracer(torch.fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return True
+
+
+def _chain(module: nn.Module) -> tuple[str, ...]:
+    """The children that a module calls one after the other; () if it computes anything else."""
+    try:
+        x, *calls, output = _Tracer().trace(module).nodes
+    except Exception:  # its forward depends on values
+        return ()
+    for call in calls:
+        if call.op != "call_module" or call.args != (x,) or call.kwargs:
+            return ()
+        x = call
+    return tuple(call.target for call in calls) if output.args == (x,) else ()
+
+
+def _is_fusible(children: Sequence[nn.Module]) -> bool:
+    """Whether modules called in this order can run as one function."""
+    modules = list(filter(_does_something, children))
+    if len(modules) != 3:
         return False
-    fc, gelu, proj = (module for _, module in children)
+    fc, gelu, proj = modules
     kinds = (LowPrecisionLinear, SwitchBackLinear)
     return (
-        isinstance(gelu, nn.GELU)
-        and gelu.approximate == "none"
+        _is_gelu(gelu)
         and all(type(layer) in kinds and layer.bias is not None for layer in (fc, proj))
         and fc.settings == proj.settings
         and _has_fused_products(fc.settings)
-        and not any(_has_hooks(module) for module in mlp.children())
+        and not any(map(_has_hooks, children))
     )
+
+
+def _does_something(module: nn.Module) -> bool:
+    is_dropout = isinstance(module, nn.Dropout) and module.p == 0
+    return not is_dropout and not isinstance(module, nn.Identity)
+
+
+def _is_gelu(module: nn.Module) -> bool:
+    """Whether a module is exact GELU: torch's, or that of transformers."""
+    if isinstance(module, nn.GELU):
+        return module.approximate == "none"
+    return getattr(module, "act", None) is F.gelu
 
 
 def _has_hooks(module: nn.Module) -> bool:

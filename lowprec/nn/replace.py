@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from lowprec.nn import attention
@@ -135,7 +136,7 @@ def _find_layers(model: nn.Module, where: Sequence[str]) -> dict[str, str]:
         elif isinstance(module, nn.Linear) and not _is_read_by_its_owner(model, name):
             layers[name] = name
     patterns = [name for pattern in where for name in (pattern, *ALIASES.get(pattern, ()))]
-    matching = {layer: name for layer, name in layers.items() if _matches(layer, patterns)}
+    matching = {layer: name for layer, name in layers.items() if matches(layer, patterns)}
     if not matching:
         few = ", ".join(list(layers)[:4]) or "none"
         raise NoLayerError(f"no linear layer matches {', '.join(where)}; the model has: {few}")
@@ -162,10 +163,21 @@ def is_plain(linear: nn.Linear) -> bool:
 
 
 def replace_attention(model: nn.Module) -> None:
-    """Replaces self-attention that `Attention` computes exactly, in place."""
+    """Replaces self-attention that `Attention` computes exactly, in place.
+
+    In a text tower whose mask is causal, the kernel masks instead of adding the mask.
+    """
     for name, module in list(model.named_modules()):
         if _is_block_attention(model, name):
             attention.replace(module)
+    for tower in model.modules():
+        mask, transformer = (getattr(tower, name, None) for name in ("attn_mask", "transformer"))
+        adds_padding = getattr(tower, "cls_emb", None) is not None
+        if isinstance(mask, Tensor) and not mask.is_meta and isinstance(transformer, nn.Module):
+            is_causal = torch.equal(mask, torch.full_like(mask, float("-inf")).triu(1))
+            for module in transformer.modules():
+                if isinstance(module, Attention):
+                    module.causal = is_causal and not adds_padding
 
 
 def _leave_fast_path(model: nn.Module) -> None:
@@ -203,7 +215,8 @@ def _is_read_by_its_owner(model: nn.Module, name: str) -> bool:
     return type(owner).__name__ == "AttentionPool2d"
 
 
-def _matches(name: str, where: Sequence[str]) -> bool:
+def matches(name: str, where: Sequence[str]) -> bool:
+    """Whether a layer's name or its end matches one of the fnmatch patterns."""
     return any(fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}") for pattern in where)
 
 

@@ -17,8 +17,6 @@ from lowprec.clip.model import (
     PatchDropout,
     blocks,
     build_model,
-    checkpoint_blocks,
-    compile_blocks,
     contrastive_loss,
     image_size,
     set_precision,
@@ -36,6 +34,7 @@ from lowprec.diagnostics.blocks import BlockProbe
 from lowprec.evaluate import Evaluation
 from lowprec.formats import E4M3, INT8
 from lowprec.nn.coverage import Layers
+from lowprec.nn.prepare import checkpoint_blocks, compile_blocks
 from lowprec.ops import takes
 from lowprec.optim.eight_bit import BitsAndBytesAdamW8bit, EightBitAdamW, TorchaoAdamW8bit
 from lowprec.optim.loss_scaling import build_scaler
@@ -230,12 +229,12 @@ def parallelize(model: nn.Module, config: Config, world: Ranks) -> nn.Module:
     if config.checkpointing:
         model.set_grad_checkpointing(True)
         if config.intervention.name == "kq_norm":
-            checkpoint_blocks(model)
+            checkpoint_blocks(model, blocks(model))
     if config.compile:
         if not blocks(model):
             raise ConfigError([f"compile=true: {config.model.name} has no open_clip blocks"])
         torch.compiler.reset()  # its recompilation limit counts over all runs of a process
-        compile_blocks(model)
+        compile_blocks(model, blocks(model))
     if world.size == 1:
         return model
     if has_batch_norm(model) and not config.distributed.sync_bn:

@@ -83,7 +83,7 @@ def test_features_stay_close_for_all_earlier_recipes(model, pair, recipe):
     compiled = torch.compile(copy.deepcopy(model), backend="eager", fullgraph=True)
     assert recipe or torch.equal(features(compiled, pair), found)
     kinds = {(type(block.attn), block.attn.causal) for block in blocks(model)}
-    assert kinds == {(Int8Attention, False), (Int8Attention, bool(recipe))}
+    assert kinds == {(Int8Attention, False), (Int8Attention, True)}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

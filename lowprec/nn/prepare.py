@@ -1,0 +1,217 @@
+"""Prepares a model for training: a recipe, compiled blocks, checkpointing inside them."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from lowprec.nn.attention import Attention
+from lowprec.nn.coverage import Layer, Layers, first_three, is_int8, total_share
+from lowprec.nn.mlp import LowPrecisionMLP
+from lowprec.nn.recipe import LINEAR_LAYERS, Recipe, find_recipe
+from lowprec.nn.replace import ALIASES, apply_recipe, matches
+
+_FLAGS = ("grad_checkpointing", "gradient_checkpointing")  # open_clip and timm, transformers
+_KEPT = [  # results of attention kernels are small and expensive to recompute
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+]
+
+
+class Prepared(Layers):
+    """The layers that match, as from `apply_recipe`, and what happened to the rest of the model.
+
+    Printing it gives a summary.
+
+    Attributes:
+        recipe: its name.
+        blocks: names of the model's repeated blocks.
+        compiled, checkpointed: names of those that are.
+        fused: names of the MLPs that run as one function.
+        attention: names of the modules that became `Attention`.
+        other_attention: number of modules, by type, that keep the attention of their library.
+    """
+
+    def __init__(self, layers: Layers, recipe: str, model: nn.Module, blocks: Sequence[nn.Module]):
+        super().__init__(layers, layers.towers)
+        modules = dict(model.named_modules())
+        names = {module: name for name, module in modules.items()}
+        self.recipe = recipe
+        self.blocks = [names[block] for block in blocks]
+        self.compiled = [names[b] for b in blocks if b._compiled_call_impl is not None]
+        self.checkpointed = [names[block] for block in blocks if _is_checkpointed(block)]
+        self.fused = [n for n, module in modules.items() if isinstance(module, LowPrecisionMLP)]
+        self.attention = [n for n, module in modules.items() if isinstance(module, Attention)]
+        projections = [layer.name for layer in layers if matches(layer.name, ALIASES["in_proj"])]
+        others = {name.rpartition(".")[0] for name in projections}
+        others |= {n for n, module in modules.items() if isinstance(module, nn.MultiheadAttention)}
+        others = sorted(others - set(self.attention))
+        self.other_attention = Counter(type(modules[name]).__name__ for name in others)
+
+    def __str__(self) -> str:
+        groups = {name.rpartition(".")[0]: {} for name in self.blocks}
+        for layer in self:
+            block = self._block_of(layer.name)
+            group = groups.setdefault(block.rpartition(".")[0], {})
+            name = layer.name.removeprefix(f"{block}.") if block else layer.name
+            group.setdefault(self._treatment(layer), {})[name] = None  # a set in order
+        lines = [f"{self.recipe}: {total_share(self)}"]
+        for container, treatments in groups.items():
+            lines.append(f"  {self._describe(container)}")
+            lines += [f"    {how}: {', '.join(names)}" for how, names in treatments.items()]
+        known = {layer.name.removesuffix(".in_proj") for layer in self}
+        rest = [name for t in self.towers.values() for name in t.others if name not in known]
+        if rest:
+            lines.append(f"  not in `where`, 16 bit: {first_three(rest)}")
+        left = [f"{count} {kind}" for kind, count in self.other_attention.items()]
+        lines.append(f"  attention: {len(self.attention)} ours, {', '.join(left) or 'none'} kept")
+        return "\n".join(lines)
+
+    def _block_of(self, layer: str) -> str:
+        while layer and layer not in self.blocks:
+            layer = layer.rpartition(".")[0]
+        return layer
+
+    def _treatment(self, layer: Layer) -> str:
+        if layer.swapped:
+            is_fused = layer.name.rpartition(".")[0] in self.fused
+            return f"{self.recipe}, fused with GELU" if is_fused else self.recipe
+        if layer.called is False:
+            return "16 bit, because the forward pass does not call them"
+        return "16 bit" if layer.gains or self.recipe == "high" else "16 bit, faster at this size"
+
+    def _describe(self, container: str) -> str:
+        if not container:
+            return "outside of blocks"
+        blocks = [name for name in self.blocks if name.rpartition(".")[0] == container]
+        counts = {
+            how: sum(name in blocks for name in names)
+            for how, names in (("compiled", self.compiled), ("checkpointed", self.checkpointed))
+        }
+        texts = [how if n == len(blocks) else f"{n} {how}" for how, n in counts.items() if n]
+        return ", ".join([f"{container}: {len(blocks)} blocks", *texts])
+
+
+def prepare_for_training(
+    model: nn.Module,
+    recipe: str | Recipe = "switchback",
+    where: Sequence[str] = LINEAR_LAYERS,
+    *,
+    inputs: tuple | None = None,
+    compile: bool = True,
+    checkpointing: bool | None = None,
+    skip_slow: bool = True,
+    **settings: Any,
+) -> Prepared:
+    """Makes a model's training fast, in place: 8-bit layers and compiled blocks.
+
+    Applies a recipe to the layers in `where` (see `apply_recipe`, also for the errors), moves
+    gradient checkpointing into the blocks and compiles each block on its own. A block is an element
+    of an nn.Sequential or nn.ModuleList that contains linear layers, such as the residual blocks of
+    open_clip, timm and transformers. Names of parameters stay. Call it before DDP or `fully_shard`;
+    a later call changes everything again.
+
+    Args:
+        model: the model, such as `open_clip.create_model(...)`.
+        recipe: a name in `RECIPES`, or a Recipe; "high" keeps all layers 16-bit.
+        where: patterns for layers.
+        inputs: arguments of a small forward; finds layers whose weight is read, but not called.
+        compile: whether blocks run under torch.compile, which happens in the first forward.
+        checkpointing: whether the backward pass recomputes the blocks, except their attention
+            kernel. None: if the model's own checkpointing is on, which this replaces.
+        skip_slow: keep layers 16-bit if their shape is no faster under the recipe. Fake-quantized
+            recipes are never faster.
+        settings: `backend` and `outlier_threshold` of `apply_recipe`.
+    """
+    recipe, blocks = find_recipe(recipe), find_blocks(model)
+    if any(block._compiled_call_impl is not None for block in blocks):
+        torch.compiler.reset()  # the limit on compiled variants counts over all earlier calls
+    for block in blocks:
+        block._compiled_call_impl = None
+    layers = apply_recipe(model, recipe, where, inputs=inputs, skip_slow=skip_slow, **settings)
+    checkpoint_blocks(model, blocks, checkpointing)
+    if compile:
+        compile_blocks(model, blocks)
+    return Prepared(layers, recipe.name, model, blocks)
+
+
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """The elements of Sequentials and ModuleLists that contain linear layers, in order.
+
+    Where elements are nested, the inner ones count if they hold most of the outer one's layers:
+    the blocks of a stage, but not the parts of a block.
+    """
+    blocks: list[nn.Module] = []
+    for child in model.children():
+        inner, num_layers = find_blocks(child), _count_linear(child)
+        is_element = isinstance(model, nn.Sequential | nn.ModuleList)
+        is_part = _is_linear(child) or isinstance(child, nn.ModuleList | nn.ModuleDict)
+        if is_element and not is_part and 0 < num_layers >= 2 * sum(map(_count_linear, inner)):
+            inner = [child]
+        blocks += [block for block in inner if block not in blocks]
+    return blocks
+
+
+def _count_linear(module: nn.Module) -> int:
+    return sum(map(_is_linear, module.modules()))
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear | nn.MultiheadAttention) or is_int8(module)
+
+
+def compile_blocks(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
+    """Compiles each block with torch.compile, in place; parameter names stay.
+
+    Gradient checkpointing that is on moves into the blocks (`checkpoint_blocks`).
+    """
+    blocks = list(blocks)
+    checkpoint_blocks(model, blocks)
+    for block in blocks:
+        block.compile(dynamic=False)
+
+
+def checkpoint_blocks(
+    model: nn.Module, blocks: Iterable[nn.Module], on: bool | None = None
+) -> None:
+    """Moves gradient checkpointing into the blocks of a model, in place.
+
+    A block saves its input and its attention output; the backward pass recomputes the rest. The
+    model's own checkpointing is turned off: it recomputes a compiled block as a whole, and
+    open_clip's fails for blocks with KQ norm. `on`: for all blocks, or for none; None: for those
+    under the model's own checkpointing, beside those that have ours.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    owners = {block: _with_parents(model, names[block]) for block in blocks}
+    is_on = {b: any(getattr(m, flag, False) for m in owners[b] for flag in _FLAGS) for b in owners}
+    for block, modules in owners.items():
+        if on or on is None and is_on[block]:
+            if not _is_checkpointed(block):
+                block.forward = partial(_checkpointed, block.forward)
+        elif on is False and _is_checkpointed(block):
+            del block.forward
+        for module in modules:
+            for flag in _FLAGS:
+                if getattr(module, flag, False):
+                    setattr(module, flag, False)
+
+
+def _with_parents(model: nn.Module, name: str) -> list[nn.Module]:
+    """The module with a name and those that contain it."""
+    parts = name.split(".")
+    return [model.get_submodule(".".join(parts[:n])) for n in range(len(parts) + 1)]
+
+
+def _is_checkpointed(block: nn.Module) -> bool:
+    return getattr(block.forward, "func", None) is _checkpointed
+
+
+def _checkpointed(forward: Callable, *args: Any, **kwargs: Any) -> Any:
+    keep = partial(create_selective_checkpoint_contexts, _KEPT)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=keep, **kwargs)
