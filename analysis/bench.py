@@ -102,6 +102,7 @@ def layer_times(lines: pd.DataFrame, cases: tuple[str, ...]) -> pd.DataFrame:
     of nn.Linear's in the same mode. All rows for a dim come from the newest file that has it.
     """
     both = lines[(lines["direction"] == "both") & lines["ms"].notna()]
+    both = both[both["mode"].isin(("eager", "graph"))]
     both = newest(both, ["tokens", "dim"])
     at = ["file", "tokens", "dim", "mode"]
     base = both[both["case"] == "linear"].set_index(at)["ms"].rename("base_ms")

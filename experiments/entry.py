@@ -47,7 +47,7 @@ def run_command(
             by_run = [set(run.overrides) for run in runs]
             differing = set.union(*by_run) - set.intersection(*by_run)
             _swept.update(text.partition("=")[0] for text in differing)
-            if multirun and schema is Config:
+            if multirun and issubclass(schema, Config):
                 commands = further_commands(overrides)
     except ConfigError as error:
         refuse(error)

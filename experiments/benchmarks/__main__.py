@@ -23,7 +23,7 @@ def main() -> None:
     def run(config: object) -> None:
         importlib.import_module(f"experiments.benchmarks.{name}").main(config)
 
-    run_command(run, "train" if schema is Config else "benchmark", schema)
+    run_command(run, "train" if issubclass(schema, Config) else "benchmark", schema)
 
 
 if __name__ == "__main__":

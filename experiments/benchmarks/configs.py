@@ -14,6 +14,9 @@ OURS = (  # recipes of `layer`
     "hw_fp8_switchback",
 )
 PEERS = ("bnb_switchback", "torchao_int8", "torchao_fp8_rowwise")
+MODES = ("eager", "graph", "compiled", "host")
+OPEN_CLIP = ("open_clip eager", "open_clip")
+RECIPES = ("high", "autograd_high", "switchback", "switchback_m", "hw_fp8_switchback", "llm_int8")
 
 
 @dataclass
@@ -40,14 +43,37 @@ class LayerConfig(OpsConfig):
     cases: list[str] = key(
         [*OURS, *PEERS], "what is measured besides nn.Linear", choices=(*OURS, *PEERS)
     )
+    modes: list[str] = key(list(MODES), "how it is called", choices=MODES)
+
+
+@dataclass
+class ModelConfig(Config):
+    """A run's keys, and what is measured of its model."""
+
+    cases: list[str] = key(
+        [*OPEN_CLIP, *RECIPES], "open_clip's model, recipes", choices=(*OPEN_CLIP, *RECIPES)
+    )
+
+
+@dataclass
+class StepConfig(ModelConfig):
+    """A run's keys, and what is measured of its training loop."""
+
+    cases: list[str] = key(
+        [*OPEN_CLIP, "high", "switchback", "hw_fp8_switchback"],
+        "open_clip's training loop, recipes of ours",
+        choices=(*OPEN_CLIP, *RECIPES),
+    )
+    preloaded: bool = key(False, "train on one batch in memory instead of data.train")
+    largest: bool = key(False, "also measure each case at the largest batch that fits")
 
 
 BENCHMARKS = {  # module of this package: its keys
     "conformance": NoKeys,
     "layer": LayerConfig,
-    "model": Config,
+    "model": ModelConfig,
     "ops": OpsConfig,
     "optimizer": Config,
     "scale": Config,
-    "step": Config,
+    "step": StepConfig,
 }

@@ -3,13 +3,18 @@
     python -m experiments.benchmarks layer
     python -m experiments.benchmarks layer dims=[1280] cases=[switchback,torchao_int8]
 
-Each dim is measured as dim -> 4 dim, as 4 dim -> dim and as their sum, with a bias, random inputs,
-eager and, on a GPU, as a CUDA graph. A case counts only if its output and gradients are as close to
-nn.Linear's as its formats allow, and no closer, and if ours equals its definition in plain torch.
+Each dim is measured as dim -> 4 dim, as 4 dim -> dim and as their sum, with a bias and random
+inputs: eager; on a GPU also as a CUDA graph ("graph"), and ours under torch.compile as a CUDA graph
+("compiled", compared with nn.Linear's graph). "host" is the time until the calls of an eager layer
+return, measured once, with so few rows that the GPU never limits. Libraries' layers are compiled in
+all modes if their library recommends it. A case counts only if its output and gradients are as
+close to nn.Linear's as its formats allow, and no closer, and if ours equals its definition in plain
+torch.
 Lines go to `runs/bench/layer/<time>.jsonl`, and those of memory to `runs/bench/layer_memory/`.
 """
 
 import copy
+import dataclasses
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -17,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from experiments.benchmarks.configs import LayerConfig
-from experiments.benchmarks.measure import Lines, Unable, check_error, median_ms
+from experiments.benchmarks.measure import Lines, Unable, check_error, host_ms, median_ms
 from experiments.benchmarks.peers import LINEAR_PEERS, PACKAGES
 from lowprec import ops
 from lowprec.formats import parse_format
@@ -31,6 +36,8 @@ ERRORS = {"int8": 0.03, "e4m3": 0.06, "e5m2": 0.1}  # of a product of normal num
 QUANTIZED = 1e-3  # an 8-bit product that is nearer to the 16-bit one was not quantized
 HIGH = 0.01  # 16 bit, sums in another order
 DEFINITION = {"int8": 2e-3, "fp8": 2e-2}  # exact sums rounded twice; fp8 sums of fewer bits
+ON_GPU = ("graph", "compiled")  # modes
+HOST_ROWS, HOST_DIM = 128, 768  # of the layer in mode "host"
 SLICE = 256  # rows on which ours is compared with its definition, which is slow
 MIB = 2**20
 
@@ -55,17 +62,27 @@ def main(config: LayerConfig) -> None:
     """Measures each dim; exits with 1 if one of ours was wrong or failed."""
     device = pick_device(config.device)
     lines = Lines(config.run_dir, "layer", device, PACKAGES)
+    if "host" in config.modes:
+        tiny = dataclasses.replace(config, tokens=HOST_ROWS)
+        DimBenchmark(tiny, HOST_DIM, device, lines, ["host"]).run_up()
+    modes = [mode for mode in config.modes if device.type == "cuda" or mode not in ON_GPU]
     for dim in config.dims:
-        DimBenchmark(config, dim, device, lines).run()
+        DimBenchmark(config, dim, device, lines, [m for m in modes if m != "host"]).run()
     lines.exit_if_failed()
 
 
 class DimBenchmark:
     """The cases of one dim: `measured` maps (case, what, shape) to milliseconds or bytes."""
 
-    def __init__(self, config: LayerConfig, dim: int, device: torch.device, lines: Lines):
-        self.repeats, self.device, self.lines = config.repeats, device, lines
-        self.modes = ["eager", "graph"] if device.type == "cuda" else ["eager"]
+    def __init__(
+        self,
+        config: LayerConfig,
+        dim: int,
+        device: torch.device,
+        lines: Lines,
+        modes: list[str],
+    ):
+        self.repeats, self.device, self.lines, self.modes = config.repeats, device, lines, modes
         self.cases = ["linear", *config.cases]
         self.shapes = [Shape(config.tokens, *pair) for pair in ((dim, 4 * dim), (4 * dim, dim))]
         self.about = {"dim": dim, "tokens": config.tokens}
@@ -73,34 +90,49 @@ class DimBenchmark:
 
     def run(self) -> None:
         """Measures both directions, then writes their sums."""
-        for shape, direction in zip(self.shapes, ("up", "down"), strict=True):
-            problem = Problem(shape, self.device)
-            for case in self.cases:
-                self._measure(problem, case, direction)
-            del problem  # before the next one takes its memory
+        self.run_up()
+        self._run_direction(self.shapes[1], "down")
         for case in self.cases:
             for what in (*self.modes, "saved"):
                 if all((case, what, shape) in self.measured for shape in self.shapes):
                     with self._line(case, what, self.shapes, "both") as row:
                         row.update(self._numbers(case, what, self.shapes))
 
+    def run_up(self) -> None:
+        """Measures dim -> 4 dim only."""
+        self._run_direction(self.shapes[0], "up")
+
+    def _run_direction(self, shape: Shape, direction: str) -> None:
+        problem = Problem(shape, self.device)
+        for case in self.cases:
+            self._measure(problem, case, direction)
+
     def _measure(self, problem: "Problem", case: str, direction: str) -> None:
         """Checks, then times a case in one direction."""
         shape, step = problem.shape, None
+        plain = case == "linear" or case in LINEAR_PEERS
         for mode in self.modes:
+            if mode == "compiled" and plain:
+                continue
             with self._line(case, mode, [shape], direction) as row:
                 step = step or problem.checked_step(case)
-                self.measured[case, mode, shape] = median_ms(
-                    step, self.device, self.repeats, graph=mode == "graph"
-                )
+                self.measured[case, mode, shape] = self._time(problem, case, mode, step)
                 row.update(self._numbers(case, mode, [shape]))
             if not row:
                 return
-        if case not in LINEAR_PEERS:
+        if "eager" in self.modes and case not in LINEAR_PEERS:
             with self._line(case, "saved", [shape], direction) as row:
                 self.measured[case, "saved", shape] = step.saved_bytes()
                 self.measured[case, "peak", shape] = step.peak_bytes()
                 row.update(self._numbers(case, "saved", [shape]))
+
+    def _time(self, problem: "Problem", case: str, mode: str, step: "Step") -> float:
+        """Milliseconds of a checked step in a mode."""
+        if mode == "host":
+            return host_ms(step, self.device, self.repeats)
+        if mode == "compiled":
+            step = problem.checked_step(case, compiled=True)
+        return median_ms(step, self.device, self.repeats, graph=mode in ON_GPU)
 
     def _line(
         self, case: str, what: str, shapes: list[Shape], direction: str
@@ -118,10 +150,11 @@ class DimBenchmark:
         def total(some_case: str, some_what: str) -> float:
             return sum(self.measured[some_case, some_what, shape] for shape in shapes)
 
-        value, base = total(case, what), total("linear", what)
+        base_mode = "graph" if what == "compiled" else what
+        value, base = total(case, what), total("linear", base_mode)
         if what != "saved":
             rate = sum(shape.operations for shape in shapes) / value / 1e9
-            ratio = {"ratio_to": f"linear, {what}", "ratio": base / value}
+            ratio = {"ratio_to": f"linear, {base_mode}", "ratio": base / value}
             return {"ms": value, "rate": rate, "rate_unit": "TFLOP/s", **ratio}
         peak = total(case, "peak")
         memory = {"saved_mib": round(value / MIB, 4), "peak_mib": round(peak / MIB, 4) or None}
@@ -178,12 +211,12 @@ class Problem:
         self.g = torch.randn(shape.rows, shape.dim_out, device=device)
         self.dtype = None
 
-    def checked_step(self, case: str) -> Step:
+    def checked_step(self, case: str, compiled: bool = False) -> Step:
         """Returns the step of a case after a check of its numbers; raises Wrong or Unable."""
         peer = LINEAR_PEERS.get(case)
         self._cast(peer.dtype if peer else "bf16")
         module = peer.build(self.linear) if peer else self._ours(case)
-        if peer and peer.compiled:
+        if compiled or (peer and peer.compiled):
             torch.compiler.reset()
             module = torch.compile(module, dynamic=False)
         step = self._step(module)

@@ -16,6 +16,7 @@ from lowprec.data.loader import Batch
 from lowprec.runs.environment import environment, package_version
 from lowprec.runs.read import encode_row
 
+LATE = 0.1  # share of a series after which the GPU still computes, if the host is the limit
 CACHE_BYTES = 256 * 2**20  # more than the second-level cache of any GPU holds
 
 
@@ -28,10 +29,10 @@ class Unable(Exception):
 
 
 class Lines:
-    """Writes one JSON line per measurement to `run_dir/bench/<slug>/<time>.jsonl` and the console.
+    """Writes one JSON line per measurement to `run_dir/bench/<slug>/<time>.jsonl`.
 
-    `packages`: distributions whose versions a line names besides the project's own. `failed` lists
-    the project's own cases that have no number.
+    The console shows it as a row of a table. `packages`: distributions whose versions a line names
+    besides the project's own. `failed` lists the project's own cases that have no number.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Lines:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a") as file:
             file.write(encode_row(row))
-        print(encode_row(row), end="", flush=True)
+        print(in_words(row), flush=True)
 
     @contextlib.contextmanager
     def measurement(
@@ -92,6 +93,22 @@ class Lines:
         """Exits with 1 and names those of our cases that were wrong or did not run."""
         if self.failed:
             sys.exit(f"no number for {', '.join(self.failed)}; their lines say why")
+
+
+def in_words(row: dict) -> str:
+    """A line as a row for the console: how many times as fast, and the time saved, told apart."""
+    more = [str(row[name]) for name in ("mode", "direction", "batches") if name in row]
+    text = f"{row['case']:24} {' '.join([row['shape'], *more]):50}"
+    if "reason" in row:
+        return f"{text} {row['reason']}"
+    if row["ms"]:
+        text += f" {row['ms']:9.4g} ms"
+    if row["rate"]:
+        text += f" {row['rate']:9.5g} {row.get('rate_unit', '/s')}"
+    for base, ratio in ((row["ratio_to"], row["ratio"]), ("high", row.get("ratio_to_high"))):
+        if ratio and row["ms"]:
+            text += f" | {ratio:.3f} x, saves {100 * (1 - 1 / ratio):5.1f}% of {base}"
+    return text
 
 
 def check_error(
@@ -130,6 +147,27 @@ def median_ms(
         events[-1][1].record()
     torch.cuda.synchronize(device)
     return statistics.median(start.elapsed_time(end) for start, end in events)
+
+
+def host_ms(call: Callable, device: torch.device, repeats: int) -> float:
+    """Returns the milliseconds until a call returns, which is the host's work on a GPU.
+
+    The median over five series of `repeats` calls. Raises Unable if the GPU takes longer than the
+    host, which then waits for it.
+    """
+    series = []
+    for _ in range(6):  # the first one warms up
+        begin = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        end = time.perf_counter()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        late = time.perf_counter() - end
+        series.append((1000 * (end - begin) / repeats, late / (end - begin)))
+    if statistics.median(late for _, late in series[1:]) > LATE:
+        raise Unable("the GPU takes longer than the host")
+    return statistics.median(ms for ms, _ in series[1:])
 
 
 def _graphed(call: Callable) -> Callable:

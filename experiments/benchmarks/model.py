@@ -1,14 +1,15 @@
-"""Times forward and backward of a whole CLIP model by recipe, against open_clip's own model.
+"""Times forward and backward of open_clip's CLIP, as it is and after `prepare_for_training`.
 
     python -m experiments.benchmarks model model=vit_h14 model.patch_dropout=0.5 batch_size=256 \
         compile=true checkpointing=true
 
-Takes the keys of `train`; `precision` gives the autocast dtype, and all recipes are measured. The
-cases are open_clip eager and, under compile=true, with compiled blocks; then ours, 16 bit and
-8 bit. A case counts only if its first loss is open_clip's, and if the gradient of the patch
-embedding, which has passed through all blocks, is near enough; if open_clip fails, none of ours
-counts. `ratio` is relative to the faster open_clip case, for the eager one to itself. Lines go
-to `runs/bench/model/<time>.jsonl`; exits with 1 if one of ours was wrong or failed.
+Takes the keys of `train`; `precision.autocast` gives the dtype. The cases are open_clip eager and,
+under compile=true, with compiled blocks; then the same model as `lowprec.nn.prepare_for_training`
+leaves it, by recipe. A case counts only if its first loss is open_clip's, and if the gradient of
+the patch embedding, which has passed through all blocks, is near enough; if open_clip fails, none
+of ours counts. `ratio` is relative to the faster open_clip case, for the eager one to itself;
+`ratio_to_high` to the recipe "high", which has nn.Linear's products. Lines go to
+`runs/bench/model/<time>.jsonl`; exits with 1 if one of ours was wrong or failed.
 """
 
 import dataclasses
@@ -17,16 +18,16 @@ import gc
 import torch
 from torch import Tensor, nn
 
+from experiments.benchmarks.configs import OPEN_CLIP, RECIPES, ModelConfig
 from experiments.benchmarks.measure import Lines, check_error, median_ms, random_batch
 from lowprec.clip.model import Normalize, blocks, build_model, contrastive_loss
-from lowprec.config.schema import Config
 from lowprec.data.loader import Batch
-from lowprec.train.build import build, pick_device, set_parameter_dtype
+from lowprec.nn import prepare_for_training
+from lowprec.nn.coverage import Layers
+from lowprec.train.build import pick_device, set_parameter_dtype
 from lowprec.train.task import ContrastiveTask
 
 EAGER = "open_clip eager"
-OPEN_CLIP = (EAGER, "open_clip")
-OURS = ("autograd_high", "high", "switchback", "switchback_m", "hw_fp8_switchback", "llm_int8")
 REPEATS = 10
 LOSS_TOLERANCE = 2e-2
 GRADIENT_TOLERANCE = 0.5  # of the first layer's, behind all others; a scrambled one errs by 1.4
@@ -34,15 +35,47 @@ GRADIENT_TOLERANCE = 0.5  # of the first layer's, behind all others; a scrambled
 
 @dataclasses.dataclass
 class Measured:
-    """Milliseconds, first loss (0-d), gradient of the patch embedding, peak GiB (None on a CPU)."""
+    """Milliseconds, first loss (0-d), gradient of the patch embedding, peak GiB (None on a CPU).
+
+    `quantized`: number of quantized layers and of all that match.
+    """
 
     ms: float
     loss: Tensor
     gradient: Tensor
     memory_gib: float | None
+    quantized: str = ""
 
 
-def main(config: Config) -> None:
+class Ratios:
+    """Adds to the rows of one shape how much faster a case is than open_clip and than "high".
+
+    `target` names the open_clip case; its eager model comes first and is compared with itself.
+    """
+
+    def __init__(self, target: str = "the faster open_clip"):
+        self.target, self.rate, self.high_rate = target, 0.0, None
+
+    def add(self, row: dict, case: str) -> None:
+        """Reads the row's `rate`."""
+        if case in OPEN_CLIP:
+            self.rate = max(self.rate, row["rate"])
+        if case == "high":
+            self.high_rate = row["rate"]
+        if self.rate:
+            row["ratio_to"] = EAGER if case == EAGER else self.target
+            row["ratio"] = row["rate"] / self.rate
+        if self.high_rate and case in RECIPES:
+            row["ratio_to_high"] = round(row["rate"] / self.high_rate, 4)
+
+
+def cases_of(config: ModelConfig) -> list[str]:
+    """The cases of a config, open_clip's first; its compiled one only under compile=true."""
+    cases = [case for case in (*OPEN_CLIP, *RECIPES) if case in config.cases]
+    return [case for case in cases if config.compile or case != "open_clip"]
+
+
+def main(config: ModelConfig) -> None:
     """Measures all cases of one config, each built anew from the same seed."""
     device = pick_device(config.device)
     lines = Lines(config.run_dir, "model", device)
@@ -50,11 +83,9 @@ def main(config: Config) -> None:
     shape = f"{config.model.name} batch {config.batch_size}{checkpointed}"
     dtype, facts = config.precision.autocast, {"image_size": config.model.image_size}
     facts["patch_dropout"] = config.model.patch_dropout
-    expected, base_ms = None, None
-    for case in (*OPEN_CLIP, *OURS):
-        if case == "open_clip" and not config.compile:
-            continue
-        is_ours = case in OURS
+    expected, ratios = None, Ratios()
+    for case in cases_of(config):
+        is_ours = case in RECIPES
         facts["compiled"] = config.compile and case != EAGER
         with lines.measurement(case, shape, dtype, is_ours=is_ours, **facts) as row:
             if is_ours and expected is None:
@@ -66,20 +97,15 @@ def main(config: Config) -> None:
             error = check_error("the first layer's gradient", *gradients, GRADIENT_TOLERANCE)
             expected = right
             row.update(loss=round(result.loss.item(), 5), gradient_error=round(error, 5))
-            if not is_ours:
-                base_ms = min(base_ms or result.ms, result.ms)
             row.update(ms=result.ms, rate=1000 * config.batch_size / result.ms)
-            row.update(ratio=base_ms / result.ms, memory_gib=result.memory_gib)
-            row.update(ratio_to=EAGER if case == EAGER else "the faster open_clip")
+            row.update(memory_gib=result.memory_gib, quantized=result.quantized)
+            ratios.add(row, case)
     lines.exit_if_failed()
 
 
-def measure(config: Config, case: str, device: torch.device) -> Measured:
+def measure(config: ModelConfig, case: str, device: torch.device) -> Measured:
     """Builds the model of a case and times forward and backward of a random batch."""
-    torch.compiler.reset()
-    gc.collect()  # the previous model's compiled blocks form reference cycles
-    with device:  # a large model is initialized there much faster
-        task = open_clip_task(config, case) if case in OPEN_CLIP else our_task(config, case)
+    task, layers = build_task(config, case, device)
     task.model.train()
     batch = random_batch(task.model, config.batch_size, device).to(device)
     torch.manual_seed(config.seed)  # of patch dropout
@@ -92,29 +118,32 @@ def measure(config: Config, case: str, device: torch.device) -> Measured:
         torch.cuda.reset_peak_memory_stats()
     ms = median_ms(lambda: forward_and_backward(task, batch), device, REPEATS)
     memory_gib = round(torch.cuda.max_memory_allocated() / 2**30, 2) if on_gpu else None
-    return Measured(ms, loss.detach(), gradient, memory_gib)
+    quantized = f"{sum(layer.swapped for layer in layers)} of {len(layers)}" if layers else ""
+    return Measured(ms, loss.detach(), gradient, memory_gib, quantized)
 
 
-def our_task(config: Config, case: str) -> ContrastiveTask:
-    """Builds a config's run with the recipe of a case."""
-    threshold = config.precision.outlier_threshold if case == "llm_int8" else 0.0
-    precision = dataclasses.replace(config.precision, recipe=case, outlier_threshold=threshold)
-    return build(dataclasses.replace(config, precision=precision), None).task
-
-
-def open_clip_task(config: Config, case: str) -> ContrastiveTask:
-    """Builds open_clip's model, unchanged but for its blocks, which "open_clip" compiles."""
-    device = pick_device(config.device)
+def build_task(
+    config: ModelConfig, case: str, device: torch.device
+) -> tuple[ContrastiveTask, Layers | None]:
+    """Builds open_clip's model for a case, and the layers that ours has prepared."""
+    torch.compiler.reset()
+    gc.collect()  # the previous model's compiled blocks form reference cycles
     torch.manual_seed(config.seed)
-    model = build_model(config.model, config.intervention.name).to(device)
-    set_parameter_dtype(model, config.precision.autocast)
-    if config.checkpointing:
-        model.set_grad_checkpointing(True)
-    if case != EAGER:
-        for block in blocks(model):  # under open_clip's own checkpointing
-            block.compile(dynamic=False)
-    normalize = Normalize().to(device)
-    return ContrastiveTask(model, contrastive_loss(), normalize, config.precision.autocast)
+    layers = None
+    with device:  # a large model is initialized there much faster
+        model = build_model(config.model, config.intervention.name)
+        set_parameter_dtype(model, config.precision.autocast)
+        model.set_grad_checkpointing(config.checkpointing)
+        if case in RECIPES:
+            threshold = config.precision.outlier_threshold if case == "llm_int8" else 0.0
+            options = {"backend": config.precision.backend, "outlier_threshold": threshold}
+            where = config.precision.where
+            layers = prepare_for_training(model, case, where, compile=config.compile, **options)
+        elif case != EAGER:
+            for block in blocks(model):  # under open_clip's own checkpointing
+                block.compile(dynamic=False)
+        task = ContrastiveTask(model, contrastive_loss(), Normalize(), config.precision.autocast)
+    return task, layers
 
 
 def forward_and_backward(task: ContrastiveTask, batch: Batch) -> Tensor:

@@ -19,14 +19,15 @@ from pathlib import Path
 
 import torch
 
-from experiments.benchmarks.measure import Lines, median_ms
-from experiments.benchmarks.step import prepare
+from experiments.benchmarks.measure import Lines, median_ms, random_batch
 from lowprec.config.check import check
 from lowprec.config.place import place
 from lowprec.config.schema import Config
+from lowprec.optim.schedules import set_learning_rate
 from lowprec.runs.identity import label, to_dict
 from lowprec.train.build import build, pick_device
 from lowprec.train.distributed import DistributedRanks, Ranks
+from lowprec.train.step import TrainStep
 
 WARMUP = 5
 LIMIT_S = 600  # of a case
@@ -81,7 +82,10 @@ def work(config: Config) -> None:
     if size > 1:
         world = DistributedRanks(config.device, config.distributed.timeout_s)
     built = build(config, None, world)
-    step, batch = prepare(built, config.batch_size // size)
+    batch = random_batch(built.task.model, config.batch_size // size, built.device)
+    built.task.model.train()
+    step = TrainStep(built.task, built.state.optimizer, built.state.scaler)
+    set_learning_rate(built.state.optimizer, config.optimizer.lr)
     for _ in range(WARMUP):
         loss = step(batch)["loss"]
     losses = world.each(loss.item)

@@ -1,71 +1,330 @@
-"""Times one training step, eager, with compiled blocks and as a CUDA graph, on random pairs.
+"""Times whole training steps of our loop by recipe, and of open_clip's own loop.
 
-    python -m experiments.benchmarks step model=mini_l model.patch_dropout=0.5 batch_size=1024 \
-        optimizer=stable_adamw
+    python -m experiments.make_shapes out=data/shapes-224 image_size=224 num_train=32000 num_val=0
+    python -m experiments.benchmarks step model=vit_h14 model.patch_dropout=0.5 batch_size=256 \
+        compile=true log_every=5 data=shards data.augment=crop_flip \
+        'data.train=data/shapes-224/train-*.tar'
 
-Takes the keys of `train`. A case counts only if its first losses are the eager step's. Lines go to
-`runs/bench/step/<time>.jsonl` and to the console.
+Takes the keys of `train`. Ours is the loop of `experiments.train`: its loader, optimizer with
+statistics and record. open_clip's is `open_clip_train.train.train_one_epoch` on its webdataset
+pipeline with `torch.optim.AdamW(fused=True)`, eager and, under compile=true, with compiled blocks.
+`ms` is the median of `windows_ms`, each the mean over `log_every` steps; a first window, with
+compilation, does not count. `data_wait` is the share of the time in which a loop waited for data;
+under `preloaded` it takes one batch from memory. A case counts only if the losses of its first
+steps, on a random batch, are open_clip's. With `largest`, each case is measured again at the
+largest batch that fits, a multiple of `batch_size` / 16. Lines go to
+`runs/bench/step/<time>.jsonl`; exits with 1 if one of ours was wrong or failed.
 """
 
+import contextlib
 import dataclasses
+import gc
+import glob
+import itertools
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from experiments.benchmarks.measure import Lines, Wrong, median_ms, random_batch
-from lowprec.config.schema import Config
-from lowprec.data.loader import Batch
-from lowprec.optim.schedules import set_learning_rate
-from lowprec.runs.identity import label
-from lowprec.train.build import Built, build, pick_device
-from lowprec.train.step import GraphedStep, TrainStep
+from experiments.benchmarks.configs import RECIPES, StepConfig
+from experiments.benchmarks.measure import Lines, Wrong, random_batch
+from experiments.benchmarks.model import Ratios, build_task, cases_of
+from lowprec.clip import open_clip
+from lowprec.clip.model import Normalize, image_size
+from lowprec.clip.text import Tokenizer
+from lowprec.data.open import num_workers, open_data
+from lowprec.optim.schedules import learning_rate, param_groups, set_learning_rate
+from lowprec.runs.read import read_rows
+from lowprec.runs.record import Record
+from lowprec.train.build import build, pick_device
+from lowprec.train.loop import Progress, train
 
-CASES = {"eager": (False, False), "compiled": (True, False), "compiled, one graph": (True, True)}
-TOLERANCE = 2e-2  # of the loss in three steps: bf16 sums in another order
-REPEATS = 100
+# isort: split
+from open_clip_train.data import get_wds_dataset  # after lowprec.clip, see there
+from open_clip_train.train import train_one_epoch
+
+REPEATS = 3  # windows that count
+CHECKED = 3  # steps on a random batch whose losses are compared
+TOLERANCE = 2e-2  # relative, of these losses: 8-bit products
+PRECISIONS = {"bf16": "amp_bf16", "fp32": "fp32"}  # precision.autocast: open_clip's name
+STATE_BYTES = 12  # per parameter: a float32 weight and two moments
+ENDLESS = 10**9  # steps and samples of open_clip's epoch
 
 
-def main(config: Config) -> None:
-    """Measures the cases of one config; exits with 1 if one was wrong or failed."""
+class Enough(Exception):
+    """All windows are measured."""
+
+
+class Windows(Progress):
+    """Collects the timing of a loop's windows and ends it after the last one."""
+
+    def __init__(self):
+        self.rows: list[dict] = []
+
+    def flushed(self, row: dict) -> None:
+        """Takes the timing of a window; raises Enough."""
+        self.rows.append(row)
+        if len(self.rows) > REPEATS:
+            raise Enough
+
+
+@dataclasses.dataclass
+class Measured:
+    """Losses of the first steps, timing rows of the windows, number of parameters."""
+
+    losses: list[float]
+    rows: list[dict]
+    parameters: int
+
+    def numbers(self, config: StepConfig) -> dict:
+        """Returns the numbers of a line."""
+        windows = [round(row["step_ms"], 3) for row in self.rows[1:]]
+        ms, memory = statistics.median(windows), self.rows[-1]["memory_gib"]
+        return {
+            "ms": ms,
+            "rate": 1000 * config.batch_size / ms,
+            "windows_ms": windows,
+            "data_wait": max(row["data_wait"] for row in self.rows[1:]),
+            "memory_gib": None if memory is None else round(memory, 2),
+            "loss": round(self.losses[-1], 5),
+        }
+
+    def largest_batch(self, batch_size: int, unit: int) -> int:
+        """Estimates the largest multiple of `unit` that fits: all but the state grows with it."""
+        state = STATE_BYTES * self.parameters
+        per_pair = (self.rows[-1]["memory_gib"] * 2**30 - state) / batch_size
+        free, _ = torch.cuda.mem_get_info()
+        return int((free - state) / per_pair / unit) * unit
+
+
+def main(config: StepConfig) -> None:
+    """Measures the cases of one config; exits with 1 if one of ours was wrong or failed."""
     device = pick_device(config.device)
+    config.evaluation.name = "none"
+    unit = max(1, config.batch_size // 16)
     lines = Lines(config.run_dir, "step", device)
-    shape = f"{label(config)}, batch {config.batch_size}"
-    eager = None  # losses and milliseconds
-    for case, (compiled, graphed) in CASES.items():
-        if graphed and device.type != "cuda":
-            continue
-        with lines.measurement(case, shape, config.precision.autocast) as row:
-            losses, ms = measure(dataclasses.replace(config, compile=compiled), graphed)
-            eager = eager or (losses, ms)
-            gap = max(abs(a - b) for a, b in zip(losses, eager[0], strict=True))
-            if not gap < TOLERANCE:  # NaN too
-                raise Wrong(f"the loss differs from the eager step's by {gap:.3g}")
-            row.update(ms=ms, rate=1000 * config.batch_size / ms)
-            row.update(ratio_to="eager", ratio=eager[1] / ms)
-        if not eager:
-            break
+    ratios, of_largest = Ratios(), Ratios("the faster open_clip, each at its largest batch")
+    expected = None
+    for case in cases_of(config):
+        result = None
+        with line(lines, config, case) as row:
+            result = measure(config, case)
+            if case in RECIPES and expected is None:
+                raise RuntimeError("no case of open_clip to compare with")
+            expected = expected or result.losses
+            check(result.losses, expected)
+            row.update(result.numbers(config))
+            ratios.add(row, case)
+        if config.largest and row and device.type == "cuda":
+            free()
+            batch_size = result.largest_batch(config.batch_size, unit)
+            with line(lines, config, case, largest=True) as row:
+                result = largest(config, case, batch_size, unit)
+                row.update(result)
+                of_largest.add(row, case)
     lines.exit_if_failed()
 
 
-def measure(config: Config, graphed: bool) -> tuple[list[float], float]:
-    """Returns the losses of the first three steps, and the median milliseconds of a step."""
+def line(
+    lines: Lines, config: StepConfig, case: str, **more: object
+) -> contextlib.AbstractContextManager[dict]:
+    """Opens the line of a case."""
+    facts = {
+        "image_size": config.model.image_size,
+        "patch_dropout": config.model.patch_dropout,
+        "compiled": config.compile and "eager" not in case,
+        "optimizer": config.optimizer.name if case in RECIPES else "adamw, fused",
+        "batches": "in memory" if config.preloaded else "loaded",
+        **more,
+    }
+    checkpointed = ", checkpointing" if config.checkpointing else ""
+    at = "largest batch" if more.get("largest") else f"batch {config.batch_size}"
+    shape = f"{config.model.name} {at}{checkpointed}"
+    is_ours = case in RECIPES
+    return lines.measurement(case, shape, config.precision.autocast, is_ours=is_ours, **facts)
+
+
+def check(losses: list[float], expected: list[float]) -> None:
+    """Raises Wrong if the losses of the first steps differ."""
+    gap = max(abs(a / b - 1) for a, b in zip(losses, expected, strict=True))
+    if not gap < TOLERANCE:  # NaN too
+        raise Wrong(f"the loss differs from open_clip's by {gap:.2%} in the first steps")
+
+
+def largest(config: StepConfig, case: str, batch_size: int, unit: int) -> dict:
+    """Returns the numbers at the largest batch that fits, from an estimate up or down by `unit`."""
+    best, too_large = None, None
+    while batch_size != too_large and batch_size > 0:
+        larger = dataclasses.replace(config, batch_size=batch_size)
+        try:
+            best = measure(larger, case).numbers(larger) | {"batch_size": batch_size}
+            batch_size += unit
+        except torch.OutOfMemoryError:
+            too_large = batch_size
+            batch_size -= 0 if best else unit
+        free()
+    return best
+
+
+def free() -> None:
+    """Frees the memory of the previous case, which is held by cycles of references."""
     torch.compiler.reset()
-    built = build(config, None)
-    step, batch = prepare(built, config.batch_size, graphed=graphed)
-    losses = [step(batch)["loss"].item() for _ in range(3)]
-    return losses, median_ms(lambda: step(batch), built.device, REPEATS)
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
-def prepare(
-    built: Built, batch_size: int, *, graphed: bool = False
-) -> tuple[TrainStep | GraphedStep, Batch]:
-    """Returns the training step of a built config, and a random batch for it on the host.
+def measure(config: StepConfig, case: str) -> Measured:
+    """Trains a new model until all windows are measured."""
+    free()
+    windows = Windows()
+    loop = train_ours if case in RECIPES else train_open_clip
+    losses, parameters = loop(config, case, windows)
+    return Measured(losses, windows.rows, parameters)
 
-    `graphed` captures the step as a CUDA graph.
-    """
-    batch = random_batch(built.task.model, batch_size, built.device)
-    built.task.model.train()
-    step = TrainStep(built.task, built.state.optimizer, built.state.scaler)
-    if graphed:
-        step = GraphedStep(step, batch)
-    set_learning_rate(built.state.optimizer, built.config.optimizer.lr)
-    return step, batch
+
+def checked_first(checked: Any, batches: Iterator) -> Iterator:
+    """Yields the random batch of the check, then those of the loader, which has begun to read."""
+    first = next(batches)
+    yield from itertools.repeat(checked, CHECKED)
+    yield first
+    yield from batches
+
+
+def train_ours(config: StepConfig, case: str, windows: Windows) -> tuple[list[float], int]:
+    """Runs our training loop; returns the checked losses and the number of parameters."""
+    threshold = config.precision.outlier_threshold if case == "llm_int8" else 0.0
+    precision = dataclasses.replace(config.precision, recipe=case, outlier_threshold=threshold)
+    config = dataclasses.replace(config, precision=precision)
+    with pick_device(config.device):  # a large model is initialized there much faster
+        built = build(config, None if config.preloaded else open_data(config))
+    model = built.task.model
+    batch = random_batch(model, config.batch_size, built.device)
+    loaded = itertools.repeat(batch) if config.preloaded else built.batches_from(1)
+    built.batches_from = lambda first: checked_first(batch, loaded)
+    with tempfile.TemporaryDirectory() as folder:
+        with contextlib.closing(Record(Path(folder) / "run")) as record:
+            with contextlib.suppress(Enough):
+                train(built, record, progress=windows)
+            rows = read_rows(record.run / "metrics.jsonl")
+    return [row["loss"] for row in rows[:CHECKED]], sum(p.numel() for p in model.parameters())
+
+
+def train_open_clip(config: StepConfig, case: str, windows: Windows) -> tuple[list[float], int]:
+    """Runs open_clip's training loop; returns the checked losses and the number of parameters."""
+    device = pick_device(config.device)
+    model = build_task(config, case, device)[0].model
+    rule = config.optimizer
+    optimizer = torch.optim.AdamW(
+        param_groups(model, rule.weight_decay),
+        lr=rule.lr,
+        betas=(rule.beta1, rule.beta2),
+        eps=rule.eps,
+        fused=True,
+    )
+    loop = OpenClipLoop(config, model, optimizer, windows)
+    with contextlib.suppress(Enough):
+        train_one_epoch(
+            model,
+            {"train": SimpleNamespace(dataloader=loop, set_epoch=lambda epoch: None)},
+            loop.loss,
+            0,
+            optimizer,
+            None,
+            loop.begin_step,
+            None,
+            loop.args,
+        )
+    return [loss.item() for loss in loop.losses], sum(p.numel() for p in model.parameters())
+
+
+class OpenClipLoop:
+    """What open_clip's training loop is given: it iterates over batches and calls the methods."""
+
+    num_batches = num_samples = ENDLESS
+
+    def __init__(
+        self,
+        config: StepConfig,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        windows: Windows,
+    ):
+        self.config, self.model, self.optimizer, self.windows = config, model, optimizer, windows
+        self.device = pick_device(config.device)
+        self.losses: list[Tensor] = []
+        self.loss_fn = open_clip.loss.ClipLoss(cache_labels=True)
+        self.begin, self.waited = time.perf_counter(), 0.0
+        self.args = SimpleNamespace(
+            accum_freq=1,
+            batch_size=config.batch_size,
+            dataset_resampled=True,
+            device=self.device,
+            distill=False,
+            grad_clip_norm=config.optimizer.clip_norm,
+            horovod=False,
+            log_every_n_steps=config.log_every,
+            precision=PRECISIONS[config.precision.autocast],
+            rank=0,
+            local_rank=0,
+            skip_scheduler=False,
+            train_data="::".join(sorted(glob.glob(config.data.train))),
+            train_data_upsampling_factors=None,
+            train_num_samples=ENDLESS,
+            wandb=False,
+            workers=num_workers(config.num_workers),
+            world_size=1,
+        )
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        batch = random_batch(self.model, self.config.batch_size, self.device)
+        pixels = Normalize()(batch.images)
+        checked = (pixels.pin_memory() if self.device.type == "cuda" else pixels), batch.tokens
+        batches = itertools.repeat(checked) if self.config.preloaded else self.loaded()
+        batches = checked_first(checked, batches)
+        while True:
+            begin = time.perf_counter()
+            batch = next(batches)
+            self.waited += time.perf_counter() - begin
+            yield batch
+
+    def loaded(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Reads data.train through open_clip's webdataset pipeline and transform."""
+        augments = self.config.data.augment == "crop_flip"
+        transform = open_clip.image_transform(image_size(self.model), is_train=augments)
+        tokenizer = Tokenizer(self.model.context_length, self.model.vocab_size)
+        return iter(get_wds_dataset(self.args, transform, True, tokenizer=tokenizer).dataloader)
+
+    def loss(self, **features: Any) -> dict[str, Tensor]:
+        """Returns open_clip's loss, and keeps those of the first steps."""
+        losses = self.loss_fn(**features)
+        self.losses += [loss.detach() for loss in losses.values() if len(self.losses) < CHECKED]
+        return losses
+
+    def begin_step(self, step: int) -> None:
+        """Sets the learning rate of a step, counted from 0, and ends a window."""
+        every = self.config.log_every
+        if step and step % every == 0:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            now = time.perf_counter()
+            seconds, on_gpu = now - self.begin, self.device.type == "cuda"
+            row = {"step_ms": 1000 * seconds / every, "data_wait": self.waited / seconds}
+            row["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None
+            self.begin, self.waited = now, 0.0
+            self.windows.flushed(row)
+        rate = learning_rate(
+            step + 1,
+            peak=self.config.optimizer.lr,
+            num_steps=self.config.num_steps,
+            warmup_steps=self.config.schedule.warmup_steps,
+            shape=self.config.schedule.name,
+        )
+        set_learning_rate(self.optimizer, rate)

@@ -44,7 +44,7 @@ def check(raw: dict, schema: type = Config) -> Any:
     faults: list[str] = []
     legal = list(keys(schema))
     config = _build(schema, raw, "", legal, faults)
-    if not faults and schema is Config:
+    if not faults and issubclass(schema, Config):
         faults.extend(combination_faults(config))
     if faults:
         raise ConfigError(faults)

@@ -308,7 +308,7 @@ def _is_legal(override: Override, schema: type, faults: list[str]) -> bool:
             faults.append(f"{key}={choice}: conf/{key} has {', '.join(files)}{near}")
         return not unknown
     presets = [value for value in _values(override) if value in PRESETS]
-    if schema is Config and key == "model.name" and presets:
+    if issubclass(schema, Config) and key == "model.name" and presets:
         faults.append(
             f"model.name={presets[0]} names a size without setting it; use model={presets[0]}"
         )
@@ -318,7 +318,7 @@ def _is_legal(override: Override, schema: type, faults: list[str]) -> bool:
 def _groups(schema: type) -> set[str]:
     """Keys of a schema that choose a file of `conf/<key>/`."""
     names = {public_name(f.name) for f in fields(schema) if is_dataclass(f.type)}
-    names |= {"experiment"} if schema is Config else set()
+    names |= {"experiment"} if issubclass(schema, Config) else set()
     return {name for name in names if (CONF / name).is_dir()}
 
 

@@ -1,12 +1,12 @@
 """`lines_of`: what a benchmark writes."""
 
-import json
-
 import pytest
+
+from lowprec.runs.read import read_rows
 
 
 @pytest.fixture
-def lines_of(tmp_path, capsys):
+def lines_of(tmp_path):
     """`lines_of(main, config)`: the lines of one measurement; also `lines_of.lines` if it exits."""
 
     def run(main, config):
@@ -14,7 +14,8 @@ def lines_of(tmp_path, capsys):
         try:
             main(config)
         finally:
-            run.lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+            files = sorted((tmp_path / "bench").glob("*/*.jsonl"))
+            run.lines = [row for file in files for row in read_rows(file)]
         return run.lines
 
     return run

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from experiments.benchmarks import layer as bench_layer
-from experiments.benchmarks.configs import OURS, LayerConfig
+from experiments.benchmarks.configs import MODES, OURS, LayerConfig
 from experiments.benchmarks.peers import LINEAR_PEERS, LinearPeer
 from lowprec.nn.linear import LowPrecisionLinear
 
@@ -15,6 +15,7 @@ def measure(lines_of):
 
     def run(**keys):
         tiny = {"dims": [16], "tokens": 64, "repeats": 1, "device": "cpu", "cases": list(OURS)}
+        tiny["modes"] = ["eager"]
         return lines_of(bench_layer.main, LayerConfig(**tiny | keys))
 
     return run
@@ -76,11 +77,23 @@ def test_peer_that_is_not_quantized_has_no_number_and_ours_go_on(measure, monkey
     assert sum(line["case"] == "switchback" and line["slug"] == "layer" for line in lines) == 3
 
 
+def test_host_time_is_measured_once_on_a_small_layer(measure, monkeypatch):
+    monkeypatch.setattr(bench_layer, "HOST_DIM", 8)
+    lines = measure(dims=[16, 32], cases=["switchback"], modes=["host", "graph"])
+    assert [(line["case"], line["mode"], line["shape"]) for line in lines] == [
+        (case, "host", "128x8x32") for case in ("linear", "switchback")
+    ]
+    assert lines[1]["ratio"] == pytest.approx(lines[0]["ms"] / lines[1]["ms"], rel=1e-4)
+
+
 @pytest.mark.gpu
 def test_ours_is_also_a_graph_on_a_gpu_and_its_peak_is_counted(measure):
-    lines = measure(dims=[128], tokens=512, device="auto", repeats=3, cases=["switchback"])
+    sizes = {"dims": [128], "tokens": 512, "device": "auto", "repeats": 3}
+    lines = measure(**sizes, cases=["switchback"], modes=list(MODES))
     times = {(line["case"], line["mode"]) for line in lines if line["slug"] == "layer"}
+    modes = ("eager", "graph", "host")
     assert times == {
-        (case, mode) for case in ("linear", "switchback") for mode in ("eager", "graph")
+        *((case, mode) for case in ("linear", "switchback") for mode in modes),
+        ("switchback", "compiled"),
     }
     assert all(line["peak_mib"] > 0 for line in lines if line["slug"] == "layer_memory")
