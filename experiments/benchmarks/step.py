@@ -25,6 +25,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,7 +47,7 @@ from lowprec.train.build import build, pick_device
 from lowprec.train.loop import Progress, train
 
 # isort: split
-from open_clip_train.data import get_wds_dataset  # after lowprec.clip, see there
+from open_clip_train import data as open_clip_data  # after lowprec.clip, see there
 from open_clip_train.train import train_one_epoch
 
 REPEATS = 3  # windows that count
@@ -55,6 +56,8 @@ TOLERANCE = 2e-2  # relative, of these losses: 8-bit products
 PRECISIONS = {"bf16": "amp_bf16", "fp32": "fp32"}  # precision.autocast: open_clip's name
 STATE_BYTES = 12  # per parameter: a float32 weight and two moments
 ENDLESS = 10**9  # steps and samples of open_clip's epoch
+# webdataset 1.0 marks the end of a shard, which open_clip does not expect
+open_clip_data.tar_file_expander = partial(open_clip_data.tar_file_expander, eof_value=None)
 
 
 class Enough(Exception):
@@ -300,7 +303,8 @@ class OpenClipLoop:
         augments = self.config.data.augment == "crop_flip"
         transform = open_clip.image_transform(image_size(self.model), is_train=augments)
         tokenizer = Tokenizer(self.model.context_length, self.model.vocab_size)
-        return iter(get_wds_dataset(self.args, transform, True, tokenizer=tokenizer).dataloader)
+        read = open_clip_data.get_wds_dataset
+        return iter(read(self.args, transform, True, tokenizer=tokenizer).dataloader)
 
     def loss(self, **features: Any) -> dict[str, Tensor]:
         """Returns open_clip's loss, and keeps those of the first steps."""

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from experiments.benchmarks import model as bench_model
+from experiments.benchmarks.configs import RECIPES, ModelConfig
 from experiments.benchmarks.model import Measured
-from lowprec.config.schema import Config
 
 
 def result(ms=1.0, loss=5.0):
@@ -24,7 +24,7 @@ def lines(lines_of, monkeypatch):
             return measured
 
         monkeypatch.setattr(bench_model, "measure", measure)
-        return by_case(lines_of(bench_model.main, Config(compile=True, device="cpu")))
+        return by_case(lines_of(bench_model.main, ModelConfig(compile=True, device="cpu")))
 
     return run
 
@@ -34,11 +34,13 @@ def by_case(lines):
 
 
 def test_ratio_is_to_the_case_that_it_names(lines):
-    rows = lines({"open_clip eager": result(4.0), "open_clip": result(2.0)})
+    cases = {"open_clip eager": result(4.0), "open_clip": result(2.0), "high": result(1.5)}
+    rows = lines(cases)
     ratios = {case: (row["ratio_to"], row["ratio"]) for case, row in rows.items()}
     assert ratios["open_clip eager"] == ("open_clip eager", 1)
     assert ratios["open_clip"] == ("the faster open_clip", 1)
     assert ratios["switchback"] == ("the faster open_clip", 2)
+    assert rows["switchback"]["ratio_to_high"] == 1.5 and "ratio_to_high" not in rows["open_clip"]
 
 
 @pytest.mark.parametrize("nan", [False, True])
@@ -63,8 +65,8 @@ def test_case_of_ours_that_is_wrong_or_fails_has_no_number(lines, lines_of):
 
 @pytest.mark.slow
 def test_tiny_model_is_measured_with_each_recipe(lines_of):
-    config = Config(device="cpu", batch_size=4)
+    config = ModelConfig(device="cpu", batch_size=4)
     config.model.vision_width = config.model.text_width = 64
     rows = lines_of(bench_model.main, config)
-    assert [row["case"] for row in rows] == ["open_clip eager", *bench_model.OURS]
+    assert [row["case"] for row in rows] == ["open_clip eager", *RECIPES]
     assert all(row["correct"] and row["ms"] > 0 for row in rows)
