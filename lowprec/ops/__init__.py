@@ -43,21 +43,6 @@ def _is_reference(backend: str, format: Format, device: torch.device) -> bool:
     return find(backend, format, device) == "reference"
 
 
-def _takes_definition(x_MK: Tensor, format: Format, granularity: str, backend: str) -> bool:
-    """Whether plain torch quantizes: no kernel, rows too long for it, or under torch.compile.
-
-    torch.compile fuses row-wise quantization with the preceding operations. The fused division may
-    differ in the last bit, which rarely changes a quantized value, and a float32 input is not
-    rounded to 16 bits first.
-    """
-    if granularity == "rowwise":
-        if x_MK.shape[1] > triton_quantize.MAX_FEATURES:
-            return True
-        if torch.compiler.is_compiling() and backend == "auto":
-            return True
-    return _is_reference(backend, format, x_MK.device)
-
-
 def _is_eager(x: Tensor) -> bool:
     """Whether nothing but autograd watches operations on x, so that kernels can be launched."""
     is_plain = type(x) is Tensor or type(x) is nn.Parameter
@@ -73,7 +58,8 @@ def quantize(
     scale is float32: rowwise [M, 1], columnwise [1, K], tensorwise [1, 1].
     """
     rows, transposed = layout != "transposed", layout != "rows"
-    if _takes_definition(x_MK, format, granularity, backend):
+    is_long = granularity == "rowwise" and x_MK.shape[1] > triton_quantize.MAX_FEATURES
+    if is_long or _is_reference(backend, format, x_MK.device):
         q_MK, scale = reference.quantize(x_MK, format, granularity)
         return q_MK if rows else None, q_MK.T.contiguous() if transposed else None, scale
     if _is_eager(x_MK):
@@ -86,7 +72,8 @@ def quantize_rows_and_sum(
     g_MN: Tensor, format: Format, *, backend: str = "auto"
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`reference.quantize_rows_and_sum` in one pass: (q_MN, scale [M, 1], float32 sums [N])."""
-    if _takes_definition(g_MN, format, "rowwise", backend):
+    is_long = g_MN.shape[1] > triton_quantize.MAX_FEATURES
+    if is_long or _is_reference(backend, format, g_MN.device):
         return reference.quantize_rows_and_sum(g_MN, format)
     if _is_eager(g_MN):
         return triton_quantize.quantize_rows_and_sum(g_MN, format)
