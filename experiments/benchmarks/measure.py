@@ -170,6 +170,15 @@ def host_ms(call: Callable, device: torch.device, repeats: int) -> float:
     return statistics.median(ms for ms, _ in series[1:])
 
 
+def kernel_ms(call: Callable) -> float:
+    """Returns the milliseconds that the kernels and copies of a call take on the GPU together."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    return sum(event.self_device_time_total for event in profile.key_averages()) / 1000
+
+
 def _graphed(call: Callable) -> Callable:
     """Captures a call as a CUDA graph; the returned function replays it on the same tensors."""
     stream = torch.cuda.Stream()

@@ -14,12 +14,13 @@ of ours counts. `ratio` is relative to the faster open_clip case, for the eager 
 
 import dataclasses
 import gc
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from experiments.benchmarks.configs import OPEN_CLIP, RECIPES, ModelConfig
-from experiments.benchmarks.measure import Lines, check_error, median_ms, random_batch
+from experiments.benchmarks.measure import Lines, check_error, kernel_ms, median_ms, random_batch
 from lowprec.clip.model import Normalize, blocks, build_model, contrastive_loss
 from lowprec.data.loader import Batch
 from lowprec.nn import prepare_for_training
@@ -37,13 +38,14 @@ GRADIENT_TOLERANCE = 0.5  # of the first layer's, behind all others; a scrambled
 class Measured:
     """Milliseconds, first loss (0-d), gradient of the patch embedding, peak GiB (None on a CPU).
 
-    `quantized`: number of quantized layers and of all that match.
+    `kernel_ms`: sum over the GPU's kernels; `quantized`: number of quantized layers and of all.
     """
 
     ms: float
     loss: Tensor
     gradient: Tensor
     memory_gib: float | None
+    kernel_ms: float | None = None
     quantized: str = ""
 
 
@@ -98,7 +100,8 @@ def main(config: ModelConfig) -> None:
             expected = right
             row.update(loss=round(result.loss.item(), 5), gradient_error=round(error, 5))
             row.update(ms=result.ms, rate=1000 * config.batch_size / result.ms)
-            row.update(memory_gib=result.memory_gib, quantized=result.quantized)
+            row.update(kernel_ms=result.kernel_ms, memory_gib=result.memory_gib)
+            row.update(quantized=result.quantized)
             ratios.add(row, case)
     lines.exit_if_failed()
 
@@ -116,10 +119,12 @@ def measure(config: ModelConfig, case: str, device: torch.device) -> Measured:
     if on_gpu:  # compilation and tuning do not count
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    ms = median_ms(lambda: forward_and_backward(task, batch), device, REPEATS)
+    step = partial(forward_and_backward, task, batch)
+    ms = median_ms(step, device, REPEATS)
     memory_gib = round(torch.cuda.max_memory_allocated() / 2**30, 2) if on_gpu else None
+    kernels = round(kernel_ms(step), 3) if on_gpu else None
     quantized = f"{sum(layer.swapped for layer in layers)} of {len(layers)}" if layers else ""
-    return Measured(ms, loss.detach(), gradient, memory_gib, quantized)
+    return Measured(ms, loss.detach(), gradient, memory_gib, kernels, quantized)
 
 
 def build_task(
