@@ -1,9 +1,11 @@
 """Self-attention for open_clip's blocks, with low-precision projections and no layout copies."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowprec.nn.linear import Settings, linear
+from lowprec import ops
+from lowprec.nn.linear import Settings, linear, refuse_second_derivative
 
 
 class Attention(nn.MultiheadAttention):
@@ -45,34 +47,57 @@ class Attention(nn.MultiheadAttention):
             raise ValueError("keys and values must be the queries: this is self-attention")
         if need_weights:
             raise ValueError("need_weights=True: the attention kernel does not keep its weights")
-        batch, tokens, width = x.shape
-        query, key, value = self._project(x)
-        mask = None
-        if attn_mask is not None and not self.causal:
-            mask = _additive(attn_mask, batch, self.num_heads).to(query.dtype)
+        qkv = self.in_proj(x)
+        mask = None if self.causal else attn_mask
+        has_norm = not isinstance(self.ln_q, nn.Identity)
+        if mask is None and not has_norm and ops.takes_attention(qkv, self.num_heads):
+            heads = _ShortAttention.apply(qkv, self.num_heads, self.causal)
+        else:
+            heads = self._attend(qkv, mask)
+        output = self.out_proj(heads)
+        return (output, None) if self.returns_pair else output
+
+    def _attend(self, qkv: Tensor, mask: Tensor | None) -> Tensor:
+        """[batch, tokens, 3 width] -> [batch, tokens, width], by torch's kernel."""
+        query, key, value = self._split(qkv)
+        if mask is not None:
+            mask = _additive(mask, len(qkv), self.num_heads).to(query.dtype)
         heads = F.scaled_dot_product_attention(
             query, key, value.to(query.dtype), attn_mask=mask, is_causal=self.causal
         )
-        output = self.out_proj(heads.transpose(1, 2).reshape(batch, tokens, width))
-        return (output, None) if self.returns_pair else output
+        return heads.transpose(1, 2).flatten(2)
 
     def largest_logit(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
         """The largest `q k / sqrt(head width)` that is not masked: float32, 0-d.
 
         Needs memory for all logits, [batch, heads, tokens, tokens].
         """
-        query, key, _ = self._project(x)
+        query, key, _ = self._split(self.in_proj(x))
         logits = (query @ key.transpose(2, 3)).float() / query.shape[-1] ** 0.5
         if attn_mask is not None:
             logits = logits + _additive(attn_mask, len(x), self.num_heads)
         return logits.max()
 
-    def _project(self, x: Tensor) -> tuple[Tensor, ...]:
+    def _split(self, qkv: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values, [batch, heads, tokens, head width] each."""
-        batch, tokens, width = x.shape
-        qkv = self.in_proj(x).view(batch, tokens, 3, self.num_heads, width // self.num_heads)
-        query, key, value = (part.transpose(1, 2) for part in qkv.unbind(2))
+        parts = qkv.unflatten(2, (3, self.num_heads, -1)).unbind(2)
+        query, key, value = (part.transpose(1, 2) for part in parts)
         return self.ln_q(query), self.ln_k(key), value
+
+
+class _ShortAttention(torch.autograd.Function):
+    """`ops.attention`, which saves nothing but its input for backward."""
+
+    @staticmethod
+    def forward(ctx, qkv, num_heads, is_causal):
+        ctx.save_for_backward(qkv)
+        ctx.options = num_heads, is_causal
+        return ops.attention(qkv, num_heads, is_causal)
+
+    @staticmethod
+    def backward(ctx, g):
+        refuse_second_derivative()
+        return ops.attention_backward(g, *ctx.saved_tensors, *ctx.options), None, None
 
 
 def _additive(mask: Tensor, batch: int, num_heads: int) -> Tensor:

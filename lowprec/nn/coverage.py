@@ -125,6 +125,8 @@ class _CountProducts(TorchDispatchMode):
             self.add(formula(*args, **(kwargs or {}), out_val=output) // 2)
         elif func.overloadpacket is torch.ops.lowprec.matmul:
             self.add(args[0].numel() * output.shape[1])
+        elif func.overloadpacket is torch.ops.lowprec.attention:
+            self.add(2 * output.numel() * output.shape[1])
         return output
 
 

@@ -21,6 +21,7 @@ _KEPT = [  # results of attention kernels are small and expensive to recompute
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.lowprec.attention.default,
 ]
 
 

@@ -1,4 +1,4 @@
-"""Quantize and multiply with the implementation that suits the device.
+"""Quantize, multiply and attend with the implementation that suits the device.
 
 `backend` "auto" uses the Triton kernels on a GPU and the definitions in plain torch elsewhere;
 "triton" and "reference" force one. Each operation is a torch custom op with a fake implementation,
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._C import _len_torch_dispatch_stack
 
 from lowprec.formats import E4M3, E5M2, INT8, Format, parse_format
-from lowprec.ops import reference, triton_gelu, triton_matmul, triton_quantize
+from lowprec.ops import reference, triton_attention, triton_gelu, triton_matmul, triton_quantize
 
 BACKENDS = ("auto", "reference", "triton")
 _FORMATS = {format.dtype: format for format in (INT8, E4M3, E5M2)}
@@ -126,6 +126,32 @@ def matmul(
     return multiply(a_MK, b_NK, a_scale, b_scale, bias, dtype)
 
 
+def takes_attention(qkv: Tensor, num_heads: int) -> bool:
+    """Whether `attention` takes packed queries, keys and values [batch, tokens, 3 width].
+
+    It takes up to 64 tokens in 16 bits on a GPU.
+    """
+    return (
+        qkv.is_cuda
+        and qkv.dtype in triton_attention.DTYPES
+        and 0 < qkv.shape[1] <= triton_attention.MAX_TOKENS
+        and qkv.shape[2] <= 3 * num_heads * triton_attention.MAX_HEAD_WIDTH
+    )
+
+
+def attention(qkv: Tensor, num_heads: int, is_causal: bool) -> Tensor:
+    """F.scaled_dot_product_attention of packed queries, keys and values that `takes_attention`.
+
+    [batch, tokens, 3 width] -> [batch, tokens, width].
+    """
+    return _attention(qkv, num_heads, is_causal)
+
+
+def attention_backward(g: Tensor, qkv: Tensor, num_heads: int, is_causal: bool) -> Tensor:
+    """The gradient of qkv, [batch, tokens, 3 width], from that of `attention`'s output."""
+    return _attention_backward(g, qkv, num_heads, is_causal)
+
+
 # Registered with the dispatcher directly: torch.library.custom_op would add Python checks to each
 # of the thousands of calls in a training step.
 _LIBRARY = torch.library.Library("lowprec", "FRAGMENT")
@@ -203,4 +229,14 @@ _matmul = _define(
     lambda a_MK, b_NK, a_scale, b_scale, bias, dtype: a_MK.new_empty(
         (a_MK.shape[0], b_NK.shape[0]), dtype=dtype
     ),
+)
+_attention = _define(
+    "attention(Tensor qkv, int num_heads, bool is_causal) -> Tensor",
+    triton_attention.attention,
+    lambda qkv, num_heads, is_causal: qkv.new_empty(*qkv.shape[:2], qkv.shape[2] // 3),
+)
+_attention_backward = _define(
+    "attention_backward(Tensor g, Tensor qkv, int num_heads, bool is_causal) -> Tensor",
+    triton_attention.attention_backward,
+    lambda g, qkv, num_heads, is_causal: qkv.new_empty(qkv.shape),
 )

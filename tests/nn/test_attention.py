@@ -5,8 +5,10 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from lowprec import ops
 from lowprec.clip import open_clip
 from lowprec.nn.attention import is_replaceable, replace
+from lowprec.ops import triton_attention
 
 TOLERANCE = 2e-6  # float32: the same sums in another order
 
@@ -55,6 +57,46 @@ def test_attention_equals_the_module_it_replaces(qk_norm, kind):
         torch.testing.assert_close(output, expected, atol=TOLERANCE, rtol=0)
         for name, gradient in gradients(output, ours, x).items():
             torch.testing.assert_close(gradient, expected_gradients[name], atol=2e-5, rtol=0)
+
+
+@pytest.fixture
+def short_attention(monkeypatch, right_interpreter):
+    """Makes attention take the kernels on any device; counts the calls."""
+    calls = []
+
+    def count(kernel):
+        return lambda *arguments: calls.append(kernel.__name__) or kernel(*arguments)
+
+    monkeypatch.setattr(ops, "takes_attention", lambda *_: True)
+    for kernel in (triton_attention.attention, triton_attention.attention_backward):
+        monkeypatch.setattr(ops, kernel.__name__, count(kernel))
+    return calls
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_short_attention_equals_torch(short_attention, monkeypatch, causal):
+    module, x = make(), torch.randn(2, 5, 32, requires_grad=True)
+    module.causal = causal
+    mask = mask_of("causal", 5) if causal else None
+    output, _ = module(x, x, x, attn_mask=mask)
+    found = gradients(output, module, x)
+    assert short_attention == ["attention", "attention_backward"]
+    monkeypatch.setattr(ops, "takes_attention", lambda *_: False)
+    expected, _ = module(x, x, x, attn_mask=mask)
+    torch.testing.assert_close(output, expected, atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(found, gradients(expected, module, x), atol=2e-5, rtol=0)
+    assert len(short_attention) == 2
+
+
+def test_masks_and_norms_of_keys_use_torch(short_attention):
+    x = torch.randn(2, 5, 32)
+    make()(x, x, x, attn_mask=mask_of("bool", 5))
+    normed = open_clip.transformer.Attention(32, 2, qk_norm=True)
+    replace(normed)
+    normed(x)
+    assert not short_attention
+    with pytest.raises(RuntimeError, match="second derivative"):
+        torch.autograd.grad(make()(x.requires_grad_(), x)[0].sum(), x, create_graph=True)
 
 
 def make():

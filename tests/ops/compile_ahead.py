@@ -23,6 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import lowprec.ops
 from lowprec.formats import E4M3, E5M2, INT8
+from lowprec.ops import triton_attention as attention
 from lowprec.ops import triton_gelu as gelu
 from lowprec.ops import triton_matmul as matmul
 from lowprec.ops import triton_quantize as quantize
@@ -95,6 +96,12 @@ def _gelu(features, format):
     gelu.gelu_quantize(_tensor(4096, features), format)
 
 
+def _attention(tokens, head_width, is_causal):
+    qkv, g = _tensor(64, tokens, 6 * head_width), _tensor(64, tokens, 2 * head_width)
+    attention.attention(qkv, 2, is_causal)
+    attention.attention_backward(g, qkv, 2, is_causal)
+
+
 ALL, HOPPER, I8 = (80, 90), (90,), torch.int8
 AND_SUM = {"quantize_rows": quantize.quantize_rows_and_sum}
 ONLY_T = {"rows": False, "dtype": BF16}
@@ -122,6 +129,9 @@ CASES = {  # name: (launches, architectures)
     "gelu int8 of bf16, 5120": (partial(_gelu, 5120, INT8), ALL),
     "gelu e4m3 of bf16, 8192": (partial(_gelu, 8192, E4M3), HOPPER),
     "gelu backward int8 of bf16, 5120": (partial(_gelu_backward, 5120, INT8), ALL),
+    "attention, 33 tokens": (partial(_attention, 33, 64, False), ALL),
+    "attention, 32 tokens, causal": (partial(_attention, 32, 64, True), ALL),
+    "attention, 50 tokens, heads of 128": (partial(_attention, 50, 128, False), ALL),
     "optimizer, fp32": (partial(_optimizer, FP32), ALL),
     "optimizer, bf16": (partial(_optimizer, BF16), ALL),
     "gelu backward e5m2 of bf16, 8192": (partial(_gelu_backward, 8192, E5M2), ALL),

@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowprec import ops
 from lowprec.formats import INT8, parse_format
-from lowprec.ops import reference, triton_gelu, triton_matmul, triton_quantize
+from lowprec.ops import reference, triton_attention, triton_gelu, triton_matmul, triton_quantize
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 ALL = ("rowwise", "columnwise", "tensorwise")
@@ -78,7 +78,30 @@ def test_other_fake_ops_match_the_kernels(device):
     assert_fake_is_true(ops._matmul, triton_matmul.matmul, *arguments)
 
 
+def test_fake_attention_ops_match_the_kernels(device):
+    qkv, g = torch.randn(2, 72, 7, device=device).mT, torch.randn(2, 24, 7, device=device).mT
+    assert_fake_is_true(ops._attention, triton_attention.attention, qkv, 3, True)
+    backward = triton_attention.attention_backward
+    assert_fake_is_true(ops._attention_backward, backward, g, qkv, 3, True)
+
+
+def test_attention_takes_short_16_bit_sequences_on_a_gpu():
+    with FakeTensorMode():
+        for tokens, width, dtype, device, takes in (
+            (64, 256, torch.bfloat16, GPU, True),
+            (1, 32, torch.float16, GPU, True),
+            (65, 256, torch.bfloat16, GPU, False),
+            (64, 258, torch.bfloat16, GPU, False),
+            (64, 256, torch.float32, GPU, False),
+            (64, 256, torch.bfloat16, CPU, False),
+            (0, 256, torch.bfloat16, GPU, False),
+        ):
+            qkv = torch.empty(2, tokens, 3 * width, dtype=dtype, device=device)
+            assert ops.takes_attention(qkv, 2) == takes
+
+
 def test_all_ops_are_compared_with_their_fakes():
     ours = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("lowprec::")}
-    tried = "quantize quantize_rows_and_sum gelu_quantize gelu_backward_quantize matmul"
+    tried = "quantize quantize_rows_and_sum gelu_quantize gelu_backward_quantize matmul attention "
+    tried += "attention_backward"
     assert ours == {f"lowprec::{name}" for name in tried.split()}
