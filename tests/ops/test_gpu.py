@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch import nn
 
 from lowprec import ops
 from lowprec.formats import E4M3, E5M2, INT8
+from lowprec.nn.attention import replace
 from lowprec.nn.linear import LowPrecisionLinear
 from lowprec.nn.recipe import RECIPES
 from lowprec.ops import reference
@@ -72,6 +74,24 @@ def test_layer_compiles_once_to_one_graph(name):
         for _ in range(3):
             found = step(compiled, x, g)
     assert_near(found, expected, 3 * tolerance_of(name))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_attention_compiles_to_one_graph_and_repeats_bits(is_causal):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module = nn.MultiheadAttention(128, 2, batch_first=True, device="cuda", dtype=torch.bfloat16)
+    replace(module)
+    module.causal = is_causal
+    x = torch.randn(9, 33, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    g = torch.randn_like(x)
+
+    def step(call):
+        return torch.autograd.grad(call(x, x, x)[0], [x, *module.parameters()], g)
+
+    found = step(torch.compile(module, fullgraph=True))
+    assert_near(found, step(module), 5e-3)
+    assert all(map(torch.equal, step(module), step(module)))
 
 
 @pytest.mark.parametrize("name", NATIVE)
