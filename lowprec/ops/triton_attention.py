@@ -11,18 +11,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowprec.ops.launch import Launch, plan
+
 MAX_TOKENS = 64
 MAX_HEAD_WIDTH = 128
 DTYPES = (torch.bfloat16, torch.float16)  # float32 products would take the slow units
 
 
 @triton.jit
-def _weights(q, k, scale, tokens, CAUSAL: tl.constexpr, BLOCK_T: tl.constexpr):
+def _weights(
+    q, k, tokens, SCALE: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_T: tl.constexpr
+):  # fmt: skip
     """Softmax of q k^T without its division: float32 weights, and their sums [BLOCK_T, 1]."""
     queries = tl.arange(0, BLOCK_T)[:, None]
     keys = tl.arange(0, BLOCK_T)[None, :]
     visible = (keys < tokens) & (keys <= queries) if CAUSAL else keys < tokens
-    logits = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * 1.4426950408889634)
+    logits = tl.dot(q, tl.trans(k), input_precision="ieee") * (SCALE * 1.4426950408889634)
     logits = tl.where(visible, logits, float("-inf"))
     weights = tl.exp2(logits - tl.max(logits, axis=1, keep_dims=True))
     return weights, tl.sum(weights, axis=1, keep_dims=True)
@@ -30,8 +34,8 @@ def _weights(q, k, scale, tokens, CAUSAL: tl.constexpr, BLOCK_T: tl.constexpr):
 
 @triton.jit
 def _attention_kernel(
-    qkv_ptr, out_ptr, scale, tokens, heads, head_width,
-    CAUSAL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    qkv_ptr, out_ptr, tokens, heads, head_width,
+    SCALE: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     sample, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
     width = heads * head_width
@@ -42,7 +46,7 @@ def _attention_kernel(
     q = tl.load(qkv_ptr, mask=inside, other=0.0)
     k = tl.load(qkv_ptr + width, mask=inside, other=0.0)
     v = tl.load(qkv_ptr + 2 * width, mask=inside, other=0.0)
-    weights, total = _weights(q, k, scale, tokens, CAUSAL, BLOCK_T)
+    weights, total = _weights(q, k, tokens, SCALE, CAUSAL, BLOCK_T)
     out = tl.dot(weights.to(v.dtype), v, input_precision="ieee") / total
     out_ptr += sample * tokens * width + t * width + first
     tl.store(out_ptr, out.to(v.dtype), mask=inside)
@@ -50,8 +54,8 @@ def _attention_kernel(
 
 @triton.jit
 def _attention_backward_kernel(
-    qkv_ptr, g_ptr, grad_ptr, scale, tokens, heads, head_width,
-    CAUSAL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    qkv_ptr, g_ptr, grad_ptr, tokens, heads, head_width,
+    SCALE: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     sample, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
     width = heads * head_width
@@ -63,44 +67,57 @@ def _attention_backward_kernel(
     k = tl.load(qkv_ptr + at + width, mask=inside, other=0.0)
     v = tl.load(qkv_ptr + at + 2 * width, mask=inside, other=0.0)
     g = tl.load(g_ptr + sample * tokens * width + t * width + first, mask=inside, other=0.0)
-    weights, total = _weights(q, k, scale, tokens, CAUSAL, BLOCK_T)
+    weights, total = _weights(q, k, tokens, SCALE, CAUSAL, BLOCK_T)
     weights = weights / total
     grad_v = tl.dot(tl.trans(weights.to(g.dtype)), g, input_precision="ieee")
     tl.store(grad_ptr + at + 2 * width, grad_v.to(g.dtype), mask=inside)
     grad_weights = tl.dot(g, tl.trans(v), input_precision="ieee")
     mean = tl.sum(weights * grad_weights, axis=1, keep_dims=True)
     grad_logits = (weights * (grad_weights - mean)).to(g.dtype)
-    grad_q = tl.dot(grad_logits, k, input_precision="ieee") * scale
+    grad_q = tl.dot(grad_logits, k, input_precision="ieee") * SCALE
     tl.store(grad_ptr + at, grad_q.to(g.dtype), mask=inside)
-    grad_k = tl.dot(tl.trans(grad_logits), q, input_precision="ieee") * scale
+    grad_k = tl.dot(tl.trans(grad_logits), q, input_precision="ieee") * SCALE
     tl.store(grad_ptr + at + width, grad_k.to(g.dtype), mask=inside)
 
 
 def attention(qkv: Tensor, num_heads: int, is_causal: bool) -> Tensor:
     """[batch, tokens, 3 width] -> [batch, tokens, width], for up to `MAX_TOKENS` tokens."""
+    qkv = qkv.contiguous()
     batch, tokens, packed_width = qkv.shape
     out = torch.empty(batch, tokens, packed_width // 3, dtype=qkv.dtype, device=qkv.device)
-    _launch(_attention_kernel, (qkv.contiguous(), out), num_heads, is_causal)
+    _plan_forward(qkv.device, qkv.dtype, *qkv.shape, num_heads, is_causal)(qkv, out)
     return out
+
+
+@plan
+def _plan_forward(device, dtype, *sizes: int) -> Launch:
+    return _plan(_attention_kernel, *sizes)
 
 
 def attention_backward(g: Tensor, qkv: Tensor, num_heads: int, is_causal: bool) -> Tensor:
     """The gradient of qkv, in its layout, from the gradient g of `attention`'s output."""
-    grad = torch.empty_like(qkv, memory_format=torch.contiguous_format)
-    tensors = qkv.contiguous(), g.contiguous(), grad
-    _launch(_attention_backward_kernel, tensors, num_heads, is_causal)
+    g, qkv = g.contiguous(), qkv.contiguous()
+    grad = torch.empty_like(qkv)
+    _plan_backward(qkv.device, qkv.dtype, *qkv.shape, num_heads, is_causal)(qkv, g, grad)
     return grad
 
 
-def _launch(
-    kernel: triton.JITFunction, tensors: tuple[Tensor, ...], num_heads: int, is_causal: bool
-) -> None:
-    """Launches one program for each head of a sample, with a warp for each 16 tokens."""
-    batch, tokens, packed_width = tensors[0].shape
+@plan
+def _plan_backward(device, dtype, *sizes: int) -> Launch:
+    return _plan(_attention_backward_kernel, *sizes)
+
+
+def _plan(kernel, batch: int, tokens: int, packed_width: int, num_heads: int, is_causal: bool):
+    """One program for each head of a sample, with a warp for each 16 tokens."""
     head_width = packed_width // 3 // num_heads
     block_tokens = max(16, triton.next_power_of_2(tokens))
-    kernel[(batch * num_heads,)](
-        *tensors, head_width**-0.5, tokens, num_heads, head_width, CAUSAL=is_causal,
-        BLOCK_T=block_tokens, BLOCK_D=max(16, triton.next_power_of_2(head_width)),
+    return Launch(
+        kernel,
+        grid=(batch * num_heads,),
+        sizes=(tokens, num_heads, head_width),
+        SCALE=head_width**-0.5,
+        CAUSAL=is_causal,
+        BLOCK_T=block_tokens,
+        BLOCK_D=max(16, triton.next_power_of_2(head_width)),
         num_warps=block_tokens // 16,
-    )  # fmt: skip
+    )
