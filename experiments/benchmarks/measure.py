@@ -31,8 +31,8 @@ class Unable(Exception):
 class Lines:
     """Writes one JSON line per measurement to `run_dir/bench/<slug>/<time>.jsonl`.
 
-    The console shows it as a row of a table. `packages`: distributions whose versions a line names
-    besides the project's own. `failed` lists the project's own cases that have no number.
+    The console shows those with a time as a table. `packages`: distributions whose versions a line
+    names besides the project's own. `failed` lists the project's own cases that have no number.
     """
 
     def __init__(
@@ -63,7 +63,8 @@ class Lines:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a") as file:
             file.write(encode_row(row))
-        print(in_words(row), flush=True)
+        if row["ms"] or "reason" in row:
+            print(in_words(row), flush=True)
 
     @contextlib.contextmanager
     def measurement(
@@ -101,12 +102,11 @@ def in_words(row: dict) -> str:
     text = f"{row['case']:24} {' '.join([row['shape'], *more]):50}"
     if "reason" in row:
         return f"{text} {row['reason']}"
-    if row["ms"]:
-        text += f" {row['ms']:9.4g} ms"
+    text += f" {row['ms']:9.4g} ms"
     if row["rate"]:
         text += f" {row['rate']:9.5g} {row.get('rate_unit', '/s')}"
     for base, ratio in ((row["ratio_to"], row["ratio"]), ("high", row.get("ratio_to_high"))):
-        if ratio and row["ms"]:
+        if ratio:
             text += f" | {ratio:.3f} x, saves {100 * (1 - 1 / ratio):5.1f}% of {base}"
     return text
 

@@ -214,7 +214,7 @@ def train_ours(config: StepConfig, case: str, windows: Windows) -> tuple[list[fl
     built.batches_from = lambda first: checked_first(batch, loaded)
     with tempfile.TemporaryDirectory() as folder:
         with contextlib.closing(Record(Path(folder) / "run")) as record:
-            with contextlib.suppress(Enough):
+            with contextlib.suppress(Enough), contextlib.redirect_stdout(None):
                 train(built, record, progress=windows)
             rows = read_rows(record.run / "metrics.jsonl")
     return [row["loss"] for row in rows[:CHECKED]], sum(p.numel() for p in model.parameters())
