@@ -16,10 +16,12 @@ import torch
 import triton
 from torch import Tensor
 from triton.backends.nvidia.driver import make_tensordesc_arg
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 ALIGNMENT = 16  # bytes; Triton compiles another kernel for addresses that are not multiples of it
+SWIZZLE = 128  # bytes; rows of blocks must be multiples of it
 MAX_DESCRIPTORS = 4096  # per argument; the allocator reuses addresses, so few are needed
 RELEASE = triton.__version__[:4]
 _plans = []
@@ -47,7 +49,8 @@ class Launch:
         kernel: takes tensors, then integers, then constants.
         grid: number of programs along each axis.
         sizes: the integers.
-        blocks: for leading tensors that are passed as TMA descriptors, the shapes of their blocks.
+        blocks: for leading tensors that are passed as TMA descriptors to a Gluon kernel, the shapes
+            of their blocks.
         constants: constants by name, and Triton's options, such as num_warps.
     """
 
@@ -76,7 +79,7 @@ class Launch:
             return
         arguments = list(tensors)
         for position, block in enumerate(self.blocks):
-            arguments[position] = TensorDescriptor.from_tensor(tensors[position], block)
+            arguments[position] = _descriptor(tensors[position], block)
         compiled = self.kernel[self.grid](*arguments, *self.sizes, **self.constants)
         if is_aligned and tensors[0].is_cuda and RELEASE in ("3.6.", "3.7."):
             self.launch = self._freeze(compiled, tensors[0].get_device())
@@ -101,14 +104,19 @@ class Launch:
                 if descriptor is None:
                     if len(table) >= MAX_DESCRIPTORS:
                         table.clear()
-                    block = self.blocks[position]
-                    descriptor = TensorDescriptor.from_tensor(tensors[position], block)
+                    descriptor = _descriptor(tensors[position], self.blocks[position])
                     descriptor = make_tensordesc_arg(descriptor, facts[position])
                     table[addresses[position]] = descriptor
                 arguments += descriptor
             launch(current_stream(device), arguments + addresses[len(encoded) :] + last)
 
         return launch_with_descriptors
+
+
+def _descriptor(tensor: Tensor, block: list[int]) -> TensorDescriptor:
+    """For Gluon kernels; blocks lie in shared memory as Hopper's matrix unit reads them."""
+    layout = NVMMASharedLayout(SWIZZLE, element_bitwidth=8 * tensor.element_size(), rank=2)
+    return TensorDescriptor.from_tensor(tensor, block, layout)
 
 
 def _launcher_in_c(runner: Any, compiled: Any, grid: tuple[int, ...]) -> Callable:

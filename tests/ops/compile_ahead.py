@@ -18,8 +18,10 @@ from pathlib import Path
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction, mangle_type
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 import lowprec.ops
 from lowprec.formats import E4M3, E5M2, INT8
@@ -153,7 +155,7 @@ def launches_of(case, capability: int) -> list:
     launches, kept = [], {}
     replaced = {name: Recorder(name, launches) for name in KERNELS}
     replaced["num_sms"] = lambda device: 132
-    replaced["_has_tma"] = lambda device: capability >= 90
+    replaced["_is_hopper"] = lambda device: capability >= 90
     forget_plans()
     for module in MODULES:
         kept[module] = {name: vars(module)[name] for name in replaced if name in vars(module)}
@@ -180,14 +182,14 @@ def compile_launch(name: str, args: tuple, kwargs: dict, capability: int) -> dic
             signature[argument], constants[argument] = "constexpr", value
         elif isinstance(value, TensorDescriptor):
             element = mangle_type(value.base).removeprefix("*")
-            signature[argument] = f"tensordesc<{element}{list(value.block_shape)}>"
+            block = f"{list(value.block_shape)},{value.layout!r}"
+            signature[argument] = f"tensordesc<{element}{block}>"
         else:
             signature[argument] = mangle_type(value)
             if isinstance(value, torch.Tensor) or value % 16 == 0:
                 attributes[(position,)] = [["tt.divisibility", 16]]
-    source = triton.compiler.ASTSource(
-        fn=kernel, signature=signature, constexprs=constants, attrs=attributes
-    )
+    source = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    source = source(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     with tempfile.TemporaryDirectory() as folder:
         ptx = Path(folder) / "kernel.ptx"

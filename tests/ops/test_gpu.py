@@ -144,6 +144,22 @@ def test_random_large_products_match_reference(dtype):
         torch.testing.assert_close(found, expected, rtol=2 * eps, atol=2 * eps)
 
 
+@pytest.mark.parametrize("shape", [(5000, 2584, 1296), (1, 8, 16), (9000, 264, 4112)], ids=str)
+@pytest.mark.parametrize("formats", [(INT8, INT8), (E4M3, E4M3), (E5M2, E4M3)], ids=str)
+def test_sums_of_small_integers_are_exact(formats, shape):
+    skip_without(formats[1])
+    m, n, k = shape
+    a, b = (
+        torch.randint(-3, 4, (rows, k), device="cuda").to(format.dtype)
+        for rows, format in zip((m, n), formats, strict=True)
+    )
+    one = torch.ones(1, 1, device="cuda")
+    exact = a.double() @ b.double().T
+    for dtype in (torch.float32, torch.bfloat16):
+        out = ops.matmul(a, b, one, one, None, dtype, backend="triton")
+        assert torch.equal(out, exact.to(dtype))
+
+
 def test_offsets_beyond_int32():
     m, k = 70_000, 32_768  # 2.3e9 elements
     if torch.cuda.mem_get_info()[0] < 20 * 2**30:

@@ -35,20 +35,30 @@ def make_scale(rows, device, seed):
     return (torch.rand(rows, 1, generator=generator) * 1e-2 + 1e-4).to(device)
 
 
-def launch_plain(a, b, a_scale, b_scale, bias, dtype):
-    return kernels.matmul(a, b, a_scale, b_scale, bias, dtype)
-
-
-def launch_tma(a, *arguments):
-    if a.is_cuda and torch.cuda.get_device_capability() < (9, 0):
-        pytest.skip("no tensor memory accelerator")
+def launch_with(name, replacement, *arguments):
+    """The product with a member of the module replaced."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "_has_tma", lambda device: True)
+        patch.setattr(kernels, name, replacement)
         forget_plans()
         try:
-            return kernels.matmul(a, *arguments)
+            return kernels.matmul(*arguments)
         finally:
             forget_plans()
+
+
+def launch_general(*arguments):
+    """By the kernel that handles all shapes, also on Hopper."""
+    return launch_with("_is_hopper", lambda device: False, *arguments)
+
+
+def launch_hopper(*arguments):
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("not a Hopper GPU")
+    return launch_with("_matmul_kernel", None, *arguments)
+
+
+ON_HOPPER = pytest.param(launch_hopper, id="hopper", marks=pytest.mark.gpu)
+LAUNCHES = pytest.mark.parametrize("launch", [pytest.param(launch_general, id="any"), ON_HOPPER])
 
 
 def assert_int8_agrees(found, arguments):
@@ -73,7 +83,7 @@ def test_int8_scales_and_bias_match_reference(device, rows, bias, dtype):
     b_scale = make_scale(n if rows in ("both", "b") else 1, device, 3)
     added = None if bias is None else torch.randn(n, device=device).to(bias)
     arguments = (a, b, a_scale, b_scale, added, dtype)
-    assert_int8_agrees(launch_plain(*arguments), arguments)
+    assert_int8_agrees(kernels.matmul(*arguments), arguments)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -84,7 +94,7 @@ def test_int8_products_are_exact(device, shape):
     exact = a.double() @ b.double().T
     by_columns = (a.T.contiguous().T, b.T.contiguous().T)
     for operands in ((a, b), by_columns):
-        assert torch.equal(launch_plain(*operands, one, one, None, torch.float32).double(), exact)
+        assert torch.equal(kernels.matmul(*operands, one, one, None, torch.float32).double(), exact)
     assert torch.equal(reference.matmul(a, b, one, one, None, torch.float32).double(), exact)
 
 
@@ -94,21 +104,20 @@ def test_int8_products_are_exact(device, shape):
     + [(ALIGNED[1], dtype, False) for dtype in DTYPES],
     ids=str,
 )
-def test_int8_tma_matches_reference(device, dtype, rows, shape):
+@LAUNCHES
+def test_int8_matches_reference_in_aligned_shapes(device, launch, dtype, rows, shape):
     m, n, k = shape
     a, b = make_int8(m, k, device, 0), make_int8(n, k, device, 1)
     a_scale = make_scale(m if rows else 1, device, 2)
     b_scale = make_scale(n if rows else 1, device, 3)
     bias = torch.randn(n, device=device) if rows else None
     arguments = (a, b, a_scale, b_scale, bias, dtype)
-    assert_int8_agrees(launch_tma(*arguments), arguments)
+    assert_int8_agrees(launch(*arguments), arguments)
 
 
-@pytest.mark.parametrize("long_k", [2048, 128])
-@pytest.mark.parametrize("launch", [launch_plain, launch_tma], ids=["plain", "tma"])
+@LAUNCHES
 @pytest.mark.parametrize("formats, dtype", [*zip(FP8, DTYPES, strict=True)], ids=str)
-def test_fp8_matches_reference_within_rounding(device, monkeypatch, dtype, formats, launch, long_k):
-    monkeypatch.setattr(kernels, "LONG_K", long_k)
+def test_fp8_matches_reference_within_rounding(device, dtype, formats, launch):
     m, n, k = 150, 80, 304
     a = make_fp8(m, k, formats[0], device, 0)
     b = make_fp8(n, k, formats[1], device, 1)
@@ -130,7 +139,7 @@ def test_partial_int32_sums_are_added_in_float32(device, monkeypatch, dtype, k):
     a, b = make_int8(33, k, device, 0), make_int8(20, k, device, 1)
     a_scale, b_scale = make_scale(33, device, 2), make_scale(20, device, 3)
     bias = torch.randn(20, device=device)
-    found = launch_plain(a, b, a_scale, b_scale, bias, dtype)
+    found = kernels.matmul(a, b, a_scale, b_scale, bias, dtype)
     exact = (a.double() @ b.double().T) * a_scale.double() * b_scale.double().T + bias.double()
     bound = EPS[dtype] * (exact.abs() + bias.abs()) + 1e-4  # float32 sums of the parts
     assert ((found.double() - exact).abs() <= bound).all()
@@ -144,14 +153,14 @@ def test_sums_beyond_int32_are_right(device):
     b = torch.full((3, k), -127, dtype=torch.int8, device=device)
     one = torch.ones(1, 1, device=device)
     assert 127**2 * k > 2**31
-    multiplies = [reference.matmul] + [launch_plain] * a.is_cuda  # takes 20 s in the interpreter
+    multiplies = [reference.matmul] + [kernels.matmul] * a.is_cuda  # takes 20 s in the interpreter
     for multiply in multiplies:
         found = multiply(a, b, one, one, None, torch.float32)
         exact = torch.full_like(found, -(127.0**2) * k)
         torch.testing.assert_close(found, exact, rtol=2.0**-22, atol=0)
 
 
-@pytest.mark.parametrize("launch", [launch_plain, launch_tma], ids=["plain", "tma"])
+@LAUNCHES
 def test_nan_scale_makes_only_its_row_nan(device, launch):
     a, b = make_int8(40, 64, device, 0), make_int8(48, 64, device, 1)
     a_scale, b_scale = make_scale(40, device, 2), make_scale(48, device, 3)
@@ -167,5 +176,5 @@ def test_empty_product_launches_nothing(device, monkeypatch, m, n):
     monkeypatch.setattr(kernels, "_plan", None)
     a, b = make_int8(m, 64, device, 0), make_int8(n, 64, device, 1)
     one = torch.ones(1, 1, device=device)
-    found = launch_plain(a, b, one, one, None, torch.bfloat16)
+    found = kernels.matmul(a, b, one, one, None, torch.bfloat16)
     assert found.shape == (m, n) and found.dtype == torch.bfloat16
