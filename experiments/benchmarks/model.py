@@ -12,6 +12,7 @@ of ours counts. `ratio` is relative to the faster open_clip case, for the eager 
 `runs/bench/model/<time>.jsonl`; exits with 1 if one of ours was wrong or failed.
 """
 
+import contextlib
 import dataclasses
 import gc
 from functools import partial
@@ -71,6 +72,23 @@ class Ratios:
             row["ratio_to_high"] = round(row["rate"] / self.high_rate, 4)
 
 
+def measurement(
+    lines: Lines, config: ModelConfig, case: str, batch: str, **more: object
+) -> contextlib.AbstractContextManager[dict]:
+    """Opens the line of a case."""
+    checkpointed = ", checkpointing" if config.checkpointing else ""
+    return lines.measurement(
+        case,
+        f"{config.model.name} {batch}{checkpointed}",
+        config.precision.autocast,
+        is_ours=case in RECIPES,
+        image_size=config.model.image_size,
+        patch_dropout=config.model.patch_dropout,
+        compiled=config.compile and case != EAGER,
+        **more,
+    )
+
+
 def cases_of(config: ModelConfig) -> list[str]:
     """The cases of a config, open_clip's first; its compiled one only under compile=true."""
     cases = [case for case in (*OPEN_CLIP, *RECIPES) if case in config.cases]
@@ -81,16 +99,10 @@ def main(config: ModelConfig) -> None:
     """Measures all cases of one config, each built anew from the same seed."""
     device = pick_device(config.device)
     lines = Lines(config.run_dir, "model", device)
-    checkpointed = ", checkpointing" if config.checkpointing else ""
-    shape = f"{config.model.name} batch {config.batch_size}{checkpointed}"
-    dtype, facts = config.precision.autocast, {"image_size": config.model.image_size}
-    facts["patch_dropout"] = config.model.patch_dropout
     expected, ratios = None, Ratios()
     for case in cases_of(config):
-        is_ours = case in RECIPES
-        facts["compiled"] = config.compile and case != EAGER
-        with lines.measurement(case, shape, dtype, is_ours=is_ours, **facts) as row:
-            if is_ours and expected is None:
+        with measurement(lines, config, case, f"batch {config.batch_size}") as row:
+            if case in RECIPES and expected is None:
                 raise RuntimeError("no case of open_clip to compare with")
             result = measure(config, case, device)
             right = expected or result

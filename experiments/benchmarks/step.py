@@ -35,12 +35,13 @@ from torch import Tensor
 
 from experiments.benchmarks.configs import RECIPES, StepConfig
 from experiments.benchmarks.measure import Lines, Wrong, random_batch
-from experiments.benchmarks.model import Ratios, build_task, cases_of
+from experiments.benchmarks.model import Ratios, build_task, cases_of, measurement
 from lowprec.clip import open_clip
 from lowprec.clip.model import Normalize, image_size
 from lowprec.clip.text import Tokenizer
+from lowprec.config.schema import default_warmup
 from lowprec.data.open import num_workers, open_data
-from lowprec.optim.schedules import learning_rate, param_groups, set_learning_rate
+from lowprec.optim.schedules import param_groups
 from lowprec.runs.read import read_rows
 from lowprec.runs.record import Record
 from lowprec.train.build import build, pick_device
@@ -48,6 +49,8 @@ from lowprec.train.loop import Progress, train
 
 # isort: split
 from open_clip_train import data as open_clip_data  # after lowprec.clip, see there
+from open_clip_train.params import parse_args
+from open_clip_train.scheduler import cosine_lr
 from open_clip_train.train import train_one_epoch
 
 REPEATS = 3  # windows that count
@@ -116,7 +119,11 @@ def main(config: StepConfig) -> None:
     expected = None
     for case in cases_of(config):
         result = None
-        with line(lines, config, case) as row:
+        batches = "in memory" if config.preloaded else "loaded"
+        facts = {"batches": batches, "optimizer": config.optimizer.name}
+        if case not in RECIPES:
+            facts["optimizer"] = "torch.optim.AdamW, fused"
+        with measurement(lines, config, case, f"batch {config.batch_size}", **facts) as row:
             result = measure(config, case)
             if case in RECIPES and expected is None:
                 raise RuntimeError("no case of open_clip to compare with")
@@ -127,30 +134,10 @@ def main(config: StepConfig) -> None:
         if config.largest and row and device.type == "cuda":
             free()
             batch_size = result.largest_batch(config.batch_size, unit)
-            with line(lines, config, case, largest=True) as row:
-                result = largest(config, case, batch_size, unit)
-                row.update(result)
+            with measurement(lines, config, case, "largest batch", **facts) as row:
+                row.update(largest(config, case, batch_size, unit))
                 of_largest.add(row, case)
     lines.exit_if_failed()
-
-
-def line(
-    lines: Lines, config: StepConfig, case: str, **more: object
-) -> contextlib.AbstractContextManager[dict]:
-    """Opens the line of a case."""
-    facts = {
-        "image_size": config.model.image_size,
-        "patch_dropout": config.model.patch_dropout,
-        "compiled": config.compile and "eager" not in case,
-        "optimizer": config.optimizer.name if case in RECIPES else "adamw, fused",
-        "batches": "in memory" if config.preloaded else "loaded",
-        **more,
-    }
-    checkpointed = ", checkpointing" if config.checkpointing else ""
-    at = "largest batch" if more.get("largest") else f"batch {config.batch_size}"
-    shape = f"{config.model.name} {at}{checkpointed}"
-    is_ours = case in RECIPES
-    return lines.measurement(case, shape, config.precision.autocast, is_ours=is_ours, **facts)
 
 
 def check(losses: list[float], expected: list[float]) -> None:
@@ -265,26 +252,21 @@ class OpenClipLoop:
         self.losses: list[Tensor] = []
         self.loss_fn = open_clip.loss.ClipLoss(cache_labels=True)
         self.begin, self.waited = time.perf_counter(), 0.0
-        self.args = SimpleNamespace(
-            accum_freq=1,
-            batch_size=config.batch_size,
-            dataset_resampled=True,
-            device=self.device,
-            distill=False,
-            grad_clip_norm=config.optimizer.clip_norm,
-            horovod=False,
-            log_every_n_steps=config.log_every,
-            precision=PRECISIONS[config.precision.autocast],
-            rank=0,
-            local_rank=0,
-            skip_scheduler=False,
-            train_data="::".join(sorted(glob.glob(config.data.train))),
-            train_data_upsampling_factors=None,
-            train_num_samples=ENDLESS,
-            wandb=False,
-            workers=num_workers(config.num_workers),
-            world_size=1,
-        )
+        rule, schedule = config.optimizer, config.schedule
+        warmup = schedule.warmup_steps or default_warmup(config.num_steps, schedule.name)
+        self.set_rate = cosine_lr(optimizer, rule.lr, warmup, config.num_steps)
+        options = {
+            "train-data": "::".join(sorted(glob.glob(config.data.train))),
+            "train-num-samples": ENDLESS,
+            "batch-size": config.batch_size,
+            "log-every-n-steps": config.log_every,
+            "precision": PRECISIONS[config.precision.autocast],
+            "workers": num_workers(config.num_workers),
+        }
+        flags = [f"--{name}={value}" for name, value in options.items()]
+        self.args = parse_args([*flags, "--dataset-resampled"])
+        alone = {"rank": 0, "local_rank": 0, "world_size": 1, "distill": False, "wandb": False}
+        vars(self.args).update(alone, device=self.device)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         batch = random_batch(self.model, self.config.batch_size, self.device)
@@ -324,11 +306,4 @@ class OpenClipLoop:
             row["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None
             self.begin, self.waited = now, 0.0
             self.windows.flushed(row)
-        rate = learning_rate(
-            step + 1,
-            peak=self.config.optimizer.lr,
-            num_steps=self.config.num_steps,
-            warmup_steps=self.config.schedule.warmup_steps,
-            shape=self.config.schedule.name,
-        )
-        set_learning_rate(self.optimizer, rate)
+        self.set_rate(step)
