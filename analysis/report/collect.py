@@ -115,7 +115,7 @@ def collapse_of(summary: dict, loss: np.ndarray) -> str:
     warmup = summary["schedule.warmup_steps"]
     if pd.isna(warmup):
         warmup = default_warmup(summary["num_steps"], summary["schedule.name"])
-    collapse = Collapse(batch_size, warmup)
+    collapse = Collapse(batch_size, warmup, summary["num_steps"])
     texts = [collapse.feed(step, value) for step, value in enumerate(loss, 1)]
     return next(filter(None, reversed(texts)), "")
 

@@ -18,6 +18,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 ROUNDING = 1e-6  # a constant float32 loss scatters by at most this share of its mean
 NEAR_CHANCE = 0.02  # share of ln(batch size) by which a collapsed model's loss scatters
 COLLAPSED = 50  # steps
+AT_CHANCE, LAST_STEPS = 0.005, 20  # the same at the end of a shorter run
 ONSET_WINDOW = 50  # steps
 ONSET_DEVIATIONS = 3.0  # median absolute deviations of the differences
 
@@ -72,19 +73,26 @@ class Spike(NamedTuple):
 class Collapse:
     """Detects a collapsed model, which tells no pairs apart: its loss stays at ln(batch_size).
 
-    In the first `warmup_steps` the loss may be at chance level.
+    In the first `warmup_steps` of the `num_steps` the loss may be at chance level.
     """
 
-    def __init__(self, batch_size: int, warmup_steps: int):
-        self.chance, self.warmup_steps, self.num_steps = math.log(batch_size), warmup_steps, 0
+    def __init__(self, batch_size: int, warmup_steps: int, num_steps: int):
+        self.chance = math.log(batch_size)
+        self.warmup_steps, self.num_steps = warmup_steps, num_steps
+        self._near = self._at = 0  # steps in a row
 
     def feed(self, step: int, loss: float) -> str:
-        """A sentence at the COLLAPSED-th step in a row within NEAR_CHANCE of chance, else ""."""
-        is_near = abs(loss - self.chance) <= NEAR_CHANCE * self.chance
-        self.num_steps = self.num_steps + 1 if is_near and step > self.warmup_steps else 0
-        if self.num_steps != COLLAPSED:
+        """A sentence at the COLLAPSED-th step in a row within NEAR_CHANCE of chance, else "".
+
+        The last step of a run needs just LAST_STEPS in a row, but within AT_CHANCE.
+        """
+        distance = abs(loss - self.chance) if step > self.warmup_steps else math.inf
+        self._near = self._near + 1 if distance <= NEAR_CHANCE * self.chance else 0
+        self._at = self._at + 1 if distance <= AT_CHANCE * self.chance else 0
+        ends = step == self.num_steps and self._at >= LAST_STEPS and self._near < COLLAPSED
+        if self._near != COLLAPSED and not ends:
             return ""
-        first = step - COLLAPSED + 1
+        first = step - self._near + 1
         return f"the loss has been at chance level, {self.chance:.3g}, since step {first}"
 
 

@@ -89,7 +89,7 @@ class MetricsBuffer:
         warmup = config.schedule.warmup_steps
         if warmup is None:
             warmup = default_warmup(config.num_steps, config.schedule.name)
-        self.collapse = Collapse(config.batch_size, warmup)
+        self.collapse = Collapse(config.batch_size, warmup, config.num_steps)
         self.detector = self._restore_detector()
         self.spikes: list[tuple[int, str]] = []  # step and kind of the last flush's
         self.waited = 0.0

@@ -306,9 +306,28 @@ def test_largest_rms_bounds_the_threshold_and_rho_is_at_most_one():
 
 def test_a_loss_that_stays_at_chance_after_warm_up_is_a_collapse_once():
     losses = [math.log(64)] * 60 + [2.0] + [math.log(64) * 1.019] * 80 + [math.log(64) * 1.03] * 60
-    collapse = Collapse(64, warmup_steps=20)
+    collapse = Collapse(64, warmup_steps=20, num_steps=141)
     said = {
         step: text for step, loss in enumerate(losses, 1) if (text := collapse.feed(step, loss))
     }
     assert said == {111: "the loss has been at chance level, 4.16, since step 62"}
     assert not any(collapse.feed(300 + i, math.nan) for i in range(60))
+
+
+@pytest.mark.parametrize(
+    ("losses", "first"),
+    [
+        ([1.0] * 20, 11),  # at chance since the warmup
+        ([0.9] * 10 + [1.004] * 20, 21),
+        ([0.9] * 10 + [1.015] * 5 + [1.0] * 20, 21),
+        ([0.9] * 11 + [1.0] * 19, None),
+        ([1.0] * 25 + [0.97], None),  # it learned at last
+        ([1.01, 0.99] * 14, None),  # a healthy start
+        ([1.0] * 55, None),  # reported before
+    ],
+)
+def test_a_short_run_that_ends_at_chance_is_a_collapse(losses, first):
+    collapse, losses = Collapse(64, 10, 10 + len(losses)), [1.0] * 10 + losses
+    texts = [collapse.feed(n, loss * math.log(64)) for n, loss in enumerate(losses, 1)]
+    told = f"the loss has been at chance level, 4.16, since step {first}"
+    assert texts[-1] == (told if first else "")
