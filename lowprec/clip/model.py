@@ -3,9 +3,11 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowprec.clip import open_clip
+from lowprec.clip import open_clip, vision
+from lowprec.clip.vision import PatchDropout
 from lowprec.config.schema import PRESETS, ModelConfig, PrecisionConfig
 from lowprec.nn.coverage import Layers
 from lowprec.nn.recipe import RECIPES, custom_recipe
@@ -14,46 +16,21 @@ from lowprec.nn.replace import NoLayerError, apply_recipe
 TEXT_HEAD_WIDTH = 64
 
 
-class PatchDropout(nn.Module):
-    """Keeps a random part of each image's patches in training, and always the class token.
+class CLIP(open_clip.model.CLIP):
+    """open_clip's; on a GPU the text tower normalizes only pooled tokens."""
 
-    `[batch, 1 + patches, width] -> [batch, 1 + kept, width]`; kept = max(1, int(patches (1 - p))).
-    Draws on the tensor's device; open_clip draws on the CPU, so that each step waits for a copy.
-    Source: arXiv:2212.00794.
-
-    With `batch_size`, that of the global batch, numbers are drawn for the whole batch, and
-    consecutive forwards use the rows of this rank's consecutive micro-batches: the result depends
-    on neither the number of ranks nor the micro-batches.
-    """
-
-    def __init__(
-        self, probability: float, batch_size: int | None = None, rank: int = 0, num_ranks: int = 1
-    ):
-        super().__init__()
-        self.probability, self.batch_size = probability, batch_size
-        images = (batch_size or 0) // num_ranks
-        self.begin, self.end = rank * images, (rank + 1) * images
-        self.next, self.drawn = self.begin, None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Drops patches in training mode; returns x otherwise."""
-        if not self.training:
-            return x
-        batch, tokens, width = x.shape
-        num_kept = max(1, int((tokens - 1) * (1 - self.probability)))
-        order = self._draw(batch, tokens - 1, x.device).topk(num_kept, dim=1).indices
-        patches = x[:, 1:].gather(1, order[:, :, None].expand(-1, -1, width))
-        return torch.cat((x[:, :1], patches), dim=1)
-
-    def _draw(self, batch: int, patches: int, device: torch.device) -> Tensor:
-        """One random number per image and patch: [batch, patches]."""
-        if self.batch_size is None:
-            return torch.rand(batch, patches, device=device)
-        if self.next == self.begin:
-            self.drawn = torch.rand(self.batch_size, patches, device=device)
-        rows = self.drawn[self.next : self.next + batch]
-        self.next = self.begin if self.next + batch == self.end else self.next + batch
-        return rows
+    def encode_text(self, text: Tensor, normalize: bool = False) -> Tensor:
+        """int64 [batch, context_length] -> [batch, embed_dim]."""
+        if not vision.is_fast(text) or isinstance(self.text_projection, nn.Linear):
+            return super().encode_text(text, normalize)
+        dtype = self.transformer.get_cast_dtype()
+        x = self.token_embedding(text).to(dtype) + self.positional_embedding.to(dtype)
+        x = self.transformer(x, attn_mask=self.attn_mask)
+        end = getattr(self, "text_eos_id", None)
+        pool = open_clip.transformer.text_global_pool
+        x = self.ln_final(pool(x, text, self.text_pool_type, eos_token_id=end))
+        x = x if self.text_projection is None else x @ self.text_projection
+        return F.normalize(x, dim=-1) if normalize else x
 
 
 def build_model(config: ModelConfig, intervention: str = "none") -> nn.Module:
@@ -65,7 +42,7 @@ def build_model(config: ModelConfig, intervention: str = "none") -> nn.Module:
     """
     sizes = model_config(config, intervention)
     if config.name in PRESETS:
-        model = open_clip.model.CLIP(**sizes, output_dict=True)
+        model = CLIP(**sizes, output_dict=True)
     else:
         model = open_clip.create_model(
             config.name,
@@ -74,6 +51,7 @@ def build_model(config: ModelConfig, intervention: str = "none") -> nn.Module:
             output_dict=True,
             **{key: sizes[key] for key in ("embed_dim", "vision_cfg", "text_cfg")},
         )
+    vision.replace(model.visual)
     if config.patch_dropout:
         model.visual.patch_dropout = PatchDropout(config.patch_dropout)
     return model
@@ -210,4 +188,4 @@ class Normalize(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Normalizes images on the module's device."""
-        return (images.float() - self.mean) / self.std
+        return (images - self.mean).div_(self.std)

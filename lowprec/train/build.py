@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from lowprec.clip.export import load_weights
 from lowprec.clip.model import (
     Normalize,
-    PatchDropout,
     blocks,
     build_model,
     contrastive_loss,
@@ -23,6 +22,7 @@ from lowprec.clip.model import (
     use_stable_embedding,
 )
 from lowprec.clip.text import Tokenizer, build_classifier, imagenet
+from lowprec.clip.vision import PatchDropout, compile_embedding
 from lowprec.config.check import ConfigError
 from lowprec.config.preflight import names_file, read_lines
 from lowprec.config.schema import EIGHT_BIT, Config
@@ -235,6 +235,7 @@ def parallelize(model: nn.Module, config: Config, world: Ranks) -> nn.Module:
             raise ConfigError([f"compile=true: {config.model.name} has no open_clip blocks"])
         torch.compiler.reset()  # its recompilation limit counts over all runs of a process
         compile_blocks(model, blocks(model))
+        compile_embedding(model.visual)
     if world.size == 1:
         return model
     if has_batch_norm(model) and not config.distributed.sync_bn:

@@ -59,7 +59,8 @@ class GraphedStep:
     def __init__(self, step: TrainStep, batch: Batch):
         device = step.frozen.device
         self.step = step
-        self.batch = batch.to(device)
+        self.batch, self.next = batch.to(device), batch.to(device)
+        self.copies, self.next_is_free = torch.cuda.Stream(device), torch.cuda.Event()
         for group in step.optimizer.param_groups:  # read at replay, so it lives on the device
             group["lr"] = torch.zeros((), device=device)
         random_state = torch.cuda.get_rng_state(device)
@@ -76,13 +77,26 @@ class GraphedStep:
         # thread_local: the loader's pinning thread may use CUDA during the capture
         with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             self.values = step(self.batch)
+        self.next_is_free.record()
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
-        """Copies the batch to the graph's inputs and replays the graph."""
-        self.batch.images.copy_(batch.images, non_blocking=True)
-        self.batch.tokens.copy_(batch.tokens, non_blocking=True)
+        """Copies a batch on the host to the graph's inputs and replays the graph.
+
+        The copy to the device overlaps the previous step.
+        """
+        with torch.cuda.stream(self.copies):
+            self.copies.wait_event(self.next_is_free)
+            self._copy(batch, self.next)
+        torch.cuda.current_stream().wait_stream(self.copies)
+        self._copy(self.next, self.batch)
+        self.next_is_free.record()
         self.graph.replay()
         return self.values
+
+    @staticmethod
+    def _copy(source: Batch, target: Batch) -> None:
+        target.images.copy_(source.images, non_blocking=True)
+        target.tokens.copy_(source.tokens, non_blocking=True)
 
 
 def can_capture(config: Config, device: torch.device) -> bool:

@@ -7,15 +7,15 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from lowprec.clip import open_clip
+from lowprec.clip import open_clip, vision
 from lowprec.clip.export import read_weights, write_weights
 from lowprec.clip.model import (
     Normalize,
-    PatchDropout,
     build_model,
     contrastive_loss,
     set_precision,
 )
+from lowprec.clip.vision import PatchDropout
 from lowprec.config.compose import CONF
 from lowprec.config.schema import ModelConfig, PrecisionConfig
 from lowprec.nn.recipe import RECIPES
@@ -42,6 +42,36 @@ def test_patch_dropout_keeps_the_class_token_and_a_fraction_of_patches(share):
     assert all(len(row.unique()) == len(row) for row in dropped[:, :, 0])
     assert not torch.equal(dropped[0], dropped[1])
     assert torch.equal(PatchDropout(share).eval()(x), x)
+
+
+def compare_ways(monkeypatch, module, run, unused=()):
+    """Compares output and gradients of a module in the two ways of `vision.is_fast`, in float64."""
+    named = dict(module.double().train().named_parameters())
+    parameters = [named[name] for name in named if name not in unused]
+    results = []
+    for fast in (False, True):
+        monkeypatch.setattr(vision, "is_fast", lambda x, fast=fast: fast)
+        torch.manual_seed(1)
+        output = run(module)
+        results.append([output, *torch.autograd.grad(output.sin().sum(), parameters)])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("size, dropout", [((32, 32), 0.5), ((32, 48), 0.5), ((32, 48), 0.0)])
+def test_vision_tower_on_a_gpu_computes_what_open_clip_does(monkeypatch, size, dropout):
+    tower = open_clip.transformer.VisionTransformer(size, 8, 64, 1, 2, 4.0)
+    vision.replace(tower)
+    if dropout:
+        tower.patch_dropout = PatchDropout(dropout)
+    images = torch.randn(4, 3, *size, dtype=torch.float64)
+    compare_ways(monkeypatch, tower, lambda tower: tower(images))
+
+
+def test_text_tower_on_a_gpu_computes_what_open_clip_does(monkeypatch):
+    model, _, tokens = model_and_batch()
+    unused = [name for name, _ in model.named_parameters() if name.startswith("visual.")]
+    run = lambda model: model.encode_text(tokens, normalize=True)  # noqa: E731
+    compare_ways(monkeypatch, model, run, [*unused, "logit_scale"])
 
 
 def test_open_clip_model_by_name_with_other_sizes():

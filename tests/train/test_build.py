@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from lowprec.clip.model import PatchDropout, blocks
+from lowprec.clip.model import blocks
+from lowprec.clip.vision import PatchDropout
 from lowprec.data.open import open_data
 from lowprec.train.build import build
 from lowprec.train.step import can_capture
