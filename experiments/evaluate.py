@@ -67,15 +67,19 @@ class EvaluateConfig:
 
 def main(config: EvaluateConfig) -> None:
     """Builds the run's model, loads its newest checkpoint and evaluates it."""
-    from lowprec.train.build import build
-    from lowprec.train.checkpoint import find_checkpoint, step_of
-
     run = Path(config.run)
     try:
         trained = evaluated_config(read_config(run), config)
         if trained.evaluation.name == "none":
             sys.exit(f"{run} has evaluation=none: choose evaluation=zero_shot, retrieval or both")
         preflight(trained, training=False)
+    except ConfigError as error:
+        sys.exit(f"{run} cannot be evaluated:\n{error}")
+    # a refused command loads no torch
+    from lowprec.train.build import build
+    from lowprec.train.checkpoint import find_checkpoint, step_of
+
+    try:
         built = build(trained, open_data(trained, training=False))
         checkpoint = find_checkpoint(run)
     except (ConfigError, CheckpointError) as error:

@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from experiments.entry import run_command
 from experiments.evaluate import EvaluatedPrecision
 from lowprec.config.schema import key
+from lowprec.nearest import nearest_path
 from lowprec.runs.read import read_config
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ def main(config: ExportConfig) -> None:
         sys.exit(
             "precision.autocast needs precision=int8_inference: otherwise weights do not change"
         )
+    if near := nearest_path(config.source):
+        sys.exit(f"source={config.source} does not exist{near}")
     try:
         if config.precision.recipe == "int8_inference":
             state = write_int8(Path(config.source), Path(config.out), config.precision.autocast)

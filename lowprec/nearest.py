@@ -1,7 +1,10 @@
 """The nearest valid name, for messages about a name that does not exist."""
 
+import contextlib
 import difflib
+import os
 from collections.abc import Iterable
+from pathlib import Path
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:
@@ -18,3 +21,21 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
         or difflib.get_close_matches(name, names, n=1, cutoff=0.4)
     )
     return f"; nearest: {matches[0]}" if matches else ""
+
+
+def nearest_path(path: str | Path) -> str:
+    """`; nearest: x` for a similar name in the deepest folder of the path that exists.
+
+    Says that there is none, too; returns nothing for a path that exists.
+    """
+    path, names = Path(path), []
+    if os.path.exists(path):
+        return ""
+    folder = next(parent for parent in path.parents if os.path.isdir(parent))
+    with contextlib.suppress(OSError):  # not readable
+        names = sorted(os.listdir(folder))
+    missing = path.relative_to(folder).parts[0]
+    near = difflib.get_close_matches(missing, names, n=1, cutoff=0.6)
+    return (
+        f"; nearest: {folder / near[0]}" if near else f"; {folder.absolute()} has no similar name"
+    )

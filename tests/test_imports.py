@@ -8,6 +8,7 @@ import tomllib
 from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 
 REPOSITORY = Path(__file__).parents[1]
@@ -30,6 +31,22 @@ for module in {modules}:
     assert "torch" not in sys.modules, module
 """
     subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY, timeout=60)
+
+
+@pytest.mark.parametrize(("entry", "key"), [("evaluate", "run={}"), ("export", "source={} out=x")])
+def test_wrong_path_is_refused_without_torch_and_with_the_nearest_one(tmp_path, entry, key):
+    code = f"""
+import runpy, sys
+try:
+    runpy.run_module("experiments.{entry}", run_name="__main__", alter_sys=True)
+finally:
+    assert "torch" not in sys.modules
+"""
+    (tmp_path / "nano-0").mkdir()
+    for path, hint in (("nano-1", f"nearest: {tmp_path}/nano-0"), ("x/y", "has no similar name")):
+        command = [sys.executable, "-c", code, *key.format(tmp_path / path).split()]
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 1 and hint in done.stderr and "Traceback" not in done.stderr
 
 
 LIBRARY = """

@@ -1,15 +1,14 @@
 """The files and URLs that `data.train` and `data.val` name, and their names without secrets."""
 
-import difflib
 import glob
 import hashlib
-import os
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from braceexpand import UnbalancedBracesError, braceexpand
+
+from lowprec.nearest import nearest_path
 
 SECRETS = re.compile(r"(?<=//)[^/]*@|[?#].*")  # user:password@, query and fragment
 
@@ -17,7 +16,7 @@ SECRETS = re.compile(r"(?<=//)[^/]*@|[?#].*")  # user:password@, query and fragm
 def expand(pattern: str, name: str = "data.train") -> list[str]:
     """The files of a glob with braces, sorted.
 
-    Raises FileNotFoundError naming the nearest file if nothing matches, or all members of a brace
+    Raises FileNotFoundError naming a similar file if nothing matches, or all members of a brace
     that match nothing.
     """
     try:
@@ -31,11 +30,7 @@ def expand(pattern: str, name: str = "data.train") -> list[str]:
         raise FileNotFoundError(
             f"{name}={pattern}: {len(missing)} are missing: {listing(missing, ', ', limit=5)}"
         )
-    folder = next((p for p in Path(pattern).parents if os.path.exists(p)), Path())
-    names = [str(path) for path in sorted(folder.glob("*"))[:1000]]
-    near = difflib.get_close_matches(pattern, names, n=1, cutoff=0)
-    hint = f"; nearest: {near[0]}" if near else f"; {folder} is empty"
-    raise FileNotFoundError(f"{name}={pattern}: no file matches{hint}")
+    raise FileNotFoundError(f"{name}={pattern}: no file matches{nearest_path(missing[0])}")
 
 
 def listing(items: list[str], separator: str, limit: int = 20) -> str:

@@ -14,6 +14,7 @@ from lowprec.config.check import ConfigError
 from lowprec.config.patterns import expand, expand_urls
 from lowprec.config.place import place
 from lowprec.config.schema import SHAPES, Config
+from lowprec.nearest import nearest_path
 
 PACKAGES = {  # choice of a logger or an optimizer: the package that it needs
     "tensorboard": "tensorboard",
@@ -35,6 +36,7 @@ def preflight(config: Config, *, training: bool = True, planned: int | None = No
         faults.append(
             f"model.init_from={config.model.init_from}: no weights there; a run, a checkpoint, a "
             "folder or .safetensors of experiments.export or open_clip's .pt is expected"
+            + nearest_path(config.model.init_from)
         )
     if training:
         faults += _folder_faults(config)
@@ -118,7 +120,9 @@ def _names_faults(config: Config) -> list[str]:
                 f"{kind}.txt beside data.val); evaluation=retrieval needs none"
             )
         elif file not in (None, "imagenet") and not os.path.isfile(file):
-            faults.append(f"data.{kind}={file}: no such file; it can also be imagenet")
+            faults.append(
+                f"data.{kind}={file}: no such file{nearest_path(file)}; it can also be imagenet"
+            )
         elif file not in (None, "imagenet") and is_needed:
             lines = read_lines(file)
             bad = [line for line in lines if kind == "templates" and line.count("{}") != 1]
@@ -158,7 +162,8 @@ def _folder_faults(config: Config) -> list[str]:
     """Folders that a run reads its state from or writes its record to; none is made."""
     faults = []
     if config.resume.from_ and not os.path.isdir(config.resume.from_):
-        faults.append(f"resume.from={config.resume.from_}: no such run or checkpoint")
+        near = nearest_path(config.resume.from_)
+        faults.append(f"resume.from={config.resume.from_}: no such run or checkpoint{near}")
     if config.remote_sync:
         try:
             fsspec.get_filesystem_class(fsspec.utils.get_protocol(config.remote_sync))

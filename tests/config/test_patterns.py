@@ -44,7 +44,9 @@ def test_braces_and_globs_are_expanded(tmp_path):
     ("pattern", "parts"),
     [
         ("a-{0..2}.tar", ("1 are missing", "a-2.tar")),
-        ("deep/er/a-0.tra", ("data.val=", "no file matches", "nearest: ", "a-0.tar")),
+        ("a-0.tra", ("data.val=", "no file matches", "nearest: ", "a-0.tar")),
+        ("a-0.d/*.tar", ("nearest: ", "a-0.tar")),
+        ("deep/er/a-0.tra", ("no file matches; ", "test_pattern", " has no similar name")),
     ],
 )
 def test_pattern_without_its_files_is_refused_with_the_nearest_one(tmp_path, pattern, parts):

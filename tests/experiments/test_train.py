@@ -172,7 +172,12 @@ SHARDS = ("data=shards", "data.train=data/shapes/train-*.tar", "data.val=data/sh
         (
             ("data=shards", "data.train=nowhere/*.tar", "data.val=data/shapes/vla-*.tar")
             + ("data.classnames=no.txt", "model.init_from=no.pt"),
-            ("data.train=nowhere", "nearest: data/shapes/val-0000.tar", "no.txt", "no.pt"),
+            (
+                "data.train=nowhere",
+                "nearest: data/shapes/val-0000.tar",
+                "no.txt",
+                "pt is expected; /",
+            ),
         ),
         ((*SHARDS, "data.classnames=two.txt"), ("two.txt names 2 classes",)),
         (("data.train=data/shaeps/train-*.tar",), ("no file matches",)),
