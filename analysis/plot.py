@@ -9,7 +9,8 @@
 
 Over steps, each run is a thin line, and several runs of one color share a thick median line.
 Nothing is smoothed. Otherwise each run is a point, with the mean and the range of each color.
-Losses of CLIP are compared with chance, ln(batch size). Writes OUT.png, OUT.pdf and OUT.csv.
+Losses of CLIP are compared with chance, ln(batch size). Writes OUT.png, OUT.pdf and OUT.csv,
+the plotted values.
 """
 
 import argparse
@@ -62,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
         stem.parent.mkdir(parents=True, exist_ok=True)
         for kind in ("png", "pdf"):
             figure.savefig(f"{stem}.{kind}")
-    frame.to_csv(f"{stem}.csv", index=False, lineterminator="\n")
+    plotted(frame).to_csv(f"{stem}.csv", index=False, lineterminator="\n")
     print(f"Wrote {stem}.png, .pdf, .csv: {frame['run'].nunique()} runs")
     return 0
 
@@ -111,6 +112,13 @@ def query(
         raise ChoiceError(f"{y} is not recorded in these runs")
     names = {f"{name}_name": _column(heads, key).name if key else "" for name, key in keys.items()}
     return frame.assign(y_name=y, **{"x_name": x} | names)
+
+
+def plotted(frame: pd.DataFrame) -> pd.DataFrame:
+    """The plotted values alone, a column each for run, x, y, hue and facet, by their names."""
+    names = {name: frame[f"{name}_name"].iloc[0] for name in ("x", "y", "hue", "facet")}
+    values = frame[["run", *filter(names.get, names)]].rename(columns=names)
+    return values.loc[:, ~values.columns.duplicated()]
 
 
 def recorded(runs: Runs, name: str) -> pd.DataFrame:
