@@ -52,8 +52,9 @@ class Prepared(Layers):
         projections = [layer.name for layer in layers if matches(layer.name, ALIASES["in_proj"])]
         others = {name.rpartition(".")[0] for name in projections}
         others |= {n for n, module in modules.items() if isinstance(module, nn.MultiheadAttention)}
-        others = sorted(others - set(self.attention))
-        self.other_attention = Counter(type(modules[name]).__name__ for name in others)
+        others -= set(self.attention)
+        kinds = (type(module).__name__ for name, module in modules.items() if name in others)
+        self.other_attention = Counter(kinds)
 
     def __str__(self) -> str:
         groups = {name.rpartition(".")[0]: {} for name in self.blocks}
@@ -96,7 +97,8 @@ class Prepared(Layers):
             for how, names in (("compiled", self.compiled), ("checkpointed", self.checkpointed))
         }
         texts = [how if n == len(blocks) else f"{n} {how}" for how, n in counts.items() if n]
-        return ", ".join([f"{container}: {len(blocks)} blocks", *texts])
+        plural = "" if len(blocks) == 1 else "s"
+        return ", ".join([f"{container}: {len(blocks)} block{plural}", *texts])
 
 
 def prepare_for_training(
@@ -123,7 +125,8 @@ def prepare_for_training(
         recipe: a name in `RECIPES`, or a Recipe; "high" keeps all layers 16-bit.
         where: patterns for layers.
         inputs: arguments of a small forward; finds layers whose weight is read, but not called.
-        compile: whether blocks run under torch.compile, which happens in the first forward.
+        compile: whether blocks run under torch.compile. The first forward compiles them; models
+            that were compiled before compile again.
         checkpointing: whether the backward pass recomputes the blocks, except their attention
             kernel. None: if the model's own checkpointing is on, which this replaces.
         skip_slow: keep layers 16-bit if their shape is no faster under the recipe. Fake-quantized
@@ -131,13 +134,12 @@ def prepare_for_training(
         settings: `backend` and `outlier_threshold` of `apply_recipe`.
     """
     recipe, blocks = find_recipe(recipe), find_blocks(model)
-    if any(block._compiled_call_impl is not None for block in blocks):
-        torch.compiler.reset()  # the limit on compiled variants counts over all earlier calls
     for block in blocks:
         block._compiled_call_impl = None
     layers = apply_recipe(model, recipe, where, inputs=inputs, skip_slow=skip_slow, **settings)
     checkpoint_blocks(model, blocks, checkpointing)
     if compile:
+        torch.compiler.reset()  # its limit on compiled variants counts over all models
         compile_blocks(model, blocks)
     return Prepared(layers, recipe.name, model, blocks)
 

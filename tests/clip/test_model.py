@@ -194,3 +194,13 @@ def test_recipe_without_layers_is_refused_except_high():
     assert set_precision(model, PrecisionConfig()) == []
     with pytest.raises(ValueError, match="no linear layer matches"):
         set_precision(model, PrecisionConfig(recipe="switchback"))
+
+
+def test_every_recipe_quantizes_all_layers_of_mini_l():
+    model = build_model(ModelConfig(**OmegaConf.load(CONF / "model" / "mini_l.yaml")))
+    for name, recipe in RECIPES.items():
+        layers = set_precision(model, PrecisionConfig(recipe=name))
+        assert len(layers) == 4 * (12 + 6)
+        assert [layer.swapped for layer in layers] == [recipe.function] * len(layers)
+        quantized = sum(tower.quantized for tower in layers.towers.values())
+        assert quantized == (len(layers) if any(recipe.products) else 0)

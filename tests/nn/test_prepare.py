@@ -1,0 +1,314 @@
+"""prepare_for_training on models of open_clip, timm and transformers, against `apply_recipe`."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowprec.clip import open_clip
+from lowprec.nn import apply_recipe, prepare_for_training
+from lowprec.nn.attention import Attention
+from lowprec.nn.mlp import LowPrecisionMLP
+from lowprec.nn.prepare import find_blocks
+
+timm = open_clip.timm_model.timm
+VISION = dict(image_size=32, patch_size=8, width=64, layers=2, head_width=32)
+TEXT = dict(context_length=8, vocab_size=64, width=64, heads=2, layers=2)
+TIMM = dict(img_size=32, patch_size=8, embed_dim=64, depth=2, num_heads=2)
+
+
+def clip_inputs():
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(1, 63, (4, 8), generator=generator)
+    tokens[:, -1] = 63
+    return torch.randn(4, 3, 32, 32, generator=generator), tokens
+
+
+def open_clips():
+    model = open_clip.model.CLIP(32, VISION, TEXT)
+    return model, lambda: open_clip.loss.ClipLoss()(*model(*clip_inputs()))
+
+
+def open_clips_with_trunk():
+    model = open_clip.model.CLIP(32, VISION, TEXT)
+    model.visual = timm.models.VisionTransformer(**TIMM, num_classes=32)
+
+    def set_grad_checkpointing(on):
+        model.visual.set_grad_checkpointing(on)
+        model.transformer.grad_checkpointing = on
+
+    model.set_grad_checkpointing = set_grad_checkpointing
+    return model, lambda: open_clip.loss.ClipLoss()(*model(*clip_inputs()))
+
+
+def timms():
+    model = timm.models.VisionTransformer(**TIMM, num_classes=5)
+    return model, lambda: model(clip_inputs()[0]).square().mean()
+
+
+def transformers_clip(activation="gelu"):
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(hidden_size=64, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2)
+    sizes |= dict(hidden_act=activation, projection_dim=32)
+    vision, text = dict(image_size=32, patch_size=8), dict(vocab_size=64, eos_token_id=63)
+    config = transformers.CLIPConfig(vision_config=sizes | vision, text_config=sizes | text)
+    model = transformers.CLIPModel(config)
+    model.set_grad_checkpointing = lambda on: model.gradient_checkpointing_enable()
+    images, tokens = clip_inputs()
+    return model, lambda: model(tokens, images, return_loss=True).loss
+
+
+BUILDERS = [open_clips, open_clips_with_trunk, timms, transformers_clip]
+
+
+def make(build):
+    torch.manual_seed(0)
+    model, loss_of = build()
+    return model.train(), loss_of
+
+
+def gradients(model, loss_of):
+    model.zero_grad()
+    loss = loss_of()
+    loss.backward()
+    return {"loss": loss.detach()} | {n: p.grad.clone() for n, p in model.named_parameters()}
+
+
+def assert_near(results, expected):
+    assert results.keys() == expected.keys()
+    for name, result in results.items():
+        torch.testing.assert_close(result, expected[name], rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """torch.compile records graphs, but runs them as they are, which takes far less time."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own warnings
+@pytest.mark.parametrize("build", BUILDERS)
+def test_prepared_model_equals_apply_recipes(build, graphs):
+    model, loss_of = make(build)
+    apply_recipe(model, "switchback")
+    names = list(model.state_dict())
+    expected = gradients(model, loss_of)
+    for compile, checkpointing in ((False, False), (False, True), (True, "own")):
+        model, loss_of = make(build)
+        if checkpointing == "own":
+            model.set_grad_checkpointing(True)
+        options = {"checkpointing": checkpointing} if checkpointing != "own" else {}
+        layers = prepare_for_training(
+            model, "switchback", compile=compile, skip_slow=False, **options
+        )
+        assert all(layer.swapped for layer in layers)
+        assert len(layers.fused) == len(layers.blocks) == (2 if build is timms else 4)
+        assert layers.compiled == (layers.blocks if compile else [])
+        assert layers.checkpointed == (layers.blocks if checkpointing else [])
+        flags = ("grad_checkpointing", "gradient_checkpointing")
+        assert not any(getattr(m, flag, False) for m in model.modules() for flag in flags)
+        assert list(model.state_dict()) == names
+        assert_near(gradients(model, loss_of), expected)
+
+
+class Count(TorchDispatchMode):
+    """Counts calls of operations whose name contains a word."""
+
+    def __init__(self, *words):
+        super().__init__()
+        self.counts = dict.fromkeys(words, 0)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        for word in self.counts:
+            self.counts[word] += word in str(func) and "backward" not in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("build", [open_clips, timms])
+def test_recomputation_keeps_the_attention_output(build):
+    counts = []
+    for checkpointing in (False, True):
+        model, loss_of = make(build)
+        layers = prepare_for_training(model, "high", compile=False, checkpointing=checkpointing)
+        with Count("gelu", "attention") as mode:
+            loss_of().backward()
+        counts.append(mode.counts)
+    blocks = len(layers.blocks)
+    assert counts[0] == {"gelu": blocks, "attention": blocks}
+    assert counts[1] == {"gelu": 2 * blocks, "attention": blocks}
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own warnings
+def test_later_call_replaces_all_of_the_earlier_one(graphs):
+    model, loss_of = make(open_clips)
+    expected = gradients(model, loss_of)
+    prepare_for_training(model, "switchback", skip_slow=False, checkpointing=True)
+    quantized = gradients(model, loss_of)
+    assert not torch.equal(quantized["loss"], expected["loss"])
+    layers = prepare_for_training(model, "high")
+    assert layers.compiled == layers.checkpointed == layers.blocks and not layers.fused
+    assert_near(gradients(model, loss_of), expected)
+    layers = prepare_for_training(model, "high", compile=False, checkpointing=False)
+    assert layers.compiled == layers.checkpointed == []
+    assert not any("forward" in vars(module) for module in model.modules())
+    prepare_for_training(model, "switchback", skip_slow=False)
+    assert_near(gradients(model, loss_of), quantized)
+
+
+def test_copy_of_a_prepared_model_is_independent():
+    model, loss_of = make(open_clips)
+    prepare_for_training(model, "switchback", compile=False, checkpointing=True, skip_slow=False)
+    copied, before = copy.deepcopy(model), loss_of().item()
+    for parameter in copied.parameters():
+        nn.init.zeros_(parameter)
+    assert loss_of().item() == before
+    assert not torch.equal(copied(*clip_inputs())[0], model(*clip_inputs())[0])
+
+
+def names_of_blocks(model):
+    names = {module: name for name, module in model.named_modules()}
+    return [names[block] for block in find_blocks(model)]
+
+
+def test_blocks_are_the_elements_that_hold_most_layers():
+    model, _ = make(open_clips)
+    expected = [f"{tower}transformer.resblocks.{i}" for tower in ("visual.", "") for i in range(2)]
+    assert names_of_blocks(model) == expected
+    assert names_of_blocks(nn.Sequential(model, nn.Linear(4, 4))) == [f"0.{n}" for n in expected]
+    with torch.device("meta"):
+        stages = timm.create_model("swin_tiny_patch4_window7_224")
+    expected = [f"layers.{i}.blocks.{j}" for i, n in enumerate((2, 2, 6, 2)) for j in range(n)]
+    assert names_of_blocks(stages) == expected
+    pair = nn.ModuleList([nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)), nn.LayerNorm(4)])
+    assert names_of_blocks(nn.ModuleList([pair, copy.deepcopy(pair)])) == ["0.0", "1.0"]
+    assert names_of_blocks(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))) == []
+
+
+def test_report_names_what_stays_in_16_bit(graphs):
+    config = open_clip.get_model_config("ViT-B-32")
+    with torch.device("meta"):
+        model = open_clip.model.CLIP(**config)
+    model.visual.transformer.grad_checkpointing = True
+    layers = prepare_for_training(model, "switchback")
+    assert str(layers).splitlines() == [
+        "switchback: 48 of 96 linear layers",
+        "  visual.transformer.resblocks: 12 blocks, compiled, checkpointed",
+        "    switchback: attn.in_proj, attn.out_proj",
+        "    switchback, fused with GELU: mlp.c_fc, mlp.c_proj",
+        "  transformer.resblocks: 12 blocks, compiled",
+        "    16 bit, faster at this size: attn.in_proj, attn.out_proj, mlp.c_fc, mlp.c_proj",
+        "  attention: 24 ours, none kept",
+    ]
+    assert {layer.in_features for layer in layers if not layer.swapped} == {512, 2048}
+
+
+def test_report_names_layers_outside_of_blocks_and_foreign_attention():
+    with torch.device("meta"):
+        model = timm.create_model("vit_base_patch16_siglip_224")
+    text = str(prepare_for_training(model, "switchback", ["c_fc", "in_proj"], compile=False))
+    assert text.splitlines() == [
+        "switchback: 27 of 53 linear layers",
+        "  blocks: 12 blocks",
+        "    switchback: attn.qkv, mlp.fc1",
+        "  outside of blocks",
+        "    switchback: attn_pool.q, attn_pool.kv, attn_pool.mlp.fc1",
+        "  not in `where`, 16 bit: blocks.0.attn.proj, blocks.0.mlp.fc2, blocks.1.attn.proj and 23"
+        " more",
+        "  attention: 0 ours, 12 Attention, 1 AttentionPoolLatent kept",
+    ]
+
+
+def test_attention_masks_causally_only_in_the_text_tower():
+    model, loss_of = make(open_clips)
+    expected = gradients(model, loss_of)
+    prepare_for_training(model, "high", compile=False)
+    towers = (model.visual, model.transformer)
+    modules = [[m for m in tower.modules() if isinstance(m, Attention)] for tower in towers]
+    assert [[m.causal for m in tower] for tower in modules] == [[False] * 2, [True] * 2]
+    assert_near(gradients(model, loss_of), expected)
+
+
+@pytest.mark.parametrize("options", [{"recipe": "switchbak"}, {"where": ["c_fcc"]}, {"backed": ""}])
+def test_refused_call_leaves_the_model_as_it_is(options):
+    model, _ = make(timms)
+    model.set_grad_checkpointing(True)
+    before = [type(module) for module in model.modules()]
+    with pytest.raises((ValueError, TypeError), match="switchback|c_fcc|backed"):
+        prepare_for_training(model, **options)
+    assert model.grad_checkpointing and [type(m) for m in model.modules()] == before
+
+
+class Mlp(nn.Module):
+    """Called in another order than its children are registered, as in transformers."""
+
+    def __init__(self, activation=None, hidden=256, chain=True):
+        super().__init__()
+        self.act, self.first = activation or nn.GELU(), nn.Linear(64, 256)
+        self.drop, self.second, self.chain = nn.Dropout(0.0), nn.Linear(hidden, 64), chain
+
+    def forward(self, x):
+        y = self.second(self.drop(self.act(self.first(x))))
+        return y if self.chain else y + x
+
+
+class OwnGELU(nn.Module):
+    act = staticmethod(nn.functional.gelu)
+
+    def forward(self, x):
+        return self.act(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("build", [Mlp, functools.partial(Mlp, OwnGELU()), timm.layers.Mlp])
+def test_mlp_of_any_library_is_fused(build, dtype):
+    torch.manual_seed(0)
+    fused = build(64, 256) if build is timm.layers.Mlp else build()
+    fused.to(dtype)
+    plain = copy.deepcopy(fused)
+    x, results = torch.randn(2, 5, 64, dtype=dtype, requires_grad=True), []
+    apply_recipe(fused, "switchback", ["*"])
+    apply_recipe(plain, "switchback", ["*"])
+    plain.__class__ = plain.original
+    assert isinstance(fused, LowPrecisionMLP)
+    for module in (fused, plain):
+        output = module(x)
+        output.square().sum().backward()
+        results.append([output, x.grad, *[p.grad for p in module.parameters()]])
+        x.grad = None
+    for found, expected in zip(*results, strict=True):
+        assert torch.equal(found, expected)
+    apply_recipe(fused, "high", ["*"])
+    assert type(fused) is type(plain) and not hasattr(fused, "calls")
+
+
+def with_dropout():
+    mlp = Mlp()
+    mlp.drop.p = 0.1
+    return mlp
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: Mlp(nn.GELU(approximate="tanh")),
+        lambda: Mlp(open_clip.transformer.QuickGELU()),
+        lambda: Mlp(chain=False),
+        with_dropout,
+        lambda: timm.layers.Mlp(64, 256, norm_layer=nn.LayerNorm),
+        lambda: timm.layers.Mlp(64, 256, bias=False),
+    ],
+)
+def test_other_mlp_is_not_fused(build):
+    mlp, x = build(), torch.randn(2, 64)
+    kind = type(mlp)
+    apply_recipe(mlp, "switchback", ["*"])
+    assert type(mlp) is kind and mlp.eval()(x).shape == x.shape
+
+
+def test_quick_gelu_of_transformers_is_not_fused():
+    model, _ = make(lambda: transformers_clip("quick_gelu"))
+    layers = prepare_for_training(model, "switchback", skip_slow=False, compile=False)
+    assert not layers.fused and layers.other_attention == {"CLIPAttention": 4}
