@@ -12,8 +12,9 @@ pipeline with `torch.optim.AdamW(fused=True)`, eager and, under compile=true, wi
 compilation, does not count. `data_wait` is the share of the time in which a loop waited for data;
 under `preloaded` it takes one batch from memory. A case counts only if the losses of its first
 steps, on a random batch, are open_clip's. With `largest`, each case is measured again at the
-largest batch that fits, a multiple of `batch_size` / 16. Lines go to
-`runs/bench/step/<time>.jsonl`; exits with 1 if one of ours was wrong or failed.
+largest batch that fits, a multiple of `batch_size` / 16. GPU memory is allocated in expandable
+segments. Lines go to `runs/bench/step/<time>.jsonl`; exits with 1 if one of ours was wrong or
+failed.
 """
 
 import contextlib
@@ -21,6 +22,7 @@ import dataclasses
 import gc
 import glob
 import itertools
+import math
 import statistics
 import tempfile
 import time
@@ -84,27 +86,29 @@ class Windows(Progress):
 class Measured:
     """Losses of the first steps, timing rows of the windows, number of parameters."""
 
+    batch_size: int
     losses: list[float]
     rows: list[dict]
     parameters: int
 
-    def numbers(self, config: StepConfig) -> dict:
+    def numbers(self) -> dict:
         """Returns the numbers of a line."""
         windows = [round(row["step_ms"], 3) for row in self.rows[1:]]
         ms, memory = statistics.median(windows), self.rows[-1]["memory_gib"]
         return {
             "ms": ms,
-            "rate": 1000 * config.batch_size / ms,
+            "rate": 1000 * self.batch_size / ms,
+            "batch_size": self.batch_size,
             "windows_ms": windows,
             "data_wait": max(row["data_wait"] for row in self.rows[1:]),
             "memory_gib": None if memory is None else round(memory, 2),
             "loss": round(self.losses[-1], 5),
         }
 
-    def largest_batch(self, batch_size: int, unit: int) -> int:
+    def largest_batch(self, unit: int) -> int:
         """Estimates the largest multiple of `unit` that fits: all but the state grows with it."""
         state = STATE_BYTES * self.parameters
-        per_pair = (self.rows[-1]["memory_gib"] * 2**30 - state) / batch_size
+        per_pair = (self.rows[-1]["memory_gib"] * 2**30 - state) / self.batch_size
         free, _ = torch.cuda.mem_get_info()
         return int((free - state) / per_pair / unit) * unit
 
@@ -112,6 +116,8 @@ class Measured:
 def main(config: StepConfig) -> None:
     """Measures the cases of one config; exits with 1 if one of ours was wrong or failed."""
     device = pick_device(config.device)
+    if device.type == "cuda":
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")  # fragments less
     config.evaluation.name = "none"
     unit = max(1, config.batch_size // 16)
     lines = Lines(config.run_dir, "step", device)
@@ -129,13 +135,11 @@ def main(config: StepConfig) -> None:
                 raise RuntimeError("no case of open_clip to compare with")
             expected = expected or result.losses
             check(result.losses, expected)
-            row.update(result.numbers(config))
+            row.update(result.numbers())
             ratios.add(row, case)
         if config.largest and row and device.type == "cuda":
-            free()
-            batch_size = result.largest_batch(config.batch_size, unit)
             with measurement(lines, config, case, "largest batch", **facts) as row:
-                row.update(largest(config, case, batch_size, unit))
+                row.update(largest(config, case, result, unit).numbers())
                 of_largest.add(row, case)
     lines.exit_if_failed()
 
@@ -147,19 +151,18 @@ def check(losses: list[float], expected: list[float]) -> None:
         raise Wrong(f"the loss differs from open_clip's by {gap:.2%} in the first steps")
 
 
-def largest(config: StepConfig, case: str, batch_size: int, unit: int) -> dict:
-    """Returns the numbers at the largest batch that fits, from an estimate up or down by `unit`."""
-    best, too_large = None, None
-    while batch_size != too_large and batch_size > 0:
-        larger = dataclasses.replace(config, batch_size=batch_size)
+def largest(config: StepConfig, case: str, best: Measured, unit: int) -> Measured:
+    """Measures larger and larger batches until the next one would not fit; returns the last."""
+    too_large = math.inf
+    while True:
+        free()
+        batch_size = min(best.largest_batch(unit), too_large - unit)
+        if batch_size <= best.batch_size:
+            return best
         try:
-            best = measure(larger, case).numbers(larger) | {"batch_size": batch_size}
-            batch_size += unit
+            best = measure(dataclasses.replace(config, batch_size=batch_size), case)
         except torch.OutOfMemoryError:
             too_large = batch_size
-            batch_size -= 0 if best else unit
-        free()
-    return best
 
 
 def free() -> None:
@@ -177,7 +180,7 @@ def measure(config: StepConfig, case: str) -> Measured:
     windows = Windows()
     loop = train_ours if case in RECIPES else train_open_clip
     losses, parameters = loop(config, case, windows)
-    return Measured(losses, windows.rows, parameters)
+    return Measured(config.batch_size, losses, windows.rows, parameters)
 
 
 def checked_first(checked: Any, batches: Iterator) -> Iterator:

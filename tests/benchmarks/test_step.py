@@ -41,9 +41,9 @@ def test_both_loops_are_timed_in_windows(lines_of, squares, preloaded):
         assert ("ratio_to_high" in row) == (case != CASES[0])
 
 
-def result(*losses, ms=1.0, memory_gib=None):
-    row = {"step_ms": ms, "data_wait": 0.0, "memory_gib": memory_gib}
-    return Measured(list(losses), [row] * 4, parameters=10)
+def result(*losses, batch_size=8, memory_gib=None):
+    row = {"step_ms": 1.0, "data_wait": 0.0, "memory_gib": memory_gib}
+    return Measured(batch_size, list(losses), [row] * 4, parameters=2**20)
 
 
 def test_loop_with_other_losses_has_no_number(lines_of, monkeypatch):
@@ -56,16 +56,21 @@ def test_loop_with_other_losses_has_no_number(lines_of, monkeypatch):
     assert rows["high"]["ratio"] == 1
 
 
-@pytest.mark.parametrize(("estimate", "tried"), [(48, [48, 64, 80]), (96, [96, 80, 64])])
-def test_largest_batch_is_searched_from_an_estimate(monkeypatch, estimate, tried):
-    sizes = []
+@pytest.mark.parametrize(("free_gib", "tried"), [(0.6, [80, 64]), (0.4, [48])])
+def test_largest_batch_is_the_last_that_fits(monkeypatch, free_gib, tried):
+    state_gib, sizes = 12 / 2**10, []  # of 2**20 parameters
 
     def measure(config, case):
         sizes.append(config.batch_size)
         if config.batch_size > 64:
             raise torch.OutOfMemoryError
-        return result(5, 5, 5)
+        return of(config.batch_size)
+
+    def of(batch_size):
+        gib = state_gib + batch_size / 2**7
+        return result(5, 5, 5, batch_size=batch_size, memory_gib=gib)
 
     monkeypatch.setattr(bench_step, "measure", measure)
-    best = bench_step.largest(config_of(), "high", estimate, 16)
-    assert best["batch_size"] == 64 and best["rate"] == 64000 and sizes == tried
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int((free_gib + 0.05) * 2**30), 0))
+    best = bench_step.largest(config_of(), "high", of(16), 16)
+    assert best.batch_size == sizes[-1] and sizes == tried
