@@ -224,7 +224,8 @@ def _runs(data: list[RunData], names: list[Field], differing: list[str]) -> dict
     filled = [i for i in range(len(titles)) if any(row["fields"][i].key != "" for row in rows)]
     for row in rows:
         row["fields"] = [row["fields"][i] for i in filled]
-    return {"titles": [titles[i] for i in filled], "rows": rows}
+    titles = [titles[i].replace("_", "_\u200b") for i in filled]  # where a line may break
+    return {"titles": titles, "rows": rows}
 
 
 def _failures(data: list[RunData], names: list[Field]) -> dict:

@@ -29,3 +29,21 @@ def test_page_draws_without_errors_and_a_link_selects_its_spike(tmp_path, fragme
     page = done.stdout
     assert 'class="main-svg"' in page and 'class="trace scatter' in page and "<image" in page
     assert re.search(r'id="selection"[^>]*>([^<;]*)', page).group(1) == selection
+
+
+MEASURE = """<script>setTimeout(() => document.querySelectorAll(".scroll").forEach((box) => {
+  box.dataset.beyond = box.scrollWidth - box.clientWidth;
+}), 1500)</script>"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the path")
+def test_no_table_of_a_study_scrolls_sideways_on_a_small_screen(tmp_path):
+    out = tmp_path / "report.html"
+    assert main(["--runs", str(STUDY), "--out", str(out)]) == 0
+    out.write_text(out.read_text() + MEASURE)
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1280,900"]
+    command += ["--virtual-time-budget=20000", "--dump-dom", f"file://{out}"]
+    page = subprocess.run(command, capture_output=True, text=True, timeout=200).stdout
+    beyond = re.findall(r'data-beyond="(-?\d+)"', page)
+    assert len(beyond) >= 3 and set(beyond) == {"0"}
