@@ -71,8 +71,10 @@ class Prepared(Layers):
         rest = [name for t in self.towers.values() for name in t.others if name not in known]
         if rest:
             lines.append(f"  not in `where`, 16 bit: {first_three(rest)}")
-        left = [f"{count} {kind}" for kind, count in self.other_attention.items()]
-        lines.append(f"  attention: {len(self.attention)} ours, {', '.join(left) or 'none'} kept")
+        kept = [f"{count} {kind} kept" for kind, count in self.other_attention.items()]
+        ours = [f"{len(self.attention)} replaced"] if self.attention else []
+        if ours or kept:
+            lines.append(f"  attention: {', '.join(ours + kept)}")
         return "\n".join(lines)
 
     def _block_of(self, layer: str) -> str:

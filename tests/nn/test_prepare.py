@@ -200,7 +200,7 @@ def test_report_names_what_stays_in_16_bit(graphs):
         "    switchback, fused with GELU: mlp.c_fc, mlp.c_proj",
         "  transformer.resblocks: 12 blocks, compiled",
         "    16 bit, faster at this size: attn.in_proj, attn.out_proj, mlp.c_fc, mlp.c_proj",
-        "  attention: 24 ours, none kept",
+        "  attention: 24 replaced",
     ]
     assert {layer.in_features for layer in layers if not layer.swapped} == {512, 2048}
 
@@ -217,7 +217,7 @@ def test_report_names_layers_outside_of_blocks_and_foreign_attention():
         "    switchback: attn_pool.q, attn_pool.kv, attn_pool.mlp.fc1",
         "  not in `where`, 16 bit: blocks.0.attn.proj, blocks.0.mlp.fc2, blocks.1.attn.proj and 23"
         " more",
-        "  attention: 0 ours, 12 Attention, 1 AttentionPoolLatent kept",
+        "  attention: 12 Attention kept, 1 AttentionPoolLatent kept",
     ]
 
 

@@ -1,9 +1,12 @@
-"""The README's example runs."""
+"""The README's examples run and print what it says."""
 
+import contextlib
+import io
 import re
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 
 from lowprec.clip import open_clip
@@ -11,12 +14,16 @@ from lowprec.clip import open_clip
 README = Path(__file__).parents[2] / "lowprec" / "nn" / "README.md"
 
 
-def test_open_clip_example_runs(monkeypatch):
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own warnings
+def test_open_clip_examples_run(monkeypatch):
     create = partial(open_clip.create_model, load_weights=False, device="meta")
     monkeypatch.setattr(open_clip, "create_model", create)
-    [example] = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    names = {}
-    with torch.device("meta"):
-        exec(example, names)
-    recipes = [getattr(m, "recipe", None) for m in names["model"].modules()]
-    assert sum(recipe is not None and recipe.name == "switchback" for recipe in recipes) == 72
+    text, counts = README.read_text(), []
+    for example in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        names, printed = {}, io.StringIO()
+        with torch.device("meta"), contextlib.redirect_stdout(printed):
+            exec(example, names)
+        assert f"```\n{printed.getvalue()}" in text
+        recipes = [getattr(m, "recipe", None) for m in names["model"].modules()]
+        counts.append(sum(recipe is not None and recipe.name == "switchback" for recipe in recipes))
+    assert counts == [36, 72]
