@@ -214,11 +214,10 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _never_called(names: list[str]) -> str:
-    return f"not called, so their weights are used in 16 bits: {first_three(names)}"
+    return f"not called, so their weights are used in 16 bits: {_first_three(names)}"
 
 
-def first_three(names: list[str]) -> str:
-    """Lists up to three names and counts the rest."""
+def _first_three(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
@@ -232,7 +231,7 @@ def summary(recipe: str, layers: Layers) -> str:
     towers = layers.towers.values()
     others = [name for tower in towers for name in tower.others if name not in uncalled]
     if others and any(tower.quantized for tower in towers):
-        lines.append(f"  in 16 bits: {first_three(others)}")
+        lines.append(f"  in 16 bits: {_first_three(others)}")
     return "\n".join(lines)
 
 

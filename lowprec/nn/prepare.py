@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lowprec.nn.attention import Attention
-from lowprec.nn.coverage import Layer, Layers, first_three, is_int8, total_share
+from lowprec.nn.coverage import Layer, Layers, is_int8, total_share
 from lowprec.nn.mlp import LowPrecisionMLP
 from lowprec.nn.recipe import LINEAR_LAYERS, Recipe, find_recipe
 from lowprec.nn.replace import ALIASES, apply_recipe, matches
@@ -57,20 +57,20 @@ class Prepared(Layers):
         self.other_attention = Counter(kinds)
 
     def __str__(self) -> str:
-        groups = {name.rpartition(".")[0]: {} for name in self.blocks}
-        for layer in self:
-            block = self._block_of(layer.name)
-            group = groups.setdefault(block.rpartition(".")[0], {})
-            name = layer.name.removeprefix(f"{block}.") if block else layer.name
-            group.setdefault(self._treatment(layer), {})[name] = None  # a set in order
-        lines = [f"{self.recipe}: {total_share(self)}"]
-        for container, treatments in groups.items():
-            lines.append(f"  {self._describe(container)}")
-            lines += [f"    {how}: {', '.join(names)}" for how, names in treatments.items()]
         known = {layer.name.removesuffix(".in_proj") for layer in self}
         rest = [name for t in self.towers.values() for name in t.others if name not in known]
-        if rest:
-            lines.append(f"  not in `where`, 16 bit: {first_three(rest)}")
+        treatments = [(layer.name, self._treatment(layer)) for layer in self]
+        treatments += [(name, "16 bit, not in `where`") for name in rest]
+        groups = {name.rpartition(".")[0]: {} for name in self.blocks}
+        for name, treatment in treatments:
+            block = self._block_of(name)
+            group = groups.setdefault(block.rpartition(".")[0], {})
+            name = name.removeprefix(f"{block}.") if block else name
+            group.setdefault(treatment, {})[name] = None  # a set in order
+        lines = [f"{self.recipe}: {total_share(self)}"]
+        for container, group in groups.items():
+            lines.append(f"  {self._describe(container)}")
+            lines += [f"    {how}: {', '.join(names)}" for how, names in group.items()]
         kept = [f"{count} {kind} kept" for kind, count in self.other_attention.items()]
         ours = [f"{len(self.attention)} replaced"] if self.attention else []
         if ours or kept:

@@ -213,10 +213,10 @@ def test_report_names_layers_outside_of_blocks_and_foreign_attention():
         "switchback: 27 of 53 linear layers",
         "  blocks: 12 blocks",
         "    switchback: attn.qkv, mlp.fc1",
+        "    16 bit, not in `where`: attn.proj, mlp.fc2",
         "  outside of blocks",
         "    switchback: attn_pool.q, attn_pool.kv, attn_pool.mlp.fc1",
-        "  not in `where`, 16 bit: blocks.0.attn.proj, blocks.0.mlp.fc2, blocks.1.attn.proj and 23"
-        " more",
+        "    16 bit, not in `where`: attn_pool.proj, attn_pool.mlp.fc2",
         "  attention: 12 Attention kept, 1 AttentionPoolLatent kept",
     ]
 
