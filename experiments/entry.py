@@ -1,5 +1,6 @@
 """Runs an entry point, after checking its whole command line."""
 
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -34,6 +35,8 @@ def run_command(
     register(schema)
     arguments = get_args_parser().parse_args()
     helps = arguments.hydra_help or arguments.help or arguments.shell_completion
+    if helps:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it
     commands: list[list[str]] = []
     try:
         if refused := [f"--{n.replace('_', '-')}" for n in FLAGS if getattr(arguments, n)]:
@@ -87,6 +90,11 @@ def differing_overrides() -> str:
     overrides = HydraConfig.get().overrides.task
     own = [text for text in overrides if text.partition("=")[0] in _swept or not _swept]
     return without_secrets(" ".join(own))
+
+
+def beside_chance(chance: dict[str, float], score: str) -> str:
+    """` (chance 0.001)` for a score with a chance level, else nothing."""
+    return f" (chance {chance[score]:.2g})" if score in chance else ""
 
 
 def refuse(error: ConfigError) -> NoReturn:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiments.entry import run_command
+from experiments.entry import beside_chance, run_command
 from lowprec.config.check import ConfigError
 from lowprec.config.preflight import preflight
 from lowprec.config.schema import Config, EvaluationConfig, key
@@ -85,7 +85,7 @@ def main(config: EvaluateConfig) -> None:
     except (ConfigError, CheckpointError) as error:
         sys.exit(f"{run} cannot be evaluated:\n{error}")
     built.state.load(checkpoint)
-    results = evaluate(built, config.precision.recipe)
+    results, chance = evaluate(built, config.precision.recipe)
     facts = {"precision": config.precision.recipe, "autocast": trained.precision.autocast}
     row = {"step": step_of(checkpoint), "val": trained.data.val, **facts, **results}
     with open(run / "evaluations.jsonl", "a") as file:
@@ -93,7 +93,7 @@ def main(config: EvaluateConfig) -> None:
     print(f"{'step':28} {row['step']} of {trained.num_steps}")
     print(f"{'val':28} {row['val']}")
     for name, value in results.items():
-        print(f"{name:28} {value:.4f}")
+        print(f"{name:28} {value:.4f}{beside_chance(chance, name)}")
 
 
 def evaluated_config(trained: Config, config: EvaluateConfig) -> Config:
@@ -121,13 +121,16 @@ def evaluated_config(trained: Config, config: EvaluateConfig) -> Config:
     )
 
 
-def evaluate(built: "Built", recipe: str) -> dict[str, float]:
-    """Evaluates a loaded model as configured, converted to int8 if requested."""
+def evaluate(built: "Built", recipe: str) -> tuple[dict[str, float], dict[str, float]]:
+    """Evaluates a loaded model as configured, converted to int8 if requested.
+
+    Returns the results and the chance levels.
+    """
     from lowprec.nn.inference import memory_ratio, to_int8
 
     evaluation, model = built.evaluation(), built.task.model
     if recipe == "as_trained":
-        return evaluation(model)
+        return evaluation(model), evaluation.chance
     if not built.layers:
         sys.exit(f"{built.config.model.name} has no layer that precision={recipe} converts")
     before = predicted_classes(built)
@@ -136,7 +139,7 @@ def evaluate(built: "Built", recipe: str) -> dict[str, float]:
     if before is not None:
         agrees = predicted_classes(built) == before
         results["int8/agreement"] = agrees.double().mean().item()
-    return results
+    return results, evaluation.chance
 
 
 def predicted_classes(built: "Built") -> "Tensor | None":

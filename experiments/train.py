@@ -26,7 +26,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from experiments.entry import differing_overrides, run_command, runs_a_sweep
+from experiments.entry import beside_chance, differing_overrides, run_command, runs_a_sweep
 from lowprec.config.place import place
 from lowprec.config.preflight import preflight
 from lowprec.config.schema import Config
@@ -42,6 +42,7 @@ class ProgressBar:
     def __init__(self, config: Config):
         self.name, self.loss = differing_overrides() or label(config), math.nan
         self.last: dict = {}
+        self.chance: dict[str, float] = {}
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         note = TextColumn("{task.fields[note]}")
         self.bar = Progress(*columns, TimeRemainingColumn(), note)
@@ -59,7 +60,11 @@ class ProgressBar:
         note = f"loss {row['loss']:.3f}  {row['images_per_s']:.0f} images/s"
         note += f"  {row['memory_gib']:.0f} GiB" if row["memory_gib"] else ""
         self.bar.update(self.task, completed=row["step"], note=note)
-        scores = [f"{key} {value:.3f}" for key, value in row.items() if "/" in key]
+        scores = [
+            f"{key} {value:.3f}" + beside_chance(self.chance, key)
+            for key, value in row.items()
+            if "/" in key
+        ]
         if scores:
             line = f"{self.name} step {row['step']}: {', '.join(scores)}"
             self.bar.console.print(line, soft_wrap=True, markup=False)

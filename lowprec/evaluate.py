@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterable
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,8 @@ class Evaluation:
     build_classifier: Callable[[nn.Module], Tensor] | None = None
     retrieval: bool = False  # whether to measure the loss, and recall in both directions
     each: Callable[[Callable], list] = lambda make: [make()]
+    # after a call: accuracy and recall of a model that guesses
+    chance: dict[str, float] = field(default_factory=dict, init=False)
 
     @torch.no_grad()
     def __call__(self, model: nn.Module) -> dict[str, float]:
@@ -70,15 +72,18 @@ class Evaluation:
             for k in (1, 5):
                 accuracy = top_k_accuracy(image_features, classifier, labels, k)
                 results[f"zero_shot/top{k}"] = accuracy
+                self.chance[f"zero_shot/top{k}"] = min(1, k / classifier.shape[1])
         if self.retrieval:
             tokens, text_features = pairs
             scale = model.logit_scale.detach().float().exp()
             results["retrieval/loss"] = contrastive_loss(image_features, text_features, scale)
-            captions = torch.unique(tokens, dim=0, return_inverse=True)[1]
+            unique, captions = torch.unique(tokens, dim=0, return_inverse=True)
             for k in (1, 5, 10):
                 to_text, to_image = recall_at(image_features, text_features, captions, k)
                 results[f"retrieval/image_to_text_r{k}"] = to_text
                 results[f"retrieval/text_to_image_r{k}"] = to_image
+                for name in ("image_to_text", "text_to_image"):
+                    self.chance[f"retrieval/{name}_r{k}"] = min(1, k / len(unique))
         return results
 
 

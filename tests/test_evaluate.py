@@ -73,6 +73,19 @@ def evaluate(batches):
     return Evaluation(lambda: iter(batches), nn.Identity(), retrieval=True)(TokenModel())
 
 
+def test_chance_is_the_score_of_a_guess():
+    model = Evaluation(
+        lambda: iter([batch_of([0, 1, 2, 2], 0)]),
+        nn.Identity(),
+        build_classifier=lambda model: torch.eye(4),
+        retrieval=True,
+    )
+    scores = model(TokenModel())
+    assert model.chance["zero_shot/top1"] == 0.25 and model.chance["zero_shot/top5"] == 1
+    assert model.chance["retrieval/image_to_text_r1"] == pytest.approx(1 / 3)  # distinct captions
+    assert scores.keys() - model.chance.keys() == {"retrieval/loss"}
+
+
 def test_unreadable_samples_are_left_out_and_counted():
     whole = evaluate([batch_of([0, 1], 0), batch_of([2], 0)])
     with_empty_batch = evaluate([batch_of([0, 1], 0), batch_of([], 3), batch_of([2], 0)])

@@ -137,7 +137,7 @@ def show(manifest: Manifest, run_states: list[State], queue: dict | None, consol
     names = ("run", "overrides", "state", "step", "loss", *scores, "images/s", "left", "folder")
     table = Table(*(Column(name, overflow="fold") for name in names))
     overrides = [set(run.overrides) for run in manifest.runs]
-    shared = set.intersection(*overrides) if len(overrides) > 1 else set()
+    shared = set.intersection(*overrides) if overrides else set()
     lines = []
     for state, run in zip(run_states, manifest.runs, strict=True):
         name = " ".join(text for text in run.overrides if text not in shared) or run.label

@@ -28,6 +28,8 @@ SKIPPED, WARMED, TRACED = 3, 2, 3  # steps before the trace, while it warms up, 
 class Progress:
     """Ignores progress reports; a display overrides the methods."""
 
+    chance: dict[str, float] = {}  # of the last evaluation: accuracy and recall by guessing
+
     def doing(self, what: str) -> None:
         """The run starts something slow, such as "evaluating"."""
 
@@ -142,7 +144,9 @@ def _train(
     def evaluate() -> dict:
         world.heartbeat(None, "evaluating")
         progress.doing("evaluating")
-        return evaluation(built.task.model)
+        results = evaluation(built.task.model)
+        progress.chance = evaluation.chance
+        return results
 
     def flush(step: int, *evaluations: Callable[[], dict]) -> Ended | None:
         ended = metrics.flush(*evaluations)

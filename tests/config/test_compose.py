@@ -247,6 +247,14 @@ def test_a_bad_command_exits_2_within_five_seconds(tmp_path):
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5
 
 
+def test_help_may_be_cut_off_by_its_reader():
+    command = [sys.executable, "-m", "experiments.train", "--help"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=CONF.parent, **pipes) as program:
+        program.stdout.close()
+        assert program.stderr.read() == b""
+
+
 def test_a_sweep_in_one_command_is_refused_in_several_processes(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")

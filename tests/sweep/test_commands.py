@@ -184,7 +184,8 @@ def test_a_collapsed_run_is_named(here, tiny, no_launcher, capsys):
     (directory / "status.json").write_text('{"state": "finished", "step": 2}')
     (directory / "events.jsonl").write_text('{"step": 2, "collapsed": "the loss has been [x]"}\n')
     assert run("status") == 0
-    assert "collapsed: the loss has been [x]\n" in capsys.readouterr().out
+    label = "nano-fp32-adamw-s0"  # not the overrides, which no other run differs in
+    assert f"run 0 ({label}) collapsed: the loss has been [x]\n" in capsys.readouterr().out
 
 
 @pytest.mark.slow
