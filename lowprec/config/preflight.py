@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import os
 import shutil
+import tarfile
 import tempfile
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -41,8 +42,8 @@ def preflight(config: Config, *, training: bool = True, planned: int | None = No
     if training:
         faults += _folder_faults(config)
         faults += process_faults(config, planned)
-    if faults:
-        raise ConfigError(faults)
+    if faults:  # opening the data finds a small set, too, but only without other faults
+        raise ConfigError(faults + _size_faults(config) * training)
 
 
 def process_faults(config: Config, planned: int | None = None) -> list[str]:
@@ -106,6 +107,21 @@ def _data_faults(config: Config, training: bool) -> list[str]:
         except (FileNotFoundError, ValueError) as error:
             faults.append(str(error))
     return faults
+
+
+def _size_faults(config: Config) -> list[str]:
+    """The fault if local training shards have fewer captions than a batch needs."""
+    num_pairs = 0
+    with contextlib.suppress(OSError, ValueError, tarfile.TarError):
+        for path in expand(config.data.train) if config.data.name == "shards" else ():
+            with tarfile.open(path, "r:") as tar:
+                for member in tar:
+                    num_pairs += member.name.lower().endswith(".txt")
+                    if num_pairs == config.batch_size:
+                        return []
+        if num_pairs:
+            return [f"batch_size={config.batch_size} exceeds the {num_pairs} pairs of data.train"]
+    return []
 
 
 def _names_faults(config: Config) -> list[str]:

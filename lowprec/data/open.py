@@ -1,8 +1,10 @@
 """Opens the data that a config names: renders the built-in set, indexes shards, shows progress."""
 
+import contextlib
 import fcntl
 import hashlib
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,7 +47,8 @@ class Data:
 def open_data(config: Config, *, training: bool = True) -> Data:
     """Opens the shards of a config; ConfigError if they are damaged, too few or wrongly labeled."""
     data, train, val = config.data, None, None
-    try:
+    faults: list[str] = []
+    with _collected(faults):
         if will_render(config):
             render_default_shapes(Path(data.train).parent)
         if training and data.name == "stream":
@@ -53,11 +56,11 @@ def open_data(config: Config, *, training: bool = True) -> Data:
             check_readers(train, num_workers(config.num_workers))
         elif training:
             train = open_shards(data.train, data.index)
-        if config.evaluation.name != "none":
+    with _collected(faults):
+        if config.evaluation.name != "none" and not will_render(config):  # rendering has failed
             val = open_shards(data.val, data.index, name="data.val")
-    except (OSError, ValueError) as error:
-        raise ConfigError([str(error)]) from error
-    faults = _label_faults(config, val) if val is not None and needs_names(config) else []
+    if val is not None and needs_names(config):
+        faults += _label_faults(config, val)
     if isinstance(train, Shards) and config.batch_size > train.num_samples:
         faults.append(
             f"batch_size={config.batch_size} exceeds the {train.num_samples} pairs of data.train"
@@ -65,6 +68,15 @@ def open_data(config: Config, *, training: bool = True) -> Data:
     if faults:
         raise ConfigError(faults)
     return Data(train, val)
+
+
+@contextlib.contextmanager
+def _collected(faults: list[str]) -> Iterator[None]:
+    """Adds an error of the data to the faults."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        faults.append(str(error))
 
 
 def needs_names(config: Config) -> bool:

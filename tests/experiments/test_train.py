@@ -180,10 +180,17 @@ SHARDS = ("data=shards", "data.train=data/shapes/train-*.tar", "data.val=data/sh
                 "pt is expected; /",
             ),
         ),
-        ((*SHARDS, "data.classnames=two.txt"), ("two.txt names 2 classes",)),
+        (
+            (*SHARDS, "data.classnames=two.txt", "batch_size=201"),
+            ("two.txt names 2 classes", "batch_size=201 exceeds the 200 pairs"),
+        ),
+        (
+            (*SHARDS, "data.templates=no.txt", "batch_size=201"),
+            ("no.txt", "batch_size=201 exceeds the 200 pairs"),
+        ),
         (("data.train=data/shaeps/train-*.tar",), ("no file matches",)),
     ],
-    ids=["all paths", "labels", "a typo in the path of shapes"],
+    ids=["all paths", "labels", "names and size", "a typo in the path of shapes"],
 )
 def test_faults_of_data_are_named_before_anything_is_written(work, monkeypatch, keys, faults):
     monkeypatch.chdir(work)
