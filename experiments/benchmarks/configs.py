@@ -65,7 +65,9 @@ class StepConfig(ModelConfig):
         choices=(*OPEN_CLIP, *RECIPES),
     )
     preloaded: bool = key(False, "train on one batch in memory instead of data.train")
-    largest: bool = key(False, "also measure each case at the largest batch that fits")
+    largest: list[str] = key(
+        [], "cases also measured at the largest batch that fits", choices=(*OPEN_CLIP, *RECIPES)
+    )
 
 
 BENCHMARKS = {  # module of this package: its keys

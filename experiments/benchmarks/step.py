@@ -3,7 +3,7 @@
     python -m experiments.make_shapes out=data/shapes-224 image_size=224 num_train=32000 num_val=0
     python -m experiments.benchmarks step model=vit_h14 model.patch_dropout=0.5 batch_size=256 \
         compile=true log_every=5 data=shards data.augment=crop_flip \
-        'data.train=data/shapes-224/train-*.tar'
+        evaluation=none 'data.train=data/shapes-224/train-*.tar'
 
 Takes the keys of `train`. Ours is the loop of `experiments.train`: its loader, optimizer with
 statistics and record. open_clip's is `open_clip_train.train.train_one_epoch` on its webdataset
@@ -11,8 +11,8 @@ pipeline with `torch.optim.AdamW(fused=True)`, eager and, under compile=true, wi
 `ms` is the median of `windows_ms`, each the mean over `log_every` steps; a first window, with
 compilation, does not count. `data_wait` is the share of the time in which a loop waited for data;
 under `preloaded` it takes one batch from memory. A case counts only if the losses of its first
-steps, on a random batch, are open_clip's. With `largest`, each case is measured again at the
-largest batch that fits, a multiple of `batch_size` / 16. GPU memory is allocated in expandable
+steps, on a random batch, are open_clip's. The cases in `largest` are measured again at the largest
+batch that fits, a multiple of `batch_size` / 16. GPU memory is allocated in expandable
 segments. Lines go to `runs/bench/step/<time>.jsonl`; exits with 1 if one of ours was wrong or
 failed.
 """
@@ -130,14 +130,14 @@ def main(config: StepConfig) -> None:
         if case not in RECIPES:
             facts["optimizer"] = "torch.optim.AdamW, fused"
         with measurement(lines, config, case, f"batch {config.batch_size}", **facts) as row:
-            result = measure(config, case)
             if case in RECIPES and expected is None:
                 raise RuntimeError("no case of open_clip to compare with")
+            result = measure(config, case)
             expected = expected or result.losses
             check(result.losses, expected)
             row.update(result.numbers())
             ratios.add(row, case)
-        if config.largest and row and device.type == "cuda":
+        if case in config.largest and row and device.type == "cuda":
             with measurement(lines, config, case, "largest batch", **facts) as row:
                 row.update(largest(config, case, result, unit).numbers())
                 of_largest.add(row, case)
