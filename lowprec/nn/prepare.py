@@ -7,7 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from lowprec.nn.attention import Attention
 from lowprec.nn.coverage import Layer, Layers, is_int8, total_share
@@ -16,13 +20,13 @@ from lowprec.nn.recipe import LINEAR_LAYERS, Recipe, find_recipe
 from lowprec.nn.replace import ALIASES, apply_recipe, matches
 
 _FLAGS = ("grad_checkpointing", "gradient_checkpointing")  # open_clip and timm, transformers
-_KEPT = [  # results of attention kernels are small and expensive to recompute
+_KEPT = (  # results of attention kernels are small and expensive to recompute
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.lowprec.attention.default,
-]
+)
 
 
 class Prepared(Layers):
@@ -130,7 +134,8 @@ def prepare_for_training(
         compile: whether blocks run under torch.compile. The first forward compiles them; models
             that were compiled before compile again.
         checkpointing: whether the backward pass recomputes the blocks, except their attention
-            kernel. None: if the model's own checkpointing is on, which this replaces.
+            kernel and the quantization of weights. None: if the model's own checkpointing is on,
+            which this replaces.
         skip_slow: keep layers 16-bit if their shape is no faster under the recipe. Fake-quantized
             recipes are never faster.
         settings: `backend` and `outlier_threshold` of `apply_recipe`.
@@ -187,10 +192,10 @@ def checkpoint_blocks(
 ) -> None:
     """Moves gradient checkpointing into the blocks of a model, in place.
 
-    A block saves its input and its attention output; the backward pass recomputes the rest. The
-    model's own checkpointing is turned off: it recomputes a compiled block as a whole, and
-    open_clip's fails for blocks with KQ norm. `on`: for all blocks, or for none; None: for those
-    under the model's own checkpointing, beside those that have ours.
+    A block saves its input, its attention output and, on a GPU, its quantized weights; the backward
+    pass recomputes the rest. The model's own checkpointing is turned off: it recomputes a compiled
+    block as a whole, and open_clip's fails for blocks with KQ norm. `on`: for all blocks, or for
+    none; None: for those under the model's own checkpointing, beside those that have ours.
     """
     names = {module: name for name, module in model.named_modules()}
     owners = {block: _with_parents(model, names[block]) for block in blocks}
@@ -217,6 +222,15 @@ def _is_checkpointed(block: nn.Module) -> bool:
     return getattr(block.forward, "func", None) is _checkpointed
 
 
+def _is_kept(context: Any, op: Callable, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keeps attention results and weights that are quantized in both layouts, two bytes each."""
+    is_kept = op in _KEPT
+    if op is torch.ops.lowprec.quantize.default:
+        rows, transposed = args[3:]
+        is_kept = rows and transposed
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
 def _checkpointed(forward: Callable, *args: Any, **kwargs: Any) -> Any:
-    keep = partial(create_selective_checkpoint_contexts, _KEPT)
+    keep = partial(create_selective_checkpoint_contexts, _is_kept)
     return checkpoint(forward, *args, use_reentrant=False, context_fn=keep, **kwargs)

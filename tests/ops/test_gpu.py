@@ -1,5 +1,7 @@
 """Tests that need a GPU: compiled and captured steps, large tensors, hardware casts and sums."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -8,8 +10,9 @@ from lowprec import ops
 from lowprec.formats import E4M3, E5M2, INT8
 from lowprec.nn.attention import replace
 from lowprec.nn.linear import LowPrecisionLinear
+from lowprec.nn.prepare import prepare_for_training
 from lowprec.nn.recipe import RECIPES
-from lowprec.ops import reference
+from lowprec.ops import reference, triton_quantize
 
 pytestmark = [
     pytest.mark.gpu,
@@ -177,3 +180,26 @@ def test_offsets_beyond_int32():
         out = ops.matmul(part, w[:, : part.shape[1]].contiguous(), one, one, None, torch.bfloat16)
         last = part[-4:].double() @ w[:, : part.shape[1]].double().T
         assert torch.equal(out[-4:], last.to(torch.bfloat16)) and not out[:8].any()
+
+
+@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
+def test_checkpointed_block_quantizes_its_weights_once(monkeypatch, compile):
+    torch._dynamo.reset()
+    block = nn.TransformerEncoderLayer(64, 2, 128, batch_first=True, activation="gelu", dropout=0)
+    model = nn.Sequential(block, copy.deepcopy(block)).cuda()
+    names = ["linear1", "linear2"]
+    options = {"checkpointing": True, "compile": compile, "skip_slow": False}
+    prepare_for_training(model, "switchback", names, **options)
+    x = torch.randn(8, 10, 64, device="cuda", requires_grad=True)
+    with torch.autocast("cuda", torch.bfloat16):
+        model(x).sum().backward()  # compiles
+    weights = []
+    quantize_tiles = triton_quantize._quantize_tiles
+    monkeypatch.setattr(
+        triton_quantize,
+        "_quantize_tiles",
+        lambda w, *args: weights.append(w) or quantize_tiles(w, *args),
+    )
+    with torch.autocast("cuda", torch.bfloat16):
+        model(x).sum().backward()
+    assert len(weights) == 2 * len(names)
