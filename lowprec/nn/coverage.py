@@ -97,7 +97,8 @@ def trace(model: nn.Module, inputs: tuple) -> Calls:
     )
     try:
         model.eval()
-        with _CountProducts(lambda count: calls.towers.update({stack[-1]: count})), torch.no_grad():
+        count = _CountProducts(lambda count: calls.towers.update({stack[-1]: count}))
+        with count, torch.no_grad(), torch.compiler.set_stance("force_eager"):
             model(*inputs)
     finally:
         for hook in hooks:

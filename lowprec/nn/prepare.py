@@ -141,10 +141,10 @@ def prepare_for_training(
         settings: `backend` and `outlier_threshold` of `apply_recipe`.
     """
     recipe, blocks = find_recipe(recipe), find_blocks(model)
-    for block in blocks:
-        block._compiled_call_impl = None
     layers = apply_recipe(model, recipe, where, inputs=inputs, skip_slow=skip_slow, **settings)
     checkpoint_blocks(model, blocks, checkpointing)
+    for block in blocks:
+        block._compiled_call_impl = None
     if compile:
         torch.compiler.reset()  # its limit on compiled variants counts over all models
         compile_blocks(model, blocks)
@@ -205,7 +205,10 @@ def checkpoint_blocks(
             if not _is_checkpointed(block):
                 block.forward = partial(_checkpointed, block.forward)
         elif on is False and _is_checkpointed(block):
+            plain = block.forward.args[0]
             del block.forward
+            if block.forward != plain:  # it was patched
+                block.forward = plain
         for module in modules:
             for flag in _FLAGS:
                 if getattr(module, flag, False):

@@ -154,8 +154,18 @@ def test_later_call_replaces_all_of_the_earlier_one(graphs):
     layers = prepare_for_training(model, "high", compile=False, checkpointing=False)
     assert layers.compiled == layers.checkpointed == []
     assert not any("forward" in vars(module) for module in model.modules())
-    prepare_for_training(model, "switchback", skip_slow=False)
+    for _ in range(2):  # the second time, the forward on the inputs runs compiled blocks
+        layers = prepare_for_training(model, "switchback", inputs=clip_inputs(), skip_slow=False)
+        assert all(layer.called for layer in layers) and len(layers.compiled) == 4
     assert_near(gradients(model, loss_of), quantized)
+
+
+def test_patched_forward_of_a_block_survives():
+    model, _ = make(timms)
+    model.blocks[0].forward = patched = lambda x: x
+    for checkpointing in (True, False):
+        prepare_for_training(model, "high", compile=False, checkpointing=checkpointing)
+    assert model.blocks[0].forward is patched and "forward" not in vars(model.blocks[1])
 
 
 def test_copy_of_a_prepared_model_is_independent():
@@ -232,13 +242,15 @@ def test_attention_masks_causally_only_in_the_text_tower():
 
 
 @pytest.mark.parametrize("options", [{"recipe": "switchbak"}, {"where": ["c_fcc"]}, {"backed": ""}])
-def test_refused_call_leaves_the_model_as_it_is(options):
+def test_refused_call_leaves_the_model_as_it_is(options, graphs):
     model, _ = make(timms)
+    prepare_for_training(model, "switchback")
     model.set_grad_checkpointing(True)
-    before = [type(module) for module in model.modules()]
+    before = [(type(m), m._compiled_call_impl) for m in model.modules()]
     with pytest.raises((ValueError, TypeError), match="switchback|c_fcc|backed"):
         prepare_for_training(model, **options)
-    assert model.grad_checkpointing and [type(m) for m in model.modules()] == before
+    assert model.grad_checkpointing
+    assert [(type(m), m._compiled_call_impl) for m in model.modules()] == before
 
 
 class Mlp(nn.Module):
