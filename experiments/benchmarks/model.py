@@ -22,7 +22,9 @@ from torch import Tensor, nn
 
 from experiments.benchmarks.configs import OPEN_CLIP, RECIPES, ModelConfig
 from experiments.benchmarks.measure import Lines, check_error, kernel_ms, median_ms, random_batch
-from lowprec.clip.model import Normalize, blocks, build_model, contrastive_loss
+from lowprec.clip import open_clip
+from lowprec.clip.model import CLIP, Normalize, blocks, build_model, contrastive_loss
+from lowprec.clip.vision import VisionTransformer
 from lowprec.data.loader import Batch
 from lowprec.nn import prepare_for_training
 from lowprec.nn.coverage import Layers
@@ -30,6 +32,10 @@ from lowprec.train.build import pick_device, set_parameter_dtype
 from lowprec.train.task import ContrastiveTask
 
 EAGER = "open_clip eager"
+OWN_CLASSES = {
+    CLIP: open_clip.model.CLIP,
+    VisionTransformer: open_clip.transformer.VisionTransformer,
+}
 REPEATS = 10
 LOSS_TOLERANCE = 2e-2
 GRADIENT_TOLERANCE = 0.5  # of the first layer's, behind all others; a scrambled one errs by 1.4
@@ -149,6 +155,9 @@ def build_task(
     layers = None
     with device:  # a large model is initialized there much faster
         model = build_model(config.model, config.intervention.name)
+        for module in (model, model.visual):  # whose classes are ours
+            if type(module) in OWN_CLASSES:
+                module.__class__ = OWN_CLASSES[type(module)]
         set_parameter_dtype(model, config.precision.autocast)
         model.set_grad_checkpointing(config.checkpointing)
         if case in RECIPES:

@@ -6,6 +6,7 @@ import torch
 from experiments.benchmarks import model as bench_model
 from experiments.benchmarks.configs import RECIPES, ModelConfig
 from experiments.benchmarks.model import Measured
+from lowprec.clip import open_clip
 
 
 def result(ms=1.0, loss=5.0):
@@ -61,6 +62,14 @@ def test_case_of_ours_that_is_wrong_or_fails_has_no_number(lines, lines_of):
     assert row["ms"] is None and row["correct"] is False and "loss differs" in row["reason"]
     assert rows["llm_int8"]["correct"] is None
     assert rows["high"]["correct"] is True
+
+
+@pytest.mark.parametrize("case", ["open_clip eager", "switchback"])
+def test_the_model_is_of_open_clips_own_classes(case):
+    config = ModelConfig(device="cpu", compile=False)
+    model = bench_model.build_task(config, case, torch.device("cpu"))[0].model
+    assert type(model) is open_clip.model.CLIP
+    assert type(model.visual) is open_clip.transformer.VisionTransformer
 
 
 @pytest.mark.slow
