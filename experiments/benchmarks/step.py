@@ -117,7 +117,7 @@ def main(config: StepConfig) -> None:
     """Measures the cases of one config; exits with 1 if one of ours was wrong or failed."""
     device = pick_device(config.device)
     if device.type == "cuda":
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")  # fragments less
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # fragments less
     config.evaluation.name = "none"
     unit = max(1, config.batch_size // 16)
     lines = Lines(config.run_dir, "step", device)
