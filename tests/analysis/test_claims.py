@@ -184,15 +184,30 @@ def test_speed_is_judged_by_the_least_shape_over_each_baseline(tmp_path, words, 
     folder = tmp_path / "bench" / "model"
     folder.mkdir(parents=True)
     shapes = {"vit_h14 batch 256": TIMES, "vit_h14 batch 256, checkpointing": CHECKPOINTED}
+    write_times(folder / "1.jsonl", shapes)
+    finding = one(tmp_path, "C7", words)
+    assert finding.verdict == verdict and number in finding.ours
+    assert one(tmp_path, "C8", "no speed-up").verdict == NOT
+
+
+def write_times(file, shapes):
     rows = [
         {"shape": shape, "case": case, "ms": ms, "device": "a GPU"}
         for shape, times in shapes.items()
         for case, ms in times.items()
     ]
-    (folder / "1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    finding = one(tmp_path, "C7", words)
-    assert finding.verdict == verdict and number in finding.ours
-    assert one(tmp_path, "C8", "no speed-up").verdict == NOT
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_speed_is_judged_by_the_newest_file_that_has_case_and_baseline(tmp_path):
+    folder = tmp_path / "bench" / "model"
+    folder.mkdir(parents=True)
+    write_times(folder / "1.jsonl", {"vit_h14 batch 256": TIMES})
+    write_times(
+        folder / "2.jsonl", {"vit_h14 batch 256": {"open_clip": 50, "high": 50, "switchback": 40}}
+    )
+    assert "20.0% of the time" in one(tmp_path, "C7", "nn.Linear").ours
+    assert "11.1% of the time" in one(tmp_path, "C7", "autograd function").ours
 
 
 @pytest.fixture(name="fixes")
