@@ -6,6 +6,7 @@ import functools
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowprec.clip import open_clip
@@ -112,6 +113,20 @@ def test_prepared_model_equals_apply_recipes(build, graphs):
         assert not any(getattr(m, flag, False) for m in model.modules() for flag in flags)
         assert list(model.state_dict()) == names
         assert_near(gradients(model, loss_of), expected)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own warnings
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("recipe", ["high", "switchback", "switchback_m"])
+def test_blocks_of_a_tower_share_one_compilation(recipe, checkpointing, graphs):
+    torch.compiler.reset()
+    counters.clear()
+    model = open_clip.model.CLIP(32, VISION | {"layers": 4}, TEXT | {"layers": 3})
+    options = {} if recipe == "high" else {"skip_slow": False}
+    layers = prepare_for_training(model, recipe, checkpointing=checkpointing, **options)
+    assert len(layers.compiled) == 7
+    open_clip.loss.ClipLoss()(*model(*clip_inputs())).backward()
+    assert counters["stats"]["unique_graphs"] == 2
 
 
 class Count(TorchDispatchMode):
