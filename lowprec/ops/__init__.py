@@ -14,6 +14,7 @@ from torch._C import _len_torch_dispatch_stack
 
 from lowprec.formats import E4M3, E5M2, INT8, Format, parse_format
 from lowprec.ops import reference, triton_attention, triton_gelu, triton_matmul, triton_quantize
+from lowprec.ops.triton_attention import takes as takes_attention  # noqa: F401
 
 BACKENDS = ("auto", "reference", "triton")
 _FORMATS = {format.dtype: format for format in (INT8, E4M3, E5M2)}
@@ -124,19 +125,6 @@ def matmul(
         return reference.matmul(a_MK, b_NK, a_scale, b_scale, bias, dtype)
     multiply = triton_matmul.matmul if _is_eager(a_MK) else _matmul
     return multiply(a_MK, b_NK, a_scale, b_scale, bias, dtype)
-
-
-def takes_attention(qkv: Tensor, num_heads: int) -> bool:
-    """Whether `attention` takes packed queries, keys and values [batch, tokens, 3 width].
-
-    It takes up to 64 tokens in 16 bits on a GPU.
-    """
-    return (
-        qkv.is_cuda
-        and qkv.dtype in triton_attention.DTYPES
-        and 0 < qkv.shape[1] <= triton_attention.MAX_TOKENS
-        and qkv.shape[2] <= 3 * num_heads * triton_attention.MAX_HEAD_WIDTH
-    )
 
 
 def attention(qkv: Tensor, num_heads: int, is_causal: bool) -> Tensor:

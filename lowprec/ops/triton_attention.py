@@ -4,6 +4,9 @@ A program holds the whole sequence, so the backward pass recomputes the weights 
 keys and needs neither the output nor a second kernel. Queries, keys and values are read from the
 packed product and their gradients are written in its layout.
 `F.scaled_dot_product_attention` is the definition.
+
+Blocks have powers of two as sizes. To waste less, tokens form two parts: A first tokens, and up to
+B last ones; B may be 0. In suffixes, a and b are these parts.
 """
 
 import torch
@@ -13,75 +16,196 @@ from torch import Tensor
 
 from lowprec.ops.launch import Launch, plan
 
-MAX_TOKENS = 64
-MAX_HEAD_WIDTH = 128
 DTYPES = (torch.bfloat16, torch.float16)  # float32 products would take the slow units
 
 
 @triton.jit
+def _load(ptr, t, stride, tokens, head_width, BLOCK_D: tl.constexpr):
+    d = tl.arange(0, BLOCK_D)[None, :]
+    inside = (t[:, None] < tokens) & (d < head_width)
+    return tl.load(ptr + t[:, None] * stride + d, mask=inside, other=0.0)
+
+
+@triton.jit
+def _store(ptr, x, t, stride, tokens, head_width, BLOCK_D: tl.constexpr):
+    d = tl.arange(0, BLOCK_D)[None, :]
+    inside = (t[:, None] < tokens) & (d < head_width)
+    tl.store(ptr + t[:, None] * stride + d, x.to(ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _dot(x, y, sum=None):
+    return tl.dot(x, y, sum, input_precision="ieee")
+
+
+@triton.jit
+def _logits(q, k, t, keys, tokens, SCALE: tl.constexpr, CAUSAL: tl.constexpr):
+    visible = keys[None, :] < tokens
+    if CAUSAL:
+        visible &= keys[None, :] <= t[:, None]
+    return tl.where(visible, _dot(q, tl.trans(k)) * (SCALE * 1.4426950408889634), float("-inf"))
+
+
+@triton.jit
 def _weights(
-    q, k, tokens, SCALE: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_T: tl.constexpr
+    q, k_a, k_b, t, a, b, tokens,
+    SCALE: tl.constexpr, CAUSAL: tl.constexpr, SEES_B: tl.constexpr,
 ):  # fmt: skip
-    """Softmax of q k^T without its division: float32 weights, and their sums [BLOCK_T, 1]."""
-    queries = tl.arange(0, BLOCK_T)[:, None]
-    keys = tl.arange(0, BLOCK_T)[None, :]
-    visible = (keys < tokens) & (keys <= queries) if CAUSAL else keys < tokens
-    logits = tl.dot(q, tl.trans(k), input_precision="ieee") * (SCALE * 1.4426950408889634)
-    logits = tl.where(visible, logits, float("-inf"))
-    weights = tl.exp2(logits - tl.max(logits, axis=1, keep_dims=True))
-    return weights, tl.sum(weights, axis=1, keep_dims=True)
+    """Weights of the keys in both parts before softmax's division, and their sums.
+
+    Without SEES_B, those of the last part have no meaning.
+    """
+    weights_a = _logits(q, k_a, t, a, tokens, SCALE, CAUSAL)
+    largest = tl.max(weights_a, axis=1, keep_dims=True)
+    weights_b = weights_a
+    if SEES_B:
+        weights_b = _logits(q, k_b, t, b, tokens, SCALE, CAUSAL)
+        largest = tl.maximum(largest, tl.max(weights_b, axis=1, keep_dims=True))
+        weights_b = tl.exp2(weights_b - largest)
+    weights_a = tl.exp2(weights_a - largest)
+    total = tl.sum(weights_a, axis=1, keep_dims=True)
+    if SEES_B:
+        total += tl.sum(weights_b, axis=1, keep_dims=True)
+    return weights_a, weights_b, total
+
+
+@triton.jit
+def _output(
+    q, k_a, v_a, k_b, v_b, t, a, b, tokens,
+    SCALE: tl.constexpr, CAUSAL: tl.constexpr, SEES_B: tl.constexpr,
+):  # fmt: skip
+    weights_a, weights_b, total = _weights(q, k_a, k_b, t, a, b, tokens, SCALE, CAUSAL, SEES_B)
+    out = _dot(weights_a.to(q.dtype), v_a)
+    if SEES_B:
+        out = _dot(weights_b.to(q.dtype), v_b, out)
+    return out / total
 
 
 @triton.jit
 def _attention_kernel(
     qkv_ptr, out_ptr, tokens, heads, head_width,
-    SCALE: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    SCALE: tl.constexpr, CAUSAL: tl.constexpr,
+    A: tl.constexpr, B: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     sample, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
     width = heads * head_width
-    t, d = tl.arange(0, BLOCK_T)[:, None], tl.arange(0, BLOCK_D)[None, :]
-    inside = (t < tokens) & (d < head_width)
-    first = head * head_width + d
-    qkv_ptr += sample * tokens * 3 * width + t * 3 * width + first
-    q = tl.load(qkv_ptr, mask=inside, other=0.0)
-    k = tl.load(qkv_ptr + width, mask=inside, other=0.0)
-    v = tl.load(qkv_ptr + 2 * width, mask=inside, other=0.0)
-    weights, total = _weights(q, k, tokens, SCALE, CAUSAL, BLOCK_T)
-    out = tl.dot(weights.to(v.dtype), v, input_precision="ieee") / total
-    out_ptr += sample * tokens * width + t * width + first
-    tl.store(out_ptr, out.to(v.dtype), mask=inside)
+    stride = 3 * width
+    a, b = tl.arange(0, A), A + tl.arange(0, max(B, 1))
+    q_ptr = qkv_ptr + sample * tokens * stride + head * head_width
+    k_ptr, v_ptr = q_ptr + width, q_ptr + 2 * width
+    out_ptr += sample * tokens * width + head * head_width
+    q = _load(q_ptr, a, stride, tokens, head_width, BLOCK_D)
+    k_a = _load(k_ptr, a, stride, tokens, head_width, BLOCK_D)
+    v_a = _load(v_ptr, a, stride, tokens, head_width, BLOCK_D)
+    k_b, v_b = k_a, v_a
+    if B:
+        q_b = _load(q_ptr, b, stride, tokens, head_width, BLOCK_D)
+        k_b = _load(k_ptr, b, stride, tokens, head_width, BLOCK_D)
+        v_b = _load(v_ptr, b, stride, tokens, head_width, BLOCK_D)
+        out = _output(q_b, k_a, v_a, k_b, v_b, b, a, b, tokens, SCALE, CAUSAL, True)
+        _store(out_ptr, out, b, width, tokens, head_width, BLOCK_D)
+    SEES_B: tl.constexpr = B > 0 and not CAUSAL
+    out = _output(q, k_a, v_a, k_b, v_b, a, a, b, tokens, SCALE, CAUSAL, SEES_B)
+    _store(out_ptr, out, a, width, tokens, head_width, BLOCK_D)
+
+
+@triton.jit
+def _gradients(
+    q, g, k_a, v_a, k_b, v_b, grad_k_a, grad_v_a, grad_k_b, grad_v_b, t, a, b, tokens,
+    SCALE: tl.constexpr, CAUSAL: tl.constexpr, SEES_B: tl.constexpr,
+):  # fmt: skip
+    """Gradient of a part's queries, and the sums of the other gradients with what this part adds.
+
+    Gradients of queries and keys lack the factor SCALE.
+    """
+    weights_a, weights_b, total = _weights(q, k_a, k_b, t, a, b, tokens, SCALE, CAUSAL, SEES_B)
+    weights_a = weights_a / total
+    grad_v_a = _dot(tl.trans(weights_a.to(q.dtype)), g, grad_v_a)
+    grad_weights_a = _dot(g, tl.trans(v_a))
+    mean = tl.sum(weights_a * grad_weights_a, axis=1, keep_dims=True)
+    if SEES_B:
+        weights_b = weights_b / total
+        grad_v_b = _dot(tl.trans(weights_b.to(q.dtype)), g, grad_v_b)
+        grad_weights_b = _dot(g, tl.trans(v_b))
+        mean += tl.sum(weights_b * grad_weights_b, axis=1, keep_dims=True)
+    grad_logits_a = (weights_a * (grad_weights_a - mean)).to(q.dtype)
+    grad_q = _dot(grad_logits_a, k_a)
+    grad_k_a = _dot(tl.trans(grad_logits_a), q, grad_k_a)
+    if SEES_B:
+        grad_logits_b = (weights_b * (grad_weights_b - mean)).to(q.dtype)
+        grad_q = _dot(grad_logits_b, k_b, grad_q)
+        grad_k_b = _dot(tl.trans(grad_logits_b), q, grad_k_b)
+    return grad_q, grad_k_a, grad_v_a, grad_k_b, grad_v_b
 
 
 @triton.jit
 def _attention_backward_kernel(
     qkv_ptr, g_ptr, grad_ptr, tokens, heads, head_width,
-    SCALE: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    SCALE: tl.constexpr, CAUSAL: tl.constexpr,
+    A: tl.constexpr, B: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     sample, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
     width = heads * head_width
-    t, d = tl.arange(0, BLOCK_T)[:, None], tl.arange(0, BLOCK_D)[None, :]
-    inside = (t < tokens) & (d < head_width)
-    first = head * head_width + d
-    at = sample * tokens * 3 * width + t * 3 * width + first
-    q = tl.load(qkv_ptr + at, mask=inside, other=0.0)
-    k = tl.load(qkv_ptr + at + width, mask=inside, other=0.0)
-    v = tl.load(qkv_ptr + at + 2 * width, mask=inside, other=0.0)
-    g = tl.load(g_ptr + sample * tokens * width + t * width + first, mask=inside, other=0.0)
-    weights, total = _weights(q, k, tokens, SCALE, CAUSAL, BLOCK_T)
-    weights = weights / total
-    grad_v = tl.dot(tl.trans(weights.to(g.dtype)), g, input_precision="ieee")
-    tl.store(grad_ptr + at + 2 * width, grad_v.to(g.dtype), mask=inside)
-    grad_weights = tl.dot(g, tl.trans(v), input_precision="ieee")
-    mean = tl.sum(weights * grad_weights, axis=1, keep_dims=True)
-    grad_logits = (weights * (grad_weights - mean)).to(g.dtype)
-    grad_q = tl.dot(grad_logits, k, input_precision="ieee") * SCALE
-    tl.store(grad_ptr + at, grad_q.to(g.dtype), mask=inside)
-    grad_k = tl.dot(tl.trans(grad_logits), q, input_precision="ieee") * SCALE
-    tl.store(grad_ptr + at + width, grad_k.to(g.dtype), mask=inside)
+    stride = 3 * width
+    a, b = tl.arange(0, A), A + tl.arange(0, max(B, 1))
+    q_ptr = qkv_ptr + sample * tokens * stride + head * head_width
+    k_ptr, v_ptr = q_ptr + width, q_ptr + 2 * width
+    grad_q_ptr = grad_ptr + sample * tokens * stride + head * head_width
+    grad_k_ptr, grad_v_ptr = grad_q_ptr + width, grad_q_ptr + 2 * width
+    g_ptr += sample * tokens * width + head * head_width
+    k_a = _load(k_ptr, a, stride, tokens, head_width, BLOCK_D)
+    v_a = _load(v_ptr, a, stride, tokens, head_width, BLOCK_D)
+    grad_k_a = tl.zeros([A, BLOCK_D], tl.float32)
+    grad_v_a = tl.zeros([A, BLOCK_D], tl.float32)
+    k_b, v_b, grad_k_b, grad_v_b = k_a, v_a, grad_k_a, grad_v_a
+    SEES_B: tl.constexpr = B > 0 and not CAUSAL
+    if B:
+        q = _load(q_ptr, b, stride, tokens, head_width, BLOCK_D)
+        k_b = _load(k_ptr, b, stride, tokens, head_width, BLOCK_D)
+        v_b = _load(v_ptr, b, stride, tokens, head_width, BLOCK_D)
+        g = _load(g_ptr, b, width, tokens, head_width, BLOCK_D)
+        grad_k_b = tl.zeros([B, BLOCK_D], tl.float32)
+        grad_v_b = tl.zeros([B, BLOCK_D], tl.float32)
+        grad_q, grad_k_a, grad_v_a, grad_k_b, grad_v_b = _gradients(
+            q, g, k_a, v_a, k_b, v_b, grad_k_a, grad_v_a, grad_k_b, grad_v_b, b, a, b, tokens,
+            SCALE, CAUSAL, True,
+        )  # fmt: skip
+        _store(grad_q_ptr, grad_q * SCALE, b, stride, tokens, head_width, BLOCK_D)
+        if CAUSAL:  # the first part adds nothing
+            _store(grad_k_ptr, grad_k_b * SCALE, b, stride, tokens, head_width, BLOCK_D)
+            _store(grad_v_ptr, grad_v_b, b, stride, tokens, head_width, BLOCK_D)
+    q = _load(q_ptr, a, stride, tokens, head_width, BLOCK_D)
+    g = _load(g_ptr, a, width, tokens, head_width, BLOCK_D)
+    grad_q, grad_k_a, grad_v_a, grad_k_b, grad_v_b = _gradients(
+        q, g, k_a, v_a, k_b, v_b, grad_k_a, grad_v_a, grad_k_b, grad_v_b, a, a, b, tokens,
+        SCALE, CAUSAL, SEES_B,
+    )  # fmt: skip
+    _store(grad_q_ptr, grad_q * SCALE, a, stride, tokens, head_width, BLOCK_D)
+    _store(grad_k_ptr, grad_k_a * SCALE, a, stride, tokens, head_width, BLOCK_D)
+    _store(grad_v_ptr, grad_v_a, a, stride, tokens, head_width, BLOCK_D)
+    if SEES_B:
+        _store(grad_k_ptr, grad_k_b * SCALE, b, stride, tokens, head_width, BLOCK_D)
+        _store(grad_v_ptr, grad_v_b, b, stride, tokens, head_width, BLOCK_D)
+
+
+def takes(qkv: Tensor, num_heads: int) -> bool:
+    """Whether `attention` takes packed queries, keys and values [batch, tokens, 3 width].
+
+    It takes up to 64 tokens and heads of up to 64 in 16 bits on a GPU, and on Hopper and later GPUs
+    also heads of up to 128, or up to 96 tokens. More would spill registers.
+    """
+    tokens, packed_width = qkv.shape[1:]
+    head_width = packed_width // 3 // num_heads
+    if not (qkv.is_cuda and qkv.dtype in DTYPES and 0 < tokens <= 96 and head_width <= 128):
+        return False
+    if tokens <= 64 and head_width <= 64:
+        return True
+    is_hopper = torch.cuda.get_device_capability(qkv.device) >= (9, 0)
+    return is_hopper and (tokens <= 64 or head_width <= 64)
 
 
 def attention(qkv: Tensor, num_heads: int, is_causal: bool) -> Tensor:
-    """[batch, tokens, 3 width] -> [batch, tokens, width], for up to `MAX_TOKENS` tokens."""
+    """[batch, tokens, 3 width] -> [batch, tokens, width]."""
     qkv = qkv.contiguous()
     batch, tokens, packed_width = qkv.shape
     out = torch.empty(batch, tokens, packed_width // 3, dtype=qkv.dtype, device=qkv.device)
@@ -108,16 +232,23 @@ def _plan_backward(device, dtype, *sizes: int) -> Launch:
 
 
 def _plan(kernel, batch: int, tokens: int, packed_width: int, num_heads: int, is_causal: bool):
-    """One program for each head of a sample, with a warp for each 16 tokens."""
+    """One program for each head of a sample."""
     head_width = packed_width // 3 // num_heads
-    block_tokens = max(16, triton.next_power_of_2(tokens))
+    first, last = _parts(tokens)
     return Launch(
         kernel,
         grid=(batch * num_heads,),
         sizes=(tokens, num_heads, head_width),
         SCALE=head_width**-0.5,
         CAUSAL=is_causal,
-        BLOCK_T=block_tokens,
+        A=first,
+        B=last,
         BLOCK_D=max(16, triton.next_power_of_2(head_width)),
-        num_warps=block_tokens // 16,
+        num_warps=first // 16,
     )
+
+
+def _parts(tokens: int) -> tuple[int, int]:
+    """Sizes of the blocks for the first and the last tokens."""
+    first = 64 if tokens > 32 else 32 if tokens > 16 else 16
+    return first, max(16, triton.next_power_of_2(tokens - first)) if tokens > first else 0

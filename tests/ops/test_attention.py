@@ -10,6 +10,7 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 SHAPES = [  # tokens, heads, head width
     *[(33, 3, 64), (32, 2, 64), (1, 1, 64), (64, 1, 64)],
     *[(7, 2, 80), (17, 1, 32), (50, 1, 128), (5, 3, 8)],
+    *[(77, 2, 64), (96, 1, 64)],
 ]
 
 
@@ -48,7 +49,7 @@ def test_kernels_are_as_close_to_float64_as_torch(device, shape, dtype, is_causa
 
 
 def test_numbers_of_tokens_around_blocks(device):
-    for tokens in (1, 2, 3, 15, 16, 17, 31, 32, 33, 63, 64):
+    for tokens in (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 80, 81, 95):
         qkv, g = make(tokens, 1, 16, torch.float32, device)
         for is_causal in (False, True):
             expected = by_torch(qkv.double(), g.double(), 1, is_causal)

@@ -85,16 +85,22 @@ def test_fake_attention_ops_match_the_kernels(device):
     assert_fake_is_true(ops._attention_backward, backward, g, qkv, 3, True)
 
 
-def test_attention_takes_short_16_bit_sequences_on_a_gpu():
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+def test_attention_takes_short_16_bit_sequences_on_a_gpu(monkeypatch, capability):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    is_hopper = capability == (9, 0)
     with FakeTensorMode():
         for tokens, width, dtype, device, takes in (
-            (64, 256, torch.bfloat16, GPU, True),
+            (64, 128, torch.bfloat16, GPU, True),
             (1, 32, torch.float16, GPU, True),
-            (65, 256, torch.bfloat16, GPU, False),
+            (64, 256, torch.bfloat16, GPU, is_hopper),
+            (96, 128, torch.bfloat16, GPU, is_hopper),
+            (97, 128, torch.bfloat16, GPU, False),
+            (65, 130, torch.bfloat16, GPU, False),
             (64, 258, torch.bfloat16, GPU, False),
-            (64, 256, torch.float32, GPU, False),
-            (64, 256, torch.bfloat16, CPU, False),
-            (0, 256, torch.bfloat16, GPU, False),
+            (64, 128, torch.float32, GPU, False),
+            (64, 128, torch.bfloat16, CPU, False),
+            (0, 128, torch.bfloat16, GPU, False),
         ):
             qkv = torch.empty(2, tokens, 3 * width, dtype=dtype, device=device)
             assert ops.takes_attention(qkv, 2) == takes
