@@ -79,14 +79,14 @@ def test_layer_compiles_once_to_one_graph(name):
     assert_near(found, expected, 3 * tolerance_of(name))
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_attention_compiles_to_one_graph_and_repeats_bits(is_causal):
+@pytest.mark.parametrize("tokens, is_causal", [(33, False), (32, True), (50, False), (77, True)])
+def test_attention_compiles_to_one_graph_and_repeats_bits(tokens, is_causal):
     torch._dynamo.reset()
     torch.manual_seed(0)
     module = nn.MultiheadAttention(128, 2, batch_first=True, device="cuda", dtype=torch.bfloat16)
     replace(module)
     module.causal = is_causal
-    x = torch.randn(9, 33, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(9, tokens, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     g = torch.randn_like(x)
 
     def step(call):
