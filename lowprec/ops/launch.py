@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from triton.backends.nvidia.driver import make_tensordesc_arg
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
@@ -24,20 +23,10 @@ ALIGNMENT = 16  # bytes; Triton compiles another kernel for addresses that are n
 SWIZZLE = 128  # bytes; rows of blocks must be multiples of it
 MAX_DESCRIPTORS = 4096  # per argument; the allocator reuses addresses, so few are needed
 RELEASE = triton.__version__[:4]
-_plans = []
-
-
-def plan(function: Callable[..., "Launch"]) -> Callable[..., "Launch"]:
-    """Caches the `Launch` that a function prepares for shapes, dtypes and a device."""
-    cached = functools.lru_cache(maxsize=4096)(function)
-    _plans.append(cached)
-    return cached
-
-
-def forget_plans() -> None:
-    """Empties the caches of all plans."""
-    for cached in _plans:
-        cached.cache_clear()
+IS_KNOWN = RELEASE in ("3.6.", "3.7.")
+if IS_KNOWN:
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+plan = functools.lru_cache(maxsize=4096)  # of a function that prepares a `Launch` for shapes
 
 
 class Launch:
@@ -68,7 +57,12 @@ class Launch:
         self.launch: Callable | None = None
 
     def __call__(self, *tensors: Tensor) -> None:
-        """Launches on the current stream; the first call compiles."""
+        """Launches on the current stream of the tensors' device; the first call compiles."""
+        device = tensors[0].get_device()  # -1 for a CPU
+        if device >= 0 and device != torch._C._cuda_getDevice():
+            with torch.cuda.device(device):
+                self(*tensors)
+            return
         addresses = [tensor.data_ptr() for tensor in tensors]
         bits = 0
         for address in addresses:
@@ -81,8 +75,8 @@ class Launch:
         for position, block in enumerate(self.blocks):
             arguments[position] = _descriptor(tensors[position], block)
         compiled = self.kernel[self.grid](*arguments, *self.sizes, **self.constants)
-        if is_aligned and tensors[0].is_cuda and RELEASE in ("3.6.", "3.7."):
-            self.launch = self._freeze(compiled, tensors[0].get_device())
+        if is_aligned and device >= 0 and IS_KNOWN:
+            self.launch = self._freeze(compiled, device)
 
     def _freeze(self, compiled: Any, device: int) -> Callable | None:
         """A function that launches a compiled kernel; None if the kernel needs scratch memory."""

@@ -82,9 +82,12 @@ def matmul(
 ) -> Tensor:
     """`reference.matmul` by the fastest kernel for the shapes and the GPU.
 
-    Operands whose rows are not contiguous are copied, because the kernels assume stride 1 along K.
+    Operands whose rows are not contiguous are copied, because the kernels assume stride 1 along K;
+    so are scales and a bias with gaps.
     """
     a_MK, b_NK = _rows_contiguous(a_MK), _rows_contiguous(b_NK)
+    a_scale, b_scale = a_scale.contiguous(), b_scale.contiguous()
+    bias = None if bias is None else bias.contiguous()
     if a_MK.dtype == torch.int8 and a_MK.shape[1] > MAX_INT8_TERMS:
         return _in_parts(a_MK, b_NK, a_scale, b_scale, bias, dtype)
     (M, K), N = a_MK.shape, b_NK.shape[0]

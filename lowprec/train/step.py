@@ -52,8 +52,9 @@ class TrainStep:
 class GraphedStep:
     """Replays a TrainStep as one CUDA graph, which saves the cost of launching its kernels.
 
-    The first batch fixes the shapes. Capture runs the step a few times with `frozen` set and
-    restores the random state, so it changes nothing. The next call overwrites the returned values.
+    The first batch fixes the shapes; all batches are on the host. Capture runs the step a few times
+    with `frozen` set and restores the random state, so it changes nothing. The next call overwrites
+    the returned values.
     """
 
     def __init__(self, step: TrainStep, batch: Batch):
@@ -80,10 +81,7 @@ class GraphedStep:
         self.next_is_free.record()
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
-        """Copies a batch on the host to the graph's inputs and replays the graph.
-
-        The copy to the device overlaps the previous step.
-        """
+        """Copies a batch to the graph's inputs, during the previous step, and replays the graph."""
         with torch.cuda.stream(self.copies):
             self.copies.wait_event(self.next_is_free)
             self._copy(batch, self.next)

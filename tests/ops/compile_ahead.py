@@ -29,7 +29,6 @@ from lowprec.ops import triton_attention as attention
 from lowprec.ops import triton_gelu as gelu
 from lowprec.ops import triton_matmul as matmul
 from lowprec.ops import triton_quantize as quantize
-from lowprec.ops.launch import forget_plans
 from lowprec.optim import fused, triton_adamw
 from lowprec.optim.adamw_update import Hyperparameters
 from lowprec.optim.plain import Tensors
@@ -140,6 +139,14 @@ CASES = {  # name: (launches, architectures)
     "optimizer, bf16": (partial(_optimizer, BF16), ALL),
     "gelu backward e5m2 of bf16, 8192": (partial(_gelu_backward, 8192, E5M2), ALL),
 }  # fmt: skip
+
+
+def forget_plans() -> None:
+    """Empties the caches of prepared launches."""
+    for module in MODULES:
+        for member in vars(module).values():
+            if hasattr(member, "cache_clear"):
+                member.cache_clear()
 
 
 class Recorder:

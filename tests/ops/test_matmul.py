@@ -6,7 +6,6 @@ import torch
 from lowprec.formats import E4M3, E5M2
 from lowprec.ops import reference
 from lowprec.ops import triton_matmul as kernels
-from lowprec.ops.launch import forget_plans
 
 SHAPES = [(1, 1, 1), (63, 100, 77), (128, 257, 64), (150, 33, 300), (5, 300, 129)]  # M, N, K
 ALIGNED = [(150, 272, 304), (1, 16, 16), (300, 528, 128)]  # rows of 16 bytes
@@ -39,11 +38,8 @@ def launch_with(name, replacement, *arguments):
     """The product with a member of the module replaced."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, name, replacement)
-        forget_plans()
-        try:
-            return kernels.matmul(*arguments)
-        finally:
-            forget_plans()
+        patch.setattr(kernels, "_plan", kernels._plan.__wrapped__)  # without its cache
+        return kernels.matmul(*arguments)
 
 
 def launch_general(*arguments):
@@ -169,6 +165,15 @@ def test_nan_scale_makes_only_its_row_nan(device, launch):
     expected = torch.zeros(40, 48, dtype=torch.bool, device=device)
     expected[7], expected[:, 9] = True, True
     assert torch.equal(found, expected)
+
+
+@LAUNCHES
+def test_scales_and_bias_with_gaps(device, launch):
+    a, b = make_int8(40, 64, device, 0), make_int8(48, 64, device, 1)
+    a_scale, bias = make_scale(80, device, 2)[::2], make_scale(96, device, 3)[::2, 0]
+    b_scale = make_scale(1, device, 4).expand(48, 1)
+    arguments = (a, b, a_scale, b_scale, bias, torch.float32)
+    assert_int8_agrees(launch(*arguments), arguments)
 
 
 @pytest.mark.parametrize(("m", "n"), [(0, 48), (48, 0)])
