@@ -30,6 +30,8 @@ MUTANTS = {  # function: (value of a call in its arguments `a`, tests that must 
     "lowprec.data.workers:end_workers": ("None", "data/test_loader.py"),
     "lowprec.diagnostics.spikes:_count_once": ("a[0]", "diagnostics/test_spikes.py"),
     "lowprec.diagnostics.spikes:_is_raised": ("False", "diagnostics/test_spikes.py"),
+    "lowprec.ops.triton_attention:attention_backward": ("a[1]", "ops/test_attention.py"),
+    "lowprec.nn.attention:Attention._attend": ("a[1][..., :32]", "nn/test_attention.py"),
     "lowprec.optim.adamw_update:clipped_lr": ("a[0]", "optim/test_stable_adamw.py"),
     "lowprec.optim.fused:first_unfit": ("None", "optim/test_fused.py"),
     "lowprec.train.distributed:DistributedRanks.mean": ("a[1]", "distributed/test_gradients.py"),

@@ -1,5 +1,8 @@
 """open_clip's vision transformer with less work on a GPU before and after its blocks."""
 
+import functools
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -10,7 +13,7 @@ ALIGNMENT = 8  # features; products need rows of a multiple of 16 bytes
 
 
 def is_fast(x: Tensor) -> bool:
-    """Whether towers take the fast way: only on a GPU, so that CPUs compute as open_clip does."""
+    """Whether towers take the fast path: only on a GPU, so that CPUs compute as open_clip does."""
     return x.is_cuda
 
 
@@ -89,11 +92,14 @@ def embed(visual: nn.Module, images: Tensor, kept: Tensor | None) -> Tensor:
 class VisionTransformer(open_clip.transformer.VisionTransformer):
     """open_clip's, which `replace` converts to it; only GPUs compute differently, up to rounding.
 
-    On a GPU patches are dropped before they are embedded, `embed` is one product, and tokens that
-    are not pooled are not normalized.
+    On a GPU patches are dropped before `embed`, which does not call `conv1`, and only pooled tokens
+    are normalized: hooks on `conv1` do not run, and `ln_post` takes [batch, width].
+
+    Attributes:
+        is_embedding_compiled: whether `embed` runs under torch.compile.
     """
 
-    embed = staticmethod(embed)  # or compiled
+    is_embedding_compiled = False
 
     def _embeds(self, x: Tensor) -> Tensor:
         drops = isinstance(self.patch_dropout, PatchDropout)
@@ -103,7 +109,7 @@ class VisionTransformer(open_clip.transformer.VisionTransformer):
             return super()._embeds(x)
         patches = len(self.positional_embedding) - 1
         kept = self.patch_dropout.draw(len(x), patches, x.device) if drops else None
-        return self.embed(self, x, kept)
+        return (_compiled_embed() if self.is_embedding_compiled else embed)(self, x, kept)
 
     def _pool(self, x: Tensor) -> tuple[Tensor, Tensor]:
         is_plain = self.attn_pool is None and self.pool_type == "tok" and not self.output_tokens
@@ -115,7 +121,12 @@ class VisionTransformer(open_clip.transformer.VisionTransformer):
 def compile_embedding(visual: nn.Module) -> None:
     """Compiles a `VisionTransformer`'s `embed`, in place; leaves any other module alone."""
     if isinstance(visual, VisionTransformer):
-        visual.embed = torch.compile(embed, dynamic=False)
+        visual.is_embedding_compiled = True
+
+
+@functools.cache
+def _compiled_embed() -> Callable:
+    return torch.compile(embed, dynamic=False)
 
 
 def replace(visual: nn.Module) -> None:

@@ -191,17 +191,17 @@ def _attention_backward_kernel(
 def takes(qkv: Tensor, num_heads: int) -> bool:
     """Whether `attention` takes packed queries, keys and values [batch, tokens, 3 width].
 
-    It takes up to 64 tokens and heads of up to 64 in 16 bits on a GPU, and on Hopper and later GPUs
-    also heads of up to 128, or up to 96 tokens. More would spill registers.
+    It takes up to 64 tokens and heads of up to 64 in 16 bits on a GPU from Ampere on, and from
+    Hopper on also heads of up to 128, or up to 96 tokens. More would spill registers.
     """
     tokens, packed_width = qkv.shape[1:]
     head_width = packed_width // 3 // num_heads
     if not (qkv.is_cuda and qkv.dtype in DTYPES and 0 < tokens <= 96 and head_width <= 128):
         return False
-    if tokens <= 64 and head_width <= 64:
-        return True
-    is_hopper = torch.cuda.get_device_capability(qkv.device) >= (9, 0)
-    return is_hopper and (tokens <= 64 or head_width <= 64)
+    is_small = tokens <= 64 and head_width <= 64
+    is_medium = tokens <= 64 or head_width <= 64
+    major, _ = torch.cuda.get_device_capability(qkv.device)
+    return is_small if major == 8 else is_medium and major > 8
 
 
 def attention(qkv: Tensor, num_heads: int, is_causal: bool) -> Tensor:

@@ -1,6 +1,7 @@
 """Models equal open_clip's in names and numbers; recipes, weights and compilation."""
 
 import dataclasses
+import pickle
 from functools import partial
 
 import pytest
@@ -44,17 +45,27 @@ def test_patch_dropout_keeps_the_class_token_and_a_fraction_of_patches(share):
     assert torch.equal(PatchDropout(share).eval()(x), x)
 
 
-def compare_ways(monkeypatch, module, run, unused=()):
-    """Compares output and gradients of a module in the two ways of `vision.is_fast`, in float64."""
-    named = dict(module.double().train().named_parameters())
-    parameters = [named[name] for name in named if name not in unused]
-    results = []
+def compare_paths(monkeypatch, module, run, hooked, unused=()):
+    """Compares output and gradients of both paths of `vision.is_fast` in float64.
+
+    Returns the shapes of the inputs of the hooked modules, by path.
+    """
+    parameters = [p for name, p in module.double().named_parameters() if name not in unused]
+    results, shapes = [], {}
     for fast in (False, True):
         monkeypatch.setattr(vision, "is_fast", lambda x, fast=fast: fast)
         torch.manual_seed(1)
-        output = run(module)
+        seen = shapes.setdefault(fast, [])
+        hooks = [
+            each.register_forward_hook(lambda _, x, y, seen=seen: seen.append(tuple(x[0].shape)))
+            for each in hooked
+        ]
+        output = run(module.train())
         results.append([output, *torch.autograd.grad(output.sin().sum(), parameters)])
+        for hook in hooks:
+            hook.remove()
     torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-12)
+    return shapes
 
 
 @pytest.mark.parametrize("size, dropout", [((32, 32), 0.5), ((32, 48), 0.5), ((32, 48), 0.0)])
@@ -64,14 +75,34 @@ def test_vision_tower_on_a_gpu_computes_what_open_clip_does(monkeypatch, size, d
     if dropout:
         tower.patch_dropout = PatchDropout(dropout)
     images = torch.randn(4, 3, *size, dtype=torch.float64)
-    compare_ways(monkeypatch, tower, lambda tower: tower(images))
+    hooked = tower.conv1, tower.ln_post
+    shapes = compare_paths(monkeypatch, tower, lambda tower: tower(images), hooked)
+    tokens = 1 + int(size[0] * size[1] // 64 * (1 - dropout))
+    assert shapes == {False: [(4, 3, *size), (4, tokens, 64)], True: [(4, 64)]}
 
 
 def test_text_tower_on_a_gpu_computes_what_open_clip_does(monkeypatch):
     model, _, tokens = model_and_batch()
     unused = [name for name, _ in model.named_parameters() if name.startswith("visual.")]
-    run = lambda model: model.encode_text(tokens, normalize=True)  # noqa: E731
-    compare_ways(monkeypatch, model, run, [*unused, "logit_scale"])
+    unused.append("logit_scale")
+
+    def run(model):
+        return model.encode_text(tokens, normalize=True)
+
+    shapes = compare_paths(monkeypatch, model, run, [model.ln_final], unused)
+    assert shapes == {False: [(4, 8, 128)], True: [(4, 128)]}
+
+
+def test_pickled_tower_keeps_its_embedding_compiled(monkeypatch):
+    tower = open_clip.transformer.VisionTransformer(32, 8, 64, 1, 2, 4.0)
+    vision.replace(tower)
+    vision.compile_embedding(tower)
+    tower = pickle.loads(pickle.dumps(tower))
+    compiled = partial(torch.compile, backend="eager", fullgraph=True)
+    monkeypatch.setattr(vision, "is_fast", lambda x: True)
+    monkeypatch.setattr(vision, "_compiled_embed", lambda embed=vision.embed: compiled(embed))
+    monkeypatch.setattr(vision, "embed", None)
+    assert tower(torch.randn(4, 3, 32, 32)).isfinite().all()
 
 
 def test_open_clip_model_by_name_with_other_sizes():

@@ -85,14 +85,14 @@ def test_fake_attention_ops_match_the_kernels(device):
     assert_fake_is_true(ops._attention_backward, backward, g, qkv, 3, True)
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0)])
 def test_attention_takes_short_16_bit_sequences_on_a_gpu(monkeypatch, capability):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    is_hopper = capability == (9, 0)
+    is_ampere, is_hopper = capability >= (8, 0), capability >= (9, 0)
     with FakeTensorMode():
         for tokens, width, dtype, device, takes in (
-            (64, 128, torch.bfloat16, GPU, True),
-            (1, 32, torch.float16, GPU, True),
+            (64, 128, torch.bfloat16, GPU, is_ampere),
+            (1, 32, torch.float16, GPU, is_ampere),
             (64, 256, torch.bfloat16, GPU, is_hopper),
             (96, 128, torch.bfloat16, GPU, is_hopper),
             (97, 128, torch.bfloat16, GPU, False),
