@@ -20,6 +20,12 @@ def make(tokens, num_heads, head_width, dtype, device):
     return qkv.to(dtype).to(device), g.to(dtype).to(device)
 
 
+@pytest.fixture
+def dtype(device):
+    """The most exact that the kernels take; in the interpreter they also take float32."""
+    return torch.float16 if device.type == "cuda" else torch.float32
+
+
 def by_torch(qkv, g, num_heads, is_causal):
     """Output, and gradient of qkv."""
     qkv = qkv.clone().requires_grad_()
@@ -38,6 +44,8 @@ def by_kernels(qkv, g, num_heads, is_causal):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_kernels_are_as_close_to_float64_as_torch(device, shape, dtype, is_causal):
+    if device.type == "cuda" and dtype == torch.float32:
+        pytest.skip("a GPU's kernels take 16 bits")
     qkv, g = make(*shape, dtype, device)
     options = shape[1], is_causal
     exact = by_torch(qkv.double(), g.double(), *options)
@@ -48,25 +56,26 @@ def test_kernels_are_as_close_to_float64_as_torch(device, shape, dtype, is_causa
         assert (result - true).norm() <= most
 
 
-def test_numbers_of_tokens_around_blocks(device):
+def test_numbers_of_tokens_around_blocks(device, dtype):
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     for tokens in (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 80, 81, 95):
-        qkv, g = make(tokens, 1, 16, torch.float32, device)
+        qkv, g = make(tokens, 1, 16, dtype, device)
         for is_causal in (False, True):
             expected = by_torch(qkv.double(), g.double(), 1, is_causal)
             for result, true in zip(by_kernels(qkv, g, 1, is_causal), expected, strict=True):
-                torch.testing.assert_close(result.double(), true, rtol=1e-5, atol=1e-5)
+                torch.testing.assert_close(result.double(), true, rtol=tolerance, atol=tolerance)
 
 
-def test_strided_tensors(device):
-    qkv, g = make(5, 2, 16, torch.float32, device)
+def test_strided_tensors(device, dtype):
+    qkv, g = make(5, 2, 16, dtype, device)
     expected = by_kernels(qkv, g, 2, False)
     strided = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (qkv, g))
     assert all(map(torch.equal, by_kernels(*strided, 2, False), expected))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # inf - inf, as on a GPU
-def test_nan_stays_in_its_sample_and_head(device):
-    qkv, g = make(5, 2, 16, torch.float32, device)
+def test_nan_stays_in_its_sample_and_head(device, dtype):
+    qkv, g = make(5, 2, 16, dtype, device)
     qkv[0, 3, 16] = torch.nan  # a query of the second head
     output, gradient = by_kernels(qkv, g, 2, False)
     assert output[0, 3, 16:].isnan().all() and output.isnan().sum() == 16
