@@ -35,11 +35,11 @@ def run_jobs(
     Raises what `function` raises, and ChildProcessError if a process was killed.
     """
     if min(num_processes, len(jobs)) <= 1:
-        return list(_shown(map(function, jobs), doing, len(jobs)))
+        return list(_with_progress(map(function, jobs), doing, len(jobs)))
     others, fork = set(active_children()), get_context("fork")
     with ProcessPoolExecutor(num_processes, mp_context=fork, initializer=_end_with_parent) as pool:
         try:
-            return list(_shown(pool.map(function, jobs), doing, len(jobs)))
+            return list(_with_progress(pool.map(function, jobs), doing, len(jobs)))
         except BaseException as error:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in set(active_children()) - others:
@@ -56,7 +56,7 @@ def _end_with_parent() -> None:
     PRCTL(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _shown(results: Iterable[R], doing: str, total: int) -> Iterator[R]:
+def _with_progress(results: Iterable[R], doing: str, total: int) -> Iterator[R]:
     """Shows a progress bar on a terminal; elsewhere prints a line every few seconds."""
     if sys.stderr.isatty():
         yield from track(results, doing, total, console=Console(stderr=True), transient=True)

@@ -133,10 +133,10 @@ class _CountProducts(TorchDispatchMode):
 
 def towers(model: nn.Module, calls: Calls | None) -> dict[str, Tower]:
     """Returns the children of a model that have linear layers or multiply-adds, by name."""
-    found: dict[str, Tower] = {}
+    by_name: dict[str, Tower] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.MultiheadAttention) or is_int8(module):
-            tower = found.setdefault(name.partition(".")[0], Tower())
+            tower = by_name.setdefault(name.partition(".")[0], Tower())
             tower.layers += 1
             if _is_quantized(module):
                 tower.quantized += 1
@@ -144,8 +144,8 @@ def towers(model: nn.Module, calls: Calls | None) -> dict[str, Tower]:
             else:
                 tower.others.append(name)
     for name, multiply_adds in calls.towers.items() if calls else ():
-        found.setdefault(name, Tower()).multiply_adds = multiply_adds
-    return found
+        by_name.setdefault(name, Tower()).multiply_adds = multiply_adds
+    return by_name
 
 
 def is_int8(module: nn.Module) -> bool:

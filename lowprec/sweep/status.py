@@ -41,7 +41,7 @@ def states(manifest: Manifest, queue: dict | None) -> list[State]:
     submissions = manifest.submissions()
     launcher_lives = is_locked(local.lock_path(manifest.folder))
     jobs = {(name, job.partition("_")[2]): state for job, (state, name) in (queue or {}).items()}
-    found = []
+    by_run = []
     for run in manifest.runs:
         directory = manifest.directory_of(run.index)
         status, last, timing, damage = _read(directory)
@@ -64,8 +64,8 @@ def states(manifest: Manifest, queue: dict | None) -> list[State]:
         scores = {name: value for name, value in last.items() if "/" in name}
         speed = timing.get("images_per_s")
         speed = speed if isinstance(speed, float) and speed > 0 else None
-        found.append(State(run.index, state, step, last.get("loss"), reason, scores, speed))
-    return found
+        by_run.append(State(run.index, state, step, last.get("loss"), reason, scores, speed))
+    return by_run
 
 
 def _read(directory: Path) -> tuple[dict, dict, dict, str]:
