@@ -6,7 +6,6 @@ Shape suffixes: M = batch * tokens, K = features of the block, N = hidden featur
 from collections.abc import Sequence
 
 import torch
-import torch.fx
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -20,26 +19,29 @@ from lowprec.nn.linear import (
     refuse_second_derivative,
 )
 
+CALLS = {  # MLPs besides nn.Sequential, with their children in the order of the calls
+    "timm.layers.mlp.Mlp": ("fc1", "act", "drop1", "norm", "fc2", "drop2"),
+    "transformers.models.clip.modeling_clip.CLIPMLP": ("fc1", "activation_fn", "fc2"),
+}
+
 
 class LowPrecisionMLP(nn.Sequential):
     """A linear layer, exact GELU and a linear layer, run as one function.
 
-    `fuse` makes it of a module that calls these children one after the other. The result equals
-    that of the three modules up to the rounding of GELU. For backward it saves its input, GELU's
-    input and transposed 8-bit copies of the weights. The children are called instead if one has a
-    hook or if not all gradients are needed.
+    `fuse` makes it of an nn.Sequential or a module in CALLS. The result equals that of the three
+    modules up to the rounding of GELU. For backward it saves its input, GELU's input and transposed
+    8-bit copies of the weights. The children are called instead if one is changed or has a hook, or
+    if not all gradients are needed.
 
     Attributes:
-        calls: names of the children, in the order of the calls.
         original: the type that the module had.
     """
 
-    calls: tuple[str, ...]
     original: type[nn.Module]
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., features] -> the same shape."""
-        children = [getattr(self, name) for name in self.calls]
+        children = _in_order(self)
         if torch.is_grad_enabled() and x.numel() and _is_fusible(children):
             fc, _, proj = filter(_does_something, children)
             parameters = (fc.weight, fc.bias, proj.weight, proj.bias)
@@ -54,12 +56,11 @@ class LowPrecisionMLP(nn.Sequential):
 
 def fuse(model: nn.Module) -> None:
     """Fuses each linear layer, exact GELU, linear layer whose settings allow it, in place."""
-    for module in list(model.modules()):
-        if sum(isinstance(child, LowPrecisionLinear) for child in module.children()) == 2:
-            calls = () if "forward" in vars(module) else _chain(module)
-            if _is_fusible([getattr(module, name) for name in calls]):
-                module.calls, module.original = calls, type(module)
-                module.__class__ = LowPrecisionMLP  # the same children, hooks and mode
+    for module in model.modules():
+        is_known = type(module) is nn.Sequential or _full_name(type(module)) in CALLS
+        if is_known and "forward" not in vars(module) and _is_fusible(_in_order(module)):
+            module.original = type(module)
+            module.__class__ = LowPrecisionMLP  # the same children, hooks and mode
 
 
 def unfuse(model: nn.Module) -> None:
@@ -67,25 +68,14 @@ def unfuse(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, LowPrecisionMLP):
             module.__class__ = module.original
-            del module.calls, module.original
+            del module.original
 
 
-class _Tracer(torch.fx.Tracer):
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return True
-
-
-def _chain(module: nn.Module) -> tuple[str, ...]:
-    """The children that a module calls one after the other; () if it computes anything else."""
-    try:
-        x, *calls, output = _Tracer().trace(module).nodes
-    except Exception:  # its forward depends on values
-        return ()
-    for call in calls:
-        if call.op != "call_module" or call.args != (x,) or call.kwargs:
-            return ()
-        x = call
-    return tuple(call.target for call in calls) if output.args == (x,) else ()
+def _in_order(mlp: nn.Module) -> list[nn.Module]:
+    """The children of an MLP in the order of its calls."""
+    kind = mlp.original if isinstance(mlp, LowPrecisionMLP) else type(mlp)
+    names = CALLS.get(_full_name(kind), mlp._modules)
+    return [getattr(mlp, name) for name in names]
 
 
 def _is_fusible(children: Sequence[nn.Module]) -> bool:
@@ -100,20 +90,25 @@ def _is_fusible(children: Sequence[nn.Module]) -> bool:
         and all(type(layer) in kinds and layer.bias is not None for layer in (fc, proj))
         and fc.settings == proj.settings
         and _has_fused_products(fc.settings)
-        and not any(map(_has_hooks, children))
+        and not any(_has_hooks(child) or "forward" in vars(child) for child in children)
     )
 
 
 def _does_something(module: nn.Module) -> bool:
-    is_dropout = isinstance(module, nn.Dropout) and module.p == 0
-    return not is_dropout and not isinstance(module, nn.Identity)
+    is_dropout = type(module) is nn.Dropout and module.p == 0
+    return not is_dropout and type(module) is not nn.Identity
 
 
 def _is_gelu(module: nn.Module) -> bool:
     """Whether a module is exact GELU: torch's, or that of transformers."""
-    if isinstance(module, nn.GELU):
+    if type(module) is nn.GELU:
         return module.approximate == "none"
-    return getattr(module, "act", None) is F.gelu
+    name = _full_name(type(module))
+    return name == "transformers.activations.GELUActivation" and module.act is F.gelu
+
+
+def _full_name(kind: type[nn.Module]) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _has_hooks(module: nn.Module) -> bool:

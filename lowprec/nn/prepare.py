@@ -17,7 +17,7 @@ from lowprec.nn.attention import Attention
 from lowprec.nn.coverage import Layer, Layers, is_int8, total_share
 from lowprec.nn.mlp import LowPrecisionMLP
 from lowprec.nn.recipe import LINEAR_LAYERS, Recipe, find_recipe
-from lowprec.nn.replace import ALIASES, apply_recipe, matches
+from lowprec.nn.replace import GAINS_FROM, apply_recipe, matches
 
 _FLAGS = ("grad_checkpointing", "gradient_checkpointing")  # open_clip and timm, transformers
 _KEPT = (  # results of attention kernels are small and expensive to recompute
@@ -53,7 +53,7 @@ class Prepared(Layers):
         self.checkpointed = [names[block] for block in blocks if _is_checkpointed(block)]
         self.fused = [n for n, module in modules.items() if isinstance(module, LowPrecisionMLP)]
         self.attention = [n for n, module in modules.items() if isinstance(module, Attention)]
-        projections = [layer.name for layer in layers if matches(layer.name, ALIASES["in_proj"])]
+        projections = [layer.name for layer in layers if matches(layer.name, ["in_proj"])]
         others = {name.rpartition(".")[0] for name in projections}
         others |= {n for n, module in modules.items() if isinstance(module, nn.MultiheadAttention)}
         others -= set(self.attention)
@@ -92,7 +92,10 @@ class Prepared(Layers):
             return f"{self.recipe}, fused with GELU" if is_fused else self.recipe
         if layer.called is False:
             return "16 bit, because the forward pass does not call them"
-        return "16 bit" if layer.gains or self.recipe == "high" else "16 bit, faster at this size"
+        if layer.gains or self.recipe == "high":
+            return "16 bit"
+        is_measured = self.recipe in GAINS_FROM
+        return f"16 bit, {'faster at this size' if is_measured else 'not known to be slower'}"
 
     def _describe(self, container: str) -> str:
         if not container:
@@ -123,8 +126,8 @@ def prepare_for_training(
     Applies a recipe to the layers in `where` (see `apply_recipe`, also for the errors), moves
     gradient checkpointing into the blocks and compiles each block on its own. A block is an element
     of an nn.Sequential or nn.ModuleList that contains linear layers, such as the residual blocks of
-    open_clip, timm and transformers. Names of parameters stay. Call it before DDP or `fully_shard`;
-    a later call changes everything again.
+    open_clip, timm and transformers. Names of parameters stay. Call it before DDP or `fully_shard`.
+    A later call replaces the recipe and the compiled code.
 
     Args:
         model: the model, such as `open_clip.create_model(...)`.
@@ -134,8 +137,8 @@ def prepare_for_training(
         compile: whether blocks run under torch.compile. The first forward compiles them; models
             that were compiled before compile again.
         checkpointing: whether the backward pass recomputes the blocks, except their attention
-            kernel and the quantization of weights. None: if the model's own checkpointing is on,
-            which this replaces.
+            kernel. None: as an earlier call said, or if the model's own checkpointing is on, which
+            this replaces.
         skip_slow: keep layers 16-bit if their shape is no faster under the recipe. Fake-quantized
             recipes are never faster.
         settings: `backend` and `outlier_threshold` of `apply_recipe`.
@@ -154,26 +157,34 @@ def prepare_for_training(
 def find_blocks(model: nn.Module) -> list[nn.Module]:
     """The elements of Sequentials and ModuleLists that contain linear layers, in order.
 
-    Where elements are nested, the inner ones count if they hold most of the outer one's layers:
-    the blocks of a stage, but not the parts of a block.
+    Where elements are nested, the inner ones count, such as the blocks of a stage, unless the outer
+    one has projections of attention or MLPs beside them, or they are mere MLPs (experts).
     """
-    blocks: list[nn.Module] = []
-    for child in model.children():
-        inner, num_layers = find_blocks(child), _count_linear(child)
-        is_element = isinstance(model, nn.Sequential | nn.ModuleList)
-        is_part = _is_linear(child) or isinstance(child, nn.ModuleList | nn.ModuleDict)
-        if is_element and not is_part and 0 < num_layers >= 2 * sum(map(_count_linear, inner)):
-            inner = [child]
-        blocks += [block for block in inner if block not in blocks]
+    kinds = nn.Linear | nn.MultiheadAttention
+    linear = {
+        module: matches(name, LINEAR_LAYERS)
+        for name, module in model.named_modules()
+        if isinstance(module, kinds) or is_int8(module)
+    }
+    return list(dict.fromkeys(_blocks_in(model, linear)))
+
+
+def _blocks_in(module: nn.Module, linear: dict[nn.Module, bool]) -> list[nn.Module]:
+    """The blocks in a module; `linear` says of each linear layer whether LINEAR_LAYERS match it."""
+    blocks = []
+    for child in module.children():
+        inner = _blocks_in(child, linear)
+        within = {part for block in inner for part in block.modules()}
+        others = [part for part in child.modules() if part in linear and part not in within]
+        is_element = isinstance(module, nn.Sequential | nn.ModuleList)
+        is_part = child in linear or isinstance(child, nn.ModuleList | nn.ModuleDict)
+        if inner:
+            with_norms = any(part._parameters for part in within if part not in linear)
+            is_whole = any(linear[layer] for layer in others) or not with_norms
+        else:
+            is_whole = bool(others)
+        blocks += [child] if is_element and not is_part and is_whole else inner
     return blocks
-
-
-def _count_linear(module: nn.Module) -> int:
-    return sum(map(_is_linear, module.modules()))
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear | nn.MultiheadAttention) or is_int8(module)
 
 
 def compile_blocks(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
@@ -192,10 +203,12 @@ def checkpoint_blocks(
 ) -> None:
     """Moves gradient checkpointing into the blocks of a model, in place.
 
-    A block saves its input, its attention output and, on a GPU, its quantized weights; the backward
-    pass recomputes the rest. The model's own checkpointing is turned off: it recomputes a compiled
-    block as a whole, and open_clip's fails for blocks with KQ norm. `on`: for all blocks, or for
-    none; None: for those under the model's own checkpointing, beside those that have ours.
+    A block saves its input, its attention output and, on a GPU, weights quantized for both of their
+    products; the backward pass recomputes the rest. The model's own checkpointing is turned off: it
+    recomputes a compiled block as a whole, and open_clip's fails for blocks with KQ norm.
+
+    `on`: for all blocks, or for none. None: for those under the model's own checkpointing, beside
+    those that have ours.
     """
     names = {module: name for name, module in model.named_modules()}
     owners = {block: _with_parents(model, names[block]) for block in blocks}
@@ -203,12 +216,12 @@ def checkpoint_blocks(
     for block, modules in owners.items():
         if on or on is None and is_on[block]:
             if not _is_checkpointed(block):
-                block.forward = partial(_checkpointed, block.forward)
+                block.forward = partial(_checkpointed, block, vars(block).get("forward"))
         elif on is False and _is_checkpointed(block):
-            plain = block.forward.args[0]
+            own = block.forward.args[1]
             del block.forward
-            if block.forward != plain:  # it was patched
-                block.forward = plain
+            if own is not None:
+                block.forward = own
         for module in modules:
             for flag in _FLAGS:
                 if getattr(module, flag, False):
@@ -234,6 +247,11 @@ def _is_kept(context: Any, op: Callable, *args: Any, **kwargs: Any) -> Checkpoin
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _checkpointed(forward: Callable, *args: Any, **kwargs: Any) -> Any:
+def _checkpointed(block: nn.Module, own: Callable | None, *args: Any, **kwargs: Any) -> Any:
+    """Runs a block's forward, or its `own` one if that was patched, under checkpointing.
+
+    The type's forward is looked up here, because fusing an MLP changes the type.
+    """
+    forward = own or partial(type(block).forward, block)
     keep = partial(create_selective_checkpoint_contexts, _is_kept)
     return checkpoint(forward, *args, use_reentrant=False, context_fn=keep, **kwargs)

@@ -91,9 +91,9 @@ def apply_recipe(
     settings = Settings(recipe, backend, outlier_threshold)
     matching = _find_layers(model, where)
     replace_attention(model)
-    unfuse(model)
     unchecked = [layer for layer in cancel_check(model) if layer not in matching]
     calls = None if inputs is None else trace(model, inputs)
+    unfuse(model)
     layers = []
     for layer, name in matching.items():
         module = model.get_submodule(name)
@@ -135,8 +135,7 @@ def _find_layers(model: nn.Module, where: Sequence[str]) -> dict[str, str]:
             layers[name] = name
         elif isinstance(module, nn.Linear) and not _is_read_by_its_owner(model, name):
             layers[name] = name
-    patterns = [name for pattern in where for name in (pattern, *ALIASES.get(pattern, ()))]
-    matching = {layer: name for layer, name in layers.items() if matches(layer, patterns)}
+    matching = {layer: name for layer, name in layers.items() if matches(layer, where)}
     if not matching:
         few = ", ".join(list(layers)[:4]) or "none"
         raise NoLayerError(f"no linear layer matches {', '.join(where)}; the model has: {few}")
@@ -216,8 +215,9 @@ def _is_read_by_its_owner(model: nn.Module, name: str) -> bool:
 
 
 def matches(name: str, where: Sequence[str]) -> bool:
-    """Whether a layer's name or its end matches one of the fnmatch patterns."""
-    return any(fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}") for pattern in where)
+    """Whether a layer's name or its end matches one of the fnmatch patterns or its aliases."""
+    patterns = [name for pattern in where for name in (pattern, *ALIASES.get(pattern, ()))]
+    return any(fnmatchcase(name, p) or fnmatchcase(name, f"*.{p}") for p in patterns)
 
 
 def gains_speed(recipe: Recipe, in_features: int, out_features: int) -> bool:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lowprec.clip import open_clip
 from lowprec.nn import apply_recipe, prepare_for_training
 from lowprec.nn.attention import Attention
-from lowprec.nn.mlp import LowPrecisionMLP
+from lowprec.nn.mlp import LowPrecisionMLP, unfuse
 from lowprec.nn.prepare import find_blocks
 
 timm = open_clip.timm_model.timm
@@ -203,6 +203,28 @@ def test_patched_forward_of_a_block_survives():
     assert model.blocks[0].forward is patched and "forward" not in vars(model.blocks[1])
 
 
+def test_mlps_as_checkpointed_blocks_take_another_recipe():
+    model = nn.Sequential(sequential(), sequential())
+    x = torch.randn(2, 64, requires_grad=True)
+    options = {"compile": False, "skip_slow": False}
+    layers = prepare_for_training(model, "switchback", "*", checkpointing=True, **options)
+    assert layers.fused == layers.checkpointed == ["0", "1"]
+    quantized = model(x)
+    for recipe in ("high", "switchback"):
+        assert prepare_for_training(model, recipe, "*", **options).checkpointed == ["0", "1"]
+        assert torch.equal(model(x), quantized) == (recipe == "switchback")
+        model(x).sum().backward()
+
+
+def test_failing_forward_on_the_inputs_leaves_mlps_fused():
+    model, _ = make(open_clips)
+    prepare_for_training(model, "switchback", compile=False, skip_slow=False)
+    before = [type(module) for module in model.modules()]
+    with pytest.raises((RuntimeError, TypeError)):
+        prepare_for_training(model, "high", inputs=(torch.zeros(1),), compile=False)
+    assert [type(module) for module in model.modules()] == before
+
+
 def test_copy_of_a_prepared_model_is_independent():
     model, loss_of = make(open_clips)
     prepare_for_training(model, "switchback", compile=False, checkpointing=True, skip_slow=False)
@@ -213,12 +235,16 @@ def test_copy_of_a_prepared_model_is_independent():
     assert not torch.equal(copied(*clip_inputs())[0], model(*clip_inputs())[0])
 
 
+def sequential(activation=None, *more):
+    return nn.Sequential(nn.Linear(64, 256), activation or nn.GELU(), *more, nn.Linear(256, 64))
+
+
 def names_of_blocks(model):
     names = {module: name for name, module in model.named_modules()}
     return [names[block] for block in find_blocks(model)]
 
 
-def test_blocks_are_the_elements_that_hold_most_layers():
+def test_blocks_are_the_elements_that_contain_layers():
     model, _ = make(open_clips)
     expected = [f"{tower}transformer.resblocks.{i}" for tower in ("visual.", "") for i in range(2)]
     assert names_of_blocks(model) == expected
@@ -230,6 +256,18 @@ def test_blocks_are_the_elements_that_hold_most_layers():
     pair = nn.ModuleList([nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)), nn.LayerNorm(4)])
     assert names_of_blocks(nn.ModuleList([pair, copy.deepcopy(pair)])) == ["0.0", "1.0"]
     assert names_of_blocks(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))) == []
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("own_layer", ["out_proj", "gate"])
+def test_experts_are_parts_of_a_block(norm, own_layer):
+    expert = nn.Sequential(nn.LayerNorm(64), sequential()) if norm else sequential()
+    mixture = nn.Module()
+    mixture.experts = nn.ModuleList([expert, copy.deepcopy(expert)])
+    setattr(mixture, own_layer, nn.Linear(64, 64))
+    inner = norm and own_layer == "gate"  # then it is a stage of blocks
+    expected = ["0.experts.0", "0.experts.1"] if inner else ["0"]
+    assert names_of_blocks(nn.ModuleList([mixture])) == expected
 
 
 def test_report_names_what_stays_in_16_bit(graphs):
@@ -248,6 +286,8 @@ def test_report_names_what_stays_in_16_bit(graphs):
         "  attention: 24 replaced",
     ]
     assert {layer.in_features for layer in layers if not layer.swapped} == {512, 2048}
+    emulated = str(prepare_for_training(model, "fp8_switchback"))
+    assert emulated.count("16 bit, not known to be slower: attn.in_proj") == 2
 
 
 def test_report_names_layers_outside_of_blocks_and_foreign_attention():
@@ -288,71 +328,94 @@ def test_refused_call_leaves_the_model_as_it_is(options, graphs):
     assert [(type(m), m._compiled_call_impl) for m in model.modules()] == before
 
 
-class Mlp(nn.Module):
-    """Called in another order than its children are registered, as in transformers."""
-
-    def __init__(self, activation=None, hidden=256, chain=True):
-        super().__init__()
-        self.act, self.first = activation or nn.GELU(), nn.Linear(64, 256)
-        self.drop, self.second, self.chain = nn.Dropout(0.0), nn.Linear(hidden, 64), chain
-
-    def forward(self, x):
-        y = self.second(self.drop(self.act(self.first(x))))
-        return y if self.chain else y + x
-
-
-class OwnGELU(nn.Module):
-    act = staticmethod(nn.functional.gelu)
-
-    def forward(self, x):
-        return self.act(x)
+def clip_mlp():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.CLIPTextConfig(hidden_size=64, intermediate_size=256, hidden_act="gelu")
+    return transformers.models.clip.modeling_clip.CLIPMLP(config)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("build", [Mlp, functools.partial(Mlp, OwnGELU()), timm.layers.Mlp])
+@pytest.mark.parametrize("build", [sequential, lambda: timm.layers.Mlp(64, 256), clip_mlp])
 def test_mlp_of_any_library_is_fused(build, dtype):
     torch.manual_seed(0)
-    fused = build(64, 256) if build is timm.layers.Mlp else build()
-    fused.to(dtype)
-    plain = copy.deepcopy(fused)
+    fused = build().to(dtype)
+    plain, kind = copy.deepcopy(fused), type(fused)
     x, results = torch.randn(2, 5, 64, dtype=dtype, requires_grad=True), []
     apply_recipe(fused, "switchback", ["*"])
     apply_recipe(plain, "switchback", ["*"])
-    plain.__class__ = plain.original
     assert isinstance(fused, LowPrecisionMLP)
-    for module in (fused, plain):
-        output = module(x)
+    stale = plain.forward
+    unfuse(plain)
+    for forward in (fused, plain, stale):
+        output = forward(x)
         output.square().sum().backward()
+        module = fused if forward is fused else plain
         results.append([output, x.grad, *[p.grad for p in module.parameters()]])
+        module.zero_grad()
         x.grad = None
-    for found, expected in zip(*results, strict=True):
-        assert torch.equal(found, expected)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(other, results[0], strict=True))
     apply_recipe(fused, "high", ["*"])
-    assert type(fused) is type(plain) and not hasattr(fused, "calls")
+    assert type(fused) is type(plain) is kind and not hasattr(fused, "original")
 
 
-def with_dropout():
-    mlp = Mlp()
-    mlp.drop.p = 0.1
+class Tripled(nn.Identity):
+    def forward(self, x):
+        return 3 * x
+
+
+class OwnGELU(nn.GELU):
+    def forward(self, x):
+        return 1.7 * super().forward(x)
+
+
+class OwnActivation(nn.Module):
+    act = staticmethod(nn.functional.gelu)
+
+    def forward(self, x):
+        return 1.7 * self.act(x)
+
+
+class OwnMlp(timm.layers.Mlp):
+    def forward(self, x):
+        return x + super().forward(x)
+
+
+def patched():
+    mlp = sequential()
+    mlp[1].forward = lambda x: 2 * x
     return mlp
 
 
 @pytest.mark.parametrize(
     "build",
     [
-        lambda: Mlp(nn.GELU(approximate="tanh")),
-        lambda: Mlp(open_clip.transformer.QuickGELU()),
-        lambda: Mlp(chain=False),
-        with_dropout,
+        lambda: sequential(nn.GELU(approximate="tanh")),
+        lambda: sequential(open_clip.transformer.QuickGELU()),
+        lambda: sequential(OwnGELU()),
+        lambda: sequential(OwnActivation()),
+        lambda: sequential(None, Tripled()),
+        lambda: sequential(None, nn.Dropout(0.1)),
         lambda: timm.layers.Mlp(64, 256, norm_layer=nn.LayerNorm),
         lambda: timm.layers.Mlp(64, 256, bias=False),
+        lambda: OwnMlp(64, 256),
+        patched,
     ],
 )
 def test_other_mlp_is_not_fused(build):
     mlp, x = build(), torch.randn(2, 64)
-    kind = type(mlp)
+    kind, expected = type(mlp), mlp.eval()(x)
     apply_recipe(mlp, "switchback", ["*"])
-    assert type(mlp) is kind and mlp.eval()(x).shape == x.shape
+    assert type(mlp) is kind
+    assert (mlp(x) - expected).norm() < 0.05 * expected.norm()
+
+
+def test_patch_of_a_child_of_a_fused_mlp_counts():
+    mlp, x = sequential(), torch.randn(2, 64, requires_grad=True)
+    apply_recipe(mlp, "switchback", ["*"])
+    before, plain = mlp(x), mlp[2].forward
+    mlp[2].forward = lambda x: 10 * plain(x)
+    torch.testing.assert_close(mlp(x), 10 * before)
 
 
 def test_quick_gelu_of_transformers_is_not_fused():
