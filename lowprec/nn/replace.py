@@ -33,7 +33,7 @@ ALIASES = {  # open_clip's name: what timm, transformers and gated MLPs call the
 }
 GAINS_FROM = {  # recipe: min(in, out) from which it beats 16 bits, without launch times
     "switchback": 768,
-    "switchback_m": 1024,
+    "switchback_m": 2048,
     "switchback_q": 768,
     "llm_int8": 1280,
     "hw_fp8_tensorwise": 1280,
