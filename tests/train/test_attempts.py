@@ -32,6 +32,9 @@ def attempt(make_config, tmp_path, monkeypatch):
 
 
 @fork_is_fine
+# torch's handler of SIGCHLD raises wherever it interrupts torch, also between opening a temporary
+# file and keeping it
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_killed_data_worker_is_named_within_seconds_and_the_run_resumes(attempt, monkeypatch):
     read = Batches.__getitem__
 
