@@ -299,13 +299,13 @@ class OpenClipLoop:
 
     def begin_step(self, step: int) -> None:
         """Sets the learning rate of a step, counted from 0, and ends a window."""
-        every = self.config.log_every
-        if step and step % every == 0:
+        interval = self.config.log_every
+        if step and step % interval == 0:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             now = time.perf_counter()
             seconds, on_gpu = now - self.begin, self.device.type == "cuda"
-            row = {"step_ms": 1000 * seconds / every, "data_wait": self.waited / seconds}
+            row = {"step_ms": 1000 * seconds / interval, "data_wait": self.waited / seconds}
             row["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None
             self.begin, self.waited = now, 0.0
             self.windows.flushed(row)
