@@ -99,14 +99,14 @@ def layer_times(lines: pd.DataFrame, cases: tuple[str, ...]) -> pd.DataFrame:
     """Returns times of some cases of `benchmarks.layer`, summed over both directions of a layer.
 
     One row per case, dim and mode (eager, or as a CUDA graph); `saved` is the time saved in percent
-    of nn.Linear's in the same mode. All rows for a dim come from the newest file that has it.
+    of nn.Linear's in the same mode and file. A row comes from the newest file that has its case.
     """
     both = lines[(lines["direction"] == "both") & lines["ms"].notna()]
     both = both[both["mode"].isin(("eager", "graph"))]
-    both = newest(both, ["tokens", "dim"])
     at = ["file", "tokens", "dim", "mode"]
     base = both[both["case"] == "linear"].set_index(at)["ms"].rename("base_ms")
     times = both[both["case"].isin(cases)].join(base, on=at, how="inner")
+    times = newest(times, ["case", *at[1:]])
     if times.empty:
         raise NoRunsError(f"no file has lines of {' or '.join(cases)} and of linear")
     times = times.assign(saved=saved_percent(times["ms"], times["base_ms"]))

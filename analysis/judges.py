@@ -149,14 +149,14 @@ def noise(records: Evidence) -> Finding:
     return Finding(ours, at_scale(min(slopes.values()) >= 1 - SLOPE), why)
 
 
-def end_to_end(records: Evidence, baseline: str, case: str) -> Finding:
+def end_to_end(records: Evidence, baseline: str, case: str, slug: str = "model") -> Finding:
     """Judges the least time saved for ViT-H/14 over all shapes, or for LLM.int8() the most."""
-    frame = figures.load("end_to_end_speed").query(records.lines("model", H14_KEYS))
+    frame = figures.load("end_to_end_speed").query(records.lines(slug, H14_KEYS))
     frame, at = frame[frame["model"] == H14], ["file", "shape"]
     times = frame.pivot_table(index=at, columns="series", values="ms")
     times = times.join(frame.pivot_table(index=at, columns="baseline", values="base_ms"))
     if not {case, baseline} <= set(times) or times[[case, baseline]].dropna().empty:
-        makes = f"python -m experiments.benchmarks model {H14_KEYS}"
+        makes = f"python -m experiments.benchmarks {slug} {H14_KEYS}"
         raise NoRunsError(f"{case} and {baseline} on {H14}: {makes}")
     saved = bench.saved_percent(times[case], times[baseline]).dropna()
     saved = saved.groupby("shape").last()  # of the newest file

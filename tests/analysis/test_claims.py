@@ -208,6 +208,9 @@ def test_speed_is_judged_by_the_newest_file_that_has_case_and_baseline(tmp_path)
     )
     assert "20.0% of the time" in one(tmp_path, "C7", "nn.Linear").ours
     assert "11.1% of the time" in one(tmp_path, "C7", "autograd function").ours
+    assert one(tmp_path, "C7", "whole training steps").verdict == NO_RUNS
+    folder.rename(tmp_path / "bench" / "step")
+    assert "20.0% of the time" in one(tmp_path, "C7", "whole training steps").ours
 
 
 @pytest.fixture(name="fixes")
