@@ -149,8 +149,7 @@ def build_task(
     config: ModelConfig, case: str, device: torch.device
 ) -> tuple[ContrastiveTask, Layers | None]:
     """Builds open_clip's model for a case, and the layers that ours has prepared."""
-    torch.compiler.reset()
-    gc.collect()  # the previous model's compiled blocks form reference cycles
+    free()
     torch.manual_seed(config.seed)
     layers = None
     with device:  # a large model is initialized there much faster
@@ -170,6 +169,15 @@ def build_task(
                 block.compile(dynamic=False)
         task = ContrastiveTask(model, contrastive_loss(), Normalize(), config.precision.autocast)
     return task, layers
+
+
+def free() -> None:
+    """Frees the previous model, whose compiled blocks form reference cycles."""
+    torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def forward_and_backward(task: ContrastiveTask, batch: Batch) -> Tensor:

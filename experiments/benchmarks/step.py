@@ -19,7 +19,6 @@ failed.
 
 import contextlib
 import dataclasses
-import gc
 import glob
 import itertools
 import math
@@ -37,7 +36,7 @@ from torch import Tensor
 
 from experiments.benchmarks.configs import RECIPES, StepConfig
 from experiments.benchmarks.measure import Lines, Wrong, random_batch
-from experiments.benchmarks.model import Ratios, build_task, cases_of, measurement
+from experiments.benchmarks.model import Ratios, build_task, cases_of, free, measurement
 from lowprec.clip import open_clip
 from lowprec.clip.model import Normalize, image_size
 from lowprec.clip.text import Tokenizer
@@ -163,15 +162,6 @@ def largest(config: StepConfig, case: str, best: Measured, unit: int) -> Measure
             best = measure(dataclasses.replace(config, batch_size=batch_size), case)
         except torch.OutOfMemoryError:
             too_large = batch_size
-
-
-def free() -> None:
-    """Frees the memory of the previous case, which is held by cycles of references."""
-    torch.compiler.reset()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
 
 
 def measure(config: StepConfig, case: str) -> Measured:
