@@ -225,7 +225,8 @@ def _first_three(names: list[str]) -> str:
 def summary(recipe: str, layers: Layers) -> str:
     """Says how many of each tower's layers and multiply-adds are quantized, and what is not."""
     lines = [f"{recipe}: {total_share(layers)}"]
-    lines += [f"  {name or 'the rest'}: {_share(tower)}" for name, tower in layers.towers.items()]
+    towers = {name: tower for name, tower in layers.towers.items() if name or tower.layers}
+    lines += [f"  {name or 'the rest'}: {_share(tower)}" for name, tower in towers.items()]
     uncalled = [layer.name for layer in layers if layer.called is False]
     if uncalled:
         lines.append(f"  {_never_called(uncalled)}")
@@ -247,4 +248,6 @@ def _share(tower: Tower) -> str:
     text = f"{tower.quantized} of {tower.layers} linear layers"
     if tower.multiply_adds:
         text += f", {tower.quantized_multiply_adds / tower.multiply_adds:.0%} of the multiply-adds"
-    return text + (" (warning: none)" if tower.layers and not tower.quantized else "")
+    return text + (
+        " (warning: no layer is quantized)" if tower.layers and not tower.quantized else ""
+    )

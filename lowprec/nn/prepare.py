@@ -15,6 +15,7 @@ from torch.utils.checkpoint import (
 
 from lowprec.nn.attention import Attention
 from lowprec.nn.coverage import Layer, Layers, is_int8, total_share
+from lowprec.nn.linear import LowPrecisionLinear
 from lowprec.nn.mlp import LowPrecisionMLP
 from lowprec.nn.recipe import LINEAR_LAYERS, Recipe, find_recipe
 from lowprec.nn.replace import GAINS_FROM, apply_recipe, matches
@@ -39,6 +40,7 @@ class Prepared(Layers):
         blocks: names of the model's repeated blocks.
         compiled, checkpointed: names of those that are.
         fused: names of the MLPs that run as one function.
+        earlier: layers that are not in `where` and keep the recipe of an earlier call, by name.
         attention: names of the modules that became `Attention`.
         other_attention: number of modules, by type, that keep the attention of their library.
     """
@@ -53,6 +55,8 @@ class Prepared(Layers):
         self.checkpointed = [names[block] for block in blocks if _is_checkpointed(block)]
         self.fused = [n for n, module in modules.items() if isinstance(module, LowPrecisionMLP)]
         self.attention = [n for n, module in modules.items() if isinstance(module, Attention)]
+        chosen = {layer.name for layer in layers}
+        self.earlier = {n: r for n, r in _recipes(modules).items() if n not in chosen}
         projections = [layer.name for layer in layers if matches(layer.name, ["in_proj"])]
         others = {name.rpartition(".")[0] for name in projections}
         others |= {n for n, module in modules.items() if isinstance(module, nn.MultiheadAttention)}
@@ -64,7 +68,8 @@ class Prepared(Layers):
         known = {layer.name.removesuffix(".in_proj") for layer in self}
         rest = [name for t in self.towers.values() for name in t.others if name not in known]
         treatments = [(layer.name, self._treatment(layer)) for layer in self]
-        treatments += [(name, "16 bit, not in `where`") for name in rest]
+        treatments += [(n, f"{name}, from an earlier call") for n, name in self.earlier.items()]
+        treatments += [(name, "16 bit, not in `where` or not supported") for name in rest]
         groups = {name.rpartition(".")[0]: {} for name in self.blocks}
         for name, treatment in treatments:
             block = self._block_of(name)
@@ -95,19 +100,31 @@ class Prepared(Layers):
         if layer.gains or self.recipe == "high":
             return "16 bit"
         is_measured = self.recipe in GAINS_FROM
-        return f"16 bit, {'faster at this size' if is_measured else 'not known to be slower'}"
+        reason = "faster at this size" if is_measured else "not measured to be slower"
+        return f"16 bit, {reason}; skip_slow=False converts them"
 
     def _describe(self, container: str) -> str:
-        if not container:
-            return "outside of blocks"
         blocks = [name for name in self.blocks if name.rpartition(".")[0] == container]
+        if not blocks:
+            return "outside of blocks"
         counts = {
             how: sum(name in blocks for name in names)
             for how, names in (("compiled", self.compiled), ("checkpointed", self.checkpointed))
         }
         texts = [how if n == len(blocks) else f"{n} {how}" for how, n in counts.items() if n]
         plural = "" if len(blocks) == 1 else "s"
-        return ", ".join([f"{container}: {len(blocks)} block{plural}", *texts])
+        return ", ".join([f"{container or 'the model'}: {len(blocks)} block{plural}", *texts])
+
+
+def _recipes(modules: dict[str, nn.Module]) -> dict[str, str]:
+    """The recipe of each low-precision layer, by the layer's name."""
+    layers = {}
+    for name, module in modules.items():
+        if isinstance(module, LowPrecisionLinear):
+            layers[name] = module.settings
+        elif isinstance(module, Attention) and module.in_proj_settings is not None:
+            layers[f"{name}.in_proj"] = module.in_proj_settings
+    return {name: s.recipe.name for name, s in layers.items() if s.recipe.function}
 
 
 def prepare_for_training(
@@ -127,7 +144,7 @@ def prepare_for_training(
     gradient checkpointing into the blocks and compiles each block on its own. A block is an element
     of an nn.Sequential or nn.ModuleList that contains linear layers, such as the residual blocks of
     open_clip, timm and transformers. Names of parameters stay. Call it before DDP or `fully_shard`.
-    A later call replaces the recipe and the compiled code.
+    A later call replaces the compiled code and the recipe of the layers in its `where`.
 
     Args:
         model: the model, such as `open_clip.create_model(...)`.

@@ -194,7 +194,10 @@ def test_report_counts_layers_and_multiply_adds_by_tower():
     assert (layers.towers["tower"], layers.towers["head"]) == (tower, head)
     lines = summary("switchback", layers).splitlines()
     assert lines[0] == "switchback: 4 of 5 linear layers, 98% of the multiply-adds"
-    assert lines[2] == "  head: 0 of 1 linear layers, 0% of the multiply-adds (warning: none)"
+    assert (
+        lines[2]
+        == "  head: 0 of 1 linear layers, 0% of the multiply-adds (warning: no layer is quantized)"
+    )
     assert lines[3:] == ["  in 16 bits: head"]
     assert model.training and all(module.training for module in model.modules())
 

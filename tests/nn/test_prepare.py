@@ -282,12 +282,13 @@ def test_report_names_what_stays_in_16_bit(graphs):
         "    switchback: attn.in_proj, attn.out_proj",
         "    switchback, fused with GELU: mlp.c_fc, mlp.c_proj",
         "  transformer.resblocks: 12 blocks, compiled",
-        "    16 bit, faster at this size: attn.in_proj, attn.out_proj, mlp.c_fc, mlp.c_proj",
+        "    16 bit, faster at this size; skip_slow=False converts them:"
+        " attn.in_proj, attn.out_proj, mlp.c_fc, mlp.c_proj",
         "  attention: 24 replaced",
     ]
     assert {layer.in_features for layer in layers if not layer.swapped} == {512, 2048}
     emulated = str(prepare_for_training(model, "fp8_switchback"))
-    assert emulated.count("16 bit, not known to be slower: attn.in_proj") == 2
+    assert emulated.count("16 bit, not measured to be slower; skip_slow=False") == 2
 
 
 def test_report_names_layers_outside_of_blocks_and_foreign_attention():
@@ -298,11 +299,24 @@ def test_report_names_layers_outside_of_blocks_and_foreign_attention():
         "switchback: 27 of 53 linear layers",
         "  blocks: 12 blocks",
         "    switchback: attn.qkv, mlp.fc1",
-        "    16 bit, not in `where`: attn.proj, mlp.fc2",
+        "    16 bit, not in `where` or not supported: attn.proj, mlp.fc2",
         "  outside of blocks",
         "    switchback: attn_pool.q, attn_pool.kv, attn_pool.mlp.fc1",
-        "    16 bit, not in `where`: attn_pool.proj, attn_pool.mlp.fc2",
+        "    16 bit, not in `where` or not supported: attn_pool.proj, attn_pool.mlp.fc2",
         "  attention: 12 Attention kept, 1 AttentionPoolLatent kept",
+    ]
+
+
+def test_report_names_layers_of_an_earlier_call_and_a_root_container():
+    block = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    model = nn.Sequential(block, copy.deepcopy(block))
+    prepare_for_training(model, "switchback", "*", compile=False, skip_slow=False)
+    report = prepare_for_training(model, "high", "*.0", compile=False, checkpointing=True)
+    assert str(report).splitlines() == [
+        "high: 2 of 4 linear layers",
+        "  the model: 2 blocks, checkpointed",
+        "    16 bit: 0",
+        "    switchback, from an earlier call: 2",
     ]
 
 
