@@ -81,7 +81,7 @@ def apply_recipe(
         skip_slow: keep layers 16-bit if their shape is no faster under the recipe.
 
     Raises:
-        NoLayerError: no layer matches.
+        NoLayerError: no layer matches, or a pattern other than open_clip's four names matches none.
         ValueError: unknown or contradictory settings, a layer that is already int8 (`to_int8`) or
             sharded (`fully_shard`), or a layer that is more than an nn.Linear: a foreign subclass,
             a weight that is parametrized (weight_norm, pruning) or a tensor subclass (torchao), a
@@ -136,9 +136,10 @@ def _find_layers(model: nn.Module, where: Sequence[str]) -> dict[str, str]:
         elif isinstance(module, nn.Linear) and not _is_read_by_its_owner(model, name):
             layers[name] = name
     matching = {layer: name for layer, name in layers.items() if matches(layer, where)}
-    if not matching:
-        few = ", ".join(list(layers)[:4]) or "none"
-        raise NoLayerError(f"no linear layer matches {', '.join(where)}; the model has: {few}")
+    idle = [p for p in where if not any(matches(layer, [p]) for layer in layers)]
+    if not matching or not set(idle) <= set(LINEAR_LAYERS):  # no library has all four of these
+        few = ", ".join(list(layers)[:4]) + (", ..." if len(layers) > 4 else "") or "none"
+        raise NoLayerError(f"no linear layer matches {', '.join(idle)}; the model has: {few}")
     for layer, name in matching.items():
         module = model.get_submodule(name)
         if is_int8(module):
