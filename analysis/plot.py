@@ -9,8 +9,8 @@
 
 Over steps, each run is a thin line, and several runs of one color share a thick median line.
 Nothing is smoothed. Otherwise each run is a point, with the mean and the range of each color.
-Losses of CLIP are compared with chance, ln(batch size). Writes OUT.png, OUT.pdf and OUT.csv,
-the plotted values.
+Losses of CLIP are compared with chance, ln(batch size). Writes OUT.png, OUT.pdf and
+OUT.csv, which contains the plotted values.
 """
 
 import argparse
@@ -115,7 +115,7 @@ def query(
 
 
 def plotted(frame: pd.DataFrame) -> pd.DataFrame:
-    """The plotted values alone, a column each for run, x, y, hue and facet, by their names."""
+    """Only the plotted values: one column each for run, x, y, hue and facet, by name."""
     names = {name: frame[f"{name}_name"].iloc[0] for name in ("x", "y", "hue", "facet")}
     values = frame[["run", *filter(names.get, names)]].rename(columns=names)
     return values.loc[:, ~values.columns.duplicated()]

@@ -36,7 +36,7 @@ def run_command(
     arguments = get_args_parser().parse_args()
     helps = arguments.hydra_help or arguments.help or arguments.shell_completion
     if helps:
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ends quietly under `| head`
     commands: list[list[str]] = []
     try:
         if refused := [f"--{n.replace('_', '-')}" for n in FLAGS if getattr(arguments, n)]:
@@ -93,7 +93,7 @@ def differing_overrides() -> str:
 
 
 def beside_chance(chance: dict[str, float], score: str) -> str:
-    """` (chance 0.001)` for a score with a chance level, else nothing."""
+    """Returns ` (chance 0.001)` for a score with a chance level, else an empty string."""
     return f" (chance {chance[score]:.2g})" if score in chance else ""
 
 

@@ -24,9 +24,9 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
 
 
 def nearest_path(path: str | Path) -> str:
-    """`; nearest: x` for a similar name in the deepest folder of the path that exists.
+    """Returns `; nearest: x` for a similar name in the deepest folder of the path that exists.
 
-    Says that there is none, too; returns nothing for a path that exists.
+    The text says so if no name is similar, and is empty if the path exists.
     """
     path, names = Path(path), []
     if os.path.exists(path):

@@ -224,7 +224,7 @@ def _runs(data: list[RunData], names: list[Field], differing: list[str]) -> dict
     filled = [i for i in range(len(titles)) if any(row["fields"][i].key != "" for row in rows)]
     for row in rows:
         row["fields"] = [row["fields"][i] for i in filled]
-    titles = [titles[i].replace("_", "_\u200b") for i in filled]  # where a line may break
+    titles = [titles[i].replace("_", "_\u200b") for i in filled]  # allows a line break
     return {"titles": titles, "rows": rows}
 
 

@@ -43,7 +43,7 @@ class LayerConfig(OpsConfig):
     cases: list[str] = key(
         [*OURS, *PEERS], "what is measured besides nn.Linear", choices=(*OURS, *PEERS)
     )
-    modes: list[str] = key(list(MODES), "how it is called", choices=MODES)
+    modes: list[str] = key(list(MODES), "how each layer is called", choices=MODES)
 
 
 @dataclass
@@ -51,7 +51,9 @@ class ModelConfig(Config):
     """A run's keys, and what is measured of its model."""
 
     cases: list[str] = key(
-        [*OPEN_CLIP, *RECIPES], "open_clip's model, recipes", choices=(*OPEN_CLIP, *RECIPES)
+        [*OPEN_CLIP, *RECIPES],
+        "what is measured: open_clip's model and recipes",
+        choices=(*OPEN_CLIP, *RECIPES),
     )
 
 
@@ -61,7 +63,7 @@ class StepConfig(ModelConfig):
 
     cases: list[str] = key(
         [*OPEN_CLIP, "high", "switchback", "hw_fp8_switchback"],
-        "open_clip's training loop, recipes of ours",
+        "what is measured: open_clip's training loop, ours by recipe",
         choices=(*OPEN_CLIP, *RECIPES),
     )
     preloaded: bool = key(False, "train on one batch in memory instead of data.train")

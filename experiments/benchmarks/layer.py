@@ -6,10 +6,10 @@
 Each dim is measured as dim -> 4 dim, as 4 dim -> dim and as their sum, with a bias and random
 inputs: eager; on a GPU also as a CUDA graph ("graph"), and ours under torch.compile as a CUDA graph
 ("compiled", compared with nn.Linear's graph). "host" is the time until the calls of an eager layer
-return, measured once, with so few rows that the GPU never limits. Libraries' layers are compiled in
-all modes if their library recommends it. A case counts only if its output and gradients are as
-close to nn.Linear's as its formats allow, and no closer, and if ours equals its definition in plain
-torch.
+return, measured once, with so few rows that the GPU does not limit it. Layers of other libraries
+are compiled in all modes if the library recommends it. A case counts only if its output and
+gradients are as close to nn.Linear's as its formats allow, and no closer, and if ours equals its
+definition in plain torch.
 Lines go to `runs/bench/layer/<time>.jsonl`, and those of memory to `runs/bench/layer_memory/`.
 """
 

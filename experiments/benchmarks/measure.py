@@ -16,7 +16,7 @@ from lowprec.data.loader import Batch
 from lowprec.runs.environment import environment, package_version
 from lowprec.runs.read import encode_row
 
-LATE = 0.1  # share of a series after which the GPU still computes, if the host is the limit
+LATE = 0.1  # share of a series by which the GPU may lag if the host is the limit
 CACHE_BYTES = 256 * 2**20  # more than the second-level cache of any GPU holds
 
 
@@ -97,7 +97,7 @@ class Lines:
 
 
 def in_words(row: dict) -> str:
-    """A line as a row for the console: how many times as fast, and the time saved, told apart."""
+    """Formats a line for the console, with the speed-up and the time saved side by side."""
     more = [str(row[name]) for name in ("mode", "direction", "batches") if name in row]
     text = f"{row['case']:24} {' '.join([row['shape'], *more]):50}"
     if "reason" in row:

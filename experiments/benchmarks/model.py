@@ -45,7 +45,7 @@ GRADIENT_TOLERANCE = 0.5  # of the first layer's, behind all others; a scrambled
 class Measured:
     """Milliseconds, first loss (0-d), gradient of the patch embedding, peak GiB (None on a CPU).
 
-    `kernel_ms`: sum over the GPU's kernels; `quantized`: number of quantized layers and of all.
+    `kernel_ms`: sum over the GPU's kernels; `quantized`: quantized layers, such as "48 of 96".
     """
 
     ms: float
@@ -148,13 +148,13 @@ def measure(config: ModelConfig, case: str, device: torch.device) -> Measured:
 def build_task(
     config: ModelConfig, case: str, device: torch.device
 ) -> tuple[ContrastiveTask, Layers | None]:
-    """Builds open_clip's model for a case, and the layers that ours has prepared."""
+    """Builds open_clip's model for a case; for a recipe, also returns the prepared layers."""
     free()
     torch.manual_seed(config.seed)
     layers = None
     with device:  # a large model is initialized there much faster
         model = build_model(config.model, config.intervention.name)
-        for module in (model, model.visual):  # whose classes are ours
+        for module in (model, model.visual):  # `build_model` uses our classes
             if type(module) in OWN_CLASSES:
                 module.__class__ = OWN_CLASSES[type(module)]
         set_parameter_dtype(model, config.precision.autocast)

@@ -10,11 +10,11 @@ statistics and record. open_clip's is `open_clip_train.train.train_one_epoch` on
 pipeline with `torch.optim.AdamW(fused=True)`, eager and, under compile=true, with compiled blocks.
 `ms` is the median of `windows_ms`, each the mean over `log_every` steps; a first window, with
 compilation, does not count. `data_wait` is the share of the time in which a loop waited for data;
-under `preloaded` it takes one batch from memory. A case counts only if the losses of its first
-steps, on a random batch, are open_clip's. The cases in `largest` are measured again at the largest
-batch that fits, a multiple of `batch_size` / 16. GPU memory is allocated in expandable
-segments. Lines go to `runs/bench/step/<time>.jsonl`; exits with 1 if one of ours was wrong or
-failed.
+with `preloaded`, both loops take one batch from memory. A case counts only if the losses of its
+first steps, on a random batch, equal open_clip's within a tolerance. The cases in `largest` are
+measured again at the largest batch that fits, a multiple of `batch_size` / 16. GPU memory is
+allocated in expandable segments. Lines go to `runs/bench/step/<time>.jsonl`; exits with 1 if one of
+ours was wrong or failed.
 """
 
 import contextlib
@@ -229,7 +229,7 @@ def train_open_clip(config: StepConfig, case: str, windows: Windows) -> tuple[li
 
 
 class OpenClipLoop:
-    """What open_clip's training loop is given: it iterates over batches and calls the methods."""
+    """The batches, loss and scheduler that open_clip's training loop takes."""
 
     num_batches = num_samples = ENDLESS
 

@@ -17,7 +17,7 @@ TEXT_HEAD_WIDTH = 64
 
 
 class CLIP(open_clip.model.CLIP):
-    """open_clip's; on a GPU `ln_final` takes pooled tokens only, [batch, width]."""
+    """open_clip's CLIP; on a GPU, `ln_final` normalizes only the pooled tokens, [batch, width]."""
 
     def encode_text(self, text: Tensor, normalize: bool = False) -> Tensor:
         """int64 [batch, context_length] -> [batch, embed_dim]."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lowprec.clip import open_clip
 
-ALIGNMENT = 8  # features; products need rows of a multiple of 16 bytes
+ALIGNMENT = 8  # features; rows of operands must be multiples of 16 bytes
 
 
 def is_fast(x: Tensor) -> bool:
@@ -68,9 +68,10 @@ class PatchDropout(nn.Module):
 def embed(visual: nn.Module, images: Tensor, kept: Tensor | None) -> Tensor:
     """Embeds the class token and kept patches: [batch, 3, height, width] -> [batch, 1 + kept, d].
 
-    One product of rows that hold a patch's pixels and a one-hot position with a matrix that holds
-    the kernel of the convolution and the positional embeddings. The class token has no pixels, and
-    its embedding is added to that of position 0. kept: int64 [batch, kept], or None for all.
+    Computes one matrix product. Each row of the input holds a patch's pixels and its one-hot
+    position; the matrix holds the kernel of the convolution and the positional embeddings. The
+    class token has no pixels; its embedding is added to the embedding of position 0.
+    kept: int64 [batch, kept], or None for all.
     """
     kernel, positions = visual.conv1.weight.flatten(1), visual.positional_embedding
     positions = torch.cat((positions[:1] + visual.class_embedding, positions[1:]))
@@ -90,10 +91,11 @@ def embed(visual: nn.Module, images: Tensor, kept: Tensor | None) -> Tensor:
 
 
 class VisionTransformer(open_clip.transformer.VisionTransformer):
-    """open_clip's, which `replace` converts to it; only GPUs compute differently, up to rounding.
+    """open_clip's VisionTransformer with a faster path on a GPU, equal up to rounding.
 
-    On a GPU patches are dropped before `embed`, which does not call `conv1`, and only pooled tokens
-    are normalized: hooks on `conv1` do not run, and `ln_post` takes [batch, width].
+    `replace` converts open_clip's class to this one. On a GPU, patches are dropped before `embed`,
+    which does not call `conv1`, and only pooled tokens are normalized: hooks on `conv1` do not run,
+    and `ln_post` takes [batch, width].
 
     Attributes:
         is_embedding_compiled: whether `embed` runs under torch.compile.
@@ -119,7 +121,7 @@ class VisionTransformer(open_clip.transformer.VisionTransformer):
 
 
 def compile_embedding(visual: nn.Module) -> None:
-    """Compiles a `VisionTransformer`'s `embed`, in place; leaves any other module alone."""
+    """Compiles `embed` of a `VisionTransformer`, in place; leaves other modules unchanged."""
     if isinstance(visual, VisionTransformer):
         visual.is_embedding_compiled = True
 
@@ -130,6 +132,6 @@ def _compiled_embed() -> Callable:
 
 
 def replace(visual: nn.Module) -> None:
-    """Makes open_clip's own VisionTransformer ours, in place; leaves any other module alone."""
+    """Converts open_clip's VisionTransformer to ours, in place; leaves other modules unchanged."""
     if type(visual) is open_clip.transformer.VisionTransformer:
         visual.__class__ = VisionTransformer

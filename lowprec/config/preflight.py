@@ -42,7 +42,7 @@ def preflight(config: Config, *, training: bool = True, planned: int | None = No
     if training:
         faults += _folder_faults(config)
         faults += process_faults(config, planned)
-    if faults:  # opening the data finds a small set, too, but only without other faults
+    if faults:  # without faults, opening the data reports a set smaller than a batch
         raise ConfigError(faults + _size_faults(config) * training)
 
 
@@ -110,7 +110,7 @@ def _data_faults(config: Config, training: bool) -> list[str]:
 
 
 def _size_faults(config: Config) -> list[str]:
-    """The fault if local training shards have fewer captions than a batch needs."""
+    """Reports local training shards that have fewer captions than a batch needs."""
     num_pairs = 0
     with contextlib.suppress(OSError, ValueError, tarfile.TarError):
         for path in expand(config.data.train) if config.data.name == "shards" else ():

@@ -25,7 +25,7 @@ from lowprec.runs import durable
 
 STAMP = ("bytes", "mtime_ns")  # by which an unchanged shard is recognized
 ENTRY = np.dtype([*((name, "<i8") for name in (*STAMP, "samples")), ("digest", "S64")])
-WORTH = 2**24  # bytes of shards for which one more process is worth starting
+WORTH = 2**24  # bytes of shards that justify one more process
 
 
 def open_shards(
@@ -40,8 +40,8 @@ def open_shards(
 
     The index is in the folder `index`, or in `.index` beside each shard. A current index beside a
     shard is copied to the folder `index`. Shards that are missing, changed or new since the index
-    was made are refused, unless `accept` takes them as the new set. `num_processes`: by default one
-    per core, fewer for small sets.
+    was made are refused, unless `accept` takes them as the new set. `num_processes` defaults
+    to one per core, and to fewer for small sets.
 
     A catalog that cannot be read is reported and made again: changes are not noticed then.
 

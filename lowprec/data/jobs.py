@@ -1,4 +1,4 @@
-"""Jobs, one for each shard, that run in as many processes as there are cores."""
+"""Runs jobs, one per shard, in parallel processes."""
 
 import ctypes
 import os
@@ -16,7 +16,7 @@ from rich.progress import track
 
 J, R = TypeVar("J"), TypeVar("R")
 PRCTL, PR_SET_PDEATHSIG = ctypes.CDLL(None).prctl, 1
-SILENT_S = 5  # between two lines of progress in a log file
+SILENT_S = 5  # seconds between two progress lines in a log file
 
 
 def num_cores() -> int:
@@ -29,8 +29,9 @@ def run_jobs(
 ) -> list[R]:
     """The results of `function(job)`, in the order of the jobs; shows progress on stderr.
 
-    `num_processes` above 1: the jobs run in forked processes, which end with this one. After an
-    error or Ctrl-C, unfinished jobs are killed. `doing` names the work for the user.
+    With `num_processes` above 1, the jobs run in forked processes, which end when this process
+    ends. After an error or Ctrl-C, unfinished jobs are killed. `doing` describes the work in
+    messages.
 
     Raises what `function` raises, and ChildProcessError if a process was killed.
     """
@@ -51,7 +52,7 @@ def run_jobs(
 
 
 def _end_with_parent() -> None:
-    """Leaves Ctrl-C to the parent process, whose end is this process's end too."""
+    """Leaves Ctrl-C to the parent process and ends this process when the parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     PRCTL(PR_SET_PDEATHSIG, signal.SIGKILL)
 

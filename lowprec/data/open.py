@@ -57,7 +57,7 @@ def open_data(config: Config, *, training: bool = True) -> Data:
         elif training:
             train = open_shards(data.train, data.index)
     with _collected(faults):
-        if config.evaluation.name != "none" and not will_render(config):  # rendering has failed
+        if config.evaluation.name != "none" and not will_render(config):  # unless rendering failed
             val = open_shards(data.val, data.index, name="data.val")
     if val is not None and needs_names(config):
         faults += _label_faults(config, val)
@@ -72,7 +72,7 @@ def open_data(config: Config, *, training: bool = True) -> Data:
 
 @contextlib.contextmanager
 def _collected(faults: list[str]) -> Iterator[None]:
-    """Adds an error of the data to the faults."""
+    """Adds an error in the data to the faults."""
     try:
         yield
     except (OSError, ValueError) as error:

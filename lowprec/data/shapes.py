@@ -93,7 +93,7 @@ def render_shapes(
     Shards are in webdataset's layout, KEY.jpg (RGB), KEY.txt (caption) and KEY.cls (class index),
     and are renamed into place when complete. Line n of classnames.txt, from 0, names class n;
     templates.txt holds one prompt a line with {} for the class name. A smaller set is the beginning
-    of a larger one. The bytes do not depend on `num_processes`, by default one per core; another
+    of a larger one. The bytes do not depend on `num_processes` (default: one per core); another
     build of Pillow's libjpeg may encode the same pixels differently. Raises ValueError if `out`
     holds shards of a larger data set.
     """

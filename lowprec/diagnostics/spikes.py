@@ -18,7 +18,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 ROUNDING = 1e-6  # a constant float32 loss scatters by at most this share of its mean
 NEAR_CHANCE = 0.02  # share of ln(batch size) by which a collapsed model's loss scatters
 COLLAPSED = 50  # steps
-AT_CHANCE, LAST_STEPS = 0.005, 20  # the same at the end of a shorter run
+AT_CHANCE, LAST_STEPS = 0.005, 20  # share and steps for the end of a run
 ONSET_WINDOW = 50  # steps
 ONSET_DEVIATIONS = 3.0  # median absolute deviations of the differences
 
@@ -73,7 +73,7 @@ class Spike(NamedTuple):
 class Collapse:
     """Detects a collapsed model, which tells no pairs apart: its loss stays at ln(batch_size).
 
-    In the first `warmup_steps` of the `num_steps` the loss may be at chance level.
+    The loss may be at chance level in the first `warmup_steps` of the `num_steps`.
     """
 
     def __init__(self, batch_size: int, warmup_steps: int, num_steps: int):
@@ -84,7 +84,7 @@ class Collapse:
     def feed(self, step: int, loss: float) -> str:
         """A sentence at the COLLAPSED-th step in a row within NEAR_CHANCE of chance, else "".
 
-        The last step of a run needs just LAST_STEPS in a row, but within AT_CHANCE.
+        At the last step of a run, LAST_STEPS in a row within AT_CHANCE are enough.
         """
         distance = abs(loss - self.chance) if step > self.warmup_steps else math.inf
         self._near = self._near + 1 if distance <= NEAR_CHANCE * self.chance else 0

@@ -86,7 +86,7 @@ class Attention(nn.MultiheadAttention):
 
 
 class _ShortAttention(torch.autograd.Function):
-    """`ops.attention`, which saves nothing but its input for backward."""
+    """`ops.attention` as an autograd function; saves only its input for backward."""
 
     @staticmethod
     def forward(ctx, qkv, num_heads, is_causal):

@@ -19,7 +19,7 @@ from lowprec.nn.linear import (
     refuse_second_derivative,
 )
 
-CALLS = {  # MLPs besides nn.Sequential, with their children in the order of the calls
+CALLS = {  # MLPs besides nn.Sequential: their children in call order
     "timm.layers.mlp.Mlp": ("fc1", "act", "drop1", "norm", "fc2", "drop2"),
     "transformers.models.clip.modeling_clip.CLIPMLP": ("fc1", "activation_fn", "fc2"),
 }
@@ -28,13 +28,13 @@ CALLS = {  # MLPs besides nn.Sequential, with their children in the order of the
 class LowPrecisionMLP(nn.Sequential):
     """A linear layer, exact GELU and a linear layer, run as one function.
 
-    `fuse` makes it of an nn.Sequential or a module in CALLS. The result equals that of the three
+    `fuse` converts an nn.Sequential or a module in CALLS to it. The result equals that of the three
     modules up to the rounding of GELU. For backward it saves its input, GELU's input and transposed
     8-bit copies of the weights. The children are called instead if one is changed or has a hook, or
     if not all gradients are needed.
 
     Attributes:
-        original: the type that the module had.
+        original: the module's type before `fuse`.
     """
 
     original: type[nn.Module]
@@ -55,7 +55,7 @@ class LowPrecisionMLP(nn.Sequential):
 
 
 def fuse(model: nn.Module) -> None:
-    """Fuses each linear layer, exact GELU, linear layer whose settings allow it, in place."""
+    """Fuses MLPs (linear layer, exact GELU, linear layer) whose settings allow it, in place."""
     for module in model.modules():
         is_known = type(module) is nn.Sequential or _full_name(type(module)) in CALLS
         if is_known and "forward" not in vars(module) and _is_fusible(_in_order(module)):
@@ -64,7 +64,7 @@ def fuse(model: nn.Module) -> None:
 
 
 def unfuse(model: nn.Module) -> None:
-    """Gives fused MLPs their type back, in place."""
+    """Restores the original type of fused MLPs, in place."""
     for module in model.modules():
         if isinstance(module, LowPrecisionMLP):
             module.__class__ = module.original
@@ -72,7 +72,7 @@ def unfuse(model: nn.Module) -> None:
 
 
 def _in_order(mlp: nn.Module) -> list[nn.Module]:
-    """The children of an MLP in the order of its calls."""
+    """The children of an MLP in the order in which it calls them."""
     kind = mlp.original if isinstance(mlp, LowPrecisionMLP) else type(mlp)
     names = CALLS.get(_full_name(kind), mlp._modules)
     return [getattr(mlp, name) for name in names]
@@ -100,7 +100,7 @@ def _does_something(module: nn.Module) -> bool:
 
 
 def _is_gelu(module: nn.Module) -> bool:
-    """Whether a module is exact GELU: torch's, or that of transformers."""
+    """Whether a module is exact GELU, from torch or transformers."""
     if type(module) is nn.GELU:
         return module.approximate == "none"
     name = _full_name(type(module))

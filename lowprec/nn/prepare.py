@@ -31,14 +31,14 @@ _KEPT = (  # results of attention kernels are small and expensive to recompute
 
 
 class Prepared(Layers):
-    """The layers that match, as from `apply_recipe`, and what happened to the rest of the model.
+    """The matching layers, as from `apply_recipe`, and what was done to the rest of the model.
 
-    Printing it gives a summary.
+    `print` shows a summary.
 
     Attributes:
-        recipe: its name.
+        recipe: name of the recipe.
         blocks: names of the model's repeated blocks.
-        compiled, checkpointed: names of those that are.
+        compiled, checkpointed: names of the blocks that are compiled, and checkpointed.
         fused: names of the MLPs that run as one function.
         earlier: layers that are not in `where` and keep the recipe of an earlier call, by name.
         attention: names of the modules that became `Attention`.
@@ -100,13 +100,13 @@ class Prepared(Layers):
         if layer.gains or self.recipe == "high":
             return "16 bit"
         is_measured = self.recipe in GAINS_FROM
-        reason = "faster at this size" if is_measured else "not measured to be slower"
+        reason = "faster at this size" if is_measured else "no known gain in 8 bits"
         return f"16 bit, {reason}; skip_slow=False converts them"
 
     def _describe(self, container: str) -> str:
         blocks = [name for name in self.blocks if name.rpartition(".")[0] == container]
         if not blocks:
-            return "outside of blocks"
+            return "outside blocks"
         counts = {
             how: sum(name in blocks for name in names)
             for how, names in (("compiled", self.compiled), ("checkpointed", self.checkpointed))
@@ -138,26 +138,28 @@ def prepare_for_training(
     skip_slow: bool = True,
     **settings: Any,
 ) -> Prepared:
-    """Makes a model's training fast, in place: 8-bit layers and compiled blocks.
+    """Prepares a model for fast training, in place, with 8-bit layers and compiled blocks.
 
     Applies a recipe to the layers in `where` (see `apply_recipe`, also for the errors), moves
     gradient checkpointing into the blocks and compiles each block on its own. A block is an element
     of an nn.Sequential or nn.ModuleList that contains linear layers, such as the residual blocks of
-    open_clip, timm and transformers. Names of parameters stay. Call it before DDP or `fully_shard`.
-    A later call replaces the compiled code and the recipe of the layers in its `where`.
+    open_clip, timm and transformers. Parameter names do not change. Call it before DDP or
+    `fully_shard`. A later call replaces the compiled code and the recipe of the layers in its
+    `where`.
 
     Args:
         model: the model, such as `open_clip.create_model(...)`.
         recipe: a name in `RECIPES`, or a Recipe; "high" keeps all layers 16-bit.
         where: patterns for layers.
-        inputs: arguments of a small forward; finds layers whose weight is read, but not called.
-        compile: whether blocks run under torch.compile. The first forward compiles them; models
-            that were compiled before compile again.
+        inputs: arguments for a small forward pass, which detects layers that are never called
+            although their weight is read.
+        compile: whether blocks run under torch.compile. The first forward compiles them.
+            Models that were compiled before are compiled again at their next forward.
         checkpointing: whether the backward pass recomputes the blocks, except their attention
-            kernel. None: as an earlier call said, or if the model's own checkpointing is on, which
-            this replaces.
-        skip_slow: keep layers 16-bit if their shape is no faster under the recipe. Fake-quantized
-            recipes are never faster.
+            kernel. None keeps the choice of an earlier call and replaces the model's own
+            checkpointing if that is on.
+        skip_slow: whether layers stay 16-bit if the recipe is no faster for their shape.
+            Fake-quantized recipes are never faster.
         settings: `backend` and `outlier_threshold` of `apply_recipe`.
     """
     recipe, blocks = find_recipe(recipe), find_blocks(model)
@@ -166,7 +168,7 @@ def prepare_for_training(
     for block in blocks:
         block._compiled_call_impl = None
     if compile:
-        torch.compiler.reset()  # its limit on compiled variants counts over all models
+        torch.compiler.reset()  # its recompilation limit counts over all models of a process
         compile_blocks(model, blocks)
     return Prepared(layers, recipe.name, model, blocks)
 
@@ -174,8 +176,9 @@ def prepare_for_training(
 def find_blocks(model: nn.Module) -> list[nn.Module]:
     """The elements of Sequentials and ModuleLists that contain linear layers, in order.
 
-    Where elements are nested, the inner ones count, such as the blocks of a stage, unless the outer
-    one has projections of attention or MLPs beside them, or they are mere MLPs (experts).
+    If elements are nested, such as the blocks of a stage, the inner ones are returned. The outer
+    one is returned instead if it has attention or MLP projections besides them, or if they are only
+    MLPs (experts).
     """
     kinds = nn.Linear | nn.MultiheadAttention
     linear = {
@@ -187,7 +190,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _blocks_in(module: nn.Module, linear: dict[nn.Module, bool]) -> list[nn.Module]:
-    """The blocks in a module; `linear` says of each linear layer whether LINEAR_LAYERS match it."""
+    """The blocks in a module; `linear` maps linear layers to whether LINEAR_LAYERS match them."""
     blocks = []
     for child in module.children():
         inner = _blocks_in(child, linear)
@@ -205,7 +208,7 @@ def _blocks_in(module: nn.Module, linear: dict[nn.Module, bool]) -> list[nn.Modu
 
 
 def compile_blocks(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
-    """Compiles each block with torch.compile, in place; parameter names stay.
+    """Compiles each block with torch.compile, in place; parameter names do not change.
 
     Gradient checkpointing that is on moves into the blocks (`checkpoint_blocks`).
     """
@@ -224,8 +227,8 @@ def checkpoint_blocks(
     products; the backward pass recomputes the rest. The model's own checkpointing is turned off: it
     recomputes a compiled block as a whole, and open_clip's fails for blocks with KQ norm.
 
-    `on`: for all blocks, or for none. None: for those under the model's own checkpointing, beside
-    those that have ours.
+    `on`: True checkpoints all blocks, False none. None checkpoints the blocks under the model's own
+    checkpointing and keeps those that are checkpointed already.
     """
     names = {module: name for name, module in model.named_modules()}
     owners = {block: _with_parents(model, names[block]) for block in blocks}
@@ -246,7 +249,7 @@ def checkpoint_blocks(
 
 
 def _with_parents(model: nn.Module, name: str) -> list[nn.Module]:
-    """The module with a name and those that contain it."""
+    """The module of this name and all modules that contain it."""
     parts = name.split(".")
     return [model.get_submodule(".".join(parts[:n])) for n in range(len(parts) + 1)]
 
@@ -256,7 +259,7 @@ def _is_checkpointed(block: nn.Module) -> bool:
 
 
 def _is_kept(context: Any, op: Callable, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keeps attention results and weights that are quantized in both layouts, two bytes each."""
+    """Keeps attention results and weights quantized in both layouts, two bytes per weight."""
     is_kept = op in _KEPT
     if op is torch.ops.lowprec.quantize.default:
         rows, transposed = args[3:]
@@ -265,7 +268,7 @@ def _is_kept(context: Any, op: Callable, *args: Any, **kwargs: Any) -> Checkpoin
 
 
 def _checkpointed(block: nn.Module, own: Callable | None, *args: Any, **kwargs: Any) -> Any:
-    """Runs a block's forward, or its `own` one if that was patched, under checkpointing.
+    """Runs a block's forward, or `own` if its forward was patched, under checkpointing.
 
     The type's forward is looked up here, because fusing an MLP changes the type.
     """

@@ -165,7 +165,7 @@ def is_plain(linear: nn.Linear) -> bool:
 def replace_attention(model: nn.Module) -> None:
     """Replaces self-attention that `Attention` computes exactly, in place.
 
-    In a text tower whose mask is causal, the kernel masks instead of adding the mask.
+    In a text tower with a causal mask, the kernel applies causality itself and adds no mask.
     """
     for name, module in list(model.named_modules()):
         if _is_block_attention(model, name):

@@ -1,4 +1,4 @@
-"""Quantize, multiply and attend with the implementation that suits the device.
+"""Quantization, products and attention by the implementation that suits the device.
 
 `backend` "auto" uses the Triton kernels on a GPU and the definitions in plain torch elsewhere;
 "triton" and "reference" force one. Each operation is a torch custom op with a fake implementation,
@@ -39,13 +39,13 @@ _takes_cached = functools.cache(takes)
 
 
 def _is_reference(backend: str, format: Format, device: torch.device) -> bool:
-    """Whether `takes` gives "reference"; torch.compile traces no cached function."""
+    """Whether `takes` returns "reference"; not cached when torch.compile traces it."""
     find = takes if torch.compiler.is_compiling() else _takes_cached
     return find(backend, format, device) == "reference"
 
 
 def _is_eager(x: Tensor) -> bool:
-    """Whether nothing but autograd watches operations on x, so that kernels can be launched."""
+    """Whether only autograd intercepts operations on x, so that kernels can be launched."""
     is_plain = type(x) is Tensor or type(x) is nn.Parameter
     return is_plain and not torch.compiler.is_compiling() and not _len_torch_dispatch_stack()
 
@@ -128,9 +128,9 @@ def matmul(
 
 
 def attention(qkv: Tensor, num_heads: int, is_causal: bool) -> Tensor:
-    """F.scaled_dot_product_attention of packed queries, keys and values that `takes_attention`.
+    """`F.scaled_dot_product_attention` of packed queries, keys and values.
 
-    [batch, tokens, 3 width] -> [batch, tokens, width].
+    [batch, tokens, 3 width] -> [batch, tokens, width], if `takes_attention(qkv, num_heads)`.
     """
     return _attention(qkv, num_heads, is_causal)
 
@@ -155,7 +155,7 @@ def _define(schema: str, kernel: Callable, fake: Callable) -> Callable:
 
 
 def _quantize_kernel(x_MK, format, granularity, rows, transposed):
-    """An op returns tensors: layouts that are not requested are empty."""
+    """Returns empty tensors for layouts that are not requested: an op cannot return None."""
     format = parse_format(format)
     *layouts, scale = triton_quantize.quantize(
         x_MK, format, granularity, rows=rows, transposed=transposed

@@ -2,8 +2,8 @@
 
 One program per multiprocessor loops over output tiles. A producer warp loads operands by TMA into a
 ring of stages; each of two warpgroups multiplies half the rows of a tile. While one warpgroup
-scales, rounds and stores its rows, the other can multiply, and the producer loads ahead. Operands
-and output need rows of a multiple of 16 bytes.
+scales, rounds and stores its rows, the other can multiply, and the producer loads ahead. Rows of
+the operands and the output must be multiples of 16 bytes.
 """
 
 import torch
@@ -27,7 +27,7 @@ BLOCK_N = gl.constexpr(256)
 BLOCK_K = gl.constexpr(128)
 STAGES = gl.constexpr(4)
 GROUP_M = gl.constexpr(8)  # rows of output tiles that reuse cached columns of b
-STORED_BYTES = 256  # of a row of a tile at a time, because shared memory is full
+STORED_BYTES = 256  # of a tile's row at a time: shared memory has no room for all
 
 
 @gluon.jit
@@ -109,7 +109,7 @@ def _multiply_tiles(
 
 @gluon.jit
 def _store(output, m0, n0, out_desc, buffer):
-    """Rounds and stores `output`, as many columns at a time as the buffer has."""
+    """Rounds and stores `output`, as many columns at a time as fit in the buffer."""
     if output.shape[1] > buffer.shape[1]:
         HALF_N: gl.constexpr = output.shape[1] // 2
         halves = gl.permute(gl.reshape(output, [output.shape[0], 2, HALF_N]), [0, 2, 1])
@@ -147,8 +147,8 @@ def _matmul_hopper_kernel(
             (_multiply_tiles, (1, ring, output, factors, M, N, K, A_ROWS, B_ROWS, BIAS)),
             (_load_tiles, (a_desc, b_desc, ring, M, N, K)),
         ],
-        [4, 1],  # warps of the last two; the first has the kernel's
-        [232, 40],  # registers of their threads; the first takes the rest, also 232
+        [4, 1],  # warps of the last two functions; the first runs in the kernel's own warps
+        [232, 40],  # registers per thread of these two; the first gets the rest, also 232
     )
 
 

@@ -1,9 +1,9 @@
 """Launches Triton kernels with little work on the host.
 
-`kernel[grid](...)` specializes its arguments in Python at every launch and encodes TMA descriptors
-anew: 16 us, and 38 us with three descriptors. A `Launch` does this once for its shapes. Its next
-launches hand addresses to Triton's launcher in C, which is private: releases of Triton other than
-3.6 and 3.7 launch as usual.
+At every launch, `kernel[grid](...)` specializes its arguments in Python and encodes TMA
+descriptors, which takes 16 us, or 38 us with three descriptors. A `Launch` does this once for its
+shapes; later launches pass addresses directly to Triton's launcher in C. That launcher is a private
+interface, so releases of Triton other than 3.6 and 3.7 launch as usual.
 """
 
 import functools
@@ -26,11 +26,11 @@ RELEASE = triton.__version__[:4]
 IS_KNOWN = RELEASE in ("3.6.", "3.7.")
 if IS_KNOWN:
     from triton.backends.nvidia.driver import make_tensordesc_arg
-plan = functools.lru_cache(maxsize=4096)  # of a function that prepares a `Launch` for shapes
+plan = functools.lru_cache(maxsize=4096)  # caches the `Launch` for each set of shapes
 
 
 class Launch:
-    """A kernel with its grid, integers and constants, to be called with its tensors.
+    """A kernel with a fixed grid, integers and constants, which is called with tensors.
 
     All calls must pass tensors of the same shapes, strides, dtypes and device.
 
@@ -38,8 +38,8 @@ class Launch:
         kernel: takes tensors, then integers, then constants.
         grid: number of programs along each axis.
         sizes: the integers.
-        blocks: for leading tensors that are passed as TMA descriptors to a Gluon kernel, the shapes
-            of their blocks.
+        blocks: block shapes of the leading tensors, which a Gluon kernel takes as TMA descriptors;
+            empty if the kernel takes no descriptors.
         constants: constants by name, and Triton's options, such as num_warps.
     """
 
@@ -108,13 +108,13 @@ class Launch:
 
 
 def _descriptor(tensor: Tensor, block: list[int]) -> TensorDescriptor:
-    """For Gluon kernels; blocks lie in shared memory as Hopper's matrix unit reads them."""
+    """A descriptor for Gluon: blocks have the shared memory layout of Hopper's tensor cores."""
     layout = NVMMASharedLayout(SWIZZLE, element_bitwidth=8 * tensor.element_size(), rank=2)
     return TensorDescriptor.from_tensor(tensor, block, layout)
 
 
 def _launcher_in_c(runner: Any, compiled: Any, grid: tuple[int, ...]) -> Callable:
-    """Takes the stream and a list of addresses, encoded descriptors, integers and constants."""
+    """A function of the stream and a list: addresses or descriptors, integers, constants."""
     launch, packed = runner.launch, compiled.packed_metadata
     wrapped = inspect.getclosurevars(launch).nonlocals if inspect.isfunction(launch) else {}
     launch = wrapped.get("launcher", launch)  # Triton's wrapper encodes descriptors

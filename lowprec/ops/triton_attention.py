@@ -1,12 +1,12 @@
-"""Triton kernels for self-attention over short sequences: one program takes one head of a sample.
+"""Triton kernels for self-attention over short sequences: one program per head and sample.
 
 A program holds the whole sequence, so the backward pass recomputes the weights from queries and
 keys and needs neither the output nor a second kernel. Queries, keys and values are read from the
 packed product and their gradients are written in its layout.
 `F.scaled_dot_product_attention` is the definition.
 
-Blocks have powers of two as sizes. To waste less, tokens form two parts: A first tokens, and up to
-B last ones; B may be 0. In suffixes, a and b are these parts.
+Block sizes are powers of two. To waste less work, tokens are split into two parts: the first A
+tokens, and up to B remaining ones; B may be 0. The suffixes _a and _b denote these parts.
 """
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lowprec.ops.launch import Launch, plan
 
-DTYPES = (torch.bfloat16, torch.float16)  # float32 products would take the slow units
+DTYPES = (torch.bfloat16, torch.float16)  # float32 products would not use tensor cores
 
 
 @triton.jit
@@ -53,7 +53,7 @@ def _weights(
 ):  # fmt: skip
     """Weights of the keys in both parts before softmax's division, and their sums.
 
-    Without SEES_B, those of the last part have no meaning.
+    Without SEES_B, the weights of the last part are unspecified.
     """
     weights_a = _logits(q, k_a, t, a, tokens, SCALE, CAUSAL)
     largest = tl.max(weights_a, axis=1, keep_dims=True)
@@ -114,9 +114,9 @@ def _gradients(
     q, g, k_a, v_a, k_b, v_b, grad_k_a, grad_v_a, grad_k_b, grad_v_b, t, a, b, tokens,
     SCALE: tl.constexpr, CAUSAL: tl.constexpr, SEES_B: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of a part's queries, and the sums of the other gradients with what this part adds.
+    """Gradient of one part's queries; adds this part's share to the gradients of keys and values.
 
-    Gradients of queries and keys lack the factor SCALE.
+    The caller multiplies the gradients of queries and keys by SCALE.
     """
     weights_a, weights_b, total = _weights(q, k_a, k_b, t, a, b, tokens, SCALE, CAUSAL, SEES_B)
     weights_a = weights_a / total
@@ -171,7 +171,7 @@ def _attention_backward_kernel(
             SCALE, CAUSAL, True,
         )  # fmt: skip
         _store(grad_q_ptr, grad_q * SCALE, b, stride, tokens, head_width, BLOCK_D)
-        if CAUSAL:  # the first part adds nothing
+        if CAUSAL:  # queries of the first part do not see these keys
             _store(grad_k_ptr, grad_k_b * SCALE, b, stride, tokens, head_width, BLOCK_D)
             _store(grad_v_ptr, grad_v_b, b, stride, tokens, head_width, BLOCK_D)
     q = _load(q_ptr, a, stride, tokens, head_width, BLOCK_D)
@@ -191,8 +191,9 @@ def _attention_backward_kernel(
 def takes(qkv: Tensor, num_heads: int) -> bool:
     """Whether `attention` takes packed queries, keys and values [batch, tokens, 3 width].
 
-    It takes up to 64 tokens and heads of up to 64 in 16 bits on a GPU from Ampere on, and from
-    Hopper on also heads of up to 128, or up to 96 tokens. More would spill registers.
+    It requires 16 bits and a GPU of compute capability 8.0 or higher. GPUs before Hopper take up to
+    64 tokens and heads up to 64 wide; later ones also take either heads up to 128 wide or up to 96
+    tokens. Larger sizes would spill registers.
     """
     tokens, packed_width = qkv.shape[1:]
     head_width = packed_width // 3 // num_heads

@@ -83,7 +83,7 @@ def matmul(
     """`reference.matmul` by the fastest kernel for the shapes and the GPU.
 
     Operands whose rows are not contiguous are copied, because the kernels assume stride 1 along K;
-    so are scales and a bias with gaps.
+    so are scales and a bias that are not contiguous.
     """
     a_MK, b_NK = _rows_contiguous(a_MK), _rows_contiguous(b_NK)
     a_scale, b_scale = a_scale.contiguous(), b_scale.contiguous()

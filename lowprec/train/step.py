@@ -81,7 +81,7 @@ class GraphedStep:
         self.next_is_free.record()
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
-        """Copies a batch to the graph's inputs, during the previous step, and replays the graph."""
+        """Copies a batch to the GPU while the previous step runs, then replays the graph."""
         with torch.cuda.stream(self.copies):
             self.copies.wait_event(self.next_is_free)
             self._copy(batch, self.next)

@@ -288,7 +288,7 @@ def test_report_names_what_stays_in_16_bit(graphs):
     ]
     assert {layer.in_features for layer in layers if not layer.swapped} == {512, 2048}
     emulated = str(prepare_for_training(model, "fp8_switchback"))
-    assert emulated.count("16 bit, not measured to be slower; skip_slow=False") == 2
+    assert emulated.count("16 bit, no known gain in 8 bits; skip_slow=False") == 2
 
 
 def test_report_names_layers_outside_of_blocks_and_foreign_attention():
@@ -300,7 +300,7 @@ def test_report_names_layers_outside_of_blocks_and_foreign_attention():
         "  blocks: 12 blocks",
         "    switchback: attn.qkv, mlp.fc1",
         "    16 bit, not in `where` or not supported: attn.proj, mlp.fc2",
-        "  outside of blocks",
+        "  outside blocks",
         "    switchback: attn_pool.q, attn_pool.kv, attn_pool.mlp.fc1",
         "    16 bit, not in `where` or not supported: attn_pool.proj, attn_pool.mlp.fc2",
         "  attention: 12 Attention kept, 1 AttentionPoolLatent kept",
