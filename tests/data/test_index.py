@@ -276,7 +276,7 @@ def test_restored_shard_is_read_by_its_own_table_after_a_refusal(tmp_path, write
 
 def test_shards_of_a_folder_of_images_as_the_page_makes_them(tmp_path, sample):
     page = (Path(index.__file__).parent / "README.md").read_text()
-    [command] = re.findall(r"`(tar .*)`", page)
+    [command] = re.findall(r"`(tar [^`]*)`", page)
     [program] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     for n in range(5):
         photo = tmp_path / "photos" / "deep" / f"{n}.jpg"
