@@ -55,8 +55,8 @@ class Prepared(Layers):
         self.checkpointed = [names[block] for block in blocks if _is_checkpointed(block)]
         self.fused = [n for n, module in modules.items() if isinstance(module, LowPrecisionMLP)]
         self.attention = [n for n, module in modules.items() if isinstance(module, Attention)]
-        chosen = {layer.name for layer in layers}
-        self.earlier = {n: r for n, r in _recipes(modules).items() if n not in chosen}
+        in_where = {layer.name for layer in layers}
+        self.earlier = {n: r for n, r in _recipes(modules).items() if n not in in_where}
         projections = [layer.name for layer in layers if matches(layer.name, ["in_proj"])]
         others = {name.rpartition(".")[0] for name in projections}
         others |= {n for n, module in modules.items() if isinstance(module, nn.MultiheadAttention)}

@@ -1,0 +1,107 @@
+"""Which MLPs run as one function, and that it equals the modules it replaces."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lowprec.clip import open_clip
+from lowprec.nn import apply_recipe
+from lowprec.nn.mlp import LowPrecisionMLP, unfuse
+
+timm = open_clip.timm_model.timm
+
+
+def sequential(activation=None, *more):
+    return nn.Sequential(nn.Linear(64, 256), activation or nn.GELU(), *more, nn.Linear(256, 64))
+
+
+def clip_mlp():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.CLIPTextConfig(hidden_size=64, intermediate_size=256, hidden_act="gelu")
+    return transformers.models.clip.modeling_clip.CLIPMLP(config)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("build", [sequential, lambda: timm.layers.Mlp(64, 256), clip_mlp])
+def test_mlp_of_any_library_is_fused(build, dtype):
+    torch.manual_seed(0)
+    fused = build().to(dtype)
+    plain, kind = copy.deepcopy(fused), type(fused)
+    x, results = torch.randn(2, 5, 64, dtype=dtype, requires_grad=True), []
+    apply_recipe(fused, "switchback", ["*"])
+    apply_recipe(plain, "switchback", ["*"])
+    assert isinstance(fused, LowPrecisionMLP)
+    stale = plain.forward
+    unfuse(plain)
+    for forward in (fused, plain, stale):
+        output = forward(x)
+        output.square().sum().backward()
+        module = fused if forward is fused else plain
+        results.append([output, x.grad, *[p.grad for p in module.parameters()]])
+        module.zero_grad()
+        x.grad = None
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(other, results[0], strict=True))
+    apply_recipe(fused, "high", ["*"])
+    assert type(fused) is type(plain) is kind and not hasattr(fused, "original")
+
+
+class Tripled(nn.Identity):
+    def forward(self, x):
+        return 3 * x
+
+
+class OwnGELU(nn.GELU):
+    def forward(self, x):
+        return 1.7 * super().forward(x)
+
+
+class OwnActivation(nn.Module):
+    act = staticmethod(nn.functional.gelu)
+
+    def forward(self, x):
+        return 1.7 * self.act(x)
+
+
+class OwnMlp(timm.layers.Mlp):
+    def forward(self, x):
+        return x + super().forward(x)
+
+
+def patched():
+    mlp = sequential()
+    mlp[1].forward = lambda x: 2 * x
+    return mlp
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: sequential(nn.GELU(approximate="tanh")),
+        lambda: sequential(open_clip.transformer.QuickGELU()),
+        lambda: sequential(OwnGELU()),
+        lambda: sequential(OwnActivation()),
+        lambda: sequential(None, Tripled()),
+        lambda: sequential(None, nn.Dropout(0.1)),
+        lambda: timm.layers.Mlp(64, 256, norm_layer=nn.LayerNorm),
+        lambda: timm.layers.Mlp(64, 256, bias=False),
+        lambda: OwnMlp(64, 256),
+        patched,
+    ],
+)
+def test_other_mlp_is_not_fused(build):
+    mlp, x = build(), torch.randn(2, 64)
+    kind, expected = type(mlp), mlp.eval()(x)
+    apply_recipe(mlp, "switchback", ["*"])
+    assert type(mlp) is kind
+    assert (mlp(x) - expected).norm() < 0.05 * expected.norm()
+
+
+def test_patch_of_a_child_of_a_fused_mlp_counts():
+    mlp, x = sequential(), torch.randn(2, 64, requires_grad=True)
+    apply_recipe(mlp, "switchback", ["*"])
+    before, plain = mlp(x), mlp[2].forward
+    mlp[2].forward = lambda x: 10 * plain(x)
+    torch.testing.assert_close(mlp(x), 10 * before)
