@@ -172,7 +172,7 @@ def _of_lines(figure, root: Path | str) -> tuple[pd.DataFrame, dict, str]:
     lines = load_lines(root, *figure.LINES.split())
     frame = figure.query(lines)
     drawn = sorted(set(frame["file"]) - {""})
-    files = [{"path": path, "sha256": _sha256(path)} for path in drawn]
+    files = [{"path": path, "sha256": _sha256(as_path(path))} for path in drawn]
     left_out = [f"{path} (a newer file has its lines)" for path in set(lines["file"]) - set(drawn)]
     commits = lines.loc[lines["file"].isin(drawn)].get("commit", pd.Series(dtype=object)).nunique()
     mark = f"measured at {commits} commits" if commits > 1 else ""
@@ -225,9 +225,9 @@ def _slugs_and_scales(
     return pairs
 
 
-def _sha256(path: Path | str) -> str:
-    """Digest of a file, by its path or URL."""
-    return hashlib.sha256(as_path(path).read_bytes()).hexdigest()
+def _sha256(path: Path) -> str:
+    """Digest of a file, perhaps behind a URL or in an archive."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pandas as pd
@@ -31,6 +32,20 @@ def test_csv_is_exactly_the_plotted_numbers(make_run, no_pictures, run_make, tmp
     plotted = loss_curves.query(load_runs(tmp_path / "runs"))
     # pandas 2 parses a decimal to within one unit in the last place, pandas 3 exactly
     pd.testing.assert_frame_equal(written, plotted, rtol=1e-15, atol=0, check_dtype=False)
+
+
+def test_runs_in_an_archive_have_the_digests_of_their_files(
+    make_run, no_pictures, run_make, tmp_path
+):
+    run = make_run(num_steps=60)
+    shutil.make_archive(str(tmp_path / "runs"), "zip", run.parent)
+    metrics = (run / "metrics.jsonl").read_bytes()
+    shutil.rmtree(tmp_path / "runs")
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs.zip").rename(tmp_path / "runs" / "runs.zip")
+    assert run_make()[0] == 0
+    (row,) = json.loads((tmp_path / "out" / "loss_curves_demo.json").read_text())["runs"]
+    assert row["metrics_sha256"] == hashlib.sha256(metrics).hexdigest()
 
 
 def test_same_runs_give_the_same_bytes(make_run, run_make, tmp_path):
