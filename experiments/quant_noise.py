@@ -14,10 +14,10 @@ from lowprec.config.preflight import preflight
 from lowprec.data.open import open_data
 from lowprec.diagnostics.noise import dot_error_variance, inner_dim, operand_noise, product, sqnr_db
 from lowprec.formats import parse_format
-from lowprec.nn.linear import compute_dtype
+from lowprec.nn.linear import compute_dtype, fake_quantize_operands
 from lowprec.nn.mlp import unfuse
-from lowprec.nn.recipe import PRODUCTS, Recipe
-from lowprec.ops.reference import fake_quantize
+from lowprec.nn.recipe import PRODUCTS, SUMMED, Recipe
+from lowprec.ops.reference import hadamard
 from lowprec.runs.attempts import CheckpointError
 from lowprec.runs.read import read_config
 from lowprec.train.build import Built, build
@@ -100,22 +100,20 @@ def layer_rows(tensors: dict[str, Tensor], recipe: Recipe) -> Iterator[dict]:
     """
     for name, operands in PRODUCTS.items():
         exact = [tensors[operand].float() for operand in operands]
-        formats = getattr(recipe, name)
-        used, rows = [], []
-        for operand, tensor in zip(operands, exact, strict=True):
-            if formats is None:
-                used.append(tensor.bfloat16().float())
-                row = {"format": "bf16", "granularity": None}
-                rows.append(row | {"sqnr_db": sqnr_db(tensor, used[-1])})
-                continue
-            how = formats.first if operand == operands[0] else formats.second
-            format = parse_format(how.format)
-            used.append(fake_quantize(tensor, format, how.granularity, tensor.dtype))
-            row = {"format": how.format, "granularity": how.granularity}
-            rows.append(row | operand_noise(tensor, format, how.granularity))
         facts = {"product": name, "inner_dim": inner_dim(name, exact[0])}
+        how = getattr(recipe, name)
+        if how is None:
+            used = [tensor.bfloat16().float() for tensor in exact]
+            formats = [{"format": "bf16", "granularity": None}] * 2
+        else:
+            used = fake_quantize_operands(name, how, *exact, torch.float32)
+            both = (how.first, how.second)
+            formats = [{"format": o.format, "granularity": o.granularity} for o in both]
+            if how.hadamard:
+                exact = list(map(hadamard, exact, SUMMED[name]))
         facts["product_sqnr_db"] = sqnr_db(product(name, *exact), product(name, *used))
-        yield from ({**facts, "operand": o, **r} for o, r in zip(operands, rows, strict=True))
+        for operand, format, x, x_hat in zip(operands, formats, exact, used, strict=True):
+            yield {**facts, "operand": operand, **format, **operand_noise(x, x_hat)}
 
 
 def measure_random(inner_dims: list[int], seed: int, run_dir: str) -> None:

@@ -63,22 +63,33 @@ def parse_format(name: str) -> Format:
     return _PARSED[name]
 
 
-def round_to_format(x: Tensor, format: Format) -> Tensor:
+def round_to_format(x: Tensor, format: Format, stochastic: bool = False) -> Tensor:
     """Rounds to the nearest number of a format, with ties to the even mantissa.
 
+    If stochastic, rounds to one of the two numbers that enclose x, to the upper one with a
+    probability that makes x the expected value.
     Takes a tensor of any shape and returns float32. Finite values beyond the largest number
     saturate. NaN and inf become NaN, also for int8.
+    Raises ValueError for stochastic rounding to a code book.
     """
+    if stochastic and format.gap:
+        raise ValueError(f"{format.name} cannot be rounded to stochastically")
     x = x.float()
+    to_integer = _round_stochastically if stochastic else torch.round
     if format.exponent_bits:
         _, exponent = torch.frexp(x)  # abs(x) = fraction * 2^exponent, fraction in [0.5, 1)
         exponent = (exponent - 1).clamp(min=format.min_exponent) - format.mantissa_bits
-        rounded = torch.ldexp(torch.ldexp(x, -exponent).round(), exponent)
+        rounded = torch.ldexp(to_integer(torch.ldexp(x, -exponent)), exponent)
         if format.gap:
             rounded = torch.where(x.abs() < 2.0**format.min_exponent, _below(x, format), rounded)
     else:
-        rounded = x.round()
+        rounded = to_integer(x)
     return torch.where(x.isfinite(), rounded.clamp(-format.max, format.max), torch.nan)
+
+
+def _round_stochastically(x: Tensor) -> Tensor:
+    lower = x.floor()
+    return lower + (torch.rand_like(x) < x - lower)
 
 
 def _below(x: Tensor, format: Format) -> Tensor:

@@ -24,13 +24,11 @@ def sqnr_db(exact: Tensor, approximate: Tensor) -> float:
     return 10 * (signal / torch.where(noise.isfinite(), noise, torch.nan)).log10().item()
 
 
-def operand_noise(x: Tensor, format: Format, granularity: str) -> dict[str, float]:
-    """Statistics of quantizing one operand, a 2-d tensor.
+def operand_noise(x: Tensor, x_hat: Tensor) -> dict[str, float]:
+    """Statistics of an operand that quantization has changed to x_hat, of the same shape.
 
     `sqnr_db` of the quantized operand; `underflowed`, the share of non-zero elements that become 0.
     """
-    x = x.float()
-    x_hat = reference.fake_quantize(x, format, granularity, torch.float32)
     is_nonzero = x != 0
     lost = (is_nonzero & (x_hat == 0)).sum() / is_nonzero.sum().clamp(min=1)
     return {"sqnr_db": sqnr_db(x, x_hat), "underflowed": lost.item()}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lowprec import ops
 from lowprec.formats import parse_format
 from lowprec.nearest import nearest
-from lowprec.nn.recipe import Operand, Recipe, find_recipe
+from lowprec.nn.recipe import SUMMED, Operand, Product, Recipe, find_recipe
 from lowprec.ops import reference
 
 
@@ -133,8 +133,7 @@ def _forward(x_MK, w_NK, bias, settings, layout) -> tuple:
     if product is None or not product.native:
         x_hat, w_hat = x_MK, w_NK.to(dtype)
         if product is not None:
-            x_hat = _fake_quantize(x_MK, product.first, dtype)
-            w_hat = _fake_quantize(w_NK, product.second, dtype)
+            x_hat, w_hat = fake_quantize_operands("output", product, x_MK, w_NK, dtype)
         output = F.linear(x_hat, w_hat, None if bias is None else bias.to(dtype))
         return output, nothing, nothing
     backend = settings.backend
@@ -156,8 +155,8 @@ def _grad_input(g_MN, weight, settings, needs_bias) -> tuple[Tensor, Tensor | No
     if product is None:
         return g_MN @ weight.to(dtype), None
     if not product.native:
-        g_hat = _fake_quantize(g_MN, product.first, dtype)
-        return g_hat @ _fake_quantize(weight, product.second, dtype), None
+        g_hat, w_hat = fake_quantize_operands("grad_input", product, g_MN, weight, dtype)
+        return g_hat @ w_hat, None
     grad_bias = None
     if needs_bias and product.first.granularity == "rowwise":
         format = parse_format(product.first.format)
@@ -178,8 +177,8 @@ def _grad_weight(g_MN, x_MK, settings) -> Tensor:
     if product is None:
         return g_MN.T @ x_MK
     if not product.native:
-        g_hat = _fake_quantize(g_MN, product.first, dtype)
-        return g_hat.T @ _fake_quantize(x_MK, product.second, dtype)
+        g_hat, x_hat = fake_quantize_operands("grad_weight", product, g_MN, x_MK, dtype)
+        return g_hat.T @ x_hat
     inliers, outliers = _split_outliers(x_MK, settings.outlier_threshold)
     _, g_q_NM, g_scale = _quantize(g_MN, product.first, backend, "transposed")
     _, x_q_KM, x_scale = _quantize(inliers, product.second, backend, "transposed")
@@ -193,8 +192,22 @@ def _quantize(x: Tensor, operand: Operand, backend: str, layout: str) -> tuple:
     return ops.quantize(x, format, operand.granularity, layout=layout, backend=backend)
 
 
-def _fake_quantize(x: Tensor, operand: Operand, dtype: torch.dtype) -> Tensor:
-    return reference.fake_quantize(x, parse_format(operand.format), operand.granularity, dtype)
+def fake_quantize_operands(
+    name: str, product: Product, first: Tensor, second: Tensor, dtype: torch.dtype
+) -> list[Tensor]:
+    """The operands of a fake-quantized product, as stored, after both roundings.
+
+    With a Hadamard rotation, the summed dimension may be padded with zeros.
+    """
+    operands = []
+    both = zip((first, second), (product.first, product.second), SUMMED[name], strict=True)
+    for tensor, how, dim in both:
+        if product.hadamard:
+            tensor = reference.hadamard(tensor, dim)
+        options = {"scale": how.scale, "stochastic": how.stochastic}
+        format = parse_format(how.format)
+        operands.append(reference.fake_quantize(tensor, format, how.granularity, dtype, **options))
+    return operands
 
 
 def _split_outliers(x_MK: Tensor, threshold: float) -> tuple[Tensor, Tensor | None]:

@@ -3,9 +3,10 @@
     output = x W^T        grad_input = g W        grad_weight = g^T x
 
 Granularities refer to the tensors as stored, x[M, K], W[N, K], g[M, N], even where the product
-transposes them. A product of None runs in the 16-bit (autocast) dtype. Native products run on
-8-bit matrix units: int8, and fp8 in recipes whose name starts with `hw_`. Other fp8 products are
-fake-quantized: operands are rounded to fp8 values, scaled back and multiplied in 16 bits.
+transposes them; "RxC" has one scale for each tile of R rows and C columns. A product of None runs
+in the 16-bit (autocast) dtype. Native products run on 8-bit matrix units: int8, and fp8 in recipes
+whose name starts with `hw_`. Other products are fake-quantized: operands are rounded to fp8 or
+narrower formats, scaled back and multiplied in 16 bits.
 
 Imports no torch, so that a config can be checked without it.
 """
@@ -17,33 +18,42 @@ from lowprec.nearest import nearest
 
 LINEAR_LAYERS = ("in_proj", "out_proj", "c_fc", "c_proj")  # low-precision in arXiv:2304.13013
 PRODUCTS = {"output": ("x", "w"), "grad_input": ("g", "w"), "grad_weight": ("g", "x")}
-CONTRACTED = {  # product: the granularity of each operand that varies along the summed dimension
-    "output": {"x": "columnwise", "w": "columnwise"},
-    "grad_input": {"g": "columnwise", "w": "rowwise"},
-    "grad_weight": {"g": "rowwise", "x": "rowwise"},
+SUMMED = {  # product: the dimension of each operand, as stored, that it sums over
+    "output": (1, 1),
+    "grad_input": (1, 0),
+    "grad_weight": (0, 0),
 }
 GRANULARITIES = ("rowwise", "columnwise", "tensorwise")
+TILES = r"[1-9]\d*x[1-9]\d*"
+SCALES = ("float32", "e8m0", "e4m3")  # number formats of scales
 FORMATS = r"int8|e4m3_bnb|e5m2_bnb|e[1-7]m(\d|10)"  # the names that `lowprec.formats` parses
 
 
 @dataclass(frozen=True)
 class Operand:
-    """How one tensor of a product is quantized; `lowprec.formats` defines the formats."""
+    """How one tensor of a product is quantized.
+
+    `lowprec.formats` defines the formats, `lowprec.ops.reference.fake_quantize` the rest.
+    """
 
     format: str
     granularity: str
+    scale: str = "float32"
+    stochastic: bool = False
 
 
 @dataclass(frozen=True)
 class Product:
     """The operands of one product, in the order of PRODUCTS.
 
-    `native`: multiplied on 8-bit matrix units; otherwise fake-quantized.
+    `native`: multiplied on 8-bit matrix units; otherwise fake-quantized. `hadamard`: both operands
+    are rotated along the summed dimension first (see `lowprec.ops.reference.hadamard`).
     """
 
     first: Operand
     second: Operand
     native: bool
+    hadamard: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,6 +102,27 @@ def _fp8(name: str, output, grad_input, grad_weight=None, native: bool = False) 
     return Recipe(name, product("e4m3", output), *backward)
 
 
+def _tiled(
+    name: str, format: str, size: int, scale: str = "float32", weight: int = 0, rht_sr: bool = False
+) -> Recipe:
+    """A recipe with a scale for `size` elements along the summed dimension, in all operands.
+
+    `weight`: the weight has square tiles of that size instead, the same in both of its products.
+    `rht_sr`: g is rounded stochastically, and the operands of grad_weight are rotated.
+    """
+
+    def product(name: str) -> Product:
+        operands = []
+        for operand, dim in zip(PRODUCTS[name], SUMMED[name], strict=True):
+            tile = (f"{size}x1", f"1x{size}")[dim]
+            if operand == "w" and weight:
+                tile = f"{weight}x{weight}"
+            operands.append(Operand(format, tile, scale, stochastic=rht_sr and operand == "g"))
+        return Product(*operands, native=False, hadamard=rht_sr and name == "grad_weight")
+
+    return Recipe(name, *map(product, PRODUCTS))
+
+
 ROW, COLUMN, TENSOR = GRANULARITIES
 RECIPES = {
     recipe.name: recipe
@@ -106,6 +137,11 @@ RECIPES = {
         _fp8("fp8_rowwise", (ROW, ROW), (ROW, COLUMN), (COLUMN, COLUMN)),
         _fp8("fp8_switchback", (ROW, TENSOR), (ROW, TENSOR)),
         _fp8("fp8_switchback_blocks", ("blocks", TENSOR), ("blocks", TENSOR)),
+        _tiled("fp8_blockwise", "e4m3", 128, weight=128),  # arXiv:2412.19437, section 3.3
+        _tiled("mxfp8", "e4m3", 32, "e8m0"),
+        _tiled("mxfp4", "e2m1", 32, "e8m0"),
+        _tiled("nvfp4", "e2m1", 16, "e4m3"),
+        _tiled("nvfp4_rht_sr", "e2m1", 16, "e4m3", weight=16, rht_sr=True),  # arXiv:2509.25149
         _fp8("hw_fp8_tensorwise", *[(TENSOR, TENSOR)] * 3, native=True),
         _fp8("hw_fp8_switchback", (ROW, TENSOR), (ROW, TENSOR), native=True),
     )
@@ -129,10 +165,12 @@ def custom_recipe(products: dict) -> Recipe:
     """The recipe for `precision.recipe=custom`, from `precision.products`.
 
     Each product in PRODUCTS is "high" (also if left out), or its format (or one for each operand)
-    and granularities: `{format: {g: e5m2, w: e4m3}, g: rowwise, w: tensorwise}`. int8 products are
-    native and eXmY products fake-quantized.
-    Raises ValueError for an unknown key, format or granularity, and for an int8 scale that varies
-    along the contracted dimension.
+    and granularities: `{format: {g: e5m2, w: e4m3}, g: rowwise, w: tensorwise}`, and optionally a
+    scale (or one for each operand), the operands that are rounded stochastically and whether both
+    are rotated: `{..., scale: e8m0, stochastic: [g], hadamard: true}`. int8 products are native and
+    eXmY products fake-quantized.
+    Raises ValueError for an unknown key or value, and for an int8 scale that varies along the
+    summed dimension.
     """
     if not isinstance(products, dict) or set(products) - set(PRODUCTS):
         raise ValueError(f"products {products}: the keys must be among {', '.join(PRODUCTS)}")
@@ -144,28 +182,64 @@ def _custom_product(name: str, spec: dict | str) -> Product | None:
     if spec == "high":
         return None
     operands = PRODUCTS[name]
-    if not isinstance(spec, dict) or set(spec) != {"format", *operands}:
-        raise ValueError(f"{name}={spec}: must be high, or have format, {' and '.join(operands)}")
-    formats = spec["format"]
-    if not isinstance(formats, dict):
-        formats = dict.fromkeys(operands, formats)
-    if set(formats) != set(operands):
-        raise ValueError(f"{name}.format={formats}: must name a format for {', '.join(operands)}")
+    options = {"scale": "float32", "stochastic": [], "hadamard": False}
+    required = {"format", *operands}
+    if not isinstance(spec, dict) or not required <= set(spec) <= required | set(options):
+        raise ValueError(
+            f"{name}={spec}: must be high, or have format, {' and '.join(operands)}, "
+            f"and optionally {', '.join(options)}"
+        )
+    spec = options | spec
+    formats, scales = (_by_operand(name, key, spec[key]) for key in ("format", "scale"))
+    stochastic, hadamard = spec["stochastic"], spec["hadamard"]
+    if not isinstance(stochastic, list) or not set(stochastic) <= set(operands):
+        raise ValueError(f"{name}.stochastic={stochastic}: must be a list of {', '.join(operands)}")
+    if any(str(formats[operand]).endswith("_bnb") for operand in stochastic):
+        raise ValueError(f"{name}.stochastic={stochastic}: code books are rounded to nearest only")
+    if not isinstance(hadamard, bool):
+        raise ValueError(f"{name}.hadamard={hadamard}: must be true or false")
     for operand in operands:
-        if not re.fullmatch(FORMATS, str(formats[operand])):
-            raise ValueError(
-                f"{name}.format={formats[operand]}: must be int8, eXmY, e4m3_bnb or e5m2_bnb"
-            )
-        if spec[operand] not in GRANULARITIES:
-            allowed = ", ".join(GRANULARITIES)
-            raise ValueError(f"{name}.{operand}={spec[operand]}: must be one of {allowed}")
+        _check_operand(name, operand, formats[operand], spec[operand], scales[operand])
     native = set(formats.values()) == {"int8"}
     if "int8" in formats.values() and not native:
         raise ValueError(f"{name}.format={formats}: int8 multiplies only int8")
-    for operand, granularity in CONTRACTED[name].items():
-        if native and spec[operand] == granularity:
+    if native:
+        _check_native(name, spec, options)
+    parsed = (Operand(formats[o], spec[o], scales[o], o in stochastic) for o in operands)
+    return Product(*parsed, native=native, hadamard=hadamard)
+
+
+def _by_operand(name: str, key: str, value: dict | str) -> dict:
+    """A value for each operand: they may share one."""
+    operands = PRODUCTS[name]
+    values = value if isinstance(value, dict) else dict.fromkeys(operands, value)
+    if set(values) != set(operands):
+        raise ValueError(f"{name}.{key}={value}: must name a {key} for {', '.join(operands)}")
+    return values
+
+
+def _check_operand(name: str, operand: str, format: str, granularity: str, scale: str) -> None:
+    if not re.fullmatch(FORMATS, str(format)):
+        raise ValueError(f"{name}.format={format}: must be int8, eXmY, e4m3_bnb or e5m2_bnb")
+    if granularity not in GRANULARITIES and not re.fullmatch(TILES, str(granularity)):
+        allowed = ", ".join(GRANULARITIES)
+        raise ValueError(f"{name}.{operand}={granularity}: must be one of {allowed}, or RxC")
+    if scale not in SCALES:
+        raise ValueError(f"{name}.scale={scale}: must be one of {', '.join(SCALES)}")
+
+
+def _check_native(name: str, spec: dict, options: dict) -> None:
+    """Raises ValueError for what int8 matrix units do not take."""
+    for operand, dim in zip(PRODUCTS[name], SUMMED[name], strict=True):
+        granularity = spec[operand]
+        if granularity not in GRANULARITIES:
+            allowed = ", ".join(GRANULARITIES)
+            raise ValueError(f"{name}.{operand}={granularity}: int8 needs one of {allowed}")
+        if granularity == ("rowwise", "columnwise")[dim]:
             raise ValueError(
                 f"{name}.{operand}={granularity}: an int8 scale cannot vary along the dimension "
                 f"that {name} sums over"
             )
-    return Product(*(Operand(formats[name], spec[name]) for name in operands), native=native)
+    for option, default in options.items():
+        if spec[option] != default:
+            raise ValueError(f"{name}.{option}={spec[option]}: int8 products have no such option")

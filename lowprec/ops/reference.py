@@ -5,10 +5,13 @@ Shape suffixes: M = batch * tokens, K = features in, N = features out. A quantiz
 tensorwise [1, 1].
 """
 
+import math
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from lowprec.formats import INT8, Format, round_to_format
+from lowprec.formats import E4M3, INT8, Format, round_to_format
 
 REDUCED = {"rowwise": (1,), "columnwise": (0,), "tensorwise": (0, 1)}  # dimensions of amax
 TINY = torch.finfo(torch.float32).tiny  # the smallest normal number
@@ -26,9 +29,13 @@ def quantize(x_MK: Tensor, format: Format, granularity: str) -> tuple[Tensor, Te
     x_MK = x_MK.float()
     amax = x_MK.abs().amax(dim=REDUCED[granularity], keepdim=True)
     scale = scale_of(amax, format)
+    return _cast(_divide(x_MK, scale), format), scale
+
+
+def _divide(x: Tensor, scale: Tensor) -> Tensor:
+    """`x / scale`; 0 where the scale is 0 or NaN."""
     usable = scale > 0  # False for NaN
-    q_MK = torch.where(usable, x_MK / torch.where(usable, scale, 1.0), 0.0)
-    return _cast(q_MK, format), scale
+    return torch.where(usable, x / torch.where(usable, scale, 1.0), 0.0)
 
 
 def scale_of(amax: Tensor, format: Format) -> Tensor:
@@ -55,7 +62,7 @@ def quantize_rows_and_sum(g_MN: Tensor, format: Format) -> tuple[Tensor, Tensor,
 
 def gelu_quantize(h_MN: Tensor, format: Format) -> tuple[Tensor, Tensor]:
     """Row-wise quantization of GELU(h), which is rounded to h's dtype first: q_MN, scale [M, 1]."""
-    return quantize(torch.nn.functional.gelu(h_MN), format, "rowwise")
+    return quantize(F.gelu(h_MN), format, "rowwise")
 
 
 def gelu_backward_quantize(
@@ -66,7 +73,7 @@ def gelu_backward_quantize(
     Returns GELU(h) and grad = g GELU'(h) in h's dtype, then grad quantized row-wise, its scale
     [M, 1] and its float32 column sums [N].
     """
-    output = torch.nn.functional.gelu(h_MN)
+    output = F.gelu(h_MN)
     grad = torch.ops.aten.gelu_backward(g_MN, h_MN)
     return output, grad, *quantize_rows_and_sum(grad, format)
 
@@ -102,18 +109,104 @@ def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (q.float() * scale).to(dtype)
 
 
-def fake_quantize(x: Tensor, format: Format, granularity: str, dtype: torch.dtype) -> Tensor:
+def fake_quantize(
+    x_MK: Tensor,
+    format: Format,
+    granularity: str,
+    dtype: torch.dtype,
+    *,
+    scale: str = "float32",
+    stochastic: bool = False,
+) -> Tensor:
     """Quantizes and dequantizes a 2-d tensor; the result has the given dtype.
 
-    Granularity "blocks" uses one scale per block of consecutive elements of the flattened tensor.
-    A block has the smallest power of two that is at least the width, within 64 to 4,096 elements,
-    so blocks can straddle rows. Source: the fp8 code released with arXiv:2304.13013, whose text
-    calls this row-wise.
+    granularity: as in `quantize`, "RxC" or "blocks". "RxC" uses one scale per tile of R rows and C
+        columns, such as "1x32"; tiles at the end may be smaller. "blocks" uses one scale per block
+        of consecutive elements of the flattened tensor. A block has the smallest power of two that
+        is at least the width, within 64 to 4,096 elements, so blocks can straddle rows. Source: the
+        fp8 code released with arXiv:2304.13013, whose text calls this row-wise.
+    scale: "float32"; "e8m0", the power of two of OCP Microscaling Formats 1.0, section 6.3, with
+        which the largest elements may saturate; or "e4m3", as in NVFP4: an e4m3 number for each
+        tile times a float32 scale of the tensor (arXiv:2509.25149, appendix A).
+    stochastic: see `round_to_format`.
     """
-    if granularity != "blocks":
-        return dequantize(*quantize(x, format, granularity), dtype)
-    size = min(4096, max(64, 1 << (x.shape[1] - 1).bit_length()))
-    padding = -x.numel() % size
-    blocks = torch.nn.functional.pad(x.flatten(), (0, padding)).view(-1, size)
-    values = dequantize(*quantize(blocks, format, "rowwise"), dtype)
-    return values.flatten()[: x.numel()].view(x.shape)
+    if granularity in REDUCED and scale == "float32" and not stochastic:
+        return dequantize(*quantize(x_MK, format, granularity), dtype)
+    tiles = _to_tiles(x_MK.float(), granularity)
+    amax = tiles.abs().amax(dim=1, keepdim=True)
+    scales = SCALES[scale](amax, format)
+    q = _divide(tiles, scales)
+    q = round_to_format(q, format, stochastic=True) if stochastic else _cast(q, format)
+    return _from_tiles(dequantize(q, scales, dtype), granularity, x_MK.shape)
+
+
+def _power_of_two(amax: Tensor, format: Format) -> Tensor:
+    """The scale that gives amax the exponent of the format's largest number, 2^-126 at least."""
+    largest = math.frexp(format.max)[1]
+    exponent = (torch.frexp(amax)[1] - largest).clamp(min=-126)
+    return torch.where(amax.isfinite(), torch.ldexp(torch.ones_like(amax), exponent), torch.nan)
+
+
+def _two_levels(amax: Tensor, format: Format) -> Tensor:
+    """An e4m3 number for each tile times a scale of the tensor."""
+    largest = amax.amax()
+    of_tensor = torch.where(largest.isfinite(), largest / (E4M3.max * format.max), torch.nan)
+    of_tiles = torch.where(of_tensor >= TINY, amax / format.max / of_tensor, 0.0)
+    of_tiles = of_tiles.clamp(max=E4M3.max).to(E4M3.dtype).float()
+    return of_tiles * of_tensor
+
+
+SCALES = {"float32": scale_of, "e8m0": _power_of_two, "e4m3": _two_levels}
+
+
+def _tile_shape(granularity: str, shape: torch.Size) -> tuple[int, int]:
+    rows, columns = shape
+    whole = {"rowwise": (1, columns), "columnwise": (rows, 1), "tensorwise": (rows, columns)}
+    if granularity in whole:
+        return whole[granularity]
+    rows, columns = map(int, granularity.split("x"))
+    return rows, columns
+
+
+def _to_tiles(x_MK: Tensor, granularity: str) -> Tensor:
+    """[tiles, elements], padded with zeros."""
+    if granularity == "blocks":
+        size = min(4096, max(64, 1 << (x_MK.shape[1] - 1).bit_length()))
+        return F.pad(x_MK.flatten(), (0, -x_MK.numel() % size)).view(-1, size)
+    rows, columns = _tile_shape(granularity, x_MK.shape)
+    padded = F.pad(x_MK, (0, -x_MK.shape[1] % columns, 0, -x_MK.shape[0] % rows))
+    tiles = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    return tiles.transpose(1, 2).reshape(-1, rows * columns)
+
+
+def _from_tiles(tiles: Tensor, granularity: str, shape: torch.Size) -> Tensor:
+    """The tensor of a shape whose tiles these are."""
+    if granularity == "blocks":
+        return tiles.flatten()[: shape.numel()].view(shape)
+    rows, columns = _tile_shape(granularity, shape)
+    across = -(-shape[1] // columns)
+    padded = tiles.view(-1, across, rows, columns).transpose(1, 2).reshape(-1, across * columns)
+    return padded[: shape[0], : shape[1]]
+
+
+def hadamard(x_MK: Tensor, dim: int) -> Tensor:
+    """Rotates blocks of 16 consecutive elements along a dimension by a random Hadamard matrix.
+
+    The dimension is padded with zeros to a multiple of 16. Rotating both operands of a product
+    along the summed dimension leaves it unchanged and spreads outliers over their block. The matrix
+    is the same for all tensors: random signs, fixed once, times H / 4. Computes in float32.
+    Source: arXiv:2509.25149, section 4.2.
+    """
+    x = x_MK.float().movedim(dim, 1)
+    blocks = F.pad(x, (0, -x.shape[1] % 16)).unflatten(1, (-1, 16))
+    return (blocks @ _hadamard_matrix(x.device)).flatten(1).movedim(1, dim).to(x_MK.dtype)
+
+
+def _hadamard_matrix(device: torch.device) -> Tensor:
+    """[16, 16] in float32, made on the device: a CUDA graph cannot copy it from the host."""
+    bits = torch.arange(16, device=device)
+    signs = 1 - 2 * (0b1010_1111_1110_1000 >> bits & 1)
+    common = bits[:, None] & bits  # H[i, j] = (-1)^(number of bits that i and j share)
+    common = common ^ common >> 2
+    parity = (common ^ common >> 1) & 1
+    return (1 - 2 * parity) * signs[:, None] / 4

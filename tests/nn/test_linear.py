@@ -27,7 +27,8 @@ MODES = {  # how a layer is run: (autocast dtype or None, dtype of parameters an
 }
 # torch.compile instantiates autograd functions, which torch itself deprecates.
 INSTANTIATED = pytest.mark.filterwarnings("ignore:.*should not be instantiated")
-all_recipes = pytest.mark.parametrize("name", RECIPES)
+# nvfp4_rht_sr draws random numbers: see test_block_scaling.py
+all_recipes = pytest.mark.parametrize("name", [name for name in RECIPES if name != "nvfp4_rht_sr"])
 
 
 def make(name, mode="fp32", bias=True, layer=LowPrecisionLinear, shape=(TOKENS,), **settings):

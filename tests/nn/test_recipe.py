@@ -13,14 +13,20 @@ CONTRACTED = {  # granularities that vary along the summed dimension
 }
 WORDS = {"rowwise": "row", "columnwise": "column", "tensorwise": "tensor", "blocks": "blocks"}
 INT8 = {"format": "int8", "x": "rowwise", "w": "tensorwise"}
+E2M1 = {"format": "e2m1", "x": "1x32", "w": "1x32"}
 
 
 def written(product):
     """A product in the notation of the oracle's table."""
     if product is None:
         return None
-    operands = (product.first, product.second)
-    return tuple(f"{operand.format} {WORDS[operand.granularity]}" for operand in operands)
+    return tuple(
+        f"{o.format} {WORDS.get(o.granularity, o.granularity)}"
+        + f" {o.scale}" * (o.scale != "float32")
+        + " stochastic" * o.stochastic
+        + " rotated" * product.hadamard
+        for o in (product.first, product.second)
+    )
 
 
 def test_recipes_match_the_oracles_table(oracle):
@@ -31,7 +37,8 @@ def test_recipes_match_the_oracles_table(oracle):
 def test_int8_and_hw_fp8_are_native():
     for name, recipe in RECIPES.items():
         products = [product for product in recipe.products if product]
-        assert all(product.native != name.startswith("fp8") for product in products)
+        is_fake = name.startswith(("fp8", "mxfp", "nvfp"))
+        assert all(product.native != is_fake for product in products)
         assert recipe.saves_int8 == (name == "switchback_m")
         assert recipe.function == (name != "high")
 
@@ -55,6 +62,18 @@ def test_fake_quantized_scale_may_vary_along_any_dimension():
         assert recipe.output.first == Operand("e4m3_bnb", granularity) and not recipe.output.native
 
 
+def test_custom_recipe_can_be_the_named_block_scaled_one():
+    products = {}
+    for name, operands in PRODUCTS.items():
+        product = getattr(RECIPES["nvfp4_rht_sr"], name)
+        tiles = (product.first.granularity, product.second.granularity)
+        products[name] = {"format": "e2m1", **dict(zip(operands, tiles, strict=True))}
+        products[name] |= {"scale": "e4m3", "hadamard": product.hadamard}
+        products[name] |= {"stochastic": ["g"]} if "g" in operands else {}
+    recipe = custom_recipe(products)
+    assert recipe == dataclasses.replace(RECIPES["nvfp4_rht_sr"], name="custom")
+
+
 @pytest.mark.parametrize("product, contracted", CONTRACTED.items())
 def test_int8_scale_along_the_contracted_dimension_is_refused(product, contracted):
     for operand, granularity in contracted.items():
@@ -75,6 +94,15 @@ def test_int8_scale_along_the_contracted_dimension_is_refused(product, contracte
         ({"output": INT8 | {"format": {"x": "int8"}}}, "for x, w"),
         ({"output": INT8 | {"format": {"x": "int8", "w": "e4m3"}}}, "int8 multiplies only int8"),
         ({"output": INT8 | {"format": 8}}, "8"),
+        ({"output": INT8 | {"x": "1x32"}}, "output.x=1x32: int8 needs one of rowwise"),
+        ({"output": INT8 | {"scale": "e8m0"}}, "output.scale=e8m0: int8"),
+        ({"output": E2M1 | {"x": "0x32"}}, "output.x=0x32: must be .* RxC"),
+        ({"output": E2M1 | {"scale": "e8m1"}}, "scale=e8m1: must be one of float32, e8m0, e4m3"),
+        ({"output": E2M1 | {"scale": {"x": "e8m0"}}}, "scale for x, w"),
+        ({"output": E2M1 | {"hadamar": True}}, "optionally scale, stochastic, hadamard"),
+        ({"output": E2M1 | {"hadamard": 16}}, "hadamard=16: must be true or false"),
+        ({"output": E2M1 | {"stochastic": ["g"]}}, "must be a list of x, w"),
+        ({"output": E2M1 | {"stochastic": True}}, "must be a list of x, w"),
         ("int8", "output, grad_input, grad_weight"),
         (None, "output, grad_input, grad_weight"),
     ],

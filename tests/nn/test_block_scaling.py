@@ -1,0 +1,143 @@
+"""Block-scaled formats beside torchao's, stochastic rounding and the Hadamard rotation."""
+
+import pytest
+import scipy.linalg
+import torch
+
+from lowprec.formats import parse_format, representable
+from lowprec.nn.linear import LowPrecisionLinear, fake_quantize_operands
+from lowprec.nn.recipe import PRODUCTS, RECIPES, Operand, Product
+from lowprec.ops import reference
+
+
+def spread(rows, columns):
+    """Numbers of many magnitudes; a row of zeros, tiny blocks and a huge row."""
+    x = torch.randn(rows, columns) * torch.randn(rows, 1).exp() * torch.randn(1, columns).exp()
+    x[3], x[4, :32], x[5] = 0, x[4, :32] * 1e-30, x[5] * 1e20
+    return x
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["e4m3", "e5m2", "e2m1", "e2m3", "e3m2"])
+def test_power_of_two_scales_equal_torchaos(name, dtype):
+    mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
+    theirs = {
+        "e4m3": torch.float8_e4m3fn,
+        "e5m2": torch.float8_e5m2,
+        "e2m1": torch.float4_e2m1fn_x2,
+        "e2m3": "fp6_e2m3",
+        "e3m2": "fp6_e3m2",
+    }
+    x = spread(64, 256).to(dtype)
+    expected = mx.MXTensor.to_mx(x, theirs[name], 32).dequantize(torch.float32)
+    format = parse_format(name)
+    x_hat = reference.fake_quantize(x, format, "1x32", torch.float32, scale="e8m0")
+    assert torch.equal(x_hat, expected) and (x_hat != x).any()
+    columns = reference.fake_quantize(x.T, format, "32x1", torch.float32, scale="e8m0")
+    assert torch.equal(columns.T, expected)
+
+
+def test_nvfp4_equals_torchaos():
+    nvfp4 = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
+    x = torch.randn(64, 256) * torch.randn(64, 1).exp()
+    scale = nvfp4.per_tensor_amax_to_scale(x.abs().max())
+    expected = nvfp4.NVFP4Tensor.to_nvfp4(x, per_tensor_scale=scale).dequantize(torch.float32)
+    x_hat = reference.fake_quantize(x, parse_format("e2m1"), "1x16", torch.float32, scale="e4m3")
+    assert torch.equal(x_hat, expected)
+
+
+@pytest.mark.parametrize("scale", reference.SCALES)
+def test_tiles_that_do_not_fit_equal_tiles_of_the_tensor_alone(scale):
+    x, format = spread(37, 50), parse_format("e2m1")
+    x[5] = 1.0
+    x_hat = reference.fake_quantize(x, format, "16x16", torch.float32, scale=scale)
+    assert x_hat.shape == x.shape
+    padded = torch.zeros(48, 64)
+    padded[:37, :50] = x
+    whole = reference.fake_quantize(padded, format, "16x16", torch.float32, scale=scale)
+    assert torch.equal(whole[:37, :50], x_hat)
+    for value in (torch.nan, torch.inf):
+        x[20, 40] = value
+        x_hat = reference.fake_quantize(x, format, "16x16", torch.float32, scale=scale)
+        assert x_hat[16:32, 32:48].isnan().all()
+        assert x_hat[:16].isfinite().all() != (scale == "e4m3")  # which has a scale of the tensor
+
+
+@pytest.mark.parametrize("name", ["e2m1", "e4m3", "int8"])
+def test_stochastic_rounding_takes_neighbours_and_keeps_the_mean(name):
+    format, draws = parse_format(name), 4000
+    numbers = representable(format)
+    lower, upper = numbers[:-1], numbers[1:]
+    x = torch.lerp(lower, upper, torch.linspace(0, 0.9, len(lower)))
+    torch.manual_seed(0)
+    scaled = x.repeat(draws, 1) * 3
+    scaled[:, 0] = -format.max * 3  # so that the scale is 3
+    rounded = (
+        reference.fake_quantize(scaled, format, "tensorwise", torch.float32, stochastic=True)[:, 1:]
+        / 3
+    )
+    lower, upper, x = lower[1:], upper[1:], x[1:]
+    assert ((rounded - lower).abs().minimum((rounded - upper).abs()) <= 1e-5 * x.abs()).all()
+    share = ((rounded - lower) / (upper - lower)).mean(dim=0)
+    expected = (x - lower) / (upper - lower)
+    assert (share - expected).abs().max() < 5 * 0.5 / draws**0.5
+    exact = reference.fake_quantize(
+        numbers.repeat(9, 1), format, "tensorwise", torch.float32, stochastic=True
+    )
+    assert torch.equal(exact, numbers.repeat(9, 1))
+
+
+def test_hadamard_rotates_blocks_by_scipys_matrix_with_signs():
+    rotation = reference.hadamard(torch.eye(16), 1)
+    signs = rotation[:, 0] * 4
+    assert torch.equal(
+        rotation * signs[:, None] * 4, torch.tensor(scipy.linalg.hadamard(16)).float()
+    )
+    assert 4 <= (signs < 0).sum() <= 12 and (signs.abs() == 1).all()
+    x = torch.randn(37, 50, dtype=torch.float64).float()
+    rotated = reference.hadamard(x, 0)
+    assert rotated.shape == (48, 50)
+    torch.testing.assert_close(rotated[16:32], rotation.T @ x[16:32])
+    torch.testing.assert_close(rotated, reference.hadamard(x.T, 1).T)
+    w = torch.randn(37, 20)
+    torch.testing.assert_close(rotated.T @ reference.hadamard(w, 0), x.T @ w, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_rotated_operands_have_the_same_product(name):
+    shapes = {"x": (37, 50), "w": (22, 50), "g": (37, 22)}
+    operands = [torch.randn(shapes[operand]) for operand in PRODUCTS[name]]
+    fine = Operand("e5m10", "rowwise")
+    rotated = Product(fine, fine, native=False, hadamard=True)
+    hats = fake_quantize_operands(name, rotated, *operands, torch.float32)
+    assert hats[0].shape != operands[0].shape  # padded
+    expected = multiply(name, *operands)
+    torch.testing.assert_close(multiply(name, *hats), expected, rtol=0, atol=0.02)
+
+
+def multiply(name, a, b):
+    return a @ b.T if name == "output" else a @ b if name == "grad_input" else a.T @ b
+
+
+def test_only_gradients_are_rounded_stochastically():
+    torch.manual_seed(0)
+    layer = LowPrecisionLinear(48, 70, recipe="nvfp4_rht_sr")
+    x, g = torch.randn(37, 48, requires_grad=True), torch.randn(37, 70)
+    draws = []
+    for _ in range(300):
+        layer.weight.grad = x.grad = None
+        output = layer(x)
+        output.backward(g)
+        draws.append((output.detach(), x.grad, layer.weight.grad))
+    outputs, inputs, weights = map(torch.stack, zip(*draws, strict=True))
+    assert (outputs == outputs[0]).all() and (inputs[1] != inputs[0]).any()
+    w_hat = fake_quantize_operands(
+        "grad_input", RECIPES["nvfp4_rht_sr"].grad_input, g, layer.weight, torch.float32
+    )[1]
+    product = RECIPES["nvfp4_rht_sr"].grad_weight
+    x_hat = fake_quantize_operands("grad_weight", product, g, x, torch.float32)[1]
+    expected = (g @ w_hat, reference.hadamard(g, 0).T @ x_hat)
+    for found, mean in zip((inputs, weights), expected, strict=True):
+        error = found.std(dim=0) / len(draws) ** 0.5
+        # a scale is rounded to e4m3, so that the largest elements of a few tiles saturate
+        assert ((found.mean(dim=0) - mean).abs() < 5 * error).float().mean() > 0.9
