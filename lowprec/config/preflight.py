@@ -20,6 +20,7 @@ from lowprec.nearest import nearest_path
 PACKAGES = {  # choice of a logger or an optimizer: the package that it needs
     "tensorboard": "tensorboard",
     "wandb": "wandb",
+    "trackio": "trackio",
     "adamw8bit_bnb": "bitsandbytes<0.50",
     "adamw8bit_torchao": "torchao",
 }
@@ -148,7 +149,7 @@ def _names_faults(config: Config) -> list[str]:
 
 
 def _package_faults(config: Config, training: bool) -> list[str]:
-    """Packages and devices that a logger or an optimizer needs."""
+    """Packages and devices that a logger or an optimizer needs, and a wrong URL for alerts."""
     faults = []
     for group, name in (("logger", config.logger.name), ("optimizer", config.optimizer.name)):
         package = PACKAGES.get(name)
@@ -156,6 +157,9 @@ def _package_faults(config: Config, training: bool) -> list[str]:
             faults.append(f"{group}={name} needs a package: pip install '{package}'")
     if config.optimizer.name == "adamw8bit_bnb" and training and config.device == "cpu":
         faults.append("optimizer=adamw8bit_bnb needs a GPU, not device=cpu; use adamw8bit_torchao")
+    scheme, is_url, _ = os.environ.get("LOWPREC_ALERT", "").partition("://")
+    if is_url and scheme.isalpha() and scheme != "https" and training:
+        faults.append(f"LOWPREC_ALERT={scheme}://...: an https:// URL or a command is expected")
     return faults
 
 

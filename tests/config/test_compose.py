@@ -267,4 +267,4 @@ def test_a_sweep_in_one_command_is_refused_in_several_processes(monkeypatch, cap
 def test_help_explains_each_key_with_its_default():
     text = compose.explain("train", Config)
     assert "\noptimizer.beta2=0.98  decay rate of the second moment\n" in text
-    assert "\nlogger.name=none  dashboard (none | tensorboard | wandb)" in text
+    assert "\nlogger.name=none  dashboard (none | tensorboard | wandb | trackio)" in text

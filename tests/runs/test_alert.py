@@ -1,0 +1,115 @@
+"""A webhook of LOWPREC_ALERT, with a real HTTPS server whose certificate only these tests trust."""
+
+import json
+import os
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from lowprec.config.check import ConfigError
+from lowprec.config.preflight import preflight
+
+CERTIFICATE = Path(__file__).with_name("localhost.pem")  # with its key
+SCRIPT = """
+import sys, time
+from lowprec.runs import alert
+alert.END_S = float(sys.argv[1])
+began = time.monotonic()
+for text in sys.argv[2:]:
+    alert.alert(text)
+assert time.monotonic() - began < 1
+"""
+
+
+@pytest.fixture
+def server():
+    """A webhook at `url` that answers with `status`, or not before `may_answer`."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            server.posts.append((self.path, self.headers["Content-Type"], json.loads(body)))
+            server.may_answer.wait(30)
+            self.send_response(server.status)
+            self.send_header("Location", "/elsewhere")
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("localhost", 0), Handler)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(CERTIFICATE)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    server.handle_error = lambda *_: None  # a client that does not trust it hangs up
+    server.posts, server.status, server.may_answer = [], 200, threading.Event()
+    server.url = f"https://localhost:{server.server_port}/hook/s3cret"
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}).start()
+    yield server
+    server.may_answer.set()
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def send(tmp_path):
+    """`send(url, *texts)`: a process that sends alerts and ends; returns what it printed."""
+
+    def run(url, *texts, trusted=True, end_s=5):
+        own = {"LOWPREC_ALERT": url} | ({"SSL_CERT_FILE": str(CERTIFICATE)} if trusted else {})
+        kept = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")}
+        command = [sys.executable, "-W", "error", "-c", SCRIPT, str(end_s), *texts]
+        with open(tmp_path / "printed", "w") as file:
+            subprocess.run(command, env=kept | own, stderr=file, check=True)
+        return (tmp_path / "printed").read_text()
+
+    return run
+
+
+def test_a_webhook_receives_every_text_once_as_slack_and_discord_expect(server, send):
+    server.may_answer.set()
+    assert send(server.url, "a run: loss spike\né", "x" * 3000) == ""
+    texts = ["a run: loss spike\né", "x" * 2000]
+    expected = [("/hook/s3cret", "application/json", {"text": t, "content": t}) for t in texts]
+    assert sorted(server.posts, key=str) == sorted(expected, key=str)
+
+
+@pytest.mark.parametrize(
+    ("status", "trusted", "reason"),
+    [
+        (500, True, "status 500, Internal Server Error"),
+        (302, True, "status 302, Found"),
+        (200, False, "CERTIFICATE_VERIFY_FAILED"),
+    ],
+)
+def test_a_failing_webhook_is_tried_once_per_alert_and_reported_once(
+    server, send, status, trusted, reason
+):
+    server.may_answer.set()
+    server.status = status
+    printed = send(server.url, "1", "2", "3", trusted=trusted)
+    assert printed.count("warning: the webhook of LOWPREC_ALERT failed: ") == 1
+    assert reason in printed and "s3cret" not in printed and len(printed.splitlines()) == 1
+    assert len(server.posts) == 3 * trusted
+
+
+def test_a_webhook_that_never_answers_delays_the_end_of_a_process_by_a_bounded_time(server, send):
+    began = time.monotonic()
+    send(server.url, "1", "2", end_s=0.5)
+    assert 0.5 < time.monotonic() - began < 3
+
+
+def test_other_urls_are_refused_before_a_run_starts_without_printing_them(make_config, monkeypatch):
+    monkeypatch.setenv("LOWPREC_ALERT", "http://host/s3cret")
+    with pytest.raises(ConfigError, match="LOWPREC_ALERT=http://...: an https:// URL") as error:
+        preflight(make_config())
+    assert "s3cret" not in str(error.value)
+    for target in ("https://host/s3cret", "notify-send a://b", ""):
+        monkeypatch.setenv("LOWPREC_ALERT", target)
+        preflight(make_config())
