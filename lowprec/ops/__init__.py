@@ -127,19 +127,6 @@ def matmul(
     return multiply(a_MK, b_NK, a_scale, b_scale, bias, dtype)
 
 
-def attention(qkv: Tensor, num_heads: int, is_causal: bool) -> Tensor:
-    """`F.scaled_dot_product_attention` of packed queries, keys and values.
-
-    [batch, tokens, 3 width] -> [batch, tokens, width], if `takes_attention(qkv, num_heads)`.
-    """
-    return _attention(qkv, num_heads, is_causal)
-
-
-def attention_backward(g: Tensor, qkv: Tensor, num_heads: int, is_causal: bool) -> Tensor:
-    """The gradient of qkv, [batch, tokens, 3 width], from that of `attention`'s output."""
-    return _attention_backward(g, qkv, num_heads, is_causal)
-
-
 # Registered with the dispatcher directly: torch.library.custom_op would add Python checks to each
 # of the thousands of calls in a training step.
 _LIBRARY = torch.library.Library("lowprec", "FRAGMENT")
@@ -218,12 +205,15 @@ _matmul = _define(
         (a_MK.shape[0], b_NK.shape[0]), dtype=dtype
     ),
 )
-_attention = _define(
+# `F.scaled_dot_product_attention` of packed queries, keys and values, if `takes_attention` them:
+# [batch, tokens, 3 width] -> [batch, tokens, width].
+attention = _define(
     "attention(Tensor qkv, int num_heads, bool is_causal) -> Tensor",
     triton_attention.attention,
     lambda qkv, num_heads, is_causal: qkv.new_empty(*qkv.shape[:2], qkv.shape[2] // 3),
 )
-_attention_backward = _define(
+# The gradient of qkv, [batch, tokens, 3 width], from that of the output of `attention`.
+attention_backward = _define(
     "attention_backward(Tensor g, Tensor qkv, int num_heads, bool is_causal) -> Tensor",
     triton_attention.attention_backward,
     lambda g, qkv, num_heads, is_causal: qkv.new_empty(qkv.shape),

@@ -21,41 +21,16 @@ ODD_TILE = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32, "num_warps": 4, "num_st
 
 
 @triton.jit
-def _tile_of(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """Row and column of a tile, in an order that covers GROUP_M rows at a time."""
-    group = tile // (GROUP_M * tiles_n)
-    first = group * GROUP_M
-    rows = tl.minimum(tiles_m - first, GROUP_M)
-    within = tile % (GROUP_M * tiles_n)
-    return first + within % rows, within // rows
-
-
-@triton.jit
-def _scaled(
-    sums, m, n, a_scale_ptr, b_scale_ptr, bias_ptr, M, N,
-    A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, BIAS: tl.constexpr,
-):  # fmt: skip
-    """`sums * a_scale * b_scale^T + bias` in float32, for rows m and columns n."""
-    if A_ROWS:
-        sums = sums * tl.load(a_scale_ptr + m, mask=m < M, other=0.0)[:, None]
-    else:
-        sums = sums * tl.load(a_scale_ptr)
-    if B_ROWS:
-        sums = sums * tl.load(b_scale_ptr + n, mask=n < N, other=0.0)[None, :]
-    else:
-        sums = sums * tl.load(b_scale_ptr)
-    if BIAS:
-        sums = sums + tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    return sums
-
-
-@triton.jit
 def _matmul_kernel(
     a_ptr, b_ptr, out_ptr, a_scale_ptr, b_scale_ptr, bias_ptr, M, N, K, stride_am, stride_bn,
     A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, BIAS: tl.constexpr, ACC: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    tile_m, tile_n = _tile_of(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
+    tile, tiles_m, tiles_n = tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    first = tile // (GROUP_M * tiles_n) * GROUP_M  # of the rows of tiles that reuse columns of b
+    rows = tl.minimum(tiles_m - first, GROUP_M)
+    within = tile % (GROUP_M * tiles_n)
+    tile_m, tile_n = first + within % rows, within // rows
     m = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     sums = tl.zeros([BLOCK_M, BLOCK_N], ACC)
@@ -70,9 +45,17 @@ def _matmul_kernel(
             mask=(n < N)[None, :] & (k < K)[:, None], other=0.0,
         )  # [BLOCK_K, BLOCK_N]  # fmt: skip
         sums = tl.dot(a, b, sums, out_dtype=ACC)
-    output = _scaled(
-        sums.to(tl.float32), m, n, a_scale_ptr, b_scale_ptr, bias_ptr, M, N, A_ROWS, B_ROWS, BIAS
-    )
+    output = sums.to(tl.float32)
+    if A_ROWS:
+        output *= tl.load(a_scale_ptr + m, mask=m < M, other=0.0)[:, None]
+    else:
+        output *= tl.load(a_scale_ptr)
+    if B_ROWS:
+        output *= tl.load(b_scale_ptr + n, mask=n < N, other=0.0)[None, :]
+    else:
+        output *= tl.load(b_scale_ptr)
+    if BIAS:
+        output += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     mask = (m < M)[:, None] & (n < N)[None, :]
     tl.store(out_ptr + m[:, None] * N + n[None, :], output.to(out_ptr.dtype.element_ty), mask=mask)
 

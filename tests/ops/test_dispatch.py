@@ -80,9 +80,9 @@ def test_other_fake_ops_match_the_kernels(device):
 
 def test_fake_attention_ops_match_the_kernels(device):
     qkv, g = torch.randn(2, 72, 7, device=device).mT, torch.randn(2, 24, 7, device=device).mT
-    assert_fake_is_true(ops._attention, triton_attention.attention, qkv, 3, True)
+    assert_fake_is_true(ops.attention, triton_attention.attention, qkv, 3, True)
     backward = triton_attention.attention_backward
-    assert_fake_is_true(ops._attention_backward, backward, g, qkv, 3, True)
+    assert_fake_is_true(ops.attention_backward, backward, g, qkv, 3, True)
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0)])
