@@ -25,8 +25,6 @@ from lowprec.runs.attempts import CheckpointError
 from lowprec.runs.read import encode_row, read_config
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from lowprec.train.build import Built
 
 
@@ -133,31 +131,14 @@ def evaluate(built: "Built", recipe: str) -> tuple[dict[str, float], dict[str, f
         return evaluation(model), evaluation.chance
     if not built.layers:
         sys.exit(f"{built.config.model.name} has no layer that precision={recipe} converts")
-    before = predicted_classes(built)
+    evaluation(model)
+    before = evaluation.predictions
     to_int8(model, [layer.name for layer in built.layers])
     results = {**evaluation(model), "int8/memory_ratio": memory_ratio(model)}
     if before is not None:
-        agrees = predicted_classes(built) == before
+        agrees = evaluation.predictions == before
         results["int8/agreement"] = agrees.double().mean().item()
     return results, evaluation.chance
-
-
-def predicted_classes(built: "Built") -> "Tensor | None":
-    """Returns the nearest class for each validation image, int64 [images]; None without classes."""
-    import torch
-
-    evaluation, model = built.evaluation(), built.task.model.eval()
-    if evaluation.build_classifier is None:
-        return None
-    classes = []
-    with torch.no_grad(), evaluation.autocast():
-        classifier = evaluation.build_classifier(model).float()
-        for batch in evaluation.make_batches():
-            if len(batch.labels):  # empty if none of its samples can be read
-                pixels = evaluation.normalize(batch.to(built.device).images).to(built.task.dtype)
-                features = model.encode_image(pixels, normalize=True).float()
-                classes.append((features @ classifier).argmax(dim=1))
-    return torch.cat(classes)
 
 
 if __name__ == "__main__":

@@ -29,8 +29,9 @@ class Evaluation:
     build_classifier: Callable[[nn.Module], Tensor] | None = None
     retrieval: bool = False  # whether to measure the loss, and recall in both directions
     each: Callable[[Callable], list] = lambda make: [make()]
-    # after a call: accuracy and recall of a model that guesses
+    # after a call: accuracy and recall of a model that guesses; the nearest class of each image
     chance: dict[str, float] = field(default_factory=dict, init=False)
+    predictions: Tensor | None = field(default=None, init=False)
 
     @torch.no_grad()
     def __call__(self, model: nn.Module) -> dict[str, float]:
@@ -69,6 +70,7 @@ class Evaluation:
         results = {"evaluation/skipped": num_skipped} if num_skipped else {}
         if self.build_classifier is not None:
             classifier = self.build_classifier(model).float()
+            self.predictions = (image_features @ classifier).argmax(dim=1)
             for k in (1, 5):
                 accuracy = top_k_accuracy(image_features, classifier, labels, k)
                 results[f"zero_shot/top{k}"] = accuracy

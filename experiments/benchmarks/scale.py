@@ -3,35 +3,30 @@
     python -m experiments.benchmarks scale model=vit_b32 batch_size=256
 
 Takes the keys of `train`; `batch_size` is per process here (weak scaling), and `num_steps`
-is the number of timed steps. Each number of processes runs with `ddp` and `fsdp2`, started by
+is the number of timed steps. Each number of processes runs with `ddp` and `fsdp2`, as under
 torchrun. `ratio` is to one process: 1 is perfect. `communication` is the share of a step that
 averaging gradients adds to the backward pass (FSDP2 gathers parameters in both of its timings). A
 case counts only if its loss is finite and the same in all ranks. Lines go to
 `runs/bench/scale/<time>.jsonl`.
 """
 
-import json
-import os
-import subprocess
-import sys
+import dataclasses
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from experiments.benchmarks.measure import Lines, median_ms, random_batch
-from lowprec.config.check import check
 from lowprec.config.place import place
 from lowprec.config.schema import Config
 from lowprec.optim.schedules import set_learning_rate
-from lowprec.runs.identity import label, to_dict
+from lowprec.runs.identity import label
 from lowprec.train.build import build, pick_device
 from lowprec.train.distributed import DistributedRanks, Ranks
 from lowprec.train.step import TrainStep
 
 WARMUP = 5
-LIMIT_S = 600  # of a case
-VARIABLE = "LOWPREC_BENCH_SCALE"  # a process of a case reads its config from it
 
 
 def main(config: Config) -> None:
@@ -57,26 +52,28 @@ def main(config: Config) -> None:
 
 
 def measure(config: Config, kind: str, size: int) -> dict:
-    """Returns the measurements of a case's processes; raises RuntimeError with their output."""
-    plain = to_dict(config)
-    plain["distributed"]["name"] = kind
-    plain["batch_size"] = config.batch_size * size
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc_per_node", str(size), "-m", "experiments.benchmarks.scale"]
-    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-    environment = {VARIABLE: json.dumps(plain), "PYTHONPATH": os.pathsep.join(paths)}
-    ended = subprocess.run(
-        command, env=os.environ | environment, capture_output=True, text=True, timeout=LIMIT_S
+    """Returns the measurements of a case's processes; raises RuntimeError with an error of one."""
+    distributed = dataclasses.replace(config.distributed, name=kind)
+    batch_size = config.batch_size * size
+    config = dataclasses.replace(config, distributed=distributed, batch_size=batch_size)
+    launcher = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=size,
+        run_id="scale",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
     )
-    lines = [line for line in ended.stdout.splitlines() if line.startswith('{"ms"')]
-    if ended.returncode or not lines:
-        errors = [line for line in ended.stderr.splitlines() if "Error" in line]
-        raise RuntimeError((errors or ["no output"])[0])
-    return json.loads(lines[-1])
+    try:
+        return elastic_launch(launcher, work)(config)[0]
+    except ChildFailedError as error:
+        raise RuntimeError(error.get_first_failure()[1].message) from error
 
 
-def work(config: Config) -> None:
-    """Times steps with and without communication in one process of a case; rank 0 prints."""
+@record  # keeps an error for the process that launches
+def work(config: Config) -> dict:
+    """Times steps with and without communication in one process of a case."""
     size = place()[1]
     world = Ranks()
     if size > 1:
@@ -105,11 +102,10 @@ def work(config: Config) -> None:
         silent = slowest(backward)
     on_gpu = built.device.type == "cuda"
     memory_gib = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None
-    numbers = {"ms": ms, "communication_ms": synchronized - silent, "loss": round(losses[0], 5)}
-    if world.is_first:
-        print(json.dumps({**numbers, "memory_gib": memory_gib}), flush=True)
     world.close()
-
-
-if __name__ == "__main__":
-    work(check(json.loads(os.environ[VARIABLE])))
+    return {
+        "ms": ms,
+        "communication_ms": synchronized - silent,
+        "loss": round(losses[0], 5),
+        "memory_gib": memory_gib,
+    }
