@@ -68,7 +68,9 @@ def measure(config: Config, kind: str, size: int) -> dict:
     try:
         return elastic_launch(launcher, work)(config)[0]
     except ChildFailedError as error:
-        raise RuntimeError(error.get_first_failure()[1].message) from error
+        message = error.get_first_failure()[1].message  # of a signal, or with a traceback
+        text = message if isinstance(message, str) else message["message"]
+        raise RuntimeError(text) from error
 
 
 @record  # keeps an error for the process that launches
