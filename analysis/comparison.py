@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from analysis.run_files import flatten
-from lowprec.config.schema import LEGAL_SCALERS, Config
+from lowprec.config.schema import LEGAL_SCALERS, MAPS, Config
 from lowprec.runs.identity import identity
 
 LEFT_OUT = ("name", "experiment", "scale", "seed", "eval_every", "evaluation", "diagnostics")
@@ -22,6 +22,7 @@ KEY = (
 )
 OF_STREAM = ("save_every", "num_workers")  # change the order of the data under data=stream
 PRODUCTS = "precision.products"  # of recipe=custom; its formats are columns below it
+IN_MAPS = tuple(f"{key}." for key in MAPS)  # beginnings of the columns of maps
 CLIPPING = ("optimizer.clip_norm", "optimizer.clip_threshold", "optimizer.clip_weight_decay")
 MODEL = tuple(
     key
@@ -43,7 +44,7 @@ OF_AUTOCAST = ("precision.autocast", "scaler.name", "scaler.init_scale", "scaler
 def columns(heads: pd.DataFrame) -> list[str]:
     """The columns of `Runs.runs` in which compared runs must agree, besides the seed."""
     keys = [key for key in KEY if key in heads]
-    keys += [key for key in heads if key.startswith(f"{PRODUCTS}.")]
+    keys += [key for key in heads if key.startswith(IN_MAPS)]
     if "data.name" in heads and (heads["data.name"] == "stream").any():
         keys += [key for key in OF_STREAM if key in heads]
     return keys
@@ -120,8 +121,8 @@ def written(value: object) -> str:
 
 def short(key: str) -> str:
     """`beta2` for `optimizer.beta2`, `intervention` for `intervention.name`."""
-    if key.startswith(f"{PRODUCTS}."):
-        return key.removeprefix("precision.")
+    if key.startswith(IN_MAPS):
+        return key.partition(".")[2]
     for ending in (".name", ".label", ".digest"):
         key = key.removesuffix(ending)
     return key.rpartition(".")[2]

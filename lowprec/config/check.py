@@ -102,12 +102,19 @@ def _value(path: str, value: Any, f: Any, faults: list[str]) -> Any:
     kind, is_optional = _kind(f)
     if value is None and is_optional:
         return None
-    if typing.get_origin(kind) is not list:
+    container = typing.get_origin(kind)
+    if container is None:
         return _element(path, value, kind, f, faults)
-    if isinstance(value, list):
-        return [_element(path, item, *typing.get_args(kind), f, faults) for item in value]
-    faults.append(f"{path}={_written(value)}: {_expectation(f)} is expected")
-    return None
+    if not isinstance(value, container):
+        faults.append(f"{path}={_written(value)}: {_expectation(f)} is expected")
+        return None
+    inner = typing.get_args(kind)[-1]
+    if container is list:
+        return [_element(path, item, inner, f, faults) for item in value]
+    return {
+        str(name): _element(f"{path}.{name}", item, inner, f, faults)
+        for name, item in value.items()
+    }
 
 
 def _element(path: str, item: Any, kind: type, f: Any, faults: list[str]) -> Any:
@@ -144,6 +151,7 @@ def _expectation(f: Any) -> str:
     """The values that a field allows, in words: `a number > 0 or null`."""
     words = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text"}
     words |= {list[str]: "a list such as [a,b]", dict: "a map"}
+    words |= {dict[str, float]: "a map of names to numbers"}
     signs = {"least": ">=", "above": ">", "most": "<=", "below": "<"}
     kind, is_optional = _kind(f)
     limits = " and ".join(f"{signs[n]} {bound}" for n, bound in _bounds(f).items())

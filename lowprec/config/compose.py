@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lowprec.config.check import ConfigError, check, public_name
-from lowprec.config.schema import PRESETS, Config
+from lowprec.config.schema import MAPS, PRESETS, Config
 from lowprec.nearest import nearest
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -307,6 +307,10 @@ def _is_legal(override: Override, schema: type, faults: list[str]) -> bool:
             near = nearest(choice, files)
             faults.append(f"{key}={choice}: conf/{key} has {', '.join(files)}{near}")
         return not unknown
+    for name in MAPS:
+        if key.startswith(f"{name}."):
+            faults.append(f"{key}: the whole map is expected: '{name}={{NAME:VALUE}}'")
+            return False
     presets = [value for value in _values(override) if value in PRESETS]
     if issubclass(schema, Config) and key == "model.name" and presets:
         faults.append(

@@ -22,6 +22,7 @@ OF_SECOND_MOMENT = ("rms", "u_min", "u_mean", "u_max")  # refused with 8-bit mom
 UNKNOWN_WITH_8_BITS = (*OF_SECOND_MOMENT, "update_norm")  # NaN with 8-bit moments
 EIGHT_BIT = ("adamw8bit_bnb", "adamw8bit_torchao")  # optimizers with 8-bit moments
 OPTIMIZERS = ("adamw", "adamw_clip", "stable_adamw", *EIGHT_BIT)
+MAPS = ("precision.products", "optimizer.lr_scale")  # keys whose values are maps
 REMOTE_SCHEMES = ("http", "https", "sftp", "ftps", "scp", "pipe")  # pipe runs a shell command
 LEGAL_SCALERS = {  # autocast: the scalers that work with it
     "fp32": ("none",),
@@ -45,8 +46,8 @@ def key(
 ) -> Any:
     """A schema field with its default, meaning, allowed choices or bounds, and identity mark.
 
-    `least` and `most` are inclusive bounds, `above` and `below` exclusive ones. For a list, the
-    choices and bounds apply to each element.
+    `least` and `most` are inclusive bounds, `above` and `below` exclusive ones. For a list or a
+    map, the choices and bounds apply to each element.
     """
     bounds = {"least": least, "above": above, "most": most, "below": below}
     metadata = {"doc": doc, "choices": choices, "identity": identity}
@@ -135,6 +136,9 @@ class OptimizerConfig:
     override_32bit: list[str] = key([], "modules with 32-bit moments, such as 'visual.conv*'")
     paged: bool = key(False, "keep moments in CUDA managed memory (adamw8bit_bnb)")
     stable_embedding: bool = key(False, "Xavier init and layer norm for token embeddings")
+    lr_scale: dict[str, float] | None = key(
+        None, "learning rate factors, {image: 0.1}, {'visual.conv*': 0}; 0: locked", least=0
+    )
 
 
 @dataclass

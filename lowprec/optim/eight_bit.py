@@ -4,7 +4,6 @@ The update is the library's. This file decides which gradients are applied and w
 32 bits, computes statistics and gives the moments to checkpoints as plain tensors.
 """
 
-import fnmatch
 import math
 from collections.abc import Sequence
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lowprec.config.schema import STATISTICS, UNKNOWN_WITH_8_BITS
+from lowprec.optim.schedules import matching
 from lowprec.optim.state import MOMENTS
 
 BLOCK = 256  # elements that share a scale, in both libraries by default
@@ -182,17 +182,3 @@ class BitsAndBytesAdamW8bit(EightBitAdamW):
         return [
             (state[f"state{i}"], state.get(f"absmax{i}"), state.get(f"qmap{i}")) for i in (1, 2)
         ]
-
-
-def matching(names: Sequence[str], patterns: Sequence[str]) -> set[str]:
-    """Names that match a pattern, or that lie in a module that does.
-
-    `*` and `?` match dots too. ValueError names a pattern that matches nothing.
-    """
-    matches = set()
-    for pattern in patterns:
-        new = {*fnmatch.filter(names, pattern), *fnmatch.filter(names, f"{pattern}.*")}
-        if not new:
-            raise ValueError(f"{pattern!r} matches no module and no parameter, such as {names[0]}")
-        matches |= new
-    return matches

@@ -1,24 +1,87 @@
 """Parameter groups, and the learning rate as a function of the step."""
 
+import fnmatch
 import math
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 
 import torch
 from torch import nn
 
 from lowprec.config.schema import default_warmup
+from lowprec.nearest import nearest
+
+TOWERS = ("image", "text")  # names of CLIP's towers
+LOGITS = ("logit_scale", "logit_bias")  # its parameters outside of them
 
 
-def param_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Two groups of named parameters: matrices and embeddings decay, the others do not.
+def param_groups(
+    model: nn.Module, weight_decay: float, lr_scale: Mapping[str, float] | None = None
+) -> list[dict]:
+    """Groups of named parameters: matrices and embeddings decay, the others do not.
 
     Gains, biases, layer-scale vectors and the logit scale have fewer than two dimensions.
+    `set_learning_rate` multiplies the rate of a group by its `lr_scale`, see `lr_scales`. The order
+    of the parameters does not depend on it. Locked parameters are left out.
     """
+    scales = lr_scales([name for name, _ in model.named_parameters()], lr_scale or {})
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    groups = [
-        {"params": [(name, p) for name, p in named if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [(name, p) for name, p in named if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+    groups = []
+    for (decays, scale), params in groupby(
+        sorted(named, key=lambda pair: pair[1].ndim < 2),
+        key=lambda pair: (pair[1].ndim >= 2, scales[pair[0]]),
+    ):
+        decay = weight_decay if decays else 0.0
+        groups.append({"params": list(params), "weight_decay": decay, "lr_scale": scale})
+    return groups
+
+
+def lock(model: nn.Module, lr_scale: Mapping[str, float]) -> None:
+    """Turns off the gradients of the parameters whose factor is 0, see `lr_scales`.
+
+    Raises ValueError if none would be left, or for batch norm, whose statistics would still change.
+    """
+    scales = lr_scales([name for name, _ in model.named_parameters()], lr_scale)
+    if not any(scales.values()):
+        raise ValueError("no parameter would be trained")
+    for owner, module in model.named_modules():
+        for name, p in module.named_parameters(prefix=owner, recurse=False):
+            if scales[name] > 0:
+                continue
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                raise ValueError(f"{owner} is batch norm, whose statistics would still change")
+            p.requires_grad_(False)
+
+
+def lr_scales(names: Sequence[str], patterns: Mapping[str, float]) -> dict[str, float]:
+    """The factor of each parameter's learning rate, by name: 1 unless a pattern matches.
+
+    The longest pattern that matches a parameter counts; TOWERS count as the shortest. Raises
+    ValueError for a pattern that matches nothing, see `matching`.
+    """
+    scales = dict.fromkeys(names, 1.0)
+    for pattern in sorted(patterns, key=lambda name: (name not in TOWERS, len(name), name)):
+        scales.update(dict.fromkeys(matching(names, [pattern]), patterns[pattern]))
+    return scales
+
+
+def matching(names: Sequence[str], patterns: Sequence[str]) -> set[str]:
+    """Names of CLIP's parameters that match a pattern, or that lie in a module or tower that does.
+
+    `*` and `?` match dots too. ValueError names a pattern that matches nothing.
+    """
+    image = [name for name in names if name.startswith("visual.")]
+    towers = dict(zip(TOWERS, (image, set(names) - {*image, *LOGITS}), strict=True))
+    matches = set()
+    for pattern in patterns:
+        new = {*fnmatch.filter(names, pattern), *fnmatch.filter(names, f"{pattern}.*")}
+        new.update(towers.get(pattern, ()))
+        if not new:
+            modules = {name.rpartition(".")[0] for name in names} - {""}
+            near = nearest(pattern, [*TOWERS, *sorted(modules), *names])
+            raise ValueError(f"{pattern!r} matches no module and no parameter{near}")
+        matches |= new
+    return matches
 
 
 def learning_rate(
@@ -41,9 +104,10 @@ def learning_rate(
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Sets the learning rate of every group, in place where it is a tensor."""
+    """Sets the rate of each group, times its `lr_scale` if any, in place where it is a tensor."""
     for group in optimizer.param_groups:
+        scaled = lr * group.get("lr_scale", 1.0)
         if isinstance(group["lr"], torch.Tensor):
-            group["lr"].fill_(lr)
+            group["lr"].fill_(scaled)
         else:
-            group["lr"] = lr
+            group["lr"] = scaled

@@ -38,6 +38,8 @@ def identity(config: Any) -> dict:
         del marked["num_steps"]
     if config.data.name == "stream":
         marked["save_every"] = config.save_every
+    if not config.optimizer.lr_scale:  # unknown to old runs, which keep their digests
+        del marked["optimizer"]["lr_scale"]
     for key, value in REMOVED.items():  # they keep the digests of old runs
         group, _, name = key.partition(".")
         marked[group][name] = value

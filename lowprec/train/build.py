@@ -38,7 +38,7 @@ from lowprec.nn.prepare import checkpoint_blocks, compile_blocks
 from lowprec.ops import takes
 from lowprec.optim.eight_bit import BitsAndBytesAdamW8bit, EightBitAdamW, TorchaoAdamW8bit
 from lowprec.optim.loss_scaling import build_scaler
-from lowprec.optim.schedules import param_groups
+from lowprec.optim.schedules import lock, param_groups
 from lowprec.optim.stable_adamw import StableAdamW
 from lowprec.train.distributed import ONE_PROCESS, Ranks, has_batch_norm, shard
 from lowprec.train.state import TrainState
@@ -174,6 +174,8 @@ def build(config: Config, data: Data | None, world: Ranks = ONE_PROCESS) -> Buil
         if config.precision.backend == "triton":
             takes("triton", E4M3 if "fp8" in config.precision.recipe else INT8, device)
         layers = set_precision(model, config.precision)
+    with _faults_of("optimizer.lr_scale"):
+        lock(model, config.optimizer.lr_scale or {})
     parallel = parallelize(model, config, world)
     scaler = build_scaler(config.scaler.name, config.scaler.init_scale, device)
     state = TrainState(model, build_optimizer(config, model), scaler, world=world)
@@ -268,7 +270,7 @@ def parallelize(model: nn.Module, config: Config, world: Ranks) -> nn.Module:
 def build_optimizer(config: Config, model: nn.Module) -> StableAdamW | EightBitAdamW:
     """Builds the optimizer of a config's `optimizer` group; AdamW is unclipped StableAdamW."""
     rule = config.optimizer
-    groups = param_groups(model, rule.weight_decay)
+    groups = param_groups(model, rule.weight_decay, rule.lr_scale)
     common = {"lr": rule.lr, "betas": (rule.beta1, rule.beta2), "eps": rule.eps}
     skip = "tensor" if config.scaler.name == "fixed" else "step"
     if rule.name not in EIGHT_BIT:

@@ -84,7 +84,8 @@ class ContrastiveTask:
             scale(loss).backward()
         if isinstance(self.model, FSDPModule):
             parameter = self.model.logit_scale  # not sharded, so not averaged by FSDP2
-            parameter.grad = self.world.mean(parameter.grad)
+            if parameter.requires_grad:
+                parameter.grad = self.world.mean(parameter.grad)
         return self.world.mean(loss.detach()), logit_scale
 
     def _cached_backward(self, batch: Batch, scale: Callable) -> tuple[Tensor, Tensor]:
@@ -124,8 +125,9 @@ class ContrastiveTask:
                     name: leaf.grad[begin:end] if leaf.ndim else leaf.grad * is_last
                     for name, leaf in leaves.items()
                 }
-                outputs = [features[name] for name in gradients]
-                torch.autograd.backward(outputs, list(gradients.values()))
+                trained = [name for name in gradients if features[name].requires_grad]
+                outputs = [features[name] for name in trained]
+                torch.autograd.backward(outputs, [gradients[name] for name in trained])
             begin = end
         _set_random_state(state_after, device)
         return loss, leaves["logit_scale"].detach()

@@ -49,7 +49,8 @@ def gradients(folder: Path, rank: int, size: int, *, configs: dict[str, dict]) -
         scaler = FixedScaler(factor, built.device)
         batch = next(built.batches_from(1)).to(built.device)
         loss, scale = built.task.backward(batch, scaler.scale)
-        found = {n: whole(p.grad) / factor for n, p in built.task.model.named_parameters()}
+        named = built.task.model.named_parameters()
+        found = {n: whole(p.grad) / factor for n, p in named if p.requires_grad}
         found |= {n: b for n, b in built.task.model.named_buffers() if "running" in n}
         found |= {"loss": loss, "scale": scale, "next draw": torch.rand(3)}
         torch.save({n: t.cpu().clone() for n, t in found.items()}, folder / f"{name}.{rank}.pt")

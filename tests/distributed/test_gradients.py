@@ -4,6 +4,7 @@ import pytest
 import torch
 
 INT8 = {"precision.recipe": "switchback", "precision.backend": "reference"}
+LOCKED = {"optimizer.lr_scale": {"image": 0, "visual.proj": 1}}
 CASES = {
     "plain": {},
     "dropout": {"model.patch_dropout": 0.5},
@@ -16,10 +17,16 @@ CASES = {
     "fsdp2 parts dropout": {"accumulate": 2, "model.patch_dropout": 0.5},
     "int8": INT8,
     "fsdp2 int8": INT8,
+    "locked": LOCKED,
+    "locked parts": {**LOCKED, "accumulate": 2, "checkpointing": True},
+    "fsdp2 locked": LOCKED,
+    "fsdp2 locked parts": {"optimizer.lr_scale": {"image": 0, "logit_scale": 0}, "accumulate": 2},
 }  # fmt: skip
 REFERENCE = {  # case: the one whose gradients, of one process and in one piece, it must give
     "plain": "plain", "dropout": "dropout", "parts": "plain", "parts dropout": "dropout",
     "parts scaled": "plain", "whole loss": "plain", "checkpointing": "plain",
+    "locked": "locked", "locked parts": "locked", "fsdp2 locked": "locked",
+    "fsdp2 locked parts": "fsdp2 locked parts",
     "fsdp2": "plain", "fsdp2 parts dropout": "dropout", "int8": "int8", "fsdp2 int8": "int8",
 }  # fmt: skip
 TRIALS = [(name, size) for name in CASES for size in (1, 2)]

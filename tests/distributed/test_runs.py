@@ -19,6 +19,7 @@ RECORDED = {
     "evaluation.name": "both",
     "eval_every": 3,
 }
+LOCKED = {"optimizer.lr_scale": {"image": 0, "text_projection": 0.5}}
 
 
 def config_of(make, name, kind, steps=6, **more):
@@ -46,9 +47,13 @@ def finished(ranks, make):
         more = {"resume.from": str(run), "eval_every": 0}
         return config_of(make, f"begun_{kind}", kind, 2, **more)
 
-    answer = train(2, [*(config_of(make, f"two_{kind}", kind) for kind in kinds), *changing(2)])
+    def locked(kind):
+        return config_of(make, f"locked_{kind}", kind, 3, eval_every=0, **LOCKED)
+
+    two = [config_of(make, f"two_{kind}", kind) for kind in kinds]
+    answer = train(2, [*two, *map(locked, kinds), *changing(2)])
     assert "finished at step 6" in answer["logs"][0] and not answer["logs"][1]
-    train(1, [config_of(make, "one", "none"), *changing(4)])
+    train(1, [config_of(make, "one", "none"), locked("none"), *changing(4)])
     train(2, [*changing(6), begun("ddp", "two_fsdp2"), begun("fsdp2", "two_ddp")])
     train(1, [begun("none", "one")])
     return {path.parent.name: path for path in find_runs(folder)}
@@ -74,6 +79,11 @@ def test_the_record_of_several_processes_is_that_of_one(finished, name):
     status = read_status(finished[name])
     assert (status["state"], status["step"]) == ("finished", 6)
     assert_close_records(finished["one"], finished[name])
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_a_locked_run_of_several_processes_is_that_of_one(finished, kind):
+    assert_close_records(finished["locked_none"], finished[f"locked_{kind}"])
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])

@@ -14,9 +14,9 @@ from lowprec.optim.eight_bit import (
     BitsAndBytesAdamW8bit,
     EightBitAdamW,
     TorchaoAdamW8bit,
-    matching,
 )
 from lowprec.optim.loss_scaling import build_scaler
+from lowprec.optim.schedules import matching
 from lowprec.optim.stable_adamw import STATISTICS, StableAdamW
 
 RULE = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6}
