@@ -1,7 +1,7 @@
 """Shared by the commands: a user's mistake prints one line, and few warnings are shown."""
 
 import functools
-import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable
@@ -36,10 +36,5 @@ def run(main: Main) -> None:
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
         warnings.filterwarnings("default", message=".*left out")
-    try:
-        status = main()
-        sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = 1
-    sys.exit(status)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ends quietly under `| head`
+    sys.exit(main())

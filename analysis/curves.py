@@ -125,6 +125,24 @@ def _last(runs: Runs, *names: str) -> pd.DataFrame:
     return last.reindex(columns=list(names)).astype(float)
 
 
+def by_run(
+    runs: Runs,
+    heads: pd.DataFrame,
+    columns: tuple[str, ...],
+    table: Callable[[Runs, dict], pd.DataFrame],
+) -> pd.DataFrame:
+    """The rows of `table(run, head)` for each row of `heads`, with the head's facts in `columns`.
+
+    `run` holds one run; a run with an empty table has no rows.
+    """
+    frames = [pd.DataFrame(columns=list(columns))]
+    for head in heads.to_dict("records"):
+        frame = table(runs.only(head["run"]), head)
+        facts = {name: head[name] for name in columns if name in head and name not in frame}
+        frames += [frame.assign(**facts).reindex(columns=list(columns))] if len(frame) else []
+    return pd.concat(frames[1:] or frames, ignore_index=True)
+
+
 def losses(runs: Runs, heads: pd.DataFrame, columns: tuple[str, ...] = COLUMNS) -> pd.DataFrame:
     """One row per step of each run of `heads`; a missing step has no loss and leaves a gap.
 

@@ -124,7 +124,7 @@ class Evidence:
         for head in comparison.distinct(runs.runs).to_dict("records"):
             protocol = spike_marks.protocol_of_run(head)
             alone = runs.only(head["run"])
-            series = spike_marks.read_series(alone, head["run"], spike_marks.TENSOR)
+            series = spike_marks.read_series(alone, spike_marks.TENSOR)
             rms = series.rms_of(spike_marks.TENSOR)
             can_spike = np.isfinite(rms).any() and series.reaches(protocol)
             counts = spike_marks.count_following(series, rms, protocol)

@@ -338,7 +338,7 @@ def _scaled(records: Evidence, kind: str) -> pd.DataFrame:
     for head in runs.runs[runs.runs["scaler.name"] == kind].to_dict("records"):
         protocol = spike_marks.protocol_of_run(head)
         alone = runs.only(head["run"])
-        series = spike_marks.read_series(alone, head["run"])
+        series = spike_marks.read_series(alone)
         metrics = alone.metrics.set_index("step").reindex(range(1, len(series.loss) + 1))
         spikes = pd.Series(loss_spikes(series.loss, protocol), metrics.index)
         near = spikes.rolling(2 * protocol.within + 1, center=True, min_periods=1).max() > 0

@@ -43,7 +43,6 @@ FOLLOWING, OTHER = "#D55E00", "#666666"  # a loss spike that follows an RMS spik
 class Series:
     """Loss [steps], RMS_t [steps, tensors] and beta2 [steps] of one run; NaN if unrecorded."""
 
-    run: str
     loss: np.ndarray
     rms: pd.DataFrame
     beta2: np.ndarray
@@ -58,21 +57,20 @@ class Series:
         return not why_unreachable(self.beta2, protocol)
 
 
-def read_series(runs: Runs, run: str, pattern: str = "*") -> Series:
-    """The series of one run up to the last step that has a row."""
-    metrics = runs.metrics[runs.metrics["run"] == run].set_index("step")
+def read_series(run: Runs, pattern: str = "*") -> Series:
+    """The series of `run`, which holds one run, up to the last step that has a row."""
+    metrics = run.metrics.set_index("step")
     last = 0 if metrics.empty else int(metrics.index.max())
     steps = pd.RangeIndex(1, last + 1, name="step")
     try:
-        rms = runs.tensors(pattern, "rms")
-        rms = rms[rms["run"] == run].drop(columns="run").drop_duplicates("step", keep="last")
-        rms = rms.set_index("step").reindex(steps)
+        rms = run.tensors(pattern, "rms").drop(columns="run")
+        rms = rms.drop_duplicates("step", keep="last").set_index("step").reindex(steps)
     except LookupError:
         rms = pd.DataFrame(index=steps)
-    summary = runs.summaries[runs.summaries["run"] == run].iloc[0]
+    summary = run.summaries.iloc[0]
     settings = (summary.get(f"optimizer.{name}", np.nan) for name in ("beta2", "beta2_decay"))
     beta2 = beta2_by_step(*settings, last)
-    return Series(run, metrics["loss"].astype(float).reindex(steps).to_numpy(), rms, beta2)
+    return Series(metrics["loss"].astype(float).reindex(steps).to_numpy(), rms, beta2)
 
 
 def beta2_by_step(beta2: float, decay: float | None, num_steps: int) -> np.ndarray:

@@ -114,18 +114,17 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
     options = _parse(arguments)
-    thresholds = {k: v for k, v in vars(options).items() if k in THRESHOLDS and v is not None}
+    changed = {k: v for k, v in vars(options).items() if k in THRESHOLDS and v is not None}
     tensor = options.tensor
     runs = load_runs(options.run)
     for summary in runs.runs.to_dict("records"):
-        one = runs.only(summary["run"])
-        series = read_series(one, summary["run"])
+        series = read_series(runs.only(summary["run"]))
         names = list(series.rms)
         if names and not any(fnmatchcase(name, tensor) for name in names):
             recorded = f"{len(names)} tensors, such as {', '.join(names[:6])}"
             raise ChoiceError(f"no tensor matches {tensor!r}; there are {recorded}")
         protocol = PROTOCOLS.get(options.protocol) or protocol_of_run(summary)
-        protocol = replace(protocol, **thresholds)
+        protocol = replace(protocol, **changed)
         text = describe(series, protocol, tensor)
         thresholds = " ".join(f"{name}={getattr(protocol, name)}" for name in THRESHOLDS)
         print(f"\n{summary['run']}: {summary['note'] or summary['state']}\n{text}\n\n{thresholds}")

@@ -19,19 +19,20 @@ DASHES = {"first": (0, (1.2, 1.0)), "last": "-"}
 def query(runs: Runs) -> pd.DataFrame:
     """One row per block of each run at the first and at the last recorded step (`at`)."""
     heads = curves.named_heads(runs, ("intervention.name",))
-    frames = [pd.DataFrame(columns=list(COLUMNS))]
-    for head in curves.by_intervention(heads).to_dict("records"):
-        try:
-            values = runs.only(head["run"]).tensors(paper.BLOCK.format("*"), "feature_mean")
-        except LookupError:
-            continue
-        values = values.drop(columns="run").set_index("step").sort_index()
-        values = values.rename(columns=lambda name: int(name.rpartition(".")[2])).sort_index(axis=1)
-        for at, row in (("first", values.iloc[0]), ("last", values.iloc[-1])):
-            frame = row.rename("feature_mean").rename_axis("block").reset_index()
-            facts = {key: head[key] for key in curves.OF_A_RUN} | {"at": at, "step": row.name}
-            frames.append(frame.assign(**facts)[list(COLUMNS)])
-    return pd.concat(frames[1:] or frames, ignore_index=True)
+    return curves.by_run(runs, curves.by_intervention(heads), COLUMNS, _first_and_last)
+
+
+def _first_and_last(run: Runs, head: dict) -> pd.DataFrame:
+    try:
+        values = run.tensors(paper.BLOCK.format("*"), "feature_mean")
+    except LookupError:
+        return pd.DataFrame()
+    values = values.drop(columns="run").set_index("step").sort_index()
+    values = values.rename(columns=lambda name: int(name.rpartition(".")[2])).sort_index(axis=1)
+    ends = values.iloc[[0, -1]].set_axis(["first", "last"])
+    steps = pd.Series(values.index[[0, -1]], ends.index, name="step")
+    table = ends.rename_axis(index="at", columns="block").stack().rename("feature_mean")
+    return table.reset_index().join(steps, on="at")
 
 
 def plot(frame: pd.DataFrame, ax: Axes) -> Axes:

@@ -20,18 +20,19 @@ WIDTH = 2.5  # inches of a panel
 def query(runs: Runs) -> pd.DataFrame:
     """One row per recorded step, block and statistic: exactly what is plotted."""
     heads = curves.named_heads(runs, ("intervention.name",))
-    frames = [pd.DataFrame(columns=list(COLUMNS))]
-    for head in curves.by_intervention(heads).to_dict("records"):
-        alone, facts = runs.only(head["run"]), {key: head[key] for key in curves.OF_A_RUN}
-        for block in paper.blocks_at_paper_depths(head["vision_layers"]):
-            for statistic in STATISTICS:
-                values = alone.series(TENSOR.format(block), statistic)
-                values = values.where(np.isfinite(values) & (values > 0))
-                smoothed = style.smooth(values, style.smoothing_width(len(values)))
-                part = pd.DataFrame({"gradient": values, "gradient_smoothed": smoothed})
-                part = part.reset_index().assign(**facts, statistic=statistic, block=block)
-                frames += [part[list(COLUMNS)]] if len(part) else []
-    return pd.concat(frames[1:] or frames, ignore_index=True)
+    return curves.by_run(runs, curves.by_intervention(heads), COLUMNS, _gradients)
+
+
+def _gradients(run: Runs, head: dict) -> pd.DataFrame:
+    parts = []
+    for block in paper.blocks_at_paper_depths(head["vision_layers"]):
+        for statistic in STATISTICS:
+            values = run.series(TENSOR.format(block), statistic)
+            values = values.where(np.isfinite(values) & (values > 0))
+            smoothed = style.smooth(values, style.smoothing_width(len(values)))
+            part = pd.DataFrame({"gradient": values, "gradient_smoothed": smoothed})
+            parts.append(part.reset_index().assign(statistic=statistic, block=block))
+    return pd.concat(parts)
 
 
 def plot(frame: pd.DataFrame, ax: Axes) -> Axes:

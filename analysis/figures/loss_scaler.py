@@ -38,17 +38,8 @@ def query(runs: Runs) -> pd.DataFrame:
     Runs without a loss spike are left out; unrecorded values are NaN.
     """
     heads = curves.named_heads(runs, ("scaler.name",))
-    frames = [pd.DataFrame(columns=list(COLUMNS))]
     scaled = heads[heads["scaler"] != "none"].sort_values("scaler", kind="stable")
-    for head in scaled.to_dict("records"):
-        alone = runs.only(head["run"])
-        series = spike_marks.read_series(alone, head["run"], spike_marks.TENSOR)
-        spikes = spike_marks.spike_table(series, spike_marks.protocol_of_run(head))
-        if len(spikes):
-            spike = int(spikes.loc[spikes["height"].idxmax(), "step"])
-            facts = {key: head[key] for key in curves.OF_A_RUN} | {"spike": spike}
-            frames.append(_around(alone, head, spike).assign(**facts)[list(COLUMNS)])
-    return pd.concat(frames[1:] or frames, ignore_index=True)
+    return curves.by_run(runs, scaled, COLUMNS, _around_highest_spike)
 
 
 def plot(frame: pd.DataFrame, ax: Axes, column: str = "loss") -> Axes:
@@ -104,9 +95,14 @@ def caption(frame: pd.DataFrame) -> str:
     return text + curves.caption_end(runs, crosses=False)
 
 
-def _around(alone: Runs, head: dict, spike: int) -> pd.DataFrame:
-    """The recorded quantities at the steps around a spike."""
-    metrics = alone.metrics.set_index("step")
+def _around_highest_spike(run: Runs, head: dict) -> pd.DataFrame:
+    """The recorded quantities at the steps around the highest loss spike, if there is one."""
+    series = spike_marks.read_series(run, spike_marks.TENSOR)
+    spikes = spike_marks.spike_table(series, spike_marks.protocol_of_run(head))
+    if spikes.empty:
+        return pd.DataFrame()
+    spike = int(spikes.loc[spikes["height"].idxmax(), "step"])
+    metrics = run.metrics.set_index("step")
     block = round(DEPTH * (head["vision_layers"] - 1)) if head["vision_layers"] else 0
     metrics = metrics.reindex(columns=["loss", "loss_scale", "skipped_tensors"]).astype(float)
     steps = range(max(1, spike - AROUND), min(spike + AROUND, metrics.index.max()) + 1)
@@ -117,5 +113,5 @@ def _around(alone: Runs, head: dict, spike: int) -> pd.DataFrame:
         ("grad_class_embedding", "visual.class_embedding", "grad_abs_max"),
         ("grad_in_proj", f"{FIRST_BLOCK}.attn.in_proj_weight", "grad_abs_max"),
     ):
-        around[column] = alone.series(tensor, statistic)
-    return around.assign(block=block).reset_index()
+        around[column] = run.series(tensor, statistic)
+    return around.assign(block=block, spike=spike).reset_index()

@@ -53,15 +53,14 @@ def query(runs: Runs) -> pd.DataFrame:
 
 def marked_steps(runs: Runs, heads: pd.DataFrame, columns: tuple[str, ...]) -> pd.DataFrame:
     """One row per step of each run of `heads` that recorded RMS_t of the patch embedding."""
-    frames = [pd.DataFrame(columns=list(columns))]
-    for head in heads.to_dict("records"):
+
+    def marked(run: Runs, head: dict) -> pd.DataFrame:
         protocol = spike_marks.protocol_of_run(head)
-        series = spike_marks.read_series(runs.only(head["run"]), head["run"], spike_marks.TENSOR)
+        series = spike_marks.read_series(run, spike_marks.TENSOR)
         steps = spike_marks.mark(series, protocol, spike_marks.TENSOR)
-        if steps["rms"].notna().any():
-            facts = {name: head[name] for name in columns if name in head and name not in steps}
-            frames.append(steps.assign(**facts, **asdict(protocol))[list(columns)])
-    return pd.concat(frames[1:] or frames, ignore_index=True)
+        return steps.assign(**asdict(protocol)) if steps["rms"].notna().any() else pd.DataFrame()
+
+    return curves.by_run(runs, heads, columns, marked)
 
 
 def plot_loss(frame: pd.DataFrame, ax: Axes, count: bool = False) -> None:

@@ -15,7 +15,6 @@ from analysis.figures.accuracy_vs_size import plot_runs
 from analysis.load import Runs
 
 EXPERIMENT = "stability"
-PARTS = ("spikes", "runs")
 COLUMNS = ("part", *curves.OF_A_RUN, "step", "height", "recall", *spike_marks.THRESHOLDS)
 WIDTH = 0.8  # of the slot that the optimizers share at each beta2 on the axis
 
@@ -30,16 +29,16 @@ def query(runs: Runs) -> pd.DataFrame:
     """
     heads = curves.named_heads(runs, ("optimizer.beta2",))
     recall = curves.last_recall(runs)
-    frames = [pd.DataFrame(columns=list(COLUMNS))]
-    for head in heads.to_dict("records"):
-        series = spike_marks.read_series(runs.only(head["run"]), head["run"], spike_marks.TENSOR)
+
+    def parts(run: Runs, head: dict) -> pd.DataFrame:
+        series = spike_marks.read_series(run, spike_marks.TENSOR)
         protocol = spike_marks.protocol_of_run(head)
         spikes = spike_marks.spike_table(series, protocol)[["step", "height"]]
         end = pd.DataFrame({"step": [head["reached"]], "recall": [recall.get(head["run"])]})
-        facts = {name: head[name] for name in curves.OF_A_RUN} | asdict(protocol)
-        for part, rows in zip(PARTS, (spikes, end), strict=True):
-            frames.append(rows.assign(part=part, **facts).reindex(columns=list(COLUMNS)))
-    frame = pd.concat([part for part in frames[1:] if len(part)] or frames, ignore_index=True)
+        table = pd.concat([spikes.assign(part="spikes"), end.assign(part="runs")])
+        return table.assign(**asdict(protocol))
+
+    frame = curves.by_run(runs, heads, COLUMNS, parts)
     return frame.astype({"height": float, "recall": float})
 
 
@@ -85,7 +84,7 @@ def draw(frame: pd.DataFrame, figure: Figure) -> None:
 
 def caption(frame: pd.DataFrame) -> str:
     """Describes the runs and counts the spikes."""
-    ends, spikes = (frame[frame["part"] == part] for part in PARTS[::-1])
+    ends, spikes = (frame[frame["part"] == part] for part in ("runs", "spikes"))
     counts = "; ".join(
         f"{style.OPTIMIZERS[name][0]} {len(group)} in {num} runs"
         for name, group in spikes.groupby("optimizer")

@@ -46,30 +46,28 @@ def query(runs: Runs) -> pd.DataFrame:
     """
     heads = curves.named_heads(runs, ("optimizer.beta2",))
     heads = heads[heads["run"].isin(select(runs.runs)["run"])]
-    frames = [pd.DataFrame(columns=list(COLUMNS))]
-    for head in heads.to_dict("records"):
-        protocol = spike_marks.protocol_of_run(head)
-        alone = runs.only(head["run"])
-        loss = alone.metrics["loss"].to_numpy(float)
-        onset = np.unique(onsets(loss, np.flatnonzero(loss_spikes(loss, protocol)) + 1))
-        steps = _rms_spikes(alone.events, protocol.ignore_steps)
-        leads = {name: onset[:, None] - at for name, at in steps.items()}
-        longest = {  # by tensor: steps from its earliest RMS spike in reach to each loss spike
-            name: np.where((lead >= 1) & (lead <= protocol.max_lead), lead, 0).max(axis=1)
-            for name, lead in leads.items()
-        }
-        most = np.max([*longest.values()], axis=0) if longest else onset
-        rows = []
-        for name, at in steps.items():
-            marks = np.zeros((2, len(loss)), bool)
-            marks[0, onset - 1], marks[1, at - 1] = True, True
-            chance = lag_coincidence(*marks, protocol).chance if len(onset) else 0.0
-            num = (longest[name] > 0).sum(), ((longest[name] == most) & (most > 0)).sum()
-            rows.append((name, len(onset), len(at), *num, chance * len(onset)))
-        facts = {name: head[name] for name in curves.OF_A_RUN} | asdict(protocol)
-        table = pd.DataFrame(rows, columns=["tensor", *COUNTS]).assign(**facts)
-        frames.append(table.reindex(columns=list(COLUMNS)))
-    return pd.concat([part for part in frames[1:] if len(part)] or frames, ignore_index=True)
+    return curves.by_run(runs, heads, COLUMNS, _count)
+
+
+def _count(run: Runs, head: dict) -> pd.DataFrame:
+    protocol = spike_marks.protocol_of_run(head)
+    loss = run.metrics["loss"].to_numpy(float)
+    onset = np.unique(onsets(loss, np.flatnonzero(loss_spikes(loss, protocol)) + 1))
+    steps = _rms_spikes(run.events, protocol.ignore_steps)
+    leads = {name: onset[:, None] - at for name, at in steps.items()}
+    longest = {  # by tensor: steps from its earliest RMS spike in reach to each loss spike
+        name: np.where((lead >= 1) & (lead <= protocol.max_lead), lead, 0).max(axis=1)
+        for name, lead in leads.items()
+    }
+    most = np.max([*longest.values()], axis=0) if longest else onset
+    rows = []
+    for name, at in steps.items():
+        marks = np.zeros((2, len(loss)), bool)
+        marks[0, onset - 1], marks[1, at - 1] = True, True
+        chance = lag_coincidence(*marks, protocol).chance if len(onset) else 0.0
+        num = (longest[name] > 0).sum(), ((longest[name] == most) & (most > 0)).sum()
+        rows.append((name, len(onset), len(at), *num, chance * len(onset)))
+    return pd.DataFrame(rows, columns=["tensor", *COUNTS]).assign(**asdict(protocol))
 
 
 def pooled(frame: pd.DataFrame) -> pd.DataFrame:

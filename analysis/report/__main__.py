@@ -6,7 +6,6 @@ are damaged. Long curves are thinned to bound the size of the page.
 """
 
 import argparse
-import os
 from pathlib import Path
 
 from analysis import cli
@@ -29,9 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     runs = load_runs(options.runs, experiment=options.experiment)
     text = make_page(runs, options.tensor).encode()
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = options.out.with_name(f".{options.out.name}.tmp")
-    temporary.write_bytes(text)
-    os.replace(temporary, options.out)
+    options.out.write_bytes(text)
     print(f"Wrote {options.out}: {runs!r}, {len(text) / 1e6:.1f} MB")
     return 0
 

@@ -71,11 +71,11 @@ def collect_run(runs: Runs, tensor: str, budget: Budget) -> RunData:
     """Reads and condenses `runs`, which holds one run. `tensor` is the glob of RMS_t's tensors."""
     summary = runs.runs.to_dict("records")[0]
     protocol = protocol_of_run(summary)
-    series = read_series(runs, summary["run"])
+    series = read_series(runs)
     rms = series.rms_of(tensor)
     has_spikes = loss_spikes(series.loss, protocol).any()
     tensors = series.rms if has_spikes else series.rms.iloc[:, :0]
-    spikes = spike_table(Series(series.run, series.loss, tensors, series.beta2), protocol, tensor)
+    spikes = spike_table(Series(series.loss, tensors, series.beta2), protocol, tensor)
     spikes = spikes.sort_values("height", ascending=False)
     curves = {"loss": series.loss, "rms": rms, "max": series.rms_of("*")}
     metrics = runs.metrics.drop_duplicates("step", keep="last").set_index("step")
@@ -95,7 +95,7 @@ def collect_run(runs: Runs, tensor: str, budget: Budget) -> RunData:
         is_thinned=len(rows) < len(curves),
         final_loss=float(finite[-smoothing_width(len(curves)) :].mean()) if len(finite) else np.nan,
         scores={name: float(values.iloc[-1]) for name, values in scores.items() if len(values)},
-        accuracy=next(iter(scores.values()), pd.Series(dtype=float)),
+        accuracy=next(iter(scores.values()), metrics["loss"].iloc[:0]),
         spikes=spikes,
         num_rms_spikes=num_rms_spikes,
         protocol=protocol,

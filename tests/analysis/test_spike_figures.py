@@ -59,7 +59,7 @@ def plant_fixture(make_run):
 def highest(root):
     runs = load_runs(root)
     protocol = Protocol(ignore_steps=200, window=100)
-    return spike_marks.highest(spike_marks.read_series(runs, runs.runs["run"][0]), protocol)
+    return spike_marks.highest(spike_marks.read_series(runs), protocol)
 
 
 def points(ax, marker):
@@ -129,7 +129,7 @@ def test_heights_of_spikes_and_recall_are_drawn_by_beta2_and_optimizer(plant, qu
     plant({400: 3}, optimizer="stable_adamw", columns=columns, experiment="stability")
     frame = query(spike_heights)
     assert tuple(frame.columns) == spike_heights.COLUMNS
-    spikes, ends = (frame[frame["part"] == part] for part in spike_heights.PARTS)
+    spikes, ends = (frame[frame["part"] == part] for part in ("spikes", "runs"))
     peaks = {step: 3.5 + 0.1 * np.sin(step) for step in SPIKES} | {600: 4.5 + 0.1 * np.sin(600)}
     for (run, optimizer), group in spikes.groupby(["run", "optimizer"]):
         steps = list(SPIKES) if optimizer == "adamw" else [400]

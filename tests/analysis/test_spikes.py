@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -45,7 +46,7 @@ def plant_fixture(make_run):
 @pytest.fixture(name="series")
 def series_fixture(plant):
     run = plant()
-    return spike_marks.read_series(load_runs(run), run.name)
+    return spike_marks.read_series(load_runs(run))
 
 
 def test_table_has_a_row_per_loss_spike_with_height_leads_and_tensors_before_it(series):
@@ -131,6 +132,9 @@ def test_options_replace_thresholds_of_the_protocol(plant, capsys):
     assert "2 loss spikes and 0 RMS spikes" in out
     spikes.main(["--run", run, "--protocol", "sigma", "--loss-sigmas", "9"])
     assert "loss_sigmas=9.0 num_deviations=1 within=10 ignore_steps=0" in capsys.readouterr().out
+    plant(seed=1)
+    spikes.main(["--run", str(Path(run).parent), "--window", "100"])
+    assert capsys.readouterr().out.count("window=100") == 2
 
 
 @pytest.mark.parametrize(
