@@ -7,7 +7,7 @@ import functools
 
 import pandas as pd
 
-from analysis.comparison import short, written
+from analysis.comparison import PRODUCTS, short, written
 from analysis.load import EXPERIMENTS
 from analysis.run_files import NO_TENSORS, flatten
 from lowprec.config.compose import compose_command
@@ -77,6 +77,7 @@ def planned(experiment: str, scale: str) -> list[dict]:
         precision = PrecisionConfig(row["precision.autocast"], row["precision.recipe"])
         row["precision.label"] = precision.label
         swept = [text.partition("=")[0] for text in run.overrides[len(words) :]]
-        keys = dict.fromkeys([*GROUPS.values(), *(GROUPS.get(key, key) for key in swept)])
-        runs.append({key: row[key] for key in keys})
+        keys = [*GROUPS.values(), *(GROUPS.get(key, key) for key in swept)]
+        keys += [key for key in row if key.startswith(f"{PRODUCTS}.")]
+        runs.append({key: row[key] for key in dict.fromkeys(keys) if key in row})
     return runs
