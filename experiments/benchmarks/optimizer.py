@@ -11,6 +11,7 @@ optimizer's state in bytes per parameter. Lines go to `runs/bench/optimizer/<tim
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -48,8 +49,8 @@ def main(config: Config) -> None:
         with lines.measurement(case, shape, dtype, is_ours=is_ours, elements=count) as row:
             if is_ours:
                 check(params, options)
-            optimizer, step = build(params)
-            ms = median_ms(step, device, REPEATS)
+            optimizer = build(params)
+            ms = median_ms(optimizer.step, device, REPEATS)
             state_bytes = round(num_state_bytes(optimizer) / count, 3)
             base_ms = ms if case == BASE else base_ms
             row.update(ms=ms, rate_unit="GB/s", state_bytes=state_bytes)
@@ -58,7 +59,7 @@ def main(config: Config) -> None:
             if base_ms:
                 row.update(ratio_to=BASE, ratio=base_ms / ms)
             row.update(correct=True if is_ours else None)
-        optimizer = step = None  # before the next case takes its memory
+        optimizer = None  # before the next case takes its memory
         if device.type == "cuda":
             torch.cuda.empty_cache()
     lines.exit_if_failed()
@@ -90,39 +91,31 @@ def num_state_bytes(optimizer: torch.optim.Optimizer | EightBitAdamW) -> int:
     return sum(num_bytes.values())
 
 
+class ClippedAdamW(torch.optim.AdamW):
+    """torch's AdamW after `clip_grad_norm_`, of which it has the cost but not the effect."""
+
+    def step(self) -> None:
+        """Clips the gradients to a norm that they do not reach, then updates the parameters."""
+        torch.nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 1e9, foreach=True)
+        super().step()
+
+
 def cases(device: torch.device) -> dict[str, Callable]:
-    """Maps each case to `build(params)`, which returns an optimizer and its step."""
+    """Maps each case to `build(params)`, which returns an optimizer."""
 
     def library(module: str, name: str, **more: object) -> Callable:
-        build_optimizer = library_optimizer(module, name, **OPTIONS, **more)
-
-        def build(params: list[Tensor]) -> tuple:
-            optimizer = build_optimizer(params)
-            return optimizer, optimizer.step
-
-        return build
-
-    def with_clipping(params: list[Tensor]) -> tuple:
-        optimizer = torch.optim.AdamW(params, **OPTIONS, fused=True)
-
-        def step() -> None:
-            torch.nn.utils.clip_grad_norm_(params, 1e9, foreach=True)  # its cost, without effect
-            optimizer.step()
-
-        return optimizer, step
+        return library_optimizer(module, name, **OPTIONS, **more)
 
     def recorded(kind: type[EightBitAdamW]) -> Callable:
-        def build(params: list[Tensor]) -> tuple:
-            optimizer = kind([{"params": [(f"{i}", p) for i, p in enumerate(params)]}], OPTIONS)
-            return optimizer, optimizer.step
-
-        return build
+        return lambda params: kind(
+            [{"params": [(f"{i}", p) for i, p in enumerate(params)]}], OPTIONS
+        )
 
     builders = {BASE: library("torch.optim", "AdamW", fused=True)}
     for case, (options, _) in OURS.items():
         builders[case] = library("lowprec.optim", "StableAdamW", **options)
     builders["torch AdamW foreach"] = library("torch.optim", "AdamW", foreach=True)
-    builders["torch AdamW fused + clip_grad_norm_"] = with_clipping
+    builders[f"{BASE} + clip_grad_norm_"] = partial(ClippedAdamW, **OPTIONS, fused=True)
     eight_bit = {"torchao": TorchaoAdamW8bit}  # last, as it compiles
     if device.type == "cuda":
         builders["optimi AdamW triton"] = library("optimi", "AdamW", triton=True)
