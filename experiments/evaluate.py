@@ -21,7 +21,6 @@ from lowprec.config.check import ConfigError
 from lowprec.config.preflight import preflight
 from lowprec.config.schema import Config, EvaluationConfig, key
 from lowprec.data.open import open_data
-from lowprec.runs.attempts import CheckpointError
 from lowprec.runs.read import encode_row, read_config
 
 if TYPE_CHECKING:
@@ -66,22 +65,16 @@ class EvaluateConfig:
 def main(config: EvaluateConfig) -> None:
     """Builds the run's model, loads its newest checkpoint and evaluates it."""
     run = Path(config.run)
-    try:
-        trained = evaluated_config(read_config(run), config)
-        if trained.evaluation.name == "none":
-            sys.exit(f"{run} has evaluation=none: choose evaluation=zero_shot, retrieval or both")
-        preflight(trained, training=False)
-    except ConfigError as error:
-        sys.exit(f"{run} cannot be evaluated:\n{error}")
+    trained = evaluated_config(read_config(run), config)
+    if trained.evaluation.name == "none":
+        raise ConfigError([f"{run} has evaluation=none: choose zero_shot, retrieval or both"])
+    preflight(trained, training=False)
     # a refused command loads no torch
     from lowprec.train.build import build
     from lowprec.train.checkpoint import find_checkpoint, step_of
 
-    try:
-        built = build(trained, open_data(trained, training=False))
-        checkpoint = find_checkpoint(run)
-    except (ConfigError, CheckpointError) as error:
-        sys.exit(f"{run} cannot be evaluated:\n{error}")
+    built = build(trained, open_data(trained, training=False))
+    checkpoint = find_checkpoint(run)
     built.state.load(checkpoint)
     results, chance = evaluate(built, config.precision.recipe)
     facts = {"precision": config.precision.recipe, "autocast": trained.precision.autocast}

@@ -1,6 +1,5 @@
 """Quantization errors: in the layers of a trained run, and in dot products of random numbers."""
 
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -9,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from experiments.benchmarks.measure import Lines
-from lowprec.config.check import ConfigError
 from lowprec.config.preflight import preflight
 from lowprec.data.open import open_data
 from lowprec.diagnostics.noise import dot_error_variance, inner_dim, operand_noise, product, sqnr_db
@@ -18,7 +16,6 @@ from lowprec.nn.linear import compute_dtype, fake_quantize_operands
 from lowprec.nn.mlp import unfuse
 from lowprec.nn.recipe import PRODUCTS, SUMMED, Recipe
 from lowprec.ops.reference import hadamard
-from lowprec.runs.attempts import CheckpointError
 from lowprec.runs.read import read_config
 from lowprec.train.build import Built, build
 from lowprec.train.checkpoint import find_checkpoint, step_of
@@ -38,19 +35,16 @@ def capture(run: Path, device: str) -> tuple[int, dict[str, dict[str, Tensor]]]:
     """The step of the newest checkpoint, and x, w and g of each layer for the batch after it.
 
     x and g are 2-d, in the dtype that the layer computes in; w is as stored. A finished run repeats
-    its last batch. Exits if the run cannot be loaded or has no checkpoint.
+    its last batch. Raises ConfigError or RunError if the run cannot be loaded.
     """
-    try:
-        trained = read_config(run)
-        trained.device, trained.num_workers = device, 0
-        trained.compile = trained.checkpointing = False
-        trained.evaluation.name = trained.logger.name = "none"
-        trained.model.init_from = None
-        preflight(trained)
-        built = build(trained, open_data(trained))
-        checkpoint = find_checkpoint(run)
-    except (ConfigError, CheckpointError) as error:
-        sys.exit(f"{run} cannot be measured:\n{error}")
+    trained = read_config(run)
+    trained.device, trained.num_workers = device, 0
+    trained.compile = trained.checkpointing = False
+    trained.evaluation.name = trained.logger.name = "none"
+    trained.model.init_from = None
+    preflight(trained)
+    built = build(trained, open_data(trained))
+    checkpoint = find_checkpoint(run)
     built.state.load(checkpoint)
     tensors, step = attach_hooks(built), step_of(checkpoint)
     batch = next(built.batches_from(min(step + 1, trained.num_steps)))

@@ -99,16 +99,13 @@ def main(config: ReplayConfig, changes: list[str], multirun: bool = False) -> No
         state, manifest = state_before(run, config.step, config.steps)
     except CheckpointError as error:
         raise RunError(f"{error}. {replayable(run, trained, recorded.index.max())}") from error
-    try:
-        if layout := manifest["provenance"].get("layout"):  # the order of a stream depends on it
-            trained["num_workers"] = layout["workers"]
-        variants = variants_of(trained, changes, multirun)
-        first, last = manifest["step"] + 1, min(config.step + config.steps, trained["num_steps"])
-        print(f"from {state}: steps {first} to {last}", flush=True)
-        unchanged = variants.pop("control")
-        control = replay(unchanged, state, config.step, last)
-    except CheckpointError as error:
-        raise RunError(str(error)) from error
+    if layout := manifest["provenance"].get("layout"):  # the order of a stream depends on it
+        trained["num_workers"] = layout["workers"]
+    variants = variants_of(trained, changes, multirun)
+    first, last = manifest["step"] + 1, min(config.step + config.steps, trained["num_steps"])
+    print(f"from {state}: steps {first} to {last}", flush=True)
+    unchanged = variants.pop("control")
+    control = replay(unchanged, state, config.step, last)
     print(f"control: {compare(control, recorded, config.tolerance)}", flush=True)
     replayed = {"control": control}
     with tempfile.TemporaryDirectory() as folder:

@@ -248,7 +248,7 @@ def command(arguments: list[str]) -> None:
         VERBS[verb](texts)
     except ConfigError as error:
         refuse(error)
-    except (RunError, slurm.SlurmError, DiskError, RecordFileError) as error:
+    except (RunError, DiskError, RecordFileError) as error:
         sys.exit(str(error))
     except KeyboardInterrupt:
         sys.exit("\nInterrupted. Submitted runs continue; the verb `cancel` stops them.")

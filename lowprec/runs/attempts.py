@@ -4,6 +4,7 @@ import os
 import signal
 from pathlib import Path
 
+from lowprec.config.check import RunError
 from lowprec.runs.read import scan_rows
 
 STOPPING = frozenset({signal.SIGTERM, signal.SIGUSR2, signal.SIGINT})  # ask a run to stop
@@ -12,7 +13,7 @@ LOST = 76  # exit status of a process that the watchdog ended
 MAX_ATTEMPTS = 3  # attempts of one job that may begin at the same checkpoint
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(RunError):
     """A checkpoint cannot be written or used; the message names it and says why."""
 
 

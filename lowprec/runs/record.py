@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet
 
+from lowprec.config.check import RunError
 from lowprec.runs import durable
 from lowprec.runs.read import TABLES, encode_row, read_status, read_tensors
 
@@ -27,11 +28,11 @@ STATUS_S = 10  # how long a thread waits for another to write status.json
 ROW_FILES = ("metrics.jsonl", "timing.jsonl", "events.jsonl", "skips.jsonl")
 
 
-class RunBusyError(RuntimeError):
+class RunBusyError(RunError):
     """Another process has this run open for writing."""
 
 
-class RecordError(RuntimeError):
+class RecordError(RunError):
     """The record lacks rows, or is another process's; the message names the files."""
 
 

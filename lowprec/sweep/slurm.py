@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from lowprec.config.check import RunError
 from lowprec.sweep.plan import Manifest
 
 TRIES, TIMEOUT_S = 5, 60.0
@@ -20,7 +21,7 @@ FIRST_WAIT_S = 1.0  # doubled after each failure
 REQUEUE = Path(__file__).parents[2] / "slurm" / "requeue.sh"
 
 
-class SlurmError(RuntimeError):
+class SlurmError(RunError):
     """A SLURM command failed each time; the message ends with its last line."""
 
 

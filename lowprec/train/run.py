@@ -21,7 +21,7 @@ from lowprec.runs.environment import environment
 from lowprec.runs.identity import directory, identity, to_dict
 from lowprec.runs.provenance import changes_since, code_digests
 from lowprec.runs.read import ENDED
-from lowprec.runs.record import NullRecord, Record, RecordError, RunBusyError
+from lowprec.runs.record import NullRecord, Record
 from lowprec.train.attempt import fail, watched
 from lowprec.train.build import Built, build, is_slow
 from lowprec.train.checkpoint import find_checkpoint, list_checkpoints
@@ -93,10 +93,7 @@ def _open_record(run: Path, num_steps: int, world: Ranks) -> Record | None:
     opened: list[Record] = []
 
     def open_first() -> int | None:
-        try:
-            record = Record(run)
-        except (RunBusyError, RecordError) as error:
-            raise RunError(str(error)) from error
+        record = Record(run)
         status = record.last_status()
         is_finished = status["state"] == "finished" and status["step"] >= num_steps
         if is_finished or status["state"] == "diverged":

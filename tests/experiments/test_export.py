@@ -15,6 +15,7 @@ from experiments.export import ExportConfig
 from lowprec.clip import TORCHVISION_FITS, open_clip
 from lowprec.clip.export import load_weights
 from lowprec.clip.model import build_model, model_config
+from lowprec.config.check import ConfigError
 from lowprec.config.schema import ModelConfig
 from lowprec.runs.read import read_rows
 from lowprec.train.build import build
@@ -110,5 +111,5 @@ def test_evaluation_is_the_runs_own_by_default(run_once, make_config, tmp_path, 
     assert first["step"] == 2 and "retrieval/loss" in first and "zero_shot/top1" not in first
     assert "zero_shot/top1" in second and "retrieval/loss" not in second
     assert capsys.readouterr().out.count("2 of 2") == 2
-    with pytest.raises(SystemExit, match="has evaluation=none: choose"):
+    with pytest.raises(ConfigError, match="has evaluation=none: choose"):
         evaluate.main(EvaluateConfig(str(tmp_path / "none"), device="cpu"))
