@@ -19,6 +19,7 @@ from analysis.load import Runs
 Look = Callable[[pd.Series], tuple]  # of a run's row: color, line style
 
 CAP_AFTER = 0.1  # the loss axis ends at the largest loss after this share of the run
+MOST = 2  # but at most at this multiple of the first loss
 LEGEND_DROP = 0.38  # inches below the axes, under the label of the steps
 LABEL_LENGTH = 42  # characters of a legend line at column width
 ACCURACY = "zero_shot/top1"
@@ -230,8 +231,17 @@ def draw_models(frame: pd.DataFrame, figure: Figure, plot: Callable) -> None:
     labels = frame.drop_duplicates(["model", "label"])
     heights = labels["label"].map(lambda label: 1 + wrap(label).count("\n"))
     lines = heights.groupby(labels["model"]).sum().max()
-    for model, ax in zip(models, panels(figure, len(models), lines), strict=True):
+    axes = panels(figure, len(models), lines)
+    for model, ax in zip(models, axes, strict=True):
         plot(frame[frame["model"] == model], ax)
+    share_limits(axes)
+
+
+def share_limits(axes: list[Axes]) -> None:
+    """Sets the y axes of panels that are compared to one range, which covers all of theirs."""
+    limits = [ax.get_ylim() for ax in axes]
+    for ax in axes:
+        ax.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
 
 
 def draw_chance(ax: Axes, batch_sizes: pd.Series) -> None:
@@ -262,7 +272,7 @@ def caption(frame: pd.DataFrame, after: str) -> str:
         f"Training loss of {of_runs(frame)} ({join(sorted(runs['num_steps'].unique()))} steps, "
         f"batch {join(sorted(runs['batch_size'].unique()))}). After {after}, arXiv:2304.13013. "
         f"Thin: every step of each run{median}. The loss axis ends at the largest loss, of runs "
-        "that did not diverge, after the first tenth, or at the first loss."
+        "that did not diverge, after the first tenth, at most at twice the first loss."
     )
 
 
@@ -286,9 +296,9 @@ def methods(frame: pd.DataFrame) -> str:
 
 
 def cap(frame: pd.DataFrame) -> float:
-    """Upper end of the loss axis: the largest loss after `CAP_AFTER` of a run, at most the first.
+    """Upper end of the loss axis: the largest loss after `CAP_AFTER` of a run.
 
-    Diverged runs count only if all diverged.
+    It is at most `MOST` times the first loss. Diverged runs count only if all diverged.
     """
     first = frame.loc[frame["step"] == 1, "loss"].max()
     late = frame["step"] >= CAP_AFTER * frame["num_steps"]
@@ -296,7 +306,7 @@ def cap(frame: pd.DataFrame) -> float:
     for losses in (frame["loss"][counted], frame["loss"][late], frame["loss"]):
         finite = losses[np.isfinite(losses)]
         if len(finite):
-            return 1.05 * float(np.fmin(finite.max(), first))
+            return 1.05 * float(np.fmin(finite.max(), MOST * first))
     return 1.0
 
 

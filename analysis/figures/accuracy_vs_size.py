@@ -49,7 +49,7 @@ def _papers(ours: pd.DataFrame) -> pd.DataFrame:
 
 
 def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
-    """One panel: a line for each method through the means of its seeds; crosses lack accuracy."""
+    """One panel: points for runs, bars for the means of seeds; crosses lack accuracy."""
     models = list(dict.fromkeys(frame["model"]))
     ours = frame[frame["source"] == OURS]
     methods = list(dict.fromkeys(ours["method"]))
@@ -58,7 +58,7 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
         color = style.color(head["precision"], head["optimizer"], head["variant"])
         shift = APART * (methods.index(method) - (len(methods) - 1) / 2)
         at = line["model"].map(models.index).astype(float) + shift
-        plot_runs(ax, at, line["accuracy"], color, style.line_style(head["optimizer"]), method)
+        plot_runs(ax, at, line["accuracy"], color, None, method)
         theirs = frame[(frame["source"] == PAPERS) & (frame["precision"] == head["precision"])]
         at = theirs["model"].map(models.index).astype(float) + shift
         ax.plot(at, theirs["accuracy"], "D", ms=5, mfc="none", mec=color)
@@ -68,17 +68,23 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
     ax.set_xticks(range(len(models)), [style.model(name) for name in models])
     ax.set_xlim(-0.35, len(models) - 0.65)
     ax.margins(y=0.14)
-    ax.set(ylabel="zero-shot top-1 [%]")
+    ax.set(ylabel="zero-shot top-1 (%)")
     ax.legend(loc="upper left", bbox_to_anchor=(0, -0.13), borderaxespad=0, handlelength=2.6)
     return ax
 
 
 def plot_runs(
-    ax: Axes, at: pd.Series, accuracy: pd.Series, color: tuple, dashes: str | tuple, label: str
+    ax: Axes,
+    at: pd.Series,
+    accuracy: pd.Series,
+    color: tuple,
+    dashes: str | tuple | None,
+    label: str,
 ) -> None:
-    """A line through the mean at each place, a point for each run, a cross for runs without."""
+    """A point for each run and a line through the means, or bars; a cross for runs without."""
     mean = accuracy.groupby(at, sort=False).mean().dropna()  # in the order of the runs
-    ax.plot(mean.index, mean, color=color, ls=dashes, label=curves.wrap(label))
+    look = {"ls": "none", "marker": "_", "ms": 11, "mew": 1.6} if dashes is None else {"ls": dashes}
+    ax.plot(mean.index, mean, color=color, label=curves.wrap(label), **look)
     ax.plot(at, accuracy, "o", color=color, ms=3)
     crosses(ax, at[accuracy.isna()], LOW, color)
 
@@ -98,9 +104,7 @@ def draw(frame: pd.DataFrame, figure: Figure) -> None:
         plot(panel, ax)
         scale = panel["scale"].iloc[0]
         ax.set_title(f"{family} ({scale} scale)" if family else f"{scale} scale")
-    limits = [ax.get_ylim() for ax in axes]
-    for ax in axes:
-        ax.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
+    curves.share_limits(axes)
 
 
 def caption(frame: pd.DataFrame) -> str:
@@ -110,7 +114,7 @@ def caption(frame: pd.DataFrame) -> str:
     counts = curves.join(sorted(seeds.unique())) + (" seeds" if seeds.max() > 1 else " seed")
     text = (
         f"Zero-shot top-1 at the last step of {curves.of_runs(runs)} ({counts} of each method and "
-        "size). After figure 1, arXiv:2304.13013. Points: runs; lines: means of seeds; a cross "
+        "size). After figure 1, arXiv:2304.13013. Points: runs; bars: means of seeds; a cross "
         "below: a run without accuracy at its last step."
     )
     if (frame["source"] == PAPERS).any():

@@ -51,8 +51,10 @@ class LossBySetting:
             return curves.draw_models(frame, figure, self.plot)
         panels = [panel for _, panel in frame.groupby("value", sort=False)]
         lines = max(panel["label"].nunique() for panel in panels)
-        for panel, ax in zip(panels, curves.panels(figure, len(panels), lines, 3), strict=True):
+        axes = curves.panels(figure, len(panels), lines, 3)
+        for panel, ax in zip(panels, axes, strict=True):
             self.plot(panel, ax)
+        curves.share_limits(axes)
 
     def caption(self, frame: pd.DataFrame) -> str:
         """Describes the runs and the lines, and names the runs that did not finish."""

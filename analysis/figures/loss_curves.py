@@ -43,8 +43,10 @@ def draw(frame: pd.DataFrame, figure: Figure) -> None:
         panel for model in models for _, panel in style.families(frame[frame["model"] == model])
     ]
     lines = max(panel["label"].nunique() for panel in panels)
-    for panel, ax in zip(panels, curves.panels(figure, len(panels), lines), strict=True):
+    axes = curves.panels(figure, len(panels), lines)
+    for panel, ax in zip(panels, axes, strict=True):
         plot(panel, ax)
+    curves.share_limits(axes)
 
 
 def caption(frame: pd.DataFrame) -> str:

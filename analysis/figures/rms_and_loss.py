@@ -112,8 +112,11 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
 def draw(frame: pd.DataFrame, figure: Figure) -> None:
     """Draws a panel for each run, in the order of model and beta2."""
     runs = [run for _, run in frame.groupby("run", sort=False)]
-    for run, ax in zip(runs, curves.panels(figure, len(runs), 0, 3.6), strict=True):
+    axes = curves.panels(figure, len(runs), 0, 3.6)
+    for run, ax in zip(runs, axes, strict=True):
         plot(run, ax).set_xlim(0, run["num_steps"].iloc[0])
+    curves.share_limits(axes)
+    curves.share_limits([ax for ax in figure.axes if ax not in axes])
 
 
 def caption(frame: pd.DataFrame) -> str:
@@ -121,7 +124,7 @@ def caption(frame: pd.DataFrame) -> str:
     text = (
         f"RMS_t of {spike_marks.TENSOR} and training loss of {curves.of_runs(frame)}. After "
         f"figure 9, arXiv:2304.13013. {spike_marks.in_words(frame)} The loss axis ends at the "
-        "largest loss after the first tenth of training, or at the first loss if that is smaller."
+        "largest loss after the first tenth of training, at most at twice the first loss."
     )
     for _, run in frame.groupby("run", sort=False):
         head = run.iloc[0]

@@ -108,7 +108,7 @@ def plot_operations(frame: pd.DataFrame, ax: Axes) -> Axes:
     for name, marker in OPERATIONS.values():
         ax.plot([], [], color="0.3", lw=0, marker=marker, ms=4, label=name)
     bench.dim_axis(ax, times["dim"])
-    ax.set_yscale("log")
+    style.log_axis(ax)
     ax.set(ylabel="time (ms)", title=f"each operation, {times['tokens'].iloc[0]:,} tokens")
     return ax
 

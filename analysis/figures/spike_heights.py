@@ -57,7 +57,7 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
             ax.hlines(by_step.median(), at - 0.11, at + 0.11, color=color, lw=2)
     ax.set_yscale("log")
     ax.yaxis.set_major_formatter("{x:g}")
-    ax.set(ylabel="height of a loss spike [nats]", title="one point per loss spike")
+    ax.set(ylabel="height of a loss spike (nats)", title="one point per loss spike")
     _beta2_axis(ax, places)
     return ax
 
@@ -69,7 +69,7 @@ def plot_recall(frame: pd.DataFrame, ax: Axes) -> Axes:
         color, name = style.color("bf16", optimizer), style.OPTIMIZERS[optimizer][0]
         at = group["beta2"].map(places)
         plot_runs(ax, at, group["recall"], color, style.line_style(optimizer), name)
-    ax.set(ylabel="mean R@1 at the end [%]", title="one point per run")
+    ax.set(ylabel="mean R@1 at the end (%)", title="one point per run")
     _beta2_axis(ax, places)
     return ax
 

@@ -59,7 +59,7 @@ def plot_accuracy(frame: pd.DataFrame, ax: Axes) -> Axes:
     ax.invert_xaxis()
     ax.set_xticks([1 - beta2 for beta2 in sorted(ticks)], [f"{b:g}" for b in sorted(ticks)])
     ax.minorticks_off()
-    ax.set(xlabel="beta2", ylabel="zero-shot top-1 [%]", title="accuracy at the end")
+    ax.set(xlabel="beta2", ylabel="zero-shot top-1 (%)", title="accuracy at the end")
     ax.legend(loc="upper left", bbox_to_anchor=(0, -0.2), borderaxespad=0, handlelength=2.6)
     return ax
 
