@@ -2,16 +2,20 @@
 
 The page is self-contained and loads nothing. It compares runs by the settings that differ and shows
 curves of loss and RMS_t, every loss spike, heat maps of RMS_t by layer, and the runs that failed or
-are damaged. Long curves are thinned to bound the size of the page.
+are damaged. Long curves are thinned to bound the size of the page. With `--watch SECONDS`, the page
+is written again every SECONDS until all runs have ended, and a browser reloads it.
 """
 
 import argparse
+import os
+import time
 from pathlib import Path
 
 from analysis import cli
-from analysis.load import load_runs
+from analysis.load import Runs, load_runs
 from analysis.report.page import make_page
 from analysis.spike_marks import TENSOR
+from lowprec.runs.read import ENDED
 
 
 @cli.entry
@@ -24,13 +28,27 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="the page, FILE.html")
     parser.add_argument("--experiment", help="only the runs of this experiment")
     parser.add_argument("--tensor", default=TENSOR, help=f"glob of tensors for RMS_t [{TENSOR}]")
+    parser.add_argument("--watch", type=int, metavar="SECONDS", help="write it again and again")
     options = parser.parse_args(arguments)
-    runs = load_runs(options.runs, experiment=options.experiment)
-    text = make_page(runs, options.tensor).encode()
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_bytes(text)
-    print(f"Wrote {options.out}: {runs!r}, {len(text) / 1e6:.1f} MB")
-    return 0
+    while True:
+        runs = load_runs(options.runs, experiment=options.experiment)
+        goes_on = bool(options.watch) and (~runs.summaries["state"].isin(ENDED)).any()
+        _write(runs, options.tensor, options.out, options.watch if goes_on else 0)
+        if not goes_on:
+            return 0
+        try:
+            time.sleep(options.watch)
+        except KeyboardInterrupt:
+            return 0
+
+
+def _write(runs: Runs, tensor: str, out: Path, refresh: int) -> None:
+    text = make_page(runs, tensor, refresh).encode()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = out.with_name(f".{out.name}.tmp")
+    temporary.write_bytes(text)
+    os.replace(temporary, out)  # a browser never loads half a page
+    print(f"Wrote {out}: {runs!r}, {len(text) / 1e6:.1f} MB")
 
 
 if __name__ == "__main__":

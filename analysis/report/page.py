@@ -46,15 +46,19 @@ class Field(NamedTuple):
     detail: object = ""
 
 
-def make_page(runs: Runs, tensor: str = TENSOR) -> str:
-    """The report of some runs as HTML; `tensor`: glob of those whose RMS_t is shown first."""
+def make_page(runs: Runs, tensor: str = TENSOR, refresh: int = 0) -> str:
+    """The report of some runs as HTML.
+
+    `tensor` is the glob of those whose RMS_t is shown first. A browser loads the page again every
+    `refresh` seconds, unless this is 0.
+    """
     budget = Budget(
         points=min(MAX_POINTS, max(100, POINTS // len(runs))),
         spikes=max(2, SPIKES // len(runs)),
         heat_bytes=HEAT_BYTES // len(runs),
     )
-    data = [collect_run(runs.only(run), tensor, budget) for run in runs.summaries["run"]]
-    summaries = named(runs.summaries)
+    summaries = named(runs.summaries).sort_values("label", kind="stable", ignore_index=True)
+    data = [collect_run(runs.only(run), tensor, budget) for run in summaries["run"]]
     labels, looks = summaries["label"].tolist(), plots.looks(summaries)
     methods = summaries["method"].tolist()
     chips = list(dict.fromkeys(methods))
@@ -82,6 +86,7 @@ def make_page(runs: Runs, tensor: str = TENSOR) -> str:
         css=Markup((FOLDER / "report.css").read_text()),
         javascript=Markup((FOLDER / "report.js").read_text()),
         plotly=Markup(get_plotlyjs()),
+        refresh=refresh,
         title=_title(summaries),
         subtitle=f"{len(summaries)} {'run' if len(summaries) == 1 else 'runs'}: {states}",
         cards=_cards(labels, data),
@@ -98,6 +103,7 @@ def make_page(runs: Runs, tensor: str = TENSOR) -> str:
         runs=_runs(data, names, differing),
         labels=labels,
         heats=heats,
+        first_heat=max(range(len(heats)), key=lambda i: len(heats[i]["rows"]) if heats[i] else 0),
         failures=_failures(data, names),
         settings=[(key, _field(value)) for key, value in shared.items()],
         embedded={"data": script, "curves-figure": json.loads(curves.to_json())},
@@ -154,7 +160,7 @@ def _cards(labels: list[str], data: list[RunData]) -> list[tuple[str, str, str, 
     if len(losses):
         cards.append(("lowest final loss", f"{losses.min():.3f}", losses.idxmin(), "runs"))
     scores = pd.DataFrame([run.scores for run in data], labels)
-    for name in sorted(scores)[:2]:
+    for name in [name for name in sorted(scores) if not name.endswith((*RELAXED, "/loss"))][:2]:
         best = scores[name].max()
         text = f"{best:.1%}" if 0 <= best <= 1 else f"{best:.3g}"
         cards.append((f"best {name}", text, scores[name].idxmax(), "runs"))

@@ -20,7 +20,7 @@ function numbers(array) {  // plotly.py writes arrays in base64
 
 const metas = figure.data.map((trace) => trace.meta);
 for (const trace of figure.data) { trace.x = numbers(trace.x); trace.y = numbers(trace.y); }
-const wholeRange = figure.layout.yaxis.range;
+const wholeRange = figure.layout.yaxis.range?.slice();  // plotly changes its own
 const baseShapes = figure.layout.shapes || [];
 if (narrow) {
   figure.layout.margin = {l: 52, r: 6, t: 36, b: 40};
@@ -89,10 +89,11 @@ function zoom(run, step, lead) {
   const low = Math.min(...losses), high = Math.max(...losses), margin = 0.08 * (high - low) + 1e-9;
   const range = log ? [Math.log10(low) - 0.02, Math.log10(high) + 0.02] : [low - margin, high + margin];
   const shapes = [...baseShapes, line(step, "#D55E00", "solid")];
-  if (lead) shapes.push(line(step - lead, "#0072B2", "4px,3px"));
+  const isNear = lead && lead <= data.around;
+  if (isNear) shapes.push(line(step - lead, "#0072B2", "4px,3px"));
   Plotly.relayout(plot, {...ofAxes(".range", [from, to]), ...rangesY(), "yaxis.range": losses.length ? range : wholeRange, shapes});
   byId("selection").textContent = data.labels[run] + ", step " + step.toLocaleString("en") +
-    (lead ? "; dashed: the RMS spike " + lead + (lead > 1 ? " steps" : " step") + " before" : "");
+    (isNear ? "; dashed: the RMS spike " + lead + (lead > 1 ? " steps" : " step") + " before" : "");
   byId("curves").scrollIntoView();
 }
 

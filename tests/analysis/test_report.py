@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 
 from analysis import load_runs, style
+from analysis.report import __main__ as report_main
 from analysis.report import page as report_page
 from analysis.report.collect import heat_of, layer_of, speed_of, thin
 from analysis.report.page import compare_settings, make_page, named
@@ -133,6 +134,22 @@ def test_panels_are_those_with_data_and_short_runs_are_not_examined(make_run, pa
     assert page.data["highest"] == [None, None]
     assert "2 of 2 runs were not examined: 60 steps are recorded" in page.section("Loss spikes")
     assert page.section("Results, and").count("not examined") == 4
+
+
+def test_a_watched_page_is_reloaded_until_its_runs_have_ended(make_run, tmp_path, monkeypatch):
+    run, pages = make_run(num_steps=60), []
+    status = run / "status.json"
+    status.write_text(status.read_text().replace("finished", "running"))
+
+    def sleep(seconds):
+        pages.append(out.read_text())
+        status.write_text(status.read_text().replace("running", "finished"))
+
+    monkeypatch.setattr(report_main.time, "sleep", sleep)
+    out = tmp_path / "report.html"
+    assert report_main.main(["--runs", str(run), "--out", str(out), "--watch", "5"]) == 0
+    tag = '<meta http-equiv="refresh" content="5">'
+    assert [tag in page for page in [*pages, out.read_text()]] == [True, False]
 
 
 def test_labels_and_colors_show_the_settings_that_differ(make_run, tmp_path):

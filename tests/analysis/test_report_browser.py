@@ -31,6 +31,35 @@ def test_page_draws_without_errors_and_a_link_selects_its_spike(tmp_path, fragme
     assert re.search(r'id="selection"[^>]*>([^<;]*)', page).group(1) == selection
 
 
+CLICKS = """<script>setTimeout(() => {
+  const range = () => document.getElementById("curves-plot").layout.yaxis.range.join();
+  const before = range(), at = [];
+  for (const id of ["log", "log", "align", "align"]) {
+    document.getElementById(id).click();
+    at.push(range());
+  }
+  for (const control of document.querySelectorAll("#curves button, thead button, tr[data-run]")) {
+    control.click();
+  }
+  document.getElementById("reset").click();
+  const changed = at[0] !== before, back = at[1] === before && at[3] === before;
+  document.body.dataset.clicked = [changed, back, range() === before].join();
+}, 1500)</script>"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the path")
+def test_each_control_can_be_clicked_and_switched_back(tmp_path):
+    out = tmp_path / "report.html"
+    assert main(["--runs", str(RUN), "--out", str(out)]) == 0
+    out.write_text(out.read_text() + CLICKS)
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
+    command += ["--virtual-time-budget=20000", "--dump-dom", f"file://{out}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert "CONSOLE" not in done.stderr
+    assert 'data-clicked="true,true,true"' in done.stdout
+
+
 MEASURE = """<script>setTimeout(() => document.querySelectorAll(".scroll").forEach((box) => {
   box.dataset.beyond = box.scrollWidth - box.clientWidth;
 }), 1500)</script>"""
