@@ -1,0 +1,54 @@
+"""Makes shards from a table (CSV) of image paths and captions, as open_clip reads it.
+
+    python -m experiments.make_shards table=photos/train.csv out=shards/train
+    python -m experiments.make_shards table=val.tsv out=shards/val image=path caption=text
+
+The first line of the table names its columns; tabs, commas or semicolons separate them. If training
+could not read some rows (a missing or damaged image, an empty caption), all of them are listed and
+nothing is written; with skip_bad=true they are left out.
+"""
+
+import csv
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from experiments.entry import run_command
+from lowprec.config.schema import key
+from lowprec.data.index import open_shards
+from lowprec.nearest import nearest_path
+
+
+@dataclass
+class MakeShardsConfig:
+    """What to read, and where to write it."""
+
+    table: str = key("???", "CSV file with the names of the columns in its first line")
+    out: str = key("???", "new folder for the shards")
+    image: str = key("filepath", "column of the paths of JPEG, PNG or WEBP files")
+    caption: str = key("title", "column of the captions")
+    label: str | None = key(None, "column of class numbers, for zero-shot accuracy")
+    skip_bad: bool = key(False, "leave out the rows that cannot be read")
+    num_processes: int | None = key(None, "null: one per core", least=1)
+
+
+def main(config: MakeShardsConfig) -> None:
+    """Writes the shards, then indexes them."""
+    from lowprec.data.table import write_shards
+
+    table, out = Path(config.table), Path(config.out)
+    if near := nearest_path(table):
+        sys.exit(f"table={table} does not exist{near}")
+    columns = [config.image, config.caption, *([config.label] if config.label else [])]
+    processes = config.num_processes
+    try:
+        bad = write_shards(table, out, columns, skip_bad=config.skip_bad, num_processes=processes)
+        shards = open_shards(f"{out}/*.tar", name="shards", accept=True, num_processes=processes)
+    except (ValueError, OSError, csv.Error) as error:
+        sys.exit(f"table={table}: {error}")
+    left_out = f", {bad} rows left out" if bad else ""
+    print(f"{out}/*.tar: {shards.num_samples} pairs{left_out}, digest {shards.digest[:12]}")
+
+
+if __name__ == "__main__":
+    run_command(main, "make_shards", MakeShardsConfig)

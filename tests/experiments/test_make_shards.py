@@ -1,0 +1,142 @@
+"""`experiments.make_shards` makes shards from a table of image paths and captions."""
+
+import csv
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from experiments.make_shards import MakeShardsConfig, main
+from lowprec.data import table as tables
+from lowprec.data.index import open_shards
+from lowprec.data.loader import Batches, decode_image
+
+MODES = {"RGB": "jpg", "RGBA": "png", "L": "png", "CMYK": "JPG", "P": "png", "LA": "webp"}
+GOOD = [(f"{mode}.{kind}", f'"{mode}", ünï 你好 🎈\nsecond line') for mode, kind in MODES.items()]
+GOOD += [("no_suffix", "NA")]
+BAD = [  # fields and a part of the reason
+    (("missing.jpg", "a"), "No such file"),
+    (("bitmap.bmp", "a"), "not a JPEG, WEBP or PNG"),
+    (("truncated.jpg", "a"), "truncated"),
+    (("empty.png", "a"), "not a JPEG, WEBP or PNG"),
+    (("", "a"), "Is a directory"),
+    (("RGB.jpg", " "), "the caption is empty"),
+    (("RGB.jpg", "x" * 9000), "8,192"),
+    (("RGB.jpg",), "more or fewer fields than columns"),
+    (("RGB.jpg", "a", "b"), "more or fewer fields than columns"),
+]
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """A folder with an image of each mode, damaged ones and a format that is not read."""
+    folder = tmp_path_factory.mktemp("photos")
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 30, 3), dtype=np.uint8)
+    image = Image.fromarray(pixels)
+    for mode, kind in MODES.items():
+        image.convert(mode).save(folder / f"{mode}.{kind}")
+    image.save(folder / "no_suffix", "WEBP")
+    image.save(folder / "bitmap.bmp")
+    (folder / "truncated.jpg").write_bytes((folder / "RGB.jpg").read_bytes()[:-400])
+    (folder / "empty.png").touch()
+    return folder
+
+
+def write_table(path, rows, delimiter=",", header=("filepath", "title"), encoding="utf-8"):
+    with open(path, "w", encoding=encoding, newline="") as file:
+        csv.writer(file, delimiter=delimiter).writerows([header, *rows])
+    return str(path)
+
+
+def samples(out):
+    """Pixels and caption of each sample, as training reads them, and all labels."""
+    captions = []
+
+    def tokenizer(texts):
+        captions.extend(texts)
+        return torch.zeros(len(texts), 1, dtype=torch.int64)
+
+    shards = open_shards(f"{out}/*.tar")
+    batches = Batches(shards, None, shards.num_samples, 1, image_size=30, tokenizer=tokenizer)
+    return batches[0].images, captions, shards.labels.tolist()
+
+
+@pytest.mark.parametrize(
+    ("delimiter", "encoding"), [(",", "utf-8"), ("\t", "utf-8-sig"), (";", "utf-8")], ids=repr
+)
+def test_every_row_is_read_by_training(photos, tmp_path, monkeypatch, delimiter, encoding):
+    monkeypatch.setattr(tables, "SAMPLES_PER_SHARD", 3)
+    table = write_table(photos / "good.csv", GOOD, delimiter=delimiter, encoding=encoding)
+    main(MakeShardsConfig(table, str(tmp_path / "out")))
+    images, captions, labels = samples(tmp_path / "out")
+    assert captions == [caption for _, caption in GOOD] and set(labels) == {-1}
+    for pixels, (name, _) in zip(images, GOOD, strict=True):
+        assert np.array_equal(pixels, decode_image((photos / name).read_bytes(), 30))
+    assert len(list((tmp_path / "out").glob("*.tar"))) == 3
+
+
+def test_labels_and_other_names_of_columns(photos, tmp_path):
+    rows = [("ignored", n, caption, path) for n, (path, caption) in enumerate(GOOD)]
+    table = write_table(photos / "t.csv", rows, header=("x", "class", "text", "path"))
+    options = {"image": "path", "caption": "text", "label": "class"}
+    main(MakeShardsConfig(table, str(tmp_path / "out"), **options))
+    assert samples(tmp_path / "out")[2] == list(range(len(GOOD)))
+    with pytest.raises(SystemExit, match=r"line 5 .*: the class is '\"CMYK.*, not a number"):
+        rows = write_table(photos / "t.csv", GOOD[2:4])
+        main(MakeShardsConfig(rows, str(tmp_path / "other"), label="title"))
+
+
+def test_all_bad_rows_are_named_and_left_out_on_request(photos, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(tables, "SAMPLES_PER_SHARD", 3)
+    table = write_table(photos / "bad.csv", [*(fields for fields, _ in BAD), *GOOD])
+    config = MakeShardsConfig(table, str(tmp_path / "deep" / "out"))
+    with pytest.raises(SystemExit, match=f"{len(BAD)} of {len(BAD + GOOD)} rows") as refused:
+        main(config)
+    lines = str(refused.value).splitlines()[1:]
+    for number, (line, (_, reason)) in enumerate(zip(lines, BAD, strict=True), 2):
+        assert f"line {number} " in line and reason in line
+    assert not list((tmp_path / "deep").iterdir())
+    config.skip_bad = True
+    main(config)
+    assert samples(tmp_path / "deep" / "out")[1] == [caption for _, caption in GOOD]
+    assert f"{len(GOOD)} pairs, {len(BAD)} rows left out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"table": "gone.csv"}, "does not exist; nearest: .*good.csv"),
+        ({"caption": "titel"}, "no column titel in filepath, title; nearest: title"),
+        ({"out": ""}, "exists"),
+    ],
+)
+def test_a_wrong_file_column_or_folder_is_named(photos, tmp_path, changes, fault):
+    table = write_table(photos / "good.csv", GOOD)
+    given = {"table": table, "out": "out", **changes}
+    given = {**given, "out": str(tmp_path / given["out"]), "table": str(photos / given["table"])}
+    with pytest.raises(SystemExit, match=fault):
+        main(MakeShardsConfig(**given))
+    only_bad = write_table(tmp_path / "bad.csv", [BAD[0][0]])
+    with pytest.raises(SystemExit, match="1 of 1 rows"):
+        main(MakeShardsConfig(only_bad, str(tmp_path / "out"), skip_bad=True))
+
+
+def test_an_interrupted_command_starts_again(photos, tmp_path, monkeypatch):
+    table = write_table(photos / "good.csv", GOOD)
+    config = MakeShardsConfig(table, str(tmp_path / "out"), num_processes=1)
+    left = tmp_path / ".out.partial"  # as SIGKILL leaves it
+    left.mkdir()
+    (left / "00001.tar").write_bytes(b"half")
+    write = tables._write_shard
+
+    def interrupted(*args, **options):
+        write(*args, **options)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(tables, "_write_shard", interrupted)
+        main(config)
+    assert not list(tmp_path.iterdir())
+    main(config)
+    assert [path.name for path in (tmp_path / "out").glob("*.tar")] == ["00000.tar"]
