@@ -14,7 +14,6 @@ parameters, the tensors that are not int8 become float32.
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
@@ -53,11 +52,15 @@ def main(config: ExportConfig) -> None:
             state = write_int8(Path(config.source), Path(config.out), config.precision.autocast)
         else:
             state = write(Path(config.source), Path(config.out))
-    except (OSError, ValueError, RuntimeError, SafetensorError, UnpicklingError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         sys.exit(f"source={config.source} cannot be exported: {str(error).splitlines()[0]}")
     print(f"{config.out}: {len(state)} tensors")
     if not Path(config.out).suffix:
-        print("\n".join(lines_that_load(Path(config.out))))
+        from lowprec.clip import TORCHVISION_FITS
+
+        print("import open_clip" if TORCHVISION_FITS else "from lowprec.clip import open_clip")
+        name = f"local-dir:{Path(config.out)}"
+        print(f"model, _, preprocess = open_clip.create_model_and_transforms({name!r})")
 
 
 def write(source: Path, out: Path) -> "dict[str, Tensor]":
@@ -81,17 +84,6 @@ def write(source: Path, out: Path) -> "dict[str, Tensor]":
         sizes = model_config(trained.model, trained.intervention.name)
         write_folder(state, sizes, out, **facts)
     return state
-
-
-def lines_that_load(folder: Path) -> tuple[str, str]:
-    """Returns two lines of Python that load an exported folder with the installed open_clip."""
-    from lowprec.clip import TORCHVISION_FITS
-
-    name = f"local-dir:{folder}"
-    return (
-        "import open_clip" if TORCHVISION_FITS else "from lowprec.clip import open_clip",
-        f"model, _, preprocess = open_clip.create_model_and_transforms({name!r})",
-    )
 
 
 def write_int8(run: Path, out: Path, autocast: str | None) -> "dict[str, Tensor]":

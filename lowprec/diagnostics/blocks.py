@@ -1,6 +1,7 @@
 """Magnitudes of the features and attention logits in each block of a model."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,10 +32,11 @@ class BlockProbe:
         rows_by_name = {name: [torch.nan] * len(BLOCK_STATISTICS) for name in self.blocks}
         handles = []
         for name, block in self.blocks.items():
-            handles.append(block.register_forward_hook(_features_into(rows_by_name[name])))
+            row = rows_by_name[name]
+            handles.append(block.register_forward_hook(partial(_keep_features, row)))
             for module in block.modules():
                 if hasattr(module, "largest_logit"):
-                    hook = _logit_into(rows_by_name[name])
+                    hook = partial(_keep_logit, row)
                     handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         was_training = self.model.training
         self.model.eval()
@@ -50,16 +52,10 @@ class BlockProbe:
         return torch.stack([torch.stack(row) for row in rows])
 
 
-def _features_into(row: list) -> Callable:
-    def hook(module: nn.Module, inputs: tuple, output: Tensor) -> None:
-        magnitudes = output.detach().abs()
-        row[0], row[1] = magnitudes.mean(dtype=torch.float32), magnitudes.max()
-
-    return hook
+def _keep_features(row: list, module: nn.Module, inputs: tuple, output: Tensor) -> None:
+    magnitudes = output.detach().abs()
+    row[:2] = magnitudes.mean(dtype=torch.float32), magnitudes.max()
 
 
-def _logit_into(row: list) -> Callable:
-    def hook(module: nn.Module, inputs: tuple, kwargs: dict) -> None:
-        row[2] = module.largest_logit(inputs[0], kwargs.get("attn_mask"))
-
-    return hook
+def _keep_logit(row: list, module: nn.Module, inputs: tuple, kwargs: dict) -> None:
+    row[2] = module.largest_logit(inputs[0], kwargs.get("attn_mask"))

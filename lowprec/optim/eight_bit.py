@@ -13,6 +13,7 @@ from torch import Tensor
 from lowprec.config.schema import STATISTICS, UNKNOWN_WITH_8_BITS
 from lowprec.optim.schedules import matching
 from lowprec.optim.state import MOMENTS
+from lowprec.optim.statistics import clip_global_norm
 
 BLOCK = 256  # elements that share a scale, in both libraries by default
 
@@ -67,16 +68,12 @@ class EightBitAdamW:
         if scale is not None:
             torch._foreach_mul_(grads, 1 / scale.to(grads[0].device))
         norms = torch.stack(torch._foreach_norm(grads)).float()
-        self.grad_norm = self.clipped_grad_norm = torch.linalg.vector_norm(norms)
-        factor = None
-        if self.clip_norm is not None:
-            finite_norm = torch.linalg.vector_norm(norms.masked_fill(~norms.isfinite(), 0))
-            factor = (self.clip_norm / (finite_norm + 1e-6)).clamp(max=1.0)
-            self.clipped_grad_norm = finite_norm * factor
+        clipping = clip_global_norm(norms, self.clip_norm)
+        self.grad_norm, self.clipped_grad_norm, factor = clipping
         values = {name: norms.new_zeros(len(self.params)) for name in STATISTICS}
         values["grad_norm"][rows] = norms
         values["grad_abs_max"][rows] = torch.stack(torch._foreach_norm(grads, math.inf))
-        if factor is not None:
+        if self.clip_norm is not None:
             torch._foreach_mul_(grads, factor)
         finite = norms.isfinite()
         self.all_finite = finite.all()

@@ -31,6 +31,7 @@ from lowprec.optim.state import (
 from lowprec.optim.statistics import (
     STATISTICS,
     ShardReduction,
+    clip_global_norm,
     expand_rows,
     index_on,
     local,
@@ -171,7 +172,9 @@ class StableAdamW(torch.optim.Optimizer):
         gradients = update_all.gradients(unscale)
         grad_norms = gradients.squares.sqrt()
         applied = self._decide(grad_norms)
-        factor = unscale * self._clip_global_norm(grad_norms)
+        clipping = clip_global_norm(grad_norms, self.clip_norm)
+        self.grad_norm, self.clipped_grad_norm, clip_factor = clipping
+        factor = unscale * clip_factor
         sizes = torch.tensor([float(p.numel()) for p in params])
         sizes = self._on_device("sizes", sizes, device)
         h, is_clipped = self._hyperparameters(params, rows, applied)
@@ -219,16 +222,6 @@ class StableAdamW(torch.optim.Optimizer):
             if veto is not None:
                 applied = applied & (veto.to(grad_norms.device) == 0).reshape(())
         return applied
-
-    def _clip_global_norm(self, grad_norms: Tensor) -> Tensor:
-        """Factor, 0-d, that bounds the global norm; records the norm before and after."""
-        self.grad_norm = self.clipped_grad_norm = torch.linalg.vector_norm(grad_norms)
-        if self.clip_norm is None:
-            return torch.ones_like(self.grad_norm)
-        finite_norm = torch.linalg.vector_norm(grad_norms.masked_fill(~grad_norms.isfinite(), 0))
-        factor = (self.clip_norm / (finite_norm + 1e-6)).clamp(max=1.0)
-        self.clipped_grad_norm = finite_norm * factor
-        return factor
 
     def _hyperparameters(
         self, params: list[Tensor], rows: tuple[int, ...], applied: Tensor
