@@ -88,8 +88,8 @@ def differing_overrides() -> str:
     if not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN:
         return ""
     overrides = HydraConfig.get().overrides.task
-    own = [text for text in overrides if text.partition("=")[0] in _swept or not _swept]
-    return without_secrets(" ".join(own))
+    differing = [text for text in overrides if text.partition("=")[0] in _swept or not _swept]
+    return without_secrets(" ".join(differing))
 
 
 def beside_chance(chance: dict[str, float], score: str) -> str:

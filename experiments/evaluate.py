@@ -11,10 +11,8 @@ images that the converted and the unconverted model assign to the same class.
 """
 
 import dataclasses
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from experiments.entry import beside_chance, run_command
 from lowprec.config.check import ConfigError
@@ -22,9 +20,6 @@ from lowprec.config.preflight import preflight
 from lowprec.config.schema import Config, EvaluationConfig, key
 from lowprec.data.open import open_data
 from lowprec.runs.read import encode_row, read_config
-
-if TYPE_CHECKING:
-    from lowprec.train.build import Built
 
 
 @dataclass
@@ -70,13 +65,25 @@ def main(config: EvaluateConfig) -> None:
         raise ConfigError([f"{run} has evaluation=none: choose zero_shot, retrieval or both"])
     preflight(trained, training=False)
     # a refused command loads no torch
+    from lowprec.nn.inference import memory_ratio, to_int8
     from lowprec.train.build import build
     from lowprec.train.checkpoint import find_checkpoint, step_of
 
     built = build(trained, open_data(trained, training=False))
     checkpoint = find_checkpoint(run)
     built.state.load(checkpoint)
-    results, chance = evaluate(built, config.precision.recipe)
+    evaluation, model = built.evaluation(), built.task.model
+    converts = config.precision.recipe == "int8_inference"
+    if converts and not built.layers:
+        raise ConfigError([f"{trained.model.name} has no layer that int8_inference converts"])
+    results = evaluation(model)
+    if converts:
+        before = evaluation.predictions
+        to_int8(model, [layer.name for layer in built.layers])
+        results = {**evaluation(model), "int8/memory_ratio": memory_ratio(model)}
+        if before is not None:
+            agrees = evaluation.predictions == before
+            results["int8/agreement"] = agrees.double().mean().item()
     facts = {"precision": config.precision.recipe, "autocast": trained.precision.autocast}
     row = {"step": step_of(checkpoint), "val": trained.data.val, **facts, **results}
     with open(run / "evaluations.jsonl", "a") as file:
@@ -84,7 +91,7 @@ def main(config: EvaluateConfig) -> None:
     print(f"{'step':28} {row['step']} of {trained.num_steps}")
     print(f"{'val':28} {row['val']}")
     for name, value in results.items():
-        print(f"{name:28} {value:.4f}{beside_chance(chance, name)}")
+        print(f"{name:28} {value:.4f}{beside_chance(evaluation.chance, name)}")
 
 
 def evaluated_config(trained: Config, config: EvaluateConfig) -> Config:
@@ -110,28 +117,6 @@ def evaluated_config(trained: Config, config: EvaluateConfig) -> Config:
         device=config.device,
         compile=False,
     )
-
-
-def evaluate(built: "Built", recipe: str) -> tuple[dict[str, float], dict[str, float]]:
-    """Evaluates a loaded model as configured, converted to int8 if requested.
-
-    Returns the results and the chance levels.
-    """
-    from lowprec.nn.inference import memory_ratio, to_int8
-
-    evaluation, model = built.evaluation(), built.task.model
-    if recipe == "as_trained":
-        return evaluation(model), evaluation.chance
-    if not built.layers:
-        sys.exit(f"{built.config.model.name} has no layer that precision={recipe} converts")
-    evaluation(model)
-    before = evaluation.predictions
-    to_int8(model, [layer.name for layer in built.layers])
-    results = {**evaluation(model), "int8/memory_ratio": memory_ratio(model)}
-    if before is not None:
-        agrees = evaluation.predictions == before
-        results["int8/agreement"] = agrees.double().mean().item()
-    return results, evaluation.chance
 
 
 if __name__ == "__main__":

@@ -45,8 +45,8 @@ def main(config: ExportConfig) -> None:
         sys.exit(
             "precision.autocast needs precision=int8_inference: otherwise weights do not change"
         )
-    if near := nearest_path(config.source):
-        sys.exit(f"source={config.source} does not exist{near}")
+    if hint := nearest_path(config.source):
+        sys.exit(f"source={config.source} does not exist{hint}")
     try:
         if config.precision.recipe == "int8_inference":
             state = write_int8(Path(config.source), Path(config.out), config.precision.autocast)

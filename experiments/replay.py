@@ -123,8 +123,8 @@ def main(config: ReplayConfig, changes: list[str], multirun: bool = False) -> No
                 replayed[name] = replay(variant, state, config.step, last, keeps_scaler=keeps)
             except CheckpointError as error:
                 faults.append(f"{name}: {error}")
-    own = [] if config.change_from is None else [f"change_from={config.change_from}"]
-    stem = "_".join([f"step_{config.step}", *own, *changes]).replace("/", "-")[:120]
+    since = [] if config.change_from is None else [f"change_from={config.change_from}"]
+    stem = "_".join([f"step_{config.step}", *since, *changes]).replace("/", "-")[:120]
     protocol = protocol_of(**trained["diagnostics"]["spikes"])
     print(report(run / "replays" / stem, config.step, recorded, replayed, protocol))
     if faults:
@@ -307,12 +307,12 @@ def table(frames: dict[str, pd.DataFrame], step: int, protocol: Protocol) -> pd.
         numbers = {"loss": losses.get(step), "peak": peak, "height": height}
         rows.append({"change": name, **numbers, "rms": frame["rms"].max()})
     compared = pd.DataFrame(rows)
-    whole = compared["height"].iloc[0]
-    share = [
-        1.0 if own == whole else 0.0 if math.isinf(whole) else own / whole
-        for own in compared["height"]
+    control = compared["height"].iloc[0]
+    shares = [
+        1.0 if height == control else 0.0 if math.isinf(control) else height / control
+        for height in compared["height"]
     ]
-    compared.insert(4, "of_control", share)
+    compared.insert(4, "of_control", shares)
     return compared
 
 
@@ -353,8 +353,8 @@ def draw(figure: Figure, frames: dict[str, pd.DataFrame], record: pd.DataFrame, 
         for name, frame in frames.items():
             is_control = name == "control"
             finite = frame[column].where(frame[column].abs() < math.inf)
-            look = {"color": "black", "lw": 1.8} if is_control else {"lw": 0.9}
-            axes.plot(frame["step"], finite, label=name, **look)
+            line = {"color": "black", "lw": 1.8} if is_control else {"lw": 0.9}
+            axes.plot(frame["step"], finite, label=name, **line)
         axes.axvline(step, color=style.OTHER, lw=0.5)
     rms.axhline(Protocol.rms_threshold, color=style.OTHER, lw=0.7, ls=(0, (4, 2)))
     loss.set(ylabel="training loss")
@@ -366,9 +366,9 @@ def draw(figure: Figure, frames: dict[str, pd.DataFrame], record: pd.DataFrame, 
 def command() -> None:
     """Parses the command line: all keys that are not in ReplayConfig are changes to the run."""
     arguments = get_args_parser().parse_args()
-    own = {f.name for f in fields(ReplayConfig)}
+    own_keys = {f.name for f in fields(ReplayConfig)}
     overrides = [text for text in arguments.overrides if not text.startswith("hydra")]
-    changes = [text for text in overrides if text.partition("=")[0] not in own]
+    changes = [text for text in overrides if text.partition("=")[0] not in own_keys]
     dropped = {*changes, "-m", "--multirun"}
     sys.argv[1:] = [text for text in sys.argv[1:] if text not in dropped]
     run_command(partial(main, changes=changes, multirun=arguments.multirun), "replay", ReplayConfig)

@@ -72,8 +72,8 @@ class SweepConfig:
 
 def submit(texts: list[str]) -> None:
     """Writes the runs, then submits those that have no result and are not being trained."""
-    own = [text for text in texts if _is_own(text)]
-    options, overrides = _options(own), [text for text in texts if text not in own]
+    launching, overrides = _split(texts)
+    options = _options(launching)
     processes = max(1, options.launcher.gpus)
     runs = plan_runs(overrides, lambda config: sources_of(config, open_data(config)), processes)
     if options.dry_run:
@@ -89,15 +89,15 @@ def resubmit(texts: list[str]) -> None:
     """Submits failed or lost runs again."""
     if "--failed" not in texts:
         sys.exit("which runs? python -m experiments.sweep resubmit --failed ...")
-    own = [text for text in texts if _is_own(text)]
-    folder = _find([text for text in texts if text not in own and text != "--failed"]).folder
+    launching, overrides = _split(texts)
+    folder = _find([text for text in overrides if text != "--failed"]).folder
     with locked(folder):
         manifest = Manifest(folder)
         if not manifest.launchers():
             sys.exit("nothing in this sweep was submitted: python -m experiments.sweep submit")
         launcher = manifest.launchers()[-1]
-        options = _options([f"launcher={launcher['name']}", *own])
-        settings, keys = asdict(options.launcher), [text.partition("=")[0] for text in own]
+        options = _options([f"launcher={launcher['name']}", *launching])
+        settings, keys = asdict(options.launcher), [text.partition("=")[0] for text in launching]
         names = [key.partition(".")[2] or "name" for key in keys if key.startswith("launcher")]
         launcher |= settings if "name" in names else {name: settings[name] for name in names}
         runs = [run.index for run in manifest.runs]
@@ -188,13 +188,16 @@ def hand_over(
     print(f"{manifest.folder}: {count}" + f"; {others}" * bool(others))
 
 
-def _is_own(text: str) -> bool:
-    return text.partition("=")[0].partition(".")[0] in ("launcher", "dry_run")
+def _split(texts: list[str]) -> tuple[list[str], list[str]]:
+    """The overrides of SweepConfig, and the others."""
+    keys = ("launcher", "dry_run")
+    launching = [text for text in texts if text.partition("=")[0].partition(".")[0] in keys]
+    return launching, [text for text in texts if text not in launching]
 
 
-def _options(own: list[str]) -> SweepConfig:
+def _options(launching: list[str]) -> SweepConfig:
     """The sweep's own keys, checked."""
-    return compose_command(own, "sweep", SweepConfig)[0].config
+    return compose_command(launching, "sweep", SweepConfig)[0].config
 
 
 def _folder(overrides: list[str]) -> Path:

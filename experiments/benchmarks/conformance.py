@@ -60,7 +60,7 @@ class Rule:
     def departures(self) -> list[str]:
         """Its differences from algorithm 2, in words."""
         fields = zip(FIELDS.values(), vars(self).values(), strict=True)
-        return [words.format(own) for (words, choices), own in fields if own != choices[0]]
+        return [words.format(choice) for (words, choices), choice in fields if choice != choices[0]]
 
     def __str__(self) -> str:
         return "; ".join(self.departures) or "algorithm 2"

@@ -72,7 +72,7 @@ def main(config: LayerConfig) -> None:
 
 
 class DimBenchmark:
-    """The cases of one dim: `measured` maps (case, what, shape) to milliseconds or bytes."""
+    """The cases of one dim: `measured` maps (case, quantity, shape) to milliseconds or bytes."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class DimBenchmark:
         self.repeats, self.device, self.lines, self.modes = config.repeats, device, lines, modes
         self.cases = ["linear", *config.cases]
         self.shapes = [Shape(config.tokens, *pair) for pair in ((dim, 4 * dim), (4 * dim, dim))]
-        self.about = {"dim": dim, "tokens": config.tokens}
+        self.facts = {"dim": dim, "tokens": config.tokens}
         self.measured: dict[tuple[str, str, Shape], float] = {}
 
     def run(self) -> None:
@@ -93,10 +93,10 @@ class DimBenchmark:
         self.run_up()
         self._run_direction(self.shapes[1], "down")
         for case in self.cases:
-            for what in (*self.modes, "saved"):
-                if all((case, what, shape) in self.measured for shape in self.shapes):
-                    with self._line(case, what, self.shapes, "both") as row:
-                        row.update(self._numbers(case, what, self.shapes))
+            for quantity in (*self.modes, "saved"):
+                if all((case, quantity, shape) in self.measured for shape in self.shapes):
+                    with self._line(case, quantity, self.shapes, "both") as row:
+                        row.update(self._numbers(case, quantity, self.shapes))
 
     def run_up(self) -> None:
         """Measures dim -> 4 dim only."""
@@ -135,24 +135,24 @@ class DimBenchmark:
         return median_ms(step, self.device, self.repeats, graph=mode in ON_GPU)
 
     def _line(
-        self, case: str, what: str, shapes: list[Shape], direction: str
+        self, case: str, quantity: str, shapes: list[Shape], direction: str
     ) -> AbstractContextManager[dict]:
-        """Opens a line with times of the mode `what`, or with memory ("saved")."""
-        about = {"direction": direction, **self.about}
-        about |= {"slug": "layer_memory"} if what == "saved" else {"mode": what}
+        """Opens a line with times of the mode `quantity`, or with memory ("saved")."""
+        facts = {"direction": direction, **self.facts}
+        facts |= {"slug": "layer_memory"} if quantity == "saved" else {"mode": quantity}
         peer, name = LINEAR_PEERS.get(case), " + ".join(map(str, shapes))
         dtype = peer.dtype if peer else "bf16"
-        return self.lines.measurement(case, name, dtype, is_ours=peer is None, **about)
+        return self.lines.measurement(case, name, dtype, is_ours=peer is None, **facts)
 
-    def _numbers(self, case: str, what: str, shapes: list[Shape]) -> dict:
+    def _numbers(self, case: str, quantity: str, shapes: list[Shape]) -> dict:
         """A line's numbers, summed over shapes, next to nn.Linear's."""
 
-        def total(some_case: str, some_what: str) -> float:
-            return sum(self.measured[some_case, some_what, shape] for shape in shapes)
+        def total(some_case: str, some_quantity: str) -> float:
+            return sum(self.measured[some_case, some_quantity, shape] for shape in shapes)
 
-        base_mode = "graph" if what == "compiled" else what
-        value, base = total(case, what), total("linear", base_mode)
-        if what != "saved":
+        base_mode = "graph" if quantity == "compiled" else quantity
+        value, base = total(case, quantity), total("linear", base_mode)
+        if quantity != "saved":
             rate = sum(shape.operations for shape in shapes) / value / 1e9
             ratio = {"ratio_to": f"linear, {base_mode}", "ratio": base / value}
             return {"ms": value, "rate": rate, "rate_unit": "TFLOP/s", **ratio}
@@ -272,6 +272,6 @@ def limits_of(recipe: str) -> dict[str, tuple[float, float]]:
 
 def check(values: tuple, expected: tuple, limits: dict[str, tuple[float, float]]) -> None:
     """Raises Wrong if the relative error of a tensor is outside its limits."""
-    for name, value, right in zip(TENSORS, values, expected, strict=True):
+    for name, actual, correct in zip(TENSORS, values, expected, strict=True):
         least, most = limits[name]
-        check_error(name, value, right, most, least)
+        check_error(name, actual, correct, most, least)

@@ -68,7 +68,7 @@ class Lines:
 
     @contextlib.contextmanager
     def measurement(
-        self, case: str, shape: str, dtype: str, *, is_ours: bool = True, **more: object
+        self, case: str, shape: str, dtype: str, *, is_ours: bool = True, **facts: object
     ) -> Iterator[dict]:
         """Yields a dict for the numbers of a line, and writes the line when the block ends.
 
@@ -84,11 +84,11 @@ class Lines:
             first_line = (str(error).strip().splitlines() or [""])[0]
             reason = f"{type(error).__name__}: {first_line}"[:300]
             correct = False if isinstance(error, Wrong) else None
-            self.write(case, shape, dtype, correct=correct, reason=reason, **more)
+            self.write(case, shape, dtype, correct=correct, reason=reason, **facts)
             if is_ours and not isinstance(error, Unable):
                 self.failed.append(f"{case} {dtype} at {shape}")
         else:
-            self.write(case, shape, dtype, **more, **numbers)
+            self.write(case, shape, dtype, **facts, **numbers)
 
     def exit_if_failed(self) -> None:
         """Exits with 1 and names those of our cases that were wrong or did not run."""
@@ -98,8 +98,8 @@ class Lines:
 
 def in_words(row: dict) -> str:
     """Formats a line for the console, with the speed-up and the time saved side by side."""
-    more = [str(row[name]) for name in ("mode", "direction", "batches") if name in row]
-    text = f"{row['case']:24} {' '.join([row['shape'], *more]):50}"
+    details = [str(row[name]) for name in ("mode", "direction", "batches") if name in row]
+    text = f"{row['case']:24} {' '.join([row['shape'], *details]):50}"
     if "reason" in row:
         return f"{text} {row['reason']}"
     text += f" {row['ms']:9.4g} ms"

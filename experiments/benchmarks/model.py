@@ -79,7 +79,7 @@ class Ratios:
 
 
 def measurement(
-    lines: Lines, config: ModelConfig, case: str, batch: str, **more: object
+    lines: Lines, config: ModelConfig, case: str, batch: str, **facts: object
 ) -> contextlib.AbstractContextManager[dict]:
     """Opens the line of a case."""
     checkpointed = ", checkpointing" if config.checkpointing else ""
@@ -91,7 +91,7 @@ def measurement(
         image_size=config.model.image_size,
         patch_dropout=config.model.patch_dropout,
         compiled=config.compile and case != EAGER,
-        **more,
+        **facts,
     )
 
 
@@ -111,11 +111,11 @@ def main(config: ModelConfig) -> None:
             if case in RECIPES and expected is None:
                 raise RuntimeError("no case of open_clip to compare with")
             result = measure(config, case, device)
-            right = expected or result
-            check_error("the loss", result.loss, right.loss, LOSS_TOLERANCE)
-            gradients = (result.gradient, right.gradient)
+            reference = expected or result
+            check_error("the loss", result.loss, reference.loss, LOSS_TOLERANCE)
+            gradients = (result.gradient, reference.gradient)
             error = check_error("the first layer's gradient", *gradients, GRADIENT_TOLERANCE)
-            expected = right
+            expected = reference
             row.update(loss=round(result.loss.item(), 5), gradient_error=round(error, 5))
             row.update(ms=result.ms, rate=1000 * config.batch_size / result.ms)
             row.update(kernel_ms=result.kernel_ms, memory_gib=result.memory_gib)

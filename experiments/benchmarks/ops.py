@@ -49,8 +49,8 @@ class Operation(NamedTuple):
         values, expected = self.run(), self.expected()
         if isinstance(values, Tensor):
             values, expected = (values,), (expected,)
-        for value, right in zip(values, expected, strict=True):
-            check_error(self.case, value, right, self.most)
+        for actual, correct in zip(values, expected, strict=True):
+            check_error(self.case, actual, correct, self.most)
 
 
 def main(config: OpsConfig) -> None:
@@ -59,18 +59,18 @@ def main(config: OpsConfig) -> None:
     lines = Lines(config.run_dir, "ops", device)
     for dim in config.dims:
         for direction, sizes in (("up", (dim, 4 * dim)), ("down", (4 * dim, dim))):
-            about = {"dim": dim, "tokens": config.tokens, "direction": direction}
-            bench_shape((config.tokens, *sizes), device, config.repeats, lines, about)
+            facts = {"dim": dim, "tokens": config.tokens, "direction": direction}
+            bench_shape((config.tokens, *sizes), device, config.repeats, lines, facts)
     lines.exit_if_failed()
 
 
-def bench_shape(shape: tuple, device: torch.device, repeats: int, lines: Lines, about: dict):
+def bench_shape(shape: tuple, device: torch.device, repeats: int, lines: Lines, facts: dict):
     """Measures the operations of one layer; ratios are to the 16-bit product, which comes first."""
     name, base_ms = "x".join(map(str, shape)), {}
     for operation in operations(*shape, device):
         case, dtype = operation.case, operation.dtype
         product, _, library = case.partition(",")
-        with lines.measurement(case, name, dtype, is_ours=not library, **about) as row:
+        with lines.measurement(case, name, dtype, is_ours=not library, **facts) as row:
             operation.check()
             ms = median_ms(operation.run, device, repeats, graph=True, cold=True)
             if dtype == "bf16":
@@ -84,9 +84,9 @@ def bench_shape(shape: tuple, device: torch.device, repeats: int, lines: Lines, 
 def operations(M: int, K: int, N: int, device: torch.device) -> Iterator[Operation]:
     """Yields a layer's products, [M, K] -> [M, N]: 16-bit, then ours by format, then torch's."""
     torch.manual_seed(0)
-    kind = {"dtype": torch.bfloat16, "device": device}
-    x_MK, g_MN = torch.randn(M, K, **kind), torch.randn(M, N, **kind)
-    w_NK, bias = torch.randn(N, K, **kind) / K**0.5, torch.randn(N, **kind)
+    options = {"dtype": torch.bfloat16, "device": device}
+    x_MK, g_MN = torch.randn(M, K, **options), torch.randn(M, N, **options)
+    w_NK, bias = torch.randn(N, K, **options) / K**0.5, torch.randn(N, **options)
     yield from _products_16_bit(x_MK, w_NK, g_MN, bias)
     for dtype in FORMATS:
         yield from _quantizations(x_MK, w_NK, g_MN, dtype)

@@ -103,8 +103,8 @@ class ClippedAdamW(torch.optim.AdamW):
 def cases(device: torch.device) -> dict[str, Callable]:
     """Maps each case to `build(params)`, which returns an optimizer."""
 
-    def library(module: str, name: str, **more: object) -> Callable:
-        return library_optimizer(module, name, **OPTIONS, **more)
+    def library(module: str, name: str, **options: object) -> Callable:
+        return library_optimizer(module, name, **OPTIONS, **options)
 
     def recorded(kind: type[EightBitAdamW]) -> Callable:
         return lambda params: kind(

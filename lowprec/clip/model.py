@@ -88,9 +88,9 @@ def _named_config(config: ModelConfig, changes: dict) -> dict[str, Any]:
     named = open_clip.get_model_config(config.name)
 
     def sizes(tower: str, *names: str) -> dict:
-        own = {name: getattr(config, name) for name in names}
-        own = {name: value for name, value in own.items() if value is not None}
-        return {**named[tower], **changes, **own}
+        configured = {name: getattr(config, name) for name in names}
+        configured = {name: value for name, value in configured.items() if value is not None}
+        return {**named[tower], **changes, **configured}
 
     return {
         **named,

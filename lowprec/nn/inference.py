@@ -137,10 +137,11 @@ def memory_ratio(model: nn.Module) -> float:
     stored = original = 0
     for module in model.modules():
         if isinstance(module, Int8Linear | Int8Attention):
-            own = dict(module.named_parameters(recurse=False))
-            own |= dict(module.named_buffers(recurse=False))
-            stored += sum(tensor.nbytes for tensor in own.values())
-            original += sum(4 * t.numel() for name, t in own.items() if not name.endswith("_scale"))
+            tensors = dict(module.named_parameters(recurse=False))
+            tensors |= dict(module.named_buffers(recurse=False))
+            stored += sum(tensor.nbytes for tensor in tensors.values())
+            originals = (t for name, t in tensors.items() if not name.endswith("_scale"))
+            original += sum(4 * tensor.numel() for tensor in originals)
     if not original:
         raise ValueError("no layer of the model is int8: call to_int8(model) first")
     return stored / original

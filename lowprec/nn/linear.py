@@ -199,15 +199,16 @@ def fake_quantize_operands(
 
     With a Hadamard rotation, the summed dimension may be padded with zeros.
     """
-    operands = []
+    rounded = []
     both = zip((first, second), (product.first, product.second), SUMMED[name], strict=True)
-    for tensor, how, dim in both:
+    for tensor, operand, dim in both:
         if product.hadamard:
             tensor = reference.hadamard(tensor, dim)
-        options = {"scale": how.scale, "stochastic": how.stochastic}
-        format = parse_format(how.format)
-        operands.append(reference.fake_quantize(tensor, format, how.granularity, dtype, **options))
-    return operands
+        options = {"scale": operand.scale, "stochastic": operand.stochastic}
+        format = parse_format(operand.format)
+        tensor = reference.fake_quantize(tensor, format, operand.granularity, dtype, **options)
+        rounded.append(tensor)
+    return rounded
 
 
 def _split_outliers(x_MK: Tensor, threshold: float) -> tuple[Tensor, Tensor | None]:

@@ -66,10 +66,10 @@ class Prepared(Layers):
 
     def __str__(self) -> str:
         known = {layer.name.removesuffix(".in_proj") for layer in self}
-        rest = [name for t in self.towers.values() for name in t.others if name not in known]
+        others = [name for t in self.towers.values() for name in t.others if name not in known]
         treatments = [(layer.name, self._treatment(layer)) for layer in self]
         treatments += [(n, f"{name}, from an earlier call") for n, name in self.earlier.items()]
-        treatments += [(name, "16 bit, not in `where` or not supported") for name in rest]
+        treatments += [(name, "16 bit, not in `where` or not supported") for name in others]
         groups = {name.rpartition(".")[0]: {} for name in self.blocks}
         for name, treatment in treatments:
             block = self._block_of(name)
@@ -79,7 +79,7 @@ class Prepared(Layers):
         lines = [f"{self.recipe}: {total_share(self)}"]
         for container, group in groups.items():
             lines.append(f"  {self._describe(container)}")
-            lines += [f"    {how}: {', '.join(names)}" for how, names in group.items()]
+            lines += [f"    {text}: {', '.join(names)}" for text, names in group.items()]
         kept = [f"{count} {kind} kept" for kind, count in self.other_attention.items()]
         ours = [f"{len(self.attention)} replaced"] if self.attention else []
         if ours or kept:
@@ -108,10 +108,10 @@ class Prepared(Layers):
         if not blocks:
             return "outside blocks"
         counts = {
-            how: sum(name in blocks for name in names)
-            for how, names in (("compiled", self.compiled), ("checkpointed", self.checkpointed))
+            state: sum(name in blocks for name in names)
+            for state, names in (("compiled", self.compiled), ("checkpointed", self.checkpointed))
         }
-        texts = [how if n == len(blocks) else f"{n} {how}" for how, n in counts.items() if n]
+        texts = [state if n == len(blocks) else f"{n} {state}" for state, n in counts.items() if n]
         plural = "" if len(blocks) == 1 else "s"
         return ", ".join([f"{container or 'the model'}: {len(blocks)} block{plural}", *texts])
 
@@ -238,10 +238,10 @@ def checkpoint_blocks(
             if not _is_checkpointed(block):
                 block.forward = partial(_checkpointed, block, vars(block).get("forward"))
         elif on is False and _is_checkpointed(block):
-            own = block.forward.args[1]
+            patched = block.forward.args[1]
             del block.forward
-            if own is not None:
-                block.forward = own
+            if patched is not None:
+                block.forward = patched
         for module in modules:
             for flag in _FLAGS:
                 if getattr(module, flag, False):
@@ -267,11 +267,11 @@ def _is_kept(context: Any, op: Callable, *args: Any, **kwargs: Any) -> Checkpoin
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _checkpointed(block: nn.Module, own: Callable | None, *args: Any, **kwargs: Any) -> Any:
-    """Runs a block's forward, or `own` if its forward was patched, under checkpointing.
+def _checkpointed(block: nn.Module, patched: Callable | None, *args: Any, **kwargs: Any) -> Any:
+    """Runs a block's forward, or its patched forward if it has one, under checkpointing.
 
     The type's forward is looked up here, because fusing an MLP changes the type.
     """
-    forward = own or partial(type(block).forward, block)
+    forward = patched or partial(type(block).forward, block)
     keep = partial(create_selective_checkpoint_contexts, _is_kept)
     return checkpoint(forward, *args, use_reentrant=False, context_fn=keep, **kwargs)

@@ -138,8 +138,8 @@ def _find_layers(model: nn.Module, where: Sequence[str]) -> dict[str, str]:
     matching = {layer: name for layer, name in layers.items() if matches(layer, where)}
     idle = [p for p in where if not any(matches(layer, [p]) for layer in layers)]
     if not matching or not set(idle) <= set(LINEAR_LAYERS):  # no library has all four of these
-        few = ", ".join(list(layers)[:4]) + (", ..." if len(layers) > 4 else "") or "none"
-        raise NoLayerError(f"no linear layer matches {', '.join(idle)}; the model has: {few}")
+        examples = ", ".join(list(layers)[:4]) + (", ..." if len(layers) > 4 else "") or "none"
+        raise NoLayerError(f"no linear layer matches {', '.join(idle)}; the model has: {examples}")
     for layer, name in matching.items():
         module = model.get_submodule(name)
         if is_int8(module):

@@ -124,8 +124,9 @@ class StableAdamW(torch.optim.Optimizer):
         self.clip_norm, self.skip, self.fused = clip_norm, skip, fused
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"amsgrad": amsgrad, "maximize": maximize, "differentiable": differentiable}
-        own = zip(OWN_OPTIONS, (clip_threshold, clip_weight_decay, beta2_decay), strict=True)
-        super().__init__(params, defaults | dict(own))
+        own_options = (clip_threshold, clip_weight_decay, beta2_decay)
+        defaults |= dict(zip(OWN_OPTIONS, own_options, strict=True))
+        super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict) -> None:
         """As in torch; ValueError if an option is out of range."""
@@ -195,8 +196,8 @@ class StableAdamW(torch.optim.Optimizer):
         )
         for p, grad in zip(params, tensors.grads, strict=True):
             if p.is_complex() or grad.layout != torch.strided:
-                what = "is complex" if p.is_complex() else "has a sparse gradient"
-                raise ValueError(f"{self._describe(p)} {what}; tensors must be real and dense")
+                fault = "is complex" if p.is_complex() else "has a sparse gradient"
+                raise ValueError(f"{self._describe(p)} {fault}; tensors must be real and dense")
         shards = ShardReduction(params, lambda i: self._describe(params[i]))
         if self.fused is False:
             return PlainStep(tensors, shards)

@@ -45,8 +45,8 @@ def options_of(group: dict) -> list[float]:
         math.inf if group[name] is None else group[name]
         for name in ("beta2_decay", "clip_threshold")
     )
-    own = (threshold, float(group["clip_weight_decay"]))
-    return [*group["betas"], decay, group["eps"], group["weight_decay"], *own]
+    clipping = (threshold, float(group["clip_weight_decay"]))
+    return [*group["betas"], decay, group["eps"], group["weight_decay"], *clipping]
 
 
 def lr_on_device(lr: float | Tensor, device: torch.device) -> Tensor:
