@@ -14,18 +14,15 @@ parameters, the tensors that are not int8 become float32.
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
 
 from experiments.entry import run_command
 from experiments.evaluate import EvaluatedPrecision
+from lowprec.config.check import ConfigError
 from lowprec.config.schema import key
 from lowprec.nearest import nearest_path
 from lowprec.runs.read import read_config
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass
@@ -42,33 +39,41 @@ class ExportConfig:
 def main(config: ExportConfig) -> None:
     """Reads and writes the weights; never executes code from a .pt file."""
     if config.precision.recipe == "as_trained" and config.precision.autocast is not None:
-        sys.exit(
-            "precision.autocast needs precision=int8_inference: otherwise weights do not change"
-        )
+        raise ConfigError(["precision.autocast needs precision=int8_inference"])
     if hint := nearest_path(config.source):
-        sys.exit(f"source={config.source} does not exist{hint}")
+        raise ConfigError([f"source={config.source} does not exist{hint}"])
     try:
-        if config.precision.recipe == "int8_inference":
-            state = write_int8(Path(config.source), Path(config.out), config.precision.autocast)
-        else:
-            state = write(Path(config.source), Path(config.out))
+        export(Path(config.source), Path(config.out), config.precision)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         sys.exit(f"source={config.source} cannot be exported: {str(error).splitlines()[0]}")
-    print(f"{config.out}: {len(state)} tensors")
-    if not Path(config.out).suffix:
-        from lowprec.clip import TORCHVISION_FITS
-
-        print("import open_clip" if TORCHVISION_FITS else "from lowprec.clip import open_clip")
-        name = f"local-dir:{Path(config.out)}"
-        print(f"model, _, preprocess = open_clip.create_model_and_transforms({name!r})")
 
 
-def write(source: Path, out: Path) -> "dict[str, Tensor]":
-    """Writes the weights of a source as a file or, together with a run's config, as a folder."""
-    from lowprec.clip.export import find_weights, read_weights, write_folder, write_weights
-    from lowprec.clip.model import model_config
+def export(source: Path, out: Path, precision: EvaluatedPrecision) -> None:
+    """Writes the weights of a source: as a file, in int8 or, with a run's config, as a folder."""
+    # a refused command loads no torch
+    from lowprec.clip import TORCHVISION_FITS
+    from lowprec.clip.export import (
+        find_weights,
+        load_weights,
+        read_weights,
+        write_folder,
+        write_weights,
+    )
+    from lowprec.clip.model import build_model, model_config, set_precision
+    from lowprec.nn.inference import save_int8, to_int8
+    from lowprec.train.build import set_parameter_dtype
     from lowprec.train.checkpoint import step_of
 
+    if precision.recipe == "int8_inference":
+        trained = read_config(source)
+        trained.precision.autocast = precision.autocast or trained.precision.autocast
+        model = build_model(trained.model, trained.intervention.name)
+        set_parameter_dtype(model, trained.precision.autocast)
+        load_weights(model, source)
+        layers = set_precision(model, trained.precision)
+        save_int8(to_int8(model, [layer.name for layer in layers]), out)
+        print(f"{out}: {len(model.state_dict())} tensors")
+        return
     weights = find_weights(source)
     checkpoint = weights.resolve().parent
     run = checkpoint.parent.parent
@@ -79,31 +84,15 @@ def write(source: Path, out: Path) -> "dict[str, Tensor]":
     state = read_weights(weights)
     if out.suffix:
         write_weights(state, out, **facts)
-    else:
-        trained = read_config(run)
-        sizes = model_config(trained.model, trained.intervention.name)
-        write_folder(state, sizes, out, **facts)
-    return state
-
-
-def write_int8(run: Path, out: Path, autocast: str | None) -> "dict[str, Tensor]":
-    """Converts the model of a run's newest checkpoint to int8, writes it and returns its state.
-
-    `autocast` defaults to that of the run.
-    """
-    from lowprec.clip.export import load_weights
-    from lowprec.clip.model import build_model, set_precision
-    from lowprec.nn.inference import save_int8, to_int8
-    from lowprec.train.build import set_parameter_dtype
-
+        print(f"{out}: {len(state)} tensors")
+        return
     trained = read_config(run)
-    trained.precision.autocast = autocast or trained.precision.autocast
-    model = build_model(trained.model, trained.intervention.name)
-    set_parameter_dtype(model, trained.precision.autocast)
-    load_weights(model, run)
-    layers = set_precision(model, trained.precision)
-    save_int8(to_int8(model, [layer.name for layer in layers]), out)
-    return model.state_dict()
+    sizes = model_config(trained.model, trained.intervention.name)
+    write_folder(state, sizes, out, **facts)
+    print(f"{out}: {len(state)} tensors")
+    print("import open_clip" if TORCHVISION_FITS else "from lowprec.clip import open_clip")
+    name = f"local-dir:{out}"
+    print(f"model, _, preprocess = open_clip.create_model_and_transforms({name!r})")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ The same arguments give the same bytes, for any number of processes.
 """
 
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from experiments.entry import run_command
@@ -29,16 +29,10 @@ class MakeShapesConfig:
 
 def main(config: MakeShapesConfig) -> None:
     """Renders the set, then indexes it."""
-    out = Path(config.out)
+    options = asdict(config)
+    out = Path(options.pop("out"))
     try:
-        render_shapes(
-            out,
-            num_train=config.num_train,
-            num_val=config.num_val,
-            image_size=config.image_size,
-            seed=config.seed,
-            num_processes=config.num_processes,
-        )
+        render_shapes(out, **options)
     except (ValueError, OSError) as error:
         sys.exit(str(error))
     for split in ("train", "val") if config.num_val else ("train",):

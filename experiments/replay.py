@@ -95,10 +95,7 @@ def main(config: ReplayConfig, changes: list[str], multirun: bool = False) -> No
     if config.step not in recorded:
         raise RunError(f"{run} has recorded steps 1 to {recorded.index.max()}")
     faults: list[str] = []
-    try:
-        state, manifest = state_before(run, config.step, config.steps)
-    except CheckpointError as error:
-        raise RunError(f"{error}. {replayable(run, trained, recorded.index.max())}") from error
+    state, manifest = state_before(run, config.step, config.steps)
     if layout := manifest["provenance"].get("layout"):  # the order of a stream depends on it
         trained["num_workers"] = layout["workers"]
     variants = variants_of(trained, changes, multirun)
@@ -129,21 +126,6 @@ def main(config: ReplayConfig, changes: list[str], multirun: bool = False) -> No
     print(report(run / "replays" / stem, config.step, recorded, replayed, protocol))
     if faults:
         raise RunError("; ".join(faults))
-
-
-def replayable(run: Path, trained: dict, last: int) -> str:
-    """Says which of the steps up to `last` can be replayed, and why earlier states are missing."""
-    from lowprec.train.checkpoint import list_checkpoints, step_of
-    from lowprec.train.snapshots import list_snapshots
-
-    saved = [step_of(path) for path in (*list_snapshots(run), *list_checkpoints(run))]
-    first = min(saved, default=last) + 2
-    return (
-        f"{f'Steps {first} to {last}' if first <= last else 'None of its steps'} can be replayed: "
-        f"the run saves every {trained['save_every']} steps, keeps keep_checkpoints="
-        f"{trained['keep_checkpoints']} checkpoints and diagnostics.recorder.keep="
-        f"{trained['diagnostics']['recorder']['keep']} snapshots from before spikes"
-    )
 
 
 def variants_of(trained: dict, changes: list[str], multirun: bool) -> dict[str, ReplayedConfig]:

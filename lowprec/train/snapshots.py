@@ -118,5 +118,8 @@ def state_before(run: Path, step: int, margin: int) -> tuple[Path, dict]:
             return path, verify(path)
         except DamagedError as error:
             print(f"warning: {error}; trying another state")
-    states = ", ".join(str(path.relative_to(run)) for path in states) or "none at all"
-    raise CheckpointError(f"{run} has no intact state 2 steps before step {step}; it has: {states}")
+    names = ", ".join(str(path.relative_to(run)) for path in states) or "none at all"
+    begin = f", for step {step_of(states[0]) + 2} and later" if states else ""
+    fault = f"{run} has no intact state 2 steps before step {step}"
+    kept = "save_every, keep_checkpoints and diagnostics.recorder.keep decide what a run keeps"
+    raise CheckpointError(f"{fault}; it has: {names}{begin} ({kept})")
