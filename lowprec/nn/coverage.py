@@ -178,8 +178,11 @@ def cancel_check(model: nn.Module) -> list[str]:
 
 
 def _record_calls(model: nn.Module, _, layers: list[str]) -> None:
-    if torch.compiler.is_compiling() or any(map(_is_compiled, model.modules())):
-        return  # hooks on all modules would also be compiled
+    if torch.compiler.is_compiling():
+        return
+    if any(map(_is_compiled, model.modules())):
+        cancel_check(model)  # hooks on all modules would also be compiled
+        return
     called = set()
 
     def add(module, *_):

@@ -257,3 +257,4 @@ def test_model_with_unchecked_layers_compiles_to_one_graph(compile_blocks):
     with torch._dynamo.config.patch(error_on_recompile=True):
         outputs = [model(x) for _ in range(3)]
     assert torch.equal(outputs[0], outputs[2])
+    assert not (compile_blocks and model._forward_pre_hooks)  # nothing is left to do per forward
