@@ -64,7 +64,7 @@ def signature(heads: pd.DataFrame, *varied: str, seed: bool = True) -> pd.Series
     """A text for each run, equal for runs that agree in all settings but the varied ones."""
     free = {key for name in varied for key in belongs(heads, name)}
     keys = [key for key in columns(heads) if key not in free]
-    texts = [heads[key].map(written) for key in [*keys, *(["seed"] if seed else [])]]
+    texts = [map(written, heads[key]) for key in [*keys, *(["seed"] if seed else [])]]
     rows = zip(*texts, strict=True)
     return pd.Series(["|".join(row) for row in rows], index=heads.index, dtype=object)
 

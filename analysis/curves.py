@@ -78,9 +78,9 @@ def name_methods(heads: pd.DataFrame) -> pd.DataFrame:
     for _, group in heads.groupby(["model.name", "method"]):
         settings = pd.Series("", index=group.index)
         for key in comparison.columns(group):
-            texts = group[key].map(comparison.written)
-            if texts[texts != ""].nunique() > 1:
-                settings += f", {comparison.short(key)}=" + texts.replace("", "unknown")
+            texts = list(map(comparison.written, group[key]))
+            if len({*texts} - {""}) > 1:
+                settings += [f", {comparison.short(key)}={text or 'unknown'}" for text in texts]
         settings = _tell_repeats_apart(settings.str.removeprefix(", "), group)
         if settings.any():
             order = {setting: i for i, setting in enumerate(sorted(set(settings)))}

@@ -72,7 +72,7 @@ class Evidence:
     """The runs and benchmark lines at or below some folders; a copied run counts once."""
 
     def __init__(self, roots: list[Path | str]):
-        self.roots = roots
+        self.roots, self.files = roots, {}
         tables = [pd.DataFrame(columns=["run", "path", "experiment", "state", "scale"])]
         for root in roots:
             with contextlib.suppress(NoRunsError):  # it may hold benchmark lines alone
@@ -93,7 +93,7 @@ class Evidence:
             counted = [study for study in studies if (study, at) not in NOT_COUNTED]
             part = table[table["experiment"].isin(counted) & (table["scale"] == at)]
             if len(part):
-                return Runs(part)
+                return Runs(part, files=self.files)
         raise lacking("", studies, scale)
 
     def outcomes(self, studies: Sequence[str], scale: str = "") -> pd.DataFrame:

@@ -37,8 +37,11 @@ class Runs:
     `summaries` has one row per run, from its status and config alone; `root` is the folder or URL.
     """
 
-    def __init__(self, summaries: pd.DataFrame, root: Path | str | None = None):
+    def __init__(
+        self, summaries: pd.DataFrame, root: Path | str | None = None, files: dict | None = None
+    ):
         self.summaries, self.root = summaries.reset_index(drop=True), root
+        self.files = {} if files is None else files  # by path: what `_rows_of` has read
 
     def __len__(self) -> int:
         return len(self.summaries)
@@ -50,7 +53,7 @@ class Runs:
 
     def only(self, run: str) -> "Runs":
         """One run by name; no other run's files are read."""
-        return Runs(self.summaries[self.summaries["run"] == run])
+        return Runs(self.summaries[self.summaries["run"] == run], files=self.files)
 
     @cached_property
     def runs(self) -> pd.DataFrame:
@@ -124,11 +127,14 @@ class Runs:
     @cached_property
     def _rows(self) -> dict[str, list[tuple[list[dict], list[str]]]]:
         """For each of ROW_FILES: the rows of each run, and notes on damage."""
-        runs = self.summaries.to_dict("records")
-        return {
-            "metrics": [read_metrics(run) for run in runs],
-            **{name: [read_row_file(run, name) for run in runs] for name in ("timing", "events")},
-        }
+        of_runs = [self._rows_of(run) for run in self.summaries.to_dict("records")]
+        return {name: [rows[name] for rows in of_runs] for name in ROW_FILES}
+
+    def _rows_of(self, run: dict) -> dict[str, tuple[list[dict], list[str]]]:
+        if run["path"] not in self.files:
+            others = {name: read_row_file(run, name) for name in ("timing", "events")}
+            self.files[run["path"]] = {"metrics": read_metrics(run), **others}
+        return self.files[run["path"]]
 
     def _table(self, name: str, *columns: str) -> pd.DataFrame:
         frames = [pd.DataFrame(columns=["run", "step", *columns])]

@@ -98,7 +98,7 @@ def tiny_config(squares):
             "log_every": 3,
             "save_every": 4,
             "run_dir": str(run_dir),
-            "model": {"vision_width": 64, "vision_layers": 2, "text_width": 64, "text_layers": 1,
+            "model": {"vision_width": 64, "vision_layers": 1, "text_width": 64, "text_layers": 1,
                       "vocab_size": 512, "embed_dim": 32, "context_length": 8},
             "precision": {"autocast": "fp32"},
             "optimizer": {"lr": 1e-3},

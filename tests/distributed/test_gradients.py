@@ -44,7 +44,7 @@ def found(ranks, make):
                 continue
             kind = {"distributed.name": "fsdp2" if name.startswith("fsdp2") else "ddp"}
             kind |= {"distributed.local_loss": False} if name == "whole loss" else {}
-            configs[name] = make({**changes, **kind})
+            configs[name] = make({"model.vision_layers": 2, **changes, **kind})
         answer = ranks("gradients", size, configs=configs)
         assert answer["codes"] == [0] * size, answer["logs"]
         for name in configs:

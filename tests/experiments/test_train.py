@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from experiments import entry, evaluate, export, make_shapes, train
+from experiments import evaluate, export, make_shapes, train
 from experiments.evaluate import EvaluateConfig
 from experiments.export import ExportConfig
 from experiments.make_shapes import MakeShapesConfig
@@ -22,6 +23,7 @@ from lowprec.config.compose import CONF, compose_command
 from lowprec.config.preflight import preflight
 from lowprec.config.schema import Config
 from lowprec.nn.recipe import RECIPES
+from lowprec.runs import scratch
 from lowprec.runs.read import find_runs, read_config, read_rows, read_status
 from lowprec.train.metrics import Ended
 from lowprec.train.run import train_run
@@ -65,10 +67,23 @@ def work(tmp_path_factory):
     return folder
 
 
-def test_a_run_from_start_to_export(work, monkeypatch, capsys):
+@pytest.fixture
+def as_command(work, monkeypatch):
+    """`as_command(*words)`: `python -m experiments.train` with these words, in this process."""
     monkeypatch.chdir(work)
-    keys = [*TINY, "name=whole", "num_steps=10", "evaluation=both"]
-    output = end(start(*keys, cwd=work))
+    monkeypatch.setattr(sys, "stderr", sys.stderr)
+    monkeypatch.setattr(scratch, "use_own_temporary_folder", lambda: None)
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["train", *words])
+        runpy.run_path(train.__file__, run_name="__main__")
+
+    return run
+
+
+def test_a_run_from_start_to_export(work, as_command, capsys):
+    as_command(*TINY, "name=whole", "num_steps=10", "evaluation=both")
+    output = "".join(capsys.readouterr())
     assert "finished at step 10" in output and "(chance 0.0042)" in output  # of 240 classes
     [folder] = find_runs(work / "runs" / "whole")
     assert read_status(folder)["state"] == "finished" and (folder / "tensors.parquet").exists()
@@ -140,11 +155,13 @@ def test_a_run_that_had_ended_has_the_objective_of_its_end(make_config, monkeypa
 
 
 def test_a_sweep_runs_each_run_once_and_a_bad_one_does_not_stop_the_others(
-    work, monkeypatch, capsys
+    work, as_command, monkeypatch, capfd
 ):
     monkeypatch.setenv("LOWPREC_ALERT", f"sh -c 'echo $0 >> {work.parent}/alerts'")
     command = ["-m", *TINY, "name=sweep", "num_steps=2", "evaluation=none", "seed=1,2"]
-    output = end(start(*command, "batch_size=5000,16", cwd=work), code=1)
+    with pytest.raises(SystemExit, match="1"):
+        as_command(*command, "batch_size=5000,16")
+    output = "".join(capfd.readouterr())
     assert "batch_size=5000 exceeds the 200 pairs" in output
     table = [[cell.strip() for cell in line.split("\u2502")] for line in output.splitlines()]
     states = {row[1]: row[2:4] for row in table if len(row) > 4}
@@ -154,12 +171,8 @@ def test_a_sweep_runs_each_run_once_and_a_bad_one_does_not_stop_the_others(
     assert [path.name.split("-")[3] for path in runs] == ["s1", "s2"]
     alerts = (work.parent / "alerts").read_text().splitlines()
     assert {f"runs/sweep/{path.name} finished at step 2" for path in runs} <= set(alerts)
-    monkeypatch.chdir(work)
-    monkeypatch.setattr(sys, "argv", ["train", *command])
-    monkeypatch.setattr(sys, "stderr", sys.stderr)
-    monkeypatch.setattr(train, "use_own_temporary_folder", lambda: None)
-    entry.run_command(train.main, "train", preflight=preflight)
-    assert capsys.readouterr().out.count("nothing to do") == 2
+    as_command(*command)
+    assert capfd.readouterr().out.count("nothing to do") == 2
     names = {"data", "runs", "w.safetensors", ".multirun", "two.txt"}
     assert {path.name for path in work.iterdir()} <= names
 

@@ -115,8 +115,9 @@ def test_prepared_model_equals_apply_recipes(build, graphs):
 
 
 @pytest.mark.filterwarnings("ignore")  # torch.compile's own warnings
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("recipe", ["high", "switchback", "switchback_m"])
+@pytest.mark.parametrize(
+    ("recipe", "checkpointing"), [("high", True), ("switchback", True), ("switchback_m", False)]
+)
 def test_blocks_of_a_tower_share_one_compilation(recipe, checkpointing, graphs):
     torch.compiler.reset()
     counters.clear()
@@ -177,7 +178,7 @@ def test_recomputation_keeps_the_attention_output(build):
 
 @pytest.mark.filterwarnings("ignore")  # torch.compile's own warnings
 def test_later_call_replaces_all_of_the_earlier_one(graphs):
-    model, loss_of = make(open_clips)
+    model, loss_of = make(timms)
     expected = gradients(model, loss_of)
     prepare_for_training(model, "switchback", skip_slow=False, checkpointing=True)
     quantized = gradients(model, loss_of)
@@ -189,8 +190,9 @@ def test_later_call_replaces_all_of_the_earlier_one(graphs):
     assert layers.compiled == layers.checkpointed == []
     assert not any("forward" in vars(module) for module in model.modules())
     for _ in range(2):  # the second time, the forward on the inputs runs compiled blocks
-        layers = prepare_for_training(model, "switchback", inputs=clip_inputs(), skip_slow=False)
-        assert all(layer.called for layer in layers) and len(layers.compiled) == 4
+        inputs = clip_inputs()[:1]
+        layers = prepare_for_training(model, "switchback", inputs=inputs, skip_slow=False)
+        assert all(layer.called for layer in layers) and len(layers.compiled) == 2
     assert_near(gradients(model, loss_of), quantized)
 
 

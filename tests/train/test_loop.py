@@ -78,10 +78,10 @@ def test_details_and_blocks_are_recorded_when_they_are_due(make_config, run_once
     assert set(of_blocks) == {"step", *BLOCK_STATISTICS}
     u_max, u_mean = details["u_max"], details["u_mean"]
     assert (u_max >= u_mean).all() and (u_mean > 0).all() and not details["grad_nan"].any()
-    assert of_blocks["logit_max"].shape == (4, 3) and np.isfinite(of_blocks["logit_max"]).all()
+    assert of_blocks["logit_max"].shape == (4, 2) and np.isfinite(of_blocks["logit_max"]).all()
     runs = load_runs(tmp_path)
     means = runs.tensors("visual.transformer.*", stat="feature_mean")
-    assert list(means["step"]) == [1, 4, 8, 12] and means.shape[1] == 4
+    assert list(means["step"]) == [1, 4, 8, 12] and means.shape[1] == 3
     assert "visual.conv1.weight" in runs.tensors("visual.conv1.weight", stat="u_max")
 
 
