@@ -29,7 +29,6 @@ class MakeShardsConfig:
     caption: str = key("title", "column of the captions")
     label: str | None = key(None, "column of class numbers, for zero-shot accuracy")
     skip_bad: bool = key(False, "leave out the rows that cannot be read")
-    num_processes: int | None = key(None, "null: one per core", least=1)
 
 
 def main(config: MakeShardsConfig) -> None:
@@ -40,10 +39,9 @@ def main(config: MakeShardsConfig) -> None:
     if near := nearest_path(table):
         sys.exit(f"table={table} does not exist{near}")
     columns = [config.image, config.caption, *([config.label] if config.label else [])]
-    processes = config.num_processes
     try:
-        bad = write_shards(table, out, columns, skip_bad=config.skip_bad, num_processes=processes)
-        shards = open_shards(f"{out}/*.tar", name="shards", accept=True, num_processes=processes)
+        bad = write_shards(table, out, columns, config.skip_bad)
+        shards = open_shards(f"{out}/*.tar", name="shards", accept=True)
     except (ValueError, OSError, csv.Error) as error:
         sys.exit(f"table={table}: {error}")
     left_out = f", {bad} rows left out" if bad else ""

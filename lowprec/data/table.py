@@ -3,50 +3,50 @@
 import csv
 import io
 import shutil
-from functools import partial
 from pathlib import Path
 
 from PIL import Image
-from webdataset import TarWriter
+from rich.console import Console
+from rich.progress import track
+from webdataset import ShardWriter
 
 from lowprec.config.patterns import listing
-from lowprec.data.jobs import num_cores, run_jobs
 from lowprec.data.loader import BAD_IMAGE, decode_caption, decode_image
 from lowprec.data.tar import parse_label
 from lowprec.nearest import nearest
 
 SAMPLES_PER_SHARD = 2000
 LISTED = 100  # bad rows in a message
-Row = tuple[int, dict]  # its line in the table, and its fields by column
 
 
-def write_shards(
-    table: Path, out: Path, columns: list[str], *, skip_bad: bool, num_processes: int | None
-) -> int:
+def write_shards(table: Path, out: Path, columns: list[str], skip_bad: bool = False) -> int:
     """Writes the rows of a table as `out/00000.tar`, ...; a sample's key is its line in the table.
 
-    `columns` names the columns of images, captions and, optionally, class numbers; paths are
-    relative to the table. `out` appears when it is complete. Returns the number of rows that
-    training could not read, which are left out if `skip_bad`.
+    `columns` names the columns of images, captions and, optionally, class numbers. `out` appears
+    when it is complete. If `skip_bad`, rows that training could not read are left out and counted.
 
-    Raises ValueError with the faults of all such rows otherwise or if no row is good, and for an
+    Raises ValueError with all faults of the rows otherwise or if no row is good, and for an
     existing `out` or a missing column; csv.Error if the file is no table.
     """
     if out.exists():
         raise ValueError(f"{out} exists; delete it, or choose another folder")
     rows, faults = read_table(table, columns), []
-    unfinished = out.with_name(f".{out.name}.partial")
+    # absolute: ShardWriter takes what begins like `pipe:` for a command
+    unfinished = out.absolute().with_name(f".{out.name}.partial")
     shutil.rmtree(unfinished, ignore_errors=True)  # of an interrupted command
     unfinished.mkdir(parents=True)
     try:
-        starts = range(0, len(rows), SAMPLES_PER_SHARD)
-        jobs = [
-            (unfinished / f"{n:05}.tar", rows[start : start + SAMPLES_PER_SHARD])
-            for n, start in enumerate(starts)
-        ]
-        write = partial(_write_shard, folder=table.parent, columns=columns)
-        for of_shard in run_jobs(write, jobs, num_processes or num_cores(), f"writing {out}"):
-            faults += of_shard
+        pattern = str(unfinished).replace("%", "%%") + "/%05d.tar"
+        options = {"maxcount": SAMPLES_PER_SHARD, "verbose": 0, "encoder": False, "mtime": 0}
+        with ShardWriter(pattern, **options) as shards:
+            for line, row in track(rows, f"writing {out}", console=Console(stderr=True)):
+                try:
+                    sample = _sample(table.parent, row, columns)
+                except BAD_IMAGE as error:
+                    reason = getattr(error, "strerror", None) or error
+                    faults.append(f"line {line} ({row[columns[0]]}): {reason}")
+                else:
+                    shards.write({"__key__": f"{line:09}", **sample})
         if len(faults) == len(rows) or faults and not skip_bad:
             listed = listing(faults, "\n  ", LISTED)
             raise ValueError(f"{len(faults)} of {len(rows)} rows cannot be read:\n  {listed}")
@@ -56,8 +56,8 @@ def write_shards(
     return len(faults)
 
 
-def read_table(path: Path, columns: list[str]) -> list[Row]:
-    """The rows of a file with tabs, commas or semicolons; ValueError unless it has the columns."""
+def read_table(path: Path, columns: list[str]) -> list[tuple[int, dict]]:
+    """Line and fields of each row; ValueError unless the first line names the columns."""
     with open(path, encoding="utf-8-sig", newline="") as file:
         separator = max("\t,;", key=file.readline().count)
         file.seek(0)
@@ -69,34 +69,15 @@ def read_table(path: Path, columns: list[str]) -> list[Row]:
         return [(lines.line_num, row) for row in lines]
 
 
-def _write_shard(job: tuple[Path, list[Row]], *, folder: Path, columns: list[str]) -> list[str]:
-    """Writes the good rows of a shard; returns the faults of the others."""
-    path, rows = job
-    faults = []
-    with open(path, "wb") as file, TarWriter(file, encoder=False, mtime=0) as tar:
-        for line, row in rows:
-            try:
-                if None in row or None in row.values():
-                    raise ValueError("more or fewer fields than columns")
-                members = _members(folder, *(row[name] for name in columns))
-            except BAD_IMAGE as error:
-                reason = getattr(error, "strerror", None) or error
-                faults.append(f"line {line} ({row[columns[0]]}): {reason}")
-            else:
-                tar.write({"__key__": f"{line:09}", **members})
-    if len(faults) == len(rows):
-        path.unlink()  # an index refuses an empty shard
-    return faults
-
-
-def _members(folder: Path, image: str, caption: str, label: str | None = None) -> dict[str, bytes]:
-    """The files of a sample, by suffix; raises one of BAD_IMAGE if training could not read them."""
-    data, text = (folder / image).read_bytes(), caption.encode()
+def _sample(folder: Path, row: dict, columns: list[str]) -> dict[str, bytes]:
+    """The files of a row, by suffix; raises one of BAD_IMAGE if training could not read them."""
+    if None in row or None in row.values():
+        raise ValueError("more or fewer fields than columns")
+    image, *texts = [row[name] for name in columns]
+    data, (caption, *labels) = (folder / image).read_bytes(), [text.encode() for text in texts]
     decode_image(data, size=1)
-    decode_caption(text)
+    decode_caption(caption)
+    if any(parse_label(label) < 0 for label in labels):
+        raise ValueError(f"the class is {row[columns[2]]!r}, not a number")
     suffix = {"PNG": "png", "WEBP": "webp"}.get(Image.open(io.BytesIO(data)).format, "jpg")
-    if label is None:
-        return {suffix: data, "txt": text}
-    if parse_label(label.encode()) < 0:
-        raise ValueError(f"the class is {label!r}, not a number")
-    return {suffix: data, "txt": text, "cls": label.encode()}
+    return dict(zip((suffix, "txt", "cls"), (data, caption, *labels), strict=False))

@@ -24,7 +24,7 @@ def param_groups(
     `set_learning_rate` multiplies the rate of a group by its `lr_scale`, see `lr_scales`. The order
     of the parameters does not depend on it. Locked parameters are left out.
     """
-    scales = lr_scales([name for name, _ in model.named_parameters()], lr_scale or {})
+    scales = lr_scales(model, lr_scale or {})
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     groups = []
     for (decays, scale), params in groupby(
@@ -41,24 +41,24 @@ def lock(model: nn.Module, lr_scale: Mapping[str, float]) -> None:
 
     Raises ValueError if none would be left, or for batch norm, whose statistics would still change.
     """
-    scales = lr_scales([name for name, _ in model.named_parameters()], lr_scale)
+    scales = lr_scales(model, lr_scale)
     if not any(scales.values()):
         raise ValueError("no parameter would be trained")
-    for owner, module in model.named_modules():
-        for name, p in module.named_parameters(prefix=owner, recurse=False):
-            if scales[name] > 0:
-                continue
-            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+    for name, p in model.named_parameters():
+        if scales[name] == 0:
+            owner = name.rpartition(".")[0]
+            if isinstance(model.get_submodule(owner), nn.modules.batchnorm._BatchNorm):
                 raise ValueError(f"{owner} is batch norm, whose statistics would still change")
             p.requires_grad_(False)
 
 
-def lr_scales(names: Sequence[str], patterns: Mapping[str, float]) -> dict[str, float]:
+def lr_scales(model: nn.Module, patterns: Mapping[str, float]) -> dict[str, float]:
     """The factor of each parameter's learning rate, by name: 1 unless a pattern matches.
 
     The longest pattern that matches a parameter counts; TOWERS count as the shortest. Raises
     ValueError for a pattern that matches nothing, see `matching`.
     """
+    names = [name for name, _ in model.named_parameters()]
     scales = dict.fromkeys(names, 1.0)
     for pattern in sorted(patterns, key=lambda name: (name not in TOWERS, len(name), name)):
         scales.update(dict.fromkeys(matching(names, [pattern]), patterns[pattern]))

@@ -76,6 +76,13 @@ def test_every_row_is_read_by_training(photos, tmp_path, monkeypatch, delimiter,
     assert len(list((tmp_path / "out").glob("*.tar"))) == 3
 
 
+def test_the_folder_is_never_a_command_or_a_pattern(photos, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    table = write_table(photos / "good.csv", GOOD)
+    main(MakeShardsConfig(table, "pipe:touch canary #/out %d"))
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe:touch canary #"]
+
+
 def test_labels_and_other_names_of_columns(photos, tmp_path):
     rows = [("ignored", n, caption, path) for n, (path, caption) in enumerate(GOOD)]
     table = write_table(photos / "t.csv", rows, header=("x", "class", "text", "path"))
@@ -124,19 +131,19 @@ def test_a_wrong_file_column_or_folder_is_named(photos, tmp_path, changes, fault
 
 def test_an_interrupted_command_starts_again(photos, tmp_path, monkeypatch):
     table = write_table(photos / "good.csv", GOOD)
-    config = MakeShardsConfig(table, str(tmp_path / "out"), num_processes=1)
+    config = MakeShardsConfig(table, str(tmp_path / "out"))
     left = tmp_path / ".out.partial"  # as SIGKILL leaves it
     left.mkdir()
     (left / "00001.tar").write_bytes(b"half")
-    write = tables._write_shard
 
-    def interrupted(*args, **options):
-        write(*args, **options)
+    def interrupted(*args):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(tables, "_write_shard", interrupted)
+        patch.setattr(tables, "decode_caption", interrupted)
         main(config)
     assert not list(tmp_path.iterdir())
+    left.mkdir()
+    (left / "00001.tar").write_bytes(b"half")
     main(config)
     assert [path.name for path in (tmp_path / "out").glob("*.tar")] == ["00000.tar"]
