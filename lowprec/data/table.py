@@ -16,7 +16,6 @@ from lowprec.data.tar import parse_label
 from lowprec.nearest import nearest
 
 SAMPLES_PER_SHARD = 2000
-LISTED = 100  # bad rows in a message
 
 
 def write_shards(table: Path, out: Path, columns: list[str], skip_bad: bool = False) -> int:
@@ -48,7 +47,7 @@ def write_shards(table: Path, out: Path, columns: list[str], skip_bad: bool = Fa
                 else:
                     shards.write({"__key__": f"{line:09}", **sample})
         if len(faults) == len(rows) or faults and not skip_bad:
-            listed = listing(faults, "\n  ", LISTED)
+            listed = listing(faults, "\n  ", limit=100)
             raise ValueError(f"{len(faults)} of {len(rows)} rows cannot be read:\n  {listed}")
         unfinished.rename(out)
     finally:
@@ -63,9 +62,8 @@ def read_table(path: Path, columns: list[str]) -> list[tuple[int, dict]]:
         file.seek(0)
         lines = csv.DictReader(file, delimiter=separator)
         names = lines.fieldnames or []
-        for name in columns:
-            if name not in names:
-                raise ValueError(f"no column {name} in {', '.join(names)}{nearest(name, names)}")
+        for name in (name for name in columns if name not in names):
+            raise ValueError(f"no column {name} in {', '.join(names)}{nearest(name, names)}")
         return [(lines.line_num, row) for row in lines]
 
 
