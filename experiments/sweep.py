@@ -35,8 +35,7 @@ from lowprec.config.compose import compose_command
 from lowprec.config.schema import key
 from lowprec.data.open import open_data
 from lowprec.nearest import nearest
-from lowprec.runs.durable import DiskError
-from lowprec.runs.read import ENDED, RecordFileError, is_copy
+from lowprec.runs.read import ENDED, is_copy
 from lowprec.sweep import local, slurm
 from lowprec.sweep.plan import Manifest, locked, plan_runs, refuse_processes
 from lowprec.sweep.status import ACTIVE, TO_RESUBMIT, TO_SUBMIT, ask_queue, show, states, summary
@@ -251,7 +250,7 @@ def command(arguments: list[str]) -> None:
         VERBS[verb](texts)
     except ConfigError as error:
         refuse(error)
-    except (RunError, DiskError, RecordFileError) as error:
+    except RunError as error:
         sys.exit(str(error))
     except KeyboardInterrupt:
         sys.exit("\nInterrupted. Submitted runs continue; the verb `cancel` stops them.")

@@ -33,7 +33,7 @@ class ConfigError(ValueError):
 
 
 class RunError(RuntimeError):
-    """A run cannot continue; the user sees the message without a traceback."""
+    """A run cannot be made or read; the user sees the message without a traceback."""
 
 
 def check(raw: dict, schema: type = Config) -> Any:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from lowprec.config.check import RunError
+
 SAMPLE = np.dtype(
     [
         ("image_offset", "<i8"),
@@ -21,7 +23,7 @@ OPEN_LIMIT = 128  # tables and files open at a time
 SEAL = 32  # bytes of the digest at the end of an index file
 
 
-class ShardError(RuntimeError):
+class ShardError(RunError):
     """A shard or its index can no longer be read; the message names it."""
 
 

@@ -5,8 +5,10 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
+from lowprec.config.check import RunError
 
-class DiskError(OSError):
+
+class DiskError(RunError, OSError):
     """A file cannot be written; the message gives its path, the reason and the free space."""
 
     def __init__(self, path: Path, error: OSError):

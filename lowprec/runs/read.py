@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from lowprec.config.check import ConfigError, check
+from lowprec.config.check import ConfigError, RunError, check
 from lowprec.config.schema import Config
 from lowprec.nearest import nearest_path
 
@@ -71,7 +71,7 @@ def _int64(digits: str) -> int:
 DECODER = json.JSONDecoder(parse_int=_int64)
 
 
-class RecordFileError(ValueError):
+class RecordFileError(RunError, ValueError):
     """A file of a record cannot be used; the message names it and says why."""
 
 
