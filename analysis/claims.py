@@ -6,14 +6,13 @@ folders. A claim about accuracy has one row at paper scale and one at mini scale
 are judged at the largest scale that has runs.
 """
 
-import argparse
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from analysis import evidence, judges, paper, style
+from analysis import cli, evidence, judges, paper, style
 from analysis.evidence import HIGHEST, MARGINS, NO_RUNS, UNDECIDED, Evidence, Finding, equal, larger
 from analysis.load import NoRunsError
 from analysis.run_files import as_path
@@ -184,7 +183,7 @@ NOTE = (
 
 def main(arguments: list[str]) -> int:
     """Runs the command; returns its exit status."""
-    parser = argparse.ArgumentParser(
+    parser = cli.Parser(
         prog="python -m analysis.make claims", description="Judge the paper's claims."
     )
     text = "folders of runs and lines, or their URLs [runs]"

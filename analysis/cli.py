@@ -1,18 +1,41 @@
 """Shared by the commands: a user's mistake prints one line, and few warnings are shown."""
 
+import argparse
 import functools
 import signal
 import sys
 import warnings
 from collections.abc import Callable
+from typing import NoReturn
 
 from analysis.load import NoRunsError
+from lowprec.nearest import nearest
 
 Main = Callable[[list[str] | None], int]
 
 
 class ChoiceError(ValueError):
     """A choice that does not exist or is ambiguous; the message lists the valid ones."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Parses flags; a mistake raises ChoiceError, with the nearest flag for an unknown one."""
+
+    def parse_known_args(
+        self, args: list[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Refuses unknown flags before required ones are missed."""
+        args = sys.argv[1:] if args is None else args
+        flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        for flag in (text.partition("=")[0] for text in args if text.startswith("--")):
+            if not any(known.startswith(flag) for known in flags):
+                near = nearest(flag, flags)
+                self.error(f"{flag}: no such flag; there are {', '.join(flags)}{near}")
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """Raises ChoiceError instead of printing the usage."""
+        raise ChoiceError(message)
 
 
 def entry(main: Main) -> Main:
@@ -26,6 +49,8 @@ def entry(main: Main) -> Main:
             print(f"error: {error}", file=sys.stderr)
         except (FileExistsError, NotADirectoryError) as error:
             print(f"error: {error.filename} is not a folder", file=sys.stderr)
+        except OSError as error:
+            print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
         return 2
 
     return answer

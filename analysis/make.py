@@ -119,9 +119,7 @@ def experiment_of(figure) -> str:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m analysis.make", description="Draw a figure from runs."
-    )
+    parser = cli.Parser(prog="python -m analysis.make", description="Draw a figure from runs.")
     parser.add_argument("slug", help=f"all, or: {', '.join(figures.slugs())}")
     parser.add_argument("--runs", default="runs", help="folder of runs, or its URL [runs]")
     parser.add_argument("--out", type=Path, default=Path("figures"), help="folder [figures]")

@@ -40,7 +40,7 @@ WIDE = 30  # ratio of the largest to the smallest value on a logarithmic axis
 @cli.entry
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
-    parser = argparse.ArgumentParser(
+    parser = cli.Parser(
         prog="python -m analysis.plot",
         description=__doc__.partition("\n\n")[2],
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -54,12 +54,12 @@ def main(arguments: list[str] | None = None) -> int:
         raise ChoiceError(f"{wrong[0]!r}: KEY=VALUE is expected, such as y=loss")
     choices = dict(word.split("=", 1) for word in options.words)
     named = {name: choices.pop(name, None) for name in ("y", "x", "hue", "facet")}
+    stem = options.out.with_suffix("") if options.out.suffix == ".png" else options.out
+    stem.parent.mkdir(parents=True, exist_ok=True)
     frame = query(load_runs(options.runs), **named, where=choices)
     with style.style():
         figure = Figure(layout="constrained")
         draw(frame, figure)
-        stem = options.out.with_suffix("") if options.out.suffix == ".png" else options.out
-        stem.parent.mkdir(parents=True, exist_ok=True)
         for kind in ("png", "pdf"):
             figure.savefig(f"{stem}.{kind}")
     plotted(frame).to_csv(f"{stem}.csv", index=False, lineterminator="\n")
@@ -130,8 +130,9 @@ def recorded(runs: Runs, name: str) -> pd.DataFrame:
         table = runs.tensors(tensor or "*", statistic)
     except LookupError as error:
         names = sorted({*runs.metrics, *runs.timing} - {"run", "step"})
-        near = nearest(name, names)
-        raise ChoiceError(f"y={name}: {error}; other names: {', '.join(names)}{near}") from None
+        others = f"not recorded; there are {', '.join(names)}, and STATISTIC/TENSOR"
+        reason = error if tensor else others
+        raise ChoiceError(f"y={name}: {reason}{nearest(name, names)}") from None
     y = table.drop(columns=["run", "step"]).max(axis=1)
     return table[["run", "step"]].assign(y=y).drop_duplicates(["run", "step"], keep="last")
 

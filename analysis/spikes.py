@@ -96,9 +96,7 @@ def _text(table: pd.DataFrame) -> str:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m analysis.spikes", description="Lists the spikes of runs."
-    )
+    parser = cli.Parser(prog="python -m analysis.spikes", description="Lists the spikes of runs.")
     parser.add_argument("--run", required=True, help="a run directory, a folder of runs, or a URL")
     parser.add_argument("--tensor", default=TENSOR, help=f"glob of tensors [{TENSOR}]")
     parser.add_argument(

@@ -1,5 +1,6 @@
 """Runs an entry point, after checking its whole command line."""
 
+import argparse
 import signal
 import sys
 from collections.abc import Callable
@@ -11,7 +12,15 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
 from lowprec.config.check import ConfigError, RunError, check
-from lowprec.config.compose import CONF, compose_command, explain, further_commands, plain, register
+from lowprec.config.compose import (
+    CONF,
+    compose_command,
+    differing_values,
+    explain,
+    further_commands,
+    plain,
+    register,
+)
 from lowprec.config.patterns import without_secrets
 from lowprec.config.place import place
 from lowprec.config.schema import Config
@@ -33,23 +42,20 @@ def run_command(
     `task` returns is the objective of a sweeper such as Optuna's.
     """
     register(schema)
-    arguments = get_args_parser().parse_args()
+    arguments = parse_command()
     helps = arguments.hydra_help or arguments.help or arguments.shell_completion
     if helps:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ends quietly under `| head`
     commands: list[list[str]] = []
+    differing: set[str] = set()
     try:
-        if refused := [f"--{n.replace('_', '-')}" for n in FLAGS if getattr(arguments, n)]:
-            raise ConfigError([f"{flag}: only configs in conf/ are read" for flag in refused])
         if arguments.multirun and (size := place()[1]) > 1:
             instead = f"python -m experiments.sweep submit ... launcher.gpus={size}"
             raise ConfigError([f"-m does not run in {size} processes; use {instead}"])
         if not helps:
             multirun, overrides = arguments.multirun, arguments.overrides
             runs = compose_command(overrides, entry, schema, multirun=multirun, preflight=preflight)
-            by_run = [set(run.overrides) for run in runs]
-            differing = set.union(*by_run) - set.intersection(*by_run)
-            _swept.update(text.partition("=")[0] for text in differing)
+            differing = set().union(*differing_values([run.overrides for run in runs]))
             if multirun and issubclass(schema, Config):
                 commands = further_commands(overrides)
     except ConfigError as error:
@@ -60,9 +66,9 @@ def run_command(
 
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name=entry)
     def run(composed: Any) -> Any:
-        if arguments.multirun:
-            number = HydraConfig.get().job.num + 1
-            print(f"[{number}]", differing_overrides(), flush=True)
+        _swept.update(differing)  # here, since a launcher may call this in another process
+        if own := differing_overrides():
+            print(f"[{HydraConfig.get().job.num + 1}] {own}", flush=True)
         try:
             return task(check(plain(composed), schema))
         except (ConfigError, RunError) as error:
@@ -75,6 +81,19 @@ def run_command(
     _run_each(run, commands)
 
 
+def parse_command() -> argparse.Namespace:
+    """The command line as Hydra reads it; refuses other flags, and those that name a config."""
+    arguments, unknown = get_args_parser().parse_known_args()
+    named = [f"--{name.replace('_', '-')}" for name in FLAGS if getattr(arguments, name)]
+    faults = [f"{flag}: only configs in conf/ are read" for flag in named]
+    for flag in (text.partition("=")[0] for text in unknown if text.startswith("-")):
+        key = flag.strip("-").replace("-", "_")
+        faults.append(f"{flag}: no such flag (--help, -m, --cfg); a key is written {key}=...")
+    if faults:
+        refuse(ConfigError(faults))
+    return arguments
+
+
 def runs_a_sweep() -> bool:
     """Whether this process trains the runs of a sweep one after another."""
     if not HydraConfig.initialized():
@@ -83,13 +102,16 @@ def runs_a_sweep() -> bool:
     return job.mode == RunMode.MULTIRUN and "BasicLauncher" in job.launcher._target_
 
 
+def run_overrides() -> list[str]:
+    """The overrides of a run of a sweep, without secrets; none for a single run."""
+    if not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN:
+        return []
+    return [without_secrets(text) for text in HydraConfig.get().overrides.task]
+
+
 def differing_overrides() -> str:
     """The overrides in which a run of a sweep differs from the others; "" for a single run."""
-    if not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN:
-        return ""
-    overrides = HydraConfig.get().overrides.task
-    differing = [text for text in overrides if text.partition("=")[0] in _swept or not _swept]
-    return without_secrets(" ".join(differing))
+    return " ".join(text for text in run_overrides() if text.partition("=")[0] in _swept)
 
 
 def beside_chance(chance: dict[str, float], score: str) -> str:

@@ -31,12 +31,11 @@ from itertools import chain, islice
 from pathlib import Path
 
 import pandas as pd
-from hydra._internal.utils import get_args_parser
 from matplotlib.figure import Figure
 
 from analysis import style
 from analysis.spike_marks import TENSOR
-from experiments.entry import run_command
+from experiments.entry import parse_command, run_command
 from lowprec.config.check import ConfigError, RunError, check
 from lowprec.config.combinations import combination_faults
 from lowprec.config.compose import change, expand_sweep
@@ -85,8 +84,6 @@ class ReplayedConfig(Config):
 
 def main(config: ReplayConfig, changes: list[str], multirun: bool = False) -> None:
     """Replays the control and each variant; prints and writes a comparison."""
-    from lowprec.train.snapshots import state_before
-
     run = Path(config.run)
     trained = to_dict(read_config(run))
     trained["run_dir"], trained["model"]["init_from"] = str(run), None
@@ -94,6 +91,9 @@ def main(config: ReplayConfig, changes: list[str], multirun: bool = False) -> No
     recorded = pd.Series({row["step"]: row["loss"] for row in scan_rows(run / "metrics.jsonl")[0]})
     if config.step not in recorded:
         raise RunError(f"{run} has recorded steps 1 to {recorded.index.max()}")
+    variants_of(trained, changes, multirun)  # refuses wrong changes before torch is imported
+    from lowprec.train.snapshots import state_before
+
     faults: list[str] = []
     state, manifest = state_before(run, config.step, config.steps)
     if layout := manifest["provenance"].get("layout"):  # the order of a stream depends on it
@@ -347,7 +347,7 @@ def draw(figure: Figure, frames: dict[str, pd.DataFrame], record: pd.DataFrame, 
 
 def command() -> None:
     """Parses the command line: all keys that are not in ReplayConfig are changes to the run."""
-    arguments = get_args_parser().parse_args()
+    arguments = parse_command()
     own_keys = {f.name for f in fields(ReplayConfig)}
     overrides = [text for text in arguments.overrides if not text.startswith("hydra")]
     changes = [text for text in overrides if text.partition("=")[0] not in own_keys]

@@ -212,22 +212,25 @@ def _console() -> Console:
 
 
 def _sweeps(texts: list[str]) -> list[Path]:
-    """The folders of all sweeps beside the one with these overrides."""
+    """The folders of all sweeps beside the one that `experiment=`, `name=` and `run_dir=` name."""
+    allowed = ("experiment", "name", "run_dir")
+    unknown = {text.partition("=")[0] for text in texts}.difference(allowed)
+    faults = [unknown_key(name, allowed) for name in sorted(unknown)]
+    faults += [f"{text}: key=value is expected" for text in texts if not text.partition("=")[2]]
+    if faults:
+        raise ConfigError(faults)
     folders = (path.parent for path in _folder(texts).parent.glob("*/sweep.json"))
     return sorted(folder for folder in folders if not is_copy((folder.name,)))
 
 
 def _find(texts: list[str]) -> Manifest:
     """The sweep that `experiment=`, `name=` and `run_dir=` name, or the only one there is."""
-    keys, allowed = {text.partition("=")[0] for text in texts}, ("experiment", "name", "run_dir")
-    if unknown := sorted(keys - set(allowed)):
-        raise ConfigError([unknown_key(name, allowed) for name in unknown])
-    folder = _folder(texts)
+    keys, folder = {text.partition("=")[0] for text in texts}, _folder(texts)
     names = [path.name for path in _sweeps(texts)]
     if not keys & {"experiment", "name"} and len(names) == 1:
         folder = folder.parent / names[0]
     if not (folder / "sweep.json").exists():
-        others = f"there are {', '.join(names)}" if names else "nothing was submitted there"
+        others = f"the sweeps are {', '.join(names)}" if names else "nothing was submitted there"
         raise ConfigError([f"{folder}: no such sweep; {others}{nearest(folder.name, names)}"])
     return Manifest(folder)
 
@@ -243,10 +246,11 @@ def command(arguments: list[str]) -> None:
     if verb in ("-h", "--help"):
         print(__doc__.strip())
         return
-    if verb not in VERBS:
-        fault = f"{verb}: no such verb{nearest(verb, list(VERBS))}\n" if verb else ""
-        sys.exit(f"{fault}python -m experiments.sweep {'|'.join(VERBS)} key=value ...")
     try:
+        if verb not in VERBS:
+            verbs = [name for name in VERBS if name != "train"]  # that one is for launchers
+            fault = f"{verb or 'no verb'}: one of {', '.join(verbs)} is expected"
+            raise ConfigError([fault + nearest(verb, verbs)])
         VERBS[verb](texts)
     except ConfigError as error:
         refuse(error)

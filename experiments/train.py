@@ -24,9 +24,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
-from experiments.entry import beside_chance, differing_overrides, run_command, runs_a_sweep
+from experiments.entry import (
+    beside_chance,
+    differing_overrides,
+    run_command,
+    run_overrides,
+    runs_a_sweep,
+)
 from lowprec.config.place import place
 from lowprec.config.preflight import preflight
 from lowprec.config.schema import Config
@@ -34,6 +39,9 @@ from lowprec.runs.attempts import STOPPED
 from lowprec.runs.identity import label
 from lowprec.runs.read import RecordFileError, read_last_row, read_status
 from lowprec.runs.scratch import use_own_temporary_folder
+from lowprec.sweep.status import print_table, setting_columns
+
+MAIN_SCORES = ("zero_shot/top1", "retrieval/image_to_text_r1")  # in the table of a sweep
 
 
 class ProgressBar:
@@ -88,7 +96,7 @@ def main(config: Config, expected: str | None = None, results: list | None = Non
 
     Returns the objective for a sweeper such as Optuna's: the loss of the last step, infinite if the
     run diverged; of a run that had ended before, as its record says.
-    Appends the run's name, state and last row to `results`.
+    Appends the run's overrides, state and last row to `results`.
     """
     results = [] if results is None else results
     sys.stderr = sys.__stderr__  # see the end of this file
@@ -111,7 +119,7 @@ def main(config: Config, expected: str | None = None, results: list | None = Non
                 time.sleep(1)  # the rank that failed says why, before this exit ends all ranks
                 sys.exit(1)
             finally:
-                results.append((progress.name, state, progress.last))
+                results.append((run_overrides(), state, progress.last))
     stops = ended is not None and ended.stop_requested and runs_a_sweep()
     if stops or (ended is not None and ended.state == "preempted"):
         print("stopped; the same command continues" + " the sweep" * runs_a_sweep())
@@ -119,20 +127,21 @@ def main(config: Config, expected: str | None = None, results: list | None = Non
     return math.inf if ended is not None and ended.state == "diverged" else progress.loss
 
 
-def show_results(results: list[tuple[str, str, dict]]) -> None:
+def show_results(results: list[tuple[list[str], str, dict]]) -> None:
     """Prints a table of the runs of a sweep that were trained in this process."""
-    scores = sorted({key for _, _, row in results for key in row if "/" in key})
-    table = Table("run", "state", "step", "loss", *scores)
-    for name, state, row in results:
+    names, settings = setting_columns([overrides for overrides, _, _ in results])
+    scores = [key for key in MAIN_SCORES if any(key in row for _, _, row in results)]
+    rows = []
+    for values, (_, state, row) in zip(settings, results, strict=True):
         numbers = [f"{row[key]:.3f}" if key in row else "" for key in ("loss", *scores)]
-        table.add_row(escape(name), state, str(row.get("step", "")), *numbers)
-    Console().print(table)
+        rows.append([*values, state, str(row.get("step", "")), *numbers])
+    print_table([*names, "state", "step", "loss", *scores], rows, Console())
 
 
 if __name__ == "__main__":
     if place()[2]:  # one rank per machine reports the faults of a command
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (until main is reached)
-    trained: list[tuple[str, str, dict]] = []
+    trained: list[tuple[list[str], str, dict]] = []
     try:
         run_command(partial(main, results=trained), "train", preflight=preflight)
     finally:

@@ -7,7 +7,8 @@ import importlib
 import sys
 
 from experiments.benchmarks.configs import BENCHMARKS
-from experiments.entry import run_command
+from experiments.entry import refuse, run_command
+from lowprec.config.check import ConfigError
 from lowprec.config.schema import Config
 from lowprec.nearest import nearest
 
@@ -17,7 +18,7 @@ def main() -> None:
     name = sys.argv.pop(1) if len(sys.argv) > 1 else ""
     if name not in BENCHMARKS:
         hint = nearest(name, BENCHMARKS)
-        sys.exit(f"benchmark {name!r}: name one of {', '.join(BENCHMARKS)}{hint}")
+        refuse(ConfigError([f"benchmark {name!r}: name one of {', '.join(BENCHMARKS)}{hint}"]))
     schema = BENCHMARKS[name]
 
     def run(config: object) -> None:

@@ -21,6 +21,7 @@ from lowprec.nearest import nearest
 MISSING = "???"
 PASSWORD = re.compile(r"(?<=//)[^/\s@]*:[^/\s]*@")  # user and password of a URL
 COMPARE = {"least": operator.ge, "above": operator.gt, "most": operator.le, "below": operator.lt}
+OF_SWEEPS = ("launcher", "dry_run")  # keys of experiments.sweep that a run does not have
 REMOVED = {"distributed.gather_with_grad": True}  # keys of old records, with their only value
 
 
@@ -69,6 +70,9 @@ def public_name(attribute: str) -> str:
 
 def unknown_key(path: str, legal: Iterable[str]) -> str:
     """The fault for a key that the schema does not have."""
+    root = path.partition(".")[0]
+    if root in OF_SWEEPS and root not in legal:
+        return f"{path}: only experiments.sweep has this key"
     group = path.rpartition(".")[0]
     siblings = [k.rpartition(".")[2] for k in legal if k.rpartition(".")[0] == group]
     allowed = f" ({group or 'the root'} has {', '.join(siblings)})" if siblings else ""
@@ -106,7 +110,7 @@ def _value(path: str, value: Any, f: Any, faults: list[str]) -> Any:
     if container is None:
         return _element(path, value, kind, f, faults)
     if not isinstance(value, container):
-        faults.append(f"{path}={_written(value)}: {_expectation(f)} is expected")
+        faults.append(f"{path}={_written(value)}: {_expectation(f, value)} is expected")
         return None
     inner = typing.get_args(kind)[-1]
     if container is list:
@@ -124,15 +128,15 @@ def _element(path: str, item: Any, kind: type, f: Any, faults: list[str]) -> Any
             f"{path}={item}: a password in a URL would be written into the run's record; put it "
             "into ~/.netrc and the line `netrc` into ~/.curlrc"
         )
-    if kind is float and type(item) is int:
-        item = float(item)
+    if type(item) is int and kind in (float, str):  # a folder's name may be a number
+        item = kind(item)
     if choices and item not in choices:
         allowed = ", ".join(map(str, choices))
         near = nearest(str(item), choices)
         faults.append(f"{path}={_written(item)}: one of {allowed} is expected{near}")
     elif type(item) is not kind or not _within(item, _bounds(f)):
-        meaning = f" ({f.metadata['doc']})" if item is None else ""
-        faults.append(f"{path}={_written(item)}: {_expectation(f)} is expected{meaning}")
+        doc = f.metadata["doc"]
+        faults.append(f"{path}={_written(item)}: {_expectation(f, item)} is expected ({doc})")
     return item
 
 
@@ -147,14 +151,17 @@ def _within(item: Any, bounds: dict[str, float]) -> bool:
     return all(COMPARE[name](item, bound) for name, bound in bounds.items())
 
 
-def _expectation(f: Any) -> str:
-    """The values that a field allows, in words: `a number > 0 or null`."""
+def _expectation(f: Any, item: Any) -> str:
+    """The values that a field allows instead of `item`, in words: `a number > 0 or null`."""
     words = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text"}
-    words |= {list[str]: "a list such as [a,b]", dict: "a map"}
+    names = ",".join(map(str, f.metadata["choices"][:2])) or "a,b"
+    words |= {list[str]: f"a list such as [{names}]", dict: "a map"}
     words |= {dict[str, float]: "a map of names to numbers"}
     signs = {"least": ">=", "above": ">", "most": "<=", "below": "<"}
     kind, is_optional = _kind(f)
-    limits = " and ".join(f"{signs[n]} {bound}" for n, bound in _bounds(f).items())
+    is_large = isinstance(item, int | float) and item >= 2**31
+    bounds = _bounds(f) if is_large else f.metadata["bounds"]
+    limits = " and ".join(f"{signs[n]} {bound}" for n, bound in bounds.items())
     return f"{words[kind]} {limits}".strip() + " or null" * is_optional
 
 

@@ -8,7 +8,7 @@ at once, before anything else happens. No other module reads Hydra's grammar or 
 import copy
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import dataclass, fields, is_dataclass
 from fnmatch import fnmatchcase
@@ -97,6 +97,13 @@ def expand_sweep(overrides: list[str], schema: type, faults: list[str]) -> list[
         faults.append(f"this sweep has more than {MOST_RUNS:,} runs")
         return runs[:1]
     return runs
+
+
+def differing_values(runs: Sequence[Sequence[str]]) -> list[dict[str, str]]:
+    """By key, the values of each run's overrides that not all runs share."""
+    shared = set.intersection(*map(set, runs)) if runs else set()
+    own = [[text for text in run if text not in shared] for run in runs]
+    return [{_key(text): text.partition("=")[2] for text in texts} for texts in own]
 
 
 def further_commands(overrides: list[str]) -> list[list[str]]:

@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from lowprec.config.compose import differing_values
 from lowprec.runs.read import ENDED, RecordFileError, read_last_row, read_status, scan_rows
 from lowprec.sweep import local, slurm
 from lowprec.sweep.plan import Manifest, Submission, is_locked
@@ -131,22 +133,45 @@ def _time_left(state: State, config: dict) -> str:
     return str(timedelta(seconds=round(images / state.images_per_s)))
 
 
+def setting_columns(runs: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+    """Short names of the keys in which runs differ by their overrides, and each run's values."""
+    own = differing_values(runs)
+    keys = list(dict.fromkeys(key for values in own for key in values))
+    leaves = [key.rpartition(".")[2] for key in keys]
+    names = [
+        leaf if leaves.count(leaf) == 1 else key for key, leaf in zip(keys, leaves, strict=True)
+    ]
+    return names, [[values.get(key, "") for key in keys] for values in own]
+
+
+def print_table(names: list[str], rows: list[list[str]], console: Console) -> None:
+    """Prints a table without its empty columns; long values are folded, not cut."""
+    filled = [i for i in range(len(names)) if any(row[i] for row in rows)]
+    columns = [Column(names[i].replace("/", "\n"), overflow="fold") for i in filled]
+    table = Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for row in rows:
+        table.add_row(*(Text(row[i]) for i in filled))
+    console.print(table)
+
+
 def show(manifest: Manifest, run_states: list[State], queue: dict | None, console: Console) -> None:
-    """Prints a row per run: its overrides and progress; below it reasons, collapses, a summary."""
+    """Prints a row per run: its settings and progress; below it reasons, collapses, a summary.
+
+    A folder is named by its digest, the end of its name.
+    """
     scores = list(dict.fromkeys(name for state in run_states for name in state.scores))[:1]
-    names = ("run", "overrides", "state", "step", "loss", *scores, "images/s", "left", "folder")
-    table = Table(*(Column(name, overflow="fold") for name in names))
-    overrides = [set(run.overrides) for run in manifest.runs]
-    shared = set.intersection(*overrides) if overrides else set()
-    lines = []
-    for state, run in zip(run_states, manifest.runs, strict=True):
-        name = " ".join(text for text in run.overrides if text not in shared) or run.label
+    keys, settings = setting_columns([run.overrides for run in manifest.runs])
+    names = ["run", *(keys or ["label"]), "state", "step", "loss", *scores]
+    rows, lines = [], []
+    for state, run, values in zip(run_states, manifest.runs, settings, strict=True):
+        own = zip(keys, values, strict=True)
+        name = " ".join(f"{key}={value}" for key, value in own if value) or run.label
         step = f"{state.step}/{run.config['num_steps']}"
         loss = "" if state.loss is None else f"{state.loss:.3f}"
         numbers = [f"{state.scores[key]:.3f}" if key in state.scores else "" for key in scores]
         numbers += ["" if state.images_per_s is None else f"{state.images_per_s:,.0f}"]
-        row = [str(run.index), Text(name), state.state, step, loss, *numbers]
-        table.add_row(*row, _time_left(state, run.config), Text(Path(run.directory).name))
+        numbers += [_time_left(state, run.config), run.directory.rpartition("-")[2]]
+        rows.append([str(run.index), *(values or [run.label]), state.state, step, loss, *numbers])
         if state.reason:
             line = f"run {run.index} ({name}) {state.state}: {state.reason}"
             log = manifest.log_of(run.index)
@@ -157,8 +182,8 @@ def show(manifest: Manifest, run_states: list[State], queue: dict | None, consol
                 lines.append(f"run {run.index} ({name}) collapsed: {event['collapsed']}")
     if queue is None:
         lines.append("squeue does not answer: the states of queued runs are the last known ones")
-    console.print(table)
-    for parent in dict.fromkeys(manifest.directory_of(run.index).parent for run in manifest.runs):
-        console.print(f"folders in {parent}", markup=False, highlight=False, soft_wrap=True)
-    for line in (*lines, *manifest.faults, summary(run_states)):
+    print_table([*names, "images/s", "left", "folder"], rows, console)
+    parents = dict.fromkeys(manifest.directory_of(run.index).parent for run in manifest.runs)
+    folders = [f"folders: {parent}/*-FOLDER" for parent in parents]
+    for line in (*folders, *lines, *manifest.faults, summary(run_states)):
         console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -86,6 +86,12 @@ def test_the_command_writes_picture_and_plotted_numbers(runs, tmp_path, capsys):
     pd.testing.assert_frame_equal(written, expected, check_dtype=False)
     assert plot.main(["--runs", str(runs.root), "loss"]) == 2
     assert "'loss': KEY=VALUE is expected" in capsys.readouterr().err
+    assert plot.main(["--rums", str(runs.root), "y=loss"]) == 2
+    assert capsys.readouterr().err.endswith(
+        "no such flag; there are --help, --runs, --out; nearest: --runs\n"
+    )
+    assert plot.main(["--runs", str(runs.root), "--out", "/proc/x/mine"]) == 2
+    assert capsys.readouterr().err == "error: /proc/x: No such file or directory\n"
 
 
 def chance_lines(ax):

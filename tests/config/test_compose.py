@@ -43,6 +43,11 @@ BAD = {  # command: parts of its message
     "accumulate=3": ("batch_size=128 is not a multiple of accumulate=3",),
     "distributed=fsdp2 diagnostics.recorder.enabled=true": ("recorder.enabled=true", "use ddp"),
     "resume.from=x model.init_from=y": ("resume.from", "model.init_from"),
+    # wrong types
+    "num_steps=abc": ("num_steps='abc': a whole number >= 1 is expected (number of optimizer",),
+    "resume.from=3": ("resume.from=3: no such run or checkpoint",),
+    "launcher.gpus=two": ("launcher: only experiments.sweep has this key",),
+    "precision.where=c_fc": ("precision.where='c_fc': a list such as [in_proj,out_proj]",),
     # combinations
     "precision=fp16": ("autocast=fp16", "scaler=none", "scaler=dynamic or scaler=fixed"),
     "schedule.warmup_steps=2000": ("schedule.warmup_steps=2000", "num_steps=1000"),
@@ -88,6 +93,7 @@ BAD = {  # command: parts of its message
 }
 GOOD = {  # command: number of runs
     "": 1,
+    "name=3 run_dir=7": 1,
     "optimizer=adamw8bit_bnb optimizer.paged=true optimizer.override_32bit=[visual.conv1]": 1,
     "data.val=null evaluation=none": 1,
     "model=open_clip model.name=ViT-B-16 intervention=kq_norm model.patch_dropout=0.5": 1,
@@ -262,6 +268,27 @@ def test_a_sweep_in_one_command_is_refused_in_several_processes(monkeypatch, cap
     with pytest.raises(SystemExit, match="2"):
         entry.run_command(None, "train")
     assert "experiments.sweep submit ... launcher.gpus=2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [["--num-steps", "5"], ["--num-steps=5"]])
+def test_an_unknown_flag_is_refused_with_the_way_to_write_a_key(monkeypatch, capsys, flags):
+    monkeypatch.setattr(sys, "argv", ["train", *flags])
+    with pytest.raises(SystemExit, match="2"):
+        entry.run_command(None, "train")
+    assert "--num-steps: no such flag" in (printed := capsys.readouterr().err)
+    assert "a key is written num_steps=..." in printed
+
+
+@pytest.mark.parametrize(
+    ("seeds", "printed"),
+    [("1", ["ran []"]), ("1,2", ["[1] seed=1", "ran [seed=1]", "[2] seed=2", "ran [seed=2]"])],
+)
+def test_a_run_of_a_sweep_prints_only_what_differs(monkeypatch, capsys, tmp_path, seeds, printed):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(entry, "_swept", set())
+    monkeypatch.setattr(sys, "argv", ["train", "-m", f"seed={seeds}", "num_steps=2"])
+    entry.run_command(lambda config: print(f"ran [{entry.differing_overrides()}]"), "train")
+    assert capsys.readouterr().out.splitlines() == printed
 
 
 def test_help_explains_each_key_with_its_default():

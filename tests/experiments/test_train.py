@@ -163,10 +163,9 @@ def test_a_sweep_runs_each_run_once_and_a_bad_one_does_not_stop_the_others(
         as_command(*command, "batch_size=5000,16")
     output = "".join(capfd.readouterr())
     assert "batch_size=5000 exceeds the 200 pairs" in output
-    table = [[cell.strip() for cell in line.split("\u2502")] for line in output.splitlines()]
-    states = {row[1]: row[2:4] for row in table if len(row) > 4}
-    assert states["batch_size=5000 seed=1"] == ["failed", ""]
-    assert states["batch_size=16 seed=2"] == ["finished", "2"]
+    table = [line.split() for line in output.splitlines()]
+    assert ["5000", "1", "failed"] in table
+    assert ["16", "2", "finished", "2"] in [row[:4] for row in table]
     runs = find_runs(work / "runs" / "sweep")
     assert [path.name.split("-")[3] for path in runs] == ["s1", "s2"]
     alerts = (work.parent / "alerts").read_text().splitlines()

@@ -8,13 +8,14 @@ import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 
 from experiments import sweep
 from lowprec.runs import durable
 from lowprec.runs.durable import DiskError
 from lowprec.runs.read import find_runs, read_status
 from lowprec.sweep.plan import Manifest
-from lowprec.sweep.status import states
+from lowprec.sweep.status import print_table, setting_columns, states
 
 GPUS = ["launcher=slurm", "launcher.gpus=8"]
 
@@ -36,8 +37,9 @@ def run(verb, *texts):
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (["sumbit"], 1, "nearest: submit"),
-        ([""], 1, r"submit\|status\|resubmit\|cancel\|wait"),
+        (["sumbit"], 2, "nearest: submit"),
+        ([""], 2, "one of submit, status, resubmit, cancel, wait is expected"),
+        (["status", "name"], 2, "name: key=value is expected"),
         (["status"], 2, "nothing was submitted there"),
         (["status", "nmae=a"], 2, "nmae: no such key.*nearest: name"),
         (["resubmit"], 1, "resubmit --failed"),
@@ -154,11 +156,18 @@ def test_status_shows_speed_accuracy_time_left_and_folder(here, tiny, no_launche
         capsys.readouterr()
         assert run("status") == 0
     (row,) = [line for line in capsys.readouterr().out.splitlines() if "running" in line][:1]
-    cells = [cell.strip() for cell in row.split("\u2502")[1:-1]]
-    assert cells == [
-        *("1", "optimizer.lr=0.002", "running", "20/100", "3.000", "0.250", "4", "0:05:20"),
-        directory.name,
-    ]
+    digest = directory.name.rpartition("-")[2]
+    assert row.split() == f"1 0.002 running 20/100 3.000 0.250 4 0:05:20 {digest}".split()
+
+
+def test_a_narrow_table_shows_uncut_the_values_that_differ(capsys):
+    paths = [f"/{'folder/' * 20}{name}.tar" for name in "ab"]
+    runs = [["seed=0", f"data.train={path}", "model=nano"] for path in paths]
+    names, values = setting_columns(runs)
+    assert (names, values) == (["train"], [[path] for path in paths])
+    print_table([*names, "left"], [[*row, ""] for row in values], Console(width=60))
+    printed = capsys.readouterr().out
+    assert all(path in "".join(printed.split()) for path in paths) and "left" not in printed
 
 
 def test_status_without_a_name_lists_the_sweeps(here, tiny, no_launcher, capsys):
