@@ -131,9 +131,11 @@ class Watchdog:
         for rank in self.ranks:
             if rank.ended and rank is not self.own:
                 return rank.ended
-        silent = [rank for rank in self.ranks if now - rank.heard > SILENT_S]
-        if silent:  # while rank 0, which holds the store, is silent, the others' state is unknown
-            lost = silent[:1] if silent[0] is self.ranks[0] else silent
+        first = self.ranks[0]  # holds the store: the others' state is known up to its last report
+        known = now if now - first.heard > SILENT_S else first.heard
+        silent = [rank for rank in self.ranks if known - rank.heard > SILENT_S]
+        if silent:
+            lost = [first] if first in silent else silent
             return f"no heartbeats for {SILENT_S:g} s from {'; '.join(map(str, lost))}"
         for rank in self.ranks:
             slow = rank.doing in SLOW_WORK

@@ -63,16 +63,16 @@ def test_slow_work_may_exceed_the_timeout_but_a_step_may_not(monkeypatch, tmp_pa
 def fault(tmp_path):
     """What the watchdog of rank 0 says 101 s after the reports (beats, step, doing) of two ranks.
 
-    `silent_s`: how long ago rank 1's last heartbeat was.
+    `silent_s`: how long ago rank 1's last heartbeat was; `first_silent_s`: rank 0's.
     """
 
-    def fault(first, second, silent_s=0.0):
+    def fault(first, second, silent_s=0.0, first_silent_s=0.0):
         dog = Watchdog(Ranks(), 100, tmp_path)
         dog.close()
         dog.own.beats, dog.own.step, dog.own.doing = first
         now = time.monotonic() + 101
         peer = Heartbeat("rank 1", *second, heard=now - silent_s)
-        dog.own.heard = now
+        dog.own.heard = now - first_silent_s
         dog.ranks.append(peer)
         return dog._fault(now)
 
@@ -92,3 +92,10 @@ def test_ranks_that_save_are_not_hung(fault):
 def test_a_rank_without_heartbeats_is_named(fault):
     assert "no heartbeats" in fault((9, 4, "training"), (9, 4, "training"), silent_s=13)
     assert "rank 1 at step 4" in fault((9, 4, "training"), (9, 4, "training"), silent_s=13)
+
+
+def test_ranks_heard_until_rank_0_fell_silent_are_not_named(fault):
+    saving = (9, 4, "saving")
+    assert fault(saving, saving, silent_s=12.4, first_silent_s=11.9) is None
+    reason = fault(saving, saving, silent_s=12.9, first_silent_s=12.4)
+    assert "no heartbeats for 12 s from rank 0 (process" in reason and "rank 1" not in reason
