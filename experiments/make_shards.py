@@ -44,8 +44,7 @@ def main(config: MakeShardsConfig) -> None:
         shards = open_shards(f"{out}/*.tar", name="shards", accept=True)
     except (ValueError, OSError, csv.Error) as error:
         sys.exit(f"table={table}: {error}")
-    left_out = f", {bad} rows left out" if bad else ""
-    print(f"{out}/*.tar: {shards.num_samples} pairs{left_out}, digest {shards.digest[:12]}")
+    print(f"{out}/*.tar: {shards.num_samples} pairs, {bad} left out, digest {shards.digest[:12]}")
 
 
 if __name__ == "__main__":

@@ -115,10 +115,7 @@ def _value(path: str, value: Any, f: Any, faults: list[str]) -> Any:
     inner = typing.get_args(kind)[-1]
     if container is list:
         return [_element(path, item, inner, f, faults) for item in value]
-    return {
-        str(name): _element(f"{path}.{name}", item, inner, f, faults)
-        for name, item in value.items()
-    }
+    return {str(k): _element(f"{path}.{k}", v, inner, f, faults) for k, v in value.items()}
 
 
 def _element(path: str, item: Any, kind: type, f: Any, faults: list[str]) -> Any:

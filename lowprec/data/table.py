@@ -36,8 +36,7 @@ def write_shards(table: Path, out: Path, columns: list[str], skip_bad: bool = Fa
     unfinished.mkdir(parents=True)
     try:
         pattern = str(unfinished).replace("%", "%%") + "/%05d.tar"
-        options = {"maxcount": SAMPLES_PER_SHARD, "verbose": 0, "encoder": False, "mtime": 0}
-        with ShardWriter(pattern, **options) as shards:
+        with ShardWriter(pattern, SAMPLES_PER_SHARD, verbose=0, encoder=False, mtime=0) as shards:
             for line, row in track(rows, f"writing {out}", console=Console(stderr=True)):
                 try:
                     sample = _sample(table.parent, row, columns)

@@ -124,10 +124,10 @@ class ContrastiveTask:
                 gradients = {
                     name: leaf.grad[begin:end] if leaf.ndim else leaf.grad * is_last
                     for name, leaf in leaves.items()
+                    if features[name].requires_grad
                 }
-                trained = [name for name in gradients if features[name].requires_grad]
-                outputs = [features[name] for name in trained]
-                torch.autograd.backward(outputs, [gradients[name] for name in trained])
+                outputs = [features[name] for name in gradients]
+                torch.autograd.backward(outputs, list(gradients.values()))
             begin = end
         _set_random_state(state_after, device)
         return loss, leaves["logit_scale"].detach()

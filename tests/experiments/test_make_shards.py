@@ -107,7 +107,7 @@ def test_all_bad_rows_are_named_and_left_out_on_request(photos, tmp_path, capsys
     config.skip_bad = True
     main(config)
     assert samples(tmp_path / "deep" / "out")[1] == [caption for _, caption in GOOD]
-    assert f"{len(GOOD)} pairs, {len(BAD)} rows left out" in capsys.readouterr().out
+    assert f"{len(GOOD)} pairs, {len(BAD)} left out" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

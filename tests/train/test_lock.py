@@ -27,7 +27,8 @@ INT8 = {"precision.recipe": "switchback", "precision.backend": "reference"}
 @pytest.fixture
 def built(make_config):
     def make(lr_scale, changes=None):
-        config = make_config({"optimizer.lr_scale": lr_scale, **(changes or {})})
+        keys = {"optimizer.lr_scale": lr_scale, "model.vision_layers": 2, **(changes or {})}
+        config = make_config(keys)
         return build(config, open_data(config))
 
     return make
