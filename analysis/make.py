@@ -31,6 +31,7 @@ from lowprec.runs.environment import commit, package_version
 
 MARK_COLOR = "#A61C00"
 CHARACTERS = 15  # of a mark, for each inch
+OTHERS = "to draw runs of another experiment: --experiment NAME, or any"
 PACKAGES = ("lowprec", "matplotlib", "numpy", "pandas", "pyarrow")
 
 
@@ -49,7 +50,11 @@ def main(arguments: list[str] | None = None) -> int:
     if slug not in slugs:
         near = nearest(slug, slugs)
         raise ChoiceError(f"no figure {slug!r}{near}; there are: {', '.join(slugs)}")
-    stem, about = draw(slug, options.runs, options.out, called, options.scale, options.experiment)
+    try:
+        chosen = options.scale, options.experiment
+        stem, about = draw(slug, options.runs, options.out, called, *chosen)
+    except NoRunsError as error:
+        raise NoRunsError(f"{error}; {OTHERS}" if not options.experiment else str(error)) from None
     for kind in ("left_out", "missing"):
         for line in about[kind]:
             print(f"{kind.replace('_', ' ')}: {line}", file=sys.stderr)
@@ -109,7 +114,7 @@ def draw_all(
             for line in about["missing"]:
                 print(f"missing: {slug}: {line}", file=sys.stderr)
     if not drawn and experiment is None:
-        print("to draw runs of another experiment: --experiment NAME, or any", file=sys.stderr)
+        print(OTHERS, file=sys.stderr)
     return 1 if failed else 0 if drawn else 2
 
 
@@ -157,7 +162,8 @@ def _of_runs(
     is_own = experiment in (None, own)  # otherwise the caller chose another study
     total, missing = study.missing(own, scale, table) if is_own else (0, [])
     mark = study.mark_of_runs(drawn, total, len(missing), lost)
-    lines = [f"{', '.join(missing)}: {command(own, scale)}"] if 0 < len(missing) < total else []
+    some = ", ".join(missing[:3]) + f" and {len(missing) - 3} more" * (len(missing) > 3)
+    lines = [f"{some}: {command(own, scale)}"] if 0 < len(missing) < total else []
     columns = ["path", "digest", "state", "step", "num_steps", "note"]
     rows = json.loads(drawn[columns].to_json(orient="records"))
     for row in rows:

@@ -35,6 +35,7 @@ TABLES = {  # keys whose values have printed names, the first, and colors, the l
 }
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 WIDE = 30  # ratio of the largest to the smallest value on a logarithmic axis
+SCORES = ("zero_shot/", "retrieval/")  # whose axes are linear
 
 
 @cli.entry
@@ -54,7 +55,8 @@ def main(arguments: list[str] | None = None) -> int:
         raise ChoiceError(f"{wrong[0]!r}: KEY=VALUE is expected, such as y=loss")
     choices = dict(word.split("=", 1) for word in options.words)
     named = {name: choices.pop(name, None) for name in ("y", "x", "hue", "facet")}
-    stem = options.out.with_suffix("") if options.out.suffix == ".png" else options.out
+    is_file = options.out.suffix in (".png", ".pdf", ".csv")
+    stem = options.out.with_suffix("") if is_file else options.out
     stem.parent.mkdir(parents=True, exist_ok=True)
     frame = query(load_runs(options.runs), **named, where=choices)
     with style.style():
@@ -152,7 +154,7 @@ def draw(frame: pd.DataFrame, figure: Figure) -> None:
         if i >= len(facets):
             ax.remove()
             continue
-        if _is_wide(frame["y"]):
+        if not frame["y_name"].iloc[0].startswith(SCORES) and _is_wide(frame["y"]):
             style.log_axis(ax)
         if frame["y_name"].iloc[0] == "loss":
             curves.draw_chance(ax, frame["batch_size"])

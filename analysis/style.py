@@ -98,7 +98,7 @@ def depth_color(share: float) -> tuple[float, float, float]:
 
 def paler(shade: str | tuple, variant: int) -> tuple[float, float, float]:
     """A color, paler with each variant."""
-    share = 1 - 0.65**variant
+    share = 0.75 * (1 - 0.6**variant)
     return tuple(part + (1 - part) * share for part in to_rgb(shade))
 
 

@@ -16,6 +16,7 @@ from analysis.load import Runs
 from lowprec.diagnostics.spikes import lag_coincidence
 
 OTHER, RMS = spike_marks.OTHER, style.RMS
+LOWEST = 0.1  # RMS_t of an axis; that of a collapsed model goes to 0
 MARKS = ("step", "loss", "rms", "loss_spike", "rms_spike", "follows")
 COLUMNS = (*curves.OF_A_RUN, "num_seeds", *MARKS, *spike_marks.THRESHOLDS)
 
@@ -95,6 +96,7 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
     ax.tick_params(labelbottom=False)
     ax.set_xlim(frame["step"].min() - 1, frame["step"].max())
     below.set(ylabel=r"$\mathrm{RMS}_t$", xlabel="step")
+    below.set_ylim(bottom=max(LOWEST, 0.9 * frame["rms"].min()))
     style.log_axis(below)
     below.xaxis.set_major_formatter(EngFormatter(sep=""))
     ax.locator_params(axis="x", nbins=5)
@@ -124,7 +126,8 @@ def caption(frame: pd.DataFrame) -> str:
     text = (
         f"RMS_t of {spike_marks.TENSOR} and training loss of {curves.of_runs(frame)}. After "
         f"figure 9, arXiv:2304.13013. {spike_marks.in_words(frame)} The loss axis ends at the "
-        "largest loss after the first tenth of training, at most at twice the first loss."
+        "largest loss after the first tenth of training, at most at twice the first loss, and "
+        f"that of RMS_t begins at {LOWEST:g} or above."
     )
     for _, run in frame.groupby("run", sort=False):
         head = run.iloc[0]

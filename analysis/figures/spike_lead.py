@@ -83,6 +83,7 @@ def draw(frame: pd.DataFrame, figure: Figure) -> None:
     axes = curves.panels(figure, len(runs) + has_spikes, 0, most=3)
     for run, ax in zip(runs, axes, strict=False):
         plot(run, ax)
+    curves.share_limits(axes[: len(runs)])
     figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=3)
     if has_spikes:
         plot_leads(frame, axes[-1])
