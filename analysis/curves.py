@@ -250,8 +250,8 @@ def draw_chance(ax: Axes, batch_sizes: pd.Series) -> None:
     for size in sorted(set(batch_sizes[batch_sizes > 0])):
         ax.hlines(np.log(size), 0, 1, transform=ax.get_yaxis_transform(), color=style.OTHER, lw=0.7,
                   linestyles="dotted", zorder=1)  # fmt: skip
-        ax.annotate(f"chance, ln {size:,}", (0.34, np.log(size)), (0, 1.5), fontsize=5.5,
-                    xycoords=ax.get_yaxis_transform(), textcoords="offset points", ha="center",
+        ax.annotate(f"chance, ln {size:,}", (0.99, np.log(size)), (0, 1.5), fontsize=5.5,
+                    xycoords=ax.get_yaxis_transform(), textcoords="offset points", ha="right",
                     color=style.OTHER, annotation_clip=True)  # fmt: skip
     ax.set_ylim(ylim)
 
