@@ -1,6 +1,7 @@
 """`experiments.make_shards` makes shards from a table of image paths and captions."""
 
 import csv
+import tarfile
 
 import numpy as np
 import pytest
@@ -74,6 +75,9 @@ def test_every_row_is_read_by_training(photos, tmp_path, monkeypatch, delimiter,
     for pixels, (name, _) in zip(images, GOOD, strict=True):
         assert np.array_equal(pixels, decode_image((photos / name).read_bytes(), 30))
     assert len(list((tmp_path / "out").glob("*.tar"))) == 3
+    with tarfile.open(tmp_path / "out" / "00000.tar") as tar:
+        kinds = [name.partition(".")[2] for name in tar.getnames()]
+    assert kinds == ["jpg", "txt", "png", "txt", "png", "txt"]
 
 
 def test_the_folder_is_never_a_command_or_a_pattern(photos, tmp_path, monkeypatch):
