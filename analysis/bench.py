@@ -19,34 +19,28 @@ PRODUCTS = ("output", "grad_input", "grad_weight")
 MAKERS = {"quantization_variance": "quant_error", "layer_memory": "benchmarks layer"}
 
 
-def load_lines(root: Path | str, *slugs: str) -> pd.DataFrame:
-    """Returns a row per line of `root/<slug>/*.jsonl` or `root/bench/<slug>/*.jsonl`.
+def load_lines(root: Path | str, slug: str) -> pd.DataFrame:
+    """Returns a row per line of `root/<slug>/*.jsonl` and `root/bench/<slug>/*.jsonl`.
 
     `file` is the line's file. If `ms` is NaN, `reason` says why the case was skipped or wrong.
     Raises NoRunsError if there are no lines, if a file is damaged, and for several devices.
     """
-    folders = [
-        folder / slug for slug in slugs for folder in (as_path(root), as_path(root) / "bench")
-    ]
+    folders = as_path(root) / slug, as_path(root) / "bench" / slug
     files = sorted(path for folder in folders for path in folder.glob("*.jsonl"))
     try:
         rows = [{**row, "file": str(file)} for file in files for row in read_rows(file)]
     except ValueError as error:
         raise NoRunsError(str(error)) from error
     if not rows:
-        kinds = "|".join(slugs)
-        makers = [
-            f"python -m experiments.{MAKERS.get(slug, f'benchmarks {slug}')}" for slug in slugs
-        ]
         raise NoRunsError(
-            f"{root}: no lines in {kinds}/*.jsonl or bench/{kinds}/*.jsonl; to make some: "
-            f"{' and '.join(makers)}"
+            f"{root}: no lines in {slug}/*.jsonl or bench/{slug}/*.jsonl; to make some: "
+            f"python -m experiments.{MAKERS.get(slug, f'benchmarks {slug}')}"
         )
     frame = pd.DataFrame(rows)
     devices = sorted(frame["device"].unique())
     if len(devices) > 1:
         raise NoRunsError(
-            f"{root}: {', '.join(slugs)} was measured on {', '.join(devices)}; a figure shows one "
+            f"{root}: {slug} was measured on {', '.join(devices)}; a figure shows one "
             "device: move the files of each into a folder of its own"
         )
     frame["ms"] = pd.to_numeric(frame["ms"])

@@ -173,7 +173,7 @@ def _of_runs(
 
 def _of_lines(figure, root: Path | str) -> tuple[pd.DataFrame, dict, str]:
     """The same for a figure of benchmark lines: files and their digests; they have no scale."""
-    lines = load_lines(root, *figure.LINES.split())
+    lines = load_lines(root, figure.LINES)
     frame = figure.query(lines)
     drawn = sorted(set(frame["file"]) - {""})
     files = [{"path": path, "sha256": _sha256(as_path(path))} for path in drawn]
@@ -185,18 +185,26 @@ def _of_lines(figure, root: Path | str) -> tuple[pd.DataFrame, dict, str]:
 
 
 def _write(stem: Path, figure, frame: pd.DataFrame, about: dict) -> None:
-    """Draws the figure with its mark at the top, then writes the four files."""
-    with style():
-        canvas = Figure(layout="constrained")
-        figure.draw(frame, canvas)
-        if about["mark"]:
-            width = int(CHARACTERS * canvas.get_figwidth())
-            text = textwrap.fill(f"Marked: {about['mark']}", width)
-            canvas.suptitle(text, x=0.01, ha="left", fontsize=6.5, color=MARK_COLOR)
-        canvas.savefig(f"{stem}.png")
-        canvas.savefig(f"{stem}.pdf", metadata={"CreationDate": None})
-    frame.to_csv(f"{stem}.csv", index=False, lineterminator="\n")
-    Path(f"{stem}.json").write_text(json.dumps(about, indent=2, allow_nan=False) + "\n")
+    """Writes the four files under temporary names, then renames them: an old figure stays whole."""
+    kinds = ("png", "pdf", "csv", "json")
+    temporary = {kind: stem.with_name(f".{stem.name}.{kind}.tmp") for kind in kinds}
+    try:
+        with style():
+            canvas = Figure(layout="constrained")
+            figure.draw(frame, canvas)
+            if about["mark"]:
+                width = int(CHARACTERS * canvas.get_figwidth())
+                text = textwrap.fill(f"Marked: {about['mark']}", width)
+                canvas.suptitle(text, x=0.01, ha="left", fontsize=6.5, color=MARK_COLOR)
+            canvas.savefig(temporary["png"], format="png")
+            canvas.savefig(temporary["pdf"], format="pdf", metadata={"CreationDate": None})
+        frame.to_csv(temporary["csv"], index=False, lineterminator="\n")
+        temporary["json"].write_text(json.dumps(about, indent=2, allow_nan=False) + "\n")
+        for kind, path in temporary.items():
+            path.rename(f"{stem}.{kind}")
+    finally:
+        for path in temporary.values():
+            path.unlink(missing_ok=True)
 
 
 def _slugs_and_scales(
