@@ -15,6 +15,7 @@ from lowprec.config.check import ConfigError, RunError, check
 from lowprec.config.compose import (
     CONF,
     compose_command,
+    config_file,
     differing_values,
     explain,
     further_commands,
@@ -38,7 +39,7 @@ def run_command(
     """Calls `task(config)` for the command line's config, or under -m for each of its runs.
 
     All configs are checked first, also by `preflight(config)`, which may raise ConfigError. Faults
-    are printed as a list, and the exit status is 2. `entry` names the config file in `conf/`. What
+    are printed as a list, and the exit status is 2. `entry` is the command's name. What
     `task` returns is the objective of a sweeper such as Optuna's.
     """
     register(schema)
@@ -64,7 +65,7 @@ def run_command(
         usage = (sys.modules["__main__"].__doc__ or "").strip()
         print(f"{usage}\n\nKeys with their defaults:\n\n{explain(entry, schema)}\n")
 
-    @hydra.main(version_base="1.3", config_path=str(CONF), config_name=entry)
+    @hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_file(entry))
     def run(composed: Any) -> Any:
         _swept.update(differing)  # here, since a launcher may call this in another process
         if own := differing_overrides():

@@ -19,6 +19,7 @@ from lowprec.config.check import ConfigError
 from lowprec.config.preflight import preflight
 from lowprec.config.schema import Config, EvaluationConfig, key
 from lowprec.data.open import open_data
+from lowprec.runs.attempts import step_of
 from lowprec.runs.read import encode_row, read_config
 
 
@@ -67,7 +68,7 @@ def main(config: EvaluateConfig) -> None:
     # a refused command loads no torch
     from lowprec.nn.inference import memory_ratio, to_int8
     from lowprec.train.build import build
-    from lowprec.train.checkpoint import find_checkpoint, step_of
+    from lowprec.train.checkpoint import find_checkpoint
 
     built = build(trained, open_data(trained, training=False))
     checkpoint = find_checkpoint(run)

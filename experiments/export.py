@@ -22,6 +22,7 @@ from experiments.evaluate import EvaluatedPrecision
 from lowprec.config.check import ConfigError
 from lowprec.config.schema import key
 from lowprec.nearest import nearest_path
+from lowprec.runs.attempts import step_of
 from lowprec.runs.read import read_config
 
 
@@ -62,7 +63,6 @@ def export(source: Path, out: Path, precision: EvaluatedPrecision) -> None:
     from lowprec.clip.model import build_model, model_config, set_precision
     from lowprec.nn.inference import save_int8, to_int8
     from lowprec.train.build import set_parameter_dtype
-    from lowprec.train.checkpoint import step_of
 
     if precision.recipe == "int8_inference":
         trained = read_config(source)

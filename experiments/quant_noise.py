@@ -16,9 +16,10 @@ from lowprec.nn.linear import compute_dtype, fake_quantize_operands
 from lowprec.nn.mlp import unfuse
 from lowprec.nn.recipe import PRODUCTS, SUMMED, Recipe
 from lowprec.ops.reference import hadamard
+from lowprec.runs.attempts import step_of
 from lowprec.runs.read import read_config
 from lowprec.train.build import Built, build
-from lowprec.train.checkpoint import find_checkpoint, step_of
+from lowprec.train.checkpoint import find_checkpoint
 
 SLUG = "quantization_variance"
 ROWS, COLUMNS = 128, 64  # of the random products

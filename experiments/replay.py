@@ -44,7 +44,7 @@ from lowprec.config.schema import Config, key
 from lowprec.data.open import open_data
 from lowprec.diagnostics.spikes import Protocol, protocol_of
 from lowprec.runs import durable
-from lowprec.runs.attempts import CheckpointError
+from lowprec.runs.attempts import CheckpointError, step_of
 from lowprec.runs.identity import to_dict
 from lowprec.runs.read import read_config, scan_rows
 
@@ -188,7 +188,7 @@ def replay(
     from lowprec.optim.loss_scaling import NoScaler
     from lowprec.optim.stable_adamw import STATISTICS
     from lowprec.train.build import build
-    from lowprec.train.checkpoint import save_checkpoint, step_of
+    from lowprec.train.checkpoint import save_checkpoint
     from lowprec.train.loop import Stepper
 
     built = build(config, open_data(config))

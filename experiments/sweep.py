@@ -35,9 +35,10 @@ from lowprec.config.compose import compose_command
 from lowprec.config.schema import key
 from lowprec.data.open import open_data
 from lowprec.nearest import nearest
+from lowprec.runs.durable import locked
 from lowprec.runs.read import ENDED, is_copy
 from lowprec.sweep import local, slurm
-from lowprec.sweep.plan import Manifest, locked, plan_runs, refuse_processes
+from lowprec.sweep.plan import Manifest, plan_runs, refuse_processes
 from lowprec.sweep.status import ACTIVE, TO_RESUBMIT, TO_SUBMIT, ask_queue, show, states, summary
 from lowprec.train.sources import sources_of
 
@@ -79,7 +80,7 @@ def submit(texts: list[str]) -> None:
         print("\n".join(run.directory for run in runs))
         return
     folder = _folder(overrides)
-    with locked(folder):
+    with locked(folder / ".lock"):
         manifest = Manifest.open(folder, COMMAND, Path.cwd())
         hand_over(manifest, manifest.add(runs), TO_SUBMIT, asdict(options.launcher))
 
@@ -90,7 +91,7 @@ def resubmit(texts: list[str]) -> None:
         sys.exit("which runs? python -m experiments.sweep resubmit --failed ...")
     launching, overrides = _split(texts)
     folder = _find([text for text in overrides if text != "--failed"]).folder
-    with locked(folder):
+    with locked(folder / ".lock"):
         manifest = Manifest(folder)
         if not manifest.launchers():
             sys.exit("nothing in this sweep was submitted: python -m experiments.sweep submit")
@@ -137,7 +138,7 @@ def wait(texts: list[str]) -> None:
 def cancel(texts: list[str]) -> None:
     """Cancels waiting runs and stops running ones, which save first."""
     folder = _find(texts).folder
-    with locked(folder):
+    with locked(folder / ".lock"):
         manifest = Manifest(folder)
         active = [s.index for s in states(manifest, ask_queue(manifest)) if s.state in ACTIVE]
         if active:  # recorded first: a run that is told to stop must not be started again

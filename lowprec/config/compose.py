@@ -54,8 +54,8 @@ def compose_command(
 ) -> list[ComposedRun]:
     """The runs that a command line asks for; ConfigError with the faults of all of them.
 
-    A fault of only some runs names the first of them. `entry` is the name of the config file in
-    `conf/`; `preflight(config)` may raise ConfigError with further faults.
+    A fault of only some runs names the first of them. `entry` is the command's name, see
+    `config_file`; `preflight(config)` may raise ConfigError with further faults.
     """
     faults: list[str] = []
     runs = expand_sweep(overrides, schema, faults)
@@ -215,7 +215,12 @@ def _compose(run: tuple[str, ...], entry: str, schema: type) -> dict:
 def _compose_files(conf: Path, choices: tuple[str, ...], entry: str, schema: type) -> DictConfig:
     register(schema)
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(conf)):
-        return hydra.compose(entry, overrides=list(choices))
+        return hydra.compose(config_file(entry), overrides=list(choices))
+
+
+def config_file(entry: str) -> str:
+    """The name of an entry point's config file in `conf/`: its own, or `tool`."""
+    return entry if (CONF / f"{entry}.yaml").exists() else "tool"
 
 
 def _axes(overrides: list[str], schema: type, faults: list[str]) -> list[list[str]]:

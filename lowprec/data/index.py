@@ -6,12 +6,10 @@ is unpacked or unpickled, and no member name is used as a path.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import sys
 import tarfile
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -70,8 +68,9 @@ def open_shards(
     _index_all(sources, files, catalog, promised, num_processes, name)
     if promised:
         _refuse_changes(promised, _digests(catalog), name, pattern)
-    with contextlib.suppress(OSError), _lock(file.parent):  # read-only: the next start looks
-        durable.replace(file, sealed(catalog))
+    with contextlib.suppress(OSError):  # read-only: the next start looks
+        with durable.locked(file.parent / ".lock"):
+            durable.replace(file, sealed(catalog))
     return Shards(sources, files, catalog)
 
 
@@ -113,7 +112,13 @@ def _index_all(
     jobs = [(sources[row], files[row], promised.get(catalog["path"][row])) for row in stale]
     with contextlib.ExitStack() as stack:
         for folder in sorted({files[row].parent for row in stale}):
-            stack.enter_context(_lock(folder))
+            try:
+                stack.enter_context(durable.locked(folder / ".lock"))
+            except OSError as error:
+                raise FileNotFoundError(
+                    f"the index cannot be written to {folder} ({error.strerror}): "
+                    "set data.index=DIR"
+                ) from error
         worth = 1 + int(catalog["bytes"][stale].sum()) // WORTH
         num_processes = num_processes or min(num_cores(), worth)
         indexed = run_jobs(_index_shard, jobs, num_processes, f"indexing {name}")
@@ -176,20 +181,6 @@ def _index_shard(job: tuple[str, Path, bytes | None]) -> tuple | str:
     except (ValueError, durable.DiskError) as error:
         return str(error)
     return entry
-
-
-@contextlib.contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / ".lock", "w")  # noqa: SIM115
-    except OSError as error:
-        raise FileNotFoundError(
-            f"the index cannot be written to {folder} ({error.strerror}): set data.index=DIR"
-        ) from error
-    with file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def index_tar(path: str) -> tuple[np.ndarray, str]:

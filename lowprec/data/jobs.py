@@ -1,6 +1,5 @@
 """Runs jobs, one per shard, in parallel processes."""
 
-import ctypes
 import os
 import signal
 import sys
@@ -14,8 +13,9 @@ from typing import TypeVar
 from rich.console import Console
 from rich.progress import track
 
+from lowprec.runs.attempts import end_with_parent
+
 J, R = TypeVar("J"), TypeVar("R")
-PRCTL, PR_SET_PDEATHSIG = ctypes.CDLL(None).prctl, 1
 SILENT_S = 5  # seconds between two progress lines in a log file
 
 
@@ -54,7 +54,7 @@ def run_jobs(
 def _end_with_parent() -> None:
     """Leaves Ctrl-C to the parent process and ends this process when the parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    PRCTL(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
 
 
 def _with_progress(results: Iterable[R], doing: str, total: int) -> Iterator[R]:

@@ -1,7 +1,6 @@
 """Opens the data that a config names: renders the built-in set, indexes shards, shows progress."""
 
 import contextlib
-import fcntl
 import hashlib
 import shutil
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from lowprec.data.index import open_shards
 from lowprec.data.jobs import num_cores
 from lowprec.data.shapes import render_shapes
 from lowprec.data.shards import Shards
+from lowprec.runs import durable
 
 
 def num_workers(requested: int | None, num_ranks: int = 1) -> int:
@@ -97,9 +97,7 @@ def _label_faults(config: Config, val: Shards) -> list[str]:
 
 def render_default_shapes(folder: Path) -> None:
     """Renders the default `shapes` under a lock, unless the folder exists."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder.parent / f".{folder.name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with durable.locked(folder.parent / f".{folder.name}.lock"):
         if folder.exists():
             return
         print(f"rendering {folder}, once: this takes about a minute", flush=True)

@@ -16,9 +16,8 @@ from multiprocessing.process import BaseProcess
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from lowprec.data.jobs import PR_SET_PDEATHSIG, PRCTL
 from lowprec.data.shards import ShardError
-from lowprec.runs.attempts import STOPPING
+from lowprec.runs.attempts import STOPPING, end_with_parent
 
 SILENT_S = 300  # a worker that takes longer for a batch ends the run
 CLOSING_S = 2  # a worker that takes longer to end is killed
@@ -31,7 +30,7 @@ def follow_parent(*_: object) -> None:
     Called in a new process: a data worker, or a command that reads a shard.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
-    PRCTL(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """Attempts of a run: exit statuses, checkpoint errors, and the limit on fruitless requeues."""
 
+import ctypes
 import os
 import signal
 from pathlib import Path
@@ -10,7 +11,13 @@ from lowprec.runs.read import scan_rows
 STOPPING = frozenset({signal.SIGTERM, signal.SIGUSR2, signal.SIGINT})  # ask a run to stop
 STOPPED = 75  # exit status of a run that was asked to stop: the same command resumes it
 LOST = 76  # exit status of a process that the watchdog ended
+LIBC, PR_SET_PDEATHSIG = ctypes.CDLL(None), 1
 MAX_ATTEMPTS = 3  # attempts of one job that may begin at the same checkpoint
+
+
+def end_with_parent(number: int = signal.SIGKILL) -> None:
+    """Has the kernel send this process a signal when its parent process ends."""
+    LIBC.prctl(PR_SET_PDEATHSIG, number)
 
 
 class CheckpointError(RunError):
@@ -21,10 +28,20 @@ class DamagedError(CheckpointError):
     """A checkpoint differs from what was written; an older one may be intact."""
 
 
+def saved_steps(folder: Path) -> list[Path]:
+    """Folders named `step_<number>`, sorted; others, such as `step_000000004.bak`, are left out."""
+    paths = sorted(folder.glob("step_*"))
+    return [path for path in paths if path.name.removeprefix("step_").isdecimal()]
+
+
+def step_of(path: Path) -> int:
+    """The step of a checkpoint's or snapshot's folder."""
+    return int(path.name.removeprefix("step_"))
+
+
 def last_saved(run: Path) -> int:
     """The step of a run's newest checkpoint, 0 if it has none."""
-    names = [path.name.removeprefix("step_") for path in (run / "checkpoints").glob("step_*")]
-    return max((int(name) for name in names if name.isdecimal()), default=0)
+    return max(map(step_of, saved_steps(run / "checkpoints")), default=0)
 
 
 def no_progress(attempts: list[dict], saved: int) -> str | None:

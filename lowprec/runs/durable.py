@@ -1,8 +1,10 @@
 """Writes that a kill, a full disk or a power cut leaves either complete or undone."""
 
+import contextlib
+import fcntl
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from lowprec.config.check import RunError
@@ -57,6 +59,15 @@ def replace(path: Path, data: bytes) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     write(temporary, data)
     os.replace(temporary, path)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Waits for and holds the lock of a file, which is made with its folder if missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def sync(path: Path) -> None:

@@ -6,12 +6,11 @@ the process that supervises a run records when each attempt started and how it e
 in the run directories.
 """
 
-import contextlib
 import fcntl
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -247,15 +246,6 @@ def _write_plan(folder: Path, plan: dict) -> None:
     finally:
         os.umask(before)
     durable.sync(folder)
-
-
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Waits for and holds the lock under which one process submits or cancels in a sweep."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    with open(Path(folder) / ".lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def take_lock(path: Path, patience_s: float = 0.0) -> int | None:

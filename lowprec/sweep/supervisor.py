@@ -8,7 +8,6 @@ have their own process groups: a scheduler signals the whole group of a job's pr
 data workers, which must not die while the run saves.
 """
 
-import ctypes
 import os
 import signal
 import socket
@@ -18,12 +17,16 @@ import time
 from pathlib import Path
 
 from lowprec.runs.alert import alert
-from lowprec.runs.attempts import STOPPED, STOPPING, last_saved, no_progress
+from lowprec.runs.attempts import (
+    STOPPED,
+    STOPPING,
+    end_with_parent,
+    last_saved,
+    no_progress,
+)
 from lowprec.sweep.plan import Manifest, take_lock
 
 GRACE_S = 60.0  # to save: for the other ranks after one has failed, for training left by a kill
-PR_SET_PDEATHSIG = 1  # so that no training goes on when its supervisor is killed
-LIBC = ctypes.CDLL(None)
 POLL_S = 0.05  # between two polls of the training processes
 
 
@@ -131,7 +134,7 @@ class Attempt:
                         stderr=subprocess.STDOUT,
                         process_group=0,
                         pass_fds=[self._lock],
-                        preexec_fn=lambda: LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM),
+                        preexec_fn=lambda: end_with_parent(signal.SIGTERM),
                     )
                 )
 

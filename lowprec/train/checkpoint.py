@@ -8,12 +8,13 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from lowprec.config.schema import Config
 from lowprec.runs import durable
-from lowprec.runs.attempts import CheckpointError, DamagedError
+from lowprec.runs.attempts import CheckpointError, DamagedError, saved_steps
 from lowprec.runs.provenance import file_digest, refuse_mismatch
 from lowprec.runs.read import METRICS, scan_rows
 from lowprec.runs.record import Record
@@ -26,12 +27,20 @@ SAVE_FAILURES = 3  # consecutive failures end the run; before that training cont
 class Saver:
     """Restores a run to its newest intact checkpoint and commits new ones.
 
-    Rank 0 chooses and verifies, all ranks read; a failure in one rank is raised in all.
+    Rank 0 chooses and verifies, all ranks read; a failure in one rank is raised in all. `on_save()`
+    is called after each save.
     """
 
-    def __init__(self, state: TrainState, record: Record, config: Config, provenance: dict):
+    def __init__(
+        self,
+        state: TrainState,
+        record: Record,
+        config: Config,
+        provenance: dict,
+        on_save: Callable[[], None] = lambda: None,
+    ):
         self.state, self.record, self.config = state, record, config
-        self.provenance, self.world = provenance, state.world
+        self.provenance, self.world, self.on_save = provenance, state.world, on_save
         self.failures = 0
 
     def restore(self) -> int:
@@ -87,12 +96,14 @@ class Saver:
         )
         return str(path), manifest, mismatch
 
-    def save(self, step: int, *, must_succeed: bool) -> None:
-        """Commits a checkpoint.
+    def save(self, step: int, signal: int | None = None) -> None:
+        """Commits a checkpoint, and records the signal that asked for it.
 
         A failure is recorded as an event, and the next save tries again. The third consecutive
-        failure, or any failure of a save that must succeed, raises CheckpointError.
+        failure, or any failure at the end of the run or attempt, raises CheckpointError.
         """
+        if signal:
+            self.record.append("events", [{"step": step, "signal": signal}])
         try:
             save_checkpoint(
                 self.record.run / "checkpoints",
@@ -104,13 +115,14 @@ class Saver:
             )
         except CheckpointError as error:
             self.failures += 1
-            if must_succeed or self.failures == SAVE_FAILURES:
+            if signal or step == self.config.num_steps or self.failures == SAVE_FAILURES:
                 raise
             print(f"warning: {error}; training continues and tries again in save_every steps")
             self.record.append("events", [{"step": step, "not saved": str(error)}])
-            return
-        self.failures = 0
-        self.record.status("running", step, saved=step)
+        else:
+            self.failures = 0
+            self.record.status("running", step, saved=step)
+        self.on_save()
 
 
 def save_checkpoint(
@@ -205,17 +217,6 @@ def remove_leftovers(folder: Path) -> None:
 def list_checkpoints(run: Path) -> list[Path]:
     """Committed checkpoints of a run, oldest first."""
     return saved_steps(run / "checkpoints")
-
-
-def saved_steps(folder: Path) -> list[Path]:
-    """Folders named `step_<number>`, sorted; others, such as `step_000000004.bak`, are left out."""
-    paths = sorted(folder.glob("step_*"))
-    return [path for path in paths if path.name.removeprefix("step_").isdecimal()]
-
-
-def step_of(path: Path) -> int:
-    """The step of a checkpoint's or snapshot's folder."""
-    return int(path.name.removeprefix("step_"))
 
 
 def newest_checkpoint(run: Path, *, set_aside: bool = False) -> tuple[Path, dict] | None:

@@ -108,13 +108,13 @@ def train(
     or failed (too many unreadable samples).
     """
     progress = progress or Progress()
-    saver = Saver(built.state, record, built.config, provenance or {})
+    saver = Saver(built.state, record, built.config, provenance or {}, on_save)
     first = saver.restore() + 1
     metrics = MetricsBuffer(built, record, logger, progress.flushed)
     metrics.require_record(first - 1)
     stop = stop or StopRequest()
     with contextlib.closing(built.batches_from(first)) as batches:
-        ended = _train(built, first, batches, saver, metrics, progress, stop, on_save)
+        ended = _train(built, first, batches, saver, metrics, progress, stop)
         built.world.heartbeat(None, "ending")
         record.finish_stream()
         if ended.state in ENDED:
@@ -132,7 +132,6 @@ def _train(
     metrics: MetricsBuffer,
     progress: Progress,
     stop: StopRequest,
-    on_save: Callable[[], None],
 ) -> Ended:
     config, world, record = built.config, built.world, metrics.record
     snapshots = SnapshotRecorder(built.state, record.run, config, saver.provenance, world.is_first)
@@ -154,12 +153,6 @@ def _train(
         snapshots.after_flush(step, metrics.spikes)
         return ended
 
-    def save(step: int, number: int | None) -> None:
-        if number:
-            record.append("events", [{"step": step, "signal": number}])
-        saver.save(step, must_succeed=step == config.num_steps or number is not None)
-        on_save()
-
     for step in range(first, config.num_steps + 1):
         world.heartbeat(step, "waiting for data")
         try:
@@ -168,7 +161,7 @@ def _train(
         except StopWaiting:
             ended = flush(step - 1) if metrics.on_host else None
             if ended is None and step > first:
-                save(step - 1, stop.number)
+                saver.save(step - 1, stop.number)
             return ended or Ended("preempted", step - 1, f"signal {stop.number}")
         world.heartbeat(step, "training")
         metrics.append(step, take_step(step, batch))
@@ -183,7 +176,7 @@ def _train(
             if ended is not None:
                 return ended
         if saving:
-            save(step, stopping)
+            saver.save(step, stopping)
         if stopping and not is_last:
             return Ended("preempted", step, f"signal {stopping}")
     return Ended("finished", config.num_steps)

@@ -11,15 +11,8 @@ from pathlib import Path
 
 from lowprec.config.schema import Config
 from lowprec.diagnostics.spikes import Protocol
-from lowprec.runs.attempts import CheckpointError, DamagedError
-from lowprec.train.checkpoint import (
-    list_checkpoints,
-    remove_leftovers,
-    save_checkpoint,
-    saved_steps,
-    step_of,
-    verify,
-)
+from lowprec.runs.attempts import CheckpointError, DamagedError, saved_steps, step_of
+from lowprec.train.checkpoint import list_checkpoints, remove_leftovers, save_checkpoint, verify
 from lowprec.train.distributed import ONE_PROCESS
 from lowprec.train.state import TrainState
 

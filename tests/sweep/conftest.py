@@ -10,9 +10,10 @@ import pytest
 
 from experiments import sweep
 from lowprec.config.compose import CONF
+from lowprec.runs import durable
 from lowprec.runs.attempts import STOPPING
 from lowprec.sweep import slurm
-from lowprec.sweep.plan import Manifest, PlannedRun, locked
+from lowprec.sweep.plan import Manifest, PlannedRun
 from lowprec.sweep.status import TO_SUBMIT, ask_queue, states
 
 # $1: the sweep, $2: the run. Runs listed in the file `bad` fail, those in `slow` take a second.
@@ -96,7 +97,7 @@ class Sweeps:
 
     def submit(self, **launcher):
         """What the verb does after it has planned the runs."""
-        with locked(self.folder):
+        with durable.locked(self.folder / ".lock"):
             manifest = self.manifest
             runs = [run.index for run in manifest.runs]
             sweep.hand_over(manifest, runs, TO_SUBMIT, LOCAL | launcher)

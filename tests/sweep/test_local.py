@@ -103,8 +103,8 @@ def test_a_second_submit_adds_runs_to_the_launcher_that_is_there(sweeps, here):
 
 def test_two_submits_at_once_submit_each_run_once(sweeps):
     manifest = sweeps.make(10)
-    code = "import sys; from experiments import sweep; from lowprec.sweep.plan import *\n"
-    code += f"folder = {str(manifest.folder)!r}\nwith locked(folder):\n"
+    code = "from experiments import sweep; from lowprec.sweep.plan import *\n"
+    code += f"folder = Path({str(manifest.folder)!r})\nwith durable.locked(folder / '.lock'):\n"
     code += f"  sweep.hand_over(Manifest(folder), list(range(10)), ('new',), {LOCAL!r})"
     both = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
     assert [process.wait(60) for process in both] == [0, 0]

@@ -12,8 +12,8 @@ from lowprec.runs.read import read_rows, read_status
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 SBATCH = ("sbatch", "--parsable", "--mem=2G", "--cpus-per-task=1", "--gpus-per-node=0")
-ONE_NODE = ("-p", "low", "--ntasks-per-node=2", "slurm/one_node.sbatch")
-TWO_NODES = ("-p", "nodes", "--nodes=2", "--ntasks-per-node=1", "slurm/many_nodes.sbatch")
+ONE_NODE = ("-p", "low", "--ntasks-per-node=2", "slurm/nodes.sbatch")
+TWO_NODES = ("-p", "nodes", "--nodes=2", "--ntasks-per-node=1", "slurm/nodes.sbatch")
 RUN = ("num_steps=60", "num_workers=1")  # a worker, which SLURM signals too
 
 

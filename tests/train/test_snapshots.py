@@ -2,8 +2,8 @@
 
 import pytest
 
-from lowprec.runs.attempts import CheckpointError
-from lowprec.train.checkpoint import save_checkpoint, step_of, verify
+from lowprec.runs.attempts import CheckpointError, step_of
+from lowprec.train.checkpoint import save_checkpoint, verify
 from lowprec.train.snapshots import Base, SnapshotRecorder, list_snapshots, state_before
 
 RECORDED = {
