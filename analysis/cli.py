@@ -6,7 +6,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from analysis.load import NoRunsError
 from lowprec.nearest import nearest
@@ -21,9 +21,7 @@ class ChoiceError(ValueError):
 class Parser(argparse.ArgumentParser):
     """Parses flags; a mistake raises ChoiceError, with the nearest flag for an unknown one."""
 
-    def parse_known_args(
-        self, args: list[str] | None = None, namespace: argparse.Namespace | None = None
-    ) -> tuple[argparse.Namespace, list[str]]:
+    def parse_known_args(self, args: list[str] | None = None, namespace: Any = None) -> tuple:
         """Refuses unknown flags before required ones are missed."""
         args = sys.argv[1:] if args is None else args
         flags = [flag for flag in self._option_string_actions if flag.startswith("--")]

@@ -11,17 +11,8 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
+from lowprec.config import compose
 from lowprec.config.check import ConfigError, RunError, check
-from lowprec.config.compose import (
-    CONF,
-    compose_command,
-    config_file,
-    differing_values,
-    explain,
-    further_commands,
-    plain,
-    register,
-)
 from lowprec.config.patterns import without_secrets
 from lowprec.config.place import place
 from lowprec.config.schema import Config
@@ -42,7 +33,7 @@ def run_command(
     are printed as a list, and the exit status is 2. `entry` is the command's name. What
     `task` returns is the objective of a sweeper such as Optuna's.
     """
-    register(schema)
+    compose.register(schema)
     arguments = parse_command()
     helps = arguments.hydra_help or arguments.help or arguments.shell_completion
     if helps:
@@ -55,23 +46,27 @@ def run_command(
             raise ConfigError([f"-m does not run in {size} processes; use {instead}"])
         if not helps:
             multirun, overrides = arguments.multirun, arguments.overrides
-            runs = compose_command(overrides, entry, schema, multirun=multirun, preflight=preflight)
-            differing = set().union(*differing_values([run.overrides for run in runs]))
+            runs = compose.compose_command(
+                overrides, entry, schema, multirun=multirun, preflight=preflight
+            )
+            differing = set().union(*compose.differing_values([run.overrides for run in runs]))
             if multirun and issubclass(schema, Config):
-                commands = further_commands(overrides)
+                commands = compose.further_commands(overrides)
     except ConfigError as error:
         refuse(error)
     if arguments.help:  # Hydra adds the groups
         usage = (sys.modules["__main__"].__doc__ or "").strip()
-        print(f"{usage}\n\nKeys with their defaults:\n\n{explain(entry, schema)}\n")
+        print(f"{usage}\n\nKeys with their defaults:\n\n{compose.explain(entry, schema)}\n")
 
-    @hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_file(entry))
+    @hydra.main(
+        version_base="1.3", config_path=str(compose.CONF), config_name=compose.config_file(entry)
+    )
     def run(composed: Any) -> Any:
         _swept.update(differing)  # here, since a launcher may call this in another process
         if own := differing_overrides():
             print(f"[{HydraConfig.get().job.num + 1}] {own}", flush=True)
         try:
-            return task(check(plain(composed), schema))
+            return task(check(compose.plain(composed), schema))
         except (ConfigError, RunError) as error:
             if arguments.multirun:  # the other runs continue
                 raise

@@ -25,13 +25,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from experiments.entry import (
-    beside_chance,
-    differing_overrides,
-    run_command,
-    run_overrides,
-    runs_a_sweep,
-)
+from experiments import entry
 from lowprec.config.place import place
 from lowprec.config.preflight import preflight
 from lowprec.config.schema import Config
@@ -48,7 +42,7 @@ class ProgressBar:
     """Shows a run's steps, loss and throughput; see `lowprec.train.loop.Progress`."""
 
     def __init__(self, config: Config):
-        self.name, self.loss = differing_overrides() or label(config), math.nan
+        self.name, self.loss = entry.differing_overrides() or label(config), math.nan
         self.last: dict = {}
         self.chance: dict[str, float] = {}
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -69,7 +63,7 @@ class ProgressBar:
         note += f"  {row['memory_gib']:.0f} GiB" if row["memory_gib"] else ""
         self.bar.update(self.task, completed=row["step"], note=note)
         scores = [
-            f"{key} {value:.3f}" + beside_chance(self.chance, key)
+            f"{key} {value:.3f}" + entry.beside_chance(self.chance, key)
             for key, value in row.items()
             if "/" in key
         ]
@@ -119,10 +113,10 @@ def main(config: Config, expected: str | None = None, results: list | None = Non
                 time.sleep(1)  # the rank that failed says why, before this exit ends all ranks
                 sys.exit(1)
             finally:
-                results.append((run_overrides(), state, progress.last))
-    stops = ended is not None and ended.stop_requested and runs_a_sweep()
+                results.append((entry.run_overrides(), state, progress.last))
+    stops = ended is not None and ended.stop_requested and entry.runs_a_sweep()
     if stops or (ended is not None and ended.state == "preempted"):
-        print("stopped; the same command continues" + " the sweep" * runs_a_sweep())
+        print("stopped; the same command continues" + " the sweep" * entry.runs_a_sweep())
         sys.exit(STOPPED)
     return math.inf if ended is not None and ended.state == "diverged" else progress.loss
 
@@ -143,7 +137,7 @@ if __name__ == "__main__":
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (until main is reached)
     trained: list[tuple[list[str], str, dict]] = []
     try:
-        run_command(partial(main, results=trained), "train", preflight=preflight)
+        entry.run_command(partial(main, results=trained), "train", preflight=preflight)
     finally:
         if len(trained) > 1:
             show_results(trained)

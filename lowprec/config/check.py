@@ -21,7 +21,6 @@ from lowprec.nearest import nearest
 MISSING = "???"
 PASSWORD = re.compile(r"(?<=//)[^/\s@]*:[^/\s]*@")  # user and password of a URL
 COMPARE = {"least": operator.ge, "above": operator.gt, "most": operator.le, "below": operator.lt}
-OF_SWEEPS = ("launcher", "dry_run")  # keys of experiments.sweep that a run does not have
 REMOVED = {"distributed.gather_with_grad": True}  # keys of old records, with their only value
 
 
@@ -71,7 +70,7 @@ def public_name(attribute: str) -> str:
 def unknown_key(path: str, legal: Iterable[str]) -> str:
     """The fault for a key that the schema does not have."""
     root = path.partition(".")[0]
-    if root in OF_SWEEPS and root not in legal:
+    if root in ("launcher", "dry_run") and root not in legal:
         return f"{path}: only experiments.sweep has this key"
     group = path.rpartition(".")[0]
     siblings = [k.rpartition(".")[2] for k in legal if k.rpartition(".")[0] == group]

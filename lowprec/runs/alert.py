@@ -1,7 +1,4 @@
-"""Tells the user about a run by LOWPREC_ALERT: a command, or the https URL of a webhook.
-
-Only the environment names it: a config, a shard or a checkpoint never does.
-"""
+"""Tells the user by LOWPREC_ALERT: a command or an https webhook, from the environment only."""
 
 import atexit
 import contextlib

@@ -5,6 +5,7 @@ queue: queued, running, finished, diverged, failed (with the reason), cancelled;
 submitted; `lost` was submitted, but nothing trains it and no end was recorded (the machine died).
 """
 
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -134,20 +135,16 @@ def _time_left(state: State, config: dict) -> str:
 
 
 def setting_columns(runs: list[list[str]]) -> tuple[list[str], list[list[str]]]:
-    """Short names of the keys in which runs differ by their overrides, and each run's values."""
+    """The keys in which runs differ by their overrides, and each run's values."""
     own = differing_values(runs)
     keys = list(dict.fromkeys(key for values in own for key in values))
-    leaves = [key.rpartition(".")[2] for key in keys]
-    names = [
-        leaf if leaves.count(leaf) == 1 else key for key, leaf in zip(keys, leaves, strict=True)
-    ]
-    return names, [[values.get(key, "") for key in keys] for values in own]
+    return keys, [[values.get(key, "") for key in keys] for values in own]
 
 
 def print_table(names: list[str], rows: list[list[str]], console: Console) -> None:
     """Prints a table without its empty columns; long values are folded, not cut."""
     filled = [i for i in range(len(names)) if any(row[i] for row in rows)]
-    columns = [Column(names[i].replace("/", "\n"), overflow="fold") for i in filled]
+    columns = [Column(re.sub("[./]", "\n", names[i]), overflow="fold") for i in filled]
     table = Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for row in rows:
         table.add_row(*(Text(row[i]) for i in filled))
@@ -155,10 +152,7 @@ def print_table(names: list[str], rows: list[list[str]], console: Console) -> No
 
 
 def show(manifest: Manifest, run_states: list[State], queue: dict | None, console: Console) -> None:
-    """Prints a row per run: its settings and progress; below it reasons, collapses, a summary.
-
-    A folder is named by its digest, the end of its name.
-    """
+    """Prints a row per run: settings, progress, digest; then reasons, collapses, a summary."""
     scores = list(dict.fromkeys(name for state in run_states for name in state.scores))[:1]
     keys, settings = setting_columns([run.overrides for run in manifest.runs])
     names = ["run", *(keys or ["label"]), "state", "step", "loss", *scores]

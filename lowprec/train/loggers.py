@@ -40,18 +40,14 @@ class Wandb:
         self._run.log(values, step=step)
 
 
-class Trackio:
-    """Trackio, in the folder TRACKIO_DIR of this machine; `trackio show` displays it."""
+class Trackio(Wandb):
+    """Trackio, whose calls are those of wandb, in TRACKIO_DIR; `trackio show` displays it."""
 
     def __init__(self, run: Path, config: dict):
         import trackio
 
         self._run = trackio.init("lowprec", run.name, resume="allow", config=config)
         self.close = self._run.finish
-
-    def log(self, step: int, values: dict[str, float]) -> None:
-        """Writes one row."""
-        self._run.log(values, step=step)
 
 
 DASHBOARDS = {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio}

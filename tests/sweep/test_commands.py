@@ -164,7 +164,7 @@ def test_a_narrow_table_shows_uncut_the_values_that_differ(capsys):
     paths = [f"/{'folder/' * 20}{name}.tar" for name in "ab"]
     runs = [["seed=0", f"data.train={path}", "model=nano"] for path in paths]
     names, values = setting_columns(runs)
-    assert (names, values) == (["train"], [[path] for path in paths])
+    assert (names, values) == (["data.train"], [[path] for path in paths])
     print_table([*names, "left"], [[*row, ""] for row in values], Console(width=60))
     printed = capsys.readouterr().out
     assert all(path in "".join(printed.split()) for path in paths) and "left" not in printed
