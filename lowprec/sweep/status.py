@@ -144,7 +144,7 @@ def setting_columns(runs: list[list[str]]) -> tuple[list[str], list[list[str]]]:
 def print_table(names: list[str], rows: list[list[str]], console: Console) -> None:
     """Prints a table without its empty columns; long values are folded, not cut."""
     filled = [i for i in range(len(names)) if any(row[i] for row in rows)]
-    columns = [Column(re.sub("[./]", "\n", names[i]), overflow="fold") for i in filled]
+    columns = [Column(re.sub(r"[./](?=\w\w)", "\n", names[i]), overflow="fold") for i in filled]
     table = Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for row in rows:
         table.add_row(*(Text(row[i]) for i in filled))
