@@ -14,9 +14,8 @@ new runs and submits cancelled or lost ones. The other verbs find the sweep by `
 with 1 if a run has no result. `resubmit` takes the last launcher, changed by `launcher.*`, or
 another one by `launcher=`, and `dry_run=true`.
 
-The environment variable LOWPREC_ALERT may hold a command, which is called with a sentence when a
-run spikes, collapses, fails or ends, or the https:// URL of a webhook of Slack, Mattermost or
-Discord, which receives the sentence.
+The environment variable LOWPREC_ALERT may hold a command or the https:// URL of a webhook (Slack,
+Mattermost, Discord), which receives a sentence when a run spikes, collapses, fails or ends.
 """
 
 import secrets
