@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from experiments import sweep
+from lowprec import ops  # noqa: F401 (as TRITON_INTERPRET says now: `here` unsets it)
 from lowprec.config.compose import CONF
 from lowprec.runs import durable
 from lowprec.runs.attempts import STOPPING
