@@ -22,7 +22,7 @@ OTHER = "#666666"
 RMS = "#0072B2"  # RMS_t and its spikes
 
 PRECISIONS = {  # label in a run's name: (in print, color); bf16's color is its optimizer's
-    "fp32": ("fp32", "#A8B0CE"),
+    "fp32": ("fp32", "#7A82B8"),
     "bf16": ("bf16", None),
     "fp16": ("fp16", "#327934"),
     "pure_bf16": ("pure bf16", "#D7CD4C"),
