@@ -56,8 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
     except NoRunsError as error:
         raise NoRunsError(f"{error}; {OTHERS}" if not options.experiment else str(error)) from None
     for kind in ("left_out", "missing"):
-        for line in about[kind]:
-            print(f"{kind.replace('_', ' ')}: {line}", file=sys.stderr)
+        if about[kind]:
+            print(f"{kind.replace('_', ' ')}: {_some(about[kind])}", file=sys.stderr)
     print(f"Wrote {stem}.png, .pdf, .csv, .json\n{about['caption']}")
     return 0
 
@@ -155,15 +155,14 @@ def _of_runs(
     left_out = [f"{r.path} ({r.note or r.state})" for r in table[~is_drawn].itertuples()]
     if drawn.empty:
         to_make = f"to make runs: {command(name, scale)}"
-        raise NoRunsError(f"{root}: nothing to draw yet: {'; '.join(left_out)}; {to_make}")
+        raise NoRunsError(f"{root}: nothing to draw yet: {_some(left_out)}; {to_make}")
     scale = drawn["scale"].dropna().iloc[0]
     about = figure.select(table) if hasattr(figure, "select") else table
     lost = len(about) - about["run"].isin(drawn["run"]).sum()
     is_own = experiment in (None, own)  # otherwise the caller chose another study
     total, missing = study.missing(own, scale, table) if is_own else (0, [])
     mark = study.mark_of_runs(drawn, total, len(missing), lost)
-    some = ", ".join(missing[:3]) + f" and {len(missing) - 3} more" * (len(missing) > 3)
-    lines = [f"{some}: {command(own, scale)}"] if 0 < len(missing) < total else []
+    lines = [f"{_some(missing)}: {command(own, scale)}"] if 0 < len(missing) < total else []
     columns = ["path", "digest", "state", "step", "num_steps", "note"]
     rows = json.loads(drawn[columns].to_json(orient="records"))
     for row in rows:
@@ -182,6 +181,11 @@ def _of_lines(figure, root: Path | str) -> tuple[pd.DataFrame, dict, str]:
     mark = f"measured at {commits} commits" if commits > 1 else ""
     origin = {"mark": mark, "missing": [], "files": files, "left_out": sorted(left_out)}
     return frame, origin, "paper"
+
+
+def _some(names: list[str], most: int = 3) -> str:
+    """The first of some names, and how many more there are."""
+    return ", ".join(names[:most]) + f" and {len(names) - most} more" * (len(names) > most)
 
 
 def _write(stem: Path, figure, frame: pd.DataFrame, about: dict) -> None:
