@@ -213,4 +213,4 @@ def test_early_losses_and_divergence_do_not_stretch_the_loss_axis(plant):
     frame.loc[frame["step"] < 50, "loss"] = 5
     frame.loc[frame["step"] > 1990, "loss"] = [900] * 9 + [math.inf]
     loss, _ = drawn(rms_and_loss, frame)
-    assert loss.get_ylim()[1] == pytest.approx(5 * 1.05)
+    assert loss.get_ylim()[1] == pytest.approx(2 * 5 * 1.05)  # twice the first loss
