@@ -30,6 +30,7 @@ from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
@@ -290,10 +291,11 @@ def table(frames: dict[str, pd.DataFrame], step: int, protocol: Protocol) -> pd.
         rows.append({"change": name, **numbers, "rms": frame["rms"].max()})
     compared = pd.DataFrame(rows)
     control = compared["height"].iloc[0]
-    shares = [
-        1.0 if height == control else 0.0 if math.isinf(control) else height / control
-        for height in compared["height"]
-    ]
+    with np.errstate(divide="ignore"):  # a control without any rise
+        shares = [
+            1.0 if height == control else 0.0 if math.isinf(control) else height / control
+            for height in compared["height"]
+        ]
     compared.insert(4, "of_control", shares)
     return compared
 

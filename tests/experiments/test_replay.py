@@ -283,6 +283,10 @@ def test_heights_are_compared_with_the_control(curves, heights, of_control):
     assert lines[1].count("v") == len(curves) - 2
 
 
+def test_a_spike_is_infinitely_higher_than_a_control_without_any_rise():
+    assert compared([1.0] * 4, [1.0, 1.0, 1.0, 5.0])["of_control"].tolist() == [1.0, math.inf]
+
+
 def test_a_rise_within_the_noise_is_no_spike():
     rows = compared([1.0, 1.2, 0.8, 1.1, 1.0], [1.0] * 5)
     for before, said in (([1.0, 1.2, 0.8], "No spike"), ([1.0, 1.01, 0.99], "The spike is gone")):
