@@ -211,7 +211,7 @@ def test_recipes_are_close_to_open_clip_but_not_equal(recipe):
     layers = set_precision(model, PrecisionConfig(recipe=recipe))
     assert [layer.swapped for layer in layers] == [True] * 8
     near_image, near_text, near_gradients = features_and_gradients(model, *batch)
-    bound = 0.1 if "fp8" in recipe else 0.04  # one product: 3% and 0.7%
+    bound = 0.1 if "fp" in recipe else 0.04  # one product: fp8 3%, int8 0.7%; fp4 has fewer bits
     for value, target in ((near_image, image), (near_text, text)):
         error = ((value - target).norm() / target.norm()).item()
         assert error < bound and (error > 1e-5) == (recipe != "autograd_high")
