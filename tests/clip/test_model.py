@@ -211,13 +211,13 @@ def test_recipes_are_close_to_open_clip_but_not_equal(recipe):
     layers = set_precision(model, PrecisionConfig(recipe=recipe))
     assert [layer.swapped for layer in layers] == [True] * 8
     near_image, near_text, near_gradients = features_and_gradients(model, *batch)
-    bound = 0.1 if "fp" in recipe else 0.04  # one product: fp8 3%, int8 0.7%; fp4 has fewer bits
+    bound = 0.4 if "fp4" in recipe else 0.1 if "fp8" in recipe else 0.04  # int8: 0.7% a product
     for value, target in ((near_image, image), (near_text, text)):
         error = ((value - target).norm() / target.norm()).item()
         assert error < bound and (error > 1e-5) == (recipe != "autograd_high")
     name = "visual.transformer.resblocks.0.mlp.c_fc.weight"
     error = (near_gradients[name] - gradients[name]).norm() / gradients[name].norm()
-    assert error < 3 * bound
+    assert error < min(3 * bound, 0.9)  # without any signal: at least 1
 
 
 def test_recipe_without_layers_is_refused_except_high():
