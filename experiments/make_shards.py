@@ -8,12 +8,12 @@ could not read some rows (a missing or damaged image, an empty caption), all of 
 nothing is written; with skip_bad=true they are left out.
 """
 
-import csv
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.entry import run_command
+from lowprec.config.check import ConfigError
 from lowprec.config.schema import key
 from lowprec.data.index import open_shards
 from lowprec.nearest import nearest_path
@@ -35,6 +35,8 @@ def main(config: MakeShardsConfig) -> None:
     """Writes the shards, then indexes them."""
     from lowprec.data.table import write_shards
 
+    if set(config.out) & set("*?[{}\\"):
+        raise ConfigError([f"out={config.out} has one of *?[{{}}\\, which data.train would expand"])
     table, out = Path(config.table), Path(config.out)
     if near := nearest_path(table):
         sys.exit(f"table={table} does not exist{near}")
@@ -42,7 +44,9 @@ def main(config: MakeShardsConfig) -> None:
     try:
         bad = write_shards(table, out, columns, config.skip_bad)
         shards = open_shards(f"{out}/*.tar", name="shards", accept=True)
-    except (ValueError, OSError, csv.Error) as error:
+    except UnicodeDecodeError:
+        sys.exit(f"table={table} is not UTF-8 text; save it as UTF-8")
+    except (ValueError, OSError) as error:
         sys.exit(f"table={table}: {error}")
     print(f"{out}/*.tar: {shards.num_samples} pairs, {bad} left out, digest {shards.digest[:12]}")
 

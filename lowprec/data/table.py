@@ -23,7 +23,7 @@ def write_shards(table: Path, out: Path, columns: list[str], skip_bad: bool = Fa
     when it is complete. If `skip_bad`, rows that training could not read are left out and counted.
 
     Raises ValueError with all faults of the rows otherwise or if no row is good, and for an
-    existing `out` or a missing column; csv.Error if the file is no table.
+    existing `out`, a missing column or a file that is no table.
     """
     if out.exists():
         raise ValueError(f"{out} exists; delete it, or choose another folder")
@@ -40,7 +40,7 @@ def write_shards(table: Path, out: Path, columns: list[str], skip_bad: bool = Fa
                     sample = _sample(table.parent, row, columns)
                 except BAD_IMAGE as error:
                     reason = getattr(error, "strerror", None) or error
-                    faults.append(f"line {line} ({row[columns[0]]}): {reason}")
+                    faults.append(f"line {line} ({row[columns[0]]!r}): {reason}")
                 else:
                     shards.write({"__key__": f"{line:09}", **sample})
         if len(faults) == len(rows) or faults and not skip_bad:
@@ -53,15 +53,24 @@ def write_shards(table: Path, out: Path, columns: list[str], skip_bad: bool = Fa
 
 
 def read_table(path: Path, columns: list[str]) -> list[tuple[int, dict]]:
-    """Line and fields of each row; ValueError unless the first line names the columns."""
+    """Last line and fields of each row; ValueError unless the first line names the columns."""
+    rows = []
     with open(path, encoding="utf-8-sig", newline="") as file:
         separator = max("\t,;", key=file.readline().count)
         file.seek(0)
-        lines = csv.DictReader(file, delimiter=separator)
-        names = lines.fieldnames or []
+        lines = csv.DictReader(file, delimiter=separator, strict=True)
+        try:
+            for row in lines:
+                rows.append((lines.line_num, row))
+        except csv.Error as error:
+            line = rows[-1][0] if rows else 1
+            raise ValueError(f"the row after line {line} is damaged: {error}") from error
+        if not rows:
+            raise ValueError("the table has no rows")
+        names = lines.fieldnames
         for name in (name for name in columns if name not in names):
             raise ValueError(f"no column {name} in {', '.join(names)}{nearest(name, names)}")
-        return [(lines.line_num, row) for row in lines]
+        return rows
 
 
 def _sample(folder: Path, row: dict, columns: list[str]) -> dict[str, bytes]:

@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 
 from experiments.make_shards import MakeShardsConfig, main
+from lowprec.config.check import ConfigError
 from lowprec.data import table as tables
 from lowprec.data.index import open_shards
 from lowprec.data.loader import Batches, decode_image
@@ -85,6 +86,32 @@ def test_the_folder_is_never_a_command_or_a_pattern(photos, tmp_path, monkeypatc
     table = write_table(photos / "good.csv", GOOD)
     main(MakeShardsConfig(table, "pipe:touch canary #/out %d"))
     assert [path.name for path in tmp_path.iterdir()] == ["pipe:touch canary #"]
+
+
+@pytest.mark.parametrize("out", ["a[0]", "a{0,1}", "a*", "a?", "a}", r"a\b"])
+def test_a_folder_that_a_pattern_cannot_name_is_refused(photos, tmp_path, monkeypatch, out):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="out=a.* data.train would expand"):
+        main(MakeShardsConfig(write_table(photos / "good.csv", GOOD), out))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (b'filepath,title\nRGB.jpg,a\nRGB.jpg,"a dog\nRGB.jpg,a\n', "row after line 2 is damaged"),
+        (b'filepath,title\nRGB.jpg,"a "big" dog"\n', "row after line 1 is damaged"),
+        (b"filepath,title\n", "the table has no rows"),
+        (b"", "the table has no rows"),
+        (b"filepath,title\nRGB.jpg,caf\xe9\n", "save it as UTF-8"),
+        (b"filepath,title\nRGB\0.jpg,a\n", r"line 2 \('RGB\\x00.jpg'\)"),
+    ],
+)
+def test_a_damaged_table_is_refused_before_a_shard_is_written(photos, tmp_path, content, fault):
+    (photos / "damaged.csv").write_bytes(content)
+    with pytest.raises(SystemExit, match=fault):
+        main(MakeShardsConfig(str(photos / "damaged.csv"), str(tmp_path / "out")))
+    assert not list(tmp_path.iterdir())
 
 
 def test_labels_and_other_names_of_columns(photos, tmp_path):
