@@ -224,14 +224,18 @@ def _runs(data: list[RunData], names: list[Field], differing: list[str]) -> dict
         fields += [_field(run.summary.get(key)) for key in differing]
         fields += [_field(run.speed[name], form) for name, (_, form) in SPEED.items()]
         rows.append({"run": i, "fields": fields})
+    settings = range(len(titles), len(titles) + len(differing))
     ends = [key.removesuffix(".name").rpartition(".")[2] for key in differing]
     titles += [e if ends.count(e) == 1 else key for key, e in zip(differing, ends, strict=True)]
     titles += [title for title, _ in SPEED.values()]
     filled = [i for i in range(len(titles)) if any(row["fields"][i].key != "" for row in rows)]
+    swept = [i for i in settings if i in filled and titles[i] != "seed"]
+    num_values = {titles[i]: len({row["fields"][i].key for row in rows}) for i in swept}
     for row in rows:
         row["fields"] = [row["fields"][i] for i in filled]
     titles = [titles[i].replace("_", "_\u200b") for i in filled]  # allows a line break
-    return {"titles": titles, "rows": rows}
+    most_values = max(num_values, key=num_values.get, default="run")
+    return {"titles": titles, "rows": rows, "most_values": most_values}
 
 
 def _failures(data: list[RunData], names: list[Field]) -> dict:

@@ -119,6 +119,8 @@ byId("which").addEventListener("change", restyle);
 byId("align").addEventListener("change", align);
 byId("align").disabled = data.highest.every((step) => step === null);
 byId("log").addEventListener("change", whole);
+byId("unified").addEventListener("change", (event) =>
+  Plotly.relayout(plot, {hovermode: event.target.checked ? "x unified" : "closest"}));
 byId("reset").addEventListener("click", () => {
   alone = null;
   hidden.clear();
@@ -161,6 +163,54 @@ for (const table of document.querySelectorAll(".sortable")) {
     table.tBodies[0].append(...rows);
   }));
 }
+
+// Settings and results: any column of the table of runs against any other.
+const rowsOfRuns = [...document.querySelectorAll("#runs tbody tr")];
+const runs = rowsOfRuns.map((row) => Number(row.dataset.run));
+const known = (key) => key === "" || key === "nan" ? null : isNaN(key) ? key : Number(key);
+const columns = new Map([...document.querySelectorAll("#runs thead th")].map((head, i) =>
+  [head.textContent.replaceAll("\u200b", ""), rowsOfRuns.map((row) => known(row.cells[i].dataset.key))]));
+const isNumeric = (values) => values.every((value) => value === null || typeof value === "number");
+const lineColors = runs.map((run) => figure.data[metas.findIndex((meta) => meta.run === run)].line.color);
+const CATEGORIES = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"];
+
+function drawComparison() {
+  const names = ["x", "y", "color"].map((axis) => byId("compare-" + axis).value);
+  const [x, y, color] = names.map((name) => columns.get(name));
+  const categories = !color || isNumeric(color) ? [undefined] : [...new Set(color)];
+  const traces = categories.map((category, i) => {
+    const members = [...runs.keys()].filter((k) => category === undefined || color[k] === category);
+    const of = (values) => members.map((k) => values[k]);
+    const marker = {size: 9, line: {color: "white", width: 1}};
+    if (!color) marker.color = of(lineColors);
+    else if (category !== undefined) marker.color = CATEGORIES[i % CATEGORIES.length];
+    else Object.assign(marker, {color: of(color), colorscale: "Viridis", showscale: true,
+                                colorbar: {title: {text: names[2]}, thickness: 12, outlinewidth: 0}});
+    return {type: "scatter", mode: "markers", x: of(x), y: of(y), marker, customdata: of(runs),
+            name: String(category), text: of(runs).map((run) => data.labels[run]),
+            hovertemplate: "%{text}<br>" + names[0] + " %{x}, " + names[1] + " %{y:.4g}<extra></extra>"};
+  });
+  const span = x.filter((value) => value > 0);
+  const isLog = isNumeric(x) && span.length === x.length && Math.max(...span) > 20 * Math.min(...span);
+  Plotly.react("compare-plot", traces, {
+    height: 360, template: "none", font: figure.layout.font, hovermode: "closest",
+    showlegend: categories.length > 1, margin: {...figure.layout.margin, t: 12},
+    xaxis: {...figure.layout.xaxis, title: {text: names[0]}, type: isNumeric(x) ? (isLog ? "log" : "linear") : "category",
+            tickformat: "", automargin: true, showticklabels: true, matches: undefined, anchor: "y"},
+    yaxis: {gridcolor: "#ebebeb", linecolor: "#999", zeroline: false, title: {text: names[1]}, automargin: true},
+  }, CONFIG);
+}
+
+for (const axis of ["x", "y", "color"]) {
+  const select = byId("compare-" + axis);
+  const names = [...columns.keys()].filter((name) => axis !== "y" || isNumeric(columns.get(name)));
+  for (const name of axis === "color" ? ["method", ...names] : names) select.add(new Option(name));
+  select.value = select.dataset.first;
+  if (select.selectedIndex < 0) select.selectedIndex = 0;
+  select.addEventListener("change", drawComparison);
+}
+drawComparison();
+byId("compare-plot").on("plotly_click", (event) => show(event.points[0].customdata));
 
 const COLORS = [[0, "#f7fbff"], [0.4, "#deebf7"], [0.5, "#c6dbef"], [0.62, "#fdbe85"],
                 [0.72, "#e6550d"], [1, "#7f0000"]];  // pale to RMS 1, orange from 1.5, dark from 5

@@ -24,7 +24,7 @@ SUMMED = {  # product: the dimension of each operand, as stored, that it sums ov
     "grad_weight": (0, 0),
 }
 GRANULARITIES = ("rowwise", "columnwise", "tensorwise")
-TILES = r"[1-9]\d*x[1-9]\d*"
+TILES = r"[1-9]\d{0,3}x[1-9]\d{0,3}"
 SCALES = ("float32", "e8m0", "e4m3")  # number formats of scales
 FORMATS = r"int8|e4m3_bnb|e5m2_bnb|e[1-7]m(\d|10)"  # the names that `lowprec.formats` parses
 
@@ -192,7 +192,7 @@ def _custom_product(name: str, spec: dict | str) -> Product | None:
     spec = options | spec
     formats, scales = (_by_operand(name, key, spec[key]) for key in ("format", "scale"))
     stochastic, hadamard = spec["stochastic"], spec["hadamard"]
-    if not isinstance(stochastic, list) or not set(stochastic) <= set(operands):
+    if not isinstance(stochastic, list) or not all(name in operands for name in stochastic):
         raise ValueError(f"{name}.stochastic={stochastic}: must be a list of {', '.join(operands)}")
     if any(str(formats[operand]).endswith("_bnb") for operand in stochastic):
         raise ValueError(f"{name}.stochastic={stochastic}: code books are rounded to nearest only")

@@ -120,6 +120,7 @@ class ContrastiveTask:
             with self.synchronizing(is_last):
                 with self.autocast(batch):
                     features = self.features(micro_batch, self.parallel)
+                _set_random_state(state_after, device)  # stochastic rounding draws in backward
                 # the last micro-batch takes the whole gradient of the logit scale
                 gradients = {
                     name: leaf.grad[begin:end] if leaf.ndim else leaf.grad * is_last
@@ -128,8 +129,8 @@ class ContrastiveTask:
                 }
                 outputs = [features[name] for name in gradients]
                 torch.autograd.backward(outputs, list(gradients.values()))
+                state_after = _random_state(device)
             begin = end
-        _set_random_state(state_after, device)
         return loss, leaves["logit_scale"].detach()
 
     def synchronizing(self, enabled: bool) -> contextlib.AbstractContextManager:

@@ -42,6 +42,17 @@ CLICKS = """<script>setTimeout(() => {
     control.click();
   }
   document.getElementById("reset").click();
+  document.getElementById("unified").click();
+  const drawn = [];
+  for (const select of document.querySelectorAll("#compare select")) {
+    for (const option of select.options) {
+      select.value = option.value;
+      select.dispatchEvent(new Event("change"));
+      drawn.push(document.getElementById("compare-plot").data.flatMap((trace) => trace.x).length);
+    }
+  }
+  document.body.dataset.hover = document.getElementById("curves-plot").layout.hovermode;
+  document.body.dataset.compared = drawn.length > 10 && drawn.every((points) => points === 1);
   const changed = at[0] !== before, back = at[1] === before && at[3] === before;
   document.body.dataset.clicked = [changed, back, range() === before].join();
 }, 1500)</script>"""
@@ -58,6 +69,7 @@ def test_each_control_can_be_clicked_and_switched_back(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert "CONSOLE" not in done.stderr
     assert 'data-clicked="true,true,true"' in done.stdout
+    assert 'data-hover="x unified"' in done.stdout and 'data-compared="true"' in done.stdout
 
 
 MEASURE = """<script>setTimeout(() => document.querySelectorAll(".scroll").forEach((box) => {

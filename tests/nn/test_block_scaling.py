@@ -1,5 +1,7 @@
 """Block-scaled formats beside torchao's, stochastic rounding and the Hadamard rotation."""
 
+import dataclasses
+
 import pytest
 import scipy.linalg
 import torch
@@ -117,6 +119,34 @@ def test_rotated_operands_have_the_same_product(name):
 
 def multiply(name, a, b):
     return a @ b.T if name == "output" else a @ b if name == "grad_input" else a.T @ b
+
+
+def test_nvfp4_rht_sr_without_random_numbers_matches_the_oracle(oracle):
+    recipe = RECIPES["nvfp4_rht_sr"]
+    exact = {}
+    for name in PRODUCTS:
+        product = getattr(recipe, name)
+        both = (dataclasses.replace(o, stochastic=False) for o in (product.first, product.second))
+        exact[name] = Product(*both, native=False, hadamard=product.hadamard)
+    torch.manual_seed(0)
+    layer = LowPrecisionLinear(48, 70, recipe=dataclasses.replace(recipe, **exact))
+    x, g = torch.randn(37, 48, requires_grad=True), torch.randn(37, 70)
+    output = layer(x)
+    output.backward(g)
+    how = [
+        [text.removesuffix(" rotated").removesuffix(" stochastic") for text in texts]
+        for texts in oracle.TABLE["nvfp4_rht_sr"]
+    ]
+    w, rotated = layer.weight.detach(), [reference.hadamard(t.detach(), 0) for t in (g, x)]
+    expected = (
+        oracle.product((x.detach(), False), (w, False), how[0], torch.float32, True)
+        + layer.bias.detach(),
+        oracle.product((g, False), (w, True), how[1], torch.float32, True),
+        oracle.product((rotated[0], True), (rotated[1], True), how[2], torch.float32, True),
+    )
+    found = (output.detach(), x.grad, layer.weight.grad)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-4)
 
 
 def test_only_gradients_are_rounded_stochastically():

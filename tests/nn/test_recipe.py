@@ -102,6 +102,8 @@ def test_int8_scale_along_the_contracted_dimension_is_refused(product, contracte
         ({"output": E2M1 | {"hadamar": True}}, "optionally scale, stochastic, hadamard"),
         ({"output": E2M1 | {"hadamard": 16}}, "hadamard=16: must be true or false"),
         ({"output": E2M1 | {"stochastic": ["g"]}}, "must be a list of x, w"),
+        ({"output": E2M1 | {"stochastic": [["x"]]}}, "must be a list of x, w"),
+        ({"output": E2M1 | {"x": "1x99999"}}, "output.x=1x99999: must be"),
         ({"output": E2M1 | {"stochastic": True}}, "must be a list of x, w"),
         ("int8", "output, grad_input, grad_weight"),
         (None, "output, grad_input, grad_weight"),
