@@ -234,7 +234,7 @@ def _runs(data: list[RunData], names: list[Field], differing: list[str]) -> dict
     for row in rows:
         row["fields"] = [row["fields"][i] for i in filled]
     titles = [titles[i].replace("_", "_\u200b") for i in filled]  # allows a line break
-    most_values = max(num_values, key=num_values.get, default="run")
+    most_values = max(num_values, key=num_values.get, default="steps")
     return {"titles": titles, "rows": rows, "most_values": most_values}
 
 

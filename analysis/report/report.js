@@ -196,14 +196,15 @@ function drawComparison() {
     height: 360, template: "none", font: figure.layout.font, hovermode: "closest",
     showlegend: categories.length > 1, margin: {...figure.layout.margin, t: 12},
     xaxis: {...figure.layout.xaxis, title: {text: names[0]}, type: isNumeric(x) ? (isLog ? "log" : "linear") : "category",
-            tickformat: "", automargin: true, showticklabels: true, matches: undefined, anchor: "y"},
-    yaxis: {gridcolor: "#ebebeb", linecolor: "#999", zeroline: false, title: {text: names[1]}, automargin: true},
+            tickformat: "", automargin: false, showticklabels: true, matches: undefined, anchor: "y"},
+    yaxis: {gridcolor: "#ebebeb", linecolor: "#999", zeroline: false, title: {text: names[1]}},
   }, CONFIG);
 }
 
 for (const axis of ["x", "y", "color"]) {
   const select = byId("compare-" + axis);
-  const names = [...columns.keys()].filter((name) => axis !== "y" || isNumeric(columns.get(name)));
+  const names = [...columns.keys()].filter((name) =>
+    name !== "run" && (axis !== "y" || isNumeric(columns.get(name))));
   for (const name of axis === "color" ? ["method", ...names] : names) select.add(new Option(name));
   select.value = select.dataset.first;
   if (select.selectedIndex < 0) select.selectedIndex = 0;

@@ -6,7 +6,9 @@ import shutil
 import pytest
 import torch
 
+from lowprec.data.open import open_data
 from lowprec.runs.read import read_rows
+from lowprec.train.build import build
 
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 INDUCTOR = pytest.param("inductor", marks=[pytest.mark.slow, NEEDS_COMPILER])
@@ -37,6 +39,22 @@ def test_checkpointing_changes_no_gradient(make_config, run_once, tmp_path, inte
         [row["grad_norm"] for row in read_rows(tmp_path / name / "metrics.jsonl")] for name in "ab"
     )
     assert plain == pytest.approx(recomputed, rel=1e-6)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_stochastic_rounding_draws_new_numbers_at_each_backward(make_config, accumulate):
+    changes = {"accumulate": accumulate, "precision.recipe": "nvfp4_rht_sr"}
+    config = make_config({**changes, "model.patch_dropout": 0.0})  # only rounding draws numbers
+    built = build(config, open_data(config))
+    built.task.model.train()
+    batch, gradients, state = next(built.batches_from(1)), [], torch.get_rng_state()
+    for repeats in (False, False, True):
+        if repeats:
+            torch.set_rng_state(state)
+        built.task.model.zero_grad()
+        built.task.backward(batch, lambda loss: loss)
+        gradients.append(built.task.model.visual.conv1.weight.grad.clone())
+    assert torch.equal(gradients[0], gradients[2]) and not torch.equal(*gradients[:2])
 
 
 def test_16_bit_runs_follow_the_fp32_curve(make_config, run_once, tmp_path):
