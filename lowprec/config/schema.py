@@ -198,6 +198,7 @@ class RecorderConfig:
     """Pre-spike snapshots; they take 24 bytes of host memory per parameter."""
 
     enabled: bool = key(False, "write a snapshot from before each loss spike")
+    rms: bool = key(False, "also before each RMS spike, of any tensor", identity=False)
     steps: int = key(100, "least number of steps between a snapshot and its spike", least=1)
     keep: int = key(3, "number of newest snapshots to keep", least=1)
 

@@ -277,6 +277,8 @@ class MetricsBuffer:
             by_tensor = {self.tensors[s.tensor]: s.value for s in spikes if s.tensor is not None}
             if by_tensor:
                 events.append({"step": row["step"], "spike": "rms", "rms": by_tensor})
+                if self.config.diagnostics.recorder.rms:
+                    self.spikes.append((row["step"], f"RMS spike of {next(iter(by_tensor))}"))
         if events:
             self.record.append("events", events)
 

@@ -1,8 +1,9 @@
 """Pre-spike snapshots: earlier training states, kept in host memory until a loss spike occurs.
 
 A snapshot is a checkpoint of a step before the spike, `snapshots/step_<step>`, written when a flush
-reports a loss spike or a divergence. Batches are not kept: `batches_from(step)` computes them from
-the config and the step, so that a replay needs only a state and its step.
+reports a loss spike, a divergence or, with `recorder.rms`, an RMS spike. Batches are not kept:
+`batches_from(step)` computes them from the config and the step, so that a replay needs only a state
+and its step.
 """
 
 import shutil

@@ -73,6 +73,15 @@ def test_a_divergence_has_a_snapshot(make_config, run_once, tmp_path, capsys):
     assert "to replay the divergence at step 17" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("asked", [False, True])
+def test_rms_spikes_have_snapshots_if_asked(make_config, run_once, tmp_path, capsys, asked):
+    quiet = {"diagnostics.spikes.loss_sigmas": 1e6, "diagnostics.spikes.rms_threshold": 1.5}
+    config = make_config(RECORDED | quiet | {"diagnostics.recorder.rms": asked})
+    run_once(config, tmp_path, spoil=shaken({14}))
+    assert bool(list_snapshots(tmp_path)) == asked
+    assert ("to replay the RMS spike of" in capsys.readouterr().out) == asked
+
+
 def test_only_the_newest_snapshots_stay(make_config, run_once, tmp_path):
     config = make_config(RECORDED | {"num_steps": 26, "diagnostics.recorder.keep": 2})
     run_once(config, tmp_path, spoil=shaken({8, 14, 22}))
