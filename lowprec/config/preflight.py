@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 import fsspec
 
+from lowprec import alert
 from lowprec.config.check import ConfigError
 from lowprec.config.patterns import expand, expand_urls
 from lowprec.config.place import place
@@ -157,8 +158,8 @@ def _package_faults(config: Config, training: bool) -> list[str]:
             faults.append(f"{group}={name} needs a package: pip install '{package}'")
     if config.optimizer.name == "adamw8bit_bnb" and training and config.device == "cpu":
         faults.append("optimizer=adamw8bit_bnb needs a GPU, not device=cpu; use adamw8bit_torchao")
-    scheme, is_url, _ = os.environ.get("LOWPREC_ALERT", "").partition("://")
-    if is_url and scheme.isalpha() and scheme != "https" and training:
+    scheme = alert.target()[1]
+    if scheme not in ("", "https") and training:
         faults.append(f"LOWPREC_ALERT={scheme}://...: an https:// URL or a command is expected")
     return faults
 

@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from lowprec.runs.alert import alert
+from lowprec.alert import alert
 from lowprec.runs.attempts import (
     STOPPED,
     STOPPING,

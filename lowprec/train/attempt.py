@@ -8,10 +8,10 @@ from typing import NoReturn
 
 import torch
 
+from lowprec.alert import alert
 from lowprec.config.check import RunError
 from lowprec.config.schema import Config
 from lowprec.data.shards import ShardError
-from lowprec.runs.alert import alert
 from lowprec.runs.attempts import STOPPED, CheckpointError
 from lowprec.runs.durable import DiskError
 from lowprec.runs.read import ENDED

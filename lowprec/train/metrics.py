@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lowprec.alert import alert
 from lowprec.config.schema import EIGHT_BIT, UNKNOWN_WITH_8_BITS, default_warmup
 from lowprec.data.loader import Batch
 from lowprec.diagnostics.blocks import BLOCK_STATISTICS
 from lowprec.diagnostics.spikes import Collapse, Detector, protocol_of
 from lowprec.optim.stable_adamw import STATISTICS
-from lowprec.runs.alert import alert
 from lowprec.runs.read import is_sampled, missing_steps, read_tensors, scan_metrics, scan_rows
 from lowprec.runs.record import Record, RecordError
 from lowprec.train.loggers import Logger

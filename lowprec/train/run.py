@@ -8,6 +8,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from lowprec.alert import alert
 from lowprec.config.check import RunError
 from lowprec.config.patterns import without_secrets
 from lowprec.config.schema import Config
@@ -15,7 +16,6 @@ from lowprec.data.open import Data, open_data
 from lowprec.data.workers import ignored_child_signals
 from lowprec.nn.coverage import summary
 from lowprec.runs import durable
-from lowprec.runs.alert import alert
 from lowprec.runs.attempts import CheckpointError, first_step
 from lowprec.runs.environment import environment
 from lowprec.runs.identity import directory, identity, to_dict

@@ -1,7 +1,9 @@
 """A webhook of LOWPREC_ALERT, with a real HTTPS server whose certificate only these tests trust."""
 
+import contextlib
 import json
 import os
+import socket
 import ssl
 import subprocess
 import sys
@@ -12,13 +14,14 @@ from pathlib import Path
 
 import pytest
 
+from lowprec import alert
 from lowprec.config.check import ConfigError
 from lowprec.config.preflight import preflight
 
 CERTIFICATE = Path(__file__).with_name("localhost.pem")  # with its key
 SCRIPT = """
 import sys, time
-from lowprec.runs import alert
+from lowprec import alert
 alert.END_S = float(sys.argv[1])
 began = time.monotonic()
 for text in sys.argv[2:]:
@@ -29,15 +32,16 @@ assert time.monotonic() - began < 1
 
 @pytest.fixture
 def server():
-    """A webhook at `url` that answers with `status`, or not before `may_answer`."""
+    """A webhook at `url` that answers with `status`, to "slow" with 200 after `may_answer`."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            server.posts.append((self.path, self.headers["Content-Type"], json.loads(body)))
-            server.may_answer.wait(30)
-            self.send_response(server.status)
-            self.send_header("Location", "/elsewhere")
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            server.posts.append((self.path, self.headers["Content-Type"], body))
+            is_slow = body["text"] == "slow" and server.may_answer.wait(30)
+            self.send_response(200 if is_slow else server.status)
+            place = "/elsewhere" if server.status == 302 else "other://host/s3cret"
+            self.send_header("Location", place)
             self.end_headers()
 
         def log_message(self, *_):
@@ -66,15 +70,15 @@ def send(tmp_path):
         kept = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")}
         command = [sys.executable, "-W", "error", "-c", SCRIPT, str(end_s), *texts]
         with open(tmp_path / "printed", "w") as file:
-            subprocess.run(command, env=kept | own, stderr=file, check=True)
+            subprocess.run(command, env=kept | own, stdout=file, stderr=file, check=True)
         return (tmp_path / "printed").read_text()
 
     return run
 
 
 def test_a_webhook_receives_every_text_once_as_slack_and_discord_expect(server, send):
-    server.may_answer.set()
-    assert send(server.url, "a run: loss spike\né", "x" * 3000) == ""
+    url = f" '{server.url.replace('https', 'HTTPS')}'"
+    assert send(url, "a run: loss spike\né", "x" * 3000) == ""
     texts = ["a run: loss spike\né", "x" * 2000]
     expected = [("/hook/s3cret", "application/json", {"text": t, "content": t}) for t in texts]
     assert sorted(server.posts, key=str) == sorted(expected, key=str)
@@ -83,17 +87,18 @@ def test_a_webhook_receives_every_text_once_as_slack_and_discord_expect(server, 
 @pytest.mark.parametrize(
     ("status", "trusted", "reason"),
     [
-        (500, True, "status 500, Internal Server Error"),
-        (302, True, "status 302, Found"),
-        (200, False, "CERTIFICATE_VERIFY_FAILED"),
+        (500, True, "status 500"),
+        (302, True, "status 302"),
+        (303, True, "status 303"),
+        (200, False, "SSLCertVerificationError"),
     ],
 )
 def test_a_failing_webhook_is_tried_once_per_alert_and_reported_once(
     server, send, status, trusted, reason
 ):
-    server.may_answer.set()
     server.status = status
-    printed = send(server.url, "1", "2", "3", trusted=trusted)
+    threading.Timer(2, server.may_answer.set).start()
+    printed = send(server.url, "slow", "1", "2", trusted=trusted)
     assert printed.count("warning: the webhook of LOWPREC_ALERT failed: ") == 1
     assert reason in printed and "s3cret" not in printed and len(printed.splitlines()) == 1
     assert len(server.posts) == 3 * trusted
@@ -101,15 +106,52 @@ def test_a_failing_webhook_is_tried_once_per_alert_and_reported_once(
 
 def test_a_webhook_that_never_answers_delays_the_end_of_a_process_by_a_bounded_time(server, send):
     began = time.monotonic()
-    send(server.url, "1", "2", end_s=0.5)
+    send(server.url, "slow", "slow", end_s=0.5)
     assert 0.5 < time.monotonic() - began < 3
 
 
+def test_a_process_does_not_wait_for_a_command(send):
+    began = time.monotonic()
+    send("sleep 9", "1", end_s=20)
+    assert time.monotonic() - began < 8
+
+
+def test_a_command_that_has_ended_is_no_zombie_after_the_next_alert(monkeypatch):
+    monkeypatch.setenv("LOWPREC_ALERT", "true")
+    alert.alert("1")
+    pid = alert._started[-1].pid
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    alert.alert("2")
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_webhook_that_answers_byte_by_byte_is_given_up():
+    with socket.create_server(("localhost", 0)) as server:
+        url = f"http://localhost:{server.getsockname()[1]}"
+        script = f"from lowprec import alert; alert.TIMEOUT_S = 2; alert._post('{url}', '')"
+        with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.DEVNULL) as process:
+            with server.accept()[0] as connection, contextlib.suppress(ConnectionError):
+                for byte in b"HTTP/1.1 200 OK":
+                    connection.send(bytes([byte]))
+                    time.sleep(0.5)
+                process.kill()
+                pytest.fail("it still reads")
+
+
+@pytest.mark.parametrize(
+    "target", ["http://host/s3cret", "/no/s3cret", "https://host:s3cret/", "'s3cret"]
+)
+def test_an_alert_that_cannot_leave_prints_no_secret(send, target):
+    printed = send(target, "1")
+    assert "LOWPREC_ALERT" in printed and "s3cret" not in printed
+
+
 def test_other_urls_are_refused_before_a_run_starts_without_printing_them(make_config, monkeypatch):
-    monkeypatch.setenv("LOWPREC_ALERT", "http://host/s3cret")
-    with pytest.raises(ConfigError, match="LOWPREC_ALERT=http://...: an https:// URL") as error:
-        preflight(make_config())
-    assert "s3cret" not in str(error.value)
-    for target in ("https://host/s3cret", "notify-send a://b", ""):
+    for target in ("http://host/s3cret", " HTTP://host/s3cret", "'http://host/s3cret'"):
+        monkeypatch.setenv("LOWPREC_ALERT", target)
+        with pytest.raises(ConfigError, match="LOWPREC_ALERT=http://...: an https:// URL") as error:
+            preflight(make_config())
+        assert "s3cret" not in str(error.value)
+    for target in ("https://host/s3cret", ' "HTTPS://host"', "notify-send a://b", ""):
         monkeypatch.setenv("LOWPREC_ALERT", target)
         preflight(make_config())
