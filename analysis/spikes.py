@@ -63,7 +63,7 @@ def _summary_lines(series: Series, protocol: Protocol, tensor: str, counted: str
     lines = [f"{counted} and {counts} in {len(rms):,} steps."]
     late = rms[protocol.ignore_steps :]
     if np.isnan(late).all():
-        return [*lines, "RMS_t is not recorded there."]
+        return [*lines, f"RMS_t of {tensor} is not recorded there."]
     step = int(np.nanargmax(late)) + protocol.ignore_steps + 1
     rho = np.fmax.reduce(relative_rms(rms, series.beta2)[protocol.ignore_steps :])
     largest = f"Largest RMS_t: {np.nanmax(late):.3g} at step {step}; "
@@ -98,7 +98,7 @@ def _text(table: pd.DataFrame) -> str:
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = cli.Parser(prog="python -m analysis.spikes", description="Lists the spikes of runs.")
     parser.add_argument("--run", required=True, help="a run directory, a folder of runs, or a URL")
-    parser.add_argument("--tensor", default=TENSOR, help=f"glob of tensors [{TENSOR}]")
+    parser.add_argument("--tensor", help=f"glob of tensors [{TENSOR}]")
     parser.add_argument(
         "--protocol", choices=("run", *PROTOCOLS), default="run", help="thresholds [the run's own]"
     )
@@ -113,12 +113,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
     options = _parse(arguments)
     changed = {k: v for k, v in vars(options).items() if k in THRESHOLDS and v is not None}
-    tensor = options.tensor
+    tensor = options.tensor or TENSOR
     runs = load_runs(options.run)
     for summary in runs.runs.to_dict("records"):
         series = read_series(runs.only(summary["run"]))
         names = list(series.rms)
-        if names and not any(fnmatchcase(name, tensor) for name in names):
+        if options.tensor and names and not any(fnmatchcase(name, tensor) for name in names):
             recorded = f"{len(names)} tensors, such as {', '.join(names[:6])}"
             raise ChoiceError(f"no tensor matches {tensor!r}; there are {recorded}")
         protocol = PROTOCOLS.get(options.protocol) or protocol_of_run(summary)

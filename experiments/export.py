@@ -45,6 +45,8 @@ def main(config: ExportConfig) -> None:
         raise ConfigError([f"source={config.source} does not exist{hint}"])
     try:
         export(Path(config.source), Path(config.out), config.precision)
+    except ConfigError:
+        raise
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         sys.exit(f"source={config.source} cannot be exported: {str(error).splitlines()[0]}")
 

@@ -166,13 +166,14 @@ class TrainState:
 
 def _check_same(saved: dict[str, Tensor], expected: dict, path: Path) -> None:
     shapes = {name: tuple(t.shape) for name, t in saved.items()}
-    needed = {name: None if t is None else tuple(t.shape) for name, t in expected.items()}
+    needed = {name: tuple(t.shape) for name, t in expected.items()}
     differing = [name for name in {**shapes, **needed} if shapes.get(name) != needed.get(name)]
     if differing:
         name = sorted(differing)[0]
         raise CheckpointError(
-            f"{path} does not fit the model: {name} is {shapes.get(name)}, not {needed.get(name)}"
-            f" ({len(differing)} tensors differ)"
+            f"{path} does not fit the model: {name} is {shapes.get(name, 'absent')} in the "
+            f"checkpoint and {needed.get(name, 'absent')} in this run ({len(differing)} tensors "
+            "differ)"
         )
 
 

@@ -174,8 +174,22 @@ def test_run_without_recorded_rms_still_has_loss_spikes(plant, capsys):
         stream.unlink()
     assert spikes.main(["--run", str(run)]) == 0
     out = capsys.readouterr().out
-    assert "RMS_t is not recorded there." in out and "3 loss spikes and 0 RMS spikes" in out
+    assert f"RMS_t of {CONV1} is not recorded there." in out
+    assert "3 loss spikes and 0 RMS spikes" in out
     assert rms_and_loss.query(load_runs(run)).empty
+
+
+def test_run_with_a_locked_image_tower_still_has_loss_spikes(plant, capsys):
+    run = plant()
+    table = pd.read_parquet(run / "tensors.parquet")
+    table[["step", f"rms/{C_FC}"]].to_parquet(run / "tensors.parquet")
+    plant(seed=1)
+    assert spikes.main(["--run", str(run.parent)]) == 0
+    out = capsys.readouterr().out
+    assert f"3 loss spikes and 0 RMS spikes ({CONV1}) in 2,000 steps." in out
+    assert f"RMS_t of {CONV1} is not recorded there." in out and C_FC in out
+    assert f"3 loss spikes and 2 RMS spikes ({CONV1}) in 2,000 steps." in out
+    assert spikes.main(["--run", str(run), "--tensor", CONV1]) == 2
 
 
 def test_missing_runs_and_tensors_are_errors_that_name_what_exists(plant, capsys, tmp_path):

@@ -70,11 +70,11 @@ def test_export_follows_autocast_and_needs_a_run(make_config, run_once, tmp_path
         assert state["visual.conv1.weight"].dtype == dtype
         assert state["transformer.resblocks.0.mlp.c_fc.weight"].dtype == torch.int8
     weights = newest_checkpoint(run)[0] / "model.safetensors"
-    for source, to, message in (
-        (weights, out, "not a run directory"),
-        (run, out.with_suffix(".pt"), "written as .safetensors"),
+    for source, to, error, message in (
+        (weights, out, ConfigError, "not a run directory"),
+        (run, out.with_suffix(".pt"), SystemExit, "written as .safetensors"),
     ):
-        with pytest.raises(SystemExit, match=message):
+        with pytest.raises(error, match=message):
             export.main(ExportConfig(str(source), str(to), INT8))
 
 

@@ -92,9 +92,14 @@ def test_optimizer_state_of_another_shape_is_refused_and_nothing_loaded(finished
         CheckpointError, match=r"exp_avg_sq\.safetensors .*visual\.proj is \(3, 3\)"
     ):
         built.state.load(folder)
-    save_file({}, folder / "exp_avg.safetensors")
-    with pytest.raises(CheckpointError, match="tensors differ"):
-        built.state.load(folder)
+    moments = load_file(folder / "exp_avg.safetensors")
+    for tensors, reason in (
+        ({}, r"is absent in the checkpoint and \(.* in this run .* tensors differ"),
+        ({**moments, "a": torch.zeros(3)}, r"a is \(3,\) in the checkpoint and absent in this run"),
+    ):
+        save_file(tensors, folder / "exp_avg.safetensors")
+        with pytest.raises(CheckpointError, match=reason):
+            built.state.load(folder)
     assert built.task.model.logit_scale.item() == before
 
 
