@@ -45,9 +45,12 @@ def describe(series: Series, protocol: Protocol, tensor: str) -> str:
     lines = [f"Losses were not examined: {reason}."] if reason else []
     lines += _summary_lines(series, protocol, tensor, counted)
     if len(spikes):
-        lines += ["", _text(spikes), "", *_lead_lines(series, protocol, tensor, spikes), ""]
-        lines.append("By tensor, the most followed first (each p is for one tensor alone):")
-        lines.append(_text(lead_table(series, protocol).head(NUM_TENSORS)))
+        lines += ["", _text(spikes), ""]
+        if not np.isnan(series.rms_of(tensor)[protocol.ignore_steps :]).all():
+            lines += [*_lead_lines(series, protocol, tensor, spikes), ""]
+        if not series.rms.empty:
+            lines.append("By tensor, the most followed first (each p is for one tensor alone):")
+            lines.append(_text(lead_table(series, protocol).head(NUM_TENSORS)))
     table = sensitivity_table(series, protocol, tensor)
     if not table[["num_loss_spikes", "num_rms_spikes"]].any(axis=None):
         return "\n".join([*lines, "Other thresholds find no spikes either."])
@@ -57,13 +60,13 @@ def describe(series: Series, protocol: Protocol, tensor: str) -> str:
 
 def _summary_lines(series: Series, protocol: Protocol, tensor: str, counted: str) -> list[str]:
     rms = series.rms_of(tensor)
+    late = rms[protocol.ignore_steps :]
+    if np.isnan(late).all():
+        return [f"{counted} in {len(rms):,} steps; RMS_t of {tensor} is not recorded there."]
     counts = f"{int(rms_spikes(rms, protocol).sum())} RMS spikes ({tensor})"
     if reason := why_unreachable(series.beta2, protocol):
         counts = f"no possible RMS spikes ({tensor}): {reason}"
     lines = [f"{counted} and {counts} in {len(rms):,} steps."]
-    late = rms[protocol.ignore_steps :]
-    if np.isnan(late).all():
-        return [*lines, f"RMS_t of {tensor} is not recorded there."]
     step = int(np.nanargmax(late)) + protocol.ignore_steps + 1
     rho = np.fmax.reduce(relative_rms(rms, series.beta2)[protocol.ignore_steps :])
     largest = f"Largest RMS_t: {np.nanmax(late):.3g} at step {step}; "
