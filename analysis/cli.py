@@ -48,7 +48,8 @@ def entry(main: Main) -> Main:
         except (FileExistsError, NotADirectoryError) as error:
             print(f"error: {error.filename} is not a folder", file=sys.stderr)
         except OSError as error:
-            print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+            named = f"{error.filename}: {error.strerror}" if error.filename else error
+            print(f"error: {named}", file=sys.stderr)
         return 2
 
     return answer

@@ -78,8 +78,12 @@ def run_command(
 
 
 def parse_command() -> argparse.Namespace:
-    """The command line as Hydra reads it; refuses other flags, and those that name a config."""
-    arguments, unknown = get_args_parser().parse_known_args()
+    """Parses the command line; refuses flags that Hydra lacks, and those that name a config.
+
+    Keys move behind the flags, the only order that Hydra accepts.
+    """
+    arguments, unknown = get_args_parser().parse_known_intermixed_args()
+    sys.argv[1:] = sorted(sys.argv[1:], key=arguments.overrides.__contains__)
     named = [f"--{name.replace('_', '-')}" for name in FLAGS if getattr(arguments, name)]
     faults = [f"{flag}: only configs in conf/ are read" for flag in named]
     for flag in (text.partition("=")[0] for text in unknown if text.startswith("-")):

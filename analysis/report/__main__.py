@@ -3,7 +3,7 @@
 The page is self-contained and loads nothing. It compares runs by the settings that differ and shows
 curves of loss and RMS_t, every loss spike, heat maps of RMS_t by layer, and the runs that failed or
 are damaged. Long curves are thinned to bound the size of the page. With `--watch SECONDS`, the page
-is written again every SECONDS until all runs have ended, and a browser reloads it.
+is written again every SECONDS until all runs have ended or failed, and a browser reloads it.
 """
 
 import os
@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
         runs = load_runs(options.runs, experiment=options.experiment)
         if options.tensor != TENSOR and not options.watch:
             _check_tensor(runs, options.tensor)
-        goes_on = bool(options.watch) and (~runs.summaries["state"].isin(ENDED)).any()
+        goes_on = bool(options.watch) and (~runs.summaries["state"].isin([*ENDED, "failed"])).any()
         _write(runs, options.tensor, options.out, options.watch if goes_on else 0)
         if not goes_on:
             return 0

@@ -109,7 +109,7 @@ def _value(path: str, value: Any, f: Any, faults: list[str]) -> Any:
     if container is None:
         return _element(path, value, kind, f, faults)
     if not isinstance(value, container):
-        faults.append(f"{path}={_written(value)}: {_expectation(f, value)} is expected")
+        faults.append(f"{path}={_written(value)}: {_expectation(f, value, kind)} is expected")
         return None
     inner = typing.get_args(kind)[-1]
     if container is list:
@@ -132,7 +132,7 @@ def _element(path: str, item: Any, kind: type, f: Any, faults: list[str]) -> Any
         faults.append(f"{path}={_written(item)}: one of {allowed} is expected{near}")
     elif type(item) is not kind or not _within(item, _bounds(f)):
         doc = f.metadata["doc"]
-        faults.append(f"{path}={_written(item)}: {_expectation(f, item)} is expected ({doc})")
+        faults.append(f"{path}={_written(item)}: {_expectation(f, item, kind)} is expected ({doc})")
     return item
 
 
@@ -147,18 +147,18 @@ def _within(item: Any, bounds: dict[str, float]) -> bool:
     return all(COMPARE[name](item, bound) for name, bound in bounds.items())
 
 
-def _expectation(f: Any, item: Any) -> str:
-    """The values that a field allows instead of `item`, in words: `a number > 0 or null`."""
+def _expectation(f: Any, item: Any, kind: Any) -> str:
+    """What a field, or an element of type `kind`, allows, in words: `a number > 0 or null`."""
     words = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text"}
     names = ",".join(map(str, f.metadata["choices"][:2])) or "a,b"
     words |= {list[str]: f"a list such as [{names}]", dict: "a map"}
     words |= {dict[str, float]: "a map of names to numbers"}
     signs = {"least": ">=", "above": ">", "most": "<=", "below": "<"}
-    kind, is_optional = _kind(f)
+    own, is_optional = _kind(f)
     is_large = isinstance(item, int | float) and item >= 2**31
     bounds = _bounds(f) if is_large else f.metadata["bounds"]
     limits = " and ".join(f"{signs[n]} {bound}" for n, bound in bounds.items())
-    return f"{words[kind]} {limits}".strip() + " or null" * is_optional
+    return f"{words[kind]} {limits}".strip() + " or null" * (is_optional and kind == own)
 
 
 def _bounds(f: Any) -> dict[str, float]:

@@ -38,9 +38,8 @@ def watched(config: Config, record: Record, world: Ranks) -> Iterator[None]:
         raise
     except BaseException as error:
         text = str(error).lower()
-        lost_peer = isinstance(error, RuntimeError) and any(
-            word in text for word in ("gloo", "nccl", "connection")
-        )
+        of_torch = isinstance(error, RuntimeError) and not isinstance(error, RunError)
+        lost_peer = of_torch and any(word in text for word in ("gloo", "nccl", "connection"))
         if world.size > 1 and lost_peer:  # the watchdog names the rank and ends this one
             time.sleep(watchdog.SILENT_S + 4 * watchdog.TICK_S)
         world.watchdog.close(_reason(error))

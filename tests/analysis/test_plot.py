@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 from matplotlib.collections import LineCollection
 
-from analysis import load_runs, plot
+from analysis import cli, load_runs, plot
 from analysis.cli import ChoiceError
 from analysis.figures import loss_curves
 from analysis.report.collect import Budget, collect_run
@@ -92,6 +92,14 @@ def test_the_command_writes_picture_and_plotted_numbers(runs, tmp_path, capsys):
     )
     assert plot.main(["--runs", str(runs.root), "--out", "/proc/x/mine"]) == 2
     assert capsys.readouterr().err == "error: /proc/x: No such file or directory\n"
+
+
+def test_an_error_of_a_remote_folder_is_printed_without_a_file_name(capsys):
+    def main(arguments):
+        raise OSError("bucket: no access")
+
+    assert cli.entry(main)([]) == 2
+    assert capsys.readouterr().err == "error: bucket: no access\n"
 
 
 def chance_lines(ax):

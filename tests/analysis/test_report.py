@@ -136,14 +136,16 @@ def test_panels_are_those_with_data_and_short_runs_are_not_examined(make_run, pa
     assert page.section("Results, and").count("not examined") == 4
 
 
-def test_a_watched_page_is_reloaded_until_its_runs_have_ended(make_run, tmp_path, monkeypatch):
+@pytest.mark.parametrize("last", ["finished", "failed"])
+def test_a_watched_page_is_reloaded_until_its_runs_end(make_run, tmp_path, monkeypatch, last):
     run, pages = make_run(num_steps=60), []
     status = run / "status.json"
     status.write_text(status.read_text().replace("finished", "running"))
 
     def sleep(seconds):
+        assert not pages
         pages.append(out.read_text())
-        status.write_text(status.read_text().replace("running", "finished"))
+        status.write_text(status.read_text().replace("running", last))
 
     monkeypatch.setattr(report_main.time, "sleep", sleep)
     out = tmp_path / "report.html"

@@ -286,7 +286,7 @@ def test_an_unknown_flag_is_refused_with_the_way_to_write_a_key(monkeypatch, cap
 def test_a_run_of_a_sweep_prints_only_what_differs(monkeypatch, capsys, tmp_path, seeds, printed):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(entry, "_swept", set())
-    monkeypatch.setattr(sys, "argv", ["train", "-m", f"seed={seeds}", "num_steps=2"])
+    monkeypatch.setattr(sys, "argv", ["train", "num_steps=2", "-m", f"seed={seeds}"])
     entry.run_command(lambda config: print(f"ran [{entry.differing_overrides()}]"), "train")
     assert capsys.readouterr().out.splitlines() == printed
 

@@ -5,9 +5,12 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from lowprec.runs.read import RecordFileError
+from lowprec.train import attempt
 from lowprec.train.distributed import Ranks
 from lowprec.train.watchdog import Heartbeat, Watchdog
 
@@ -99,3 +102,22 @@ def test_ranks_heard_until_rank_0_fell_silent_are_not_named(fault):
     assert fault(saving, saving, silent_s=12.4, first_silent_s=11.9) is None
     reason = fault(saving, saving, silent_s=12.9, first_silent_s=12.4)
     assert "no heartbeats for 12 s from rank 0 (process" in reason and "rank 1" not in reason
+
+
+@pytest.mark.parametrize(
+    ("error", "waits"),
+    [
+        (RuntimeError("[gloo] Connection closed by peer"), True),
+        (RecordFileError("/run/config.yaml cannot be read: Connection timed out"), False),
+    ],
+)
+def test_only_an_error_of_torch_waits_for_the_watchdog_to_name_a_rank(
+    monkeypatch, make_config, tmp_path, error, waits
+):
+    sleeps = []
+    monkeypatch.setattr(attempt.watchdog, "Watchdog", lambda *_, **__: SimpleNamespace(close=str))
+    monkeypatch.setattr(attempt.time, "sleep", sleeps.append)
+    world, record = SimpleNamespace(size=2), SimpleNamespace(run=tmp_path)
+    with pytest.raises(type(error)), attempt.watched(make_config(), record, world):
+        raise error
+    assert bool(sleeps) == waits
