@@ -41,7 +41,10 @@ class Wandb:
 
 
 class Trackio(Wandb):
-    """Trackio, whose calls are those of wandb, in TRACKIO_DIR; `trackio show` displays it."""
+    """Trackio, whose calls are those of wandb, in TRACKIO_DIR; `trackio show` displays it.
+
+    Steps that a resumed run repeats appear twice.
+    """
 
     def __init__(self, run: Path, config: dict):
         import trackio
