@@ -72,11 +72,6 @@ def test_a_value_of_a_wrong_type_is_refused_by_name(value):
         assert fault.startswith((f"{path}=", f"{path}.x="))  # the second: in a map
 
 
-def test_an_element_of_a_map_of_numbers_is_a_number():
-    (fault,) = faults_of(nested("optimizer.lr_scale", {"image": math.nan}))
-    assert "optimizer.lr_scale.image=nan: a finite number >= 0 is expected" in fault
-
-
 def test_an_unknown_choice_is_refused_with_the_list_of_choices():
     for path, f in LEAVES.items():
         if choices := f.metadata["choices"]:

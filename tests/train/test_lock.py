@@ -1,6 +1,7 @@
 """`optimizer.lr_scale` locks towers and scales learning rates by name."""
 
 import functools
+import math
 
 import pytest
 import torch
@@ -183,10 +184,11 @@ def test_batch_norm_is_refused():
 
 
 def test_values_are_numbers_and_equal_ones_have_one_identity(make_config):
-    for value in ({"visual": -1}, {"visual": "x"}, {"visual": None}, "visual"):
-        with pytest.raises(ConfigError, match="lr_scale.* a map of names to numbers >= 0"):
-            make_config({"optimizer.lr_scale": value})
-
+    for value in (-1, "x", None, math.nan):
+        with pytest.raises(ConfigError, match="lr_scale.visual=.*: a finite number >= 0 is"):
+            make_config({"optimizer.lr_scale": {"visual": value}})
+    with pytest.raises(ConfigError, match="lr_scale=.*: a map of names to numbers >= 0 or null is"):
+        make_config({"optimizer.lr_scale": "visual"})
     with pytest.raises(ConfigError, match=r"the whole map is expected: 'optimizer.lr_scale=\{"):
         compose_command(["optimizer.lr_scale.visual=0.1"])
 
