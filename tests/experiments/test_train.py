@@ -136,7 +136,7 @@ def test_a_signal_in_the_last_step_of_a_run_stops_its_sweep(in_sweep, monkeypatc
     monkeypatch.setattr("lowprec.train.run.train_run", lambda *arguments: ended)
     monkeypatch.setattr(train, "preflight", lambda config: None)
     monkeypatch.setattr(train, "use_own_temporary_folder", lambda: None)
-    monkeypatch.setattr(train, "runs_a_sweep", lambda: in_sweep)
+    monkeypatch.setattr(train.entry, "runs_a_sweep", lambda: in_sweep)
     with pytest.raises(SystemExit, match="75") if in_sweep else contextlib.nullcontext():
         train.main(Config())
 
