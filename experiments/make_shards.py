@@ -40,6 +40,8 @@ def main(config: MakeShardsConfig) -> None:
     table, out = Path(config.table), Path(config.out)
     if near := nearest_path(table):
         sys.exit(f"table={table} does not exist{near}")
+    if table.is_dir():
+        sys.exit(f"table={table} is a folder; a CSV file is expected")
     columns = [config.image, config.caption, *([config.label] if config.label else [])]
     try:
         bad = write_shards(table, out, columns, config.skip_bad)
@@ -49,6 +51,7 @@ def main(config: MakeShardsConfig) -> None:
     except (ValueError, OSError) as error:
         sys.exit(f"table={table}: {error}")
     print(f"{out}/*.tar: {shards.num_samples} pairs, {bad} left out, digest {shards.digest[:12]}")
+    print(f"data.{'val' if out.name == 'val' else 'train'}='{out}/*.tar'")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def write_shards(table: Path, out: Path, columns: list[str], skip_bad: bool = Fa
     try:
         pattern = str(unfinished).replace("%", "%%") + "/%05d.tar"
         with ShardWriter(pattern, SAMPLES_PER_SHARD, verbose=0, encoder=False, mtime=0) as shards:
-            for line, row in track(rows, f"writing {out}", console=Console(stderr=True)):
+            for line, row in track(rows, f"reading {table}", console=Console(stderr=True)):
                 try:
                     sample = _sample(table.parent, row, columns)
                 except BAD_IMAGE as error:
@@ -45,7 +45,9 @@ def write_shards(table: Path, out: Path, columns: list[str], skip_bad: bool = Fa
                     shards.write({"__key__": f"{line:09}", **sample})
         if len(faults) == len(rows) or faults and not skip_bad:
             listed = listing(faults, "\n  ", limit=100)
-            raise ValueError(f"{len(faults)} of {len(rows)} rows cannot be read:\n  {listed}")
+            way_out = "; skip_bad=true leaves them out" if len(faults) < len(rows) else ""
+            count = f"{len(faults)} of {len(rows)} rows cannot be read"
+            raise ValueError(f"{count}, so nothing was written{way_out}:\n  {listed}")
         unfinished.rename(out)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -68,8 +70,12 @@ def read_table(path: Path, columns: list[str]) -> list[tuple[int, dict]]:
         if not rows:
             raise ValueError("the table has no rows")
         names = lines.fieldnames
-        for name in (name for name in columns if name not in names):
-            raise ValueError(f"no column {name} in {', '.join(names)}{nearest(name, names)}")
+        if missing := [name for name in columns if name not in names]:
+            near = "".join(nearest(name, names) for name in missing)
+            raise ValueError(
+                f"no column {', '.join(missing)} in {', '.join(names)}{near}; "
+                "the first line must name the columns: image=NAME caption=NAME"
+            )
         return rows
 
 

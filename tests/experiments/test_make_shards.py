@@ -114,12 +114,13 @@ def test_a_damaged_table_is_refused_before_a_shard_is_written(photos, tmp_path, 
     assert not list(tmp_path.iterdir())
 
 
-def test_labels_and_other_names_of_columns(photos, tmp_path):
+def test_labels_and_other_names_of_columns(photos, tmp_path, capsys):
     rows = [("ignored", n, caption, path) for n, (path, caption) in enumerate(GOOD)]
     table = write_table(photos / "t.csv", rows, header=("x", "class", "text", "path"))
     options = {"image": "path", "caption": "text", "label": "class"}
-    main(MakeShardsConfig(table, str(tmp_path / "out"), **options))
-    assert samples(tmp_path / "out")[2] == list(range(len(GOOD)))
+    main(MakeShardsConfig(table, str(tmp_path / "val"), **options))
+    assert f"data.val='{tmp_path}/val/*.tar'" in capsys.readouterr().out
+    assert samples(tmp_path / "val")[2] == list(range(len(GOOD)))
     with pytest.raises(SystemExit, match=r"line 5 .*: the class is '\"CMYK.*, not a number"):
         rows = write_table(photos / "t.csv", GOOD[2:4])
         main(MakeShardsConfig(rows, str(tmp_path / "other"), label="title"))
@@ -131,14 +132,18 @@ def test_all_bad_rows_are_named_and_left_out_on_request(photos, tmp_path, capsys
     config = MakeShardsConfig(table, str(tmp_path / "deep" / "out"))
     with pytest.raises(SystemExit, match=f"{len(BAD)} of {len(BAD + GOOD)} rows") as refused:
         main(config)
-    lines = str(refused.value).splitlines()[1:]
+    first, *lines = str(refused.value).splitlines()
+    assert "nothing was written; skip_bad=true leaves them out:" in first
+    assert "writing" not in capsys.readouterr().err
     for number, (line, (_, reason)) in enumerate(zip(lines, BAD, strict=True), 2):
         assert f"line {number} " in line and reason in line
     assert not list((tmp_path / "deep").iterdir())
     config.skip_bad = True
     main(config)
     assert samples(tmp_path / "deep" / "out")[1] == [caption for _, caption in GOOD]
-    assert f"{len(GOOD)} pairs, {len(BAD)} left out" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"{len(GOOD)} pairs, {len(BAD)} left out" in printed
+    assert f"\ndata.train='{tmp_path}/deep/out/*.tar'\n" in printed
 
 
 @pytest.mark.parametrize(
@@ -146,6 +151,8 @@ def test_all_bad_rows_are_named_and_left_out_on_request(photos, tmp_path, capsys
     [
         ({"table": "gone.csv"}, "does not exist; nearest: .*good.csv"),
         ({"caption": "titel"}, "no column titel in filepath, title; nearest: title"),
+        ({"image": "a", "caption": "b"}, "no column a, b in .*; the first line must name the col"),
+        ({"table": "."}, "is a folder; a CSV file is expected"),
         ({"out": ""}, "exists"),
     ],
 )
@@ -156,7 +163,7 @@ def test_a_wrong_file_column_or_folder_is_named(photos, tmp_path, changes, fault
     with pytest.raises(SystemExit, match=fault):
         main(MakeShardsConfig(**given))
     only_bad = write_table(tmp_path / "bad.csv", [BAD[0][0]])
-    with pytest.raises(SystemExit, match="1 of 1 rows"):
+    with pytest.raises(SystemExit, match="1 of 1 rows cannot be read, so nothing was written:"):
         main(MakeShardsConfig(only_bad, str(tmp_path / "out"), skip_bad=True))
 
 
