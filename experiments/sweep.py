@@ -8,8 +8,8 @@
 
 `submit` takes the keys of a run (a value may be a list), `launcher=local|slurm`, `launcher.*` and
 `dry_run=true`, which only prints the runs. It reports all faults of all runs before it submits any,
-writes the runs to `<run_dir>/sweeps/<experiment or name>/` and returns at once. Repeating it adds
-new runs and submits cancelled or lost ones. The other verbs find the sweep by `experiment=` or
+writes its own files to `<run_dir>/sweeps/<experiment or name>/` and returns at once. Repeating it
+adds new runs and submits cancelled or lost ones. The other verbs find the sweep by `experiment=` or
 `name=` and `run_dir=`, or use the only one there is; `status` alone lists all sweeps. `wait` exits
 with 1 if a run has no result. `resubmit` takes the last launcher, changed by `launcher.*`, or
 another one by `launcher=`, and `dry_run=true`.
@@ -230,8 +230,11 @@ def _find(texts: list[str]) -> Manifest:
     if not keys & {"experiment", "name"} and len(names) == 1:
         folder = folder.parent / names[0]
     if not (folder / "sweep.json").exists():
-        others = f"the sweeps are {', '.join(names)}" if names else "nothing was submitted there"
-        raise ConfigError([f"{folder}: no such sweep; {others}{nearest(folder.name, names)}"])
+        fault = f"{folder}: no such sweep; the sweeps are {', '.join(names)}"
+        if not names:
+            start = "`python -m experiments.sweep submit ...` starts one"
+            fault = f"no sweeps in {folder.parent} yet; {start}"
+        raise ConfigError([fault + nearest(folder.name, names)])
     return Manifest(folder)
 
 

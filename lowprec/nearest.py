@@ -10,13 +10,17 @@ from pathlib import Path
 def nearest(name: str, allowed: Iterable[str]) -> str:
     """`; nearest: x` for the most similar of the allowed names, or nothing.
 
-    A dotted key is also compared by its last part, so that `lr` finds `optimizer.lr`.
+    A dotted key is also compared by its last part, which may abbreviate the name: `lr` and
+    `learning_rate` find `optimizer.lr`.
     """
     names = [str(choice) for choice in allowed]
     by_leaf = {choice.rpartition(".")[2]: choice for choice in reversed(names)}
-    leaves = difflib.get_close_matches(name.rpartition(".")[2], by_leaf, n=1, cutoff=0.6)
+    leaf = name.rpartition(".")[2]
+    initials = "".join(word[:1] for word in leaf.split("_"))
+    leaves = difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=0.6)
     matches = (
-        difflib.get_close_matches(name, names, n=1, cutoff=0.75)
+        ([by_leaf[initials]] if len(initials) > 1 and initials in by_leaf else [])
+        or difflib.get_close_matches(name, names, n=1, cutoff=0.75)
         or [by_leaf[leaf] for leaf in leaves]
         or difflib.get_close_matches(name, names, n=1, cutoff=0.4)
     )

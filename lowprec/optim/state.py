@@ -21,8 +21,9 @@ def check_options(group: dict) -> None:
     """ValueError names the first option of a group that is out of range or not supported."""
     betas = tuple(group["betas"])
     are_betas = len(betas) == 2 and all(0 <= float(beta) < 1 for beta in betas)
+    is_lr = not isinstance(group["lr"], str) and 0 <= float(group["lr"]) < math.inf
     for name, allowed, is_allowed in (
-        ("lr", "a number >= 0", 0 <= float(group["lr"]) < math.inf),
+        ("lr", "a number >= 0", is_lr),
         ("betas", "two numbers >= 0 and < 1", are_betas),
         ("eps", "a number > 0", 0 < group["eps"] < math.inf),
         ("weight_decay", "a number >= 0", 0 <= group["weight_decay"] < math.inf),
@@ -31,7 +32,7 @@ def check_options(group: dict) -> None:
         *((name, "False, unlike in torch", not group.get(name)) for name in UNSUPPORTED),
     ):
         if not is_allowed:
-            raise ValueError(f"{name}={group[name]} must be {allowed}")
+            raise ValueError(f"{name}={group[name]!r} must be {allowed}")
 
 
 def is_positive_or_none(value: float | None) -> bool:

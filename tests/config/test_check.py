@@ -95,6 +95,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_one():
 def test_nearest_finds_a_key_of_another_group_by_its_last_part():
     for name in ("optimizer.lr", "optimizer.beta2"):
         assert nearest(name.partition(".")[2], keys(Config)) == f"; nearest: {name}"
+    assert nearest("optimizer.learning_rate", keys(Config)) == "; nearest: optimizer.lr"
     assert nearest("zzzz", keys(Config)) == ""
 
 

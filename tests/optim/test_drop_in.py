@@ -146,9 +146,10 @@ def test_gradscaler_in_a_plain_loop_unscales_and_skips():
 
 
 @pytest.mark.parametrize("options", [
-    {"lr": math.nan}, {"lr": torch.tensor(-1.0)}, {"betas": (1.5, 2)}, {"betas": (0.9,)},
-    {"betas": (0.9, 1.0)}, {"eps": 0.0}, {"weight_decay": -1}, {"clip_threshold": 0},
-    {"beta2_decay": math.nan}, {"amsgrad": True}, {"maximize": True}, {"differentiable": True},
+    {"lr": math.nan}, {"lr": torch.tensor(-1.0)}, {"lr": "0.1"}, {"betas": (1.5, 2)},
+    {"betas": (0.9,)}, {"betas": (0.9, 1.0)}, {"eps": 0.0}, {"weight_decay": -1},
+    {"clip_threshold": 0}, {"beta2_decay": math.nan}, {"amsgrad": True}, {"maximize": True},
+    {"differentiable": True},
 ], ids=str)  # fmt: skip
 def test_an_option_out_of_range_is_refused_in_every_group(options):
     params = make_params()

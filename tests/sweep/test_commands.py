@@ -40,7 +40,7 @@ def run(verb, *texts):
         (["sumbit"], 2, "nearest: submit"),
         ([""], 2, "one of submit, status, resubmit, cancel, wait is expected"),
         (["status", "name"], 2, "name: key=value is expected"),
-        (["status"], 2, "nothing was submitted there"),
+        (["status"], 2, "no sweeps in runs/sweeps yet; `.*submit ...` starts one"),
         (["status", "nmae=a"], 2, "nmae: no such key.*nearest: name"),
         (["resubmit"], 1, "resubmit --failed"),
         (["submit", "launcher=slrm"], 2, "nearest: slurm"),
