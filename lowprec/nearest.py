@@ -30,7 +30,8 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
 def nearest_path(path: str | Path) -> str:
     """Returns `; nearest: x` for a similar name in the deepest folder of the path that exists.
 
-    The text says so if no name is similar, and is empty if the path exists.
+    The text says so if no name is similar, and is empty if the path exists. For a pattern of tars
+    it names those of a similar folder.
     """
     path, names = Path(path), []
     if os.path.exists(path):
@@ -39,7 +40,9 @@ def nearest_path(path: str | Path) -> str:
     with contextlib.suppress(OSError):  # not readable
         names = sorted(os.listdir(folder))
     missing = path.relative_to(folder).parts[0]
-    near = difflib.get_close_matches(missing, names, n=1, cutoff=0.6)
-    return (
-        f"; nearest: {folder / near[0]}" if near else f"; {folder.absolute()} has no similar name"
-    )
+    for name in (missing.partition("*")[0], missing):
+        if near := difflib.get_close_matches(name, names, n=1, cutoff=0.6):
+            match = folder / near[0]
+            has_tars = path.suffix == ".tar" and any(match.glob("*.tar"))
+            return f"; nearest: {match / '*.tar' if has_tars else match}"
+    return f"; {folder.absolute()} has no similar name"

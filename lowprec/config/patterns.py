@@ -2,6 +2,7 @@
 
 import glob
 import hashlib
+import os
 import re
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -17,12 +18,20 @@ def expand(pattern: str, name: str = "data.train") -> list[str]:
     """The files of a glob with braces, sorted.
 
     Raises FileNotFoundError naming a similar file if nothing matches, or all members of a brace
-    that match nothing.
+    that match nothing, and ValueError for a folder or a table.
     """
     try:
         matches = {part: glob.glob(part) for part in braceexpand(pattern)}
     except UnbalancedBracesError as error:
         raise FileNotFoundError(f"{name}={pattern}: unbalanced braces") from error
+    for part in filter(os.path.isdir, matches):
+        tars = os.path.join(part, "*.tar")
+        hint = f": write {name}='{tars}'" if glob.glob(tars) else " without *.tar files"
+        raise ValueError(f"{name}={part} is a folder{hint}")
+    for table in (path for paths in matches.values() for path in paths):
+        if table.endswith((".csv", ".tsv")):
+            make_shards = f"python -m experiments.make_shards table={table} out=FOLDER"
+            raise ValueError(f"{name}: {table} is not a tar file; {make_shards} makes shards of it")
     missing = [part for part, paths in matches.items() if not paths]
     if not missing:
         return sorted({path for paths in matches.values() for path in paths})

@@ -46,13 +46,19 @@ def test_braces_and_globs_are_expanded(tmp_path):
         ("a-{0..2}.tar", ("1 are missing", "a-2.tar")),
         ("a-0.tra", ("data.val=", "no file matches", "nearest: ", "a-0.tar")),
         ("a-0.d/*.tar", ("nearest: ", "a-0.tar")),
+        ("val-*.tar", ("no file matches; nearest: ", "/val/*.tar")),
+        ("val", ("data.val=", "/val is a folder: write data.val='", "/val/*.tar'")),
+        ("{empty,val}", ("data.val=", "/empty is a folder without *.tar files")),
+        ("*.csv", ("/t.csv is not a tar file; python -m experiments.make_shards table=",)),
         ("deep/er/a-0.tra", ("no file matches; ", "test_pattern", " has no similar name")),
     ],
 )
 def test_pattern_without_its_files_is_refused_with_the_nearest_one(tmp_path, pattern, parts):
-    for name in ("a-0.tar", "a-1.tar"):
+    for folder in ("val", "empty"):
+        (tmp_path / folder).mkdir()
+    for name in ("a-0.tar", "a-1.tar", "val/0.tar", "t.csv"):
         (tmp_path / name).touch()
-    with pytest.raises(FileNotFoundError) as error:
+    with pytest.raises((FileNotFoundError, ValueError)) as error:
         expand(f"{tmp_path}/{pattern}", "data.val")
     assert all(part in str(error.value) for part in parts)
 
