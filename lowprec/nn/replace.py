@@ -1,5 +1,6 @@
 """Replaces the linear layers of a model by low-precision ones."""
 
+import json
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
@@ -139,7 +140,11 @@ def _find_layers(model: nn.Module, where: Sequence[str]) -> dict[str, str]:
     idle = [p for p in where if not any(matches(layer, [p]) for layer in layers)]
     if not matching or not set(idle) <= set(LINEAR_LAYERS):  # no library has all four of these
         examples = ", ".join(list(layers)[:4]) + (", ..." if len(layers) > 4 else "") or "none"
-        raise NoLayerError(f"no linear layer matches {', '.join(idle)}; the model has: {examples}")
+        endings = list(dict.fromkeys(layer.rpartition(".")[2] for layer in layers))[:8]
+        way_out = f"; name them: where={json.dumps(endings)}" if any(layers) else ""
+        raise NoLayerError(
+            f"no linear layer matches {', '.join(idle)}; the model has: {examples}{way_out}"
+        )
     for layer, name in matching.items():
         module = model.get_submodule(name)
         if is_int8(module):

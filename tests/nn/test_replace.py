@@ -160,8 +160,9 @@ def test_pattern_without_match_is_refused_and_changes_nothing(earlier):
 
 def test_layer_that_its_owner_never_calls_is_ignored():
     model = nn.TransformerEncoderLayer(64, 4, batch_first=True)  # has dropout: not replaceable
-    with pytest.raises(ValueError, match="no linear layer matches out_proj"):
+    with pytest.raises(ValueError, match="no linear layer matches out_proj") as refused:
         apply_recipe(model, "switchback", ["out_proj"])
+    assert str(refused.value).endswith('; name them: where=["linear1", "linear2"]')
 
 
 def test_lone_layer_is_replaced():
