@@ -1,4 +1,4 @@
-"""The nearest valid name, for messages about a name that does not exist."""
+"""The nearest valid name or run, for messages about a name that is wrong."""
 
 import contextlib
 import difflib
@@ -46,3 +46,10 @@ def nearest_path(path: str | Path) -> str:
             has_tars = path.suffix == ".tar" and any(match.glob("*.tar"))
             return f"; nearest: {match / '*.tar' if has_tars else match}"
     return f"; {folder.absolute()} has no similar name"
+
+
+def runs_inside(folder: str | Path) -> str:
+    """Returns `; it holds x` with up to three of the run directories in a folder, or nothing."""
+    runs = sorted(str(file.parent) for file in Path(folder).glob("*/config.yaml"))
+    rest = ", ..." if len(runs) > 3 else ""
+    return f"; it holds {', '.join(runs[:3])}{rest}" if runs else ""

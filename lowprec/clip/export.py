@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lowprec.clip import open_clip
+from lowprec.nearest import runs_inside
 from lowprec.nn.inference import load_state, write_safetensors
 from lowprec.runs.provenance import file_digest
 
@@ -34,7 +35,8 @@ def find_weights(source: Path) -> Path:
                 if file_digest(weights) == facts["sha256"]:
                     return weights
             print(f"warning: {weights} is damaged; trying an older checkpoint")
-    raise FileNotFoundError(f"{source} has no weights: must be a run, a checkpoint or a file")
+    kinds = f"must be a run, a checkpoint or a file{runs_inside(source)}"
+    raise FileNotFoundError(f"{source} has no weights: {kinds}")
 
 
 def read_weights(source: Path) -> dict[str, Tensor]:

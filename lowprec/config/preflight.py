@@ -16,7 +16,7 @@ from lowprec.config.check import ConfigError
 from lowprec.config.patterns import expand, expand_urls
 from lowprec.config.place import place
 from lowprec.config.schema import SHAPES, Config
-from lowprec.nearest import nearest_path
+from lowprec.nearest import nearest_path, runs_inside
 
 PACKAGES = {  # choice of a logger or an optimizer: the package that it needs
     "tensorboard": "tensorboard",
@@ -40,6 +40,7 @@ def preflight(config: Config, *, training: bool = True, planned: int | None = No
             f"model.init_from={config.model.init_from}: no weights there; a run, a checkpoint, a "
             "folder or .safetensors of experiments.export or open_clip's .pt is expected"
             + nearest_path(config.model.init_from)
+            + runs_inside(config.model.init_from)
         )
     if training:
         faults += _folder_faults(config)

@@ -22,7 +22,7 @@ from yaml import YAMLError
 
 from lowprec.config.check import ConfigError, RunError, check
 from lowprec.config.schema import Config
-from lowprec.nearest import nearest_path
+from lowprec.nearest import nearest_path, runs_inside
 
 TABLES = ("tensors", "details", "blocks")  # statistics per tensor, further ones, per block
 STATES = ("running", "finished", "diverged", "preempted", "failed")
@@ -186,7 +186,7 @@ def read_config(run: Path) -> Config:
         return check(OmegaConf.to_container(raw))
     except FileNotFoundError:
         why = "not a run directory (it has no config.yaml)" if run.exists() else "does not exist"
-        near = nearest_path(run) if isinstance(run, Path) else ""  # not of a URL
+        near = nearest_path(run) + runs_inside(run) if isinstance(run, Path) else ""  # not of a URL
         raise ConfigError([f"run={run}: {why}{near}"]) from None
     except RecordFileError as error:
         raise ConfigError([f"run={run}: {error}"]) from error
