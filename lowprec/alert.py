@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import shlex
+import shutil
 import signal
 import string
 import subprocess
@@ -27,6 +28,15 @@ def target() -> tuple[str, str]:
     url = command.strip(string.whitespace + "'\"")
     scheme, is_url, _ = url.partition("://")
     return (url, scheme.lower()) if is_url and scheme.isalpha() else (command, "")
+
+
+def can_start(command: str) -> bool:
+    """Whether the first word of a command, if it has one, is an executable here."""
+    try:
+        words = shlex.split(command)
+    except ValueError:  # a quote is open
+        return False
+    return not words or shutil.which(words[0]) is not None
 
 
 def alert(text: str) -> None:

@@ -151,7 +151,7 @@ def _names_faults(config: Config) -> list[str]:
 
 
 def _package_faults(config: Config, training: bool) -> list[str]:
-    """Packages and devices that a logger or an optimizer needs, and a wrong URL for alerts."""
+    """Packages and devices that a logger or an optimizer needs, and a wrong target of alerts."""
     faults = []
     for group, name in (("logger", config.logger.name), ("optimizer", config.optimizer.name)):
         package = PACKAGES.get(name)
@@ -159,9 +159,11 @@ def _package_faults(config: Config, training: bool) -> list[str]:
             faults.append(f"{group}={name} needs a package: pip install '{package}'")
     if config.optimizer.name == "adamw8bit_bnb" and training and config.device == "cpu":
         faults.append("optimizer=adamw8bit_bnb needs a GPU, not device=cpu; use adamw8bit_torchao")
-    scheme = alert.target()[1]
+    command, scheme = alert.target()
     if scheme not in ("", "https") and training:
         faults.append(f"LOWPREC_ALERT={scheme}://...: an https:// URL or a command is expected")
+    if scheme == "" and training and not alert.can_start(command):  # it may hold a secret
+        faults.append("LOWPREC_ALERT: no such command; an https:// URL or a command is expected")
     return faults
 
 

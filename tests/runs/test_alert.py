@@ -146,12 +146,17 @@ def test_an_alert_that_cannot_leave_prints_no_secret(send, target):
     assert "LOWPREC_ALERT" in printed and "s3cret" not in printed
 
 
-def test_other_urls_are_refused_before_a_run_starts_without_printing_them(make_config, monkeypatch):
+def test_other_targets_are_refused_before_a_run_without_printing_them(make_config, monkeypatch):
+    for target in ("/no/s3cret 1", "s3cret", "'s3cret"):
+        monkeypatch.setenv("LOWPREC_ALERT", target)
+        with pytest.raises(ConfigError, match="LOWPREC_ALERT: no such command") as error:
+            preflight(make_config())
+        assert "s3cret" not in str(error.value)
     for target in ("http://host/s3cret", " HTTP://host/s3cret", "'http://host/s3cret'"):
         monkeypatch.setenv("LOWPREC_ALERT", target)
         with pytest.raises(ConfigError, match="LOWPREC_ALERT=http://...: an https:// URL") as error:
             preflight(make_config())
         assert "s3cret" not in str(error.value)
-    for target in ("https://host/s3cret", ' "HTTPS://host"', "notify-send a://b", ""):
+    for target in ("https://host/s3cret", ' "HTTPS://host"', "echo a://b", ""):
         monkeypatch.setenv("LOWPREC_ALERT", target)
         preflight(make_config())
