@@ -86,6 +86,11 @@ def beta2_color(beta2: float, variant: int = 0) -> tuple[float, float, float]:
     return _of_map("plasma", 0.85 * (averaged - 0.3) / 2.7, variant)
 
 
+def setting_color(variant: int, last: int) -> tuple[float, float, float]:
+    """The color of a setting, numbered from 0 to `last`, where all lines share a method."""
+    return _of_map("plasma", 0.85 * variant / last)
+
+
 def decay_color(beta2_decay: float, variant: int = 0) -> tuple[float, float, float]:
     """The color of the schedule beta2 = 1 - t^-beta2_decay."""
     return _of_map("viridis", 2.4 * beta2_decay - 0.78, variant)

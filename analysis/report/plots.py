@@ -27,14 +27,24 @@ PALEST = 1.7  # for `style.color`: many settings stay visible on white
 
 
 def looks(summaries: pd.DataFrame) -> list[tuple[str, str]]:
-    """Color and dash of each run: its method's in every figure, paler by setting."""
-    pale = min(1.0, PALEST / max(1, summaries["variant"].max()))
+    """Color and dash of each run: its method's in every figure, paler by setting.
+
+    If all runs share one method, distinct colors are for its settings.
+    """
+    last = summaries["variant"].max()
+    pale = min(1.0, PALEST / max(1, last))
+    methods = summaries.reindex(columns=["precision.label", "optimizer.name"])
+    num_methods = len(methods.dropna().drop_duplicates())
     result = []
     for row in summaries.to_dict("records"):
         if pd.isna(row["precision.label"]):  # its config is damaged
             result.append((style.OTHER, "solid"))
             continue
-        shade = style.color(row["precision.label"], row["optimizer.name"], row["variant"] * pale)
+        variant = row["variant"]
+        if num_methods > 1 or last == 0:
+            shade = style.color(row["precision.label"], row["optimizer.name"], variant * pale)
+        else:
+            shade = style.setting_color(variant, last)
         pattern = style.line_style(row["optimizer.name"])
         lengths = [] if pattern == "-" else pattern[1]
         result.append((to_hex(shade), ",".join(f"{2.2 * n:g}px" for n in lengths) or "solid"))

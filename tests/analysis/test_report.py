@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.colors import to_rgb
 
 from analysis import load_runs, style
 from analysis.report import __main__ as report_main
@@ -158,8 +159,12 @@ def test_labels_and_colors_show_the_settings_that_differ(make_run, tmp_path):
     make_run(num_steps=20, lr=1e-3)
     make_run(num_steps=20, lr=2e-3)
     summaries = named(load_runs(tmp_path / "runs").summaries)
-    (color, _), (paler, _) = looks(summaries)
-    assert color == style.OPTIMIZERS["adamw"][2] and paler != color
+    (first, _), (second, _) = looks(summaries)
+    contrast = np.abs(np.subtract(to_rgb(first), to_rgb(second)))
+    assert contrast.max() > 0.5  # not two shades of the method's color
+    other = summaries.assign(**{"optimizer.name": "stable_adamw"})
+    (one, _), (paler, _), _ = looks(pd.concat([summaries, other])[:3])
+    assert one == style.OPTIMIZERS["adamw"][2] and paler != one
     differing, shared = compare_settings(summaries)
     assert differing == ["optimizer.lr"] and shared["optimizer.beta2"] == 0.99
     assert set(summaries["label"]) == {"bf16, AdamW (lr=0.001)", "bf16, AdamW (lr=0.002)"}
