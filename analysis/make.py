@@ -51,8 +51,9 @@ def main(arguments: list[str] | None = None) -> int:
         near = nearest(slug, slugs)
         raise ChoiceError(f"no figure {slug!r}{near}; there are: {', '.join(slugs)}")
     try:
-        chosen = options.scale, options.experiment
-        stem, about = draw(slug, options.runs, options.out, called, *chosen)
+        stem, about = draw(
+            slug, options.runs, options.out, called, options.scale, options.experiment
+        )
     except NoRunsError as error:
         raise NoRunsError(f"{error}; {OTHERS}" if not options.experiment else str(error)) from None
     for kind in ("left_out", "missing"):

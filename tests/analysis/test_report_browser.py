@@ -14,19 +14,30 @@ RUN = STUDY / "mini_l-bf16-adamw-s2-34a7d6b39f"
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the path")
+def in_chromium(test):
+    return pytest.mark.slow(
+        pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the path")(test)
+    )
+
+
+def opened(runs, out, script="", fragment=""):
+    """The report of some runs, with one more script, as Chromium leaves it without errors."""
+    assert main(["--runs", str(runs), "--out", str(out)]) == 0
+    out.write_text(out.read_text() + script)
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
+    command += ["--window-size=1280,900", "--virtual-time-budget=20000", "--dump-dom"]
+    command += [f"file://{out}{fragment}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert "CONSOLE" not in done.stderr  # where errors of scripts are logged
+    return done.stdout
+
+
+@in_chromium
 @pytest.mark.parametrize(
     ("fragment", "selection"), [("", ""), ("#spike-0-626", "bf16, AdamW, step 626")]
 )
 def test_page_draws_without_errors_and_a_link_selects_its_spike(tmp_path, fragment, selection):
-    out = tmp_path / "report.html"
-    assert main(["--runs", str(RUN), "--out", str(out)]) == 0
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
-    command += ["--virtual-time-budget=5000", "--dump-dom", f"file://{out}{fragment}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert "CONSOLE" not in done.stderr  # where errors of scripts are logged
-    page = done.stdout
+    page = opened(RUN, tmp_path / "report.html", fragment=fragment)
     assert 'class="main-svg"' in page and 'class="trace scatter' in page and "<image" in page
     assert re.search(r'id="selection"[^>]*>([^<;]*)', page).group(1) == selection
 
@@ -58,18 +69,11 @@ CLICKS = """<script>setTimeout(() => {
 }, 1500)</script>"""
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the path")
+@in_chromium
 def test_each_control_can_be_clicked_and_switched_back(tmp_path):
-    out = tmp_path / "report.html"
-    assert main(["--runs", str(RUN), "--out", str(out)]) == 0
-    out.write_text(out.read_text() + CLICKS)
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
-    command += ["--virtual-time-budget=20000", "--dump-dom", f"file://{out}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert "CONSOLE" not in done.stderr
-    assert 'data-clicked="true,true,true"' in done.stdout
-    assert 'data-hover="x unified"' in done.stdout and 'data-compared="true"' in done.stdout
+    page = opened(RUN, tmp_path / "report.html", CLICKS)
+    assert 'data-clicked="true,true,true"' in page
+    assert 'data-hover="x unified"' in page and 'data-compared="true"' in page
 
 
 MEASURE = """<script>setTimeout(() => document.querySelectorAll(".scroll").forEach((box) => {
@@ -77,14 +81,8 @@ MEASURE = """<script>setTimeout(() => document.querySelectorAll(".scroll").forEa
 }), 1500)</script>"""
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the path")
+@in_chromium
 def test_no_table_of_a_study_scrolls_sideways_on_a_small_screen(tmp_path):
-    out = tmp_path / "report.html"
-    assert main(["--runs", str(STUDY), "--out", str(out)]) == 0
-    out.write_text(out.read_text() + MEASURE)
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1280,900"]
-    command += ["--virtual-time-budget=20000", "--dump-dom", f"file://{out}"]
-    page = subprocess.run(command, capture_output=True, text=True, timeout=200).stdout
+    page = opened(STUDY, tmp_path / "report.html", MEASURE)
     beyond = re.findall(r'data-beyond="(-?\d+)"', page)
     assert len(beyond) >= 3 and set(beyond) == {"0"}

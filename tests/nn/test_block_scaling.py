@@ -144,8 +144,8 @@ def test_nvfp4_rht_sr_without_random_numbers_matches_the_oracle(oracle):
         oracle.product((g, False), (w, True), how[1], torch.float32, True),
         oracle.product((rotated[0], True), (rotated[1], True), how[2], torch.float32, True),
     )
-    found = (output.detach(), x.grad, layer.weight.grad)
-    for ours, theirs in zip(found, expected, strict=True):
+    computed = (output.detach(), x.grad, layer.weight.grad)
+    for ours, theirs in zip(computed, expected, strict=True):
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-4)
 
 
@@ -167,7 +167,7 @@ def test_only_gradients_are_rounded_stochastically():
     product = RECIPES["nvfp4_rht_sr"].grad_weight
     x_hat = fake_quantize_operands("grad_weight", product, g, x, torch.float32)[1]
     expected = (g @ w_hat, reference.hadamard(g, 0).T @ x_hat)
-    for found, mean in zip((inputs, weights), expected, strict=True):
-        error = found.std(dim=0) / len(draws) ** 0.5
+    for drawn, mean in zip((inputs, weights), expected, strict=True):
+        error = drawn.std(dim=0) / len(draws) ** 0.5
         # a scale is rounded to e4m3, so that the largest elements of a few tiles saturate
-        assert ((found.mean(dim=0) - mean).abs() < 5 * error).float().mean() > 0.9
+        assert ((drawn.mean(dim=0) - mean).abs() < 5 * error).float().mean() > 0.9
