@@ -16,14 +16,19 @@ from lowprec.runs.identity import identity
 
 LEFT_OUT = ("name", "experiment", "scale", "seed", "eval_every", "evaluation", "diagnostics")
 MEASURED = ("data.digest", "init.digest", "gpu")  # what the run read and ran on, as it recorded
+ADDED = ("optimizer.zclip", "optimizer.skip_sigmas")  # in no digest unless set
 KEY = (
     *(key for key in flatten(identity(Config())) if key.partition(".")[0] not in LEFT_OUT),
+    *ADDED,
     *("deterministic", *MEASURED),
 )
 OF_STREAM = ("save_every", "num_workers")  # change the order of the data under data=stream
 PRODUCTS = "precision.products"  # of recipe=custom; its formats are columns below it
 IN_MAPS = tuple(f"{key}." for key in MAPS)  # beginnings of the columns of maps
-CLIPPING = ("optimizer.clip_norm", "optimizer.clip_threshold", "optimizer.clip_weight_decay")
+CLIPPING = (
+    *("optimizer.clip_norm", "optimizer.clip_threshold", "optimizer.clip_weight_decay"),
+    *ADDED,
+)
 MODEL = tuple(
     key
     for key in KEY

@@ -48,6 +48,8 @@ OPTIMIZERS = {  # optimizer.name: (in print, line style, color under bf16)
     "stable_adamw": ("StableAdamW", "-", "#0072B2"),
     "adamw": ("AdamW", (0, (3.2, 1.2)), "#000000"),
     "adamw_clip": ("AdamW + gradient clipping", (0, (1.2, 1.0)), "#56B4E9"),
+    "adamw_zclip": ("AdamW + ZClip", (0, (2, 1, 1, 1)), "#D55E00"),
+    "adamw_skip_step": ("AdamW + SkipStep", (0, (4, 1, 2, 1)), "#E69F00"),
     "adamw8bit_bnb": ("8-bit AdamW (bitsandbytes)", (0, (5, 1, 1, 1)), "#751952"),
     "adamw8bit_torchao": ("8-bit AdamW (torchao)", (0, (5, 1, 1, 1, 1, 1)), "#9D2F8E"),
 }

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lowprec.config.schema import (
+    CLIPPING,
     EIGHT_BIT,
     LEGAL_SCALERS,
     OF_SECOND_MOMENT,
@@ -80,15 +81,16 @@ def _recipe_faults(precision: PrecisionConfig) -> Iterator[str]:
 
 def _optimizer_faults(config: Config) -> Iterator[str]:
     optimizer = config.optimizer
-    for option, owner, others in (
-        ("clip_norm", "adamw_clip", ("stable_adamw", *EIGHT_BIT)),
-        ("clip_threshold", "stable_adamw", ()),
-    ):
+    for option, owner in (*CLIPPING.items(), ("clip_threshold", "stable_adamw")):
         value = getattr(optimizer, option)
+        others = ("stable_adamw", *EIGHT_BIT) if option in CLIPPING else ()
         if value is not None and optimizer.name not in (owner, *others):
             yield f"optimizer.{option}={value} needs optimizer={owner}, not {optimizer.name}"
         if value is None and optimizer.name == owner:
             yield f"optimizer={owner} needs optimizer.{option}, a number > 0"
+    used = [name for name in CLIPPING if getattr(optimizer, name) is not None]
+    if len(used) > 1:
+        yield f"optimizer.{', optimizer.'.join(used)}: only one of them can be set"
     statistics = config.diagnostics.statistics
     unknown = [name for name in statistics if name in OF_SECOND_MOMENT]
     if optimizer.name in EIGHT_BIT and unknown:

@@ -21,7 +21,12 @@ STATISTICS = (
 OF_SECOND_MOMENT = ("rms", "u_min", "u_mean", "u_max")  # refused with 8-bit moments
 UNKNOWN_WITH_8_BITS = (*OF_SECOND_MOMENT, "update_norm")  # NaN with 8-bit moments
 EIGHT_BIT = ("adamw8bit_bnb", "adamw8bit_torchao")  # optimizers with 8-bit moments
-OPTIMIZERS = ("adamw", "adamw_clip", "stable_adamw", *EIGHT_BIT)
+CLIPPING = {  # key that bounds the gradient norm, of which a run sets one: its own optimizer
+    "clip_norm": "adamw_clip",
+    "zclip": "adamw_zclip",
+    "skip_sigmas": "adamw_skip_step",
+}
+OPTIMIZERS = ("adamw", *CLIPPING.values(), "stable_adamw", *EIGHT_BIT)
 MAPS = ("precision.products", "optimizer.lr_scale")  # keys whose values are maps
 REMOTE_SCHEMES = ("http", "https", "sftp", "ftps", "scp", "pipe")  # pipe runs a shell command
 LEGAL_SCALERS = {  # autocast: the scalers that work with it
@@ -129,6 +134,10 @@ class OptimizerConfig:
     weight_decay: float = key(0.2, "not applied to gains, biases and logit scale", least=0)
     clip_norm: float | None = key(
         None, "largest global gradient norm; with any optimizer but adamw", above=0
+    )
+    zclip: float | None = key(None, "least z-score of a norm that ZClip clips", above=0)
+    skip_sigmas: float | None = key(
+        None, "standard deviations above which SkipStep skips a loss or norm", above=0
     )
     clip_threshold: float | None = key(None, "largest unclipped RMS_t (stable_adamw)", above=0)
     clip_weight_decay: bool = key(True, "let update clipping reduce weight decay as well")

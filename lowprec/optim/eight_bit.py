@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from lowprec.config.schema import STATISTICS, UNKNOWN_WITH_8_BITS
+from lowprec.optim.clipping import clip_global_norm
 from lowprec.optim.schedules import matching
 from lowprec.optim.state import MOMENTS
-from lowprec.optim.statistics import clip_global_norm
 
 BLOCK = 256  # elements that share a scale, in both libraries by default
 

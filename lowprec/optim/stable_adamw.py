@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lowprec.optim.adamw_update import Hyperparameters, debiased, wide_dtype
+from lowprec.optim.clipping import GuardedStep, SkipStep, ZClip
 from lowprec.optim.fused import AddressTables, FusedStep, first_unfit
 from lowprec.optim.plain import PlainStep, Tensors
 from lowprec.optim.state import (
@@ -31,7 +32,6 @@ from lowprec.optim.state import (
 from lowprec.optim.statistics import (
     STATISTICS,
     ShardReduction,
-    clip_global_norm,
     expand_rows,
     index_on,
     local,
@@ -42,7 +42,7 @@ from lowprec.optim.statistics import (
 __all__ = ["STATISTICS", "StableAdamW"]
 
 
-class StableAdamW(torch.optim.Optimizer):
+class StableAdamW(GuardedStep, torch.optim.Optimizer):
     """AdamW with AdaFactor's update clipping for each tensor: see `stable_adamw_update`.
 
     Args:
@@ -54,7 +54,9 @@ class StableAdamW(torch.optim.Optimizer):
         clip_threshold: largest RMS_t that is not clipped. None: AdamW, as torch.optim.AdamW.
         clip_weight_decay: False decays by `lr` instead of eta, as in the paper's runs.
         beta2_decay: x replaces beta2_hat with AdaFactor's 1 - t^-x.
-        clip_norm: largest global norm of the gradient; larger gradients are scaled down.
+        clip_norm: largest global norm of the gradient; larger gradients are scaled down. A ZClip or
+            SkipStep on the parameters' device decides from earlier steps; `state_dict()` leaves
+            its state out, so save `clip_norm.state_dict()`.
         skip: which tensors a gradient with a non-finite norm leaves unchanged: all of them
             ("step") or only its own ("tensor").
         fused: None uses the Triton kernels if all tensors are dense, float32, bfloat16 or float16,
@@ -71,7 +73,8 @@ class StableAdamW(torch.optim.Optimizer):
             step; least, mean and largest u. A skipped tensor has RMS_t NaN and update norm 0. A
             parameter without gradient or elements stays as it is; its RMS_t is NaN and the rest
             are 0. Rows of sharded parameters (FSDP2's DTensors) describe whole tensors.
-        grad_norm, clipped_grad_norm: 0-d, over all tensors, before and after `clip_norm`.
+        grad_norm, clipped_grad_norm: 0-d, over all tensors, before and after `clip_norm`; the
+            latter is 0 for a step that SkipStep skips.
         all_finite: 0-d bool, whether the gradient norms of all tensors are finite.
 
     Callers may set three attributes to 0-d tensors: `grad_scale` divides the gradients, which are
@@ -88,11 +91,7 @@ class StableAdamW(torch.optim.Optimizer):
     Source: Algorithm 2, arXiv:2304.13013.
     """
 
-    frozen: Tensor | None = None
-    all_finite: Tensor | None = None
     statistics: Tensor | None = None
-    grad_norm: Tensor | None = None
-    clipped_grad_norm: Tensor | None = None
 
     _step_supports_amp_scaling = True  # torch.amp.GradScaler then leaves unscaling to step()
     _copied = ("clip_norm", "skip", "fused", "frozen")  # with a copy or a pickle
@@ -109,7 +108,7 @@ class StableAdamW(torch.optim.Optimizer):
         clip_threshold: float | None = 1.0,
         clip_weight_decay: bool = True,
         beta2_decay: float | None = None,
-        clip_norm: float | None = None,
+        clip_norm: float | ZClip | SkipStep | None = None,
         skip: str = "step",
         fused: bool | None = None,
         foreach: bool | None = None,
@@ -119,7 +118,7 @@ class StableAdamW(torch.optim.Optimizer):
     ):
         if skip not in ("step", "tensor"):
             raise ValueError(f"skip={skip!r} must be step or tensor")
-        if not is_positive_or_none(clip_norm):
+        if not (isinstance(clip_norm, torch.nn.Module) or is_positive_or_none(clip_norm)):
             raise ValueError(f"clip_norm={clip_norm} must be None or a number > 0")
         self.clip_norm, self.skip, self.fused = clip_norm, skip, fused
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
@@ -172,9 +171,7 @@ class StableAdamW(torch.optim.Optimizer):
         unscale = torch.ones((), device=device) if grad_scale is None else 1 / grad_scale
         gradients = update_all.gradients(unscale)
         grad_norms = gradients.squares.sqrt()
-        applied = self._decide(grad_norms)
-        clipping = clip_global_norm(grad_norms, self.clip_norm)
-        self.grad_norm, self.clipped_grad_norm, clip_factor = clipping
+        applied, clip_factor = self._decide(grad_norms)
         factor = unscale * clip_factor
         sizes = torch.tensor([float(p.numel()) for p in params])
         sizes = self._on_device("sizes", sizes, device)
@@ -213,16 +210,6 @@ class StableAdamW(torch.optim.Optimizer):
         if params[0].is_cuda:  # stacklevel: the caller of step, beyond two wrappers of torch
             warnings.warn(f"all tensors are updated in plain torch: {reason}", stacklevel=5)
         return PlainStep(tensors, shards)
-
-    def _decide(self, grad_norms: Tensor) -> Tensor:
-        """Which tensors are updated: bool [tensors]."""
-        finite = grad_norms.isfinite()
-        self.all_finite = finite.all()
-        applied = self.all_finite.expand_as(finite) if self.skip == "step" else finite
-        for veto in (getattr(self, "found_inf", None), self.frozen):
-            if veto is not None:
-                applied = applied & (veto.to(grad_norms.device) == 0).reshape(())
-        return applied
 
     def _hyperparameters(
         self, params: list[Tensor], rows: tuple[int, ...], applied: Tensor

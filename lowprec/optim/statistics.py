@@ -60,19 +60,6 @@ def _extremes(x: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_full((), torch.inf), x.new_full((), -torch.inf)
 
 
-def clip_global_norm(grad_norms: Tensor, max_norm: float | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The global norm before and after clipping, and the factor that clips the gradients: 0-d.
-
-    Tensors with a non-finite norm count in the first norm only.
-    """
-    norm = torch.linalg.vector_norm(grad_norms)
-    if max_norm is None:
-        return norm, norm, torch.ones_like(norm)
-    finite_norm = torch.linalg.vector_norm(grad_norms.masked_fill(~grad_norms.isfinite(), 0))
-    factor = (max_norm / (finite_norm + 1e-6)).clamp(max=1.0)
-    return norm, finite_norm * factor, factor
-
-
 def statistics_table(
     rms: Tensor, grad_norms: Tensor, sizes: Tensor, gradients: GradientSums, step: StepSums
 ) -> Tensor:

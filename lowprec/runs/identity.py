@@ -38,8 +38,9 @@ def identity(config: Any) -> dict:
         del marked["num_steps"]
     if config.data.name == "stream":
         marked["save_every"] = config.save_every
-    if not config.optimizer.lr_scale:  # unknown to old runs, which keep their digests
-        del marked["optimizer"]["lr_scale"]
+    for name in ("lr_scale", "zclip", "skip_sigmas"):  # unknown to old runs: they keep digests
+        if not marked["optimizer"][name]:
+            del marked["optimizer"][name]
     for key, value in REMOVED.items():  # they keep the digests of old runs
         group, _, name = key.partition(".")
         marked[group][name] = value

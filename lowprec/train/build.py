@@ -25,7 +25,7 @@ from lowprec.clip.text import Tokenizer, build_classifier, imagenet
 from lowprec.clip.vision import PatchDropout, compile_embedding
 from lowprec.config.check import ConfigError
 from lowprec.config.preflight import names_file, read_lines
-from lowprec.config.schema import EIGHT_BIT, Config
+from lowprec.config.schema import EIGHT_BIT, Config, OptimizerConfig
 from lowprec.data.loader import Batch, Batches, iterate
 from lowprec.data.open import Data, num_workers
 from lowprec.data.order import SampleOrder
@@ -36,6 +36,7 @@ from lowprec.formats import E4M3, INT8
 from lowprec.nn.coverage import Layers
 from lowprec.nn.prepare import checkpoint_blocks, compile_blocks
 from lowprec.ops import takes
+from lowprec.optim.clipping import SkipStep, ZClip
 from lowprec.optim.eight_bit import BitsAndBytesAdamW8bit, EightBitAdamW, TorchaoAdamW8bit
 from lowprec.optim.loss_scaling import build_scaler
 from lowprec.optim.schedules import lock, param_groups
@@ -273,18 +274,19 @@ def build_optimizer(config: Config, model: nn.Module) -> StableAdamW | EightBitA
     groups = param_groups(model, rule.weight_decay, rule.lr_scale)
     common = {"lr": rule.lr, "betas": (rule.beta1, rule.beta2), "eps": rule.eps}
     skip = "tensor" if config.scaler.name == "fixed" else "step"
+    clip_norm = _clip_norm(rule, groups[0]["params"][0][1].device)
     if rule.name not in EIGHT_BIT:
         return StableAdamW(
             groups,
             clip_threshold=rule.clip_threshold,
             clip_weight_decay=rule.clip_weight_decay,
             beta2_decay=rule.beta2_decay,
-            clip_norm=rule.clip_norm,
+            clip_norm=clip_norm,
             skip=skip,
             **common,
         )
     embedding = ["*token_embedding"] if rule.stable_embedding else []
-    options = {"min_8bit_size": rule.min_8bit_size, "clip_norm": rule.clip_norm, "skip": skip}
+    options = {"min_8bit_size": rule.min_8bit_size, "clip_norm": clip_norm, "skip": skip}
     options["override_32bit"] = [*rule.override_32bit, *embedding]
     with _faults_of(f"optimizer={rule.name} optimizer.override_32bit"):
         if rule.name == "adamw8bit_torchao":
@@ -292,6 +294,13 @@ def build_optimizer(config: Config, model: nn.Module) -> StableAdamW | EightBitA
         on_gpu = groups[0]["params"][0][1].is_cuda  # on a CPU such a run is only evaluated
         common["is_paged"] = rule.paged and on_gpu
         return BitsAndBytesAdamW8bit(groups, common, **options)
+
+
+def _clip_norm(rule: OptimizerConfig, device: torch.device) -> float | ZClip | SkipStep | None:
+    """What bounds the norm of the gradient; at most one of its keys is set."""
+    if rule.zclip:
+        return ZClip(rule.zclip).to(device)
+    return SkipStep(rule.skip_sigmas).to(device) if rule.skip_sigmas else rule.clip_norm
 
 
 def _read_names(config: Config, kind: str) -> list[str]:

@@ -77,7 +77,7 @@ class MetricsBuffer:
             "blocks": diagnostics.block_every if self.probe else None,
         }
         self.names = ["loss", "logit_scale", "grad_norm"]
-        self.names += ["clipped_grad_norm"] if config.optimizer.clip_norm else []
+        self.names += ["clipped_grad_norm"] if built.state.optimizer.clip_norm else []
         self.names += ["loss_scale"] if config.scaler.name != "none" else []
         width = len(self.names) + len(self.tensors) * len(STATISTICS)
         capacity = min(config.log_every, config.num_steps)

@@ -72,6 +72,7 @@ class TrainState:
         moments = {key + suffix: pack(own) for key, own in self._moments().items() if own}
         if not self.world.is_first:
             return moments
+        clipping = self._clipping()
         rng = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_available():
             rng["cuda"] = torch.cuda.get_rng_state()
@@ -80,6 +81,7 @@ class TrainState:
         return {
             "model.safetensors": pack(model),
             **moments,
+            **({"clipping.safetensors": pack(clipping)} if clipping else {}),
             "rng.safetensors": pack(rng),
             "state.json": [json.dumps(state).encode()],
         }
@@ -88,7 +90,8 @@ class TrainState:
         """Loads what `files` returned; CheckpointError if a tensor's name or shape differs.
 
         `fresh`: loads it as the beginning of another run, without the random state, the count of
-        skips and, if it is of another kind, the loss scaler.
+        skips and, if it is of another kind, the loss scaler. ZClip or SkipStep begins anew if the
+        saved run did not use it.
         """
         model = _read_like(folder, "model", self.model.state_dict())
         _check_same(model, self.model.state_dict(), folder / "model.safetensors")
@@ -106,6 +109,10 @@ class TrainState:
         self.optimizer.steps = state["steps"]
         for name, tensor in self.model.state_dict().items():
             _local(tensor).copy_(_local(model[name]))
+        clipping, own = _read_like(folder, "clipping", {}), self._clipping()
+        if clipping.keys() == own.keys():
+            for name, tensor in own.items():
+                tensor.copy_(clipping[name])
         if not fresh or set(state["scaler"]) == set(self.scaler.state_dict()):
             self.scaler.load_state_dict(state["scaler"])
         if fresh:
@@ -115,6 +122,11 @@ class TrainState:
         if torch.cuda.is_available() and "cuda" in rng:
             torch.cuda.set_rng_state(rng["cuda"])
         self.skips = state["skips"]
+
+    def _clipping(self) -> dict[str, Tensor]:
+        """The state of ZClip or SkipStep, in place; empty without."""
+        policy = self.optimizer.clip_norm
+        return policy.state_dict() if isinstance(policy, nn.Module) else {}
 
     def _moments(self) -> dict[str, dict[str, Tensor]]:
         """The optimizer's tensors that this rank writes, by file and name."""

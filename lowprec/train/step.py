@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lowprec.config.schema import EIGHT_BIT, Config
 from lowprec.data.loader import Batch
+from lowprec.optim.clipping import SkipStep
 from lowprec.optim.stable_adamw import StableAdamW
 from lowprec.train.task import ContrastiveTask
 
@@ -38,6 +39,8 @@ class TrainStep:
         values = {"loss": loss, "logit_scale": logit_scale}
         if self.is_scaled:
             values["loss_scale"] = self.scaler.value.clone()
+        if isinstance(self.optimizer.clip_norm, SkipStep):
+            self.optimizer.clip_norm.loss = loss
         self.scaler.step(self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
         values["grad_norm"] = self.optimizer.grad_norm

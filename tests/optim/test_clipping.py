@@ -1,0 +1,121 @@
+"""ZClip and SkipStep against the numbers of their reference implementations.
+
+tests/fixtures/clipping.json holds 240 gradient norms and losses, the norms after zclip 1.0.0
+(`ZClip(max_grad_norm=None)`), and the steps that OLMo-core 3.0.0 (`SkipStepOptimizer`) skips.
+"""
+
+import copy
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from lowprec.data.open import open_data
+from lowprec.optim.clipping import SkipStep, ZClip
+from lowprec.optim.stable_adamw import StableAdamW
+from lowprec.runs.read import scan_rows
+from lowprec.train.build import build
+from lowprec.train.checkpoint import list_checkpoints
+
+REFERENCE = json.loads((Path(__file__).parents[1] / "fixtures" / "clipping.json").read_text())
+YES = torch.tensor(True)
+
+
+def limits(policy, steps, is_live=YES):
+    """The policy's limit at each step of the reference."""
+    values = []
+    for i in steps:
+        policy.loss = torch.tensor(REFERENCE["losses"][i], dtype=torch.float64)
+        norm = torch.tensor(REFERENCE["norms"][i], dtype=torch.float64)
+        values.append(float(policy(norm, is_live)))
+    return values
+
+
+def test_zclip_clips_to_the_norms_of_the_reference():
+    zclip, norms = ZClip(), REFERENCE["norms"]
+    clipped = [min(pair) for pair in zip(norms, limits(zclip, range(240)), strict=True)]
+    assert clipped == pytest.approx(REFERENCE["clipped"], rel=2e-6)  # its factor adds 1e-6
+    assert sum(a < b for a, b in zip(clipped, norms, strict=True)) == 7
+    assert float(zclip.mean) == pytest.approx(REFERENCE["mean"], rel=1e-10)
+    assert float(zclip.variance) == pytest.approx(REFERENCE["variance"], rel=1e-10)
+
+
+def test_skip_step_skips_the_steps_of_the_reference():
+    values = limits(SkipStep(), range(240))
+    assert [i for i, limit in enumerate(values) if limit == 0] == REFERENCE["skipped"]
+    assert set(values) == {0, math.inf} and len(REFERENCE["skipped"]) >= 5
+
+
+@pytest.mark.parametrize("kind", [ZClip, SkipStep])
+def test_a_step_that_updates_nothing_leaves_the_state(kind):
+    policy = kind()
+    limits(policy, range(90))
+    before = copy.deepcopy(policy.state_dict())
+    limits(policy, range(90, 95), torch.tensor(False))
+    assert all(torch.equal(before[name], x) for name, x in policy.state_dict().items())
+    assert limits(policy, [130]) != [math.inf]
+
+
+@pytest.mark.parametrize("kind", [ZClip, SkipStep])
+@pytest.mark.parametrize("fused", [False, None])
+def test_the_optimizer_clips_or_skips_an_outlier(kind, fused):
+    start = torch.linspace(-1, 1, 64).reshape(8, 8)
+    p, q = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    policy = kind(sigmas=3.0)
+    ours = StableAdamW([p], clip_norm=policy, fused=fused)
+    plain = StableAdamW([q], fused=fused)
+    for step in range(70):
+        scale = 100.0 if step == 69 else 1 + 0.05 * (step % 3)
+        for x in (p, q):
+            x.grad = torch.cos(start * (step + 1)) * scale
+        before = p.detach().clone()
+        ours.step()
+        plain.step()
+        assert torch.equal(p, q) == (step < 69)
+    clipped = float(ours.clipped_grad_norm)
+    assert float(ours.grad_norm) > 300
+    if kind is SkipStep:
+        assert torch.equal(p, before) and clipped == 0 and ours.steps == [69]
+        assert ours.statistics[0, 0].isnan() and ours.statistics[0, 2] == 0
+    else:
+        assert not torch.equal(p, before) and 3 < clipped < 10 and ours.steps == [70]
+
+
+KEYS = {
+    "zclip": {"optimizer.name": "adamw_zclip", "optimizer.zclip": 0.5},
+    "skip_step": {"optimizer.name": "adamw_skip_step", "optimizer.skip_sigmas": 1.5},
+}
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_a_resumed_run_clips_and_skips_as_the_undisturbed_one(
+    name, make_config, run_once, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("lowprec.optim.clipping.ZCLIP_FIRST", 3)
+    monkeypatch.setattr("lowprec.optim.clipping.WINDOW", 6)
+    config = make_config(KEYS[name])
+    run_once(config, tmp_path / "whole")
+
+    def crash(built):
+        raise RuntimeError("pulled the plug")
+
+    with pytest.raises(RuntimeError, match="pulled the plug"):
+        run_once(config, tmp_path / "cut", at={7: crash})
+    run_once(config, tmp_path / "cut")
+    whole, cut = ((tmp_path / run / "metrics.jsonl").read_bytes() for run in ("whole", "cut"))
+    assert whole == cut
+    rows = scan_rows(tmp_path / "whole" / "metrics.jsonl")[0]
+    clipped = [row["clipped_grad_norm"] < 0.9999 * row["grad_norm"] for row in rows]
+    assert any(clipped) and not all(clipped)
+    if name == "skip_step":
+        assert {row["clipped_grad_norm"] for row in rows if row["clipped_grad_norm"] == 0}
+
+
+def test_a_policy_begins_anew_where_the_saved_run_had_none(make_config, run_once, tmp_path):
+    run_once(make_config({"num_steps": 4}), tmp_path / "run")
+    config = make_config(KEYS["zclip"])
+    built = build(config, open_data(config))
+    built.state.load(list_checkpoints(tmp_path / "run")[-1])
+    assert built.state.optimizer.steps[0] == 4 and built.state.optimizer.clip_norm.count == 0
