@@ -10,16 +10,20 @@ from collections.abc import Collection
 import numpy as np
 import pandas as pd
 
-from analysis.run_files import flatten
+from analysis.run_files import DEFAULTS, flatten
 from lowprec.config.schema import LEGAL_SCALERS, MAPS, Config
 from lowprec.runs.identity import identity
 
 LEFT_OUT = ("name", "experiment", "scale", "seed", "eval_every", "evaluation", "diagnostics")
 MEASURED = ("data.digest", "init.digest", "gpu")  # what the run read and ran on, as it recorded
-ADDED = ("optimizer.zclip", "optimizer.skip_sigmas")  # in no digest unless set
+ADDED = (
+    "optimizer.zclip",
+    "optimizer.skip_sigmas",
+    "optimizer.on_warning.",
+)  # in no digest unless set
 KEY = (
     *(key for key in flatten(identity(Config())) if key.partition(".")[0] not in LEFT_OUT),
-    *ADDED,
+    *(key for key in DEFAULTS if key.startswith(ADDED)),
     *("deterministic", *MEASURED),
 )
 OF_STREAM = ("save_every", "num_workers")  # change the order of the data under data=stream
@@ -42,6 +46,7 @@ BELONGS = {  # varied setting: those that change with it
         *(f"optimizer.{name}" for name in ("min_8bit_size", "override_32bit", "paged")),
         "optimizer.stable_embedding",
     ),
+    "optimizer.on_warning.action": tuple(key for key in KEY if "on_warning." in key),
 }
 OF_AUTOCAST = ("precision.autocast", "scaler.name", "scaler.init_scale", "scaler.max_skips")
 
@@ -126,7 +131,7 @@ def written(value: object) -> str:
 
 def short(key: str) -> str:
     """`beta2` for `optimizer.beta2`, `intervention` for `intervention.name`."""
-    if key.startswith(IN_MAPS):
+    if key.startswith((*IN_MAPS, "optimizer.on_warning.")):
         return key.partition(".")[2]
     for ending in (".name", ".label", ".digest"):
         key = key.removesuffix(ending)

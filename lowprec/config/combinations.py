@@ -11,14 +11,18 @@ from lowprec.config.schema import (
     LEGAL_SCALERS,
     OF_SECOND_MOMENT,
     PRESETS,
+    WARNING_ACTIONS,
     Config,
     ModelConfig,
+    OptimizerConfig,
     PrecisionConfig,
+    WarningConfig,
 )
 from lowprec.nearest import nearest
 from lowprec.nn.recipe import LINEAR_LAYERS, custom_recipe
 
 DEFAULTS = Config()
+OFF = WarningConfig()
 MOST_PARAMETERS = 5e10  # of a tower; the largest of open_clip has 2e9
 
 
@@ -91,6 +95,7 @@ def _optimizer_faults(config: Config) -> Iterator[str]:
     used = [name for name in CLIPPING if getattr(optimizer, name) is not None]
     if len(used) > 1:
         yield f"optimizer.{', optimizer.'.join(used)}: only one of them can be set"
+    yield from _warning_faults(optimizer)
     statistics = config.diagnostics.statistics
     unknown = [name for name in statistics if name in OF_SECOND_MOMENT]
     if optimizer.name in EIGHT_BIT and unknown:
@@ -99,6 +104,33 @@ def _optimizer_faults(config: Config) -> Iterator[str]:
             f"diagnostics.statistics: {', '.join(unknown)} would need the second moments, which "
             f"optimizer={optimizer.name} keeps in 8 bits; use diagnostics.statistics=[{others}]"
         )
+
+
+def _warning_faults(optimizer: OptimizerConfig) -> Iterator[str]:
+    """Faults of `optimizer.on_warning`, whose keys must all have an effect."""
+    warning, key = optimizer.on_warning, "optimizer.on_warning"
+    if warning.action == "none":
+        names = [name for name in vars(warning) if getattr(warning, name) != getattr(OFF, name)]
+        for name in names:
+            actions = ", ".join(WARNING_ACTIONS)
+            yield f"{key}.{name}={getattr(warning, name)} needs {key}.action, one of {actions}"
+        return
+    action, threshold, beta2 = warning.action, warning.threshold, optimizer.beta2
+    if optimizer.name not in ("adamw", *CLIPPING.values()):
+        reason = ", which clips already" if optimizer.name == "stable_adamw" else ""
+        yield f"{key}.action={action} needs optimizer=adamw, not {optimizer.name}{reason}"
+    elif optimizer.beta2_decay is not None:
+        if warning.statistic == "rho" or action == "beta2":
+            yield f"{key} with statistic=rho or action=beta2 needs optimizer.beta2_decay=null"
+    elif threshold >= (largest := 1 if warning.statistic == "rho" else (1 - beta2) ** -0.5):
+        yield (
+            f"{key}.threshold={threshold}: with beta2={beta2}, {warning.statistic} is at most "
+            f"{largest:.3g}; use a lower threshold"
+        )
+    if action == "beta2" and warning.beta2 >= beta2:
+        yield f"{key}.beta2={warning.beta2} must be lower than optimizer.beta2={beta2}"
+    if action != "beta2" and warning.beta2 != OFF.beta2:
+        yield f"{key}.beta2={warning.beta2} does nothing without {key}.action=beta2"
 
 
 def _conflicts(config: Config) -> Iterator[str]:

@@ -27,6 +27,7 @@ CLIPPING = {  # key that bounds the gradient norm, of which a run sets one: its 
     "skip_sigmas": "adamw_skip_step",
 }
 OPTIMIZERS = ("adamw", *CLIPPING.values(), "stable_adamw", *EIGHT_BIT)
+WARNING_ACTIONS = ("clip", "skip", "beta2")
 MAPS = ("precision.products", "optimizer.lr_scale")  # keys whose values are maps
 REMOTE_SCHEMES = ("http", "https", "sftp", "ftps", "scp", "pipe")  # pipe runs a shell command
 LEGAL_SCALERS = {  # autocast: the scalers that work with it
@@ -122,6 +123,18 @@ class InterventionConfig:
 
 
 @dataclass
+class WarningConfig:
+    """What AdamW does, in a step, to a tensor whose RMS_t exceeds a threshold."""
+
+    action: str = key(
+        "none", "divide its rate, leave it or lower beta2", choices=("none", *WARNING_ACTIONS)
+    )
+    statistic: str = key("rms", "RMS_t, or rho = RMS_t sqrt(1 - beta2)", choices=("rms", "rho"))
+    threshold: float = key(2.3, "largest value without a warning", above=0)
+    beta2: float = key(0.9, "the lower beta2 for action=beta2", least=0, below=1)
+
+
+@dataclass
 class OptimizerConfig:
     """AdamW and its variants."""
 
@@ -141,6 +154,9 @@ class OptimizerConfig:
     )
     clip_threshold: float | None = key(None, "largest unclipped RMS_t (stable_adamw)", above=0)
     clip_weight_decay: bool = key(True, "let update clipping reduce weight decay as well")
+    on_warning: WarningConfig = field(
+        default_factory=WarningConfig, metadata={"doc": "response to a large RMS_t"}
+    )
     min_8bit_size: int = key(4096, "smallest tensor, in elements, with 8-bit moments", least=1)
     override_32bit: list[str] = key([], "modules with 32-bit moments, such as 'visual.conv*'")
     paged: bool = key(False, "keep moments in CUDA managed memory (adamw8bit_bnb)")

@@ -6,6 +6,7 @@ back to the host.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -29,6 +30,53 @@ class Hyperparameters(NamedTuple):
     clip_weight_decay: Tensor  # 1: weight decay by the clipped rate; 0: by `lr`
 
 
+@dataclass(frozen=True)
+class OnWarning:
+    """What AdamW does in a step to a tensor whose RMS_t exceeds `threshold`.
+
+    action:
+        "clip" divides its rate by RMS_t / threshold, as StableAdamW with this `clip_threshold`.
+        "skip" leaves the parameter as it is. The moments take the gradient all the same: otherwise
+            RMS_t would stay high after a lasting growth of the gradients, and with it the skips.
+        "beta2" computes u again, from the last step's, with the lower `beta2`.
+
+    ValueError if a value is out of range.
+    """
+
+    action: str
+    threshold: float = 2.3  # the paper's spike
+    beta2: float = 0.9
+
+    def __post_init__(self):
+        for name, allowed, is_allowed in (
+            ("action", "clip, skip or beta2", self.action in ("clip", "skip", "beta2")),
+            ("threshold", "a number > 0", self.threshold > 0),
+            ("beta2", "a number >= 0 and < 1", 0 <= self.beta2 < 1),
+        ):
+            if not is_allowed:
+                raise ValueError(f"on_warning: {name}={getattr(self, name)!r} must be {allowed}")
+
+
+class Response(NamedTuple):
+    """The action "skip" or "beta2" of `OnWarning` in one step."""
+
+    action: str
+    threshold: float
+    beta2_ratio: Tensor  # the lower beta2_hat / beta2_hat: 0-d for one tensor, [tensors] for all
+
+    def without_skipped(self, h: Hyperparameters, rms: Tensor) -> Hyperparameters:
+        """The values that leave the parameter of a tensor with a warning as it is."""
+        moves = ~(rms > self.threshold)
+        return h._replace(apply=h.apply * moves, lr=h.lr * moves)
+
+    def second_beta2(self, rms: Tensor) -> Tensor:
+        """The rate at which g^2 is averaged into u again: 1, which leaves u, without a warning.
+
+        Averages with `beta2_hat` and then `beta2_ratio` equal one with the lower beta2_hat.
+        """
+        return torch.where(rms > self.threshold, self.beta2_ratio, 1.0)
+
+
 def mean_square(x: Tensor) -> Tensor:
     """Mean of the squares of all elements, 0-d."""
     return torch.linalg.vector_norm(x).square() / x.numel()
@@ -42,6 +90,7 @@ def stable_adamw_update(
     h: Hyperparameters,
     mean_square: Callable[[Tensor], Tensor] = mean_square,
     compensation: Tensor | None = None,
+    response: Response | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Updates one tensor and its moments in place; returns RMS_t, 0-d, and the update.
 
@@ -53,7 +102,8 @@ def stable_adamw_update(
         eta = lr / max(1, rms / clip_threshold)
         p <- p - eta weight_decay p - eta v / (sqrt(u) + eps)
 
-    An infinite `clip_threshold` gives AdamW. `grad` and the moments have the dtype `wide_dtype` of
+    An infinite `clip_threshold` gives AdamW, whose `response` to the RMS_t acts before the
+    parameter changes. `grad` and the moments have the dtype `wide_dtype` of
     the parameter. A 16-bit parameter needs `compensation`, of its shape and dtype: see
     `add_compensated_`. `mean_square(x)` is the mean over all elements; for a shard it must include
     the elements of the other processes.
@@ -64,6 +114,12 @@ def stable_adamw_update(
     exp_avg_sq.mul_(h.beta2_hat).add_(grad.square().mul_(1 - h.beta2_hat))
     root_u = exp_avg_sq.sqrt()
     rms = mean_square(grad / root_u.clamp(min=h.eps)).sqrt()
+    if response is not None and response.action == "skip":
+        h = response.without_skipped(h, rms)
+    elif response is not None:
+        beta2 = response.second_beta2(rms)
+        exp_avg_sq.mul_(beta2).add_((grad * (1 - beta2)).mul_(grad))  # 0, not NaN, for large g^2
+        root_u = exp_avg_sq.sqrt()
     eta = clipped_lr(h, rms)
     update = (exp_avg / root_u.add_(h.eps)).mul_(eta)
     if compensation is None:

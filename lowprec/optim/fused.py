@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from lowprec.optim.adamw_update import Hyperparameters, clipped_lr, decay_factor
+from lowprec.optim.adamw_update import Hyperparameters, Response, clipped_lr, decay_factor
 from lowprec.optim.plain import Tensors
 from lowprec.optim.statistics import GradientSums, ShardReduction, StepSums, index_on
 from lowprec.optim.triton_adamw import _gradients_kernel, _reduce_kernel, _step_kernel
@@ -43,18 +43,32 @@ class FusedStep:
         return GradientSums(*self.shards.reduce(totals, GradientSums.num_sums).unbind(1))
 
     def update(
-        self, h: Hyperparameters, factor: Tensor, sizes: Tensor, is_clipped: bool
+        self,
+        h: Hyperparameters,
+        factor: Tensor,
+        sizes: Tensor,
+        is_clipped: bool,
+        response: Response | None = None,
     ) -> tuple[Tensor, StepSums]:
         """See `PlainStep.update`."""
         factor = factor.expand_as(h.apply)
         common = (h.apply, factor, h.beta1_hat, h.beta2_hat, h.eps)
-        if is_clipped:
+        if is_clipped or response is not None:
             totals = self._step((*common, h.apply, h.apply), moments=True)  # the rate is not read
             ratio_squares, u_sum, neg_u_min, u_max = self.shards.reduce(totals, 2).unbind(1)
             rms = (ratio_squares / sizes).sqrt()
+            if response is not None and response.action == "skip":
+                h = response.without_skipped(h, rms)
             eta = clipped_lr(h, rms)
-            totals = self._step((*common, eta, decay_factor(h, eta)), update=True)
-            update_squares, param_squares = self.shards.reduce(totals, 2).unbind(1)
+            rates = (h.eps, eta, decay_factor(h, eta))
+            if response is not None and response.action == "beta2":
+                betas = (torch.ones_like(rms), response.second_beta2(rms))  # v stays
+                totals = self._step((h.apply, factor, *betas, *rates), moments=True, update=True)
+                totals = self.shards.reduce(totals, 4).unbind(1)
+                _, u_sum, update_squares, param_squares, neg_u_min, u_max = totals
+            else:
+                totals = self._step((h.apply, factor, *common[2:4], *rates), update=True)
+                update_squares, param_squares = self.shards.reduce(totals, 2).unbind(1)
         else:
             decay = 1 - h.lr * h.weight_decay
             totals = self._step((*common, h.lr, decay), moments=True, update=True)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowprec.optim.adamw_update import Hyperparameters, stable_adamw_update, wide
+from lowprec.optim.adamw_update import Hyperparameters, Response, stable_adamw_update, wide
 from lowprec.optim.statistics import GradientSums, ShardReduction, StepSums
 
 
@@ -36,7 +36,12 @@ class PlainStep:
         return self.shards.totals(GradientSums, sums)
 
     def update(
-        self, h: Hyperparameters, factor: Tensor, sizes: Tensor, is_clipped: bool
+        self,
+        h: Hyperparameters,
+        factor: Tensor,
+        sizes: Tensor,
+        is_clipped: bool,
+        response: Response | None = None,
     ) -> tuple[Tensor, StepSums]:
         """Updates moments and parameters; returns RMS_t and sums over them, [tensors] each.
 
@@ -52,7 +57,8 @@ class PlainStep:
             grad = torch.where(values.apply > 0, wide(grad) * factor, 0.0)
             of_tensor = (param, grad, exp_avg, exp_avg_sq)
             mean_square = partial(self._mean_square, i, sizes[i])
-            rms_t, update = stable_adamw_update(*of_tensor, values, mean_square, lost)
+            own = response and response._replace(beta2_ratio=response.beta2_ratio[i])
+            rms_t, update = stable_adamw_update(*of_tensor, values, mean_square, lost, own)
             rms.append(rms_t)
             sums.append(StepSums.of(exp_avg_sq, update, param))
         return torch.stack(rms), self.shards.totals(StepSums, sums)

@@ -12,7 +12,13 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from lowprec.optim.adamw_update import Hyperparameters, debiased, wide_dtype
+from lowprec.optim.adamw_update import (
+    Hyperparameters,
+    OnWarning,
+    Response,
+    debiased,
+    wide_dtype,
+)
 from lowprec.optim.clipping import GuardedStep, SkipStep, ZClip
 from lowprec.optim.fused import AddressTables, FusedStep, first_unfit
 from lowprec.optim.plain import PlainStep, Tensors
@@ -57,6 +63,8 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
         clip_norm: largest global norm of the gradient; larger gradients are scaled down. A ZClip or
             SkipStep on the parameters' device decides from earlier steps; `state_dict()` leaves
             its state out, so save `clip_norm.state_dict()`.
+        on_warning: for AdamW (`clip_threshold=None`), what happens to a tensor whose RMS_t exceeds
+            a threshold, in that step: see `OnWarning`.
         skip: which tensors a gradient with a non-finite norm leaves unchanged: all of them
             ("step") or only its own ("tensor").
         fused: None uses the Triton kernels if all tensors are dense, float32, bfloat16 or float16,
@@ -94,7 +102,7 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
     statistics: Tensor | None = None
 
     _step_supports_amp_scaling = True  # torch.amp.GradScaler then leaves unscaling to step()
-    _copied = ("clip_norm", "skip", "fused", "frozen")  # with a copy or a pickle
+    _copied = ("clip_norm", "on_warning", "skip", "fused", "frozen")  # with a copy or a pickle
 
     def __init__(
         self,
@@ -109,6 +117,7 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
         clip_weight_decay: bool = True,
         beta2_decay: float | None = None,
         clip_norm: float | ZClip | SkipStep | None = None,
+        on_warning: OnWarning | None = None,
         skip: str = "step",
         fused: bool | None = None,
         foreach: bool | None = None,
@@ -121,6 +130,7 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
         if not (isinstance(clip_norm, torch.nn.Module) or is_positive_or_none(clip_norm)):
             raise ValueError(f"clip_norm={clip_norm} must be None or a number > 0")
         self.clip_norm, self.skip, self.fused = clip_norm, skip, fused
+        self.on_warning = on_warning
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"amsgrad": amsgrad, "maximize": maximize, "differentiable": differentiable}
         own_options = (clip_threshold, clip_weight_decay, beta2_decay)
@@ -129,7 +139,7 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict) -> None:
         """As in torch; ValueError if an option is out of range."""
-        check_options({**self.defaults, **param_group})
+        check_options({**self.defaults, **param_group}, self.on_warning)
         super().add_param_group(param_group)
         self._reset_caches()
 
@@ -175,8 +185,8 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
         factor = unscale * clip_factor
         sizes = torch.tensor([float(p.numel()) for p in params])
         sizes = self._on_device("sizes", sizes, device)
-        h, is_clipped = self._hyperparameters(params, rows, applied)
-        rms, sums = update_all.update(h, factor, sizes, is_clipped)
+        h, is_clipped, response = self._hyperparameters(params, rows, applied)
+        rms, sums = update_all.update(h, factor, sizes, is_clipped, response)
         rms = torch.where(applied, rms, math.nan)
         table = statistics_table(rms, grad_norms, sizes, gradients, sums)
         self.statistics = expand_rows(table, rows, len(all_params))
@@ -213,12 +223,15 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
 
     def _hyperparameters(
         self, params: list[Tensor], rows: tuple[int, ...], applied: Tensor
-    ) -> tuple[Hyperparameters, bool]:
-        """Values of this update, which it counts, and whether any tensor is clipped."""
+    ) -> tuple[Hyperparameters, bool, Response | None]:
+        """Values of this update, which it counts, whether any tensor is clipped, the response."""
         device, groups = applied.device, self.param_groups
         group_of = [i for i, group in enumerate(groups) for _ in group["params"]]
         group_of = torch.tensor([group_of[i] for i in rows])
-        options = torch.tensor([options_of(group) for group in groups], dtype=torch.float64)
+        warning = self.on_warning
+        clipping = warning.threshold if warning and warning.action == "clip" else math.inf
+        options = [options_of(group, clipping) for group in groups]
+        options = torch.tensor(options, dtype=torch.float64)
         options = options[group_of].T.contiguous()
         is_clipped = bool(options[5].isfinite().any())
         options = self._on_device("options", options, device)
@@ -236,7 +249,12 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
             torch.where(applied, beta2_hat.to(dtype), 1.0),
             *options[3:].to(dtype),
         )
-        return h, is_clipped
+        response = None
+        if warning is not None and warning.action != "clip":
+            ratio = debiased(warning.beta2, t) / beta2_hat
+            ratio = ratio.nan_to_num(1.0).clamp(max=1.0).to(dtype)  # 0 / 0 at the first update
+            response = Response(warning.action, warning.threshold, ratio)
+        return h, is_clipped, response
 
     def _on_device(self, name: str, values: Tensor, device: torch.device) -> Tensor:
         """Host values on the device, copied only if they have changed since the last step."""
@@ -310,7 +328,7 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
             check_is_adamw(group)
             for name in OWN_OPTIONS:
                 group.setdefault(name, own_group[name])
-            check_options(group)
+            check_options(group, self.on_warning)
         numbers = [(n, group["betas"]) for group in groups for n in group["params"]]
         saved = state_dict["state"]
         states = {

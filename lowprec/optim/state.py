@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from lowprec.optim.adamw_update import wide_dtype
+from lowprec.optim.adamw_update import OnWarning, wide_dtype
 
 OWN_OPTIONS = ("clip_threshold", "clip_weight_decay", "beta2_decay")  # torch's AdamW has none
 UNSUPPORTED = ("amsgrad", "maximize", "differentiable")  # options of torch's AdamW
@@ -17,8 +17,10 @@ KINDS = {"step", "updates", "compensation", *MOMENTS}
 FOREIGN = "only StableAdamW's and torch.optim.AdamW's states (no amsgrad or maximize) can be loaded"
 
 
-def check_options(group: dict) -> None:
+def check_options(group: dict, on_warning: OnWarning | None = None) -> None:
     """ValueError names the first option of a group that is out of range or not supported."""
+    if on_warning and group["clip_threshold"] is not None:
+        raise ValueError(f"on_warning={on_warning.action} needs clip_threshold=None, AdamW")
     betas = tuple(group["betas"])
     are_betas = len(betas) == 2 and all(0 <= float(beta) < 1 for beta in betas)
     is_lr = not isinstance(group["lr"], str) and 0 <= float(group["lr"]) < math.inf
@@ -40,13 +42,14 @@ def is_positive_or_none(value: float | None) -> bool:
     return value is None or value > 0
 
 
-def options_of(group: dict) -> list[float]:
-    """betas, beta2_decay, then the last four fields of Hyperparameters; None becomes infinite."""
-    decay, threshold = (
-        math.inf if group[name] is None else group[name]
-        for name in ("beta2_decay", "clip_threshold")
-    )
-    clipping = (threshold, float(group["clip_weight_decay"]))
+def options_of(group: dict, clip_threshold: float = math.inf) -> list[float]:
+    """betas, beta2_decay, then the last four fields of Hyperparameters.
+
+    `clip_threshold` takes the place of None, infinity that of another None.
+    """
+    decay = math.inf if group["beta2_decay"] is None else group["beta2_decay"]
+    own = group["clip_threshold"]
+    clipping = (clip_threshold if own is None else own, float(group["clip_weight_decay"]))
     return [*group["betas"], decay, group["eps"], group["weight_decay"], *clipping]
 
 

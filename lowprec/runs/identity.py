@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lowprec.config.check import REMOVED, public_name
-from lowprec.config.schema import Config
+from lowprec.config.schema import Config, OptimizerConfig
 
 
 def to_dict(config: Any) -> dict:
@@ -38,8 +38,8 @@ def identity(config: Any) -> dict:
         del marked["num_steps"]
     if config.data.name == "stream":
         marked["save_every"] = config.save_every
-    for name in ("lr_scale", "zclip", "skip_sigmas"):  # unknown to old runs: they keep digests
-        if not marked["optimizer"][name]:
+    for name in ("lr_scale", "zclip", "skip_sigmas", "on_warning"):  # unknown to old runs
+        if getattr(config.optimizer, name) in ({}, getattr(OptimizerConfig(), name)):
             del marked["optimizer"][name]
     for key, value in REMOVED.items():  # they keep the digests of old runs
         group, _, name = key.partition(".")

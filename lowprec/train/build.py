@@ -1,6 +1,7 @@
 """Builds the objects of a run from a checked config and opened data."""
 
 import contextlib
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ from lowprec.formats import E4M3, INT8
 from lowprec.nn.coverage import Layers
 from lowprec.nn.prepare import checkpoint_blocks, compile_blocks
 from lowprec.ops import takes
+from lowprec.optim.adamw_update import OnWarning
 from lowprec.optim.clipping import SkipStep, ZClip
 from lowprec.optim.eight_bit import BitsAndBytesAdamW8bit, EightBitAdamW, TorchaoAdamW8bit
 from lowprec.optim.loss_scaling import build_scaler
@@ -282,6 +284,7 @@ def build_optimizer(config: Config, model: nn.Module) -> StableAdamW | EightBitA
             clip_weight_decay=rule.clip_weight_decay,
             beta2_decay=rule.beta2_decay,
             clip_norm=clip_norm,
+            on_warning=_on_warning(rule),
             skip=skip,
             **common,
         )
@@ -301,6 +304,16 @@ def _clip_norm(rule: OptimizerConfig, device: torch.device) -> float | ZClip | S
     if rule.zclip:
         return ZClip(rule.zclip).to(device)
     return SkipStep(rule.skip_sigmas).to(device) if rule.skip_sigmas else rule.clip_norm
+
+
+def _on_warning(rule: OptimizerConfig) -> OnWarning | None:
+    """The response to warnings, with its threshold as one of RMS_t; None if there is none."""
+    warning = rule.on_warning
+    if warning.action == "none":
+        return None
+    of_rho = warning.statistic == "rho"
+    threshold = warning.threshold / math.sqrt(1 - rule.beta2) if of_rho else warning.threshold
+    return OnWarning(warning.action, threshold, warning.beta2)
 
 
 def _read_names(config: Config, kind: str) -> list[str]:

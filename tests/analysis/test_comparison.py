@@ -28,6 +28,7 @@ CHANGES = {
     "optimizer.clip_norm": 1.0,
     "optimizer.eps": 1e-8,
     "optimizer.beta1": 0.8,
+    "optimizer.on_warning.action": "skip",
     "optimizer.lr": 1.0000001e-3,
     "model.patch_dropout": 0.5,
     "model.vision_layers": 9,

@@ -53,6 +53,24 @@ BAD = {  # command: parts of its message
     "schedule.warmup_steps=2000": ("schedule.warmup_steps=2000", "num_steps=1000"),
     "optimizer.clip_norm=1": ("optimizer.clip_norm=1", "needs optimizer=adamw_clip"),
     "optimizer=adamw_clip optimizer.clip_norm=null": ("optimizer=adamw_clip needs", "clip_norm"),
+    # warnings
+    "optimizer.on_warning.action=halt": ("on_warning.action='halt'", "none, clip, skip, beta2"),
+    "optimizer.on_warning.threshold=2": ("on_warning.threshold=2", "needs", "clip, skip, beta2"),
+    "optimizer=stable_adamw optimizer.on_warning.action=clip": (
+        "on_warning.action=clip needs optimizer=adamw, not stable_adamw, which clips already",
+    ),
+    "optimizer=adamw8bit_torchao optimizer.on_warning.action=skip": (
+        "on_warning.action=skip needs optimizer=adamw, not adamw8bit_torchao",
+    ),
+    "optimizer.on_warning.action=skip optimizer.on_warning.statistic=rho": (
+        "on_warning.threshold=2.3: with beta2=0.98, rho is at most 1; use a lower threshold",
+    ),
+    "optimizer.on_warning.action=skip optimizer.beta2=0.8": ("rms is at most 2.24",),
+    "optimizer.on_warning.action=beta2 optimizer.beta2=0.9": (
+        "on_warning.beta2=0.9 must be lower than optimizer.beta2=0.9",
+    ),
+    "optimizer.on_warning={action:clip,beta2:0.5}": ("on_warning.beta2=0.5 does nothing without",),
+    "optimizer.on_warning.action=beta2 optimizer.beta2_decay=0.5": ("beta2_decay=null",),
     "optimizer=adamw8bit_bnb diagnostics.statistics=[rms,grad_norm,u_max]": (
         "diagnostics.statistics: rms, u_max would need the second moments",
         "use diagnostics.statistics=[grad_norm]",
@@ -96,6 +114,8 @@ GOOD = {  # command: number of runs
     "name=3 run_dir=7": 1,
     "optimizer=adamw8bit_bnb optimizer.paged=true optimizer.override_32bit=[visual.conv1]": 1,
     "data.val=null evaluation=none": 1,
+    "-m optimizer.on_warning.action=clip,skip,beta2 optimizer=adamw,adamw_clip": 6,
+    "optimizer.on_warning={action:skip,statistic:rho,threshold:0.3}": 1,
     "model=open_clip model.name=ViT-B-16 intervention=kq_norm model.patch_dropout=0.5": 1,
     "model.image_size=64 model.patch_size=16 model.vision_width=192": 1,
     'data=shards data.train="a-{0..9}.tar" data.val=b.tar': 1,

@@ -19,7 +19,12 @@ RECORDED = {
     "evaluation.name": "both",
     "eval_every": 3,
 }
-LOCKED = {"optimizer.lr_scale": {"image": 0, "text_projection": 0.5}}
+LOCKED = {
+    "optimizer.lr_scale": {"image": 0, "text_projection": 0.5},
+    "optimizer.name": "adamw",
+    "optimizer.clip_threshold": None,
+    "optimizer.on_warning": {"action": "beta2", "threshold": 1.1},
+}
 
 
 def config_of(make, name, kind, steps=6, **more):
