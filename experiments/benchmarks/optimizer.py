@@ -21,7 +21,7 @@ from experiments.benchmarks.peers import PACKAGES, library_optimizer
 from lowprec.clip.model import build_model
 from lowprec.config.schema import Config
 from lowprec.optim import StableAdamW
-from lowprec.optim.eight_bit import BitsAndBytesAdamW8bit, EightBitAdamW, TorchaoAdamW8bit
+from lowprec.optim.libraries import LibraryOptimizer
 from lowprec.train.build import pick_device, set_parameter_dtype
 
 BASE = "torch AdamW fused"
@@ -78,10 +78,10 @@ def make_params(config: Config, device: torch.device) -> list[Tensor]:
     return params
 
 
-def num_state_bytes(optimizer: torch.optim.Optimizer | EightBitAdamW) -> int:
+def num_state_bytes(optimizer: torch.optim.Optimizer | LibraryOptimizer) -> int:
     """Bytes of the tensors of an optimizer's state, with the codes and scales of 8-bit ones."""
-    if isinstance(optimizer, EightBitAdamW):
-        return num_state_bytes(optimizer.library)
+    if isinstance(optimizer, LibraryOptimizer):
+        return sum(map(num_state_bytes, optimizer.parts))
     num_bytes = {}  # by address, since tensors may be shared
     for state in optimizer.state.values():
         for value in state.values():
@@ -106,9 +106,9 @@ def cases(device: torch.device) -> dict[str, Callable]:
     def library(module: str, name: str, **options: object) -> Callable:
         return library_optimizer(module, name, **OPTIONS, **options)
 
-    def recorded(kind: type[EightBitAdamW]) -> Callable:
-        return lambda params: kind(
-            [{"params": [(f"{i}", p) for i, p in enumerate(params)]}], OPTIONS
+    def recorded(name: str) -> Callable:
+        return lambda params: LibraryOptimizer(
+            name, [{"params": [(f"{i}", p) for i, p in enumerate(params)]}], OPTIONS
         )
 
     builders = {BASE: library("torch.optim", "AdamW", fused=True)}
@@ -116,15 +116,15 @@ def cases(device: torch.device) -> dict[str, Callable]:
         builders[case] = library("lowprec.optim", "StableAdamW", **options)
     builders["torch AdamW foreach"] = library("torch.optim", "AdamW", foreach=True)
     builders[f"{BASE} + clip_grad_norm_"] = partial(ClippedAdamW, **OPTIONS, fused=True)
-    eight_bit = {"torchao": TorchaoAdamW8bit}  # last, as it compiles
+    eight_bit = {"torchao": "adamw8bit_torchao"}  # last, as it compiles
     if device.type == "cuda":
         builders["optimi AdamW triton"] = library("optimi", "AdamW", triton=True)
         builders["optimi StableAdamW triton"] = library("optimi", "StableAdamW", triton=True)
-        eight_bit = {"bitsandbytes": BitsAndBytesAdamW8bit, **eight_bit}
+        eight_bit = {"bitsandbytes": "adamw8bit_bnb", **eight_bit}
     builders["optimi StableAdamW foreach"] = library("optimi", "StableAdamW", foreach=True)
-    for name, kind in eight_bit.items():
+    for name, row in eight_bit.items():
         builders[f"{name} AdamW8bit"] = library(f"{name}.optim", "AdamW8bit")
-        builders[f"{name} AdamW8bit, recorded"] = recorded(kind)
+        builders[f"{name} AdamW8bit, recorded"] = recorded(row)
     return builders
 
 

@@ -9,6 +9,7 @@ from lowprec.config.schema import (
     CLIPPING,
     EIGHT_BIT,
     LEGAL_SCALERS,
+    LIBRARIES,
     OF_SECOND_MOMENT,
     PRESETS,
     WARNING_ACTIONS,
@@ -87,7 +88,7 @@ def _optimizer_faults(config: Config) -> Iterator[str]:
     optimizer = config.optimizer
     for option, owner in (*CLIPPING.items(), ("clip_threshold", "stable_adamw")):
         value = getattr(optimizer, option)
-        others = ("stable_adamw", *EIGHT_BIT) if option in CLIPPING else ()
+        others = ("stable_adamw", *LIBRARIES) if option in CLIPPING else ()
         if value is not None and optimizer.name not in (owner, *others):
             yield f"optimizer.{option}={value} needs optimizer={owner}, not {optimizer.name}"
         if value is None and optimizer.name == owner:
@@ -97,12 +98,14 @@ def _optimizer_faults(config: Config) -> Iterator[str]:
         yield f"optimizer.{', optimizer.'.join(used)}: only one of them can be set"
     yield from _warning_faults(optimizer)
     statistics = config.diagnostics.statistics
-    unknown = [name for name in statistics if name in OF_SECOND_MOMENT]
-    if optimizer.name in EIGHT_BIT and unknown:
+    _, unknown = LIBRARIES.get(optimizer.name, (None, ()))
+    unknown = [name for name in statistics if name in unknown and name in OF_SECOND_MOMENT]
+    if unknown:
         others = ",".join(name for name in statistics if name not in unknown)
         yield (
-            f"diagnostics.statistics: {', '.join(unknown)} would need the second moments, which "
-            f"optimizer={optimizer.name} keeps in 8 bits; use diagnostics.statistics=[{others}]"
+            f"diagnostics.statistics: {', '.join(unknown)} would need the second moments of the "
+            f"gradients in 32 bits, which optimizer={optimizer.name} does not have; use "
+            f"diagnostics.statistics=[{others}]"
         )
 
 
@@ -136,16 +139,16 @@ def _warning_faults(optimizer: OptimizerConfig) -> Iterator[str]:
 def _conflicts(config: Config) -> Iterator[str]:
     """Pairs of choices that do not work together, each with the reason or the remedy."""
     optimizer, autocast = f"optimizer={config.optimizer.name}", config.precision.autocast
-    eight_bit, fsdp2 = config.optimizer.name in EIGHT_BIT, config.distributed.name == "fsdp2"
+    of_library, fsdp2 = config.optimizer.name in LIBRARIES, config.distributed.name == "fsdp2"
     recorder, initial = config.diagnostics.recorder.enabled, config.model.init_from
     sharded = "does not work with distributed=fsdp2, which shards the state; use ddp"
     conflicts = {
-        f"{optimizer} {sharded}": eight_bit and fsdp2,
+        f"{optimizer} {sharded}": of_library and fsdp2,
         f"scaler=dynamic {sharded}": config.scaler.name == "dynamic" and fsdp2,
         f"diagnostics.recorder.enabled=true {sharded}": recorder and fsdp2,
         f"{optimizer} does not work with precision.autocast={autocast}: it does not compensate "
         "for the rounding of 16-bit parameters; use bf16 or fp16": (
-            eight_bit and autocast.startswith("pure_")
+            of_library and autocast.startswith("pure_")
         ),
         "optimizer.stable_embedding=true draws a new token embedding, which would overwrite that "
         "of model.init_from; leave one of them out": config.optimizer.stable_embedding and initial,
@@ -177,8 +180,9 @@ def _idle_faults(config: Config) -> Iterator[str]:
         "data.resampled": (not streamed, "data=shards or shapes: a stream has its own order"),
         "data.window": (not streamed, "data=shards or shapes: a stream has its own order"),
         "optimizer.beta2": (rule.beta2_decay is None, "optimizer.beta2_decay=null"),
-        "optimizer.beta2_decay": (not eight_bit, "32-bit moments"),
+        "optimizer.beta2_decay": (rule.name not in LIBRARIES, "optimizer=adamw or stable_adamw"),
         "optimizer.clip_weight_decay": (clipped, "optimizer=stable_adamw"),
+        "optimizer.min_8bit_size": (eight_bit, f"optimizer={EIGHT_BIT[0]}"),
         "optimizer.override_32bit": (eight_bit, f"optimizer={EIGHT_BIT[0]}"),
         "optimizer.paged": (rule.name == "adamw8bit_bnb", "optimizer=adamw8bit_bnb"),
     }

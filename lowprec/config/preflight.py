@@ -15,15 +15,14 @@ from lowprec import alert
 from lowprec.config.check import ConfigError
 from lowprec.config.patterns import expand, expand_urls
 from lowprec.config.place import place
-from lowprec.config.schema import SHAPES, Config
+from lowprec.config.schema import LIBRARIES, SHAPES, Config
 from lowprec.nearest import nearest_path, runs_inside
 
 PACKAGES = {  # choice of a logger or an optimizer: the package that it needs
     "tensorboard": "tensorboard",
     "wandb": "wandb",
     "trackio": "trackio",
-    "adamw8bit_bnb": "bitsandbytes<0.50",
-    "adamw8bit_torchao": "torchao",
+    **{name: package for name, (package, _) in LIBRARIES.items()},
 }
 
 

@@ -18,15 +18,22 @@ STATISTICS = (
     *("rms", "grad_norm", "update_norm"),
     *("grad_abs_max", "grad_inf", "grad_nan", "param_norm", "u_min", "u_mean", "u_max"),
 )
-OF_SECOND_MOMENT = ("rms", "u_min", "u_mean", "u_max")  # refused with 8-bit moments
-UNKNOWN_WITH_8_BITS = (*OF_SECOND_MOMENT, "update_norm")  # NaN with 8-bit moments
-EIGHT_BIT = ("adamw8bit_bnb", "adamw8bit_torchao")  # optimizers with 8-bit moments
+OF_SECOND_MOMENT = ("rms", "u_min", "u_mean", "u_max")
+NOT_OF_CODES = (*OF_SECOND_MOMENT, "update_norm")  # unknown with 8-bit moments
+LIBRARIES = {  # optimizer of a library: the package that it needs, the statistics that are NaN
+    "adamw8bit_bnb": ("bitsandbytes<0.50", NOT_OF_CODES),
+    "adamw8bit_torchao": ("torchao", NOT_OF_CODES),
+    "muon": ("torch", ()),
+    "adagc": ("pytorch_optimizer", ("rms",)),  # its second moment is that of clipped gradients
+    "stable_spam": ("pytorch_optimizer", ("rms",)),
+}
+EIGHT_BIT = ("adamw8bit_bnb", "adamw8bit_torchao")
 CLIPPING = {  # key that bounds the gradient norm, of which a run sets one: its own optimizer
     "clip_norm": "adamw_clip",
     "zclip": "adamw_zclip",
     "skip_sigmas": "adamw_skip_step",
 }
-OPTIMIZERS = ("adamw", *CLIPPING.values(), "stable_adamw", *EIGHT_BIT)
+OPTIMIZERS = ("adamw", *CLIPPING.values(), "stable_adamw", *LIBRARIES)
 WARNING_ACTIONS = ("clip", "skip", "beta2")
 MAPS = ("precision.products", "optimizer.lr_scale")  # keys whose values are maps
 REMOTE_SCHEMES = ("http", "https", "sftp", "ftps", "scp", "pipe")  # pipe runs a shell command

@@ -26,7 +26,7 @@ from lowprec.clip.text import Tokenizer, build_classifier, imagenet
 from lowprec.clip.vision import PatchDropout, compile_embedding
 from lowprec.config.check import ConfigError
 from lowprec.config.preflight import names_file, read_lines
-from lowprec.config.schema import EIGHT_BIT, Config, OptimizerConfig
+from lowprec.config.schema import EIGHT_BIT, LIBRARIES, Config, OptimizerConfig
 from lowprec.data.loader import Batch, Batches, iterate
 from lowprec.data.open import Data, num_workers
 from lowprec.data.order import SampleOrder
@@ -39,7 +39,7 @@ from lowprec.nn.prepare import checkpoint_blocks, compile_blocks
 from lowprec.ops import takes
 from lowprec.optim.adamw_update import OnWarning
 from lowprec.optim.clipping import SkipStep, ZClip
-from lowprec.optim.eight_bit import BitsAndBytesAdamW8bit, EightBitAdamW, TorchaoAdamW8bit
+from lowprec.optim.libraries import LibraryOptimizer
 from lowprec.optim.loss_scaling import build_scaler
 from lowprec.optim.schedules import lock, param_groups
 from lowprec.optim.stable_adamw import StableAdamW
@@ -270,14 +270,14 @@ def parallelize(model: nn.Module, config: Config, world: Ranks) -> nn.Module:
     return model
 
 
-def build_optimizer(config: Config, model: nn.Module) -> StableAdamW | EightBitAdamW:
+def build_optimizer(config: Config, model: nn.Module) -> StableAdamW | LibraryOptimizer:
     """Builds the optimizer of a config's `optimizer` group; AdamW is unclipped StableAdamW."""
     rule = config.optimizer
     groups = param_groups(model, rule.weight_decay, rule.lr_scale)
     common = {"lr": rule.lr, "betas": (rule.beta1, rule.beta2), "eps": rule.eps}
     skip = "tensor" if config.scaler.name == "fixed" else "step"
     clip_norm = _clip_norm(rule, groups[0]["params"][0][1].device)
-    if rule.name not in EIGHT_BIT:
+    if rule.name not in LIBRARIES:
         return StableAdamW(
             groups,
             clip_threshold=rule.clip_threshold,
@@ -288,15 +288,16 @@ def build_optimizer(config: Config, model: nn.Module) -> StableAdamW | EightBitA
             skip=skip,
             **common,
         )
-    embedding = ["*token_embedding"] if rule.stable_embedding else []
-    options = {"min_8bit_size": rule.min_8bit_size, "clip_norm": clip_norm, "skip": skip}
-    options["override_32bit"] = [*rule.override_32bit, *embedding]
-    with _faults_of(f"optimizer={rule.name} optimizer.override_32bit"):
-        if rule.name == "adamw8bit_torchao":
-            return TorchaoAdamW8bit(groups, common, **options)
-        on_gpu = groups[0]["params"][0][1].is_cuda  # on a CPU such a run is only evaluated
-        common["is_paged"] = rule.paged and on_gpu
-        return BitsAndBytesAdamW8bit(groups, common, **options)
+    options = {"clip_norm": clip_norm, "skip": skip}
+    if rule.name in EIGHT_BIT:
+        embedding = ["*token_embedding"] if rule.stable_embedding else []
+        options["min_8bit_size"] = rule.min_8bit_size
+        options["override_32bit"] = [*rule.override_32bit, *embedding]
+    if rule.paged:
+        common["is_paged"] = groups[0]["params"][0][1].is_cuda  # a CPU only evaluates such a run
+    key = "optimizer.override_32bit" if rule.override_32bit else f"optimizer={rule.name}"
+    with _faults_of(key):
+        return LibraryOptimizer(rule.name, groups, common, **options)
 
 
 def _clip_norm(rule: OptimizerConfig, device: torch.device) -> float | ZClip | SkipStep | None:

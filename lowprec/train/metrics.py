@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lowprec.alert import alert
-from lowprec.config.schema import EIGHT_BIT, UNKNOWN_WITH_8_BITS, default_warmup
+from lowprec.config.schema import LIBRARIES, default_warmup
 from lowprec.data.loader import Batch
 from lowprec.diagnostics.blocks import BLOCK_STATISTICS
 from lowprec.diagnostics.spikes import Collapse, Detector, protocol_of
@@ -67,7 +67,7 @@ class MetricsBuffer:
         self.device = built.device
         self.tensors = built.state.optimizer.names
         diagnostics = config.diagnostics
-        unknown = UNKNOWN_WITH_8_BITS if config.optimizer.name in EIGHT_BIT else ()
+        _, unknown = LIBRARIES.get(config.optimizer.name, (None, ()))
         others = [n for n in STATISTICS if n not in diagnostics.statistics and n not in unknown]
         self.statistics = {"tensors": diagnostics.statistics, "details": others}
         self.intervals = {  # None: not recorded

@@ -18,13 +18,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lowprec.optim.adamw_update import wide_dtype
-from lowprec.optim.eight_bit import EightBitAdamW
+from lowprec.optim.libraries import LibraryOptimizer
 from lowprec.optim.stable_adamw import StableAdamW
 from lowprec.optim.state import MOMENTS
 from lowprec.runs.attempts import CheckpointError
 from lowprec.train.distributed import ONE_PROCESS, Ranks
 
 KINDS = (*MOMENTS, "compensation")  # of optimizer tensors; the last for 16-bit parameters only
+NOT_MOMENTS = {"model", "rng", "clipping"}  # other files with tensors
 SUFFIX = ".safetensors"
 DTYPES = {  # the format's name of each dtype; source: the safetensors README
     torch.float64: "F64",
@@ -48,7 +49,7 @@ class TrainState:
     """
 
     model: nn.Module
-    optimizer: StableAdamW | EightBitAdamW
+    optimizer: StableAdamW | LibraryOptimizer
     scaler: object
     skips: int = 0
     world: Ranks = ONE_PROCESS
@@ -96,14 +97,16 @@ class TrainState:
         model = _read_like(folder, "model", self.model.state_dict())
         _check_same(model, self.model.state_dict(), folder / "model.safetensors")
         moments = {}
-        is_8_bit = isinstance(self.optimizer, EightBitAdamW)
-        like = {} if is_8_bit else {key: self._parameters_with(key) for key in KINDS}
-        for key, expected in (self.optimizer.states() if is_8_bit else like).items():
+        of_library = isinstance(self.optimizer, LibraryOptimizer)
+        like = {} if of_library else {key: self._parameters_with(key) for key in KINDS}
+        like = self.optimizer.tensors() if of_library else like
+        _refuse_other_optimizer(folder, like)
+        for key, expected in like.items():
             moments[key] = _read_like(folder, key, expected)
             _check_same(moments[key], expected, folder / f"{key}{SUFFIX}")
         state = json.loads((folder / "state.json").read_text())
-        if is_8_bit:
-            self._load_eight_bit(moments, folder)
+        if of_library:
+            self._load_library(moments, folder)
         else:
             self._load_moments(moments)
         self.optimizer.steps = state["steps"]
@@ -130,8 +133,8 @@ class TrainState:
 
     def _moments(self) -> dict[str, dict[str, Tensor]]:
         """The optimizer's tensors that this rank writes, by file and name."""
-        if isinstance(self.optimizer, EightBitAdamW):
-            return self.optimizer.states()
+        if isinstance(self.optimizer, LibraryOptimizer):
+            return self.optimizer.tensors()
         return {key: self._own_moments(key) for key in KINDS}
 
     def _own_moments(self, key: str) -> dict[str, Tensor]:
@@ -150,11 +153,11 @@ class TrainState:
             for name, parameter in self._parameters_with(key).items():
                 self.optimizer.state[parameter][key] = tensors[name].to(parameter.device)
 
-    def _load_eight_bit(self, moments: dict[str, dict[str, Tensor]], folder: Path) -> None:
+    def _load_library(self, moments: dict[str, dict[str, Tensor]], folder: Path) -> None:
         """Copies into the library's own tensors, which may be in managed memory."""
         triples = [
             (key, tensor, moments[key][name])
-            for key, tensors in self.optimizer.states().items()
+            for key, tensors in self.optimizer.tensors().items()
             for name, tensor in tensors.items()
         ]
         for key, tensor, saved in triples:
@@ -174,6 +177,17 @@ class TrainState:
         if key != "compensation":
             return named
         return {name: p for name, p in named.items() if p.dtype != wide_dtype(p)}
+
+
+def _refuse_other_optimizer(folder: Path, like: dict[str, dict]) -> None:
+    """CheckpointError if a checkpoint's optimizer has other kinds of tensors than this run's."""
+    files = {path.name.partition(".")[0] for path in folder.glob(f"*{SUFFIX}")} - NOT_MOMENTS
+    kinds = {key for key, tensors in like.items() if tensors}
+    if files != kinds:
+        raise CheckpointError(
+            f"{folder} is another optimizer's: it has {', '.join(sorted(files))}, and this run's "
+            f"optimizer has {', '.join(sorted(kinds))}"
+        )
 
 
 def _check_same(saved: dict[str, Tensor], expected: dict, path: Path) -> None:

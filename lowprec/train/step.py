@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from lowprec.config.schema import EIGHT_BIT, Config
+from lowprec.config.schema import LIBRARIES, Config
 from lowprec.data.loader import Batch
 from lowprec.optim.clipping import SkipStep
 from lowprec.optim.stable_adamw import StableAdamW
@@ -104,7 +104,7 @@ def can_capture(config: Config, device: torch.device) -> bool:
     """Returns whether a run's step can be a CUDA graph: compiled, on one GPU, no host state.
 
     Recomputation keeps random states on the host, the dynamic scaler a counter that capture would
-    advance, and an 8-bit optimizer reads on the host whether gradients are finite.
+    advance, and a library's optimizer needs to know on the host which gradients are finite.
     """
     return (
         config.compile
@@ -113,5 +113,5 @@ def can_capture(config: Config, device: torch.device) -> bool:
         and config.accumulate == 1
         and not config.checkpointing
         and config.scaler.name != "dynamic"
-        and config.optimizer.name not in EIGHT_BIT
+        and config.optimizer.name not in LIBRARIES
     )

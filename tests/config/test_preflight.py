@@ -12,12 +12,12 @@ FIND = importlib.util.find_spec
 
 @pytest.fixture
 def faults(make_config, monkeypatch):
-    """A function: the faults of an 8-bit optimizer with only one package installed, or none."""
+    """A function: the faults of a library's optimizer with one of the packages, or none."""
 
     def of(name, package, device="auto", training=True):
         def find(name):
-            eight_bit = name in ("bitsandbytes", "torchao")
-            return (name == package or None) if eight_bit else FIND(name)
+            is_optional = name in ("bitsandbytes", "torchao", "pytorch_optimizer")
+            return (name == package or None) if is_optional else FIND(name)
 
         monkeypatch.setattr(importlib.util, "find_spec", find)
         keys = {"optimizer.name": name, "diagnostics.statistics": ["grad_norm"], "device": device}
@@ -31,11 +31,16 @@ def faults(make_config, monkeypatch):
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(faults):
-    for name, package, version in (("bnb", "bitsandbytes", "<0.50"), ("torchao", "torchao", "")):
-        (fault,) = faults(f"adamw8bit_{name}", None)
-        assert f"optimizer=adamw8bit_{name}" in fault
-        assert f"pip install '{package}{version}'" in fault
-        assert not faults(f"adamw8bit_{name}", package)
+    for name, package, version in (
+        ("adamw8bit_bnb", "bitsandbytes", "<0.50"),
+        ("adamw8bit_torchao", "torchao", ""),
+        ("adagc", "pytorch_optimizer", ""),
+        ("stable_spam", "pytorch_optimizer", ""),
+    ):
+        (fault,) = faults(name, None)
+        assert f"optimizer={name}" in fault and f"pip install '{package}{version}'" in fault
+        assert not faults(name, package)
+    assert not faults("muon", None)
 
 
 def test_bitsandbytes_needs_a_gpu_to_train_and_none_to_evaluate(faults):

@@ -5,12 +5,12 @@ import torch
 
 from lowprec.clip.model import blocks
 from lowprec.clip.vision import PatchDropout
+from lowprec.config.schema import LIBRARIES
 from lowprec.data.open import open_data
 from lowprec.train.build import build
 from lowprec.train.step import can_capture
 
-KNOWN = ["grad_norm", "update_norm"]  # what 8-bit optimizers record
-EIGHT_BIT = ("adamw8bit_torchao", "adamw8bit_bnb")
+KNOWN = ["grad_norm", "update_norm"]  # what all optimizers of libraries record
 
 
 @pytest.fixture
@@ -70,6 +70,6 @@ def test_only_a_compiled_gpu_step_without_host_state_is_captured(make_config):
     assert not can_capture(make_config({"compile": True, "checkpointing": True}), cuda)
     for host in (
         {"precision.autocast": "fp16", "scaler.name": "dynamic"},
-        *({"optimizer.name": name, "diagnostics.statistics": KNOWN} for name in EIGHT_BIT),
+        *({"optimizer.name": name, "diagnostics.statistics": KNOWN} for name in LIBRARIES),
     ):
         assert not can_capture(make_config({"compile": True, **host}), cuda)

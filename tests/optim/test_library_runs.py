@@ -1,4 +1,4 @@
-"""Runs with 8-bit optimizers: recorded without RMS_t, resumed to the byte."""
+"""Runs with optimizers of libraries: recorded, and resumed to the byte."""
 
 import pytest
 import torch
@@ -7,20 +7,22 @@ from safetensors.torch import load_file, save_file
 from lowprec.clip.export import fold
 from lowprec.clip.model import StableEmbedding
 from lowprec.config.check import ConfigError
+from lowprec.config.schema import LIBRARIES
 from lowprec.data.open import open_data
 from lowprec.runs.attempts import CheckpointError
 from lowprec.train.build import build
 from lowprec.train.checkpoint import list_checkpoints
 
-KNOWN = ["grad_norm", "update_norm"]  # the latter is NaN
-LIBRARIES = {"torchao": "adamw8bit_torchao", "bitsandbytes": "adamw8bit_bnb"}
+KNOWN = ["grad_norm", "update_norm"]  # the latter is NaN with 8-bit moments
+EIGHT_BIT = {"torchao": "adamw8bit_torchao", "bitsandbytes": "adamw8bit_bnb"}
+OTHERS = [name for name in LIBRARIES if name not in EIGHT_BIT.values()]
 
 
-@pytest.fixture(params=LIBRARIES)
+@pytest.fixture(params=EIGHT_BIT)
 def changes(request):
     """Of a config, for each library that is installed."""
     request.getfixturevalue(request.param)
-    return {"optimizer.name": LIBRARIES[request.param], "diagnostics.statistics": KNOWN}
+    return {"optimizer.name": EIGHT_BIT[request.param], "diagnostics.statistics": KNOWN}
 
 
 def bytes_of(run):
@@ -72,6 +74,35 @@ def test_a_resumed_run_is_bitwise_the_undisturbed_one(
     assert codes.dtype == torch.uint8 and len(codes.unique()) > 20
     embedding = whole["exp_avg.safetensors", "token_embedding.weight"]
     assert embedding.dtype == (torch.float32 if setting == "stable" else torch.uint8)
+
+
+@pytest.mark.parametrize("scaler", ["none", "fixed"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_resumed_run_of_a_library_is_bitwise_the_undisturbed_one(
+    name, scaler, make_config, run_once, tmp_path
+):
+    pytest.importorskip(LIBRARIES[name][0])
+    changes = {"optimizer.name": name, "optimizer.zclip": 1.0, "scaler.name": scaler}
+    changes |= {"diagnostics.statistics": KNOWN, "diagnostics.detail_every": 3}
+    changes |= {"precision.autocast": "fp16"} if scaler == "fixed" else {}
+    config = make_config(changes | {"diagnostics.block_every": 4})
+    whole = resumes(config, run_once, tmp_path)
+    kinds = {file.partition(".")[0] for file, _ in whole}
+    moments = {"exp_avg", "exp_avg_sq"}
+    own = {"muon": {"momentum_buffer"}, "adagc": {"gamma"}}.get(name, set())
+    own |= {"m_norm_t", "v_norm_t", "m_max_t"} if name == "stable_spam" else set()
+    assert kinds == {"model", "rng", "clipping", *moments, *own}
+    assert all(tensor.isfinite().all() for tensor in whole.values())
+
+
+def test_the_state_of_another_optimizer_is_refused(make_config, run_once, tmp_path):
+    run_once(make_config({"optimizer.name": "muon", "num_steps": 1}), tmp_path / "muon")
+    run_once(make_config({"num_steps": 1}), tmp_path / "adamw")
+    for saved, name, kinds in (("muon", "adamw", "momentum_buffer"), ("adamw", "muon", "exp_avg")):
+        config = make_config({"optimizer.name": name})
+        state = build(config, open_data(config)).state
+        with pytest.raises(CheckpointError, match=f"another optimizer's: it has exp_avg.*{kinds}"):
+            state.load(list_checkpoints(tmp_path / saved)[-1])
 
 
 def test_codes_that_mean_other_numbers_are_refused_and_nothing_loaded(
@@ -127,14 +158,14 @@ def test_weights_of_a_stable_embedding_leave_under_open_clips_names(
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("library", EIGHT_BIT)
 def test_on_a_gpu_a_resumed_run_is_bitwise_the_undisturbed_one(
     library, make_config, run_once, tmp_path
 ):
     pytest.importorskip(library)
     changes = {"device": "cuda", "deterministic": True, "diagnostics.statistics": KNOWN}
     changes |= {"diagnostics.detail_every": 3, "diagnostics.block_every": 4}
-    config = make_config(changes | {"optimizer.name": LIBRARIES[library]})
+    config = make_config(changes | {"optimizer.name": EIGHT_BIT[library]})
     whole = resumes(config, run_once, tmp_path)
     codes = whole["exp_avg.safetensors", "visual.transformer.resblocks.0.mlp.c_fc.weight"]
     assert codes.dtype == torch.uint8 and len(codes.unique()) > 20

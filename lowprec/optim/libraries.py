@@ -1,0 +1,301 @@
+"""Optimizers of other libraries with the interface of StableAdamW.
+
+The update is the library's. This file decides which gradients it sees, computes statistics and
+gives its state to checkpoints as plain tensors. A row of ROWS builds an optimizer and its state;
+`lowprec.config.schema.LIBRARIES` says which package it needs and which statistics it lacks.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW, Optimizer
+
+from lowprec.config.schema import LIBRARIES, STATISTICS
+from lowprec.optim.clipping import GuardedStep, SkipStep, ZClip
+from lowprec.optim.schedules import matching
+from lowprec.optim.state import MOMENTS
+
+BLOCK = 256  # elements that share a scale, in both 8-bit libraries by default
+SCALARS = {  # class: 0-d tensors that the state of a parameter begins with
+    "AdaGC": {"gamma": math.inf},  # the library's first one is the least so far
+    "StableSPAM": {"m_norm_t": 0.0, "v_norm_t": 0.0, "m_max_t": 0.0},
+}
+
+
+class LibraryOptimizer(GuardedStep):
+    """An optimizer of a library, with the attributes of StableAdamW that training uses.
+
+    `step()` leaves `statistics`, `grad_norm`, `clipped_grad_norm` and `all_finite`; `clip_norm`,
+    `skip`, `grad_scale`, `found_inf` and `frozen` work as in StableAdamW. Differences:
+
+    - Statistics that the library's state does not give are NaN: those in LIBRARIES, and RMS_t and u
+      of tensors without a second moment (Muon's).
+    - The host reads once per step which tensors are updated, so no CUDA graph can capture it.
+    - Gradients are divided by `grad_scale` and clipped in place; those not applied become None.
+    - 16-bit parameters lose small updates to rounding: there is no compensation.
+    - Only 8-bit AdamW and torch's AdamW count the updates of each tensor; others count steps.
+
+    Args:
+        name: a row of ROWS.
+        groups: groups of named float32 parameters, already on their device.
+        rule: the library's lr, betas and eps, or more of its options.
+        min_8bit_size, override_32bit: in 8-bit optimizers, a parameter keeps 32-bit moments if it
+            has fewer elements or a pattern matches its name or that of a module above it;
+            ValueError if a pattern matches nothing.
+        clip_norm, skip: as in StableAdamW.
+    """
+
+    _step_supports_amp_scaling = True  # torch.amp.GradScaler then leaves unscaling to step()
+
+    def __init__(
+        self,
+        name: str,
+        groups: list[dict],
+        rule: dict,
+        *,
+        min_8bit_size: int = 4096,
+        override_32bit: Sequence[str] = (),
+        clip_norm: float | ZClip | SkipStep | None = None,
+        skip: str = "step",
+    ):
+        self.row, (_, self.unknown) = ROWS[name], LIBRARIES[name]
+        self.clip_norm, self.skip = clip_norm, skip
+        self.parts = self.row.build(groups, rule)
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+        self.params = [p for group in self.param_groups for p in group["params"]]
+        self.names = [name for group in self.param_groups for name in group["param_names"]]
+        self.group_of = [group for group in self.param_groups for _ in group["params"]]
+        part_of = {p: part for part in self.parts for x in part.param_groups for p in x["params"]}
+        wide = matching(self.names, override_32bit)
+        for name, p in zip(self.names, self.params, strict=True):
+            self.row.start(part_of[p], p, name in wide or p.numel() < min_8bit_size)
+        self.states = [part_of[p].state[p] for p in self.params]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch."""
+        for part in self.parts:
+            part.zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Updates every parameter that has a gradient."""
+        rows = [i for i, p in enumerate(self.params) if p.grad is not None]
+        grads = [self.params[i].grad for i in rows]
+        scale = getattr(self, "grad_scale", None)  # set and deleted by GradScaler
+        if scale is not None:
+            torch._foreach_mul_(grads, 1 / scale.to(grads[0].device))
+        norms = torch.stack(torch._foreach_norm(grads)).float()
+        applied, factor = self._decide(norms)
+        values = {name: norms.new_zeros(len(self.params)) for name in STATISTICS}
+        values["grad_norm"][rows] = norms
+        values["grad_abs_max"][rows] = torch.stack(torch._foreach_norm(grads, math.inf))
+        if self.clip_norm is not None:
+            torch._foreach_mul_(grads, factor)
+        finite, applied = torch.stack([norms.isfinite(), applied]).tolist()  # the host waits here
+        for i, grad, is_finite, is_applied in zip(rows, grads, finite, applied, strict=True):
+            if not is_finite:
+                values["grad_inf"][i] = grad.isinf().sum()
+                values["grad_nan"][i] = grad.isnan().sum()
+            if not is_applied:
+                self.params[i].grad = None  # which the library leaves out
+        values["rms"].fill_(math.nan)
+        if any(applied):
+            self._update([i for i in rows if self.params[i].grad is not None], values)
+        values["param_norm"] = torch.stack(torch._foreach_norm(self.params))
+        for name in self.unknown:
+            values[name].fill_(math.nan)
+        self.statistics = torch.stack([values[name] for name in STATISTICS], dim=1)
+
+    def _update(self, rows: list[int], values: dict[str, Tensor]) -> None:
+        """Lets the library update the parameters of these rows, which alone have a gradient."""
+        params, groups = ([x[i] for i in rows] for x in (self.params, self.group_of))
+        has_update_norm = "update_norm" not in self.unknown
+        if has_update_norm:
+            decays = [1 - group["lr"] * group["weight_decay"] for group in groups]
+            decayed = torch._foreach_mul(params, decays)
+        for part in self.parts:
+            part.step()
+        if has_update_norm:
+            updates = torch._foreach_sub(decayed, params)
+            values["update_norm"][rows] = torch.stack(torch._foreach_norm(updates))
+        for i, p, group in zip(rows, params, groups, strict=True):
+            u = None if "u_mean" in self.unknown else self.states[i].get("exp_avg_sq")
+            if u is not None:
+                t = self.states[i].get("step", group.get("step"))
+                u = u / (1 - group["betas"][1] ** float(t))
+                ratio = p.grad / u.sqrt().clamp(min=group["eps"])
+                values["rms"][i] = ratio.norm() / p.numel() ** 0.5
+            for name, of in (("u_min", torch.min), ("u_mean", torch.mean), ("u_max", torch.max)):
+                values[name][i] = math.nan if u is None else of(u)
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """The library's own tensors of its state, by kind and parameter's name.
+
+        8-bit moments exp_avg and exp_avg_sq are uint8 codes in the parameter's shape;
+        `<kind>_scale` holds the scale of each block and `<kind>_levels` the values of the codes.
+        """
+        tensors: dict[str, dict[str, Tensor]] = {}
+        for name, state in zip(self.names, self.states, strict=True):
+            for kind, tensor in self.row.tensors(state).items():
+                owner = "levels" if kind.endswith("_levels") else name
+                tensors.setdefault(kind, {}).setdefault(owner, tensor)
+        return tensors
+
+    @property
+    def steps(self) -> list[float]:
+        """The library's counts: of each parameter's updates, each group's or the optimizer's."""
+        return [float(counts[key]) for counts, key in self._counts()]
+
+    @steps.setter
+    def steps(self, steps: list[float]) -> None:
+        for (counts, key), step in zip(self._counts(), steps, strict=True):
+            counts[key] = torch.tensor(step) if isinstance(counts[key], Tensor) else int(step)
+
+    def _counts(self) -> list[tuple[dict, str]]:
+        holders = [*self.states, *self.param_groups, *map(vars, self.parts)]
+        return [(x, key) for x in holders for key in ("step", "total_step") if key in x]
+
+
+class Row(NamedTuple):
+    """How the optimizer of a library is built."""
+
+    build: Callable[[list[dict], dict], list[Optimizer]]  # of groups and rule
+    start: Callable[[Optimizer, Tensor, bool], None]  # makes a parameter's state; is it 32-bit
+    tensors: Callable[[dict], dict[str, Tensor]]  # of a parameter's state, by kind
+
+
+def _bitsandbytes(groups: list[dict], rule: dict) -> list[Optimizer]:
+    """AdamW with 8-bit moments, on a GPU only; written for bitsandbytes 0.49.
+
+    With `is_paged`, moments of 100,000 elements and more are in CUDA managed memory, which moves to
+    the host when the GPU is full. More of it than the GPU has free can hang the GPU for all users.
+    """
+    from bitsandbytes.optim import AdamW8bit
+
+    return [AdamW8bit(groups, **rule)]
+
+
+def _start_bitsandbytes(part: Optimizer, p: Tensor, is_wide: bool) -> None:
+    # its own overrides are global; min_8bit_size is read in init_state only
+    part.args.min_8bit_size = math.inf if is_wide else 0
+    part.init_state(part.param_groups[0], p, -1, -1)
+
+
+def _of_bitsandbytes(state: dict) -> dict[str, Tensor]:
+    tensors = {}
+    for kind, i in zip(MOMENTS, (1, 2), strict=True):
+        tensors[kind] = state[f"state{i}"]
+        if f"absmax{i}" in state:
+            tensors[f"{kind}_scale"] = state[f"absmax{i}"]
+            tensors[f"{kind}_levels"] = state[f"qmap{i}"]
+    return tensors
+
+
+def _torchao(groups: list[dict], rule: dict) -> list[Optimizer]:
+    """AdamW with 8-bit moments, on a GPU or a CPU; it compiles for each shape.
+
+    Tensors whose size is not a multiple of BLOCK have 32-bit moments, too. Written for 0.17.
+    """
+    from torchao.optim import AdamW8bit
+
+    return [AdamW8bit(groups, **rule)]
+
+
+def _start_torchao(part: Optimizer, p: Tensor, is_wide: bool) -> None:
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    state = part.state[p]
+    state["step"] = torch.tensor(0.0)
+    for kind, signed in zip(MOMENTS, (True, False), strict=True):
+        if is_wide or p.numel() % BLOCK:
+            state[kind] = torch.zeros_like(p)
+        else:
+            state[kind] = OptimState8bit.zeros(p.shape, signed, BLOCK, p.device, p.dtype)
+
+
+def _of_torchao(state: dict) -> dict[str, Tensor]:
+    tensors = {}
+    for kind in MOMENTS:
+        moment = state[kind]
+        if type(moment) is Tensor:
+            tensors[kind] = moment
+        else:
+            tensors[kind], tensors[f"{kind}_scale"] = moment.codes, moment.scale
+            tensors[f"{kind}_levels"] = moment.qmap
+    return tensors
+
+
+def _muon(groups: list[dict], rule: dict) -> list[Optimizer]:
+    """torch.optim.Muon for the matrices of numbered blocks, and torch's AdamW for the rest.
+
+    Embeddings, projections to the shared embedding, gains and biases are not hidden matrices; the
+    fused q/k/v projection is one matrix. `adjust_lr_fn` gives updates the size of AdamW's, so that
+    one rate serves both. ValueError if there is no such matrix. Source: arXiv:2502.16982.
+    """
+    hidden, others = [], []
+    for group in groups:
+        for part, is_of_part in ((hidden, True), (others, False)):
+            params = [pair for pair in group["params"] if _is_hidden(*pair) == is_of_part]
+            part += [{**group, "params": params}] if params else []
+    if not hidden:
+        raise ValueError("Muon needs matrices in numbered blocks, as transformers have")
+    muon = torch.optim.Muon(hidden, lr=rule["lr"], adjust_lr_fn="match_rms_adamw")
+    return [muon, AdamW(others, **rule)] if others else [muon]
+
+
+def _is_hidden(name: str, p: Tensor) -> bool:
+    """Whether a parameter is a matrix inside a block: a module whose name is a number."""
+    return p.ndim == 2 and any(module.isdecimal() for module in name.split(".")[:-1])
+
+
+def _adagc(groups: list[dict], rule: dict) -> list[Optimizer]:
+    """AdamW that clips each tensor's gradient by a running mean of its norm (arXiv:2502.11034).
+
+    Written for pytorch_optimizer 4.1, with its defaults.
+    """
+    from pytorch_optimizer import AdaGC
+
+    return _counted(AdaGC(groups, **rule))
+
+
+def _stable_spam(groups: list[dict], rule: dict) -> list[Optimizer]:
+    """Adam with clipped and normalized gradients, which forgets its moments every 1,000 steps.
+
+    Its weight decay is decoupled. Written for pytorch_optimizer 4.1, with its defaults. `foreach`
+    spares the host a wait for each tensor. Source: arXiv:2502.17055.
+    """
+    from pytorch_optimizer import StableSPAM
+
+    return _counted(StableSPAM(groups, **rule, foreach=True))
+
+
+def _counted(part: Optimizer) -> list[Optimizer]:
+    for group in part.param_groups:
+        group["step"] = 0
+    return [part]
+
+
+def _start(part: Optimizer, p: Tensor, is_wide: bool) -> None:
+    """Initializes the state as the library's first step does."""
+    kind, state = type(part).__name__, part.state[p]
+    moments = ("momentum_buffer",) if kind == "Muon" else MOMENTS
+    state.update({name: torch.zeros_like(p) for name in moments})
+    state.update({name: p.new_full((), x) for name, x in SCALARS.get(kind, {}).items()})
+    if kind == "AdamW":
+        state["step"] = torch.tensor(0.0)
+
+
+def _tensors(state: dict) -> dict[str, Tensor]:
+    return {kind: x for kind, x in state.items() if kind != "step"}
+
+
+ROWS = {
+    "adamw8bit_bnb": Row(_bitsandbytes, _start_bitsandbytes, _of_bitsandbytes),
+    "adamw8bit_torchao": Row(_torchao, _start_torchao, _of_torchao),
+    "muon": Row(_muon, _start, _tensors),
+    "adagc": Row(_adagc, _start, _tensors),
+    "stable_spam": Row(_stable_spam, _start, _tensors),
+}

@@ -1,0 +1,274 @@
+"""Optimizers of libraries against StableAdamW and against the library alone.
+
+Behavior common to all is tested with torch's AdamW in their place; the others are tested if their
+library is installed.
+"""
+
+import math
+
+import pytest
+import torch
+
+from lowprec.config.schema import LIBRARIES
+from lowprec.data.open import open_data
+from lowprec.optim import libraries
+from lowprec.optim.libraries import ROWS, LibraryOptimizer, Row
+from lowprec.optim.loss_scaling import build_scaler
+from lowprec.optim.schedules import matching
+from lowprec.optim.stable_adamw import STATISTICS, StableAdamW
+from lowprec.train.build import build as build_run
+
+RULE = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6}
+SHAPES = {"a.0.weight": (64, 80), "a.bias": (80,), "b.0.weight": (16, 256), "b.scale": ()}
+
+
+@pytest.fixture(autouse=True)
+def row_of_torch(monkeypatch):
+    """torch's AdamW like a library's."""
+
+    def build(groups, rule):
+        return [torch.optim.AdamW(groups, **rule, foreach=False)]
+
+    monkeypatch.setitem(ROWS, "torch", Row(build, libraries._start, libraries._tensors))
+    monkeypatch.setitem(LIBRARIES, "torch", ("torch", ()))
+
+
+def of_torch(groups, **options):
+    return LibraryOptimizer("torch", groups, RULE, **options)
+
+
+def make_groups():
+    torch.manual_seed(0)
+    named = [(name, torch.nn.Parameter(torch.randn(shape))) for name, shape in SHAPES.items()]
+    return [
+        {"params": named[::2], "weight_decay": 0.1},
+        {"params": named[1::2], "weight_decay": 0.0},
+    ]
+
+
+def params_of(optimizer):
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def set_grads(optimizer, step, scale=1.0):
+    for i, p in enumerate(params_of(optimizer)):
+        generator = torch.Generator().manual_seed(100 * step + i)
+        p.grad = torch.randn(p.shape, generator=generator).to(p.device) * scale
+
+
+def run(optimizer, steps=5, scale=1.0):
+    for step in range(1, steps + 1):
+        set_grads(optimizer, step, scale)
+        optimizer.step()
+    return [p.detach().clone() for p in params_of(optimizer)]
+
+
+def assert_same(found, expected):
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("clip_norm", [None, 50.0, 1e6])
+def test_statistics_equal_those_of_adamw(clip_norm):
+    ours = of_torch(make_groups(), clip_norm=clip_norm)
+    reference = StableAdamW(make_groups(), **RULE, clip_norm=clip_norm, clip_threshold=None)
+    torch.testing.assert_close(run(ours), run(reference))
+    assert ours.names == reference.names
+    torch.testing.assert_close(ours.statistics, reference.statistics, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(ours.grad_norm, reference.grad_norm)
+    assert ours.all_finite
+    torch.testing.assert_close(ours.clipped_grad_norm, reference.clipped_grad_norm)
+    assert (ours.clipped_grad_norm < 0.9 * ours.grad_norm) == (clip_norm == 50)
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_statistics_that_the_state_does_not_give_are_nan(name, request):
+    ours = build(name, request)
+    run(ours, 2)
+    missing = ours.statistics.isnan().sum(dim=0).tolist()
+    of_muon = 2 if name == "muon" else 0  # tensors without a second moment
+    for column, count in zip(STATISTICS, missing, strict=True):
+        has_u = column == "rms" or column.startswith("u_")
+        assert count == (4 if column in LIBRARIES[name][1] else of_muon * has_u), column
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize("skip", ["step", "tensor"])
+def test_a_non_finite_gradient_is_never_applied(bad, skip):
+    ours = of_torch(make_groups(), skip=skip)
+    before = run(ours, 1)
+    set_grads(ours, 2)
+    ours.params[1].grad[0, :3] = bad
+    ours.step()
+    moved = [not torch.equal(a, b) for a, b in zip(params_of(ours), before, strict=True)]
+    assert moved == ([False] * 4 if skip == "step" else [True, False, True, True])
+    row = dict(zip(STATISTICS, ours.statistics[1].tolist(), strict=True))
+    assert not ours.all_finite and not math.isfinite(row["grad_norm"])
+    assert (row["grad_inf"], row["grad_nan"]) == ((3, 0) if bad == math.inf else (0, 3))
+    assert ours.steps == [1.0 + is_moved for is_moved in moved]
+
+
+@pytest.mark.parametrize("veto", ["frozen", "found_inf"])
+def test_a_veto_prevents_the_update(veto):
+    ours = of_torch(make_groups(), skip="tensor")
+    before = run(ours, 1)
+    setattr(ours, veto, torch.ones(()))
+    set_grads(ours, 2)
+    ours.step()
+    assert_same(params_of(ours), before)
+    assert ours.all_finite and ours.statistics[:, STATISTICS.index("grad_norm")].min() > 0
+
+
+@pytest.mark.parametrize("name", ["fixed", "dynamic"])
+def test_the_loss_scale_is_divided_out(name):
+    expected = run(of_torch(make_groups()), 1)
+    ours = of_torch(make_groups(), skip="tensor" if name == "fixed" else "step")
+    scaler = build_scaler(name, 1024.0, torch.device("cpu"))
+    set_grads(ours, 1, scale=1024.0)
+    scaler.step(ours)
+    assert_same(params_of(ours), expected)
+
+
+def test_a_parameter_without_a_gradient_is_unchanged():
+    ours = of_torch(make_groups())
+    before = run(ours, 1)
+    set_grads(ours, 2)
+    ours.params[2].grad = None
+    ours.step()
+    assert torch.equal(ours.params[2], before[2]) and not torch.equal(ours.params[3], before[3])
+    row = dict(zip(STATISTICS, ours.statistics[2].tolist(), strict=True))
+    assert row["grad_norm"] == 0 and row["param_norm"] == pytest.approx(before[2].norm().item())
+
+
+def test_patterns_match_names_and_modules_above_them():
+    names = ["visual.conv1.weight", "visual.proj", "token_embedding.weight"]
+    assert matching(names, ["visual"]) == set(names[:2])
+    assert matching(names, ["*conv?", "token_*"]) == {names[0], names[2]}
+    assert matching(names, []) == set()
+    with pytest.raises(ValueError, match="'conv1' matches no module"):
+        matching(names, ["conv1"])
+
+
+PACKAGES = {"adamw8bit_torchao": "torchao", "adamw8bit_bnb": "bitsandbytes"}
+
+
+def build(name, request, groups=None, **options):
+    """A row's optimizer on a CPU, if its library is installed."""
+    if name in PACKAGES:
+        request.getfixturevalue(PACKAGES[name])
+    pytest.importorskip(LIBRARIES[name][0].partition("<")[0])
+    return LibraryOptimizer(name, groups or make_groups(), RULE, **options)
+
+
+def assert_near_adamw(params, groups):
+    starts = [p.detach().clone() for group in groups for _, p in group["params"]]
+    for a, b, start in zip(params, run(of_torch(groups)), starts, strict=True):
+        assert (a - b).norm() <= 0.1 * (b - start).norm()
+
+
+@pytest.mark.parametrize("library, options, codes", [
+    ("torchao", {}, {"a.0.weight", "b.0.weight"}),
+    ("torchao", {"min_8bit_size": 4097}, {"a.0.weight"}),
+    ("torchao", {"min_8bit_size": 80}, {"a.0.weight", "b.0.weight"}),  # a.bias: no multiple of 256
+    ("bnb", {"override_32bit": ["b"]}, {"a.0.weight"}),
+    ("bnb", {"min_8bit_size": 80}, {"a.0.weight", "a.bias", "b.0.weight"}),
+])  # fmt: skip
+def test_a_library_codes_the_moments_it_is_told_to(library, options, codes, request):
+    optimizer = build(f"adamw8bit_{library}", request, **options)
+    assert_near_adamw(run(optimizer), make_groups())
+    tensors = optimizer.tensors()
+    for kind in ("exp_avg", "exp_avg_sq"):
+        assert {n for n, t in tensors[kind].items() if t.dtype == torch.uint8} == codes
+        assert set(tensors[f"{kind}_scale"]) == codes
+        assert {n: tuple(t.shape) for n, t in tensors[kind].items()} == SHAPES
+    assert optimizer.steps == [5.0] * 4
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.compile's and the libraries' own
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("library", ["torchao", "bitsandbytes"])
+def test_parameters_move_as_under_8_bit_adamw_alone(library, device, request):
+    if device == "cpu":
+        request.getfixturevalue(library)
+    module = pytest.importorskip(f"{library}.optim")
+    name = next(name for name, package in PACKAGES.items() if package == library)
+
+    def groups():
+        made = make_groups()
+        for group in made:
+            group["params"] = [(n, torch.nn.Parameter(p.to(device))) for n, p in group["params"]]
+        return made
+
+    found = run(LibraryOptimizer(name, groups(), RULE))
+    assert_near_adamw(found, groups())
+    assert_same(found, run(module.AdamW8bit(groups(), **RULE)))
+
+
+def alone(name):
+    """The library's own optimizers, used as its documentation says, and their parameters."""
+    decayed, others = make_groups()
+    if name == "muon":
+        hidden = [decayed["params"][0][1], decayed["params"][1][1]]
+        options = {"lr": RULE["lr"], "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+        rest = [p for _, p in others["params"]]
+        optimizers = [torch.optim.Muon(hidden, **options)]
+        optimizers += [torch.optim.AdamW(rest, weight_decay=0.0, **RULE)]
+        return optimizers, [*hidden, *rest]
+    library = pytest.importorskip("pytorch_optimizer")
+    kind = {"adagc": library.AdaGC, "stable_spam": library.StableSPAM}[name]
+    options = {"foreach": True} if name == "stable_spam" else {}
+    groups = [{**g, "params": [p for _, p in g["params"]]} for g in (decayed, others)]
+    return [kind(groups, **RULE, **options)], [p for g in groups for p in g["params"]]
+
+
+@pytest.mark.parametrize("name", ["muon", "adagc", "stable_spam"])
+def test_parameters_move_as_under_the_library_alone(name, request):
+    ours, (optimizers, params) = build(name, request), alone(name)
+    for part in [*ours.parts, *optimizers] if name == "stable_spam" else ():
+        part.update_proj_gap = 40  # steps between its resets
+    for step in range(1, 121 if name == "adagc" else 51):  # AdaGC has 100 steps of warmup
+        scale = 30.0 if step % 7 == 0 else 1.0
+        set_grads(ours, step, scale)
+        for p, own in zip(params, params_of(ours), strict=True):
+            p.grad = own.grad.clone()
+        ours.step()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_same(params_of(ours), params)
+
+
+def test_foreach_changes_only_the_rounding_of_stable_spam(request):
+    library = pytest.importorskip("pytorch_optimizer")
+    found = run(build("stable_spam", request))
+    torch.testing.assert_close(found, run(library.StableSPAM(make_groups(), **RULE)))
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_a_loaded_state_continues_to_the_bit(name, request):
+    ours = build(name, request)
+    run(ours, 3)
+    twin = build(name, request)
+    for p, own in zip(params_of(twin), params_of(ours), strict=True):
+        p.data.copy_(own)
+    for kind, tensors in twin.tensors().items():
+        for key, tensor in tensors.items():
+            tensor.copy_(ours.tensors()[kind][key])
+    twin.steps = ours.steps
+    assert_same(run(twin, 3), run(ours, 3))
+    assert torch.equal(twin.statistics.nan_to_num(-1), ours.statistics.nan_to_num(-1))
+
+
+def test_muon_takes_the_matrices_of_blocks_and_adamw_the_rest(make_config):
+    config = make_config({"optimizer.name": "muon", "model.text_layers": 2})
+    optimizer = build_run(config, open_data(config)).state.optimizer
+    muon, adamw = optimizer.parts
+    assert type(muon) is torch.optim.Muon and type(adamw) is torch.optim.AdamW
+    hidden = {name for group in muon.param_groups for name in group["param_names"]}
+    block = "attn.in_proj_weight attn.out_proj.weight mlp.c_fc.weight mlp.c_proj.weight".split()
+    blocks = ["visual.transformer.resblocks.0", *(f"transformer.resblocks.{i}" for i in (0, 1))]
+    assert hidden == {f"{prefix}.{name}" for prefix in blocks for name in block}
+    assert {g["weight_decay"] for g in muon.param_groups} == {0.2}
+    assert {g["weight_decay"] for g in adamw.param_groups} == {0.2, 0.0}
+    rest = {name for group in adamw.param_groups for name in group["param_names"]}
+    assert {"visual.conv1.weight", "token_embedding.weight", "visual.proj", "logit_scale"} <= rest
+    with pytest.raises(ValueError, match="matrices in numbered blocks"):
+        LibraryOptimizer("muon", [make_groups()[1]], RULE)
