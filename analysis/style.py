@@ -51,7 +51,7 @@ OPTIMIZERS = {  # optimizer.name: (in print, line style, color under bf16)
     "adamw_zclip": ("AdamW + ZClip", (0, (2, 1, 1, 1)), "#D55E00"),
     "adamw_skip_step": ("AdamW + SkipStep", (0, (4, 1, 2, 1)), "#E69F00"),
     "muon": ("Muon", (0, (6, 1, 1, 1)), "#009E73"),
-    "adagc": ("AdaGC", (0, (1, 1)), "#CC79A7"),
+    "adagc": ("AdaGC", (0, (1, 2.5)), "#CC79A7"),
     "stable_spam": ("StableSPAM", (0, (3, 1, 1, 1, 1, 1)), "#6D8C2B"),
     "adamw8bit_bnb": ("8-bit AdamW (bitsandbytes)", (0, (5, 1, 1, 1)), "#751952"),
     "adamw8bit_torchao": ("8-bit AdamW (torchao)", (0, (5, 1, 1, 1, 1, 1)), "#9D2F8E"),

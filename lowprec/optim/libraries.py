@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
-from lowprec.config.schema import LIBRARIES, STATISTICS
+from lowprec.config.schema import LIBRARIES, OF_SECOND_MOMENT, STATISTICS
 from lowprec.optim.clipping import GuardedStep, SkipStep, ZClip
 from lowprec.optim.schedules import matching
 from lowprec.optim.state import MOMENTS
@@ -121,15 +121,30 @@ class LibraryOptimizer(GuardedStep):
         if has_update_norm:
             updates = torch._foreach_sub(decayed, params)
             values["update_norm"][rows] = torch.stack(torch._foreach_norm(updates))
-        for i, p, group in zip(rows, params, groups, strict=True):
-            u = None if "u_mean" in self.unknown else self.states[i].get("exp_avg_sq")
-            if u is not None:
-                t = self.states[i].get("step", group.get("step"))
-                u = u / (1 - group["betas"][1] ** float(t))
-                ratio = p.grad / u.sqrt().clamp(min=group["eps"])
-                values["rms"][i] = ratio.norm() / p.numel() ** 0.5
-            for name, of in (("u_min", torch.min), ("u_mean", torch.mean), ("u_max", torch.max)):
-                values[name][i] = math.nan if u is None else of(u)
+        if "u_mean" not in self.unknown:
+            self._describe_second_moments(rows, values)
+
+    def _describe_second_moments(self, rows: list[int], values: dict[str, Tensor]) -> None:
+        """RMS_t and the statistics of u, NaN for tensors without a second moment."""
+        for name in OF_SECOND_MOMENT:
+            values[name][rows] = math.nan
+        rows = [i for i in rows if "exp_avg_sq" in self.states[i]]
+        if not rows:
+            return
+        states, groups = ([x[i] for i in rows] for x in (self.states, self.group_of))
+        counts = [
+            float(state.get("step", group.get("step")))
+            for state, group in zip(states, groups, strict=True)
+        ]
+        corrections = [1 - g["betas"][1] ** t for g, t in zip(groups, counts, strict=True)]
+        u = torch._foreach_div([state["exp_avg_sq"] for state in states], corrections)
+        roots = torch._foreach_clamp_min(torch._foreach_sqrt(u), [g["eps"] for g in groups])
+        ratios = torch._foreach_div([self.params[i].grad for i in rows], roots)
+        sizes = values["rms"].new_tensor([self.params[i].numel() for i in rows])
+        values["rms"][rows] = torch.stack(torch._foreach_norm(ratios)) / sizes.sqrt()
+        values["u_mean"][rows] = torch.stack(torch._foreach_norm(u, 1)) / sizes
+        values["u_min"][rows] = torch.stack([x.min() for x in u])
+        values["u_max"][rows] = torch.stack(torch._foreach_norm(u, math.inf))
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """The library's own tensors of its state, by kind and parameter's name.
