@@ -18,6 +18,7 @@ from lowprec.optim.stable_adamw import StableAdamW
 from lowprec.runs.read import scan_rows
 from lowprec.train.build import build
 from lowprec.train.checkpoint import list_checkpoints
+from lowprec.train.loop import Stepper
 
 REFERENCE = json.loads((Path(__file__).parents[1] / "fixtures" / "clipping.json").read_text())
 YES = torch.tensor(True)
@@ -119,3 +120,11 @@ def test_a_policy_begins_anew_where_the_saved_run_had_none(make_config, run_once
     built = build(config, open_data(config))
     built.state.load(list_checkpoints(tmp_path / "run")[-1])
     assert built.state.optimizer.steps[0] == 4 and built.state.optimizer.clip_norm.count == 0
+
+
+def test_a_training_step_gives_skip_step_its_loss_and_gradient_norm(make_config):
+    config = make_config(KEYS["skip_step"])
+    built = build(config, open_data(config))
+    values = Stepper(built)(1, next(built.batches_from(1)))
+    window = built.state.optimizer.clip_norm.window
+    assert window[:, 0].tolist() == [values["loss"].item(), values["grad_norm"].item()]
