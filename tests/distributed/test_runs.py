@@ -13,6 +13,7 @@ RECORDED = {
     "diagnostics.detail_every": 2,
     "optimizer.name": "stable_adamw",
     "optimizer.clip_threshold": 1.0,
+    "optimizer.skip_sigmas": 6.0,
     "optimizer.lr": 1e-3,
     "model.patch_dropout": 0.5,
     "schedule.name": "constant",  # so that num_steps may grow
@@ -23,8 +24,10 @@ LOCKED = {
     "optimizer.lr_scale": {"image": 0, "text_projection": 0.5},
     "optimizer.name": "adamw",
     "optimizer.clip_threshold": None,
+    "optimizer.skip_sigmas": None,
     "optimizer.on_warning": {"action": "beta2", "threshold": 1.1},
 }
+MUON = {"optimizer.name": "muon", "optimizer.clip_threshold": None}
 
 
 def config_of(make, name, kind, steps=6, **more):
@@ -55,10 +58,13 @@ def finished(ranks, make):
     def locked(kind):
         return config_of(make, f"locked_{kind}", kind, 3, eval_every=0, **LOCKED)
 
+    def muon(kind):
+        return config_of(make, f"muon_{kind}", kind, 3, eval_every=0, **MUON)
+
     two = [config_of(make, f"two_{kind}", kind) for kind in kinds]
-    answer = train(2, [*two, *map(locked, kinds), *changing(2)])
+    answer = train(2, [*two, *map(locked, kinds), *changing(2), muon("ddp")])
     assert "finished at step 6" in answer["logs"][0] and not answer["logs"][1]
-    train(1, [config_of(make, "one", "none"), locked("none"), *changing(4)])
+    train(1, [config_of(make, "one", "none"), locked("none"), *changing(4), muon("none")])
     train(2, [*changing(6), begun("ddp", "two_fsdp2"), begun("fsdp2", "two_ddp")])
     train(1, [begun("none", "one")])
     return {path.parent.name: path for path in find_runs(folder)}
@@ -89,6 +95,13 @@ def test_the_record_of_several_processes_is_that_of_one(finished, name):
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_a_locked_run_of_several_processes_is_that_of_one(finished, kind):
     assert_close_records(finished["locked_none"], finished[f"locked_{kind}"])
+
+
+def test_muon_in_several_processes_follows_that_of_one(finished):
+    rows = [read_rows(finished[f"muon_{kind}"] / "metrics.jsonl") for kind in ("none", "ddp")]
+    for x, y in zip(*rows, strict=True):
+        assert x["loss"] == pytest.approx(y["loss"], rel=1e-3)  # it multiplies in bfloat16
+        assert x["clipped_grad_norm"] == pytest.approx(y["clipped_grad_norm"], rel=1e-2)
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])

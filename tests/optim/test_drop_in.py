@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowprec.optim import StableAdamW
+from lowprec.optim.clipping import SkipStep, ZClip
 
 ADAMW = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 SHAPES = [(5, 7), (16,), ()]
@@ -203,9 +204,10 @@ class _Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("clipping", [None, ZClip(), SkipStep()])
 @pytest.mark.parametrize("without", [[], [1]])
-def test_a_step_reads_nothing_back_from_the_device(without):
-    optimizer = StableAdamW(make_params(), lr=1e-2)
+def test_a_step_reads_nothing_back_from_the_device(without, clipping):
+    optimizer = StableAdamW(make_params(), lr=1e-2, clip_norm=clipping)
     take(optimizer, [1, 2], without)  # copies indices to the device
     with _Reads() as reads:
         take(optimizer, [3], without)

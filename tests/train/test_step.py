@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 
+from lowprec.config.schema import CLIPPING
 from lowprec.data.open import open_data
 from lowprec.runs.read import read_rows
 from lowprec.train.build import build
@@ -71,7 +72,7 @@ def test_16_bit_runs_follow_the_fp32_curve(make_config, run_once, tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("setting", ["bf16", "fp16 fixed"])
+@pytest.mark.parametrize("setting", ["bf16", "fp16 fixed", "bf16 zclip", "bf16 skip_sigmas"])
 def test_graphed_step_equals_the_ungraphed_one(
     make_config, run_once, tmp_path, monkeypatch, setting
 ):
@@ -79,6 +80,10 @@ def test_graphed_step_equals_the_ungraphed_one(
     changes |= {"deterministic": True, "model.patch_dropout": 0.5}
     if "fixed" in setting:
         changes |= {"scaler.name": "fixed", "scaler.init_scale": 256.0}
+    if (key := setting.split()[-1]) in CLIPPING:
+        changes |= {"optimizer.name": CLIPPING[key], f"optimizer.{key}": 0.5}
+        monkeypatch.setattr("lowprec.optim.clipping.ZCLIP_FIRST", 3)
+        monkeypatch.setattr("lowprec.optim.clipping.WINDOW", 6)
     run_once(make_config(changes), tmp_path / "graph")
     monkeypatch.setattr("lowprec.train.loop.can_capture", lambda config, device: False)
     run_once(make_config(changes), tmp_path / "plain")
