@@ -107,6 +107,7 @@ def evaluated_config(trained: Config, config: EvaluateConfig) -> Config:
         classnames=config.classnames or (None if config.val else data.classnames),
         templates=config.templates or (None if config.val else data.templates),
         index=config.index or data.index,
+        cache=None,
     )
     autocast = config.precision.autocast or trained.precision.autocast
     return dataclasses.replace(

@@ -155,6 +155,8 @@ def _conflicts(config: Config) -> Iterator[str]:
         "resume.from and model.init_from would both set the weights; leave one of them out": (
             config.resume.from_ and initial
         ),
+        "data.cache keeps decoded images, which data.augment=crop_flip cannot use; leave one of "
+        "them out": config.data.cache and config.data.augment == "crop_flip",
         "precision.skip_slow=true: the speed of recipe=custom is not known": (
             config.precision.skip_slow and config.precision.recipe == "custom"
         ),
@@ -177,6 +179,7 @@ def _idle_faults(config: Config) -> Iterator[str]:
         "precision.backend": (not high, "a recipe other than high"),
         "distributed.sync_bn": (config.distributed.name == "ddp", "distributed=ddp"),
         "data.allow_remote": (streamed, "data=stream"),
+        "data.cache": (not streamed, "data=shards or shapes: a stream reads each pair once"),
         "data.resampled": (not streamed, "data=shards or shapes: a stream has its own order"),
         "data.window": (not streamed, "data=shards or shapes: a stream has its own order"),
         "optimizer.beta2": (rule.beta2_decay is None, "optimizer.beta2_decay=null"),

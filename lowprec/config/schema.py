@@ -196,6 +196,9 @@ class DataConfig:
     classnames: str | None = key(None, "file of class names, or 'imagenet'", identity=False)
     templates: str | None = key(None, "file of prompt templates, or 'imagenet'", identity=False)
     index: str | None = key(None, "folder of the index; null: beside the shards", identity=False)
+    cache: str | None = key(
+        None, "local folder for decoded pairs, which later epochs and runs reuse", identity=False
+    )
     resampled: bool = key(False, "draw samples with replacement")
     augment: str = key("none", "image augmentation", choices=("none", "crop_flip"))
     window: int = key(16, "number of shards whose samples are shuffled together", least=1)

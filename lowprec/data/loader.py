@@ -16,6 +16,7 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
+from lowprec.data.cache import DecodedCache
 from lowprec.data.order import AUGMENTATION, REPLACEMENT, SampleOrder, random_words
 from lowprec.data.shards import ShardError, Shards
 from lowprec.data.tar import IMAGES
@@ -65,7 +66,7 @@ class Batches:
     a step depend neither on the number of ranks nor on workers. A sample that cannot be read or
     decoded is listed in the batch's `skips` and replaced by one that depends only on the position;
     sequential reading leaves it out. `augment`: random crop and flip, a function of (seed, epoch,
-    sample).
+    sample). `cache`: decoded samples, stored when first read; not together with `augment`.
     """
 
     shards: Shards
@@ -76,6 +77,7 @@ class Batches:
     tokenizer: Callable[[list[str]], Tensor]
     seed: int = 0
     augment: bool = False
+    cache: DecodedCache | None = None
     rank: int = 0
     world_size: int = 1
 
@@ -115,6 +117,9 @@ class Batches:
     def read(self, sample: int, position: int = 0) -> "Sample":
         """Reads sample number `sample`; `position` seeds its crop. Raises one of BAD_IMAGE."""
         shard, row = self.shards.locate(sample)
+        if self.cache is not None and (stored := self.cache.read(sample)):
+            pixels, tokens = stored[0], torch.from_numpy(stored[1].astype(np.int64))[None]
+            return Sample(pixels, tokens, int(row["label"]), sample)
         note(self.shards.paths[shard])
         note(f"{self.shards.paths[shard]} {self.key(sample)}")
         if row["image_bytes"] < 0:
@@ -129,6 +134,8 @@ class Batches:
             words = random_words(self.seed, AUGMENTATION, epoch, sample, CROP_WORDS)
         pixels = decode_image(data, self.image_size, words)
         tokens = self.tokenizer([decode_caption(text)])
+        if self.cache is not None:
+            self.cache.write(sample, pixels, tokens.numpy())
         return Sample(pixels, tokens, int(row["label"]), sample)
 
     def key(self, sample: int) -> str:

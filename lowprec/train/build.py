@@ -27,9 +27,11 @@ from lowprec.clip.vision import PatchDropout, compile_embedding
 from lowprec.config.check import ConfigError
 from lowprec.config.preflight import names_file, read_lines
 from lowprec.config.schema import EIGHT_BIT, LIBRARIES, Config, OptimizerConfig
+from lowprec.data.cache import DecodedCache
 from lowprec.data.loader import Batch, Batches, iterate
 from lowprec.data.open import Data, num_workers
 from lowprec.data.order import SampleOrder
+from lowprec.data.shards import Shards
 from lowprec.data.stream import Stream
 from lowprec.diagnostics.blocks import BlockProbe
 from lowprec.evaluate import Evaluation
@@ -75,7 +77,13 @@ class Built:
             resampled=config.data.resampled,
         )
         options = self._options() | self._training_options()
-        batches = Batches(self.data.train, order, num_batches=config.num_steps, **options)
+        batches = Batches(
+            self.data.train,
+            order,
+            num_batches=config.num_steps,
+            cache=self._cache(self.data.train),
+            **options,
+        )
         pin = self.device.type == "cuda"
         return iterate(batches, workers=self._num_workers(), first=first - 1, pin=pin)
 
@@ -106,6 +114,7 @@ class Built:
             None,
             batch_size=pairs,
             num_batches=-(-self.data.val.num_samples // pairs),
+            cache=self._cache(self.data.val),
             **self._options(),
         )
         classifier = None
@@ -124,6 +133,14 @@ class Built:
             retrieval=config.evaluation.name in ("retrieval", "both"),
             each=self.world.each,
         )
+
+    def _cache(self, shards: Shards) -> DecodedCache | None:
+        folder, tokenizer = self.config.data.cache, self.tokenizer
+        if folder is None:
+            return None
+        key = f"{shards.digest} {tokenizer.context_length} {tokenizer.vocab_size}"
+        size = image_size(self.task.model)
+        return DecodedCache(folder, key, shards.num_samples, size, tokenizer.context_length)
 
     def _num_workers(self) -> int:
         return num_workers(self.config.num_workers, self.world.local_size)

@@ -69,6 +69,10 @@ BAD = {  # command: parts of its message
     "optimizer.on_warning.action=beta2 optimizer.beta2=0.9": (
         "on_warning.beta2=0.9 must be lower than optimizer.beta2=0.9",
     ),
+    "data.augment=crop_flip data.cache=c": ("data.augment=crop_flip cannot use",),
+    "data=stream data.train=http://h/a.tar data.allow_remote=[http] data.cache=c data.val=null": (
+        "data.cache=c does nothing without data=shards or shapes",
+    ),
     "optimizer.on_warning={action:clip,beta2:0.5}": ("on_warning.beta2=0.5 does nothing without",),
     "optimizer.on_warning.action=beta2 optimizer.beta2_decay=0.5": ("beta2_decay=null",),
     "optimizer=adamw8bit_bnb diagnostics.statistics=[rms,grad_norm,u_max]": (

@@ -1,0 +1,93 @@
+"""The cache of decoded pairs: the same batches as without it, whatever happens to its file."""
+
+import shutil
+
+import numpy as np
+import pytest
+
+from lowprec.config.check import ConfigError
+from lowprec.data import loader
+from lowprec.data.cache import DecodedCache
+from lowprec.data.index import open_shards
+from lowprec.data.loader import Batches, iterate
+from lowprec.data.order import SampleOrder
+
+SIZE, COUNT, BAD = 12, 14, 3
+
+
+@pytest.fixture
+def make(tmp_path, write_shards, tokenize):
+    """A function: batches of 14 samples, one of them damaged, with or without a cache."""
+    shards = open_shards(write_shards(tmp_path / "shards", [5, 9], {BAD: {"png": b"broken"}}))
+    length = tokenize(["1"]).shape[1]
+
+    def make(folder=None):
+        cache = folder and DecodedCache(str(folder), shards.digest, COUNT, SIZE, length)
+        order = SampleOrder(shards.counts, seed=0, window=2)
+        return Batches(shards, order, 7, 4, SIZE, tokenize, cache=cache)
+
+    return make
+
+
+def contents(batches, workers=0):
+    return [
+        (b.images.tolist(), b.tokens.tolist(), b.labels.tolist(), b.samples.tolist(), b.skips)
+        for b in iterate(batches, workers=workers)
+    ]
+
+
+def forbid_decoding(monkeypatch):
+    """From here on, only the broken image may be decoded."""
+
+    def refuse(data, *_):
+        assert data == b"broken"
+        raise ValueError("not a JPEG, WEBP or PNG image")
+
+    monkeypatch.setattr(loader, "decode_image", refuse)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_second_run_decodes_nothing_and_gets_the_same_batches(make, tmp_path, monkeypatch, workers):
+    expected = contents(make())
+    assert any(skips for *_, skips in expected)
+    assert contents(make(tmp_path / "cache"), workers) == expected
+    forbid_decoding(monkeypatch)
+    assert contents(make(tmp_path / "cache"), workers) == expected
+
+
+def test_damaged_and_missing_records_are_decoded_again(make, tmp_path, monkeypatch):
+    expected = contents(make(tmp_path))
+    (file,) = tmp_path.glob("*.decoded")
+    record = file.stat().st_size // COUNT
+    content = bytearray(file.read_bytes())
+    content[5 * record + 20] ^= 1
+    content[6 * record : 7 * record] = bytes(record)
+    file.write_bytes(content[: -record // 2])
+    cache = make(tmp_path).cache
+    assert [n for n in range(COUNT) if cache.read(n) is None] == [BAD, 5, 6, COUNT - 1]
+    assert contents(make(tmp_path)) == expected
+    forbid_decoding(monkeypatch)
+    assert contents(make(tmp_path)) == expected
+
+
+def test_other_sizes_and_data_have_files_of_their_own(tmp_path):
+    first = DecodedCache(str(tmp_path), "a", COUNT, SIZE, 8)
+    first.write(0, np.ones((3, SIZE, SIZE), np.uint8), np.ones((1, 8), np.int64))
+    assert first.read(0) is not None
+    for change in (("b", COUNT, SIZE, 8), ("a", COUNT + 1, SIZE, 8), ("a", COUNT, 2 * SIZE, 8)):
+        assert DecodedCache(str(tmp_path), *change).read(0) is None
+
+
+def test_too_small_a_disk_is_refused_and_a_full_one_is_no_error(make, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(ConfigError, match="data.cache=.* need another .* GB, but only 0.0 GB"):
+        make(tmp_path)
+    monkeypatch.undo()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.pwrite", full)
+    assert contents(make(tmp_path)) == contents(make())
