@@ -16,11 +16,12 @@ from lowprec.runs.identity import identity
 
 LEFT_OUT = ("name", "experiment", "scale", "seed", "eval_every", "evaluation", "diagnostics")
 MEASURED = ("data.digest", "init.digest", "gpu")  # what the run read and ran on, as it recorded
-ADDED = (
+ADDED = (  # in no digest unless set; a dot ends the name of a group
     "optimizer.zclip",
     "optimizer.skip_sigmas",
     "optimizer.on_warning.",
-)  # in no digest unless set
+    "precision_change.",
+)
 KEY = (
     *(key for key in flatten(identity(Config())) if key.partition(".")[0] not in LEFT_OUT),
     *(key for key in DEFAULTS if key.startswith(ADDED)),
@@ -131,6 +132,8 @@ def written(value: object) -> str:
 
 def short(key: str) -> str:
     """`beta2` for `optimizer.beta2`, `intervention` for `intervention.name`."""
+    if key.startswith("precision_change."):
+        return key
     if key.startswith((*IN_MAPS, "optimizer.on_warning.")):
         return key.partition(".")[2]
     for ending in (".name", ".label", ".digest"):

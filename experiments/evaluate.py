@@ -70,8 +70,12 @@ def main(config: EvaluateConfig) -> None:
     from lowprec.train.build import build
     from lowprec.train.checkpoint import find_checkpoint
 
-    built = build(trained, open_data(trained, training=False))
     checkpoint = find_checkpoint(run)
+    trained.precision = dataclasses.replace(
+        trained.precision_at(step_of(checkpoint)),
+        **({"autocast": config.precision.autocast} if config.precision.autocast else {}),
+    )
+    built = build(trained, open_data(trained, training=False))
     built.state.load(checkpoint)
     evaluation, model = built.evaluation(), built.task.model
     converts = config.precision.recipe == "int8_inference"

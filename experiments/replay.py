@@ -41,7 +41,7 @@ from lowprec.config.check import ConfigError, RunError, check
 from lowprec.config.combinations import combination_faults
 from lowprec.config.compose import change, expand_sweep
 from lowprec.config.preflight import preflight
-from lowprec.config.schema import Config, key
+from lowprec.config.schema import Config, PrecisionChangeConfig, key
 from lowprec.data.open import open_data
 from lowprec.diagnostics.spikes import Protocol, protocol_of
 from lowprec.runs import durable
@@ -99,6 +99,10 @@ def main(config: ReplayConfig, changes: list[str], multirun: bool = False) -> No
     state, manifest = state_before(run, config.step, config.steps)
     if layout := manifest["provenance"].get("layout"):  # the order of a stream depends on it
         trained["num_workers"] = layout["workers"]
+    read = read_config(run)
+    if manifest["step"] + 1 >= (read.precision_change.step or math.inf):  # the change is past
+        trained["precision"] = to_dict(read.precision_at(manifest["step"] + 1))
+        trained["precision_change"] = to_dict(PrecisionChangeConfig())
     variants = variants_of(trained, changes, multirun)
     first, last = manifest["step"] + 1, min(config.step + config.steps, trained["num_steps"])
     print(f"from {state}: steps {first} to {last}", flush=True)
@@ -164,8 +168,10 @@ def suspects(trained: dict) -> Iterator[tuple[str, ...]]:
         yield ("optimizer.beta2_decay=null", "optimizer.beta2=0.9")
     else:
         yield ("optimizer=stable_adamw",)
+    change = [name for name, value in trained["precision_change"].items() if value is not None]
     if trained["precision"]["autocast"] != "fp32" or trained["precision"]["recipe"] != "high":
-        yield ("precision=fp32", "scaler=none")
+        without = (f"precision_change.{name}=null" for name in change)
+        yield ("precision=fp32", "scaler=none", *without)
 
 
 def replay(

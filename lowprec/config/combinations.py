@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lowprec.config.schema import (
+    AUTOCAST,
     CLIPPING,
     EIGHT_BIT,
     LEGAL_SCALERS,
@@ -49,11 +50,13 @@ def combination_faults(config: Config) -> Iterator[str]:
         )
     if config.evaluation.name != "none" and config.data.val is None:
         yield f"evaluation={config.evaluation.name} needs data.val; or set evaluation=none"
-    autocast, scaler = config.precision.autocast, config.scaler.name
-    if scaler not in LEGAL_SCALERS[autocast]:
-        legal = " or ".join(f"scaler={name}" for name in LEGAL_SCALERS[autocast])
-        yield f"precision.autocast={autocast} does not work with scaler={scaler}; use {legal}"
-    yield from _recipe_faults(config.precision)
+    for group, precision in _precisions(config).items():
+        autocast, scaler = precision.autocast, config.scaler.name
+        if scaler not in LEGAL_SCALERS[autocast]:
+            legal = " or ".join(f"scaler={name}" for name in LEGAL_SCALERS[autocast])
+            yield f"{group}.autocast={autocast} does not work with scaler={scaler}; use {legal}"
+        yield from _recipe_faults(precision)
+    yield from _precision_change_faults(config)
     yield from _optimizer_faults(config)
     yield from _conflicts(config)
     yield from _idle_faults(config)
@@ -61,6 +64,41 @@ def combination_faults(config: Config) -> Iterator[str]:
         yield from _preset_faults(config.model)
     else:
         yield from _open_clip_faults(config.model, config.intervention.name)
+
+
+def _precisions(config: Config) -> dict[str, PrecisionConfig]:
+    """The precision of the run and, by the group that sets it, the changed one."""
+    changed = {"precision_change": config.precision_at(config.num_steps)}
+    has_change = config.precision_change.step is not None
+    return {"precision": config.precision, **(changed if has_change else {})}
+
+
+def _precision_change_faults(config: Config) -> Iterator[str]:
+    change, before = config.precision_change, config.precision
+    if change.step is None:
+        names = [name for name in ("recipe", "autocast") if getattr(change, name) is not None]
+        for name in names:
+            yield f"precision_change.{name}={getattr(change, name)} needs precision_change.step"
+        return
+    step = f"precision_change.step={change.step}"
+    if change.step > config.num_steps:
+        yield f"{step} is more than num_steps={config.num_steps}"
+    elif config.precision_at(change.step) == before:
+        yield (
+            f"{step} changes nothing: precision has recipe={before.recipe} and "
+            f"autocast={before.autocast} already; set another precision_change.recipe or .autocast"
+        )
+    conflicts = {
+        "distributed=fsdp2, which shards the layers; use ddp": config.distributed.name == "fsdp2",
+        "precision.outlier_threshold, which only one recipe has": before.outlier_threshold > 0,
+        f"precision.autocast={before.autocast}, whose weights are 16-bit; "
+        "leave precision_change.autocast=null": (
+            change.autocast is not None and before.autocast not in AUTOCAST
+        ),
+    }
+    for conflict, applies in conflicts.items():
+        if applies:
+            yield f"{step} does not work with {conflict}"
 
 
 def _recipe_faults(precision: PrecisionConfig) -> Iterator[str]:
@@ -140,6 +178,7 @@ def _conflicts(config: Config) -> Iterator[str]:
     """Pairs of choices that do not work together, each with the reason or the remedy."""
     optimizer, autocast = f"optimizer={config.optimizer.name}", config.precision.autocast
     of_library, fsdp2 = config.optimizer.name in LIBRARIES, config.distributed.name == "fsdp2"
+    recipes = [precision.recipe for precision in _precisions(config).values()]
     recorder, initial = config.diagnostics.recorder.enabled, config.model.init_from
     sharded = "does not work with distributed=fsdp2, which shards the state; use ddp"
     conflicts = {
@@ -158,7 +197,7 @@ def _conflicts(config: Config) -> Iterator[str]:
         "data.cache keeps decoded images, which data.augment=crop_flip cannot use; leave one of "
         "them out": config.data.cache and config.data.augment == "crop_flip",
         "precision.skip_slow=true: the speed of recipe=custom is not known": (
-            config.precision.skip_slow and config.precision.recipe == "custom"
+            config.precision.skip_slow and "custom" in recipes
         ),
     }
     yield from (sentence for sentence, applies in conflicts.items() if applies)
@@ -167,15 +206,16 @@ def _conflicts(config: Config) -> Iterator[str]:
 def _idle_faults(config: Config) -> Iterator[str]:
     """Keys that differ from the schema's default, but change nothing beside the run's identity."""
     scaled, streamed = config.scaler.name != "none", config.data.name == "stream"
-    high = config.precision.recipe == "high"
+    recipes = {precision.recipe for precision in _precisions(config).values()}
+    high = recipes == {"high"}
     rule = config.optimizer
     eight_bit, clipped = rule.name in EIGHT_BIT, rule.name == "stable_adamw"
     owners = {  # key: whether it is used, and what uses it
         "scaler.init_scale": (scaled, "a scaler (dynamic or fixed)"),
         "scaler.max_skips": (scaled, "a scaler (dynamic or fixed)"),
         "precision.where": (not high, "a recipe other than high"),
-        "precision.products": (config.precision.recipe == "custom", "recipe=custom"),
-        "precision.outlier_threshold": (config.precision.recipe == "llm_int8", "recipe=llm_int8"),
+        "precision.products": ("custom" in recipes, "recipe=custom"),
+        "precision.outlier_threshold": ("llm_int8" in recipes, "recipe=llm_int8"),
         "precision.backend": (not high, "a recipe other than high"),
         "distributed.sync_bn": (config.distributed.name == "ddp", "distributed=ddp"),
         "data.allow_remote": (streamed, "data=stream"),

@@ -7,7 +7,7 @@ with `identity=False` is not part of the run's digest; for a path, the digest of
 Imports no torch, so that a config can be read without it.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lowprec.nn.recipe import LINEAR_LAYERS, RECIPES
@@ -37,6 +37,7 @@ OPTIMIZERS = ("adamw", *CLIPPING.values(), "stable_adamw", *LIBRARIES)
 WARNING_ACTIONS = ("clip", "skip", "beta2")
 MAPS = ("precision.products", "optimizer.lr_scale")  # keys whose values are maps
 REMOTE_SCHEMES = ("http", "https", "sftp", "ftps", "scp", "pipe")  # pipe runs a shell command
+AUTOCAST = ("fp32", "bf16", "fp16")  # dtypes under which the weights are float32
 LEGAL_SCALERS = {  # autocast: the scalers that work with it
     "fp32": ("none",),
     "bf16": ("none",),
@@ -111,6 +112,19 @@ class PrecisionConfig:
     def label(self) -> str:
         """The recipe's name, or under recipe `high` the autocast dtype's."""
         return self.autocast if self.recipe == "high" else self.recipe
+
+
+@dataclass
+class PrecisionChangeConfig:
+    """A change of number formats within a run: weights, moments and layers stay."""
+
+    step: int | None = key(None, "first step with the new formats; null: no change", least=2)
+    recipe: str | None = key(
+        None, "precision.recipe from this step on; null: no change", choices=(*RECIPES, "custom")
+    )
+    autocast: str | None = key(
+        None, "precision.autocast from this step on; null: no change", choices=AUTOCAST
+    )
 
 
 @dataclass
@@ -307,6 +321,7 @@ class Config:
     resume: ResumeConfig = field(default_factory=ResumeConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    precision_change: PrecisionChangeConfig = field(default_factory=PrecisionChangeConfig)
     scaler: ScalerConfig = field(default_factory=ScalerConfig)
     intervention: InterventionConfig = field(default_factory=InterventionConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -318,3 +333,11 @@ class Config:
     logger: LoggerConfig = field(
         default_factory=LoggerConfig, metadata={"identity": False, "doc": "dashboard"}
     )
+
+    def precision_at(self, step: int) -> PrecisionConfig:
+        """The precision of a step (from 1), which `precision_change` may have changed."""
+        before, change = self.precision, self.precision_change
+        if change.step is None or step < change.step:
+            return before
+        recipe, autocast = change.recipe or before.recipe, change.autocast or before.autocast
+        return replace(before, recipe=recipe, autocast=autocast)

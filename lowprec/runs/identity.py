@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lowprec.config.check import REMOVED, public_name
-from lowprec.config.schema import Config, OptimizerConfig
+from lowprec.config.schema import Config, OptimizerConfig, PrecisionChangeConfig
 
 
 def to_dict(config: Any) -> dict:
@@ -41,6 +41,8 @@ def identity(config: Any) -> dict:
     for name in ("lr_scale", "zclip", "skip_sigmas", "on_warning"):  # unknown to old runs
         if getattr(config.optimizer, name) in ({}, getattr(OptimizerConfig(), name)):
             del marked["optimizer"][name]
+    if config.precision_change == PrecisionChangeConfig():
+        del marked["precision_change"]
     for key, value in REMOVED.items():  # they keep the digests of old runs
         group, _, name = key.partition(".")
         marked[group][name] = value

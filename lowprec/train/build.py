@@ -26,7 +26,13 @@ from lowprec.clip.text import Tokenizer, build_classifier, imagenet
 from lowprec.clip.vision import PatchDropout, compile_embedding
 from lowprec.config.check import ConfigError
 from lowprec.config.preflight import names_file, read_lines
-from lowprec.config.schema import EIGHT_BIT, LIBRARIES, Config, OptimizerConfig
+from lowprec.config.schema import (
+    EIGHT_BIT,
+    LIBRARIES,
+    Config,
+    OptimizerConfig,
+    PrecisionConfig,
+)
 from lowprec.data.cache import DecodedCache
 from lowprec.data.loader import Batch, Batches, iterate
 from lowprec.data.open import Data, num_workers
@@ -103,6 +109,13 @@ class Built:
         """Returns the ranks and workers that a stream's sample order depends on; else {}."""
         return self.stream().layout() if self.config.data.name == "stream" else {}
 
+    def use_precision(self, precision: PrecisionConfig) -> None:
+        """Changes the formats of the products; weights, moments and random state stay."""
+        _apply_recipe(self.task.model, precision, self.device)
+        self.task.autocast_name = precision.autocast
+        if self.config.compile:
+            torch.compiler.reset()  # its recompilation limit counts over both recipes
+
     def evaluation(self) -> Evaluation | None:
         """Builds the configured evaluation, which every rank runs on its share; or None."""
         config = self.config
@@ -128,7 +141,7 @@ class Built:
         return Evaluation(
             lambda: iterate(batches, workers=min(4, self._num_workers())),
             self.task.normalize,
-            autocast=lambda: autocast(config.precision.autocast, self.device),
+            autocast=lambda: autocast(self.task.autocast_name, self.device),
             build_classifier=classifier,
             retrieval=config.evaluation.name in ("retrieval", "both"),
             each=self.world.each,
@@ -190,10 +203,9 @@ def build(config: Config, data: Data | None, world: Ranks = ONE_PROCESS) -> Buil
             use_stable_embedding(model)
     set_parameter_dtype(model, config.precision.autocast)
     model.to(device)
-    with _faults_of(f"precision.recipe={config.precision.recipe}"):
-        if config.precision.backend == "triton":
-            takes("triton", E4M3 if "fp8" in config.precision.recipe else INT8, device)
-        layers = set_precision(model, config.precision)
+    if config.precision_change.step is not None:  # its faults come now, not at its step
+        _apply_recipe(model, config.precision_at(config.num_steps), device)
+    layers = _apply_recipe(model, config.precision, device)
     with _faults_of("optimizer.lr_scale"):
         lock(model, config.optimizer.lr_scale or {})
     parallel = parallelize(model, config, world)
@@ -215,6 +227,15 @@ def build(config: Config, data: Data | None, world: Ranks = ONE_PROCESS) -> Buil
         config.model.vocab_size or model.vocab_size,
     )
     return Built(config, data, device, tokenizer, task, state, layers, world)
+
+
+def _apply_recipe(model: nn.Module, precision: PrecisionConfig, device: torch.device) -> Layers:
+    """Applies a recipe; random numbers of its forward on blank inputs leave no trace."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices), _faults_of(f"precision.recipe={precision.recipe}"):
+        if precision.backend == "triton" and precision.recipe != "high":
+            takes("triton", E4M3 if "fp8" in precision.recipe else INT8, device)
+        return set_precision(model, precision)
 
 
 def set_parameter_dtype(model: nn.Module, autocast_name: str) -> None:

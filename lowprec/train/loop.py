@@ -64,21 +64,27 @@ def start_tracer(enabled: bool, run: Path, attempt: int) -> Callable[[], None]:
 class Stepper:
     """Takes the steps of a run: `stepper(step, batch)` sets the learning rate and updates.
 
-    The step runs as a CUDA graph where possible, captured at the first call. `frozen` is a 0-d bool
+    The first call, and the first one from `precision_change.step` on, captures the step as a CUDA
+    graph, where possible; the latter changes the precision before. `frozen` is a 0-d bool
     on the device, set once the loss is not finite; from then on the model no longer changes.
     """
 
     def __init__(self, built: "Built"):
-        self.config, self.optimizer = built.config, built.state.optimizer
-        self._update = TrainStep(built.task, built.state.optimizer, built.state.scaler)
-        self._captures = can_capture(built.config, built.device)
-        self.frozen = self._update.frozen
+        self.config, self.optimizer, self._built = built.config, built.state.optimizer, built
+        self._train_step = TrainStep(built.task, built.state.optimizer, built.state.scaler)
+        self._update: TrainStep | GraphedStep | None = None  # None: to be built
+        self._change = built.config.precision_change.step  # None: no change is to come
+        self.frozen = self._train_step.frozen
         built.task.model.train()
 
     def __call__(self, step: int, batch: Batch) -> dict[str, Tensor | float]:
         """Returns the step's values on the device and its learning rate, "lr", on the host."""
-        if self._captures:
-            self._update, self._captures = GraphedStep(self._update, batch), False
+        if self._change is not None and step >= self._change:
+            self._built.use_precision(self.config.precision_at(step))
+            self._update = self._change = None
+        if self._update is None:
+            captures = can_capture(self.config, self._built.device)
+            self._update = GraphedStep(self._train_step, batch) if captures else self._train_step
         lr = learning_rate(
             step,
             peak=self.config.optimizer.lr,

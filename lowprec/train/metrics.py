@@ -202,6 +202,11 @@ class MetricsBuffer:
 
     def _write(self, rows: list[dict], tables: np.ndarray) -> None:
         self.record.append("metrics", rows)
+        change = self.config.precision_change.step
+        if any(row["step"] == change for row in rows):
+            label = self.config.precision_at(change).label
+            self.record.append("events", [{"step": change, "precision": label}])
+            print(f"precision {label} from step {change} on")
         rms = self._write_tensors("tensors", rows, tables)
         self._write_tensors("details", rows, tables)
         self._write_blocks(rows[-1]["step"])

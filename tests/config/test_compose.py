@@ -53,6 +53,21 @@ BAD = {  # command: parts of its message
     "schedule.warmup_steps=2000": ("schedule.warmup_steps=2000", "num_steps=1000"),
     "optimizer.clip_norm=1": ("optimizer.clip_norm=1", "needs optimizer=adamw_clip"),
     "optimizer=adamw_clip optimizer.clip_norm=null": ("optimizer=adamw_clip needs", "clip_norm"),
+    # a change of the precision
+    "precision_change.recipe=high": ("precision_change.recipe=high needs precision_change.step",),
+    "precision_change.step=1001 precision_change.recipe=switchback": (
+        "precision_change.step=1001 is more than num_steps=1000",
+    ),
+    "precision_change.step=1 precision_change.recipe=switchback": ("step=1", ">= 2"),
+    "precision_change.step=9": ("step=9 changes nothing", "recipe=high and autocast=bf16"),
+    "precision_change={step:9,recipe:switchbak}": ("recipe='switchbak'", "nearest: switchback"),
+    "precision_change={step:9,recipe:custom}": ("recipe=custom needs precision.products",),
+    "precision_change={step:9,autocast:fp16}": ("precision_change.autocast=fp16", "scaler=none"),
+    "precision=pure_bf16 precision_change={step:9,autocast:fp32}": ("weights are 16-bit",),
+    "distributed=fsdp2 precision_change={step:9,recipe:switchback}": ("use ddp",),
+    "precision=llm_int8 precision.outlier_threshold=6 precision_change={step:9,recipe:high}": (
+        "step=9 does not work with precision.outlier_threshold",
+    ),
     # warnings
     "optimizer.on_warning.action=halt": ("on_warning.action='halt'", "none, clip, skip, beta2"),
     "optimizer.on_warning.threshold=2": ("on_warning.threshold=2", "needs", "clip, skip, beta2"),
@@ -131,6 +146,8 @@ GOOD = {  # command: number of runs
     "optimizer=adamw8bit_bnb optimizer.paged=true optimizer.override_32bit=[visual.conv1]": 1,
     "optimizer=muon optimizer.skip_sigmas=6": 1,
     "data.val=null evaluation=none": 1,
+    "precision=switchback precision_change={step:1000,autocast:fp32,recipe:high}": 1,
+    "-m precision_change={step:9,recipe:custom} precision.products={output:high} seed=1,2": 2,
     "-m optimizer.on_warning.action=clip,skip,beta2 optimizer=adamw,adamw_clip": 6,
     "optimizer.on_warning={action:skip,statistic:rho,threshold:0.3}": 1,
     "model=open_clip model.name=ViT-B-16 intervention=kq_norm model.patch_dropout=0.5": 1,

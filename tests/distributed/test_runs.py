@@ -61,10 +61,15 @@ def finished(ranks, make):
     def muon(kind):
         return config_of(make, f"muon_{kind}", kind, 3, eval_every=0, **MUON)
 
+    def changed(kind):
+        change = {"step": 2, "recipe": "autograd_high"}
+        return config_of(make, f"changed_{kind}", kind, 3, eval_every=0, precision_change=change)
+
     two = [config_of(make, f"two_{kind}", kind) for kind in kinds]
-    answer = train(2, [*two, *map(locked, kinds), *changing(2), muon("ddp")])
+    answer = train(2, [*two, *map(locked, kinds), changed("ddp"), *changing(2), muon("ddp")])
     assert "finished at step 6" in answer["logs"][0] and not answer["logs"][1]
-    train(1, [config_of(make, "one", "none"), locked("none"), *changing(4), muon("none")])
+    ones = [locked("none"), changed("none"), muon("none")]
+    train(1, [config_of(make, "one", "none"), *ones, *changing(4)])
     train(2, [*changing(6), begun("ddp", "two_fsdp2"), begun("fsdp2", "two_ddp")])
     train(1, [begun("none", "one")])
     return {path.parent.name: path for path in find_runs(folder)}
@@ -92,9 +97,9 @@ def test_the_record_of_several_processes_is_that_of_one(finished, name):
     assert_close_records(finished["one"], finished[name])
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_a_locked_run_of_several_processes_is_that_of_one(finished, kind):
-    assert_close_records(finished["locked_none"], finished[f"locked_{kind}"])
+@pytest.mark.parametrize("name", ["locked_ddp", "locked_fsdp2", "changed_ddp"])
+def test_a_locked_or_changed_run_of_several_processes_is_that_of_one(finished, name):
+    assert_close_records(finished[f"{name.partition('_')[0]}_none"], finished[name])
 
 
 def test_muon_in_several_processes_follows_that_of_one(finished):

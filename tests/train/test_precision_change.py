@@ -1,0 +1,174 @@
+"""`precision_change` changes the recipe at a step, and nothing else."""
+
+import json
+
+import pandas as pd
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from experiments import evaluate
+from experiments.replay import ReplayConfig, replay, suspects
+from experiments.replay import main as replay_main
+from lowprec.config.check import ConfigError
+from lowprec.nn.linear import LowPrecisionLinear
+from lowprec.runs.identity import to_dict
+from lowprec.runs.read import read_config, read_rows
+from lowprec.train import build as building
+from lowprec.train import loop
+from lowprec.train.checkpoint import list_checkpoints
+
+CHANGES = {
+    "to high": ({"recipe": "switchback"}, {"recipe": "high"}),
+    "from high": ({"recipe": "high"}, {"recipe": "llm_int8"}),
+    "stochastic": ({"recipe": "nvfp4_rht_sr"}, {"recipe": "switchback"}),
+    "to stochastic": ({"recipe": "mxfp8"}, {"recipe": "custom"}),
+    "autocast": ({"recipe": "switchback", "autocast": "bf16"}, {"autocast": "fp32"}),
+}
+PRODUCTS = {"output": {"format": "e4m3", "x": "rowwise", "w": "rowwise", "stochastic": ["x"]}}
+STEP = 6  # with checkpoints after steps 4, 8 and 12
+
+
+@pytest.fixture
+def config_of(make_config):
+    """`config_of(name, step)`: a run of 12 steps with a change; step None: without it."""
+
+    def make(name, step=STEP):
+        before, after = CHANGES[name]
+        precision = {f"precision.{key}": value for key, value in before.items()}
+        change = {"precision_change": {"step": step, **after}} if step else {}
+        if change and after.get("recipe") == "custom":
+            precision["precision.products"] = PRODUCTS
+        return make_config({**precision, **change, "keep_checkpoints": 3})
+
+    return make
+
+
+def final(folder):
+    """Tensors and rows of the newest checkpoint and of the record."""
+    checkpoint = list_checkpoints(folder)[-1]
+    names = ("model", "exp_avg", "exp_avg_sq", "rng")
+    tensors = {name: load_file(checkpoint / f"{name}.safetensors") for name in names}
+    return tensors, (folder / "metrics.jsonl").read_bytes()
+
+
+def assert_equal(one, other):
+    for file, tensors in one.items():
+        assert tensors.keys() == other[file].keys()
+        assert all(torch.equal(x, other[file][name]) for name, x in tensors.items()), file
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_run_with_a_change_is_two_runs_in_a_row_and_resumes_to_the_bit(
+    config_of, make_config, run_once, tmp_path, name
+):
+    run_once(config_of(name), tmp_path / "changed")
+    changed, metrics = final(tmp_path / "changed")
+    events = [e for e in read_rows(tmp_path / "changed" / "events.jsonl") if "precision" in e]
+    label = config_of(name).precision_at(STEP).label
+    assert events == [{"step": STEP, "precision": label}]
+    # the same steps by hand: the first recipe, saved, then the second from the checkpoint on
+    run_once(config_of(name, None), tmp_path / "parts", stop_at=STEP - 1)
+    after = config_of(name).precision_at(STEP)
+    second = make_config({f"precision.{name}": value for name, value in vars(after).items()})
+    second.skip_batches = 0
+    state = list_checkpoints(tmp_path / "parts")[-1]
+    rows = replay(second, state, STEP, 12, save_to=tmp_path / "parts" / "checkpoints")
+    assert_equal(changed, final(tmp_path / "parts")[0])
+    losses = [row["loss"] for row in read_rows(tmp_path / "changed" / "metrics.jsonl")]
+    assert losses[STEP - 1 :] == rows["loss"].tolist()
+    # it matters
+    run_once(config_of(name, None), tmp_path / "unchanged")
+    unchanged = [row["loss"] for row in read_rows(tmp_path / "unchanged" / "metrics.jsonl")]
+    assert losses[: STEP - 1] == unchanged[: STEP - 1] and losses[STEP:] != unchanged[STEP:]
+    for cut in (STEP - 2, STEP - 1, STEP, STEP + 3) if name == "to stochastic" else (STEP + 3,):
+        folder = tmp_path / f"cut_{cut}"
+        run_once(config_of(name), folder, stop_at=cut)
+        torch.manual_seed(12345)
+        run_once(config_of(name), folder)
+        resumed, rows = final(folder)
+        assert_equal(changed, resumed)
+        assert rows == metrics
+        assert [e for e in read_rows(folder / "events.jsonl") if "precision" in e] == events
+
+
+def test_a_run_with_a_change_is_replayed_and_evaluated_with_the_recipe_of_the_step(
+    config_of, run_once, tmp_path, capsys, monkeypatch
+):
+    run = tmp_path / "run"
+    run_once(config_of("to high"), run)
+    fp32 = list(suspects(to_dict(read_config(run))))[-1]
+    assert fp32[2:] == ("precision_change.step=null", "precision_change.recipe=null")
+    for step, changes in ((7, fp32), (10, ["precision=mxfp8"])):  # from before and after it
+        replay_main(ReplayConfig(str(run), step, 2, perturbed=0), list(changes))
+        assert "recorded losses exactly" in capsys.readouterr().out
+    first, second = (pd.read_csv(path) for path in sorted((run / "replays").glob("*_table.csv")))
+    assert (first["peak"] != first["peak"][0]).any() and (second["peak"] != second["peak"][0]).any()
+    built, build = [], building.build
+    monkeypatch.setattr(building, "build", lambda *a: built.append(build(*a)) or built[-1])
+    config = evaluate.EvaluateConfig(str(run), device="cpu")
+    config.evaluation.name = "zero_shot"
+    evaluate.main(config)
+    assert built[-1].config.precision.recipe == "high"
+    for checkpoint in list_checkpoints(run)[1:]:
+        (checkpoint / "manifest.json").unlink()
+    evaluate.main(config)
+    assert built[-1].config.precision.recipe == "switchback"
+
+
+class FakeGraph:
+    """Takes a step without a CUDA graph."""
+
+    captured = []
+
+    def __init__(self, step, batch):
+        self.step = step
+        layers = [m for m in step.task.model.modules() if isinstance(m, LowPrecisionLinear)]
+        self.captured.append({layer.recipe.name for layer in layers})
+
+    def __call__(self, batch):
+        return self.step(batch)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own warnings
+def test_compiled_blocks_and_the_graph_are_built_again(config_of, run_once, tmp_path, monkeypatch):
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def compile_blocks(model, blocks):
+        for block in blocks:
+            block.compile(dynamic=False, backend=counter)
+
+    monkeypatch.setattr(FakeGraph, "captured", [])
+    monkeypatch.setattr(loop, "GraphedStep", FakeGraph)
+    monkeypatch.setattr(loop, "can_capture", lambda *_: True)
+    monkeypatch.setattr(building, "compile_blocks", compile_blocks)
+    monkeypatch.setattr(building, "compile_embedding", lambda visual: None)
+    config = config_of("to high")
+    config.compile = True
+    frames = []
+    watch = {STEP: lambda _: frames.append(counter.frame_count)}
+    run_once(config, tmp_path / "compiled", at=watch)
+    assert FakeGraph.captured == [{"switchback"}, {"high"}]
+    assert 0 < frames[0] < counter.frame_count == 2 * frames[0]
+    config.compile = False
+    run_once(config, tmp_path / "eager")
+    assert final(tmp_path / "compiled")[1] == final(tmp_path / "eager")[1]
+
+
+def test_config_of_a_run_with_a_change_is_read_back(config_of, run_once, tmp_path):
+    config = config_of("autocast")
+    run_once(config, tmp_path / "run", stop_at=1)
+    assert read_config(tmp_path / "run") == config
+    assert json.loads((tmp_path / "run" / "config.yaml").read_text())["precision_change"] == {
+        "step": STEP, "recipe": None, "autocast": "fp32",
+    }  # fmt: skip
+
+
+def test_a_recipe_that_does_not_fit_the_model_is_refused_before_the_first_step(
+    make_config, run_once, tmp_path
+):
+    change = {"step": 6, "recipe": "switchback"}
+    where = {"precision.backend": "triton", "precision_change": change}
+    with pytest.raises(ConfigError, match="precision.recipe=switchback"):
+        run_once(make_config(where), tmp_path / "run")
