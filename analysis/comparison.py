@@ -44,7 +44,7 @@ BELONGS = {  # varied setting: those that change with it
     "precision.label": ("precision.recipe", PRODUCTS, "precision.outlier_threshold"),
     "optimizer.name": (
         *CLIPPING,
-        *(f"optimizer.{name}" for name in ("min_8bit_size", "override_32bit", "paged")),
+        *("optimizer.min_8bit_size", "optimizer.override_32bit"),
         "optimizer.stable_embedding",
     ),
     "optimizer.on_warning.action": tuple(key for key in KEY if "on_warning." in key),

@@ -21,7 +21,10 @@ from lowprec.nearest import nearest
 MISSING = "???"
 PASSWORD = re.compile(r"(?<=//)[^/\s@]*:[^/\s]*@")  # user and password of a URL
 COMPARE = {"least": operator.ge, "above": operator.gt, "most": operator.le, "below": operator.lt}
-REMOVED = {"distributed.gather_with_grad": True}  # keys of old records, with their only value
+REMOVED = {  # keys of old records, with their only value
+    "distributed.gather_with_grad": True,
+    "optimizer.paged": False,
+}
 
 
 class ConfigError(ValueError):

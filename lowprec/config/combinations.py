@@ -227,7 +227,6 @@ def _idle_faults(config: Config) -> Iterator[str]:
         "optimizer.clip_weight_decay": (clipped, "optimizer=stable_adamw"),
         "optimizer.min_8bit_size": (eight_bit, f"optimizer={EIGHT_BIT[0]}"),
         "optimizer.override_32bit": (eight_bit, f"optimizer={EIGHT_BIT[0]}"),
-        "optimizer.paged": (rule.name == "adamw8bit_bnb", "optimizer=adamw8bit_bnb"),
     }
     for key, (is_used, owner) in owners.items():
         group, _, name = key.partition(".")

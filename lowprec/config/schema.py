@@ -180,7 +180,6 @@ class OptimizerConfig:
     )
     min_8bit_size: int = key(4096, "smallest tensor, in elements, with 8-bit moments", least=1)
     override_32bit: list[str] = key([], "modules with 32-bit moments, such as 'visual.conv*'")
-    paged: bool = key(False, "keep moments in CUDA managed memory (adamw8bit_bnb)")
     stable_embedding: bool = key(False, "Xavier init and layer norm for token embeddings")
     lr_scale: dict[str, float] | None = key(
         None, "learning rate factors, {image: 0.1}, {'visual.conv*': 0}; 0: locked", least=0

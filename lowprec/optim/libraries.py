@@ -41,7 +41,7 @@ class LibraryOptimizer(GuardedStep):
     Args:
         name: a row of ROWS.
         groups: groups of named float32 parameters, already on their device.
-        rule: the library's lr, betas and eps, or more of its options.
+        rule: lr, betas and eps.
         min_8bit_size, override_32bit: in 8-bit optimizers, a parameter keeps 32-bit moments if it
             has fewer elements or a pattern matches its name or that of a module above it;
             ValueError if a pattern matches nothing.
@@ -183,11 +183,7 @@ class Row(NamedTuple):
 
 
 def _bitsandbytes(groups: list[dict], rule: dict) -> list[Optimizer]:
-    """AdamW with 8-bit moments, on a GPU only; written for bitsandbytes 0.49.
-
-    With `is_paged`, moments of 100,000 elements and more are in CUDA managed memory, which moves to
-    the host when the GPU is full. More of it than the GPU has free can hang the GPU for all users.
-    """
+    """AdamW with 8-bit moments, on a GPU only; written for bitsandbytes 0.49."""
     from bitsandbytes.optim import AdamW8bit
 
     return [AdamW8bit(groups, **rule)]

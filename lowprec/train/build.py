@@ -331,8 +331,6 @@ def build_optimizer(config: Config, model: nn.Module) -> StableAdamW | LibraryOp
         embedding = ["*token_embedding"] if rule.stable_embedding else []
         options["min_8bit_size"] = rule.min_8bit_size
         options["override_32bit"] = [*rule.override_32bit, *embedding]
-    if rule.paged:
-        common["is_paged"] = groups[0]["params"][0][1].is_cuda  # a CPU only evaluates such a run
     key = "optimizer.override_32bit" if rule.override_32bit else f"optimizer={rule.name}"
     with _faults_of(key):
         return LibraryOptimizer(rule.name, groups, common, **options)

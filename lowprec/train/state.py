@@ -154,7 +154,7 @@ class TrainState:
                 self.optimizer.state[parameter][key] = tensors[name].to(parameter.device)
 
     def _load_library(self, moments: dict[str, dict[str, Tensor]], folder: Path) -> None:
-        """Copies into the library's own tensors, which may be in managed memory."""
+        """Copies into the library's own tensors."""
         triples = [
             (key, tensor, moments[key][name])
             for key, tensors in self.optimizer.tensors().items()

@@ -143,7 +143,7 @@ BAD = {  # command: parts of its message
 GOOD = {  # command: number of runs
     "": 1,
     "name=3 run_dir=7": 1,
-    "optimizer=adamw8bit_bnb optimizer.paged=true optimizer.override_32bit=[visual.conv1]": 1,
+    "optimizer=adamw8bit_bnb optimizer.override_32bit=[visual.conv1]": 1,
     "optimizer=muon optimizer.skip_sigmas=6": 1,
     "data.val=null evaluation=none": 1,
     "precision=switchback precision_change={step:1000,autocast:fp32,recipe:high}": 1,
