@@ -16,7 +16,10 @@ import re
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+GOLDEN = (5**0.5 - 1) / 2
 
 
 @dataclass(frozen=True, eq=False)  # one object per format: hashed and compared by identity
@@ -67,7 +70,8 @@ def round_to_format(x: Tensor, format: Format, stochastic: bool = False) -> Tens
     """Rounds to the nearest number of a format, with ties to the even mantissa.
 
     If stochastic, rounds to one of the two numbers that enclose x, to the upper one with a
-    probability that makes x the expected value.
+    probability that makes x the expected value. Processes of a torch.distributed group round
+    differently, although they draw the same numbers if their random states are equal.
     Takes a tensor of any shape and returns float32. Finite values beyond the largest number
     saturate. NaN and inf become NaN, also for int8.
     Raises ValueError for stochastic rounding to a code book.
@@ -88,8 +92,12 @@ def round_to_format(x: Tensor, format: Format, stochastic: bool = False) -> Tens
 
 
 def _round_stochastically(x: Tensor) -> Tensor:
+    draws = torch.rand_like(x)  # the same in all ranks, whose patch dropout shares a random state
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if rank > 0:
+        draws = (draws + rank * GOLDEN % 1) % 1  # evenly spread for any number of ranks
     lower = x.floor()
-    return lower + (torch.rand_like(x) < x - lower)
+    return lower + (draws < x - lower)
 
 
 def _below(x: Tensor, format: Format) -> Tensor:

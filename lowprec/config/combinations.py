@@ -209,7 +209,8 @@ def _idle_faults(config: Config) -> Iterator[str]:
     recipes = {precision.recipe for precision in _precisions(config).values()}
     high = recipes == {"high"}
     rule = config.optimizer
-    eight_bit, clipped = rule.name in EIGHT_BIT, rule.name == "stable_adamw"
+    clipped = rule.name == "stable_adamw" or rule.on_warning.action == "clip"
+    eight_bit = rule.name in EIGHT_BIT
     owners = {  # key: whether it is used, and what uses it
         "scaler.init_scale": (scaled, "a scaler (dynamic or fixed)"),
         "scaler.max_skips": (scaled, "a scaler (dynamic or fixed)"),

@@ -14,7 +14,7 @@ class BlockProbe:
     """Measures some modules of a model on a few samples, without any effect on training.
 
     `forward` calls the model on the samples that the probe receives: in evaluation mode (patch
-    dropout keeps all patches), eagerly even if blocks are compiled, without random numbers.
+    dropout keeps all patches), eagerly even if blocks are compiled, with the random state restored.
     Source: E[abs(x_k)], appendix C, arXiv:2304.13013.
     """
 
@@ -38,16 +38,17 @@ class BlockProbe:
                 if hasattr(module, "largest_logit"):
                     hook = partial(_keep_logit, row)
                     handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-        was_training = self.model.training
+        was_training, device = self.model.training, next(self.model.parameters()).device
+        restored = torch.random.fork_rng([device] if device.type == "cuda" else [])
         self.model.eval()
         try:
-            with torch.compiler.set_stance("force_eager"):
+            with torch.compiler.set_stance("force_eager"), restored:
                 self.forward(samples)
         finally:
             self.model.train(was_training)
             for handle in handles:
                 handle.remove()
-        like = {"device": next(self.model.parameters()).device, "dtype": torch.float32}
+        like = {"device": device, "dtype": torch.float32}
         rows = [[torch.as_tensor(x, **like) for x in row] for row in rows_by_name.values()]
         return torch.stack([torch.stack(row) for row in rows])
 

@@ -25,6 +25,7 @@ from experiments import train as entry
 from lowprec import evaluate
 from lowprec.config.check import check
 from lowprec.data.open import open_data
+from lowprec.formats import INT8, round_to_format
 from lowprec.optim import StableAdamW
 from lowprec.optim.loss_scaling import FixedScaler
 from lowprec.train import build as building
@@ -54,6 +55,18 @@ def gradients(folder: Path, rank: int, size: int, *, configs: dict[str, dict]) -
         found |= {n: b for n, b in built.task.model.named_buffers() if "running" in n}
         found |= {"loss": loss, "scale": scale, "next draw": torch.rand(3)}
         torch.save({n: t.cpu().clone() for n, t in found.items()}, folder / f"{name}.{rank}.pt")
+    world.close()
+
+
+def stochastic_rounding(folder: Path, rank: int, size: int) -> None:
+    """Saves 0 and 1 as rounded from 0.3, compiled and not, and the next random number."""
+    world = DistributedRanks("cpu", 60) if size > 1 else Ranks()
+    x, rounded = torch.full((20_000,), 0.3), []
+    compiled = torch.compile(round_to_format, backend="eager", fullgraph=True)
+    for function in (round_to_format, compiled):
+        torch.manual_seed(0)
+        rounded.append(function(x, INT8, stochastic=True))
+    torch.save([*rounded, torch.rand(3)], folder / f"{rank}.pt")
     world.close()
 
 
@@ -198,6 +211,7 @@ def refusals(mesh: dist.DeviceMesh) -> list[str]:
 
 JOBS = {
     "gradients": gradients,
+    "stochastic_rounding": stochastic_rounding,
     "evaluation": evaluation,
     "train": train,
     "sharded_steps": sharded_steps,

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 from lowprec.runs.read import TABLES, find_runs, read_rows, read_status, read_tensors
 from lowprec.train.checkpoint import list_checkpoints
@@ -65,12 +66,18 @@ def finished(ranks, make):
         change = {"step": 2, "recipe": "autograd_high"}
         return config_of(make, f"changed_{kind}", kind, 3, eval_every=0, precision_change=change)
 
+    def stochastic(name, steps):
+        more = {"eval_every": 0, "precision.recipe": "nvfp4_rht_sr", "evaluation.name": "none"}
+        return config_of(make, f"stochastic_{name}", "ddp", steps, **more)
+
     two = [config_of(make, f"two_{kind}", kind) for kind in kinds]
     answer = train(2, [*two, *map(locked, kinds), changed("ddp"), *changing(2), muon("ddp")])
+    train(2, [stochastic("whole", 4), stochastic("parts", 2)])
     assert "finished at step 6" in answer["logs"][0] and not answer["logs"][1]
     ones = [locked("none"), changed("none"), muon("none")]
     train(1, [config_of(make, "one", "none"), *ones, *changing(4)])
-    train(2, [*changing(6), begun("ddp", "two_fsdp2"), begun("fsdp2", "two_ddp")])
+    branches = [begun("ddp", "two_fsdp2"), begun("fsdp2", "two_ddp")]
+    train(2, [stochastic("parts", 4), *changing(6), *branches])
     train(1, [begun("none", "one")])
     return {path.parent.name: path for path in find_runs(folder)}
 
@@ -100,6 +107,28 @@ def test_the_record_of_several_processes_is_that_of_one(finished, name):
 @pytest.mark.parametrize("name", ["locked_ddp", "locked_fsdp2", "changed_ddp"])
 def test_a_locked_or_changed_run_of_several_processes_is_that_of_one(finished, name):
     assert_close_records(finished[f"{name.partition('_')[0]}_none"], finished[name])
+
+
+def test_ranks_round_differently_without_bias_and_one_process_as_before(ranks):
+    saved = {}
+    for size in (1, 2):
+        answer = ranks("stochastic_rounding", size)
+        assert answer["codes"] == [0] * size, answer["logs"]
+        saved |= {(size, r): torch.load(answer["folder"] / f"{r}.pt") for r in range(size)}
+    torch.manual_seed(0)
+    before = (torch.rand(20_000) < 0.3).float()
+    for (_, rank), (rounded, compiled, next_draw) in saved.items():
+        assert torch.equal(rounded, compiled)
+        assert torch.equal(rounded, before) == (rank == 0)
+        assert rounded.mean().item() == pytest.approx(0.3, abs=0.015)  # 4.6 standard deviations
+        assert torch.equal(next_draw, saved[1, 0][2])  # which their patch dropout shares
+    both = (saved[2, 0][0] * saved[2, 1][0]).mean()
+    assert both < 0.3 * 0.3  # not the same errors twice
+
+
+def test_stochastic_rounding_of_several_processes_resumes_to_the_bit(finished):
+    whole, parts = (finished[f"stochastic_{name}"] / "metrics.jsonl" for name in ("whole", "parts"))
+    assert whole.read_bytes() == parts.read_bytes() and len(read_rows(whole)) == 4
 
 
 def test_muon_in_several_processes_follows_that_of_one(finished):
