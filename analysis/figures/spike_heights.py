@@ -54,7 +54,8 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
             spread = np.linspace(-0.3, 0.3, len(group)) if len(group) > 1 else np.zeros(1)
             by_step = group.sort_values("step")["height"]
             ax.plot(at + spread * WIDTH / len(optimizers), by_step, "o", color=color, ms=2.5)
-            ax.hlines(by_step.median(), at - 0.11, at + 0.11, color=color, lw=2)
+            half = min(0.11, 0.45 * WIDTH / len(optimizers))
+            ax.hlines(by_step.median(), at - half, at + half, color=color, lw=2)
     ax.set_yscale("log")
     ax.yaxis.set_major_formatter("{x:g}")
     ax.set(ylabel="height of a loss spike (nats)", title="one point per loss spike")

@@ -257,6 +257,26 @@ def test_a_loaded_state_continues_to_the_bit(name, request):
     assert torch.equal(twin.statistics.nan_to_num(-1), ours.statistics.nan_to_num(-1))
 
 
+@pytest.mark.parametrize("skip", ["step", "tensor"])
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_a_skipped_tensor_keeps_its_value_and_state(name, skip, request):
+    def snapshot():
+        tensors = {("p", n): p for n, p in zip(ours.names, ours.params, strict=True)}
+        for kind, named in ours.tensors().items():
+            tensors |= {(kind, n): tensor for n, tensor in named.items() if n in ours.names}
+        return {key: tensor.clone() for key, tensor in tensors.items()}
+
+    ours = build(name, request, skip=skip)
+    run(ours, 2)
+    before, steps = snapshot(), ours.steps
+    set_grads(ours, 3)
+    ours.params[0].grad[0, :3] = math.nan
+    ours.step()
+    changed = {key[1] for key, x in snapshot().items() if not torch.equal(x, before[key])}
+    assert changed == (set() if skip == "step" else set(ours.names[1:]))
+    assert (ours.steps == steps) == (skip == "step")
+
+
 def test_muon_takes_the_matrices_of_blocks_and_adamw_the_rest(make_config):
     config = make_config({"optimizer.name": "muon", "model.text_layers": 2})
     optimizer = build_run(config, open_data(config)).state.optimizer
