@@ -1,4 +1,4 @@
-"""Zero-shot accuracy by model size: int8 on the left, fp8 on the right. Figure 1, arXiv:2304.13013.
+"""Accuracy by model size: int8 on the left, fp8 on the right. Figure 1, arXiv:2304.13013.
 
 Runs: `experiment=accuracy_vs_size`.
 """
@@ -11,27 +11,33 @@ from analysis import curves, paper, style
 from analysis.load import NoRunsError, Runs
 
 OURS, PAPERS = "ours", "the paper's, +-0.2"
+TOP1, RECALL = "zero-shot top-1", "mean R@1"
 COLUMNS = ("source", *curves.OF_A_RUN, "accuracy")
 APART = 0.05  # of the distance of two models, between methods
 LOW = 0.04  # of the height of a panel: where a run without accuracy has its cross
 
 
 def query(runs: Runs) -> pd.DataFrame:
-    """One row per run: zero-shot top-1 in % at its last step, or NaN.
+    """One row per run: its accuracy in % at its last step, or NaN.
 
-    At paper scale there are also rows with the paper's numbers for the same models, by `source`.
-    Raises NoRunsError if no run has an accuracy or diverged.
+    `metric` is the same in all rows: zero-shot top-1, or at mini scale the mean R@1 of both
+    directions, if more runs have that. At paper scale there are also rows with the paper's numbers
+    for the same models, by `source`. Raises NoRunsError if no run has an accuracy or diverged.
     """
     heads = curves.named_heads(runs)
     if heads.empty:
         return pd.DataFrame(columns=list(COLUMNS))
-    accuracy = 100 * heads["run"].map(curves.last_accuracy(runs)).astype(float)
+    is_paper = (heads["scale"] == "paper").all()
+    metric, accuracy = TOP1, 100 * heads["run"].map(curves.last_accuracy(runs)).astype(float)
+    recall = heads["run"].map(curves.last_recall(runs)).astype(float)
+    if not is_paper and recall.count() >= max(1, accuracy.count()):
+        metric, accuracy = RECALL, recall
     if accuracy.isna().all() and not (heads["state"] == "diverged").any():
         studies = ", ".join(heads["experiment"].unique())
         raise NoRunsError(f"{len(heads)} runs of {studies} have no accuracy at their last step yet")
     ours = heads.assign(source=OURS, accuracy=accuracy)[list(COLUMNS)]
-    is_paper = (ours["scale"] == "paper").all()
     frame = pd.concat([ours, *([_papers(ours)] if is_paper else [])], ignore_index=True)
+    frame["metric"] = metric
     order = frame["model"].map(lambda name: style.rank(name, style.MODELS)[0])
     return frame.loc[order.sort_values(kind="stable").index].reset_index(drop=True)
 
@@ -68,7 +74,7 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
     ax.set_xticks(range(len(models)), [style.model(name) for name in models])
     ax.set_xlim(-0.35, len(models) - 0.65)
     ax.margins(y=0.14)
-    ax.set(ylabel="zero-shot top-1 (%)")
+    ax.set(ylabel=f"{frame['metric'].iloc[0]} (%)")
     ax.legend(loc="upper left", bbox_to_anchor=(0, -0.13), borderaxespad=0, handlelength=2.6)
     return ax
 
@@ -112,10 +118,11 @@ def caption(frame: pd.DataFrame) -> str:
     runs = frame[frame["source"] == OURS]
     seeds = runs.groupby(["model", "method"])["seed"].nunique()
     counts = curves.join(sorted(seeds.unique())) + (" seeds" if seeds.max() > 1 else " seed")
+    metric = runs["metric"].iloc[0]
     text = (
-        f"Zero-shot top-1 at the last step of {curves.of_runs(runs)} ({counts} of each method and "
-        "size). After figure 1, arXiv:2304.13013. Points: runs; bars: means of seeds; a cross "
-        "below: a run without accuracy at its last step."
+        f"{metric[0].upper()}{metric[1:]} at the last step of {curves.of_runs(runs)} ({counts} of "
+        "each method and size). After figure 1, arXiv:2304.13013. Points: runs; bars: means of "
+        "seeds; a cross below: a run without accuracy at its last step."
     )
     if (frame["source"] == PAPERS).any():
         text += " Diamonds and open crosses: the paper's, read by eye from plots of a draft."

@@ -14,7 +14,7 @@ CODE = (  # the modules that a step or an evaluation passes through
     *(f"lowprec/{package}/*.py" for package in ("ops", "nn", "optim", "clip")),
     *("lowprec/config/patterns.py", "lowprec/diagnostics/blocks.py"),
     *(f"lowprec/data/{name}.py" for name in ("open", "index", "order", "shards", "tar")),
-    *(f"lowprec/data/{name}.py" for name in ("loader", "stream", "workers")),
+    *(f"lowprec/data/{name}.py" for name in ("cache", "loader", "stream", "workers")),
     *(f"lowprec/train/{name}.py" for name in ("build", "loop", "task", "step", "metrics")),
     *(f"lowprec/train/{name}.py" for name in ("state", "checkpoint", "distributed")),
 )
