@@ -103,6 +103,14 @@ def curve_figure(
     for threshold in sorted({run.protocol.rms_threshold for run in runs} if "rms" in rows else ()):
         line = {"color": "#666", "width": 1, "dash": "4px,3px"}
         figure.add_hline(y=threshold, line=line, row=2, col=1)
+    changes = {}
+    for run in runs:
+        step, last = (run.summary.get(key) for key in ("precision_change.step", "num_steps"))
+        if isinstance(step, int | float) and 0 < step <= last:
+            changes.setdefault(step, escape(f"{run.summary['precision.label']} until here"))
+    for step, text in sorted(changes.items()):
+        note = {"annotation_text": text, "annotation_position": "top left"}
+        figure.add_vline(x=step, line={"color": "#666", "width": 1}, row=1, col=1, **note)
     return figure, rows
 
 

@@ -16,6 +16,7 @@ from analysis.report import page as report_page
 from analysis.report.collect import heat_of, layer_of, speed_of, thin
 from analysis.report.page import compare_settings, make_page, named
 from analysis.report.plots import looks
+from lowprec.config.schema import PrecisionChangeConfig
 
 CONV = "visual.conv1.weight"
 VOID = {"meta", "img", "input", "br", "line", "link"}
@@ -135,6 +136,18 @@ def test_panels_are_those_with_data_and_short_runs_are_not_examined(make_run, pa
     assert page.data["highest"] == [None, None]
     assert "2 of 2 runs were not examined: 60 steps are recorded" in page.section("Loss spikes")
     assert page.section("Results, and").count("not examined") == 4
+
+
+def test_a_change_of_precision_is_marked_and_told_apart(make_run, page_of):
+    for change in ({}, {"step": 30, "recipe": "high"}, {"step": 45, "recipe": "high"}):
+        change = PrecisionChangeConfig(**change)
+        make_run(num_steps=60, recipe="switchback", precision_change=change)
+    page = page_of()
+    marks = [s["x0"] for s in page.figure["layout"]["shapes"] if s["x0"] == s["x1"]]
+    texts = {note["text"] for note in page.figure["layout"]["annotations"]}
+    assert sorted(marks) == [30, 45] and texts == {"switchback until here"}
+    steps = [label.partition("precision_change.step=")[2][:4] for label in page.data["labels"]]
+    assert sorted(steps) == ["30, ", "45, ", "null"]
 
 
 @pytest.mark.parametrize("last", ["finished", "failed"])
