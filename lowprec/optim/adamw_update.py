@@ -102,11 +102,10 @@ def stable_adamw_update(
         eta = lr / max(1, rms / clip_threshold)
         p <- p - eta weight_decay p - eta v / (sqrt(u) + eps)
 
-    An infinite `clip_threshold` gives AdamW, whose `response` to the RMS_t acts before the
-    parameter changes. `grad` and the moments have the dtype `wide_dtype` of
-    the parameter. A 16-bit parameter needs `compensation`, of its shape and dtype: see
-    `add_compensated_`. `mean_square(x)` is the mean over all elements; for a shard it must include
-    the elements of the other processes.
+    An infinite `clip_threshold` gives AdamW, for which a `response` may change u or keep p. `grad`
+    and the moments have the dtype `wide_dtype` of the parameter. A 16-bit parameter needs
+    `compensation`, of its shape and dtype: see `add_compensated_`. `mean_square(x)` is the mean
+    over all elements; for a shard it must include the elements of the other processes.
 
     Source: Algorithm 2, arXiv:2304.13013; update clipping: section 5 of arXiv:1804.04235.
     """

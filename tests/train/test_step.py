@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from lowprec.config.schema import CLIPPING
+from lowprec.config.schema import CLIPPING, WARNING_ACTIONS
 from lowprec.data.open import open_data
 from lowprec.runs.read import read_rows
 from lowprec.train.build import build
@@ -70,9 +70,13 @@ def test_16_bit_runs_follow_the_fp32_curve(make_config, run_once, tmp_path):
     assert losses == pytest.approx(dict.fromkeys(losses, losses["fp32"]), abs=0.15)
 
 
+GRAPHED = ["bf16", "fp16 fixed", *(f"bf16 {key}" for key in ("zclip", "skip_sigmas", "skip"))]
+GRAPHED += ["bf16 beta2", "bf16 change"]
+
+
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("setting", ["bf16", "fp16 fixed", "bf16 zclip", "bf16 skip_sigmas"])
+@pytest.mark.parametrize("setting", GRAPHED)
 def test_graphed_step_equals_the_ungraphed_one(
     make_config, run_once, tmp_path, monkeypatch, setting
 ):
@@ -84,6 +88,10 @@ def test_graphed_step_equals_the_ungraphed_one(
         changes |= {"optimizer.name": CLIPPING[key], f"optimizer.{key}": 0.5}
         monkeypatch.setattr("lowprec.optim.clipping.ZCLIP_FIRST", 3)
         monkeypatch.setattr("lowprec.optim.clipping.WINDOW", 6)
+    if key in WARNING_ACTIONS:
+        changes["optimizer.on_warning"] = {"action": key, "threshold": 1.2}
+    if key == "change":
+        changes["precision_change"] = {"step": 6, "recipe": "switchback"}
     run_once(make_config(changes), tmp_path / "graph")
     monkeypatch.setattr("lowprec.train.loop.can_capture", lambda config, device: False)
     run_once(make_config(changes), tmp_path / "plain")
