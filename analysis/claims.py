@@ -46,8 +46,11 @@ BY_EYE = "(read from draft plots, +-0.2)"
 MORE = "no fewer at any larger value; interval of last minus first above 0"
 ABOVE_0 = "interval above 0"
 REMAINS = "; not reproduced if the interval of the number that remains is above 0"
-MATCHES = " or ".join(f"+-{margin:g} points at {scale} scale" for scale, margin in MARGINS.items())
-MATCHES = f"90% interval within {MATCHES}"
+MATCHES = (
+    f"90% interval within +-{MARGINS['paper']:g} points at paper scale; at mini scale, within "
+    f"+-{MARGINS['mini']:g} points and that of the validation loss within "
+    f"+-{evidence.LOSS_MARGIN:g}%"
+)
 
 
 def _papers(precision: str) -> str:

@@ -24,6 +24,7 @@ LEGEND_DROP = 0.38  # inches below the axes, under the label of the steps
 LABEL_LENGTH = 42  # characters of a legend line at column width
 ACCURACY = "zero_shot/top1"
 RECALL = ("retrieval/image_to_text_r1", "retrieval/text_to_image_r1")
+VALIDATION_LOSS = "retrieval/loss"
 OF_A_RUN = (
     *("run", "scale", "data", "data_digest", "batch_size", "num_steps", "model", "vision_layers"),
     *("precision", "scaler", "intervention", "optimizer", "lr", "beta2", "beta2_decay"),
@@ -118,6 +119,11 @@ def last_accuracy(runs: Runs) -> pd.Series:
 def last_recall(runs: Runs) -> pd.Series:
     """By run: the mean R@1 of both directions in % at its last step, or NaN."""
     return 100 * _last(runs, *RECALL).mean(axis=1, skipna=False)
+
+
+def last_validation_loss(runs: Runs) -> pd.Series:
+    """By run: the contrastive loss of the validation pairs at its last step, or NaN."""
+    return _last(runs, VALIDATION_LOSS)[VALIDATION_LOSS]
 
 
 def _last(runs: Runs, *names: str) -> pd.DataFrame:

@@ -27,6 +27,7 @@ SHARDS = "data.train=... data.val=..."  # every command at paper scale needs the
 
 # The margins of the verdicts, which `Claim.margin` words.
 MARGINS = {"paper": 0.1, "mini": 0.5}  # points: the paper's own; of mean R@1, by PROTOCOL.md
+LOSS_MARGIN = 1.0  # % of the validation loss, at mini scale, by PROTOCOL.md
 TRAINS = 0.05  # excess over bf16's loss, as a share of it
 SLOPE = 0.05  # of the exponent of the inner dimension
 NO_GAIN = 2.0  # % of time saved: less is no speed-up
@@ -97,10 +98,11 @@ class Evidence:
         raise lacking("", studies, scale)
 
     def outcomes(self, studies: Sequence[str], scale: str = "") -> pd.DataFrame:
-        """`Runs.runs` with three results: `accuracy`, `recall` and `loss`.
+        """`Runs.runs` with four results: `accuracy`, `recall`, `validation_loss` and `loss`.
 
         `accuracy` is zero-shot top-1, `recall` the mean R@1 of both directions, both in % at the
-        last step and 0 if the run diverged; `loss` is the mean training loss of the last 2%.
+        last step and 0 if the run diverged; `validation_loss` is that at the last step, or NaN;
+        `loss` is the mean training loss of the last 2%.
         """
         runs = self.runs(studies, scale)
         table, losses = runs.runs, runs.metrics[["run", "step", "loss"]]
@@ -110,7 +112,8 @@ class Evidence:
             table = table.assign(**{name: table["run"].map(percents).mask(diverged, 0.0)})
         ends = losses["step"] > 0.98 * losses["run"].map(table.set_index("run")["num_steps"])
         losses = losses[ends].astype({"loss": float}).groupby("run")["loss"].mean()
-        return table.assign(loss=table["run"].map(losses))
+        validation = table["run"].map(curves.last_validation_loss(runs))
+        return table.assign(loss=table["run"].map(losses), validation_loss=validation)
 
     def _spikes(self, studies: Sequence[str]) -> pd.DataFrame:
         """`Runs.runs` with `count_following` for the patch embedding, by each run's protocol.
@@ -175,18 +178,18 @@ def share_over_runs(nums: pd.Series, totals: pd.Series) -> tuple[float, float]:
 
 
 def paired(runs: pd.DataFrame, varied: str, one: object, other: object, value: str) -> dict:
-    """By model, from small to large: `difference`, if there are pairs.
+    """By model, from small to large: the runs with `varied` = one or other that form pairs.
 
     Pairs agree in every other setting. If a model has several settings, the one with the most seeds
     counts. Runs without a value have no pair.
     """
     runs = comparison.matched(runs[runs[value].notna()], varied, (one, other))
-    differences = {}
+    pairs = {}
     for model, group in runs.groupby("model.name"):
         settings = comparison.signature(group, varied, seed=False)
         usual = group["seed"].groupby(settings).nunique().idxmax()
-        differences[model] = difference(group[settings == usual], varied, one, other, value)
-    return dict(sorted(differences.items(), key=lambda pair: style.rank(pair[0], style.MODELS)))
+        pairs[model] = group[settings == usual]
+    return dict(sorted(pairs.items(), key=lambda pair: style.rank(pair[0], style.MODELS)))
 
 
 def difference(
@@ -219,14 +222,38 @@ def above(low: float, high: float, bar: float) -> bool | None:
     return True if low > bar else False if high <= bar else None
 
 
-def equal(ours: str, values: pd.Series, runs: pd.DataFrame) -> Finding:
-    """Equivalence (two one-sided tests): the whole 90% interval within the margin, or outside."""
-    sample, margin = Sample.of(values, TWO_ONE_SIDED), MARGINS[runs["scale"].iloc[0]]
-    within = -margin <= sample.low and sample.high <= margin
-    outside = sample.low > margin or sample.high < -margin
-    holds = True if within else False if outside else None
-    why = "the interval is wider than the margin; more seeds are needed"
-    return decide(f"{ours}; 90%: {sample}", holds, sample.num, runs, why)
+def equal(
+    ours: str, values: pd.Series, runs: pd.DataFrame, losses: pd.Series | None = None
+) -> Finding:
+    """Equivalence (two one-sided tests): every 90% interval within its margin, or one outside.
+
+    `values`: differences of accuracy in points, by seed. `losses`: differences of the validation
+    loss in %, of the seeds that have it; without that of each seed, nothing is reproduced. None:
+    accuracy alone is judged.
+    """
+    sample = Sample.of(values, TWO_ONE_SIDED)
+    verdicts = [_within(sample, MARGINS[runs["scale"].iloc[0]])]
+    ours, why = f"{ours}; 90%: {sample}", []
+    if losses is not None and len(losses):
+        of_loss = Sample.of(losses, TWO_ONE_SIDED)
+        verdicts.append(_within(of_loss, LOSS_MARGIN))
+        ours += f"; validation loss, %: {of_loss}"
+    if losses is not None and len(losses) < sample.num:
+        ours += (
+            f"; validation loss not recorded in {sample.num - len(losses)} of {sample.num} seeds"
+        )
+        why.append("the validation loss of some seeds is missing")
+    if None in verdicts:
+        why.append("an interval extends beyond its margin; more seeds are needed")
+    holds = False if False in verdicts else None if why else True
+    return decide(ours, holds, sample.num, runs, "; ".join(why))
+
+
+def _within(sample: Sample, margin: float) -> bool | None:
+    """Whether a whole interval lies within +-margin (True), none of it (False), or neither."""
+    if -margin <= sample.low and sample.high <= margin:
+        return True
+    return False if sample.low > margin or sample.high < -margin else None
 
 
 def larger(

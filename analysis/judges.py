@@ -59,13 +59,16 @@ def accuracy(
     At paper scale, this is the zero-shot accuracy of the paper's largest model; at mini scale, the
     mean R@1 of our largest model (or the zero-shot accuracy of runs without R@1). `only` maps
     columns to the values that runs must have. `by_size` judges the difference for the smallest
-    model minus that for the largest; the latter must be below 0.
+    model minus that for the largest; the latter must be below 0. `equal` at mini scale also judges
+    the validation loss, relative to that at `other`.
     """
     runs = records.outcomes(studies, scale)
     for column, value in (only or {}).items():
         runs = runs[runs[column] == value]
     metric = "recall" if scale == "mini" and runs["recall"].max() > 0 else "accuracy"
-    pairs = evidence.paired(runs, varied, one, other, metric)
+    groups = evidence.paired(runs, varied, one, other, metric)
+    compared = varied, one, other
+    pairs = {name: evidence.difference(g, *compared, metric) for name, g in groups.items()}
     sizes = [name for name in pairs if scale == "mini" or name in (SMALLEST, H14)]
     if not sizes or (scale == "paper" and sizes[-1] != H14) or (by_size and len(sizes) < 2):
         what = f"{one} and {other} with equal settings, equal seeds and an evaluation"
@@ -73,11 +76,20 @@ def accuracy(
     ours = "; ".join(f"{style.model(name)} {Sample.of(values)}" for name, values in pairs.items())
     ours += {"recall": " (mean R@1)", "accuracy": " (zero-shot)"}[metric]
     largest = pairs[sizes[-1]]
+    if rule is evidence.equal and scale == "mini":
+        return rule(ours, largest, runs, _loss_change(groups[sizes[-1]], *compared))
     if not by_size:
         return rule(ours, largest, runs)
     loses = Sample.of(largest).high < 0
     unless = "" if loses else "the largest model's own interval is not below 0"
     return rule(ours, (pairs[sizes[0]] - largest).dropna(), runs, unless)
+
+
+def _loss_change(runs: pd.DataFrame, varied: str, one: object, other: object) -> pd.Series:
+    """By seed: how much higher the validation loss is at `one` than at `other`, in %."""
+    logs = runs.assign(log_loss=np.log(runs["validation_loss"]))
+    change = evidence.difference(logs, varied, one, other, "log_loss")
+    return 100 * np.expm1(change.dropna())
 
 
 def fix(records: Evidence, change: str, helps: bool) -> Finding:

@@ -92,14 +92,19 @@ OF_ACCURACY = {  # claim: runs that it compares, and the accuracies with which i
 
 @pytest.fixture(name="accuracies")
 def accuracies_fixture(write_run, tmp_path):
-    """A function: runs of some arms with their accuracies, a seed each; None: diverged."""
+    """A function: runs of some arms with their accuracies, a seed each; None: diverged.
 
-    def make(arms, accuracies, scale, folder="runs", **keys):
+    `losses` are the validation losses of the first seeds of each arm.
+    """
+
+    def make(arms, accuracies, scale, folder="runs", losses=((0.06,) * 3,) * 4, **keys):
         names = RECALL if scale == "mini" else ("zero_shot/top1",)
-        for arm, values in zip(arms, accuracies, strict=True):
+        for arm, values, ends in zip(arms, accuracies, losses, strict=False):
             for seed, value in enumerate(values):
                 state = "diverged" if value is None else "finished"
                 columns = {name: np.full(20, (value or 0) / 100) for name in names}
+                if seed < len(ends):
+                    columns["retrieval/loss"] = np.full(20, ends[seed])
                 write_run(tmp_path / folder, num_steps=20, seed=seed, scale=scale, state=state,
                           columns=columns if value else {}, tables={}, **keys | arm)  # fmt: skip
         return tmp_path / folder
@@ -122,6 +127,43 @@ def test_claims_about_accuracy_are_decided_by_runs_at_their_scale(accuracies, cl
         assert one(root, *claim, other).verdict == NO_RUNS
     few = accuracies(compared, [values[:1] for values in holding], scale, "one seed", **keys)
     assert one(few, *claim, scale)[1:] == (UNDECIDED, "one seed")
+
+
+NEAR, WIDE, FAR = (0.2, -0.1, 0.3), (-2, 0, 3), (3.0, 3.2, 2.9)  # % of the baseline's loss
+
+
+@pytest.mark.parametrize(
+    ("recalls", "changes", "verdict", "words"),
+    [
+        (EQUAL[0], NEAR, HELD, "validation loss, %: +0.13 [-0.22, +0.48], 3 seeds"),
+        (EQUAL[0], FAR, FAILED, "validation loss, %: +3.03 [+2.78, +3.29]"),
+        (EQUAL[0], (-3.0, -3.2, -2.9), FAILED, "validation loss, %: -3.03"),
+        (EQUAL[0], WIDE, UNDECIDED, "an interval extends beyond its margin"),
+        (EQUAL[0], (), UNDECIDED, "validation loss not recorded in 3 of 3 seeds"),
+        (EQUAL[0], NEAR[:2], UNDECIDED, "the validation loss of some seeds is missing"),
+        (EQUAL[0], FAR[:2], FAILED, "validation loss not recorded in 1 of 3 seeds"),
+        (EQUAL[1], NEAR, FAILED, "90%: -5.00"),
+        (EQUAL[1], (), FAILED, "validation loss not recorded"),
+        ([BF16, (57.6, 58.5, 57.7)][::-1], NEAR, UNDECIDED, "an interval extends"),
+    ],
+)  # fmt: skip
+def test_equivalence_at_mini_scale_needs_recall_and_validation_loss(
+    accuracies, recalls, changes, verdict, words
+):
+    base = (0.06, 0.065, 0.07)  # paired by seed: the baseline's own spread does not count
+    losses = [b * (1 + change / 100) for b, change in zip(base, changes, strict=False)], base
+    _, compared, _ = OF_ACCURACY["C1", "int8 matches"]
+    root = accuracies(compared, recalls, "mini", losses=losses, **BY_SIZE, model="mini_l")
+    finding = one(root, "C1", "int8 matches", "mini")
+    assert finding.verdict == verdict and words in f"{finding.ours} ({finding.why})"
+
+
+def test_differences_are_judged_by_recall_alone(accuracies):
+    compared, (holding, _) = OF_ACCURACY["C1", "beats"][1:]
+    losses = [(0.09, 0.09, 0.09), (0.06, 0.06, 0.06)]
+    root = accuracies(compared, holding, "mini", losses=losses, **BY_SIZE, model="mini_l")
+    finding = one(root, "C1", "beats", "mini")
+    assert finding.verdict == HELD and "validation" not in finding.ours
 
 
 def test_a_loss_that_grows_with_size_is_a_loss_at_the_largest(accuracies):
