@@ -10,8 +10,16 @@ import pandas as pd
 import pytest
 import torch
 
-from experiments.replay import ReplayConfig, command, main, suspects, table, verdict
-from lowprec.config.check import ConfigError, RunError
+from experiments.replay import (
+    ReplayConfig,
+    ReplayedConfig,
+    command,
+    main,
+    suspects,
+    table,
+    verdict,
+)
+from lowprec.config.check import ConfigError, RunError, check
 from lowprec.config.compose import change
 from lowprec.diagnostics.spikes import Protocol
 from lowprec.runs.identity import to_dict
@@ -211,13 +219,16 @@ def test_a_stream_is_replayed_with_the_workers_it_had(run, squares):
 
 def test_without_changes_data_optimizer_and_numerics_are_suspects(make_config):
     suspected = []
+    skip = {"action": "skip"}
     for changes in (
-        {"precision.autocast": "bf16", "precision.recipe": "switchback"},
+        {"precision.recipe": "switchback", "optimizer.on_warning": skip},
         {"optimizer.name": "stable_adamw", "optimizer.clip_threshold": 1.0},
     ):
         trained = to_dict(make_config(changes))
         suspected.append([" ".join(variant) for variant in suspects(trained)])
         assert all(change(trained, variant) != trained for variant in suspects(trained))
+        for variant in suspects(trained):
+            check(change(trained, variant), ReplayedConfig)
     assert suspected == [
         ["skip_batches=8", "optimizer=stable_adamw", "precision=fp32 scaler=none"],
         ["skip_batches=8", "optimizer.beta2_decay=null optimizer.beta2=0.9"],
