@@ -26,6 +26,7 @@ from lowprec.optim.state import (
     FOREIGN,
     MOMENTS,
     OWN_OPTIONS,
+    adamw_state,
     check_is_adamw,
     check_options,
     is_positive_or_none,
@@ -92,7 +93,8 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
 
     `state[p]` holds the debiased moments exp_avg and exp_avg_sq in float32 (float64 for float64),
     the count `updates` and, for a 16-bit parameter, `compensation` (see `add_compensated_`). The
-    count is not called step, so that torch's AdamW does not mistake our moments for its own.
+    count is not called step, so that torch's AdamW does not mistake our moments for its own: it
+    loads `adamw_state_dict()`.
 
     Source: Algorithm 2, arXiv:2304.13013.
     """
@@ -337,3 +339,14 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
         super().load_state_dict({"state": {}, "param_groups": groups})  # compares the lengths
         self.state.update(states)
         self._counts()
+
+    def adamw_state_dict(self) -> dict:
+        """A state that torch.optim.AdamW can load, to continue without update clipping."""
+        saved = self.state_dict()
+        for group in saved["param_groups"]:
+            for n in group["params"]:
+                if n in saved["state"]:
+                    saved["state"][n] = adamw_state(saved["state"][n], group["betas"])
+            for name in OWN_OPTIONS:
+                del group[name]
+        return saved

@@ -1,4 +1,4 @@
-"""The options of a parameter group, and a parameter's state, converted from torch's AdamW.
+"""The options of a parameter group, and a parameter's state, converted from and to torch's AdamW.
 
 torch stores the biased moments m; ours are debiased: v = m / (1 - beta^t).
 """
@@ -93,3 +93,13 @@ def loaded_state(p: Tensor, name: str, saved: dict, betas: tuple) -> dict[str, T
         for kind, beta in zip(MOMENTS, betas, strict=True):
             state[kind].div_(1 - beta ** t.clamp(min=1))
     return {**state, "updates": t}
+
+
+def adamw_state(state: dict, betas: tuple) -> dict[str, Tensor]:
+    """One of our states in torch.optim.AdamW's layout."""
+    t = float(state["updates"])
+    moments = zip(MOMENTS, betas, strict=True)
+    return {
+        "step": torch.tensor(t),
+        **{kind: state[kind] * (1 - beta**t) for kind, beta in moments},
+    }

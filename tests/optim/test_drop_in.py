@@ -261,13 +261,21 @@ def test_a_copy_continues_as_the_original_does(copied):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_ours_continues_a_state_of_torchs_adamw(dtype):
-    first = torch.optim.AdamW(make_params(dtype), **ADAMW)
+@pytest.mark.parametrize("to_torch", [False, True], ids=["from torch", "to torch"])
+def test_torchs_adamw_and_ours_continue_each_others_states(to_torch, dtype):
+    kinds = [StableAdamW, torch.optim.AdamW]
+    first = kinds[not to_torch](make_params(dtype), **ADAMW)
+    if to_torch:
+        first.param_groups[0]["clip_threshold"] = None
     take(first, range(1, 5), without=[2])  # whose first gradient comes late
     twins = [torch.nn.Parameter(p.detach().clone()) for p in params_of(first)]
-    second = StableAdamW(twins, clip_threshold=None)
-    second.load_state_dict(first.state_dict())
-    assert second.steps == [4, 4, 0] and second.param_groups[0]["clip_threshold"] is None
+    if to_torch:
+        second = torch.optim.AdamW(twins)
+        second.load_state_dict(first.adamw_state_dict())
+    else:
+        second = StableAdamW(twins, clip_threshold=None)
+        second.load_state_dict(first.state_dict())
+        assert second.steps == [4, 4, 0] and second.param_groups[0]["clip_threshold"] is None
     assert (second.param_groups[0]["lr"], second.param_groups[0]["eps"]) == (1e-2, 1e-6)
     for each in (first, second):
         take(each, range(5, 9))
