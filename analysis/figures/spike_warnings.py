@@ -1,0 +1,247 @@
+"""What a warning is worth: how many warnings a loss spike follows, and how many spikes have one.
+
+A warning begins where a score of the patch embedding reaches a threshold; the scores are RMS_t and
+rho = RMS_t sqrt(1 - beta2). Not in the paper. Runs: `experiment=stability`.
+"""
+
+from dataclasses import asdict, replace
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from analysis import curves, spike_marks, style
+from analysis.load import Runs
+from lowprec.diagnostics.spikes import leads, loss_spikes, onsets, relative_rms, rms_spikes
+
+EXPERIMENT = "stability"
+HORIZONS = (1, 2, 4, 8, 16, 32)  # steps
+HORIZON = 8  # of panels by threshold: the paper's
+THRESHOLDS = {  # about 1 to 30 and 0.03 to 1 in steps of 12%, with the paper's 2.3
+    "rms": 2.3 * 10 ** (np.arange(-7, 23) / 20),
+    "rho": 10 ** (np.arange(-29, 1) / 20),
+}
+NAMES = {"rms": r"$\mathrm{RMS}_t$", "rho": r"rho = $\mathrm{RMS}_t\,\sqrt{1-\beta_2}$"}
+TICKS = {"rms": (1, 2, 5, 10, 20), "rho": (0.05, 0.1, 0.2, 0.5, 1)}
+COLORS = {"rms": style.RMS, "rho": "#D55E00"}
+DASHES = {"detection": "-", "onset": (0, (3, 1.5))}
+NUM_SAMPLES, LEVEL = 1000, 0.95  # of intervals
+WARNINGS = ("num_warnings", "num_followed", "followed_by_chance")
+SPIKES = ("num_spikes", "num_warned", "warned_by_chance")
+COUNTS = (*WARNINGS, *SPIKES)
+CELL = ("counted_from", "score", "horizon")
+OF_A_RUN = ("run", "scale", "data", "model", "optimizer", "beta2", "seed", "state", "label")
+COLUMNS = (*OF_A_RUN, *CELL, "threshold", *COUNTS, *spike_marks.THRESHOLDS)
+
+
+def select(heads: pd.DataFrame) -> pd.DataFrame:
+    """Selects AdamW's rows of `Runs.runs`."""
+    return spike_marks.of_adamw(heads)
+
+
+def query(runs: Runs) -> pd.DataFrame:
+    """Returns one row per run, score, threshold, horizon, and side from which spikes are counted.
+
+    A warning is a step at which the score reaches the threshold and did not in the protocol's
+    `within` steps before, as for RMS spikes: a burst of such steps is one warning. `num_followed`
+    counts warnings that a loss spike follows by 1 to `horizon` steps, `num_warned` loss spikes that
+    come 1 to `horizon` steps after a warning. Loss spikes are counted from their detection or from
+    their onset, where spikes that share one count once. `followed_by_chance` and `warned_by_chance`
+    are the means of these counts over all circular shifts of the warnings along the steps that are
+    not ignored.
+    """
+    heads = curves.named_heads(runs, ("optimizer.beta2",))
+    heads = heads[heads["run"].isin(select(runs.runs)["run"])]
+    return curves.by_run(runs, heads, COLUMNS, _of_run)
+
+
+def _of_run(run: Runs, head: dict) -> pd.DataFrame:
+    protocol = spike_marks.protocol_of_run(head)
+    series = spike_marks.read_series(run, spike_marks.TENSOR)
+    rms, num_steps = series.rms_of(spike_marks.TENSOR), len(series.loss) - protocol.ignore_steps
+    if num_steps < 1 or np.isnan(rms).all():
+        return pd.DataFrame()
+    at = np.flatnonzero(loss_spikes(series.loss, protocol)) + 1
+    spikes_from = {"detection": at, "onset": np.unique(onsets(series.loss, at))}
+    rows = []
+    for score, values in {"rms": rms, "rho": relative_rms(rms, series.beta2)}.items():
+        at_one = replace(protocol, rms_threshold=1.0)
+        marks = rms_spikes(values[:, None] / THRESHOLDS[score], at_one)
+        for threshold, column in zip(THRESHOLDS[score], marks.T, strict=True):
+            warnings = np.flatnonzero(column) + 1
+            for counted_from, spikes in spikes_from.items():
+                counts = count(warnings, spikes[spikes > protocol.ignore_steps], num_steps)
+                rows += [(counted_from, score, *row[:1], threshold, *row[1:]) for row in counts]
+    return pd.DataFrame(rows, columns=[*CELL, "threshold", *COUNTS]).assign(**asdict(protocol))
+
+
+def count(warnings: np.ndarray, spikes: np.ndarray, num_steps: int) -> list[tuple]:
+    """Returns a row per horizon: the horizon and COUNTS, for sorted steps in a run of `num_steps`.
+
+    Shifted by chance, a warning is followed wherever one of the `horizon` steps after it has a
+    spike, so the expected number is the number of warnings times the share of such steps.
+    """
+    horizons = np.array(HORIZONS)
+    to_spike = leads(-warnings, -spikes[::-1])  # steps to the next spike, NaN if there is none
+    since_warning = leads(spikes, warnings)
+    num_followed = (to_spike[:, None] <= horizons).sum(axis=0)
+    num_warned = (since_warning[:, None] <= horizons).sum(axis=0)
+    followed_by_chance = len(warnings) * _share_near(spikes, num_steps)
+    warned_by_chance = len(spikes) * _share_near(warnings, num_steps)
+    of_warnings = np.full(len(horizons), len(warnings)), num_followed, followed_by_chance
+    of_spikes = np.full(len(horizons), len(spikes)), num_warned, warned_by_chance
+    return list(zip(HORIZONS, *of_warnings, *of_spikes, strict=True))
+
+
+def _share_near(steps: np.ndarray, num_steps: int) -> np.ndarray:
+    """[horizons]: the share of all steps, in a circle, that are 1 to `horizon` from one of some."""
+    gaps = np.diff(steps, append=steps[:1] + num_steps)
+    return np.minimum(gaps[:, None], HORIZONS).sum(axis=0) / num_steps
+
+
+def pooled(frame: pd.DataFrame, *by: str) -> pd.DataFrame:
+    """Sums COUNTS over runs for each value of `by`, with the shares.
+
+    These are `precision` (share of warnings that are followed), `recall` (share of loss spikes that
+    are warned of), both by chance, and `f1`, the harmonic mean of precision and recall; NaN where
+    there are no warnings or no spikes.
+    """
+    table = frame.groupby(list(by))[list(COUNTS)].sum().astype(float)
+    shares = shares_of(table.to_numpy())
+    names = ("precision", "chance_precision", "recall", "chance_recall", "f1")
+    return table.assign(**dict(zip(names, np.moveaxis(shares, -1, 0), strict=True)))
+
+
+def shares_of(counts: np.ndarray) -> np.ndarray:
+    """[..., 5]: precision, chance, recall, chance and F1 of COUNTS [..., 6]; NaN for 0 of 0."""
+    with np.errstate(invalid="ignore"):
+        of_warnings = counts[..., 1:3] / counts[..., :1]
+        of_spikes = counts[..., 4:6] / counts[..., 3:4]
+        precision, recall = of_warnings[..., :1], of_spikes[..., :1]
+        # no hit makes both shares 0, and F1 too
+        f1 = 2 * precision * recall / np.where(precision > 0, precision + recall, 1)
+    return np.concatenate([of_warnings, of_spikes, f1], axis=-1)
+
+
+def transferred(frame: pd.DataFrame) -> dict[tuple, np.ndarray]:
+    """For each CELL, the shares of `shares_of` [1 + NUM_SAMPLES, 5] with thresholds of other beta2.
+
+    For each beta2, the threshold is the one with the largest F1 in the runs of all other beta2;
+    warnings and spikes are then pooled. Row 0 is for the runs, the others for samples of them,
+    drawn with replacement among the runs of each beta2, for which thresholds are chosen again.
+    Empty if there is one beta2.
+    """
+    beta2 = frame.drop_duplicates("run").sort_values("run")["beta2"].to_numpy()
+    groups = [np.flatnonzero(beta2 == value) for value in np.unique(beta2)]
+    if len(groups) < 2:
+        return {}
+    rng = np.random.default_rng(0)
+    draws = [rng.multinomial(len(g), np.full(len(g), 1 / len(g)), NUM_SAMPLES) for g in groups]
+    weights = [np.vstack([np.ones(draw.shape[1]), draw]) for draw in draws]
+    shares = {}
+    for cell, part in frame.groupby(list(CELL)):
+        counts = part.sort_values(["run", "threshold"])[list(COUNTS)].to_numpy(float)
+        counts = counts.reshape(len(beta2), -1, len(COUNTS))  # runs, thresholds, counts
+        pairs = zip(weights, groups, strict=True)
+        own = np.stack([np.tensordot(weight, counts[group], 1) for weight, group in pairs])
+        others = shares_of(own.sum(axis=0) - own)[..., -1]
+        best = np.nan_to_num(others).argmax(axis=-1)[..., None, None]
+        shares[cell] = shares_of(np.take_along_axis(own, best, axis=2)[:, :, 0].sum(axis=0))
+    return shares
+
+
+def interval(samples: np.ndarray) -> np.ndarray:
+    """[2, ...]: the central 95% of samples [NUM_SAMPLES, ...]."""
+    return np.nanquantile(samples, ((1 - LEVEL) / 2, (1 + LEVEL) / 2), axis=0)
+
+
+def plot(frame: pd.DataFrame, ax: Axes, score: str) -> Axes:
+    """Draws F1 by the threshold on a score, a line per beta2."""
+    cell = (frame["counted_from"] == "detection") & (frame["horizon"] == HORIZON)
+    table = pooled(frame[cell & (frame["score"] == score)], "beta2", "threshold")["f1"]
+    for beta2, line in table.dropna().groupby(level="beta2"):
+        color = style.beta2_color(beta2)
+        ax.plot(line.index.get_level_values("threshold"), line, color=color, lw=1)
+    ax.set_xscale("log")
+    ax.set_xticks(TICKS[score], [f"{tick:g}" for tick in TICKS[score]])
+    title = f"each beta2 alone, horizon {HORIZON}"
+    ax.set(xlabel=f"threshold on {NAMES[score]}", ylabel="F1 of precision and recall", title=title)
+    return ax
+
+
+def plot_trade(frame: pd.DataFrame, ax: Axes) -> Axes:
+    """Draws precision by recall over thresholds, with precision by chance dotted."""
+    table = pooled(frame[frame["horizon"] == HORIZON], "score", "counted_from", "threshold")
+    for (score, counted_from), line in table.groupby(level=[0, 1]):
+        dashes = DASHES[counted_from]
+        ax.plot(line["recall"], line["precision"], color=COLORS[score], ls=dashes, lw=1)
+        if counted_from == "detection":
+            ax.plot(line["recall"], line["chance_precision"], color=COLORS[score], ls=":", lw=1)
+    ax.set(
+        xlabel="recall", ylabel="precision", title=f"one threshold for all beta2, horizon {HORIZON}"
+    )
+    return ax
+
+
+def plot_horizons(shares: dict[tuple, np.ndarray], ax: Axes, column: int, name: str) -> Axes:
+    """Draws column `column` of `shares_of` by horizon, the column after it (chance) dotted."""
+    for score, color in COLORS.items():
+        for counted_from, dashes in DASHES.items() if shares else ():
+            lines = np.stack([shares[counted_from, score, horizon] for horizon in HORIZONS], axis=1)
+            ax.plot(HORIZONS, lines[0, :, column], color=color, ls=dashes, marker="o", ms=2.5, lw=1)
+            if counted_from == "detection":
+                low, high = interval(lines[1:, :, column])
+                ax.fill_between(HORIZONS, low, high, color=color, alpha=0.15, lw=0)
+                ax.plot(HORIZONS, lines[0, :, column + 1], color=color, ls=":", lw=1)
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(HORIZONS, [f"{horizon}" for horizon in HORIZONS])
+    ax.set(
+        xlabel="horizon (steps)", ylabel=name, title="threshold of the other beta2", ylim=(0, None)
+    )
+    return ax
+
+
+def draw(frame: pd.DataFrame, figure: Figure) -> None:
+    """Draws five panels; their legend takes the place of a sixth."""
+    *axes, last = curves.panels(figure, 6, 0, 2.4, most=3)
+    shares = transferred(frame)
+    for score, ax in zip(NAMES, axes, strict=False):
+        plot(frame, ax, score)
+    curves.share_limits(axes[:2])
+    plot_trade(frame, axes[2])
+    plot_horizons(shares, axes[3], 0, "precision")
+    plot_horizons(shares, axes[4], 2, "recall")
+    lines = {NAMES[score]: {"color": color} for score, color in COLORS.items()}
+    lines |= {f"from the {name} of the spike": {"ls": dashes} for name, dashes in DASHES.items()}
+    lines |= {"by chance (shifted warnings)": {"ls": ":"}}
+    for beta2 in sorted(set(frame["beta2"])):
+        lines[f"beta2 = {beta2:g}"] = {"color": style.beta2_color(beta2)}
+    handles = [Line2D([], [], **{"color": style.OTHER, "lw": 1} | look) for look in lines.values()]
+    last.legend(handles, lines, loc="center", handlelength=2.6)
+    last.axis("off")
+
+
+def caption(frame: pd.DataFrame) -> str:
+    """Describes the runs and the counting, and compares the scores at HORIZON steps."""
+    runs, shares = frame.drop_duplicates("run"), transferred(frame)
+    text = (
+        f"Warnings of loss spikes by {spike_marks.TENSOR} in {curves.of_runs(runs)}, beta2 "
+        f"{curves.join(sorted(runs['beta2'].unique()))}. {spike_marks.in_words(frame)} A warning "
+        "begins where RMS_t or rho reaches a threshold; a burst is one warning, as for RMS spikes, "
+        "so low thresholds give few. Precision: share of warnings that a loss spike follows within "
+        "the horizon. Recall: share of loss spikes with a warning within the horizon before. Top: "
+        f"horizon of {HORIZON} steps; F1 is from detection. Bottom: each beta2 has the threshold "
+        f"with the largest F1 in the runs of the other beta2; bands are {LEVEL:.0%} intervals from "
+        "resampling runs within each beta2."
+    )
+    for counted_from in DASHES if shares else ():
+        own, other = (shares[counted_from, score, HORIZON][:, -1] for score in ("rms", "rho"))
+        low, high = interval((own - other)[1:])
+        text += (
+            f" From {counted_from}, at {HORIZON} steps: F1 {own[0]:.2f} with RMS_t and "
+            f"{other[0]:.2f} with rho (difference {own[0] - other[0]:+.2f}, interval {low:+.2f} "
+            f"to {high:+.2f})."
+        )
+    return text + curves.caption_end(runs, crosses=False)

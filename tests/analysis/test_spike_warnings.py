@@ -1,0 +1,148 @@
+"""The figure of what warnings are worth, on planted warnings and spikes of known shares."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from analysis import load_runs, spike_marks
+from analysis.figures import spike_warnings
+from lowprec.config.schema import DiagnosticsConfig, SpikeConfig
+from lowprec.diagnostics.spikes import Protocol
+from tests.analysis.conftest import drawn
+
+CONV1 = "visual.conv1.weight"
+WATCHED = DiagnosticsConfig(spikes=SpikeConfig(ignore_steps=50, window=50))
+STEPS, NUM_STEPS = 400, 350  # all, and those that are not ignored
+NAMES = ["num_warnings", "num_followed", "num_spikes", "num_warned"]
+
+
+@pytest.fixture(name="plant")
+def plant_fixture(make_run):
+    """A function: a run of AdamW with loss spikes at steps and RMS_t of the patch embedding."""
+
+    def plant(rms_at, spikes=(200, 300), **keys):
+        losses = 2 + 0.01 * np.sin(np.arange(STEPS))
+        for step in spikes:
+            losses[step - 1 : step + 2] += 1
+        rms = pd.DataFrame({CONV1: np.ones(STEPS)}, np.arange(1, STEPS + 1))
+        for step, value in rms_at.items():
+            rms.loc[step] = value
+        keys = {"num_steps": STEPS, "diagnostics": WATCHED, "experiment": "stability"} | keys
+        return make_run(losses=losses, tables={"tensors": {"rms": rms}}, **keys)
+
+    return plant
+
+
+def at(frame, score, threshold, counted_from="detection"):
+    """COUNTS by horizon at one threshold."""
+    is_it = np.isclose(frame["threshold"], threshold, rtol=0.02) & (frame["score"] == score)
+    return frame[is_it & (frame["counted_from"] == counted_from)].set_index("horizon")
+
+
+def test_planted_warnings_have_the_known_precision_and_recall(plant, query):
+    rms_at = {40: 5}  # ignored
+    rms_at |= dict.fromkeys((120, 125, 133), 5)  # a burst, each within 10 steps of the last: one
+    rms_at |= {195: 5, 272: 5, 296: 5, 300: 5}  # 5, 28 and 4 steps before; 300 is in 296's burst
+    rms_at |= {310: 5, 350: 5}  # so is 310, 10 steps after 300; 350 is one more
+    plant(rms_at)
+    frame = query(spike_warnings)
+    assert tuple(frame.columns) == spike_warnings.COLUMNS
+    expected = {1: [5, 0, 2, 0], 4: [5, 1, 2, 1], 8: [5, 2, 2, 2], 32: [5, 3, 2, 2]}
+    for horizon, counts in expected.items():
+        row = at(frame, "rms", 2.3).loc[horizon]
+        assert row[NAMES].tolist() == counts
+        # of 350 steps, each of 2 spikes has `horizon` before it, each of 5 warnings after it
+        assert row["followed_by_chance"] == pytest.approx(5 * 2 * horizon / NUM_STEPS)
+        overlap = max(horizon - 24, 0)  # of the warnings at 272 and 296
+        assert row["warned_by_chance"] == pytest.approx(2 * (5 * horizon - overlap) / NUM_STEPS)
+    pooled = spike_warnings.pooled(frame, "counted_from", "score", "horizon", "threshold")
+    shares = pooled.loc[("detection", "rms", 8, 2.3)]
+    assert shares["precision"] == 0.4 and shares["recall"] == 1
+    assert shares["f1"] == pytest.approx(0.8 / 1.4)
+    assert shares["chance_recall"] == pytest.approx(5 * 8 / NUM_STEPS)
+
+
+def test_counts_agree_with_the_coincidence_of_spikes_and_its_shifts(make_run, query, tmp_path):
+    rng = np.random.default_rng(0)
+    losses = 2 + 0.05 * np.sin(np.arange(STEPS) / 6) + 0.002 * rng.standard_normal(STEPS)
+    losses[48:53] += 1  # begins before the steps that count, detected after
+    losses[149:164] = 2.09  # a raised stretch with two spikes, which share its onset
+    losses[[149, 150, 162, 163]] = 2.5
+    for step in rng.integers(200, STEPS - 3, 9):
+        losses[step - 1 : step + 3] += 0.5 * np.arange(4)
+    rms = pd.DataFrame({CONV1: rng.exponential(1, STEPS)}, np.arange(1, STEPS + 1))
+    keys = {"num_steps": STEPS, "diagnostics": WATCHED, "experiment": "stability"}
+    make_run(losses=losses, tables={"tensors": {"rms": rms}}, **keys)
+    series = spike_marks.read_series(load_runs(tmp_path), CONV1)
+    protocol = Protocol(ignore_steps=50, window=50)
+    expected = spike_marks.count_following(series, series.rms_of(CONV1), protocol)
+    assert expected["num_onsets"] == expected["num_loss_spikes"] - 2
+    frame = query(spike_warnings)
+    rows = {by: at(frame, "rms", 2.3, by).loc[8] for by in ("detection", "onset")}
+    assert rows["detection"]["num_warnings"] == expected["num_rms_spikes"]
+    by_chance = expected["chance"] * expected["num_loss_spikes"]
+    assert rows["detection"]["warned_by_chance"] == pytest.approx(by_chance)
+    names = {"detection": ("num_loss_spikes", "num_following")}
+    names |= {"onset": ("num_onsets", "num_by_onset")}
+    for by, columns in names.items():
+        counts = rows[by][["num_spikes", "num_warned"]].tolist()
+        assert counts == [expected[name] for name in columns] and counts[1] > 0
+
+
+def test_a_warning_at_the_spike_or_after_it_is_worth_nothing(plant, query):
+    plant({200: 5, 301: 5})
+    frame = query(spike_warnings)
+    assert at(frame, "rms", 2.3).loc[32, NAMES].tolist() == [2, 0, 2, 0]
+
+
+def test_a_warning_between_onset_and_detection_is_late_from_the_onset(make_run, query):
+    losses = 2 + 0.01 * np.sin(np.arange(STEPS))
+    losses[199:203] += 0.5
+    losses[198] = 2.0205  # raised, but no outlier
+    rms = pd.DataFrame({CONV1: np.ones(STEPS)}, np.arange(1, STEPS + 1))
+    rms.loc[199] = 5
+    make_run(losses=losses, tables={"tensors": {"rms": rms}}, num_steps=STEPS,
+             diagnostics=WATCHED, experiment="stability")  # fmt: skip
+    frame = query(spike_warnings)
+    num_warned = [at(frame, "rms", 2.3, by).loc[8, "num_warned"] for by in ("detection", "onset")]
+    assert num_warned == [1, 0]
+
+
+def test_rho_is_rms_t_times_the_root_and_thresholds_come_from_the_other_beta2(plant, query):
+    """RMS_t of 5 at each beta2 before spikes, and of 3 with none after: 5 separates, rho cannot."""
+    for beta2 in (0.98, 0.99, 0.999):
+        for seed in (0, 1):
+            plant({198: 5, 298: 5, 120: 3, 250: 3, 350: 3}, beta2=beta2, seed=seed)
+    plant({198: 5}, beta2=0.99, optimizer="stable_adamw")  # only AdamW's runs are drawn
+    frame = query(spike_warnings)
+    assert frame["optimizer"].unique().tolist() == ["adamw"]
+    rho = at(frame[frame["beta2"] == 0.99], "rho", 0.447)  # RMS_t of 5 is 0.5
+    assert rho.loc[8, NAMES].sum().tolist() == [4, 4, 4, 4]
+    shares = spike_warnings.transferred(frame)
+    precision, _, recall, _, f1 = shares["detection", "rms", 8][0]
+    assert (precision, recall, f1) == (1, 1, 1)
+    assert shares["detection", "rho", 8][0, -1] < 0.7
+    assert shares["detection", "rms", 8].shape == (1001, 5)
+    low, high = spike_warnings.interval(shares["detection", "rms", 8][1:])
+    assert low[0] == high[0] == 1  # all runs of a beta2 are alike
+    caption = spike_warnings.caption(frame)
+    assert "From detection, at 8 steps: F1 1.00 with RMS_t and 0." in caption
+    assert len(drawn(spike_warnings, frame)) == 6
+
+
+def test_intervals_widen_with_runs_that_differ(plant, query):
+    for beta2 in (0.98, 0.99):
+        plant({198: 5, 298: 5}, beta2=beta2, seed=0)
+        plant({120: 5, 250: 5}, beta2=beta2, seed=1)  # warnings of nothing
+    shares = spike_warnings.transferred(query(spike_warnings))["detection", "rms", 8]
+    low, high = spike_warnings.interval(shares[1:, 0])
+    assert shares[0, 0] == 0.5 and low < 0.2 and high > 0.8
+
+
+def test_one_beta2_and_runs_without_spikes_or_tensors_are_drawn(plant, make_run, query):
+    plant({}, spikes=())
+    make_run(num_steps=60, experiment="stability", tables={}, seed=1)
+    frame = query(spike_warnings)
+    assert frame["run"].nunique() == 1 and spike_warnings.transferred(frame) == {}
+    drawn(spike_warnings, frame)
+    assert "F1 0" not in spike_warnings.caption(frame)
