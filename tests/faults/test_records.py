@@ -30,13 +30,33 @@ def calm(make_config, run_once, calm_folder):
     return (calm_folder / "metrics.jsonl").read_bytes()
 
 
+@pytest.fixture(scope="module")
+def stopped_runs(tmp_path_factory):
+    return tmp_path_factory.mktemp("stopped")
+
+
+@pytest.fixture
+def stopped(make_config, run_once, stopped_runs, tmp_path):
+    """`stopped(7, 9)`: a copy of a run that a signal stopped at step 7, and once more at 9."""
+
+    def copy(*steps):
+        trained = stopped_runs / "-".join(map(str, steps))
+        if not trained.exists():
+            if steps[:-1]:
+                shutil.copytree(copy(*steps[:-1]), trained)
+                shutil.rmtree(tmp_path / "run")
+            run_once(make_config(), trained, stop_at=steps[-1])
+        return shutil.copytree(trained, tmp_path / "run")
+
+    return copy
+
+
 @pytest.mark.parametrize("shift_s", [-(10**9), 10**9])
 def test_a_clock_that_steps_and_touched_files_change_nothing(
-    make_config, run_once, tmp_path, calm, monkeypatch, shift_s
+    make_config, run_once, stopped, calm, monkeypatch, shift_s
 ):
-    run = tmp_path / "run"
-    ended, _ = run_once(make_config(), run, stop_at=10)
-    assert (ended.state, len(list_checkpoints(run))) == ("preempted", 2)
+    run = stopped(10)
+    assert (read_status(run)["state"], len(list_checkpoints(run))) == ("preempted", 2)
     for age, path in enumerate(sorted(run.rglob("*"), reverse=True)):
         os.utime(path, (10**9 + age, 10**9 + age))  # the newest looks oldest
     now, calls = time.time, itertools.count(1)  # and the clock goes on stepping
@@ -62,9 +82,8 @@ DAMAGE = {
 }
 
 
-def test_damage_in_attempts_and_skips_does_not_stop_a_resume(make_config, run_once, tmp_path, calm):
-    run = tmp_path / "run"
-    run_once(make_config(), run, stop_at=7)
+def test_damage_in_attempts_and_skips_does_not_stop_a_resume(make_config, run_once, stopped, calm):
+    run = stopped(7)
     for name in ("attempts", "skips"):
         path = run / f"{name}.jsonl"
         *lines, torn = DAMAGE.values()
@@ -81,11 +100,9 @@ def test_damage_in_attempts_and_skips_does_not_stop_a_resume(make_config, run_on
 
 @pytest.mark.parametrize("kept", [None, 0, 10], ids=["deleted", "empty", "cut"])
 def test_lost_attempts_repeat_no_number_and_lose_no_step(
-    make_config, run_once, tmp_path, calm, kept
+    make_config, run_once, stopped, calm, kept
 ):
-    run = tmp_path / "run"
-    for step in (7, 9):
-        run_once(make_config(), run, stop_at=step)
+    run = stopped(7, 9)
     attempts = run / "attempts.jsonl"
     attempts.unlink() if kept is None else os.truncate(attempts, kept)
     assert run_once(make_config(), run)[0].state == "finished"
@@ -98,15 +115,14 @@ def test_lost_attempts_repeat_no_number_and_lose_no_step(
 @pytest.mark.parametrize("moment", ["before a resume", "before the end"])
 @pytest.mark.parametrize("name", ["metrics.jsonl", "tensors/0000.arrows"])
 def test_a_zeroed_file_is_named_before_a_run_counts_as_finished(
-    make_config, run_once, tmp_path, name, moment
+    make_config, run_once, stopped, name, moment
 ):
-    run = tmp_path / "run"
+    run = stopped(7)
 
     def zero(built=None):
         path = run / name
         path.write_bytes(bytes(path.stat().st_size))
 
-    run_once(make_config(), run, stop_at=7)
     if moment == "before a resume":
         zero()
     lacking = run / name.split("/")[0]
@@ -115,9 +131,8 @@ def test_a_zeroed_file_is_named_before_a_run_counts_as_finished(
     assert read_status(run)["state"] != "finished"
 
 
-def test_a_resume_names_the_file_whose_row_has_no_step_or_loss(make_config, run_once, tmp_path):
-    path = tmp_path / "run" / "metrics.jsonl"
-    run_once(make_config(), path.parent, stop_at=7)
+def test_a_resume_names_the_file_whose_row_has_no_step_or_loss(make_config, run_once, stopped):
+    path = stopped(7) / "metrics.jsonl"
     lines = path.read_text().splitlines()
     for row in ("{}", '{"step": 2}', '{"step": [1], "loss": 1.0}', '{"step": 2.5}'):
         changed = [lines[0], row.ljust(len(lines[1])), *lines[2:]]
@@ -127,10 +142,9 @@ def test_a_resume_names_the_file_whose_row_has_no_step_or_loss(make_config, run_
 
 
 def test_a_record_without_its_checkpoints_and_status_is_an_error_never_step_0(
-    make_config, run_once, tmp_path
+    make_config, run_once, stopped
 ):
-    run = tmp_path / "run"
-    run_once(make_config(), run, stop_at=7)
+    run = stopped(7)
     shutil.rmtree(run / "checkpoints")
     with pytest.raises(CheckpointError, match="was saved at step 7; its checkpoints are gone"):
         run_once(make_config(), run)
