@@ -9,6 +9,7 @@ same runs give the same files. Figures of incomplete or mixed runs are marked: `
 """
 
 import argparse
+import contextlib
 import hashlib
 import json
 import logging
@@ -23,7 +24,7 @@ from matplotlib.figure import Figure
 from analysis import claims, cli, figures, study
 from analysis.bench import load_lines
 from analysis.cli import ChoiceError
-from analysis.load import NoRunsError, command, load_runs
+from analysis.load import NoRunsError, Runs, command, load_runs
 from analysis.run_files import as_path
 from analysis.style import style
 from lowprec.nearest import nearest
@@ -149,6 +150,10 @@ def _of_runs(
             f"{root}: {name} was run at scales {', '.join(scales)}; "
             f"choose one: --scale {' or --scale '.join(scales)}"
         )
+    if experiment is None and hasattr(figure, "BASELINES"):
+        with contextlib.suppress(NoRunsError):
+            others = load_runs(root, experiment=figure.BASELINES, scale=scales[0])
+            runs = Runs(pd.concat([runs.summaries, others.summaries]), root)
     frame = figure.query(runs)
     table = runs.runs
     is_drawn = table["run"].isin(frame["run"])

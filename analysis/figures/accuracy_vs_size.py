@@ -14,6 +14,7 @@ OURS, PAPERS = "ours", "the paper's, +-0.2"
 TOP1, RECALL = "zero-shot top-1", "mean R@1"
 COLUMNS = ("source", *curves.OF_A_RUN, "accuracy")
 APART = 0.05  # of the distance of two models, between methods
+ALL = 0.6  # of the same distance: all methods together where there is one model
 LOW = 0.04  # of the height of a panel: where a run without accuracy has its cross
 
 
@@ -59,10 +60,11 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
     models = list(dict.fromkeys(frame["model"]))
     ours = frame[frame["source"] == OURS]
     methods = list(dict.fromkeys(ours["method"]))
+    apart = APART if len(models) > 1 else ALL / len(methods)
     for method, line in ours.groupby("method", sort=False):
         head = line.iloc[0]
         color = style.color(head["precision"], head["optimizer"], head["variant"])
-        shift = APART * (methods.index(method) - (len(methods) - 1) / 2)
+        shift = apart * (methods.index(method) - (len(methods) - 1) / 2)
         at = line["model"].map(models.index).astype(float) + shift
         plot_runs(ax, at, line["accuracy"], color, None, method)
         theirs = frame[(frame["source"] == PAPERS) & (frame["precision"] == head["precision"])]
@@ -86,10 +88,16 @@ def plot_runs(
     color: tuple,
     dashes: str | tuple | None,
     label: str,
+    bar: float = 11,
 ) -> None:
-    """A point for each run and a line through the means, or bars; a cross for runs without."""
+    """A point for each run and a line through the means, or bars; a cross for runs without.
+
+    Bars are for `dashes` of None and `bar` points wide.
+    """
     mean = accuracy.groupby(at, sort=False).mean().dropna()  # in the order of the runs
-    look = {"ls": "none", "marker": "_", "ms": 11, "mew": 1.6} if dashes is None else {"ls": dashes}
+    look = (
+        {"ls": "none", "marker": "_", "ms": bar, "mew": 1.6} if dashes is None else {"ls": dashes}
+    )
     ax.plot(mean.index, mean, color=color, label=curves.wrap(label), **look)
     ax.plot(at, accuracy, "o", color=color, ms=3)
     crosses(ax, at[accuracy.isna()], LOW, color)

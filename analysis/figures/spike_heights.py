@@ -45,10 +45,9 @@ def query(runs: Runs) -> pd.DataFrame:
 def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
     """Draws the left panel: a point for each loss spike and a bar at the median of each group."""
     spikes, places = frame[frame["part"] == "spikes"], _places(frame)
-    optimizers = [name for name in style.OPTIMIZERS if name in set(frame["optimizer"])]
-    for i, optimizer in enumerate(optimizers):
+    optimizers = _slots(frame)
+    for optimizer, middle in optimizers.items():
         color = style.color("bf16", optimizer)
-        middle = (i - (len(optimizers) - 1) / 2) * WIDTH / len(optimizers)
         for beta2, group in spikes[spikes["optimizer"] == optimizer].groupby("beta2"):
             at = places[beta2] + middle
             spread = np.linspace(-0.3, 0.3, len(group)) if len(group) > 1 else np.zeros(1)
@@ -64,45 +63,56 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
 
 
 def plot_recall(frame: pd.DataFrame, ax: Axes) -> Axes:
-    """Draws the right panel: a point for each run and a line through each optimizer's means."""
+    """Draws the right panel: a point for each run and a line through each optimizer's means.
+
+    With one beta2, optimizers stand side by side, and bars are their means.
+    """
     ends, places = frame[frame["part"] == "runs"].sort_values("beta2"), _places(frame)
     for optimizer, group in ends.groupby("optimizer", sort=False):
         color, name = style.color("bf16", optimizer), style.OPTIMIZERS[optimizer][0]
-        at = group["beta2"].map(places)
-        plot_runs(ax, at, group["recall"], color, style.line_style(optimizer), name)
+        at, dashes = group["beta2"].map(places), style.line_style(optimizer)
+        if len(places) == 1:
+            at, dashes = at + _slots(frame)[optimizer], None
+        plot_runs(ax, at, group["recall"], color, dashes, name)
     ax.set(ylabel="mean R@1 at the end (%)", title="one point per run")
     _beta2_axis(ax, places)
     return ax
 
 
 def draw(frame: pd.DataFrame, figure: Figure) -> None:
-    """Draws both panels and one legend."""
-    left, right = curves.panels(figure, 2, frame["optimizer"].nunique())
+    """Draws both panels and one legend below them."""
+    left, right = curves.panels(figure, 2, -(-frame["optimizer"].nunique() // 3))
     plot(frame, left)
     plot_recall(frame, right)
-    right.legend(loc="lower left", handlelength=2.6)
+    handles, labels = right.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, handlelength=2.6)
 
 
 def caption(frame: pd.DataFrame) -> str:
     """Describes the runs and counts the spikes."""
     ends, spikes = (frame[frame["part"] == part] for part in ("runs", "spikes"))
     counts = "; ".join(
-        f"{style.OPTIMIZERS[name][0]} {len(group)} in {num} runs"
-        for name, group in spikes.groupby("optimizer")
-        for num in [(ends["optimizer"] == name).sum()]
+        f"{style.OPTIMIZERS[name][0]} {(spikes['optimizer'] == name).sum()} in {num} runs"
+        for name, num in ends.groupby("optimizer").size().items()
     )
     return (
         f"Loss spikes and retrieval of {curves.of_runs(ends)}, beta2 "
         f"{curves.join(sorted(ends['beta2'].unique()))}. {spike_marks.in_words(frame)} Left: "
         "height of each loss spike, its largest loss minus the median loss of the window before "
         "it; the bars are medians. Right: mean R@1 of both directions at the last step; the points "
-        f"are seeds, and the lines connect their means. Loss spikes: "
-        f"{counts or 'none'}.{curves.caption_end(ends)}"
+        "are seeds, and the lines or bars are their means. Loss spikes: "
+        f"{counts}.{curves.caption_end(ends)}"
     )
 
 
 def _places(frame: pd.DataFrame) -> dict[float, int]:
     return {beta2: i for i, beta2 in enumerate(sorted(set(frame["beta2"])))}
+
+
+def _slots(frame: pd.DataFrame) -> dict[str, float]:
+    """By optimizer: its place beside a value of beta2 on the axis."""
+    names = sorted(set(frame["optimizer"]), key=lambda name: style.rank(name, style.OPTIMIZERS))
+    return {n: (i - (len(names) - 1) / 2) * WIDTH / len(names) for i, n in enumerate(names)}
 
 
 def _beta2_axis(ax: Axes, places: dict[float, int]) -> None:

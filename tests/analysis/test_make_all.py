@@ -10,7 +10,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from analysis import figures, make, paper, study
-from analysis.curves import RECALL
+from analysis.curves import RECALL, VALIDATION_LOSS
 from analysis.style import style
 from lowprec.config.schema import DiagnosticsConfig, InterventionConfig, ScalerConfig, SpikeConfig
 from lowprec.runs.read import encode_row
@@ -26,6 +26,7 @@ CHANGES = [InterventionConfig(name) for name in ("none", "zero_init", "kq_norm")
 STUDIES = {  # experiment: what its runs differ in
     "accuracy_vs_size": [dict(model=m, recipe=r) for m in ("mini_b", "mini_l") for r in RECIPES],
     "loss_curves": [dict(model="mini_b", recipe=recipe) for recipe in RECIPES],
+    "formats": [dict(model="mini_l", recipe=recipe) for recipe in ("mxfp8", "mxfp4", "nvfp4")],
     "fp8_fixes": [
         *(dict(recipe="fp8_tensorwise", intervention=change) for change in CHANGES),
         dict(recipe="fp8_tensorwise", optimizer="adamw_clip"),
@@ -44,6 +45,7 @@ STUDIES = {  # experiment: what its runs differ in
     "spikes_vs_batch": [dict(batch_size=size, beta2=0.99) for size in (256, 1024)],
     "spikes_vs_lr": [dict(lr=lr, beta2=0.99) for lr in (1e-3, 4e-3)],
 }
+RESULTS = ("zero_shot/top1", *RECALL, VALIDATION_LOSS)
 WATCHED = DiagnosticsConfig(spikes=SpikeConfig(ignore_steps=5, window=10))
 
 
@@ -81,7 +83,7 @@ def write_studies(root, write_run):
         for rank, cell in enumerate(cells):
             scale = np.where(steps < 20, 65536.0, 32768.0)
             score = np.full(STEPS, 0.2 + rank / 100)
-            columns = {name: score for name in ("zero_shot/top1", *RECALL)} | {"loss_scale": scale}
+            columns = {name: score for name in RESULTS} | {"loss_scale": scale}
             keys = {"optimizer": "adamw", "num_steps": STEPS, "scale": "mini"} | cell
             losses = 1 + 5 * np.exp(-steps / 10) + 0.05 * np.sin(steps + rank)
             losses[SPIKE - 1 : SPIKE + 2] += 2

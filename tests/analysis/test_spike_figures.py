@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 
 from analysis import load_runs, paper, spike_marks
+from analysis.curves import RECALL
 from analysis.figures import (
     loss_scaler,
     rms_and_loss,
@@ -121,8 +122,7 @@ def test_large_beta2_of_a_sweep_are_drawn_if_there_are_any(plant, query):
 
 
 def test_heights_of_spikes_and_recall_are_drawn_by_beta2_and_optimizer(plant, query, tmp_path):
-    recall = {"retrieval/image_to_text_r1": 0.25, "retrieval/text_to_image_r1": 0.35}
-    columns = {name: np.full(STEPS, value) for name, value in recall.items()}
+    columns = {name: np.full(STEPS, r) for name, r in zip(RECALL, (0.25, 0.35), strict=True)}
     for seed in (0, 1):
         plant(seed=seed, columns=columns, experiment="stability")
     plant({}, beta2=0.9, experiment="stability")  # neither a spike nor an evaluation
@@ -143,18 +143,30 @@ def test_heights_of_spikes_and_recall_are_drawn_by_beta2_and_optimizer(plant, qu
     assert [len(xs) for xs in points(left, "o")] == [1, 8]
     medians = [path.vertices[0, 1] for bars in left.collections for path in bars.get_paths()]
     assert medians == spikes.groupby("optimizer")["height"].median().tolist()[::-1]
-    assert [text.get_text() for text in right.get_legend().get_texts()] == ["AdamW", "StableAdamW"]
+    [legend] = right.figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["AdamW", "StableAdamW"]
     assert "Loss spikes: AdamW 8 in 3 runs; StableAdamW 1 in 1 runs." in spike_heights.caption(
         frame
     )
 
 
+def test_optimizers_at_one_beta2_stand_side_by_side(plant, query):
+    names = ("stable_adamw", "adamw", "muon")
+    for rank, name in enumerate(names):
+        recall = dict.fromkeys(RECALL, np.full(STEPS, 0.3 + rank / 10))
+        plant({400: 3}, optimizer=name, columns=recall, experiment="optimizers")
+    left, right = drawn(spike_heights, query(spike_heights))
+    of_spikes, of_runs = ([line.get_xdata()[0] for line in ax.lines] for ax in (left, right))
+    assert of_spikes == [*dict.fromkeys(of_runs)] == sorted(set(of_runs)) and len(of_spikes) == 3
+    assert len(right.figure.legends[0].get_texts()) == 3 and right.get_legend() is None
+
+
 def test_without_spikes_the_highest_is_zero(plant, query):
     assert highest(plant({}, experiment="stability")) == 0
     frame = query(spike_heights)
-    assert frame["part"].tolist() == ["runs"] and "Loss spikes: none" in spike_heights.caption(
-        frame
-    )
+    assert frame["part"].tolist() == [
+        "runs"
+    ] and "Loss spikes: AdamW 0 in 1 runs" in spike_heights.caption(frame)
     drawn(spike_heights, frame)
 
 
