@@ -141,8 +141,8 @@ def _optimizer_faults(config: Config) -> Iterator[str]:
     if unknown:
         others = ",".join(name for name in statistics if name not in unknown)
         yield (
-            f"diagnostics.statistics: {', '.join(unknown)} would need the second moments of the "
-            f"gradients in 32 bits, which optimizer={optimizer.name} does not have; use "
+            f"diagnostics.statistics: {', '.join(unknown)} would need exact second moments of the "
+            f"gradients, which optimizer={optimizer.name} does not keep; use "
             f"diagnostics.statistics=[{others}]"
         )
 

@@ -92,8 +92,6 @@ class LibraryOptimizer(GuardedStep):
         values = {name: norms.new_zeros(len(self.params)) for name in STATISTICS}
         values["grad_norm"][rows] = norms
         values["grad_abs_max"][rows] = torch.stack(torch._foreach_norm(grads, math.inf))
-        if self.clip_norm is not None:
-            torch._foreach_mul_(grads, factor)
         finite, applied = torch.stack([norms.isfinite(), applied]).tolist()  # the host waits here
         for i, grad, is_finite, is_applied in zip(rows, grads, finite, applied, strict=True):
             if not is_finite:
@@ -101,6 +99,8 @@ class LibraryOptimizer(GuardedStep):
                 values["grad_nan"][i] = grad.isnan().sum()
             if not is_applied:
                 self.params[i].grad = None  # which the library leaves out
+        if self.clip_norm is not None:
+            torch._foreach_mul_(grads, factor)
         values["rms"].fill_(math.nan)
         if any(applied):
             self._update([i for i in rows if self.params[i].grad is not None], values)

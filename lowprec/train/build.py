@@ -1,6 +1,7 @@
 """Builds the objects of a run from a checked config and opened data."""
 
 import contextlib
+import inspect
 import math
 import os
 from collections.abc import Iterator
@@ -34,7 +35,7 @@ from lowprec.config.schema import (
     PrecisionConfig,
 )
 from lowprec.data.cache import DecodedCache
-from lowprec.data.loader import Batch, Batches, iterate
+from lowprec.data.loader import Batch, Batches, decode_caption, decode_image, iterate
 from lowprec.data.open import Data, num_workers
 from lowprec.data.order import SampleOrder
 from lowprec.data.shards import Shards
@@ -151,7 +152,8 @@ class Built:
         folder, tokenizer = self.config.data.cache, self.tokenizer
         if folder is None:
             return None
-        key = f"{shards.digest} {tokenizer.context_length} {tokenizer.vocab_size}"
+        code = "".join(map(inspect.getsource, (decode_image, decode_caption, Tokenizer)))
+        key = f"{shards.digest} {tokenizer.context_length} {tokenizer.vocab_size} {code}"
         size = image_size(self.task.model)
         return DecodedCache(folder, key, shards.num_samples, size, tokenizer.context_length)
 

@@ -98,8 +98,8 @@ class TrainState:
         _check_same(model, self.model.state_dict(), folder / "model.safetensors")
         moments = {}
         of_library = isinstance(self.optimizer, LibraryOptimizer)
-        like = {} if of_library else {key: self._parameters_with(key) for key in KINDS}
-        like = self.optimizer.tensors() if of_library else like
+        own = {} if of_library else {key: self._parameters_with(key) for key in KINDS}
+        like = self.optimizer.tensors() if of_library else own
         _refuse_other_optimizer(folder, like)
         for key, expected in like.items():
             moments[key] = _read_like(folder, key, expected)

@@ -91,7 +91,7 @@ BAD = {  # command: parts of its message
     "optimizer.on_warning={action:clip,beta2:0.5}": ("on_warning.beta2=0.5 does nothing without",),
     "optimizer.on_warning.action=beta2 optimizer.beta2_decay=0.5": ("beta2_decay=null",),
     "optimizer=adamw8bit_bnb diagnostics.statistics=[rms,grad_norm,u_max]": (
-        "diagnostics.statistics: rms, u_max would need the second moments",
+        "diagnostics.statistics: rms, u_max would need exact second moments",
         "use diagnostics.statistics=[grad_norm]",
     ),
     "optimizer=adagc diagnostics.statistics=[rms,u_max]": ("use diagnostics.statistics=[u_max]",),

@@ -10,7 +10,9 @@ from lowprec.data import loader
 from lowprec.data.cache import DecodedCache
 from lowprec.data.index import open_shards
 from lowprec.data.loader import Batches, iterate
+from lowprec.data.open import open_data
 from lowprec.data.order import SampleOrder
+from lowprec.train import build as building
 
 SIZE, COUNT, BAD = 12, 14, 3
 
@@ -77,6 +79,21 @@ def test_other_sizes_and_data_have_files_of_their_own(tmp_path):
     assert first.read(0) is not None
     for change in (("b", COUNT, SIZE, 8), ("a", COUNT + 1, SIZE, 8), ("a", COUNT, 2 * SIZE, 8)):
         assert DecodedCache(str(tmp_path), *change).read(0) is None
+
+
+def test_a_folder_that_cannot_be_used_is_a_fault_of_the_config(make, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="data.cache=.*/file: .*/file: File exists; use another"):
+        make(tmp_path / "file")
+
+
+def test_other_code_that_decodes_has_a_file_of_its_own(make_config, tmp_path, monkeypatch):
+    config = make_config({"data.cache": str(tmp_path)})
+    built = building.build(config, open_data(config))
+    next(built.batches_from(1))
+    monkeypatch.setattr(building, "decode_image", loader.random_box)
+    next(built.batches_from(1))
+    assert len(list(tmp_path.glob("*.decoded"))) == 2
 
 
 def test_too_small_a_disk_is_refused_and_a_full_one_is_no_error(make, tmp_path, monkeypatch):

@@ -107,6 +107,19 @@ def test_a_non_finite_gradient_is_never_applied(bad, skip):
     assert ours.steps == [1.0 + is_moved for is_moved in moved]
 
 
+def test_infinite_elements_are_counted_before_a_skipped_step_scales_them_by_0():
+    class Skip(torch.nn.Module):
+        def forward(self, norm, is_live):
+            return torch.zeros(())
+
+    ours = of_torch(make_groups(), skip="tensor", clip_norm=Skip())
+    set_grads(ours, 1)
+    ours.params[1].grad[0, :3] = math.inf
+    ours.step()
+    row = dict(zip(STATISTICS, ours.statistics[1].tolist(), strict=True))
+    assert (row["grad_inf"], row["grad_nan"]) == (3, 0)
+
+
 @pytest.mark.parametrize("veto", ["frozen", "found_inf"])
 def test_a_veto_prevents_the_update(veto):
     ours = of_torch(make_groups(), skip="tensor")
