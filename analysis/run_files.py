@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import yaml
 from upath import UPath
 
+from lowprec.config.check import REMOVED
 from lowprec.config.schema import Config, PrecisionConfig, SpikeConfig
 from lowprec.runs.identity import to_dict
 from lowprec.runs.read import (
@@ -231,7 +232,7 @@ def _read_config(run: Path) -> tuple[dict, str]:
     fault = "config.yaml is damaged"
     try:
         written = flatten(_parse_yaml(read_file(run / "config.yaml")))
-        config = DEFAULTS | written
+        config = DEFAULTS | REMOVED | written  # both kinds of records have the same keys
         wrong = [key for key in (*TEXTS, *NUMBERS) if not _is_of_its_type(key, config[key])]
         if all(key in written for key in TEXTS) and not wrong:
             label = PrecisionConfig(*(config[key] for key in PRECISION)).label

@@ -21,7 +21,6 @@ from lowprec.nn.recipe import RECIPES, Operand
 EXPERIMENT, BASELINES = "formats", "accuracy_vs_size"
 MEASURES = {"recall": "mean R@1 (%)", "validation_loss": "validation loss"}
 COLUMNS = (*curves.OF_A_RUN, "bits", "step_ms", "no_time", *MEASURES)
-SIMULATED, WAITS, UNKNOWN = "simulated", "waits for data", "not recorded"  # why there is no time
 MOST_WAITING = 0.05  # of the time: above this, the time per step is that of the data
 SCALE_BITS = {"float32": 32, "e8m0": 8, "e4m3": 8}
 APART = 0.3  # bits between methods
@@ -59,7 +58,7 @@ def query(runs: Runs) -> pd.DataFrame:
     medians = timing.groupby("run").median().astype(float)
     step_ms, waiting = (heads["run"].map(medians[name]) for name in medians)
     reasons = [is_simulated, step_ms.isna(), waiting > MOST_WAITING]
-    heads["no_time"] = np.select(reasons, [SIMULATED, UNKNOWN, WAITS], "")
+    heads["no_time"] = np.select(reasons, ["simulated", "not recorded", "waits for data"], "")
     heads["step_ms"] = step_ms.where(heads["no_time"] == "")
     return heads.sort_values("bits", ascending=False, kind="stable")[list(COLUMNS)]
 

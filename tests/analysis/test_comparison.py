@@ -2,6 +2,7 @@
 
 import numpy as np
 import pandas as pd
+import yaml
 
 from analysis import comparison, evidence, load_runs
 from analysis.curves import name_methods
@@ -94,6 +95,17 @@ def test_differences_are_paired_by_seed():
         pairs["mini_l"], "precision.label", "switchback", "bf16", "accuracy"
     )
     assert by_seed.to_dict() == {0: 1.0, 1: 0.5}
+
+
+def test_records_with_a_key_that_is_gone_are_compared_with_new_ones(make_run, tmp_path):
+    make_run(num_steps=20)
+    old = make_run(num_steps=20, recipe="switchback") / "config.yaml"
+    config = yaml.safe_load(old.read_text())
+    config["optimizer"]["paged"] = False
+    config["distributed"]["gather_with_grad"] = True
+    old.write_text(yaml.dump(config))
+    heads = load_runs(tmp_path / "runs").runs
+    assert len(comparison.matched(heads, "precision.label", ("bf16", "switchback"))) == 2
 
 
 def test_labels_say_in_which_setting_runs_of_one_recipe_differ():
