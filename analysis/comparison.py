@@ -19,6 +19,7 @@ MEASURED = ("data.digest", "init.digest", "gpu")  # what the run read and ran on
 ADDED = (  # in no digest unless set; a dot ends the name of a group
     "optimizer.zclip",
     "optimizer.skip_sigmas",
+    "optimizer.optim_bits",
     "optimizer.on_warning.",
     "precision_change.",
 )

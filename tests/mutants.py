@@ -34,6 +34,7 @@ MUTANTS = {  # function: (value of a call in its arguments `a`, tests that must 
     "lowprec.nn.attention:Attention._attend": ("a[1][..., :32]", "nn/test_attention.py"),
     "lowprec.optim.adamw_update:clipped_lr": ("a[0]", "optim/test_stable_adamw.py"),
     "lowprec.optim.adamw_update:Response.without_skipped": ("a[1]", "optim/test_on_warning.py"),
+    "lowprec.optim.eight_bit:quantize_": ("None", "optim/test_eight_bit.py"),
     "lowprec.optim.fused:first_unfit": ("None", "optim/test_fused.py"),
     "lowprec.train.build:Built.use_precision": ("None", "train/test_precision_change.py"),
     "lowprec.train.distributed:DistributedRanks.mean": ("a[1]", "distributed/test_gradients.py"),

@@ -168,6 +168,8 @@ def _warning_faults(optimizer: OptimizerConfig) -> Iterator[str]:
             f"{key}.threshold={threshold}: with beta2={beta2}, {warning.statistic} is at most "
             f"{largest:.3g}; use a lower threshold"
         )
+    if action != "clip" and optimizer.optim_bits == 8:
+        yield f"{key}.action={action} needs optimizer.optim_bits=32; 8 works with action=clip"
     if action == "beta2" and warning.beta2 >= beta2:
         yield f"{key}.beta2={warning.beta2} must be lower than optimizer.beta2={beta2}"
     if action != "beta2" and warning.beta2 != OFF.beta2:
@@ -183,6 +185,7 @@ def _conflicts(config: Config) -> Iterator[str]:
     sharded = "does not work with distributed=fsdp2, which shards the state; use ddp"
     conflicts = {
         f"{optimizer} {sharded}": of_library and fsdp2,
+        f"optimizer.optim_bits=8 {sharded}": config.optimizer.optim_bits == 8 and fsdp2,
         f"scaler=dynamic {sharded}": config.scaler.name == "dynamic" and fsdp2,
         f"diagnostics.recorder.enabled=true {sharded}": recorder and fsdp2,
         f"{optimizer} does not work with precision.autocast={autocast}: it does not compensate "
@@ -210,7 +213,7 @@ def _idle_faults(config: Config) -> Iterator[str]:
     high = recipes == {"high"}
     rule = config.optimizer
     clipped = rule.name == "stable_adamw" or rule.on_warning.action == "clip"
-    eight_bit = rule.name in EIGHT_BIT
+    eight_bit = rule.name in EIGHT_BIT or rule.optim_bits == 8
     owners = {  # key: whether it is used, and what uses it
         "scaler.init_scale": (scaled, "a scaler (dynamic or fixed)"),
         "scaler.max_skips": (scaled, "a scaler (dynamic or fixed)"),
@@ -226,8 +229,9 @@ def _idle_faults(config: Config) -> Iterator[str]:
         "optimizer.beta2": (rule.beta2_decay is None, "optimizer.beta2_decay=null"),
         "optimizer.beta2_decay": (rule.name not in LIBRARIES, "optimizer=adamw or stable_adamw"),
         "optimizer.clip_weight_decay": (clipped, "optimizer=stable_adamw"),
-        "optimizer.min_8bit_size": (eight_bit, f"optimizer={EIGHT_BIT[0]}"),
-        "optimizer.override_32bit": (eight_bit, f"optimizer={EIGHT_BIT[0]}"),
+        "optimizer.optim_bits": (rule.name not in LIBRARIES, "optimizer=adamw or stable_adamw"),
+        "optimizer.min_8bit_size": (eight_bit, "8-bit moments, optimizer.optim_bits=8"),
+        "optimizer.override_32bit": (eight_bit, "8-bit moments, optimizer.optim_bits=8"),
     }
     for key, (is_used, owner) in owners.items():
         group, _, name = key.partition(".")

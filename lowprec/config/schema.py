@@ -178,6 +178,7 @@ class OptimizerConfig:
     on_warning: WarningConfig = field(
         default_factory=WarningConfig, metadata={"doc": "response to a large RMS_t"}
     )
+    optim_bits: int = key(32, "bits of a moment of adamw or stable_adamw", choices=(8, 32))
     min_8bit_size: int = key(4096, "smallest tensor, in elements, with 8-bit moments", least=1)
     override_32bit: list[str] = key([], "modules with 32-bit moments, such as 'visual.conv*'")
     stable_embedding: bool = key(False, "Xavier init and layer norm for token embeddings")

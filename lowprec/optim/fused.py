@@ -10,6 +10,7 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from lowprec.optim.adamw_update import Hyperparameters, Response, clipped_lr, decay_factor
+from lowprec.optim.eight_bit import code_books
 from lowprec.optim.plain import Tensors
 from lowprec.optim.statistics import GradientSums, ShardReduction, StepSums, index_on
 from lowprec.optim.triton_adamw import _gradients_kernel, _reduce_kernel, _step_kernel
@@ -30,11 +31,13 @@ class FusedStep:
 
     def __init__(self, tensors: Tensors, shards: ShardReduction, addresses: "AddressTables"):
         dtypes: dict[tuple, list[int]] = {}
-        for i, (p, g) in enumerate(zip(tensors.params, tensors.grads, strict=True)):
-            dtypes.setdefault((p.dtype, g.dtype), []).append(i)
+        for i, (p, g, v, *_) in enumerate(zip(*tensors, strict=True)):
+            dtypes.setdefault((p.dtype, g.dtype, v.dtype), []).append(i)
         device = tensors.params[0].device
         self.shards = shards
-        self.launchers = [_Launcher(tensors, tuple(rows), addresses) for rows in dtypes.values()]
+        self.launchers = [
+            _Launcher(tensors, tuple(rows), addresses, kind) for kind, rows in dtypes.items()
+        ]
         self.order = _inverse(tuple(i for rows in dtypes.values() for i in rows), device)
 
     def gradients(self, factor: Tensor) -> GradientSums:
@@ -89,9 +92,11 @@ class FusedStep:
 
 
 class _Launcher:
-    """Launches the kernels for the tensors of one pair of dtypes."""
+    """Launches the kernels for tensors with the same dtypes of parameter, gradient and moments."""
 
-    def __init__(self, tensors: Tensors, rows: tuple[int, ...], addresses: "AddressTables"):
+    def __init__(
+        self, tensors: Tensors, rows: tuple[int, ...], addresses: "AddressTables", kind: tuple
+    ):
         params, grads = tensors.params, tensors.grads
         self.device = params[0].device
         self.rows = None if len(rows) == len(params) else index_on(rows, self.device)
@@ -99,8 +104,11 @@ class _Launcher:
         pointers = tuple(
             0 if column[i] is None else column[i].data_ptr() for column in tensors for i in rows
         )
+        self.is_8bit = tensors.exp_avgs[rows[0]].dtype == torch.uint8
+        if self.is_8bit:
+            pointers += (code_books(self.device).data_ptr(),) * len(rows)
         self.aligned = all(pointer % 16 == 0 for pointer in pointers)
-        self.addresses = addresses.on_device(pointers, self.device)
+        self.addresses = addresses.on_device(pointers, self.device, kind)
         self.layout = _layout(tuple(params[i].numel() for i in rows), self.device)
         self.count = len(rows)
 
@@ -109,12 +117,18 @@ class _Launcher:
         return self._launch(_gradients_kernel, factor, 3, 1, TYPE=self.grad_type)
 
     def step(self, values: Tensor, moments: bool, update: bool) -> Tensor:
-        """Totals of a pass over moments, parameters or both; `values` [all tensors, 7]."""
+        """Totals of a pass over moments, parameters or both; `values` [all tensors, 7].
+
+        8-bit moments are written by the pass over the parameters, which computes them again: the
+        update is by moments that are not rounded yet, as in a single pass.
+        """
+        if self.is_8bit and not moments:
+            return self.step(values, moments=True, update=True)[:, 2:4]
         if self.rows is not None:
             values = values[self.rows]
         types = {"P_TYPE": self.param_type, "G_TYPE": self.grad_type}
         num_sums = 2 * moments + 2 * update
-        passes = {"MOMENTS": moments, "UPDATE": update}
+        passes = {"MOMENTS": moments, "UPDATE": update, "EIGHT_BIT": self.is_8bit}
         return self._launch(_step_kernel, values, num_sums, 2 * moments, **types, **passes)
 
     def _launch(
@@ -168,21 +182,21 @@ class AddressTables:
 
     def __init__(self):
         self._known: dict[tuple[int, ...], Tensor] = {}
-        self._spare: dict[int, Tensor] = {}
+        self._spare: dict[tuple, Tensor] = {}
         self._captured: list[Tensor] = []
 
-    def on_device(self, pointers: Sequence[int], device: torch.device) -> Tensor:
-        """int64 [len(pointers)] on the device."""
+    def on_device(self, pointers: Sequence[int], device: torch.device, kind: tuple) -> Tensor:
+        """int64 [len(pointers)] on the device; a step has one table of each kind."""
         if device.type != "cuda":
             return torch.tensor(pointers)
         size = len(pointers)
         if torch.cuda.is_current_stream_capturing():
-            host = self._spare.pop(size)
+            host = self._spare.pop((kind, size))
             self._captured.append(host)
             host.copy_(torch.tensor(pointers))
             return host.to(device, non_blocking=True)
-        if size not in self._spare:
-            self._spare[size] = torch.empty(size, dtype=torch.int64, pin_memory=True)
+        if (kind, size) not in self._spare:
+            self._spare[kind, size] = torch.empty(size, dtype=torch.int64, pin_memory=True)
         if pointers not in self._known:
             if len(self._known) > 8:
                 self._known.clear()
@@ -200,7 +214,7 @@ def first_unfit(tensors: Tensors) -> int | None:
     device = tensors.params[0].device
     if device.type not in DEVICES:
         return 0
-    for i, (p, *others) in enumerate(zip(*tensors, strict=True)):
+    for i, (p, *others) in enumerate(zip(*tensors[:5], strict=True)):  # scales are always dense
         others = [x for x in others if x is not None]
         fits = p.device == device and p.dtype in TYPES and others[0].dtype in TYPES
         if not (fits and _is_dense(p) and all(_has_order_of(p, x) for x in others)):

@@ -15,10 +15,10 @@ from torch.optim import AdamW, Optimizer
 
 from lowprec.config.schema import LIBRARIES, OF_SECOND_MOMENT, STATISTICS
 from lowprec.optim.clipping import GuardedStep, SkipStep, ZClip
+from lowprec.optim.eight_bit import BLOCK
 from lowprec.optim.schedules import matching
 from lowprec.optim.state import MOMENTS
 
-BLOCK = 256  # elements that share a scale, in both 8-bit libraries by default
 SCALARS = {  # class: 0-d tensors that the state of a parameter begins with
     "AdaGC": {"gamma": math.inf},  # the library's first one is the least so far
     "StableSPAM": {"m_norm_t": 0.0, "v_norm_t": 0.0, "m_max_t": 0.0},

@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from lowprec.optim.adamw_update import Hyperparameters, Response, stable_adamw_update, wide
+from lowprec.optim.eight_bit import dequantize, quantize_
 from lowprec.optim.statistics import GradientSums, ShardReduction, StepSums
 
 
 class Tensors(NamedTuple):
     """What a step reads and writes of the tensors that have a gradient, or of their local shards.
 
-    Moments are float32, float64 for float64.
+    Moments are float32, float64 for float64, or codes with scales: see `eight_bit`.
     """
 
     params: list[Tensor]
@@ -21,6 +22,8 @@ class Tensors(NamedTuple):
     exp_avgs: list[Tensor]
     exp_avg_sqs: list[Tensor]
     compensations: list[Tensor | None]  # None: not a 16-bit parameter
+    exp_avg_scales: list[Tensor | None]  # None: not 8-bit moments
+    exp_avg_sq_scales: list[Tensor | None]
 
 
 class PlainStep:
@@ -50,17 +53,20 @@ class PlainStep:
         """
         factor = factor.to(h.lr.dtype)
         rms, sums = [], []
-        for i, (param, grad, exp_avg, exp_avg_sq, lost) in enumerate(
-            zip(*self.tensors, strict=True)
-        ):
+        for i, (param, grad, v, u, lost, *scales) in enumerate(zip(*self.tensors, strict=True)):
             values = Hyperparameters(*(value[i] for value in h))
             grad = torch.where(values.apply > 0, wide(grad) * factor, 0.0)
-            of_tensor = (param, grad, exp_avg, exp_avg_sq)
+            coded = [(v, scales[0], True), (u, scales[1], False)] if scales[0] is not None else []
+            moments = [dequantize(*codes) for codes in coded] or [v, u]
             mean_square = partial(self._mean_square, i, sizes[i])
             own = response and response._replace(beta2_ratio=response.beta2_ratio[i])
-            rms_t, update = stable_adamw_update(*of_tensor, values, mean_square, lost, own)
+            rms_t, update = stable_adamw_update(
+                param, grad, *moments, values, mean_square, lost, own
+            )
+            for codes, moment in zip(coded, moments, strict=False):
+                quantize_(*codes, moment, values.apply)
             rms.append(rms_t)
-            sums.append(StepSums.of(exp_avg_sq, update, param))
+            sums.append(StepSums.of(moments[1], update, param))
         return torch.stack(rms), self.shards.totals(StepSums, sums)
 
     def _mean_square(self, i: int, size: Tensor, x: Tensor) -> Tensor:

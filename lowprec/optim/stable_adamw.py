@@ -7,10 +7,11 @@ device.
 
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lowprec.optim.adamw_update import (
     Hyperparameters,
@@ -22,11 +23,13 @@ from lowprec.optim.adamw_update import (
 from lowprec.optim.clipping import GuardedStep, SkipStep, ZClip
 from lowprec.optim.fused import AddressTables, FusedStep, first_unfit
 from lowprec.optim.plain import PlainStep, Tensors
+from lowprec.optim.schedules import matching
 from lowprec.optim.state import (
     FOREIGN,
-    MOMENTS,
     OWN_OPTIONS,
+    TENSORS,
     adamw_state,
+    can_be_8bit,
     check_is_adamw,
     check_options,
     is_positive_or_none,
@@ -65,6 +68,10 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
             its state out, so save `clip_norm.state_dict()`.
         on_warning: for AdamW (`clip_threshold=None`), what happens to a tensor whose RMS_t exceeds
             a threshold, in that step: see `OnWarning`.
+        optim_bits: 8 keeps both moments in 2.03 bytes per parameter instead of 8: see `eight_bit`.
+            Update and statistics are computed before moments are rounded. Parameters that are
+            float64, not contiguous, smaller than `min_8bit_size` elements or, by name or module, in
+            `override_32bit` keep their moments. ValueError if a parameter is sharded.
         skip: which tensors a gradient with a non-finite norm leaves unchanged: all of them
             ("step") or only its own ("tensor").
         fused: None uses the Triton kernels if all tensors are dense, float32, bfloat16 or float16,
@@ -91,10 +98,11 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
     the paper's runs they do. Where betas change during training (OneCycleLR's `cycle_momentum`),
     moments stay weighted means of the gradients; torch's AdamW then differs.
 
-    `state[p]` holds the debiased moments exp_avg and exp_avg_sq in float32 (float64 for float64),
-    the count `updates` and, for a 16-bit parameter, `compensation` (see `add_compensated_`). The
-    count is not called step, so that torch's AdamW does not mistake our moments for its own: it
-    loads `adamw_state_dict()`.
+    `state[p]` holds the debiased moments exp_avg and exp_avg_sq in float32 (float64 for float64; as
+    8-bit moments uint8, with float32 scales exp_avg_scale and exp_avg_sq_scale), the count
+    `updates` and, for a 16-bit parameter, `compensation` (see `add_compensated_`). The count is not
+    called step, so that torch's AdamW does not mistake our moments for its own: it loads
+    `adamw_state_dict()`.
 
     Source: Algorithm 2, arXiv:2304.13013.
     """
@@ -102,7 +110,10 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
     statistics: Tensor | None = None
 
     _step_supports_amp_scaling = True  # torch.amp.GradScaler then leaves unscaling to step()
-    _copied = ("clip_norm", "on_warning", "skip", "fused", "frozen")  # with a copy or a pickle
+    _copied = (  # with a copy or a pickle
+        *("clip_norm", "on_warning", "skip", "fused", "frozen"),
+        *("optim_bits", "min_8bit_size", "override_32bit"),
+    )
 
     def __init__(
         self,
@@ -118,6 +129,9 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
         beta2_decay: float | None = None,
         clip_norm: float | ZClip | SkipStep | None = None,
         on_warning: OnWarning | None = None,
+        optim_bits: int = 32,
+        min_8bit_size: int = 4096,
+        override_32bit: Sequence[str] = (),
         skip: str = "step",
         fused: bool | None = None,
         foreach: bool | None = None,
@@ -129,13 +143,20 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
             raise ValueError(f"skip={skip!r} must be step or tensor")
         if not (isinstance(clip_norm, torch.nn.Module) or is_positive_or_none(clip_norm)):
             raise ValueError(f"clip_norm={clip_norm} must be None or a number > 0")
+        if optim_bits not in (8, 32):
+            raise ValueError(f"optim_bits={optim_bits} must be 8 or 32")
+        if optim_bits == 8 and on_warning and on_warning.action != "clip":
+            raise ValueError(f"on_warning={on_warning.action} needs optim_bits=32")
         self.clip_norm, self.skip, self.fused = clip_norm, skip, fused
+        self.optim_bits, self.min_8bit_size = optim_bits, min_8bit_size
+        self.override_32bit = tuple(override_32bit)
         self.on_warning = on_warning
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"amsgrad": amsgrad, "maximize": maximize, "differentiable": differentiable}
         own_options = (clip_threshold, clip_weight_decay, beta2_decay)
         defaults |= dict(zip(OWN_OPTIONS, own_options, strict=True))
         super().__init__(params, defaults)
+        self._with_8bit_moments()  # names are checked
 
     def add_param_group(self, param_group: dict) -> None:
         """As in torch; ValueError if an option is out of range."""
@@ -195,11 +216,10 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
     def _plain_or_fused(self, params: list[Tensor], rows: tuple[int, ...]) -> PlainStep | FusedStep:
         """What updates these parameters, `rows` among all."""
         states = self._states(params, rows)
-        kinds = (*MOMENTS, "compensation")
         tensors = Tensors(
             [local(p) for p in params],
             [local(p.grad) for p in params],
-            *([local(state.get(kind)) for state in states] for kind in kinds),
+            *([local(state.get(kind)) for state in states] for kind in TENSORS),
         )
         for p, grad in zip(params, tensors.grads, strict=True):
             if p.is_complex() or grad.layout != torch.strided:
@@ -266,10 +286,32 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
     def _states(self, params: list[Tensor], rows: tuple[int, ...]) -> list[dict]:
         """States of these parameters, `rows` among all; a new one is zero."""
         counts = self._counts()
-        for i, p in zip(rows, params, strict=True):
-            if "exp_avg" not in self.state[p]:
-                self.state[p].update(zero_state(p), updates=counts[i].zero_())
+        if any("exp_avg" not in self.state[p] for p in params):
+            are_8bit = self._with_8bit_moments()
+            for i, p in zip(rows, params, strict=True):
+                if "exp_avg" not in self.state[p]:
+                    self.state[p].update(zero_state(p, p in are_8bit), updates=counts[i].zero_())
         return [self.state[p] for p in params]
+
+    def _with_8bit_moments(self) -> set[Tensor]:
+        """Parameters with 8-bit moments; ValueError if one is sharded or a pattern matches none."""
+        if self.optim_bits == 32:
+            return set()
+        params, names = self._params(), self.override_32bit and self.names
+        wide = matching(names, self.override_32bit)
+        wide = {p for p, name in zip(params, names, strict=False) if name in wide}
+        sharded = [p for p in params if isinstance(p, DTensor)]
+        if sharded:
+            raise ValueError(f"optim_bits=8: {self._describe(sharded[0])} is sharded")
+        return {p for p in params if p not in wide and can_be_8bit(p, self.min_8bit_size)}
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """The tensors of the state, by kind (TENSORS) and parameter's name; new ones are zero."""
+        params = self._params()
+        states = self._states(params, tuple(range(len(params))))
+        pairs = list(zip(self.names, states, strict=True))
+        kinds = {kind: {name: s[kind] for name, s in pairs if kind in s} for kind in TENSORS}
+        return {kind: tensors for kind, tensors in kinds.items() if tensors}
 
     def _counts(self) -> Tensor:
         """Updates, float32 [tensors] on the device; `updates` of each state is a view."""
@@ -330,9 +372,9 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
                 group.setdefault(name, own_group[name])
             check_options(group, self.on_warning)
         numbers = [(n, group["betas"]) for group in groups for n in group["params"]]
-        saved = state_dict["state"]
+        saved, are_8bit = state_dict["state"], self._with_8bit_moments()
         states = {
-            p: loaded_state(p, self._describe(p), saved[n], betas)
+            p: loaded_state(p, self._describe(p), saved[n], betas, p in are_8bit)
             for p, (n, betas) in zip(self._params(), numbers, strict=False)
             if n in saved
         }

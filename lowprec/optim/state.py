@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from lowprec.optim.adamw_update import OnWarning, wide_dtype
+from lowprec.optim.eight_bit import BLOCK, dequantize
 
 OWN_OPTIONS = ("clip_threshold", "clip_weight_decay", "beta2_decay")  # torch's AdamW has none
 UNSUPPORTED = ("amsgrad", "maximize", "differentiable")  # options of torch's AdamW
 MOMENTS = ("exp_avg", "exp_avg_sq")
-KINDS = {"step", "updates", "compensation", *MOMENTS}
+SCALES = ("exp_avg_scale", "exp_avg_sq_scale")  # of 8-bit moments
+TENSORS = (*MOMENTS, "compensation", *SCALES)  # of a parameter's state
 FOREIGN = "only StableAdamW's and torch.optim.AdamW's states (no amsgrad or maximize) can be loaded"
 
 
@@ -60,12 +62,23 @@ def lr_on_device(lr: float | Tensor, device: torch.device) -> Tensor:
     return torch.full((), lr, device=device, dtype=torch.float64)
 
 
-def zero_state(p: Tensor) -> dict[str, Tensor]:
-    """Moments, and for a 16-bit parameter the compensation, in the parameter's order in memory."""
-    dtypes = dict.fromkeys(MOMENTS, wide_dtype(p))
+def zero_state(p: Tensor, is_8bit: bool = False) -> dict[str, Tensor]:
+    """Moments, and for a 16-bit parameter the compensation, in the parameter's order in memory.
+
+    8-bit moments are uint8 codes, with a float32 scale for each `BLOCK`.
+    """
+    dtypes = dict.fromkeys(MOMENTS, torch.uint8 if is_8bit else wide_dtype(p))
     if wide_dtype(p) != p.dtype:
         dtypes["compensation"] = p.dtype
-    return {name: torch.zeros_like(p, dtype=dtype) for name, dtype in dtypes.items()}
+    state = {name: torch.zeros_like(p, dtype=dtype) for name, dtype in dtypes.items()}
+    blocks = -(-p.numel() // BLOCK)
+    scales = {name: p.new_zeros(blocks, dtype=torch.float32) for name in SCALES if is_8bit}
+    return state | scales
+
+
+def can_be_8bit(p: Tensor, min_size: int) -> bool:
+    """Whether a parameter of at least `min_size` elements can have 8-bit moments."""
+    return p.numel() >= min_size and p.is_contiguous() and wide_dtype(p) == torch.float32
 
 
 def check_is_adamw(group: dict) -> None:
@@ -76,16 +89,21 @@ def check_is_adamw(group: dict) -> None:
         raise ValueError(f"{FOREIGN}; a group of this one has the options {', '.join(group)}")
 
 
-def loaded_state(p: Tensor, name: str, saved: dict, betas: tuple) -> dict[str, Tensor]:
+def loaded_state(
+    p: Tensor, name: str, saved: dict, betas: tuple, is_8bit: bool
+) -> dict[str, Tensor]:
     """A state that shares no memory with the saved one; ValueError if that does not fit `p`."""
     count = saved.keys() & {"updates", "step"}
-    if not count or not {*MOMENTS} <= saved.keys() <= KINDS:
+    if not count or not {*MOMENTS} <= saved.keys() <= {"step", "updates", *TENSORS}:
         raise ValueError(f"{FOREIGN}; {name} has {', '.join(map(str, saved)) or 'no moments'}")
     for kind in MOMENTS:
         if saved[kind].shape != p.shape:
             shapes = f"{tuple(saved[kind].shape)}, not {tuple(p.shape)}"
             raise ValueError(f"{kind} of {name} has the shape {shapes}")
-    state = zero_state(p)
+    if is_8bit != ("exp_avg_scale" in saved):
+        saved_bits, bits = (32, 8) if is_8bit else (8, 32)
+        raise ValueError(f"{name} has {saved_bits}-bit moments in this state, not {bits}-bit ones")
+    state = zero_state(p, is_8bit)
     for kind in state.keys() & saved.keys():
         state[kind].copy_(saved[kind])
     t = torch.as_tensor(saved[count.pop()], dtype=torch.float64)
@@ -96,10 +114,12 @@ def loaded_state(p: Tensor, name: str, saved: dict, betas: tuple) -> dict[str, T
 
 
 def adamw_state(state: dict, betas: tuple) -> dict[str, Tensor]:
-    """One of our states in torch.optim.AdamW's layout."""
+    """One of our states in torch.optim.AdamW's layout, with 32-bit moments."""
     t = float(state["updates"])
-    moments = zip(MOMENTS, betas, strict=True)
-    return {
-        "step": torch.tensor(t),
-        **{kind: state[kind] * (1 - beta**t) for kind, beta in moments},
-    }
+    adamw = {"step": torch.tensor(t)}
+    for kind, scale, beta, is_signed in zip(MOMENTS, SCALES, betas, (True, False), strict=True):
+        moment = state[kind]
+        if scale in state:
+            moment = dequantize(moment, state[scale], is_signed)
+        adamw[kind] = moment * (1 - beta**t)
+    return adamw

@@ -9,7 +9,12 @@ defines the numbers, `fused` launches the kernels.
 import triton
 import triton.language as tl
 
-P, G, V, U, C = (tl.constexpr(i) for i in range(5))  # rows of the table of addresses
+from lowprec.optim import eight_bit
+from lowprec.optim.eight_bit import decoded, encoded
+
+# rows of the table of addresses: those of `plain.Tensors` and, with 8-bit moments, code books
+P, G, V, U, C, V_SCALES, U_SCALES, BOOKS = (tl.constexpr(i) for i in range(8))
+BLOCK, BOOK_SIZE = tl.constexpr(eight_bit.BLOCK), tl.constexpr(eight_bit.SIZE)
 
 
 @triton.jit
@@ -74,26 +79,61 @@ def _gradients_kernel(
 
 
 @triton.jit
+def _pointers_8bit(
+    addresses_ptr, row, tensor, N, start, offsets, SIGNED: tl.constexpr, ALIGNED: tl.constexpr
+):
+    """Pointers to a chunk's codes, to its first scale and to the code book."""
+    codes_ptr = _pointers(addresses_ptr, row, tensor, N, start, offsets, tl.uint8, ALIGNED)
+    scales_row = row + (V_SCALES - V)
+    scales_ptr = tl.load(addresses_ptr + scales_row * N + tensor).to(tl.pointer_type(tl.float32))
+    book_ptr = tl.load(addresses_ptr + BOOKS * N + tensor).to(tl.pointer_type(tl.float32))
+    return codes_ptr, scales_ptr + start // BLOCK, book_ptr + BOOK_SIZE * SIGNED
+
+
+@triton.jit
+def _store_8bit(
+    codes_ptr, scales_ptr, book_ptr, x, left,
+    SIGNED: tl.constexpr, CHUNK: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    codes, scales = encoded(x, book_ptr, SIGNED, CHUNK)
+    offsets, blocks = tl.arange(0, CHUNK), tl.arange(0, CHUNK // BLOCK)
+    _store(codes_ptr, codes, offsets < left, WHOLE)
+    _store(scales_ptr + blocks, scales, blocks * BLOCK < left, WHOLE)
+
+
+@triton.jit
 def _step_chunk(
     addresses_ptr, coefficients_ptr, parts_ptr, tensor, start, left, N,
     P_TYPE: tl.constexpr, G_TYPE: tl.constexpr, ALIGNED: tl.constexpr, MOMENTS: tl.constexpr,
-    UPDATE: tl.constexpr, CHUNK: tl.constexpr, WHOLE: tl.constexpr,
+    UPDATE: tl.constexpr, EIGHT_BIT: tl.constexpr, CHUNK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     at = coefficients_ptr + 7 * tensor
     apply, eps = tl.load(at) > 0, tl.load(at + 4)
     offsets = tl.arange(0, CHUNK)
     mask = offsets < left
-    v_ptr = _pointers(addresses_ptr, V, tensor, N, start, offsets, tl.float32, ALIGNED)
-    u_ptr = _pointers(addresses_ptr, U, tensor, N, start, offsets, tl.float32, ALIGNED)
-    v, u = _load(v_ptr, mask, WHOLE), _load(u_ptr, mask, WHOLE)
+    if EIGHT_BIT:
+        at_v = _pointers_8bit(addresses_ptr, V, tensor, N, start, offsets, True, ALIGNED)
+        at_u = _pointers_8bit(addresses_ptr, U, tensor, N, start, offsets, False, ALIGNED)
+        v = decoded(_load(at_v[0], mask, WHOLE), at_v[1], at_v[2], offsets, mask)
+        u = decoded(_load(at_u[0], mask, WHOLE), at_u[1], at_u[2], offsets, mask)
+    else:
+        v_ptr = _pointers(addresses_ptr, V, tensor, N, start, offsets, tl.float32, ALIGNED)
+        u_ptr = _pointers(addresses_ptr, U, tensor, N, start, offsets, tl.float32, ALIGNED)
+        v, u = _load(v_ptr, mask, WHOLE), _load(u_ptr, mask, WHOLE)
     if MOMENTS:
         factor, beta1, beta2 = tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
         g_ptr = _pointers(addresses_ptr, G, tensor, N, start, offsets, G_TYPE, ALIGNED)
         g = tl.where(apply, _load(g_ptr, mask, WHOLE) * factor, 0.0)
         v = beta1 * v + (1 - beta1) * g
         u = beta2 * u + (1 - beta2) * g * g
-        _store(v_ptr, v, mask, WHOLE)
-        _store(u_ptr, u, mask, WHOLE)
+        if not EIGHT_BIT:
+            _store(v_ptr, v, mask, WHOLE)
+            _store(u_ptr, u, mask, WHOLE)
+        elif UPDATE:
+            if apply:
+                tl.debug_barrier()  # other threads have read what this one overwrites
+                _store_8bit(at_v[0], at_v[1], at_v[2], v, left, True, CHUNK, WHOLE)
+                _store_8bit(at_u[0], at_u[1], at_u[2], u, left, False, CHUNK, WHOLE)
         ratio = g / tl.maximum(tl.sqrt_rn(u), eps)
         tl.store(parts_ptr, tl.sum(ratio * ratio))
         tl.store(parts_ptr + 1, tl.sum(u))
@@ -123,7 +163,7 @@ def _step_chunk(
 def _step_kernel(
     addresses_ptr, sizes_ptr, chunk_tensors_ptr, chunk_starts_ptr, coefficients_ptr, parts_ptr, N,
     P_TYPE: tl.constexpr, G_TYPE: tl.constexpr, ALIGNED: tl.constexpr, MOMENTS: tl.constexpr,
-    UPDATE: tl.constexpr, CHUNK: tl.constexpr,
+    UPDATE: tl.constexpr, EIGHT_BIT: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     tensor = tl.load(chunk_tensors_ptr + tl.program_id(0))
     start = tl.load(chunk_starts_ptr + tl.program_id(0))
@@ -132,12 +172,12 @@ def _step_kernel(
     if left == CHUNK:
         _step_chunk(
             addresses_ptr, coefficients_ptr, parts, tensor, start, left, N,
-            P_TYPE, G_TYPE, ALIGNED, MOMENTS, UPDATE, CHUNK, True,
+            P_TYPE, G_TYPE, ALIGNED, MOMENTS, UPDATE, EIGHT_BIT, CHUNK, True,
         )  # fmt: skip
     else:
         _step_chunk(
             addresses_ptr, coefficients_ptr, parts, tensor, start, left, N,
-            P_TYPE, G_TYPE, ALIGNED, MOMENTS, UPDATE, CHUNK, False,
+            P_TYPE, G_TYPE, ALIGNED, MOMENTS, UPDATE, EIGHT_BIT, CHUNK, False,
         )  # fmt: skip
 
 

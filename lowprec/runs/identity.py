@@ -38,7 +38,8 @@ def identity(config: Any) -> dict:
         del marked["num_steps"]
     if config.data.name == "stream":
         marked["save_every"] = config.save_every
-    for name in ("lr_scale", "zclip", "skip_sigmas", "on_warning"):  # unknown to old runs
+    unknown = ("lr_scale", "zclip", "skip_sigmas", "on_warning", "optim_bits")  # to old runs
+    for name in unknown:
         if getattr(config.optimizer, name) in ({}, getattr(OptimizerConfig(), name)):
             del marked["optimizer"][name]
     if config.precision_change == PrecisionChangeConfig():

@@ -317,25 +317,25 @@ def build_optimizer(config: Config, model: nn.Module) -> StableAdamW | LibraryOp
     common = {"lr": rule.lr, "betas": (rule.beta1, rule.beta2), "eps": rule.eps}
     skip = "tensor" if config.scaler.name == "fixed" else "step"
     clip_norm = _clip_norm(rule, groups[0]["params"][0][1].device)
-    if rule.name not in LIBRARIES:
-        return StableAdamW(
-            groups,
-            clip_threshold=rule.clip_threshold,
-            clip_weight_decay=rule.clip_weight_decay,
-            beta2_decay=rule.beta2_decay,
-            clip_norm=clip_norm,
-            on_warning=_on_warning(rule),
-            skip=skip,
-            **common,
-        )
     options = {"clip_norm": clip_norm, "skip": skip}
-    if rule.name in EIGHT_BIT:
+    if rule.name in EIGHT_BIT or rule.optim_bits == 8:
         embedding = ["*token_embedding"] if rule.stable_embedding else []
         options["min_8bit_size"] = rule.min_8bit_size
         options["override_32bit"] = [*rule.override_32bit, *embedding]
     key = "optimizer.override_32bit" if rule.override_32bit else f"optimizer={rule.name}"
     with _faults_of(key):
-        return LibraryOptimizer(rule.name, groups, common, **options)
+        if rule.name in LIBRARIES:
+            return LibraryOptimizer(rule.name, groups, common, **options)
+        return StableAdamW(
+            groups,
+            clip_threshold=rule.clip_threshold,
+            clip_weight_decay=rule.clip_weight_decay,
+            beta2_decay=rule.beta2_decay,
+            on_warning=_on_warning(rule),
+            optim_bits=rule.optim_bits,
+            **common,
+            **options,
+        )
 
 
 def _clip_norm(rule: OptimizerConfig, device: torch.device) -> float | ZClip | SkipStep | None:

@@ -17,14 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lowprec.optim.adamw_update import wide_dtype
 from lowprec.optim.libraries import LibraryOptimizer
 from lowprec.optim.stable_adamw import StableAdamW
-from lowprec.optim.state import MOMENTS
 from lowprec.runs.attempts import CheckpointError
 from lowprec.train.distributed import ONE_PROCESS, Ranks
 
-KINDS = (*MOMENTS, "compensation")  # of optimizer tensors; the last for 16-bit parameters only
 NOT_MOMENTS = {"model", "rng", "clipping"}  # other files with tensors
 SUFFIX = ".safetensors"
 DTYPES = {  # the format's name of each dtype; source: the safetensors README
@@ -97,18 +94,13 @@ class TrainState:
         model = _read_like(folder, "model", self.model.state_dict())
         _check_same(model, self.model.state_dict(), folder / "model.safetensors")
         moments = {}
-        of_library = isinstance(self.optimizer, LibraryOptimizer)
-        own = {} if of_library else {key: self._parameters_with(key) for key in KINDS}
-        like = self.optimizer.tensors() if of_library else own
+        like = self.optimizer.tensors()
         _refuse_other_optimizer(folder, like)
         for key, expected in like.items():
             moments[key] = _read_like(folder, key, expected)
             _check_same(moments[key], expected, folder / f"{key}{SUFFIX}")
         state = json.loads((folder / "state.json").read_text())
-        if of_library:
-            self._load_library(moments, folder)
-        else:
-            self._load_moments(moments)
+        self._load_moments(moments, folder)
         self.optimizer.steps = state["steps"]
         for name, tensor in self.model.state_dict().items():
             _local(tensor).copy_(_local(model[name]))
@@ -132,29 +124,22 @@ class TrainState:
         return policy.state_dict() if isinstance(policy, nn.Module) else {}
 
     def _moments(self) -> dict[str, dict[str, Tensor]]:
-        """The optimizer's tensors that this rank writes, by file and name."""
-        if isinstance(self.optimizer, LibraryOptimizer):
-            return self.optimizer.tensors()
-        return {key: self._own_moments(key) for key in KINDS}
+        """The optimizer's tensors that this rank writes, by file and name.
 
-    def _own_moments(self, key: str) -> dict[str, Tensor]:
-        """This rank's rows of sharded tensors; unsharded tensors belong to rank 0."""
-        own = {}
-        for name, parameter in self._parameters_with(key).items():
-            dtype = parameter.dtype if key == "compensation" else wide_dtype(parameter)
-            zero = torch.zeros_like(parameter, dtype=dtype)
-            tensor = _local(self.optimizer.state[parameter].get(key, zero))
-            if tensor.numel() and (isinstance(parameter, DTensor) or self.world.is_first):
-                own[name] = tensor
-        return own
+        They are its rows of sharded tensors; unsharded tensors belong to rank 0.
+        """
+        first = self.world.is_first
+        return {
+            key: {
+                name: _local(x)
+                for name, x in tensors.items()
+                if (first or isinstance(x, DTensor)) and _local(x).numel()
+            }
+            for key, tensors in self.optimizer.tensors().items()
+        }
 
-    def _load_moments(self, moments: dict[str, dict[str, Tensor]]) -> None:
-        for key, tensors in moments.items():
-            for name, parameter in self._parameters_with(key).items():
-                self.optimizer.state[parameter][key] = tensors[name].to(parameter.device)
-
-    def _load_library(self, moments: dict[str, dict[str, Tensor]], folder: Path) -> None:
-        """Copies into the library's own tensors."""
+    def _load_moments(self, moments: dict[str, dict[str, Tensor]], folder: Path) -> None:
+        """Copies into the optimizer's own tensors."""
         triples = [
             (key, tensor, moments[key][name])
             for key, tensors in self.optimizer.tensors().items()
@@ -168,15 +153,7 @@ class TrainState:
                     "optimizer's; resume with the library version that began the run"
                 )
         for _, tensor, saved in triples:
-            tensor.copy_(saved)
-
-    def _parameters_with(self, key: str) -> dict[str, nn.Parameter]:
-        """The parameters for which the optimizer keeps a tensor of this kind, by name."""
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        named = dict(zip(self.optimizer.names, parameters, strict=True))
-        if key != "compensation":
-            return named
-        return {name: p for name, p in named.items() if p.dtype != wide_dtype(p)}
+            _local(tensor).copy_(_local(saved))
 
 
 def _refuse_other_optimizer(folder: Path, like: dict[str, dict]) -> None:

@@ -30,6 +30,7 @@ CHANGES = {
     "optimizer.eps": 1e-8,
     "optimizer.beta1": 0.8,
     "optimizer.on_warning.action": "skip",
+    "optimizer.optim_bits": 8,
     "precision_change.step": 900,
     "precision_change.recipe": "high",
     "precision_change.autocast": "fp32",

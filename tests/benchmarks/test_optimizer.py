@@ -34,7 +34,9 @@ def test_cases_are_compared_with_torchs_fused_adamw(measure):
     assert base["ratio"] == 1 and base["correct"] is None
     for case in bench_optimizer.OURS:
         line = lines[case]
-        assert line["correct"] is True and line["state_bytes"] == pytest.approx(8, abs=0.01)
+        assert line["correct"] is True
+        few = "8-bit" in case and line["state_bytes"] < 3  # the tiny model has small tensors, too
+        assert few or line["state_bytes"] == pytest.approx(8, abs=0.01)
         assert line["ratio"] == pytest.approx(base["ms"] / line["ms"], rel=1e-3)
     for line in lines.values():
         assert line["ms"] or "ModuleNotFoundError" in line["reason"]
@@ -49,4 +51,4 @@ def test_optimizer_that_differs_from_its_definition_has_no_number(measure, lines
     with pytest.raises(SystemExit, match="StableAdamW float32 .*, AdamW float32"):
         measure()
     wrong = {line["case"] for line in lines_of.lines if line["correct"] is False}
-    assert wrong == {"StableAdamW", "AdamW"}
+    assert wrong == {case for case in bench_optimizer.OURS if "definition" not in case}

@@ -68,6 +68,7 @@ def finished(ranks, make):
 
     def stochastic(name, steps):
         more = {"eval_every": 0, "precision.recipe": "nvfp4_rht_sr", "evaluation.name": "none"}
+        more |= {"optimizer.optim_bits": 8, "optimizer.min_8bit_size": 300}
         return config_of(make, f"stochastic_{name}", "ddp", steps, **more)
 
     two = [config_of(make, f"two_{kind}", kind) for kind in kinds]
@@ -126,7 +127,7 @@ def test_ranks_round_differently_without_bias_and_one_process_as_before(ranks):
     assert both < 0.3 * 0.3  # not the same errors twice
 
 
-def test_stochastic_rounding_of_several_processes_resumes_to_the_bit(finished):
+def test_stochastic_rounding_and_8_bit_moments_of_several_processes_resume_to_the_bit(finished):
     whole, parts = (finished[f"stochastic_{name}"] / "metrics.jsonl" for name in ("whole", "parts"))
     assert whole.read_bytes() == parts.read_bytes() and len(read_rows(whole)) == 4
 

@@ -71,12 +71,14 @@ def _gelu_backward(features, format):
     gelu.gelu_backward_quantize(_tensor(4096, features), _tensor(4096, features), format)
 
 
-def _optimizer(dtype):
+def _optimizer(dtype, moments=FP32):
     """Launches of a step with clipping and of one without."""
     sizes = (100_000, 5)
-    columns = [[_tensor(size, dtype=kind) for size in sizes] for kind in (dtype, dtype, FP32, FP32)]
+    kinds = (dtype, dtype, moments, moments)
+    columns = [[_tensor(size, dtype=kind) for size in sizes] for kind in kinds]
     lost = [None, None] if dtype == FP32 else [_tensor(size, dtype=dtype) for size in sizes]
-    tensors = Tensors(*columns, lost)
+    scales = [None if moments == FP32 else _tensor(-(-size // 256), dtype=FP32) for size in sizes]
+    tensors = Tensors(*columns, lost, scales, scales)
     step = fused.FusedStep(tensors, ShardReduction([], str), fused.AddressTables())
     step.gradients(_tensor(dtype=FP32))
     values = Hyperparameters(*(_tensor(2, dtype=FP32) for _ in range(8)))
@@ -137,6 +139,8 @@ CASES = {  # name: (launches, architectures)
     "attention, 50 tokens, heads of 128": (partial(_attention, 50, 128, False), HOPPER),
     "optimizer, fp32": (partial(_optimizer, FP32), ALL),
     "optimizer, bf16": (partial(_optimizer, BF16), ALL),
+    "optimizer, fp32, 8-bit moments": (partial(_optimizer, FP32, torch.uint8), ALL),
+    "optimizer, bf16, 8-bit moments": (partial(_optimizer, BF16, torch.uint8), ALL),
     "gelu backward e5m2 of bf16, 8192": (partial(_gelu_backward, 8192, E5M2), ALL),
 }  # fmt: skip
 

@@ -39,7 +39,7 @@ def make(device, dtypes):
             column.append(value.to(kind).to(device))
         if p_dtype == torch.float32:
             columns[4][-1] = None
-    return Tensors(*columns)
+    return Tensors(*columns, [None] * len(SHAPES), [None] * len(SHAPES))
 
 
 def make_hyperparameters(device, is_clipped, skipped=()):
@@ -147,6 +147,7 @@ def test_compensation_keeps_what_bfloat16_rounds_away(device, kind):
         [torch.zeros(5, device=device)],
         [torch.zeros(5, device=device)],
         [torch.zeros(5, dtype=torch.bfloat16, device=device)],
+        *([None], [None]),
     )
     values = (1, lr, 0, 0, 1e-12, 0, torch.inf, 1)
     h = Hyperparameters(*(torch.full((1,), float(value), device=device) for value in values))
@@ -170,7 +171,7 @@ def test_unaligned_and_transposed_tensors(device):
     base = torch.randn(4097, device=device)
     columns = [[base[1:].clone()], [base[1:]]]
     columns = [[*column, torch.randn(41, 60, device=device).T] for column in columns]
-    columns += [[torch.zeros_like(p) for p in columns[0]] for _ in range(2)] + [[None, None]]
+    columns += [[torch.zeros_like(p) for p in columns[0]] for _ in range(2)] + [[None, None]] * 3
     assert columns[1][0].data_ptr() % 16 and not columns[2][1].is_contiguous()
     tensors, twin = Tensors(*columns), Tensors(*copy.deepcopy(columns))
     h = Hyperparameters(*(value[:2] for value in make_hyperparameters(device, is_clipped=True)))
@@ -211,7 +212,7 @@ def test_first_unfit_names_the_first_tensor_that_no_kernel_takes(unfit, monkeypa
     assert weight.stride() != pairs[1][1].stride()
     pairs.append(unfit(pairs[0][0]))
     moments = [torch.zeros_like(p, dtype=torch.float32) for p, _ in pairs]
-    tensors = Tensors(*map(list, zip(*pairs, strict=True)), moments, moments, [None] * 3)
+    tensors = Tensors(*map(list, zip(*pairs, strict=True)), moments, moments, *[[None] * 3] * 3)
     assert fused.first_unfit(tensors) == 0  # not a GPU
     monkeypatch.setattr(fused, "DEVICES", ("cpu",))
     assert fused.first_unfit(tensors) == 2

@@ -9,6 +9,7 @@ import torch
 from lowprec.optim import OnWarning, StableAdamW, fused
 from lowprec.optim.fused import AddressTables, FusedStep
 from lowprec.optim.plain import PlainStep, Tensors
+from lowprec.optim.state import TENSORS
 from lowprec.optim.statistics import ShardReduction
 
 LR, BETAS, EPS, DECAY, STEPS = 1e-2, (0.9, 0.95), 1e-6, 0.1, 10
@@ -113,8 +114,7 @@ def test_kernels_respond_as_the_definition_does(device, dtype, action, monkeypat
     response = OnWarning(action, 2.0)
     _, _, optimizer = train(dtype, clip_threshold=None, on_warning=response)
     params = optimizer._params()
-    kinds = ("exp_avg", "exp_avg_sq", "compensation")
-    states = [[optimizer.state[p].get(kind) for p in params] for kind in kinds]
+    states = [[optimizer.state[p].get(kind) for p in params] for kind in TENSORS]
     grads = [torch.from_numpy(gradient(name, 5)).to(dtype) for name in JUMPS]
     tensors = [[p.detach() for p in params], grads, *states]
     h, is_clipped, values = optimizer._hyperparameters(params, (0, 1, 2), torch.ones(3) > 0)

@@ -23,7 +23,12 @@ SETTINGS = {
     "fp32 patch dropout": {"model.patch_dropout": 0.5},
     "bf16": {"precision.autocast": "bf16"},
     "fp16 dynamic": {"precision.autocast": "fp16", "scaler.name": "dynamic"},
-    "fp16 fixed": {"precision.autocast": "fp16", "scaler.name": "fixed"},
+    "fp16 fixed, 8-bit moments": {
+        "precision.autocast": "fp16",
+        "scaler.name": "fixed",
+        "optimizer.optim_bits": 8,
+        "optimizer.override_32bit": ["text"],
+    },
     "pure bf16": {
         "precision.autocast": "pure_bf16",
         "optimizer.on_warning": {"action": "beta2", "threshold": 1.3},

@@ -1,0 +1,265 @@
+"""StableAdamW's 8-bit moments against torchao and bitsandbytes; its kernels, state and limits."""
+
+import copy
+import io
+import math
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from lowprec.optim import OnWarning, StableAdamW, fused
+from lowprec.optim.eight_bit import BLOCK, code_books, dequantize, encoded, quantize_
+
+CPU = torch.device("cpu")
+SHAPES = {"matrix": (70, 130), "vector": (4096,), "bias": (300,)}  # 35.5 and 16 blocks
+OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1, "optim_bits": 8}
+
+
+def numbers(is_signed):
+    """The levels, 65 numbers around each bound, and others of all sizes; 1 begins each block."""
+    book = code_books(CPU)[int(is_signed)]
+    bounds = book[258:513]
+    near = [book[:256], bounds]
+    for direction in (-2.0, 2.0):
+        x = bounds
+        for _ in range(32):
+            x = x.nextafter(torch.tensor(direction))
+            near.append(x)
+    random = torch.rand(100_000, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    near += [random, random.sign() * 10 ** (-9 * random.abs())]
+    x = torch.cat(near).clamp(-1, 1)
+    x = x if is_signed else x[x >= 0]
+    x = x[: len(x) // (BLOCK - 1) * (BLOCK - 1)].view(-1, BLOCK - 1)
+    return torch.cat([torch.ones(len(x), 1), x], dim=1).flatten()
+
+
+def quantized(x, is_signed):
+    codes = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
+    scales = torch.zeros(-(-x.numel() // BLOCK), device=x.device)
+    quantize_(codes, scales, is_signed, x, torch.ones((), device=x.device))
+    return codes, scales
+
+
+@pytest.mark.parametrize("is_signed", [True, False])
+def test_levels_and_rounding_are_torchaos(is_signed, torchao):
+    from torchao.optim import quant_utils
+
+    levels = torch.tensor(quant_utils.create_dynamic_map(signed=is_signed))
+    assert torch.equal(code_books(CPU)[int(is_signed), :256], levels)
+    x = numbers(is_signed)
+    codes, scales = quantized(x, is_signed)
+    assert (scales == 1).all() and len(codes.unique()) == 256
+    assert torch.equal(codes, quant_utils.quantize_8bit_with_qmap(x, levels))
+    x = x * torch.rand(x.shape) * 1e-3
+    scaled, expected_scales = quant_utils.scale_tensor(x, BLOCK)
+    codes, scales = quantized(x, is_signed)
+    assert torch.equal(scales, expected_scales)
+    assert torch.equal(codes, quant_utils.quantize_8bit_with_qmap(scaled, levels))
+    expected = quant_utils.dequant_with_qmap(codes, levels, scales)
+    assert torch.equal(dequantize(codes, scales, is_signed), expected)
+
+
+@pytest.mark.parametrize("is_signed", [True, False])
+def test_levels_are_those_of_bitsandbytes(is_signed):
+    library = pytest.importorskip("bitsandbytes.functional")
+    expected = library.create_dynamic_map(signed=is_signed)
+    assert torch.equal(code_books(CPU)[int(is_signed), :256], expected)
+
+
+@triton.jit
+def encode_kernel(x_ptr, book_ptr, codes_ptr, SIGNED: tl.constexpr, CHUNK: tl.constexpr):
+    at = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    codes, _ = encoded(tl.load(x_ptr + at), book_ptr, SIGNED, CHUNK)
+    tl.store(codes_ptr + at, codes)
+
+
+@pytest.mark.usefixtures("right_interpreter")
+@pytest.mark.parametrize("is_signed", [True, False])
+def test_kernels_round_as_the_definition_does(is_signed, device):
+    x = numbers(is_signed).to(device)
+    x = x[: len(x) // 1024 * 1024]
+    codes = torch.zeros(x.shape, dtype=torch.uint8, device=device)
+    book = code_books(x.device)[int(is_signed)]
+    encode_kernel[(len(x) // 1024,)](x, book, codes, SIGNED=is_signed, CHUNK=1024)
+    assert torch.equal(codes, quantized(x, is_signed)[0])
+
+
+def test_blocks_of_zeros_and_of_the_smallest_numbers():
+    for value in (0.0, 2.0**-149, 2.0**-126):
+        x = torch.zeros(300)
+        x[299] = value
+        codes, scales = quantized(x, True)
+        assert scales.tolist() == [2.0**-126] * 2
+        error = dequantize(codes, scales, True) - x
+        assert not error[:256].any() and error.abs().max() <= 2.0**-126 / 64
+
+
+def make(dtype=torch.float32, device="cpu", **options):
+    generator = torch.Generator().manual_seed(0)
+    named = [
+        (name, torch.nn.Parameter(torch.randn(shape, generator=generator).to(device, dtype)))
+        for name, shape in SHAPES.items()
+    ]
+    return StableAdamW(named, **{**OPTIONS, **options})
+
+
+def take(optimizer, steps):
+    """The gradients jump at step 4; those of the vector are not finite at step 2."""
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        for name, p in zip(optimizer.names, optimizer._params(), strict=True):
+            grad = torch.randn(p.shape, generator=generator) * (1.0 if step == 4 else 0.01)
+            grad[..., 0] *= math.inf if (step, name) == (2, "vector") else 1
+            p.grad = grad.to(p.device, p.dtype)
+        optimizer.step()
+
+
+def states(optimizer):
+    return [optimizer.state[p] for p in optimizer._params()]
+
+
+def assert_near(actual, expected, share=2e-3, **tolerances):
+    """Equal but for few elements, whose codes were rounded to another side."""
+    differ = ~torch.isclose(actual.float(), expected.float(), **tolerances)
+    assert differ.float().mean() <= share, differ.sum()
+    torch.testing.assert_close(actual, expected, rtol=0.2, atol=0.02)
+
+
+@pytest.mark.usefixtures("right_interpreter")
+@pytest.mark.filterwarnings("ignore:invalid value")  # numpy's, of the interpreter's inf - inf
+@pytest.mark.parametrize("clip_threshold", [1.0, None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_kernels_step_as_the_definition_does(dtype, clip_threshold, device, monkeypatch):
+    monkeypatch.setattr(fused, "DEVICES", (torch.device(device).type,))
+    options = {"dtype": dtype, "device": device, "skip": "tensor", "clip_threshold": clip_threshold}
+    ours, twin = make(fused=True, **options), make(fused=False, **options)
+    for step in range(1, 6):
+        before = copy.deepcopy(states(ours))
+        for optimizer in (ours, twin):
+            take(optimizer, [step])
+        torch.testing.assert_close(
+            ours.statistics, twin.statistics, rtol=1e-3, atol=1e-7, equal_nan=True
+        )
+        for p, other in zip(ours._params(), twin._params(), strict=True):
+            assert_near(p, other, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+        for state, expected in zip(states(ours), states(twin), strict=True):
+            assert state.keys() == expected.keys()
+            for kind in ("exp_avg", "exp_avg_sq"):
+                assert_near(state[kind].int(), expected[kind].int(), rtol=0, atol=0.5)
+        assert states(ours)[0]["exp_avg"].dtype == torch.uint8
+        kept = [
+            all(torch.equal(old[kind], state[kind]) for kind in old)
+            for old, state in zip(before, states(ours), strict=True)
+        ]
+        assert kept == [False, step == 2, False] or step == 1  # the state begins then
+        if step == 4:
+            assert ours.statistics[:, 0].min() > 1.5  # so that clipping lowers the rate
+
+
+def test_parameters_move_as_under_torchaos_adamw(torchao):
+    ours = make(clip_threshold=None)
+    params = [torch.nn.Parameter(p.detach().clone()) for p in ours._params()[1:]]
+    rule = {name: OPTIONS[name] for name in ("lr", "betas", "weight_decay")}
+    theirs = torchao.AdamW8bit(params, **rule, eps=1e-6)
+    exact = make(clip_threshold=None, optim_bits=32)
+    for step in range(3, 13):
+        for optimizer in (ours, exact):
+            take(optimizer, [step])
+        for p, other in zip(ours._params()[1:], params, strict=True):
+            other.grad = p.grad.clone()
+        theirs.step()
+    vector, other = ours._params()[1], params[0]
+    assert_near(vector, other, rtol=1e-4, atol=1e-5)
+    for kind in ("exp_avg", "exp_avg_sq"):
+        codes, expected = states(ours)[1][kind], theirs.state[other][kind].codes
+        assert_near(codes.int(), expected.int(), rtol=0, atol=0.5)
+    errors = [(vector - p).abs().mean().item() for p in (other, exact._params()[1])]
+    assert errors[0] < 0.01 * errors[1]
+
+
+def test_update_clipping_and_statistics_are_those_of_32_bit_moments_up_to_rounding():
+    ours, exact = make(), make(optim_bits=32)
+    for step in (3, 4, 5):
+        for optimizer in (ours, exact):
+            take(optimizer, [step])
+        torch.testing.assert_close(ours.statistics, exact.statistics, rtol=0.05, atol=1e-6)
+        assert (step == 4) == bool((ours.statistics[:, 0] > 1.3).all())
+
+
+def test_which_moments_have_8_bits_and_how_many_bytes_they_take():
+    def kinds(optimizer):
+        take(optimizer, [3])
+        return {
+            name
+            for name, state in zip(optimizer.names, states(optimizer), strict=True)
+            if state["exp_avg"].dtype == torch.uint8
+        }
+
+    assert kinds(make()) == {"matrix", "vector"}
+    assert kinds(make(min_8bit_size=4097)) == {"matrix"}
+    assert kinds(make(min_8bit_size=1, override_32bit=["m*"])) == {"vector", "bias"}
+    assert kinds(make(dtype=torch.float64)) == set()
+    transposed = StableAdamW([("t", torch.nn.Parameter(torch.randn(70, 130).T))], optim_bits=8)
+    assert kinds(transposed) == set()
+    optimizer = make()
+    assert kinds(optimizer) == set(optimizer.tensors()["exp_avg_scale"])
+    for state, p in zip(states(optimizer)[:2], optimizer._params(), strict=False):
+        num_bytes = sum(x.nbytes for x in state.values()) - state["updates"].nbytes
+        assert num_bytes == 2 * p.numel() + 8 * math.ceil(p.numel() / BLOCK)
+
+
+def test_what_8_bit_moments_do_not_allow_is_refused():
+    for options, message in (
+        ({"optim_bits": 4}, "optim_bits=4 must be 8 or 32"),
+        ({"override_32bit": ["matrxi"]}, "'matrxi' matches no module"),
+        ({"clip_threshold": None, "on_warning": OnWarning("skip")}, "skip needs optim_bits=32"),
+        ({"clip_threshold": None, "on_warning": OnWarning("beta2")}, "beta2 needs optim_bits=32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make(**options)
+    take(make(clip_threshold=None, on_warning=OnWarning("clip")), [3])
+
+
+def loaded(optimizer):
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    twin = copy.deepcopy(optimizer)
+    twin.state.clear()
+    twin.load_state_dict(torch.load(io.BytesIO(file.getvalue())))
+    return twin
+
+
+@pytest.mark.parametrize("copied", [loaded, copy.deepcopy])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_loaded_or_copied_state_continues_bitwise(dtype, copied):
+    optimizer = make(dtype)
+    take(optimizer, [1, 2, 3])
+    twin = copied(optimizer)
+    for each in (optimizer, twin):
+        take(each, [4, 5])
+    assert all(map(torch.equal, twin._params(), optimizer._params()))
+    for state, expected in zip(states(twin), states(optimizer), strict=True):
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(state[kind], expected[kind]) for kind in state)
+
+
+@pytest.mark.parametrize("saved, own", [(8, 32), (32, 8)])
+def test_moments_of_other_bits_are_not_loaded(saved, own):
+    optimizer = make(optim_bits=saved)
+    take(optimizer, [3])
+    with pytest.raises(ValueError, match=rf"\(matrix\) has {saved}-bit moments .* not {own}-bit"):
+        make(optim_bits=own).load_state_dict(optimizer.state_dict())
+
+
+def test_torchs_adamw_loads_the_moments_that_the_codes_stand_for():
+    optimizer, exact = make(), make(optim_bits=32)
+    for each in (optimizer, exact):
+        take(each, [3, 4])
+    loaded, expected = (each.adamw_state_dict()["state"] for each in (optimizer, exact))
+    for n in range(3):
+        assert loaded[n].keys() == expected[n].keys()
+        for kind in ("exp_avg", "exp_avg_sq"):
+            x, right = loaded[n][kind], expected[n][kind]
+            torch.testing.assert_close(x, right, rtol=0, atol=0.02 * right.abs().max().item())
