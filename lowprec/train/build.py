@@ -52,6 +52,7 @@ from lowprec.optim.libraries import LibraryOptimizer
 from lowprec.optim.loss_scaling import build_scaler
 from lowprec.optim.schedules import lock, param_groups
 from lowprec.optim.stable_adamw import StableAdamW
+from lowprec.runs.provenance import code_digest
 from lowprec.train.distributed import ONE_PROCESS, Ranks, has_batch_norm, shard
 from lowprec.train.state import TrainState
 from lowprec.train.task import DTYPES, ContrastiveTask, autocast
@@ -152,7 +153,9 @@ class Built:
         folder, tokenizer = self.config.data.cache, self.tokenizer
         if folder is None:
             return None
-        code = "".join(map(inspect.getsource, (decode_image, decode_caption, Tokenizer)))
+        code = [
+            code_digest(inspect.getsource(x)) for x in (decode_image, decode_caption, Tokenizer)
+        ]
         key = f"{shards.digest} {tokenizer.context_length} {tokenizer.vocab_size} {code}"
         size = image_size(self.task.model)
         return DecodedCache(folder, key, shards.num_samples, size, tokenizer.context_length)

@@ -70,17 +70,16 @@ class TrainState:
         moments = {key + suffix: pack(own) for key, own in self._moments().items() if own}
         if not self.world.is_first:
             return moments
-        clipping = self._clipping()
         rng = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_available():
             rng["cuda"] = torch.cuda.get_rng_state()
         state = {"scaler": self.scaler.state_dict(), "skips": self.skips}
         state["steps"] = self.optimizer.steps
+        others = {"clipping": self._clipping(), "rng": rng}
         return {
             "model.safetensors": pack(model),
             **moments,
-            **({"clipping.safetensors": pack(clipping)} if clipping else {}),
-            "rng.safetensors": pack(rng),
+            **{key + SUFFIX: pack(tensors) for key, tensors in others.items() if tensors},
             "state.json": [json.dumps(state).encode()],
         }
 

@@ -49,6 +49,15 @@ def test_skip_step_skips_the_steps_of_the_reference():
     assert set(values) == {0, math.inf} and len(REFERENCE["skipped"]) >= 5
 
 
+@pytest.mark.parametrize(("kind", "first"), [(ZClip, 26), (SkipStep, 64)])
+def test_the_first_steps_are_neither_clipped_nor_skipped(kind, first):
+    for step in (first - 1, first):
+        policy = kind(sigmas=3.0)
+        norms = [1 + 0.01 * (i % 3) for i in range(1, step)] + [9.0]
+        limit = [policy(torch.tensor(norm), YES) for norm in norms][-1]
+        assert limit.isinf() == (step < first)
+
+
 @pytest.mark.parametrize("kind", [ZClip, SkipStep])
 def test_a_step_that_updates_nothing_leaves_the_state(kind):
     policy = kind()
@@ -114,12 +123,15 @@ def test_a_resumed_run_clips_and_skips_as_the_undisturbed_one(
         assert {row["clipped_grad_norm"] for row in rows if row["clipped_grad_norm"] == 0}
 
 
-def test_a_policy_begins_anew_where_the_saved_run_had_none(make_config, run_once, tmp_path):
+def test_a_policy_begins_anew_only_where_the_saved_run_had_none(make_config, run_once, tmp_path):
     run_once(make_config({"num_steps": 4}), tmp_path / "run")
     config = make_config(KEYS["zclip"])
     built = build(config, open_data(config))
     built.state.load(list_checkpoints(tmp_path / "run")[-1])
     assert built.state.optimizer.steps[0] == 4 and built.state.optimizer.clip_norm.count == 0
+    run_once(make_config(KEYS["zclip"] | {"num_steps": 3}), tmp_path / "zclip")
+    built.state.load(list_checkpoints(tmp_path / "zclip")[-1], fresh=True)
+    assert built.state.optimizer.clip_norm.count == 3
 
 
 def test_a_training_step_gives_skip_step_its_loss_and_gradient_norm(make_config):

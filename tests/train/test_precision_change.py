@@ -148,7 +148,9 @@ def test_compiled_blocks_and_the_graph_are_built_again(config_of, run_once, tmp_
     config.compile = True
     frames = []
     watch = {STEP: lambda _: frames.append(counter.frame_count)}
-    run_once(config, tmp_path / "compiled", at=watch)
+    limit = torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True)
+    with limit:
+        run_once(config, tmp_path / "compiled", at=watch)
     assert FakeGraph.captured == [{"switchback"}, {"high"}]
     assert 0 < frames[0] < counter.frame_count == 2 * frames[0]
     config.compile = False
