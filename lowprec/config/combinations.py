@@ -51,11 +51,11 @@ def combination_faults(config: Config) -> Iterator[str]:
     if config.evaluation.name != "none" and config.data.val is None:
         yield f"evaluation={config.evaluation.name} needs data.val; or set evaluation=none"
     for group, precision in _precisions(config).items():
-        autocast, scaler = precision.autocast, config.scaler.name
-        if scaler not in LEGAL_SCALERS[autocast]:
+        sets, autocast, scaler = getattr(config, group), precision.autocast, config.scaler.name
+        if sets.autocast and scaler not in LEGAL_SCALERS[autocast]:
             legal = " or ".join(f"scaler={name}" for name in LEGAL_SCALERS[autocast])
             yield f"{group}.autocast={autocast} does not work with scaler={scaler}; use {legal}"
-        yield from _recipe_faults(precision)
+        yield from _recipe_faults(group, precision) if sets.recipe else ()
     yield from _precision_change_faults(config)
     yield from _optimizer_faults(config)
     yield from _conflicts(config)
@@ -101,7 +101,7 @@ def _precision_change_faults(config: Config) -> Iterator[str]:
             yield f"{step} does not work with {conflict}"
 
 
-def _recipe_faults(precision: PrecisionConfig) -> Iterator[str]:
+def _recipe_faults(group: str, precision: PrecisionConfig) -> Iterator[str]:
     if precision.recipe == "int8_inference":
         yield (
             "precision.recipe=int8_inference is forward only; train with another recipe, then run "
@@ -113,7 +113,7 @@ def _recipe_faults(precision: PrecisionConfig) -> Iterator[str]:
         return
     if not precision.products:
         yield (
-            "precision.recipe=custom needs precision.products, such as "
+            f"{group}.recipe=custom needs precision.products, such as "
             "{output: {format: int8, x: rowwise, w: tensorwise}}"
         )
     try:

@@ -61,7 +61,9 @@ BAD = {  # command: parts of its message
     "precision_change.step=1 precision_change.recipe=switchback": ("step=1", ">= 2"),
     "precision_change.step=9": ("step=9 changes nothing", "recipe=high and autocast=bf16"),
     "precision_change={step:9,recipe:switchbak}": ("recipe='switchbak'", "nearest: switchback"),
-    "precision_change={step:9,recipe:custom}": ("recipe=custom needs precision.products",),
+    "precision_change={step:9,recipe:custom}": (
+        "precision_change.recipe=custom needs precision.products",
+    ),
     "precision_change={step:9,autocast:fp16}": ("precision_change.autocast=fp16", "scaler=none"),
     "precision=pure_bf16 precision_change={step:9,autocast:fp32}": ("weights are 16-bit",),
     "distributed=fsdp2 precision_change={step:9,recipe:switchback}": ("use ddp",),
