@@ -29,12 +29,14 @@ PALEST = 1.7  # for `style.color`: many settings stay visible on white
 def looks(summaries: pd.DataFrame) -> list[tuple[str, str]]:
     """Color and dash of each run: its method's in every figure, paler by setting.
 
-    If all runs share one method, distinct colors are for its settings.
+    If all runs share one method, distinct colors are for its settings; if they share one precision,
+    the optimizer gives the color.
     """
     last = summaries["variant"].max()
     pale = min(1.0, PALEST / max(1, last))
     methods = summaries.reindex(columns=["precision.label", "optimizer.name"])
     num_methods = len(methods.dropna().drop_duplicates())
+    by_optimizer = num_methods > 1 == methods["precision.label"].nunique()
     result = []
     for row in summaries.to_dict("records"):
         if pd.isna(row["precision.label"]):  # its config is damaged
@@ -42,7 +44,8 @@ def looks(summaries: pd.DataFrame) -> list[tuple[str, str]]:
             continue
         variant = row["variant"]
         if num_methods > 1 or last == 0:
-            shade = style.color(row["precision.label"], row["optimizer.name"], variant * pale)
+            precision = "bf16" if by_optimizer else row["precision.label"]
+            shade = style.color(precision, row["optimizer.name"], variant * pale)
         else:
             shade = style.setting_color(variant, last)
         pattern = style.line_style(row["optimizer.name"])

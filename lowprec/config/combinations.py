@@ -128,7 +128,8 @@ def _optimizer_faults(config: Config) -> Iterator[str]:
         value = getattr(optimizer, option)
         others = ("stable_adamw", *LIBRARIES) if option in CLIPPING else ()
         if value is not None and optimizer.name not in (owner, *others):
-            yield f"optimizer.{option}={value} needs optimizer={owner}, not {optimizer.name}"
+            allowed = " or ".join([f"optimizer={owner}", *others])
+            yield f"optimizer.{option}={value} needs {allowed}, not {optimizer.name}"
         if value is None and optimizer.name == owner:
             yield f"optimizer={owner} needs optimizer.{option}, a number > 0"
     used = [name for name in CLIPPING if getattr(optimizer, name) is not None]

@@ -148,7 +148,9 @@ class WarningConfig:
     """What AdamW does, in a step, to a tensor whose RMS_t exceeds a threshold."""
 
     action: str = key(
-        "none", "divide its rate, leave it or lower beta2", choices=("none", *WARNING_ACTIONS)
+        "none",
+        "lower the tensor's rate, skip its update or lower beta2",
+        choices=("none", *WARNING_ACTIONS),
     )
     statistic: str = key("rms", "RMS_t, or rho = RMS_t sqrt(1 - beta2)", choices=("rms", "rho"))
     threshold: float = key(2.3, "largest value without a warning", above=0)

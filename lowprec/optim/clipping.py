@@ -13,6 +13,12 @@ ZCLIP_FIRST = 25  # steps whose norms give the first mean and variance
 WINDOW = 128  # steps that SkipStep compares with
 
 
+def _checked(sigmas: float) -> float:
+    if not sigmas > 0:
+        raise ValueError(f"sigmas={sigmas} must be a number > 0")
+    return sigmas
+
+
 class ZClip(nn.Module):
     """Clips a gradient whose global norm is an outlier among those of earlier steps.
 
@@ -25,7 +31,7 @@ class ZClip(nn.Module):
 
     def __init__(self, sigmas: float = 2.5):
         super().__init__()
-        self.sigmas = sigmas
+        self.sigmas = _checked(sigmas)
         for name in ("mean", "variance", "count"):
             self.register_buffer(name, torch.zeros((), dtype=torch.float64))
 
@@ -68,7 +74,7 @@ class SkipStep(nn.Module):
 
     def __init__(self, sigmas: float = 6.0):
         super().__init__()
-        self.sigmas = sigmas
+        self.sigmas = _checked(sigmas)
         self.loss: Tensor | None = None
         self.register_buffer("window", torch.zeros(2, WINDOW, dtype=torch.float64))
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))

@@ -40,8 +40,8 @@ def check_options(group: dict, on_warning: OnWarning | None = None) -> None:
 
 
 def is_positive_or_none(value: float | None) -> bool:
-    """Whether an option is None or positive (NaN is not)."""
-    return value is None or value > 0
+    """Whether an option is None or a positive number (NaN is not)."""
+    return value is None or (not isinstance(value, str) and value > 0)
 
 
 def options_of(group: dict, clip_threshold: float = math.inf) -> list[float]:

@@ -178,6 +178,8 @@ def test_labels_and_colors_show_the_settings_that_differ(make_run, tmp_path):
     other = summaries.assign(**{"optimizer.name": "stable_adamw"})
     (one, _), (paler, _), _ = looks(pd.concat([summaries, other])[:3])
     assert one == style.OPTIMIZERS["adamw"][2] and paler != one
+    in_fp32 = pd.concat([summaries, other]).assign(**{"precision.label": "fp32"})
+    assert looks(in_fp32)[0][0] == one  # all runs share one precision
     differing, shared = compare_settings(summaries)
     assert differing == ["optimizer.lr"] and shared["optimizer.beta2"] == 0.99
     assert set(summaries["label"]) == {"bf16, AdamW (lr=0.001)", "bf16, AdamW (lr=0.002)"}

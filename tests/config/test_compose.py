@@ -108,7 +108,10 @@ BAD = {  # command: parts of its message
     "optimizer.optim_bits=8 distributed=fsdp2": ("optim_bits=8 does not work with", "use ddp"),
     "optimizer.optim_bits=8 optimizer.on_warning.action=skip": ("needs optimizer.optim_bits=32",),
     "optimizer=adamw_zclip optimizer.zclip=null": ("optimizer=adamw_zclip needs optimizer.zclip",),
-    "optimizer.skip_sigmas=6": ("needs optimizer=adamw_skip_step, not adamw",),
+    "optimizer.skip_sigmas=6": (
+        "needs optimizer=adamw_skip_step or stable_adamw",
+        "stable_spam, not adamw",
+    ),
     "optimizer=muon optimizer.zclip=2 optimizer.clip_norm=1": (
         "optimizer.clip_norm, optimizer.zclip: only one of them can be set",
     ),

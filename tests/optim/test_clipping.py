@@ -66,6 +66,8 @@ def test_a_step_that_updates_nothing_leaves_the_state(kind):
     limits(policy, range(90, 95), torch.tensor(False))
     assert all(torch.equal(before[name], x) for name, x in policy.state_dict().items())
     assert limits(policy, [130]) != [math.inf]
+    with pytest.raises(ValueError, match="sigmas=0 must be a number > 0"):
+        kind(0)
 
 
 @pytest.mark.parametrize("kind", [ZClip, SkipStep])

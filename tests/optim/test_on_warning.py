@@ -161,5 +161,7 @@ def test_a_response_needs_adamw_and_is_copied():
     p = torch.nn.Parameter(torch.ones(2))
     with pytest.raises(ValueError, match="on_warning=skip needs clip_threshold=None"):
         StableAdamW([p], on_warning=OnWarning("skip"))
+    with pytest.raises(ValueError, match="on_warning='skip' must be None or an OnWarning"):
+        StableAdamW([p], clip_threshold=None, on_warning="skip")
     optimizer = StableAdamW([p], clip_threshold=None, on_warning=OnWarning("skip"))
     assert copy.deepcopy(optimizer).on_warning == OnWarning("skip")
