@@ -5,6 +5,7 @@ import shutil
 import numpy as np
 import pytest
 
+from experiments import evaluate
 from lowprec.config.check import ConfigError
 from lowprec.data import loader
 from lowprec.data.cache import DecodedCache
@@ -108,3 +109,9 @@ def test_too_small_a_disk_is_refused_and_a_full_one_is_no_error(make, tmp_path, 
 
     monkeypatch.setattr("os.pwrite", full)
     assert contents(make(tmp_path)) == contents(make())
+
+
+def test_an_evaluation_on_another_machine_does_not_need_the_cache(make_config):
+    trained = make_config({"data.cache": "/scratch/of/the/training/machine"})
+    config = evaluate.evaluated_config(trained, evaluate.EvaluateConfig("runs/a"))
+    assert trained.data.cache and config.data.cache is None
