@@ -17,7 +17,7 @@ from pathlib import Path
 from experiments.entry import beside_chance, run_command
 from lowprec.config.check import ConfigError
 from lowprec.config.preflight import preflight
-from lowprec.config.schema import Config, EvaluationConfig, key
+from lowprec.config.schema import Config, EvaluationConfig, PrecisionChangeConfig, key
 from lowprec.data.open import open_data
 from lowprec.runs.attempts import step_of
 from lowprec.runs.read import encode_row, read_config
@@ -71,10 +71,10 @@ def main(config: EvaluateConfig) -> None:
     from lowprec.train.checkpoint import find_checkpoint
 
     checkpoint = find_checkpoint(run)
-    trained.precision = dataclasses.replace(
-        trained.precision_at(step_of(checkpoint)),
-        **({"autocast": config.precision.autocast} if config.precision.autocast else {}),
-    )
+    precision = trained.precision_at(step_of(checkpoint))
+    autocast = config.precision.autocast or precision.autocast
+    trained.precision = dataclasses.replace(precision, autocast=autocast)
+    trained.precision_change = PrecisionChangeConfig()  # its other recipe may not run here
     built = build(trained, open_data(trained, training=False))
     built.state.load(checkpoint)
     evaluation, model = built.evaluation(), built.task.model
@@ -113,11 +113,9 @@ def evaluated_config(trained: Config, config: EvaluateConfig) -> Config:
         index=config.index or data.index,
         cache=None,
     )
-    autocast = config.precision.autocast or trained.precision.autocast
     return dataclasses.replace(
         trained,
         data=data,
-        precision=dataclasses.replace(trained.precision, autocast=autocast),
         model=dataclasses.replace(trained.model, init_from=None),
         evaluation=EvaluationConfig(config.evaluation.name or trained.evaluation.name),
         device=config.device,

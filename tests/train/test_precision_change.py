@@ -115,6 +115,7 @@ def test_a_run_with_a_change_is_replayed_and_evaluated_with_the_recipe_of_the_st
         (checkpoint / "manifest.json").unlink()
     evaluate.main(config)
     assert built[-1].config.precision.recipe == "switchback"
+    assert built[-1].config.precision_change.step is None  # the other recipe may not run here
 
 
 class FakeGraph:
