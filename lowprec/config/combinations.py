@@ -200,6 +200,9 @@ def _conflicts(config: Config) -> Iterator[str]:
         ),
         "data.cache keeps decoded images, which data.augment=crop_flip cannot use; leave one of "
         "them out": config.data.cache and config.data.augment == "crop_flip",
+        f"data.cache={config.data.cache}: a local folder is expected, not a URL": (
+            "://" in (config.data.cache or "")
+        ),
         "precision.skip_slow=true: the speed of recipe=custom is not known": (
             config.precision.skip_slow and "custom" in recipes
         ),

@@ -86,6 +86,7 @@ BAD = {  # command: parts of its message
     "optimizer.on_warning.action=beta2 optimizer.beta2=0.9": (
         "on_warning.beta2=0.9 must be lower than optimizer.beta2=0.9",
     ),
+    "data.cache=s3://b/c": ("data.cache=s3://b/c: a local folder is expected, not a URL",),
     "data.augment=crop_flip data.cache=c": ("data.augment=crop_flip cannot use",),
     "data=stream data.train=http://h/a.tar data.allow_remote=[http] data.cache=c data.val=null": (
         "data.cache=c does nothing without data=shards or shapes",
