@@ -97,7 +97,7 @@ def curve_figure(
     for kind, row in rows.items():
         figure.update_yaxes(**AXIS, title=titles[kind], nticks=5, automargin=True, row=row, col=1)
         if kind in ("rms", "grad_norm"):
-            figure.update_yaxes(type="log", exponentformat="power", nticks=3, row=row, col=1)
+            figure.update_yaxes(type="log", tickformat="~g", nticks=3, row=row, col=1)
     figure.update_yaxes(range=_loss_range(runs), nticks=8, row=1, col=1)
     sizes = {run.summary.get("batch_size", 0) for run in runs}
     for size in sorted(size for size in sizes if size > 0):  # NaN if the config is damaged
