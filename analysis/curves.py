@@ -72,15 +72,16 @@ def name_methods(heads: pd.DataFrame) -> pd.DataFrame:
     """Adds `method` and `variant` to rows of `Runs.runs`.
 
     `method` states every setting that changes weights (`analysis/comparison.py`) and in which runs
-    of one method differ, or else their digests. `variant` counts the settings of one method.
+    of one method and model differ, or else their digests. `variant` counts the settings of one
+    method.
     """
     pairs = zip(heads["precision.label"], heads["optimizer.name"], strict=True)
     heads = heads.assign(method=[style.method(*pair) for pair in pairs], variant=0)
-    for _, group in heads.groupby(["model.name", "method"]):
+    for _, group in heads.groupby("method"):
         settings = pd.Series("", index=group.index)
         for key in comparison.columns(group):
-            texts = list(map(comparison.written, group[key]))
-            if len({*texts} - {""}) > 1:
+            texts = group[key].map(comparison.written)
+            if texts[texts != ""].groupby(group["model.name"]).nunique().gt(1).any():
                 settings += [f", {comparison.short(key)}={text or 'unknown'}" for text in texts]
         settings = _tell_repeats_apart(settings.str.removeprefix(", "), group)
         if settings.any():
@@ -336,7 +337,7 @@ def _label(head: dict) -> str:
 
 def _tell_repeats_apart(settings: pd.Series, group: pd.DataFrame) -> pd.Series:
     """Adds the digest to the names of runs that share their settings and seed."""
-    same = [settings, group["seed"]]
+    same = [settings, group["model.name"], group["seed"]]
     several = settings.groupby(same).transform("size") > 1
     twice = group.groupby([*same, group["digest"]]).cumcount()  # copies of one run
     names = "run " + group["digest"] + twice.map(lambda n: f", copy {n}" if n else "")

@@ -58,9 +58,9 @@ def accuracy(
 
     At paper scale, this is the zero-shot accuracy of the paper's largest model; at mini scale, the
     mean R@1 of our largest model (or the zero-shot accuracy of runs without R@1). `only` maps
-    columns to the values that runs must have. `by_size` judges the difference for the smallest
-    model minus that for the largest; the latter must be below 0. `equal` at mini scale also judges
-    the validation loss, relative to that at `other`.
+    columns to the values that runs must have. `by_size` judges the difference for the largest
+    model minus that for the smallest. `equal` at mini scale also judges the validation loss,
+    relative to that at `other`.
     """
     runs = records.outcomes(studies, scale)
     for column, value in (only or {}).items():
@@ -80,9 +80,8 @@ def accuracy(
         return rule(ours, largest, runs, _loss_change(groups[sizes[-1]], *compared))
     if not by_size:
         return rule(ours, largest, runs)
-    loses = Sample.of(largest).high < 0
-    unless = "" if loses else "the largest model's own interval is not below 0"
-    return rule(ours, (pairs[sizes[0]] - largest).dropna(), runs, unless)
+    growth = (largest - pairs[sizes[0]]).dropna()
+    return rule(f"{ours}; largest minus smallest {Sample.of(growth)}", growth, runs)
 
 
 def _loss_change(runs: pd.DataFrame, varied: str, one: object, other: object) -> pd.Series:
@@ -292,7 +291,7 @@ def scale_falls(records: Evidence) -> Finding:
         return Finding(f"{ours} ({_runs(runs)})", UNDECIDED, "no loss spikes")
     seeds = runs.loc[runs["spikes"] > 0, "seed"].nunique()
     if not total:
-        return decide(f"{ours} ({_runs(runs)})", False, seeds, runs)
+        return Finding(f"{ours} ({_runs(runs)})", UNDECIDED, "no gradient overflowed")
     chance = np.average(runs["near"], weights=runs["falls"])
     low, high = evidence.share_interval(num, total)
     ours += f" ({num / total:.0%} [{low:.0%}, {high:.0%}]), by chance {chance:.1%} ({_runs(runs)})"

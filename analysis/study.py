@@ -59,7 +59,7 @@ def mark_of_runs(
     texts = {
         f"{incomplete} of {len(drawn)} runs incomplete or damaged": incomplete,
         f"{num_lost} of {len(drawn) + num_lost} runs not drawn": num_lost,
-        f"{num_missing} of the study's {total} runs are missing": num_missing,
+        f"{num_missing} of the study's {total} runs not made": num_missing,
         f"{data.nunique()} different data sets": data.nunique() > 1,
     }
     return "; ".join(text for text, holds in texts.items() if holds)

@@ -116,6 +116,13 @@ def test_labels_say_in_which_setting_runs_of_one_recipe_differ():
     assert "output=int8" in first and "output=null" in second
 
 
+def test_label_is_the_same_for_all_models():
+    fp16 = {**SWITCHBACK, "precision.autocast": "fp16"}
+    runs = table(SWITCHBACK, fp16, {**SWITCHBACK, "model.name": "mini_b"})
+    bf16, fp16, other_model = name_methods(runs)["method"]
+    assert "autocast=fp16" in fp16 and other_model == bf16 != fp16
+
+
 def test_kind_of_gpu_is_read_from_the_attempts(make_run, tmp_path):
     run = make_run(num_steps=20)
     text = '{"attempt": 1, "gpu": "A100", "sources": {"data": "aa", "init_from": "bb"}}\n'

@@ -34,7 +34,7 @@ def the_mark(tmp_path, slug="rms_and_loss", **keys):
 def test_marks_state_what_is_incomplete_missing_or_mixed(make_run, tmp_path):
     keys = {"experiment": "rms_and_loss"} | OF_STUDY
     make_run(beta2=0.999, **keys)
-    assert the_mark(tmp_path) == "1 of the study's 2 runs are missing"
+    assert the_mark(tmp_path) == "1 of the study's 2 runs not made"
     make_run(beta2=0.9, **keys)
     make_run(beta2=0.8, **keys, state="diverged", steps=12)
     assert the_mark(tmp_path) == ""
@@ -80,4 +80,4 @@ def test_a_run_that_cannot_be_drawn_is_marked(make_run, tmp_path, damage):
 def test_runs_that_a_figure_is_not_about_are_not_lost(make_run, tmp_path):
     for beta2 in (0.9, 0.99):  # 0.9 has no panel
         make_run(experiment="spikes_vs_lr", beta2=beta2, **OF_STUDY)
-    assert the_mark(tmp_path, "spike_lead_lr") == "9 of the study's 10 runs are missing"
+    assert the_mark(tmp_path, "spike_lead_lr") == "9 of the study's 10 runs not made"

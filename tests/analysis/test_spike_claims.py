@@ -42,7 +42,7 @@ ELSEWHERE = (30, 90, 150, 210, 230, 250, 270, 290, 310, 330, 350)
         ("dynamic", {"falls": AT_SPIKES}, HELD),
         ("dynamic", {"falls": AT_SPIKES, "seeds": (0,)}, UNDECIDED),
         ("dynamic", {"falls": ELSEWHERE}, FAILED),
-        ("dynamic", {}, FAILED),
+        ("dynamic", {}, UNDECIDED),  # the scale was far from overflow
         ("dynamic", {"falls": (62, 150)}, UNDECIDED),  # beside chance
         ("fixed", {"skips": (61, 122)}, HELD),
         ("fixed", {"skips": (61, 122), "seeds": (0,)}, UNDECIDED),
