@@ -1,6 +1,6 @@
 """Loss and RMS_t of the patch embedding on one time axis. Figure 9, arXiv:2304.13013.
 
-Runs: `experiment=rms_and_loss`.
+Runs: `experiment=rms_and_loss`. The runs of `spikes_vs_*` give the figures of its appendix.
 """
 
 from dataclasses import asdict
@@ -49,32 +49,15 @@ def query(runs: Runs) -> pd.DataFrame:
     heads = curves.named_heads(runs, ("optimizer.beta2",))
     heads = heads.merge(select(runs.runs)[["run", "num_seeds"]], on="run")
     rank = heads["model"].map(lambda name: style.rank(name, style.MODELS))
-    return marked_steps(runs, heads.assign(rank=rank).sort_values(["rank", "beta2"]), COLUMNS)
+    heads = heads.assign(rank=rank).sort_values(["rank", "beta2"])
+    return curves.by_run(runs, heads, COLUMNS, _marked_steps)
 
 
-def marked_steps(runs: Runs, heads: pd.DataFrame, columns: tuple[str, ...]) -> pd.DataFrame:
-    """One row per step of each run of `heads` that recorded RMS_t of the patch embedding."""
-
-    def marked(run: Runs, head: dict) -> pd.DataFrame:
-        protocol = spike_marks.protocol_of_run(head)
-        series = spike_marks.read_series(run, spike_marks.TENSOR)
-        steps = spike_marks.mark(series, protocol, spike_marks.TENSOR)
-        return steps.assign(**asdict(protocol)) if steps["rms"].notna().any() else pd.DataFrame()
-
-    return curves.by_run(runs, heads, columns, marked)
-
-
-def plot_loss(frame: pd.DataFrame, ax: Axes, count: bool = False) -> None:
-    """Draws the loss of one run with its spikes; with `count`, the legend states their number."""
-    head, top = frame.iloc[0], curves.cap(frame)
-    color = style.color(head["precision"], head["optimizer"])
-    ax.plot(frame["step"], frame["loss"], color=color, lw=0.7, rasterized=True)
-    for spikes, color, name in spike_marks.kinds(frame):
-        label = f"{name} ({len(spikes)})" if count else name
-        losses = spikes["loss"].clip(upper=top)
-        ax.plot(spikes["step"], losses, "v", color=color, ms=4, label=label, zorder=3)
-    ax.set(ylabel="training loss", ylim=(None, top))
-    curves.draw_chance(ax, frame["batch_size"])
+def _marked_steps(run: Runs, head: dict) -> pd.DataFrame:
+    protocol = spike_marks.protocol_of_run(head)
+    series = spike_marks.read_series(run, spike_marks.TENSOR)
+    steps = spike_marks.mark(series, protocol, spike_marks.TENSOR)
+    return steps.assign(**asdict(protocol)) if steps["rms"].notna().any() else pd.DataFrame()
 
 
 def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
@@ -83,12 +66,17 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
     parts = ax.get_subplotspec().subgridspec(2, 1, height_ratios=(3, 2))
     ax.set_subplotspec(parts[0])
     below = ax.figure.add_subplot(parts[1], sharex=ax)
-    plot_loss(frame, ax, count=True)
+    top, color = curves.cap(frame), style.color(head["precision"], head["optimizer"])
+    ax.plot(frame["step"], frame["loss"], color=color, lw=0.7, rasterized=True)
+    ax.set(ylabel="training loss", ylim=(None, top))
+    curves.draw_chance(ax, frame["batch_size"])
     below.plot(frame["step"], frame["rms"], color=RMS, lw=0.7, rasterized=True)
     below.axhline(head["rms_threshold"], color=OTHER, lw=0.7, ls=(0, (4, 2)))
     at = frame[frame["rms_spike"]]
     below.plot(at["step"], at["rms"], "^", color=RMS, ms=3.5, label=f"RMS spike ({len(at)})")
-    for spikes, color, _ in spike_marks.kinds(frame):
+    for spikes, color, name in spike_marks.kinds(frame):
+        losses, label = spikes["loss"].clip(upper=top), f"{name} ({len(spikes)})"
+        ax.plot(spikes["step"], losses, "v", color=color, ms=4, label=label, zorder=3)
         for step in spikes["step"]:
             for panel in (ax, below):
                 panel.axvline(step, color=color, lw=0.5, alpha=0.5, zorder=1)

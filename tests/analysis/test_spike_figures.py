@@ -1,6 +1,6 @@
 """Figures around spikes, on runs with planted ones.
 
-These are `spike_lead_*`, `spike_heights`, `loss_scaler` and `rms_and_loss`.
+These are `spike_heights`, `loss_scaler` and `rms_and_loss`.
 """
 
 import numpy as np
@@ -13,10 +13,6 @@ from analysis.figures import (
     loss_scaler,
     rms_and_loss,
     spike_heights,
-    spike_lead,
-    spike_lead_batch,
-    spike_lead_lr,
-    spike_lead_size,
 )
 from lowprec.config.schema import DiagnosticsConfig, ScalerConfig, SpikeConfig
 from lowprec.diagnostics.spikes import Protocol
@@ -68,25 +64,11 @@ def points(ax, marker):
     return [list(line.get_xdata()) for line in lines]
 
 
-def test_panels_of_a_sweep_are_in_order_with_loss_and_rms_spikes_marked(plant, query):
-    for size in (4096, 512):
-        plant(batch_size=size, experiment="spikes")
-    frame = query(spike_lead_batch)
-    assert tuple(frame.columns) == spike_lead.COLUMNS
-    *panels, _ = drawn(spike_lead_batch, frame)
-    for ax, title in zip(panels, ("batch 512", "batch 4,096"), strict=True):
-        assert ax.get_title() == f"{title}, beta2 = 0.99, seed 0\nbf16, AdamW"
-        assert points(ax, "v") == [[400, 500], [600, 700]]  # those that follow, the others
-        assert points(ax, "|") == [[397, 492, 550]]
-
-
 def test_spikes_are_those_of_the_thresholds_in_the_runs_own_config(plant, query):
     plant(diagnostics=DiagnosticsConfig(spikes=SpikeConfig(ignore_steps=450, window=100)))
-    steps = query(spike_lead_lr)
-    assert steps.loc[steps["loss_spike"].astype(bool), "step"].tolist() == [500, 600, 700]
-    assert steps["ignore_steps"].unique().tolist() == [450]
     frame = query(rms_and_loss)
     assert frame.loc[frame["loss_spike"], "step"].tolist() == [500, 600, 700]
+    assert frame["ignore_steps"].unique().tolist() == [450]
     assert "ignore_steps" in rms_and_loss.caption(frame)
 
 
@@ -98,27 +80,6 @@ def test_a_protocol_of_a_config_is_that_of_its_name_with_what_is_given():
     assert spike_marks.protocol_of_run(head | given) == Protocol(window=50, loss_sigmas=4)
     none = head | {"diagnostics.spikes.protocol": "none"}
     assert spike_marks.protocol_of_run(none) == Protocol()
-
-
-def test_leads_and_chance_are_of_all_runs_together(plant, query):
-    plant()
-    plant({300: 1, 400: 3}, seed=1)
-    plant({}, seed=2)
-    frame = query(spike_lead_size)
-    # 8 steps after each RMS spike of the 600 that count: 3 and 4 loss spikes by 3 and 2 RMS spikes
-    by_chance = 4 * 3 * 8 / 600 + 2 * 2 * 8 / 600
-    leads = drawn(spike_lead_size, frame)[-1]
-    assert [bar.get_height() for bar in leads.patches] == [1, 0, 2, 0, 0, 0, 0, 1, 2, 0]
-    assert leads.lines[0].get_ydata() == pytest.approx([by_chance / 8] * 2)
-    text = "4 of 6 loss spikes (66.7%) follow one of 5 RMS spikes, by chance 0.2."
-    assert text in spike_lead_size.caption(frame)
-
-
-def test_large_beta2_of_a_sweep_are_drawn_if_there_are_any(plant, query):
-    for sweep, drawn_beta2 in (((0.9, 0.5), [0.5, 0.9]), ((0.99, 0.999), [0.99, 0.999])):
-        for beta2 in sweep:
-            plant(beta2=beta2)
-        assert query(spike_lead_size)["beta2"].unique().tolist() == drawn_beta2
 
 
 def test_heights_of_spikes_and_recall_are_drawn_by_beta2_and_optimizer(plant, query, tmp_path):
@@ -185,16 +146,14 @@ def test_one_seed_of_each_setting_is_drawn_the_smallest_that_most_have(plant, qu
     assert "beta2 = 0.999, bf16, AdamW, seed 1: " in caption
 
 
-@pytest.mark.parametrize("figure", [spike_lead_size, rms_and_loss])
-def test_adamw_counts_alone_among_several_optimizers(plant, query, figure):
+def test_adamw_counts_alone_among_several_optimizers(plant, query):
     plant(optimizer="stable_adamw")
-    assert query(figure)["optimizer"].unique().tolist() == ["stable_adamw"]
+    assert query(rms_and_loss)["optimizer"].unique().tolist() == ["stable_adamw"]
     plant({400: 3, 500: 8}, optimizer="adamw_clip")
     plant({400: 3, 500: 8, 700: None})
-    frame = query(figure)
+    frame = query(rms_and_loss)
     assert frame["optimizer"].unique().tolist() == ["adamw"]
-    if figure is spike_lead_size:
-        assert "2 of 3 loss spikes" in figure.caption(frame)
+    assert "2 of 3 loss spikes" in rms_and_loss.caption(frame)
 
 
 def test_the_steps_around_the_highest_loss_spike_have_all_that_was_recorded(plant, query):
