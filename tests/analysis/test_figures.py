@@ -1,6 +1,5 @@
 """Tests the figures of runs: what their frames hold and what is drawn and named."""
 
-import json
 import shutil
 
 import numpy as np
@@ -237,53 +236,42 @@ def test_bits_per_operand_count_the_scales_of_tiles(recipe, bits):
 
 
 @pytest.fixture
-def timed(make_run):
-    """A function: a run with results and times, of mini_l; `waits`: its share of waiting."""
+def evaluated(make_run):
+    """A function: the name of a run of mini_l with the results of an evaluation."""
 
-    def make(recipe, ms=20, waits=0.01, **keys):
+    def make(recipe, **keys):
         columns = dict.fromkeys((*RECALL, VALIDATION_LOSS), np.full(20, 0.5))
         keys = {"experiment": "accuracy_vs_size", "model": "mini_l", "scale": "mini"} | keys
-        run = make_run(recipe=recipe, num_steps=20, tables={}, columns=columns, **keys)
-        row = {"step": 20, "attempt": 0, "step_ms": ms, "data_wait": waits}
-        (run / "timing.jsonl").write_text(json.dumps(row) + "\n")
-        return run.name
+        return make_run(recipe=recipe, num_steps=20, tables={}, columns=columns, **keys).name
 
     return make
 
 
-def test_formats_have_a_time_only_if_it_is_theirs(timed, query):
-    timed("high", 23)
-    timed("llm_int8", 29.2)
-    timed("switchback", 90, waits=0.9)
-    timed("mxfp4", 80, experiment="formats")
-    timed("fp8_tensorwise", 85)
-    frame = query(formats).set_index("precision")
-    reasons = {"mxfp4": "simulated", "fp8_tensorwise": "simulated", "switchback": "waits for data"}
-    assert frame["no_time"].to_dict() == {"bf16": "", "llm_int8": ""} | reasons
-    assert frame["step_ms"].dropna().to_dict() == {"bf16": 23, "llm_int8": 29.2}
+def test_formats_with_nearly_equal_bits_are_set_apart(evaluated, query):
+    for recipe in ("high", "llm_int8", "mxfp8", "fp8_tensorwise"):
+        evaluated(recipe)
+    evaluated("mxfp4", experiment="formats")
+    frame = query(formats)
     assert frame["bits"].is_monotonic_decreasing
-    of_bits, of_times, *_ = drawn(formats, frame.reset_index())
-    assert "simulated:\nno time" in [text.get_text() for text in of_times.texts]
-    for ax in (of_bits, of_times):
+    for ax in drawn(formats, frame):
         places = [line.get_xdata()[0] for line in ax.lines if line.get_marker() == "o"]
-        assert len(set(places)) == 5
-    assert sorted(places)[:2] == [23, 29.2] and max(of_times.get_xticks()) < 29.9
+        assert len(places) == 5 and min(np.diff(sorted(places))) > 0.25
 
 
-def test_formats_are_drawn_beside_runs_that_differ_in_the_recipe_alone(timed, tmp_path, capsys):
-    same, format = timed("high", seed=3), timed("mxfp4", experiment="formats")
-    timed("high", lr=5e-3)
-    timed("high", model="mini_b")
-    timed("high", experiment="loss_curves")
+def test_formats_are_drawn_beside_runs_that_differ_in_the_recipe_alone(evaluated, tmp_path, capsys):
+    same, format = evaluated("high", seed=3), evaluated("mxfp4", experiment="formats")
+    evaluated("high", lr=5e-3)
+    evaluated("high", model="mini_b")
+    evaluated("high", experiment="loss_curves")
     out = tmp_path / "out"
     assert make.main(["formats", "--runs", str(tmp_path / "runs"), "--out", str(out)]) == 0
     assert set(pd.read_csv(out / "formats_mini.csv")["run"]) == {same, format}
     assert capsys.readouterr().err.count("left out") == 1
 
 
-def test_methods_of_one_model_fill_the_panel(timed, query):
+def test_methods_of_one_model_fill_the_panel(evaluated, query):
     for recipe in ("high", "switchback", "llm_int8"):
-        timed(recipe)
+        evaluated(recipe)
     (ax,) = drawn(accuracy_vs_size, query(accuracy_vs_size))
     places = [line.get_xdata()[0] for line in ax.lines if line.get_marker() == "o"]
     assert np.ptp(places) > 0.5 * np.ptp(ax.get_xlim())
