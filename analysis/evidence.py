@@ -19,7 +19,7 @@ from lowprec.runs.read import ENDED
 
 REPRODUCED, NOT, UNDECIDED, NO_RUNS = "reproduced", "not reproduced", "undecided", "no runs"
 SCALES = ("paper", "mini")  # the first that has runs is judged
-NOT_COUNTED = {("update_clipping", "mini")}  # its runs memorize their data: experiments/RESULTS.md
+NOT_COUNTED = {("update_clipping", "mini")}  # its runs memorize their data: experiments/README.md
 LEVEL, TWO_ONE_SIDED = 0.95, 0.9  # of intervals; the second for equivalence
 WINDOWS = (50, 200)  # steps of the running mean, besides the run's own
 SPIKES, FOLLOWING, HIGHEST = "num_loss_spikes", "num_following", "highest"
