@@ -32,7 +32,6 @@ from lowprec.config.schema import Config
 from lowprec.runs.attempts import STOPPED
 from lowprec.runs.identity import label
 from lowprec.runs.read import RecordFileError, read_last_row, read_status
-from lowprec.runs.scratch import use_own_temporary_folder
 from lowprec.sweep.status import print_table, setting_columns
 
 MAIN_SCORES = ("zero_shot/top1", "retrieval/image_to_text_r1")  # in the table of a sweep
@@ -95,7 +94,6 @@ def main(config: Config, expected: str | None = None, results: list | None = Non
     results = [] if results is None else results
     sys.stderr = sys.__stderr__  # see the end of this file
     preflight(config)
-    use_own_temporary_folder()
     # a refused command loads no torch
     from lowprec.train.distributed import DistributedRanks, PeerFailed, Ranks
     from lowprec.train.run import train_run

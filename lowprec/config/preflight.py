@@ -4,7 +4,6 @@ import contextlib
 import importlib.util
 import os
 import shutil
-import tarfile
 import tempfile
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -44,8 +43,8 @@ def preflight(config: Config, *, training: bool = True, planned: int | None = No
     if training:
         faults += _folder_faults(config)
         faults += process_faults(config, planned)
-    if faults:  # without faults, opening the data reports a set smaller than a batch
-        raise ConfigError(faults + _size_faults(config) * training)
+    if faults:
+        raise ConfigError(faults)
 
 
 def process_faults(config: Config, planned: int | None = None) -> list[str]:
@@ -111,21 +110,6 @@ def _data_faults(config: Config, training: bool) -> list[str]:
     return faults
 
 
-def _size_faults(config: Config) -> list[str]:
-    """Reports local training shards that have fewer captions than a batch needs."""
-    num_pairs = 0
-    with contextlib.suppress(OSError, ValueError, tarfile.TarError):
-        for path in expand(config.data.train) if config.data.name == "shards" else ():
-            with tarfile.open(path, "r:") as tar:
-                for member in tar:
-                    num_pairs += member.name.lower().endswith(".txt")
-                    if num_pairs == config.batch_size:
-                        return []
-        if num_pairs:
-            return [f"batch_size={config.batch_size} exceeds the {num_pairs} pairs of data.train"]
-    return []
-
-
 def _names_faults(config: Config) -> list[str]:
     """Files of class names and templates that are missing or that no evaluation can use."""
     faults, tasks = [], config.evaluation.name
@@ -167,18 +151,12 @@ def _package_faults(config: Config, training: bool) -> list[str]:
 
 
 def _has_weights(source: Path) -> bool:
-    """Whether a folder has checkpoints, or a file begins like safetensors or torch's formats."""
-    if os.path.isdir(source):
-        return any(
-            any(source.glob(f"{prefix}model.safetensors"))
-            for prefix in ("", "checkpoints/step_*/", "open_clip_")
-        )
-    if not os.path.isfile(source):
-        return False
-    with open(source, "rb") as file:
-        head, size = file.read(9), os.fstat(file.fileno()).st_size
-    is_safetensors = head[8:] == b"{" and int.from_bytes(head[:8], "little") < size
-    return is_safetensors or head.startswith((b"PK", b"\x80"))
+    names = (
+        "model.safetensors",
+        "checkpoints/step_*/model.safetensors",
+        "open_clip_model.safetensors",
+    )
+    return os.path.isfile(source) or any(any(source.glob(name)) for name in names)
 
 
 def _folder_faults(config: Config) -> list[str]:
@@ -192,13 +170,20 @@ def _folder_faults(config: Config) -> list[str]:
             fsspec.get_filesystem_class(fsspec.utils.get_protocol(config.remote_sync))
         except (ImportError, ValueError) as error:
             faults.append(f"remote_sync={config.remote_sync}: {error}")
-    folder = Path(config.run_dir).absolute()
-    folder = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    for key, folder in (("run_dir", config.run_dir), ("data.cache", config.data.cache)):
+        if folder is not None and (fault := _write_fault(Path(folder))):
+            faults.append(f"{key}={folder[:200]}: {fault}; choose another folder")
+    return faults
+
+
+def _write_fault(folder: Path) -> str | None:
+    """Why a folder, or the one that it would be made in, cannot be written to."""
+    folder = folder.absolute()
+    parent = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     try:
         with contextlib.suppress(FileNotFoundError):
-            os.stat(config.run_dir)  # the name may be too long
-        tempfile.TemporaryFile(dir=folder).close()
+            os.stat(folder)  # the name may be too long
+        tempfile.TemporaryFile(dir=parent).close()
     except OSError as error:
-        reason = f"{folder} is not writable ({error.strerror})"
-        faults.append(f"run_dir={config.run_dir[:200]}: {reason}; choose another folder")
-    return faults
+        return f"{parent} is not writable ({error.strerror})"
+    return None

@@ -23,7 +23,6 @@ from lowprec.config.compose import CONF, compose_command
 from lowprec.config.preflight import preflight
 from lowprec.config.schema import Config
 from lowprec.nn.recipe import RECIPES
-from lowprec.runs import scratch
 from lowprec.runs.read import find_runs, read_config, read_rows, read_status
 from lowprec.train.metrics import Ended
 from lowprec.train.run import train_run
@@ -72,7 +71,6 @@ def as_command(work, monkeypatch):
     """`as_command(*words)`: `python -m experiments.train` with these words, in this process."""
     monkeypatch.chdir(work)
     monkeypatch.setattr(sys, "stderr", sys.stderr)
-    monkeypatch.setattr(scratch, "use_own_temporary_folder", lambda: None)
 
     def run(*words):
         monkeypatch.setattr(sys, "argv", ["train", *words])
@@ -135,7 +133,6 @@ def test_a_signal_in_the_last_step_of_a_run_stops_its_sweep(in_sweep, monkeypatc
     ended = Ended("finished", 2, stop_requested=True)
     monkeypatch.setattr("lowprec.train.run.train_run", lambda *arguments: ended)
     monkeypatch.setattr(train, "preflight", lambda config: None)
-    monkeypatch.setattr(train, "use_own_temporary_folder", lambda: None)
     monkeypatch.setattr(train.entry, "runs_a_sweep", lambda: in_sweep)
     with pytest.raises(SystemExit, match="75") if in_sweep else contextlib.nullcontext():
         train.main(Config())
@@ -143,7 +140,6 @@ def test_a_signal_in_the_last_step_of_a_run_stops_its_sweep(in_sweep, monkeypatc
 
 @pytest.mark.parametrize("state", ["finished", "diverged"])
 def test_a_run_that_had_ended_has_the_objective_of_its_end(make_config, monkeypatch, state):
-    monkeypatch.setattr(train, "use_own_temporary_folder", lambda: None)
     monkeypatch.setattr(sys, "stderr", sys.stderr)
     config = make_config({"num_steps": 2})
     objective = train.main(config)
@@ -197,12 +193,12 @@ SHARDS = ("data=shards", "data.train=data/shapes/train-*.tar", "data.val=data/sh
             ("two.txt names 2 classes", "batch_size=201 exceeds the 200 pairs"),
         ),
         (
-            (*SHARDS, "data.templates=no.txt", "batch_size=201"),
-            ("no.txt", "batch_size=201 exceeds the 200 pairs"),
+            (*SHARDS, "data.templates=no.txt", "data.cache=two.txt"),
+            ("no.txt", "data.cache=two.txt", "two.txt is not writable (Not a directory); choose"),
         ),
         (("data.train=data/shaeps/train-*.tar",), ("no file matches",)),
     ],
-    ids=["all paths", "labels", "names and size", "a typo in the path of shapes"],
+    ids=["all paths", "labels", "names and cache", "a typo in the path of shapes"],
 )
 def test_faults_of_data_are_named_before_anything_is_written(work, monkeypatch, keys, faults):
     monkeypatch.chdir(work)
