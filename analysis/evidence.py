@@ -1,6 +1,5 @@
 """Evidence for claims: runs and benchmark lines, intervals over seeds, and rules for verdicts."""
 
-import contextlib
 import functools
 import math
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from scipy import stats
 
 from analysis import comparison, curves, spike_marks, style
 from analysis.bench import load_lines
-from analysis.load import EXPERIMENTS, NoRunsError, Runs, command, load_runs
+from analysis.load import EXPERIMENTS, NoRunsError, Runs, command, load_all
 from lowprec.runs.read import ENDED
 
 REPRODUCED, NOT, UNDECIDED, NO_RUNS = "reproduced", "not reproduced", "undecided", "no runs"
@@ -74,11 +73,9 @@ class Evidence:
 
     def __init__(self, roots: list[Path | str]):
         self.roots, self.files = roots, {}
-        tables = [pd.DataFrame(columns=["run", "path", "experiment", "state", "scale"])]
-        for root in roots:
-            with contextlib.suppress(NoRunsError):  # it may hold benchmark lines alone
-                tables.append(load_runs(root).summaries)
-        summaries = pd.concat(tables[1:] or tables, ignore_index=True)
+        tables = [load_all(root).summaries for root in roots]
+        tables = [table for table in tables if len(table)] or tables
+        summaries = pd.concat(tables, ignore_index=True)
         names = summaries["path"].map(lambda path: Path(path).name)
         copies = pd.DataFrame({"name": names, "data": summaries.get("data.digest")}).duplicated()
         summaries = summaries[~copies]

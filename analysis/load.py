@@ -23,7 +23,7 @@ from analysis.run_files import (
 )
 from lowprec.runs.read import ENDED
 
-ROW_FILES = ("metrics", "timing", "events")
+EMPTY = ("run", "path", "experiment", "state", "scale")  # columns of `summaries` without runs
 EXPERIMENTS = Path(__file__).parents[1] / "conf" / "experiment"
 
 
@@ -35,13 +35,14 @@ class Runs:
     """The records of runs as tables that share the column `run`, a run directory's name.
 
     `summaries` has one row per run, from its status and config alone; `root` is the folder or URL.
+    `files` holds what was read of each run, by its path.
     """
 
     def __init__(
         self, summaries: pd.DataFrame, root: Path | str | None = None, files: dict | None = None
     ):
         self.summaries, self.root = summaries.reset_index(drop=True), root
-        self.files = {} if files is None else files  # by path: what `_rows_of` has read
+        self.files = {} if files is None else files
 
     def __len__(self) -> int:
         return len(self.summaries)
@@ -53,7 +54,25 @@ class Runs:
 
     def only(self, run: str) -> "Runs":
         """One run by name; no other run's files are read."""
-        return Runs(self.summaries[self.summaries["run"] == run], files=self.files)
+        return self.where(self.summaries["run"] == run)
+
+    def where(self, mask: pd.Series) -> "Runs":
+        """The runs of some rows of `summaries`; no file is read twice."""
+        return Runs(self.summaries[mask], self.root, self.files)
+
+    def select(self, experiment: str | None = None, scale: str | None = None) -> "Runs":
+        """The runs of an experiment and a scale, or of any; see `load_runs`."""
+        to_make = f"to make some: {command(experiment or 'loss_curves', scale)}"
+        if not len(self):
+            raise NoRunsError(f"{self.root}: no runs at or below this folder; {to_make}")
+        scales = self.summaries["scale"]
+        matches = (experiment is None) | (self.summaries["experiment"] == experiment)
+        matches &= (scale is None) | (scales == scale) | scales.isna()
+        if not matches.any():
+            query = f"experiment={experiment or 'any'} and scale={scale or 'any'}"
+            others = _experiments(self.summaries)
+            raise NoRunsError(f"{self.root}: no runs with {query}; there are {others}; {to_make}")
+        return self.where(matches)
 
     @cached_property
     def runs(self) -> pd.DataFrame:
@@ -63,22 +82,21 @@ class Runs:
         recipe's name or, for recipe `high`, the autocast dtype.
         """
         notes = []
-        for i, summary in enumerate(self.summaries.to_dict("records")):
-            parts = [summary["note"]]
+        for summary, tables in zip(self.summaries.to_dict("records"), self._tables, strict=True):
+            parts, steps = [summary["note"]], list(tables["metrics"][0].get("step", []))
             if summary["state"] not in ENDED:
-                rows, total = self._rows["metrics"][i][0], summary.get("num_steps")
+                total = summary.get("num_steps")
                 of_total = "" if pd.isna(total) else f" of {int(total)}"
-                reached = rows[-1]["step"] if rows else 0
-                parts.append(f"{summary['state']}: {reached}{of_total} steps")
-            parts += [note for name in ROW_FILES for note in self._rows[name][i][1]]
-            parts += compare_steps(summary, [row["step"] for row in self._rows["metrics"][i][0]])
+                parts.append(f"{summary['state']}: {max(steps, default=0)}{of_total} steps")
+            parts += [note for _, of_file in tables.values() for note in of_file]
+            parts += compare_steps(summary, steps)
             notes.append("; ".join(filter(None, parts)))
         return self.summaries.assign(note=notes)
 
     @cached_property
     def metrics(self) -> pd.DataFrame:
         """One row per step: run, step, loss, lr, ...; evaluations are in the row of their step."""
-        return self._table("metrics", "loss")
+        return self._table("metrics")
 
     @cached_property
     def timing(self) -> pd.DataFrame:
@@ -125,24 +143,32 @@ class Runs:
         return frame.drop_duplicates("step", keep="last").set_index("step")[name].astype(float)
 
     @cached_property
-    def _rows(self) -> dict[str, list[tuple[list[dict], list[str]]]]:
-        """For each of ROW_FILES: the rows of each run, and notes on damage."""
-        of_runs = [self._rows_of(run) for run in self.summaries.to_dict("records")]
-        return {name: [rows[name] for rows in of_runs] for name in ROW_FILES}
+    def _tables(self) -> list[dict[str, tuple[pd.DataFrame, list[str]]]]:
+        """For each run: the rows of each of its files, and notes on damage."""
+        for run in self.summaries.to_dict("records"):
+            if run["path"] not in self.files:
+                rows = {"metrics": read_metrics(run)}
+                rows |= {name: read_row_file(run, name) for name in ("timing", "events")}
+                tables = {name: (pd.DataFrame(part), notes) for name, (part, notes) in rows.items()}
+                self.files[run["path"]] = tables
+        return [self.files[path] for path in self.summaries["path"]]
 
-    def _rows_of(self, run: dict) -> dict[str, tuple[list[dict], list[str]]]:
-        if run["path"] not in self.files:
-            others = {name: read_row_file(run, name) for name in ("timing", "events")}
-            self.files[run["path"]] = {"metrics": read_metrics(run), **others}
-        return self.files[run["path"]]
+    def _table(self, name: str) -> pd.DataFrame:
+        pairs = zip(self.summaries["run"], self._tables, strict=True)
+        frames = {run: tables[name][0] for run, tables in pairs if len(tables[name][0])}
+        if not frames:
+            return pd.DataFrame(columns=["run", "step", *(["loss"] if name == "metrics" else [])])
+        return pd.concat(frames, names=["run"]).reset_index("run").reset_index(drop=True)
 
-    def _table(self, name: str, *columns: str) -> pd.DataFrame:
-        frames = [pd.DataFrame(columns=["run", "step", *columns])]
-        for run, (rows, _) in zip(self.summaries["run"], self._rows[name], strict=True):
-            if rows:
-                frames.append(pd.DataFrame(rows))
-                frames[-1].insert(0, "run", run)
-        return pd.concat(frames[1:] or frames, ignore_index=True)
+
+def load_all(root: Path | str) -> Runs:
+    """Loads all runs at or below `root`, a folder of runs or one run directory, by path or URL."""
+    with ThreadPoolExecutor() as pool:  # hides the latency of a server
+        rows = list(pool.map(read_summary, find_addresses(root)))
+    summaries = pd.DataFrame(rows, columns=None if rows else EMPTY)
+    copied = summaries["run"].duplicated(keep=False)
+    summaries.loc[copied, "run"] = summaries.loc[copied, "path"]
+    return Runs(summaries, root)
 
 
 def load_runs(root: Path | str, *, experiment: str | None = None, scale: str | None = None) -> Runs:
@@ -151,21 +177,7 @@ def load_runs(root: Path | str, *, experiment: str | None = None, scale: str | N
     A run whose config is damaged belongs to the experiment that its folder is named after, and
     matches any `scale`. Raises NoRunsError if nothing matches.
     """
-    to_make = f"to make some: {command(experiment or 'loss_curves', scale)}"
-    addresses = find_addresses(root)
-    if not addresses:
-        raise NoRunsError(f"{root}: no runs at or below this folder; {to_make}")
-    with ThreadPoolExecutor() as pool:  # hides the latency of a server
-        summaries = pd.DataFrame(list(pool.map(read_summary, addresses)))
-    copied = summaries["run"].duplicated(keep=False)
-    summaries.loc[copied, "run"] = summaries.loc[copied, "path"]
-    matches = (experiment is None) | (summaries["experiment"] == experiment)
-    matches &= (scale is None) | (summaries["scale"] == scale) | summaries["scale"].isna()
-    if not matches.any():
-        query = f"experiment={experiment or 'any'} and scale={scale or 'any'}"
-        others = _experiments(summaries)
-        raise NoRunsError(f"{root}: no runs with {query}; there are {others}; {to_make}")
-    return Runs(summaries[matches], root)
+    return load_all(root).select(experiment, scale)
 
 
 def command(experiment: str, scale: str | None = None) -> str:

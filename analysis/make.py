@@ -9,7 +9,6 @@ same runs give the same files. Figures of incomplete or mixed runs are marked: `
 """
 
 import argparse
-import contextlib
 import hashlib
 import json
 import logging
@@ -24,7 +23,7 @@ from matplotlib.figure import Figure
 from analysis import claims, cli, figures, study
 from analysis.bench import load_lines
 from analysis.cli import ChoiceError
-from analysis.load import NoRunsError, Runs, command, load_runs
+from analysis.load import NoRunsError, Runs, command, load_all
 from analysis.run_files import as_path
 from analysis.style import style
 from lowprec.nearest import nearest
@@ -46,15 +45,14 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parse(arguments)
     called = f"python -m analysis.make {shlex.join(arguments)}"
     slug, slugs = options.slug, figures.slugs()
-    if slug == "all":
-        return draw_all(options.runs, options.out, options.scale, called, options.experiment)
-    if slug not in slugs:
+    if slug not in (*slugs, "all"):
         near = nearest(slug, slugs)
         raise ChoiceError(f"no figure {slug!r}{near}; there are: {', '.join(slugs)}")
+    choices = load_all(options.runs), options.out, called, options.scale, options.experiment
+    if slug == "all":
+        return draw_all(*choices)
     try:
-        stem, about = draw(
-            slug, options.runs, options.out, called, options.scale, options.experiment
-        )
+        stem, about = draw(slug, *choices)
     except NoRunsError as error:
         raise NoRunsError(f"{error}; {OTHERS}" if not options.experiment else str(error)) from None
     for kind in ("left_out", "missing"):
@@ -66,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def draw(
     slug: str,
-    root: Path | str,
+    runs: Runs,
     out: Path,
     called: str,
     scale: str | None = None,
@@ -74,13 +72,14 @@ def draw(
 ) -> tuple[Path, dict]:
     """Draws one figure; returns the path of its files without suffix, and what SLUG.json says.
 
-    `called` is the command to record. Raises NoRunsError and ChoiceError.
+    `runs` are all runs of a folder, which may also hold lines. `called` is the command to record.
+    Raises NoRunsError and ChoiceError.
     """
     figure = figures.load(slug)
     if hasattr(figure, "LINES"):
-        frame, origin, scale = _of_lines(figure, root)
+        frame, origin, scale = _of_lines(figure, runs.root)
     else:
-        frame, origin, scale = _of_runs(figure, root, experiment, scale)
+        frame, origin, scale = _of_runs(figure, runs, experiment, scale)
     out.mkdir(parents=True, exist_ok=True)
     caption = figure.caption(frame) + (f" Marked: {origin['mark']}." if origin["mark"] else "")
     code = {"commit": commit(digits=40), "versions": {p: package_version(p) for p in PACKAGES}}
@@ -91,7 +90,7 @@ def draw(
 
 
 def draw_all(
-    root: Path | str, out: Path, scale: str | None, called: str, experiment: str | None = None
+    runs: Runs, out: Path, called: str, scale: str | None = None, experiment: str | None = None
 ) -> int:
     """Draws all figures at each scale that has runs.
 
@@ -99,9 +98,9 @@ def draw_all(
     for each that fails, with the reason. Returns 1 if one failed, 2 if nothing was drawn.
     """
     drawn, failed = [], []
-    for slug, at in _slugs_and_scales(root, scale, experiment):
+    for slug, at in _slugs_and_scales(runs.summaries, scale, experiment):
         try:
-            stem, about = draw(slug, root, out, called, at, experiment)
+            stem, about = draw(slug, runs, out, called, at, experiment)
         except (NoRunsError, ChoiceError) as error:
             print(f"not drawn: {slug}: {error}", file=sys.stderr)
         except (FileExistsError, NotADirectoryError):  # `out` is a file
@@ -138,12 +137,12 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _of_runs(
-    figure, root: Path | str, experiment: str | None, scale: str | None
+    figure, everything: Runs, experiment: str | None, scale: str | None
 ) -> tuple[pd.DataFrame, dict, str]:
     """The frame of a figure of runs, its origin, and the scale of the runs."""
-    own = experiment_of(figure)
+    own, root = experiment_of(figure), everything.root
     name = experiment or own
-    runs = load_runs(root, experiment=None if name == "any" else name, scale=scale)
+    runs = everything.select(None if name == "any" else name, scale)
     scales = sorted(runs.summaries["scale"].dropna().unique())
     if len(scales) > 1:
         raise ChoiceError(
@@ -151,9 +150,9 @@ def _of_runs(
             f"choose one: --scale {' or --scale '.join(scales)}"
         )
     if experiment is None and hasattr(figure, "BASELINES"):
-        with contextlib.suppress(NoRunsError):
-            others = load_runs(root, experiment=figure.BASELINES, scale=scales[0])
-            runs = Runs(pd.concat([runs.summaries, others.summaries]), root)
+        studies, at = (everything.summaries[key] for key in ("experiment", "scale"))
+        is_at = at.isin(scales) | at.isna()
+        runs = everything.where(studies.isin([own, figure.BASELINES]) & is_at)
     frame = figure.query(runs)
     table = runs.runs
     is_drawn = table["run"].isin(frame["run"])
@@ -218,13 +217,9 @@ def _write(stem: Path, figure, frame: pd.DataFrame, about: dict) -> None:
 
 
 def _slugs_and_scales(
-    root: Path | str, scale: str | None, experiment: str | None
+    summaries: pd.DataFrame, scale: str | None, experiment: str | None
 ) -> list[tuple[str, str | None]]:
     """Each figure with the given scale, or with every scale of its experiment's runs."""
-    try:
-        summaries = load_runs(root).summaries
-    except NoRunsError:  # there may be benchmark lines
-        summaries = pd.DataFrame(columns=["experiment", "scale"])
     pairs = []
     for slug in figures.slugs():
         figure = figures.load(slug)

@@ -39,7 +39,7 @@ def query(runs: Runs) -> pd.DataFrame:
     Runs that have no measure and did not diverge are left out, as are custom recipes.
     """
     is_selected = runs.summaries["run"].isin(select(runs.runs)["run"])
-    runs = Runs(runs.summaries[is_selected], runs.root, runs.files)
+    runs = runs.where(is_selected)
     heads = curves.named_heads(runs)
     if len(heads):
         heads["recall"] = heads["run"].map(curves.last_recall(runs))

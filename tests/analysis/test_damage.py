@@ -7,6 +7,7 @@ import shutil
 import pytest
 
 from analysis import load_runs, make
+from analysis.load import load_all
 from analysis.run_files import read_metrics
 from analysis.study import mark_of_runs
 from lowprec.config.schema import DiagnosticsConfig
@@ -138,7 +139,7 @@ def test_impossible_config_value_affects_only_its_run(make_run, tmp_path, old, n
     assert runs["note"][bad.name].startswith("config.yaml is damaged: ")
     assert new.partition(":")[0] in runs["note"][bad.name]
     assert runs["note"][good.name] == ""
-    _, about = make.draw("loss_curves", tmp_path / "runs", tmp_path / "out", "", "demo")
+    _, about = make.draw("loss_curves", load_all(tmp_path / "runs"), tmp_path / "out", "", "demo")
     assert [run["path"] for run in about["runs"]] == [str(good)]
 
 

@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from analysis import load_runs, make, study
+from analysis.load import load_all
 from lowprec.config.schema import DiagnosticsConfig, SpikeConfig
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -28,7 +29,7 @@ def test_missing_runs_are_named_by_the_values_that_differ(make_run, tmp_path, ru
 
 
 def the_mark(tmp_path, slug="rms_and_loss", **keys):
-    return make.draw(slug, tmp_path / "runs", tmp_path / "out", "", **keys)[1]["mark"]
+    return make.draw(slug, load_all(tmp_path / "runs"), tmp_path / "out", "", **keys)[1]["mark"]
 
 
 def test_marks_state_what_is_incomplete_missing_or_mixed(make_run, tmp_path):
