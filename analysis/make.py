@@ -194,26 +194,18 @@ def _some(names: list[str], most: int = 3) -> str:
 
 
 def _write(stem: Path, figure, frame: pd.DataFrame, about: dict) -> None:
-    """Writes the four files under temporary names, then renames them: an old figure stays whole."""
-    kinds = ("png", "pdf", "csv", "json")
-    temporary = {kind: stem.with_name(f".{stem.name}.{kind}.tmp") for kind in kinds}
-    try:
-        with style():
-            canvas = Figure(layout="constrained")
-            figure.draw(frame, canvas)
-            if about["mark"]:
-                width = int(CHARACTERS * canvas.get_figwidth())
-                text = textwrap.fill(f"Marked: {about['mark']}", width)
-                canvas.suptitle(text, x=0.01, ha="left", fontsize=6.5, color=MARK_COLOR)
-            canvas.savefig(temporary["png"], format="png")
-            canvas.savefig(temporary["pdf"], format="pdf", metadata={"CreationDate": None})
-        frame.to_csv(temporary["csv"], index=False, lineterminator="\n")
-        temporary["json"].write_text(json.dumps(about, indent=2, allow_nan=False) + "\n")
-        for kind, path in temporary.items():
-            path.rename(f"{stem}.{kind}")
-    finally:
-        for path in temporary.values():
-            path.unlink(missing_ok=True)
+    with style():
+        canvas = Figure(layout="constrained")
+        figure.draw(frame, canvas)
+        if about["mark"]:
+            width = int(CHARACTERS * canvas.get_figwidth())
+            text = textwrap.fill(f"Marked: {about['mark']}", width)
+            canvas.suptitle(text, x=0.01, ha="left", fontsize=6.5, color=MARK_COLOR)
+        canvas.savefig(f"{stem}.png")
+        canvas.savefig(f"{stem}.pdf", metadata={"CreationDate": None})
+    frame.to_csv(f"{stem}.csv", index=False, lineterminator="\n")
+    text = json.dumps(about, indent=2, allow_nan=False)
+    Path(f"{stem}.json").write_text(text + "\n")
 
 
 def _slugs_and_scales(

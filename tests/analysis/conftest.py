@@ -141,4 +141,4 @@ def make_run_fixture(tmp_path):
 @pytest.fixture
 def no_pictures(monkeypatch):
     """Pictures are drawn but written as empty files: writing them takes most of the time."""
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: path.touch())
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: Path(path).touch())
