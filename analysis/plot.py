@@ -4,7 +4,6 @@
                 STATISTIC/TENSOR (rms/visual.conv1.weight; the largest if TENSOR is a pattern)
     x=step      a line for each run; x=KEY of the config: the last value of each run
     hue=KEY     a color for each value;  facet=KEY  a panel for each value
-    band=KEY    runs that differ in it alone share a color (seed, unless another key is given)
     KEY=VALUE   only the runs with that value
 
 Over steps, each run is a thin line, and several runs of one color share a thick median line.
@@ -55,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     if wrong:
         raise ChoiceError(f"{wrong[0]!r}: KEY=VALUE is expected, such as y=loss")
     choices = dict(word.split("=", 1) for word in options.words)
-    named = {name: choices.pop(name, None) for name in ("y", "x", "hue", "facet", "band")}
+    named = {name: choices.pop(name, None) for name in ("y", "x", "hue", "facet")}
     is_file = options.out.suffix in (".png", ".pdf", ".csv")
     stem = options.out.with_suffix("") if is_file else options.out
     stem.parent.mkdir(parents=True, exist_ok=True)
@@ -76,12 +75,11 @@ def query(
     x: str | None = None,
     hue: str | None = None,
     facet: str | None = None,
-    band: str | None = None,
     where: dict[str, str] | None = None,
 ) -> pd.DataFrame:
     """One row per point: run, step, x, y, hue, facet, the names of these four, state, batch_size.
 
-    `group` is equal for runs that differ in `band` alone. Without `hue`, colors are for methods and
+    `group` is equal for runs that differ in the seed alone. Without `hue`, colors are for methods and
     the settings in which runs differ. Raises ChoiceError for a name that does not exist.
     """
     y, x = y or "loss", x or "step"
@@ -93,15 +91,15 @@ def query(
     values = recorded(runs, y)
     values = values[values["run"].isin(heads["run"])]
     if hue is None:
-        by_key = [key for key in (facet, band, x) if key not in (None, "step")]
+        by_key = [key for key in (facet, x) if key not in (None, "step")]
         split_by = [_column(heads, key).name for key in by_key]
         groups = heads.groupby(split_by, dropna=False) if split_by else [((), heads)]
         heads = pd.concat([curves.name_methods(group) for _, group in groups]).loc[heads.index]
         hue = "method" if heads["method"].nunique() > 1 else None
     keys = {"hue": hue, "facet": facet, **({} if x == "step" else {"x": x})}
     settings = pd.DataFrame({"run": heads["run"], "state": heads["state"]})
-    varied = [_column(heads, key).name for key in (band or "seed", x if x != "step" else "seed")]
-    settings["group"] = signature(heads, *varied, seed=varied[0] != "seed")
+    varied = [] if x == "step" else [_column(heads, x).name]
+    settings["group"] = signature(heads, *varied, seed=False)
     settings["batch_size"] = heads["batch_size"]
     for name, key in keys.items():
         settings[name] = _column(heads, key) if key else ""

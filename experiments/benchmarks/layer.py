@@ -123,7 +123,6 @@ class DimBenchmark:
         if "eager" in self.modes and case not in LINEAR_PEERS:
             with self._line(case, "saved", [shape], direction) as row:
                 self.measured[case, "saved", shape] = step.saved_bytes()
-                self.measured[case, "peak", shape] = step.peak_bytes()
                 row.update(self._numbers(case, "saved", [shape]))
 
     def _time(self, problem: "Problem", case: str, mode: str, step: "Step") -> float:
@@ -156,9 +155,8 @@ class DimBenchmark:
             rate = sum(shape.operations for shape in shapes) / value / 1e9
             ratio = {"ratio_to": f"linear, {base_mode}", "ratio": base / value}
             return {"ms": value, "rate": rate, "rate_unit": "TFLOP/s", **ratio}
-        peak = total(case, "peak")
-        memory = {"saved_mib": round(value / MIB, 4), "peak_mib": round(peak / MIB, 4) or None}
-        return {"ratio_to": "linear", "ratio": value / base, **memory}
+        saved = {"saved_mib": round(value / MIB, 4)}
+        return {"ratio_to": "linear", "ratio": value / base, **saved}
 
 
 class Step(NamedTuple):
@@ -188,16 +186,6 @@ class Step(NamedTuple):
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             self()
         return sum(saved.values())
-
-    def peak_bytes(self) -> int:
-        """Returns the peak memory that a step adds on a GPU; 0 on a CPU."""
-        if self.x.device.type != "cuda":
-            return 0
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        self()
-        return torch.cuda.max_memory_allocated() - before
 
 
 class Problem:

@@ -87,7 +87,7 @@ def test_host_time_is_measured_once_on_a_small_layer(measure, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_ours_is_also_a_graph_on_a_gpu_and_its_peak_is_counted(measure):
+def test_ours_is_also_a_graph_on_a_gpu(measure):
     sizes = {"dims": [128], "tokens": 512, "device": "auto", "repeats": 3}
     lines = measure(**sizes, cases=["switchback"], modes=list(MODES))
     times = {(line["case"], line["mode"]) for line in lines if line["slug"] == "layer"}
@@ -96,4 +96,3 @@ def test_ours_is_also_a_graph_on_a_gpu_and_its_peak_is_counted(measure):
         *((case, mode) for case in ("linear", "switchback") for mode in modes),
         ("switchback", "compiled"),
     }
-    assert all(line["peak_mib"] > 0 for line in lines if line["slug"] == "layer_memory")
