@@ -112,25 +112,17 @@ def by_intervention(heads: pd.DataFrame) -> pd.DataFrame:
     return heads.loc[order].sort_values("model", key=lambda m: m.map(models), kind="stable")
 
 
-def last_accuracy(runs: Runs) -> pd.Series:
-    """By run: the accuracy at its last step, or NaN."""
-    return _last(runs, ACCURACY)[ACCURACY]
+def last_scores(runs: Runs) -> pd.DataFrame:
+    """By run, at its last step: `accuracy`, `recall` and `validation_loss`, or NaN.
 
-
-def last_recall(runs: Runs) -> pd.Series:
-    """By run: the mean R@1 of both directions in % at its last step, or NaN."""
-    return 100 * _last(runs, *RECALL).mean(axis=1, skipna=False)
-
-
-def last_validation_loss(runs: Runs) -> pd.Series:
-    """By run: the contrastive loss of the validation pairs at its last step, or NaN."""
-    return _last(runs, VALIDATION_LOSS)[VALIDATION_LOSS]
-
-
-def _last(runs: Runs, *names: str) -> pd.DataFrame:
+    The accuracy and the mean R@1 of both directions are in %; the loss is the contrastive one.
+    """
     metrics = runs.metrics
     last = metrics.loc[metrics.groupby("run")["step"].idxmax()].set_index("run")
-    return last.reindex(columns=list(names)).astype(float)
+    last = last.reindex(columns=[ACCURACY, *RECALL, VALIDATION_LOSS]).astype(float)
+    recall = 100 * last[list(RECALL)].mean(axis=1, skipna=False)
+    scores = {"accuracy": 100 * last[ACCURACY], "recall": recall}
+    return pd.DataFrame({**scores, "validation_loss": last[VALIDATION_LOSS]})
 
 
 def by_run(

@@ -102,15 +102,11 @@ class Evidence:
         `loss` is the mean training loss of the last 2%.
         """
         runs = self.runs(studies, scale)
-        table, losses = runs.runs, runs.metrics[["run", "step", "loss"]]
-        diverged = table["state"] == "diverged"
-        results = {"accuracy": 100 * curves.last_accuracy(runs), "recall": curves.last_recall(runs)}
-        for name, percents in results.items():
-            table = table.assign(**{name: table["run"].map(percents).mask(diverged, 0.0)})
+        table, losses = runs.runs.join(curves.last_scores(runs), on="run"), runs.metrics
+        table.loc[table["state"] == "diverged", ["accuracy", "recall"]] = 0.0
         ends = losses["step"] > 0.98 * losses["run"].map(table.set_index("run")["num_steps"])
         losses = losses[ends].astype({"loss": float}).groupby("run")["loss"].mean()
-        validation = table["run"].map(curves.last_validation_loss(runs))
-        return table.assign(loss=table["run"].map(losses), validation_loss=validation)
+        return table.join(losses, on="run")
 
     def _spikes(self, studies: Sequence[str]) -> pd.DataFrame:
         """`Runs.runs` with `count_following` for the patch embedding, by each run's protocol.

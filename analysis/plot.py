@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     if wrong:
         raise ChoiceError(f"{wrong[0]!r}: KEY=VALUE is expected, such as y=loss")
     choices = dict(word.split("=", 1) for word in options.words)
-    named = {name: choices.pop(name, None) for name in ("y", "x", "hue", "facet")}
+    named = {name: choices.pop(name) for name in ("y", "x", "hue", "facet") if name in choices}
     is_file = options.out.suffix in (".png", ".pdf", ".csv")
     stem = options.out.with_suffix("") if is_file else options.out
     stem.parent.mkdir(parents=True, exist_ok=True)
@@ -71,18 +71,17 @@ def main(arguments: list[str] | None = None) -> int:
 
 def query(
     runs: Runs,
-    y: str | None = None,
-    x: str | None = None,
+    y: str = "loss",
+    x: str = "step",
     hue: str | None = None,
     facet: str | None = None,
     where: dict[str, str] | None = None,
 ) -> pd.DataFrame:
     """One row per point: run, step, x, y, hue, facet, the names of these four, state, batch_size.
 
-    `group` is equal for runs that differ in the seed alone. Without `hue`, colors are for methods and
-    the settings in which runs differ. Raises ChoiceError for a name that does not exist.
+    `group` is equal for runs that differ in the seed alone. Without `hue`, colors are for methods
+    and the settings in which runs differ. Raises ChoiceError for a name that does not exist.
     """
-    y, x = y or "loss", x or "step"
     heads = runs.runs[runs.runs["scale"].notna()]  # a damaged config has no settings
     for key, value in (where or {}).items():
         heads = heads[_column(heads, key).map(written) == value]

@@ -29,14 +29,13 @@ def query(runs: Runs) -> pd.DataFrame:
     if heads.empty:
         return pd.DataFrame(columns=list(COLUMNS))
     is_paper = (heads["scale"] == "paper").all()
-    metric, accuracy = TOP1, 100 * heads["run"].map(curves.last_accuracy(runs)).astype(float)
-    recall = heads["run"].map(curves.last_recall(runs)).astype(float)
-    if not is_paper and recall.count() >= max(1, accuracy.count()):
-        metric, accuracy = RECALL, recall
-    if accuracy.isna().all() and not (heads["state"] == "diverged").any():
+    heads, metric = heads.join(curves.last_scores(runs), on="run"), TOP1
+    if not is_paper and heads["recall"].count() >= max(1, heads["accuracy"].count()):
+        heads, metric = heads.assign(accuracy=heads["recall"]), RECALL
+    if heads["accuracy"].isna().all() and not (heads["state"] == "diverged").any():
         studies = ", ".join(heads["experiment"].unique())
         raise NoRunsError(f"{len(heads)} runs of {studies} have no accuracy at their last step yet")
-    ours = heads.assign(source=OURS, accuracy=accuracy)[list(COLUMNS)]
+    ours = heads.assign(source=OURS)[list(COLUMNS)]
     frame = pd.concat([ours, *([_papers(ours)] if is_paper else [])], ignore_index=True)
     frame["metric"] = metric
     order = frame["model"].map(lambda name: style.rank(name, style.MODELS)[0])

@@ -42,8 +42,7 @@ def query(runs: Runs) -> pd.DataFrame:
     runs = runs.where(is_selected)
     heads = curves.named_heads(runs)
     if len(heads):
-        heads["recall"] = heads["run"].map(curves.last_recall(runs))
-        heads["validation_loss"] = heads["run"].map(curves.last_validation_loss(runs))
+        heads = heads.join(curves.last_scores(runs), on="run")
         is_over = heads[list(MEASURES)].notna().any(axis=1) | (heads["state"] == "diverged")
         heads = heads[is_over & heads["precision.recipe"].isin(list(RECIPES))]
     if heads.empty:

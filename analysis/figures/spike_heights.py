@@ -28,13 +28,13 @@ def query(runs: Runs) -> pd.DataFrame:
     NaN.
     """
     heads = curves.named_heads(runs, ("optimizer.beta2",))
-    recall = curves.last_recall(runs)
+    heads = heads.join(curves.last_scores(runs), on="run")
 
     def parts(run: Runs, head: dict) -> pd.DataFrame:
         series = spike_marks.read_series(run, spike_marks.TENSOR)
         protocol = spike_marks.protocol_of_run(head)
         spikes = spike_marks.spike_table(series, protocol)[["step", "height"]]
-        end = pd.DataFrame({"step": [head["reached"]], "recall": [recall.get(head["run"])]})
+        end = pd.DataFrame({"step": [head["reached"]], "recall": [head["recall"]]})
         table = pd.concat([spikes.assign(part="spikes"), end.assign(part="runs")])
         return table.assign(**asdict(protocol))
 

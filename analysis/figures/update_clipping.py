@@ -26,9 +26,8 @@ def query(runs: Runs) -> pd.DataFrame:
         return pd.DataFrame(columns=list(COLUMNS))
     is_common = heads["beta2"] == heads["model"].map(_common_beta2(heads))
     loss = curves.losses(runs, heads[is_common]).assign(part="loss", accuracy=np.nan)
-    last = curves.last_accuracy(runs)
     ends = heads.assign(part="accuracy", step=heads["reached"], loss=np.nan, loss_median=np.nan)
-    ends["accuracy"] = 100 * ends["run"].map(last).astype(float)
+    ends = ends.join(curves.last_scores(runs)["accuracy"], on="run")
     ends = ends.sort_values("beta2", kind="stable")[list(COLUMNS)]
     return pd.concat([loss[list(COLUMNS)], ends], ignore_index=True)
 
