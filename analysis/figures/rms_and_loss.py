@@ -1,9 +1,10 @@
 """Loss and RMS_t of the patch embedding on one time axis. Figure 9, arXiv:2304.13013.
 
-Runs: `experiment=rms_and_loss`. The runs of `spikes_vs_*` give the figures of its appendix.
+Runs: `experiment=rms_and_loss`. The figures `spike_lead_*`, 16 to 21, show those of `spikes_vs_*`.
 """
 
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -143,3 +144,9 @@ def _title(head: pd.Series, between: str = "\n") -> str:
     name = style.model(head["model"])
     label = head["label"].replace(" (", f"{between}(") if between == "\n" else head["label"]
     return f"{name}, beta2 = {head['beta2']:g}{between}{label}, seed {head['seed']}"
+
+
+DRAWING = {part.__name__: part for part in (select, query, plot, draw, caption)}
+FIGURES = {"rms_and_loss": SimpleNamespace(EXPERIMENT="rms_and_loss", **DRAWING)}
+for sweep in ("size", "batch", "lr"):
+    FIGURES[f"spike_lead_{sweep}"] = SimpleNamespace(EXPERIMENT=f"spikes_vs_{sweep}", **DRAWING)
