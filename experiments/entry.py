@@ -30,8 +30,7 @@ def run_command(
     """Calls `task(config)` for the command line's config, or under -m for each of its runs.
 
     All configs are checked first, also by `preflight(config)`, which may raise ConfigError. Faults
-    are printed as a list, and the exit status is 2. `entry` is the command's name. What
-    `task` returns is the objective of a sweeper such as Optuna's.
+    are printed as a list, and the exit status is 2. `entry` is the command's name.
     """
     compose.register(schema)
     arguments = parse_command()

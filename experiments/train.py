@@ -14,12 +14,10 @@ config is wrong.
 """
 
 import contextlib
-import math
 import os
 import sys
 import time
 from functools import partial
-from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
@@ -31,7 +29,6 @@ from lowprec.config.preflight import preflight
 from lowprec.config.schema import Config
 from lowprec.runs.attempts import STOPPED
 from lowprec.runs.identity import label
-from lowprec.runs.read import RecordFileError, read_last_row, read_status
 from lowprec.sweep.status import print_table, setting_columns
 
 MAIN_SCORES = ("zero_shot/top1", "retrieval/image_to_text_r1")  # in the table of a sweep
@@ -41,7 +38,7 @@ class ProgressBar:
     """Shows a run's steps, loss and throughput; see `lowprec.train.loop.Progress`."""
 
     def __init__(self, config: Config):
-        self.name, self.loss = entry.differing_overrides() or label(config), math.nan
+        self.name = entry.differing_overrides() or label(config)
         self.last: dict = {}
         self.chance: dict[str, float] = {}
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -56,7 +53,6 @@ class ProgressBar:
 
     def flushed(self, row: dict) -> None:
         """Shows the last step; prints the numbers of an evaluation."""
-        self.loss = row["loss"]
         self.last |= row
         note = f"loss {row['loss']:.3f}  {row['images_per_s']:.0f} images/s"
         note += f"  {row['memory_gib']:.0f} GiB" if row["memory_gib"] else ""
@@ -70,25 +66,15 @@ class ProgressBar:
             line = f"{self.name} step {row['step']}: {', '.join(scores)}"
             self.bar.console.print(line, soft_wrap=True, markup=False)
 
-    def had_ended(self, run: Path) -> None:
-        """Takes the loss from the record; infinite if the run diverged, NaN if it is damaged."""
-        if read_status(run, {"state": ""})["state"] == "diverged":
-            self.loss = math.inf
-            return
-        with contextlib.suppress(FileNotFoundError, RecordFileError):
-            self.loss = read_last_row(run / "metrics.jsonl").get("loss", math.nan)
-
     def close(self) -> None:
         """Leaves the bar as it is."""
         if self.bar.live.is_started:
             self.bar.stop()
 
 
-def main(config: Config, expected: str | None = None, results: list | None = None) -> float:
+def main(config: Config, expected: str | None = None, results: list | None = None) -> None:
     """Trains a run, as its only process or as one rank; `expected`: see `train_run`.
 
-    Returns the objective for a sweeper such as Optuna's: the loss of the last step, infinite if the
-    run diverged; of a run that had ended before, as its record says.
     Appends the run's overrides, state and last row to `results`.
     """
     results = [] if results is None else results
@@ -116,7 +102,6 @@ def main(config: Config, expected: str | None = None, results: list | None = Non
     if stops or (ended is not None and ended.state == "preempted"):
         print("stopped; the same command continues" + " the sweep" * entry.runs_a_sweep())
         sys.exit(STOPPED)
-    return math.inf if ended is not None and ended.state == "diverged" else progress.loss
 
 
 def show_results(results: list[tuple[list[str], str, dict]]) -> None:

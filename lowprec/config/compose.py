@@ -30,8 +30,7 @@ from lowprec.nearest import nearest
 
 CONF = Path(__file__).parents[2] / "conf"
 PATTERNS = ("data.train", "data.val", "shards", "train", "val")  # keys whose values are globs
-HYDRA = ("hydra/launcher", "hydra.launcher.*", "hydra/sweeper", "hydra.sweeper.*", "hydra.verbose")
-SEARCH_SPACES = ("*.params*", "*search_space*")  # these name further keys, or a function to call
+HYDRA = ("hydra/launcher", "hydra.launcher.*", "hydra.verbose")  # Hydra's own keys that are allowed
 MOST_RUNS = 1000  # of a sweep
 FURTHER = "further_commands"  # key of an experiment file: overrides of each further command
 
@@ -230,12 +229,6 @@ def _axes(overrides: list[str], schema: type, faults: list[str]) -> list[list[st
         if sum(_key(text) == name for text in patterns) > 1:  # the shell has expanded its braces
             faults.append(f"{name} is given more than once; braces need quotes: '{name}=\"...\"'")
     parsed = [_parse(text, faults) for text in overrides]
-    has_sweeper = any(_key(text) == "hydra/sweeper" for text in overrides)
-    for override in parsed:
-        is_interval = override is not None and override.value_type == ValueType.INTERVAL_SWEEP
-        if is_interval and not has_sweeper:
-            text = override.input_line
-            faults.append(f"{text}: an interval has no list of values; use choice or range")
     legal = [o for o in parsed if o is not None and _is_legal(o, schema, faults)]
     axes = {_key(o.input_line): list(_values(o)) for o in legal}  # the last of a key counts
     faults += [f"{name}: the sweep has no values" for name, values in axes.items() if not values]
@@ -296,8 +289,7 @@ def _hydra_fault(override: Override) -> str | None:
     key, launchers = override.key_or_group, ["basic", *_choices("hydra/launcher")]
     if key == "hydra/launcher" and override.value() not in launchers:
         return f"{key}={override.value()}: one of {', '.join(launchers)} is expected"
-    is_allowed = any(fnmatchcase(key, pattern) for pattern in HYDRA)
-    if is_allowed and not any(fnmatchcase(key, pattern) for pattern in SEARCH_SPACES):
+    if any(fnmatchcase(key, pattern) for pattern in HYDRA):
         return None
     return f"{key} is not allowed; of Hydra's own keys only {', '.join(HYDRA)}{nearest(key, HYDRA)}"
 
@@ -307,6 +299,9 @@ def _is_legal(override: Override, schema: type, faults: list[str]) -> bool:
     key = override.key_or_group
     if override.is_delete():
         faults.append(f"~{key}: a key cannot be removed from a config; leave it at its default")
+        return False
+    if override.value_type == ValueType.INTERVAL_SWEEP:
+        faults.append(f"{key}: an interval has no list of values; use choice or range")
         return False
     if key.startswith("hydra"):
         fault = _hydra_fault(override)
@@ -347,8 +342,6 @@ def _values(override: Override) -> Iterator[str]:
     if override.value_type == ValueType.GLOB_CHOICE_SWEEP:
         files = override.value().filter(_choices(override.key_or_group))
         yield from files or [override.input_line.partition("=")[2]]
-    elif override.value_type == ValueType.INTERVAL_SWEEP:  # both ends must be legal
-        yield from (str(override.value().start), str(override.value().end))
     elif override.is_sweep_override():
         yield from itertools.islice(override.sweep_string_iterator(), MOST_RUNS + 1)
     else:

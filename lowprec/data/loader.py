@@ -20,7 +20,7 @@ from lowprec.data.cache import DecodedCache
 from lowprec.data.order import AUGMENTATION, REPLACEMENT, SampleOrder, random_words
 from lowprec.data.shards import ShardError, Shards
 from lowprec.data.tar import IMAGES
-from lowprec.data.workers import ahead, note
+from lowprec.data.workers import ahead
 
 REPLACEMENTS = 100  # tries to find a readable sample for one position
 BOMBS = (Image.DecompressionBombError, Image.DecompressionBombWarning)
@@ -120,8 +120,6 @@ class Batches:
         if self.cache is not None and (stored := self.cache.read(sample)):
             pixels, tokens = stored[0], torch.from_numpy(stored[1].astype(np.int64))[None]
             return Sample(pixels, tokens, int(row["label"]), sample)
-        note(self.shards.paths[shard])
-        note(f"{self.shards.paths[shard]} {self.key(sample)}")
         if row["image_bytes"] < 0:
             raise ValueError(f"no image ({', '.join(IMAGES)}) in the sample")
         if row["text_bytes"] < 0:

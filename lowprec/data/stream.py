@@ -38,7 +38,7 @@ from lowprec.data.loader import (
 from lowprec.data.order import AUGMENTATION, STREAM, permutation, random_words
 from lowprec.data.shards import ShardError
 from lowprec.data.tar import IMAGES, DamagedError, StrictHeader, parse_label, read_members
-from lowprec.data.workers import ahead, follow_parent, note
+from lowprec.data.workers import ahead, follow_parent
 
 SHUFFLED = 1000  # undecoded samples that a worker shuffles; webdataset starts with 100
 CURL = ("curl", "-fsL", "--connect-timeout", "30", "--retry", "30", "--retry-delay", "2")
@@ -191,7 +191,7 @@ def read_url(url: str) -> Iterator[tuple[str, bytes]]:
         for member, _, _, data in read_members(tar):
             is_empty = False
             yield member.name, data
-            source.renew(member.name)
+            source.renew()
     if is_empty:
         raise DamagedError("no image, caption or label in it")
 
@@ -215,21 +215,16 @@ class _Source:
             command = url.removeprefix("pipe:") if scheme == "pipe" else [*CURL, url]
             self.command = subprocess.Popen(command, shell=scheme == "pipe", **options)
             self.descriptor = self.command.stdout.fileno()
-        self.name = without_secrets(url)
         self.ready = select.poll()
         self.ready.register(self.descriptor)
-        self.renew("")
+        self.renew()
 
-    def renew(self, member: str) -> None:
-        self.member, self.deadline = member, time.monotonic() + STALL_S
+    def renew(self) -> None:
+        self.deadline = time.monotonic() + STALL_S
 
     def read(self, size: int) -> bytes:
-        seconds, ready = self.deadline - time.monotonic(), False
-        while seconds > 0 and not ready:
-            note(f"{self.name} {self.member}")
-            ready = self.ready.poll(1000 * min(seconds, 1))
-            seconds = self.deadline - time.monotonic()
-        if not ready:
+        seconds = self.deadline - time.monotonic()
+        if seconds <= 0 or not self.ready.poll(1000 * seconds):
             raise TimeoutError(f"no image, caption or label for {STALL_S} s")
         data = os.read(self.descriptor, size)
         if not data and self.command and (status := self.command.wait(max(seconds, 1))):

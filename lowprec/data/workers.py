@@ -5,7 +5,6 @@ They end with the iterator, after a time limit, or with the process that started
 
 import atexit
 import contextlib
-import mmap
 import multiprocessing
 import signal
 import threading
@@ -21,7 +20,6 @@ from lowprec.runs.attempts import STOPPING, end_with_parent
 
 SILENT_S = 300  # a worker that takes longer for a batch ends the run
 CLOSING_S = 2  # a worker that takes longer to end is killed
-NOTE = 256  # bytes of a worker's note
 
 
 def follow_parent(*_: object) -> None:
@@ -79,43 +77,26 @@ def killed_after(seconds: float, workers: set[BaseProcess]) -> Iterator[None]:
 class _Share(IterableDataset):
     """A worker's batches, or the error that ends them without the worker's traceback."""
 
-    def __init__(self, share: Callable[[int, int], Iterator], workers: int):
+    def __init__(self, share: Callable[[int, int], Iterator]):
         self.share = share
-        self.notes = mmap.mmap(-1, NOTE * workers + 1)  # shared with the workers; last: they end
 
     def __iter__(self) -> Iterator:
         info = get_worker_info()
         try:
-            for batch in self.share(info.id, info.num_workers) if info else self.share(0, 1):
-                note("")
-                yield batch
+            yield from self.share(info.id, info.num_workers) if info else self.share(0, 1)
         except Exception as error:  # raised again by `ahead`
             yield error
-
-
-def note(sample: str) -> None:
-    """Notes which sample this worker reads, for the message if it does not answer.
-
-    Raises ShardError if the batches are no longer wanted.
-    """
-    if info := get_worker_info():
-        notes = info.dataset.notes
-        if notes[-1]:
-            raise ShardError("the batches are no longer wanted")
-        row = sample.encode("utf-8", "replace")[:NOTE].ljust(NOTE, b"\0")
-        notes[info.id * NOTE : (info.id + 1) * NOTE] = row
 
 
 def ahead(share: Callable[[int, int], Iterator], *, workers: int, pin: bool) -> Iterator:
     """Batches prefetched by processes: worker w of n makes the batches of `share(w, n)`.
 
-    Takes one batch from each worker in turn; raises their errors, and ShardError naming the samples
-    if none answers for SILENT_S seconds. The workers end with the iterator, within about CLOSING_S
-    seconds, or with the process.
+    Takes one batch from each worker in turn; raises their errors, and ShardError if none answers
+    for SILENT_S seconds. The workers end with the iterator, within about CLOSING_S seconds, or with
+    the process.
     """
-    shares = _Share(share, workers)
     loader = DataLoader(
-        shares,
+        _Share(share),
         timeout=SILENT_S if workers else 0,
         batch_size=None,
         num_workers=workers,
@@ -142,11 +123,8 @@ def ahead(share: Callable[[int, int], Iterator], *, workers: int, pin: bool) -> 
     except RuntimeError as error:
         if "DataLoader timed out" not in str(error):
             raise
-        notes = [shares.notes[i : i + NOTE].rstrip(b"\0") for i in range(0, NOTE * workers, NOTE)]
-        at = ", ".join(row.decode("utf-8", "replace") for row in notes if row)
-        raise ShardError(f"no batch for {SILENT_S} s; data workers were reading: {at}") from error
+        raise ShardError(f"the data workers made no batch for {SILENT_S} s") from error
     finally:
-        shares.notes[-1:] = b"\1"
         with killed_after(CLOSING_S, processes):  # not before: the pinning thread ends first
             getattr(outcomes, "_shutdown_workers", lambda: None)()
         end()

@@ -36,9 +36,6 @@ class Progress:
     def flushed(self, row: dict) -> None:
         """A flush wrote the last step's row; `row` has its throughput and timing, too."""
 
-    def had_ended(self, run: Path) -> None:
-        """The run in this directory had ended before, so there is no attempt."""
-
     def close(self) -> None:
         """The attempt has ended, possibly with an error."""
 

@@ -61,7 +61,6 @@ def train_run(
         raise RunError(f"{expected}: its data have changed since `submit`, so it is now {run}")
     record = _open_record(run, config.num_steps, world)
     if record is None:
-        progress.had_ended(run)
         return None
     copy = RemoteCopy(config.remote_sync if world.is_first else None, record)
     with stop_request() as stop, contextlib.closing(record):

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 import os
 import runpy
 import signal
@@ -136,18 +135,6 @@ def test_a_signal_in_the_last_step_of_a_run_stops_its_sweep(in_sweep, monkeypatc
     monkeypatch.setattr(train.entry, "runs_a_sweep", lambda: in_sweep)
     with pytest.raises(SystemExit, match="75") if in_sweep else contextlib.nullcontext():
         train.main(Config())
-
-
-@pytest.mark.parametrize("state", ["finished", "diverged"])
-def test_a_run_that_had_ended_has_the_objective_of_its_end(make_config, monkeypatch, state):
-    monkeypatch.setattr(sys, "stderr", sys.stderr)
-    config = make_config({"num_steps": 2})
-    objective = train.main(config)
-    [folder] = find_runs(config.run_dir)
-    assert objective == read_rows(folder / "metrics.jsonl")[-1]["loss"]
-    status = folder / "status.json"
-    status.write_text(json.dumps(read_status(folder) | {"state": state}))
-    assert train.main(config) == (math.inf if state == "diverged" else objective)
 
 
 def test_a_sweep_runs_each_run_once_and_a_bad_one_does_not_stop_the_others(
