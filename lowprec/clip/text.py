@@ -1,11 +1,16 @@
 """Text for CLIP: the tokenizer, ImageNet's prompts and the zero-shot classifier."""
 
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor, nn
 
 from lowprec.clip import open_clip
+
+
+@cache
+def _byte_pairs() -> open_clip.tokenizer.SimpleTokenizer:
+    return open_clip.tokenizer.SimpleTokenizer()  # takes 0.1 s
 
 
 class Tokenizer:
@@ -19,7 +24,7 @@ class Tokenizer:
     def __init__(self, context_length: int, vocab_size: int = 49408):
         self.context_length = context_length
         self.vocab_size = vocab_size
-        self._bpe = open_clip.tokenizer.SimpleTokenizer(context_length=context_length)
+        self._bpe = _byte_pairs()
         self._row = lru_cache(maxsize=65536)(self._encode)
 
     def __call__(self, texts: str | list[str]) -> Tensor:

@@ -20,6 +20,9 @@ from pathlib import Path
 import torch
 from jobs import JOBS
 
+from lowprec.clip.text import Tokenizer
+from lowprec.runs.provenance import code_digests
+
 LIMIT_S = 60
 
 
@@ -89,6 +92,8 @@ def fulfil(order: dict) -> dict:
 
 def main() -> None:
     torch.set_num_threads(1)
+    code_digests()  # this and the next are kept: ranks need not compute them again
+    Tokenizer(8)
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
         print(json.dumps(fulfil(json.loads(line))), flush=True)

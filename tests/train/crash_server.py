@@ -12,7 +12,6 @@ directories whose parent was not synced since.
 """
 
 import contextlib
-import functools
 import io
 import json
 import os
@@ -158,10 +157,7 @@ def serve() -> None:
     """Answers orders until the input ends."""
     import torch
 
-    from lowprec.train import build
-
     torch.set_num_threads(1)
-    build.Tokenizer = functools.cache(build.Tokenizer)
     for line in sys.stdin:
         order = json.loads(line)
         if order.get("warm_up"):  # in this process: what is loaded late is there for all
