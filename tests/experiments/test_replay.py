@@ -9,6 +9,7 @@ import sys
 import pandas as pd
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from experiments.replay import (
     ReplayConfig,
@@ -33,6 +34,13 @@ SETTINGS = {
     "dynamic": {"precision.autocast": "fp16", "scaler.name": "dynamic"},
     "pure": {"precision.autocast": "pure_bf16", "optimizer.beta2_decay": 0.6},
 }
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(request, monkeypatch):
+    """Leaves pictures unrendered in all tests but that of the command line: they take long."""
+    if "command_line" not in request.node.name:
+        monkeypatch.setattr(Figure, "savefig", lambda *_, **__: None)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ import json
 import os
 import runpy
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -26,28 +25,9 @@ from lowprec.runs.read import find_runs, read_config, read_rows, read_status
 from lowprec.train.metrics import Ended
 from lowprec.train.run import train_run
 
-PYTHONPATH = os.pathsep.join([str(CONF.parent), os.environ.get("PYTHONPATH", "")])
 TINY = ("model.vision_width=64", "model.vision_layers=1", "model.text_width=64")
 TINY += ("model.text_layers=1", "model.vocab_size=512", "num_workers=1", "device=cpu")
 TINY += ("precision=fp32", "batch_size=16", "log_every=5", "optimizer.lr=1e-3")
-
-
-def start(*overrides, cwd):
-    return subprocess.Popen(
-        [sys.executable, "-m", "experiments.train", *overrides],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def end(process, code=0):
-    output = process.communicate(timeout=200)[0]
-    assert process.returncode == code, output
-    return output
 
 
 def train_here(*overrides):
@@ -106,18 +86,26 @@ def test_a_run_from_start_to_export(work, as_command, capsys):
         train_here(*keys, "model.embed_dim=32")
 
 
-def test_a_signalled_run_saves_and_resumes_to_the_same_record(work, monkeypatch):
-    monkeypatch.chdir(work)
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_signalled_run_saves_and_resumes_to_the_same_record(work, as_command):
     command = (*TINY, "num_steps=60", "evaluation=none", "save_every=1000", "num_workers=2")
-    process = start(*command, "name=disturbed", cwd=work)
+    process = os.fork()  # a new one would import everything again
+    if process == 0:
+        os.setpgid(0, 0)
+        try:
+            as_command(*command, "name=disturbed")
+        except SystemExit as left:
+            os._exit(left.code)
+        finally:
+            os._exit(1)
     metrics = None
     for _ in range(600):
         metrics = next(iter((work / "runs").glob("disturbed/*/metrics.jsonl")), None)
         if metrics and len(read_rows(metrics)) >= 5:
             break
         time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGTERM)  # its workers get it too, as under SLURM
-    end(process, 75)
+    os.killpg(process, signal.SIGTERM)  # its workers get it too, as under SLURM
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 75
     assert read_status(metrics.parent)["state"] == "preempted"
     assert len(read_rows(metrics)) < 60
     train_here(*command, "name=disturbed")

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 
 import pytest
 
@@ -19,8 +20,14 @@ ORIGIN = {
 }
 
 
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """The folder of a run that was killed at step 7, once it has been made."""
+    return tmp_path_factory.mktemp("killed") / "run"
+
+
 @pytest.fixture
-def run(make_config, run_once, tmp_path):
+def run(make_config, run_once, tmp_path, killed):
     """`run(changes, **options)`: one attempt in one folder, with provenance ORIGIN by default."""
 
     def attempt(keys=None, *, provenance=ORIGIN, **options):
@@ -31,8 +38,12 @@ def run(make_config, run_once, tmp_path):
         raise EOFError("killed")
 
     def killed_at_7():
-        with pytest.raises(EOFError):
-            attempt(at={7: die})
+        if not killed.exists():
+            with pytest.raises(EOFError):
+                attempt(at={7: die})
+            shutil.copytree(tmp_path / "run", killed)
+        else:
+            shutil.copytree(killed, tmp_path / "run")
 
     attempt.folder, attempt.killed_at_7 = tmp_path / "run", killed_at_7
     return attempt
