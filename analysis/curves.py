@@ -224,15 +224,16 @@ def panels(
     return axes[:num]
 
 
-def draw_models(frame: pd.DataFrame, figure: Figure, plot: Callable) -> None:
-    """Draws a whole figure: a panel for each model, from small to large."""
+def draw_models(
+    frame: pd.DataFrame, figure: Figure, plot: Callable, split: Callable = lambda part: [("", part)]
+) -> None:
+    """Draws a whole figure: panels for each model, from small to large, as `split` divides it."""
     models = sorted(frame["model"].unique(), key=lambda name: style.rank(name, style.MODELS))
-    labels = frame.drop_duplicates(["model", "label"])
-    heights = labels["label"].map(lambda label: 1 + wrap(label).count("\n"))
-    lines = heights.groupby(labels["model"]).sum().max()
-    axes = panels(figure, len(models), lines)
-    for model, ax in zip(models, axes, strict=True):
-        plot(frame[frame["model"] == model], ax)
+    parts = [part for model in models for _, part in split(frame[frame["model"] == model])]
+    lines = max(sum(1 + wrap(x).count("\n") for x in part["label"].unique()) for part in parts)
+    axes = panels(figure, len(parts), lines)
+    for part, ax in zip(parts, axes, strict=True):
+        plot(part, ax)
     share_limits(axes)
 
 

@@ -38,15 +38,7 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
 
 def draw(frame: pd.DataFrame, figure: Figure) -> None:
     """Draws a panel for each model, or two if it ran in int8 and in fp8."""
-    models = sorted(frame["model"].unique(), key=lambda name: style.rank(name, style.MODELS))
-    panels = [
-        panel for model in models for _, panel in style.families(frame[frame["model"] == model])
-    ]
-    lines = max(panel["label"].nunique() for panel in panels)
-    axes = curves.panels(figure, len(panels), lines)
-    for panel, ax in zip(panels, axes, strict=True):
-        plot(panel, ax)
-    curves.share_limits(axes)
+    curves.draw_models(frame, figure, plot, style.families)
 
 
 def caption(frame: pd.DataFrame) -> str:

@@ -36,9 +36,7 @@ OF_A_RUN = ("run", "scale", "data", "model", "optimizer", "beta2", "seed", "stat
 COLUMNS = (*OF_A_RUN, *CELL, "threshold", *COUNTS, *spike_marks.THRESHOLDS)
 
 
-def select(heads: pd.DataFrame) -> pd.DataFrame:
-    """Selects AdamW's rows of `Runs.runs`."""
-    return spike_marks.of_adamw(heads)
+select = spike_marks.of_adamw
 
 
 def query(runs: Runs) -> pd.DataFrame:

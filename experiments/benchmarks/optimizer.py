@@ -5,9 +5,8 @@
 
 Takes the keys of `train`: the model gives the tensors, `precision.autocast` their dtype. Gradients
 are random and constant. Ours record ten statistics of every tensor, the others none, and are timed
-only if some tensors move as in plain torch (8-bit moments: but for few elements). 8-bit AdamW of a
-library is timed alone and with the statistics that a run records. `ratio` compares with torch's
-fused AdamW; `state_bytes` is the optimizer's state in bytes per parameter. Lines go to
+only if some tensors move as in plain torch (8-bit moments: but for few elements). `ratio` compares
+with torch's fused AdamW; `state_bytes` is the optimizer's state in bytes per parameter. Lines go to
 `runs/bench/optimizer/<time>.jsonl`.
 """
 
@@ -22,7 +21,6 @@ from experiments.benchmarks.peers import PACKAGES, library_optimizer
 from lowprec.clip.model import build_model
 from lowprec.config.schema import Config
 from lowprec.optim import StableAdamW
-from lowprec.optim.libraries import LibraryOptimizer
 from lowprec.train.build import pick_device, set_parameter_dtype
 
 BASE = "torch AdamW fused"
@@ -82,10 +80,8 @@ def make_params(config: Config, device: torch.device) -> list[Tensor]:
     return params
 
 
-def num_state_bytes(optimizer: torch.optim.Optimizer | LibraryOptimizer) -> int:
+def num_state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of the tensors of an optimizer's state, with the codes and scales of 8-bit ones."""
-    if isinstance(optimizer, LibraryOptimizer):
-        return sum(map(num_state_bytes, optimizer.parts))
     num_bytes = {}  # by address, since tensors may be shared
     for state in optimizer.state.values():
         for value in state.values():
@@ -110,25 +106,17 @@ def cases(device: torch.device) -> dict[str, Callable]:
     def library(module: str, name: str, **options: object) -> Callable:
         return library_optimizer(module, name, **OPTIONS, **options)
 
-    def recorded(name: str) -> Callable:
-        return lambda params: LibraryOptimizer(
-            name, [{"params": [(f"{i}", p) for i, p in enumerate(params)]}], OPTIONS
-        )
-
     builders = {BASE: library("torch.optim", "AdamW", fused=True)}
     for case, (options, _) in OURS.items():
         builders[case] = library("lowprec.optim", "StableAdamW", **options)
     builders["torch AdamW foreach"] = library("torch.optim", "AdamW", foreach=True)
     builders[f"{BASE} + clip_grad_norm_"] = partial(ClippedAdamW, **OPTIONS, fused=True)
-    eight_bit = {"torchao": "adamw8bit_torchao"}  # last, as it compiles
+    builders["optimi StableAdamW foreach"] = library("optimi", "StableAdamW", foreach=True)
     if device.type == "cuda":
         builders["optimi AdamW triton"] = library("optimi", "AdamW", triton=True)
         builders["optimi StableAdamW triton"] = library("optimi", "StableAdamW", triton=True)
-        eight_bit = {"bitsandbytes": "adamw8bit_bnb", **eight_bit}
-    builders["optimi StableAdamW foreach"] = library("optimi", "StableAdamW", foreach=True)
-    for name, row in eight_bit.items():
-        builders[f"{name} AdamW8bit"] = library(f"{name}.optim", "AdamW8bit")
-        builders[f"{name} AdamW8bit, recorded"] = recorded(row)
+        builders["bitsandbytes AdamW8bit"] = library("bitsandbytes.optim", "AdamW8bit")
+    builders["torchao AdamW8bit"] = library("torchao.optim", "AdamW8bit")  # last, as it compiles
     return builders
 
 
