@@ -8,7 +8,6 @@ Writes SLUG.png, SLUG.pdf, SLUG.csv (exactly the plotted numbers) and SLUG.json 
 same runs give the same files. Figures of incomplete or mixed runs are marked: `analysis/study.py`.
 """
 
-import argparse
 import hashlib
 import json
 import logging
@@ -42,9 +41,17 @@ def main(arguments: list[str] | None = None) -> int:
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     if arguments[:1] == ["claims"]:
         return claims.main(arguments[1:])
-    options = _parse(arguments)
-    called = f"python -m analysis.make {shlex.join(arguments)}"
-    slug, slugs = options.slug, figures.slugs()
+    slugs = figures.slugs()
+    parser = cli.Parser(prog="python -m analysis.make", description="Draw a figure from runs.")
+    parser.add_argument("slug", help=f"all, or: {', '.join(slugs)}")
+    parser.add_argument("--runs", default="runs", help="folder of runs, or its URL [runs]")
+    parser.add_argument("--out", type=Path, default=Path("figures"), help="folder [figures]")
+    parser.add_argument("--experiment", help="experiment whose runs to draw; `any` for all")
+    parser.add_argument(
+        "--scale", choices=("paper", "mini", "demo"), help="scale of the runs, if there are several"
+    )
+    options = parser.parse_args(arguments)
+    called, slug = f"python -m analysis.make {shlex.join(arguments)}", options.slug
     if slug not in (*slugs, "all"):
         near = nearest(slug, slugs)
         raise ChoiceError(f"no figure {slug!r}{near}; there are: {', '.join(slugs)}")
@@ -122,18 +129,6 @@ def draw_all(
 def experiment_of(figure) -> str:
     """The experiment that makes a figure's runs: its `EXPERIMENT` or its module's name."""
     return getattr(figure, "EXPERIMENT", None) or figure.__name__.rpartition(".")[2]
-
-
-def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = cli.Parser(prog="python -m analysis.make", description="Draw a figure from runs.")
-    parser.add_argument("slug", help=f"all, or: {', '.join(figures.slugs())}")
-    parser.add_argument("--runs", default="runs", help="folder of runs, or its URL [runs]")
-    parser.add_argument("--out", type=Path, default=Path("figures"), help="folder [figures]")
-    parser.add_argument("--experiment", help="experiment whose runs to draw; `any` for all")
-    parser.add_argument(
-        "--scale", choices=("paper", "mini", "demo"), help="scale of the runs, if there are several"
-    )
-    return parser.parse_args(arguments)
 
 
 def _of_runs(

@@ -120,19 +120,16 @@ def of_adamw(summaries: pd.DataFrame) -> pd.DataFrame:
 
 
 def mark(series: Series, protocol: Protocol, tensor: str) -> pd.DataFrame:
-    """One row per step: loss, rms, loss_spike and rms_spike (one begins here), lead, follows.
+    """One row per step: loss, rms, loss_spike and rms_spike (one begins here), follows.
 
-    `lead` is the number of steps since the latest RMS spike, for loss spikes only, and NaN if there
-    is none; `follows` says whether it is at most the protocol's `max_lead`.
+    `follows` marks loss spikes at most the protocol's `max_lead` steps after an RMS spike.
     """
     rms = series.rms_of(tensor)
     loss_marks, rms_marks = loss_spikes(series.loss, protocol), rms_spikes(rms, protocol)
-    at = np.flatnonzero(loss_marks)
-    lead = np.full(len(rms), np.nan)
-    lead[at] = leads(at, np.flatnonzero(rms_marks))
+    at, follows = np.flatnonzero(loss_marks), np.zeros(len(rms), bool)
+    follows[at] = leads(at, np.flatnonzero(rms_marks)) <= protocol.max_lead
     columns = {"loss": series.loss, "rms": rms, "loss_spike": loss_marks, "rms_spike": rms_marks}
-    columns |= {"lead": lead, "follows": lead <= protocol.max_lead}
-    return pd.DataFrame({"step": np.arange(1, len(rms) + 1), **columns})
+    return pd.DataFrame({"step": np.arange(1, len(rms) + 1), **columns, "follows": follows})
 
 
 def kinds(frame: pd.DataFrame) -> list[tuple[pd.DataFrame, str, str]]:

@@ -5,7 +5,6 @@ spikes for each tensor and by chance, and how this depends on the thresholds.
 `lowprec/diagnostics/README.md` has the definitions.
 """
 
-import argparse
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -29,7 +28,7 @@ from analysis.spike_marks import (
     why_unexamined,
     why_unreachable,
 )
-from lowprec.diagnostics.spikes import PROTOCOLS, Protocol, relative_rms, rms_spikes
+from lowprec.diagnostics.spikes import Protocol, relative_rms, rms_spikes
 
 LOCAL_SHIFT = 1000  # steps over which the phase of training stays about the same
 NUM_TENSORS = 10  # printed
@@ -37,46 +36,43 @@ NUM_TENSORS = 10  # printed
 
 def describe(series: Series, protocol: Protocol, tensor: str) -> str:
     """Text about the spikes of one run."""
-    reason = why_unexamined(len(series.loss), protocol)
-    if len(series.loss) <= protocol.ignore_steps:
+    if reason := why_unexamined(len(series.loss), protocol):
         return f"Nothing was examined: {reason}."
     spikes = spike_table(series, protocol, tensor)
-    counted = "No examined losses" if reason else f"{len(spikes)} loss spikes"
-    lines = [f"Losses were not examined: {reason}."] if reason else []
-    lines += _summary_lines(series, protocol, tensor, counted)
+    lines = _summary_lines(series, protocol, tensor, spikes)
     if len(spikes):
-        lines += ["", _text(spikes), ""]
-        if not np.isnan(series.rms_of(tensor)[protocol.ignore_steps :]).all():
-            lines += [*_lead_lines(series, protocol, tensor, spikes), ""]
+        lines += ["", _text(spikes)]
         if not series.rms.empty:
-            lines.append("By tensor, the most followed first (each p is for one tensor alone):")
+            lines += ["", "By tensor, the most followed first (each p is for one tensor alone):"]
             lines.append(_text(lead_table(series, protocol).head(NUM_TENSORS)))
-    table = sensitivity_table(series, protocol, tensor)
-    if not table[["num_loss_spikes", "num_rms_spikes"]].any(axis=None):
-        return "\n".join([*lines, "Other thresholds find no spikes either."])
     lines += ["", "By threshold, one changed at a time (* as above):"]
-    return "\n".join([*lines, _text(table)])
+    return "\n".join([*lines, _text(sensitivity_table(series, protocol, tensor))])
 
 
-def _summary_lines(series: Series, protocol: Protocol, tensor: str, counted: str) -> list[str]:
-    rms = series.rms_of(tensor)
+def _summary_lines(
+    series: Series, protocol: Protocol, tensor: str, spikes: pd.DataFrame
+) -> list[str]:
+    rms, counted = series.rms_of(tensor), f"{len(spikes)} loss spikes"
     late = rms[protocol.ignore_steps :]
     if np.isnan(late).all():
         return [f"{counted} in {len(rms):,} steps; RMS_t of {tensor} is not recorded there."]
     counts = f"{int(rms_spikes(rms, protocol).sum())} RMS spikes ({tensor})"
     if reason := why_unreachable(series.beta2, protocol):
         counts = f"no possible RMS spikes ({tensor}): {reason}"
-    lines = [f"{counted} and {counts} in {len(rms):,} steps."]
     step = int(np.nanargmax(late)) + protocol.ignore_steps + 1
     rho = np.fmax.reduce(relative_rms(rms, series.beta2)[protocol.ignore_steps :])
-    largest = f"Largest RMS_t: {np.nanmax(late):.3g} at step {step}; "
-    return [*lines, f"{largest}largest rho = RMS_t sqrt(1 - beta2): {rho:.3g} (at most 1)."]
+    return [
+        f"{counted} and {counts} in {len(rms):,} steps.",
+        f"Largest RMS_t: {np.nanmax(late):.3g} at step {step}; largest rho = RMS_t sqrt(1 - "
+        f"beta2): {rho:.3g} (at most 1).",
+        *(_lead_lines(series, protocol, rms, spikes) if len(spikes) else []),
+    ]
 
 
-def _lead_lines(series: Series, protocol: Protocol, tensor: str, spikes: pd.DataFrame) -> list[str]:
-    rms, shifts = series.rms_of(tensor), {"over the run": None}
-    shifts[f"by at most {LOCAL_SHIFT:,} steps"] = LOCAL_SHIFT
-    lines = []
+def _lead_lines(
+    series: Series, protocol: Protocol, rms: np.ndarray, spikes: pd.DataFrame
+) -> list[str]:
+    lines, shifts = [], {"over the run": None, f"by at most {LOCAL_SHIFT:,} steps": LOCAL_SHIFT}
     for shifted, largest in shifts.items():
         counts = count_following(series, rms, protocol, largest)
         lines.append(
@@ -98,23 +94,16 @@ def _text(table: pd.DataFrame) -> str:
     )
 
 
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = cli.Parser(prog="python -m analysis.spikes", description="Lists the spikes of runs.")
-    parser.add_argument("--run", required=True, help="a run directory, a folder of runs, or a URL")
-    parser.add_argument("--tensor", help=f"glob of tensors [{TENSOR}]")
-    parser.add_argument(
-        "--protocol", choices=("run", *PROTOCOLS), default="run", help="thresholds [the run's own]"
-    )
-    for name, meaning in THRESHOLDS.items():
-        option = f"--{name.replace('_', '-')}"
-        parser.add_argument(option, type=KINDS[name], metavar="N", help=meaning)
-    return parser.parse_args(arguments)
-
-
 @cli.entry
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
-    options = _parse(arguments)
+    parser = cli.Parser(prog="python -m analysis.spikes", description="Lists the spikes of runs.")
+    parser.add_argument("--run", required=True, help="a run directory, a folder of runs, or a URL")
+    parser.add_argument("--tensor", help=f"glob of tensors [{TENSOR}]")
+    for name, meaning in THRESHOLDS.items():
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, type=KINDS[name], metavar="N", help=meaning)
+    options = parser.parse_args(arguments)
     changed = {k: v for k, v in vars(options).items() if k in THRESHOLDS and v is not None}
     tensor = options.tensor or TENSOR
     runs = load_runs(options.run)
@@ -124,8 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.tensor and names and not any(fnmatchcase(name, tensor) for name in names):
             recorded = f"{len(names)} tensors, such as {', '.join(names[:6])}"
             raise ChoiceError(f"no tensor matches {tensor!r}; there are {recorded}")
-        protocol = PROTOCOLS.get(options.protocol) or protocol_of_run(summary)
-        protocol = replace(protocol, **changed)
+        protocol = replace(protocol_of_run(summary), **changed)
         text = describe(series, protocol, tensor)
         thresholds = " ".join(f"{name}={getattr(protocol, name)}" for name in THRESHOLDS)
         print(f"\n{summary['run']}: {summary['note'] or summary['state']}\n{text}\n\n{thresholds}")

@@ -15,6 +15,7 @@ Lines go to `runs/bench/layer/<time>.jsonl`, and those of memory to `runs/bench/
 
 import copy
 import dataclasses
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -64,7 +65,7 @@ def main(config: LayerConfig) -> None:
     lines = Lines(config.run_dir, "layer", device, PACKAGES)
     if "host" in config.modes:
         tiny = dataclasses.replace(config, tokens=HOST_ROWS)
-        DimBenchmark(tiny, HOST_DIM, device, lines, ["host"]).run_up()
+        DimBenchmark(tiny, HOST_DIM, device, lines, ["host"]).run(["up"])
     modes = [mode for mode in config.modes if device.type == "cuda" or mode not in ON_GPU]
     for dim in config.dims:
         DimBenchmark(config, dim, device, lines, [m for m in modes if m != "host"]).run()
@@ -88,24 +89,18 @@ class DimBenchmark:
         self.facts = {"dim": dim, "tokens": config.tokens}
         self.measured: dict[tuple[str, str, Shape], float] = {}
 
-    def run(self) -> None:
-        """Measures both directions, then writes their sums."""
-        self.run_up()
-        self._run_direction(self.shapes[1], "down")
+    def run(self, directions: Sequence[str] = ("up", "down")) -> None:
+        """Measures dim -> 4 dim and 4 dim -> dim, then writes their sums."""
+        for direction, shape in zip(directions, self.shapes, strict=False):
+            problem = Problem(shape, self.device)
+            for case in self.cases:
+                self._measure(problem, case, direction)
+            del problem  # before the next one takes its memory
         for case in self.cases:
             for quantity in (*self.modes, "saved"):
                 if all((case, quantity, shape) in self.measured for shape in self.shapes):
                     with self._line(case, quantity, self.shapes, "both") as row:
                         row.update(self._numbers(case, quantity, self.shapes))
-
-    def run_up(self) -> None:
-        """Measures dim -> 4 dim only."""
-        self._run_direction(self.shapes[0], "up")
-
-    def _run_direction(self, shape: Shape, direction: str) -> None:
-        problem = Problem(shape, self.device)
-        for case in self.cases:
-            self._measure(problem, case, direction)
 
     def _measure(self, problem: "Problem", case: str, direction: str) -> None:
         """Checks, then times a case in one direction."""

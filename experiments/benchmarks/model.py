@@ -13,9 +13,9 @@ of ours counts. `ratio` is relative to the faster open_clip case, for the eager 
 """
 
 import contextlib
-import dataclasses
 import gc
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,19 +41,16 @@ LOSS_TOLERANCE = 2e-2
 GRADIENT_TOLERANCE = 0.5  # of the first layer's, behind all others; a scrambled one errs by 1.4
 
 
-@dataclasses.dataclass
-class Measured:
-    """Milliseconds, first loss (0-d), gradient of the patch embedding, peak GiB (None on a CPU).
+class Measured(NamedTuple):
+    """First loss (0-d), gradient of the patch embedding, and numbers of the line.
 
-    `kernel_ms`: sum over the GPU's kernels; `quantized`: quantized layers, such as "48 of 96".
+    `kernel_ms` is the sum over the GPU's kernels, `memory_gib` its peak; both are None on a CPU.
+    `quantized` counts the quantized layers, such as "48 of 96".
     """
 
-    ms: float
     loss: Tensor
     gradient: Tensor
-    memory_gib: float | None
-    kernel_ms: float | None = None
-    quantized: str = ""
+    numbers: dict
 
 
 class Ratios:
@@ -117,9 +114,7 @@ def main(config: ModelConfig) -> None:
             error = check_error("the first layer's gradient", *gradients, GRADIENT_TOLERANCE)
             expected = reference
             row.update(loss=round(result.loss.item(), 5), gradient_error=round(error, 5))
-            row.update(ms=result.ms, rate=1000 * config.batch_size / result.ms)
-            row.update(kernel_ms=result.kernel_ms, memory_gib=result.memory_gib)
-            row.update(quantized=result.quantized)
+            row.update(result.numbers, rate=1000 * config.batch_size / result.numbers["ms"])
             ratios.add(row, case)
     lines.exit_if_failed()
 
@@ -138,11 +133,13 @@ def measure(config: ModelConfig, case: str, device: torch.device) -> Measured:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     step = partial(forward_and_backward, task, batch)
-    ms = median_ms(step, device, REPEATS)
-    memory_gib = round(torch.cuda.max_memory_allocated() / 2**30, 2) if on_gpu else None
-    kernels = round(kernel_ms(step), 3) if on_gpu else None
-    quantized = f"{sum(layer.swapped for layer in layers)} of {len(layers)}" if layers else ""
-    return Measured(ms, loss.detach(), gradient, memory_gib, kernels, quantized)
+    numbers = {"ms": median_ms(step, device, REPEATS)}
+    peak = torch.cuda.max_memory_allocated() if on_gpu else 0
+    numbers["memory_gib"] = round(peak / 2**30, 2) or None
+    numbers["kernel_ms"] = round(kernel_ms(step), 3) if on_gpu else None
+    swapped = sum(layer.swapped for layer in layers or ())
+    numbers["quantized"] = f"{swapped} of {len(layers)}" if layers else ""
+    return Measured(loss.detach(), gradient, numbers)
 
 
 def build_task(

@@ -10,7 +10,7 @@ from lowprec.clip import open_clip
 
 
 def result(ms=1.0, loss=5.0):
-    return Measured(ms, torch.tensor(loss), torch.ones(3), memory_gib=2.0)
+    return Measured(torch.tensor(loss), torch.ones(3), {"ms": ms})
 
 
 @pytest.fixture
