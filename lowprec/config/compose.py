@@ -53,8 +53,8 @@ def compose_command(
 ) -> list[ComposedRun]:
     """The runs that a command line asks for; ConfigError with the faults of all of them.
 
-    A fault of only some runs names the first of them. `entry` is the command's name, see
-    `config_file`; `preflight(config)` may raise ConfigError with further faults.
+    `entry` is the command's name, see `config_file`; `preflight(config)` may raise ConfigError with
+    further faults.
     """
     faults: list[str] = []
     runs = expand_sweep(overrides, schema, faults)
@@ -62,16 +62,14 @@ def compose_command(
         command = " ".join(f"'{o}'" if set(o) & set(" *{}[]()$?") else o for o in overrides)
         faults.append(f"this is a sweep: python -m experiments.{entry} -m {command}")
         runs = runs[:1]
-    composed, faults_by_run = [], []
+    composed = []
     for run in runs:
         try:
             config = check(_compose(run, entry, schema), schema)
             preflight(config)
             composed.append(ComposedRun(run, config))
-            faults_by_run.append([])
         except ConfigError as error:
-            faults_by_run.append(error.faults)
-    faults += _name_runs(faults_by_run, runs)
+            faults += error.faults
     if faults:
         raise ConfigError(faults)
     return composed
@@ -171,23 +169,6 @@ def plain(composed: Any) -> dict:
     data = OmegaConf.to_container(composed, resolve=True, throw_on_missing=False)
     data.pop(FURTHER, None)
     return data
-
-
-def _name_runs(faults_by_run: list[list[str]], runs: list[tuple[str, ...]]) -> list[str]:
-    """The faults of all runs; a fault of only some runs names the first of them."""
-    shared = set.intersection(*map(set, runs)) if runs else set()
-    with_fault: dict[str, list[tuple[str, ...]]] = {}
-    for faults, run in zip(faults_by_run, runs, strict=True):
-        for fault in dict.fromkeys(faults):
-            with_fault.setdefault(fault, []).append(run)
-    named = []
-    for fault, with_it in with_fault.items():
-        # patterns may be URLs with secrets
-        own = [text for text in with_it[0] if text not in shared and _key(text) not in PATTERNS]
-        more = f" and {len(with_it) - 1} more" if len(with_it) > 1 else ""
-        is_shared = len(with_it) == len(runs) or not own
-        named.append(fault if is_shared else f"{fault} [run {' '.join(own)}{more}]")
-    return named
 
 
 def _compose(run: tuple[str, ...], entry: str, schema: type) -> dict:

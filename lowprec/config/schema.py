@@ -78,16 +78,16 @@ class ModelConfig:
     name: str = key("nano", "name of a preset, or of an open_clip model with model=open_clip")
     image_size: int | None = key(32, "height and width of an image in pixels", least=1, most=4096)
     patch_size: int | None = key(8, "height and width of a patch in pixels", least=1)
-    vision_width: int | None = key(128, "width of the vision tower", least=1)
-    vision_layers: int | None = key(4, "number of blocks in the vision tower", least=1)
-    text_width: int | None = key(128, "width of the text tower, a multiple of 64", least=1)
-    text_layers: int | None = key(2, "number of blocks in the text tower", least=1)
+    vision_width: int | None = key(128, "width of the vision tower", least=1, most=16384)
+    vision_layers: int | None = key(4, "blocks of the vision tower", least=1, most=256)
+    text_width: int | None = key(128, "width of the text tower (64 n)", least=1, most=16384)
+    text_layers: int | None = key(2, "blocks of the text tower", least=1, most=256)
     heads: int | None = key(64, "width of a head in the vision tower (text: 64)", least=1)
-    context_length: int | None = key(16, "tokens per caption, including start and end", least=3)
+    context_length: int | None = key(16, "tokens of a caption, with both ends", least=3, most=4096)
     vocab_size: int | None = key(
         49408, "token ids; if fewer, words share them", least=3, most=49408
     )
-    embed_dim: int | None = key(128, "width of the shared embedding", least=1)
+    embed_dim: int | None = key(128, "width of the shared embedding", least=1, most=16384)
     patch_dropout: float = key(0.0, "fraction of patches dropped during training", least=0, below=1)
     init_from: str | None = key(None, "run or file with the initial weights", identity=False)
 

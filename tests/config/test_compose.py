@@ -38,7 +38,6 @@ BAD = {  # command: parts of its message
     # recipes and backends
     "precision=int8_inference": ("forward only", "experiments.evaluate run=DIR"),
     "precision.recipe=custom": ("precision.recipe=custom needs precision.products",),
-    "precision.backend=triton": ("precision.backend=triton does nothing without",),
     "accumulate=3": ("batch_size=128 is not a multiple of accumulate=3",),
     "distributed=fsdp2 diagnostics.recorder.enabled=true": ("recorder.enabled=true", "use ddp"),
     "resume.from=x model.init_from=y": ("resume.from", "model.init_from"),
@@ -78,10 +77,6 @@ BAD = {  # command: parts of its message
     "optimizer=adamw8bit_torchao optimizer.on_warning.action=skip": (
         "on_warning.action=skip needs optimizer=adamw, not adamw8bit_torchao",
     ),
-    "optimizer.on_warning.action=skip optimizer.on_warning.statistic=rho": (
-        "on_warning.threshold=2.3: with beta2=0.98, rho is at most 1; use a lower threshold",
-    ),
-    "optimizer.on_warning.action=skip optimizer.beta2=0.8": ("rms is at most 2.24",),
     "optimizer.on_warning.action=beta2 optimizer.beta2=0.9": (
         "on_warning.beta2=0.9 must be lower than optimizer.beta2=0.9",
     ),
@@ -90,7 +85,6 @@ BAD = {  # command: parts of its message
     "data=stream data.train=http://h/a.tar data.allow_remote=[http] data.cache=c data.val=null": (
         "data.cache=c does nothing without data=shards or shapes",
     ),
-    "optimizer.on_warning={action:clip,beta2:0.5}": ("on_warning.beta2=0.5 does nothing without",),
     "optimizer.on_warning.action=beta2 optimizer.beta2_decay=0.5": ("beta2_decay=null",),
     "optimizer=adamw8bit_bnb diagnostics.statistics=[rms,grad_norm,u_max]": (
         "diagnostics.statistics: rms, u_max would need exact second moments",
@@ -102,7 +96,6 @@ BAD = {  # command: parts of its message
     "optimizer=muon precision=pure_bf16": ("optimizer=muon does not work", "pure_bf16"),
     "optimizer=muon optimizer.clip_threshold=1": ("needs optimizer=stable_adamw, not muon",),
     "optimizer=adagc optimizer.beta2_decay=0.5": ("does nothing without optimizer=adamw",),
-    "optimizer.min_8bit_size=1": ("does nothing without 8-bit moments, optimizer.optim_bits=8",),
     "optimizer=muon optimizer.optim_bits=8": ("does nothing without optimizer=adamw or",),
     "optimizer.optim_bits=4": ("optimizer.optim_bits=4", "8, 32"),
     "optimizer.optim_bits=8 distributed=fsdp2": ("optim_bits=8 does not work with", "use ddp"),
@@ -127,7 +120,7 @@ BAD = {  # command: parts of its message
     "-m seed=range(0,1000000000)": ("more than 1,000 runs",),
     "num_steps=1e23": ("num_steps=1e+23", "< 2147483648"),
     f"model.image_size={10**8}": ("model.image_size=100000000", "<= 4096"),
-    f"model.vision_layers={10**8}": ("model.vision_layers=100000000", "2e+13 parameters"),
+    f"model.vision_layers={10**8}": ("model.vision_layers=100000000", "<= 256"),
     f"name={'n' * 300}": ("name=nnn", "at most 100 bytes"),
     f"experiment={'n' * 300}": ("experiment=nnn", "conf/experiment has"),
     "run_dir=/proc/x": ("run_dir=/proc/x", "not writable"),
@@ -205,11 +198,10 @@ def test_all_faults_of_a_command_are_reported_at_once():
     assert all(sum(fault.startswith(name) for fault in faults) == 1 for name in named)
 
 
-def test_a_fault_of_some_runs_of_a_sweep_names_these_runs():
+def test_a_fault_of_some_runs_of_a_sweep_is_reported_once():
     faults = faults_of("-m precision=bf16,fp16 num_steps=0,5 scaler=nope")
-    assert any("num_steps=0" in f and "[run precision=bf16 num_steps=0 and 1" in f for f in faults)
-    assert any("autocast=fp16" in f and "[run precision=fp16 num_steps=5]" in f for f in faults)
-    assert any("scaler=nope" in fault and "[run" not in fault for fault in faults)
+    named = ("num_steps=0", "autocast=fp16", "scaler=nope")
+    assert len(faults) == 3 and all(any(name in fault for fault in faults) for name in named)
 
 
 def test_a_further_command_takes_the_place_of_swept_values():

@@ -97,7 +97,7 @@ def test_a_full_disk_is_one_sentence(here, tiny, monkeypatch):
         (GPUS, "distributed=none.*use distributed=ddp"),
         (
             [*GPUS, "distributed=ddp", "batch_size=16,20"],
-            r"batch_size=20 .* 8 processes .*nearest: batch_size=16 \[run batch_size=20\]",
+            r"batch_size=20 .* 8 processes .*nearest: batch_size=16",
         ),
         (["launcher.gpus=2"], "use distributed=ddp"),
     ],
