@@ -14,7 +14,7 @@ from matplotlib.ticker import EngFormatter
 from matplotlib.transforms import ScaledTranslation
 
 from analysis import comparison, style
-from analysis.load import Runs
+from analysis.load import NoRunsError, Runs
 
 Look = Callable[[pd.Series], tuple]  # of a run's row: color, line style
 
@@ -52,20 +52,21 @@ def named_heads(runs: Runs, by: tuple[str, ...] = ()) -> pd.DataFrame:
     """One row per run that has steps, with `method`, `variant` and `label`, and short column names.
 
     A figure shows the config keys `by` in its own way, so `method` distinguishes runs only within
-    one value of each. `label` adds how the run ended. Runs with a damaged config are left out.
+    one value of each. `label` adds how the run ended. Runs with a damaged config are left out;
+    NoRunsError if no run is left.
     """
     steps = runs.metrics.groupby("run")["step"]
     facts = pd.DataFrame({"reached": steps.max(), "recorded": steps.nunique()})
     heads = runs.runs[runs.runs["scale"].notna()].join(facts, on="run", how="inner")
-    if not heads.empty:
-        whole = ["batch_size", "num_steps", "seed", "reached", "recorded"]
-        heads = heads.astype(dict.fromkeys(whole, int) | {"optimizer.beta2_decay": float})
-        groups = heads.groupby(list(by), dropna=False) if by else [((), heads)]
-        heads = pd.concat([name_methods(group) for _, group in groups])
-        heads["label"] = [_label(head) for head in heads.to_dict("records")]
-        keys = ["model.name", "precision.label", "optimizer.name", "variant", "seed", "run"]
-        heads = heads.sort_values(keys, key=_order)
-    return heads.rename(columns=RENAMED)
+    if heads.empty:
+        raise NoRunsError(f"{runs.root}: no run has steps and an undamaged config yet")
+    whole = ["batch_size", "num_steps", "seed", "reached", "recorded"]
+    heads = heads.astype(dict.fromkeys(whole, int) | {"optimizer.beta2_decay": float})
+    groups = heads.groupby(list(by), dropna=False) if by else [((), heads)]
+    heads = pd.concat([name_methods(group) for _, group in groups])
+    heads["label"] = [_label(head) for head in heads.to_dict("records")]
+    keys = ["model.name", "precision.label", "optimizer.name", "variant", "seed", "run"]
+    return heads.sort_values(keys, key=_order).rename(columns=RENAMED)
 
 
 def name_methods(heads: pd.DataFrame) -> pd.DataFrame:
@@ -102,14 +103,10 @@ def with_setting(heads: pd.DataFrame, settings: list[str]) -> list[str]:
 
 def by_intervention(heads: pd.DataFrame) -> pd.DataFrame:
     """Runs by model and intervention, in the order of the style; labels name the intervention."""
-    if heads.empty:
-        return heads
     names = [style.INTERVENTIONS.get(name, (name,))[0] for name in heads["intervention"]]
-    heads = heads.assign(label=with_setting(heads, names))
-    rank = {name: i for i, name in enumerate(style.INTERVENTIONS)}
-    order = heads["intervention"].map(rank).fillna(len(rank)).sort_values(kind="stable").index
-    models = {name: i for i, name in enumerate(heads["model"].unique())}
-    return heads.loc[order].sort_values("model", key=lambda m: m.map(models), kind="stable")
+    rank = heads["intervention"].map(lambda name: style.rank(name, style.INTERVENTIONS))
+    heads = heads.assign(label=with_setting(heads, names), rank=rank)
+    return heads.assign(size=pd.factorize(heads["model"])[0]).sort_values(["size", "rank"])
 
 
 def last_scores(runs: Runs) -> pd.DataFrame:
@@ -148,8 +145,6 @@ def losses(runs: Runs, heads: pd.DataFrame, columns: tuple[str, ...] = COLUMNS) 
 
     `loss_median` is over the runs, such as seeds, that share model, label, beta2 and panel.
     """
-    if heads.empty:
-        return pd.DataFrame(columns=list(columns))
     frames = []
     for head in heads[[name for name in columns if name not in OF_A_STEP]].to_dict("records"):
         part = runs.metrics[runs.metrics["run"] == head["run"]]

@@ -26,8 +26,6 @@ def query(runs: Runs) -> pd.DataFrame:
     for the same models, by `source`. Raises NoRunsError if no run has an accuracy or diverged.
     """
     heads = curves.named_heads(runs)
-    if heads.empty:
-        return pd.DataFrame(columns=list(COLUMNS))
     is_paper = (heads["scale"] == "paper").all()
     heads, metric = heads.join(curves.last_scores(runs), on="run"), TOP1
     if not is_paper and heads["recall"].count() >= max(1, heads["accuracy"].count()):

@@ -40,15 +40,12 @@ def query(runs: Runs) -> pd.DataFrame:
     """
     is_selected = runs.summaries["run"].isin(select(runs.runs)["run"])
     runs = runs.where(is_selected)
-    heads = curves.named_heads(runs)
-    if len(heads):
-        heads = heads.join(curves.last_scores(runs), on="run")
-        is_over = heads[list(MEASURES)].notna().any(axis=1) | (heads["state"] == "diverged")
-        heads = heads[is_over & heads["precision.recipe"].isin(list(RECIPES))]
-    if heads.empty:
-        return pd.DataFrame(columns=list(COLUMNS))
-    heads["bits"] = list(map(bits, heads["precision.recipe"], heads["precision.autocast"]))
-    return heads.sort_values("bits", ascending=False, kind="stable")[list(COLUMNS)]
+    heads = curves.named_heads(runs).join(curves.last_scores(runs), on="run")
+    is_over = heads[list(MEASURES)].notna().any(axis=1) | (heads["state"] == "diverged")
+    heads = heads[is_over & heads["precision.recipe"].isin(list(RECIPES))]
+    of_run = map(bits, heads["precision.recipe"], heads["precision.autocast"])
+    heads = heads.assign(bits=list(of_run)).sort_values("bits", ascending=False, kind="stable")
+    return heads[list(COLUMNS)]
 
 
 def bits(recipe: str, autocast: str) -> float:

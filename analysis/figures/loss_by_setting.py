@@ -35,9 +35,8 @@ class LossBySetting:
     def query(self, runs: Runs) -> pd.DataFrame:
         """One row per step of each run: exactly what is plotted."""
         heads = curves.named_heads(runs, self.by)
-        if not heads.empty:
-            value = heads[curves.RENAMED.get(self.key, self.key)] if self.key else ""
-            heads = self.arrange(heads.assign(key=self.key, value=value))
+        value = heads[curves.RENAMED.get(self.key, self.key)] if self.key else ""
+        heads = self.arrange(heads.assign(key=self.key, value=value))
         return curves.losses(runs, heads, (*curves.COLUMNS, "key", "value"))
 
     def plot(self, frame: pd.DataFrame, ax: Axes) -> Axes:

@@ -22,8 +22,6 @@ def query(runs: Runs) -> pd.DataFrame:
     share. Part `accuracy` has one row per run: zero-shot top-1 in % at its last step, or NaN.
     """
     heads = curves.named_heads(runs, ("optimizer.beta2",))
-    if heads.empty:
-        return pd.DataFrame(columns=list(COLUMNS))
     is_common = heads["beta2"] == heads["model"].map(_common_beta2(heads))
     loss = curves.losses(runs, heads[is_common]).assign(part="loss", accuracy=np.nan)
     ends = heads.assign(part="accuracy", step=heads["reached"], loss=np.nan, loss_median=np.nan)
