@@ -17,6 +17,7 @@ import time
 import traceback
 from pathlib import Path
 
+import pandas  # noqa: F401 (pyarrow imports it with the first rows)
 import torch
 from jobs import JOBS
 
@@ -92,7 +93,7 @@ def fulfil(order: dict) -> dict:
 
 def main() -> None:
     torch.set_num_threads(1)
-    code_digests()  # this and the next are kept: ranks need not compute them again
+    code_digests()  # kept, as is the vocabulary: a rank need not compute them again
     Tokenizer(8)
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:

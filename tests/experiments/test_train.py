@@ -87,17 +87,12 @@ def test_a_run_from_start_to_export(work, as_command, capsys):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_signalled_run_saves_and_resumes_to_the_same_record(work, as_command):
+def test_a_signalled_run_saves_and_resumes_to_the_same_record(
+    work, monkeypatch, fork_training, tmp_path
+):
+    monkeypatch.chdir(work)
     command = (*TINY, "num_steps=60", "evaluation=none", "save_every=1000", "num_workers=2")
-    process = os.fork()  # a new one would import everything again
-    if process == 0:
-        os.setpgid(0, 0)
-        try:
-            as_command(*command, "name=disturbed")
-        except SystemExit as left:
-            os._exit(left.code)
-        finally:
-            os._exit(1)
+    process = fork_training(*command, "name=disturbed", log=tmp_path / "log")
     metrics = None
     for _ in range(600):
         metrics = next(iter((work / "runs").glob("disturbed/*/metrics.jsonl")), None)
