@@ -15,7 +15,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from lowprec.config.combinations import combination_faults
-from lowprec.config.schema import Config
+from lowprec.config.schema import REMOVED_OPTIMIZERS, Config
 from lowprec.nearest import nearest
 
 MISSING = "???"
@@ -25,6 +25,7 @@ REMOVED = {  # keys of old records, with their only value
     "distributed.gather_with_grad": True,
     "optimizer.paged": False,
 }
+REMOVED_CHOICES = {"optimizer.name": REMOVED_OPTIMIZERS}  # accepted in old records
 
 
 class ConfigError(ValueError):
@@ -42,12 +43,14 @@ class RunError(RuntimeError):
 def check(raw: dict, schema: type = Config) -> Any:
     """Builds `schema` from nested plain data; raises ConfigError with every fault.
 
-    Keys of REMOVED are dropped, so that the configs of old runs can be read.
+    Keys of REMOVED are dropped, and runs with REMOVED_OPTIMIZERS are accepted, so that the configs
+    of old runs can be read; `preflight` refuses to train them.
     """
     faults: list[str] = []
     legal = list(keys(schema))
     config = _build(schema, raw, "", legal, faults)
-    if not faults and issubclass(schema, Config):
+    is_old = not faults and schema is Config and config.optimizer.name in REMOVED_OPTIMIZERS
+    if not faults and issubclass(schema, Config) and not is_old:
         faults.extend(combination_faults(config))
     if faults:
         raise ConfigError(faults)
@@ -129,7 +132,7 @@ def _element(path: str, item: Any, kind: type, f: Any, faults: list[str]) -> Any
         )
     if type(item) is int and kind in (float, str):  # a folder's name may be a number
         item = kind(item)
-    if choices and item not in choices:
+    if choices and item not in (*choices, *REMOVED_CHOICES.get(path, ())):
         allowed = ", ".join(map(str, choices))
         near = nearest(str(item), choices)
         faults.append(f"{path}={_written(item)}: one of {allowed} is expected{near}")

@@ -10,7 +10,6 @@ from lowprec.config.schema import (
     CLIPPING,
     LEGAL_SCALERS,
     LIBRARIES,
-    OF_SECOND_MOMENT,
     PRESETS,
     WARNING_ACTIONS,
     Config,
@@ -132,7 +131,7 @@ def _optimizer_faults(config: Config) -> Iterator[str]:
     yield from _warning_faults(optimizer)
     statistics = config.diagnostics.statistics
     _, unknown = LIBRARIES.get(optimizer.name, (None, ()))
-    unknown = [name for name in statistics if name in unknown and name in OF_SECOND_MOMENT]
+    unknown = [name for name in statistics if name in unknown]
     if unknown:
         others = ",".join(name for name in statistics if name not in unknown)
         yield (

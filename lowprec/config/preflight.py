@@ -14,7 +14,7 @@ from lowprec import alert
 from lowprec.config.check import ConfigError
 from lowprec.config.patterns import expand, expand_urls
 from lowprec.config.place import place
-from lowprec.config.schema import LIBRARIES, SHAPES, Config
+from lowprec.config.schema import LIBRARIES, REMOVED_OPTIMIZERS, SHAPES, Config
 from lowprec.nearest import nearest_path, runs_inside
 
 PACKAGES = {  # choice of a logger or an optimizer: the package that it needs
@@ -137,10 +137,13 @@ def _package_faults(config: Config, training: bool) -> list[str]:
     faults = []
     for group, name in (("logger", config.logger.name), ("optimizer", config.optimizer.name)):
         package = PACKAGES.get(name)
-        if package and importlib.util.find_spec(package.partition("<")[0]) is None:
-            faults.append(f"{group}={name} needs a package: pip install '{package}'")
-    if config.optimizer.name == "adamw8bit_bnb" and training and config.device == "cpu":
-        faults.append("optimizer=adamw8bit_bnb needs a GPU, not device=cpu; use adamw8bit_torchao")
+        if package and importlib.util.find_spec(package) is None:
+            faults.append(f"{group}={name} needs a package: pip install {package}")
+    if config.optimizer.name in REMOVED_OPTIMIZERS and training:
+        faults.append(
+            f"optimizer.name={config.optimizer.name} was removed; use optimizer=adamw "
+            "optimizer.optim_bits=8"
+        )
     command, scheme = alert.target()
     if scheme not in ("", "https") and training:
         faults.append(f"LOWPREC_ALERT={scheme}://...: an https:// URL or a command is expected")

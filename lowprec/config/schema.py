@@ -18,16 +18,12 @@ STATISTICS = (
     *("rms", "grad_norm", "update_norm"),
     *("grad_abs_max", "grad_inf", "grad_nan", "param_norm", "u_min", "u_mean", "u_max"),
 )
-OF_SECOND_MOMENT = ("rms", "u_min", "u_mean", "u_max")
-NOT_OF_CODES = (*OF_SECOND_MOMENT, "update_norm")  # unknown with 8-bit moments
 LIBRARIES = {  # optimizer of a library: the package that it needs, the statistics that are NaN
-    "adamw8bit_bnb": ("bitsandbytes<0.50", NOT_OF_CODES),
-    "adamw8bit_torchao": ("torchao", NOT_OF_CODES),
     "muon": ("torch", ()),
     "adagc": ("pytorch_optimizer", ("rms",)),  # its second moment is that of clipped gradients
     "stable_spam": ("pytorch_optimizer", ("rms",)),
 }
-EIGHT_BIT = ("adamw8bit_bnb", "adamw8bit_torchao")
+REMOVED_OPTIMIZERS = ("adamw8bit_bnb", "adamw8bit_torchao")  # of old records
 CLIPPING = {  # key that bounds the gradient norm, of which a run sets one: its own optimizer
     "clip_norm": "adamw_clip",
     "zclip": "adamw_zclip",

@@ -1,22 +1,17 @@
 """Optimizers of other libraries with the interface of StableAdamW.
 
-The update is the library's. This file decides which gradients it sees, computes statistics and
-gives its state to checkpoints as plain tensors. A row of ROWS builds an optimizer and its state;
-`lowprec.config.schema.LIBRARIES` says which package it needs and which statistics it lacks.
+The update is the library's. This file decides which gradients it sees and computes statistics.
+`lowprec.config.schema.LIBRARIES` says which package an optimizer needs and what it cannot record.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
-from lowprec.config.schema import LIBRARIES, OF_SECOND_MOMENT, STATISTICS
+from lowprec.config.schema import LIBRARIES, STATISTICS
 from lowprec.optim.clipping import GuardedStep, SkipStep, ZClip
-from lowprec.optim.eight_bit import BLOCK
-from lowprec.optim.schedules import matching
 from lowprec.optim.state import MOMENTS
 
 SCALARS = {  # class: 0-d tensors that the state of a parameter begins with
@@ -31,20 +26,17 @@ class LibraryOptimizer(GuardedStep):
     `step()` leaves `statistics`, `grad_norm`, `clipped_grad_norm` and `all_finite`; `clip_norm`,
     `skip`, `grad_scale`, `found_inf` and `frozen` work as in StableAdamW. Differences:
 
-    - Statistics that the library's state does not give are NaN: those in LIBRARIES, and RMS_t and u
-      of tensors without a second moment (Muon's).
+    - RMS_t is NaN if the second moment is not that of the gradients (see LIBRARIES), RMS_t and u
+      for tensors without a second moment (Muon's).
     - The host reads once per step which tensors are updated, so no CUDA graph can capture it.
     - Gradients are divided by `grad_scale` and clipped in place; those not applied become None.
     - 16-bit parameters lose small updates to rounding: there is no compensation.
-    - Only 8-bit AdamW and torch's AdamW count the updates of each tensor; others count steps.
+    - Only torch's AdamW counts the updates of each tensor; others count steps.
 
     Args:
-        name: a row of ROWS.
+        name: one of BUILDERS.
         groups: groups of named float32 parameters, already on their device.
         rule: lr, betas and eps.
-        min_8bit_size, override_32bit: in 8-bit optimizers, a parameter keeps 32-bit moments if it
-            has fewer elements or a pattern matches its name or that of a module above it;
-            ValueError if a pattern matches nothing.
         clip_norm, skip: as in StableAdamW.
     """
 
@@ -56,22 +48,19 @@ class LibraryOptimizer(GuardedStep):
         groups: list[dict],
         rule: dict,
         *,
-        min_8bit_size: int = 4096,
-        override_32bit: Sequence[str] = (),
         clip_norm: float | ZClip | SkipStep | None = None,
         skip: str = "step",
     ):
-        self.row, (_, self.unknown) = ROWS[name], LIBRARIES[name]
+        self.unknown = LIBRARIES[name][1]
         self.clip_norm, self.skip = clip_norm, skip
-        self.parts = self.row.build(groups, rule)
+        self.parts = BUILDERS[name](groups, rule)
         self.param_groups = [group for part in self.parts for group in part.param_groups]
         self.params = [p for group in self.param_groups for p in group["params"]]
         self.names = [name for group in self.param_groups for name in group["param_names"]]
         self.group_of = [group for group in self.param_groups for _ in group["params"]]
         part_of = {p: part for part in self.parts for x in part.param_groups for p in x["params"]}
-        wide = matching(self.names, override_32bit)
-        for name, p in zip(self.names, self.params, strict=True):
-            self.row.start(part_of[p], p, name in wide or p.numel() < min_8bit_size)
+        for p in self.params:
+            _start(part_of[p], p)
         self.states = [part_of[p].state[p] for p in self.params]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -112,21 +101,17 @@ class LibraryOptimizer(GuardedStep):
     def _update(self, rows: list[int], values: dict[str, Tensor]) -> None:
         """Lets the library update the parameters of these rows, which alone have a gradient."""
         params, groups = ([x[i] for i in rows] for x in (self.params, self.group_of))
-        has_update_norm = "update_norm" not in self.unknown
-        if has_update_norm:
-            decays = [1 - group["lr"] * group["weight_decay"] for group in groups]
-            decayed = torch._foreach_mul(params, decays)
+        decays = [1 - group["lr"] * group["weight_decay"] for group in groups]
+        decayed = torch._foreach_mul(params, decays)
         for part in self.parts:
             part.step()
-        if has_update_norm:
-            updates = torch._foreach_sub(decayed, params)
-            values["update_norm"][rows] = torch.stack(torch._foreach_norm(updates))
-        if "u_mean" not in self.unknown:
-            self._describe_second_moments(rows, values)
+        updates = torch._foreach_sub(decayed, params)
+        values["update_norm"][rows] = torch.stack(torch._foreach_norm(updates))
+        self._describe_second_moments(rows, values)
 
     def _describe_second_moments(self, rows: list[int], values: dict[str, Tensor]) -> None:
         """RMS_t and the statistics of u, NaN for tensors without a second moment."""
-        for name in OF_SECOND_MOMENT:
+        for name in ("rms", "u_min", "u_mean", "u_max"):
             values[name][rows] = math.nan
         rows = [i for i in rows if "exp_avg_sq" in self.states[i]]
         if not rows:
@@ -147,16 +132,12 @@ class LibraryOptimizer(GuardedStep):
         values["u_max"][rows] = torch.stack(torch._foreach_norm(u, math.inf))
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """The library's own tensors of its state, by kind and parameter's name.
-
-        8-bit moments exp_avg and exp_avg_sq are uint8 codes in the parameter's shape;
-        `<kind>_scale` holds the scale of each block and `<kind>_levels` the values of the codes.
-        """
+        """The library's own tensors of its state, by kind and parameter's name."""
         tensors: dict[str, dict[str, Tensor]] = {}
         for name, state in zip(self.names, self.states, strict=True):
-            for kind, tensor in self.row.tensors(state).items():
-                owner = "levels" if kind.endswith("_levels") else name
-                tensors.setdefault(kind, {}).setdefault(owner, tensor)
+            for kind, tensor in state.items():
+                if kind != "step":
+                    tensors.setdefault(kind, {})[name] = tensor
         return tensors
 
     @property
@@ -172,71 +153,6 @@ class LibraryOptimizer(GuardedStep):
     def _counts(self) -> list[tuple[dict, str]]:
         holders = [*self.states, *self.param_groups, *map(vars, self.parts)]
         return [(x, key) for x in holders for key in ("step", "total_step") if key in x]
-
-
-class Row(NamedTuple):
-    """How the optimizer of a library is built."""
-
-    build: Callable[[list[dict], dict], list[Optimizer]]  # of groups and rule
-    start: Callable[[Optimizer, Tensor, bool], None]  # makes a parameter's state; is it 32-bit
-    tensors: Callable[[dict], dict[str, Tensor]]  # of a parameter's state, by kind
-
-
-def _bitsandbytes(groups: list[dict], rule: dict) -> list[Optimizer]:
-    """AdamW with 8-bit moments, on a GPU only; written for bitsandbytes 0.49."""
-    from bitsandbytes.optim import AdamW8bit
-
-    return [AdamW8bit(groups, **rule)]
-
-
-def _start_bitsandbytes(part: Optimizer, p: Tensor, is_wide: bool) -> None:
-    # its own overrides are global; min_8bit_size is read in init_state only
-    part.args.min_8bit_size = math.inf if is_wide else 0
-    part.init_state(part.param_groups[0], p, -1, -1)
-
-
-def _of_bitsandbytes(state: dict) -> dict[str, Tensor]:
-    tensors = {}
-    for kind, i in zip(MOMENTS, (1, 2), strict=True):
-        tensors[kind] = state[f"state{i}"]
-        if f"absmax{i}" in state:
-            tensors[f"{kind}_scale"] = state[f"absmax{i}"]
-            tensors[f"{kind}_levels"] = state[f"qmap{i}"]
-    return tensors
-
-
-def _torchao(groups: list[dict], rule: dict) -> list[Optimizer]:
-    """AdamW with 8-bit moments, on a GPU or a CPU; it compiles for each shape.
-
-    Tensors whose size is not a multiple of BLOCK have 32-bit moments, too. Written for 0.17.
-    """
-    from torchao.optim import AdamW8bit
-
-    return [AdamW8bit(groups, **rule)]
-
-
-def _start_torchao(part: Optimizer, p: Tensor, is_wide: bool) -> None:
-    from torchao.optim.subclass_8bit import OptimState8bit
-
-    state = part.state[p]
-    state["step"] = torch.tensor(0.0)
-    for kind, signed in zip(MOMENTS, (True, False), strict=True):
-        if is_wide or p.numel() % BLOCK:
-            state[kind] = torch.zeros_like(p)
-        else:
-            state[kind] = OptimState8bit.zeros(p.shape, signed, BLOCK, p.device, p.dtype)
-
-
-def _of_torchao(state: dict) -> dict[str, Tensor]:
-    tensors = {}
-    for kind in MOMENTS:
-        moment = state[kind]
-        if type(moment) is Tensor:
-            tensors[kind] = moment
-        else:
-            tensors[kind], tensors[f"{kind}_scale"] = moment.codes, moment.scale
-            tensors[f"{kind}_levels"] = moment.qmap
-    return tensors
 
 
 def _muon(groups: list[dict], rule: dict) -> list[Optimizer]:
@@ -269,7 +185,19 @@ def _adagc(groups: list[dict], rule: dict) -> list[Optimizer]:
     """
     from pytorch_optimizer import AdaGC
 
-    return _counted(AdaGC(groups, **rule))
+    (part,) = _counted(AdaGC(groups, **rule))
+    part.register_step_pre_hook(_drop_unused_gammas)
+    return [part]
+
+
+def _drop_unused_gammas(part: Optimizer, *_: object) -> None:
+    """Lets the library start the running norm of tensors that get their first gradient."""
+    params = [p for group in part.param_groups for p in group["params"]]
+    states = [part.state[p] for p in params if p.grad is not None]
+    unused = torch.stack([state["gamma"] for state in states]).isinf().tolist()
+    for state, is_unused in zip(states, unused, strict=True):
+        if is_unused:
+            del state["gamma"]
 
 
 def _stable_spam(groups: list[dict], rule: dict) -> list[Optimizer]:
@@ -289,7 +217,7 @@ def _counted(part: Optimizer) -> list[Optimizer]:
     return [part]
 
 
-def _start(part: Optimizer, p: Tensor, is_wide: bool) -> None:
+def _start(part: Optimizer, p: Tensor) -> None:
     """Initializes the state as the library's first step does."""
     kind, state = type(part).__name__, part.state[p]
     moments = ("momentum_buffer",) if kind == "Muon" else MOMENTS
@@ -299,14 +227,4 @@ def _start(part: Optimizer, p: Tensor, is_wide: bool) -> None:
         state["step"] = torch.tensor(0.0)
 
 
-def _tensors(state: dict) -> dict[str, Tensor]:
-    return {kind: x for kind, x in state.items() if kind != "step"}
-
-
-ROWS = {
-    "adamw8bit_bnb": Row(_bitsandbytes, _start_bitsandbytes, _of_bitsandbytes),
-    "adamw8bit_torchao": Row(_torchao, _start_torchao, _of_torchao),
-    "muon": Row(_muon, _start, _tensors),
-    "adagc": Row(_adagc, _start, _tensors),
-    "stable_spam": Row(_stable_spam, _start, _tensors),
-}
+BUILDERS = {"muon": _muon, "adagc": _adagc, "stable_spam": _stable_spam}

@@ -28,8 +28,8 @@ from lowprec.clip.vision import PatchDropout, compile_embedding
 from lowprec.config.check import ConfigError
 from lowprec.config.preflight import names_file, read_lines
 from lowprec.config.schema import (
-    EIGHT_BIT,
     LIBRARIES,
+    REMOVED_OPTIMIZERS,
     Config,
     OptimizerConfig,
     PrecisionConfig,
@@ -321,13 +321,10 @@ def build_optimizer(config: Config, model: nn.Module) -> StableAdamW | LibraryOp
     skip = "tensor" if config.scaler.name == "fixed" else "step"
     clip_norm = _clip_norm(rule, groups[0]["params"][0][1].device)
     options = {"clip_norm": clip_norm, "skip": skip}
-    if rule.name in EIGHT_BIT or rule.optim_bits == 8:
-        embedding = ["*token_embedding"] if rule.stable_embedding else []
-        options["min_8bit_size"] = rule.min_8bit_size
-        options["override_32bit"] = [*rule.override_32bit, *embedding]
+    embedding = ["*token_embedding"] if rule.stable_embedding else []
     key = "optimizer.override_32bit" if rule.override_32bit else f"optimizer={rule.name}"
     with _faults_of(key):
-        if rule.name in LIBRARIES:
+        if rule.name in (*LIBRARIES, *REMOVED_OPTIMIZERS):
             return LibraryOptimizer(rule.name, groups, common, **options)
         return StableAdamW(
             groups,
@@ -336,6 +333,8 @@ def build_optimizer(config: Config, model: nn.Module) -> StableAdamW | LibraryOp
             beta2_decay=rule.beta2_decay,
             on_warning=_on_warning(rule),
             optim_bits=rule.optim_bits,
+            min_8bit_size=rule.min_8bit_size,
+            override_32bit=[*rule.override_32bit, *embedding],
             **common,
             **options,
         )

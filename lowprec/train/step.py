@@ -67,7 +67,7 @@ class GraphedStep:
         self.copies, self.next_is_free = torch.cuda.Stream(device), torch.cuda.Event()
         for group in step.optimizer.param_groups:  # read at replay, so it lives on the device
             group["lr"] = torch.zeros((), device=device)
-        random_state = torch.cuda.get_rng_state(device)
+        random_state, was_frozen = torch.cuda.get_rng_state(device), step.frozen.clone()
         step.frozen.fill_(True)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -75,7 +75,7 @@ class GraphedStep:
             for _ in range(3):
                 step(self.batch)
         torch.cuda.current_stream().wait_stream(stream)
-        step.frozen.fill_(False)
+        step.frozen.copy_(was_frozen)
         torch.cuda.set_rng_state(random_state, device)
         self.graph = torch.cuda.CUDAGraph()
         # thread_local: the loader's pinning thread may use CUDA during the capture

@@ -1,49 +1,41 @@
 """Faults that the machine makes of a config."""
 
 import importlib.util
+from functools import partial
 
 import pytest
 
 from lowprec.config.check import ConfigError
 from lowprec.config.preflight import preflight
+from lowprec.config.schema import REMOVED_OPTIMIZERS
 
 FIND = importlib.util.find_spec
 
 
-@pytest.fixture
-def faults(make_config, monkeypatch):
-    """A function: the faults of a library's optimizer with one of the packages, or none."""
+def _find(known, name):
+    return known[name] if name in known else FIND(name)
 
-    def of(name, package, device="auto", training=True):
-        def find(name):
-            is_optional = name in ("bitsandbytes", "torchao", "pytorch_optimizer")
-            return (name == package or None) if is_optional else FIND(name)
 
+@pytest.mark.parametrize(
+    "name, package", [("adagc", "pytorch_optimizer"), ("stable_spam", "pytorch_optimizer")]
+)
+def test_a_missing_package_is_named_with_the_command_that_installs_it(
+    name, package, make_config, monkeypatch
+):
+    config = make_config({"optimizer.name": name, "diagnostics.statistics": ["grad_norm"]})
+    for is_installed in (False, True):
+        find = partial(_find, {package: is_installed or None})
         monkeypatch.setattr(importlib.util, "find_spec", find)
-        keys = {"optimizer.name": name, "diagnostics.statistics": ["grad_norm"], "device": device}
-        try:
-            preflight(make_config(keys), training=training)
-        except ConfigError as error:
-            return error.faults
-        return []
-
-    return of
+        if is_installed:
+            preflight(config)
+        else:
+            with pytest.raises(ConfigError, match=f"={name} needs .* pip install {package}"):
+                preflight(config)
 
 
-def test_a_missing_package_is_named_with_the_command_that_installs_it(faults):
-    for name, package, version in (
-        ("adamw8bit_bnb", "bitsandbytes", "<0.50"),
-        ("adamw8bit_torchao", "torchao", ""),
-        ("adagc", "pytorch_optimizer", ""),
-        ("stable_spam", "pytorch_optimizer", ""),
-    ):
-        (fault,) = faults(name, None)
-        assert f"optimizer={name}" in fault and f"pip install '{package}{version}'" in fault
-        assert not faults(name, package)
-    assert not faults("muon", None)
-
-
-def test_bitsandbytes_needs_a_gpu_to_train_and_none_to_evaluate(faults):
-    (fault,) = faults("adamw8bit_bnb", "bitsandbytes", "cpu")
-    assert "device=cpu" in fault and "adamw8bit_torchao" in fault
-    assert not faults("adamw8bit_bnb", "bitsandbytes", "cpu", training=False)
+@pytest.mark.parametrize("name", REMOVED_OPTIMIZERS)
+def test_a_removed_optimizer_is_evaluated_but_not_trained(name, make_config):
+    config = make_config({"optimizer.name": name})
+    preflight(config, training=False)
+    with pytest.raises(ConfigError, match=f"{name} was removed; use .* optimizer.optim_bits=8"):
+        preflight(config)

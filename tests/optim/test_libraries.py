@@ -1,7 +1,6 @@
 """Optimizers of libraries against StableAdamW and against the library alone.
 
-Behavior common to all is tested with torch's AdamW in their place; the others are tested if their
-library is installed.
+Behavior common to all is tested with torch's AdamW in their place.
 """
 
 import math
@@ -11,8 +10,7 @@ import torch
 
 from lowprec.config.schema import LIBRARIES
 from lowprec.data.open import open_data
-from lowprec.optim import libraries
-from lowprec.optim.libraries import ROWS, LibraryOptimizer, Row
+from lowprec.optim.libraries import BUILDERS, LibraryOptimizer
 from lowprec.optim.loss_scaling import build_scaler
 from lowprec.optim.schedules import matching
 from lowprec.optim.stable_adamw import STATISTICS, StableAdamW
@@ -29,7 +27,7 @@ def row_of_torch(monkeypatch):
     def build(groups, rule):
         return [torch.optim.AdamW(groups, **rule, foreach=False)]
 
-    monkeypatch.setitem(ROWS, "torch", Row(build, libraries._start, libraries._tensors))
+    monkeypatch.setitem(BUILDERS, "torch", build)
     monkeypatch.setitem(LIBRARIES, "torch", ("torch", ()))
 
 
@@ -81,8 +79,8 @@ def test_statistics_equal_those_of_adamw(clip_norm):
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_statistics_that_the_state_does_not_give_are_nan(name, request):
-    ours = build(name, request)
+def test_statistics_that_the_state_does_not_give_are_nan(name):
+    ours = build(name)
     run(ours, 2)
     missing = ours.statistics.isnan().sum(dim=0).tolist()
     of_muon = 2 if name == "muon" else 0  # tensors without a second moment
@@ -161,59 +159,10 @@ def test_patterns_match_names_and_modules_above_them():
         matching(names, ["conv1"])
 
 
-PACKAGES = {"adamw8bit_torchao": "torchao", "adamw8bit_bnb": "bitsandbytes"}
-
-
-def build(name, request, groups=None, **options):
-    """A row's optimizer on a CPU, if its library is installed."""
-    if name in PACKAGES:
-        request.getfixturevalue(PACKAGES[name])
-    pytest.importorskip(LIBRARIES[name][0].partition("<")[0])
-    return LibraryOptimizer(name, groups or make_groups(), RULE, **options)
-
-
-def assert_near_adamw(params, groups):
-    starts = [p.detach().clone() for group in groups for _, p in group["params"]]
-    for a, b, start in zip(params, run(of_torch(groups)), starts, strict=True):
-        assert (a - b).norm() <= 0.1 * (b - start).norm()
-
-
-@pytest.mark.parametrize("library, options, codes", [
-    ("torchao", {}, {"a.0.weight", "b.0.weight"}),
-    ("torchao", {"min_8bit_size": 4097}, {"a.0.weight"}),
-    ("torchao", {"min_8bit_size": 80}, {"a.0.weight", "b.0.weight"}),  # a.bias: no multiple of 256
-    ("bnb", {"override_32bit": ["b"]}, {"a.0.weight"}),
-    ("bnb", {"min_8bit_size": 80}, {"a.0.weight", "a.bias", "b.0.weight"}),
-])  # fmt: skip
-def test_a_library_codes_the_moments_it_is_told_to(library, options, codes, request):
-    optimizer = build(f"adamw8bit_{library}", request, **options)
-    assert_near_adamw(run(optimizer), make_groups())
-    tensors = optimizer.tensors()
-    for kind in ("exp_avg", "exp_avg_sq"):
-        assert {n for n, t in tensors[kind].items() if t.dtype == torch.uint8} == codes
-        assert set(tensors[f"{kind}_scale"]) == codes
-        assert {n: tuple(t.shape) for n, t in tensors[kind].items()} == SHAPES
-    assert optimizer.steps == [5.0] * 4
-
-
-@pytest.mark.filterwarnings("ignore")  # torch.compile's and the libraries' own
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("library", ["torchao", "bitsandbytes"])
-def test_parameters_move_as_under_8_bit_adamw_alone(library, device, request):
-    if device == "cpu":
-        request.getfixturevalue(library)
-    module = pytest.importorskip(f"{library}.optim")
-    name = next(name for name, package in PACKAGES.items() if package == library)
-
-    def groups():
-        made = make_groups()
-        for group in made:
-            group["params"] = [(n, torch.nn.Parameter(p.to(device))) for n, p in group["params"]]
-        return made
-
-    found = run(LibraryOptimizer(name, groups(), RULE))
-    assert_near_adamw(found, groups())
-    assert_same(found, run(module.AdamW8bit(groups(), **RULE)))
+def build(name, **options):
+    """A library's optimizer, if the library is installed."""
+    pytest.importorskip(LIBRARIES[name][0])
+    return LibraryOptimizer(name, make_groups(), RULE, **options)
 
 
 def alone(name):
@@ -233,33 +182,36 @@ def alone(name):
     return [kind(groups, **RULE, **options)], [p for g in groups for p in g["params"]]
 
 
-@pytest.mark.parametrize("name", ["muon", "adagc", "stable_spam"])
-def test_parameters_move_as_under_the_library_alone(name, request):
-    ours, (optimizers, params) = build(name, request), alone(name)
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_parameters_move_as_under_the_library_alone(name):
+    ours, (optimizers, params) = build(name), alone(name)
     for part in [*ours.parts, *optimizers] if name == "stable_spam" else ():
         part.update_proj_gap = 40  # steps between its resets
     for step in range(1, 121 if name == "adagc" else 51):  # AdaGC has 100 steps of warmup
         scale = 30.0 if step % 7 == 0 else 1.0
         set_grads(ours, step, scale)
+        if name == "adagc" and step < 105:
+            ours.params[2].grad = None
         for p, own in zip(params, params_of(ours), strict=True):
-            p.grad = own.grad.clone()
+            p.grad = None if own.grad is None else own.grad.clone()
         ours.step()
         for optimizer in optimizers:
             optimizer.step()
     assert_same(params_of(ours), params)
+    assert all(p.isfinite().all() for p in params)
 
 
-def test_foreach_changes_only_the_rounding_of_stable_spam(request):
+def test_foreach_changes_only_the_rounding_of_stable_spam():
     library = pytest.importorskip("pytorch_optimizer")
-    found = run(build("stable_spam", request))
+    found = run(build("stable_spam"))
     torch.testing.assert_close(found, run(library.StableSPAM(make_groups(), **RULE)))
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_a_loaded_state_continues_to_the_bit(name, request):
-    ours = build(name, request)
+def test_a_loaded_state_continues_to_the_bit(name):
+    ours = build(name)
     run(ours, 3)
-    twin = build(name, request)
+    twin = build(name)
     for p, own in zip(params_of(twin), params_of(ours), strict=True):
         p.data.copy_(own)
     for kind, tensors in twin.tensors().items():
@@ -272,14 +224,14 @@ def test_a_loaded_state_continues_to_the_bit(name, request):
 
 @pytest.mark.parametrize("skip", ["step", "tensor"])
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_a_skipped_tensor_keeps_its_value_and_state(name, skip, request):
+def test_a_skipped_tensor_keeps_its_value_and_state(name, skip):
     def snapshot():
         tensors = {("p", n): p for n, p in zip(ours.names, ours.params, strict=True)}
         for kind, named in ours.tensors().items():
             tensors |= {(kind, n): tensor for n, tensor in named.items() if n in ours.names}
         return {key: tensor.clone() for key, tensor in tensors.items()}
 
-    ours = build(name, request, skip=skip)
+    ours = build(name, skip=skip)
     run(ours, 2)
     before, steps = snapshot(), ours.steps
     set_grads(ours, 3)
