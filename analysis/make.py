@@ -62,9 +62,8 @@ def main(arguments: list[str] | None = None) -> int:
         stem, about = draw(slug, *choices)
     except NoRunsError as error:
         raise NoRunsError(f"{error}; {OTHERS}" if not options.experiment else str(error)) from None
-    for kind in ("left_out", "missing"):
-        if about[kind]:
-            print(f"{kind.replace('_', ' ')}: {_some(about[kind])}", file=sys.stderr)
+    if about["left_out"]:
+        print(f"left out: {_some(about['left_out'])}", file=sys.stderr)
     print(f"Wrote {stem}.png, .pdf, .csv, .json\n{about['caption']}")
     return 0
 
@@ -119,8 +118,6 @@ def draw_all(
         else:
             drawn.append(stem)
             print(f"Wrote {stem}.png" + (f" (marked: {about['mark']})" if about["mark"] else ""))
-            for line in about["missing"]:
-                print(f"missing: {slug}: {line}", file=sys.stderr)
     if not drawn and experiment is None:
         print(OTHERS, file=sys.stderr)
     return 1 if failed else 0 if drawn else 2
@@ -160,14 +157,13 @@ def _of_runs(
     about = figure.select(table) if hasattr(figure, "select") else table
     lost = len(about) - about["run"].isin(drawn["run"]).sum()
     is_own = experiment in (None, own)  # otherwise the caller chose another study
-    total, missing = study.missing(own, scale, table) if is_own else (0, [])
-    mark = study.mark_of_runs(drawn, total, len(missing), lost)
-    lines = [f"{_some(missing)}: {command(own, scale)}"] if 0 < len(missing) < total else []
+    counts = study.count_missing(own, scale, table) if is_own else (0, 0)
+    mark = study.mark_of_runs(drawn, *counts, lost)
     columns = ["path", "digest", "state", "step", "num_steps", "note"]
     rows = json.loads(drawn[columns].to_json(orient="records"))
     for row in rows:
         row["metrics_sha256"] = _sha256(as_path(row["path"]) / "metrics.jsonl")
-    return frame, {"mark": mark, "missing": lines, "runs": rows, "left_out": left_out}, scale
+    return frame, {"mark": mark, "runs": rows, "left_out": left_out}, scale
 
 
 def _of_lines(figure, root: Path | str) -> tuple[pd.DataFrame, dict, str]:
@@ -179,7 +175,7 @@ def _of_lines(figure, root: Path | str) -> tuple[pd.DataFrame, dict, str]:
     left_out = [f"{path} (a newer file has its lines)" for path in set(lines["file"]) - set(drawn)]
     commits = lines.loc[lines["file"].isin(drawn)].get("commit", pd.Series(dtype=object)).nunique()
     mark = f"measured at {commits} commits" if commits > 1 else ""
-    origin = {"mark": mark, "missing": [], "files": files, "left_out": sorted(left_out)}
+    origin = {"mark": mark, "files": files, "left_out": sorted(left_out)}
     return frame, origin, "paper"
 
 

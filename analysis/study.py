@@ -7,7 +7,7 @@ import functools
 
 import pandas as pd
 
-from analysis.comparison import PRODUCTS, short, written
+from analysis.comparison import PRODUCTS, written
 from analysis.load import EXPERIMENTS
 from analysis.run_files import NO_TENSORS, flatten
 from lowprec.config.compose import compose_command
@@ -24,26 +24,17 @@ GROUPS = {  # config group: column of `Runs.runs` with the selected file
 }
 
 
-def missing(experiment: str, scale: str, runs: pd.DataFrame) -> tuple[int, list[str]]:
-    """The number of runs that a study asks for, and names for those that `Runs.runs` lacks.
+def count_missing(experiment: str, scale: str, runs: pd.DataFrame) -> tuple[int, int]:
+    """The number of runs that a study asks for, and how many of them `Runs.runs` lacks.
 
     A run counts if it has the planned choice for each of GROUPS and the planned value of each key
     that the study sweeps over; its other settings, such as the seed, are free.
     """
-    runs_planned = planned(experiment, scale)
-    table = pd.DataFrame(runs_planned)
-    swept = [key for key in table if table[key].map(written).nunique() > 1]
-    names = []
-    for run in runs_planned:
-        is_it = runs.reindex(columns=list(run)).map(written) == pd.Series(run).map(written)
-        if not is_it.all(axis=1).any():
-            values = {key: value for key, value in run.items() if key in swept and value != "none"}
-            words = [
-                value if isinstance(value, str) else f"{short(key)}={written(value)}"
-                for key, value in values.items()
-            ]
-            names.append(" ".join(dict.fromkeys(words)))
-    return len(runs_planned), names
+    runs_planned = [pd.Series(run).map(written) for run in planned(experiment, scale)]
+    made = [
+        (runs.reindex(columns=run.index).map(written) == run).all(axis=1) for run in runs_planned
+    ]
+    return len(runs_planned), sum(not is_it.any() for is_it in made)
 
 
 def mark_of_runs(

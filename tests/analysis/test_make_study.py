@@ -14,18 +14,12 @@ WATCHED = DiagnosticsConfig(spikes=SpikeConfig(ignore_steps=5, window=10))
 OF_STUDY = {"num_steps": 20, "scale": "mini", "model": "mini_l", "diagnostics": WATCHED}
 
 
-@pytest.mark.parametrize(
-    ("run", "missing", "others"),
-    [
-        ({"optimizer": "stable_adamw"}, "mini_l switchback", 9),
-        ({"experiment": "fp8_fixes"}, "bf16 stable_adamw seed=0", 15),  # AdamW: none of the study's
-    ],
-)
-def test_missing_runs_are_named_by_the_values_that_differ(make_run, tmp_path, run, missing, others):
-    make_run(**OF_STUDY, **run)
+def test_runs_of_a_study_are_those_with_its_settings(make_run, tmp_path):
+    make_run(**OF_STUDY, optimizer="stable_adamw")
     runs = load_runs(tmp_path / "runs").runs
-    _, names = study.missing(runs["experiment"][0], "mini", runs)
-    assert missing in names and len(names) == others
+    assert study.count_missing("loss_curves", "mini", runs) == (10, 9)
+    others = runs.assign(**{"optimizer.name": "adamw"})
+    assert study.count_missing("loss_curves", "mini", others) == (10, 10)
 
 
 def the_mark(tmp_path, slug="rms_and_loss", **keys):
