@@ -36,10 +36,9 @@ def open_shards(
 ) -> Shards:
     """Opens all shards of a pattern, after indexing new ones under a lock.
 
-    The index is in the folder `index`, or in `.index` beside each shard. A current index beside a
-    shard is copied to the folder `index`. Shards that are missing, changed or new since the index
-    was made are refused, unless `accept` takes them as the new set. `num_processes` defaults
-    to one per core, and to fewer for small sets.
+    The index is in the folder `index`, or in `.index` beside each shard. Shards that are missing,
+    changed or new since the index was made are refused, unless `accept` takes them as the new set.
+    `num_processes` defaults to one per core, and to fewer for small sets.
 
     A catalog that cannot be read is reported and made again: changes are not noticed then.
 
@@ -167,17 +166,12 @@ def _index_shard(job: tuple[str, Path, bytes | None]) -> tuple | str:
     source, file, promised = job
     if entry := _read_entry(source, file):  # perhaps made by another process meanwhile
         return entry
-    beside = _index_file(source, None)
     stamp = _stamp(source)
     try:
-        if entry := _read_entry(source, beside):
-            content = beside.read_bytes()
-        else:
-            table, digest = index_tar(source)
-            entry = (*stamp, len(table), digest.encode())
-            content = sealed(np.array(entry, ENTRY), table)
+        table, digest = index_tar(source)
+        entry = (*stamp, len(table), digest.encode())
         if promised in (None, entry[-1]):
-            durable.replace(file, content)
+            durable.replace(file, sealed(np.array(entry, ENTRY), table))
     except (ValueError, durable.DiskError) as error:
         return str(error)
     return entry
@@ -191,11 +185,7 @@ def index_tar(path: str) -> tuple[np.ndarray, str]:
     damaged, compressed or holds no whole sample.
     """
     if path.endswith("gz"):
-        raise ValueError(
-            f"{path} is compressed and has no offsets: gunzip it, or use data=stream. After gunzip "
-            "a run resumes (the digest of the members is the same), and old .index/*.tar files can "
-            "be deleted"
-        )
+        raise ValueError(f"{path} is compressed and has no offsets: gunzip it, or use data=stream")
     if not os.path.isfile(path):
         raise ValueError(f"{path} is not a file")
     digest = hashlib.sha256()

@@ -213,7 +213,7 @@ def test_shard_without_a_whole_sample_is_an_error(tmp_path, write_tar, names):
 
 def test_compressed_shard_is_refused(tmp_path, write_tar, members):
     write_tar(tmp_path / "a.tar.gz", members(0, 2))
-    with pytest.raises(ValueError, match=r"a\.tar\.gz is compressed.*gunzip it.*run resumes"):
+    with pytest.raises(ValueError, match=r"a\.tar\.gz is compressed.*gunzip it"):
         open_shards(str(tmp_path / "a.tar.gz"))
 
 
@@ -227,18 +227,6 @@ def test_index_does_not_depend_on_the_number_of_processes(tmp_path, write_shards
     one = open_shards(str(tmp_path / "one" / "*.tar"), num_processes=1)
     two = open_shards(str(tmp_path / "two" / "*.tar"), num_processes=2)
     assert one.digest == two.digest and one.counts.tolist() == two.counts.tolist() == [2, 1, 3]
-
-
-def test_index_beside_the_shards_serves_another_folder(tmp_path, write_shards, indexed):
-    pattern, folder = write_shards(tmp_path / "set", [2, 1]), str(tmp_path / "index")
-    beside = open_shards(pattern)
-    shards = open_shards(pattern, folder)
-    assert len(indexed) == 2 and shards.digest == beside.digest
-    shutil.rmtree(tmp_path / "set" / ".index")
-    assert open_shards(pattern, folder).labels.tolist() == [0, 1, 2]
-    os.utime(tmp_path / "set" / "train-001.tar", ns=(0, 10**18))  # no longer current
-    open_shards(pattern)
-    assert len(indexed) == 4
 
 
 def test_large_sets_are_indexed_by_all_cores(tmp_path, write_shards, monkeypatch):
