@@ -20,6 +20,7 @@ from lowprec.nearest import nearest_path, runs_inside
 PACKAGES = {  # choice of a logger or an optimizer: the package that it needs
     "tensorboard": "tensorboard",
     "wandb": "wandb",
+    "trackio": "trackio",
     **{name: package for name, (package, _) in LIBRARIES.items()},
 }
 

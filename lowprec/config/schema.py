@@ -281,7 +281,7 @@ class DistributedConfig:
 class LoggerConfig:
     """A copy of the record in a dashboard."""
 
-    name: str = key("none", "dashboard", choices=("none", "tensorboard", "wandb"))
+    name: str = key("none", "dashboard", choices=("none", "tensorboard", "wandb", "trackio"))
 
 
 @dataclass

@@ -39,7 +39,20 @@ class Wandb:
         self._run.log(values, step=step)
 
 
-DASHBOARDS = {"tensorboard": TensorBoard, "wandb": Wandb}
+class Trackio(Wandb):
+    """Trackio, whose calls are those of wandb, in TRACKIO_DIR; `trackio show` displays it.
+
+    Steps that a resumed run repeats appear twice.
+    """
+
+    def __init__(self, run: Path, config: dict):
+        import trackio
+
+        self._run = trackio.init("lowprec", run.name, resume="allow", config=config)
+        self.close = self._run.finish
+
+
+DASHBOARDS = {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio}
 
 
 class Logger:

@@ -331,4 +331,4 @@ def test_a_run_of_a_sweep_prints_only_what_differs(monkeypatch, capsys, tmp_path
 def test_help_explains_each_key_with_its_default():
     text = compose.explain("train", Config)
     assert "\noptimizer.beta2=0.98  decay rate of the second moment\n" in text
-    assert "\nlogger.name=none  dashboard (none | tensorboard | wandb)" in text
+    assert "\nlogger.name=none  dashboard (none | tensorboard | wandb | trackio)" in text
