@@ -121,7 +121,7 @@ def tiny_config(squares):
     return make
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def run_once():
     """`run_once(config, folder, **options)`: one attempt; returns how it ended and the objects.
 

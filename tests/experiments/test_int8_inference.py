@@ -21,19 +21,17 @@ from lowprec.train.checkpoint import newest_checkpoint
 INT8 = EvaluatedPrecision("int8_inference")
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """The folder of a run of each recipe that has been trained."""
-    return tmp_path_factory.mktemp("trained")
+@pytest.fixture(scope="module", params=["high", "switchback"])
+def trained(request, run_once, tiny_config, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    changes = {"num_steps": 40, "save_every": 40, "optimizer.lr": 2e-3}
+    run_once(tiny_config(folder, {**changes, "precision.recipe": request.param}), folder)
+    return folder
 
 
-@pytest.fixture(params=["high", "switchback"])
-def run(request, trained, run_once, make_config, tmp_path):
-    folder = trained / request.param
-    changes = {"num_steps": 40, "save_every": 40, "optimizer.lr": 2e-3, "model.vision_layers": 1}
-    if not folder.exists():
-        run_once(make_config({**changes, "precision.recipe": request.param}), folder)
-    return shutil.copytree(folder, tmp_path / "run")
+@pytest.fixture
+def run(trained, tmp_path):
+    return shutil.copytree(trained, tmp_path / "run")
 
 
 def test_trained_model_keeps_its_predictions_in_int8(run, capsys):

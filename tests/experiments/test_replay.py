@@ -44,8 +44,10 @@ def no_pictures(request, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def plain_run(tmp_path_factory):
-    return tmp_path_factory.mktemp("trained") / "run"
+def plain_run(tiny_config, run_once, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plain")
+    run_once(tiny_config(folder, {"keep_checkpoints": 3}), folder)
+    return folder
 
 
 @pytest.fixture
@@ -53,15 +55,11 @@ def run(make_config, run_once, plain_run, tmp_path):
     """`run(changes)`: a run of 12 steps with checkpoints at 4, 8 and 12."""
 
     def make(changes=None, **options):
-        is_plain = not changes and not options
-        folder = plain_run if is_plain else tmp_path / "run"
-        if not folder.exists():
-            run_once(
-                make_config({"keep_checkpoints": 3, "model.vision_layers": 1, **(changes or {})}),
-                folder,
-                **options,
-            )
-        return shutil.copytree(folder, tmp_path / "run") if is_plain else folder
+        folder = tmp_path / "run"
+        if not changes and not options:
+            return shutil.copytree(plain_run, folder)
+        run_once(make_config({"keep_checkpoints": 3, **(changes or {})}), folder, **options)
+        return folder
 
     return make
 

@@ -18,16 +18,11 @@ from lowprec.train.checkpoint import list_checkpoints
 
 
 @pytest.fixture(scope="module")
-def calm_folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("calm") / "run"
-
-
-@pytest.fixture
-def calm(make_config, run_once, calm_folder):
+def calm(tiny_config, run_once, tmp_path_factory):
     """The metrics of the undisturbed run."""
-    if not calm_folder.exists():
-        run_once(make_config(), calm_folder)
-    return (calm_folder / "metrics.jsonl").read_bytes()
+    folder = tmp_path_factory.mktemp("calm")
+    run_once(tiny_config(folder, {}), folder)
+    return (folder / "metrics.jsonl").read_bytes()
 
 
 @pytest.fixture(scope="module")

@@ -22,19 +22,17 @@ from lowprec.train.checkpoint import (
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """The folder of one run, and its objects once it has been made."""
-    return tmp_path_factory.mktemp("made") / "run", []
+def trained(tiny_config, run_once, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    _, built = run_once(tiny_config(folder, {}), folder)
+    return folder, built
 
 
 @pytest.fixture
-def finished(make_config, run_once, tmp_path, made):
-    """A copy of the run, and its objects."""
-    folder, objects = made
-    if not objects:
-        objects += run_once(make_config({"save_every": 4}), folder)
-    shutil.copytree(folder, tmp_path / "run")
-    return tmp_path / "run", objects[1]
+def finished(trained, tmp_path):
+    """A copy of a run with checkpoints at 8 and 12, and its objects."""
+    folder, built = trained
+    return shutil.copytree(folder, tmp_path / "run"), built
 
 
 def test_a_missing_file_is_named_and_the_older_checkpoint_taken(finished, capsys):

@@ -79,12 +79,14 @@ def test_a_planted_spike_is_recorded_and_printed_also_by_a_stopped_run(
     assert by_kind["loss"]["loss"] > 20 and max(by_kind["rms"]["rms"].values()) > 2.3
 
 
-@pytest.mark.parametrize("num_steps", [80, 42])
+@pytest.mark.parametrize("num_steps", [32, 17])
 def test_a_collapse_is_an_event_while_the_run_trains_and_survives_a_resume(
     make_config, run_once, tmp_path, capsys, monkeypatch, num_steps
 ):
     alerts = []
     monkeypatch.setattr("lowprec.train.metrics.alert", alerts.append)
+    monkeypatch.setattr("lowprec.diagnostics.spikes.COLLAPSED", 20)
+    monkeypatch.setattr("lowprec.diagnostics.spikes.LAST_STEPS", 8)
     changes = {"optimizer.lr": 0.5, "schedule.warmup_steps": 1, "save_every": 20}
     config = make_config({"num_steps": num_steps, **changes})
     run_once(config, tmp_path / "whole")
@@ -92,6 +94,6 @@ def test_a_collapse_is_an_event_while_the_run_trains_and_survives_a_resume(
     assert event["collapsed"].startswith("the loss has been at chance level, 2.77, since step ")
     assert f"warning: {event['collapsed']}" in capsys.readouterr().out
     assert f"{tmp_path / 'whole'}: {event['collapsed']}" in alerts
-    run_once(config, tmp_path / "cut", stop_at=40)
+    run_once(config, tmp_path / "cut", stop_at=15)
     run_once(config, tmp_path / "cut")
     assert event in read_rows(tmp_path / "cut/events.jsonl")

@@ -20,10 +20,20 @@ ORIGIN = {
 }
 
 
+KEYS = {"save_every": 4, "log_every": 2}
+
+
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory):
-    """The folder of a run that was killed at step 7, once it has been made."""
-    return tmp_path_factory.mktemp("killed") / "run"
+def killed(tiny_config, run_once, tmp_path_factory):
+    """The folder of a run that was killed at step 7."""
+    folder = tmp_path_factory.mktemp("killed")
+
+    def die(built):
+        raise EOFError("killed")
+
+    with pytest.raises(EOFError):
+        run_once(tiny_config(folder, KEYS), folder, provenance=ORIGIN, at={7: die})
+    return folder
 
 
 @pytest.fixture
@@ -31,21 +41,11 @@ def run(make_config, run_once, tmp_path, killed):
     """`run(changes, **options)`: one attempt in one folder, with provenance ORIGIN by default."""
 
     def attempt(keys=None, *, provenance=ORIGIN, **options):
-        config = make_config({"save_every": 4, "log_every": 2, **(keys or {})})
+        config = make_config(KEYS | (keys or {}))
         return run_once(config, tmp_path / "run", provenance=provenance, **options)[0]
 
-    def die(built):
-        raise EOFError("killed")
-
-    def killed_at_7():
-        if not killed.exists():
-            with pytest.raises(EOFError):
-                attempt(at={7: die})
-            shutil.copytree(tmp_path / "run", killed)
-        else:
-            shutil.copytree(killed, tmp_path / "run")
-
-    attempt.folder, attempt.killed_at_7 = tmp_path / "run", killed_at_7
+    attempt.folder = tmp_path / "run"
+    attempt.killed_at_7 = lambda: shutil.copytree(killed, attempt.folder)
     return attempt
 
 
