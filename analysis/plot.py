@@ -4,6 +4,7 @@
                 STATISTIC/TENSOR (rms/visual.conv1.weight; the largest if TENSOR is a pattern)
     x=step      a line for each run; x=KEY of the config: the last value of each run
     hue=KEY     a color for each value;  facet=KEY  a panel for each value
+    band=KEY    runs that differ in it alone share a color (seed, unless another key is given)
     KEY=VALUE   only the runs with that value
 
 Over steps, each run is a thin line, and several runs of one color share a thick median line.
@@ -54,7 +55,9 @@ def main(arguments: list[str] | None = None) -> int:
     if wrong:
         raise ChoiceError(f"{wrong[0]!r}: KEY=VALUE is expected, such as y=loss")
     choices = dict(word.split("=", 1) for word in options.words)
-    named = {name: choices.pop(name) for name in ("y", "x", "hue", "facet") if name in choices}
+    named = {
+        name: choices.pop(name) for name in ("y", "x", "hue", "facet", "band") if name in choices
+    }
     is_file = options.out.suffix in (".png", ".pdf", ".csv")
     stem = options.out.with_suffix("") if is_file else options.out
     stem.parent.mkdir(parents=True, exist_ok=True)
@@ -75,11 +78,12 @@ def query(
     x: str = "step",
     hue: str | None = None,
     facet: str | None = None,
+    band: str = "seed",
     where: dict[str, str] | None = None,
 ) -> pd.DataFrame:
     """One row per point: run, step, x, y, hue, facet, the names of these four, state, batch_size.
 
-    `group` is equal for runs that differ in the seed alone. Without `hue`, colors are for methods
+    `group` is equal for runs that differ in `band` alone. Without `hue`, colors are for methods
     and the settings in which runs differ. Raises ChoiceError for a name that does not exist.
     """
     heads = runs.runs[runs.runs["scale"].notna()]  # a damaged config has no settings
@@ -97,8 +101,8 @@ def query(
         hue = "method" if heads["method"].nunique() > 1 else None
     keys = {"hue": hue, "facet": facet, **({} if x == "step" else {"x": x})}
     settings = pd.DataFrame({"run": heads["run"], "state": heads["state"]})
-    varied = [] if x == "step" else [_column(heads, x).name]
-    settings["group"] = signature(heads, *varied, seed=False)
+    varied = [_column(heads, key).name for key in (band, band if x == "step" else x)]
+    settings["group"] = signature(heads, *varied, seed=band != "seed")
     settings["batch_size"] = heads["batch_size"]
     for name, key in keys.items():
         settings[name] = _column(heads, key) if key else ""

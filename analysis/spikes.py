@@ -28,7 +28,7 @@ from analysis.spike_marks import (
     why_unexamined,
     why_unreachable,
 )
-from lowprec.diagnostics.spikes import Protocol, relative_rms, rms_spikes
+from lowprec.diagnostics.spikes import PROTOCOLS, Protocol, relative_rms, rms_spikes
 
 LOCAL_SHIFT = 1000  # steps over which the phase of training stays about the same
 NUM_TENSORS = 10  # printed
@@ -100,6 +100,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = cli.Parser(prog="python -m analysis.spikes", description="Lists the spikes of runs.")
     parser.add_argument("--run", required=True, help="a run directory, a folder of runs, or a URL")
     parser.add_argument("--tensor", help=f"glob of tensors [{TENSOR}]")
+    choices = ("run", *PROTOCOLS)
+    parser.add_argument("--protocol", choices=choices, help="thresholds [the run's own]")
     for name, meaning in THRESHOLDS.items():
         option = f"--{name.replace('_', '-')}"
         parser.add_argument(option, type=KINDS[name], metavar="N", help=meaning)
@@ -113,7 +115,8 @@ def main(arguments: list[str] | None = None) -> int:
         if options.tensor and names and not any(fnmatchcase(name, tensor) for name in names):
             recorded = f"{len(names)} tensors, such as {', '.join(names[:6])}"
             raise ChoiceError(f"no tensor matches {tensor!r}; there are {recorded}")
-        protocol = replace(protocol_of_run(summary), **changed)
+        protocol = PROTOCOLS.get(options.protocol) or protocol_of_run(summary)
+        protocol = replace(protocol, **changed)
         text = describe(series, protocol, tensor)
         thresholds = " ".join(f"{name}={getattr(protocol, name)}" for name in THRESHOLDS)
         print(f"\n{summary['run']}: {summary['note'] or summary['state']}\n{text}\n\n{thresholds}")

@@ -2,9 +2,11 @@
 
 The page is self-contained and loads nothing. It compares runs by the settings that differ and shows
 curves of loss and RMS_t, every loss spike, heat maps of RMS_t by layer, and the runs that failed or
-are damaged. Long curves are thinned to bound the size of the page.
+are damaged. Long curves are thinned to bound the size of the page. With `--watch SECONDS`, the page
+is written again every SECONDS until all runs have ended or failed, and a browser reloads it.
 """
 
+import time
 from pathlib import Path
 
 from analysis import cli
@@ -12,6 +14,7 @@ from analysis.cli import ChoiceError
 from analysis.load import load_runs
 from analysis.report.page import make_page
 from analysis.spike_marks import TENSOR
+from lowprec.runs.read import ENDED
 
 
 @cli.entry
@@ -23,20 +26,33 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--runs", required=True, help="folder of runs, or its URL")
     parser.add_argument("--out", type=Path, required=True, help="the page, FILE.html")
     parser.add_argument("--tensor", default=TENSOR, help=f"glob of tensors for RMS_t [{TENSOR}]")
+    parser.add_argument("--watch", type=int, metavar="SECONDS", help="write it again and again")
     options = parser.parse_args(arguments)
     if options.out.is_dir():
         raise ChoiceError(f"--out {options.out}: this is a folder; FILE.html is expected")
+    if options.watch is not None and options.watch < 1:
+        raise ChoiceError(f"--watch {options.watch}: a whole number of seconds >= 1 is expected")
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    runs = load_runs(options.runs)
-    if options.tensor != TENSOR:
+    while True:
+        runs = load_runs(options.runs)
+        if options.tensor != TENSOR and not options.watch:
+            try:
+                runs.tensors(options.tensor)
+            except LookupError as error:
+                raise ChoiceError(f"--tensor {options.tensor}: {error}") from None
+        has_ended = runs.summaries["state"].isin([*ENDED, "failed"]).all()
+        refresh = 0 if has_ended else options.watch or 0
+        text = make_page(runs, options.tensor, refresh)
+        temporary = options.out.with_name(f".{options.out.name}.tmp")
+        temporary.write_text(text, "utf-8")
+        temporary.replace(options.out)  # a browser never loads half a page
+        print(f"Wrote {options.out}: {runs!r}, {len(text) / 1e6:.1f} MB")
+        if not refresh:
+            return 0
         try:
-            runs.tensors(options.tensor)
-        except LookupError as error:
-            raise ChoiceError(f"--tensor {options.tensor}: {error}") from None
-    text = make_page(runs, options.tensor)
-    options.out.write_text(text, "utf-8")
-    print(f"Wrote {options.out}: {runs!r}, {len(text) / 1e6:.1f} MB")
-    return 0
+            time.sleep(refresh)
+        except KeyboardInterrupt:
+            return 0
 
 
 if __name__ == "__main__":

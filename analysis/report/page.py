@@ -46,8 +46,11 @@ class Field(NamedTuple):
     detail: object = ""
 
 
-def make_page(runs: Runs, tensor: str = TENSOR) -> str:
-    """The report of some runs as HTML; `tensor` is the glob of those whose RMS_t comes first."""
+def make_page(runs: Runs, tensor: str = TENSOR, refresh: int = 0) -> str:
+    """The report of some runs as HTML; `tensor` is the glob of those whose RMS_t comes first.
+
+    A browser loads the page again every `refresh` seconds, unless this is 0.
+    """
     budget = Budget(
         points=min(MAX_POINTS, max(100, POINTS // len(runs))),
         spikes=max(2, SPIKES // len(runs)),
@@ -78,6 +81,7 @@ def make_page(runs: Runs, tensor: str = TENSOR) -> str:
         css=Markup((FOLDER / "report.css").read_text()),
         javascript=Markup((FOLDER / "report.js").read_text()),
         plotly=Markup(get_plotlyjs()),
+        refresh=refresh,
         title=_title(summaries),
         subtitle=f"{len(summaries)} {'run' if len(summaries) == 1 else 'runs'}: {states}",
         cards=_cards(labels, data),

@@ -11,6 +11,7 @@ import pytest
 from matplotlib.colors import to_rgb
 
 from analysis import load_runs, style
+from analysis.report import __main__ as report_main
 from analysis.report import page as report_page
 from analysis.report.collect import heat_of, layer_of, speed_of, thin
 from analysis.report.page import compare_settings, make_page, named
@@ -147,6 +148,24 @@ def test_a_change_of_precision_is_marked_and_told_apart(make_run, page_of):
     assert sorted(marks) == [30, 45] and texts == {"switchback until here"}
     steps = [label.partition("precision_change.step=")[2][:4] for label in page.data["labels"]]
     assert sorted(steps) == ["30, ", "45, ", "null"]
+
+
+@pytest.mark.parametrize("last", ["finished", "failed"])
+def test_a_watched_page_is_reloaded_until_its_runs_end(make_run, tmp_path, monkeypatch, last):
+    run, pages = make_run(num_steps=60), []
+    status = run / "status.json"
+    status.write_text(status.read_text().replace("finished", "running"))
+
+    def sleep(seconds):
+        assert not pages
+        pages.append(out.read_text())
+        status.write_text(status.read_text().replace("running", last))
+
+    monkeypatch.setattr(report_main.time, "sleep", sleep)
+    out = tmp_path / "report.html"
+    assert report_main.main(["--runs", str(run), "--out", str(out), "--watch", "5"]) == 0
+    tag = '<meta http-equiv="refresh" content="5">'
+    assert [tag in page for page in [*pages, out.read_text()]] == [True, False]
 
 
 def test_labels_and_colors_show_the_settings_that_differ(make_run, tmp_path):

@@ -130,6 +130,8 @@ def test_options_replace_thresholds_of_the_protocol(plant, capsys):
     out = capsys.readouterr().out
     assert "rms_threshold=6.0 loss_sigmas=3.2 num_deviations=2" in out
     assert "2 loss spikes and 0 RMS spikes" in out
+    spikes.main(["--run", run, "--protocol", "sigma", "--loss-sigmas", "9"])
+    assert "loss_sigmas=9.0 num_deviations=1 within=10 ignore_steps=0" in capsys.readouterr().out
     plant(seed=1)
     spikes.main(["--run", str(Path(run).parent), "--window", "100"])
     assert capsys.readouterr().out.count("window=100") == 2
