@@ -176,9 +176,8 @@ def prepare_for_training(
 def find_blocks(model: nn.Module) -> list[nn.Module]:
     """The elements of Sequentials and ModuleLists that contain linear layers, in order.
 
-    If elements are nested, such as the blocks of a stage, the inner ones are returned. The outer
-    one is returned instead if it has attention or MLP projections besides them, or if they are only
-    MLPs (experts).
+    If elements are nested, such as the blocks of a stage, the inner ones are returned, unless the
+    outer one has attention or MLP projections besides them.
     """
     kinds = nn.Linear | nn.MultiheadAttention
     linear = {
@@ -198,11 +197,7 @@ def _blocks_in(module: nn.Module, linear: dict[nn.Module, bool]) -> list[nn.Modu
         others = [part for part in child.modules() if part in linear and part not in within]
         is_element = isinstance(module, nn.Sequential | nn.ModuleList)
         is_part = child in linear or isinstance(child, nn.ModuleList | nn.ModuleDict)
-        if inner:
-            with_norms = any(part._parameters for part in within if part not in linear)
-            is_whole = any(linear[layer] for layer in others) or not with_norms
-        else:
-            is_whole = bool(others)
+        is_whole = any(linear[layer] for layer in others) if inner else bool(others)
         blocks += [child] if is_element and not is_part and is_whole else inner
     return blocks
 

@@ -23,20 +23,24 @@ def clip_mlp():
     return transformers.models.clip.modeling_clip.CLIPMLP(config)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recipe, dtype, autocast", [
+    ("switchback", torch.float32, False), ("switchback", torch.bfloat16, False),
+    ("hw_fp8_switchback", torch.float32, True),
+])  # fmt: skip
 @pytest.mark.parametrize("build", [sequential, lambda: timm.layers.Mlp(64, 256), clip_mlp])
-def test_mlp_of_any_library_is_fused(build, dtype):
+def test_mlp_of_any_library_is_fused(build, recipe, dtype, autocast):
     torch.manual_seed(0)
     fused = build().to(dtype)
     plain, kind = copy.deepcopy(fused), type(fused)
     x, results = torch.randn(2, 5, 64, dtype=dtype, requires_grad=True), []
-    apply_recipe(fused, "switchback", ["*"])
-    apply_recipe(plain, "switchback", ["*"])
+    apply_recipe(fused, recipe, ["*"])
+    apply_recipe(plain, recipe, ["*"])
     assert isinstance(fused, LowPrecisionMLP)
     stale = plain.forward
     unfuse(plain)
     for forward in (fused, plain, stale):
-        output = forward(x)
+        with torch.autocast("cpu", enabled=autocast):
+            output = forward(x)
         output.square().sum().backward()
         module = fused if forward is fused else plain
         results.append([output, x.grad, *[p.grad for p in module.parameters()]])
@@ -44,7 +48,11 @@ def test_mlp_of_any_library_is_fused(build, dtype):
         x.grad = None
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(other, results[0], strict=True))
-    apply_recipe(fused, "high", ["*"])
+    with torch.no_grad():
+        assert torch.equal(fused(x), plain(x))
+    for other in ("switchback_m", "llm_int8", "high"):
+        apply_recipe(fused, other, ["*"])
+        assert not isinstance(fused, LowPrecisionMLP)
     assert type(fused) is type(plain) is kind and not hasattr(fused, "original")
 
 

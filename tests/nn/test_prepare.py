@@ -259,18 +259,6 @@ def test_blocks_are_the_elements_that_contain_layers():
     assert names_of_blocks(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))) == []
 
 
-@pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize("own_layer", ["out_proj", "gate"])
-def test_experts_are_parts_of_a_block(norm, own_layer):
-    expert = nn.Sequential(nn.LayerNorm(64), sequential()) if norm else sequential()
-    mixture = nn.Module()
-    mixture.experts = nn.ModuleList([expert, copy.deepcopy(expert)])
-    setattr(mixture, own_layer, nn.Linear(64, 64))
-    inner = norm and own_layer == "gate"  # then it is a stage of blocks
-    expected = ["0.experts.0", "0.experts.1"] if inner else ["0"]
-    assert names_of_blocks(nn.ModuleList([mixture])) == expected
-
-
 def test_report_names_what_stays_in_16_bit(graphs):
     config = open_clip.get_model_config("ViT-B-32")
     with torch.device("meta"):

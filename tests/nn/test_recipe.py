@@ -93,7 +93,6 @@ def test_int8_scale_along_the_contracted_dimension_is_refused(product, contracte
         ({"output": INT8 | {"x": "blockwise"}}, "output.x=blockwise"),
         ({"output": INT8 | {"format": {"x": "int8"}}}, "for x, w"),
         ({"output": INT8 | {"format": {"x": "int8", "w": "e4m3"}}}, "int8 multiplies only int8"),
-        ({"output": INT8 | {"format": 8}}, "8"),
         ({"output": INT8 | {"x": "1x32"}}, "output.x=1x32: int8 needs one of rowwise"),
         ({"output": INT8 | {"scale": "e8m0"}}, "output.scale=e8m0: int8"),
         ({"output": E2M1 | {"x": "0x32"}}, "output.x=0x32: must be .* RxC"),
@@ -102,11 +101,8 @@ def test_int8_scale_along_the_contracted_dimension_is_refused(product, contracte
         ({"output": E2M1 | {"hadamar": True}}, "optionally scale, stochastic, hadamard"),
         ({"output": E2M1 | {"hadamard": 16}}, "hadamard=16: must be true or false"),
         ({"output": E2M1 | {"stochastic": ["g"]}}, "must be a list of x, w"),
-        ({"output": E2M1 | {"stochastic": [["x"]]}}, "must be a list of x, w"),
-        ({"output": E2M1 | {"x": "1x99999"}}, "output.x=1x99999: must be"),
         ({"output": E2M1 | {"stochastic": True}}, "must be a list of x, w"),
         ("int8", "output, grad_input, grad_weight"),
-        (None, "output, grad_input, grad_weight"),
     ],
 )
 def test_invalid_custom_recipe_is_refused(products, message):

@@ -1,4 +1,4 @@
-"""StableAdamW's 8-bit moments against torchao and bitsandbytes; its kernels, state and limits."""
+"""StableAdamW's 8-bit moments against torchao; its kernels, state and limits."""
 
 import copy
 import io
@@ -59,13 +59,6 @@ def test_levels_and_rounding_are_torchaos(is_signed, torchao):
     assert torch.equal(codes, quant_utils.quantize_8bit_with_qmap(scaled, levels))
     expected = quant_utils.dequant_with_qmap(codes, levels, scales)
     assert torch.equal(dequantize(codes, scales, is_signed), expected)
-
-
-@pytest.mark.parametrize("is_signed", [True, False])
-def test_levels_are_those_of_bitsandbytes(is_signed):
-    library = pytest.importorskip("bitsandbytes.functional")
-    expected = library.create_dynamic_map(signed=is_signed)
-    assert torch.equal(code_books(CPU)[int(is_signed), :256], expected)
 
 
 @triton.jit

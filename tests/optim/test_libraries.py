@@ -118,17 +118,6 @@ def test_infinite_elements_are_counted_before_a_skipped_step_scales_them_by_0():
     assert (row["grad_inf"], row["grad_nan"]) == (3, 0)
 
 
-@pytest.mark.parametrize("veto", ["frozen", "found_inf"])
-def test_a_veto_prevents_the_update(veto):
-    ours = of_torch(make_groups(), skip="tensor")
-    before = run(ours, 1)
-    setattr(ours, veto, torch.ones(()))
-    set_grads(ours, 2)
-    ours.step()
-    assert_same(params_of(ours), before)
-    assert ours.all_finite and ours.statistics[:, STATISTICS.index("grad_norm")].min() > 0
-
-
 @pytest.mark.parametrize("name", ["fixed", "dynamic"])
 def test_the_loss_scale_is_divided_out(name):
     expected = run(of_torch(make_groups()), 1)
@@ -137,17 +126,6 @@ def test_the_loss_scale_is_divided_out(name):
     set_grads(ours, 1, scale=1024.0)
     scaler.step(ours)
     assert_same(params_of(ours), expected)
-
-
-def test_a_parameter_without_a_gradient_is_unchanged():
-    ours = of_torch(make_groups())
-    before = run(ours, 1)
-    set_grads(ours, 2)
-    ours.params[2].grad = None
-    ours.step()
-    assert torch.equal(ours.params[2], before[2]) and not torch.equal(ours.params[3], before[3])
-    row = dict(zip(STATISTICS, ours.statistics[2].tolist(), strict=True))
-    assert row["grad_norm"] == 0 and row["param_norm"] == pytest.approx(before[2].norm().item())
 
 
 def test_patterns_match_names_and_modules_above_them():
