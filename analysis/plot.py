@@ -34,6 +34,7 @@ TABLES = {  # keys whose values have printed names, the first, and colors, the l
     "optimizer.name": style.OPTIMIZERS,
     "intervention.name": style.INTERVENTIONS,
 }
+NAMES = ("y", "x", "hue", "facet", "band")  # other words select runs
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 WIDE = 30  # ratio of the largest to the smallest value on a logarithmic axis
 SCORES = ("zero_shot/", "retrieval/")  # whose axes are linear
@@ -55,9 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
     if wrong:
         raise ChoiceError(f"{wrong[0]!r}: KEY=VALUE is expected, such as y=loss")
     choices = dict(word.split("=", 1) for word in options.words)
-    named = {
-        name: choices.pop(name) for name in ("y", "x", "hue", "facet", "band") if name in choices
-    }
+    named = {name: choices.pop(name) for name in NAMES if name in choices}
     is_file = options.out.suffix in (".png", ".pdf", ".csv")
     stem = options.out.with_suffix("") if is_file else options.out
     stem.parent.mkdir(parents=True, exist_ok=True)
@@ -94,7 +93,7 @@ def query(
     values = recorded(runs, y)
     values = values[values["run"].isin(heads["run"])]
     if hue is None:
-        by_key = [key for key in (facet, x) if key not in (None, "step")]
+        by_key = [key for key in (facet, band, x) if key not in (None, "step", "seed")]
         split_by = [_column(heads, key).name for key in by_key]
         groups = heads.groupby(split_by, dropna=False) if split_by else [((), heads)]
         heads = pd.concat([curves.name_methods(group) for _, group in groups]).loc[heads.index]

@@ -44,6 +44,12 @@ def test_each_seed_is_a_thin_line_and_their_median_a_thick_one(runs):
     assert ax.get_title() == "model = nano"
 
 
+def test_runs_that_differ_in_the_band_alone_are_one_group(runs):
+    assert plot.query(runs, band="seed")["group"].nunique() == 2
+    frame = plot.query(runs, band="optimizer.lr")
+    assert frame["group"].nunique() == 3 and (frame["hue"] == "").all()
+
+
 def test_last_values_are_points_with_mean_and_range(runs):
     frame = plot.query(runs, y="recall/top1", x="optimizer.lr")
     [ax] = drawn(plot, frame)
