@@ -260,24 +260,12 @@ def test_blocks_are_the_elements_that_contain_layers():
 
 
 def test_report_names_what_stays_in_16_bit(graphs):
-    config = open_clip.get_model_config("ViT-B-32")
-    with torch.device("meta"):
-        model = open_clip.model.CLIP(**config)
+    model, _ = make(open_clips)
     model.visual.transformer.grad_checkpointing = True
-    layers = prepare_for_training(model, "switchback")
-    assert str(layers).splitlines() == [
-        "switchback: 48 of 96 linear layers",
-        "  visual.transformer.resblocks: 12 blocks, compiled, checkpointed",
-        "    switchback: attn.in_proj, attn.out_proj",
-        "    switchback, fused with GELU: mlp.c_fc, mlp.c_proj",
-        "  transformer.resblocks: 12 blocks, compiled",
-        "    16 bit, faster at this size; skip_slow=False converts them:"
-        " attn.in_proj, attn.out_proj, mlp.c_fc, mlp.c_proj",
-        "  attention: 24 replaced",
-    ]
-    assert {layer.in_features for layer in layers if not layer.swapped} == {512, 2048}
-    emulated = str(prepare_for_training(model, "fp8_switchback"))
-    assert emulated.count("16 bit, no known gain in 8 bits; skip_slow=False") == 2
+    report = str(prepare_for_training(model, "fp8_switchback"))  # of "switchback": README
+    assert report.count("16 bit, no known gain in 8 bits; skip_slow=False") == 2
+    assert "  visual.transformer.resblocks: 2 blocks, compiled, checkpointed\n" in report
+    assert "  transformer.resblocks: 2 blocks, compiled\n" in report
 
 
 def test_report_names_layers_outside_of_blocks_and_foreign_attention():
@@ -317,21 +305,3 @@ def test_attention_masks_causally_only_in_the_text_tower():
     modules = [[m for m in tower.modules() if isinstance(m, Attention)] for tower in towers]
     assert [[m.causal for m in tower] for tower in modules] == [[False] * 2, [True] * 2]
     assert_near(gradients(model, loss_of), expected)
-
-
-@pytest.mark.parametrize("options", [{"recipe": "switchbak"}, {"where": ["c_fcc"]}, {"backed": ""}])
-def test_refused_call_leaves_the_model_as_it_is(options, graphs):
-    model, _ = make(timms)
-    prepare_for_training(model, "switchback")
-    model.set_grad_checkpointing(True)
-    before = [(type(m), m._compiled_call_impl) for m in model.modules()]
-    with pytest.raises((ValueError, TypeError), match="switchback|c_fcc|backed"):
-        prepare_for_training(model, **options)
-    assert model.grad_checkpointing
-    assert [(type(m), m._compiled_call_impl) for m in model.modules()] == before
-
-
-def test_quick_gelu_of_transformers_is_not_fused():
-    model, _ = make(lambda: transformers_clip("quick_gelu"))
-    layers = prepare_for_training(model, "switchback", skip_slow=False, compile=False)
-    assert not layers.fused and layers.other_attention == {"CLIPAttention": 4}
