@@ -244,13 +244,3 @@ def test_a_locked_run_is_exported_evaluated_replayed_and_analyzed(locked_run, tm
     assert heads["optimizer.lr_scale.image"].tolist() == [0.0]
     assert "optimizer.lr_scale.image" in comparison.columns(heads)
     assert comparison.short("optimizer.lr_scale.image") == "lr_scale.image"
-
-
-@pytest.mark.parametrize("changes", [{}, {"precision.autocast": "pure_bf16"}], ids=str)
-def test_a_killed_locked_run_resumes_to_the_bit(make_config, tmp_path, run_once, changes):
-    config = make_config(LOCKED | changes)
-    run_once(config, tmp_path / "whole")
-    run_once(config, tmp_path / "parts", stop_at=5)
-    run_once(config, tmp_path / "parts")
-    whole, parts = (tmp_path / name / "metrics.jsonl" for name in ("whole", "parts"))
-    assert whole.read_bytes() == parts.read_bytes()

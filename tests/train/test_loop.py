@@ -19,9 +19,10 @@ from lowprec.runs.read import TABLES, read_rows, read_tensors
 from lowprec.train.checkpoint import list_checkpoints
 from lowprec.train.signals import stop_request
 
+LOCKED = {"image": 0, "text_projection": 0.5}
 SETTINGS = {
     "fp32 patch dropout": {"model.patch_dropout": 0.5},
-    "bf16": {"precision.autocast": "bf16"},
+    "bf16, locked": {"precision.autocast": "bf16", "optimizer.lr_scale": LOCKED},
     "fp16 dynamic": {"precision.autocast": "fp16", "scaler.name": "dynamic"},
     "fp16 fixed, 8-bit moments": {
         "precision.autocast": "fp16",
@@ -29,8 +30,9 @@ SETTINGS = {
         "optimizer.optim_bits": 8,
         "optimizer.override_32bit": ["text"],
     },
-    "pure bf16": {
+    "pure bf16, locked": {
         "precision.autocast": "pure_bf16",
+        "optimizer.lr_scale": LOCKED,
         "optimizer.on_warning": {"action": "beta2", "threshold": 1.3},
     },
 }
