@@ -48,30 +48,15 @@ def ignored_child_signals() -> Iterator[None]:
 def end_workers(workers: set[BaseProcess]) -> None:
     """Kills worker processes that have not ended by themselves."""
     with ignored_child_signals():
-        for worker in workers:
-            worker.kill()
+        kill(workers)
         for worker in workers:
             worker.join(10)  # one that waits for a dead disk cannot be killed
 
 
-@contextlib.contextmanager
-def killed_after(seconds: float, workers: set[BaseProcess]) -> Iterator[None]:
-    """Kills the worker processes that remain after so many seconds in this context."""
-
-    def kill() -> None:
-        for worker in workers:
-            worker.kill()
-
-    timer = threading.Timer(seconds, kill)
-    if any(worker.is_alive() for worker in workers):  # else perhaps too late for a new thread
-        timer.start()
-    with ignored_child_signals():
-        try:
-            yield
-        finally:
-            timer.cancel()
-            if timer.ident:  # it was started
-                timer.join()
+def kill(workers: set[BaseProcess]) -> None:
+    """Sends SIGKILL; does not wait."""
+    for worker in workers:
+        worker.kill()
 
 
 class _Share(IterableDataset):
@@ -125,7 +110,11 @@ def ahead(share: Callable[[int, int], Iterator], *, workers: int, pin: bool) -> 
             raise
         raise ShardError(f"the data workers made no batch for {SILENT_S} s") from error
     finally:
-        with killed_after(CLOSING_S, processes):  # not before: the pinning thread ends first
+        timer = threading.Timer(CLOSING_S, kill, [processes])  # the pinning thread ends before
+        with ignored_child_signals():
+            if any(process.is_alive() for process in processes):  # else it may be too late for it
+                timer.start()
             getattr(outcomes, "_shutdown_workers", lambda: None)()
+        timer.cancel()
         end()
         atexit.unregister(end)
