@@ -158,15 +158,6 @@ def test_compensation_keeps_what_bfloat16_rounds_away(device, kind):
     torch.testing.assert_close(total, torch.full_like(total, expected), rtol=2e-3, atol=0)
 
 
-def test_a_tensor_alone_takes_the_same_step_as_among_others(device):
-    together, alone = (make(device, KINDS["bfloat16"]) for _ in range(2))
-    h = make_hyperparameters(device, is_clipped=True)
-    update(FusedStep, together, h, is_clipped=True)
-    one = Tensors(*([column[4]] for column in alone))
-    update(FusedStep, one, Hyperparameters(*(value[4:5] for value in h)), is_clipped=True)
-    assert torch.equal(one.params[0], together.params[4])
-
-
 def test_unaligned_and_transposed_tensors(device):
     base = torch.randn(4097, device=device)
     columns = [[base[1:].clone()], [base[1:]]]

@@ -144,24 +144,19 @@ def to_device(value, device):
     return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
-@pytest.mark.parametrize(
-    ("options", "fault"),
-    [
+def test_values_out_of_range_are_refused_and_a_copy_responds():
+    def build(clip_threshold=None, response=None, **options):
+        response = response or OnWarning(**options)
+        p = torch.nn.Parameter(torch.ones(2))
+        return StableAdamW([p], clip_threshold=clip_threshold, on_warning=response)
+
+    for options, fault in (
         ({"action": "halt"}, "action='halt' must be clip, skip or beta2"),
         ({"action": "skip", "threshold": 0.0}, "threshold=0.0 must be a number > 0"),
         ({"action": "beta2", "beta2": 1.0}, "beta2=1.0 must be a number >= 0 and < 1"),
-    ],
-)
-def test_values_out_of_range_are_refused(options, fault):
-    with pytest.raises(ValueError, match=fault):
-        OnWarning(**options)
-
-
-def test_a_response_needs_adamw_and_is_copied():
-    p = torch.nn.Parameter(torch.ones(2))
-    with pytest.raises(ValueError, match="on_warning=skip needs clip_threshold=None"):
-        StableAdamW([p], on_warning=OnWarning("skip"))
-    with pytest.raises(ValueError, match="on_warning='skip' must be None or an OnWarning"):
-        StableAdamW([p], clip_threshold=None, on_warning="skip")
-    optimizer = StableAdamW([p], clip_threshold=None, on_warning=OnWarning("skip"))
-    assert copy.deepcopy(optimizer).on_warning == OnWarning("skip")
+        ({"action": "skip", "clip_threshold": 1.0}, "on_warning=skip needs clip_threshold=None"),
+        ({"response": "skip"}, "on_warning='skip' must be None or an OnWarning"),
+    ):
+        with pytest.raises(ValueError, match=fault):
+            build(**options)
+    assert copy.deepcopy(build(action="skip")).on_warning == OnWarning("skip")

@@ -230,6 +230,8 @@ def test_dynamic_scale_halves_on_a_skip_and_the_step_count_waits():
     scaler.step(optimizer)
     take(twin, [1])
     assert_equal(optimizer, twin)
+    torch.testing.assert_close(optimizer.grad_norm, twin.grad_norm)
+    assert not hasattr(optimizer, "found_inf")
 
 
 def test_parameters_without_gradient_or_elements_are_unchanged_and_show_none():
