@@ -109,8 +109,8 @@ def by_intervention(heads: pd.DataFrame) -> pd.DataFrame:
     return heads.assign(size=pd.factorize(heads["model"])[0]).sort_values(["size", "rank"])
 
 
-def last_scores(runs: Runs) -> pd.DataFrame:
-    """By run, at its last step: `accuracy`, `recall` and `validation_loss`, or NaN.
+def with_scores(runs: Runs, heads: pd.DataFrame) -> pd.DataFrame:
+    """Adds each run's `accuracy`, `recall` and `validation_loss` at its last step, or NaN.
 
     The accuracy and the mean R@1 of both directions are in %; the loss is the contrastive one.
     """
@@ -119,7 +119,8 @@ def last_scores(runs: Runs) -> pd.DataFrame:
     last = last.reindex(columns=[ACCURACY, *RECALL, VALIDATION_LOSS]).astype(float)
     recall = 100 * last[list(RECALL)].mean(axis=1, skipna=False)
     scores = {"accuracy": 100 * last[ACCURACY], "recall": recall}
-    return pd.DataFrame({**scores, "validation_loss": last[VALIDATION_LOSS]})
+    scores["validation_loss"] = last[VALIDATION_LOSS]
+    return heads.assign(**{name: heads["run"].map(scores[name]) for name in scores})
 
 
 def by_run(

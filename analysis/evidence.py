@@ -102,11 +102,11 @@ class Evidence:
         `loss` is the mean training loss of the last 2%.
         """
         runs = self.runs(studies, scale)
-        table, losses = runs.runs.join(curves.last_scores(runs), on="run"), runs.metrics
+        table, losses = curves.with_scores(runs, runs.runs), runs.metrics
         table.loc[table["state"] == "diverged", ["accuracy", "recall"]] = 0.0
         ends = losses["step"] > 0.98 * losses["run"].map(table.set_index("run")["num_steps"])
         losses = losses[ends].astype({"loss": float}).groupby("run")["loss"].mean()
-        return table.join(losses, on="run")
+        return table.assign(loss=table["run"].map(losses))
 
     def _spikes(self, studies: Sequence[str]) -> pd.DataFrame:
         """`Runs.runs` with `count_following` for the patch embedding, by each run's protocol.

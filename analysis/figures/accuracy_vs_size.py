@@ -27,7 +27,7 @@ def query(runs: Runs) -> pd.DataFrame:
     """
     heads = curves.named_heads(runs)
     is_paper = (heads["scale"] == "paper").all()
-    heads, metric = heads.join(curves.last_scores(runs), on="run"), TOP1
+    heads, metric = curves.with_scores(runs, heads), TOP1
     if not is_paper and heads["recall"].count() >= max(1, heads["accuracy"].count()):
         heads, metric = heads.assign(accuracy=heads["recall"]), RECALL
     if heads["accuracy"].isna().all() and not (heads["state"] == "diverged").any():

@@ -40,7 +40,7 @@ def query(runs: Runs) -> pd.DataFrame:
     """
     is_selected = runs.summaries["run"].isin(select(runs.runs)["run"])
     runs = runs.where(is_selected)
-    heads = curves.named_heads(runs).join(curves.last_scores(runs), on="run")
+    heads = curves.with_scores(runs, curves.named_heads(runs))
     is_over = heads[list(MEASURES)].notna().any(axis=1) | (heads["state"] == "diverged")
     heads = heads[is_over & heads["precision.recipe"].isin(list(RECIPES))]
     of_run = map(bits, heads["precision.recipe"], heads["precision.autocast"])

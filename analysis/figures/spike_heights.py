@@ -28,7 +28,7 @@ def query(runs: Runs) -> pd.DataFrame:
     NaN.
     """
     heads = curves.named_heads(runs, ("optimizer.beta2",))
-    heads = heads.join(curves.last_scores(runs), on="run")
+    heads = curves.with_scores(runs, heads)
 
     def parts(run: Runs, head: dict) -> pd.DataFrame:
         series = spike_marks.read_series(run, spike_marks.TENSOR)

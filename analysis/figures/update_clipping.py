@@ -25,8 +25,7 @@ def query(runs: Runs) -> pd.DataFrame:
     is_common = heads["beta2"] == heads["model"].map(_common_beta2(heads))
     loss = curves.losses(runs, heads[is_common]).assign(part="loss", accuracy=np.nan)
     ends = heads.assign(part="accuracy", step=heads["reached"], loss=np.nan, loss_median=np.nan)
-    ends = ends.join(curves.last_scores(runs)["accuracy"], on="run")
-    ends = ends.sort_values("beta2", kind="stable")[list(COLUMNS)]
+    ends = curves.with_scores(runs, ends).sort_values("beta2", kind="stable")[list(COLUMNS)]
     return pd.concat([loss[list(COLUMNS)], ends], ignore_index=True)
 
 
