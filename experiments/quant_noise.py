@@ -121,9 +121,7 @@ def measure_random(inner_dims: list[int], seed: int, run_dir: str) -> None:
         for case, names in CASES.items():
             formats = tuple(parse_format(name) for name in names)
             measured, predicted = dot_error_variance(x, w, formats, GRANULARITIES)
-            ratio = measured / predicted
-            lines.write(
-                case, f"{ROWS}x{dim}x{COLUMNS}", "float32", inner_dim=dim,
-                measured=measured, predicted=predicted, ratio_to="predicted", ratio=ratio,
-                correct=abs(ratio - 1) <= TOLERANCE,
-            )  # fmt: skip
+            ratio, shape = measured / predicted, f"{ROWS}x{dim}x{COLUMNS}"
+            with lines.measurement(case, shape, "float32", inner_dim=dim) as row:
+                row.update(measured=measured, predicted=predicted, ratio_to="predicted")
+                row.update(ratio=ratio, correct=abs(ratio - 1) <= TOLERANCE)

@@ -49,46 +49,38 @@ class Lines:
         self.file_name = f"{time.strftime('%Y%m%d-%H%M%S')}.jsonl"
         self.failed: list[str] = []
 
-    def write(
-        self, case: str, shape: str, dtype: str, slug: str | None = None, **numbers: object
-    ) -> None:
-        """Writes a line; its ms, rate and ratio are rounded to six significant digits."""
-        slug = slug or self.slug
-        row = {"slug": slug, **self.common, "case": case, "shape": shape, "dtype": dtype}
-        row |= {"ms": None, "rate": None, "ratio_to": None, "ratio": None, "correct": True}
-        row |= numbers
-        for name in ("ms", "rate", "ratio"):
-            row[name] = None if row[name] is None else float(f"{row[name]:.6g}")
-        path = self.folder / slug / self.file_name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a") as file:
-            file.write(encode_row(row))
-        if row["ms"] or "reason" in row:
-            print(in_words(row), flush=True)
-
     @contextlib.contextmanager
     def measurement(
         self, case: str, shape: str, dtype: str, *, is_ours: bool = True, **facts: object
     ) -> Iterator[dict]:
         """Yields a dict for the numbers of a line, and writes the line when the block ends.
 
-        If the block raises, the line has no number but a `reason`: `correct` is False after Wrong
-        and None after any other error. The exception is caught; a case of ours counts as failed
-        unless the device is Unable to run it.
+        Its ms, rate and ratio are rounded to six significant digits. If the block raises, the line
+        has no number but a `reason`: `correct` is False after Wrong and None after any other error.
+        The exception is caught; a case of ours counts as failed unless the device is Unable to run
+        it.
         """
+        row = {"slug": self.slug, **self.common, "case": case, "shape": shape, "dtype": dtype}
+        row |= {"ms": None, "rate": None, "ratio_to": None, "ratio": None, "correct": True, **facts}
         numbers: dict = {}
         try:
             yield numbers
         except Exception as error:
             numbers.clear()
             first_line = (str(error).strip().splitlines() or [""])[0]
-            reason = f"{type(error).__name__}: {first_line}"[:300]
-            correct = False if isinstance(error, Wrong) else None
-            self.write(case, shape, dtype, correct=correct, reason=reason, **facts)
+            row["correct"] = False if isinstance(error, Wrong) else None
+            row["reason"] = f"{type(error).__name__}: {first_line}"[:300]
             if is_ours and not isinstance(error, Unable):
                 self.failed.append(f"{case} {dtype} at {shape}")
-        else:
-            self.write(case, shape, dtype, **facts, **numbers)
+        row |= numbers
+        for name in ("ms", "rate", "ratio"):
+            row[name] = None if row[name] is None else float(f"{row[name]:.6g}")
+        path = self.folder / row["slug"] / self.file_name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a") as file:
+            file.write(encode_row(row))
+        if row["ms"] or "reason" in row:
+            print(in_words(row), flush=True)
 
     def exit_if_failed(self) -> None:
         """Exits with 1 and names those of our cases that were wrong or did not run."""
