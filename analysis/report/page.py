@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pandas as pd
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
@@ -19,6 +19,10 @@ from analysis.spike_marks import TENSOR, in_words
 from lowprec.runs.read import ENDED
 
 FOLDER = Path(__file__).parent
+TEMPLATES = Environment(
+    loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined,
+    trim_blocks=True, lstrip_blocks=True,
+)  # fmt: skip
 POINTS = 72_000  # of all runs, for each of the three curves of a run
 MAX_POINTS = 4000  # of one run; with these limits a page has at most about 10 MB
 SPIKES = 300  # listed, of all runs
@@ -77,7 +81,7 @@ def make_page(runs: Runs, tensor: str = TENSOR, refresh: int = 0) -> str:
     states = ", ".join(f"{num} {state}" for state, num in summaries["state"].value_counts().items())
     curves, rows = plots.curve_figure(data, labels, looks)
     plots.add_medians(curves, rows, data, summaries["group"], looks, budget.points)
-    return _template().render(
+    return TEMPLATES.get_template("page.html.j2").render(
         css=Markup((FOLDER / "report.css").read_text()),
         javascript=Markup((FOLDER / "report.js").read_text()),
         plotly=Markup(get_plotlyjs()),
@@ -103,14 +107,6 @@ def make_page(runs: Runs, tensor: str = TENSOR, refresh: int = 0) -> str:
         settings=[(key, _field(value)) for key, value in shared.items()],
         embedded={"data": script, "curves-figure": json.loads(curves.to_json())},
     )
-
-
-def _template() -> Template:
-    environment = Environment(
-        loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
-    return environment.get_template("page.html.j2")
 
 
 def named(summaries: pd.DataFrame) -> pd.DataFrame:

@@ -14,11 +14,8 @@ from plotly.subplots import make_subplots
 from analysis import style
 from analysis.report.collect import RunData, thin
 
-FONT = {
-    "family": "system-ui, 'Segoe UI', Helvetica, Arial, sans-serif",
-    "size": 13,
-    "color": "#222",
-}
+FAMILY = "system-ui, 'Segoe UI', Helvetica, Arial, sans-serif"
+FONT = {"family": FAMILY, "size": 13, "color": "#222"}
 AXIS = {"gridcolor": "#ebebeb", "linecolor": "#999", "zeroline": False, "ticks": "outside",
         "tickcolor": "#999"}  # fmt: skip
 PANELS = {"loss": "training loss", "rms": "RMS<sub>t</sub>", "grad_norm": "gradient norm",

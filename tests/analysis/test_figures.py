@@ -24,20 +24,6 @@ def legend(ax):
     return [text.get_text().replace("\n", " ") for text in ax.get_legend().get_texts()]
 
 
-def test_smooth_is_a_centered_box_with_a_gap_at_edges_and_around_non_finite_losses():
-    series = pd.Series(np.arange(100.0) ** 2)
-    smoothed = style.smooth(series, 5)
-    assert smoothed.isna().sum() == 4 and smoothed.iloc[[0, 1, -2, -1]].isna().all()
-    expected = [series[i - 2 : i + 2 + 1].mean() for i in range(2, 98)]
-    # a running sum over squares up to 1e4 rounds in the last of 16 digits
-    np.testing.assert_allclose(smoothed.dropna(), expected, rtol=1e-10)
-    for bad in (np.nan, np.inf):
-        series = pd.Series(np.ones(30))
-        series[10] = bad
-        smoothed = style.smooth(series, 5)
-        assert smoothed[8:12].isna().all() and (smoothed[13:28] == 1).all()
-
-
 def test_lines_are_every_step_and_the_median_of_seeds(make_run, tmp_path):
     for seed in range(2):
         losses = np.linspace(5, 1, 200) + np.where(np.arange(200) == 150, seed, 0.1 * seed)

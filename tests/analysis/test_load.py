@@ -104,17 +104,6 @@ def test_damaged_config_keeps_metrics_and_tensors(make_run, text):
     assert len(runs.metrics) == 20 and len(runs.tensors(CONV)) == 20
 
 
-def test_unreadable_tensors_warn_and_keep_the_other_runs(make_run, tmp_path):
-    bad = make_run(num_steps=20)
-    (bad / "tensors.parquet").write_bytes(b"PAR1 no")
-    for stream in (bad / "tensors").iterdir():
-        stream.unlink()
-    make_run(num_steps=20, seed=1)
-    runs = load_runs(tmp_path / "runs")
-    with pytest.warns(UserWarning, match=f"{bad.name}: tensors left out"):
-        assert len(runs.tensors(CONV)) == 20
-
-
 @pytest.mark.parametrize("root", ["empty", "memory://nothing"])
 def test_missing_runs_error_names_the_folder_and_the_command(root):
     with pytest.raises(NoRunsError, match=f"{root}: no runs .*experiment=loss_curves_demo"):
