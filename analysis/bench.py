@@ -22,7 +22,7 @@ MAKERS = {"quantization_variance": "quant_error", "layer_memory": "benchmarks la
 def load_lines(root: Path | str, slug: str) -> pd.DataFrame:
     """Returns a row per line of `root/<slug>/*.jsonl` and `root/bench/<slug>/*.jsonl`.
 
-    `file` is the line's file. If `ms` is NaN, `reason` says why the case was skipped or wrong.
+    `file` is the line's file. `ms` is NaN for a case that was skipped or wrong.
     Raises NoRunsError if there are no lines, if a file is damaged, and for several devices.
     """
     folders = as_path(root) / slug, as_path(root) / "bench" / slug
@@ -43,8 +43,7 @@ def load_lines(root: Path | str, slug: str) -> pd.DataFrame:
             f"{root}: {slug} was measured on {', '.join(devices)}; a figure shows one "
             "device: move the files of each into a folder of its own"
         )
-    frame["ms"] = pd.to_numeric(frame["ms"])
-    return frame if "reason" in frame else frame.assign(reason=None)
+    return frame.assign(ms=pd.to_numeric(frame["ms"]))
 
 
 def newest(frame: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
