@@ -26,9 +26,16 @@ def sample(number: int, size: tuple[int, int] = (12, 16)) -> dict[str, bytes]:
     }
 
 
-def members(first: int, last: int) -> list[tuple[str, bytes]]:
-    """Members of samples `first` .. `last - 1` in order."""
-    return [(f"{n:06d}.{k}", v) for n in range(first, last) for k, v in sample(n).items()]
+def members(first: int, last: int, change: dict | None = None) -> list[tuple[str, bytes]]:
+    """Members of samples `first` .. `last - 1` in order.
+
+    `change`: sample number to members that replace (None: remove) those of that sample.
+    """
+    named = []
+    for n in range(first, last):
+        parts = sample(n) | (change or {}).get(n, {})
+        named += [(f"{n:06d}.{k}", v) for k, v in parts.items() if v is not None]
+    return named
 
 
 def write_tar(path: Path, members: list[tuple], mtime: float = 0) -> Path:
@@ -46,18 +53,10 @@ def write_tar(path: Path, members: list[tuple], mtime: float = 0) -> Path:
 
 
 def write_shards(folder: Path, counts: list[int], change: dict | None = None) -> str:
-    """Shards train-000.tar, ... of numbered samples; returns their pattern.
-
-    `change`: sample number to members that replace (None: remove) those of that sample.
-    """
-    number = 0
+    """Shards train-000.tar, ... of numbered samples, changed as by `members`; their pattern."""
     for shard, count in enumerate(counts):
-        members = []
-        for _ in range(count):
-            parts = {**sample(number), **(change or {}).get(number, {})}
-            members += [(f"{number:06d}.{k}", v) for k, v in parts.items() if v is not None]
-            number += 1
-        write_tar(folder / f"train-{shard:03d}.tar", members)
+        first = sum(counts[:shard])
+        write_tar(folder / f"train-{shard:03d}.tar", members(first, first + count, change))
     return str(folder / "train-*.tar")
 
 
@@ -86,7 +85,11 @@ def write_shards_fixture():
     return write_shards
 
 
+def tokenize(captions: list[str]) -> torch.Tensor:
+    """Stands in for a tokenizer: the numbers in the captions of `sample`."""
+    return torch.tensor([[int(caption.split()[-1])] for caption in captions])
+
+
 @pytest.fixture(name="tokenize")
 def tokenize_fixture():
-    """A tokenizer for the numbered captions of `sample`: the number."""
-    return lambda captions: torch.tensor([[int(caption.split()[-1])] for caption in captions])
+    return tokenize

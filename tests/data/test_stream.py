@@ -27,6 +27,7 @@ from lowprec.data.shards import ShardError
 from lowprec.data.stream import Stream, _Source, read_url
 from lowprec.runs.attempts import STOPPING
 from lowprec.runs.read import read_rows
+from tests.data.conftest import tokenize
 
 ROOT = Path(lowprec.data.stream.__file__).parents[2]
 SIZE = 12
@@ -79,15 +80,12 @@ def server(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def put_file(tmp_path, sample, write_tar):
-    """A function: a shard of numbered samples, some changed; returns its path."""
+def put_file(tmp_path, members, write_tar):
+    """A function: a shard of a range of samples, some changed; returns its path."""
 
     def put_file(name, numbers, change=None):
-        members = []
-        for number in numbers:
-            parts = {**sample(number), **(change or {}).get(number, {})}
-            members += [(f"{number:06d}.{k}", v) for k, v in parts.items() if v is not None]
-        return str(write_tar(tmp_path / "served" / name, members))
+        named = members(numbers.start, numbers.stop, change)
+        return str(write_tar(tmp_path / "served" / name, named))
 
     return put_file
 
@@ -108,10 +106,6 @@ def eight(put_file):
     """Eight shards of six samples; number 20 has no image, number 33 a blank caption."""
     change = {20: {"png": b"broken"}, 33: {"txt": b" "}}
     return [put_file(f"{i}.tar", range(6 * i, 6 * i + 6), change) for i in range(8)]
-
-
-def tokenize(captions):
-    return torch.tensor([[int(caption.split()[-1])] for caption in captions])
 
 
 def make_stream(urls, **changes):
