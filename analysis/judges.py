@@ -77,7 +77,10 @@ def accuracy(
     ours += {"recall": " (mean R@1)", "accuracy": " (zero-shot)"}[metric]
     largest = pairs[sizes[-1]]
     if rule is evidence.equal and scale == "mini":
-        return rule(ours, largest, runs, _loss_change(groups[sizes[-1]], *compared))
+        *smaller, change = (_loss_change(groups[name], *compared) for name in sizes)
+        for name, losses in zip(sizes, smaller, strict=False):  # not judged
+            ours += f"; {style.model(name)}, validation loss, %, 90%: {Sample.of(losses, 0.9)}"
+        return rule(ours, largest, runs, change)
     if not by_size:
         return rule(ours, largest, runs)
     growth = (largest - pairs[sizes[0]]).dropna()
@@ -310,7 +313,7 @@ def tensor_skips(records: Evidence) -> Finding:
     if not ended.all():
         return decide(ours, False, runs["seed"].nunique(), runs)
     if not spikes or not skips:
-        return Finding(ours, UNDECIDED, "no loss spike, or nothing was skipped")
+        return Finding(ours, UNDECIDED, "nothing was skipped" if spikes else "no loss spike")
     return decide(
         ours, True if single else None, skipping["seed"].nunique(), runs, "no single ones"
     )
