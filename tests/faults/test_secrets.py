@@ -38,16 +38,23 @@ def leaks(folder: Path) -> list[Path]:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("is_fresh", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_sweep_with_a_dashboard_and_a_failing_cell_leaks_nothing(
-    squares, tmp_path, monkeypatch, fork_training
+    squares, tmp_path, monkeypatch, fork_training, is_fresh
 ):
     pytest.importorskip("wandb")
     monkeypatch.chdir(tmp_path)
     for name, value in (CANARIES | {"HYDRA_FULL_ERROR": "1", "WANDB_MODE": "offline"}).items():
         monkeypatch.setenv(name, value)
     keys = [*TINY, "batch_size=5000,16", f"data.train={squares}/train-*.tar", "logger=wandb"]
-    process = fork_training("-m", *keys, log=tmp_path / "log")
-    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 1
+    if is_fresh:  # imports everything with the secrets in its environment
+        command = [sys.executable, "-m", "experiments.train", "-m", *keys]
+        monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
+        with open(tmp_path / "log", "w") as log:
+            assert subprocess.run(command, stdout=log, stderr=log, timeout=120).returncode == 1
+    else:
+        process = fork_training("-m", *keys, log=tmp_path / "log")
+        assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 1
     assert "Traceback" in (tmp_path / "log").read_text()  # of the failing cell
     (copied,) = tmp_path.rglob("*.wandb")
     assert b"num_steps" in copied.read_bytes()
