@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from lowprec.optim.libraries import LibraryOptimizer
 from lowprec.optim.stable_adamw import StableAdamW
@@ -222,11 +222,34 @@ def _read_like(folder: Path, key: str, like: dict[str, Tensor]) -> dict[str, Ten
         return {name: _read(name, shards, like.get(name)) for name, shards in holders.items()}
 
 
-def _read(name: str, files: list, like: Tensor | None) -> Tensor:
-    parts = [file.get_tensor(name) for file in files]
-    tensor = torch.cat(parts) if len(parts) > 1 else parts[0]
-    if not isinstance(like, DTensor) or like.shape != tensor.shape:
-        return tensor
-    mesh, placements = like.device_mesh, like.placements
-    rows = distribute_tensor(tensor.to(like.device), mesh, placements, src_data_rank=None)
-    return rows.clone()  # frees the whole tensor
+def _read(name: str, shards: list, like: Tensor | None) -> Tensor:
+    slices = [shard.get_slice(name) for shard in shards]
+    shapes = [part.get_shape() for part in slices]
+    shape = (sum(s[0] for s in shapes), *shapes[0][1:]) if shapes[0] else ()
+    if not isinstance(like, DTensor) or tuple(like.shape) != shape:
+        tensors = [shard.get_tensor(name) for shard in shards]
+        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    first, count = _rows(like)
+    begin, rows = 0, []
+    for part, (height, *_) in zip(slices, shapes, strict=True):
+        low, high = max(first - begin, 0), min(first + count - begin, height)
+        if low < high:
+            rows.append(part[low:high])
+        begin += height
+    own = torch.cat(rows) if rows else slices[0][:0]
+    return DTensor.from_local(
+        own.to(like.device),
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+
+
+def _rows(tensor: DTensor) -> tuple[int, int]:
+    """First row and number of rows in this rank: FSDP2 cuts equal shards, the last ones shorter."""
+    height, size = tensor.shape[0], tensor.device_mesh.size()
+    per_rank = -(-height // size)
+    first = min(tensor.device_mesh.get_local_rank() * per_rank, height)
+    return first, min(per_rank, height - first)
