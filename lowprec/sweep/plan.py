@@ -144,7 +144,12 @@ class Manifest:
             else:
                 for index in newest.keys() & row["runs"]:
                     newest[index].cancelled = True
-        return {index: one for index, one in newest.items() if 0 <= index < len(self.runs)}
+        path, planned = self.folder / "submissions.jsonl", range(len(self.runs))
+        beyond = sorted(index for index in newest if index not in planned)
+        self._add_faults(
+            [f"{path}: a row names run {index}, which is not in the plan" for index in beyond]
+        )
+        return {index: one for index, one in newest.items() if index in planned}
 
     def is_cancelled(self, index: int, token: str) -> bool:
         """Whether a run was cancelled or resubmitted after the submission with this token."""
@@ -164,12 +169,15 @@ class Manifest:
         rows = self._rows(f"runs/{index:04d}.jsonl", ATTEMPTS)
         return [row for row in rows if token in (None, row["token"])]
 
+    def _add_faults(self, faults: list[str]) -> None:
+        self.faults = list(dict.fromkeys(self.faults + faults))
+
     def _rows(self, name: str, keys: dict[str, set[str]]) -> list[dict]:
         """The good rows of a file, each with its event's `keys`; adds its faults to `faults`."""
         rows, faults = scan_rows(self.folder / name, ROW)
         damaged = [row for row in rows if not _is_whole(row, keys)]
         faults += [f"{self.folder / name}: a row is damaged: {str(row)[:80]}" for row in damaged]
-        self.faults = list(dict.fromkeys(self.faults + faults))
+        self._add_faults(faults)
         return [row for row in rows if row not in damaged]
 
 

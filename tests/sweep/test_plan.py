@@ -42,7 +42,7 @@ def test_a_damaged_row_of_a_submission_stops_no_verb(manifest, sweeps):
 
 
 @pytest.mark.parametrize("index", [2, -1])
-def test_rows_beyond_the_plan_or_in_a_wrong_file_change_nothing(manifest, sweeps, capsys, index):
+def test_rows_beyond_the_plan_or_in_a_wrong_file_are_named(manifest, sweeps, capsys, index):
     row = {"event": "submitting", "token": "b", "runs": [index, 1], "launcher": LAUNCHER}
     manifest.record(row)
     manifest.record({"event": "started", "token": "a"})  # an attempt among the submissions
@@ -50,6 +50,7 @@ def test_rows_beyond_the_plan_or_in_a_wrong_file_change_nothing(manifest, sweeps
     assert submissions == {0: ("a", 0), 1: ("b", 1)}
     sweep.command(["status"])
     printed = "".join(capsys.readouterr().out.split("\n"))
+    assert f"t/submissions.jsonl: a row names run {index}, which is not in the plan" in printed
     assert "t/submissions.jsonl: a row is damaged" in printed
     assert sweeps.names() == ["lost", "lost"]
 
