@@ -27,10 +27,11 @@ OFF = WarningConfig()
 
 def combination_faults(config: Config) -> Iterator[str]:
     """A sentence for each broken rule, with the keys and what to use instead."""
-    for name in (config.name, config.experiment or "run"):
-        is_plain = "/" not in name and name.strip(".") and name.isprintable()
-        if not is_plain or len(name.encode(errors="replace")) > 100:
-            yield f"name={name[:100]}: a folder name of at most 100 bytes is expected, without /"
+    for key in ("name", "experiment"):
+        name = getattr(config, key)
+        is_plain = name is None or ("/" not in name and name.strip(".") and name.isprintable())
+        if not is_plain or len((name or "").encode(errors="replace")) > 100:
+            yield f"{key}={name[:100]}: a folder name of at most 100 bytes is expected, without /"
     if (config.schedule.warmup_steps or 0) > config.num_steps:
         yield (
             f"schedule.warmup_steps={config.schedule.warmup_steps} is more than "
@@ -150,16 +151,24 @@ def _warning_faults(optimizer: OptimizerConfig) -> Iterator[str]:
             actions = ", ".join(WARNING_ACTIONS)
             yield f"{key}.{name}={getattr(warning, name)} needs {key}.action, one of {actions}"
         return
-    action, beta2 = warning.action, optimizer.beta2
+    action, threshold, beta2 = warning.action, warning.threshold, optimizer.beta2
     if optimizer.name not in ("adamw", *CLIPPING.values()):
         reason = ", which clips already" if optimizer.name == "stable_adamw" else ""
         yield f"{key}.action={action} needs optimizer=adamw, not {optimizer.name}{reason}"
-    if optimizer.beta2_decay is not None and (warning.statistic == "rho" or action == "beta2"):
-        yield f"{key} with statistic=rho or action=beta2 needs optimizer.beta2_decay=null"
+    elif optimizer.beta2_decay is not None:
+        if warning.statistic == "rho" or action == "beta2":
+            yield f"{key} with statistic=rho or action=beta2 needs optimizer.beta2_decay=null"
+    elif threshold >= (largest := 1 if warning.statistic == "rho" else (1 - beta2) ** -0.5):
+        yield (
+            f"{key}.threshold={threshold}: with beta2={beta2}, {warning.statistic} is at most "
+            f"{largest:.3g}; use a lower threshold"
+        )
     if action != "clip" and optimizer.optim_bits == 8:
         yield f"{key}.action={action} needs optimizer.optim_bits=32; 8 works with action=clip"
     if action == "beta2" and warning.beta2 >= beta2:
         yield f"{key}.beta2={warning.beta2} must be lower than optimizer.beta2={beta2}"
+    if action != "beta2" and warning.beta2 != OFF.beta2:
+        yield f"{key}.beta2={warning.beta2} does nothing without {key}.action=beta2"
 
 
 def _conflicts(config: Config) -> Iterator[str]:
@@ -204,16 +213,22 @@ def _idle_faults(config: Config) -> Iterator[str]:
     clipped = rule.name == "stable_adamw" or rule.on_warning.action == "clip"
     owners = {  # key: whether it is used, and what uses it
         "scaler.init_scale": (scaled, "a scaler (dynamic or fixed)"),
+        "scaler.max_skips": (scaled, "a scaler (dynamic or fixed)"),
         "precision.where": (not high, "a recipe other than high"),
         "precision.products": ("custom" in recipes, "recipe=custom"),
         "precision.outlier_threshold": ("llm_int8" in recipes, "recipe=llm_int8"),
+        "precision.backend": (not high, "a recipe other than high"),
         "distributed.sync_bn": (config.distributed.name == "ddp", "distributed=ddp"),
+        "data.allow_remote": (streamed, "data=stream"),
         "data.cache": (not streamed, "data=shards or shapes: a stream reads each pair once"),
         "data.resampled": (not streamed, "data=shards or shapes: a stream has its own order"),
+        "data.window": (not streamed, "data=shards or shapes: a stream has its own order"),
         "optimizer.beta2": (rule.beta2_decay is None, "optimizer.beta2_decay=null"),
         "optimizer.beta2_decay": (rule.name not in LIBRARIES, "optimizer=adamw or stable_adamw"),
         "optimizer.clip_weight_decay": (clipped, "optimizer=stable_adamw"),
         "optimizer.optim_bits": (rule.name not in LIBRARIES, "optimizer=adamw or stable_adamw"),
+        "optimizer.min_8bit_size": (rule.optim_bits == 8, "optimizer.optim_bits=8"),
+        "optimizer.override_32bit": (rule.optim_bits == 8, "optimizer.optim_bits=8"),
     }
     for key, (is_used, owner) in owners.items():
         group, _, name = key.partition(".")

@@ -5,6 +5,7 @@ import threading
 from pathlib import Path
 
 START_S = 60  # training waits: data workers should not be forked while the dashboard is imported
+PENDING = 100_000  # rows that wait for a slow dashboard
 END_S = 60  # time to send pending rows when the run has ended
 
 
@@ -58,13 +59,13 @@ DASHBOARDS = {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio}
 class Logger:
     """Feeds the dashboard that `logger.name` names ("none": no dashboard), from a daemon thread.
 
-    The dashboard is dropped, with one message, when it raises, or needs more than START_S to start
-    or END_S to end.
+    The dashboard is dropped, with one message, when it raises, needs more than START_S to start or
+    END_S to end, or is more than PENDING rows behind.
     """
 
     def __init__(self, name: str = "none", run: Path = Path(), config: dict | None = None):
         self._name, self._is_fed = name, name != "none"
-        self._rows: queue.SimpleQueue = queue.SimpleQueue()
+        self._rows: queue.Queue = queue.Queue(PENDING)
         self._started, self._ended = threading.Event(), threading.Event()
         if self._is_fed:
             threading.Thread(target=self._feed, args=(run, config), daemon=True).start()
@@ -85,14 +86,21 @@ class Logger:
 
     def log(self, rows: list[dict]) -> None:
         """Passes on rows of numbers, each with its `step`; returns at once."""
-        for row in rows if self._is_fed else ():
-            self._rows.put(row)
+        for row in rows:
+            self._put(row)
 
     def close(self) -> None:
         """Sends pending rows and ends."""
-        self._rows.put(None)
+        self._put(None)
         if self._is_fed and not self._ended.wait(END_S):
             self._drop(f"did not end within {END_S} s")
+
+    def _put(self, row: dict | None) -> None:
+        try:
+            if self._is_fed:
+                self._rows.put_nowait(row)
+        except queue.Full:
+            self._drop(f"it is {PENDING} rows behind")
 
     def _drop(self, reason: str) -> None:
         if self._is_fed:

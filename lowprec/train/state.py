@@ -84,11 +84,11 @@ class TrainState:
         }
 
     def load(self, folder: Path, *, fresh: bool = False) -> None:
-        """Loads what `files` returned; CheckpointError if a tensor's name, shape or dtype differs.
+        """Loads what `files` returned; CheckpointError if a tensor's name or shape differs.
 
-        `fresh`: loads it as the beginning of another run, without the random state, the count of
-        skips and, if it is of another kind, the loss scaler. ZClip or SkipStep begins anew if the
-        saved run did not use it.
+        Weights may have another dtype, moments may not. `fresh`: loads it as the beginning of
+        another run, without the random state, the count of skips and, if it is of another kind, the
+        loss scaler. ZClip or SkipStep begins anew if the saved run did not use it.
         """
         model = _read_like(folder, "model", self.model.state_dict())
         _check_same(model, self.model.state_dict(), folder / "model.safetensors")
@@ -156,8 +156,13 @@ def _refuse_other_optimizer(folder: Path, like: dict[str, dict]) -> None:
 
 
 def _check_same(saved: dict[str, Tensor], expected: dict, path: Path) -> None:
-    shapes = {name: f"{tuple(t.shape)} {t.dtype}" for name, t in saved.items()}
-    needed = {name: f"{tuple(t.shape)} {t.dtype}" for name, t in expected.items()}
+    def described(tensors: dict[str, Tensor]) -> dict[str, str]:
+        is_model = path.stem == "model"
+        return {
+            n: f"{tuple(t.shape)}{'' if is_model else f' {t.dtype}'}" for n, t in tensors.items()
+        }
+
+    shapes, needed = described(saved), described(expected)
     differing = [name for name in {**shapes, **needed} if shapes.get(name) != needed.get(name)]
     if differing:
         name = sorted(differing)[0]

@@ -75,6 +75,13 @@ BAD = {  # command: parts of its message
         "on_warning.action=clip needs optimizer=adamw, not stable_adamw, which clips already",
     ),
     "optimizer=muon optimizer.on_warning.action=skip": ("needs optimizer=adamw, not muon",),
+    "optimizer.on_warning.action=skip optimizer.on_warning.statistic=rho": (
+        "on_warning.threshold=2.3: with beta2=0.98, rho is at most 1; use a lower threshold",
+    ),
+    "optimizer.on_warning.action=skip optimizer.beta2=0.8": ("rms is at most 2.24",),
+    "optimizer.on_warning={action:clip,beta2:0.5}": ("on_warning.beta2=0.5 does nothing without",),
+    "precision.backend=triton": ("precision.backend=triton does nothing without",),
+    "optimizer.min_8bit_size=1": ("does nothing without optimizer.optim_bits=8",),
     "optimizer.on_warning.action=beta2 optimizer.beta2=0.9": (
         "on_warning.beta2=0.9 must be lower than optimizer.beta2=0.9",
     ),

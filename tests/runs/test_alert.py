@@ -1,7 +1,9 @@
 """A webhook of LOWPREC_ALERT, with a real HTTPS server whose certificate only these tests trust."""
 
+import contextlib
 import json
 import os
+import socket
 import ssl
 import subprocess
 import sys
@@ -114,17 +116,26 @@ def test_a_process_does_not_wait_for_a_command(send):
     assert time.monotonic() - began < 8
 
 
-def _content(path):
-    return path.read_text().strip() if path.exists() else ""
-
-
-def test_a_command_that_has_ended_is_no_zombie(monkeypatch, tmp_path):
-    monkeypatch.setenv("LOWPREC_ALERT", f"sh -c 'echo $$ > {tmp_path}/pid'")
+def test_a_command_that_has_ended_is_no_zombie_after_the_next_alert(monkeypatch):
+    monkeypatch.setenv("LOWPREC_ALERT", "true")
     alert.alert("1")
-    deadline = time.monotonic() + 20
-    while not (pid := _content(tmp_path / "pid")) or Path(f"/proc/{pid}").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    pid = alert._started[-1].pid
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    alert.alert("2")
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_webhook_that_answers_byte_by_byte_is_given_up():
+    with socket.create_server(("localhost", 0)) as server:
+        url = f"http://localhost:{server.getsockname()[1]}"
+        script = f"from lowprec import alert; alert.TIMEOUT_S = 2; alert._post('{url}', '')"
+        with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.DEVNULL) as process:
+            with server.accept()[0] as connection, contextlib.suppress(ConnectionError):
+                for byte in b"HTTP/1.1 200 OK":
+                    connection.send(bytes([byte]))
+                    time.sleep(0.5)
+                process.kill()
+                pytest.fail("it still reads")
 
 
 @pytest.mark.parametrize(

@@ -115,3 +115,13 @@ def test_every_row_reaches_the_dashboard_before_close_returns(monkeypatch, tmp_p
         logger.log([{"step": step, "loss": 1.0}, {"step": step + 1, "loss": 2.0}])
     logger.close()
     assert taken == [(step, {"loss": 1.0 + step % 2}) for step in range(100)] + ["closed"]
+
+
+def test_a_dashboard_that_lags_far_behind_is_dropped(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(loggers, "PENDING", 3)
+    monkeypatch.setattr(loggers, "END_S", 0.2)
+    monkeypatch.setitem(loggers.DASHBOARDS, "wandb", lambda *_: Dashboard("log", None))
+    logger = Logger("wandb", tmp_path, {})
+    logger.log([{"step": step} for step in range(10)])
+    logger.close()
+    assert capsys.readouterr().out.count("3 rows behind") == 1
