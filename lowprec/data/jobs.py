@@ -2,10 +2,11 @@
 
 import os
 import signal
-from collections.abc import Callable, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from functools import partial
 from multiprocessing import active_children, get_context
 from typing import TypeVar
 
@@ -15,6 +16,7 @@ from rich.progress import track
 from lowprec.runs.attempts import end_with_parent
 
 J, R = TypeVar("J"), TypeVar("R")
+SILENT_S = 5  # seconds between two progress lines in a log file
 
 
 def num_cores() -> int:
@@ -25,7 +27,7 @@ def num_cores() -> int:
 def run_jobs(
     function: Callable[[J], R], jobs: Sequence[J], num_processes: int, doing: str
 ) -> list[R]:
-    """The results of `function(job)`, in the order of the jobs; shows progress on a terminal.
+    """The results of `function(job)`, in the order of the jobs; shows progress on stderr.
 
     With `num_processes` above 1, the jobs run in forked processes, which end when this process
     ends. After an error or Ctrl-C, unfinished jobs are killed. `doing` describes the work in
@@ -33,15 +35,12 @@ def run_jobs(
 
     Raises what `function` raises, and ChildProcessError if a process was killed.
     """
-    console = Console(stderr=True)
-    options = {"console": console, "transient": True, "disable": not console.is_terminal}
-    progress = partial(track, description=doing, total=len(jobs), **options)
     if min(num_processes, len(jobs)) <= 1:
-        return list(progress(map(function, jobs)))
+        return list(_with_progress(map(function, jobs), doing, len(jobs)))
     others, fork = set(active_children()), get_context("fork")
     with ProcessPoolExecutor(num_processes, mp_context=fork, initializer=_end_with_parent) as pool:
         try:
-            return list(progress(pool.map(function, jobs)))
+            return list(_with_progress(pool.map(function, jobs), doing, len(jobs)))
         except BaseException as error:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in set(active_children()) - others:
@@ -56,3 +55,16 @@ def _end_with_parent() -> None:
     """Leaves Ctrl-C to the parent process and ends this process when the parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()
+
+
+def _with_progress(results: Iterable[R], doing: str, total: int) -> Iterator[R]:
+    """Shows a progress bar on a terminal; elsewhere prints a line every few seconds."""
+    if sys.stderr.isatty():
+        yield from track(results, doing, total, console=Console(stderr=True), transient=True)
+        return
+    last = time.monotonic()
+    for done, result in enumerate(results, 1):
+        yield result
+        if time.monotonic() - last > SILENT_S:
+            last = time.monotonic()
+            print(f"{doing}: {done} of {total} shards", file=sys.stderr, flush=True)

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from lowprec.data import jobs
 from lowprec.data.jobs import run_jobs
 
 
@@ -37,6 +38,16 @@ def test_error_of_a_job_is_raised(processes):
 def test_killed_process_is_an_error_that_names_the_work():
     with pytest.raises(ChildProcessError, match="counting: a process was killed"):
         run_jobs(end_process, range(4), 2, "counting")
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_log_file_gets_a_line_every_few_seconds(monkeypatch, capsys, processes):
+    monkeypatch.setattr(jobs, "SILENT_S", 0)
+    run_jobs(numbered, range(3), processes, "counting")
+    assert capsys.readouterr().err.splitlines()[-1] == "counting: 3 of 3 shards"
+    monkeypatch.setattr(jobs, "SILENT_S", 5)
+    run_jobs(numbered, range(3), processes, "counting")
+    assert capsys.readouterr().err == ""
 
 
 WAITING = r"""
