@@ -37,6 +37,7 @@ TABLES = {  # keys whose values have printed names, the first, and colors, the l
 NAMES = ("y", "x", "hue", "facet", "band")  # other words select runs
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 WIDE = 30  # ratio of the largest to the smallest value on a logarithmic axis
+MOST_UPRIGHT = 9  # characters of a tick label; longer ones are turned
 SCORES = ("zero_shot/", "retrieval/")  # whose axes are linear
 
 
@@ -95,6 +96,9 @@ def query(
     if hue is None:
         by_key = [key for key in (facet, band, x) if key not in (None, "step", "seed")]
         split_by = [_column(heads, key).name for key in by_key]
+        split_by = [
+            name for name in split_by if name != "model.name"
+        ]  # which every name leaves out
         groups = heads.groupby(split_by, dropna=False) if split_by else [((), heads)]
         heads = pd.concat([curves.name_methods(group) for _, group in groups]).loc[heads.index]
         hue = "method" if heads["method"].nunique() > 1 else None
@@ -182,7 +186,9 @@ def plot(frame: pd.DataFrame, ax: Axes, colors: dict, ends: list) -> Axes:
     facet = f"{short(head['facet_name'])} = {_printed(head['facet_name'], head['facet'])}"
     ax.set(xlabel=head["x_name"], ylabel=head["y_name"], title=facet if head["facet_name"] else "")
     if ends:
-        ax.set_xticks(range(len(ends)), [_printed(head["x_name"], value) for value in ends])
+        names = [_printed(head["x_name"], value) for value in ends]
+        turned = {"rotation": 25, "ha": "right"} if max(map(len, names)) > MOST_UPRIGHT else {}
+        ax.set_xticks(range(len(ends)), names, **turned)
         ax.set_xlim(-0.3, len(ends) - 0.7)
     else:
         curves.step_axis(ax)
