@@ -79,7 +79,9 @@ def accuracy(
     if rule is evidence.equal and scale == "mini":
         *smaller, change = (_loss_change(groups[name], *compared) for name in sizes)
         for name, losses in zip(sizes, smaller, strict=False):  # not judged
-            ours += f"; {style.model(name)}, validation loss, %, 90%: {Sample.of(losses, 0.9)}"
+            if len(losses):
+                of_loss = Sample.of(losses, evidence.TWO_ONE_SIDED)
+                ours += f"; {style.model(name)}, validation loss, %, 90%: {of_loss}"
         return rule(ours, largest, runs, change)
     if not by_size:
         return rule(ours, largest, runs)
@@ -294,7 +296,7 @@ def scale_falls(records: Evidence) -> Finding:
         return Finding(f"{ours} ({_runs(runs)})", UNDECIDED, "no loss spikes")
     seeds = runs.loc[runs["spikes"] > 0, "seed"].nunique()
     if not total:
-        return Finding(f"{ours} ({_runs(runs)})", UNDECIDED, "no gradient overflowed")
+        return Finding(f"{ours} ({_runs(runs)})", UNDECIDED, "the scale never fell")
     chance = np.average(runs["near"], weights=runs["falls"])
     low, high = evidence.share_interval(num, total)
     ours += f" ({num / total:.0%} [{low:.0%}, {high:.0%}]), by chance {chance:.1%} ({_runs(runs)})"

@@ -20,7 +20,8 @@ class DecodedCache:
     Pixels: uint8 [3, image_size, image_size]; tokens: int32 [context_length]. `key`: all that the
     decoded values depend on beside the installed versions; it becomes the file's name. Processes
     read and write at the same time: every record has its CRC-32, so one that is incomplete or
-    damaged counts as missing. ConfigError if the disk is too small for all samples.
+    damaged counts as missing. ConfigError if the disk is too small for all samples or the file
+    cannot be opened.
     """
 
     def __init__(
@@ -31,8 +32,12 @@ class DecodedCache:
         self._size = self._pixels_at + 3 * image_size**2
         parts = (key, num_samples, self._size, version("pillow"), version("open_clip_torch"))
         path = Path(folder, f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}.decoded")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            fault = f"{error.filename}: {error.strerror}; use another folder or null"
+            raise ConfigError([f"data.cache={folder}: {fault}"]) from error
         missing = num_samples * self._size - os.fstat(self._file).st_blocks * 512
         free = shutil.disk_usage(folder).free
         if missing > free:

@@ -82,6 +82,12 @@ def test_other_sizes_and_data_have_files_of_their_own(tmp_path):
         assert DecodedCache(str(tmp_path), *change).read(0) is None
 
 
+def test_a_folder_that_cannot_be_used_is_a_fault_of_the_config(make, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="data.cache=.*/file: .*/file: File exists; use another"):
+        make(tmp_path / "file")
+
+
 def test_other_code_that_decodes_has_a_file_of_its_own(make_config, tmp_path, monkeypatch):
     config = make_config({"data.cache": str(tmp_path)})
     built = building.build(config, open_data(config))
