@@ -1,19 +1,23 @@
 """Times a training step on 1, 2, ... GPUs of this machine, with and without communication.
 
-    python -m experiments.benchmarks scale model=vit_b32 batch_size=256
+    python -m experiments.benchmarks scale model=vit_b32 batch_size=512 num_steps=20 compile=true
 
 Takes the keys of `train`; `batch_size` is per process here (weak scaling), and `num_steps`
 is the number of timed steps. Each number of processes runs with `ddp` and `fsdp2`, as under
-torchrun. `ratio` is to one process: 1 is perfect. `communication` is the share of a step that
-averaging gradients adds to the backward pass (FSDP2 gathers parameters in both of its timings). A
+torchrun: first one process, then the largest number. `ratio` is to one process: 1 is perfect.
+`communication` is the share of a step that averaging gradients adds to the backward pass (FSDP2
+gathers parameters in both of its timings). `memory_gib` is the peak of the rank that needs most. A
 case counts only if its loss is finite and the same in all ranks. Lines go to
-`runs/bench/scale/<time>.jsonl`.
+`runs/bench/scale/<time>-<digest>.jsonl`. With the same keys, code, packages and kind of machine,
+the command continues this file and measures only the cases that have no ratio yet.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 
 import torch
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -21,7 +25,8 @@ from experiments.benchmarks.measure import Lines, median_ms, random_batch
 from lowprec.config.place import place
 from lowprec.config.schema import Config
 from lowprec.optim.schedules import set_learning_rate
-from lowprec.runs.identity import label
+from lowprec.runs.identity import digest, label
+from lowprec.runs.provenance import code_digests
 from lowprec.train.build import build, pick_device
 from lowprec.train.distributed import DistributedRanks, Ranks
 from lowprec.train.step import TrainStep
@@ -34,25 +39,44 @@ def main(config: Config) -> None:
     device = pick_device(config.device)
     most = torch.cuda.device_count() if device.type == "cuda" else 2
     lines = Lines(config.run_dir, "scale", device)
-    shape = f"{label(config)}, batch {config.batch_size} a process"
-    rate_of_one = None
-    sizes = [2**i for i in range(most.bit_length()) if 2**i <= most]
-    for size in sorted({*sizes, most}):
+    machine = {"machine": f"{most} x {lines.common['device']}", **lines.common["versions"]}
+    earlier = lines.resume(digest(config, machine | code_digests()))
+    rates = {row["case"]: row["rate"] for row in earlier if row["ratio"]}
+    shape, dtype = shape_of(config), config.precision.autocast
+    sizes = {most, *(2**i for i in range(most.bit_length()) if 2**i <= most)}
+    for size in sorted(sizes, key=lambda size: (size > 1, -size)):
         for kind in ("ddp", "fsdp2") if size > 1 else ("none",):
             case = f"{kind} x {size}" if size > 1 else "one process"
-            dtype = config.precision.autocast
+            if case in rates:
+                continue
             with lines.measurement(case, shape, dtype, processes=size) as row:
                 numbers = measure(config, kind, size)
                 communication = numbers.pop("communication_ms") / numbers["ms"]
-                rate = 1000 * size * config.batch_size / numbers["ms"]
-                rate_of_one = rate_of_one or rate
-                row.update(rate=rate, ratio_to="one process", ratio=rate / size / rate_of_one)
-                row.update(numbers, communication=round(communication, 4))
+                rates[case] = 1000 * size * config.batch_size / numbers["ms"]
+                row.update(rate=rates[case], **numbers, communication=round(communication, 4))
+                if "one process" in rates:
+                    ratio = rates[case] / size / rates["one process"]
+                    row.update(ratio_to="one process", ratio=ratio)
     lines.exit_if_failed()
 
 
+def shape_of(config: Config) -> str:
+    """Names the run, its batch per process and the settings that change the time of a step."""
+    settings = {
+        "eager": not config.compile,
+        "checkpointing": config.checkpointing,
+        f"patch dropout {config.model.patch_dropout:g}": config.model.patch_dropout > 0,
+        f"{config.accumulate} micro-batches": config.accumulate > 1,
+    }
+    settings = [name for name, is_set in settings.items() if is_set]
+    return ", ".join([label(config), f"batch {config.batch_size} a process", *settings])
+
+
 def measure(config: Config, kind: str, size: int) -> dict:
-    """Returns the measurements of a case's processes; raises RuntimeError with an error of one."""
+    """Returns the measurements of a case's processes; raises RuntimeError with an error of one.
+
+    A signal ends the benchmark.
+    """
     distributed = dataclasses.replace(config.distributed, name=kind)
     batch_size = config.batch_size * size
     config = dataclasses.replace(config, distributed=distributed, batch_size=batch_size)
@@ -67,6 +91,8 @@ def measure(config: Config, kind: str, size: int) -> dict:
     )
     try:
         return elastic_launch(launcher, work)(config)[0]
+    except SignalException as error:
+        raise SystemExit(128 + error.sigval) from error
     except ChildFailedError as error:
         message = error.get_first_failure()[1].message  # of a signal, or with a traceback
         text = message if isinstance(message, str) else message["message"]
@@ -99,15 +125,15 @@ def work(config: Config) -> dict:
         built.state.optimizer.zero_grad(set_to_none=True)
 
     ms, synchronized = slowest(lambda: step(batch)), slowest(backward)
+    peak = max(world.each(torch.cuda.max_memory_allocated))
     built.task.parallel = built.task.model  # DDP's no_sync does not go with a static graph
-    with built.task.synchronizing(False):
-        silent = slowest(backward)
-    on_gpu = built.device.type == "cuda"
-    memory_gib = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None
+    built.task.synchronizing(False)
+    built.task.synchronizing = contextlib.nullcontext  # nor after the last micro-batch
+    silent = slowest(backward)
     world.close()
     return {
         "ms": ms,
         "communication_ms": synchronized - silent,
         "loss": round(losses[0], 5),
-        "memory_gib": memory_gib,
+        "memory_gib": round(peak / 2**30, 3) or None,
     }

@@ -14,7 +14,13 @@ from analysis.curves import RECALL, VALIDATION_LOSS
 from analysis.style import style
 from lowprec.config.schema import DiagnosticsConfig, InterventionConfig, ScalerConfig, SpikeConfig
 from lowprec.runs.read import encode_row
-from tests.analysis.test_bench_figures import layer_lines, line, model_lines, op_lines
+from tests.analysis.test_bench_figures import (
+    layer_lines,
+    line,
+    model_lines,
+    op_lines,
+    scale_lines,
+)
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "fixtures" / "golden"  # GOLDEN_WRITE=1 writes it anew
@@ -70,6 +76,7 @@ def lines():
     yield from op_lines(DIMS)
     yield from layer_lines(DIMS)
     yield from model_lines()
+    yield from scale_lines()
     for case, factor in (("int8", 1.0), ("e4m3", 3.0), ("e5m2 e4m3", 9.0)):
         for inner in (64, 1024, 16384):
             numbers = dict(measured=factor * inner * 1.01, predicted=factor * inner, ratio=1.01)
