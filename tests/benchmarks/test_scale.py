@@ -3,6 +3,8 @@
 tests/distributed/test_slow.py runs its processes.
 """
 
+import signal
+
 import pytest
 
 from experiments.benchmarks import scale
@@ -62,3 +64,13 @@ def test_without_one_process_there_is_no_ratio_and_a_new_start_measures_again(me
     assert [line["ratio"] for line in lines] == [None] * 7
     lines, cases = measured()
     assert cases == CASES and all(line["ratio"] for line in lines[7:])
+
+
+def test_a_signal_ends_the_benchmark_without_a_line(lines_of, monkeypatch):
+    def launch(launcher, work):
+        raise scale.SignalException("stopped", signal.SIGTERM)
+
+    monkeypatch.setattr(scale, "elastic_launch", launch)
+    with pytest.raises(SystemExit) as ended:
+        lines_of(scale.main, Config(device="cpu"))
+    assert ended.value.code == 128 + signal.SIGTERM and not lines_of.lines
