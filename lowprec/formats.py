@@ -78,17 +78,30 @@ def round_to_format(x: Tensor, format: Format, stochastic: bool = False) -> Tens
     """
     if stochastic and format.gap:
         raise ValueError(f"{format.name} cannot be rounded to stochastically")
-    x = x.float()
+    number = x.float()
+    x = number.clamp(-format.max, format.max)
     to_integer = _round_stochastically if stochastic else torch.round
     if format.exponent_bits:
-        _, exponent = torch.frexp(x)  # abs(x) = fraction * 2^exponent, fraction in [0.5, 1)
-        exponent = (exponent - 1).clamp(min=format.min_exponent) - format.mantissa_bits
-        rounded = torch.ldexp(to_integer(torch.ldexp(x, -exponent)), exponent)
+        exponent = exponent_of(x).clamp(min=format.min_exponent) - format.mantissa_bits
+        rounded = to_integer(x * power_of_two(-exponent)) * power_of_two(exponent)
         if format.gap:
             rounded = torch.where(x.abs() < 2.0**format.min_exponent, _below(x, format), rounded)
     else:
         rounded = to_integer(x)
-    return torch.where(x.isfinite(), rounded.clamp(-format.max, format.max), torch.nan)
+    return torch.where(number.isfinite(), rounded, torch.nan)
+
+
+def exponent_of(x: Tensor) -> Tensor:
+    """floor(log2(abs(x))) of float32 numbers as int32; -127 for 0 and subnormal numbers.
+
+    Compiled for CUDA, torch.frexp gives a wrong exponent for subnormal numbers.
+    """
+    return (x.view(torch.int32) >> 23 & 0xFF) - 127
+
+
+def power_of_two(exponent: Tensor) -> Tensor:
+    """2^exponent as float32, exactly, for int32 exponents from -126 to 127."""
+    return (exponent + 127 << 23).view(torch.float32)
 
 
 def _round_stochastically(x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowprec.formats import E4M3, INT8, Format, round_to_format
+from lowprec.formats import E4M3, INT8, Format, exponent_of, power_of_two, round_to_format
 
 REDUCED = {"rowwise": (1,), "columnwise": (0,), "tensorwise": (0, 1)}  # dimensions of amax
 TINY = torch.finfo(torch.float32).tiny  # the smallest normal number
@@ -133,7 +133,7 @@ def fake_quantize(
     if granularity in REDUCED and scale == "float32" and not stochastic:
         return dequantize(*quantize(x_MK, format, granularity), dtype)
     tiles = _to_tiles(x_MK.float(), granularity)
-    amax = tiles.abs().amax(dim=1, keepdim=True)
+    amax = tiles.abs().amax(dim=(1, 3), keepdim=True)
     scales = SCALES[scale](amax, format)
     q = _divide(tiles, scales)
     q = round_to_format(q, format, stochastic=True) if stochastic else _cast(q, format)
@@ -142,9 +142,9 @@ def fake_quantize(
 
 def _power_of_two(amax: Tensor, format: Format) -> Tensor:
     """The scale that gives amax the exponent of the format's largest number, 2^-126 at least."""
-    largest = math.frexp(format.max)[1]
-    exponent = (torch.frexp(amax)[1] - largest).clamp(min=-126)
-    return torch.where(amax.isfinite(), torch.ldexp(torch.ones_like(amax), exponent), torch.nan)
+    largest = math.frexp(format.max)[1] - 1
+    scale = power_of_two((exponent_of(amax) - largest).clamp(min=-126))
+    return torch.where(amax.isfinite(), scale, torch.nan)
 
 
 def _two_levels(amax: Tensor, format: Format) -> Tensor:
@@ -169,24 +169,20 @@ def _tile_shape(granularity: str, shape: torch.Size) -> tuple[int, int]:
 
 
 def _to_tiles(x_MK: Tensor, granularity: str) -> Tensor:
-    """[tiles, elements], padded with zeros."""
+    """[tiles down, rows of a tile, tiles across, columns of a tile], padded with zeros."""
     if granularity == "blocks":
         size = min(4096, max(64, 1 << (x_MK.shape[1] - 1).bit_length()))
-        return F.pad(x_MK.flatten(), (0, -x_MK.numel() % size)).view(-1, size)
+        return F.pad(x_MK.flatten(), (0, -x_MK.numel() % size)).view(-1, 1, 1, size)
     rows, columns = _tile_shape(granularity, x_MK.shape)
     padded = F.pad(x_MK, (0, -x_MK.shape[1] % columns, 0, -x_MK.shape[0] % rows))
-    tiles = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
-    return tiles.transpose(1, 2).reshape(-1, rows * columns)
+    return padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
 
 
 def _from_tiles(tiles: Tensor, granularity: str, shape: torch.Size) -> Tensor:
     """The tensor of a shape whose tiles these are."""
     if granularity == "blocks":
         return tiles.flatten()[: shape.numel()].view(shape)
-    rows, columns = _tile_shape(granularity, shape)
-    across = -(-shape[1] // columns)
-    padded = tiles.view(-1, across, rows, columns).transpose(1, 2).reshape(-1, across * columns)
-    return padded[: shape[0], : shape[1]]
+    return tiles.flatten(2).flatten(0, 1)[: shape[0], : shape[1]]
 
 
 def hadamard(x_MK: Tensor, dim: int) -> Tensor:

@@ -48,6 +48,29 @@ def test_nvfp4_equals_torchaos():
     assert torch.equal(x_hat, expected)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["e4m3", "e2m1"])
+@pytest.mark.parametrize("scale", reference.SCALES)
+def test_compiled_for_a_gpu_subnormal_tiles_stay_finite(name, scale):
+    """torch.frexp, compiled, had given them an infinite power-of-two scale."""
+    x, format = spread(64, 256).cuda(), parse_format(name)
+    x[6], x[7, :32] = 1e-39, x[7, :32] * 1e-40
+    for granularity in ("1x32", "32x1"):
+        args = (x, format, granularity, torch.bfloat16)
+        x_hat = torch.compile(reference.fake_quantize)(*args, scale=scale)
+        expected = reference.fake_quantize(*args, scale=scale)
+        normal = x.abs() > reference.TINY
+        assert x_hat.isfinite().all() and torch.equal(x_hat[normal], expected[normal])
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e2m1"])
+@pytest.mark.parametrize("scale", reference.SCALES)
+def test_subnormal_tiles_stay_finite(name, scale):
+    x = spread(64, 256) * 1e-39
+    x_hat = reference.fake_quantize(x, parse_format(name), "1x32", torch.float32, scale=scale)
+    assert x_hat.isfinite().all() and ((x_hat - x).abs() <= reference.TINY).float().mean() > 0.9
+
+
 @pytest.mark.parametrize("scale", reference.SCALES)
 def test_tiles_that_do_not_fit_equal_tiles_of_the_tensor_alone(scale):
     x, format = spread(37, 50), parse_format("e2m1")
