@@ -82,6 +82,8 @@ def name_methods(heads: pd.DataFrame) -> pd.DataFrame:
         settings = pd.Series("", index=group.index)
         for key in comparison.columns(group):
             texts = group[key].map(comparison.written)
+            if len(set(texts)) == 1:
+                continue
             if texts[texts != ""].groupby(group["model.name"]).nunique().gt(1).any():
                 settings += [f", {comparison.short(key)}={text or 'unknown'}" for text in texts]
         settings = _tell_repeats_apart(settings.str.removeprefix(", "), group)

@@ -72,7 +72,7 @@ class Evidence:
     """The runs and benchmark lines at or below some folders; a copied run counts once."""
 
     def __init__(self, roots: list[Path | str]):
-        self.roots, self.files = roots, {}
+        self.roots, self.files, self.counts = roots, {}, {}  # read and counted once, by path
         tables = [load_all(root).summaries for root in roots]
         tables = [table for table in tables if len(table)] or tables
         summaries = pd.concat(tables, ignore_index=True)
@@ -118,19 +118,9 @@ class Evidence:
         runs = self.runs(studies)
         rows = []
         for head in comparison.distinct(runs.runs).to_dict("records"):
-            protocol = spike_marks.protocol_of_run(head)
-            alone = runs.only(head["run"])
-            series = spike_marks.read_series(alone, spike_marks.TENSOR)
-            rms = series.rms_of(spike_marks.TENSOR)
-            can_spike = np.isfinite(rms).any() and series.reaches(protocol)
-            counts = spike_marks.count_following(series, rms, protocol)
-            counts[HIGHEST] = spike_marks.highest(series, protocol)
-            for window in WINDOWS:
-                windowed = replace(protocol, window=window)
-                other = spike_marks.count_following(series, rms, windowed)
-                other[HIGHEST] = spike_marks.highest(series, windowed)
-                counts |= {f"{name} {window}": other[name] for name in (SPIKES, FOLLOWING, HIGHEST)}
-            rows.append({**head, **counts, "can_spike": bool(can_spike)})
+            if head["path"] not in self.counts:
+                self.counts[head["path"]] = _count_spikes(runs.only(head["run"]), head)
+            rows.append({**head, **self.counts[head["path"]]})
         return pd.DataFrame(rows)
 
     def lines(self, slug: str, keys: str = "") -> pd.DataFrame:
@@ -144,6 +134,22 @@ class Evidence:
         if not tables:
             raise NoRunsError(reason)
         return pd.concat(tables, ignore_index=True)
+
+
+def _count_spikes(run: Runs, head: dict) -> dict[str, float]:
+    """What `Evidence.spikes` adds to the row `head` of a run."""
+    protocol = spike_marks.protocol_of_run(head)
+    series = spike_marks.read_series(run, spike_marks.TENSOR)
+    rms = series.rms_of(spike_marks.TENSOR)
+    can_spike = np.isfinite(rms).any() and series.reaches(protocol)
+    counts = spike_marks.count_following(series, rms, protocol)
+    counts[HIGHEST] = spike_marks.highest(series, protocol)
+    for window in WINDOWS:
+        windowed = replace(protocol, window=window)
+        other = spike_marks.count_following(series, rms, windowed)
+        other[HIGHEST] = spike_marks.highest(series, windowed)
+        counts |= {f"{name} {window}": other[name] for name in (SPIKES, FOLLOWING, HIGHEST)}
+    return {**counts, "can_spike": bool(can_spike)}
 
 
 def lacking(what: str, studies: Sequence[str], scale: str = "") -> NoRunsError:

@@ -145,12 +145,12 @@ class Runs:
     @cached_property
     def _tables(self) -> list[dict[str, tuple[pd.DataFrame, list[str]]]]:
         """For each run: the rows of each of its files, and notes on damage."""
-        for run in self.summaries.to_dict("records"):
-            if run["path"] not in self.files:
-                rows = {"metrics": read_metrics(run)}
-                rows |= {name: read_row_file(run, name) for name in ("timing", "events")}
-                tables = {name: (pd.DataFrame(part), notes) for name, (part, notes) in rows.items()}
-                self.files[run["path"]] = tables
+        unread = self.summaries[~self.summaries["path"].isin(list(self.files))]
+        for run in unread.to_dict("records"):
+            rows = {"metrics": read_metrics(run)}
+            rows |= {name: read_row_file(run, name) for name in ("timing", "events")}
+            tables = {name: (pd.DataFrame(part), notes) for name, (part, notes) in rows.items()}
+            self.files[run["path"]] = tables
         return [self.files[path] for path in self.summaries["path"]]
 
     def _table(self, name: str) -> pd.DataFrame:

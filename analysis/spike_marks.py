@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
+from functools import lru_cache
 
 import numpy as np
 import pandas as pd
@@ -39,7 +40,7 @@ KINDS = {name: type(value) for name, value in asdict(Protocol()).items()}  # int
 FOLLOWING, OTHER = "#D55E00", "#666666"  # a loss spike that follows an RMS spike, any other
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Series:
     """Loss [steps], RMS_t [steps, tensors] and beta2 [steps] of one run; NaN if unrecorded."""
 
@@ -119,13 +120,20 @@ def of_adamw(summaries: pd.DataFrame) -> pd.DataFrame:
     return summaries[is_adamw | is_damaged] if is_adamw.any() else summaries
 
 
+@lru_cache(maxsize=4)  # the tables of a run, and the counts for each of its tensors, share them
+def _marks_and_onsets(series: Series, protocol: Protocol) -> tuple[np.ndarray, np.ndarray]:
+    """Bool [steps]: the steps at which a loss spike begins; int64 [spikes]: their onsets."""
+    marks = loss_spikes(series.loss, protocol)
+    return marks, onsets(series.loss, np.flatnonzero(marks) + 1)
+
+
 def mark(series: Series, protocol: Protocol, tensor: str) -> pd.DataFrame:
     """One row per step: loss, rms, loss_spike and rms_spike (one begins here), follows.
 
     `follows` marks loss spikes at most the protocol's `max_lead` steps after an RMS spike.
     """
     rms = series.rms_of(tensor)
-    loss_marks, rms_marks = loss_spikes(series.loss, protocol), rms_spikes(rms, protocol)
+    (loss_marks, _), rms_marks = _marks_and_onsets(series, protocol), rms_spikes(rms, protocol)
     at, follows = np.flatnonzero(loss_marks), np.zeros(len(rms), bool)
     follows[at] = leads(at, np.flatnonzero(rms_marks)) <= protocol.max_lead
     columns = {"loss": series.loss, "rms": rms, "loss_spike": loss_marks, "rms_spike": rms_marks}
@@ -150,8 +158,8 @@ def spike_table(series: Series, protocol: Protocol, tensor: str = TENSOR) -> pd.
     `max_lead` steps before the step up to it; `tensors`, `num_tensors`: all tensors with an RMS
     spike 1 to `max_lead` steps before the step, the earliest first and the highest of a step first.
     """
-    at = np.flatnonzero(loss_spikes(series.loss, protocol)) + 1
-    onset = onsets(series.loss, at)
+    loss_marks, onset = _marks_and_onsets(series, protocol)
+    at = np.flatnonzero(loss_marks) + 1
     rms = pd.Series(series.rms_of(tensor))
     rms_at = np.flatnonzero(rms_spikes(rms, protocol)) + 1
     recent = pd.DataFrame({"rms": rms, "rho": relative_rms(rms, series.beta2)})
@@ -192,9 +200,9 @@ def count_following(
     `rms` is RMS_t [steps] of one tensor. The last three are counted from the onset, where spikes
     that share one count once.
     """
-    loss_marks, rms_marks = loss_spikes(series.loss, protocol), rms_spikes(rms, protocol)
-    onset_marks = np.zeros_like(loss_marks)
-    onset_marks[onsets(series.loss, np.flatnonzero(loss_marks) + 1) - 1] = True
+    loss_marks, onset = _marks_and_onsets(series, protocol)
+    rms_marks, onset_marks = rms_spikes(rms, protocol), np.zeros_like(loss_marks)
+    onset_marks[onset - 1] = True
     by_step = lag_coincidence(loss_marks, rms_marks, protocol, max_shift)
     by_onset = lag_coincidence(onset_marks, rms_marks, protocol, max_shift)
     more = {"num_onsets": by_onset.num_loss_spikes, "num_by_onset": by_onset.num_following}
