@@ -58,7 +58,7 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
     ax.set_yscale("log")
     ax.yaxis.set_major_formatter("{x:g}")
     ax.set(ylabel="height of a loss spike (nats)", title="one point per loss spike")
-    _beta2_axis(ax, places)
+    _name_axis(ax, frame)
     return ax
 
 
@@ -75,15 +75,19 @@ def plot_recall(frame: pd.DataFrame, ax: Axes) -> Axes:
             at, dashes = at + _slots(frame)[optimizer], None
         plot_runs(ax, at, group["recall"], color, dashes, name)
     ax.set(ylabel="mean R@1 at the end (%)", title="one point per run")
-    _beta2_axis(ax, places)
+    _name_axis(ax, frame)
     return ax
 
 
 def draw(frame: pd.DataFrame, figure: Figure) -> None:
-    """Draws both panels and one legend below them."""
-    left, right = curves.panels(figure, 2, -(-frame["optimizer"].nunique() // 3))
+    """Draws both panels, and one legend below them unless the axes name the optimizers."""
+    is_legend = frame["beta2"].nunique() > 1
+    lines = -(-frame["optimizer"].nunique() // 3) if is_legend else 2
+    left, right = curves.panels(figure, 2, lines)
     plot(frame, left)
     plot_recall(frame, right)
+    if not is_legend:
+        return
     handles, labels = right.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, handlelength=2.6)
 
@@ -115,6 +119,12 @@ def _slots(frame: pd.DataFrame) -> dict[str, float]:
     return {n: (i - (len(names) - 1) / 2) * WIDTH / len(names) for i, n in enumerate(names)}
 
 
-def _beta2_axis(ax: Axes, places: dict[float, int]) -> None:
-    ax.set_xticks(list(places.values()), [f"{beta2:g}" for beta2 in places])
+def _name_axis(ax: Axes, frame: pd.DataFrame) -> None:
+    """Names the values of beta2 on the axis, or with a single one the optimizers."""
+    places, slots = _places(frame), _slots(frame)
     ax.set(xlabel="beta2", xlim=(-0.6, len(places) - 0.4))
+    ax.set_xticks(list(places.values()), [f"{beta2:g}" for beta2 in places])
+    if len(places) == 1:
+        names = [style.OPTIMIZERS[name][0] for name in slots]
+        ax.set_xticks(list(slots.values()), names, rotation=30, ha="right", rotation_mode="anchor")
+        ax.set(xlabel=f"optimizer (beta2 {next(iter(places)):g})", xlim=(-0.5, 0.5))
