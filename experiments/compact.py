@@ -72,18 +72,21 @@ def main(config: CompactConfig) -> None:
 
 
 def compact(run: Path, out: Path, patterns: list[str]) -> None:
-    """Copies the small files, the matching columns of tensors and details, and all of blocks."""
+    """Copies the small files, replays' tables, matching columns of tensors and details, blocks."""
     out.mkdir(parents=True)
     for name in FILES:
         if (run / name).exists():
             shutil.copyfile(run / name, out / name)
+    for path in run.glob("replays/*_table.csv"):
+        (out / "replays").mkdir(exist_ok=True)
+        shutil.copyfile(path, out / "replays" / path.name)
     tables = {"tensors.parquet": patterns, "details.parquet": patterns, "blocks.parquet": ["*"]}
     for name, globs in tables.items():
         if (run / name).exists():
             columns = _matching(pyarrow.parquet.read_schema(run / name).names, globs)
             table = pyarrow.parquet.read_table(run / name, columns=columns)
             pyarrow.parquet.write_table(table, out / name, compression="zstd")
-    size = sum(path.stat().st_size for path in out.iterdir())
+    size = sum(path.stat().st_size for path in out.rglob("*"))
     print(f"{out}: {size / 1e6:.2f} MB")
 
 

@@ -1,57 +1,53 @@
 """Replays the steps around a spike of a run, unchanged and with changes.
 
     python -m experiments.replay run=RUN step=1170
-    python -m experiments.replay run=RUN step=1170 optimizer.beta2=0.95
+    python -m experiments.replay run=RUN step=1170 optimizer.beta2=0.95 or optimizer=stable_adamw
     python -m experiments.replay -m run=RUN step=1170 optimizer.beta2=0.9,0.95
+    python -m experiments.replay run=RUN step=1170 change_from=1138,1154,1162 skip_batches=99
 
 The replay starts from the newest snapshot or checkpoint at least `steps` steps before `step`.
 First, the steps are replayed unchanged: this control must reproduce the recorded losses, otherwise
 the exit status is 1. Then they are replayed with the changes, which may be any keys and groups of a
-run: all changes together, or with -m each combination. `skip_batches=N` leaves out the batches of
-the last N steps up to and including `step` and uses the next batches instead: the cause of a spike
-comes before the step at which its loss exceeds the bound. If no change is given, the three usual
-suspects are tried: the data (skip_batches=8), the optimizer (update clipping, or beta2=0.9 if the
-run clips already) and the numerics (float32). A change acts from step `change_from` on, by default
-from the first replayed step: the earlier it acts, the more the trajectory diverges for other
-reasons. Additional replays (`perturbed`) change nothing but the last digit of the weights at that
-step. If the spike is gone in these replays too, a change that removes it proves little.
+run: all changes between two words `or` together, or with -m each combination. `skip_batches=N`
+leaves out the batches of the last N steps up to and including `step` and uses the next batches
+instead: the cause of a spike comes before the step at which its loss exceeds the bound.
+`clip_tensors=[PATTERN]` clips the updates of the matching tensors as StableAdamW does. If no change
+is given, the three usual suspects are tried: the data (skip_batches=8), the optimizer (update
+clipping, or beta2=0.9 if the run clips already) and the numerics (float32). A change acts from step
+`change_from` on, by default from the first replayed step: the earlier it acts, the more the
+trajectory diverges for other reasons. Each of several steps `change_from` has its own replays.
+Additional replays (`perturbed`) change nothing but the last digit of the weights at that step. If
+the spike is gone in these replays too, a change that removes it proves little.
 
 Prints a table, and writes the table, every step and a figure to RUN/replays/. The run itself is not
 changed.
 """
 
-import io
 import math
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, fields
 from functools import partial
-from itertools import chain, islice
+from itertools import groupby
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
-from matplotlib.figure import Figure
 
-from analysis import style
-from analysis.spike_marks import TENSOR
 from experiments.entry import parse_command, run_command
+from experiments.replay_report import CONTROL, PERTURBED, UNCHANGED, Replay, compare, report
 from lowprec.config.check import ConfigError, RunError, check
 from lowprec.config.combinations import combination_faults
 from lowprec.config.compose import change, expand_sweep
 from lowprec.config.preflight import preflight
 from lowprec.config.schema import Config, PrecisionChangeConfig, key
-from lowprec.data.open import open_data
 from lowprec.diagnostics.spikes import Protocol, protocol_of
-from lowprec.runs import durable
-from lowprec.runs.attempts import CheckpointError, step_of
+from lowprec.runs.attempts import CheckpointError
 from lowprec.runs.identity import to_dict
 from lowprec.runs.read import read_config, scan_rows
 
-PERTURBED = "perturbed"  # name of the replays from perturbed weights
-STAYS = 0.5  # share of the control's height from which on the spike counts as still there
-BEFORE = 20  # recorded steps before the spike that show how much losses scatter
+OR = "or"  # between changes that are tried one after the other
 
 
 @dataclass
@@ -66,8 +62,8 @@ class ReplayConfig:
     tolerance: float = key(
         0.01, "largest |difference| allowed between the control's and the recorded losses", least=0
     )
-    change_from: int | None = key(
-        None, "first step with the changes; null: the first replayed one", least=1
+    change_from: list[int] = key(
+        [], "first steps with the changes, such as 1138,1154; []: the first replayed step", least=1
     )
     perturbed: int = key(
         3, "number of unchanged replays from weights perturbed in the last digit", least=0
@@ -76,11 +72,12 @@ class ReplayConfig:
 
 @dataclass
 class ReplayedConfig(Config):
-    """A run's config, plus the key that only a replay has."""
+    """A run's config, plus the keys that only a replay has."""
 
     skip_batches: int = key(
         0, "leave out the batches of this many steps, up to and including `step`", least=0
     )
+    clip_tensors: list[str] = key([], "clip the updates of these tensors alone (optimizer=adamw)")
 
 
 def main(config: ReplayConfig, changes: list[str], multirun: bool = False) -> None:
@@ -95,8 +92,9 @@ def main(config: ReplayConfig, changes: list[str], multirun: bool = False) -> No
     variants_of(trained, changes, multirun)  # refuses wrong changes before torch is imported
     from lowprec.train.snapshots import state_before
 
-    faults: list[str] = []
-    state, manifest = state_before(run, config.step, config.steps)
+    starts = sorted(set(config.change_from))
+    before = max([config.steps, *(config.step + 1 - start for start in starts)])
+    state, manifest = state_before(run, config.step, before)
     if layout := manifest["provenance"].get("layout"):  # the order of a stream depends on it
         trained["num_workers"] = layout["workers"]
     read = read_config(run)
@@ -105,43 +103,82 @@ def main(config: ReplayConfig, changes: list[str], multirun: bool = False) -> No
         trained["precision_change"] = to_dict(PrecisionChangeConfig())
     variants = variants_of(trained, changes, multirun)
     first, last = manifest["step"] + 1, min(config.step + config.steps, trained["num_steps"])
+    for start in starts:
+        if not first <= start <= config.step:
+            raise RunError(f"change_from={start}: a step from {first} to {config.step} is expected")
     print(f"from {state}: steps {first} to {last}", flush=True)
-    unchanged = variants.pop("control")
-    control = replay(unchanged, state, config.step, last)
-    print(f"control: {compare(control, recorded, config.tolerance)}", flush=True)
-    replayed = {"control": control}
-    with tempfile.TemporaryDirectory() as folder:
-        if config.change_from is not None and config.change_from > first:
-            if config.change_from > config.step:
-                raise RunError(f"change_from={config.change_from} is after step={config.step}")
-            replay(unchanged, state, config.step, config.change_from - 1, save_to=Path(folder))
-            state = Path(folder) / f"step_{config.change_from - 1:09d}"
-        for seed in range(1, config.perturbed + 1):
-            name = f"{PERTURBED} {seed}"
-            replayed[name] = replay(unchanged, state, config.step, last, perturbation=seed)
-        for name, variant in variants.items():
-            keeps = variant.scaler.name == trained["scaler"]["name"]
-            try:
-                replayed[name] = replay(variant, state, config.step, last, keeps_scaler=keeps)
-            except CheckpointError as error:
-                faults.append(f"{name}: {error}")
-    since = [] if config.change_from is None else [f"change_from={config.change_from}"]
+    faults: list[str] = []
+    scaler = trained["scaler"]["name"]
+    frames = replays(config, variants, scaler, recorded, state, range(first, last + 1), faults)
+    since = [f"change_from={','.join(map(str, starts))}"] if starts else []
     stem = "_".join([f"step_{config.step}", *since, *changes]).replace("/", "-")[:120]
     protocol = protocol_of(**trained["diagnostics"]["spikes"])
-    print(report(run / "replays" / stem, config.step, recorded, replayed, protocol))
+    print(report(run / "replays" / stem, config.step, recorded, frames, protocol))
     if faults:
         raise RunError("; ".join(faults))
 
 
+def replays(
+    config: ReplayConfig,
+    variants: dict[str, ReplayedConfig],
+    scaler: str,
+    recorded: pd.Series,
+    state: Path,
+    steps: range,
+    faults: list[str],
+) -> dict[Replay, pd.DataFrame]:
+    """Takes `steps` from a state; returns the steps of each replay, the control first.
+
+    `scaler` names the loss scaler of the run, which variants with the same kind continue. Appends a
+    fault for each variant that cannot load the state.
+    """
+    from experiments.replay_steps import Replayer
+
+    starts = sorted(set(config.change_from)) or [steps[0]]
+    later = [start for start in starts if start > steps[0]]
+    keep_from = starts[0] if config.change_from else None
+    unchanged, frames = variants.pop(CONTROL), {}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        closing(Replayer(config.step, steps[-1], keep_from)) as replayer,
+    ):
+        save_after = [start - 1 for start in later]
+        control = replayer.replay(unchanged, state, save_after=save_after, folder=Path(folder))
+        print(f"control: {compare(control, recorded, config.tolerance)}", flush=True)
+        frames[Replay(CONTROL, steps[0])] = control
+        states = dict.fromkeys(starts, state)
+        states |= {start: Path(folder) / f"step_{start - 1:09d}" for start in later}
+        for start in later:
+            again = frames[Replay(UNCHANGED, start)] = replayer.replay(unchanged, states[start])
+            compare(again, recorded, config.tolerance)
+        for start in starts:
+            for seed in range(1, config.perturbed + 1):
+                frame = replayer.replay(unchanged, states[start], perturbation=seed)
+                frames[Replay(PERTURBED, start, seed)] = frame
+        for name, variant in variants.items():
+            keeps = variant.scaler.name == scaler
+            try:
+                for start in starts:
+                    frame = replayer.replay(variant, states[start], keeps_scaler=keeps)
+                    frames[Replay(name, start)] = frame
+            except CheckpointError as error:
+                faults.append(f"{name}: {error}")
+    return frames
+
+
 def variants_of(trained: dict, changes: list[str], multirun: bool) -> dict[str, ReplayedConfig]:
-    """Returns the unchanged config as "control", and each variant's config by its overrides.
+    """Returns the unchanged config as CONTROL, and each variant's config by its overrides.
 
     Raises ConfigError with the errors in all variants.
     """
     faults: list[str] = []
-    variants = expand_sweep(changes, ReplayedConfig, faults) if changes else list(suspects(trained))
-    if changes and not multirun and len(variants) > 1:
-        faults.append("this is a sweep: python -m experiments.replay -m ...")
+    variants = [] if changes else list(suspects(trained))
+    for is_or, words in groupby(changes, OR.__eq__):
+        if not is_or:
+            several = expand_sweep(list(words), ReplayedConfig, faults)
+            variants += several
+            if len(several) > 1 and not multirun:
+                faults.append("this is a sweep: python -m experiments.replay -m ...")
     configs = {}
     for variant in [(), *variants]:
         try:
@@ -150,10 +187,14 @@ def variants_of(trained: dict, changes: list[str], multirun: bool) -> dict[str, 
                     fault = f"{text}: a replay changes single keys and groups of the run"
                     raise ConfigError([fault])
             config = check(change(trained, variant), ReplayedConfig)
-            if combination := list(combination_faults(config)):
+            combination = list(combination_faults(config))
+            name, action = config.optimizer.name, config.optimizer.on_warning.action
+            if config.clip_tensors and (name, action) != ("adamw", "none"):
+                combination.append("clip_tensors needs optimizer=adamw without on_warning")
+            if combination:
                 raise ConfigError(combination)
             preflight(config)
-            configs[" ".join(variant) or "control"] = config
+            configs[" ".join(variant) or CONTROL] = config
         except ConfigError as error:
             faults += error.faults
     if faults:
@@ -174,193 +215,18 @@ def suspects(trained: dict) -> Iterator[tuple[str, ...]]:
         yield ("precision=fp32", "scaler=none", *without)
 
 
-def replay(
-    config: ReplayedConfig,
-    state: Path,
-    step: int,
-    last: int,
-    *,
-    keeps_scaler: bool = True,
-    perturbation: int | None = None,
-    save_to: Path | None = None,
-) -> pd.DataFrame:
-    """Trains from a snapshot or checkpoint to step `last`, or until a loss is not finite.
-
-    `skip_batches` leaves out the batches up to and including that of `step`. If `keeps_scaler`, the
-    state's loss scaler continues; otherwise a new one starts. `perturbation` is the seed of a
-    relative change of all weights at the precision of their dtype. If `save_to` is given, the state
-    after `last` is saved there as a checkpoint. Returns the columns step, loss and rms: RMS_t of
-    the patch embedding, or NaN if the model has none.
-    """
-    from lowprec.optim.loss_scaling import NoScaler
-    from lowprec.optim.stable_adamw import STATISTICS
-    from lowprec.train.build import build
-    from lowprec.train.checkpoint import save_checkpoint
-    from lowprec.train.loop import Stepper
-
-    built = build(config, open_data(config))
-    scaler, optimizer = built.state.scaler, built.state.optimizer
-    built.state.scaler = scaler if keeps_scaler else NoScaler()
-    built.state.load(state)
-    built.state.scaler = scaler
-    if perturbation is not None:
-        perturb(built.task.model, perturbation)
-    take_step, rows = Stepper(built), []
-    first, names = step_of(state) + 1, optimizer.names
-    batches = built.batches_from(first)
-    skip_at = max(first, step + 1 - config.skip_batches)
-    earlier, later = islice(batches, skip_at - first), islice(batches, config.skip_batches, None)
-    for number, batch in zip(range(first, last + 1), chain(earlier, later), strict=False):
-        loss = take_step(number, batch)["loss"].item()
-        rms = optimizer.statistics[:, STATISTICS.index("rms")].tolist()
-        rms = rms[names.index(TENSOR)] if TENSOR in names else math.nan
-        rows.append({"step": number, "loss": loss, "rms": rms})
-        if take_step.frozen.item():
-            break
-    if save_to is not None:
-        save_checkpoint(save_to, last, built.state, {}, keep=1, provenance={})
-    return pd.DataFrame(rows)
-
-
-def perturb(model, seed: int) -> None:
-    """Multiplies each weight by 1 + eps * n, with its dtype's eps and a standard normal n."""
-    import torch
-
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for p in model.parameters():
-            noise = torch.randn(p.shape, generator=generator).to(p.device)
-            p.copy_(p.float() * (1 + torch.finfo(p.dtype).eps * noise))
-
-
-def compare(control: pd.DataFrame, recorded: pd.Series, tolerance: float) -> str:
-    """Says how closely the control reproduces the record; raises RunError if it does not."""
-    losses = control.set_index("step")["loss"]
-    losses = losses[losses.index.isin(recorded.index)]
-    expected = recorded[losses.index]
-    equal = losses.map(repr) == expected.map(repr)
-    if equal.all():
-        return f"reproduces the {len(losses)} recorded losses exactly"
-    differences = (losses - expected).abs().mask(equal, 0.0).fillna(math.inf)
-    worst = differences.idxmax()
-    text = (
-        f"the largest difference from {len(losses)} recorded losses is {differences[worst]:.3g}, "
-        f"at step {worst} (bound: tolerance={tolerance:g})"
-    )
-    if differences[worst] <= tolerance:
-        return text
-    raise RunError(
-        f"the control does not reproduce the run: {text}. An exact match needs the same code, "
-        "versions, machine and number of threads, and on a GPU deterministic=true"
-    )
-
-
-def report(
-    stem: Path, step: int, recorded: pd.Series, frames: dict[str, pd.DataFrame], protocol: Protocol
-) -> str:
-    """Writes `<stem>.csv`, `<stem>_table.csv` and `<stem>.png`; returns the text to print."""
-    record = recorded.rename_axis("step").rename("loss").reset_index()
-    record = record[record["step"].isin(frames["control"]["step"])]
-    curves = pd.concat({"recorded": record} | frames, names=["change"]).reset_index("change")
-    compared = table(frames, step, protocol)
-    stem.parent.mkdir(exist_ok=True)
-    for ending, frame in ((".csv", curves), ("_table.csv", compared)):
-        text = frame.to_csv(index=False, lineterminator="\n")
-        durable.replace(stem.with_name(stem.name + ending), text.encode())
-    with style.style():
-        figure, picture = Figure(layout="constrained"), io.BytesIO()
-        draw(figure, frames, record, step)
-        figure.savefig(picture, format="png")
-    durable.replace(stem.with_name(stem.name + ".png"), picture.getvalue())
-    text = compared.to_string(index=False, float_format=lambda value: f"{value:.4g}", na_rep="-")
-    return f"{text}\n{verdict(recorded, compared, step, protocol)}\nWrote {stem}.png"
-
-
-def table(frames: dict[str, pd.DataFrame], step: int, protocol: Protocol) -> pd.DataFrame:
-    """Compares the replays in a table with one row each.
-
-    Columns: `change`; `loss` at the step; `peak`, the largest loss at most `protocol.within` steps
-    from it, since a change may shift a spike; `height`, the peak minus the median loss of all
-    replayed steps before `step` (of the control up to the change); `of_control`, the height
-    relative to the control's; `rms`, the largest RMS_t. The height is infinite if the replay ended
-    early or has a non-finite loss.
-    """
-    rows = []
-    for name, frame in frames.items():
-        losses = frame.set_index("step")["loss"]
-        around = losses.loc[step - protocol.within : step + protocol.within]
-        peak = around.where(around.abs() < math.inf, math.inf).max() if len(around) else math.inf
-        before = frames["control"].set_index("step")["loss"].loc[: step - 1].copy()
-        before.update(losses)
-        height = peak if math.isinf(peak) else peak - before.median()
-        numbers = {"loss": losses.get(step), "peak": peak, "height": height}
-        rows.append({"change": name, **numbers, "rms": frame["rms"].max()})
-    compared = pd.DataFrame(rows)
-    control = compared["height"].iloc[0]
-    with np.errstate(divide="ignore"):  # a control without any rise
-        shares = [
-            1.0 if height == control else 0.0 if math.isinf(control) else height / control
-            for height in compared["height"]
-        ]
-    compared.insert(4, "of_control", shares)
-    return compared
-
-
-def verdict(recorded: pd.Series, compared: pd.DataFrame, step: int, protocol: Protocol) -> str:
-    """Says which changes remove the spike and which leave it."""
-    before = recorded[(step - BEFORE <= recorded.index) & (recorded.index < step)]
-    noise = protocol.loss_sigmas * before.std(ddof=0)
-    rise = compared["height"].iloc[0]
-    if not rise > noise:
-        return (
-            f"No spike around step {step}: the loss rises by {rise:.3g}, which is within "
-            f"{protocol.loss_sigmas:g} standard deviations ({noise:.3g}) of the {len(before)} "
-            "losses before it."
-        )
-    is_perturbed = compared["change"].str.startswith(f"{PERTURBED} ")
-    variants, lines = compared[(compared["change"] != "control") & ~is_perturbed], []
-    if is_perturbed.any():
-        stays = (compared.loc[is_perturbed, "of_control"] >= STAYS).sum()
-        lines.append(
-            f"With weights perturbed in their last digit, the spike stays in {stays} of "
-            f"{is_perturbed.sum()} replays"
-            + ("." if stays == is_perturbed.sum() else ", so it may also be gone by chance.")
-        )
-    is_gone = variants["of_control"] < STAYS
-    for outcome, has_it in (("is gone", is_gone), ("stays", ~is_gone)):
-        names = ", ".join(variants["change"][has_it])
-        lines.append(f"The spike {outcome} with: {names or 'no change'}.")
-    lines.append(f"A spike is gone if it is lower than {STAYS:.0%} of the control's height.")
-    return "\n".join(lines)
-
-
-def draw(figure: Figure, frames: dict[str, pd.DataFrame], record: pd.DataFrame, step: int) -> None:
-    """Plots the loss above RMS_t of the patch embedding: a line per replay, dots for the record."""
-    figure.set_size_inches(style.COLUMN_WIDTH, 3.6 + 0.12 * len(frames))
-    loss, rms = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    loss.plot(record["step"], record["loss"], "o", color=style.OTHER, ms=3, label="recorded")
-    for axes, column in ((loss, "loss"), (rms, "rms")):
-        for name, frame in frames.items():
-            is_control = name == "control"
-            finite = frame[column].where(frame[column].abs() < math.inf)
-            line = {"color": "black", "lw": 1.8} if is_control else {"lw": 0.9}
-            axes.plot(frame["step"], finite, label=name, **line)
-        axes.axvline(step, color=style.OTHER, lw=0.5)
-    rms.axhline(Protocol.rms_threshold, color=style.OTHER, lw=0.7, ls=(0, (4, 2)))
-    loss.set(ylabel="training loss")
-    rms.set(ylabel=r"$\mathrm{RMS}_t$", xlabel="step", yscale="log")
-    rms.set_title(TENSOR, loc="right", fontsize=6)
-    figure.legend(*loss.get_legend_handles_labels(), loc="outside lower left")
-
-
 def command() -> None:
     """Parses the command line: all keys that are not in ReplayConfig are changes to the run."""
     arguments = parse_command()
     own_keys = {f.name for f in fields(ReplayConfig)}
     overrides = [text for text in arguments.overrides if not text.startswith("hydra")]
     changes = [text for text in overrides if text.partition("=")[0] not in own_keys]
-    dropped = {*changes, "-m", "--multirun"}
-    sys.argv[1:] = [text for text in sys.argv[1:] if text not in dropped]
+    dropped, starts = {*changes, "-m", "--multirun"}, "change_from="
+    sys.argv[1:] = [
+        f"{starts}[{text.removeprefix(starts).strip('[]')}]" if text.startswith(starts) else text
+        for text in sys.argv[1:]
+        if text not in dropped
+    ]
     run_command(partial(main, changes=changes, multirun=arguments.multirun), "replay", ReplayConfig)
 
 

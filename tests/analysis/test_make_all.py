@@ -21,6 +21,7 @@ from tests.analysis.test_bench_figures import (
     op_lines,
     scale_lines,
 )
+from tests.analysis.test_point_of_no_return import replays, write_table
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "fixtures" / "golden"  # GOLDEN_WRITE=1 writes it anew
@@ -50,6 +51,8 @@ STUDIES = {  # experiment: what its runs differ in
     "spikes_vs_size": [dict(model=model, beta2=0.99) for model in ("mini_b", "mini_l")],
     "spikes_vs_batch": [dict(batch_size=size, beta2=0.99) for size in (256, 1024)],
     "spikes_vs_lr": [dict(lr=lr, beta2=0.99) for lr in (1e-3, 4e-3)],
+    "point_of_no_return": [dict(beta2=0.99)],
+    "rounding": [dict(model="mini_l", lr=1e-3 + 2e-10 * k) for k in (1, 2)],
 }
 RESULTS = ("zero_shot/top1", *RECALL, VALIDATION_LOSS)
 WATCHED = DiagnosticsConfig(spikes=SpikeConfig(ignore_steps=5, window=10))
@@ -98,6 +101,8 @@ def write_studies(root, write_run):
                             tables=tables(rank), diagnostics=WATCHED, **keys)  # fmt: skip
             event = {"step": SPIKE - 3, "spike": "rms", "rms": {"visual.conv1.weight": 5.0}}
             (run / "events.jsonl").write_text(encode_row(event))
+            if experiment == "point_of_no_return":
+                write_table(run, replays())
     for row in lines():
         path = root / "bench" / row["slug"] / "20260101-000000.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)

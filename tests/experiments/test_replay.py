@@ -17,14 +17,14 @@ from experiments.replay import (
     command,
     main,
     suspects,
-    table,
-    verdict,
 )
+from experiments.replay_report import Replay, table, verdict
+from experiments.replay_steps import Replayer
 from lowprec.config.check import ConfigError, RunError, check
 from lowprec.config.compose import change
 from lowprec.diagnostics.spikes import Protocol
 from lowprec.runs.identity import to_dict
-from lowprec.runs.read import encode_row, read_rows
+from lowprec.runs.read import encode_row, read_config, read_rows
 from lowprec.train import build as building
 
 SETTINGS = {
@@ -64,8 +64,8 @@ def run(make_config, run_once, plain_run, tmp_path):
     return make
 
 
-def replayed(folder, step, *changes, steps=2, tolerance=0.0, change_from=None, perturbed=0):
-    config = ReplayConfig(str(folder), step, steps, tolerance, change_from, perturbed)
+def replayed(folder, step, *changes, steps=2, tolerance=0.0, change_from=(), perturbed=0):
+    config = ReplayConfig(str(folder), step, steps, tolerance, list(change_from), perturbed)
     main(config, list(changes))
     [path] = [p for p in (folder / "replays").glob("*.csv") if not p.stem.endswith("_table")]
     return pd.read_csv(path)
@@ -97,15 +97,59 @@ def test_the_control_is_the_run_to_the_bit_and_the_run_is_left_alone(run, settin
 
 def test_changes_act_from_the_step_named_and_perturbed_replays_show_chance(run):
     folder = run()
-    frame = replayed(folder, 10, "optimizer.lr=0.1", change_from=10, perturbed=2)
+    frame = replayed(folder, 10, "optimizer.lr=0.1", change_from=[10], perturbed=2)
     control, changed = losses(frame, "control"), losses(frame, "optimizer.lr=0.1")
-    assert list(changed) == list(losses(frame, "perturbed 1")) == [10, 11, 12]
+    assert list(changed) == list(losses(frame, "unchanged")) == [10, 11, 12]
     assert changed[10] == control[10] and abs(changed[11] - control[11]) > 1e-2
-    for name in ("perturbed 1", "perturbed 2"):
-        gaps = [abs(loss - control[step]) for step, loss in losses(frame, name).items()]
-        assert 0 < max(gaps) < 1e-3
-    with pytest.raises(RunError, match="change_from=11 is after step=10"):
-        replayed(folder, 10, change_from=11)
+    for seed in (1, 2):
+        perturbed = losses(frame[frame["perturbation"] == seed], "perturbed")
+        gaps = [abs(loss - control[step]) for step, loss in perturbed.items()]
+        assert list(perturbed) == [10, 11, 12] and 0 < max(gaps) < 1e-3
+    for start in (4, 11):
+        with pytest.raises(RunError, match=f"change_from={start}: a step from 5 to 10 is expected"):
+            replayed(folder, 10, change_from=[start], steps=4)
+
+
+def test_replays_that_share_a_model_equal_those_that_build_their_own(run, monkeypatch):
+    folder = run(SETTINGS["dropout"])
+    changes = "optimizer.beta2=0.5 or skip_batches=9 or clip_tensors=[visual.conv1.weight]".split()
+    shared = replayed(folder, 10, *changes, change_from=[7, 10], steps=1, perturbed=1)
+    assert shared["change"].value_counts()["unchanged"] == 5 + 2
+    built, plain = [], Replayer._build
+
+    def alone(self, config):
+        self.close()
+        self.settings = None
+        built.append(plain(self, config))
+        return built[-1]
+
+    monkeypatch.setattr(Replayer, "_build", alone)
+    apart = replayed(folder, 10, *changes, change_from=[7, 10], steps=1, perturbed=1)
+    pd.testing.assert_frame_equal(shared, apart)
+    assert len(built) == 1 + 5 * 2
+    [path] = (folder / "replays").glob("*_table.csv")
+    rows = pd.read_csv(path)
+    assert rows["exact"].all() and set(rows["lead"][1:]) == {0, 3}
+
+
+def test_clip_tensors_moves_these_tensors_as_stable_adamw_does_and_the_others_as_adamw(run):
+    folder = run(SETTINGS["dropout"])
+    config, state = to_dict(read_config(folder)), folder / "checkpoints" / "step_000000008"
+    replayer, weights = Replayer(11, 11), []
+    replayer.replay(check(config, ReplayedConfig), state, save_after=[10], folder=folder)
+    state = folder / "step_000000010"
+    for variant in ((), ("clip_tensors=[visual.conv1.weight]",), ("optimizer=stable_adamw",)):
+        frame = replayer.replay(check(change(config, variant), ReplayedConfig), state)
+        model = replayer.built.task.model
+        weights.append({name: p.detach().clone() for name, p in model.named_parameters()})
+    assert frame["rms"][0] > 1  # else nothing is clipped
+    plain, one, every = weights
+    assert [n for n in plain if not torch.equal(plain[n], one[n])] == ["visual.conv1.weight"]
+    assert torch.equal(one["visual.conv1.weight"], every["visual.conv1.weight"])
+    with pytest.raises(ConfigError, match=r"clip_tensors: .*visual.conv2"):
+        replayed(folder, 10, "clip_tensors=[visual.conv2.weight]")
+    with pytest.raises(ConfigError, match="clip_tensors needs optimizer=adamw"):
+        replayed(folder, 10, "optimizer=stable_adamw", "clip_tensors=[visual.conv1.weight]")
 
 
 def test_a_control_that_does_not_reproduce_ends_the_replay(run):
@@ -137,6 +181,9 @@ def test_a_skipped_batch_is_replaced_by_the_next(run, monkeypatch):
     seen.clear()
     main(ReplayConfig(str(folder), 10, 2, perturbed=0), ["skip_batches=2"])
     assert seen[4:] == of_run[2:]  # those of 9 and 10 left out
+    seen.clear()
+    main(ReplayConfig(str(folder), 10, 2, change_from=[10], perturbed=0), ["skip_batches=9"])
+    assert seen[7:] == of_run[2:]  # not those after step 10
 
 
 @pytest.fixture
@@ -243,13 +290,15 @@ def test_without_changes_data_optimizer_and_numerics_are_suspects(make_config):
 
 def test_the_command_line_separates_its_keys_from_the_changes(run, monkeypatch, capsys):
     folder = run()
-    words = ["-m", f"run={folder}", "step=10", "steps=2", "optimizer=stable_adamw"]
+    words = ["-m", f"run={folder}", "step=10", "steps=2", "change_from=9,10", "perturbed=1"]
+    words += ["skip_batches=1", "or", "optimizer=stable_adamw"]
     words += ["precision=fp16", "scaler=dynamic,fixed"]  # which the run did not have
     monkeypatch.setattr(sys, "argv", ["replay", *words])
     command()
     output = capsys.readouterr().out
     for scaler in ("dynamic", "fixed"):
-        assert re.search(rf"precision=fp16 scaler={scaler} +[0-9]", output)
+        assert re.search(rf"optimizer=stable_adamw precision=fp16 scaler={scaler} +10 ", output)
+    assert re.search(r"\n +10 +skip_batches=1 +9 ", output)
     assert len(list((folder / "replays").glob("*.png"))) == 1
 
 
@@ -257,10 +306,14 @@ def compared(*curves, step=4, first=1):
     """The table of a control and of variants v1, v2, ... whose losses begin at step `first`."""
     names = ["control", *(f"v{number}" for number in range(1, len(curves)))]
     frames = {
-        name: pd.DataFrame({"step": range(first, first + len(curve)), "loss": curve, "rms": 1.0})
+        Replay(name, first): pd.DataFrame(
+            {"step": range(first, first + len(curve)), "loss": curve, "rms": 1.0}
+        )
         for name, curve in zip(names, curves, strict=True)
     }
-    return table(frames, step, Protocol())
+    return table(
+        frames, step, Protocol(), frames[Replay("control", first)].set_index("step")["loss"]
+    )
 
 
 CALM = [1.0, 1.1, 0.9]
@@ -269,11 +322,24 @@ CALM = [1.0, 1.1, 0.9]
 def test_a_replay_that_starts_at_the_spike_has_the_controls_losses_before_it():
     control = pd.DataFrame({"step": [1, 2, 3, 4], "loss": [*CALM, 5.0], "rms": 1.0})
     late = control.iloc[3:]
-    frames = {"control": control, "perturbed 1": late, "other": late.assign(loss=1.2)}
-    rows = table(frames, 4, Protocol())
+    frames = {
+        Replay("control", 1): control,
+        Replay("perturbed", 4, 1): late,
+        Replay("other", 4): late.assign(loss=1.2),
+        Replay("unchanged", 4): late.assign(loss=5.1),
+    }
+    rows = table(frames, 4, Protocol(), control.set_index("step")["loss"])
+    assert rows["exact"].tolist() == [True, False, False, False]
+    assert rows["lead"].tolist() == [3, 0, 0, 0]
+    rows = rows[rows["change"] != "unchanged"]
     assert rows["of_control"].round(6).tolist() == [1.0, 1.0, 0.05]
     said = verdict(pd.Series(CALM, index=[1, 2, 3]), rows, 4, Protocol())
     assert "stays in 1 of 1 replays." in said and "is gone with: other." in said
+    earlier = rows.assign(change_from=3, gone=True)[1:]
+    said = verdict(pd.Series(CALM, index=[1, 2, 3]), pd.concat([rows, earlier]), 4, Protocol())
+    first, second = said.split("Changes from step ")[1:]
+    assert first.startswith("4 on:") and "stays in 1 of 1" in first
+    assert second.startswith("3 on:") and "stays in 0 of 1" in second
 
 
 @pytest.mark.parametrize(

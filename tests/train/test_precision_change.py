@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from experiments import evaluate
-from experiments.replay import ReplayConfig, replay, suspects
+from experiments.replay import ReplayConfig, suspects
 from experiments.replay import main as replay_main
+from experiments.replay_steps import Replayer
 from lowprec.config.check import ConfigError
 from lowprec.nn.linear import LowPrecisionLinear
 from lowprec.runs.identity import to_dict
@@ -78,9 +79,10 @@ def test_a_run_with_a_change_is_two_runs_in_a_row_and_resumes_to_the_bit(
     after = config_of(name).precision_at(STEP)
     shutil.copytree(tmp_path / "parts", tmp_path / "unchanged")
     second = config_of(name, None)
-    second.precision, second.skip_batches = after, 0
+    second.precision, second.skip_batches, second.clip_tensors = after, 0, []
     state = list_checkpoints(tmp_path / "parts")[-1]
-    rows = replay(second, state, STEP, 8, save_to=tmp_path / "parts" / "checkpoints")
+    folder = tmp_path / "parts" / "checkpoints"
+    rows = Replayer(STEP, 8).replay(second, state, save_after=[8], folder=folder)
     assert_equal(changed, final(tmp_path / "parts")[0])
     losses = [row["loss"] for row in read_rows(tmp_path / "changed" / "metrics.jsonl")]
     assert losses[STEP - 1 :] == rows["loss"].tolist()
