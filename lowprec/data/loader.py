@@ -13,7 +13,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import (
+    Image,
+    UnidentifiedImageError,
+    WebPImagePlugin,  # noqa: F401 (else the first image loads all plugins, which takes 0.1 s)
+)
 from torch import Tensor
 
 from lowprec.data.cache import DecodedCache

@@ -18,9 +18,12 @@ import traceback
 from pathlib import Path
 
 import pandas  # noqa: F401 (pyarrow imports it with the first rows)
+import pyarrow.pandas_compat  # noqa: F401 (the same)
 import torch
 from jobs import JOBS
+from PIL import Image
 
+import lowprec.train.run  # noqa: F401 (experiments.train imports it when it trains)
 from lowprec.clip.text import Tokenizer
 from lowprec.runs.provenance import code_digests
 
@@ -28,9 +31,9 @@ LIMIT_S = 60
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def start(order: dict, rank: int, port: int) -> int:
@@ -93,8 +96,9 @@ def fulfil(order: dict) -> dict:
 
 def main() -> None:
     torch.set_num_threads(1)
-    code_digests()  # kept, as is the vocabulary: a rank need not compute them again
+    code_digests()  # kept, as are the vocabulary and the plugins: no rank needs to load them again
     Tokenizer(8)
+    Image.preinit()
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
         print(json.dumps(fulfil(json.loads(line))), flush=True)
