@@ -33,8 +33,6 @@ class MakeShardsConfig:
 
 def main(config: MakeShardsConfig) -> None:
     """Writes the shards, then indexes them."""
-    from lowprec.data.table import write_shards
-
     if set(config.out) & set("*?[{}\\"):
         raise ConfigError([f"out={config.out} has one of *?[{{}}\\, which data.train would expand"])
     table, out = Path(config.table), Path(config.out)
@@ -42,6 +40,8 @@ def main(config: MakeShardsConfig) -> None:
         sys.exit(f"table={table} does not exist{near}")
     if table.is_dir():
         sys.exit(f"table={table} is a folder; a CSV file is expected")
+    from lowprec.data.table import write_shards  # loads torch
+
     columns = [config.image, config.caption, *([config.label] if config.label else [])]
     try:
         bad = write_shards(table, out, columns, config.skip_bad)

@@ -132,7 +132,7 @@ def replays(
     `scaler` names the loss scaler of the run, which variants with the same kind continue. Appends a
     fault for each variant that cannot load the state.
     """
-    from experiments.replay_steps import Replayer
+    from experiments.replay_steps import Replayer  # loads torch
 
     starts = sorted(set(config.change_from)) or [steps[0]]
     later = [start for start in starts if start > steps[0]]

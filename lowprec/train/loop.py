@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,15 +11,13 @@ from lowprec.data.loader import Batch
 from lowprec.optim.schedules import learning_rate, set_learning_rate
 from lowprec.runs.read import ENDED
 from lowprec.runs.record import Record
+from lowprec.train.build import Built
 from lowprec.train.checkpoint import Saver
 from lowprec.train.loggers import Logger
 from lowprec.train.metrics import Ended, MetricsBuffer, is_due
 from lowprec.train.signals import StopRequest, StopWaiting
 from lowprec.train.snapshots import SnapshotRecorder
 from lowprec.train.step import GraphedStep, TrainStep, can_capture
-
-if TYPE_CHECKING:
-    from lowprec.train.build import Built
 
 SKIPPED, WARMED, TRACED = 3, 2, 3  # steps before the trace, while it warms up, and in it
 
@@ -66,7 +63,7 @@ class Stepper:
     on the device, set once the loss is not finite; from then on the model no longer changes.
     """
 
-    def __init__(self, built: "Built"):
+    def __init__(self, built: Built):
         self.config, self.optimizer, self._built = built.config, built.state.optimizer, built
         self._train_step = TrainStep(built.task, built.state.optimizer, built.state.scaler)
         self._update: TrainStep | GraphedStep | None = None  # None: to be built
@@ -94,7 +91,7 @@ class Stepper:
 
 
 def train(
-    built: "Built",
+    built: Built,
     record: Record,
     *,
     provenance: dict | None = None,
@@ -128,7 +125,7 @@ def train(
 
 
 def _train(
-    built: "Built",
+    built: Built,
     first: int,
     batches: Iterator[Batch],
     saver: Saver,

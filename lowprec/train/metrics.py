@@ -4,7 +4,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,10 +17,8 @@ from lowprec.diagnostics.spikes import Collapse, Detector, protocol_of
 from lowprec.optim.stable_adamw import STATISTICS
 from lowprec.runs.read import is_sampled, missing_steps, read_tensors, scan_metrics, scan_rows
 from lowprec.runs.record import Record, RecordError
+from lowprec.train.build import Built
 from lowprec.train.loggers import Logger
-
-if TYPE_CHECKING:
-    from lowprec.train.build import Built
 
 PROBED_SAMPLES = 32  # samples of a step on which blocks are measured
 SKIPS_TOLERATED = 10  # unreadable samples that are always allowed
@@ -55,7 +52,7 @@ class MetricsBuffer:
 
     def __init__(
         self,
-        built: "Built",
+        built: Built,
         record: Record,
         logger: Logger | None = None,
         on_flush: Callable[[dict], None] = lambda row: None,
