@@ -127,11 +127,11 @@ def test_every_key_of_a_page_is_one_of_the_schema():
     values = {name for group in GROUPS for name in files_of(group)}
     for page in PAGES:
         text = (ROOT / page).read_text()
-        given = re.findall(r"(?<![\w.])([a-z]\w+(?:\.\w+)+)=", text)
+        keys = re.findall(r"(?<![\w.])([a-z]\w+(?:\.\w+)+)=", text)
         if "OPEN_CLIP" in page:
             here = " ".join(row[1] for row in rows("FROM_OPEN_CLIP.md")[1:])
-            given += re.findall(r"`([a-z_]+(?:\.\w+)*)`", here)
-        for key in given:
+            keys += re.findall(r"`([a-z_]+(?:\.\w+)*)`", here)
+        for key in keys:
             known = key in KEYS or key in GROUPS or key in values
             assert known or key.startswith("hydra."), (page, key)
 

@@ -160,8 +160,8 @@ def record_fixture(make_run):
     """A function that makes a run with block k's features (k + 1) * step, and its gradients."""
 
     def record(intervention="none"):
-        every = np.arange(1, NUM_STEPS + 1)
-        norms = pd.DataFrame(np.outer(1.0 / every, np.arange(1, 5)), every, WEIGHTS)
+        steps = np.arange(1, NUM_STEPS + 1)
+        norms = pd.DataFrame(np.outer(1.0 / steps, np.arange(1, 5)), steps, WEIGHTS)
         norms.loc[20, WEIGHTS[0]] = np.inf
         at = np.arange(50, NUM_STEPS + 1, 50)
         features = pd.DataFrame(np.outer(at, np.arange(1.0, 5)), at, BLOCKS)

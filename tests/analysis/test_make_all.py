@@ -68,8 +68,8 @@ def tables(rank):
     wave = 1 + 0.3 * np.sin(np.outer(steps, np.arange(1, len(names) + 1)) / 7 + rank)
     rms = pd.DataFrame(wave, steps, names)
     rms.loc[SPIKE - 3, names[0]] = 5
-    every = steps[9::10]
-    features = pd.DataFrame(np.outer(every, np.arange(1.0, 5)) / 10 + rank, every, blocks)
+    tenths = steps[9::10]
+    features = pd.DataFrame(np.outer(tenths, np.arange(1.0, 5)) / 10 + rank, tenths, blocks)
     of_tensors = {"rms": rms, "grad_norm": rms / 10, "grad_abs_max": rms / 100}
     return {"tensors": of_tensors, "blocks": {"feature_mean": features}}
 

@@ -76,8 +76,8 @@ def test_a_protocol_of_a_config_is_that_of_its_name_with_what_is_given():
     head = dict.fromkeys((f"diagnostics.spikes.{name}" for name in spike_marks.THRESHOLDS), None)
     head |= {"diagnostics.spikes.protocol": "paper"}
     assert spike_marks.protocol_of_run(head) == Protocol()
-    given = {"diagnostics.spikes.window": np.float64(50), "diagnostics.spikes.loss_sigmas": 4}
-    assert spike_marks.protocol_of_run(head | given) == Protocol(window=50, loss_sigmas=4)
+    thresholds = {"diagnostics.spikes.window": np.float64(50), "diagnostics.spikes.loss_sigmas": 4}
+    assert spike_marks.protocol_of_run(head | thresholds) == Protocol(window=50, loss_sigmas=4)
     none = head | {"diagnostics.spikes.protocol": "none"}
     assert spike_marks.protocol_of_run(none) == Protocol()
 

@@ -158,11 +158,11 @@ def model_and_batch(intervention="none", **sizes):
 
 def features_and_gradients(model, images, tokens):
     model.zero_grad()
-    found = model(images, tokens)
-    logits = found["image_features"] @ found["text_features"].T
+    outputs = model(images, tokens)
+    logits = outputs["image_features"] @ outputs["text_features"].T
     (logits * torch.arange(16.0).view(4, 4)).sum().backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return found["image_features"].detach(), found["text_features"].detach(), gradients
+    return outputs["image_features"].detach(), outputs["text_features"].detach(), gradients
 
 
 @pytest.mark.parametrize("intervention", ["none", "zero_init", "kq_norm"])
@@ -183,8 +183,8 @@ def test_open_clip_equals_our_model_and_recipe_high(intervention):
     state = {name: value.clone() for name, value in model.state_dict().items()}
     set_precision(model, PrecisionConfig())
     model.load_state_dict(state)
-    *found, gradients = features_and_gradients(model, *batch)
-    for value, target in zip(found, expected, strict=True):
+    *features, gradients = features_and_gradients(model, *batch)
+    for value, target in zip(features, expected, strict=True):
         torch.testing.assert_close(value, target, atol=1e-6, rtol=0)
     assert [*gradients] == [*expected_gradients]
     for name, target in expected_gradients.items():

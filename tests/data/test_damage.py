@@ -62,10 +62,10 @@ def test_damage_at_50_positions_is_refused_or_changes_the_digest_and_every_sampl
             damage = rng.bytes(512) if junk == "noise" else bytes(512)
             damaged[position : position + 512] = damage[: len(whole) - position]
         shard.write_bytes(damaged)
-        outcome, found = check(shard)
-        if found == digest:  # padding, an owner, a date: no sample is touched
+        outcome, after = check(shard)
+        if after == digest:  # padding, an owner, a date: no sample is touched
             assert outcome == intact
-        outcomes.append("error" if outcome == "error" else "other" if found != digest else "same")
+        outcomes.append("error" if outcome == "error" else "other" if after != digest else "same")
     assert {"error", "other"} <= set(outcomes)  # headers and samples were met
 
 
@@ -161,8 +161,8 @@ def test_keys_are_never_paths(tmp_path, write_tar, members, monkeypatch):
     monkeypatch.chdir(folder)
     (read, (skip,)), _ = check(write_tar(folder / "a.tar", renamed))
     assert len(read) == len(KEYS) - 1 and skip["key"] == "/abs/olute.png"
-    found = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
-    assert {name for name in found if ".index" not in name} == {"deep", "deep/er", "deep/er/a.tar"}
+    paths = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
+    assert {name for name in paths if ".index" not in name} == {"deep", "deep/er", "deep/er/a.tar"}
 
 
 @pytest.mark.parametrize(

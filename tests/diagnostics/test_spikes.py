@@ -43,8 +43,8 @@ def ripple(at, by=1.0):
 def detected(loss, rms, protocol, skipped=()):
     """What a detector reports, without the skipped steps."""
     detector = Detector(protocol, rms.shape[1])
-    given = [i for i in range(len(loss)) if i + 1 not in skipped]
-    return [spike for i in given for spike in detector.feed(i + 1, loss[i], rms[i])]
+    recorded = [i for i in range(len(loss)) if i + 1 not in skipped]
+    return [spike for i in recorded for spike in detector.feed(i + 1, loss[i], rms[i])]
 
 
 def bumps():
@@ -307,10 +307,10 @@ def test_largest_rms_bounds_the_threshold_and_rho_is_at_most_one():
 def test_a_loss_that_stays_at_chance_after_warm_up_is_a_collapse_once():
     losses = [math.log(64)] * 60 + [2.0] + [math.log(64) * 1.019] * 80 + [math.log(64) * 1.03] * 60
     collapse = Collapse(64, warmup_steps=20, num_steps=141)
-    said = {
+    messages = {
         step: text for step, loss in enumerate(losses, 1) if (text := collapse.feed(step, loss))
     }
-    assert said == {111: "the loss has been at chance level, 4.16, since step 62"}
+    assert messages == {111: "the loss has been at chance level, 4.16, since step 62"}
     assert not any(collapse.feed(300 + i, math.nan) for i in range(60))
 
 

@@ -51,10 +51,10 @@ def gradients(folder: Path, rank: int, size: int, *, configs: dict[str, dict]) -
         batch = next(built.batches_from(1)).to(built.device)
         loss, scale = built.task.backward(batch, scaler.scale)
         named = built.task.model.named_parameters()
-        found = {n: whole(p.grad) / factor for n, p in named if p.requires_grad}
-        found |= {n: b for n, b in built.task.model.named_buffers() if "running" in n}
-        found |= {"loss": loss, "scale": scale, "next draw": torch.rand(3)}
-        torch.save({n: t.cpu().clone() for n, t in found.items()}, folder / f"{name}.{rank}.pt")
+        saved = {n: whole(p.grad) / factor for n, p in named if p.requires_grad}
+        saved |= {n: b for n, b in built.task.model.named_buffers() if "running" in n}
+        saved |= {"loss": loss, "scale": scale, "next draw": torch.rand(3)}
+        torch.save({n: t.cpu().clone() for n, t in saved.items()}, folder / f"{name}.{rank}.pt")
     world.close()
 
 
@@ -75,10 +75,10 @@ def evaluation(folder: Path, rank: int, size: int, *, configs: dict[str, dict], 
 
     metrics, seen = {name: getattr(evaluate, name) for name in ("top_k_accuracy", "recall_at")}, []
 
-    def recorded(metric, *given):
-        """`given`: three tensors and k."""
-        seen.extend(hashlib.sha256(t.numpy().tobytes()).hexdigest() for t in given[:3])
-        return metric(*given)
+    def recorded(metric, *inputs):
+        """`inputs`: three tensors and k."""
+        seen.extend(hashlib.sha256(t.numpy().tobytes()).hexdigest() for t in inputs[:3])
+        return metric(*inputs)
 
     for name, metric in metrics.items():
         setattr(evaluate, name, functools.partial(recorded, metric))
@@ -90,8 +90,8 @@ def evaluation(folder: Path, rank: int, size: int, *, configs: dict[str, dict], 
         built = building.build(config, open_data(config), world)
         built.task.normalize.register_forward_hook(lambda *a, n=encoded: n.append(len(a[2])))
         scores = built.evaluation()(built.task.model)
-        found = {"scores": scores, "digests": seen, "encoded": encoded}
-        (folder / f"{name}.{rank}.json").write_text(json.dumps(found))
+        results = {"scores": scores, "digests": seen, "encoded": encoded}
+        (folder / f"{name}.{rank}.json").write_text(json.dumps(results))
     world.close()
 
 
@@ -140,13 +140,13 @@ def spoiling(what: str, steps: list[int], rank: int) -> Iterator[None]:
             return backward(task, *arguments)
         if what == "loss":
             loss_fn = task.loss_fn
-            with mock.patch.object(task, "loss_fn", lambda **given: loss_fn(**given) * math.nan):
+            with mock.patch.object(task, "loss_fn", lambda **inputs: loss_fn(**inputs) * math.nan):
                 return backward(task, *arguments)
         conv = task.model.visual.conv1  # the first layer: no other tensor's gradient follows
         hook = conv.register_full_backward_pre_hook(lambda _, grads: (grads[0] * math.nan,))
-        found = backward(task, *arguments)
+        result = backward(task, *arguments)
         hook.remove()
-        return found
+        return result
 
     def spoiled_write(descriptor, data):
         path = os.readlink(f"/proc/self/fd/{descriptor}")

@@ -40,8 +40,8 @@ def test_two_gpus_give_the_gradients_and_statistics_of_one(make, tmp_path):
         assert [process.wait(timeout=200) for process in processes] == [0] * size
     expected = torch.load(tmp_path / "1.0.pt")
     for rank in range(2):
-        found = torch.load(tmp_path / f"2.{rank}.pt")
-        assert set(found) == set(expected) and any("running_var" in name for name in found)
+        saved = torch.load(tmp_path / f"2.{rank}.pt")
+        assert set(saved) == set(expected) and any("running_var" in name for name in saved)
         for name, value in expected.items():
             largest = max(float(value.abs().max()), 1e-3)
-            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-3 * largest, msg=name)
+            torch.testing.assert_close(saved[name], value, rtol=0, atol=1e-3 * largest, msg=name)

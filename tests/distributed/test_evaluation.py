@@ -8,8 +8,8 @@ BATCH = 5  # of the 24 validation samples: five batches, the last of four
 
 
 @pytest.fixture(scope="module")
-def found(ranks, make):
-    """By kind and number of ranks: what each of them found."""
+def results(ranks, make):
+    """By kind and number of ranks: the scores of each rank and what they follow from."""
     results = {}
     kinds = {
         kind: {"distributed.name": kind, "evaluation.name": "both"} for kind in ("ddp", "fsdp2")
@@ -26,16 +26,16 @@ def found(ranks, make):
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_every_rank_scores_what_one_process_does_to_the_last_digit(found, kind, size):
-    [one] = found["ddp", 1]
+def test_every_rank_scores_what_one_process_does_to_the_last_digit(results, kind, size):
+    [one] = results["ddp", 1]
     assert len(one["scores"]) == 9
-    for own in found[kind, size]:
+    for own in results[kind, size]:
         assert own["scores"] == one["scores"]
         assert own["digests"] == one["digests"]  # of features, classes and captions, bit for bit
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_a_rank_encodes_its_share_as_often_as_the_others(found, kind):
-    assert [own["encoded"] for own in found[kind, 1]] == [[5, 5, 5, 5, 4]]
-    assert [own["encoded"] for own in found[kind, 2]] == [[5, 5, 4], [5, 5, 1]]
-    assert [own["encoded"] for own in found[kind, 3]] == [[5, 5], [5, 4], [5, 1]]
+def test_a_rank_encodes_its_share_as_often_as_the_others(results, kind):
+    assert [own["encoded"] for own in results[kind, 1]] == [[5, 5, 5, 5, 4]]
+    assert [own["encoded"] for own in results[kind, 2]] == [[5, 5, 4], [5, 5, 1]]
+    assert [own["encoded"] for own in results[kind, 3]] == [[5, 5], [5, 4], [5, 1]]

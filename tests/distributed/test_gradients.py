@@ -34,7 +34,7 @@ TRIALS += [(name, 4) for name in ("dropout", "fsdp2 parts dropout")]
 
 
 @pytest.fixture(scope="module")
-def found(ranks, make):
+def saved(ranks, make):
     """By number of ranks: what the first of them found for each case, the others the same."""
     results = {}
     for size in (1, 2, 4):
@@ -57,8 +57,8 @@ def found(ranks, make):
 
 
 @pytest.mark.parametrize(("name", "size"), TRIALS)
-def test_loss_and_gradients_are_those_of_one_process_with_the_whole_batch(found, name, size):
-    expected, got = found[REFERENCE[name], 1], found[name, size]
+def test_loss_and_gradients_are_those_of_one_process_with_the_whole_batch(saved, name, size):
+    expected, result = saved[REFERENCE[name], 1], saved[name, size]
     for key, value in expected.items():
         largest = max(float(value.abs().max()), 1e-3)
-        torch.testing.assert_close(got[key], value, rtol=0, atol=1e-6 * largest)
+        torch.testing.assert_close(result[key], value, rtol=0, atol=1e-6 * largest)

@@ -25,7 +25,7 @@ KINDS = {  # case: how it runs; fsdp2 refuses the dynamic scaler
 @pytest.fixture(scope="module")
 def runs(ranks, make):
     """The run of each case by kind: `none` of one process, the others of two."""
-    found = {}
+    run_of = {}
     for size in (1, 2):
         orders = [
             (case, kind)
@@ -46,8 +46,8 @@ def runs(ranks, make):
         answer = ranks("train", size, configs=configs, spoils=spoils)
         assert answer["codes"] == [0] * size, answer["logs"]
         for order, config in zip(orders, configs, strict=True):
-            [found[order]] = find_runs(f"{config['run_dir']}/{config['name']}")
-    return found
+            [run_of[order]] = find_runs(f"{config['run_dir']}/{config['name']}")
+    return run_of
 
 
 @pytest.mark.parametrize(

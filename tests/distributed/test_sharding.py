@@ -13,9 +13,9 @@ def test_several_processes_take_the_steps_of_one(ranks, size, width):
         answer = ranks("sharded_steps", count, width=width)
         assert answer["codes"] == [0] * count, answer["logs"]
         loaded += [torch.load(answer["folder"] / f"{rank}.pt") for rank in range(count)]
-    (expected, expected_params, _), *found = loaded
+    (expected, expected_params, _), *of_ranks = loaded
     assert expected[2, :, 0].max() > 1.3  # it was clipped
-    for statistics, params, refused in found:
+    for statistics, params, refused in of_ranks:
         torch.testing.assert_close(statistics, expected, rtol=1e-5, atol=1e-8)
         torch.testing.assert_close(params, expected_params, rtol=1e-5, atol=1e-7)
         if size == 2:

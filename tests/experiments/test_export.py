@@ -110,8 +110,8 @@ def test_evaluation_is_the_runs_own_by_default(run_once, make_config, tmp_path, 
         config = make_config({"num_steps": 2, "save_every": 2, "evaluation.name": name})
         run_once(config, tmp_path / name)
     own = EvaluateConfig(str(tmp_path / "retrieval"), device="cpu")
-    chosen = EvaluateConfig(own.run, evaluation=ChosenEvaluation("zero_shot"), device="cpu")
-    for evaluated in (own, chosen):
+    with_task = EvaluateConfig(own.run, evaluation=ChosenEvaluation("zero_shot"), device="cpu")
+    for evaluated in (own, with_task):
         evaluate.main(evaluated)
     first, second = read_rows(tmp_path / "retrieval" / "evaluations.jsonl")
     assert first["step"] == 2 and "retrieval/loss" in first and "zero_shot/top1" not in first

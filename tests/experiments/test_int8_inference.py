@@ -77,13 +77,13 @@ def test_export_follows_autocast_and_needs_a_run(make_config, run_once, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("entry", "schema", "given"),
+    ("entry", "schema", "required"),
     [("evaluate", EvaluateConfig, ["run=a"]), ("export", ExportConfig, ["source=a", "out=b"])],
 )
-def test_precision_is_selected_by_name(entry, schema, given):
-    [run] = compose_command(given, entry, schema)
+def test_precision_is_selected_by_name(entry, schema, required):
+    [run] = compose_command(required, entry, schema)
     assert run.config.precision == EvaluatedPrecision()
-    [run] = compose_command([*given, "precision=int8_inference"], entry, schema)
+    [run] = compose_command([*required, "precision=int8_inference"], entry, schema)
     assert run.config.precision.recipe == "int8_inference"
     with pytest.raises(ConfigError, match="int8_inference"):
-        compose_command([*given, "precision=switchback"], entry, schema)
+        compose_command([*required, "precision=switchback"], entry, schema)

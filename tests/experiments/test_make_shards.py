@@ -158,10 +158,10 @@ def test_all_bad_rows_are_named_and_left_out_on_request(photos, tmp_path, capsys
 )
 def test_a_wrong_file_column_or_folder_is_named(photos, tmp_path, changes, fault):
     table = write_table(photos / "good.csv", GOOD)
-    given = {"table": table, "out": "out", **changes}
-    given = {**given, "out": str(tmp_path / given["out"]), "table": str(photos / given["table"])}
+    keys = {"table": table, "out": "out", **changes}
+    keys = {**keys, "out": str(tmp_path / keys["out"]), "table": str(photos / keys["table"])}
     with pytest.raises(SystemExit, match=fault):
-        main(MakeShardsConfig(**given))
+        main(MakeShardsConfig(**keys))
     only_bad = write_table(tmp_path / "bad.csv", [BAD[0][0]])
     with pytest.raises(SystemExit, match="1 of 1 rows cannot be read, so nothing was written:"):
         main(MakeShardsConfig(only_bad, str(tmp_path / "out"), skip_bad=True))

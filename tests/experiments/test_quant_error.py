@@ -41,10 +41,12 @@ def test_captured_tensors_give_the_weight_gradients(make_config):
     assert {name.split(".", 3)[-1].removeprefix("0.") for name in captured} >= LAYERS
     assert len(captured) == 8
     parameters = dict(built.task.model.named_parameters())
-    for name, found in captured.items():
+    for name, operands in captured.items():
         weight = parameters.get(f"{name}.weight", parameters.get(f"{name}_weight"))
-        assert torch.equal(found["w"], weight)
-        torch.testing.assert_close(found["g"].T @ found["x"], weight.grad, atol=1e-6, rtol=1e-4)
+        assert torch.equal(operands["w"], weight)
+        torch.testing.assert_close(
+            operands["g"].T @ operands["x"], weight.grad, atol=1e-6, rtol=1e-4
+        )
 
 
 def test_run_is_measured_in_its_precision_and_unchanged(run, capsys):

@@ -143,9 +143,9 @@ def test_clip_tensors_moves_these_tensors_as_stable_adamw_does_and_the_others_as
         model = replayer.built.task.model
         weights.append({name: p.detach().clone() for name, p in model.named_parameters()})
     assert frame["rms"][0] > 1  # else nothing is clipped
-    plain, one, every = weights
+    plain, one, all_clipped = weights
     assert [n for n in plain if not torch.equal(plain[n], one[n])] == ["visual.conv1.weight"]
-    assert torch.equal(one["visual.conv1.weight"], every["visual.conv1.weight"])
+    assert torch.equal(one["visual.conv1.weight"], all_clipped["visual.conv1.weight"])
     with pytest.raises(ConfigError, match=r"clip_tensors: .*visual.conv2"):
         replayed(folder, 10, "clip_tensors=[visual.conv2.weight]")
     with pytest.raises(ConfigError, match="clip_tensors needs optimizer=adamw"):
@@ -242,18 +242,18 @@ def test_a_replay_ends_where_the_run_diverged(run, spoiling):
 
 def test_impossible_replays_are_refused(run):
     folder = run()
-    for step, changes, said in (
+    for step, changes, message in (
         (40, ["skip_batches=1"], "has recorded steps 1 to 12"),
         (4, ["skip_batches=1"], "before step 4; .*000000004.*for step 6 and later"),
         (10, ["model.vision_layers=3"], "does not fit the model"),
     ):
-        with pytest.raises(RunError, match=said):
+        with pytest.raises(RunError, match=message):
             replayed(folder, step, *changes)
     with pytest.raises(ConfigError) as error:
         replayed(folder, 10, "optimizer.beta3=1", "scaler=fixed", "seed=1,2", "precision=bf17")
     faults = "\n".join(error.value.faults)
-    for said in ("optimizer.beta3: no such key", "this is a sweep", "precision=bf17: conf/prec"):
-        assert said in faults
+    for fault in ("optimizer.beta3: no such key", "this is a sweep", "precision=bf17: conf/prec"):
+        assert fault in faults
     for word in ("scaler=fixed", "experiment=loss_curves_mini"):
         with pytest.raises(ConfigError, match=word):
             replayed(folder, 10, word)
@@ -333,11 +333,11 @@ def test_a_replay_that_starts_at_the_spike_has_the_controls_losses_before_it():
     assert rows["lead"].tolist() == [3, 0, 0, 0]
     rows = rows[rows["change"] != "unchanged"]
     assert rows["of_control"].round(6).tolist() == [1.0, 1.0, 0.05]
-    said = verdict(pd.Series(CALM, index=[1, 2, 3]), rows, 4, Protocol())
-    assert "stays in 1 of 1 replays." in said and "is gone with: other." in said
+    text = verdict(pd.Series(CALM, index=[1, 2, 3]), rows, 4, Protocol())
+    assert "stays in 1 of 1 replays." in text and "is gone with: other." in text
     earlier = rows.assign(change_from=3, gone=True)[1:]
-    said = verdict(pd.Series(CALM, index=[1, 2, 3]), pd.concat([rows, earlier]), 4, Protocol())
-    first, second = said.split("Changes from step ")[1:]
+    text = verdict(pd.Series(CALM, index=[1, 2, 3]), pd.concat([rows, earlier]), 4, Protocol())
+    first, second = text.split("Changes from step ")[1:]
     assert first.startswith("4 on:") and "stays in 1 of 1" in first
     assert second.startswith("3 on:") and "stays in 0 of 1" in second
 
@@ -372,8 +372,8 @@ def test_a_spike_is_infinitely_higher_than_a_control_without_any_rise():
 
 def test_a_rise_within_the_noise_is_no_spike():
     rows = compared([1.0, 1.2, 0.8, 1.1, 1.0], [1.0] * 5)
-    for before, said in (([1.0, 1.2, 0.8], "No spike"), ([1.0, 1.01, 0.99], "The spike is gone")):
-        assert verdict(pd.Series(before, index=[1, 2, 3]), rows, 4, Protocol()).startswith(said)
+    for before, start in (([1.0, 1.2, 0.8], "No spike"), ([1.0, 1.01, 0.99], "The spike is gone")):
+        assert verdict(pd.Series(before, index=[1, 2, 3]), rows, 4, Protocol()).startswith(start)
 
 
 def test_a_spike_that_moves_or_a_replay_that_begins_late_is_judged_by_its_steps():

@@ -22,8 +22,8 @@ def gradients(output, module, x):
     generator = torch.Generator().manual_seed(1)
     g = torch.randn(output.shape, generator=generator)
     named = dict(module.named_parameters())
-    found = torch.autograd.grad(output, [x, *named.values()], g)
-    return dict(zip(["x", *named], found, strict=True))
+    values = torch.autograd.grad(output, [x, *named.values()], g)
+    return dict(zip(["x", *named], values, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["none", "causal", "bool"])
@@ -79,12 +79,12 @@ def test_short_attention_equals_torch(short_attention, monkeypatch, causal):
     module.causal = causal
     mask = mask_of("causal", 5) if causal else None
     output, _ = module(x, x, x, attn_mask=mask)
-    found = gradients(output, module, x)
+    results = gradients(output, module, x)
     assert short_attention == ["attention", "attention_backward"]
     monkeypatch.setattr(ops, "takes_attention", lambda *_: False)
     expected, _ = module(x, x, x, attn_mask=mask)
     torch.testing.assert_close(output, expected, atol=TOLERANCE, rtol=0)
-    torch.testing.assert_close(found, gradients(expected, module, x), atol=2e-5, rtol=0)
+    torch.testing.assert_close(results, gradients(expected, module, x), atol=2e-5, rtol=0)
     assert len(short_attention) == 2
 
 

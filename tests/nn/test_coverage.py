@@ -114,9 +114,9 @@ def test_pytorchs_encoder_calls_its_layers_in_evaluation(layers):
     with torch.no_grad():
         expected = model.eval()(x, src_key_padding_mask=padding)
         apply_recipe(model, "switchback", ["linear1", "linear2"])
-        found = [model(x, src_key_padding_mask=padding)[:, :3] for _ in range(2)]
-    assert torch.equal(*found)
-    error = (found[0] - expected[:, :3]).norm() / expected[:, :3].norm()
+        outputs = [model(x, src_key_padding_mask=padding)[:, :3] for _ in range(2)]
+    assert torch.equal(*outputs)
+    error = (outputs[0] - expected[:, :3]).norm() / expected[:, :3].norm()
     assert 1e-4 < error < 0.02
 
 
@@ -142,10 +142,10 @@ NAMES += "mlp.w0 mlp.w1 mlp.w2 mlp.gate_proj mlp.up_proj mlp.down_proj"  # trans
 def test_defaults_find_the_layers_of_other_libraries(name):
     make, ends = OTHERS[name]
     model = make()
-    found = {layer.name for layer in apply_recipe(model, "switchback")}
+    names = {layer.name for layer in apply_recipe(model, "switchback")}
     blocks = {n for n, m in model.named_modules() if isinstance(m, nn.Linear)}
-    assert found == {n for n in blocks if n.endswith(tuple(ends.split()))}
-    assert {end for end in ends.split() if any(n.endswith(end) for n in found)} == {*ends.split()}
+    assert names == {n for n in blocks if n.endswith(tuple(ends.split()))}
+    assert {end for end in ends.split() if any(n.endswith(end) for n in names)} == {*ends.split()}
     assert all(matches(f"layers.0.{name}", LINEAR_LAYERS) for name in NAMES.split())
 
 

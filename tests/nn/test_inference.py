@@ -43,8 +43,8 @@ def pair():
 
 def features(model, pair):
     with torch.no_grad():
-        found = model(*pair)
-    return torch.cat((found["image_features"], found["text_features"])).float()
+        outputs = model(*pair)
+    return torch.cat((outputs["image_features"], outputs["text_features"])).float()
 
 
 def converted(linear):
@@ -76,12 +76,12 @@ def test_features_stay_close_for_all_earlier_recipes(model, pair, recipe):
     exact = features(model, pair)
     if recipe:
         set_precision(model, PrecisionConfig(recipe=recipe))
-    found = features(to_int8(model), pair)
-    assert torch.equal(model(*pair)["text_features"], found[3:])  # with grad
-    assert nn.functional.cosine_similarity(found, exact).min() > 0.998
-    assert not torch.equal(found, exact)
+    in_int8 = features(to_int8(model), pair)
+    assert torch.equal(model(*pair)["text_features"], in_int8[3:])  # with grad
+    assert nn.functional.cosine_similarity(in_int8, exact).min() > 0.998
+    assert not torch.equal(in_int8, exact)
     compiled = torch.compile(copy.deepcopy(model), backend="eager", fullgraph=True)
-    assert recipe or torch.equal(features(compiled, pair), found)
+    assert recipe or torch.equal(features(compiled, pair), in_int8)
     kinds = {(type(block.attn), block.attn.causal) for block in blocks(model)}
     assert kinds == {(Int8Attention, False), (Int8Attention, True)}
 
@@ -97,8 +97,8 @@ def test_a_converted_model_runs_under_autocast_and_can_be_cast(model, pair, dtyp
     assert block.mlp.c_fc.weight_scale.dtype == torch.float32
     assert block.attn.in_proj_weight_scale.dtype == torch.float32
     with torch.no_grad():
-        found = model(pair[0].to(dtype), pair[1])
-    assert {found["image_features"].dtype, found["text_features"].dtype} == {dtype}
+        outputs = model(pair[0].to(dtype), pair[1])
+    assert {outputs["image_features"].dtype, outputs["text_features"].dtype} == {dtype}
 
 
 def test_int8_backward_is_refused_and_nothing_is_saved():

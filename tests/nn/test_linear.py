@@ -53,9 +53,9 @@ def run(module, x, g, mode="fp32"):
     return output.detach(), x.grad, module.weight.grad, None if bias is None else bias.grad
 
 
-def assert_near(found, expected, magnitude, eps):
+def assert_near(results, expected, magnitude, eps):
     bound = eps * expected.abs() + SUMS * magnitude.abs().max()
-    assert ((found.double() - expected).abs() <= bound).all()
+    assert ((results.double() - expected).abs() <= bound).all()
 
 
 @all_recipes
@@ -72,10 +72,10 @@ def assert_near(found, expected, magnitude, eps):
 )
 def test_output_and_gradients_match_the_oracle(oracle, name, mode, bias, shape):
     module, x, g = make(name, mode, bias, shape=shape)
-    found = run(module, x, g, mode)
+    results = run(module, x, g, mode)
     dtype = MODES[mode][0] or MODES[mode][1]
-    assert found[0].dtype == dtype and found[1].dtype == x.dtype
-    assert found[2].dtype == module.weight.dtype
+    assert results[0].dtype == dtype and results[1].dtype == x.dtype
+    assert results[2].dtype == module.weight.dtype
     flat, flat_g = x.detach().reshape(-1, IN), g.reshape(-1, OUT)
     b = module.bias.detach() if bias else None
     if b is not None and not (RECIPES[name].output and RECIPES[name].output.native):
@@ -84,7 +84,7 @@ def test_output_and_gradients_match_the_oracle(oracle, name, mode, bias, shape):
     w_norm = module.weight.norm()
     magnitudes = (flat.norm(dim=1).max() * w_norm, flat_g.norm() * w_norm,
                   flat_g.norm() * flat.norm(), flat_g.abs().sum(dim=0))  # fmt: skip
-    for f, e, magnitude in zip(found, expected, magnitudes, strict=True):
+    for f, e, magnitude in zip(results, expected, magnitudes, strict=True):
         if f is not None:
             assert_near(f.reshape(e.shape), e, magnitude.detach(), EPS[dtype])
 
@@ -92,12 +92,12 @@ def test_output_and_gradients_match_the_oracle(oracle, name, mode, bias, shape):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["high", "autograd_high"])
 def test_16_bit_recipes_equal_nn_linear(name, mode):
-    found = run(*make(name, mode), mode)
+    results = run(*make(name, mode), mode)
     expected = run(*make(name, mode, layer=nn.Linear), mode)
-    for f, e in zip(found[:3], expected[:3], strict=True):
+    for f, e in zip(results[:3], expected[:3], strict=True):
         assert f.dtype == e.dtype and torch.equal(f, e)
     eps = EPS[MODES[mode][0] or MODES[mode][1]]
-    torch.testing.assert_close(found[3], expected[3], rtol=2 * eps, atol=1e-6)
+    torch.testing.assert_close(results[3], expected[3], rtol=2 * eps, atol=1e-6)
 
 
 def saved_by(module, x, autocast=None):
@@ -169,7 +169,7 @@ def test_outlier_features_are_multiplied_in_16_bit(oracle):
     module, x, g = make("llm_int8", outlier_threshold=threshold)
     with torch.no_grad():
         x[1, 3], x[:, 9] = 60.0, x[:, 9] * 40
-    found = run(module, x, g)
+    results = run(module, x, g)
     is_outlier = (x.detach().abs() > threshold).any(dim=0)
     assert 2 <= is_outlier.sum() < 8
     w, inliers = module.weight.detach(), x.detach().masked_fill(is_outlier, 0)
@@ -178,10 +178,10 @@ def test_outlier_features_are_multiplied_in_16_bit(oracle):
         "llm_int8", inliers, w, module.bias.detach(), g, torch.float32
     )
     magnitude = x.detach().norm() * w.norm()
-    assert_near(found[0], y + outliers @ w.double().T, magnitude, EPS[torch.float32])
-    assert_near(found[1], grad_input, g.norm() * w.norm(), EPS[torch.float32])
+    assert_near(results[0], y + outliers @ w.double().T, magnitude, EPS[torch.float32])
+    assert_near(results[1], grad_input, g.norm() * w.norm(), EPS[torch.float32])
     expected = grad_weight + g.double().T @ outliers
-    assert_near(found[2], expected, g.norm() * x.detach().norm(), EPS[torch.float32])
+    assert_near(results[2], expected, g.norm() * x.detach().norm(), EPS[torch.float32])
     plain = run(*make("llm_int8"))
     assert torch.equal(plain[0], run(*make("llm_int8", outlier_threshold=1e9))[0])
 
@@ -201,11 +201,11 @@ def compiled_gradients(name, backend):
         x, g = torch.randn(TOKENS, IN, requires_grad=True), torch.randn(TOKENS, OUT)
         module.zero_grad()
         compiled(x).backward(g)
-        found = (x.grad, module.weight.grad.clone(), module.bias.grad.clone())
+        results = (x.grad, module.weight.grad.clone(), module.bias.grad.clone())
         x = x.detach().requires_grad_()
         module.zero_grad()
         module(x).backward(g)
-        for f, e in zip(found, (x.grad, module.weight.grad, module.bias.grad), strict=True):
+        for f, e in zip(results, (x.grad, module.weight.grad, module.bias.grad), strict=True):
             # a q at a tie may fall to the other side when sums are added in another order
             assert (f - e).norm() <= 1e-3 * e.norm()
     assert len(compilations) == 1

@@ -30,8 +30,8 @@ def written(product):
 
 
 def test_recipes_match_the_oracles_table(oracle):
-    found = {name: tuple(written(getattr(r, p)) for p in PRODUCTS) for name, r in RECIPES.items()}
-    assert found == oracle.TABLE
+    table = {name: tuple(written(getattr(r, p)) for p in PRODUCTS) for name, r in RECIPES.items()}
+    assert table == oracle.TABLE
 
 
 def test_int8_and_hw_fp8_are_native():
@@ -77,9 +77,9 @@ def test_custom_recipe_can_be_the_named_block_scaled_one():
 @pytest.mark.parametrize("product, contracted", CONTRACTED.items())
 def test_int8_scale_along_the_contracted_dimension_is_refused(product, contracted):
     for operand, granularity in contracted.items():
-        given = dict.fromkeys(PRODUCTS[product], "tensorwise") | {operand: granularity}
+        operands = dict.fromkeys(PRODUCTS[product], "tensorwise") | {operand: granularity}
         with pytest.raises(ValueError, match=f"{product}.{operand}={granularity}"):
-            custom_recipe({product: {"format": "int8", **given}})
+            custom_recipe({product: {"format": "int8", **operands}})
 
 
 @pytest.mark.parametrize(

@@ -30,11 +30,11 @@ def test_apply_recipe_replaces_all_layers_of_a_block(custom):
     model = block(custom=custom).eval()
     names = [name for name, _ in model.named_parameters()]
     parameters = [id(parameter) for parameter in model.parameters()]
-    found = apply_recipe(model, "switchback")
-    assert [layer.name.rsplit(".", 1)[1] for layer in found] == ["in_proj", "out_proj"] + [
+    layers = apply_recipe(model, "switchback")
+    assert [layer.name.rsplit(".", 1)[1] for layer in layers] == ["in_proj", "out_proj"] + [
         "c_fc", "c_proj",
     ]  # fmt: skip
-    assert all(layer.swapped for layer in found)
+    assert all(layer.swapped for layer in layers)
     assert [name for name, _ in model.named_parameters()] == names
     assert [id(parameter) for parameter in model.parameters()] == parameters
     calls = []
@@ -96,15 +96,15 @@ def test_fused_mlp_compiles_to_one_graph():
     ],
 )
 def test_pattern_matches_a_name_or_its_end(where, expected):
-    found = apply_recipe(block(), "switchback", where)
-    assert [layer.name.rsplit(".", 1)[1] for layer in found] == expected
+    layers = apply_recipe(block(), "switchback", where)
+    assert [layer.name.rsplit(".", 1)[1] for layer in layers] == expected
 
 
 def test_skip_slow_keeps_slow_shapes_in_16_bit():
     for skip_slow in (False, True):
-        found = apply_recipe(block(), "switchback", skip_slow=skip_slow)
-        assert all(layer.swapped is not skip_slow and not layer.gains for layer in found)
-        line = summary("switchback", found)
+        layers = apply_recipe(block(), "switchback", skip_slow=skip_slow)
+        assert all(layer.swapped is not skip_slow and not layer.gains for layer in layers)
+        line = summary("switchback", layers)
         assert ("0 of 4" if skip_slow else "4 of 4") in line
     with torch.device("meta"):
         wide = apply_recipe(block(4096), "switchback", ["c_fc"], skip_slow=True)

@@ -46,6 +46,6 @@ def test_notebook_runs_and_draws(name, monkeypatch):
     there = {"metadata": {"path": str(FOLDER)}}
     nbclient.NotebookClient(notebook, timeout=200, resources=there).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
-    said = [output["text"] for output in outputs if output.get("name") == "stderr"]
-    assert said == []
+    errors = [output["text"] for output in outputs if output.get("name") == "stderr"]
+    assert errors == []
     assert sum("image/png" in output.get("data", ()) for output in outputs) >= 1

@@ -187,9 +187,9 @@ def compile_launch(name: str, args: tuple, kwargs: dict, capability: int) -> dic
     kernel = KERNELS[name]
     options = {key: kwargs[key] for key in OPTIONS if key in kwargs}
     signature, constants, attributes = {}, {}, {}
-    given = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+    bound = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
     for position, argument in enumerate(kernel.arg_names):
-        value = given[argument]
+        value = bound[argument]
         annotated = kernel.params[position].is_constexpr
         if annotated or (isinstance(value, int) and value == 1):
             signature[argument], constants[argument] = "constexpr", value

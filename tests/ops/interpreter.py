@@ -44,8 +44,8 @@ def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
 def create_fma(self, x, y, z):
     """Computes the product exactly, in float64."""
     with np.errstate(all="ignore"):  # inf - inf, as on a GPU
-        found = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data.astype(np.float64)
-        return TensorHandle(found.astype(z.data.dtype), z.dtype.scalar)
+        total = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data.astype(np.float64)
+        return TensorHandle(total.astype(z.data.dtype), z.dtype.scalar)
 
 
 def patch(monkeypatch) -> None:

@@ -70,8 +70,8 @@ def test_other_fake_ops_match_the_kernels(device):
         (ops._gelu_backward_quantize, triton_gelu.gelu_backward_quantize, (x, x)),
     ):
         assert_fake_is_true(
-            lambda *given, op=op: op(*given, "int8"),
-            lambda *given, kernel=kernel: kernel(*given, INT8),
+            lambda *operands, op=op: op(*operands, "int8"),
+            lambda *operands, kernel=kernel: kernel(*operands, INT8),
             *arguments,
         )
     arguments = (q, q[:4], scale, scale[:1], None, torch.bfloat16)

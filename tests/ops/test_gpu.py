@@ -50,8 +50,8 @@ def step(layer, x, g):
     return [t.detach().clone() for t in (output, x.grad, layer.weight.grad, layer.bias.grad)]
 
 
-def assert_near(found, expected, tolerance):
-    for f, e in zip(found, expected, strict=True):
+def assert_near(results, expected, tolerance):
+    for f, e in zip(results, expected, strict=True):
         assert f.dtype == e.dtype and f.isfinite().all()
         assert (f.double() - e.double()).norm() <= tolerance * e.double().norm()
 
@@ -60,8 +60,8 @@ def assert_near(found, expected, tolerance):
 @pytest.mark.parametrize("name", NATIVE)
 def test_kernels_match_reference_gradients(name, width):
     skip_without(name)
-    found = step(*make(name, "triton", width))
-    assert_near(found, step(*make(name, "reference", width)), tolerance_of(name))
+    results = step(*make(name, "triton", width))
+    assert_near(results, step(*make(name, "reference", width)), tolerance_of(name))
 
 
 @pytest.mark.parametrize("name", NATIVE)
@@ -75,8 +75,8 @@ def test_layer_compiles_once_to_one_graph(name):
     compiled.weight, compiled.bias = layer.weight, layer.bias
     with torch._dynamo.config.patch(error_on_recompile=True):
         for _ in range(3):
-            found = step(compiled, x, g)
-    assert_near(found, expected, 3 * tolerance_of(name))
+            results = step(compiled, x, g)
+    assert_near(results, expected, 3 * tolerance_of(name))
 
 
 @pytest.mark.parametrize("tokens, is_causal", [(33, False), (32, True), (50, False), (77, True)])
@@ -92,8 +92,8 @@ def test_attention_compiles_to_one_graph_and_repeats_bits(tokens, is_causal):
     def step(call):
         return torch.autograd.grad(call(x, x, x)[0], [x, *module.parameters()], g)
 
-    found = step(torch.compile(module, fullgraph=True))
-    assert_near(found, step(module), 5e-3)
+    results = step(torch.compile(module, fullgraph=True))
+    assert_near(results, step(module), 5e-3)
     assert all(map(torch.equal, step(module), step(module)))
 
 
@@ -113,8 +113,8 @@ def test_captured_step_replays_on_new_data(name):
         x.copy_(torch.randn_like(x))
         g.copy_(torch.randn_like(g))
     graph.replay()
-    found = [t.clone() for t in captured]
-    assert_near(found, step(layer, x, g), 1e-6)
+    results = [t.clone() for t in captured]
+    assert_near(results, step(layer, x, g), 1e-6)
 
 
 @pytest.mark.parametrize("format", [INT8, E4M3, E5M2], ids=lambda format: format.name)
@@ -125,11 +125,11 @@ def test_random_large_tensors_match_reference_bits(granularity, format):
     for dtype in (torch.bfloat16, torch.float32) * 4:
         m, k = torch.randint(1, 9000, (2,), generator=generator).tolist()
         x = torch.randn(m, k, device="cuda", dtype=dtype) * 3
-        found = ops.quantize(x, format, granularity, layout="both", backend="triton")
+        results = ops.quantize(x, format, granularity, layout="both", backend="triton")
         q, scale = reference.quantize(x, format, granularity)
-        assert torch.equal(found[2], scale), (m, k)
-        assert torch.equal(found[0].view(torch.uint8), q.view(torch.uint8)), (m, k)
-        assert torch.equal(found[1].view(torch.uint8), q.T.contiguous().view(torch.uint8)), (m, k)
+        assert torch.equal(results[2], scale), (m, k)
+        assert torch.equal(results[0].view(torch.uint8), q.view(torch.uint8)), (m, k)
+        assert torch.equal(results[1].view(torch.uint8), q.T.contiguous().view(torch.uint8)), (m, k)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -141,10 +141,10 @@ def test_random_large_products_match_reference(dtype):
         a, b = (torch.randint(-127, 128, (r, k), dtype=torch.int8, device="cuda") for r in (m, n))
         a_scale, b_scale = (torch.rand(r, 1, device="cuda") * 1e-3 for r in (m, n))
         bias = torch.randn(n, device="cuda")
-        found = ops.matmul(a, b, a_scale, b_scale, bias, dtype, backend="triton")
+        results = ops.matmul(a, b, a_scale, b_scale, bias, dtype, backend="triton")
         expected = reference.matmul(a, b, a_scale, b_scale, bias, dtype)
         eps = torch.finfo(dtype).eps
-        torch.testing.assert_close(found, expected, rtol=2 * eps, atol=2 * eps)
+        torch.testing.assert_close(results, expected, rtol=2 * eps, atol=2 * eps)
 
 
 @pytest.mark.parametrize("shape", [(5000, 2584, 1296), (1, 8, 16), (9000, 264, 4112)], ids=str)

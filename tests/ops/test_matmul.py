@@ -57,15 +57,17 @@ ON_HOPPER = pytest.param(launch_hopper, id="hopper", marks=pytest.mark.gpu)
 LAUNCHES = pytest.mark.parametrize("launch", [pytest.param(launch_general, id="any"), ON_HOPPER])
 
 
-def assert_int8_agrees(found, arguments):
+def assert_int8_agrees(result, arguments):
     """Exact, except that a GPU rounds a multiply-add once and the definition twice."""
     expected = reference.matmul(*arguments)
-    assert found.dtype == expected.dtype and found.shape == expected.shape
-    if found.is_cuda:
-        eps = EPS[found.dtype]
-        assert torch.allclose(found.double(), expected.double(), rtol=eps, atol=eps, equal_nan=True)
+    assert result.dtype == expected.dtype and result.shape == expected.shape
+    if result.is_cuda:
+        eps = EPS[result.dtype]
+        assert torch.allclose(
+            result.double(), expected.double(), rtol=eps, atol=eps, equal_nan=True
+        )
     else:
-        assert torch.equal(found, expected)
+        assert torch.equal(result, expected)
 
 
 @pytest.mark.parametrize(
@@ -119,13 +121,13 @@ def test_fp8_matches_reference_within_rounding(device, dtype, formats, launch):
     b = make_fp8(n, k, formats[1], device, 1)
     a_scale, b_scale = make_scale(m, device, 2), make_scale(1, device, 3)
     bias = torch.randn(n, device=device)
-    found = launch(a, b, a_scale, b_scale, bias, dtype)
+    result = launch(a, b, a_scale, b_scale, bias, dtype)
     expected = reference.matmul(a, b, a_scale, b_scale, bias, torch.float32).double()
     scale = a_scale.double() * b_scale.double().T
     added = (a.double().abs() @ b.double().abs().T) * scale * ADDED
     subnormal = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps  # their spacing
     bound = added + EPS[dtype] * expected.abs() + subnormal
-    assert ((found.double() - expected).abs() <= bound).all()
+    assert ((result.double() - expected).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("k, dtype", [(64, torch.float32), (200, torch.bfloat16)], ids=str)
@@ -135,10 +137,10 @@ def test_partial_int32_sums_are_added_in_float32(device, monkeypatch, dtype, k):
     a, b = make_int8(33, k, device, 0), make_int8(20, k, device, 1)
     a_scale, b_scale = make_scale(33, device, 2), make_scale(20, device, 3)
     bias = torch.randn(20, device=device)
-    found = kernels.matmul(a, b, a_scale, b_scale, bias, dtype)
+    result = kernels.matmul(a, b, a_scale, b_scale, bias, dtype)
     exact = (a.double() @ b.double().T) * a_scale.double() * b_scale.double().T + bias.double()
     bound = EPS[dtype] * (exact.abs() + bias.abs()) + 1e-4  # float32 sums of the parts
-    assert ((found.double() - exact).abs() <= bound).all()
+    assert ((result.double() - exact).abs() <= bound).all()
     expected = reference.matmul(a, b, a_scale, b_scale, bias, torch.float32)
     torch.testing.assert_close(expected.double(), exact, rtol=1e-6, atol=1e-4)
 
@@ -151,9 +153,9 @@ def test_sums_beyond_int32_are_right(device):
     assert 127**2 * k > 2**31
     multiplies = [reference.matmul] + [kernels.matmul] * a.is_cuda  # takes 20 s in the interpreter
     for multiply in multiplies:
-        found = multiply(a, b, one, one, None, torch.float32)
-        exact = torch.full_like(found, -(127.0**2) * k)
-        torch.testing.assert_close(found, exact, rtol=2.0**-22, atol=0)
+        result = multiply(a, b, one, one, None, torch.float32)
+        exact = torch.full_like(result, -(127.0**2) * k)
+        torch.testing.assert_close(result, exact, rtol=2.0**-22, atol=0)
 
 
 @LAUNCHES
@@ -161,10 +163,10 @@ def test_nan_scale_makes_only_its_row_nan(device, launch):
     a, b = make_int8(40, 64, device, 0), make_int8(48, 64, device, 1)
     a_scale, b_scale = make_scale(40, device, 2), make_scale(48, device, 3)
     a_scale[7], b_scale[9] = torch.nan, torch.nan
-    found = launch(a, b, a_scale, b_scale, None, torch.bfloat16).isnan()
+    result = launch(a, b, a_scale, b_scale, None, torch.bfloat16).isnan()
     expected = torch.zeros(40, 48, dtype=torch.bool, device=device)
     expected[7], expected[:, 9] = True, True
-    assert torch.equal(found, expected)
+    assert torch.equal(result, expected)
 
 
 @LAUNCHES
@@ -181,5 +183,5 @@ def test_empty_product_launches_nothing(device, monkeypatch, m, n):
     monkeypatch.setattr(kernels, "_plan", None)
     a, b = make_int8(m, 64, device, 0), make_int8(n, 64, device, 1)
     one = torch.ones(1, 1, device=device)
-    found = kernels.matmul(a, b, one, one, None, torch.bfloat16)
-    assert found.shape == (m, n) and found.dtype == torch.bfloat16
+    result = kernels.matmul(a, b, one, one, None, torch.bfloat16)
+    assert result.shape == (m, n) and result.dtype == torch.bfloat16

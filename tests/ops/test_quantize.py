@@ -32,9 +32,9 @@ def bits(x):
     return x.cpu().contiguous().view(torch.uint8)
 
 
-def assert_same(found, expected, what):
-    assert found.dtype == expected.dtype and found.shape == expected.shape, what
-    assert torch.equal(bits(found), bits(expected)), what
+def assert_same(result, expected, what):
+    assert result.dtype == expected.dtype and result.shape == expected.shape, what
+    assert torch.equal(bits(result), bits(expected)), what
 
 
 def by_kernels(x, format, granularity):

@@ -5,6 +5,6 @@ import torch
 @pytest.fixture
 def torchao(monkeypatch):
     """torchao.optim without torch.compile, which takes seconds per shape."""
-    found = pytest.importorskip("torchao.optim")
+    module = pytest.importorskip("torchao.optim")
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    return found
+    return module

@@ -61,8 +61,8 @@ def run(optimizer, steps=5, scale=1.0):
     return [p.detach().clone() for p in params_of(optimizer)]
 
 
-def assert_same(found, expected):
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+def assert_same(result, expected):
+    assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
 
 
 @pytest.mark.parametrize("clip_norm", [None, 50.0, 1e6])
@@ -181,8 +181,8 @@ def test_parameters_move_as_under_the_library_alone(name):
 
 def test_foreach_changes_only_the_rounding_of_stable_spam():
     library = pytest.importorskip("pytorch_optimizer")
-    found = run(build("stable_spam"))
-    torch.testing.assert_close(found, run(library.StableSPAM(make_groups(), **RULE)))
+    result = run(build("stable_spam"))
+    torch.testing.assert_close(result, run(library.StableSPAM(make_groups(), **RULE)))
 
 
 @pytest.mark.parametrize("name", LIBRARIES)

@@ -91,9 +91,9 @@ def test_every_truncation_of_a_stream_yields_whole_batches_only(tmp_path, record
     whole = stream(tmp_path).read_bytes()
     for size in range(len(whole) + 1):
         stream(tmp_path).write_bytes(whole[:size])
-        found = list(read_tensors(tmp_path))
-        assert len(found) == sum(size >= end for end in sizes)
-        for first, (_, statistics, _) in zip((1, 3, 5), found, strict=False):
+        flushes = list(read_tensors(tmp_path))
+        assert len(flushes) == sum(size >= end for end in sizes)
+        for first, (_, statistics, _) in zip((1, 3, 5), flushes, strict=False):
             np.testing.assert_array_equal(statistics["rms"], batch(first)[1]["rms"])
 
 

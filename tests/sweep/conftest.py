@@ -60,12 +60,12 @@ def here(tmp_path, monkeypatch):
 
 def processes_in(folder):
     """Other processes whose working directory is a folder, as Linux shows them."""
-    found = []
+    pids = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or it is another user's
             if os.readlink(process / "cwd") == str(folder) and int(process.name) != os.getpid():
-                found.append(int(process.name))
-    return found
+                pids.append(int(process.name))
+    return pids
 
 
 class Sweeps:

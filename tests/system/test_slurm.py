@@ -108,8 +108,8 @@ def test_each_run_was_disturbed_as_planned_and_none_ran_twice(swept):
 
 def test_slurm_shows_a_failed_run_as_failed(swept):
     job = swept.manifest.submissions()[swept.index(11)].job
-    shown = swept.run("sacct", "-X", "-n", "-P", "-o", "State", "-j", job)
-    assert shown.split() == ["FAILED"]
+    states = swept.run("sacct", "-X", "-n", "-P", "-o", "State", "-j", job)
+    assert states.split() == ["FAILED"]
 
 
 def test_disturbed_records_are_byte_identical_to_undisturbed_ones(swept, tmp_path):
