@@ -81,6 +81,12 @@ def signature(heads: pd.DataFrame, *varied: str, seed: bool = True) -> pd.Series
     return pd.Series(["|".join(row) for row in rows], index=heads.index, dtype=object)
 
 
+def with_baselines(heads: pd.DataFrame, experiment: str, varied: str) -> pd.DataFrame:
+    """The runs of a study, and those of others that differ from one in `varied` and seed alone."""
+    own, settings = heads["experiment"] == experiment, signature(heads, varied, seed=False)
+    return heads[own | settings.isin(settings[own])] if own.any() else heads
+
+
 def one_variant(heads: pd.DataFrame, varied: str) -> pd.DataFrame:
     """For each value of the varied setting, the runs with that value's most frequent settings.
 

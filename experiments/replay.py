@@ -23,6 +23,7 @@ Prints a table, and writes the table, every step and a figure to RUN/replays/. T
 changed.
 """
 
+import hashlib
 import math
 import sys
 import tempfile
@@ -47,6 +48,7 @@ from lowprec.runs.attempts import CheckpointError
 from lowprec.runs.identity import to_dict
 from lowprec.runs.read import read_config, scan_rows
 
+MOST = 120  # characters of a file's name
 OR = "or"  # between changes that are tried one after the other
 
 
@@ -111,7 +113,9 @@ def main(config: ReplayConfig, changes: list[str], multirun: bool = False) -> No
     scaler = trained["scaler"]["name"]
     frames = replays(config, variants, scaler, recorded, state, range(first, last + 1), faults)
     since = [f"change_from={','.join(map(str, starts))}"] if starts else []
-    stem = "_".join([f"step_{config.step}", *since, *changes]).replace("/", "-")[:120]
+    stem = "_".join([f"step_{config.step}", *since, *changes]).replace("/", "-")
+    if len(stem) > MOST:
+        stem = f"{stem[: MOST - 9]}_{hashlib.sha256(stem.encode()).hexdigest()[:8]}"
     protocol = protocol_of(**trained["diagnostics"]["spikes"])
     print(report(run / "replays" / stem, config.step, recorded, frames, protocol))
     if faults:

@@ -28,9 +28,7 @@ WIDE = 3  # ratio of the largest to the smallest loss on a logarithmic axis
 
 def select(heads: pd.DataFrame) -> pd.DataFrame:
     """The study's rows, and those of other studies that differ from one in the recipe alone."""
-    own = heads["experiment"] == EXPERIMENT
-    settings = comparison.signature(heads, "precision.label", seed=False)
-    return heads[own | settings.isin(settings[own])] if own.any() else heads
+    return comparison.with_baselines(heads, EXPERIMENT, "precision.label")
 
 
 def query(runs: Runs) -> pd.DataFrame:

@@ -23,6 +23,7 @@ TYPES = {  # of the table's columns that are needed
     **{"height": float, "of_control": float, "gone": bool, "exact": bool},
 }
 COLUMNS = (*curves.OF_A_RUN, *TYPES, "height_of_control")
+APART = 0.96  # ratio of leads between changes, so that lines do not hide each other
 REPLAY = ["step", "change", "change_from", "perturbation"]  # identifies a replay of a run
 SPIKE = ["run", "step"]
 
@@ -61,14 +62,15 @@ def shares(frame: pd.DataFrame) -> pd.DataFrame:
 
 def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
     """Draws the single panel: a line for each change, dashed for the perturbations."""
-    table = shares(frame)
-    for number, change in enumerate(frame["change"].unique()):
+    table, changes = shares(frame), frame["change"].unique()
+    for number, change in enumerate(changes):
         line = table.loc[change]
         label, look = change, {"color": f"C{number}"}
         if change == PERTURBED:
             label, look = "perturbed in the last digit", {"color": "black", "ls": (0, (3, 1.5))}
         num = "-".join(map(str, sorted({line["num"].min(), line["num"].max()})))
-        ax.plot(line.index, 100 * line["share"], marker="o", ms=3, label=f"{label} ({num})", **look)
+        at = line.index * APART ** (number - (len(changes) - 1) / 2)
+        ax.plot(at, 100 * line["share"], marker="o", ms=3, label=f"{label} ({num} spikes)", **look)
     leads = sorted(frame["lead"].unique())
     ax.set_xscale("log", base=2)
     ax.set_xticks(leads, [str(lead) for lead in leads], minor=False)

@@ -25,15 +25,9 @@ POWER = 0.8
 
 def select(heads: pd.DataFrame) -> pd.DataFrame:
     """The study's rows, and those of other studies with the same settings."""
-    own = heads["experiment"] == EXPERIMENT
-    settings = comparison.signature(_rounded(heads), "compile", seed=False)
-    return heads[own | settings.isin(settings[own])] if own.any() else heads
-
-
-def _rounded(heads: pd.DataFrame) -> pd.DataFrame:
-    """The learning rates of `Runs.runs` with six digits."""
     rates = [float(f"{rate:.6g}") for rate in heads.get("optimizer.lr", [])]
-    return heads.assign(**({"optimizer.lr": rates} if rates else {}))
+    rounded = heads.assign(**({"optimizer.lr": rates} if rates else {}))
+    return heads.loc[comparison.with_baselines(rounded, EXPERIMENT, "compile").index]
 
 
 def query(runs: Runs) -> pd.DataFrame:
@@ -109,8 +103,8 @@ def caption(frame: pd.DataFrame) -> str:
         if recall > 0:
             pairs = [seeds_needed(math.sqrt(2) * recall, margin) for margin in MARGINS]
             text += (
-                f" If pairs of runs differ like these, showing equality within {MARGINS[0]:g} and "
-                f"{MARGINS[1]:g} points with {POWER:.0%} power takes {pairs[0]:,} and {pairs[1]:,} "
-                "pairs."
+                f" Equal methods, compared in pairs of such runs, are shown to be equal within "
+                f"{MARGINS[0]:g} and {MARGINS[1]:g} points with {POWER:.0%} power by {pairs[0]:,} "
+                f"and {pairs[1]:,} pairs."
             )
     return text + curves.caption_end(runs, crosses=False)
