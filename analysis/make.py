@@ -149,7 +149,8 @@ def _of_runs(
     table = runs.runs
     is_drawn = table["run"].isin(frame["run"])
     drawn = table[is_drawn]
-    left_out = [f"{r.path} ({r.note or r.state})" for r in table[~is_drawn].itertuples()]
+    rest = table.loc[~is_drawn, ["path", "note", "state"]]
+    left_out = [f"{run.path} ({run.note or run.state})" for run in rest.itertuples()]
     if drawn.empty:
         to_make = f"to make runs: {command(name, scale)}"
         raise NoRunsError(f"{root}: nothing to draw yet: {_some(left_out)}; {to_make}")
