@@ -13,13 +13,13 @@ from matplotlib.figure import Figure
 from scipy import stats
 
 from analysis import comparison, curves, style
+from analysis.evidence import LOSS_MARGIN, MARGINS
 from analysis.figures.formats import MEASURES
 from analysis.load import Runs
 
 EXPERIMENT, BASELINES = "rounding", "accuracy_vs_size"
 ROUNDING, SEEDS = "rounding alone", "seeds"
 COLUMNS = ("arm", *curves.OF_A_RUN, "compile", *MEASURES)
-MARGINS = (0.1, 0.5)  # points of mean R@1 within which two methods count as equal
 POWER = 0.8
 
 
@@ -95,16 +95,20 @@ def caption(frame: pd.DataFrame) -> str:
         "learning rates that differ in the seventh digit, or without compilation (open). Right: "
         "seeds. Bars: means."
     )
+    points = sorted(MARGINS.values())
     for arm, part in frame.groupby("arm"):
         recall = deviation(frame, arm, "recall")
-        loss = deviation(frame, arm, "validation_loss") / part["validation_loss"].mean()
-        text += f" Standard deviation over {arm} ({len(part)} runs): {recall:.2g} points of R@1"
-        text += f" and {loss:.2g} of the loss." if math.isfinite(loss) else "."
-        if recall > 0:
-            pairs = [seeds_needed(math.sqrt(2) * recall, margin) for margin in MARGINS]
+        loss = 100 * deviation(frame, arm, "validation_loss") / part["validation_loss"].mean()
+        text += (
+            f" Standard deviation over {arm} ({len(part)} runs): {recall:.2g} points of R@1 and "
+            f"{loss:.2g}% of the loss."
+        )
+        if recall > 0 and loss > 0:
+            pairs = [seeds_needed(math.sqrt(2) * recall, margin) for margin in points]
+            pairs.append(seeds_needed(math.sqrt(2) * loss, LOSS_MARGIN))
             text += (
                 f" Equal methods, compared in pairs of such runs, are shown to be equal within "
-                f"{MARGINS[0]:g} and {MARGINS[1]:g} points with {POWER:.0%} power by {pairs[0]:,} "
-                f"and {pairs[1]:,} pairs."
+                f"{curves.join(points)} points and {LOSS_MARGIN:g}% of the loss with {POWER:.0%} "
+                f"power by {curves.join(pairs)} pairs."
             )
     return text + curves.caption_end(runs, crosses=False)

@@ -39,7 +39,9 @@ def test_seeds_come_from_runs_with_the_same_settings(plant, query):
         assert len(one.get_xdata()) == 1  # not compiled
     caption = rounding.caption(frame)
     assert "over seeds (3 runs): 10 points of R@1" in caption
-    assert "over rounding alone (5 runs): 1.6 points" in caption
+    assert "over rounding alone (5 runs): 1.6 points of R@1 and 2.2% of the loss" in caption
+    few, more = (f"{rounding.seeds_needed(5**0.5, margin):,}" for margin in (0.5, 0.1))
+    assert f"power by {more}, {few} and" in caption  # the differences have a variance of 2 * 2.5
 
 
 @pytest.mark.parametrize(("deviation", "margin"), [(0.7, 0.5), (2.0, 0.5), (0.1, 0.5)])
