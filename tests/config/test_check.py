@@ -111,7 +111,8 @@ def test_a_scaler_is_accepted_with_its_legal_dtypes_only(autocast, scaler):
 
 
 def test_a_config_survives_a_round_trip_through_plain_data():
-    config = check({**nested("data.resampled", True), "seed": 3})
+    change = {"step": 5, "recipe": None, "autocast": "fp32"}
+    config = check({**nested("data.resampled", True), "seed": 3, "precision_change": change})
     assert check(to_dict(config)) == config
 
 

@@ -51,8 +51,9 @@ def test_log_file_gets_a_line_every_few_seconds(monkeypatch, capsys, processes):
 
 
 WAITING = r"""
-import os, time
+import os, signal, time
 from lowprec.data.jobs import run_jobs
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's `&` takes away
 def wait(job):
     os.write(1, b"%d\n" % os.getpid())
     time.sleep(60)

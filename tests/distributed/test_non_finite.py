@@ -80,6 +80,7 @@ def test_each_case_triggers_its_rule_in_one_process(runs):
         ("often", "fixed"): ("diverged", 3),
         ("clipped", "none"): ("finished", 4),
     }
+    assert "visual.conv1.weight" in status["gradient", "none"]["reason"]
     assert "2 consecutive skips" in status["often", "fixed"]["reason"]
     rows = read_rows(runs[("clipped", "none"), "none"] / "metrics.jsonl")
     assert all(row["clipped_grad_norm"] < 0.9 * row["grad_norm"] for row in rows)

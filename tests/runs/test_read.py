@@ -60,18 +60,6 @@ def test_every_truncation_yields_exactly_the_rows_whose_line_is_whole(rows_file)
         assert read_rows(path) == rows[: whole[:size].count(b"\n")]
 
 
-@pytest.mark.parametrize(
-    "damage", [b"{", b"", b"5", b"null", b"[1]", b"\0" * 9, b"\xff", b'{"a" 1}']
-)
-def test_damaged_line_before_the_last_is_an_error_with_file_and_line(rows_file, damage):
-    path, _ = rows_file
-    lines = path.read_bytes().split(b"\n")
-    lines[2] = damage
-    path.write_bytes(b"\n".join(lines))
-    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 3 \(byte \d+\) is damaged"):
-        read_rows(path)
-
-
 def test_runs_are_folders_with_config_and_status(tmp_path):
     whole = ("config.yaml", "status.json")
     for name, files in (("b", whole), ("a", whole), ("unfinished", whole[:1]), ("c", whole[1:])):

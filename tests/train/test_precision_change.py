@@ -1,6 +1,5 @@
 """`precision_change` changes the recipe at a step, and nothing else."""
 
-import json
 import shutil
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -180,15 +179,6 @@ def test_compiled_blocks_and_the_graph_are_built_again(config_of, run_once, tmp_
     config.compile = False
     run_once(config, tmp_path / "eager")
     assert final(tmp_path / "compiled")[1] == final(tmp_path / "eager")[1]
-
-
-def test_config_of_a_run_with_a_change_is_read_back(config_of, run_once, tmp_path):
-    config = config_of("autocast")
-    run_once(config, tmp_path / "run", stop_at=1)
-    assert read_config(tmp_path / "run") == config
-    assert json.loads((tmp_path / "run" / "config.yaml").read_text())["precision_change"] == {
-        "step": STEP, "recipe": None, "autocast": "fp32",
-    }  # fmt: skip
 
 
 def test_a_recipe_that_does_not_fit_the_model_is_refused_before_the_first_step(
