@@ -17,7 +17,13 @@ from pathlib import Path
 from experiments.entry import beside_chance, run_command
 from lowprec.config.check import ConfigError
 from lowprec.config.preflight import preflight
-from lowprec.config.schema import Config, EvaluationConfig, PrecisionChangeConfig, key
+from lowprec.config.schema import (
+    Config,
+    EvaluationConfig,
+    OptimizerConfig,
+    PrecisionChangeConfig,
+    key,
+)
 from lowprec.data.open import open_data
 from lowprec.runs.attempts import step_of
 from lowprec.runs.read import encode_row, read_config
@@ -76,7 +82,7 @@ def main(config: EvaluateConfig) -> None:
     trained.precision = dataclasses.replace(precision, autocast=autocast)
     trained.precision_change = PrecisionChangeConfig()  # its other recipe may not run here
     built = build(trained, open_data(trained, training=False))
-    built.state.load(checkpoint)
+    built.state.load_model(checkpoint)
     evaluation, model = built.evaluation(), built.task.model
     converts = config.precision.recipe == "int8_inference"
     if converts and not built.layers:
@@ -102,7 +108,8 @@ def main(config: EvaluateConfig) -> None:
 def evaluated_config(trained: Config, config: EvaluateConfig) -> Config:
     """Returns a run's config with the changes for an evaluation.
 
-    With other validation shards, the run's class names and templates do not apply.
+    With other validation shards, the run's class names and templates do not apply. The optimizer,
+    whose package may be missing, is AdamW.
     """
     data = trained.data
     data = dataclasses.replace(
@@ -117,6 +124,7 @@ def evaluated_config(trained: Config, config: EvaluateConfig) -> Config:
         trained,
         data=data,
         model=dataclasses.replace(trained.model, init_from=None),
+        optimizer=OptimizerConfig(stable_embedding=trained.optimizer.stable_embedding),
         evaluation=EvaluationConfig(config.evaluation.name or trained.evaluation.name),
         device=config.device,
         compile=False,

@@ -35,11 +35,15 @@ class Evaluation:
 
     @torch.no_grad()
     def __call__(self, model: nn.Module) -> dict[str, float]:
-        """Evaluates a model that maps (images, tokens) to features of norm 1."""
-        training = model.training
+        """Evaluates a model that maps (images, tokens) to features of norm 1.
+
+        The random state stays, although a recipe may round stochastically.
+        """
+        training, device = model.training, next(model.parameters()).device
+        restored = torch.random.fork_rng([device] if device.type == "cuda" else [])
         model.eval()
         try:
-            with torch.compiler.set_stance("force_eager"), self.autocast():
+            with torch.compiler.set_stance("force_eager"), restored, self.autocast():
                 return self._evaluate(model)
         finally:
             model.train(training)

@@ -69,6 +69,17 @@ def batch_of(numbers, num_skips):
     return Batch(images, values[:, None], values, values, [{}] * num_skips)
 
 
+def test_stochastic_rounding_leaves_the_random_state_of_training():
+    class Rounding(TokenModel):
+        def encode_image(self, pixels, normalize):
+            return super().encode_image(pixels + torch.rand_like(pixels.float()), normalize)
+
+    state = torch.get_rng_state()
+    batches = [batch_of([0, 1, 2, 3], 0)]
+    Evaluation(lambda: iter(batches), nn.Identity(), retrieval=True)(Rounding())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def evaluate(batches):
     return Evaluation(lambda: iter(batches), nn.Identity(), retrieval=True)(TokenModel())
 

@@ -27,13 +27,7 @@ from lowprec.clip.text import Tokenizer, build_classifier, imagenet
 from lowprec.clip.vision import PatchDropout, compile_embedding
 from lowprec.config.check import ConfigError
 from lowprec.config.preflight import names_file, read_lines
-from lowprec.config.schema import (
-    LIBRARIES,
-    REMOVED_OPTIMIZERS,
-    Config,
-    OptimizerConfig,
-    PrecisionConfig,
-)
+from lowprec.config.schema import LIBRARIES, Config, OptimizerConfig, PrecisionConfig
 from lowprec.data.cache import DecodedCache
 from lowprec.data.loader import Batch, Batches, decode_caption, decode_image, iterate
 from lowprec.data.open import Data, num_workers
@@ -324,7 +318,7 @@ def build_optimizer(config: Config, model: nn.Module) -> StableAdamW | LibraryOp
     embedding = ["*token_embedding"] if rule.stable_embedding else []
     key = "optimizer.override_32bit" if rule.override_32bit else f"optimizer={rule.name}"
     with _faults_of(key):
-        if rule.name in (*LIBRARIES, *REMOVED_OPTIMIZERS):
+        if rule.name in LIBRARIES:
             return LibraryOptimizer(rule.name, groups, common, **options)
         return StableAdamW(
             groups,

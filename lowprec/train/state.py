@@ -90,9 +90,7 @@ class TrainState:
         another run, without the random state, the count of skips and, if it is of another kind, the
         loss scaler. ZClip or SkipStep begins anew if the saved run did not use it.
         """
-        model = _read_like(folder, "model", self.model.state_dict())
-        _check_same(model, self.model.state_dict(), folder / "model.safetensors")
-        moments = {}
+        model, moments = self._read_model(folder), {}
         like = self.optimizer.tensors()
         _refuse_other_optimizer(folder, like)
         for key, expected in like.items():
@@ -101,8 +99,7 @@ class TrainState:
         state = json.loads((folder / "state.json").read_text())
         self._load_moments(moments)
         self.optimizer.steps = state["steps"]
-        for name, tensor in self.model.state_dict().items():
-            _local(tensor).copy_(_local(model[name]))
+        self._set_model(model)
         clipping, own = _read_like(folder, "clipping", {}), self._clipping()
         if clipping.keys() == own.keys():
             for name, tensor in own.items():
@@ -111,11 +108,23 @@ class TrainState:
             self.scaler.load_state_dict(state["scaler"])
         if fresh:
             return
-        rng = load_file(folder / "rng.safetensors")
-        torch.set_rng_state(rng["cpu"])
-        if torch.cuda.is_available() and "cuda" in rng:
-            torch.cuda.set_rng_state(rng["cuda"])
+        _set_random_state(folder)
         self.skips = state["skips"]
+
+    def load_model(self, folder: Path) -> None:
+        """Loads the weights and the random state alone, for which any optimizer will do."""
+        self._set_model(self._read_model(folder))
+        _set_random_state(folder)
+
+    def _read_model(self, folder: Path) -> dict[str, Tensor]:
+        expected = self.model.state_dict()
+        model = _read_like(folder, "model", expected)
+        _check_same(model, expected, folder / "model.safetensors")
+        return model
+
+    def _set_model(self, model: dict[str, Tensor]) -> None:
+        for name, tensor in self.model.state_dict().items():
+            _local(tensor).copy_(_local(model[name]))
 
     def _clipping(self) -> dict[str, Tensor]:
         """The state of ZClip or SkipStep, in place; empty without."""
@@ -142,6 +151,13 @@ class TrainState:
         for key, tensors in self.optimizer.tensors().items():
             for name, tensor in tensors.items():
                 _local(tensor).copy_(_local(moments[key][name]))
+
+
+def _set_random_state(folder: Path) -> None:
+    rng = load_file(folder / "rng.safetensors")
+    torch.set_rng_state(rng["cpu"])
+    if torch.cuda.is_available() and "cuda" in rng:
+        torch.cuda.set_rng_state(rng["cuda"])
 
 
 def _refuse_other_optimizer(folder: Path, like: dict[str, dict]) -> None:

@@ -76,6 +76,11 @@ def test_a_run_from_start_to_export(work, as_command, capsys):
     printed = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert printed[0] == ["step", "10", "of", "10"]
     assert "retrieval/text_to_image_r10" in dict(line[:2] for line in printed)
+    text = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(text.replace("name: adamw\n", "name: adamw8bit_bnb\n"))
+    assert read_config(folder).optimizer.name == "adamw8bit_bnb"  # which can no longer be built
+    evaluate.main(EvaluateConfig(str(folder), device="cpu"))
+    assert read_rows(folder / "evaluations.jsonl") == [evaluated, evaluated]
 
     export.main(ExportConfig(str(folder), "w.safetensors"))
     keys = [*TINY, "name=warm", "num_steps=1", "evaluation=none", "model.init_from=w.safetensors"]
