@@ -19,11 +19,11 @@ HEIGHTS = {BETA2: {1: 4.0, 4: 1.0}, CLIP: {1: 4.0, 4: 4.0}}  # by lead; the cont
 def replays(heights=HEIGHTS, perturbed=(4.0, 4.0, 0.5), step=20):
     """Replays of a spike at `step`: their losses, 1 until then, by what they change."""
     replays = {Replay("control", 1): 4.0}
-    for lead in (1, 4):
+    for lead in (0, 1, 4):  # with 0, the change is too late to count
         start = step - lead
         replays[Replay("unchanged", start)] = 4.0
         replays |= {Replay("perturbed", start, n): h for n, h in enumerate(perturbed)}
-        replays |= {Replay(name, start): by_lead[lead] for name, by_lead in heights.items()}
+        replays |= {Replay(name, start): by_lead.get(lead, 4) for name, by_lead in heights.items()}
     frames = {}
     for replay, height in replays.items():
         steps = range(replay.change_from, step + 3)

@@ -246,6 +246,7 @@ def test_impossible_replays_are_refused(run):
         (40, ["skip_batches=1"], "has recorded steps 1 to 12"),
         (4, ["skip_batches=1"], "before step 4; .*000000004.*for step 6 and later"),
         (10, ["model.vision_layers=3"], "does not fit the model"),
+        (10, ["optimizer.stable_embedding=true"], "does not fit the model"),
     ):
         with pytest.raises(RunError, match=message):
             replayed(folder, step, *changes)

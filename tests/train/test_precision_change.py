@@ -112,6 +112,10 @@ def test_a_run_with_a_change_is_replayed_and_evaluated_with_the_recipe_of_the_st
         assert "recorded losses exactly" in capsys.readouterr().out
     first, second = (pd.read_csv(path) for path in sorted((run / "replays").glob("*_table.csv")))
     assert (first["peak"] != first["peak"][0]).any() and (second["peak"] != second["peak"][0]).any()
+    same = f"optimizer.beta2={read_config(run).optimizer.beta2}"  # the control once more
+    replay_main(ReplayConfig(str(run), 6, 2, perturbed=0), [same])
+    control, again = pd.read_csv(run / "replays" / f"step_6_{same}_table.csv")["loss"]
+    assert control == again
     built, build = [], building.build
     monkeypatch.setattr(building, "build", lambda *a: built.append(build(*a)) or built[-1])
     config = evaluate.EvaluateConfig(str(run), device="cpu")
