@@ -50,8 +50,11 @@ class DecodedCache:
         os.ftruncate(self._file, num_samples * self._size)
 
     def read(self, sample: int) -> tuple[np.ndarray, np.ndarray] | None:
-        """Pixels and tokens of a sample, both read-only, or None if they are not stored."""
-        record = os.pread(self._file, self._size, sample * self._size)
+        """Pixels and tokens of a sample, both read-only, or None if they cannot be read."""
+        try:
+            record = os.pread(self._file, self._size, sample * self._size)
+        except OSError:  # else the sample would count as damaged, and be replaced
+            return None
         stored = record[:CHECKSUM]
         if stored == bytes(CHECKSUM) or stored != _checksum(memoryview(record)[CHECKSUM:]):
             return None

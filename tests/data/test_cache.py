@@ -1,5 +1,6 @@
 """The cache of decoded pairs: the same batches as without it, whatever happens to its file."""
 
+import os
 import shutil
 
 import numpy as np
@@ -109,6 +110,14 @@ def test_too_small_a_disk_is_refused_and_a_full_one_is_no_error(make, tmp_path, 
 
     monkeypatch.setattr("os.pwrite", full)
     assert contents(make(tmp_path)) == contents(make())
+
+
+def test_a_disk_that_can_no_longer_be_read_replaces_no_sample(make, tmp_path):
+    expected, batches = contents(make(tmp_path)), make(tmp_path)
+    folder = os.open(tmp_path, os.O_RDONLY)  # which cannot be read like a file
+    os.dup2(folder, batches.cache._file)
+    os.close(folder)
+    assert contents(batches) == expected
 
 
 def test_an_evaluation_on_another_machine_does_not_need_the_cache(make_config):
