@@ -17,13 +17,7 @@ from pathlib import Path
 from experiments.entry import beside_chance, run_command
 from lowprec.config.check import ConfigError
 from lowprec.config.preflight import preflight
-from lowprec.config.schema import (
-    Config,
-    EvaluationConfig,
-    OptimizerConfig,
-    PrecisionChangeConfig,
-    key,
-)
+from lowprec.config.schema import Config, EvaluationConfig, OptimizerConfig, key
 from lowprec.data.open import open_data
 from lowprec.runs.attempts import step_of
 from lowprec.runs.read import encode_row, read_config
@@ -77,10 +71,9 @@ def main(config: EvaluateConfig) -> None:
     from lowprec.train.checkpoint import find_checkpoint
 
     checkpoint = find_checkpoint(run)
-    precision = trained.precision_at(step_of(checkpoint))
-    autocast = config.precision.autocast or precision.autocast
-    trained.precision = dataclasses.replace(precision, autocast=autocast)
-    trained.precision_change = PrecisionChangeConfig()  # its other recipe may not run here
+    trained = trained.at_step(step_of(checkpoint))  # its other recipe may not run here
+    autocast = config.precision.autocast or trained.precision.autocast
+    trained.precision = dataclasses.replace(trained.precision, autocast=autocast)
     built = build(trained, open_data(trained, training=False))
     built.state.load_model(checkpoint)
     evaluation, model = built.evaluation(), built.task.model

@@ -42,13 +42,15 @@ def capture(run: Path, device: str) -> tuple[int, dict[str, dict[str, Tensor]]]:
     trained.device, trained.num_workers = device, 0
     trained.compile = trained.checkpointing = False
     trained.evaluation.name = trained.logger.name = "none"
-    trained.model.init_from = None
+    trained.model.init_from = trained.data.cache = None
     preflight(trained)
-    built = build(trained, open_data(trained))
     checkpoint = find_checkpoint(run)
+    step = step_of(checkpoint)
+    next_step = min(step + 1, trained.num_steps)
+    trained = trained.at_step(next_step)
+    built = build(trained, open_data(trained))
     built.state.load(checkpoint)
-    tensors, step = attach_hooks(built), step_of(checkpoint)
-    batch = next(built.batches_from(min(step + 1, trained.num_steps)))
+    tensors, batch = attach_hooks(built), next(built.batches_from(next_step))
     built.task.model.train()
     loss, _ = built.task.loss(batch.to(built.device))
     built.state.scaler.scale(loss).backward()

@@ -339,3 +339,8 @@ class Config:
             return before
         recipe, autocast = change.recipe or before.recipe, change.autocast or before.autocast
         return replace(before, recipe=recipe, autocast=autocast)
+
+    def at_step(self, step: int) -> "Config":
+        """The config with the precision of a step and no change of it."""
+        no_change = PrecisionChangeConfig()
+        return replace(self, precision=self.precision_at(step), precision_change=no_change)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -47,6 +48,17 @@ def test_captured_tensors_give_the_weight_gradients(make_config):
         torch.testing.assert_close(
             operands["g"].T @ operands["x"], weight.grad, atol=1e-6, rtol=1e-4
         )
+
+
+def test_a_run_is_measured_in_the_precision_of_the_step(run_once, make_config, tmp_path):
+    change = {"precision_change.step": 2, "precision_change.autocast": "bf16"}
+    cache = {"data.cache": str(tmp_path / "cache")}
+    config = make_config({"num_steps": 4, "model.vision_layers": 1, **change, **cache})
+    run_once(config, tmp_path / "run")
+    shutil.rmtree(tmp_path / "cache")
+    _, layers = capture(tmp_path / "run", "cpu")
+    assert {tensors["g"].dtype for tensors in layers.values()} == {torch.bfloat16}
+    assert not (tmp_path / "cache").exists()  # that of the training machine
 
 
 def test_run_is_measured_in_its_precision_and_unchanged(run, capsys):
