@@ -64,7 +64,7 @@ class Built:
     tokenizer: Tokenizer
     task: ContrastiveTask
     state: TrainState
-    layers: Layers  # what precision.recipe did to the linear layers
+    layers: Layers  # what the recipe did to the linear layers; if it is high, the later one
     world: Ranks = ONE_PROCESS
 
     def batches_from(self, first: int) -> Iterator[Batch]:
@@ -202,9 +202,12 @@ def build(config: Config, data: Data | None, world: Ranks = ONE_PROCESS) -> Buil
             use_stable_embedding(model)
     set_parameter_dtype(model, config.precision.autocast)
     model.to(device)
-    if config.precision_change.step is not None:  # its faults come now, not at its step
-        _apply_recipe(model, config.precision_at(config.num_steps), device)
+    later = config.precision_at(config.num_steps)
+    # first, so that its faults come now, not at its step
+    changed = _apply_recipe(model, later, device) if later != config.precision else None
     layers = _apply_recipe(model, config.precision, device)
+    if changed is not None and config.precision.recipe == "high":
+        layers = changed
     with _faults_of("optimizer.lr_scale"):
         lock(model, config.optimizer.lr_scale or {})
     parallel = parallelize(model, config, world)

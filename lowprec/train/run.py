@@ -126,10 +126,12 @@ def _attempt(
     built = world.together(lambda: build(config, data, world))
     if is_slow(config, built.device):
         print("note: this CPU has no bf16 instructions: precision.autocast=fp32 is far faster here")
-    if world.is_first and config.precision.recipe != "high":
+    recipes = (config.precision.recipe, config.precision_at(config.num_steps).recipe)
+    recipe = next((name for name in recipes if name != "high"), None)
+    if world.is_first and recipe is not None:
         rows = [dataclasses.asdict(layer) for layer in built.layers]
         durable.replace(record.run / "layers.json", json.dumps(rows, indent=1).encode())
-        print(summary(config.precision.recipe, built.layers))
+        print(summary(recipe, built.layers))
     if config.resume.from_ and not list_checkpoints(record.run):
         _load_weights(built, sources)
     logger = Logger(config.logger.name if world.is_first else "none", record.run, plain)

@@ -1,5 +1,6 @@
 """`precision_change` changes the recipe at a step, and nothing else."""
 
+import json
 import shutil
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -17,10 +18,11 @@ from experiments.replay_steps import Replayer
 from lowprec.config.check import ConfigError
 from lowprec.nn.linear import LowPrecisionLinear
 from lowprec.runs.identity import to_dict
-from lowprec.runs.read import read_config, read_rows
+from lowprec.runs.read import find_runs, read_config, read_rows
 from lowprec.train import build as building
 from lowprec.train import loop
 from lowprec.train.checkpoint import list_checkpoints
+from lowprec.train.run import train_run
 from lowprec.train.step import GraphedStep
 
 CHANGES = {
@@ -183,6 +185,15 @@ def test_compiled_blocks_and_the_graph_are_built_again(config_of, run_once, tmp_
     config.compile = False
     run_once(config, tmp_path / "eager")
     assert final(tmp_path / "compiled")[1] == final(tmp_path / "eager")[1]
+
+
+def test_layers_of_the_later_recipe_are_listed_if_the_first_has_none(config_of, capsys):
+    config = config_of("from high")
+    train_run(config)
+    [folder] = find_runs(config.run_dir)
+    layers = json.loads((folder / "layers.json").read_text())
+    assert layers and all(layer["swapped"] for layer in layers)
+    assert "llm_int8" in capsys.readouterr().out
 
 
 def test_a_recipe_that_does_not_fit_the_model_is_refused_before_the_first_step(
