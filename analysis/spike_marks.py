@@ -8,8 +8,10 @@ import numpy as np
 import pandas as pd
 
 from analysis.load import Runs
+from lowprec.config.schema import default_warmup
 from lowprec.diagnostics.spikes import (
     PROTOCOLS,
+    Collapse,
     Protocol,
     lag_coincidence,
     largest_rms,
@@ -102,12 +104,24 @@ def protocol_of_run(summary: dict) -> Protocol:
 
 def why_unexamined(num_steps: int, protocol: Protocol) -> str:
     """Why no loss of so many steps can be a spike, with the option that changes it, or ""."""
-    recorded = f"{num_steps:,} steps are recorded, and"
     if num_steps <= protocol.ignore_steps:
-        return f"{recorded} the first {protocol.ignore_steps:,} are ignored (--ignore-steps N)"
+        return f"the first {protocol.ignore_steps:,} are ignored (--ignore-steps N)"
     if 2 * (num_steps - 1) < protocol.window:
-        return f"{recorded} a spike needs half a window of {protocol.window} before it (--window N)"
+        return f"a spike needs half a window of {protocol.window} before it (--window N)"
     return ""
+
+
+def collapse_of(summary: dict, loss: np.ndarray) -> str:
+    """What `Collapse` said last about the losses of a run, or ""."""
+    batch_size = summary.get("batch_size", np.nan)
+    if not batch_size > 0:  # its config is damaged
+        return ""
+    warmup = summary["schedule.warmup_steps"]
+    if pd.isna(warmup):
+        warmup = default_warmup(summary["num_steps"], summary["schedule.name"])
+    collapse = Collapse(batch_size, warmup, summary["num_steps"])
+    texts = [collapse.feed(step, value) for step, value in enumerate(loss, 1)]
+    return next(filter(None, reversed(texts)), "")
 
 
 def of_adamw(summaries: pd.DataFrame) -> pd.DataFrame:

@@ -19,6 +19,7 @@ from analysis.spike_marks import (
     TENSOR,
     THRESHOLDS,
     Series,
+    collapse_of,
     count_following,
     lead_table,
     protocol_of_run,
@@ -37,7 +38,7 @@ NUM_TENSORS = 10  # printed
 def describe(series: Series, protocol: Protocol, tensor: str) -> str:
     """Text about the spikes of one run."""
     if reason := why_unexamined(len(series.loss), protocol):
-        return f"Nothing was examined: {reason}."
+        return f"Nothing was examined: {len(series.loss):,} steps are recorded, and {reason}."
     spikes = spike_table(series, protocol, tensor)
     lines = _summary_lines(series, protocol, tensor, spikes)
     if len(spikes):
@@ -52,11 +53,11 @@ def describe(series: Series, protocol: Protocol, tensor: str) -> str:
 def _summary_lines(
     series: Series, protocol: Protocol, tensor: str, spikes: pd.DataFrame
 ) -> list[str]:
-    rms, counted = series.rms_of(tensor), f"{len(spikes)} loss spikes"
+    rms, counted = series.rms_of(tensor), _counted(len(spikes), "loss spike")
     late = rms[protocol.ignore_steps :]
     if np.isnan(late).all():
         return [f"{counted} in {len(rms):,} steps; RMS_t of {tensor} is not recorded there."]
-    counts = f"{int(rms_spikes(rms, protocol).sum())} RMS spikes ({tensor})"
+    counts = f"{_counted(int(rms_spikes(rms, protocol).sum()), 'RMS spike')} ({tensor})"
     if reason := why_unreachable(series.beta2, protocol):
         counts = f"no possible RMS spikes ({tensor}): {reason}"
     step = int(np.nanargmax(late)) + protocol.ignore_steps + 1
@@ -72,7 +73,9 @@ def _summary_lines(
 def _lead_lines(
     series: Series, protocol: Protocol, rms: np.ndarray, spikes: pd.DataFrame
 ) -> list[str]:
-    lines, shifts = [], {"over the run": None, f"by at most {LOCAL_SHIFT:,} steps": LOCAL_SHIFT}
+    lines, shifts = [], {"over the run": None}
+    if 2 * LOCAL_SHIFT + 1 < len(rms) - protocol.ignore_steps:  # else both shift over the run
+        shifts[f"by at most {LOCAL_SHIFT:,} steps"] = LOCAL_SHIFT
     for shifted, largest in shifts.items():
         counts = count_following(series, rms, protocol, largest)
         lines.append(
@@ -86,6 +89,10 @@ def _lead_lines(
         f"{counts['num_by_onset']} of {spikes['onset'].nunique()}."
     )
     return [first, *lines, f"The paper: {paper.FOLLOWING_SAID}."]
+
+
+def _counted(number: int, name: str) -> str:
+    return f"{number} {name}" + "s" * (number != 1)
 
 
 def _text(table: pd.DataFrame) -> str:
@@ -118,6 +125,8 @@ def main(arguments: list[str] | None = None) -> int:
         protocol = PROTOCOLS.get(options.protocol) or protocol_of_run(summary)
         protocol = replace(protocol, **changed)
         text = describe(series, protocol, tensor)
+        if collapse := collapse_of(summary, series.loss):
+            text = f"The run collapsed: {collapse}.\n{text}"
         thresholds = " ".join(f"{name}={getattr(protocol, name)}" for name in THRESHOLDS)
         print(f"\n{summary['run']}: {summary['note'] or summary['state']}\n{text}\n\n{thresholds}")
     return 0

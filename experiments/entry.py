@@ -120,7 +120,7 @@ def beside_chance(chance: dict[str, float], score: str) -> str:
 
 def refuse(error: ConfigError) -> NoReturn:
     """Prints the faults as a list and exits with 2."""
-    print(f"{len(error.faults)} fault(s) in the config:\n{error}", file=sys.stderr)
+    print(f"{len(error.faults)} fault(s):\n{error}", file=sys.stderr)
     sys.exit(2)
 
 

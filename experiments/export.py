@@ -32,7 +32,7 @@ class ExportConfig:
 
     source: str = key("???", "a run, a checkpoint, an exported folder or file, or open_clip's .pt")
     out: str = key(
-        "???", "a folder (no suffix), a .safetensors, or a .pt as open_clip's trainer writes"
+        "???", "a new folder (no suffix), .safetensors, or .pt as open_clip's trainer writes"
     )
     precision: EvaluatedPrecision = field(default_factory=EvaluatedPrecision)
 
@@ -43,8 +43,11 @@ def main(config: ExportConfig) -> None:
         raise ConfigError(["precision.autocast needs precision=int8_inference"])
     if hint := nearest_path(config.source):
         raise ConfigError([f"source={config.source} does not exist{hint}"])
+    out = Path(config.out)
+    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+        raise ConfigError([f"out={out} already exists; name another, or remove it first"])
     try:
-        export(Path(config.source), Path(config.out), config.precision)
+        export(Path(config.source), out, config.precision)
     except ConfigError:
         raise
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:

@@ -5,7 +5,8 @@
     python -m experiments.replay -m run=RUN step=1170 optimizer.beta2=0.9,0.95
     python -m experiments.replay run=RUN step=1170 change_from=1138,1154,1162 skip_batches=99
 
-The replay starts from the newest snapshot or checkpoint at least `steps` steps before `step`.
+The replay starts from the newest snapshot or checkpoint at least `steps` steps before `step`, or
+else from the oldest one at least 2 steps before.
 First, the steps are replayed unchanged: this control must reproduce the recorded losses, otherwise
 the exit status is 1. Then they are replayed with the changes, which may be any keys and groups of a
 run: all changes between two words `or` together, or with -m each combination. `skip_batches=N`
@@ -59,7 +60,7 @@ class ReplayConfig:
     run: str = key("???", "run directory")
     step: int = key("???", "the step to investigate", least=2)
     steps: int = key(
-        20, "steps to replay after it, and before it if the run kept a state that old", least=1
+        20, "steps to replay after it, and before it (or fewer if no state is that old)", least=1
     )
     tolerance: float = key(
         0.01, "largest |difference| allowed between the control's and the recorded losses", least=0

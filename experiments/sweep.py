@@ -19,6 +19,7 @@ Mattermost, Discord), which receives a sentence when a run spikes, collapses, fa
 """
 
 import secrets
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -42,6 +43,7 @@ from lowprec.sweep.status import ACTIVE, TO_RESUBMIT, TO_SUBMIT, ask_queue, show
 from lowprec.train.sources import sources_of
 
 COMMAND = [sys.executable, "-m", "experiments.sweep", "train"]
+STATUS = ("python", "-m", "experiments.sweep", "status")
 POLL_S = 2.0
 
 
@@ -185,6 +187,9 @@ def hand_over(
     others = summary([state for state in run_states if state.state not in which])
     count = f"{len(submitted)} of {len(runs)} runs submitted"
     print(f"{manifest.folder}: {count}" + f"; {others}" * bool(others))
+    name, run_dir = manifest.folder.name, manifest.folder.parent.parent
+    place = [] if run_dir.absolute() == Path("runs").absolute() else [f"run_dir={run_dir}"]
+    print("to see them:", shlex.join([*STATUS, f"name={name}", *place]))
 
 
 def _split(texts: list[str]) -> tuple[list[str], list[str]]:

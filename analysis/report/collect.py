@@ -15,6 +15,7 @@ import pandas as pd
 from analysis.load import Runs
 from analysis.spike_marks import (
     Series,
+    collapse_of,
     count_following,
     protocol_of_run,
     read_series,
@@ -22,8 +23,7 @@ from analysis.spike_marks import (
     why_unexamined,
 )
 from analysis.style import smoothing_width
-from lowprec.config.schema import default_warmup
-from lowprec.diagnostics.spikes import Collapse, Protocol, loss_spikes, rms_spikes
+from lowprec.diagnostics.spikes import Protocol, loss_spikes, rms_spikes
 
 SPIKING = ("rms", "max", "grad_norm")  # curves whose largest values are kept
 AROUND = 40  # steps kept in full on either side of a listed spike
@@ -58,13 +58,18 @@ class RunData:
     following: dict[str, float]
     heat: dict | None
     speed: dict[str, float]
+    num_steps: int  # up to the last with a row
     unexamined: str  # why no loss was examined for spikes, or ""
     collapse: str  # a message if the loss stayed at chance
 
     @property
     def needs_attention(self) -> bool:
-        """Whether the run is unfinished, has collapsed to chance or has a note on its files."""
-        return self.summary["state"] != "finished" or bool(self.summary["note"] or self.collapse)
+        """Whether the run failed, stopped, has collapsed to chance or is damaged."""
+        notes = self.summary["note"].split("; ")
+        is_damaged = any(note and not note.startswith("running: ") for note in notes)
+        return self.summary["state"] not in ("finished", "running") or bool(
+            is_damaged or self.collapse
+        )
 
 
 def collect_run(runs: Runs, tensor: str, budget: Budget) -> RunData:
@@ -102,22 +107,10 @@ def collect_run(runs: Runs, tensor: str, budget: Budget) -> RunData:
         following=count_following(series, rms, protocol),
         heat=heat_of(series.rms, budget.heat_bytes),
         speed=speed_of(runs.timing),
+        num_steps=len(series.loss),
         unexamined=why_unexamined(len(series.loss), protocol),
         collapse=collapse_of(summary, series.loss),
     )
-
-
-def collapse_of(summary: dict, loss: np.ndarray) -> str:
-    """What `Collapse` said last about the losses of a run, or ""."""
-    batch_size = summary.get("batch_size", np.nan)
-    if not batch_size > 0:  # its config is damaged
-        return ""
-    warmup = summary["schedule.warmup_steps"]
-    if pd.isna(warmup):
-        warmup = default_warmup(summary["num_steps"], summary["schedule.name"])
-    collapse = Collapse(batch_size, warmup, summary["num_steps"])
-    texts = [collapse.feed(step, value) for step, value in enumerate(loss, 1)]
-    return next(filter(None, reversed(texts)), "")
 
 
 def thin(curves: pd.DataFrame, points: int, spikes: list[int]) -> np.ndarray:

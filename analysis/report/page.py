@@ -16,6 +16,7 @@ from analysis.report import plots
 from analysis.report.collect import AROUND, HIGH, LOW, Budget, RunData, collect_run
 from analysis.run_files import NO_TENSORS
 from analysis.spike_marks import TENSOR, in_words
+from analysis.style import SMOOTHING
 from lowprec.runs.read import ENDED
 
 FOLDER = Path(__file__).parent
@@ -86,6 +87,7 @@ def make_page(runs: Runs, tensor: str = TENSOR, refresh: int = 0) -> str:
         javascript=Markup((FOLDER / "report.js").read_text()),
         plotly=Markup(get_plotlyjs()),
         refresh=refresh,
+        smoothing=SMOOTHING,
         title=_title(summaries),
         subtitle=f"{len(summaries)} {'run' if len(summaries) == 1 else 'runs'}: {states}",
         cards=_cards(labels, data),
@@ -97,14 +99,15 @@ def make_page(runs: Runs, tensor: str = TENSOR, refresh: int = 0) -> str:
         tensor=tensor,
         budget=budget,
         around=AROUND,
-        unexamined=[run.unexamined for run in data if run.unexamined],
+        unexamined=_unexamined(data),
+        is_examined=not all(run.unexamined for run in data),
         spikes=_spikes(data, names, budget),
         runs=_runs(data, names, differing),
         labels=labels,
         heats=heats,
         first_heat=max(range(len(heats)), key=lambda i: len(heats[i]["rows"]) if heats[i] else 0),
         failures=_failures(data, names),
-        settings=[(key, _field(value)) for key, value in shared.items()],
+        settings=[(key, _field(value, unset="null")) for key, value in shared.items()],
         embedded={"data": script, "curves-figure": json.loads(curves.to_json())},
     )
 
@@ -155,8 +158,17 @@ def _cards(labels: list[str], data: list[RunData]) -> list[tuple[str, str, str, 
     """The numbers at the top of the page: name, value, more, and the section that has them."""
     cards = []
     losses = pd.Series([run.final_loss for run in data], labels)
-    losses = losses[[run.summary["state"] == "finished" for run in data]].dropna()
-    if len(losses):
+    finished = [run.summary["state"] == "finished" for run in data]
+    losses = losses[finished].dropna()
+    chance = {
+        (run.summary.get("batch_size"), run.summary.get("data.digest"))
+        for run, has_ended in zip(data, finished, strict=True)
+        if has_ended
+    }
+    if len(chance) > 1 and len(losses):
+        more = "runs of other data or batch sizes have other chance levels"
+        cards.append(("lowest final loss", "not ranked", more, "runs"))
+    elif len(losses):
         cards.append(("lowest final loss", f"{losses.min():.3f}", losses.idxmin(), "runs"))
     scores = pd.DataFrame([run.scores for run in data], labels)
     for name in [name for name in sorted(scores) if not name.endswith((*RELAXED, "/loss"))][:2]:
@@ -170,11 +182,22 @@ def _cards(labels: list[str], data: list[RunData]) -> list[tuple[str, str, str, 
     cards.append(("loss spikes", total, spiking if examined else "", "spikes"))
     num_bad = sum(run.needs_attention for run in data)
     more = (
-        "failed, unfinished, collapsed or damaged"
+        "failed, stopped, collapsed or damaged"
         if num_bad
-        else "all runs finished and are intact on disk"
+        else "none failed, stopped, collapsed or is damaged"
     )
     return [*cards, ("need attention", str(num_bad), more, "failures")]
+
+
+def _unexamined(data: list[RunData]) -> list[str]:
+    """A sentence for each reason why runs were not examined for spikes, with their steps."""
+    texts = []
+    for reason in dict.fromkeys(run.unexamined for run in data if run.unexamined):
+        steps = [run.num_steps for run in data if run.unexamined == reason]
+        span = " to ".join(f"{number:,}" for number in sorted({min(steps), max(steps)}))
+        count = f"{len(steps)} of {len(data)} runs were not examined"
+        texts.append(f"{count}: {span} steps are recorded, and {reason}.")
+    return texts
 
 
 def _spikes(data: list[RunData], names: list[Field], budget: Budget) -> dict:
@@ -220,7 +243,8 @@ def _runs(data: list[RunData], names: list[Field], differing: list[str]) -> dict
         fields += [_field(run.scores.get(name), ".3f") for name in scores]
         counts = [_field(len(run.spikes), "d"), _field(run.num_rms_spikes, "d")]
         fields += [Field("not examined", "none")] * 2 if run.unexamined else counts
-        fields += [_field(run.summary.get(key)) for key in differing]
+        unset = "-" if pd.isna(run.summary.get("precision.label")) else "null"  # damaged config
+        fields += [_field(run.summary.get(key), unset=unset) for key in differing]
         fields += [_field(run.speed[name], form) for name, (_, form) in SPEED.items()]
         rows.append({"run": i, "fields": fields})
     settings = range(len(titles), len(titles) + len(differing))
@@ -238,7 +262,7 @@ def _runs(data: list[RunData], names: list[Field], differing: list[str]) -> dict
 
 
 def _failures(data: list[RunData], names: list[Field]) -> dict:
-    """The runs that did not finish or are damaged, and why."""
+    """The runs that failed, stopped, collapsed or are damaged, and why."""
     rows = []
     for i, run in enumerate(data):
         if run.needs_attention:
@@ -262,9 +286,9 @@ def _progress(run: RunData) -> list[Field]:
     return [Field(state, state, "state", style), _field(steps, ",d")]
 
 
-def _field(value: object, form: str = "") -> Field:
+def _field(value: object, form: str = "", unset: str = "-") -> Field:
     if pd.api.types.is_scalar(value) and pd.isna(value):
-        return Field("-", "", "unset")
+        return Field(unset, "", "unset")
     if isinstance(value, tuple):
         value = ", ".join(map(str, value))
     is_number = isinstance(value, Number) and not isinstance(value, bool)

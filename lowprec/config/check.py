@@ -74,14 +74,14 @@ def public_name(attribute: str) -> str:
 
 
 def unknown_key(path: str, legal: Iterable[str]) -> str:
-    """The fault for a key that the schema does not have."""
+    """The fault for a key that the schema does not have; the nearest key comes first."""
     root = path.partition(".")[0]
     if root in ("launcher", "dry_run") and root not in legal:
         return f"{path}: only experiments.sweep has this key"
     group = path.rpartition(".")[0]
     siblings = [k.rpartition(".")[2] for k in legal if k.rpartition(".")[0] == group]
     allowed = f" ({group or 'the root'} has {', '.join(siblings)})" if siblings else ""
-    return f"{path}: no such key{allowed}{nearest(path, legal)}"
+    return f"{path}: no such key{nearest(path, legal)}{allowed}"
 
 
 def _build(schema: type, raw: Any, prefix: str, legal: list[str], faults: list[str]) -> Any:

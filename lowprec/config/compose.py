@@ -293,7 +293,9 @@ def _is_legal(override: Override, schema: type, faults: list[str]) -> bool:
         unknown = [choice for choice in _values(override) if choice not in files]
         for choice in unknown:
             near = nearest(choice, files)
-            faults.append(f"{key}={choice}: conf/{key} has {', '.join(files)}{near}")
+            faults.append(
+                f"{key}={choice}: no such choice{near} (conf/{key} has {', '.join(files)})"
+            )
         return not unknown
     for name in MAPS:
         if key.startswith(f"{name}."):

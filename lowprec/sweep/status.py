@@ -155,7 +155,7 @@ def show(manifest: Manifest, run_states: list[State], queue: dict | None, consol
     """Prints a row per run: settings, progress, digest; then reasons, collapses, a summary."""
     scores = list(dict.fromkeys(name for state in run_states for name in state.scores))[:1]
     keys, settings = setting_columns([run.overrides for run in manifest.runs])
-    names = ["run", *(keys or ["label"]), "state", "step", "loss", *scores]
+    names = ["run", *(keys or ["label"]), "state", "step", "last loss", *scores]
     rows, lines = [], []
     for state, run, values in zip(run_states, manifest.runs, settings, strict=True):
         own = zip(keys, values, strict=True)

@@ -203,7 +203,7 @@ def _reason(log: Path, start: int, code: int) -> str:
         return f"killed by {name}" + (", often for lack of memory" * (name == "SIGKILL"))
     text = log.read_bytes()[start:][-4000:].decode(errors="replace")
     lines = [line.strip() for line in text.split("\n") if line.strip()] or [f"exit status {code}"]
-    ours = [i for i, line in enumerate(lines) if " failed: " in line or "fault(s) in" in line]
+    ours = [i for i, line in enumerate(lines) if " failed: " in line or "fault(s):" in line]
     first = ours[-1] if ours else -1  # our message, or a traceback's last line
     return " ".join(lines[first:]).rpartition(" failed: ")[2][:400]
 

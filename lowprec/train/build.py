@@ -178,8 +178,10 @@ def pick_device(name: str) -> torch.device:
 
 def is_slow(config: Config, device: torch.device) -> bool:
     """Whether a run computes in bf16 on a CPU without instructions for it."""
-    is_cpu = device.type == "cpu" and torch.backends.cpu.get_cpu_capability() in ("NO AVX", "AVX2")
-    return is_cpu and config.precision.autocast.endswith("bf16")
+    if device.type != "cpu" or not config.precision.autocast.endswith("bf16"):
+        return False
+    is_x86 = torch.backends.cpu.get_cpu_capability() in ("NO AVX", "AVX2", "AVX512")
+    return is_x86 and not torch.cpu._is_avx512_bf16_supported()  # CPUs with AMX have these too
 
 
 def build(config: Config, data: Data | None, world: Ranks = ONE_PROCESS) -> Built:

@@ -125,7 +125,7 @@ def _attempt(
     progress.doing("building")
     built = world.together(lambda: build(config, data, world))
     if is_slow(config, built.device):
-        print("note: this CPU has no bf16 instructions: precision.autocast=fp32 is far faster here")
+        print("note: this CPU has no bf16 instructions: precision=fp32 is several times as fast")
     recipes = (config.precision.recipe, config.precision_at(config.num_steps).recipe)
     recipe = next((name for name in recipes if name != "high"), None)
     if world.is_first and recipe is not None:

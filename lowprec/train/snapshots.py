@@ -112,8 +112,10 @@ def state_before(run: Path, step: int, margin: int) -> tuple[Path, dict]:
             return path, verify(path)
         except DamagedError as error:
             print(f"warning: {error}; trying another state")
-    names = ", ".join(str(path.relative_to(run)) for path in states) or "none at all"
-    begin = f", for step {step_of(states[0]) + 2} and later" if states else ""
-    fault = f"{run} has no intact state 2 steps before step {step}"
-    kept = "save_every, keep_checkpoints and diagnostics.recorder.keep decide what a run keeps"
-    raise CheckpointError(f"{fault}; it has: {names}{begin} ({kept})")
+    steps = ", ".join(str(step_of(path)) for path in states) or "no step"
+    begin = f" (for step {step_of(states[0]) + 2} and later)" if states else ""
+    raise CheckpointError(
+        f"{run} has no intact snapshot or checkpoint at step {step - 2} or earlier, which step "
+        f"{step} needs; it has those of {steps}{begin}; a new run keeps more with "
+        "diagnostics.recorder.enabled=true, a smaller save_every and a larger keep_checkpoints"
+    )

@@ -16,7 +16,7 @@ from analysis.report import page as report_page
 from analysis.report.collect import heat_of, layer_of, speed_of, thin
 from analysis.report.page import compare_settings, make_page, named
 from analysis.report.plots import looks
-from lowprec.config.schema import PrecisionChangeConfig
+from lowprec.config.schema import PrecisionChangeConfig, ScheduleConfig
 
 CONV = "visual.conv1.weight"
 VOID = {"meta", "img", "input", "br", "line", "link"}
@@ -134,7 +134,9 @@ def test_panels_are_those_with_data_and_short_runs_are_not_examined(make_run, pa
         "accuracy",
     ]
     assert page.data["highest"] == [None, None]
-    assert "2 of 2 runs were not examined: 60 steps are recorded" in page.section("Loss spikes")
+    sentence = "2 of 2 runs were not examined: 40 to 60 steps are recorded, and the first 1,000 are"
+    assert sentence in page.section("Loss spikes")
+    assert "mean over the last tenth of the steps, at most 40" in page.section("Results, and")
     assert page.section("Results, and").count("not examined") == 4
 
 
@@ -218,6 +220,19 @@ def test_thinning_keeps_extremes_gaps_and_the_steps_around_spikes():
     assert len(thin(curves.iloc[:400], 400, [])) == 400
 
 
+def test_losses_are_ranked_among_equal_chance_levels_only(make_run, page_of):
+    make_run(num_steps=60)
+    make_run(num_steps=60, seed=1)
+    text = page_of().text
+    assert "lowest final loss0." in text
+    make_run(num_steps=60, batch_size=64, schedule=ScheduleConfig(warmup_steps=5))
+    page = page_of()
+    assert "lowest final lossnot ranked" in page.text
+    settings = page.section("Results, and").partition("Settings and results")[0]
+    assert any("warmup_steps=null" in label for label in page.data["labels"])
+    assert " null " in settings and "Not examined" in page.text
+
+
 def test_heat_map_holds_the_largest_value_of_each_bucket_and_layer():
     names = [
         f"visual.transformer.resblocks.{i}.{part}" for i in range(20) for part in ("w", "b", "c")
@@ -264,10 +279,13 @@ def test_failures_and_damage_are_listed_with_their_reasons(make_run, page_of):
     make_run(num_steps=200, losses=np.where(np.arange(200) < 80, 3.0, np.log(128) + 0.05))
     warmup = np.full(1200, np.log(128))  # at chance level in its warmup: not collapsed
     make_run(num_steps=20_000, steps=1200, state="preempted", losses=warmup)
+    running = make_run(num_steps=20, seed=4, steps=10, state="running")
     bare = make_run(num_steps=20, seed=3)
     shutil.rmtree(bare / "tensors")
     (bare / "tensors.parquet").unlink()
-    failures = page_of().section("Failures and damage")
+    page = page_of()
+    failures = page.section("Failures and damage")
+    assert "need attention5" in page.text and str(running) not in failures
     assert "loss is nan" in failures and str(diverged) in failures
     assert "metrics.jsonl: line 21" in failures and str(damaged) in failures
     assert failures.count("the loss has been at chance level, 4.85, since step 81") == 1

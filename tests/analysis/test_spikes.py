@@ -143,13 +143,26 @@ def test_options_replace_thresholds_of_the_protocol(plant, capsys):
         ({"steps": 0, "state": "running"}, "0 steps are recorded, and the first 1,000 are ignored"),
         ({"steps": 700, "state": "failed"}, "Nothing was examined: 700 steps are recorded"),
         ({"steps": 1510, "state": "running"}, "running: 1510 of 2000 steps\n2 loss spikes"),
-        ({"steps": 1203, "state": "diverged"}, "diverged\n1 loss spikes and 1 RMS spikes"),
+        ({"steps": 1203, "state": "diverged"}, "diverged\n1 loss spike and 1 RMS spike ("),
     ],
     ids=["no step", "too short", "running", "diverged"],
 )
 def test_incomplete_run_is_reported_as_far_as_it_goes(plant, capsys, keys, sentence):
     assert spikes.main(["--run", str(plant(**keys))]) == 0
     assert sentence in capsys.readouterr().out
+
+
+def test_chance_is_told_once_for_a_short_run_and_by_local_shifts_too_for_a_long_one(plant, capsys):
+    for num_steps, count in ((2000, 1), (3002, 2)):
+        spikes.main(["--run", str(plant(num_steps=num_steps))])
+        assert capsys.readouterr().out.count("By chance") == count
+
+
+def test_a_collapse_is_named(make_run, capsys):
+    losses = np.where(np.arange(200) < 80, 3.0, np.log(128) + 0.05)
+    spikes.main(["--run", str(make_run(num_steps=200, losses=losses))])
+    out = capsys.readouterr().out
+    assert "The run collapsed: the loss has been at chance level, 4.85, since step 81.\n" in out
 
 
 def test_short_run_names_the_option_that_changes_it(make_run, capsys):
@@ -180,7 +193,7 @@ def test_run_with_a_locked_image_tower_still_has_loss_spikes(plant, capsys):
     assert spikes.main(["--run", str(run.parent)]) == 0
     out = capsys.readouterr().out
     assert f"3 loss spikes in 2,000 steps; RMS_t of {CONV1} is not recorded there." in out
-    assert out.count("By chance") == 2 and C_FC in out  # of the other run
+    assert out.count("By chance") == 1 and C_FC in out  # of the other run
     assert f"3 loss spikes and 2 RMS spikes ({CONV1}) in 2,000 steps." in out
     assert spikes.main(["--run", str(run), "--tensor", CONV1]) == 2
 

@@ -12,7 +12,7 @@ from experiments.benchmarks.peers import LINEAR_PEERS
 @pytest.mark.parametrize(
     ("words", "fault"),
     [
-        (["layer", "dim=[16]"], "dim: no such key (the root has dims,"),
+        (["layer", "dim=[16]"], "dim: no such key; nearest: dims (the root has dims,"),
         (["step", "model.widht=1"], "model.widht: no such key"),
         (["lyer"], "nearest: layer"),
     ],

@@ -89,7 +89,7 @@ def test_a_removed_key_of_an_old_record_is_dropped_if_it_has_its_only_value():
 def test_an_unknown_key_is_refused_with_the_nearest_one():
     for path in keys(Config):
         (fault,) = [fault for fault in faults_of(nested(f"{path}_", 1)) if f"{path}_" in fault]
-        assert fault.endswith(f"nearest: {path}")
+        assert fault.startswith(f"{path}_: no such key; nearest: {path} (")
 
 
 def test_nearest_finds_a_key_of_another_group_by_its_last_part():

@@ -30,7 +30,7 @@ BAD = {  # command: parts of its message
     "sede=1": ("sede: no such key", "the root has", "nearest: seed"),
     "~seed": ("~seed", "default"),
     # choices
-    "model=nanoo": ("model=nanoo", "conf/model has", "vit_h14", "nearest: nano"),
+    "model=nanoo": ("model=nanoo: no such choice; nearest: nano (conf/model has", "vit_h14"),
     "model.name=mini_h": ("model.name=mini_h", "use model=mini_h"),
     "diagnostics.spikes=3": ("diagnostics.spikes=3", "a group of keys", "protocol"),
     "model.image_size=null": ("model.image_size=null", "preset nano needs a number"),
@@ -96,7 +96,7 @@ BAD = {  # command: parts of its message
         "diagnostics.statistics: rms would need exact second moments",
         "use diagnostics.statistics=[u_max]",
     ),
-    "optimizer=muons": ("optimizer=muons: conf/optimizer has", "nearest: muon"),
+    "optimizer=muons": ("optimizer=muons: no such choice; nearest: muon (conf/optimizer has",),
     "optimizer=muon distributed=fsdp2": ("optimizer=muon does not work with distributed=fsdp2",),
     "optimizer=muon precision=pure_bf16": ("optimizer=muon does not work", "pure_bf16"),
     "optimizer=muon optimizer.clip_threshold=1": ("needs optimizer=stable_adamw, not muon",),

@@ -97,6 +97,14 @@ def test_a_folder_needs_a_run(exported):
         export.main(ExportConfig("w.safetensors", "folder"))
 
 
+def test_an_export_overwrites_nothing(exported):
+    for out in ("new", "w.safetensors"):
+        Path("new").mkdir(exist_ok=True)  # an empty folder may be filled
+        export.main(ExportConfig("runs/plain", out))
+        with pytest.raises(ConfigError, match=f"out={out} already exists"):
+            export.main(ExportConfig("runs/plain", out))
+
+
 def test_config_of_a_named_model_is_open_clips_but_for_its_sizes():
     sizes = dict.fromkeys(("vision_width", "vision_layers", "text_width", "text_layers", "heads"))
     sizes |= {"patch_size": None, "vocab_size": None, "embed_dim": None, "context_length": None}

@@ -244,7 +244,11 @@ def test_impossible_replays_are_refused(run):
     folder = run()
     for step, changes, message in (
         (40, ["skip_batches=1"], "has recorded steps 1 to 12"),
-        (4, ["skip_batches=1"], "before step 4; .*000000004.*for step 6 and later"),
+        (
+            4,
+            ["skip_batches=1"],
+            "at step 2 or earlier, .*has those of 4.*for step 6 and later.*enabled=true",
+        ),
         (10, ["model.vision_layers=3"], "does not fit the model"),
         (10, ["optimizer.stable_embedding=true"], "does not fit the model"),
     ):
@@ -253,7 +257,7 @@ def test_impossible_replays_are_refused(run):
     with pytest.raises(ConfigError) as error:
         replayed(folder, 10, "optimizer.beta3=1", "scaler=fixed", "seed=1,2", "precision=bf17")
     faults = "\n".join(error.value.faults)
-    for fault in ("optimizer.beta3: no such key", "this is a sweep", "precision=bf17: conf/prec"):
+    for fault in ("optimizer.beta3: no such key", "this is a sweep", "precision=bf17: no such"):
         assert fault in faults
     for word in ("scaler=fixed", "experiment=loss_curves_mini"):
         with pytest.raises(ConfigError, match=word):

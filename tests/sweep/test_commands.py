@@ -66,7 +66,9 @@ def test_a_finished_run_is_not_submitted_and_changed_data_are_refused(
     (here / directory).mkdir(parents=True)
     (here / directory / "status.json").write_text('{"state": "finished", "step": 2}')
     assert run("cancel") == 0 and run("submit", *tiny, "seed=0,1,2", "name=t") == 0
-    assert "2 of 3 runs submitted; 1 finished" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "2 of 3 runs submitted; 1 finished" in out
+    assert "see them: python -m experiments.sweep status name=t\n" in out
     plan.write_text(plan.read_text().replace(directory[-10:], "0123456789"))
     assert "0123456789" in run("train", "runs/sweeps/t", "0")
 

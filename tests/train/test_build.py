@@ -7,7 +7,7 @@ from lowprec.clip.model import blocks
 from lowprec.clip.vision import PatchDropout
 from lowprec.config.schema import LIBRARIES
 from lowprec.data.open import open_data
-from lowprec.train.build import build
+from lowprec.train.build import build, is_slow
 from lowprec.train.step import can_capture
 
 KNOWN = ["grad_norm", "update_norm"]  # what all optimizers of libraries record
@@ -20,6 +20,19 @@ def built(make_config):
         return build(config, open_data(config))
 
     return make
+
+
+@pytest.mark.parametrize("capability", ["AVX2", "AVX512", "DEFAULT"])  # the last: ARM
+@pytest.mark.parametrize("has_bf16", [False, True])
+def test_bf16_is_slow_on_x86_without_instructions_for_it(
+    make_config, monkeypatch, capability, has_bf16
+):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bf16)
+    config = make_config({"precision.autocast": "bf16"})
+    assert is_slow(config, torch.device("cpu")) == (capability != "DEFAULT" and not has_bf16)
+    assert not is_slow(config, torch.device("cuda"))
+    assert not is_slow(make_config({"precision.autocast": "fp32"}), torch.device("cpu"))
 
 
 def test_optimizer_keys(built):
