@@ -67,6 +67,7 @@ def test_export_follows_autocast_and_needs_a_run(make_config, run_once, tmp_path
         state = load_file(out)
         assert state["visual.conv1.weight"].dtype == dtype
         assert state["transformer.resblocks.0.mlp.c_fc.weight"].dtype == torch.int8
+        out.unlink()
     weights = newest_checkpoint(run)[0] / "model.safetensors"
     for source, to, error, message in (
         (weights, out, ConfigError, "not a run directory"),
