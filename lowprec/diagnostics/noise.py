@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from lowprec.formats import Format
+from lowprec.formats import Format, exponent_of, power_of_two
 from lowprec.ops import reference
 
 
@@ -63,8 +63,8 @@ def error_variance(x: Tensor, format: Format, granularity: str) -> float:
     step = scale.expand(x.shape).double()
     if format.exponent_bits:
         magnitude = (x / torch.where(scale > 0, scale, 1.0)).abs()
-        _, exponent = torch.frexp(magnitude.clamp(min=2.0**format.min_exponent))
-        step = torch.ldexp(step, exponent - 1 - format.mantissa_bits)
+        exponent = exponent_of(magnitude).clamp(min=format.min_exponent)
+        step = step * power_of_two(exponent - format.mantissa_bits)
     return step.square().mean().item() / 12
 
 
