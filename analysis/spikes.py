@@ -26,6 +26,7 @@ from analysis.spike_marks import (
     read_series,
     sensitivity_table,
     spike_table,
+    spikes_at_chance,
     why_unexamined,
     why_unreachable,
 )
@@ -126,7 +127,9 @@ def main(arguments: list[str] | None = None) -> int:
         protocol = replace(protocol, **changed)
         text = describe(series, protocol, tensor)
         if collapse := collapse_of(summary, series.loss):
-            text = f"The run collapsed: {collapse}.\n{text}"
+            spikes = spike_table(series, protocol, tensor)
+            lines = spikes_at_chance(series, spikes, summary["batch_size"])
+            text = "\n".join([f"The run collapsed: {collapse}.", *lines, text])
         thresholds = " ".join(f"{name}={getattr(protocol, name)}" for name in THRESHOLDS)
         print(f"\n{summary['run']}: {summary['note'] or summary['state']}\n{text}\n\n{thresholds}")
     return 0

@@ -172,9 +172,11 @@ def _cards(labels: list[str], data: list[RunData]) -> list[tuple[str, str, str, 
         cards.append(("lowest final loss", f"{losses.min():.3f}", losses.idxmin(), "runs"))
     scores = pd.DataFrame([run.scores for run in data], labels)
     for name in [name for name in sorted(scores) if not name.endswith((*RELAXED, "/loss"))][:2]:
-        best = scores[name].max()
+        best, more = scores[name].max(), scores[name].idxmax()
         text = f"{best:.1%}" if 0 <= best <= 1 else f"{best:.3g}"
-        cards.append((f"best {name}", text, scores[name].idxmax(), "runs"))
+        if len({run.summary.get("data.digest") for run in data if name in run.scores}) > 1:
+            text, more = "not ranked", "runs have different data"
+        cards.append((f"best {name}", text, more, "runs"))
     counts = [len(run.spikes) for run in data]
     spiking = f"in {sum(map(bool, counts))} of {len(data)} runs"
     examined = not all(run.unexamined for run in data)

@@ -107,8 +107,9 @@ def curve_figure(
     for run in runs:
         step, last = (run.summary.get(key) for key in ("precision_change.step", "num_steps"))
         if isinstance(step, int | float) and 0 < step <= last:
-            changes.setdefault(step, escape(f"{run.summary['precision.label']} until here"))
-    for step, text in sorted(changes.items()):
+            changes.setdefault(step, set()).add(run.summary["precision.label"])
+    for step, labels in sorted(changes.items()):
+        text = escape(f"{', '.join(sorted(labels))} until here")
         note = {"annotation_text": text, "annotation_position": "top left"}
         figure.add_vline(x=step, line={"color": "#666", "width": 1}, row=1, col=1, **note)
     return figure, rows

@@ -152,6 +152,14 @@ def test_a_change_of_precision_is_marked_and_told_apart(make_run, page_of):
     assert sorted(steps) == ["30, ", "45, ", "null"]
 
 
+def test_a_change_of_precision_names_every_recipe_before_it(make_run, page_of):
+    for recipe in ("switchback", "llm_int8"):
+        change = PrecisionChangeConfig(step=30, recipe="high")
+        make_run(num_steps=60, recipe=recipe, precision_change=change)
+    (note,) = page_of().figure["layout"]["annotations"]
+    assert note["text"] == "llm_int8, switchback until here"
+
+
 @pytest.mark.parametrize("last", ["finished", "failed"])
 def test_a_watched_page_is_reloaded_until_its_runs_end(make_run, tmp_path, monkeypatch, last):
     run, pages = make_run(num_steps=60), []
@@ -231,6 +239,16 @@ def test_losses_are_ranked_among_equal_chance_levels_only(make_run, page_of):
     settings = page.section("Results, and").partition("Settings and results")[0]
     assert any("warmup_steps=null" in label for label in page.data["labels"])
     assert " null " in settings and "Not examined" in page.text
+
+
+def test_scores_are_ranked_among_runs_of_the_same_data_only(make_run, page_of):
+    make_run(num_steps=60)
+    make_run(num_steps=60, seed=1)
+    assert "best zero_shot/top150.0%" in page_of().text
+    make_run(num_steps=60, data="cd" * 32, steps=30, state="running")  # has no score yet
+    assert "best zero_shot/top150.0%" in page_of().text
+    make_run(num_steps=60, seed=1, data="cd" * 32)
+    assert "best zero_shot/top1not ranked" in page_of().text
 
 
 def test_heat_map_holds_the_largest_value_of_each_bucket_and_layer():

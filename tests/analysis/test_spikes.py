@@ -165,6 +165,25 @@ def test_a_collapse_is_named(make_run, capsys):
     assert "The run collapsed: the loss has been at chance level, 4.85, since step 81.\n" in out
 
 
+def test_spikes_of_a_collapse_are_told_from_those_that_pass(make_run, capsys):
+    chance = np.log(128)
+    losses = 1 + np.tile([0.0, 0.01], 600)
+    losses[[300, 301]] = 3.0  # passes
+    losses[600:] += chance - 1
+    losses[610:] = losses[610:] + np.tile([0.0, 0.002], 295)
+    losses[[600, 601, 602, 900, 901]] += 0.06
+    options = ["--window", "100", "--ignore-steps", "100", "--run"]
+    spikes.main([*options, str(make_run(num_steps=1200, losses=losses))])
+    out = capsys.readouterr().out
+    assert "3 loss spikes" in out
+    assert "Loss spikes that end at chance level: step 601.\n" in out
+    assert "Loss spikes that are only noise at chance level: step 901.\n" in out
+    losses[1100:] = 2.0
+    spikes.main([*options, str(make_run(num_steps=1200, losses=losses, seed=1))])
+    recovered = "the loss was at chance level, 4.85, from step 601 on and ends at 2.\n"
+    assert recovered in capsys.readouterr().out
+
+
 def test_short_run_names_the_option_that_changes_it(make_run, capsys):
     run = str(make_run(num_steps=60, losses=np.linspace(3, 2, 60)))
     assert spikes.main(["--run", run, "--ignore-steps", "10"]) == 0
