@@ -59,11 +59,26 @@ class Layer:
 
 
 class Layers(list[Layer]):
-    """The layers that match, in the model's order, with counts of all layers by tower."""
+    """The layers that match, in the model's order, with counts of all layers by tower.
+
+    `print` shows how many layers and multiply-adds are quantized, and which layers are not.
+    """
 
     def __init__(self, layers: Sequence[Layer] = (), towers: dict[str, Tower] | None = None):
         super().__init__(layers)
         self.towers = towers or {}
+
+    def __repr__(self) -> str:
+        towers = {name: tower for name, tower in self.towers.items() if name or tower.layers}
+        lines = [total_share(self)]
+        lines += [f"  {name or 'the rest'}: {_share(tower)}" for name, tower in towers.items()]
+        uncalled = [layer.name for layer in self if layer.called is False]
+        if uncalled:
+            lines.append(f"  {_never_called(uncalled)}")
+        others = [name for t in towers.values() for name in t.others if name not in uncalled]
+        if others and any(tower.quantized for tower in towers.values()):
+            lines.append(f"  in 16 bits: {_first_three(others)}")
+        return "\n".join(lines)
 
 
 @dataclass
@@ -227,17 +242,7 @@ def _first_three(names: list[str]) -> str:
 
 def summary(recipe: str, layers: Layers) -> str:
     """Says how many of each tower's layers and multiply-adds are quantized, and what is not."""
-    lines = [f"{recipe}: {total_share(layers)}"]
-    towers = {name: tower for name, tower in layers.towers.items() if name or tower.layers}
-    lines += [f"  {name or 'the rest'}: {_share(tower)}" for name, tower in towers.items()]
-    uncalled = [layer.name for layer in layers if layer.called is False]
-    if uncalled:
-        lines.append(f"  {_never_called(uncalled)}")
-    towers = layers.towers.values()
-    others = [name for tower in towers for name in tower.others if name not in uncalled]
-    if others and any(tower.quantized for tower in towers):
-        lines.append(f"  in 16 bits: {_first_three(others)}")
-    return "\n".join(lines)
+    return f"{recipe}: {layers}"
 
 
 def total_share(layers: Layers) -> str:

@@ -64,7 +64,7 @@ class Prepared(Layers):
         kinds = (type(module).__name__ for name, module in modules.items() if name in others)
         self.other_attention = Counter(kinds)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         known = {layer.name.removesuffix(".in_proj") for layer in self}
         others = [name for t in self.towers.values() for name in t.others if name not in known]
         treatments = [(layer.name, self._treatment(layer)) for layer in self]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lowprec.clip import open_clip
-from lowprec.nn import LowPrecisionLinear, apply_recipe
+from lowprec.nn import LowPrecisionLinear, apply_recipe, prepare_for_training
 from lowprec.nn.coverage import summary
 from lowprec.nn.inference import to_int8
 from lowprec.nn.recipe import LINEAR_LAYERS
@@ -154,6 +154,16 @@ def test_report_names_the_attention_that_stays_in_16_bits():
     model = nn.Sequential(OrderedDict(c_fc=nn.Linear(8, 8), attn_pool=pooler))
     lines = summary("switchback", apply_recipe(model, "switchback")).splitlines()
     assert lines[-1] == "  in 16 bits: attn_pool.attn, attn_pool.attn.out_proj"
+
+
+def test_result_of_apply_recipe_is_readable_and_still_a_list():
+    model = nn.Sequential(OrderedDict(c_fc=nn.Linear(8, 8), head=nn.Linear(8, 2)))
+    layers = apply_recipe(model, "switchback")
+    lines = ["1 of 2 linear layers", "  c_fc: 1 of 1 linear layers"]
+    lines.append("  head: 0 of 1 linear layers (warning: no layer is quantized)")
+    assert repr(layers).splitlines() == [*lines, "  in 16 bits: head"]
+    assert [layer.name for layer in layers] == ["c_fc"] and len(layers) == 1
+    assert repr(prepare_for_training(model, "high", compile=False)).startswith("high: 0 of 2")
 
 
 def test_report_counts_layers_and_multiply_adds_by_tower():
