@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 
 import torch
@@ -139,26 +140,42 @@ def _find_layers(model: nn.Module, where: Sequence[str]) -> dict[str, str]:
     matching = {layer: name for layer, name in layers.items() if matches(layer, where)}
     idle = [p for p in where if not any(matches(layer, [p]) for layer in layers)]
     if not matching or not set(idle) <= set(LINEAR_LAYERS):  # no library has all four of these
-        examples = ", ".join(list(layers)[:4]) + (", ..." if len(layers) > 4 else "") or "none"
-        endings = list(dict.fromkeys(layer.rpartition(".")[2] for layer in layers))[:8]
-        way_out = f"; name them: where={json.dumps(endings)}" if any(layers) else ""
         raise NoLayerError(
-            f"no linear layer matches {', '.join(idle)}; the model has: {examples}{way_out}"
+            f"no linear layer matches {', '.join(idle)}; {_suggest(model, layers, idle)}"
         )
     for layer, name in matching.items():
-        module = model.get_submodule(name)
-        if is_int8(module):
-            raise ValueError(f"{layer} is already int8: apply the recipe before to_int8")
-        if type(getattr(module, "weight", None)).__name__ == "DTensor":
-            raise ValueError(f"{layer} is sharded: apply the recipe before fully_shard")
-        is_lora = any(part.lower().startswith("lora_") for part in name.split("."))
-        if isinstance(module, nn.Linear) and (is_lora or not is_plain(module)):
-            kinds = f"{type(module).__name__} with {type(module.weight).__name__}"
-            raise ValueError(
-                f"{layer} ({kinds}) is more than an nn.Linear: a subclass, a parametrization, a"
-                " patched forward or LoRA would be lost; leave it out of `where`"
-            )
+        if fault := _fault(model.get_submodule(name), layer):
+            raise ValueError(fault)
     return matching
+
+
+def _suggest(model: nn.Module, layers: dict[str, str], patterns: Sequence[str]) -> str:
+    """Names layers that can be replaced: those of numbered blocks, or all; the nearest first."""
+    fit = [layer for layer, name in layers.items() if not _fault(model.get_submodule(name), layer)]
+    inside = [layer for layer in fit if any(map(str.isdecimal, layer.split(".")[:-1]))] or fit
+    examples = ", ".join(inside[:4]) + (", ..." if len(inside) > 4 else "") or "none that fits"
+    endings = list(dict.fromkeys(layer.rpartition(".")[2] for layer in inside))
+    words = [pattern.rpartition(".")[2] for pattern in patterns]
+    alike = {x: [SequenceMatcher(None, x, word).ratio() for word in words] for x in endings}
+    nearest = sorted(endings, key=lambda x: -max(alike[x], default=0))[:8]
+    way_out = f"; name them: where={json.dumps(nearest)}" if any(inside) else ""
+    return f"the model has: {examples}{way_out}"
+
+
+def _fault(module: nn.Module, layer: str) -> str:
+    """Why a linear layer cannot be replaced, or ""."""
+    if is_int8(module):
+        return f"{layer} is already int8: apply the recipe before to_int8"
+    if type(getattr(module, "weight", None)).__name__ == "DTensor":
+        return f"{layer} is sharded: apply the recipe before fully_shard"
+    is_lora = any(part.lower().startswith("lora_") for part in layer.split("."))
+    if isinstance(module, nn.Linear) and (is_lora or not is_plain(module)):
+        kinds = f"{type(module).__name__} with {type(module.weight).__name__}"
+        return (
+            f"{layer} ({kinds}) is more than an nn.Linear: a subclass, a parametrization, a"
+            " patched forward or LoRA would be lost; leave it out of `where`"
+        )
+    return ""
 
 
 def is_plain(linear: nn.Linear) -> bool:
