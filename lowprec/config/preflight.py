@@ -5,10 +5,12 @@ import importlib.util
 import os
 import shutil
 import tempfile
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import fsspec
+from packaging.requirements import Requirement
 
 from lowprec import alert
 from lowprec.config.check import ConfigError
@@ -17,7 +19,7 @@ from lowprec.config.place import place
 from lowprec.config.schema import LIBRARIES, REMOVED_OPTIMIZERS, SHAPES, Config, ModelConfig
 from lowprec.nearest import nearest_path, runs_inside
 
-PACKAGES = {  # choice of a logger or an optimizer: the package that it needs
+PACKAGES = {  # choice of a logger or an optimizer: the package that it needs, as for pip
     "tensorboard": "tensorboard",
     "wandb": "wandb",
     "trackio": "trackio",
@@ -152,9 +154,8 @@ def _package_faults(config: Config, training: bool) -> list[str]:
     """Packages and devices that a logger or an optimizer needs, and a wrong target of alerts."""
     faults = []
     for group, name in (("logger", config.logger.name), ("optimizer", config.optimizer.name)):
-        package = PACKAGES.get(name)
-        if package and importlib.util.find_spec(package) is None:
-            faults.append(f"{group}={name} needs a package: pip install {package}")
+        if name in PACKAGES and (found := _missing(Requirement(PACKAGES[name]))):
+            faults.append(f"{group}={name} needs {found}: pip install '{PACKAGES[name]}'")
     if config.optimizer.name in REMOVED_OPTIMIZERS and training:
         faults.append(
             f"optimizer.name={config.optimizer.name} was removed; use optimizer=adamw "
@@ -166,6 +167,17 @@ def _package_faults(config: Config, training: bool) -> list[str]:
     if scheme == "" and training and not alert.can_start(command):  # it may hold a secret
         faults.append("LOWPREC_ALERT: no such command; an https:// URL or a command is expected")
     return faults
+
+
+def _missing(package: Requirement) -> str:
+    """What is missing of a package: itself, or a version in its range; "" if nothing is."""
+    if importlib.util.find_spec(package.name) is None:
+        return "a package"
+    with contextlib.suppress(PackageNotFoundError):  # a folder that is not installed
+        installed = version(package.name)
+        if not package.specifier.contains(installed, prereleases=True):
+            return f"{package}, but {installed} is installed"
+    return ""
 
 
 def _has_weights(source: Path) -> bool:

@@ -1,13 +1,16 @@
 """Faults that the machine makes of a config."""
 
 import importlib.util
+import re
+import tomllib
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 from lowprec.config.check import ConfigError
 from lowprec.config.preflight import preflight
-from lowprec.config.schema import REMOVED_OPTIMIZERS
+from lowprec.config.schema import LIBRARIES, REMOVED_OPTIMIZERS
 
 FIND = importlib.util.find_spec
 
@@ -29,8 +32,26 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
         if is_installed:
             preflight(config)
         else:
-            with pytest.raises(ConfigError, match=f"={name} needs .* pip install {package}"):
+            with pytest.raises(ConfigError, match=f"={name} needs .* pip install '{package}"):
                 preflight(config)
+
+
+@pytest.mark.parametrize("name", ["adagc", "stable_spam"])
+def test_an_old_version_of_a_package_is_named_with_the_one_needed(name, make_config, monkeypatch):
+    config = make_config({"optimizer.name": name, "diagnostics.statistics": ["grad_norm"]})
+    needed = LIBRARIES[name][0]
+    for installed in ("4.1.0", "4.2.0rc1", "3.10.1"):
+        monkeypatch.setattr("lowprec.config.preflight.version", lambda _, v=installed: v)
+        if installed != "3.10.1":
+            preflight(config)
+        else:
+            fault = (
+                f"optimizer={name} needs {needed}, but 3.10.1 is installed: pip install '{needed}'"
+            )
+            with pytest.raises(ConfigError, match=re.escape(fault)):
+                preflight(config)
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert all(needed in project["optional-dependencies"][extra] for extra in ("dev", "peers"))
 
 
 @pytest.mark.parametrize("name", REMOVED_OPTIMIZERS)
