@@ -26,6 +26,7 @@ changed.
 
 import hashlib
 import math
+import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -92,6 +93,10 @@ def main(config: ReplayConfig, changes: list[str], multirun: bool = False) -> No
     recorded = pd.Series({row["step"]: row["loss"] for row in scan_rows(run / "metrics.jsonl")[0]})
     if config.step not in recorded:
         raise RunError(f"{run} has recorded steps 1 to {recorded.index.max()}")
+    cache = trained["data"]["cache"]
+    if cache and not (os.path.isdir(cache) and os.access(cache, os.R_OK | os.W_OK | os.X_OK)):
+        trained["data"]["cache"] = None
+        print(f"data.cache={cache} cannot be used here: images are decoded, to the same batches")
     variants_of(trained, changes, multirun)  # refuses wrong changes before torch is imported
     from lowprec.train.snapshots import state_before
 

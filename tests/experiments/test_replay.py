@@ -95,6 +95,20 @@ def test_the_control_is_the_run_to_the_bit_and_the_run_is_left_alone(run, settin
     assert {path.parent for path in set(after) - set(before)} == {folder / "replays"}
 
 
+def test_a_replay_needs_no_cache_of_its_run(run, tmp_path, capsys):
+    cache = tmp_path / "cache"
+    folder = run({"data.cache": str(cache)})
+    replayed(folder, 10, "optimizer.lr=0.1")
+    assert "data.cache" not in capsys.readouterr().out
+    shutil.rmtree(cache)
+    cache.write_text("a file, in which no folder can be made")
+    shutil.rmtree(folder / "replays")
+    replayed(folder, 10, "optimizer.lr=0.1")
+    out = capsys.readouterr().out
+    assert f"data.cache={cache} cannot be used here: images are decoded, to the same batches" in out
+    assert "the 4 recorded losses exactly" in out
+
+
 def test_changes_act_from_the_step_named_and_perturbed_replays_show_chance(run):
     folder = run()
     frame = replayed(folder, 10, "optimizer.lr=0.1", change_from=[10], perturbed=2)
