@@ -19,11 +19,12 @@ from lowprec.config.place import place
 from lowprec.config.schema import LIBRARIES, REMOVED_OPTIMIZERS, SHAPES, Config, ModelConfig
 from lowprec.nearest import nearest_path, runs_inside
 
+VERSIONS = {"pytorch_optimizer": ">=4.1"}  # also in pyproject.toml
 PACKAGES = {  # choice of a logger or an optimizer: the package that it needs, as for pip
     "tensorboard": "tensorboard",
     "wandb": "wandb",
     "trackio": "trackio",
-    **{name: package for name, (package, _) in LIBRARIES.items()},
+    **{name: package + VERSIONS.get(package, "") for name, (package, _) in LIBRARIES.items()},
 }
 
 

@@ -20,8 +20,8 @@ STATISTICS = (
 )
 LIBRARIES = {  # optimizer of a library: the package that it needs, the statistics that are NaN
     "muon": ("torch", ()),
-    "adagc": ("pytorch_optimizer>=4.1", ("rms",)),  # its second moment is that of clipped gradients
-    "stable_spam": ("pytorch_optimizer>=4.1", ("rms",)),
+    "adagc": ("pytorch_optimizer", ("rms",)),  # its second moment is that of clipped gradients
+    "stable_spam": ("pytorch_optimizer", ("rms",)),
 }
 REMOVED_OPTIMIZERS = ("adamw8bit_bnb", "adamw8bit_torchao")  # of old records
 CLIPPING = {  # key that bounds the gradient norm, of which a run sets one: its own optimizer

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from lowprec.config.check import ConfigError
-from lowprec.config.preflight import preflight
-from lowprec.config.schema import LIBRARIES, REMOVED_OPTIMIZERS
+from lowprec.config.preflight import PACKAGES, preflight
+from lowprec.config.schema import REMOVED_OPTIMIZERS
 
 FIND = importlib.util.find_spec
 
@@ -39,7 +39,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
 @pytest.mark.parametrize("name", ["adagc", "stable_spam"])
 def test_an_old_version_of_a_package_is_named_with_the_one_needed(name, make_config, monkeypatch):
     config = make_config({"optimizer.name": name, "diagnostics.statistics": ["grad_norm"]})
-    needed = LIBRARIES[name][0]
+    needed = PACKAGES[name]
     for installed in ("4.1.0", "4.2.0rc1", "3.10.1"):
         monkeypatch.setattr("lowprec.config.preflight.version", lambda _, v=installed: v)
         if installed != "3.10.1":
