@@ -5,6 +5,7 @@ The update is the library's. This file decides which gradients it sees and compu
 """
 
 import math
+import re
 
 import torch
 from torch import Tensor
@@ -62,6 +63,20 @@ class LibraryOptimizer(GuardedStep):
         for p in self.params:
             _start(part_of[p], p)
         self.states = [part_of[p].state[p] for p in self.params]
+
+    def summary(self) -> str:
+        """Which tensors the first of several optimizers updates, or "" if there is one."""
+        if len(self.parts) == 1:
+            return ""
+        first, second = ([p for g in x.param_groups for p in g["params"]] for x in self.parts)
+        sizes = [sum(p.numel() for p in params) for params in (first, second)]
+        names = [re.sub(r".*\.\d+\.", "", name) for name in self.names[: len(first)]]
+        kinds = [type(part).__name__ for part in self.parts]
+        return (
+            f"{kinds[0]} updates {len(first)} matrices in numbered blocks "
+            f"({sizes[0] / sum(sizes):.0%} of the parameters): {', '.join(dict.fromkeys(names))}; "
+            f"{kinds[1]} updates the other {len(second)} tensors"
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch."""
@@ -158,8 +173,10 @@ class LibraryOptimizer(GuardedStep):
 def _muon(groups: list[dict], rule: dict) -> list[Optimizer]:
     """torch.optim.Muon for the matrices of numbered blocks, and torch's AdamW for the rest.
 
-    Embeddings, projections to the shared embedding, gains and biases are not hidden matrices; the
-    fused q/k/v projection is one matrix. `adjust_lr_fn` gives updates the size of AdamW's, so that
+    Muon's are all parameters with two dimensions inside a module whose name is a number, such as
+    `resblocks.0`: weights of linear layers; the fused q/k/v projection is one matrix. AdamW's are
+    the patch embedding, all other embeddings, projections to the shared embedding, gains, biases
+    and `logit_scale`. `adjust_lr_fn` gives updates the size of AdamW's, so that
     one rate serves both. ValueError if there is no such matrix. Source: arXiv:2502.16982.
     """
     hidden, others = [], []

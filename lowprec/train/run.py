@@ -15,6 +15,7 @@ from lowprec.config.schema import Config
 from lowprec.data.open import Data, open_data
 from lowprec.data.workers import ignored_child_signals
 from lowprec.nn.coverage import summary
+from lowprec.optim.libraries import LibraryOptimizer
 from lowprec.runs import durable
 from lowprec.runs.attempts import CheckpointError, first_step
 from lowprec.runs.environment import environment
@@ -132,6 +133,9 @@ def _attempt(
         rows = [dataclasses.asdict(layer) for layer in built.layers]
         durable.replace(record.run / "layers.json", json.dumps(rows, indent=1).encode())
         print(summary(recipe, built.layers))
+    optimizer = built.state.optimizer
+    if world.is_first and isinstance(optimizer, LibraryOptimizer) and (text := optimizer.summary()):
+        print(text)
     if config.resume.from_ and not list_checkpoints(record.run):
         _load_weights(built, sources)
     logger = Logger(config.logger.name if world.is_first else "none", record.run, plain)

@@ -91,6 +91,14 @@ def test_a_run_from_start_to_export(work, as_command, capsys):
         train_here(*keys, "model.embed_dim=32")
 
 
+def test_a_run_says_at_its_start_which_tensors_muon_updates(work, monkeypatch, capsys):
+    monkeypatch.chdir(work)
+    keys = (*TINY, "num_steps=1", "evaluation=none", "name=parts")
+    for name, is_said in (("muon", True), ("adamw", False)):
+        train_here(*keys, f"optimizer={name}")
+        assert ("Muon updates 8 matrices in numbered" in capsys.readouterr().out) == is_said
+
+
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_signalled_run_saves_and_resumes_to_the_same_record(
     work, monkeypatch, fork_training, tmp_path
