@@ -116,6 +116,9 @@ def draw(frame: pd.DataFrame, figure: Figure) -> None:
         scale = panel["scale"].iloc[0]
         ax.set_title(f"{family} ({scale} scale)" if family else f"{scale} scale")
     curves.share_limits(axes)
+    if axes[0].get_ylim()[0] > 0:
+        for ax in axes:
+            ax.set_ylabel(f"{frame['metric'].iloc[0]} (%, axis not from 0)")
 
 
 def caption(frame: pd.DataFrame) -> str:

@@ -15,8 +15,11 @@ from analysis.figures.accuracy_vs_size import plot_runs
 from analysis.load import Runs
 
 EXPERIMENT = "stability"
-COLUMNS = ("part", *curves.OF_A_RUN, "step", "height", "recall", *spike_marks.THRESHOLDS)
+COLUMNS = ("part", *curves.OF_A_RUN, "step", "height", "recall", "after_reset")
+COLUMNS += tuple(spike_marks.THRESHOLDS)
 WIDTH = 0.8  # of the slot that the optimizers share at each beta2 on the axis
+RESETS = {"stable_spam": 1000}  # steps between resets of the moments, the library's default
+AFTER_RESET = "evaluated right after a reset of the optimizer's moments"
 
 
 def query(runs: Runs) -> pd.DataFrame:
@@ -25,7 +28,8 @@ def query(runs: Runs) -> pd.DataFrame:
     Part `spikes` has one row per loss spike after the ignored steps, with its `height`: the largest
     loss up to `within` steps after it minus the median loss of the window before it. Part `runs`
     has one row per run, with its last step and `recall`, the mean R@1 of both directions in %, or
-    NaN.
+    NaN. `after_reset`: whether the optimizer reset its moments at the run's last step or the one
+    before.
     """
     heads = curves.named_heads(runs, ("optimizer.beta2",))
     heads = curves.with_scores(runs, heads)
@@ -36,10 +40,12 @@ def query(runs: Runs) -> pd.DataFrame:
         spikes = spike_marks.spike_table(series, protocol)[["step", "height"]]
         end = pd.DataFrame({"step": [head["reached"]], "recall": [head["recall"]]})
         table = pd.concat([spikes.assign(part="spikes"), end.assign(part="runs")])
-        return table.assign(**asdict(protocol))
+        gap = RESETS.get(head["optimizer"], np.inf)
+        after_reset = head["reached"] >= gap and head["reached"] % gap <= 1
+        return table.assign(after_reset=after_reset, **asdict(protocol))
 
     frame = curves.by_run(runs, heads, COLUMNS, parts)
-    return frame.astype({"height": float, "recall": float})
+    return frame.astype({"height": float, "recall": float, "after_reset": bool})
 
 
 def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
@@ -65,31 +71,38 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
 def plot_recall(frame: pd.DataFrame, ax: Axes) -> Axes:
     """Draws the right panel: a point for each run and a line through each optimizer's means.
 
-    With one beta2, optimizers stand side by side, and bars are their means.
+    With one beta2, bars are the means. A vertical line goes from the smallest to the largest run of
+    a setting. Points are open where the run ends right after a reset of the moments.
     """
     ends, places = frame[frame["part"] == "runs"].sort_values("beta2"), _places(frame)
     for optimizer, group in ends.groupby("optimizer", sort=False):
         color, name = style.color("bf16", optimizer), style.OPTIMIZERS[optimizer][0]
-        at, dashes = group["beta2"].map(places), style.line_style(optimizer)
-        if len(places) == 1:
-            at, dashes = at + _slots(frame)[optimizer], None
+        at = group["beta2"].map(places) + _slots(frame)[optimizer]
+        dashes = style.line_style(optimizer) if len(places) > 1 else None
         plot_runs(ax, at, group["recall"], color, dashes, name)
-    ax.set(ylabel="mean R@1 at the end (%)", title="one point per run")
+        spread = group["recall"].groupby(at).agg(["min", "max"]).dropna()
+        ax.vlines(spread.index, spread["min"], spread["max"], color=color, lw=0.8)
+        if (opened := group["after_reset"]).any():
+            ax.plot(at[opened], group["recall"][opened], "o", color=color, mfc="white", ms=4)
+    if ends["after_reset"].any():
+        ax.plot([], [], "o", color=style.OTHER, mfc="white", ms=4, label=AFTER_RESET)
+    ax.set(ylabel="mean R@1 at the end (%)", title="one point per run; thin lines: min to max")
     _name_axis(ax, frame)
     return ax
 
 
 def draw(frame: pd.DataFrame, figure: Figure) -> None:
-    """Draws both panels, and one legend below them unless the axes name the optimizers."""
-    is_legend = frame["beta2"].nunique() > 1
-    lines = -(-frame["optimizer"].nunique() // 3) if is_legend else 2
-    left, right = curves.panels(figure, 2, lines)
+    """Draws both panels, and one legend below them; it leaves out what the axes name."""
+    has_one_beta2 = frame["beta2"].nunique() == 1
+    lines = 2 if has_one_beta2 else -(-frame["optimizer"].nunique() // 3)
+    left, right = curves.panels(figure, 2, lines + frame["after_reset"].any())
     plot(frame, left)
     plot_recall(frame, right)
-    if not is_legend:
-        return
-    handles, labels = right.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, handlelength=2.6)
+    entries = zip(*right.get_legend_handles_labels(), strict=True)
+    entries = [entry for entry in entries if not has_one_beta2 or entry[1] == AFTER_RESET]
+    if entries:
+        handles, labels = zip(*entries, strict=True)
+        figure.legend(handles, labels, loc="outside lower center", ncols=3, handlelength=2.6)
 
 
 def caption(frame: pd.DataFrame) -> str:
@@ -104,9 +117,17 @@ def caption(frame: pd.DataFrame) -> str:
         f"{curves.join(sorted(ends['beta2'].unique()))}. {spike_marks.in_words(frame)} Left: "
         "height of each loss spike, its largest loss minus the median loss of the window before "
         "it; the bars are medians. Right: mean R@1 of both directions at the last step; the points "
-        "are seeds, and the lines or bars are their means. Loss spikes: "
+        "are seeds, the lines or bars are their means, and the vertical lines go from the smallest "
+        f"to the largest. {_of_resets(ends)}Loss spikes: "
         f"{counts}.{curves.caption_end(ends)}"
     )
+
+
+def _of_resets(ends: pd.DataFrame) -> str:
+    names = ends.loc[ends["after_reset"], "optimizer"].unique()
+    if not len(names):
+        return ""
+    return f"Open points: {curves.join(style.OPTIMIZERS[n][0] for n in names)}, {AFTER_RESET}. "
 
 
 def _places(frame: pd.DataFrame) -> dict[float, int]:

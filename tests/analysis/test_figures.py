@@ -255,6 +255,15 @@ def test_formats_are_drawn_beside_runs_that_differ_in_the_recipe_alone(evaluated
     assert capsys.readouterr().err.count("left out") == 1
 
 
+def test_an_accuracy_axis_that_does_not_start_at_0_says_so(make_run, query):
+    keys = {"experiment": "accuracy_vs_size", "model": "mini_l", "scale": "mini", "num_steps": 20}
+    for seed, recall, is_said in ((0, 0.5, True), (1, 0.6, True), (2, 0.01, False)):
+        make_run(seed=seed, columns=dict.fromkeys(RECALL, np.full(20, recall)), **keys)
+        (ax,) = drawn(accuracy_vs_size, query(accuracy_vs_size))
+        assert (ax.get_ylim()[0] > 0) == is_said
+        assert ax.get_ylabel() == f"mean R@1 (%{', axis not from 0' * is_said})"
+
+
 def test_methods_of_one_model_fill_the_panel(evaluated, query):
     for recipe in ("high", "switchback", "llm_int8"):
         evaluated(recipe)

@@ -3,6 +3,8 @@
 These are `spike_heights`, `loss_scaler` and `rms_and_loss`.
 """
 
+import inspect
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -122,6 +124,41 @@ def test_optimizers_at_one_beta2_stand_side_by_side(plant, query):
     for ax in (left, right):  # the axes name them, and there is no legend
         names = [label.get_text() for label in ax.get_xticklabels()]
         assert names == ["StableAdamW", "AdamW", "Muon"] and not ax.figure.legends
+
+
+@pytest.mark.parametrize(("gap", "is_open"), [(400, True), (799, True), (798, False), (801, False)])
+def test_runs_evaluated_right_after_a_reset_are_open_points(
+    plant, query, monkeypatch, gap, is_open
+):
+    monkeypatch.setitem(spike_heights.RESETS, "stable_spam", gap)
+    for name in ("adamw", "stable_spam"):
+        columns = dict.fromkeys(RECALL, np.full(STEPS, 0.3))
+        plant({}, optimizer=name, columns=columns, experiment="optimizers")
+    frame = query(spike_heights)
+    assert frame["after_reset"].tolist() == [False, is_open]
+    _, right = drawn(spike_heights, frame)
+    opened = [x for line in right.lines if line.get_mfc() == "white" for x in line.get_xdata()]
+    assert opened == [right.get_xticks()[1]] * is_open
+    texts = [text.get_text() for legend in right.figure.legends for text in legend.get_texts()]
+    assert texts == [spike_heights.AFTER_RESET] * is_open
+    assert ("Open points: StableSPAM, " in spike_heights.caption(frame)) == is_open
+
+
+def test_resets_are_as_often_as_in_the_library():
+    library = pytest.importorskip("pytorch_optimizer")
+    gap = inspect.signature(library.StableSPAM).parameters["update_proj_gap"].default
+    assert spike_heights.RESETS == {"stable_spam": gap}
+
+
+def test_means_show_the_smallest_and_the_largest_run(plant, query):
+    for beta2, values in {0.9: (0.1, 0.2, 0.6), 0.99: (0.3, 0.5)}.items():
+        for seed, value in enumerate(values):
+            columns = dict.fromkeys(RECALL, np.full(STEPS, value))
+            plant({}, beta2=beta2, seed=seed, columns=columns, experiment="stability")
+    _, right = drawn(spike_heights, query(spike_heights))
+    [spread] = right.collections
+    ends = [path.vertices[:, 1].tolist() for path in spread.get_paths()]
+    np.testing.assert_allclose(ends, [[10, 60], [30, 50]])
 
 
 def test_without_spikes_the_highest_is_zero(plant, query):
