@@ -54,6 +54,7 @@ class LauncherConfig:
     name: str = key("local", "what trains the runs", choices=("local", "slurm"))
     parallel: int = key(1, "runs at the same time", least=1)
     gpus: int = key(0, "GPUs per run, one process each; 0: all visible ones", least=0)
+    runs_per_gpu: int = key(1, "runs that may share a GPU (local, with gpus=1 or more)", least=1)
     cpus: int | None = key(None, "cores per run (slurm)", least=1)
     mem_gb: int | None = key(None, "memory per run (slurm)", least=1)
     timeout_min: int = key(60, "time limit, after which a run is requeued (slurm)", least=1)
@@ -200,8 +201,13 @@ def _split(texts: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _options(launching: list[str]) -> SweepConfig:
-    """The sweep's own keys, checked."""
-    return compose_command(launching, "sweep", SweepConfig)[0].config
+    """The sweep's own keys, checked; ConfigError if they do not fit each other."""
+    options = compose_command(launching, "sweep", SweepConfig)[0].config
+    launcher = options.launcher
+    if launcher.runs_per_gpu > 1 and (launcher.name != "local" or not launcher.gpus):
+        fault = f"launcher.runs_per_gpu={launcher.runs_per_gpu}"
+        raise ConfigError([f"{fault} needs launcher=local and launcher.gpus=1 or more"])
+    return options
 
 
 def _folder(overrides: list[str]) -> Path:

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 from lowprec.runs.attempts import STOPPED, STOPPING
@@ -115,11 +116,11 @@ def _waiting(manifest: Manifest, attempts: dict[int, Attempt]) -> list[int]:
 
 
 def _start_if_free(manifest: Manifest, index: int, attempts: dict[int, Attempt]) -> None:
-    """Starts a run on GPUs that no other run has, unless it has to wait for them."""
+    """Starts a run on the GPUs with the fewest runs, unless it has to wait for them."""
     submission = _submitted(manifest)[index]
-    count = submission.launcher["gpus"]
-    busy = {gpu for attempt in attempts.values() for gpu in attempt.visible or ()}
-    free = [gpu for gpu in visible_gpus() if gpu not in busy]
+    count, most = submission.launcher["gpus"], submission.launcher.get("runs_per_gpu", 1)
+    runs = Counter(gpu for attempt in attempts.values() for gpu in attempt.visible or ())
+    free = sorted((gpu for gpu in visible_gpus() if runs[gpu] < most), key=runs.__getitem__)
     if count > len(free) and attempts:
         return
     try:

@@ -45,6 +45,7 @@ def run(verb, *texts):
         (["resubmit"], 1, "resubmit --failed"),
         (["submit", "launcher=slrm"], 2, "nearest: slurm"),
         (["submit", "launcher.gpu=1"], 2, "nearest: launcher.gpus"),
+        (["submit", "launcher.runs_per_gpu=2"], 2, "needs launcher=local and launcher.gpus=1"),
         (["submit", "launcher.parallel=0"], 2, "launcher.parallel"),
         (["submit", "hydra/launcher=submitit_slurm"], 2, "hydra/launcher.*launcher=local or slurm"),
     ],

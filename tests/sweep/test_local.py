@@ -151,6 +151,19 @@ def test_a_gpu_is_given_to_the_next_run_when_it_is_free(sweeps, here, monkeypatc
     assert [(here / f"gpu-{i}").read_text().strip() for i in range(3)] == ["4", "5", "5"]
 
 
+def test_runs_share_gpus_evenly(sweeps, here, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    waits = 'echo "$CUDA_VISIBLE_DEVICES" > "gpu-$2"; until [ -e go ]; do sleep 0.02; done\n'
+    sweeps.make(5, waits + sweeps.script)
+    sweeps.submit(gpus=1, parallel=5, runs_per_gpu=2)
+    sweeps.until(lambda: all((here / f"gpu-{i}").exists() for i in range(4)))
+    time.sleep(0.5)  # a launcher with room on a GPU starts the fifth at once
+    assert not (here / "gpu-4").exists()
+    (here / "go").touch()
+    sweeps.end()
+    assert [(here / f"gpu-{i}").read_text().strip() for i in range(4)] == ["4", "5", "4", "5"]
+
+
 def test_runs_without_a_lock_or_gpus_fail_with_the_reason(sweeps, monkeypatch):
     manifest = sweeps.make(2)
     manifest.lock_of(1).mkdir()  # cannot be opened for writing
