@@ -36,6 +36,7 @@ class Claim:
 
 
 SIZES = ("accuracy_vs_size", "loss_curves")
+ONE_PRODUCT = ("one_product", "accuracy_vs_size")  # the second has bf16
 CLIPPING = ("stability", "update_clipping")
 OF_BETA2 = (*CLIPPING, "rms_and_loss", "spikes_vs_size", "spikes_vs_lr", "spikes_vs_batch")
 PRECISION = partial(judges.accuracy, varied="precision.label", studies=SIZES)
@@ -44,6 +45,7 @@ BETA2 = partial(judges.accuracy, varied="optimizer.beta2", studies=CLIPPING)
 TREND = judges.spike_trend
 BY_EYE = "(read from draft plots, +-0.2)"
 MORE = "no fewer at any larger value; interval of last minus first above 0"
+HIGHER = "no lower at any larger value; interval of last minus first above 0"
 ABOVE_0 = "interval above 0"
 REMAINS = "; not reproduced if the interval of the number that remains is above 0"
 MATCHES = (
@@ -89,7 +91,8 @@ CLAIMS = (
                   rule=partial(larger, bar=_HALF))),
     Claim("C3", "fp8 tensor-wise loses accuracy, mini scale", _papers("fp8_tensorwise"),
           "interval of bf16's accuracy minus fp8's above 0; a diverged run counts as 0%",
-          partial(PRECISION, one="bf16", other="fp8_tensorwise", scale="mini", rule=larger)),
+          partial(PRECISION, one="bf16", other="fp8_tensorwise", scale="mini", rule=larger,
+                  studies=(*SIZES, "fp8_fixes"))),  # which has a larger model
     Claim("C3", "SwitchBack fp8 matches bf16's accuracy", "about equal", MATCHES,
           partial(PRECISION, one="fp8_switchback", other="bf16", rule=equal,
                   studies=SIZES[::-1]), tuple(BOTH)),  # whose miniature has it, too
@@ -113,6 +116,18 @@ CLAIMS = (
           "LLM.int8(), which differs only in that product", "no number", ABOVE_0,
           partial(PRECISION, one="switchback_q", other="llm_int8", rule=larger,
                   studies=("weight_gradient",)), ("mini",)),
+    Claim("C6", "the weight gradient alone in int8 costs accuracy", "no number",
+          "interval of bf16's accuracy minus its above 0",
+          partial(PRECISION, one="bf16", other="grad_weight int8", rule=larger,
+                  studies=ONE_PRODUCT), ("mini",)),
+    Claim("C6", "the weight gradient in int8 costs more accuracy than the output in int8",
+          "no number", ABOVE_0,
+          partial(PRECISION, one="output int8", other="grad_weight int8", rule=larger,
+                  studies=ONE_PRODUCT), ("mini",)),
+    Claim("C6", "the weight gradient in int8 costs more accuracy than the input gradient in int8",
+          "no number", ABOVE_0,
+          partial(PRECISION, one="grad_input int8", other="grad_weight int8", rule=larger,
+                  studies=ONE_PRODUCT), ("mini",)),
     Claim("C7", "SwitchBack is faster end to end for ViT-H/14 than nn.Linear in the same model",
           _SAVES, f"{_LOW:g}% or more at every shape",
           partial(judges.end_to_end, baseline="high", case="switchback")),
@@ -140,8 +155,17 @@ CLAIMS = (
           partial(TREND, varied="optimizer.lr", studies=("spikes_vs_lr", "stability"))),
     Claim("C9", "loss spikes grow with beta2", "no number", MORE,
           partial(TREND, varied="optimizer.beta2", studies=OF_BETA2)),
-    Claim("C9", "the highest loss spike grows with beta2 (exploratory)", "no number",
-          "no lower at any larger value; interval of last minus first above 0",
+    Claim("C9", "the highest loss spike grows with model size (exploratory)", "no number", HIGHER,
+          partial(TREND, varied="model.name", studies=("spikes_vs_size", "stability"),
+                  value=HIGHEST)),
+    Claim("C9", "the highest loss spike grows with batch size (exploratory)", "no number", HIGHER,
+          partial(TREND, varied="batch_size", studies=("spikes_vs_batch", "stability"),
+                  value=HIGHEST)),
+    Claim("C9", "the highest loss spike grows with the learning rate (exploratory)", "no number",
+          HIGHER,
+          partial(TREND, varied="optimizer.lr", studies=("spikes_vs_lr", "stability"),
+                  value=HIGHEST)),
+    Claim("C9", "the highest loss spike grows with beta2 (exploratory)", "no number", HIGHER,
           partial(TREND, varied="optimizer.beta2", studies=OF_BETA2, value=HIGHEST)),
     Claim("C10", "a loss spike follows an RMS spike of the patch embedding by 1 to 8 steps",
           f"{_NUM} of {_OF} ({_NUM / _OF:.0%}), by chance about {paper.BY_CHANCE:.0%}",

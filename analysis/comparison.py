@@ -12,6 +12,7 @@ import pandas as pd
 
 from analysis.run_files import DEFAULTS, flatten
 from lowprec.config.schema import LEGAL_SCALERS, MAPS, Config
+from lowprec.nn.recipe import PRODUCTS as PRODUCT_NAMES
 from lowprec.runs.identity import identity
 
 LEFT_OUT = ("name", "experiment", "scale", "seed", "eval_every", "evaluation", "diagnostics")
@@ -79,6 +80,17 @@ def signature(heads: pd.DataFrame, *varied: str, seed: bool = True) -> pd.Series
     texts = [map(written, heads[key]) for key in [*keys, *(["seed"] if seed else [])]]
     rows = zip(*texts, strict=True)
     return pd.Series(["|".join(row) for row in rows], index=heads.index, dtype=object)
+
+
+def narrow_products(heads: pd.DataFrame) -> pd.Series:
+    """`grad_weight int8` for runs of recipe=custom: the products that have a format; else NaN."""
+    texts = pd.Series("", heads.index)
+    for product in PRODUCT_NAMES:
+        formats = heads.get(
+            f"{PRODUCTS}.{product}.format", pd.Series(None, heads.index, dtype=object)
+        )
+        texts += [f" + {product} {name}" if isinstance(name, str) else "" for name in formats]
+    return texts.str.removeprefix(" + ").where(heads["precision.recipe"] == "custom")
 
 
 def with_baselines(heads: pd.DataFrame, experiment: str, varied: str) -> pd.DataFrame:

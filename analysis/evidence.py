@@ -99,11 +99,14 @@ class Evidence:
 
         `accuracy` is zero-shot top-1, `recall` the mean R@1 of both directions, both in % at the
         last step and 0 if the run diverged; `validation_loss` is that at the last step, or NaN;
-        `loss` is the mean training loss of the last 2%.
+        `loss` is the mean training loss of the last 2%. The `precision.label` of a custom recipe
+        names its products: `grad_weight int8`.
         """
         runs = self.runs(studies, scale)
         table, losses = curves.with_scores(runs, runs.runs), runs.metrics
         table.loc[table["state"] == "diverged", ["accuracy", "recall"]] = 0.0
+        narrow = comparison.narrow_products(table)
+        table["precision.label"] = narrow.fillna(table["precision.label"])
         ends = losses["step"] > 0.98 * losses["run"].map(table.set_index("run")["num_steps"])
         losses = losses[ends].astype({"loss": float}).groupby("run")["loss"].mean()
         return table.assign(loss=table["run"].map(losses))

@@ -38,6 +38,7 @@ from lowprec.diagnostics.spikes import loss_spikes
 H14, SMALLEST = paper.ACCURACY_MODEL, "vit_b32"
 H14_KEYS = "model=vit_h14 model.patch_dropout=0.5 batch_size=256 compile=true checkpointing=true"
 BF16 = "bf16"
+TENSORS_OF_BLOCK, TENSORS_OUTSIDE = 12, 14  # of a CLIP model without an intervention
 OPTIMIZERS = {name: in_print for name, (in_print, *_) in style.OPTIMIZERS.items()}
 PRINTED_VALUES = {SPIKES: "loss spikes per run", HIGHEST: "highest loss spike of a run, in nats"}
 PRINTED = {"model.name": style.MODELS, "optimizer.name": OPTIMIZERS}  # varied: names in print
@@ -344,14 +345,17 @@ def _ends(group: pd.DataFrame) -> str:
 def _scaled(records: Evidence, kind: str) -> pd.DataFrame:
     """Returns the runs with a kind of loss scaler, and counts over their steps.
 
-    The ignored first steps do not count. `spikes`: loss spikes. `near`: the share of steps at most
-    `within` steps from a loss spike. `falls`: falls of the scale, except those at most `within`
-    steps after another; `falls_near`: those near a loss spike. `skips`: steps that skip a tensor;
-    `single`: those that skip some tensors but not all.
+    Runs with a smaller initial scale than others are left out: their gradients overflow more
+    rarely. The ignored first steps do not count. `spikes`: loss spikes. `near`: the share of steps
+    at most `within` steps from a loss spike. `falls`: falls of the scale, except those at most
+    `within` steps after another; `falls_near`: those near a loss spike. `skips`: steps that skip a
+    tensor; `single`: those that skip some of the model's tensors but not all.
     """
     runs = records.runs(("loss_scaler",))
+    heads = runs.runs[runs.runs["scaler.name"] == kind]
+    heads = heads[heads["scaler.init_scale"] == heads["scaler.init_scale"].max()]
     rows = []
-    for head in runs.runs[runs.runs["scaler.name"] == kind].to_dict("records"):
+    for head in heads.to_dict("records"):
         protocol = spike_marks.protocol_of_run(head)
         alone = runs.only(head["run"])
         series = spike_marks.read_series(alone)
@@ -362,7 +366,9 @@ def _scaled(records: Evidence, kind: str) -> pd.DataFrame:
         falls = lower & ~lower.shift(fill_value=False).rolling(protocol.within, 1).max().gt(0)
         skipped = metrics.get("skipped_tensors", near * 0).fillna(0)
         steps = {"spikes": spikes, "falls": falls, "falls_near": falls & near, "skips": skipped > 0}
-        steps["single"] = (skipped > 0) & (skipped < series.rms.shape[1])
+        num_blocks = head["model.vision_layers"] + head["model.text_layers"]
+        num_tensors = TENSORS_OF_BLOCK * num_blocks + TENSORS_OUTSIDE
+        steps["single"] = (skipped > 0) & (skipped < num_tensors)
         counts = {name: marks.iloc[protocol.ignore_steps :].sum() for name, marks in steps.items()}
         rows.append({**head, **counts, "near": near.iloc[protocol.ignore_steps :].mean()})
     if not rows:

@@ -35,6 +35,7 @@ def make_run(
     model: str = "nano",
     optimizer: str = "adamw",
     recipe: str = "high",
+    products: dict | None = None,
     num_steps: int = 400,
     beta2: float = 0.99,
     beta2_decay: float | None = None,
@@ -54,7 +55,7 @@ def make_run(
         num_steps=num_steps,
         model=ModelConfig(name=model),
         optimizer=OptimizerConfig(name=optimizer, lr=lr, beta2=beta2, beta2_decay=beta2_decay),
-        precision=PrecisionConfig(recipe=recipe, autocast=autocast),
+        precision=PrecisionConfig(recipe=recipe, autocast=autocast, products=products),
         **keys,
     )
     run = directory(config, {"data": data})

@@ -79,12 +79,24 @@ H14 = {"model": "vit_h14"}
 BY_SIZE = {"experiment": "accuracy_vs_size"}
 SIZES = [dict(model=m, recipe=r) for m in ("vit_b32", "vit_h14") for r in ("llm_int8", "high")]
 Q_OR_INT8 = arms("recipe", "switchback_q", "llm_int8")
+ALONE = {
+    name: {"recipe": "custom", "products": {name: {"format": "int8", **operands}}}
+    for name, operands in (
+        ("output", {"x": "rowwise", "w": "rowwise"}),
+        ("grad_input", {"g": "rowwise", "w": "columnwise"}),
+        ("grad_weight", {"g": "columnwise", "x": "columnwise"}),
+    )
+}
+PRODUCT = {"experiment": "one_product"} | H14
 OF_ACCURACY = {  # claim: runs that it compares, and the accuracies with which it holds and fails
     ("C1", "int8 matches"): (BY_SIZE | H14, arms("recipe", "switchback", "high"), EQUAL),
     ("C1", "beats"): (BY_SIZE | H14, arms("recipe", "switchback", "llm_int8"), HIGHER),
     ("C2", "loses accuracy"): (BY_SIZE | H14, arms("recipe", "high", "llm_int8"), HIGHER),
     ("C2", "more accuracy at larger"): (BY_SIZE, SIZES, LESS_AT_LARGEST),
-    ("C6", "weight gradient"): ({"experiment": "weight_gradient"} | H14, Q_OR_INT8, HIGHER),
+    ("C6", "weight gradient must"): ({"experiment": "weight_gradient"} | H14, Q_OR_INT8, HIGHER),
+    ("C6", "alone in int8 costs"): (PRODUCT, [{"recipe": "high"}, ALONE["grad_weight"]], HIGHER),
+    ("C6", "than the output"): (PRODUCT, [ALONE["output"], ALONE["grad_weight"]], HIGHER),
+    ("C6", "than the input"): (PRODUCT, [ALONE["grad_input"], ALONE["grad_weight"]], HIGHER),
     ("C3", "fp8 matches"): (BY_SIZE | H14, arms("recipe", "fp8_switchback", "high"), EQUAL),
     ("C11", "beats gradient"): (H14, arms("optimizer", "stable_adamw", "adamw_clip"), HIGHER),
     ("C11", "too low costs"): (H14, arms("beta2", 0.9, 0.5), HIGHER),
@@ -180,6 +192,23 @@ def test_fp8_that_diverges_is_told_from_fp8_that_loses_accuracy(
     root = accuracies(compared, values, "mini", "mini", **BY_SIZE, model="mini_l")
     expected = UNDECIDED if verdict == UNDECIDED else HELD
     assert one(root, "C3", "loses accuracy").verdict == expected
+
+
+def test_one_products_baseline_is_that_of_another_study_and_formats_are_told_apart(accuracies):
+    e2m1 = {"grad_weight": {"format": "e2m1", "g": "columnwise", "x": "columnwise"}}
+    worse = ALONE["grad_weight"] | {"products": e2m1}
+    accuracies([ALONE["grad_weight"], worse], [(57.0, 57.1), (9.0, 9.1)], "mini", **PRODUCT)
+    root = accuracies([{"recipe": "high"}], [(58.0, 58.1)], "mini", **BY_SIZE | H14)
+    finding = one(root, "C6", "alone in int8 costs", "mini")
+    assert finding.verdict == HELD and "ViT-H/14 +1.00 [+1.00, +1.00], 2 seeds" in finding.ours
+
+
+def test_the_largest_model_in_tensorwise_fp8_is_that_of_the_study_of_fixes(accuracies):
+    compared = arms("recipe", "high", "fp8_tensorwise")
+    accuracies(compared, [BF16, BF16], "mini", **BY_SIZE, model="mini_l")
+    root = accuracies(compared, [BF16, LOWER], "mini", experiment="fp8_fixes", model="mini_h")
+    finding = one(root, "C3", "loses accuracy")
+    assert finding.verdict == HELD and "mini L +0.00" in finding.ours
 
 
 def test_only_runs_of_equal_settings_and_on_fresh_data_are_compared(accuracies):

@@ -5,7 +5,8 @@ import pandas as pd
 import pytest
 
 from analysis.evidence import UNDECIDED, Evidence
-from lowprec.config.schema import DiagnosticsConfig, ScalerConfig, SpikeConfig
+from lowprec.clip.model import build_model
+from lowprec.config.schema import DiagnosticsConfig, ModelConfig, ScalerConfig, SpikeConfig
 from tests.analysis.test_claims import FAILED, HELD, one
 
 STEPS = 400
@@ -16,22 +17,23 @@ SPIKES = DiagnosticsConfig(spikes=SpikeConfig(ignore_steps=20, window=20))
 def scaled_fixture(make_run, tmp_path):
     """A function: runs with loss spikes, whose scale halves and whose tensors are skipped at."""
 
-    def make(kind, falls=(), skips=(), skipped=1, seeds=(0, 1), state="finished"):
+    def make(kind, falls=(), skips=(), skipped=1, seeds=(0, 1), state="finished", scale=65536.0):
         steps = np.arange(STEPS)
         losses = 2 + 0.01 * np.sin(steps)
         for step in (60, 120, 180):
             losses[step : step + 4] += 2
-        scale = 65536.0 * 0.5 ** (steps[:, None] >= np.array([*falls, STEPS])).sum(axis=1)
-        columns = {"loss_scale": scale, "skipped_tensors": skipped * np.isin(steps, skips)}
+        scales = scale * 0.5 ** (steps[:, None] >= np.array([*falls, STEPS])).sum(axis=1)
+        columns = {"loss_scale": scales, "skipped_tensors": skipped * np.isin(steps, skips)}
         for seed in seeds:
-            make_run(experiment="loss_scaler", scale="mini", scaler=ScalerConfig(kind), seed=seed,
-                     autocast="fp16", num_steps=STEPS, losses=losses, columns=columns,
+            make_run(experiment="loss_scaler", scale="mini", scaler=ScalerConfig(kind, scale),
+                     seed=seed, autocast="fp16", num_steps=STEPS, losses=losses, columns=columns,
                      diagnostics=SPIKES, state=state, flush=STEPS)  # fmt: skip
         return tmp_path / "runs"
 
     return make
 
 
+ALL_TENSORS = 12 * (4 + 2) + 14  # of nano, of which the runs have recorded three
 AT_SPIKES = (62, 121, 181)
 ELSEWHERE = (30, 90, 150, 210, 230, 250, 270, 290, 310, 330, 350)
 
@@ -46,7 +48,8 @@ ELSEWHERE = (30, 90, 150, 210, 230, 250, 270, 290, 310, 330, 350)
         ("dynamic", {"falls": (62, 150)}, UNDECIDED),  # beside chance
         ("fixed", {"skips": (61, 122)}, HELD),
         ("fixed", {"skips": (61, 122), "seeds": (0,)}, UNDECIDED),
-        ("fixed", {"skips": (61, 122), "skipped": 3}, UNDECIDED),  # all three tensors there are
+        ("fixed", {"skips": (61, 122), "skipped": ALL_TENSORS - 1}, HELD),  # 3 are recorded
+        ("fixed", {"skips": (61, 122), "skipped": ALL_TENSORS}, UNDECIDED),
         ("fixed", {}, UNDECIDED),
         ("fixed", {"skips": (61, 122), "state": "diverged"}, FAILED),
     ],
@@ -62,6 +65,21 @@ def test_falls_in_one_stretch_count_once(scaled):
     finding = one(scaled("dynamic", (61, 62, 63, 64, 121)), "C12", "dynamic")
     assert "4 of 4 falls of the scale are at one of 6 loss spikes" in finding.ours
     assert "by chance 16.6%" in finding.ours  # 21 steps at each of 3 spikes, of 380
+
+
+def test_loss_scales_are_judged_at_the_largest_initial_scale(scaled):
+    scaled("dynamic", AT_SPIKES, seeds=(0, 1), scale=2.0**20)
+    scaled("fixed", skips=(61, 122), scale=2.0**20)
+    scaled("fixed", state="diverged", seeds=(2,))
+    root = scaled("dynamic", ELSEWHERE, seeds=(0, 1, 2))
+    finding = one(root, "C12", "dynamic")
+    assert finding.verdict == HELD and "6 of 6 falls" in finding.ours
+    assert "(2 runs, 2 seeds)" in finding.ours
+    assert one(root, "C12", "fixed").verdict == HELD
+
+
+def test_a_model_has_as_many_tensors_as_the_judge_counts():
+    assert len(list(build_model(ModelConfig()).parameters())) == ALL_TENSORS
 
 
 MANY = tuple(range(60, 390, 32))
@@ -150,7 +168,7 @@ def test_optimizers_are_compared_in_pairs_of_equal_settings(spiking):
     assert finding.verdict == HELD
 
 
-HIGHEST = [("C9", "highest loss spike grows"), ("C11", "highest loss spike is lower")]
+HIGHEST = [("C9", "highest loss spike grows with beta2"), ("C11", "highest loss spike is lower")]
 
 
 @pytest.mark.parametrize(
@@ -170,6 +188,33 @@ def test_the_highest_spike_is_judged_by_height_not_by_number(spiking, heights, v
     assert tuple(finding.verdict for finding in findings) == verdicts
     assert findings[0].why == why and "highest loss spike of a run, in nats: " in findings[0].ours
     assert one(root, "C9", "loss spikes grow with beta2").verdict == FAILED  # by number
+
+
+SETTINGS = {  # words: the study, and its values from small to large; stability has the middle one
+    "the learning rate": ("spikes_vs_lr", [{"lr": 5e-4}, {"lr": 1e-3}, {"lr": 2e-3}]),
+    "batch size": ("spikes_vs_batch", [{"batch_size": size} for size in (64, 128, 256)]),
+    "model size": ("spikes_vs_size", [{"model": name} for name in ("mini_b", "mini_l", "mini_h")]),
+}
+
+
+@pytest.mark.parametrize("words", SETTINGS)
+@pytest.mark.parametrize(
+    ("order", "verdict"), [((0, 1, 2), HELD), ((2, 1, 0), FAILED), ((0, 2, 1), UNDECIDED)]
+)
+def test_spikes_by_rate_batch_and_size_include_the_runs_of_stability(
+    spiking, words, order, verdict
+):
+    study, settings = SETTINGS[words]
+    planted = [((), 1.0), (MANY[:2], 1.0), (MANY[:4], 3.0)]
+    for place, (rank, setting) in enumerate(zip(order, settings, strict=True)):
+        at, height = planted[rank]
+        experiment = "stability" if place == 1 else study
+        root = spiking("adamw", 0.99, at, height=height, experiment=experiment, **setting)
+    spiking("adamw", 0.9, MANY)  # differs in beta2, too
+    evidence = Evidence([root])
+    for number in ("loss spikes grow with", "highest loss spike grows with"):
+        finding = one(evidence, "C9", f"{number} {words}")
+        assert finding.verdict == verdict and "6 runs, 2 seeds" in finding.ours
 
 
 STABLE, LOW = (("stable_adamw", 0.999), "removes the"), (("adamw", 0.9), "lower beta2")
