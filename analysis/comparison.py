@@ -83,14 +83,12 @@ def signature(heads: pd.DataFrame, *varied: str, seed: bool = True) -> pd.Series
 
 
 def narrow_products(heads: pd.DataFrame) -> pd.Series:
-    """`grad_weight int8` for runs of recipe=custom: the products that have a format; else NaN."""
-    texts = pd.Series("", heads.index)
+    """`grad_weight int8` for runs of recipe=custom, by the products that have a format; else ""."""
+    texts = pd.Series("", heads.index, dtype=object)
     for product in PRODUCT_NAMES:
-        formats = heads.get(
-            f"{PRODUCTS}.{product}.format", pd.Series(None, heads.index, dtype=object)
-        )
+        formats = heads.get(f"{PRODUCTS}.{product}.format", pd.Series(None, heads.index, object))
         texts += [f" + {product} {name}" if isinstance(name, str) else "" for name in formats]
-    return texts.str.removeprefix(" + ").where(heads["precision.recipe"] == "custom")
+    return texts.str.removeprefix(" + ").where(heads["precision.recipe"] == "custom", "")
 
 
 def with_baselines(heads: pd.DataFrame, experiment: str, varied: str) -> pd.DataFrame:

@@ -106,7 +106,7 @@ class Evidence:
         table, losses = curves.with_scores(runs, runs.runs), runs.metrics
         table.loc[table["state"] == "diverged", ["accuracy", "recall"]] = 0.0
         narrow = comparison.narrow_products(table)
-        table["precision.label"] = narrow.fillna(table["precision.label"])
+        table["precision.label"] = narrow.where(narrow != "", table["precision.label"])
         ends = losses["step"] > 0.98 * losses["run"].map(table.set_index("run")["num_steps"])
         losses = losses[ends].astype({"loss": float}).groupby("run")["loss"].mean()
         return table.assign(loss=table["run"].map(losses))

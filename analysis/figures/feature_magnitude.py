@@ -37,12 +37,15 @@ def _first_and_last(run: Runs, head: dict) -> pd.DataFrame:
 
 def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
     """One panel for one model: magnitude by depth, dotted early and solid late in training."""
+    named = set()
     for (_, at), line in frame.groupby(["run", "at"], sort=False):
         head = line.iloc[0]
+        label = f"{head['label']}, step {head['step']:,}"
         shade = style.INTERVENTIONS.get(head["intervention"], ("", style.OTHER))[1]
         mean = line["feature_mean"].where(np.isfinite(line["feature_mean"]))
         ax.plot(line["block"], mean, color=style.paler(shade, head["variant"]), ls=DASHES[at],
-                marker="o", ms=2.5, label=f"{head['label']}, step {head['step']:,}")  # fmt: skip
+                marker="o", ms=2.5, label=None if label in named else label)  # fmt: skip
+        named.add(label)
     ax.set(xlabel="block k", ylabel=r"$\mathrm{E}[|x_k|]$", title=curves.title(frame))
     style.log_axis(ax)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -53,7 +56,7 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
 def draw(frame: pd.DataFrame, figure: Figure) -> None:
     """Draws a panel for each model."""
     panels = [panel for _, panel in frame.groupby("model", sort=False)]
-    lines = max(2 * panel["run"].nunique() for panel in panels)
+    lines = max(len(panel[["label", "at", "step"]].drop_duplicates()) for panel in panels)
     for panel, ax in zip(panels, curves.panels(figure, len(panels), lines), strict=True):
         plot(panel, ax)
 

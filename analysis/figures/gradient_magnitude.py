@@ -36,30 +36,33 @@ def _gradients(run: Runs, head: dict) -> pd.DataFrame:
 
 
 def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
-    """One panel for one run and statistic: a line for each block, the first dark."""
+    """One panel for the runs of one label and one statistic: lines by block, the first dark."""
     head = frame.iloc[0]
-    for block, line in frame.groupby("block"):
+    for (run, block), line in frame.groupby(["run", "block"]):
         color = style.depth_color(block / max(1, head["vision_layers"] - 1))
+        label = f"block {block}" if run == frame["run"].min() else None
         ax.plot(line["step"], line["gradient"], color=color, alpha=0.18, lw=0.5, rasterized=True)
-        ax.plot(line["step"], line["gradient_smoothed"], color=color, label=f"block {block}")
+        ax.plot(line["step"], line["gradient_smoothed"], color=color, label=label)
     ax.set(yscale="log", xlim=(0, head["num_steps"]))
     curves.step_axis(ax)
     return ax
 
 
 def draw(frame: pd.DataFrame, figure: Figure) -> None:
-    """Draws a column for each run and a row for each statistic, on one scale per model."""
-    runs = list(dict.fromkeys(frame["run"]))
+    """Draws a column for runs that differ in seed alone, a row for each statistic.
+
+    The columns of a model have one scale.
+    """
+    columns = [part for _, part in frame.groupby(["model", "label"], sort=False)]
     statistics = [name for name in STATISTICS if name in set(frame["statistic"])]
-    figure.set_size_inches(max(style.COLUMN_WIDTH, WIDTH * len(runs)), 2 * len(statistics) + 0.9)
-    axes = figure.subplots(len(statistics), len(runs), squeeze=False)
-    for column, run in enumerate(runs):
-        of_run = frame[frame["run"] == run]
-        head = of_run.iloc[0]
+    figure.set_size_inches(max(style.COLUMN_WIDTH, WIDTH * len(columns)), 2 * len(statistics) + 0.9)
+    axes = figure.subplots(len(statistics), len(columns), squeeze=False)
+    for column, of_label in enumerate(columns):
+        head = of_label.iloc[0]
         model = style.model(head["model"])
         axes[0, column].set_title(f"{model}\n{head['label']}".replace(" (", "\n("))
         for row, statistic in enumerate(statistics):
-            ax, part = axes[row, column], of_run[of_run["statistic"] == statistic]
+            ax, part = axes[row, column], of_label[of_label["statistic"] == statistic]
             same = frame[(frame["model"] == head["model"]) & (frame["statistic"] == statistic)]
             if part.empty:
                 ax.set_axis_off()
@@ -76,7 +79,7 @@ def caption(frame: pd.DataFrame) -> str:
     return (
         "Gradient of mlp.c_proj.weight of blocks of the vision tower of "
         f"{curves.of_runs(frame)}. After the appendix of arXiv:2304.13013, which shows the mean in "
-        f"place of the norm. Lines: centered box average over at most {style.SMOOTHING} records, "
-        "edges cut; faint: every record. Gradients that are 0 or not finite are gaps. All runs: "
-        f"{curves.methods(frame)}.{curves.caption_end(frame, crosses=False)}"
+        f"place of the norm. Lines: centered box average over at most {style.SMOOTHING} records of "
+        "a run, edges cut; faint: every record. Gradients that are 0 or not finite are gaps. All "
+        f"runs: {curves.methods(frame)}.{curves.caption_end(frame, crosses=False)}"
     )

@@ -1,7 +1,9 @@
 """Loss curves of studies that vary one setting: a line for each value, or a panel and lines.
 
 `fp8_fixes` is figure 5 (left) of arXiv:2304.13013, `spikes_vs_size`, `_batch` and `_lr` are figures
-6, 7 and 8, and `beta2_schedule` follows its text. Each is drawn from the experiment of its name.
+6, 7 and 8, and `beta2_schedule` follows its text; `spikes_vs_precision` is not in the paper. Each
+is drawn from the experiment of its name. Those with a panel for each value of a setting also draw
+the runs of BASELINES that differ from theirs in that setting alone.
 """
 
 from collections.abc import Callable
@@ -11,12 +13,18 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from analysis import curves, style
+from analysis import comparison, curves, style
 from analysis.load import Runs
 
 PLAIN, CLIPPING = "fp8, no change", "gradient clipping"
 CHANGES = ("bf16", PLAIN, CLIPPING, "KQ layer norm", "zero-init layer-scale")
-NAMES = {"model.name": "size", "batch_size": "batch", "optimizer.lr": "lr"}  # in print
+NAMES = {  # config key: in print
+    "model.name": "size",
+    "batch_size": "batch",
+    "optimizer.lr": "lr",
+    "precision.label": "precision",
+}
+TABLES = {"model.name": style.MODELS, "precision.label": style.PRECISIONS}
 DASHES = (0, (5, 1.2))
 
 
@@ -31,9 +39,17 @@ class LossBySetting:
     after: str  # the part of the paper that it follows
     text: str  # of the caption; its field is for the methods
     key: str = ""  # config key with a panel for each value; without it, a panel for each model
+    BASELINES: str = ""  # the experiment with the same runs at another value of `key`
+
+    def select(self, heads: pd.DataFrame) -> pd.DataFrame:
+        """The study's rows, and those of other studies that differ from one in `key` alone."""
+        if not self.BASELINES:
+            return heads
+        return comparison.with_baselines(heads, self.EXPERIMENT, self.key)
 
     def query(self, runs: Runs) -> pd.DataFrame:
         """One row per step of each run: exactly what is plotted."""
+        runs = runs.where(runs.summaries["run"].isin(self.select(runs.runs)["run"]))
         heads = curves.named_heads(runs, self.by)
         value = heads[curves.RENAMED.get(self.key, self.key)] if self.key else ""
         heads = self.arrange(heads.assign(key=self.key, value=value))
@@ -66,9 +82,11 @@ class LossBySetting:
 
 
 def panel_title(head: pd.Series) -> str:
-    """`ViT-B/32`, `batch 4,096`, `lr 0.002`: the value of a panel."""
+    """`ViT-B/32`, `batch 4,096`, `lr 0.002`, `LLM.int8()`: the value of a panel."""
     if head["key"] == "model.name":
         return style.model(head["value"])
+    if head["key"] == "precision.label":
+        return style.PRECISIONS.get(head["value"], (head["value"],))[0]
     value = f"{head['value']:,}" if head["key"] == "batch_size" else f"{head['value']:g}"
     return f"{NAMES[head['key']]} {value}"
 
@@ -76,10 +94,9 @@ def panel_title(head: pd.Series) -> str:
 def arrange_sweep(heads: pd.DataFrame) -> pd.DataFrame:
     """Lines by beta2."""
     labels = curves.with_setting(heads, [f"beta2 = {beta2:g}" for beta2 in heads["beta2"]])
-    is_size = heads["key"].iloc[0] == "model.name"
-    by_size = pd.factorize(heads["value"])[0]  # runs come from small to large models
-    heads = heads.assign(label=labels, rank=by_size if is_size else heads["value"])
-    return heads.sort_values(["rank", "beta2"], kind="stable")
+    table = TABLES.get(heads["key"].iloc[0])
+    ranks = heads["value"].map(lambda value: style.rank(value, table) if table else value)
+    return heads.assign(label=labels, rank=ranks).sort_values(["rank", "beta2"], kind="stable")
 
 
 def arrange_schedules(heads: pd.DataFrame) -> pd.DataFrame:
@@ -164,6 +181,9 @@ FIGURES |= {
         after,
         "All runs: {methods}. Colors: beta2.",
         key,
+        "stability",
     )
-    for key, after in zip(NAMES, ("figure 6", "figure 7", "figure 8"), strict=True)
+    for key, after in zip(
+        NAMES, ("figure 6", "figure 7", "figure 8", "figures 6 to 8"), strict=True
+    )
 }

@@ -12,6 +12,7 @@ from matplotlib.ticker import NullFormatter
 from analysis import curves, paper, spike_marks, style
 from analysis.load import Runs
 
+WIDTH = 2.7  # inches of a column
 AROUND = 100  # steps shown on either side: 2,850 to 3,050 in the paper
 DEPTH = 20 / 23  # of the block whose features are shown: block 20 of the paper's 24
 FIRST_BLOCK = paper.BLOCK.format(0)
@@ -55,7 +56,7 @@ def plot(frame: pd.DataFrame, ax: Axes, column: str = "loss") -> Axes:
             transform=ax.get_xaxis_transform())  # fmt: skip
     ends = head["spike"] - AROUND, head["spike"] + AROUND
     ax.set_xlim(max(0, ends[0]), min(head["num_steps"], ends[1]))
-    if column in LOGARITHMIC:
+    if column in LOGARITHMIC and len(finite):
         ax.set_yscale("log", base=LOGARITHMIC[column])
         ax.yaxis.set_minor_formatter(NullFormatter())
     if column == "loss":
@@ -69,13 +70,15 @@ def draw(frame: pd.DataFrame, figure: Figure) -> None:
     """Draws a column for each run and a row for each recorded quantity."""
     runs = [run for _, run in frame.groupby("run", sort=False)]
     recorded = [column for column in PANELS if frame[column].notna().any()]
-    figure.set_size_inches(style.COLUMN_WIDTH * len(runs), 1.25 * len(recorded) + 0.6)
+    figure.set_size_inches(WIDTH * len(runs), 1.25 * len(recorded) + 0.6)
     axes = figure.subplots(len(recorded), len(runs), squeeze=False, sharex="col")
     for i, run in enumerate(runs):
         head = run.iloc[0]
         model = style.model(head["model"])
-        title = f"{model}, {head['scaler']} scaler, beta2 = {head['beta2']:g}\n{head['label']}"
-        axes[0, i].set_title(title)
+        seed = f", seed {head['seed']}" if len(runs) > frame["scaler"].nunique() else ""
+        title = f"{model}, {head['scaler']} scaler{seed}\n"
+        title += f"{head['label']}, beta2 = {head['beta2']:g}"
+        axes[0, i].set_title(title.replace(" (", "\n("))
         for column, ax in zip(recorded, axes[:, i], strict=True):
             plot(run, ax, column)
         axes[-1, i].set_xlabel("step")
@@ -91,7 +94,8 @@ def caption(frame: pd.DataFrame) -> str:
         "skipped; such values are left out of the lines."
     )
     for run in runs.itertuples():
-        text += f" {style.model(run.model)}, {run.scaler} scaler: step {run.spike:,}."
+        text += f" {style.model(run.model)}, {run.scaler} scaler, seed {run.seed}:"
+        text += f" step {run.spike:,}."
     return text + curves.caption_end(runs, crosses=False)
 
 

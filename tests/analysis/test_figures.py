@@ -14,6 +14,9 @@ from analysis.figures import (
     formats,
     gradient_magnitude,
     loss_curves,
+    one_product,
+    spikes_vs_lr,
+    spikes_vs_precision,
     update_clipping,
 )
 from lowprec.config.schema import InterventionConfig
@@ -159,7 +162,7 @@ NUM_STEPS = 200
 def record_fixture(make_run):
     """A function that makes a run with block k's features (k + 1) * step, and its gradients."""
 
-    def record(intervention="none"):
+    def record(intervention="none", seed=0):
         steps = np.arange(1, NUM_STEPS + 1)
         norms = pd.DataFrame(np.outer(1.0 / steps, np.arange(1, 5)), steps, WEIGHTS)
         norms.loc[20, WEIGHTS[0]] = np.inf
@@ -170,7 +173,7 @@ def record_fixture(make_run):
         tables = {"tensors": {"rms": norms, "grad_norm": norms}}
         tables |= {"details": {"grad_abs_max": norms.loc[100::100] / 10}}
         tables |= {"blocks": {"feature_mean": blocks, "feature_max": blocks * 9}}
-        make_run(intervention=InterventionConfig(intervention), tables=tables,
+        make_run(intervention=InterventionConfig(intervention), tables=tables, seed=seed,
                  num_steps=NUM_STEPS, experiment="gradient_magnitude")  # fmt: skip
 
     return record
@@ -202,6 +205,20 @@ def test_gradients_are_of_the_last_product_of_the_drawn_blocks(record, query):
     assert np.isnan(norms.loc[20, 0])  # infinite: a gap
     largest = frame[frame["statistic"] == "grad_abs_max"]
     assert sorted(largest["step"].unique()) == [100, 200]
+
+
+def test_seeds_share_the_panels_and_names_of_magnitudes(record, query):
+    for seed in (0, 1):
+        record(seed=seed)
+        record("zero_init", seed)
+    (ax,) = drawn(feature_magnitude, query(feature_magnitude))
+    ends = [f"step {step}" for step in (50, 200)]
+    names = ("no change", "zero-init layer-scale")
+    assert legend(ax) == [f"{name}, {end}" for name in names for end in ends]
+    axes = drawn(gradient_magnitude, query(gradient_magnitude))
+    assert [ax.get_title() for ax in axes[:2]] == ["nano\nno change", "nano\nzero-init layer-scale"]
+    assert len(axes) == 4 and legend(axes[2]) == [f"block {block}" for block in range(4)]
+    assert len(axes[0].lines) == 2 * 2 * 4
 
 
 @pytest.mark.parametrize(
@@ -253,6 +270,53 @@ def test_formats_are_drawn_beside_runs_that_differ_in_the_recipe_alone(evaluated
     assert make.main(["formats", "--runs", str(tmp_path / "runs"), "--out", str(out)]) == 0
     assert set(pd.read_csv(out / "formats_mini.csv")["run"]) == {same, format}
     assert capsys.readouterr().err.count("left out") == 1
+
+
+@pytest.mark.parametrize(
+    ("figure", "values", "titles"),
+    [
+        (spikes_vs_lr, [{"lr": 5e-4}, {"lr": 4e-3}], ["lr 0.0005", "lr 0.001", "lr 0.004"]),
+        (
+            spikes_vs_precision,
+            [{"recipe": "fp8_tensorwise"}, {"recipe": "switchback"}],
+            ["bf16", "SwitchBack int8", "fp8 tensor-wise"],
+        ),
+    ],
+)
+def test_panels_of_a_setting_include_the_runs_of_stability(
+    make_run, tmp_path, figure, values, titles
+):
+    for value in values:
+        make_run(experiment=figure.EXPERIMENT, scale="mini", num_steps=20, **value)
+    for keys in ({}, {"optimizer": "stable_adamw"}, {"beta2": 0.999}, {"batch_size": 64}):
+        make_run(experiment="stability", scale="mini", num_steps=20, **keys)
+    slug, out = figure.EXPERIMENT, tmp_path / "out"
+    assert make.main([slug, "--runs", str(tmp_path / "runs"), "--out", str(out)]) == 0
+    assert pd.read_csv(out / f"{slug}_mini.csv")["run"].nunique() == 3
+    frame = figure.query(load_runs(tmp_path / "runs"))
+    assert [ax.get_title() for ax in drawn(figure, frame)] == titles
+
+
+def test_one_product_is_drawn_by_product_and_format_beside_16_bits(evaluated, query):
+    operands = {"output": {"x": "rowwise", "w": "rowwise"}, "grad_input": {"g": "rowwise"}}
+    operands |= {"grad_weight": {"g": "columnwise", "x": "columnwise"}}
+    operands["grad_input"]["w"] = "columnwise"
+    alone = [(name, form) for name in operands for form in ("int8", "e2m1")]
+    for name, form in alone:
+        products = {name: {"format": form, **operands[name]}}
+        evaluated("custom", products=products, experiment="one_product")
+    both = {name: {"format": "int8", **operands[name]} for name in ("output", "grad_weight")}
+    evaluated("custom", products=both, experiment="one_product")
+    evaluated("high")
+    evaluated("switchback")
+    evaluated("high", lr=5e-3)
+    frame = query(one_product)
+    assert {(row.product, row.format) for row in frame.itertuples()} == {*alone, ("", "bf16")}
+    for ax in drawn(one_product, frame):
+        points = [x for line in ax.lines if line.get_marker() == "o" for x in line.get_xdata()]
+        assert len(set(points)) == len(points) == 7
+    [legend_of_figure] = ax.figure.legends
+    assert [text.get_text() for text in legend_of_figure.get_texts()] == ["int8", "e2m1", "bf16"]
 
 
 def test_an_accuracy_axis_that_does_not_start_at_0_says_so(make_run, query):

@@ -30,6 +30,10 @@ DIMS = (1024, 4096)
 UNSTABLE = ["run", "file", "data_digest"]  # names that change with the config's schema
 RECIPES = ("high", "switchback", "llm_int8", "fp8_tensorwise", "fp8_switchback")
 CHANGES = [InterventionConfig(name) for name in ("none", "zero_init", "kq_norm")]
+NARROW = [
+    {"output": {"format": "int8", "x": "rowwise", "w": "rowwise"}},
+    {"grad_weight": {"format": "e2m1", "g": "columnwise", "x": "columnwise"}},
+]
 STUDIES = {  # experiment: what its runs differ in
     "accuracy_vs_size": [dict(model=m, recipe=r) for m in ("mini_b", "mini_l") for r in RECIPES],
     "loss_curves": [dict(model="mini_b", recipe=recipe) for recipe in RECIPES],
@@ -50,7 +54,9 @@ STUDIES = {  # experiment: what its runs differ in
     ],
     "spikes_vs_size": [dict(model=model, beta2=0.99) for model in ("mini_b", "mini_l")],
     "spikes_vs_batch": [dict(batch_size=size, beta2=0.99) for size in (256, 1024)],
-    "spikes_vs_lr": [dict(lr=lr, beta2=0.99) for lr in (1e-3, 4e-3)],
+    "spikes_vs_lr": [dict(lr=lr, beta2=0.99) for lr in (5e-4, 4e-3)],
+    "spikes_vs_precision": [dict(recipe=r, beta2=0.99) for r in ("switchback", "fp8_tensorwise")],
+    "one_product": [dict(recipe="custom", products=products) for products in NARROW],
     "point_of_no_return": [dict(beta2=0.99)],
     "rounding": [dict(model="mini_l", lr=1e-3 + 2e-10 * k) for k in (1, 2)],
 }

@@ -212,3 +212,19 @@ def test_the_steps_around_the_highest_loss_spike_have_all_that_was_recorded(plan
     assert at["feature_mean"].dropna().loc[600] == 2400 and at["feature_mean"].count() == 21
     assert at.loc[550, "rms"] == 5
     assert at.loc[500, "grad_in_proj"] < 0.01 and np.isnan(at.loc[601, "grad_in_proj"])
+
+
+def test_runs_with_and_without_a_recorded_gradient_are_drawn_side_by_side(
+    plant, query, monkeypatch
+):
+    keys = {"autocast": "fp16", "scaler": ScalerConfig("dynamic")}
+    plant(**keys)
+    monkeypatch.setattr(f"{__name__}.NAMES", [CONV1, TOKENS, MIDDLE, CLASS, "another"])
+    plant(seed=1, **keys)
+    axes = drawn(loss_scaler, query(loss_scaler))
+    assert [ax.get_title().split("\n")[0] for ax in axes[:2]] == [
+        f"nano, dynamic scaler, seed {seed}" for seed in (0, 1)
+    ]
+    *_, one, other = axes
+    assert one.get_ylabel() == "max gradient,\nblock 0, in_proj"
+    assert len(one.lines[0].get_xdata()) and not len(other.lines[0].get_xdata())
