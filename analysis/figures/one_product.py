@@ -34,7 +34,9 @@ def query(runs: Runs) -> pd.DataFrame:
     runs = runs.where(runs.summaries["run"].isin(select(runs.runs)["run"]))
     heads = curves.with_scores(runs, curves.named_heads(runs))
     narrow = comparison.narrow_products(heads)
-    parts = narrow.str.partition(" ")
+    names, parts = narrow.where(narrow != "", heads["precision"]), narrow.str.partition(" ")
+    ends = [head.label.removeprefix(head.method) for head in heads.itertuples()]
+    heads = heads.assign(method=names, label=names + ends)
     heads["product"], heads["format"] = parts[0], parts[2].where(narrow != "", heads["precision"])
     is_over = heads[list(MEASURES)].notna().any(axis=1) | (heads["state"] == "diverged")
     return heads.loc[is_over & ~narrow.str.contains("+", regex=False), list(COLUMNS)]

@@ -305,6 +305,8 @@ def test_one_product_is_drawn_by_product_and_format_beside_16_bits(evaluated, qu
     for name, form in alone:
         products = {name: {"format": form, **operands[name]}}
         evaluated("custom", products=products, experiment="one_product")
+    e2m1 = {"recipe": "custom", "products": products, "experiment": "one_product", "seed": 1}
+    evaluated(**e2m1, state="diverged", steps=12)
     both = {name: {"format": "int8", **operands[name]} for name in ("output", "grad_weight")}
     evaluated("custom", products=both, experiment="one_product")
     evaluated("high")
@@ -314,7 +316,8 @@ def test_one_product_is_drawn_by_product_and_format_beside_16_bits(evaluated, qu
     assert {(row.product, row.format) for row in frame.itertuples()} == {*alone, ("", "bf16")}
     for ax in drawn(one_product, frame):
         points = [x for line in ax.lines if line.get_marker() == "o" for x in line.get_xdata()]
-        assert len(set(points)) == len(points) == 7
+        assert len(points) == 8 and len(set(points)) == 7  # two of the format that diverged
+    assert one_product.caption(frame).endswith("mini L grad_weight e2m1 (diverged at step 12).")
     [legend_of_figure] = ax.figure.legends
     assert [text.get_text() for text in legend_of_figure.get_texts()] == ["int8", "e2m1", "bf16"]
 
