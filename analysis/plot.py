@@ -39,6 +39,7 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#00
 WIDE = 30  # ratio of the largest to the smallest value on a logarithmic axis
 MOST_UPRIGHT = 9  # characters of a tick label; longer ones are turned
 SCORES = ("zero_shot/", "retrieval/")  # whose axes are linear
+NULL = "null"  # the value of a key that has none
 
 
 @cli.entry
@@ -219,18 +220,21 @@ def _plot_ends(part: pd.DataFrame, ax: Axes, color: tuple) -> None:
 
 
 def _column(heads: pd.DataFrame, key: str) -> pd.Series:
-    """A column of `Runs.runs`; a config group stands for its name: `optimizer`."""
+    """A column of `Runs.runs`, NULL if missing; a config group stands for its name: `optimizer`."""
     name = next((n for n in (key, f"{key}.name", f"{key}.label") if n in heads), None)
     if name is None:
         raise ChoiceError(f"the runs have no key {key}{nearest(key, heads.columns)}")
-    return heads[name]
+    values = heads[name]
+    return values.astype(object).where(values.notna(), NULL) if values.isna().any() else values
 
 
 def _in_order(values: Iterable) -> list:
-    """The distinct values: numbers sorted, others in the order of the runs."""
+    """The distinct values: numbers sorted after NULL, others in the order of the runs."""
     distinct = list(dict.fromkeys(values))
-    numbers = all(isinstance(value, int | float | np.number) for value in distinct)
-    return sorted(distinct) if numbers else distinct
+    given = [value for value in distinct if value != NULL]
+    if not all(isinstance(value, int | float | np.number) for value in given):
+        return distinct
+    return [NULL] * (len(given) < len(distinct)) + sorted(given)
 
 
 def _colors(values: pd.Series, key: str) -> dict:

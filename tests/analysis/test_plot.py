@@ -61,6 +61,23 @@ def test_last_values_are_points_with_mean_and_range(runs):
     assert [text.get_text() for text in ax.get_xticklabels()] == ["0.001", "0.004"]
 
 
+def test_runs_without_a_value_of_a_key_stand_first(make_run, tmp_path):
+    for decay in (0.65, None, 0.45):
+        scores = {"recall/top1": np.full(20, decay or 0.2)}
+        make_run(experiment=None, beta2_decay=decay, num_steps=20, columns=scores)
+    runs, key = load_runs(tmp_path / "runs"), "optimizer.beta2_decay"
+    [ax] = drawn(plot, plot.query(runs, y="recall/top1", x=key))
+    assert [text.get_text() for text in ax.get_xticklabels()] == ["null", "0.45", "0.65"]
+    frame = plot.query(runs, y="loss", hue=key)
+    [ax] = drawn(plot, frame)
+    assert len(ax.lines) == 3
+    assert [text.get_text() for text in ax.figure.legends[0].get_texts()] == [
+        "null",
+        "0.45",
+        "0.65",
+    ]
+
+
 def test_names_of_tensors_and_timing_are_drawn(runs):
     rms = plot.query(runs, y=f"rms/{CONV}")
     assert rms.groupby("run")["y"].apply(list).tolist() == [list(map(float, range(1, 31)))] * 6
