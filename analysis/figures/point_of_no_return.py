@@ -70,7 +70,7 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
             label, look = "perturbed in the last digit", {"color": "black", "ls": (0, (3, 1.5))}
         num = "-".join(map(str, sorted({line["num"].min(), line["num"].max()})))
         at = line.index * APART ** (number - (len(changes) - 1) / 2)
-        ax.plot(at, 100 * line["share"], marker="o", ms=3, label=f"{label} ({num} spikes)", **look)
+        ax.plot(at, 100 * line["share"], marker="o", ms=3, label=f"{label} ({num})", **look)
     leads = sorted(frame["lead"].unique())
     ax.set_xscale("log", base=2)
     ax.set_xticks(leads, [str(lead) for lead in leads], minor=False)
@@ -86,7 +86,7 @@ def draw(frame: pd.DataFrame, figure: Figure) -> None:
     figure.set_size_inches(1.4 * style.COLUMN_WIDTH, 2.6 + 0.17 * num)
     ax = plot(frame, figure.add_subplot())
     figure.legend(
-        *ax.get_legend_handles_labels(), loc="outside lower left", title="change (spikes)"
+        *ax.get_legend_handles_labels(), loc="outside lower left", title="change (number of spikes)"
     )
 
 

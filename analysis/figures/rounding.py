@@ -92,7 +92,7 @@ def caption(frame: pd.DataFrame) -> str:
     text = (
         f"Mean R@1 of both directions and validation loss at the last step of "
         f"{curves.of_runs(runs)} ({curves.methods(runs)}). Left of each panel: one seed, with "
-        "learning rates that differ in the seventh digit, or without compilation (open). Right: "
+        "learning rates that differ in the last digits, or without compilation (open). Right: "
         "seeds. Bars: means."
     )
     points = sorted(MARGINS.values())
