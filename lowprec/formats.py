@@ -12,7 +12,6 @@ Source: OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats 1.0
 of bitsandbytes 0.39.
 """
 
-import re
 from dataclasses import dataclass
 
 import torch
@@ -44,26 +43,29 @@ E4M3 = Format("e4m3", 448.0, torch.float8_e4m3fn, 4, 3)
 E5M2 = Format("e5m2", 57344.0, torch.float8_e5m2, 5, 2)
 E4M3_BNB = Format("e4m3_bnb", 480.0, torch.float32, 4, 3, gap=2)
 E5M2_BNB = Format("e5m2_bnb", 114688.0, torch.float32, 5, 2, gap=2)
-_NAMED = ("int8", "e4m3", "e5m2", "e4m3_bnb", "e5m2_bnb")
-_PARSED = {format.name: format for format in (INT8, E4M3, E5M2, E4M3_BNB, E5M2_BNB)}
+_NAMED = (INT8, E4M3, E5M2, E4M3_BNB, E5M2_BNB)
+_OTHERS = (
+    Format(f"e{x}m{y}", 2.0 ** (2 ** (x - 1)) * (2 - 2.0**-y), torch.float32, x, y)
+    for x in range(1, 8)
+    for y in range(11)
+)
+_FORMATS = {format.name: format for format in (*_OTHERS, *_NAMED)}  # complete: see parse_format
 
 
 def parse_format(name: str) -> Format:
     """Returns the format of a name; eXmY formats that torch lacks are stored as float32.
 
+    A look-up alone, because layers call it while torch.compile traces them: a format made there
+    would run the layer uncompiled, or compile it again.
     Raises ValueError for an unknown name, or unless 1 <= X <= 7 and 0 <= Y <= 10.
     """
-    if name in _PARSED:
-        return _PARSED[name]
-    bits = re.fullmatch(r"e(\d+)m(\d+)", name)
-    if bits is None:
-        raise ValueError(f"format {name!r}: must be {', '.join(_NAMED)} or another eXmY")
-    exponent, mantissa = int(bits[1]), int(bits[2])
-    if not (1 <= exponent <= 7 and 0 <= mantissa <= 10):
-        raise ValueError(f"format {name!r}: must have 1 to 7 exponent and 0 to 10 mantissa bits")
-    largest = 2.0 ** (2 ** (exponent - 1)) * (2 - 2.0**-mantissa)
-    _PARSED[name] = Format(name, largest, torch.float32, exponent, mantissa)
-    return _PARSED[name]
+    if name not in _FORMATS:
+        named = ", ".join(format.name for format in _NAMED)
+        raise ValueError(
+            f"format {name!r}: must be {named} or another eXmY "
+            "with 1 to 7 exponent and 0 to 10 mantissa bits"
+        )
+    return _FORMATS[name]
 
 
 def round_to_format(x: Tensor, format: Format, stochastic: bool = False) -> Tensor:

@@ -49,6 +49,7 @@ def test_nvfp4_equals_torchaos():
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["e4m3", "e2m1"])
 @pytest.mark.parametrize("scale", reference.SCALES)
 def test_compiled_for_a_gpu_subnormal_tiles_stay_finite(name, scale):

@@ -12,7 +12,7 @@ from lowprec import ops
 from lowprec.clip import open_clip
 from lowprec.nn.inference import to_int8
 from lowprec.nn.linear import LowPrecisionLinear, Settings, SwitchBackLinear
-from lowprec.nn.recipe import RECIPES
+from lowprec.nn.recipe import RECIPES, custom_recipe
 from lowprec.nn.replace import apply_recipe
 
 TOKENS, IN, OUT = 37, 48, 70
@@ -25,6 +25,8 @@ MODES = {  # how a layer is run: (autocast dtype or None, dtype of parameters an
     "autocast_fp16": (torch.float16, torch.float32),
     "pure_bf16": (None, torch.bfloat16),
 }
+# a format that no other test parses first
+UNUSED = custom_recipe({"grad_weight": {"format": "e6m7", "g": "columnwise", "x": "32x1"}})
 # torch.compile instantiates autograd functions, which torch itself deprecates.
 INSTANTIATED = pytest.mark.filterwarnings("ignore:.*should not be instantiated")
 # nvfp4_rht_sr draws random numbers: see test_block_scaling.py
@@ -213,7 +215,14 @@ def compiled_gradients(name, backend):
 
 @INSTANTIATED
 @pytest.mark.parametrize(
-    "name", ["switchback", "switchback_m", "llm_int8", "fp8_switchback_blocks"]
+    "name",
+    [
+        "switchback",
+        "switchback_m",
+        "llm_int8",
+        "fp8_switchback_blocks",
+        pytest.param(UNUSED, id="e6m7"),
+    ],
 )
 def test_layer_compiles_once_to_one_graph(name):
     compiled_gradients(name, "aot_eager")
