@@ -88,6 +88,8 @@ def main(config: ReplayConfig, changes: list[str], multirun: bool = False) -> No
     """Replays the control and each variant; prints and writes a comparison."""
     run = Path(config.run)
     trained = to_dict(read_config(run))
+    if not any(run.glob("*/step_*")):
+        raise RunError(f"{run} has no checkpoint or snapshot, so it cannot be replayed")
     trained["run_dir"], trained["model"]["init_from"] = str(run), None
     trained["evaluation"]["name"] = trained["logger"]["name"] = "none"
     recorded = pd.Series({row["step"]: row["loss"] for row in scan_rows(run / "metrics.jsonl")[0]})

@@ -11,8 +11,9 @@
 writes its own files to `<run_dir>/sweeps/<experiment or name>/` and returns at once. Repeating it
 adds new runs and submits cancelled or lost ones. The other verbs find the sweep by `experiment=` or
 `name=` and `run_dir=`, or use the only one there is; `status` alone lists all sweeps. `wait` exits
-with 1 if a run has no result. `resubmit` takes the last launcher, changed by `launcher.*`, or
-another one by `launcher=`, and `dry_run=true`.
+with 1 if a run has no result. `resubmit` submits runs that failed or were lost (`--failed`) or
+cancelled (`--cancelled`). It takes the last launcher, changed by `launcher.*`, or another one by
+`launcher=`, and `dry_run=true`.
 
 The environment variable LOWPREC_ALERT may hold a command or the https:// URL of a webhook (Slack,
 Mattermost, Discord), which receives a sentence when a run spikes, collapses, fails or ends.
@@ -88,11 +89,12 @@ def submit(texts: list[str]) -> None:
 
 
 def resubmit(texts: list[str]) -> None:
-    """Submits failed or lost runs again."""
-    if "--failed" not in texts:
-        sys.exit("which runs? python -m experiments.sweep resubmit --failed ...")
+    """Submits failed and lost runs again (`--failed`), or cancelled ones (`--cancelled`)."""
+    which = tuple(state for word in texts for state in TO_RESUBMIT.get(word, ()))
+    if not which:
+        sys.exit("which runs? python -m experiments.sweep resubmit --failed (or --cancelled) ...")
     launching, overrides = _split(texts)
-    folder = _find([text for text in overrides if text != "--failed"]).folder
+    folder = _find([text for text in overrides if text not in TO_RESUBMIT]).folder
     with locked(folder / ".lock"):
         manifest = Manifest(folder)
         if not manifest.launchers():
@@ -103,7 +105,7 @@ def resubmit(texts: list[str]) -> None:
         names = [key.partition(".")[2] or "name" for key in keys if key.startswith("launcher")]
         launcher |= settings if "name" in names else {name: settings[name] for name in names}
         runs = [run.index for run in manifest.runs]
-        hand_over(manifest, runs, TO_RESUBMIT, launcher, options.dry_run)
+        hand_over(manifest, runs, which, launcher, options.dry_run)
 
 
 def status(texts: list[str]) -> None:
@@ -145,7 +147,7 @@ def cancel(texts: list[str]) -> None:
         active = [s.index for s in states(manifest, ask_queue(manifest)) if s.state in ACTIVE]
         if active:  # recorded first: a run that is told to stop must not be started again
             manifest.record({"event": "cancelled", "runs": active})
-        print(f"{len(active)} runs cancelled; `submit` continues them")
+        print(f"{len(active)} runs cancelled; `resubmit --cancelled` continues them")
         slurm.cancel(manifest)  # also jobs that an earlier `cancel` did not reach
 
 

@@ -59,6 +59,11 @@ def launch(folder: Path) -> None:
     while any(is_locked(manifest.lock_of(index)) for index in _submitted(manifest)):
         time.sleep(LOOK_S)  # the trainings of a killed launcher are saving
     _end_orphans(manifest)
+    parallel = max((one["parallel"] for one in manifest.launchers()), default=1)
+    if parallel > 1:  # CPU runs that share cores would otherwise each use all of them
+        os.environ.setdefault(
+            "OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // parallel))
+        )
     requests: list[int] = []
     for number in STOPPING:
         signal.signal(number, lambda number, frame: requests.append(number))

@@ -23,7 +23,7 @@ from lowprec.sweep.plan import Manifest, Submission, is_locked
 
 ACTIVE = ("queued", "running")
 TO_SUBMIT = ("new", "cancelled", "lost")
-TO_RESUBMIT = ("failed", "lost")
+TO_RESUBMIT = {"--failed": ("failed", "lost"), "--cancelled": ("cancelled",)}
 
 
 @dataclass
@@ -169,7 +169,7 @@ def show(manifest: Manifest, run_states: list[State], queue: dict | None, consol
         if state.reason:
             line = f"run {run.index} ({name}) {state.state}: {state.reason}"
             log = manifest.log_of(run.index)
-            has_log = state.state in TO_RESUBMIT and log.exists()
+            has_log = state.state in TO_RESUBMIT["--failed"] and log.exists()
             lines.append(line + f"; log: {log}" * has_log)
         for event in scan_rows(manifest.directory_of(run.index) / "events.jsonl")[0]:
             if "collapsed" in event:

@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 import sys
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -27,6 +28,7 @@ from lowprec.runs.identity import to_dict
 from lowprec.runs.read import encode_row, read_config, read_rows
 from lowprec.train import build as building
 
+RESULTS = Path(__file__).parents[2] / "experiments/results"
 SETTINGS = {
     "fp32": {},
     "dropout": {"model.patch_dropout": 0.5, "schedule.name": "constant"},
@@ -401,3 +403,9 @@ def test_a_spike_that_moves_or_a_replay_that_begins_late_is_judged_by_its_steps(
     for first in (1, 31):
         rows = compared(*curves, step=30 + first, first=first)
         assert rows["height"].tolist() == pytest.approx([4.0, 4.0, 0.1])
+
+
+def test_a_record_without_states_is_refused_before_its_data_are_looked_for():
+    (record,) = RESULTS.glob("stability_mini/*-s2-*")
+    with pytest.raises(RunError, match="has no checkpoint or snapshot"):
+        main(ReplayConfig(str(record), 626), [])

@@ -164,6 +164,16 @@ def test_runs_share_gpus_evenly(sweeps, here, monkeypatch):
     assert [(here / f"gpu-{i}").read_text().strip() for i in range(4)] == ["4", "5", "4", "5"]
 
 
+@pytest.mark.parametrize(("parallel", "threads"), [(1, ""), (3, "1")])
+def test_runs_that_share_the_cores_share_the_threads(sweeps, here, monkeypatch, parallel, threads):
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(5))
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    sweeps.make(1, 'echo "$OMP_NUM_THREADS" > threads\n' + sweeps.script)
+    sweeps.train(monkeypatch, parallel=parallel)
+    assert (here / "threads").read_text().strip() == threads
+
+
 def test_runs_without_a_lock_or_gpus_fail_with_the_reason(sweeps, monkeypatch):
     manifest = sweeps.make(2)
     manifest.lock_of(1).mkdir()  # cannot be opened for writing
@@ -189,7 +199,7 @@ def test_training_that_was_asked_to_stop_and_saved_is_started_again(sweeps, here
     assert sweeps.starts() == [2]
 
 
-def test_cancel_stops_what_trains_and_submit_continues_later(sweeps, here, capsys):
+def test_cancel_stops_what_trains_and_resubmit_continues_it(sweeps, here, capsys):
     waits = "trap 'exit 75' TERM\n[ -e go ] || { touch begun; while :; do sleep 0.05; done; }\n"
     manifest = sweeps.make(3, waits + sweeps.script)
     sweeps.submit(parallel=1)
@@ -202,7 +212,7 @@ def test_cancel_stops_what_trains_and_submit_continues_later(sweeps, here, capsy
     assert sweeps.starts() == [1, 0, 0]
     assert [row["again"] for row in manifest.attempts(0) if row["event"] == "ended"] == [False]
     (here / "go").touch()
-    sweeps.submit()
+    sweep.resubmit(["--cancelled"])
     sweeps.end()
     assert sweeps.names() == ["finished"] * 3
 
