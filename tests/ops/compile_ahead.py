@@ -38,8 +38,7 @@ MODULES = [
     importlib.import_module(f"lowprec.ops.{module.name}")
     for module in pkgutil.iter_modules(lowprec.ops.__path__)
 ] + [triton_adamw, fused]
-PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
-ARCHITECTURES = {80: "sm_80", 90: "sm_90a"}
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 OPTIONS = ("num_warps", "num_stages")
 BF16, FP32, FP8, FP8_WIDE = torch.bfloat16, torch.float32, E4M3.dtype, E5M2.dtype
 
@@ -183,7 +182,7 @@ def launches_of(case, capability: int) -> list:
 
 
 def compile_launch(name: str, args: tuple, kwargs: dict, capability: int) -> dict[str, int]:
-    """Registers, spilled bytes and shared memory of a kernel, specialized as in a launch."""
+    """Registers, bytes of stack and shared memory of a kernel, specialized as in a launch."""
     kernel = KERNELS[name]
     options = {key: kwargs[key] for key in OPTIONS if key in kwargs}
     signature, constants, attributes = {}, {}, {}
@@ -204,16 +203,13 @@ def compile_launch(name: str, args: tuple, kwargs: dict, capability: int) -> dic
     source = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
     source = source(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    with tempfile.TemporaryDirectory() as folder:
-        ptx = Path(folder) / "kernel.ptx"
-        ptx.write_text(compiled.asm["ptx"])
-        report = subprocess.run(
-            [PTXAS, "--gpu-name", ARCHITECTURES[capability], "-v", ptx, "-o", f"{ptx}.cubin"],
-            check=True, capture_output=True, text=True,
-        ).stderr  # fmt: skip
-    registers = re.search(r"Used (\d+) registers", report)[1]
-    spilled = sum(int(count) for count in re.findall(r"(\d+) bytes spill", report))
-    return {"registers": int(registers), "spilled": spilled, "shared": compiled.metadata.shared}
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [CUOBJDUMP, "--dump-resource-usage", file.name]
+        report = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    registers, spilled = (int(re.search(rf"{name}:(\d+)", report)[1]) for name in ("REG", "STACK"))
+    return {"registers": registers, "spilled": spilled, "shared": compiled.metadata.shared}
 
 
 def measure(capability: int) -> dict[str, dict[str, int]]:
