@@ -64,7 +64,7 @@ def named_heads(runs: Runs, by: tuple[str, ...] = ()) -> pd.DataFrame:
     heads = heads.astype(dict.fromkeys(whole, int) | {"optimizer.beta2_decay": float})
     groups = heads.groupby(list(by), dropna=False) if by else [((), heads)]
     heads = pd.concat([name_methods(group) for _, group in groups])
-    heads["label"] = [_label(head) for head in heads.to_dict("records")]
+    heads["label"] = [_label(head) for head in heads[LABELED].to_dict("records")]
     keys = ["model.name", "precision.label", "optimizer.name", "variant", "seed", "run"]
     return heads.sort_values(keys, key=_order).rename(columns=RENAMED)
 
@@ -312,6 +312,9 @@ def join(items) -> str:
     """`a, b and c`."""
     words = [f"{item:,}" if isinstance(item, (int, np.integer)) else str(item) for item in items]
     return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+
+
+LABELED = ["method", "state", "num_steps", "reached", "recorded"]
 
 
 def _label(head: dict) -> str:

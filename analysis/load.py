@@ -24,6 +24,8 @@ from analysis.run_files import (
 from lowprec.runs.read import ENDED
 
 EMPTY = ("run", "path", "experiment", "state", "scale")  # columns of `summaries` without runs
+READ = ("run", "path", "state", "step", "note", "num_steps", "log_every")
+READ += ("diagnostics.every", "diagnostics.statistics")
 EXPERIMENTS = Path(__file__).parents[1] / "conf" / "experiment"
 
 
@@ -82,14 +84,15 @@ class Runs:
         recipe's name or, for recipe `high`, the autocast dtype.
         """
         notes = []
-        for summary, tables in zip(self.summaries.to_dict("records"), self._tables, strict=True):
+        for summary, tables in zip(self._facts(self.summaries), self._tables, strict=True):
             parts, steps = [summary["note"]], list(tables["metrics"][0].get("step", []))
             if summary["state"] not in ENDED:
                 total = summary.get("num_steps")
                 of_total = "" if pd.isna(total) else f" of {int(total)}"
                 parts.append(f"{summary['state']}: {max(steps, default=0)}{of_total} steps")
+            if "tensors" not in tables:
+                tables["tensors"] = pd.DataFrame(), compare_steps(summary, steps)
             parts += [note for _, of_file in tables.values() for note in of_file]
-            parts += compare_steps(summary, steps)
             notes.append("; ".join(filter(None, parts)))
         return self.summaries.assign(note=notes)
 
@@ -115,7 +118,7 @@ class Runs:
         tensor of any run matches.
         """
         recorded, frames = set(), []
-        for summary in self.summaries.to_dict("records"):
+        for summary in self._facts(self.summaries):
             try:
                 frame, names = read_tensor_columns(summary, pattern, stat)
             except UNREADABLE as error:
@@ -142,11 +145,16 @@ class Runs:
             return pd.Series(dtype=float, index=pd.Index([], name="step", dtype=int))
         return frame.drop_duplicates("step", keep="last").set_index("step")[name].astype(float)
 
+    @staticmethod
+    def _facts(summaries: pd.DataFrame) -> list[dict]:
+        """What reading a run's files needs of its row; a row has more than a hundred columns."""
+        return summaries.filter(items=READ).to_dict("records")
+
     @cached_property
     def _tables(self) -> list[dict[str, tuple[pd.DataFrame, list[str]]]]:
         """For each run: the rows of each of its files, and notes on damage."""
         unread = self.summaries[~self.summaries["path"].isin(list(self.files))]
-        for run in unread.to_dict("records"):
+        for run in self._facts(unread):
             rows = {"metrics": read_metrics(run)}
             rows |= {name: read_row_file(run, name) for name in ("timing", "events")}
             tables = {name: (pd.DataFrame(part), notes) for name, (part, notes) in rows.items()}
