@@ -54,6 +54,14 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def unsynced():
+    """Only a power cut could tell what was synced (train/test_crash.py), and it takes long."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", os.fstat)
+        yield
+
+
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     """A GPU where there is one; else the kernels are interpreted."""

@@ -68,7 +68,7 @@ def test_a_rank_that_hangs_leaves_its_stack(ranks, make):
 
 def test_a_signal_while_the_data_of_a_rank_stall_ends_all_within_the_timeout(ranks, make):
     stall = {"rank": 1, "step": 6, "stall": True}
-    limit = {"distributed.timeout_s": 5.0}
+    limit = {"distributed.timeout_s": 3.0}
     answer, run, _ = disturbed(ranks, make, "stalled", [(1, signal.SIGTERM)], hang=stall, **limit)
     assert answer["codes"] == [76, 76], answer["logs"]
     assert max(answer["seconds"]) < 20, answer["seconds"]

@@ -48,6 +48,7 @@ def here(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(CONF.parent))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(sweep, "POLL_S", 0.05)
     for name in ("bad", "slow", "order"):
         (tmp_path / name).write_text("")
     yield tmp_path
