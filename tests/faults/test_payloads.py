@@ -89,16 +89,21 @@ YAML = (
 )
 
 
+@pytest.fixture(scope="module")
+def trained(tiny_config, run_once, tmp_path_factory):
+    """A run of one step; each test writes its config anew."""
+    run = tmp_path_factory.mktemp("trained")
+    run_once(tiny_config(run, {"num_steps": 1}), run)
+    return run
+
+
 @pytest.mark.parametrize("text", YAML)
-def test_config_of_a_run_directory_is_data_to_figures_and_to_evaluation(
-    tmp_path, canary, make_config, run_once, text
-):
-    run_once(make_config({"num_steps": 1}), tmp_path / "run")
-    (tmp_path / "run" / "config.yaml").write_text(text % canary if "%s" in text else text)
-    runs = load_runs(tmp_path / "run")
+def test_config_of_a_run_directory_is_data_to_figures_and_to_evaluation(trained, canary, text):
+    (trained / "config.yaml").write_text(text % canary if "%s" in text else text)
+    runs = load_runs(trained)
     assert "config.yaml is damaged" in runs.runs["note"].iloc[0] and len(runs.metrics) == 1
     with pytest.raises(ConfigError):
-        read_config(tmp_path / "run")
+        read_config(trained)
 
 
 def test_interpolation_in_the_config_of_a_run_is_text(tmp_path, make_config, monkeypatch):
