@@ -11,6 +11,7 @@ from analysis.load import load_all
 from analysis.run_files import read_metrics
 from analysis.study import mark_of_runs
 from lowprec.config.schema import DiagnosticsConfig
+from lowprec.runs.read import read_rows
 
 STEPS = 12
 
@@ -51,7 +52,8 @@ def tails(lines):
         yield f"noise {size}", whole + noise
         yield f"noise {size} and a line end", whole + noise + b"\n"
         yield f"noise {size} within", whole[:start] + noise + whole[start:]
-    for line in (b"5", b"null", b"[1]", b'"a"', b"{}", b"[" * 10**5, b'{"step": ' + b"9" * 5000):
+    for line in (b"", b'{"a" 1}', b"5", b"null", b"[1]", b'"a"', b"{}", b"[" * 10**5,
+                 b'{"step": ' + b"9" * 5000):  # fmt: skip
         yield f"line {line[:9]}", whole + line + b"\n"
     for row in (
         {"loss": 1.0}, {"step": 0}, {"step": -3}, {"step": 1.5}, {"step": True}, {"step": "4"},
@@ -80,6 +82,9 @@ def test_undamaged_rows_are_read_and_the_first_damage_is_named_for_200_tails(lin
             where = f"metrics.jsonl: line {first[0]} (byte {first[1]}) is damaged"
             valid = name.startswith("row") or name == "line b'{}'"
             assert any(p.startswith(where) or valid and "not rows of a step" in p for p in notes)
+            if not valid:
+                with pytest.raises(ValueError, match=rf"line {first[0]} \(byte {first[1]}\)"):
+                    read_rows(tmp_path / "metrics.jsonl")
         missing = (STEPS if state == "finished" else max(steps, default=0)) - len(steps)
         gap = next((n for n in range(1, STEPS + 1) if n not in steps), None)
         expected = [f"metrics.jsonl: {missing} steps are missing, first {gap}"] if missing else []

@@ -173,21 +173,6 @@ def test_a_process_whose_run_directory_was_replaced_writes_nothing_more(
     assert len(others) == 2 * made_anew
 
 
-DAMAGED_LINES = {name: line for name, line in DAMAGE.items() if line.endswith(b"\n")}
-DAMAGED_LINES |= {"empty": b"\n", "number": b"5\n", "null": b"null\n", "no colon": b'{"a" 1}\n'}
-
-
-@pytest.mark.parametrize("damage", DAMAGED_LINES.values(), ids=DAMAGED_LINES)
-def test_a_damaged_line_is_named_with_line_and_byte_and_hides_no_row(tmp_path, damage):
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(b'{"a": 1}\n' + damage + b'{"a": 2}\n')
-    rows, faults = scan_rows(path)
-    assert rows == [{"a": 1}, {"a": 2}]
-    assert len(faults) == 1 and faults[0].startswith(f"{path}, line 2 (byte 9) is damaged: ")
-    with pytest.raises(ValueError, match="line 2"):
-        read_rows(path)
-
-
 def strict(path):
     """The values of a .json or .jsonl file; Python's own NaN and Infinity are no JSON."""
 

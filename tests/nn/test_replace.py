@@ -78,14 +78,6 @@ def test_mlp_computes_only_requested_gradients(requested):
         assert gradient is None if name not in requested else torch.equal(gradient, expected[name])
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # by torch.compile itself
-def test_fused_mlp_compiles_to_one_graph():
-    model, x = block(), torch.randn(2, 5, 64, requires_grad=True)
-    apply_recipe(model, "switchback")
-    compiled = torch.compile(model.block.mlp, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x), model.block.mlp(x))
-
-
 @pytest.mark.parametrize(
     ("where", "expected"),
     [
