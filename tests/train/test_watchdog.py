@@ -14,6 +14,7 @@ from lowprec.train.distributed import Ranks
 from lowprec.train.watchdog import Heartbeat, Watchdog
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_process_that_was_stopped_continues(monkeypatch, tmp_path):
     monkeypatch.setattr(watchdog, "SILENT_S", 1.4)
     process = os.fork()
