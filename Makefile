@@ -19,8 +19,9 @@ demo: $(READY)
 	@$(PY) -m analysis.make loss_curves --scale demo --runs runs/loss_curves --out figures
 	@echo "Runs: runs/loss_curves   Figure: figures/loss_curves_demo.png   Next: README.md"
 
+# Three processes on two cores: tests also wait.
 test: $(READY)
-	@$(PY) -m pytest -q -n 2 --dist worksteal
+	@$(PY) -m pytest -q -n 3 --dist worksteal
 
 test-slow: $(READY)
 	@$(PY) -m pytest -q -m slow
