@@ -59,11 +59,10 @@ def launch(folder: Path) -> None:
     while any(is_locked(manifest.lock_of(index)) for index in _submitted(manifest)):
         time.sleep(LOOK_S)  # the trainings of a killed launcher are saving
     _end_orphans(manifest)
-    parallel = max((one["parallel"] for one in manifest.launchers()), default=1)
-    if parallel > 1:  # CPU runs that share cores would otherwise each use all of them
-        os.environ.setdefault(
-            "OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // parallel))
-        )
+    runs_here = [one["parallel"] for one in manifest.launchers() if one["name"] == "local"]
+    if (parallel := max(runs_here, default=1)) > 1:  # each run would otherwise use all cores
+        threads = max(1, len(os.sched_getaffinity(0)) // parallel)
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     requests: list[int] = []
     for number in STOPPING:
         signal.signal(number, lambda number, frame: requests.append(number))
