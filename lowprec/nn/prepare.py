@@ -1,5 +1,6 @@
 """Prepares a model for training: a recipe, compiled blocks, checkpointing inside them."""
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -145,7 +146,7 @@ def prepare_for_training(
     of an nn.Sequential or nn.ModuleList that contains linear layers, such as the residual blocks of
     open_clip, timm and transformers. Parameter names do not change. Call it before DDP or
     `fully_shard`. A later call replaces the compiled code and the recipe of the layers in its
-    `where`.
+    `where`. Warns if no layer is converted.
 
     Args:
         model: the model, such as `open_clip.create_model(...)`.
@@ -170,7 +171,12 @@ def prepare_for_training(
     if compile:
         torch.compiler.reset()  # its recompilation limit counts over all models of a process
         compile_blocks(model, blocks)
-    return Prepared(layers, recipe.name, model, blocks)
+    prepared = Prepared(layers, recipe.name, model, blocks)
+    if recipe.function and not any(layer.swapped for layer in layers):
+        reasons = dict.fromkeys(prepared._treatment(layer) for layer in layers)
+        text = f"{recipe.name} converts none of the {len(layers)} layers in `where`"
+        warnings.warn(f"{text} ({'; '.join(reasons)})", stacklevel=2)
+    return prepared
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:

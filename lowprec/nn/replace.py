@@ -141,7 +141,7 @@ def _find_layers(model: nn.Module, where: Sequence[str]) -> dict[str, str]:
     idle = [p for p in where if not any(matches(layer, [p]) for layer in layers)]
     if not matching or not set(idle) <= set(LINEAR_LAYERS):  # no library has all four of these
         raise NoLayerError(
-            f"no linear layer matches {', '.join(idle)}; {_suggest(model, layers, idle)}"
+            f"no linear layer matches {', '.join(idle) or '[]'}; {_suggest(model, layers, idle)}"
         )
     for layer, name in matching.items():
         if fault := _fault(model.get_submodule(name), layer):

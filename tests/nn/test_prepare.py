@@ -262,7 +262,10 @@ def test_blocks_are_the_elements_that_contain_layers():
 def test_report_names_what_stays_in_16_bit(graphs):
     model, _ = make(open_clips)
     model.visual.transformer.grad_checkpointing = True
-    report = str(prepare_for_training(model, "fp8_switchback"))  # of "switchback": README
+    nothing = r"converts none of the 16 layers in `where` \(16 bit, no known gain in 8 bits; skip_"
+    with pytest.warns(UserWarning, match=f"^fp8_switchback {nothing}") as caught:
+        report = str(prepare_for_training(model, "fp8_switchback"))  # of "switchback": README
+    assert caught[0].filename == __file__
     assert report.count("16 bit, no known gain in 8 bits; skip_slow=False") == 2
     assert "  visual.transformer.resblocks: 2 blocks, compiled, checkpointed\n" in report
     assert "  transformer.resblocks: 2 blocks, compiled\n" in report

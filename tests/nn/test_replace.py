@@ -113,8 +113,8 @@ def test_pattern_without_match_is_refused_and_changes_nothing(earlier):
     model = block()
     apply_recipe(model, earlier)
     before = [(id(module), type(module)) for module in model.modules()]
-    for where in (["c_fcc"], ["c_fc", "c_fcc"]):
-        with pytest.raises(NoLayerError, match=r"matches c_fcc; .*block.attn.in_proj, "):
+    for where, named in ((["c_fcc"], "c_fcc"), (["c_fc", "c_fcc"], "c_fcc"), ([], r"\[\]")):
+        with pytest.raises(NoLayerError, match=rf"matches {named}; .*block.attn.in_proj, "):
             apply_recipe(model, "high", where)
     assert [(id(module), type(module)) for module in model.modules()] == before
 
