@@ -13,7 +13,7 @@ adds new runs and submits cancelled or lost ones. The other verbs find the sweep
 `name=` and `run_dir=`, or use the only one there is; `status` alone lists all sweeps. `wait` exits
 with 1 if a run has no result. `resubmit` submits runs that failed or were lost (`--failed`) or
 cancelled (`--cancelled`). It takes the last launcher, changed by `launcher.*`, or another one by
-`launcher=`, and `dry_run=true`.
+`launcher=`, and `dry_run=true`. `<verb> --help` lists a verb's options.
 
 The environment variable LOWPREC_ALERT may hold a command or the https:// URL of a webhook (Slack,
 Mattermost, Discord), which receives a sentence when a run spikes, collapses, fails or ends.
@@ -32,7 +32,7 @@ from rich.console import Console
 from experiments.entry import refuse
 from experiments.train import main as train_run
 from lowprec.config.check import ConfigError, RunError, check, unknown_key
-from lowprec.config.compose import compose_command
+from lowprec.config.compose import compose_command, explain
 from lowprec.config.schema import key
 from lowprec.data.open import open_data
 from lowprec.nearest import nearest
@@ -133,7 +133,8 @@ def wait(texts: list[str]) -> None:
         if summary(run_states) != line:
             line = summary(run_states)
             print(time.strftime("%H:%M:%S"), line, flush=True)
-        looks = 0 if any(state.state in ACTIVE for state in run_states) else looks + 1
+        is_active = any(state.state in (*ACTIVE, "cancelling") for state in run_states)
+        looks = 0 if is_active else looks + 1
     show(manifest, run_states, queue, _console())
     if any(state.state not in ENDED for state in run_states):
         sys.exit(1)
@@ -256,11 +257,38 @@ VERBS: dict[str, Callable[[list[str]], None]] = {
 }
 
 
+FIND = """\
+experiment=NAME or name=NAME  the sweep; may be left out if there is only one
+run_dir=runs  the folder of the sweep's runs"""
+OPTIONS = {  # those of the other verbs: FIND
+    "submit": """\
+KEY=VALUE,...  a key of the runs and one value or several, which become one run each;
+               `python -m experiments.train --help` explains the keys""",
+    "resubmit": f"""\
+--failed  submits runs that failed or were lost
+--cancelled  submits cancelled runs
+{FIND}""",
+    "train": "",
+}
+
+
+def _help(verb: str) -> str:
+    """What a verb does, and each of its options with a sentence or its default and meaning."""
+    lines = [f"python -m experiments.sweep {verb} ...", VERBS[verb].__doc__]
+    lines.append(OPTIONS.get(verb, FIND))
+    if verb in ("submit", "resubmit"):
+        lines.append(explain("sweep", SweepConfig))
+    return "\n\n".join(filter(None, lines))
+
+
 def command(arguments: list[str]) -> None:
     """`<verb> key=value ...`; faults in the config exit with 2, other failures with a message."""
     verb, *texts = arguments or [""]
     if verb in ("-h", "--help"):
         print(__doc__.strip())
+        return
+    if verb in VERBS and {"-h", "--help"} & set(texts):
+        print(_help(verb))
         return
     try:
         if verb not in VERBS:

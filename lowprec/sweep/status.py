@@ -1,8 +1,9 @@
 """The state of each run of a sweep, and the table that shows it.
 
 A state comes from the run's directory, then from what its supervisor recorded, its lock and the
-queue: queued, running, finished, diverged, failed (with the reason), cancelled; `new` was never
-submitted; `lost` was submitted, but nothing trains it and no end was recorded (the machine died).
+queue: queued, running, finished, diverged, failed (with the reason), cancelling (its processes
+still save), cancelled; `new` was never submitted; `lost` was submitted, but nothing trains it and
+no end was recorded (the machine died).
 """
 
 import re
@@ -22,8 +23,8 @@ from lowprec.sweep import local, slurm
 from lowprec.sweep.plan import Manifest, Submission, is_locked
 
 ACTIVE = ("queued", "running")
-TO_SUBMIT = ("new", "cancelled", "lost")
-TO_RESUBMIT = {"--failed": ("failed", "lost"), "--cancelled": ("cancelled",)}
+TO_SUBMIT = ("new", "cancelling", "cancelled", "lost")
+TO_RESUBMIT = {"--failed": ("failed", "lost"), "--cancelled": ("cancelling", "cancelled")}
 
 
 @dataclass
@@ -94,7 +95,7 @@ def _unfinished(
     last = rows[-1] if rows else {"event": ""}
     began = last["event"] == "started"
     if submission.cancelled:
-        return "cancelled", ""
+        return "cancelling" if locked else "cancelled", ""
     if last["event"] == "ended" and not last.get("again"):
         return "failed", last.get("reason") or "ended without a result"
     if locked:

@@ -58,6 +58,16 @@ def test_a_mistake_is_answered_with_a_way_out(here, capsys, monkeypatch, words, 
     assert re.search(message, printed), printed
 
 
+@pytest.mark.parametrize(
+    ("verb", "own"),
+    [("submit", "launcher.parallel=1  "), ("resubmit", "--failed  "), ("cancel", "run_dir=runs  ")],
+)
+def test_help_explains_the_options_of_a_verb(capsys, verb, own):
+    assert run(verb, "name=t", "--help") == 0
+    out = capsys.readouterr().out
+    assert f"\n{own}" in out and ("\ndry_run=false  " in out) == (verb != "cancel")
+
+
 def test_a_finished_run_is_not_submitted_and_changed_data_are_refused(
     here, tiny, capsys, no_launcher
 ):

@@ -10,7 +10,6 @@ import pytest
 
 from experiments import sweep
 from lowprec.sweep import local
-from lowprec.sweep.plan import is_locked
 
 LOCAL = {"name": "local", "parallel": 2, "gpus": 0}
 SAVES = """
@@ -200,14 +199,17 @@ def test_training_that_was_asked_to_stop_and_saved_is_started_again(sweeps, here
 
 
 def test_cancel_stops_what_trains_and_resubmit_continues_it(sweeps, here, capsys):
-    waits = "trap 'exit 75' TERM\n[ -e go ] || { touch begun; while :; do sleep 0.05; done; }\n"
+    waits = "[ -e go ] || { touch begun; while :; do sleep 0.05; done; }\n"
+    waits = "trap 'sleep 0.5; exit 75' TERM\n" + waits
     manifest = sweeps.make(3, waits + sweeps.script)
     sweeps.submit(parallel=1)
     sweeps.until((here / "begun").exists)
     sweep.cancel([])
     assert "3 runs cancelled" in capsys.readouterr().out
     sweep.cancel([])  # nothing is left
-    sweeps.until(lambda: not is_locked(local.lock_path(manifest.folder)))
+    assert sweeps.names() == ["cancelling", "cancelled", "cancelled"]
+    with pytest.raises(SystemExit):
+        sweep.wait([])
     assert sweeps.names() == ["cancelled"] * 3
     assert sweeps.starts() == [1, 0, 0]
     assert [row["again"] for row in manifest.attempts(0) if row["event"] == "ended"] == [False]
