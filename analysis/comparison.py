@@ -147,6 +147,11 @@ def written(value: object) -> str:
     return str(value)
 
 
+def counted(num: int, noun: str) -> str:
+    """`1 seed`, `1,000 steps`."""
+    return f"{num:,} {noun}{'' if num == 1 else 's'}"
+
+
 def short(key: str) -> str:
     """`beta2` for `optimizer.beta2`, `intervention` for `intervention.name`."""
     if key.startswith("precision_change."):

@@ -193,9 +193,14 @@ def wrap(label: str) -> str:
 def of_runs(frame: pd.DataFrame) -> str:
     """`ViT-B/32 and ViT-H/14 on shapes: 4 runs at mini scale`."""
     models, data, scales = (frame[name].unique() for name in ("model", "data", "scale"))
-    num = frame["run"].nunique()
-    runs = f"{num} run{'s' if num > 1 else ''} at {join(scales)} scale"
-    return f"{join(map(style.model, models))} on {join(data)}: {runs}"
+    runs = comparison.counted(frame["run"].nunique(), "run")
+    return f"{join(map(style.model, models))} on {join(data)}: {runs} at {join(scales)} scale"
+
+
+def seeds(frame: pd.DataFrame, *by: str) -> str:
+    """`1 seed`, `2 and 5 seeds`: the numbers of seeds in the groups of runs by these columns."""
+    *fewer, most = sorted(set(frame.groupby(list(by))["seed"].nunique()))
+    return join([*fewer, comparison.counted(most, "seed")])
 
 
 def title(frame: pd.DataFrame) -> str:

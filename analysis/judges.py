@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 
 from analysis import bench, comparison, evidence, figures, paper, spike_marks, style
+from analysis.comparison import counted
 from analysis.curves import join
 from analysis.evidence import (
     ABOUT,
@@ -119,7 +120,7 @@ def fix(records: Evidence, change: str, helps: bool) -> Finding:
     unknown = [name for name in names if trains[name] is None]
     holds = None if unknown else trains[change] == helps
     why = f"{', '.join(unknown)}: seeds differ by more than the margin, or some diverge"
-    return decide(f"{ours} ({seeds} seeds)", holds, seeds, runs, why)
+    return decide(f"{ours} ({counted(seeds, 'seed')})", holds, seeds, runs, why)
 
 
 def features(records: Evidence, stopped: bool) -> Finding:
@@ -324,7 +325,7 @@ def tensor_skips(records: Evidence) -> Finding:
 
 def _runs(runs: pd.DataFrame) -> str:
     seeds = runs["seed"].nunique()
-    return f"{len(runs)} runs, {'one seed' if seeds == 1 else f'{seeds} seeds'}"
+    return f"{counted(len(runs), 'run')}, {'one seed' if seeds == 1 else f'{seeds} seeds'}"
 
 
 def _trains(group: pd.DataFrame, base: pd.DataFrame) -> bool | None:

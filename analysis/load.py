@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from analysis.comparison import counted
 from analysis.run_files import (
     UNREADABLE,
     compare_steps,
@@ -52,7 +53,7 @@ class Runs:
     def __repr__(self) -> str:
         states = self.summaries["state"].value_counts()
         counts = ", ".join(f"{count} {state}" for state, count in states.items())
-        return f"{len(self)} runs ({counts}) of {_experiments(self.summaries)}"
+        return f"{counted(len(self), 'run')} ({counts}) of {_experiments(self.summaries)}"
 
     def only(self, run: str) -> "Runs":
         """One run by name; no other run's files are read."""

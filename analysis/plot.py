@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 
 from analysis import cli, curves, style
 from analysis.cli import ChoiceError
-from analysis.comparison import short, signature, written
+from analysis.comparison import counted, short, signature, written
 from analysis.load import Runs, load_runs
 from lowprec.nearest import nearest
 
@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
         for kind in ("png", "pdf"):
             figure.savefig(f"{stem}.{kind}")
     plotted(frame).to_csv(f"{stem}.csv", index=False, lineterminator="\n")
-    print(f"Wrote {stem}.png, .pdf, .csv: {frame['run'].nunique()} runs")
+    print(f"Wrote {stem}.png, .pdf, .csv: {counted(frame['run'].nunique(), 'run')}")
     return 0
 
 

@@ -13,6 +13,7 @@ import pandas as pd
 
 from analysis import cli, paper
 from analysis.cli import ChoiceError
+from analysis.comparison import counted
 from analysis.load import load_runs
 from analysis.spike_marks import (
     KINDS,
@@ -54,17 +55,17 @@ def describe(series: Series, protocol: Protocol, tensor: str) -> str:
 def _summary_lines(
     series: Series, protocol: Protocol, tensor: str, spikes: pd.DataFrame
 ) -> list[str]:
-    rms, counted = series.rms_of(tensor), _counted(len(spikes), "loss spike")
+    rms, num_spikes = series.rms_of(tensor), counted(len(spikes), "loss spike")
     late = rms[protocol.ignore_steps :]
     if np.isnan(late).all():
-        return [f"{counted} in {len(rms):,} steps; RMS_t of {tensor} is not recorded there."]
-    counts = f"{_counted(int(rms_spikes(rms, protocol).sum()), 'RMS spike')} ({tensor})"
+        return [f"{num_spikes} in {len(rms):,} steps; RMS_t of {tensor} is not recorded there."]
+    counts = f"{counted(int(rms_spikes(rms, protocol).sum()), 'RMS spike')} ({tensor})"
     if reason := why_unreachable(series.beta2, protocol):
         counts = f"no possible RMS spikes ({tensor}): {reason}"
     step = int(np.nanargmax(late)) + protocol.ignore_steps + 1
     rho = np.fmax.reduce(relative_rms(rms, series.beta2)[protocol.ignore_steps :])
     return [
-        f"{counted} and {counts} in {len(rms):,} steps.",
+        f"{num_spikes} and {counts} in {len(rms):,} steps.",
         f"Largest RMS_t: {np.nanmax(late):.3g} at step {step}; largest rho = RMS_t sqrt(1 - "
         f"beta2): {rho:.3g} (at most 1).",
         *(_lead_lines(series, protocol, rms, spikes) if len(spikes) else []),
@@ -90,10 +91,6 @@ def _lead_lines(
         f"{counts['num_by_onset']} of {spikes['onset'].nunique()}."
     )
     return [first, *lines, f"The paper: {paper.FOLLOWING_SAID}."]
-
-
-def _counted(number: int, name: str) -> str:
-    return f"{number} {name}" + "s" * (number != 1)
 
 
 def _text(table: pd.DataFrame) -> str:

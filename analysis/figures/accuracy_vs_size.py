@@ -124,11 +124,9 @@ def draw(frame: pd.DataFrame, figure: Figure) -> None:
 def caption(frame: pd.DataFrame) -> str:
     """Describes the runs and the paper's numbers, and names runs that did not finish."""
     runs = frame[frame["source"] == OURS]
-    seeds = runs.groupby(["model", "method"])["seed"].nunique()
-    counts = curves.join(sorted(seeds.unique())) + (" seeds" if seeds.max() > 1 else " seed")
-    metric = runs["metric"].iloc[0]
+    seeds, metric = curves.seeds(runs, "model", "method"), runs["metric"].iloc[0]
     text = (
-        f"{metric[0].upper()}{metric[1:]} at the last step of {curves.of_runs(runs)} ({counts} of "
+        f"{metric[0].upper()}{metric[1:]} at the last step of {curves.of_runs(runs)} ({seeds} of "
         "each method and size). After figure 1, arXiv:2304.13013. Points: runs; bars: means of "
         "seeds; a cross below: a run without accuracy at its last step."
     )

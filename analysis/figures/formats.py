@@ -99,10 +99,10 @@ def _apart(values: pd.Series) -> dict[str, float]:
 
 def caption(frame: pd.DataFrame) -> str:
     """Describes the runs and the axes."""
-    seeds = curves.join(sorted(frame.groupby("method")["seed"].nunique().unique()))
+    seeds = curves.seeds(frame, "method")
     return (
         "Mean R@1 of both directions and validation loss at the last step of "
-        f"{curves.of_runs(frame)} ({seeds} seeds of each method). Points: runs; bars: means of "
+        f"{curves.of_runs(frame)} ({seeds} of each method). Points: runs; bars: means of "
         "seeds; a cross below: a run without that measure. Bits: mean over the operands of a "
         "layer's three products, with the scales of tiles; a product left in 16 bits counts as 16. "
         f"Methods with nearly equal bits are set apart.{curves.caption_end(frame)}"

@@ -72,10 +72,10 @@ def draw(frame: pd.DataFrame, figure: Figure) -> None:
 
 def caption(frame: pd.DataFrame) -> str:
     """Describes the runs and the axes."""
-    seeds = sorted(frame.groupby(["product", "format"])["seed"].nunique().unique())
+    seeds = curves.seeds(frame, "product", "format")
     return (
         "Mean R@1 of both directions and validation loss at the last step of "
-        f"{curves.of_runs(frame)} ({curves.join(seeds)} seeds of each setting). The operands of "
+        f"{curves.of_runs(frame)} ({seeds} of each setting). The operands of "
         "one product of each layer have the format of the legend, and its other products run in 16 "
         "bits. Points: runs; bars: means of seeds; a cross below: a run without that measure."
         f"{curves.caption_end(frame)}"

@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from analysis import curves, style
+from analysis.comparison import counted
 from analysis.load import Runs
 from analysis.run_files import UNREADABLE, as_path
 from lowprec.runs.read import read_file
@@ -97,7 +98,7 @@ def caption(frame: pd.DataFrame) -> str:
     heights = spikes["height_of_control"]
     text = (
         f"Loss spikes that a change removes, by the step at which it begins, in "
-        f"{curves.of_runs(runs)} ({curves.methods(runs)}): {len(spikes)} spikes, "
+        f"{curves.of_runs(runs)} ({curves.methods(runs)}): {counted(len(spikes), 'spike')}, "
         f"{heights.min():.2g} to {heights.max():.2g} nats high. A spike is gone if it is lower "
         f"than {STAYS:.0%} of its height in an unchanged replay. From {starts['exact'].sum()} of "
         f"{len(starts)} steps, unchanged replays have exactly the recorded losses."

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from scipy import stats
 
 from analysis import comparison, curves, style
+from analysis.comparison import counted
 from analysis.evidence import LOSS_MARGIN, MARGINS
 from analysis.figures.formats import MEASURES
 from analysis.load import Runs
@@ -100,8 +101,8 @@ def caption(frame: pd.DataFrame) -> str:
         recall = deviation(frame, arm, "recall")
         loss = 100 * deviation(frame, arm, "validation_loss") / part["validation_loss"].mean()
         text += (
-            f" Standard deviation over {arm} ({len(part)} runs): {recall:.2g} points of R@1 and "
-            f"{loss:.2g}% of the loss."
+            f" Standard deviation over {arm} ({counted(len(part), 'run')}): {recall:.2g} points of "
+            f"R@1 and {loss:.2g}% of the loss."
         )
         if recall > 0 and loss > 0:
             pairs = [seeds_needed(math.sqrt(2) * recall, margin) for margin in points]

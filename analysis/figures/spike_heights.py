@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from analysis import curves, spike_marks, style
+from analysis.comparison import counted
 from analysis.figures.accuracy_vs_size import plot_runs
 from analysis.load import Runs
 
@@ -109,8 +110,8 @@ def caption(frame: pd.DataFrame) -> str:
     """Describes the runs and counts the spikes."""
     ends, spikes = (frame[frame["part"] == part] for part in ("runs", "spikes"))
     counts = "; ".join(
-        f"{style.OPTIMIZERS[name][0]} {(spikes['optimizer'] == name).sum()} in {num} runs"
-        for name, num in ends.groupby("optimizer").size().items()
+        f"{style.OPTIMIZERS[name][0]} {(spikes['optimizer'] == name).sum()} in {counted(n, 'run')}"
+        for name, n in ends.groupby("optimizer").size().items()
     )
     return (
         f"Loss spikes and retrieval of {curves.of_runs(ends)}, beta2 "

@@ -317,7 +317,10 @@ def test_one_product_is_drawn_by_product_and_format_beside_16_bits(evaluated, qu
     for ax in drawn(one_product, frame):
         points = [x for line in ax.lines if line.get_marker() == "o" for x in line.get_xdata()]
         assert len(points) == 8 and len(set(points)) == 7  # two of the format that diverged
-    assert one_product.caption(frame).endswith("mini L grad_weight e2m1 (diverged at step 12).")
+    caption = one_product.caption(frame)
+    assert caption.endswith("mini L grad_weight e2m1 (diverged at step 12).")
+    assert "(1 and 2 seeds of each setting)" in caption
+    assert "(1 seed of each setting)" in one_product.caption(frame[frame["seed"] == 0])
     [legend_of_figure] = ax.figure.legends
     assert [text.get_text() for text in legend_of_figure.get_texts()] == ["int8", "e2m1", "bf16"]
 

@@ -108,9 +108,7 @@ def test_heights_of_spikes_and_recall_are_drawn_by_beta2_and_optimizer(plant, qu
     assert medians == spikes.groupby("optimizer")["height"].median().tolist()[::-1]
     [legend] = right.figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["AdamW", "StableAdamW"]
-    assert "Loss spikes: AdamW 8 in 3 runs; StableAdamW 1 in 1 runs." in spike_heights.caption(
-        frame
-    )
+    assert "Loss spikes: AdamW 8 in 3 runs; StableAdamW 1 in 1 run." in spike_heights.caption(frame)
 
 
 def test_optimizers_at_one_beta2_stand_side_by_side(plant, query):
@@ -166,7 +164,7 @@ def test_without_spikes_the_highest_is_zero(plant, query):
     frame = query(spike_heights)
     assert frame["part"].tolist() == [
         "runs"
-    ] and "Loss spikes: AdamW 0 in 1 runs" in spike_heights.caption(frame)
+    ] and "Loss spikes: AdamW 0 in 1 run." in spike_heights.caption(frame)
     drawn(spike_heights, frame)
 
 
