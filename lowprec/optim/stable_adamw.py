@@ -320,9 +320,9 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
     def _counts(self) -> Tensor:
         """Updates, float32 [tensors] on the device; `updates` of each state is a view."""
         params, counts = self._params(), self._update_counts
-        device = params[0].device
-        if counts is None or len(counts) != len(params) or counts.device != device:
-            states = [self.state.get(p, {}) for p in params]
+        device, states = params[0].device, [self.state.get(p, {}) for p in params]
+        are_views = all(s["updates"]._base is counts for s in states if s)  # until a caller moves them
+        if counts is None or not are_views or len(counts) != len(params) or counts.device != device:
             updates = [torch.as_tensor(s.get("updates", 0.0)).to(device).float() for s in states]
             self._update_counts = counts = torch.stack(updates)
             for i, state in enumerate(states):
