@@ -321,7 +321,8 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
         """Updates, float32 [tensors] on the device; `updates` of each state is a view."""
         params, counts = self._params(), self._update_counts
         device, states = params[0].device, [self.state.get(p, {}) for p in params]
-        are_views = all(s["updates"]._base is counts for s in states if s)  # until a caller moves them
+        # the states count where a caller has moved their tensors
+        are_views = all(s["updates"]._base is counts for s in states if s)
         if counts is None or not are_views or len(counts) != len(params) or counts.device != device:
             updates = [torch.as_tensor(s.get("updates", 0.0)).to(device).float() for s in states]
             self._update_counts = counts = torch.stack(updates)
