@@ -39,7 +39,8 @@ from lowprec.diagnostics.spikes import loss_spikes
 H14, SMALLEST = paper.ACCURACY_MODEL, "vit_b32"
 H14_KEYS = "model=vit_h14 model.patch_dropout=0.5 batch_size=256 compile=true checkpointing=true"
 BF16 = "bf16"
-TENSORS_OF_BLOCK, TENSORS_OUTSIDE = 12, 14  # of a CLIP model without an intervention
+TENSORS_OF_BLOCK = {"none": 12, "zero_init": 14, "kq_norm": 16}  # by intervention
+TENSORS_OUTSIDE = 14  # of blocks, in a CLIP model
 OPTIMIZERS = {name: in_print for name, (in_print, *_) in style.OPTIMIZERS.items()}
 PRINTED_VALUES = {SPIKES: "loss spikes per run", HIGHEST: "highest loss spike of a run, in nats"}
 PRINTED = {"model.name": style.MODELS, "optimizer.name": OPTIMIZERS}  # varied: names in print
@@ -350,7 +351,8 @@ def _scaled(records: Evidence, kind: str) -> pd.DataFrame:
     rarely. The ignored first steps do not count. `spikes`: loss spikes. `near`: the share of steps
     at most `within` steps from a loss spike. `falls`: falls of the scale, except those at most
     `within` steps after another; `falls_near`: those near a loss spike. `skips`: steps that skip a
-    tensor; `single`: those that skip some of the model's tensors but not all.
+    tensor; `single`: those that skip some of the model's tensors but not all, if none is frozen
+    (`optimizer.lr_scale`) or added by `optimizer.stable_embedding`.
     """
     runs = records.runs(("loss_scaler",))
     heads = runs.runs[runs.runs["scaler.name"] == kind]
@@ -368,7 +370,8 @@ def _scaled(records: Evidence, kind: str) -> pd.DataFrame:
         skipped = metrics.get("skipped_tensors", near * 0).fillna(0)
         steps = {"spikes": spikes, "falls": falls, "falls_near": falls & near, "skips": skipped > 0}
         num_blocks = head["model.vision_layers"] + head["model.text_layers"]
-        num_tensors = TENSORS_OF_BLOCK * num_blocks + TENSORS_OUTSIDE
+        of_block = TENSORS_OF_BLOCK[head["intervention.name"]]
+        num_tensors = of_block * num_blocks + TENSORS_OUTSIDE
         steps["single"] = (skipped > 0) & (skipped < num_tensors)
         counts = {name: marks.iloc[protocol.ignore_steps :].sum() for name, marks in steps.items()}
         rows.append({**head, **counts, "near": near.iloc[protocol.ignore_steps :].mean()})
