@@ -37,7 +37,7 @@ class LowPrecisionMLP(nn.Sequential):
         original: the module's type before `fuse`.
     """
 
-    original: type[nn.Module]
+    original: type[nn.Module] = nn.Sequential  # also of a slice, which has no attribute of its own
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., features] -> the same shape."""
@@ -68,7 +68,7 @@ def unfuse(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, LowPrecisionMLP):
             module.__class__ = module.original
-            del module.original
+            vars(module).pop("original", None)
 
 
 def _in_order(mlp: nn.Module) -> list[nn.Module]:

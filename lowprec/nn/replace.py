@@ -27,7 +27,7 @@ from lowprec.nn.recipe import LINEAR_LAYERS, Recipe, find_recipe
 ALIASES = {  # open_clip's name: what timm, transformers and gated MLPs call the layer
     "in_proj": (
         *("attn.qkv", "token_mixer.qkv", "q_proj", "k_proj", "v_proj"),
-        *("attn_pool.q", "attn_pool.kv"),
+        *("attn_pool.q", "attn_pool.kv", "attn.q", "attn.k", "attn.v", "attn.kv"),
     ),
     "out_proj": ("attn.proj", "token_mixer.proj", "attn_pool.proj"),
     "c_fc": ("mlp.fc1", "mlp.fc1_[gx]", "mlp.w[01]", "mlp.w12", "gate_proj", "up_proj"),
@@ -220,8 +220,9 @@ def _is_block_attention(model: nn.Module, name: str) -> bool:
     module, owner = model.get_submodule(name), _owner(model, name)
     if not isinstance(module, nn.MultiheadAttention):
         return is_replaceable(module)
-    is_block = type(owner).__name__ == "ResidualAttentionBlock" and not hasattr(owner, "ln_1_kv")
-    return is_block and is_replaceable(module)
+    kind = f"{type(owner).__module__}.{type(owner).__qualname__}"  # others may pass other masks
+    is_block = kind.endswith("open_clip.transformer.ResidualAttentionBlock")
+    return is_block and not hasattr(owner, "ln_1_kv") and is_replaceable(module)
 
 
 def _owner(model: nn.Module, name: str) -> nn.Module:

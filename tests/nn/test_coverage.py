@@ -129,6 +129,10 @@ OTHERS = {  # library: (a model, linear layers that the defaults find)
         lambda: build("eva02_large_patch14_224"),
         "attn.q_proj attn.k_proj attn.v_proj attn.proj mlp.fc1_g mlp.fc1_x mlp.fc2",
     ),
+    "timm xcit": (
+        lambda: timm.models.xcit.Xcit(img_size=32, embed_dim=64, depth=1, num_heads=2),
+        "attn.qkv attn.proj attn.q attn.k attn.v mlp.fc1 mlp.fc2",
+    ),
     "timm convnext": (
         lambda: timm.create_model("convnext_tiny", depths=(1,) * 4, dims=(8,) * 4),
         "mlp.fc1 mlp.fc2",

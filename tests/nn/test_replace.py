@@ -244,10 +244,22 @@ def cross_attending():
     return open_clip.transformer.ResidualAttentionBlock(64, 2, is_cross_attention=True)
 
 
+class ResidualAttentionBlock(nn.Module):
+    """Has the name of open_clip's block, but calls attention with another argument."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn, self.c_fc = nn.MultiheadAttention(64, 2, batch_first=True), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.c_fc(self.attn(x, x, x, key_padding_mask=x[:, :, 0].isnan())[0])
+
+
 @pytest.mark.parametrize(
     ("build", "inputs", "where"),
     [
         (encoder, [(2, 5, 64)], ["linear1"]),
+        (ResidualAttentionBlock, [(2, 5, 64)], ["c_fc"]),
         (cross_attending, [(2, 5, 64), (2, 7, 64), (2, 7, 64)], ["c_fc"]),
     ],
 )
