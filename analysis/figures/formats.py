@@ -6,6 +6,7 @@ BASELINES that differ from them in the recipe alone: 16 bits, int8 and fp8.
 
 import math
 import re
+from collections.abc import Callable
 
 import numpy as np
 import pandas as pd
@@ -72,21 +73,27 @@ def plot(frame: pd.DataFrame, ax: Axes, measure: str = "recall") -> Axes:
         color = style.color(head["precision"], head["optimizer"], head["variant"])
         places = pd.Series(at[method], line.index)
         plot_runs(ax, places, line[measure], color, None, f"{method}, {head['bits']:.3g} bits", BAR)
-    if measure == "validation_loss" and frame[measure].max() > WIDE * frame[measure].min():
-        style.log_axis(ax)
     ax.set(xlabel="bits per operand, with scales", ylabel=MEASURES[measure], xticks=[4, 8, 12, 16])
     return ax
 
 
 def draw(frame: pd.DataFrame, figure: Figure) -> None:
     """Draws a panel for each measure above one legend."""
+    axes = draw_measures(frame, figure, plot, math.ceil(frame["method"].nunique() / 2))
+    legend = axes[0].get_legend_handles_labels()
+    figure.legend(*legend, loc="outside lower left", ncols=len(axes), handlelength=1.5)
+
+
+def draw_measures(frame: pd.DataFrame, figure: Figure, plot: Callable, lines: int) -> list[Axes]:
+    """Draws a panel for each recorded measure above a legend of `lines` lines."""
     measures = [name for name in MEASURES if frame[name].notna().any()] or ["recall"]
-    axes = curves.panels(figure, len(measures), math.ceil(frame["method"].nunique() / 2))
+    axes = curves.panels(figure, len(measures), lines)
     for measure, ax in zip(measures, axes, strict=True):
         plot(frame, ax, measure)
+        if measure == "validation_loss" and frame[measure].max() > WIDE * frame[measure].min():
+            style.log_axis(ax)
     axes[0].set_title(curves.title(frame))
-    legend = axes[0].get_legend_handles_labels()
-    figure.legend(*legend, loc="outside lower left", ncols=len(measures), handlelength=1.5)
+    return axes
 
 
 def _apart(values: pd.Series) -> dict[str, float]:

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from analysis import comparison, curves, style
 from analysis.figures.accuracy_vs_size import plot_runs
-from analysis.figures.formats import MEASURES, WIDE
+from analysis.figures.formats import MEASURES, draw_measures
 from analysis.load import Runs
 from lowprec.nn.recipe import PRODUCTS
 
@@ -51,8 +51,6 @@ def plot(frame: pd.DataFrame, ax: Axes, measure: str = "recall") -> Axes:
         at = line["product"].map(products.index).astype(float) + APART * shift
         color = COLORS.get(name, style.color(name, line["optimizer"].iloc[0]))
         plot_runs(ax, at, line[measure], color, None, name)
-    if measure == "validation_loss" and frame[measure].max() > WIDE * frame[measure].min():
-        style.log_axis(ax)
     ax.set_xticks(range(len(products)), ["none", *(name.replace("_", " ") for name in PRODUCTS)])
     ax.set(xlabel="narrow product", ylabel=MEASURES[measure], xlim=(-0.5, len(products) - 0.5))
     return ax
@@ -60,11 +58,7 @@ def plot(frame: pd.DataFrame, ax: Axes, measure: str = "recall") -> Axes:
 
 def draw(frame: pd.DataFrame, figure: Figure) -> None:
     """Draws a panel for each measure above one legend."""
-    axes = curves.panels(figure, len(MEASURES), 2)
-    for measure, ax in zip(MEASURES, axes, strict=True):
-        plot(frame, ax, measure)
-    axes[0].set_title(curves.title(frame))
-    handles, labels = axes[0].get_legend_handles_labels()
+    handles, labels = draw_measures(frame, figure, plot, 2)[0].get_legend_handles_labels()
     pairs = sorted(zip(labels, handles, strict=True), key=lambda pair: _rank(pair[0]))
     names, marks = zip(*pairs, strict=True)
     figure.legend(marks, names, loc="outside lower left", ncols=4, handlelength=1.5)

@@ -15,7 +15,7 @@ from scipy import stats
 from analysis import comparison, curves, style
 from analysis.comparison import counted
 from analysis.evidence import LOSS_MARGIN, MARGINS
-from analysis.figures.formats import MEASURES
+from analysis.figures.formats import MEASURES, draw_measures
 from analysis.load import Runs
 
 EXPERIMENT, BASELINES = "rounding", "accuracy_vs_size"
@@ -81,10 +81,7 @@ def plot(frame: pd.DataFrame, ax: Axes, measure: str = "recall") -> Axes:
 
 def draw(frame: pd.DataFrame, figure: Figure) -> None:
     """Draws a panel for each measure."""
-    axes = curves.panels(figure, len(MEASURES), 0)
-    for measure, ax in zip(MEASURES, axes, strict=True):
-        plot(frame, ax, measure)
-    axes[0].set_title(curves.title(frame))
+    draw_measures(frame, figure, plot, 0)
 
 
 def caption(frame: pd.DataFrame) -> str:

@@ -323,6 +323,9 @@ def test_one_product_is_drawn_by_product_and_format_beside_16_bits(evaluated, qu
     assert "(1 seed of each setting)" in one_product.caption(frame[frame["seed"] == 0])
     [legend_of_figure] = ax.figure.legends
     assert [text.get_text() for text in legend_of_figure.get_texts()] == ["int8", "e2m1", "bf16"]
+    for losses, scales in ((np.nan, ["linear"]), (range(1, 9), ["linear", "log"])):
+        axes = drawn(one_product, frame.assign(validation_loss=losses))
+        assert [ax.get_yscale() for ax in axes] == scales
 
 
 def test_an_accuracy_axis_that_does_not_start_at_0_says_so(make_run, query):
