@@ -166,7 +166,7 @@ def _cards(labels: list[str], data: list[RunData]) -> list[tuple[str, str, str, 
         if has_ended
     }
     if len(chance) > 1 and len(losses):
-        more = "runs of other data or batch sizes have other chance levels"
+        more = "runs differ in batch size, data or evaluation"
         cards.append(("lowest final loss", "not ranked", more, "runs"))
     elif len(losses):
         cards.append(("lowest final loss", f"{losses.min():.3f}", losses.idxmin(), "runs"))
@@ -175,7 +175,7 @@ def _cards(labels: list[str], data: list[RunData]) -> list[tuple[str, str, str, 
         best, more = scores[name].max(), scores[name].idxmax()
         text = f"{best:.1%}" if 0 <= best <= 1 else f"{best:.3g}"
         if len({run.summary.get("data.digest") for run in data if name in run.scores}) > 1:
-            text, more = "not ranked", "runs have different data"
+            text, more = "not ranked", "runs differ in data or evaluation"  # both are in the digest
         cards.append((f"best {name}", text, more, "runs"))
     counts = [len(run.spikes) for run in data]
     spiking = f"in {sum(map(bool, counts))} of {len(data)} runs"

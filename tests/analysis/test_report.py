@@ -248,7 +248,9 @@ def test_scores_are_ranked_among_runs_of_the_same_data_only(make_run, page_of):
     make_run(num_steps=60, data="cd" * 32, steps=30, state="running")  # has no score yet
     assert "best zero_shot/top150.0%" in page_of().text
     make_run(num_steps=60, seed=1, data="cd" * 32)
-    assert "best zero_shot/top1not ranked" in page_of().text
+    text = page_of().text
+    assert "best zero_shot/top1not rankedruns differ in data or evaluation" in text
+    assert "lowest final lossnot rankedruns differ in batch size, data or evaluation" in text
 
 
 def test_heat_map_holds_the_largest_value_of_each_bucket_and_layer():
