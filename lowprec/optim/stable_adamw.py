@@ -87,7 +87,7 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
             infinite and NaN elements of the unscaled gradient; norm of the parameter after the
             step; least, mean and largest u. A skipped tensor has RMS_t NaN and update norm 0. A
             parameter without gradient or elements stays as it is; its RMS_t is NaN and the rest
-            are 0. Rows of sharded parameters (FSDP2's DTensors) describe whole tensors.
+            are 0. Rows of FSDP2's shards describe whole tensors; FSDP1's are refused.
         grad_norm, clipped_grad_norm: 0-d, over all tensors, before and after `clip_norm`; the
             latter is 0 for a step that SkipStep skips.
         all_finite: 0-d bool, whether the gradient norms of all tensors are finite.
@@ -322,7 +322,7 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
         params, counts = self._params(), self._update_counts
         device, states = params[0].device, [self.state.get(p, {}) for p in params]
         # the states count where a caller has moved their tensors
-        are_views = all(s["updates"]._base is counts for s in states if s)
+        are_views = all(s["updates"]._base is counts for s in states if "updates" in s)
         if counts is None or not are_views or len(counts) != len(params) or counts.device != device:
             updates = [torch.as_tensor(s.get("updates", 0.0)).to(device).float() for s in states]
             self._update_counts = counts = torch.stack(updates)

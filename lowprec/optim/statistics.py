@@ -98,13 +98,15 @@ class ShardReduction:
 
     Other tensors stay as they are. A DTensor may be sharded over several dimensions of its mesh, as
     by FSDP2 and tensor parallelism together; replicas are not summed. ValueError names a tensor
-    (`name_of(i)`) with another placement, or one that differs from its gradient's. All processes
-    must call each method in the same order.
+    (`name_of(i)`) with another placement, one that differs from its gradient's, or of
+    FullyShardedDataParallel. All processes must call each method in the same order.
     """
 
     def __init__(self, params: list[Tensor], name_of: Callable[[int], str]):
         self.rows: dict[dist.ProcessGroup, list[int]] = {}
         for i, p in enumerate(params):
+            if hasattr(p, "_fsdp_flattened"):
+                raise ValueError(f"{name_of(i)} is sharded by FSDP1: use fully_shard (FSDP2)")
             if isinstance(p, DTensor) or isinstance(p.grad, DTensor):
                 for dim in _sharded_dims(p, name_of(i)):
                     self.rows.setdefault(p.device_mesh.get_group(dim), []).append(i)

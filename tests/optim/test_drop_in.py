@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -143,6 +144,7 @@ def test_options_of_torchs_adamw_that_change_nothing_are_accepted():
     assert_equal(ours, plain)
 
 
+@pytest.mark.filterwarnings("ignore:FSDP is switching")
 def test_gradients_that_do_not_work_are_refused_by_name_before_anything_changes():
     model = torch.nn.ModuleDict({"head": torch.nn.Linear(4, 1)})
     model["words"] = torch.nn.Embedding(10, 4, sparse=True)
@@ -156,6 +158,15 @@ def test_gradients_that_do_not_work_are_refused_by_name_before_anything_changes(
     p.grad = torch.ones_like(p)
     with pytest.raises(ValueError, match="parameter 0 is complex"):
         StableAdamW([p]).step()
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model = FullyShardedDataParallel(model["head"], device_id=torch.device("cpu"))
+        model(torch.ones(1, 4)).sum().backward()
+        with pytest.raises(ValueError, match="parameter 0 .* is sharded by FSDP1: use fully_shard"):
+            StableAdamW(model.named_parameters()).step()
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 class _Reads(TorchDispatchMode):
