@@ -38,14 +38,16 @@ class BlockProbe:
                 if hasattr(module, "largest_logit"):
                     hook = partial(_keep_logit, row)
                     handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-        was_training, device = self.model.training, next(self.model.parameters()).device
+        modes = {module: module.training for module in self.model.modules()}
+        device = next(self.model.parameters()).device
         restored = torch.random.fork_rng([device] if device.type == "cuda" else [])
         self.model.eval()
         try:
             with torch.compiler.set_stance("force_eager"), restored:
                 self.forward(samples)
         finally:
-            self.model.train(was_training)
+            for module, mode in modes.items():
+                module.training = mode
             for handle in handles:
                 handle.remove()
         like = {"device": device, "dtype": torch.float32}

@@ -60,17 +60,19 @@ def test_statistics_match_the_blocks(intervention):
 
 def test_probe_changes_neither_mode_nor_random_state_nor_hooks():
     model = make_model(patch_dropout=0.5).train()
+    model.transformer.eval()  # as for a frozen tower
+    modes = [module.training for module in model.modules()]
     product = {"format": "e4m3", "x": "rowwise", "w": "rowwise", "stochastic": ["x"]}
     set_precision(model, PrecisionConfig(recipe="custom", products={"output": product}))
     probe, state = make_probe(model), torch.get_rng_state()
     first = probe(make_batch())
     assert torch.equal(torch.get_rng_state(), state) and torch.equal(probe(make_batch()), first)
-    assert all(module.training for module in model.modules())
+    assert [module.training for module in model.modules()] == modes
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert all(p.grad is None for p in model.parameters())
     with pytest.raises(TypeError):
         probe(None)
-    assert all(module.training for module in model.modules())
+    assert [module.training for module in model.modules()] == modes
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
