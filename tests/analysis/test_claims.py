@@ -3,8 +3,10 @@
 The claims about spikes are in test_spike_claims.py.
 """
 
+import hashlib
 import json
 import re
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -342,3 +344,15 @@ def test_the_committed_page_of_claims_is_what_the_command_writes(tmp_path, monke
     assert (ROOT / "experiments" / "results" / "claims.md").read_text() == written
     numbers = re.findall(r"^\| (C\d+) ", written, re.M)
     assert list(dict.fromkeys(numbers)) == [f"C{i}" for i in range(1, 13)]
+
+
+def test_repeated_runs_have_the_losses_of_the_first_ones():
+    folder = ROOT / "experiments" / "results" / "accuracy_vs_size_mini"
+    lines = (folder / "repeat_of_bf16.jsonl").read_text().splitlines()
+    repeats = [json.loads(line) for line in lines]
+    assert [repeat["seed"] for repeat in repeats] == list(range(5))
+    with zipfile.ZipFile(folder / "runs.zip") as archive:
+        for repeat in repeats:
+            start = f"mini_l-bf16-stable_adamw-s{repeat['seed']}-"
+            (name,) = (n for n in archive.namelist() if start in n and n.endswith("metrics.jsonl"))
+            assert hashlib.sha256(archive.read(name)).hexdigest() == repeat["metrics_sha256"]
