@@ -1,4 +1,4 @@
-"""The floor of chaos: how far apart runs end that differ in rounding alone, beside seeds.
+"""The noise floor: how far apart runs end that differ in rounding alone, beside seeds.
 
 Not in the paper. Runs: `experiment=rounding`, and those of BASELINES that differ from them in the
 seed, the last digits of the learning rate and compilation alone.
