@@ -15,8 +15,9 @@ instead: the cause of a spike comes before the step at which its loss exceeds th
 `clip_tensors=[PATTERN]` clips the updates of the matching tensors as StableAdamW does. If no change
 is given, the three usual suspects are tried: the data (skip_batches=8), the optimizer (update
 clipping, or beta2=0.9 if the run clips already) and the numerics (float32). A change acts from step
-`change_from` on, by default from the first replayed step: the earlier it acts, the more the
-trajectory diverges for other reasons. Each of several steps `change_from` has its own replays.
+`change_from` on, by default from the first replayed step, to the end, or for `change_steps` steps:
+the earlier it acts, the more the trajectory diverges for other reasons. Each of several steps
+`change_from` has its own replays.
 Additional replays (`perturbed`) change nothing but the last digit of the weights at that step. If
 the spike is gone in these replays too, a change that removes it proves little.
 
@@ -82,6 +83,7 @@ class ReplayedConfig(Config):
         0, "leave out the batches of this many steps, up to and including `step`", least=0
     )
     clip_tensors: list[str] = key([], "clip the updates of these tensors alone (optimizer=adamw)")
+    change_steps: int = key(0, "number of steps with the changes; 0: all to the end", least=0)
 
 
 def main(config: ReplayConfig, changes: list[str], multirun: bool = False) -> None:
@@ -171,7 +173,14 @@ def replays(
             keeps = variant.scaler.name == scaler
             try:
                 for start in starts:
-                    frame = replayer.replay(variant, states[start], keeps_scaler=keeps)
+                    until, after = start + variant.change_steps - 1, Path(folder, str(len(frames)))
+                    options = {"keeps_scaler": keeps}
+                    if is_short := start <= until < steps[-1]:
+                        options |= {"last": until, "save_after": [until], "folder": after}
+                    frame = replayer.replay(variant, states[start], **options)
+                    if is_short and frame["step"].iloc[-1] == until:
+                        rest = replayer.replay(unchanged, after / f"step_{until:09d}")
+                        frame = pd.concat([frame, rest], ignore_index=True)
                     frames[Replay(name, start)] = frame
             except CheckpointError as error:
                 faults.append(f"{name}: {error}")
@@ -203,6 +212,8 @@ def variants_of(trained: dict, changes: list[str], multirun: bool) -> dict[str, 
             name, action = config.optimizer.name, config.optimizer.on_warning.action
             if config.clip_tensors and (name, action) != ("adamw", "none"):
                 combination.append("clip_tensors needs optimizer=adamw without on_warning")
+            if config.change_steps and config.skip_batches:
+                combination.append("change_steps does not go with skip_batches")
             if combination:
                 raise ConfigError(combination)
             preflight(config)

@@ -25,7 +25,7 @@ from lowprec.train.checkpoint import save_checkpoint
 from lowprec.train.loop import Stepper
 from lowprec.train.state import TrainState
 
-NOT_OF_MODEL = ("optimizer", "skip_batches", "clip_tensors")
+NOT_OF_MODEL = ("optimizer", "skip_batches", "clip_tensors", "change_steps")
 OF_MODEL = ("lr_scale", "stable_embedding")  # keys of the optimizer that change the model
 
 
@@ -53,8 +53,11 @@ class Replayer:
         perturbation: int | None = None,
         save_after: Collection[int] = (),
         folder: Path | None = None,
+        last: int | None = None,
     ) -> pd.DataFrame:
         """Trains from a snapshot or checkpoint to the last step, or until a loss is not finite.
+
+        `last`: the last step, if not the Replayer's.
 
         If `keeps_scaler`, the state's loss scaler continues; otherwise a new one starts.
         `perturbation` is the seed of a relative change of all weights at the precision of their
@@ -71,12 +74,12 @@ class Replayer:
         if perturbation is not None:
             perturb(built.task.model, perturbation)
         take_step, rows = Stepper(built), []
-        first, names = step_of(state) + 1, optimizer.names
+        first, last, names = step_of(state) + 1, last or self.last, optimizer.names
         skip_at = max(first, self.step + 1 - config.skip_batches)
         batches = self._batches_from(first)
         earlier = islice(batches, skip_at - first)
         later = islice(batches, min(config.skip_batches, self.step + 1 - skip_at), None)
-        for number, batch in zip(range(first, self.last + 1), chain(earlier, later), strict=False):
+        for number, batch in zip(range(first, last + 1), chain(earlier, later), strict=False):
             loss = take_step(number, batch)["loss"].item()
             rms = optimizer.statistics[:, STATISTICS.index("rms")].tolist()
             rms = rms[names.index(TENSOR)] if TENSOR in names else math.nan

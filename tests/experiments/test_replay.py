@@ -107,8 +107,11 @@ def test_a_replay_needs_no_cache_of_its_run(run, tmp_path, capsys):
 
 def test_changes_act_from_the_step_named_and_perturbed_replays_show_chance(run):
     folder = run()
-    frame = replayed(folder, 10, "optimizer.lr=0.1", change_from=[10], perturbed=2)
-    control, changed = losses(frame, "control"), losses(frame, "optimizer.lr=0.1")
+    names = ["optimizer.lr=0.1", "optimizer.lr=0.1 change_steps=1", "log_every=3 change_steps=1"]
+    frame = replayed(folder, 10, *" or ".join(names).split(), change_from=[10], perturbed=2)
+    control, changed, short, none = (losses(frame, name) for name in ("control", *names))
+    assert [*short] == [10, 11, 12] and short[11] == changed[11] != short[12] != changed[12]
+    assert none == {step: control[step] for step in none}
     assert list(changed) == list(losses(frame, "unchanged")) == [10, 11, 12]
     assert changed[10] == control[10] and abs(changed[11] - control[11]) > 1e-2
     for seed in (1, 2):
@@ -174,8 +177,7 @@ def test_a_control_that_does_not_reproduce_ends_the_replay(run):
 
 
 def test_a_skipped_batch_is_replaced_by_the_next(run, monkeypatch):
-    folder, seen = run(), []
-    plain = building.build
+    folder, seen, plain = run(), [], building.build
 
     def listening(*arguments):
         built = plain(*arguments)
@@ -265,9 +267,9 @@ def test_impossible_replays_are_refused(run):
     faults = "\n".join(error.value.faults)
     for fault in ("optimizer.beta3: no such key", "this is a sweep", "precision=bf17: no such"):
         assert fault in faults
-    for word in ("scaler=fixed", "experiment=loss_curves_mini"):
-        with pytest.raises(ConfigError, match=word):
-            replayed(folder, 10, word)
+    for words in ("scaler=fixed", "experiment=loss_curves_mini", "change_steps=1 skip_batches=1"):
+        with pytest.raises(ConfigError, match=words.split("=1 ")[0]):
+            replayed(folder, 10, *words.split())
 
 
 def test_a_stream_is_replayed_with_the_workers_it_had(run, squares):
@@ -275,8 +277,7 @@ def test_a_stream_is_replayed_with_the_workers_it_had(run, squares):
     provenance = {"layout": {"world_size": 1, "workers": 2}}
     folder = run({**keys, "num_workers": 2}, provenance=provenance)
     config = json.loads((folder / "config.yaml").read_text())
-    config["num_workers"] = None
-    (folder / "config.yaml").write_text(json.dumps(config))
+    (folder / "config.yaml").write_text(json.dumps(config | {"num_workers": None}))
     frame = replayed(folder, 10, "optimizer.beta2=0.5")
     assert losses(frame, "control") == losses(frame, "recorded")
 
