@@ -45,7 +45,8 @@ def test_each_implementation_has_a_row_and_ours_follows_its_options(monkeypatch,
     def fail(params):
         raise TypeError("no such option\nmore")
 
-    peers = {name: peer for name, peer in PEERS.items() if peer.package in ("lowprec", "torch")}
+    packages = ("lowprec", "torch", "pytorch_optimizer")
+    peers = {name: peer for name, peer in PEERS.items() if peer.package in packages}
     peers |= {"missing": Peer("no-such-package", fail), "failing": Peer("torch", fail)}
     monkeypatch.setattr(conformance, "PEERS", peers)
     conformance.main(NoKeys())
@@ -54,6 +55,8 @@ def test_each_implementation_has_a_row_and_ours_follows_its_options(monkeypatch,
     assert rows["lowprec"][1:4] == ["never", "", "algorithm 2"]
     assert rows["lowprec, clip_weight_decay=False"][3] == "decays by the raw rate"
     assert rows["lowprec, clip_threshold=None"][3] == rows["torch AdamW"][3] == "clips nothing"
+    for name in ("pytorch_optimizer", "pytorch_optimizer, foreach"):  # StableAdamW as we do
+        assert rows[name][0] == "not installed" or rows[name][1:4] == ["never", "", "algorithm 2"]
     assert rows["missing"][0] == "not installed"
     assert rows["failing"][3] == "not run: TypeError: no such option"
     monkeypatch.setitem(peers, "lowprec", Peer("lowprec", OURS(clip_weight_decay=False)))

@@ -39,13 +39,75 @@ def test_power_of_two_scales_equal_torchaos(name, dtype):
     assert torch.equal(columns.T, expected)
 
 
-def test_nvfp4_equals_torchaos():
+def by_torchao(x, operand):
+    """x, 384 wide, quantized to nearest and scaled back by torchao; ValueError if it cannot."""
+    fp8 = pytest.importorskip("torchao.prototype.blockwise_fp8_training.kernels")
+    int8 = pytest.importorskip("torchao.prototype.quantized_training.int8")
+    mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
     nvfp4 = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
-    x = torch.randn(64, 256) * torch.randn(64, 1).exp()
-    scale = nvfp4.per_tensor_amax_to_scale(x.abs().max())
-    expected = nvfp4.NVFP4Tensor.to_nvfp4(x, per_tensor_scale=scale).dequantize(torch.float32)
-    x_hat = reference.fake_quantize(x, parse_format("e2m1"), "1x16", torch.float32, scale="e4m3")
-    assert torch.equal(x_hat, expected)
+
+    def rows(x, granularity="rowwise"):
+        return by_torchao(x.contiguous(), dataclasses.replace(operand, granularity=granularity))
+
+    turned = {"columnwise": "rowwise", "128x1": "1x128", "32x1": "1x32", "16x1": "1x16"}
+    match operand.format, operand.granularity, operand.scale:
+        case _, granularity, _ if granularity in turned:
+            return rows(x.T, turned[granularity]).T
+        case _, "tensorwise", "float32":
+            return rows(x.view(1, -1)).view(x.shape)
+        case _, "blocks", "float32":
+            return rows(x.view(-1, 512)).view(x.shape)
+        case "int8", "rowwise", "float32":
+            q, scales = int8.quantize_int8_rowwise(x)
+            return q * scales[:, None]
+        case "e4m3" | "e5m2" as name, "rowwise" | "1x128" as granularity, "float32":
+            size = 128 if granularity == "1x128" else x.shape[1]
+            dtype = parse_format(name).dtype
+            q, scales = fp8.torch_blockwise_scale_act_quant_lhs(x, size, dtype)
+            return q.float() * scales.repeat_interleave(size, 1)
+        case "e4m3", "128x128", "float32":
+            q, scales = fp8.torch_blockwise_scale_weight_quant(x)
+            return q.float() * scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        case "e4m3" | "e2m1" as name, "1x32", "e8m0":
+            dtype = {"e4m3": torch.float8_e4m3fn, "e2m1": torch.float4_e2m1fn_x2}[name]
+            return mx.MXTensor.to_mx(x, dtype, 32).dequantize(torch.float32)
+        case "e2m1", "1x16", "e4m3":
+            scale = nvfp4.per_tensor_amax_to_scale(x.abs().max())
+            q = nvfp4.NVFP4Tensor.to_nvfp4(x, per_tensor_scale=scale)
+            return q.dequantize(torch.float32)
+        case "e2m1", "16x16", "e4m3":  # each row of 8 with 8 times its tile's largest number
+            tiles = x.unflatten(1, (-1, 16)).unflatten(0, (-1, 16)).transpose(1, 2)
+            amax = tiles.abs().amax((2, 3), keepdim=True).expand(-1, -1, 32, 8)
+            q = rows(torch.cat([tiles.reshape(amax.shape), amax], dim=3).view(-1, 16), "1x16")
+            tiles = q[:, :8].reshape(tiles.shape).transpose(1, 2)
+            return tiles.flatten(2).flatten(0, 1)
+    raise ValueError(f"torchao has no {operand}")
+
+
+@pytest.mark.parametrize("name", [name for name, r in RECIPES.items() if any(r.products)])
+def test_operands_of_every_recipe_equal_torchaos(name):
+    x = torch.randn(256, 384) * torch.randn(256, 1).exp()
+    x[3] = 0
+    for product in filter(None, RECIPES[name].products):
+        for o in (product.first, product.second):
+            args = (parse_format(o.format), o.granularity, torch.float32)
+            x_hat, expected = reference.fake_quantize(x, *args, scale=o.scale), by_torchao(x, o)
+            if o.scale == "float32":  # they multiply by 1 / scale, which rounds a few ties apart
+                is_near = torch.isclose(x_hat, expected, rtol=1e-6, atol=0)
+                assert is_near.float().mean() > 0.9999, o
+            else:
+                assert torch.equal(x_hat, expected), o
+
+
+def test_stochastic_rounding_equals_torchaos(monkeypatch):
+    int8 = pytest.importorskip("torchao.prototype.quantized_training.int8")
+    x, draws = torch.randn(64, 384), torch.rand(64, 384)
+    monkeypatch.setattr(torch, "rand_like", lambda x: 1 - draws)  # rounds up if the sum reaches 1
+    q, scales = int8.quantize_int8_rowwise(x, stochastic_rounding=True)
+    monkeypatch.setattr(torch, "rand_like", lambda x: draws.view(x.shape))
+    args = (x, parse_format("int8"), "rowwise", torch.float32)
+    is_near = torch.isclose(reference.fake_quantize(*args, stochastic=True), q * scales[:, None])
+    assert is_near.float().mean() > 0.999
 
 
 @pytest.mark.gpu
