@@ -221,9 +221,11 @@ def _by_operand(name: str, key: str, value: dict | str) -> dict:
 def _check_operand(name: str, operand: str, format: str, granularity: str, scale: str) -> None:
     if not re.fullmatch(FORMATS, str(format)):
         raise ValueError(f"{name}.format={format}: must be int8, eXmY, e4m3_bnb or e5m2_bnb")
-    if granularity not in GRANULARITIES and not re.fullmatch(TILES, str(granularity)):
-        allowed = ", ".join(GRANULARITIES)
-        raise ValueError(f"{name}.{operand}={granularity}: must be one of {allowed}, or RxC")
+    allowed = (*GRANULARITIES, "blocks")
+    if granularity not in allowed and not re.fullmatch(TILES, str(granularity)):
+        raise ValueError(
+            f"{name}.{operand}={granularity}: must be one of {', '.join(allowed)}, or RxC"
+        )
     if scale not in SCALES:
         raise ValueError(f"{name}.scale={scale}: must be one of {', '.join(SCALES)}")
 

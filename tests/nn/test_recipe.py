@@ -55,7 +55,7 @@ def test_custom_recipe_parses_products():
 
 
 def test_fake_quantized_scale_may_vary_along_any_dimension():
-    for granularity in ("rowwise", "columnwise", "tensorwise"):
+    for granularity in ("rowwise", "columnwise", "tensorwise", "blocks"):
         recipe = custom_recipe(
             {"output": {"format": "e4m3_bnb", "x": granularity, "w": granularity}}
         )
@@ -94,6 +94,7 @@ def test_int8_scale_along_the_contracted_dimension_is_refused(product, contracte
         ({"output": INT8 | {"format": {"x": "int8"}}}, "for x, w"),
         ({"output": INT8 | {"format": {"x": "int8", "w": "e4m3"}}}, "int8 multiplies only int8"),
         ({"output": INT8 | {"x": "1x32"}}, "output.x=1x32: int8 needs one of rowwise"),
+        ({"output": INT8 | {"x": "blocks"}}, "output.x=blocks: int8 needs one of rowwise"),
         ({"output": INT8 | {"scale": "e8m0"}}, "output.scale=e8m0: int8"),
         ({"output": E2M1 | {"x": "0x32"}}, "output.x=0x32: must be .* RxC"),
         ({"output": E2M1 | {"scale": "e8m1"}}, "scale=e8m1: must be one of float32, e8m0, e4m3"),
