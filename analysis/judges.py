@@ -156,7 +156,7 @@ def features(records: Evidence, stopped: bool) -> Finding:
 
 def noise(records: Evidence) -> Finding:
     """Judges whether the variance of a quantized dot product grows with its inner dimension."""
-    lines = records.lines("quantization_variance")
+    lines = records.lines("quantization_variance").dropna(subset="predicted")
     slopes = {
         case: np.polyfit(np.log(part["inner_dim"]), np.log(part["measured"]), 1)[0]
         for case, part in lines.groupby("case")

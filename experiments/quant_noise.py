@@ -14,7 +14,7 @@ from lowprec.diagnostics.noise import dot_error_variance, inner_dim, operand_noi
 from lowprec.formats import parse_format
 from lowprec.nn.linear import compute_dtype, fake_quantize_operands
 from lowprec.nn.mlp import unfuse
-from lowprec.nn.recipe import PRODUCTS, SUMMED, Recipe
+from lowprec.nn.recipe import PRODUCTS, RECIPES, SUMMED, Recipe
 from lowprec.ops.reference import hadamard
 from lowprec.runs.attempts import step_of
 from lowprec.runs.read import read_config
@@ -29,6 +29,7 @@ CASES = {  # case: formats of x and w; the granularities are SwitchBack's
     "e5m2 e4m3": ("e5m2", "e4m3"),
 }
 GRANULARITIES = ("rowwise", "tensorwise")
+WITH_BLOCKS = ("fp8_blockwise", "mxfp8", "mxfp4", "nvfp4", "nvfp4_rht_sr")
 TOLERANCE = 0.1  # for `correct`: |measured / predicted - 1|
 
 
@@ -114,16 +115,28 @@ def layer_rows(tensors: dict[str, Tensor], recipe: Recipe) -> Iterator[dict]:
 
 
 def measure_random(inner_dims: list[int], seed: int, run_dir: str) -> None:
-    """Writes and prints a line per case and inner dimension, for normally distributed numbers."""
+    """Writes a line per case and inner dimension, for normally distributed numbers.
+
+    Of the recipes WITH_BLOCKS, the weight gradient is measured, without a prediction: that of
+    `dot_error_variance` is for one scale per row or tensor.
+    """
+    torch.manual_seed(seed)  # of stochastic rounding
     lines = Lines(run_dir, SLUG, torch.device("cpu"))
     generator = torch.Generator().manual_seed(seed)
     for dim in inner_dims:
         x = torch.randn(ROWS, dim, generator=generator)
         w = torch.randn(COLUMNS, dim, generator=generator)
+        exact, shape = x.double() @ w.double().T, f"{ROWS}x{dim}x{COLUMNS}"
         for case, names in CASES.items():
             formats = tuple(parse_format(name) for name in names)
             measured, predicted = dot_error_variance(x, w, formats, GRANULARITIES)
-            ratio, shape = measured / predicted, f"{ROWS}x{dim}x{COLUMNS}"
+            ratio = measured / predicted
             with lines.measurement(case, shape, "float32", inner_dim=dim) as row:
                 row.update(measured=measured, predicted=predicted, ratio_to="predicted")
                 row.update(ratio=ratio, correct=abs(ratio - 1) <= TOLERANCE)
+        for name in WITH_BLOCKS:
+            how = RECIPES[name].grad_weight
+            used = fake_quantize_operands("grad_weight", how, x.T, w.T, torch.float32)
+            error = product("grad_weight", *(operand.double() for operand in used)) - exact
+            with lines.measurement(name, shape, "float32", inner_dim=dim) as row:
+                row.update(measured=error.square().mean().item(), predicted=None)

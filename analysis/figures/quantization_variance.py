@@ -17,6 +17,8 @@ CASES = {  # case: name in print, color
     "int8": ("int8", style.PRECISIONS["switchback"][1]),
     "e4m3": ("fp8, both e4m3", style.PRECISIONS["fp8_switchback"][1]),
     "e5m2 e4m3": ("fp8, e5m2 and e4m3", style.PRECISIONS["fp8_tensorwise"][1]),
+    **{name: style.PRECISIONS[name] for name in ("fp8_blockwise", "mxfp8")},
+    **{name: style.PRECISIONS[name] for name in ("nvfp4_rht_sr", "nvfp4", "mxfp4")},
 }
 VIT_H = {  # terms that ViT-H/14's products sum: widths; 256 images, 128 patches and a token
     "output,\ngrad_input": (1280, 5120),
@@ -34,7 +36,10 @@ def query(lines: pd.DataFrame) -> pd.DataFrame:
 
 
 def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
-    """One panel, both axes logarithmic: points measured, lines predicted, ViT-H's sums marked."""
+    """One panel, both axes logarithmic: points measured, lines predicted, ViT-H's sums marked.
+
+    Dotted lines join the points of cases without a prediction.
+    """
     above = blended_transform_factory(ax.transData, ax.transAxes)
     for name, (first, last) in VIT_H.items():
         ax.axvspan(first / 1.04, last * 1.04, color="#DDDDDD", lw=0, zorder=0.5)
@@ -42,11 +47,13 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
         ax.text(middle, 1.02, name, transform=above, ha="center", va="bottom", fontsize=6.5)
     for case, part in frame.groupby("case", sort=False):
         label, color = CASES[case]
-        ax.plot(part["inner_dim"], part["predicted"], color=color, lw=1, label=label)
-        points = {"marker": "o", "markersize": 3.2, "linestyle": "none"}
+        if is_predicted := part["predicted"].notna().any():
+            ax.plot(part["inner_dim"], part["predicted"], color=color, lw=1, label=label)
+        points = {"marker": "o", "markersize": 3.2, "linestyle": "none" if is_predicted else ":"}
+        points |= {} if is_predicted else {"lw": 0.7, "label": label}
         ax.plot(part["inner_dim"], part["measured"], color=color, **points)
     ax.set(xscale="log", yscale="log", xlabel="inner dimension", ylabel="variance of the error")
-    key = "points measured, lines predicted"
+    key = "points measured, solid lines predicted"
     ax.legend(loc="upper left", bbox_to_anchor=(0, -0.24), borderaxespad=0, ncols=3, title=key,
               columnspacing=1, handlelength=1.4, fontsize=6.5, title_fontsize=6.5,
               alignment="left")  # fmt: skip
@@ -66,8 +73,9 @@ def caption(frame: pd.DataFrame) -> str:
     (narrow, wide), (tokens, _) = VIT_H.values()
     return (
         "Variance of the error of dot products of quantized standard normal numbers, by inner "
-        f"dimension ({first:,} to {last:,}), with SwitchBack's granularities (one scale per row, "
-        "one for the other operand). Points: measured; lines: predicted, K (E[x^2] e_w + E[w^2] "
+        f"dimension ({first:,} to {last:,}). Int8 and fp8 have SwitchBack's granularities (one "
+        "scale per row, one for the other operand), the others those of their recipes' weight "
+        "gradients. Points: measured; solid lines: predicted, K (E[x^2] e_w + E[w^2] "
         "e_x + e_x e_w) with e = E[step^2] / 12, where step is the distance between neighboring "
         f"numbers. They differ by at most {worst:.1f}%. Gray: the sums of ViT-H/14's products: "
         f"{narrow:,} to {wide:,} features, and for the weight gradient {tokens:,} tokens (256 "

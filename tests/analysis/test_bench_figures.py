@@ -179,8 +179,14 @@ def test_newest_line_of_a_case_and_dimension_counts(tmp_path):
             for dim in dims
         ]  # fmt: skip
         write(tmp_path, "quantization_variance", rows, name)
+    alone = {"inner_dim": 64, "measured": 9.0, "predicted": None, "ratio": None}
+    rows = [line("quantization_variance", "mxfp4", None, **alone)]
+    write(tmp_path, "quantization_variance", rows, "20260103")
     frame = quantization_variance.query(load_lines(tmp_path, quantization_variance.LINES))
-    assert frame[["inner_dim", "ratio"]].values.tolist() == [[64, 2.0], [128, 1.0]]
+    assert frame[["inner_dim", "ratio"]].values.tolist()[:2] == [[64, 2.0], [128, 1.0]]
+    (panel,) = drawn(quantization_variance, frame)
+    drawn_lines = [(curve.get_label(), *curve.get_ydata()) for curve in panel.lines]
+    assert drawn_lines[::2] == [("int8", 64, 128), ("MXFP4", 9)]
 
 
 def test_weak_scaling_has_a_panel_for_each_batch_and_a_line_for_each_method(tmp_path):

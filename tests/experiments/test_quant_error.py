@@ -98,8 +98,15 @@ def test_random_numbers_give_a_line_per_case_and_dimension(tmp_path):
     [file] = (tmp_path / "bench" / quant_noise.SLUG).glob("*.jsonl")
     rows = read_rows(file)
     assert [(row["case"], row["inner_dim"]) for row in rows] == [
-        (case, dim) for dim in (64, 256) for case in quant_noise.CASES
+        *(
+            (case, dim)
+            for dim in (64, 256)
+            for case in (*quant_noise.CASES, *quant_noise.WITH_BLOCKS)
+        ),
     ]
+    measured = {row["case"]: row["measured"] / 256 for row in rows[8:]}  # a term's signal is 1
+    assert all(measured[name] < 0.002 for name in ("int8", "e4m3", "fp8_blockwise", "mxfp8"))
+    assert all(0.01 < measured[name] < 0.05 for name in ("mxfp4", "nvfp4", "nvfp4_rht_sr"))
     assert all(row["correct"] and row["slug"] == quant_noise.SLUG for row in rows)
     main(QuantErrorConfig(inner_dims=[2], run_dir=str(tmp_path)))  # too few for the prediction
     assert not all(row["correct"] for f in file.parent.iterdir() for row in read_rows(f))
