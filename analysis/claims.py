@@ -16,6 +16,7 @@ from analysis import cli, evidence, judges, paper, style
 from analysis.evidence import HIGHEST, MARGINS, NO_RUNS, UNDECIDED, Evidence, Finding, equal, larger
 from analysis.load import NoRunsError
 from analysis.run_files import as_path
+from lowprec.runs import durable
 
 BOTH = {"paper": ", ViT-H/14", "mini": ", mini scale"}  # scale: end of the statement
 
@@ -230,7 +231,8 @@ def main(arguments: list[str]) -> int:
     ]
     options.out.mkdir(parents=True, exist_ok=True)
     sources = f"{len(records.summaries)} runs and the benchmark lines below "
-    (options.out / "claims.md").write_text(markdown(rows, sources + ", ".join(options.runs)))
+    text = markdown(rows, sources + ", ".join(options.runs))
+    durable.replace(options.out / "claims.md", text.encode())
     for claim, text, finding in rows:
         print(f"{claim.number:4}{finding.verdict:32}{text}")
     print(f"Wrote {options.out}/claims.md")

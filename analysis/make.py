@@ -24,8 +24,9 @@ from analysis.bench import load_lines
 from analysis.cli import ChoiceError
 from analysis.load import NoRunsError, Runs, command, load_all
 from analysis.run_files import as_path
-from analysis.style import style
+from analysis.style import save, style
 from lowprec.nearest import nearest
+from lowprec.runs import durable
 from lowprec.runs.environment import commit, package_version
 
 MARK_COLOR = "#A61C00"
@@ -193,11 +194,9 @@ def _write(stem: Path, figure, frame: pd.DataFrame, about: dict) -> None:
             width = int(CHARACTERS * canvas.get_figwidth())
             text = textwrap.fill(f"Marked: {about['mark']}", width)
             canvas.suptitle(text, x=0.01, ha="left", fontsize=6.5, color=MARK_COLOR)
-        canvas.savefig(f"{stem}.png")
-        canvas.savefig(f"{stem}.pdf", metadata={"CreationDate": None})
-    frame.to_csv(f"{stem}.csv", index=False, lineterminator="\n")
+        save(canvas, stem, frame)
     text = json.dumps(about, indent=2, allow_nan=False)
-    Path(f"{stem}.json").write_text(text + "\n")
+    durable.replace(Path(f"{stem}.json"), f"{text}\n".encode())
 
 
 def _slugs_and_scales(

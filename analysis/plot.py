@@ -66,9 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
     with style.style():
         figure = Figure(layout="constrained")
         draw(frame, figure)
-        for kind in ("png", "pdf"):
-            figure.savefig(f"{stem}.{kind}")
-    plotted(frame).to_csv(f"{stem}.csv", index=False, lineterminator="\n")
+        style.save(figure, stem, plotted(frame))
     print(f"Wrote {stem}.png, .pdf, .csv: {counted(frame['run'].nunique(), 'run')}")
     return 0
 

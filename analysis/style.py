@@ -6,6 +6,7 @@ any two methods also differ for readers with red or green color blindness. Lines
 that differ by a number (beta2, depth) get their colors from a color map.
 """
 
+import io
 import math
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,7 +15,10 @@ import matplotlib
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
+
+from lowprec.runs import durable
 
 COLUMN_WIDTH = 3.4  # inches
 SMOOTHING = 40  # steps, arXiv:2304.13013
@@ -76,6 +80,15 @@ def style() -> AbstractContextManager:
     """A context for drawing figures that are readable in print at COLUMN_WIDTH."""
     sheet = Path(__file__).with_name("figures.mplstyle")
     return matplotlib.rc_context(matplotlib.rc_params_from_file(sheet, use_default_template=False))
+
+
+def save(figure: Figure, stem: Path, frame: pd.DataFrame) -> None:
+    """Writes `stem`.png, .pdf and .csv, each whole or not at all; DiskError names the file."""
+    for kind, metadata in (("png", None), ("pdf", {"CreationDate": None})):
+        picture = io.BytesIO()
+        figure.savefig(picture, format=kind, metadata=metadata)
+        durable.replace(Path(f"{stem}.{kind}"), picture.getvalue())
+    durable.replace(Path(f"{stem}.csv"), frame.to_csv(index=False, lineterminator="\n").encode())
 
 
 def color(precision: str, optimizer: str, variant: int = 0) -> tuple[float, float, float]:

@@ -14,6 +14,7 @@ from analysis.cli import ChoiceError
 from analysis.load import load_runs
 from analysis.report.page import make_page
 from analysis.spike_marks import TENSOR
+from lowprec.runs import durable
 from lowprec.runs.read import ENDED
 
 
@@ -43,9 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
         has_ended = runs.summaries["state"].isin([*ENDED, "failed"]).all()
         refresh = 0 if has_ended else options.watch or 0
         text = make_page(runs, options.tensor, refresh)
-        temporary = options.out.with_name(f".{options.out.name}.tmp")
-        temporary.write_text(text, "utf-8")
-        temporary.replace(options.out)  # a browser never loads half a page
+        durable.replace(options.out, text.encode())  # a browser never loads half a page
         print(f"Wrote {options.out}: {runs!r}, {len(text) / 1e6:.1f} MB")
         if not refresh:
             return 0

@@ -57,7 +57,11 @@ def write(path: Path, *chunks: bytes) -> None:
 def replace(path: Path, data: bytes) -> None:
     """Replaces a small file; readers see either the old or the new content, never a mixture."""
     temporary = path.with_name(f".{path.name}.tmp")
-    write(temporary, data)
+    try:
+        write(temporary, data)
+    except DiskError:
+        temporary.unlink(missing_ok=True)
+        raise
     os.replace(temporary, path)
 
 

@@ -1,3 +1,5 @@
+import errno
+import os
 from pathlib import Path
 
 import numpy as np
@@ -142,4 +144,18 @@ def make_run_fixture(tmp_path):
 @pytest.fixture
 def no_pictures(monkeypatch):
     """Pictures are drawn but written as empty files: writing them takes most of the time."""
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: Path(path).touch())
+    monkeypatch.setattr(Figure, "savefig", lambda *_, **__: None)
+
+
+@pytest.fixture
+def fill_disk(monkeypatch):
+    """A function that fills the disk; then it takes four bytes of each file."""
+    write = os.write
+
+    def fill(descriptor, data):
+        if len(data) > 4:
+            write(descriptor, bytes(data[:4]))
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data)
+
+    return lambda: monkeypatch.setattr(os, "write", fill)

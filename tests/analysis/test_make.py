@@ -110,6 +110,15 @@ def test_file_in_the_place_of_the_folder_is_an_error(make_run, tmp_path, capsys,
     assert (tmp_path / "file").read_text() == "mine"
 
 
+@pytest.mark.usefixtures("no_pictures")
+def test_a_full_disk_leaves_whole_files_and_names_the_next(make_run, run_make, tmp_path, fill_disk):
+    make_run(num_steps=20)
+    fill_disk()
+    code, _, err = run_make()
+    assert code == 2 and "loss_curves_demo.csv.tmp cannot be written: No space left" in err
+    assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".png", ".pdf"}
+
+
 @pytest.fixture(name="make_all")
 def make_all_fixture(make_run, no_pictures, tmp_path, capsys):
     """A function: all figures of a folder with runs of two studies; status, errors, pictures."""

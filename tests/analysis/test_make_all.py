@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from analysis import figures, make, paper, study
 from analysis.curves import RECALL, VALIDATION_LOSS
-from analysis.style import style
+from analysis.style import save, style
 from lowprec.config.schema import DiagnosticsConfig, InterventionConfig, ScalerConfig, SpikeConfig
 from lowprec.runs.read import encode_row
 from tests.analysis.test_bench_figures import (
@@ -126,13 +126,13 @@ def drawn(tmp_path, write_run, monkeypatch, capsys):
     """The folder of all figures of all studies, and the drawn pictures by name."""
     pictures = {}
 
-    def keep(figure, path, **_):
-        """In the place of `Figure.savefig`, which takes a second per picture."""
-        if path.endswith(".png"):
-            pictures[Path(path).stem] = figure
+    def keep(figure, stem, frame):
+        pictures[stem.name] = figure
+        save(figure, stem, frame)
 
     write_studies(tmp_path / "runs", write_run)
-    monkeypatch.setattr(Figure, "savefig", keep)
+    monkeypatch.setattr(Figure, "savefig", lambda *_, **__: None)  # a second per picture
+    monkeypatch.setattr(make, "save", keep)
     monkeypatch.setattr(study, "planned", lambda *_: [])  # it composes each config of a study
     out = tmp_path / "out"
     assert make.main(["all", "--runs", str(tmp_path / "runs"), "--out", str(out)]) == 0

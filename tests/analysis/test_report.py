@@ -178,6 +178,16 @@ def test_a_watched_page_is_reloaded_until_its_runs_end(make_run, tmp_path, monke
     assert [tag in page for page in [*pages, out.read_text()]] == [True, False]
 
 
+def test_a_full_disk_leaves_the_old_page_and_names_the_file(make_run, tmp_path, capsys, fill_disk):
+    run, out = make_run(num_steps=60), tmp_path / "out" / "r.html"
+    out.parent.mkdir()
+    out.write_text("old")
+    fill_disk()
+    assert report_main.main(["--runs", str(run), "--out", str(out)]) == 2
+    assert "r.html.tmp cannot be written: No space left" in capsys.readouterr().err
+    assert list(out.parent.iterdir()) == [out] and out.read_text() == "old"
+
+
 def test_labels_and_colors_show_the_settings_that_differ(make_run, tmp_path):
     make_run(num_steps=20, lr=1e-3)
     make_run(num_steps=20, lr=2e-3)
