@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.entry import run_command
-from lowprec.config.check import ConfigError
+from lowprec.config.check import ConfigError, RunError
 from lowprec.config.schema import key
 from lowprec.data.index import open_shards
 from lowprec.nearest import nearest_path
@@ -48,6 +48,8 @@ def main(config: MakeShardsConfig) -> None:
         shards = open_shards(f"{out}/*.tar", name="shards", accept=True)
     except UnicodeDecodeError:
         sys.exit(f"table={table} is not UTF-8 text; save it as UTF-8")
+    except RunError:  # names another file
+        raise
     except (ValueError, OSError) as error:
         sys.exit(f"table={table}: {error}")
     print(f"{out}/*.tar: {shards.num_samples} pairs, {bad} left out, digest {shards.digest[:12]}")

@@ -40,9 +40,10 @@ def run_jobs(
     others, fork = set(active_children()), get_context("fork")
     with ProcessPoolExecutor(num_processes, mp_context=fork, initializer=_end_with_parent) as pool:
         try:
-            return list(_with_progress(pool.map(function, jobs), doing, len(jobs)))
+            futures = [pool.submit(function, job) for job in jobs]  # map would cancel them
+            results = (future.result() for future in futures)
+            return list(_with_progress(results, doing, len(jobs)))
         except BaseException as error:
-            pool.shutdown(wait=False, cancel_futures=True)
             for process in set(active_children()) - others:
                 process.kill()
             if isinstance(error, BrokenProcessPool):

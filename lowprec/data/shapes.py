@@ -111,7 +111,11 @@ def render_shapes(
     for name, lines in (("classnames.txt", CLASSNAMES), ("templates.txt", TEMPLATES)):
         durable.replace(out / name, "".join(f"{line}\n" for line in lines).encode())
     write = partial(_write_shard, image_size=image_size, seed=seed)
-    run_jobs(write, jobs, num_processes or num_cores(), f"rendering {out}")
+    try:
+        run_jobs(write, jobs, num_processes or num_cores(), f"rendering {out}")
+    finally:
+        for left in out.glob("*.tar.partial"):
+            left.unlink(missing_ok=True)
 
 
 def _write_shard(job: tuple[Path, str, Sequence[int]], *, image_size: int, seed: int) -> None:

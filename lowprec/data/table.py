@@ -12,6 +12,7 @@ from lowprec.config.patterns import listing
 from lowprec.data.loader import BAD_IMAGE, decode_caption, decode_image
 from lowprec.data.tar import parse_label
 from lowprec.nearest import nearest
+from lowprec.runs.durable import DiskError
 
 SAMPLES_PER_SHARD = 2000
 
@@ -23,7 +24,7 @@ def write_shards(table: Path, out: Path, columns: list[str], skip_bad: bool = Fa
     when it is complete. If `skip_bad`, rows that training could not read are left out and counted.
 
     Raises ValueError with all faults of the rows otherwise or if no row is good, and for an
-    existing `out`, a missing column or a file that is no table.
+    existing `out`, a missing column or a file that is no table, and DiskError if it cannot write.
     """
     if out.exists():
         raise ValueError(f"{out} exists; delete it, or choose another folder")
@@ -31,8 +32,8 @@ def write_shards(table: Path, out: Path, columns: list[str], skip_bad: bool = Fa
     # absolute: ShardWriter takes what begins like `pipe:` for a command
     unfinished = out.absolute().with_name(f".{out.name}.partial")
     shutil.rmtree(unfinished, ignore_errors=True)  # of an interrupted command
-    unfinished.mkdir(parents=True)
     try:
+        unfinished.mkdir(parents=True)
         pattern = str(unfinished).replace("%", "%%") + "/%05d.tar"
         with ShardWriter(pattern, SAMPLES_PER_SHARD, verbose=0, encoder=False, mtime=0) as shards:
             for line, row in track(rows, f"reading {table}", console=Console(stderr=True)):
@@ -49,6 +50,8 @@ def write_shards(table: Path, out: Path, columns: list[str], skip_bad: bool = Fa
             count = f"{len(faults)} of {len(rows)} rows cannot be read"
             raise ValueError(f"{count}, so nothing was written{way_out}:\n  {listed}")
         unfinished.rename(out)
+    except OSError as error:
+        raise DiskError(unfinished, error) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return len(faults)

@@ -61,8 +61,11 @@ class Record:
         self._lock.truncate(0)
         job = os.environ.get("SLURM_JOB_ID")
         holder = f"process {os.getpid()} on {os.uname().nodename}" + f", job {job}" * bool(job)
-        self._lock.write(f"{holder}, attempt {self.attempt}")
-        self._lock.flush()
+        try:
+            durable.append(self.run / ".lock", [f"{holder}, attempt {self.attempt}".encode()])
+        except durable.DiskError:
+            self._lock.close()
+            raise
         self._streams: dict[str, _Stream] = {}
 
     def _next_numbers(self) -> Iterator[int]:

@@ -1,6 +1,8 @@
 """`experiments.make_shards` makes shards from a table of image paths and captions."""
 
 import csv
+import errno
+import os
 import tarfile
 
 import numpy as np
@@ -13,6 +15,7 @@ from lowprec.config.check import ConfigError
 from lowprec.data import table as tables
 from lowprec.data.index import open_shards
 from lowprec.data.loader import Batches, decode_image
+from lowprec.runs.durable import DiskError
 
 MODES = {"RGB": "jpg", "RGBA": "png", "L": "png", "CMYK": "JPG", "P": "png", "LA": "webp"}
 GOOD = [(f"{mode}.{kind}", f'"{mode}", ünï 你好 🎈\nsecond line') for mode, kind in MODES.items()]
@@ -165,6 +168,17 @@ def test_a_wrong_file_column_or_folder_is_named(photos, tmp_path, changes, fault
     only_bad = write_table(tmp_path / "bad.csv", [BAD[0][0]])
     with pytest.raises(SystemExit, match="1 of 1 rows cannot be read, so nothing was written:"):
         main(MakeShardsConfig(only_bad, str(tmp_path / "out"), skip_bad=True))
+
+
+def test_a_full_disk_names_the_shards_and_leaves_none(photos, tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tables.ShardWriter, "write", full)
+    table = write_table(photos / "good.csv", GOOD)
+    with pytest.raises(DiskError, match=r"/\.out\.partial cannot be written: No space left"):
+        main(MakeShardsConfig(table, str(tmp_path / "out")))
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_interrupted_command_starts_again(photos, tmp_path, monkeypatch):
