@@ -35,7 +35,10 @@ from lowprec.runs.read import (
     scan_rows,
 )
 
-TYPES = {"timing": {"attempt": int, "wall_s": float, "images_per_s": float, "data_wait": float}}
+TYPES = {
+    "timing": {"attempt": int, "wall_s": float, "images_per_s": float, "data_wait": float},
+    "events": {"step": int, "rms": dict},
+}
 ARCHIVE = "runs.zip"  # an archive of run directories, as experiments.compact writes
 MAX_STEPS = 10**8
 MAX_KEYS, MAX_DEPTH = 10_000, 100  # of a config

@@ -47,16 +47,37 @@ FOLLOWING, OTHER = "#D55E00", "#666666"  # a loss spike that follows an RMS spik
 
 @dataclass(frozen=True, eq=False)
 class Series:
-    """Loss [steps], RMS_t [steps, tensors] and beta2 [steps] of one run; NaN if unrecorded."""
+    """Loss [steps], RMS_t [steps, tensors] and beta2 [steps] of one run; NaN if unrecorded.
+
+    `events` are the RMS spikes that training found, as `rms_events` returns them.
+    """
 
     loss: np.ndarray
     rms: pd.DataFrame
     beta2: np.ndarray
+    events: pd.DataFrame
 
     def rms_of(self, pattern: str) -> np.ndarray:
         """[steps]: the largest RMS_t of the tensors that match."""
         matching = [name for name in self.rms if fnmatchcase(name, pattern)]
         return np.fmax.reduce(self.rms[matching].to_numpy(float), axis=1, initial=np.nan)
+
+    def rms_spikes(self, protocol: Protocol) -> pd.DataFrame:
+        """One row per RMS spike: step, tensor and rms, by step, the highest of a step first.
+
+        Spikes of tensors without a column in `rms` come from `events`, which training found with
+        the run's own thresholds: a lower `rms_threshold` finds no more of them.
+        """
+        values = self.rms.to_numpy(float)
+        rows, columns = np.nonzero(rms_spikes(values, protocol))
+        found = {"step": rows + 1, "tensor": self.rms.columns[columns]}
+        found["rms"] = values[rows, columns]
+        others = self.events[~self.events["tensor"].isin(self.rms.columns)]
+        others = others[others["step"] > protocol.ignore_steps]
+        others = others[others["rms"] >= protocol.rms_threshold]
+        parts = [part for part in (pd.DataFrame(found), others) if len(part)]
+        spikes = pd.concat(parts) if parts else others
+        return spikes.sort_values(["step", "rms"], ascending=[True, False], kind="stable")
 
     def reaches(self, protocol: Protocol) -> bool:
         """Whether RMS_t can reach the threshold for RMS spikes; True if beta2 is unknown."""
@@ -76,7 +97,18 @@ def read_series(run: Runs, pattern: str = "*") -> Series:
     summary = run.summaries.iloc[0]
     settings = (summary.get(f"optimizer.{name}", np.nan) for name in ("beta2", "beta2_decay"))
     beta2 = beta2_by_step(*settings, last)
-    return Series(metrics["loss"].astype(float).reindex(steps).to_numpy(), rms, beta2)
+    loss = metrics["loss"].astype(float).reindex(steps).to_numpy()
+    return Series(loss, rms, beta2, rms_events(run.events))
+
+
+def rms_events(events: pd.DataFrame) -> pd.DataFrame:
+    """One row per RMS spike in `Runs.events`, which name all tensors: step, tensor and rms."""
+    events = events.reindex(columns=["step", "rms"]).dropna()
+    by_tensor = zip(events["step"], events["rms"], strict=True)
+    rows = [(step, *item) for step, values in by_tensor for item in values.items()]
+    spikes = pd.DataFrame(rows, columns=["step", "tensor", "rms"])
+    rms = pd.to_numeric(spikes["rms"], errors="coerce")  # "inf" is text in JSON
+    return spikes.assign(rms=rms).astype({"step": int})
 
 
 def beta2_by_step(beta2: float, decay: float | None, num_steps: int) -> np.ndarray:
@@ -199,7 +231,8 @@ def spike_table(series: Series, protocol: Protocol, tensor: str = TENSOR) -> pd.
     `lead` and `onset_lead`, steps from the latest RMS spike of `tensor` to the step and to the
     onset (<NA> if there is none); `rms` and `rho`, the largest RMS_t and rho of `tensor` from
     `max_lead` steps before the step up to it; `tensors`, `num_tensors`: all tensors with an RMS
-    spike 1 to `max_lead` steps before the step, the earliest first and the highest of a step first.
+    spike 1 to `max_lead` steps before the step, the earliest first and the highest of a step first
+    (see `Series.rms_spikes`).
     """
     loss_marks, onset = _marks_and_onsets(series, protocol)
     at = np.flatnonzero(loss_marks) + 1
@@ -208,16 +241,13 @@ def spike_table(series: Series, protocol: Protocol, tensor: str = TENSOR) -> pd.
     recent = pd.DataFrame({"rms": rms, "rho": relative_rms(rms, series.beta2)})
     recent = recent.rolling(protocol.max_lead + 1, min_periods=1).max().iloc[at - 1]
     loss = np.where(np.isfinite(series.loss), series.loss, np.nan)
-    marks = rms_spikes(series.rms, protocol)
+    spikes = series.rms_spikes(protocol) if len(at) else series.events
     before, peak, tensors = [], [], []
     for step in at.tolist():
         before.append(np.nanmedian(loss[max(0, step - 1 - protocol.window) : step - 1]))
         peak.append(np.nanmax(loss[step - 1 : step + protocol.within]))
-        steps = slice(max(0, step - 1 - protocol.max_lead), step - 1)
-        spiking, height = marks[steps], series.rms.to_numpy(float)[steps]
-        first = {i: spiking[:, i].argmax() for i in np.flatnonzero(spiking.any(axis=0))}
-        order = sorted(first, key=lambda i: (first[i], -height[first[i], i]))
-        tensors.append([series.rms.columns[i] for i in order])
+        earlier = spikes["step"].between(step - protocol.max_lead, step - 1)
+        tensors.append(spikes.loc[earlier.to_numpy(), "tensor"].unique())
     columns = {"step": at, "onset": onset, "loss": loss[at - 1]}
     columns |= {"before": np.array(before, float), "peak": np.array(peak, float)}
     columns["height"] = columns["peak"] - columns["before"]

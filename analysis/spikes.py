@@ -44,9 +44,11 @@ def describe(series: Series, protocol: Protocol, tensor: str) -> str:
     spikes = spike_table(series, protocol, tensor)
     lines = _summary_lines(series, protocol, tensor, spikes)
     if len(spikes):
-        lines += ["", _text(spikes)]
+        lines += ["", _text(spikes.drop(columns="tensors")), "", *_legend(spikes, protocol, tensor)]
         if not series.rms.empty:
-            lines += ["", "By tensor, the most followed first (each p is for one tensor alone):"]
+            recorded = f"RMS_t of {counted(len(series.rms.columns), 'tensor')} is recorded"
+            title = f"By tensor, the most followed first ({recorded}; each p is for one alone):"
+            lines += ["", title]
             lines.append(_text(lead_table(series, protocol).head(NUM_TENSORS)))
     lines += ["", "By threshold, one changed at a time (* as above):"]
     return "\n".join([*lines, _text(sensitivity_table(series, protocol, tensor))])
@@ -93,10 +95,26 @@ def _lead_lines(
     return [first, *lines, f"The paper: {paper.FOLLOWING_SAID}."]
 
 
+def _legend(spikes: pd.DataFrame, protocol: Protocol, tensor: str) -> list[str]:
+    """Lines that explain the columns of `spike_table`, and the first tensors before each spike."""
+    lines = [
+        f"height: peak, the largest loss up to {protocol.within} steps later, minus before, the "
+        f"median loss of the {protocol.window} steps before",
+        f"lead, onset_lead: steps from the latest RMS spike of {tensor} to the step, to the onset",
+        f"rms, rho: its largest RMS_t and RMS_t sqrt(1 - beta2) from {protocol.max_lead} steps "
+        "before the step up to it",
+        f"num_tensors: tensors with an RMS spike 1 to {protocol.max_lead} steps before the step, "
+        "the earliest first:",
+    ]
+    for step, text in zip(spikes["step"], spikes["tensors"], strict=True):
+        names = text.split()
+        more = f" and {len(names) - NUM_TENSORS} more" if len(names) > NUM_TENSORS else ""
+        lines.append(f"{step:>8}  {' '.join(names[:NUM_TENSORS]) or '-'}{more}")
+    return lines
+
+
 def _text(table: pd.DataFrame) -> str:
-    return table.to_string(
-        index=False, float_format=lambda value: f"{value:.4g}", na_rep="-", max_colwidth=50
-    )
+    return table.to_string(index=False, float_format=lambda value: f"{value:.4g}", na_rep="-")
 
 
 @cli.entry

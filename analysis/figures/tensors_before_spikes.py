@@ -53,7 +53,9 @@ def _count(run: Runs, head: dict) -> pd.DataFrame:
     protocol = spike_marks.protocol_of_run(head)
     loss = run.metrics["loss"].to_numpy(float)
     onset = np.unique(onsets(loss, np.flatnonzero(loss_spikes(loss, protocol)) + 1))
-    steps = _rms_spikes(run.events, protocol.ignore_steps)
+    spikes = spike_marks.rms_events(run.events)
+    spikes = spikes[spikes["step"] > protocol.ignore_steps].groupby("tensor")["step"]
+    steps = {name: np.unique(at) for name, at in spikes}
     leads = {name: onset[:, None] - at for name, at in steps.items()}
     longest = {  # by tensor: steps from its earliest RMS spike in reach to each loss spike
         name: np.where((lead >= 1) & (lead <= protocol.max_lead), lead, 0).max(axis=1)
@@ -129,13 +131,3 @@ def caption(frame: pd.DataFrame) -> str:
         text += f" {name}: {row['num_following']:.0f} of {row['num_loss_spikes']:.0f} follow its "
         text += f"{row['num_rms_spikes']:.0f} RMS spikes, {row['expected']:.1f} by chance."
     return f"{text} The paper: {paper.FOLLOWING_SAID}.{curves.caption_end(runs, crosses=False)}"
-
-
-def _rms_spikes(events: pd.DataFrame, ignored: int) -> dict[str, np.ndarray]:
-    """Returns the steps of each tensor's RMS spikes after the ignored steps, in order."""
-    steps: dict[str, list[int]] = {}
-    spikes = events[events["spike"] == "rms"] if "spike" in events else events.iloc[:0]
-    for event in spikes.itertuples():
-        for name in event.rms if event.step > ignored else ():
-            steps.setdefault(name, []).append(event.step)
-    return {name: np.unique(at) for name, at in sorted(steps.items())}

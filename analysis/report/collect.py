@@ -14,7 +14,6 @@ import pandas as pd
 
 from analysis.load import Runs
 from analysis.spike_marks import (
-    Series,
     collapse_of,
     count_following,
     protocol_of_run,
@@ -23,7 +22,7 @@ from analysis.spike_marks import (
     why_unexamined,
 )
 from analysis.style import smoothing_width
-from lowprec.diagnostics.spikes import Protocol, loss_spikes, rms_spikes
+from lowprec.diagnostics.spikes import Protocol, rms_spikes
 
 SPIKING = ("rms", "max", "grad_norm")  # curves whose largest values are kept
 AROUND = 40  # steps kept in full on either side of a listed spike
@@ -78,10 +77,7 @@ def collect_run(runs: Runs, tensor: str, budget: Budget) -> RunData:
     protocol = protocol_of_run(summary)
     series = read_series(runs)
     rms = series.rms_of(tensor)
-    has_spikes = loss_spikes(series.loss, protocol).any()
-    tensors = series.rms if has_spikes else series.rms.iloc[:, :0]
-    spikes = spike_table(Series(series.loss, tensors, series.beta2), protocol, tensor)
-    spikes = spikes.sort_values("height", ascending=False)
+    spikes = spike_table(series, protocol, tensor).sort_values("height", ascending=False)
     curves = {"loss": series.loss, "rms": rms, "max": series.rms_of("*")}
     metrics = runs.metrics.drop_duplicates("step", keep="last").set_index("step")
     for name in ("grad_norm", "lr"):

@@ -1,5 +1,6 @@
 """Tests the spike tables, `python -m analysis.spikes` and its figure on planted spikes."""
 
+import json
 import math
 import re
 from dataclasses import replace
@@ -60,6 +61,28 @@ def test_table_has_a_row_per_loss_spike_with_height_leads_and_tensors_before_it(
     assert table["num_tensors"].tolist() == [3, 1, 0]
     np.testing.assert_allclose(table["height"], 1.5, atol=0.15)
     np.testing.assert_allclose(table["before"], 2.0, atol=0.05)
+
+
+def test_tensors_without_recorded_rms_come_from_the_events(plant, series, capsys):
+    run, protocol = plant(), Protocol()
+    table = pd.read_parquet(run / "tensors.parquet")
+    table[["step", f"rms/{CONV1}"]].to_parquet(run / "tensors.parquet")
+    spikes_at = {1196: C_FC, 1197: CONV1, 1199: PROJ, 1492: CONV1, 1800: PROJ}
+    rows = [
+        {"step": step, "spike": "rms", "rms": {name: 5.0 if name == CONV1 else 4.0}}
+        for step, name in spikes_at.items()
+    ]
+    (run / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    few = spike_marks.read_series(load_runs(run))
+    expected = spike_marks.spike_table(series, protocol)
+    pd.testing.assert_frame_equal(spike_marks.spike_table(few, protocol), expected)
+    higher = spike_marks.spike_table(few, replace(protocol, rms_threshold=4.5))
+    assert higher["num_tensors"].tolist() == [1, 1, 0]
+    assert spikes.main(["--run", str(run)]) == 0
+    out = capsys.readouterr().out
+    assert f"    1200  {C_FC} {CONV1} {PROJ}\n    1500  {CONV1}\n    1800  -\n" in out
+    assert "RMS_t of 1 tensor is recorded" in out
+    assert f"latest RMS spike of {CONV1} to the step" in out and "rms, rho: its largest" in out
 
 
 def test_leads_to_the_onset_are_shorter_where_the_loss_rises_before_its_detection(series):
