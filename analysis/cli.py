@@ -56,9 +56,10 @@ def entry(main: Main) -> Main:
 
 
 def run(main: Main) -> None:
-    """Runs a command as the program, with warnings only about damaged files."""
+    """Runs a command as the program, with warnings only about what is damaged or not recorded."""
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
-        warnings.filterwarnings("default", message=".*left out")
+        warnings.filterwarnings("default", message=".*(left out|did not record)")
+        warnings.showwarning = lambda text, *_: print(f"warning: {text}", file=sys.stderr)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ends quietly under `| head`
     sys.exit(main())

@@ -115,10 +115,10 @@ class Runs:
     def tensors(self, pattern: str, stat: str = "rms") -> pd.DataFrame:
         """One row per recorded step: run, step and a column for each tensor that matches a glob.
 
-        A file of tensors that cannot be read is left out with a warning. Raises LookupError if no
-        tensor of any run matches.
+        Runs whose tensors cannot be read or that recorded none that match are left out with a
+        warning. Raises LookupError if no tensor of any run matches.
         """
-        recorded, frames = set(), []
+        recorded, frames, num_without = set(), [], 0
         for summary in self._facts(self.summaries):
             try:
                 frame, names = read_tensor_columns(summary, pattern, stat)
@@ -129,13 +129,18 @@ class Runs:
             if len(frame.columns) > 1:
                 frame.insert(0, "run", summary["run"])
                 frames.append(frame)
+            else:
+                num_without += 1
+        if frames and num_without:
+            without = f"{num_without} of {counted(len(self), 'run')} did not record"
+            warnings.warn(f"{without} {stat}/{pattern}", stacklevel=2)
         if frames:
             return pd.concat(frames, ignore_index=True)
         stats = ", ".join(sorted({name.partition("/")[0] for name in recorded})) or "none"
         tensors = sorted({name.partition("/")[2] for name in recorded})
         raise LookupError(
             f"no tensor matches {pattern!r} with stat={stat!r}; recorded statistics: {stats}; "
-            f"{len(tensors)} tensors, such as: {', '.join(tensors[:6]) or 'none'}"
+            f"{counted(len(tensors), 'tensor')}, such as: {', '.join(tensors[:6]) or 'none'}"
         )
 
     def series(self, name: str, stat: str) -> pd.Series:

@@ -90,8 +90,7 @@ def query(
         heads = heads[_column(heads, key).map(written) == value]
     if heads.empty:
         raise ChoiceError(f"no run has {', '.join(f'{k}={v}' for k, v in (where or {}).items())}")
-    values = recorded(runs, y)
-    values = values[values["run"].isin(heads["run"])]
+    values = recorded(runs.where(runs.summaries["run"].isin(heads["run"])), y)
     if hue is None:
         by_key = [key for key in (facet, band, x) if key not in (None, "step", "seed")]
         split_by = [_column(heads, key).name for key in by_key]

@@ -84,10 +84,14 @@ def _archive_of(address: str) -> Path | None:
 def find_addresses(root: Path | str) -> list[str]:
     """Returns the addresses of the runs at or below `root`, and of those in archives named ARCHIVE.
 
-    Warns about archives that cannot be read or that unpack to more than MAX_BYTES.
+    If `root` does not exist, finds the run of that name in the archive beside it. Warns about
+    archives that cannot be read or that unpack to more than MAX_BYTES.
     """
     archive = _archive_of(str(root))
     start = Path() if archive else as_path(root)
+    if isinstance(start, Path) and not start.exists() and (start.parent / ARCHIVE).is_file():
+        inside = find_addresses(start.parent / ARCHIVE)
+        return [address for address in inside if Path(address).name == start.name]
     addresses = [] if archive else [str(run) for run in find_runs(start)]
     if archive:
         archives = [archive]

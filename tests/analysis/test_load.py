@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis import NoRunsError, load_runs, make, spikes
+from analysis import NoRunsError, load_runs, make, plot, spikes
 from analysis.report import __main__ as report
 
 CONV = "visual.conv1.weight"
@@ -65,6 +65,17 @@ def test_tensors_are_selected_by_glob_and_statistic(make_run, tmp_path, kept):
     assert frame["step"].tolist() == list(range(1, 46))
     assert (frame["visual.proj"] == frame["step"] + 0.25).all()
     assert (runs.tensors(CONV, stat="grad_norm")[CONV] == frame["step"] * 10).all()
+
+
+def test_runs_without_a_tensor_are_left_out_with_a_warning(make_run, tmp_path):
+    run, other = make_run(num_steps=20), make_run(num_steps=20, seed=1)
+    table = pd.read_parquet(run / "tensors.parquet")
+    table[["step", f"rms/{CONV}"]].to_parquet(run / "tensors.parquet")
+    runs = load_runs(tmp_path / "runs")
+    with pytest.warns(UserWarning, match="1 of 2 runs did not record rms/visual.proj"):
+        assert set(plot.query(runs, y="rms/visual.proj")["run"]) == {other.name}
+    assert len(plot.query(runs, y="rms/visual.proj", where={"seed": "1"})) == 20
+    assert len(runs.tensors(CONV)) == 40
 
 
 def test_continued_run_ignores_the_parquet_of_its_first_end(make_run):

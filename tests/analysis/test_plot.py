@@ -1,5 +1,8 @@
 """Any recorded name of any runs is drawn as it was recorded: nothing is smoothed or mixed."""
 
+import sys
+import warnings
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -123,6 +126,14 @@ def test_an_error_of_a_remote_folder_is_printed_without_a_file_name(capsys):
 
     assert cli.entry(main)([]) == 2
     assert capsys.readouterr().err == "error: bucket: no access\n"
+
+
+def test_a_warning_about_runs_is_printed_as_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "warnoptions", [])
+    monkeypatch.setattr(cli.signal, "signal", lambda *_: None)
+    with warnings.catch_warnings(), pytest.raises(SystemExit):
+        cli.run(lambda: warnings.warn("1 of 2 runs did not record rms/a", stacklevel=1))
+    assert capsys.readouterr().err == "warning: 1 of 2 runs did not record rms/a\n"
 
 
 def chance_lines(ax):

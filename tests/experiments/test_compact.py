@@ -56,6 +56,8 @@ def test_an_archive_loads_like_the_folder_and_so_does_a_run_in_it(folder, tmp_pa
     )
     [alone] = load_runs(archived.runs["path"][0]).runs["run"]
     assert alone == runs.runs["run"][0]
+    beside = load_runs(archive.parent / alone)  # as if it were not archived
+    assert beside.runs["path"].tolist() == archived.runs["path"].tolist()[:1]
 
 
 def test_an_archive_that_is_damaged_or_too_large_is_left_out(folder, tmp_path, monkeypatch):
