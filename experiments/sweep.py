@@ -40,11 +40,19 @@ from lowprec.runs.durable import locked
 from lowprec.runs.read import ENDED, is_copy
 from lowprec.sweep import local, slurm
 from lowprec.sweep.plan import Manifest, plan_runs, refuse_processes
-from lowprec.sweep.status import ACTIVE, TO_RESUBMIT, TO_SUBMIT, ask_queue, show, states, summary
+from lowprec.sweep.status import (
+    ACTIVE,
+    TO_RESUBMIT,
+    TO_SUBMIT,
+    State,
+    ask_queue,
+    show,
+    states,
+    summary,
+)
 from lowprec.train.sources import sources_of
 
 COMMAND = [sys.executable, "-m", "experiments.sweep", "train"]
-STATUS = ("python", "-m", "experiments.sweep", "status")
 POLL_S = 2.0
 
 
@@ -119,7 +127,7 @@ def status(texts: list[str]) -> None:
         return
     manifest = _find(texts)
     queue = ask_queue(manifest)
-    show(manifest, states(manifest, queue), queue, _console())
+    _show(manifest, states(manifest, queue), queue)
 
 
 def wait(texts: list[str]) -> None:
@@ -135,7 +143,7 @@ def wait(texts: list[str]) -> None:
             print(time.strftime("%H:%M:%S"), line, flush=True)
         is_active = any(state.state in (*ACTIVE, "cancelling") for state in run_states)
         looks = 0 if is_active else looks + 1
-    show(manifest, run_states, queue, _console())
+    _show(manifest, run_states, queue)
     if any(state.state not in ENDED for state in run_states):
         sys.exit(1)
 
@@ -188,12 +196,11 @@ def hand_over(
             slurm.submit(manifest, submitted, token, launcher)
     if any(one.launcher["name"] == "local" for one in manifest.submissions().values()):
         local.start(manifest)
-    others = summary([state for state in run_states if state.state not in which])
+    others = [state for state in run_states if state.state not in which]
     count = f"{len(submitted)} of {len(runs)} runs submitted"
-    print(f"{manifest.folder}: {count}" + f"; {others}" * bool(others))
-    name, run_dir = manifest.folder.name, manifest.folder.parent.parent
-    place = [] if run_dir.absolute() == Path("runs").absolute() else [f"run_dir={run_dir}"]
-    print("to see them:", shlex.join([*STATUS, f"name={name}", *place]))
+    print(f"{manifest.folder}: {count}" + f"; {summary(others)}" * bool(others))
+    _name_way_out(manifest, others)
+    print("to see them:", _command(manifest, "status"))
 
 
 def _split(texts: list[str]) -> tuple[list[str], list[str]]:
@@ -220,9 +227,36 @@ def _folder(overrides: list[str]) -> Path:
     return Path(values.get("run_dir", "runs")) / "sweeps" / name
 
 
-def _console() -> Console:
-    """A terminal, or a wide page where the output is redirected."""
-    return Console(width=None if sys.stdout.isatty() else 200)
+def _show(manifest: Manifest, run_states: list[State], queue: dict | None) -> None:
+    """Prints the table, on a wide page where the output is redirected."""
+    show(manifest, run_states, queue, Console(width=None if sys.stdout.isatty() else 200))
+    _name_way_out(manifest, run_states)
+
+
+def _name_way_out(manifest: Manifest, run_states: list[State]) -> None:
+    """Prints the command that submits failed and lost runs again, if there are any."""
+    if any(state.state in TO_RESUBMIT["--failed"] for state in run_states):
+        print("to submit failed and lost runs again:", _command(manifest, "resubmit", "--failed"))
+
+
+def _command(manifest: Manifest, *words: str) -> str:
+    """The command that applies a verb to a sweep."""
+    run_dir = manifest.folder.parent.parent
+    place = [] if run_dir == Path("runs").absolute() else [f"run_dir={run_dir}"]
+    words = (*words, f"name={manifest.folder.name}", *place)
+    return shlex.join(["python", "-m", "experiments.sweep", *words])
+
+
+def _what_continues(verb: str, texts: list[str]) -> str:
+    """How many runs an interrupted verb leaves in the background, and how to cancel them."""
+    names = [text for text in texts if text.partition("=")[0] in ("experiment", "name", "run_dir")]
+    try:
+        manifest = Manifest(_folder(names)) if verb == "submit" else _find(names)
+    except (ConfigError, FileNotFoundError):
+        return "This command submitted nothing."
+    active = sum(state.state in ACTIVE for state in states(manifest, ask_queue(manifest)))
+    count = f"{active} of {len(manifest.runs)} runs of {manifest.folder.name} are queued or running"
+    return count + f"; to cancel them: {_command(manifest, 'cancel')}" * bool(active)
 
 
 def _sweeps(texts: list[str]) -> list[Path]:
@@ -301,7 +335,7 @@ def command(arguments: list[str]) -> None:
     except RunError as error:
         sys.exit(str(error))
     except KeyboardInterrupt:
-        sys.exit("\nInterrupted. Submitted runs continue; the verb `cancel` stops them.")
+        sys.exit(f"\nInterrupted. {_what_continues(verb, texts)}")
 
 
 if __name__ == "__main__":

@@ -41,10 +41,15 @@ def start(manifest: Manifest) -> None:
             start_new_session=True,
         )
     deadline = time.monotonic() + 30
-    while time.monotonic() < deadline and launcher.poll() is None:
-        if is_locked(lock_path(manifest.folder)):
-            break
-        time.sleep(0.05)
+    try:
+        while time.monotonic() < deadline and launcher.poll() is None:
+            if is_locked(lock_path(manifest.folder)):
+                break
+            time.sleep(0.05)
+    except KeyboardInterrupt:  # or runs would begin that `cancel` holds for lost
+        launcher.terminate()
+        launcher.wait()
+        raise
     launcher.returncode = 0  # it outlives this process; subprocess would warn of that
 
 

@@ -191,12 +191,22 @@ def test_status_without_a_name_lists_the_sweeps(here, tiny, no_launcher, capsys)
     assert run("cancel") == 2  # which one?
 
 
-def test_an_interrupted_verb_says_that_runs_continue(monkeypatch):
-    def interrupted(texts):
+def test_an_interrupted_verb_says_which_runs_continue(here, tiny, monkeypatch):
+    def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(sweep.VERBS, "wait", interrupted)
-    assert "Submitted runs continue; the verb `cancel` stops them" in run("wait")
+    submit = ("submit", *tiny, "seed=0,1", "name=t", f"run_dir={here}/r")
+    with monkeypatch.context() as patch:
+        patch.setattr(sweep, "plan_runs", interrupted)
+        assert run(*submit) == "\nInterrupted. This command submitted nothing."
+    monkeypatch.setattr(sweep.local, "start", interrupted)
+    none = "\nInterrupted. 0 of 2 runs of t are queued or running"
+    assert run(*submit) == none
+    with open(here / "r/sweeps/t/.local.lock", "w") as launcher:
+        fcntl.flock(launcher, fcntl.LOCK_EX)
+        command = f"python -m experiments.sweep cancel name=t run_dir={here}/r"
+        assert run(*submit) == f"{none.replace('0', '2')}; to cancel them: {command}"
+    assert run(*command.split()[3:]) == 0
 
 
 def test_a_collapsed_run_is_named(here, tiny, no_launcher, capsys):

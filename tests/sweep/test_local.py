@@ -10,6 +10,7 @@ import pytest
 
 from experiments import sweep
 from lowprec.sweep import local
+from tests.sweep.conftest import processes_in
 
 LOCAL = {"name": "local", "parallel": 2, "gpus": 0}
 SAVES = """
@@ -40,15 +41,31 @@ def test_of_eight_runs_two_fail_by_name_and_only_these_are_run_again(
         sweep.wait([])
     printed = capsys.readouterr().out
     assert "6 finished, 2 failed" in printed
+    way_out = "lost runs again: python -m experiments.sweep resubmit --failed name=t\n"
+    assert way_out in printed
     lines = [line for line in printed.splitlines() if "failed:" in line]
     assert [int(line.split()[1]) for line in lines] == [5, 7]
     assert all("ValueError: run" in line and "seed=" in line for line in lines)
     (here / "bad").write_text("")
+    sweeps.submit()
+    assert way_out in capsys.readouterr().out
     sweep.resubmit(["--failed"])
-    assert "2 of 8 runs submitted" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "2 of 8 runs submitted" in printed and way_out not in printed
     local.launch(sweeps.folder)
     assert sweeps.names() == ["finished"] * 8
     assert [i for i, count in enumerate(sweeps.starts()) if count != 1] == [5, 7]
+
+
+def test_an_interrupted_submit_leaves_no_launcher_that_begins_later(sweeps, here, monkeypatch):
+    def interrupted(seconds):
+        raise KeyboardInterrupt
+
+    manifest = sweeps.make(2)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(local.time, "sleep", interrupted)
+        sweeps.submit()
+    assert not processes_in(here) and not local.lock_path(manifest.folder).exists()
 
 
 def test_a_killed_launcher_loses_no_run_and_none_that_ended_is_run_again(sweeps, here):
