@@ -11,6 +11,8 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "notebooks"
 NOTEBOOKS = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
 MOST_CELLS = 12
+STUDY = '"stability_mini"'  # of 01_compare_methods, which takes any
+STUDIES = ("optimizers_mini", "accuracy_vs_size_mini")
 
 
 def test_listed_notebooks_are_those_that_exist():
@@ -34,8 +36,11 @@ def test_notebook_is_short_and_has_links_with_targets_and_no_outputs(name):
 
 @pytest.mark.filterwarnings("default")  # of the packages that run notebooks
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NOTEBOOKS)
-def test_notebook_runs_and_draws(name, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "study"),
+    [(name, "") for name in NOTEBOOKS] + [("01_compare_methods", study) for study in STUDIES],
+)
+def test_notebook_runs_and_draws(name, study, monkeypatch):
     import ipykernel  # noqa: F401  the kernel: without it, or them, this fails and is not skipped
     import nbclient
     import nbformat
@@ -43,6 +48,9 @@ def test_notebook_runs_and_draws(name, monkeypatch):
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     monkeypatch.setenv("PYTHONPATH", path)
     notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+    if study:
+        assert notebook.cells[1].source.count(STUDY) == 1
+        notebook.cells[1].source = notebook.cells[1].source.replace(STUDY, f'"{study}"')
     there = {"metadata": {"path": str(FOLDER)}}
     nbclient.NotebookClient(notebook, timeout=200, resources=there).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
