@@ -1,0 +1,1 @@
+import lowprec.startup  # noqa: F401

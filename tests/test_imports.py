@@ -8,6 +8,7 @@ import tomllib
 from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 
 REPOSITORY = Path(__file__).parents[1]
@@ -43,6 +44,25 @@ for entry, keys in (("evaluate", "run="), ("export", "out=x source=")):
     assert done.returncode == 0 and done.stdout == "status 2\n" * 4, done.stderr
     for hint in (f"nearest: {tmp_path}/nano-0", "has no similar name"):
         assert done.stderr.count(hint) == 2, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "module", "error", "line"),
+    [
+        ("experiments.train", "rich", "ModuleNotFoundError(name='rich')", "needs rich, which is"),
+        ("experiments.sweep", "hydra", "ModuleNotFoundError(name='hydra')", "needs hydra, which"),
+        ("analysis.make", "pandas", "ModuleNotFoundError(name='pandas')", "needs pandas, which"),
+        ("experiments.train", "rich", "KeyboardInterrupt", "Interrupted."),
+        ("experiments.train", "rich", "ModuleNotFoundError(name='lowprec.x')", "Traceback"),
+    ],
+)
+def test_a_missing_package_and_an_early_ctrl_c_are_one_line(tmp_path, command, module, error, line):
+    (tmp_path / f"{module}.py").write_text(f"raise {error}")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPOSITORY)])}
+    words = [sys.executable, "-m", command]
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    first, *rest = done.stderr.strip().splitlines()
+    assert done.returncode and first.startswith(line) and bool(rest) == (line == "Traceback")
 
 
 LIBRARY = """

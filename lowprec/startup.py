@@ -1,0 +1,22 @@
+"""Importing this under `python -m COMMAND` turns two errors of its start into one line each."""
+
+import sys
+from types import TracebackType
+
+OWN = ("lowprec", "analysis", "experiments")
+
+
+def _print(kind: type, error: BaseException, traceback: TracebackType | None) -> None:
+    """Prints Ctrl-C and a missing package without a traceback, other errors with it."""
+    package = (getattr(error, "name", None) or "").partition(".")[0]
+    if issubclass(kind, KeyboardInterrupt):
+        print(f"\n{str(error) or 'Interrupted.'}", file=sys.stderr)
+    elif issubclass(kind, ModuleNotFoundError) and package not in ("", *OWN):
+        way_out = "source .venv/bin/activate, or pip install -e '.[harness]'"
+        print(f"needs {package}, which is not installed: {way_out}", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, traceback)
+
+
+if sys.argv[:1] == ["-m"]:  # the package of the command is being imported
+    sys.excepthook = _print
