@@ -8,6 +8,8 @@ from experiments.benchmarks.configs import RECIPES, ModelConfig
 from experiments.benchmarks.model import Measured
 from lowprec.clip import open_clip
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* converts none")  # of such narrow models
+
 
 def result(ms=1.0, loss=5.0):
     return Measured(torch.tensor(loss), torch.ones(3), {"ms": ms})
