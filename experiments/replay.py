@@ -143,8 +143,9 @@ def replays(
 ) -> dict[Replay, pd.DataFrame]:
     """Takes `steps` from a state; returns the steps of each replay, the control first.
 
-    `scaler` names the loss scaler of the run, which variants with the same kind continue. Appends a
-    fault for each variant that cannot load the state.
+    `scaler` names the loss scaler of the run, which variants with the same kind continue; after the
+    steps with another kind, a new one starts. Appends a fault for each variant that cannot load the
+    state.
     """
     from experiments.replay_steps import Replayer  # loads torch
 
@@ -179,7 +180,8 @@ def replays(
                         options |= {"last": until, "save_after": [until], "folder": after}
                     frame = replayer.replay(variant, states[start], **options)
                     if is_short and frame["step"].iloc[-1] == until:
-                        rest = replayer.replay(unchanged, after / f"step_{until:09d}")
+                        saved = after / f"step_{until:09d}"
+                        rest = replayer.replay(unchanged, saved, keeps_scaler=keeps)
                         frame = pd.concat([frame, rest], ignore_index=True)
                     frames[Replay(name, start)] = frame
             except CheckpointError as error:
