@@ -8,7 +8,7 @@ OWN = ("lowprec", "analysis", "experiments")
 
 def _print(kind: type, error: BaseException, traceback: TracebackType | None) -> None:
     """Prints Ctrl-C and a missing package without a traceback, other errors with it."""
-    package = (getattr(error, "name", None) or "").partition(".")[0]
+    package = str(getattr(error, "name", None) or "").partition(".")[0]
     if issubclass(kind, KeyboardInterrupt):
         print(f"\n{str(error) or 'Interrupted.'}", file=sys.stderr)
     elif issubclass(kind, ModuleNotFoundError) and package not in ("", *OWN):

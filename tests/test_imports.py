@@ -54,6 +54,7 @@ for entry, keys in (("evaluate", "run="), ("export", "out=x source=")):
         ("analysis.make", "pandas", "ModuleNotFoundError(name='pandas')", "needs pandas, which"),
         ("experiments.train", "rich", "KeyboardInterrupt", "Interrupted."),
         ("experiments.train", "rich", "ModuleNotFoundError(name='lowprec.x')", "Traceback"),
+        ("experiments.train", "rich", "type('Other', (Exception,), {'name': 1})", "Traceback"),
     ],
 )
 def test_a_missing_package_and_an_early_ctrl_c_are_one_line(tmp_path, command, module, error, line):
