@@ -1,4 +1,4 @@
-"""Importing this under `python -m COMMAND` turns two errors of its start into one line each."""
+"""Importing this under `python -m` turns two errors of our commands into one line each."""
 
 import sys
 from types import TracebackType
@@ -19,4 +19,5 @@ def _print(kind: type, error: BaseException, traceback: TracebackType | None) ->
 
 
 if sys.argv[:1] == ["-m"]:  # the package of the command is being imported
-    sys.excepthook = _print
+    if any(word.partition(".")[0] in OWN for word in sys.orig_argv):
+        sys.excepthook = _print

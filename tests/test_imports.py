@@ -55,10 +55,13 @@ for entry, keys in (("evaluate", "run="), ("export", "out=x source=")):
         ("experiments.train", "rich", "KeyboardInterrupt", "Interrupted."),
         ("experiments.train", "rich", "ModuleNotFoundError(name='lowprec.x')", "Traceback"),
         ("experiments.train", "rich", "type('Other', (Exception,), {'name': 1})", "Traceback"),
+        ("another.command", "pandas", "ModuleNotFoundError(name='pandas')", "Traceback"),
     ],
 )
 def test_a_missing_package_and_an_early_ctrl_c_are_one_line(tmp_path, command, module, error, line):
     (tmp_path / f"{module}.py").write_text(f"raise {error}")
+    (tmp_path / "another").mkdir()
+    (tmp_path / "another" / "__init__.py").write_text("import analysis")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPOSITORY)])}
     words = [sys.executable, "-m", command]
     done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
