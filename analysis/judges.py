@@ -370,7 +370,7 @@ def _scaled(records: Evidence, kind: str) -> pd.DataFrame:
         skipped = metrics.get("skipped_tensors", near * 0).fillna(0)
         steps = {"spikes": spikes, "falls": falls, "falls_near": falls & near, "skips": skipped > 0}
         num_blocks = head["model.vision_layers"] + head["model.text_layers"]
-        of_block = TENSORS_OF_BLOCK[head["intervention.name"]]
+        of_block = TENSORS_OF_BLOCK.get(head["intervention.name"], np.nan)  # then none is single
         num_tensors = of_block * num_blocks + TENSORS_OUTSIDE
         steps["single"] = (skipped > 0) & (skipped < num_tensors)
         counts = {name: marks.iloc[protocol.ignore_steps :].sum() for name, marks in steps.items()}

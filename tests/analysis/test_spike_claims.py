@@ -89,6 +89,11 @@ def test_single_tensors_are_fewer_than_those_of_the_model(scaled, name, kept, ve
     assert one(scaled("fixed", skips=(61, 122), **keys), "C12", "fixed").verdict == verdict
 
 
+def test_single_tensors_under_an_unknown_intervention_are_not_counted(scaled):
+    runs = scaled("fixed", skips=(61, 122), intervention=InterventionConfig("mine"))
+    assert one(runs, "C12", "fixed").verdict == UNDECIDED
+
+
 MANY = tuple(range(60, 390, 32))
 
 
