@@ -252,7 +252,7 @@ def _what_continues(verb: str, texts: list[str]) -> str:
     names = [text for text in texts if text.partition("=")[0] in ("experiment", "name", "run_dir")]
     try:
         manifest = Manifest(_folder(names)) if verb == "submit" else _find(names)
-    except (ConfigError, FileNotFoundError):
+    except (ConfigError, RunError, FileNotFoundError):
         return "This command submitted nothing."
     active = sum(state.state in ACTIVE for state in states(manifest, ask_queue(manifest)))
     count = f"{active} of {len(manifest.runs)} runs of {manifest.folder.name} are queued or running"

@@ -198,7 +198,11 @@ def test_an_interrupted_verb_says_which_runs_continue(here, tiny, monkeypatch):
     submit = ("submit", *tiny, "seed=0,1", "name=t", f"run_dir={here}/r")
     with monkeypatch.context() as patch:
         patch.setattr(sweep, "plan_runs", interrupted)
-        assert run(*submit) == "\nInterrupted. This command submitted nothing."
+        nothing = "\nInterrupted. This command submitted nothing."
+        assert run(*submit) == nothing
+        (here / "r/sweeps/bad").mkdir(parents=True)
+        (here / "r/sweeps/bad/sweep.json").write_text("{")
+        assert run("submit", "name=bad", f"run_dir={here}/r") == nothing
     monkeypatch.setattr(sweep.local, "start", interrupted)
     none = "\nInterrupted. 0 of 2 runs of t are queued or running"
     assert run(*submit) == none
