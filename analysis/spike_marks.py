@@ -66,7 +66,8 @@ class Series:
         """One row per RMS spike: step, tensor and rms, by step, the highest of a step first.
 
         Spikes of tensors without a column in `rms` come from `events`, which training found with
-        the run's own thresholds: a lower `rms_threshold` finds no more of them.
+        the run's own thresholds: a lower `rms_threshold` finds no more of them, and a higher one
+        misses those that begin below it.
         """
         values = self.rms.to_numpy(float)
         rows, columns = np.nonzero(rms_spikes(values, protocol))
