@@ -71,12 +71,12 @@ class Series:
         """
         values = self.rms.to_numpy(float)
         rows, columns = np.nonzero(rms_spikes(values, protocol))
-        found = {"step": rows + 1, "tensor": self.rms.columns[columns]}
-        found["rms"] = values[rows, columns]
+        names, rms = self.rms.columns[columns], values[rows, columns]
+        own = pd.DataFrame({"step": rows + 1, "tensor": names, "rms": rms})
         others = self.events[~self.events["tensor"].isin(self.rms.columns)]
         others = others[others["step"] > protocol.ignore_steps]
         others = others[others["rms"] >= protocol.rms_threshold]
-        parts = [part for part in (pd.DataFrame(found), others) if len(part)]
+        parts = [part for part in (own, others) if len(part)]
         spikes = pd.concat(parts) if parts else others
         return spikes.sort_values(["step", "rms"], ascending=[True, False], kind="stable")
 

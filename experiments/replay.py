@@ -174,7 +174,8 @@ def replays(
             keeps = variant.scaler.name == scaler
             try:
                 for start in starts:
-                    until, after = start + variant.change_steps - 1, Path(folder, str(len(frames)))
+                    after = Path(tempfile.mkdtemp(dir=folder))
+                    until = start + variant.change_steps - 1
                     options = {"keeps_scaler": keeps}
                     if is_short := start <= until < steps[-1]:
                         options |= {"last": until, "save_after": [until], "folder": after}

@@ -61,9 +61,7 @@ def curve_figure(
     titles = {k: t for k, t in PANELS.items() if any(has_curve(run, k) for run in runs)}
     heights = [260 if kind == "loss" else 140 for kind in titles]
     num_rows, gap = len(titles), 14 / sum(heights)
-    figure = make_subplots(
-        rows=num_rows, shared_xaxes=True, vertical_spacing=gap, row_heights=heights
-    )
+    figure = make_subplots(num_rows, shared_xaxes=True, vertical_spacing=gap, row_heights=heights)
     rows = {kind: row for row, kind in enumerate(titles, 1)}
     for i, (run, label, (color, dashes)) in enumerate(zip(runs, labels, looks, strict=True)):
         name = escape(label)

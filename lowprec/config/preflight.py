@@ -155,8 +155,8 @@ def _package_faults(config: Config, training: bool) -> list[str]:
     """Packages and devices that a logger or an optimizer needs, and a wrong target of alerts."""
     faults = []
     for group, name in (("logger", config.logger.name), ("optimizer", config.optimizer.name)):
-        if name in PACKAGES and (found := _missing(Requirement(PACKAGES[name]))):
-            faults.append(f"{group}={name} needs {found}: pip install '{PACKAGES[name]}'")
+        if name in PACKAGES and (missing := _missing(Requirement(PACKAGES[name]))):
+            faults.append(f"{group}={name} needs {missing}: pip install '{PACKAGES[name]}'")
     if config.optimizer.name in REMOVED_OPTIMIZERS and training:
         faults.append(
             f"optimizer.name={config.optimizer.name} was removed; use optimizer=adamw "

@@ -66,8 +66,8 @@ class Prepared(Layers):
         self.other_attention = Counter(kinds)
 
     def __repr__(self) -> str:
-        known = {layer.name.removesuffix(".in_proj") for layer in self}
-        others = [name for t in self.towers.values() for name in t.others if name not in known]
+        names = {layer.name.removesuffix(".in_proj") for layer in self}
+        others = [name for t in self.towers.values() for name in t.others if name not in names]
         treatments = [(layer.name, self._treatment(layer)) for layer in self]
         treatments += [(n, f"{name}, from an earlier call") for n, name in self.earlier.items()]
         treatments += [(name, "16 bit, not in `where` or not supported") for name in others]
