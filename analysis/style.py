@@ -46,6 +46,7 @@ PRECISIONS = {  # label in a run's name: (in print, color); bf16's color is its 
     "nvfp4_rht_sr": ("NVFP4, RHT, SR", "#7A3E96"),
     "hw_fp8_tensorwise": ("hardware fp8 tensor-wise", "#C3903A"),
     "hw_fp8_switchback": ("SwitchBack hardware fp8", "#8C3959"),
+    "hw_fp8_blockwise": ("hardware fp8 in blocks", "#45591B"),
     "autograd_high": ("autograd function", "#392994"),
 }
 OPTIMIZERS = {  # optimizer.name: (in print, line style, color under bf16)

@@ -167,8 +167,7 @@ def _grad_input(g_MN, weight, settings, needs_bias) -> tuple[Tensor, Tensor | No
         w_q_KN, w_scale = weight
     else:
         _, w_q_KN, w_scale = _quantize(weight, product.second, backend, "transposed")
-    scale = w_scale.reshape(-1, 1)
-    return ops.matmul(g_q, w_q_KN, g_scale, scale, None, dtype, backend=backend), grad_bias
+    return ops.matmul(g_q, w_q_KN, g_scale, w_scale.T, None, dtype, backend=backend), grad_bias
 
 
 def _grad_weight(g_MN, x_MK, settings) -> Tensor:
@@ -182,8 +181,7 @@ def _grad_weight(g_MN, x_MK, settings) -> Tensor:
     inliers, outliers = _split_outliers(x_MK, settings.outlier_threshold)
     _, g_q_NM, g_scale = _quantize(g_MN, product.first, backend, "transposed")
     _, x_q_KM, x_scale = _quantize(inliers, product.second, backend, "transposed")
-    g_scale, x_scale = g_scale.reshape(-1, 1), x_scale.reshape(-1, 1)
-    grad_weight = ops.matmul(g_q_NM, x_q_KM, g_scale, x_scale, None, dtype, backend=backend)
+    grad_weight = ops.matmul(g_q_NM, x_q_KM, g_scale.T, x_scale.T, None, dtype, backend=backend)
     return grad_weight if outliers is None else grad_weight + g_MN.T @ outliers
 
 

@@ -82,7 +82,7 @@ class Recipe:
         output, grad_input = self.output, self.grad_input
         if output is None or grad_input is None or not (output.native and grad_input.native):
             return False
-        return output.second == grad_input.second and output.second.granularity == "tensorwise"
+        return output.second == grad_input.second
 
 
 def _int8(first: str, second: str) -> Product:
@@ -103,7 +103,13 @@ def _fp8(name: str, output, grad_input, grad_weight=None, native: bool = False) 
 
 
 def _tiled(
-    name: str, format: str, size: int, scale: str = "float32", weight: int = 0, rht_sr: bool = False
+    name: str,
+    format: str,
+    size: int,
+    scale: str = "float32",
+    weight: int = 0,
+    rht_sr: bool = False,
+    native: bool = False,
 ) -> Recipe:
     """A recipe with a scale for `size` elements along the summed dimension, in all operands.
 
@@ -118,7 +124,7 @@ def _tiled(
             if operand == "w" and weight:
                 tile = f"{weight}x{weight}"
             operands.append(Operand(format, tile, scale, stochastic=rht_sr and operand == "g"))
-        return Product(*operands, native=False, hadamard=rht_sr and name == "grad_weight")
+        return Product(*operands, native, hadamard=rht_sr and name == "grad_weight")
 
     return Recipe(name, *map(product, PRODUCTS))
 
@@ -144,6 +150,7 @@ RECIPES = {
         _tiled("nvfp4_rht_sr", "e2m1", 16, "e4m3", weight=16, rht_sr=True),  # arXiv:2509.25149
         _fp8("hw_fp8_tensorwise", *[(TENSOR, TENSOR)] * 3, native=True),
         _fp8("hw_fp8_switchback", (ROW, TENSOR), (ROW, TENSOR), native=True),
+        _tiled("hw_fp8_blockwise", "e4m3", 128, weight=128, native=True),
     )
 }
 

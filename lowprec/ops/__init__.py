@@ -56,7 +56,8 @@ def quantize(
     """`reference.quantize`, stored as it is, transposed or both: (q_MK, q_KM, scale).
 
     `layout` "rows" gives q_MK, "transposed" gives q_KM, "both" gives both; the other is None.
-    scale is float32: rowwise [M, 1], columnwise [1, K], tensorwise [1, 1].
+    scale is float32: rowwise [M, 1], columnwise [1, K], tensorwise [1, 1], of tiles as in
+    `reference`.
     """
     rows, transposed = layout != "transposed", layout != "rows"
     is_long = granularity == "rowwise" and x_MK.shape[1] > triton_quantize.MAX_FEATURES
@@ -153,12 +154,11 @@ def _quantize_kernel(x_MK, format, granularity, rows, transposed):
 
 def _quantize_fake(x_MK, format, granularity, rows, transposed):
     M, K = x_MK.shape
-    shapes = {"rowwise": (M, 1), "columnwise": (1, K), "tensorwise": (1, 1)}
     dtype = parse_format(format).dtype
     return (
         x_MK.new_empty((M, K) if rows else (0,), dtype=dtype),
         x_MK.new_empty((K, M) if transposed else (0,), dtype=dtype),
-        x_MK.new_empty(shapes[granularity], dtype=torch.float32),
+        triton_quantize.empty_scale(x_MK, granularity),
     )
 
 

@@ -2,7 +2,8 @@
 
 Shape suffixes: M = batch * tokens, K = features in, N = features out. A quantized tensor is
 `x ~= q * scale` with a float32 scale of two dimensions: rowwise [M, 1], columnwise [1, K],
-tensorwise [1, 1].
+tensorwise [1, 1]; "RxC" has an element for each tile of R rows and C columns, [M / R, K / C]
+rounded up.
 """
 
 import math
@@ -15,6 +16,7 @@ from lowprec.formats import E4M3, INT8, Format, exponent_of, power_of_two, round
 
 REDUCED = {"rowwise": (1,), "columnwise": (0,), "tensorwise": (0, 1)}  # dimensions of amax
 TINY = torch.finfo(torch.float32).tiny  # the smallest normal number
+TILE_TERMS = 128  # terms of a sum that share a scale, in products of scaled tiles
 MAX_FLOAT32_TERMS = 1024  # products of int8 whose sum float32 holds exactly: 128^2 * 1024 = 2^24
 MAX_INT8_TERMS = 131072  # products of int8 whose sum always fits int32: 127^2 * 133144 < 2^31
 
@@ -23,13 +25,17 @@ def quantize(x_MK: Tensor, format: Format, granularity: str) -> tuple[Tensor, Te
     """Symmetric quantization, `x ~= q * scale` with `scale = amax / format.max`: q_MK and scale.
 
     x / scale is rounded to nearest, ties to even. Where amax is 0 or the scale is subnormal, q = 0
-    and scale = 0. A row, column or tensor that contains NaN or inf gets q = 0 and scale = NaN, so
-    that products with it are NaN. Source: arXiv:2304.13013, section 2.
+    and scale = 0. A row, column, tensor or tile that contains NaN or inf gets q = 0 and
+    scale = NaN, so that products with it are NaN. Source: arXiv:2304.13013, section 2.
     """
-    x_MK = x_MK.float()
-    amax = x_MK.abs().amax(dim=REDUCED[granularity], keepdim=True)
-    scale = scale_of(amax, format)
-    return _cast(_divide(x_MK, scale), format), scale
+    if granularity in REDUCED:
+        x_MK = x_MK.float()
+        scale = scale_of(x_MK.abs().amax(dim=REDUCED[granularity], keepdim=True), format)
+        return _cast(_divide(x_MK, scale), format), scale
+    tiles = _to_tiles(x_MK.float(), granularity)
+    scale = scale_of(tiles.abs().amax(dim=(1, 3), keepdim=True), format)
+    q = _from_tiles(_cast(_divide(tiles, scale), format), granularity, x_MK.shape)
+    return q.contiguous(), scale[:, 0, :, 0]
 
 
 def _divide(x: Tensor, scale: Tensor) -> Tensor:
@@ -85,8 +91,12 @@ def matmul(
 
     int8 products are summed exactly, up to 131,072 terms at a time, and the partial sums are added
     in float32; fp8 products are summed in float32. a_scale is [M, 1] or [1, 1], b_scale [N, 1] or
-    [1, 1], bias [N] or None.
+    [1, 1], bias [N] or None. If the scales vary along K (`has_tiles`), the operands are scaled
+    first.
     """
+    if has_tiles(a_scale, b_scale, b_NK.shape[0]):
+        a_MK, b_NK = _scaled(a_MK, a_scale), _scaled(b_NK, b_scale)
+        a_scale = b_scale = torch.ones(1, 1, device=a_MK.device)
     with torch.autocast(a_MK.device.type, enabled=False):  # would round float32 to 16 bits
         if a_MK.dtype == torch.int8:
             parts = (operand.split(MAX_INT8_TERMS, dim=1) for operand in (a_MK, b_NK))
@@ -95,6 +105,22 @@ def matmul(
             sums = a_MK.float() @ b_NK.float().T
     output = sums * a_scale * b_scale.T
     return (output if bias is None else output + bias.float()).to(dtype)
+
+
+def has_tiles(a_scale: Tensor, b_scale: Tensor, N: int) -> bool:
+    """Whether the scales of a product a[M, K] @ b[N, K]^T belong to tiles of TILE_TERMS along K.
+
+    Then a_scale is [M, K / 128] and b_scale is [N, K / 128] or [N / 128, K / 128], rounded up.
+    """
+    return a_scale.shape[1] > 1 or b_scale.shape[1] > 1 or b_scale.shape[0] not in (1, N)
+
+
+def _scaled(q: Tensor, scale: Tensor) -> Tensor:
+    """`q * scale` in float32 for the scales of tiles."""
+    scale = scale.repeat_interleave(TILE_TERMS, dim=1)[:, : q.shape[1]]
+    if scale.shape[0] != q.shape[0]:
+        scale = scale.repeat_interleave(TILE_TERMS, dim=0)[: q.shape[0]]
+    return q.float() * scale
 
 
 def _int_product(a_MK: Tensor, b_NK: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Triton kernels for `reference.quantize`, with bit-identical results.
 
-Row-wise quantization reads the input once. Column- and tensor-wise quantization read it twice
-(maxima, then quotients) and can store the result as it is, transposed or both.
+Row-wise quantization and that by tiles ("1x128") read the input once. Column- and tensor-wise
+quantization read it twice (maxima, then quotients). All but row-wise quantization can store the
+result as it is, transposed or both.
 Input float32, bfloat16 or float16; output int8, float8_e4m3fn (compute capability >= 8.9) or
 float8_e5m2. Offsets are int64. Magnitudes are compared as the integers with the same bits, which
 order inf and NaN last: a floating-point maximum would drop NaN.
@@ -145,6 +146,41 @@ def _quantize_tiles_kernel(
 
 
 @triton.jit
+def _quantize_by_tile_kernel(
+    x_ptr, q_ptr, qt_ptr, scale_ptr, M, K, stride_m, stride_sm, stride_sk,
+    MAX: tl.constexpr, ROWS_OUT: tl.constexpr, TRANSPOSED_OUT: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    Q: tl.constexpr = q_ptr.dtype.element_ty
+    tile_m, tile_k = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    rows, cols = tile_m * BLOCK_M + tl.arange(0, BLOCK_M), tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
+    mask = (rows < M)[:, None] & (cols < K)[None, :]
+    at = rows[:, None] * stride_m + cols[None, :]
+    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    bits = tl.abs(x).to(tl.int32, bitcast=True)
+    if TILE_M > 1:
+        bits = tl.max(bits, axis=0, keep_dims=True)
+        scale_m = tile_m + tl.zeros([1], tl.int64)
+    else:
+        scale_m = rows
+    if TILE_K > 1:
+        bits = tl.max(bits, axis=1, keep_dims=True)
+        scale_k = tile_k + tl.zeros([1], tl.int64)
+    else:
+        scale_k = cols
+    scale = _scale(bits, MAX)
+    at = scale_m[:, None] * stride_sm + scale_k[None, :] * stride_sk
+    in_scale = (scale_m * TILE_M < M)[:, None] & (scale_k * TILE_K < K)[None, :]
+    tl.store(scale_ptr + at, scale, mask=in_scale)
+    q = _divide(x, scale, MAX, Q)  # [BLOCK_M, BLOCK_K]
+    if ROWS_OUT:
+        tl.store(q_ptr + rows[:, None] * K + cols[None, :], q, mask=mask)
+    if TRANSPOSED_OUT:
+        mask_t = (cols < K)[:, None] & (rows < M)[None, :]
+        tl.store(qt_ptr + cols[:, None] * M + rows[None, :], tl.trans(q), mask=mask_t)
+
+
+@triton.jit
 def _transpose_kernel(q_ptr, qt_ptr, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.program_id(1).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -197,23 +233,65 @@ def quantize(
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """q_MK, q_KM (each None unless requested) and the scale.
 
-    Row-wise transposes by a copy; the other granularities store both layouts in one pass.
+    Row-wise transposes by a copy; the other granularities store both layouts in one pass. Tiles
+    are RxC with powers of two, at least 16 or 1.
     """
-    if granularity != "rowwise":
+    if granularity == "rowwise":
+        q_MK, scale = quantize_rows(x_MK, format)
+        return q_MK if rows else None, q_MK.T.contiguous() if transposed else None, scale
+    # Triton 3.6 scrambles transposed fp8 tiles computed from float32: weight gradients became NaN
+    if transposed and x_MK.dtype == torch.float32 and format is not INT8:
+        q_MK, _, scale = quantize(x_MK, format, granularity, rows=True, transposed=False)
+        q_KM = transpose_bytes(q_MK.view(torch.int8)).view(format.dtype)
+        return q_MK if rows else None, q_KM, scale
+    x_MK = _rows_contiguous(x_MK)
+    if granularity in ("columnwise", "tensorwise"):
         return _quantize_tiles(x_MK, format, granularity == "columnwise", rows, transposed)
-    q_MK, scale = quantize_rows(x_MK, format)
-    return q_MK if rows else None, q_MK.T.contiguous() if transposed else None, scale
+    M, K = x_MK.shape
+    q_MK = torch.empty(M, K, dtype=format.dtype, device=x_MK.device) if rows else None
+    q_KM = torch.empty(K, M, dtype=format.dtype, device=x_MK.device) if transposed else None
+    scale = empty_scale(x_MK, granularity)
+    facts = (x_MK.device, x_MK.dtype, M, K, x_MK.stride(0), granularity, scale.stride())
+    launch = _plan_by_tile(*facts, format.dtype, rows, transposed)
+    launch(x_MK, q_MK if rows else q_KM, q_KM if transposed else q_MK, scale)
+    return q_MK, q_KM, scale
+
+
+def empty_scale(x_MK: Tensor, granularity: str) -> Tensor:
+    """A float32 scale for `quantize`; 1x128 has contiguous columns, as products read it."""
+    M, K = x_MK.shape
+    shapes = {"rowwise": (M, 1), "columnwise": (1, K), "tensorwise": (1, 1)}
+    if granularity in shapes:
+        return x_MK.new_empty(shapes[granularity], dtype=torch.float32)
+    tile_m, tile_k = map(int, granularity.split("x"))
+    down, across = -(-M // tile_m), -(-K // tile_k)
+    if tile_m == 1:
+        return x_MK.new_empty((across, down), dtype=torch.float32).T
+    return x_MK.new_empty((down, across), dtype=torch.float32)
+
+
+@plan
+def _plan_by_tile(
+    device, dtype, M: int, K: int, stride_m: int, granularity: str, strides, quantized, rows, both
+) -> Launch:
+    tile_m, tile_k = map(int, granularity.split("x"))
+    constants = {
+        "MAX": LARGEST[quantized],
+        "ROWS_OUT": rows,
+        "TRANSPOSED_OUT": both,
+        "TILE_M": tile_m,
+        "TILE_K": tile_k,
+        "BLOCK_M": tile_m if tile_m > 1 else 32,
+        "BLOCK_K": tile_k if tile_k > 1 else 64,
+        "num_warps": 8,
+    }
+    grid = (triton.cdiv(M, constants["BLOCK_M"]), triton.cdiv(K, constants["BLOCK_K"]))
+    return Launch(_quantize_by_tile_kernel, grid, (M, K, stride_m, *strides), **constants)
 
 
 def _quantize_tiles(
     x_MK: Tensor, format: Format, columns: bool, rows: bool, transposed: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    # Triton 3.6 scrambles transposed fp8 tiles computed from float32: weight gradients became NaN
-    if transposed and x_MK.dtype == torch.float32 and format is not INT8:
-        q_MK, _, scale = _quantize_tiles(x_MK, format, columns, rows=True, transposed=False)
-        q_KM = transpose_bytes(q_MK.view(torch.int8)).view(format.dtype)
-        return q_MK if rows else None, q_KM, scale
-    x_MK = _rows_contiguous(x_MK)
     M, K = x_MK.shape
     device, facts = x_MK.device, (x_MK.device, x_MK.dtype, M, K, x_MK.stride(0), columns)
     find_maxima = _plan_maxima(*facts)

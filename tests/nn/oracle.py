@@ -51,6 +51,11 @@ TABLE = {  # recipe: operands of output (x, w), grad_input (g, w), grad_weight (
         ("e5m2 tensor", "e4m3 tensor"),
         ("e5m2 tensor", "e4m3 tensor"),
     ),
+    "hw_fp8_blockwise": (
+        ("e4m3 1x128", "e4m3 128x128"),
+        ("e4m3 1x128", "e4m3 128x128"),
+        ("e4m3 128x1", "e4m3 128x1"),
+    ),
     "hw_fp8_switchback": (("e4m3 row", "e4m3 tensor"), ("e5m2 row", "e4m3 tensor"), None),
 }
 

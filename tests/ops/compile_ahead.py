@@ -70,6 +70,15 @@ def _gelu_backward(features, format):
     gelu.gelu_backward_quantize(_tensor(4096, features), _tensor(4096, features), format)
 
 
+def _matmul_tiles(weight: bool, n=1280, k=5120):
+    m, tiles = 4096, k // 128
+    b_scale = _tensor(n // 128, tiles, dtype=FP32) if weight else _tensor(tiles, n, dtype=FP32).T
+    matmul.matmul(
+        _tensor(m, k, dtype=FP8), _tensor(n, k, dtype=FP8), _tensor(tiles, m, dtype=FP32).T,
+        b_scale, None, BF16,
+    )  # fmt: skip
+
+
 def _optimizer(dtype, moments=FP32):
     """Launches of a step with clipping and of one without."""
     sizes = (100_000, 5)
@@ -128,6 +137,11 @@ CASES = {  # name: (launches, architectures)
     "e5m2 by e4m3 to bf16, long": (
         partial(_matmul, FP8_WIDE, FP8, BF16, 5120, a_rows=False, bias=False), HOPPER,
     ),
+    "e4m3 in tiles to bf16": (partial(_matmul_tiles, True), HOPPER),
+    "e4m3 in tiles to bf16, grad_weight": (partial(_matmul_tiles, False), HOPPER),
+    "1x128 e4m3 of bf16": (partial(_tiles, 4096, E4M3, "1x128", dtype=BF16), HOPPER),
+    "128x1 e4m3 of bf16": (partial(_tiles, 4096, E4M3, "128x1", **ONLY_T), HOPPER),
+    "128x128 e4m3 of fp32": (partial(_tiles, 4096, E4M3, "128x128"), HOPPER),
     "gelu int8 of bf16, 5120": (partial(_gelu, 5120, INT8), ALL),
     "gelu e4m3 of bf16, 8192": (partial(_gelu, 8192, E4M3), HOPPER),
     "gelu backward int8 of bf16, 5120": (partial(_gelu_backward, 5120, INT8), ALL),

@@ -9,7 +9,7 @@ from lowprec.formats import INT8, parse_format
 from lowprec.ops import reference, triton_attention, triton_gelu, triton_matmul, triton_quantize
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-ALL = ("rowwise", "columnwise", "tensorwise")
+ALL = ("rowwise", "columnwise", "tensorwise", "1x128", "128x1", "128x128")
 
 
 @pytest.mark.parametrize(

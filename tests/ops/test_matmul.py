@@ -130,6 +130,25 @@ def test_fp8_matches_reference_within_rounding(device, dtype, formats, launch):
     assert ((result.double() - expected).abs() <= bound).all()
 
 
+@pytest.mark.parametrize("shape", [(150, 200, 300), (33, 130, 100), (40, 16, 1), (128, 256, 384)])
+@pytest.mark.parametrize("tile", ["1x128", "128x128"])
+def test_scales_of_tiles_match_reference_within_rounding(device, tile, shape):
+    m, n, k = shape
+    x, w = (torch.randn(rows, k, device=device).exp() for rows in (m, n))
+    (a, a_scale), (b, b_scale) = (reference.quantize(x, E4M3, "1x128") for x in (x, w))
+    if tile == "128x128":
+        b, b_scale = reference.quantize(w, E4M3, tile)
+    bias = torch.randn(n, device=device)
+    result = kernels.matmul(a, b, a_scale, b_scale, bias, torch.float32)
+    expected = reference.matmul(a, b, a_scale, b_scale, bias, torch.float32)
+    exact = x.double() @ w.double().T  # a sum of positive terms
+    assert ((result - expected).abs() <= ADDED * exact + EPS[torch.float32] * bias.abs()).all()
+    assert (result - bias - exact).norm() <= 0.05 * exact.norm()
+    a_scale[7, 0] = torch.nan
+    result = kernels.matmul(a, b, a_scale, b_scale, None, torch.bfloat16).isnan()
+    assert result[7].all() and result.sum() == n
+
+
 @pytest.mark.parametrize("k, dtype", [(64, torch.float32), (200, torch.bfloat16)], ids=str)
 def test_partial_int32_sums_are_added_in_float32(device, monkeypatch, dtype, k):
     monkeypatch.setattr(kernels, "MAX_INT8_TERMS", 64)

@@ -9,7 +9,8 @@ from lowprec.ops import triton_quantize as kernels
 
 FORMATS = [INT8, E4M3, E5M2]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-ALL = ["rowwise", "columnwise", "tensorwise"]
+TILES = ["1x128", "128x1", "128x128"]
+ALL = ["rowwise", "columnwise", "tensorwise", *TILES]
 PAIRS = [(format, dtype) for format in FORMATS for dtype in DTYPES[:2]] + [(INT8, torch.float16)]
 each_format = pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
 each_pair = pytest.mark.parametrize("format, dtype", PAIRS, ids=lambda v: getattr(v, "name", v))
@@ -29,7 +30,7 @@ def make(shape, dtype, device, seed=0):
 
 def bits(x):
     """The bytes of a tensor, on the CPU."""
-    return x.cpu().contiguous().view(torch.uint8)
+    return x.cpu().contiguous().view(-1).view(torch.uint8)
 
 
 def assert_same(result, expected, what):
@@ -70,7 +71,7 @@ def test_any_shape_matches_reference_bits(device, granularity, shape):
 
 
 @pytest.mark.parametrize("rows, transposed", [(True, False), (False, True)])
-@pytest.mark.parametrize("granularity", ["columnwise", "tensorwise"])
+@pytest.mark.parametrize("granularity", ALL[1:])
 def test_single_layout_matches_reference(device, granularity, rows, transposed):
     x = make((63, 100), torch.bfloat16, device)
     q, q_transposed, scale = kernels.quantize(
@@ -104,10 +105,12 @@ def test_nan_and_inf_make_scale_nan_and_q_zero(device, bad, granularity, format)
     x = make((63, 100), torch.float32, device)
     x[5, 7] = bad
     q, scale = check(x, format, granularity)
-    hit = {"rowwise": (slice(5, 6),), "columnwise": (slice(None), slice(7, 8)), "tensorwise": ()}
-    q_hit, scale_hit = q.float()[hit[granularity]], scale.isnan()
-    assert (q_hit == 0).all() and scale_hit.sum() == 1
-    assert scale_hit[{"rowwise": (5, 0), "columnwise": (0, 7), "tensorwise": (0, 0)}[granularity]]
+    row, column, all = slice(5, 6), slice(7, 8), slice(None)
+    hit = {"rowwise": (row, all), "columnwise": (all, column), "tensorwise": (all, all)}
+    hit |= {"1x128": (row, all), "128x1": (all, column), "128x128": (all, all)}  # one tile
+    by_row, by_column = (part != all for part in hit[granularity])
+    assert (q.float()[hit[granularity]] == 0).all() and scale.isnan().sum() == 1
+    assert scale.isnan()[5 * by_row, 7 * by_column]
 
 
 @each_format
