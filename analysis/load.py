@@ -12,16 +12,8 @@ from pathlib import Path
 
 import pandas as pd
 
+from analysis import run_files
 from analysis.comparison import counted
-from analysis.run_files import (
-    UNREADABLE,
-    compare_steps,
-    find_addresses,
-    read_metrics,
-    read_row_file,
-    read_summary,
-    read_tensor_columns,
-)
 from lowprec.runs.read import ENDED
 
 EMPTY = ("run", "path", "experiment", "state", "scale")  # columns of `summaries` without runs
@@ -92,7 +84,7 @@ class Runs:
                 of_total = "" if pd.isna(total) else f" of {int(total)}"
                 parts.append(f"{summary['state']}: {max(steps, default=0)}{of_total} steps")
             if "tensors" not in tables:
-                tables["tensors"] = pd.DataFrame(), compare_steps(summary, steps)
+                tables["tensors"] = pd.DataFrame(), run_files.compare_steps(summary, steps)
             parts += [note for _, of_file in tables.values() for note in of_file]
             notes.append("; ".join(filter(None, parts)))
         return self.summaries.assign(note=notes)
@@ -121,8 +113,8 @@ class Runs:
         recorded, frames, num_without = set(), [], 0
         for summary in self._facts(self.summaries):
             try:
-                frame, names = read_tensor_columns(summary, pattern, stat)
-            except UNREADABLE as error:
+                frame, names = run_files.read_tensor_columns(summary, pattern, stat)
+            except run_files.UNREADABLE as error:
                 warnings.warn(f"{summary['path']}: tensors left out: {error}", stacklevel=2)
                 continue
             recorded.update(names)
@@ -161,8 +153,8 @@ class Runs:
         """For each run: the rows of each of its files, and notes on damage."""
         unread = self.summaries[~self.summaries["path"].isin(list(self.files))]
         for run in self._facts(unread):
-            rows = {"metrics": read_metrics(run)}
-            rows |= {name: read_row_file(run, name) for name in ("timing", "events")}
+            rows = {"metrics": run_files.read_metrics(run)}
+            rows |= {name: run_files.read_row_file(run, name) for name in ("timing", "events")}
             tables = {name: (pd.DataFrame(part), notes) for name, (part, notes) in rows.items()}
             self.files[run["path"]] = tables
         return [self.files[path] for path in self.summaries["path"]]
@@ -178,7 +170,7 @@ class Runs:
 def load_all(root: Path | str) -> Runs:
     """Loads all runs at or below `root`, a folder of runs or one run directory, by path or URL."""
     with ThreadPoolExecutor() as pool:  # hides the latency of a server
-        rows = list(pool.map(read_summary, find_addresses(root)))
+        rows = list(pool.map(run_files.read_summary, run_files.find_addresses(root)))
     summaries = pd.DataFrame(rows, columns=None if rows else EMPTY)
     copied = summaries["run"].duplicated(keep=False)
     summaries.loc[copied, "run"] = summaries.loc[copied, "path"]

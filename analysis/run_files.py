@@ -19,21 +19,8 @@ from upath import UPath
 
 from lowprec.config.check import REMOVED
 from lowprec.config.schema import Config, PrecisionConfig, SpikeConfig
+from lowprec.runs import read
 from lowprec.runs.identity import to_dict
-from lowprec.runs.read import (
-    BAD_ARCHIVE,
-    ENDED,
-    MAX_BYTES,
-    STATES,
-    TABLES,
-    RecordFileError,
-    find_runs,
-    is_sampled,
-    read_file,
-    read_status,
-    read_tensors,
-    scan_rows,
-)
 
 TYPES = {
     "timing": {"attempt": int, "wall_s": float, "images_per_s": float, "data_wait": float},
@@ -43,7 +30,7 @@ ARCHIVE = "runs.zip"  # an archive of run directories, as experiments.compact wr
 MAX_STEPS = 10**8
 MAX_KEYS, MAX_DEPTH = 10_000, 100  # of a config
 NO_TENSORS = "tensors are not there"
-UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError, TypeError, *BAD_ARCHIVE)
+UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError, TypeError, *read.BAD_ARCHIVE)
 PRECISION = ("precision.autocast", "precision.recipe")
 TEXTS = ("experiment", "scale", "model.name", "optimizer.name", *PRECISION)
 NUMBERS = (  # tables and figures compute with these, and group by the texts
@@ -92,7 +79,7 @@ def find_addresses(root: Path | str) -> list[str]:
     if isinstance(start, Path) and not start.exists() and (start.parent / ARCHIVE).is_file():
         inside = find_addresses(start.parent / ARCHIVE)
         return [address for address in inside if Path(address).name == start.name]
-    addresses = [] if archive else [str(run) for run in find_runs(start)]
+    addresses = [] if archive else [str(run) for run in read.find_runs(start)]
     if archive:
         archives = [archive]
     else:
@@ -100,11 +87,11 @@ def find_addresses(root: Path | str) -> list[str]:
     for path in archives:
         try:
             with zipfile.ZipFile(path) as file:
-                if sum(info.file_size for info in file.infolist()) > MAX_BYTES:
-                    raise RecordFileError(f"it unpacks to more than {MAX_BYTES:,} bytes")
-            inside = find_runs(as_path(root if archive else path))
+                if sum(info.file_size for info in file.infolist()) > read.MAX_BYTES:
+                    raise read.RecordFileError(f"it unpacks to more than {read.MAX_BYTES:,} bytes")
+            inside = read.find_runs(as_path(root if archive else path))
             addresses += [f"{path}/{run.path}" for run in inside]
-        except (*BAD_ARCHIVE, OSError, ValueError) as error:
+        except (*read.BAD_ARCHIVE, OSError, ValueError) as error:
             warnings.warn(f"{path}: left out: {error}", stacklevel=2)
     return addresses
 
@@ -137,9 +124,9 @@ def read_summary(address: str) -> dict:
     """
     run, notes = as_path(address), []
     try:
-        status = read_status(run)
+        status = read.read_status(run)
         status = {name: status[name] for name in ("state", "step", "reason")}
-        if status["state"] not in STATES or not 0 <= status["step"] <= MAX_STEPS:
+        if status["state"] not in read.STATES or not 0 <= status["step"] <= MAX_STEPS:
             raise ValueError
     except (OSError, ValueError, LookupError):
         status = {"state": "unknown", "step": 0, "reason": ""}
@@ -166,7 +153,7 @@ def read_summary(address: str) -> dict:
 def read_row_file(summary: dict, name: str) -> tuple[list[dict], list[str]]:
     """Returns the undamaged rows of a run's .jsonl file, and a note on the damaged lines."""
     path = as_path(summary["path"]) / f"{name}.jsonl"
-    rows, faults = scan_rows(path, TYPES.get(name))
+    rows, faults = read.scan_rows(path, TYPES.get(name))
     more = f", and {len(faults) - 1} more" if len(faults) > 1 else ""
     return rows, [f"{path.name}: {fault.removeprefix(f'{path}, ')}{more}" for fault in faults[:1]]
 
@@ -180,7 +167,7 @@ def read_metrics(summary: dict) -> tuple[list[dict], list[str]]:
     valid = [row for row in rows if _is_step_row(row, summary.get("num_steps", np.nan))]
     by_step = {row["step"]: row for row in valid}
     steps = sorted(by_step)
-    last = summary["step"] if summary["state"] in ENDED else 0
+    last = summary["step"] if summary["state"] in read.ENDED else 0
     missing = max(last, *steps[-1:], 0) - len(steps)
     first = next((n for n, step in enumerate(steps, 1) if n != step), len(steps) + 1)
     for count, text in (
@@ -201,12 +188,12 @@ def compare_steps(summary: dict, steps: list[int]) -> list[str]:
     interval = summary.get("diagnostics.every")
     if pd.isna(interval) or not summary["diagnostics.statistics"]:  # damaged, or not recorded
         return []
-    steps = steps if summary["state"] in ENDED else steps[: -int(summary["log_every"])]
+    steps = steps if summary["state"] in read.ENDED else steps[: -int(summary["log_every"])]
     try:
         recorded = _read_table(summary, "tensors", "", "")[0].get("step", [])
     except UNREADABLE as error:
         return [f"tensors cannot be read: {error}"]
-    expected = {step for step in steps if is_sampled(step, interval)}
+    expected = {step for step in steps if read.is_sampled(step, interval)}
     run = as_path(summary["path"])
     has_tensors = (run / "tensors.parquet").exists() or any(run.glob("tensors/*.arrows"))
     if expected and not has_tensors:
@@ -221,7 +208,7 @@ def read_tensor_columns(summary: dict, pattern: str, stat: str) -> tuple[pd.Data
     Each statistic belongs to one of the run's tables; an unknown statistic gives no columns.
     """
     recorded = []
-    for table in TABLES:
+    for table in read.TABLES:
         frame, names = _read_table(summary, table, pattern, stat)
         recorded += names
         if any(name.startswith(f"{stat}/") for name in names):
@@ -236,7 +223,7 @@ def _read_config(run: Path) -> tuple[dict, str]:
     """
     fault = "config.yaml is damaged"
     try:
-        written = flatten(_parse_yaml(read_file(run / "config.yaml")))
+        written = flatten(_parse_yaml(read.read_file(run / "config.yaml")))
         config = DEFAULTS | REMOVED | written  # both kinds of records have the same keys
         wrong = [key for key in (*TEXTS, *NUMBERS) if not _is_of_its_type(key, config[key])]
         if all(key in written for key in TEXTS) and not wrong:
@@ -285,7 +272,7 @@ def _read_table(
     """
     run = as_path(summary["path"])
     path, has_streams = run / f"{table}.parquet", any((run / table).glob("*.arrows"))
-    if path.exists() and (summary["state"] in ENDED or not has_streams):
+    if path.exists() and (summary["state"] in read.ENDED or not has_streams):
         try:
             return _read_parquet(path, pattern, stat)
         except UNREADABLE:
@@ -297,7 +284,7 @@ def _read_table(
 def _read_parquet(path: Path, pattern: str, stat: str) -> tuple[pd.DataFrame, list[str]]:
     """Reads the footer, which lists thousands of columns, only once; then the matching columns."""
     if not path.is_file():
-        raise RecordFileError(f"{path} is not a regular file")
+        raise read.RecordFileError(f"{path} is not a regular file")
     # without a cache, only the requested bytes come over the network
     source = path if isinstance(path, Path) else path.open("rb", cache_type="none")
     with pq.ParquetFile(source, pre_buffer=True) as file:
@@ -309,7 +296,7 @@ def _read_parquet(path: Path, pattern: str, stat: str) -> tuple[pd.DataFrame, li
 
 def _read_streams(run: Path, table: str, pattern: str, stat: str) -> tuple[pd.DataFrame, list[str]]:
     frames, tensors, columns, recorded = [], None, [], {}
-    for steps, statistics, names in read_tensors(run, table):
+    for steps, statistics, names in read.read_tensors(run, table):
         if names != tensors:  # another attempt; matching names at every flush would be slow
             tensors = names
             columns = [i for i, name in enumerate(names) if fnmatchcase(name, pattern)]

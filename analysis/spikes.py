@@ -11,37 +11,21 @@ from fnmatch import fnmatchcase
 import numpy as np
 import pandas as pd
 
-from analysis import cli, paper
+from analysis import cli, paper, spike_marks
 from analysis.cli import ChoiceError
 from analysis.comparison import counted
 from analysis.load import load_runs
-from analysis.spike_marks import (
-    KINDS,
-    TENSOR,
-    THRESHOLDS,
-    Series,
-    collapse_of,
-    count_following,
-    lead_table,
-    protocol_of_run,
-    read_series,
-    sensitivity_table,
-    spike_table,
-    spikes_at_chance,
-    why_unexamined,
-    why_unreachable,
-)
 from lowprec.diagnostics.spikes import PROTOCOLS, Protocol, relative_rms, rms_spikes
 
 LOCAL_SHIFT = 1000  # steps over which the phase of training stays about the same
 NUM_TENSORS = 10  # printed
 
 
-def describe(series: Series, protocol: Protocol, tensor: str) -> str:
+def describe(series: spike_marks.Series, protocol: Protocol, tensor: str) -> str:
     """Text about the spikes of one run."""
-    if reason := why_unexamined(len(series.loss), protocol):
+    if reason := spike_marks.why_unexamined(len(series.loss), protocol):
         return f"Nothing was examined: {len(series.loss):,} steps are recorded, and {reason}."
-    spikes = spike_table(series, protocol, tensor)
+    spikes = spike_marks.spike_table(series, protocol, tensor)
     lines = _summary_lines(series, protocol, tensor, spikes)
     if len(spikes):
         lines += ["", _text(spikes.drop(columns="tensors")), "", *_legend(spikes, protocol, tensor)]
@@ -49,20 +33,20 @@ def describe(series: Series, protocol: Protocol, tensor: str) -> str:
             recorded = f"RMS_t of {counted(len(series.rms.columns), 'tensor')} is recorded"
             title = f"By tensor, the most followed first ({recorded}; each p is for one alone):"
             lines += ["", title]
-            lines.append(_text(lead_table(series, protocol).head(NUM_TENSORS)))
+            lines.append(_text(spike_marks.lead_table(series, protocol).head(NUM_TENSORS)))
     lines += ["", "By threshold, one changed at a time (* as above):"]
-    return "\n".join([*lines, _text(sensitivity_table(series, protocol, tensor))])
+    return "\n".join([*lines, _text(spike_marks.sensitivity_table(series, protocol, tensor))])
 
 
 def _summary_lines(
-    series: Series, protocol: Protocol, tensor: str, spikes: pd.DataFrame
+    series: spike_marks.Series, protocol: Protocol, tensor: str, spikes: pd.DataFrame
 ) -> list[str]:
     rms, num_spikes = series.rms_of(tensor), counted(len(spikes), "loss spike")
     late = rms[protocol.ignore_steps :]
     if np.isnan(late).all():
         return [f"{num_spikes} in {len(rms):,} steps; RMS_t of {tensor} is not recorded there."]
     counts = f"{counted(int(rms_spikes(rms, protocol).sum()), 'RMS spike')} ({tensor})"
-    if reason := why_unreachable(series.beta2, protocol):
+    if reason := spike_marks.why_unreachable(series.beta2, protocol):
         counts = f"no possible RMS spikes ({tensor}): {reason}"
     step = int(np.nanargmax(late)) + protocol.ignore_steps + 1
     rho = np.fmax.reduce(relative_rms(rms, series.beta2)[protocol.ignore_steps :])
@@ -75,13 +59,13 @@ def _summary_lines(
 
 
 def _lead_lines(
-    series: Series, protocol: Protocol, rms: np.ndarray, spikes: pd.DataFrame
+    series: spike_marks.Series, protocol: Protocol, rms: np.ndarray, spikes: pd.DataFrame
 ) -> list[str]:
     lines, shifts = [], {"over the run": None}
     if 2 * LOCAL_SHIFT + 1 < len(rms) - protocol.ignore_steps:  # else both shift over the run
         shifts[f"by at most {LOCAL_SHIFT:,} steps"] = LOCAL_SHIFT
     for shifted, largest in shifts.items():
-        counts = count_following(series, rms, protocol, largest)
+        counts = spike_marks.count_following(series, rms, protocol, largest)
         lines.append(
             f"By chance {counts['chance']:.1%} (95%: {counts['low']:.0%} to {counts['high']:.0%}), "
             f"p = {counts['p_value']:.2g} (onset: {counts['p_by_onset']:.2g}), shifting the RMS "
@@ -122,30 +106,31 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
     parser = cli.Parser(prog="python -m analysis.spikes", description="Lists the spikes of runs.")
     parser.add_argument("--run", required=True, help="a run directory, a folder of runs, or a URL")
-    parser.add_argument("--tensor", help=f"glob of tensors [{TENSOR}]")
+    parser.add_argument("--tensor", help=f"glob of tensors [{spike_marks.TENSOR}]")
     choices = ("run", *PROTOCOLS)
     parser.add_argument("--protocol", choices=choices, help="thresholds [the run's own]")
-    for name, meaning in THRESHOLDS.items():
+    for name, meaning in spike_marks.THRESHOLDS.items():
         option = f"--{name.replace('_', '-')}"
-        parser.add_argument(option, type=KINDS[name], metavar="N", help=meaning)
+        parser.add_argument(option, type=spike_marks.KINDS[name], metavar="N", help=meaning)
     options = parser.parse_args(arguments)
-    changed = {k: v for k, v in vars(options).items() if k in THRESHOLDS and v is not None}
-    tensor = options.tensor or TENSOR
+    given = {name: getattr(options, name) for name in spike_marks.THRESHOLDS}
+    changed = {name: value for name, value in given.items() if value is not None}
+    tensor = options.tensor or spike_marks.TENSOR
     runs = load_runs(options.run)
     for summary in runs.runs.to_dict("records"):
-        series = read_series(runs.only(summary["run"]))
+        series = spike_marks.read_series(runs.only(summary["run"]))
         names = list(series.rms)
         if options.tensor and names and not any(fnmatchcase(name, tensor) for name in names):
             recorded = f"{len(names)} tensors, such as {', '.join(names[:6])}"
             raise ChoiceError(f"no tensor matches {tensor!r}; there are {recorded}")
-        protocol = PROTOCOLS.get(options.protocol) or protocol_of_run(summary)
+        protocol = PROTOCOLS.get(options.protocol) or spike_marks.protocol_of_run(summary)
         protocol = replace(protocol, **changed)
         text = describe(series, protocol, tensor)
-        if collapse := collapse_of(summary, series.loss):
-            spikes = spike_table(series, protocol, tensor)
-            lines = spikes_at_chance(series, spikes, summary["batch_size"])
+        if collapse := spike_marks.collapse_of(summary, series.loss):
+            spikes = spike_marks.spike_table(series, protocol, tensor)
+            lines = spike_marks.spikes_at_chance(series, spikes, summary["batch_size"])
             text = "\n".join([f"The run collapsed: {collapse}.", *lines, text])
-        thresholds = " ".join(f"{name}={getattr(protocol, name)}" for name in THRESHOLDS)
+        thresholds = " ".join(f"{name}={getattr(protocol, name)}" for name in given)
         print(f"\n{summary['run']}: {summary['note'] or summary['state']}\n{text}\n\n{thresholds}")
     return 0
 

@@ -12,15 +12,8 @@ from html import escape
 import numpy as np
 import pandas as pd
 
+from analysis import spike_marks
 from analysis.load import Runs
-from analysis.spike_marks import (
-    collapse_of,
-    count_following,
-    protocol_of_run,
-    read_series,
-    spike_table,
-    why_unexamined,
-)
 from analysis.style import smoothing_width
 from lowprec.diagnostics.spikes import Protocol, rms_spikes
 
@@ -74,10 +67,11 @@ class RunData:
 def collect_run(runs: Runs, tensor: str, budget: Budget) -> RunData:
     """Reads and condenses `runs`, which holds one run. `tensor` is the glob of RMS_t's tensors."""
     summary = runs.runs.to_dict("records")[0]
-    protocol = protocol_of_run(summary)
-    series = read_series(runs)
+    protocol = spike_marks.protocol_of_run(summary)
+    series = spike_marks.read_series(runs)
     rms = series.rms_of(tensor)
-    spikes = spike_table(series, protocol, tensor).sort_values("height", ascending=False)
+    spikes = spike_marks.spike_table(series, protocol, tensor)
+    spikes = spikes.sort_values("height", ascending=False)
     curves = {"loss": series.loss, "rms": rms, "max": series.rms_of("*")}
     metrics = runs.metrics.drop_duplicates("step", keep="last").set_index("step")
     for name in ("grad_norm", "lr"):
@@ -100,12 +94,12 @@ def collect_run(runs: Runs, tensor: str, budget: Budget) -> RunData:
         spikes=spikes,
         num_rms_spikes=num_rms_spikes,
         protocol=protocol,
-        following=count_following(series, rms, protocol),
+        following=spike_marks.count_following(series, rms, protocol),
         heat=heat_of(series.rms, budget.heat_bytes),
         speed=speed_of(runs.timing),
         num_steps=len(series.loss),
-        unexamined=why_unexamined(len(series.loss), protocol),
-        collapse=collapse_of(summary, series.loss),
+        unexamined=spike_marks.why_unexamined(len(series.loss), protocol),
+        collapse=spike_marks.collapse_of(summary, series.loss),
     )
 
 

@@ -26,15 +26,7 @@ from webdataset import shuffle
 from webdataset.tariterators import group_by_keys
 
 from lowprec.config.patterns import ShardUrls, check_readers, without_secrets
-from lowprec.data.loader import (
-    BAD_IMAGE,
-    CROP_WORDS,
-    Batch,
-    Sample,
-    collate,
-    decode_caption,
-    decode_image,
-)
+from lowprec.data import loader
 from lowprec.data.order import AUGMENTATION, STREAM, permutation, random_words
 from lowprec.data.shards import ShardError
 from lowprec.data.tar import IMAGES, DamagedError, StrictHeader, parse_label, read_members
@@ -77,7 +69,7 @@ class Stream:
         """What the sample order depends on besides the config (0 workers read like 1)."""
         return {"world_size": self.world_size, "workers": max(1, self.workers)}
 
-    def batches_from(self, first: int) -> Iterator[Batch]:
+    def batches_from(self, first: int) -> Iterator[loader.Batch]:
         """Batches for step `first` up to the last step, from a fresh pipeline per segment."""
         for begin in range(1, self.num_steps + 1, self.segment_steps):
             if begin + self.segment_steps <= first:
@@ -86,7 +78,7 @@ class Stream:
             batches = ahead(share, workers=self.workers, pin=self.pin)
             yield from itertools.islice(batches, max(0, first - begin), None)
 
-    def _share(self, begin: int, worker: int, workers: int) -> Iterator[Batch]:
+    def _share(self, begin: int, worker: int, workers: int) -> Iterator[loader.Batch]:
         """A worker's batches in the segment that begins at a step."""
         reader = _Reader(self, (begin - 1) // self.segment_steps, worker, workers)
         samples = reader.samples()
@@ -96,7 +88,7 @@ class Stream:
             position = (step - 1) * self.batch_size
             skips = [{"position": position, **skip} for skip in reader.skips]
             reader.skips = []
-            yield collate(batch, skips, self.image_size, self.tokenizer)
+            yield loader.collate(batch, skips, self.image_size, self.tokenizer)
 
 
 class _Reader:
@@ -110,7 +102,7 @@ class _Reader:
         self.skips: list[dict] = []
         self.reading = "", ""  # URL and name of the latest member
 
-    def samples(self) -> Iterator[Sample]:
+    def samples(self) -> Iterator[loader.Sample]:
         """Samples, pass after pass; ShardError after a pass without a readable sample."""
         stream, urls = self.stream, self.stream.shards.urls
         for number in itertools.count():
@@ -126,7 +118,7 @@ class _Reader:
             for raw in shuffle(SHUFFLED, rng=rng)(grouped):
                 try:
                     sample = self._decode(raw, epoch)
-                except BAD_IMAGE as error:
+                except loader.BAD_IMAGE as error:
                     self._skip(raw["__url__"], raw["__key__"], error)
                     continue
                 good += 1
@@ -149,7 +141,7 @@ class _Reader:
                 self._skip(url, getattr(error, "key", ""), error)
             yield {}  # ends the last sample: the next shard may begin with the same key
 
-    def _decode(self, raw: dict, epoch: int) -> Sample:
+    def _decode(self, raw: dict, epoch: int) -> loader.Sample:
         """Decodes image, caption and label only; raises one of BAD_IMAGE."""
         image = next((raw[kind] for kind in IMAGES if kind in raw), None)
         if image is None:
@@ -161,10 +153,10 @@ class _Reader:
             name = f"{os.path.basename(without_secrets(raw['__url__']))}/{raw['__key__']}"
             digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
             number = int.from_bytes(digest[:8]) >> 1
-            words = random_words(self.stream.seed, AUGMENTATION, epoch, number, CROP_WORDS)
-        pixels = decode_image(image, self.stream.image_size, words)
-        tokens = self.stream.tokenizer([decode_caption(raw["txt"])])
-        return Sample(pixels, tokens, parse_label(raw.get("cls", b"")))
+            words = random_words(self.stream.seed, AUGMENTATION, epoch, number, loader.CROP_WORDS)
+        pixels = loader.decode_image(image, self.stream.image_size, words)
+        tokens = self.stream.tokenizer([loader.decode_caption(raw["txt"])])
+        return loader.Sample(pixels, tokens, parse_label(raw.get("cls", b"")))
 
     def _twice(self, error: Exception) -> bool:
         """Skips a second member of one kind."""

@@ -9,17 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from lowprec.nn import attention
+from lowprec.nn import attention, coverage
 from lowprec.nn.attention import Attention, is_replaceable
-from lowprec.nn.coverage import (
-    Layer,
-    Layers,
-    cancel_check,
-    check_first_forward,
-    is_int8,
-    towers,
-    trace,
-)
 from lowprec.nn.linear import LowPrecisionLinear, Settings, SwitchBackLinear
 from lowprec.nn.mlp import fuse, unfuse
 from lowprec.nn.recipe import LINEAR_LAYERS, Recipe, find_recipe
@@ -62,7 +53,7 @@ def apply_recipe(
     backend: str = "auto",
     outlier_threshold: float = 0.0,
     skip_slow: bool = False,
-) -> Layers:
+) -> coverage.Layers:
     """Applies a recipe to the linear layers that match `where`, in place.
 
     The self-attention of open_clip's blocks becomes `Attention` under every recipe, including
@@ -93,8 +84,8 @@ def apply_recipe(
     settings = Settings(recipe, backend, outlier_threshold)
     matching = _find_layers(model, where)
     replace_attention(model)
-    unchecked = [layer for layer in cancel_check(model) if layer not in matching]
-    calls = None if inputs is None else trace(model, inputs)
+    unchecked = [layer for layer in coverage.cancel_check(model) if layer not in matching]
+    calls = None if inputs is None else coverage.trace(model, inputs)
     unfuse(model)
     layers = []
     for layer, name in matching.items():
@@ -104,15 +95,15 @@ def apply_recipe(
         shape = weight.shape[::-1]
         gains = gains_speed(recipe, *shape)
         swapped = recipe.function and called is not False and (gains or not skip_slow)
-        layers.append(Layer(layer, *shape, swapped, gains, called))
+        layers.append(coverage.Layer(layer, *shape, swapped, gains, called))
         _set_settings(module, settings if swapped else None)
     fuse(model)
     _leave_fast_path(model)
     if calls is None:
         unchecked += [layer.name for layer in layers if layer.swapped]
     if unchecked:
-        check_first_forward(model, unchecked)
-    return Layers(layers, towers(model, calls))
+        coverage.check_first_forward(model, unchecked)
+    return coverage.Layers(layers, coverage.towers(model, calls))
 
 
 def _set_settings(module: nn.Module, settings: Settings | None) -> None:
@@ -133,7 +124,7 @@ def _find_layers(model: nn.Module, where: Sequence[str]) -> dict[str, str]:
     for name, module in model.named_modules():
         if isinstance(module, Attention) or _is_block_attention(model, name):
             layers[f"{name}.in_proj"] = name
-        elif is_int8(module):
+        elif coverage.is_int8(module):
             layers[name] = name
         elif isinstance(module, nn.Linear) and not _is_read_by_its_owner(model, name):
             layers[name] = name
@@ -164,7 +155,7 @@ def _suggest(model: nn.Module, layers: dict[str, str], patterns: Sequence[str]) 
 
 def _fault(module: nn.Module, layer: str) -> str:
     """Why a linear layer cannot be replaced, or ""."""
-    if is_int8(module):
+    if coverage.is_int8(module):
         return f"{layer} is already int8: apply the recipe before to_int8"
     if type(getattr(module, "weight", None)).__name__ == "DTensor":
         return f"{layer} is sharded: apply the recipe before fully_shard"
