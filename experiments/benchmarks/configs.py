@@ -17,7 +17,15 @@ OURS = (  # recipes of `layer`
 PEERS = ("bnb_switchback", "torchao_int8", "torchao_fp8_rowwise", "torchao_fp8_blockwise")
 MODES = ("eager", "graph", "compiled", "host")
 OPEN_CLIP = ("open_clip eager", "open_clip")
-RECIPES = ("high", "autograd_high", "switchback", "switchback_m", "hw_fp8_switchback", "llm_int8")
+RECIPES = (
+    "high",
+    "autograd_high",
+    "switchback",
+    "switchback_m",
+    "hw_fp8_switchback",
+    "hw_fp8_blockwise",
+    "llm_int8",
+)
 
 
 @dataclass
