@@ -1,22 +1,20 @@
 """This process's rank and the number of processes in its run, without torch."""
 
 import os
-from collections.abc import Mapping
 
 
-def place(environment: Mapping[str, str] | None = None) -> tuple[int, int, int, int]:
+def place() -> tuple[int, int, int, int]:
     """Rank and number of processes, overall and on this machine, as torchrun or SLURM set them.
 
     Under `srun` and submitit this also sets the variables that torch reads (MASTER_ADDR, ...).
     There is one process without a launcher, and in the shell of an interactive job.
     """
-    variables = os.environ if environment is None else environment
+    variables = os.environ
     if "RANK" not in variables or "WORLD_SIZE" not in variables:
         local_tasks = variables.get("SUBMITIT_LOCAL_NTASKS", "1")
         if int(variables.get("SLURM_STEP_NUM_TASKS", local_tasks)) == 1:
             return 0, 1, 0, 1
         _set_torchrun_variables()
-        variables = os.environ
     size = int(variables["WORLD_SIZE"])
     local_rank = int(variables.get("LOCAL_RANK", 0))
     return int(variables["RANK"]), size, local_rank, int(variables.get("LOCAL_WORLD_SIZE", size))

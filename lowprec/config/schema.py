@@ -44,24 +44,14 @@ LEGAL_SCALERS = {  # autocast: the scalers that work with it
 
 
 def key(
-    default: Any,
-    doc: str,
-    *,
-    choices: tuple = (),
-    least: float | None = None,
-    above: float | None = None,
-    most: float | None = None,
-    below: float | None = None,
-    identity: bool = True,
+    default: Any, doc: str, *, choices: tuple = (), identity: bool = True, **bounds: float
 ) -> Any:
     """A schema field with its default, meaning, allowed choices or bounds, and identity mark.
 
-    `least` and `most` are inclusive bounds, `above` and `below` exclusive ones. For a list or a
+    The bounds `least` and `most` are inclusive, `above` and `below` exclusive. For a list or a
     map, the choices and bounds apply to each element.
     """
-    bounds = {"least": least, "above": above, "most": most, "below": below}
-    metadata = {"doc": doc, "choices": choices, "identity": identity}
-    metadata["bounds"] = {name: bound for name, bound in bounds.items() if bound is not None}
+    metadata = {"doc": doc, "choices": choices, "identity": identity, "bounds": bounds}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: default.copy(), metadata=metadata)
     return field(default=default, metadata=metadata)

@@ -21,8 +21,9 @@ TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE
     ],
     ids=["alone", "torchrun", "half of it", "interactive job", "srun of one", "torchrun in srun"],
 )
-def test_place_of_a_process_follows_its_launcher(environment, expected):
-    assert place(environment) == expected
+def test_place_of_a_process_follows_its_launcher(monkeypatch, environment, expected):
+    monkeypatch.setattr(os, "environ", environment)
+    assert place() == expected
 
 
 @pytest.mark.parametrize(
