@@ -13,16 +13,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lowprec.clip import model as clip
 from lowprec.clip.export import load_weights
-from lowprec.clip.model import (
-    Normalize,
-    blocks,
-    build_model,
-    contrastive_loss,
-    image_size,
-    set_precision,
-    use_stable_embedding,
-)
 from lowprec.clip.text import Tokenizer, build_classifier, imagenet
 from lowprec.clip.vision import PatchDropout, compile_embedding
 from lowprec.config.check import ConfigError
@@ -147,18 +139,17 @@ class Built:
         folder, tokenizer = self.config.data.cache, self.tokenizer
         if folder is None:
             return None
-        code = [
-            code_digest(inspect.getsource(x)) for x in (decode_image, decode_caption, Tokenizer)
-        ]
+        decoders = (decode_image, decode_caption, Tokenizer)
+        code = [code_digest(inspect.getsource(decoder)) for decoder in decoders]
         key = f"{shards.digest} {tokenizer.context_length} {tokenizer.vocab_size} {code}"
-        size = image_size(self.task.model)
+        size = clip.image_size(self.task.model)
         return DecodedCache(folder, key, shards.num_samples, size, tokenizer.context_length)
 
     def _num_workers(self) -> int:
         return num_workers(self.config.num_workers, self.world.local_size)
 
     def _options(self) -> dict:
-        size, world = image_size(self.task.model), self.world
+        size, world = clip.image_size(self.task.model), self.world
         options = {"image_size": size, "tokenizer": self.tokenizer}
         return options | {"rank": world.rank, "world_size": world.size}
 
@@ -195,13 +186,13 @@ def build(config: Config, data: Data | None, world: Ranks = ONE_PROCESS) -> Buil
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
     torch.use_deterministic_algorithms(config.deterministic)
     torch.manual_seed(config.seed)
-    model = build_model(config.model, config.intervention.name)
+    model = clip.build_model(config.model, config.intervention.name)
     if config.model.init_from:
         with _faults_of("model.init_from"):
             load_weights(model, Path(config.model.init_from))
     if config.optimizer.stable_embedding:
         with _faults_of("optimizer.stable_embedding=true"):
-            use_stable_embedding(model)
+            clip.use_stable_embedding(model)
     set_parameter_dtype(model, config.precision.autocast)
     model.to(device)
     later = config.precision_at(config.num_steps)
@@ -217,15 +208,15 @@ def build(config: Config, data: Data | None, world: Ranks = ONE_PROCESS) -> Buil
     state = TrainState(model, build_optimizer(config, model), scaler, world=world)
     task = ContrastiveTask(
         model,
-        contrastive_loss(world.rank, world.size, config.distributed.local_loss),
-        Normalize().to(device),
+        clip.contrastive_loss(world.rank, world.size, config.distributed.local_loss),
+        clip.Normalize().to(device),
         config.precision.autocast,
         parallel=parallel,
         world=world,
         accumulate=config.accumulate,
     )
-    if blocks(model):
-        task.probe = BlockProbe(model, blocks(model), task.measure)
+    if clip.blocks(model):
+        task.probe = BlockProbe(model, clip.blocks(model), task.measure)
     tokenizer = Tokenizer(
         config.model.context_length or model.context_length,
         config.model.vocab_size or model.vocab_size,
@@ -239,7 +230,7 @@ def _apply_recipe(model: nn.Module, precision: PrecisionConfig, device: torch.de
     with torch.random.fork_rng(devices), _faults_of(f"precision.recipe={precision.recipe}"):
         if precision.backend == "triton" and precision.recipe != "high":
             takes("triton", E4M3 if "fp8" in precision.recipe else INT8, device)
-        return set_precision(model, precision)
+        return clip.set_precision(model, precision)
 
 
 def set_parameter_dtype(model: nn.Module, autocast_name: str) -> None:
@@ -276,12 +267,12 @@ def parallelize(model: nn.Module, config: Config, world: Ranks) -> nn.Module:
     if config.checkpointing:
         model.set_grad_checkpointing(True)
         if config.intervention.name == "kq_norm":
-            checkpoint_blocks(model, blocks(model))
+            checkpoint_blocks(model, clip.blocks(model))
     if config.compile:
-        if not blocks(model):
+        if not clip.blocks(model):
             raise ConfigError([f"compile=true: {config.model.name} has no open_clip blocks"])
         torch.compiler.reset()  # its recompilation limit counts over all runs of a process
-        compile_blocks(model, blocks(model))
+        compile_blocks(model, clip.blocks(model))
         compile_embedding(model.visual)
     if world.size == 1:
         return model
@@ -308,7 +299,7 @@ def parallelize(model: nn.Module, config: Config, world: Ranks) -> nn.Module:
             # of micro-batches, only the last averages gradients
             static_graph=config.distributed.static_graph and config.accumulate == 1,
         )
-    shard(model, blocks(model), world)
+    shard(model, clip.blocks(model), world)
     return model
 
 

@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 from lowprec.config.schema import Config
@@ -24,6 +25,7 @@ FORMAT = 3
 SAVE_FAILURES = 3  # consecutive failures end the run; before that training continues
 
 
+@dataclass(eq=False)
 class Saver:
     """Restores a run to its newest intact checkpoint and commits new ones.
 
@@ -31,29 +33,24 @@ class Saver:
     is called after each save.
     """
 
-    def __init__(
-        self,
-        state: TrainState,
-        record: Record,
-        config: Config,
-        provenance: dict,
-        on_save: Callable[[], None] = lambda: None,
-    ):
-        self.state, self.record, self.config = state, record, config
-        self.provenance, self.world, self.on_save = provenance, state.world, on_save
-        self.failures = 0
+    state: TrainState
+    record: Record
+    config: Config
+    provenance: dict
+    on_save: Callable[[], None] = lambda: None
+    failures: int = 0  # consecutive ones of `save`
 
     def restore(self) -> int:
         """Loads the newest checkpoint and cuts the record back to it; returns its step, or 0."""
         run = self.record.run
-        choice = self.world.first(self._choose)
+        choice = self.state.world.first(self._choose)
         if choice is None:
             self.record.cut({})
             print(f"{run}: starting at step 0")
             return 0
         path, manifest, mismatch = choice
-        self.world.together(lambda: self.state.load(Path(path)))
-        if self.world.is_first:
+        self.state.world.together(lambda: self.state.load(Path(path)))
+        if self.state.world.is_first:
             retire(run / "checkpoints", self.config.keep_checkpoints)
         self.record.cut(manifest["offsets"])
         if mismatch:

@@ -220,9 +220,8 @@ class MetricsBuffer:
         self, table: str, rows: list[dict], values: np.ndarray
     ) -> dict[int, np.ndarray]:
         """Appends the statistics of the sampled steps; returns RMS_t by step, if recorded."""
-        sampled = [
-            i for i, row in enumerate(rows) if is_sampled(row["step"], self.intervals[table])
-        ]
+        interval = self.intervals[table]
+        sampled = [i for i, row in enumerate(rows) if is_sampled(row["step"], interval)]
         statistics = {
             name: values[sampled, :, STATISTICS.index(name)] for name in self.statistics[table]
         }

@@ -72,9 +72,8 @@ def train_run(
             with ignored_child_signals():  # a broken pipe is often noticed before them
                 fail(error, config, record, copy)
         ended.stop_requested = stop.number is not None
-        line = f"{run} {ended.state} at step {ended.step}" + f": {ended.reason}" * bool(
-            ended.reason
-        )
+        reason = f": {ended.reason}" if ended.reason else ""
+        line = f"{run} {ended.state} at step {ended.step}{reason}"
         if ended.state != "failed":
             skips = record.count("skips")
             print(line + f"; {skips} samples could not be read (skips.jsonl)" * bool(skips))

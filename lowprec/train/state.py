@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from lowprec.optim.libraries import LibraryOptimizer
 from lowprec.optim.stable_adamw import StableAdamW
+from lowprec.optim.statistics import local
 from lowprec.runs.attempts import CheckpointError
 from lowprec.train.distributed import ONE_PROCESS, Ranks
 
@@ -124,7 +125,7 @@ class TrainState:
 
     def _set_model(self, model: dict[str, Tensor]) -> None:
         for name, tensor in self.model.state_dict().items():
-            _local(tensor).copy_(_local(model[name]))
+            local(tensor).copy_(local(model[name]))
 
     def _clipping(self) -> dict[str, Tensor]:
         """The state of ZClip or SkipStep, in place; empty without."""
@@ -139,9 +140,9 @@ class TrainState:
         first = self.world.is_first
         return {
             key: {
-                name: _local(x)
+                name: local(x)
                 for name, x in tensors.items()
-                if (first or isinstance(x, DTensor)) and _local(x).numel()
+                if (first or isinstance(x, DTensor)) and local(x).numel()
             }
             for key, tensors in self.optimizer.tensors().items()
         }
@@ -150,7 +151,7 @@ class TrainState:
         """Copies into the optimizer's own tensors."""
         for key, tensors in self.optimizer.tensors().items():
             for name, tensor in tensors.items():
-                _local(tensor).copy_(_local(moments[key][name]))
+                local(tensor).copy_(local(moments[key][name]))
 
 
 def _set_random_state(folder: Path) -> None:
@@ -223,11 +224,6 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's rows of a sharded tensor; other tensors as they are."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _read_like(folder: Path, key: str, like: dict[str, Tensor]) -> dict[str, Tensor]:
     """Reads all tensors of a kind, each sharded like its namesake in `like`.
 
@@ -258,7 +254,7 @@ def _read(name: str, shards: list, like: Tensor | None) -> Tensor:
             rows.append(part[low:high])
         begin += height
     own = torch.cat(rows) if rows else slices[0][:0]
-    return DTensor.from_local(
+    return DTensor.fromlocal(
         own.to(like.device),
         like.device_mesh,
         like.placements,
