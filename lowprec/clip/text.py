@@ -30,9 +30,8 @@ class Tokenizer:
     def __call__(self, texts: str | list[str]) -> Tensor:
         """Token ids of one caption or of a list of captions."""
         texts = [texts] if isinstance(texts, str) else texts
-        return torch.tensor([self._row(text) for text in texts], dtype=torch.int64).reshape(
-            len(texts), self.context_length
-        )
+        rows = [self._row(text) for text in texts]
+        return torch.tensor(rows, dtype=torch.int64).reshape(len(rows), self.context_length)
 
     def _encode(self, text: str) -> tuple[int, ...]:
         words = self._bpe.encode(text)[: self.context_length - 2]

@@ -209,9 +209,8 @@ def index_tar(path: str) -> tuple[np.ndarray, str]:
     rows += [_row(parts)] if parts else []
     table = np.array(rows, dtype=SAMPLE)
     if not ((table["image_bytes"] >= 0) & (table["text_bytes"] >= 0)).any():
-        raise ValueError(
-            f"{path} holds no whole sample: adjacent members KEY.txt and KEY.{'|'.join(IMAGES)}"
-        )
+        members = f"KEY.txt and KEY.{'|'.join(IMAGES)}"
+        raise ValueError(f"{path} holds no whole sample: adjacent members {members}")
     return table, digest.hexdigest()
 
 

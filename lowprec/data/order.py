@@ -39,9 +39,8 @@ class SampleOrder:
         self.seed = seed
         self.window = min(window, len(self.counts))
         self.resampled = resampled
-        self._window_samples = lru_cache(maxsize=4)(
-            self._drawn_window if resampled else self._permuted_window
-        )
+        make_window = self._drawn_window if resampled else self._permuted_window
+        self._window_samples = lru_cache(maxsize=4)(make_window)
         self._epoch_windows = lru_cache(maxsize=2)(self._find_windows)
 
     def samples(self, first: int, count: int) -> np.ndarray:
@@ -90,9 +89,8 @@ class SampleOrder:
         shards = np.searchsorted(self.starts, drawn, side="right") - 1
         parts = np.diff(np.arange(self.window + 1) * length // self.window)
         sizes = np.repeat(self.counts[shards], -(-parts // self.counts[shards]))
-        words = random_words(
-            self.seed, REPLACEMENT, epoch, window, self.window + int(sizes.sum()) + length
-        )
+        count = self.window + int(sizes.sum()) + length
+        words = random_words(self.seed, REPLACEMENT, epoch, window, count)
         passes = iter(np.split(words[self.window :], np.cumsum(sizes)))
         samples = []
         for shard, part in zip(shards, parts, strict=True):

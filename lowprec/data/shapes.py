@@ -19,22 +19,11 @@ from typing import Any
 
 import numpy as np
 
+from lowprec.data import shapes_drawing as drawing
 from lowprec.data.jobs import num_cores, run_jobs
-from lowprec.data.shapes_drawing import (
-    COLORS,
-    OUTLINES,
-    TEXTURES,
-    Background,
-    Item,
-    Placement,
-    Scene,
-    backgrounds_for,
-    colors_beside,
-    draw_scene,
-)
 from lowprec.runs import durable
 
-CLASSES = tuple((color, shape) for color in COLORS for shape in OUTLINES)
+CLASSES = tuple((color, shape) for color in drawing.COLORS for shape in drawing.OUTLINES)
 CLASSNAMES = tuple(f"{color} {shape}" for color, shape in CLASSES)
 SPLITS = ("train", "val")
 SAMPLES_PER_SHARD = 2000
@@ -128,7 +117,7 @@ def _write_shard(job: tuple[Path, str, Sequence[int]], *, image_size: int, seed:
                 scene = make_scene(seed, split, index)
                 jpeg = io.BytesIO()
                 # Full chroma: halving it smears the colors of small objects.
-                draw_scene(scene, image_size).save(jpeg, "JPEG", quality=90, subsampling=0)
+                drawing.draw_scene(scene, image_size).save(jpeg, "JPEG", quality=90, subsampling=0)
                 for suffix, data in (
                     ("jpg", jpeg.getvalue()),
                     ("txt", scene.caption.encode()),
@@ -154,7 +143,7 @@ def distinct_indices(seed: int, split: str, count: int) -> list[int]:
             indices.append(index)
 
 
-def content(scene: Scene) -> tuple:
+def content(scene: drawing.Scene) -> tuple:
     """What every caption of a scene describes: all but the background, which some leave out."""
     subject, second = scene.subject, scene.second
     size = next(name for name, (_, most) in SIZES.items() if subject.places[0].size <= most)
@@ -162,7 +151,7 @@ def content(scene: Scene) -> tuple:
     return *look, scene.relation, second and (second.color, second.shape)
 
 
-def class_of(scene: Scene) -> int:
+def class_of(scene: drawing.Scene) -> int:
     """The scene's class as an index into `CLASSNAMES`."""
     return CLASSES.index((scene.subject.color, scene.subject.shape))
 
@@ -193,7 +182,7 @@ class Dice:
         return [rest.pop(int(next(self._draws) * len(rest))) for _ in range(count)]
 
 
-def make_scene(seed: int, split: str, index: int) -> Scene:
+def make_scene(seed: int, split: str, index: int) -> drawing.Scene:
     """Decides what a picture contains and what its caption says, without drawing it."""
     dice = Dice(seed, split, index)
     color, shape = dice.pick(CLASSES)
@@ -205,15 +194,15 @@ def make_scene(seed: int, split: str, index: int) -> Scene:
     else:
         size = dice.pick(("small", "medium") if relation == "inside" else ("medium", "large"))
         places, second_place = _relate(dice, relation, size)
-        others = ("circle", "square") if relation == "inside" else tuple(OUTLINES)
+        others = ("circle", "square") if relation == "inside" else tuple(drawing.OUTLINES)
         second_shape = dice.pick([other for other in others if other != shape])
-        second_color = dice.pick(colors_beside(color))
-        second = Item(second_shape, second_color, "solid", _shade(dice), (second_place,))
+        second_color = dice.pick(drawing.colors_beside(color))
+        second = drawing.Item(second_shape, second_color, "solid", _shade(dice), (second_place,))
     # A pattern on a small object would be finer than the pixels of a small picture.
-    texture = "solid" if size == "small" else dice.pick(TEXTURES)
-    subject = Item(shape, color, texture, _shade(dice), places)
+    texture = "solid" if size == "small" else dice.pick(drawing.TEXTURES)
+    subject = drawing.Item(shape, color, texture, _shade(dice), places)
     background = _choose_background(dice, tuple(i.color for i in (subject, second) if i))
-    scene = Scene(subject, relation, second, background, caption="")
+    scene = drawing.Scene(subject, relation, second, background, caption="")
     return scene._replace(caption=_describe(dice, scene, size))
 
 
@@ -221,21 +210,21 @@ def _shade(dice: Dice) -> tuple[int, int, int]:
     return tuple(round(dice.between(-MAX_SHADE, MAX_SHADE)) for _ in range(3))
 
 
-def _choose_background(dice: Dice, colors: tuple[str, ...]) -> Background:
+def _choose_background(dice: Dice, colors: tuple[str, ...]) -> drawing.Background:
     """A background that contrasts with all `colors`, all along a gradient."""
-    style = dice.pick(("plain", "plain", "gradient", "gradient", *TEXTURES[1:]))
-    plains, gradients = backgrounds_for(colors)
+    style = dice.pick(("plain", "plain", "gradient", "gradient", *drawing.TEXTURES[1:]))
+    plains, gradients = drawing.backgrounds_for(colors)
     if style == "gradient" and not gradients:
         style = "plain"
     background_colors = dice.pick(gradients if style == "gradient" else plains)
-    return Background(style, background_colors, dice.pick(range(4)))
+    return drawing.Background(style, background_colors, dice.pick(range(4)))
 
 
-def _place(dice: Dice, x: float, y: float, size: float) -> Placement:
-    return Placement(x, y, size, dice.between(-MAX_TILT, MAX_TILT), dice.chance(0.5))
+def _place(dice: Dice, x: float, y: float, size: float) -> drawing.Placement:
+    return drawing.Placement(x, y, size, dice.between(-MAX_TILT, MAX_TILT), dice.chance(0.5))
 
 
-def _scatter(dice: Dice, count: int, size: str) -> tuple[Placement, ...]:
+def _scatter(dice: Dice, count: int, size: str) -> tuple[drawing.Placement, ...]:
     """Places copies of an object in different cells of a grid; a single one goes anywhere."""
     low, high = SIZES[size]
     grid = 1 if count == 1 else 3 if size == "small" and dice.chance(0.5) else 2
@@ -252,7 +241,9 @@ def _scatter(dice: Dice, count: int, size: str) -> tuple[Placement, ...]:
     )
 
 
-def _relate(dice: Dice, relation: str, size: str) -> tuple[tuple[Placement, ...], Placement]:
+def _relate(
+    dice: Dice, relation: str, size: str
+) -> tuple[tuple[drawing.Placement, ...], drawing.Placement]:
     """Places the subject and the second object, which is small unless it surrounds the subject."""
     side = dice.between(SIZES[size][0], min(SIZES[size][1], 0.56))
     if relation == "inside":
@@ -278,7 +269,7 @@ def _relate(dice: Dice, relation: str, size: str) -> tuple[tuple[Placement, ...]
     return (_place(dice, *first, side),), _place(dice, *second, second_side)
 
 
-def _describe(dice: Dice, scene: Scene, size: str) -> str:
+def _describe(dice: Dice, scene: drawing.Scene, size: str) -> str:
     """A caption in varying words; some leave out the background."""
     subject = _noun_phrase(dice, scene.subject, dice.pick(SIZE_WORDS[size]))
     if scene.second is not None:
@@ -294,7 +285,7 @@ def _describe(dice: Dice, scene: Scene, size: str) -> str:
     return sentence + dice.pick(("", "."))
 
 
-def _noun_phrase(dice: Dice, item: Item, size_word: str) -> str:
+def _noun_phrase(dice: Dice, item: drawing.Item, size_word: str) -> str:
     """A phrase like "three small red stars": count, size, texture, color and shape."""
     count = len(item.places)
     noun = item.shape if count == 1 else PLURALS.get(item.shape, item.shape + "s")

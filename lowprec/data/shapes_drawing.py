@@ -245,9 +245,8 @@ def outline(shape: str, place: Placement, side: int) -> np.ndarray:
 
 def _draw_item(canvas: Image.Image, draw: ImageDraw.ImageDraw, item: Item) -> None:
     side = canvas.width
-    color = tuple(
-        min(255, max(0, c + s)) for c, s in zip(COLORS[item.color], item.shade, strict=True)
-    )
+    channels = zip(COLORS[item.color], item.shade, strict=True)
+    color = tuple(min(255, max(0, channel + shade)) for channel, shade in channels)
     for place in item.places:
         points = outline(item.shape, place, side)
         polygon = points.ravel().tolist()

@@ -96,9 +96,8 @@ class _Reader:
 
     def __init__(self, stream: Stream, segment: int, worker: int, workers: int):
         self.stream, self.segment = stream, segment
-        self.share = slice(
-            worker * stream.world_size + stream.rank, None, workers * stream.world_size
-        )
+        ranks = stream.world_size
+        self.share = slice(worker * ranks + stream.rank, None, workers * ranks)
         self.skips: list[dict] = []
         self.reading = "", ""  # URL and name of the latest member
 

@@ -18,12 +18,8 @@ from torch.utils.flop_counter import flop_registry
 from lowprec.nn.attention import Attention
 from lowprec.nn.mlp import LowPrecisionMLP
 
-ATEN = torch.ops.aten
-FORMULAS = flop_registry | {
-    ATEN._scaled_dot_product_flash_attention_for_cpu: flop_registry[
-        ATEN._scaled_dot_product_flash_attention
-    ]
-}
+FLASH = flop_registry[torch.ops.aten._scaled_dot_product_flash_attention]
+FORMULAS = flop_registry | {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: FLASH}
 
 
 @dataclass
@@ -195,7 +191,8 @@ def cancel_check(model: nn.Module) -> list[str]:
 def _record_calls(model: nn.Module, _, layers: list[str]) -> None:
     if torch.compiler.is_compiling():
         return
-    if any(map(_is_compiled, model.modules())):
+    modules = model.modules()
+    if any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in modules):
         cancel_check(model)  # hooks on all modules would also be compiled
         return
     called = set()
@@ -228,10 +225,6 @@ def _owner(modules: dict[str, nn.Module], name: str) -> nn.Module:
     return modules[name]
 
 
-def _is_compiled(module: nn.Module) -> bool:
-    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
-
-
 def _never_called(names: list[str]) -> str:
     return f"not called, so their weights are used in 16 bits: {_first_three(names)}"
 
@@ -256,6 +249,5 @@ def _share(tower: Tower) -> str:
     text = f"{tower.quantized} of {tower.layers} linear layers"
     if tower.multiply_adds:
         text += f", {tower.quantized_multiply_adds / tower.multiply_adds:.0%} of the multiply-adds"
-    return text + (
-        " (warning: no layer is quantized)" if tower.layers and not tower.quantized else ""
-    )
+    has_none = tower.layers and not tower.quantized
+    return text + (" (warning: no layer is quantized)" if has_none else "")

@@ -11,13 +11,7 @@ from torch import Tensor, nn
 
 from lowprec import ops
 from lowprec.formats import parse_format
-from lowprec.nn.linear import (
-    LowPrecisionLinear,
-    Settings,
-    SwitchBackLinear,
-    compute_dtype,
-    refuse_second_derivative,
-)
+from lowprec.nn import linear
 
 CALLS = {  # MLPs besides nn.Sequential: their children in call order
     "timm.layers.mlp.Mlp": ("fc1", "act", "drop1", "norm", "fc2", "drop2"),
@@ -46,7 +40,7 @@ class LowPrecisionMLP(nn.Sequential):
             fc, _, proj = filter(_does_something, children)
             parameters = (fc.weight, fc.bias, proj.weight, proj.bias)
             if x.requires_grad and all(p.requires_grad for p in parameters):
-                x_MK = x.reshape(-1, x.shape[-1]).to(compute_dtype(x))
+                x_MK = x.reshape(-1, x.shape[-1]).to(linear.compute_dtype(x))
                 output = _MLP.apply(x_MK, *parameters, fc.settings)
                 return output.view(*x.shape[:-1], proj.out_features)
         for child in children:
@@ -84,7 +78,7 @@ def _is_fusible(children: Sequence[nn.Module]) -> bool:
     if len(modules) != 3:
         return False
     fc, gelu, proj = modules
-    kinds = (LowPrecisionLinear, SwitchBackLinear)
+    kinds = (linear.LowPrecisionLinear, linear.SwitchBackLinear)
     return (
         _is_gelu(gelu)
         and all(type(layer) in kinds and layer.bias is not None for layer in (fc, proj))
@@ -117,7 +111,7 @@ def _has_hooks(module: nn.Module) -> bool:
     return bool(forward or module._backward_hooks or module._backward_pre_hooks)
 
 
-def _has_fused_products(settings: Settings) -> bool:
+def _has_fused_products(settings: linear.Settings) -> bool:
     """Native products with row-wise x and g and a tensor-wise W, 16-bit weight gradient."""
     recipe = settings.recipe
     return (
@@ -151,7 +145,7 @@ class _MLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g_MK):
-        refuse_second_derivative()
+        linear.refuse_second_derivative()
         x_MK, h_MN, w1_q_KN, w1_scale, w2_q_NK, w2_scale = ctx.saved_tensors
         (format, backend), dtype = ctx.settings, ctx.dtypes[0]
         g_MK = g_MK.to(dtype)

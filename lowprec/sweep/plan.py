@@ -191,9 +191,8 @@ def plan_runs(
     """
     if foreign := [text for text in overrides if text.lstrip("+~").startswith("hydra")]:
         raise ConfigError([f"{text}: use launcher=local or slurm" for text in foreign])
-    composed = compose_command(
-        overrides, multirun=True, preflight=partial(preflight, planned=processes)
-    )
+    check_planned = partial(preflight, planned=processes)
+    composed = compose_command(overrides, multirun=True, preflight=check_planned)
     sources: dict[str, dict[str, str]] = {}
     runs = []
     for run in composed:

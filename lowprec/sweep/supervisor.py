@@ -17,13 +17,7 @@ import time
 from pathlib import Path
 
 from lowprec.alert import alert
-from lowprec.runs.attempts import (
-    STOPPED,
-    STOPPING,
-    end_with_parent,
-    last_saved,
-    no_progress,
-)
+from lowprec.runs import attempts
 from lowprec.sweep.plan import Manifest, take_lock
 
 GRACE_S = 60.0  # to save: for the other ranks after one has failed, for training left by a kill
@@ -61,13 +55,13 @@ class Attempt:
     def start(self) -> None:
         """Starts training, unless the run was cancelled, has ended or makes no progress."""
         rows = self.manifest.attempts(self.index, self.token)
-        saved = last_saved(self.manifest.directory_of(self.index))
+        saved = attempts.last_saved(self.manifest.directory_of(self.index))
         starts = [row for row in rows if row["event"] == "started"]
         if self.is_cancelled():
             self._leave(1, "was cancelled; nothing to do")
         elif rows and not rows[-1].get("again", True):  # it ended while this process was waiting
             self._leave(int(rows[-1].get("code") != 0), "has ended; nothing to do")
-        elif reason := no_progress(starts, saved):
+        elif reason := attempts.no_progress(starts, saved):
             self._end(1, reason)
         else:
             row = {"event": "started", "token": self.token, "saved": saved}
@@ -97,7 +91,7 @@ class Attempt:
             code = self._first_failure
             code = 128 - code if code < 0 else code
             killed_early = self._signaled and _signal_of(code) is not None
-            again = (code == STOPPED or killed_early) and not self.is_cancelled()
+            again = (code == attempts.STOPPED or killed_early) and not self.is_cancelled()
             log = self.manifest.log_of(self.index)
             self._end(code, _reason(log, self._log_start, code), again)
             return self.code
@@ -134,7 +128,7 @@ class Attempt:
                         stderr=subprocess.STDOUT,
                         process_group=0,
                         pass_fds=[self._lock],
-                        preexec_fn=lambda: end_with_parent(signal.SIGTERM),
+                        preexec_fn=lambda: attempts.end_with_parent(signal.SIGTERM),
                     )
                 )
 
@@ -146,8 +140,8 @@ class Attempt:
             alert(f"{self.manifest.directory_of(self.index)} failed: {reason}")
         how = "has saved and will be restarted" if again else f"failed: {reason}"
         if again:
-            code = STOPPED
-        elif code == STOPPED:
+            code = attempts.STOPPED
+        elif code == attempts.STOPPED:
             code = 1  # the job of a run that has ended must not be requeued
         self._leave(code, how if code else "has ended")
 
@@ -169,7 +163,8 @@ def supervise(manifest: Manifest, index: int, token: str) -> int:
     submission = manifest.submissions().get(index)
     gpus = submission.launcher["gpus"] if submission else 0
     attempt = Attempt(manifest, index, token, lock, gpus)
-    handlers = {n: signal.signal(n, lambda number, frame: attempt.stop(number)) for n in STOPPING}
+    numbers = attempts.STOPPING
+    handlers = {n: signal.signal(n, lambda number, frame: attempt.stop(number)) for n in numbers}
     try:
         attempt.start()
         while attempt.code is None and attempt.poll() is None:

@@ -7,9 +7,10 @@ import sys
 
 import pytest
 
+from lowprec.runs.attempts import STOPPED
 from lowprec.sweep import supervisor
 from lowprec.sweep.plan import LAUNCHER, Manifest, take_lock
-from lowprec.sweep.supervisor import STOPPED, supervise
+from lowprec.sweep.supervisor import supervise
 
 STOPS = """
 checkpoint=runs/t/$2/checkpoints/step_$(cat step)
