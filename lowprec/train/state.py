@@ -254,7 +254,7 @@ def _read(name: str, shards: list, like: Tensor | None) -> Tensor:
             rows.append(part[low:high])
         begin += height
     own = torch.cat(rows) if rows else slices[0][:0]
-    return DTensor.fromlocal(
+    return DTensor.from_local(
         own.to(like.device),
         like.device_mesh,
         like.placements,
