@@ -44,6 +44,12 @@ PRECISION = partial(judges.accuracy, varied="precision.label", studies=SIZES)
 OPTIMIZERS = partial(judges.accuracy, varied="optimizer.name", studies=CLIPPING)
 BETA2 = partial(judges.accuracy, varied="optimizer.beta2", studies=CLIPPING)
 TREND = judges.spike_trend
+CAUSES = {  # what loss spikes grow with: its config key, the studies that vary it
+    "model size": ("model.name", ("spikes_vs_size", "stability")),
+    "batch size": ("batch_size", ("spikes_vs_batch", "stability")),
+    "the learning rate": ("optimizer.lr", ("spikes_vs_lr", "stability")),
+    "beta2": ("optimizer.beta2", OF_BETA2),
+}
 BY_EYE = "(read from draft plots, +-0.2)"
 MORE = "no fewer at any larger value; interval of last minus first above 0"
 HIGHER = "no lower at any larger value; interval of last minus first above 0"
@@ -148,26 +154,12 @@ CLAIMS = (
     Claim("C8", "LLM.int8() gives no speed-up for ViT-H/14", "none",
           f"saves at most {evidence.NO_GAIN:g}% of the time of algorithm 5",
           partial(judges.end_to_end, baseline="autograd_high", case="llm_int8")),
-    Claim("C9", "loss spikes grow with model size", "no number", MORE,
-          partial(TREND, varied="model.name", studies=("spikes_vs_size", "stability"))),
-    Claim("C9", "loss spikes grow with batch size", "no number", MORE,
-          partial(TREND, varied="batch_size", studies=("spikes_vs_batch", "stability"))),
-    Claim("C9", "loss spikes grow with the learning rate", "no number", MORE,
-          partial(TREND, varied="optimizer.lr", studies=("spikes_vs_lr", "stability"))),
-    Claim("C9", "loss spikes grow with beta2", "no number", MORE,
-          partial(TREND, varied="optimizer.beta2", studies=OF_BETA2)),
-    Claim("C9", "the highest loss spike grows with model size (exploratory)", "no number", HIGHER,
-          partial(TREND, varied="model.name", studies=("spikes_vs_size", "stability"),
-                  value=HIGHEST)),
-    Claim("C9", "the highest loss spike grows with batch size (exploratory)", "no number", HIGHER,
-          partial(TREND, varied="batch_size", studies=("spikes_vs_batch", "stability"),
-                  value=HIGHEST)),
-    Claim("C9", "the highest loss spike grows with the learning rate (exploratory)", "no number",
-          HIGHER,
-          partial(TREND, varied="optimizer.lr", studies=("spikes_vs_lr", "stability"),
-                  value=HIGHEST)),
-    Claim("C9", "the highest loss spike grows with beta2 (exploratory)", "no number", HIGHER,
-          partial(TREND, varied="optimizer.beta2", studies=OF_BETA2, value=HIGHEST)),
+    *(Claim("C9", f"loss spikes grow with {what}", "no number", MORE,
+            partial(TREND, varied=key, studies=studies))
+      for what, (key, studies) in CAUSES.items()),
+    *(Claim("C9", f"the highest loss spike grows with {what} (exploratory)", "no number", HIGHER,
+            partial(TREND, varied=key, studies=studies, value=HIGHEST))
+      for what, (key, studies) in CAUSES.items()),
     Claim("C10", "a loss spike follows an RMS spike of the patch embedding by 1 to 8 steps",
           f"{_NUM} of {_OF} ({_NUM / _OF:.0%}), by chance about {paper.BY_CHANCE:.0%}",
           f"{evidence.SHARE:.0%} or more, with its interval above {evidence.SURE:.0%} and above "
@@ -213,9 +205,8 @@ NOTE = (
 
 def main(arguments: list[str]) -> int:
     """Runs the command; returns its exit status."""
-    parser = cli.Parser(
-        prog="python -m analysis.make claims", description="Judge the paper's claims."
-    )
+    about = "Judge the paper's claims."
+    parser = cli.Parser(prog="python -m analysis.make claims", description=about)
     text = "folders of runs and lines, or their URLs [runs]"
     parser.add_argument("--runs", nargs="+", default=["runs"], help=text)
     parser.add_argument("--out", type=Path, default=Path("figures"), help="folder [figures]")

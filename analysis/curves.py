@@ -173,15 +173,10 @@ def plot(frame: pd.DataFrame, ax: Axes, look: Look, title: str) -> Axes:
     draw_chance(ax, frame["batch_size"])
     ax.locator_params(axis="y", nbins=6)
     below = ScaledTranslation(0, -LEGEND_DROP, ax.figure.dpi_scale_trans)
-    ax.legend(
-        handles.values(),
-        [wrap(label) for label in handles],
-        loc="upper left",
-        bbox_to_anchor=(0, 0),
-        bbox_transform=ax.transAxes + below,
-        handlelength=2.6,
-        borderaxespad=0,
-    )
+    place = {"loc": "upper left", "bbox_to_anchor": (0, 0), "borderaxespad": 0}
+    place["bbox_transform"] = ax.transAxes + below
+    labels = [wrap(label) for label in handles]
+    ax.legend(handles.values(), labels, handlelength=2.6, **place)
     return ax
 
 

@@ -241,9 +241,8 @@ def equal(
         verdicts.append(_within(of_loss, LOSS_MARGIN))
         ours += f"; validation loss, %: {of_loss}"
     if losses is not None and len(losses) < sample.num:
-        ours += (
-            f"; validation loss not recorded in {sample.num - len(losses)} of {sample.num} seeds"
-        )
+        missing = f"{sample.num - len(losses)} of {sample.num} seeds"
+        ours += f"; validation loss not recorded in {missing}"
         why.append("the validation loss of some seeds is missing")
     if None in verdicts:
         why.append("an interval extends beyond its margin; more seeds are needed")
@@ -266,10 +265,5 @@ def larger(
     holds = above(sample.low, sample.high, bar)
     if holds and unless:
         holds = None
-    return decide(
-        ours,
-        holds,
-        sample.num,
-        runs,
-        unless or f"the interval contains {bar:g}; more seeds are needed",
-    )
+    why = unless or f"the interval contains {bar:g}; more seeds are needed"
+    return decide(ours, holds, sample.num, runs, why)

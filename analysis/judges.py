@@ -319,9 +319,8 @@ def tensor_skips(records: Evidence) -> Finding:
         return decide(ours, False, runs["seed"].nunique(), runs)
     if not spikes or not skips:
         return Finding(ours, UNDECIDED, "nothing was skipped" if spikes else "no loss spike")
-    return decide(
-        ours, True if single else None, skipping["seed"].nunique(), runs, "no single ones"
-    )
+    seeds = skipping["seed"].nunique()
+    return decide(ours, True if single else None, seeds, runs, "no single ones")
 
 
 def _runs(runs: pd.DataFrame) -> str:

@@ -94,9 +94,7 @@ def query(
     if hue is None:
         by_key = [key for key in (facet, band, x) if key not in (None, "step", "seed")]
         split_by = [_column(heads, key).name for key in by_key]
-        split_by = [
-            name for name in split_by if name != "model.name"
-        ]  # which every name leaves out
+        split_by = [name for name in split_by if name != "model.name"]  # names leave it out
         groups = heads.groupby(split_by, dropna=False) if split_by else [((), heads)]
         heads = pd.concat([curves.name_methods(group) for _, group in groups]).loc[heads.index]
         hue = "method" if heads["method"].nunique() > 1 else None

@@ -92,9 +92,8 @@ def plot_runs(
     Bars are for `dashes` of None and `bar` points wide.
     """
     mean = accuracy.groupby(at, sort=False).mean().dropna()  # in the order of the runs
-    look = (
-        {"ls": "none", "marker": "_", "ms": bar, "mew": 1.6} if dashes is None else {"ls": dashes}
-    )
+    bars = {"ls": "none", "marker": "_", "ms": bar, "mew": 1.6}
+    look = bars if dashes is None else {"ls": dashes}
     ax.plot(mean.index, mean, color=color, label=curves.wrap(label), **look)
     ax.plot(at, accuracy, "o", color=color, ms=3)
     crosses(ax, at[accuracy.isna()], LOW, color)

@@ -86,9 +86,8 @@ def draw(frame: pd.DataFrame, figure: Figure) -> None:
     num = frame["change"].nunique()
     figure.set_size_inches(1.4 * style.COLUMN_WIDTH, 2.6 + 0.17 * num)
     ax = plot(frame, figure.add_subplot())
-    figure.legend(
-        *ax.get_legend_handles_labels(), loc="outside lower left", title="change (number of spikes)"
-    )
+    entries, title = ax.get_legend_handles_labels(), "change (number of spikes)"
+    figure.legend(*entries, loc="outside lower left", title=title)
 
 
 def caption(frame: pd.DataFrame) -> str:

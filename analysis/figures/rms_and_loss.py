@@ -90,13 +90,8 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
     below.xaxis.set_major_formatter(EngFormatter(sep=""))
     ax.locator_params(axis="x", nbins=5)
     handles = [*below.get_legend_handles_labels()[0], *ax.get_legend_handles_labels()[0]]
-    below.legend(
-        handles=handles,
-        loc="upper left",
-        bbox_to_anchor=(0, -0.48),
-        borderaxespad=0,
-        handlelength=1,
-    )
+    place = {"loc": "upper left", "bbox_to_anchor": (0, -0.48), "borderaxespad": 0}
+    below.legend(handles=handles, handlelength=1, **place)
     return ax
 
 

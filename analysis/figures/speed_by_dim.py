@@ -148,9 +148,8 @@ def plot_layer_times(frame: pd.DataFrame, ax: Axes) -> Axes:
     for (mode, _), part in ours.groupby(["mode", "tokens"]):
         base = part.drop_duplicates("dim").sort_values("dim")
         line, name = ("-", "") if mode == "eager" else (DASHED, ", CUDA graph")
-        ax.plot(
-            base["dim"], base["base_ms"], color="black", lw=1, ls=line, label=f"nn.Linear{name}"
-        )
+        look = {"color": "black", "lw": 1, "ls": line, "label": f"nn.Linear{name}"}
+        ax.plot(base["dim"], base["base_ms"], **look)
     bench.plot_layer(ours, ax, "ms")
     style.log_axis(ax)
     ax.set(ylabel="forward + backward (ms)")

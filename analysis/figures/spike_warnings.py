@@ -177,9 +177,8 @@ def plot_trade(frame: pd.DataFrame, ax: Axes) -> Axes:
         ax.plot(line["recall"], line["precision"], color=COLORS[score], ls=dashes, lw=1)
         if counted_from == "detection":
             ax.plot(line["recall"], line["chance_precision"], color=COLORS[score], ls=":", lw=1)
-    ax.set(
-        xlabel="recall", ylabel="precision", title=f"one threshold for all beta2, horizon {HORIZON}"
-    )
+    ax.set(xlabel="recall", ylabel="precision")
+    ax.set_title(f"one threshold for all beta2, horizon {HORIZON}")
     return ax
 
 
@@ -195,9 +194,8 @@ def plot_horizons(shares: dict[tuple, np.ndarray], ax: Axes, column: int, name: 
                 ax.plot(HORIZONS, lines[0, :, column + 1], color=color, ls=":", lw=1)
     ax.set_xscale("log", base=2)
     ax.set_xticks(HORIZONS, [f"{horizon}" for horizon in HORIZONS])
-    ax.set(
-        xlabel="horizon (steps)", ylabel=name, title="threshold of the other beta2", ylim=(0, None)
-    )
+    ax.set(xlabel="horizon (steps)", ylabel=name, ylim=(0, None))
+    ax.set_title("threshold of the other beta2")
     return ax
 
 

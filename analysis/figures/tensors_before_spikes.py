@@ -92,21 +92,14 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
     table = pooled(frame).head(NUM_TENSORS).iloc[::-1]
     rows = np.arange(len(table))
     colors = [spike_marks.FOLLOWING if q < LEVEL else "#BBBBBB" for q in table["q"]]
-    ax.barh(rows, table["num_following"], color=colors, height=0.7, alpha=0.45, label="follow")
-    ax.barh(
-        rows,
-        table["num_first"],
-        color=colors,
-        height=0.7,
-        label="follow, and no other tensor is earlier",
-    )
+    look = {"color": colors, "height": 0.7}
+    ax.barh(rows, table["num_following"], alpha=0.45, label="follow", **look)
+    ax.barh(rows, table["num_first"], label="follow, and no other tensor is earlier", **look)
     ax.plot(table["expected"], rows, "|", color="black", ms=9, mew=1.5, label="by chance")
     ax.set_yticks(rows, [style.short_tensor(name) for name in table.index], fontsize=7)
     num = int(table["num_loss_spikes"].max()) if len(table) else 0
-    ax.set(
-        xlabel=f"number of loss spikes (of {num})",
-        title="loss spikes that follow RMS spikes, by tensor",
-    )
+    ax.set_xlabel(f"number of loss spikes (of {num})")
+    ax.set_title("loss spikes that follow RMS spikes, by tensor")
     ax.legend(loc="lower right")
     return ax
 

@@ -21,9 +21,8 @@ from lowprec.runs.read import ENDED
 @cli.entry
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
-    parser = cli.Parser(
-        prog="python -m analysis.report", description="Writes one page about a folder of runs."
-    )
+    about = "Writes one page about a folder of runs."
+    parser = cli.Parser(prog="python -m analysis.report", description=about)
     parser.add_argument("--runs", required=True, help="folder of runs, or its URL")
     parser.add_argument("--out", type=Path, required=True, help="the page, FILE.html")
     parser.add_argument("--tensor", default=TENSOR, help=f"glob of tensors for RMS_t [{TENSOR}]")

@@ -59,9 +59,8 @@ class RunData:
         """Whether the run failed, stopped, has collapsed to chance or is damaged."""
         notes = self.summary["note"].split("; ")
         is_damaged = any(note and not note.startswith("running: ") for note in notes)
-        return self.summary["state"] not in ("finished", "running") or bool(
-            is_damaged or self.collapse
-        )
+        is_ended = self.summary["state"] not in ("finished", "running")
+        return bool(is_ended or is_damaged or self.collapse)
 
 
 def collect_run(runs: Runs, tensor: str, budget: Budget) -> RunData:
@@ -161,10 +160,8 @@ def speed_of(timing: pd.DataFrame) -> dict[str, float]:
 
     `hours` is the time of all attempts, compilation and evaluation included.
     """
-    timing = timing.reindex(
-        columns=["images_per_s", "data_wait", "memory_gib", "wall_s", "attempt"]
-    )
-    timing = timing.apply(pd.to_numeric, errors="coerce")
+    columns = ["images_per_s", "data_wait", "memory_gib", "wall_s", "attempt"]
+    timing = timing.reindex(columns=columns).apply(pd.to_numeric, errors="coerce")
     seconds = timing.groupby("attempt")["wall_s"].max()  # each attempt starts at 0
     return {
         **timing[["images_per_s", "data_wait"]].median(),
