@@ -20,23 +20,17 @@ MAKERS = {"quantization_variance": "quant_error", "layer_memory": "benchmarks la
 
 
 def load_lines(root: Path | str, slug: str) -> pd.DataFrame:
-    """Returns a row per line of `root/<slug>/*.jsonl` and `root/bench/<slug>/*.jsonl`.
+    """Returns the lines of a benchmark that a figure shows; see `read_lines`.
 
-    `file` is the line's file. `ms` is NaN for a case that was skipped or wrong.
+    `ms` is NaN for a case that was skipped or wrong.
     Raises NoRunsError if there are no lines, if a file is damaged, and for several devices.
     """
-    folders = as_path(root) / slug, as_path(root) / "bench" / slug
-    files = sorted(path for folder in folders for path in folder.glob("*.jsonl"))
-    try:
-        rows = [{**row, "file": str(file)} for file in files for row in read_rows(file)]
-    except ValueError as error:
-        raise NoRunsError(str(error)) from error
-    if not rows:
+    frame = read_lines(root, slug)
+    if frame.empty:
         raise NoRunsError(
             f"{root}: no lines in {slug}/*.jsonl or bench/{slug}/*.jsonl; to make some: "
             f"python -m experiments.{MAKERS.get(slug, f'benchmarks {slug}')}"
         )
-    frame = pd.DataFrame(rows)
     devices = sorted(frame["device"].unique())
     if len(devices) > 1:
         raise NoRunsError(
@@ -44,6 +38,20 @@ def load_lines(root: Path | str, slug: str) -> pd.DataFrame:
             "device: move the files of each into a folder of its own"
         )
     return frame.assign(ms=pd.to_numeric(frame["ms"]))
+
+
+def read_lines(root: Path | str, slug: str) -> pd.DataFrame:
+    """Returns a row per line of `root/<slug>/*.jsonl` and `root/bench/<slug>/*.jsonl`, or none.
+
+    `file` is the line's file. Raises NoRunsError if a file is damaged.
+    """
+    folders = as_path(root) / slug, as_path(root) / "bench" / slug
+    files = sorted(path for folder in folders for path in folder.glob("*.jsonl"))
+    try:
+        rows = [{**row, "file": str(file)} for file in files for row in read_rows(file)]
+    except ValueError as error:
+        raise NoRunsError(str(error)) from error
+    return pd.DataFrame(rows)
 
 
 def newest(frame: pd.DataFrame, keys: list[str]) -> pd.DataFrame:

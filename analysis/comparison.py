@@ -77,9 +77,13 @@ def signature(heads: pd.DataFrame, *varied: str, seed: bool = True) -> pd.Series
     """A text for each run, equal for runs that agree in all settings but the varied ones."""
     free = {key for name in varied for key in belongs(heads, name)}
     keys = [key for key in columns(heads) if key not in free]
-    texts = [map(written, heads[key]) for key in [*keys, *(["seed"] if seed else [])]]
-    rows = zip(*texts, strict=True)
-    return pd.Series(["|".join(row) for row in rows], index=heads.index, dtype=object)
+    return joined(heads, [*keys, *(["seed"] if seed else [])])
+
+
+def joined(table: pd.DataFrame, keys: list[str]) -> pd.Series:
+    """A text for each row, equal for rows that agree in these columns."""
+    rows = zip(*(map(written, table[key]) for key in keys), strict=True)
+    return pd.Series(["|".join(row) for row in rows], index=table.index, dtype=object)
 
 
 def narrow_products(heads: pd.DataFrame) -> pd.Series:

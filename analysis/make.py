@@ -165,20 +165,27 @@ def _of_runs(
     rows = json.loads(drawn[columns].to_json(orient="records"))
     for row in rows:
         row["metrics_sha256"] = _sha256(as_path(row["path"]) / "metrics.jsonl")
-    return frame, {"mark": mark, "runs": rows, "left_out": left_out}, scale
+    origin = {"mark": mark, "runs": rows, "left_out": left_out}
+    return frame, origin | ({"files": _files(frame)} if "file" in frame else {}), scale
 
 
 def _of_lines(figure, root: Path | str) -> tuple[pd.DataFrame, dict, str]:
     """The same for a figure of benchmark lines: files and their digests; they have no scale."""
     lines = load_lines(root, figure.LINES)
     frame = figure.query(lines)
-    drawn = sorted(set(frame["file"]) - {""})
-    files = [{"path": path, "sha256": _sha256(as_path(path))} for path in drawn]
+    files = _files(frame)
+    drawn = [file["path"] for file in files]
     left_out = [f"{path} (a newer file has its lines)" for path in set(lines["file"]) - set(drawn)]
     commits = lines.loc[lines["file"].isin(drawn)].get("commit", pd.Series(dtype=object)).nunique()
     mark = f"measured at {commits} commits" if commits > 1 else ""
     origin = {"mark": mark, "files": files, "left_out": sorted(left_out)}
     return frame, origin, "paper"
+
+
+def _files(frame: pd.DataFrame) -> list[dict]:
+    """The files of lines in a frame, with their digests."""
+    paths = sorted(set(frame["file"].dropna()) - {""})
+    return [{"path": path, "sha256": _sha256(as_path(path))} for path in paths]
 
 
 def _some(names: list[str], most: int = 3) -> str:

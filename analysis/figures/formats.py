@@ -1,9 +1,12 @@
-"""Mean R@1 and validation loss by number format, against bits per operand.
+"""Mean R@1 and validation loss by number format, against bits per operand and step time.
 
 Not in the paper, which precedes most of the formats. Runs: `experiment=formats`, and those of
-BASELINES that differ from them in the recipe alone: 16 bits, int8 and fp8.
+BASELINES that differ from them in the recipe alone: 16 bits, int8 and fp8. Step times: lines of
+`python -m experiments.benchmarks step` in the folder of the runs, if there are any.
 """
 
+import functools
+import itertools
 import math
 import re
 from collections.abc import Callable
@@ -13,14 +16,27 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from analysis import comparison, curves, style
+from analysis import bench, comparison, curves, style
 from analysis.figures.accuracy_vs_size import plot_runs
 from analysis.load import Runs
 from lowprec.nn.recipe import RECIPES, Operand
 
 EXPERIMENT, BASELINES = "formats", "accuracy_vs_size"
 MEASURES = {"recall": "mean R@1 (%)", "validation_loss": "validation loss"}
-COLUMNS = (*curves.OF_A_RUN, "bits", *MEASURES)
+OF_A_LINE = ("ms", "batches", "file")
+COLUMNS = (*curves.OF_A_RUN, "gpu", "bits", *OF_A_LINE, *MEASURES)
+AXES = {"bits": "bits per operand, with scales", "ms": "ms per training step"}
+AS_RUN = {  # key of a step's line: the same of a run
+    "device": "gpu",
+    "dtype": "precision.autocast",
+    "image_size": "model.image_size",
+    "patch_dropout": "model.patch_dropout",
+    "compiled": "compile",
+    "optimizer": "optimizer",
+}
+NATIVE = [  # recipes without fake-quantized products
+    name for name, recipe in RECIPES.items() if all(p is None or p.native for p in recipe.products)
+]
 SCALE_BITS = {"float32": 32, "e8m0": 8, "e4m3": 8}
 APART = 0.3  # bits between methods
 BAR = 5  # points: the width of a mean
@@ -33,7 +49,7 @@ def select(heads: pd.DataFrame) -> pd.DataFrame:
 
 
 def query(runs: Runs) -> pd.DataFrame:
-    """One row per run: bits per operand, and both measures at its last step, or NaN.
+    """One row per run: bits per operand, ms per step, and both measures at its last step, or NaN.
 
     Runs that have no measure and did not diverge are left out, as are custom recipes.
     """
@@ -44,7 +60,26 @@ def query(runs: Runs) -> pd.DataFrame:
     heads = heads[is_over & heads["precision.recipe"].isin(list(RECIPES))]
     of_run = map(bits, heads["precision.recipe"], heads["precision.autocast"])
     heads = heads.assign(bits=list(of_run)).sort_values("bits", ascending=False, kind="stable")
-    return heads[list(COLUMNS)]
+    return with_times(heads, bench.read_lines(runs.root, "step"))[list(COLUMNS)]
+
+
+def with_times(heads: pd.DataFrame, lines: pd.DataFrame) -> pd.DataFrame:
+    """Adds the `ms` of a training step, and the line's `batches` and `file`, to each run, or NaN.
+
+    A line counts if its GPU, model, batch, recipe and other settings are the run's. Those of one
+    setting are from one file, the newest with a time in 16 bits. Fake-quantized recipes have none.
+    """
+    checkpointed = heads["checkpointing"].map({True: ", checkpointing", False: ""})
+    shape = heads["model"] + " batch " + heads["batch_size"].astype(str) + checkpointed
+    setting = comparison.joined(heads.assign(shape=shape), ["shape", *AS_RUN.values()])
+    heads = heads.assign(setting=setting, case=heads["precision.recipe"])
+    lines = lines.reindex(columns=["shape", *AS_RUN, "case", *OF_A_LINE]).astype({"case": str})
+    lines = lines[lines["ms"].notna() & lines["case"].isin(NATIVE)]
+    lines = lines.assign(setting=comparison.joined(lines, ["shape", *AS_RUN]))
+    newest = lines[lines["case"] == "high"].groupby("setting")["file"].max()
+    lines = lines[lines["file"] == lines["setting"].map(newest)]
+    lines = lines.drop_duplicates(["setting", "case"], keep="last")
+    return heads.join(lines.set_index(["setting", "case"])[[*OF_A_LINE]], on=["setting", "case"])
 
 
 def bits(recipe: str, autocast: str) -> float:
@@ -65,32 +100,39 @@ def _bits(operand: Operand) -> float:
     return (1 + int(parts[1]) + int(parts[2]) if parts else 8) + scale
 
 
-def plot(frame: pd.DataFrame, ax: Axes, measure: str = "recall") -> Axes:
-    """One panel: points for runs and bars for means of a measure, by bits per operand."""
-    at = _apart(frame.groupby("method")["bits"].first())
+def plot(frame: pd.DataFrame, ax: Axes, measure: str = "recall", by: str = "bits") -> Axes:
+    """One panel: points for runs and bars for means of a measure, by one of AXES."""
+    frame = frame[frame[by].notna()]
+    at = frame.groupby("method")[by].first()
+    at = _apart(at) if by == "bits" else at
     for method, line in frame.groupby("method", sort=False):
         head = line.iloc[0]
         color = style.color(head["precision"], head["optimizer"], head["variant"])
         places = pd.Series(at[method], line.index)
         plot_runs(ax, places, line[measure], color, None, f"{method}, {head['bits']:.3g} bits", BAR)
-    ax.set(xlabel="bits per operand, with scales", ylabel=MEASURES[measure], xticks=[4, 8, 12, 16])
+    ax.set(xlabel=AXES[by], ylabel=MEASURES[measure])
+    if by == "bits":
+        ax.set_xticks([4, 8, 12, 16])
     return ax
 
 
 def draw(frame: pd.DataFrame, figure: Figure) -> None:
-    """Draws a panel for each measure above one legend."""
-    axes = draw_measures(frame, figure, plot, math.ceil(frame["method"].nunique() / 2))
+    """Draws a panel for each measure, and again by step time if there are any, above one legend."""
+    plots = [functools.partial(plot, by=by) for by in AXES if frame[by].notna().any()]
+    axes = draw_measures(frame, figure, math.ceil(frame["method"].nunique() / 2), *plots)
     legend = axes[0].get_legend_handles_labels()
-    figure.legend(*legend, loc="outside lower left", ncols=len(axes), handlelength=1.5)
+    ncols = curves.num_columns(len(axes))
+    figure.legend(*legend, loc="outside lower left", ncols=ncols, handlelength=1.5)
 
 
-def draw_measures(frame: pd.DataFrame, figure: Figure, plot: Callable, lines: int) -> list[Axes]:
-    """Draws a panel for each recorded measure above a legend of `lines` lines."""
+def draw_measures(frame: pd.DataFrame, figure: Figure, lines: int, *plots: Callable) -> list[Axes]:
+    """Draws a panel by each plot for each recorded measure, above a legend of `lines` lines."""
     measures = [name for name in MEASURES if frame[name].notna().any()] or ["recall"]
-    axes = curves.panels(figure, len(measures), lines)
-    for measure, ax in zip(measures, axes, strict=True):
+    axes = curves.panels(figure, len(plots) * len(measures), lines)
+    for (plot, measure), ax in zip(itertools.product(plots, measures), axes, strict=True):
         plot(frame, ax, measure)
-        if measure == "validation_loss" and frame[measure].max() > WIDE * frame[measure].min():
+        lowest, highest = ax.dataLim.intervaly
+        if measure == "validation_loss" and highest > WIDE * lowest:
             style.log_axis(ax)
     axes[0].set_title(curves.title(frame))
     return axes
@@ -112,5 +154,20 @@ def caption(frame: pd.DataFrame) -> str:
         f"{curves.of_runs(frame)} ({seeds} of each method). Points: runs; bars: means of "
         "seeds; a cross below: a run without that measure. Bits: mean over the operands of a "
         "layer's three products, with the scales of tiles; a product left in 16 bits counts as 16. "
-        f"Methods with nearly equal bits are set apart.{curves.caption_end(frame)}"
+        f"Methods with nearly equal bits are set apart.{_times(frame)}{curves.caption_end(frame)}"
+    )
+
+
+def _times(frame: pd.DataFrame) -> str:
+    timed = frame[frame["ms"].notna()]
+    if timed.empty:
+        return ""
+    gpus, batches = (curves.join(timed[name].unique()) for name in ("gpu", "batches"))
+    num = comparison.counted(timed["file"].nunique(), "run")
+    optimizer = style.method("", timed["optimizer"].iloc[0])
+    methods = frame.loc[frame["ms"].isna(), "method"].str.replace(optimizer, "", regex=False)
+    untimed = "; ".join(methods.unique())
+    return (
+        f" Step times: {num} of the benchmark `step` on {gpus} with batches {batches}."
+        + f" No step time (fake-quantized or not measured): {untimed}." * bool(untimed)
     )

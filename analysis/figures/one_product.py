@@ -58,7 +58,7 @@ def plot(frame: pd.DataFrame, ax: Axes, measure: str = "recall") -> Axes:
 
 def draw(frame: pd.DataFrame, figure: Figure) -> None:
     """Draws a panel for each measure above one legend."""
-    handles, labels = draw_measures(frame, figure, plot, 2)[0].get_legend_handles_labels()
+    handles, labels = draw_measures(frame, figure, 2, plot)[0].get_legend_handles_labels()
     pairs = sorted(zip(labels, handles, strict=True), key=lambda pair: _rank(pair[0]))
     names, marks = zip(*pairs, strict=True)
     figure.legend(marks, names, loc="outside lower left", ncols=4, handlelength=1.5)

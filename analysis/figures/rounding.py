@@ -81,7 +81,7 @@ def plot(frame: pd.DataFrame, ax: Axes, measure: str = "recall") -> Axes:
 
 def draw(frame: pd.DataFrame, figure: Figure) -> None:
     """Draws a panel for each measure."""
-    draw_measures(frame, figure, plot, 0)
+    draw_measures(frame, figure, 0, plot)
 
 
 def caption(frame: pd.DataFrame) -> str:

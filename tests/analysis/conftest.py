@@ -44,6 +44,7 @@ def make_run(
     lr: float = 1e-3,
     autocast: str = "bf16",
     data: str = "ab" * 32,
+    gpu: str | None = None,
     **keys,
 ) -> Path:
     """A run directory as training writes it.
@@ -63,7 +64,7 @@ def make_run(
     run = directory(config, {"data": data})
     record = Record(run)
     (run / "config.yaml").write_text(yaml.dump(to_dict(config), Dumper=DUMPER, sort_keys=False))
-    record.append("attempts", [{"attempt": 0, "sources": {"data": data}}])
+    record.append("attempts", [{"attempt": 0, "sources": {"data": data}, "gpu": gpu}])
     write_record(record, config, **written)
     record.close()
     return run

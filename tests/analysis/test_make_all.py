@@ -15,6 +15,7 @@ from analysis.style import save, style
 from lowprec.config.schema import DiagnosticsConfig, InterventionConfig, ScalerConfig, SpikeConfig
 from lowprec.runs.read import encode_row
 from tests.analysis.test_bench_figures import (
+    DEVICE,
     layer_lines,
     line,
     model_lines,
@@ -86,6 +87,9 @@ def lines():
     yield from layer_lines(DIMS)
     yield from model_lines()
     yield from scale_lines()
+    for case, ms in (("high", 30.0), ("switchback", 20.0)):
+        facts = {"image_size": 32, "patch_dropout": 0.0, "compiled": False, "optimizer": "adamw"}
+        yield line("step", case, ms, shape="mini_l batch 128", batches="loaded", **facts)
     for case, factor in (("int8", 1.0), ("e4m3", 3.0), ("e5m2 e4m3", 9.0)):
         for inner in (64, 1024, 16384):
             numbers = dict(measured=factor * inner * 1.01, predicted=factor * inner, ratio=1.01)
@@ -100,7 +104,7 @@ def write_studies(root, write_run):
             scale = np.where(steps < 20, 65536.0, 32768.0)
             score = np.full(STEPS, 0.2 + rank / 100)
             columns = {name: score for name in RESULTS} | {"loss_scale": scale}
-            keys = {"optimizer": "adamw", "num_steps": STEPS, "scale": "mini"} | cell
+            keys = {"optimizer": "adamw", "num_steps": STEPS, "scale": "mini", "gpu": DEVICE} | cell
             losses = 1 + 5 * np.exp(-steps / 10) + 0.05 * np.sin(steps + rank)
             losses[SPIKE - 1 : SPIKE + 2] += 2
             run = write_run(root, experiment=experiment, columns=columns, losses=losses,
