@@ -10,14 +10,13 @@ layers relative to float32, and, if there are class names, `int8/agreement`, the
 images that the converted and the unconverted model assign to the same class.
 """
 
-import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from experiments.entry import beside_chance, run_command
 from lowprec.config.check import ConfigError
 from lowprec.config.preflight import preflight
-from lowprec.config.schema import Config, EvaluationConfig, OptimizerConfig, key
+from lowprec.config.schema import Config, OptimizerConfig, key
 from lowprec.data.open import open_data
 from lowprec.runs.attempts import step_of
 from lowprec.runs.read import encode_row, read_config
@@ -72,8 +71,7 @@ def main(config: EvaluateConfig) -> None:
 
     checkpoint = find_checkpoint(run)
     trained = trained.at_step(step_of(checkpoint))  # its other recipe may not run here
-    autocast = config.precision.autocast or trained.precision.autocast
-    trained.precision = dataclasses.replace(trained.precision, autocast=autocast)
+    trained.precision.autocast = config.precision.autocast or trained.precision.autocast
     built = build(trained, open_data(trained, training=False))
     built.state.load_model(checkpoint)
     evaluation, model = built.evaluation(), built.task.model
@@ -99,29 +97,20 @@ def main(config: EvaluateConfig) -> None:
 
 
 def evaluated_config(trained: Config, config: EvaluateConfig) -> Config:
-    """Returns a run's config with the changes for an evaluation.
+    """Changes a run's config for an evaluation, in place, and returns it.
 
     With other validation shards, the run's class names and templates do not apply. The optimizer,
     whose package may be missing, is AdamW.
     """
-    data = trained.data
-    data = dataclasses.replace(
-        data,
-        val=config.val or data.val,
-        classnames=config.classnames or (None if config.val else data.classnames),
-        templates=config.templates or (None if config.val else data.templates),
-        index=config.index or data.index,
-        cache=None,
-    )
-    return dataclasses.replace(
-        trained,
-        data=data,
-        model=dataclasses.replace(trained.model, init_from=None),
-        optimizer=OptimizerConfig(stable_embedding=trained.optimizer.stable_embedding),
-        evaluation=EvaluationConfig(config.evaluation.name or trained.evaluation.name),
-        device=config.device,
-        compile=False,
-    )
+    if config.val:
+        trained.data.classnames = trained.data.templates = None
+    for name in ("val", "classnames", "templates", "index"):
+        setattr(trained.data, name, getattr(config, name) or getattr(trained.data, name))
+    trained.data.cache = trained.model.init_from = None
+    trained.optimizer = OptimizerConfig(stable_embedding=trained.optimizer.stable_embedding)
+    trained.evaluation.name = config.evaluation.name or trained.evaluation.name
+    trained.device, trained.compile = config.device, False
+    return trained
 
 
 if __name__ == "__main__":

@@ -25,13 +25,8 @@ class IndexConfig:
 def main(config: IndexConfig) -> None:
     """Indexes shards without a current index and accepts the set as it is now."""
     try:
-        shards = open_shards(
-            config.shards,
-            config.index,
-            name="shards",
-            accept=True,
-            num_processes=config.num_processes,
-        )
+        options = {"accept": True, "num_processes": config.num_processes}
+        shards = open_shards(config.shards, config.index, name="shards", **options)
     except (FileNotFoundError, ValueError) as error:
         sys.exit(str(error))
     labeled = int((shards.labels >= 0).sum())

@@ -85,9 +85,8 @@ class Replayer:
             rms = rms[names.index(TENSOR)] if TENSOR in names else math.nan
             rows.append({"step": number, "loss": loss, "rms": rms})
             if number in save_after:
-                save_checkpoint(
-                    folder, number, built.state, {}, keep=len(save_after), provenance={}
-                )
+                kept = {"keep": len(save_after), "provenance": {}}
+                save_checkpoint(folder, number, built.state, {}, **kept)
             if take_step.frozen.item():
                 break
         return pd.DataFrame(rows)

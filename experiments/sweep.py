@@ -221,7 +221,6 @@ def _options(launching: list[str]) -> SweepConfig:
 
 
 def _folder(overrides: list[str]) -> Path:
-    """The folder of the sweep with these overrides."""
     values = dict(text.split("=", 1) for text in overrides if "=" in text)
     name = values.get("experiment") or values.get("name") or "run"
     return Path(values.get("run_dir", "runs")) / "sweeps" / name
@@ -240,7 +239,6 @@ def _name_way_out(manifest: Manifest, run_states: list[State]) -> None:
 
 
 def _command(manifest: Manifest, *words: str) -> str:
-    """The command that applies a verb to a sweep."""
     run_dir = manifest.folder.parent.parent
     place = [] if run_dir == Path("runs").absolute() else [f"run_dir={run_dir}"]
     words = (*words, f"name={manifest.folder.name}", *place)

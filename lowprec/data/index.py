@@ -74,7 +74,6 @@ def open_shards(
 
 
 def _digests(catalog: np.ndarray) -> dict[bytes, bytes]:
-    """Digests of a catalog's shards, by path."""
     return dict(zip(catalog["path"].tolist(), catalog["digest"].tolist(), strict=True))
 
 
@@ -215,7 +214,6 @@ def index_tar(path: str) -> tuple[np.ndarray, str]:
 
 
 def _row(parts: dict[str, tuple[int, int, bytes]]) -> tuple:
-    """A sample's row of the table."""
     anywhere = next(iter(parts.values()))[0]
     image = next((parts[kind][:2] for kind in IMAGES if kind in parts), (anywhere, -1))
     text = parts.get("txt", (0, -1))[:2]

@@ -75,7 +75,6 @@ class Shards:
         return np.diff(self.starts)
 
     def _load_table(self, shard: int) -> np.ndarray:
-        """The `SAMPLE` array of a shard."""
         try:
             entry, table = load_sealed(self._table_files[shard])
             if entry["digest"] != self._digests[shard]:

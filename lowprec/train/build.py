@@ -348,6 +348,5 @@ def _on_warning(rule: OptimizerConfig) -> OnWarning | None:
 
 
 def _read_names(config: Config, kind: str) -> list[str]:
-    """Reads the classnames or templates of a config."""
     source = names_file(config, kind)
     return imagenet(kind) if source == "imagenet" else read_lines(source)

@@ -163,14 +163,12 @@ def _is_intact(checkpoint: Path) -> bool:
 
 
 def _set_aside(checkpoint: Path) -> None:
-    """Renames a damaged checkpoint to `.damaged.step_*`."""
     aside = checkpoint.with_name(f".damaged.{checkpoint.name}")
     shutil.rmtree(aside, ignore_errors=True)
     os.rename(checkpoint, aside)
 
 
 def _commit(temporary: Path, final: Path, body: dict) -> None:
-    """Writes the manifest, then renames the checkpoint."""
     manifest = {"sha256": _digest_of(body), **body}
     durable.write(temporary / "manifest.json", json.dumps(manifest, indent=1).encode())
     durable.sync(temporary)

@@ -118,7 +118,6 @@ def _attempt(
     world: Ranks,
     progress: Progress,
 ) -> tuple[Ended, Logger]:
-    """Trains until the run ends or is stopped."""
     plain = to_dict(config)
     plain["data"]["train"] = without_secrets(config.data.train)  # a signed URL is a secret
     world.first(lambda: _begin_record(config, plain, sources, record, world))
