@@ -18,11 +18,11 @@ from analysis.load import Runs
 
 PLAIN, CLIPPING = "fp8, no change", "gradient clipping"
 CHANGES = ("bf16", PLAIN, CLIPPING, "KQ layer norm", "zero-init layer-scale")
-NAMES = {  # config key: in print
-    "model.name": "size",
-    "batch_size": "batch",
-    "optimizer.lr": "lr",
-    "precision.label": "precision",
+SWEEPS = {  # config key: in print, the figure that its sweep follows
+    "model.name": ("size", "figure 6"),
+    "batch_size": ("batch", "figure 7"),
+    "optimizer.lr": ("lr", "figure 8"),
+    "precision.label": ("precision", "figures 6 to 8"),
 }
 TABLES = {"model.name": style.MODELS, "precision.label": style.PRECISIONS}
 DASHES = (0, (5, 1.2))
@@ -88,7 +88,7 @@ def panel_title(head: pd.Series) -> str:
     if head["key"] == "precision.label":
         return style.PRECISIONS.get(head["value"], (head["value"],))[0]
     value = f"{head['value']:,}" if head["key"] == "batch_size" else f"{head['value']:g}"
-    return f"{NAMES[head['key']]} {value}"
+    return f"{SWEEPS[head['key']][0]} {value}"
 
 
 def arrange_sweep(heads: pd.DataFrame) -> pd.DataFrame:
@@ -173,8 +173,8 @@ FIGURES = {
     ),
 }
 FIGURES |= {
-    f"spikes_vs_{NAMES[key]}": LossBySetting(
-        f"spikes_vs_{NAMES[key]}",
+    f"spikes_vs_{name}": LossBySetting(
+        f"spikes_vs_{name}",
         (key, "optimizer.beta2"),
         arrange_sweep,
         look_of_sweep,
@@ -183,7 +183,5 @@ FIGURES |= {
         key,
         "stability",
     )
-    for key, after in zip(
-        NAMES, ("figure 6", "figure 7", "figure 8", "figures 6 to 8"), strict=True
-    )
+    for key, (name, after) in SWEEPS.items()
 }

@@ -40,7 +40,6 @@ class RunData:
     summary: dict
     whole: pd.DataFrame  # step, loss, rms (of the selected tensor), max (of all), grad_norm, lr
     curves: pd.DataFrame  # the same, thinned
-    is_thinned: bool
     final_loss: float
     scores: dict[str, float]  # of the last evaluation
     accuracy: pd.Series  # the first score of each evaluation, by step
@@ -50,7 +49,6 @@ class RunData:
     following: dict[str, float]
     heat: dict | None
     speed: dict[str, float]
-    num_steps: int  # up to the last with a row
     unexamined: str  # why no loss was examined for spikes, or ""
     collapse: str  # a message if the loss stayed at chance
 
@@ -86,7 +84,6 @@ def collect_run(runs: Runs, tensor: str, budget: Budget) -> RunData:
         summary=summary,
         whole=curves,
         curves=curves.iloc[rows],
-        is_thinned=len(rows) < len(curves),
         final_loss=float(finite[-smoothing_width(len(curves)) :].mean()) if len(finite) else np.nan,
         scores={name: float(values.iloc[-1]) for name, values in scores.items() if len(values)},
         accuracy=next(iter(scores.values()), metrics["loss"].iloc[:0]),
@@ -96,7 +93,6 @@ def collect_run(runs: Runs, tensor: str, budget: Budget) -> RunData:
         following=spike_marks.count_following(series, rms, protocol),
         heat=heat_of(series.rms, budget.heat_bytes),
         speed=speed_of(runs.timing),
-        num_steps=len(series.loss),
         unexamined=spike_marks.why_unexamined(len(series.loss), protocol),
         collapse=spike_marks.collapse_of(summary, series.loss),
     )

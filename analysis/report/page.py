@@ -93,7 +93,7 @@ def make_page(runs: Runs, tensor: str = TENSOR, refresh: int = 0) -> str:
         cards=_cards(labels, data),
         chips=[(text, looks[methods.index(text)], methods.count(text)) for text in chips],
         protocols=in_words(pd.DataFrame([vars(run.protocol) for run in data])),
-        is_thinned=any(run.is_thinned for run in data),
+        is_thinned=any(len(run.curves) < len(run.whole) for run in data),
         runs_differ=bool(differing) or len(data) == 1,
         num_runs=len(data),
         tensor=tensor,
@@ -195,7 +195,7 @@ def _unexamined(data: list[RunData]) -> list[str]:
     """A sentence for each reason why runs were not examined for spikes, with their steps."""
     texts = []
     for reason in dict.fromkeys(run.unexamined for run in data if run.unexamined):
-        steps = [run.num_steps for run in data if run.unexamined == reason]
+        steps = [len(run.whole) for run in data if run.unexamined == reason]
         span = " to ".join(f"{number:,}" for number in sorted({min(steps), max(steps)}))
         count = f"{len(steps)} of {len(data)} runs were not examined"
         texts.append(f"{count}: {span} steps are recorded, and {reason}.")

@@ -291,11 +291,9 @@ def _is_legal(override: Override, schema: type, faults: list[str]) -> bool:
     if key in _groups(schema):
         files = _choices(key)
         unknown = [choice for choice in _values(override) if choice not in files]
+        allowed = f"conf/{key} has {', '.join(files)}"
         for choice in unknown:
-            near = nearest(choice, files)
-            faults.append(
-                f"{key}={choice}: no such choice{near} (conf/{key} has {', '.join(files)})"
-            )
+            faults.append(f"{key}={choice}: no such choice{nearest(choice, files)} ({allowed})")
         return not unknown
     for name in MAPS:
         if key.startswith(f"{name}."):

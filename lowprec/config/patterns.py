@@ -36,9 +36,8 @@ def expand(pattern: str, name: str = "data.train") -> list[str]:
     if not missing:
         return sorted({path for paths in matches.values() for path in paths})
     if len(missing) < len(matches):
-        raise FileNotFoundError(
-            f"{name}={pattern}: {len(missing)} are missing: {listing(missing, ', ', limit=5)}"
-        )
+        first = listing(missing, ", ", limit=5)
+        raise FileNotFoundError(f"{name}={pattern}: {len(missing)} are missing: {first}")
     raise FileNotFoundError(f"{name}={pattern}: no file matches{nearest_path(missing[0])}")
 
 
@@ -86,9 +85,8 @@ def expand_urls(pattern: str, allowed: list[str]) -> ShardUrls:
         )
     globbed = [part for part in parts if schemes[part] not in ("", "pipe") and "*" in part]
     if globbed:
-        raise ValueError(
-            f"data.train={without_secrets(globbed[0])}: no glob in a URL; use braces: {{00..99}}"
-        )
+        public = without_secrets(globbed[0])
+        raise ValueError(f"data.train={public}: no glob in a URL; use braces: {{00..99}}")
     expanded = [[part] if schemes[part] else expand(part) for part in parts]
     return ShardUrls(sorted({url for urls in expanded for url in urls}))
 

@@ -140,9 +140,8 @@ def _names_faults(config: Config) -> list[str]:
                 f"{kind}.txt beside data.val); evaluation=retrieval needs none"
             )
         elif file not in (None, "imagenet") and not os.path.isfile(file):
-            faults.append(
-                f"data.{kind}={file}: no such file{nearest_path(file)}; it can also be imagenet"
-            )
+            near = nearest_path(file)
+            faults.append(f"data.{kind}={file}: no such file{near}; it can also be imagenet")
         elif file not in (None, "imagenet") and is_needed:
             lines = read_lines(file)
             bad = [line for line in lines if kind == "templates" and line.count("{}") != 1]

@@ -142,9 +142,8 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
         if skip not in ("step", "tensor"):
             raise ValueError(f"skip={skip!r} must be step or tensor")
         if not (isinstance(clip_norm, torch.nn.Module) or is_positive_or_none(clip_norm)):
-            raise ValueError(
-                f"clip_norm={clip_norm!r} must be None, a number > 0, ZClip() or SkipStep()"
-            )
+            allowed = "None, a number > 0, ZClip() or SkipStep()"
+            raise ValueError(f"clip_norm={clip_norm!r} must be {allowed}")
         if not isinstance(on_warning, OnWarning | None):
             raise ValueError(f"on_warning={on_warning!r} must be None or an OnWarning")
         if optim_bits not in (8, 32):

@@ -165,9 +165,8 @@ class Record:
         sizes = {name: path.stat().st_size for name, path in files.items()}
         short = [name for name, size in offsets.items() if sizes.get(name, 0) < size]
         if short:
-            raise RecordError(
-                f"{self.run}: missing or shorter than at the checkpoint: {', '.join(short)}"
-            )
+            names = ", ".join(short)
+            raise RecordError(f"{self.run}: missing or shorter than at the checkpoint: {names}")
         for name, path in files.items():
             size = offsets.get(name, 0)
             if sizes[name] > size:

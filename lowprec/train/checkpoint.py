@@ -80,10 +80,8 @@ class Saver:
                 )
             return None
         path, manifest = newest
-        if manifest["step"] > self.config.num_steps:
-            raise CheckpointError(
-                f"{run} is at step {manifest['step']}, beyond num_steps={self.config.num_steps}"
-            )
+        if manifest["step"] > (last := self.config.num_steps):
+            raise CheckpointError(f"{run} is at step {manifest['step']}, beyond num_steps={last}")
         mismatch = refuse_mismatch(
             path,
             manifest["provenance"],
