@@ -36,11 +36,8 @@ CLIPPING = (
     *("optimizer.clip_norm", "optimizer.clip_threshold", "optimizer.clip_weight_decay"),
     *ADDED,
 )
-MODEL = tuple(
-    key
-    for key in KEY
-    if key.startswith("model.") and key not in ("model.name", "model.patch_dropout")
-)
+NO_SIZES = ("model.name", "model.patch_dropout")
+MODEL = tuple(key for key in KEY if key.startswith("model.") and key not in NO_SIZES)
 BELONGS = {  # varied setting: those that change with it
     "model.name": MODEL,
     "precision.label": ("precision.recipe", PRODUCTS, "precision.outlier_threshold"),

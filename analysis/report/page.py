@@ -157,14 +157,10 @@ def _title(summaries: pd.DataFrame) -> str:
 def _cards(labels: list[str], data: list[RunData]) -> list[tuple[str, str, str, str]]:
     """The numbers at the top of the page: name, value, more, and the section that has them."""
     cards = []
-    losses = pd.Series([run.final_loss for run in data], labels)
     finished = [run.summary["state"] == "finished" for run in data]
-    losses = losses[finished].dropna()
-    chance = {
-        (run.summary.get("batch_size"), run.summary.get("data.digest"))
-        for run, has_ended in zip(data, finished, strict=True)
-        if has_ended
-    }
+    losses = pd.Series([run.final_loss for run in data], labels)[finished].dropna()
+    summaries = [run.summary for run in data if run.summary["state"] == "finished"]
+    chance = {(row.get("batch_size"), row.get("data.digest")) for row in summaries}
     if len(chance) > 1 and len(losses):
         more = "runs differ in batch size, data or evaluation"
         cards.append(("lowest final loss", "not ranked", more, "runs"))
@@ -183,11 +179,8 @@ def _cards(labels: list[str], data: list[RunData]) -> list[tuple[str, str, str, 
     total = f"{sum(counts):,}" if examined else "not examined"
     cards.append(("loss spikes", total, spiking if examined else "", "spikes"))
     num_bad = sum(run.needs_attention for run in data)
-    more = (
-        "failed, stopped, collapsed or damaged"
-        if num_bad
-        else "none failed, stopped, collapsed or is damaged"
-    )
+    some = "failed, stopped, collapsed or damaged"
+    more = some if num_bad else "none failed, stopped, collapsed or is damaged"
     return [*cards, ("need attention", str(num_bad), more, "failures")]
 
 

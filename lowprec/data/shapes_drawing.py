@@ -177,11 +177,8 @@ def colors_beside(color: str) -> tuple[str, ...]:
 @cache
 def backgrounds_for(colors: tuple[str, ...]) -> tuple[tuple, tuple]:
     """Plain backgrounds (name,) and gradients (first, last) that contrast with all `colors`."""
-    pairs = [
-        pair
-        for pair in product(BACKGROUNDS, repeat=2)
-        if all(pair in _contrasting(c) for c in colors)
-    ]
+    pairs = product(BACKGROUNDS, repeat=2)
+    pairs = [pair for pair in pairs if all(pair in _contrasting(c) for c in colors)]
     plains = tuple((first,) for first, last in pairs if first == last)
     return plains, tuple(pair for pair in pairs if pair[0] != pair[1])
 

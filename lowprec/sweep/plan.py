@@ -202,12 +202,8 @@ def plan_runs(
         if opened not in sources:
             sources[opened] = open_sources(config)
         place = str(directory(config, sources[opened]))
-        public = [
-            f"data.train={without_secrets(config.data.train)}"
-            if text.startswith("data.train=")
-            else text
-            for text in run.overrides
-        ]
+        train = f"data.train={without_secrets(config.data.train)}"
+        public = [train if text.startswith("data.train=") else text for text in run.overrides]
         runs.append(PlannedRun(-1, label(config), place, public, to_dict(config)))
     return runs
 
