@@ -163,9 +163,7 @@ class OptimizerConfig:
     )
     clip_threshold: float | None = key(None, "largest unclipped RMS_t (stable_adamw)", above=0)
     clip_weight_decay: bool = key(True, "let update clipping reduce weight decay as well")
-    on_warning: WarningConfig = field(
-        default_factory=WarningConfig, metadata={"doc": "response to a large RMS_t"}
-    )
+    on_warning: WarningConfig = field(default_factory=WarningConfig)
     optim_bits: int = key(32, "bits of a moment of adamw or stable_adamw", choices=(8, 32))
     min_8bit_size: int = key(4096, "smallest tensor, in elements, with 8-bit moments", least=1)
     override_32bit: list[str] = key([], "modules with 32-bit moments, such as 'visual.conv*'")
@@ -248,12 +246,8 @@ class DiagnosticsConfig:
     every: int = key(1, "steps between records of rms, grad_norm and update_norm", least=1)
     detail_every: int | None = key(100, "steps between records of the others; null: never", least=1)
     block_every: int | None = key(100, "steps between records of blocks; null: never", least=1)
-    spikes: SpikeConfig = field(
-        default_factory=SpikeConfig, metadata={"identity": False, "doc": "spike detection"}
-    )
-    recorder: RecorderConfig = field(
-        default_factory=RecorderConfig, metadata={"identity": False, "doc": "pre-spike snapshots"}
-    )
+    spikes: SpikeConfig = field(default_factory=SpikeConfig, metadata={"identity": False})
+    recorder: RecorderConfig = field(default_factory=RecorderConfig, metadata={"identity": False})
 
 
 @dataclass
@@ -318,9 +312,7 @@ class Config:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     diagnostics: DiagnosticsConfig = field(default_factory=DiagnosticsConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
-    logger: LoggerConfig = field(
-        default_factory=LoggerConfig, metadata={"identity": False, "doc": "dashboard"}
-    )
+    logger: LoggerConfig = field(default_factory=LoggerConfig, metadata={"identity": False})
 
     def precision_at(self, step: int) -> PrecisionConfig:
         """The precision of a step (from 1), which `precision_change` may have changed."""
