@@ -1,8 +1,8 @@
 """Triton kernels for `reference.quantize`, with bit-identical results.
 
-Row-wise quantization and that by tiles ("1x128") read the input once. Column- and tensor-wise
-quantization read it twice (maxima, then quotients). All but row-wise quantization can store the
-result as it is, transposed or both.
+Quantization row-wise and by tile ("1x128") reads the input once. Column- and tensor-wise
+quantization read it twice (maxima, then quotients) and can store the result as it is, transposed or
+both.
 Input float32, bfloat16 or float16; output int8, float8_e4m3fn (compute capability >= 8.9) or
 float8_e5m2. Offsets are int64. Magnitudes are compared as the integers with the same bits, which
 order inf and NaN last: a floating-point maximum would drop NaN.
@@ -147,8 +147,7 @@ def _quantize_tiles_kernel(
 
 @triton.jit
 def _quantize_by_tile_kernel(
-    x_ptr, q_ptr, qt_ptr, scale_ptr, M, K, stride_m, stride_sm, stride_sk,
-    MAX: tl.constexpr, ROWS_OUT: tl.constexpr, TRANSPOSED_OUT: tl.constexpr,
+    x_ptr, q_ptr, scale_ptr, M, K, stride_m, stride_sm, stride_sk, MAX: tl.constexpr,
     TILE_M: tl.constexpr, TILE_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     Q: tl.constexpr = q_ptr.dtype.element_ty
@@ -173,11 +172,7 @@ def _quantize_by_tile_kernel(
     in_scale = (scale_m * TILE_M < M)[:, None] & (scale_k * TILE_K < K)[None, :]
     tl.store(scale_ptr + at, scale, mask=in_scale)
     q = _divide(x, scale, MAX, Q)  # [BLOCK_M, BLOCK_K]
-    if ROWS_OUT:
-        tl.store(q_ptr + rows[:, None] * K + cols[None, :], q, mask=mask)
-    if TRANSPOSED_OUT:
-        mask_t = (cols < K)[:, None] & (rows < M)[None, :]
-        tl.store(qt_ptr + cols[:, None] * M + rows[None, :], tl.trans(q), mask=mask_t)
+    tl.store(q_ptr + rows[:, None] * K + cols[None, :], q, mask=mask)
 
 
 @triton.jit
@@ -233,28 +228,24 @@ def quantize(
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """q_MK, q_KM (each None unless requested) and the scale.
 
-    Row-wise transposes by a copy; the other granularities store both layouts in one pass. Tiles
-    are RxC with powers of two, at least 16 or 1.
+    Row-wise and by tile ("1x128"; both sides are powers of two), a copy transposes; the other
+    granularities store both layouts in one pass.
     """
     if granularity == "rowwise":
         q_MK, scale = quantize_rows(x_MK, format)
         return q_MK if rows else None, q_MK.T.contiguous() if transposed else None, scale
-    # Triton 3.6 scrambles transposed fp8 tiles computed from float32: weight gradients became NaN
-    if transposed and x_MK.dtype == torch.float32 and format is not INT8:
+    # Triton 3.6 scrambles transposed fp8 tiles computed from float32, and of 128x128 bfloat16:
+    # weight gradients became NaN, input gradients wrong
+    is_scaled_by_tile = granularity not in ("columnwise", "tensorwise")
+    is_scrambled = format is not INT8 and x_MK.dtype == torch.float32
+    if transposed and (is_scaled_by_tile or is_scrambled):
         q_MK, _, scale = quantize(x_MK, format, granularity, rows=True, transposed=False)
         q_KM = transpose_bytes(q_MK.view(torch.int8)).view(format.dtype)
         return q_MK if rows else None, q_KM, scale
     x_MK = _rows_contiguous(x_MK)
-    if granularity in ("columnwise", "tensorwise"):
-        return _quantize_tiles(x_MK, format, granularity == "columnwise", rows, transposed)
-    M, K = x_MK.shape
-    q_MK = torch.empty(M, K, dtype=format.dtype, device=x_MK.device) if rows else None
-    q_KM = torch.empty(K, M, dtype=format.dtype, device=x_MK.device) if transposed else None
-    scale = empty_scale(x_MK, granularity)
-    facts = (x_MK.device, x_MK.dtype, M, K, x_MK.stride(0), granularity, scale.stride())
-    launch = _plan_by_tile(*facts, format.dtype, rows, transposed)
-    launch(x_MK, q_MK if rows else q_KM, q_KM if transposed else q_MK, scale)
-    return q_MK, q_KM, scale
+    if is_scaled_by_tile:
+        return _quantize_by_tile(x_MK, format, granularity)
+    return _quantize_tiles(x_MK, format, granularity == "columnwise", rows, transposed)
 
 
 def empty_scale(x_MK: Tensor, granularity: str) -> Tensor:
@@ -270,15 +261,23 @@ def empty_scale(x_MK: Tensor, granularity: str) -> Tensor:
     return x_MK.new_empty((down, across), dtype=torch.float32)
 
 
+def _quantize_by_tile(x_MK: Tensor, format: Format, granularity: str) -> tuple:
+    """q_MK, None and the scale."""
+    M, K = x_MK.shape
+    q_MK = torch.empty(M, K, dtype=format.dtype, device=x_MK.device)
+    scale = empty_scale(x_MK, granularity)
+    facts = (x_MK.device, x_MK.dtype, M, K, x_MK.stride(0), granularity, scale.stride())
+    _plan_by_tile(*facts, format.dtype)(x_MK, q_MK, scale)
+    return q_MK, None, scale
+
+
 @plan
 def _plan_by_tile(
-    device, dtype, M: int, K: int, stride_m: int, granularity: str, strides, quantized, rows, both
+    device, dtype, M: int, K: int, stride_m: int, granularity: str, strides, quantized
 ) -> Launch:
     tile_m, tile_k = map(int, granularity.split("x"))
     constants = {
         "MAX": LARGEST[quantized],
-        "ROWS_OUT": rows,
-        "TRANSPOSED_OUT": both,
         "TILE_M": tile_m,
         "TILE_K": tile_k,
         "BLOCK_M": tile_m if tile_m > 1 else 32,

@@ -1,6 +1,7 @@
 """Tests that need a GPU: compiled and captured steps, large tensors, hardware casts and sums."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -118,12 +119,14 @@ def test_captured_step_replays_on_new_data(name):
 
 
 @pytest.mark.parametrize("format", [INT8, E4M3, E5M2], ids=lambda format: format.name)
-@pytest.mark.parametrize("granularity", ["rowwise", "columnwise", "tensorwise"])
+@pytest.mark.parametrize(
+    "granularity", ["rowwise", "columnwise", "tensorwise", "1x128", "128x1", "128x128"]
+)
 def test_random_large_tensors_match_reference_bits(granularity, format):
     skip_without(format)
     generator = torch.Generator().manual_seed(0)
-    for dtype in (torch.bfloat16, torch.float32) * 4:
-        m, k = torch.randint(1, 9000, (2,), generator=generator).tolist()
+    for dtype, align in itertools.product((torch.bfloat16, torch.float32), (1, 1, 16, 128)):
+        m, k = (torch.randint(1, 9000 // align, (2,), generator=generator) * align).tolist()
         x = torch.randn(m, k, device="cuda", dtype=dtype) * 3
         results = ops.quantize(x, format, granularity, layout="both", backend="triton")
         q, scale = reference.quantize(x, format, granularity)
