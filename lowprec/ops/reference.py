@@ -28,14 +28,15 @@ def quantize(x_MK: Tensor, format: Format, granularity: str) -> tuple[Tensor, Te
     and scale = 0. A row, column, tensor or tile that contains NaN or inf gets q = 0 and
     scale = NaN, so that products with it are NaN. Source: arXiv:2304.13013, section 2.
     """
+    x_MK = x_MK.float()
     if granularity in REDUCED:
-        x_MK = x_MK.float()
         scale = scale_of(x_MK.abs().amax(dim=REDUCED[granularity], keepdim=True), format)
         return _cast(_divide(x_MK, scale), format), scale
-    tiles = _to_tiles(x_MK.float(), granularity)
+    tiles = _to_tiles(x_MK, granularity)
     scale = scale_of(tiles.abs().amax(dim=(1, 3), keepdim=True), format)
-    q = _from_tiles(_cast(_divide(tiles, scale), format), granularity, x_MK.shape)
-    return q.contiguous(), scale[:, 0, :, 0]
+    # cast last: on a CPU, Inductor compiles slices of 8-bit tiles to wrong code
+    quotients = _from_tiles(_divide(tiles, scale), granularity, x_MK.shape)
+    return _cast(quotients, format), scale[:, 0, :, 0]
 
 
 def _divide(x: Tensor, scale: Tensor) -> Tensor:
@@ -117,10 +118,10 @@ def has_tiles(a_scale: Tensor, b_scale: Tensor, N: int) -> bool:
 
 def _scaled(q: Tensor, scale: Tensor) -> Tensor:
     """`q * scale` in float32 for the scales of tiles."""
-    scale = scale.repeat_interleave(TILE_TERMS, dim=1)[:, : q.shape[1]]
-    if scale.shape[0] != q.shape[0]:
-        scale = scale.repeat_interleave(TILE_TERMS, dim=0)[: q.shape[0]]
-    return q.float() * scale
+    rows = 1 if scale.shape[0] == q.shape[0] else TILE_TERMS
+    granularity = f"{rows}x{TILE_TERMS}"
+    tiles = _to_tiles(q.float(), granularity) * scale[:, None, :, None]
+    return _from_tiles(tiles, granularity, q.shape)
 
 
 def _int_product(a_MK: Tensor, b_NK: Tensor) -> Tensor:

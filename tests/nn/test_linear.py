@@ -235,6 +235,20 @@ def test_inductor_code_has_the_same_gradients(name):
     compiled_gradients(name, "inductor")
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own warnings
+def test_inductor_code_of_several_tiles_equals_eager():
+    """Inductor wrote slices of 8-bit tiles wrongly on a CPU, or raised AssertionError."""
+    layer = LowPrecisionLinear(203, 320, recipe="hw_fp8_blockwise")
+    x, g = torch.randn(231, 203, requires_grad=True), torch.randn(231, 320)
+    results = []
+    for module in (layer, torch.compile(layer)):
+        output = module(x)
+        results.append((output, *torch.autograd.grad(output, (x, layer.weight), g)))
+    for eager, compiled in zip(*results, strict=True):
+        assert (compiled - eager).norm() <= 1e-3 * eager.norm()
+
+
 def test_layer_has_parameters_and_initial_values_of_nn_linear():
     torch.manual_seed(0)
     ours = SwitchBackLinear(48, 70)
