@@ -31,6 +31,7 @@ from lowprec.optim.state import (
     adamw_state,
     can_be_8bit,
     check_is_adamw,
+    check_names,
     check_options,
     is_positive_or_none,
     loaded_state,
@@ -162,7 +163,8 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
         self._with_8bit_moments()  # names are checked
 
     def add_param_group(self, param_group: dict) -> None:
-        """As in torch; ValueError if an option is out of range."""
+        """As in torch; ValueError if an option is out of range or misspelled."""
+        check_names(param_group, self.defaults)
         check_options({**self.defaults, **param_group}, self.on_warning)
         super().add_param_group(param_group)
         self._reset_caches()

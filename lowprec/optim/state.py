@@ -3,6 +3,7 @@
 torch stores the biased moments m; ours are debiased: v = m / (1 - beta^t).
 """
 
+import difflib
 import math
 
 import torch
@@ -37,6 +38,13 @@ def check_options(group: dict, on_warning: OnWarning | None = None) -> None:
     ):
         if not is_allowed:
             raise ValueError(f"{name}={group[name]!r} must be {allowed}")
+
+
+def check_names(group: dict, options: dict) -> None:
+    """ValueError for a misspelled option; other names are allowed, since schedulers add some."""
+    for name in group.keys() - options.keys():
+        if near := difflib.get_close_matches(name, options, n=1, cutoff=0.9):
+            raise ValueError(f"{name}: no such option; nearest: {near[0]}")
 
 
 def is_positive_or_none(value: float | None) -> bool:

@@ -129,7 +129,11 @@ def test_an_option_out_of_range_is_refused_in_every_group(options):
     optimizer = StableAdamW(params[:1])
     with pytest.raises(ValueError, match=f"{name}="):
         optimizer.add_param_group({"params": params[1:], **options})
+    with pytest.raises(ValueError, match="weigth_decay: no such option; nearest: weight_decay"):
+        optimizer.add_param_group({"params": params[1:], "weigth_decay": 0.1})
     assert len(optimizer.param_groups) == 1
+    others = dict.fromkeys(("initial_lr", "max_lr", "lr_scale", "base_momentum", "no_weight_decay"))
+    StableAdamW([{"params": params, "weight_decay_mult": 0.0, **others}])  # as in torch
     for name, value in (("clip_norm", math.nan), ("clip_norm", "zclip"), ("skip", "no")):
         with pytest.raises(ValueError, match=f"{name}="):
             StableAdamW(params, **{name: value})
