@@ -57,23 +57,28 @@ class Layer:
 class Layers(list[Layer]):
     """The layers that match, in the model's order, with counts of all layers by tower.
 
-    `print` shows how many layers and multiply-adds are quantized, and which layers are not.
+    `print` shows how many layers and multiply-adds are quantized, and which layers are not. It
+    warns if a recipe that `quantizes` is applied to none.
     """
 
-    def __init__(self, layers: Sequence[Layer] = (), towers: dict[str, Tower] | None = None):
+    def __init__(
+        self, layers: Sequence[Layer] = (), towers: dict | None = None, quantizes: bool = False
+    ):
         super().__init__(layers)
-        self.towers = towers or {}
+        self.towers, self.quantizes = towers or {}, quantizes
 
     def __repr__(self) -> str:
         towers = {name: tower for name, tower in self.towers.items() if name or tower.layers}
-        lines = [total_share(self)]
+        has_any = any(tower.quantized for tower in towers.values())
+        warning = " (warning: no layer is quantized)" * (self.quantizes and not has_any)
+        lines = [total_share(self) + warning]
         lines += [f"  {name or 'the rest'}: {_share(tower)}" for name, tower in towers.items()]
         uncalled = [layer.name for layer in self if layer.called is False]
         if uncalled:
             lines.append(f"  {_never_called(uncalled)}")
         others = [name for t in towers.values() for name in t.others if name not in uncalled]
-        if others and any(tower.quantized for tower in towers.values()):
-            lines.append(f"  in 16 bits: {_first_three(others)}")
+        if others and has_any:
+            lines.append(f"  not quantized: {_first_three(others)}")
         return "\n".join(lines)
 
 
@@ -226,7 +231,7 @@ def _owner(modules: dict[str, nn.Module], name: str) -> nn.Module:
 
 
 def _never_called(names: list[str]) -> str:
-    return f"not called, so their weights are used in 16 bits: {_first_three(names)}"
+    return f"not called, so their weights are not quantized: {_first_three(names)}"
 
 
 def _first_three(names: list[str]) -> str:
@@ -249,5 +254,4 @@ def _share(tower: Tower) -> str:
     text = f"{tower.quantized} of {tower.layers} linear layers"
     if tower.multiply_adds:
         text += f", {tower.quantized_multiply_adds / tower.multiply_adds:.0%} of the multiply-adds"
-    has_none = tower.layers and not tower.quantized
-    return text + (" (warning: no layer is quantized)" if has_none else "")
+    return text

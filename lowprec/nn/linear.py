@@ -224,8 +224,8 @@ class LowPrecisionLinear(nn.Linear):
 
     Args:
         in_features, out_features, bias, device, dtype: as for nn.Linear.
-        recipe: a name in `RECIPES`, or a Recipe.
-        backend: see `Settings`, also for outlier_threshold and errors.
+        recipe: a name in `lowprec.nn.recipe.RECIPES`, or a Recipe.
+        backend: see `lowprec.nn.linear.Settings`, also for outlier_threshold and errors.
     """
 
     settings: Settings

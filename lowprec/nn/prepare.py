@@ -150,7 +150,7 @@ def prepare_for_training(
 
     Args:
         model: the model, such as `open_clip.create_model(...)`.
-        recipe: a name in `RECIPES`, or a Recipe; "high" keeps all layers 16-bit.
+        recipe: as for `apply_recipe`; "high" keeps all layers 16-bit.
         where: patterns for layers.
         inputs: arguments for a small forward pass, which detects layers that are never called
             although their weight is read.

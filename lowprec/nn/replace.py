@@ -64,7 +64,7 @@ def apply_recipe(
 
     Args:
         model: a module that contains the layers.
-        recipe: a name in `RECIPES`, or a Recipe.
+        recipe: a name in `lowprec.nn.recipe.RECIPES`, or a Recipe.
         where: one or several fnmatch patterns for a layer's name or its end: "c_fc", "mlp.*",
             "visual.*.out_proj". open_clip's four names stand for those of other libraries, too:
             see ALIASES.
@@ -103,7 +103,7 @@ def apply_recipe(
         unchecked += [layer.name for layer in layers if layer.swapped]
     if unchecked:
         coverage.check_first_forward(model, unchecked)
-    return coverage.Layers(layers, coverage.towers(model, calls))
+    return coverage.Layers(layers, coverage.towers(model, calls), any(recipe.products))
 
 
 def _set_settings(module: nn.Module, settings: Settings | None) -> None:

@@ -157,17 +157,21 @@ def test_report_names_the_attention_that_stays_in_16_bits():
     pooler = open_clip.transformer.AttentionalPooler(8, 8, n_head=2)
     model = nn.Sequential(OrderedDict(c_fc=nn.Linear(8, 8), attn_pool=pooler))
     lines = summary("switchback", apply_recipe(model, "switchback")).splitlines()
-    assert lines[-1] == "  in 16 bits: attn_pool.attn, attn_pool.attn.out_proj"
+    assert lines[-1] == "  not quantized: attn_pool.attn, attn_pool.attn.out_proj"
 
 
 def test_result_of_apply_recipe_is_readable_and_still_a_list():
     model = nn.Sequential(OrderedDict(c_fc=nn.Linear(8, 8), head=nn.Linear(8, 2)))
     layers = apply_recipe(model, "switchback")
     lines = ["1 of 2 linear layers", "  c_fc: 1 of 1 linear layers"]
-    lines.append("  head: 0 of 1 linear layers (warning: no layer is quantized)")
-    assert repr(layers).splitlines() == [*lines, "  in 16 bits: head"]
+    lines.append("  head: 0 of 1 linear layers")
+    assert repr(layers).splitlines() == [*lines, "  not quantized: head"]
     assert [layer.name for layer in layers] == ["c_fc"] and len(layers) == 1
     assert repr(prepare_for_training(model, "high", compile=False)).startswith("high: 0 of 2")
+    assert "warning" not in repr(apply_recipe(model, "high"))
+    total, *towers = repr(apply_recipe(model, "switchback", skip_slow=True)).splitlines()
+    assert total == "0 of 2 linear layers (warning: no layer is quantized)"
+    assert towers == [f"  {name}: 0 of 1 linear layers" for name in ("c_fc", "head")]
 
 
 def test_report_counts_layers_and_multiply_adds_by_tower():
@@ -187,11 +191,8 @@ def test_report_counts_layers_and_multiply_adds_by_tower():
     assert (layers.towers["tower"], layers.towers["head"]) == (tower, head)
     lines = summary("switchback", layers).splitlines()
     assert lines[0] == "switchback: 4 of 5 linear layers, 98% of the multiply-adds"
-    assert (
-        lines[2]
-        == "  head: 0 of 1 linear layers, 0% of the multiply-adds (warning: no layer is quantized)"
-    )
-    assert lines[3:] == ["  in 16 bits: head"]
+    assert lines[2] == "  head: 0 of 1 linear layers, 0% of the multiply-adds"
+    assert lines[3:] == ["  not quantized: head"]
     assert model.training and all(module.training for module in model.modules())
 
 
