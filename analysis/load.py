@@ -14,6 +14,7 @@ import pandas as pd
 
 from analysis import run_files
 from analysis.comparison import counted
+from lowprec.nearest import nearest_path
 from lowprec.runs.read import ENDED
 
 EMPTY = ("run", "path", "experiment", "state", "scale")  # columns of `summaries` without runs
@@ -59,7 +60,9 @@ class Runs:
         """The runs of an experiment and a scale, or of any; see `load_runs`."""
         to_make = f"to make some: {command(experiment or 'loss_curves', scale)}"
         if not len(self):
-            raise NoRunsError(f"{self.root}: no runs at or below this folder; {to_make}")
+            near = "" if "://" in str(self.root) else nearest_path(self.root)
+            why = f"no such folder{near}" if near else "no runs at or below this folder"
+            raise NoRunsError(f"{self.root}: {why}; {to_make}")
         scales = self.summaries["scale"]
         matches = (experiment is None) | (self.summaries["experiment"] == experiment)
         matches &= (scale is None) | (scales == scale) | scales.isna()

@@ -98,6 +98,9 @@ def submit(texts: list[str]) -> None:
 
 def resubmit(texts: list[str]) -> None:
     """Submits failed and lost runs again (`--failed`), or cancelled ones (`--cancelled`)."""
+    for word in texts:
+        if word.startswith("-") and word not in TO_RESUBMIT:
+            raise ConfigError([f"{word}: no such option{nearest(word, TO_RESUBMIT)}"])
     which = tuple(state for word in texts for state in TO_RESUBMIT.get(word, ()))
     if not which:
         sys.exit("which runs? python -m experiments.sweep resubmit --failed (or --cancelled) ...")

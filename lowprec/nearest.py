@@ -39,13 +39,15 @@ def nearest_path(path: str | Path) -> str:
     folder = next(parent for parent in path.parents if os.path.isdir(parent))
     with contextlib.suppress(OSError):  # not readable
         names = sorted(os.listdir(folder))
-    missing = path.relative_to(folder).parts[0]
+    missing, *rest = path.relative_to(folder).parts
     for name in (missing.partition("*")[0], missing):
         if near := difflib.get_close_matches(name, names, n=1, cutoff=0.6):
             match = folder / near[0]
             has_tars = path.suffix == ".tar" and any(match.glob("*.tar"))
             return f"; nearest: {match / '*.tar' if has_tars else match}"
-    return f"; {folder.absolute()} has no similar name"
+    is_folder = rest and "*" not in missing
+    absent = f"; folder {folder.absolute() / missing} does not exist" if is_folder else ""
+    return f"{absent}; {folder.absolute()} has no similar name"
 
 
 def runs_inside(folder: str | Path) -> str:

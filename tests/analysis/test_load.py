@@ -115,10 +115,14 @@ def test_damaged_config_keeps_metrics_and_tensors(make_run, text):
     assert len(runs.metrics) == 20 and len(runs.tensors(CONV)) == 20
 
 
-@pytest.mark.parametrize("root", ["empty", "memory://nothing"])
-def test_missing_runs_error_names_the_folder_and_the_command(root):
-    with pytest.raises(NoRunsError, match=f"{root}: no runs .*experiment=loss_curves_demo"):
-        load_runs(root)
+def test_missing_runs_error_names_the_folder_and_the_command(tmp_path):
+    (tmp_path / "results").mkdir()
+    absent, none = f"no such folder; nearest: {tmp_path}/results", "no runs at or below this folder"
+    roots = {f"{tmp_path}/results": none, "memory://nothing": none, f"{tmp_path}/resluts": absent}
+    for root, why in roots.items():
+        way_out = "to make some: .*experiment=loss_curves_demo"
+        with pytest.raises(NoRunsError, match=f"^{root}: {why}; {way_out}"):
+            load_runs(root)
 
 
 def test_unmatched_runs_error_names_what_exists(make_run, tmp_path):

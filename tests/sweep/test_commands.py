@@ -43,6 +43,7 @@ def run(verb, *texts):
         (["status"], 2, "no sweeps in runs/sweeps yet; `.*submit ...` starts one"),
         (["status", "nmae=a"], 2, "nmae: no such key.*nearest: name"),
         (["resubmit"], 1, "resubmit --failed"),
+        (["resubmit", "--canceled"], 2, "--canceled: no such option; nearest: --cancelled"),
         (["submit", "launcher=slrm"], 2, "nearest: slurm"),
         (["submit", "launcher.gpu=1"], 2, "nearest: launcher.gpus"),
         (["submit", "launcher.runs_per_gpu=2"], 2, "needs launcher=local and launcher.gpus=1"),
