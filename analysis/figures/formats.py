@@ -23,7 +23,7 @@ from lowprec.nn.recipe import RECIPES, Operand
 
 EXPERIMENT, BASELINES = "formats", "accuracy_vs_size"
 MEASURES = {"recall": "mean R@1 (%)", "validation_loss": "validation loss"}
-OF_A_LINE = ("ms", "batches", "file")
+OF_A_LINE = ("ms", "batches", "timed_with", "file")
 COLUMNS = (*curves.OF_A_RUN, "gpu", "bits", *OF_A_LINE, *MEASURES)
 AXES = {"bits": "bits per operand, with scales", "ms": "ms per training step"}
 AS_RUN = {  # key of a step's line: the same of a run
@@ -32,7 +32,6 @@ AS_RUN = {  # key of a step's line: the same of a run
     "image_size": "model.image_size",
     "patch_dropout": "model.patch_dropout",
     "compiled": "compile",
-    "optimizer": "optimizer",
 }
 NATIVE = [  # recipes without fake-quantized products
     name for name, recipe in RECIPES.items() if all(p is None or p.native for p in recipe.products)
@@ -66,13 +65,15 @@ def query(runs: Runs) -> pd.DataFrame:
 def with_times(heads: pd.DataFrame, lines: pd.DataFrame) -> pd.DataFrame:
     """Adds the `ms` of a training step, and the line's `batches` and `file`, to each run, or NaN.
 
-    A line counts if its GPU, model, batch, recipe and other settings are the run's. Those of one
-    setting are from one file, the newest with a time in 16 bits. Fake-quantized recipes have none.
+    A line counts if its GPU, model, batch, recipe and other settings are the run's; its optimizer
+    may be another (`timed_with`). Those of one setting are from one file, the newest with a time in
+    16 bits. Fake-quantized recipes have none.
     """
     checkpointed = heads["checkpointing"].map({True: ", checkpointing", False: ""})
     shape = heads["model"] + " batch " + heads["batch_size"].astype(str) + checkpointed
     setting = comparison.joined(heads.assign(shape=shape), ["shape", *AS_RUN.values()])
     heads = heads.assign(setting=setting, case=heads["precision.recipe"])
+    lines = lines.rename(columns={"optimizer": "timed_with"})
     lines = lines.reindex(columns=["shape", *AS_RUN, "case", *OF_A_LINE]).astype({"case": str})
     lines = lines[lines["ms"].notna() & lines["case"].isin(NATIVE)]
     lines = lines.assign(setting=comparison.joined(lines, ["shape", *AS_RUN]))
@@ -162,12 +163,15 @@ def _times(frame: pd.DataFrame) -> str:
     timed = frame[frame["ms"].notna()]
     if timed.empty:
         return ""
-    gpus, batches = (curves.join(timed[name].unique()) for name in ("gpu", "batches"))
+    names = ("gpu", "batches", "timed_with")
+    gpus, batches, optimizers = (curves.join(timed[name].unique()) for name in names)
     num = comparison.counted(timed["file"].nunique(), "run")
     optimizer = style.method("", timed["optimizer"].iloc[0])
     methods = frame.loc[frame["ms"].isna(), "method"].str.replace(optimizer, "", regex=False)
     untimed = "; ".join(methods.unique())
     return (
-        f" Step times: {num} of the benchmark `step` on {gpus} with batches {batches}."
-        + f" No step time (fake-quantized or not measured): {untimed}." * bool(untimed)
+        f" Step times: {num} of the benchmark `step` on {gpus} with batches {batches} "
+        f"and optimizer={optimizers}."
+        + f" No step time (fake-quantized or not measured): {untimed}."
+        * bool(untimed)
     )
