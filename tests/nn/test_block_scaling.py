@@ -6,7 +6,7 @@ import pytest
 import scipy.linalg
 import torch
 
-from lowprec.formats import parse_format, representable
+from lowprec.formats import parse_format, representable, round_to_format
 from lowprec.nn.linear import LowPrecisionLinear, fake_quantize_operands
 from lowprec.nn.recipe import PRODUCTS, RECIPES, Operand, Product
 from lowprec.ops import reference
@@ -108,6 +108,23 @@ def test_stochastic_rounding_equals_torchaos(monkeypatch):
     args = (x, parse_format("int8"), "rowwise", torch.float32)
     is_near = torch.isclose(reference.fake_quantize(*args, stochastic=True), q * scales[:, None])
     assert is_near.float().mean() > 0.999
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize("name", ["e2m1", "e2m3", "e3m2", "e4m3", "e5m2"])
+def test_rounding_equals_gfloats(monkeypatch, name, stochastic):
+    gfloat, formats = pytest.importorskip("gfloat"), pytest.importorskip("gfloat.formats")
+    format, num_bits = parse_format(name), 12
+    exponents = torch.randint(format.min_exponent - 5, 4, (5000,)).float()
+    x = torch.randint(-64, 65, (5000,)) * exponents.exp2()
+    bits = torch.randint(2**num_bits, x.shape)
+    draws = (torch.where(x > 0, 2**num_bits - bits - 0.5, bits + 0.5)) / 2**num_bits
+    monkeypatch.setattr(torch, "rand_like", lambda x: draws)
+    mode = gfloat.RoundMode.Stochastic if stochastic else gfloat.RoundMode.TiesToEven
+    options = {"sat": True, "srbits": bits.numpy(), "srnumbits": num_bits}
+    info = getattr(formats, f"format_info_ocp_{name}")
+    expected = gfloat.round_ndarray(info, x.double().numpy(), mode, **options)
+    assert torch.equal(round_to_format(x, format, stochastic).double(), torch.tensor(expected))
 
 
 @pytest.mark.gpu

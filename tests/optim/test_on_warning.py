@@ -1,4 +1,4 @@
-"""AdamW's response to a large RMS_t, against the formulas in float64 and StableAdamW."""
+"""AdamW's response to a large RMS_t, against torch.optim.AdamW and StableAdamW."""
 
 import copy
 
@@ -37,35 +37,39 @@ def train(dtype=torch.float64, **options):
     return path, np.array(rms), optimizer
 
 
-def formulas(name, response):
-    """One tensor's values and RMS_t by Adam's usual moments, corrected for their bias."""
+def by_torch(name, response):
+    """One tensor's values by torch.optim.AdamW, whose settings the response changes; and RMS_t.
 
-    def beta_hat(beta, t):
-        return beta * (1 - beta ** (t - 1)) / (1 - beta**t)
-
-    p, m, u, path, all_rms = np.ones((5, 7)), 0.0, 0.0, [], []
+    AdamW divides its second moment by 1 - beta2^t, so the moment is rescaled for another beta2.
+    """
+    p, path, all_rms = torch.nn.Parameter(torch.ones(5, 7, dtype=torch.float64)), [], []
+    adamw = torch.optim.AdamW([p], lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
+    [settings], last_u = adamw.param_groups, torch.zeros(())
     for t in range(1, STEPS + 1):
-        g, last_u, eta = gradient(name, t), u, LR
-        m = BETAS[0] * m + (1 - BETAS[0]) * g
-        u = beta_hat(BETAS[1], t) * last_u + (1 - beta_hat(BETAS[1], t)) * g**2
-        rms = np.sqrt(np.mean(g**2 / np.maximum(u, EPS**2)))
+        p.grad = torch.from_numpy(gradient(name, t))
+        usual = BETAS[1] * (1 - BETAS[1] ** (t - 1)) / (1 - BETAS[1] ** t)
+        u = usual * last_u + (1 - usual) * p.grad**2
+        rms = (p.grad**2 / u.clamp(min=EPS**2)).mean().sqrt().item()
         all_rms.append(rms)
+        lr, beta2 = LR, BETAS[1]
         if rms > response.threshold:
-            if response.action == "beta2":
-                beta2 = beta_hat(response.beta2, t)
-                u = beta2 * last_u + (1 - beta2) * g**2
-            eta *= {"clip": response.threshold / rms, "skip": 0.0, "beta2": 1.0}[response.action]
-        p = p - eta * DECAY * p - eta * m / (1 - BETAS[0] ** t) / (np.sqrt(u) + EPS)
-        path.append(p)
+            lr *= {"clip": response.threshold / rms, "skip": 0.0, "beta2": 1.0}[response.action]
+            beta2 = response.beta2 if response.action == "beta2" else beta2
+        settings.update(lr=lr, betas=(BETAS[0], beta2))
+        if t > 1:
+            adamw.state[p]["exp_avg_sq"] = last_u * (1 - beta2 ** (t - 1))
+        adamw.step()
+        last_u = adamw.state[p]["exp_avg_sq"] / (1 - beta2**t)
+        path.append(p.detach().clone())
     return path, all_rms
 
 
 @each_response
-def test_responses_follow_the_formulas(response):
+def test_responses_equal_changed_settings_of_torchs_adamw(response):
     path, rms, _ = train(clip_threshold=None, on_warning=response)
     usual, _, _ = train(clip_threshold=None)
     for i, name in enumerate(JUMPS):
-        values, expected_rms = formulas(name, response)
+        values, expected_rms = by_torch(name, response)
         np.testing.assert_allclose(rms[:, i], expected_rms, rtol=1e-5)
         for step, expected in enumerate(values):
             np.testing.assert_allclose(path[step][name], expected, rtol=1e-6, err_msg=f"{step}")
@@ -80,7 +84,7 @@ def test_beta2_is_lowered_from_the_first_step_on_and_never_raised():
     response = OnWarning("beta2", 0.9, 0.6)  # RMS_t of the first step is 1
     path, _, _ = train(clip_threshold=None, on_warning=response)
     for name in JUMPS:
-        np.testing.assert_allclose(path[-1][name], formulas(name, response)[0][-1], rtol=1e-6)
+        np.testing.assert_allclose(path[-1][name], by_torch(name, response)[0][-1], rtol=1e-6)
     raised, _, _ = train(clip_threshold=None, on_warning=OnWarning("beta2", 0.9, 0.99))
     usual, _, _ = train(clip_threshold=None)
     assert all(torch.equal(raised[-1][name], usual[-1][name]) for name in JUMPS)
