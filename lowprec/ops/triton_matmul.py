@@ -18,7 +18,7 @@ from lowprec.ops.triton_quantize import _rows_contiguous
 
 GROUP_M = 8  # rows of output tiles that reuse cached columns of b
 TILE = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}
-SCALED_TILE = {"BLOCK_M": 128, "BLOCK_N": TILE_TERMS, "BLOCK_K": TILE_TERMS, "num_warps": 8}
+SCALED_TILE = TILE | {"BLOCK_N": TILE_TERMS, "BLOCK_K": TILE_TERMS, "num_stages": 4}
 ODD_TILE = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32, "num_warps": 4, "num_stages": 3}
 
 
@@ -116,15 +116,15 @@ def matmul(
     out = torch.empty(M, N, dtype=dtype, device=a_MK.device)
     if out.numel() == 0:
         return out
+    dtypes = (a_MK.dtype, b_NK.dtype, dtype, None if bias is None else bias.dtype)
     if has_tiles(a_scale, b_scale, N):
         strides = (a_MK.stride(0), b_NK.stride(0), *a_scale.stride(), *b_scale.stride())
-        launch = _plan_tiles((M, N, K), strides, b_scale.shape[0] == N, bias is not None)
+        launch = _plan_tiles(a_MK.device, dtypes, (M, N, K), strides, b_scale.shape[0] == N)
         launch(a_MK, b_NK, out, a_scale, b_scale, a_scale if bias is None else bias)
         return out
     a_scale, b_scale = a_scale.contiguous(), b_scale.contiguous()
     if a_MK.dtype == torch.int8 and K > MAX_INT8_TERMS:
         return _in_parts(a_MK, b_NK, a_scale, b_scale, bias, dtype)
-    dtypes = (a_MK.dtype, b_NK.dtype, dtype, None if bias is None else bias.dtype)
     is_aligned = (a_MK.data_ptr() | b_NK.data_ptr()) % ALIGNMENT == 0
     per_row = (a_scale.numel() > 1, b_scale.numel() > 1)
     strides = (a_MK.stride(0), b_NK.stride(0))
@@ -145,11 +145,11 @@ def _in_parts(a_MK, b_NK, a_scale, b_scale, bias, dtype) -> Tensor:
 
 
 @plan
-def _plan_tiles(sizes, strides, b_rows: bool, has_bias: bool) -> Launch:
-    """The launch for strides of a, b and both scales."""
+def _plan_tiles(device, dtypes, sizes, strides, b_rows: bool) -> Launch:
+    """The launch for dtypes as in `_plan`, and strides of a, b and both scales."""
     M, N, _ = sizes
     tiles = triton.cdiv(M, SCALED_TILE["BLOCK_M"]) * triton.cdiv(N, SCALED_TILE["BLOCK_N"])
-    constants = {"B_ROWS": b_rows, "BIAS": has_bias, "GROUP_M": GROUP_M, "num_stages": 4}
+    constants = {"B_ROWS": b_rows, "BIAS": dtypes[3] is not None, "GROUP_M": GROUP_M}
     return Launch(_matmul_tiles_kernel, (tiles,), (*sizes, *strides), **constants, **SCALED_TILE)
 
 

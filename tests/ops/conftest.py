@@ -3,12 +3,27 @@
 import pytest
 import torch
 
+from lowprec.ops.launch import Launch
+
 INTEGER_POISON = 0x55  # 85 in int8
 
 
 @pytest.fixture(autouse=True)
 def use_right_interpreter(right_interpreter):
     """Applies to all tests of this folder."""
+
+
+@pytest.fixture(autouse=True)
+def launched_with_one_kind_of_tensors(monkeypatch):
+    """A GPU compiles a `Launch` once: other dtypes or another device would need another one."""
+    call = Launch.__call__
+
+    def checked(launch, *tensors):
+        kinds = [(tensor.dtype, tensor.device) for tensor in tensors]
+        assert vars(launch).setdefault("kinds", kinds) == kinds, launch.kernel
+        call(launch, *tensors)
+
+    monkeypatch.setattr(Launch, "__call__", checked)
 
 
 @pytest.fixture
