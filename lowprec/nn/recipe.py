@@ -62,6 +62,7 @@ class Recipe:
 
     `saves_int8`: saves the quantized input for backward. `function`: uses a custom autograd
     function even if all products are 16-bit.
+    Raises ValueError for a native product that 8-bit matrix units cannot compute.
     """
 
     name: str
@@ -70,6 +71,14 @@ class Recipe:
     grad_weight: Product | None = None
     saves_int8: bool = False
     function: bool = True
+
+    def __post_init__(self):
+        for name, product in zip(PRODUCTS, self.products, strict=True):
+            if product and product.native:
+                _check_native(name, product)
+        x = self.output.first.granularity if self.output and self.output.native else None
+        if self.saves_int8 and x not in GRANULARITIES:
+            raise ValueError(f"saves_int8 of {self.name}: needs a native output without tiles in x")
 
     @property
     def products(self) -> tuple[Product | None, ...]:
@@ -83,6 +92,31 @@ class Recipe:
         if output is None or grad_input is None or not (output.native and grad_input.native):
             return False
         return output.second == grad_input.second
+
+
+def _check_native(name: str, product: Product) -> None:
+    """Raises ValueError for what 8-bit matrix units do not take."""
+    letters, pair, dims = PRODUCTS[name], (product.first, product.second), SUMMED[name]
+    tiles = [("128x1", "1x128")[dim] for dim in dims]
+    allowed, in_tiles = ", ".join(GRANULARITIES), False
+    if product.first.format != "int8":
+        allowed += f", or {letters[0]}={tiles[0]} with {letters[1]}={tiles[1]} or 128x128"
+        is_tile = pair[1].granularity in (tiles[1], "128x128")
+        in_tiles = pair[0].granularity == tiles[0] and is_tile
+    for letter, operand, dim in zip(letters, pair, dims, strict=True):
+        granularity = operand.granularity
+        what = "int8" if operand.format == "int8" else f"native {operand.format}"
+        if granularity not in GRANULARITIES and not in_tiles:
+            raise ValueError(f"{name}.{letter}={granularity}: {what} needs one of {allowed}")
+        if granularity == ("rowwise", "columnwise")[dim]:
+            raise ValueError(
+                f"{name}.{letter}={granularity}: a scale of {what} cannot vary along the dimension "
+                f"that {name} sums over"
+            )
+        options = {"scale": operand.scale, "stochastic": operand.stochastic}
+        for option, value in (options | {"hadamard": product.hadamard}).items():
+            if value not in ("float32", False):
+                raise ValueError(f"{name}.{option}={value}: {what} has no such option")
 
 
 def _int8(first: str, second: str) -> Product:
@@ -210,8 +244,6 @@ def _custom_product(name: str, spec: dict | str) -> Product | None:
     native = set(formats.values()) == {"int8"}
     if "int8" in formats.values() and not native:
         raise ValueError(f"{name}.format={formats}: int8 multiplies only int8")
-    if native:
-        _check_native(name, spec, options)
     parsed = (Operand(formats[o], spec[o], scales[o], o in stochastic) for o in operands)
     return Product(*parsed, native=native, hadamard=hadamard)
 
@@ -235,20 +267,3 @@ def _check_operand(name: str, operand: str, format: str, granularity: str, scale
         )
     if scale not in SCALES:
         raise ValueError(f"{name}.scale={scale}: must be one of {', '.join(SCALES)}")
-
-
-def _check_native(name: str, spec: dict, options: dict) -> None:
-    """Raises ValueError for what int8 matrix units do not take."""
-    for operand, dim in zip(PRODUCTS[name], SUMMED[name], strict=True):
-        granularity = spec[operand]
-        if granularity not in GRANULARITIES:
-            allowed = ", ".join(GRANULARITIES)
-            raise ValueError(f"{name}.{operand}={granularity}: int8 needs one of {allowed}")
-        if granularity == ("rowwise", "columnwise")[dim]:
-            raise ValueError(
-                f"{name}.{operand}={granularity}: an int8 scale cannot vary along the dimension "
-                f"that {name} sums over"
-            )
-    for option, default in options.items():
-        if spec[option] != default:
-            raise ValueError(f"{name}.{option}={spec[option]}: int8 products have no such option")

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from lowprec.nn.recipe import PRODUCTS, RECIPES, Operand, Product, custom_recipe
+from lowprec.nn.recipe import PRODUCTS, RECIPES, Operand, Product, Recipe, custom_recipe
 
 CONTRACTED = {  # granularities that vary along the summed dimension
     "output": {"x": "columnwise", "w": "columnwise"},
@@ -109,3 +109,27 @@ def test_int8_scale_along_the_contracted_dimension_is_refused(product, contracte
 def test_invalid_custom_recipe_is_refused(products, message):
     with pytest.raises(ValueError, match=message):
         custom_recipe(products)
+
+
+@pytest.mark.parametrize(
+    "x, w, message",
+    [
+        ("1x64", "64x64", "output.x=1x64: native e4m3 needs one of .* or x=1x128 with w=1x128 or"),
+        ("1x128", "64x64", "output.x=1x128: native e4m3"),
+        ("128x128", "128x128", "output.x=128x128: native e4m3"),
+        ("tensorwise", "128x128", "output.w=128x128: native e4m3"),
+        ("rowwise", "columnwise", "output.w=columnwise: a scale of native e4m3 cannot vary"),
+    ],
+)
+def test_granularities_that_no_kernel_multiplies_are_refused_in_any_recipe(x, w, message):
+    with pytest.raises(ValueError, match=message):
+        Recipe("own", Product(Operand("e4m3", x), Operand("e4m3", w), native=True))
+
+
+def test_a_native_recipe_refuses_what_it_would_ignore_or_cannot_save():
+    for option, value in {"scale": "e8m0", "stochastic": True}.items():
+        operand = Operand("int8", "tensorwise", **{option: value})
+        with pytest.raises(ValueError, match=f"output.{option}={value}: int8"):
+            Recipe("own", Product(operand, operand, native=True))
+    with pytest.raises(ValueError, match="saves_int8 of own"):
+        dataclasses.replace(RECIPES["hw_fp8_blockwise"], name="own", saves_int8=True)
