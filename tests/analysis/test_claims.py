@@ -356,3 +356,9 @@ def test_repeated_runs_have_the_losses_of_the_first_ones():
             start = f"mini_l-bf16-stable_adamw-s{repeat['seed']}-"
             (name,) = (n for n in archive.namelist() if start in n and n.endswith("metrics.jsonl"))
             assert hashlib.sha256(archive.read(name)).hexdigest() == repeat["metrics_sha256"]
+    folder = ROOT / "experiments" / "results" / "point_of_no_return_mini"
+    repeat = json.loads((folder / "repeat_of_seed_0.jsonl").read_text())
+    with zipfile.ZipFile(folder / "runs.zip") as archive:
+        [name] = (n for n in archive.namelist() if "adamw-s0-" in n and "metrics.jsonl" in n)
+        first = archive.read(name).splitlines(keepends=True)[: repeat["num_steps"]]
+    assert hashlib.sha256(b"".join(first)).hexdigest() == repeat["metrics_sha256"]
