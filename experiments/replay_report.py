@@ -17,6 +17,10 @@ from lowprec.diagnostics.spikes import Protocol
 from lowprec.runs import durable
 
 BEFORE = 20  # recorded steps before the spike that show how much losses scatter
+LEGEND = """\
+lead: steps from the change to the spike; height: the largest loss around the spike minus the median
+before; of_control: relative to the unchanged replay's; perturbed: weights changed in their last
+digit, as a measure of chance; exact: unchanged replays have exactly the recorded losses."""
 
 
 class Replay(NamedTuple):
@@ -74,7 +78,7 @@ def report(
         figure.savefig(picture, format="png")
     durable.replace(stem.with_name(stem.name + ".png"), picture.getvalue())
     text = compared.to_string(index=False, float_format=lambda value: f"{value:.4g}", na_rep="-")
-    return f"{text}\n{verdict(recorded, compared, step, protocol)}\nWrote {stem}.png"
+    return f"{text}\n{LEGEND}\n{verdict(recorded, compared, step, protocol)}\nWrote {stem}.png"
 
 
 def table(
