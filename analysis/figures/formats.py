@@ -32,6 +32,7 @@ AS_RUN = {  # key of a step's line: the same of a run
     "image_size": "model.image_size",
     "patch_dropout": "model.patch_dropout",
     "compiled": "compile",
+    "accumulate": "accumulate",
 }
 NATIVE = [  # recipes without fake-quantized products
     name for name, recipe in RECIPES.items() if all(p is None or p.native for p in recipe.products)
@@ -73,7 +74,7 @@ def with_times(heads: pd.DataFrame, lines: pd.DataFrame) -> pd.DataFrame:
     shape = heads["model"] + " batch " + heads["batch_size"].astype(str) + checkpointed
     setting = comparison.joined(heads.assign(shape=shape), ["shape", *AS_RUN.values()])
     heads = heads.assign(setting=setting, case=heads["precision.recipe"])
-    lines = lines.rename(columns={"optimizer": "timed_with"})
+    lines = lines.rename(columns={"optimizer": "timed_with"}).assign(accumulate=1)
     lines = lines.reindex(columns=["shape", *AS_RUN, "case", *OF_A_LINE]).astype({"case": str})
     lines = lines[lines["ms"].notna() & lines["case"].isin(NATIVE)]
     lines = lines.assign(setting=comparison.joined(lines, ["shape", *AS_RUN]))

@@ -278,6 +278,7 @@ def test_formats_are_drawn_beside_runs_that_differ_in_the_recipe_alone(evaluated
 def test_step_times_of_formats_are_of_the_runs_settings_and_one_file(evaluated, tmp_path):
     for recipe in ("high", "switchback", "llm_int8", "fp8_switchback"):
         evaluated(recipe, gpu="H100")
+    evaluated("autograd_high", gpu="H100", experiment="formats", accumulate=2)  # lines have 1
     evaluated("mxfp4", gpu="H100", experiment="formats")
     evaluated("switchback", gpu="H200", experiment="formats", seed=1)
     right = {"device": "H100", "shape": "mini_l batch 128", "batches": "loaded"}
@@ -310,6 +311,7 @@ def test_step_times_of_formats_are_of_the_runs_settings_and_one_file(evaluated, 
         assert {x for points in ax.lines for x in points.get_xdata()} == {20, 30}
     caption = formats.caption(frame)
     untimed = "SwitchBack int8 (gpu=H200); SwitchBack fp8; LLM.int8(); MXFP4"
+    untimed = "autograd function; " + untimed
     assert "on H100 with batches loaded and optimizer=muon. No step time" in caption
     assert caption.endswith(f": {untimed}.")
     assert "batches" not in formats.caption(frame.assign(ms=np.nan))
