@@ -48,8 +48,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--runs", default="runs", help="folder of runs, or its URL [runs]")
     parser.add_argument("--out", type=Path, default=Path("figures"), help="folder [figures]")
     parser.add_argument("--experiment", help="experiment whose runs to draw; `any` for all")
-    scales, several = ("paper", "mini", "demo"), "scale of the runs, if there are several"
-    parser.add_argument("--scale", choices=scales, help=several)
+    parser.add_argument(
+        "--scale", choices=("paper", "mini", "demo"), help="scale of the runs, if there are several"
+    )
     options = parser.parse_args(arguments)
     called, slug = f"python -m analysis.make {shlex.join(arguments)}", options.slug
     if slug not in (*slugs, "all"):

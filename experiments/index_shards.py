@@ -25,8 +25,13 @@ class IndexConfig:
 def main(config: IndexConfig) -> None:
     """Indexes shards without a current index and accepts the set as it is now."""
     try:
-        options = {"accept": True, "num_processes": config.num_processes}
-        shards = open_shards(config.shards, config.index, name="shards", **options)
+        shards = open_shards(
+            config.shards,
+            config.index,
+            name="shards",
+            accept=True,
+            num_processes=config.num_processes,
+        )
     except (FileNotFoundError, ValueError) as error:
         sys.exit(str(error))
     labeled = int((shards.labels >= 0).sum())

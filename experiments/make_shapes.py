@@ -35,10 +35,11 @@ def main(config: MakeShapesConfig) -> None:
         render_shapes(out, **options)
     except (ValueError, OSError) as error:
         sys.exit(str(error))
-    indexing = {"accept": True, "num_processes": config.num_processes}
     for split in ("train", "val") if config.num_val else ("train",):
         pattern = f"{out}/{split}-*.tar"
-        shards = open_shards(pattern, name=f"data.{split}", **indexing)
+        shards = open_shards(
+            pattern, name=f"data.{split}", accept=True, num_processes=config.num_processes
+        )
         print(f"{pattern}: {shards.num_samples} pairs, digest {shards.digest[:12]}")
 
 

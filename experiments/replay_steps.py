@@ -85,8 +85,9 @@ class Replayer:
             rms = rms[names.index(TENSOR)] if TENSOR in names else math.nan
             rows.append({"step": number, "loss": loss, "rms": rms})
             if number in save_after:
-                kept = {"keep": len(save_after), "provenance": {}}
-                save_checkpoint(folder, number, built.state, {}, **kept)
+                save_checkpoint(
+                    folder, number, built.state, {}, keep=len(save_after), provenance={}
+                )
             if take_step.frozen.item():
                 break
         return pd.DataFrame(rows)

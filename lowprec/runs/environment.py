@@ -44,8 +44,9 @@ def commit(digits: int = 12) -> str | None:
     """The commit of the source tree, with "-dirty" if tracked files differ; None outside git."""
     describe = ["git", "describe", "--always", "--dirty", f"--abbrev={digits}", "--exclude=*"]
     try:
-        options = {"capture_output": True, "text": True, "timeout": 20}
-        done = subprocess.run(describe, cwd=Path(__file__).parent, **options)
+        done = subprocess.run(
+            describe, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=20
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None
