@@ -1,13 +1,12 @@
 """Gluon kernel for `reference.matmul` on Hopper: int8 or fp8 products with fused scales and bias.
 
-One program per multiprocessor loops over output tiles. A producer warp loads operands by TMA into a
-ring of stages; each of two warpgroups multiplies half the rows of a tile. While one warpgroup
-scales, rounds and stores its rows, the other can multiply, and the producer loads ahead. Rows of
-the operands and the output must be multiples of 16 bytes.
+One program per multiprocessor loops over output tiles, or over parts of their sums. A producer warp
+loads operands by TMA into a ring of stages; each of two warpgroups multiplies half the rows of a
+tile. While one warpgroup scales, rounds and stores its rows, the other can multiply, and the
+producer loads ahead. Rows of the operands and the output must be multiples of 16 bytes.
 """
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -27,28 +26,40 @@ BLOCK_N = gl.constexpr(256)
 BLOCK_K = gl.constexpr(128)
 STAGES = gl.constexpr(4)
 GROUP_M = gl.constexpr(8)  # rows of output tiles that reuse cached columns of b
+HOPPER_TILE = {"BLOCK_M": BLOCK_M.value, "BLOCK_N": BLOCK_N.value, "BLOCK_K": BLOCK_K.value}
 STORED_BYTES = 256  # of a tile's row at a time: shared memory has no room for all
 
 
 @gluon.jit
-def _tile_at(number, tiles_m, tiles_n):
-    """First row and column of a tile, in an order that covers GROUP_M rows of tiles at a time."""
+def _count(M, N, K, K_PART):
+    """Number of tiles, times that of parts of the sum."""
+    return gl.cdiv(M, BLOCK_M) * gl.cdiv(N, BLOCK_N) * gl.cdiv(K, K_PART)
+
+
+@gluon.jit
+def _tile_at(number, M, N, K, K_PART):
+    """First row and column of a tile, then the part of the sum, its first and last term.
+
+    Tiles of a part are in an order that covers GROUP_M rows of tiles at a time.
+    """
+    tiles_m, tiles_n = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
+    part, number = number // (tiles_m * tiles_n), number % (tiles_m * tiles_n)
     group = number // (GROUP_M * tiles_n)
     first = group * GROUP_M
     rows = gl.minimum(tiles_m - first, GROUP_M)
     within = number % (GROUP_M * tiles_n)
-    return (first + within % rows) * BLOCK_M, within // rows * BLOCK_N
+    m0, n0 = (first + within % rows) * BLOCK_M, within // rows * BLOCK_N
+    return m0, n0, part, part * K_PART, gl.minimum((part + 1) * K_PART, K)
 
 
 @gluon.jit
-def _load_tiles(a_desc, b_desc, ring, M, N, K):
+def _load_tiles(a_desc, b_desc, ring, M, N, K, K_PART):
     """Fills stages of the ring as the warpgroups empty them."""
     a_ring, b_ring, full, empty = ring
-    tiles_m, tiles_n = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
     step = 0
-    for number in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        m0, n0 = _tile_at(number, tiles_m, tiles_n)
-        for k in range(0, K, BLOCK_K):
+    for number in range(gl.program_id(0), _count(M, N, K, K_PART), gl.num_programs(0)):
+        m0, n0, part, first, last = _tile_at(number, M, N, K, K_PART)
+        for k in range(first, last, BLOCK_K):
             stage = step % STAGES
             mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
             loaded = full.index(stage)
@@ -60,7 +71,7 @@ def _load_tiles(a_desc, b_desc, ring, M, N, K):
 
 @gluon.jit
 def _multiply_tiles(
-    HALF: gl.constexpr, ring, output, factors, M, N, K,
+    HALF: gl.constexpr, ring, output, factors, M, N, K, K_PART,
     A_ROWS: gl.constexpr, B_ROWS: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     """Multiplies the first (HALF = 0) or last (HALF = 1) rows of tiles, scales and stores them."""
@@ -70,20 +81,19 @@ def _multiply_tiles(
     IS_INT: gl.constexpr = a_ring.dtype == gl.int8
     WIDTH: gl.constexpr = 128 if IS_INT else 256  # Triton has no wider instruction for int8
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
-    tiles_m, tiles_n = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
     step = 0
-    for number in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        m0, n0 = _tile_at(number, tiles_m, tiles_n)
+    for number in range(gl.program_id(0), _count(M, N, K, K_PART), gl.num_programs(0)):
+        m0, n0, part, first, last = _tile_at(number, M, N, K, K_PART)
         m0 += HALF * HALF_M
         sums = gl.zeros([HALF_M, BLOCK_N], gl.int32 if IS_INT else gl.float32, layout)
-        for k in range(0, K, BLOCK_K):
+        for k in range(first, last, BLOCK_K):
             stage = step % STAGES
             mbarrier.wait(full.index(stage), step // STAGES & 1)
             a = a_ring.index(stage).slice(HALF * HALF_M, HALF_M)
             b = b_ring.index(stage).permute((1, 0))
-            sums = warpgroup_mma(a, b, sums, use_acc=k > 0, is_async=True)
+            sums = warpgroup_mma(a, b, sums, use_acc=k > first, is_async=True)
             sums = warpgroup_mma_wait(1, deps=[sums])
-            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=k > 0)
+            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=k > first)
             step += 1
         m = m0 + gl.arange(0, HALF_M, gl.SliceLayout(1, layout))
         n = n0 + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
@@ -103,7 +113,8 @@ def _multiply_tiles(
         scaled = sums.to(gl.float32) * a_scale * b_scale
         if BIAS:
             scaled = scaled + bias.to(gl.float32)[None, :]
-        _store(scaled, m0, n0, out_desc, out_buffers.index(HALF))
+        row = part * gl.cdiv(M, BLOCK_M) * BLOCK_M + m0  # whole tiles, which TMA stores
+        _store(scaled, row, n0, out_desc, out_buffers.index(HALF))
     tma.store_wait(0)
 
 
@@ -125,7 +136,7 @@ def _store(output, m0, n0, out_desc, buffer):
 
 @gluon.jit
 def _matmul_hopper_kernel(
-    a_desc, b_desc, out_desc, a_scale_ptr, b_scale_ptr, bias_ptr, M, N, K,
+    a_desc, b_desc, out_desc, a_scale_ptr, b_scale_ptr, bias_ptr, M, N, K, K_PART,
     A_ROWS: gl.constexpr, B_ROWS: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], a_desc.layout)
@@ -143,19 +154,22 @@ def _matmul_hopper_kernel(
     factors = (a_scale_ptr, b_scale_ptr, bias_ptr)
     gl.warp_specialize(
         [
-            (_multiply_tiles, (0, ring, output, factors, M, N, K, A_ROWS, B_ROWS, BIAS)),
-            (_multiply_tiles, (1, ring, output, factors, M, N, K, A_ROWS, B_ROWS, BIAS)),
-            (_load_tiles, (a_desc, b_desc, ring, M, N, K)),
+            (_multiply_tiles, (0, ring, output, factors, M, N, K, K_PART, A_ROWS, B_ROWS, BIAS)),
+            (_multiply_tiles, (1, ring, output, factors, M, N, K, K_PART, A_ROWS, B_ROWS, BIAS)),
+            (_load_tiles, (a_desc, b_desc, ring, M, N, K, K_PART)),
         ],
         [4, 1],  # warps of the last two functions; the first runs in the kernel's own warps
         [232, 40],  # registers per thread of these two; the first gets the rest, also 232
     )
 
 
-def plan_hopper(device: torch.device, out_dtype: torch.dtype, sizes: tuple, **constants) -> Launch:
-    """The launch for M, N and K; all rows must be multiples of 16 bytes."""
-    M, N, _ = sizes
-    tiles = triton.cdiv(M, BLOCK_M.value) * triton.cdiv(N, BLOCK_N.value)
+def plan_hopper(
+    device: torch.device, out_dtype: torch.dtype, sizes: tuple, tiles: int, **constants
+) -> Launch:
+    """The launch for M, N, K and terms in a part; all rows must be multiples of 16 bytes.
+
+    `tiles` is the number of output tiles, times that of parts.
+    """
     blocks = (
         [BLOCK_M.value, BLOCK_K.value],
         [BLOCK_N.value, BLOCK_K.value],

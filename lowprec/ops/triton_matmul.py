@@ -1,9 +1,10 @@
 """Triton kernel for `reference.matmul`: int8 or fp8 products with fused scales and bias.
 
 `_matmul_kernel` handles all shapes; `gluon_matmul` replaces it on Hopper where rows are multiples
-of 16 bytes. int8 accumulates up to 131,072 terms in int32 and adds further partial sums in float32;
-fp8 accumulates in the matrix unit; scales of tiles are applied in float32 after each tile
-(`_matmul_tiles_kernel`). Offsets are int64.
+of 16 bytes. int8 accumulates in int32, fp8 in the matrix unit; scales of tiles are applied in
+float32 after each tile (`_matmul_tiles_kernel`). A sum is split into parts if there are too few
+output tiles for all multiprocessors or too many int8 terms for int32; then each part stores a
+scaled sum in float32, and torch adds these. Offsets are int64.
 """
 
 import torch
@@ -11,11 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowprec.ops.gluon_matmul import plan_hopper
+from lowprec.ops.gluon_matmul import HOPPER_TILE, plan_hopper
 from lowprec.ops.launch import ALIGNMENT, Launch, plan
 from lowprec.ops.reference import MAX_INT8_TERMS, TILE_TERMS, has_tiles
-from lowprec.ops.triton_quantize import _rows_contiguous
+from lowprec.ops.triton_quantize import _rows_contiguous, num_sms
 
+MIN_PART = 2048  # terms of a sum; shorter parts save less than adding them costs
 GROUP_M = 8  # rows of output tiles that reuse cached columns of b
 TILE = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}
 SCALED_TILE = TILE | {"BLOCK_N": TILE_TERMS, "BLOCK_K": TILE_TERMS, "num_stages": 4}
@@ -36,14 +38,32 @@ def _block_at(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.co
 
 
 @triton.jit
+def _part_of(K, K_PART):
+    """First and last term (exclusive) of this program's part of the sum."""
+    first = tl.program_id(1) * K_PART
+    return first, tl.minimum(first + K_PART, K)
+
+
+@triton.jit
+def _store(output, out_ptr, m, n, M, N, BLOCK_M: tl.constexpr):
+    """Stores a block of this program's part, whose rows are padded to a multiple of BLOCK_M."""
+    row = tl.program_id(1).to(tl.int64) * tl.cdiv(M, BLOCK_M) * BLOCK_M + m
+    mask = (m < M)[:, None] & (n < N)[None, :]
+    output = output.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row[:, None] * N + n[None, :], output, mask=mask)
+
+
+@triton.jit
 def _matmul_kernel(
-    a_ptr, b_ptr, out_ptr, a_scale_ptr, b_scale_ptr, bias_ptr, M, N, K, stride_am, stride_bn,
+    a_ptr, b_ptr, out_ptr, a_scale_ptr, b_scale_ptr, bias_ptr, M, N, K, K_PART,
+    stride_am, stride_bn,
     A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, BIAS: tl.constexpr, ACC: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     m, n = _block_at(M, N, BLOCK_M, BLOCK_N, GROUP_M)
     sums = tl.zeros([BLOCK_M, BLOCK_N], ACC)
-    for start in range(0, K, BLOCK_K):
+    first, last = _part_of(K, K_PART)
+    for start in range(first, last, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         a = tl.load(
             a_ptr + m[:, None] * stride_am + k[None, :],
@@ -65,20 +85,20 @@ def _matmul_kernel(
         output *= tl.load(b_scale_ptr)
     if BIAS:
         output += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    mask = (m < M)[:, None] & (n < N)[None, :]
-    tl.store(out_ptr + m[:, None] * N + n[None, :], output.to(out_ptr.dtype.element_ty), mask=mask)
+    _store(output, out_ptr, m, n, M, N, BLOCK_M)
 
 
 @triton.jit
 def _matmul_tiles_kernel(
-    a_ptr, b_ptr, out_ptr, a_scale_ptr, b_scale_ptr, bias_ptr, M, N, K, stride_am, stride_bn,
-    scale_am, scale_ak, scale_bn, scale_bk,
+    a_ptr, b_ptr, out_ptr, a_scale_ptr, b_scale_ptr, bias_ptr, M, N, K, K_PART,
+    stride_am, stride_bn, scale_am, scale_ak, scale_bn, scale_bk,
     B_ROWS: tl.constexpr, BIAS: tl.constexpr, GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     m, n = _block_at(M, N, BLOCK_M, BLOCK_N, GROUP_M)
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for tile in range(tl.cdiv(K, BLOCK_K)):
+    first, last = _part_of(K, K_PART)
+    for tile in range(first // BLOCK_K, tl.cdiv(last, BLOCK_K)):
         k = tile * BLOCK_K + tl.arange(0, BLOCK_K)
         a = tl.load(
             a_ptr + m[:, None] * stride_am + k[None, :],
@@ -93,13 +113,12 @@ def _matmul_tiles_kernel(
             b_scale = tl.load(b_scale_ptr + n * scale_bn + tile * scale_bk, mask=n < N, other=0.0)
             sums += tl.dot(a, b) * (a_scale[:, None] * b_scale[None, :])
         else:  # one scale, because BLOCK_N is the height of b's tiles
-            first = tl.min(n, axis=0) // BLOCK_N
-            b_scale = tl.load(b_scale_ptr + first * scale_bn + tile * scale_bk)
+            tile_n = tl.min(n, axis=0) // BLOCK_N
+            b_scale = tl.load(b_scale_ptr + tile_n * scale_bn + tile * scale_bk)
             sums += tl.dot(a, b) * (a_scale * b_scale)[:, None]
     if BIAS:
         sums += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    mask = (m < M)[:, None] & (n < N)[None, :]
-    tl.store(out_ptr + m[:, None] * N + n[None, :], sums.to(out_ptr.dtype.element_ty), mask=mask)
+    _store(sums, out_ptr, m, n, M, N, BLOCK_M)
 
 
 def matmul(
@@ -113,60 +132,75 @@ def matmul(
     a_MK, b_NK = _rows_contiguous(a_MK), _rows_contiguous(b_NK)
     bias = None if bias is None else bias.contiguous()
     (M, K), N = a_MK.shape, b_NK.shape[0]
-    out = torch.empty(M, N, dtype=dtype, device=a_MK.device)
-    if out.numel() == 0:
-        return out
+    if M * N == 0:
+        return torch.empty(M, N, dtype=dtype, device=a_MK.device)
     dtypes = (a_MK.dtype, b_NK.dtype, dtype, None if bias is None else bias.dtype)
     if has_tiles(a_scale, b_scale, N):
         strides = (a_MK.stride(0), b_NK.stride(0), *a_scale.stride(), *b_scale.stride())
-        launch = _plan_tiles(a_MK.device, dtypes, (M, N, K), strides, b_scale.shape[0] == N)
+        planned = _plan_tiles(a_MK.device, dtypes, (M, N, K), strides, b_scale.shape[0] == N)
+    else:
+        a_scale, b_scale = a_scale.contiguous(), b_scale.contiguous()
+        is_aligned = (a_MK.data_ptr() | b_NK.data_ptr()) % ALIGNMENT == 0
+        per_row = (a_scale.numel() > 1, b_scale.numel() > 1)
+        strides = (a_MK.stride(0), b_NK.stride(0))
+        planned = _plan(a_MK.device, dtypes, (M, N, K), strides, per_row, is_aligned)
+    launch, shape = planned
+    if shape is None:
+        out = torch.empty(M, N, dtype=dtype, device=a_MK.device)
         launch(a_MK, b_NK, out, a_scale, b_scale, a_scale if bias is None else bias)
         return out
-    a_scale, b_scale = a_scale.contiguous(), b_scale.contiguous()
-    if a_MK.dtype == torch.int8 and K > MAX_INT8_TERMS:
-        return _in_parts(a_MK, b_NK, a_scale, b_scale, bias, dtype)
-    is_aligned = (a_MK.data_ptr() | b_NK.data_ptr()) % ALIGNMENT == 0
-    per_row = (a_scale.numel() > 1, b_scale.numel() > 1)
-    strides = (a_MK.stride(0), b_NK.stride(0))
-    launch = _plan(a_MK.device, dtypes, (M, N, K), strides, per_row, is_aligned)
-    launch(a_MK, b_NK, out, a_scale, b_scale, a_scale if bias is None else bias)
-    return out
+    parts = torch.empty(shape, dtype=torch.float32, device=a_MK.device)
+    launch(a_MK, b_NK, parts.flatten(0, 1), a_scale, b_scale, a_scale)
+    out = parts[:, :M].sum(dim=0)
+    return (out if bias is None else out + bias.float()).to(dtype)
 
 
-def _in_parts(a_MK, b_NK, a_scale, b_scale, bias, dtype) -> Tensor:
-    """Adds partial sums over K, each short enough for int32, scaled, in float32."""
-    parts = zip(a_MK.split(MAX_INT8_TERMS, dim=1), b_NK.split(MAX_INT8_TERMS, dim=1), strict=True)
-    outputs = [
-        matmul(a.contiguous(), b.contiguous(), a_scale, b_scale, None, torch.float32)
-        for a, b in parts
-    ]
-    output = sum(outputs[1:], outputs[0])
-    return (output if bias is None else output + bias.float()).to(dtype)
+def _split(device, dtypes, sizes, tile) -> tuple[int, int, int, tuple[int, int, int] | None]:
+    """Number of output tiles, of parts of the sum, and of terms in a part, whole steps of BLOCK_K.
 
-
-@plan
-def _plan_tiles(device, dtypes, sizes, strides, b_rows: bool) -> Launch:
-    """The launch for dtypes as in `_plan`, and strides of a, b and both scales."""
-    M, N, _ = sizes
-    tiles = triton.cdiv(M, SCALED_TILE["BLOCK_M"]) * triton.cdiv(N, SCALED_TILE["BLOCK_N"])
-    constants = {"B_ROWS": b_rows, "BIAS": dtypes[3] is not None, "GROUP_M": GROUP_M}
-    return Launch(_matmul_tiles_kernel, (tiles,), (*sizes, *strides), **constants, **SCALED_TILE)
+    Last the shape in which the kernel stores the parts, or None if there is one.
+    """
+    M, N, K = sizes
+    tiles_m, tiles_n = triton.cdiv(M, tile["BLOCK_M"]), triton.cdiv(N, tile["BLOCK_N"])
+    tiles = tiles_m * tiles_n
+    parts = min(num_sms(device) // tiles, K // MIN_PART)
+    if dtypes[0] == torch.int8:
+        parts = max(parts, triton.cdiv(K, MAX_INT8_TERMS))
+    if parts <= 1:
+        return tiles, 1, K, None
+    terms = triton.cdiv(K, parts * tile["BLOCK_K"]) * tile["BLOCK_K"]
+    parts = triton.cdiv(K, terms)  # rounding up may have left fewer
+    return tiles, parts, terms, (parts, tiles_m * tile["BLOCK_M"], N) if parts > 1 else None
 
 
 @plan
-def _plan(device, dtypes, sizes, strides, per_row, is_aligned: bool) -> Launch:
-    """The launch for dtypes of a, b, output and bias (or None), and strides of a and b."""
-    M, N, _ = sizes
-    per_row = {"A_ROWS": per_row[0], "B_ROWS": per_row[1], "BIAS": dtypes[3] is not None}
-    row_bytes = (*strides, N * dtypes[2].itemsize)  # the operands have one byte per number
-    if is_aligned and all(size % ALIGNMENT == 0 for size in row_bytes) and _is_hopper(device):
-        return plan_hopper(device, dtypes[2], sizes, **per_row)
+def _plan_tiles(device, dtypes, sizes, strides, b_rows: bool) -> tuple[Launch, tuple | None]:
+    """The launch and the shape of parts, from dtypes as in `_plan` and strides of all operands."""
+    tiles, parts, terms, shape = _split(device, dtypes, sizes, SCALED_TILE)
+    has_bias = dtypes[3] is not None and parts == 1
+    constants = {"B_ROWS": b_rows, "BIAS": has_bias, "GROUP_M": GROUP_M} | SCALED_TILE
+    integers = (*sizes, terms, *strides)
+    return Launch(_matmul_tiles_kernel, (tiles, parts), integers, **constants), shape
+
+
+@plan
+def _plan(device, dtypes, sizes, strides, per_row, is_aligned: bool) -> tuple[Launch, tuple | None]:
+    """The launch and the shape of parts, from dtypes of a, b, output and bias (or None)."""
+    row_bytes = (*strides, sizes[1] * dtypes[2].itemsize)  # operands have one byte per number
+    is_whole = is_aligned and all(size % ALIGNMENT == 0 for size in row_bytes)
     is_odd = any(stride % ALIGNMENT for stride in strides)  # loads single bytes
-    tile = ODD_TILE if is_odd else TILE
-    tiles = triton.cdiv(M, tile["BLOCK_M"]) * triton.cdiv(N, tile["BLOCK_N"])
+    on_hopper = is_whole and _is_hopper(device)
+    tile = HOPPER_TILE if on_hopper else ODD_TILE if is_odd else TILE
+    tiles, parts, terms, shape = _split(device, dtypes, sizes, tile)
+    has_bias = dtypes[3] is not None and parts == 1
+    constants = {"A_ROWS": per_row[0], "B_ROWS": per_row[1], "BIAS": has_bias}
+    if on_hopper:
+        stored = dtypes[2] if parts == 1 else torch.float32
+        return plan_hopper(device, stored, (*sizes, terms), tiles * parts, **constants), shape
     sums = tl.int32 if dtypes[0] == torch.int8 else tl.float32
-    constants = per_row | tile | {"ACC": sums, "GROUP_M": GROUP_M}
-    return Launch(_matmul_kernel, (tiles,), (*sizes, *strides), **constants)
+    constants |= tile | {"ACC": sums, "GROUP_M": GROUP_M}
+    integers = (*sizes, terms, *strides)
+    return Launch(_matmul_kernel, (tiles, parts), integers, **constants), shape
 
 
 def _is_hopper(device: torch.device) -> bool:

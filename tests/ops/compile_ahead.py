@@ -57,8 +57,7 @@ def _tensor(*shape, dtype=BF16):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _matmul(a_dtype, b_dtype, out_dtype, k, n=1280, a_rows=True, b_rows=False, bias=True):
-    m = 4096
+def _matmul(a_dtype, b_dtype, out_dtype, k, n=1280, a_rows=True, b_rows=False, bias=True, m=4096):
     matmul.matmul(
         _tensor(m, k, dtype=a_dtype), _tensor(n, k, dtype=b_dtype),
         _tensor(m if a_rows else 1, 1, dtype=FP32), _tensor(n if b_rows else 1, 1, dtype=FP32),
@@ -70,8 +69,8 @@ def _gelu_backward(features, format):
     gelu.gelu_backward_quantize(_tensor(4096, features), _tensor(4096, features), format)
 
 
-def _matmul_tiles(weight: bool, n=1280, k=5120):
-    m, tiles = 4096, k // 128
+def _matmul_tiles(weight: bool, n=1280, k=5120, m=4096):
+    tiles = k // 128
     b_scale = _tensor(n // 128, tiles, dtype=FP32) if weight else _tensor(tiles, n, dtype=FP32).T
     matmul.matmul(
         _tensor(m, k, dtype=FP8), _tensor(n, k, dtype=FP8), _tensor(tiles, m, dtype=FP32).T,
@@ -116,6 +115,7 @@ def _attention(tokens, head_width, is_causal):
 ALL, HOPPER, I8 = (80, 90), (90,), torch.int8
 AND_SUM = {"quantize_rows": quantize.quantize_rows_and_sum}
 ONLY_T = {"rows": False, "dtype": BF16}
+NARROW = {"m": 384, "n": 384}
 CASES = {  # name: (launches, architectures)
     "rows int8 of bf16, 1280": (partial(_rows, 1280, INT8), ALL),
     "rows int8 of bf16, 5120": (partial(_rows, 5120, INT8), ALL),
@@ -129,6 +129,9 @@ CASES = {  # name: (launches, architectures)
     "int8 to bf16, rows of both, no bias": (
         partial(_matmul, I8, I8, BF16, 5120, b_rows=True, bias=False), ALL,
     ),
+    "int8 to bf16, in parts": (
+        partial(_matmul, I8, I8, BF16, 33792, b_rows=True, bias=False, **NARROW), ALL,
+    ),
     "int8 to fp32": (partial(_matmul, I8, I8, FP32, 1280), ALL),
     "int8 to bf16, odd sizes": (partial(_matmul, I8, I8, BF16, 100, n=63), ALL),
     "e4m3 to bf16": (partial(_matmul, FP8, FP8, BF16, 1280), HOPPER),
@@ -139,6 +142,9 @@ CASES = {  # name: (launches, architectures)
     ),
     "e4m3 in tiles to bf16": (partial(_matmul_tiles, True), HOPPER),
     "e4m3 in tiles to bf16, grad_weight": (partial(_matmul_tiles, False), HOPPER),
+    "e4m3 in tiles to bf16, grad_weight in parts": (
+        partial(_matmul_tiles, False, k=33792, **NARROW), HOPPER,
+    ),
     "1x128 e4m3 of bf16": (partial(_tiles, 4096, E4M3, "1x128", dtype=BF16), HOPPER),
     "128x1 e4m3 of bf16": (partial(_tiles, 4096, E4M3, "128x1", **ONLY_T), HOPPER),
     "128x128 e4m3 of fp32": (partial(_tiles, 4096, E4M3, "128x128"), HOPPER),

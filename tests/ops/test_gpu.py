@@ -150,7 +150,12 @@ def test_random_large_products_match_reference(dtype):
         torch.testing.assert_close(results, expected, rtol=2 * eps, atol=2 * eps)
 
 
-@pytest.mark.parametrize("shape", [(5000, 2584, 1296), (1, 8, 16), (9000, 264, 4112)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [(5000, 2584, 1296), (1, 8, 16), (9000, 264, 4112), (384, 384, 33792), (256, 1000, 20000)]
+    + [(255, 999, 20001)],
+    ids=str,
+)
 @pytest.mark.parametrize("formats", [(INT8, INT8), (E4M3, E4M3), (E5M2, E4M3)], ids=str)
 def test_sums_of_small_integers_are_exact(formats, shape):
     skip_without(formats[1])

@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from lowprec.formats import E4M3, E5M2
-from lowprec.ops import reference
+from lowprec.ops import gluon_matmul, reference
 from lowprec.ops import triton_matmul as kernels
 
 SHAPES = [(1, 1, 1), (63, 100, 77), (128, 257, 64), (150, 33, 300), (5, 300, 129)]  # M, N, K
 ALIGNED = [(150, 272, 304), (1, 16, 16), (300, 528, 128)]  # rows of 16 bytes
+IN_PARTS = [(150, 272, 1296), (1, 16, 2000), (128, 528, 1024)]  # also in rows of 16 bytes
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FP8 = [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)]
 # Relative to the sum of magnitudes: fp8 products are added in another order in float32, or on a GPU
@@ -16,6 +17,17 @@ FP8 = [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)]
 ADDED = 2e-6 if not torch.cuda.is_available() else 2.0**-12
 EPS = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
 pytestmark = pytest.mark.usefixtures("poisoned")
+
+
+@pytest.fixture
+def forgotten_plans():
+    """For tests that change how launches are planned."""
+    plans = (kernels._plan, kernels._plan_tiles)
+    for plan in plans:
+        plan.cache_clear()
+    yield
+    for plan in plans:
+        plan.cache_clear()
 
 
 def make_int8(rows, k, device, seed):
@@ -150,10 +162,47 @@ def test_scales_of_tiles_match_reference_within_rounding(device, tile, shape):
     assert result[7].all() and result.sum() == n
 
 
-@pytest.mark.parametrize("k, dtype", [(64, torch.float32), (200, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize("kind", ["int8", "e4m3", "e4m3 in tiles"])
+@pytest.mark.parametrize(
+    "launch, shape",
+    [(launch_general, shape) for shape in [*IN_PARTS, (70, 99, 777), (200, 33, 1000)]]
+    + [pytest.param(launch_hopper, shape, marks=pytest.mark.gpu) for shape in IN_PARTS],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+@pytest.mark.usefixtures("forgotten_plans")
+def test_parts_of_a_sum_add_up(device, monkeypatch, shape, launch, kind):
+    if launch is launch_hopper and "tiles" in kind:
+        pytest.skip("has no kernel of its own on Hopper")
+    planned, split = [], kernels._split
+    monkeypatch.setattr(
+        kernels, "_split", lambda *facts: planned.append(split(*facts)) or planned[-1]
+    )
+    monkeypatch.setattr(kernels, "num_sms", lambda device: 50)
+    monkeypatch.setattr(gluon_matmul, "num_sms", lambda device: 5)  # programs take several parts
+    monkeypatch.setattr(kernels, "MIN_PART", 160)
+    generator = torch.Generator().manual_seed(0)
+
+    def integers(low, high, *size):
+        return torch.randint(low, high, size, generator=generator).float().to(device)
+
+    m, n, k = shape
+    dtype = torch.int8 if kind == "int8" else E4M3.dtype
+    a, b = integers(-3, 4, m, k).to(dtype), integers(-3, 4, n, k).to(dtype)
+    tiles = -(-k // 128) if "tiles" in kind else 1
+    a_scale, b_scale = integers(-3, 3, m, tiles).exp2(), integers(-3, 3, n, tiles).exp2()
+    for bias, out in [(None, torch.float32), (integers(-9, 9, n), torch.bfloat16)]:
+        arguments = (a, b, a_scale, b_scale, bias, out)
+        assert torch.equal(launch(*arguments), reference.matmul(*arguments))  # sums are exact
+    assert all(parts > 1 for _, parts, *_ in planned) and len(planned) == 2
+
+
+@pytest.mark.parametrize(
+    "k, dtype", [(128, torch.float32), (200, torch.bfloat16), (400, torch.float32)], ids=str
+)
+@pytest.mark.usefixtures("forgotten_plans")
 def test_partial_int32_sums_are_added_in_float32(device, monkeypatch, dtype, k):
-    monkeypatch.setattr(kernels, "MAX_INT8_TERMS", 64)
-    monkeypatch.setattr(reference, "MAX_INT8_TERMS", 64)
+    monkeypatch.setattr(kernels, "MAX_INT8_TERMS", 128)
+    monkeypatch.setattr(reference, "MAX_INT8_TERMS", 128)
     a, b = make_int8(33, k, device, 0), make_int8(20, k, device, 1)
     a_scale, b_scale = make_scale(33, device, 2), make_scale(20, device, 3)
     bias = torch.randn(20, device=device)
