@@ -206,6 +206,8 @@ def test_partial_int32_sums_are_added_in_float32(device, monkeypatch, dtype, k):
     a, b = make_int8(33, k, device, 0), make_int8(20, k, device, 1)
     a_scale, b_scale = make_scale(33, device, 2), make_scale(20, device, 3)
     bias = torch.randn(20, device=device)
+    for tile in (kernels.TILE, kernels.ODD_TILE, kernels.HOPPER_TILE):
+        assert kernels._split(device, (torch.int8,), (33, 20, k), tile)[2] <= 128
     result = kernels.matmul(a, b, a_scale, b_scale, bias, dtype)
     exact = (a.double() @ b.double().T) * a_scale.double() * b_scale.double().T + bias.double()
     bound = EPS[dtype] * (exact.abs() + bias.abs()) + 1e-4  # float32 sums of the parts
