@@ -102,6 +102,7 @@ def _loss_change(runs: pd.DataFrame, varied: str, one: object, other: object) ->
 def fix(records: Evidence, change: str, helps: bool) -> Finding:
     """Judges one change to fp8 tensor-wise training by whether it then trains like bf16."""
     runs = records.outcomes(("fp8_fixes",))
+    runs = runs[runs["precision.label"].isin([BF16, "fp8_tensorwise"])]  # the miniature is in e2m1
     is_fp8 = runs["precision.label"] == "fp8_tensorwise"
     clips = runs["optimizer.name"] == "adamw_clip"
     changes = runs["intervention.name"].where(~clips, "gradient clipping")
@@ -110,7 +111,8 @@ def fix(records: Evidence, change: str, helps: bool) -> Finding:
     same = comparison.signature(runs, "precision.label", "optimizer.name", "intervention.name")
     shared = set.intersection(*(set(same[arm == name]) for name in names))
     if not shared:
-        raise lacking(f"{join(names)} with equal settings and seeds", ("fp8_fixes",))
+        what = f"{join(names)} with equal settings and seeds"
+        raise lacking(what, ("fp8_fixes",), "paper")
     arms = {name: runs[(arm == name) & same.isin(shared)] for name in names}
     seeds = arms[BF16]["seed"].nunique()
     trains = {name: _trains(group, arms[BF16]) for name, group in arms.items()}

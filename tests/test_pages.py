@@ -180,7 +180,10 @@ def test_the_speed_of_layers_is_that_of_the_lines_of_one_run():
         for _, run in lines[lines["dim"] == int(dim)].groupby("file"):
             ms = run.set_index(["case", "mode"])["ms"].to_dict()
             speed = [
-                [ms["linear", mode] / ms.get((CASES[name], mode), math.nan) for name in head[1:]]
+                [
+                    ms.get(("linear", mode), math.nan) / ms.get((CASES[name], mode), math.nan)
+                    for name in head[1:]
+                ]
                 for mode in ("eager", "graph")
             ]
             measured.append(

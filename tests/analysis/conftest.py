@@ -41,6 +41,7 @@ def make_run(
     num_steps: int = 400,
     beta2: float = 0.99,
     beta2_decay: float | None = None,
+    clip_norm: float | None = None,
     lr: float = 1e-3,
     autocast: str = "bf16",
     data: str = "ab" * 32,
@@ -57,7 +58,9 @@ def make_run(
         run_dir=str(root),
         num_steps=num_steps,
         model=ModelConfig(name=model),
-        optimizer=OptimizerConfig(name=optimizer, lr=lr, beta2=beta2, beta2_decay=beta2_decay),
+        optimizer=OptimizerConfig(
+            optimizer, lr, beta2=beta2, beta2_decay=beta2_decay, clip_norm=clip_norm
+        ),
         precision=PrecisionConfig(recipe=recipe, autocast=autocast, products=products),
         **keys,
     )

@@ -41,7 +41,7 @@ STUDIES = {  # experiment: what its runs differ in
     "formats": [dict(model="mini_l", recipe=recipe) for recipe in ("mxfp8", "mxfp4", "nvfp4")],
     "fp8_fixes": [
         *(dict(recipe="fp8_tensorwise", intervention=change) for change in CHANGES),
-        dict(recipe="fp8_tensorwise", optimizer="adamw_clip"),
+        dict(recipe="fp8_tensorwise", optimizer="adamw_clip", clip_norm=1.0),
         dict(recipe="high"),
     ],
     "feature_magnitude": [dict(intervention=change) for change in CHANGES[:2]],
