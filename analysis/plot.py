@@ -226,10 +226,10 @@ def _column(heads: pd.DataFrame, key: str) -> pd.Series:
 def _in_order(values: Iterable) -> list:
     """The distinct values: numbers sorted after NULL, others in the order of the runs."""
     distinct = list(dict.fromkeys(values))
-    given = [value for value in distinct if value != NULL]
-    if not all(isinstance(value, int | float | np.number) for value in given):
+    numbers = [value for value in distinct if value != NULL]
+    if not all(isinstance(value, int | float | np.number) for value in numbers):
         return distinct
-    return [NULL] * (len(given) < len(distinct)) + sorted(given)
+    return [NULL] * (len(numbers) < len(distinct)) + sorted(numbers)
 
 
 def _colors(values: pd.Series, key: str) -> dict:

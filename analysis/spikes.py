@@ -113,8 +113,8 @@ def main(arguments: list[str] | None = None) -> int:
         option = f"--{name.replace('_', '-')}"
         parser.add_argument(option, type=spike_marks.KINDS[name], metavar="N", help=meaning)
     options = parser.parse_args(arguments)
-    given = {name: getattr(options, name) for name in spike_marks.THRESHOLDS}
-    changed = {name: value for name, value in given.items() if value is not None}
+    values = {name: getattr(options, name) for name in spike_marks.THRESHOLDS}
+    changed = {name: value for name, value in values.items() if value is not None}
     tensor = options.tensor or spike_marks.TENSOR
     runs = load_runs(options.run)
     for summary in runs.runs.to_dict("records"):
@@ -130,7 +130,7 @@ def main(arguments: list[str] | None = None) -> int:
             spikes = spike_marks.spike_table(series, protocol, tensor)
             lines = spike_marks.spikes_at_chance(series, spikes, summary["batch_size"])
             text = "\n".join([f"The run collapsed: {collapse}.", *lines, text])
-        thresholds = " ".join(f"{name}={getattr(protocol, name)}" for name in given)
+        thresholds = " ".join(f"{name}={getattr(protocol, name)}" for name in values)
         print(f"\n{summary['run']}: {summary['note'] or summary['state']}\n{text}\n\n{thresholds}")
     return 0
 

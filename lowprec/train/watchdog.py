@@ -132,8 +132,8 @@ class Watchdog:
             if rank.ended and rank is not self.own:
                 return rank.ended
         first = self.ranks[0]  # holds the store: the others' state is known up to its last report
-        known = now if now - first.heard > SILENT_S else first.heard
-        silent = [rank for rank in self.ranks if known - rank.heard > SILENT_S]
+        as_of = now if now - first.heard > SILENT_S else first.heard
+        silent = [rank for rank in self.ranks if as_of - rank.heard > SILENT_S]
         if silent:
             lost = [first] if first in silent else silent
             return f"no heartbeats for {SILENT_S:g} s from {'; '.join(map(str, lost))}"
