@@ -104,7 +104,7 @@ def fix(records: Evidence, change: str, helps: bool) -> Finding:
     runs = records.outcomes(("fp8_fixes",))
     runs = runs[runs["precision.label"].isin([BF16, "fp8_tensorwise"])]  # the miniature is in e2m1
     is_fp8 = runs["precision.label"] == "fp8_tensorwise"
-    clips = runs["optimizer.name"] == "adamw_clip"
+    clips = runs["optimizer.clip_norm"].notna()
     changes = runs["intervention.name"].where(~clips, "gradient clipping")
     arm = pd.Series(BF16, runs.index).where(~is_fp8, changes.replace("none", "plain"))
     names = (BF16, "plain", change)

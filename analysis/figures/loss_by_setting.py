@@ -51,7 +51,7 @@ class LossBySetting:
         varied = self.key or "precision.label"
         heads = comparison.with_baselines(heads, self.EXPERIMENT, varied)
         own, is_16_bit = heads["experiment"] == self.EXPERIMENT, heads["precision.recipe"] == "high"
-        return heads if self.key else heads[own | is_16_bit]
+        return heads if self.key or not own.any() else heads[own | is_16_bit]
 
     def query(self, runs: Runs) -> pd.DataFrame:
         """One row per step of each run: exactly what is plotted."""

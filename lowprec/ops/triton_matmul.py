@@ -167,7 +167,7 @@ def _split(device, dtypes, sizes, tile) -> tuple[int, int, int, tuple[int, int, 
     if dtypes[0] == torch.int8:
         parts = max(parts, triton.cdiv(K, MAX_INT8_TERMS))
     if parts <= 1:
-        return tiles, 1, K, None
+        return tiles, 1, max(K, 1), None
     terms = triton.cdiv(K, parts * tile["BLOCK_K"]) * tile["BLOCK_K"]
     parts = triton.cdiv(K, terms)  # rounding up may have left fewer
     return tiles, parts, terms, (parts, tiles_m * tile["BLOCK_M"], N) if parts > 1 else None

@@ -115,9 +115,9 @@ def test_changes_act_from_the_step_named_and_perturbed_replays_show_chance(run):
     assert list(changed) == list(losses(frame, "unchanged")) == [10, 11, 12]
     assert changed[10] == control[10] and abs(changed[11] - control[11]) > 1e-2
     for seed in (1, 2):
-        perturbed = losses(frame[frame["perturbation"] == seed], "perturbed")
-        gaps = [abs(loss - control[step]) for step, loss in perturbed.items()]
-        assert list(perturbed) == [10, 11, 12] and 0 < max(gaps) < 1e-3
+        perturbed = frame[frame["perturbation"] == seed].set_index("step")[["loss", "rms"]]
+        gaps = (perturbed - frame[frame["change"] == "control"].set_index("step")).abs().stack()
+        assert list(perturbed.index) == [10, 11, 12] and 0 < gaps.max() < 1e-3
     for start in (4, 11):
         with pytest.raises(RunError, match=f"change_from={start}: a step from 5 to 10 is expected"):
             replayed(folder, 10, change_from=[start], steps=4)
