@@ -2,6 +2,10 @@
 
 import os
 
+# below the ports that Linux gives to outgoing connections (32768 and above), one of which may be
+# in use by chance when rank 0 wants to listen
+PORTS = range(20_000, 32_000)
+
 
 def place() -> tuple[int, int, int, int]:
     """Rank and number of processes, overall and on this machine, as torchrun or SLURM set them.
@@ -22,7 +26,8 @@ def place() -> tuple[int, int, int, int]:
 
 def _set_torchrun_variables() -> None:
     """Sets RANK, MASTER_ADDR and the others from the variables of srun or submitit."""
-    from submitit.helpers import TorchDistributedEnvironment  # slow, and needed here only
+    from submitit import JobEnvironment  # slow, and needed here only
+    from submitit.helpers import TorchDistributedEnvironment
 
     executor = os.environ.get("SUBMITIT_EXECUTOR")
     os.environ.setdefault("SUBMITIT_EXECUTOR", "slurm")  # srun alone does not set it
@@ -30,6 +35,9 @@ def _set_torchrun_variables() -> None:
         ranks = TorchDistributedEnvironment()
         if ranks.local_world_size == ranks.world_size:  # the node's name need not resolve
             ranks.master_addr = "127.0.0.1"
+        if "MASTER_PORT" not in os.environ:
+            job = sum(int(part) for part in JobEnvironment().job_id.split("_"))  # 7, or 7_1
+            ranks.master_port = PORTS[job % len(PORTS)]
         ranks.export(set_cuda_visible_devices=False, overwrite=True)
     finally:
         if executor is None:
