@@ -64,7 +64,7 @@ OPTIMIZERS = {  # optimizer.name: (in print, line style, color under bf16)
 INTERVENTIONS = {  # intervention.name: (in print, color where the figure is about it)
     "none": ("no change", "#4D4D4D"),
     "zero_init": ("zero-init layer-scale", "#DC267F"),
-    "kq_norm": ("KQ layer norm", "#648FFF"),
+    "kq_norm": ("KQ layer norm", "#873800"),
 }
 MODELS = {  # model.name: in print, small to large
     "nano": "nano",

@@ -16,6 +16,7 @@ from lowprec.nn.recipe import PRODUCTS
 EXPERIMENT, BASELINES = "one_product", "accuracy_vs_size"
 COLUMNS = ("product", "format", *curves.OF_A_RUN, *MEASURES)
 COLORS = {"int8": "#D55E00", "e3m2": "#009E73", "e2m1": "#CC79A7"}  # format: color
+NAMES = ("none", "output", "input\ngradient", "weight\ngradient")  # of no product and of PRODUCTS
 APART = 0.22  # of the distance of two products, between formats
 
 
@@ -51,7 +52,7 @@ def plot(frame: pd.DataFrame, ax: Axes, measure: str = "recall") -> Axes:
         at = line["product"].map(products.index).astype(float) + APART * shift
         color = COLORS.get(name, style.color(name, line["optimizer"].iloc[0]))
         plot_runs(ax, at, line[measure], color, None, name)
-    ax.set_xticks(range(len(products)), ["none", *(name.replace("_", " ") for name in PRODUCTS)])
+    ax.set_xticks(range(len(products)), NAMES)
     ax.set(xlabel="narrow product", ylabel=MEASURES[measure], xlim=(-0.5, len(products) - 0.5))
     return ax
 

@@ -362,6 +362,8 @@ def test_one_product_is_drawn_by_product_and_format_beside_16_bits(evaluated, qu
     for ax in drawn(one_product, frame):
         points = [x for line in ax.lines if line.get_marker() == "o" for x in line.get_xdata()]
         assert len(points) == 8 and len(set(points)) == 7  # two of the format that diverged
+        names = [label.get_text().replace("\n", " ") for label in ax.get_xticklabels()]
+        assert names == ["none", "output", "input gradient", "weight gradient"]
     caption = one_product.caption(frame)
     assert caption.endswith("mini L grad_weight e2m1 (diverged at step 12).")
     assert "(1 and 2 seeds of each setting)" in caption
