@@ -249,6 +249,27 @@ def test_inductor_code_of_several_tiles_equals_eager():
         assert (compiled - eager).norm() <= 1e-3 * eager.norm()
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own warnings
+@pytest.mark.parametrize(
+    ("name", "threshold"), [("switchback", 0.0), ("hw_fp8_blockwise", 0.0), ("llm_int8", 2.0)]
+)
+def test_inductor_code_for_dynamic_batch_sizes_equals_eager(name, threshold):
+    """For up to 128 rows, hw_fp8_blockwise had given NaN."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layer = LowPrecisionLinear(IN, OUT, recipe=name, outlier_threshold=threshold)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+    for rows in (33, 64, 130):
+        x, g = torch.randn(rows, IN, requires_grad=True), torch.randn(rows, OUT)
+        results = []
+        for module in (layer, compiled):
+            output = module(x)
+            results.append((output, *torch.autograd.grad(output, (x, *layer.parameters()), g)))
+        for eager, dynamic in zip(*results, strict=True):
+            assert (dynamic - eager).norm() <= 1e-3 * eager.norm()
+
+
 def test_layer_has_parameters_and_initial_values_of_nn_linear():
     torch.manual_seed(0)
     ours = SwitchBackLinear(48, 70)
