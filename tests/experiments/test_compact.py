@@ -2,12 +2,13 @@
 
 import shutil
 import zipfile
+from pathlib import Path
 
 import pandas as pd
 import pytest
 
 from analysis import NoRunsError, load_runs, run_files
-from experiments.compact import CompactConfig, main
+from experiments.compact import SMALLER, CompactConfig, main
 from tests.analysis.conftest import make_run
 
 
@@ -48,6 +49,9 @@ def test_each_run_is_copied_with_the_selected_tensors(folder, tmp_path):
 def test_an_archive_loads_like_the_folder_and_so_does_a_run_in_it(folder, tmp_path):
     archive = tmp_path / "results, a #1" / "runs.zip"
     main(CompactConfig(run=str(folder), out=str(archive), tensors=["visual.*"]))
+    with zipfile.ZipFile(archive) as file:
+        smaller = {Path(i.filename).suffix for i in file.infolist() if i.compress_type == SMALLER}
+    assert smaller == {".jsonl"}
     runs, archived = load_runs(folder), load_runs(tmp_path / "results, a #1")
     pd.testing.assert_frame_equal(archived.metrics, runs.metrics)
     pd.testing.assert_frame_equal(archived.tensors("*"), runs.tensors("*"))
