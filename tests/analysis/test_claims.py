@@ -280,6 +280,28 @@ def test_speed_is_judged_by_the_newest_file_that_has_case_and_baseline(tmp_path)
     assert "20.0% of the time" in one(tmp_path, "C7", "whole training steps").ours
 
 
+@pytest.mark.parametrize(
+    ("windows", "verdict"),
+    [([84, 85, 86], REPRODUCED), ([84, 85, 88], UNDECIDED), ([88, 89, 90], NOT)],
+)
+def test_speed_is_undecided_if_windows_lie_on_both_sides_of_13_percent(tmp_path, windows, verdict):
+    folder = tmp_path / "bench" / "step"
+    folder.mkdir(parents=True)
+    row = {"shape": "vit_h14 batch 256", "device": "a GPU"}
+    rows = [
+        row | {"case": case, "ms": sorted(ms)[1], "windows_ms": ms}
+        for case, ms in (
+            ("high", [100, 100, 100]),
+            ("open_clip", [120] * 3),
+            ("switchback", windows),
+        )
+    ]
+    (folder / "1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    finding = one(tmp_path, "C7", "whole training steps")
+    assert finding.verdict == verdict
+    assert f"over its windows {100 - windows[2]}.0% to {100 - windows[0]}.0%" in finding.ours
+
+
 @pytest.fixture(name="fixes")
 def fixes_fixture(make_run, tmp_path):
     """A function: runs of fp8_fixes by their last losses, a seed each; None: diverged."""
@@ -331,10 +353,11 @@ def test_features_that_grow_in_every_run_need_two_seeds(make_run, tmp_path):
             make_run(experiment="feature_magnitude", scale="mini", seed=seed, num_steps=20,
                      intervention=InterventionConfig(kind),
                      tables={"blocks": {"feature_mean": frame}})  # fmt: skip
-        for words in ("grows with depth", "stops this"):
+        for words in ("grows with depth", "the growth with depth"):
             finding = one(tmp_path / "runs", "C5", words)
             assert (finding.verdict, finding.why) == (verdict, why)
             assert "3 times as large in the last block as in the first" in finding.ours
+    assert one(tmp_path / "runs", "C5", "growth with training").verdict == FAILED
 
 
 def test_the_committed_page_of_claims_is_what_the_command_writes(tmp_path, monkeypatch):
