@@ -16,6 +16,7 @@ from collections import Counter
 from pathlib import Path
 
 from lowprec.runs.attempts import STOPPED, STOPPING
+from lowprec.runs.read import read_status
 from lowprec.sweep.plan import Manifest, Submission, is_locked, take_lock
 from lowprec.sweep.supervisor import POLL_S, Attempt
 
@@ -86,10 +87,15 @@ def launch(folder: Path) -> None:
 
 
 def _end_orphans(manifest: Manifest) -> None:
-    """Records that the attempts of a killed launcher have ended, so that their runs continue."""
+    """Records that the attempts of a killed launcher have ended, so that their runs continue.
+
+    A run that has a result does not continue.
+    """
     for index, submission in _submitted(manifest).items():
         rows = manifest.attempts(index, submission.token)
-        if rows and rows[-1]["event"] == "started":
+        status = read_status(manifest.directory_of(index), {"state": ""})
+        has_result = manifest.runs[index].result(status) is not None
+        if rows and rows[-1]["event"] == "started" and not has_result:
             row = {"event": "ended", "token": submission.token, "code": STOPPED, "again": True}
             manifest.append(index, row | {"reason": "its launcher was killed"})
 

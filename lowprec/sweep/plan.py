@@ -22,7 +22,7 @@ from lowprec.config.preflight import preflight, process_faults
 from lowprec.config.schema import Config
 from lowprec.runs import durable
 from lowprec.runs.identity import directory, label, to_dict
-from lowprec.runs.read import RecordFileError, checked, encode_row, read_map, scan_rows
+from lowprec.runs.read import ENDED, RecordFileError, checked, encode_row, read_map, scan_rows
 
 RUN = {"index": int, "label": str, "directory": str, "overrides": list, "config": dict}
 ROW = {"event": str, "token": str, "runs": list, "launcher": dict, "job": str}
@@ -45,6 +45,12 @@ class PlannedRun:
     directory: str
     overrides: list[str]
     config: dict
+
+    def result(self, status: dict) -> str | None:
+        """`finished` or `diverged`, by the run's status.json; None if the run continues."""
+        state = status.get("state")
+        is_shorter = state == "finished" and status.get("step", 0) < self.config["num_steps"]
+        return state if state in ENDED and not is_shorter else None
 
 
 @dataclass

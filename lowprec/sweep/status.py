@@ -18,7 +18,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from lowprec.config.compose import differing_values
-from lowprec.runs.read import ENDED, RecordFileError, read_last_row, read_status, scan_rows
+from lowprec.runs.read import RecordFileError, read_last_row, read_status, scan_rows
 from lowprec.sweep import local, slurm
 from lowprec.sweep.plan import Manifest, Submission, is_locked
 
@@ -50,11 +50,8 @@ def states(manifest: Manifest, queue: dict | None) -> list[State]:
         directory = manifest.directory_of(run.index)
         status, last, timing, damage = _read(directory)
         step = max(status.get("step", 0), last.get("step", 0))  # a save alone writes the status
-        result = status.get("state")
-        if result == "finished" and status.get("step", 0) < run.config["num_steps"]:
-            result = None  # a longer run continues it
         submission = submissions.get(run.index)
-        if result in ENDED:
+        if result := run.result(status):
             state, reason = result, status.get("reason", "")
         elif submission is None:
             state, reason = "new", ""
