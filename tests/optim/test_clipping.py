@@ -1,7 +1,8 @@
 """ZClip and SkipStep against the numbers of their reference implementations.
 
 tests/fixtures/clipping.json holds 240 gradient norms and losses, the norms after zclip 1.0.0
-(`ZClip(max_grad_norm=None)`), and the steps that OLMo-core 3.0.0 (`SkipStepOptimizer`) skips.
+(`ZClip(max_grad_norm=None)`), and the steps that OLMo-core 3.0.0 (`SkipStepOptimizer`) skips:
+`make_clipping.py` computes both.
 """
 
 import copy
