@@ -45,8 +45,7 @@ def test_each_implementation_has_a_row_and_ours_follows_its_options(monkeypatch,
     def fail(params):
         raise TypeError("no such option\nmore")
 
-    packages = ("lowprec", "torch", "pytorch_optimizer")
-    peers = {name: peer for name, peer in PEERS.items() if peer.package in packages}
+    peers = {name: peer for name, peer in PEERS.items() if peer.package in ("lowprec", "torch")}
     peers |= {"missing": Peer("no-such-package", fail), "failing": Peer("torch", fail)}
     monkeypatch.setattr(conformance, "PEERS", peers)
     conformance.main(NoKeys())
@@ -55,10 +54,15 @@ def test_each_implementation_has_a_row_and_ours_follows_its_options(monkeypatch,
     assert rows["lowprec"][1:4] == ["never", "", "algorithm 2"]
     assert rows["lowprec, clip_weight_decay=False"][3] == "decays by the raw rate"
     assert rows["lowprec, clip_threshold=None"][3] == rows["torch AdamW"][3] == "clips nothing"
-    for name in ("pytorch_optimizer", "pytorch_optimizer, foreach"):  # StableAdamW as we do
-        assert rows[name][0] == "not installed" or rows[name][1:4] == ["never", "", "algorithm 2"]
     assert rows["missing"][0] == "not installed"
     assert rows["failing"][3] == "not run: TypeError: no such option"
     monkeypatch.setitem(peers, "lowprec", Peer("lowprec", OURS(clip_weight_decay=False)))
     with pytest.raises(SystemExit, match="does not follow"):
         conformance.main(NoKeys())
+
+
+@pytest.mark.parametrize("name", ["pytorch_optimizer", "pytorch_optimizer, foreach"])
+def test_stable_adamw_of_pytorch_optimizer_follows_algorithm_2(name):
+    pytest.importorskip("pytorch_optimizer")
+    path = run_optimizer(PEERS[name].build)
+    assert explain(path, TOLERANCES[torch.float64])[0] == [Rule()]
