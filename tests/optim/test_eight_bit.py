@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from lowprec.optim import OnWarning, StableAdamW, fused
+from lowprec.optim.clipping import ZClip
 from lowprec.optim.eight_bit import BLOCK, code_books, dequantize, encoded, quantize_
 
 CPU = torch.device("cpu")
@@ -151,25 +152,68 @@ def test_kernels_step_as_the_definition_does(dtype, clip_threshold, device, monk
             assert ours.statistics[:, 0].min() > 1.5  # so that clipping lowers the rate
 
 
-def test_parameters_move_as_under_torchaos_adamw(torchao):
-    ours = make(clip_threshold=None)
+def rms_of(state, grad):
+    """RMS_t of the coming step of torchao's AdamW."""
+    u, t = (state["exp_avg_sq"], state["step"]) if state else (torch.zeros_like(grad), 0)
+    beta = OPTIONS["betas"][1]
+    u = u.lerp(grad.square(), 1 - beta) / (1 - beta ** (t + 1))
+    return (grad.square() / u.clamp(min=1e-12)).mean().sqrt().item()
+
+
+@pytest.mark.parametrize("clip_threshold", [None, 1.0])
+def test_parameters_move_as_under_torchaos_adamw_at_the_clipped_rate(torchao, clip_threshold):
+    ours = make(clip_threshold=clip_threshold)
     params = [torch.nn.Parameter(p.detach().clone()) for p in ours._params()[1:]]
     rule = {name: OPTIONS[name] for name in ("lr", "betas", "weight_decay")}
-    theirs = torchao.AdamW8bit(params, **rule, eps=1e-6)
-    exact = make(clip_threshold=None, optim_bits=32)
+    theirs = torchao.AdamW8bit([{"params": [p]} for p in params], **rule, eps=1e-6)
+    exact = make(clip_threshold=clip_threshold, optim_bits=32)
     for step in range(3, 13):
         for optimizer in (ours, exact):
             take(optimizer, [step])
-        for p, other in zip(ours._params()[1:], params, strict=True):
+        rms = []
+        for p, other, group in zip(ours._params()[1:], params, theirs.param_groups, strict=True):
             other.grad = p.grad.clone()
+            rms.append(rms_of(theirs.state[other], other.grad))
+            if clip_threshold:
+                group["lr"].fill_(OPTIONS["lr"] / max(1.0, rms[-1]))
         theirs.step()
-    vector, other = ours._params()[1], params[0]
-    assert_near(vector, other, rtol=1e-4, atol=1e-5)
+        assert ours.statistics[1:, 0].tolist() == pytest.approx(rms, rel=1e-3)
+        assert min(rms) > 1.3 or step != 4  # so that clipping lowers the rate
+    _, vector, bias = ours._params()
+    assert_near(vector, params[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(bias, params[1], rtol=1e-4, atol=1e-5)
     for kind in ("exp_avg", "exp_avg_sq"):
-        codes, expected = states(ours)[1][kind], theirs.state[other][kind].codes
+        codes, expected = states(ours)[1][kind], theirs.state[params[0]][kind].codes
         assert_near(codes.int(), expected.int(), rtol=0, atol=0.5)
-    errors = [(vector - p).abs().mean().item() for p in (other, exact._params()[1])]
+    errors = [(vector - p).abs().mean().item() for p in (params[0], exact._params()[1])]
     assert errors[0] < 0.01 * errors[1]
+
+
+@pytest.mark.parametrize("kind", ["norm", "zclip"])
+@pytest.mark.parametrize("clip_threshold", [1.0, None])
+def test_a_clipped_gradient_steps_as_one_clipped_beforehand(
+    clip_threshold, kind, device, monkeypatch
+):
+    monkeypatch.setattr("lowprec.optim.clipping.ZCLIP_FIRST", 3)
+    zclip, other = (ZClip().to(device) if kind == "zclip" else None for _ in range(2))
+    options = {"device": device, "clip_threshold": clip_threshold}
+    ours, twin = make(clip_norm=zclip or 2.0, **options), make(**options)
+
+    def clip(*_):
+        norm = ours.grad_norm
+        limit = other(norm, ours.all_finite).float() if other else 2.0
+        factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+        for p in twin._params():
+            p.grad *= factor
+
+    twin.register_step_pre_hook(clip)
+    for step in (3, 5, 6, 4, 7, 8):
+        for optimizer in (ours, twin):
+            take(optimizer, [step])
+        assert (ours.clipped_grad_norm < 0.1 * ours.grad_norm) == (step == 4)
+        assert all(map(torch.equal, ours._params(), twin._params()))
+        for state, expected in zip(states(ours), states(twin), strict=True):
+            assert all(torch.equal(state[name], x) for name, x in expected.items())
 
 
 def test_update_clipping_and_statistics_are_those_of_32_bit_moments_up_to_rounding():
