@@ -12,9 +12,14 @@ from lowprec.nn.recipe import PRODUCTS, RECIPES, Operand, Product
 from lowprec.ops import reference
 
 
+def scaled(rows, columns):
+    """Rows and columns of many magnitudes."""
+    return torch.randn(rows, columns) * torch.randn(rows, 1).exp() * torch.randn(1, columns).exp()
+
+
 def spread(rows, columns):
     """Numbers of many magnitudes; a row of zeros, tiny blocks and a huge row."""
-    x = torch.randn(rows, columns) * torch.randn(rows, 1).exp() * torch.randn(1, columns).exp()
+    x = scaled(rows, columns)
     x[3], x[4, :32], x[5] = 0, x[4, :32] * 1e-30, x[5] * 1e20
     return x
 
@@ -95,6 +100,8 @@ def test_operands_of_every_recipe_equal_torchaos(name):
             if o.scale == "float32":  # they multiply by 1 / scale, which rounds a few ties apart
                 is_near = torch.isclose(x_hat, expected, rtol=1e-6, atol=0)
                 assert is_near.float().mean() > 0.9999, o
+                errors = (x_hat - x).abs() - (expected - x).abs()
+                assert (errors.abs() <= 1e-5 * x.abs()).all(), o
             else:
                 assert torch.equal(x_hat, expected), o
 
@@ -231,32 +238,54 @@ def multiply(name, a, b):
     return a @ b.T if name == "output" else a @ b if name == "grad_input" else a.T @ b
 
 
-def test_nvfp4_rht_sr_without_random_numbers_matches_the_oracle(oracle):
-    recipe = RECIPES["nvfp4_rht_sr"]
-    exact = {}
-    for name in PRODUCTS:
-        product = getattr(recipe, name)
-        both = (dataclasses.replace(o, stochastic=False) for o in (product.first, product.second))
-        exact[name] = Product(*both, native=False, hadamard=product.hadamard)
-    torch.manual_seed(0)
-    layer = LowPrecisionLinear(48, 70, recipe=dataclasses.replace(recipe, **exact))
-    x, g = torch.randn(37, 48, requires_grad=True), torch.randn(37, 70)
-    output = layer(x)
-    output.backward(g)
-    how = [
-        [text.removesuffix(" rotated").removesuffix(" stochastic") for text in texts]
-        for texts in oracle.TABLE["nvfp4_rht_sr"]
-    ]
-    w, rotated = layer.weight.detach(), [reference.hadamard(t.detach(), 0) for t in (g, x)]
-    expected = (
-        oracle.product((x.detach(), False), (w, False), how[0], torch.float32, True)
-        + layer.bias.detach(),
-        oracle.product((g, False), (w, True), how[1], torch.float32, True),
-        oracle.product((rotated[0], True), (rotated[1], True), how[2], torch.float32, True),
+TILES = {  # recipe: format, elements along the summed dimension, tile of the weight, scale
+    "fp8_blockwise": ("e4m3", 128, "128x128", "float32"),
+    "nvfp4": ("e2m1", 16, None, "e4m3"),
+    "nvfp4_rht_sr": ("e2m1", 16, "16x16", "e4m3"),
+}
+
+
+def products_of_torchao(name, x, w, g):
+    """Output and gradients of x and w: by torchao's function, else of operands it quantizes."""
+    if name.startswith("mx"):
+        config = pytest.importorskip("torchao.prototype.mx_formats.config")
+        linear = pytest.importorskip("torchao.prototype.mx_formats.mx_linear")
+        dtype = {"mxfp8": torch.float8_e4m3fn, "mxfp4": torch.float4_e2m1fn_x2}[name]
+        casts = (config.MXFP8Dim0CastKernelChoice.TORCH, config.MXFP8Dim1CastKernelChoice.TORCH)
+        how = (linear.KernelPreference.EMULATED, *casts, config.ScaleCalculationMode.FLOOR, False)
+        inputs = (x.requires_grad_(), w.requires_grad_())
+        output = linear.mx_mm.apply(*inputs, dtype, dtype, dtype, 32, *how)
+        return output, *torch.autograd.grad(output, inputs, g)
+    format, size, tile, scale = TILES[name]
+
+    def quantized(tensor, tile):
+        return by_torchao(tensor, Operand(format, tile, scale))
+
+    row, column = f"1x{size}", f"{size}x1"
+    output = quantized(x, row) @ quantized(w, tile or row).T
+    grad_input = quantized(g, row) @ quantized(w, tile or column)
+    if name == "nvfp4_rht_sr":
+        signs = reference.hadamard(torch.eye(16), 1)[:, :1] * 4
+        rotation = (torch.tensor(scipy.linalg.hadamard(16)) * signs / 4).T
+        x, g = (torch.block_diag(*[rotation] * (len(t) // 16)) @ t for t in (x, g))
+    return output, grad_input, quantized(g, column).T @ quantized(x, column)
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4", *TILES])
+def test_products_of_a_layer_equal_torchaos(name, monkeypatch):
+    monkeypatch.setattr("lowprec.formats._round_stochastically", torch.round)
+    x, w, g = (scaled(*shape) for shape in ((200, 100), (230, 100), (200, 230)))
+    layer = LowPrecisionLinear(100, 230, bias=False, recipe=name)
+    layer.weight.data.copy_(w)
+    output = layer(x.requires_grad_())
+    products = (output, *torch.autograd.grad(output, (x, layer.weight), g))
+    whole = (  # torchao cuts off no tile
+        torch.nn.functional.pad(t.detach(), (0, -t.shape[1] % 128, 0, -t.shape[0] % 128))
+        for t in (x, w, g)
     )
-    computed = (output.detach(), x.grad, layer.weight.grad)
-    for ours, theirs in zip(computed, expected, strict=True):
-        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-4)
+    for ours, theirs in zip(products, products_of_torchao(name, *whole), strict=True):
+        theirs = theirs[: ours.shape[0], : ours.shape[1]]
+        assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
 
 
 def test_only_gradients_are_rounded_stochastically():
