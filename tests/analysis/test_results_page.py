@@ -109,7 +109,7 @@ def test_accuracy_by_optimizer_is_that_of_the_records(scores):
             settings |= {"optimizer__name": "stable_adamw", "optimizer__optim_bits": 8}
         else:
             settings |= {"optimizer__name": OPTIMIZERS[cells[0]]}
-        assert cells[6].startswith(f"{scores('optimizers_mini', **settings):.1f}% (")
+        assert cells[7].startswith(f"{scores('optimizers_mini', **settings):.1f}% (")
     for cells in rows_of("| optimizer | beta2 |"):
         settings = {"optimizer__name": OPTIMIZERS[cells[0]], "optimizer__beta2": float(cells[1])}
         assert cells[7].startswith(f"{scores('stability_mini', **settings):.1f}% (")
