@@ -7,7 +7,7 @@ import functools
 
 import pandas as pd
 
-from analysis.comparison import PRODUCTS, written
+from analysis.comparison import ADDED, PRODUCTS, written
 from analysis.load import EXPERIMENTS
 from analysis.run_files import NO_TENSORS, flatten
 from lowprec.config.compose import compose_command
@@ -28,7 +28,8 @@ def count_missing(experiment: str, scale: str, runs: pd.DataFrame) -> tuple[int,
     """The number of runs that a study asks for, and how many of them `Runs.runs` lacks.
 
     A run counts if it has the planned choice for each of GROUPS and the planned value of each key
-    that the study sweeps over; its other settings, such as the seed, are free.
+    that the study sweeps over, of the products and of `comparison.ADDED`; its other settings, such
+    as the seed, are free.
     """
     runs_planned = [pd.Series(run).map(written) for run in planned(experiment, scale)]
     made = [
@@ -69,6 +70,6 @@ def planned(experiment: str, scale: str) -> list[dict]:
         row["precision.label"] = precision.label
         swept = [text.partition("=")[0] for text in run.overrides[len(words) :]]
         keys = [*GROUPS.values(), *(GROUPS.get(key, key) for key in swept)]
-        keys += [key for key in row if key.startswith(f"{PRODUCTS}.")]
+        keys += [key for key in row if key.startswith((f"{PRODUCTS}.", *ADDED))]
         runs.append({key: row[key] for key in dict.fromkeys(keys) if key in row})
     return runs

@@ -22,6 +22,12 @@ def test_runs_of_a_study_are_those_with_its_settings(make_run, tmp_path):
     assert study.count_missing("loss_curves", "mini", others) == (10, 10)
 
 
+def test_a_run_without_the_studys_change_of_precision_does_not_stand_in_for_one(make_run, tmp_path):
+    make_run(**OF_STUDY, optimizer="stable_adamw", recipe="nvfp4")
+    runs = load_runs(tmp_path / "runs").runs
+    assert study.count_missing("formats", "mini", runs) == (21, 20)
+
+
 def the_mark(tmp_path, slug="rms_and_loss", **keys):
     return make.draw(slug, load_all(tmp_path / "runs"), tmp_path / "out", "", **keys)[1]["mark"]
 
