@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from analysis.run_files import DEFAULTS, flatten
-from lowprec.config.schema import LEGAL_SCALERS, MAPS, Config
+from lowprec.config.schema import LEGAL_SCALERS, MAPS, Config, PrecisionConfig
 from lowprec.nn.recipe import PRODUCTS as PRODUCT_NAMES
 from lowprec.runs.identity import identity
 
@@ -90,6 +90,15 @@ def narrow_products(heads: pd.DataFrame) -> pd.Series:
         formats = heads.get(f"{PRODUCTS}.{product}.format", pd.Series(None, heads.index, object))
         texts += [f" + {product} {name}" if isinstance(name, str) else "" for name in formats]
     return texts.str.removeprefix(" + ").where(heads["precision.recipe"] == "custom", "")
+
+
+def precision_after(head: dict) -> PrecisionConfig:
+    """The precision of a row of `Runs.runs` after its `precision_change`."""
+    names = ("autocast", "recipe")
+    changes = {name: head[f"precision_change.{name}"] for name in names}
+    return PrecisionConfig(
+        *(x if isinstance(x, str) else head[f"precision.{name}"] for name, x in changes.items())
+    )
 
 
 def with_baselines(heads: pd.DataFrame, experiment: str, varied: str) -> pd.DataFrame:

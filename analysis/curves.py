@@ -62,11 +62,20 @@ def named_heads(runs: Runs, by: tuple[str, ...] = ()) -> pd.DataFrame:
         raise NoRunsError(f"{runs.root}: no run has steps and an undamaged config yet")
     whole = ["batch_size", "num_steps", "seed", "reached", "recorded"]
     heads = heads.astype(dict.fromkeys(whole, int) | {"optimizer.beta2_decay": float})
+    heads["precision.label"] = [_precision(head) for head in heads.to_dict("records")]
     groups = heads.groupby(list(by), dropna=False) if by else [((), heads)]
     heads = pd.concat([name_methods(group) for _, group in groups])
     heads["label"] = [_label(head) for head in heads[LABELED].to_dict("records")]
     keys = ["model.name", "precision.label", "optimizer.name", "variant", "seed", "run"]
     return heads.sort_values(keys, key=_order).rename(columns=RENAMED)
+
+
+def _precision(head: dict) -> str:
+    """The label of a run's precision: `nvfp4_then_bf16@1001` if it changes at that step."""
+    label, step = head["precision.label"], head["precision_change.step"]
+    if pd.isna(step):
+        return label
+    return f"{label}_then_{comparison.precision_after(head).label}@{step:.0f}"
 
 
 def name_methods(heads: pd.DataFrame) -> pd.DataFrame:

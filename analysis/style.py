@@ -44,6 +44,7 @@ PRECISIONS = {  # label in a run's name: (in print, color); bf16's color is its 
     "mxfp4": ("MXFP4", "#9DB4F0"),
     "nvfp4": ("NVFP4", "#B07CC6"),
     "nvfp4_rht_sr": ("NVFP4, RHT, SR", "#7A3E96"),
+    "nvfp4_then_bf16": ("NVFP4, then bf16", "#2A1AE6"),
     "hw_fp8_tensorwise": ("hardware fp8 tensor-wise", "#C3903A"),
     "hw_fp8_switchback": ("SwitchBack hardware fp8", "#8C3959"),
     "hw_fp8_blockwise": ("hardware fp8 in blocks", "#45591B"),
@@ -94,7 +95,7 @@ def save(figure: Figure, stem: Path, frame: pd.DataFrame) -> None:
 
 def color(precision: str, optimizer: str, variant: int = 0) -> tuple[float, float, float]:
     """The color of a method; each further setting of it in one panel (`variant`) is paler."""
-    shade = PRECISIONS.get(precision, (precision, OTHER))[1]
+    shade = PRECISIONS.get(precision.partition("@")[0], (precision, OTHER))[1]
     shade = shade or OPTIMIZERS.get(optimizer, (optimizer, "-", OTHER))[2]
     return paler(shade, variant)
 
@@ -151,10 +152,15 @@ def short_tensor(name: str) -> str:
     return name.replace("transformer.resblocks.", "" if name.startswith("visual") else "text.")
 
 
-def method(precision: str, optimizer: str) -> str:
+def precision(label: str) -> str:
+    """A precision in print: `NVFP4, then bf16 from step 1,001` for `nvfp4_then_bf16@1001`."""
+    name, _, step = label.partition("@")
+    return PRECISIONS.get(name, (name,))[0] + (f" from step {int(step):,}" if step else "")
+
+
+def method(label: str, optimizer: str) -> str:
     """`SwitchBack int8, StableAdamW`: a method in print."""
-    first = PRECISIONS.get(precision, (precision, OTHER))[0]
-    return f"{first}, {OPTIMIZERS.get(optimizer, (optimizer,))[0]}"
+    return f"{precision(label)}, {OPTIMIZERS.get(optimizer, (optimizer,))[0]}"
 
 
 def family(precision: str) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from scipy.optimize import isotonic_regression
 
 from analysis import bench, comparison, curves, style
 from analysis.figures.accuracy_vs_size import plot_runs
@@ -58,8 +59,8 @@ def query(runs: Runs) -> pd.DataFrame:
     heads = curves.with_scores(runs, curves.named_heads(runs))
     is_over = heads[list(MEASURES)].notna().any(axis=1) | (heads["state"] == "diverged")
     heads = heads[is_over & heads["precision.recipe"].isin(list(RECIPES))]
-    of_run = map(bits, heads["precision.recipe"], heads["precision.autocast"])
-    heads = heads.assign(bits=list(of_run)).sort_values("bits", ascending=False, kind="stable")
+    of_run = [_mean_bits(head) for head in heads.to_dict("records")]
+    heads = heads.assign(bits=of_run).sort_values("bits", ascending=False, kind="stable")
     return with_times(heads, bench.read_lines(runs.root, "step"))[list(COLUMNS)]
 
 
@@ -68,12 +69,13 @@ def with_times(heads: pd.DataFrame, lines: pd.DataFrame) -> pd.DataFrame:
 
     A line counts if its GPU, model, batch, recipe and other settings are the run's; its optimizer
     may be another (`timed_with`). Those of one setting are from one file, the newest with a time in
-    16 bits. Fake-quantized recipes have none.
+    16 bits. Fake-quantized recipes and runs that change their precision have none.
     """
     checkpointed = heads["checkpointing"].map({True: ", checkpointing", False: ""})
     shape = heads["model"] + " batch " + heads["batch_size"].astype(str) + checkpointed
     setting = comparison.joined(heads.assign(shape=shape), ["shape", *AS_RUN.values()])
-    heads = heads.assign(setting=setting, case=heads["precision.recipe"])
+    is_constant = heads["precision_change.step"].isna()
+    heads = heads.assign(setting=setting, case=heads["precision.recipe"].where(is_constant))
     lines = lines.rename(columns={"optimizer": "timed_with"}).assign(accumulate=1)
     lines = lines.reindex(columns=["shape", *AS_RUN, "case", *OF_A_LINE]).astype({"case": str})
     lines = lines[lines["ms"].notna() & lines["case"].isin(NATIVE)]
@@ -82,6 +84,16 @@ def with_times(heads: pd.DataFrame, lines: pd.DataFrame) -> pd.DataFrame:
     lines = lines[lines["file"] == lines["setting"].map(newest)]
     lines = lines.drop_duplicates(["setting", "case"], keep="last")
     return heads.join(lines.set_index(["setting", "case"])[[*OF_A_LINE]], on=["setting", "case"])
+
+
+def _mean_bits(head: dict) -> float:
+    """The mean of `bits` over the steps of a run, whose precision may change."""
+    before = bits(head["precision.recipe"], head["precision.autocast"])
+    if pd.isna(head["precision_change.step"]):
+        return before
+    precision = comparison.precision_after(head)
+    share = (head["precision_change.step"] - 1) / head["num_steps"]
+    return share * before + (1 - share) * bits(precision.recipe, precision.autocast)
 
 
 def bits(recipe: str, autocast: str) -> float:
@@ -141,11 +153,10 @@ def draw_measures(frame: pd.DataFrame, figure: Figure, lines: int, *plots: Calla
 
 
 def _apart(values: pd.Series) -> dict[str, float]:
-    """Places on an axis by method: values closer than APART are set apart around their mean."""
+    """Places on an axis by method, at least APART from each other and else close to the values."""
     values = values.sort_values(kind="stable")
-    clusters = values.groupby((values.diff() > APART).cumsum())
-    rank = clusters.cumcount() - (clusters.transform("size") - 1) / 2
-    return (clusters.transform("mean") + APART * rank).to_dict()
+    least = APART * np.arange(len(values))
+    return (isotonic_regression(values - least).x + pd.Series(least, values.index)).to_dict()
 
 
 def caption(frame: pd.DataFrame) -> str:
@@ -155,7 +166,8 @@ def caption(frame: pd.DataFrame) -> str:
         "Mean R@1 of both directions and validation loss at the last step of "
         f"{curves.of_runs(frame)} ({seeds} of each method). Points: runs; bars: means of "
         "seeds; a cross below: a run without that measure. Bits: mean over the operands of a "
-        "layer's three products, with the scales of tiles; a product left in 16 bits counts as 16. "
+        "layer's three products, with the scales of tiles; a product left in 16 bits counts as 16, "
+        "and a run that changes its format as the mean over its steps. "
         f"Methods with nearly equal bits are set apart.{_times(frame)}{curves.caption_end(frame)}"
     )
 

@@ -92,7 +92,7 @@ def panel_title(head: pd.Series) -> str:
     if head["key"] == "model.name":
         return style.model(head["value"])
     if head["key"] == "precision.label":
-        return style.PRECISIONS.get(head["value"], (head["value"],))[0]
+        return style.precision(head["value"])
     value = f"{head['value']:,}" if head["key"] == "batch_size" else f"{head['value']:g}"
     return f"{SWEEPS[head['key']][0]} {value}"
 
@@ -132,7 +132,7 @@ def _change(head: dict) -> str:
     if head["intervention"] != "none":
         return style.INTERVENTIONS.get(head["intervention"], (head["intervention"],))[0]
     if head["precision.recipe"] == "high":
-        return style.PRECISIONS.get(head["precision"], (head["precision"],))[0]
+        return style.precision(head["precision"])
     return CLIPPING if pd.notna(head["optimizer.clip_norm"]) else PLAIN
 
 

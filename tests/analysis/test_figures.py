@@ -21,7 +21,7 @@ from analysis.figures import (
     spikes_vs_precision,
     update_clipping,
 )
-from lowprec.config.schema import InterventionConfig
+from lowprec.config.schema import InterventionConfig, PrecisionChangeConfig
 from tests.analysis import test_bench_figures as bench
 from tests.analysis.conftest import drawn
 
@@ -262,6 +262,20 @@ def test_formats_with_nearly_equal_bits_are_set_apart(evaluated, query):
     for ax in drawn(formats, frame):
         places = [line.get_xdata()[0] for line in ax.lines if line.get_marker() == "o"]
         assert len(places) == 5 and min(np.diff(sorted(places))) > 0.25
+
+
+def test_a_run_that_changes_its_format_is_a_method_of_its_own_between_both(evaluated, query):
+    change = PrecisionChangeConfig(step=6, recipe="high")
+    evaluated("nvfp4", experiment="formats")
+    evaluated("nvfp4", experiment="formats", precision_change=change)
+    for recipe in ("fp8_switchback", "hw_fp8_switchback"):
+        evaluated(recipe, experiment="formats")
+    frame = query(formats).set_index("method")
+    bits = {"NVFP4, then bf16 from step 6, AdamW": 4.5 / 4 + 16 * 3 / 4, "NVFP4, AdamW": 4.5}
+    assert frame["bits"][list(bits)].to_dict() == pytest.approx(bits)
+    places = formats._apart(pd.Series([10.6, 10.25, 10.6, 10.6, 16], list("abcde")))
+    assert min(np.diff(sorted(places.values()))) == pytest.approx(formats.APART)
+    assert places["e"] == 16
 
 
 def test_formats_are_drawn_beside_runs_that_differ_in_the_recipe_alone(evaluated, tmp_path, capsys):
