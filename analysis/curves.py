@@ -52,7 +52,8 @@ def named_heads(runs: Runs, by: tuple[str, ...] = ()) -> pd.DataFrame:
     """One row per run that has steps, with `method`, `variant` and `label`, and short column names.
 
     A figure shows the config keys `by` in its own way, so `method` distinguishes runs only within
-    one value of each. `label` adds how the run ended. Runs with a damaged config are left out;
+    one value of each. `precision` names its change too, and `optimizer` 8-bit moments and the
+    response to warnings. `label` adds how the run ended. Runs with a damaged config are left out;
     NoRunsError if no run is left.
     """
     steps = runs.metrics.groupby("run")["step"]
@@ -62,7 +63,8 @@ def named_heads(runs: Runs, by: tuple[str, ...] = ()) -> pd.DataFrame:
         raise NoRunsError(f"{runs.root}: no run has steps and an undamaged config yet")
     whole = ["batch_size", "num_steps", "seed", "reached", "recorded"]
     heads = heads.astype(dict.fromkeys(whole, int) | {"optimizer.beta2_decay": float})
-    heads["precision.label"] = [_precision(head) for head in heads.to_dict("records")]
+    for key, name in (("precision.label", _precision), ("optimizer.name", _optimizer)):
+        heads[key] = [name(head) for head in heads.to_dict("records")]
     groups = heads.groupby(list(by), dropna=False) if by else [((), heads)]
     heads = pd.concat([name_methods(group) for _, group in groups])
     heads["label"] = [_label(head) for head in heads[LABELED].to_dict("records")]
@@ -76,6 +78,13 @@ def _precision(head: dict) -> str:
     if pd.isna(step):
         return label
     return f"{label}_then_{comparison.precision_after(head).label}@{step:.0f}"
+
+
+def _optimizer(head: dict) -> str:
+    """The optimizer with its rule: `stable_adamw_8bit`, `adamw_on_warning_clip`."""
+    bits, action = head["optimizer.optim_bits"], head["optimizer.on_warning.action"]
+    name = head["optimizer.name"] + ("_8bit" if bits == 8 else "")
+    return name if action == "none" else f"{name}_on_warning_{action}"
 
 
 def name_methods(heads: pd.DataFrame) -> pd.DataFrame:

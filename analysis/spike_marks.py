@@ -187,11 +187,12 @@ def _is_near(loss: float, chance: float) -> bool:
 
 
 def of_adamw(summaries: pd.DataFrame) -> pd.DataFrame:
-    """The rows of `Runs.runs` for AdamW, or all rows if there are none.
+    """The rows of `Runs.runs` for AdamW without a response to warnings, or all if there are none.
 
     Clipping changes how spikes arise, so a share across optimizers would describe none of them.
     """
-    is_adamw = summaries.get("optimizer.name", pd.Series(index=summaries.index)) == "adamw"
+    keys = ["optimizer.name", "optimizer.on_warning.action"]
+    is_adamw = (summaries.reindex(columns=keys) == ["adamw", "none"]).all(axis=1)
     is_damaged = summaries["scale"].isna()
     return summaries[is_adamw | is_damaged] if is_adamw.any() else summaries
 

@@ -50,12 +50,16 @@ PRECISIONS = {  # label in a run's name: (in print, color); bf16's color is its 
     "hw_fp8_blockwise": ("hardware fp8 in blocks", "#45591B"),
     "autograd_high": ("autograd function", "#392994"),
 }
-OPTIMIZERS = {  # optimizer.name: (in print, line style, color under bf16)
+OPTIMIZERS = {  # optimizer.name, with its rule: (in print, line style, color under bf16)
     "stable_adamw": ("StableAdamW", "-", "#0072B2"),
+    "stable_adamw_8bit": ("8-bit StableAdamW", (0, (8, 1.2)), "#2A1AE6"),
     "adamw": ("AdamW", (0, (3.2, 1.2)), "#000000"),
     "adamw_clip": ("AdamW + gradient clipping", (0, (1.2, 1.0)), "#56B4E9"),
     "adamw_zclip": ("AdamW + ZClip", (0, (2, 1, 1, 1)), "#D55E00"),
     "adamw_skip_step": ("AdamW + SkipStep", (0, (4, 1, 2, 1)), "#E69F00"),
+    "adamw_on_warning_clip": ("AdamW + clip on warning", (0, (6, 2)), "#CCBF6A"),
+    "adamw_on_warning_skip": ("AdamW + skip on warning", (0, (3, 1, 1, 1)), "#5C4A12"),
+    "adamw_on_warning_beta2": ("AdamW + beta2 on warning", (0, (2, 2)), "#7F6BFF"),
     "muon": ("Muon", (0, (6, 1, 1, 1)), "#009E73"),
     "adagc": ("AdaGC", (0, (1, 2.5)), "#CC79A7"),
     "stable_spam": ("StableSPAM", (0, (3, 1, 1, 1, 1, 1)), "#6D8C2B"),
@@ -160,7 +164,12 @@ def precision(label: str) -> str:
 
 def method(label: str, optimizer: str) -> str:
     """`SwitchBack int8, StableAdamW`: a method in print."""
-    return f"{precision(label)}, {OPTIMIZERS.get(optimizer, (optimizer,))[0]}"
+    return f"{precision(label)}, {optimizer_name(optimizer)}"
+
+
+def optimizer_name(name: str) -> str:
+    """An optimizer in print, with its rule: `8-bit StableAdamW` for `stable_adamw_8bit`."""
+    return OPTIMIZERS.get(name, (name,))[0]
 
 
 def family(precision: str) -> str:

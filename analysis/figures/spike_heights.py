@@ -77,7 +77,7 @@ def plot_recall(frame: pd.DataFrame, ax: Axes) -> Axes:
     """
     ends, places = frame[frame["part"] == "runs"].sort_values("beta2"), _places(frame)
     for optimizer, group in ends.groupby("optimizer", sort=False):
-        color, name = style.color("bf16", optimizer), style.OPTIMIZERS[optimizer][0]
+        color, name = style.color("bf16", optimizer), style.optimizer_name(optimizer)
         at = group["beta2"].map(places) + _slots(frame)[optimizer]
         dashes = style.line_style(optimizer) if len(places) > 1 else None
         plot_runs(ax, at, group["recall"], color, dashes, name)
@@ -95,7 +95,7 @@ def plot_recall(frame: pd.DataFrame, ax: Axes) -> Axes:
 def draw(frame: pd.DataFrame, figure: Figure) -> None:
     """Draws both panels, and one legend below them; it leaves out what the axes name."""
     has_one_beta2 = frame["beta2"].nunique() == 1
-    lines = 2 if has_one_beta2 else -(-frame["optimizer"].nunique() // 3)
+    lines = 5 if has_one_beta2 else -(-frame["optimizer"].nunique() // 3)
     left, right = curves.panels(figure, 2, lines + frame["after_reset"].any())
     plot(frame, left)
     plot_recall(frame, right)
@@ -110,7 +110,7 @@ def caption(frame: pd.DataFrame) -> str:
     """Describes the runs and counts the spikes."""
     ends, spikes = (frame[frame["part"] == part] for part in ("runs", "spikes"))
     counts = "; ".join(
-        f"{style.OPTIMIZERS[name][0]} {(spikes['optimizer'] == name).sum()} in {counted(n, 'run')}"
+        f"{style.optimizer_name(name)} {(spikes['optimizer'] == name).sum()} in {counted(n, 'run')}"
         for name, n in ends.groupby("optimizer").size().items()
     )
     return (
@@ -128,7 +128,7 @@ def _of_resets(ends: pd.DataFrame) -> str:
     names = ends.loc[ends["after_reset"], "optimizer"].unique()
     if not len(names):
         return ""
-    return f"Open points: {curves.join(style.OPTIMIZERS[n][0] for n in names)}, {AFTER_RESET}. "
+    return f"Open points: {curves.join(style.optimizer_name(n) for n in names)}, {AFTER_RESET}. "
 
 
 def _places(frame: pd.DataFrame) -> dict[float, int]:
@@ -147,6 +147,8 @@ def _name_axis(ax: Axes, frame: pd.DataFrame) -> None:
     ax.set(xlabel="beta2", xlim=(-0.6, len(places) - 0.4))
     ax.set_xticks(list(places.values()), [f"{beta2:g}" for beta2 in places])
     if len(places) == 1:
-        names = [style.OPTIMIZERS[name][0] for name in slots]
+        names = [style.optimizer_name(name) for name in slots]
         ax.set_xticks(list(slots.values()), names, rotation=30, ha="right", rotation_mode="anchor")
-        ax.set(xlabel=f"optimizer (beta2 {next(iter(places)):g})", xlim=(-0.5, 0.5))
+        ax.set(
+            xlabel=f"optimizer (beta2 {next(iter(places)):g})", xlim=(-0.55 * WIDTH, 0.55 * WIDTH)
+        )

@@ -9,7 +9,13 @@ import yaml
 from matplotlib.figure import Figure
 
 from analysis import load_runs
-from lowprec.config.schema import Config, ModelConfig, OptimizerConfig, PrecisionConfig
+from lowprec.config.schema import (
+    Config,
+    ModelConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    WarningConfig,
+)
 from lowprec.runs.identity import directory, to_dict
 from lowprec.runs.record import Record
 
@@ -42,6 +48,8 @@ def make_run(
     beta2: float = 0.99,
     beta2_decay: float | None = None,
     clip_norm: float | None = None,
+    optim_bits: int = 32,
+    on_warning: str = "none",
     lr: float = 1e-3,
     autocast: str = "bf16",
     data: str = "ab" * 32,
@@ -59,7 +67,13 @@ def make_run(
         num_steps=num_steps,
         model=ModelConfig(name=model),
         optimizer=OptimizerConfig(
-            optimizer, lr, beta2=beta2, beta2_decay=beta2_decay, clip_norm=clip_norm
+            optimizer,
+            lr,
+            beta2=beta2,
+            beta2_decay=beta2_decay,
+            clip_norm=clip_norm,
+            optim_bits=optim_bits,
+            on_warning=WarningConfig(on_warning),
         ),
         precision=PrecisionConfig(recipe=recipe, autocast=autocast, products=products),
         **keys,
