@@ -4,6 +4,7 @@ Not in the paper. Runs: `experiment=point_of_no_return`, replayed from several s
 """
 
 import io
+import re
 import warnings
 
 import pandas as pd
@@ -23,7 +24,8 @@ TYPES = {  # of the table's columns that are needed
     **{"step": int, "change": str, "change_from": int, "perturbation": float, "lead": int},
     **{"height": float, "of_control": float, "gone": bool, "exact": bool},
 }
-COLUMNS = (*curves.OF_A_RUN, *TYPES, "height_of_control")
+COLUMNS = (*curves.OF_A_RUN, *TYPES, "height_of_control", "left_out")
+SHORT = r"change_steps=(\d+) "  # how the name of a change for a few steps begins
 APART = 0.96  # ratio of leads between changes, so that lines do not hide each other
 REPLAY = ["step", "change", "change_from", "perturbation"]  # identifies a replay of a run
 SPIKE = ["run", "step"]
@@ -33,7 +35,8 @@ def query(runs: Runs) -> pd.DataFrame:
     """Returns one row per replay whose change begins before the spike, of runs that have tables.
 
     The columns TYPES are those of `experiments.replay_report.table`. A replay that several tables
-    of a run contain counts once.
+    of a run contain counts once. `left_out` is the number of batches up to the spike's own that a
+    replay leaves out, if these begin after `change_from`, and else NaN.
     """
     return curves.by_run(runs, curves.named_heads(runs), COLUMNS, _replays)
 
@@ -49,45 +52,79 @@ def _replays(run: Runs, head: dict) -> pd.DataFrame:
             continue
         changed = ~table["change"].isin([CONTROL, UNCHANGED]) & (table["lead"] > 0)
         tables.append(table[changed].assign(height_of_control=height))
-    return pd.concat(tables[1:] or tables).drop_duplicates(REPLAY)
+    frame = pd.concat(tables[1:] or tables).drop_duplicates(REPLAY)
+    left_out = frame["change"].astype(str).str.extract(r"^skip_batches=(\d+)$")[0].astype(float)
+    return frame.assign(left_out=left_out.where(left_out <= frame["lead"]))
 
 
-def shares(frame: pd.DataFrame) -> pd.DataFrame:
-    """By change and lead: the share of spikes that are gone, and their number.
+def shares(frame: pd.DataFrame, by: str = "lead") -> pd.DataFrame:
+    """By change and lead or `left_out`: the share of spikes that are gone, and their number.
 
     For perturbations, the share is the mean over spikes of the share of their replays.
     """
-    gone = frame.groupby(["change", "lead", *SPIKE])["gone"].mean()
-    return gone.groupby(["change", "lead"]).agg(share="mean", num="size")
+    gone = frame.groupby(["change", by, *SPIKE])["gone"].mean()
+    return gone.groupby(["change", by]).agg(share="mean", num="size")
 
 
 def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
-    """Draws the single panel: a line for each change, dashed for the perturbations."""
-    table, changes = shares(frame), frame["change"].unique()
-    for number, change in enumerate(changes):
-        line = table.loc[change]
+    """Draws the left panel: a line for each change, black and dashed for the perturbations.
+
+    A change for a few steps is dashed, with open points, in the color of the lasting one.
+    """
+    table = shares(frame)
+    lasting = {change: re.sub(SHORT, "", change) for change in frame["change"].unique()}
+    changes = list(dict.fromkeys(lasting.values()))
+    for change, of_change in lasting.items():
+        line, number = table.loc[change], changes.index(of_change)
         label, look = change, {"color": f"C{number}"}
         if change == PERTURBED:
             label, look = "perturbed in the last digit", {"color": "black", "ls": (0, (3, 1.5))}
-        num = "-".join(map(str, sorted({line["num"].min(), line["num"].max()})))
+        elif change != of_change:
+            num_steps = int(re.match(SHORT, change)[1])
+            label = f"{of_change} for {counted(num_steps, 'step')}"
+            look |= {"ls": (0, (3, 1.5)), "mfc": "white"}
         at = line.index * APART ** (number - (len(changes) - 1) / 2)
-        ax.plot(at, 100 * line["share"], marker="o", ms=3, label=f"{label} ({num})", **look)
-    leads = sorted(frame["lead"].unique())
-    ax.set_xscale("log", base=2)
-    ax.set_xticks(leads, [str(lead) for lead in leads], minor=False)
-    ax.invert_xaxis()
-    ax.set(xlabel="steps before the spike at which the change begins")
-    ax.set(ylabel="spikes that are gone (%)", ylim=(-4, 104))
+        ax.plot(at, 100 * line["share"], marker="o", ms=3, label=f"{label} ({_num(line)})", **look)
+    _set_axes(ax, frame["lead"], "steps before the spike at which the change begins")
     return ax
 
 
+def plot_left_out(frame: pd.DataFrame, ax: Axes) -> Axes:
+    """Draws the right panel: the share by the number of batches that are left out."""
+    line = shares(frame.assign(change=""), "left_out").loc[""]
+    ax.plot(line.index, 100 * line["share"], marker="o", ms=3, color=style.OTHER)
+    _set_axes(ax, frame["left_out"].astype(int), "batches left out,\nthe spike's own the last")
+    ax.set_title(f"skip_batches ({_num(line)})")
+    return ax
+
+
+def _set_axes(ax: Axes, values: pd.Series, label: str) -> None:
+    values = sorted(values.unique())
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(values, list(map(str, values)), minor=False)
+    ax.invert_xaxis()
+    ax.set(xlabel=label, ylabel="spikes that are gone (%)", ylim=(-4, 104))
+
+
+def _num(line: pd.DataFrame) -> str:
+    """`6`, or `5-6`: the numbers of spikes of a line's points."""
+    return "-".join(map(str, sorted({line["num"].min(), line["num"].max()})))
+
+
 def draw(frame: pd.DataFrame, figure: Figure) -> None:
-    """Draws the panel above its legend."""
-    num = frame["change"].nunique()
-    figure.set_size_inches(1.4 * style.COLUMN_WIDTH, 2.6 + 0.17 * num)
-    ax = plot(frame, figure.add_subplot())
-    entries, title = ax.get_legend_handles_labels(), "change (number of spikes)"
-    figure.legend(*entries, loc="outside lower left", title=title)
+    """Draws the changes above their legend, and left-out batches beside them if there are any."""
+    is_left_out = frame["left_out"].notna()
+    parts = [(plot, frame[~is_left_out], 3.2), (plot_left_out, frame[is_left_out], 1)]
+    parts = [part for part in parts if len(part[1])]
+    plots, frames, widths = zip(*parts, strict=True)
+    figure.set_size_inches(0.44 * sum(widths) * style.COLUMN_WIDTH, 3.6)
+    axes = figure.subplots(1, len(parts), sharey=True, width_ratios=widths, squeeze=False)[0]
+    for draw_panel, of_panel, ax in zip(plots, frames, axes, strict=True):
+        draw_panel(of_panel, ax).label_outer()
+    entries, title = axes[0].get_legend_handles_labels(), "change (number of spikes)"
+    if entries[0]:
+        figure.set_figheight(2.8 + 0.17 * -(-len(entries[0]) // len(parts)))
+        figure.legend(*entries, loc="outside lower left", title=title, ncols=len(parts))
 
 
 def caption(frame: pd.DataFrame) -> str:
@@ -106,7 +143,11 @@ def caption(frame: pd.DataFrame) -> str:
     if len(perturbed):
         num = curves.join(sorted(perturbed.groupby([*SPIKE, "change_from"]).size().unique()))
         text += (
-            f" Dashed: {num} replays of each spike and step that change nothing but the last digit "
+            f" Black: {num} replays of each spike and step that change nothing but the last digit "
             "of the weights, and in which a spike is gone by chance."
         )
+    if frame["change"].str.match(SHORT).any():
+        text += " Dashed, with open points: the change ends after the given number of steps."
+    if frame["left_out"].notna().any():
+        text += " Right: the last batches up to the spike's own are left out for the next ones."
     return text + curves.caption_end(runs, crosses=False)

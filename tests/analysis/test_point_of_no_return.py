@@ -70,6 +70,29 @@ def test_shares_are_over_spikes_and_perturbations_count_by_spike(runs):
     assert "From 4 of 4 steps" in caption
 
 
+def test_changes_for_one_step_are_dashed_and_left_out_batches_have_a_panel(make_run, tmp_path):
+    run = make_run(num_steps=30, experiment="point_of_no_return")
+    write_table(
+        run, replays(HEIGHTS | {f"change_steps=1 {BETA2}": {1: 0.1}, "skip_batches=99": {}})
+    )
+    frames = {Replay("control", 1): 4.0} | {Replay(f"skip_batches={n}", 1): n for n in (1, 8)}
+    for replay, height in frames.items():
+        losses = [1.0] * 19 + [1.0 + height] * 3
+        frames[replay] = pd.DataFrame({"step": range(1, 23), "loss": losses, "rms": 1.0})
+    recorded = frames[Replay("control", 1)].set_index("step")["loss"]
+    rows = table(frames, 20, Protocol(), recorded)
+    rows.to_csv(run / "replays" / "step_20_skip_table.csv", index=False)
+    frame = point_of_no_return.query(load_runs(tmp_path / "runs"))
+    assert set(frame["left_out"].dropna()) == {1, 8}
+    left, right = drawn(point_of_no_return, frame)
+    assert [list(values) for values in right.lines[0].get_data()] == [[1, 8], [100, 0]]
+    lines = {line.get_label(): line for line in left.lines}
+    short = lines[f"{BETA2} for 1 step (1)"]
+    assert short.get_color() == lines[f"{BETA2} (1)"].get_color() and short.get_mfc() == "white"
+    assert short.get_ydata().tolist() == [100, 0] and len(lines) == 5
+    assert list(left.get_xticks()) == [1, 4]
+
+
 def test_tables_survive_compaction_and_a_replay_in_two_tables_counts_once(runs, tmp_path):
     [run] = runs.glob("*/*-s0-*")
     twice = run / "replays" / "step_20_more_table.csv"
