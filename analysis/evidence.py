@@ -18,7 +18,6 @@ from lowprec.runs.read import ENDED
 
 REPRODUCED, NOT, UNDECIDED, NO_RUNS = "reproduced", "not reproduced", "undecided", "no runs"
 SCALES = ("paper", "mini")  # the first that has runs is judged
-NOT_COUNTED = {("update_clipping", "mini")}  # its runs memorize their data: experiments/README.md
 LEVEL, TWO_ONE_SIDED = 0.95, 0.9  # of intervals; the second for equivalence
 WINDOWS = (50, 200)  # steps of the running mean, besides the run's own
 SPIKES, FOLLOWING, HIGHEST = "num_loss_spikes", "num_following", "highest"
@@ -88,8 +87,7 @@ class Evidence:
         """The runs of some studies that ended, at a scale, or at the largest that has any."""
         table = self.summaries[self.summaries["state"].isin(ENDED)]
         for at in [scale] if scale else SCALES:
-            counted = [study for study in studies if (study, at) not in NOT_COUNTED]
-            part = table[table["experiment"].isin(counted) & (table["scale"] == at)]
+            part = table[table["experiment"].isin(studies) & (table["scale"] == at)]
             if len(part):
                 return Runs(part, files=self.files)
         raise lacking("", studies, scale)

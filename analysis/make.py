@@ -1,6 +1,7 @@
 """Draws figures from runs: `python -m analysis.make SLUG --runs DIR --out DIR [--scale SCALE]`.
 
-A figure shows the runs of its experiment, or those of `--experiment NAME`, where `any` is all runs.
+A figure shows the runs of its experiment, or if there are none those of its `FALLBACK`, or those of
+`--experiment NAME`, where `any` is all runs.
 A figure with `LINES` shows that benchmark's lines. DIR may be a URL. `all` in place of SLUG draws
 every figure that DIR supports; `claims` judges the paper's claims.
 
@@ -22,7 +23,7 @@ from matplotlib.figure import Figure
 from analysis import claims, cli, figures, study
 from analysis.bench import load_lines
 from analysis.cli import ChoiceError
-from analysis.load import NoRunsError, Runs, command, load_all
+from analysis.load import EXPERIMENTS, NoRunsError, Runs, command, load_all
 from analysis.run_files import as_path
 from analysis.style import save, style
 from lowprec.nearest import nearest
@@ -129,12 +130,27 @@ def experiment_of(figure) -> str:
     return getattr(figure, "EXPERIMENT", None) or figure.__name__.rpartition(".")[2]
 
 
+def source_of(figure, runs: pd.DataFrame, scale: str | None) -> str:
+    """The experiment whose runs a figure shows: its `FALLBACK` if only that has runs at a scale.
+
+    If neither has, it is the one with a study. `runs`: all rows of `Runs.summaries`.
+    """
+    own = experiment_of(figure)
+    names = own, getattr(figure, "FALLBACK", own)
+    if len(runs):
+        runs = runs[(scale is None) | (runs["scale"] == scale) | runs["scale"].isna()]
+    has = [name in set(runs["experiment"]) for name in names]
+    if not any(has):
+        has = [(EXPERIMENTS / f"{name}_{scale or 'mini'}.yaml").exists() for name in names]
+    return names[1] if has == [False, True] else own
+
+
 def _of_runs(
     figure, everything: Runs, experiment: str | None, scale: str | None
 ) -> tuple[pd.DataFrame, dict, str]:
     """The frame of a figure of runs, its origin, and the scale of the runs."""
     own, root = experiment_of(figure), everything.root
-    name = experiment or own
+    name = experiment or source_of(figure, everything.summaries, scale)
     runs = everything.select(None if name == "any" else name, scale)
     scales = sorted(runs.summaries["scale"].dropna().unique())
     if len(scales) > 1:
@@ -159,7 +175,7 @@ def _of_runs(
     about = figure.select(table) if hasattr(figure, "select") else table
     lost = len(about) - about["run"].isin(drawn["run"]).sum()
     is_own = experiment in (None, own)  # otherwise the caller chose another study
-    counts = study.count_missing(own, scale, table) if is_own else (0, 0)
+    counts = study.count_missing(name, scale, table) if is_own else (0, 0)
     mark = study.mark_of_runs(drawn, *counts, lost)
     columns = ["path", "digest", "state", "step", "num_steps", "note"]
     rows = json.loads(drawn[columns].to_json(orient="records"))
@@ -209,12 +225,13 @@ def _write(stem: Path, figure, frame: pd.DataFrame, about: dict) -> None:
 def _slugs_and_scales(
     summaries: pd.DataFrame, scale: str | None, experiment: str | None
 ) -> list[tuple[str, str | None]]:
-    """Each figure with the given scale, or with every scale of its experiment's runs."""
+    """Each figure with the given scale, or with every scale of the runs that it can show."""
     pairs = []
     for slug in figures.slugs():
         figure = figures.load(slug)
         own = None if hasattr(figure, "LINES") else experiment or experiment_of(figure)
-        is_own = (summaries["experiment"] == own) | (own == "any")
+        names = [own] if experiment else [own, getattr(figure, "FALLBACK", own)]
+        is_own = summaries["experiment"].isin(names) | (own == "any")
         scales = summaries.loc[is_own, "scale"].dropna().unique()
         pairs += [(slug, at) for at in ([scale] if scale else sorted(scales) or [None])]
     return pairs

@@ -1,6 +1,6 @@
 """Loss curves by model size and method. Figure 2, arXiv:2304.13013.
 
-Runs: `experiment=loss_curves` (paper scale), `experiment=loss_curves_demo`.
+Runs: `experiment=loss_curves`, or else those of FALLBACK.
 """
 
 import pandas as pd
@@ -11,6 +11,7 @@ from matplotlib.ticker import EngFormatter
 from analysis import curves, style
 from analysis.load import Runs
 
+FALLBACK = "accuracy_vs_size"
 MIN_STEPS_FOR_INSET = 1000
 INSET = (0.5, 0.62, 0.48, 0.36)  # left, bottom, width and height, as shares of the axes
 INSET_SHARE = 0.1  # of the run, at its end: 2,000 of the paper's 20,000 steps

@@ -1,6 +1,7 @@
 """Loss and RMS_t of the patch embedding on one time axis. Figure 9, arXiv:2304.13013.
 
-Runs: `experiment=rms_and_loss`. The figures `spike_lead_*`, 16 to 21, show those of `spikes_vs_*`.
+Runs: `experiment=rms_and_loss`, or else `stability`. The figures `spike_lead_*`, 16 to 21, show
+those of `spikes_vs_*`.
 """
 
 from dataclasses import asdict
@@ -142,6 +143,7 @@ def _title(head: pd.Series, between: str = "\n") -> str:
 
 
 DRAWING = {part.__name__: part for part in (select, query, plot, draw, caption)}
-FIGURES = {"rms_and_loss": SimpleNamespace(EXPERIMENT="rms_and_loss", **DRAWING)}
+OWN = {"EXPERIMENT": "rms_and_loss", "FALLBACK": "stability"}
+FIGURES = {"rms_and_loss": SimpleNamespace(**OWN, **DRAWING)}
 for sweep in ("size", "batch", "lr"):
     FIGURES[f"spike_lead_{sweep}"] = SimpleNamespace(EXPERIMENT=f"spikes_vs_{sweep}", **DRAWING)

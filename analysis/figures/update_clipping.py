@@ -1,6 +1,6 @@
 """AdamW, with gradient clipping, with update clipping: loss and accuracy by beta2.
 
-Figure 10, arXiv:2304.13013. Runs: `experiment=update_clipping`.
+Figure 10, arXiv:2304.13013. Runs: `experiment=update_clipping`, or else those of FALLBACK.
 """
 
 import numpy as np
@@ -12,6 +12,7 @@ from analysis import curves, paper, style
 from analysis.figures.accuracy_vs_size import plot_runs
 from analysis.load import Runs
 
+FALLBACK = "stability"
 COLUMNS = ("part", *curves.COLUMNS, "accuracy")
 
 

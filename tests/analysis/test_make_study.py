@@ -32,6 +32,35 @@ def the_mark(tmp_path, slug="rms_and_loss", **keys):
     return make.draw(slug, load_all(tmp_path / "runs"), tmp_path / "out", "", **keys)[1]["mark"]
 
 
+@pytest.fixture
+def asked(monkeypatch):
+    """The studies whose plans are asked for; each plans a run with beta2 0.9 and one with 0.999."""
+    names = []
+
+    def planned(experiment, scale):
+        names.append(experiment)
+        return [{"optimizer.beta2": beta2} for beta2 in (0.9, 0.999)]
+
+    monkeypatch.setattr(study, "planned", planned)
+    return names
+
+
+def test_a_figure_without_runs_of_its_own_at_a_scale_shows_those_of_its_fallback(
+    make_run, tmp_path, asked
+):
+    run = make_run(beta2=0.999, experiment="stability", **OF_STUDY)
+    assert the_mark(tmp_path) == "1 of the study's 2 runs not made" and asked == ["stability"]
+    own = make_run(beta2=0.999, experiment="rms_and_loss", **OF_STUDY | {"scale": "demo"})
+    runs = load_all(tmp_path / "runs")
+    pairs = make._slugs_and_scales(runs.summaries, None, None)
+    assert {("rms_and_loss", "mini"), ("rms_and_loss", "demo")} <= set(pairs)
+    for scale, shown in (("mini", run), ("demo", own), (None, own)):
+        _, about = make.draw("rms_and_loss", runs, tmp_path / "out", "", scale)
+        assert [row["path"] for row in about["runs"]] == [str(shown)]
+    assert asked == ["stability", "stability", "rms_and_loss", "rms_and_loss"]
+
+
+@pytest.mark.usefixtures("asked")
 def test_marks_state_what_is_incomplete_missing_or_mixed(make_run, tmp_path):
     keys = {"experiment": "rms_and_loss"} | OF_STUDY
     make_run(beta2=0.999, **keys)
@@ -78,6 +107,7 @@ def test_a_run_that_cannot_be_drawn_is_marked(make_run, tmp_path, damage):
     assert the_mark(tmp_path).startswith("1 of 2 runs not drawn")
 
 
+@pytest.mark.usefixtures("asked")
 def test_runs_that_a_figure_is_not_about_are_not_lost(make_run, tmp_path):
     for optimizer in ("adamw", "stable_adamw"):  # only AdamW has a panel
         make_run(experiment="rms_and_loss", optimizer=optimizer, beta2=0.999, **OF_STUDY)
