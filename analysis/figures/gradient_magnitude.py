@@ -15,6 +15,7 @@ TENSOR = paper.BLOCK + ".mlp.c_proj.weight"
 STATISTICS = {"grad_norm": "gradient norm", "grad_abs_max": "largest gradient"}
 COLUMNS = (*curves.OF_A_RUN, "statistic", "block", "step", "gradient", "gradient_smoothed")
 WIDTH = 2.5  # inches of a panel
+BELOW = 0.001  # share of the gradients, the smallest, that the axes leave out
 
 
 def query(runs: Runs) -> pd.DataFrame:
@@ -67,7 +68,8 @@ def draw(frame: pd.DataFrame, figure: Figure) -> None:
             if part.empty:
                 ax.set_axis_off()
                 continue
-            plot(part, ax).set_ylim(0.8 * same["gradient"].min(), 1.25 * same["gradient"].max())
+            lowest, highest = same["gradient"].quantile([BELOW, 1])
+            plot(part, ax).set_ylim(0.8 * lowest, 1.25 * highest)
             ax.set_xlabel("step" if row == len(statistics) - 1 else "")
             ax.set_ylabel(STATISTICS[statistic] if column == 0 else "")
         last = axes[-1, column] if axes[-1, column].lines else axes[0, column]
@@ -80,6 +82,7 @@ def caption(frame: pd.DataFrame) -> str:
         "Gradient of mlp.c_proj.weight of blocks of the vision tower of "
         f"{curves.of_runs(frame)}. After the appendix of arXiv:2304.13013, which shows the mean in "
         f"place of the norm. Lines: centered box average over at most {style.SMOOTHING} records of "
-        "a run, edges cut; faint: every record. Gradients that are 0 or not finite are gaps. All "
+        "a run, edges cut; faint: every record. Gradients that are 0 or not finite are gaps, "
+        f"and the axes leave out the lowest {BELOW:.1%} of the others. All "
         f"runs: {curves.methods(frame)}.{curves.caption_end(frame, crosses=False)}"
     )

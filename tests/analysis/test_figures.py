@@ -224,6 +224,14 @@ def test_seeds_share_the_panels_and_names_of_magnitudes(record, query):
     assert len(axes[0].lines) == 2 * 2 * 4
 
 
+def test_one_tiny_gradient_does_not_stretch_the_axes(record, query):
+    for seed in range(2):
+        record(seed=seed)
+    frame = query(gradient_magnitude)
+    frame["gradient"] = frame["gradient"].mask(frame.index == 0, 1e-9)  # one of 1,600
+    assert drawn(gradient_magnitude, frame)[0].get_ylim()[0] > 1e-3
+
+
 @pytest.mark.parametrize(
     ("recipe", "bits"),
     [
