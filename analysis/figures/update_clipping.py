@@ -8,12 +8,24 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from analysis import curves, paper, style
+from analysis import comparison, curves, paper, style
 from analysis.figures.accuracy_vs_size import plot_runs
 from analysis.load import Runs
 
 FALLBACK = "stability"
 COLUMNS = ("part", *curves.COLUMNS, "accuracy")
+
+
+def select(heads: pd.DataFrame) -> pd.DataFrame:
+    """The rows of each model that agree in the most frequent settings besides beta2 and optimizer.
+
+    Runs at another learning rate, such as a control, are left out.
+    """
+    if heads["optimizer.name"].isna().all():  # no run has a readable config
+        return heads
+    settings = comparison.signature(heads, "optimizer.name", "optimizer.beta2", seed=False)
+    usual = settings.groupby(heads["model.name"]).agg(lambda texts: texts.value_counts().idxmax())
+    return heads[settings == heads["model.name"].map(usual)]
 
 
 def query(runs: Runs) -> pd.DataFrame:
@@ -22,6 +34,7 @@ def query(runs: Runs) -> pd.DataFrame:
     Part `loss` has one row per step of the runs with the largest beta2 that all methods of a model
     share. Part `accuracy` has one row per run: zero-shot top-1 in % at its last step, or NaN.
     """
+    runs = runs.where(runs.summaries["run"].isin(select(runs.runs)["run"]))
     heads = curves.named_heads(runs, ("optimizer.beta2",))
     is_common = heads["beta2"] == heads["model"].map(_common_beta2(heads))
     loss = curves.losses(runs, heads[is_common]).assign(part="loss", accuracy=np.nan)

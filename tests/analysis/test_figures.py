@@ -135,6 +135,8 @@ def test_accuracy_is_that_of_the_last_step_in_percent_and_a_cross_where_there_is
                      columns={"zero_shot/top1": np.full(60, score)})  # fmt: skip
     make_run(num_steps=60, optimizer="adamw", beta2=0.995, steps=30, state="diverged",
              experiment="update_clipping")  # fmt: skip
+    make_run(num_steps=60, optimizer="adamw", beta2=0.9, lr=5e-4, experiment="update_clipping",
+             columns={"zero_shot/top1": np.full(60, 0.9)})  # fmt: skip
     frame = query(update_clipping)
     curves = frame[frame["part"] == "loss"]
     assert curves["beta2"].unique().tolist() == [0.99]  # the largest of all methods
