@@ -78,6 +78,11 @@ def test_the_table_of_verdicts_is_that_of_the_claims():
     assert [row for row in ours if row not in own] == [row for row in judged if row[2] != "no runs"]
 
 
+def test_the_records_stay_small():
+    files = [path for path in RESULTS.rglob("*") if path.is_file()]
+    assert len(files) <= 150 and sum(path.stat().st_size for path in files) <= 40e6
+
+
 def test_accuracy_by_recipe_is_that_of_the_records(scores):
     model = ""
     for cells in rows_of("| model | recipe |"):
