@@ -160,14 +160,14 @@ def test_submitit_trains_a_run_on_two_nodes(jobs, whole):
 
 
 def test_a_cancelled_job_saves_and_stays_cancelled(jobs):
-    training = "srun bash -c 'trap \"exit 75\" TERM; sleep 60 & wait'"
+    ready = [jobs.folder / f"ready.{rank}" for rank in range(2)]
+    begin = f'trap "exit 75" TERM; touch {jobs.folder}/ready.$SLURM_PROCID'
+    training = f"srun bash -c '{begin}; sleep 60 & wait'"
     script, log = jobs.folder / "cancelled.sbatch", jobs.log("cancelled")
     script.write_text(f"#!/bin/bash\nsource slurm/requeue.sh\n{training}\n")
     options = ("-p", "low", "--ntasks-per-node=2", "--requeue", "--output", log)
     job = jobs.cluster.run(*SBATCH, *options, script).strip()
-    running = ("squeue", "-s", "-h", "-o", "%i")
-    jobs.cluster.until("its step", lambda: f"{job}.0" in jobs.cluster.run(*running))
-    time.sleep(1)  # for the trap
+    jobs.cluster.until("both ranks", lambda: all(path.exists() for path in ready))
     jobs.cluster.run("scancel", job)
     assert [state.split()[0] for state in jobs.final_states(job)] == ["CANCELLED"]
     assert "was cancelled; its checkpoint is kept" in log.read_text()
