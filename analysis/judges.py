@@ -5,6 +5,7 @@ that make it. Times are compared as the share of time saved, as in the paper: a 
 is 1 / 0.9 = 1.11 times as fast.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -178,8 +179,8 @@ def end_to_end(records: Evidence, baseline: str, case: str, slug: str = "model")
 
     Undecided if the windows of a benchmark that measures several lie on both sides of the margin.
     """
-    lines = records.lines(slug, H14_KEYS)
-    frame = figures.load("end_to_end_speed").query(lines)
+    lines, figure = records.lines(slug, H14_KEYS), figures.load("end_to_end_speed")
+    frame = figure.query(lines)
     frame, at = frame[frame["model"] == H14], ["file", "shape"]
     times = frame.pivot_table(index=at, columns="series", values="ms")
     times = times.join(frame.pivot_table(index=at, columns="baseline", values="base_ms"))
@@ -187,16 +188,15 @@ def end_to_end(records: Evidence, baseline: str, case: str, slug: str = "model")
         makes = f"python -m experiments.benchmarks {slug} {H14_KEYS}"
         raise NoRunsError(f"{case} and {baseline} on {H14}: {makes}")
     saved = bench.saved_percent(times[case], times[baseline]).dropna()
-    saved = saved.groupby("shape").last()  # of the newest file
+    saved = saved.groupby("shape").tail(1)  # of the newest file
     ours = "; ".join(
         f"{percent:.1f}% of the time ({1 / (1 - percent / 100):.3f} times as fast) ({shape})"
-        for shape, percent in saved.items()
+        for (_, shape), percent in saved.items()
     )
     ours += f", {bench.devices(frame)}, one measurement each"
-    if "windows_ms" in lines:
-        least, most = _over_windows(lines[lines["file"].isin(frame["file"])], case, baseline)
-        ours += f"; over its windows {least:.1f}% to {most:.1f}%"
-        if least < paper.END_TO_END[0] <= most:
+    if by_window := _saved_by_window(figure.with_settings(lines), saved.index, case, baseline):
+        ours += f"; over its windows {min(by_window):.1f}% to {max(by_window):.1f}%"
+        if min(by_window) < paper.END_TO_END[0] <= max(by_window):
             return Finding(ours, UNDECIDED, "its windows lie on both sides of the margin")
     if case == "llm_int8":
         return Finding(ours, at_scale(saved.max() <= NO_GAIN))
@@ -204,14 +204,14 @@ def end_to_end(records: Evidence, baseline: str, case: str, slug: str = "model")
     return Finding(ours, at_scale(saved.min() >= paper.END_TO_END[0]), why)
 
 
-def _over_windows(lines: pd.DataFrame, case: str, baseline: str) -> tuple[float, float]:
-    """The least and the most time that any window saves over any window of the baseline, in %."""
-    lines = lines[lines["shape"].str.startswith(f"{H14} ")]
-    windows = lines.set_index(["file", "shape", "case"])["windows_ms"].map(sorted).unstack()
-    pairs = windows[[case, baseline]].dropna()
-    least = [bench.saved_percent(one[-1], other[0]) for one, other in pairs.to_numpy()]
-    most = [bench.saved_percent(one[0], other[-1]) for one, other in pairs.to_numpy()]
-    return min(least), max(most)
+def _saved_by_window(lines: pd.DataFrame, at: pd.MultiIndex, case: str, baseline: str) -> list:
+    """The time in % that each window saves over each of the baseline's, in files and shapes."""
+    keys = [*at.names, "case"]
+    timed = lines.reindex(columns=[*keys, "windows_ms"]).dropna(subset="windows_ms")
+    windows = timed.drop_duplicates(keys, keep="last").set_index(keys)["windows_ms"].unstack()
+    pairs = windows.reindex(index=at, columns=[case, baseline]).dropna().to_numpy()
+    pairs = (pair for ours, bases in pairs for pair in itertools.product(ours, bases))
+    return [bench.saved_percent(ms, base_ms) for ms, base_ms in pairs]
 
 
 def quantize_share(records: Evidence) -> Finding:

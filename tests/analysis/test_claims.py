@@ -293,6 +293,7 @@ def test_speed_is_undecided_if_windows_lie_on_both_sides_of_13_percent(tmp_path,
             ("switchback", windows),
         )
     ]
+    rows = [rows[0] | {"windows_ms": [1, 1, 1]}, *rows, row | {"case": "llm_int8", "ms": None}]
     (folder / "1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     finding = one(tmp_path, "C7", "whole training steps")
     assert finding.verdict == verdict
