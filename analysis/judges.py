@@ -188,7 +188,7 @@ def end_to_end(records: Evidence, baseline: str, case: str, slug: str = "model")
         makes = f"python -m experiments.benchmarks {slug} {H14_KEYS}"
         raise NoRunsError(f"{case} and {baseline} on {H14}: {makes}")
     saved = bench.saved_percent(times[case], times[baseline]).dropna()
-    saved = saved.groupby("shape").tail(1)  # of the newest file
+    saved = saved.groupby("shape").tail(1).sort_index(level="shape")  # of the newest file
     ours = "; ".join(
         f"{percent:.1f}% of the time ({1 / (1 - percent / 100):.3f} times as fast) ({shape})"
         for (_, shape), percent in saved.items()
