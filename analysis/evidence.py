@@ -19,6 +19,7 @@ from lowprec.runs.read import ENDED
 REPRODUCED, NOT, UNDECIDED, NO_RUNS = "reproduced", "not reproduced", "undecided", "no runs"
 SCALES = ("paper", "mini")  # the first that has runs is judged
 LEVEL, TWO_ONE_SIDED = 0.95, 0.9  # of intervals; the second for equivalence
+ALPHA = 0.05  # of tests for trends, after Holm's correction
 WINDOWS = (50, 200)  # steps of the running mean, besides the run's own
 SPIKES, FOLLOWING, HIGHEST = "num_loss_spikes", "num_following", "highest"
 SHARDS = "data.train=... data.val=..."  # every command at paper scale needs them
@@ -199,6 +200,23 @@ def difference(
     runs = comparison.matched(runs, varied, (one, other))
     sides = [runs[runs[varied] == name].groupby("seed")[value].mean() for name in (one, other)]
     return sides[0] - sides[1]
+
+
+def page(by_seed: pd.DataFrame) -> float:
+    """One-sided p-value of Page's trend test: whether values grow along the columns, within rows.
+
+    Equal values get mean ranks; scipy's null distribution has none, so its p-value is then larger.
+    """
+    return float(stats.page_trend_test(by_seed.to_numpy(float)).pvalue)
+
+
+def holm(p_values: dict[str, float]) -> dict[str, float]:
+    """p-values corrected for the number of tests by Holm's method."""
+    corrected, largest = {}, 0.0
+    for i, name in enumerate(sorted(p_values, key=p_values.get)):
+        largest = max(largest, min(1.0, (len(p_values) - i) * p_values[name]))
+        corrected[name] = largest
+    return corrected
 
 
 def at_scale(holds: bool, runs: pd.DataFrame | None = None) -> str:
