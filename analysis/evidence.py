@@ -14,6 +14,7 @@ from scipy import stats
 from analysis import comparison, curves, spike_marks, style
 from analysis.bench import load_lines
 from analysis.load import EXPERIMENTS, NoRunsError, Runs, command, load_all
+from lowprec.diagnostics.spikes import Protocol
 from lowprec.runs.read import ENDED
 
 REPRODUCED, NOT, UNDECIDED, NO_RUNS = "reproduced", "not reproduced", "undecided", "no runs"
@@ -22,6 +23,7 @@ LEVEL, TWO_ONE_SIDED = 0.95, 0.9  # of intervals; the second for equivalence
 ALPHA = 0.05  # of tests for trends, after Holm's correction
 WINDOWS = (50, 200)  # steps of the running mean, besides the run's own
 SPIKES, FOLLOWING, HIGHEST = "num_loss_spikes", "num_following", "highest"
+LARGE = "num_large"  # loss spikes over `spike_marks.LARGE` nats
 SHARDS = "data.train=... data.val=..."  # every command at paper scale needs them
 
 # The margins of the verdicts, which `Claim.margin` words.
@@ -114,8 +116,10 @@ class Evidence:
         """`Runs.runs` with `count_following` for the patch embedding, by each run's protocol.
 
         `can_spike`: RMS_t is recorded and can reach the threshold; `highest`: the height of the
-        highest loss spike, 0 without one; columns that end in one of WINDOWS: by that window. Runs
-        that agree in every setting and the seed, as when two studies share one, count once.
+        highest loss spike, 0 without one; LARGE: the number of large ones; columns that end in one
+        of WINDOWS: by that window. `num_same_step`, `num_large_following`, `num_large_same_step`:
+        spikes at the step of an RMS spike, and large ones, also `by_onset`. Runs that agree in
+        every setting and the seed, as when two studies share one, count once.
         """
         runs = self.runs(studies)
         rows = []
@@ -145,13 +149,24 @@ def _count_spikes(run: Runs, head: dict) -> dict[str, float]:
     rms = series.rms_of(spike_marks.TENSOR)
     can_spike = np.isfinite(rms).any() and series.reaches(protocol)
     counts = spike_marks.count_following(series, rms, protocol)
-    counts[HIGHEST] = spike_marks.highest(series, protocol)
+    counts |= _heights(series, protocol)
+    for side, ending in (("step", ""), ("onset", "_by_onset")):
+        near = spike_marks.signed_leads(series, protocol, side)
+        large = near[near["is_large"]]
+        counts[f"num_same_step{ending}"] = (near["lead"] == 0).sum()
+        counts[f"num_large_same_step{ending}"] = (large["lead"] == 0).sum()
+        counts[f"num_large_following{ending}"] = (large["lead"] > 0).sum()
     for window in WINDOWS:
         windowed = replace(protocol, window=window)
-        other = spike_marks.count_following(series, rms, windowed)
-        other[HIGHEST] = spike_marks.highest(series, windowed)
-        counts |= {f"{name} {window}": other[name] for name in (SPIKES, FOLLOWING, HIGHEST)}
+        other = spike_marks.count_following(series, rms, windowed) | _heights(series, windowed)
+        counts |= {f"{name} {window}": other[name] for name in (SPIKES, FOLLOWING, HIGHEST, LARGE)}
     return {**counts, "can_spike": bool(can_spike)}
+
+
+def _heights(series: spike_marks.Series, protocol: Protocol) -> dict[str, float]:
+    """HIGHEST and LARGE of a run."""
+    num_large = spike_marks.signed_leads(series, protocol)["is_large"].sum()
+    return {HIGHEST: spike_marks.highest(series, protocol), LARGE: num_large}
 
 
 def lacking(what: str, studies: Sequence[str], scale: str = "") -> NoRunsError:

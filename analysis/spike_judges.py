@@ -10,6 +10,7 @@ from analysis.comparison import counted
 from analysis.evidence import (
     FOLLOWING,
     HIGHEST,
+    LARGE,
     SHARE,
     SPIKES,
     SURE,
@@ -28,7 +29,11 @@ from lowprec.diagnostics.spikes import loss_spikes
 TENSORS_OF_BLOCK = {"none": 12, "zero_init": 14, "kq_norm": 16}  # by intervention
 TENSORS_OUTSIDE = 14  # of blocks, in a CLIP model
 OPTIMIZERS = {name: in_print for name, (in_print, *_) in style.OPTIMIZERS.items()}
-PRINTED_VALUES = {SPIKES: "loss spikes per run", HIGHEST: "highest loss spike of a run, in nats"}
+PRINTED_VALUES = {
+    SPIKES: "loss spikes per run",
+    HIGHEST: "highest loss spike of a run, in nats",
+    LARGE: f"loss spikes over {spike_marks.LARGE:g} nat per run",
+}
 PRINTED = {"model.name": style.MODELS, "optimizer.name": OPTIMIZERS}  # varied: names in print
 EARLIER = {SPIKES: "frozen on 2026-11-22", HIGHEST: "of 2026-11-23"}  # rules on trends
 
@@ -176,7 +181,7 @@ def follow(records: Evidence, studies: Sequence[str]) -> Finding:
         parts.append(f"{num} of {total} {name} ({num / total:.0%} [{low:.0%}, {high:.0%}])")
         is_large = num / total >= SHARE and low >= least
         verdicts.append(True if is_large else False if high < SHARE else None)
-    ours = f"{', '.join(parts)}, by chance {chance:.1%} ({_runs(counts)}; "
+    ours = f"{', '.join(parts)}, by chance {chance:.1%}; {_same_step(counts)} ({_runs(counts)}; "
     ours += f"{num_left_out} left out because RMS_t is unknown or cannot reach the threshold)"
     for window in WINDOWS:
         num, total = (counts[f"{name} {window}"].sum() for name in (FOLLOWING, SPIKES))
@@ -184,6 +189,20 @@ def follow(records: Evidence, studies: Sequence[str]) -> Finding:
     holds = False if False in verdicts else None if None in verdicts else True
     why = f"an interval contains {SHARE:.0%}, or begins below {least:.0%}"
     return decide(ours, holds, spiked["seed"].nunique(), counts, why)
+
+
+def _same_step(counts: pd.DataFrame) -> str:
+    """Loss spikes at the very step of an RMS spike, which is no cause of theirs, and large ones."""
+    num = {name: int(value) for name, value in counts.select_dtypes("number").sum().items()}
+    near, large = num["num_same_step"], num["num_large_following"] + num["num_large_same_step"]
+    share = f"{large / num[LARGE]:.0%}" if num[LARGE] else "none"
+    return (
+        f"a further {near} ({num['num_same_step_by_onset']} from the onset) begin at the very step "
+        f"of an RMS spike, which cannot be their cause; with these, "
+        f"{(num[FOLLOWING] + near) / num[SPIKES]:.0%}; of {num[LARGE]} spikes over "
+        f"{spike_marks.LARGE:g} nat, {num['num_large_following']} follow and "
+        f"{num['num_large_same_step']} begin at its step (together {share})"
+    )
 
 
 def scale_falls(records: Evidence) -> Finding:

@@ -18,7 +18,7 @@ from analysis.evidence import LOSS_MARGIN, MARGINS
 from analysis.figures.formats import MEASURES, draw_measures
 from analysis.load import Runs
 
-EXPERIMENT, BASELINES = "rounding", "accuracy_vs_size"
+EXPERIMENT, BASELINES = "rounding", ("accuracy_vs_size",)
 ROUNDING, SEEDS = "rounding alone", "seeds"
 COLUMNS = ("arm", *curves.OF_A_RUN, "compile", *MEASURES)
 POWER = 0.8

@@ -178,6 +178,17 @@ def test_spikes_that_follow_by_detection_but_not_by_onset_are_not_reproduced(spi
     assert finding.verdict == FAILED
 
 
+def test_spikes_at_the_step_of_an_rms_spike_are_counted_apart(spiking):
+    spiking("adamw", 0.99, at=(80, 180), rms_before=0, height=0.5)
+    root = spiking("adamw", 0.999, at=(80, 180, 280))
+    finding = one(root, "C10", "follows")
+    assert finding.verdict == UNDECIDED and "6 of 10 follow" in finding.ours
+    assert "a further 4 (4 from the onset) begin at the very step" in finding.ours
+    assert "with these, 100%; of 6 spikes over 1 nat, 6 follow and 0 begin at its step" in (
+        finding.ours
+    )
+
+
 def test_optimizers_are_compared_in_pairs_of_equal_settings(spiking):
     spiking("adamw", 0.999, at=(60,))
     spiking("adamw", 0.999, at=MANY, lr=4e-3)  # without a partner, as the two that follow
