@@ -136,7 +136,7 @@ def fewer(
 ) -> Finding:
     """Judges whether a setting's first value has fewer spikes than its last, or (`gone`) none.
 
-    `value` is the number of spikes per run, or HIGHEST.
+    `value` is the number of spikes per run, LARGE or HIGHEST.
     """
     counts = records.spikes(studies)
     counts = counts[counts["optimizer.name"].isin(optimizers)]
@@ -235,7 +235,14 @@ def tensor_skips(records: Evidence) -> Finding:
     if not spikes or not skips:
         return Finding(ours, UNDECIDED, "nothing was skipped" if spikes else "no loss spike")
     seeds = skipping["seed"].nunique()
-    return decide(ours, True if single else None, seeds, runs, "no single ones")
+    if not single:
+        return decide(ours, None, seeds, runs, "no single ones")
+    try:
+        others = _scaled(records, "dynamic")["state"] == "finished"
+    except NoRunsError:
+        return decide(ours, None, seeds, runs, "no run with a dynamic scale to compare with")
+    why = f"no contrast: {others.sum()} of {len(others)} runs with a dynamic scale end, too"
+    return decide(ours, None if others.all() else True, seeds, runs, why)
 
 
 def _runs(runs: pd.DataFrame) -> str:

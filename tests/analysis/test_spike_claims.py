@@ -54,7 +54,7 @@ ELSEWHERE = (30, 90, 150, 210, 230, 250, 270, 290, 310, 330, 350)
         ("dynamic", {"falls": ELSEWHERE}, FAILED),
         ("dynamic", {}, UNDECIDED),  # the scale was far from overflow
         ("dynamic", {"falls": (62, 150)}, UNDECIDED),  # beside chance
-        ("fixed", {"skips": (61, 122)}, HELD),
+        ("fixed", {"skips": (61, 122)}, UNDECIDED),  # without runs to compare with
         ("fixed", {"skips": (61, 122), "seeds": (0,)}, UNDECIDED),
         ("fixed", {}, UNDECIDED),
         ("fixed", {"skips": (61, 122), "state": "diverged"}, FAILED),
@@ -67,6 +67,21 @@ def test_loss_scales_are_judged_by_falls_at_spikes_and_by_skips_of_single_tensor
     assert finding.verdict == verdict, finding
 
 
+@pytest.mark.parametrize(
+    ("state", "verdict", "why"),
+    [
+        ("diverged", HELD, ""),
+        ("finished", UNDECIDED, "no contrast: 2 of 2 runs with a dynamic scale end, too"),
+    ],
+)
+def test_that_training_continues_says_little_where_it_also_does_with_a_dynamic_scale(
+    scaled, state, verdict, why
+):
+    scaled("dynamic", state=state)
+    finding = one(scaled("fixed", skips=(61, 122)), "C12", "fixed")
+    assert (finding.verdict, finding.why) == (verdict, why)
+
+
 def test_falls_in_one_stretch_count_once(scaled):
     finding = one(scaled("dynamic", (61, 62, 63, 64, 121)), "C12", "dynamic")
     assert "4 of 4 falls of the scale are at one of 6 loss spikes" in finding.ours
@@ -77,10 +92,11 @@ def test_loss_scales_are_judged_at_the_largest_initial_scale(scaled):
     scaled("dynamic", AT_SPIKES, seeds=(0, 1), scale=2.0**20)
     scaled("fixed", skips=(61, 122), scale=2.0**20)
     scaled("fixed", state="diverged", seeds=(2,))
+    scaled("dynamic", state="diverged", seeds=(3,), scale=2.0**20)
     root = scaled("dynamic", ELSEWHERE, seeds=(0, 1, 2))
     finding = one(root, "C12", "dynamic")
     assert finding.verdict == HELD and "6 of 6 falls" in finding.ours
-    assert "(2 runs, 2 seeds)" in finding.ours
+    assert "(3 runs, 3 seeds)" in finding.ours
     assert one(root, "C12", "fixed").verdict == HELD
 
 
@@ -89,6 +105,7 @@ def test_loss_scales_are_judged_at_the_largest_initial_scale(scaled):
 def test_single_tensors_are_fewer_than_those_of_the_model(scaled, name, kept, verdict):
     skipped = len(list(build_model(ModelConfig(), name).parameters())) - kept  # 3 are recorded
     keys = {"skipped": skipped, "intervention": InterventionConfig(name)}
+    scaled("dynamic", state="diverged")
     assert one(scaled("fixed", skips=(61, 122), **keys), "C12", "fixed").verdict == verdict
 
 
@@ -127,7 +144,7 @@ def spiking_fixture(make_run, tmp_path):
 OF_BETA2 = [
     ("C9", "spikes grow with beta2"),
     ("C10", "follows"),
-    ("C11", "removes the"),
+    ("C11", "removes the spikes"),
     ("C11", "lower beta2"),
 ]
 
@@ -194,7 +211,7 @@ def test_optimizers_are_compared_in_pairs_of_equal_settings(spiking):
     spiking("adamw", 0.999, at=MANY, lr=4e-3)  # without a partner, as the two that follow
     spiking("stable_adamw", 0.99, at=(60, 100))
     spiking("adamw", 0.999, at=MANY, seeds=(2,))
-    finding = one(spiking("stable_adamw", 0.999), "C11", "removes the")
+    finding = one(spiking("stable_adamw", 0.999), "C11", "removes the spikes")
     assert "StableAdamW: 0; AdamW: 1; last minus first +1.00" in finding.ours
     assert finding.verdict == HELD
 
@@ -320,7 +337,16 @@ def test_holms_correction():
     assert corrected == pytest.approx(expected)
 
 
-STABLE, LOW = (("stable_adamw", 0.999), "removes the"), (("adamw", 0.9), "lower beta2")
+def test_large_spikes_are_counted_apart(spiking):
+    spiking("adamw", 0.999, MANY, height=1.5)
+    root = spiking("stable_adamw", 0.999, MANY, height=0.8)
+    findings = [one(root, "C11", words) for words in ("removes the spikes over", "are rarer")]
+    assert [finding.verdict for finding in findings] == [HELD, HELD]
+    assert f"over 1 nat per run: StableAdamW: 0; AdamW: {len(MANY)}; " in findings[0].ours
+    assert one(root, "C11", "removes the spikes").verdict == FAILED
+
+
+STABLE, LOW = (("stable_adamw", 0.999), "removes the spikes"), (("adamw", 0.9), "lower beta2")
 
 
 @pytest.mark.parametrize(("setting", "words"), [STABLE, LOW])
