@@ -51,7 +51,7 @@ def accuracy(
     At paper scale, this is the zero-shot accuracy of the paper's largest model; at mini scale, the
     mean R@1 of our largest model (or the zero-shot accuracy of runs without R@1). `only` maps
     columns to the values that runs must have. `by_size` judges the difference for the largest
-    model minus that for the smallest. `equal` at mini scale also judges the validation loss,
+    model minus that for the smallest. `equal` at mini scale also gives the validation loss,
     relative to that at `other`.
     """
     runs = records.outcomes(studies, scale)

@@ -15,6 +15,7 @@ import pytest
 
 from analysis import claims, make
 from analysis.evidence import (
+    LOSS_MARGINS,
     NO_RUNS,
     NO_VERDICT,
     NOT,
@@ -165,15 +166,25 @@ NEAR, WIDE, FAR = (0.2, -0.1, 0.3), (-2, 0, 3), (3.0, 3.2, 2.9)  # % of the base
         ([BF16, (57.6, 58.5, 57.7)][::-1], NEAR, UNDECIDED, "an interval extends"),
     ],
 )  # fmt: skip
-def test_equivalence_at_mini_scale_needs_recall_and_validation_loss(
-    accuracies, recalls, changes, verdict, words
+def test_equivalence_needs_recall_and_validation_loss_where_that_has_a_margin(
+    accuracies, monkeypatch, recalls, changes, verdict, words
 ):
+    monkeypatch.setitem(LOSS_MARGINS, "mini", 1.0)
     base = (0.06, 0.065, 0.07)  # paired by seed: the baseline's own spread does not count
     losses = [b * (1 + change / 100) for b, change in zip(base, changes, strict=False)], base
     _, compared, _ = OF_ACCURACY["C1", "int8 matches"]
     root = accuracies(compared, recalls, "mini", losses=losses, **BY_SIZE, model="mini_l")
     finding = one(root, "C1", "int8 matches", "mini")
     assert finding.verdict == verdict and words in f"{finding.ours} ({finding.why})"
+
+
+@pytest.mark.parametrize("changes", [NEAR, FAR, WIDE, NEAR[:2], ()])
+def test_the_validation_loss_is_given_but_not_judged_at_mini_scale(accuracies, changes):
+    losses = [0.06 * (1 + change / 100) for change in changes], [0.06] * len(changes)
+    _, compared, _ = OF_ACCURACY["C1", "int8 matches"]
+    root = accuracies(compared, EQUAL[0], "mini", losses=losses, **BY_SIZE, model="mini_l")
+    finding = one(root, "C1", "int8 matches", "mini")
+    assert finding.verdict == HELD and ("validation loss, %: " in finding.ours) == (changes != ())
 
 
 def test_differences_are_judged_by_recall_alone(accuracies):
