@@ -157,10 +157,10 @@ def _of_runs(
             f"{root}: {name} was run at scales {', '.join(scales)}; "
             f"choose one: --scale {' or --scale '.join(scales)}"
         )
-    if experiment is None and getattr(figure, "BASELINES", ""):
+    if experiment is None and getattr(figure, "BASELINES", ()):
         studies, at = (everything.summaries[key] for key in ("experiment", "scale"))
         is_at = at.isin(scales) | at.isna()
-        runs = everything.where(studies.isin([own, figure.BASELINES]) & is_at)
+        runs = everything.where(studies.isin([own, *figure.BASELINES]) & is_at)
     frame = figure.query(runs)
     table = runs.runs
     is_drawn = table["run"].isin(frame["run"])

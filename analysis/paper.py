@@ -24,6 +24,7 @@ QUANTIZE_SHARE = {  # of SwitchBack's time, % in quantize operations
     65536: (17.0, 15.3, 13.3, 10.8, 9.6, 7.2),
     131072: (15.5, 14.5, 12.7, 10.4, 8.7, 6.2),
 }
+LARGEST_TIMED_SHARE = max(share for shares in QUANTIZE_SHARE.values() for share in shares)
 ACCURACY_MODEL = "vit_h14"
 ACCURACY = {  # its zero-shot ImageNet top-1 in % by optimizer and beta2, +-0.2: figure 10
     "adamw": {0.5: 55.7, 0.8: 57.0, 0.9: 57.3, 0.95: 57.15, 0.98: 57.0},

@@ -42,6 +42,7 @@ SENSITIVITY = {
     "window": (50, 100, 200, 400),
 }
 KINDS = {name: type(value) for name, value in asdict(Protocol()).items()}  # int or float
+LARGE = 1.0  # nats: the height above which a loss spike is large
 FOLLOWING, OTHER = "#D55E00", "#666666"  # a loss spike that follows an RMS spike, any other
 
 
@@ -129,6 +130,12 @@ def why_unreachable(beta2: np.ndarray, protocol: Protocol) -> str:
         f"at beta2 {sign} {largest:g}, RMS_t cannot exceed {largest_rms(largest):.2f}, and the "
         f"threshold is {protocol.rms_threshold:g}"
     )
+
+
+def reaches(head: dict) -> bool:
+    """Whether RMS_t of a run, a row of `Runs.runs`, can reach its threshold for RMS spikes."""
+    settings = head["optimizer.beta2"], head["optimizer.beta2_decay"], int(head["num_steps"])
+    return not why_unreachable(beta2_by_step(*settings), protocol_of_run(head))
 
 
 def protocol_of_run(summary: dict) -> Protocol:
@@ -259,6 +266,24 @@ def spike_table(series: Series, protocol: Protocol, tensor: str = TENSOR) -> pd.
     columns["num_tensors"] = np.array([len(names) for names in tensors], int)
     columns["tensors"] = np.array([" ".join(names) for names in tensors], object)
     return pd.DataFrame(columns)
+
+
+def signed_leads(series: Series, protocol: Protocol, side: str = "step") -> pd.DataFrame:
+    """One row per loss spike: `lead`, in steps from an RMS spike of TENSOR, and `is_large`.
+
+    The RMS spike is the latest at or before the loss spike, or else the next one. The lead is 0 if
+    both begin at one step, below 0 if the loss spike comes first, and NaN if both are more than
+    `max_lead` steps apart. `side` is the column of `spike_table` from which spikes are counted;
+    spikes that share an onset count once. `is_large`: higher than LARGE.
+    """
+    table = spike_table(series, protocol).sort_values("height").drop_duplicates(side, keep="last")
+    table = table[table[side] > protocol.ignore_steps].sort_values(side)
+    at, rms_at = table[side].to_numpy(), rms_spikes(series.rms_of(TENSOR), protocol)
+    rms_at = np.flatnonzero(rms_at) + 1
+    since, until = leads(at + 1, rms_at) - 1, leads(-at, -rms_at[::-1])
+    lead = np.where(since <= protocol.max_lead, since, -until)
+    lead = np.where(np.abs(lead) <= protocol.max_lead, lead, np.nan)
+    return pd.DataFrame({"lead": lead + 0.0, "is_large": (table["height"] > LARGE).to_numpy()})
 
 
 def highest(series: Series, protocol: Protocol) -> float:

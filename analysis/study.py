@@ -10,7 +10,7 @@ import pandas as pd
 from analysis.comparison import ADDED, PRODUCTS, written
 from analysis.load import EXPERIMENTS
 from analysis.run_files import NO_TENSORS, flatten
-from lowprec.config.compose import compose_command
+from lowprec.config.compose import compose_command, without_sweep
 from lowprec.config.schema import PrecisionConfig
 from lowprec.runs.identity import to_dict
 from lowprec.runs.read import ENDED
@@ -57,14 +57,29 @@ def mark_of_runs(
     return "; ".join(text for text, holds in texts.items() if holds)
 
 
+def levels(experiment: str, scale: str, key: str) -> list:
+    """The values of a column of `Runs.runs` that a study's own file names; none without a file.
+
+    These are the values of its sweep, and the one that its runs have without the sweep.
+    """
+    words = _words(experiment, scale)
+    swept = [run[key] for run in planned(experiment, scale) if key in run]
+    base = [flatten(to_dict(without_sweep(words)))[key]] if words else []
+    return list(dict.fromkeys(swept + base))
+
+
+def _words(experiment: str, scale: str) -> list[str]:
+    """The command line of a study, with settings that it may leave open; none without a file."""
+    names = (f"{experiment}_{scale}", *([experiment] if scale == "paper" else []))
+    file = next((name for name in names if (EXPERIMENTS / f"{name}.yaml").exists()), None)
+    return [f"experiment={file}", "data.train=-", "data.val=-"] if file else []
+
+
 @functools.cache
 def planned(experiment: str, scale: str) -> list[dict]:
     """The settings that identify each run of a study, by column of `Runs.runs`."""
-    names = (f"{experiment}_{scale}", *([experiment] if scale == "paper" else []))
-    file = next((name for name in names if (EXPERIMENTS / f"{name}.yaml").exists()), None)
-    words = [f"experiment={file}", "data.train=-", "data.val=-"]  # which it may leave open
-    runs = []
-    for run in compose_command(words, multirun=True) if file else []:
+    words, runs = _words(experiment, scale), []
+    for run in compose_command(words, multirun=True) if words else []:
         row = flatten(to_dict(run.config))
         precision = PrecisionConfig(row["precision.autocast"], row["precision.recipe"])
         row["precision.label"] = precision.label

@@ -22,7 +22,7 @@ from analysis.figures.accuracy_vs_size import plot_runs
 from analysis.load import Runs
 from lowprec.nn.recipe import RECIPES, Operand
 
-EXPERIMENT, BASELINES = "formats", "accuracy_vs_size"
+EXPERIMENT, BASELINES = "formats", ("accuracy_vs_size",)
 MEASURES = {"recall": "mean R@1 (%)", "validation_loss": "validation loss"}
 OF_A_LINE = ("ms", "batches", "timed_with", "file")
 COLUMNS = (*curves.OF_A_RUN, "gpu", "bits", *OF_A_LINE, *MEASURES)

@@ -39,7 +39,7 @@ class LossBySetting:
     after: str  # the part of the paper that it follows
     text: str  # of the caption; its field is for the methods
     key: str = ""  # config key with a panel for each value; without it, a panel for each model
-    BASELINES: str = ""  # the experiment with the same runs at another value of `key`
+    BASELINES: tuple[str, ...] = ()  # experiments with the same runs at another value of `key`
 
     def select(self, heads: pd.DataFrame) -> pd.DataFrame:
         """The study's rows, and those of other studies that differ from one in `key` alone.
@@ -169,7 +169,7 @@ FIGURES = {
         "All runs but those in 16 bits have one scale per tensor in all three products, in fp8 or, "
         "in `fp8_fixes_mini`, in e2m1 (FP4), and one change. The paper's ViT-L/14: zero-init "
         "layer-scale trains as bf16 does; gradient clipping and KQ layer norm do not help.",
-        BASELINES="accuracy_vs_size",
+        BASELINES=("accuracy_vs_size",),
     ),
     "beta2_schedule": LossBySetting(
         "beta2_schedule",
@@ -190,7 +190,7 @@ FIGURES |= {
         after,
         "All runs: {methods}. Colors: beta2.",
         key,
-        "stability",
+        ("stability",),
     )
     for key, (name, after) in SWEEPS.items()
 }

@@ -13,7 +13,7 @@ from analysis.figures.formats import MEASURES, draw_measures
 from analysis.load import Runs
 from lowprec.nn.recipe import PRODUCTS
 
-EXPERIMENT, BASELINES = "one_product", "accuracy_vs_size"
+EXPERIMENT, BASELINES = "one_product", ("accuracy_vs_size",)
 COLUMNS = ("product", "format", *curves.OF_A_RUN, *MEASURES)
 COLORS = {"int8": "#D55E00", "e3m2": "#009E73", "e2m1": "#CC79A7"}  # format: color
 NAMES = ("none", "output", "input\ngradient", "weight\ngradient")  # of no product and of PRODUCTS

@@ -11,7 +11,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from analysis import curves, style
+from analysis import curves, spike_marks, style
 from analysis.comparison import counted
 from analysis.load import Runs
 from analysis.run_files import UNREADABLE, as_path
@@ -34,9 +34,10 @@ SPIKE = ["run", "step"]
 def query(runs: Runs) -> pd.DataFrame:
     """Returns one row per replay whose change begins before the spike, of runs that have tables.
 
-    The columns TYPES are those of `experiments.replay_report.table`. A replay that several tables
-    of a run contain counts once. `left_out` is the number of batches up to the spike's own that a
-    replay leaves out, if these begin after `change_from`, and else NaN.
+    Spikes up to `spike_marks.LARGE` nats high are left out: they are hardly higher than the scatter
+    of the loss. The columns TYPES are those of `experiments.replay_report.table`. A replay that
+    several tables of a run contain counts once. `left_out` is the number of batches up to the
+    spike's own that a replay leaves out, if these begin after `change_from`, and else NaN.
     """
     return curves.by_run(runs, curves.named_heads(runs), COLUMNS, _replays)
 
@@ -49,6 +50,8 @@ def _replays(run: Runs, head: dict) -> pd.DataFrame:
             height = table.loc[table["change"] == CONTROL, "height"].iloc[0]
         except (*UNREADABLE, IndexError) as error:
             warnings.warn(f"{path}: left out: {error}", stacklevel=2)
+            continue
+        if height <= spike_marks.LARGE:
             continue
         changed = ~table["change"].isin([CONTROL, UNCHANGED]) & (table["lead"] > 0)
         tables.append(table[changed].assign(height_of_control=height))

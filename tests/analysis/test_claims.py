@@ -15,7 +15,9 @@ import pytest
 
 from analysis import claims, make
 from analysis.evidence import (
+    LOSS_MARGINS,
     NO_RUNS,
+    NO_VERDICT,
     NOT,
     REPRODUCED,
     UNDECIDED,
@@ -26,6 +28,7 @@ from analysis.evidence import (
     share_over_runs,
 )
 from lowprec.config.schema import InterventionConfig
+from tests.analysis.test_bench_figures import op_lines
 
 ROOT = Path(__file__).parents[2]
 HELD, FAILED = f"{REPRODUCED} at mini scale", f"{NOT} at mini scale"
@@ -33,7 +36,8 @@ HELD, FAILED = f"{REPRODUCED} at mini scale", f"{NOT} at mini scale"
 
 def one(root, number, words, scale=""):
     """The finding on the claim with a number whose text contains the words."""
-    [claim] = [c for c in claims.CLAIMS if c.number == number and words in c.text]
+    found = [c for c in claims.CLAIMS if c.number == number and words in c.text]
+    [claim] = [c for c in found if c.text.endswith(words)] or found
     return claims.judge(claim, root if isinstance(root, Evidence) else Evidence([root]), scale)
 
 
@@ -162,15 +166,25 @@ NEAR, WIDE, FAR = (0.2, -0.1, 0.3), (-2, 0, 3), (3.0, 3.2, 2.9)  # % of the base
         ([BF16, (57.6, 58.5, 57.7)][::-1], NEAR, UNDECIDED, "an interval extends"),
     ],
 )  # fmt: skip
-def test_equivalence_at_mini_scale_needs_recall_and_validation_loss(
-    accuracies, recalls, changes, verdict, words
+def test_equivalence_needs_recall_and_validation_loss_where_that_has_a_margin(
+    accuracies, monkeypatch, recalls, changes, verdict, words
 ):
+    monkeypatch.setitem(LOSS_MARGINS, "mini", 1.0)
     base = (0.06, 0.065, 0.07)  # paired by seed: the baseline's own spread does not count
     losses = [b * (1 + change / 100) for b, change in zip(base, changes, strict=False)], base
     _, compared, _ = OF_ACCURACY["C1", "int8 matches"]
     root = accuracies(compared, recalls, "mini", losses=losses, **BY_SIZE, model="mini_l")
     finding = one(root, "C1", "int8 matches", "mini")
     assert finding.verdict == verdict and words in f"{finding.ours} ({finding.why})"
+
+
+@pytest.mark.parametrize("changes", [NEAR, FAR, WIDE, NEAR[:2], ()])
+def test_the_validation_loss_is_given_but_not_judged_at_mini_scale(accuracies, changes):
+    losses = [0.06 * (1 + change / 100) for change in changes], [0.06] * len(changes)
+    _, compared, _ = OF_ACCURACY["C1", "int8 matches"]
+    root = accuracies(compared, EQUAL[0], "mini", losses=losses, **BY_SIZE, model="mini_l")
+    finding = one(root, "C1", "int8 matches", "mini")
+    assert finding.verdict == HELD and ("validation loss, %: " in finding.ours) == (changes != ())
 
 
 def test_differences_are_judged_by_recall_alone(accuracies):
@@ -254,9 +268,17 @@ def test_speed_is_judged_by_the_least_shape_over_each_baseline(tmp_path, words, 
     assert one(tmp_path, "C8", "no speed-up").verdict == NOT
 
 
-def write_times(file, shapes):
+def test_a_speed_up_says_how_many_layers_were_in_8_bits(tmp_path):
+    folder = tmp_path / "bench" / "model"
+    folder.mkdir(parents=True)
+    write_times(folder / "1.jsonl", {"vit_h14 batch 256": TIMES}, quantized="128 of 224")
+    finding = one(tmp_path, "C8", "no speed-up")
+    assert finding.why == "timed with 128 of 224 layers in 8 bits"
+
+
+def write_times(file, shapes, **keys):
     rows = [
-        {"shape": shape, "case": case, "ms": ms, "device": "a GPU"}
+        {"shape": shape, "case": case, "ms": ms, "device": "a GPU", **keys}
         for shape, times in shapes.items()
         for case, ms in times.items()
     ]
@@ -354,8 +376,65 @@ def test_features_that_grow_in_every_run_need_two_seeds(make_run, tmp_path):
         for words in ("grows with depth", "the growth with depth"):
             finding = one(tmp_path / "runs", "C5", words)
             assert (finding.verdict, finding.why) == (verdict, why)
-            assert "3 times as large in the last block as in the first" in finding.ours
+            assert "3 times as large in the last block as in the first (+4)" in finding.ours
     assert one(tmp_path / "runs", "C5", "growth with training").verdict == FAILED
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "verdict"),
+    [
+        (1.0, 1.1, HELD),
+        (0.1, 0.5, UNDECIDED),  # a larger ratio of smaller numbers
+        (9.0, 12.5, UNDECIDED),  # a smaller ratio, a larger difference
+        (1.0, 9.0, FAILED),
+    ],
+)
+def test_growth_with_depth_is_judged_by_ratio_and_difference(
+    make_run, tmp_path, first, last, verdict
+):
+    blocks = [f"visual.transformer.resblocks.{k}" for k in range(2)]
+    for seed in (0, 1):
+        for kind, ends in (("none", (1.0, 3.0)), ("zero_init", (first, last))):
+            frame = pd.DataFrame([ends, ends], [1, 20], blocks)
+            make_run(experiment="feature_magnitude", scale="mini", seed=seed, num_steps=20,
+                     intervention=InterventionConfig(kind),
+                     tables={"blocks": {"feature_mean": frame}})  # fmt: skip
+    assert one(tmp_path / "runs", "C5", "the growth with depth").verdict == verdict
+
+
+@pytest.mark.parametrize(("power", "verdict"), [(1.0, NO_VERDICT), (0.5, NOT)])
+def test_noise_of_independent_numbers_is_a_check_without_a_verdict(tmp_path, power, verdict):
+    folder = tmp_path / "bench" / "quantization_variance"
+    folder.mkdir(parents=True)
+    rows = [
+        {
+            "ms": None,
+            "case": "int8",
+            "device": "",
+            "inner_dim": k,
+            "measured": k**power,
+            "predicted": k,
+        }
+        for k in (64, 1024, 16384)
+    ]
+    (folder / "1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert one(tmp_path, "C6", "quantization noise").verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("quantize", "verdict", "earlier"),
+    [(0.2, REPRODUCED, REPRODUCED), (0.24, REPRODUCED, NOT), (0.6, NOT, NOT)],
+)
+def test_the_share_of_quantization_is_judged_by_the_largest_of_the_papers_timings(
+    tmp_path, quantize, verdict, earlier
+):
+    folder = tmp_path / "bench" / "ops"
+    folder.mkdir(parents=True)
+    rows = op_lines(dims=(1024, 1280), quantize=quantize)
+    (folder / "1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    finding = one(tmp_path, "C7", "quantization is a small share")
+    assert finding.verdict == verdict and "at 1,280, the width of ViT-H/14" in finding.ours
+    assert finding.why == f"by the earlier bar of 22%: {earlier}"
 
 
 def test_the_committed_page_of_claims_is_what_the_command_writes(tmp_path, monkeypatch):

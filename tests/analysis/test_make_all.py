@@ -78,7 +78,8 @@ def tables(rank):
     tenths = steps[9::10]
     features = pd.DataFrame(np.outer(tenths, np.arange(1.0, 5)) / 10 + rank, tenths, blocks)
     of_tensors = {"rms": rms, "grad_norm": rms / 10, "grad_abs_max": rms / 100}
-    return {"tensors": of_tensors, "blocks": {"feature_mean": features}}
+    of_blocks = {"feature_mean": features, "logit_max": 10 * features}
+    return {"tensors": of_tensors, "blocks": of_blocks}
 
 
 def lines():

@@ -12,6 +12,7 @@ import pytest
 from analysis import load_runs, paper, spike_marks
 from analysis.curves import RECALL
 from analysis.figures import (
+    lead_histogram,
     loss_scaler,
     rms_and_loss,
     spike_heights,
@@ -72,6 +73,28 @@ def test_spikes_are_those_of_the_thresholds_in_the_runs_own_config(plant, query)
     assert frame.loc[frame["loss_spike"], "step"].tolist() == [500, 600, 700]
     assert frame["ignore_steps"].unique().tolist() == [450]
     assert "ignore_steps" in rms_and_loss.caption(frame)
+
+
+def test_leads_count_each_spike_once_and_tell_before_at_and_after(plant, query):
+    root = plant({400: 3, 500: 8, 600: 0, 650: -2, 700: None, 750: -20}, experiment="stability")
+    series = spike_marks.read_series(load_runs(root))
+    table = spike_marks.signed_leads(series, Protocol(ignore_steps=200, window=100))
+    np.testing.assert_array_equal(table["lead"], [3, 8, 0, -2, np.nan, np.nan])
+    assert table["is_large"].tolist() == [True] * 6
+    plant({400: 3}, beta2=0.5, experiment="stability")  # RMS_t cannot reach the threshold
+    frame = query(lead_histogram)
+    assert tuple(frame.columns) == lead_histogram.COLUMNS and frame["run"].nunique() == 1
+    for name, part in frame.groupby("counted_from"):
+        counts = part.set_index("lead")["num_spikes"]
+        assert counts.sum() == 6 and counts[[3, 8, 0, -2]].tolist() == [1] * 4, name
+    detected = frame[frame["counted_from"] == "detection"].set_index("lead")
+    chance = 6 * 5 / (STEPS - 200)  # loss spikes x RMS spikes / steps
+    assert detected["by_chance"].dropna().tolist() == pytest.approx([chance] * 17)
+    left, right = drawn(lead_histogram, frame)
+    heights = [bar.get_height() for bar in left.patches]
+    assert sum(heights) == 2 * 4  # all and, over them, those over 1 nat; two have no lead
+    caption = lead_histogram.caption(frame)
+    assert "of 6 spikes, 2 come 1 to 8 steps after, 1 at the step of and 1 before one" in caption
 
 
 def test_a_protocol_of_a_config_is_that_of_its_name_with_what_is_given():

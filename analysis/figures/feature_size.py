@@ -1,0 +1,143 @@
+"""E[abs(x_k)] of the last vision block by recipe, relative to the bf16 run with the same seed.
+
+Not in the paper. Runs: `experiment=accuracy_vs_size`, and those of BASELINES that differ from one
+of its bf16 runs in the recipe alone, or in rounding alone.
+"""
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from analysis import comparison, curves, paper, style
+from analysis.load import Runs
+
+EXPERIMENT = "accuracy_vs_size"
+BASELINES = ("weight_gradient", "one_product", "formats", "rounding")
+BF16, ROUNDING = "bf16", "bf16, other rounding"
+EARLY = 0.1  # of the steps: the early record
+COLUMNS = (*curves.OF_A_RUN, "recipe", "at", "step", "feature_mean", "ratio")
+INT8_WEIGHT_GRADIENT = ("LLM.int8()", "int8 weight gradient only")  # recipes in which it is in int8
+
+
+def select(heads: pd.DataFrame) -> pd.DataFrame:
+    """The runs whose settings, but for the recipe, are those of a bf16 run of the study.
+
+    The bf16 runs of other studies are left out, except those that differ in rounding alone.
+    """
+    pairs = _paired(heads.dropna(subset="scale"))
+    is_own = heads["experiment"] == EXPERIMENT
+    again = (heads["precision.label"] == BF16) & ~is_own & (heads["experiment"] != "rounding")
+    return heads[heads["run"].isin(pairs.index) & ~again]
+
+
+def _paired(heads: pd.DataFrame) -> pd.Series:
+    """By run: the study's bf16 run with the same settings and seed."""
+    rates = heads["optimizer.lr"].map("{:.6g}".format).astype(float)
+    settings = comparison.signature(heads.assign(**{"optimizer.lr": rates}), "precision.label")
+    own = (heads["experiment"] == EXPERIMENT) & (heads["precision.label"] == BF16)
+    bases = dict(zip(settings[own], heads.loc[own, "run"], strict=True))
+    return settings.map(bases).set_axis(heads["run"]).dropna()
+
+
+def query(runs: Runs) -> pd.DataFrame:
+    """One row per run at the last record, and at the last of the first tenth of the steps (`at`).
+
+    `ratio` is `feature_mean` divided by that of the bf16 run with the same seed.
+    """
+    chosen = select(runs.runs)
+    heads = curves.named_heads(runs.where(runs.summaries["run"].isin(chosen["run"])))
+    heads["recipe"] = _recipes(heads)
+    frame = curves.by_run(runs, heads, COLUMNS, _sizes)
+    sizes = frame.set_index(["run", "at"])["feature_mean"]
+    bases = frame["run"].map(_paired(chosen))
+    of_bases = [sizes.get(pair, np.nan) for pair in zip(bases, frame["at"], strict=True)]
+    frame["ratio"] = frame["feature_mean"] / of_bases
+    return frame[frame["ratio"].notna()].reset_index(drop=True)
+
+
+def _recipes(heads: pd.DataFrame) -> pd.Series:
+    """In print: `SwitchBack int8`, or `int8 weight gradient only` for one narrow product."""
+    narrow = (
+        comparison.narrow_products(heads)
+        .replace(r"(\w+) (\w+)", r"\2 \1 only", regex=True)
+        .str.replace("grad_weight", "weight gradient")
+        .str.replace("grad_input", "input gradient")
+    )
+    names = heads["precision"].map(style.precision).where(narrow == "", narrow)
+    return names.where(heads["experiment"] != "rounding", ROUNDING)
+
+
+def _sizes(run: Runs, head: dict) -> pd.DataFrame:
+    values = run.series(paper.BLOCK.format(int(head["vision_layers"]) - 1), "feature_mean")
+    early = values[values.index <= EARLY * head["num_steps"]]
+    ends = [values.iloc[-1:].to_frame("feature_mean").assign(at="last")]
+    ends += [early.iloc[-1:].to_frame("feature_mean").assign(at="early")]
+    return pd.concat(ends).reset_index()
+
+
+def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
+    """Draws one row per recipe and model, the largest mean at the top; open: the early record."""
+    frame = frame[frame["recipe"] != style.precision(BF16)]
+    rows = frame.groupby(["model", "recipe"])
+    means = frame[frame["at"] == "last"].groupby(["model", "recipe"])["ratio"].mean().sort_values()
+    for place, key in enumerate(means.index):
+        part = rows.get_group(key)
+        color = _color(part.iloc[0])
+        for at, shift, face in (("early", -0.18, "white"), ("last", 0.12, color)):
+            ratios = part.loc[part["at"] == at, "ratio"]
+            ax.plot(ratios, [place + shift] * len(ratios), "o", ms=3, mfc=face, mec=color, mew=0.7)
+    ax.axvline(1, color=style.OTHER, lw=0.8, zorder=0)
+    ax.set_xscale("log")
+    ends = ax.get_xlim()
+    ticks = (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.2, 1.5, 2, 2.5, 3, 4, 6, 10, 20, 50, 100)
+    ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    ax.minorticks_off()
+    ax.set_xlim(ends)
+    several = frame["model"].nunique() > 1
+    names = [name + (f", {style.model(model)}" if several else "") for model, name in means.index]
+    ax.set_yticks(range(len(means)), names)
+    ax.set_xlabel(r"$\mathrm{E}[|x|]$ of the last vision block, relative to bf16")
+    ax.grid(visible=False, axis="y")
+    return ax
+
+
+def _color(head: pd.Series) -> tuple | str:
+    if head["recipe"].startswith(INT8_WEIGHT_GRADIENT):
+        return style.PRECISIONS["llm_int8"][1]
+    return style.OTHER if head["recipe"] == ROUNDING else "black"
+
+
+def draw(frame: pd.DataFrame, figure: Figure) -> None:
+    """Draws one panel above its legend."""
+    rows = frame.drop_duplicates(["model", "recipe"])
+    figure.set_size_inches(1.7 * style.COLUMN_WIDTH, 0.9 + 0.17 * len(rows))
+    plot(frame, figure.subplots())
+    looks = {
+        "int8 weight gradient": {"color": style.PRECISIONS["llm_int8"][1]},
+        "other recipes": {"color": "black"},
+        ROUNDING: {"color": style.OTHER},
+        f"first {EARLY:.0%} of the steps": {"color": "black", "mfc": "white"},
+    }
+    handles = [Line2D([], [], ls="", marker="o", ms=3, **look) for look in looks.values()]
+    figure.legend(handles, looks, loc="outside lower center", ncols=len(looks))
+
+
+def caption(frame: pd.DataFrame) -> str:
+    """Describes the runs, and gives the mean and the range of each recipe at the end."""
+    last, early = (
+        sorted(frame.loc[frame["at"] == at, "step"].unique()) for at in ("last", "early")
+    )
+    also = f" and {curves.join(early)} (open)" if early else ""
+    text = (
+        "E[abs(x)] of the output of the last block of the vision tower of "
+        f"{curves.of_runs(frame)}, divided by that of the bf16 run with the same seed, at step "
+        f"{curves.join(last)} (filled){also}."
+    )
+    last = frame[(frame["at"] == "last") & (frame["recipe"] != style.precision(BF16))]
+    for (model, recipe), part in last.groupby(["model", "recipe"], sort=False):
+        low, high = part["ratio"].min(), part["ratio"].max()
+        text += f" {style.model(model)}, {recipe}: {part['ratio'].mean():.2f} ({low:.2f}"
+        text += f" to {high:.2f}, {comparison.counted(len(part), 'run')})."
+    return text + curves.caption_end(frame, crosses=False)

@@ -1,0 +1,286 @@
+"""Judges the claims about loss spikes and loss scales, as `analysis/judges.py` does the others."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pandas as pd
+
+from analysis import comparison, evidence, spike_marks, study, style
+from analysis.comparison import counted
+from analysis.evidence import (
+    FOLLOWING,
+    HIGHEST,
+    LARGE,
+    SHARE,
+    SPIKES,
+    SURE,
+    UNDECIDED,
+    WINDOWS,
+    Evidence,
+    Finding,
+    Sample,
+    above,
+    decide,
+    lacking,
+)
+from analysis.load import NoRunsError
+from lowprec.diagnostics.spikes import loss_spikes
+
+TENSORS_OF_BLOCK = {"none": 12, "zero_init": 14, "kq_norm": 16}  # by intervention
+TENSORS_OUTSIDE = 14  # of blocks, in a CLIP model
+OPTIMIZERS = {name: in_print for name, (in_print, *_) in style.OPTIMIZERS.items()}
+PRINTED_VALUES = {
+    SPIKES: "loss spikes per run",
+    HIGHEST: "highest loss spike of a run, in nats",
+    LARGE: f"loss spikes over {spike_marks.LARGE:g} nat per run",
+}
+PRINTED = {"model.name": style.MODELS, "optimizer.name": OPTIMIZERS}  # varied: names in print
+EARLIER = {SPIKES: "frozen on 2026-11-22", HIGHEST: "of 2026-11-23"}  # rules on trends
+
+
+def trend(
+    records: Evidence, cause: str, causes: Mapping[str, tuple[str, Sequence[str]]], value: str
+) -> Finding:
+    """Judges whether loss spikes grow with a setting: Page's test over its levels, within seeds.
+
+    `causes` has, for each of the settings that are tested together, its config key and the studies
+    with its runs. The levels are those that the file of the first of these studies names. Holm's
+    correction is over the settings with two seeds at three levels or more. `value` is the number of
+    spikes per run, or HIGHEST. The reason ends with the verdict by the earlier rule.
+    """
+    up, down = {}, {}
+    for name, (key, studies) in causes.items():
+        try:
+            counts = _levels(records, key, studies)
+        except NoRunsError:
+            continue
+        by_seed = counts.pivot_table(value, "seed", key)[_in_order(counts, key)].dropna()
+        if min(by_seed.shape[0], by_seed.shape[1] - 1) > 1:
+            up[name], down[name] = evidence.page(by_seed), evidence.page(-by_seed)
+    key, studies = causes[cause]
+    counts = _levels(records, key, studies)
+    ours, _ = _by_value(counts, key, value)
+    earlier = f"by the rule {EARLIER[value]}: {_earlier_verdict(records, key, studies, value)}"
+    if cause not in up:
+        ours, why = f"{ours} ({_runs(counts)})", "one seed"
+        if counts[key].nunique() < 3:
+            why = "a trend needs three levels"
+        return Finding(ours, UNDECIDED, f"{why}; {earlier}")
+    corrected, falls = evidence.holm(up)[cause], evidence.holm(down)[cause]
+    of_causes = f", {corrected:.2g} by Holm for {counted(len(up), 'setting')}"
+    ours += f"; Page's test p = {up[cause]:.2g}{of_causes} ({_runs(counts)})"
+    holds = True if corrected < evidence.ALPHA else False if falls < evidence.ALPHA else None
+    finding = decide(ours, holds, counts["seed"].nunique(), counts, "no trend is shown")
+    return finding._replace(why="; ".join(filter(None, (finding.why, earlier))))
+
+
+def _levels(records: Evidence, key: str, studies: Sequence[str]) -> pd.DataFrame:
+    """AdamW's runs at the levels of a setting that the first study with a file names."""
+    counts = _of_adamw(records, studies)
+    scale = counts["scale"].iloc[0]
+    named = next(filter(None, (study.levels(name, scale, key) for name in studies)), [])
+    counts = comparison.comparable(counts[counts[key].isin(named)], key)
+    if counts[key].nunique() < 2:
+        raise lacking(f"two values of {key} with all else equal", studies)
+    return counts
+
+
+def _of_adamw(records: Evidence, studies: Sequence[str]) -> pd.DataFrame:
+    counts = records.spikes(studies)
+    return counts[counts["optimizer.name"] == "adamw"]
+
+
+def _earlier_verdict(records: Evidence, key: str, studies: Sequence[str], value: str) -> str:
+    """The verdict of the rule until 2026-11-26: all levels in order, last minus first above 0."""
+    counts = comparison.comparable(_of_adamw(records, studies), key)
+    values = _in_order(counts, key)
+    means = [counts.loc[counts[key] == one, value].mean() for one in values]
+    unless = "lower at some larger value" if (np.diff(means) < 0).any() else ""
+    differences = evidence.difference(counts, key, values[-1], values[0], value)
+    finding = evidence.larger("", differences, counts, unless)
+    if not max(means):
+        finding = Finding("", UNDECIDED, "no spikes")
+    return finding.verdict + (f" ({finding.why})" if finding.why else "")
+
+
+def _in_order(counts: pd.DataFrame, varied: str) -> list:
+    """The values of a setting from small to large, optimizers as in `style.OPTIMIZERS`."""
+    table = PRINTED.get(varied, {})
+    values = counts[varied].unique()
+    return sorted(values, key=lambda v: style.rank(v, table) if table else v)
+
+
+def _by_value(counts: pd.DataFrame, varied: str, value: str) -> tuple[str, pd.Series]:
+    """Our numbers by the values of a setting in words, and the last minus the first by seed."""
+    table, values = PRINTED.get(varied, {}), _in_order(counts, varied)
+    means = [counts.loc[counts[varied] == one, value].mean() for one in values]
+    names = [table[v] if v in table else f"{comparison.short(varied)} {v:g}" for v in values]
+    ends = varied, values[-1], values[0]
+    differences = evidence.difference(counts, *ends, value)
+    ours = "; ".join(f"{name}: {mean:.3g}" for name, mean in zip(names, means, strict=True))
+    ours = f"{PRINTED_VALUES[value]}: {ours}; last minus first {Sample.of(differences)}"
+    for window in WINDOWS:
+        other = evidence.difference(counts, *ends, f"{value} {window}").mean()
+        ours += f"; with a window of {window} steps {other:+.2f}"
+    return ours, differences
+
+
+def fewer(
+    records: Evidence,
+    varied: str,
+    studies: Sequence[str],
+    optimizers: Sequence[str] = ("adamw",),
+    least_beta2: float = 0.0,
+    gone: bool = False,
+    value: str = SPIKES,
+) -> Finding:
+    """Judges whether a setting's first value has fewer spikes than its last, or (`gone`) none.
+
+    `value` is the number of spikes per run, LARGE or HIGHEST.
+    """
+    counts = records.spikes(studies)
+    counts = counts[counts["optimizer.name"].isin(optimizers)]
+    counts = comparison.comparable(counts[counts["optimizer.beta2"] >= least_beta2], varied)
+    values = _in_order(counts, varied)
+    if len(values) < 2:
+        raise lacking(f"two values of {varied} with all else equal", studies)
+    ours, differences = _by_value(counts, varied, value)
+    ours += f" ({_runs(counts)})"
+    by_seed = counts[counts[varied] == values[0]].groupby("seed")[value].mean()
+    if not counts.loc[counts[varied] != values[0], value].any():
+        return Finding(ours, UNDECIDED, "no spikes at the other values")
+    if gone and Sample.of(by_seed).low > 0:
+        return decide(f"{ours}; spikes remain", False, counts["seed"].nunique(), counts)
+    unless = "fewer, but not none" if gone and by_seed.any() else ""
+    return evidence.larger(ours, differences, counts, unless)
+
+
+def follow(records: Evidence, studies: Sequence[str]) -> Finding:
+    """Judges the share of AdamW's loss spikes that follow an RMS spike of the patch embedding.
+
+    Only runs in which RMS_t can reach the threshold count. Leads are counted from the detection and
+    from the onset of the loss spike, and both shares must be large enough.
+    """
+    counts = records.spikes(studies)
+    counts = counts[counts["optimizer.name"] == "adamw"]
+    num_left_out = (~counts["can_spike"]).sum()
+    counts = counts[counts["can_spike"]]
+    if counts.empty:
+        raise lacking("AdamW whose RMS_t of the patch embedding can spike", studies)
+    spiked = counts[counts[SPIKES] > 0]
+    if spiked.empty:
+        return Finding(f"no loss spike in {_runs(counts)}", UNDECIDED, "no loss spikes")
+    chance = np.average(spiked["chance"], weights=spiked[SPIKES])
+    least, parts, verdicts = max(SURE, chance), [], []
+    for name, num, total in (
+        ("follow", FOLLOWING, SPIKES),
+        ("from the onset", "num_by_onset", "num_onsets"),
+    ):
+        low, high = evidence.share_over_runs(spiked[num], spiked[total])
+        num, total = spiked[num].sum(), spiked[total].sum()
+        parts.append(f"{num} of {total} {name} ({num / total:.0%} [{low:.0%}, {high:.0%}])")
+        is_large = num / total >= SHARE and low >= least
+        verdicts.append(True if is_large else False if high < SHARE else None)
+    ours = f"{', '.join(parts)}, by chance {chance:.1%}; {_same_step(counts)} ({_runs(counts)}; "
+    ours += f"{num_left_out} left out because RMS_t is unknown or cannot reach the threshold)"
+    for window in WINDOWS:
+        num, total = (counts[f"{name} {window}"].sum() for name in (FOLLOWING, SPIKES))
+        ours += f"; with a window of {window} steps {num} of {total}"
+    holds = False if False in verdicts else None if None in verdicts else True
+    why = f"an interval contains {SHARE:.0%}, or begins below {least:.0%}"
+    return decide(ours, holds, spiked["seed"].nunique(), counts, why)
+
+
+def _same_step(counts: pd.DataFrame) -> str:
+    """Loss spikes at the very step of an RMS spike, which is no cause of theirs, and large ones."""
+    num = {name: int(value) for name, value in counts.select_dtypes("number").sum().items()}
+    near, large = num["num_same_step"], num["num_large_following"] + num["num_large_same_step"]
+    share = f"{large / num[LARGE]:.0%}" if num[LARGE] else "none"
+    return (
+        f"a further {near} ({num['num_same_step_by_onset']} from the onset) begin at the very step "
+        f"of an RMS spike, which cannot be their cause; with these, "
+        f"{(num[FOLLOWING] + near) / num[SPIKES]:.0%}; of {num[LARGE]} spikes over "
+        f"{spike_marks.LARGE:g} nat, {num['num_large_following']} follow and "
+        f"{num['num_large_same_step']} begin at its step (together {share})"
+    )
+
+
+def scale_falls(records: Evidence) -> Finding:
+    """Judges whether a dynamic loss scale falls at loss spikes more often than anywhere else."""
+    runs = _scaled(records, "dynamic")
+    num, total, spikes = (int(runs[name].sum()) for name in ("falls_near", "falls", "spikes"))
+    ours = f"{num} of {total} falls of the scale are at one of {spikes} loss spikes"
+    if not spikes:
+        return Finding(f"{ours} ({_runs(runs)})", UNDECIDED, "no loss spikes")
+    seeds = runs.loc[runs["spikes"] > 0, "seed"].nunique()
+    if not total:
+        return Finding(f"{ours} ({_runs(runs)})", UNDECIDED, "the scale never fell")
+    chance = np.average(runs["near"], weights=runs["falls"])
+    low, high = evidence.share_interval(num, total)
+    ours += f" ({num / total:.0%} [{low:.0%}, {high:.0%}]), by chance {chance:.1%} ({_runs(runs)})"
+    return decide(ours, above(low, high, chance), seeds, runs, "the interval contains chance")
+
+
+def tensor_skips(records: Evidence) -> Finding:
+    """Judges whether runs with a fixed scale reach their end by skipping single tensors."""
+    runs = _scaled(records, "fixed")
+    ended, skipping = runs["state"] == "finished", runs[runs["skips"] > 0]
+    spikes, skips, single = (int(runs[name].sum()) for name in ("spikes", "skips", "single"))
+    ours = (
+        f"{ended.sum()} of {len(runs)} runs reach their end; {spikes} loss spikes; tensors are "
+        f"skipped in {skips} steps, in {single} of them not all tensors ({_runs(runs)})"
+    )
+    if not ended.all():
+        return decide(ours, False, runs["seed"].nunique(), runs)
+    if not spikes or not skips:
+        return Finding(ours, UNDECIDED, "nothing was skipped" if spikes else "no loss spike")
+    seeds = skipping["seed"].nunique()
+    if not single:
+        return decide(ours, None, seeds, runs, "no single ones")
+    try:
+        others = _scaled(records, "dynamic")["state"] == "finished"
+    except NoRunsError:
+        return decide(ours, None, seeds, runs, "no run with a dynamic scale to compare with")
+    why = f"no contrast: {others.sum()} of {len(others)} runs with a dynamic scale end, too"
+    return decide(ours, None if others.all() else True, seeds, runs, why)
+
+
+def _runs(runs: pd.DataFrame) -> str:
+    seeds = runs["seed"].nunique()
+    return f"{counted(len(runs), 'run')}, {'one seed' if seeds == 1 else f'{seeds} seeds'}"
+
+
+def _scaled(records: Evidence, kind: str) -> pd.DataFrame:
+    """Returns the runs with a kind of loss scaler, and counts over their steps.
+
+    Runs with a smaller initial scale than others are left out: their gradients overflow more
+    rarely. The ignored first steps do not count. `spikes`: loss spikes. `near`: the share of steps
+    at most `within` steps from a loss spike. `falls`: falls of the scale, except those at most
+    `within` steps after another; `falls_near`: those near a loss spike. `skips`: steps that skip a
+    tensor; `single`: those that skip some of the model's tensors but not all, if none is frozen
+    (`optimizer.lr_scale`) or added by `optimizer.stable_embedding`.
+    """
+    runs = records.runs(("loss_scaler",))
+    heads = runs.runs[runs.runs["scaler.name"] == kind]
+    heads = heads[heads["scaler.init_scale"] == heads["scaler.init_scale"].max()]
+    rows = []
+    for head in heads.to_dict("records"):
+        protocol = spike_marks.protocol_of_run(head)
+        alone = runs.only(head["run"])
+        series = spike_marks.read_series(alone)
+        metrics = alone.metrics.set_index("step").reindex(range(1, len(series.loss) + 1))
+        spikes = pd.Series(loss_spikes(series.loss, protocol), metrics.index)
+        near = spikes.rolling(2 * protocol.within + 1, center=True, min_periods=1).max() > 0
+        lower = metrics.get("loss_scale", near).astype(float).ffill().diff() < 0
+        falls = lower & ~lower.shift(fill_value=False).rolling(protocol.within, 1).max().gt(0)
+        skipped = metrics.get("skipped_tensors", near * 0).fillna(0)
+        steps = {"spikes": spikes, "falls": falls, "falls_near": falls & near, "skips": skipped > 0}
+        num_blocks = head["model.vision_layers"] + head["model.text_layers"]
+        of_block = TENSORS_OF_BLOCK.get(head["intervention.name"], np.nan)  # then none is single
+        num_tensors = of_block * num_blocks + TENSORS_OUTSIDE
+        steps["single"] = (skipped > 0) & (skipped < num_tensors)
+        counts = {name: marks.iloc[protocol.ignore_steps :].sum() for name, marks in steps.items()}
+        rows.append({**head, **counts, "near": near.iloc[protocol.ignore_steps :].mean()})
+    if not rows:
+        raise lacking(f"scaler={kind}", ("loss_scaler",))
+    return pd.DataFrame(rows)
