@@ -97,8 +97,11 @@ def gelu_backward_quantize(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`reference.gelu_backward_quantize`, in one pass up to 8,192 features.
 
-    Returns (GELU(h), grad, q_MN, scale [M, 1], column sums [N]).
+    Returns (GELU(h), grad, q_MN, scale [M, 1], column sums [N]). Raises ValueError if h and g
+    differ in size.
     """
+    if g_MN.shape != h_MN.shape:
+        raise ValueError(f"g {list(g_MN.shape)} must have the size of h, {list(h_MN.shape)}")
     is_long = h_MN.shape[1] > triton_gelu.MAX_FEATURES
     if is_long or _is_reference(backend, format, h_MN.device):
         return reference.gelu_backward_quantize(h_MN, g_MN, format)
@@ -120,12 +123,15 @@ def matmul(
     """`reference.matmul`: `(a @ b^T) * a_scale * b_scale^T + bias` of quantized tensors.
 
     On a GPU, fp8 products are summed in the matrix unit's accumulator (22 bits on Hopper), which
-    other libraries call fast accumulation; the definition sums them in float32.
+    other libraries call fast accumulation; the definition sums them in float32. Raises ValueError
+    for sizes that do not fit.
     """
     if _is_reference(backend, _FORMATS[a_MK.dtype], a_MK.device):
         return reference.matmul(a_MK, b_NK, a_scale, b_scale, bias, dtype)
-    multiply = triton_matmul.matmul if _is_eager(a_MK) else _matmul
-    return multiply(a_MK, b_NK, a_scale, b_scale, bias, dtype)
+    if _is_eager(a_MK):
+        return triton_matmul.matmul(a_MK, b_NK, a_scale, b_scale, bias, dtype)
+    reference.sizes_of(a_MK, b_NK, a_scale, b_scale, bias)  # before an op that torch.compile traces
+    return _matmul(a_MK, b_NK, a_scale, b_scale, bias, dtype)
 
 
 # Registered with the dispatcher directly: torch.library.custom_op would add Python checks to each
@@ -171,6 +177,11 @@ def _rows_and_sum_fake(x_MK, format):
     return *_rows_fake(x_MK, format), x_MK.new_empty((x_MK.shape[1],), dtype=torch.float32)
 
 
+def _attention_backward_fake(g, qkv, num_heads, is_causal):
+    triton_attention.output_size(qkv, num_heads, g)
+    return qkv.new_empty(qkv.shape)
+
+
 _quantize = _define(
     "quantize(Tensor x, str format, str granularity, bool rows, bool transposed)"
     " -> (Tensor, Tensor, Tensor)",
@@ -210,11 +221,11 @@ _matmul = _define(
 attention = _define(
     "attention(Tensor qkv, int num_heads, bool is_causal) -> Tensor",
     triton_attention.attention,
-    lambda qkv, num_heads, is_causal: qkv.new_empty(*qkv.shape[:2], qkv.shape[2] // 3),
+    lambda qkv, num_heads, is_causal: qkv.new_empty(triton_attention.output_size(qkv, num_heads)),
 )
 # The gradient of qkv, [batch, tokens, 3 width], from that of the output of `attention`.
 attention_backward = _define(
     "attention_backward(Tensor g, Tensor qkv, int num_heads, bool is_causal) -> Tensor",
     triton_attention.attention_backward,
-    lambda g, qkv, num_heads, is_causal: qkv.new_empty(qkv.shape),
+    _attention_backward_fake,
 )

@@ -92,10 +92,10 @@ def matmul(
 
     int8 products are summed exactly, up to 131,072 terms at a time, and the partial sums are added
     in float32; fp8 products are summed in float32. a_scale is [M, 1] or [1, 1], b_scale [N, 1] or
-    [1, 1], bias [N] or None. If the scales vary along K (`has_tiles`), the operands are scaled
-    first.
+    [1, 1], bias [N] or None. If the scales vary along K (see `sizes_of`), the operands are scaled
+    first. Raises ValueError for other sizes.
     """
-    if has_tiles(a_scale, b_scale, b_NK.shape[0]):
+    if sizes_of(a_MK, b_NK, a_scale, b_scale, bias)[3]:
         a_MK, b_NK = _scaled(a_MK, a_scale), _scaled(b_NK, b_scale)
         a_scale = b_scale = torch.ones(1, 1, device=a_MK.device)
     with torch.autocast(a_MK.device.type, enabled=False):  # would round float32 to 16 bits
@@ -109,12 +109,32 @@ def matmul(
     return (output if bias is None else output + bias.float()).to(dtype)
 
 
-def has_tiles(a_scale: Tensor, b_scale: Tensor, N: int) -> bool:
-    """Whether the scales of a product a[M, K] @ b[N, K]^T belong to tiles of TILE_TERMS along K.
+def sizes_of(
+    a_MK: Tensor, b_NK: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None
+) -> tuple[int, int, int, bool]:
+    """M, N and K of a product, and whether its scales belong to tiles of TILE_TERMS along K.
 
-    Then a_scale is [M, K / 128] and b_scale is [N, K / 128] or [N / 128, K / 128], rounded up.
+    If they do, a_scale is [M, K / 128] and b_scale is [N, K / 128] or [N / 128, K / 128], rounded
+    up; `matmul` lists the other sizes. Raises ValueError for sizes that do not fit: kernels would
+    read past the end of a tensor.
     """
-    return a_scale.shape[1] > 1 or b_scale.shape[1] > 1 or b_scale.shape[0] not in (1, N)
+    (M, K), (N, terms) = a_MK.shape, b_NK.shape
+    (a_rows, a_tiles), (b_rows, b_tiles) = a_scale.shape, b_scale.shape
+    has_tiles = a_tiles != 1 or b_tiles != 1 or b_rows not in (1, N)
+    if has_tiles:
+        tiles = -(-K // TILE_TERMS)
+        fits = a_rows == M and b_rows in (N, -(-N // TILE_TERMS)) and a_tiles == b_tiles == tiles
+    else:
+        fits = a_rows in (1, M)
+    if not fits or terms != K or (bias is not None and bias.shape != (N,)):
+        a, b, of_a, of_b = (list(x.shape) for x in (a_MK, b_NK, a_scale, b_scale))
+        raise ValueError(
+            f"product of a {a} and b {b} with a_scale {of_a}, b_scale {of_b} and bias "
+            f"{bias if bias is None else list(bias.shape)}: must be [M, K] and [N, K] with [M, 1] "
+            "or [1, 1], [N, 1] or [1, 1] and [N] or None; scales of tiles: [M, K / 128] with "
+            "[N, K / 128] or [N / 128, K / 128], rounded up"
+        )
+    return M, N, K, has_tiles
 
 
 def _scaled(q: Tensor, scale: Tensor) -> Tensor:
