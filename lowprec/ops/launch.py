@@ -6,6 +6,7 @@ shapes; later launches pass addresses directly to Triton's launcher in C. That l
 interface, so releases of Triton other than 3.6 and 3.7 launch as usual.
 """
 
+import contextlib
 import functools
 import inspect
 import math
@@ -27,6 +28,11 @@ IS_KNOWN = RELEASE in ("3.6.", "3.7.")
 if IS_KNOWN:
     from triton.backends.nvidia.driver import make_tensordesc_arg
 plan = functools.lru_cache(maxsize=4096)  # caches the `Launch` for each set of shapes
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager:
+    """Makes a GPU the current one, on which Triton launches; does nothing for another device."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 class Launch:
@@ -60,7 +66,7 @@ class Launch:
         """Launches on the current stream of the tensors' device; the first call compiles."""
         device = tensors[0].get_device()  # -1 for a CPU
         if device >= 0 and device != torch._C._cuda_getDevice():
-            with torch.cuda.device(device):
+            with on_device(tensors[0].device):
                 self(*tensors)
             return
         addresses = [tensor.data_ptr() for tensor in tensors]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lowprec.ops.launch import on_device
 from lowprec.optim.adamw_update import (
     Hyperparameters,
     OnWarning,
@@ -202,17 +203,18 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
             return loss
         params = [all_params[i] for i in rows]
         device = params[0].device
-        update_all = self._plain_or_fused(params, rows)
-        grad_scale = getattr(self, "grad_scale", None)  # set and deleted by GradScaler
-        unscale = torch.ones((), device=device) if grad_scale is None else 1 / grad_scale
-        gradients = update_all.gradients(unscale)
-        grad_norms = gradients.squares.sqrt()
-        applied, clip_factor = self._decide(grad_norms)
-        factor = unscale * clip_factor
-        sizes = torch.tensor([float(p.numel()) for p in params])
-        sizes = self._on_device("sizes", sizes, device)
-        h, is_clipped, response = self._hyperparameters(params, rows, applied)
-        rms, sums = update_all.update(h, factor, sizes, is_clipped, response)
+        with on_device(device):
+            update_all = self._plain_or_fused(params, rows)
+            grad_scale = getattr(self, "grad_scale", None)  # set and deleted by GradScaler
+            unscale = torch.ones((), device=device) if grad_scale is None else 1 / grad_scale
+            gradients = update_all.gradients(unscale)
+            grad_norms = gradients.squares.sqrt()
+            applied, clip_factor = self._decide(grad_norms)
+            factor = unscale * clip_factor
+            sizes = torch.tensor([float(p.numel()) for p in params])
+            sizes = self._on_device("sizes", sizes, device)
+            h, is_clipped, response = self._hyperparameters(params, rows, applied)
+            rms, sums = update_all.update(h, factor, sizes, is_clipped, response)
         rms = torch.where(applied, rms, math.nan)
         table = statistics_table(rms, grad_norms, sizes, gradients, sums)
         self.statistics = expand_rows(table, rows, len(all_params))

@@ -61,3 +61,14 @@ def test_launch_uses_the_current_stream():
     x.fill_(7)
     graph.replay()
     assert torch.equal(out, x + 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_launches_on_another_device_than_the_current_one():
+    launch = Launch(_add_kernel, (1,), (64, 1), AMOUNT=1, BLOCK=64)
+    x, out = torch.zeros(64, device="cuda:1"), torch.zeros(64, device="cuda:1")
+    with torch.cuda.device(0):
+        for number in range(3):  # the last two are prepared
+            launch(x.fill_(number), out)
+            assert (out == number + 1).all() and torch.cuda.current_device() == 0

@@ -1,11 +1,12 @@
 """The optimizer's kernels against the plain step: on a GPU, otherwise interpreted."""
 
+import contextlib
 import copy
 
 import pytest
 import torch
 
-from lowprec.optim import StableAdamW, fused
+from lowprec.optim import StableAdamW, fused, stable_adamw
 from lowprec.optim.adamw_update import Hyperparameters
 from lowprec.optim.fused import AddressTables, FusedStep
 from lowprec.optim.plain import PlainStep, Tensors
@@ -169,6 +170,50 @@ def test_unaligned_and_transposed_tensors(device):
     update(FusedStep, tensors, h, is_clipped=True)
     update(PlainStep, twin, h, is_clipped=True)
     assert_same(tensors, twin)
+
+
+def test_kernels_launch_while_their_device_is_the_current_one(device, monkeypatch):
+    current, seen = [], []
+
+    @contextlib.contextmanager
+    def guard(device):
+        current.append(device)
+        yield
+        current.pop()
+
+    def note(owner, name):
+        function = getattr(owner, name)
+        monkeypatch.setattr(
+            owner, name, lambda *a, **k: seen.append([*current]) or function(*a, **k)
+        )
+
+    monkeypatch.setattr(fused, "DEVICES", (device.type,))
+    monkeypatch.setattr(stable_adamw, "on_device", guard)
+    note(fused._Launcher, "_launch")
+    note(AddressTables, "on_device")
+    weight = torch.nn.Parameter(torch.randn(8, 6, device=device))
+    weight.grad = torch.randn(8, 6, device=device)
+    StableAdamW([weight], fused=True).step()
+    assert seen == [[weight.device]] * 4 and not current
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("optim_bits", [32, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_step_on_another_device_than_the_current_one(dtype, optim_bits):
+    torch.cuda.set_device(0)
+    start, grads = torch.randn(300, 200).to(dtype), torch.randn(4, 300, 200).to(dtype)
+    results = []
+    for where in ("cuda:0", "cuda:1"):
+        p = torch.nn.Parameter(start.to(where))
+        optimizer = StableAdamW([p], lr=0.1, optim_bits=optim_bits, clip_norm=1.0, fused=True)
+        for grad in grads:
+            p.grad = grad.to(where)
+            optimizer.step()
+            p.grad = None
+        results.append([x.cpu() for x in (p.detach(), optimizer.statistics, optimizer.grad_norm)])
+    assert all(map(torch.equal, *results)) and torch.cuda.current_device() == 0
 
 
 @pytest.mark.gpu
