@@ -77,8 +77,9 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
         skip: which tensors a gradient with a non-finite norm leaves unchanged: all of them
             ("step") or only its own ("tensor").
         fused: None uses the Triton kernels if all tensors are dense, float32, bfloat16 or float16,
-            on one GPU, with gradients in the same order in memory; otherwise plain torch, with a
-            warning on a GPU. False: always plain torch. True: ValueError if kernels cannot run.
+            on one GPU, with gradients and a state of the same shape and order in memory; otherwise
+            plain torch, with a warning on a GPU. False: always plain torch. True: ValueError if
+            kernels cannot run.
         foreach, capturable: as in torch, without effect: a step can always be captured.
         amsgrad, maximize, differentiable: ValueError if true.
 
@@ -239,8 +240,9 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
         if unfit is None:
             return FusedStep(tensors, shards, self._addresses)
         reason = (
-            "kernels need dense float32, bfloat16 or float16 tensors of one GPU, with gradients in "
-            f"the same order in memory, unlike {self._describe(params[unfit])}"
+            "kernels need dense float32, bfloat16 or float16 tensors of one GPU, with gradients "
+            "and a state of the same shape and order in memory, unlike "
+            f"{self._describe(params[unfit])}"
         )
         if self.fused:
             raise ValueError(f"fused=True: {reason}")

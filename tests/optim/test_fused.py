@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import re
+import warnings
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from lowprec.optim import StableAdamW, fused, stable_adamw
 from lowprec.optim.adamw_update import Hyperparameters
 from lowprec.optim.fused import AddressTables, FusedStep
 from lowprec.optim.plain import PlainStep, Tensors
+from lowprec.optim.state import TENSORS, zero_state
 from lowprec.optim.statistics import ShardReduction
 
 SHAPES = [(5, 7), (), (2500,), (2, 1024), (3, 1500), (1, 1), (0, 4)]
@@ -234,25 +237,67 @@ def test_plain_torch_updates_tensors_that_no_kernel_takes(device):
         StableAdamW([weight], fused=True).step()
 
 
+def row_of(p, **changes):
+    """What `Tensors` has of one parameter: its gradient and a new state."""
+    row = {"grad": torch.zeros_like(p), **zero_state(p), **changes}
+    return p, *(row.get(kind) for kind in ("grad", *TENSORS))
+
+
+X = torch.zeros(8, 6)
+HALF = X.bfloat16()
+CODES = zero_state(torch.zeros(20, 30), is_8bit=True)
 UNFIT = {  # what no kernel takes
-    "gradient in another order": lambda p: (p, torch.zeros(6, 8).T),
-    "float64": lambda p: (p.double(), torch.zeros(8, 6)),
-    "not dense": lambda p: (torch.zeros(8, 12)[:, ::2], torch.zeros(8, 12)[:, ::2]),
+    "gradient in another order": row_of(X, grad=torch.zeros(6, 8).T),
+    "float64": row_of(X.double()),
+    "gradient in float64": row_of(X, grad=X.double()),
+    "not dense": row_of(torch.zeros(8, 12)[:, ::2], grad=torch.zeros(8, 12)[:, ::2]),
+    "larger than its state": (torch.zeros(12, 6), torch.zeros(12, 6), *row_of(X)[2:]),
+    "gradient of equal strides": row_of(X, grad=torch.zeros(4, 6)),
+    "moment of equal strides": row_of(X, exp_avg_sq=torch.zeros(4, 6)),
+    "moments elsewhere": row_of(X, exp_avg=X.to("meta"), exp_avg_sq=X.to("meta")),
+    "gradient elsewhere": row_of(X, grad=X.to("meta")),
+    "16-bit moments": row_of(X, exp_avg=HALF),
+    "no compensation": row_of(HALF, compensation=None),
+    "compensation of equal strides": row_of(HALF, compensation=HALF[:4]),
+    "compensation in another dtype": row_of(HALF, compensation=X.half()),
+    "compensation of float32": row_of(X, compensation=HALF),
+    "codes without scales": row_of(torch.zeros(20, 30), exp_avg=CODES["exp_avg"]),
+    "too few scales": row_of(torch.zeros(20, 30), **CODES | {"exp_avg_scale": torch.zeros(2)}),
+    "scales elsewhere": row_of(
+        torch.zeros(20, 30), **CODES | {"exp_avg_sq_scale": torch.zeros(3, device="meta")}
+    ),
 }
 
 
 @pytest.mark.parametrize("unfit", UNFIT.values(), ids=UNFIT)
 def test_first_unfit_names_the_first_tensor_that_no_kernel_takes(unfit, monkeypatch):
     weight = torch.zeros(5, 1, 3, 3).to(memory_format=torch.channels_last)  # depthwise
-    pairs = [(torch.zeros(8, 6), torch.zeros(8, 6)), (weight, torch.zeros(5, 1, 3, 3))]
-    assert weight.stride() != pairs[1][1].stride()
-    pairs.append(unfit(pairs[0][0]))
-    moments = [torch.zeros_like(p, dtype=torch.float32) for p, _ in pairs]
-    tensors = Tensors(*map(list, zip(*pairs, strict=True)), moments, moments, *[[None] * 3] * 3)
+    rows = [row_of(X), row_of(HALF), row_of(torch.zeros(20, 30), **CODES)]
+    rows += [row_of(weight, grad=torch.zeros(5, 1, 3, 3)), row_of(torch.zeros(6, 8).T), unfit]
+    assert weight.stride() != rows[3][1].stride()
+    tensors = Tensors(*map(list, zip(*rows, strict=True)))
     assert fused.first_unfit(tensors) == 0  # not a GPU
     monkeypatch.setattr(fused, "DEVICES", ("cpu",))
-    assert fused.first_unfit(tensors) == 2
-    assert fused.first_unfit(Tensors(*(column[:2] for column in tensors))) is None
+    assert fused.first_unfit(tensors) == 5
+    assert fused.first_unfit(Tensors(*(column[:5] for column in tensors))) is None
+
+
+@pytest.mark.parametrize("fused_option", [None, True])
+def test_a_state_that_no_longer_fits_its_parameter_is_not_written_to(
+    device, monkeypatch, fused_option
+):
+    monkeypatch.setattr(fused, "DEVICES", (device.type,))
+    weight = torch.nn.Parameter(torch.ones(4, 6, device=device))
+    weight.grad = torch.ones_like(weight)
+    optimizer = StableAdamW([weight], fused=fused_option)
+    optimizer.step()
+    weight.data = torch.ones(6, 6, device=device)
+    weight.grad = torch.ones(6, 6, device=device)
+    kinds = {None: "must match the size", True: "fused=True: kernels need .* unlike parameter 0"}
+    with warnings.catch_warnings(), pytest.raises((RuntimeError, ValueError)) as raised:
+        warnings.simplefilter("ignore")  # that plain torch takes the step
+        optimizer.step()
+    assert re.search(kinds[fused_option], str(raised.value))
 
 
 @pytest.mark.gpu
