@@ -173,6 +173,11 @@ def _inverse(order: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(order).argsort().to(device)
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph captures the current stream of a device, which is the current one."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 class AddressTables:
     """Tables of addresses on the device, copied there only when an address has changed.
 
@@ -186,12 +191,17 @@ class AddressTables:
         self._captured: list[Tensor] = []
 
     def on_device(self, pointers: Sequence[int], device: torch.device, kind: tuple) -> Tensor:
-        """int64 [len(pointers)] on the device; a step has one table of each kind."""
+        """int64 [len(pointers)] on the device; a step has one table of each kind.
+
+        Raises RuntimeError in a capture of the first step, or of a second one.
+        """
         if device.type != "cuda":
             return torch.tensor(pointers)
         size = len(pointers)
-        if torch.cuda.is_current_stream_capturing():
-            host = self._spare.pop((kind, size))
+        if is_capturing(device):
+            host = self._spare.pop((kind, size), None)
+            if host is None:
+                raise RuntimeError("a captured step needs an equal one before, outside the capture")
             self._captured.append(host)
             host.copy_(torch.tensor(pointers))
             return host.to(device, non_blocking=True)

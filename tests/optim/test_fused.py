@@ -4,6 +4,7 @@ import contextlib
 import copy
 import re
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -300,6 +301,59 @@ def test_a_state_that_no_longer_fits_its_parameter_is_not_written_to(
     assert re.search(kinds[fused_option], str(raised.value))
 
 
+@pytest.mark.parametrize("optim_bits", [32, 8])
+def test_what_a_captured_step_reads_outlives_loads_other_layouts_and_options(
+    device, monkeypatch, optim_bits
+):
+    monkeypatch.setattr(fused, "DEVICES", (device.type,))
+    params = [torch.nn.Parameter(torch.ones(20, 30, device=device)) for _ in range(2)]
+    rate = torch.full((), 0.5, device=device)
+    options = {"optim_bits": optim_bits, "min_8bit_size": 1}
+    optimizer = StableAdamW(params, lr=rate, fused=True, **options)
+
+    def step(*params):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(*params)
+    saved = copy.deepcopy(optimizer.state_dict())
+    read, launch = [], fused._Launcher._launch
+    monkeypatch.setattr(
+        fused._Launcher,
+        "_launch",
+        lambda self, *args, **kwargs: read.extend(self.layout) or launch(self, *args, **kwargs),
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(stable_adamw, "is_capturing", lambda device: True)
+        step(params[0])
+    counts, state = optimizer._update_counts, dict(optimizer.state[params[0]])
+    read += [*state.values(), *(x for pair in optimizer._copies.values() for x in pair)]
+    refs = list(map(weakref.ref, read))
+    read.clear()
+    optimizer.param_groups[0]["weight_decay"] = 0.1
+    step(params[0])
+    optimizer.load_state_dict(saved)
+    assert optimizer.steps == counts.tolist() == [1, 1] and optimizer._update_counts is counts
+    assert optimizer.param_groups[0]["lr"] is rate
+    for kind, x in optimizer.state[params[0]].items():
+        assert kind == "updates" or x is state[kind] and torch.equal(x, saved["state"][0][kind])
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3, device=device))]})
+    for size in range(1, 12):
+        fused._layout((size,), device)
+    optimizer.state.clear()
+    read.clear()
+    del state, counts, x
+    assert len(refs) > 10 and all(ref() is not None for ref in refs)
+
+
+def test_two_steps_in_one_capture_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="needs an equal one before, outside the capture"):
+        AddressTables().on_device((1, 2), torch.device("cuda"), ("kind",))
+
+
 @pytest.mark.gpu
 def test_a_replayed_step_reads_the_current_gradients_and_a_missing_one(device):
     model, twin = (torch.nn.Linear(300, 200, device=device) for _ in range(2))
@@ -337,3 +391,37 @@ def test_a_replayed_step_reads_the_current_gradients_and_a_missing_one(device):
     torch.testing.assert_close(model.weight, twin.weight, rtol=1e-4, atol=1e-6)
     assert optimizer.steps == [6, 6, 0] and optimizer.statistics[2, 0].isnan()
     assert (unused == 1).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optim_bits", [32, 8])
+def test_a_captured_step_goes_on_from_a_loaded_state_after_other_layouts(device, optim_bits):
+    options = {"optim_bits": optim_bits, "fused": True}
+    start = torch.randn(300, 200, device=device)
+    weight, twin = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    ours = StableAdamW([weight], lr=torch.full((), 1e-2, device=device), **options)
+    other = StableAdamW([twin], lr=1e-2, **options)
+    weight.grad = torch.randn_like(weight)
+    twin.grad = weight.grad  # the captured step reads it
+    for optimizer in (ours, other):
+        optimizer.step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ours.step()
+    saved = copy.deepcopy(other.state_dict())
+    graph.replay()
+    other.step()
+    for size in range(1, 12):  # other layouts
+        p = torch.nn.Parameter(torch.ones(size, device=device))
+        p.grad = torch.ones_like(p)
+        StableAdamW([p], fused=True).step()
+    for optimizer in (ours, other):
+        optimizer.load_state_dict(saved)
+    ours.param_groups[0]["lr"].fill_(2e-2)
+    other.param_groups[0]["lr"] = 2e-2
+    for _ in range(3):
+        weight.grad.normal_()
+        graph.replay()
+        other.step()
+    assert ours.steps == other.steps == [4]
+    torch.testing.assert_close(weight, twin, rtol=1e-6, atol=1e-7)
