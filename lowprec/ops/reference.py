@@ -97,7 +97,7 @@ def matmul(
     """
     if sizes_of(a_MK, b_NK, a_scale, b_scale, bias)[3]:
         a_MK, b_NK = _scaled(a_MK, a_scale), _scaled(b_NK, b_scale)
-        a_scale = b_scale = torch.ones(1, 1, device=a_MK.device)
+        a_scale = b_scale = torch.ones(1, 1, dtype=torch.float32, device=a_MK.device)
     with torch.autocast(a_MK.device.type, enabled=False):  # would round float32 to 16 bits
         if a_MK.dtype == torch.int8:
             parts = (operand.split(MAX_INT8_TERMS, dim=1) for operand in (a_MK, b_NK))
@@ -253,4 +253,4 @@ def _hadamard_matrix(device: torch.device) -> Tensor:
     common = bits[:, None] & bits  # H[i, j] = (-1)^(number of bits that i and j share)
     common = common ^ common >> 2
     parity = (common ^ common >> 1) & 1
-    return (1 - 2 * parity) * signs[:, None] / 4
+    return ((1 - 2 * parity) * signs[:, None]).float() / 4

@@ -136,13 +136,14 @@ class _Launcher:
     ) -> Tensor:
         """Totals [tensors, num_sums + num_maxima] over the chunks of each tensor."""
         layout, width = self.layout, num_sums + num_maxima
-        parts = torch.empty(len(layout.chunks), width, device=self.device)
+        options = {"dtype": torch.float32, "device": self.device}
+        parts = torch.empty(len(layout.chunks), width, **options)
         if len(parts):
             kernel[(len(parts),)](
                 self.addresses, layout.sizes, layout.chunks, layout.starts, values, parts,
                 self.count, ALIGNED=self.aligned, CHUNK=CHUNK, num_warps=WARPS, **constants,
             )  # fmt: skip
-        totals = torch.empty(self.count, width, device=self.device)
+        totals = torch.empty(self.count, width, **options)
         _reduce_kernel[(self.count, width)](
             parts, layout.firsts, totals, WIDTH=width, SUMS=num_sums, ROWS=ROWS
         )

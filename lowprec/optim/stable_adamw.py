@@ -188,7 +188,7 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
 
     @steps.setter
     def steps(self, steps: list[float]) -> None:
-        self._counts().copy_(torch.tensor(steps))
+        self._counts().copy_(torch.tensor(steps, dtype=torch.float32))
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> Tensor | None:
@@ -209,12 +209,13 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
         with on_device(device):
             update_all = self._plain_or_fused(params, rows)
             grad_scale = getattr(self, "grad_scale", None)  # set and deleted by GradScaler
-            unscale = torch.ones((), device=device) if grad_scale is None else 1 / grad_scale
+            one = torch.ones((), dtype=torch.float32, device=device)
+            unscale = one if grad_scale is None else 1 / grad_scale
             gradients = update_all.gradients(unscale)
             grad_norms = gradients.squares.sqrt()
             applied, clip_factor = self._decide(grad_norms)
             factor = unscale * clip_factor
-            sizes = torch.tensor([float(p.numel()) for p in params])
+            sizes = torch.tensor([p.numel() for p in params], dtype=torch.float32)
             sizes = self._on_device("sizes", sizes, device)
             h, is_clipped, response = self._hyperparameters(params, rows, applied)
             rms, sums = update_all.update(h, factor, sizes, is_clipped, response)

@@ -136,7 +136,7 @@ def written_over(own: dict[str, Tensor], loaded: dict[str, Tensor]) -> dict[str,
 def adamw_state(state: dict, betas: tuple) -> dict[str, Tensor]:
     """One of our states in torch.optim.AdamW's layout, with 32-bit moments."""
     t = float(state["updates"])
-    adamw = {"step": torch.tensor(t)}
+    adamw = {"step": torch.tensor(t, dtype=torch.float32)}
     for kind, scale, beta, is_signed in zip(MOMENTS, SCALES, betas, (True, False), strict=True):
         moment = state[kind]
         if scale in state:

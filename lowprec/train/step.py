@@ -71,7 +71,7 @@ class GraphedStep:
         self.batch, self.next = batch.to(device), batch.to(device)
         self.copies, self.next_is_free = torch.cuda.Stream(device), torch.cuda.Event()
         for group in step.optimizer.param_groups:  # read at replay, so it lives on the device
-            group["lr"] = torch.zeros((), device=device)
+            group["lr"] = torch.zeros((), dtype=torch.float32, device=device)
         random_state, was_frozen = torch.cuda.get_rng_state(device), step.frozen.clone()
         step.frozen.fill_(True)
         stream = torch.cuda.Stream(device)
