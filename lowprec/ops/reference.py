@@ -93,7 +93,7 @@ def matmul(
     int8 products are summed exactly, up to 131,072 terms at a time, and the partial sums are added
     in float32; fp8 products are summed in float32. a_scale is [M, 1] or [1, 1], b_scale [N, 1] or
     [1, 1], bias [N] or None. If the scales vary along K (see `sizes_of`), the operands are scaled
-    first. Raises ValueError for other sizes.
+    first. Raises ValueError for other sizes and for scales that are not float32.
     """
     if sizes_of(a_MK, b_NK, a_scale, b_scale, bias)[3]:
         a_MK, b_NK = _scaled(a_MK, a_scale), _scaled(b_NK, b_scale)
@@ -115,9 +115,11 @@ def sizes_of(
     """M, N and K of a product, and whether its scales belong to tiles of TILE_TERMS along K.
 
     If they do, a_scale is [M, K / 128] and b_scale is [N, K / 128] or [N / 128, K / 128], rounded
-    up; `matmul` lists the other sizes. Raises ValueError for sizes that do not fit: kernels would
-    read past the end of a tensor.
+    up; `matmul` lists the other sizes. Raises ValueError for sizes that do not fit and for scales
+    that are not float32: kernels would read past the end of a tensor, or other numbers.
     """
+    if a_scale.dtype != torch.float32 or b_scale.dtype != torch.float32:
+        raise ValueError(f"scales must be float32, not {a_scale.dtype} and {b_scale.dtype}")
     (M, K), (N, terms) = a_MK.shape, b_NK.shape
     (a_rows, a_tiles), (b_rows, b_tiles) = a_scale.shape, b_scale.shape
     has_tiles = a_tiles != 1 or b_tiles != 1 or b_rows not in (1, N)

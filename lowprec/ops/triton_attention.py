@@ -208,7 +208,8 @@ def takes(qkv: Tensor, num_heads: int) -> bool:
 def output_size(qkv: Tensor, num_heads: int, g: Tensor | None = None) -> tuple[int, int, int]:
     """The size [batch, tokens, width] of `attention`'s output, and of its gradient g.
 
-    Raises ValueError unless qkv has the size [batch, tokens, 3 width] with whole heads, and g this.
+    Raises ValueError unless qkv has the size [batch, tokens, 3 width] with whole heads, and g this
+    size and qkv's dtype.
     """
     if qkv.dim() != 3 or qkv.shape[2] % (3 * num_heads):
         raise ValueError(
@@ -217,8 +218,9 @@ def output_size(qkv: Tensor, num_heads: int, g: Tensor | None = None) -> tuple[i
         )
     batch, tokens, packed_width = qkv.shape
     size = (batch, tokens, packed_width // 3)
-    if g is not None and g.shape != size:
-        raise ValueError(f"g must be {list(size)}, as attention's output, not {list(g.shape)}")
+    if g is not None and (g.shape != size or g.dtype != qkv.dtype):
+        given = f"{list(g.shape)} in {g.dtype}"
+        raise ValueError(f"g must be {list(size)} in {qkv.dtype}, as the output, not {given}")
     return size
 
 

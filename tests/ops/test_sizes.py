@@ -64,6 +64,16 @@ def test_sizes_that_fit_are_taken(device, sizes):
     assert torch.equal(triton_matmul.matmul(*operands), expected)
 
 
+@pytest.mark.parametrize("name", ["a_scale", "b_scale"])
+def test_scales_must_be_float32(device, name):
+    operands = list(product_of({}, device))
+    number = list(FITTING).index(name)
+    for dtype in (torch.bfloat16, torch.float64):
+        operands[number] = operands[number].to(dtype)
+        for multiply in (reference.matmul, triton_matmul.matmul):
+            refuses(multiply, operands, f"scales must be float32, not .*{dtype}")
+
+
 def test_sizes_of_other_operations_must_fit(device):
     h, qkv = torch.randn(M, K, device=device), torch.randn(2, 5, 3 * K, device=device)
     for g in (h[:4], h[:, :32], h[0]):
@@ -72,7 +82,8 @@ def test_sizes_of_other_operations_must_fit(device):
         operands = (wide, heads, False)
         refuses(triton_attention.attention, operands, "3 times a multiple")
         refuses(ops.attention, as_fakes(operands), "3 times a multiple")
-    for g in (qkv[:, :, :K][:1], qkv[:, :4, :K], qkv[:, :, : K - 4]):
+    fitting = qkv[:, :, :K]
+    for g in (fitting[:1], fitting[:, :4], fitting[:, :, : K - 4], fitting.bfloat16()):
         operands = (g, qkv, 4, False)
         refuses(triton_attention.attention_backward, operands, "g must be")
         refuses(ops.attention_backward, as_fakes(operands), "g must be")
