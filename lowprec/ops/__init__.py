@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch._C import _len_torch_dispatch_stack
+from torch._C import _is_tracing, _len_torch_dispatch_stack
 
 from lowprec.formats import E4M3, E5M2, INT8, Format, parse_format
 from lowprec.ops import reference, triton_attention, triton_gelu, triton_matmul, triton_quantize
@@ -47,7 +47,8 @@ def _is_reference(backend: str, format: Format, device: torch.device) -> bool:
 def _is_eager(x: Tensor) -> bool:
     """Whether only autograd intercepts operations on x, so that kernels can be launched."""
     is_plain = type(x) is Tensor or type(x) is nn.Parameter
-    return is_plain and not torch.compiler.is_compiling() and not _len_torch_dispatch_stack()
+    is_traced = torch.compiler.is_compiling() or _is_tracing()
+    return is_plain and not is_traced and not _len_torch_dispatch_stack() and not x.is_neg()
 
 
 def quantize(
@@ -63,7 +64,8 @@ def quantize(
     is_long = granularity == "rowwise" and x_MK.shape[1] > triton_quantize.MAX_FEATURES
     if is_long or _is_reference(backend, format, x_MK.device):
         q_MK, scale = reference.quantize(x_MK, format, granularity)
-        return q_MK if rows else None, q_MK.T.contiguous() if transposed else None, scale
+        q_KM = triton_quantize.transposed_copy(q_MK) if transposed else None
+        return q_MK if rows else None, q_KM, scale
     if _is_eager(x_MK):
         return triton_quantize.quantize(x_MK, format, granularity, rows=rows, transposed=transposed)
     q_MK, q_KM, scale = _quantize(x_MK, format.name, granularity, rows, transposed)
@@ -130,7 +132,8 @@ def matmul(
         return reference.matmul(a_MK, b_NK, a_scale, b_scale, bias, dtype)
     if _is_eager(a_MK):
         return triton_matmul.matmul(a_MK, b_NK, a_scale, b_scale, bias, dtype)
-    reference.sizes_of(a_MK, b_NK, a_scale, b_scale, bias)  # before an op that torch.compile traces
+    if torch.compiler.is_compiling():  # would turn an error of the op into another
+        reference.sizes_of(a_MK, b_NK, a_scale, b_scale, bias)
     return _matmul(a_MK, b_NK, a_scale, b_scale, bias, dtype)
 
 

@@ -187,7 +187,7 @@ def _plan_tiles(device, dtypes, sizes, strides, b_rows: bool) -> tuple[Launch, t
 def _plan(device, dtypes, sizes, strides, per_row, is_aligned: bool) -> tuple[Launch, tuple | None]:
     """The launch and the shape of parts, from dtypes of a, b, output and bias (or None)."""
     row_bytes = (*strides, sizes[1] * dtypes[2].itemsize)  # operands have one byte per number
-    is_whole = is_aligned and all(size % ALIGNMENT == 0 for size in row_bytes)
+    is_whole = sizes[2] > 0 and is_aligned and all(size % ALIGNMENT == 0 for size in row_bytes)
     is_odd = any(stride % ALIGNMENT for stride in strides)  # loads single bytes
     on_hopper = is_whole and _is_hopper(device)
     tile = HOPPER_TILE if on_hopper else ODD_TILE if is_odd else TILE
