@@ -57,8 +57,8 @@ class GraphedStep:
     """Replays a TrainStep as one CUDA graph, which saves the cost of launching its kernels.
 
     The first batch fixes the shapes; all batches are on the host. Capture runs the step a few times
-    with `frozen` set and restores the random state, so it changes nothing. The next call overwrites
-    the returned values.
+    with `frozen` set and restores the random state and the model's buffers, so it changes nothing.
+    The next call overwrites the returned values.
     """
 
     def __init__(self, step: TrainStep, batch: Batch):
@@ -73,6 +73,7 @@ class GraphedStep:
         for group in step.optimizer.param_groups:  # read at replay, so it lives on the device
             group["lr"] = torch.zeros((), dtype=torch.float32, device=device)
         random_state, was_frozen = torch.cuda.get_rng_state(device), step.frozen.clone()
+        buffers = [(buffer, buffer.clone()) for buffer in step.task.model.buffers()]  # batch norm
         step.frozen.fill_(True)
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream())
@@ -81,6 +82,8 @@ class GraphedStep:
                 step(self.batch)
         torch.cuda.current_stream().wait_stream(stream)
         step.frozen.copy_(was_frozen)
+        for buffer, value in buffers:
+            buffer.copy_(value)
         torch.cuda.set_rng_state(random_state, device)
         self.graph = torch.cuda.CUDAGraph()
         # a stream of this device, since torch's default for captures is one of the first's;

@@ -114,6 +114,7 @@ class LinearStep:
 
     def __init__(self, device):
         self.weight = torch.nn.Parameter(torch.eye(4, device=device))
+        self.task = SimpleNamespace(model=torch.nn.Module())
         self.optimizer = StableAdamW([("weight", self.weight)], lr=0.1)
         self.frozen = self.optimizer.frozen = torch.zeros((), dtype=torch.bool, device=device)
 
@@ -136,6 +137,7 @@ def test_a_graph_is_captured_and_replayed_while_its_device_is_the_current_one(mo
 
     class Step:
         frozen, optimizer = torch.tensor(False), SimpleNamespace(param_groups=[])
+        task = SimpleNamespace(model=torch.nn.Module())
 
         def __call__(self, batch):
             assert current == [self.frozen.device]
@@ -146,6 +148,24 @@ def test_a_graph_is_captured_and_replayed_while_its_device_is_the_current_one(mo
     graphed.graph.replay = lambda: Step()(None)
     graphed(MagicMock())
     assert not current
+
+
+def test_the_steps_before_a_capture_leave_batch_norm_as_it_is(monkeypatch):
+    norm, x, seen = torch.nn.BatchNorm1d(3), torch.randn(8, 3), []
+
+    class Step:
+        frozen, optimizer = torch.tensor(False), SimpleNamespace(param_groups=[])
+        task = SimpleNamespace(model=torch.nn.Sequential(norm))
+
+        def __call__(self, batch):
+            seen.append([buffer.clone() for buffer in norm.buffers()])
+            self.task.model(x)
+
+    norm(x)
+    before = [buffer.clone() for buffer in norm.buffers()]
+    monkeypatch.setattr(torch, "cuda", MagicMock())
+    GraphedStep(Step(), MagicMock())  # here a capture takes its step
+    assert all(map(torch.equal, seen[-1], before)) and not torch.equal(seen[2][0], before[0])
 
 
 @pytest.mark.gpu
