@@ -128,6 +128,12 @@ def test_other_recipes_save_the_16_bit_input_once(name):
     assert weights <= {module.weight.data_ptr()}  # no copy of the weight in 16 or 32 bits
 
 
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "high"])
+def test_no_weight_is_saved_for_an_input_without_gradient(name):
+    module, x, _ = make(name)
+    assert not any(t.shape in {(OUT, IN), (IN, OUT)} for t in saved_by(module, x.detach()))
+
+
 @all_recipes
 def test_frozen_tensors_and_checkpointing_change_no_other_gradient(name):
     expected = run(*make(name))
