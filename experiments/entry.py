@@ -13,9 +13,9 @@ from hydra.types import RunMode
 
 from lowprec.config import compose
 from lowprec.config.check import ConfigError, RunError, check
-from lowprec.config.patterns import without_secrets
-from lowprec.config.place import place
 from lowprec.config.schema import Config
+from lowprec.data.sources import without_secrets
+from lowprec.train.ranks import place
 
 _swept: set[str] = set()  # keys in which the runs of this process's sweep differ
 FLAGS = ("config_name", "config_path", "config_dir", "experimental_rerun")  # refused

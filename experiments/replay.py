@@ -44,12 +44,12 @@ from experiments.replay_report import CONTROL, PERTURBED, UNCHANGED, Replay, com
 from lowprec.config.check import ConfigError, RunError, check
 from lowprec.config.combinations import combination_faults
 from lowprec.config.compose import change, expand_sweep
-from lowprec.config.preflight import preflight
 from lowprec.config.schema import Config, PrecisionChangeConfig, key
 from lowprec.diagnostics.spikes import Protocol, protocol_of
 from lowprec.runs.attempts import CheckpointError
 from lowprec.runs.identity import to_dict
 from lowprec.runs.read import read_config, scan_rows
+from lowprec.train.preflight import preflight
 
 MOST = 120  # characters of a file's name
 OR = "or"  # between changes that are tried one after the other

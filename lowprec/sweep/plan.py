@@ -17,12 +17,12 @@ from pathlib import Path
 
 from lowprec.config.check import ConfigError, check
 from lowprec.config.compose import compose_command
-from lowprec.config.patterns import without_secrets
-from lowprec.config.preflight import preflight, process_faults
 from lowprec.config.schema import Config
+from lowprec.data.sources import without_secrets
 from lowprec.runs import durable
 from lowprec.runs.identity import directory, label, to_dict
 from lowprec.runs.read import ENDED, RecordFileError, checked, encode_row, read_map, scan_rows
+from lowprec.train.preflight import preflight, process_faults
 
 RUN = {"index": int, "label": str, "directory": str, "overrides": list, "config": dict}
 ROW = {"event": str, "token": str, "runs": list, "launcher": dict, "job": str}

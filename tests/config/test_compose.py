@@ -10,9 +10,9 @@ import pytest
 from experiments import entry
 from lowprec.config import compose
 from lowprec.config.check import ConfigError
-from lowprec.config.preflight import preflight
 from lowprec.config.schema import Config
 from lowprec.runs.identity import to_dict
+from lowprec.train.preflight import preflight
 
 CONF = compose.CONF
 GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir())

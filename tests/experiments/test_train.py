@@ -18,11 +18,11 @@ from experiments.export import ExportConfig
 from experiments.make_shapes import MakeShapesConfig
 from lowprec.config.check import ConfigError
 from lowprec.config.compose import CONF, compose_command
-from lowprec.config.preflight import preflight
 from lowprec.config.schema import Config
 from lowprec.nn.recipe import RECIPES
 from lowprec.runs.read import find_runs, read_config, read_rows, read_status
 from lowprec.train.metrics import Ended
+from lowprec.train.preflight import preflight
 from lowprec.train.run import train_run
 
 TINY = ("model.vision_width=64", "model.vision_layers=1", "model.text_width=64")

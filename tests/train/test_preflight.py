@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from lowprec.config.check import ConfigError
-from lowprec.config.preflight import PACKAGES, preflight
 from lowprec.config.schema import REMOVED_OPTIMIZERS
+from lowprec.train.preflight import PACKAGES, preflight
 
 FIND = importlib.util.find_spec
 
@@ -41,7 +41,7 @@ def test_an_old_version_of_a_package_is_named_with_the_one_needed(name, make_con
     config = make_config({"optimizer.name": name, "diagnostics.statistics": ["grad_norm"]})
     needed = PACKAGES[name]
     for installed in ("4.1.0", "4.2.0rc1", "3.10.1"):
-        monkeypatch.setattr("lowprec.config.preflight.version", lambda _, v=installed: v)
+        monkeypatch.setattr("lowprec.train.preflight.version", lambda _, v=installed: v)
         if installed != "3.10.1":
             preflight(config)
         else:
