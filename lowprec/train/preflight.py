@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 
 from lowprec import alert
 from lowprec.config.check import ConfigError
-from lowprec.config.schema import LIBRARIES, REMOVED_OPTIMIZERS, Config, ModelConfig
+from lowprec.config.schema import LIBRARIES, REMOVED_OPTIMIZERS, Config
 from lowprec.data.sources import data_faults
 from lowprec.nearest import nearest_path, runs_inside
 from lowprec.train.ranks import place
@@ -43,23 +43,8 @@ def preflight(config: Config, *, training: bool = True, planned: int | None = No
     if training:
         faults += _folder_faults(config)
         faults += process_faults(config, planned)
-        faults += _memory_faults(config.model) if planned is None else []
     if faults:
         raise ConfigError(faults)
-
-
-def _memory_faults(model: ModelConfig) -> list[str]:
-    """A preset whose weights alone exceed this machine's memory: the kernel would kill the run."""
-    faults, memory = [], os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
-    for tower in ("vision", "text"):
-        width, layers = getattr(model, f"{tower}_width"), getattr(model, f"{tower}_layers")
-        needed = 4 * 12 * layers * width**2 / 1e9 if width and layers else 0
-        if needed > memory:
-            faults.append(
-                f"model.{tower}_width={width} with model.{tower}_layers={layers} needs "
-                f"{needed:,.0f} GB for its weights; this machine has {memory:,.0f} GB of memory"
-            )
-    return faults
 
 
 def process_faults(config: Config, planned: int | None = None) -> list[str]:
