@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from experiments.benchmarks.measure import Lines
 from lowprec.config.check import RunError
-from lowprec.config.preflight import preflight
 from lowprec.data.open import open_data
 from lowprec.diagnostics.noise import dot_error_variance, inner_dim, operand_noise, product, sqnr_db
 from lowprec.formats import parse_format
@@ -22,6 +21,7 @@ from lowprec.runs.attempts import saved_steps, step_of
 from lowprec.runs.read import read_config
 from lowprec.train.build import Built, build
 from lowprec.train.checkpoint import find_checkpoint
+from lowprec.train.preflight import preflight
 
 SLUG = "quantization_variance"
 ROWS, COLUMNS = 128, 64  # of the random products

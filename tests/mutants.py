@@ -28,7 +28,7 @@ MUTANTS = {  # function: (value of a call in its arguments `a`, tests that must 
     "lowprec.runs.provenance:code_digest": ("'same'", "runs/test_provenance.py"),
     "lowprec.data.index:_refuse_changes": ("None", "data/test_index.py"),
     "lowprec.data.workers:end_workers": ("None", "data/test_loader.py"),
-    "lowprec.diagnostics.spikes:_count_once": ("a[0]", "diagnostics/test_spikes.py"),
+    "lowprec.diagnostics.spikes:_count_once": ("(a[0], a[2])", "diagnostics/test_spikes.py"),
     "lowprec.diagnostics.spikes:_is_raised": ("False", "diagnostics/test_spikes.py"),
     "lowprec.ops.triton_attention:attention_backward": ("a[1]", "ops/test_attention.py"),
     "lowprec.nn.attention:Attention._attend": ("a[1][..., :32]", "nn/test_attention.py"),

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from lowprec.config.patterns import expand, listing
 from lowprec.data.jobs import num_cores, run_jobs
 from lowprec.data.shards import SAMPLE, Shards, load_sealed, sealed
+from lowprec.data.sources import expand, listing
 from lowprec.data.tar import IMAGES, StrictHeader, parse_label, read_members
 from lowprec.runs import durable
 

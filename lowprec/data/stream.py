@@ -25,10 +25,10 @@ from torch import Tensor
 from webdataset import shuffle
 from webdataset.tariterators import group_by_keys
 
-from lowprec.config.patterns import ShardUrls, check_readers, without_secrets
 from lowprec.data import loader
 from lowprec.data.order import AUGMENTATION, STREAM, permutation, random_words
 from lowprec.data.shards import ShardError
+from lowprec.data.sources import ShardUrls, check_readers, without_secrets
 from lowprec.data.tar import IMAGES, DamagedError, StrictHeader, parse_label, read_members
 from lowprec.data.workers import ahead, follow_parent
 

@@ -62,7 +62,7 @@ def _script(manifest: Manifest, runs: list[int], token: str, launcher: dict) -> 
     flags = {
         "job-name": job_name(manifest, token),
         "array": f"0-{len(runs) - 1}%{launcher['parallel']}",
-        "chdir": manifest.cwd,
+        "chdir": Path.cwd(),
         "output": output,
         "open-mode": "append",
         "requeue": True,
@@ -79,10 +79,11 @@ def _script(manifest: Manifest, runs: list[int], token: str, launcher: dict) -> 
     written = {name: value for name, value in flags.items() if value not in (None, False)}
     python = [sys.executable, "-m", "lowprec.sweep.supervisor", str(manifest.folder)]
     lines = ["#!/bin/bash"]
-    lines += [
-        f"#SBATCH --{name}" + ("" if value is True else f"={shlex.quote(str(value))}")
-        for name, value in written.items()
-    ]
+    for name, value in written.items():
+        flag = f"#SBATCH --{name}" + ("" if value is True else f"={shlex.quote(str(value))}")
+        if not flag.isprintable():  # what follows a line break would be a command
+            raise SlurmError(f"sbatch: {flag!r} has a character that cannot be printed")
+        lines.append(flag)
     lines += launcher["setup"]
     lines += [f"runs=({' '.join(map(str, runs))})", f"source {shlex.quote(str(REQUEUE))}"]
     lines += [f'srun --unbuffered {shlex.join(python)} "${{runs[$SLURM_ARRAY_TASK_ID]}}" {token}']

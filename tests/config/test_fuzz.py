@@ -7,8 +7,8 @@ import pytest
 
 from lowprec.config.check import ConfigError, keys
 from lowprec.config.compose import compose_command
-from lowprec.config.preflight import preflight
 from lowprec.config.schema import Config
+from lowprec.train.preflight import preflight
 
 KEYS = [*keys(Config), "experiment", "hydra.verbose", "hydra/launcher", "hydra.run.dir", "x", ""]
 VALUES = (

@@ -20,10 +20,10 @@ import torch
 
 import lowprec.data.stream
 from lowprec.config.check import ConfigError
-from lowprec.config.patterns import ShardUrls, check_readers
 from lowprec.data.index import index_tar
 from lowprec.data.open import open_data
 from lowprec.data.shards import ShardError
+from lowprec.data.sources import ShardUrls, check_readers
 from lowprec.data.stream import Stream, _Source, read_url
 from lowprec.runs.attempts import STOPPING
 from lowprec.runs.read import read_rows
@@ -366,7 +366,7 @@ def descendants(pid):
 
 PROGRAM = """
 import sys
-from lowprec.config.patterns import ShardUrls
+from lowprec.data.sources import ShardUrls
 from lowprec.data.stream import Stream
 
 stream = Stream(ShardUrls(sys.argv[1:]), seed=0, batch_size=1, num_steps=9, segment_steps=9,
