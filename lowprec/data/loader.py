@@ -106,8 +106,9 @@ class Batches:
             try:
                 return [self.read(sample, position)]
             except BAD_IMAGE as error:
-                shard = os.path.basename(self.shards.paths[self.shards.locate(sample)[0]])
-                skip = {"position": position, "shard": shard, "key": self.key(sample)}
+                shard, row = self.shards.locate(sample)
+                name = os.path.basename(self.shards.paths[shard])
+                skip = {"position": position, "shard": name, "key": self.shards.key(shard, row)}
                 skips.append({**skip, "reason": f"{type(error).__name__}: {error}"[:200]})
                 if self.order is None:
                     return []
@@ -119,17 +120,20 @@ class Batches:
         )
 
     def read(self, sample: int, position: int = 0) -> "Sample":
-        """Reads sample number `sample`; `position` seeds its crop. Raises one of BAD_IMAGE."""
+        """Reads sample number `sample`; `position` seeds its crop. Raises one of BAD_IMAGE.
+
+        ShardError if the shard holds other bytes than when it was indexed.
+        """
         shard, row = self.shards.locate(sample)
-        if self.cache is not None and (stored := self.cache.read(sample)):
+        *_, label, checksum = row.item()
+        if self.cache is not None and (stored := self.cache.read(sample, checksum)):
             pixels, tokens = stored[0], torch.from_numpy(stored[1].astype(np.int64))[None]
-            return Sample(pixels, tokens, int(row["label"]), sample)
+            return Sample(pixels, tokens, label, sample)
         if row["image_bytes"] < 0:
             raise ValueError(f"no image ({', '.join(IMAGES)}) in the sample")
         if row["text_bytes"] < 0:
             raise ValueError("no caption (txt) in the sample")
-        data = self.shards.read(shard, int(row["image_offset"]), int(row["image_bytes"]))
-        text = self.shards.read(shard, int(row["text_offset"]), int(row["text_bytes"]))
+        data, text = self.shards.read_pair(shard, row)
         words = None
         if self.augment:
             epoch = position // self.shards.num_samples
@@ -137,14 +141,8 @@ class Batches:
         pixels = decode_image(data, self.image_size, words)
         tokens = self.tokenizer([decode_caption(text)])
         if self.cache is not None:
-            self.cache.write(sample, pixels, tokens.numpy())
-        return Sample(pixels, tokens, int(row["label"]), sample)
-
-    def key(self, sample: int) -> str:
-        """Name of a sample's image (or only) member, read from the tar header."""
-        shard, row = self.shards.locate(sample)
-        header = self.shards.read(shard, int(row["image_offset"]) - 512, 100)
-        return header.split(b"\0")[0].decode("utf-8", "replace")
+            self.cache.write(sample, checksum, pixels, tokens.numpy())
+        return Sample(pixels, tokens, label, sample)
 
 
 def decode_image(data: bytes, size: int, words: np.ndarray | None = None) -> np.ndarray:
