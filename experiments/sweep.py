@@ -39,7 +39,7 @@ from lowprec.nearest import nearest
 from lowprec.runs.durable import locked
 from lowprec.runs.read import ENDED, is_copy
 from lowprec.sweep import local, slurm
-from lowprec.sweep.plan import Manifest, plan_runs, refuse_processes
+from lowprec.sweep.plan import LAUNCHERS, Manifest, plan_runs, refuse_processes
 from lowprec.sweep.status import (
     ACTIVE,
     TO_RESUBMIT,
@@ -52,7 +52,6 @@ from lowprec.sweep.status import (
 )
 from lowprec.train.sources import sources_of
 
-COMMAND = [sys.executable, "-m", "experiments.sweep", "train"]
 POLL_S = 2.0
 
 
@@ -60,7 +59,7 @@ POLL_S = 2.0
 class LauncherConfig:
     """How runs are trained; conf/launcher/ has a file per launcher."""
 
-    name: str = key("local", "what trains the runs", choices=("local", "slurm"))
+    name: str = key("local", "what trains the runs", choices=LAUNCHERS)
     parallel: int = key(1, "runs at the same time", least=1)
     gpus: int = key(0, "GPUs per run, one process each; 0: all visible ones", least=0)
     runs_per_gpu: int = key(1, "runs that may share a GPU (local, with gpus=1 or more)", least=1)
@@ -92,7 +91,7 @@ def submit(texts: list[str]) -> None:
         return
     folder = _folder(overrides)
     with locked(folder / ".lock"):
-        manifest = Manifest.open(folder, COMMAND, Path.cwd())
+        manifest = Manifest.open(folder, Path.cwd())
         hand_over(manifest, manifest.add(runs), TO_SUBMIT, asdict(options.launcher))
 
 
@@ -115,6 +114,10 @@ def resubmit(texts: list[str]) -> None:
         settings, keys = asdict(options.launcher), [text.partition("=")[0] for text in launching]
         names = [key.partition(".")[2] or "name" for key in keys if key.startswith("launcher")]
         launcher |= settings if "name" in names else {name: settings[name] for name in names}
+        for name in {"setup", "sbatch"} - set(names):
+            if launcher.get(name) and launcher[name] != settings[name]:
+                fault = f"launcher.{name}={launcher[name]} of the last submission is in a file"
+                raise ConfigError([f"{fault}, from which no command is taken: give it again"])
         runs = [run.index for run in manifest.runs]
         hand_over(manifest, runs, which, launcher, options.dry_run)
 
@@ -179,8 +182,12 @@ def hand_over(
 ) -> None:
     """Submits the runs whose state is one of `which`, and says which it left alone.
 
-    With `dry_run`, prints the directories of these runs and submits nothing.
+    With `dry_run`, prints the directories of these runs and submits nothing. ConfigError unless
+    called in the sweep's working directory: modules are found there first.
     """
+    if manifest.cwd != Path.cwd():
+        fault = f"{manifest.folder} was made in {manifest.cwd}: run this command there"
+        raise ConfigError([fault])
     queue = slurm.queue() if launcher["name"] == "slurm" else ask_queue(manifest)
     if queue is None:
         raise slurm.SlurmError("squeue does not answer; try again once it does")

@@ -27,6 +27,7 @@ from lowprec.runs.read import ENDED, RecordFileError, checked, encode_row, read_
 RUN = {"index": int, "label": str, "directory": str, "overrides": list, "config": dict}
 ROW = {"event": str, "token": str, "runs": list, "launcher": dict, "job": str}
 ROW |= {"again": bool, "reason": str, "code": int, "saved": int}
+LAUNCHERS = ("local", "slurm")
 LAUNCHER = {"name": "local", "parallel": 1, "gpus": 0}  # keys that every launcher has
 SUBMISSIONS = {  # event in submissions.jsonl: the keys of its rows
     "submitting": {"token", "runs", "launcher"},
@@ -70,18 +71,17 @@ class Submission:
 class Manifest:
     """The files of one sweep. Each read is fresh, because other processes write them too.
 
-    `command` trains one run; the sweep's folder and the run's index are appended to it. Relative
-    paths, run directories included, are relative to `cwd`. `faults` has a sentence about each
-    damaged line that was left out. Raises RecordFileError if sweep.json is damaged.
+    Relative paths, run directories included, are relative to `cwd`. `faults` has a sentence about
+    each damaged line that was left out. Raises RecordFileError if sweep.json is damaged.
     """
 
     def __init__(self, folder: Path):
         self.folder = Path(folder).absolute()
         self.faults: list[str] = []
         path = self.folder / "sweep.json"
-        plan = read_map(path, {"command": list, "cwd": str, "runs": list})
+        plan = read_map(path, {"cwd": str, "runs": list})
         try:
-            self.command, self.cwd = plan["command"], Path(plan["cwd"])
+            self.cwd = Path(plan["cwd"])
             self.runs = [PlannedRun(**checked(run, RUN)) for run in plan["runs"]]
             for index, run in enumerate(self.runs):
                 if run.index != index or type(run.config["num_steps"]) is not int:
@@ -93,13 +93,13 @@ class Manifest:
             ) from error
 
     @classmethod
-    def open(cls, folder: Path, command: list[str], cwd: Path) -> "Manifest":
+    def open(cls, folder: Path, cwd: Path) -> "Manifest":
         """Opens the sweep of a folder; creates one without runs if there is none."""
         folder = Path(folder)
         for name in ("runs", "logs"):
             (folder / name).mkdir(parents=True, exist_ok=True)
         if not (folder / "sweep.json").exists():
-            _write_plan(folder, {"command": command, "cwd": str(cwd), "runs": []})
+            _write_plan(folder, {"cwd": str(cwd), "runs": []})
         return cls(folder)
 
     def add(self, runs: list[PlannedRun]) -> list[int]:
@@ -112,8 +112,8 @@ class Manifest:
         for run in runs:
             run.index = indexes.setdefault((self.cwd / run.directory).resolve(), len(self.runs))
             self.runs[run.index : run.index + 1] = [run]
-        plan = {"command": self.command, "cwd": str(self.cwd)}
-        _write_plan(self.folder, plan | {"runs": [asdict(run) for run in self.runs]})
+        plan = {"cwd": str(self.cwd), "runs": [asdict(run) for run in self.runs]}
+        _write_plan(self.folder, plan)
         return sorted({run.index for run in runs})
 
     def directory_of(self, index: int) -> Path:
@@ -229,6 +229,7 @@ def _is_whole(row: dict, keys: dict[str, set[str]]) -> bool:
         and keys[row["event"]] <= row.keys()
         and all(type(index) is int for index in row.get("runs", ()))
         and all(type(launcher.get(name)) is type(value) for name, value in LAUNCHER.items())
+        and launcher["name"] in LAUNCHERS
     )
 
 

@@ -16,6 +16,7 @@ from lowprec.runs.attempts import STOPPING
 from lowprec.sweep import slurm
 from lowprec.sweep.plan import Manifest, PlannedRun
 from lowprec.sweep.status import TO_SUBMIT, ask_queue, states
+from lowprec.sweep.supervisor import TRAIN
 
 # $1: the sweep, $2: the run. Runs listed in the file `bad` fail, those in `slow` take a second.
 SCRIPT = """
@@ -25,6 +26,13 @@ grep -qx "$2" slow && sleep 1
 grep -qx "$2" bad && { echo "ValueError: run $2 is bad"; exit 3; }
 mkdir -p "$run"
 echo '{"state": "finished", "step": 1}' > "$run/status.json"
+"""
+# Python does this first: the script takes the place of training
+INSTEAD = f"""
+import os, signal, sys
+if sys.orig_argv[1:4] == {TRAIN[1:]}:
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    os.execvp("sh", ["sh", __file__.replace("sitecustomize.py", "run.sh"), *sys.orig_argv[4:]])
 """
 LOCAL = {"name": "local", "parallel": 2, "gpus": 0}
 CONFIG = {"num_steps": 1, "evaluation": {"name": "none"}, "distributed": {"name": "ddp"}}
@@ -45,7 +53,7 @@ echo "Submitted batch job 77"
 def here(tmp_path, monkeypatch):
     """An empty working directory; processes that a failed test leaves behind are killed."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(CONF.parent))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{CONF.parent}")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(sweep, "POLL_S", 0.05)
@@ -80,7 +88,8 @@ class Sweeps:
     def make(self, count, script=SCRIPT):
         """A manifest with so many runs of a script."""
         (self.here / "run.sh").write_text(script)
-        Manifest.open(self.folder, ["sh", str(self.here / "run.sh")], self.here)
+        (self.here / "sitecustomize.py").write_text(INSTEAD)
+        Manifest.open(self.folder, self.here)
         return self.add(count)
 
     def add(self, count):

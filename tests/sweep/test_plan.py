@@ -1,5 +1,6 @@
 """The plan of a sweep: its files survive a crash and its runs are checked."""
 
+import json
 import os
 import shutil
 
@@ -7,6 +8,7 @@ import pytest
 
 from experiments import sweep
 from experiments.train import main as train
+from lowprec.config.check import ConfigError
 from lowprec.config.compose import compose_command
 from lowprec.runs.read import find_runs, read_last_row, read_status
 from lowprec.sweep.plan import LAUNCHER, Manifest, plan_runs
@@ -55,8 +57,31 @@ def test_rows_beyond_the_plan_or_in_a_wrong_file_are_named(manifest, sweeps, cap
     assert sweeps.names() == ["lost", "lost"]
 
 
-PLANS = ('{"command": [], "cwd": "/", "cells": []}', "[]", "text", "", '{"command": [], "cwd": 3}')
-PLANS += ('{"command": [], "cwd": "/", "runs": [3]}', '{"command": [], "cwd": "/", "runs": [{}]}')
+def change_plan(manifest, **changes):
+    """The sweep's plan as someone else may have written it."""
+    path = manifest.folder / "sweep.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_a_command_in_the_plan_is_never_executed(sweeps, canary, monkeypatch):
+    change_plan(sweeps.make(2), command=["touch", str(canary)])
+    sweeps.train(monkeypatch)
+    assert sweeps.names() == ["finished"] * 2 and not canary.exists()
+
+
+def test_no_code_of_the_folder_that_a_plan_names_is_executed(sweeps, canary, here):
+    manifest = sweeps.make(2)
+    planted = here / "elsewhere" / "experiments"
+    planted.mkdir(parents=True)
+    (planted / "sweep.py").write_text(f"open({str(canary)!r}, 'w')")
+    change_plan(manifest, cwd=str(planted.parent))
+    with pytest.raises(ConfigError, match=rf"{manifest.folder} was made in {planted.parent}: "):
+        sweeps.submit()
+    assert sweeps.manifest.events() == []
+
+
+PLANS = ('{"cwd": "/", "cells": []}', "[]", "text", "", '{"cwd": 3, "runs": []}')
+PLANS += ('{"cwd": "/", "runs": [3]}', '{"cwd": "/", "runs": [{}]}')
 
 
 @pytest.mark.parametrize("text", PLANS)

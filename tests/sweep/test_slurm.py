@@ -3,6 +3,7 @@
 import pytest
 
 from experiments import sweep
+from lowprec.config.check import ConfigError
 from lowprec.sweep import slurm
 from lowprec.sweep.plan import Manifest
 from lowprec.sweep.slurm import SlurmError
@@ -153,3 +154,26 @@ def test_resubmit_uses_the_last_launcher_with_changes(
     assert last["runs"] == [1]
     kept = {} if words == ["launcher=local"] else LAUNCHER
     assert last["launcher"].items() >= (kept | changed).items()
+
+
+@pytest.mark.parametrize(
+    ("recorded", "words", "fault"),
+    [
+        ({"setup": ["touch canary"]}, [], r"launcher\.setup=\['touch canary'\] .* give it again"),
+        ({"sbatch": {"wrap": "x"}}, [], r"launcher\.sbatch={'wrap': 'x'} .* give it again"),
+        ({"partition": "x\ntouch canary"}, [], "--partition: one line is expected"),
+        ({"setup": ["touch canary"]}, ["launcher.setup=[module load cuda]"], None),
+    ],
+)
+def test_no_line_of_a_batch_script_comes_from_a_file(cluster, sweeps, recorded, words, fault):
+    sweeps.make(3)
+    row = {"event": "submitting", "token": "a", "runs": [1], "launcher": LAUNCHER | recorded}
+    sweeps.manifest.record(row)
+    sweeps.manifest.append(1, {"event": "ended", "token": "a", "again": False, "reason": "no"})
+    if fault:
+        with pytest.raises(ConfigError, match=fault):
+            sweep.resubmit(["--failed", *words])
+    else:
+        sweep.resubmit(["--failed", *words])
+    scripts = [path.read_text() for path in (sweeps.folder / "slurm").glob("*.sh")]
+    assert len(scripts) == (fault is None) and "canary" not in "".join(scripts)
