@@ -9,6 +9,7 @@ in the run directories.
 import fcntl
 import json
 import os
+import re
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -25,6 +26,7 @@ from lowprec.runs.identity import directory, label, to_dict
 from lowprec.runs.read import ENDED, RecordFileError, checked, encode_row, read_map, scan_rows
 
 RUN = {"index": int, "label": str, "directory": str, "overrides": list, "config": dict}
+LABEL = re.compile(r"[^/\0]{1,200}")  # part of a file's name
 ROW = {"event": str, "token": str, "runs": list, "launcher": dict, "job": str}
 ROW |= {"again": bool, "reason": str, "code": int, "saved": int}
 LAUNCHERS = ("local", "slurm")
@@ -46,6 +48,16 @@ class PlannedRun:
     directory: str
     overrides: list[str]
     config: dict
+
+    def is_whole(self) -> bool:
+        """Whether files can have the run's names, and its texts and numbers are such."""
+        numbers = self.config["num_steps"], self.config.get("batch_size", 1)
+        return (
+            bool(LABEL.fullmatch(self.label))
+            and "\0" not in self.directory
+            and all(type(text) is str for text in self.overrides)
+            and all(type(number) is int for number in numbers)
+        )
 
     def result(self, status: dict) -> str | None:
         """`finished` or `diverged`, by the run's status.json; None if the run continues."""
@@ -84,7 +96,7 @@ class Manifest:
             self.cwd = Path(plan["cwd"])
             self.runs = [PlannedRun(**checked(run, RUN)) for run in plan["runs"]]
             for index, run in enumerate(self.runs):
-                if run.index != index or type(run.config["num_steps"]) is not int:
+                if run.index != index or not run.is_whole():
                     raise ValueError(f"run {index}")
         except (KeyError, TypeError, ValueError) as error:
             raise RecordFileError(

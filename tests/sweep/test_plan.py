@@ -80,6 +80,27 @@ def test_no_code_of_the_folder_that_a_plan_names_is_executed(sweeps, canary, her
     assert sweeps.manifest.events() == []
 
 
+@pytest.mark.parametrize(
+    "change", [{"directory": "runs/\0"}, {"overrides": [{"a": 1}]}, {"label": "x" * 300}]
+)
+def test_a_run_of_a_plan_that_no_submit_wrote_is_named(manifest, change):
+    runs = json.loads((manifest.folder / "sweep.json").read_text())["runs"]
+    change_plan(manifest, runs=[runs[0], runs[1] | change])
+    for verb in ("status", "wait", "cancel"):
+        with pytest.raises(SystemExit, match=r"/t/sweep\.json is damaged"):
+            sweep.command([verb])
+
+
+def test_scores_that_are_no_numbers_are_not_shown(manifest, sweeps, capsys):
+    for index, score in enumerate(('"high"', "0.5")):
+        directory = manifest.directory_of(index)
+        directory.mkdir(parents=True)
+        row = f'{{"step": 1, "loss": 2.0, "val/recall": {score}, "\\ud800": "\\ud800"}}\n'
+        (directory / "metrics.jsonl").write_text(row)
+    sweep.status([])
+    assert "0.500" in capsys.readouterr().out
+
+
 PLANS = ('{"cwd": "/", "cells": []}', "[]", "text", "", '{"cwd": 3, "runs": []}')
 PLANS += ('{"cwd": "/", "runs": [3]}', '{"cwd": "/", "runs": [{}]}')
 
