@@ -7,6 +7,7 @@ import io
 import math
 import os
 import re
+import unicodedata
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ REPLACEMENTS = 100  # tries to find a readable sample for one position
 BOMBS = (Image.DecompressionBombError, Image.DecompressionBombWarning)
 BAD_IMAGE = (OSError, ValueError, SyntaxError, *BOMBS)
 warnings.simplefilter("error", Image.DecompressionBombWarning)  # from 89 million pixels: 0.5 GB
+LARGEST_IMAGE = 2**26  # bytes
 LONGEST_CAPTION = 8192  # bytes
 LONG_WORD = re.compile(r"[^\W\d_]{1000}|([^\w\s]|_){1000}")  # takes the tokenizer quadratic time
 CROP_WORDS = 41  # random words for a crop and a flip
@@ -133,6 +135,8 @@ class Batches:
             raise ValueError(f"no image ({', '.join(IMAGES)}) in the sample")
         if row["text_bytes"] < 0:
             raise ValueError("no caption (txt) in the sample")
+        refuse_size("image", row["image_bytes"], LARGEST_IMAGE)
+        refuse_size("caption", row["text_bytes"], LONGEST_CAPTION)
         data, text = self.shards.read_pair(shard, row)
         words = None
         if self.augment:
@@ -145,12 +149,19 @@ class Batches:
         return Sample(pixels, tokens, label, sample)
 
 
+def refuse_size(part: str, size: int, largest: int) -> None:
+    """ValueError for a part of a sample that is too large to be decoded, or even read."""
+    if size > largest:
+        raise ValueError(f"the {part} has at least {size:,} bytes, more than {largest:,}")
+
+
 def decode_image(data: bytes, size: int, words: np.ndarray | None = None) -> np.ndarray:
     """Decodes RGB pixels, uint8 [3, size, size], from the central square or a random box (bicubic).
 
     `words`: uint64 [CROP_WORDS] of randomness for `random_box` and a horizontal flip. Raises one of
     BAD_IMAGE unless the bytes are a complete JPEG, WEBP or PNG image with not too many pixels.
     """
+    refuse_size("image", len(data), LARGEST_IMAGE)
     try:
         image = Image.open(io.BytesIO(data), formats=("JPEG", "WEBP", "PNG"))
         if image.mode.startswith("I;16"):  # gray; `convert` would clip it to white
@@ -212,10 +223,9 @@ def decode_caption(data: bytes) -> str:
 
     Raises ValueError if it is empty, not UTF-8 or so long that tokenizing it would take seconds.
     """
-    if len(data) > LONGEST_CAPTION:
-        raise ValueError(f"the caption has {len(data):,} bytes, more than {LONGEST_CAPTION:,}")
+    refuse_size("caption", len(data), LONGEST_CAPTION)
     caption = data.decode("utf-8").strip()
-    if not caption:
+    if all(unicodedata.category(letter)[0] in "CMZ" for letter in caption):  # nothing is visible
         raise ValueError("the caption is empty")
     if LONG_WORD.search(caption):
         raise ValueError("the caption has a word of 1,000 characters or more")
