@@ -164,16 +164,38 @@ def _compose(run: tuple[str, ...], entry: str, schema: type, base: dict | None) 
         for _, override in parsed:
             if override.key_or_group not in groups:
                 OmegaConf.update(composed, override.key_or_group, override.value())
-        return _plain(composed)
+        data = _plain(composed)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError([" ".join(str(error).split())[:400]]) from error
+    if faults := [_unresolved(key, text) for key, text in _texts(data) if "${" in text]:
+        raise ConfigError(faults)
+    return data
 
 
 def _plain(composed: Any) -> dict:
-    """A composed config as nested plain data; values that are missing stay "???"."""
-    data = OmegaConf.to_container(composed, resolve=True, throw_on_missing=False)
+    """A composed config as nested plain data; ${...} stays text, missing values stay "???"."""
+    data = OmegaConf.to_container(composed, resolve=False, throw_on_missing=False)
     data.pop(FURTHER, None)
     return data
+
+
+def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """The key and the text of each string in nested plain data."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield from _texts(item, f"{key}.{name}".lstrip("."))
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item, key)
+
+
+def _unresolved(key: str, text: str) -> str:
+    return (
+        f"{key}={text}: ${{...}} is not resolved, since its value would be written into files; "
+        "let the shell fill it in"
+    )
 
 
 def _keys_of_files(group: str) -> set[str]:
@@ -260,11 +282,6 @@ def _parse(text: str, faults: list[str]) -> Override | None:
         faults.append(f"{text}: key=value is expected")
     elif "_target_" in text or (of_hydra and "()" in text):
         faults.append(f"{key}: _target_ and () are not allowed; a config is data and calls nothing")
-    elif "${" in text and not of_hydra:
-        faults.append(
-            f"{text}: ${{...}} is not resolved, since its value would be written into the run's "
-            "record; let the shell fill it in"
-        )
     else:
         try:
             return _parsed(text)
@@ -279,6 +296,10 @@ def _hydra_fault(override: Override) -> str | None:
     key, launchers = override.key_or_group, ["basic", *_choices("hydra/launcher")]
     if key == "hydra/launcher" and override.value() not in launchers:
         return f"{key}={override.value()}: one of {', '.join(launchers)} is expected"
+    values = [_parsed(f"{key}={value}").value() for value in _values(override)]
+    for name, text in _texts(values, key):
+        if ":" in text.partition("${")[2]:  # such as oc.env; references to Hydra's keys are allowed
+            return _unresolved(name, text)
     if any(fnmatchcase(key, pattern) for pattern in HYDRA):
         return None
     return f"{key} is not allowed; of Hydra's own keys only {', '.join(HYDRA)}{nearest(key, HYDRA)}"

@@ -226,7 +226,7 @@ class SpikeConfig:
     num_deviations: int | None = key(None, "number of outliers that make a loss spike", least=1)
     within: int | None = key(None, "most steps between a spike's outliers", least=1)
     ignore_steps: int | None = key(None, "number of initial steps to ignore", least=0)
-    window: int | None = key(None, "number of steps in the running mean", least=2)
+    window: int | None = key(None, "number of steps in the running mean", least=2, most=4096)
 
 
 @dataclass

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from lowprec.config.check import RunError
+from lowprec.config.check import ConfigError, RunError
 from lowprec.sweep.plan import Manifest
 
 TRIES, TIMEOUT_S = 5, 60.0
@@ -77,6 +77,8 @@ def _script(manifest: Manifest, runs: list[int], token: str, launcher: dict) -> 
         **(launcher["sbatch"] or {}),
     }
     written = {name: value for name, value in flags.items() if value not in (None, False)}
+    if torn := [name for name, value in written.items() if "\n" in f"{name}{value}"]:
+        raise ConfigError([f"--{name}: one line is expected" for name in torn])
     python = [sys.executable, "-m", "lowprec.sweep.supervisor", str(manifest.folder)]
     lines = ["#!/bin/bash"]
     for name, value in written.items():

@@ -57,7 +57,3 @@ def test_changes_list_each_leaf_once():
         "a.b: 1 -> 2", "d: None -> absent", "e: absent -> 0",
     ]  # fmt: skip
     assert changes(before, before) == []
-
-
-def test_every_module_that_a_resume_compares_exists():
-    assert all(list(provenance.ROOT.glob(pattern)) for pattern in provenance.CODE)
