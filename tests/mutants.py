@@ -36,6 +36,8 @@ MUTANTS = {  # function: (value of a call in its arguments `a`, tests that must 
     "lowprec.optim.adamw_update:Response.without_skipped": ("a[1]", "optim/test_on_warning.py"),
     "lowprec.optim.eight_bit:quantize_": ("None", "optim/test_eight_bit.py"),
     "lowprec.optim.fused:first_unfit": ("None", "optim/test_fused.py"),
+    "lowprec.optim.stable_adamw:written_over": ("a[1]", "optim/test_fused.py"),
+    "lowprec.optim.stable_adamw:StableAdamW._read_by_a_graph": ("[]", "optim/test_fused.py"),
     "lowprec.train.build:Built.use_precision": ("None", "train/test_precision_change.py"),
     "lowprec.train.distributed:DistributedRanks.mean": ("a[1]", "distributed/test_gradients.py"),
     "analysis.comparison:one_variant": ("a[0]", "analysis/test_comparison.py"),

@@ -58,7 +58,8 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
     """AdamW with AdaFactor's update clipping for each tensor: see `stable_adamw_update`.
 
     Args:
-        params: parameters, named parameters or groups of either; real, with dense gradients.
+        params: parameters, named parameters or groups of either; real, on one device, with dense
+            gradients.
         lr: learning rate, a number or a 0-d tensor.
         betas: decay rates of the moments v and u.
         eps: added to sqrt(u), and the least sqrt(u) in RMS_t.

@@ -172,11 +172,12 @@ def test_nan_and_inf_propagate(name, bad):
     assert not grad_weight.isfinite().all() and not grad_bias[7].isfinite()
 
 
-def test_outlier_features_are_multiplied_in_16_bit(oracle):
+@pytest.mark.parametrize("outlier", [60.0, -60.0])  # alone in its feature
+def test_outlier_features_are_multiplied_in_16_bit(oracle, outlier):
     threshold = 6.0
     module, x, g = make("llm_int8", outlier_threshold=threshold)
     with torch.no_grad():
-        x[1, 3], x[:, 9] = 60.0, x[:, 9] * 40
+        x[1, 3], x[:, 9] = outlier, x[:, 9] * 40
     results = run(module, x, g)
     is_outlier = (x.detach().abs() > threshold).any(dim=0)
     assert 2 <= is_outlier.sum() < 8

@@ -38,6 +38,7 @@ def test_tensors_on_several_devices_are_refused(device):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_layer_refuses_a_weight_on_the_cpu():
     layer = LowPrecisionLinear(64, 32, device="cuda")
     x = torch.randn(8, 64, device="cuda")

@@ -6,7 +6,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowprec import ops
-from lowprec.formats import INT8
+from lowprec.formats import E4M3, INT8
 from lowprec.nn.inference import to_int8
 from lowprec.nn.linear import LowPrecisionLinear
 from lowprec.ops import reference, triton_attention, triton_matmul
@@ -33,7 +33,8 @@ MESSAGE = r"product of a \[8, \d+\] and b .*: must be \[M, K\] and \[N, K\]"
 def product_of(sizes, device):
     """The operands of a product."""
     sizes = FITTING | sizes
-    kinds = {"a": torch.int8, "b": torch.int8}
+    kind = torch.int8 if sizes["a_scale"][1] == 1 else E4M3.dtype  # in tiles
+    kinds = {"a": kind, "b": kind}
     made = [torch.ones(sizes[x], dtype=kinds.get(x), device=device) for x in sizes]
     return *made, torch.float32
 

@@ -78,7 +78,7 @@ def test_16_bit_runs_follow_the_fp32_curve(make_config, run_once, tmp_path):
 
 
 GRAPHED = ["bf16", "fp16 fixed", *(f"bf16 {key}" for key in ("zclip", "skip_sigmas", "skip"))]
-GRAPHED += ["bf16 beta2", "bf16 change"]
+GRAPHED += ["bf16 beta2", "bf16 change", "bf16 lr_scale"]
 
 
 @pytest.mark.gpu
@@ -97,6 +97,8 @@ def test_graphed_step_equals_the_ungraphed_one(
         monkeypatch.setattr("lowprec.optim.clipping.WINDOW", 6)
     if key in WARNING_ACTIONS:
         changes["optimizer.on_warning"] = {"action": key, "threshold": 1.2}
+    if key == "lr_scale":
+        changes["optimizer.lr_scale"] = {"image": 0.1}
     if key == "change":
         changes["precision_change"] = {"step": 6, "recipe": "switchback"}
     run_once(make_config(changes), tmp_path / "graph")
