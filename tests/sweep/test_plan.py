@@ -80,6 +80,19 @@ def test_no_code_of_the_folder_that_a_plan_names_is_executed(sweeps, canary, her
     assert sweeps.manifest.events() == []
 
 
+def test_a_finished_run_has_no_result_once_num_steps_are_raised(manifest, sweeps):
+    directory = manifest.directory_of(0)
+    directory.mkdir(parents=True)
+    (directory / "status.json").write_text('{"state": "finished", "step": 1}')
+    assert sweeps.names() == ["finished", "lost"]
+    plan = json.loads((manifest.folder / "sweep.json").read_text())
+    plan["runs"][0]["config"]["num_steps"] = 2
+    change_plan(manifest, **plan)
+    assert sweeps.names() == ["lost", "lost"]
+    (directory / "status.json").write_text('{"state": "diverged", "step": 1}')
+    assert sweeps.names() == ["diverged", "lost"]
+
+
 @pytest.mark.parametrize(
     "change", [{"directory": "runs/\0"}, {"overrides": [{"a": 1}]}, {"label": "x" * 300}]
 )
