@@ -271,6 +271,14 @@ def test_onset_is_where_a_planted_rise_begins(seed):
     assert onset_of(rising(300, peak=3.0, seed=seed)) == ([300], [300])
 
 
+def test_a_step_is_not_in_the_window_before_its_onset():
+    loss = np.full(60, np.nan)
+    loss[16:40], loss[40:42] = 1.0, 9.0  # 24 steps before step 41, 25 before step 42
+    assert onsets(loss, np.array([42])).tolist() == [42]
+    loss[15] = 1.0
+    assert onsets(loss, np.array([42])).tolist() == [41]
+
+
 def test_onset_precedes_detection_when_a_wide_window_detects_late():
     loss = rising(300, peak=3.0, rise=10)
     loss[:240] += np.linspace(1.5, 0, 240)  # widens the deviation of the detector's window
