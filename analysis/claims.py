@@ -18,6 +18,8 @@ from analysis.evidence import (
     LARGE,
     MARGINS,
     NO_RUNS,
+    NOT,
+    REPRODUCED,
     SPIKES,
     UNDECIDED,
     Evidence,
@@ -30,13 +32,32 @@ from analysis.run_files import as_path
 from lowprec.runs import durable
 
 BOTH = {"paper": ", ViT-H/14", "mini": ", mini scale"}  # scale: end of the statement
+TRUE_SIZE, MINI = "true size", "mini"  # columns of the table of verdicts
+COLUMNS = {"paper": TRUE_SIZE, "mini": MINI}  # scale: column
+VERDICTS = {NOT: "fails", UNDECIDED: "open", NO_RUNS: "open", REPRODUCED: "holds"}  # worst first
+STATEMENTS = {
+    "C1": "SwitchBack int8 matches bf16 and beats LLM.int8()",
+    "C2": "LLM.int8() loses accuracy, more in larger models",
+    "C3": "fp8 with one scale per tensor fails, SwitchBack fp8 matches bf16",
+    "C4": "zero-init layer-scale rescues that fp8; clipping and KQ norm do not",
+    "C5": "features grow with depth and training; zero-init stops it",
+    "C6": "the weight gradient is the product that needs 16 bits",
+    "C7": "SwitchBack int8 saves 13% to 25% of the time",
+    "C8": "LLM.int8() saves no time",
+    "C9": "loss spikes grow with model, batch, learning rate and beta2",
+    "C10": "a loss spike follows an RMS spike by 1 to 8 steps",
+    "C11": "StableAdamW removes spikes and beats clipping; a lower beta2 removes them at a cost",
+    "C12": "a dynamic loss scale falls at spikes; a fixed one is safe",
+}
 
 
 @dataclass(frozen=True)
 class Claim:
     """A statement, the paper's number, a margin and the judge, with one row per scale in `scales`.
 
-    `margin` puts into words the numbers in `analysis/evidence.py` that the judge applies.
+    `margin` puts into words the numbers in `analysis/evidence.py` that the judge applies. `short`
+    names what the row decides in the table of verdicts, which leaves out rows without it; there, a
+    row without a scale of its own stands in `column`.
     """
 
     number: str
@@ -45,6 +66,8 @@ class Claim:
     margin: str
     judge: Callable[..., Finding]
     scales: tuple[str, ...] = ("",)
+    short: str = ""
+    column: str = MINI
 
 
 SIZES = ("accuracy_vs_size", "loss_curves")
@@ -105,40 +128,51 @@ _NATS = f"{spike_marks.LARGE:g} nat"
 CLAIMS = (
     Claim("C1", "SwitchBack int8 matches bf16's accuracy",
           f"within {MARGINS['paper']:g} point; {_papers('switchback')}", MATCHES,
-          partial(PRECISION, one="switchback", other="bf16", rule=equal), tuple(BOTH)),
+          partial(PRECISION, one="switchback", other="bf16", rule=equal), tuple(BOTH),
+          short="equal to bf16"),
     Claim("C1", "SwitchBack int8 beats LLM.int8() training",
           f"{_H14['switchback'] - _H14['llm_int8']:+.1f} points {BY_EYE}", ABOVE_0,
-          partial(PRECISION, one="switchback", other="llm_int8", rule=larger), tuple(BOTH)),
+          partial(PRECISION, one="switchback", other="llm_int8", rule=larger), tuple(BOTH),
+          short="above LLM.int8()"),
     Claim("C2", "LLM.int8() training loses accuracy", _papers("llm_int8"),
           "interval of bf16's accuracy minus LLM.int8()'s above 0",
-          partial(PRECISION, one="bf16", other="llm_int8", rule=larger), tuple(BOTH)),
+          partial(PRECISION, one="bf16", other="llm_int8", rule=larger), tuple(BOTH),
+          short="loses accuracy"),
     Claim("C2", "LLM.int8() training loses more accuracy at larger models", _papers("llm_int8"),
           "interval of the largest model's difference minus the smallest's above 0",
-          partial(PRECISION, one="bf16", other="llm_int8", rule=larger, by_size=True), tuple(BOTH)),
+          partial(PRECISION, one="bf16", other="llm_int8", rule=larger, by_size=True), tuple(BOTH),
+          short="more in larger models"),
     Claim("C3", "fp8 tensor-wise diverges for large models, ViT-H/14", _papers("fp8_tensorwise"),
           f"interval of bf16's accuracy minus fp8's above {_HALF:g}, half of the paper's "
           "bf16 accuracy; a diverged run counts as 0%",
           partial(PRECISION, one="bf16", other="fp8_tensorwise", scale="paper",
-                  rule=partial(larger, bar=_HALF))),
+                  rule=partial(larger, bar=_HALF)),
+          short="tensor-wise fails", column=TRUE_SIZE),
     Claim("C3", "fp8 tensor-wise loses accuracy, mini scale", _papers("fp8_tensorwise"),
           "interval of bf16's accuracy minus fp8's above 0; a diverged run counts as 0%",
           partial(PRECISION, one="bf16", other="fp8_tensorwise", scale="mini", rule=larger,
-                  studies=(*SIZES, "fp8_fixes"))),  # which has a larger model
+                  studies=(*SIZES, "fp8_fixes")),
+          short="tensor-wise fails"),  # which has a larger model
     Claim("C3", "SwitchBack fp8 matches bf16's accuracy", "about equal", MATCHES,
           partial(PRECISION, one="fp8_switchback", other="bf16", rule=equal,
-                  studies=SIZES[::-1]), tuple(BOTH)),  # whose miniature has it, too
+                  studies=SIZES[::-1]), tuple(BOTH),
+          short="SwitchBack fp8 equal"),  # whose miniature has it, too
     Claim("C4", "fp8 tensor-wise trains with zero-init layer-scale", "ViT-L/14 trains like bf16",
           f"interval of the last loss at most {evidence.TRAINS:.0%} above bf16's",
-          partial(judges.fix, change="zero_init", helps=True)),
+          partial(judges.fix, change="zero_init", helps=True),
+          short="zero-init"),
     Claim("C4", "gradient clipping does not rescue fp8 tensor-wise training", "ViT-L/14 diverges",
-          "as above", partial(judges.fix, change="gradient clipping", helps=False)),
+          "as above", partial(judges.fix, change="gradient clipping", helps=False),
+          short="clipping"),
     Claim("C4", "KQ layer norm does not rescue fp8 tensor-wise training", "ViT-L/14 diverges",
-          "as above", partial(judges.fix, change="kq_norm", helps=False)),
+          "as above", partial(judges.fix, change="kq_norm", helps=False),
+          short="KQ norm"),
     Claim("C5", "E[abs(x_k)] grows with depth and training", "no number",
-          "both ratios above 1 in every run, two seeds", judges.features),
+          "both ratios above 1 in every run, two seeds", judges.features,
+          short="growth"),
     *(Claim("C5", f"zero-init layer-scale stops the growth with {what}", "no number",
             f"less growth with {what}{measures} than in any run without it, two seeds",
-            partial(judges.features, stopped=what))
+            partial(judges.features, stopped=what), short=f"zero-init and {what}")
       for what, measures in (("depth", ", as a ratio and in absolute terms,"), ("training", ""))),
     Claim("C6", "quantization noise of a dot product grows with its inner dimension K",
           "variance proportional to K",
@@ -147,28 +181,35 @@ CLAIMS = (
     Claim("C6", "the weight gradient must stay in 16 bits: SwitchBackQ is more accurate than "
           "LLM.int8(), which differs only in that product", "no number", ABOVE_0,
           partial(PRECISION, one="switchback_q", other="llm_int8", rule=larger,
-                  studies=("weight_gradient",)), ("mini",)),
+                  studies=("weight_gradient",)), ("mini",),
+          short="weight gradient costs most"),
     Claim("C6", "the weight gradient alone in int8 costs accuracy", "no number",
           "interval of bf16's accuracy minus its above 0",
           partial(PRECISION, one="bf16", other="grad_weight int8", rule=larger,
-                  studies=ONE_PRODUCT), ("mini",)),
+                  studies=ONE_PRODUCT), ("mini",),
+          short="weight gradient costs most"),
     Claim("C6", "the weight gradient in int8 costs more accuracy than the output in int8",
           "no number", ABOVE_0,
           partial(PRECISION, one="output int8", other="grad_weight int8", rule=larger,
-                  studies=ONE_PRODUCT), ("mini",)),
+                  studies=ONE_PRODUCT), ("mini",),
+          short="weight gradient costs most"),
     Claim("C6", "the weight gradient in int8 costs more accuracy than the input gradient in int8",
           "no number", ABOVE_0,
           partial(PRECISION, one="grad_input int8", other="grad_weight int8", rule=larger,
-                  studies=ONE_PRODUCT), ("mini",)),
+                  studies=ONE_PRODUCT), ("mini",),
+          short="weight gradient costs most"),
     Claim("C7", "SwitchBack is faster end to end for ViT-H/14 than nn.Linear in the same model",
           _SAVES, f"{_LOW:g}% or more at every shape",
-          partial(judges.end_to_end, baseline="high", case="switchback")),
+          partial(judges.end_to_end, baseline="high", case="switchback"),
+          short="forward and backward", column=TRUE_SIZE),
     Claim("C7", "the same for whole training steps, with data, optimizer and record",
           _SAVES, f"{_LOW:g}% or more at every shape",
-          partial(judges.end_to_end, baseline="high", case="switchback", slug="step")),
+          partial(judges.end_to_end, baseline="high", case="switchback", slug="step"),
+          short="whole steps", column=TRUE_SIZE),
     Claim("C7", "the same, compared with linear layers as an autograd function (algorithm 5)",
           _SAVES, f"{_LOW:g}% or more at every shape",
-          partial(judges.end_to_end, baseline="autograd_high", case="switchback")),
+          partial(judges.end_to_end, baseline="autograd_high", case="switchback"),
+          short="forward and backward", column=TRUE_SIZE),
     Claim("C7", "the same, compared with open_clip's model, the faster of eager and compiled",
           _SAVES, f"{_LOW:g}% or more at every shape",
           partial(judges.end_to_end, baseline="open_clip", case="switchback")),
@@ -177,12 +218,15 @@ CLAIMS = (
           f"at most {paper.LARGEST_TIMED_SHARE:g}%, the largest share in the paper's own timings, "
           f"falling with dim; until 2026-11-26 at most {paper.LARGEST_SHARE + evidence.ABOUT:g}%, "
           "which those timings exceed",
-          judges.quantize_share),
+          judges.quantize_share,
+          short="share of quantization", column=TRUE_SIZE),
     Claim("C8", "LLM.int8() gives no speed-up for ViT-H/14", "none",
           f"saves at most {evidence.NO_GAIN:g}% of the time of algorithm 5",
-          partial(judges.end_to_end, baseline="autograd_high", case="llm_int8")),
+          partial(judges.end_to_end, baseline="autograd_high", case="llm_int8"),
+          short="no time saved", column=TRUE_SIZE),
     *(Claim("C9", f"{subject} grow{'s' * (value == HIGHEST)} with {cause}{more}", "no number",
-            TREND, partial(spike_judges.trend, cause=cause, causes=CAUSES, value=value))
+            TREND, partial(spike_judges.trend, cause=cause, causes=CAUSES, value=value),
+            short=cause.removeprefix("the ") if value == SPIKES else "")
       for value, subject, more in ((SPIKES, "loss spikes", ""),
                                    (HIGHEST, "the highest loss spike", " (exploratory)"))
       for cause in CAUSES),
@@ -190,10 +234,12 @@ CLAIMS = (
           f"{_NUM} of {_OF} ({_NUM / _OF:.0%}), by chance about {paper.BY_CHANCE:.0%}",
           f"{evidence.SHARE:.0%} or more, with its interval above {evidence.SURE:.0%} and above "
           "chance, both from detection and from the onset",
-          partial(spike_judges.follow, studies=OF_BETA2)),
+          partial(spike_judges.follow, studies=OF_BETA2),
+          short="lag of 1 to 8"),
     Claim("C11", "StableAdamW removes the spikes", "none",
           f"no spikes where AdamW has some, with an interval above 0 over pairs{REMAINS}",
-          partial(STABLE, gone=True)),
+          partial(STABLE, gone=True),
+          short="StableAdamW removes"),
     Claim("C11", f"StableAdamW removes the spikes over {_NATS} (exploratory)", "none",
           f"as above, for spikes over {_NATS}", partial(STABLE, gone=True, value=LARGE)),
     Claim("C11", f"loss spikes over {_NATS} are rarer with StableAdamW (exploratory)", "none",
@@ -203,20 +249,25 @@ CLAIMS = (
     Claim("C11", "StableAdamW beats gradient clipping at beta2 0.99",
           f"{_ACC['stable_adamw'][0.99] - _ACC['adamw_clip'][0.99]:+.1f} points {BY_EYE}", ABOVE_0,
           partial(OPTIMIZERS, one="stable_adamw", other="adamw_clip", rule=larger,
-                  only={"optimizer.beta2": 0.99}), tuple(BOTH)),
+                  only={"optimizer.beta2": 0.99}), tuple(BOTH),
+          short="beats clipping"),
     Claim("C11", "a lower beta2 also removes spikes", "none",
           f"no spikes at the lowest beta2, with an interval above 0{REMAINS}",
-          partial(FEWER, varied="optimizer.beta2", studies=OF_BETA2, gone=True)),
+          partial(FEWER, varied="optimizer.beta2", studies=OF_BETA2, gone=True),
+          short="lower beta2 removes"),
     Claim("C11", "a beta2 that is too low costs accuracy",
           f"0.9 minus 0.5: {_ACC['adamw'][0.9] - _ACC['adamw'][0.5]:+.1f} points {BY_EYE}", ABOVE_0,
           partial(BETA2, one=0.9, other=0.5, rule=larger, only={"optimizer.name": "adamw"}),
-          tuple(BOTH)),
+          tuple(BOTH),
+          short="too low costs"),
     Claim("C12", "a dynamic loss scale falls at spikes", "no number",
-          "share of falls at loss spikes: interval above chance", spike_judges.scale_falls),
+          "share of falls at loss spikes: interval above chance", spike_judges.scale_falls,
+          short="falls at spikes"),
     Claim("C12", "with a fixed loss scale that skips single tensors, training continues",
           "no number", "every run reaches its end, single tensors are skipped, two seeds, and not "
           "every run with a dynamic scale reaches its end",
-          spike_judges.tensor_skips),
+          spike_judges.tensor_skips,
+          short="fixed is safe"),
 )  # fmt: skip
 HEADER = ("", "claim", "the paper", "our runs", "margin", "verdict")
 NOTE = (
@@ -229,6 +280,12 @@ NOTE = (
     "verdict, or has one seed. Spikes are counted by each run's own thresholds. Benchmark rows "
     "(C6 to C8) have no interval: each number is a single measurement. The paper makes no claim "
     "about C13, the schedule of beta2, that could be judged."
+)
+
+
+IN_SHORT = (
+    "True size: models of the paper. Mini: models that one GPU trains in minutes. Holds: "
+    "reproduced; fails: not reproduced; open: undecided. Exploratory rows and checks are left out."
 )
 
 
@@ -267,9 +324,46 @@ def judge(claim: Claim, records: Evidence, scale: str = "") -> Finding:
         return Finding("", NO_RUNS, str(error))
 
 
+def summary(rows: list[tuple[Claim, str, Finding]]) -> str:
+    """Returns a table in Markdown with a row for each of C1 to C12, and a column for each size."""
+    lines = [f"| | the paper's claim | {TRUE_SIZE} | {MINI} |", "|---|---|---|---|"]
+    for number, statement in STATEMENTS.items():
+        cells = {TRUE_SIZE: {}, MINI: {}}
+        for claim, text, finding in rows:
+            if claim.number == number and claim.short:
+                of_cell = cells[_column(claim, text, finding)].setdefault(claim.short, [])
+                of_cell.append(finding.verdict.partition(" at ")[0])
+        in_short = [_in_short(each) for each in cells.values()]
+        mini = in_short[1] if cells[MINI] else "-"
+        lines.append(f"| {number} | {statement} | {in_short[0]} | {mini} |")
+    return "\n".join(lines) + "\n"
+
+
+def _column(claim: Claim, text: str, finding: Finding) -> str:
+    """The column of a row: that of its scale, or of its claim unless the verdict names none."""
+    for scale, ending in BOTH.items():
+        if text.endswith(ending):
+            return COLUMNS[scale]
+    return TRUE_SIZE if finding.verdict in (REPRODUCED, NOT) else claim.column
+
+
+def _in_short(verdicts: dict[str, list[str]]) -> str:
+    """`holds`, or `holds: one thing; open: another`; of several rows of one thing, the worst."""
+    worst = {name: next(v for v in VERDICTS if v in each) for name, each in verdicts.items()}
+    if set(worst.values()) <= {NO_RUNS}:
+        return "open: no runs"
+    parts: dict[str, list[str]] = {}
+    for word in ("holds", "fails", "open"):
+        parts[word] = [name for name, verdict in worst.items() if VERDICTS[verdict] == word]
+    if len(worst) in (len(parts["holds"]), len(parts["fails"])):
+        return "holds" if parts["holds"] else "fails"
+    return "; ".join(f"{word}: {', '.join(names)}" for word, names in parts.items() if names)
+
+
 def markdown(rows: list[tuple[Claim, str, Finding]], sources: str) -> str:
     """Returns the table as Markdown, with commands formatted as code."""
-    lines = ["# Claims", "", f"From {sources}. {NOTE}", "", f"| {' | '.join(HEADER)} |"]
+    lines = ["# Claims", "", f"From {sources}. {NOTE}", "", "## Verdicts", "", IN_SHORT, ""]
+    lines += [summary(rows), "## All rows", "", f"| {' | '.join(HEADER)} |"]
     lines.append("|" + "---|" * len(HEADER))
     for claim, text, finding in rows:
         why = re.sub(r"(python -m \S+( -m \S+)?( \S+=\S+)*)", r"`\1`", finding.why)

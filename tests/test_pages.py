@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "CONTRIBUTING.md", "notebooks/README.md") + tuple(
     f"experiments/{name}.md" for name in ("PROTOCOL", "FROM_OPEN_CLIP", "TROUBLESHOOTING")
 )
+RESULTS = [ROOT / "experiments" / "RESULTS.md", *sorted(ROOT.glob("experiments/results/*.md"))]
 EXAMPLES = {  # of CONTRIBUTING.md: what is there when it has run
     "A recipe": "runs/run/nano-custom-adamw-s0-*/layers.json",
     "An optimizer": "runs/run/nano-bf16-centralized-s0-*/metrics.jsonl",
@@ -216,7 +217,7 @@ def test_the_speed_of_models_is_that_of_the_newest_lines_beside_compiled_open_cl
             assert cell.replace("*", "") == f"{number}, {words}", at
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, *RESULTS])
 def test_links_of_a_page_lead_somewhere(page):
     text = (ROOT / page).read_text()
     for link in re.findall(r"\]\(([^)]+)\)", text):

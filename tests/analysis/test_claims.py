@@ -22,6 +22,7 @@ from analysis.evidence import (
     REPRODUCED,
     UNDECIDED,
     Evidence,
+    Finding,
     Sample,
     equal,
     share_interval,
@@ -444,6 +445,39 @@ def test_the_committed_page_of_claims_is_what_the_command_writes(tmp_path, monke
     assert (ROOT / "experiments" / "results" / "claims.md").read_text() == written
     numbers = re.findall(r"^\| (C\d+) ", written, re.M)
     assert list(dict.fromkeys(numbers)) == [f"C{i}" for i in range(1, 13)]
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "cell"),
+    [
+        ([("a", HELD), ("b", HELD)], "holds"),
+        ([("a", FAILED), ("a", HELD)], "fails"),
+        ([("a", HELD), ("a", UNDECIDED), ("b", HELD)], "holds: b; open: a"),
+        ([("b", UNDECIDED), ("a", FAILED), ("c", HELD)], "holds: c; fails: a; open: b"),
+        ([("a", UNDECIDED)], "open: a"),
+        ([("a", NO_RUNS), ("b", NO_RUNS)], "open: no runs"),
+        ([("", HELD)], "-"),
+    ],
+)
+def test_verdicts_in_short_are_the_worst_of_their_rows(verdicts, cell):
+    rows = [
+        (claims.Claim("C9", "", "", "", None, short=short), "", Finding("", verdict))
+        for short, verdict in verdicts
+    ]
+    [row] = [line for line in claims.summary(rows).splitlines() if line.startswith("| C9 ")]
+    assert row.endswith(f" | open: no runs | {cell} |")
+
+
+@pytest.mark.parametrize(
+    ("scale", "verdict", "column"),
+    [("paper", UNDECIDED, 0), ("mini", HELD, 1), ("", REPRODUCED, 0), ("", HELD, 1)],
+)
+def test_a_verdict_in_short_stands_in_the_column_of_its_scale(scale, verdict, column):
+    claim = claims.Claim("C1", "", "", "", None, tuple(claims.BOTH), short="a")
+    row = claim, claims.BOTH.get(scale, ""), Finding("", verdict)
+    cells = claims.summary([row]).splitlines()[2].split(" | ")[2:]
+    expected = {UNDECIDED: "open: a"}.get(verdict, "holds")
+    assert cells[column].strip(" |") == expected
 
 
 def test_repeated_runs_have_the_losses_of_the_first_ones():

@@ -1,15 +1,22 @@
-"""The page of results agrees with the committed records."""
+"""The page of results and its appendices agree with the committed records."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-from analysis import curves, load_runs
+from analysis import curves, evidence, load_runs
+from analysis.figures import attention_logits, feature_size
+from analysis.load import load_all
+from tests.analysis.test_spike_claims import permuted
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "experiments" / "results"
-PAGE = (ROOT / "experiments" / "RESULTS.md").read_text()
+PAGE = " ".join((ROOT / "experiments" / "RESULTS.md").read_text().split())
+README = " ".join((ROOT / "README.md").read_text().split())
+LINES = (ROOT / "experiments" / "RESULTS.md").read_text().splitlines()
+CLAIMS = (RESULTS / "claims.md").read_text()
+APPENDICES = sorted(set(RESULTS.glob("*.md")) - {RESULTS / "claims.md", RESULTS / "README.md"})
 PRECISIONS = {
     "bf16": "bf16",
     "SwitchBack int8": "switchback",
@@ -43,9 +50,32 @@ WARNINGS = {
 
 
 def rows_of(start):
-    """The cells of each row of the page's table whose header begins with `start`."""
-    table = PAGE[PAGE.index(f"\n{start}") + 1 :].partition("\n\n")[0].splitlines()
+    """The cells of each row of the one table of the appendices whose header begins with `start`."""
+    [text] = [text for path in APPENDICES if f"\n{start}" in (text := path.read_text())]
+    table = text[text.index(f"\n{start}") + 1 :].partition("\n\n")[0].splitlines()
     return [[cell.strip() for cell in line.strip("|").split(" |")] for line in table[2:]]
+
+
+def claim(number, words):
+    """The row of claims.md with a number whose statement begins with the words."""
+    lines = CLAIMS.partition("## All rows")[2].splitlines()
+    [line] = [line for line in lines if line.startswith(f"| {number} | {words}")]
+    return line
+
+
+def numbers(number, words, pattern):
+    """The numbers in a row of claims.md, where the pattern's groups match."""
+    return [float(text) for text in re.search(pattern, claim(number, words)).groups()]
+
+
+def words_of(name):
+    """The text of an appendix in one line."""
+    return " ".join((RESULTS / f"{name}.md").read_text().split())
+
+
+def in_words(mean, low, high):
+    """`2.5 points (1.2 to 3.8)`."""
+    return f"{mean:.1f} points ({low:.1f} to {high:.1f})"
 
 
 @pytest.fixture(scope="module")
@@ -68,14 +98,119 @@ def scores():
     return mean
 
 
-def test_the_table_of_verdicts_is_that_of_the_claims():
-    lines = (RESULTS / "claims.md").read_text().splitlines()
+def test_the_page_is_short_and_has_the_twelve_verdicts_of_the_claims():
+    assert len(LINES) <= 200
+    table = CLAIMS[CLAIMS.index("| | the paper's claim") :].partition("\n\n")[0].splitlines()
+    assert len(table) == 2 + 12
+    at = LINES.index(table[0])
+    assert LINES[at : at + len(table) + 1] == [*table, ""]
+    section = (ROOT / "README.md").read_text().partition("## Results so far\n\n")[2]
+    assert len(section.partition("\n\n## ")[0].splitlines()) <= 12
+
+
+def test_the_rows_of_the_appendix_are_those_of_the_claims():
+    lines = CLAIMS.partition("## All rows")[2].splitlines()
     claims = [[cell.strip() for cell in line.split(" | ")] for line in lines if "| C" in line[:4]]
     judged = [(c[0].strip("| "), c[1], re.match(r"\*\*(.*?)\*\*", c[5])[1]) for c in claims]
     ours = [tuple(cells[:3]) for cells in rows_of("| | claim | verdict |")]
     own = [row for row in ours if row[0] == "C4"]
     assert [row[2] for row in own] == ["no verdict"]
     assert [row for row in ours if row not in own] == [row for row in judged if row[2] != "no runs"]
+
+
+INTERVAL = r"mini L ([+-][\d.]+) \[([+-][\d.]+), ([+-][\d.]+)\]"
+
+
+def test_the_messages_have_the_numbers_of_the_claims(scores):
+    both = r"([\d.]+)% of the time \(\d.*?; ([\d.]+)% of the time \(\d"
+    saved = numbers("C7", "SwitchBack is faster", both)
+    assert f"saves {saved[0]:.1f}% of the time" in PAGE and f"saves {saved[0]:.0f}%" in README
+    assert f"{saved[0]:.1f}% of forward and backward saved, {saved[1]:.1f}% with" in PAGE
+    mean, low, high = numbers("C1", "SwitchBack int8 matches bf16's accuracy, mini", INTERVAL)
+    interval = f"ends {-mean:.1f} points below bf16 ({-low:.1f} below to {high:.1f} above)"
+    assert interval in PAGE and f"ends {-mean:.1f} points" in README
+    alone = numbers("C6", "the weight gradient alone", INTERVAL)
+    assert f"it alone costs {in_words(*alone)}" in PAGE
+    assert f"it alone costs {alone[0]:.1f} points" in README
+    loses = numbers("C2", "LLM.int8() training loses accuracy, mini", INTERVAL)
+    assert "loses {:.1f} points in `mini_l` ({:.1f} to {:.1f})".format(*loses) in PAGE
+    per_run = r"StableAdamW: ([\d.]+); AdamW: ([\d.]+); .*?\((\d+) runs"
+    stable, adamw, num = numbers("C11", "loss spikes over 1 nat are rarer", per_run)
+    words = f"In {num / 2:.0f} runs each, it has {stable * num / 2:.0f} spikes over 1 nat where "
+    assert f"{words}AdamW has {adamw * num / 2:.0f}" in PAGE
+    assert f"{stable * num / 2:.0f} large spikes where AdamW has {adamw * num / 2:.0f}" in README
+    half = scores("spikes_vs_lr_mini", optimizer__lr=1e-3)
+    settings = {"optimizer__name": "adamw", "optimizer__beta2": 0.99}
+    full = scores("stability_mini", **settings)
+    assert f"AdamW ends at {half:.1f}% R@1 instead of {full:.1f}%" in PAGE
+    assert f"{half:.0f}% instead of {full:.0f}%" in README
+    for beta2 in (0.99, 0.995, 0.999):
+        name = {"optimizer__name": "stable_adamw", "optimizer__beta2": beta2}
+        assert scores("stability_mini", **name) < half
+
+
+def test_leads_and_lower_values_of_beta2_are_those_of_the_claims():
+    pattern = (
+        r"(\d+) of (\d+) follow .*? a further (\d+) .*? "
+        r"of (\d+) spikes over 1 nat, (\d+) follow and (\d+)"
+    )
+    follow, total, same, large, *of_large = numbers("C10", "a loss spike follows", pattern)
+    assert f"fails at {follow / total:.0%} (paper: 93%)" in PAGE
+    assert f"because a further {same / total:.0%} begin at the very step" in PAGE
+    assert f"Of {large:.0f} spikes over 1 nat, {of_large[0]:.0f} follow an RMS spike" in PAGE
+    assert f"and {of_large[1]:.0f} begin at its very step" in PAGE
+    spikes = words_of("spikes")
+    assert f"Of our {total:.0f} loss spikes, {follow:.0f} do ({follow / total:.0%})" in spikes
+    assert f"A further {same:.0f} begin at the very step" in spikes
+    low = numbers("C11", "a beta2 that is too low costs accuracy, mini", INTERVAL)
+    assert f"A beta2 of 0.5 costs {in_words(*low)}" in PAGE
+
+
+def test_ties_decide_whether_spikes_grow_with_the_learning_rate():
+    roots = [RESULTS / "stability_mini", RESULTS / "spikes_vs_lr_mini"]
+    counts = evidence.Evidence(roots).spikes(("spikes_vs_lr", "stability"))
+    counts = counts[(counts["optimizer.name"] == "adamw") & (counts["optimizer.beta2"] == 0.99)]
+    by_seed = counts.pivot_table(evidence.SPIKES, "seed", "optimizer.lr")
+    p_value, text = permuted(by_seed.to_numpy()), words_of("spikes")
+    assert f"the learning rate's is {p_value:.3f}, or {3 * p_value:.3f} after" in text
+    [scipys] = numbers("C9", "loss spikes grow with the learning rate", r"([\d.]+) by Holm")
+    assert evidence.page(by_seed) > p_value and scipys > evidence.ALPHA > 3 * p_value
+
+
+@pytest.fixture(scope="module")
+def everything():
+    """All runs of the records."""
+    return load_all(RESULTS)
+
+
+def test_features_by_recipe_are_those_of_the_records(everything):
+    studies = ("accuracy_vs_size", *feature_size.BASELINES)
+    frame = feature_size.query(everything.where(everything.summaries["experiment"].isin(studies)))
+    frame = frame[(frame["model"] == "mini_l") & (frame["recipe"] != "bf16")]
+    text = words_of("features")
+    last = frame[frame["at"] == "last"].groupby("recipe")["ratio"].mean()
+    assert f"is {last['LLM.int8()']:.2f} times that of the bf16 run" in text
+    assert f"and {last['int8 weight gradient only']:.2f} times with the weight gradient" in text
+    assert f"SwitchBack int8 has {last['SwitchBack int8']:.2f}" in text
+    assert f"SwitchBack int8 at {last['SwitchBack int8']:.2f}" in PAGE
+    inflated = frame["recipe"].isin(["LLM.int8()", "int8 weight gradient only"])
+    ends, starts = (frame[frame["at"] == at] for at in ("last", "early"))
+    own, others = ends.loc[inflated, "ratio"], ends.loc[~inflated, "ratio"]
+    words = f"These {len(own)} runs ({own.min():.2f} to {own.max():.2f}) separate wholly from "
+    assert f"{words}{len(others)} others ({others.min():.2f} to {others.max():.2f})" in text
+    assert f"{len(own)} runs lie between {own.min():.1f} and {own.max():.1f}" in PAGE
+    early = starts.loc[inflated, "ratio"]
+    rest = starts.loc[~inflated & (starts["recipe"] != "e2m1 weight gradient only"), "ratio"]
+    words = f"the {len(early)} runs are at {early.min():.2f} to {early.max():.2f} and all others "
+    assert f"{words}at {rest.min():.2f} to {rest.max():.2f}" in text
+
+
+def test_attention_logits_are_those_of_the_records(everything):
+    studies = ("spikes_vs_size", *attention_logits.BASELINES)
+    runs = everything.where(everything.summaries["experiment"].isin(studies))
+    over_runs, within = attention_logits.correlations(frame := attention_logits.query(runs))
+    assert f"correlation {over_runs:.2f} over {len(frame)} runs" in PAGE
+    assert f"({within:.2f} within them)" in PAGE
 
 
 def test_the_records_stay_small():
