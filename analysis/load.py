@@ -156,10 +156,7 @@ class Runs:
         """For each run: the rows of each of its files, and notes on damage."""
         unread = self.summaries[~self.summaries["path"].isin(list(self.files))]
         for run in self._facts(unread):
-            rows = {"metrics": run_files.read_metrics(run)}
-            rows |= {name: run_files.read_row_file(run, name) for name in ("timing", "events")}
-            tables = {name: (pd.DataFrame(part), notes) for name, (part, notes) in rows.items()}
-            self.files[run["path"]] = tables
+            self.files[run["path"]] = run_files.read_tables(run)
         return [self.files[path] for path in self.summaries["path"]]
 
     def _table(self, name: str) -> pd.DataFrame:

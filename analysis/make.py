@@ -26,6 +26,7 @@ from analysis.cli import ChoiceError
 from analysis.load import EXPERIMENTS, NoRunsError, Runs, command, load_all
 from analysis.run_files import as_path
 from analysis.style import save, style
+from lowprec.config.schema import SCALES
 from lowprec.nearest import nearest
 from lowprec.runs import durable
 from lowprec.runs.environment import commit, package_version
@@ -49,9 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--runs", default="runs", help="folder of runs, or its URL [runs]")
     parser.add_argument("--out", type=Path, default=Path("figures"), help="folder [figures]")
     parser.add_argument("--experiment", help="experiment whose runs to draw; `any` for all")
-    parser.add_argument(
-        "--scale", choices=("paper", "mini", "demo"), help="scale of the runs, if there are several"
-    )
+    parser.add_argument("--scale", choices=SCALES, help="scale of the runs, if there are several")
     options = parser.parse_args(arguments)
     called, slug = f"python -m analysis.make {shlex.join(arguments)}", options.slug
     if slug not in (*slugs, "all"):

@@ -17,20 +17,20 @@ import pyarrow.parquet as pq
 import yaml
 from upath import UPath
 
-from lowprec.config.check import REMOVED
+from lowprec.config.check import REMOVED, allows
 from lowprec.config.schema import Config, PrecisionConfig, SpikeConfig
 from lowprec.runs import read
 from lowprec.runs.identity import to_dict
+from lowprec.runs.read import UNREADABLE
 
 TYPES = {
     "timing": {"attempt": int, "wall_s": float, "images_per_s": float, "data_wait": float},
     "events": {"step": int, "rms": dict},
 }
 ARCHIVE = "runs.zip"  # an archive of run directories, as experiments.compact writes
-MAX_STEPS = 10**8
+MAX_STEPS, MAX_GAP = 10**8, 10**5  # steps; those that a record may lack, and ten times its own
 MAX_KEYS, MAX_DEPTH = 10_000, 100  # of a config
 NO_TENSORS = "tensors are not there"
-UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError, TypeError, *read.BAD_ARCHIVE)
 PRECISION = ("precision.autocast", "precision.recipe")
 TEXTS = ("experiment", "scale", "model.name", "optimizer.name", *PRECISION)
 NUMBERS = (  # tables and figures compute with these, and group by the texts
@@ -158,13 +158,30 @@ def read_row_file(summary: dict, name: str) -> tuple[list[dict], list[str]]:
     return rows, [f"{path.name}: {fault.removeprefix(f'{path}, ')}{more}" for fault in faults[:1]]
 
 
+def read_tables(summary: dict) -> dict[str, tuple[pd.DataFrame, list[str]]]:
+    """Returns the rows of each of a run's .jsonl files, and notes on damage.
+
+    A run that cannot be read for a reason that nobody thought of has a note and no rows: other runs
+    can still be read.
+    """
+    try:
+        rows = {"metrics": read_metrics(summary)}
+        rows |= {name: read_row_file(summary, name) for name in ("timing", "events")}
+        return {name: (pd.DataFrame(part), notes) for name, (part, notes) in rows.items()}
+    except Exception as error:
+        note = f"the run cannot be read: {type(error).__name__}: {error}"
+        nothing = {name: (pd.DataFrame(), []) for name in ("timing", "events")}
+        return {"metrics": (pd.DataFrame(), [note[:200]]), **nothing}
+
+
 def read_metrics(summary: dict) -> tuple[list[dict], list[str]]:
     """Returns one row per step in order, and notes on damaged lines and repeated or missing steps.
 
     If a step has several rows, the last one counts: a later attempt wrote it.
     """
     rows, notes = read_row_file(summary, "metrics")
-    valid = [row for row in rows if _is_step_row(row, summary.get("num_steps", np.nan))]
+    largest = np.fmin(summary.get("num_steps", np.nan), MAX_GAP + 10 * len(rows))
+    valid = [row for row in rows if _is_step_row(row, largest)]
     by_step = {row["step"]: row for row in valid}
     steps = sorted(by_step)
     last = summary["step"] if summary["state"] in read.ENDED else 0
@@ -247,16 +264,14 @@ def _parse_yaml(data: bytes) -> object:
 
 
 def _is_of_its_type(key: str, value: object) -> bool:
-    if value is None:
-        return DEFAULTS[key] is None
     if key in TEXTS:
-        return isinstance(value, str)
-    return type(value) in (int, float) and abs(value) < 1e12
+        return isinstance(value, str) or value is None and DEFAULTS[key] is None
+    return allows(key, value) and not abs(value or 0) >= 1e12
 
 
-def _is_step_row(row: dict, num_steps: float) -> bool:
+def _is_step_row(row: dict, largest: float) -> bool:
     step = row.get("step")
-    in_range = type(step) is int and 1 <= step <= MAX_STEPS and not step > num_steps
+    in_range = type(step) is int and 1 <= step <= largest
     return in_range and all(
         type(value) is float or type(value) is int and abs(value) < 2**63 for value in row.values()
     )
@@ -290,6 +305,10 @@ def _read_parquet(path: Path, pattern: str, stat: str) -> tuple[pd.DataFrame, li
     with pq.ParquetFile(source, pre_buffer=True) as file:
         names = [name for name in file.schema_arrow.names if name != "step"]
         columns = ["step", *(n for n in names if fnmatchcase(n, f"{stat}/{pattern}"))]
+        read.refuse_columns(file.schema_arrow, pa.types.is_floating)
+        unpacked, size = 8 * file.metadata.num_rows * len(columns), path.stat().st_size
+        if unpacked > read.ROOM + read.UNPACKED * size:
+            raise ValueError(f"{path} has {size:,} bytes, which unpack to {unpacked:,}")
         frame = file.read(columns=columns, use_threads=False).to_pandas()
     return frame.rename(columns=lambda name: name.removeprefix(f"{stat}/")), names
 

@@ -76,6 +76,7 @@ MODELS = {  # model.name: in print, small to large
     "mini_b": "mini B",
     "mini_l": "mini L",
     "mini_h": "mini H",
+    "vit_b14": "ViT-B/14",
     "vit_b32": "ViT-B/32",
     "vit_l14": "ViT-L/14",
     "vit_h14": "ViT-H/14",

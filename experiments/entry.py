@@ -1,24 +1,65 @@
-"""Runs an entry point, after checking its whole command line."""
+"""Runs an entry point: its command line is composed and checked once, then each run is called.
+
+Hydra itself only explains (`--help`, `--cfg job`, `--info`, shell completion).
+"""
 
 import argparse
 import signal
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
-import hydra
-from hydra._internal.utils import get_args_parser
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
+from hydra import version
+from hydra._internal.utils import _run_hydra, get_args_parser
 
 from lowprec.config import compose
-from lowprec.config.check import ConfigError, RunError, check
-from lowprec.config.patterns import without_secrets
-from lowprec.config.place import place
+from lowprec.config.check import ConfigError, RunError
 from lowprec.config.schema import Config
+from lowprec.data.sources import without_secrets
+from lowprec.train.ranks import place
 
-_swept: set[str] = set()  # keys in which the runs of this process's sweep differ
 FLAGS = ("config_name", "config_path", "config_dir", "experimental_rerun")  # refused
+EXPLAIN = ("help", "hydra_help", "shell_completion", "cfg", "info")  # flags that run nothing
+QUEUE = ("timeout_min", "cpus_per_task", "gpus_per_node", "tasks_per_node", "mem_gb", "nodes")
+QUEUE += ("name", "stderr_to_stdout")  # parameters that all of submitit's executors share
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The sweep that this process works on, for what a run prints."""
+
+    overrides: tuple[str, ...] = ()  # of the run
+    own: str = ""  # the overrides in which it differs from the others
+    is_here: bool = False  # this process trains the runs one after another
+
+
+_sweep = Sweep()
+
+
+@dataclass(frozen=True)
+class SweptRun:
+    """One run of a sweep, which submitit may send to another process."""
+
+    task: Callable[[Any], Any]
+    config: Any
+    number: int
+    sweep: Sweep
+
+    def __call__(self) -> None:
+        """Calls the task, after a line that says which run this is."""
+        global _sweep
+        _sweep = self.sweep
+        if _sweep.own:
+            print(f"[{self.number}] {_sweep.own}", flush=True)
+        self.task(self.config)
+
+    def checkpoint(self) -> Any:
+        """What submitit submits again if a signal comes before training can catch it."""
+        from submitit.helpers import DelayedSubmission
+
+        return DelayedSubmission(self)
 
 
 def run_command(
@@ -26,63 +67,49 @@ def run_command(
     entry: str,
     schema: type = Config,
     preflight: Callable[[Any], None] = lambda config: None,
+    arguments: argparse.Namespace | None = None,
 ) -> None:
     """Calls `task(config)` for the command line's config, or under -m for each of its runs.
 
     All configs are checked first, also by `preflight(config)`, which may raise ConfigError. Faults
-    are printed as a list, and the exit status is 2. `entry` is the command's name.
+    are printed as a list, and the exit status is 2. `entry` is the command's name; `arguments` are
+    those of the command line (`parse_command`).
     """
-    compose.register(schema)
-    arguments = parse_command()
-    helps = arguments.hydra_help or arguments.help or arguments.shell_completion
-    if helps:
+    arguments = arguments or parse_command()
+    overrides, multirun = arguments.overrides, arguments.multirun
+    explains = any(getattr(arguments, flag) for flag in EXPLAIN)
+    if explains:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ends quietly under `| head`
-    commands: list[list[str]] = []
-    differing: set[str] = set()
     try:
-        if arguments.multirun and (size := place()[1]) > 1:
+        if multirun and (size := place()[1]) > 1:
             instead = f"python -m experiments.sweep submit ... launcher.gpus={size}"
             raise ConfigError([f"-m does not run in {size} processes; use {instead}"])
-        if not helps:
-            multirun, overrides = arguments.multirun, arguments.overrides
+        if not explains or arguments.cfg or arguments.info:
             runs = compose.compose_command(
                 overrides, entry, schema, multirun=multirun, preflight=preflight
             )
-            differing = set().union(*compose.differing_values([run.overrides for run in runs]))
-            if multirun and issubclass(schema, Config):
-                commands = compose.further_commands(overrides)
+        launcher = compose.launcher_settings(overrides, entry, schema) if multirun else {}
     except ConfigError as error:
         refuse(error)
-    if arguments.help:  # Hydra adds the groups
-        usage = (sys.modules["__main__"].__doc__ or "").strip()
-        print(f"{usage}\n\nKeys with their defaults:\n\n{compose.explain(entry, schema)}\n")
-
-    @hydra.main(
-        version_base="1.3", config_path=str(compose.CONF), config_name=compose.config_file(entry)
-    )
-    def run(composed: Any) -> Any:
-        _swept.update(differing)  # here, since a launcher may call this in another process
-        if own := differing_overrides():
-            print(f"[{HydraConfig.get().job.num + 1}] {own}", flush=True)
+    if explains:
+        _explain(arguments, entry, schema)
+    elif multirun:
+        _run_each(swept_runs(task, runs, is_here=not launcher), launcher)
+    else:
         try:
-            return task(check(compose.plain(composed), schema))
-        except (ConfigError, RunError) as error:
-            if arguments.multirun:  # the other runs continue
-                raise
-            if isinstance(error, ConfigError):
-                refuse(error)
+            task(runs[0].config)
+        except ConfigError as error:
+            refuse(error)
+        except RunError as error:
             sys.exit(str(error))
 
-    _run_each(run, commands)
 
+def parse_command(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parses a command line, by default this process's.
 
-def parse_command() -> argparse.Namespace:
-    """Parses the command line; refuses flags that Hydra lacks, and those that name a config.
-
-    Keys move behind the flags, the only order that Hydra accepts.
+    Refuses flags that Hydra lacks, and those that name a config.
     """
-    arguments, unknown = get_args_parser().parse_known_intermixed_args()
-    sys.argv[1:] = sorted(sys.argv[1:], key=arguments.overrides.__contains__)
+    arguments, unknown = get_args_parser().parse_known_intermixed_args(words)
     named = [f"--{name.replace('_', '-')}" for name in FLAGS if getattr(arguments, name)]
     faults = [f"{flag}: only configs in conf/ are read" for flag in named]
     for flag in (text.partition("=")[0] for text in unknown if text.startswith("-")):
@@ -95,22 +122,17 @@ def parse_command() -> argparse.Namespace:
 
 def runs_a_sweep() -> bool:
     """Whether this process trains the runs of a sweep one after another."""
-    if not HydraConfig.initialized():
-        return False
-    job = HydraConfig.get()
-    return job.mode == RunMode.MULTIRUN and "BasicLauncher" in job.launcher._target_
+    return _sweep.is_here
 
 
 def run_overrides() -> list[str]:
     """The overrides of a run of a sweep, without secrets; none for a single run."""
-    if not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN:
-        return []
-    return [without_secrets(text) for text in HydraConfig.get().overrides.task]
+    return [without_secrets(text) for text in _sweep.overrides]
 
 
 def differing_overrides() -> str:
     """The overrides in which a run of a sweep differs from the others; "" for a single run."""
-    return " ".join(text for text in run_overrides() if text.partition("=")[0] in _swept)
+    return _sweep.own
 
 
 def beside_chance(chance: dict[str, float], score: str) -> str:
@@ -124,16 +146,61 @@ def refuse(error: ConfigError) -> NoReturn:
     sys.exit(2)
 
 
-def _run_each(run: Callable[[], None], commands: list[list[str]]) -> None:
-    """Runs the command line and each further command; exits with 1 after all if one failed."""
-    words, failed = sys.argv[1:], False
-    for command in [[], *commands]:
-        sys.argv[1:] = [*words, *command]
+def swept_runs(
+    task: Callable[[Any], Any], runs: list[compose.ComposedRun], *, is_here: bool
+) -> list[SweptRun]:
+    """The runs of a sweep, numbered from 1."""
+    differing = set().union(*compose.differing_values([run.overrides for run in runs]))
+    swept = []
+    for number, run in enumerate(runs, 1):
+        own = [text for text in run.overrides if text.partition("=")[0] in differing]
+        sweep = Sweep(run.overrides, " ".join(map(without_secrets, own)), is_here)
+        swept.append(SweptRun(task, run.config, number, sweep))
+    return swept
+
+
+def _run_each(runs: list[SweptRun], launcher: dict) -> None:
+    """Runs a sweep, here or as jobs; prints each failure and exits with 1 if there is one."""
+    jobs = _submit(runs, launcher) if launcher else runs
+    failed = False
+    for run, job in zip(runs, jobs, strict=True):
         try:
-            run()
-        except SystemExit as error:
-            if error.code != 1:
-                raise
+            job.results() if launcher else job()
+        except Exception as error:
             failed = True
+            is_told = isinstance(error, ConfigError | RunError)
+            text = str(error) if is_told else traceback.format_exc().rstrip()
+            print(f"run {run.number} failed: {text}", file=sys.stderr, flush=True)
     if failed:
         sys.exit(1)
+
+
+def _submit(runs: list[SweptRun], launcher: dict) -> list:
+    """Submits the runs as an array of submitit's jobs and returns these."""
+    import submitit
+
+    cluster, folder = launcher.pop("cluster"), launcher.pop("submitit_folder")
+    timeouts = {f"{cluster}_max_num_timeout": launcher.pop("max_num_timeout", None)}
+    executor = submitit.AutoExecutor(
+        folder, cluster=cluster, **{key: value for key, value in timeouts.items() if value}
+    )
+    executor.update_parameters(
+        **{key if key in QUEUE else f"{cluster}_{key}": value for key, value in launcher.items()}
+    )
+    return executor.submit_array(runs)
+
+
+def _explain(arguments: argparse.Namespace, entry: str, schema: type) -> None:
+    """Prints what a flag asks for: the keys, a config, or what completes a word in the shell."""
+    if arguments.help:  # Hydra adds the groups
+        usage = (sys.modules["__main__"].__doc__ or "").strip()
+        print(f"{usage}\n\nKeys with their defaults:\n\n{compose.explain(entry, schema)}\n")
+    version.setbase("1.3")
+    compose.register(schema)
+    _run_hydra(
+        args=arguments,
+        args_parser=get_args_parser(),
+        task_function=run_command,
+        config_path=str(compose.CONF),
+        config_name=compose.config_file(entry, schema),
+    )

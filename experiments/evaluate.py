@@ -15,11 +15,11 @@ from pathlib import Path
 
 from experiments.entry import beside_chance, run_command
 from lowprec.config.check import ConfigError
-from lowprec.config.preflight import preflight
 from lowprec.config.schema import Config, OptimizerConfig, key
 from lowprec.data.open import open_data
 from lowprec.runs.attempts import step_of
 from lowprec.runs.read import encode_row, read_config
+from lowprec.train.preflight import preflight
 
 
 @dataclass

@@ -22,6 +22,7 @@ class MakeShapesConfig:
     out: str = key("???", "folder for the shards")
     num_train: int = key(20000, "training pairs", least=1)
     num_val: int = key(5000, "validation pairs, all distinct", least=0, most=200_000)
+    swapped: bool = key(False, "follow validation scenes of two objects by swapped colors")
     image_size: int = key(64, "pixels per side", least=16)
     seed: int = key(0, "seed of all scenes", least=0)
     num_processes: int | None = key(None, "null: one per core", least=1)

@@ -9,6 +9,10 @@ recipes apply to. It overwrites RUN/quant_error.jsonl with a line per recipe, la
 operand, and prints the layers with the worst products. Products that a recipe leaves in 16 bits are
 measured with bf16 operands for comparison, and not printed if bf16 rounds nothing.
 
+`checkpoints=[0,500]` measures the initial weights and step 500 instead, `layers=[*resblocks.0.*]`
+only the matching layers, `batch_size=256` a smaller batch, and `num_tokens=[1024,4096]` only the
+first tokens of the batch: they are the terms of a weight gradient's sums.
+
 The second command writes the measured and predicted error variance of quantized dot products by
 inner dimension to `run_dir/bench/quantization_variance/<time>.jsonl`; figure:
 quantization_variance.
@@ -36,6 +40,10 @@ class QuantErrorConfig:
     recipes: list[str] = key(
         ["switchback", "llm_int8", "fp8_tensorwise"], "recipes for a run", choices=tuple(RECIPES)
     )
+    checkpoints: list[int] = key([], "their steps; 0: initial weights; []: the newest", least=0)
+    layers: list[str] = key(["*"], "patterns for the names of a run's layers")
+    batch_size: int | None = key(None, "image-text pairs; null: the run's", least=2)
+    num_tokens: list[int] = key([], "tokens of the batch to use; []: all", least=1)
     inner_dims: list[int] = key([2**k for k in range(6, 18)], "sizes of random vectors", least=2)
     seed: int = key(0, "seed of the random numbers", least=0)
     device: str = key("auto", "device for a run", choices=("auto", "cpu", "cuda"))
@@ -44,19 +52,32 @@ class QuantErrorConfig:
 
 def main(config: QuantErrorConfig) -> None:
     """Measures, writes and prints."""
-    from experiments.quant_noise import capture, layer_rows, measure_random  # load torch
+    from experiments.quant_noise import (
+        capture,
+        first_tokens,
+        layer_rows,
+        measure_random,
+    )  # load torch
 
     if config.run is None:
         measure_random(config.inner_dims, config.seed, config.run_dir)
         return
-    run = Path(config.run)
-    step, layers = capture(run, config.device)
-    rows = [
-        {"step": step, "recipe": name, "layer": layer, **row}
-        for name in config.recipes
-        for layer, tensors in layers.items()
-        for row in layer_rows(tensors, RECIPES[name])
-    ]
+    run, rows = Path(config.run), []
+    for checkpoint in config.checkpoints or [None]:
+        step, layers = capture(
+            run,
+            config.device,
+            checkpoint=checkpoint,
+            layers=config.layers,
+            batch_size=config.batch_size,
+        )
+        rows += [
+            {"step": step, "recipe": name, "layer": layer, **row}
+            for name in config.recipes
+            for layer, tensors in layers.items()
+            for num_tokens in config.num_tokens or [None]
+            for row in layer_rows(first_tokens(tensors, num_tokens), RECIPES[name])
+        ]
     (run / "quant_error.jsonl").write_text("".join(map(encode_row, rows)))
     print(worst_layers(rows).to_string(index=False, float_format="{:.1f}".format))
 

@@ -1,6 +1,7 @@
 """Quantization errors: in the layers of a trained run, and in dot products of random numbers."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from experiments.benchmarks.measure import Lines
-from lowprec.config.preflight import preflight
+from lowprec.config.check import RunError
 from lowprec.data.open import open_data
 from lowprec.diagnostics.noise import dot_error_variance, inner_dim, operand_noise, product, sqnr_db
 from lowprec.formats import parse_format
@@ -16,10 +17,11 @@ from lowprec.nn.linear import compute_dtype, fake_quantize_operands
 from lowprec.nn.mlp import unfuse
 from lowprec.nn.recipe import PRODUCTS, RECIPES, SUMMED, Recipe
 from lowprec.ops.reference import hadamard
-from lowprec.runs.attempts import step_of
+from lowprec.runs.attempts import saved_steps, step_of
 from lowprec.runs.read import read_config
 from lowprec.train.build import Built, build
 from lowprec.train.checkpoint import find_checkpoint
+from lowprec.train.preflight import preflight
 
 SLUG = "quantization_variance"
 ROWS, COLUMNS = 128, 64  # of the random products
@@ -33,35 +35,56 @@ WITH_BLOCKS = ("fp8_blockwise", "mxfp8", "mxfp4", "nvfp4", "nvfp4_rht_sr")
 TOLERANCE = 0.1  # for `correct`: |measured / predicted - 1|
 
 
-def capture(run: Path, device: str) -> tuple[int, dict[str, dict[str, Tensor]]]:
-    """The step of the newest checkpoint, and x, w and g of each layer for the batch after it.
+def capture(
+    run: Path,
+    device: str,
+    *,
+    checkpoint: int | None = None,
+    layers: Sequence[str] = ("*",),
+    batch_size: int | None = None,
+) -> tuple[int, dict[str, dict[str, Tensor]]]:
+    """The step of a checkpoint, and x, w and g of each matching layer for the batch after it.
 
-    x and g are 2-d, in the dtype that the layer computes in; w is as stored. A finished run repeats
-    its last batch. Raises ConfigError or RunError if the run cannot be loaded.
+    `checkpoint` is its step, 0 for the initial weights, None for the newest one. x and g are 2-d,
+    in the dtype that the layer computes in; w is as stored. A finished run repeats its last batch.
+    Raises ConfigError or RunError if the run cannot be loaded or no layer matches.
     """
     trained = read_config(run)
     trained.device, trained.num_workers = device, 0
     trained.compile = trained.checkpointing = False
     trained.evaluation.name = trained.logger.name = "none"
     trained.model.init_from = trained.data.cache = None
+    trained.batch_size = batch_size or trained.batch_size
     preflight(trained)
-    checkpoint = find_checkpoint(run)
-    step = step_of(checkpoint)
+    path = None if checkpoint == 0 else find_checkpoint(_checkpoint(run, checkpoint))
+    step = step_of(path) if path else 0
     next_step = min(step + 1, trained.num_steps)
     trained = trained.at_step(next_step)
     built = build(trained, open_data(trained))
-    built.state.load(checkpoint)
-    tensors, batch = attach_hooks(built), next(built.batches_from(next_step))
+    if path:
+        built.state.load(path)
+    tensors, batch = attach_hooks(built, layers), next(built.batches_from(next_step))
     built.task.model.train()
     loss, _ = built.task.loss(batch.to(built.device))
     built.state.scaler.scale(loss).backward()
     return step, tensors
 
 
-def attach_hooks(built: Built) -> dict[str, dict[str, Tensor]]:
-    """Adds hooks to `built.layers`; the next forward and backward fill {layer: {x, w, g}}."""
+def _checkpoint(run: Path, step: int | None) -> Path:
+    """The folder of a run's checkpoint; RunError names the steps that there are."""
+    saved = saved_steps(run / "checkpoints")
+    if step is None or step in map(step_of, saved):
+        return run if step is None else next(path for path in saved if step_of(path) == step)
+    raise RunError(f"{run} has no checkpoint of step {step}, only of {[*map(step_of, saved)]}")
+
+
+def attach_hooks(built: Built, layers: Sequence[str] = ("*",)) -> dict[str, dict[str, Tensor]]:
+    """Adds hooks to the matching layers; the next forward and backward fill {layer: {x, w, g}}."""
     unfuse(built.task.model)  # a fused MLP does not call its layers
-    tensors: dict = {layer.name: {} for layer in built.layers}
+    names = [layer.name for layer in built.layers]
+    tensors: dict = {name: {} for name in names if any(fnmatch(name, each) for each in layers)}
+    if not tensors:
+        raise RunError(f"layers={list(layers)} match none of the run's, such as {names[:3]}")
     modules = dict(built.task.model.named_modules())
 
     def keep(name: str, weight: Tensor, x: Tensor, output: Tensor) -> None:
@@ -88,6 +111,11 @@ def _wrap_in_proj(attention: nn.Module, keep: Callable) -> None:
         return output
 
     attention.in_proj = in_proj
+
+
+def first_tokens(tensors: dict[str, Tensor], count: int | None) -> dict[str, Tensor]:
+    """The first tokens of x and g, all if None, and the whole w."""
+    return {name: x if name == "w" else x[:count] for name, x in tensors.items()}
 
 
 def layer_rows(tensors: dict[str, Tensor], recipe: Recipe) -> Iterator[dict]:

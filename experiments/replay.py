@@ -28,7 +28,6 @@ changed.
 import hashlib
 import math
 import os
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing
@@ -41,15 +40,14 @@ import pandas as pd
 
 from experiments.entry import parse_command, run_command
 from experiments.replay_report import CONTROL, PERTURBED, UNCHANGED, Replay, compare, report
-from lowprec.config.check import ConfigError, RunError, check
-from lowprec.config.combinations import combination_faults
-from lowprec.config.compose import change, expand_sweep
-from lowprec.config.preflight import preflight
+from lowprec.config.check import ConfigError, RunError
+from lowprec.config.compose import compose_command
 from lowprec.config.schema import Config, PrecisionChangeConfig, key
 from lowprec.diagnostics.spikes import Protocol, protocol_of
 from lowprec.runs.attempts import CheckpointError
 from lowprec.runs.identity import to_dict
 from lowprec.runs.read import read_config, scan_rows
+from lowprec.train.preflight import preflight
 
 MOST = 120  # characters of a file's name
 OR = "or"  # between changes that are tried one after the other
@@ -195,32 +193,19 @@ def variants_of(trained: dict, changes: list[str], multirun: bool) -> dict[str, 
 
     Raises ConfigError with the errors in all variants.
     """
+    studies = [text for text in changes if text.startswith("experiment=")]
+    if studies:
+        raise ConfigError([f"{studies[0]}: a replay changes single keys and groups of the run"])
     faults: list[str] = []
-    variants = [] if changes else list(suspects(trained))
-    for is_or, words in groupby(changes, OR.__eq__):
-        if not is_or:
-            several = expand_sweep(list(words), ReplayedConfig, faults)
-            variants += several
-            if len(several) > 1 and not multirun:
-                faults.append("this is a sweep: python -m experiments.replay -m ...")
+    tried = [list(words) for is_or, words in groupby(changes, OR.__eq__) if not is_or]
     configs = {}
-    for variant in [(), *variants]:
+    for words in [[], *(tried or suspects(trained))]:
         try:
-            for text in variant:
-                if text.partition("=")[0] == "experiment":
-                    fault = f"{text}: a replay changes single keys and groups of the run"
-                    raise ConfigError([fault])
-            config = check(change(trained, variant), ReplayedConfig)
-            combination = list(combination_faults(config))
-            name, action = config.optimizer.name, config.optimizer.on_warning.action
-            if config.clip_tensors and (name, action) != ("adamw", "none"):
-                combination.append("clip_tensors needs optimizer=adamw without on_warning")
-            if config.change_steps and config.skip_batches:
-                combination.append("change_steps does not go with skip_batches")
-            if combination:
-                raise ConfigError(combination)
-            preflight(config)
-            configs[" ".join(variant) or CONTROL] = config
+            runs = compose_command(
+                words, "replay", ReplayedConfig,
+                multirun=multirun, preflight=refuse_changes, base=trained,
+            )  # fmt: skip
+            configs |= {" ".join(run.overrides) or CONTROL: run.config for run in runs}
         except ConfigError as error:
             faults += error.faults
     if faults:
@@ -228,32 +213,45 @@ def variants_of(trained: dict, changes: list[str], multirun: bool) -> dict[str, 
     return configs
 
 
-def suspects(trained: dict) -> Iterator[tuple[str, ...]]:
+def refuse_changes(config: ReplayedConfig) -> None:
+    """Raises ConfigError if a variant cannot be replayed."""
+    faults, rule = [], (config.optimizer.name, config.optimizer.on_warning.action)
+    if config.clip_tensors and rule != ("adamw", "none"):
+        faults.append("clip_tensors needs optimizer=adamw without on_warning")
+    if config.change_steps and config.skip_batches:
+        faults.append("change_steps does not go with skip_batches")
+    if faults:
+        raise ConfigError(faults)
+    preflight(config)
+
+
+def suspects(trained: dict) -> Iterator[list[str]]:
     """Yields changes to the data, the optimizer and, unless the run uses float32, the numerics."""
-    yield (f"skip_batches={Protocol.max_lead}",)
+    yield [f"skip_batches={Protocol.max_lead}"]
     if trained["optimizer"]["name"] == "stable_adamw":
-        yield ("optimizer.beta2_decay=null", "optimizer.beta2=0.9")
+        yield ["optimizer.beta2_decay=null", "optimizer.beta2=0.9"]
     else:
-        yield ("optimizer=stable_adamw",)
+        yield ["optimizer=stable_adamw"]
     change = [name for name, value in trained["precision_change"].items() if value is not None]
     if trained["precision"]["autocast"] != "fp32" or trained["precision"]["recipe"] != "high":
         without = (f"precision_change.{name}=null" for name in change)
-        yield ("precision=fp32", "scaler=none", *without)
+        yield ["precision=fp32", "scaler=none", *without]
 
 
 def command() -> None:
     """Parses the command line: all keys that are not in ReplayConfig are changes to the run."""
     arguments = parse_command()
-    own_keys = {f.name for f in fields(ReplayConfig)}
-    overrides = [text for text in arguments.overrides if not text.startswith("hydra")]
-    changes = [text for text in overrides if text.partition("=")[0] not in own_keys]
-    dropped, starts = {*changes, "-m", "--multirun"}, "change_from="
-    sys.argv[1:] = [
+    own_keys, starts = {f.name for f in fields(ReplayConfig)}, "change_from="
+    own_keys |= {"hydra/launcher"}
+    changes = [text for text in arguments.overrides if text.partition("=")[0] not in own_keys]
+    arguments.overrides = [
         f"{starts}[{text.removeprefix(starts).strip('[]')}]" if text.startswith(starts) else text
-        for text in sys.argv[1:]
-        if text not in dropped
+        for text in arguments.overrides
+        if text not in changes
     ]
-    run_command(partial(main, changes=changes, multirun=arguments.multirun), "replay", ReplayConfig)
+    replay = partial(main, changes=changes, multirun=arguments.multirun)
+    arguments.multirun = False
+    run_command(replay, "replay", ReplayConfig, arguments=arguments)
 
 
 if __name__ == "__main__":

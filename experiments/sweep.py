@@ -12,7 +12,8 @@ writes its own files to `<run_dir>/sweeps/<experiment or name>/` and returns at 
 adds new runs and submits cancelled or lost ones. The other verbs find the sweep by `experiment=` or
 `name=` and `run_dir=`, or use the only one there is; `status` alone lists all sweeps. `wait` exits
 with 1 if a run has no result. `resubmit` submits runs that failed or were lost (`--failed`) or
-cancelled (`--cancelled`). It takes the last launcher, changed by `launcher.*`, or another one by
+cancelled (`--cancelled`). It takes the last launcher without its commands (`launcher.setup` and
+`launcher.sbatch`), changed by `launcher.*`, or another one by
 `launcher=`, and `dry_run=true`. `<verb> --help` lists a verb's options.
 
 The environment variable LOWPREC_ALERT may hold a command or the https:// URL of a webhook (Slack,
@@ -52,8 +53,8 @@ from lowprec.sweep.status import (
 )
 from lowprec.train.sources import sources_of
 
-COMMAND = [sys.executable, "-m", "experiments.sweep", "train"]
 POLL_S = 2.0
+COMMANDS = {"setup": "[]", "sbatch": "null"}  # keys never taken from a sweep's files, and no value
 
 
 @dataclass
@@ -87,12 +88,12 @@ def submit(texts: list[str]) -> None:
     options = _options(launching)
     processes = max(1, options.launcher.gpus)
     runs = plan_runs(overrides, lambda config: sources_of(config, open_data(config)), processes)
-    if options.dry_run:
-        print("\n".join(run.directory for run in runs))
-        return
     folder = _folder(overrides)
+    if options.dry_run:
+        print("\n".join(str(folder.parents[1] / run.directory) for run in runs))
+        return
     with locked(folder / ".lock"):
-        manifest = Manifest.open(folder, COMMAND, Path.cwd())
+        manifest = Manifest.open(folder)
         hand_over(manifest, manifest.add(runs), TO_SUBMIT, asdict(options.launcher))
 
 
@@ -110,13 +111,32 @@ def resubmit(texts: list[str]) -> None:
         manifest = Manifest(folder)
         if not manifest.launchers():
             sys.exit("nothing in this sweep was submitted: python -m experiments.sweep submit")
-        launcher = manifest.launchers()[-1]
-        options = _options([f"launcher={launcher['name']}", *launching])
-        settings, keys = asdict(options.launcher), [text.partition("=")[0] for text in launching]
-        names = [key.partition(".")[2] or "name" for key in keys if key.startswith("launcher")]
-        launcher |= settings if "name" in names else {name: settings[name] for name in names}
+        launcher, dry_run = _relaunch(manifest.launchers()[-1], launching)
         runs = [run.index for run in manifest.runs]
-        hand_over(manifest, runs, which, launcher, options.dry_run)
+        hand_over(manifest, runs, which, launcher, dry_run)
+
+
+def _relaunch(last: dict, launching: list[str]) -> tuple[dict, bool]:
+    """The last launcher with the given changes, or another one; and `dry_run`.
+
+    Its commands are those of the command line and of conf/launcher. ConfigError if they differ from
+    the last launcher's, which may have been given when it was submitted.
+    """
+    options = _options([f"launcher={last['name']}", *launching])
+    settings, keys = asdict(options.launcher), [text.partition("=")[0] for text in launching]
+    given = [key.partition(".")[2] or "name" for key in keys if key.startswith("launcher")]
+    if "name" in given:
+        return settings, options.dry_run
+    kept = {k: v for k, v in last.items() if k in settings and k not in (*given, *COMMANDS)}
+    faults = [
+        f"launcher.{name}={last[name]!r} was set at the last submission; set it again, or "
+        f"launcher.{name}={nothing}: no command is taken from a file"
+        for name, nothing in COMMANDS.items()
+        if name not in given and name in last and (last[name] or None) != (settings[name] or None)
+    ]
+    if faults:
+        raise ConfigError(faults)
+    return asdict(check(settings | kept, LauncherConfig)), options.dry_run
 
 
 def status(texts: list[str]) -> None:
@@ -166,8 +186,12 @@ def cancel(texts: list[str]) -> None:
 def train(texts: list[str]) -> None:
     """`train FOLDER INDEX`: trains one run by the config that `submit` wrote; for launchers."""
     folder, index = texts
-    run = Manifest(Path(folder)).runs[int(index)]
-    train_run(check(run.config), expected=run.directory)
+    manifest = Manifest(Path(folder))
+    config = check(manifest.runs[int(index)].config)
+    if Path(config.run_dir).resolve() != manifest.run_dir.resolve():
+        config.run_dir = str(manifest.run_dir)  # called in another directory than `submit`
+    run = Path(config.run_dir) / manifest.runs[int(index)].directory
+    train_run(config, expected=str(run))
 
 
 def hand_over(
@@ -189,7 +213,7 @@ def hand_over(
     if launcher["gpus"] > 1:  # `resubmit` may have changed it
         refuse_processes([manifest.runs[index] for index in submitted], launcher["gpus"])
     if dry_run:
-        print("".join(f"{manifest.runs[index].directory}\n" for index in submitted), end="")
+        print("".join(f"{manifest.directory_of(index)}\n" for index in submitted), end="")
         return
     if submitted:
         token = secrets.token_hex(4)

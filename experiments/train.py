@@ -24,12 +24,12 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from experiments import entry
-from lowprec.config.place import place
-from lowprec.config.preflight import preflight
 from lowprec.config.schema import Config
 from lowprec.runs.attempts import STOPPED
 from lowprec.runs.identity import label
 from lowprec.sweep.status import print_table, setting_columns
+from lowprec.train.preflight import preflight
+from lowprec.train.ranks import place
 
 MAIN_SCORES = ("zero_shot/top1", "retrieval/image_to_text_r1")  # in the table of a sweep
 

@@ -128,7 +128,7 @@ def _below(x: Tensor, format: Format) -> Tensor:
 def representable(format: Format) -> Tensor:
     """Returns all numbers of a format in ascending order, 1-d, float32; zero appears once."""
     if not format.exponent_bits:
-        return torch.arange(-format.max, format.max + 1)
+        return torch.arange(-format.max, format.max + 1, dtype=torch.float32)
     mantissas = torch.arange(2**format.mantissa_bits, dtype=torch.float64) / 2**format.mantissa_bits
     exponents = torch.arange(2**format.exponent_bits - 1, dtype=torch.float64)
     normal = (2.0 ** (exponents + format.min_exponent))[:, None] * (1 + mantissas)

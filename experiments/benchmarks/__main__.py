@@ -7,15 +7,14 @@ import importlib
 import sys
 
 from experiments.benchmarks.configs import BENCHMARKS
-from experiments.entry import refuse, run_command
+from experiments.entry import parse_command, refuse, run_command
 from lowprec.config.check import ConfigError
-from lowprec.config.schema import Config
 from lowprec.nearest import nearest
 
 
 def main() -> None:
     """Checks the command line, then imports and runs the benchmark that it names."""
-    name = sys.argv.pop(1) if len(sys.argv) > 1 else ""
+    name, *words = sys.argv[1:] or [""]
     if name not in BENCHMARKS:
         hint = nearest(name, BENCHMARKS)
         refuse(ConfigError([f"benchmark {name!r}: name one of {', '.join(BENCHMARKS)}{hint}"]))
@@ -24,7 +23,7 @@ def main() -> None:
     def run(config: object) -> None:
         importlib.import_module(f"experiments.benchmarks.{name}").main(config)
 
-    run_command(run, "train" if issubclass(schema, Config) else "benchmark", schema)
+    run_command(run, "benchmark", schema, arguments=parse_command(words))
 
 
 if __name__ == "__main__":

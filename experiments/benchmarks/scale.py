@@ -22,13 +22,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from experiments.benchmarks.measure import Lines, median_ms, random_batch
-from lowprec.config.place import place
 from lowprec.config.schema import Config
 from lowprec.optim.schedules import set_learning_rate
 from lowprec.runs.identity import digest, label
 from lowprec.runs.provenance import code_digests
 from lowprec.train.build import build, pick_device
 from lowprec.train.distributed import DistributedRanks, Ranks
+from lowprec.train.ranks import place
 from lowprec.train.step import TrainStep
 
 WARMUP = 5

@@ -84,6 +84,19 @@ def unknown_key(path: str, legal: Iterable[str]) -> str:
     return f"{path}: no such key{nearest(path, legal)}{allowed}"
 
 
+def allows(path: str, value: Any, schema: type = Config) -> bool:
+    """Whether a key of a config may have a value; choices are not looked at."""
+    name, _, rest = path.partition(".")
+    f = next(f for f in fields(schema) if public_name(f.name) == name)
+    if rest:
+        return allows(rest, value, f.type)
+    kind, is_optional = _kind(f)
+    if value is None:
+        return is_optional
+    is_of_kind = type(value) is kind or kind is float and type(value) is int
+    return is_of_kind and _within(value, _bounds(f))
+
+
 def _build(schema: type, raw: Any, prefix: str, legal: list[str], faults: list[str]) -> Any:
     if not isinstance(raw, dict):
         inside = ", ".join(public_name(f.name) for f in fields(schema))

@@ -1,14 +1,14 @@
 """Composes the checked config of each run that a command line asks for.
 
 Hydra stops at the first fault with its own message. The functions here find the faults of all runs
-at once, before anything else happens. No other module reads Hydra's grammar or the files below
-`conf/`.
+at once, before anything else happens; what they return is what runs. No other module reads Hydra's
+grammar or the files below `conf/`.
 """
 
 import copy
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import dataclass, fields, is_dataclass
 from fnmatch import fnmatchcase
@@ -30,7 +30,7 @@ from lowprec.nearest import nearest
 
 CONF = Path(__file__).parents[2] / "conf"
 PATTERNS = ("data.train", "data.val", "shards", "train", "val")  # keys whose values are globs
-HYDRA = ("hydra/launcher", "hydra.launcher.*", "hydra.verbose")  # Hydra's own keys that are allowed
+HYDRA = ("hydra/launcher", "hydra.launcher.*")  # Hydra's own keys that are allowed
 MOST_RUNS = 1000  # of a sweep
 FURTHER = "further_commands"  # key of an experiment file: overrides of each further command
 
@@ -50,14 +50,15 @@ def compose_command(
     *,
     multirun: bool = False,
     preflight: Callable[[Any], None] = lambda config: None,
+    base: dict | None = None,
 ) -> list[ComposedRun]:
     """The runs that a command line asks for; ConfigError with the faults of all of them.
 
     `entry` is the command's name, see `config_file`; `preflight(config)` may raise ConfigError with
-    further faults.
+    further faults. `base` is a config that the overrides change; else they change the defaults.
     """
     faults: list[str] = []
-    runs = expand_sweep(overrides, schema, faults)
+    runs = _expand(overrides, schema, faults)
     if not multirun and (len(runs) > 1 or len(runs[0]) > len(overrides)):  # a file sweeps
         command = " ".join(f"'{o}'" if set(o) & set(" *{}[]()$?") else o for o in overrides)
         faults.append(f"this is a sweep: python -m experiments.{entry} -m {command}")
@@ -65,7 +66,7 @@ def compose_command(
     composed = []
     for run in runs:
         try:
-            config = check(_compose(run, entry, schema), schema)
+            config = check(_compose(run, entry, schema, base), schema)
             preflight(config)
             composed.append(ComposedRun(run, config))
         except ConfigError as error:
@@ -77,10 +78,10 @@ def compose_command(
 
 def without_sweep(overrides: list[str], schema: type = Config) -> Any:
     """The checked config of single overrides; the sweep of the experiment they name is left out."""
-    return check(_compose(tuple(overrides), "train", schema), schema)
+    return check(_compose(tuple(overrides), "train", schema, None), schema)
 
 
-def expand_sweep(overrides: list[str], schema: type, faults: list[str]) -> list[tuple[str, ...]]:
+def _expand(overrides: list[str], schema: type, faults: list[str]) -> list[tuple[str, ...]]:
     """The single overrides of each run that a command line asks for, in the order they run.
 
     Appends a fault for each override that cannot be read or names no key or choice.
@@ -108,34 +109,6 @@ def differing_values(runs: Sequence[Sequence[str]]) -> list[dict[str, str]]:
     return [{_key(text): text.partition("=")[2] for text in texts} for texts in own]
 
 
-def further_commands(overrides: list[str]) -> list[list[str]]:
-    """The overrides of each further command of the experiment that a command line names.
-
-    A command is left out where the command line sets one of its keys.
-    """
-    axes = _axes(overrides, Config, [])
-    return _further(_experiment(axes, Config, []), axes)
-
-
-def change(config: dict, overrides: Iterable[str]) -> dict:
-    """A composed config with single overrides applied, choices of groups first as in Hydra.
-
-    The keys that any file of a group sets return to their defaults before the chosen file applies.
-    """
-    node, parsed = OmegaConf.create(copy.deepcopy(config)), list(map(_parsed, overrides))
-    groups = _groups(Config)
-    for override in sorted(parsed, key=lambda override: override.key_or_group not in groups):
-        name = override.key_or_group
-        if name in groups:
-            files = {c: OmegaConf.load(CONF / name / f"{c}.yaml") for c in _choices(name)}
-            default, own = defaults(Config)[name], {key for file in files.values() for key in file}
-            node[name].update({key: default[key] for key in own & default.keys()})
-            node[name].update(files[override.get_value_string()])
-        else:
-            OmegaConf.update(node, name, override.value())
-    return plain(node)
-
-
 def defaults(schema: type) -> dict:
     """A schema's default values as nested plain data, which config files override."""
 
@@ -161,7 +134,7 @@ def explain(entry: str, schema: type) -> str:
             choices = " | ".join(map(str, f.metadata.get("choices", ())))
             yield f"{prefix}{name}={text}  {doc}" + f" ({choices})" * bool(choices)
 
-    return "\n".join(lines(schema, plain(_compose_files(CONF, (), entry, schema)), ""))
+    return "\n".join(lines(schema, _plain(_compose_files(CONF, (), entry, schema)), ""))
 
 
 def register(schema: type) -> None:
@@ -169,43 +142,96 @@ def register(schema: type) -> None:
     ConfigStore.instance().store(name="schema", node=defaults(schema))
 
 
-def plain(composed: Any) -> dict:
-    """A composed config as nested plain data; values that are missing stay "???"."""
-    data = OmegaConf.to_container(composed, resolve=True, throw_on_missing=False)
-    data.pop(FURTHER, None)
-    return data
-
-
-def _compose(run: tuple[str, ...], entry: str, schema: type) -> dict:
+def _compose(run: tuple[str, ...], entry: str, schema: type, base: dict | None) -> dict:
     """Hydra's composition of single overrides, as nested plain data.
 
     Hydra applies overrides of values after all files, so runs that choose the same files share
-    what these compose to.
+    what these compose to. Of a `base`, a chosen file changes the keys that any file of its group
+    sets: a run that is replayed with another optimizer keeps its learning rate.
     """
     groups = _groups(schema)
     parsed = [(text, _parsed(text)) for text in run if not text.startswith("hydra")]
-    choices = tuple(text for text, override in parsed if override.key_or_group in groups)
+    choices = {o.key_or_group: text for text, o in parsed if o.key_or_group in groups}
     try:
-        composed = copy.deepcopy(_compose_files(CONF, choices, entry, schema))
+        composed = copy.deepcopy(_compose_files(CONF, tuple(choices.values()), entry, schema))
+        if base is not None:
+            chosen = {group: composed[group] for group in choices}
+            composed = OmegaConf.create(copy.deepcopy(base))
+            for group, values in chosen.items():
+                own = values.keys() & _keys_of_files(group)
+                composed[group].update({key: values[key] for key in own})
         OmegaConf.set_struct(composed, False)  # `check` refuses unknown keys
         for _, override in parsed:
             if override.key_or_group not in groups:
                 OmegaConf.update(composed, override.key_or_group, override.value())
-        return plain(composed)
+        data = _plain(composed)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError([" ".join(str(error).split())[:400]]) from error
+    if faults := [_unresolved(key, text) for key, text in _texts(data) if "${" in text]:
+        raise ConfigError(faults)
+    return data
+
+
+def _plain(composed: Any) -> dict:
+    """A composed config as nested plain data; ${...} stays text, missing values stay "???"."""
+    data = OmegaConf.to_container(composed, resolve=False, throw_on_missing=False)
+    data.pop(FURTHER, None)
+    return data
+
+
+def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """The key and the text of each string in nested plain data."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield from _texts(item, f"{key}.{name}".lstrip("."))
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item, key)
+
+
+def _unresolved(key: str, text: str) -> str:
+    return (
+        f"{key}={text}: ${{...}} is not resolved, since its value would be written into files; "
+        "let the shell fill it in"
+    )
+
+
+def _keys_of_files(group: str) -> set[str]:
+    files = [OmegaConf.load(CONF / group / f"{choice}.yaml") for choice in _choices(group)]
+    return {key for file in files for key in file}
 
 
 @cache
 def _compose_files(conf: Path, choices: tuple[str, ...], entry: str, schema: type) -> DictConfig:
     register(schema)
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(conf)):
-        return hydra.compose(config_file(entry), overrides=list(choices))
+        return hydra.compose(config_file(entry, schema), overrides=list(choices))
 
 
-def config_file(entry: str) -> str:
-    """The name of an entry point's config file in `conf/`: its own, or `tool`."""
-    return entry if (CONF / f"{entry}.yaml").exists() else "tool"
+def config_file(entry: str, schema: type) -> str:
+    """The name of an entry point's config file in `conf/`: its own, that of runs, or `tool`."""
+    own = "train" if issubclass(schema, Config) else entry
+    return own if (CONF / f"{own}.yaml").exists() else "tool"
+
+
+def launcher_settings(overrides: list[str], entry: str, schema: type) -> dict:
+    """The chosen `hydra/launcher`: its `cluster`, slurm or local, and the keys of its file.
+
+    {} if the runs train in this process.
+    """
+    own = [text for text in overrides if _key(text).startswith("hydra")]
+    register(schema)
+    try:
+        with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF), job_name=entry):
+            composed = hydra.compose(config_file(entry, schema), own, return_hydra_config=True)
+        name = composed.hydra.runtime.choices["hydra/launcher"]
+        settings = OmegaConf.to_container(composed.hydra.launcher, resolve=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError([" ".join(str(error).split())[:400]]) from error
+    settings.pop("_target_", None)  # of Hydra's plugin, if it is installed
+    return {"cluster": name.removeprefix("submitit_"), **settings} if name != "basic" else {}
 
 
 def _axes(overrides: list[str], schema: type, faults: list[str]) -> list[list[str]]:
@@ -256,11 +282,6 @@ def _parse(text: str, faults: list[str]) -> Override | None:
         faults.append(f"{text}: key=value is expected")
     elif "_target_" in text or (of_hydra and "()" in text):
         faults.append(f"{key}: _target_ and () are not allowed; a config is data and calls nothing")
-    elif "${" in text and not of_hydra:
-        faults.append(
-            f"{text}: ${{...}} is not resolved, since its value would be written into the run's "
-            "record; let the shell fill it in"
-        )
     else:
         try:
             return _parsed(text)
@@ -275,6 +296,10 @@ def _hydra_fault(override: Override) -> str | None:
     key, launchers = override.key_or_group, ["basic", *_choices("hydra/launcher")]
     if key == "hydra/launcher" and override.value() not in launchers:
         return f"{key}={override.value()}: one of {', '.join(launchers)} is expected"
+    values = [_parsed(f"{key}={value}").value() for value in _values(override)]
+    for name, text in _texts(values, key):
+        if ":" in text.partition("${")[2]:  # such as oc.env; references to Hydra's keys are allowed
+            return _unresolved(name, text)
     if any(fnmatchcase(key, pattern) for pattern in HYDRA):
         return None
     return f"{key} is not allowed; of Hydra's own keys only {', '.join(HYDRA)}{nearest(key, HYDRA)}"

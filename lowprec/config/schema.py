@@ -13,7 +13,8 @@ from typing import Any
 from lowprec.nn.recipe import LINEAR_LAYERS, RECIPES
 
 SHAPES = "data/shapes"  # folder that the built-in set is rendered into on first use
-PRESETS = ("nano", "mini_b", "mini_l", "mini_h", "vit_b32", "vit_l14", "vit_h14")
+PRESETS = ("nano", "mini_b", "mini_l", "mini_h", "vit_b14", "vit_b32", "vit_l14", "vit_h14")
+SCALES = ("paper", "true_size", "mini", "demo")
 STATISTICS = (
     *("rms", "grad_norm", "update_norm"),
     *("grad_abs_max", "grad_inf", "grad_nan", "param_norm", "u_min", "u_mean", "u_max"),
@@ -225,7 +226,7 @@ class SpikeConfig:
     num_deviations: int | None = key(None, "number of outliers that make a loss spike", least=1)
     within: int | None = key(None, "most steps between a spike's outliers", least=1)
     ignore_steps: int | None = key(None, "number of initial steps to ignore", least=0)
-    window: int | None = key(None, "number of steps in the running mean", least=2)
+    window: int | None = key(None, "number of steps in the running mean", least=2, most=4096)
 
 
 @dataclass
@@ -283,7 +284,7 @@ class Config:
 
     name: str = key("run", "folder name of a run that belongs to no experiment")
     experiment: str | None = key(None, "name of the study that the run belongs to")
-    scale: str = key("mini", "scale of the study", choices=("paper", "mini", "demo"))
+    scale: str = key("mini", "scale of the study", choices=SCALES)
     seed: int = key(0, "seed of weights, dropout and sample order", least=0, below=2**31)
     num_steps: int = key(1000, "number of optimizer steps", least=1)
     batch_size: int = key(128, "image-text pairs per step, over all ranks", least=2)

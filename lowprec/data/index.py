@@ -1,8 +1,8 @@
 """Indexes webdataset shards: the position of each sample's bytes, and the digest of all bytes.
 
-Each shard is indexed once. The index is a table of offsets for each shard and one catalog for the
-pattern; both end with a digest of themselves. Only images, captions and labels are read; nothing
-is unpacked or unpickled, and no member name is used as a path.
+Each shard is indexed once. The index is a table of offsets and checksums for each shard and one
+catalog for the pattern; both end with a digest of themselves. Only images, captions and labels are
+read; nothing is unpacked or unpickled, and no member name is used as a path.
 """
 
 import contextlib
@@ -10,14 +10,15 @@ import hashlib
 import os
 import sys
 import tarfile
+import zlib
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 
-from lowprec.config.patterns import expand, listing
 from lowprec.data.jobs import num_cores, run_jobs
 from lowprec.data.shards import SAMPLE, Shards, load_sealed, sealed
+from lowprec.data.sources import expand, listing
 from lowprec.data.tar import IMAGES, StrictHeader, parse_label, read_members
 from lowprec.runs import durable
 
@@ -40,6 +41,7 @@ def open_shards(
     changed or new since the index was made are refused, unless `accept` takes them as the new set.
     `num_processes` defaults to one per core, and to fewer for small sets.
 
+    The catalog ends with an empty table of the format that its shards' tables have.
     A catalog that cannot be read is reported and made again: changes are not noticed then.
 
     Raises:
@@ -56,9 +58,11 @@ def open_shards(
     file = files[0].parent / f"catalog-{_short_digest(os.path.abspath(pattern))}.npy"
     promised = {}
     try:
-        (recorded,) = load_sealed(file)
+        recorded, *tables = load_sealed(file)
         promised = {} if accept else _digests(recorded)
-        if promised and all(np.array_equal(recorded[k], catalog[k]) for k in ("path", *STAMP)):
+        is_current = [table.dtype for table in tables] == [SAMPLE]
+        is_same = all(np.array_equal(recorded[name], catalog[name]) for name in ("path", *STAMP))
+        if promised and is_current and is_same:
             return Shards(sources, files, recorded)
     except (OSError, ValueError) as error:
         if os.path.exists(file) and not accept:
@@ -69,7 +73,7 @@ def open_shards(
         _refuse_changes(promised, _digests(catalog), name, pattern)
     with contextlib.suppress(OSError):  # read-only: the next start looks
         with durable.locked(file.parent / ".lock"):
-            durable.replace(file, sealed(catalog))
+            durable.replace(file, sealed(catalog, np.empty(0, SAMPLE)))
     return Shards(sources, files, catalog)
 
 
@@ -151,8 +155,8 @@ def _stamp(source: str) -> tuple[int, int]:
 def _read_entry(source: str, file: Path) -> tuple | None:
     """The `ENTRY` of a shard; None if its index is missing, damaged or out of date."""
     with contextlib.suppress(OSError, ValueError):
-        entry, _ = load_sealed(file)
-        if entry.item()[:2] == _stamp(source):
+        entry, table = load_sealed(file)
+        if table.dtype == SAMPLE and entry.item()[:2] == _stamp(source):
             return entry.item()
     return None
 
@@ -189,7 +193,7 @@ def index_tar(path: str) -> tuple[np.ndarray, str]:
         raise ValueError(f"{path} is not a file")
     digest = hashlib.sha256()
     rows: list[tuple] = []
-    parts: dict[str, tuple[int, int, bytes]] = {}  # kind: place, and the bytes of a label
+    parts: dict[str, tuple[int, int, bytes]] = {}  # kind: place and bytes
     last = None
     try:
         with tarfile.open(path, "r:", tarinfo=StrictHeader) as tar:
@@ -200,7 +204,7 @@ def index_tar(path: str) -> tuple[np.ndarray, str]:
                 last = key
                 name = f"{key}.{kind} {member.size}\n"
                 digest.update(name.encode("utf-8", "surrogateescape") + data)
-                parts[kind] = member.offset_data, member.size, data if kind == "cls" else b""
+                parts[kind] = member.offset_data, member.size, data
     except (tarfile.TarError, ValueError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
     except OSError as error:
@@ -215,6 +219,7 @@ def index_tar(path: str) -> tuple[np.ndarray, str]:
 
 def _row(parts: dict[str, tuple[int, int, bytes]]) -> tuple:
     anywhere = next(iter(parts.values()))[0]
-    image = next((parts[kind][:2] for kind in IMAGES if kind in parts), (anywhere, -1))
-    text = parts.get("txt", (0, -1))[:2]
-    return *image, *text, parse_label(parts["cls"][2] if "cls" in parts else b"")
+    image = next((parts[kind] for kind in IMAGES if kind in parts), (anywhere, -1, b""))
+    text = parts.get("txt", (0, -1, b""))
+    label = parse_label(parts["cls"][2] if "cls" in parts else b"")
+    return *image[:2], *text[:2], label, zlib.crc32(text[2], zlib.crc32(image[2]))

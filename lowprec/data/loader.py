@@ -7,6 +7,7 @@ import io
 import math
 import os
 import re
+import unicodedata
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ REPLACEMENTS = 100  # tries to find a readable sample for one position
 BOMBS = (Image.DecompressionBombError, Image.DecompressionBombWarning)
 BAD_IMAGE = (OSError, ValueError, SyntaxError, *BOMBS)
 warnings.simplefilter("error", Image.DecompressionBombWarning)  # from 89 million pixels: 0.5 GB
+LARGEST_IMAGE = 2**26  # bytes
 LONGEST_CAPTION = 8192  # bytes
 LONG_WORD = re.compile(r"[^\W\d_]{1000}|([^\w\s]|_){1000}")  # takes the tokenizer quadratic time
 CROP_WORDS = 41  # random words for a crop and a flip
@@ -106,8 +108,9 @@ class Batches:
             try:
                 return [self.read(sample, position)]
             except BAD_IMAGE as error:
-                shard = os.path.basename(self.shards.paths[self.shards.locate(sample)[0]])
-                skip = {"position": position, "shard": shard, "key": self.key(sample)}
+                shard, row = self.shards.locate(sample)
+                name = os.path.basename(self.shards.paths[shard])
+                skip = {"position": position, "shard": name, "key": self.shards.key(shard, row)}
                 skips.append({**skip, "reason": f"{type(error).__name__}: {error}"[:200]})
                 if self.order is None:
                     return []
@@ -119,17 +122,22 @@ class Batches:
         )
 
     def read(self, sample: int, position: int = 0) -> "Sample":
-        """Reads sample number `sample`; `position` seeds its crop. Raises one of BAD_IMAGE."""
+        """Reads sample number `sample`; `position` seeds its crop. Raises one of BAD_IMAGE.
+
+        ShardError if the shard holds other bytes than when it was indexed.
+        """
         shard, row = self.shards.locate(sample)
-        if self.cache is not None and (stored := self.cache.read(sample)):
+        *_, label, checksum = row.item()
+        if self.cache is not None and (stored := self.cache.read(sample, checksum)):
             pixels, tokens = stored[0], torch.from_numpy(stored[1].astype(np.int64))[None]
-            return Sample(pixels, tokens, int(row["label"]), sample)
+            return Sample(pixels, tokens, label, sample)
         if row["image_bytes"] < 0:
             raise ValueError(f"no image ({', '.join(IMAGES)}) in the sample")
         if row["text_bytes"] < 0:
             raise ValueError("no caption (txt) in the sample")
-        data = self.shards.read(shard, int(row["image_offset"]), int(row["image_bytes"]))
-        text = self.shards.read(shard, int(row["text_offset"]), int(row["text_bytes"]))
+        refuse_size("image", row["image_bytes"], LARGEST_IMAGE)
+        refuse_size("caption", row["text_bytes"], LONGEST_CAPTION)
+        data, text = self.shards.read_pair(shard, row)
         words = None
         if self.augment:
             epoch = position // self.shards.num_samples
@@ -137,14 +145,14 @@ class Batches:
         pixels = decode_image(data, self.image_size, words)
         tokens = self.tokenizer([decode_caption(text)])
         if self.cache is not None:
-            self.cache.write(sample, pixels, tokens.numpy())
-        return Sample(pixels, tokens, int(row["label"]), sample)
+            self.cache.write(sample, checksum, pixels, tokens.numpy())
+        return Sample(pixels, tokens, label, sample)
 
-    def key(self, sample: int) -> str:
-        """Name of a sample's image (or only) member, read from the tar header."""
-        shard, row = self.shards.locate(sample)
-        header = self.shards.read(shard, int(row["image_offset"]) - 512, 100)
-        return header.split(b"\0")[0].decode("utf-8", "replace")
+
+def refuse_size(part: str, size: int, largest: int) -> None:
+    """ValueError for a part of a sample that is too large to be decoded, or even read."""
+    if size > largest:
+        raise ValueError(f"the {part} has at least {size:,} bytes, more than {largest:,}")
 
 
 def decode_image(data: bytes, size: int, words: np.ndarray | None = None) -> np.ndarray:
@@ -153,6 +161,7 @@ def decode_image(data: bytes, size: int, words: np.ndarray | None = None) -> np.
     `words`: uint64 [CROP_WORDS] of randomness for `random_box` and a horizontal flip. Raises one of
     BAD_IMAGE unless the bytes are a complete JPEG, WEBP or PNG image with not too many pixels.
     """
+    refuse_size("image", len(data), LARGEST_IMAGE)
     try:
         image = Image.open(io.BytesIO(data), formats=("JPEG", "WEBP", "PNG"))
         if image.mode.startswith("I;16"):  # gray; `convert` would clip it to white
@@ -214,10 +223,9 @@ def decode_caption(data: bytes) -> str:
 
     Raises ValueError if it is empty, not UTF-8 or so long that tokenizing it would take seconds.
     """
-    if len(data) > LONGEST_CAPTION:
-        raise ValueError(f"the caption has {len(data):,} bytes, more than {LONGEST_CAPTION:,}")
+    refuse_size("caption", len(data), LONGEST_CAPTION)
     caption = data.decode("utf-8").strip()
-    if not caption:
+    if all(unicodedata.category(letter)[0] in "CMZ" for letter in caption):  # nothing is visible
         raise ValueError("the caption is empty")
     if LONG_WORD.search(caption):
         raise ValueError("the caption has a word of 1,000 characters or more")

@@ -8,13 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lowprec.config.check import ConfigError
-from lowprec.config.patterns import ShardUrls, check_readers, expand_urls
-from lowprec.config.preflight import names_file, read_lines, will_render
 from lowprec.config.schema import Config
 from lowprec.data.index import open_shards
 from lowprec.data.jobs import num_cores
 from lowprec.data.shapes import render_shapes
 from lowprec.data.shards import Shards
+from lowprec.data.sources import (
+    ShardUrls,
+    check_readers,
+    expand_urls,
+    names_file,
+    read_lines,
+    will_render,
+)
 from lowprec.runs import durable
 
 

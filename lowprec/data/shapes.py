@@ -5,7 +5,9 @@ one; its caption is true. The class is the color and shape of the subject.
 
 A training image is a pure function of (seed, index). The validation set is the first `num_val`
 scenes of its own random stream, without those whose content repeats an earlier one: each caption
-is true of exactly one picture, so retrieval can reach 100%.
+is true of exactly one picture, so retrieval can reach 100%. With `swapped`, every validation scene
+of two objects is followed by the same scene with their colors exchanged, whose caption has the same
+words: only a model that binds colors to objects tells the two apart.
 """
 
 import io
@@ -73,6 +75,7 @@ def render_shapes(
     *,
     num_train: int = 20000,
     num_val: int = 5000,
+    swapped: bool = False,
     image_size: int = 64,
     seed: int = 0,
     num_processes: int | None = None,
@@ -86,11 +89,14 @@ def render_shapes(
     build of Pillow's libjpeg may encode the same pixels differently. Raises ValueError if `out`
     holds shards of a larger data set.
     """
-    indices = {"train": range(num_train), "val": distinct_indices(seed, "val", num_val)}
+    scenes = {
+        "train": [(index, False) for index in range(num_train)],
+        "val": distinct_scenes(seed, "val", num_val, swapped),
+    }
     jobs = [
-        (out / f"{split}-{shard:04d}.tar", split, indices[split][first:][:SAMPLES_PER_SHARD])
+        (out / f"{split}-{shard:04d}.tar", split, scenes[split][first:][:SAMPLES_PER_SHARD])
         for split in SPLITS
-        for shard, first in enumerate(range(0, len(indices[split]), SAMPLES_PER_SHARD))
+        for shard, first in enumerate(range(0, len(scenes[split]), SAMPLES_PER_SHARD))
     ]
     paths = {path for path, _, _ in jobs}
     stale = {path for split in SPLITS for path in out.glob(f"{split}-*.tar")} - paths
@@ -107,14 +113,14 @@ def render_shapes(
             left.unlink(missing_ok=True)
 
 
-def _write_shard(job: tuple[Path, str, Sequence[int]], *, image_size: int, seed: int) -> None:
-    """Renders the samples with these indices into one tar file."""
-    path, split, indices = job
+def _write_shard(job: tuple[Path, str, list], *, image_size: int, seed: int) -> None:
+    """Renders scenes, given as (index, swapped), into one tar file."""
+    path, split, scenes = job
     unfinished = path.with_name(path.name + ".partial")
     try:
         with tarfile.open(unfinished, "w", format=tarfile.USTAR_FORMAT) as tar:
-            for index in indices:
-                scene = make_scene(seed, split, index)
+            for index, swapped in scenes:
+                scene = make_scene(seed, split, index, swapped)
                 jpeg = io.BytesIO()
                 # Full chroma: halving it smears the colors of small objects.
                 drawing.draw_scene(scene, image_size).save(jpeg, "JPEG", quality=90, subsampling=0)
@@ -123,7 +129,8 @@ def _write_shard(job: tuple[Path, str, Sequence[int]], *, image_size: int, seed:
                     ("txt", scene.caption.encode()),
                     ("cls", str(class_of(scene)).encode()),
                 ):
-                    member = tarfile.TarInfo(f"{split[0]}{index:07d}.{suffix}")
+                    key = f"{split[0]}{index:07d}{'s' if swapped else ''}"
+                    member = tarfile.TarInfo(f"{key}.{suffix}")
                     member.size = len(data)
                     tar.addfile(member, io.BytesIO(data))
         os.replace(unfinished, path)
@@ -131,16 +138,21 @@ def _write_shard(job: tuple[Path, str, Sequence[int]], *, image_size: int, seed:
         raise durable.DiskError(unfinished, error) from error
 
 
-def distinct_indices(seed: int, split: str, count: int) -> list[int]:
-    """Indices of the first `count` scenes without those that repeat an earlier one's content."""
-    indices, contents = [], set()
+def distinct_scenes(seed: int, split: str, count: int, swapped: bool) -> list[tuple[int, bool]]:
+    """(index, swapped) of the first `count` scenes whose content repeats no earlier one's.
+
+    With `swapped`, a scene of two objects is followed by the one with their colors exchanged.
+    """
+    scenes: list[tuple[int, bool]] = []
+    contents = set()
     for index in itertools.count():
-        if len(indices) == count:
-            return indices
-        scene_content = content(make_scene(seed, split, index))
-        if scene_content not in contents:
-            contents.add(scene_content)
-            indices.append(index)
+        for exchange in (False, True) if swapped else (False,):
+            if len(scenes) == count:
+                return scenes
+            scene = make_scene(seed, split, index, exchange)
+            if content(scene) not in contents:
+                contents.add(content(scene))
+                scenes.append((index, exchange))
 
 
 def content(scene: drawing.Scene) -> tuple:
@@ -182,8 +194,11 @@ class Dice:
         return [rest.pop(int(next(self._draws) * len(rest))) for _ in range(count)]
 
 
-def make_scene(seed: int, split: str, index: int) -> drawing.Scene:
-    """Decides what a picture contains and what its caption says, without drawing it."""
+def make_scene(seed: int, split: str, index: int, swapped: bool = False) -> drawing.Scene:
+    """Decides what a picture contains and what its caption says, without drawing it.
+
+    `swapped` exchanges the colors of two objects; everything else stays.
+    """
     dice = Dice(seed, split, index)
     color, shape = dice.pick(CLASSES)
     relation = dice.pick(tuple(RELATIONS)) if dice.chance(0.4) else None
@@ -197,6 +212,8 @@ def make_scene(seed: int, split: str, index: int) -> drawing.Scene:
         others = ("circle", "square") if relation == "inside" else tuple(drawing.OUTLINES)
         second_shape = dice.pick([other for other in others if other != shape])
         second_color = dice.pick(drawing.colors_beside(color))
+        if swapped:
+            color, second_color = second_color, color
         second = drawing.Item(second_shape, second_color, "solid", _shade(dice), (second_place,))
     # A pattern on a small object would be finer than the pixels of a small picture.
     texture = "solid" if size == "small" else dice.pick(drawing.TEXTURES)

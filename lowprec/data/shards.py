@@ -3,6 +3,7 @@
 import hashlib
 import io
 import os
+import zlib
 from functools import lru_cache
 from pathlib import Path
 
@@ -17,6 +18,7 @@ SAMPLE = np.dtype(
         ("text_offset", "<i8"),
         ("text_bytes", "<i4"),  # -1: no caption
         ("label", "<i4"),  # -1: none
+        ("checksum", "<u4"),  # CRC-32 of the image and the caption
     ]
 )
 OPEN_LIMIT = 128  # tables and files open at a time
@@ -77,6 +79,8 @@ class Shards:
     def _load_table(self, shard: int) -> np.ndarray:
         try:
             entry, table = load_sealed(self._table_files[shard])
+            if table.dtype != SAMPLE:
+                raise ValueError("it is from an older version")
             if entry["digest"] != self._digests[shard]:
                 raise ValueError("it was rebuilt while the shards were open")
         except (OSError, ValueError) as error:
@@ -96,6 +100,23 @@ class Shards:
         """int64 [samples]; -1 where a sample has no label."""
         labels = [self.table(n)["label"].astype(np.int64) for n in range(len(self.paths))]
         return np.concatenate(labels)
+
+    def read_pair(self, shard: int, row: np.void) -> tuple[bytes, bytes]:
+        """Image and caption of a table row; ShardError if they are not the bytes of the index."""
+        image = self.read(shard, int(row["image_offset"]), int(row["image_bytes"]))
+        text = self.read(shard, int(row["text_offset"]), int(row["text_bytes"]))
+        if zlib.crc32(text, zlib.crc32(image)) != row["checksum"]:
+            raise ShardError(
+                f"{self.paths[shard]}: {self.key(shard, row)} is not what was indexed: the shard "
+                f"has changed. Restore it, or delete {self._table_files[shard]} and run "
+                "python -m experiments.index_shards"
+            )
+        return image, text
+
+    def key(self, shard: int, row: np.void) -> str:
+        """Name of a sample's image (or only) member, read from the tar header."""
+        header = self.read(shard, int(row["image_offset"]) - 512, 100)
+        return header.split(b"\0")[0].decode("utf-8", "replace")
 
     def read(self, shard: int, offset: int, size: int) -> bytes:
         """Bytes of a shard's file, or ShardError if the file has shrunk. Safe after a fork."""

@@ -22,17 +22,19 @@ from functools import partial
 from urllib.parse import urlsplit
 
 from torch import Tensor
-from webdataset import shuffle
+from webdataset.filters import pick
 from webdataset.tariterators import group_by_keys
 
-from lowprec.config.patterns import ShardUrls, check_readers, without_secrets
 from lowprec.data import loader
 from lowprec.data.order import AUGMENTATION, STREAM, permutation, random_words
 from lowprec.data.shards import ShardError
-from lowprec.data.tar import IMAGES, DamagedError, StrictHeader, parse_label, read_members
+from lowprec.data.sources import ShardUrls, check_readers, without_secrets
+from lowprec.data.tar import IMAGES, MEMBERS, DamagedError, StrictHeader, parse_label, read_members
 from lowprec.data.workers import ahead, follow_parent
 
-SHUFFLED = 1000  # undecoded samples that a worker shuffles; webdataset starts with 100
+SHUFFLED, FIRST = 1000, 100  # undecoded samples that a worker shuffles, and starts with
+HELD_BYTES = 2**28  # of these samples
+LARGEST_OTHER = loader.LONGEST_CAPTION + 1  # bytes of a member that is no image
 CURL = ("curl", "-fsL", "--connect-timeout", "30", "--retry", "30", "--retry-delay", "2")
 STALL_S = 60  # a shard that sends no member for so long is skipped
 CURL_FAULTS = {6: "no such host", 7: "cannot connect", 22: "an HTTP error, such as 404"}
@@ -114,7 +116,7 @@ class _Reader:
             grouped = group_by_keys(
                 members, lambda name: name.rpartition(".")[::2], handler=self._twice
             )
-            for raw in shuffle(SHUFFLED, rng=rng)(grouped):
+            for raw in shuffled(grouped, rng):
                 try:
                     sample = self._decode(raw, epoch)
                 except loader.BAD_IMAGE as error:
@@ -168,18 +170,43 @@ class _Reader:
         self.skips.append({"shard": shard, "key": key, "reason": reason})
 
 
+def shuffled(samples: Iterator[dict], rng: random.Random) -> Iterator[dict]:
+    """Samples in the order of webdataset's `shuffle`, which would hold SHUFFLED of any size.
+
+    Fewer are held as long as they have more than HELD_BYTES.
+    """
+    held, size = [], 0
+    while new := list(itertools.islice(samples, 1 + (len(held) + 1 < SHUFFLED))):
+        held += new
+        size += sum(map(_bytes_of, new))
+        is_due = len(held) >= min(FIRST, SHUFFLED)
+        while is_due or size > HELD_BYTES:
+            sample = pick(held, rng)
+            size -= _bytes_of(sample)
+            is_due = False
+            yield sample
+    while held:
+        yield pick(held, rng)
+
+
+def _bytes_of(sample: dict) -> int:
+    return sum(len(data) for data in sample.values() if isinstance(data, bytes))
+
+
 def read_url(url: str) -> Iterator[tuple[str, bytes]]:
     """Name and bytes of each image, caption and label in a tar; skips other members.
 
+    Images and captions that are too large to be decoded are cut off just beyond their limit.
     The tar may be compressed (gz, bz2, xz). Errors of servers, commands and damaged bytes come
     after all members before them, as DamagedError where the place is known.
     """
     is_empty = True
+    limits = dict.fromkeys(MEMBERS, LARGEST_OTHER) | dict.fromkeys(IMAGES, loader.LARGEST_IMAGE + 1)
     with (
         contextlib.closing(_Source(url)) as source,
         tarfile.open(fileobj=source, mode="r|*", tarinfo=StrictHeader) as tar,
     ):
-        for member, _, _, data in read_members(tar):
+        for member, _, _, data in read_members(tar, limits):
             is_empty = False
             yield member.name, data
             source.renew()

@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.progress import track
 from webdataset import ShardWriter
 
-from lowprec.config.patterns import listing
 from lowprec.data.loader import BAD_IMAGE, decode_caption, decode_image
+from lowprec.data.sources import listing
 from lowprec.data.tar import parse_label
 from lowprec.nearest import nearest
 from lowprec.runs.durable import DiskError

@@ -42,11 +42,14 @@ class StrictHeader(tarfile.TarInfo):
             raise DamagedError(f"bad header at byte {start}: {error}") from None
 
 
-def read_members(tar: tarfile.TarFile) -> Iterator[tuple[tarfile.TarInfo, str, str, bytes]]:
+def read_members(
+    tar: tarfile.TarFile, limits: dict[str, int] | None = None
+) -> Iterator[tuple[tarfile.TarInfo, str, str, bytes]]:
     """Header, key, kind and bytes of each image, caption and label in a tar, to its end.
 
-    The key is the name up to the first dot of its last component. `tar` is opened with
-    `tarinfo=StrictHeader`. Raises DamagedError after all members before the damage.
+    The key is the name up to the first dot of its last component. `limits`: by kind, the bytes
+    after which the rest of a member is left out. `tar` is opened with `tarinfo=StrictHeader`.
+    Raises DamagedError after all members before the damage.
     """
     while (member := tar.next()) is not None:
         tar.members = []  # else it keeps the headers of the whole shard
@@ -56,7 +59,7 @@ def read_members(tar: tarfile.TarFile) -> Iterator[tuple[tarfile.TarInfo, str, s
         stem, dot, kind = last.partition(".")
         if member.isfile() and not member.issparse() and dot and kind.lower() in MEMBERS:
             try:
-                data = tar.extractfile(member).read()
+                data = tar.extractfile(member).read((limits or {}).get(kind.lower()))
             except tarfile.ReadError as error:
                 place = f"in the member at byte {member.offset}"
                 raise DamagedError(f"{error} {place}", member.name) from None

@@ -27,11 +27,13 @@ def sqnr_db(exact: Tensor, approximate: Tensor) -> float:
 def operand_noise(x: Tensor, x_hat: Tensor) -> dict[str, float]:
     """Statistics of an operand that quantization has changed to x_hat, of the same shape.
 
-    `sqnr_db` of the quantized operand; `underflowed`, the share of non-zero elements that become 0.
+    `sqnr_db` of the quantized operand; `underflowed`, the share of non-zero elements that become 0;
+    `peak`, the largest magnitude of x divided by its root mean square.
     """
     is_nonzero = x != 0
     lost = (is_nonzero & (x_hat == 0)).sum() / is_nonzero.sum().clamp(min=1)
-    return {"sqnr_db": sqnr_db(x, x_hat), "underflowed": lost.item()}
+    peak = x.abs().max() / x.square().mean().sqrt()
+    return {"sqnr_db": sqnr_db(x, x_hat), "underflowed": lost.item(), "peak": peak.item()}
 
 
 def product(name: str, first: Tensor, second: Tensor) -> Tensor:

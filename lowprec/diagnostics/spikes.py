@@ -2,13 +2,12 @@
 
 Element i of a series belongs to step i + 1. NaN, infinite and unrecorded values exceed nothing and
 enter no statistic (except that an infinite RMS_t exceeds its threshold). Lengths are in steps, that
-is, optimizer updates. `Detector` defines what a spike is; `loss_spikes` and `rms_spikes` find the
-same spikes in whole series, faster. Nothing here imports torch.
+is, optimizer updates. `Detector` defines what a spike is; `loss_spikes` and `rms_spikes` feed it a
+whole series. Nothing here imports torch.
 Source: RMS and loss spikes, appendix D, arXiv:2304.13013.
 """
 
 import math
-from collections import deque
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -97,73 +96,80 @@ class Collapse:
 
 
 class Detector:
-    """Finds spikes step by step. A resumed run feeds it all previous steps again."""
+    """Finds the spikes of a run whose steps arrive in pieces, however they are cut."""
 
-    def __init__(self, protocol: Protocol, num_tensors: int):
+    def __init__(self, protocol: Protocol, num_tensors: int = 0):
         self.protocol = protocol
         self.step = 0
         self._window = np.full(protocol.window, np.nan)
-        self._outliers: deque[tuple[int, float]] = deque(maxlen=protocol.num_deviations)
-        self._last_loss_spike = -math.inf  # step, counted or not
-        self._last_rms_spike = np.full(num_tensors, -math.inf)
+        self._outliers = np.empty((0, 2))  # [n, (step, loss)]: the last num_deviations - 1
+        self._last_loss_spike = np.array(-np.inf)  # step, counted or not
+        self._last_rms_spike = np.full(num_tensors, -np.inf)
 
-    def feed(self, step: int, loss: float, rms: np.ndarray | None = None) -> list[Spike]:
-        """Returns the spikes that become known at this step, the earlier ones first.
+    def feed(
+        self, steps: np.ndarray, loss: np.ndarray, rms: np.ndarray | None = None
+    ) -> list[Spike]:
+        """Returns the spikes that become known at the next `steps` [n], in the order of these.
 
         A loss spike becomes known at the last outlier it needs, up to `within` steps after its own
-        step. Steps that are left out count as unrecorded; ValueError if `step` is not after the
-        previous one. `rms`: RMS_t [tensors], None if unrecorded.
+        step. Steps that are left out count as unrecorded; ValueError if a step is not after the
+        previous one. `loss` is [n], `rms` [n, tensors].
         """
-        if step <= self.step:
-            raise ValueError(f"step {step} after step {self.step}")
-        for _ in range(min(step - self.step - 1, self.protocol.window)):
-            self._push(math.nan)
-        self.step = step
-        bound = float(_bounds(self._window[None], self.protocol)[0])
-        is_outlier = math.isfinite(loss) and loss > bound
-        self._push(bound if is_outlier else loss if math.isfinite(loss) else math.nan)
-        if step <= self.protocol.ignore_steps:
+        steps, loss = np.asarray(steps, dtype=np.int64), np.asarray(loss, dtype=np.float64)
+        if not len(steps):
             return []
-        spikes = self._add_outlier(step, loss) if is_outlier else []
+        ahead = np.diff(steps, prepend=self.step)
+        if (ahead <= 0).any():
+            late = int(np.argmax(ahead <= 0))
+            raise ValueError(f"step {steps[late]} after step {steps[late] - ahead[late]}")
+        self.step = int(steps[-1])
+        known = self._loss_spikes(steps, ahead, loss)
         if rms is not None:
-            exceeds = np.asarray(rms, dtype=np.float64) >= self.protocol.rms_threshold
-            is_new = exceeds & (step - self._last_rms_spike > self.protocol.within)
-            self._last_rms_spike[exceeds] = step
-            spikes += [Spike(step, int(i), float(rms[i])) for i in np.flatnonzero(is_new)]
-        return spikes
+            for n, i in np.argwhere(self._mark_rms(steps, np.asarray(rms, dtype=np.float64))):
+                known.append((steps[n], Spike(int(steps[n]), int(i), float(rms[n][i]))))
+        return [spike for _, spike in sorted(known, key=lambda pair: pair[0])]
 
-    def _push(self, loss: float) -> None:
-        self._window = np.append(self._window[1:], loss)
+    def _loss_spikes(self, steps: np.ndarray, ahead: np.ndarray, loss: np.ndarray) -> list:
+        """Each new loss spike after the step at which it becomes known."""
+        at = np.minimum(ahead, self.protocol.window + 1).cumsum() - 1  # a longer gap is the same
+        filled = np.full(at[-1] + 1, np.nan)
+        filled[at] = loss
+        bounds, self._window = loss_bounds(filled, self.protocol, self._window)
+        is_outlier = np.isfinite(loss) & (loss > bounds[at]) & (steps > self.protocol.ignore_steps)
+        new = np.stack([steps, loss], axis=1)[is_outlier]
+        outliers, others = np.concatenate([self._outliers, new]), self.protocol.num_deviations - 1
+        count = max(0, len(outliers) - others)
+        self._outliers = outliers[count:]
+        first, last = outliers[:count], outliers[others:, 0]
+        is_spike = last - first[:, 0] <= self.protocol.within
+        is_new, self._last_loss_spike = _count_once(
+            is_spike, first[:, 0], self._last_loss_spike, self.protocol.within
+        )
+        spikes = [Spike(int(step), None, float(value)) for step, value in first[is_new]]
+        return list(zip(last[is_new], spikes, strict=True))
 
-    def _add_outlier(self, step: int, loss: float) -> list[Spike]:
-        self._outliers.append((step, loss))
-        first, value = self._outliers[0]
-        is_alone = len(self._outliers) < self.protocol.num_deviations
-        if is_alone or step - first > self.protocol.within:
-            return []
-        is_new = first - self._last_loss_spike > self.protocol.within
-        self._last_loss_spike = first
-        return [Spike(first, None, value)] if is_new else []
+    def _mark_rms(self, steps: np.ndarray, rms: np.ndarray) -> np.ndarray:
+        """Bool [n, tensors]: where an RMS spike begins."""
+        is_due = steps > self.protocol.ignore_steps
+        exceeds = (rms >= self.protocol.rms_threshold) & is_due[:, None]
+        is_new, self._last_rms_spike = _count_once(
+            exceeds, steps[:, None], self._last_rms_spike, self.protocol.within
+        )
+        return is_new
 
 
 def loss_spikes(loss: np.ndarray, protocol: Protocol) -> np.ndarray:
     """Bool [steps]: the steps at which a loss spike begins. `loss` is [steps]."""
-    loss = np.asarray(loss, dtype=np.float64)
-    is_outlier = np.isfinite(loss) & (loss > loss_bounds(loss, protocol))
-    is_outlier[: protocol.ignore_steps] = False
-    steps = np.flatnonzero(is_outlier)
-    first = steps[: max(0, len(steps) - protocol.num_deviations + 1)]
-    last = steps[protocol.num_deviations - 1 :]
-    candidates = np.zeros(len(loss), dtype=bool)
-    candidates[first[last - first <= protocol.within]] = True
-    return _count_once(candidates, protocol.within)
+    spikes = Detector(protocol).feed(np.arange(len(loss)) + 1, loss)
+    return np.isin(np.arange(len(loss)) + 1, [spike.step for spike in spikes])
 
 
 def rms_spikes(rms: np.ndarray, protocol: Protocol) -> np.ndarray:
     """Bool, shaped as `rms` [steps] or [steps, tensors]: the steps at which an RMS spike begins."""
-    exceeds = np.asarray(rms, dtype=np.float64) >= protocol.rms_threshold
-    exceeds[: protocol.ignore_steps] = False
-    return _count_once(exceeds, protocol.within)
+    rms = np.asarray(rms, dtype=np.float64)
+    columns = rms[:, None] if rms.ndim == 1 else rms
+    detector = Detector(protocol, columns.shape[1])
+    return detector._mark_rms(np.arange(len(rms)) + 1, columns).reshape(rms.shape)
 
 
 def onsets(loss: np.ndarray, steps: np.ndarray) -> np.ndarray:
@@ -219,10 +225,16 @@ def relative_rms(rms: np.ndarray, beta2: float | np.ndarray) -> np.ndarray:
     return rms / (scale[:, None] if rms.ndim == 2 and scale.ndim == 1 else scale)
 
 
-def loss_bounds(loss: np.ndarray, protocol: Protocol) -> np.ndarray:
-    """[steps]: the bound that an outlier at each step must exceed; NaN if there is none."""
+def loss_bounds(
+    loss: np.ndarray, protocol: Protocol, before: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """[steps]: the bound that an outlier at each step must exceed, NaN if there is none.
+
+    Also returns the window after the last step, which the next call takes as `before`.
+    """
     window, start, bounds = protocol.window, 0, np.full(len(loss), np.nan)
-    padded = np.concatenate([np.full(window, np.nan), np.where(np.isfinite(loss), loss, np.nan)])
+    before = np.full(window, np.nan) if before is None else before
+    padded = np.concatenate([before, np.where(np.isfinite(loss), loss, np.nan)])
     while start < len(loss):
         windows = sliding_window_view(padded[start : start + 2 * window - 1], window)
         part = slice(start, start + window)
@@ -231,7 +243,7 @@ def loss_bounds(loss: np.ndarray, protocol: Protocol) -> np.ndarray:
         if len(above):  # its bound takes its place in the windows of the next steps
             padded[window + start + above[0]] = bounds[start + above[0]]
         start += above[0] + 1 if len(above) else window
-    return bounds
+    return bounds, padded[-window:]
 
 
 def _bounds(windows: np.ndarray, protocol: Protocol) -> np.ndarray:
@@ -245,12 +257,16 @@ def _bounds(windows: np.ndarray, protocol: Protocol) -> np.ndarray:
     return np.where(2 * count >= protocol.window, bounds, np.nan)
 
 
-def _count_once(marks: np.ndarray, within: int) -> np.ndarray:
-    """Marks along the first axis that have no other mark in the `within` steps before them."""
-    numbers = np.arange(1.0, len(marks) + 1).reshape(-1, *[1] * (marks.ndim - 1))
-    last = np.maximum.accumulate(np.where(marks, numbers, -np.inf), axis=0)
-    before = np.concatenate([np.full_like(last[:1], -np.inf), last[:-1]])
-    return marks & (numbers - before > within)
+def _count_once(
+    marks: np.ndarray, steps: np.ndarray, last: np.ndarray, within: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The marks [n, ...] that have no other mark in the `within` steps before, and the last mark.
+
+    `last` [...] is the last marked step before these; -inf if there is none.
+    """
+    latest = np.concatenate([last[None], np.where(marks, steps, -np.inf)])
+    latest = np.maximum.accumulate(latest, axis=0)
+    return marks & (steps - latest[:-1] > within), latest[-1]
 
 
 class LagCoincidence(NamedTuple):

@@ -63,7 +63,8 @@ class _KeepsScale(nn.Module):
         scales = {name: t for name, t in self._buffers.items() if name.endswith("_scale")}
         super()._apply(fn, recurse)
         for name, scale in scales.items():
-            self._buffers[name] = scale.to(self._buffers[name].device)
+            if self._buffers[name].dtype != scale.dtype:
+                self._buffers[name] = scale.to(self._buffers[name].device)
         return self
 
 

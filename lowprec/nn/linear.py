@@ -98,7 +98,9 @@ class _Linear(torch.autograd.Function):
         )
         saved_x = (q_MK, x_scale) if recipe.saves_int8 else (x_MK, None)
         saved_w = (q_KN, w_scale) if saves_q_weight else (w_NK, None)
-        ctx.save_for_backward(*(saved_x if ctx.needs_input_grad[1] else (None, None)), *saved_w)
+        needs_x, needs_w = ctx.needs_input_grad[:2]
+        saved = (*(saved_x if needs_w else (None, None)), *(saved_w if needs_x else (None, None)))
+        ctx.save_for_backward(*saved)
         ctx.settings, ctx.shape = settings, input.shape
         bias_dtype = None if bias is None else bias.dtype
         ctx.dtypes = (dtype, input.dtype, w_NK.dtype, bias_dtype)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch._C import _len_torch_dispatch_stack
+from torch._C import _is_tracing, _len_torch_dispatch_stack
 
 from lowprec.formats import E4M3, E5M2, INT8, Format, parse_format
 from lowprec.ops import reference, triton_attention, triton_gelu, triton_matmul, triton_quantize
@@ -47,7 +47,8 @@ def _is_reference(backend: str, format: Format, device: torch.device) -> bool:
 def _is_eager(x: Tensor) -> bool:
     """Whether only autograd intercepts operations on x, so that kernels can be launched."""
     is_plain = type(x) is Tensor or type(x) is nn.Parameter
-    return is_plain and not torch.compiler.is_compiling() and not _len_torch_dispatch_stack()
+    is_traced = torch.compiler.is_compiling() or _is_tracing()
+    return is_plain and not is_traced and not _len_torch_dispatch_stack() and not x.is_neg()
 
 
 def quantize(
@@ -63,7 +64,8 @@ def quantize(
     is_long = granularity == "rowwise" and x_MK.shape[1] > triton_quantize.MAX_FEATURES
     if is_long or _is_reference(backend, format, x_MK.device):
         q_MK, scale = reference.quantize(x_MK, format, granularity)
-        return q_MK if rows else None, q_MK.T.contiguous() if transposed else None, scale
+        q_KM = triton_quantize.transposed_copy(q_MK) if transposed else None
+        return q_MK if rows else None, q_KM, scale
     if _is_eager(x_MK):
         return triton_quantize.quantize(x_MK, format, granularity, rows=rows, transposed=transposed)
     q_MK, q_KM, scale = _quantize(x_MK, format.name, granularity, rows, transposed)
@@ -97,8 +99,11 @@ def gelu_backward_quantize(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`reference.gelu_backward_quantize`, in one pass up to 8,192 features.
 
-    Returns (GELU(h), grad, q_MN, scale [M, 1], column sums [N]).
+    Returns (GELU(h), grad, q_MN, scale [M, 1], column sums [N]). Raises ValueError if h and g
+    differ in size.
     """
+    if g_MN.shape != h_MN.shape:
+        raise ValueError(f"g {list(g_MN.shape)} must have the size of h, {list(h_MN.shape)}")
     is_long = h_MN.shape[1] > triton_gelu.MAX_FEATURES
     if is_long or _is_reference(backend, format, h_MN.device):
         return reference.gelu_backward_quantize(h_MN, g_MN, format)
@@ -120,12 +125,16 @@ def matmul(
     """`reference.matmul`: `(a @ b^T) * a_scale * b_scale^T + bias` of quantized tensors.
 
     On a GPU, fp8 products are summed in the matrix unit's accumulator (22 bits on Hopper), which
-    other libraries call fast accumulation; the definition sums them in float32.
+    other libraries call fast accumulation; the definition sums them in float32. Raises ValueError
+    for sizes that do not fit.
     """
     if _is_reference(backend, _FORMATS[a_MK.dtype], a_MK.device):
         return reference.matmul(a_MK, b_NK, a_scale, b_scale, bias, dtype)
-    multiply = triton_matmul.matmul if _is_eager(a_MK) else _matmul
-    return multiply(a_MK, b_NK, a_scale, b_scale, bias, dtype)
+    if _is_eager(a_MK):
+        return triton_matmul.matmul(a_MK, b_NK, a_scale, b_scale, bias, dtype)
+    if torch.compiler.is_compiling():  # would turn an error of the op into another
+        reference.sizes_of(a_MK, b_NK, a_scale, b_scale, bias)
+    return _matmul(a_MK, b_NK, a_scale, b_scale, bias, dtype)
 
 
 # Registered with the dispatcher directly: torch.library.custom_op would add Python checks to each
@@ -171,6 +180,11 @@ def _rows_and_sum_fake(x_MK, format):
     return *_rows_fake(x_MK, format), x_MK.new_empty((x_MK.shape[1],), dtype=torch.float32)
 
 
+def _attention_backward_fake(g, qkv, num_heads, is_causal):
+    triton_attention.output_size(qkv, num_heads, g)
+    return qkv.new_empty(qkv.shape)
+
+
 _quantize = _define(
     "quantize(Tensor x, str format, str granularity, bool rows, bool transposed)"
     " -> (Tensor, Tensor, Tensor)",
@@ -210,11 +224,11 @@ _matmul = _define(
 attention = _define(
     "attention(Tensor qkv, int num_heads, bool is_causal) -> Tensor",
     triton_attention.attention,
-    lambda qkv, num_heads, is_causal: qkv.new_empty(*qkv.shape[:2], qkv.shape[2] // 3),
+    lambda qkv, num_heads, is_causal: qkv.new_empty(triton_attention.output_size(qkv, num_heads)),
 )
 # The gradient of qkv, [batch, tokens, 3 width], from that of the output of `attention`.
 attention_backward = _define(
     "attention_backward(Tensor g, Tensor qkv, int num_heads, bool is_causal) -> Tensor",
     triton_attention.attention_backward,
-    lambda g, qkv, num_heads, is_causal: qkv.new_empty(qkv.shape),
+    _attention_backward_fake,
 )

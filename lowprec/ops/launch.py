@@ -6,6 +6,7 @@ shapes; later launches pass addresses directly to Triton's launcher in C. That l
 interface, so releases of Triton other than 3.6 and 3.7 launch as usual.
 """
 
+import contextlib
 import functools
 import inspect
 import math
@@ -29,10 +30,15 @@ if IS_KNOWN:
 plan = functools.lru_cache(maxsize=4096)  # caches the `Launch` for each set of shapes
 
 
+def on_device(device: torch.device) -> contextlib.AbstractContextManager:
+    """Makes a GPU the current one, on which Triton launches; does nothing for another device."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
 class Launch:
     """A kernel with a fixed grid, integers and constants, which is called with tensors.
 
-    All calls must pass tensors of the same shapes, strides, dtypes and device.
+    All calls must pass tensors of the same shapes, strides and dtypes, on the same device.
 
     Args:
         kernel: takes tensors, then integers, then constants.
@@ -57,15 +63,22 @@ class Launch:
         self.launch: Callable | None = None
 
     def __call__(self, *tensors: Tensor) -> None:
-        """Launches on the current stream of the tensors' device; the first call compiles."""
+        """Launches on the current stream of the tensors' device; the first call compiles.
+
+        Raises ValueError for tensors on several devices.
+        """
         device = tensors[0].get_device()  # -1 for a CPU
         if device >= 0 and device != torch._C._cuda_getDevice():
-            with torch.cuda.device(device):
+            with on_device(tensors[0].device):
                 self(*tensors)
             return
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        bits = 0
-        for address in addresses:
+        addresses, bits = [], 0
+        for tensor in tensors:
+            if tensor.get_device() != device:
+                devices = ", ".join(str(tensor.device) for tensor in tensors)
+                raise ValueError(f"tensors must be on one device, not on {devices}")
+            address = tensor.data_ptr()
+            addresses.append(address)
             bits |= address
         is_aligned = bits % ALIGNMENT == 0
         if is_aligned and self.launch is not None:

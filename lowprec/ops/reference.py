@@ -92,12 +92,12 @@ def matmul(
 
     int8 products are summed exactly, up to 131,072 terms at a time, and the partial sums are added
     in float32; fp8 products are summed in float32. a_scale is [M, 1] or [1, 1], b_scale [N, 1] or
-    [1, 1], bias [N] or None. If the scales vary along K (`has_tiles`), the operands are scaled
-    first.
+    [1, 1], bias [N] or None. If the scales vary along K (see `sizes_of`), the operands are scaled
+    first. Raises ValueError for other sizes and for scales that are not float32.
     """
-    if has_tiles(a_scale, b_scale, b_NK.shape[0]):
+    if sizes_of(a_MK, b_NK, a_scale, b_scale, bias)[3]:
         a_MK, b_NK = _scaled(a_MK, a_scale), _scaled(b_NK, b_scale)
-        a_scale = b_scale = torch.ones(1, 1, device=a_MK.device)
+        a_scale = b_scale = torch.ones(1, 1, dtype=torch.float32, device=a_MK.device)
     with torch.autocast(a_MK.device.type, enabled=False):  # would round float32 to 16 bits
         if a_MK.dtype == torch.int8:
             parts = (operand.split(MAX_INT8_TERMS, dim=1) for operand in (a_MK, b_NK))
@@ -109,12 +109,34 @@ def matmul(
     return (output if bias is None else output + bias.float()).to(dtype)
 
 
-def has_tiles(a_scale: Tensor, b_scale: Tensor, N: int) -> bool:
-    """Whether the scales of a product a[M, K] @ b[N, K]^T belong to tiles of TILE_TERMS along K.
+def sizes_of(
+    a_MK: Tensor, b_NK: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None
+) -> tuple[int, int, int, bool]:
+    """M, N and K of a product, and whether its scales belong to tiles of TILE_TERMS along K.
 
-    Then a_scale is [M, K / 128] and b_scale is [N, K / 128] or [N / 128, K / 128], rounded up.
+    If they do, a_scale is [M, K / 128] and b_scale is [N, K / 128] or [N / 128, K / 128], rounded
+    up; `matmul` lists the other sizes. Raises ValueError for sizes that do not fit and for scales
+    that are not float32: kernels would read past the end of a tensor, or other numbers.
     """
-    return a_scale.shape[1] > 1 or b_scale.shape[1] > 1 or b_scale.shape[0] not in (1, N)
+    if a_scale.dtype != torch.float32 or b_scale.dtype != torch.float32:
+        raise ValueError(f"scales must be float32, not {a_scale.dtype} and {b_scale.dtype}")
+    (M, K), (N, terms) = a_MK.shape, b_NK.shape
+    (a_rows, a_tiles), (b_rows, b_tiles) = a_scale.shape, b_scale.shape
+    has_tiles = a_tiles != 1 or b_tiles != 1 or b_rows not in (1, N)
+    if has_tiles:
+        tiles = -(-K // TILE_TERMS)
+        fits = a_rows == M and b_rows in (N, -(-N // TILE_TERMS)) and a_tiles == b_tiles == tiles
+    else:
+        fits = a_rows in (1, M)
+    if not fits or terms != K or (bias is not None and bias.shape != (N,)):
+        a, b, of_a, of_b = (list(x.shape) for x in (a_MK, b_NK, a_scale, b_scale))
+        raise ValueError(
+            f"product of a {a} and b {b} with a_scale {of_a}, b_scale {of_b} and bias "
+            f"{bias if bias is None else list(bias.shape)}: must be [M, K] and [N, K] with [M, 1] "
+            "or [1, 1], [N, 1] or [1, 1] and [N] or None; scales of tiles: [M, K / 128] with "
+            "[N, K / 128] or [N / 128, K / 128], rounded up"
+        )
+    return M, N, K, has_tiles
 
 
 def _scaled(q: Tensor, scale: Tensor) -> Tensor:
@@ -233,4 +255,4 @@ def _hadamard_matrix(device: torch.device) -> Tensor:
     common = bits[:, None] & bits  # H[i, j] = (-1)^(number of bits that i and j share)
     common = common ^ common >> 2
     parity = (common ^ common >> 1) & 1
-    return (1 - 2 * parity) * signs[:, None] / 4
+    return ((1 - 2 * parity) * signs[:, None]).float() / 4

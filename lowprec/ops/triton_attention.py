@@ -205,11 +205,30 @@ def takes(qkv: Tensor, num_heads: int) -> bool:
     return is_small if major == 8 else is_medium and major > 8
 
 
-def attention(qkv: Tensor, num_heads: int, is_causal: bool) -> Tensor:
-    """[batch, tokens, 3 width] -> [batch, tokens, width]."""
-    qkv = qkv.contiguous()
+def output_size(qkv: Tensor, num_heads: int, g: Tensor | None = None) -> tuple[int, int, int]:
+    """The size [batch, tokens, width] of `attention`'s output, and of its gradient g.
+
+    Raises ValueError unless qkv has the size [batch, tokens, 3 width] with whole heads, and g this
+    size and qkv's dtype.
+    """
+    if qkv.dim() != 3 or qkv.shape[2] % (3 * num_heads):
+        raise ValueError(
+            f"qkv {list(qkv.shape)} must have three dimensions, and the last must be 3 times a "
+            f"multiple of num_heads={num_heads}"
+        )
     batch, tokens, packed_width = qkv.shape
-    out = torch.empty(batch, tokens, packed_width // 3, dtype=qkv.dtype, device=qkv.device)
+    size = (batch, tokens, packed_width // 3)
+    if g is not None and (g.shape != size or g.dtype != qkv.dtype):
+        given = f"{list(g.shape)} in {g.dtype}"
+        raise ValueError(f"g must be {list(size)} in {qkv.dtype}, as the output, not {given}")
+    return size
+
+
+def attention(qkv: Tensor, num_heads: int, is_causal: bool) -> Tensor:
+    """[batch, tokens, 3 width] -> [batch, tokens, width]; ValueError: see `output_size`."""
+    size = output_size(qkv, num_heads)
+    qkv = qkv.contiguous()
+    out = torch.empty(size, dtype=qkv.dtype, device=qkv.device)
     _plan_forward(qkv.device, qkv.dtype, *qkv.shape, num_heads, is_causal)(qkv, out)
     return out
 
@@ -220,7 +239,11 @@ def _plan_forward(device, dtype, *sizes: int) -> Launch:
 
 
 def attention_backward(g: Tensor, qkv: Tensor, num_heads: int, is_causal: bool) -> Tensor:
-    """The gradient of qkv, in its layout, from the gradient g of `attention`'s output."""
+    """The gradient of qkv, in its layout, from the gradient g of `attention`'s output.
+
+    Raises ValueError: see `output_size`.
+    """
+    output_size(qkv, num_heads, g)
     g, qkv = g.contiguous(), qkv.contiguous()
     grad = torch.empty_like(qkv)
     _plan_backward(qkv.device, qkv.dtype, *qkv.shape, num_heads, is_causal)(qkv, g, grad)

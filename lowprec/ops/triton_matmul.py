@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lowprec.ops.gluon_matmul import HOPPER_TILE, plan_hopper
 from lowprec.ops.launch import ALIGNMENT, Launch, plan
-from lowprec.ops.reference import MAX_INT8_TERMS, TILE_TERMS, has_tiles
+from lowprec.ops.reference import MAX_INT8_TERMS, TILE_TERMS, sizes_of
 from lowprec.ops.triton_quantize import _rows_contiguous, num_sms
 
 MIN_PART = 2048  # terms of a sum; on an H100, shorter parts are rarely faster
@@ -127,15 +127,15 @@ def matmul(
     """`reference.matmul` by the fastest kernel for the shapes and the GPU.
 
     Operands whose rows are not contiguous are copied, because the kernels assume stride 1 along K;
-    so are scales and a bias that are not contiguous.
+    so are scales and a bias that are not contiguous. Raises ValueError for sizes that do not fit.
     """
+    M, N, K, has_tiles = sizes_of(a_MK, b_NK, a_scale, b_scale, bias)
     a_MK, b_NK = _rows_contiguous(a_MK), _rows_contiguous(b_NK)
     bias = None if bias is None else bias.contiguous()
-    (M, K), N = a_MK.shape, b_NK.shape[0]
     if M * N == 0:
         return torch.empty(M, N, dtype=dtype, device=a_MK.device)
     dtypes = (a_MK.dtype, b_NK.dtype, dtype, None if bias is None else bias.dtype)
-    if has_tiles(a_scale, b_scale, N):
+    if has_tiles:
         strides = (a_MK.stride(0), b_NK.stride(0), *a_scale.stride(), *b_scale.stride())
         planned = _plan_tiles(a_MK.device, dtypes, (M, N, K), strides, b_scale.shape[0] == N)
     else:
@@ -187,7 +187,7 @@ def _plan_tiles(device, dtypes, sizes, strides, b_rows: bool) -> tuple[Launch, t
 def _plan(device, dtypes, sizes, strides, per_row, is_aligned: bool) -> tuple[Launch, tuple | None]:
     """The launch and the shape of parts, from dtypes of a, b, output and bias (or None)."""
     row_bytes = (*strides, sizes[1] * dtypes[2].itemsize)  # operands have one byte per number
-    is_whole = is_aligned and all(size % ALIGNMENT == 0 for size in row_bytes)
+    is_whole = sizes[2] > 0 and is_aligned and all(size % ALIGNMENT == 0 for size in row_bytes)
     is_odd = any(stride % ALIGNMENT for stride in strides)  # loads single bytes
     on_hopper = is_whole and _is_hopper(device)
     tile = HOPPER_TILE if on_hopper else ODD_TILE if is_odd else TILE

@@ -233,7 +233,7 @@ def quantize(
     """
     if granularity == "rowwise":
         q_MK, scale = quantize_rows(x_MK, format)
-        return q_MK if rows else None, q_MK.T.contiguous() if transposed else None, scale
+        return q_MK if rows else None, transposed_copy(q_MK) if transposed else None, scale
     # Triton 3.6 scrambles transposed fp8 tiles computed from float32, and of 128x128 bfloat16:
     # weight gradients became NaN, input gradients wrong
     is_scaled_by_tile = granularity not in ("columnwise", "tensorwise")
@@ -335,6 +335,11 @@ def _plan_tiles(
     return Launch(_quantize_tiles_kernel, grid, (M, K, stride_m, parts), **constants)
 
 
+def transposed_copy(q_MK: Tensor) -> Tensor:
+    """[K, M], contiguous; shares no memory, for M or K of 1 either."""
+    return q_MK.T.clone(memory_format=torch.contiguous_format)
+
+
 def transpose_bytes(q_MK: Tensor) -> Tensor:
     """int8 [M, K] -> [K, M], contiguous; several times faster than torch's copy."""
     M, K = q_MK.shape
@@ -366,9 +371,8 @@ def programs_that_sum(M: int, K: int, device: torch.device) -> int:
 
 def quantizes(format: Format, device: torch.device) -> bool:
     """Whether these kernels support a format on a GPU."""
-    if format is E4M3:
-        return torch.cuda.get_device_capability(device) >= (8, 9)
-    return format is INT8 or format.dtype == torch.float8_e5m2
+    least = {INT8: (8, 0), E5M2: (8, 0), E4M3: (8, 9)}.get(format)
+    return least is not None and torch.cuda.get_device_capability(device) >= least
 
 
 def num_sms(device: torch.device) -> int:

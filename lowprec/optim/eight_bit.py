@@ -51,7 +51,7 @@ def code_books(device: torch.device) -> Tensor:
     Code c stands for the level c of 256 (one more is unused). Numbers from bound c up to the bound
     c + 1 of 257 have it; the first bound is -inf, the last inf.
     """
-    books = torch.zeros(2, SIZE)
+    books = torch.zeros(2, SIZE, dtype=torch.float32)
     for book, is_signed in zip(books, (False, True), strict=True):
         levels = book[:256].copy_(_levels(is_signed))
         book[BOUNDS], book[-1] = -torch.inf, torch.inf
@@ -61,9 +61,10 @@ def code_books(device: torch.device) -> Tensor:
 
 def _levels(is_signed: bool) -> Tensor:
     """Sorted: 0, 1 and, between 10^-7 and 1, the middles of equal cells, more in each decade."""
-    parts = [torch.tensor([0.0, 1.0])]
+    parts = [torch.tensor([0.0, 1.0], dtype=torch.float32)]
     for decade in range(7):
-        edges = torch.linspace(0.1, 1, 2 ** (decade if is_signed else decade + 1) + 1)
+        cells = 2 ** (decade if is_signed else decade + 1)
+        edges = torch.linspace(0.1, 1, cells + 1, dtype=torch.float32)
         middles = 10 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2)
         parts += [middles, -middles] if is_signed else [middles]
     return torch.cat(parts).sort().values

@@ -10,7 +10,7 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from lowprec.optim.adamw_update import Hyperparameters, Response, clipped_lr, decay_factor
-from lowprec.optim.eight_bit import code_books
+from lowprec.optim.eight_bit import BLOCK, code_books
 from lowprec.optim.plain import Tensors
 from lowprec.optim.statistics import GradientSums, ShardReduction, StepSums, index_on
 from lowprec.optim.triton_adamw import _gradients_kernel, _reduce_kernel, _step_kernel
@@ -136,13 +136,14 @@ class _Launcher:
     ) -> Tensor:
         """Totals [tensors, num_sums + num_maxima] over the chunks of each tensor."""
         layout, width = self.layout, num_sums + num_maxima
-        parts = torch.empty(len(layout.chunks), width, device=self.device)
+        options = {"dtype": torch.float32, "device": self.device}
+        parts = torch.empty(len(layout.chunks), width, **options)
         if len(parts):
             kernel[(len(parts),)](
                 self.addresses, layout.sizes, layout.chunks, layout.starts, values, parts,
                 self.count, ALIGNED=self.aligned, CHUNK=CHUNK, num_warps=WARPS, **constants,
             )  # fmt: skip
-        totals = torch.empty(self.count, width, device=self.device)
+        totals = torch.empty(self.count, width, **options)
         _reduce_kernel[(self.count, width)](
             parts, layout.firsts, totals, WIDTH=width, SUMS=num_sums, ROWS=ROWS
         )
@@ -173,6 +174,11 @@ def _inverse(order: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(order).argsort().to(device)
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph captures the current stream of a device, which is the current one."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 class AddressTables:
     """Tables of addresses on the device, copied there only when an address has changed.
 
@@ -186,12 +192,17 @@ class AddressTables:
         self._captured: list[Tensor] = []
 
     def on_device(self, pointers: Sequence[int], device: torch.device, kind: tuple) -> Tensor:
-        """int64 [len(pointers)] on the device; a step has one table of each kind."""
+        """int64 [len(pointers)] on the device; a step has one table of each kind.
+
+        Raises RuntimeError in a capture of the first step, or of a second one.
+        """
         if device.type != "cuda":
             return torch.tensor(pointers)
         size = len(pointers)
-        if torch.cuda.is_current_stream_capturing():
-            host = self._spare.pop((kind, size))
+        if is_capturing(device):
+            host = self._spare.pop((kind, size), None)
+            if host is None:
+                raise RuntimeError("a captured step needs an equal one before, outside the capture")
             self._captured.append(host)
             host.copy_(torch.tensor(pointers))
             return host.to(device, non_blocking=True)
@@ -208,26 +219,44 @@ class AddressTables:
 def first_unfit(tensors: Tensors) -> int | None:
     """Index of the first tensor that no kernel takes, or None.
 
-    Kernels take dense tensors in the dtypes of TYPES, all on one GPU, whose gradients and moments
-    lie in the parameter's order in memory.
+    Kernels take dense tensors in the dtypes of TYPES, all on one GPU. Gradient, moments and, for 16
+    bits, a compensation must have the parameter's shape and order in memory and a state's dtypes.
     """
     device = tensors.params[0].device
     if device.type not in DEVICES:
         return 0
-    for i, (p, *others) in enumerate(zip(*tensors[:5], strict=True)):  # scales are always dense
-        others = [x for x in others if x is not None]
-        fits = p.device == device and p.dtype in TYPES and others[0].dtype in TYPES
-        if not (fits and _is_dense(p) and all(_has_order_of(p, x) for x in others)):
-            return i
-    return None
+    rows = enumerate(zip(*tensors, strict=True))
+    return next((i for i, row in rows if not _fits(device, *row)), None)
+
+
+def _fits(
+    device: torch.device, p: Tensor, grad: Tensor, v: Tensor, u: Tensor, lost: Tensor | None,
+    v_scale: Tensor | None, u_scale: Tensor | None,
+) -> bool:  # fmt: skip
+    """Whether kernels on a device take a parameter, its gradient and its state."""
+    dtype, shape = p.dtype, p.shape
+    kind = torch.float32 if v_scale is None else torch.uint8
+    if dtype not in TYPES or grad.dtype not in TYPES or v.dtype != kind or u.dtype != kind:
+        return False
+    like_p = (p, grad, v, u) if lost is None else (p, grad, v, u, lost)
+    if dtype != (torch.float32 if lost is None else lost.dtype):
+        return False
+    is_contiguous = p.is_contiguous()
+    for x in like_p:
+        if x.shape != shape or x.device != device:
+            return False
+        if not (x.is_contiguous() if is_contiguous else _has_order_of(p, x)):
+            return False
+    for scale in () if v_scale is None else (v_scale, u_scale):
+        if scale.shape != (-(-p.numel() // BLOCK),) or scale.device != device:
+            return False
+    return is_contiguous or _is_dense(p)
 
 
 def _has_order_of(a: Tensor, b: Tensor) -> bool:
-    """Whether the elements have the same order in memory; dimensions of size 1 do not matter."""
-    if a.stride() == b.stride():
-        return True
-    pairs = zip(a.shape, a.stride(), b.stride(), strict=True)
-    return a.shape == b.shape and all(size == 1 or one == other for size, one, other in pairs)
+    """Whether elements of equal shapes have the same order in memory; sizes of 1 do not matter."""
+    triples = zip(a.shape, a.stride(), b.stride(), strict=True)
+    return all(size == 1 or one == other for size, one, other in triples)
 
 
 def _is_dense(x: Tensor) -> bool:

@@ -36,7 +36,7 @@ class FixedScaler(NoScaler):
     """
 
     def __init__(self, scale: float, device: torch.device | str):
-        self.value = torch.full((), scale, device=device)
+        self.value = torch.full((), scale, dtype=torch.float32, device=device)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Steps the optimizer, which unscales the gradients."""

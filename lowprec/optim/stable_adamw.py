@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lowprec.ops.launch import on_device
 from lowprec.optim.adamw_update import (
     Hyperparameters,
     OnWarning,
@@ -21,7 +22,7 @@ from lowprec.optim.adamw_update import (
     wide_dtype,
 )
 from lowprec.optim.clipping import GuardedStep, SkipStep, ZClip
-from lowprec.optim.fused import AddressTables, FusedStep, first_unfit
+from lowprec.optim.fused import AddressTables, FusedStep, first_unfit, is_capturing
 from lowprec.optim.plain import PlainStep, Tensors
 from lowprec.optim.schedules import matching
 from lowprec.optim.state import (
@@ -37,6 +38,7 @@ from lowprec.optim.state import (
     loaded_state,
     lr_on_device,
     options_of,
+    written_over,
     zero_state,
 )
 from lowprec.optim.statistics import (
@@ -56,7 +58,8 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
     """AdamW with AdaFactor's update clipping for each tensor: see `stable_adamw_update`.
 
     Args:
-        params: parameters, named parameters or groups of either; real, with dense gradients.
+        params: parameters, named parameters or groups of either; real, on one device, with dense
+            gradients.
         lr: learning rate, a number or a 0-d tensor.
         betas: decay rates of the moments v and u.
         eps: added to sqrt(u), and the least sqrt(u) in RMS_t.
@@ -76,9 +79,12 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
         skip: which tensors a gradient with a non-finite norm leaves unchanged: all of them
             ("step") or only its own ("tensor").
         fused: None uses the Triton kernels if all tensors are dense, float32, bfloat16 or float16,
-            on one GPU, with gradients in the same order in memory; otherwise plain torch, with a
-            warning on a GPU. False: always plain torch. True: ValueError if kernels cannot run.
-        foreach, capturable: as in torch, without effect: a step can always be captured.
+            on one GPU, with gradients and a state of the same shape and order in memory; otherwise
+            plain torch, with a warning on a GPU. False: always plain torch. True: ValueError if
+            kernels cannot run.
+        foreach, capturable: as in torch, without effect: a CUDA graph can capture any step but the
+            first, one at a time. A replay reads gradients and tensors of learning rates; the other
+            options are those of the capture. Capture again after `add_param_group`.
         amsgrad, maximize, differentiable: ValueError if true.
 
     After `step()`:
@@ -155,6 +161,7 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
         self.optim_bits, self.min_8bit_size = optim_bits, min_8bit_size
         self.override_32bit = tuple(override_32bit)
         self.on_warning = on_warning
+        self._reset_caches()
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"amsgrad": amsgrad, "maximize": maximize, "differentiable": differentiable}
         own_options = (clip_threshold, clip_weight_decay, beta2_decay)
@@ -167,7 +174,6 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
         check_names(param_group, self.defaults)
         check_options({**self.defaults, **param_group}, self.on_warning)
         super().add_param_group(param_group)
-        self._reset_caches()
 
     @property
     def names(self) -> list[str]:
@@ -183,8 +189,7 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
 
     @steps.setter
     def steps(self, steps: list[float]) -> None:
-        self._update_counts = None
-        self._counts().copy_(torch.tensor(steps))
+        self._counts().copy_(torch.tensor(steps, dtype=torch.float32))
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> Tensor | None:
@@ -202,17 +207,21 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
             return loss
         params = [all_params[i] for i in rows]
         device = params[0].device
-        update_all = self._plain_or_fused(params, rows)
-        grad_scale = getattr(self, "grad_scale", None)  # set and deleted by GradScaler
-        unscale = torch.ones((), device=device) if grad_scale is None else 1 / grad_scale
-        gradients = update_all.gradients(unscale)
-        grad_norms = gradients.squares.sqrt()
-        applied, clip_factor = self._decide(grad_norms)
-        factor = unscale * clip_factor
-        sizes = torch.tensor([float(p.numel()) for p in params])
-        sizes = self._on_device("sizes", sizes, device)
-        h, is_clipped, response = self._hyperparameters(params, rows, applied)
-        rms, sums = update_all.update(h, factor, sizes, is_clipped, response)
+        with on_device(device):
+            update_all = self._plain_or_fused(params, rows)
+            grad_scale = getattr(self, "grad_scale", None)  # set and deleted by GradScaler
+            one = torch.ones((), dtype=torch.float32, device=device)
+            unscale = one if grad_scale is None else 1 / grad_scale
+            gradients = update_all.gradients(unscale)
+            grad_norms = gradients.squares.sqrt()
+            applied, clip_factor = self._decide(grad_norms)
+            factor = unscale * clip_factor
+            sizes = torch.tensor([p.numel() for p in params], dtype=torch.float32)
+            sizes = self._on_device("sizes", sizes, device)
+            h, is_clipped, response = self._hyperparameters(params, rows, applied)
+            rms, sums = update_all.update(h, factor, sizes, is_clipped, response)
+            if is_capturing(device):
+                self._captured.append(self._read_by_a_graph(params, rows, update_all))
         rms = torch.where(applied, rms, math.nan)
         table = statistics_table(rms, grad_norms, sizes, gradients, sums)
         self.statistics = expand_rows(table, rows, len(all_params))
@@ -237,14 +246,24 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
         if unfit is None:
             return FusedStep(tensors, shards, self._addresses)
         reason = (
-            "kernels need dense float32, bfloat16 or float16 tensors of one GPU, with gradients in "
-            f"the same order in memory, unlike {self._describe(params[unfit])}"
+            "kernels need dense float32, bfloat16 or float16 tensors of one GPU, with gradients "
+            "and a state of the same shape and order in memory, unlike "
+            f"{self._describe(params[unfit])}"
         )
         if self.fused:
             raise ValueError(f"fused=True: {reason}")
         if params[0].is_cuda:  # stacklevel: the caller of step, beyond two wrappers of torch
             warnings.warn(f"all tensors are updated in plain torch: {reason}", stacklevel=5)
         return PlainStep(tensors, shards)
+
+    def _read_by_a_graph(
+        self, params: list[Tensor], rows: tuple[int, ...], update_all: PlainStep | FusedStep
+    ) -> list:
+        """What a graph of this step reads, apart from gradients, which the graph itself keeps."""
+        own = [self._counts(), index_on(rows, params[0].device), *self._copies.values()]
+        own += [group["lr"] for group in self.param_groups]
+        own += [x for p in params for x in self.state[p].values()]
+        return [*own, update_all if isinstance(update_all, FusedStep) else None]
 
     def _hyperparameters(
         self, params: list[Tensor], rows: tuple[int, ...], applied: Tensor
@@ -326,7 +345,9 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
         are_views = all(s["updates"]._base is counts for s in states if "updates" in s)
         if counts is None or not are_views or len(counts) != len(params) or counts.device != device:
             updates = [torch.as_tensor(s.get("updates", 0.0)).to(device).float() for s in states]
-            self._update_counts = counts = torch.stack(updates)
+            updates, own = torch.stack(updates), counts
+            is_alike = own is not None and (len(own), own.device) == (len(params), device)
+            self._update_counts = counts = own.copy_(updates) if is_alike else updates
             for i, state in enumerate(states):
                 if state:
                     state["updates"] = counts[i]
@@ -350,7 +371,8 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
         return f"parameter {number}" + (f" ({self.names[number]})" if named else "")
 
     def _reset_caches(self) -> None:
-        """Drops what steps keep besides the state."""
+        """Sets what steps keep besides the state, for a new optimizer."""
+        self._captured: list[list] = []  # kept for good: graphs may be replayed at any time
         self._update_counts: Tensor | None = None
         self._addresses = AddressTables()
         self._copies: dict[str, tuple[Tensor, Tensor]] = {}
@@ -360,14 +382,16 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        self._reset_caches()
+        if "_captured" not in vars(self):  # not in load_state_dict: a captured step goes on
+            self._reset_caches()
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Loads a copy of a state of StableAdamW or torch.optim.AdamW.
 
         Moments keep their own dtype (torch casts them to the parameter's). Options that AdamW does
-        not have stay as they are. ValueError, before anything is loaded, if the state is of another
-        optimizer or its shapes differ.
+        not have stay as they are. Tensors of an earlier state and of learning rates are written in
+        place, so that a captured step goes on from the loaded state. ValueError, before anything is
+        loaded, if the state is of another optimizer or its shapes differ.
         """
         if not state_dict.keys() >= {"state", "param_groups"}:
             raise ValueError(f"{FOREIGN}; this one has {', '.join(list(state_dict)[:5])}")
@@ -384,8 +408,18 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
             for p, (n, betas) in zip(self._params(), numbers, strict=False)
             if n in saved
         }
+        own_states, own_groups = dict(self.state), self.param_groups
         super().load_state_dict({"state": {}, "param_groups": groups})  # compares the lengths
-        self.state.update(states)
+        own_rates = [group["lr"] for group in own_groups]
+        for group, own in zip(self.param_groups, own_rates, strict=True):
+            pairs = zip(self.param_groups, own_rates, strict=True)
+            rates = {float(other["lr"]) for other, rate in pairs if rate is own}  # may share one
+            if isinstance(own, Tensor) and len(rates) == 1:
+                group["lr"] = own.fill_(*rates)
+        for p, state in states.items():
+            self.state[p] = written_over(own_states.get(p, {}), state)
+        if self._update_counts is not None:
+            self._update_counts.zero_()  # of tensors without a saved state
         self._counts()
 
     def adamw_state_dict(self) -> dict:

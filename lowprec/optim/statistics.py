@@ -88,7 +88,7 @@ def expand_rows(table: Tensor, rows: tuple[int, ...], count: int) -> Tensor:
 
 def no_statistics(count: int, device: torch.device) -> Tensor:
     """[count, 10] for tensors without a gradient: rms NaN, all else 0."""
-    table = torch.zeros(count, len(STATISTICS), device=device)
+    table = torch.zeros(count, len(STATISTICS), dtype=torch.float32, device=device)
     table[:, STATISTICS.index("rms")].fill_(math.nan)
     return table
 

@@ -4,12 +4,16 @@ A run directory holds everything about a run; every dashboard is a copy of it.
 `lowprec.runs.record` writes it. Nothing here loads torch.
 """
 
+import contextlib
 import json
 import math
+import os
+import re
 import stat
+import struct
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +36,11 @@ METRICS = {"step": int, "loss": float}
 TAIL_BYTES = 65536  # longer than any row
 BAD_ARCHIVE = (zipfile.BadZipFile, zlib.error, RuntimeError, EOFError)  # errors of a member
 MAX_BYTES = 2**30  # a file of rows takes about 300 bytes a step
+ROOM = 2**27  # bytes that a table may take beyond UNPACKED times those of its file
+UNPACKED = 20
+UNREADABLE = (pa.ArrowException, OSError, ValueError, LookupError, TypeError, AttributeError)
+UNREADABLE += (MemoryError, RecursionError, struct.error, *BAD_ARCHIVE)
+HALF = re.compile(r"\\u[dD][89a-fA-F]")  # perhaps half a character, which no file can hold
 
 
 def encode_row(row: dict) -> str:
@@ -58,7 +67,7 @@ def decode_row(line: str) -> dict:
     special = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
     return {
         name: special.get(value, value) if isinstance(value, str) else value
-        for name, value in checked(DECODER.decode(line), {}).items()
+        for name, value in checked(decode_json(line), {}).items()
     }
 
 
@@ -69,6 +78,20 @@ def _int64(digits: str) -> int:
 
 
 DECODER = json.JSONDecoder(parse_int=_int64)
+
+
+def decode_json(text: str) -> Any:
+    """Decodes JSON; "?" replaces halves of characters, as in the name of a latin-1 file."""
+
+    def whole(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {whole(name): whole(inner) for name, inner in value.items()}
+        if isinstance(value, list):
+            return [whole(inner) for inner in value]
+        return value.encode(errors="replace").decode() if isinstance(value, str) else value
+
+    value = DECODER.decode(text)
+    return whole(value) if HALF.search(text) else value
 
 
 class RecordFileError(RunError, ValueError):
@@ -104,7 +127,7 @@ def read_map(path: Path, types: dict[str, type] | None = None) -> dict:
     Raises FileNotFoundError or RecordFileError.
     """
     try:
-        return checked(json.loads(read_file(path)), types or {})
+        return checked(decode_json(read_file(path).decode()), types or {})
     except RecordFileError:
         raise
     except (ValueError, RecursionError) as error:
@@ -215,8 +238,13 @@ def find_runs(root: Path | str) -> list[Path]:
     return sorted(
         path
         for path in folders
-        if (path / "config.yaml").exists() and not is_copy(path.parts[len(root.parts) :])
+        if _is_there(path / "config.yaml") and not is_copy(path.parts[len(root.parts) :])
     )
+
+
+def _is_there(path: Path) -> bool:
+    """Whether a file exists, or a link that leads nowhere."""
+    return os.path.lexists(path) if isinstance(path, Path) else path.exists()
 
 
 def is_copy(parts: tuple[str, ...]) -> bool:
@@ -257,24 +285,56 @@ def read_tensors(
     left out.
     """
     for path in sorted((run / table).glob("*.arrows")):
-        if not path.stem.isdecimal() or not path.is_file():  # not a stream of an attempt
-            continue
-        is_local = isinstance(path, Path)
-        source = pa.memory_map(str(path)) if is_local else pa.BufferReader(path.read_bytes())
-        with source:
-            try:
-                stream = pa.ipc.open_stream(source)
-                names = json.loads((stream.schema.metadata or {})[b"tensors"])
-            except (ValueError, KeyError):  # killed before the schema was complete, or damaged
-                continue
-            while True:
-                try:
-                    batch = stream.read_next_batch()
-                    batch.validate(full=True)  # damaged offsets would crash the process
-                except (StopIteration, pa.ArrowInvalid, OSError):
-                    break
-                columns = {
-                    name: batch.column(name).flatten().to_numpy().reshape(-1, len(names)).copy()
-                    for name in batch.schema.names[1:]
-                }
-                yield batch.column("step").to_numpy().copy(), columns, names
+        if path.stem.isdecimal() and path.is_file():  # a stream of an attempt
+            with contextlib.suppress(*UNREADABLE):
+                yield from _read_stream(path)
+
+
+def _read_stream(path: Path) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray], list[str]]]:
+    is_local = isinstance(path, Path)  # not mapped: the file may be cut while it is read
+    with pa.OSFile(str(path)) if is_local else pa.BufferReader(path.read_bytes()) as source:
+        messages = pa.ipc.MessageReader.open_stream(source)
+        schema = pa.ipc.read_schema(messages.read_next_message())
+        names = decode_json(schema.metadata[b"tensors"].decode())
+        if len(set(names)) < len(names):
+            raise ValueError("a tensor has the name of another")
+        refuse_columns(schema, pa.list_(pa.float32(), len(names)).equals)
+        for message in messages:
+            if _is_compressed(message.metadata):
+                raise ValueError("its size after decompression is unknown")
+            batch = pa.ipc.read_record_batch(message, schema)
+            batch.validate(full=True)  # damaged offsets would crash the process
+            if batch.nbytes > message.body.size:
+                raise ValueError("its columns share their values")
+            columns = {
+                name: batch.column(name).flatten().to_numpy().reshape(-1, len(names)).copy()
+                for name in schema.names[1:]
+            }
+            yield batch.column("step").to_numpy().copy(), columns, names
+
+
+def refuse_columns(schema: pa.Schema, is_number: Callable[[pa.DataType], bool]) -> None:
+    """Raises ValueError unless `step` is a whole number and all other columns are numbers."""
+    kinds = dict(zip(schema.names, schema.types, strict=True))
+    if len(kinds) < len(schema):
+        raise ValueError("a column has the name of another")
+    if not pa.types.is_int64(kinds.pop("step")):
+        raise ValueError("step is not a whole number")
+    for name, kind in kinds.items():
+        if not is_number(kind):
+            raise ValueError(f"{name} is {kind}, not a number")
+
+
+def _is_compressed(message: pa.Buffer) -> bool:
+    """Whether an Arrow message has a codec: field 3 of its header, field 2 of the flatbuffer."""
+
+    def place_of(table: int, field: int) -> int:
+        fields = table - struct.unpack_from("<i", message, table)[0]
+        at = 4 + 2 * field
+        if at >= struct.unpack_from("<H", message, fields)[0]:
+            return 0
+        offset = struct.unpack_from("<H", message, fields + at)[0]
+        return table + offset if offset else 0
+
+    header = place_of(struct.unpack_from("<I", message)[0], 2)
+    return bool(place_of(header + struct.unpack_from("<I", message, header)[0], 3))

@@ -9,6 +9,7 @@ in the run directories.
 import fcntl
 import json
 import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -17,13 +18,14 @@ from pathlib import Path
 
 from lowprec.config.check import ConfigError, check
 from lowprec.config.compose import compose_command
-from lowprec.config.patterns import without_secrets
-from lowprec.config.preflight import preflight, process_faults
 from lowprec.config.schema import Config
+from lowprec.data.sources import without_secrets
 from lowprec.runs import durable
 from lowprec.runs.identity import directory, label, to_dict
 from lowprec.runs.read import ENDED, RecordFileError, checked, encode_row, read_map, scan_rows
+from lowprec.train.preflight import preflight, process_faults
 
+TRAIN = [sys.executable, "-m", "experiments.sweep", "train"]  # and the sweep's folder, the index
 RUN = {"index": int, "label": str, "directory": str, "overrides": list, "config": dict}
 ROW = {"event": str, "token": str, "runs": list, "launcher": dict, "job": str}
 ROW |= {"again": bool, "reason": str, "code": int, "saved": int}
@@ -38,7 +40,7 @@ ATTEMPTS = {"started": {"token"}, "ended": {"token"}}  # the same in runs/<index
 
 @dataclass
 class PlannedRun:
-    """One run of a sweep; `config` is its whole config as plain data."""
+    """One run of a sweep: its directory below `run_dir`, and its whole config as plain data."""
 
     index: int
     label: str
@@ -70,18 +72,19 @@ class Submission:
 class Manifest:
     """The files of one sweep. Each read is fresh, because other processes write them too.
 
-    `command` trains one run; the sweep's folder and the run's index are appended to it. Relative
-    paths, run directories included, are relative to `cwd`. `faults` has a sentence about each
-    damaged line that was left out. Raises RecordFileError if sweep.json is damaged.
+    They are data: `TRAIN` trains a run, in the directory where `submit` was called. `faults` has a
+    sentence about each damaged line that was left out. Raises RecordFileError if sweep.json is
+    damaged.
     """
 
     def __init__(self, folder: Path):
         self.folder = Path(folder).absolute()
         self.faults: list[str] = []
         path = self.folder / "sweep.json"
-        plan = read_map(path, {"command": list, "cwd": str, "runs": list})
+        plan = read_map(path, {"runs": list})
         try:
-            self.command, self.cwd = plan["command"], Path(plan["cwd"])
+            if plan.keys() != {"runs"}:
+                raise ValueError(", ".join(plan))
             self.runs = [PlannedRun(**checked(run, RUN)) for run in plan["runs"]]
             for index, run in enumerate(self.runs):
                 if run.index != index or type(run.config["num_steps"]) is not int:
@@ -93,13 +96,13 @@ class Manifest:
             ) from error
 
     @classmethod
-    def open(cls, folder: Path, command: list[str], cwd: Path) -> "Manifest":
+    def open(cls, folder: Path) -> "Manifest":
         """Opens the sweep of a folder; creates one without runs if there is none."""
         folder = Path(folder)
         for name in ("runs", "logs"):
             (folder / name).mkdir(parents=True, exist_ok=True)
         if not (folder / "sweep.json").exists():
-            _write_plan(folder, {"command": command, "cwd": str(cwd), "runs": []})
+            _write_plan(folder, [])
         return cls(folder)
 
     def add(self, runs: list[PlannedRun]) -> list[int]:
@@ -108,17 +111,21 @@ class Manifest:
         A run whose directory the sweep already has replaces that run, since keys that are not
         part of a run's identity may differ.
         """
-        indexes = {self.directory_of(run.index).resolve(): run.index for run in self.runs}
+        indexes = {run.directory: run.index for run in self.runs}
         for run in runs:
-            run.index = indexes.setdefault((self.cwd / run.directory).resolve(), len(self.runs))
+            run.index = indexes.setdefault(run.directory, len(self.runs))
             self.runs[run.index : run.index + 1] = [run]
-        plan = {"command": self.command, "cwd": str(self.cwd)}
-        _write_plan(self.folder, plan | {"runs": [asdict(run) for run in self.runs]})
+        _write_plan(self.folder, self.runs)
         return sorted({run.index for run in runs})
+
+    @property
+    def run_dir(self) -> Path:
+        """The folder that holds the run directories, and in `sweeps/` this sweep."""
+        return self.folder.parents[1]
 
     def directory_of(self, index: int) -> Path:
         """The run directory of a run."""
-        return self.cwd / self.runs[index].directory
+        return self.run_dir / self.runs[index].directory
 
     def log_of(self, index: int) -> Path:
         """The file that holds a run's output, over all its attempts."""
@@ -207,7 +214,7 @@ def plan_runs(
         opened = repr((*paths, config.batch_size, config.num_workers))
         if opened not in sources:
             sources[opened] = open_sources(config)
-        place = str(directory(config, sources[opened]))
+        place = str(directory(config, sources[opened]).relative_to(config.run_dir))
         train = f"data.train={without_secrets(config.data.train)}"
         public = [train if text.startswith("data.train=") else text for text in run.overrides]
         runs.append(PlannedRun(-1, label(config), place, public, to_dict(config)))
@@ -240,7 +247,8 @@ def _append_row(path: Path, row: dict) -> None:
     durable.sync(path)
 
 
-def _write_plan(folder: Path, plan: dict) -> None:
+def _write_plan(folder: Path, runs: list[PlannedRun]) -> None:
+    plan = {"runs": [asdict(run) for run in runs]}
     before = os.umask(0o077)  # readable by the owner only: a URL in a config may hold a secret
     try:
         durable.replace(folder / "sweep.json", json.dumps(plan, indent=1).encode())

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from lowprec.config.check import RunError
+from lowprec.config.check import ConfigError, RunError
 from lowprec.sweep.plan import Manifest
 
 TRIES, TIMEOUT_S = 5, 60.0
@@ -62,7 +62,7 @@ def _script(manifest: Manifest, runs: list[int], token: str, launcher: dict) -> 
     flags = {
         "job-name": job_name(manifest, token),
         "array": f"0-{len(runs) - 1}%{launcher['parallel']}",
-        "chdir": manifest.cwd,
+        "chdir": Path.cwd(),
         "output": output,
         "open-mode": "append",
         "requeue": True,
@@ -77,12 +77,15 @@ def _script(manifest: Manifest, runs: list[int], token: str, launcher: dict) -> 
         **(launcher["sbatch"] or {}),
     }
     written = {name: value for name, value in flags.items() if value not in (None, False)}
+    if torn := [name for name, value in written.items() if "\n" in f"{name}{value}"]:
+        raise ConfigError([f"--{name}: one line is expected" for name in torn])
     python = [sys.executable, "-m", "lowprec.sweep.supervisor", str(manifest.folder)]
     lines = ["#!/bin/bash"]
-    lines += [
-        f"#SBATCH --{name}" + ("" if value is True else f"={shlex.quote(str(value))}")
-        for name, value in written.items()
-    ]
+    for name, value in written.items():
+        flag = f"#SBATCH --{name}" + ("" if value is True else f"={shlex.quote(str(value))}")
+        if not flag.isprintable():  # what follows a line break would be a command
+            raise SlurmError(f"sbatch: {flag!r} has a character that cannot be printed")
+        lines.append(flag)
     lines += launcher["setup"]
     lines += [f"runs=({' '.join(map(str, runs))})", f"source {shlex.quote(str(REQUEUE))}"]
     lines += [f'srun --unbuffered {shlex.join(python)} "${{runs[$SLURM_ARRAY_TASK_ID]}}" {token}']

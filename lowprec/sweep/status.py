@@ -62,7 +62,7 @@ def states(manifest: Manifest, queue: dict | None) -> list[State]:
             in_queue = "unknown" if queue is None else jobs.get(place)
             state, reason = _unfinished(submission, rows, locked, launcher_lives, in_queue)
         reason = "; ".join(filter(None, (reason, damage)))
-        scores = {name: value for name, value in last.items() if "/" in name}
+        scores = {k: v for k, v in last.items() if "/" in k and isinstance(v, int | float)}
         speed = timing.get("images_per_s")
         speed = speed if isinstance(speed, float) and speed > 0 else None
         by_run.append(State(run.index, state, step, last.get("loss"), reason, scores, speed))
@@ -129,7 +129,7 @@ def _time_left(state: State, config: dict) -> str:
     if state.state != "running" or state.images_per_s is None:
         return ""
     images = (config["num_steps"] - state.step) * config.get("batch_size", 0)
-    return str(timedelta(seconds=round(images / state.images_per_s)))
+    return str(timedelta(seconds=min(round(images / state.images_per_s), 10**9)))
 
 
 def setting_columns(runs: list[list[str]]) -> tuple[list[str], list[list[str]]]:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from lowprec.alert import alert
 from lowprec.runs import attempts
-from lowprec.sweep.plan import Manifest, take_lock
+from lowprec.sweep.plan import TRAIN, Manifest, take_lock
 
 GRACE_S = 60.0  # to save: for the other ranks after one has failed, for training left by a kill
 POLL_S = 0.05  # between two polls of the training processes
@@ -111,7 +111,7 @@ class Attempt:
 
     def _start_training(self) -> None:
         log = self.manifest.log_of(self.index)
-        command = [*self.manifest.command, str(self.manifest.folder), str(self.index)]
+        command = [*TRAIN, str(self.manifest.folder), str(self.index)]
         environment = dict(os.environ)
         if self.visible is not None:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.visible)
@@ -121,7 +121,6 @@ class Attempt:
                 self._children.append(
                     subprocess.Popen(
                         command,
-                        cwd=self.manifest.cwd,
                         env=environment | rank,
                         stdin=subprocess.DEVNULL,
                         stdout=out,

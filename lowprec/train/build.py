@@ -18,13 +18,13 @@ from lowprec.clip.export import load_weights
 from lowprec.clip.text import Tokenizer, build_classifier, imagenet
 from lowprec.clip.vision import PatchDropout, compile_embedding
 from lowprec.config.check import ConfigError
-from lowprec.config.preflight import names_file, read_lines
 from lowprec.config.schema import LIBRARIES, Config, OptimizerConfig, PrecisionConfig
 from lowprec.data.cache import DecodedCache
 from lowprec.data.loader import Batch, Batches, decode_caption, decode_image, iterate
 from lowprec.data.open import Data, num_workers
 from lowprec.data.order import SampleOrder
 from lowprec.data.shards import Shards
+from lowprec.data.sources import names_file, read_lines
 from lowprec.data.stream import Stream
 from lowprec.diagnostics.blocks import BlockProbe
 from lowprec.evaluate import Evaluation

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-from lowprec.config.place import place
+from lowprec.train.ranks import place
 
 T = TypeVar("T")
 MARGIN_S = 60  # the watchdog, whose message is clearer, acts this long before torch's own timeout

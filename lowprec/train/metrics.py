@@ -4,6 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from lowprec.alert import alert
 from lowprec.config.schema import LIBRARIES, default_warmup
 from lowprec.data.loader import Batch
 from lowprec.diagnostics.blocks import BLOCK_STATISTICS
-from lowprec.diagnostics.spikes import Collapse, Detector, protocol_of
+from lowprec.diagnostics.spikes import Collapse, Detector, Spike, protocol_of
 from lowprec.optim.stable_adamw import STATISTICS
 from lowprec.runs.read import is_sampled, missing_steps, read_tensors, scan_metrics, scan_rows
 from lowprec.runs.record import Record, RecordError
@@ -87,7 +88,8 @@ class MetricsBuffer:
         if warmup is None:
             warmup = default_warmup(config.num_steps, config.schedule.name)
         self.collapse = Collapse(config.batch_size, warmup, config.num_steps)
-        self.detector = self._restore_detector()
+        self.detector: Detector | None = None
+        self._restore_detector()
         self.spikes: list[tuple[int, str]] = []  # step and kind of the last flush's
         self.waited = 0.0
         self.start = self.flushed = time.perf_counter()
@@ -208,7 +210,7 @@ class MetricsBuffer:
         self._write_tensors("details", rows, tables)
         self._write_blocks(rows[-1]["step"])
         if self.detector is not None:
-            self._write_spikes(rows, rms)
+            self._write_spikes(self._detect(rows, rms))
         for row in rows if self.world.is_first else ():
             if collapsed := self.collapse.feed(row["step"], row["loss"]):
                 self.record.append("events", [{"step": row["step"], "collapsed": collapsed}])
@@ -249,41 +251,46 @@ class MetricsBuffer:
         self.num_skips += len(skips)
         self.skips = []
 
-    def _restore_detector(self) -> Detector | None:
+    def _restore_detector(self) -> None:
         """Builds the spike detector; feeds it and `collapse` the steps of earlier attempts."""
         options = self.config.diagnostics.spikes
         earlier = scan_metrics(self.record.run) if self.world.is_first else []
         for row in earlier:
             self.collapse.feed(row["step"], row["loss"])
         if options.protocol == "none" or not self.world.is_first:
-            return None
-        detector = Detector(protocol_of(**asdict(options)), len(self.tensors))
+            return
+        self.detector = Detector(protocol_of(**asdict(options)), len(self.tensors))
         rms = {}
         for steps, statistics, _ in read_tensors(self.record.run):
             rms |= dict(zip(steps.tolist(), statistics.get("rms", ()), strict=False))
-        for row in earlier:
-            detector.feed(row["step"], row["loss"], rms.get(row["step"]))
-        return detector
+        self._detect(earlier, rms)
 
-    def _write_spikes(self, rows: list[dict], rms: dict[int, np.ndarray]) -> None:
-        """Appends the spikes that the rows reveal to events.jsonl; prints those of the loss.
+    def _detect(self, rows: list[dict], rms: dict[int, np.ndarray]) -> list[Spike]:
+        """Returns the spikes that the rows reveal.
 
         The detector sees RMS_t at recorded steps only, so that a resumed run sees the same.
         """
+        values = np.full((len(rows), len(self.tensors)), np.nan, dtype=np.float32)
+        for i, row in enumerate(rows):
+            values[i] = rms.get(row["step"], np.nan)
+        steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
+        return self.detector.feed(steps, losses, values)
+
+    def _write_spikes(self, spikes: list[Spike]) -> None:
+        """Appends spikes to events.jsonl; prints those of the loss."""
         events = []
-        for row in rows:
-            spikes = self.detector.feed(row["step"], row["loss"], rms.get(row["step"]))
-            for spike in spikes:
-                if spike.tensor is None:
-                    events.append({"step": spike.step, "spike": "loss", "loss": spike.value})
-                    print(f"loss spike at step {spike.step}: {spike.value:.4g}")
-                    alert(f"{self.record.run}: loss spike at step {spike.step}")
-                    self.spikes.append((spike.step, "loss spike"))
-            by_tensor = {self.tensors[s.tensor]: s.value for s in spikes if s.tensor is not None}
-            if by_tensor:
-                events.append({"step": row["step"], "spike": "rms", "rms": by_tensor})
+        for (step, is_loss), group in groupby(spikes, lambda s: (s.step, s.tensor is None)):
+            if is_loss:
+                loss = next(group).value
+                events.append({"step": step, "spike": "loss", "loss": loss})
+                print(f"loss spike at step {step}: {loss:.4g}")
+                alert(f"{self.record.run}: loss spike at step {step}")
+                self.spikes.append((step, "loss spike"))
+            else:
+                by_tensor = {self.tensors[spike.tensor]: spike.value for spike in group}
+                events.append({"step": step, "spike": "rms", "rms": by_tensor})
                 if self.config.diagnostics.recorder.rms:
-                    self.spikes.append((row["step"], f"RMS spike of {next(iter(by_tensor))}"))
+                    self.spikes.append((step, f"RMS spike of {next(iter(by_tensor))}"))
         if events:
             self.record.append("events", events)
 

@@ -10,9 +10,9 @@ from omegaconf import OmegaConf
 
 from lowprec.alert import alert
 from lowprec.config.check import RunError
-from lowprec.config.patterns import without_secrets
 from lowprec.config.schema import Config
 from lowprec.data.open import Data, open_data
+from lowprec.data.sources import without_secrets
 from lowprec.data.workers import ignored_child_signals
 from lowprec.nn.coverage import summary
 from lowprec.optim.libraries import LibraryOptimizer

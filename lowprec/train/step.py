@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lowprec.config.schema import LIBRARIES, Config
 from lowprec.data.loader import Batch
+from lowprec.ops.launch import on_device
 from lowprec.optim.clipping import SkipStep
 from lowprec.optim.stable_adamw import StableAdamW
 from lowprec.train.task import ContrastiveTask
@@ -56,42 +57,52 @@ class GraphedStep:
     """Replays a TrainStep as one CUDA graph, which saves the cost of launching its kernels.
 
     The first batch fixes the shapes; all batches are on the host. Capture runs the step a few times
-    with `frozen` set and restores the random state, so it changes nothing. The next call overwrites
-    the returned values.
+    with `frozen` set and restores the random state and the model's buffers, so it changes nothing.
+    The next call overwrites the returned values.
     """
 
     def __init__(self, step: TrainStep, batch: Batch):
-        device = step.frozen.device
-        self.step = step
+        self.step, self.device = step, step.frozen.device
+        with on_device(self.device):
+            self._capture(batch)
+
+    def _capture(self, batch: Batch) -> None:
+        step, device = self.step, self.device
         self.batch, self.next = batch.to(device), batch.to(device)
         self.copies, self.next_is_free = torch.cuda.Stream(device), torch.cuda.Event()
         for group in step.optimizer.param_groups:  # read at replay, so it lives on the device
-            group["lr"] = torch.zeros((), device=device)
+            group["lr"] = torch.zeros((), dtype=torch.float32, device=device)
         random_state, was_frozen = torch.cuda.get_rng_state(device), step.frozen.clone()
+        buffers = [(buffer, buffer.clone()) for buffer in step.task.model.buffers()]  # batch norm
         step.frozen.fill_(True)
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(3):
                 step(self.batch)
         torch.cuda.current_stream().wait_stream(stream)
         step.frozen.copy_(was_frozen)
+        for buffer, value in buffers:
+            buffer.copy_(value)
         torch.cuda.set_rng_state(random_state, device)
         self.graph = torch.cuda.CUDAGraph()
+        # a stream of this device, since torch's default for captures is one of the first's;
         # thread_local: the loader's pinning thread may use CUDA during the capture
-        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+        options = {"stream": stream, "capture_error_mode": "thread_local"}
+        with torch.cuda.graph(self.graph, **options):
             self.values = step(self.batch)
         self.next_is_free.record()
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
         """Copies a batch to the GPU while the previous step runs, then replays the graph."""
-        with torch.cuda.stream(self.copies):
-            self.copies.wait_event(self.next_is_free)
-            self._copy(batch, self.next)
-        torch.cuda.current_stream().wait_stream(self.copies)
-        self._copy(self.next, self.batch)
-        self.next_is_free.record()
-        self.graph.replay()
+        with on_device(self.device):
+            with torch.cuda.stream(self.copies):
+                self.copies.wait_event(self.next_is_free)
+                self._copy(batch, self.next)
+            torch.cuda.current_stream().wait_stream(self.copies)
+            self._copy(self.next, self.batch)
+            self.next_is_free.record()
+            self.graph.replay()
         return self.values
 
     @staticmethod

@@ -5,13 +5,20 @@ import json
 import os
 import random
 import shutil
+import subprocess
+import sys
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from analysis import load_runs
+from analysis import load_runs, run_files
 from analysis.figures import load
 from analysis.report import page as report_page
+from analysis.report.__main__ import main as make_report
+from lowprec.config.compose import CONF
 from lowprec.config.schema import DiagnosticsConfig, SpikeConfig
 
 STEPS = 24
@@ -163,3 +170,185 @@ def test_one_spoiled_run_takes_down_no_reader(two_runs, tmp_path, monkeypatch, s
         except Exception as error:
             raise AssertionError(f"seed {seed}: {done}") from error
         shutil.rmtree(root)
+
+
+def in_config(run, **changes):
+    """Changes values of a run's config; `a__b` is the key a.b."""
+    path = run / "config.yaml"
+    whole = yaml.safe_load(path.read_text())
+    for name, value in changes.items():
+        *groups, last = name.split("__")
+        node = whole
+        for group in groups:
+            node = node[group]
+        node[last] = value
+    path.write_text(yaml.safe_dump(whole))
+
+
+def add_row(run, name, text):
+    with (run / f"{name}.jsonl").open("a") as file:
+        file.write(text + "\n")
+
+
+def write_table(run, columns):
+    shutil.rmtree(run / "tensors")
+    table = columns if isinstance(columns, pa.Table) else pa.table(columns)
+    pq.write_table(table, run / "tensors.parquet")
+
+
+def write_stream(run, names, value=None, options=None, steps=STEPS):
+    """The stream of a run's tensors, written anew; `value`: an array of a column."""
+    (run / "tensors.parquet").unlink()
+    if value is None:
+        flat = pa.array(np.ones(steps * len(names), np.float32))
+        value = pa.FixedSizeListArray.from_arrays(flat, len(names))
+    batch = pa.record_batch({"step": pa.array(range(1, steps + 1)), "rms": value})
+    schema = batch.schema.with_metadata({"tensors": json.dumps(names)})
+    with pa.ipc.new_stream(run / "tensors" / "0000.arrows", schema, options=options) as stream:
+        stream.write_batch(batch.replace_schema_metadata(schema.metadata))
+
+
+def loop(run):
+    (run / "config.yaml").unlink()
+    (run / "config.yaml").symlink_to("config.yaml")
+
+
+ONES = np.ones(STEPS, np.float32)
+FAULTS = {  # what someone else's record may hold: how it gets there, a word of its run's note
+    "half a character": (
+        lambda run: (run / "status.json").write_text(
+            r'{"state": "failed", "step": 3, "reason": "caf\udce9.png is no file"}'
+        ),
+        "failed",
+    ),
+    "half a character in a row": (
+        lambda run: add_row(run, "attempts", r'{"gpu": "\ud800", "sources": {"data": "\ud800"}}'),
+        "",
+    ),
+    "half a character in an event": (
+        lambda run: add_row(run, "events", r'{"step": 3, "\ud800": "\ud800"}'),
+        "",
+    ),
+    "half a character in the config": (
+        lambda run: (run / "config.yaml").write_text(
+            (run / "config.yaml").read_text().replace("name: ", r'name: "\ud800" # ', 1)
+        ),
+        "config.yaml is damaged",
+    ),
+    "every 0": (lambda run: in_config(run, diagnostics__every=0), "diagnostics.every=0"),
+    "window 1e11": (
+        lambda run: in_config(run, diagnostics__spikes__window=10**11),
+        "diagnostics.spikes.window=100000000000",
+    ),
+    "step 1e8": (
+        lambda run: (
+            in_config(run, num_steps=10**8),
+            add_row(run, "metrics", '{"step": 100000000, "loss": 1.0}'),
+            (run / "status.json").write_text('{"state": "running", "step": 24, "reason": ""}'),
+        ),
+        "1 lines are not rows of a step",
+    ),
+    "a tensor twice": (lambda run: write_stream(run, ["a", "a"]), "24 steps are missing"),
+    "a column twice": (
+        lambda run: write_table(
+            run, pa.table([range(1, STEPS + 1), ONES, ONES], ["step", "rms/a", "rms/a"])
+        ),
+        "tensors cannot be read",
+    ),
+    "text in a table": (
+        lambda run: write_table(run, {"step": range(1, STEPS + 1), "rms/a": ["x"] * STEPS}),
+        "tensors cannot be read",
+    ),
+    "a nested table": (
+        lambda run: write_table(run, {"step": range(1, STEPS + 1), "rms/a": [[1.0]] * STEPS}),
+        "tensors cannot be read",
+    ),
+    "steps as text": (
+        lambda run: write_table(run, {"step": ["1"] * STEPS, "rms/a": ONES}),
+        "tensors cannot be read",
+    ),
+    "text in a stream": (
+        lambda run: write_stream(run, ["a"], pa.array([["x"]] * STEPS)),
+        "24 steps are missing",
+    ),
+    "a number of values": (
+        lambda run: write_stream(run, ["a", "b"], pa.array([[1.0]] * STEPS)),
+        "24 steps are missing",
+    ),
+    "a looping link": (loop, "config.yaml is damaged"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", FAULTS)
+def test_each_fault_of_a_record_is_noted_and_affects_only_its_run(
+    two_runs, tmp_path, monkeypatch, kind
+):
+    monkeypatch.setattr(report_page, "get_plotlyjs", lambda: "")
+    root = tmp_path / "runs"
+    shutil.copytree(two_runs, root)
+    bad, good = sorted(path.parent for path in root.glob("**/status.json"))
+    spoil, word = FAULTS[kind]
+    spoil(bad)
+    runs = load_runs(root)
+    notes = runs.runs.set_index("run")["note"]
+    assert notes[good.name] == "" and word in notes[bad.name]
+    assert set(runs.tensors("*")["run"]) >= {good.name}
+    assert good.name in set(load("loss_curves").query(runs)["run"])
+    make_report(["--runs", str(root), "--out", str(tmp_path / "report.html")])
+    assert good.name in (tmp_path / "report.html").read_text()
+
+
+def test_a_run_whose_reader_fails_is_noted_and_affects_no_other(make_run, tmp_path, monkeypatch):
+    bad, good = make_run(num_steps=STEPS), make_run(num_steps=STEPS, seed=1)
+    read = run_files.read_metrics
+
+    def fail(summary):
+        if summary["run"] == bad.name:
+            raise ZeroDivisionError("nobody thought of it")
+        return read(summary)
+
+    monkeypatch.setattr(run_files, "read_metrics", fail)
+    runs = load_runs(tmp_path / "runs")
+    notes = runs.runs.set_index("run")["note"]
+    assert "the run cannot be read: ZeroDivisionError: nobody thought of it" in notes[bad.name]
+    assert notes[good.name] == "" and set(runs.metrics["run"]) == {good.name}
+
+
+def compressed_stream(run):
+    """A stream of 2,000 steps of 60,000 equal values, or 480 MB, compressed to 40 kB."""
+    names, zstd = [f"t{i}" for i in range(60_000)], pa.ipc.IpcWriteOptions(compression="zstd")
+    write_stream(run, names, options=zstd, steps=2000)
+
+
+def repeated_values(run):
+    """A table of 60 million rows of equal values in 40 kB."""
+    same = {"step": np.ones(60_000_000, np.int64), "rms/a": np.ones(60_000_000, np.float32)}
+    write_table(run, same)
+
+
+PEAK = """
+import resource, sys, warnings
+from analysis import load_runs
+warnings.simplefilter("ignore")
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+runs = load_runs(sys.argv[1])
+print(runs.runs["note"].iloc[0])
+try:
+    runs.tensors("*")
+except LookupError:
+    pass
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+
+
+@pytest.mark.parametrize("bomb", [compressed_stream, repeated_values])
+def test_a_small_file_that_unpacks_to_much_is_refused(make_run, bomb):
+    run = make_run(num_steps=STEPS)
+    bomb(run)
+    assert sum(path.stat().st_size for path in run.glob("**/tensors*")) < 2_000_000
+    command = [sys.executable, "-c", PEAK, str(run)]
+    done = subprocess.run(command, cwd=CONF.parent, capture_output=True, text=True, check=True)
+    note, peak = done.stdout.splitlines()
+    assert "tensors" in note
+    assert int(peak) < 250, f"{peak} MiB"

@@ -215,7 +215,7 @@ def test_attention_logits_are_those_of_the_records(everything):
 
 def test_the_records_stay_small():
     files = [path for path in RESULTS.rglob("*") if path.is_file()]
-    assert len(files) <= 150 and sum(path.stat().st_size for path in files) <= 40e6
+    assert len(files) <= 200 and sum(path.stat().st_size for path in files) <= 60e6
 
 
 def test_accuracy_by_recipe_is_that_of_the_records(scores):

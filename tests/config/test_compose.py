@@ -9,10 +9,10 @@ import pytest
 
 from experiments import entry
 from lowprec.config import compose
-from lowprec.config.check import ConfigError
-from lowprec.config.preflight import preflight
+from lowprec.config.check import ConfigError, RunError
 from lowprec.config.schema import Config
 from lowprec.runs.identity import to_dict
+from lowprec.train.preflight import preflight
 
 CONF = compose.CONF
 GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir())
@@ -134,7 +134,7 @@ BAD = {  # command: parts of its message
     f"resume.from=/{'n' * 300}": ("resume.from=/nnn", "no such run"),
     f"data=shards evaluation=none data.train=/{'n' * 300}": ("data.train=/nnn", "no file matches"),
     # Hydra's own keys
-    "hydra.run.dir=x": ("hydra.run.dir is not allowed", "hydra.verbose"),
+    "hydra.run.dir=x": ("hydra.run.dir is not allowed", "hydra.launcher.*"),
     "hydra/launcher=slurm": ("hydra/launcher=slurm", "submitit_slurm"),
     # sweeps and syntax
     "seed=1,2": ("this is a sweep", "-m seed=1,2"),
@@ -213,22 +213,24 @@ def test_a_further_command_takes_the_place_of_swept_values():
     configs = [run.config for run in runs]
     choices = [(config.intervention.name, config.optimizer.clip_norm) for config in configs]
     assert choices == [("none", None), ("zero_init", None), ("kq_norm", None), ("none", 1.0)]
-    words = ["experiment=fp8_fixes_mini", "intervention=kq_norm"]
-    assert compose.further_commands(words) == []
+    words = ["experiment=fp8_fixes_mini", "seed=0", "intervention=kq_norm"]
+    assert len(compose.compose_command(words, multirun=True)) == 1
 
 
-def test_further_commands_run_after_a_failed_one(monkeypatch):
-    ran, codes = [], iter([0, 1, 0])
-    monkeypatch.setattr(sys, "argv", ["train", "-m"])
+def test_a_sweep_continues_after_a_failed_run_and_exits_with_1(monkeypatch, capsys):
+    seeds = []
 
-    def run():
-        ran.append(sys.argv[1:])
-        if next(codes):
-            sys.exit(1)
+    def task(config):
+        seeds.append(config.seed)
+        if config.seed < 2:
+            raise [RunError("told"), KeyError("bug")][config.seed]
 
+    monkeypatch.setattr(sys, "argv", ["train", "-m", "seed=0,1,2"])
     with pytest.raises(SystemExit, match="1"):
-        entry._run_each(run, [["seed=1"], ["seed=2"]])
-    assert ran == [["-m"], ["-m", "seed=1"], ["-m", "seed=2"]]
+        entry.run_command(task, "train")
+    printed = capsys.readouterr().err
+    assert seeds == [0, 1, 2] and printed.startswith("run 1 failed: told\nrun 2 failed: Traceback")
+    assert printed.endswith("KeyError: 'bug'\n")
 
 
 @pytest.mark.parametrize(
@@ -238,11 +240,21 @@ def test_further_commands_run_after_a_failed_one(monkeypatch):
         ["precision=switchback", "precision.products={output:high}", "seed=3"],
     ],
 )
-def test_a_changed_config_is_what_hydra_composes(words):
+def test_a_changed_config_is_what_the_defaults_compose_to(words):
     base = to_dict(configs_of("optimizer=adamw_clip precision=fp16 scaler=dynamic")[0])
-    expected = compose._compose(("scaler=dynamic", *words), "train", Config)
+    expected = compose._compose(("scaler=dynamic", *words), "train", Config, None)
     untouched = "precision" if words[0].startswith("optimizer") else "optimizer"
-    assert compose.change(base, words) == expected | {untouched: base[untouched]}
+    changed = compose._compose(tuple(words), "train", Config, base)
+    assert changed == expected | {untouched: base[untouched]}
+
+
+def test_a_chosen_file_changes_only_keys_that_files_of_its_group_set():
+    base = to_dict(configs_of("optimizer=adamw_clip optimizer.lr=7e-3")[0])
+    words = ["optimizer=stable_adamw", "seed=3"]
+    [run] = compose.compose_command(words, "replay", base=base)
+    changed = {"name": "stable_adamw", "clip_norm": None, "clip_threshold": 1.0}
+    assert to_dict(run.config)["optimizer"] == base["optimizer"] | changed
+    assert run.config.seed == 3 and base["optimizer"]["name"] == "adamw_clip"
 
 
 @pytest.mark.parametrize("choice", GROUP_FILES)
@@ -326,7 +338,7 @@ def test_an_unknown_flag_is_refused_with_the_way_to_write_a_key(monkeypatch, cap
 )
 def test_a_run_of_a_sweep_prints_only_what_differs(monkeypatch, capsys, tmp_path, seeds, printed):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(entry, "_swept", set())
+    monkeypatch.setattr(entry, "_sweep", entry.Sweep())
     monkeypatch.setattr(sys, "argv", ["train", "num_steps=2", "-m", f"seed={seeds}"])
     entry.run_command(lambda config: print(f"ran [{entry.differing_overrides()}]"), "train")
     assert capsys.readouterr().out.splitlines() == printed

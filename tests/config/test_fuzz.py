@@ -7,8 +7,8 @@ import pytest
 
 from lowprec.config.check import ConfigError, keys
 from lowprec.config.compose import compose_command
-from lowprec.config.preflight import preflight
 from lowprec.config.schema import Config
+from lowprec.train.preflight import preflight
 
 KEYS = [*keys(Config), "experiment", "hydra.verbose", "hydra/launcher", "hydra.run.dir", "x", ""]
 VALUES = (
@@ -17,7 +17,8 @@ VALUES = (
 '' ' ' a nano adamw /etc/passwd /proc/x /dev/zero /dev/null .. ../.. 'é😀' ${seed} ${oc.env:HOME}
 1,2 range(1,3) range(1,0) range(0,1e9) choice(1,2) choice() interval(0,1) glob(*) glob(x*)
 sort(3,1) shuffle(a,b) extend_list(1) int(3) float(x) json_str([1]) " [[[[1]]]] a=b @x pipe:cat
-http://h/{0..3}.tar {a,b \\ %s ~ 0x10 1_000 007 1e-400 1e400 -0.0 bf16 fp16 custom
+http://h/{0..3}.tar $\\{oc.env:HOME\\} a,$\\{seed\\}
+{a,b \\ %s ~ 0x10 1_000 007 1e-400 1e400 -0.0 bf16 fp16 custom
 {output:{format:int8,x:rowwise,w:tensorwise}} {output:{format:e9m9}} stream shards [rms] imagenet
 * [ a[b open_clip RN50 coca_ViT-B-32 ViT-B-16-SigLIP vit_h14 none ddp fsdp2 _target_ (): \0
 """.split()

@@ -8,6 +8,11 @@ from analysis import figures, make, study
 from lowprec.config.compose import CONF, compose_command
 
 MINI = ("mini_b", "mini_l", "mini_h")
+TRUE_SIZE = {  # model: width and blocks of both towers, which are the paper's
+    "vit_b14": (768, 12, 512, 12),
+    "vit_l14": (1024, 24, 768, 12),
+    "vit_h14": (1280, 32, 1024, 24),
+}
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 FIGURES = [each for each in map(figures.load, figures.slugs()) if not hasattr(each, "LINES")]
 STUDIES = {make.experiment_of(figure) for figure in FIGURES}
@@ -51,7 +56,8 @@ def test_an_experiment_composes_into_the_distinct_runs_of_its_header_and_protoco
     text = (CONF / "experiment" / f"{name}.yaml").read_text()
     header = "".join(re.findall(r"^#.*", text, re.M))
     count = int(re.search(r"(\d+) runs?\b", header).group(1))
-    scale = next((s for s in ("mini", "demo") if name.endswith(f"_{s}")), "paper")
+    scales = ("mini", "demo", "true_size")
+    scale = next((s for s in scales if name.endswith(f"_{s}")), "paper")
     slug = name.removesuffix(f"_{scale}")
     configs, planned = composed(slug, scale)
     assert len({tuple(run.items()) for run in planned}) == len(planned) == len(configs) == count
@@ -61,6 +67,8 @@ def test_an_experiment_composes_into_the_distinct_runs_of_its_header_and_protoco
     for config in configs:
         if scale == "mini":
             assert config.model.name in MINI and config.num_steps <= 2000
+        elif scale == "true_size":
+            check_true_size(config)
         elif scale == "paper" and slug in STUDIES:
             check_protocol(slug, config)
     if name in SWEPT:
@@ -69,6 +77,18 @@ def test_an_experiment_composes_into_the_distinct_runs_of_its_header_and_protoco
     if name == "spikes_vs_size":
         beta2 = {config.optimizer.beta2 for config in configs}
         assert beta2 == {0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995}
+
+
+def check_true_size(config):
+    """Fails unless a run at true size has the settings that PROTOCOL.md fixes for all of them."""
+    model, optimizer = config.model, config.optimizer
+    sizes = (model.vision_width, model.vision_layers, model.text_width, model.text_layers)
+    assert sizes == TRUE_SIZE[model.name]
+    assert (model.patch_size, model.image_size, model.context_length) == (14, 84, 32)
+    assert (model.patch_dropout, config.batch_size, config.num_steps) == (0.5, 1024, 1500)
+    assert (config.schedule.name, config.schedule.warmup_steps) == ("cosine", 375)
+    assert (optimizer.beta1, optimizer.eps, optimizer.weight_decay) == (0.9, 1e-6, 0.2)
+    assert config.seed >= 1 and config.eval_every == 750
 
 
 def check_protocol(slug, config):

@@ -1,5 +1,6 @@
 """The cache of decoded pairs: the same batches as without it, whatever happens to its file."""
 
+import errno
 import os
 import shutil
 
@@ -14,23 +15,34 @@ from lowprec.data.index import open_shards
 from lowprec.data.loader import Batches, iterate
 from lowprec.data.open import open_data
 from lowprec.data.order import SampleOrder
+from lowprec.data.shards import ShardError
 from lowprec.train import build as building
 
 SIZE, COUNT, BAD = 12, 14, 3
 
 
 @pytest.fixture
-def make(tmp_path, write_shards, tokenize):
+def make_of(tmp_path, write_shards, tokenize):
+    """A function: `make` for the shards in a folder, which are written with changed samples."""
+
+    def make_of(name, change):
+        shards = open_shards(write_shards(tmp_path / name, [5, 9], change))
+        length = tokenize(["1"]).shape[1]
+
+        def make(folder=None):
+            cache = folder and DecodedCache(str(folder), shards.digest, COUNT, SIZE, length)
+            order = SampleOrder(shards.counts, seed=0, window=2)
+            return Batches(shards, order, 7, 4, SIZE, tokenize, cache=cache)
+
+        return make
+
+    return make_of
+
+
+@pytest.fixture
+def make(make_of):
     """A function: batches of 14 samples, one of them damaged, with or without a cache."""
-    shards = open_shards(write_shards(tmp_path / "shards", [5, 9], {BAD: {"png": b"broken"}}))
-    length = tokenize(["1"]).shape[1]
-
-    def make(folder=None):
-        cache = folder and DecodedCache(str(folder), shards.digest, COUNT, SIZE, length)
-        order = SampleOrder(shards.counts, seed=0, window=2)
-        return Batches(shards, order, 7, 4, SIZE, tokenize, cache=cache)
-
-    return make
+    return make_of("shards", {BAD: {"png": b"broken"}})
 
 
 def contents(batches, workers=0):
@@ -38,6 +50,12 @@ def contents(batches, workers=0):
         (b.images.tolist(), b.tokens.tolist(), b.labels.tolist(), b.samples.tolist(), b.skips)
         for b in iterate(batches, workers=workers)
     ]
+
+
+def missing(batches):
+    """The samples that are not in the cache."""
+    checksums = [batches.shards.locate(n)[1]["checksum"] for n in range(COUNT)]
+    return [n for n in range(COUNT) if batches.cache.read(n, int(checksums[n])) is None]
 
 
 def forbid_decoding(monkeypatch):
@@ -68,8 +86,7 @@ def test_damaged_and_missing_records_are_decoded_again(make, tmp_path, monkeypat
     content[5 * record + 20] ^= 1
     content[6 * record : 7 * record] = bytes(record)
     file.write_bytes(content[: -record // 2])
-    cache = make(tmp_path).cache
-    assert [n for n in range(COUNT) if cache.read(n) is None] == [BAD, 5, 6, COUNT - 1]
+    assert missing(make(tmp_path)) == [BAD, 5, 6, COUNT - 1]
     assert contents(make(tmp_path)) == expected
     forbid_decoding(monkeypatch)
     assert contents(make(tmp_path)) == expected
@@ -77,10 +94,85 @@ def test_damaged_and_missing_records_are_decoded_again(make, tmp_path, monkeypat
 
 def test_other_sizes_and_data_have_files_of_their_own(tmp_path):
     first = DecodedCache(str(tmp_path), "a", COUNT, SIZE, 8)
-    first.write(0, np.ones((3, SIZE, SIZE), np.uint8), np.ones((1, 8), np.int64))
-    assert first.read(0) is not None
+    first.write(0, 1, np.ones((3, SIZE, SIZE), np.uint8), np.ones((1, 8), np.int64))
+    assert first.read(0, 1) is not None
     for change in (("b", COUNT, SIZE, 8), ("a", COUNT + 1, SIZE, 8), ("a", COUNT, 2 * SIZE, 8)):
-        assert DecodedCache(str(tmp_path), *change).read(0) is None
+        assert DecodedCache(str(tmp_path), *change).read(0, 1) is None
+
+
+def other_set(path, make_of):
+    """The cache's file holds other pictures of the same sizes."""
+    change = {n: {"txt": f"caption {n + 50}".encode()} for n in range(COUNT)}
+    contents(make_of("other", change)(path.parent / "of_other"))
+    (other,) = path.parent.glob("of_other/*.decoded")
+    shutil.copy(other, path)
+
+
+def swapped_records(path, *_):
+    """Two records of the cache's file lie in each other's place."""
+    content, record = bytearray(path.read_bytes()), path.stat().st_size // COUNT
+    five, six = (slice(n * record, (n + 1) * record) for n in (5, 6))
+    content[five], content[six] = content[six], content[five]
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("exchange", [other_set, swapped_records])
+def test_records_of_other_samples_are_never_trained_on(make, make_of, tmp_path, exchange):
+    expected = contents(make(tmp_path))
+    (file,) = tmp_path.glob("*.decoded")
+    exchange(file, make_of)
+    assert len(missing(make(tmp_path))) >= 2
+    assert contents(make(tmp_path)) == expected
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_shard_that_changed_unseen_ends_the_run_and_leaves_no_record(make, tmp_path, cached):
+    folder = tmp_path if cached else None
+    shard = tmp_path / "shards" / "train-001.tar"
+    make()
+    state, whole = shard.stat(), shard.read_bytes()
+    shard.write_bytes(whole.replace(b"caption 8", b"caption 2"))
+    os.utime(shard, ns=(state.st_atime_ns, state.st_mtime_ns))
+    fault = r"train-001\.tar: 000008\.png .* the shard has changed.*index_shards"
+    with pytest.raises(ShardError, match=fault):
+        contents(make(folder))
+    shard.write_bytes(whole)
+    os.utime(shard, ns=(state.st_atime_ns, state.st_mtime_ns))
+    assert contents(make(folder)) == contents(make())
+
+
+def symlink(path, target):
+    target.write_bytes(b"of someone else")
+    path.symlink_to(target)
+
+
+@pytest.mark.parametrize(
+    ("plant", "reason"),
+    [
+        (symlink, "a symbolic link is not followed"),
+        (lambda path, _: os.mkfifo(path), "a regular file is expected"),
+        (lambda path, _: path.mkdir(), "Is a directory"),
+    ],
+    ids=["link", "FIFO", "folder"],
+)
+def test_what_is_no_regular_file_is_a_fault_of_the_config(make, tmp_path, plant, reason):
+    make(tmp_path / "cache")
+    (file,) = (tmp_path / "cache").glob("*.decoded")
+    file.unlink()
+    plant(file, tmp_path / "target")
+    with pytest.raises(ConfigError, match=f"data.cache=.*{file.name}: {reason}; use another"):
+        make(tmp_path / "cache")
+    if plant is symlink:
+        assert (tmp_path / "target").read_bytes() == b"of someone else"
+
+
+def test_a_limit_on_the_size_of_files_is_a_fault_of_the_config(make, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    monkeypatch.setattr("os.ftruncate", refuse)
+    with pytest.raises(ConfigError, match=r"data.cache=.*\.decoded: File too large; use another"):
+        make(tmp_path)
 
 
 def test_a_folder_that_cannot_be_used_is_a_fault_of_the_config(make, tmp_path):

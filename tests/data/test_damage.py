@@ -98,6 +98,12 @@ BAD_SAMPLES = {  # suffix and bytes of its image (`make`: of a kind), caption, a
     "no caption": (("jpg", lambda make: make("jpg")), None, "no caption"),
     "empty caption": (("jpg", lambda make: make("jpg")), b"", "caption is empty"),
     "blank caption": (("jpg", lambda make: make("jpg")), b" \n\t", "caption is empty"),
+    "invisible caption": (
+        ("jpg", lambda make: make("jpg")),
+        "\u200b\ufeff \u00ad".encode(),
+        "is empty",
+    ),
+    "long caption": (("jpg", lambda make: make("jpg")), b"a " * 5000, "more than 8,192"),
     "not UTF-8": (("jpg", lambda make: make("jpg")), b"\xff\xfe", "utf-8"),
     "no bytes": (("jpg", lambda make: b""), b"a", "not a JPEG"),
     "another kind of image": (("jpg", lambda make: make("gif")), b"a", "not a JPEG"),
@@ -186,3 +192,19 @@ def test_index_files_with_pickles_are_not_loaded(tmp_path, payload, canary, writ
     (catalog,) = tmp_path.glob(".index/catalog-*.npy")
     catalog.write_bytes(pickle.dumps(payload(canary)))
     assert open_shards(str(path)).digest == digest
+
+
+def test_an_image_of_a_hole_of_gigabytes_is_skipped_unread(tmp_path, write_tar, members):
+    path = write_tar(tmp_path / "a.tar", members(0, 3))
+    shards, reads = open_shards(str(path)), []
+    table = shards.table(0).copy()
+    table["image_bytes"][1] = 2**31 - 1
+    shards.table = lambda shard: table
+    read = shards.read
+    shards.read = lambda shard, offset, size: reads.append(size) or read(shard, offset, size)
+    batch = Batches(
+        shards, None, 3, 1, image_size=8,
+        tokenizer=lambda captions: torch.zeros(len(captions), 4, dtype=torch.int64),
+    )[0]  # fmt: skip
+    assert batch.samples.tolist() == [0, 2] and max(reads) < 10**6
+    assert "more than 67,108,864" in batch.skips[0]["reason"]

@@ -8,12 +8,14 @@ import os
 import random
 import signal
 import tarfile
+from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from lowprec.clip.text import Tokenizer
+from lowprec.data.cache import DecodedCache
 from lowprec.data.index import open_shards
 from lowprec.data.loader import Batches
 from lowprec.data.stream import read_url
@@ -142,3 +144,44 @@ def test_each_mutated_shard_is_read_skipped_or_refused(tmp_path, deadline):
         outcomes["read"] += len(batch.images)
         outcomes["skipped"] += len(batch.skips)
     assert all(outcomes.values()), outcomes
+
+
+def exchange(dice: random.Random, files: list[Path], records: int) -> None:
+    """Some bytes of cache files changed, or records or whole files moved."""
+    path, other = dice.choice(files), dice.choice(files)
+    size = path.stat().st_size // records
+    content, source = bytearray(path.read_bytes()), other.read_bytes()
+    to, at = dice.randrange(records) * size, dice.randrange(records) * size
+    change = dice.randrange(4)
+    if change == 0:
+        content = bytearray(source)
+    elif change == 1:
+        content[to : to + size] = source[at : at + size]
+    elif change == 2:
+        shift = dice.choice([1, 4, size // 2])
+        content[to : to + size] = source[at + shift : at + shift + size].ljust(size, b"\0")
+    else:
+        content = bytearray(mutate(dice, bytes(content)))
+    path.write_bytes(content)
+
+
+def test_no_exchange_of_cache_files_and_records_changes_a_batch(
+    tmp_path, write_shards, sample, tokenize, deadline
+):
+    sets = []
+    for first in (0, 50):
+        change = {n: sample(first + n) for n in range(6)}
+        sets.append(open_shards(write_shards(tmp_path / str(first), [6], change)))
+
+    def batch_of(shards, cached):
+        cache = DecodedCache(str(tmp_path), shards.digest, 6, 8, 1) if cached else None
+        batch = Batches(shards, None, 6, 1, 8, tokenize, cache=cache)[0]
+        return batch.images.tolist(), batch.tokens.tolist(), batch.labels.tolist()
+
+    expected = [batch_of(shards, False) for shards in sets]
+    for case in range(SEED * CASES, (SEED + 1) * CASES):
+        deadline()
+        assert [batch_of(shards, True) for shards in sets] == expected, case
+        dice = random.Random(case)
+        for _ in range(dice.choice([1, 1, 5])):
+            exchange(dice, sorted(tmp_path.glob("*.decoded")), 6)

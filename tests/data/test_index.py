@@ -13,7 +13,7 @@ import pytest
 
 from lowprec.data import index
 from lowprec.data.index import index_tar, open_shards
-from lowprec.data.shards import ShardError
+from lowprec.data.shards import SAMPLE, ShardError, load_sealed, sealed
 
 
 @pytest.fixture
@@ -154,6 +154,26 @@ def test_damaged_missing_or_old_index_is_refused_and_made_again(
             open_shards(pattern).locate(1)
     assert open_shards(pattern, accept=True).digest == digest
     assert path.read_bytes() == whole
+
+
+def test_an_index_without_checksums_is_made_again_and_changes_are_still_noticed(
+    tmp_path, write_shards, capsys
+):
+    pattern = write_shards(tmp_path, [2, 2])
+    digest = open_shards(pattern).digest
+    for file in (tmp_path / ".index").glob("*.npy"):  # as an older version wrote them
+        first, *rest = load_sealed(file)
+        old = [name for name in SAMPLE.names if name != "checksum"]
+        table = [rest[0][old]] if file.name.startswith("train") else []
+        file.write_bytes(sealed(first, *table))
+    shards = open_shards(pattern)
+    assert shards.digest == digest and shards.locate(3)[1]["checksum"]
+    for file in (tmp_path / ".index").glob("catalog-*.npy"):
+        file.write_bytes(sealed(load_sealed(file)[0]))
+    change_one(tmp_path)
+    with pytest.raises(ValueError, match=r"train-001\.tar \(changed\)"):
+        open_shards(pattern)
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[:-32]])

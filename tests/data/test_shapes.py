@@ -2,6 +2,7 @@ import errno
 import hashlib
 import io
 import os
+import re
 import tarfile
 
 import numpy as np
@@ -14,7 +15,7 @@ from lowprec.data.shapes import (
     TEMPLATES,
     class_of,
     content,
-    distinct_indices,
+    distinct_scenes,
     make_scene,
     render_shapes,
 )
@@ -44,6 +45,10 @@ FROZEN = {  # split: digests of the first 100 samples with pixels, of the first 
 NAMES_AND_PROMPTS = "935fec0922ecaaa67e49aa2f27b3d71025e6c2c70c67ab711c2b9ca6e17ebc86"
 
 
+def distinct_indices(seed, split, count):
+    return [index for index, _ in distinct_scenes(seed, split, count, swapped=False)]
+
+
 @pytest.mark.parametrize("split", FROZEN)
 def test_frozen_pixels_captions_and_classes_have_not_changed(split):
     """Studies compare runs on these bytes: a failure here is a new data set, not a new digest.
@@ -70,6 +75,34 @@ def test_each_validation_caption_is_true_of_one_picture_only():
     scenes = [make_scene(0, "val", index) for index in distinct_indices(0, "val", 1000)]
     assert len({content(scene) for scene in scenes}) == 1000
     assert len({scene.caption.rstrip(".") for scene in scenes}) == 1000
+
+
+def test_a_swapped_scene_exchanges_the_colors_of_two_objects_and_nothing_else():
+    scenes = distinct_scenes(0, "val", 300, swapped=True)
+    swapped = [index for index, exchange in scenes if exchange]
+    assert len(swapped) > 60
+    assert [index for index, exchange in scenes if not exchange] == distinct_indices(
+        0, "val", 300 - len(swapped)
+    )
+    for index in swapped:
+        scene, twin = (make_scene(0, "val", index, exchange) for exchange in (False, True))
+        colors = [(each.subject.color, each.second.color) for each in (scene, twin)]
+        assert colors[0] == colors[1][::-1] and colors[0][0] != colors[0][1]
+        restored = twin._replace(
+            subject=twin.subject._replace(color=colors[0][0]),
+            second=twin.second._replace(color=colors[0][1]),
+            caption=scene.caption,
+        )
+        assert restored == scene
+        words = [sorted(re.sub(r"\ban\b", "a", each.caption).split()) for each in (scene, twin)]
+        assert words[0] == words[1] and scene.caption != twin.caption
+
+
+def test_swapped_scenes_follow_their_originals_under_keys_of_their_own(tmp_path):
+    render_shapes(tmp_path, num_train=1, num_val=30, swapped=True, image_size=16)
+    keys = [name for name, _ in read_members(tmp_path / "val-0000.tar") if name.endswith("jpg")]
+    assert keys[:4] == ["v0000000.jpg", "v0000001.jpg", "v0000002.jpg", "v0000002s.jpg"]
+    assert len(set(keys)) == len(keys) == 30
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import sys
 import tarfile
 import threading
 import time
+import tracemalloc
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -17,13 +18,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import webdataset
 
 import lowprec.data.stream
 from lowprec.config.check import ConfigError
-from lowprec.config.patterns import ShardUrls, check_readers
+from lowprec.data import loader
 from lowprec.data.index import index_tar
 from lowprec.data.open import open_data
 from lowprec.data.shards import ShardError
+from lowprec.data.sources import ShardUrls, check_readers
 from lowprec.data.stream import Stream, _Source, read_url
 from lowprec.runs.attempts import STOPPING
 from lowprec.runs.read import read_rows
@@ -313,6 +316,51 @@ def test_members_that_are_only_an_extension_are_a_sample_as_in_the_index(
     assert numbers(read([lone], num_steps=2, batch_size=1)) == [0, 0]
 
 
+def memory_of(action):
+    """Most bytes that Python allocates meanwhile."""
+    tracemalloc.start()
+    try:
+        action()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("txt", "more than 8,192"),
+        ("png", "more than 2,097,152"),
+        ("cls", None),
+        ("json", None),
+    ],
+)
+def test_small_archives_that_unpack_to_much_fill_no_memory(put_file, monkeypatch, kind, reason):
+    monkeypatch.setattr(loader, "LARGEST_IMAGE", 2**21)
+    monkeypatch.setattr(lowprec.data.stream, "HELD_BYTES", 2**23)
+    bomb = put_file("a.tar.gz", range(60), {n: {kind: bytes(2**22)} for n in range(59)})
+    assert Path(bomb).stat().st_size < 2**20
+    batches = []
+    peak = memory_of(lambda: batches.extend(read([bomb], num_steps=1, batch_size=1)))
+    assert peak < 2**26, f"{peak:,} bytes"
+    assert len(batches[0].images) == 1
+    assert all(reason and reason in skip["reason"] for skip in batches[0].skips)
+
+
+def test_shuffling_is_that_of_webdataset_unless_the_samples_are_large(monkeypatch):
+    for count in (0, 1, 99, 100, 101, 1500):
+        samples = [{"__key__": str(n), "png": bytes(10)} for n in range(count)]
+        expected = list(webdataset.shuffle(1000, rng=random.Random(count))(iter(samples)))
+        rng = random.Random(count)
+        assert list(lowprec.data.stream.shuffled(iter(samples), rng)) == expected
+    monkeypatch.setattr(lowprec.data.stream, "HELD_BYTES", 200)
+    after_each = []
+    source = (after_each.append(n) or sample for n, sample in enumerate(samples))
+    for number, _ in enumerate(lowprec.data.stream.shuffled(source, random.Random(0)), 1):
+        assert len(after_each) - number <= 21
+    assert number == 1500
+
+
 def test_pass_without_a_readable_sample_is_an_error(tmp_path, put_file):
     bad = put_file("bad.tar", range(6), {n: {"txt": b""} for n in range(6)})
     with pytest.raises(ShardError, match="no readable sample in a worker's 2 of 2 shards"):
@@ -366,7 +414,7 @@ def descendants(pid):
 
 PROGRAM = """
 import sys
-from lowprec.config.patterns import ShardUrls
+from lowprec.data.sources import ShardUrls
 from lowprec.data.stream import Stream
 
 stream = Stream(ShardUrls(sys.argv[1:]), seed=0, batch_size=1, num_steps=9, segment_steps=9,

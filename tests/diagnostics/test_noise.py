@@ -44,6 +44,11 @@ def test_fraction_of_underflowed_elements():
     assert operand_noise(torch.zeros(2, 3), torch.zeros(2, 3))["underflowed"] == 0
 
 
+def test_peak_is_the_largest_magnitude_over_the_root_mean_square():
+    x = torch.tensor([[3.0, 0.0], [0.0, -4.0]])
+    assert operand_noise(x, x)["peak"] == pytest.approx(4 / 2.5)
+
+
 def test_products_equal_those_of_autograd():
     x = normal(7, 5).requires_grad_()
     w, g = normal(3, 5, seed=1).requires_grad_(), normal(7, 3, seed=2)

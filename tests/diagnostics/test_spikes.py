@@ -40,11 +40,12 @@ def ripple(at, by=1.0):
     return loss
 
 
-def detected(loss, rms, protocol, skipped=()):
-    """What a detector reports, without the skipped steps."""
+def detected(loss, rms, protocol, skipped=(), cuts=None):
+    """What a detector reports, without the skipped steps, fed one by one or in pieces."""
     detector = Detector(protocol, rms.shape[1])
-    recorded = [i for i in range(len(loss)) if i + 1 not in skipped]
-    return [spike for i in recorded for spike in detector.feed(i + 1, loss[i], rms[i])]
+    recorded = np.array([i for i in range(len(loss)) if i + 1 not in skipped], int)
+    pieces = np.split(recorded, np.arange(1, len(recorded)) if cuts is None else cuts)
+    return [spike for i in pieces for spike in detector.feed(i + 1, loss[i], rms[i])]
 
 
 def bumps():
@@ -123,7 +124,7 @@ def test_bound_follows_its_definition_with_outliers_cut_to_their_bound():
         bound = window.mean() + 3.2 * window.std() if len(window) >= 15 else math.nan
         expected.append(bound)
         past.append(bound if value > bound else value if math.isfinite(value) else math.nan)
-    np.testing.assert_allclose(loss_bounds(loss, protocol), expected, rtol=1e-12)
+    np.testing.assert_allclose(loss_bounds(loss, protocol)[0], expected, rtol=1e-12)
 
 
 def test_protocol_sigma_needs_one_loss_six_deviations_above_the_last_128():
@@ -158,8 +159,11 @@ def random_series(rng):
 
 @pytest.mark.parametrize("seed", range(100))
 def test_detector_reports_exactly_the_spikes_of_the_whole_series(seed):
-    protocol, loss, rms, skipped = random_series(np.random.default_rng(seed))
+    rng = np.random.default_rng(seed)
+    protocol, loss, rms, skipped = random_series(rng)
     spikes = detected(loss, rms, protocol, skipped)
+    cuts = np.sort(rng.integers(0, len(loss), 8))
+    assert detected(loss, rms, protocol, skipped, cuts) == spikes
     whole_loss, whole_rms = loss.copy(), rms.copy()
     rows = np.array(sorted(s for s in skipped if s <= len(loss)), int) - 1
     whole_loss[rows] = whole_rms[rows] = math.nan
@@ -172,11 +176,25 @@ def test_detector_reports_exactly_the_spikes_of_the_whole_series(seed):
 def test_loss_spike_is_known_at_its_second_outlier_and_steps_must_increase():
     loss = ripple([2000, 2004])
     detector = Detector(PAPER, 1)
-    reports = {i + 1: detector.feed(i + 1, x) for i, x in enumerate(loss)}
+    reports = {i + 1: detector.feed([i + 1], [x]) for i, x in enumerate(loss)}
     expected = {2004: [Spike(2000, None, loss[1999])]}
     assert {step: spikes for step, spikes in reports.items() if spikes} == expected
     with pytest.raises(ValueError, match="step 5000 after step 5000"):
-        detector.feed(5000, 2.0)
+        detector.feed([5000], [2.0])
+
+
+@pytest.mark.parametrize("gap", [1, 19, 20, 21, 10**12])
+def test_a_gap_counts_as_unrecorded_steps_at_any_length(gap):
+    loss, protocol = noise(num_steps=80), replace(SHORT, num_deviations=1, ignore_steps=0)
+    loss[60] += 5
+    detector = Detector(protocol)
+    found = detector.feed(np.arange(1, 41), loss[:40])
+    found += detector.feed(np.arange(40, 80) + gap, loss[40:])
+    filled = np.concatenate([loss[:40], np.full(min(gap, 30) - 1, math.nan), loss[40:]])
+    expected = [
+        s + gap - min(gap, 30) if s > 40 else s for s in steps(loss_spikes(filled, protocol))
+    ]
+    assert [spike.step for spike in found] == expected and 60 + gap in expected
 
 
 def marks_at(at):
@@ -251,6 +269,14 @@ def test_onset_is_where_a_planted_rise_begins(seed):
     early, at = onset_of(slow)
     assert 299 <= early[0] <= 301 and at[0] >= early[0]
     assert onset_of(rising(300, peak=3.0, seed=seed)) == ([300], [300])
+
+
+def test_a_step_is_not_in_the_window_before_its_onset():
+    loss = np.full(60, np.nan)
+    loss[16:40], loss[40:42] = 1.0, 9.0  # 24 steps before step 41, 25 before step 42
+    assert onsets(loss, np.array([42])).tolist() == [42]
+    loss[15] = 1.0
+    assert onsets(loss, np.array([42])).tolist() == [41]
 
 
 def test_onset_precedes_detection_when_a_wide_window_detects_late():

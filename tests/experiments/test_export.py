@@ -16,10 +16,10 @@ from lowprec.clip import TORCHVISION_FITS, open_clip
 from lowprec.clip.export import find_weights, load_weights
 from lowprec.clip.model import build_model, model_config
 from lowprec.config.check import ConfigError
-from lowprec.config.preflight import preflight
 from lowprec.config.schema import ModelConfig
 from lowprec.runs.read import read_config, read_rows
 from lowprec.train.build import build
+from lowprec.train.preflight import preflight
 
 RUNS = {  # folder: what its run changes
     "plain": {"model.init_from": None},

@@ -10,6 +10,7 @@ import torch
 from experiments import quant_noise
 from experiments.quant_error import QuantErrorConfig, main, worst_layers
 from experiments.quant_noise import attach_hooks, capture, layer_rows
+from lowprec.config.check import RunError
 from lowprec.data.open import open_data
 from lowprec.nn.recipe import RECIPES
 from lowprec.runs.read import read_rows
@@ -73,6 +74,26 @@ def test_run_is_measured_in_its_precision_and_unchanged(run, capsys):
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[autocast]
     assert {tensors["x"].dtype for tensors in layers.values()} == {dtype}
     assert "switchback" in capsys.readouterr().out
+
+
+def test_chosen_checkpoints_layers_and_tokens_are_measured(run):
+    first = {"layers": ["visual.*.0.mlp.c_fc"], "checkpoints": [0, 4], "num_tokens": [8, 32]}
+    main(QuantErrorConfig(run=str(run), recipes=["llm_int8"], device="cpu", batch_size=4, **first))
+    rows = read_rows(run / "quant_error.jsonl")
+    assert {row["layer"] for row in rows} == {"visual.transformer.resblocks.0.mlp.c_fc"}
+    terms = [(r["step"], r["inner_dim"]) for r in rows if r["product"] == "grad_weight"]
+    assert set(terms) == {(step, tokens) for step in (0, 4) for tokens in (8, 32)}
+    peaks = {r["step"]: r["peak"] for r in rows if (r["product"], r["operand"]) == ("output", "w")}
+    assert peaks[0] != peaks[4]  # other weights
+
+
+def test_a_checkpoint_or_layer_that_a_run_lacks_is_refused_with_those_that_it_has(run):
+    for options, reason in (
+        ({"checkpoints": [3]}, r"no checkpoint of step 3, only of \[4\]"),
+        ({"layers": ["mlp"]}, r"layers=\['mlp'\] match none .*visual"),
+    ):
+        with pytest.raises(RunError, match=reason):
+            main(QuantErrorConfig(run=str(run), device="cpu", **options))
 
 
 def test_row_has_formats_and_errors_of_a_product(tensors):

@@ -16,7 +16,7 @@ from experiments.replay import ReplayConfig, ReplayedConfig, command, main, susp
 from experiments.replay_report import Replay, table, verdict
 from experiments.replay_steps import Replayer
 from lowprec.config.check import ConfigError, RunError, check
-from lowprec.config.compose import change
+from lowprec.config.compose import compose_command
 from lowprec.diagnostics.spikes import Protocol
 from lowprec.runs.identity import to_dict
 from lowprec.runs.read import encode_row, read_config, read_rows
@@ -151,8 +151,9 @@ def test_clip_tensors_moves_these_tensors_as_stable_adamw_does_and_the_others_as
     replayer, weights = Replayer(11, 11), []
     replayer.replay(check(config, ReplayedConfig), state, save_after=[10], folder=folder)
     state = folder / "step_000000010"
-    for variant in ((), ("clip_tensors=[visual.conv1.weight]",), ("optimizer=stable_adamw",)):
-        frame = replayer.replay(check(change(config, variant), ReplayedConfig), state)
+    for variant in ([], ["clip_tensors=[visual.conv1.weight]"], ["optimizer=stable_adamw"]):
+        [one] = compose_command(variant, "replay", ReplayedConfig, base=config)
+        frame = replayer.replay(one.config, state)
         model = replayer.built.task.model
         weights.append({name: p.detach().clone() for name, p in model.named_parameters()})
     assert frame["rms"][0] > 1  # else nothing is clipped
@@ -290,8 +291,8 @@ def test_without_changes_data_optimizer_and_numerics_are_suspects(make_config):
     ):
         trained = to_dict(make_config(changes))
         for variant in suspects(trained):
-            assert change(trained, variant) != trained
-            check(change(trained, variant), ReplayedConfig)
+            [one] = compose_command(variant, "replay", ReplayedConfig, base=trained)
+            assert one.config != check(trained, ReplayedConfig)
         suspected.append([" ".join(variant) for variant in suspects(trained)])
     assert suspected == [
         ["skip_batches=8", "optimizer=stable_adamw", "precision=fp32 scaler=none"],

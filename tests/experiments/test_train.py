@@ -18,11 +18,11 @@ from experiments.export import ExportConfig
 from experiments.make_shapes import MakeShapesConfig
 from lowprec.config.check import ConfigError
 from lowprec.config.compose import CONF, compose_command
-from lowprec.config.preflight import preflight
 from lowprec.config.schema import Config
 from lowprec.nn.recipe import RECIPES
 from lowprec.runs.read import find_runs, read_config, read_rows, read_status
 from lowprec.train.metrics import Ended
+from lowprec.train.preflight import preflight
 from lowprec.train.run import train_run
 
 TINY = ("model.vision_width=64", "model.vision_layers=1", "model.text_width=64")
@@ -147,8 +147,11 @@ def test_a_sweep_runs_each_run_once_and_a_bad_one_does_not_stop_the_others(
     assert ["16", "2", "finished", "2"] in [row[:4] for row in table]
     runs = find_runs(work / "runs" / "sweep")
     assert [path.name.split("-")[3] for path in runs] == ["s1", "s2"]
-    alerts = (work.parent / "alerts").read_text().splitlines()
-    assert {f"runs/sweep/{path.name} finished at step 2" for path in runs} <= set(alerts)
+    expected = {f"runs/sweep/{path.name} finished at step 2" for path in runs}
+    deadline = time.monotonic() + 30  # a command that sends alerts is not waited for
+    while not expected <= set((work.parent / "alerts").read_text().splitlines()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     as_command(*command)
     assert capfd.readouterr().out.count("nothing to do") == 2
     names = {"data", "runs", "w.safetensors", ".multirun", "two.txt"}

@@ -5,10 +5,10 @@ import pytest
 from analysis import load_runs
 from lowprec.config.check import ConfigError
 from lowprec.config.compose import compose_command
-from lowprec.config.preflight import preflight
 from lowprec.runs.identity import to_dict
 from lowprec.runs.read import read_config
 from lowprec.train.checkpoint import list_checkpoints
+from lowprec.train.preflight import preflight
 
 
 def test_state_of_a_checkpoint_is_data(tmp_path, canary, make_config, run_once):

@@ -9,7 +9,8 @@ import pytest
 
 from experiments import train
 from lowprec.config.check import ConfigError
-from lowprec.config.compose import CONF
+from lowprec.config.compose import CONF, compose_command, defaults
+from lowprec.config.schema import Config
 from lowprec.runs.read import find_runs
 
 CANARIES = {  # variable: value
@@ -55,11 +56,42 @@ def test_a_sweep_with_a_dashboard_and_a_failing_cell_leaks_nothing(
     else:
         process = fork_training("-m", *keys, log=tmp_path / "log")
         assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 1
-    assert "Traceback" in (tmp_path / "log").read_text()  # of the failing cell
+    assert "run 1 failed: " in (tmp_path / "log").read_text()
     (copied,) = tmp_path.rglob("*.wandb")
     assert b"num_steps" in copied.read_bytes()
     assert b"++num_steps" not in copied.read_bytes()  # a command line may hold a password
     assert find_runs(tmp_path) and leaks(tmp_path) == []
+
+
+INTERPOLATIONS = (
+    *(rf"{key}=$\{{oc.env:TOKEN\}}" for key in ("name", "run_dir", "data.train", "remote_sync")),
+    r'name="\${oc.env:TOKEN}"',
+    r"name=a,$\{oc.env:TOKEN\}",
+    r"name=choice(a,$\{oc.env:TOKEN\})",
+    r"name=$\{oc.decode:$\{oc.env:TOKEN\}\}",
+    r"data.allow_remote=[https,$\{oc.env:TOKEN\}]",
+    r"optimizer.lr_scale={visual:$\{oc.env:TOKEN\}}",
+    "hydra.launcher.comment=${oc.env:TOKEN}",
+    r"hydra.launcher.comment=$\{oc.env:TOKEN\}",
+    r"hydra.launcher.setup=[a,$\{oc.env:TOKEN\}]",
+)
+
+
+@pytest.mark.parametrize("override", INTERPOLATIONS)
+def test_an_interpolation_is_refused_before_it_is_resolved(override, monkeypatch):
+    monkeypatch.setenv("TOKEN", "c4n4ry")
+    with pytest.raises(ConfigError) as error:
+        compose_command([override], multirun=True)
+    key = override.partition("=")[0]
+    assert [f for f in error.value.faults if f.startswith(key) and "is not resolved" in f]
+    assert "c4n4ry" not in str(error.value)
+
+
+def test_an_interpolation_in_a_record_is_never_resolved(monkeypatch):
+    monkeypatch.setenv("TOKEN", "c4n4ry")
+    config = defaults(Config) | {"name": "${oc.env:TOKEN}"}
+    with pytest.raises(ConfigError, match=r"name=\$\{oc.env:TOKEN\}: .* is not resolved"):
+        compose_command(["seed=1"], base=config)
 
 
 URL = "https://me:c4n4ry@host/{0..3}.tar"

@@ -206,6 +206,18 @@ def test_stochastic_rounding_takes_neighbours_and_keeps_the_mean(name):
     assert torch.equal(exact, numbers.repeat(9, 1))
 
 
+@pytest.mark.parametrize(
+    "width, size",
+    [(1, 64), (64, 64), (65, 128), (512, 512), (513, 1024), (4096, 4096), (5000, 4096)],
+)
+def test_blocks_have_the_least_power_of_two_from_the_width_on(width, size):
+    x, format = scaled(5, width), parse_format("e4m3")
+    blocks = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % size)).view(-1, size)
+    expected = reference.fake_quantize(blocks, format, "rowwise", torch.float32)
+    x_hat = reference.fake_quantize(x, format, "blocks", torch.float32)
+    assert torch.equal(x_hat, expected.flatten()[: x.numel()].view(x.shape))
+
+
 def test_hadamard_rotates_blocks_by_scipys_matrix_with_signs():
     rotation = reference.hadamard(torch.eye(16), 1)
     signs = rotation[:, 0] * 4

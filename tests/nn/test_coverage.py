@@ -9,7 +9,7 @@ from torch import nn
 
 from lowprec.clip import open_clip
 from lowprec.nn import LowPrecisionLinear, apply_recipe, prepare_for_training
-from lowprec.nn.coverage import summary
+from lowprec.nn.coverage import cancel_check, check_first_forward, summary
 from lowprec.nn.inference import to_int8
 from lowprec.nn.recipe import LINEAR_LAYERS
 from lowprec.nn.replace import matches
@@ -62,7 +62,11 @@ def test_forward_of_one_tower_says_nothing_about_the_other():
         dict(context_length=8, vocab_size=64, width=64, layers=1, heads=1),
     )  # fmt: skip
     apply_recipe(model, "switchback")
-    model(image=torch.randn(1, 3, 32, 32))
+    checked = cancel_check(model)
+    assert {name.startswith("visual.") for name in checked} == {True, False}  # both towers
+    check_first_forward(model, checked)
+    model(image=torch.randn(1, 3, 32, 32))  # a warning would be an error
+    assert cancel_check(model) == []  # it was checked
 
 
 def test_a_layer_in_a_container_whose_weight_is_only_read_is_named():

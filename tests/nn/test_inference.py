@@ -101,6 +101,22 @@ def test_a_converted_model_runs_under_autocast_and_can_be_cast(model, pair, dtyp
     assert {outputs["image_features"].dtype, outputs["text_features"].dtype} == {dtype}
 
 
+def test_a_converted_model_on_meta_gets_memory_and_weights(model, pair):
+    model = to_int8(model)
+    with torch.device("meta"):
+        empty = to_int8(build_model(SMALL).eval())
+    assert {x.device.type for x in empty.state_dict().values()} == {"meta"}
+    filled = empty.to_empty(device="cpu")
+    filled.load_state_dict(model.state_dict())
+    for name, buffer in model.named_buffers():  # also those that are not saved
+        if not name.endswith("original"):
+            filled.get_buffer(name).copy_(buffer)
+    assert filled.state_dict()["visual.transformer.resblocks.0.mlp.c_fc.weight_scale"].dtype == (
+        torch.float32
+    )
+    assert torch.equal(features(filled, pair), features(model, pair))
+
+
 def test_int8_backward_is_refused_and_nothing_is_saved():
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):

@@ -128,6 +128,12 @@ def test_other_recipes_save_the_16_bit_input_once(name):
     assert weights <= {module.weight.data_ptr()}  # no copy of the weight in 16 or 32 bits
 
 
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "high"])
+def test_no_weight_is_saved_for_an_input_without_gradient(name):
+    module, x, _ = make(name)
+    assert not any(t.shape in {(OUT, IN), (IN, OUT)} for t in saved_by(module, x.detach()))
+
+
 @all_recipes
 def test_frozen_tensors_and_checkpointing_change_no_other_gradient(name):
     expected = run(*make(name))
@@ -166,11 +172,12 @@ def test_nan_and_inf_propagate(name, bad):
     assert not grad_weight.isfinite().all() and not grad_bias[7].isfinite()
 
 
-def test_outlier_features_are_multiplied_in_16_bit(oracle):
+@pytest.mark.parametrize("outlier", [60.0, -60.0])  # alone in its feature
+def test_outlier_features_are_multiplied_in_16_bit(oracle, outlier):
     threshold = 6.0
     module, x, g = make("llm_int8", outlier_threshold=threshold)
     with torch.no_grad():
-        x[1, 3], x[:, 9] = 60.0, x[:, 9] * 40
+        x[1, 3], x[:, 9] = outlier, x[:, 9] * 40
     results = run(module, x, g)
     is_outlier = (x.detach().abs() > threshold).any(dim=0)
     assert 2 <= is_outlier.sum() < 8

@@ -1,5 +1,6 @@
 """Replacing the layers of a model: what is replaced, refused or left alone; the fused MLP."""
 
+import copy
 from collections import OrderedDict
 
 import pytest
@@ -111,13 +112,15 @@ def test_fake_quantized_recipes_gain_no_speed():
 
 @pytest.mark.parametrize("earlier", ["high", "switchback"])
 def test_pattern_without_match_is_refused_and_changes_nothing(earlier):
-    model = block()
+    model, x = block(), torch.randn(2, 5, 64)
     apply_recipe(model, earlier)
     before = [(id(module), type(module)) for module in model.modules()]
+    expected = model(x)
     for where, named in ((["c_fcc"], "c_fcc"), (["c_fc", "c_fcc"], "c_fcc"), ([], r"\[\]")):
         with pytest.raises(NoLayerError, match=rf"matches {named}; .*block.attn.in_proj, "):
-            apply_recipe(model, "high", where)
+            apply_recipe(model, "llm_int8", where)
     assert [(id(module), type(module)) for module in model.modules()] == before
+    assert torch.equal(model(x), expected)
 
 
 def test_layer_that_its_owner_never_calls_is_ignored():
@@ -267,15 +270,25 @@ class ResidualAttentionBlock(nn.Module):
 def test_attention_outside_open_clips_blocks_is_unchanged(build, inputs, where):
     torch.manual_seed(0)
     model, x = nn.Sequential(block().block, build()), [torch.randn(shape) for shape in inputs]
-    expected = model[1](*x)
+    first, expected = model[0](x[0]), model[1](*x)
     apply_recipe(model, "high", [*where, "0.*.c_fc"])
     replace_attention(model)
     assert isinstance(model[0].attn, Attention)
+    torch.testing.assert_close(model[0](x[0]), first)
     torch.testing.assert_close(model[1](*x), expected)
 
 
 def test_shared_attention_becomes_one_module():
     model = nn.Sequential(block().block, block().block)
     model[1].attn = model[0].attn
-    apply_recipe(model, "switchback")
-    assert isinstance(model[0].attn, Attention) and model[1].attn is model[0].attn
+    twin, x = copy.deepcopy(model), torch.randn(2, 5, 64)
+    twin[1].attn = copy.deepcopy(twin[0].attn)
+    expected = model(x)
+    for recipe, error in (("high", 1e-5), ("switchback", 0.02)):
+        apply_recipe(model, recipe)
+        apply_recipe(twin, recipe)
+        assert isinstance(model[0].attn, Attention) and model[1].attn is model[0].attn
+        output = model(x)
+        assert torch.equal(output, twin(x))
+        assert (output - expected).norm() <= error * expected.norm()
+    assert not torch.equal(output, expected)

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from lowprec import ops
+from lowprec.ops import triton_matmul
 from lowprec.ops.launch import Launch
 
 INTEGER_POISON = 0x55  # 85 in int8
@@ -24,6 +26,17 @@ def launched_with_one_kind_of_tensors(monkeypatch):
         call(launch, *tensors)
 
     monkeypatch.setattr(Launch, "__call__", checked)
+
+
+@pytest.fixture
+def by_kernels(monkeypatch):
+    """Takes quantization and products to the kernels on any device, in compiled code too."""
+    monkeypatch.setattr(ops, "_is_reference", lambda *_: False)
+    library = torch.library.Library("lowprec", "IMPL")
+    library.impl("quantize", ops._quantize_kernel, "CPU")
+    library.impl("matmul", triton_matmul.matmul, "CPU")
+    yield
+    library._destroy()
 
 
 @pytest.fixture

@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowprec import ops
 from lowprec.formats import INT8, parse_format
+from lowprec.nn.inference import to_int8
+from lowprec.nn.linear import SwitchBackLinear
 from lowprec.ops import reference, triton_attention, triton_gelu, triton_matmul, triton_quantize
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -14,7 +17,7 @@ ALL = ("rowwise", "columnwise", "tensorwise", "1x128", "128x1", "128x128")
 
 @pytest.mark.parametrize(
     "capability, supported",
-    [((8, 6), {"int8", "e5m2"}), ((8, 9), {"int8", "e4m3", "e5m2"})],
+    [((7, 5), set()), ((8, 0), {"int8", "e5m2"}), ((8, 9), {"int8", "e4m3", "e5m2"})],
 )
 def test_gpu_uses_kernels_for_supported_formats(monkeypatch, capability, supported):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
@@ -83,6 +86,40 @@ def test_fake_attention_ops_match_the_kernels(device):
     assert_fake_is_true(ops.attention, triton_attention.attention, qkv, 3, True)
     backward = triton_attention.attention_backward
     assert_fake_is_true(ops.attention_backward, backward, g, qkv, 3, True)
+
+
+def int8_layer(*sizes):
+    return to_int8(nn.Sequential(nn.Linear(*sizes)), ["0"])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("build", [SwitchBackLinear, int8_layer], ids=["switchback", "int8"])
+def test_a_traced_layer_records_its_kernels(device, by_kernels, build):
+    layer, x, other = build(64, 32).to(device), *torch.randn(2, 8, 64, device=device)
+    with torch.no_grad():
+        traced = torch.jit.trace(layer, x)
+        assert torch.equal(traced(other), layer(other))
+    assert "lowprec::matmul" in str(traced.inlined_graph)
+
+
+def test_operands_with_the_negative_bit_are_read_with_their_sign(device, by_kernels):
+    positive = torch.randn(8, 64, device=device)
+    x = torch._neg_view(positive)  # as of the imaginary part of conjugates
+    for granularity in ("rowwise", "tensorwise"):
+        q, _, scale = ops.quantize(x, INT8, granularity)
+        expected = reference.quantize(-positive, INT8, granularity)
+        assert torch.equal(q, expected[0]) and torch.equal(scale, expected[1])
+
+
+@pytest.mark.parametrize("shape", [(1, 7), (7, 1)], ids=str)
+@pytest.mark.parametrize("granularity", ["rowwise", "tensorwise"])
+@pytest.mark.parametrize("by", ["kernels", "definition"])
+def test_both_layouts_share_no_memory(device, monkeypatch, by, granularity, shape):
+    monkeypatch.setattr(ops, "_is_reference", lambda *_: by == "definition")
+    x = torch.randn(shape, device=device)
+    q_MK, q_KM, _ = ops.quantize(x, INT8, granularity, layout="both")
+    assert torch.equal(q_MK.T, q_KM) and q_MK.data_ptr() != q_KM.data_ptr()
+    assert q_KM.stride() == torch.empty(q_KM.shape).stride()
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0)])

@@ -96,6 +96,30 @@ def test_the_optimizer_clips_or_skips_an_outlier(kind, fused):
         assert not torch.equal(p, before) and 3 < clipped < 10 and ours.steps == [70]
 
 
+@pytest.mark.parametrize("kind", [ZClip, SkipStep])
+def test_a_tensor_that_is_not_finite_hides_no_outlier_of_the_others(kind):
+    start = torch.linspace(-1, 1, 64).reshape(8, 8)
+    p, bad, alone = (torch.nn.Parameter(start.clone()) for _ in range(3))
+    ours = StableAdamW([p, bad], clip_norm=kind(sigmas=3.0), skip="tensor")
+    other = StableAdamW([alone], clip_norm=kind(sigmas=3.0), skip="tensor")
+    for step in range(80):
+        scale = 100.0 if step == 69 else 1 + 0.05 * (step % 3)
+        p.grad = torch.cos(start * (step + 1)) * scale
+        alone.grad = p.grad.clone()
+        bad.grad = torch.zeros_like(bad)
+        bad.grad[3, 4] = [math.inf, math.nan, 0.0][step % 3]
+        before = bad.detach().clone()
+        ours.step()
+        other.step()
+        torch.testing.assert_close(p, alone)
+        assert ours.all_finite == (step % 3 == 2)
+        assert step % 3 == 2 or torch.equal(bad, before)
+        torch.testing.assert_close(ours.clipped_grad_norm, other.clipped_grad_norm)
+        assert (other.clipped_grad_norm < 0.2 * other.grad_norm) == (step == 69)
+    states = ours.clip_norm.state_dict(), other.clip_norm.state_dict()
+    torch.testing.assert_close(*states)
+
+
 KEYS = {
     "zclip": {"optimizer.name": "adamw_zclip", "optimizer.zclip": 0.5},
     "skip_step": {"optimizer.name": "adamw_skip_step", "optimizer.skip_sigmas": 1.5},

@@ -306,3 +306,16 @@ def test_loaded_moments_have_the_parameters_memory_format():
     second = StableAdamW([p])
     second.load_state_dict(first.state_dict())
     assert second.state[p]["exp_avg"].stride() == p.stride()
+
+
+def test_a_state_without_steps_starts_again():
+    optimizer, fresh = (StableAdamW(make_params(), lr=1e-2) for _ in range(2))
+    take(optimizer, [1, 2])
+    optimizer.load_state_dict(fresh.state_dict())
+    assert optimizer.steps == [0, 0, 0] and not optimizer.state
+    with torch.no_grad():
+        for p, start in zip(params_of(optimizer), params_of(fresh), strict=True):
+            p.copy_(start)
+    for each in (optimizer, fresh):
+        take(each, [3])
+    assert_equal(optimizer, fresh)

@@ -1,14 +1,19 @@
 """The optimizer's kernels against the plain step: on a GPU, otherwise interpreted."""
 
+import contextlib
 import copy
+import re
+import warnings
+import weakref
 
 import pytest
 import torch
 
-from lowprec.optim import StableAdamW, fused
+from lowprec.optim import StableAdamW, fused, stable_adamw
 from lowprec.optim.adamw_update import Hyperparameters
 from lowprec.optim.fused import AddressTables, FusedStep
 from lowprec.optim.plain import PlainStep, Tensors
+from lowprec.optim.state import TENSORS, zero_state
 from lowprec.optim.statistics import ShardReduction
 
 SHAPES = [(5, 7), (), (2500,), (2, 1024), (3, 1500), (1, 1), (0, 4)]
@@ -171,6 +176,50 @@ def test_unaligned_and_transposed_tensors(device):
     assert_same(tensors, twin)
 
 
+def test_kernels_launch_while_their_device_is_the_current_one(device, monkeypatch):
+    current, seen = [], []
+
+    @contextlib.contextmanager
+    def guard(device):
+        current.append(device)
+        yield
+        current.pop()
+
+    def note(owner, name):
+        function = getattr(owner, name)
+        monkeypatch.setattr(
+            owner, name, lambda *a, **k: seen.append([*current]) or function(*a, **k)
+        )
+
+    monkeypatch.setattr(fused, "DEVICES", (device.type,))
+    monkeypatch.setattr(stable_adamw, "on_device", guard)
+    note(fused._Launcher, "_launch")
+    note(AddressTables, "on_device")
+    weight = torch.nn.Parameter(torch.randn(8, 6, device=device))
+    weight.grad = torch.randn(8, 6, device=device)
+    StableAdamW([weight], fused=True).step()
+    assert seen == [[weight.device]] * 4 and not current
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("optim_bits", [32, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_step_on_another_device_than_the_current_one(dtype, optim_bits):
+    torch.cuda.set_device(0)
+    start, grads = torch.randn(300, 200).to(dtype), torch.randn(4, 300, 200).to(dtype)
+    results = []
+    for where in ("cuda:0", "cuda:1"):
+        p = torch.nn.Parameter(start.to(where))
+        optimizer = StableAdamW([p], lr=0.1, optim_bits=optim_bits, clip_norm=1.0, fused=True)
+        for grad in grads:
+            p.grad = grad.to(where)
+            optimizer.step()
+            p.grad = None
+        results.append([x.cpu() for x in (p.detach(), optimizer.statistics, optimizer.grad_norm)])
+    assert all(map(torch.equal, *results)) and torch.cuda.current_device() == 0
+
+
 @pytest.mark.gpu
 def test_plain_torch_updates_tensors_that_no_kernel_takes(device):
     weight = torch.nn.Parameter(torch.randn(8, 6, device=device))
@@ -189,25 +238,120 @@ def test_plain_torch_updates_tensors_that_no_kernel_takes(device):
         StableAdamW([weight], fused=True).step()
 
 
+def row_of(p, **changes):
+    """What `Tensors` has of one parameter: its gradient and a new state."""
+    row = {"grad": torch.zeros_like(p), **zero_state(p), **changes}
+    return p, *(row.get(kind) for kind in ("grad", *TENSORS))
+
+
+X = torch.zeros(8, 6)
+HALF = X.bfloat16()
+CODES = zero_state(torch.zeros(20, 30), is_8bit=True)
 UNFIT = {  # what no kernel takes
-    "gradient in another order": lambda p: (p, torch.zeros(6, 8).T),
-    "float64": lambda p: (p.double(), torch.zeros(8, 6)),
-    "not dense": lambda p: (torch.zeros(8, 12)[:, ::2], torch.zeros(8, 12)[:, ::2]),
+    "gradient in another order": row_of(X, grad=torch.zeros(6, 8).T),
+    "float64": row_of(X.double()),
+    "gradient in float64": row_of(X, grad=X.double()),
+    "not dense": row_of(torch.zeros(8, 12)[:, ::2], grad=torch.zeros(8, 12)[:, ::2]),
+    "larger than its state": (torch.zeros(12, 6), torch.zeros(12, 6), *row_of(X)[2:]),
+    "gradient of equal strides": row_of(X, grad=torch.zeros(4, 6)),
+    "moment of equal strides": row_of(X, exp_avg_sq=torch.zeros(4, 6)),
+    "moments elsewhere": row_of(X, exp_avg=X.to("meta"), exp_avg_sq=X.to("meta")),
+    "gradient elsewhere": row_of(X, grad=X.to("meta")),
+    "16-bit moments": row_of(X, exp_avg=HALF),
+    "no compensation": row_of(HALF, compensation=None),
+    "compensation of equal strides": row_of(HALF, compensation=HALF[:4]),
+    "compensation in another dtype": row_of(HALF, compensation=X.half()),
+    "compensation of float32": row_of(X, compensation=HALF),
+    "codes without scales": row_of(torch.zeros(20, 30), exp_avg=CODES["exp_avg"]),
+    "too few scales": row_of(torch.zeros(20, 30), **CODES | {"exp_avg_scale": torch.zeros(2)}),
+    "scales elsewhere": row_of(
+        torch.zeros(20, 30), **CODES | {"exp_avg_sq_scale": torch.zeros(3, device="meta")}
+    ),
 }
 
 
 @pytest.mark.parametrize("unfit", UNFIT.values(), ids=UNFIT)
 def test_first_unfit_names_the_first_tensor_that_no_kernel_takes(unfit, monkeypatch):
     weight = torch.zeros(5, 1, 3, 3).to(memory_format=torch.channels_last)  # depthwise
-    pairs = [(torch.zeros(8, 6), torch.zeros(8, 6)), (weight, torch.zeros(5, 1, 3, 3))]
-    assert weight.stride() != pairs[1][1].stride()
-    pairs.append(unfit(pairs[0][0]))
-    moments = [torch.zeros_like(p, dtype=torch.float32) for p, _ in pairs]
-    tensors = Tensors(*map(list, zip(*pairs, strict=True)), moments, moments, *[[None] * 3] * 3)
+    rows = [row_of(X), row_of(HALF), row_of(torch.zeros(20, 30), **CODES)]
+    rows += [row_of(weight, grad=torch.zeros(5, 1, 3, 3)), row_of(torch.zeros(6, 8).T), unfit]
+    assert weight.stride() != rows[3][1].stride()
+    tensors = Tensors(*map(list, zip(*rows, strict=True)))
     assert fused.first_unfit(tensors) == 0  # not a GPU
     monkeypatch.setattr(fused, "DEVICES", ("cpu",))
-    assert fused.first_unfit(tensors) == 2
-    assert fused.first_unfit(Tensors(*(column[:2] for column in tensors))) is None
+    assert fused.first_unfit(tensors) == 5
+    assert fused.first_unfit(Tensors(*(column[:5] for column in tensors))) is None
+
+
+@pytest.mark.parametrize("fused_option", [None, True])
+def test_a_state_that_no_longer_fits_its_parameter_is_not_written_to(
+    device, monkeypatch, fused_option
+):
+    monkeypatch.setattr(fused, "DEVICES", (device.type,))
+    weight = torch.nn.Parameter(torch.ones(4, 6, device=device))
+    weight.grad = torch.ones_like(weight)
+    optimizer = StableAdamW([weight], fused=fused_option)
+    optimizer.step()
+    weight.data = torch.ones(6, 6, device=device)
+    weight.grad = torch.ones(6, 6, device=device)
+    kinds = {None: "must match the size", True: "fused=True: kernels need .* unlike parameter 0"}
+    with warnings.catch_warnings(), pytest.raises((RuntimeError, ValueError)) as raised:
+        warnings.simplefilter("ignore")  # that plain torch takes the step
+        optimizer.step()
+    assert re.search(kinds[fused_option], str(raised.value))
+
+
+@pytest.mark.parametrize("optim_bits", [32, 8])
+def test_what_a_captured_step_reads_outlives_loads_other_layouts_and_options(
+    device, monkeypatch, optim_bits
+):
+    monkeypatch.setattr(fused, "DEVICES", (device.type,))
+    params = [torch.nn.Parameter(torch.ones(20, 30, device=device)) for _ in range(2)]
+    rate = torch.full((), 0.5, device=device)
+    options = {"optim_bits": optim_bits, "min_8bit_size": 1}
+    optimizer = StableAdamW(params, lr=rate, fused=True, **options)
+
+    def step(*params):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(*params)
+    saved = copy.deepcopy(optimizer.state_dict())
+    read, launch = [], fused._Launcher._launch
+    monkeypatch.setattr(
+        fused._Launcher,
+        "_launch",
+        lambda self, *args, **kwargs: read.extend(self.layout) or launch(self, *args, **kwargs),
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(stable_adamw, "is_capturing", lambda device: True)
+        step(params[0])
+    counts, state = optimizer._update_counts, dict(optimizer.state[params[0]])
+    read += [*state.values(), *(x for pair in optimizer._copies.values() for x in pair)]
+    refs = list(map(weakref.ref, read))
+    read.clear()
+    optimizer.param_groups[0]["weight_decay"] = 0.1
+    step(params[0])
+    optimizer.load_state_dict(saved)
+    assert optimizer.steps == counts.tolist() == [1, 1] and optimizer._update_counts is counts
+    assert optimizer.param_groups[0]["lr"] is rate
+    for kind, x in optimizer.state[params[0]].items():
+        assert kind == "updates" or x is state[kind] and torch.equal(x, saved["state"][0][kind])
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3, device=device))]})
+    for size in range(1, 12):
+        fused._layout((size,), device)
+    optimizer.state.clear()
+    read.clear()
+    del state, counts, x
+    assert len(refs) > 10 and all(ref() is not None for ref in refs)
+
+
+def test_two_steps_in_one_capture_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="needs an equal one before, outside the capture"):
+        AddressTables().on_device((1, 2), torch.device("cuda"), ("kind",))
 
 
 @pytest.mark.gpu
@@ -247,3 +391,37 @@ def test_a_replayed_step_reads_the_current_gradients_and_a_missing_one(device):
     torch.testing.assert_close(model.weight, twin.weight, rtol=1e-4, atol=1e-6)
     assert optimizer.steps == [6, 6, 0] and optimizer.statistics[2, 0].isnan()
     assert (unused == 1).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optim_bits", [32, 8])
+def test_a_captured_step_goes_on_from_a_loaded_state_after_other_layouts(device, optim_bits):
+    options = {"optim_bits": optim_bits, "fused": True}
+    start = torch.randn(300, 200, device=device)
+    weight, twin = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    ours = StableAdamW([weight], lr=torch.full((), 1e-2, device=device), **options)
+    other = StableAdamW([twin], lr=1e-2, **options)
+    weight.grad = torch.randn_like(weight)
+    twin.grad = weight.grad  # the captured step reads it
+    for optimizer in (ours, other):
+        optimizer.step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ours.step()
+    saved = copy.deepcopy(other.state_dict())
+    graph.replay()
+    other.step()
+    for size in range(1, 12):  # other layouts
+        p = torch.nn.Parameter(torch.ones(size, device=device))
+        p.grad = torch.ones_like(p)
+        StableAdamW([p], fused=True).step()
+    for optimizer in (ours, other):
+        optimizer.load_state_dict(saved)
+    ours.param_groups[0]["lr"].fill_(2e-2)
+    other.param_groups[0]["lr"] = 2e-2
+    for _ in range(3):
+        weight.grad.normal_()
+        graph.replay()
+        other.step()
+    assert ours.steps == other.steps == [4]
+    torch.testing.assert_close(weight, twin, rtol=1e-6, atol=1e-7)

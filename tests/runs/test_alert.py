@@ -16,7 +16,7 @@ import pytest
 
 from lowprec import alert
 from lowprec.config.check import ConfigError
-from lowprec.config.preflight import preflight
+from lowprec.train.preflight import preflight
 
 CERTIFICATE = Path(__file__).with_name("localhost.pem")  # with its key
 SCRIPT = """

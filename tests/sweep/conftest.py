@@ -1,4 +1,7 @@
-"""Sweeps whose runs take milliseconds: a shell script in place of training."""
+"""Sweeps whose runs take milliseconds: a shell script in place of training.
+
+`python -m` finds modules in the working directory first: there, `experiments.sweep` is the script.
+"""
 
 import contextlib
 import os
@@ -17,6 +20,7 @@ from lowprec.sweep import slurm
 from lowprec.sweep.plan import Manifest, PlannedRun
 from lowprec.sweep.status import TO_SUBMIT, ask_queue, states
 
+REPLACED = "import os, sys; os.execvp('sh', ['sh', 'run.sh', *sys.argv[2:]])"
 # $1: the sweep, $2: the run. Runs listed in the file `bad` fail, those in `slow` take a second.
 SCRIPT = """
 run=runs/t/$2
@@ -80,7 +84,10 @@ class Sweeps:
     def make(self, count, script=SCRIPT):
         """A manifest with so many runs of a script."""
         (self.here / "run.sh").write_text(script)
-        Manifest.open(self.folder, ["sh", str(self.here / "run.sh")], self.here)
+        (self.here / "experiments").mkdir(exist_ok=True)
+        (self.here / "experiments" / "__init__.py").touch()
+        (self.here / "experiments" / "sweep.py").write_text(REPLACED)
+        Manifest.open(self.folder)
         return self.add(count)
 
     def add(self, count):
@@ -88,7 +95,7 @@ class Sweeps:
         manifest = self.manifest
         first = len(manifest.runs)
         manifest.add([
-            PlannedRun(-1, f"t{i}", f"runs/t/{i}", [f"seed={i}"], CONFIG)
+            PlannedRun(-1, f"t{i}", f"t/{i}", [f"seed={i}"], CONFIG)
             for i in range(first, first + count)
         ])  # fmt: skip
         return manifest

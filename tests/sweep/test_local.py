@@ -124,7 +124,7 @@ def test_two_submits_at_once_submit_each_run_once(sweeps):
     code = "from experiments import sweep; from lowprec.sweep.plan import *\n"
     code += f"folder = Path({str(manifest.folder)!r})\nwith durable.locked(folder / '.lock'):\n"
     code += f"  sweep.hand_over(Manifest(folder), list(range(10)), ('new',), {LOCAL!r})"
-    both = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
+    both = [subprocess.Popen([sys.executable, "-P", "-c", code]) for _ in range(2)]
     assert [process.wait(60) for process in both] == [0, 0]
     sweeps.end()
     assert sweeps.starts() == [1] * 10

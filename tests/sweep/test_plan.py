@@ -55,16 +55,16 @@ def test_rows_beyond_the_plan_or_in_a_wrong_file_are_named(manifest, sweeps, cap
     assert sweeps.names() == ["lost", "lost"]
 
 
-PLANS = ('{"command": [], "cwd": "/", "cells": []}', "[]", "text", "", '{"command": [], "cwd": 3}')
-PLANS += ('{"command": [], "cwd": "/", "runs": [3]}', '{"command": [], "cwd": "/", "runs": [{}]}')
+PLANS = ('{"cells": []}', "[]", "text", "", '{"runs": 3}', '{"runs": [3]}', '{"runs": [{}]}')
+PLANS += ('{"command": ["touch", "%s"], "cwd": "/", "runs": []}',)
 
 
 @pytest.mark.parametrize("text", PLANS)
-def test_a_damaged_plan_or_one_of_an_earlier_version_is_named(manifest, text):
-    (manifest.folder / "sweep.json").write_text(text)
-    for verb in ("status", "wait", "cancel"):
+def test_a_damaged_plan_or_one_of_an_earlier_version_is_named(manifest, canary, text):
+    (manifest.folder / "sweep.json").write_text(text.replace("%s", str(canary)))
+    for words in (["status"], ["wait"], ["cancel"], ["resubmit", "--failed"]):
         with pytest.raises(SystemExit, match=r"/t/sweep\.json is damaged"):
-            sweep.command([verb])
+            sweep.command(words)
 
 
 DAMAGE = ("[]", "text", "null", "7", "\0\0", '{"loss": {}}', '{"step": "4"}')
@@ -122,6 +122,16 @@ def test_a_planned_directory_is_where_the_same_command_trains(here, tiny, monkey
     train(config)
     assert find_runs(here / "runs") == [planned]
     assert read_last_row(planned / "metrics.jsonl")["step"] == 2
+
+
+def test_a_run_is_trained_beside_its_sweep_from_any_directory(here, tiny, monkeypatch):
+    monkeypatch.setattr(sweep.local, "start", lambda manifest: None)
+    sweep.submit([*tiny, "name=t"])
+    (here / "elsewhere").mkdir()
+    monkeypatch.chdir(here / "elsewhere")
+    sweep.train([str(here / "runs/sweeps/t"), "0"])
+    assert find_runs(here / "runs") == [Manifest(here / "runs/sweeps/t").directory_of(0)]
+    assert not list((here / "elsewhere").iterdir())
 
 
 def test_a_dry_run_prints_the_runs_and_writes_nothing(here, tiny, capsys):

@@ -153,3 +153,20 @@ def test_resubmit_uses_the_last_launcher_with_changes(
     assert last["runs"] == [1]
     kept = {} if words == ["launcher=local"] else LAUNCHER
     assert last["launcher"].items() >= (kept | changed).items()
+
+
+PLANTED = {"setup": ["touch canary"], "sbatch": {"wrap": "touch canary"}, "partition": "low\ntouch"}
+
+
+@pytest.mark.parametrize("key", PLANTED)
+def test_no_command_is_taken_from_a_file_of_a_sweep(cluster, sweeps, shim, capsys, key):
+    sweeps.make(1)
+    row = {"event": "submitting", "token": "a", "runs": [0]}
+    sweeps.manifest.record(row | {"launcher": LAUNCHER | {key: PLANTED[key]}})
+    with pytest.raises(SystemExit):
+        sweep.command(["resubmit", "--failed"])
+    assert not shim.calls("sbatch") and not list(sweeps.folder.glob("slurm/*"))
+    again = {"setup": ["module load cuda"], "sbatch": {"account": "us"}, "partition": "high"}[key]
+    written = str(again).replace("'", "").replace(": ", ":")
+    sweep.command(["resubmit", "--failed", f"launcher.{key}={written}"])
+    assert sweeps.manifest.launchers()[-1] == LAUNCHER | {"runs_per_gpu": 1, key: again}

@@ -9,10 +9,10 @@ from safetensors.torch import load_file
 
 from experiments import train as entry
 from lowprec.config.check import ConfigError, RunError
-from lowprec.config.preflight import preflight
 from lowprec.runs.read import find_runs, read_rows
 from lowprec.train import run as running
 from lowprec.train.checkpoint import list_checkpoints
+from lowprec.train.preflight import preflight
 
 
 @pytest.fixture(scope="module")

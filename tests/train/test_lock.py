@@ -130,6 +130,20 @@ def test_a_locked_tower_saves_nothing_for_backward(built):
     assert not packed and not features.requires_grad
 
 
+def test_rates_on_the_device_are_scaled_in_place(built):
+    """A captured step reads them."""
+    optimizer = built({"image": 0.25}).state.optimizer
+    tensors = [torch.zeros(()) for _ in optimizer.param_groups]
+    for group, tensor in zip(optimizer.param_groups, tensors, strict=True):
+        group["lr"] = tensor
+    for rate in (2.0, 4.0):
+        set_learning_rate(optimizer, rate)
+        for group, tensor in zip(optimizer.param_groups, tensors, strict=True):
+            is_image = group["param_names"][0].startswith("visual")
+            assert group["lr"] is tensor and tensor == rate * (0.25 if is_image else 1)
+    assert {float(tensor) for tensor in tensors} == {1.0, 4.0}
+
+
 def test_rates_are_scaled_and_the_longest_pattern_counts(built):
     scales = {"image": 0.1, "visual.conv1": 2.0, "visual.c*": 0.5, "text": 3.0}
     optimizer = built(scales).state.optimizer

@@ -287,13 +287,13 @@ def test_a_constant_schedule_is_extended_without_a_break(make_config, run_once, 
     assert_same_record(tmp_path / "whole", tmp_path / "grown")
 
 
-def test_the_logit_scale_is_kept_below_100(make_config, run_once, tmp_path):
+@pytest.mark.parametrize("start", [9.0, -9.0])
+def test_the_logit_scale_is_kept_between_1_and_100(make_config, run_once, tmp_path, start):
     config = make_config({"optimizer.lr": 0.5, "optimizer.eps": 1.0})
-    _, built = run_once(
-        config, tmp_path / "a", spoil=lambda b: b.task.model.logit_scale.data.fill_(9.0)
-    )
-    rows = read_rows(tmp_path / "a" / "metrics.jsonl")
-    assert rows[0]["logit_scale"] > 8000 and rows[1]["logit_scale"] <= 100.001
+    run_once(config, tmp_path / "a", spoil=lambda b: b.task.model.logit_scale.data.fill_(start))
+    first, *others = (row["logit_scale"] for row in read_rows(tmp_path / "a" / "metrics.jsonl"))
+    assert first == pytest.approx(math.exp(start), rel=1e-4)
+    assert all(0.999 <= scale <= 100.001 for scale in others) and len(others) == 11
 
 
 def test_a_profiled_run_has_a_trace_of_three_steps(make_config, run_once, tmp_path):

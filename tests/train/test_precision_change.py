@@ -152,6 +152,7 @@ def test_a_second_capture_does_not_thaw_a_diverged_run(is_frozen, monkeypatch):
     class Step:
         frozen = torch.tensor(is_frozen)
         optimizer = SimpleNamespace(param_groups=[])
+        task = SimpleNamespace(model=torch.nn.Module())
 
         def __call__(self, batch):
             states.append(self.frozen.item())

@@ -11,9 +11,9 @@ import pytest
 
 from experiments import train as entry
 from lowprec.config.check import ConfigError
-from lowprec.config.preflight import preflight
 from lowprec.runs.read import find_runs, read_rows, read_status
 from lowprec.runs.record import Record
+from lowprec.train.preflight import preflight
 from lowprec.train.remote import RemoteCopy
 
 

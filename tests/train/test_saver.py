@@ -141,6 +141,14 @@ def test_the_third_failure_in_a_row_ends_the_run_and_keeps_the_old_checkpoint(ru
     assert run({"save_every": 2}).state == "finished"
 
 
+def test_failures_with_a_saved_checkpoint_between_them_do_not_end_the_run(run, monkeypatch):
+    failing = [f".tmp.step_{step:09d}" for step in (2, 4, 8, 10)]
+    fill_disk(monkeypatch, lambda path: any(name in path for name in failing))
+    assert run({"save_every": 2}).state == "finished"
+    assert [p.name for p in list_checkpoints(run.folder)] == ["step_000000006", "step_000000012"]
+    assert [event["step"] for event in read_rows(run.folder / "events.jsonl")] == [2, 4, 8, 10]
+
+
 def test_leftovers_of_a_killed_process_are_swept(run):
     run.killed_at_7()
     for name in (".tmp.step_000000008", ".trash.step_000000000"):

@@ -1,15 +1,22 @@
 """Compiled blocks and graphs compute what the eager step computes."""
 
+import contextlib
 import functools
 import shutil
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 from lowprec.config.schema import CLIPPING, WARNING_ACTIONS
+from lowprec.data.loader import Batch
 from lowprec.data.open import open_data
+from lowprec.optim import StableAdamW
 from lowprec.runs.read import read_rows
+from lowprec.train import step as step_module
 from lowprec.train.build import build
+from lowprec.train.step import GraphedStep
 
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 INDUCTOR = pytest.param("inductor", marks=[pytest.mark.slow, NEEDS_COMPILER])
@@ -71,7 +78,7 @@ def test_16_bit_runs_follow_the_fp32_curve(make_config, run_once, tmp_path):
 
 
 GRAPHED = ["bf16", "fp16 fixed", *(f"bf16 {key}" for key in ("zclip", "skip_sigmas", "skip"))]
-GRAPHED += ["bf16 beta2", "bf16 change"]
+GRAPHED += ["bf16 beta2", "bf16 change", "bf16 lr_scale"]
 
 
 @pytest.mark.gpu
@@ -90,6 +97,8 @@ def test_graphed_step_equals_the_ungraphed_one(
         monkeypatch.setattr("lowprec.optim.clipping.WINDOW", 6)
     if key in WARNING_ACTIONS:
         changes["optimizer.on_warning"] = {"action": key, "threshold": 1.2}
+    if key == "lr_scale":
+        changes["optimizer.lr_scale"] = {"image": 0.1}
     if key == "change":
         changes["precision_change"] = {"step": 6, "recipe": "switchback"}
     run_once(make_config(changes), tmp_path / "graph")
@@ -100,6 +109,82 @@ def test_graphed_step_equals_the_ungraphed_one(
         for name in ("graph", "plain")
     )
     assert graph == plain
+
+
+class LinearStep:
+    """What GraphedStep needs of a TrainStep, for one matrix."""
+
+    def __init__(self, device):
+        self.weight = torch.nn.Parameter(torch.eye(4, device=device))
+        self.task = SimpleNamespace(model=torch.nn.Module())
+        self.optimizer = StableAdamW([("weight", self.weight)], lr=0.1)
+        self.frozen = self.optimizer.frozen = torch.zeros((), dtype=torch.bool, device=device)
+
+    def __call__(self, batch):
+        loss = (batch.images @ self.weight).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return {"loss": loss.detach()}
+
+
+def test_a_graph_is_captured_and_replayed_while_its_device_is_the_current_one(monkeypatch):
+    current = []
+
+    @contextlib.contextmanager
+    def guard(device):
+        current.append(device)
+        yield
+        current.pop()
+
+    class Step:
+        frozen, optimizer = torch.tensor(False), SimpleNamespace(param_groups=[])
+        task = SimpleNamespace(model=torch.nn.Module())
+
+        def __call__(self, batch):
+            assert current == [self.frozen.device]
+
+    monkeypatch.setattr(torch, "cuda", MagicMock())
+    monkeypatch.setattr(step_module, "on_device", guard)
+    graphed = GraphedStep(Step(), MagicMock())
+    graphed.graph.replay = lambda: Step()(None)
+    graphed(MagicMock())
+    assert not current
+
+
+def test_the_steps_before_a_capture_leave_batch_norm_as_it_is(monkeypatch):
+    norm, x, seen = torch.nn.BatchNorm1d(3), torch.randn(8, 3), []
+
+    class Step:
+        frozen, optimizer = torch.tensor(False), SimpleNamespace(param_groups=[])
+        task = SimpleNamespace(model=torch.nn.Sequential(norm))
+
+        def __call__(self, batch):
+            seen.append([buffer.clone() for buffer in norm.buffers()])
+            self.task.model(x)
+
+    norm(x)
+    before = [buffer.clone() for buffer in norm.buffers()]
+    monkeypatch.setattr(torch, "cuda", MagicMock())
+    GraphedStep(Step(), MagicMock())  # here a capture takes its step
+    assert all(map(torch.equal, seen[-1], before)) and not torch.equal(seen[2][0], before[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_graphed_step_on_another_device_than_the_current_one():
+    torch.cuda.set_device(0)
+    batches = [Batch(torch.randn(8, 4), *torch.zeros(3, 1)).pin_memory() for _ in range(3)]
+    plain, losses = LinearStep("cuda:0"), []
+    plain.optimizer.param_groups[0]["lr"] = torch.tensor(0.1, device="cuda:0")
+    graphed = GraphedStep(step := LinearStep("cuda:1"), batches[0])
+    step.optimizer.param_groups[0]["lr"].fill_(0.1)
+    for batch in batches:
+        pair = plain(batch.to(torch.device("cuda:0"))), graphed(batch)
+        losses.append([values["loss"].item() for values in pair])
+    assert all(a == pytest.approx(b, rel=1e-5) for a, b in losses)
+    assert step.optimizer.steps == [3] and torch.cuda.current_device() == 0
 
 
 @pytest.mark.gpu

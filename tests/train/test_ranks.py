@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from lowprec.config.place import place
+from lowprec.train.ranks import place
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 

@@ -1,14 +1,20 @@
-"""The files and URLs that `data.train` and `data.val` name, and their names without secrets."""
+"""The files and URLs that a config's `data` group names, none of which is opened as data here.
+
+Imports no torch, so that a wrong path is refused early.
+"""
 
 import glob
 import hashlib
 import os
 import re
+import shutil
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from braceexpand import UnbalancedBracesError, braceexpand
 
+from lowprec.config.schema import SHAPES, Config
 from lowprec.nearest import nearest_path
 
 SECRETS = re.compile(r"(?<=//)[^/]*@|[?#].*")  # user:password@, query and fragment
@@ -114,3 +120,73 @@ def without_secrets(url: str) -> str:
     words = [SECRETS.sub("", word).strip("'\"") for word in url.removeprefix("pipe:").split()]
     public = [word for i, word in enumerate(words) if i == 0 or ".tar" in word]
     return "pipe:" + " ".join(word for word in public if "=" not in word)
+
+
+def will_render(config: Config) -> bool:
+    """Whether `shapes` must still be rendered, which happens only in its default folder."""
+    at_default = Path(config.data.train).parent == Path(SHAPES)
+    return config.data.name == "shapes" and at_default and not Path(SHAPES).exists()
+
+
+def names_file(config: Config, kind: str) -> str | None:
+    """The file of class names or templates: the config's, or `<kind>.txt` beside data.val."""
+    beside = Path(config.data.val).parent / f"{kind}.txt" if config.data.val else None
+    default = str(beside) if beside and beside.is_file() else None
+    return getattr(config.data, kind) or default
+
+
+def read_lines(file: str) -> list[str]:
+    """Lines of a file of class names or templates, without empty ones."""
+    lines = [line.strip() for line in Path(file).read_text().splitlines()]
+    return [line for line in lines if line]
+
+
+def data_faults(config: Config, training: bool) -> list[str]:
+    """What a run needs of its data and cannot find here: shards, URLs, names of classes."""
+    return [*_shard_faults(config, training), *_names_faults(config)]
+
+
+def _shard_faults(config: Config, training: bool) -> list[str]:
+    """Patterns of shards that match no file, or URLs that cannot be opened here."""
+    faults, streaming = [], training and config.data.name == "stream"
+    patterns = {"data.train": config.data.train} if training else {}
+    if config.evaluation.name != "none":
+        patterns["data.val"] = config.data.val or ""
+    for name, pattern in patterns.items():
+        try:
+            if streaming and name == "data.train":
+                urls = expand_urls(pattern, config.data.allow_remote).urls
+                schemes = sorted({urlsplit(url).scheme for url in urls} - {"", "pipe"})
+                if schemes and shutil.which("curl") is None:
+                    opens = f"data=stream opens {', '.join(schemes)} with curl"
+                    faults.append(f"{opens}: apt-get install curl")
+            elif "://" in pattern or pattern.startswith("pipe:"):
+                hint = "; use data=stream for URLs" if name == "data.train" else ""
+                faults.append(f"{name}: local files are expected, not a URL{hint}")
+            elif not will_render(config):
+                expand(pattern, name)
+        except (FileNotFoundError, ValueError) as error:
+            faults.append(str(error))
+    return faults
+
+
+def _names_faults(config: Config) -> list[str]:
+    """Files of class names and templates that are missing or that no evaluation can use."""
+    faults, tasks = [], config.evaluation.name
+    is_needed = tasks in ("zero_shot", "both") and not will_render(config)
+    for kind in ("classnames", "templates"):
+        file = names_file(config, kind)
+        if file is None and is_needed:
+            faults.append(
+                f"evaluation={tasks} needs data.{kind}: a file, or imagenet (there is no "
+                f"{kind}.txt beside data.val); evaluation=retrieval needs none"
+            )
+        elif file not in (None, "imagenet") and not os.path.isfile(file):
+            near = nearest_path(file)
+            faults.append(f"data.{kind}={file}: no such file{near}; it can also be imagenet")
+        elif file not in (None, "imagenet") and is_needed:
+            lines = read_lines(file)
+            bad = [line for line in lines if kind == "templates" and line.count("{}") != 1]
+            faults += [] if lines else [f"data.{kind}={file}: the file is empty"]
+            faults += [f"data.{kind}={file}: a template needs one {{}}: {b!r}" for b in bad[:1]]
+    return faults

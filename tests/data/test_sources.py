@@ -4,8 +4,8 @@ import pytest
 
 from lowprec.config.check import ConfigError
 from lowprec.config.compose import compose_command
-from lowprec.config.patterns import expand, expand_urls, without_secrets
-from lowprec.config.preflight import preflight
+from lowprec.data.sources import expand, expand_urls, without_secrets
+from lowprec.train.preflight import preflight
 
 SECRET_URLS = {
     "http://user:s3cret@host/a.tar?sig=s3cret&x=/b": "http://host/a.tar",

@@ -3,21 +3,19 @@
 import contextlib
 import importlib.util
 import os
-import shutil
 import tempfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import fsspec
 from packaging.requirements import Requirement
 
 from lowprec import alert
 from lowprec.config.check import ConfigError
-from lowprec.config.patterns import expand, expand_urls
-from lowprec.config.place import place
-from lowprec.config.schema import LIBRARIES, REMOVED_OPTIMIZERS, SHAPES, Config, ModelConfig
+from lowprec.config.schema import LIBRARIES, REMOVED_OPTIMIZERS, Config
+from lowprec.data.sources import data_faults
 from lowprec.nearest import nearest_path, runs_inside
+from lowprec.train.ranks import place
 
 VERSIONS = {"pytorch_optimizer": ">=4.1"}  # also in pyproject.toml
 PACKAGES = {  # choice of a logger or an optimizer: the package that it needs, as for pip
@@ -34,8 +32,7 @@ def preflight(config: Config, *, training: bool = True, planned: int | None = No
     `planned` is the number of processes that a launcher will start for the run, if it differs from
     the current number.
     """
-    faults = [*_data_faults(config, training), *_names_faults(config)]
-    faults += _package_faults(config, training)
+    faults = data_faults(config, training) + _package_faults(config, training)
     if config.model.init_from and not _has_weights(Path(config.model.init_from)):
         faults.append(
             f"model.init_from={config.model.init_from}: no weights there; a run, a checkpoint, a "
@@ -46,23 +43,8 @@ def preflight(config: Config, *, training: bool = True, planned: int | None = No
     if training:
         faults += _folder_faults(config)
         faults += process_faults(config, planned)
-        faults += _memory_faults(config.model) if planned is None else []
     if faults:
         raise ConfigError(faults)
-
-
-def _memory_faults(model: ModelConfig) -> list[str]:
-    """A preset whose weights alone exceed this machine's memory: the kernel would kill the run."""
-    faults, memory = [], os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
-    for tower in ("vision", "text"):
-        width, layers = getattr(model, f"{tower}_width"), getattr(model, f"{tower}_layers")
-        needed = 4 * 12 * layers * width**2 / 1e9 if width and layers else 0
-        if needed > memory:
-            faults.append(
-                f"model.{tower}_width={width} with model.{tower}_layers={layers} needs "
-                f"{needed:,.0f} GB for its weights; this machine has {memory:,.0f} GB of memory"
-            )
-    return faults
 
 
 def process_faults(config: Config, planned: int | None = None) -> list[str]:
@@ -83,71 +65,6 @@ def process_faults(config: Config, planned: int | None = None) -> list[str]:
             f"x accumulate={num_batches}; nearest: batch_size={near}"
         ]
     return []
-
-
-def will_render(config: Config) -> bool:
-    """Whether `shapes` must still be rendered, which happens only in its default folder."""
-    at_default = Path(config.data.train).parent == Path(SHAPES)
-    return config.data.name == "shapes" and at_default and not Path(SHAPES).exists()
-
-
-def names_file(config: Config, kind: str) -> str | None:
-    """The file of class names or templates: the config's, or `<kind>.txt` beside data.val."""
-    beside = Path(config.data.val).parent / f"{kind}.txt" if config.data.val else None
-    default = str(beside) if beside and beside.is_file() else None
-    return getattr(config.data, kind) or default
-
-
-def read_lines(file: str) -> list[str]:
-    """Lines of a file of class names or templates, without empty ones."""
-    lines = [line.strip() for line in Path(file).read_text().splitlines()]
-    return [line for line in lines if line]
-
-
-def _data_faults(config: Config, training: bool) -> list[str]:
-    """Patterns of shards that match no file, or URLs that cannot be opened here."""
-    faults, streaming = [], training and config.data.name == "stream"
-    patterns = {"data.train": config.data.train} if training else {}
-    if config.evaluation.name != "none":
-        patterns["data.val"] = config.data.val or ""
-    for name, pattern in patterns.items():
-        try:
-            if streaming and name == "data.train":
-                urls = expand_urls(pattern, config.data.allow_remote).urls
-                schemes = sorted({urlsplit(url).scheme for url in urls} - {"", "pipe"})
-                if schemes and shutil.which("curl") is None:
-                    opens = f"data=stream opens {', '.join(schemes)} with curl"
-                    faults.append(f"{opens}: apt-get install curl")
-            elif "://" in pattern or pattern.startswith("pipe:"):
-                hint = "; use data=stream for URLs" if name == "data.train" else ""
-                faults.append(f"{name}: local files are expected, not a URL{hint}")
-            elif not will_render(config):
-                expand(pattern, name)
-        except (FileNotFoundError, ValueError) as error:
-            faults.append(str(error))
-    return faults
-
-
-def _names_faults(config: Config) -> list[str]:
-    """Files of class names and templates that are missing or that no evaluation can use."""
-    faults, tasks = [], config.evaluation.name
-    is_needed = tasks in ("zero_shot", "both") and not will_render(config)
-    for kind in ("classnames", "templates"):
-        file = names_file(config, kind)
-        if file is None and is_needed:
-            faults.append(
-                f"evaluation={tasks} needs data.{kind}: a file, or imagenet (there is no "
-                f"{kind}.txt beside data.val); evaluation=retrieval needs none"
-            )
-        elif file not in (None, "imagenet") and not os.path.isfile(file):
-            near = nearest_path(file)
-            faults.append(f"data.{kind}={file}: no such file{near}; it can also be imagenet")
-        elif file not in (None, "imagenet") and is_needed:
-            lines = read_lines(file)
-            bad = [line for line in lines if kind == "templates" and line.count("{}") != 1]
-            faults += [] if lines else [f"data.{kind}={file}: the file is empty"]
-            faults += [f"data.{kind}={file}: a template needs one {{}}: {b!r}" for b in bad[:1]]
-    return faults
 
 
 def _package_faults(config: Config, training: bool) -> list[str]:
