@@ -148,6 +148,8 @@ def features(
         why = "less growth in absolute terms, not as a ratio, which is one of small numbers"
         if less["depth"]:
             why = "less growth as a ratio, not in absolute terms"
+        earlier = at_scale(bool(less[stopped]), runs.runs)
+        why += f"; by the ratio alone, the rule until 2026-11-26: {earlier}"
         return decide(ours, holds.pop() if len(holds) == 1 else None, seeds, runs.runs, why)
     grows = (growth[["depth", "training"]] > 1).all(axis=1)
     holds = True if grows.all() else None if grows.any() else False
@@ -170,7 +172,8 @@ def noise(records: Evidence) -> Finding:
     ours += f" (independent random numbers, K from {first:,} to {last:,})"
     if min(slopes.values()) < 1 - SLOPE:
         return Finding(ours, at_scale(False), "the kernels fail a check that they must pass")
-    why = "independent numbers must do so: a check of the kernels, passed, which decides nothing"
+    why = "independent numbers must do so: a check of the kernels, passed, which decides nothing; "
+    why += f"until 2026-11-26: {at_scale(True)}"
     return Finding(ours, NO_VERDICT, why)
 
 

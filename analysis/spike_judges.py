@@ -20,6 +20,7 @@ from analysis.evidence import (
     Finding,
     Sample,
     above,
+    at_scale,
     decide,
     lacking,
 )
@@ -241,7 +242,8 @@ def tensor_skips(records: Evidence) -> Finding:
         others = _scaled(records, "dynamic")["state"] == "finished"
     except NoRunsError:
         return decide(ours, None, seeds, runs, "no run with a dynamic scale to compare with")
-    why = f"no contrast: {others.sum()} of {len(others)} runs with a dynamic scale end, too"
+    why = f"no contrast: {others.sum()} of {len(others)} runs with a dynamic scale end, too; "
+    why += f"by the rule until 2026-11-26: {at_scale(True, runs)}"
     return decide(ours, None if others.all() else True, seeds, runs, why)
 
 
