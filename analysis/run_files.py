@@ -86,6 +86,8 @@ def find_addresses(root: Path | str) -> list[str]:
         archives = sorted(start.glob(f"**/{ARCHIVE}")) if isinstance(start, Path) else []
     for path in archives:
         try:
+            if not path.is_file():
+                raise read.RecordFileError("it is not a regular file")
             with zipfile.ZipFile(path) as file:
                 if sum(info.file_size for info in file.infolist()) > read.MAX_BYTES:
                     raise read.RecordFileError(f"it unpacks to more than {read.MAX_BYTES:,} bytes")

@@ -87,6 +87,17 @@ def test_pipes_devices_and_endless_files_are_refused(make_run, tmp_path, kind, n
         assert set(runs.tensors("*")["run"]) >= {good.name}
 
 
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", [fifo, endless])
+def test_an_archive_that_is_a_pipe_or_a_device_is_left_out(make_run, tmp_path, kind):
+    good = make_run(num_steps=STEPS)
+    archive = tmp_path / "runs" / "runs.zip"
+    archive.touch()
+    kind(archive)
+    with pytest.warns(UserWarning, match=r"runs\.zip: left out: it is not a regular file"):
+        assert load_runs(tmp_path / "runs").summaries["run"].tolist() == [good.name]
+
+
 ALIASES = "a0: &a0 {k: 1}\n" + "".join(
     f"a{i}: &a{i} {{{', '.join(f'k{j}: *a{i - 1}' for j in range(10))}}}\n" for i in range(1, 9)
 )
