@@ -183,7 +183,7 @@ def test_one_spoiled_run_takes_down_no_reader(two_runs, tmp_path, monkeypatch, s
         shutil.rmtree(root)
 
 
-def in_config(run, **changes):
+def in_config(run, /, **changes):
     """Changes values of a run's config; `a__b` is the key a.b."""
     path = run / "config.yaml"
     whole = yaml.safe_load(path.read_text())
@@ -245,6 +245,14 @@ FAULTS = {  # what someone else's record may hold: how it gets there, a word of 
             (run / "config.yaml").read_text().replace("name: ", r'name: "\ud800" # ', 1)
         ),
         "config.yaml is damaged",
+    ),
+    "columns of the table": (
+        lambda run: in_config(run, run=[1], path=5, state=[1], note=5, step="x", reason={"a": 1}),
+        "",
+    ),
+    "maps in lists": (
+        lambda run: in_config(run, name=[{"a": [1]}], model__name_of=[[{}]], model__pool=[[{}]]),
+        "",
     ),
     "every 0": (lambda run: in_config(run, diagnostics__every=0), "diagnostics.every=0"),
     "window 1e11": (
