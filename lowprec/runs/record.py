@@ -47,14 +47,19 @@ class Record:
         self.run = Path(run)
         self.run.mkdir(parents=True, exist_ok=True)
         self._status = threading.Lock()
-        self._lock = open(self.run / ".lock", "a+")  # noqa: SIM115 (until close)
+        if (path := self.run / ".lock").exists() and not path.is_file():
+            raise RecordError(f"{path} is not a regular file")
+        self._lock = open(path, "a+")  # noqa: SIM115 (until close)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            durable.lock(self._lock.fileno(), path, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self._lock.seek(0)
             holder = self._lock.read().strip() or "another process"
             self._lock.close()
             raise RunBusyError(f"{self.run} is being written by {holder}") from error
+        except RunError:
+            self._lock.close()
+            raise
         os.register_at_fork(after_in_child=self._lock.close)  # a worker must not hold the lock
         _drop_torn_end(self.run / "attempts.jsonl")
         self.attempt = max([self.count("attempts"), *self._next_numbers()])

@@ -263,9 +263,9 @@ def take_lock(path: Path, patience_s: float = 0.0) -> int | None:
     deadline = time.monotonic() + patience_s
     while True:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            durable.lock(descriptor, path, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return descriptor
-        except BlockingIOError:  # any other error: the file system has no locks
+        except BlockingIOError:
             if time.monotonic() > deadline:
                 os.close(descriptor)
                 return None
@@ -275,11 +275,11 @@ def take_lock(path: Path, patience_s: float = 0.0) -> int | None:
 def is_locked(path: Path) -> bool:
     """Whether a process holds a file's lock. Writes nothing; holds the lock for a moment."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # for a FIFO
     except FileNotFoundError:
         return False
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        durable.lock(descriptor, path, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     finally:
