@@ -12,8 +12,8 @@ ROOT = Path(__file__).parents[2]
 CODE = (  # the modules that a step or an evaluation passes through
     *("lowprec/formats.py", "lowprec/evaluate.py"),
     *(f"lowprec/{package}/*.py" for package in ("ops", "nn", "optim", "clip")),
-    *("lowprec/config/patterns.py", "lowprec/diagnostics/blocks.py"),
-    *(f"lowprec/data/{name}.py" for name in ("open", "index", "order", "shards", "tar")),
+    "lowprec/diagnostics/blocks.py",
+    *(f"lowprec/data/{name}.py" for name in ("sources", "open", "index", "order", "shards", "tar")),
     *(f"lowprec/data/{name}.py" for name in ("cache", "loader", "stream", "workers")),
     *(f"lowprec/train/{name}.py" for name in ("build", "loop", "task", "step", "metrics")),
     *(f"lowprec/train/{name}.py" for name in ("state", "checkpoint", "distributed")),
