@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -72,6 +73,19 @@ def locked(path: Path) -> Iterator[None]:
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def try_lock(descriptor: int, patience_s: float = 0.0, *, shared: bool = False) -> bool:
+    """Locks an open file until it is closed; false if another process keeps it for so long."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_NB | (fcntl.LOCK_SH if shared else fcntl.LOCK_EX))
+            return True
+        except BlockingIOError:  # any other error: the file system has no locks
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.02)
 
 
 def sync(path: Path) -> None:
