@@ -7,6 +7,7 @@ import os
 import shutil
 import stat
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -93,6 +94,19 @@ def lock(descriptor: int, path: Path, how: int) -> None:
             f"{path} cannot be locked ({error.strerror}): choose a folder on a file system with "
             "locks"
         ) from error
+
+
+def try_lock(descriptor: int, path: Path, patience_s: float = 0.0, *, shared: bool = False) -> bool:
+    """Locks an open file until it is closed; false if another process keeps it for so long."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            lock(descriptor, path, fcntl.LOCK_NB | (fcntl.LOCK_SH if shared else fcntl.LOCK_EX))
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.02)
 
 
 def sync(path: Path) -> None:
