@@ -112,16 +112,17 @@ def resubmit(texts: list[str]) -> None:
         plan = Plan(folder)
         if not plan.launchers:
             sys.exit("nothing in this sweep was submitted: python -m experiments.sweep submit")
-        launcher, dry_run = _relaunch(list(plan.launchers.values())[-1], launching)
+        launcher, dry_run = _relaunch(plan, launching)
         hand_over(plan, [run.index for run in plan.runs], which, launcher, dry_run)
 
 
-def _relaunch(last: dict, launching: list[str]) -> tuple[dict, bool]:
-    """The last launcher with the given changes, or another one; and `dry_run`.
+def _relaunch(plan: Plan, launching: list[str]) -> tuple[dict, bool]:
+    """The plan's last launcher with the given changes, or another one; and `dry_run`.
 
     Its commands are those of the command line and of conf/launcher. ConfigError if they differ from
     the last launcher's, which may have been given when it was submitted.
     """
+    last = list(plan.launchers.values())[-1]
     options = _options([f"launcher={last['name']}", *launching])
     settings, keys = asdict(options.launcher), [text.partition("=")[0] for text in launching]
     given = [key.partition(".")[2] or "name" for key in keys if key.startswith("launcher")]
@@ -136,7 +137,11 @@ def _relaunch(last: dict, launching: list[str]) -> tuple[dict, bool]:
     ]
     if faults:
         raise ConfigError(faults)
-    return asdict(check(settings | kept, LauncherConfig)), options.dry_run
+    try:
+        return asdict(check(settings | kept, LauncherConfig)), options.dry_run
+    except ConfigError as error:
+        faults = [f"{plan.folder}/sweep.json: launcher.{fault}" for fault in error.faults]
+        raise ConfigError(faults) from None
 
 
 def status(texts: list[str]) -> None:
