@@ -1,9 +1,10 @@
 """The paper's claims and our runs: `python -m analysis.make claims --runs DIR ... --out DIR`.
 
-Writes claims.md, which gives for each claim the paper's number, ours with an interval over seeds,
-the margin, and a verdict. All our numbers are computed from the runs and benchmark lines below the
-folders. A claim about accuracy has one row at paper scale and one at mini scale; the other claims
-are judged at the largest scale that has runs.
+Writes claims.md: for each claim the paper's number, ours with an interval over seeds, the margin,
+and a verdict. All our numbers are computed from the runs and benchmark lines below the folders.
+Claims on precision have rows at true size and at mini scale, and at paper scale if it has runs; the
+others are judged at the largest scale that has runs. A last table scores the predictions of
+experiments/PROTOCOL.md.
 """
 
 import re
@@ -12,7 +13,16 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from analysis import cli, evidence, judges, paper, spike_judges, spike_marks, style
+from analysis import (
+    cli,
+    evidence,
+    judges,
+    paper,
+    size_judges,
+    spike_judges,
+    spike_marks,
+    style,
+)
 from analysis.evidence import (
     HIGHEST,
     LARGE,
@@ -31,8 +41,9 @@ from analysis.load import NoRunsError
 from analysis.run_files import as_path
 from lowprec.runs import durable
 
-BOTH = {"paper": ", ViT-H/14", "mini": ", mini scale"}  # scale: end of the statement
+BOTH = {"paper": ", ViT-H/14, paper scale", "mini": ", mini scale"}  # scale: end of the statement
 TRUE_SIZE, MINI = "true size", "mini"  # columns of the table of verdicts
+AT_SIZE = {"column": TRUE_SIZE}
 COLUMNS = {"paper": TRUE_SIZE, "mini": MINI}  # scale: column
 VERDICTS = {NOT: "fails", UNDECIDED: "open", NO_RUNS: "open", REPRODUCED: "holds"}  # worst first
 STATEMENTS = {
@@ -125,29 +136,55 @@ _LOW, _HIGH = paper.END_TO_END
 _SAVES = f"saves {_LOW:g} to {_HIGH:g}% of the time (A100, fp16)"
 _NUM, _OF = paper.FOLLOWING
 _NATS = f"{spike_marks.LARGE:g} nat"
+_TESTED = (
+    "one-sided t tests at 5%, Holm's correction for four comparisons of recipes (PROTOCOL.md, true "
+    "size)"
+)
+_SIZE = partial(size_judges.compare, how=size_judges.HIGHER)
 CLAIMS = (
     Claim("C1", "SwitchBack int8 matches bf16's accuracy",
           f"within {MARGINS['paper']:g} point; {_papers('switchback')}", MATCHES,
           partial(PRECISION, one="switchback", other="bf16", rule=equal), tuple(BOTH),
           short="equal to bf16"),
+    Claim("C1", "SwitchBack int8 matches bf16's validation loss, true size",
+          f"accuracy within {MARGINS['paper']:g} point; {_papers('switchback')}",
+          f"loss within +-{size_judges.MARGIN:g}%: {_TESTED}",
+          partial(size_judges.compare, one="switchback", other="bf16", how=size_judges.EQUAL),
+          short="equal to bf16", **AT_SIZE),
     Claim("C1", "SwitchBack int8 beats LLM.int8() training",
           f"{_H14['switchback'] - _H14['llm_int8']:+.1f} points {BY_EYE}", ABOVE_0,
           partial(PRECISION, one="switchback", other="llm_int8", rule=larger), tuple(BOTH),
           short="above LLM.int8()"),
+    Claim("C1", "SwitchBack int8 has a lower validation loss than LLM.int8(), true size",
+          f"accuracy {_H14['switchback'] - _H14['llm_int8']:+.1f} points {BY_EYE}",
+          f"above 0: {_TESTED}", partial(_SIZE, one="llm_int8", other="switchback"),
+          short="above LLM.int8()", **AT_SIZE),
     Claim("C2", "LLM.int8() training loses accuracy", _papers("llm_int8"),
           "interval of bf16's accuracy minus LLM.int8()'s above 0",
           partial(PRECISION, one="bf16", other="llm_int8", rule=larger), tuple(BOTH),
           short="loses accuracy"),
+    Claim("C2", "LLM.int8() has a higher validation loss than bf16, true size",
+          _papers("llm_int8"), f"above 0: {_TESTED}",
+          partial(_SIZE, one="llm_int8", other="bf16"), short="loses accuracy", **AT_SIZE),
     Claim("C2", "LLM.int8() training loses more accuracy at larger models", _papers("llm_int8"),
           "interval of the largest model's difference minus the smallest's above 0",
           partial(PRECISION, one="bf16", other="llm_int8", rule=larger, by_size=True), tuple(BOTH),
           short="more in larger models"),
-    Claim("C3", "fp8 tensor-wise diverges for large models, ViT-H/14", _papers("fp8_tensorwise"),
+    Claim("C2", "LLM.int8() loses more at larger models, true size", _papers("llm_int8"),
+          "one-sided Page test at 5% over three sizes, within seeds", size_judges.penalty_by_size,
+          short="more in larger models", **AT_SIZE),
+    Claim("C3", "fp8 tensor-wise fails where bf16 trains, true size", _papers("fp8_tensorwise"),
+          f"two of two seeds {size_judges.FAILS:g} nat above the best bf16 run",
+          partial(size_judges.fails, recipe=size_judges.FP8),
+          short="tensor-wise fails", **AT_SIZE),
+    Claim("C3", "fp8 tensor-wise matches bf16's validation loss, true size (exploratory)",
+          "diverges", f"loss within +-{size_judges.MARGIN:g}%: {_TESTED}",
+          partial(size_judges.compare, one=size_judges.FP8, other="bf16", how=size_judges.EQUAL)),
+    Claim("C3", "fp8 tensor-wise diverges for large models", _papers("fp8_tensorwise"),
           f"interval of bf16's accuracy minus fp8's above {_HALF:g}, half of the paper's "
           "bf16 accuracy; a diverged run counts as 0%",
-          partial(PRECISION, one="bf16", other="fp8_tensorwise", scale="paper",
-                  rule=partial(larger, bar=_HALF)),
-          short="tensor-wise fails", column=TRUE_SIZE),
+          partial(PRECISION, one="bf16", other="fp8_tensorwise", rule=partial(larger, bar=_HALF)),
+          ("paper",), short="tensor-wise fails", column=TRUE_SIZE),
     Claim("C3", "fp8 tensor-wise loses accuracy, mini scale", _papers("fp8_tensorwise"),
           "interval of bf16's accuracy minus fp8's above 0; a diverged run counts as 0%",
           partial(PRECISION, one="bf16", other="fp8_tensorwise", scale="mini", rule=larger,
@@ -170,6 +207,15 @@ CLAIMS = (
     Claim("C5", "E[abs(x_k)] grows with depth and training", "no number",
           "both ratios above 1 in every run, two seeds", judges.features,
           short="growth"),
+    Claim("C5", "E[abs(x_k)] grows with depth and training, true size", "no number",
+          "both ratios above 1 in every run, two seeds",
+          partial(judges.features, study="weight_gradient", scale=size_judges.SCALE),
+          short="growth", **AT_SIZE),
+    Claim("C5", "zero-init layer-scale stops the growth with training, true size", "no number",
+          "less growth with training than in any run without it, two seeds",
+          partial(judges.features, stopped="training", study="interventions",
+                  scale=size_judges.SCALE),
+          short="zero-init and training", **AT_SIZE),
     *(Claim("C5", f"zero-init layer-scale stops the growth with {what}", "no number",
             f"less growth with {what}{measures} than in any run without it, two seeds",
             partial(judges.features, stopped=what), short=f"zero-init and {what}")
@@ -183,6 +229,10 @@ CLAIMS = (
           partial(PRECISION, one="switchback_q", other="llm_int8", rule=larger,
                   studies=("weight_gradient",)), ("mini",),
           short="weight gradient costs most"),
+    Claim("C6", "the weight gradient alone in int8 raises the validation loss, true size",
+          "no number", "above 0: one-sided t test at 5%",
+          partial(_SIZE, one=size_judges.INT8_GRADIENT, other="bf16"),
+          short="weight gradient costs most", **AT_SIZE),
     Claim("C6", "the weight gradient alone in int8 costs accuracy", "no number",
           "interval of bf16's accuracy minus its above 0",
           partial(PRECISION, one="bf16", other="grad_weight int8", rule=larger,
@@ -289,6 +339,9 @@ IN_SHORT = (
 )
 
 
+PREDICTED = "Fixed on 2026-11-26, before any run at true size; a score may change as runs come in."
+
+
 def main(arguments: list[str]) -> int:
     """Runs the command; returns its exit status."""
     about = "Judge the paper's claims."
@@ -306,9 +359,10 @@ def main(arguments: list[str]) -> int:
         for claim in CLAIMS
         for scale in claim.scales
     ]
+    rows = [row for row in rows if row[2].verdict != NO_RUNS or BOTH["paper"] not in row[1]]
     options.out.mkdir(parents=True, exist_ok=True)
     sources = f"{len(records.summaries)} runs and the benchmark lines below "
-    text = markdown(rows, sources + ", ".join(options.runs))
+    text = markdown(rows, sources + ", ".join(options.runs), size_judges.predictions(records))
     durable.replace(options.out / "claims.md", text.encode())
     for claim, text, finding in rows:
         print(f"{claim.number:4}{finding.verdict:32}{text}")
@@ -360,8 +414,10 @@ def _in_short(verdicts: dict[str, list[str]]) -> str:
     return "; ".join(f"{word}: {', '.join(names)}" for word, names in parts.items() if names)
 
 
-def markdown(rows: list[tuple[Claim, str, Finding]], sources: str) -> str:
-    """Returns the table as Markdown, with commands formatted as code."""
+def markdown(
+    rows: list[tuple[Claim, str, Finding]], sources: str, predictions: list[tuple] = ()
+) -> str:
+    """Returns the tables as Markdown, with commands formatted as code."""
     lines = ["# Claims", "", f"From {sources}. {NOTE}", "", "## Verdicts", "", IN_SHORT, ""]
     lines += [summary(rows), "## All rows", "", f"| {' | '.join(HEADER)} |"]
     lines.append("|" + "---|" * len(HEADER))
@@ -370,4 +426,7 @@ def markdown(rows: list[tuple[Claim, str, Finding]], sources: str) -> str:
         verdict = f"**{finding.verdict}**" + (f" ({why})" if why else "")
         cells = (claim.number, text, claim.paper, finding.ours, claim.margin, verdict)
         lines.append(f"| {' | '.join(cell.replace('|', '/') or '-' for cell in cells)} |")
+    if predictions:
+        lines += ["", "## Predictions", "", PREDICTED, "", "| prediction | our runs | score |"]
+        lines += ["|---|---|---|", *(f"| {' | '.join(cells)} |" for cells in predictions)]
     return "\n".join(lines) + "\n"

@@ -239,7 +239,8 @@ def at_scale(holds: bool, runs: pd.DataFrame | None = None) -> str:
     """`reproduced` or not, with the scale of runs that are smaller than the paper's."""
     verdict = REPRODUCED if holds else NOT
     scale = "paper" if runs is None else runs["scale"].iloc[0]
-    return verdict if scale == "paper" else f"{verdict} at {scale} scale"
+    at = {"paper": "", "true_size": " at true size"}.get(scale, f" at {scale} scale")
+    return verdict + at
 
 
 def decide(

@@ -115,14 +115,16 @@ def fix(records: Evidence, change: str, helps: bool) -> Finding:
     return decide(f"{ours} ({counted(seeds, 'seed')})", holds, seeds, runs, why)
 
 
-def features(records: Evidence, stopped: str = "") -> Finding:
+def features(
+    records: Evidence, stopped: str = "", study: str = "feature_magnitude", scale: str = ""
+) -> Finding:
     """Judges whether E[abs(x_k)] grows with depth and training, or layer-scale stops one of them.
 
-    `stopped`: "depth" or "training".
+    `stopped`: "depth" or "training". The bf16 runs of the study count.
     """
-    study = "feature_magnitude"
-    runs = records.runs((study,))
-    frame = figures.load(study).query(runs).sort_values("block")
+    runs = records.runs((study,), scale)
+    runs = runs.where(runs.summaries["precision.label"] == BF16)
+    frame = figures.load("feature_magnitude").query(runs).sort_values("block")
     by_run = frame.groupby(["intervention", "model", "seed", "run", "at"])["feature_mean"]
     blocks = by_run.agg(first_block="first", last_block="last").unstack("at")
     first, last = blocks["first_block", "last"], blocks["last_block", "last"]

@@ -1,0 +1,92 @@
+"""Noise of a weight gradient by format over training, and the elements that become zero.
+
+Not in the paper. Rows of `python -m experiments.quant_error` for runs of
+`experiment=weight_gradient`; layers and numbers of tokens are those that it measured.
+"""
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
+
+from analysis import curves, run_files, style
+from analysis.load import NoRunsError, Runs
+from analysis.run_files import as_path
+
+EXPERIMENT = "weight_gradient"
+PRODUCT, OPERAND = "grad_weight", "g"
+COLUMNS = (*curves.OF_A_RUN, "step", "recipe", "layer", "terms", "sqnr_db", "underflowed")
+PANELS = {
+    "sqnr_db": ("signal to noise (dB)", "noise of the weight gradient"),
+    "underflowed": ("share of elements", "output gradients that become 0"),
+}
+
+
+def select(heads: pd.DataFrame) -> pd.DataFrame:
+    """The runs whose layers were measured."""
+    return heads[[(as_path(path) / "quant_error.jsonl").exists() for path in heads["path"]]]
+
+
+def query(runs: Runs) -> pd.DataFrame:
+    """One row per step, recipe and layer whose weight gradient it quantizes.
+
+    `terms`: number of tokens in the sum, the largest that was measured; `sqnr_db` of the product;
+    `underflowed`: share of the non-zero elements of g that become 0. NoRunsError without rows.
+    """
+    heads = curves.named_heads(runs)
+    frame = curves.by_run(runs, select(heads), COLUMNS, _rows)
+    if frame.empty:
+        raise NoRunsError("no quantization errors: python -m experiments.quant_error run=RUN")
+    return frame
+
+
+def _rows(run: Runs, head: dict) -> pd.DataFrame:
+    rows, _ = run_files.read_row_file(run.summaries.iloc[0].to_dict(), "quant_error")
+    table = pd.DataFrame(rows)
+    if table.empty:
+        return table
+    table = table[(table["product"] == PRODUCT) & (table["operand"] == OPERAND)]
+    table = table[(table["format"] != "bf16") & (table["inner_dim"] == table["inner_dim"].max())]
+    table = table.rename(columns={"inner_dim": "terms"}).drop(columns="sqnr_db")
+    return table.rename(columns={"product_sqnr_db": "sqnr_db"}).astype({"sqnr_db": float})
+
+
+def plot(frame: pd.DataFrame, ax: Axes, value: str = "sqnr_db") -> Axes:
+    """One panel: the median over layers by step, and the middle half of them."""
+    for recipe in sorted(set(frame["recipe"]), key=lambda name: style.rank(name, style.PRECISIONS)):
+        by_step = frame[frame["recipe"] == recipe].groupby("step")[value]
+        low, middle, high = (by_step.quantile(q) for q in (0.25, 0.5, 0.75))
+        color = style.color(recipe, "")
+        ax.fill_between(middle.index, low, high, color=color, alpha=0.12, lw=0)
+        ax.plot(middle.index, middle, "-o", ms=2.5, color=color, label=style.precision(recipe))
+    axis, title = PANELS[value]
+    ax.set(xlabel="step", ylabel=axis, title=title)
+    return ax
+
+
+def draw(frame: pd.DataFrame, figure: Figure) -> None:
+    """Draws both panels above one legend."""
+    figure.set_size_inches(2 * style.COLUMN_WIDTH, 2.7)
+    noise, zeros = figure.subplots(1, 2)
+    plot(frame, noise)
+    plot(frame, zeros, "underflowed").yaxis.set_major_formatter(PercentFormatter(1))
+    zeros.set_ylim(0, None)
+    handles, labels = noise.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 3))
+
+
+def caption(frame: pd.DataFrame) -> str:
+    """Describes the run and the layers, with the medians at the last step."""
+    last = frame[frame["step"] == frame["step"].max()]
+    terms = curves.join(f"{terms:,}" for terms in sorted(frame["terms"].unique()))
+    text = (
+        f"Weight gradients of {frame['layer'].nunique()} layers of {curves.of_runs(frame)}, summed "
+        f"over {terms} tokens, if each recipe quantizes them: signal to quantization noise (left) "
+        "and the share of the output gradient's elements that become 0 (right). Lines: median over "
+        f"layers; bands: the middle half. At step {frame['step'].max():,}:"
+    )
+    for recipe, part in last.groupby("recipe", sort=False):
+        zeros = np.median(part["underflowed"])
+        text += f" {style.precision(recipe)} {part['sqnr_db'].median():.1f} dB, {zeros:.0%};"
+    return text.removesuffix(";") + "." + curves.caption_end(frame, crosses=False)
