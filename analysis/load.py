@@ -117,7 +117,7 @@ class Runs:
         for summary in self._facts(self.summaries):
             try:
                 frame, names = run_files.read_tensor_columns(summary, pattern, stat)
-            except run_files.UNREADABLE as error:
+            except Exception as error:  # one run must not blind all
                 warnings.warn(f"{summary['path']}: tensors left out: {error}", stacklevel=2)
                 continue
             recorded.update(names)

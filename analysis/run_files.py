@@ -86,6 +86,8 @@ def find_addresses(root: Path | str) -> list[str]:
         archives = sorted(start.glob(f"**/{ARCHIVE}")) if isinstance(start, Path) else []
     for path in archives:
         try:
+            if not path.is_file():
+                raise read.RecordFileError("it is not a regular file")
             with zipfile.ZipFile(path) as file:
                 if sum(info.file_size for info in file.infolist()) > read.MAX_BYTES:
                     raise read.RecordFileError(f"it unpacks to more than {read.MAX_BYTES:,} bytes")
@@ -137,7 +139,7 @@ def read_summary(address: str) -> dict:
     sources = [row["sources"] for row in attempts if isinstance(row.get("sources"), dict)]
     newest = sources[-1] if sources else {}
     name = run.resolve().name
-    return {
+    facts = {
         "run": name,
         "digest": name.rpartition("-")[2],
         "path": address,
@@ -146,8 +148,8 @@ def read_summary(address: str) -> dict:
         "data.digest": str(newest.get("data") or "")[:10],
         "init.digest": str(newest.get("init_from") or "")[:10],
         "gpu": " and ".join(sorted({str(row["gpu"]) for row in attempts if row.get("gpu")})),
-        **config,
     }
+    return facts | config | facts  # no key of a config replaces a fact
 
 
 def read_row_file(summary: dict, name: str) -> tuple[list[dict], list[str]]:
@@ -208,7 +210,7 @@ def compare_steps(summary: dict, steps: list[int]) -> list[str]:
     steps = steps if summary["state"] in read.ENDED else steps[: -int(summary["log_every"])]
     try:
         recorded = _read_table(summary, "tensors", "", "")[0].get("step", [])
-    except UNREADABLE as error:
+    except Exception as error:  # one run must not blind all
         return [f"tensors cannot be read: {error}"]
     expected = {step for step in steps if read.is_sampled(step, interval)}
     run = as_path(summary["path"])

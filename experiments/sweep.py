@@ -20,7 +20,6 @@ The environment variable LOWPREC_ALERT may hold a command or the https:// URL of
 Mattermost, Discord), which receives a sentence when a run spikes, collapses, fails or ends.
 """
 
-import secrets
 import shlex
 import sys
 import time
@@ -40,7 +39,7 @@ from lowprec.nearest import nearest
 from lowprec.runs.durable import locked
 from lowprec.runs.read import ENDED, is_copy
 from lowprec.sweep import local, slurm
-from lowprec.sweep.plan import Manifest, plan_runs, refuse_processes
+from lowprec.sweep.plan import Plan, plan_runs, refuse_processes
 from lowprec.sweep.status import (
     ACTIVE,
     TO_RESUBMIT,
@@ -51,9 +50,11 @@ from lowprec.sweep.status import (
     states,
     summary,
 )
+from lowprec.train.ranks import place
 from lowprec.train.sources import sources_of
 
 POLL_S = 2.0
+GRACE_S = 60.0  # for training that saves
 COMMANDS = {"setup": "[]", "sbatch": "null"}  # keys never taken from a sweep's files, and no value
 
 
@@ -93,8 +94,8 @@ def submit(texts: list[str]) -> None:
         print("\n".join(str(folder.parents[1] / run.directory) for run in runs))
         return
     with locked(folder / ".lock"):
-        manifest = Manifest.open(folder)
-        hand_over(manifest, manifest.add(runs), TO_SUBMIT, asdict(options.launcher))
+        plan = Plan.open(folder)
+        hand_over(plan, plan.add(runs), TO_SUBMIT, asdict(options.launcher))
 
 
 def resubmit(texts: list[str]) -> None:
@@ -108,12 +109,11 @@ def resubmit(texts: list[str]) -> None:
     launching, overrides = _split(texts)
     folder = _find([text for text in overrides if text not in TO_RESUBMIT]).folder
     with locked(folder / ".lock"):
-        manifest = Manifest(folder)
-        if not manifest.launchers():
+        plan = Plan(folder)
+        if not plan.launchers:
             sys.exit("nothing in this sweep was submitted: python -m experiments.sweep submit")
-        launcher, dry_run = _relaunch(manifest.launchers()[-1], launching)
-        runs = [run.index for run in manifest.runs]
-        hand_over(manifest, runs, which, launcher, dry_run)
+        launcher, dry_run = _relaunch(list(plan.launchers.values())[-1], launching)
+        hand_over(plan, [run.index for run in plan.runs], which, launcher, dry_run)
 
 
 def _relaunch(last: dict, launching: list[str]) -> tuple[dict, bool]:
@@ -143,14 +143,14 @@ def status(texts: list[str]) -> None:
     """Prints the table of a sweep once; a line for each sweep if none is named."""
     folders = _sweeps(texts)
     if len(folders) > 1 and not any(text.startswith(("experiment=", "name=")) for text in texts):
-        for manifest in map(Manifest, folders):
-            text = summary(states(manifest, ask_queue(manifest)))
-            print(f"{manifest.folder.name}: {len(manifest.runs)} runs, {text}")
+        for plan in map(Plan, folders):
+            text = summary(states(plan, ask_queue(plan)))
+            print(f"{plan.folder.name}: {len(plan.runs)} runs, {text}")
         print("`status name=NAME` (or experiment=) shows the runs of one")
         return
-    manifest = _find(texts)
-    queue = ask_queue(manifest)
-    _show(manifest, states(manifest, queue), queue)
+    plan = _find(texts)
+    queue = ask_queue(plan)
+    _show(plan, states(plan, queue), queue)
 
 
 def wait(texts: list[str]) -> None:
@@ -158,15 +158,15 @@ def wait(texts: list[str]) -> None:
     folder, looks, line = _find(texts).folder, 0, ""
     while looks < 2:  # between two launchers, a run seems lost for a moment
         time.sleep(POLL_S if line else 0.0)
-        manifest = Manifest(folder)
-        queue = ask_queue(manifest)
-        run_states = states(manifest, queue)
+        plan = Plan(folder)
+        queue = ask_queue(plan)
+        run_states = states(plan, queue)
         if summary(run_states) != line:
             line = summary(run_states)
             print(time.strftime("%H:%M:%S"), line, flush=True)
         is_active = any(state.state in (*ACTIVE, "cancelling") for state in run_states)
         looks = 0 if is_active else looks + 1
-    _show(manifest, run_states, queue)
+    _show(plan, run_states, queue)
     if any(state.state not in ENDED for state in run_states):
         sys.exit(1)
 
@@ -175,59 +175,65 @@ def cancel(texts: list[str]) -> None:
     """Cancels waiting runs and stops running ones, which save first."""
     folder = _find(texts).folder
     with locked(folder / ".lock"):
-        manifest = Manifest(folder)
-        active = [s.index for s in states(manifest, ask_queue(manifest)) if s.state in ACTIVE]
-        if active:  # recorded first: a run that is told to stop must not be started again
-            manifest.record({"event": "cancelled", "runs": active})
+        plan = Plan(folder)
+        active = [s.index for s in states(plan, ask_queue(plan)) if s.state in ACTIVE]
+        for index in active:  # first: a run that is told to stop must not be started again
+            plan.mark(index, "cancelled").touch()
         print(f"{len(active)} runs cancelled; `resubmit --cancelled` continues them")
-        slurm.cancel(manifest)  # also jobs that an earlier `cancel` did not reach
+        slurm.cancel(plan)  # also jobs that an earlier `cancel` did not reach
 
 
 def train(texts: list[str]) -> None:
     """`train FOLDER INDEX`: trains one run by the config that `submit` wrote; for launchers."""
     folder, index = texts
-    manifest = Manifest(Path(folder))
-    config = check(manifest.runs[int(index)].config)
-    if Path(config.run_dir).resolve() != manifest.run_dir.resolve():
-        config.run_dir = str(manifest.run_dir)  # called in another directory than `submit`
-    run = Path(config.run_dir) / manifest.runs[int(index)].directory
-    train_run(config, expected=str(run))
+    plan, index = Plan(Path(folder)), int(index)
+    if place()[0] == 0:
+        deadline = time.monotonic() + GRACE_S
+        while plan.is_training(index) and time.monotonic() < deadline:
+            time.sleep(0.1)  # what a killed launcher has started saves
+        if plan.is_training(index) or plan.is_cancelled(index):
+            why = "is cancelled" if plan.is_cancelled(index) else "is trained by another process"
+            print(f"run {index} {why}; nothing to do")
+            return
+    config = check(plan.runs[index].config)
+    if Path(config.run_dir).resolve() != plan.run_dir.resolve():
+        config.run_dir = str(plan.run_dir)  # called in another directory than `submit`
+    try:
+        train_run(config, expected=str(Path(config.run_dir) / plan.runs[index].directory))
+    except (ConfigError, RunError) as error:
+        if place()[0] == 0:
+            plan.end(index, str(error).rpartition(" failed: ")[2][:400])
+        raise
 
 
 def hand_over(
-    manifest: Manifest,
-    runs: list[int],
-    which: tuple[str, ...],
-    launcher: dict,
-    dry_run: bool = False,
+    plan: Plan, runs: list[int], which: tuple[str, ...], launcher: dict, dry_run: bool = False
 ) -> None:
     """Submits the runs whose state is one of `which`, and says which it left alone.
 
     With `dry_run`, prints the directories of these runs and submits nothing.
     """
-    queue = slurm.queue() if launcher["name"] == "slurm" else ask_queue(manifest)
+    queue = slurm.queue() if launcher["name"] == "slurm" else ask_queue(plan)
     if queue is None:
         raise slurm.SlurmError("squeue does not answer; try again once it does")
-    run_states = [state for state in states(manifest, queue) if state.index in runs]
+    run_states = [state for state in states(plan, queue) if state.index in runs]
     submitted = [state.index for state in run_states if state.state in which]
     if launcher["gpus"] > 1:  # `resubmit` may have changed it
-        refuse_processes([manifest.runs[index] for index in submitted], launcher["gpus"])
+        refuse_processes([plan.runs[index] for index in submitted], launcher["gpus"])
     if dry_run:
-        print("".join(f"{manifest.directory_of(index)}\n" for index in submitted), end="")
+        print("".join(f"{plan.directory_of(index)}\n" for index in submitted), end="")
         return
     if submitted:
-        token = secrets.token_hex(4)
-        row = {"event": "submitting", "token": token, "runs": submitted, "launcher": launcher}
-        manifest.record(row)
+        plan.hand_over(submitted, launcher)
         if launcher["name"] == "slurm":
-            slurm.submit(manifest, submitted, token, launcher)
-    if any(one.launcher["name"] == "local" for one in manifest.submissions().values()):
-        local.start(manifest)
+            slurm.submit(plan, submitted, launcher)
+    if plan.waiting():
+        local.start(plan)
     others = [state for state in run_states if state.state not in which]
     count = f"{len(submitted)} of {len(runs)} runs submitted"
-    print(f"{manifest.folder}: {count}" + f"; {summary(others)}" * bool(others))
-    _name_way_out(manifest, others)
-    print("to see them:", _command(manifest, "status"))
+    print(f"{plan.folder}: {count}" + f"; {summary(others)}" * bool(others))
+    _name_way_out(plan, others)
+    print("to see them:", _command(plan, "status"))
 
 
 def _split(texts: list[str]) -> tuple[list[str], list[str]]:
@@ -253,22 +259,22 @@ def _folder(overrides: list[str]) -> Path:
     return Path(values.get("run_dir", "runs")) / "sweeps" / name
 
 
-def _show(manifest: Manifest, run_states: list[State], queue: dict | None) -> None:
+def _show(plan: Plan, run_states: list[State], queue: list | None) -> None:
     """Prints the table, on a wide page where the output is redirected."""
-    show(manifest, run_states, queue, Console(width=None if sys.stdout.isatty() else 200))
-    _name_way_out(manifest, run_states)
+    show(plan, run_states, queue, Console(width=None if sys.stdout.isatty() else 200))
+    _name_way_out(plan, run_states)
 
 
-def _name_way_out(manifest: Manifest, run_states: list[State]) -> None:
+def _name_way_out(plan: Plan, run_states: list[State]) -> None:
     """Prints the command that submits failed and lost runs again, if there are any."""
     if any(state.state in TO_RESUBMIT["--failed"] for state in run_states):
-        print("to submit failed and lost runs again:", _command(manifest, "resubmit", "--failed"))
+        print("to submit failed and lost runs again:", _command(plan, "resubmit", "--failed"))
 
 
-def _command(manifest: Manifest, *words: str) -> str:
-    run_dir = manifest.folder.parent.parent
+def _command(plan: Plan, *words: str) -> str:
+    run_dir = plan.folder.parent.parent
     place = [] if run_dir == Path("runs").absolute() else [f"run_dir={run_dir}"]
-    words = (*words, f"name={manifest.folder.name}", *place)
+    words = (*words, f"name={plan.folder.name}", *place)
     return shlex.join(["python", "-m", "experiments.sweep", *words])
 
 
@@ -276,12 +282,12 @@ def _what_continues(verb: str, texts: list[str]) -> str:
     """How many runs an interrupted verb leaves in the background, and how to cancel them."""
     names = [text for text in texts if text.partition("=")[0] in ("experiment", "name", "run_dir")]
     try:
-        manifest = Manifest(_folder(names)) if verb == "submit" else _find(names)
+        plan = Plan(_folder(names)) if verb == "submit" else _find(names)
     except (ConfigError, RunError, FileNotFoundError):
         return "This command submitted nothing."
-    active = sum(state.state in ACTIVE for state in states(manifest, ask_queue(manifest)))
-    count = f"{active} of {len(manifest.runs)} runs of {manifest.folder.name} are queued or running"
-    return count + f"; to cancel them: {_command(manifest, 'cancel')}" * bool(active)
+    active = sum(state.state in ACTIVE for state in states(plan, ask_queue(plan)))
+    count = f"{active} of {len(plan.runs)} runs of {plan.folder.name} are queued or running"
+    return count + f"; to cancel them: {_command(plan, 'cancel')}" * bool(active)
 
 
 def _sweeps(texts: list[str]) -> list[Path]:
@@ -296,7 +302,7 @@ def _sweeps(texts: list[str]) -> list[Path]:
     return sorted(folder for folder in folders if not is_copy((folder.name,)))
 
 
-def _find(texts: list[str]) -> Manifest:
+def _find(texts: list[str]) -> Plan:
     """The sweep that `experiment=`, `name=` and `run_dir=` name, or the only one there is."""
     keys, folder = {text.partition("=")[0] for text in texts}, _folder(texts)
     names = [path.name for path in _sweeps(texts)]
@@ -308,7 +314,7 @@ def _find(texts: list[str]) -> Manifest:
             start = "`python -m experiments.sweep submit ...` starts one"
             fault = f"no sweeps in {folder.parent} yet; {start}"
         raise ConfigError([fault + nearest(folder.name, names)])
-    return Manifest(folder)
+    return Plan(folder)
 
 
 VERBS: dict[str, Callable[[list[str]], None]] = {

@@ -32,6 +32,12 @@ def combination_faults(config: Config) -> Iterator[str]:
         is_plain = name is None or ("/" not in name and name.strip(".") and name.isprintable())
         if not is_plain or len((name or "").encode(errors="replace")) > 100:
             yield f"{key}={name[:100]}: a folder name of at most 100 bytes is expected, without /"
+        elif (name or "").startswith("-"):
+            yield f"{key}={name}: a folder name must not begin with -, as options of commands do"
+        elif name == "sweeps":
+            yield f"{key}=sweeps: the records of sweeps are there; choose another name"
+    if not config.run_dir or "\0" in config.run_dir:
+        yield f"run_dir={config.run_dir}: a folder is expected, such as run_dir=runs"
     if (config.schedule.warmup_steps or 0) > config.num_steps:
         yield (
             f"schedule.warmup_steps={config.schedule.warmup_steps} is more than "

@@ -285,9 +285,9 @@ def _parse(text: str, faults: list[str]) -> Override | None:
     else:
         try:
             return _parsed(text)
-        except HydraException:
-            quoted = f"'{key}=\"{value}\"'"
-            faults.append(f"{text}: cannot be parsed; quote special characters: {quoted}")
+        except (HydraException, RecursionError, ValueError):  # also nested or long without end
+            quoted = f"'{key}=\"{value[:200]}\"'"
+            faults.append(f"{text[:200]}: cannot be parsed; quote special characters: {quoted}")
     return None
 
 

@@ -230,7 +230,10 @@ class _Source:
         else:
             options = {"stdout": subprocess.PIPE, "bufsize": 0, "start_new_session": True}
             options["preexec_fn"] = follow_parent  # a signal must not cut a shard short
-            command = url.removeprefix("pipe:") if scheme == "pipe" else [*CURL, url]
+            redirects = "=https" if scheme == "https" else "=http,https"
+            command = [*CURL, "--proto-redir", redirects, url]
+            if scheme == "pipe":
+                command = url.removeprefix("pipe:")
             self.command = subprocess.Popen(command, shell=scheme == "pipe", **options)
             self.descriptor = self.command.stdout.fileno()
         self.ready = select.poll()

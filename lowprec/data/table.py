@@ -60,6 +60,7 @@ def write_shards(table: Path, out: Path, columns: list[str], skip_bad: bool = Fa
 def read_table(path: Path, columns: list[str]) -> list[tuple[int, dict]]:
     """Last line and fields of each row; ValueError unless the first line names the columns."""
     rows = []
+    _refuse_endless(path)
     with open(path, encoding="utf-8-sig", newline="") as file:
         separator = max("\t,;", key=file.readline().count)
         file.seek(0)
@@ -82,11 +83,18 @@ def read_table(path: Path, columns: list[str]) -> list[tuple[int, dict]]:
         return rows
 
 
+def _refuse_endless(path: Path) -> None:
+    """ValueError for a pipe or a device, which may never end."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise ValueError(f"{path} is not a regular file")
+
+
 def _sample(folder: Path, row: dict, columns: list[str]) -> dict[str, bytes]:
     """The files of a row, by suffix; raises one of BAD_IMAGE if training could not read them."""
     if None in row or None in row.values():
         raise ValueError("more or fewer fields than columns")
     image, *texts = [row[name] for name in columns]
+    _refuse_endless(folder / image)
     data, (caption, *labels) = (folder / image).read_bytes(), [text.encode() for text in texts]
     decode_image(data, size=1)
     decode_caption(caption)

@@ -1,13 +1,19 @@
 """Writes that a kill, a full disk or a power cut leaves either complete or undone."""
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
+import stat
+import sys
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from lowprec.config.check import RunError
+
+_unsynced: set[int] = set()  # devices on which folders cannot be synced
 
 
 class DiskError(RunError, OSError):
@@ -59,26 +65,66 @@ def replace(path: Path, data: bytes) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         write(temporary, data)
-    except DiskError:
+        os.replace(temporary, path)
+    except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise
-    os.replace(temporary, path)
+        raise error if isinstance(error, DiskError) else DiskError(path, error) from error
 
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Waits for and holds the lock of a file, which is made with its folder if missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        lock(descriptor, path, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(descriptor)
+
+
+def lock(descriptor: int, path: Path, how: int) -> None:
+    """Locks an open file; RunError where the file system has no locks, or as `fcntl.flock`."""
+    try:
+        fcntl.flock(descriptor, how)
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        raise RunError(
+            f"{path} cannot be locked ({error.strerror}): choose a folder on a file system with "
+            "locks"
+        ) from error
+
+
+def try_lock(descriptor: int, path: Path, patience_s: float = 0.0, *, shared: bool = False) -> bool:
+    """Locks an open file until it is closed; false if another process keeps it for so long."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            lock(descriptor, path, fcntl.LOCK_NB | (fcntl.LOCK_SH if shared else fcntl.LOCK_EX))
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.02)
 
 
 def sync(path: Path) -> None:
-    """Syncs the content of a file, or the names in a folder, to disk."""
+    """Syncs the content of a file, or the names in a folder, to disk.
+
+    Some file systems cannot sync folders: a note on stderr says what a power cut may cost there.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        facts = os.fstat(descriptor)
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not stat.S_ISDIR(facts.st_mode):
+            raise DiskError(path, error) from error
+        if facts.st_dev not in _unsynced:
+            lost = "a power cut may undo what was just saved"
+            print(f"{path}: this file system cannot sync folders: {lost}", file=sys.stderr)
+        _unsynced.add(facts.st_dev)
     finally:
         os.close(descriptor)
 

@@ -111,7 +111,7 @@ def read_file(path: Path) -> bytes:
         if facts and facts.st_size > MAX_BYTES:
             raise RecordFileError(f"{path} has {facts.st_size:,} bytes, more than {MAX_BYTES:,}")
         return path.read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, RecordFileError):
         raise
     except NotADirectoryError as error:
         raise FileNotFoundError(*error.args, str(path)) from error

@@ -6,7 +6,6 @@ the tails to `cut/`, so that no step is recorded twice.
 """
 
 import contextlib
-import fcntl
 import io
 import json
 import os
@@ -47,14 +46,19 @@ class Record:
         self.run = Path(run)
         self.run.mkdir(parents=True, exist_ok=True)
         self._status = threading.Lock()
-        self._lock = open(self.run / ".lock", "a+")  # noqa: SIM115 (until close)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        if (path := self.run / ".lock").exists() and not path.is_file():
+            raise RecordError(f"{path} is not a regular file")
+        self._lock = open(path, "a+")  # noqa: SIM115 (until close)
+        try:  # longer than a look at it
+            is_ours = durable.try_lock(self._lock.fileno(), path, patience_s=0.2)
+        except RunError:
+            self._lock.close()
+            raise
+        if not is_ours:
             self._lock.seek(0)
             holder = self._lock.read().strip() or "another process"
             self._lock.close()
-            raise RunBusyError(f"{self.run} is being written by {holder}") from error
+            raise RunBusyError(f"{self.run} is being written by {holder}")
         os.register_at_fork(after_in_child=self._lock.close)  # a worker must not hold the lock
         _drop_torn_end(self.run / "attempts.jsonl")
         self.attempt = max([self.count("attempts"), *self._next_numbers()])

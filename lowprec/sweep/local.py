@@ -3,8 +3,8 @@
     python -m lowprec.sweep.local FOLDER
 
 There is one process per sweep; a second one exits when it finds the first. It keeps no state: it
-reads the manifest, supervises one training process per run and restarts those that were preempted.
-When it is killed, its runs save and stop, and the next `submit` continues them.
+reads the plan, has a `Training` for each run that it trains, and restarts those that were
+preempted. When it is killed, its runs save and stop, and the next `submit` continues them.
 """
 
 import os
@@ -12,15 +12,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
-from lowprec.runs.attempts import STOPPED, STOPPING
-from lowprec.runs.read import read_status
-from lowprec.sweep.plan import Manifest, Submission, is_locked, take_lock
-from lowprec.sweep.supervisor import POLL_S, Attempt
+from lowprec.runs.attempts import STOPPING
+from lowprec.sweep.plan import Plan, is_locked, take_lock
+from lowprec.sweep.training import POLL_S, Training
 
-LOOK_S = 1.0  # between two reads of the manifest
+LOOK_S = 1.0  # between two reads of the plan
 
 
 def lock_path(folder: Path) -> Path:
@@ -28,14 +27,14 @@ def lock_path(folder: Path) -> Path:
     return folder / ".local.lock"
 
 
-def start(manifest: Manifest) -> None:
+def start(plan: Plan) -> None:
     """Starts the launcher in its own session, so that it outlives this process.
 
     Returns once a launcher is running: until then its runs would seem lost.
     """
-    with open(manifest.folder / "logs" / "launcher.log", "ab") as log:
+    with open(plan.folder / "logs" / "launcher.log", "ab") as log:
         launcher = subprocess.Popen(
-            [sys.executable, "-m", "lowprec.sweep.local", str(manifest.folder)],
+            [sys.executable, "-m", "lowprec.sweep.local", str(plan.folder)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -44,7 +43,7 @@ def start(manifest: Manifest) -> None:
     deadline = time.monotonic() + 30
     try:
         while time.monotonic() < deadline and launcher.poll() is None:
-            if is_locked(lock_path(manifest.folder)):
+            if is_locked(lock_path(plan.folder)):
                 break
             time.sleep(0.05)
     except KeyboardInterrupt:  # or runs would begin that `cancel` holds for lost
@@ -61,97 +60,59 @@ def launch(folder: Path) -> None:
         return
     os.ftruncate(lock, 0)
     os.write(lock, f"{os.getpid()}\n".encode())  # for users who want to end it
-    manifest = Manifest(folder)
-    while any(is_locked(manifest.lock_of(index)) for index in _submitted(manifest)):
-        time.sleep(LOOK_S)  # the trainings of a killed launcher are saving
-    _end_orphans(manifest)
-    runs_here = [one["parallel"] for one in manifest.launchers() if one["name"] == "local"]
-    if (parallel := max(runs_here, default=1)) > 1:  # each run would otherwise use all cores
-        threads = max(1, len(os.sched_getaffinity(0)) // parallel)
-        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     requests: list[int] = []
     for number in STOPPING:
         signal.signal(number, lambda number, frame: requests.append(number))
-    attempts: dict[int, Attempt] = {}
+    trainings: dict[int, Training] = {}
+    begun: dict[int, list[int]] = defaultdict(list)  # the steps at which a run was started
     while True:
-        manifest = Manifest(folder)  # runs may have been added
-        waiting = [] if requests else _waiting(manifest, attempts)
-        local = [launcher for launcher in manifest.launchers() if launcher["name"] == "local"]
-        free = local[-1]["parallel"] - len(attempts) if local else 0
-        for index in waiting[: max(0, free)]:
-            _start_if_free(manifest, index, attempts)
-        if not attempts and not waiting:
+        plan = Plan(folder)  # runs may have been added
+        waiting = [] if requests else [i for i in plan.waiting() if i not in trainings]
+        for index in begun.keys() - {*waiting, *trainings}:
+            del begun[index]  # it has ended; if it is submitted again, it counts from zero
+        parallel = plan.launchers["local"]["parallel"] if waiting else 0
+        if parallel > 1:  # each run would otherwise use all cores
+            threads = max(1, len(os.sched_getaffinity(0)) // parallel)
+            os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+        for index in waiting[: max(0, parallel - len(trainings))]:
+            _start_if_free(plan, index, trainings, begun[index])
+        if not trainings and not waiting:
             break
-        _watch(attempts, requests)
+        _watch(trainings, requests)
     os.close(lock)
 
 
-def _end_orphans(manifest: Manifest) -> None:
-    """Records that the attempts of a killed launcher have ended, so that their runs continue.
-
-    A run that has a result does not continue.
-    """
-    for index, submission in _submitted(manifest).items():
-        rows = manifest.attempts(index, submission.token)
-        status = read_status(manifest.directory_of(index), {"state": ""})
-        has_result = manifest.runs[index].result(status) is not None
-        if rows and rows[-1]["event"] == "started" and not has_result:
-            row = {"event": "ended", "token": submission.token, "code": STOPPED, "again": True}
-            manifest.append(index, row | {"reason": "its launcher was killed"})
-
-
-def _watch(attempts: dict[int, Attempt], requests: list[int]) -> None:
-    """Waits for an attempt to end or for the next poll; removes attempts that have ended."""
+def _watch(trainings: dict[int, Training], requests: list[int]) -> None:
+    """Waits for a training to end or for the next poll; removes trainings that have ended."""
     until = time.monotonic() + LOOK_S
-    for attempt in attempts.values():
-        if requests or attempt.is_cancelled():
-            attempt.stop()
+    for training in trainings.values():
+        if requests or training.plan.is_cancelled(training.index):
+            training.stop()
     while time.monotonic() < until:
-        for index, attempt in list(attempts.items()):
-            if attempt.poll() is not None:
-                del attempts[index]
+        for index, training in list(trainings.items()):
+            if training.poll():
+                del trainings[index]
                 until = 0.0
         time.sleep(POLL_S)
 
 
-def _submitted(manifest: Manifest) -> dict[int, Submission]:
-    """The newest submissions to this launcher, in the order of their runs."""
-    newest = sorted(manifest.submissions().items())
-    return {index: one for index, one in newest if one.launcher["name"] == "local"}
-
-
-def _waiting(manifest: Manifest, attempts: dict[int, Attempt]) -> list[int]:
-    """Runs to start or restart, in order."""
-    waiting = []
-    for index, submission in _submitted(manifest).items():
-        if index not in attempts and not submission.cancelled:
-            rows = manifest.attempts(index, submission.token)
-            waiting += [index] if not rows or rows[-1].get("again") else []
-    return waiting
-
-
-def _start_if_free(manifest: Manifest, index: int, attempts: dict[int, Attempt]) -> None:
+def _start_if_free(
+    plan: Plan, index: int, trainings: dict[int, Training], begun: list[int]
+) -> None:
     """Starts a run on the GPUs with the fewest runs, unless it has to wait for them."""
-    submission = _submitted(manifest)[index]
-    count, most = submission.launcher["gpus"], submission.launcher.get("runs_per_gpu", 1)
-    runs = Counter(gpu for attempt in attempts.values() for gpu in attempt.visible or ())
+    if plan.is_training(index):  # what a killed launcher has started, and which saves
+        return
+    launcher = plan.launchers["local"]
+    count, most = launcher["gpus"], launcher.get("runs_per_gpu", 1)
+    runs = Counter(gpu for training in trainings.values() for gpu in training.visible or ())
     free = sorted((gpu for gpu in visible_gpus() if runs[gpu] < most), key=runs.__getitem__)
-    if count > len(free) and attempts:
+    if count > len(free):
+        if not trainings:
+            plan.end(index, f"launcher.gpus={count}, but {len(free)} GPUs are visible here")
         return
-    try:
-        if count > len(free):
-            raise OSError(f"launcher.gpus={count}, but {len(free)} GPUs are visible here")
-        lock = take_lock(manifest.lock_of(index))
-    except OSError as error:
-        row = {"event": "ended", "token": submission.token, "code": 1, "again": False}
-        manifest.append(index, row | {"reason": str(error)})
-        return
-    if lock is not None:  # else a job of an earlier submission is still saving
-        visible = free[:count] if count else None
-        attempt = Attempt(manifest, index, submission.token, lock, count, visible)
-        attempt.start()
-        if attempt.code is None:
-            attempts[index] = attempt
+    training = Training(plan, index, count, free[:count] if count else None)
+    if training.start(begun):
+        trainings[index] = training
 
 
 def visible_gpus() -> list[str]:

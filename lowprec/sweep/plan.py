@@ -1,16 +1,14 @@
-"""The plan of a sweep: its runs, each checked, and the manifest of what was submitted.
+"""The plan of a sweep: its runs, each checked, and which launcher has them.
 
-A sweep is a folder. `sweep.json` lists the runs and is on disk before anything is submitted.
-`submissions.jsonl` records what was handed to a launcher or cancelled. In `runs/<index>.jsonl`,
-the process that supervises a run records when each attempt started and how it ended. Results are
-in the run directories.
+A sweep is a folder. Only `submit` and `resubmit` write `sweep.json`, one at a time. Beside it,
+`runs/<index>.cancelled` says that a run must not go on, and `runs/<index>.ended` why training
+failed. Everything else is asked where it is known: results and the lock in the run directory, what
+waits in SLURM's queue.
 """
 
-import fcntl
 import json
 import os
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -22,31 +20,27 @@ from lowprec.config.schema import Config
 from lowprec.data.sources import without_secrets
 from lowprec.runs import durable
 from lowprec.runs.identity import directory, label, to_dict
-from lowprec.runs.read import ENDED, RecordFileError, checked, encode_row, read_map, scan_rows
+from lowprec.runs.read import ENDED, RecordFileError, checked, read_map, read_status
 from lowprec.train.preflight import preflight, process_faults
 
 TRAIN = [sys.executable, "-m", "experiments.sweep", "train"]  # and the sweep's folder, the index
 RUN = {"index": int, "label": str, "directory": str, "overrides": list, "config": dict}
-ROW = {"event": str, "token": str, "runs": list, "launcher": dict, "job": str}
-ROW |= {"again": bool, "reason": str, "code": int, "saved": int}
-LAUNCHER = {"name": "local", "parallel": 1, "gpus": 0}  # keys that every launcher has
-SUBMISSIONS = {  # event in submissions.jsonl: the keys of its rows
-    "submitting": {"token", "runs", "launcher"},
-    "submitted": {"token", "job"},
-    "cancelled": {"runs"},
-}
-ATTEMPTS = {"started": {"token"}, "ended": {"token"}}  # the same in runs/<index>.jsonl
+LAUNCHER = {"name": str, "parallel": int, "gpus": int}  # keys that every launcher has
 
 
 @dataclass
 class PlannedRun:
-    """One run of a sweep: its directory below `run_dir`, and its whole config as plain data."""
+    """One run of a sweep: its directory below `run_dir`, and its whole config as plain data.
+
+    `launcher` is the name of the one that it was handed to last, None before the first time.
+    """
 
     index: int
     label: str
     directory: str
     overrides: list[str]
     config: dict
+    launcher: str | None = None
 
     def result(self, status: dict) -> str | None:
         """`finished` or `diverged`, by the run's status.json; None if the run continues."""
@@ -55,39 +49,29 @@ class PlannedRun:
         return state if state in ENDED and not is_shorter else None
 
 
-@dataclass
-class Submission:
-    """The newest submission of a run, and its place in the job array.
+class Plan:
+    """The files of one sweep: data, since `TRAIN` trains a run, where `submit` was called.
 
-    `job` is None if the launcher has not named one.
-    """
-
-    token: str
-    launcher: dict
-    place: int
-    job: str | None = None
-    cancelled: bool = False
-
-
-class Manifest:
-    """The files of one sweep. Each read is fresh, because other processes write them too.
-
-    They are data: `TRAIN` trains a run, in the directory where `submit` was called. `faults` has a
-    sentence about each damaged line that was left out. Raises RecordFileError if sweep.json is
-    damaged.
+    Each read is fresh, because other processes write them too. `launchers` holds the settings of
+    each launcher by name, the last used one last. Raises RecordFileError if sweep.json is damaged.
     """
 
     def __init__(self, folder: Path):
         self.folder = Path(folder).absolute()
-        self.faults: list[str] = []
         path = self.folder / "sweep.json"
-        plan = read_map(path, {"runs": list})
+        plan = read_map(path, {"launchers": dict, "runs": list})
         try:
-            if plan.keys() != {"runs"}:
+            if plan.keys() != {"launchers", "runs"}:
                 raise ValueError(", ".join(plan))
+            self.launchers = plan["launchers"]
+            for name, launcher in self.launchers.items():
+                if checked(launcher, LAUNCHER).keys() < LAUNCHER.keys() or launcher["name"] != name:
+                    raise ValueError(f"launcher {name}")
             self.runs = [PlannedRun(**checked(run, RUN)) for run in plan["runs"]]
             for index, run in enumerate(self.runs):
-                if run.index != index or type(run.config["num_steps"]) is not int:
+                has_launcher = run.launcher is None or run.launcher in self.launchers
+                is_numbered = run.index == index and type(run.config["num_steps"]) is int
+                if not (has_launcher and is_numbered):
                     raise ValueError(f"run {index}")
         except (KeyError, TypeError, ValueError) as error:
             raise RecordFileError(
@@ -96,17 +80,16 @@ class Manifest:
             ) from error
 
     @classmethod
-    def open(cls, folder: Path) -> "Manifest":
+    def open(cls, folder: Path) -> "Plan":
         """Opens the sweep of a folder; creates one without runs if there is none."""
-        folder = Path(folder)
         for name in ("runs", "logs"):
             (folder / name).mkdir(parents=True, exist_ok=True)
         if not (folder / "sweep.json").exists():
-            _write_plan(folder, [])
+            _write(folder, {"launchers": {}, "runs": []})
         return cls(folder)
 
     def add(self, runs: list[PlannedRun]) -> list[int]:
-        """Adds runs durably and returns their indexes.
+        """Adds runs and returns their indexes.
 
         A run whose directory the sweep already has replaces that run, since keys that are not
         part of a run's identity may differ.
@@ -114,9 +97,27 @@ class Manifest:
         indexes = {run.directory: run.index for run in self.runs}
         for run in runs:
             run.index = indexes.setdefault(run.directory, len(self.runs))
+            run.launcher = self.runs[run.index].launcher if run.index < len(self.runs) else None
             self.runs[run.index : run.index + 1] = [run]
-        _write_plan(self.folder, self.runs)
+        self.write()
         return sorted({run.index for run in runs})
+
+    def hand_over(self, indexes: list[int], launcher: dict) -> None:
+        """Notes, before it happens, that a launcher gets these runs, which may go on."""
+        self.launchers.pop(launcher["name"], None)
+        self.launchers[launcher["name"]] = launcher
+        for index in indexes:
+            self.runs[index].launcher = launcher["name"]
+            for mark in (self.mark(index, "cancelled"), self.mark(index, "ended")):
+                if mark.is_dir():
+                    raise RecordFileError(f"{mark} is a folder, which no sweep makes; remove it")
+                mark.unlink(missing_ok=True)
+        self.write()
+
+    def write(self) -> None:
+        """Writes sweep.json, durably."""
+        runs = [asdict(run) for run in self.runs]
+        _write(self.folder, {"launchers": self.launchers, "runs": runs})
 
     @property
     def run_dir(self) -> Path:
@@ -129,69 +130,43 @@ class Manifest:
 
     def log_of(self, index: int) -> Path:
         """The file that holds a run's output, over all its attempts."""
-        return self.folder / "logs" / f"{index:04d}-{self.runs[index].label}.log"
+        return self.folder / "logs" / f"{index}.log"
 
-    def lock_of(self, index: int) -> Path:
-        """The file that a run's supervisor keeps locked; its training keeps it locked too."""
-        return self.folder / "runs" / f"{index:04d}.lock"
+    def mark(self, index: int, name: str) -> Path:
+        """The file that says that a run was `cancelled` or has `ended` without a result."""
+        return self.folder / "runs" / f"{index}.{name}"
 
-    def record(self, row: dict) -> None:
-        """Appends a row to submissions.jsonl, durably."""
-        _append_row(self.folder / "submissions.jsonl", row)
+    def is_cancelled(self, index: int) -> bool:
+        """Whether a run must not go on."""
+        return self.mark(index, "cancelled").exists()
 
-    def events(self) -> list[dict]:
-        """The good rows of submissions.jsonl."""
-        return self._rows("submissions.jsonl", SUBMISSIONS)
+    def end(self, index: int, reason: str) -> None:
+        """Says why a run failed: it is not started again before it is resubmitted."""
+        durable.replace(self.mark(index, "ended"), json.dumps({"reason": reason}).encode())
 
-    def submissions(self) -> dict[int, Submission]:
-        """The newest submission of each run of the plan that has been submitted."""
-        newest: dict[int, Submission] = {}
-        for row in self.events():
-            if row["event"] == "submitting":
-                for place, index in enumerate(row["runs"]):
-                    newest[index] = Submission(row["token"], row["launcher"], place)
-            elif row["event"] == "submitted":
-                for submission in newest.values():
-                    if submission.token == row["token"]:
-                        submission.job = f"{row['job']}_{submission.place}"
-            else:
-                for index in newest.keys() & row["runs"]:
-                    newest[index].cancelled = True
-        path, planned = self.folder / "submissions.jsonl", range(len(self.runs))
-        beyond = sorted(index for index in newest if index not in planned)
-        self._add_faults(
-            [f"{path}: a row names run {index}, which is not in the plan" for index in beyond]
-        )
-        return {index: one for index, one in newest.items() if index in planned}
+    def why_ended(self, index: int) -> str | None:
+        """Why a run failed; None if it has not been said."""
+        try:
+            return read_map(self.mark(index, "ended"), {"reason": str}).get("reason", "")
+        except FileNotFoundError:
+            return None
+        except RecordFileError as error:
+            return str(error)
 
-    def is_cancelled(self, index: int, token: str) -> bool:
-        """Whether a run was cancelled or resubmitted after the submission with this token."""
-        newest = self.submissions().get(index)
-        return newest is None or newest.token != token or newest.cancelled
+    def is_training(self, index: int) -> bool:
+        """Whether a process has the run's record open."""
+        return is_locked(self.directory_of(index) / ".lock")
 
-    def launchers(self) -> list[dict]:
-        """The settings of the launcher of each submission, in order."""
-        return [row["launcher"] for row in self.events() if row["event"] == "submitting"]
-
-    def append(self, index: int, row: dict) -> None:
-        """Appends a row to the attempts at a run, durably."""
-        _append_row(self.folder / "runs" / f"{index:04d}.jsonl", row)
-
-    def attempts(self, index: int, token: str | None = None) -> list[dict]:
-        """The rows about attempts at a run (under one submission): starts and ends, in order."""
-        rows = self._rows(f"runs/{index:04d}.jsonl", ATTEMPTS)
-        return [row for row in rows if token in (None, row["token"])]
-
-    def _add_faults(self, faults: list[str]) -> None:
-        self.faults = list(dict.fromkeys(self.faults + faults))
-
-    def _rows(self, name: str, keys: dict[str, set[str]]) -> list[dict]:
-        """The good rows of a file, each with its event's `keys`; adds its faults to `faults`."""
-        rows, faults = scan_rows(self.folder / name, ROW)
-        damaged = [row for row in rows if not _is_whole(row, keys)]
-        faults += [f"{self.folder / name}: a row is damaged: {str(row)[:80]}" for row in damaged]
-        self._add_faults(faults)
-        return [row for row in rows if row not in damaged]
+    def waiting(self) -> list[int]:
+        """The runs that the local launcher has to start or continue, in order."""
+        return [
+            run.index
+            for run in self.runs
+            if run.launcher == "local"
+            and not self.is_cancelled(run.index)
+            and self.why_ended(run.index) is None
+            and run.result(read_status(self.directory_of(run.index), {})) is None
+        ]
 
 
 def plan_runs(
@@ -228,27 +203,7 @@ def refuse_processes(runs: list[PlannedRun], processes: int) -> None:
         raise ConfigError(faults)
 
 
-def _is_whole(row: dict, keys: dict[str, set[str]]) -> bool:
-    """Whether a row has its event's keys, with values of the right types."""
-    launcher = row.get("launcher", LAUNCHER)
-    return (
-        row.get("event") in keys
-        and keys[row["event"]] <= row.keys()
-        and all(type(index) is int for index in row.get("runs", ()))
-        and all(type(launcher.get(name)) is type(value) for name, value in LAUNCHER.items())
-    )
-
-
-def _append_row(path: Path, row: dict) -> None:
-    line = encode_row({"time": round(time.time(), 3), **row}).encode()
-    last = path.read_bytes()[-1:] if path.exists() else b""
-    torn = last not in (b"", b"\n")  # by a crash: this row starts a new line
-    durable.append(path, [b"\n" * torn + line])
-    durable.sync(path)
-
-
-def _write_plan(folder: Path, runs: list[PlannedRun]) -> None:
-    plan = {"runs": [asdict(run) for run in runs]}
+def _write(folder: Path, plan: dict) -> None:
     before = os.umask(0o077)  # readable by the owner only: a URL in a config may hold a secret
     try:
         durable.replace(folder / "sweep.json", json.dumps(plan, indent=1).encode())
@@ -260,28 +215,19 @@ def _write_plan(folder: Path, runs: list[PlannedRun]) -> None:
 def take_lock(path: Path, patience_s: float = 0.0) -> int | None:
     """A descriptor that holds a file's lock until it is closed; None if another holder keeps it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    deadline = time.monotonic() + patience_s
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return descriptor
-        except BlockingIOError:  # any other error: the file system has no locks
-            if time.monotonic() > deadline:
-                os.close(descriptor)
-                return None
-            time.sleep(0.05)
+    if durable.try_lock(descriptor, path, patience_s):
+        return descriptor
+    os.close(descriptor)
+    return None
 
 
 def is_locked(path: Path) -> bool:
     """Whether a process holds a file's lock. Writes nothing; holds the lock for a moment."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:  # it does not exist
         return False
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        return not durable.try_lock(descriptor, path, shared=True)
     finally:
         os.close(descriptor)
-    return False

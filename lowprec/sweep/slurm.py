@@ -1,119 +1,155 @@
-"""The SLURM launcher: submits runs as a job array and asks the queue about them.
+"""The SLURM launcher: submitit submits runs as one job array; the queue says which wait and train.
 
-SLURM's commands fail while its controller restarts, so each is tried up to five times. Before a
-submission is repeated, the queue is searched for its job name, which has its token.
+The array has the sweep's name and a run's task its index, so a submission needs no record. SLURM's
+commands fail while its controller restarts, so each is tried up to five times. Before a submission
+is repeated, its tasks are looked for in the queue.
 """
 
 import getpass
-import re
+import hashlib
 import shlex
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from lowprec.config.check import ConfigError, RunError
-from lowprec.sweep.plan import Manifest
+from lowprec.config.check import RunError
+from lowprec.sweep.plan import TRAIN, Plan
 
 TRIES, TIMEOUT_S = 5, 60.0
 FIRST_WAIT_S = 1.0  # doubled after each failure
 REQUEUE = Path(__file__).parents[2] / "slurm" / "requeue.sh"
+WAITS = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
 
 
 class SlurmError(RunError):
     """A SLURM command failed each time; the message ends with its last line."""
 
 
-def submit(manifest: Manifest, runs: list[int], token: str, launcher: dict) -> None:
-    """Submits runs as one job array and records its job if sbatch prints it. Raises SlurmError."""
-    script = manifest.folder / "slurm" / f"{token}.sh"
-    script.parent.mkdir(exist_ok=True)
-    script.write_text(_script(manifest, runs, token, launcher))
-    name = job_name(manifest, token)
-    answer = _ask(
-        ["sbatch", str(script)], unless=lambda: name in (other for _, other in queue().values())
-    )
-    if job := re.search(r"job (\d+)", answer or ""):
-        manifest.record({"event": "submitted", "token": token, "job": job[1]})
+def submit(plan: Plan, runs: list[int], launcher: dict) -> None:
+    """Submits runs as one job array. Raises SlurmError."""
+    executor = _executor(plan, runs, launcher)
+    folder = shlex.quote(str(plan.folder))
+    command = f"{shlex.join(TRAIN)} {folder} $SLURM_ARRAY_TASK_ID"
+    before = {job for job, _, _ in tasks(plan, queue())}  # jobs that are being cancelled
+
+    def call() -> None:
+        executor._submit_command(command)
+
+    def has_arrived() -> bool:
+        new = {index for job, index, _ in tasks(plan, queue()) if job not in before}
+        return new >= set(runs)
+
+    _retried("sbatch", call, unless=has_arrived)
 
 
-def cancel(manifest: Manifest) -> None:
-    """Cancels this sweep's jobs in the queue, recorded or not. Raises SlurmError."""
-    rows = [row for row in manifest.events() if row["event"] == "submitting"]
-    tokens = [row["token"] for row in rows if row["launcher"]["name"] == "slurm"]
-    names = {job_name(manifest, token) for token in tokens}
-    jobs = [job for job, (_, name) in queue().items() if name in names] if names else []
-    if jobs:
+def cancel(plan: Plan) -> None:
+    """Cancels this sweep's jobs in the queue. Raises SlurmError."""
+    if "slurm" in plan.launchers and (jobs := [job for job, _, _ in tasks(plan, queue())]):
         _ask(["scancel", "--quiet", *jobs])
 
 
-def queue() -> dict[str, tuple[str, str]]:
-    """This user's jobs: {id: (state, name)}. Raises SlurmError if squeue gives no answer."""
+def queue() -> list[tuple[str, str, str]]:
+    """The id, state and name of this user's jobs. Raises SlurmError if squeue does not answer."""
     command = ["squeue", "--noheader", "--array", "--format=%i|%T|%j"]
     lines = _ask([*command, f"--user={getpass.getuser()}"]).splitlines()
-    rows = [line.strip().split("|", 2) for line in lines if line.strip()]
-    return {job: (state, name) for job, state, name in rows}
+    return [tuple(line.strip().split("|", 2)) for line in lines if line.count("|") >= 2]
 
 
-def _script(manifest: Manifest, runs: list[int], token: str, launcher: dict) -> str:
-    """A batch script whose array has a task per run; a task starts one process per GPU."""
-    output = manifest.folder / "slurm" / "%A_%a.log"
-    flags = {
-        "job-name": job_name(manifest, token),
-        "array": f"0-{len(runs) - 1}%{launcher['parallel']}",
-        "chdir": Path.cwd(),
-        "output": output,
-        "open-mode": "append",
-        "requeue": True,
-        "nodes": 1,
-        "ntasks": 1,
+def tasks(plan: Plan, jobs: list[tuple[str, str, str]]) -> list[tuple[str, int, str]]:
+    """The id, run index and state of the jobs of a sweep."""
+    own = [
+        (job, job.partition("_")[2], state) for job, state, name in jobs if name == job_name(plan)
+    ]
+    return [(job, int(task), state) for job, task, state in own if task.isdecimal()]
+
+
+def job_name(plan: Plan) -> str:
+    """The name of a sweep's jobs in the queue, where another folder may have one of its name."""
+    return f"{plan.folder.name}-{hashlib.sha256(bytes(plan.folder)).hexdigest()[:8]}"
+
+
+def _executor(plan: Plan, runs: list[int], launcher: dict) -> Any:
+    """Submitit's executor; its jobs train one run each, in a task per GPU."""
+    from submitit.slurm.slurm import SlurmExecutor  # slow, and needed here only
+
+    class Executor(SlurmExecutor):
+        def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+            command = super()._make_submission_command(submission_file_path)
+            return ["timeout", str(TIMEOUT_S), *command]  # it hangs without a controller
+
+    count, folder = max(1, launcher["gpus"]), plan.folder / "slurm"
+    folder.mkdir(exist_ok=True)
+    log = str(plan.folder / "logs" / "%a.log")
+    parameters = {
+        "job_name": job_name(plan),
         "time": launcher["timeout_min"],
-        "signal": f"USR2@{launcher['signal_s']}",
+        "signal_delay_s": launcher["signal_s"],
         "partition": launcher["partition"],
-        "gpus-per-node": launcher["gpus"] or None,
-        "cpus-per-task": launcher["cpus"],
+        "nodes": 1,
+        "ntasks_per_node": count,
+        "gpus_per_node": launcher["gpus"] or None,
+        "cpus_per_task": launcher["cpus"] and max(1, launcher["cpus"] // count),
         "mem": launcher["mem_gb"] and f"{launcher['mem_gb']}G",
+    }
+    flags = {
+        "array": f"{','.join(map(str, runs))}%{launcher['parallel']}",
+        "chdir": Path.cwd(),
+        "output": log,
+        "requeue": True,
         **(launcher["sbatch"] or {}),
     }
-    written = {name: value for name, value in flags.items() if value not in (None, False)}
-    if torn := [name for name, value in written.items() if "\n" in f"{name}{value}"]:
-        raise ConfigError([f"--{name}: one line is expected" for name in torn])
-    python = [sys.executable, "-m", "lowprec.sweep.supervisor", str(manifest.folder)]
-    lines = ["#!/bin/bash"]
-    for name, value in written.items():
-        flag = f"#SBATCH --{name}" + ("" if value is True else f"={shlex.quote(str(value))}")
-        if not flag.isprintable():  # what follows a line break would be a command
-            raise SlurmError(f"sbatch: {flag!r} has a character that cannot be printed")
-        lines.append(flag)
-    lines += launcher["setup"]
-    lines += [f"runs=({' '.join(map(str, runs))})", f"source {shlex.quote(str(REQUEUE))}"]
-    lines += [f'srun --unbuffered {shlex.join(python)} "${{runs[$SLURM_ARRAY_TASK_ID]}}" {token}']
-    return "\n".join(lines) + "\n"
+    for name, value in (parameters | flags).items():
+        if not f"{name}{value}".isprintable():  # what follows a line break would be a command
+            raise SlurmError(f"sbatch: {name}={value!r} has a character that cannot be printed")
+    try:
+        executor = Executor(folder)
+    except RuntimeError as error:  # no srun
+        raise SlurmError(str(error)) from error
+    executor.update_parameters(
+        **parameters,
+        wckey=None,
+        additional_parameters={k: v for k, v in flags.items() if v not in (None, False)},
+        # submitit's srun gives training a terminal, where a progress bar would be drawn
+        setup=[*launcher["setup"], "export TERM=dumb", f"source {shlex.quote(str(REQUEUE))}"],
+        srun_args=["--output", log, "--open-mode=append"],
+        stderr_to_stdout=True,
+    )
+    return executor
 
 
-def job_name(manifest: Manifest, token: str) -> str:
-    """The name of a submission in the queue."""
-    return f"{manifest.folder.name}-{token}"
+def _ask(command: list[str]) -> str:
+    """What a command prints. Raises SlurmError."""
+
+    def call() -> str:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+        if done.returncode:
+            raise RuntimeError(done.stderr)
+        return done.stdout
+
+    return _retried(command[0], call)
 
 
-def _ask(command: list[str], unless: Callable[[], bool] = lambda: False) -> str | None:
-    """What a command prints; tried up to five times, with growing waits. Raises SlurmError.
+def _retried(
+    name: str, call: Callable[[], str | None], unless: Callable[[], bool] = lambda: False
+) -> str | None:
+    """What a call returns; tried up to five times, with growing waits. Raises SlurmError.
 
-    After a failure, returns None if `unless()` says that the command has worked nevertheless.
+    After a failure, returns None if `unless()` says that the call has worked nevertheless.
     """
     for attempt in range(TRIES):
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
-            if not done.returncode:
-                return done.stdout
-            reason = (done.stderr.strip() or "it printed nothing").splitlines()[-1].strip()
+            return call()
         except subprocess.TimeoutExpired:
             reason = f"no answer in {TIMEOUT_S:g} s"
         except FileNotFoundError as error:
-            raise SlurmError(f"{command[0]}: no such command; is this a login node?") from error
+            raise SlurmError(f"{name}: no such command; is this a login node?") from error
+        except RuntimeError as error:  # of submitit, too
+            lines = str(error).strip().splitlines()
+            reason = lines[-1].strip() if lines else f"no answer in {TIMEOUT_S:g} s"
         if unless():
             return None
         if attempt < TRIES - 1:
             time.sleep(FIRST_WAIT_S * 2**attempt)
-    raise SlurmError(f"{command[0]} failed {TRIES} times: {reason}")
+    raise SlurmError(f"{name} failed {TRIES} times: {reason}")

@@ -1,9 +1,9 @@
 """The state of each run of a sweep, and the table that shows it.
 
-A state comes from the run's directory, then from what its supervisor recorded, its lock and the
-queue: queued, running, finished, diverged, failed (with the reason), cancelling (its processes
-still save), cancelled; `new` was never submitted; `lost` was submitted, but nothing trains it and
-no end was recorded (the machine died).
+A state comes from the run's result, else the lock of its record, else what `cancel` and its
+training left, else the queue: finished, diverged, running, cancelling (it still saves), cancelled,
+failed (with the reason), queued; `new` was never submitted; `lost` was submitted, but nothing
+trains it and nobody said why (the machine died).
 """
 
 import re
@@ -20,7 +20,7 @@ from rich.text import Text
 from lowprec.config.compose import differing_values
 from lowprec.runs.read import RecordFileError, read_last_row, read_status, scan_rows
 from lowprec.sweep import local, slurm
-from lowprec.sweep.plan import Manifest, Submission, is_locked
+from lowprec.sweep.plan import Plan, PlannedRun, is_locked
 
 ACTIVE = ("queued", "running")
 TO_SUBMIT = ("new", "cancelling", "cancelled", "lost")
@@ -40,27 +40,19 @@ class State:
     images_per_s: float | None = None
 
 
-def states(manifest: Manifest, queue: dict | None) -> list[State]:
+def states(plan: Plan, queue: list | None) -> list[State]:
     """The states of all runs. `queue`: the result of `slurm.queue()`, None if unavailable."""
-    submissions = manifest.submissions()
-    launcher_lives = is_locked(local.lock_path(manifest.folder))
-    jobs = {(name, job.partition("_")[2]): state for job, (state, name) in (queue or {}).items()}
+    launcher_lives = is_locked(local.lock_path(plan.folder))
+    jobs = {index: state for _, index, state in slurm.tasks(plan, queue or [])}
     by_run = []
-    for run in manifest.runs:
-        directory = manifest.directory_of(run.index)
-        status, last, timing, damage = _read(directory)
+    for run in plan.runs:
+        status, last, timing, damage = _read(plan.directory_of(run.index))
         step = max(status.get("step", 0), last.get("step", 0))  # a save alone writes the status
-        submission = submissions.get(run.index)
         if result := run.result(status):
             state, reason = result, status.get("reason", "")
-        elif submission is None:
-            state, reason = "new", ""
         else:
-            rows = manifest.attempts(run.index, submission.token)
-            locked = is_locked(manifest.lock_of(run.index))
-            place = (slurm.job_name(manifest, submission.token), str(submission.place))
-            in_queue = "unknown" if queue is None else jobs.get(place)
-            state, reason = _unfinished(submission, rows, locked, launcher_lives, in_queue)
+            in_queue = "unknown" if queue is None else jobs.get(run.index)
+            state, reason = _unfinished(plan, run, status, launcher_lives, in_queue)
         reason = "; ".join(filter(None, (reason, damage)))
         scores = {k: v for k, v in last.items() if "/" in k and isinstance(v, int | float)}
         speed = timing.get("images_per_s")
@@ -86,32 +78,44 @@ def _read(directory: Path) -> tuple[dict, dict, dict, str]:
 
 
 def _unfinished(
-    submission: Submission, rows: list, locked: bool, launcher_lives: bool, in_queue: str | None
+    plan: Plan, run: PlannedRun, status: dict, launcher_lives: bool, in_queue: str | None
 ) -> tuple[str, str]:
-    """State and reason of a run that was submitted and has no result; `in_queue`: its job's."""
-    last = rows[-1] if rows else {"event": ""}
-    began = last["event"] == "started"
-    if submission.cancelled:
-        return "cancelling" if locked else "cancelled", ""
-    if last["event"] == "ended" and not last.get("again"):
-        return "failed", last.get("reason") or "ended without a result"
-    if locked:
+    """State and reason of a run that has no result; `in_queue`: its job's."""
+    is_training, on_slurm = plan.is_training(run.index), run.launcher == "slurm"
+    saves = on_slurm and in_queue in ("RUNNING", "COMPLETING")
+    if plan.is_cancelled(run.index):
+        return "cancelling" if is_training or saves else "cancelled", ""
+    if is_training:
         return "running", ""
-    if submission.launcher["name"] == "local":
-        waits = launcher_lives and not began
-        return ("queued", "") if waits else ("lost", "the process that trained it is gone")
-    if in_queue is None:
-        job = f"job {submission.job} is no longer in the queue"
-        return "lost", job if submission.job else "its submission failed"
-    waits = in_queue in ("PENDING", "REQUEUED", "REQUEUE_HOLD")
-    return "running" if began and not waits else "queued", ""
+    if (reason := plan.why_ended(run.index)) is not None:
+        return "failed", reason
+    if run.launcher is None:
+        return "new", ""
+    if on_slurm and in_queue is not None:
+        return "queued" if in_queue in (*slurm.WAITS, "unknown") else "running", ""
+    if run.launcher == "local" and launcher_lives:
+        return "queued", ""
+    if status.get("state") == "failed":
+        return "failed", status.get("reason", "")
+    if not on_slurm:
+        return "lost", "the process that trained it is gone"
+    return "lost", "its job is no longer in the queue" + _end_of(plan.log_of(run.index))
 
 
-def ask_queue(manifest: Manifest) -> dict | None:
-    """The SLURM queue if a run may be in it, {} if none is, None if squeue gives no answer."""
-    submissions = manifest.submissions().values()
-    if all(s.cancelled or s.launcher["name"] != "slurm" for s in submissions):
-        return {}
+def _end_of(log: Path) -> str:
+    """The end of a log, where SLURM says if it has killed a job; "" if there is no log."""
+    try:
+        lines = log.read_bytes()[-1000:].decode(errors="replace").split("\n")
+    except OSError:
+        return ""
+    said = "; ".join([line.strip() for line in lines if line.strip()][-2:])
+    return f" (the log ends with: {said[-300:]})" if said else ""
+
+
+def ask_queue(plan: Plan) -> list | None:
+    """The SLURM queue if a run may be in it, [] if none is, None if squeue gives no answer."""
+    if not any(run.launcher == "slurm" and not plan.is_cancelled(run.index) for run in plan.runs):
+        return []
     try:
         return slurm.queue()
     except slurm.SlurmError:
@@ -149,13 +153,13 @@ def print_table(names: list[str], rows: list[list[str]], console: Console) -> No
     console.print(table)
 
 
-def show(manifest: Manifest, run_states: list[State], queue: dict | None, console: Console) -> None:
+def show(plan: Plan, run_states: list[State], queue: list | None, console: Console) -> None:
     """Prints a row per run: settings, progress, digest; then reasons, collapses, a summary."""
     scores = list(dict.fromkeys(name for state in run_states for name in state.scores))[:1]
-    keys, settings = setting_columns([run.overrides for run in manifest.runs])
+    keys, settings = setting_columns([run.overrides for run in plan.runs])
     names = ["run", *(keys or ["label"]), "state", "step", "last loss", *scores]
     rows, lines = [], []
-    for state, run, values in zip(run_states, manifest.runs, settings, strict=True):
+    for state, run, values in zip(run_states, plan.runs, settings, strict=True):
         own = zip(keys, values, strict=True)
         name = " ".join(f"{key}={value}" for key, value in own if value) or run.label
         step = f"{state.step}/{run.config['num_steps']}"
@@ -166,16 +170,16 @@ def show(manifest: Manifest, run_states: list[State], queue: dict | None, consol
         rows.append([str(run.index), *(values or [run.label]), state.state, step, loss, *numbers])
         if state.reason:
             line = f"run {run.index} ({name}) {state.state}: {state.reason}"
-            log = manifest.log_of(run.index)
+            log = plan.log_of(run.index)
             has_log = state.state in TO_RESUBMIT["--failed"] and log.exists()
             lines.append(line + f"; log: {log}" * has_log)
-        for event in scan_rows(manifest.directory_of(run.index) / "events.jsonl")[0]:
+        for event in scan_rows(plan.directory_of(run.index) / "events.jsonl")[0]:
             if "collapsed" in event:
                 lines.append(f"run {run.index} ({name}) collapsed: {event['collapsed']}")
     if queue is None:
         lines.append("squeue does not answer: the states of queued runs are the last known ones")
     print_table([*names, "images/s", "left", "folder"], rows, console)
-    parents = dict.fromkeys(manifest.directory_of(run.index).parent for run in manifest.runs)
+    parents = dict.fromkeys(plan.directory_of(run.index).parent for run in plan.runs)
     folders = [f"folders: {parent}/*-FOLDER" for parent in parents]
-    for line in (*folders, *lines, *manifest.faults, summary(run_states)):
+    for line in (*folders, *lines, summary(run_states)):
         console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -24,7 +24,7 @@ from lowprec.runs.provenance import changes_since, code_digests
 from lowprec.runs.read import ENDED
 from lowprec.runs.record import NullRecord, Record
 from lowprec.train.attempt import fail, watched
-from lowprec.train.build import Built, build, is_slow
+from lowprec.train.build import Built, build, is_slow, pick_device
 from lowprec.train.checkpoint import find_checkpoint, list_checkpoints
 from lowprec.train.distributed import PeerFailed, Ranks
 from lowprec.train.loggers import Logger
@@ -53,6 +53,7 @@ def train_run(
     which reports why.
     """
     world, progress = world or Ranks(), progress or Progress()
+    pick_device(config.device)  # before data are opened, and a record is begun
     opened: list[Data] = []  # in rank 0 first, which renders and indexes what is missing
     world.first(lambda: opened.append(open_data(config)))
     data = opened[0] if opened else open_data(config)

@@ -87,6 +87,17 @@ def test_pipes_devices_and_endless_files_are_refused(make_run, tmp_path, kind, n
         assert set(runs.tensors("*")["run"]) >= {good.name}
 
 
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", [fifo, endless])
+def test_an_archive_that_is_a_pipe_or_a_device_is_left_out(make_run, tmp_path, kind):
+    good = make_run(num_steps=STEPS)
+    archive = tmp_path / "runs" / "runs.zip"
+    archive.touch()
+    kind(archive)
+    with pytest.warns(UserWarning, match=r"runs\.zip: left out: it is not a regular file"):
+        assert load_runs(tmp_path / "runs").summaries["run"].tolist() == [good.name]
+
+
 ALIASES = "a0: &a0 {k: 1}\n" + "".join(
     f"a{i}: &a{i} {{{', '.join(f'k{j}: *a{i - 1}' for j in range(10))}}}\n" for i in range(1, 9)
 )
@@ -172,7 +183,7 @@ def test_one_spoiled_run_takes_down_no_reader(two_runs, tmp_path, monkeypatch, s
         shutil.rmtree(root)
 
 
-def in_config(run, **changes):
+def in_config(run, /, **changes):
     """Changes values of a run's config; `a__b` is the key a.b."""
     path = run / "config.yaml"
     whole = yaml.safe_load(path.read_text())
@@ -234,6 +245,14 @@ FAULTS = {  # what someone else's record may hold: how it gets there, a word of 
             (run / "config.yaml").read_text().replace("name: ", r'name: "\ud800" # ', 1)
         ),
         "config.yaml is damaged",
+    ),
+    "columns of the table": (
+        lambda run: in_config(run, run=[1], path=5, state=[1], note=5, step="x", reason={"a": 1}),
+        "",
+    ),
+    "maps in lists": (
+        lambda run: in_config(run, name=[{"a": [1]}], model__name_of=[[{}]], model__pool=[[{}]]),
+        "",
     ),
     "every 0": (lambda run: in_config(run, diagnostics__every=0), "diagnostics.every=0"),
     "window 1e11": (

@@ -220,6 +220,23 @@ def test_signals_do_not_end_curl(server, put):
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & STOPPING
 
 
+@pytest.mark.parametrize(
+    ("url", "allowed"), [("http://h/a", "=http,https"), ("https://h/a", "=https")]
+)
+def test_a_redirect_cannot_leave_http_nor_its_encryption(monkeypatch, url, allowed):
+    commands = []
+
+    def refuse(command, **_):
+        commands.append(command)
+        raise OSError("no process is started here")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with pytest.raises(OSError, match="no process"):
+        _Source(url)
+    ((*_, option, value, last),) = commands
+    assert (option, value, last) == ("--proto-redir", allowed, url)
+
+
 def test_missing_urls_are_named_without_their_secrets_and_other_shards_are_read(server, put):
     secret = f"http://user:s3cret@127.0.0.1:{server.server_port}"
     gone = [f"{secret}/gone.tar?sig=s3cret", "http://u:s3cret@127.0.0.1:1/refused.tar"]

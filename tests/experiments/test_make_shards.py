@@ -199,3 +199,18 @@ def test_an_interrupted_command_starts_again(photos, tmp_path, monkeypatch):
     (left / "00001.tar").write_bytes(b"half")
     main(config)
     assert [path.name for path in (tmp_path / "out").glob("*.tar")] == ["00000.tar"]
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_pipes_and_devices_are_not_read(tmp_path, kind):
+    def plant(path):
+        os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero")
+
+    plant(tmp_path / "a.png")
+    (tmp_path / "t.csv").write_text("image,caption\na.png,a cat\n")
+    with pytest.raises(ValueError, match=r"line 2 \('a.png'\): .*a.png is not a regular file"):
+        tables.write_shards(tmp_path / "t.csv", tmp_path / "out", ["image", "caption"])
+    plant(tmp_path / "u.csv")
+    with pytest.raises(ValueError, match=r"u\.csv is not a regular file"):
+        tables.write_shards(tmp_path / "u.csv", tmp_path / "out", ["image", "caption"])

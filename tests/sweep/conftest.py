@@ -17,10 +17,22 @@ from lowprec.config.compose import CONF
 from lowprec.runs import durable
 from lowprec.runs.attempts import STOPPING
 from lowprec.sweep import slurm
-from lowprec.sweep.plan import Manifest, PlannedRun
+from lowprec.sweep.plan import Plan, PlannedRun
 from lowprec.sweep.status import TO_SUBMIT, ask_queue, states
 
-REPLACED = "import os, sys; os.execvp('sh', ['sh', 'run.sh', *sys.argv[2:]])"
+# Like training, it keeps the record of its run locked.
+REPLACED = """
+import fcntl, os, sys
+run = f"runs/t/{sys.argv[3]}"
+os.makedirs(run, exist_ok=True)
+with open("starts", "a") as starts:
+    starts.write(f"{sys.argv[3]} ")
+lock = os.open(f"{run}/.lock", os.O_RDWR | os.O_CREAT)
+if not os.environ.get("RANK", "0").strip("0"):
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.set_inheritable(lock, True)
+os.execvp("sh", ["sh", "run.sh", *sys.argv[2:]])
+"""
 # $1: the sweep, $2: the run. Runs listed in the file `bad` fail, those in `slow` take a second.
 SCRIPT = """
 run=runs/t/$2
@@ -37,10 +49,11 @@ FAILING = """
 n=$(grep -c "^$(basename "$0") " calls)
 if [ "$n" -le "${FAIL:-0}" ]; then echo 'Unable to contact slurm controller' >&2; exit 1; fi
 """
-# adds the job to the queue under its name
+# adds the tasks of the array to the queue under its name
 SBATCH = """
 name=$(sed -n 's/^#SBATCH --job-name=//p' "${@: -1}")
-for task in 0 1 2; do echo "77_$task|PENDING|$name" >> queue; done
+tasks=$(sed -n "s/^#SBATCH --array='*\\([0-9,]*\\).*/\\1/p" "${@: -1}")
+for task in ${tasks//,/ }; do echo "77_$task|PENDING|$name" >> queue; done
 echo "Submitted batch job 77"
 """
 
@@ -82,38 +95,38 @@ class Sweeps:
         self.here, self.folder = here, here / "runs" / "sweeps" / "t"
 
     def make(self, count, script=SCRIPT):
-        """A manifest with so many runs of a script."""
+        """The plan of so many runs of a script."""
         (self.here / "run.sh").write_text(script)
         (self.here / "experiments").mkdir(exist_ok=True)
         (self.here / "experiments" / "__init__.py").touch()
         (self.here / "experiments" / "sweep.py").write_text(REPLACED)
-        Manifest.open(self.folder)
+        Plan.open(self.folder)
         return self.add(count)
 
     def add(self, count):
         """Adds runs whose directories are runs/t/<index>."""
-        manifest = self.manifest
-        first = len(manifest.runs)
-        manifest.add([
+        plan = self.plan
+        first = len(plan.runs)
+        plan.add([
             PlannedRun(-1, f"t{i}", f"t/{i}", [f"seed={i}"], CONFIG)
             for i in range(first, first + count)
         ])  # fmt: skip
-        return manifest
+        return plan
 
     @property
-    def manifest(self):
-        return Manifest(self.folder)
+    def plan(self):
+        return Plan(self.folder)
 
     def submit(self, **launcher):
         """What the verb does after it has planned the runs."""
         with durable.locked(self.folder / ".lock"):
-            manifest = self.manifest
-            runs = [run.index for run in manifest.runs]
-            sweep.hand_over(manifest, runs, TO_SUBMIT, LOCAL | launcher)
+            plan = self.plan
+            runs = [run.index for run in plan.runs]
+            sweep.hand_over(plan, runs, TO_SUBMIT, LOCAL | launcher)
 
     def train(self, monkeypatch, **launcher):
         """Submits and trains in this process."""
-        monkeypatch.setattr(sweep.local, "start", lambda manifest: None)
+        monkeypatch.setattr(sweep.local, "start", lambda plan: None)
         monkeypatch.setattr(sweep.local, "LOOK_S", 0.1)
         self.submit(**launcher)
         handlers = {number: signal.getsignal(number) for number in STOPPING}
@@ -122,17 +135,17 @@ class Sweeps:
             signal.signal(number, handler)
 
     def states(self):
-        manifest = self.manifest
-        return states(manifest, ask_queue(manifest))
+        plan = self.plan
+        return states(plan, ask_queue(plan))
 
     def names(self):
         return [state.state for state in self.states()]
 
     def starts(self):
         """How often each run was started."""
-        manifest = self.manifest
-        rows = [manifest.attempts(run.index) for run in manifest.runs]
-        return [sum(row["event"] == "started" for row in of_run) for of_run in rows]
+        path = self.here / "starts"
+        started = path.read_text().split() if path.exists() else []
+        return [started.count(str(run.index)) for run in self.plan.runs]
 
     def end(self):
         """Waits until no run waits or trains."""
@@ -178,6 +191,7 @@ def cluster(here, shim, monkeypatch):
     """
     monkeypatch.setattr(slurm, "FIRST_WAIT_S", 0.01)
     monkeypatch.setenv("REQUEUE_WAIT_S", "0")
+    shim("srun", "")
     shim("sbatch", FAILING + SBATCH)
     shim("squeue", FAILING + "[ ! -e queue ] || cat queue")
     shim("scontrol", FAILING)

@@ -8,9 +8,8 @@ import shutil
 import pytest
 
 from experiments import sweep
-from lowprec.sweep.plan import LAUNCHER
 
-PIECES = b'[]|null|{}|\0|-1|"x"|\xff\xfe|[[[[|}|\n|,|:|{"event": "submitted"}\n'.split(b"|")
+PIECES = b'[]|null|{}|\0|-1|"x"|\xff\xfe|[[[[|}|\n|,|:|{"reason": 3}\n'.split(b"|")
 PIECES += [b"9" * 400, b'{"a":' * 5000]
 VALUES = (None, [], {}, "x", -1, 1.5, True, [[]], 10**30, "\n", "\0", "\ud800", "n" * 10**5)
 NOTHING = ("no sweeps in runs/sweeps yet", "nothing in this sweep was submitted")
@@ -49,13 +48,12 @@ def damage(path, source):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(4))
 def test_verbs_survive_damaged_files_or_name_them(sweeps, here, monkeypatch, capsys, seed):
-    monkeypatch.setattr(sweep.local, "start", lambda manifest: None)
-    manifest = sweeps.make(3)
-    row = {"event": "submitting", "token": "a", "runs": [0, 1, 2], "launcher": LAUNCHER}
-    manifest.record(row)
+    monkeypatch.setattr(sweep.local, "start", lambda plan: None)
+    plan = sweeps.make(3)
+    plan.hand_over([0, 1, 2], {"name": "local", "parallel": 1, "gpus": 0})
     for index in range(3):
-        manifest.append(index, {"event": "started", "token": "a", "saved": 0})
-        directory = manifest.directory_of(index)
+        plan.end(index, "no")
+        directory = plan.directory_of(index)
         directory.mkdir(parents=True)
         (directory / "status.json").write_text('{"state": "running", "step": 1, "saved": 0}')
         (directory / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n')
@@ -64,7 +62,7 @@ def test_verbs_survive_damaged_files_or_name_them(sweeps, here, monkeypatch, cap
     for _ in range(300):
         shutil.rmtree(here / "runs")
         shutil.copytree(here / "whole", here / "runs")
-        files = [path for path in (here / "runs").rglob("*.json*") if path.is_file()]
+        files = [path for path in (here / "runs").rglob("*.*") if path.is_file()]
         for path in source.sample(files, source.choice([1, 1, 2, 4])):
             damage(path, source)
         for words in (["status"], ["resubmit", "--failed"], ["cancel"]):
@@ -72,5 +70,5 @@ def test_verbs_survive_damaged_files_or_name_them(sweeps, here, monkeypatch, cap
                 sweep.command(words)
             except SystemExit as left:
                 fault = capsys.readouterr().err if left.code == 2 else left.code
-                assert str(manifest.folder) in fault or any(map(fault.count, NOTHING)), fault
+                assert str(plan.folder) in fault or any(map(fault.count, NOTHING)), fault
         capsys.readouterr()

@@ -15,18 +15,18 @@ from tests.sweep.conftest import processes_in
 LOCAL = {"name": "local", "parallel": 2, "gpus": 0}
 SAVES = """
 [ ! -e alive ] || { echo 'two at once'; exit 9; }
-trap 'sleep 0.7; rm alive; touch saved; exit 75' TERM
+trap 'touch stopping; sleep 0.7; rm alive; touch saved; exit 75' TERM
 [ -e saved ] || { touch alive; while :; do sleep 0.02; done; }
 """
 
 
-def launcher_of(manifest):
-    return int(local.lock_path(manifest.folder).read_text())
+def launcher_of(plan):
+    return int(local.lock_path(plan.folder).read_text())
 
 
-def kill_launcher(manifest):
+def kill_launcher(plan):
     """Kills the launcher of a sweep and waits until it is gone."""
-    pid = launcher_of(manifest)
+    pid = launcher_of(plan)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
 
@@ -61,23 +61,22 @@ def test_an_interrupted_submit_leaves_no_launcher_that_begins_later(sweeps, here
     def interrupted(seconds):
         raise KeyboardInterrupt
 
-    manifest = sweeps.make(2)
+    plan = sweeps.make(2)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(local.time, "sleep", interrupted)
         sweeps.submit()
-    assert not processes_in(here) and not local.lock_path(manifest.folder).exists()
+    assert not processes_in(here) and not local.lock_path(plan.folder).exists()
 
 
 def test_a_killed_launcher_loses_no_run_and_none_that_ended_is_run_again(sweeps, here):
-    manifest = sweeps.make(24)
+    plan = sweeps.make(24)
     (here / "slow").write_text("8\n9\n")
     sweeps.submit()
     sweeps.until(lambda: sum(sweeps.starts()) >= 10)
-    kill_launcher(manifest)
+    kill_launcher(plan)
     sweeps.until(lambda: "running" not in sweeps.names())
     assert sweeps.names().count("lost") > 10
     finished = {i for i, name in enumerate(sweeps.names()) if name == "finished"}
-    manifest.append(0, {"event": "started", "token": manifest.submissions()[0].token})  # no end
     first = (here / "order").read_text().split()
     sweeps.submit()
     sweeps.end()
@@ -93,10 +92,10 @@ def test_a_killed_launcher_loses_no_run_and_none_that_ended_is_run_again(sweeps,
 def test_trainings_of_an_ended_launcher_save_and_the_next_one_waits_for_them(
     sweeps, here, number, waits
 ):
-    manifest = sweeps.make(1, SAVES + sweeps.script)
+    plan = sweeps.make(1, SAVES + sweeps.script)
     sweeps.submit(parallel=1)
     sweeps.until((here / "alive").exists)
-    os.kill(launcher_of(manifest), number)
+    os.kill(launcher_of(plan), number)
     if waits:
         sweeps.until(lambda: sweeps.names() == ["lost"])
         assert (here / "saved").exists()  # until then it counts as running
@@ -120,15 +119,14 @@ def test_a_second_submit_adds_runs_to_the_launcher_that_is_there(sweeps, here):
 
 
 def test_two_submits_at_once_submit_each_run_once(sweeps):
-    manifest = sweeps.make(10)
+    plan = sweeps.make(10)
     code = "from experiments import sweep; from lowprec.sweep.plan import *\n"
-    code += f"folder = Path({str(manifest.folder)!r})\nwith durable.locked(folder / '.lock'):\n"
-    code += f"  sweep.hand_over(Manifest(folder), list(range(10)), ('new',), {LOCAL!r})"
+    code += f"folder = Path({str(plan.folder)!r})\nwith durable.locked(folder / '.lock'):\n"
+    code += f"  sweep.hand_over(Plan(folder), list(range(10)), ('new',), {LOCAL!r})"
     both = [subprocess.Popen([sys.executable, "-P", "-c", code]) for _ in range(2)]
     assert [process.wait(60) for process in both] == [0, 0]
     sweeps.end()
     assert sweeps.starts() == [1] * 10
-    assert [row["runs"] for row in manifest.events()] == [list(range(10))]
 
 
 def test_no_more_runs_train_at_once_than_parallel(sweeps, here, monkeypatch):
@@ -192,17 +190,12 @@ def test_runs_that_share_the_cores_share_the_threads(sweeps, here, monkeypatch, 
     assert (here / "threads").read_text().strip() == threads
 
 
-def test_runs_without_a_lock_or_gpus_fail_with_the_reason(sweeps, monkeypatch):
-    manifest = sweeps.make(2)
-    manifest.lock_of(1).mkdir()  # cannot be opened for writing
-    sweeps.train(monkeypatch)
-    assert sweeps.names() == ["finished", "failed"]
-    assert "Is a directory" in sweeps.states()[1].reason
-    assert len(manifest.attempts(1)) == 1
+def test_runs_without_gpus_fail_with_the_reason(sweeps, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
-    sweeps.add(1)
+    sweeps.make(1)
     sweeps.train(monkeypatch, gpus=2)
-    assert "launcher.gpus=2, but 1 GPUs are visible" in sweeps.states()[2].reason
+    assert sweeps.names() == ["failed"]
+    assert "launcher.gpus=2, but 1 GPUs are visible" in sweeps.states()[0].reason
 
 
 def test_training_that_was_asked_to_stop_and_saved_is_started_again(sweeps, here):
@@ -220,7 +213,7 @@ def test_training_that_was_asked_to_stop_and_saved_is_started_again(sweeps, here
 def test_cancel_stops_what_trains_and_resubmit_continues_it(sweeps, here, capsys):
     waits = "[ -e go ] || { touch begun; while :; do sleep 0.05; done; }\n"
     waits = "trap 'sleep 0.5; exit 75' TERM\n" + waits
-    manifest = sweeps.make(3, waits + sweeps.script)
+    sweeps.make(3, waits + sweeps.script)
     sweeps.submit(parallel=1)
     sweeps.until((here / "begun").exists)
     sweep.cancel([])
@@ -231,7 +224,6 @@ def test_cancel_stops_what_trains_and_resubmit_continues_it(sweeps, here, capsys
         sweep.wait([])
     assert sweeps.names() == ["cancelled"] * 3
     assert sweeps.starts() == [1, 0, 0]
-    assert [row["again"] for row in manifest.attempts(0) if row["event"] == "ended"] == [False]
     (here / "go").touch()
     sweep.resubmit(["--cancelled"])
     sweeps.end()
@@ -243,6 +235,7 @@ def test_a_run_submitted_again_while_it_is_being_cancelled_is_trained_once(sweep
     sweeps.submit()
     sweeps.until((here / "alive").exists)
     sweep.cancel([])
+    sweeps.until((here / "stopping").exists)
     sweeps.submit()
     sweeps.end()
     assert sweeps.names() == ["finished"]

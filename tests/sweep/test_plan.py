@@ -9,96 +9,63 @@ from experiments import sweep
 from experiments.train import main as train
 from lowprec.config.compose import compose_command
 from lowprec.runs.read import find_runs, read_last_row, read_status
-from lowprec.sweep.plan import LAUNCHER, Manifest, plan_runs
+from lowprec.sweep.plan import Plan, plan_runs
+
+LOCAL = {"name": "local", "parallel": 1, "gpus": 0}
 
 
 @pytest.fixture
-def manifest(sweeps):
-    manifest = sweeps.make(2)
-    row = {"event": "submitting", "token": "a", "runs": [0, 1], "launcher": LAUNCHER}
-    manifest.record(row)
-    manifest.append(0, {"event": "started", "token": "a"})
-    return manifest
+def plan(sweeps):
+    """The plan of two submitted runs."""
+    sweeps.make(2)
+    plan = sweeps.plan
+    plan.hand_over([0, 1], LOCAL)
+    return plan
 
 
-def test_a_torn_row_costs_no_other_row(manifest, sweeps):
-    for path in (manifest.folder / "submissions.jsonl", manifest.folder / "runs" / "0000.jsonl"):
-        with open(path, "a") as file:
-            file.write('{"time": 1.0, "event": "subm')
-    assert sweeps.names() == ["lost", "lost"]
-    manifest.record({"event": "cancelled", "runs": [0]})
-    manifest.append(0, {"event": "ended", "token": "a"})
-    assert [row["event"] for row in manifest.events()] == ["submitting", "cancelled"]
-    assert [row["event"] for row in manifest.attempts(0)] == ["started", "ended"]
-    assert sweeps.names() == ["cancelled", "lost"]
-
-
-def test_a_damaged_row_of_a_submission_stops_no_verb(manifest, sweeps):
-    path = manifest.folder / "submissions.jsonl"
-    path.write_text(path.read_text()[9:])
-    manifest.record({"event": "submitted", "token": "a", "job": "7"})
-    manifest.record({"event": "cancelled", "runs": [1]})
-    assert sweeps.names() == ["new", "new"]
-
-
-@pytest.mark.parametrize("index", [2, -1])
-def test_rows_beyond_the_plan_or_in_a_wrong_file_are_named(manifest, sweeps, capsys, index):
-    row = {"event": "submitting", "token": "b", "runs": [index, 1], "launcher": LAUNCHER}
-    manifest.record(row)
-    manifest.record({"event": "started", "token": "a"})  # an attempt among the submissions
-    submissions = {i: (one.token, one.place) for i, one in manifest.submissions().items()}
-    assert submissions == {0: ("a", 0), 1: ("b", 1)}
-    sweep.command(["status"])
-    printed = "".join(capsys.readouterr().out.split("\n"))
-    assert f"t/submissions.jsonl: a row names run {index}, which is not in the plan" in printed
-    assert "t/submissions.jsonl: a row is damaged" in printed
-    assert sweeps.names() == ["lost", "lost"]
-
-
-PLANS = ('{"cells": []}', "[]", "text", "", '{"runs": 3}', '{"runs": [3]}', '{"runs": [{}]}')
-PLANS += ('{"command": ["touch", "%s"], "cwd": "/", "runs": []}',)
+PLANS = ('{"cells": []}', "[]", "text", "", '{"launchers": {}, "runs": 3}', '{"runs": []}')
+PLANS += ('{"launchers": {}, "runs": [3]}', '{"launchers": {}, "runs": [{}]}')
+PLANS += ('{"launchers": {"local": {"name": "slurm", "parallel": 1, "gpus": 0}}, "runs": []}',)
+PLANS += ('{"launchers": {"local": {"name": "local"}}, "runs": []}',)
+PLANS += ('{"command": ["touch", "%s"], "cwd": "/", "launchers": {}, "runs": []}',)
 
 
 @pytest.mark.parametrize("text", PLANS)
-def test_a_damaged_plan_or_one_of_an_earlier_version_is_named(manifest, canary, text):
-    (manifest.folder / "sweep.json").write_text(text.replace("%s", str(canary)))
+def test_a_damaged_plan_or_one_of_an_earlier_version_is_named(plan, canary, text):
+    (plan.folder / "sweep.json").write_text(text.replace("%s", str(canary)))
     for words in (["status"], ["wait"], ["cancel"], ["resubmit", "--failed"]):
         with pytest.raises(SystemExit, match=r"/t/sweep\.json is damaged"):
             sweep.command(words)
 
 
 DAMAGE = ("[]", "text", "null", "7", "\0\0", '{"loss": {}}', '{"step": "4"}')
-DAMAGE += ('{"state": [], "step": "x", "event": 3}',)
-DAMAGE += ('{"event": "submitting", "token": "b", "runs": [[]], "launcher": {}}',)
+DAMAGE += ('{"state": [], "step": "x", "reason": 3}',)
 
 
 @pytest.mark.parametrize("text", DAMAGE)
-def test_damaged_files_are_named_and_other_runs_keep_their_states(manifest, sweeps, capsys, text):
-    good, bad = manifest.directory_of(0), manifest.directory_of(1)
+def test_damaged_files_are_named_and_other_runs_keep_their_states(plan, sweeps, capsys, text):
+    good, bad = plan.directory_of(0), plan.directory_of(1)
     good.mkdir(parents=True)
     (good / "status.json").write_text('{"state": "finished", "step": 1}')
     bad.mkdir()
-    manifest.append(1, {"event": "ended", "token": "a", "code": 0, "again": False})
-    rows = [manifest.folder / "submissions.jsonl", manifest.folder / "runs" / "0001.jsonl"]
-    for path in (bad / "status.json", bad / "metrics.jsonl", *rows):
-        path.write_text((path.read_text() if path in rows else "") + text + "\n")
-    shutil.copytree(manifest.folder, manifest.folder.with_name("t.bak"))
+    for path in (bad / "status.json", bad / "metrics.jsonl", plan.mark(1, "ended")):
+        path.write_text(text + "\n")
+    shutil.copytree(plan.folder, plan.folder.with_name("t.bak"))
     assert sweeps.names() == ["finished", "failed"]
     sweep.status([])
     printed = capsys.readouterr().out
-    is_row = "event" in text or "loss" in text or "step" in text
-    for path in rows if is_row and "state" not in text else (bad / "status.json", *rows):
-        assert f"{path}" in printed, printed
+    if "loss" not in text and "step" not in text:
+        assert str(bad / "status.json") in printed and str(plan.mark(1, "ended")) in printed
 
 
-def test_pipes_and_folders_in_the_place_of_files_are_named(manifest, sweeps, capsys):
+def test_pipes_and_folders_in_the_place_of_files_are_named(plan, sweeps, capsys):
     for index, make in enumerate((os.mkfifo, os.mkdir)):
-        directory = manifest.directory_of(index)
+        directory = plan.directory_of(index)
         directory.mkdir(parents=True)
-        make(directory / "status.json")
-        make(directory / "metrics.jsonl")
-    make(manifest.folder / "runs" / "0001.jsonl")
-    assert sweeps.names() == ["lost", "lost"]
+        for name in ("status.json", "metrics.jsonl", ".lock"):
+            make(directory / name)
+    make(plan.mark(1, "ended"))
+    assert sweeps.names() == ["lost", "failed"]
     sweep.status([])
     printed = capsys.readouterr().out
     assert printed.count("is not a regular file") == 5
@@ -112,10 +79,10 @@ def test_each_data_set_is_opened_once(here, tiny):
 
 
 def test_a_planned_directory_is_where_the_same_command_trains(here, tiny, monkeypatch):
-    monkeypatch.setattr(sweep.local, "start", lambda manifest: None)
+    monkeypatch.setattr(sweep.local, "start", lambda plan: None)
     sweep.submit([*tiny, "seed=3", "name=t"])
     sweep.train(["runs/sweeps/t", "0"])
-    planned = Manifest(here / "runs/sweeps/t").directory_of(0)
+    planned = Plan(here / "runs/sweeps/t").directory_of(0)
     assert find_runs(here / "runs") == [planned] and read_status(planned)["state"] == "finished"
     config = compose_command([*tiny, "seed=3", "name=t"])[0].config
     shutil.rmtree(planned)
@@ -125,12 +92,12 @@ def test_a_planned_directory_is_where_the_same_command_trains(here, tiny, monkey
 
 
 def test_a_run_is_trained_beside_its_sweep_from_any_directory(here, tiny, monkeypatch):
-    monkeypatch.setattr(sweep.local, "start", lambda manifest: None)
+    monkeypatch.setattr(sweep.local, "start", lambda plan: None)
     sweep.submit([*tiny, "name=t"])
     (here / "elsewhere").mkdir()
     monkeypatch.chdir(here / "elsewhere")
     sweep.train([str(here / "runs/sweeps/t"), "0"])
-    assert find_runs(here / "runs") == [Manifest(here / "runs/sweeps/t").directory_of(0)]
+    assert find_runs(here / "runs") == [Plan(here / "runs/sweeps/t").directory_of(0)]
     assert not list((here / "elsewhere").iterdir())
 
 

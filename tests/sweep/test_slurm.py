@@ -4,22 +4,16 @@ import pytest
 
 from experiments import sweep
 from lowprec.sweep import slurm
-from lowprec.sweep.plan import Manifest
+from lowprec.sweep.plan import Plan
 from lowprec.sweep.slurm import SlurmError
 
 LAUNCHER = {"name": "slurm", "parallel": 8, "gpus": 0, "cpus": 1, "mem_gb": 1, "timeout_min": 60}
 LAUNCHER |= {"signal_s": 60, "partition": "low", "setup": [], "sbatch": None}
-JOBS = ["77_0", "77_1", "77_2"]
-
-
-def jobs_of(sweeps):
-    submissions = sweeps.manifest.submissions()
-    return [submissions[index].job for index in range(3)]
 
 
 @pytest.fixture
 def no_local_launcher(monkeypatch):
-    monkeypatch.setattr(sweep.local, "start", lambda manifest: None)
+    monkeypatch.setattr(sweep.local, "start", lambda plan: None)
 
 
 @pytest.mark.parametrize("failures", [0, 4])
@@ -28,30 +22,36 @@ def test_a_submission_is_tried_until_it_goes_through_once(cluster, sweeps, shim,
     sweeps.make(3)
     for _ in range(2):
         sweeps.submit(**LAUNCHER)
-        assert jobs_of(sweeps) == JOBS
         assert sweeps.names() == ["queued"] * 3
         assert len(shim.calls("sbatch")) == failures + 1
 
 
-def test_a_submit_killed_before_it_recorded_its_job_is_not_repeated(
-    cluster, sweeps, shim, monkeypatch
+@pytest.mark.parametrize("arrived", [True, False])
+def test_a_submit_that_is_killed_loses_and_repeats_nothing(
+    cluster, sweeps, shim, monkeypatch, arrived
 ):
     sweeps.make(3)
-    record = Manifest.record
+    submit = slurm.submit
 
-    def die(manifest, row):
-        if row["event"] == "submitted":
-            raise KeyboardInterrupt
-        record(manifest, row)
+    def die(*arguments):
+        if arrived:
+            submit(*arguments)
+        raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Manifest, "record", die)
-        with pytest.raises(KeyboardInterrupt):
-            sweeps.submit(**LAUNCHER)
-    assert jobs_of(sweeps) == [None] * 3
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(slurm, "submit", die)
+        sweeps.submit(**LAUNCHER)
+    assert sweeps.names() == ["queued" if arrived else "lost"] * 3
     sweeps.submit(**LAUNCHER)
     assert len(shim.calls("sbatch")) == 1
     assert sweeps.names() == ["queued"] * 3
+
+
+def test_a_sweep_of_the_same_name_elsewhere_has_other_jobs(cluster, sweeps, here):
+    sweeps.make(3)
+    sweeps.submit(**LAUNCHER)
+    other = Plan.open(here / "other" / "sweeps" / "t")
+    assert slurm.tasks(other, slurm.queue()) == [] != slurm.tasks(sweeps.plan, slurm.queue())
 
 
 HANGS = "exec sleep 60 > /dev/null 2>&1"
@@ -71,7 +71,7 @@ def test_an_sbatch_without_an_answer_is_looked_for_in_the_queue_and_not_repeated
         sweeps.submit(**LAUNCHER)
         assert sweeps.names() == ["queued"] * 3
     else:
-        with pytest.raises(SlurmError, match=r"sbatch failed 5 times: .*0.3 s"):
+        with pytest.raises(SlurmError, match="sbatch failed 5 times: no answer in 0.3 s"):
             sweeps.submit(**LAUNCHER)
     assert len(shim.calls("sbatch")) == (1 if arrives else 5)
 
@@ -89,24 +89,25 @@ def test_a_cancelled_sweep_goes_to_another_launcher_without_the_queue(
 ):
     sweeps.make(1)
     sweeps.submit(**LAUNCHER)
-    sweeps.manifest.record({"event": "cancelled", "runs": [0]})
+    sweeps.plan.mark(0, "cancelled").touch()
     monkeypatch.setattr(slurm, "queue", lambda: pytest.fail("the queue was asked"))
     sweeps.submit()
-    assert sweeps.manifest.submissions()[0].launcher["name"] == "local"
+    assert sweeps.plan.runs[0].launcher == "local"
 
 
 def test_the_batch_script_has_the_launchers_flags_and_a_run_per_task(cluster, sweeps):
     sweeps.make(3)
-    sweeps.manifest.record({"event": "submitting", "token": "a", "runs": [1], "launcher": LAUNCHER})
-    sweeps.manifest.append(1, {"event": "ended", "token": "a", "again": False, "reason": "no"})
+    sweeps.plan.hand_over([1], LAUNCHER)
+    sweeps.plan.end(1, "no")
     more = {"setup": ["module load cuda"], "sbatch": {"account": "us"}, "gpus": 2}
     sweeps.submit(**LAUNCHER | more)
-    (script,) = [path.read_text() for path in (sweeps.folder / "slurm").glob("*.sh")]
-    flags = ["array=0-1%8", "partition=low", "time=60", "mem=1G", "requeue", "signal=USR2@60"]
-    flags += ["account=us", "gpus-per-node=2", "cpus-per-task=1", "ntasks=1"]
-    assert {f"#SBATCH --{flag}" for flag in flags} <= set(script.splitlines())
-    assert "\nruns=(0 2)\n" in script
+    (script,) = [path.read_text() for path in (sweeps.folder / "slurm").glob("77*.sh")]
+    flags = ["array=0,2%8", "partition=low", "time=60", "mem=1G", "requeue", "signal=USR2@60"]
+    flags += ["account=us", "gpus-per-node=2", "cpus-per-task=1", "ntasks-per-node=2"]
+    lines = script.replace("'", "").splitlines()
+    assert {f"#SBATCH --{flag}" for flag in flags} <= set(lines) and "wckey" not in script
     assert script.index("module load cuda") < script.index("requeue.sh") < script.index("srun")
+    assert lines[-1].endswith(f"experiments.sweep train {sweeps.folder} $SLURM_ARRAY_TASK_ID")
 
 
 def test_a_queue_that_gives_no_answer_changes_no_state(cluster, sweeps):
@@ -121,10 +122,10 @@ def test_a_queue_that_gives_no_answer_changes_no_state(cluster, sweeps):
 def test_cancel_is_recorded_first_and_can_be_repeated(cluster, sweeps, shim):
     sweeps.make(3)
     sweeps.submit(**LAUNCHER)
-    shim("scancel", "grep -c cancelled runs/sweeps/t/submissions.jsonl > seen; exit 1")
+    shim("scancel", "ls runs/sweeps/t/runs | grep -c cancelled > seen; exit 1")
     with pytest.raises(SlurmError, match="scancel failed 5 times"):
         sweep.cancel([])
-    assert (sweeps.here / "seen").read_text() == "1\n"
+    assert (sweeps.here / "seen").read_text() == "3\n"
     assert sweeps.names() == ["cancelled"] * 3
     shim("scancel", "rm queue")
     sweep.cancel([])
@@ -145,14 +146,16 @@ def test_resubmit_uses_the_last_launcher_with_changes(
 ):
     sweeps.make(3)
     sweeps.submit(**LAUNCHER)
-    token = sweeps.manifest.submissions()[1].token
-    ended = {"event": "ended", "token": token, "code": 1, "reason": "no", "again": False}
-    sweeps.manifest.append(1, ended)
+    sweeps.plan.end(1, "no")
+    (sweeps.here / "queue").unlink()
+    for index in (0, 2):
+        sweeps.plan.mark(index, "cancelled").touch()
     sweep.resubmit(["--failed", *words])
-    last = [row for row in sweeps.manifest.events() if row["event"] == "submitting"][-1]
-    assert last["runs"] == [1]
+    *_, last = sweeps.plan.launchers.values()
+    assert [run.launcher == last["name"] for run in sweeps.plan.runs][1]
+    assert sweeps.plan.why_ended(1) is None and sweeps.names()[::2] == ["cancelled"] * 2
     kept = {} if words == ["launcher=local"] else LAUNCHER
-    assert last["launcher"].items() >= (kept | changed).items()
+    assert last.items() >= (kept | changed).items()
 
 
 PLANTED = {"setup": ["touch canary"], "sbatch": {"wrap": "touch canary"}, "partition": "low\ntouch"}
@@ -161,12 +164,11 @@ PLANTED = {"setup": ["touch canary"], "sbatch": {"wrap": "touch canary"}, "parti
 @pytest.mark.parametrize("key", PLANTED)
 def test_no_command_is_taken_from_a_file_of_a_sweep(cluster, sweeps, shim, capsys, key):
     sweeps.make(1)
-    row = {"event": "submitting", "token": "a", "runs": [0]}
-    sweeps.manifest.record(row | {"launcher": LAUNCHER | {key: PLANTED[key]}})
+    sweeps.plan.hand_over([0], LAUNCHER | {key: PLANTED[key]})
     with pytest.raises(SystemExit):
         sweep.command(["resubmit", "--failed"])
     assert not shim.calls("sbatch") and not list(sweeps.folder.glob("slurm/*"))
     again = {"setup": ["module load cuda"], "sbatch": {"account": "us"}, "partition": "high"}[key]
     written = str(again).replace("'", "").replace(": ", ":")
     sweep.command(["resubmit", "--failed", f"launcher.{key}={written}"])
-    assert sweeps.manifest.launchers()[-1] == LAUNCHER | {"runs_per_gpu": 1, key: again}
+    assert sweeps.plan.launchers["slurm"] == LAUNCHER | {"runs_per_gpu": 1, key: again}

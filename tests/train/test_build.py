@@ -1,13 +1,17 @@
 """Each key of a config reaches the object that it configures."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from lowprec.clip.model import blocks
 from lowprec.clip.vision import PatchDropout
+from lowprec.config.check import ConfigError
 from lowprec.config.schema import LIBRARIES
 from lowprec.data.open import open_data
 from lowprec.train.build import build, is_slow
+from lowprec.train.run import train_run
 from lowprec.train.step import can_capture
 
 KNOWN = ["grad_norm", "update_norm"]  # what all optimizers of libraries record
@@ -86,3 +90,12 @@ def test_only_a_compiled_gpu_step_without_host_state_is_captured(make_config):
         *({"optimizer.name": name, "diagnostics.statistics": KNOWN} for name in LIBRARIES),
     ):
         assert not can_capture(make_config({"compile": True, **host}), cuda)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_missing_gpu_is_named_before_data_are_opened_and_leaves_no_run(make_config, monkeypatch):
+    monkeypatch.setattr("lowprec.train.run.open_data", None)
+    config = make_config({"device": "cuda"})
+    with pytest.raises(ConfigError, match="device=cuda: torch finds no GPU here"):
+        train_run(config)
+    assert not Path(config.run_dir).exists()

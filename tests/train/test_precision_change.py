@@ -108,7 +108,7 @@ def test_a_run_with_a_change_is_replayed_and_evaluated_with_the_recipe_of_the_st
     run = tmp_path / "run"
     run_once(config_of("to high"), run)
     fp32 = list(suspects(to_dict(read_config(run))))[-1]
-    assert fp32[2:] == ("precision_change.step=null", "precision_change.recipe=null")
+    assert fp32[2:] == ["precision_change.step=null", "precision_change.recipe=null"]
     for step, changes in ((6, fp32), (7, ["precision=mxfp8"])):  # from before and after it
         replay_main(ReplayConfig(str(run), step, 2, perturbed=0), list(changes))
         assert "recorded losses exactly" in capsys.readouterr().out
