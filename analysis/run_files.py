@@ -245,10 +245,11 @@ def _read_config(run: Path) -> tuple[dict, str]:
         written = flatten(_parse_yaml(read.read_file(run / "config.yaml")))
         config = DEFAULTS | REMOVED | written  # both kinds of records have the same keys
         wrong = [key for key in (*TEXTS, *NUMBERS) if not _is_of_its_type(key, config[key])]
+        wrong += [key for key, value in written.items() if not _fits_a_table(key, value)]
         if all(key in written for key in TEXTS) and not wrong:
             label = PrecisionConfig(*(config[key] for key in PRECISION)).label
             return {**config, "precision.label": label}, ""
-        fault += "".join(f": {key}={config[key]!r}" for key in wrong[:1])
+        fault += "".join(f": {key}={config[key]!r}"[:200] for key in wrong[:1])
     except (OSError, ValueError, AttributeError, TypeError, RecursionError, yaml.YAMLError):
         pass
     return {"experiment": run.resolve().parent.name, "scale": None}, fault
@@ -269,6 +270,15 @@ def _is_of_its_type(key: str, value: object) -> bool:
     if key in TEXTS:
         return isinstance(value, str) or value is None and DEFAULTS[key] is None
     return allows(key, value) and not abs(value or 0) >= 1e12
+
+
+def _fits_a_table(key: str, value: object) -> bool:
+    """Whether a column can hold a value: no number beyond 64 bits, no list for a value or group."""
+    if isinstance(value, tuple) and key in DEFAULTS:
+        return allows(key, list(value))
+    if isinstance(value, tuple):
+        return not any(name.startswith(f"{key}.") for name in DEFAULTS)
+    return type(value) is not int or abs(value) < 2**63
 
 
 def _is_step_row(row: dict, largest: float) -> bool:

@@ -93,6 +93,8 @@ def allows(path: str, value: Any, schema: type = Config) -> bool:
     kind, is_optional = _kind(f)
     if value is None:
         return is_optional
+    if container := typing.get_origin(kind):
+        return isinstance(value, container)
     is_of_kind = type(value) is kind or kind is float and type(value) is int
     return is_of_kind and _within(value, _bounds(f))
 

@@ -254,6 +254,18 @@ FAULTS = {  # what someone else's record may hold: how it gets there, a word of 
         lambda run: in_config(run, name=[{"a": [1]}], model__name_of=[[{}]], model__pool=[[{}]]),
         "",
     ),
+    "a list for a number": (
+        lambda run: in_config(run, optimizer__eps=[]),
+        "config.yaml is damaged: optimizer.eps=()",
+    ),
+    "a list for a group": (
+        lambda run: in_config(run, scaler=[]),
+        "config.yaml is damaged: scaler=()",
+    ),
+    "a number of 400 digits": (
+        lambda run: in_config(run, model__image_size=10**400),
+        "config.yaml is damaged: model.image_size=1",
+    ),
     "every 0": (lambda run: in_config(run, diagnostics__every=0), "diagnostics.every=0"),
     "window 1e11": (
         lambda run: in_config(run, diagnostics__spikes__window=10**11),
@@ -314,6 +326,7 @@ def test_each_fault_of_a_record_is_noted_and_affects_only_its_run(
     assert notes[good.name] == "" and word in notes[bad.name]
     assert set(runs.tensors("*")["run"]) >= {good.name}
     assert good.name in set(load("loss_curves").query(runs)["run"])
+    assert good.name in set(load("rms_and_loss").query(runs)["run"])
     make_report(["--runs", str(root), "--out", str(tmp_path / "report.html")])
     assert good.name in (tmp_path / "report.html").read_text()
 
