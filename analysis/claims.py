@@ -177,7 +177,7 @@ CLAIMS = (
           f"two of two seeds {size_judges.FAILS:g} nat above the best bf16 run",
           partial(size_judges.fails, recipe=size_judges.FP8),
           short="tensor-wise fails", **AT_SIZE),
-    Claim("C3", "fp8 tensor-wise matches bf16's validation loss, true size (exploratory)",
+    Claim("C3", "fp8 tensor-wise matches bf16's validation loss, true size",
           "diverges", f"loss within +-{size_judges.MARGIN:g}%: {_TESTED}",
           partial(size_judges.compare, one=size_judges.FP8, other="bf16", how=size_judges.EQUAL)),
     Claim("C3", "fp8 tensor-wise diverges for large models", _papers("fp8_tensorwise"),

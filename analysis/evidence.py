@@ -172,7 +172,7 @@ def _heights(series: spike_marks.Series, protocol: Protocol) -> dict[str, float]
 
 def lacking(what: str, studies: Sequence[str], scale: str = "") -> NoRunsError:
     """The error for missing evidence: what is missing, and the command that makes it."""
-    ending = "" if scale == "paper" else "_mini"
+    ending = "" if scale == "paper" else f"_{scale or 'mini'}"
     existing = [name for name in studies if (EXPERIMENTS / f"{name}{ending}.yaml").exists()]
     study = (existing or studies)[0]
     makes = command(study, scale or "mini") + ("" if ending else f" {SHARDS}")

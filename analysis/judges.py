@@ -125,20 +125,20 @@ def features(
     runs = records.runs((study,), scale)
     runs = runs.where(runs.summaries["precision.label"] == BF16)
     frame = figures.load("feature_magnitude").query(runs).sort_values("block")
+    kinds = ("none", "zero_init") if stopped else ("none",)
+    if not set(kinds) <= set(frame["intervention"]):
+        raise lacking(f"block statistics with intervention={' and '.join(kinds)}", (study,), scale)
     by_run = frame.groupby(["intervention", "model", "seed", "run", "at"])["feature_mean"]
     blocks = by_run.agg(first_block="first", last_block="last").unstack("at")
     first, last = blocks["first_block", "last"], blocks["last_block", "last"]
     growth = pd.DataFrame({"depth": last / first, "by": last - first})
     growth["training"] = last / blocks["last_block", "first"]
-    kinds = ("none", "zero_init") if stopped else ("none",)
-    if not set(kinds) <= set(growth.index.get_level_values(0)):
-        raise lacking(f"block statistics with intervention={' and '.join(kinds)}", (study,))
     growth = growth.loc[list(kinds)]
     ours = "; ".join(
         f"{style.INTERVENTIONS[kind][0]}: {part['depth'].median():.3g} times as large in the last "
         f"block as in the first ({part['by'].median():+.3g}), in the last block "
         f"{part['training'].median():.3g} times as large at the last record as at the first "
-        f"(medians of {len(part)} runs)"
+        f"(medians of {counted(len(part), 'run')})"
         for kind, part in growth.groupby(level=0)
     )
     seeds = growth.reset_index("seed").groupby(level=[0, 1])["seed"].nunique().min()

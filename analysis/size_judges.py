@@ -4,7 +4,7 @@ Recipes are compared by the logarithm of the validation loss, paired by seed; th
 runs is judged.
 """
 
-import functools
+import contextlib
 import math
 
 import numpy as np
@@ -19,6 +19,7 @@ from analysis.evidence import (
     Evidence,
     Finding,
     Sample,
+    at_scale,
     decide,
     lacking,
 )
@@ -26,9 +27,11 @@ from analysis.load import NoRunsError
 
 SCALE, RECIPE, LARGEST = "true_size", "precision.label", "vit_h14"
 STUDIES = ("weight_gradient", "lr_map", "accuracy_vs_size")
+OF_WIDTH, WIDTHS = "weight_gradient", ["vit_b14", "vit_l14", "vit_h14"]  # the sizes it names
 FP8, INT8_GRADIENT = "hw_fp8_tensorwise", "grad_weight int8"
 MARGIN = 3.0  # % of the validation loss: less is equal
-TRAINS, FAILS = 0.1, 1.0  # nats of validation loss above the model's best bf16 run
+LOG_MARGIN = math.log1p(MARGIN / 100)
+TRAINS, FAILS = 0.1, 1.0  # nats: the validation loss minus that of the model's best bf16 run
 EARLY = 300  # step of the early record of features
 UPPER = 0.8  # one-sided level of the standard deviation from which seeds are planned
 MOST_SEEDS = 1000
@@ -44,35 +47,43 @@ FAMILY = {  # Holm's correction is for these: two recipes, how the first one's l
 def compare(records: Evidence, one: str, other: str, how: str) -> Finding:
     """Judges whether the validation loss of a recipe equals another's, or is higher.
 
-    Equality: two one-sided tests with MARGIN. p-values of FAMILY are corrected.
+    Equality: two one-sided tests with MARGIN. p-values of FAMILY are corrected. A diverged run has
+    no loss, so that its pair decides nothing.
     """
     by_model = changes(records, one, other)
-    sample_of = functools.partial(Sample.of, level=TWO_ONE_SIDED)
-    ours = "; ".join(f"{style.model(name)} {sample_of(x)}" for name, x in by_model.items())
-    ours = f"validation loss, %, 90%: {ours}"
     model, values = list(by_model.items())[-1]
-    sample, p = sample_of(values), p_value(values, how)
+    ours = "; ".join(f"{style.model(name)} {_percent(x)}" for name, x in by_model.items())
+    ours = f"validation loss, %, 90%: {ours}"
+    if diverged := int(np.isinf(values).sum()):
+        return Finding(ours, UNDECIDED, f"one run of a pair diverged in {diverged} of its seeds")
+    p, num_tests, also = p_value(values, how), 1, ""
     if FAMILY.get((one, other)) == how:
-        p = evidence.holm(_p_values(records, model))[one, other]
-    ours += f"; {style.model(model)}: p = {p:.2g}" + (
-        " by Holm's correction for four tests" if (one, other) in FAMILY else ""
-    )
-    margin = _log(MARGIN)
-    refuted = sample.low > margin or sample.high < -margin if how == EQUAL else sample.high < 0
+        p, num_tests = evidence.holm(_p_values(records, model))[one, other], len(FAMILY)
+        also = " by Holm's correction for four tests"
+    ours += f"; {style.model(model)}: p = {p:.2g}{also}"
+    sample = Sample.of(values, TWO_ONE_SIDED)
+    refuted = sample.high < (0 if how == HIGHER else -LOG_MARGIN)
+    refuted |= how == EQUAL and sample.low > LOG_MARGIN
     holds = True if p < ALPHA else False if refuted else None
-    needed = num_seeds(values, how)
+    needed = num_seeds(values, how, num_tests)
     why = f"{needed} seeds would decide it" if needed else f"not by {MOST_SEEDS:,} seeds"
     why += " if the difference stays as it is"
     return decide(ours, holds, len(values), records.outcomes(STUDIES, SCALE), why)
 
 
-def changes(records: Evidence, one: str, other: str) -> dict[str, pd.Series]:
-    """By model, small to large: 100 log(validation loss with `one` / with `other`), by seed."""
-    runs = records.outcomes(STUDIES, SCALE)
-    runs = runs.assign(log_loss=100 * np.log(runs["validation_loss"]))
+def changes(
+    records: Evidence, one: str, other: str, studies: tuple[str, ...] = STUDIES
+) -> dict[str, pd.Series]:
+    """By model, small to large: log(validation loss with `one` / with `other`), by seed.
+
+    It is infinite if one of the two diverged; a seed in which both did is left out.
+    """
+    runs = records.outcomes(studies, SCALE)
+    losses = runs["validation_loss"].mask(runs["state"] == "diverged", math.inf)
+    runs = runs.assign(log_loss=np.log(losses))
     groups = evidence.paired(runs, RECIPE, one, other, "log_loss")
     if not groups:
-        raise lacking(f"{one} and {other} with equal settings and seeds", STUDIES, SCALE)
+        raise lacking(f"{one} and {other} with equal settings and seeds", studies, SCALE)
     return {
         name: evidence.difference(group, RECIPE, one, other, "log_loss").dropna()
         for name, group in groups.items()
@@ -83,93 +94,102 @@ def p_value(values: pd.Series, how: str) -> float:
     """One-sided t test that the mean is above 0, or within the margin; 1 for one seed."""
     if len(values) < 2:
         return 1.0
-    bars = (0.0,) if how == HIGHER else (-_log(MARGIN), _log(MARGIN))
-    sides = ("greater", "less")
-    tests = (
-        stats.ttest_1samp(values, bar, alternative=s) for bar, s in zip(bars, sides, strict=False)
-    )
-    return float(max(test.pvalue for test in tests))
+    if how == HIGHER:
+        return float(stats.ttest_1samp(values, 0, alternative="greater").pvalue)
+    above = stats.ttest_1samp(values, -LOG_MARGIN, alternative="greater").pvalue
+    below = stats.ttest_1samp(values, LOG_MARGIN, alternative="less").pvalue
+    return float(max(above, below))
 
 
-def num_seeds(values: pd.Series, how: str) -> int | None:
+def num_seeds(values: pd.Series, how: str, num_tests: int) -> int | None:
     """Seeds that decide if the mean stays and the deviation is at its upper limit; None: too many.
 
-    The level is ALPHA divided by the number of tests in FAMILY.
+    To confirm, the level is ALPHA divided by the number of tests; to refute, it is ALPHA.
     """
     num, mean = len(values), float(values.mean())
     if num < 2:
         return None
     limit = values.std() * math.sqrt((num - 1) / stats.chi2.ppf(1 - UPPER, num - 1))
-    room = mean if how == HIGHER else _log(MARGIN) - abs(mean)
+    room = mean if how == HIGHER else LOG_MARGIN - abs(mean)
+    level = ALPHA / num_tests if room > 0 else ALPHA
     for n in range(num + 1, MOST_SEEDS):
-        if stats.t.ppf(1 - ALPHA / len(FAMILY), n - 1) * limit / math.sqrt(n) < room:
+        if stats.t.ppf(1 - level, n - 1) * limit / math.sqrt(n) < abs(room):
             return n
     return None
 
 
 def penalty_by_size(records: Evidence) -> Finding:
     """Judges whether LLM.int8()'s penalty in validation loss grows with the model, at one rate."""
-    by_model = changes(records, "llm_int8", "bf16")
-    table = pd.DataFrame(by_model).dropna()
-    ours = "; ".join(f"{style.model(name)} {values.mean():+.1f}%" for name, values in table.items())
-    if table.shape[1] < 3 or len(table) < 2:
+    by_model = changes(records, "llm_int8", "bf16", (OF_WIDTH,))
+    table = pd.DataFrame(by_model).reindex(columns=WIDTHS).dropna()
+    means = {name: 100 * math.expm1(values.mean()) for name, values in by_model.items()}
+    ours = "; ".join(f"{style.model(name)} {mean:+.1f}%" for name, mean in means.items())
+    ours = f"validation loss above bf16's: {ours}"
+    if len(table) < 2:
         return Finding(ours, UNDECIDED, "a trend needs three models and two seeds")
     p, reverse = evidence.page(table), evidence.page(table.iloc[:, ::-1])
-    ours = f"validation loss above bf16's: {ours}; Page's test p = {p:.2g} ({len(table)} seeds)"
+    ours += f"; Page's test p = {p:.2g} ({len(table)} seeds)"
     holds = True if p < ALPHA else False if reverse < ALPHA else None
     why = "all sizes at one learning rate; each size's best rate is not run"
-    return decide(ours, holds, len(table), records.outcomes(STUDIES, SCALE), why)
+    return decide(ours, holds, len(table), records.outcomes((OF_WIDTH,), SCALE), why)
 
 
 def outcomes(records: Evidence, recipe: str) -> pd.DataFrame:
-    """For each model and learning rate with both: `bf16` and `recipe`, lists of outcomes of runs.
+    """For each model and learning rate with both: `bf16` and `recipe`, lists of outcomes by seed.
 
-    A run "trains", is "degraded" or "fails" by its validation loss above the best bf16 run.
+    A run "trains", is "degraded" or "fails" by its validation loss above that of the best bf16 run
+    whose settings, but for the rate, are its own. Chance is more than FAILS above it.
     """
-    runs = records.outcomes(STUDIES, SCALE)
-    is_16 = runs[RECIPE] == "bf16"
-    best = np.log(runs["validation_loss"][is_16]).groupby(runs["model.name"]).min()
-    above = np.log(runs["validation_loss"]) - runs["model.name"].map(best)
+    runs = comparison.distinct(records.outcomes((*STUDIES, "interventions"), SCALE))
+    runs = runs[runs["validation_loss"].notna() | (runs["state"] == "diverged")]
+    losses = runs["validation_loss"].mask(runs["state"] == "diverged", math.inf)
+    same = comparison.signature(runs, RECIPE, "optimizer.lr", seed=False).rename("settings")
+    above = losses - losses.where(runs[RECIPE] == "bf16").groupby(same).transform("min")
     words = pd.Series("degraded", runs.index).mask(above <= TRAINS, "trains")
-    words = words.mask((above > FAILS) | above.isna() | (runs["state"] == "diverged"), "fails")
-    by = [runs["model.name"], runs["optimizer.lr"], runs[RECIPE]]
-    return words.groupby(by).agg(list).unstack()[["bf16", recipe]].dropna()
+    words = words.mask((above >= FAILS) | np.isinf(losses), "fails")
+    size = runs["model.name"].map(lambda name: style.rank(name, style.MODELS)).rename("size")
+    by = [size, same, runs["model.name"], runs["optimizer.lr"], runs[RECIPE]]
+    table = words.groupby(by).agg(list).unstack().reindex(columns=["bf16", recipe]).dropna()
+    if table.empty:
+        raise lacking(f"bf16 and {recipe} at equal rates", STUDIES, SCALE)
+    return table.droplevel(["size", "settings"])
 
 
 def fails(records: Evidence, recipe: str) -> Finding:
-    """Judges whether ViT-H/14 fails in a recipe at a learning rate at which it trains in bf16."""
-    runs = records.outcomes(STUDIES, SCALE)
-    if not {"bf16", recipe} <= set(runs[RECIPE]):
-        raise lacking(f"bf16 and {recipe}", STUDIES, SCALE)
+    """Judges whether ViT-H/14 fails in a recipe at a learning rate at which it trains in bf16.
+
+    Both need two seeds.
+    """
     table = outcomes(records, recipe)
     pairs = table[table["bf16"].map(lambda words: set(words) == {"trains"})]
-    parts = [
+    ours = "; ".join(
         f"{style.model(model)} at {lr:g}: {', '.join(words)}"
         for (model, lr), words in pairs[recipe].items()
+    )
+    largest = pairs[pairs.index.get_level_values("model.name") == LARGEST]
+    failing = largest[recipe].map(lambda words: set(words) == {"fails"})
+    if (failing & (largest.map(len) > 1).all(axis=1)).any():
+        return Finding(ours, at_scale(True, records.outcomes(STUDIES, SCALE)))
+    rates = comparison.counted(len(largest), "rate")
+    why = f"ViT-H/14 was trained at {rates} at which bf16 trains; six are planned"
+    return Finding(ours, UNDECIDED, f"{why}; one seed at some" if failing.any() else why)
+
+
+def feature_ratios(records: Evidence, recipe: str) -> pd.Series:
+    """By seed: E[abs(x)] of ViT-H/14's last vision block at step EARLY, relative to bf16."""
+    runs, loaded = records.outcomes(STUDIES, SCALE), records.runs(STUDIES, SCALE)
+    runs = runs[(runs["model.name"] == LARGEST) & runs[RECIPE].isin([recipe, "bf16"])]
+    sizes = [
+        loaded.only(row["run"])
+        .series(paper.BLOCK.format(int(row["model.vision_layers"]) - 1), "feature_mean")
+        .get(EARLY, math.nan)
+        for row in runs.to_dict("records")
     ]
-    largest = pairs[pairs.index.get_level_values(0) == LARGEST][recipe]
-    failing = [words for words in largest if len(words) > 1 and set(words) == {"fails"}]
-    num_rates = len(largest)
-    holds = True if failing else None
-    why = f"ViT-H/14 was trained at {comparison.counted(num_rates, 'rate')} at which bf16 trains"
-    return decide("; ".join(parts), holds, 2, runs, f"{why}; six are planned")
-
-
-def feature_ratios(records: Evidence, recipe: str, model: str = LARGEST) -> pd.Series:
-    """By seed: E[abs(x)] of the last vision block at step EARLY, relative to bf16."""
-    runs = records.outcomes(STUDIES, SCALE)
-    runs = evidence.paired(runs, RECIPE, recipe, "bf16", "validation_loss").get(model)
-    if runs is None:
-        raise lacking(f"{recipe} and bf16 of {model}", STUDIES, SCALE)
-    block = paper.BLOCK.format(int(runs["model.vision_layers"].iloc[0]) - 1)
-    loaded = records.runs(STUDIES, SCALE)
-    values = {
-        row.run: loaded.only(row.run).series(block, "feature_mean").get(EARLY, math.nan)
-        for row in runs.itertuples()
-    }
-    runs = runs.assign(size=runs["run"].map(values))
-    sides = [runs[runs[RECIPE] == name].groupby("seed")["size"].mean() for name in (recipe, "bf16")]
-    return sides[0] / sides[1]
+    runs = runs.assign(log_size=np.log(np.array(sizes, float)))
+    groups = evidence.paired(runs, RECIPE, recipe, "bf16", "log_size")
+    if not groups:
+        raise lacking(f"{recipe} and bf16 of {LARGEST}", STUDIES, SCALE)
+    return np.exp(evidence.difference(groups[LARGEST], RECIPE, recipe, "bf16", "log_size"))
 
 
 def predictions(records: Evidence) -> list[tuple[str, str, str]]:
@@ -203,45 +223,53 @@ def _predicted_ratio(
         for name, values in ratios.items()
     )
     every = pd.concat(ratios.values())
-    return ours, "true" if every.between(low, high).all() else "false"
+    return ours, _score(every.between(low, high).all(), min(map(len, ratios.values())))
 
 
 def _predicted_recall(records: Evidence) -> tuple[str, str]:
     runs = records.outcomes(("interventions",), SCALE)
-    at_rate = runs[(runs["intervention.name"] == "kq_norm") & (runs["optimizer.lr"] == 2e-3)]
-    if at_rate.empty:
+    is_it = (runs["intervention.name"] == "kq_norm") & (runs["optimizer.lr"] == 2e-3)
+    recalls = runs.loc[is_it & (runs["model.name"] == LARGEST), "recall"]
+    if recalls.empty:
         raise lacking("KQ norm at 2e-3", ("interventions",), SCALE)
-    ours = " and ".join(f"{recall:.1f}%" for recall in at_rate["recall"])
-    return ours, "true" if (at_rate["recall"] > 60).all() else "false"
+    ours = " and ".join(f"{recall:.1f}%" for recall in recalls)
+    return ours, _score((recalls > 60).all(), len(recalls))
 
 
 def _predicted_fp8(records: Evidence) -> tuple[str, str]:
     table = outcomes(records, FP8)
-    trains = [words for words in table[FP8] if set(words) == {"trains"}]
-    bf16 = [words for words in table["bf16"] if set(words) == {"trains"}]
-    ours = f"trains in {len(trains)} of {len(bf16)} settings of model and rate"
-    num_rates = table.index.get_level_values("optimizer.lr").nunique()
-    if len(trains) < len(bf16):
+    table = table[table["bf16"].map(lambda words: set(words) == {"trains"})]
+    trains = table[FP8].map(lambda words: set(words) == {"trains"})
+    ours = f"trains in {trains.sum()} of {len(trains)} settings of model and rate"
+    ours += f", {comparison.counted(table.index.unique('optimizer.lr').size, 'rate')}"
+    never = table[FP8].map(lambda words: "trains" not in words)
+    if (never & (table.map(len) > 1).all(axis=1)).any():
         return ours, "false"
-    return f"{ours}, all at {comparison.counted(num_rates, 'rate')}", "open: more rates"
+    return ours, "open: more rates" if trains.all() else "open: more seeds"
 
 
 def _predicted_penalty(records: Evidence) -> tuple[str, str]:
     return penalty_by_size(records).ours, "open: one rate for all sizes"
 
 
+def _score(holds: bool, num: int) -> str:
+    """The score of a prediction that holds in every seed or not; nothing follows from one seed."""
+    return "open: one seed" if num < 2 else "true" if holds else "false"
+
+
 def _p_values(records: Evidence, model: str) -> dict[tuple[str, str], float]:
-    """p-values of FAMILY for a model; 1 for recipes without runs."""
-    p_values = {}
+    """p-values of FAMILY for a model; 1 for recipes without runs, or of which one diverged."""
+    p_values = dict.fromkeys(FAMILY, 1.0)
     for (one, other), how in FAMILY.items():
-        try:
+        with contextlib.suppress(NoRunsError):
             values = changes(records, one, other).get(model, pd.Series(dtype=float))
-        except NoRunsError:
-            values = pd.Series(dtype=float)
-        p_values[one, other] = p_value(values, how)
+            if np.isfinite(values).all():
+                p_values[one, other] = p_value(values, how)
     return p_values
 
 
-def _log(percent: float) -> float:
-    """A change in % as 100 times the logarithm of the ratio."""
-    return 100 * math.log1p(percent / 100)
+def _percent(logs: pd.Series) -> str:
+    """Mean and 90% interval of finite logarithms of ratios, as changes in %."""
+    sample = Sample.of(logs[np.isfinite(logs)], TWO_ONE_SIDED)
+    ends = (100 * math.expm1(value) for value in (sample.mean, sample.low, sample.high))
+    return str(Sample(*ends, sample.num))

@@ -54,7 +54,8 @@ def _rows(run: Runs, head: dict) -> pd.DataFrame:
 
 def plot(frame: pd.DataFrame, ax: Axes, value: str = "sqnr_db") -> Axes:
     """One panel: the median over layers by step, and the middle half of them."""
-    for recipe in sorted(set(frame["recipe"]), key=lambda name: style.rank(name, style.PRECISIONS)):
+    recipes = sorted(frame["recipe"].unique(), key=lambda name: style.rank(name, style.PRECISIONS))
+    for recipe in recipes:
         by_step = frame[frame["recipe"] == recipe].groupby("step")[value]
         low, middle, high = (by_step.quantile(q) for q in (0.25, 0.5, 0.75))
         color = style.color(recipe, "")

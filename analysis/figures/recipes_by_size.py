@@ -10,11 +10,11 @@ from matplotlib.figure import Figure
 
 from analysis import comparison, curves, paper, style
 from analysis.load import Runs
+from analysis.size_judges import MARGIN
 
 EXPERIMENT = "weight_gradient"
 BF16, NARROW = "bf16", "grad_weight int8"
 EARLY = 0.2  # of the steps: the record of features
-MARGIN = 3.0  # % of the validation loss that count as equal (experiments/PROTOCOL.md)
 WIDTH = 0.5  # of the distance of two models, for all recipes
 COLUMNS = (*curves.OF_A_RUN, "recipe", "loss_change", "step", "feature_ratio")
 
@@ -35,10 +35,8 @@ def query(runs: Runs) -> pd.DataFrame:
     losses = np.log(frame["validation_loss"])
     means = losses[is_base].groupby(settings[is_base]).mean()
     keys = pd.MultiIndex.from_arrays([settings, frame["seed"]])
-    bases = pd.DataFrame({"loss": losses, "size": frame["size"]}).set_index(keys)[
-        is_base.to_numpy()
-    ]
-    bases = bases.reindex(keys).set_axis(frame.index)
+    bases = pd.DataFrame({"loss": losses, "size": frame["size"]})[is_base].set_index(keys[is_base])
+    bases = bases[~bases.index.duplicated()].reindex(keys).set_axis(frame.index)
     of_losses = bases["loss"].where(~is_base, settings.map(means))
     frame["loss_change"] = 100 * np.expm1(losses - of_losses)
     frame["feature_ratio"] = frame["size"] / bases["size"]

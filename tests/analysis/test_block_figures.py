@@ -5,9 +5,11 @@ import pandas as pd
 import pytest
 
 from analysis import paper
-from analysis.curves import RECALL
-from analysis.figures import attention_logits, feature_size
+from analysis.curves import RECALL, VALIDATION_LOSS
+from analysis.figures import attention_logits, feature_size, layer_noise, recipes_by_size
+from analysis.load import NoRunsError
 from lowprec.config.schema import InterventionConfig, ModelConfig
+from lowprec.runs.read import encode_row
 from tests.analysis.conftest import drawn
 
 BLOCKS = [paper.BLOCK.format(k) for k in (0, ModelConfig().vision_layers - 1)]
@@ -18,11 +20,12 @@ INT8 = {"grad_weight": {"format": "int8", "g": "columnwise", "x": "columnwise"}}
 def plant_fixture(make_run):
     """A function: a run of 20 steps whose last block has these values at steps 2 and 20."""
 
-    def plant(values, statistic="feature_mean", recall=50.0, **keys):
+    def plant(values, statistic="feature_mean", recall=50.0, loss=0.2, **keys):
         frame = pd.DataFrame(np.outer(values, [0.5, 1]), [2, 20], BLOCKS)
         columns = dict.fromkeys(RECALL, np.full(20, recall / 100))
+        columns[VALIDATION_LOSS] = np.full(20, loss)
         keys = {"num_steps": 20, "scale": "mini", "experiment": "accuracy_vs_size"} | keys
-        make_run(tables={"blocks": {statistic: frame}}, columns=columns, **keys)
+        return make_run(tables={"blocks": {statistic: frame}}, columns=columns, **keys)
 
     return plant
 
@@ -68,3 +71,78 @@ def test_logits_are_the_largest_of_any_block_at_the_end_and_settings_are_told_ap
     rest = "lr 0.001, batch 128"
     assert names[:2] == [f"nano, {rest}", f"nano, {rest}, zero-init layer-scale"]
     assert "which compares settings, and 1.00 within" in attention_logits.caption(frame)
+
+
+def test_losses_and_features_by_size_are_relative_to_bf16_of_the_same_seed(plant, query):
+    keys = {"experiment": "weight_gradient", "scale": "true_size"}
+    for model, factor in (("vit_l14", 1.1), ("vit_b14", 1.2)):
+        for seed, base in ((1, 0.2), (2, 0.4)):
+            of_run = keys | {"model": model, "seed": seed}
+            plant((seed, 99), loss=base, **of_run)
+            plant((seed * 2, 1), loss=base * factor, recipe="llm_int8", **of_run)
+            plant((seed * 3, 1), loss=base, recipe="custom", products=INT8, **of_run)
+    plant((9, 9), loss=9, recipe="llm_int8", model="vit_b14", seed=3, **keys)  # without bf16
+    plant((9, 9), loss=9, recipe="llm_int8", model="vit_b14", seed=1, lr=2e-3, **keys)
+    frame = query(recipes_by_size)
+    assert tuple(frame.columns) == recipes_by_size.COLUMNS and len(frame) == 12
+    assert set(frame["step"]) == {2}  # the last record of the first fifth
+    means = frame.groupby(["model", "recipe"])[["loss_change", "feature_ratio"]].agg(list)
+    for model, percent in (("vit_l14", 10), ("vit_b14", 20)):
+        of_loss, of_size = means.loc[model, "llm_int8"]
+        assert of_loss == pytest.approx([percent] * 2) and of_size == [2, 2]
+        of_loss, of_size = means.loc[model, "bf16"]  # relative to the geometric mean
+        assert of_loss == pytest.approx([-29.289, 41.421], abs=1e-3) and of_size == [1, 1]
+    left, right = drawn(recipes_by_size, frame)
+    ticks = [label.get_text() for label in left.get_xticklabels()]
+    assert ticks == ["ViT-B/14", "ViT-L/14"]
+    names = ["bf16", "int8 weight gradient only", "LLM.int8()"]
+    assert [text.get_text() for text in left.figure.legends[0].get_texts()] == names
+    bars = {line.get_label(): line for line in right.lines if line.get_marker() == "_"}
+    assert list(bars) == names[1:] and list(bars["LLM.int8()"].get_ydata()) == [2, 2]
+    assert right.get_title() == "features at step 2"
+    caption = recipes_by_size.caption(frame)
+    assert "12 runs at true_size scale" in caption and "gray: 3%, which count as equal" in caption
+    assert "ViT-B/14, LLM.int8(): +20.0%, 2.00." in caption
+    assert "ViT-L/14, int8 weight gradient only: +0.0%, 3.00." in caption
+
+
+def noises():
+    """Rows as quant_error writes them: two recipes with an int8 weight gradient, one in bf16."""
+    for step, recipe, layer in np.ndindex(3, 3, 2):
+        for product, operand in (("output", "x"), ("grad_weight", "g"), ("grad_weight", "x")):
+            for tokens in (256, 1024):
+                is_bf16 = recipe == 2
+                db = 40.0 - 10 * recipe - 2 * step - layer - (tokens == 256) * 20
+                names = ("llm_int8", "fp8_tensorwise", "switchback")
+                yield {"step": 10 * step, "recipe": names[recipe], "layer": f"layer {layer}",
+                       "product": product, "inner_dim": tokens, "operand": operand,
+                       "format": "bf16" if is_bf16 else "int8", "sqnr_db": 99.0,
+                       "product_sqnr_db": np.inf if is_bf16 else db,
+                       "underflowed": 0.1 * step + (operand != "g") * 0.5}  # fmt: skip
+
+
+def write_noise(run, rows):
+    """The rows in a run's quant_error.jsonl."""
+    (run / "quant_error.jsonl").write_text("".join(map(encode_row, rows)))
+
+
+def test_noise_of_layers_is_that_of_narrow_weight_gradients_over_the_most_tokens(plant, query):
+    run = plant((1, 1), experiment="weight_gradient")
+    plant((1, 1), experiment="weight_gradient", seed=1)  # not measured
+    with pytest.raises(NoRunsError, match=r"python -m experiments\.quant_error run=RUN"):
+        query(layer_noise)
+    write_noise(run, noises())
+    frame = query(layer_noise)
+    assert tuple(frame.columns) == layer_noise.COLUMNS and len(frame) == 3 * 2 * 2
+    assert set(frame["run"]) == {run.name} and set(frame["terms"]) == {1024}
+    assert set(frame["recipe"]) == {"llm_int8", "fp8_tensorwise"}
+    noise, zeros = drawn(layer_noise, frame)
+    names = [text.get_text() for text in noise.figure.legends[0].get_texts()]
+    lines = {line.get_label(): list(line.get_ydata()) for line in noise.lines}
+    assert list(lines) == names == ["LLM.int8()", "fp8 tensor-wise"]
+    assert lines["LLM.int8()"] == [39.5, 37.5, 35.5]  # medians over two layers
+    assert list(zeros.lines[0].get_ydata()) == pytest.approx([0, 0.1, 0.2])
+    caption = layer_noise.caption(frame)
+    assert "Weight gradients of 2 layers of nano on shapes: 1 run at mini scale" in caption
+    assert "summed over 1,024 tokens" in caption
+    assert caption.endswith("At step 20: LLM.int8() 35.5 dB, 20%; fp8 tensor-wise 25.5 dB, 20%.")

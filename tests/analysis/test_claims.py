@@ -96,7 +96,11 @@ ALONE = {
 }
 PRODUCT = {"experiment": "one_product"} | H14
 OF_ACCURACY = {  # claim: runs that it compares, and the accuracies with which it holds and fails
-    ("C1", "int8 matches"): (BY_SIZE | H14, arms("recipe", "switchback", "high"), EQUAL),
+    ("C1", "int8 matches bf16's accuracy"): (
+        BY_SIZE | H14,
+        arms("recipe", "switchback", "high"),
+        EQUAL,
+    ),
     ("C1", "beats"): (BY_SIZE | H14, arms("recipe", "switchback", "llm_int8"), HIGHER),
     ("C2", "loses accuracy"): (BY_SIZE | H14, arms("recipe", "high", "llm_int8"), HIGHER),
     ("C2", "more accuracy at larger"): (BY_SIZE, SIZES, LESS_AT_LARGEST),
@@ -133,7 +137,10 @@ def accuracies_fixture(write_run, tmp_path):
 
 
 OF_SCALES = [(claim, "mini") for claim in OF_ACCURACY]
-OF_SCALES += [(("C1", "int8 matches"), "paper"), (("C11", "beats gradient"), "paper")]
+OF_SCALES += [
+    (("C1", "int8 matches bf16's accuracy"), "paper"),
+    (("C11", "beats gradient"), "paper"),
+]
 
 
 @pytest.mark.parametrize(("claim", "scale"), OF_SCALES, ids=str)
@@ -173,18 +180,18 @@ def test_equivalence_needs_recall_and_validation_loss_where_that_has_a_margin(
     monkeypatch.setitem(LOSS_MARGINS, "mini", 1.0)
     base = (0.06, 0.065, 0.07)  # paired by seed: the baseline's own spread does not count
     losses = [b * (1 + change / 100) for b, change in zip(base, changes, strict=False)], base
-    _, compared, _ = OF_ACCURACY["C1", "int8 matches"]
+    _, compared, _ = OF_ACCURACY["C1", "int8 matches bf16's accuracy"]
     root = accuracies(compared, recalls, "mini", losses=losses, **BY_SIZE, model="mini_l")
-    finding = one(root, "C1", "int8 matches", "mini")
+    finding = one(root, "C1", "int8 matches bf16's accuracy", "mini")
     assert finding.verdict == verdict and words in f"{finding.ours} ({finding.why})"
 
 
 @pytest.mark.parametrize("changes", [NEAR, FAR, WIDE, NEAR[:2], ()])
 def test_the_validation_loss_is_given_but_not_judged_at_mini_scale(accuracies, changes):
     losses = [0.06 * (1 + change / 100) for change in changes], [0.06] * len(changes)
-    _, compared, _ = OF_ACCURACY["C1", "int8 matches"]
+    _, compared, _ = OF_ACCURACY["C1", "int8 matches bf16's accuracy"]
     root = accuracies(compared, EQUAL[0], "mini", losses=losses, **BY_SIZE, model="mini_l")
-    finding = one(root, "C1", "int8 matches", "mini")
+    finding = one(root, "C1", "int8 matches bf16's accuracy", "mini")
     assert finding.verdict == HELD and ("validation loss, %: " in finding.ours) == (changes != ())
 
 
@@ -205,7 +212,7 @@ def test_fp8_that_diverges_is_told_from_fp8_that_loses_accuracy(
 ):
     compared, values = arms("recipe", "high", "fp8_tensorwise"), [BF16, accuracies_of_fp8]
     root = accuracies(compared, values, "paper", **BY_SIZE | H14)
-    assert one(root, "C3", "diverges").verdict == verdict
+    assert one(root, "C3", "diverges", "paper").verdict == verdict
     root = accuracies(compared, values, "mini", "mini", **BY_SIZE, model="mini_l")
     expected = UNDECIDED if verdict == UNDECIDED else HELD
     assert one(root, "C3", "loses accuracy").verdict == expected
@@ -231,7 +238,7 @@ def test_the_largest_model_in_tensorwise_fp8_is_that_of_the_study_of_fixes(accur
 def test_only_runs_of_equal_settings_are_compared(accuracies):
     compared = [*arms("recipe", "high", "switchback"), dict(recipe="switchback", batch_size=64)]
     root = accuracies(compared, [[50.0], [49.0], [90.0]], "paper", **BY_SIZE | H14)
-    assert "-1.00, one seed" in one(root, "C1", "int8 matches", "paper").ours
+    assert "-1.00, one seed" in one(root, "C1", "int8 matches bf16's accuracy", "paper").ours
 
 
 def test_without_runs_each_claim_names_the_command_that_makes_them(tmp_path):
@@ -374,7 +381,7 @@ def test_features_that_grow_in_every_run_need_two_seeds(make_run, tmp_path):
             make_run(experiment="feature_magnitude", scale="mini", seed=seed, num_steps=20,
                      intervention=InterventionConfig(kind),
                      tables={"blocks": {"feature_mean": frame}})  # fmt: skip
-        for words in ("grows with depth", "the growth with depth"):
+        for words in ("grows with depth and training", "the growth with depth"):
             finding = one(tmp_path / "runs", "C5", words)
             assert (finding.verdict, finding.why) == (verdict, why)
             assert "3 times as large in the last block as in the first (+4)" in finding.ours

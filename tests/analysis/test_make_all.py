@@ -22,6 +22,7 @@ from tests.analysis.test_bench_figures import (
     op_lines,
     scale_lines,
 )
+from tests.analysis.test_block_figures import noises, write_noise
 from tests.analysis.test_point_of_no_return import replays, write_table
 
 ROOT = Path(__file__).parents[2]
@@ -35,6 +36,8 @@ NARROW = [
     {"output": {"format": "int8", "x": "rowwise", "w": "rowwise"}},
     {"grad_weight": {"format": "e2m1", "g": "columnwise", "x": "columnwise"}},
 ]
+INT8 = {"format": "int8", "g": "columnwise", "x": "columnwise"}
+INT8_GRADIENT = {"recipe": "custom", "products": {"grad_weight": INT8}}
 STUDIES = {  # experiment: what its runs differ in
     "accuracy_vs_size": [dict(model=m, recipe=r) for m in ("mini_b", "mini_l") for r in RECIPES],
     "loss_curves": [dict(model="mini_b", recipe=recipe) for recipe in RECIPES],
@@ -59,14 +62,19 @@ STUDIES = {  # experiment: what its runs differ in
     "spikes_vs_precision": [dict(recipe=r, beta2=0.99) for r in ("switchback", "fp8_tensorwise")],
     "one_product": [dict(recipe="custom", products=products) for products in NARROW],
     "point_of_no_return": [dict(beta2=0.99)],
+    "weight_gradient": [
+        dict(model=model, **precision)
+        for model in ("vit_b14", "vit_l14", "vit_h14")
+        for precision in ({"recipe": "high"}, {"recipe": "llm_int8"}, INT8_GRADIENT)
+    ],
     "rounding": [dict(model="mini_l", lr=1e-3 + 2e-10 * k) for k in (1, 2)],
 }
 RESULTS = ("zero_shot/top1", *RECALL, VALIDATION_LOSS)
 WATCHED = DiagnosticsConfig(spikes=SpikeConfig(ignore_steps=5, window=10))
 
 
-def tables(rank):
-    """RMS_t and gradients every step, features every tenth, without chance."""
+def tables(rank, first=10):
+    """RMS_t and gradients every step, features every tenth from the first, without chance."""
     steps = np.arange(1, STEPS + 1)
     blocks = [paper.BLOCK.format(k) for k in range(4)]
     names = ["visual.conv1.weight", "visual.class_embedding", "token_embedding.weight"]
@@ -75,7 +83,7 @@ def tables(rank):
     wave = 1 + 0.3 * np.sin(np.outer(steps, np.arange(1, len(names) + 1)) / 7 + rank)
     rms = pd.DataFrame(wave, steps, names)
     rms.loc[SPIKE - 3, names[0]] = 5
-    tenths = steps[9::10]
+    tenths = steps[first - 1 :: 10]
     features = pd.DataFrame(np.outer(tenths, np.arange(1.0, 5)) / 10 + rank, tenths, blocks)
     of_tensors = {"rms": rms, "grad_norm": rms / 10, "grad_abs_max": rms / 100}
     of_blocks = {"feature_mean": features, "logit_max": 10 * features}
@@ -108,12 +116,15 @@ def write_studies(root, write_run):
             keys = {"optimizer": "adamw", "num_steps": STEPS, "scale": "mini", "gpu": DEVICE} | cell
             losses = 1 + 5 * np.exp(-steps / 10) + 0.05 * np.sin(steps + rank)
             losses[SPIKE - 1 : SPIKE + 2] += 2
+            of_run = tables(rank, 8 if experiment == "weight_gradient" else 10)  # a fifth of it
             run = write_run(root, experiment=experiment, columns=columns, losses=losses,
-                            tables=tables(rank), diagnostics=WATCHED, **keys)  # fmt: skip
+                            tables=of_run, diagnostics=WATCHED, **keys)  # fmt: skip
             event = {"step": SPIKE - 3, "spike": "rms", "rms": {"visual.conv1.weight": 5.0}}
             (run / "events.jsonl").write_text(encode_row(event))
             if experiment == "point_of_no_return":
                 write_table(run, replays())
+            if experiment == "weight_gradient" and rank == 0:
+                write_noise(run, noises())
     for row in lines():
         path = root / "bench" / row["slug"] / "20260101-000000.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,325 @@
+"""Tests the claims at true size and the scored predictions on runs with planted losses."""
+
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from analysis import claims, make, paper, size_judges, study
+from analysis.curves import RECALL, VALIDATION_LOSS
+from analysis.evidence import NO_RUNS, NOT, REPRODUCED, UNDECIDED, Evidence
+from analysis.size_judges import EQUAL, HIGHER
+from lowprec.config.schema import InterventionConfig, ModelConfig
+from tests.analysis.test_block_figures import INT8
+from tests.analysis.test_claims import one
+
+HELD, FAILED = f"{REPRODUCED} at true size", f"{NOT} at true size"
+FP8, KQ_NORM = size_judges.FP8, InterventionConfig("kq_norm")
+BLOCKS = [paper.BLOCK.format(k) for k in (0, ModelConfig().vision_layers - 1)]
+BASE = (0.2, 0.21, 0.19)  # validation losses of bf16, a seed each
+MATCHES, WORSE, BETTER, LARGER = (
+    "int8 matches bf16's validation loss, true size",
+    "higher validation loss than bf16",
+    "lower validation loss than LLM.int8()",
+    "more at larger models, true size",
+)
+
+
+@pytest.fixture(name="train")
+def train_fixture(make_run, tmp_path):
+    """A function: runs of a recipe by their validation losses, from seed 1; None: diverged.
+
+    `sizes`: E[abs(x)] of the first and last block at steps 20 and 300 (one more for each seed).
+    """
+
+    def train(recipe, losses, recall=70.0, sizes=None, **keys):
+        num_steps, tables = 20, {}
+        if sizes is not None:
+            num_steps = 300
+            tables = {"blocks": {"feature_mean": pd.DataFrame(sizes, [20, 300], BLOCKS)}}
+        keys = {"experiment": "weight_gradient", "scale": "true_size", "lr": 5e-4, "recipe": recipe,
+                "model": "vit_h14", "flush": num_steps} | keys  # fmt: skip
+        for seed, loss in enumerate(losses, 1):
+            columns = {} if loss is None else {VALIDATION_LOSS: np.full(num_steps, loss)}
+            columns |= dict.fromkeys(RECALL, np.full(num_steps, recall / 100))
+            state = "diverged" if loss is None else "finished"
+            make_run(seed=seed, state=state, num_steps=num_steps, columns=columns, tables=tables,
+                     **keys)  # fmt: skip
+        return tmp_path / "runs"
+
+    return train
+
+
+def changed(*percents):
+    """Losses whose logarithms differ from bf16's by these hundredths."""
+    return [base * math.exp(x / 100) for base, x in zip(BASE, percents, strict=False)]
+
+
+@pytest.mark.parametrize(
+    ("percents", "verdict", "words"),
+    [
+        ((0.1, 0.3, -0.1), HELD, "ViT-H/14 +0.10 [-0.24, +0.44], 3 seeds"),
+        ((4.9, 5.1, 5.0), FAILED, "ViT-H/14 +5.13"),
+        ((-4.9, -5.1, -5.0), FAILED, "ViT-H/14 -4.88"),  # better is not equal
+        ((-2, 0, 2), UNDECIDED, "14 seeds would decide it if the difference stays as it is"),
+        ((2.8, 2.96, 3.1), UNDECIDED, "not by 1,000 seeds"),
+        ((0.1,), UNDECIDED, "one seed"),
+    ],
+)
+def test_equality_needs_two_one_sided_tests_within_3_percent(train, percents, verdict, words):
+    train("high", BASE)
+    root = train("switchback", changed(*percents))
+    train("switchback", [0.9, 0.9, 0.9], model="vit_b14")  # the largest model is judged
+    train("high", BASE, model="vit_b14")
+    finding = one(root, "C1", MATCHES)
+    assert finding.verdict == verdict and words in f"{finding.ours} ({finding.why})"
+
+
+@pytest.mark.parametrize(
+    ("percents", "verdict", "words"),
+    [
+        ((2.9, 3.0, 3.1), HELD, "ViT-H/14 +3.05 [+2.87, +3.22]"),
+        ((-2.9, -3.0, -3.1), FAILED, "p = 1 "),
+        ((-2, 1, 4), UNDECIDED, "206 seeds would decide it"),
+        ((-4, -1, 2), UNDECIDED, "111 seeds would decide it"),  # against it, without correction
+        ((3.0,), UNDECIDED, "one seed"),
+    ],
+)
+def test_a_higher_loss_needs_a_mean_above_0(train, percents, verdict, words):
+    train("high", BASE)
+    train("switchback", BASE)
+    root = Evidence([train("llm_int8", changed(*percents))])
+    for number, text in (("C2", WORSE), ("C1", BETTER)):
+        finding = one(root, number, text)
+        assert finding.verdict == verdict and words in f"{finding.ours} ({finding.why})"
+
+
+def test_holms_correction_is_over_four_comparisons_and_no_other(train):
+    train("high", BASE)
+    root = train("llm_int8", changed(1.8, 2.8, 3.8))  # p = 0.02
+    train("custom", changed(1.8, 2.8, 3.8), products=INT8)
+    finding = one(root, "C2", WORSE)
+    assert "p = 0.08 by Holm" in finding.ours and finding.verdict == UNDECIDED
+    alone = one(root, "C6", "alone in int8 raises")
+    assert alone.ours.endswith("p = 0.02") and alone.verdict == HELD
+    for recipe in ("switchback", FP8):  # with three smaller or equal p-values
+        train(recipe, changed(0, 0.01, -0.01))
+    assert "p = 0.04 by Holm" in (finding := one(root, "C2", WORSE)).ours
+    assert finding.verdict == HELD
+
+
+def test_as_many_seeds_are_needed_as_the_protocol_plans():
+    deviation = 1.7 * math.sqrt(2) / 100  # of differences of two arms, at the upper 80% limit
+    factor = 3.9470  # 1 / sqrt(chi2.ppf(0.2, 1))
+    values = pd.Series([1, -1]) * deviation / factor / math.sqrt(2)
+    assert size_judges.num_seeds(values, EQUAL, 4) == 7
+    assert size_judges.num_seeds(values[:1], EQUAL, 4) is None
+    assert size_judges.num_seeds(values + 0.03, HIGHER, 4) == 7
+    assert size_judges.num_seeds(values + 0.03, HIGHER, 1) < 7
+
+
+def test_a_pair_with_a_diverged_run_decides_nothing(train):
+    train("high", BASE)
+    root = train("llm_int8", [None, *changed(0, 5, 5)[1:]])
+    finding = one(root, "C2", WORSE)
+    assert finding.verdict == UNDECIDED and "ViT-H/14 +5.13 [+5.13, +5.13], 2" in finding.ours
+    assert finding.why == "one run of a pair diverged in 1 of its seeds"
+
+
+@pytest.mark.parametrize("keys", [{"gpu": "H100"}, {"lr": 1e-3}, {"batch_size": 64}])
+def test_kinds_of_gpus_and_other_settings_are_not_pooled(train, keys):
+    train("high", BASE, gpu="H200")
+    root = train("switchback", BASE, **{"gpu": "H200"} | keys)
+    assert one(root, "C1", MATCHES).verdict == NO_RUNS
+
+
+FAILS = "C3", "fails where bf16 trains"
+
+
+@pytest.mark.parametrize(
+    ("loss", "word"),
+    [(0.29, "trains"), (0.31, "degraded"), (1.19, "degraded"), (1.21, "fails"), (None, "fails")],
+)
+def test_outcomes_are_nats_above_the_best_bf16_run_of_any_rate(train, loss, word):
+    train("high", [0.25, 0.26])
+    train("high", [0.2], experiment="interventions", lr=1e-3)
+    train("high", [0.01], experiment="interventions", lr=1e-3, intervention=KQ_NORM)
+    train("high", [0.01], model="vit_l14")
+    root = train(FP8, [loss, 0.2])
+    assert one(root, *FAILS).ours == f"ViT-H/14 at 0.0005: {word}, trains"
+
+
+@pytest.mark.parametrize(
+    ("bf16", "fp8", "verdict"),
+    [
+        ([0.2, 0.2], [1.3, None], HELD),
+        ([0.2, 0.2], [1.3], UNDECIDED),
+        ([0.2], [1.3, 1.3], UNDECIDED),
+        ([0.2, 0.2], [1.3, 0.2], UNDECIDED),
+        ([0.2, 0.4], [None, None], UNDECIDED),  # bf16 does not train in both
+        ([0.2, 0.2], [0.2, 0.2], UNDECIDED),
+    ],
+)
+def test_failing_where_bf16_trains_needs_two_of_two_seeds(train, bf16, fp8, verdict):
+    train("high", bf16)
+    train("high", bf16, experiment="lr_map")  # the same runs again
+    root = train(FP8, fp8)
+    train(FP8, fp8, experiment="lr_map")
+    train("high", [0.2, 0.2], model="vit_b14")  # not the paper's largest model
+    train(FP8, [None, None], model="vit_b14")
+    finding = one(root, *FAILS)
+    assert finding.verdict == verdict and "ViT-B/14 at 0.0005: fails, fails" in finding.ours
+    at_some = verdict == UNDECIDED and 1 in map(len, (bf16, fp8))
+    assert finding.why.endswith("one seed at some") == at_some
+
+
+def test_rates_at_which_bf16_does_not_train_do_not_count(train):
+    for lr, bf16, fp8 in ((5e-4, [0.2, 0.2], [0.2, 0.2]), (1e-3, [0.4, 0.4], [2.0, 2.0])):
+        train("high", bf16, lr=lr)
+        root = train(FP8, fp8, lr=lr)
+    finding = one(root, *FAILS)
+    assert finding.verdict == UNDECIDED and "0.001" not in finding.ours
+    assert "was trained at 1 rate at which" in finding.why
+
+
+WIDTHS = size_judges.WIDTHS
+
+
+@pytest.mark.parametrize(
+    ("penalties", "verdict", "p_value"),
+    [
+        (((1, 2, 3), (0, 3, 5)), HELD, 0.028),
+        (((3, 2, 1), (9, 3, 2)), FAILED, 1),
+        (((1, 3, 2), (3, 2, 1)), UNDECIDED, 0.75),
+        (((1, 2, 3),), UNDECIDED, None),
+        (((1, 2), (1, 2)), UNDECIDED, None),
+    ],
+)
+def test_the_penalty_grows_with_size_by_pages_test(train, penalties, verdict, p_value):
+    for model, percents in zip(WIDTHS, zip(*penalties, strict=True), strict=False):
+        train("high", BASE[:2], model=model)
+        root = train("llm_int8", changed(*percents), model=model)
+    for model, percents in (("vit_b32", (9, 9)), ("vit_b16", (-9, -9))):  # levels of no study
+        train("high", BASE[:2], model=model)
+        train("llm_int8", changed(*percents), model=model)
+    for recipe, losses in (("high", BASE), ("llm_int8", changed(-9, -9, -9))):
+        train(recipe, losses, model="vit_h14", experiment="accuracy_vs_size", lr=1e-3)
+    finding = one(root, "C2", LARGER)
+    assert finding.verdict == verdict
+    if p_value is None:
+        assert finding.why == "a trend needs three models and two seeds"
+    else:
+        assert f"Page's test p = {p_value} (2 seeds)" in finding.ours
+
+
+def test_the_sizes_of_the_trend_are_those_that_its_study_names():
+    named = study.levels(size_judges.OF_WIDTH, size_judges.SCALE, "model.name")
+    assert sorted(named) == sorted(WIDTHS)
+
+
+def test_features_at_true_size_are_those_of_bf16_runs_of_the_named_study(train):
+    grows, stays = [[1, 2], [1, 4]], [[1, 2], [1, 3]]
+    root = train("high", BASE[:2], sizes=grows)
+    train("llm_int8", BASE[:2], sizes=[[4, 2], [4, 1]])
+    for kind, sizes in (("none", grows), ("zero_init", stays)):
+        train("high", BASE[:2], sizes=sizes, experiment="interventions",
+              intervention=InterventionConfig(kind))  # fmt: skip
+    finding = one(root, "C5", "depth and training, true size")
+    assert finding.verdict == HELD and "both above 1 in 2" in finding.ours
+    assert one(root, "C5", "with training, true size").verdict == HELD
+    assert one(root, "C5", "grows with depth and training").verdict == NO_RUNS
+
+
+def scores(root):
+    """Our numbers and the score of each of the five predictions."""
+    return [(ours, score) for _, ours, score in size_judges.predictions(Evidence([root]))]
+
+
+def test_predictions_without_runs_are_open(tmp_path):
+    assert scores(tmp_path) == [("-", "open: no runs")] * 5
+
+
+@pytest.mark.parametrize(
+    ("alone", "of_llm", "of_switchback", "expected"),
+    [
+        ((1.3, 1.5), (1.3, 1.3), (0.95, 1.05), ["true", "true"]),
+        ((1.3, 1.1), (1.3, 1.3), (0.95, 1.15), ["false", "false"]),
+        ((1.3, 1.3), (1.1, 1.3), (0.85, 1.0), ["false", "false"]),
+        ((1.3,), (1.3, 1.3), (1.0,), ["open: one seed", "open: one seed"]),
+        ((), (1.3, 1.3), (), ["open: no runs", "open: no runs"]),
+    ],
+)
+def test_predictions_of_features_are_ratios_at_step_300_in_every_seed(
+    make_run, train, alone, of_llm, of_switchback, expected
+):
+    arms = {"high": (1, 1), "custom": alone, "llm_int8": of_llm, "switchback": of_switchback}
+    for recipe, ratios in arms.items():
+        for seed, ratio in enumerate(ratios, 1):
+            # bf16 differs by seed, and the first block and step do not count; a run without a
+            # validation loss does
+            sizes = pd.DataFrame([[1, 9], [9, ratio * seed]], [20, 300], BLOCKS)
+            run = make_run(seed=seed, num_steps=300, model="vit_h14", flush=300, scale="true_size",
+                           experiment="weight_gradient", recipe=recipe,
+                           products=INT8 if recipe == "custom" else None,
+                           tables={"blocks": {"feature_mean": sizes}})  # fmt: skip
+    found = scores(run.parent)[:2]
+    assert [score for _, score in found] == expected
+    if len(alone) == 2:
+        assert found[0][0].startswith(f"grad_weight int8 {alone[0]:.2f} and {alone[1]:.2f}; LLM")
+
+
+@pytest.mark.parametrize(
+    ("recall", "num", "score"),
+    [(61.0, 2, "true"), (59.0, 2, "false"), (61.0, 1, "open: one seed")],
+)
+def test_the_prediction_of_kq_norm_is_the_recall_of_vit_h_at_2e_3(train, recall, num, score):
+    keys = {"experiment": "interventions", "intervention": KQ_NORM}
+    root = train("high", BASE[:num], recall=recall, lr=2e-3, **keys)
+    other = 120 - recall
+    train("high", BASE, recall=other, lr=1e-3, **keys)
+    train("high", BASE, recall=other, lr=2e-3, model="vit_b14", **keys)
+    train("high", BASE, recall=other, lr=2e-3, experiment="interventions")
+    assert scores(root)[2] == (" and ".join([f"{recall:.1f}%"] * num), score)
+
+
+@pytest.mark.parametrize(
+    ("fp8", "score"),
+    [
+        ([0.2, 0.2], "open: more rates"),
+        ([0.5, 0.2], "open: more seeds"),
+        ([0.5], "open: more seeds"),
+        ([0.5, 0.5], "false"),
+    ],
+)
+def test_the_prediction_of_fp8_is_judged_where_bf16_trains(train, fp8, score):
+    train("high", [0.2, 0.2])
+    root = train(FP8, fp8)
+    train("high", [2.0, 2.0], lr=2e-3)
+    train(FP8, [0.2, 0.2], lr=2e-3)  # trains where bf16 does not
+    num = int(score == "open: more rates")
+    assert scores(root)[3] == (f"trains in {num} of 1 settings of model and rate, 1 rate", score)
+
+
+def test_the_prediction_of_the_penalty_stays_open(train):
+    for model, percents in zip(WIDTHS, ((1, 1), (2, 2), (3, 3)), strict=True):
+        train("high", BASE[:2], model=model)
+        root = train("llm_int8", changed(*percents), model=model)
+    ours, score = scores(root)[4]
+    assert "p = 0.028" in ours and score == "open: one rate for all sizes"
+
+
+def test_the_page_has_predictions_and_rows_at_paper_scale_only_with_runs(train, tmp_path):
+    train("high", BASE)
+    for number in range(2):
+        out = ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path)]
+        assert make.main(["claims", *out]) == 0
+        page = (tmp_path / "claims.md").read_text()
+        rows, predicted = page.split("## Predictions")
+        assert claims.PREDICTED in predicted and predicted.count("\n| ") == 1 + 5
+        assert page.count("matches bf16's validation loss, true size | ") == 2
+        assert page.count("int8 matches bf16's accuracy, mini scale | ") == 1
+        assert rows.count(claims.BOTH["paper"]) == number
+        keys = {"experiment": "accuracy_vs_size", "scale": "paper"}
+        train("high", BASE, **keys)
+        train("switchback", BASE, **keys)
