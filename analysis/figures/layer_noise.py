@@ -16,11 +16,9 @@ from analysis.run_files import as_path
 
 EXPERIMENT = "weight_gradient"
 PRODUCT, OPERAND = "grad_weight", "g"
-COLUMNS = (*curves.OF_A_RUN, "step", "recipe", "layer", "terms", "sqnr_db", "underflowed")
-PANELS = {
-    "sqnr_db": ("signal to noise (dB)", "noise of the weight gradient"),
-    "underflowed": ("share of elements", "output gradients that become 0"),
-}
+FACTS = ("tower", "step", "recipe", "layer", "terms", "sqnr_db", "underflowed")
+COLUMNS = (*curves.OF_A_RUN, *FACTS)
+VISION, TEXT = "vision tower", "text tower"
 
 
 def select(heads: pd.DataFrame) -> pd.DataFrame:
@@ -29,7 +27,7 @@ def select(heads: pd.DataFrame) -> pd.DataFrame:
 
 
 def query(runs: Runs) -> pd.DataFrame:
-    """One row per step, recipe and layer whose weight gradient it quantizes.
+    """One row per step, recipe and layer whose weight gradient the recipe quantizes.
 
     `terms`: number of tokens in the sum, the largest that was measured; `sqnr_db` of the product;
     `underflowed`: share of the non-zero elements of g that become 0. NoRunsError without rows.
@@ -49,11 +47,12 @@ def _rows(run: Runs, head: dict) -> pd.DataFrame:
     table = table[(table["product"] == PRODUCT) & (table["operand"] == OPERAND)]
     table = table[(table["format"] != "bf16") & (table["inner_dim"] == table["inner_dim"].max())]
     table = table.rename(columns={"inner_dim": "terms"}).drop(columns="sqnr_db")
+    table["tower"] = np.where(table["layer"].str.startswith("visual"), VISION, TEXT)
     return table.rename(columns={"product_sqnr_db": "sqnr_db"}).astype({"sqnr_db": float})
 
 
 def plot(frame: pd.DataFrame, ax: Axes, value: str = "sqnr_db") -> Axes:
-    """One panel: the median over layers by step, and the middle half of them."""
+    """One panel for one tower: the median over layers by step, and the middle half of them."""
     recipes = sorted(frame["recipe"].unique(), key=lambda name: style.rank(name, style.PRECISIONS))
     for recipe in recipes:
         by_step = frame[frame["recipe"] == recipe].groupby("step")[value]
@@ -61,33 +60,39 @@ def plot(frame: pd.DataFrame, ax: Axes, value: str = "sqnr_db") -> Axes:
         color = style.color(recipe, "")
         ax.fill_between(middle.index, low, high, color=color, alpha=0.12, lw=0)
         ax.plot(middle.index, middle, "-o", ms=2.5, color=color, label=style.precision(recipe))
-    axis, title = PANELS[value]
-    ax.set(xlabel="step", ylabel=axis, title=title)
+    ax.set(xlabel="step", title=frame["tower"].iloc[0])
     return ax
 
 
 def draw(frame: pd.DataFrame, figure: Figure) -> None:
-    """Draws both panels above one legend."""
-    figure.set_size_inches(2 * style.COLUMN_WIDTH, 2.7)
-    noise, zeros = figure.subplots(1, 2)
-    plot(frame, noise)
-    plot(frame, zeros, "underflowed").yaxis.set_major_formatter(PercentFormatter(1))
-    zeros.set_ylim(0, None)
-    handles, labels = noise.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 3))
+    """Draws the noise of each tower and the zeros of the first one, above one legend."""
+    towers = [frame[frame["tower"] == name] for name in (VISION, TEXT)]
+    towers = [tower for tower in towers if len(tower)]
+    figure.set_size_inches(2 * style.COLUMN_WIDTH, 2.6)
+    *noises, zeros = figure.subplots(1, len(towers) + 1)
+    for tower, ax in zip(towers, noises, strict=True):
+        plot(tower, ax)
+    curves.share_limits(noises)
+    noises[0].set_ylabel("signal to noise of the\nweight gradient (dB)")
+    plot(towers[0], zeros, "underflowed").yaxis.set_major_formatter(PercentFormatter(1))
+    zeros.set(ylim=(0, None), ylabel="elements of g that become 0")
+    handles, labels = noises[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
 
 
 def caption(frame: pd.DataFrame) -> str:
-    """Describes the run and the layers, with the medians at the last step."""
+    """Describes the run and the layers, with the medians by tower at the last step."""
     last = frame[frame["step"] == frame["step"].max()]
     terms = curves.join(f"{terms:,}" for terms in sorted(frame["terms"].unique()))
     text = (
         f"Weight gradients of {frame['layer'].nunique()} layers of {curves.of_runs(frame)}, summed "
-        f"over {terms} tokens, if each recipe quantizes them: signal to quantization noise (left) "
-        "and the share of the output gradient's elements that become 0 (right). Lines: median over "
-        f"layers; bands: the middle half. At step {frame['step'].max():,}:"
+        f"over {terms} tokens, if each recipe quantizes them: signal to quantization noise, and "
+        "the share of the elements of the output gradient g that become 0. Lines: medians of layers; "
+        f"bands: their middle half. At step {frame['step'].max():,}:"
     )
-    for recipe, part in last.groupby("recipe", sort=False):
+    for (tower, recipe), part in last.groupby(["tower", "recipe"], sort=False):
         zeros = np.median(part["underflowed"])
-        text += f" {style.precision(recipe)} {part['sqnr_db'].median():.1f} dB, {zeros:.0%};"
+        text += (
+            f" {tower}, {style.precision(recipe)} {part['sqnr_db'].median():.1f} dB, {zeros:.0%};"
+        )
     return text.removesuffix(";") + "." + curves.caption_end(frame, crosses=False)

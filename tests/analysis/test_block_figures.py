@@ -108,13 +108,14 @@ def test_losses_and_features_by_size_are_relative_to_bf16_of_the_same_seed(plant
 
 def noises():
     """Rows as quant_error writes them: two recipes with an int8 weight gradient, one in bf16."""
-    for step, recipe, layer in np.ndindex(3, 3, 2):
+    for step, recipe, layer in np.ndindex(3, 3, 3):
         for product, operand in (("output", "x"), ("grad_weight", "g"), ("grad_weight", "x")):
             for tokens in (256, 1024):
                 is_bf16 = recipe == 2
                 db = 40.0 - 10 * recipe - 2 * step - layer - (tokens == 256) * 20
                 names = ("llm_int8", "fp8_tensorwise", "switchback")
-                yield {"step": 10 * step, "recipe": names[recipe], "layer": f"layer {layer}",
+                layers = ("visual.0", "text.0", "visual.1")
+                yield {"step": 10 * step, "recipe": names[recipe], "layer": layers[layer],
                        "product": product, "inner_dim": tokens, "operand": operand,
                        "format": "bf16" if is_bf16 else "int8", "sqnr_db": 99.0,
                        "product_sqnr_db": np.inf if is_bf16 else db,
@@ -133,16 +134,22 @@ def test_noise_of_layers_is_that_of_narrow_weight_gradients_over_the_most_tokens
         query(layer_noise)
     write_noise(run, noises())
     frame = query(layer_noise)
-    assert tuple(frame.columns) == layer_noise.COLUMNS and len(frame) == 3 * 2 * 2
+    assert tuple(frame.columns) == layer_noise.COLUMNS and len(frame) == 3 * 2 * 3
     assert set(frame["run"]) == {run.name} and set(frame["terms"]) == {1024}
     assert set(frame["recipe"]) == {"llm_int8", "fp8_tensorwise"}
-    noise, zeros = drawn(layer_noise, frame)
+    noise, of_text, zeros = drawn(layer_noise, frame)
     names = [text.get_text() for text in noise.figure.legends[0].get_texts()]
     lines = {line.get_label(): list(line.get_ydata()) for line in noise.lines}
     assert list(lines) == names == ["LLM.int8()", "fp8 tensor-wise"]
-    assert lines["LLM.int8()"] == [39.5, 37.5, 35.5]  # medians over two layers
+    assert lines["LLM.int8()"] == [39, 37, 35]  # medians of the layers 0 and 2
+    assert list(of_text.lines[0].get_ydata()) == [39, 37, 35]
+    assert [ax.get_title() for ax in (noise, of_text, zeros)] == [
+        layer_noise.VISION, layer_noise.TEXT, layer_noise.VISION,
+    ]  # fmt: skip
     assert list(zeros.lines[0].get_ydata()) == pytest.approx([0, 0.1, 0.2])
     caption = layer_noise.caption(frame)
-    assert "Weight gradients of 2 layers of nano on shapes: 1 run at mini scale" in caption
+    assert "Weight gradients of 3 layers of nano on shapes: 1 run at mini scale" in caption
     assert "summed over 1,024 tokens" in caption
-    assert caption.endswith("At step 20: LLM.int8() 35.5 dB, 20%; fp8 tensor-wise 25.5 dB, 20%.")
+    assert (
+        "At step 20: vision tower, LLM.int8() 35.0 dB, 20%; text tower, LLM.int8() 35.0" in caption
+    )

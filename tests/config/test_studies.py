@@ -45,7 +45,7 @@ def composed(monkeypatch):
 
 def test_each_figure_of_runs_has_a_study_at_both_scales():
     ours = {"stability", "formats", "point_of_no_return", "rounding"}  # not in the paper
-    ours |= {"one_product", "spikes_vs_precision"}
+    ours |= {"one_product", "spikes_vs_precision", "weight_gradient"}
     papers = STUDIES - ours
     minis = {getattr(figure, "FALLBACK", make.experiment_of(figure)) for figure in FIGURES}
     assert papers | {f"{slug}_mini" for slug in minis} <= set(EXPERIMENTS)
