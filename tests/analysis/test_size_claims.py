@@ -125,6 +125,9 @@ def test_a_pair_with_a_diverged_run_decides_nothing(train):
     finding = one(root, "C2", WORSE)
     assert finding.verdict == UNDECIDED and "ViT-H/14 +5.13 [+5.13, +5.13], 2" in finding.ours
     assert finding.why == "one run of a pair diverged in 1 of its seeds"
+    train("switchback", changed(0, 0.1, 0.9))  # p = 0.006
+    finding = one(root, "C1", MATCHES)
+    assert "p = 0.023 by Holm" in finding.ours and finding.verdict == HELD
 
 
 @pytest.mark.parametrize("keys", [{"gpu": "H100"}, {"lr": 1e-3}, {"batch_size": 64}])
@@ -172,6 +175,12 @@ def test_failing_where_bf16_trains_needs_two_of_two_seeds(train, bf16, fp8, verd
     assert finding.verdict == verdict and "ViT-B/14 at 0.0005: fails, fails" in finding.ours
     at_some = verdict == UNDECIDED and 1 in map(len, (bf16, fp8))
     assert finding.why.endswith("one seed at some") == at_some
+
+
+def test_a_run_that_ended_without_an_evaluation_has_no_outcome(train):
+    train("high", [0.2, 0.2])
+    root = train(FP8, [math.nan, math.nan, 0.2])
+    assert one(root, *FAILS).ours == "ViT-H/14 at 0.0005: trains"
 
 
 def test_rates_at_which_bf16_does_not_train_do_not_count(train):
@@ -310,12 +319,16 @@ def test_the_prediction_of_the_penalty_stays_open(train):
 
 
 def test_the_page_has_predictions_and_rows_at_paper_scale_only_with_runs(train, tmp_path):
-    train("high", BASE)
+    for recipe in ("high", "switchback", "llm_int8", FP8):
+        train(recipe, BASE[:1])
     for number in range(2):
         out = ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path)]
         assert make.main(["claims", *out]) == 0
         page = (tmp_path / "claims.md").read_text()
         rows, predicted = page.split("## Predictions")
+        for number_of_claim in ("C1", "C2", "C3"):  # undecided, in the column of true size
+            in_short = rows.partition(f"| {number_of_claim} | ")[2].split(" | ")
+            assert in_short[1] != "open: no runs" and in_short[2].startswith("open: no runs")
         assert claims.PREDICTED in predicted and predicted.count("\n| ") == 1 + 5
         assert page.count("matches bf16's validation loss, true size | ") == 2
         assert page.count("int8 matches bf16's accuracy, mini scale | ") == 1
