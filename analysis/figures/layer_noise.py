@@ -87,8 +87,8 @@ def caption(frame: pd.DataFrame) -> str:
     text = (
         f"Weight gradients of {frame['layer'].nunique()} layers of {curves.of_runs(frame)}, summed "
         f"over {terms} tokens, if each recipe quantizes them: signal to quantization noise, and "
-        "the share of the elements of the output gradient g that become 0. Lines: medians of layers; "
-        f"bands: their middle half. At step {frame['step'].max():,}:"
+        "the share of the elements of the output gradient g that become 0. Lines: medians of "
+        f"layers; bands: their middle half. At step {frame['step'].max():,}:"
     )
     for (tower, recipe), part in last.groupby(["tower", "recipe"], sort=False):
         zeros = np.median(part["underflowed"])
