@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from lowprec.config.check import RunError
 from lowprec.data.jobs import num_cores, run_jobs
 from lowprec.data.shards import SAMPLE, Shards, load_sealed, sealed
 from lowprec.data.sources import expand, listing
@@ -71,7 +72,7 @@ def open_shards(
     _index_all(sources, files, catalog, promised, num_processes, name)
     if promised:
         _refuse_changes(promised, _digests(catalog), name, pattern)
-    with contextlib.suppress(OSError):  # read-only: the next start looks
+    with contextlib.suppress(OSError, RunError):  # read-only or no locks: the next start looks
         with durable.locked(file.parent / ".lock"):
             durable.replace(file, sealed(catalog, np.empty(0, SAMPLE)))
     return Shards(sources, files, catalog)
@@ -116,10 +117,10 @@ def _index_all(
         for folder in sorted({files[row].parent for row in stale}):
             try:
                 stack.enter_context(durable.locked(folder / ".lock"))
-            except OSError as error:
+            except (OSError, RunError) as error:
+                reason = getattr(error, "strerror", None) or error
                 raise FileNotFoundError(
-                    f"the index cannot be written to {folder} ({error.strerror}): "
-                    "set data.index=DIR"
+                    f"the index cannot be written to {folder} ({reason}): set data.index=DIR"
                 ) from error
         worth = 1 + int(catalog["bytes"][stale].sum()) // WORTH
         num_processes = num_processes or min(num_cores(), worth)

@@ -389,9 +389,9 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
         """Loads a copy of a state of StableAdamW or torch.optim.AdamW.
 
         Moments keep their own dtype (torch casts them to the parameter's). Options that AdamW does
-        not have stay as they are. Tensors of an earlier state and of learning rates are written in
-        place, so that a captured step goes on from the loaded state. ValueError, before anything is
-        loaded, if the state is of another optimizer or its shapes differ.
+        not have stay as they are. Once a step was captured, tensors of an earlier state and of
+        learning rates are written in place, so that it goes on from the loaded state. ValueError,
+        before anything is loaded, if the state is of another optimizer or its shapes differ.
         """
         if not state_dict.keys() >= {"state", "param_groups"}:
             raise ValueError(f"{FOREIGN}; this one has {', '.join(list(state_dict)[:5])}")
@@ -410,17 +410,23 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
         }
         own_states, own_groups = dict(self.state), self.param_groups
         super().load_state_dict({"state": {}, "param_groups": groups})  # compares the lengths
-        own_rates = [group["lr"] for group in own_groups]
+        self.state.update(states)
+        if self._captured:
+            self._write_in_place(own_states, [group["lr"] for group in own_groups])
+        else:
+            self._update_counts = None  # an earlier state_dict() keeps its own
+        self._counts()
+
+    def _write_in_place(self, own_states: dict[Tensor, dict], own_rates: list) -> None:
+        """Moves a loaded state and learning rates to the tensors that a captured step reads."""
         for group, own in zip(self.param_groups, own_rates, strict=True):
             pairs = zip(self.param_groups, own_rates, strict=True)
             rates = {float(other["lr"]) for other, rate in pairs if rate is own}  # may share one
             if isinstance(own, Tensor) and len(rates) == 1:
                 group["lr"] = own.fill_(*rates)
-        for p, state in states.items():
+        for p, state in self.state.items():
             self.state[p] = written_over(own_states.get(p, {}), state)
-        if self._update_counts is not None:
-            self._update_counts.zero_()  # of tensors without a saved state
-        self._counts()
+        self._update_counts.zero_()  # of tensors without a saved state
 
     def adamw_state_dict(self) -> dict:
         """A state that torch.optim.AdamW can load, to continue without update clipping."""

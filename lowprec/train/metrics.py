@@ -22,6 +22,7 @@ from lowprec.train.build import Built
 from lowprec.train.loggers import Logger
 
 PROBED_SAMPLES = 32  # samples of a step on which blocks are measured
+DETECTED_ROWS = 1000  # at a time: the detector works in float64
 SKIPS_TOLERATED = 10  # unreadable samples that are always allowed
 
 
@@ -270,11 +271,15 @@ class MetricsBuffer:
 
         The detector sees RMS_t at recorded steps only, so that a resumed run sees the same.
         """
-        values = np.full((len(rows), len(self.tensors)), np.nan, dtype=np.float32)
-        for i, row in enumerate(rows):
-            values[i] = rms.get(row["step"], np.nan)
-        steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
-        return self.detector.feed(steps, losses, values)
+        spikes = []
+        for start in range(0, len(rows), DETECTED_ROWS):
+            piece = rows[start : start + DETECTED_ROWS]
+            values = np.full((len(piece), len(self.tensors)), np.nan, dtype=np.float32)
+            for i, row in enumerate(piece):
+                values[i] = rms.get(row["step"], np.nan)
+            steps, losses = [row["step"] for row in piece], [row["loss"] for row in piece]
+            spikes += self.detector.feed(steps, losses, values)
+        return spikes
 
     def _write_spikes(self, spikes: list[Spike]) -> None:
         """Appends spikes to events.jsonl; prints those of the loss."""

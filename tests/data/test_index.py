@@ -1,4 +1,5 @@
 import errno
+import fcntl
 import io
 import os
 import re
@@ -222,6 +223,24 @@ def test_read_only_folder_with_an_index_is_read(tmp_path, write_shards, monkeypa
     open_shards(pattern)
     monkeypatch.setattr(Path, "mkdir", None)
     assert open_shards(pattern).num_samples == 2
+
+
+def test_without_locks_indexed_shards_open_and_new_ones_name_data_index(
+    tmp_path, write_shards, monkeypatch
+):
+    pattern = write_shards(tmp_path, [2])
+    open_shards(pattern)
+    for catalog in (tmp_path / ".index").glob("catalog-*"):
+        catalog.unlink()
+
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert open_shards(pattern).num_samples == 2
+    write_shards(tmp_path, [2, 2])
+    with pytest.raises(FileNotFoundError, match=r"\.index.*No locks available.*data\.index="):
+        open_shards(pattern)
 
 
 @pytest.mark.parametrize("names", [[], ["a.txt"], ["a.png", "b.txt"], ["a.json"]], ids=str)

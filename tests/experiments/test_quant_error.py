@@ -87,6 +87,19 @@ def test_chosen_checkpoints_layers_and_tokens_are_measured(run):
     assert peaks[0] != peaks[4]  # other weights
 
 
+def test_initial_weights_are_those_that_the_run_began_with(run_once, make_config, tmp_path):
+    small = {"num_steps": 4, "model.vision_layers": 1}
+    run_once(make_config({**small, "seed": 1}), tmp_path / "first")
+    _, first = capture(tmp_path / "first", "cpu")
+    run_once(make_config({**small, "model.init_from": str(tmp_path / "first")}), tmp_path / "next")
+    step, initial = capture(tmp_path / "next", "cpu", checkpoint=0)
+    assert step == 0
+    assert all(torch.equal(initial[name]["w"], first[name]["w"]) for name in first)
+    run_once(make_config({**small, "resume.from": str(tmp_path / "first")}), tmp_path / "resumed")
+    with pytest.raises(RunError, match="resumed started from .*first, not from initial weights"):
+        capture(tmp_path / "resumed", "cpu", checkpoint=0)
+
+
 def test_a_checkpoint_or_layer_that_a_run_lacks_is_refused_with_those_that_it_has(run):
     for options, reason in (
         ({"checkpoints": [3]}, r"no checkpoint of step 3, only of \[4\]"),

@@ -319,3 +319,17 @@ def test_a_state_without_steps_starts_again():
     for each in (optimizer, fresh):
         take(each, [3])
     assert_equal(optimizer, fresh)
+
+
+@pytest.mark.parametrize("kind", [StableAdamW, torch.optim.AdamW])
+def test_loading_changes_neither_an_earlier_state_nor_a_callers_learning_rate(kind):
+    rate = torch.tensor(1e-2)
+    optimizer, other = kind(make_params(), lr=rate), kind(make_params(), lr=torch.tensor(2e-2))
+    take(optimizer, [1, 2])
+    take(other, [3])
+    earlier = optimizer.state_dict()
+    before = copy.deepcopy(earlier)
+    optimizer.load_state_dict(other.state_dict())
+    assert rate == torch.tensor(1e-2) and optimizer.param_groups[0]["lr"] == torch.tensor(2e-2)
+    for n, state in before["state"].items():
+        assert all(torch.equal(earlier["state"][n][name], x) for name, x in state.items())
