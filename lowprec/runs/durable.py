@@ -4,7 +4,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import shutil
 import stat
 import sys
 import time
@@ -137,6 +136,9 @@ def _write_whole(descriptor: int, data: bytes) -> None:
 
 def _free(path: Path) -> str:
     try:
-        return f"{shutil.disk_usage(path.parent).free:,} bytes are free there"
+        disk = os.statvfs(path.parent)
+        if disk.f_files and not disk.f_favail:
+            return "there are too many files: no inode is free there"
+        return f"{disk.f_bavail * disk.f_frsize:,} bytes are free there"
     except OSError:
         return "the folder cannot be read"
