@@ -232,8 +232,9 @@ def hand_over(
         plan.hand_over(submitted, launcher)
         if launcher["name"] == "slurm":
             slurm.submit(plan, submitted, launcher)
-    if plan.waiting():
-        local.start(plan)
+    if launcher["name"] == "local":
+        asked = {state.index for state in run_states if state.state in (*which, "running")}
+        local.start(plan, asked)
     others = [state for state in run_states if state.state not in which]
     count = f"{len(submitted)} of {len(runs)} runs submitted"
     print(f"{plan.folder}: {count}" + f"; {summary(others)}" * bool(others))

@@ -27,11 +27,17 @@ def lock_path(folder: Path) -> Path:
     return folder / ".local.lock"
 
 
-def start(plan: Plan) -> None:
+def start(plan: Plan, asked: set[int]) -> None:
     """Starts the launcher in its own session, so that it outlives this process.
 
+    If none was running, of the waiting runs it gets those that were asked for; the others are lost.
     Returns once a launcher is running: until then its runs would seem lost.
     """
+    if not is_locked(lock_path(plan.folder)):
+        for index in set(plan.waiting()) - asked:
+            plan.mark(index, "lost").touch()
+    if not plan.waiting():
+        return
     with open(plan.folder / "logs" / "launcher.log", "ab") as log:
         launcher = subprocess.Popen(
             [sys.executable, "-m", "lowprec.sweep.local", str(plan.folder)],

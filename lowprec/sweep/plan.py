@@ -1,8 +1,9 @@
 """The plan of a sweep: its runs, each checked, and which launcher has them.
 
 A sweep is a folder. Only `submit` and `resubmit` write `sweep.json`, one at a time. Beside it,
-`runs/<index>.cancelled` says that a run must not go on, and `runs/<index>.ended` why training
-failed. Everything else is asked where it is known: results and the lock in the run directory, what
+`runs/<index>.cancelled` says that a run must not go on, `runs/<index>.lost` that the local launcher
+has died and nobody has asked for the run since, and `runs/<index>.ended` why training failed.
+Everything else is asked where it is known: results and the lock in the run directory, what
 waits in SLURM's queue.
 """
 
@@ -108,7 +109,7 @@ class Plan:
         self.launchers[launcher["name"]] = launcher
         for index in indexes:
             self.runs[index].launcher = launcher["name"]
-            for mark in (self.mark(index, "cancelled"), self.mark(index, "ended")):
+            for mark in (self.mark(index, name) for name in ("cancelled", "lost", "ended")):
                 if mark.is_dir():
                     raise RecordFileError(f"{mark} is a folder, which no sweep makes; remove it")
                 mark.unlink(missing_ok=True)
@@ -133,7 +134,7 @@ class Plan:
         return self.folder / "logs" / f"{index}.log"
 
     def mark(self, index: int, name: str) -> Path:
-        """The file that says that a run was `cancelled` or has `ended` without a result."""
+        """The file that says that a run is `cancelled`, `lost` or has `ended` without a result."""
         return self.folder / "runs" / f"{index}.{name}"
 
     def is_cancelled(self, index: int) -> bool:
@@ -164,6 +165,7 @@ class Plan:
             for run in self.runs
             if run.launcher == "local"
             and not self.is_cancelled(run.index)
+            and not self.mark(run.index, "lost").exists()
             and self.why_ended(run.index) is None
             and run.result(read_status(self.directory_of(run.index), {})) is None
         ]

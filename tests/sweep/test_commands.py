@@ -22,7 +22,7 @@ GPUS = ["launcher=slurm", "launcher.gpus=8"]
 
 @pytest.fixture
 def no_launcher(monkeypatch):
-    monkeypatch.setattr(sweep.local, "start", lambda plan: None)
+    monkeypatch.setattr(sweep.local, "start", lambda *_: None)
 
 
 def run(verb, *texts):

@@ -105,6 +105,26 @@ def test_trainings_of_an_ended_launcher_save_and_the_next_one_waits_for_them(
     assert sweeps.starts() == [2]
 
 
+@pytest.mark.parametrize("which", ["others", "cancelled"])
+def test_lost_runs_that_nobody_asks_for_stay_lost(sweeps, which):
+    plan = sweeps.make(4)
+    plan.hand_over([0, 1, 2], LOCAL)  # and its launcher died
+    plan.mark(2, "cancelled").touch()
+    assert sweeps.names() == ["lost", "lost", "cancelled", "new"]
+    if which == "others":
+        sweeps.submit([1, 3])
+        expected = ["lost", "finished", "cancelled", "finished"]
+    else:
+        sweep.resubmit(["--cancelled"])
+        expected = ["lost", "lost", "finished", "new"]
+    assert sweeps.names()[0] == "lost"  # the launcher lives, but has not got it
+    sweeps.end()
+    assert sweeps.names() == expected
+    sweeps.submit()
+    sweeps.end()
+    assert sweeps.names() == ["finished"] * 4 and sweeps.starts() == [1] * 4
+
+
 def test_a_second_submit_adds_runs_to_the_launcher_that_is_there(sweeps, here):
     sweeps.make(4)
     (here / "slow").write_text("0\n1\n")

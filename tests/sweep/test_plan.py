@@ -79,7 +79,7 @@ def test_each_data_set_is_opened_once(here, tiny):
 
 
 def test_a_planned_directory_is_where_the_same_command_trains(here, tiny, monkeypatch):
-    monkeypatch.setattr(sweep.local, "start", lambda plan: None)
+    monkeypatch.setattr(sweep.local, "start", lambda *_: None)
     sweep.submit([*tiny, "seed=3", "name=t"])
     sweep.train(["runs/sweeps/t", "0"])
     planned = Plan(here / "runs/sweeps/t").directory_of(0)
@@ -92,7 +92,7 @@ def test_a_planned_directory_is_where_the_same_command_trains(here, tiny, monkey
 
 
 def test_a_run_is_trained_beside_its_sweep_from_any_directory(here, tiny, monkeypatch):
-    monkeypatch.setattr(sweep.local, "start", lambda plan: None)
+    monkeypatch.setattr(sweep.local, "start", lambda *_: None)
     sweep.submit([*tiny, "name=t"])
     (here / "elsewhere").mkdir()
     monkeypatch.chdir(here / "elsewhere")

@@ -13,7 +13,7 @@ LAUNCHER |= {"signal_s": 60, "partition": "low", "setup": [], "sbatch": None}
 
 @pytest.fixture
 def no_local_launcher(monkeypatch):
-    monkeypatch.setattr(sweep.local, "start", lambda plan: None)
+    monkeypatch.setattr(sweep.local, "start", lambda *_: None)
 
 
 @pytest.mark.parametrize("failures", [0, 4])
@@ -93,6 +93,14 @@ def test_a_cancelled_sweep_goes_to_another_launcher_without_the_queue(
     monkeypatch.setattr(slurm, "queue", lambda: pytest.fail("the queue was asked"))
     sweeps.submit()
     assert sweeps.plan.runs[0].launcher == "local"
+
+
+def test_a_submission_to_slurm_starts_no_local_launcher(cluster, sweeps, monkeypatch):
+    plan = sweeps.make(2)
+    plan.hand_over([0], {"name": "local", "parallel": 1, "gpus": 0})
+    monkeypatch.setattr(sweep.local, "start", lambda *_: pytest.fail("started"))
+    sweeps.submit([1], **LAUNCHER)
+    assert sweeps.names() == ["lost", "queued"]
 
 
 def test_the_batch_script_has_the_launchers_flags_and_a_run_per_task(cluster, sweeps):
