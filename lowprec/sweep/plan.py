@@ -7,6 +7,7 @@ Everything else is asked where it is known: results and the lock in the run dire
 waits in SLURM's queue.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -54,12 +55,20 @@ class Plan:
     """The files of one sweep: data, since `TRAIN` trains a run, where `submit` was called.
 
     Each read is fresh, because other processes write them too. `launchers` holds the settings of
-    each launcher by name, the last used one last. Raises RecordFileError if sweep.json is damaged.
+    each launcher by name, the last used one last. Raises RecordFileError if sweep.json is damaged,
+    or if another user can have written it: a run's config may name shell commands (`pipe:`).
     """
 
     def __init__(self, folder: Path):
         self.folder = Path(folder).absolute()
         path = self.folder / "sweep.json"
+        for facts in (self.folder.stat(), path.stat()):
+            if facts.st_uid != os.getuid() or facts.st_mode & 0o022:
+                raise RecordFileError(
+                    f"{path} can have been written by another user, whose commands it may hold: "
+                    "the file and its folder must be yours, and nobody else may write to them; if "
+                    f"you trust its runs: chmod go-w {path.parent} {path}"
+                )
         plan = read_map(path, {"launchers": dict, "runs": list})
         try:
             if plan.keys() != {"launchers", "runs"}:
@@ -86,6 +95,8 @@ class Plan:
         for name in ("runs", "logs"):
             (folder / name).mkdir(parents=True, exist_ok=True)
         if not (folder / "sweep.json").exists():
+            with contextlib.suppress(PermissionError):  # another user's, which is refused below
+                folder.chmod(folder.stat().st_mode & ~0o022)  # whatever the umask
             _write(folder, {"launchers": {}, "runs": []})
         return cls(folder)
 
