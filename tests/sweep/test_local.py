@@ -125,6 +125,22 @@ def test_lost_runs_that_nobody_asks_for_stay_lost(sweeps, which):
     assert sweeps.names() == ["finished"] * 4 and sweeps.starts() == [1] * 4
 
 
+def test_what_is_submitted_while_a_stopped_launcher_saves_is_trained(sweeps, here, monkeypatch):
+    slow = SAVES.replace("sleep 0.7", "until [ -e go ]; do sleep 0.05; done")
+    plan = sweeps.make(3, slow + sweeps.script)
+    sweeps.submit([0, 1], parallel=1)
+    sweeps.until((here / "alive").exists)
+    os.kill(launcher_of(plan), signal.SIGTERM)
+    sweeps.until((here / "stopping").exists)
+    assert sweeps.names() == ["running", "lost", "new"]
+    sweeps.submit(parallel=3)
+    time.sleep(6)  # longer than a launcher waits for another one to exit
+    assert sweeps.names() == ["running", "queued", "queued"] and sweeps.starts() == [1, 0, 0]
+    (here / "go").touch()
+    sweeps.end()
+    assert sweeps.names() == ["finished"] * 3 and sweeps.starts() == [2, 1, 1]
+
+
 def test_a_second_submit_adds_runs_to_the_launcher_that_is_there(sweeps, here):
     sweeps.make(4)
     (here / "slow").write_text("0\n1\n")
