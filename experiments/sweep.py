@@ -256,6 +256,9 @@ def _options(launching: list[str]) -> SweepConfig:
     if launcher.runs_per_gpu > 1 and (launcher.name != "local" or not launcher.gpus):
         fault = f"launcher.runs_per_gpu={launcher.runs_per_gpu}"
         raise ConfigError([f"{fault} needs launcher=local and launcher.gpus=1 or more"])
+    own = [name for name in launcher.sbatch or () if str(name).replace("-", "_") in slurm.OWN_FLAGS]
+    if own:
+        raise ConfigError([f"launcher.sbatch: a sweep sets {name} itself" for name in own])
     return options
 
 

@@ -4,7 +4,7 @@
 
 There is one process per sweep; a second one exits when it finds the first. It keeps no state: it
 reads the plan, has a `Training` for each run that it trains, and restarts those that were
-preempted. When it is told to stop or killed, its runs save and stop, and the next `submit` continues
+preempted. When it is told to stop or killed, its runs save and stop. The next `submit` continues
 them: another launcher takes its place at once, and starts nothing before they have saved.
 """
 

@@ -47,6 +47,8 @@ def run(verb, *texts):
         (["submit", "launcher=slrm"], 2, "nearest: slurm"),
         (["submit", "launcher.gpu=1"], 2, "nearest: launcher.gpus"),
         (["submit", "launcher.runs_per_gpu=2"], 2, "needs launcher=local and launcher.gpus=1"),
+        (["submit", "launcher.sbatch={job-name: x}"], 2, "sbatch: a sweep sets job-name itself"),
+        (["submit", "launcher.sbatch={array: 3}"], 2, "sbatch: a sweep sets array itself"),
         (["submit", "launcher.parallel=0"], 2, "launcher.parallel"),
         (["submit", "hydra/launcher=submitit_slurm"], 2, "hydra/launcher.*launcher=local or slurm"),
     ],

@@ -52,6 +52,9 @@ def test_a_sweep_of_the_same_name_elsewhere_has_other_jobs(cluster, sweeps, here
     sweeps.submit(**LAUNCHER)
     other = Plan.open(here / "other" / "sweeps" / "t")
     assert slurm.tasks(other, slurm.queue()) == [] != slurm.tasks(sweeps.plan, slurm.queue())
+    (here / "link").symlink_to(sweeps.folder)
+    through = Plan(here / "link")
+    assert slurm.tasks(through, slurm.queue()) == slurm.tasks(sweeps.plan, slurm.queue())
 
 
 HANGS = "exec sleep 60 > /dev/null 2>&1"
@@ -116,6 +119,17 @@ def test_the_batch_script_has_the_launchers_flags_and_a_run_per_task(cluster, sw
     assert {f"#SBATCH --{flag}" for flag in flags} <= set(lines) and "wckey" not in script
     assert script.index("module load cuda") < script.index("requeue.sh") < script.index("srun")
     assert lines[-1].endswith(f"experiments.sweep train {sweeps.folder} $SLURM_ARRAY_TASK_ID")
+
+
+def test_a_users_flag_of_sbatch_wins_and_is_written_once(cluster, sweeps):
+    sweeps.make(1)
+    own = {"cpus-per-task": 3, "mem": 0, "nice": 0, "time": 5, "requeue": False, "comment": None}
+    sweeps.submit(**LAUNCHER | {"sbatch": own})
+    (script,) = [path.read_text() for path in (sweeps.folder / "slurm").glob("77*.sh")]
+    flags = [line.removeprefix("#SBATCH --") for line in script.splitlines() if "#SBATCH" in line]
+    assert {"cpus-per-task=3", "mem=0", "nice=0", "time=5"} <= set(flags)
+    names = [flag.partition("=")[0] for flag in flags]
+    assert len(names) == len(set(names)) and not {"requeue", "comment"} & set(names)
 
 
 def test_a_queue_that_gives_no_answer_changes_no_state(cluster, sweeps):
