@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
+from fractions import Fraction
 from pathlib import Path
 
 from lowprec.runs.attempts import STOPPING
@@ -113,10 +114,12 @@ def _start_if_free(
     plan: Plan, index: int, trainings: dict[int, Training], begun: list[int]
 ) -> None:
     """Starts a run on the GPUs with the fewest runs, unless it has to wait for them."""
-    launcher = plan.launchers["local"]
-    count, most = launcher["gpus"], launcher.get("runs_per_gpu", 1)
-    runs = Counter(gpu for training in trainings.values() for gpu in training.visible or ())
-    free = sorted((gpu for gpu in visible_gpus() if runs[gpu] < most), key=runs.__getitem__)
+    count, share = plan.runs[index].gpus, Fraction(1, plan.runs[index].runs_per_gpu)
+    used: Counter = Counter()
+    for training in trainings.values():
+        own = Fraction(1, training.plan.runs[training.index].runs_per_gpu)
+        used.update(dict.fromkeys(training.visible or (), own))
+    free = sorted((gpu for gpu in visible_gpus() if used[gpu] + share <= 1), key=used.__getitem__)
     if count > len(free):
         if not trainings:
             plan.end(index, f"launcher.gpus={count}, but {len(free)} GPUs are visible here")

@@ -27,6 +27,7 @@ from lowprec.train.preflight import preflight, process_faults
 
 TRAIN = [sys.executable, "-m", "experiments.sweep", "train"]  # and the sweep's folder, the index
 RUN = {"index": int, "label": str, "directory": str, "overrides": list, "config": dict}
+RUN |= {"gpus": int, "runs_per_gpu": int}
 LAUNCHER = {"name": str, "parallel": int, "gpus": int}  # keys that every launcher has
 
 
@@ -34,7 +35,8 @@ LAUNCHER = {"name": str, "parallel": int, "gpus": int}  # keys that every launch
 class PlannedRun:
     """One run of a sweep: its directory below `run_dir`, and its whole config as plain data.
 
-    `launcher` is the name of the one that it was handed to last, None before the first time.
+    `launcher` is the name of the one that it was handed to last, None before the first time; `gpus`
+    and `runs_per_gpu` are what that was told then.
     """
 
     index: int
@@ -43,6 +45,8 @@ class PlannedRun:
     overrides: list[str]
     config: dict
     launcher: str | None = None
+    gpus: int = 0
+    runs_per_gpu: int = 1
 
     def result(self, status: dict) -> str | None:
         """`finished` or `diverged`, by the run's status.json; None if the run continues."""
@@ -80,7 +84,11 @@ class Plan:
             self.runs = [PlannedRun(**checked(run, RUN)) for run in plan["runs"]]
             for index, run in enumerate(self.runs):
                 has_launcher = run.launcher is None or run.launcher in self.launchers
-                is_numbered = run.index == index and type(run.config["num_steps"]) is int
+                is_numbered = (
+                    run.index == index
+                    and run.runs_per_gpu > 0
+                    and type(run.config["num_steps"]) is int
+                )
                 if not (has_launcher and is_numbered):
                     raise ValueError(f"run {index}")
         except (KeyError, TypeError, ValueError) as error:
@@ -109,7 +117,9 @@ class Plan:
         indexes = {run.directory: run.index for run in self.runs}
         for run in runs:
             run.index = indexes.setdefault(run.directory, len(self.runs))
-            run.launcher = self.runs[run.index].launcher if run.index < len(self.runs) else None
+            if run.index < len(self.runs):
+                old = self.runs[run.index]
+                run.launcher, run.gpus, run.runs_per_gpu = old.launcher, old.gpus, old.runs_per_gpu
             self.runs[run.index : run.index + 1] = [run]
         self.write()
         return sorted({run.index for run in runs})
@@ -119,7 +129,9 @@ class Plan:
         self.launchers.pop(launcher["name"], None)
         self.launchers[launcher["name"]] = launcher
         for index in indexes:
-            self.runs[index].launcher = launcher["name"]
+            run = self.runs[index]
+            run.launcher, run.gpus = launcher["name"], launcher["gpus"]
+            run.runs_per_gpu = launcher.get("runs_per_gpu", 1)
             for mark in (self.mark(index, name) for name in ("cancelled", "lost", "ended")):
                 if mark.is_dir():
                     raise RecordFileError(f"{mark} is a folder, which no sweep makes; remove it")
