@@ -39,7 +39,7 @@ from lowprec.nearest import nearest
 from lowprec.runs.durable import locked
 from lowprec.runs.read import ENDED, is_copy
 from lowprec.sweep import local, slurm
-from lowprec.sweep.plan import Plan, plan_runs, refuse_processes
+from lowprec.sweep.plan import DECLINED, Plan, plan_runs, refuse_processes
 from lowprec.sweep.status import (
     ACTIVE,
     TO_RESUBMIT,
@@ -192,14 +192,16 @@ def train(texts: list[str]) -> None:
     """`train FOLDER INDEX`: trains one run by the config that `submit` wrote; for launchers."""
     folder, index = texts
     plan, index = Plan(Path(folder)), int(index)
-    if place()[0] == 0:
+    rank, size = place()[:2]
+    if rank == 0:
         deadline = time.monotonic() + GRACE_S
         while plan.is_training(index) and time.monotonic() < deadline:
             time.sleep(0.1)  # what a killed launcher has started saves
-        if plan.is_training(index) or plan.is_cancelled(index):
-            why = "is cancelled" if plan.is_cancelled(index) else "is trained by another process"
-            print(f"run {index} {why}; nothing to do")
-            return
+    is_elsewhere = rank == 0 and plan.is_training(index)
+    if is_elsewhere or plan.is_cancelled(index):
+        why = "is trained by another process" if is_elsewhere else "is cancelled"
+        print(f"run {index} {why}; nothing to do")
+        sys.exit(DECLINED if size > 1 else 0)
     config = check(plan.runs[index].config)
     if Path(config.run_dir).resolve() != plan.run_dir.resolve():
         config.run_dir = str(plan.run_dir)  # called in another directory than `submit`

@@ -26,6 +26,7 @@ from lowprec.runs.read import ENDED, RecordFileError, checked, read_map, read_st
 from lowprec.train.preflight import preflight, process_faults
 
 TRAIN = [sys.executable, "-m", "experiments.sweep", "train"]  # and the sweep's folder, the index
+DECLINED = 4  # exit status of one of several ranks that does not train; without it, others wait
 RUN = {"index": int, "label": str, "directory": str, "overrides": list, "config": dict}
 RUN |= {"gpus": int, "runs_per_gpu": int}
 LAUNCHER = {"name": str, "parallel": int, "gpus": int}  # keys that every launcher has
