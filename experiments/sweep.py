@@ -13,8 +13,8 @@ adds new runs and submits cancelled or lost ones. The other verbs find the sweep
 `name=` and `run_dir=`, or use the only one there is; `status` alone lists all sweeps. `wait` exits
 with 1 if a run has no result. `resubmit` submits runs that failed or were lost (`--failed`) or
 cancelled (`--cancelled`). It takes the last launcher without its commands (`launcher.setup` and
-`launcher.sbatch`), changed by `launcher.*`, or another one by
-`launcher=`, and `dry_run=true`. `<verb> --help` lists a verb's options.
+`launcher.sbatch`), changed by `launcher.*`, or another one by `launcher=`, and `dry_run=true`.
+`<verb> --help` lists a verb's options.
 
 The environment variable LOWPREC_ALERT may hold a command or the https:// URL of a webhook (Slack,
 Mattermost, Discord), which receives a sentence when a run spikes, collapses, fails or ends.
