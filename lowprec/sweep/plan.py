@@ -85,12 +85,10 @@ class Plan:
             self.runs = [PlannedRun(**checked(run, RUN)) for run in plan["runs"]]
             for index, run in enumerate(self.runs):
                 has_launcher = run.launcher is None or run.launcher in self.launchers
-                is_numbered = (
-                    run.index == index
-                    and run.runs_per_gpu > 0
-                    and type(run.config["num_steps"]) is int
-                )
-                if not (has_launcher and is_numbered):
+                is_numbered = run.index == index and type(run.config["num_steps"]) is int
+                has_share = run.gpus >= 0 and run.runs_per_gpu > 0
+                is_text = all(type(text) is str for text in run.overrides)
+                if not (is_text and has_launcher and has_share and is_numbered):
                     raise ValueError(f"run {index}")
         except (KeyError, TypeError, ValueError) as error:
             raise RecordFileError(

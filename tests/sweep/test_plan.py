@@ -29,6 +29,10 @@ PLANS = ('{"cells": []}', "[]", "text", "", '{"launchers": {}, "runs": 3}', '{"r
 PLANS += ('{"launchers": {}, "runs": [3]}', '{"launchers": {}, "runs": [{}]}')
 PLANS += ('{"launchers": {"local": {"name": "slurm", "parallel": 1, "gpus": 0}}, "runs": []}',)
 PLANS += ('{"launchers": {"local": {"name": "local"}}, "runs": []}',)
+NO_TEXT = (
+    '{"index": 0, "label": "a", "directory": "a", "overrides": [[]], "config": {"num_steps": 1}}'
+)
+PLANS += (f'{{"launchers": {{}}, "runs": [{NO_TEXT}]}}',)
 PLANS += ('{"command": ["touch", "%s"], "cwd": "/", "launchers": {}, "runs": []}',)
 
 
