@@ -38,7 +38,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from experiments.entry import parse_command, run_command
+from experiments.entry import parse_command, refuse, run_command
 from experiments.replay_report import CONTROL, PERTURBED, UNCHANGED, Replay, compare, report
 from lowprec.config.check import ConfigError, RunError
 from lowprec.config.compose import compose_command
@@ -242,7 +242,8 @@ def command() -> None:
     """Parses the command line: all keys that are not in ReplayConfig are changes to the run."""
     arguments = parse_command()
     own_keys, starts = {f.name for f in fields(ReplayConfig)}, "change_from="
-    own_keys |= {"hydra/launcher"}
+    if foreign := [text for text in arguments.overrides if text.lstrip("+~").startswith("hydra")]:
+        refuse(ConfigError([f"{text}: a replay runs in this process" for text in foreign]))
     changes = [text for text in arguments.overrides if text.partition("=")[0] not in own_keys]
     arguments.overrides = [
         f"{starts}[{text.removeprefix(starts).strip('[]')}]" if text.startswith(starts) else text

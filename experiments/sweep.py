@@ -13,8 +13,8 @@ adds new runs and submits cancelled or lost ones. The other verbs find the sweep
 `name=` and `run_dir=`, or use the only one there is; `status` alone lists all sweeps. `wait` exits
 with 1 if a run has no result. `resubmit` submits runs that failed or were lost (`--failed`) or
 cancelled (`--cancelled`). It takes the last launcher without its commands (`launcher.setup` and
-`launcher.sbatch`), changed by `launcher.*`, or another one by
-`launcher=`, and `dry_run=true`. `<verb> --help` lists a verb's options.
+`launcher.sbatch`), changed by `launcher.*`, or another one by `launcher=`, and `dry_run=true`.
+`<verb> --help` lists a verb's options.
 
 The environment variable LOWPREC_ALERT may hold a command or the https:// URL of a webhook (Slack,
 Mattermost, Discord), which receives a sentence when a run spikes, collapses, fails or ends.
@@ -39,7 +39,7 @@ from lowprec.nearest import nearest
 from lowprec.runs.durable import locked
 from lowprec.runs.read import ENDED, is_copy
 from lowprec.sweep import local, slurm
-from lowprec.sweep.plan import Plan, plan_runs, refuse_processes
+from lowprec.sweep.plan import DECLINED, Plan, plan_runs, refuse_processes
 from lowprec.sweep.status import (
     ACTIVE,
     TO_RESUBMIT,
@@ -192,14 +192,16 @@ def train(texts: list[str]) -> None:
     """`train FOLDER INDEX`: trains one run by the config that `submit` wrote; for launchers."""
     folder, index = texts
     plan, index = Plan(Path(folder)), int(index)
-    if place()[0] == 0:
+    rank, size = place()[:2]
+    if rank == 0:
         deadline = time.monotonic() + GRACE_S
         while plan.is_training(index) and time.monotonic() < deadline:
             time.sleep(0.1)  # what a killed launcher has started saves
-        if plan.is_training(index) or plan.is_cancelled(index):
-            why = "is cancelled" if plan.is_cancelled(index) else "is trained by another process"
-            print(f"run {index} {why}; nothing to do")
-            return
+    is_elsewhere = rank == 0 and plan.is_training(index)
+    if is_elsewhere or plan.is_cancelled(index):
+        why = "is trained by another process" if is_elsewhere else "is cancelled"
+        print(f"run {index} {why}; nothing to do")
+        sys.exit(DECLINED if size > 1 else 0)
     config = check(plan.runs[index].config)
     if Path(config.run_dir).resolve() != plan.run_dir.resolve():
         config.run_dir = str(plan.run_dir)  # called in another directory than `submit`
@@ -232,8 +234,9 @@ def hand_over(
         plan.hand_over(submitted, launcher)
         if launcher["name"] == "slurm":
             slurm.submit(plan, submitted, launcher)
-    if plan.waiting():
-        local.start(plan)
+    if launcher["name"] == "local":
+        asked = {state.index for state in run_states if state.state in (*which, "running")}
+        local.start(plan, asked)
     others = [state for state in run_states if state.state not in which]
     count = f"{len(submitted)} of {len(runs)} runs submitted"
     print(f"{plan.folder}: {count}" + f"; {summary(others)}" * bool(others))
@@ -255,6 +258,9 @@ def _options(launching: list[str]) -> SweepConfig:
     if launcher.runs_per_gpu > 1 and (launcher.name != "local" or not launcher.gpus):
         fault = f"launcher.runs_per_gpu={launcher.runs_per_gpu}"
         raise ConfigError([f"{fault} needs launcher=local and launcher.gpus=1 or more"])
+    own = [name for name in launcher.sbatch or () if str(name).replace("-", "_") in slurm.OWN_FLAGS]
+    if own:
+        raise ConfigError([f"launcher.sbatch: a sweep sets {name} itself" for name in own])
     return options
 
 

@@ -23,7 +23,7 @@ def main() -> None:
     def run(config: object) -> None:
         importlib.import_module(f"experiments.benchmarks.{name}").main(config)
 
-    run_command(run, "benchmark", schema, arguments=parse_command(words))
+    run_command(run, f"benchmarks {name}", schema, arguments=parse_command(words))
 
 
 if __name__ == "__main__":

@@ -4,15 +4,18 @@
 
 There is one process per sweep; a second one exits when it finds the first. It keeps no state: it
 reads the plan, has a `Training` for each run that it trains, and restarts those that were
-preempted. When it is killed, its runs save and stop, and the next `submit` continues them.
+preempted. When it is told to stop or killed, its runs save and stop. The next `submit` continues
+them: another launcher takes its place at once, and starts nothing before they have saved.
 """
 
+import fcntl
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
+from fractions import Fraction
 from pathlib import Path
 
 from lowprec.runs.attempts import STOPPING
@@ -27,11 +30,17 @@ def lock_path(folder: Path) -> Path:
     return folder / ".local.lock"
 
 
-def start(plan: Plan) -> None:
+def start(plan: Plan, asked: set[int]) -> None:
     """Starts the launcher in its own session, so that it outlives this process.
 
+    If none was running, of the waiting runs it gets those that were asked for; the others are lost.
     Returns once a launcher is running: until then its runs would seem lost.
     """
+    if not is_locked(lock_path(plan.folder)):
+        for index in set(plan.waiting()) - asked:
+            plan.mark(index, "lost").touch()
+    if not plan.waiting():
+        return
     with open(plan.folder / "logs" / "launcher.log", "ab") as log:
         launcher = subprocess.Popen(
             [sys.executable, "-m", "lowprec.sweep.local", str(plan.folder)],
@@ -61,20 +70,26 @@ def launch(folder: Path) -> None:
     os.ftruncate(lock, 0)
     os.write(lock, f"{os.getpid()}\n".encode())  # for users who want to end it
     requests: list[int] = []
+
+    def stop(number: int, frame: object) -> None:
+        requests.append(number)
+        fcntl.flock(lock, fcntl.LOCK_UN)  # what is submitted from now on is the next launcher's
+
     for number in STOPPING:
-        signal.signal(number, lambda number, frame: requests.append(number))
+        signal.signal(number, stop)
     trainings: dict[int, Training] = {}
     begun: dict[int, list[int]] = defaultdict(list)  # the steps at which a run was started
     while True:
         plan = Plan(folder)  # runs may have been added
         waiting = [] if requests else [i for i in plan.waiting() if i not in trainings]
+        saves = any(map(plan.is_training, waiting))  # what an ended launcher has started
         for index in begun.keys() - {*waiting, *trainings}:
             del begun[index]  # it has ended; if it is submitted again, it counts from zero
         parallel = plan.launchers["local"]["parallel"] if waiting else 0
         if parallel > 1:  # each run would otherwise use all cores
             threads = max(1, len(os.sched_getaffinity(0)) // parallel)
             os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-        for index in waiting[: max(0, parallel - len(trainings))]:
+        for index in waiting[: 0 if saves else max(0, parallel - len(trainings))]:
             _start_if_free(plan, index, trainings, begun[index])
         if not trainings and not waiting:
             break
@@ -85,11 +100,10 @@ def launch(folder: Path) -> None:
 def _watch(trainings: dict[int, Training], requests: list[int]) -> None:
     """Waits for a training to end or for the next poll; removes trainings that have ended."""
     until = time.monotonic() + LOOK_S
-    for training in trainings.values():
-        if requests or training.plan.is_cancelled(training.index):
-            training.stop()
     while time.monotonic() < until:
         for index, training in list(trainings.items()):
+            if requests or training.plan.is_cancelled(index):
+                training.stop()
             if training.poll():
                 del trainings[index]
                 until = 0.0
@@ -100,12 +114,12 @@ def _start_if_free(
     plan: Plan, index: int, trainings: dict[int, Training], begun: list[int]
 ) -> None:
     """Starts a run on the GPUs with the fewest runs, unless it has to wait for them."""
-    if plan.is_training(index):  # what a killed launcher has started, and which saves
-        return
-    launcher = plan.launchers["local"]
-    count, most = launcher["gpus"], launcher.get("runs_per_gpu", 1)
-    runs = Counter(gpu for training in trainings.values() for gpu in training.visible or ())
-    free = sorted((gpu for gpu in visible_gpus() if runs[gpu] < most), key=runs.__getitem__)
+    count, share = plan.runs[index].gpus, Fraction(1, plan.runs[index].runs_per_gpu)
+    used: Counter = Counter()
+    for training in trainings.values():
+        own = Fraction(1, training.plan.runs[training.index].runs_per_gpu)
+        used.update(dict.fromkeys(training.visible or (), own))
+    free = sorted((gpu for gpu in visible_gpus() if used[gpu] + share <= 1), key=used.__getitem__)
     if count > len(free):
         if not trainings:
             plan.end(index, f"launcher.gpus={count}, but {len(free)} GPUs are visible here")

@@ -1,11 +1,13 @@
 """The plan of a sweep: its runs, each checked, and which launcher has them.
 
 A sweep is a folder. Only `submit` and `resubmit` write `sweep.json`, one at a time. Beside it,
-`runs/<index>.cancelled` says that a run must not go on, and `runs/<index>.ended` why training
-failed. Everything else is asked where it is known: results and the lock in the run directory, what
+`runs/<index>.cancelled` says that a run must not go on, `runs/<index>.lost` that the local launcher
+has died and nobody has asked for the run since, and `runs/<index>.ended` why training failed.
+Everything else is asked where it is known: results and the lock in the run directory, what
 waits in SLURM's queue.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -24,7 +26,9 @@ from lowprec.runs.read import ENDED, RecordFileError, checked, read_map, read_st
 from lowprec.train.preflight import preflight, process_faults
 
 TRAIN = [sys.executable, "-m", "experiments.sweep", "train"]  # and the sweep's folder, the index
+DECLINED = 4  # exit status of one of several ranks that does not train; without it, others wait
 RUN = {"index": int, "label": str, "directory": str, "overrides": list, "config": dict}
+RUN |= {"gpus": int, "runs_per_gpu": int}
 LAUNCHER = {"name": str, "parallel": int, "gpus": int}  # keys that every launcher has
 
 
@@ -32,7 +36,8 @@ LAUNCHER = {"name": str, "parallel": int, "gpus": int}  # keys that every launch
 class PlannedRun:
     """One run of a sweep: its directory below `run_dir`, and its whole config as plain data.
 
-    `launcher` is the name of the one that it was handed to last, None before the first time.
+    `launcher` is the name of the one that it was handed to last, None before the first time; `gpus`
+    and `runs_per_gpu` are what that was told then.
     """
 
     index: int
@@ -41,6 +46,8 @@ class PlannedRun:
     overrides: list[str]
     config: dict
     launcher: str | None = None
+    gpus: int = 0
+    runs_per_gpu: int = 1
 
     def result(self, status: dict) -> str | None:
         """`finished` or `diverged`, by the run's status.json; None if the run continues."""
@@ -53,12 +60,20 @@ class Plan:
     """The files of one sweep: data, since `TRAIN` trains a run, where `submit` was called.
 
     Each read is fresh, because other processes write them too. `launchers` holds the settings of
-    each launcher by name, the last used one last. Raises RecordFileError if sweep.json is damaged.
+    each launcher by name, the last used one last. Raises RecordFileError if sweep.json is damaged,
+    or if another user can have written it: a run's config may name shell commands (`pipe:`).
     """
 
     def __init__(self, folder: Path):
         self.folder = Path(folder).absolute()
         path = self.folder / "sweep.json"
+        for facts in (self.folder.stat(), path.stat()):
+            if facts.st_uid != os.getuid() or facts.st_mode & 0o022:
+                raise RecordFileError(
+                    f"{path} can have been written by another user, whose commands it may hold: "
+                    "the file and its folder must be yours, and nobody else may write to them; if "
+                    f"you trust its runs: chmod go-w {path.parent} {path}"
+                )
         plan = read_map(path, {"launchers": dict, "runs": list})
         try:
             if plan.keys() != {"launchers", "runs"}:
@@ -71,7 +86,9 @@ class Plan:
             for index, run in enumerate(self.runs):
                 has_launcher = run.launcher is None or run.launcher in self.launchers
                 is_numbered = run.index == index and type(run.config["num_steps"]) is int
-                if not (has_launcher and is_numbered):
+                has_share = run.gpus >= 0 and run.runs_per_gpu > 0
+                is_text = all(type(text) is str for text in run.overrides)
+                if not (is_text and has_launcher and has_share and is_numbered):
                     raise ValueError(f"run {index}")
         except (KeyError, TypeError, ValueError) as error:
             raise RecordFileError(
@@ -85,6 +102,8 @@ class Plan:
         for name in ("runs", "logs"):
             (folder / name).mkdir(parents=True, exist_ok=True)
         if not (folder / "sweep.json").exists():
+            with contextlib.suppress(PermissionError):  # another user's, which is refused below
+                folder.chmod(folder.stat().st_mode & ~0o022)  # whatever the umask
             _write(folder, {"launchers": {}, "runs": []})
         return cls(folder)
 
@@ -97,7 +116,9 @@ class Plan:
         indexes = {run.directory: run.index for run in self.runs}
         for run in runs:
             run.index = indexes.setdefault(run.directory, len(self.runs))
-            run.launcher = self.runs[run.index].launcher if run.index < len(self.runs) else None
+            if run.index < len(self.runs):
+                old = self.runs[run.index]
+                run.launcher, run.gpus, run.runs_per_gpu = old.launcher, old.gpus, old.runs_per_gpu
             self.runs[run.index : run.index + 1] = [run]
         self.write()
         return sorted({run.index for run in runs})
@@ -107,8 +128,10 @@ class Plan:
         self.launchers.pop(launcher["name"], None)
         self.launchers[launcher["name"]] = launcher
         for index in indexes:
-            self.runs[index].launcher = launcher["name"]
-            for mark in (self.mark(index, "cancelled"), self.mark(index, "ended")):
+            run = self.runs[index]
+            run.launcher, run.gpus = launcher["name"], launcher["gpus"]
+            run.runs_per_gpu = launcher.get("runs_per_gpu", 1)
+            for mark in (self.mark(index, name) for name in ("cancelled", "lost", "ended")):
                 if mark.is_dir():
                     raise RecordFileError(f"{mark} is a folder, which no sweep makes; remove it")
                 mark.unlink(missing_ok=True)
@@ -133,7 +156,7 @@ class Plan:
         return self.folder / "logs" / f"{index}.log"
 
     def mark(self, index: int, name: str) -> Path:
-        """The file that says that a run was `cancelled` or has `ended` without a result."""
+        """The file that says that a run is `cancelled`, `lost` or has `ended` without a result."""
         return self.folder / "runs" / f"{index}.{name}"
 
     def is_cancelled(self, index: int) -> bool:
@@ -164,6 +187,7 @@ class Plan:
             for run in self.runs
             if run.launcher == "local"
             and not self.is_cancelled(run.index)
+            and not self.mark(run.index, "lost").exists()
             and self.why_ended(run.index) is None
             and run.result(read_status(self.directory_of(run.index), {})) is None
         ]

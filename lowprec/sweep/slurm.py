@@ -20,6 +20,7 @@ from lowprec.sweep.plan import TRAIN, Plan
 TRIES, TIMEOUT_S = 5, 60.0
 FIRST_WAIT_S = 1.0  # doubled after each failure
 REQUEUE = Path(__file__).parents[2] / "slurm" / "requeue.sh"
+OWN_FLAGS = ("job_name", "array", "output", "chdir", "open_mode")  # by them jobs and logs are found
 WAITS = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
 
 
@@ -67,7 +68,8 @@ def tasks(plan: Plan, jobs: list[tuple[str, str, str]]) -> list[tuple[str, int, 
 
 def job_name(plan: Plan) -> str:
     """The name of a sweep's jobs in the queue, where another folder may have one of its name."""
-    return f"{plan.folder.name}-{hashlib.sha256(bytes(plan.folder)).hexdigest()[:8]}"
+    folder = plan.folder.resolve()  # the same through a link
+    return f"{folder.name}-{hashlib.sha256(bytes(folder)).hexdigest()[:8]}"
 
 
 def _executor(plan: Plan, runs: list[int], launcher: dict) -> Any:
@@ -98,7 +100,9 @@ def _executor(plan: Plan, runs: list[int], launcher: dict) -> Any:
         "chdir": Path.cwd(),
         "output": log,
         "requeue": True,
-        **(launcher["sbatch"] or {}),
+        **{
+            str(name).replace("-", "_"): value for name, value in (launcher["sbatch"] or {}).items()
+        },
     }
     for name, value in (parameters | flags).items():
         if not f"{name}{value}".isprintable():  # what follows a line break would be a command
@@ -110,7 +114,7 @@ def _executor(plan: Plan, runs: list[int], launcher: dict) -> Any:
     executor.update_parameters(
         **parameters,
         wckey=None,
-        additional_parameters={k: v for k, v in flags.items() if v not in (None, False)},
+        additional_parameters={k: v for k, v in flags.items() if v is not None and v is not False},
         # submitit's srun gives training a terminal, where a progress bar would be drawn
         setup=[*launcher["setup"], "export TERM=dumb", f"source {shlex.quote(str(REQUEUE))}"],
         srun_args=["--output", log, "--open-mode=append"],

@@ -15,7 +15,7 @@ from pathlib import Path
 from lowprec.alert import alert
 from lowprec.runs import attempts
 from lowprec.runs.read import read_status
-from lowprec.sweep.plan import TRAIN, Plan
+from lowprec.sweep.plan import DECLINED, TRAIN, Plan
 
 GRACE_S = 60.0  # to save, for the other ranks after one has failed
 POLL_S = 0.05  # between two polls of the training processes
@@ -111,7 +111,7 @@ class Training:
         """Says why the run has no result, unless it has one or another process trains it."""
         directory = self.plan.directory_of(self.index)
         has_result = self.plan.runs[self.index].result(read_status(directory, {})) is not None
-        if has_result or (code == 0 and self.plan.is_training(self.index)):
+        if has_result or (code in (0, DECLINED) and self.plan.is_training(self.index)):
             return
         self.plan.end(self.index, reason or "ended without a result")
         if _signal_of(code):  # training reports other failures itself

@@ -36,8 +36,9 @@ def _set_torchrun_variables() -> None:
         if ranks.local_world_size == ranks.world_size:  # the node's name need not resolve
             ranks.master_addr = "127.0.0.1"
         if "MASTER_PORT" not in os.environ:
-            job = sum(int(part) for part in JobEnvironment().job_id.split("_"))  # 7, or 7_1
-            ranks.master_port = PORTS[job % len(PORTS)]
+            # submitit's id of a task of an array, 7_1, may lead to the port of another job
+            job = os.environ.get("SLURM_JOB_ID") or JobEnvironment().job_id
+            ranks.master_port = PORTS[sum(map(int, job.split("_"))) % len(PORTS)]
         ranks.export(set_cuda_visible_devices=False, overwrite=True)
     finally:
         if executor is None:

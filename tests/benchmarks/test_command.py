@@ -15,6 +15,7 @@ from experiments.benchmarks.peers import LINEAR_PEERS
         (["layer", "dim=[16]"], "dim: no such key; nearest: dims (the root has dims,"),
         (["step", "model.widht=1"], "model.widht: no such key"),
         (["lyer"], "nearest: layer"),
+        (["layer", "dims=[16],[32]"], "python -m experiments.benchmarks layer -m 'dims=[16],[32]'"),
     ],
 )
 def test_wrong_names_and_keys_are_refused(words, fault, monkeypatch, capsys):

@@ -300,6 +300,14 @@ def test_without_changes_data_optimizer_and_numerics_are_suspects(make_config):
     ]
 
 
+@pytest.mark.parametrize("key", ["hydra/launcher=submitit_slurm", "hydra.launcher.nodes=2"])
+def test_a_launcher_is_refused(monkeypatch, capsys, key):
+    monkeypatch.setattr(sys, "argv", ["replay", "-m", "run=x", "step=10", key])
+    with pytest.raises(SystemExit, match="2"):
+        command()
+    assert f"{key}: a replay runs in this process" in capsys.readouterr().err
+
+
 def test_the_command_line_separates_its_keys_from_the_changes(run, monkeypatch, capsys):
     folder = run()
     words = ["-m", f"run={folder}", "step=10", "steps=2", "change_from=9,10", "perturbed=1"]

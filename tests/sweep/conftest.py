@@ -117,16 +117,16 @@ class Sweeps:
     def plan(self):
         return Plan(self.folder)
 
-    def submit(self, **launcher):
-        """What the verb does after it has planned the runs."""
+    def submit(self, runs=None, **launcher):
+        """What the verb does after it has planned the runs; `runs`: of these alone."""
         with durable.locked(self.folder / ".lock"):
             plan = self.plan
-            runs = [run.index for run in plan.runs]
+            runs = [run.index for run in plan.runs] if runs is None else runs
             sweep.hand_over(plan, runs, TO_SUBMIT, LOCAL | launcher)
 
     def train(self, monkeypatch, **launcher):
         """Submits and trains in this process."""
-        monkeypatch.setattr(sweep.local, "start", lambda plan: None)
+        monkeypatch.setattr(sweep.local, "start", lambda *_: None)
         monkeypatch.setattr(sweep.local, "LOOK_S", 0.1)
         self.submit(**launcher)
         handlers = {number: signal.getsignal(number) for number in STOPPING}

@@ -14,7 +14,7 @@ from experiments import sweep
 from lowprec.runs import durable
 from lowprec.runs.durable import DiskError
 from lowprec.runs.read import find_runs, read_status
-from lowprec.sweep.plan import Plan
+from lowprec.sweep.plan import DECLINED, Plan
 from lowprec.sweep.status import print_table, setting_columns, states
 
 GPUS = ["launcher=slurm", "launcher.gpus=8"]
@@ -22,7 +22,7 @@ GPUS = ["launcher=slurm", "launcher.gpus=8"]
 
 @pytest.fixture
 def no_launcher(monkeypatch):
-    monkeypatch.setattr(sweep.local, "start", lambda plan: None)
+    monkeypatch.setattr(sweep.local, "start", lambda *_: None)
 
 
 def run(verb, *texts):
@@ -47,6 +47,8 @@ def run(verb, *texts):
         (["submit", "launcher=slrm"], 2, "nearest: slurm"),
         (["submit", "launcher.gpu=1"], 2, "nearest: launcher.gpus"),
         (["submit", "launcher.runs_per_gpu=2"], 2, "needs launcher=local and launcher.gpus=1"),
+        (["submit", "launcher.sbatch={job-name: x}"], 2, "sbatch: a sweep sets job-name itself"),
+        (["submit", "launcher.sbatch={array: 3}"], 2, "sbatch: a sweep sets array itself"),
         (["submit", "launcher.parallel=0"], 2, "launcher.parallel"),
         (["submit", "hydra/launcher=submitit_slurm"], 2, "hydra/launcher.*launcher=local or slurm"),
     ],
@@ -83,6 +85,26 @@ def test_a_finished_run_is_not_submitted_and_changed_data_are_refused(
     assert "see them: python -m experiments.sweep status name=t\n" in out
     plan.write_text(plan.read_text().replace(directory[-10:], "0123456789"))
     assert "0123456789" in run("train", "runs/sweeps/t", "0")
+
+
+@pytest.mark.parametrize(("size", "code"), [("1", 0), ("2", DECLINED)])
+def test_a_rank_that_declines_leaves_no_other_waiting(
+    here, tiny, no_launcher, monkeypatch, size, code
+):
+    assert run("submit", *tiny, "name=t") == 0
+    plan = Plan(here / "runs/sweeps/t")
+    monkeypatch.setattr(sweep, "GRACE_S", 0.0)
+    monkeypatch.setattr(sweep, "train_run", lambda *_, **__: pytest.fail("trained"))
+    monkeypatch.setenv("WORLD_SIZE", size)
+    monkeypatch.setenv("RANK", "0")
+    plan.directory_of(0).mkdir(parents=True)
+    with durable.locked(plan.directory_of(0) / ".lock"):
+        assert run("train", str(plan.folder), "0") == code
+        assert plan.why_ended(0) is None
+    plan.mark(0, "cancelled").touch()
+    for rank in range(int(size)):
+        monkeypatch.setenv("RANK", str(rank))
+        assert run("train", str(plan.folder), "0") == code
 
 
 def test_keys_that_are_not_identity_replace_those_of_the_same_run(here, tiny, no_launcher):

@@ -48,7 +48,7 @@ def damage(path, source):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(4))
 def test_verbs_survive_damaged_files_or_name_them(sweeps, here, monkeypatch, capsys, seed):
-    monkeypatch.setattr(sweep.local, "start", lambda plan: None)
+    monkeypatch.setattr(sweep.local, "start", lambda *_: None)
     plan = sweeps.make(3)
     plan.hand_over([0, 1, 2], {"name": "local", "parallel": 1, "gpus": 0})
     for index in range(3):

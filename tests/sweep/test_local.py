@@ -105,6 +105,42 @@ def test_trainings_of_an_ended_launcher_save_and_the_next_one_waits_for_them(
     assert sweeps.starts() == [2]
 
 
+@pytest.mark.parametrize("which", ["others", "cancelled"])
+def test_lost_runs_that_nobody_asks_for_stay_lost(sweeps, which):
+    plan = sweeps.make(4)
+    plan.hand_over([0, 1, 2], LOCAL)  # and its launcher died
+    plan.mark(2, "cancelled").touch()
+    assert sweeps.names() == ["lost", "lost", "cancelled", "new"]
+    if which == "others":
+        sweeps.submit([1, 3])
+        expected = ["lost", "finished", "cancelled", "finished"]
+    else:
+        sweep.resubmit(["--cancelled"])
+        expected = ["lost", "lost", "finished", "new"]
+    assert sweeps.names()[0] == "lost"  # the launcher lives, but has not got it
+    sweeps.end()
+    assert sweeps.names() == expected
+    sweeps.submit()
+    sweeps.end()
+    assert sweeps.names() == ["finished"] * 4 and sweeps.starts() == [1] * 4
+
+
+def test_what_is_submitted_while_a_stopped_launcher_saves_is_trained(sweeps, here, monkeypatch):
+    slow = SAVES.replace("sleep 0.7", "until [ -e go ]; do sleep 0.05; done")
+    plan = sweeps.make(3, slow + sweeps.script)
+    sweeps.submit([0, 1], parallel=1)
+    sweeps.until((here / "alive").exists)
+    os.kill(launcher_of(plan), signal.SIGTERM)
+    sweeps.until((here / "stopping").exists)
+    assert sweeps.names() == ["running", "lost", "new"]
+    sweeps.submit(parallel=3)
+    time.sleep(6)  # longer than a launcher waits for another one to exit
+    assert sweeps.names() == ["running", "queued", "queued"] and sweeps.starts() == [1, 0, 0]
+    (here / "go").touch()
+    sweeps.end()
+    assert sweeps.names() == ["finished"] * 3 and sweeps.starts() == [2, 1, 1]
+
+
 def test_a_second_submit_adds_runs_to_the_launcher_that_is_there(sweeps, here):
     sweeps.make(4)
     (here / "slow").write_text("0\n1\n")
@@ -178,6 +214,21 @@ def test_runs_share_gpus_evenly(sweeps, here, monkeypatch):
     (here / "go").touch()
     sweeps.end()
     assert [(here / f"gpu-{i}").read_text().strip() for i in range(4)] == ["4", "5", "4", "5"]
+
+
+def test_a_later_submission_changes_no_gpus_of_runs_that_wait(sweeps, here, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    waits = 'echo "$CUDA_VISIBLE_DEVICES" > "gpu-$2"; until [ -e go ]; do sleep 0.02; done\n'
+    sweeps.make(5, waits + sweeps.script)
+    sweeps.submit([0, 1], gpus=2, parallel=4)
+    sweeps.until((here / "gpu-0").exists)
+    sweeps.submit([2, 3, 4], gpus=1, parallel=4, runs_per_gpu=2)
+    time.sleep(1.5)  # longer than between two looks at the plan
+    assert not list(here.glob("gpu-[1-4]"))  # run 0 shares its GPUs with none
+    (here / "go").touch()
+    sweeps.end()
+    alone = [(here / f"gpu-{i}").read_text().strip() for i in range(5)]
+    assert alone[:2] == ["4,5", "4,5"] and all(gpus in ("4", "5") for gpus in alone[2:])
 
 
 @pytest.mark.parametrize(("parallel", "threads"), [(1, ""), (3, "1")])

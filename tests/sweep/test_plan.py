@@ -1,7 +1,9 @@
 """The plan of a sweep: its files survive a crash and its runs are checked."""
 
+import contextlib
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -27,6 +29,10 @@ PLANS = ('{"cells": []}', "[]", "text", "", '{"launchers": {}, "runs": 3}', '{"r
 PLANS += ('{"launchers": {}, "runs": [3]}', '{"launchers": {}, "runs": [{}]}')
 PLANS += ('{"launchers": {"local": {"name": "slurm", "parallel": 1, "gpus": 0}}, "runs": []}',)
 PLANS += ('{"launchers": {"local": {"name": "local"}}, "runs": []}',)
+NO_TEXT = (
+    '{"index": 0, "label": "a", "directory": "a", "overrides": [[]], "config": {"num_steps": 1}}'
+)
+PLANS += (f'{{"launchers": {{}}, "runs": [{NO_TEXT}]}}',)
 PLANS += ('{"command": ["touch", "%s"], "cwd": "/", "launchers": {}, "runs": []}',)
 
 
@@ -36,6 +42,38 @@ def test_a_damaged_plan_or_one_of_an_earlier_version_is_named(plan, canary, text
     for words in (["status"], ["wait"], ["cancel"], ["resubmit", "--failed"]):
         with pytest.raises(SystemExit, match=r"/t/sweep\.json is damaged"):
             sweep.command(words)
+
+
+@pytest.mark.parametrize("name", [".", "sweep.json"])
+@pytest.mark.parametrize("change", ["owner", "group", "others"])
+def test_a_plan_that_another_user_can_have_written_is_refused(
+    sweeps, monkeypatch, canary, name, change
+):
+    before = os.umask(0o002)
+    plan = sweeps.make(1)
+    os.umask(before)
+    plan.hand_over([0], LOCAL)
+    path = plan.folder / name
+    if change == "owner":
+        stat, foreign = os.stat, os.stat_result([0o100600, 0, 0, 1, os.getuid() + 1, 0, 0, 0, 0, 0])
+        monkeypatch.setattr(
+            os, "stat", lambda at, **k: foreign if Path(at) == path else stat(at, **k)
+        )
+    else:
+        path.chmod(path.stat().st_mode | {"group": 0o020, "others": 0o002}[change])
+    for words in (["status"], ["resubmit", "--failed"], ["train", str(plan.folder), "0"]):
+        with pytest.raises(SystemExit, match=r"/t/sweep\.json can have been written by another"):
+            sweep.command(words)
+
+
+def test_a_users_own_pipe_is_trained_in_the_background(here, tiny, squares, monkeypatch):
+    keys = [key for key in tiny if not key.startswith("data")]
+    keys += ["data=stream", "data.allow_remote=[pipe]", "data.val=null", "name=t"]
+    sweep.submit([*keys, f"data.train='pipe:cat {squares}/train-0.tar'"])
+    with contextlib.suppress(SystemExit):
+        sweep.wait([])
+    plan = Plan(here / "runs/sweeps/t")
+    assert read_status(plan.directory_of(0))["state"] == "finished", plan.log_of(0).read_text()
 
 
 DAMAGE = ("[]", "text", "null", "7", "\0\0", '{"loss": {}}', '{"step": "4"}')
@@ -79,7 +117,7 @@ def test_each_data_set_is_opened_once(here, tiny):
 
 
 def test_a_planned_directory_is_where_the_same_command_trains(here, tiny, monkeypatch):
-    monkeypatch.setattr(sweep.local, "start", lambda plan: None)
+    monkeypatch.setattr(sweep.local, "start", lambda *_: None)
     sweep.submit([*tiny, "seed=3", "name=t"])
     sweep.train(["runs/sweeps/t", "0"])
     planned = Plan(here / "runs/sweeps/t").directory_of(0)
@@ -92,7 +130,7 @@ def test_a_planned_directory_is_where_the_same_command_trains(here, tiny, monkey
 
 
 def test_a_run_is_trained_beside_its_sweep_from_any_directory(here, tiny, monkeypatch):
-    monkeypatch.setattr(sweep.local, "start", lambda plan: None)
+    monkeypatch.setattr(sweep.local, "start", lambda *_: None)
     sweep.submit([*tiny, "name=t"])
     (here / "elsewhere").mkdir()
     monkeypatch.chdir(here / "elsewhere")

@@ -13,7 +13,7 @@ LAUNCHER |= {"signal_s": 60, "partition": "low", "setup": [], "sbatch": None}
 
 @pytest.fixture
 def no_local_launcher(monkeypatch):
-    monkeypatch.setattr(sweep.local, "start", lambda plan: None)
+    monkeypatch.setattr(sweep.local, "start", lambda *_: None)
 
 
 @pytest.mark.parametrize("failures", [0, 4])
@@ -52,6 +52,9 @@ def test_a_sweep_of_the_same_name_elsewhere_has_other_jobs(cluster, sweeps, here
     sweeps.submit(**LAUNCHER)
     other = Plan.open(here / "other" / "sweeps" / "t")
     assert slurm.tasks(other, slurm.queue()) == [] != slurm.tasks(sweeps.plan, slurm.queue())
+    (here / "link").symlink_to(sweeps.folder)
+    through = Plan(here / "link")
+    assert slurm.tasks(through, slurm.queue()) == slurm.tasks(sweeps.plan, slurm.queue())
 
 
 HANGS = "exec sleep 60 > /dev/null 2>&1"
@@ -95,6 +98,14 @@ def test_a_cancelled_sweep_goes_to_another_launcher_without_the_queue(
     assert sweeps.plan.runs[0].launcher == "local"
 
 
+def test_a_submission_to_slurm_starts_no_local_launcher(cluster, sweeps, monkeypatch):
+    plan = sweeps.make(2)
+    plan.hand_over([0], {"name": "local", "parallel": 1, "gpus": 0})
+    monkeypatch.setattr(sweep.local, "start", lambda *_: pytest.fail("started"))
+    sweeps.submit([1], **LAUNCHER)
+    assert sweeps.names() == ["lost", "queued"]
+
+
 def test_the_batch_script_has_the_launchers_flags_and_a_run_per_task(cluster, sweeps):
     sweeps.make(3)
     sweeps.plan.hand_over([1], LAUNCHER)
@@ -108,6 +119,17 @@ def test_the_batch_script_has_the_launchers_flags_and_a_run_per_task(cluster, sw
     assert {f"#SBATCH --{flag}" for flag in flags} <= set(lines) and "wckey" not in script
     assert script.index("module load cuda") < script.index("requeue.sh") < script.index("srun")
     assert lines[-1].endswith(f"experiments.sweep train {sweeps.folder} $SLURM_ARRAY_TASK_ID")
+
+
+def test_a_users_flag_of_sbatch_wins_and_is_written_once(cluster, sweeps):
+    sweeps.make(1)
+    own = {"cpus-per-task": 3, "mem": 0, "nice": 0, "time": 5, "requeue": False, "comment": None}
+    sweeps.submit(**LAUNCHER | {"sbatch": own})
+    (script,) = [path.read_text() for path in (sweeps.folder / "slurm").glob("77*.sh")]
+    flags = [line.removeprefix("#SBATCH --") for line in script.splitlines() if "#SBATCH" in line]
+    assert {"cpus-per-task=3", "mem=0", "nice=0", "time=5"} <= set(flags)
+    names = [flag.partition("=")[0] for flag in flags]
+    assert len(names) == len(set(names)) and not {"requeue", "comment"} & set(names)
 
 
 def test_a_queue_that_gives_no_answer_changes_no_state(cluster, sweeps):

@@ -7,6 +7,7 @@ import pytest
 
 from experiments import sweep
 from lowprec.sweep import local, training
+from lowprec.sweep.plan import DECLINED
 
 STOPS = """
 checkpoint=runs/t/$2/checkpoints/step_$(head -n1 steps)
@@ -70,6 +71,14 @@ def test_other_ranks_of_a_failed_run_are_killed_after_a_grace_time(trained, monk
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     ranks = '[ "$RANK/$WORLD_SIZE" = 1/2 ] && { echo "ValueError: one"; exit 7; }; exec sleep 60'
     assert trained(ranks, gpus=2) == ("failed", "ValueError: one")
+
+
+def test_a_run_that_another_process_trains_has_not_failed(trained, sweeps, monkeypatch):
+    monkeypatch.setattr(training.Plan, "is_training", lambda plan, index: True)
+    plan = sweeps.make(1)
+    for code, ended in ((0, False), (DECLINED, False), (1, True)):
+        training.Training(plan, 0)._end(code, "no")
+        assert (plan.why_ended(0) == "no") == ended
 
 
 WORKER = """

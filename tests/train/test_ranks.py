@@ -26,13 +26,14 @@ def test_place_of_a_process_follows_its_launcher(monkeypatch, environment, expec
     assert place() == expected
 
 
+@pytest.mark.parametrize("array", [{}, {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "1"}])
 @pytest.mark.parametrize(
     ("nodes", "num_nodes", "local", "address"),
     [("node[1-2]", 2, (1, 2), "node1"), ("node1", 1, (3, 4), "127.0.0.1")],
     ids=["two nodes", "one node, whose name may lead nowhere"],
 )
-def test_a_task_of_srun_finds_the_others(monkeypatch, nodes, num_nodes, local, address):
-    slurm = {"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4"}
+def test_a_task_of_srun_finds_the_others(monkeypatch, nodes, num_nodes, local, address, array):
+    slurm = array | {"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4"}
     slurm |= {"SLURM_PROCID": "3", "SLURM_LOCALID": str(local[0])}
     slurm |= {"SLURM_JOB_NODELIST": nodes, "SLURM_JOB_NUM_NODES": str(num_nodes)}
     slurm |= {"SLURM_NODEID": str(num_nodes - 1)}
