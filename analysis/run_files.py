@@ -31,6 +31,7 @@ ARCHIVE = "runs.zip"  # an archive of run directories, as experiments.compact wr
 MAX_STEPS, MAX_GAP = 10**8, 10**5  # steps; those that a record may lack, and ten times its own
 MAX_KEYS, MAX_DEPTH = 10_000, 100  # of a config
 NO_TENSORS = "tensors are not there"
+UNKNOWN = {"state": "unknown", "step": 0, "reason": ""}  # a status that cannot be read
 PRECISION = ("precision.autocast", "precision.recipe")
 TEXTS = ("experiment", "scale", "model.name", "optimizer.name", *PRECISION)
 NUMBERS = (  # tables and figures compute with these, and group by the texts
@@ -122,8 +123,22 @@ def read_summary(address: str) -> dict:
 
     Keys that did not exist when the run was made have their defaults. `gpu` names every kind of GPU
     that the run used; `data.digest` and `init.digest` identify what its newest attempt read, or are
-    "".
+    "". A run that cannot be read for a reason that nobody thought of looks like one whose files are
+    all damaged: other runs can still be read.
     """
+    try:
+        return _read_summary(address)
+    except Exception as error:
+        name, nothing = Path(address).name, dict.fromkeys(("data.digest", "init.digest", "gpu"), "")
+        facts = {"run": name, "digest": name.rpartition("-")[2], "path": address, **UNKNOWN}
+        return {**facts, "note": _unread(error), **nothing, **_without_config(Path(address))}
+
+
+def _unread(error: Exception) -> str:
+    return f"the run cannot be read: {type(error).__name__}: {error}"[:200]
+
+
+def _read_summary(address: str) -> dict:
     run, notes = as_path(address), []
     try:
         status = read.read_status(run)
@@ -131,7 +146,7 @@ def read_summary(address: str) -> dict:
         if status["state"] not in read.STATES or not 0 <= status["step"] <= MAX_STEPS:
             raise ValueError
     except (OSError, ValueError, LookupError):
-        status = {"state": "unknown", "step": 0, "reason": ""}
+        status = UNKNOWN
         notes.append("status.json is damaged")
     config, fault = _read_config(run)
     notes += [fault] if fault else []
@@ -171,9 +186,8 @@ def read_tables(summary: dict) -> dict[str, tuple[pd.DataFrame, list[str]]]:
         rows |= {name: read_row_file(summary, name) for name in ("timing", "events")}
         return {name: (pd.DataFrame(part), notes) for name, (part, notes) in rows.items()}
     except Exception as error:
-        note = f"the run cannot be read: {type(error).__name__}: {error}"
         nothing = {name: (pd.DataFrame(), []) for name in ("timing", "events")}
-        return {"metrics": (pd.DataFrame(), [note[:200]]), **nothing}
+        return {"metrics": (pd.DataFrame(), [_unread(error)]), **nothing}
 
 
 def read_metrics(summary: dict) -> tuple[list[dict], list[str]]:
@@ -252,7 +266,11 @@ def _read_config(run: Path) -> tuple[dict, str]:
         fault += "".join(f": {key}={config[key]!r}"[:200] for key in wrong[:1])
     except (OSError, ValueError, AttributeError, TypeError, RecursionError, yaml.YAMLError):
         pass
-    return {"experiment": run.resolve().parent.name, "scale": None}, fault
+    return _without_config(run), fault
+
+
+def _without_config(run: Path) -> dict:
+    return {"experiment": run.resolve().parent.name, "scale": None}
 
 
 def _parse_yaml(data: bytes) -> object:

@@ -15,7 +15,6 @@ from analysis.load import Runs
 EXPERIMENT = "spikes_vs_size"
 BASELINES = ("spikes_vs_lr", "spikes_vs_batch", "optimizers", "gradient_magnitude")
 BLOCKS = "*resblocks.*"  # of both towers
-SETTING = ("model", "intervention", "lr", "batch_size")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 COLUMNS = (*curves.OF_A_RUN, "setting", "step", "logit_max", "recall")
 

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from analysis import comparison, curves, paper, style
-from analysis.load import Runs
+from analysis.load import NoRunsError, Runs
 
 EXPERIMENT = "accuracy_vs_size"
 BASELINES = ("weight_gradient", "one_product", "formats", "rounding")
@@ -44,15 +44,19 @@ def _paired(heads: pd.DataFrame) -> pd.Series:
 def query(runs: Runs) -> pd.DataFrame:
     """One row per run at the last record, and at the last of the first tenth of the steps (`at`).
 
-    `ratio` is `feature_mean` divided by that of the bf16 run with the same seed.
+    `ratio` is `feature_mean` divided by that of the bf16 run with the same seed at the same step;
+    an end at another step has no row. NoRunsError if no run has a recipe and a bf16 run.
     """
     chosen = select(runs.runs)
+    if ((chosen["precision.label"] == BF16) & (chosen["experiment"] != "rounding")).all():
+        text = f"no run agrees in all but its recipe with a bf16 run of experiment={EXPERIMENT}"
+        raise NoRunsError(f"{runs.root}: {text}")
     heads = curves.named_heads(runs.where(runs.summaries["run"].isin(chosen["run"])))
     heads["recipe"] = _recipes(heads)
     frame = curves.by_run(runs, heads, COLUMNS, _sizes)
-    sizes = frame.set_index(["run", "at"])["feature_mean"]
-    bases = frame["run"].map(_paired(chosen))
-    of_bases = [sizes.get(pair, np.nan) for pair in zip(bases, frame["at"], strict=True)]
+    sizes = frame.set_index(["run", "at", "step"])["feature_mean"]
+    bases = zip(frame["run"].map(_paired(chosen)), frame["at"], frame["step"], strict=True)
+    of_bases = [sizes.get(base, np.nan) for base in bases]
     frame["ratio"] = frame["feature_mean"] / of_bases
     return frame[frame["ratio"].notna()].reset_index(drop=True)
 

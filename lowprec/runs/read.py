@@ -234,7 +234,7 @@ def find_runs(root: Path | str) -> list[Path]:
     `root` is a path, or a `UPath` for a URL. Hidden folders and those named `*.bak` are left out.
     """
     root = Path(root) if isinstance(root, str) else root
-    folders = {path.parent for path in root.glob("**/status.json")}
+    folders = {path.parent for path in root.glob("**/status.jso[n]")}  # a pattern: links too
     return sorted(
         path
         for path in folders

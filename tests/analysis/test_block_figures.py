@@ -18,10 +18,10 @@ INT8 = {"grad_weight": {"format": "int8", "g": "columnwise", "x": "columnwise"}}
 
 @pytest.fixture(name="plant")
 def plant_fixture(make_run):
-    """A function: a run of 20 steps whose last block has these values at steps 2 and 20."""
+    """A function: a run of 20 steps whose last block has these values at step 2 and the end."""
 
-    def plant(values, statistic="feature_mean", recall=50.0, loss=0.2, **keys):
-        frame = pd.DataFrame(np.outer(values, [0.5, 1]), [2, 20], BLOCKS)
+    def plant(values, statistic="feature_mean", recall=50.0, loss=0.2, end=20, **keys):
+        frame = pd.DataFrame(np.outer(values, [0.5, 1]), [2, end], BLOCKS)
         columns = dict.fromkeys(RECALL, np.full(20, recall / 100))
         columns[VALIDATION_LOSS] = np.full(20, loss)
         keys = {"num_steps": 20, "scale": "mini", "experiment": "accuracy_vs_size"} | keys
@@ -50,6 +50,20 @@ def test_features_are_relative_to_the_bf16_run_of_the_same_seed(plant, query):
     names = [label.get_text() for label in ax.get_yticklabels()]
     assert names == [feature_size.ROUNDING, "LLM.int8()", "int8 weight gradient only"]
     assert "LLM.int8(): 1.80 (1.60 to 2.00, 2 runs)" in feature_size.caption(frame)
+
+
+def test_features_without_a_recipe_or_a_bf16_run_are_no_figure_nor_those_of_another_step(
+    plant, query
+):
+    plant((9, 9), recipe="llm_int8", experiment="weight_gradient")
+    with pytest.raises(NoRunsError, match="no run agrees .* bf16 run of experiment=accuracy"):
+        query(feature_size)
+    plant((2, 4))
+    assert set(query(feature_size)["ratio"]) == {1, 9 / 4, 9 / 2}
+    plant((2, 4), seed=1)
+    plant((3, 8), seed=1, recipe="llm_int8", end=10)
+    frame = query(feature_size)
+    assert frame.loc[(frame["seed"] == 1) & (frame["recipe"] != "bf16"), "ratio"].tolist() == [1.5]
 
 
 def test_logits_are_the_largest_of_any_block_at_the_end_and_settings_are_told_apart(plant, query):

@@ -219,9 +219,9 @@ def write_stream(run, names, value=None, options=None, steps=STEPS):
         stream.write_batch(batch.replace_schema_metadata(schema.metadata))
 
 
-def loop(run):
-    (run / "config.yaml").unlink()
-    (run / "config.yaml").symlink_to("config.yaml")
+def loop(run, name="config.yaml"):
+    (run / name).unlink()
+    (run / name).symlink_to(name)
 
 
 ONES = np.ones(STEPS, np.float32)
@@ -307,6 +307,7 @@ FAULTS = {  # what someone else's record may hold: how it gets there, a word of 
         "24 steps are missing",
     ),
     "a looping link": (loop, "config.yaml is damaged"),
+    "a looping status": (lambda run: loop(run, "status.json"), "status.json is damaged"),
 }
 
 
@@ -331,20 +332,25 @@ def test_each_fault_of_a_record_is_noted_and_affects_only_its_run(
     assert good.name in (tmp_path / "report.html").read_text()
 
 
-def test_a_run_whose_reader_fails_is_noted_and_affects_no_other(make_run, tmp_path, monkeypatch):
+@pytest.mark.parametrize("reader", ["read_metrics", "_read_config"])
+def test_a_run_whose_reader_fails_is_noted_and_affects_no_other(
+    make_run, tmp_path, monkeypatch, reader
+):
     bad, good = make_run(num_steps=STEPS), make_run(num_steps=STEPS, seed=1)
-    read = run_files.read_metrics
+    read = getattr(run_files, reader)
 
-    def fail(summary):
-        if summary["run"] == bad.name:
+    def fail(run):
+        if bad.name in str(run):
             raise ZeroDivisionError("nobody thought of it")
-        return read(summary)
+        return read(run)
 
-    monkeypatch.setattr(run_files, "read_metrics", fail)
+    monkeypatch.setattr(run_files, reader, fail)
     runs = load_runs(tmp_path / "runs")
     notes = runs.runs.set_index("run")["note"]
     assert "the run cannot be read: ZeroDivisionError: nobody thought of it" in notes[bad.name]
-    assert notes[good.name] == "" and set(runs.metrics["run"]) == {good.name}
+    assert notes[good.name] == "" and good.name in set(runs.metrics["run"])
+    assert (bad.name in set(runs.metrics["run"])) == (reader == "_read_config")
+    assert set(load("loss_curves").query(runs)["run"]) == {good.name}
 
 
 def compressed_stream(run):
