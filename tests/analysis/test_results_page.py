@@ -143,11 +143,11 @@ def test_the_messages_have_the_numbers_of_the_claims(scores):
     half = scores("spikes_vs_lr_mini", optimizer__lr=1e-3)
     settings = {"optimizer__name": "adamw", "optimizer__beta2": 0.99}
     full = scores("stability_mini", **settings)
-    assert f"AdamW ends at {half:.1f}% R@1 instead of {full:.1f}%" in PAGE
+    assert f"half the rate, AdamW ends at {half:.1f}% R@1 instead of {full:.1f}%" in PAGE
     assert f"{half:.0f}% instead of {full:.0f}%" in README
     stable = scores("stability_mini", optimizer__name="stable_adamw", optimizer__beta2=0.99)
     assert f"{half - stable:.1f} points above StableAdamW at the same beta2" in PAGE
-    assert f"at the full rate does so in {stable:.0f}%" in README
+    assert f"StableAdamW reaches {stable:.0f}% at the full rate" in README
 
 
 def test_leads_and_lower_values_of_beta2_are_those_of_the_claims():
