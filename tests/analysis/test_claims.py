@@ -445,6 +445,7 @@ def test_the_share_of_quantization_is_judged_by_the_largest_of_the_papers_timing
     assert finding.why == f"by the earlier bar of 22%: {earlier}"
 
 
+@pytest.mark.slow  # reads all records; part of .ci/run
 def test_the_committed_page_of_claims_is_what_the_command_writes(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert make.main(["claims", "--runs", "experiments/results", "--out", str(tmp_path)]) == 0
