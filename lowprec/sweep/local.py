@@ -81,15 +81,17 @@ def launch(folder: Path) -> None:
     begun: dict[int, list[int]] = defaultdict(list)  # the steps at which a run was started
     while True:
         plan = Plan(folder)  # runs may have been added
+        # what an ended launcher has started; looked at first: a run releases its lock at its end
+        saving = {run.index for run in plan.runs if plan.is_training(run.index)}
         waiting = [] if requests else [i for i in plan.waiting() if i not in trainings]
-        saves = any(map(plan.is_training, waiting))  # what an ended launcher has started
         for index in begun.keys() - {*waiting, *trainings}:
             del begun[index]  # it has ended; if it is submitted again, it counts from zero
         parallel = plan.launchers["local"]["parallel"] if waiting else 0
         if parallel > 1:  # each run would otherwise use all cores
             threads = max(1, len(os.sched_getaffinity(0)) // parallel)
             os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-        for index in waiting[: 0 if saves else max(0, parallel - len(trainings))]:
+        room = 0 if saving & {*waiting} else max(0, parallel - len(trainings))
+        for index in waiting[:room]:
             _start_if_free(plan, index, trainings, begun[index])
         if not trainings and not waiting:
             break

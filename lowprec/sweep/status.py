@@ -46,13 +46,14 @@ def states(plan: Plan, queue: list | None) -> list[State]:
     jobs = {index: state for _, index, state in slurm.tasks(plan, queue or [])}
     by_run = []
     for run in plan.runs:
+        is_training = plan.is_training(run.index)  # first: a run releases its lock at its end
         status, last, timing, damage = _read(plan.directory_of(run.index))
         step = max(status.get("step", 0), last.get("step", 0))  # a save alone writes the status
         if result := run.result(status):
             state, reason = result, status.get("reason", "")
         else:
             in_queue = "unknown" if queue is None else jobs.get(run.index)
-            state, reason = _unfinished(plan, run, status, launcher_lives, in_queue)
+            state, reason = _unfinished(plan, run, status, is_training, launcher_lives, in_queue)
         reason = "; ".join(filter(None, (reason, damage)))
         scores = {k: v for k, v in last.items() if "/" in k and isinstance(v, int | float)}
         speed = timing.get("images_per_s")
@@ -78,10 +79,15 @@ def _read(directory: Path) -> tuple[dict, dict, dict, str]:
 
 
 def _unfinished(
-    plan: Plan, run: PlannedRun, status: dict, launcher_lives: bool, in_queue: str | None
+    plan: Plan,
+    run: PlannedRun,
+    status: dict,
+    is_training: bool,
+    launcher_lives: bool,
+    in_queue: str | None,
 ) -> tuple[str, str]:
     """State and reason of a run that has no result; `in_queue`: its job's."""
-    is_training, on_slurm = plan.is_training(run.index), run.launcher == "slurm"
+    on_slurm = run.launcher == "slurm"
     saves = on_slurm and in_queue in ("RUNNING", "COMPLETING")
     if plan.is_cancelled(run.index):
         return "cancelling" if is_training or saves else "cancelled", ""

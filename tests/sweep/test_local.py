@@ -9,7 +9,8 @@ import time
 import pytest
 
 from experiments import sweep
-from lowprec.sweep import local
+from lowprec.sweep import local, status
+from lowprec.sweep.plan import Plan, take_lock
 from tests.sweep.conftest import processes_in
 
 LOCAL = {"name": "local", "parallel": 2, "gpus": 0}
@@ -103,6 +104,34 @@ def test_trainings_of_an_ended_launcher_save_and_the_next_one_waits_for_them(
     sweeps.until(lambda: sweeps.names() == ["finished"])
     sweeps.end()
     assert sweeps.starts() == [2]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(Plan, "waiting"), (status, "read_status")], ids=["launcher", "submit"]
+)
+def test_a_run_that_ends_while_it_is_looked_at_is_not_started_again(
+    sweeps, monkeypatch, owner, name
+):
+    plan = sweeps.make(1)
+    plan.hand_over([0], LOCAL)  # and its launcher died
+    plan.directory_of(0).mkdir(parents=True)
+    locks = [take_lock(plan.directory_of(0) / ".lock")]
+    read = getattr(owner, name)
+
+    def slow(where):
+        before = read(where)
+        if locks:
+            (plan.directory_of(0) / "status.json").write_text('{"state": "finished", "step": 1}')
+            os.close(locks.pop())
+        return before
+
+    (plan.directory_of(0) / "status.json").write_text('{"state": "running", "step": 0}')
+    monkeypatch.setattr(owner, name, slow)
+    if owner is Plan:
+        sweeps.train(monkeypatch)
+    else:
+        assert sweeps.names() == ["running"]
+    assert sweeps.names() == ["finished"] and sweeps.starts() == [0]
 
 
 @pytest.mark.parametrize("which", ["others", "cancelled"])
