@@ -1,5 +1,6 @@
 """Loss and RMS_t of a run as series, their spikes, and tables of both."""
 
+import sys
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -8,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from analysis.load import Runs
-from lowprec.config.schema import default_warmup
+from lowprec.config.schema import num_warmup_steps
 from lowprec.diagnostics.spikes import (
     COLLAPSED,
     LAST_STEPS,
@@ -142,7 +143,16 @@ def protocol_of_run(summary: dict) -> Protocol:
     """The protocol of a run's config; the paper's if there is none or the config is damaged."""
     values = {name: summary.get(f"diagnostics.spikes.{name}") for name in THRESHOLDS}
     thresholds = {name: KINDS[name](value) for name, value in values.items() if not pd.isna(value)}
-    return protocol_of(summary.get("diagnostics.spikes.protocol"), **thresholds)
+    return protocol_of(summary.get("diagnostics.spikes.protocol"), warmup_of(summary), **thresholds)
+
+
+def warmup_of(summary: dict) -> int:
+    """The warmup of a run in steps; larger than any run if its config is damaged."""
+    given, num_steps = summary.get("schedule.warmup_steps"), summary.get("num_steps")
+    if pd.isna(num_steps):
+        return sys.maxsize
+    given = None if pd.isna(given) else int(given)
+    return num_warmup_steps(given, int(num_steps), summary.get("schedule.name"))
 
 
 def why_unexamined(num_steps: int, protocol: Protocol) -> str:
@@ -159,10 +169,7 @@ def collapse_of(summary: dict, loss: np.ndarray) -> str:
     batch_size = summary.get("batch_size", np.nan)
     if not batch_size > 0:  # its config is damaged
         return ""
-    warmup = summary["schedule.warmup_steps"]
-    if pd.isna(warmup):
-        warmup = default_warmup(summary["num_steps"], summary["schedule.name"])
-    collapse = Collapse(batch_size, warmup, summary["num_steps"])
+    collapse = Collapse(batch_size, warmup_of(summary), summary["num_steps"])
     texts = [collapse.feed(step, value) for step, value in enumerate(loss, 1)]
     text, end = next(filter(None, reversed(texts)), ""), pd.Series(loss[-LAST_STEPS:]).median()
     if not text or pd.isna(end) or _is_near(end, collapse.chance):

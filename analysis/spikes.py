@@ -131,6 +131,9 @@ def main(arguments: list[str] | None = None) -> int:
             lines = spike_marks.spikes_at_chance(series, spikes, summary["batch_size"])
             text = "\n".join([f"The run collapsed: {collapse}.", *lines, text])
         thresholds = " ".join(f"{name}={getattr(protocol, name)}" for name in values)
+        ignored = summary.get("diagnostics.spikes.ignore_steps")
+        if pd.isna(ignored) and protocol.ignore_steps == spike_marks.warmup_of(summary):
+            thresholds += f"\nThe first {protocol.ignore_steps:,} steps, the warmup, are ignored."
         print(f"\n{summary['run']}: {summary['note'] or summary['state']}\n{text}\n\n{thresholds}")
     return 0
 

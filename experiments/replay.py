@@ -124,7 +124,7 @@ def main(config: ReplayConfig, changes: list[str], multirun: bool = False) -> No
     stem = "_".join([f"step_{config.step}", *since, *changes]).replace("/", "-")
     if len(stem) > MOST:
         stem = f"{stem[: MOST - 9]}_{hashlib.sha256(stem.encode()).hexdigest()[:8]}"
-    protocol = protocol_of(**trained["diagnostics"]["spikes"])
+    protocol = protocol_of(warmup_steps=read.warmup_steps, **trained["diagnostics"]["spikes"])
     print(report(run / "replays" / stem, config.step, recorded, frames, protocol))
     if faults:
         raise RunError("; ".join(faults))

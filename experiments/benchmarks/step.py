@@ -40,7 +40,6 @@ from experiments.benchmarks.model import Ratios, build_task, cases_of, free, mea
 from lowprec.clip import open_clip
 from lowprec.clip.model import Normalize, image_size
 from lowprec.clip.text import Tokenizer
-from lowprec.config.schema import default_warmup
 from lowprec.data.open import num_workers, open_data
 from lowprec.optim.schedules import param_groups
 from lowprec.runs.read import read_rows
@@ -245,9 +244,8 @@ class OpenClipLoop:
         self.losses: list[Tensor] = []
         self.loss_fn = open_clip.loss.ClipLoss(cache_labels=True)
         self.begin, self.waited = time.perf_counter(), 0.0
-        rule, schedule = config.optimizer, config.schedule
-        warmup = schedule.warmup_steps or default_warmup(config.num_steps, schedule.name)
-        self.set_rate = cosine_lr(optimizer, rule.lr, warmup, config.num_steps)
+        rate = config.optimizer.lr
+        self.set_rate = cosine_lr(optimizer, rate, config.warmup_steps, config.num_steps)
         options = {
             "train-data": "::".join(sorted(glob.glob(config.data.train))),
             "train-num-samples": ENDLESS,

@@ -182,8 +182,10 @@ class ScheduleConfig:
     warmup_steps: int | None = key(None, "null: a tenth of the run, or 100 for constant", least=0)
 
 
-def default_warmup(num_steps: int, shape: str) -> int:
-    """A tenth of the steps, or 100 if constant: those rates must not depend on `num_steps`."""
+def num_warmup_steps(warmup_steps: int | None, num_steps: int, shape: str) -> int:
+    """`warmup_steps`; if None, a tenth of the run, or 100 if constant: whatever its `num_steps`."""
+    if warmup_steps is not None:
+        return warmup_steps
     return 100 if shape == "constant" else num_steps // 10
 
 
@@ -225,7 +227,9 @@ class SpikeConfig:
     loss_sigmas: float | None = key(None, "standard deviations that make an outlier", above=0)
     num_deviations: int | None = key(None, "number of outliers that make a loss spike", least=1)
     within: int | None = key(None, "most steps between a spike's outliers", least=1)
-    ignore_steps: int | None = key(None, "number of initial steps to ignore", least=0)
+    ignore_steps: int | None = key(
+        None, "initial steps to ignore; null: the warmup, at most 1000", least=0
+    )
     window: int | None = key(None, "number of steps in the running mean", least=2, most=4096)
 
 
@@ -314,6 +318,11 @@ class Config:
     diagnostics: DiagnosticsConfig = field(default_factory=DiagnosticsConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig, metadata={"identity": False})
+
+    @property
+    def warmup_steps(self) -> int:
+        """The steps of warmup, which `schedule.warmup_steps` may leave to the schedule's shape."""
+        return num_warmup_steps(self.schedule.warmup_steps, self.num_steps, self.schedule.name)
 
     def precision_at(self, step: int) -> PrecisionConfig:
         """The precision of a step (from 1), which `precision_change` may have changed."""

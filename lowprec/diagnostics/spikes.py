@@ -52,13 +52,15 @@ PROTOCOLS = {
 }
 
 
-def protocol_of(protocol: str, **thresholds: float | None) -> Protocol:
+def protocol_of(protocol: str, warmup_steps: int, **thresholds: float | None) -> Protocol:
     """The protocol of the config group `diagnostics.spikes`; "none" stands for "paper".
 
-    `thresholds` replace the protocol's own; None keeps it.
+    `thresholds` replace the protocol's own; None keeps it, except that no more than the warmup is
+    ignored: the paper ignores 1,000 of 20,000 steps, 5,000 of which are warmup.
     """
+    own = PROTOCOLS.get(protocol, PROTOCOLS["paper"])
     changed = {name: value for name, value in thresholds.items() if value is not None}
-    return replace(PROTOCOLS.get(protocol, PROTOCOLS["paper"]), **changed)
+    return replace(own, **{"ignore_steps": min(own.ignore_steps, warmup_steps), **changed})
 
 
 class Spike(NamedTuple):

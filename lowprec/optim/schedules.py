@@ -8,7 +8,7 @@ from itertools import groupby
 import torch
 from torch import nn
 
-from lowprec.config.schema import default_warmup
+from lowprec.config.schema import num_warmup_steps
 from lowprec.nearest import nearest
 
 TOWERS = ("image", "text")  # names of CLIP's towers
@@ -91,10 +91,9 @@ def learning_rate(
 
     It rises linearly from 0 to `peak`, which it reaches at step = warmup_steps. Then it is constant
     (`shape="constant"`) or follows a cosine that reaches 0 at step = num_steps. `warmup_steps=None`
-    takes `default_warmup`. Source: section 2, arXiv:2304.13013.
+    takes the default of `num_warmup_steps`. Source: section 2, arXiv:2304.13013.
     """
-    if warmup_steps is None:
-        warmup_steps = default_warmup(num_steps, shape)
+    warmup_steps = num_warmup_steps(warmup_steps, num_steps, shape)
     if step < warmup_steps:
         return peak * step / warmup_steps
     if shape == "constant":

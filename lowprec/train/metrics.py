@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lowprec.alert import alert
-from lowprec.config.schema import LIBRARIES, default_warmup
+from lowprec.config.schema import LIBRARIES
 from lowprec.data.loader import Batch
 from lowprec.diagnostics.blocks import BLOCK_STATISTICS
 from lowprec.diagnostics.spikes import Collapse, Detector, Spike, protocol_of
@@ -85,10 +85,7 @@ class MetricsBuffer:
         self.blocks: list[tuple[int, list[str], Tensor]] = []
         self.skips: list[dict] = []
         self.num_skips = record.count("skips")
-        warmup = config.schedule.warmup_steps
-        if warmup is None:
-            warmup = default_warmup(config.num_steps, config.schedule.name)
-        self.collapse = Collapse(config.batch_size, warmup, config.num_steps)
+        self.collapse = Collapse(config.batch_size, config.warmup_steps, config.num_steps)
         self.detector: Detector | None = None
         self._restore_detector()
         self.spikes: list[tuple[int, str]] = []  # step and kind of the last flush's
@@ -260,7 +257,8 @@ class MetricsBuffer:
             self.collapse.feed(row["step"], row["loss"])
         if options.protocol == "none" or not self.world.is_first:
             return
-        self.detector = Detector(protocol_of(**asdict(options)), len(self.tensors))
+        protocol = protocol_of(warmup_steps=self.config.warmup_steps, **asdict(options))
+        self.detector = Detector(protocol, len(self.tensors))
         rms = {}
         for steps, statistics, _ in read_tensors(self.record.run):
             rms |= dict(zip(steps.tolist(), statistics.get("rms", ()), strict=False))

@@ -1,9 +1,9 @@
 """Trains a config into its run directory: `train_run(config)` does a whole run."""
 
 import contextlib
-import dataclasses
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -14,6 +14,7 @@ from lowprec.config.schema import Config
 from lowprec.data.open import Data, open_data
 from lowprec.data.sources import without_secrets
 from lowprec.data.workers import ignored_child_signals
+from lowprec.diagnostics.spikes import protocol_of
 from lowprec.nn.coverage import summary
 from lowprec.optim.libraries import LibraryOptimizer
 from lowprec.runs import durable
@@ -129,7 +130,7 @@ def _attempt(
     recipes = (config.precision.recipe, config.precision_at(config.num_steps).recipe)
     recipe = next((name for name in recipes if name != "high"), None)
     if world.is_first and recipe is not None:
-        rows = [dataclasses.asdict(layer) for layer in built.layers]
+        rows = [asdict(layer) for layer in built.layers]
         durable.replace(record.run / "layers.json", json.dumps(rows, indent=1).encode())
         print(summary(recipe, built.layers))
     optimizer = built.state.optimizer
@@ -169,6 +170,8 @@ def _begin_record(
     durable.replace(record.run / "config.yaml", OmegaConf.to_yaml(plain).encode())
     durable.replace(record.run / "environment.json", json.dumps(facts, indent=1).encode())
     started = {"attempt": record.attempt, "pid": os.getpid(), "changed": changed}
+    spikes = protocol_of(warmup_steps=config.warmup_steps, **asdict(config.diagnostics.spikes))
+    started |= {"spikes": asdict(spikes)}  # with the thresholds that the config leaves null
     started |= {"deterministic": config.deterministic, "sources": sources, **facts}
     record.append("attempts", [started | begins | {"processes": world.size}])
     record.status("running")

@@ -134,7 +134,7 @@ def test_panels_are_those_with_data_and_short_runs_are_not_examined(make_run, pa
         "accuracy",
     ]
     assert page.data["highest"] == [None, None]
-    sentence = "2 of 2 runs were not examined: 40 to 60 steps are recorded, and the first 1,000 are"
+    sentence = "2 of 2 runs were not examined: 40 to 60 steps are recorded, and a spike needs"
     assert sentence in page.section("Loss spikes")
     assert "mean over the last tenth of the steps, at most 40" in page.section("Results, and")
     assert page.section("Results, and").count("not examined") == 4

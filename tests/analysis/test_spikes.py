@@ -125,7 +125,7 @@ def test_command_prints_leads_by_step_and_onset_beside_the_paper(plant, capsys):
     out = capsys.readouterr().out
     assert f"3 loss spikes and 2 RMS spikes ({CONV1}) in 2,000 steps." in out
     assert re.search("2 of 3 loss spikes .67%. .* counted from the onset, 2 of 3", out)
-    assert "28 of 30" in out and f"By chance {2 * 8 / 1000:.1%}" in out
+    assert "28 of 30" in out and f"By chance {2 * 8 / 1800:.1%}" in out
 
 
 @pytest.mark.parametrize(
@@ -163,8 +163,8 @@ def test_options_replace_thresholds_of_the_protocol(plant, capsys):
 @pytest.mark.parametrize(
     ("keys", "sentence"),
     [
-        ({"steps": 0, "state": "running"}, "0 steps are recorded, and the first 1,000 are ignored"),
-        ({"steps": 700, "state": "failed"}, "Nothing was examined: 700 steps are recorded"),
+        ({"steps": 0, "state": "running"}, "0 steps are recorded, and the first 200 are ignored"),
+        ({"steps": 170, "state": "failed"}, "Nothing was examined: 170 steps are recorded"),
         ({"steps": 1510, "state": "running"}, "running: 1510 of 2000 steps\n2 loss spikes"),
         ({"steps": 1203, "state": "diverged"}, "diverged\n1 loss spike and 1 RMS spike ("),
     ],

@@ -1,13 +1,17 @@
 """The non-finite rule, and the spikes that a run records while it trains."""
 
+import json
 import math
 import tracemalloc
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from analysis import spikes
 from lowprec.diagnostics.spikes import PROTOCOLS, Detector
+from lowprec.runs.identity import to_dict
 from lowprec.runs.read import read_rows
 from lowprec.train.metrics import MetricsBuffer, non_finite_rule
 
@@ -50,13 +54,13 @@ def test_non_finite_rule(losses, bad_steps, scaler, skips, expected):
     assert not bad_steps or reason is None or "(b)" in reason
 
 
-def shake(built):
-    """Makes the loss of step 14 50 times as large."""
+def shake(built, shaken=(14,)):
+    """Makes the losses of the given steps 50 times as large."""
     plain, optimizer = built.task.loss, built.state.optimizer
 
     def loss(batch):
         value, scale = plain(batch)
-        return value * (50.0 if optimizer.steps[0] == 13 else 1.0), scale
+        return value * (50.0 if optimizer.steps[0] + 1 in shaken else 1.0), scale
 
     built.task.loss = loss
 
@@ -96,9 +100,23 @@ def test_a_planted_spike_is_recorded_and_printed_also_by_a_stopped_run(
     run_once(config, tmp_path / "cut", spoil=shake, stop_at=11)
     run_once(config, tmp_path / "cut", spoil=shake)
     assert spikes_of(tmp_path / "whole") == spikes_of(tmp_path / "cut")
-    spikes = [event for event in spikes_of(tmp_path / "whole") if event["step"] == 14]
-    by_kind = {event["spike"]: event for event in spikes}
+    events = [event for event in spikes_of(tmp_path / "whole") if event["step"] == 14]
+    by_kind = {event["spike"]: event for event in events}
     assert by_kind["loss"]["loss"] > 20 and max(by_kind["rms"]["rms"].values()) > 2.3
+
+
+def test_a_short_run_with_default_thresholds_has_its_spikes_examined(
+    make_config, run_once, tmp_path, capsys
+):
+    config = make_config({"num_steps": 125, "log_every": 125, "save_every": 125})
+    run_once(config, tmp_path / "run", spoil=partial(shake, shaken=(8, 9, 120, 121)))
+    losses = [event["step"] for event in spikes_of(tmp_path / "run") if event["spike"] == "loss"]
+    assert losses == [120]  # the first 12 steps, a tenth, are ignored
+    (tmp_path / "run/config.yaml").write_text(json.dumps(to_dict(config)))
+    spikes.main(["--run", str(tmp_path / "run")])
+    out = capsys.readouterr().out
+    assert "1 loss spike and" in out
+    assert "The first 12 steps, the warmup, are ignored." in out
 
 
 @pytest.mark.parametrize("num_steps", [32, 17])
