@@ -150,7 +150,7 @@ def set_precision(model: nn.Module, precision: PrecisionConfig) -> Layers:
     except NoLayerError:
         if recipe.function:
             raise
-        return Layers()
+        return Layers(model, recipe)
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:

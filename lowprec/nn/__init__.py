@@ -6,7 +6,7 @@ _HOMES = {
     "LowPrecisionLinear": "linear",
     "SwitchBackLinear": "linear",
     "apply_recipe": "replace",
-    "prepare_for_training": "prepare",
+    "prepare_for_training": "replace",
 }
 __all__ = list(_HOMES)
 

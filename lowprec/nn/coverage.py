@@ -1,40 +1,20 @@
-"""Reports which linear layers are quantized, and their share of the multiply-adds."""
+"""Reports what became of a model's linear layers, and finds those that a forward does not call."""
 
+import contextlib
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+from torch.nn.modules.module import register_module_forward_hook
 
 from lowprec.nn.attention import Attention
+from lowprec.nn.blocks import find_blocks, is_checkpointed, is_int8, is_linear
+from lowprec.nn.linear import Settings
 from lowprec.nn.mlp import LowPrecisionMLP
-
-FLASH = flop_registry[torch.ops.aten._scaled_dot_product_flash_attention]
-FORMULAS = flop_registry | {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: FLASH}
-
-
-@dataclass
-class Tower:
-    """The linear layers in one child of the model, and its multiply-adds in one forward pass.
-
-    Layers include the fused projections of attention; multiply-adds are 0 if nothing was traced.
-    `others` lists the names of the layers that are not quantized.
-    """
-
-    layers: int = 0
-    quantized: int = 0
-    multiply_adds: int = 0
-    quantized_multiply_adds: int = 0
-    others: list[str] = field(default_factory=list)
+from lowprec.nn.recipe import GAINS_FROM, Recipe, matches
 
 
 @dataclass(frozen=True)
@@ -55,170 +35,187 @@ class Layer:
 
 
 class Layers(list[Layer]):
-    """The layers that match, in the model's order, with counts of all layers by tower.
+    """The layers that match, in the model's order, and the state of the whole model.
 
-    `print` shows how many layers and multiply-adds are quantized, and which layers are not. It
-    warns if a recipe that `quantizes` is applied to none.
+    `print` shows what became of every linear layer, by block, and of attention. Layers include the
+    fused projections of attention.
+
+    Attributes:
+        recipe: name of the recipe.
+        num_layers, num_quantized: linear layers of the whole model.
+        treatments: by layer's name, what became of it.
+        blocks: names of the model's repeated blocks.
+        compiled, checkpointed: names of the blocks that are compiled, and checkpointed.
+        fused: names of the MLPs that run as one function.
+        attention: number of modules that became `Attention`, "replaced", and by type, of those that
+            keep the attention of their library.
     """
 
-    def __init__(
-        self, layers: Sequence[Layer] = (), towers: dict | None = None, quantizes: bool = False
-    ):
+    def __init__(self, model: nn.Module, recipe: Recipe, layers: Sequence[Layer] = ()):
         super().__init__(layers)
-        self.towers, self.quantizes = towers or {}, quantizes
+        modules, blocks = dict(model.named_modules()), find_blocks(model)
+        names = {module: name for name, module in modules.items()}
+        self.recipe = recipe.name
+        self.blocks = [names[block] for block in blocks]
+        self.compiled = [names[b] for b in blocks if b._compiled_call_impl is not None]
+        self.checkpointed = [names[block] for block in blocks if is_checkpointed(block)]
+        self.fused = [n for n, module in modules.items() if isinstance(module, LowPrecisionMLP)]
+        self.treatments: dict[str, str] = {}
+        by_name, linear = {layer.name: layer for layer in layers}, []
+        for name, module in modules.items():
+            if is_linear(module):
+                linear.append(module)
+                name = f"{name}.in_proj" if isinstance(module, Attention) else name
+                settings = _settings_of(module)
+                if name in by_name:
+                    self.treatments[name] = self._treatment(by_name[name])
+                elif settings and settings.recipe.function:
+                    self.treatments[name] = f"{settings.recipe.name}, from an earlier call"
+                elif not is_int8(module):
+                    self.treatments[name] = "16 bit, not in `where` or not supported"
+        self.num_layers, self.num_quantized = len(linear), sum(map(_is_quantized, linear))
+        projections = [layer.name for layer in self if matches(layer.name, ["in_proj"])]
+        owners = {modules[name.rpartition(".")[0]] for name in projections}
+        owners |= {m for m in modules.values() if isinstance(m, nn.MultiheadAttention)}
+        kinds = (type(owner) for owner in owners)
+        self.attention = Counter(
+            "replaced" if kind is Attention else f"{kind.__name__} kept" for kind in kinds
+        )
 
     def __repr__(self) -> str:
-        towers = {name: tower for name, tower in self.towers.items() if name or tower.layers}
-        has_any = any(tower.quantized for tower in towers.values())
-        warning = " (warning: no layer is quantized)" * (self.quantizes and not has_any)
-        lines = [total_share(self) + warning]
-        lines += [f"  {name or 'the rest'}: {_share(tower)}" for name, tower in towers.items()]
-        uncalled = [layer.name for layer in self if layer.called is False]
-        if uncalled:
-            lines.append(f"  {_never_called(uncalled)}")
-        others = [name for t in towers.values() for name in t.others if name not in uncalled]
-        if others and has_any:
-            lines.append(f"  not quantized: {_first_three(others)}")
+        groups = {name.rpartition(".")[0]: {} for name in self.blocks}
+        for name, treatment in self.treatments.items():
+            block = self._block_of(name)
+            group = groups.setdefault(block.rpartition(".")[0], {})
+            name = name.removeprefix(f"{block}.") if block else name
+            group.setdefault(treatment, {})[name] = None  # a set in order
+        lines = [f"{self.recipe}: {self.num_quantized} of {self.num_layers} linear layers"]
+        for container, group in groups.items():
+            lines.append(f"  {self._describe(container)}")
+            lines += [f"    {text}: {', '.join(names)}" for text, names in group.items()]
+        if self.attention:
+            kinds = sorted(self.attention, key=lambda kind: (kind != "replaced", kind))
+            counts = ", ".join(f"{self.attention[kind]} {kind}" for kind in kinds)
+            lines.append(f"  attention: {counts}")
         return "\n".join(lines)
 
+    def _block_of(self, layer: str) -> str:
+        while layer and layer not in self.blocks:
+            layer = layer.rpartition(".")[0]
+        return layer
 
-@dataclass
-class Calls:
-    """Multiply-adds of one forward pass: for each linear layer called, and for each tower."""
+    def _treatment(self, layer: Layer) -> str:
+        if layer.swapped:
+            is_fused = layer.name.rpartition(".")[0] in self.fused
+            return f"{self.recipe}, fused with GELU" if is_fused else self.recipe
+        if layer.called is False:
+            return "16 bit, because the forward pass does not call them"
+        if self.recipe == "high":
+            return "16 bit"
+        reason = "faster at this size" if self.recipe in GAINS_FROM else "no known gain in 8 bits"
+        return f"16 bit, {reason}; skip_slow=False converts them"
 
-    layers: Counter[nn.Module]
-    towers: Counter[str]
-
-
-def trace(model: nn.Module, inputs: tuple) -> Calls:
-    """Runs `model(*inputs)` once, in evaluation mode and without gradients."""
-    calls = Calls(Counter(), Counter())
-    tower_of = {module: name.partition(".")[0] for name, module in model.named_modules()}
-    stack = [""]
-
-    def leave(module, _, output):
-        stack.pop()
-        if isinstance(module, Attention):
-            output = output[0] if module.returns_pair else output
-            calls.layers[module] += output.numel() * module.in_proj_weight.shape[0]
-        elif isinstance(module, nn.Linear) or is_int8(module):
-            calls.layers[module] += output.numel() * module.in_features
-
-    modes = {module: module.training for module in model.modules()}
-    fast_path = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # hides products and calls
-    hooks = (
-        register_module_forward_pre_hook(lambda module, _: stack.append(tower_of.get(module, ""))),
-        register_module_forward_hook(leave),
-    )
-    try:
-        model.eval()
-        count = _CountProducts(lambda count: calls.towers.update({stack[-1]: count}))
-        with count, torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            model(*inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
-        torch.backends.mha.set_fastpath_enabled(fast_path)
-        for module, mode in modes.items():
-            module.training = mode
-    return calls
+    def _describe(self, container: str) -> str:
+        blocks = [name for name in self.blocks if name.rpartition(".")[0] == container]
+        if not blocks:
+            return "outside blocks"
+        counts = {
+            state: sum(name in blocks for name in names)
+            for state, names in (("compiled", self.compiled), ("checkpointed", self.checkpointed))
+        }
+        texts = [state if n == len(blocks) else f"{n} {state}" for state, n in counts.items() if n]
+        plural = "" if len(blocks) == 1 else "s"
+        return ", ".join([f"{container or 'the model'}: {len(blocks)} block{plural}", *texts])
 
 
-class _CountProducts(TorchDispatchMode):
-    """Calls a function with the multiply-adds of each matrix product, convolution and attention.
-
-    torch's FlopCounterMode also counts by module, but fails for views of parameters.
-    """
-
-    def __init__(self, add: Callable[[int], None]):
-        super().__init__()
-        self.add = add
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        output = func(*args, **(kwargs or {}))
-        formula = FORMULAS.get(func.overloadpacket)
-        if formula:
-            self.add(formula(*args, **(kwargs or {}), out_val=output) // 2)
-        elif func.overloadpacket is torch.ops.lowprec.matmul:
-            self.add(args[0].numel() * output.shape[1])
-        elif func.overloadpacket is torch.ops.lowprec.attention:
-            self.add(2 * output.numel() * output.shape[1])
-        return output
-
-
-def towers(model: nn.Module, calls: Calls | None) -> dict[str, Tower]:
-    """Returns the children of a model that have linear layers or multiply-adds, by name."""
-    by_name: dict[str, Tower] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | nn.MultiheadAttention) or is_int8(module):
-            tower = by_name.setdefault(name.partition(".")[0], Tower())
-            tower.layers += 1
-            if _is_quantized(module):
-                tower.quantized += 1
-                tower.quantized_multiply_adds += calls.layers.get(module, 0) if calls else 0
-            else:
-                tower.others.append(name)
-    for name, multiply_adds in calls.towers.items() if calls else ():
-        by_name.setdefault(name, Tower()).multiply_adds = multiply_adds
-    return by_name
-
-
-def is_int8(module: nn.Module) -> bool:
-    """Returns whether `to_int8` has converted a layer."""
-    return "weight_scale" in module._buffers or "in_proj_weight_scale" in module._buffers
+def _settings_of(module: nn.Module) -> Settings | None:
+    if isinstance(module, Attention):
+        return module.in_proj_settings
+    return getattr(module, "settings", None)
 
 
 def _is_quantized(module: nn.Module) -> bool:
-    prefix = "in_proj_" if isinstance(module, Attention) else ""
-    settings = getattr(module, f"{prefix}settings", None)
+    settings = _settings_of(module)
     if is_int8(module) or settings is None:
         return is_int8(module)
-    weight = getattr(module, f"{prefix}weight")  # torchao's quantize_ replaces it with a subclass
+    weight = module.in_proj_weight if isinstance(module, Attention) else module.weight
+    # torchao's quantize_ replaces the weight by a subclass
     return any(settings.recipe.products) and type(weight) is nn.Parameter
 
 
-def check_first_forward(model: nn.Module, layers: Sequence[str]) -> None:
-    """Makes the model's next forward pass warn about the layers that it does not call."""
-    model.register_forward_pre_hook(partial(_record_calls, layers=list(layers)))
-
-
-def cancel_check(model: nn.Module) -> list[str]:
-    """Removes the checks by `check_first_forward` that have not run yet; returns their layers."""
-    layers = []
-    for key, hook in list(model._forward_pre_hooks.items()):
-        if getattr(hook, "func", None) is _record_calls:
-            layers += hook.keywords["layers"]
-            del model._forward_pre_hooks[key]
-    return layers
-
-
-def _record_calls(model: nn.Module, _, layers: list[str]) -> None:
-    if torch.compiler.is_compiling():
-        return
-    modules = model.modules()
-    if any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in modules):
-        cancel_check(model)  # hooks on all modules would also be compiled
-        return
+@contextlib.contextmanager
+def _recorded_calls() -> Iterator[set[nn.Module]]:
+    """The modules that are called within, and the layers of fused MLPs."""
     called = set()
 
     def add(module, *_):
-        called.update(module.children() if isinstance(module, LowPrecisionMLP) else (module,))
+        called.update(
+            [module, *module.children()] if isinstance(module, LowPrecisionMLP) else [module]
+        )
+
+    hook = register_module_forward_hook(add)
+    try:
+        yield called
+    finally:
+        hook.remove()
+
+
+def trace(model: nn.Module, inputs: tuple) -> set[nn.Module]:
+    """The modules that `model(*inputs)` calls, in evaluation mode and without gradients."""
+    modes = {module: module.training for module in model.modules()}
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # hides calls
+    try:
+        model.eval()
+        with _recorded_calls() as called, torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            model(*inputs)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+        for module, mode in modes.items():
+            module.training = mode
+    return called
+
+
+def check_first_forward(model: nn.Module) -> None:
+    """Makes the model's next forward warn about low-precision layers that it does not call.
+
+    It checks nothing if parts of the model are compiled then: hooks would be compiled with them.
+    """
+    cancel_check(model)
+    model.register_forward_pre_hook(_record_calls)
+
+
+def cancel_check(model: nn.Module) -> None:
+    """Removes the check by `check_first_forward` if it has not run yet."""
+    for key, hook in list(model._forward_pre_hooks.items()):
+        if hook is _record_calls:
+            del model._forward_pre_hooks[key]
+
+
+def _record_calls(model: nn.Module, _) -> None:
+    if torch.compiler.is_compiling():
+        return
+    modules = dict(model.named_modules())
+    if any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in modules.values()):
+        cancel_check(model)
+        return
+    recording = contextlib.ExitStack()
+    called = recording.enter_context(_recorded_calls())
 
     def finish(model, _, output):
-        everywhere.remove()
+        recording.close()
         end.remove()
         if output is None:  # the forward pass has raised an exception
             return
         cancel_check(model)
-        modules = dict(model.named_modules())
-        uncalled = [name for name in layers if name in modules and modules[name] not in called]
+        uncalled = [n for n, m in modules.items() if _is_quantized(m) and m not in called]
         # only in modules that ran: a forward pass of one tower says nothing about the other
         uncalled = [name for name in uncalled if _owner(modules, name) in called]
         if uncalled:
-            warnings.warn(_never_called(uncalled), stacklevel=2)
+            more = f" and {len(uncalled) - 3} more" if len(uncalled) > 3 else ""
+            text = "not called, so their weights are not quantized"
+            warnings.warn(f"{text}: {', '.join(uncalled[:3])}{more}", stacklevel=2)
 
-    everywhere = register_module_forward_hook(add)
     end = model.register_forward_hook(finish, always_call=True)
 
 
@@ -228,30 +225,3 @@ def _owner(modules: dict[str, nn.Module], name: str) -> nn.Module:
     while name and type(modules[name]).forward is nn.Module.forward:
         name = name.rpartition(".")[0]
     return modules[name]
-
-
-def _never_called(names: list[str]) -> str:
-    return f"not called, so their weights are not quantized: {_first_three(names)}"
-
-
-def _first_three(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def summary(recipe: str, layers: Layers) -> str:
-    """Says how many of each tower's layers and multiply-adds are quantized, and what is not."""
-    return f"{recipe}: {layers}"
-
-
-def total_share(layers: Layers) -> str:
-    """How many of the model's linear layers and multiply-adds are quantized."""
-    counts = [f.name for f in fields(Tower) if f.name != "others"]
-    towers = layers.towers.values()
-    return _share(Tower(**{name: sum(getattr(t, name) for t in towers) for name in counts}))
-
-
-def _share(tower: Tower) -> str:
-    text = f"{tower.quantized} of {tower.layers} linear layers"
-    if tower.multiply_adds:
-        text += f", {tower.quantized_multiply_adds / tower.multiply_adds:.0%} of the multiply-adds"
-    return text

@@ -12,11 +12,22 @@ Imports no torch, so that a config can be checked without it.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from lowprec.nearest import nearest
 
 LINEAR_LAYERS = ("in_proj", "out_proj", "c_fc", "c_proj")  # low-precision in arXiv:2304.13013
+ALIASES = {  # open_clip's name: what timm, transformers and gated MLPs call the layer
+    "in_proj": (
+        *("attn.qkv", "token_mixer.qkv", "q_proj", "k_proj", "v_proj"),
+        *("attn_pool.q", "attn_pool.kv", "attn.q", "attn.k", "attn.v", "attn.kv"),
+    ),
+    "out_proj": ("attn.proj", "token_mixer.proj", "attn_pool.proj"),
+    "c_fc": ("mlp.fc1", "mlp.fc1_[gx]", "mlp.w[01]", "mlp.w12", "gate_proj", "up_proj"),
+    "c_proj": ("mlp.fc2", "mlp.w[23]", "down_proj"),
+}
 PRODUCTS = {"output": ("x", "w"), "grad_input": ("g", "w"), "grad_weight": ("g", "x")}
 SUMMED = {  # product: the dimension of each operand, as stored, that it sums over
     "output": (1, 1),
@@ -200,6 +211,31 @@ def find_recipe(recipe: str | Recipe) -> Recipe:
         hint = nearest(str(recipe), RECIPES)
         raise ValueError(f"recipe {recipe!r}: must be one of {', '.join(RECIPES)}{hint}")
     return RECIPES[recipe]
+
+
+GAINS_FROM = {  # recipe: min(in, out) from which it beats 16 bits, without launch times
+    "switchback": 768,
+    "switchback_m": 2048,
+    "switchback_q": 768,
+    "llm_int8": 1280,
+    "hw_fp8_tensorwise": 1280,
+    "hw_fp8_switchback": 768,
+}
+
+
+def gains_speed(recipe: Recipe, in_features: int, out_features: int) -> bool:
+    """Whether a layer of this shape is faster than nn.Linear on an H100; fake-quantized: never.
+
+    Measured for dim to 4 dim and back, from dim 768, as CUDA graphs: experiments/PERFORMANCE.md.
+    """
+    least = GAINS_FROM.get(recipe.name)
+    return least is not None and min(in_features, out_features) >= least
+
+
+def matches(name: str, where: Sequence[str]) -> bool:
+    """Whether a layer's name or its end matches one of the fnmatch patterns or its aliases."""
+    patterns = [name for pattern in where for name in (pattern, *ALIASES.get(pattern, ()))]
+    return any(fnmatchcase(name, p) or fnmatchcase(name, f"*.{p}") for p in patterns)
 
 
 def custom_recipe(products: dict) -> Recipe:

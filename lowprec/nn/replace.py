@@ -1,9 +1,10 @@
-"""Replaces the linear layers of a model by low-precision ones."""
+"""Replaces the linear layers of a model by low-precision ones, and prepares it for training."""
 
 import json
+import warnings
 from collections.abc import Sequence
 from difflib import SequenceMatcher
-from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,27 +12,12 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from lowprec.nn import attention, coverage
 from lowprec.nn.attention import Attention, is_replaceable
+from lowprec.nn.blocks import checkpoint_blocks, compile_blocks, find_blocks, is_int8
+from lowprec.nn.coverage import Layer, Layers
 from lowprec.nn.linear import LowPrecisionLinear, Settings, SwitchBackLinear
 from lowprec.nn.mlp import fuse, unfuse
-from lowprec.nn.recipe import LINEAR_LAYERS, Recipe, find_recipe
+from lowprec.nn.recipe import LINEAR_LAYERS, Recipe, find_recipe, gains_speed, matches
 
-ALIASES = {  # open_clip's name: what timm, transformers and gated MLPs call the layer
-    "in_proj": (
-        *("attn.qkv", "token_mixer.qkv", "q_proj", "k_proj", "v_proj"),
-        *("attn_pool.q", "attn_pool.kv", "attn.q", "attn.k", "attn.v", "attn.kv"),
-    ),
-    "out_proj": ("attn.proj", "token_mixer.proj", "attn_pool.proj"),
-    "c_fc": ("mlp.fc1", "mlp.fc1_[gx]", "mlp.w[01]", "mlp.w12", "gate_proj", "up_proj"),
-    "c_proj": ("mlp.fc2", "mlp.w[23]", "down_proj"),
-}
-GAINS_FROM = {  # recipe: min(in, out) from which it beats 16 bits, without launch times
-    "switchback": 768,
-    "switchback_m": 2048,
-    "switchback_q": 768,
-    "llm_int8": 1280,
-    "hw_fp8_tensorwise": 1280,
-    "hw_fp8_switchback": 768,
-}
 PLAIN = (  # nn.MultiheadAttention's out_proj has the second type
     nn.Linear,
     NonDynamicallyQuantizableLinear,
@@ -53,7 +39,7 @@ def apply_recipe(
     backend: str = "auto",
     outlier_threshold: float = 0.0,
     skip_slow: bool = False,
-) -> coverage.Layers:
+) -> Layers:
     """Applies a recipe to the linear layers that match `where`, in place.
 
     The self-attention of open_clip's blocks becomes `Attention` under every recipe, including
@@ -68,7 +54,7 @@ def apply_recipe(
         where: one or several fnmatch patterns for a layer's name or its end: "c_fc", "mlp.*",
             "visual.*.out_proj". open_clip's four names stand for those of other libraries, too:
             see ALIASES.
-        inputs: arguments of a small forward, to count calls and multiply-adds.
+        inputs: arguments of a small forward, which finds layers that are never called.
         backend: see `lowprec.nn.linear.Settings`, also for outlier_threshold.
         outlier_threshold: for recipes with native products.
         skip_slow: keep layers 16-bit if their shape is no faster under the recipe.
@@ -84,26 +70,74 @@ def apply_recipe(
     settings = Settings(recipe, backend, outlier_threshold)
     matching = _find_layers(model, where)
     replace_attention(model)
-    unchecked = [layer for layer in coverage.cancel_check(model) if layer not in matching]
     calls = None if inputs is None else coverage.trace(model, inputs)
     unfuse(model)
     layers = []
     for layer, name in matching.items():
         module = model.get_submodule(name)
-        called = None if calls is None else module in calls.layers
+        called = None if calls is None else module in calls
         weight = module.in_proj_weight if isinstance(module, Attention) else module.weight
         shape = weight.shape[::-1]
         gains = gains_speed(recipe, *shape)
         swapped = recipe.function and called is not False and (gains or not skip_slow)
-        layers.append(coverage.Layer(layer, *shape, swapped, gains, called))
+        layers.append(Layer(layer, *shape, swapped, gains, called))
         _set_settings(module, settings if swapped else None)
     fuse(model)
     _leave_fast_path(model)
-    if calls is None:
-        unchecked += [layer.name for layer in layers if layer.swapped]
-    if unchecked:
-        coverage.check_first_forward(model, unchecked)
-    return coverage.Layers(layers, coverage.towers(model, calls), any(recipe.products))
+    if calls is None and any(layer.swapped for layer in layers):
+        coverage.check_first_forward(model)
+    return Layers(model, recipe, layers)
+
+
+def prepare_for_training(
+    model: nn.Module,
+    recipe: str | Recipe = "switchback",
+    where: Sequence[str] = LINEAR_LAYERS,
+    *,
+    inputs: tuple | None = None,
+    compile: bool = True,
+    checkpointing: bool | None = None,
+    skip_slow: bool = True,
+    **settings: Any,
+) -> Layers:
+    """Prepares a model for fast training, in place, with 8-bit layers and compiled blocks.
+
+    Applies a recipe to the layers in `where` (see `apply_recipe`, also for the errors), moves
+    gradient checkpointing into the blocks and compiles each block on its own. A block is an element
+    of an nn.Sequential or nn.ModuleList that contains linear layers, such as the residual blocks of
+    open_clip, timm and transformers. Parameter names do not change. Call it before DDP or
+    `fully_shard`. A later call replaces the compiled code and the recipe of the layers in its
+    `where`. Warns if no layer is converted.
+
+    Args:
+        model: the model, such as `open_clip.create_model(...)`.
+        recipe: as for `apply_recipe`; "high" keeps all layers 16-bit.
+        where: patterns for layers.
+        inputs: arguments for a small forward pass, which detects layers that are never called
+            although their weight is read.
+        compile: whether blocks run under torch.compile. The first forward compiles them.
+            Models that were compiled before are compiled again at their next forward.
+        checkpointing: whether the backward pass recomputes the blocks, except their attention
+            kernel. None keeps the choice of an earlier call and replaces the model's own
+            checkpointing if that is on.
+        skip_slow: whether layers stay 16-bit if the recipe is no faster for their shape.
+            Fake-quantized recipes are never faster.
+        settings: `backend` and `outlier_threshold` of `apply_recipe`.
+    """
+    recipe, blocks = find_recipe(recipe), find_blocks(model)
+    layers = apply_recipe(model, recipe, where, inputs=inputs, skip_slow=skip_slow, **settings)
+    checkpoint_blocks(model, blocks, checkpointing)
+    for block in blocks:
+        block._compiled_call_impl = None
+    if compile:
+        torch.compiler.reset()  # its recompilation limit counts over all models of a process
+        compile_blocks(model, blocks)
+    layers = Layers(model, recipe, layers)
+    if recipe.function and not any(layer.swapped for layer in layers):
+        reasons = dict.fromkeys(layers.treatments[layer.name] for layer in layers)
+        text = f"{recipe.name} converts none of the {len(layers)} layers in `where`"
+        warnings.warn(f"{text} ({'; '.join(reasons)})", stacklevel=2)
+    return layers
 
 
 def _set_settings(module: nn.Module, settings: Settings | None) -> None:
@@ -124,7 +158,7 @@ def _find_layers(model: nn.Module, where: Sequence[str]) -> dict[str, str]:
     for name, module in model.named_modules():
         if isinstance(module, Attention) or _is_block_attention(model, name):
             layers[f"{name}.in_proj"] = name
-        elif coverage.is_int8(module):
+        elif is_int8(module):
             layers[name] = name
         elif isinstance(module, nn.Linear) and not _is_read_by_its_owner(model, name):
             layers[name] = name
@@ -155,7 +189,7 @@ def _suggest(model: nn.Module, layers: dict[str, str], patterns: Sequence[str]) 
 
 def _fault(module: nn.Module, layer: str) -> str:
     """Why a linear layer cannot be replaced, or ""."""
-    if coverage.is_int8(module):
+    if is_int8(module):
         return f"{layer} is already int8: apply the recipe before to_int8"
     if type(getattr(module, "weight", None)).__name__ == "DTensor":
         return f"{layer} is sharded: apply the recipe before fully_shard"
@@ -227,18 +261,3 @@ def _is_read_by_its_owner(model: nn.Module, name: str) -> bool:
         is_ours = isinstance(owner, Attention)
         return not is_ours and not _is_block_attention(model, name.rpartition(".")[0])
     return type(owner).__name__ == "AttentionPool2d"
-
-
-def matches(name: str, where: Sequence[str]) -> bool:
-    """Whether a layer's name or its end matches one of the fnmatch patterns or its aliases."""
-    patterns = [name for pattern in where for name in (pattern, *ALIASES.get(pattern, ()))]
-    return any(fnmatchcase(name, p) or fnmatchcase(name, f"*.{p}") for p in patterns)
-
-
-def gains_speed(recipe: Recipe, in_features: int, out_features: int) -> bool:
-    """Whether a layer of this shape is faster than nn.Linear on an H100; fake-quantized: never.
-
-    Measured for dim to 4 dim and back, from dim 768, as CUDA graphs: experiments/PERFORMANCE.md.
-    """
-    least = GAINS_FROM.get(recipe.name)
-    return least is not None and min(in_features, out_features) >= least

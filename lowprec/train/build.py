@@ -29,8 +29,8 @@ from lowprec.data.stream import Stream
 from lowprec.diagnostics.blocks import BlockProbe
 from lowprec.evaluate import Evaluation
 from lowprec.formats import E4M3, INT8
+from lowprec.nn.blocks import checkpoint_blocks, compile_blocks
 from lowprec.nn.coverage import Layers
-from lowprec.nn.prepare import checkpoint_blocks, compile_blocks
 from lowprec.ops import takes
 from lowprec.optim.adamw_update import OnWarning
 from lowprec.optim.clipping import SkipStep, ZClip

@@ -15,7 +15,6 @@ from lowprec.data.open import Data, open_data
 from lowprec.data.sources import without_secrets
 from lowprec.data.workers import ignored_child_signals
 from lowprec.diagnostics.spikes import protocol_of
-from lowprec.nn.coverage import summary
 from lowprec.optim.libraries import LibraryOptimizer
 from lowprec.runs import durable
 from lowprec.runs.attempts import CheckpointError, first_step
@@ -127,12 +126,10 @@ def _attempt(
     built = world.together(lambda: build(config, data, world))
     if is_slow(config, built.device):
         print("note: this CPU has no bf16 instructions: precision=fp32 is several times as fast")
-    recipes = (config.precision.recipe, config.precision_at(config.num_steps).recipe)
-    recipe = next((name for name in recipes if name != "high"), None)
-    if world.is_first and recipe is not None:
+    if world.is_first and built.layers.recipe != "high":
         rows = [asdict(layer) for layer in built.layers]
         durable.replace(record.run / "layers.json", json.dumps(rows, indent=1).encode())
-        print(summary(recipe, built.layers))
+        print(built.layers)
     optimizer = built.state.optimizer
     if world.is_first and isinstance(optimizer, LibraryOptimizer) and (text := optimizer.summary()):
         print(text)

@@ -8,7 +8,7 @@ import torch
 from lowprec.clip.model import blocks, build_model, set_precision
 from lowprec.config.schema import ModelConfig, PrecisionConfig
 from lowprec.diagnostics.blocks import BLOCK_STATISTICS, BlockProbe
-from lowprec.nn.prepare import compile_blocks
+from lowprec.nn.blocks import compile_blocks
 
 TINY = dict(vision_width=64, vision_layers=2, text_width=64, text_layers=1, vocab_size=512)
 

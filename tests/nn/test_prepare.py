@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lowprec.clip import open_clip
 from lowprec.nn import apply_recipe, prepare_for_training
 from lowprec.nn.attention import Attention
-from lowprec.nn.prepare import find_blocks
+from lowprec.nn.blocks import find_blocks
 
 timm = open_clip.timm_model.timm
 VISION = dict(image_size=32, patch_size=8, width=64, layers=2, head_width=32)

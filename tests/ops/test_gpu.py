@@ -11,8 +11,8 @@ from lowprec import ops
 from lowprec.formats import E4M3, E5M2, INT8
 from lowprec.nn.attention import replace
 from lowprec.nn.linear import LowPrecisionLinear
-from lowprec.nn.prepare import prepare_for_training
 from lowprec.nn.recipe import RECIPES
+from lowprec.nn.replace import prepare_for_training
 from lowprec.ops import reference, triton_quantize
 
 pytestmark = [

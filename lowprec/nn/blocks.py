@@ -1,0 +1,130 @@
+"""The repeated blocks of a model: finds, compiles and checkpoints them, in place."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from lowprec.nn.recipe import LINEAR_LAYERS, matches
+
+_FLAGS = ("grad_checkpointing", "gradient_checkpointing")  # open_clip and timm, transformers
+_KEPT = (  # results of attention kernels are small and expensive to recompute
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.lowprec.attention.default,
+)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module holds the weight of a linear layer, or of several."""
+    return isinstance(module, nn.Linear | nn.MultiheadAttention) or is_int8(module)
+
+
+def is_int8(module: nn.Module) -> bool:
+    """Whether `to_int8` has converted a layer."""
+    return "weight_scale" in module._buffers or "in_proj_weight_scale" in module._buffers
+
+
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """The elements of Sequentials and ModuleLists that contain linear layers, in order.
+
+    If elements are nested, such as the blocks of a stage, the inner ones are returned, unless the
+    outer one has attention or MLP projections besides them.
+    """
+    named = model.named_modules()
+    linear = {module: matches(name, LINEAR_LAYERS) for name, module in named if is_linear(module)}
+    return list(dict.fromkeys(_blocks_in(model, linear)))
+
+
+def _blocks_in(module: nn.Module, linear: dict[nn.Module, bool]) -> list[nn.Module]:
+    """The blocks in a module; `linear` maps linear layers to whether LINEAR_LAYERS match them."""
+    blocks = []
+    for child in module.children():
+        inner = _blocks_in(child, linear)
+        within = {part for block in inner for part in block.modules()}
+        others = [part for part in child.modules() if part in linear and part not in within]
+        is_element = isinstance(module, nn.Sequential | nn.ModuleList)
+        is_part = child in linear or isinstance(child, nn.ModuleList | nn.ModuleDict)
+        is_whole = any(linear[layer] for layer in others) if inner else bool(others)
+        blocks += [child] if is_element and not is_part and is_whole else inner
+    return blocks
+
+
+def compile_blocks(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
+    """Compiles each block with torch.compile, in place; parameter names do not change.
+
+    Gradient checkpointing that is on moves into the blocks (`checkpoint_blocks`).
+    """
+    blocks = list(blocks)
+    checkpoint_blocks(model, blocks)
+    for block in blocks:
+        block.compile(dynamic=False)
+
+
+def checkpoint_blocks(
+    model: nn.Module, blocks: Iterable[nn.Module], on: bool | None = None
+) -> None:
+    """Moves gradient checkpointing into the blocks of a model, in place.
+
+    A block saves its input, its attention output and, on a GPU, weights quantized for both of their
+    products; the backward pass recomputes the rest. The model's own checkpointing is turned off: it
+    recomputes a compiled block as a whole, and open_clip's fails for blocks with KQ norm.
+
+    `on`: True checkpoints all blocks, False none. None checkpoints the blocks under the model's own
+    checkpointing and keeps those that are checkpointed already.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    owners = {block: _with_parents(model, names[block]) for block in blocks}
+    is_on = {b: any(getattr(m, flag, False) for m in owners[b] for flag in _FLAGS) for b in owners}
+    for block, modules in owners.items():
+        if on or on is None and is_on[block]:
+            if not is_checkpointed(block):
+                block.forward = partial(_checkpointed, block, vars(block).get("forward"))
+        elif on is False and is_checkpointed(block):
+            patched = block.forward.args[1]
+            del block.forward
+            if patched is not None:
+                block.forward = patched
+        for module in modules:
+            for flag in _FLAGS:
+                if getattr(module, flag, False):
+                    setattr(module, flag, False)
+
+
+def _with_parents(model: nn.Module, name: str) -> list[nn.Module]:
+    """The module of this name and all modules that contain it."""
+    parts = name.split(".")
+    return [model.get_submodule(".".join(parts[:n])) for n in range(len(parts) + 1)]
+
+
+def is_checkpointed(block: nn.Module) -> bool:
+    """Whether `checkpoint_blocks` has turned on the checkpointing of a block."""
+    return getattr(block.forward, "func", None) is _checkpointed
+
+
+def _is_kept(context: Any, op: Callable, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keeps attention results and weights quantized in both layouts, two bytes per weight."""
+    is_kept = op in _KEPT
+    if op is torch.ops.lowprec.quantize.default:
+        rows, transposed = args[3:]
+        is_kept = rows and transposed
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _checkpointed(block: nn.Module, patched: Callable | None, *args: Any, **kwargs: Any) -> Any:
+    """Runs a block's forward, or its patched forward if it has one, under checkpointing.
+
+    The type's forward is looked up here, because fusing an MLP changes the type.
+    """
+    forward = patched or partial(type(block).forward, block)
+    keep = partial(create_selective_checkpoint_contexts, _is_kept)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=keep, **kwargs)
