@@ -260,7 +260,10 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
         self, params: list[Tensor], rows: tuple[int, ...], update_all: PlainStep | FusedStep
     ) -> list:
         """What a graph of this step reads, apart from gradients, which the graph itself keeps."""
-        own = [self._counts(), index_on(rows, params[0].device), *self._copies.values()]
+        counts = self._counts()
+        own = [counts, *self._copies.values()]
+        if len(rows) < len(counts):
+            own.append(index_on(rows, counts.device))
         own += [group["lr"] for group in self.param_groups]
         own += [x for p in params for x in self.state[p].values()]
         return [*own, update_all if isinstance(update_all, FusedStep) else None]

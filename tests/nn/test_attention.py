@@ -20,7 +20,7 @@ def mask_of(kind, tokens):
 
 def gradients(output, module, x):
     generator = torch.Generator().manual_seed(1)
-    g = torch.randn(output.shape, generator=generator)
+    g = torch.randn(output.shape, generator=generator).to(output)
     named = dict(module.named_parameters())
     values = torch.autograd.grad(output, [x, *named.values()], g)
     return dict(zip(["x", *named], values, strict=True))
@@ -74,10 +74,10 @@ def short_attention(monkeypatch, right_interpreter):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_short_attention_equals_torch(short_attention, monkeypatch, causal):
-    module, x = make(), torch.randn(2, 5, 32, requires_grad=True)
+def test_short_attention_equals_torch(device, short_attention, monkeypatch, causal):
+    module, x = make().to(device), torch.randn(2, 5, 32, device=device, requires_grad=True)
     module.causal = causal
-    mask = mask_of("causal", 5) if causal else None
+    mask = mask_of("causal", 5).to(device) if causal else None
     output, _ = module(x, x, x, attn_mask=mask)
     results = gradients(output, module, x)
     assert short_attention == ["attention", "attention_backward"]
@@ -88,15 +88,15 @@ def test_short_attention_equals_torch(short_attention, monkeypatch, causal):
     assert len(short_attention) == 2
 
 
-def test_masks_and_norms_of_keys_use_torch(short_attention):
-    x = torch.randn(2, 5, 32)
-    make()(x, x, x, attn_mask=mask_of("bool", 5))
-    normed = open_clip.transformer.Attention(32, 2, qk_norm=True)
+def test_masks_and_norms_of_keys_use_torch(device, short_attention):
+    x = torch.randn(2, 5, 32, device=device)
+    make().to(device)(x, x, x, attn_mask=mask_of("bool", 5).to(device))
+    normed = open_clip.transformer.Attention(32, 2, qk_norm=True).to(device)
     replace(normed)
     normed(x)
     assert not short_attention
     with pytest.raises(RuntimeError, match="second derivative"):
-        torch.autograd.grad(make()(x.requires_grad_(), x)[0].sum(), x, create_graph=True)
+        torch.autograd.grad(make().to(device)(x.requires_grad_(), x)[0].sum(), x, create_graph=True)
 
 
 def make():

@@ -80,7 +80,9 @@ def gradients(model, loss_of):
 def assert_near(results, expected):
     assert results.keys() == expected.keys()
     for name, result in results.items():
-        torch.testing.assert_close(result, expected[name], rtol=1e-3, atol=1e-4, msg=name)
+        torch.testing.assert_close(
+            result, expected[name], rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @pytest.fixture

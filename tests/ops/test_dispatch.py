@@ -95,7 +95,8 @@ def int8_layer(*sizes):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("build", [SwitchBackLinear, int8_layer], ids=["switchback", "int8"])
 def test_a_traced_layer_records_its_kernels(device, by_kernels, build):
-    layer, x, other = build(64, 32).to(device), *torch.randn(2, 8, 64, device=device)
+    with device:
+        layer, x, other = build(64, 32), *torch.randn(2, 8, 64)
     with torch.no_grad():
         traced = torch.jit.trace(layer, x)
         assert torch.equal(traced(other), layer(other))
