@@ -16,8 +16,8 @@ cancelled (`--cancelled`). It takes the last launcher without its commands (`lau
 `launcher.sbatch`), changed by `launcher.*`, or another one by `launcher=`, and `dry_run=true`.
 `<verb> --help` lists a verb's options.
 
-The environment variable LOWPREC_ALERT may hold a command or the https:// URL of a webhook (Slack,
-Mattermost, Discord), which receives a sentence when a run spikes, collapses, fails or ends.
+The environment variable LOWPREC_ALERT may hold a command, which gets a sentence when a run spikes,
+collapses, fails or ends.
 """
 
 import shlex

@@ -1,11 +1,10 @@
-"""Dashboards, which copy the record. Training continues when one fails, hangs or is slow."""
+"""Dashboards, which copy the record. Training continues when one fails."""
 
-import queue
+import contextlib
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
-START_S = 60  # training waits: data workers should not be forked while the dashboard is imported
-PENDING = 100_000  # rows that wait for a slow dashboard
 END_S = 60  # time to send pending rows when the run has ended
 
 
@@ -57,52 +56,42 @@ DASHBOARDS = {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio}
 
 
 class Logger:
-    """Feeds the dashboard that `logger.name` names ("none": no dashboard), from a daemon thread.
+    """Feeds the dashboard that `logger.name` names; "none": no dashboard.
 
-    The dashboard is dropped, with one message, when it raises, needs more than START_S to start or
-    END_S to end, or is more than PENDING rows behind.
+    The dashboards send rows in threads or processes of their own. One that raises, or needs more
+    than END_S to end, is dropped with one message.
     """
 
     def __init__(self, name: str = "none", run: Path = Path(), config: dict | None = None):
-        self._name, self._is_fed = name, name != "none"
-        self._rows: queue.Queue = queue.Queue(PENDING)
-        self._started, self._ended = threading.Event(), threading.Event()
-        if self._is_fed:
-            threading.Thread(target=self._feed, args=(run, config), daemon=True).start()
-            if not self._started.wait(START_S):
-                self._drop(f"did not start within {START_S} s")
-
-    def _feed(self, run: Path, config: dict | None) -> None:
-        try:
-            dashboard = DASHBOARDS[self._name](run, config)
-            self._started.set()
-            while self._is_fed and (row := self._rows.get()) is not None:
-                dashboard.log(row["step"], {k: v for k, v in row.items() if k != "step"})
-            dashboard.close()
-        except (Exception, SystemExit) as error:  # wandb exits without a key
-            self._drop(f"{type(error).__name__}: {error}")
-        self._started.set()
-        self._ended.set()
+        self._name, self._dashboard = name, None
+        if name != "none":
+            with self._dropping():
+                self._dashboard = DASHBOARDS[name](run, config)
 
     def log(self, rows: list[dict]) -> None:
-        """Passes on rows of numbers, each with its `step`; returns at once."""
-        for row in rows:
-            self._put(row)
+        """Passes on rows of numbers, each with its `step`."""
+        with self._dropping():
+            for row in rows if self._dashboard else ():
+                self._dashboard.log(row["step"], {k: v for k, v in row.items() if k != "step"})
 
     def close(self) -> None:
         """Sends pending rows and ends."""
-        self._put(None)
-        if self._is_fed and not self._ended.wait(END_S):
-            self._drop(f"did not end within {END_S} s")
+        if self._dashboard:
+            thread = threading.Thread(target=self._end, daemon=True)
+            thread.start()
+            thread.join(END_S)
+            if thread.is_alive():
+                print(f"logger={self._name} did not end within {END_S} s")
 
-    def _put(self, row: dict | None) -> None:
+    def _end(self) -> None:
+        with self._dropping():
+            self._dashboard.close()
+
+    @contextlib.contextmanager
+    def _dropping(self) -> Iterator[None]:
         try:
-            if self._is_fed:
-                self._rows.put_nowait(row)
-        except queue.Full:
-            self._drop(f"it is {PENDING} rows behind")
-
-    def _drop(self, reason: str) -> None:
-        if self._is_fed:
+            yield
+        except (Exception, SystemExit) as error:  # wandb exits without a key
+            self._dashboard = None
+            reason = f"{type(error).__name__}: {error}"
             print(f"logger={self._name} stopped ({reason}); training continues without it")
-        self._is_fed = False

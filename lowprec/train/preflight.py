@@ -68,7 +68,7 @@ def process_faults(config: Config, planned: int | None = None) -> list[str]:
 
 
 def _package_faults(config: Config, training: bool) -> list[str]:
-    """Packages and devices that a logger or an optimizer needs, and a wrong target of alerts."""
+    """What a logger, an optimizer and the alerts need and this machine lacks."""
     faults = []
     for group, name in (("logger", config.logger.name), ("optimizer", config.optimizer.name)):
         if name in PACKAGES and (missing := _missing(Requirement(PACKAGES[name]))):
@@ -78,11 +78,11 @@ def _package_faults(config: Config, training: bool) -> list[str]:
             f"optimizer.name={config.optimizer.name} was removed; use optimizer=adamw "
             "optimizer.optim_bits=8"
         )
-    command, scheme = alert.target()
-    if scheme not in ("", "https") and training:
-        faults.append(f"LOWPREC_ALERT={scheme}://...: an https:// URL or a command is expected")
-    if scheme == "" and training and not alert.can_start(command):  # it may hold a secret
-        faults.append("LOWPREC_ALERT: no such command; an https:// URL or a command is expected")
+    if training:
+        try:
+            alert.command()
+        except ValueError as error:
+            faults.append(f"LOWPREC_ALERT: {error}; for a webhook see lowprec/train/README.md")
     return faults
 
 

@@ -1,22 +1,21 @@
 """A copy of the run directory behind an fsspec URL, updated by a thread during training.
 
 The run directory is the source of truth: a failing store prints a warning and records an event,
-but never ends the run. A checkpoint's manifest is copied last, so an incomplete copy has none. The
-copy loses only retired checkpoints and what this process has copied; other files there stay.
+but never ends the run. The copy loses nothing but checkpoints older than all that the run has.
 """
 
 import contextlib
-import re
 import threading
 import time
+from pathlib import Path
 
 import fsspec
 
+from lowprec.runs.attempts import saved_steps, step_of
 from lowprec.runs.record import Record, RecordError
 
 END_S = 600  # how long a run that has ended waits for its copy
 STOPPED_S = 30  # how long one that will be resumed waits: the next attempt copies the rest
-OF_CHECKPOINT = re.compile(r"checkpoints/step_(\d+)/")
 
 
 class RemoteCopy:
@@ -25,7 +24,7 @@ class RemoteCopy:
     def __init__(self, url: str | None, record: Record):
         self.record, self.run = record, record.run
         self.url = url and "/".join([url.rstrip("/"), *self.run.parts[-2:]])
-        self._copied: dict[str, tuple[int, int]] = {}  # file: bytes, time of its last change
+        self._copied: dict[Path, tuple[int, int]] = {}  # file: bytes, time of its last change
         self._closed = False
         self._update = threading.Thread()  # of nothing yet
         self._update.start()
@@ -60,39 +59,23 @@ class RemoteCopy:
 
     def _copy(self) -> None:
         store, root = fsspec.url_to_fs(self.url)
-        remote = {
-            name[name.index(root) + len(root) :].lstrip("/"): facts["size"]
-            for name, facts in store.find(root, detail=True).items()
-        }
-        local = set()
-        for path in sorted(self.run.rglob("*"), key=lambda path: path.name == "manifest.json"):
-            if self._closed:
-                return
+        for path in self.run.rglob("*"):
             name = path.relative_to(self.run).as_posix()
-            if path.is_dir() or name.startswith(".") or "/." in name:
-                continue
             try:
                 facts = path.stat()
                 version = (facts.st_size, facts.st_mtime_ns)
-                is_saved = name.startswith("checkpoints/") and remote.get(name) == facts.st_size
-                if self._copied.get(name) != version and not is_saved:  # checkpoints never change
-                    store.makedirs(f"{root}/{name}".rpartition("/")[0], exist_ok=True)
-                    store.put_file(str(path), f"{root}/{name}")
+                if path.is_dir() or "/." in f"/{name}" or self._copied.get(path) == version:
+                    continue
+                if self._closed:
+                    return
+                store.makedirs(f"{root}/{name}".rpartition("/")[0], exist_ok=True)
+                store.put_file(str(path), f"{root}/{name}")
             except FileNotFoundError:
                 if path.exists():  # the store's error: otherwise the checkpoint was just retired
                     raise
                 continue
-            self._copied[name] = version
-            local.add(name)
-        saved = {_step_of(name) for name in local if "manifest" in name} - {-1}
-        gone = set(remote) - local if saved else set()  # on a new machine the copy keeps its own
-        for name in sorted(gone, key=lambda name: "manifest" not in name):
-            is_retired = -1 < _step_of(name) < min(saved)
-            if (is_retired or name in self._copied) and not self._closed:
-                store.rm_file(f"{root}/{name}")
-
-
-def _step_of(name: str) -> int:
-    """The step of the checkpoint that a file belongs to, -1 for other files."""
-    match = OF_CHECKPOINT.match(name)
-    return int(match[1]) if match else -1
+            self._copied[path] = version
+        saved = list(map(step_of, saved_steps(self.run / "checkpoints")))
+        for folder in store.glob(f"{root}/checkpoints/step_*") if saved else ():  # else a new disk
+            if step_of(Path(folder)) < min(saved) and not self._closed:
+                store.rm(folder, recursive=True)

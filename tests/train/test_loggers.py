@@ -43,10 +43,10 @@ def test_trackio_holds_the_recorded_losses(make_config, run_once, tmp_path, monk
 
 
 class Dashboard:
-    """The call named `broken` raises the error, or never returns."""
+    """Keeps the rows; the call named `broken` raises the error, or never returns."""
 
-    def __init__(self, broken, error):
-        self.broken, self.error = broken, error
+    def __init__(self, broken=None, error=None):
+        self.broken, self.error, self.rows = broken, error, []
         self._act("init")
 
     def _act(self, call):
@@ -56,72 +56,39 @@ class Dashboard:
             raise self.error
 
     def log(self, step, values):
+        self.rows.append((step, values["loss"]))
         self._act("log")
 
     def close(self):
+        self.rows.append("closed")
         self._act("close")
 
 
-SHORT = {"num_steps": 3, "log_every": 1}
-
-
-@pytest.fixture(scope="module")
-def healthy(tiny_config, run_once, tmp_path_factory):
-    """The metrics of the run without a dashboard."""
-    folder = tmp_path_factory.mktemp("healthy")
-    run_once(tiny_config(folder, SHORT), folder)
-    return (folder / "metrics.jsonl").read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("broken", "error"),
-    [
-        *((call, ConnectionError("no route")) for call in ("init", "log", "close")),
-        ("init", SystemExit("no key")),
-        *((call, None) for call in ("init", "log", "close")),
-    ],
-    ids=str,
-)
-def test_training_with_a_broken_dashboard_leaves_the_same_record(
-    make_config, run_once, tmp_path, healthy, monkeypatch, capsys, broken, error
-):
-    monkeypatch.setattr(loggers, "START_S", 0.2)
+@pytest.fixture
+def train(make_config, run_once, tmp_path, monkeypatch):
+    """`train(broken, error)`: a run with a dashboard, and whether it ended within 20 s."""
     monkeypatch.setattr(loggers, "END_S", 0.2)
-    monkeypatch.setitem(loggers.DASHBOARDS, "wandb", lambda *_: Dashboard(broken, error))
-    began = time.monotonic()
-    logger = Logger("wandb", tmp_path / "run", {})
-    ended, _ = run_once(make_config(SHORT), tmp_path / "run", logger=logger)
-    logger.close()
-    assert ended.state == "finished" and time.monotonic() - began < 20
-    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == healthy
-    assert capsys.readouterr().out.count("logger=wandb stopped") == 1
+
+    def train(*broken):
+        monkeypatch.setitem(loggers.DASHBOARDS, "wandb", lambda *_: Dashboard(*broken))
+        began, run = time.monotonic(), tmp_path / "-".join(map(str, broken or ["whole"]))
+        logger = Logger("wandb", run, {})
+        dashboard = logger._dashboard
+        ended, _ = run_once(make_config({"num_steps": 3, "log_every": 2}), run, logger=logger)
+        logger.close()
+        assert ended.state == "finished" and time.monotonic() - began < 20
+        return run / "metrics.jsonl", dashboard
+
+    return train
 
 
-class Taken(list):
-    """A dashboard that keeps the rows."""
-
-    def log(self, step, values):
-        self.append((step, values))
-
-    def close(self):
-        self.append("closed")
-
-
-def test_every_row_reaches_the_dashboard_before_close_returns(monkeypatch, tmp_path):
-    taken = Taken()
-    monkeypatch.setitem(loggers.DASHBOARDS, "wandb", lambda *_: taken)
-    logger = Logger("wandb", tmp_path, {})
-    for step in range(0, 100, 2):
-        logger.log([{"step": step, "loss": 1.0}, {"step": step + 1, "loss": 2.0}])
-    logger.close()
-    assert taken == [(step, {"loss": 1.0 + step % 2}) for step in range(100)] + ["closed"]
-
-
-def test_a_dashboard_that_lags_far_behind_is_dropped(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(loggers, "PENDING", 3)
-    monkeypatch.setattr(loggers, "END_S", 0.2)
-    monkeypatch.setitem(loggers.DASHBOARDS, "wandb", lambda *_: Dashboard("log", None))
-    logger = Logger("wandb", tmp_path, {})
-    logger.log([{"step": step} for step in range(10)])
-    logger.close()
-    assert capsys.readouterr().out.count("3 rows behind") == 1
+def test_the_record_reaches_the_dashboard_and_a_broken_one_changes_nothing(train, capsys):
+    path, dashboard = train()
+    rows = [(row["step"], row["loss"]) for row in read_rows(path)]
+    assert dashboard.rows == [*rows, "closed"]
+    for call in ("init", "log", "close"):
+        for error in (ConnectionError("no route"), SystemExit("no key")):
+            assert train(call, error)[0].read_bytes() == path.read_bytes()
+            assert capsys.readouterr().out.count(f"stopped ({type(error).__name__}: no ") == 1
+    assert train("close", None)[0].read_bytes() == path.read_bytes()
+    assert capsys.readouterr().out.count("logger=wandb did not end within 0.2 s") == 1

@@ -4,7 +4,6 @@ import contextlib
 import shutil
 import threading
 import time
-from pathlib import Path
 
 import fsspec
 import pytest
@@ -33,27 +32,15 @@ def record(tmp_path):
     record.close()
 
 
-def test_the_copy_of_a_run_of_several_attempts_is_the_run(make_config, tmp_path, monkeypatch):
-    store, names = fsspec.get_filesystem_class("file"), []
-    put = store.put_file
-
-    def put_file(self, source, target, **options):
-        names.append(Path(target).relative_to(tmp_path / "copy").as_posix())
-        return put(self, source, target, **options)
-
-    monkeypatch.setattr(store, "put_file", put_file)
+def test_the_copy_of_a_run_of_several_attempts_is_the_run(make_config, tmp_path):
     url = f"file://{tmp_path}/copy"
     changes = {"remote_sync": url, "schedule.name": "constant", "keep_checkpoints": 2}
     for num_steps in (2, 4, 6):
-        names.clear()
         entry.main(make_config({**changes, "num_steps": num_steps, "save_every": 2}))
     [run] = find_runs(tmp_path / "runs")
     copy = tmp_path / "copy" / run.parent.name / run.name
     assert files(copy) == files(run)  # retired checkpoints are gone there, too
     assert read_status(copy)["state"] == "finished"
-    saved = [name.split("/")[3:] for name in names if "/checkpoints/" in name]
-    assert {step for step, _ in saved} == {"step_000000006"}  # an earlier attempt copied step 4
-    assert saved[-1][1] == "manifest.json"
     shutil.rmtree(run)  # as on a new machine
     with contextlib.closing(Record(run)) as record:
         RemoteCopy(url, record).close(5)
@@ -121,23 +108,18 @@ def test_a_copy_keeps_later_checkpoints_and_files_of_others(record, tmp_path):
     assert files(record.run).items() <= after.items()
     retired = {name for name in before if "step_000000500" in name}
     assert before.keys() - after.keys() == retired != set()
-    (record.run / "events.jsonl").unlink()
-    remote.close(5)
-    assert after.keys() - files(copy).keys() == {"events.jsonl"}
 
 
 def test_a_copy_that_was_given_up_uploads_and_deletes_nothing_more(record, tmp_path, monkeypatch):
-    store = fsspec.get_filesystem_class("file")
-    find = store.find
     reached, go_on = threading.Event(), threading.Event()
 
-    def wait(self, *arguments, **options):
-        result = find(self, *arguments, **options)
+    def wait(url):
         reached.set()
         go_on.wait(5)
-        return result
+        return url_to_fs(url)
 
-    monkeypatch.setattr(store, "find", wait)
+    url_to_fs = fsspec.url_to_fs
+    monkeypatch.setattr(fsspec, "url_to_fs", wait)
     copy = tmp_path / "copy" / "run" / "one"
     save(copy, 500)
     save(record.run, 1000)
