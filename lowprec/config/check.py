@@ -15,7 +15,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from lowprec.config.combinations import combination_faults
-from lowprec.config.schema import REMOVED_OPTIMIZERS, Config
+from lowprec.config.schema import REMOVED_OPTIMIZERS, Config, WarningConfig
 from lowprec.nearest import nearest
 
 MISSING = "???"
@@ -43,18 +43,32 @@ class RunError(RuntimeError):
 def check(raw: dict, schema: type = Config) -> Any:
     """Builds `schema` from nested plain data; raises ConfigError with every fault.
 
-    Keys of REMOVED are dropped, and runs with REMOVED_OPTIMIZERS are accepted, so that the configs
+    Keys of REMOVED are dropped, and configs with `retired_faults` are accepted, so that the configs
     of old runs can be read; `preflight` refuses to train them.
     """
     faults: list[str] = []
     legal = list(keys(schema))
     config = _build(schema, raw, "", legal, faults)
-    is_old = not faults and schema is Config and config.optimizer.name in REMOVED_OPTIMIZERS
-    if not faults and issubclass(schema, Config) and not is_old:
+    if not faults and issubclass(schema, Config) and not retired_faults(config):
         faults.extend(combination_faults(config))
     if faults:
         raise ConfigError(faults)
     return config
+
+
+def retired_faults(config: Config) -> list[str]:
+    """Why a config of an old record can no longer be trained; empty for any other config."""
+    rule, faults = config.optimizer, []
+    if rule.name in REMOVED_OPTIMIZERS:
+        faults.append(
+            f"optimizer.name={rule.name} was removed; use optimizer=adamw optimizer.optim_bits=8"
+        )
+    if rule.on_warning != WarningConfig():
+        faults.append(
+            "optimizer.on_warning was removed, because no action helped much; action=clip was "
+            "optimizer=stable_adamw with optimizer.clip_threshold=2.3"
+        )
+    return faults
 
 
 def keys(schema: type, prefix: str = "") -> Iterator[str]:

@@ -11,18 +11,14 @@ from lowprec.config.schema import (
     LEGAL_SCALERS,
     LIBRARIES,
     PRESETS,
-    WARNING_ACTIONS,
     Config,
     ModelConfig,
-    OptimizerConfig,
     PrecisionConfig,
-    WarningConfig,
 )
 from lowprec.nearest import nearest
 from lowprec.nn.recipe import LINEAR_LAYERS, custom_recipe
 
 DEFAULTS = Config()
-OFF = WarningConfig()
 
 
 def combination_faults(config: Config) -> Iterator[str]:
@@ -135,7 +131,6 @@ def _optimizer_faults(config: Config) -> Iterator[str]:
     used = [name for name in CLIPPING if getattr(optimizer, name) is not None]
     if len(used) > 1:
         yield f"optimizer.{', optimizer.'.join(used)}: only one of them can be set"
-    yield from _warning_faults(optimizer)
     statistics = config.diagnostics.statistics
     _, unknown = LIBRARIES.get(optimizer.name, (None, ()))
     unknown = [name for name in statistics if name in unknown]
@@ -146,35 +141,6 @@ def _optimizer_faults(config: Config) -> Iterator[str]:
             f"gradients, which optimizer={optimizer.name} does not keep; use "
             f"diagnostics.statistics=[{others}]"
         )
-
-
-def _warning_faults(optimizer: OptimizerConfig) -> Iterator[str]:
-    """Faults of `optimizer.on_warning`, whose keys must all have an effect."""
-    warning, key = optimizer.on_warning, "optimizer.on_warning"
-    if warning.action == "none":
-        names = [name for name in vars(warning) if getattr(warning, name) != getattr(OFF, name)]
-        for name in names:
-            actions = ", ".join(WARNING_ACTIONS)
-            yield f"{key}.{name}={getattr(warning, name)} needs {key}.action, one of {actions}"
-        return
-    action, threshold, beta2 = warning.action, warning.threshold, optimizer.beta2
-    if optimizer.name not in ("adamw", *CLIPPING.values()):
-        reason = ", which clips already" if optimizer.name == "stable_adamw" else ""
-        yield f"{key}.action={action} needs optimizer=adamw, not {optimizer.name}{reason}"
-    elif optimizer.beta2_decay is not None:
-        if warning.statistic == "rho" or action == "beta2":
-            yield f"{key} with statistic=rho or action=beta2 needs optimizer.beta2_decay=null"
-    elif threshold >= (largest := 1 if warning.statistic == "rho" else (1 - beta2) ** -0.5):
-        yield (
-            f"{key}.threshold={threshold}: with beta2={beta2}, {warning.statistic} is at most "
-            f"{largest:.3g}; use a lower threshold"
-        )
-    if action != "clip" and optimizer.optim_bits == 8:
-        yield f"{key}.action={action} needs optimizer.optim_bits=32; 8 works with action=clip"
-    if action == "beta2" and warning.beta2 >= beta2:
-        yield f"{key}.beta2={warning.beta2} must be lower than optimizer.beta2={beta2}"
-    if action != "beta2" and warning.beta2 != OFF.beta2:
-        yield f"{key}.beta2={warning.beta2} does nothing without {key}.action=beta2"
 
 
 def _conflicts(config: Config) -> Iterator[str]:
@@ -216,7 +182,6 @@ def _idle_faults(config: Config) -> Iterator[str]:
     recipes = {precision.recipe for precision in _precisions(config).values()}
     high = recipes == {"high"}
     rule = config.optimizer
-    clipped = rule.name == "stable_adamw" or rule.on_warning.action == "clip"
     owners = {  # key: whether it is used, and what uses it
         "scaler.init_scale": (scaled, "a scaler (dynamic or fixed)"),
         "scaler.max_skips": (scaled, "a scaler (dynamic or fixed)"),
@@ -231,7 +196,7 @@ def _idle_faults(config: Config) -> Iterator[str]:
         "data.window": (not streamed, "data=shards or shapes: a stream has its own order"),
         "optimizer.beta2": (rule.beta2_decay is None, "optimizer.beta2_decay=null"),
         "optimizer.beta2_decay": (rule.name not in LIBRARIES, "optimizer=adamw or stable_adamw"),
-        "optimizer.clip_weight_decay": (clipped, "optimizer=stable_adamw"),
+        "optimizer.clip_weight_decay": (rule.name == "stable_adamw", "optimizer=stable_adamw"),
         "optimizer.optim_bits": (rule.name not in LIBRARIES, "optimizer=adamw or stable_adamw"),
         "optimizer.min_8bit_size": (rule.optim_bits == 8, "optimizer.optim_bits=8"),
         "optimizer.override_32bit": (rule.optim_bits == 8, "optimizer.optim_bits=8"),

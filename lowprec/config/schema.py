@@ -132,7 +132,7 @@ class InterventionConfig:
 
 @dataclass
 class WarningConfig:
-    """What AdamW does, in a step, to a tensor whose RMS_t exceeds a threshold."""
+    """What AdamW did to a tensor whose RMS_t exceeded a threshold; only in old records."""
 
     action: str = key(
         "none",

@@ -1,7 +1,6 @@
 """Drop-in optimizers: `from lowprec.optim import StableAdamW`."""
 
-from lowprec.optim.adamw_update import OnWarning
 from lowprec.optim.schedules import param_groups
 from lowprec.optim.stable_adamw import StableAdamW
 
-__all__ = ["OnWarning", "StableAdamW", "param_groups"]
+__all__ = ["StableAdamW", "param_groups"]

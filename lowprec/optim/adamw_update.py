@@ -1,16 +1,19 @@
-"""Algorithm 2 of arXiv:2304.13013 for one tensor, in plain torch: the definition of StableAdamW.
+"""Algorithm 2 of arXiv:2304.13013 in plain torch, on any device: the definition of StableAdamW.
 
-`plain` applies it to one tensor after the other. The kernels of `triton_adamw` do the same for all
-tensors at once and are tested against it. All values of a step are tensors, so that nothing is read
-back to the host.
+`PlainStep` applies `stable_adamw_update` to one tensor after the other. The kernels of
+`triton_adamw` do the same for all tensors at once and are tested against it. All values of a step
+are tensors, so that nothing is read back to the host.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from lowprec.optim.eight_bit import dequantize, quantize_
+from lowprec.optim.statistics import GradientSums, ShardReduction, StepSums
 
 
 class Hyperparameters(NamedTuple):
@@ -30,53 +33,6 @@ class Hyperparameters(NamedTuple):
     clip_weight_decay: Tensor  # 1: weight decay by the clipped rate; 0: by `lr`
 
 
-@dataclass(frozen=True)
-class OnWarning:
-    """What AdamW does in a step to a tensor whose RMS_t exceeds `threshold`.
-
-    action:
-        "clip" divides its rate by RMS_t / threshold, as StableAdamW with this `clip_threshold`.
-        "skip" leaves the parameter as it is. The moments take the gradient all the same: otherwise
-            RMS_t would stay high after a lasting growth of the gradients, and with it the skips.
-        "beta2" computes u again, from the last step's, with the lower `beta2`.
-
-    ValueError if a value is out of range.
-    """
-
-    action: str
-    threshold: float = 2.3  # the paper's spike
-    beta2: float = 0.9
-
-    def __post_init__(self):
-        for name, allowed, is_allowed in (
-            ("action", "clip, skip or beta2", self.action in ("clip", "skip", "beta2")),
-            ("threshold", "a number > 0", self.threshold > 0),
-            ("beta2", "a number >= 0 and < 1", 0 <= self.beta2 < 1),
-        ):
-            if not is_allowed:
-                raise ValueError(f"on_warning: {name}={getattr(self, name)!r} must be {allowed}")
-
-
-class Response(NamedTuple):
-    """The action "skip" or "beta2" of `OnWarning` in one step."""
-
-    action: str
-    threshold: float
-    beta2_ratio: Tensor  # the lower beta2_hat / beta2_hat: 0-d for one tensor, [tensors] for all
-
-    def without_skipped(self, h: Hyperparameters, rms: Tensor) -> Hyperparameters:
-        """The values that leave the parameter of a tensor with a warning as it is."""
-        moves = ~(rms > self.threshold)
-        return h._replace(apply=h.apply * moves, lr=h.lr * moves)
-
-    def second_beta2(self, rms: Tensor) -> Tensor:
-        """The rate at which g^2 is averaged into u again: 1, which leaves u, without a warning.
-
-        Averages with `beta2_hat` and then `beta2_ratio` equal one with the lower beta2_hat.
-        """
-        return torch.where(rms > self.threshold, self.beta2_ratio, 1.0)
-
-
 def mean_square(x: Tensor) -> Tensor:
     """Mean of the squares of all elements, 0-d."""
     return torch.linalg.vector_norm(x).square() / x.numel()
@@ -90,7 +46,6 @@ def stable_adamw_update(
     h: Hyperparameters,
     mean_square: Callable[[Tensor], Tensor] = mean_square,
     compensation: Tensor | None = None,
-    response: Response | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Updates one tensor and its moments in place; returns RMS_t, 0-d, and the update.
 
@@ -102,10 +57,10 @@ def stable_adamw_update(
         eta = lr / max(1, rms / clip_threshold)
         p <- p - eta weight_decay p - eta v / (sqrt(u) + eps)
 
-    An infinite `clip_threshold` gives AdamW, for which a `response` may change u or keep p. `grad`
-    and the moments have the dtype `wide_dtype` of the parameter. A 16-bit parameter needs
-    `compensation`, of its shape and dtype: see `add_compensated_`. `mean_square(x)` is the mean
-    over all elements; for a shard it must include the elements of the other processes.
+    An infinite `clip_threshold` gives AdamW. `grad` and the moments have the dtype `wide_dtype` of
+    the parameter. A 16-bit parameter needs `compensation`, of its shape and dtype: see
+    `add_compensated_`. `mean_square(x)` is the mean over all elements; for a shard it must include
+    the elements of the other processes.
 
     Source: Algorithm 2, arXiv:2304.13013; update clipping: section 5 of arXiv:1804.04235.
     """
@@ -113,12 +68,6 @@ def stable_adamw_update(
     exp_avg_sq.mul_(h.beta2_hat).add_(grad.square().mul_(1 - h.beta2_hat))
     root_u = exp_avg_sq.sqrt()
     rms = mean_square(grad / root_u.clamp(min=h.eps)).sqrt()
-    if response is not None and response.action == "skip":
-        h = response.without_skipped(h, rms)
-    elif response is not None:
-        beta2 = response.second_beta2(rms)
-        exp_avg_sq.mul_(beta2).add_((grad * (1 - beta2)).mul_(grad))  # 0, not NaN, for large g^2
-        root_u = exp_avg_sq.sqrt()
     eta = clipped_lr(h, rms)
     update = (exp_avg / root_u.add_(h.eps)).mul_(eta)
     if compensation is None:
@@ -168,3 +117,63 @@ def wide(x: Tensor) -> Tensor:
 def wide_dtype(x: Tensor) -> torch.dtype:
     """The dtype of a tensor's moments and of its update: float32, or float64 for float64."""
     return torch.promote_types(x.dtype, torch.float32)
+
+
+class Tensors(NamedTuple):
+    """What a step reads and writes of the tensors that have a gradient, or of their local shards.
+
+    Moments are float32, float64 for float64, or codes with scales: see `eight_bit`.
+    """
+
+    params: list[Tensor]
+    grads: list[Tensor]
+    exp_avgs: list[Tensor]
+    exp_avg_sqs: list[Tensor]
+    compensations: list[Tensor | None]  # None: not a 16-bit parameter
+    exp_avg_scales: list[Tensor | None]  # None: not 8-bit moments
+    exp_avg_sq_scales: list[Tensor | None]
+
+
+class PlainStep:
+    """The two passes of a step. `fused.FusedStep` has the same interface."""
+
+    def __init__(self, tensors: Tensors, shards: ShardReduction):
+        self.tensors = tensors
+        self.shards = shards
+
+    def gradients(self, factor: Tensor) -> GradientSums:
+        """Sums over the gradients times `factor` (0-d), [tensors] each."""
+        sums = [GradientSums.of(wide(grad) * factor) for grad in self.tensors.grads]
+        return self.shards.totals(GradientSums, sums)
+
+    def update(
+        self,
+        h: Hyperparameters,
+        factor: Tensor,
+        sizes: Tensor,
+        is_clipped: bool,
+    ) -> tuple[Tensor, StepSums]:
+        """Updates moments and parameters; returns RMS_t and sums over them, [tensors] each.
+
+        `factor` (0-d) multiplies the gradients; `sizes` [tensors] counts the elements, with those
+        of other processes. `is_clipped` says whether any tensor has a finite `clip_threshold`.
+        """
+        factor = factor.to(h.lr.dtype)
+        rms, sums = [], []
+        for i, (param, grad, v, u, lost, *scales) in enumerate(zip(*self.tensors, strict=True)):
+            values = Hyperparameters(*(value[i] for value in h))
+            grad = torch.where(values.apply > 0, wide(grad) * factor, 0.0)
+            coded = [(v, scales[0], True), (u, scales[1], False)] if scales[0] is not None else []
+            moments = [dequantize(*codes) for codes in coded] or [v, u]
+            mean_square = partial(self._mean_square, i, sizes[i])
+            rms_t, update = stable_adamw_update(param, grad, *moments, values, mean_square, lost)
+            for codes, moment in zip(coded, moments, strict=False):
+                quantize_(*codes, moment, values.apply)
+            rms.append(rms_t)
+            sums.append(StepSums.of(moments[1], update, param))
+        return torch.stack(rms), self.shards.totals(StepSums, sums)
+
+    def _mean_square(self, i: int, size: Tensor, x: Tensor) -> Tensor:
+        """Mean of the squares of the i-th tensor, of which `x` may be a shard; float32."""
+        square_sum = torch.linalg.vector_norm(x).square().float()
+        return self.shards.sum_one(i, square_sum) / size

@@ -9,9 +9,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from lowprec.optim.adamw_update import Hyperparameters, Response, clipped_lr, decay_factor
+from lowprec.optim.adamw_update import Hyperparameters, Tensors, clipped_lr, decay_factor
 from lowprec.optim.eight_bit import BLOCK, code_books
-from lowprec.optim.plain import Tensors
 from lowprec.optim.statistics import GradientSums, ShardReduction, StepSums, index_on
 from lowprec.optim.triton_adamw import _gradients_kernel, _reduce_kernel, _step_kernel
 
@@ -23,7 +22,7 @@ TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: 
 
 
 class FusedStep:
-    """`plain.PlainStep` by Triton kernels, for tensors that `first_unfit` accepts.
+    """`adamw_update.PlainStep` by Triton kernels, for tensors that `first_unfit` accepts.
 
     A clipped step takes three passes over memory (gradients; moments; parameters), because the rate
     depends on the new moments of the whole tensor. Without clipping the last two are one pass.
@@ -51,27 +50,17 @@ class FusedStep:
         factor: Tensor,
         sizes: Tensor,
         is_clipped: bool,
-        response: Response | None = None,
     ) -> tuple[Tensor, StepSums]:
         """See `PlainStep.update`."""
         factor = factor.expand_as(h.apply)
         common = (h.apply, factor, h.beta1_hat, h.beta2_hat, h.eps)
-        if is_clipped or response is not None:
+        if is_clipped:
             totals = self._step((*common, h.apply, h.apply), moments=True)  # the rate is not read
             ratio_squares, u_sum, neg_u_min, u_max = self.shards.reduce(totals, 2).unbind(1)
             rms = (ratio_squares / sizes).sqrt()
-            if response is not None and response.action == "skip":
-                h = response.without_skipped(h, rms)
             eta = clipped_lr(h, rms)
-            rates = (h.eps, eta, decay_factor(h, eta))
-            if response is not None and response.action == "beta2":
-                betas = (torch.ones_like(rms), response.second_beta2(rms))  # v stays
-                totals = self._step((h.apply, factor, *betas, *rates), moments=True, update=True)
-                totals = self.shards.reduce(totals, 4).unbind(1)
-                _, u_sum, update_squares, param_squares, neg_u_min, u_max = totals
-            else:
-                totals = self._step((h.apply, factor, *common[2:4], *rates), update=True)
-                update_squares, param_squares = self.shards.reduce(totals, 2).unbind(1)
+            totals = self._step((*common, eta, decay_factor(h, eta)), update=True)
+            update_squares, param_squares = self.shards.reduce(totals, 2).unbind(1)
         else:
             decay = 1 - h.lr * h.weight_decay
             totals = self._step((*common, h.lr, decay), moments=True, update=True)

@@ -1,6 +1,6 @@
 """StableAdamW, which is AdamW when update clipping is off, with statistics of every tensor.
 
-`adamw_update` defines the update; `plain` or `fused` applies it to all tensors. The class decides
+`adamw_update` defines the update; `fused` does the same with kernels. The class decides
 what a step applies. No value is read back to the host: skipping and clipping are factors on the
 device.
 """
@@ -16,14 +16,13 @@ from torch.distributed.tensor import DTensor
 from lowprec.ops.launch import on_device
 from lowprec.optim.adamw_update import (
     Hyperparameters,
-    OnWarning,
-    Response,
+    PlainStep,
+    Tensors,
     debiased,
     wide_dtype,
 )
 from lowprec.optim.clipping import GuardedStep, SkipStep, ZClip
 from lowprec.optim.fused import AddressTables, FusedStep, first_unfit, is_capturing
-from lowprec.optim.plain import PlainStep, Tensors
 from lowprec.optim.schedules import matching
 from lowprec.optim.state import (
     FOREIGN,
@@ -70,8 +69,6 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
         clip_norm: largest global norm of the gradient; larger gradients are scaled down. A ZClip or
             SkipStep on the parameters' device decides from earlier steps; `state_dict()` leaves
             its state out, so save `clip_norm.state_dict()`.
-        on_warning: for AdamW (`clip_threshold=None`), what happens to a tensor whose RMS_t exceeds
-            a threshold, in that step: see `OnWarning`.
         optim_bits: 8 keeps both moments in 2.03 bytes per parameter instead of 8: see `eight_bit`.
             Update and statistics are computed before moments are rounded. Parameters that are
             float64, not contiguous, smaller than `min_8bit_size` elements or, by name or module, in
@@ -118,7 +115,7 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
 
     _step_supports_amp_scaling = True  # torch.amp.GradScaler then leaves unscaling to step()
     _copied = (  # with a copy or a pickle
-        *("clip_norm", "on_warning", "skip", "fused", "frozen"),
+        *("clip_norm", "skip", "fused", "frozen"),
         *("optim_bits", "min_8bit_size", "override_32bit"),
     )
 
@@ -135,7 +132,6 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
         clip_weight_decay: bool = True,
         beta2_decay: float | None = None,
         clip_norm: float | ZClip | SkipStep | None = None,
-        on_warning: OnWarning | None = None,
         optim_bits: int = 32,
         min_8bit_size: int = 4096,
         override_32bit: Sequence[str] = (),
@@ -151,16 +147,11 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
         if not (isinstance(clip_norm, torch.nn.Module) or is_positive_or_none(clip_norm)):
             allowed = "None, a number > 0, ZClip() or SkipStep()"
             raise ValueError(f"clip_norm={clip_norm!r} must be {allowed}")
-        if not isinstance(on_warning, OnWarning | None):
-            raise ValueError(f"on_warning={on_warning!r} must be None or an OnWarning")
         if optim_bits not in (8, 32):
             raise ValueError(f"optim_bits={optim_bits} must be 8 or 32")
-        if optim_bits == 8 and on_warning and on_warning.action != "clip":
-            raise ValueError(f"on_warning={on_warning.action} needs optim_bits=32")
         self.clip_norm, self.skip, self.fused = clip_norm, skip, fused
         self.optim_bits, self.min_8bit_size = optim_bits, min_8bit_size
         self.override_32bit = tuple(override_32bit)
-        self.on_warning = on_warning
         self._reset_caches()
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"amsgrad": amsgrad, "maximize": maximize, "differentiable": differentiable}
@@ -172,7 +163,7 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
     def add_param_group(self, param_group: dict) -> None:
         """As in torch; ValueError if an option is out of range or misspelled."""
         check_names(param_group, self.defaults)
-        check_options({**self.defaults, **param_group}, self.on_warning)
+        check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
     @property
@@ -218,8 +209,8 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
             factor = unscale * clip_factor
             sizes = torch.tensor([p.numel() for p in params], dtype=torch.float32)
             sizes = self._on_device("sizes", sizes, device)
-            h, is_clipped, response = self._hyperparameters(params, rows, applied)
-            rms, sums = update_all.update(h, factor, sizes, is_clipped, response)
+            h, is_clipped = self._hyperparameters(params, rows, applied)
+            rms, sums = update_all.update(h, factor, sizes, is_clipped)
             if is_capturing(device):
                 self._captured.append(self._read_by_a_graph(params, rows, update_all))
         rms = torch.where(applied, rms, math.nan)
@@ -270,15 +261,12 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
 
     def _hyperparameters(
         self, params: list[Tensor], rows: tuple[int, ...], applied: Tensor
-    ) -> tuple[Hyperparameters, bool, Response | None]:
-        """Values of this update, which it counts, whether any tensor is clipped, the response."""
+    ) -> tuple[Hyperparameters, bool]:
+        """Values of this update, which it counts, and whether any tensor is clipped."""
         device, groups = applied.device, self.param_groups
         group_of = [i for i, group in enumerate(groups) for _ in group["params"]]
         group_of = torch.tensor([group_of[i] for i in rows])
-        warning = self.on_warning
-        clipping = warning.threshold if warning and warning.action == "clip" else math.inf
-        options = [options_of(group, clipping) for group in groups]
-        options = torch.tensor(options, dtype=torch.float64)
+        options = torch.tensor([options_of(group) for group in groups], dtype=torch.float64)
         options = options[group_of].T.contiguous()
         is_clipped = bool(options[5].isfinite().any())
         options = self._on_device("options", options, device)
@@ -296,12 +284,7 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
             torch.where(applied, beta2_hat.to(dtype), 1.0),
             *options[3:].to(dtype),
         )
-        response = None
-        if warning is not None and warning.action != "clip":
-            ratio = debiased(warning.beta2, t) / beta2_hat
-            ratio = ratio.nan_to_num(1.0).clamp(max=1.0).to(dtype)  # 0 / 0 at the first update
-            response = Response(warning.action, warning.threshold, ratio)
-        return h, is_clipped, response
+        return h, is_clipped
 
     def _on_device(self, name: str, values: Tensor, device: torch.device) -> Tensor:
         """Host values on the device, copied only if they have changed since the last step."""
@@ -403,7 +386,7 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
             check_is_adamw(group)
             for name in OWN_OPTIONS:
                 group.setdefault(name, own_group[name])
-            check_options(group, self.on_warning)
+            check_options(group)
         numbers = [(n, group["betas"]) for group in groups for n in group["params"]]
         saved, are_8bit = state_dict["state"], self._with_8bit_moments()
         states = {

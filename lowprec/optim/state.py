@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from lowprec.optim.adamw_update import OnWarning, wide_dtype
+from lowprec.optim.adamw_update import wide_dtype
 from lowprec.optim.eight_bit import BLOCK, dequantize
 
 OWN_OPTIONS = ("clip_threshold", "clip_weight_decay", "beta2_decay")  # torch's AdamW has none
@@ -20,10 +20,8 @@ TENSORS = (*MOMENTS, "compensation", *SCALES)  # of a parameter's state
 FOREIGN = "only StableAdamW's and torch.optim.AdamW's states (no amsgrad or maximize) can be loaded"
 
 
-def check_options(group: dict, on_warning: OnWarning | None = None) -> None:
+def check_options(group: dict) -> None:
     """ValueError names the first option of a group that is out of range or not supported."""
-    if on_warning and group["clip_threshold"] is not None:
-        raise ValueError(f"on_warning={on_warning.action} needs clip_threshold=None, AdamW")
     betas = tuple(group["betas"])
     are_betas = len(betas) == 2 and all(0 <= float(beta) < 1 for beta in betas)
     is_lr = not isinstance(group["lr"], str) and 0 <= float(group["lr"]) < math.inf
@@ -52,15 +50,11 @@ def is_positive_or_none(value: float | None) -> bool:
     return value is None or (not isinstance(value, str) and value > 0)
 
 
-def options_of(group: dict, clip_threshold: float = math.inf) -> list[float]:
-    """betas, beta2_decay, then the last four fields of Hyperparameters.
-
-    `clip_threshold` takes the place of None, infinity that of another None.
-    """
-    decay = math.inf if group["beta2_decay"] is None else group["beta2_decay"]
-    own = group["clip_threshold"]
-    clipping = (clip_threshold if own is None else own, float(group["clip_weight_decay"]))
-    return [*group["betas"], decay, group["eps"], group["weight_decay"], *clipping]
+def options_of(group: dict) -> list[float]:
+    """betas, beta2_decay, then the last four fields of Hyperparameters; infinity for None."""
+    names = ("beta2_decay", "eps", "weight_decay", "clip_threshold", "clip_weight_decay")
+    options = (math.inf if group[name] is None else float(group[name]) for name in names)
+    return [*group["betas"], *options]
 
 
 def lr_on_device(lr: float | Tensor, device: torch.device) -> Tensor:

@@ -12,7 +12,7 @@ import triton.language as tl
 from lowprec.optim import eight_bit
 from lowprec.optim.eight_bit import decoded, encoded
 
-# rows of the table of addresses: those of `plain.Tensors` and, with 8-bit moments, code books
+# rows of the table of addresses: `adamw_update.Tensors` and, with 8-bit moments, code books
 P, G, V, U, C, V_SCALES, U_SCALES, BOOKS = (tl.constexpr(i) for i in range(8))
 BLOCK, BOOK_SIZE = tl.constexpr(eight_bit.BLOCK), tl.constexpr(eight_bit.SIZE)
 

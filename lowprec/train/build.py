@@ -2,7 +2,6 @@
 
 import contextlib
 import inspect
-import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,7 +31,6 @@ from lowprec.formats import E4M3, INT8
 from lowprec.nn.blocks import checkpoint_blocks, compile_blocks
 from lowprec.nn.coverage import Layers
 from lowprec.ops import takes
-from lowprec.optim.adamw_update import OnWarning
 from lowprec.optim.clipping import SkipStep, ZClip
 from lowprec.optim.libraries import LibraryOptimizer
 from lowprec.optim.loss_scaling import build_scaler
@@ -321,7 +319,6 @@ def build_optimizer(config: Config, model: nn.Module) -> StableAdamW | LibraryOp
             clip_threshold=rule.clip_threshold,
             clip_weight_decay=rule.clip_weight_decay,
             beta2_decay=rule.beta2_decay,
-            on_warning=_on_warning(rule),
             optim_bits=rule.optim_bits,
             min_8bit_size=rule.min_8bit_size,
             override_32bit=[*rule.override_32bit, *embedding],
@@ -335,16 +332,6 @@ def _clip_norm(rule: OptimizerConfig, device: torch.device) -> float | ZClip | S
     if rule.zclip:
         return ZClip(rule.zclip).to(device)
     return SkipStep(rule.skip_sigmas).to(device) if rule.skip_sigmas else rule.clip_norm
-
-
-def _on_warning(rule: OptimizerConfig) -> OnWarning | None:
-    """The response to warnings, with its threshold as one of RMS_t; None if there is none."""
-    warning = rule.on_warning
-    if warning.action == "none":
-        return None
-    of_rho = warning.statistic == "rho"
-    threshold = warning.threshold / math.sqrt(1 - rule.beta2) if of_rho else warning.threshold
-    return OnWarning(warning.action, threshold, warning.beta2)
 
 
 def _read_names(config: Config, kind: str) -> list[str]:

@@ -168,10 +168,6 @@ class MetricsBuffer:
         rows, tables = rows[:last], tables[:last]
         if self.config.scaler.name != "none":
             self._count_skipped_tensors(rows, grad_norms)
-        if on_warning := getattr(self.state.optimizer, "on_warning", None):
-            rms = tables[:, :, STATISTICS.index("rms")]
-            for row, acted in zip(rows, (rms > on_warning.threshold).sum(axis=1), strict=True):
-                row["acted_tensors"] = int(acted)
         try:
             if diverged is None and evaluate is not None:
                 rows[-1] |= evaluate()

@@ -11,8 +11,8 @@ import fsspec
 from packaging.requirements import Requirement
 
 from lowprec import alert
-from lowprec.config.check import ConfigError
-from lowprec.config.schema import LIBRARIES, REMOVED_OPTIMIZERS, Config
+from lowprec.config.check import ConfigError, retired_faults
+from lowprec.config.schema import LIBRARIES, Config
 from lowprec.data.sources import data_faults
 from lowprec.nearest import nearest_path, runs_inside
 from lowprec.train.ranks import place
@@ -41,6 +41,7 @@ def preflight(config: Config, *, training: bool = True, planned: int | None = No
             + runs_inside(config.model.init_from)
         )
     if training:
+        faults += retired_faults(config)
         faults += _folder_faults(config)
         faults += process_faults(config, planned)
     if faults:
@@ -73,11 +74,6 @@ def _package_faults(config: Config, training: bool) -> list[str]:
     for group, name in (("logger", config.logger.name), ("optimizer", config.optimizer.name)):
         if name in PACKAGES and (missing := _missing(Requirement(PACKAGES[name]))):
             faults.append(f"{group}={name} needs {missing}: pip install '{PACKAGES[name]}'")
-    if config.optimizer.name in REMOVED_OPTIMIZERS and training:
-        faults.append(
-            f"optimizer.name={config.optimizer.name} was removed; use optimizer=adamw "
-            "optimizer.optim_bits=8"
-        )
     if training:
         try:
             alert.command()

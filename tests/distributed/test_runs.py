@@ -26,7 +26,6 @@ LOCKED = {
     "optimizer.name": "adamw",
     "optimizer.clip_threshold": None,
     "optimizer.skip_sigmas": None,
-    "optimizer.on_warning": {"action": "beta2", "threshold": 1.1},
 }
 MUON = {"optimizer.name": "muon", "optimizer.clip_threshold": None}
 

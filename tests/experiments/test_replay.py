@@ -286,7 +286,7 @@ def test_a_stream_is_replayed_with_the_workers_it_had(run, squares):
 def test_without_changes_data_optimizer_and_numerics_are_suspects(make_config):
     suspected = []
     for changes in (
-        {"precision.recipe": "switchback", "optimizer.on_warning": {"action": "skip"}},
+        {"precision.recipe": "switchback"},
         {"optimizer.name": "stable_adamw", "optimizer.clip_threshold": 1.0},
     ):
         trained = to_dict(make_config(changes))

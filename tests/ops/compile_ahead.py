@@ -30,8 +30,7 @@ from lowprec.ops import triton_gelu as gelu
 from lowprec.ops import triton_matmul as matmul
 from lowprec.ops import triton_quantize as quantize
 from lowprec.optim import fused, triton_adamw
-from lowprec.optim.adamw_update import Hyperparameters
-from lowprec.optim.plain import Tensors
+from lowprec.optim.adamw_update import Hyperparameters, Tensors
 from lowprec.optim.statistics import ShardReduction
 
 MODULES = [

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from lowprec.optim import StableAdamW, fused, stable_adamw
-from lowprec.optim.adamw_update import Hyperparameters
+from lowprec.optim.adamw_update import Hyperparameters, PlainStep, Tensors
 from lowprec.optim.fused import AddressTables, FusedStep
-from lowprec.optim.plain import PlainStep, Tensors
 from lowprec.optim.state import TENSORS, zero_state
 from lowprec.optim.statistics import ShardReduction
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lowprec.config.check import ConfigError
-from lowprec.config.schema import REMOVED_OPTIMIZERS
+from lowprec.config.schema import REMOVED_OPTIMIZERS, WARNING_ACTIONS
 from lowprec.train.preflight import PACKAGES, preflight
 
 FIND = importlib.util.find_spec
@@ -54,9 +54,16 @@ def test_an_old_version_of_a_package_is_named_with_the_one_needed(name, make_con
     assert all(needed in project["optional-dependencies"][extra] for extra in ("dev", "peers"))
 
 
-@pytest.mark.parametrize("name", REMOVED_OPTIMIZERS)
-def test_a_removed_optimizer_is_evaluated_but_not_trained(name, make_config):
-    config = make_config({"optimizer.name": name})
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        *(("optimizer.name", name) for name in REMOVED_OPTIMIZERS),
+        *(("optimizer.on_warning", {"action": action}) for action in WARNING_ACTIONS),
+        ("optimizer.on_warning", {"action": "skip", "statistic": "rho", "threshold": 0.3}),
+    ],
+)
+def test_a_run_with_what_was_removed_is_evaluated_but_not_trained(key, value, make_config):
+    config = make_config({key: value})
     preflight(config, training=False)
-    with pytest.raises(ConfigError, match=f"{name} was removed; use .* optimizer.optim_bits=8"):
+    with pytest.raises(ConfigError, match=rf"{key}.* was removed.* optimizer=(stable_)?adamw"):
         preflight(config)
