@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-import time
+import traceback
 from collections.abc import Iterator
 from typing import NoReturn
 
@@ -27,7 +27,7 @@ def watched(config: Config, record: Record, world: Ranks) -> Iterator[None]:
     world.watchdog = watchdog.Watchdog(
         world,
         config.distributed.timeout_s,
-        record.run / "stacks",
+        record.run / "stacks" / f"{record.attempt:04d}",
         on_end=lambda reason: record.status("failed", reason=reason, unless=ENDED),
     )
     try:
@@ -40,8 +40,9 @@ def watched(config: Config, record: Record, world: Ranks) -> Iterator[None]:
         text = str(error).lower()
         of_torch = isinstance(error, RuntimeError) and not isinstance(error, RunError)
         lost_peer = of_torch and any(word in text for word in ("gloo", "nccl", "connection"))
-        if world.size > 1 and lost_peer:  # the watchdog names the rank and ends this one
-            time.sleep(watchdog.SILENT_S + 4 * watchdog.TICK_S)
+        if world.size > 1 and lost_peer:
+            traceback.print_exc()
+            world.watchdog.end(_reason(error))
         world.watchdog.close(_reason(error))
         raise
 

@@ -110,7 +110,7 @@ def train(
     `spoils`: arguments of `spoiling` per config.
     """
 
-    watchdog.SILENT_S = 3.0
+    watchdog.WAIT_S = 2.0
     if hang and hang["rank"] == rank:
         owner, name = (MetricsBuffer, "wait_for") if hang.get("stall") else (TrainStep, "__call__")
         call, calls = getattr(owner, name), iter(range(1, 10**6))

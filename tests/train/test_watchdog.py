@@ -11,12 +11,26 @@ import pytest
 from lowprec.runs.read import RecordFileError
 from lowprec.train import attempt, watchdog
 from lowprec.train.distributed import Ranks
-from lowprec.train.watchdog import Heartbeat, Watchdog
+from lowprec.train.watchdog import Watchdog
+
+
+@pytest.fixture
+def ended(monkeypatch):
+    """Why the watchdog's process would have ended, and what it said; `event` is then set."""
+    ended = SimpleNamespace(event=threading.Event())
+
+    def exit_with(status):
+        ended.status = status
+        ended.event.set()
+
+    monkeypatch.setattr(watchdog.os, "_exit", exit_with)
+    monkeypatch.setattr(watchdog, "WAIT_S", 0.6)
+    return ended
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_process_that_was_stopped_continues(monkeypatch, tmp_path):
-    monkeypatch.setattr(watchdog, "SILENT_S", 1.4)
+    monkeypatch.setattr(watchdog, "TICK_S", 0.1)
     process = os.fork()
     if not process:
         dog = Watchdog(Ranks(), 1.2, tmp_path / "stacks")
@@ -36,80 +50,49 @@ def test_a_process_that_was_stopped_continues(monkeypatch, tmp_path):
     assert (tmp_path / "2").exists() and not (tmp_path / "stacks").exists()
 
 
-def test_slow_work_may_exceed_the_timeout_but_a_step_may_not(monkeypatch, tmp_path):
-    reasons, ended = [], threading.Event()
-
-    def end(dog, reason):
-        reasons.append(reason)
-        dog.closing.set()
-        ended.set()
-
-    monkeypatch.setattr(Watchdog, "_end", end)
-    dog = Watchdog(Ranks(), 0.4, tmp_path)
+def test_slow_work_may_exceed_the_timeout_but_a_step_may_not(ended, tmp_path):
+    reasons = []
+    dog = Watchdog(Ranks(), 0.4, tmp_path / "stacks" / "0001", reasons.append)
     dog.heartbeat(7, "saving")
-    assert not ended.wait(1.5)
+    assert not ended.event.wait(1.5)
     dog.heartbeat(8, "training")
-    assert ended.wait(5)
-    assert "no progress for 0.4 s" in reasons[0] and "rank 0 (process" in reasons[0]
-    assert "step 8, training" in reasons[0]
+    assert ended.event.wait(5)
+    assert ended.status == 76
+    assert "rank 0 (process" in reasons[0] and "step 8, training: no progress for 0.4" in reasons[0]
+    assert "test_watchdog.py" in (tmp_path / "stacks/0001/rank_0.txt").read_text()
 
 
-@pytest.fixture
-def fault(tmp_path):
-    """What the watchdog of rank 0 says 101 s after the reports (beats, step, doing) of two ranks.
-
-    `silent_s`: how long ago rank 1's last heartbeat was; `first_silent_s`: rank 0's.
-    """
-
-    def fault(first, second, silent_s=0.0, first_silent_s=0.0):
-        dog = Watchdog(Ranks(), 100, tmp_path)
-        dog.close()
-        dog.own.beats, dog.own.step, dog.own.doing = first
-        now = time.monotonic() + 101
-        peer = Heartbeat("rank 1", *second, heard=now - silent_s)
-        dog.own.heard = now - first_silent_s
-        dog.ranks.append(peer)
-        return dog._fault(now)
-
-    return fault
-
-
-def test_the_rank_that_is_furthest_behind_is_named_first(fault):
-    assert "no progress for 100 s: rank 1 at step 4, training; rank 0 (process" in fault(
-        (9, 4, "saving"), (8, 4, "training")
-    )
-
-
-def test_ranks_that_save_are_not_hung(fault):
-    assert fault((9, 4, "saving"), (9, 4, "saving")) is None
-
-
-def test_a_rank_without_heartbeats_is_named(fault):
-    assert "no heartbeats" in fault((9, 4, "training"), (9, 4, "training"), silent_s=13)
-    assert "rank 1 at step 4" in fault((9, 4, "training"), (9, 4, "training"), silent_s=13)
-
-
-def test_ranks_heard_until_rank_0_fell_silent_are_not_named(fault):
-    saving = (9, 4, "saving")
-    assert fault(saving, saving, silent_s=12.4, first_silent_s=11.9) is None
-    reason = fault(saving, saving, silent_s=12.9, first_silent_s=12.4)
-    assert "no heartbeats for 12 s from rank 0 (process" in reason and "rank 1" not in reason
+def test_the_silent_rank_and_then_the_one_furthest_behind_are_named_first(ended, tmp_path):
+    (tmp_path / "run").mkdir()
+    reasons, folder = [], tmp_path / "run" / "stacks"
+    worlds = [SimpleNamespace(rank=rank, size=3) for rank in (0, 1)]
+    first = Watchdog(worlds[0], 100, folder, reasons.append)
+    second = Watchdog(worlds[1], 100, folder)
+    first.heartbeat(4, "saving")
+    first.heartbeat(4, "training")
+    second.heartbeat(4, "training")
+    second.close("MemoryError: as told")
+    assert ended.event.wait(5)
+    silent, behind, other = reasons[0].split("; ")
+    assert silent == "no word from rank 2"
+    assert behind.startswith("rank 1 (process") and "failed: MemoryError: as told" in behind
+    assert "at step 4, training: another rank has ended" in other
 
 
 @pytest.mark.parametrize(
-    ("error", "waits"),
+    ("error", "ends"),
     [
         (RuntimeError("[gloo] Connection closed by peer"), True),
         (RecordFileError("/run/config.yaml cannot be read: Connection timed out"), False),
     ],
 )
-def test_only_an_error_of_torch_waits_for_the_watchdog_to_name_a_rank(
-    monkeypatch, make_config, tmp_path, error, waits
+def test_only_an_error_of_torch_is_taken_for_a_lost_rank(
+    monkeypatch, make_config, tmp_path, error, ends
 ):
-    sleeps = []
-    monkeypatch.setattr(attempt.watchdog, "Watchdog", lambda *_, **__: SimpleNamespace(close=str))
-    monkeypatch.setattr(attempt.time, "sleep", sleeps.append)
-    world, record = SimpleNamespace(size=2), SimpleNamespace(run=tmp_path)
+    reasons = []
+    dog = SimpleNamespace(close=str, end=reasons.append)
+    monkeypatch.setattr(attempt.watchdog, "Watchdog", lambda *_, **__: dog)
+    world, record = SimpleNamespace(size=2), SimpleNamespace(run=tmp_path, attempt=1)
     with pytest.raises(type(error)), attempt.watched(make_config(), record, world):
         raise error
-    assert bool(sleeps) == waits
+    assert bool(reasons) == ends
