@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from lowprec.ops.epilogue import gluon_finish, gluon_load_bias, gluon_load_scales
 from lowprec.ops.launch import Launch
 from lowprec.ops.triton_quantize import num_sms
 
@@ -98,23 +99,13 @@ def _multiply_tiles(
         m = m0 + gl.arange(0, HALF_M, gl.SliceLayout(1, layout))
         n = n0 + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
         # Loaded before the last product is complete, to hide the latency.
-        if A_ROWS:
-            a_scale = gl.load(a_scale_ptr + m, mask=m < M, other=0.0)[:, None]
-        else:
-            a_scale = gl.load(a_scale_ptr)
-        if B_ROWS:
-            b_scale = gl.load(b_scale_ptr + n, mask=n < N, other=0.0)[None, :]
-        else:
-            b_scale = gl.load(b_scale_ptr)
-        if BIAS:
-            bias = gl.load(bias_ptr + n, mask=n < N, other=0.0)
+        a_scale, b_scale = gluon_load_scales(a_scale_ptr, b_scale_ptr, m, n, M, N, A_ROWS, B_ROWS)
+        bias = gluon_load_bias(bias_ptr, n, N, BIAS)
         sums = warpgroup_mma_wait(0, deps=[sums])
         mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
-        scaled = sums.to(gl.float32) * a_scale * b_scale
-        if BIAS:
-            scaled = scaled + bias.to(gl.float32)[None, :]
+        finished = gluon_finish(sums, a_scale, b_scale, bias, BIAS)
         row = part * gl.cdiv(M, BLOCK_M) * BLOCK_M + m0  # whole tiles, which TMA stores
-        _store(scaled, row, n0, out_desc, out_buffers.index(HALF))
+        _store(finished, row, n0, out_desc, out_buffers.index(HALF))
     tma.store_wait(0)
 
 

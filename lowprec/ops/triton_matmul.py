@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowprec.ops.epilogue import finish, load_bias, load_scales
 from lowprec.ops.gluon_matmul import HOPPER_TILE, plan_hopper
 from lowprec.ops.launch import ALIGNMENT, Launch, plan
 from lowprec.ops.reference import MAX_INT8_TERMS, TILE_TERMS, sizes_of
@@ -74,17 +75,8 @@ def _matmul_kernel(
             mask=(n < N)[None, :] & (k < K)[:, None], other=0.0,
         )  # [BLOCK_K, BLOCK_N]  # fmt: skip
         sums = tl.dot(a, b, sums, out_dtype=ACC)
-    output = sums.to(tl.float32)
-    if A_ROWS:
-        output *= tl.load(a_scale_ptr + m, mask=m < M, other=0.0)[:, None]
-    else:
-        output *= tl.load(a_scale_ptr)
-    if B_ROWS:
-        output *= tl.load(b_scale_ptr + n, mask=n < N, other=0.0)[None, :]
-    else:
-        output *= tl.load(b_scale_ptr)
-    if BIAS:
-        output += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    a_scale, b_scale = load_scales(a_scale_ptr, b_scale_ptr, m, n, M, N, A_ROWS, B_ROWS)
+    output = finish(sums, a_scale, b_scale, load_bias(bias_ptr, n, N, BIAS), BIAS)
     _store(output, out_ptr, m, n, M, N, BLOCK_M)
 
 
@@ -116,9 +108,8 @@ def _matmul_tiles_kernel(
             tile_n = tl.min(n, axis=0) // BLOCK_N
             b_scale = tl.load(b_scale_ptr + tile_n * scale_bn + tile * scale_bk)
             sums += tl.dot(a, b) * (a_scale * b_scale)[:, None]
-    if BIAS:
-        sums += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    _store(sums, out_ptr, m, n, M, N, BLOCK_M)
+    output = finish(sums, 1.0, 1.0, load_bias(bias_ptr, n, N, BIAS), BIAS)
+    _store(output, out_ptr, m, n, M, N, BLOCK_M)
 
 
 def matmul(
