@@ -29,11 +29,6 @@ RECIPES = (
 
 
 @dataclass
-class NoKeys:
-    """For a benchmark without keys."""
-
-
-@dataclass
 class OpsConfig:
     """Sizes of the operations, each measured as dim -> 4 dim and as 4 dim -> dim."""
 
@@ -76,13 +71,9 @@ class StepConfig(ModelConfig):
         choices=(*OPEN_CLIP, *RECIPES),
     )
     preloaded: bool = key(False, "train on one batch in memory instead of data.train")
-    largest: list[str] = key(
-        [], "cases also measured at the largest batch that fits", choices=(*OPEN_CLIP, *RECIPES)
-    )
 
 
 BENCHMARKS = {  # module of this package: its keys
-    "conformance": NoKeys,
     "layer": LayerConfig,
     "model": ModelConfig,
     "ops": OpsConfig,

@@ -3,8 +3,8 @@
     python -m experiments.benchmarks layer
     python -m experiments.benchmarks layer dims=[1280] cases=[switchback,torchao_int8]
 
-Each dim is measured as dim -> 4 dim, as 4 dim -> dim and as their sum, with a bias and random
-inputs: eager; on a GPU also as a CUDA graph ("graph"), and ours under torch.compile as a CUDA graph
+A time is the sum of a layer dim -> 4 dim and one 4 dim -> dim, with a bias and random inputs:
+eager; on a GPU also as a CUDA graph ("graph"), and ours under torch.compile as a CUDA graph
 ("compiled", compared with nn.Linear's graph). "host" is the time until the calls of an eager layer
 return, measured once, with so few rows that the GPU does not limit it. Layers of other libraries
 are compiled in all modes if the library recommends it. A case counts only if its output and
@@ -15,8 +15,6 @@ Lines go to `runs/bench/layer/<time>.jsonl`, and those of memory to `runs/bench/
 
 import copy
 import dataclasses
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -65,93 +63,70 @@ def main(config: LayerConfig) -> None:
     lines = Lines(config.run_dir, "layer", device, PACKAGES)
     if "host" in config.modes:
         tiny = dataclasses.replace(config, tokens=HOST_ROWS)
-        DimBenchmark(tiny, HOST_DIM, device, lines, ["host"]).run(["up"])
+        measure(tiny, HOST_DIM, [Shape(HOST_ROWS, HOST_DIM, 4 * HOST_DIM)], ["host"], device, lines)
     modes = [mode for mode in config.modes if device.type == "cuda" or mode not in ON_GPU]
+    modes = [mode for mode in modes if mode != "host"]
     for dim in config.dims:
-        DimBenchmark(config, dim, device, lines, [m for m in modes if m != "host"]).run()
+        shapes = [Shape(config.tokens, *pair) for pair in ((dim, 4 * dim), (4 * dim, dim))]
+        measure(config, dim, shapes, [*modes, *["saved"] * ("eager" in modes)], device, lines)
     lines.exit_if_failed()
 
 
-class DimBenchmark:
-    """The cases of one dim: `measured` maps (case, quantity, shape) to milliseconds or bytes."""
-
-    def __init__(
-        self,
-        config: LayerConfig,
-        dim: int,
-        device: torch.device,
-        lines: Lines,
-        modes: list[str],
-    ):
-        self.repeats, self.device, self.lines, self.modes = config.repeats, device, lines, modes
-        self.cases = ["linear", *config.cases]
-        self.shapes = [Shape(config.tokens, *pair) for pair in ((dim, 4 * dim), (4 * dim, dim))]
-        self.facts = {"dim": dim, "tokens": config.tokens}
-        self.measured: dict[tuple[str, str, Shape], float] = {}
-
-    def run(self, directions: Sequence[str] = ("up", "down")) -> None:
-        """Measures dim -> 4 dim and 4 dim -> dim, then writes their sums."""
-        for direction, shape in zip(directions, self.shapes, strict=False):
-            problem = Problem(shape, self.device)
-            for case in self.cases:
-                self._measure(problem, case, direction)
-            del problem  # before the next one takes its memory
-        for case in self.cases:
-            for quantity in (*self.modes, "saved"):
-                if all((case, quantity, shape) in self.measured for shape in self.shapes):
-                    with self._line(case, quantity, self.shapes, "both") as row:
-                        row.update(self._numbers(case, quantity, self.shapes))
-
-    def _measure(self, problem: "Problem", case: str, direction: str) -> None:
-        """Checks, then times a case in one direction."""
-        shape, step = problem.shape, None
-        plain = case == "linear" or case in LINEAR_PEERS
-        for mode in self.modes:
-            if mode == "compiled" and plain:
-                continue
-            with self._line(case, mode, [shape], direction) as row:
-                step = step or problem.checked_step(case)
-                self.measured[case, mode, shape] = self._time(problem, case, mode, step)
-                row.update(self._numbers(case, mode, [shape]))
-            if not row:
-                return
-        if "eager" in self.modes and case not in LINEAR_PEERS:
-            with self._line(case, "saved", [shape], direction) as row:
-                self.measured[case, "saved", shape] = step.saved_bytes()
-                row.update(self._numbers(case, "saved", [shape]))
-
-    def _time(self, problem: "Problem", case: str, mode: str, step: "Step") -> float:
-        """Milliseconds of a checked step in a mode."""
-        if mode == "host":
-            return host_ms(step, self.device, self.repeats)
-        if mode == "compiled":
-            step = problem.checked_step(case, compiled=True)
-        return median_ms(step, self.device, self.repeats, graph=mode in ON_GPU)
-
-    def _line(
-        self, case: str, quantity: str, shapes: list[Shape], direction: str
-    ) -> AbstractContextManager[dict]:
-        """Opens a line with times of the mode `quantity`, or with memory ("saved")."""
-        facts = {"direction": direction, **self.facts}
-        facts |= {"slug": "layer_memory"} if quantity == "saved" else {"mode": quantity}
-        peer, name = LINEAR_PEERS.get(case), " + ".join(map(str, shapes))
+def measure(
+    config: LayerConfig,
+    dim: int,
+    shapes: list[Shape],
+    quantities: list[str],
+    device: torch.device,
+    lines: Lines,
+) -> None:
+    """Writes a line per case and quantity, a mode or "saved" (memory), summed over the shapes."""
+    problems, base = [Problem(shape, device) for shape in shapes], {}
+    facts = {"direction": "both" if len(shapes) > 1 else "up", "dim": dim, "tokens": config.tokens}
+    shape = " + ".join(map(str, shapes))
+    for case in ("linear", *config.cases):
+        peer, steps = LINEAR_PEERS.get(case), None
         dtype = peer.dtype if peer else "bf16"
-        return self.lines.measurement(case, name, dtype, is_ours=peer is None, **facts)
+        for quantity in quantities:
+            if quantity in ("compiled", "saved") and peer:
+                continue
+            if quantity == "compiled" and case == "linear":
+                continue
+            of = {"slug": "layer_memory"} if quantity == "saved" else {"mode": quantity}
+            with lines.measurement(case, shape, dtype, is_ours=not peer, **facts, **of) as row:
+                steps = steps or [problem.checked_step(case) for problem in problems]
+                if quantity == "compiled":
+                    steps = [problem.checked_step(case, compiled=True) for problem in problems]
+                value = sum(measured(step, quantity, device, config.repeats) for step in steps)
+                if case == "linear":
+                    base[quantity] = value
+                row.update(numbers(value, quantity, shapes, base))
+            if not row:
+                break
 
-    def _numbers(self, case: str, quantity: str, shapes: list[Shape]) -> dict:
-        """A line's numbers, summed over shapes, next to nn.Linear's."""
 
-        def total(some_case: str, some_quantity: str) -> float:
-            return sum(self.measured[some_case, some_quantity, shape] for shape in shapes)
+def measured(step: "Step", quantity: str, device: torch.device, repeats: int) -> float:
+    """Milliseconds of a step in a mode, or the bytes that it saves."""
+    if quantity == "saved":
+        return step.saved_bytes()
+    if quantity == "host":
+        return host_ms(step, device, repeats)
+    return median_ms(step, device, repeats, graph=quantity in ON_GPU)
 
-        base_mode = "graph" if quantity == "compiled" else quantity
-        value, base = total(case, quantity), total("linear", base_mode)
-        if quantity != "saved":
-            rate = sum(shape.operations for shape in shapes) / value / 1e9
-            ratio = {"ratio_to": f"linear, {base_mode}", "ratio": base / value}
-            return {"ms": value, "rate": rate, "rate_unit": "TFLOP/s", **ratio}
-        saved = {"saved_mib": round(value / MIB, 4)}
-        return {"ratio_to": "linear", "ratio": value / base, **saved}
+
+def numbers(value: float, quantity: str, shapes: list[Shape], base: dict[str, float]) -> dict:
+    """A line's numbers next to nn.Linear's, `base`."""
+    other = "graph" if quantity == "compiled" else quantity
+    ratio = base[other] / value if other in base else None
+    if quantity == "saved":
+        return {
+            "saved_mib": round(value / MIB, 4),
+            "ratio_to": "linear",
+            "ratio": ratio and 1 / ratio,
+        }
+    rate = sum(shape.operations for shape in shapes) / value / 1e9
+    ratio_to = {"ratio_to": f"linear, {other}", "ratio": ratio}
+    return {"ms": value, "rate": rate, "rate_unit": "TFLOP/s", **ratio_to}
 
 
 class Step(NamedTuple):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lowprec.clip.model import image_size
 from lowprec.data.loader import Batch
 from lowprec.runs.environment import environment, package_version
-from lowprec.runs.read import encode_row, read_rows
+from lowprec.runs.read import encode_row
 
 LATE = 0.1  # share of a series by which the GPU may lag if the host is the limit
 CACHE_BYTES = 256 * 2**20  # more than the second-level cache of any GPU holds
@@ -48,21 +48,6 @@ class Lines:
         self.folder = Path(run_dir) / "bench"
         self.file_name = f"{time.strftime('%Y%m%d-%H%M%S')}.jsonl"
         self.failed: list[str] = []
-
-    def resume(self, key: str) -> list[dict]:
-        """Returns and shows the rows of `<time>-<key>.jsonl`, which the next lines continue.
-
-        Without such a file, the next lines start one.
-        """
-        folder = self.folder / self.slug
-        names = sorted(path.name for path in folder.glob(f"*-{key}.jsonl"))
-        new = f"{self.file_name.removesuffix('.jsonl')}-{key}.jsonl"
-        self.file_name = names[-1] if names else new
-        rows = read_rows(folder / self.file_name)
-        for row in rows:
-            if row["ms"]:
-                print(in_words(row), flush=True)
-        return rows
 
     @contextlib.contextmanager
     def measurement(

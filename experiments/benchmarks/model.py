@@ -12,8 +12,8 @@ of ours counts. `ratio` is relative to the faster open_clip case, for the eager 
 `runs/bench/model/<time>.jsonl`; exits with 1 if one of ours was wrong or failed.
 """
 
-import contextlib
 import gc
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -36,6 +36,7 @@ OWN_CLASSES = {
     CLIP: open_clip.model.CLIP,
     VisionTransformer: open_clip.transformer.VisionTransformer,
 }
+CHECKPOINTED = ", checkpointing"  # of a line's shape
 REPEATS = 10
 LOSS_TOLERANCE = 2e-2
 GRADIENT_TOLERANCE = 0.5  # of the first layer's, behind all others; a scrambled one errs by 1.4
@@ -53,70 +54,61 @@ class Measured(NamedTuple):
     numbers: dict
 
 
-class Ratios:
-    """Adds to the rows of one shape how much faster a case is than open_clip and than "high".
-
-    `target` names the open_clip case; its eager model comes first and is compared with itself.
-    """
-
-    def __init__(self, target: str = "the faster open_clip"):
-        self.target, self.rate, self.high_rate = target, 0.0, None
-
-    def add(self, row: dict, case: str) -> None:
-        """Reads the row's `rate`."""
-        if case in OPEN_CLIP:
-            self.rate = max(self.rate, row["rate"])
-        if case == "high":
-            self.high_rate = row["rate"]
-        if self.rate:
-            row["ratio_to"] = EAGER if case == EAGER else self.target
-            row["ratio"] = row["rate"] / self.rate
-        if self.high_rate and case in RECIPES:
-            row["ratio_to_high"] = round(row["rate"] / self.high_rate, 4)
-
-
-def measurement(
-    lines: Lines, config: ModelConfig, case: str, batch: str, **facts: object
-) -> contextlib.AbstractContextManager[dict]:
-    """Opens the line of a case."""
-    checkpointed = ", checkpointing" if config.checkpointing else ""
-    return lines.measurement(
-        case,
-        f"{config.model.name} {batch}{checkpointed}",
-        config.precision.autocast,
-        is_ours=case in RECIPES,
-        image_size=config.model.image_size,
-        patch_dropout=config.model.patch_dropout,
-        compiled=config.compile and case != EAGER,
-        **facts,
-    )
-
-
-def cases_of(config: ModelConfig) -> list[str]:
-    """The cases of a config, open_clip's first; its compiled one only under compile=true."""
-    cases = [case for case in (*OPEN_CLIP, *RECIPES) if case in config.cases]
-    return [case for case in cases if config.compile or case != "open_clip"]
-
-
 def main(config: ModelConfig) -> None:
     """Measures all cases of one config, each built anew from the same seed."""
     device = pick_device(config.device)
     lines = Lines(config.run_dir, "model", device)
-    expected, ratios = None, Ratios()
-    for case in cases_of(config):
-        with measurement(lines, config, case, f"batch {config.batch_size}") as row:
-            if case in RECIPES and expected is None:
+    run_cases(config, lines, lambda case: measure(config, case, device), check)
+
+
+def run_cases(
+    config: ModelConfig,
+    lines: Lines,
+    measure: Callable,
+    check: Callable,
+    facts: Callable = lambda case: {},
+) -> None:
+    """Writes a line per case, open_clip's first; exits with 1 if one of ours was wrong or failed.
+
+    `measure(case)` returns a result with the line's `numbers`. `check(result, expected)` compares
+    it with the first one, raises Wrong or returns more numbers. `facts(case)` are also of the line.
+    """
+    expected, fastest, high = None, 0.0, None
+    for case in (*OPEN_CLIP, *RECIPES):
+        if case not in config.cases or (case == "open_clip" and not config.compile):
+            continue
+        is_ours = case in RECIPES
+        with lines.measurement(
+            case,
+            f"{config.model.name} batch {config.batch_size}" + CHECKPOINTED * config.checkpointing,
+            config.precision.autocast,
+            is_ours=is_ours,
+            image_size=config.model.image_size,
+            patch_dropout=config.model.patch_dropout,
+            compiled=config.compile and case != EAGER,
+            **facts(case),
+        ) as row:
+            if is_ours and expected is None:
                 raise RuntimeError("no case of open_clip to compare with")
-            result = measure(config, case, device)
-            reference = expected or result
-            check_error("the loss", result.loss, reference.loss, LOSS_TOLERANCE)
-            gradients = (result.gradient, reference.gradient)
-            error = check_error("the first layer's gradient", *gradients, GRADIENT_TOLERANCE)
-            expected = reference
-            row.update(loss=round(result.loss.item(), 5), gradient_error=round(error, 5))
-            row.update(result.numbers, rate=1000 * config.batch_size / result.numbers["ms"])
-            ratios.add(row, case)
+            result = measure(case)
+            row.update(check(result, expected or result))
+            expected = expected or result
+            rate = 1000 * config.batch_size / result.numbers["ms"]
+            fastest = fastest if is_ours else max(fastest, rate)
+            high = rate if case == "high" else high
+            row.update(result.numbers, rate=rate, ratio=rate / fastest)
+            row["ratio_to"] = EAGER if case == EAGER else "the faster open_clip"
+            if is_ours and high:
+                row["ratio_to_high"] = round(rate / high, 4)
     lines.exit_if_failed()
+
+
+def check(result: Measured, expected: Measured) -> dict:
+    """Raises Wrong unless loss and gradient are near enough; returns the numbers of both."""
+    check_error("the loss", result.loss, expected.loss, LOSS_TOLERANCE)
+    gradients = (result.gradient, expected.gradient)
+    error = check_error("the first layer's gradient", *gradients, GRADIENT_TOLERANCE)
+    return {"loss": round(result.loss.item(), 5), "gradient_error": round(error, 5)}
 
 
 def measure(config: ModelConfig, case: str, device: torch.device) -> Measured:

@@ -24,8 +24,6 @@ def library_optimizer(module: str, name: str, **options: object) -> Callable:
     """Returns `build(params)`, which imports a library and makes its optimizer."""
 
     def build(params: list[Tensor]) -> torch.optim.Optimizer:
-        if module.startswith("timm"):
-            importlib.import_module("lowprec.clip")  # timm imports torchvision
         return getattr(importlib.import_module(module), name)(params, **options)
 
     return build

@@ -8,8 +8,7 @@ torchrun: first one process, then the largest number. `ratio` is to one process:
 `communication` is the share of a step that averaging gradients adds to the backward pass (FSDP2
 gathers parameters in both of its timings). `memory_gib` is the peak of the rank that needs most. A
 case counts only if its loss is finite and the same in all ranks. Lines go to
-`runs/bench/scale/<time>-<digest>.jsonl`. With the same keys, code, packages and kind of machine,
-the command continues this file and measures only the cases that have no ratio yet.
+`runs/bench/scale/<time>.jsonl`.
 """
 
 import contextlib
@@ -24,8 +23,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from experiments.benchmarks.measure import Lines, median_ms, random_batch
 from lowprec.config.schema import Config
 from lowprec.optim.schedules import set_learning_rate
-from lowprec.runs.identity import digest, label
-from lowprec.runs.provenance import code_digests
+from lowprec.runs.identity import label
 from lowprec.train.build import build, pick_device
 from lowprec.train.distributed import DistributedRanks, Ranks
 from lowprec.train.ranks import place
@@ -39,16 +37,12 @@ def main(config: Config) -> None:
     device = pick_device(config.device)
     most = torch.cuda.device_count() if device.type == "cuda" else 2
     lines = Lines(config.run_dir, "scale", device)
-    machine = {"machine": f"{most} x {lines.common['device']}", **lines.common["versions"]}
-    earlier = lines.resume(digest(config, machine | code_digests()))
-    rates = {row["case"]: row["rate"] for row in earlier if row["ratio"]}
+    rates: dict[str, float] = {}
     shape, dtype = shape_of(config), config.precision.autocast
     sizes = {most, *(2**i for i in range(most.bit_length()) if 2**i <= most)}
     for size in sorted(sizes, key=lambda size: (size > 1, -size)):
         for kind in ("ddp", "fsdp2") if size > 1 else ("none",):
             case = f"{kind} x {size}" if size > 1 else "one process"
-            if case in rates:
-                continue
             with lines.measurement(case, shape, dtype, processes=size) as row:
                 numbers = measure(config, kind, size)
                 communication = numbers.pop("communication_ms") / numbers["ms"]

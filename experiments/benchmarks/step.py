@@ -11,17 +11,15 @@ pipeline with `torch.optim.AdamW(fused=True)`, eager and, under compile=true, wi
 `ms` is the median of `windows_ms`, each the mean over `log_every` steps; a first window, with
 compilation, does not count. `data_wait` is the share of the time in which a loop waited for data;
 with `preloaded`, both loops take one batch from memory. A case counts only if the losses of its
-first steps, on a random batch, equal open_clip's within a tolerance. The cases in `largest` are
-measured again at the largest batch that fits, a multiple of `batch_size` / 16. GPU memory is
-allocated in expandable segments. Lines go to `runs/bench/step/<time>.jsonl`; exits with 1 if one of
-ours was wrong or failed.
+first steps, on a random batch, equal open_clip's within a tolerance. GPU memory is allocated in
+expandable segments. Lines go to `runs/bench/step/<time>.jsonl`; exits with 1 if one of ours was
+wrong or failed.
 """
 
 import contextlib
 import dataclasses
 import glob
 import itertools
-import math
 import statistics
 import tempfile
 import time
@@ -29,14 +27,14 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from experiments.benchmarks.configs import RECIPES, StepConfig
 from experiments.benchmarks.measure import Lines, Wrong, random_batch
-from experiments.benchmarks.model import Ratios, build_task, cases_of, free, measurement
+from experiments.benchmarks.model import build_task, free, run_cases
 from lowprec.clip import open_clip
 from lowprec.clip.model import Normalize, image_size
 from lowprec.clip.text import Tokenizer
@@ -57,7 +55,6 @@ REPEATS = 3  # windows that count
 CHECKED = 3  # steps on a random batch whose losses are compared
 TOLERANCE = 2e-2  # relative, of these losses: 8-bit products
 PRECISIONS = {"bf16": "amp_bf16", "fp32": "fp32"}  # precision.autocast: open_clip's name
-STATE_BYTES = 12  # per parameter: a float32 weight and two moments
 ENDLESS = 10**9  # steps and samples of open_clip's epoch
 # webdataset 1.0 marks the end of a shard, which open_clip does not expect
 open_clip_data.tar_file_expander = partial(open_clip_data.tar_file_expander, eof_value=None)
@@ -80,35 +77,11 @@ class Windows(Progress):
             raise Enough
 
 
-@dataclasses.dataclass
-class Measured:
-    """Losses of the first steps, timing rows of the windows, number of parameters."""
+class Measured(NamedTuple):
+    """Losses of the first steps, and the numbers of a line."""
 
-    batch_size: int
     losses: list[float]
-    rows: list[dict]
-    parameters: int
-
-    def numbers(self) -> dict:
-        """Returns the numbers of a line."""
-        windows = [round(row["step_ms"], 3) for row in self.rows[1:]]
-        ms, memory = statistics.median(windows), self.rows[-1]["memory_gib"]
-        return {
-            "ms": ms,
-            "rate": 1000 * self.batch_size / ms,
-            "batch_size": self.batch_size,
-            "windows_ms": windows,
-            "data_wait": max(row["data_wait"] for row in self.rows[1:]),
-            "memory_gib": None if memory is None else round(memory, 2),
-            "loss": round(self.losses[-1], 5),
-        }
-
-    def largest_batch(self, unit: int) -> int:
-        """Estimates the largest multiple of `unit` that fits: all but the state grows with it."""
-        state = STATE_BYTES * self.parameters
-        per_pair = (self.rows[-1]["memory_gib"] * 2**30 - state) / self.batch_size
-        free, _ = torch.cuda.mem_get_info()
-        return int((free - state) / per_pair / unit) * unit
+    numbers: dict
 
 
 def main(config: StepConfig) -> None:
@@ -117,59 +90,38 @@ def main(config: StepConfig) -> None:
     if device.type == "cuda":
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # fragments less
     config.evaluation.name = "none"
-    unit = max(1, config.batch_size // 16)
+
+    def facts(case: str) -> dict:
+        optimizer = config.optimizer.name if case in RECIPES else "torch.optim.AdamW, fused"
+        return {"batches": "in memory" if config.preloaded else "loaded", "optimizer": optimizer}
+
     lines = Lines(config.run_dir, "step", device)
-    ratios, of_largest = Ratios(), Ratios("the faster open_clip, each at its largest batch")
-    expected = None
-    for case in cases_of(config):
-        result = None
-        batches = "in memory" if config.preloaded else "loaded"
-        facts = {"batches": batches, "optimizer": config.optimizer.name}
-        if case not in RECIPES:
-            facts["optimizer"] = "torch.optim.AdamW, fused"
-        with measurement(lines, config, case, f"batch {config.batch_size}", **facts) as row:
-            if case in RECIPES and expected is None:
-                raise RuntimeError("no case of open_clip to compare with")
-            result = measure(config, case)
-            expected = expected or result.losses
-            check(result.losses, expected)
-            row.update(result.numbers())
-            ratios.add(row, case)
-        if case in config.largest and row and device.type == "cuda":
-            with measurement(lines, config, case, "largest batch", **facts) as row:
-                row.update(largest(config, case, result, unit).numbers())
-                of_largest.add(row, case)
-    lines.exit_if_failed()
+    run_cases(config, lines, lambda case: measure(config, case), check, facts)
 
 
-def check(losses: list[float], expected: list[float]) -> None:
-    """Raises Wrong if the losses of the first steps differ."""
-    gap = max(abs(a / b - 1) for a, b in zip(losses, expected, strict=True))
+def check(result: Measured, expected: Measured) -> dict:
+    """Raises Wrong if the losses of the first steps differ; returns the last of them."""
+    pairs = zip(result.losses, expected.losses, strict=True)
+    gap = max(abs(a / b - 1) for a, b in pairs)
     if not gap < TOLERANCE:  # NaN too
         raise Wrong(f"the loss differs from open_clip's by {gap:.2%} in the first steps")
-
-
-def largest(config: StepConfig, case: str, best: Measured, unit: int) -> Measured:
-    """Measures larger and larger batches until the next one would not fit; returns the last."""
-    too_large = math.inf
-    while True:
-        free()
-        batch_size = min(best.largest_batch(unit), too_large - unit)
-        if batch_size <= best.batch_size:
-            return best
-        try:
-            best = measure(dataclasses.replace(config, batch_size=batch_size), case)
-        except torch.OutOfMemoryError:
-            too_large = batch_size
+    return {"loss": round(result.losses[-1], 5)}
 
 
 def measure(config: StepConfig, case: str) -> Measured:
     """Trains a new model until all windows are measured."""
     free()
     windows = Windows()
-    loop = train_ours if case in RECIPES else train_open_clip
-    losses, parameters = loop(config, case, windows)
-    return Measured(config.batch_size, losses, windows.rows, parameters)
+    losses = (train_ours if case in RECIPES else train_open_clip)(config, case, windows)
+    times = [round(row["step_ms"], 3) for row in windows.rows[1:]]
+    memory = windows.rows[-1]["memory_gib"]
+    numbers = {
+        "ms": statistics.median(times),
+        "windows_ms": times,
+        "data_wait": max(row["data_wait"] for row in windows.rows[1:]),
+        "memory_gib": None if memory is None else round(memory, 2),
+    }
+    return Measured(losses, numbers)
 
 
 def checked_first(checked: Any, batches: Iterator) -> Iterator:
@@ -180,15 +132,14 @@ def checked_first(checked: Any, batches: Iterator) -> Iterator:
     yield from batches
 
 
-def train_ours(config: StepConfig, case: str, windows: Windows) -> tuple[list[float], int]:
-    """Runs our training loop; returns the checked losses and the number of parameters."""
+def train_ours(config: StepConfig, case: str, windows: Windows) -> list[float]:
+    """Runs our training loop; returns the checked losses."""
     threshold = config.precision.outlier_threshold if case == "llm_int8" else 0.0
     precision = dataclasses.replace(config.precision, recipe=case, outlier_threshold=threshold)
     config = dataclasses.replace(config, precision=precision)
     with pick_device(config.device):  # a large model is initialized there much faster
         built = build(config, None if config.preloaded else open_data(config))
-    model = built.task.model
-    batch = random_batch(model, config.batch_size, built.device)
+    batch = random_batch(built.task.model, config.batch_size, built.device)
     loaded = itertools.repeat(batch) if config.preloaded else built.batches_from(1)
     built.batches_from = lambda first: checked_first(batch, loaded)
     with tempfile.TemporaryDirectory() as folder:
@@ -196,11 +147,11 @@ def train_ours(config: StepConfig, case: str, windows: Windows) -> tuple[list[fl
             with contextlib.suppress(Enough), contextlib.redirect_stdout(None):
                 train(built, record, progress=windows)
             rows = read_rows(record.run / "metrics.jsonl")
-    return [row["loss"] for row in rows[:CHECKED]], sum(p.numel() for p in model.parameters())
+    return [row["loss"] for row in rows[:CHECKED]]
 
 
-def train_open_clip(config: StepConfig, case: str, windows: Windows) -> tuple[list[float], int]:
-    """Runs open_clip's training loop; returns the checked losses and the number of parameters."""
+def train_open_clip(config: StepConfig, case: str, windows: Windows) -> list[float]:
+    """Runs open_clip's training loop; returns the checked losses."""
     device = pick_device(config.device)
     model = build_task(config, case, device)[0].model
     rule = config.optimizer
@@ -224,7 +175,7 @@ def train_open_clip(config: StepConfig, case: str, windows: Windows) -> tuple[li
             None,
             loop.args,
         )
-    return [loss.item() for loss in loop.losses], sum(p.numel() for p in model.parameters())
+    return [loss.item() for loss in loop.losses]
 
 
 class OpenClipLoop:

@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.benchmarks.conformance import (
+from lowprec.optim.loss_scaling import build_scaler
+from lowprec.optim.schedules import learning_rate, param_groups
+from lowprec.optim.stable_adamw import STATISTICS, StableAdamW
+from tests.optim.conformance import (
     BETAS,
     SHAPES,
     WEIGHT_DECAY,
@@ -18,9 +21,6 @@ from experiments.benchmarks.conformance import (
     run_optimizer,
     trajectory,
 )
-from lowprec.optim.loss_scaling import build_scaler
-from lowprec.optim.schedules import learning_rate, param_groups
-from lowprec.optim.stable_adamw import STATISTICS, StableAdamW
 
 FOLDER = Path(__file__).parent / "golden"
 GOLDEN = sorted(path.stem for path in FOLDER.iterdir() if path.stem != "problem")

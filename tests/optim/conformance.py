@@ -1,28 +1,19 @@
-"""Finds the rule that each installed StableAdamW follows, on one problem of 12 steps.
+"""An oracle: which variant of algorithm 2 an optimizer follows, on one problem of 12 steps.
 
-    python -m experiments.benchmarks conformance
-
-Each row gives the first step at which an implementation differs from algorithm 2, the
-difference after the last step (relative to how far the tensor moved), the `Rule` that reproduces it
-to rounding, and the distance to that rule. Ours and those on a GPU compute in float32, the others
-in float64. A trajectory is a list over steps of {tensor: values}.
+A trajectory is a list over steps of {tensor: values}.
 """
 
 import math
 import random
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import product
 
 import torch
 from torch import Tensor
 
-from experiments.benchmarks.configs import NoKeys
-from experiments.benchmarks.peers import library_optimizer
 from lowprec.optim.adamw_update import Hyperparameters, debiased, mean_square, stable_adamw_update
-from lowprec.runs.environment import package_version
 
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
@@ -30,7 +21,6 @@ STEPS = 12
 SPIKE = 7  # the step whose gradients are 40 times as large
 SHAPES = {"matrix": (5, 3), "scalar": (), "embedding": (6, 3), "faint": (4, 2), "growing": (3,)}
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}  # of distances; rules are further apart
-COLUMNS = ("implementation", "version", "differs at", "after the last step", "rule", "distance")
 
 # Choices of a rule: {what it says in the table: the formula}, algorithm 2's first.
 RATIOS = {
@@ -70,37 +60,6 @@ RULES = [Rule(*choices) for choices in product(*(choices for _, choices in FIELD
 
 
 @dataclass(frozen=True)
-class Peer:
-    """`build(params)` makes the optimizer and fails if `package` is not installed."""
-
-    package: str
-    build: Callable
-    device: str = "cpu"
-
-
-COMMON = {"betas": BETAS, "eps": 1e-6, "weight_decay": WEIGHT_DECAY}
-stable_adamw = partial(library_optimizer, name="StableAdamW", **COMMON)
-OURS = partial(stable_adamw, "lowprec.optim")
-OPTIMI = partial(stable_adamw, "optimi", lr=1e-3)
-PYTORCH_OPTIMIZER = partial(stable_adamw, "pytorch_optimizer")
-# timm has no StableAdamW; this AdamW, which can clip, is the closest
-TIMM = partial(library_optimizer, "timm.optim", "AdamWLegacy", clipping_threshold=1.0, **COMMON)
-PEERS = {
-    "lowprec": Peer("lowprec", OURS()),
-    "lowprec, clip_weight_decay=False": Peer("lowprec", OURS(clip_weight_decay=False)),
-    "lowprec, clip_threshold=None": Peer("lowprec", OURS(clip_threshold=None)),
-    "lowprec, on a GPU": Peer("lowprec", OURS(), "cuda"),
-    "torch AdamW": Peer("torch", library_optimizer("torch.optim", "AdamW", **COMMON)),
-    "optimi": Peer("torch-optimi", OPTIMI(foreach=False, triton=False)),
-    "optimi, foreach": Peer("torch-optimi", OPTIMI(foreach=True, triton=False)),
-    "optimi, triton": Peer("torch-optimi", OPTIMI(foreach=False, triton=True), "cuda"),
-    "timm AdamWLegacy, clipping_threshold=1.0": Peer("timm", TIMM()),
-    "pytorch_optimizer": Peer("pytorch_optimizer", PYTORCH_OPTIMIZER(foreach=False)),
-    "pytorch_optimizer, foreach": Peer("pytorch_optimizer", PYTORCH_OPTIMIZER(foreach=True)),
-}
-
-
-@dataclass(frozen=True)
 class Problem:
     """Start and gradients of each tensor, learning rate of each step, all exact in float32."""
 
@@ -130,43 +89,6 @@ def problem() -> Problem:
     start = {name: draw(name) for name in SHAPES}
     grads = [{name: gradient(name, step) for name in SHAPES} for step in range(1, STEPS + 1)]
     return Problem(start, grads, [min(step, 4) / 128 for step in range(1, STEPS + 1)])
-
-
-def main(config: NoKeys) -> None:
-    """Prints the table; exits with 1 if ours is not algorithm 2."""
-    rows = {name: _row(peer) for name, peer in PEERS.items()}
-    print(f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}")
-    for name, row in rows.items():
-        print(f"| {' | '.join((name, *row))} |")
-    if rows["lowprec"][3] != "algorithm 2":
-        sys.exit("lowprec does not follow algorithm 2")
-
-
-def _row(peer: Peer) -> tuple[str, ...]:
-    """The row of an implementation, without its name."""
-    version = package_version(peer.package) or ("this tree" if peer.package == "lowprec" else None)
-    if version is None:
-        return "not installed", "", "", "", ""
-    if peer.device == "cuda" and not torch.cuda.is_available():
-        return version, "", "", "not run: needs a GPU", ""
-    try:
-        is_single = peer.package == "lowprec" or peer.device == "cuda"
-        dtype = torch.float32 if is_single else torch.float64
-        path = run_optimizer(peer.build, peer.device, dtype)
-    except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
-        return version, "", "", f"not run: {type(error).__name__}: {lines[0]}"[:160], ""
-    tolerance = TOLERANCES[dtype]
-    differences = distances(path, path_of(Rule()))
-    steps = [step for step, (size, _) in enumerate(differences, 1) if size > tolerance]
-    rules, distance = explain(path, tolerance)
-    return (
-        version,
-        str(steps[0]) if steps else "never",
-        f"{differences[-1][0]:.2g} ({differences[-1][1]})" if steps else "",
-        " or ".join(map(str, rules)) or "no variant matches",
-        f"{distance:.0e}",
-    )
 
 
 def run_optimizer(
