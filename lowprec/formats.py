@@ -23,7 +23,11 @@ GOLDEN = (5**0.5 - 1) / 2
 
 @dataclass(frozen=True, eq=False)  # one object per format: hashed and compared by identity
 class Format:
-    """A signed number format: `max` is the largest number, `dtype` the torch dtype of storage."""
+    """A signed number format: `max` is the largest number, `dtype` the torch dtype of storage.
+
+    `capability` is the least compute capability of a GPU on which kernels quantize to a native
+    format and multiply it; None for a format that is only fake-quantized.
+    """
 
     name: str
     max: float
@@ -31,6 +35,7 @@ class Format:
     exponent_bits: int = 0  # 0 for integers
     mantissa_bits: int = 0
     gap: int = 0  # number of exponents by which subnormal numbers are too small
+    capability: tuple[int, int] | None = None
 
     @property
     def min_exponent(self) -> int:
@@ -38,9 +43,9 @@ class Format:
         return 2 - 2 ** (self.exponent_bits - 1)
 
 
-INT8 = Format("int8", 127.0, torch.int8)
-E4M3 = Format("e4m3", 448.0, torch.float8_e4m3fn, 4, 3)
-E5M2 = Format("e5m2", 57344.0, torch.float8_e5m2, 5, 2)
+INT8 = Format("int8", 127.0, torch.int8, capability=(8, 0))
+E4M3 = Format("e4m3", 448.0, torch.float8_e4m3fn, 4, 3, capability=(8, 9))
+E5M2 = Format("e5m2", 57344.0, torch.float8_e5m2, 5, 2, capability=(8, 0))
 E4M3_BNB = Format("e4m3_bnb", 480.0, torch.float32, 4, 3, gap=2)
 E5M2_BNB = Format("e5m2_bnb", 114688.0, torch.float32, 5, 2, gap=2)
 _NAMED = (INT8, E4M3, E5M2, E4M3_BNB, E5M2_BNB)
@@ -49,6 +54,7 @@ _OTHERS = (
     for x in range(1, 8)
     for y in range(11)
 )
+NATIVE = {format.dtype: format for format in reversed(_NAMED) if format.capability}
 _FORMATS = {format.name: format for format in (*_OTHERS, *_NAMED)}  # complete: see parse_format
 
 

@@ -9,9 +9,11 @@ from torch import Tensor, nn
 from lowprec.clip import open_clip, vision
 from lowprec.clip.vision import PatchDropout
 from lowprec.config.schema import PRESETS, ModelConfig, PrecisionConfig
+from lowprec.formats import parse_format
 from lowprec.nn.coverage import Layers
 from lowprec.nn.recipe import RECIPES, custom_recipe
 from lowprec.nn.replace import NoLayerError, apply_recipe
+from lowprec.ops import takes
 
 TEXT_HEAD_WIDTH = 64
 
@@ -136,14 +138,18 @@ def set_precision(model: nn.Module, precision: PrecisionConfig) -> Layers:
     """Applies a recipe to the layers in `precision.where` of both towers, in place.
 
     Returns the layers, or nothing for recipe "high" and a model without such layers.
-    Raises ValueError if there are no such layers for another recipe; see `apply_recipe`.
+    Raises ValueError if there are no such layers for another recipe, see `apply_recipe`, or if the
+    device cannot run the backend.
     """
     recipe = RECIPES.get(precision.recipe) or custom_recipe(precision.products)
     options = {k: getattr(precision, k) for k in ("backend", "outlier_threshold", "skip_slow")}
-    inputs = None
+    inputs, device = None, next(model.parameters()).device
+    if precision.backend == "triton":
+        for name in recipe.native_formats:
+            takes("triton", parse_format(name), device)
     if recipe.function and hasattr(model, "visual"):  # a blank image and caption
         like, side = next(model.visual.parameters()), image_size(model)
-        tokens = torch.zeros(1, model.context_length, dtype=torch.int64, device=like.device)
+        tokens = torch.zeros(1, model.context_length, dtype=torch.int64, device=device)
         inputs = like.new_zeros(1, 3, side, side), tokens
     try:
         return apply_recipe(model, recipe, precision.where, inputs=inputs, **options)

@@ -37,7 +37,8 @@ SUMMED = {  # product: the dimension of each operand, as stored, that it sums ov
 GRANULARITIES = ("rowwise", "columnwise", "tensorwise")
 TILES = r"[1-9]\d{0,3}x[1-9]\d{0,3}"
 SCALES = ("float32", "e8m0", "e4m3")  # number formats of scales
-FORMATS = r"int8|e4m3_bnb|e5m2_bnb|e[1-7]m(\d|10)"  # the names that `lowprec.formats` parses
+INTEGERS = ("int8",)  # native wherever all operands of a product have one of them
+FORMATS = "|".join((*INTEGERS, "e4m3_bnb", "e5m2_bnb", r"e[1-7]m(\d|10)"))  # see `lowprec.formats`
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,12 @@ class Recipe:
         return self.output, self.grad_input, self.grad_weight
 
     @property
+    def native_formats(self) -> set[str]:
+        """Formats of the operands of native products."""
+        native = [product for product in self.products if product and product.native]
+        return {operand.format for p in native for operand in (p.first, p.second)}
+
+    @property
     def shares_weight(self) -> bool:
         """Whether output and grad_input share one quantized weight, once transposed."""
         output, grad_input = self.output, self.grad_input
@@ -110,13 +117,13 @@ def _check_native(name: str, product: Product) -> None:
     letters, pair, dims = PRODUCTS[name], (product.first, product.second), SUMMED[name]
     tiles = [("128x1", "1x128")[dim] for dim in dims]
     allowed, in_tiles = ", ".join(GRANULARITIES), False
-    if product.first.format != "int8":
+    if product.first.format not in INTEGERS:
         allowed += f", or {letters[0]}={tiles[0]} with {letters[1]}={tiles[1]} or 128x128"
         is_tile = pair[1].granularity in (tiles[1], "128x128")
         in_tiles = pair[0].granularity == tiles[0] and is_tile
     for letter, operand, dim in zip(letters, pair, dims, strict=True):
         granularity = operand.granularity
-        what = "int8" if operand.format == "int8" else f"native {operand.format}"
+        what = operand.format if operand.format in INTEGERS else f"native {operand.format}"
         if granularity not in GRANULARITIES and not in_tiles:
             raise ValueError(f"{name}.{letter}={granularity}: {what} needs one of {allowed}")
         if granularity == ("rowwise", "columnwise")[dim]:
@@ -277,9 +284,11 @@ def _custom_product(name: str, spec: dict | str) -> Product | None:
         raise ValueError(f"{name}.hadamard={hadamard}: must be true or false")
     for operand in operands:
         _check_operand(name, operand, formats[operand], spec[operand], scales[operand])
-    native = set(formats.values()) == {"int8"}
-    if "int8" in formats.values() and not native:
-        raise ValueError(f"{name}.format={formats}: int8 multiplies only int8")
+    integers = [format for format in formats.values() if format in INTEGERS]
+    native = len(integers) == len(formats)
+    if integers and not native:
+        allowed = ", ".join(INTEGERS)
+        raise ValueError(f"{name}.format={formats}: {integers[0]} multiplies only {allowed}")
     parsed = (Operand(formats[o], spec[o], scales[o], o in stochastic) for o in operands)
     return Product(*parsed, native=native, hadamard=hadamard)
 

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch._C import _is_tracing, _len_torch_dispatch_stack
 
-from lowprec.formats import E4M3, E5M2, INT8, Format, parse_format
+from lowprec.formats import NATIVE, Format, parse_format
 from lowprec.ops import reference, triton_attention, triton_gelu, triton_matmul, triton_quantize
 from lowprec.ops.triton_attention import takes as takes_attention  # noqa: F401
 
 BACKENDS = ("auto", "reference", "triton")
-_FORMATS = {format.dtype: format for format in (INT8, E4M3, E5M2)}
 
 
 def takes(backend: str, format: Format, device: torch.device) -> str:
@@ -27,7 +26,8 @@ def takes(backend: str, format: Format, device: torch.device) -> str:
     """
     if backend == "reference":
         return backend
-    able = device.type == "cuda" and triton_quantize.quantizes(format, device)
+    least = format.capability if device.type == "cuda" else None
+    able = least is not None and torch.cuda.get_device_capability(device) >= least
     if backend == "triton" and not able:
         raise ValueError(
             f"backend=triton: {format.name} needs a GPU that supports it, not {device}"
@@ -128,7 +128,7 @@ def matmul(
     other libraries call fast accumulation; the definition sums them in float32. Raises ValueError
     for sizes that do not fit.
     """
-    if _is_reference(backend, _FORMATS[a_MK.dtype], a_MK.device):
+    if _is_reference(backend, NATIVE[a_MK.dtype], a_MK.device):
         return reference.matmul(a_MK, b_NK, a_scale, b_scale, bias, dtype)
     if _is_eager(a_MK):
         return triton_matmul.matmul(a_MK, b_NK, a_scale, b_scale, bias, dtype)

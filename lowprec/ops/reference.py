@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowprec.formats import E4M3, INT8, Format, exponent_of, power_of_two, round_to_format
+from lowprec.formats import E4M3, Format, exponent_of, power_of_two, round_to_format
 
 REDUCED = {"rowwise": (1,), "columnwise": (0,), "tensorwise": (0, 1)}  # dimensions of amax
 TINY = torch.finfo(torch.float32).tiny  # the smallest normal number
@@ -54,8 +54,8 @@ def scale_of(amax: Tensor, format: Format) -> Tensor:
 
 def _cast(x: Tensor, format: Format) -> Tensor:
     """Rounds to the format's dtype; a division may round |x| above the largest number."""
-    if format is INT8:
-        return x.round().clamp(-format.max, format.max).to(torch.int8)
+    if not format.exponent_bits:
+        return x.round().clamp(-format.max, format.max).to(format.dtype)
     if format.dtype == torch.float32:
         return round_to_format(x, format)
     return x.clamp(-format.max, format.max).to(format.dtype)

@@ -11,7 +11,6 @@ from torch import Tensor
 from lowprec.formats import Format
 from lowprec.ops.launch import Launch, plan
 from lowprec.ops.triton_quantize import (
-    LARGEST,
     _bits,
     _divide,
     _scale,
@@ -103,14 +102,14 @@ def gelu_quantize(h_MN: Tensor, format: Format) -> tuple[Tensor, Tensor]:
     M, N = h_MN.shape
     q_MN = torch.empty_like(h_MN, dtype=format.dtype)
     scale = torch.empty(M, 1, dtype=torch.float32, device=h_MN.device)
-    _plan_forward(h_MN.device, h_MN.dtype, M, N, format.dtype)(h_MN, q_MN, scale)
+    _plan_forward(h_MN.device, h_MN.dtype, M, N, format)(h_MN, q_MN, scale)
     return q_MN, scale
 
 
 @plan
-def _plan_forward(device, dtype, M: int, N: int, quantized: torch.dtype) -> Launch:
+def _plan_forward(device, dtype, M: int, N: int, format: Format) -> Launch:
     blocks = row_blocks(N, features_per_thread=40)
-    return Launch(_gelu_quantize_kernel, (M,), (N,), MAX=LARGEST[quantized], **blocks)
+    return Launch(_gelu_quantize_kernel, (M,), (N,), MAX=format.max, **blocks)
 
 
 def gelu_backward_quantize(
@@ -123,14 +122,14 @@ def gelu_backward_quantize(
     out, grad = torch.empty_like(h_MN), torch.empty_like(h_MN)
     q_MN = torch.empty_like(h_MN, dtype=format.dtype)
     scale = torch.empty(M, 1, dtype=torch.float32, device=device)
-    launch = _plan_backward(device, h_MN.dtype, g_MN.dtype, M, N, format.dtype)
+    launch = _plan_backward(device, h_MN.dtype, g_MN.dtype, M, N, format)
     sums = torch.empty(launch.grid[0], N, dtype=torch.float32, device=device)
     launch(h_MN, g_MN, out, grad, q_MN, scale, sums)
     return out, grad, q_MN, scale, sums.sum(dim=0)
 
 
 @plan
-def _plan_backward(device, h_dtype, g_dtype, M: int, N: int, quantized: torch.dtype) -> Launch:
-    constants = {"MAX": LARGEST[quantized], **row_blocks(N, features_per_thread=10)}
+def _plan_backward(device, h_dtype, g_dtype, M: int, N: int, format: Format) -> Launch:
+    constants = {"MAX": format.max, **row_blocks(N, features_per_thread=10)}
     grid = (programs_that_sum(M, N, device),)
     return Launch(_gelu_backward_quantize_kernel, grid, (M, N), **constants)

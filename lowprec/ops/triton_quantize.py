@@ -3,9 +3,9 @@
 Quantization row-wise and by tile ("1x128") reads the input once. Column- and tensor-wise
 quantization read it twice (maxima, then quotients) and can store the result as it is, transposed or
 both.
-Input float32, bfloat16 or float16; output int8, float8_e4m3fn (compute capability >= 8.9) or
-float8_e5m2. Offsets are int64. Magnitudes are compared as the integers with the same bits, which
-order inf and NaN last: a floating-point maximum would drop NaN.
+Input float32, bfloat16 or float16; output in a native format (`formats.NATIVE`). Offsets are int64.
+Magnitudes are compared as the integers with the same bits, which order inf and NaN last: a
+floating-point maximum would drop NaN.
 """
 
 import torch
@@ -13,10 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowprec.formats import E4M3, E5M2, INT8, Format
+from lowprec.formats import Format
 from lowprec.ops.launch import Launch, plan
 
-LARGEST = {format.dtype: format.max for format in (INT8, E4M3, E5M2)}
 MAX_FEATURES = 16384  # of rows, which one program keeps in registers
 
 
@@ -191,14 +190,14 @@ def quantize_rows(x_MK: Tensor, format: Format) -> tuple[Tensor, Tensor]:
     M, K = x_MK.shape
     q_MK = torch.empty_like(x_MK, dtype=format.dtype, memory_format=torch.contiguous_format)
     scale = torch.empty(M, 1, dtype=torch.float32, device=x_MK.device)
-    _plan_rows(x_MK.device, x_MK.dtype, M, K, x_MK.stride(0), format.dtype)(x_MK, q_MK, scale)
+    _plan_rows(x_MK.device, x_MK.dtype, M, K, x_MK.stride(0), format)(x_MK, q_MK, scale)
     return q_MK, scale
 
 
 @plan
-def _plan_rows(device, dtype, M: int, K: int, stride_m: int, quantized: torch.dtype) -> Launch:
+def _plan_rows(device, dtype, M: int, K: int, stride_m: int, format: Format) -> Launch:
     block_m = max(1, 4096 // triton.next_power_of_2(K))
-    constants = {"MAX": LARGEST[quantized], "BLOCK_M": block_m, **row_blocks(K)}
+    constants = {"MAX": format.max, "BLOCK_M": block_m, **row_blocks(K)}
     grid = (triton.cdiv(M, block_m),)
     return Launch(_quantize_rows_kernel, grid, (M, K, stride_m), **constants)
 
@@ -210,15 +209,15 @@ def quantize_rows_and_sum(x_MK: Tensor, format: Format) -> tuple[Tensor, Tensor,
     device = x_MK.device
     q_MK = torch.empty_like(x_MK, dtype=format.dtype, memory_format=torch.contiguous_format)
     scale = torch.empty(M, 1, dtype=torch.float32, device=device)
-    launch = _plan_rows_and_sum(device, x_MK.dtype, M, K, x_MK.stride(0), format.dtype)
+    launch = _plan_rows_and_sum(device, x_MK.dtype, M, K, x_MK.stride(0), format)
     sums = torch.empty(launch.grid[0], K, dtype=torch.float32, device=device)
     launch(x_MK, q_MK, scale, sums)
     return q_MK, scale, sums.sum(dim=0)
 
 
 @plan
-def _plan_rows_and_sum(device, dtype, M: int, K: int, stride_m: int, quantized) -> Launch:
-    constants = {"MAX": LARGEST[quantized], **row_blocks(K)}
+def _plan_rows_and_sum(device, dtype, M: int, K: int, stride_m: int, format: Format) -> Launch:
+    constants = {"MAX": format.max, **row_blocks(K)}
     grid = (programs_that_sum(M, K, device),)
     return Launch(_quantize_rows_and_sum_kernel, grid, (M, K, stride_m), **constants)
 
@@ -237,7 +236,7 @@ def quantize(
     # Triton 3.6 scrambles transposed fp8 tiles computed from float32, and of 128x128 bfloat16:
     # weight gradients became NaN, input gradients wrong
     is_scaled_by_tile = granularity not in ("columnwise", "tensorwise")
-    is_scrambled = format is not INT8 and x_MK.dtype == torch.float32
+    is_scrambled = format.exponent_bits > 0 and x_MK.dtype == torch.float32
     if transposed and (is_scaled_by_tile or is_scrambled):
         q_MK, _, scale = quantize(x_MK, format, granularity, rows=True, transposed=False)
         q_KM = transpose_bytes(q_MK.view(torch.int8)).view(format.dtype)
@@ -267,17 +266,17 @@ def _quantize_by_tile(x_MK: Tensor, format: Format, granularity: str) -> tuple:
     q_MK = torch.empty(M, K, dtype=format.dtype, device=x_MK.device)
     scale = empty_scale(x_MK, granularity)
     facts = (x_MK.device, x_MK.dtype, M, K, x_MK.stride(0), granularity, scale.stride())
-    _plan_by_tile(*facts, format.dtype)(x_MK, q_MK, scale)
+    _plan_by_tile(*facts, format)(x_MK, q_MK, scale)
     return q_MK, None, scale
 
 
 @plan
 def _plan_by_tile(
-    device, dtype, M: int, K: int, stride_m: int, granularity: str, strides, quantized
+    device, dtype, M: int, K: int, stride_m: int, granularity: str, strides, format
 ) -> Launch:
     tile_m, tile_k = map(int, granularity.split("x"))
     constants = {
-        "MAX": LARGEST[quantized],
+        "MAX": format.max,
         "TILE_M": tile_m,
         "TILE_K": tile_k,
         "BLOCK_M": tile_m if tile_m > 1 else 32,
@@ -302,7 +301,7 @@ def _quantize_tiles(
     scale = torch.empty(1, K if columns else 1, dtype=torch.float32, device=device)
     q_MK = torch.empty(M, K, dtype=format.dtype, device=device) if rows else None
     q_KM = torch.empty(K, M, dtype=format.dtype, device=device) if transposed else None
-    launch = _plan_tiles(*facts, format.dtype, rows, transposed)
+    launch = _plan_tiles(*facts, format, rows, transposed)
     launch(x_MK, q_MK if rows else q_KM, q_KM if transposed else q_MK, bits, scale)
     return q_MK, q_KM, scale
 
@@ -318,12 +317,12 @@ def _plan_maxima(device, dtype, M: int, K: int, stride_m: int, columns: bool) ->
 
 @plan
 def _plan_tiles(
-    device, dtype, M: int, K: int, stride_m: int, columns: bool, quantized, rows, transposed
+    device, dtype, M: int, K: int, stride_m: int, columns: bool, format, rows, transposed
 ) -> Launch:
     block = 64
     parts = _plan_maxima(device, dtype, M, K, stride_m, columns).num_programs
     constants = {
-        "MAX": LARGEST[quantized],
+        "MAX": format.max,
         "COLUMNS": columns,
         "ROWS_OUT": rows,
         "TRANSPOSED_OUT": transposed,
@@ -367,12 +366,6 @@ def row_blocks(K: int, features_per_thread: int = 64) -> dict[str, int]:
 def programs_that_sum(M: int, K: int, device: torch.device) -> int:
     """Number of programs for a kernel whose programs loop over rows and each store partial sums."""
     return min(M, (8 if K <= 2048 else 4) * num_sms(device))
-
-
-def quantizes(format: Format, device: torch.device) -> bool:
-    """Whether these kernels support a format on a GPU."""
-    least = {INT8: (8, 0), E5M2: (8, 0), E4M3: (8, 9)}.get(format)
-    return least is not None and torch.cuda.get_device_capability(device) >= least
 
 
 def num_sms(device: torch.device) -> int:

@@ -27,10 +27,8 @@ from lowprec.data.sources import names_file, read_lines
 from lowprec.data.stream import Stream
 from lowprec.diagnostics.blocks import BlockProbe
 from lowprec.evaluate import Evaluation
-from lowprec.formats import E4M3, INT8
 from lowprec.nn.blocks import checkpoint_blocks, compile_blocks
 from lowprec.nn.coverage import Layers
-from lowprec.ops import takes
 from lowprec.optim.clipping import SkipStep, ZClip
 from lowprec.optim.libraries import LibraryOptimizer
 from lowprec.optim.loss_scaling import build_scaler
@@ -226,8 +224,6 @@ def _apply_recipe(model: nn.Module, precision: PrecisionConfig, device: torch.de
     """Applies a recipe; random numbers of its forward on blank inputs leave no trace."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), _faults_of(f"precision.recipe={precision.recipe}"):
-        if precision.backend == "triton" and precision.recipe != "high":
-            takes("triton", E4M3 if "fp8" in precision.recipe else INT8, device)
         return clip.set_precision(model, precision)
 
 
