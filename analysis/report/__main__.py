@@ -15,7 +15,8 @@ from analysis.load import load_runs
 from analysis.report.page import make_page
 from analysis.spike_marks import TENSOR
 from lowprec.runs import durable
-from lowprec.runs.read import ENDED
+from lowprec.runs.read import ENDED, RecordFileError
+from lowprec.sweep.plan import Plan
 
 
 @cli.entry
@@ -40,9 +41,10 @@ def main(arguments: list[str] | None = None) -> int:
                 runs.tensors(options.tensor)
             except LookupError as error:
                 raise ChoiceError(f"--tensor {options.tensor}: {error}") from None
-        has_ended = runs.summaries["state"].isin([*ENDED, "failed"]).all()
+        planned = not_begun(Path(options.runs), set(runs.summaries["run"]))
+        has_ended = runs.summaries["state"].isin([*ENDED, "failed"]).all() and not planned
         refresh = 0 if has_ended else options.watch or 0
-        text = make_page(runs, options.tensor, refresh)
+        text = make_page(runs, options.tensor, refresh, planned)
         durable.replace(options.out, text.encode())  # a browser never loads half a page
         print(f"Wrote {options.out}: {runs!r}, {len(text) / 1e6:.1f} MB")
         if not refresh:
@@ -51,6 +53,16 @@ def main(arguments: list[str] | None = None) -> int:
             time.sleep(refresh)
         except KeyboardInterrupt:
             return 0
+
+
+def not_begun(folder: Path, begun: set[str]) -> list[str]:
+    """The runs of a folder's sweep, if it was submitted, that have no record yet."""
+    try:
+        plan = Plan(folder.parent / "sweeps" / folder.name)
+    except (OSError, RecordFileError):
+        return []
+    names = [Path(run.directory).name for run in plan.runs]
+    return [name for name in names if name not in begun]
 
 
 if __name__ == "__main__":

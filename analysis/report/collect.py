@@ -141,7 +141,7 @@ def heat_of(rms: pd.DataFrame, size: int) -> dict | None:
         share = np.log(grouped / LOW) / np.log(HIGH / LOW)
     codes = np.where(np.isnan(share), 0, 1 + 254 * np.clip(share, 0, 1)).round().astype(np.uint8)
     text = base64.b64encode(codes.tobytes()).decode()
-    rows = [escape(row, quote=False) for row in rows]
+    rows = [escape(readable(row), quote=False) for row in rows]
     return {"rows": rows, "steps": recorded.index[starts].tolist(), "codes": text}
 
 
@@ -149,6 +149,13 @@ def layer_of(tensor: str) -> str:
     """`visual.transformer.resblocks.3` for its tensors; other tensors without `.weight`."""
     block = _BLOCK.match(tensor)
     return block.group() if block else re.sub(r"\.(weight|bias)$", "", tensor)
+
+
+def readable(tensor: str) -> str:
+    """`image block 3 mlp.c_fc.weight` for `visual.transformer.resblocks.3.mlp.c_fc.weight`."""
+    tensor = tensor.replace("visual.transformer.resblocks.", "image block ")
+    tensor = tensor.replace("transformer.resblocks.", "text block ")
+    return re.sub(r"(block \d+)\.", r"\1 ", tensor)
 
 
 def speed_of(timing: pd.DataFrame) -> dict[str, float]:

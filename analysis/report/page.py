@@ -1,6 +1,7 @@
 """Renders the report: plain values for the template page.html.j2, which holds all markup."""
 
 import json
+from collections.abc import Sequence
 from numbers import Number
 from pathlib import Path
 from typing import NamedTuple
@@ -10,10 +11,11 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
+from analysis.comparison import counted
 from analysis.curves import name_methods
 from analysis.load import Runs
 from analysis.report import plots
-from analysis.report.collect import AROUND, HIGH, LOW, Budget, RunData, collect_run
+from analysis.report.collect import AROUND, HIGH, LOW, Budget, RunData, collect_run, readable
 from analysis.run_files import NO_TENSORS
 from analysis.spike_marks import TENSOR, in_words
 from analysis.style import SMOOTHING
@@ -51,10 +53,11 @@ class Field(NamedTuple):
     detail: object = ""
 
 
-def make_page(runs: Runs, tensor: str = TENSOR, refresh: int = 0) -> str:
+def make_page(runs: Runs, tensor: str = TENSOR, refresh: int = 0, planned: Sequence = ()) -> str:
     """The report of some runs as HTML; `tensor` is the glob of those whose RMS_t comes first.
 
-    A browser loads the page again every `refresh` seconds, unless this is 0.
+    A browser loads the page again every `refresh` seconds, unless this is 0. `planned`: names of
+    the sweep's runs that have not begun.
     """
     budget = Budget(
         points=min(MAX_POINTS, max(100, POINTS // len(runs))),
@@ -64,7 +67,7 @@ def make_page(runs: Runs, tensor: str = TENSOR, refresh: int = 0) -> str:
     summaries = named(runs.summaries).sort_values("label", kind="stable", ignore_index=True)
     data = [collect_run(runs.only(run), tensor, budget) for run in summaries["run"]]
     labels, looks = summaries["label"].tolist(), plots.looks(summaries)
-    methods = summaries["method"].tolist()
+    methods, groups = summaries["method"].tolist(), summaries["group"]
     chips = list(dict.fromkeys(methods))
     names = [
         Field(label, label, "run", {"look": look, "hover": f"{label}\n{run}"})
@@ -76,12 +79,14 @@ def make_page(runs: Runs, tensor: str = TENSOR, refresh: int = 0) -> str:
         "labels": labels,
         "chips": [chips.index(method) for method in methods],
         "heats": heats,
-        "highest": [int(run.spikes["step"].iloc[0]) if len(run.spikes) else None for run in data],
+        "folded": groups.duplicated(keep=False).tolist(),
         **{"around": AROUND, "low": LOW, "high": HIGH},
     }
-    states = ", ".join(f"{num} {state}" for state, num in summaries["state"].value_counts().items())
+    states = [f"{num} {state}" for state, num in summaries["state"].value_counts().items()]
+    states += [f"{len(planned)} not begun"] if planned else []
+    total = len(summaries) + len(planned)
     curves, rows = plots.curve_figure(data, labels, looks)
-    plots.add_medians(curves, rows, data, summaries["group"], looks, budget.points)
+    plots.add_medians(curves, rows, data, groups, looks, budget.points)
     return TEMPLATES.get_template("page.html.j2").render(
         css=Markup((FOLDER / "report.css").read_text()),
         javascript=Markup((FOLDER / "report.js").read_text()),
@@ -89,7 +94,8 @@ def make_page(runs: Runs, tensor: str = TENSOR, refresh: int = 0) -> str:
         refresh=refresh,
         smoothing=SMOOTHING,
         title=_title(summaries),
-        subtitle=f"{len(summaries)} {'run' if len(summaries) == 1 else 'runs'}: {states}",
+        subtitle=f"{counted(total, 'run')}: {', '.join(states)}",
+        planned=planned,
         cards=_cards(labels, data),
         chips=[(text, looks[methods.index(text)], methods.count(text)) for text in chips],
         protocols=in_words(pd.DataFrame([vars(run.protocol) for run in data])),
@@ -102,6 +108,7 @@ def make_page(runs: Runs, tensor: str = TENSOR, refresh: int = 0) -> str:
         unexamined=_unexamined(data),
         is_examined=not all(run.unexamined for run in data),
         spikes=_spikes(data, names, budget),
+        settings_table=_settings(data, groups, looks),
         runs=_runs(data, names, differing),
         labels=labels,
         heats=heats,
@@ -208,7 +215,8 @@ def _spikes(data: list[RunData], names: list[Field], budget: Budget) -> dict:
             fields += [_field(spike["onset"], ",d")]
             fields += [_field(spike[name], ".3f") for name in ("before", "peak", "height")]
             fields += [_field(spike[name], "d") for name in ("lead", "onset_lead")]
-            fields += [Field(tensors[0] + more, tensors[0], "hover", spike["tensors"])]
+            text = readable(tensors[0]) + more
+            fields += [Field(text, tensors[0], "hover", spike["tensors"])]
             rows.append({"run": i, "fields": fields, "height": spike["height"], **place})
     rows.sort(key=lambda row: -row["height"])
     total = sum(len(run.spikes) for run in data)
@@ -226,16 +234,45 @@ def _spikes(data: list[RunData], names: list[Field], budget: Budget) -> dict:
     }
 
 
+def _title_of(score: str) -> str:
+    return score.replace("/loss", " loss").rpartition("/")[2].replace("_", " ")
+
+
+def _form(score: str) -> str:
+    return ".4f" if score.endswith("loss") else ".1%"
+
+
+def _settings(data: list[RunData], groups: pd.Series, looks: list[tuple[str, str]]) -> dict:
+    """The table of settings with several seeds: means and standard deviations over these."""
+    names = sorted({name for run in data for name in run.scores if not name.endswith(RELAXED)})
+    forms = {"final loss": ".4f", **{name: _form(name) for name in names}, "loss spikes": ".1f"}
+    rows = []
+    for group, members in groups.groupby(groups, sort=False).groups.items():
+        runs = [data[i] for i in members]
+        values = pd.DataFrame(
+            {"final loss": run.final_loss, **run.scores, "loss spikes": len(run.spikes)}
+            for run in runs
+        ).reindex(columns=list(forms))
+        detail = {"look": looks[members[0]], "hover": group}
+        fields = [Field(group, group, "run", detail), _field(len(runs), "d")]
+        for (name, mean), spread in zip(values.mean().items(), values.std(), strict=True):
+            field = _field(mean, forms[name])
+            more = "" if pd.isna(spread) else f"\u00a0\u00b1\u00a0{format(spread, forms[name])}"
+            fields.append(field._replace(text=field.text + more))
+        rows.append({"fields": fields})
+    titles = ["setting", "seeds", "final loss", *map(_title_of, names), "loss spikes"]
+    return {"titles": titles, "rows": rows if groups.duplicated().any() else []}
+
+
 def _runs(data: list[RunData], names: list[Field], differing: list[str]) -> dict:
     """The table of runs: results, the settings that differ, and speed."""
     scores = sorted({name for run in data for name in run.scores if not name.endswith(RELAXED)})
-    short = [name.removeprefix("zero_shot/").removeprefix("retrieval/") for name in scores]
-    short = [text.replace("_", " ") if text != "loss" else "retrieval loss" for text in short]
-    titles = ["run", "state", "steps", "final loss", *short, "loss spikes", "RMS spikes"]
+    titles = ["run", "state", "steps", "final loss", *map(_title_of, scores)]
+    titles += ["loss spikes", "RMS spikes"]
     rows = []
     for i, run in enumerate(data):
         fields = [names[i], *_progress(run), _field(run.final_loss, ".4f")]
-        fields += [_field(run.scores.get(name), ".3f") for name in scores]
+        fields += [_field(run.scores.get(name), _form(name)) for name in scores]
         counts = [_field(len(run.spikes), "d"), _field(run.num_rms_spikes, "d")]
         fields += [Field("not examined", "none")] * 2 if run.unexamined else counts
         unset = "-" if pd.isna(run.summary.get("precision.label")) else "null"  # damaged config

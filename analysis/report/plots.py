@@ -26,25 +26,25 @@ PALEST = 1.7  # for `style.color`: many settings stay visible on white
 def looks(summaries: pd.DataFrame) -> list[tuple[str, str]]:
     """Color and dash of each run: its method's in every figure, paler by setting.
 
-    If all runs share one method, distinct colors are for its settings; if they share one precision,
-    the optimizer gives the color.
+    If all runs share one precision, the settings have distinct colors, or else the optimizers.
     """
     last = summaries["variant"].max()
     pale = min(1.0, PALEST / max(1, last))
     methods = summaries.reindex(columns=["precision.label", "optimizer.name"])
-    num_methods = len(methods.dropna().drop_duplicates())
-    by_optimizer = num_methods > 1 == methods["precision.label"].nunique()
+    one_precision = methods["precision.label"].nunique() == 1
+    by_optimizer = one_precision and methods["optimizer.name"].nunique() > 1
+    settings = summaries["method"].str.extract(r"\((.*)\)$", expand=False).fillna("")
+    order = sorted(set(settings))
     result = []
-    for row in summaries.to_dict("records"):
+    for row, setting in zip(summaries.to_dict("records"), settings, strict=True):
         if pd.isna(row["precision.label"]):  # its config is damaged
             result.append((style.OTHER, "solid"))
             continue
-        variant = row["variant"]
-        if num_methods > 1 or last == 0:
-            precision = "bf16" if by_optimizer else row["precision.label"]
-            shade = style.color(precision, row["optimizer.name"], variant * pale)
+        if one_precision and last:
+            shade = style.setting_color(order.index(setting), len(order) - 1)
         else:
-            shade = style.setting_color(variant, last)
+            precision = "bf16" if by_optimizer else row["precision.label"]
+            shade = style.color(precision, row["optimizer.name"], row["variant"] * pale)
         pattern = style.line_style(row["optimizer.name"])
         lengths = [] if pattern == "-" else pattern[1]
         result.append((to_hex(shade), ",".join(f"{2.2 * n:g}px" for n in lengths) or "solid"))

@@ -8,6 +8,8 @@ const LOG_TICKS = [0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 4, 5
 const narrow = window.matchMedia("(max-width: 640px)").matches;
 const plot = byId("curves-plot");
 const figure = read("curves-figure");
+const CROWD = 20;  // runs, of which more have no place in one label
+const isFolded = (meta) => data.folded[meta.run] && !meta.median && meta.kind !== "spike";
 const hidden = new Set();  // chips
 let alone = null;          // the only visible run, if any
 
@@ -35,10 +37,12 @@ function restyle() {
   for (const meta of metas) {
     const drawn = (meta.kind !== "rms" && meta.kind !== "max") || meta.kind === which;
     const isSelected = alone === null ? !hidden.has(data.chips[meta.run]) : alone === meta.run;
-    const aligns = !byId("align").checked || (data.highest[meta.run] !== null && !meta.median);
-    visible.push(drawn && isSelected && aligns && !(meta.median && alone !== null));
+    visible.push(drawn && isSelected && !(meta.median && alone !== null));
   }
-  Plotly.restyle(plot, {visible});
+  const opacity = metas.map((meta) => isFolded(meta) && alone === null ? 0.3 : 1);
+  const skips = byId("unified").checked && alone === null && data.labels.length > CROWD;
+  const hoverinfo = metas.map((meta) => skips && isFolded(meta) ? "skip" : "all");
+  Plotly.restyle(plot, {visible, opacity, hoverinfo});
   byId("selection").textContent = alone === null ? "" : data.labels[alone];
   for (const row of document.querySelectorAll("tr[data-run]")) {
     row.classList.toggle("selected", Number(row.dataset.run) === alone);
@@ -52,25 +56,10 @@ function show(run) {
   if (alone !== null && heat && data.heats[run]) { heat.value = run; drawHeat(); }
 }
 
-const steps = figure.data.map((trace) => trace.x);
 const axes = Object.keys(figure.layout).filter((name) => name.startsWith("xaxis"));
 const ofAxes = (key, value) => Object.fromEntries(axes.map((axis) => [axis + key, value]));
 const rangesY = () => Object.fromEntries(Object.keys(figure.layout)
   .filter((name) => /^yaxis\d/.test(name)).map((axis) => [axis + ".autorange", true]));
-
-function align() {  // step 0 is that of each run's highest loss spike
-  const on = byId("align").checked;
-  const x = steps.map((values, i) => {
-    const highest = data.highest[metas[i].run];
-    return on && highest !== null ? Array.from(values, (step) => step - highest) : values;
-  });
-  Plotly.restyle(plot, {x});
-  restyle();
-  whole();
-  const title = on ? "steps after the highest loss spike" : "step";
-  Plotly.relayout(plot, {[axes.at(-1) + ".title.text"]: title,
-                         ...(on ? ofAxes(".range", [-2 * data.around, 4 * data.around]) : {})});
-}
 
 function line(step, color, dash) {
   return {type: "line", xref: "x", yref: "paper", x0: step, x1: step, y0: 0, y1: 1,
@@ -78,7 +67,6 @@ function line(step, color, dash) {
 }
 
 function zoom(run, step, lead) {
-  if (byId("align").checked) { byId("align").checked = false; align(); }
   alone = null;
   show(run);
   const from = Math.max(0, step - data.around), to = step + data.around;
@@ -116,11 +104,11 @@ for (const chip of document.querySelectorAll(".chip")) {
   });
 }
 byId("which").addEventListener("change", restyle);
-byId("align").addEventListener("change", align);
-byId("align").disabled = data.highest.every((step) => step === null);
 byId("log").addEventListener("change", whole);
-byId("unified").addEventListener("change", (event) =>
-  Plotly.relayout(plot, {hovermode: event.target.checked ? "x unified" : "closest"}));
+byId("unified").addEventListener("change", (event) => {
+  restyle();
+  Plotly.relayout(plot, {hovermode: event.target.checked ? "x unified" : "closest"});
+});
 byId("reset").addEventListener("click", () => {
   alone = null;
   hidden.clear();
@@ -141,6 +129,7 @@ for (const row of document.querySelectorAll("tr[data-run]")) {
       follow(row);
     } else {
       show(Number(row.dataset.run));
+      byId("curves").scrollIntoView();
     }
   });
 }
@@ -165,10 +154,10 @@ for (const table of document.querySelectorAll(".sortable")) {
 }
 
 // Settings and results: any column of the table of runs against any other.
-const rowsOfRuns = [...document.querySelectorAll("#runs tbody tr")];
+const rowsOfRuns = [...document.querySelectorAll(".each tbody tr")];
 const runs = rowsOfRuns.map((row) => Number(row.dataset.run));
 const known = (key) => key === "" || key === "nan" ? null : isNaN(key) ? key : Number(key);
-const columns = new Map([...document.querySelectorAll("#runs thead th")].map((head, i) =>
+const columns = new Map([...document.querySelectorAll(".each thead th")].map((head, i) =>
   [head.textContent.replaceAll("\u200b", ""), rowsOfRuns.map((row) => known(row.cells[i].dataset.key))]));
 const isNumeric = (values) => values.every((value) => value === null || typeof value === "number");
 const lineColors = runs.map((run) => figure.data[metas.findIndex((meta) => meta.run === run)].line.color);
@@ -190,14 +179,17 @@ function drawComparison() {
             name: String(category), text: of(runs).map((run) => data.labels[run]),
             hovertemplate: "%{text}<br>" + names[0] + " %{x}, " + names[1] + " %{y:.4g}<extra></extra>"};
   });
-  const span = x.filter((value) => value > 0);
+  const span = x.filter((value) => value > 0), places = [...new Set(x)].sort((a, b) => a - b);
   const isLog = isNumeric(x) && span.length === x.length && Math.max(...span) > 20 * Math.min(...span);
+  const isSwept = !isNumeric(x) || (places.length < x.length && places.length < 16);
+  const {gridcolor, linecolor, ticks, tickcolor} = figure.layout.xaxis;  // not the zoomed range
   Plotly.react("compare-plot", traces, {
     height: 360, template: "none", font: figure.layout.font, hovermode: "closest",
     showlegend: categories.length > 1, margin: {...figure.layout.margin, t: 12},
-    xaxis: {...figure.layout.xaxis, title: {text: names[0]}, type: isNumeric(x) ? (isLog ? "log" : "linear") : "category",
-            tickformat: "", automargin: false, showticklabels: true, matches: undefined, anchor: "y"},
-    yaxis: {gridcolor: "#ebebeb", linecolor: "#999", zeroline: false, title: {text: names[1]}},
+    xaxis: {gridcolor, linecolor, ticks, tickcolor, zeroline: false, title: {text: names[0]},
+            type: isSwept ? "category" : isLog ? "log" : "linear",
+            ...(isSwept && isNumeric(x) ? {categoryorder: "array", categoryarray: places} : {})},
+    yaxis: {gridcolor, linecolor, zeroline: false, title: {text: names[1]}},
   }, CONFIG);
 }
 
@@ -227,7 +219,7 @@ function drawHeat() {
     }));
     values.push(z[r].map((v) => v === null ? null : 10 ** v));
   }
-  const short = rows.map((name) => shortName(name, narrow));
+  const short = rows.map((name) => narrow && name.length > 18 ? name.slice(0, 17) + "\u2026" : name);
   const ticks = [0.1, 0.3, 1, 2.3, 10];
   const trace = {
     type: "heatmap", x: steps, y: rows.map((_, r) => r), z, customdata: values, zmin: low, zmax: high,
@@ -248,13 +240,6 @@ function drawHeat() {
   Plotly.react(target, [trace], layout, CONFIG);
   target.removeAllListeners("plotly_click");
   target.on("plotly_click", (event) => zoom(run, Math.round(event.points[0].x), 0));
-}
-
-function shortName(name, tight) {
-  const block = name.match(/^(visual\.)?transformer\.resblocks\.(\d+)(.*)$/);
-  let text = block ? (block[1] ? "image block " : "text block ") + block[2] + block[3] : name;
-  if (tight && text.length > 18) text = text.slice(0, 17) + "\u2026";
-  return text;
 }
 
 if (byId("heat-run")) {

@@ -13,10 +13,11 @@ from matplotlib.colors import to_rgb
 from analysis import load_runs, style
 from analysis.report import __main__ as report_main
 from analysis.report import page as report_page
-from analysis.report.collect import heat_of, layer_of, speed_of, thin
+from analysis.report.collect import heat_of, layer_of, readable, speed_of, thin
 from analysis.report.page import compare_settings, make_page, named
 from analysis.report.plots import looks
 from lowprec.config.schema import PrecisionChangeConfig, ScheduleConfig
+from lowprec.sweep.plan import Plan, PlannedRun
 
 CONV = "visual.conv1.weight"
 VOID = {"meta", "img", "input", "br", "line", "link"}
@@ -133,7 +134,6 @@ def test_panels_are_those_with_data_and_short_runs_are_not_examined(make_run, pa
         "learning rate",
         "accuracy",
     ]
-    assert page.data["highest"] == [None, None]
     sentence = "2 of 2 runs were not examined: 40 to 60 steps are recorded, and a spike needs"
     assert sentence in page.section("Loss spikes")
     assert "mean over the last tenth of the steps, at most 40" in page.section("Results, and")
@@ -158,6 +158,29 @@ def test_a_change_of_precision_names_every_recipe_before_it(make_run, page_of):
         make_run(num_steps=60, recipe=recipe, precision_change=change)
     (note,) = page_of().figure["layout"]["annotations"]
     assert note["text"] == "llm_int8, switchback until here"
+
+
+def test_seeds_are_folded_into_means_and_accuracies_are_percentages(make_run, page_of):
+    for seed, lr, top1 in ((0, 1e-3, 0.5), (1, 1e-3, 0.7), (0, 2e-3, 0.25)):
+        run = make_run(num_steps=60, seed=seed, lr=lr)
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        rows[-1]["zero_shot/top1"] = top1
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = page_of()
+    assert page.data["folded"] == [True, True, False]
+    text = page.section("Results, and")
+    assert "bf16, AdamW (lr=0.001) 2 " in text and "bf16, AdamW (lr=0.002) 1 " in text
+    assert "60.0% \u00b1 14.1%" in text and " 25.0% " in text and " 70.0% " in text
+
+
+def test_planned_runs_that_have_not_begun_are_counted_and_named(make_run, tmp_path):
+    run, out = make_run(num_steps=60), tmp_path / "report.html"
+    plan = Plan.open(run.parent.parent / "sweeps" / run.parent.name)
+    names = (run.name, "later")
+    plan.add([PlannedRun(0, n, f"{run.parent.name}/{n}", [], {"num_steps": 60}) for n in names])
+    assert report_main.main(["--runs", str(run.parent), "--out", str(out)]) == 0
+    assert "2 runs: 1 finished, 1 not begun" in out.read_text()
+    assert "Not begun: later." in out.read_text()
 
 
 @pytest.mark.parametrize("last", ["finished", "failed"])
@@ -196,10 +219,13 @@ def test_labels_and_colors_show_the_settings_that_differ(make_run, tmp_path):
     contrast = np.abs(np.subtract(to_rgb(first), to_rgb(second)))
     assert contrast.max() > 0.5  # not two shades of the method's color
     other = summaries.assign(**{"optimizer.name": "stable_adamw"})
-    (one, _), (paler, _), _ = looks(pd.concat([summaries, other])[:3])
-    assert one == style.OPTIMIZERS["adamw"][2] and paler != one
-    in_fp32 = pd.concat([summaries, other]).assign(**{"precision.label": "fp32"})
-    assert looks(in_fp32)[0][0] == one  # all runs share one precision
+    two = looks(pd.concat([summaries, other]))  # a color for each setting, a dash for an optimizer
+    assert [color for color, _ in two] == [first, second] * 2
+    assert two[0][1] == two[1][1] != two[2][1] == two[3][1]
+    alone = pd.concat([summaries[:1], other[:1]]).assign(variant=0)
+    assert [color for color, _ in looks(alone)] == [
+        style.OPTIMIZERS[name][2].lower() for name in ("adamw", "stable_adamw")
+    ]
     differing, shared = compare_settings(summaries)
     assert differing == ["optimizer.lr"] and shared["optimizer.beta2"] == 0.99
     assert set(summaries["label"]) == {"bf16, AdamW (lr=0.001)", "bf16, AdamW (lr=0.002)"}
@@ -217,7 +243,6 @@ def test_spikes_have_rows_that_link_to_them_and_long_runs_are_thinned(
     assert "2 of 2 begin 1 to 8 steps after an RMS spike" in section
     assert "counted from the onset, 2 of 2" in section
     assert "In 1 of 2 runs RMSt cannot reach the threshold" in section
-    assert page.data["highest"] == [1200, 1200]
     marks = [trace for trace in page.figure["data"] if trace["meta"]["kind"] == "spike"]
     assert [numbers(mark["x"]).tolist() for mark in marks] == [[1200], [1200]]
     assert "longer than 200 steps are thinned" in page.text
@@ -272,11 +297,12 @@ def test_heat_map_holds_the_largest_value_of_each_bucket_and_layer():
     rms["logit_scale"], rms["visual.conv1.weight"] = np.nan, 0.05
     heat = heat_of(rms, 2200)
     codes = np.frombuffer(base64.b64decode(heat["codes"]), np.uint8).reshape(22, 100)
-    assert heat["rows"][7] == "visual.transformer.resblocks.7"
+    assert heat["rows"][7] == "image block 7"
     assert heat["rows"][20:] == ["logit_scale", "visual.conv1"]
     assert np.argwhere(codes > 200).tolist() == [[7, 49]] and heat["steps"][49] == 491
     assert (codes[20] == 0).all() and (codes[21] == 1).all()
     assert heat_of(rms[["logit_scale"]], 2200) is None
+    assert readable("transformer.resblocks.3.mlp.c_fc.weight") == "text block 3 mlp.c_fc.weight"
     assert layer_of("transformer.resblocks.11.ln_1.bias") == "transformer.resblocks.11"
 
 
