@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 from omegaconf import OmegaConf
+from pyarrow import parquet
 
 from analysis.bench import load_lines
 from analysis.run_files import flatten
@@ -28,7 +29,11 @@ PAGES = ("README.md", "CONTRIBUTING.md", "notebooks/README.md") + tuple(
 RESULTS = [ROOT / "experiments" / "RESULTS.md", *sorted(ROOT.glob("experiments/results/*.md"))]
 EXAMPLES = {  # of CONTRIBUTING.md: what is there when it has run
     "A recipe": "runs/run/nano-custom-adamw-s0-*/layers.json",
+    "A native format": "runs/run/nano-custom-adamw-s0-*/layers.json",
     "An optimizer": "runs/run/nano-bf16-centralized-s0-*/metrics.jsonl",
+    "A statistic": "runs/run/nano-bf16-adamw-s0-*/tensors.parquet",
+    "A checkpoint field": "runs/run/nano-bf16-adamw-s0-*/checkpoints/*/state.json",
+    "A logger": "runs/run/nano-bf16-adamw-s0-*/metrics.jsonl",
     "A data set": "runs/run/nano-bf16-adamw-s0-*/metrics.jsonl",
 }
 KEYS = flatten(defaults(Config))
@@ -97,6 +102,10 @@ def test_a_worked_example_runs(title, copy):
         assert all(layer["swapped"] for layer in json.loads(made.read_text()))
     if made.name == "metrics.jsonl":
         assert len(made.read_text().splitlines()) == 2
+    if made.name == "state.json":
+        assert json.loads(made.read_text())["largest_norm"] > 0
+    if made.name == "tensors.parquet":
+        assert any(name.startswith("moved/") for name in parquet.read_schema(made).names)
 
 
 def in_file(file: Path, key: str):

@@ -24,6 +24,11 @@ LIBRARIES = {  # optimizer of a library: the package that it needs, the statisti
     "adagc": ("pytorch_optimizer", ("rms",)),  # its second moment is that of clipped gradients
     "stable_spam": ("pytorch_optimizer", ("rms",)),
 }
+LOGGERS = {  # and the packages that they need
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "trackio": "trackio",
+}
 REMOVED_OPTIMIZERS = ("adamw8bit_bnb", "adamw8bit_torchao")  # of old records
 CLIPPING = {  # key that bounds the gradient norm, of which a run sets one: its own optimizer
     "clip_norm": "adamw_clip",
@@ -270,7 +275,7 @@ class DistributedConfig:
 class LoggerConfig:
     """A copy of the record in a dashboard."""
 
-    name: str = key("none", "dashboard", choices=("none", "tensorboard", "wandb", "trackio"))
+    name: str = key("none", "dashboard", choices=("none", *LOGGERS))
 
 
 @dataclass

@@ -37,7 +37,7 @@ SUMMED = {  # product: the dimension of each operand, as stored, that it sums ov
 GRANULARITIES = ("rowwise", "columnwise", "tensorwise")
 TILES = r"[1-9]\d{0,3}x[1-9]\d{0,3}"
 SCALES = ("float32", "e8m0", "e4m3")  # number formats of scales
-INTEGERS = ("int8",)  # native wherever all operands of a product have one of them
+INTEGERS = ("int8",)  # a product of integers is native
 FORMATS = "|".join((*INTEGERS, "e4m3_bnb", "e5m2_bnb", r"e[1-7]m(\d|10)"))  # see `lowprec.formats`
 
 

@@ -14,6 +14,7 @@ from torch.optim import AdamW, Optimizer
 from lowprec.config.schema import LIBRARIES, STATISTICS
 from lowprec.optim.clipping import GuardedStep, SkipStep, ZClip
 from lowprec.optim.state import MOMENTS
+from lowprec.optim.statistics import GradientSums, StepSums, statistics_table
 
 SCALARS = {  # class: 0-d tensors that the state of a parameter begins with
     "AdaGC": {"gamma": math.inf},  # the library's first one is the least so far
@@ -93,14 +94,15 @@ class LibraryOptimizer(GuardedStep):
             torch._foreach_mul_(grads, 1 / scale.to(grads[0].device))
         norms = torch.stack(torch._foreach_norm(grads)).float()
         applied, factor = self._decide(norms)
-        values = {name: norms.new_zeros(len(self.params)) for name in STATISTICS}
+        names = ("grad_norm", "rms", *GradientSums._fields, *StepSums._fields)
+        values = {name: norms.new_zeros(len(self.params)) for name in names}
         values["grad_norm"][rows] = norms
-        values["grad_abs_max"][rows] = torch.stack(torch._foreach_norm(grads, math.inf))
+        values["abs_max"][rows] = torch.stack(torch._foreach_norm(grads, math.inf))
         finite, applied = torch.stack([norms.isfinite(), applied]).tolist()  # the host waits here
         for i, grad, is_finite, is_applied in zip(rows, grads, finite, applied, strict=True):
             if not is_finite:
-                values["grad_inf"][i] = grad.isinf().sum()
-                values["grad_nan"][i] = grad.isnan().sum()
+                values["num_inf"][i] = grad.isinf().sum()
+                values["num_nan"][i] = grad.isnan().sum()
             if not is_applied:
                 self.params[i].grad = None  # which the library leaves out
         if self.clip_norm is not None:
@@ -108,10 +110,15 @@ class LibraryOptimizer(GuardedStep):
         values["rms"].fill_(math.nan)
         if any(applied):
             self._update([i for i in rows if self.params[i].grad is not None], values)
-        values["param_norm"] = torch.stack(torch._foreach_norm(self.params))
+        values["param_squares"] = torch.stack(torch._foreach_norm(self.params)).square()
+        sizes = norms.new_tensor([p.numel() for p in self.params])
+        gradients, step = (
+            kind(*(values[name] for name in kind._fields)) for kind in (GradientSums, StepSums)
+        )
+        rms, grad_norms = values["rms"], values["grad_norm"]
+        self.statistics = statistics_table(rms, grad_norms, sizes, gradients, step)
         for name in self.unknown:
-            values[name].fill_(math.nan)
-        self.statistics = torch.stack([values[name] for name in STATISTICS], dim=1)
+            self.statistics[:, STATISTICS.index(name)] = math.nan
 
     def _update(self, rows: list[int], values: dict[str, Tensor]) -> None:
         """Lets the library update the parameters of these rows, which alone have a gradient."""
@@ -121,12 +128,12 @@ class LibraryOptimizer(GuardedStep):
         for part in self.parts:
             part.step()
         updates = torch._foreach_sub(decayed, params)
-        values["update_norm"][rows] = torch.stack(torch._foreach_norm(updates))
+        values["update_squares"][rows] = torch.stack(torch._foreach_norm(updates)).square()
         self._describe_second_moments(rows, values)
 
     def _describe_second_moments(self, rows: list[int], values: dict[str, Tensor]) -> None:
         """RMS_t and the statistics of u, NaN for tensors without a second moment."""
-        for name in ("rms", "u_min", "u_mean", "u_max"):
+        for name in ("rms", "u_sum", "neg_u_min", "u_max"):
             values[name][rows] = math.nan
         rows = [i for i in rows if "exp_avg_sq" in self.states[i]]
         if not rows:
@@ -142,8 +149,8 @@ class LibraryOptimizer(GuardedStep):
         ratios = torch._foreach_div([self.params[i].grad for i in rows], roots)
         sizes = values["rms"].new_tensor([self.params[i].numel() for i in rows])
         values["rms"][rows] = torch.stack(torch._foreach_norm(ratios)) / sizes.sqrt()
-        values["u_mean"][rows] = torch.stack(torch._foreach_norm(u, 1)) / sizes
-        values["u_min"][rows] = torch.stack([x.min() for x in u])
+        values["u_sum"][rows] = torch.stack(torch._foreach_norm(u, 1))
+        values["neg_u_min"][rows] = -torch.stack([x.min() for x in u])
         values["u_max"][rows] = torch.stack(torch._foreach_norm(u, math.inf))
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:

@@ -85,13 +85,13 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
         amsgrad, maximize, differentiable: ValueError if true.
 
     After `step()`:
-        statistics: float32 [tensors, 10], in the order of `names` and STATISTICS: RMS_t (above 1, u
-            lags behind g^2); norm of the unscaled gradient before `clip_norm`; norm of the update
-            eta v / (sqrt(u) + eps); largest absolute value (NaN if an element is) and numbers of
-            infinite and NaN elements of the unscaled gradient; norm of the parameter after the
-            step; least, mean and largest u. A skipped tensor has RMS_t NaN and update norm 0. A
-            parameter without gradient or elements stays as it is; its RMS_t is NaN and the rest
-            are 0. Rows of FSDP2's shards describe whole tensors; FSDP1's are refused.
+        statistics: float32, a row for each of `names`, a column for each of STATISTICS: RMS_t
+            (above 1, u lags behind g^2); norm of the unscaled gradient before `clip_norm`; norm of
+            the update eta v / (sqrt(u) + eps); largest absolute value (NaN if an element is) and
+            numbers of infinite and NaN elements of the unscaled gradient; norm of the parameter
+            after the step; least, mean and largest u. A skipped tensor has RMS_t NaN and update
+            norm 0. A parameter without gradient or elements stays as it is; its RMS_t is NaN and
+            the rest are 0. Rows of FSDP2's shards describe whole tensors; FSDP1's are refused.
         grad_norm, clipped_grad_norm: 0-d, over all tensors, before and after `clip_norm`; the
             latter is 0 for a step that SkipStep skips.
         all_finite: 0-d bool, whether the gradient norms of all tensors are finite.

@@ -63,7 +63,7 @@ def _extremes(x: Tensor) -> tuple[Tensor, Tensor]:
 def statistics_table(
     rms: Tensor, grad_norms: Tensor, sizes: Tensor, gradients: GradientSums, step: StepSums
 ) -> Tensor:
-    """float32 [tensors, 10] in the order of STATISTICS; `sizes` [tensors] counts the elements."""
+    """float32 [tensors, len(STATISTICS)]; `sizes` [tensors] counts the elements."""
     values = {
         "rms": rms,
         "grad_norm": grad_norms,
@@ -80,14 +80,14 @@ def statistics_table(
 
 
 def expand_rows(table: Tensor, rows: tuple[int, ...], count: int) -> Tensor:
-    """[count, 10]: the table's rows at the given places; the others have no gradient."""
+    """A table with `count` rows: these at the given places; the others have no gradient."""
     if len(rows) == count:
         return table
     return no_statistics(count, table.device).index_copy_(0, index_on(rows, table.device), table)
 
 
 def no_statistics(count: int, device: torch.device) -> Tensor:
-    """[count, 10] for tensors without a gradient: rms NaN, all else 0."""
+    """A table for tensors without a gradient: rms NaN, all else 0."""
     table = torch.zeros(count, len(STATISTICS), dtype=torch.float32, device=device)
     table[:, STATISTICS.index("rms")].fill_(math.nan)
     return table

@@ -12,16 +12,14 @@ from packaging.requirements import Requirement
 
 from lowprec import alert
 from lowprec.config.check import ConfigError, retired_faults
-from lowprec.config.schema import LIBRARIES, Config
+from lowprec.config.schema import LIBRARIES, LOGGERS, Config
 from lowprec.data.sources import data_faults
 from lowprec.nearest import nearest_path, runs_inside
 from lowprec.train.ranks import place
 
 VERSIONS = {"pytorch_optimizer": ">=4.1"}  # also in pyproject.toml
 PACKAGES = {  # choice of a logger or an optimizer: the package that it needs, as for pip
-    "tensorboard": "tensorboard",
-    "wandb": "wandb",
-    "trackio": "trackio",
+    **LOGGERS,
     **{name: package + VERSIONS.get(package, "") for name, (package, _) in LIBRARIES.items()},
 }
 

@@ -23,6 +23,7 @@ from lowprec.optim.statistics import local
 from lowprec.runs.attempts import CheckpointError
 from lowprec.train.distributed import ONE_PROCESS, Ranks
 
+NUMBERS = ("skips",)  # of TrainState, in state.json
 NOT_MOMENTS = {"model", "rng", "clipping"}  # other files with tensors
 SUFFIX = ".safetensors"
 DTYPES = {  # the format's name of each dtype; source: the safetensors README
@@ -74,8 +75,8 @@ class TrainState:
         rng = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_available():
             rng["cuda"] = torch.cuda.get_rng_state()
-        state = {"scaler": self.scaler.state_dict(), "skips": self.skips}
-        state["steps"] = self.optimizer.steps
+        state = {"scaler": self.scaler.state_dict(), "steps": self.optimizer.steps}
+        state |= {name: getattr(self, name) for name in NUMBERS}
         others = {"clipping": self._clipping(), "rng": rng}
         return {
             "model.safetensors": pack(model),
@@ -110,7 +111,8 @@ class TrainState:
         if fresh:
             return
         _set_random_state(folder)
-        self.skips = state["skips"]
+        for name in NUMBERS:
+            setattr(self, name, state.get(name, getattr(self, name)))  # old runs lack new ones
 
     def load_model(self, folder: Path) -> None:
         """Loads the weights and the random state alone, for which any optimizer will do."""
