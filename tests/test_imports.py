@@ -70,7 +70,7 @@ def test_a_missing_package_and_an_early_ctrl_c_are_one_line(tmp_path, command, m
 
 
 LIBRARY = """
-import importlib, pathlib
+import importlib, pathlib, sys
 from importlib.machinery import PathFinder
 
 find = PathFinder.find_spec
@@ -80,6 +80,7 @@ PathFinder.find_spec = lambda name, *rest: (
 for path in pathlib.Path("lowprec").rglob("*.py"):
     importlib.import_module(".".join(path.with_suffix("").parts).removesuffix(".__init__"))
 assert not pathlib.Path("lowprec/train").exists()
+assert "torch.distributed.tensor" not in sys.modules  # takes a second to load
 
 import numpy, torch
 from lowprec.diagnostics.spikes import PROTOCOLS, loss_spikes

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from lowprec.ops.launch import on_device
 from lowprec.optim.adamw_update import (
@@ -45,6 +44,7 @@ from lowprec.optim.statistics import (
     ShardReduction,
     expand_rows,
     index_on,
+    is_sharded,
     local,
     no_statistics,
     statistics_table,
@@ -310,7 +310,7 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
         params, names = self._params(), self.override_32bit and self.names
         wide = matching(names, self.override_32bit)
         wide = {p for p, name in zip(params, names, strict=False) if name in wide}
-        sharded = [p for p in params if isinstance(p, DTensor)]
+        sharded = [p for p in params if is_sharded(p)]
         if sharded:
             raise ValueError(f"optim_bits=8: {self._describe(sharded[0])} is sharded")
         return {p for p in params if p not in wide and can_be_8bit(p, self.min_8bit_size)}

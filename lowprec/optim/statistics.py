@@ -1,6 +1,7 @@
 """Statistics of all tensors, from sums over their elements and shards."""
 
 import math
+import sys
 from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
@@ -8,8 +9,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from lowprec.config.schema import STATISTICS
 
@@ -107,7 +106,7 @@ class ShardReduction:
         for i, p in enumerate(params):
             if hasattr(p, "_fsdp_flattened"):
                 raise ValueError(f"{name_of(i)} is sharded by FSDP1: use fully_shard (FSDP2)")
-            if isinstance(p, DTensor) or isinstance(p.grad, DTensor):
+            if is_sharded(p) or is_sharded(p.grad):
                 for dim in _sharded_dims(p, name_of(i)):
                     self.rows.setdefault(p.device_mesh.get_group(dim), []).append(i)
 
@@ -141,6 +140,9 @@ def _sharded_dims(p: Tensor, name: str) -> list[int]:
 
     FSDP2 over a mesh that tensor parallelism has sharded gives _StridedShard, which is no Shard.
     """
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
     placements, of_grad = (getattr(x, "placements", None) for x in (p, p.grad))
     if placements != of_grad:
         raise ValueError(f"{name} is placed as {placements}, its gradient as {of_grad}")
@@ -150,9 +152,15 @@ def _sharded_dims(p: Tensor, name: str) -> list[int]:
     return [dim for dim, x in enumerate(placements) if not isinstance(x, Replicate)]
 
 
+def is_sharded(x: Tensor | None) -> bool:
+    """Whether a tensor is a DTensor; their module, which takes a second to load, may not be."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
+
+
 def local(x: Tensor | None) -> Tensor | None:
     """The part of a sharded tensor that this process holds; any other tensor itself."""
-    return x.to_local() if isinstance(x, DTensor) else x
+    return x.to_local() if is_sharded(x) else x
 
 
 @lru_cache(maxsize=64)
