@@ -1,5 +1,23 @@
 """Linear layers whose three products follow a recipe: function, autograd, modules.
 
+torchao's float8 training is the library to compare with. It writes quantization in plain torch,
+multiplies with torch._scaled_mm and relies on torch.compile to fuse the two with their neighbors.
+Here a layer is one autograd function that calls two kinds of operations, `ops.quantize` and
+`ops.matmul`, and a recipe says with which formats and scales. What this gains:
+
+- int8 and fp8, native and fake-quantized, are the same code, so that a comparison of recipes
+  compares formats and nothing else.
+- Every operation has a definition in plain torch, which runs on any device and is tested against.
+- It is fast without torch.compile: kernels quantize into both layouts in one pass, sum the bias
+  gradient as they quantize g, and scale and add the bias as they store a product.
+- Forward's quantized weight, 1 byte per element, serves backward as well (`Recipe.shares_weight`).
+
+What one loses: torch.compile cannot fuse an operation that it does not see into, such as
+quantization into the norm before it (`nn.mlp` fuses GELU by hand). fully_shard gathers weights in
+the parameters' dtype, not in fp8. There are no scales from earlier steps (delayed scaling), no
+sharding of the products themselves (tensor parallelism), no second derivatives, and kernels for
+NVIDIA GPUs only.
+
 Shape suffixes: M = batch * tokens, K = input features, N = output features; x_MK, w_NK, g_MN.
 """
 

@@ -62,6 +62,8 @@ def _load_tiles(a_desc, b_desc, ring, M, N, K, K_PART):
         m0, n0, part, first, last = _tile_at(number, M, N, K, K_PART)
         for k in range(first, last, BLOCK_K):
             stage = step % STAGES
+            # A barrier's phase flips each time the ring has gone round. Waiting for the opposite of
+            # the readers' phase returns at once in the first round, when all stages are empty.
             mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
             loaded = full.index(stage)
             mbarrier.expect(loaded, a_desc.block_type.nbytes + b_desc.block_type.nbytes)
@@ -93,6 +95,8 @@ def _multiply_tiles(
             a = a_ring.index(stage).slice(HALF * HALF_M, HALF_M)
             b = b_ring.index(stage).permute((1, 0))
             sums = warpgroup_mma(a, b, sums, use_acc=k > first, is_async=True)
+            # One product may be under way. The one before it has then read its stage, which goes
+            # back to the producer; the first product of a tile has none before it.
             sums = warpgroup_mma_wait(1, deps=[sums])
             mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=k > first)
             step += 1
@@ -114,11 +118,15 @@ def _store(output, m0, n0, out_desc, buffer):
     """Rounds and stores `output`, as many columns at a time as fit in the buffer."""
     if output.shape[1] > buffer.shape[1]:
         HALF_N: gl.constexpr = output.shape[1] // 2
+        # Each thread holds pairs of columns from all over the row, so that cutting it into halves
+        # moves no number between threads.
         halves = gl.permute(gl.reshape(output, [output.shape[0], 2, HALF_N]), [0, 2, 1])
         left, right = gl.split(halves)
         _store(left, m0, n0, out_desc, buffer)
         _store(right, m0, n0 + HALF_N, out_desc, buffer)
     else:
+        # The earlier store must have read the buffer, and the fence shows these writes, made by
+        # threads, to the copy engine.
         tma.store_wait(0)
         buffer.store(output.to(out_desc.dtype))
         fence_async_shared()
@@ -138,7 +146,7 @@ def _matmul_hopper_kernel(
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
+        mbarrier.init(empty.index(stage), count=2)  # of two warpgroups
     fence_async_shared()
     ring = (a_ring, b_ring, full, empty)
     output = (out_desc, out_buffers)

@@ -55,6 +55,8 @@ def _weights(
 
     Without SEES_B, the weights of the last part are unspecified.
     """
+    # Logits are in units of log2(e), so that exp2, one instruction, gives the weights. The first
+    # key is visible to every query, which keeps the maximum finite.
     weights_a = _logits(q, k_a, t, a, tokens, SCALE, CAUSAL)
     largest = tl.max(weights_a, axis=1, keep_dims=True)
     weights_b = weights_a
@@ -122,6 +124,8 @@ def _gradients(
     weights_a = weights_a / total
     grad_v_a = _dot(tl.trans(weights_a.to(q.dtype)), g, grad_v_a)
     grad_weights_a = _dot(g, tl.trans(v_a))
+    # Softmax's gradient is weight * (grad - mean), with the mean over all keys of both parts. It
+    # equals g . output, which need not be loaded.
     mean = tl.sum(weights_a * grad_weights_a, axis=1, keep_dims=True)
     if SEES_B:
         weights_b = weights_b / total
@@ -157,6 +161,7 @@ def _attention_backward_kernel(
     v_a = _load(v_ptr, a, stride, tokens, head_width, BLOCK_D)
     grad_k_a = tl.zeros([A, BLOCK_D], tl.float32)
     grad_v_a = tl.zeros([A, BLOCK_D], tl.float32)
+    # Triton needs a value of the right kind on every path; without a last part these are not read.
     k_b, v_b, grad_k_b, grad_v_b = k_a, v_a, grad_k_a, grad_v_a
     SEES_B: tl.constexpr = B > 0 and not CAUSAL
     if B:

@@ -39,6 +39,8 @@ def _divide(x, scale, MAX: tl.constexpr, Q: tl.constexpr):
     divisor = tl.where(usable, scale, 1.0)
     reciprocal = tl.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
     q = x * reciprocal
+    # x - q * divisor is exact in one fma, so that adding its quotient rounds q only once, as
+    # an IEEE division does.
     q = tl.fma(tl.fma(-q, divisor, x), reciprocal, q)
     q = tl.where(usable, q, 0.0)
     if Q == tl.int8:  # adding 1.5 * 2^23 rounds ties to even and puts the integer in the low bits
@@ -107,6 +109,8 @@ def _amax_kernel(
         mask = (rows < M)[:, None] & (cols < K)[None, :]
         x = tl.load(x_ptr + rows[:, None] * stride_m + cols[None, :], mask=mask, other=0.0)
         bits = tl.maximum(bits, tl.abs(x.to(tl.float32)).to(tl.int32, bitcast=True))
+    # Column maxima of all programs meet in one array; for a tensor, each program stores its own
+    # and the next kernel takes their maximum, so that the array need not be zeroed.
     if COLUMNS:
         tl.atomic_max(bits_ptr + cols, tl.max(bits, axis=0), mask=cols < K)
     else:
@@ -128,6 +132,8 @@ def _quantize_tiles_kernel(
         tl.store(scale_ptr + cols, scale, mask=(cols < K) & (tl.program_id(0) == 0))
         scale = scale[None, :]
     else:
+        # Every program takes the maximum of all parts again: a few numbers from the cache cost less
+        # than a third launch.
         part = tl.arange(0, PARTS)
         bits = tl.load(bits_ptr + part, mask=part < parts, other=0)
         scale = _scale(tl.max(bits, axis=0) + tl.zeros([1, 1], tl.int32), MAX)  # [1, 1]

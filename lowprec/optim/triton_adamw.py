@@ -21,6 +21,8 @@ BLOCK, BOOK_SIZE = tl.constexpr(eight_bit.BLOCK), tl.constexpr(eight_bit.SIZE)
 def _pointers(
     addresses_ptr, row, tensor, N, start, offsets, TYPE: tl.constexpr, ALIGNED: tl.constexpr
 ):
+    # The compiler knows nothing of an address from a table. That it is a multiple of 16 bytes lets
+    # it load 16 bytes at once.
     first = tl.load(addresses_ptr + row * N + tensor).to(tl.pointer_type(TYPE)) + start
     if ALIGNED:
         first = tl.multiple_of(first, 16)
@@ -68,6 +70,7 @@ def _gradients_kernel(
     start = tl.load(chunk_starts_ptr + tl.program_id(0))
     left = tl.minimum(tl.load(sizes_ptr + tensor) - start, CHUNK).to(tl.int32)
     parts = parts_ptr + 4 * tl.program_id(0)
+    # Compiled twice, because masks prevent vectorized loads; only a tensor's last chunk needs them.
     if left == CHUNK:
         _gradients_chunk(
             addresses_ptr, factor_ptr, parts, tensor, start, left, N, TYPE, ALIGNED, CHUNK, True
@@ -190,6 +193,8 @@ def _reduce_kernel(
     first, end = tl.load(firsts_ptr + tensor), tl.load(firsts_ptr + tensor + 1)
     is_sum = column < SUMS
     nothing = tl.where(is_sum, 0.0, float("-inf"))
+    # Each lane adds every ROWS-th chunk, and the lanes are added as a tree: the order, and with it
+    # the rounding, depends on the number of chunks alone.
     total = tl.zeros([ROWS], tl.float32) + nothing
     for start in range(first, end, ROWS):
         rows = start + tl.arange(0, ROWS)
