@@ -10,10 +10,11 @@ layers relative to float32, and, if there are class names, `int8/agreement`, the
 images that the converted and the unconverted model assign to the same class.
 """
 
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from experiments.entry import beside_chance, run_command
+from experiments.entry import Waiting, run_command, score_text
 from lowprec.config.check import ConfigError
 from lowprec.config.schema import Config, OptimizerConfig, key
 from lowprec.data.open import open_data
@@ -64,6 +65,20 @@ def main(config: EvaluateConfig) -> None:
     if trained.evaluation.name == "none":
         raise ConfigError([f"{run} has evaluation=none: choose zero_shot, retrieval or both"])
     preflight(trained, training=False)
+    with closing(Waiting(f"evaluating {run}")):
+        row, results, chance = evaluated(run, trained, config)
+    with open(run / "evaluations.jsonl", "a") as file:
+        file.write(encode_row(row | results))
+    print(f"{'step':28} {row['step']} of {trained.num_steps}")
+    print(f"{'val':28} {row['val']}")
+    for name, value in results.items():
+        print(f"{name:28} {score_text(name, value, chance)}")
+
+
+def evaluated(
+    run: Path, trained: Config, config: EvaluateConfig
+) -> tuple[dict, dict[str, float], dict[str, float]]:
+    """What was evaluated, the results, and those of a model that guesses."""
     # a refused command loads no torch
     from lowprec.nn.inference import memory_ratio, to_int8
     from lowprec.train.build import build
@@ -87,13 +102,8 @@ def main(config: EvaluateConfig) -> None:
             agrees = evaluation.predictions == before
             results["int8/agreement"] = agrees.double().mean().item()
     facts = {"precision": config.precision.recipe, "autocast": trained.precision.autocast}
-    row = {"step": step_of(checkpoint), "val": trained.data.val, **facts, **results}
-    with open(run / "evaluations.jsonl", "a") as file:
-        file.write(encode_row(row))
-    print(f"{'step':28} {row['step']} of {trained.num_steps}")
-    print(f"{'val':28} {row['val']}")
-    for name, value in results.items():
-        print(f"{name:28} {value:.4f}{beside_chance(evaluation.chance, name)}")
+    row = {"step": step_of(checkpoint), "val": trained.data.val, **facts}
+    return row, results, evaluation.chance
 
 
 def evaluated_config(trained: Config, config: EvaluateConfig) -> Config:

@@ -1,23 +1,24 @@
 """Converts weights between runs and open_clip, with unchanged tensor names.
 
-    python -m experiments.export source=runs/run/nano-bf16-adamw-s0-0123456789 out=nano
+    python -m experiments.export source=runs/run/nano-bf16-adamw-s0-0123456789 out=exported/nano
     python -m experiments.export source=open_clip_model.pt out=weights.safetensors
     python -m experiments.export source=RUN out=int8.safetensors precision=int8_inference
 
 The first command writes a folder with the model's config and weights, which open_clip loads as it
-is, and prints the lines that load it. With model.init_from=nano, a run starts from such a folder
-or file. Only `lowprec.nn.inference.load_int8(model, FILE)` reads an int8 file. With int8_inference,
-`precision.autocast` has the same meaning as in `experiments.evaluate`: for a run with 16-bit
-parameters, the tensors that are not int8 become float32.
+is, and prints the lines that load it. With model.init_from=exported/nano, a run starts from such a
+folder or file. Only `lowprec.nn.inference.load_int8(model, FILE)` reads an int8 file. With
+int8_inference, `precision.autocast` has the same meaning as in `experiments.evaluate`: for a run
+with 16-bit parameters, the tensors that are not int8 become float32.
 """
 
 import sys
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from safetensors import SafetensorError
 
-from experiments.entry import run_command
+from experiments.entry import Waiting, run_command
 from experiments.evaluate import EvaluatedPrecision
 from lowprec.config.check import ConfigError
 from lowprec.config.schema import key
@@ -47,7 +48,8 @@ def main(config: ExportConfig) -> None:
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise ConfigError([f"out={out} already exists; name another, or remove it first"])
     try:
-        export(Path(config.source), out, config.precision)
+        with closing(Waiting(f"exporting {config.source}")):
+            export(Path(config.source), out, config.precision)
     except ConfigError:
         raise
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:

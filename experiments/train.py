@@ -35,10 +35,15 @@ MAIN_SCORES = ("zero_shot/top1", "retrieval/image_to_text_r1")  # in the table o
 
 
 class ProgressBar:
-    """Shows a run's steps, loss and throughput; see `lowprec.train.loop.Progress`."""
+    """Shows a run's steps, loss and throughput; see `lowprec.train.loop.Progress`.
+
+    Without a terminal, rank 0 prints lines.
+    """
 
     def __init__(self, config: Config):
-        self.name = entry.differing_overrides() or label(config)
+        self.name, self.num_steps = entry.differing_overrides() or label(config), config.num_steps
+        is_told = place()[0] == 0 and not sys.stdout.isatty()
+        self.waiting = entry.Waiting(f"{self.name}: loading") if is_told else None
         self.last: dict = {}
         self.chance: dict[str, float] = {}
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -50,6 +55,14 @@ class ProgressBar:
         """Shows a slow activity; the bar appears at the first call."""
         self.bar.start()
         self.bar.update(self.task, note=what)
+        if self.waiting and what:
+            self.waiting.doing = f"{self.name}: {what}"
+
+    def at(self, step: int) -> None:
+        """Shows the step that begins."""
+        if self.waiting:
+            loss = f", loss {self.last['loss']:.3f}" if self.last else ""
+            self.waiting.doing = f"{self.name}: step {step} of {self.num_steps}{loss}"
 
     def flushed(self, row: dict) -> None:
         """Shows the last step; prints the numbers of an evaluation."""
@@ -58,7 +71,7 @@ class ProgressBar:
         note += f"  {row['memory_gib']:.0f} GiB" if row["memory_gib"] else ""
         self.bar.update(self.task, completed=row["step"], note=note)
         scores = [
-            f"{key} {value:.3f}" + entry.beside_chance(self.chance, key)
+            f"{key} {entry.score_text(key, value, self.chance)}"
             for key, value in row.items()
             if "/" in key
         ]
@@ -68,6 +81,8 @@ class ProgressBar:
 
     def close(self) -> None:
         """Leaves the bar as it is."""
+        if self.waiting:
+            self.waiting.close()
         if self.bar.live.is_started:
             self.bar.stop()
 
@@ -80,6 +95,7 @@ def main(config: Config, expected: str | None = None, results: list | None = Non
     results = [] if results is None else results
     sys.stderr = sys.__stderr__  # see the end of this file
     preflight(config)
+    progress, state = ProgressBar(config), "failed"
     # a refused command loads no torch
     from lowprec.train.distributed import DistributedRanks, PeerFailed, Ranks
     from lowprec.train.run import train_run
@@ -87,7 +103,6 @@ def main(config: Config, expected: str | None = None, results: list | None = Non
     is_alone = place()[1] == 1
     timeout_s = config.distributed.timeout_s
     world = Ranks() if is_alone else DistributedRanks(config.device, timeout_s)
-    progress, state = ProgressBar(config), "failed"
     with open(os.devnull, "w") as nowhere:
         with contextlib.redirect_stdout(sys.stdout if world.is_first else nowhere):
             try:
@@ -97,6 +112,7 @@ def main(config: Config, expected: str | None = None, results: list | None = Non
                 time.sleep(1)  # the rank that failed says why, before this exit ends all ranks
                 sys.exit(1)
             finally:
+                progress.close()
                 results.append((entry.run_overrides(), state, progress.last))
     stops = ended is not None and ended.stop_requested and entry.runs_a_sweep()
     if stops or (ended is not None and ended.state == "preempted"):

@@ -1,12 +1,15 @@
 """Evaluates a model: zero-shot accuracy and retrieval recall, in one pass over validation pairs."""
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+LOSS_BATCH = 1024  # pairs
 
 
 @dataclass(eq=False)
@@ -29,7 +32,7 @@ class Evaluation:
     build_classifier: Callable[[nn.Module], Tensor] | None = None
     retrieval: bool = False  # whether to measure the loss, and recall in both directions
     each: Callable[[Callable], list] = lambda make: [make()]
-    # after a call: accuracy and recall of a model that guesses; the nearest class of each image
+    # after a call: the results of a model that guesses; the nearest class of each image
     chance: dict[str, float] = field(default_factory=dict, init=False)
     predictions: Tensor | None = field(default=None, init=False)
 
@@ -83,6 +86,7 @@ class Evaluation:
             tokens, text_features = pairs
             scale = model.logit_scale.detach().float().exp()
             results["retrieval/loss"] = contrastive_loss(image_features, text_features, scale)
+            self.chance["retrieval/loss"] = math.log(min(len(labels), LOSS_BATCH))
             unique, captions = torch.unique(tokens, dim=0, return_inverse=True)
             for k in (1, 5, 10):
                 to_text, to_image = recall_at(image_features, text_features, captions, k)
@@ -123,7 +127,9 @@ def recall_at(images: Tensor, texts: Tensor, captions: Tensor, k: int) -> tuple[
     return to_text, to_image
 
 
-def contrastive_loss(images: Tensor, texts: Tensor, scale: Tensor, batch_size: int = 1024) -> float:
+def contrastive_loss(
+    images: Tensor, texts: Tensor, scale: Tensor, batch_size: int = LOSS_BATCH
+) -> float:
     """Returns CLIP's symmetric cross entropy, averaged over consecutive batches of pairs.
 
     A smaller last batch, which would be easier, is left out unless it is the only one.

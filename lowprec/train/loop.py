@@ -25,10 +25,13 @@ SKIPPED, WARMED, TRACED = 3, 2, 3  # steps before the trace, while it warms up, 
 class Progress:
     """Ignores progress reports; a display overrides the methods."""
 
-    chance: dict[str, float] = {}  # of the last evaluation: accuracy and recall by guessing
+    chance: dict[str, float] = {}  # of the last evaluation: results by guessing
 
     def doing(self, what: str) -> None:
         """The run starts something slow, such as "evaluating"."""
+
+    def at(self, step: int) -> None:
+        """A step begins."""
 
     def flushed(self, row: dict) -> None:
         """A flush wrote the last step's row; `row` has its throughput and timing, too."""
@@ -164,6 +167,7 @@ def _train(
                 saver.save(step - 1, stop.number)
             return ended or Ended("preempted", step - 1, f"signal {stop.number}")
         world.heartbeat(step, "training")
+        progress.at(step)
         metrics.append(step, take_step(step, batch))
         metrics.append_blocks(step, batch)
         trace_step()

@@ -92,6 +92,7 @@ def test_a_run_starts_from_an_exported_folder_with_equal_weights(exported, make_
 
 
 def test_a_folder_needs_a_run(exported):
+    export.main(ExportConfig("runs/plain", "new/w.safetensors"))
     export.main(ExportConfig("runs/plain", "w.safetensors"))
     with pytest.raises(SystemExit, match="a folder needs a run"):
         export.main(ExportConfig("w.safetensors", "folder"))

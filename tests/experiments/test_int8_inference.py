@@ -44,7 +44,7 @@ def test_trained_model_keeps_its_predictions_in_int8(run, capsys):
     assert converted["int8/agreement"] >= 0.99
     assert converted["int8/memory_ratio"] <= 0.30
     printed = capsys.readouterr().out
-    assert "int8/agreement" in printed and "(chance 0.25)" in printed  # of four classes
+    assert "int8/agreement" in printed and "(chance 25.00%)" in printed  # of four classes
 
 
 def test_exported_model_equals_the_evaluated_one(run, tmp_path):

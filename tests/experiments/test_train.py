@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import runpy
 import signal
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from experiments import evaluate, export, make_shapes, train
+from experiments import entry, evaluate, export, make_shapes, train
 from experiments.evaluate import EvaluateConfig
 from experiments.export import ExportConfig
 from experiments.make_shapes import MakeShapesConfig
@@ -58,22 +59,27 @@ def as_command(work, monkeypatch):
     return run
 
 
-def test_a_run_from_start_to_export(work, as_command, capsys):
+def test_a_run_from_start_to_export(work, as_command, capfd, monkeypatch):
+    monkeypatch.setattr(entry, "SILENT_S", 0.02)
     as_command(*TINY, "name=whole", "num_steps=10", "evaluation=both")
-    output = "".join(capsys.readouterr())
-    assert "finished at step 10" in output and "(chance 0.0042)" in output  # of 240 classes
+    output = "".join(capfd.readouterr())
+    assert "finished at step 10" in output and "% (chance 0.42%)" in output  # of 240 classes
+    for doing in ("loading", "building", "evaluating"):
+        assert re.search(rf"nano-fp32-adamw-s0: {doing} \(\d+ s\)", output), doing
     [folder] = find_runs(work / "runs" / "whole")
     assert read_status(folder)["state"] == "finished" and (folder / "tensors.parquet").exists()
     facts = json.loads((folder / "environment.json").read_text())
     assert facts["packages"]["torch"] and facts["threads"] == 1
     assert read_config(folder).optimizer.lr == 1e-3
 
-    capsys.readouterr()
+    capfd.readouterr()
     evaluate.main(EvaluateConfig(str(folder), device="cpu"))
     [evaluated] = read_rows(folder / "evaluations.jsonl")
     trained = read_rows(folder / "metrics.jsonl")[-1]
     assert evaluated["zero_shot/top1"] == trained["zero_shot/top1"]
-    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    printed, told = capfd.readouterr()
+    assert f"evaluating {folder} (" in told
+    printed = [line.split() for line in printed.splitlines()]
     assert printed[0] == ["step", "10", "of", "10"]
     assert "retrieval/text_to_image_r10" in dict(line[:2] for line in printed)
     text = (folder / "config.yaml").read_text()
@@ -83,12 +89,29 @@ def test_a_run_from_start_to_export(work, as_command, capsys):
     assert read_rows(folder / "evaluations.jsonl") == [evaluated, evaluated]
 
     export.main(ExportConfig(str(folder), "w.safetensors"))
+    assert f"exporting {folder} (" in capfd.readouterr().err
     keys = [*TINY, "name=warm", "num_steps=1", "evaluation=none", "model.init_from=w.safetensors"]
     train_here(*keys)
     [row] = read_rows(*(work / "runs" / "warm").glob("*/metrics.jsonl"))
     assert row["logit_scale"] == pytest.approx(trained["logit_scale"], abs=0.05)
     with pytest.raises(ConfigError, match=r"text_projection is \(64, 128\), not \(64, 32\)"):
         train_here(*keys, "model.embed_dim=32")
+
+
+def test_a_run_without_a_terminal_tells_its_step_and_loss(monkeypatch, capfd):
+    monkeypatch.setattr(entry, "SILENT_S", 0.02)
+    progress = train.ProgressBar(Config())
+    progress.at(7)
+    time.sleep(0.1)
+    progress.flushed({"step": 20, "loss": 2.3456, "images_per_s": 9.0, "memory_gib": None})
+    progress.at(27)
+    time.sleep(0.1)
+    progress.close()
+    printed = capfd.readouterr().err
+    for text in ("step 7 of 1000 (0 s)", "step 27 of 1000, loss 2.346 (0 s)"):
+        assert f"nano-bf16-adamw-s0: {text}\n" in printed
+    time.sleep(0.1)
+    assert not capfd.readouterr().err
 
 
 def test_a_run_says_at_its_start_which_tensors_muon_updates(work, monkeypatch, capsys):
