@@ -106,7 +106,11 @@ def matmul(
             sums = a_MK.float() @ b_NK.float().T
     # [:, 0], since Inductor reads past the end of a column whose symbolic size happens to be 1
     output = sums * a_scale[:, 0, None] * b_scale[:, 0]
-    return (output if bias is None else output + bias.float()).to(dtype)
+    if bias is not None:
+        output = output + bias.float()
+    # A cast to float32 would be a second name of the output, and torch.compile of torch 2.11 gives
+    # an autograd function whose output has two names gradients of 0.
+    return output if dtype == torch.float32 else output.to(dtype)
 
 
 def sizes_of(

@@ -15,6 +15,9 @@ FP8 = [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)]
 # Relative to the sum of magnitudes: fp8 products are added in another order in float32, or on a GPU
 # in the 22 bits of the matrix unit's accumulator (14 below the largest term).
 ADDED = 2e-6 if not torch.cuda.is_available() else 2.0**-12
+# Hopper's matrix unit cuts terms off, so errors of positive terms add up: up to 2^-8.5 of a sum of
+# 128, and exactly as much in torch._scaled_mm (measured on an H200)
+ADDED_POSITIVE = 2e-6 if not torch.cuda.is_available() else 2.0**-8
 EPS = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -154,7 +157,7 @@ def test_scales_of_tiles_match_reference_within_rounding(device, tile, shape):
     result = kernels.matmul(a, b, a_scale, b_scale, bias, torch.float32)
     expected = reference.matmul(a, b, a_scale, b_scale, bias, torch.float32)
     exact = x.double() @ w.double().T  # a sum of positive terms
-    assert ((result - expected).abs() <= ADDED * exact + EPS[torch.float32] * bias.abs()).all()
+    assert ((result - expected).abs() <= ADDED_POSITIVE * exact + EPS[torch.float32] * bias.abs()).all()
     assert (result - bias - exact).norm() <= 0.05 * exact.norm()
     a_scale[7, 0] = torch.nan
     kernels.matmul(a, b, a_scale, b_scale, None, torch.float32)

@@ -98,11 +98,11 @@ def test_layers_refuse_an_input_of_another_width(device, path, recipe, grad, req
     if path == "by_kernels":
         request.getfixturevalue(path)
     torch._dynamo.reset()
-    if recipe == "int8_inference":
-        layer = to_int8(nn.Sequential(nn.Linear(K, N)), ["0"])
-    else:
-        layer = LowPrecisionLinear(K, N, recipe=recipe)
-    layer.to(device)
+    with device:
+        if recipe == "int8_inference":
+            layer = to_int8(nn.Sequential(nn.Linear(K, N)), ["0"])
+        else:
+            layer = LowPrecisionLinear(K, N, recipe=recipe)
     compiled = torch.compile(layer, backend="aot_eager")
     for features in (48, 80):
         x = torch.randn(M, features, device=device, requires_grad=grad)
