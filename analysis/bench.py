@@ -1,4 +1,4 @@
-"""Reads benchmark lines as one table, and draws the elements that several figures share.
+"""Benchmark lines as tables, which figures and verdicts share.
 
 A time is compared only with times of the same file: one machine, one run of a benchmark.
 """
@@ -6,16 +6,20 @@ A time is compared only with times of the same file: one machine, one run of a b
 from pathlib import Path
 
 import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
-from analysis import paper, style
+from analysis import paper
 from analysis.load import NoRunsError
 from analysis.run_files import as_path
 from lowprec.runs.read import read_rows
 
 QUANTIZE = ("quantize_x", "quantize_g", "quantize_w")
 PRODUCTS = ("output", "grad_input", "grad_weight")
+END_TO_END = ("high", "switchback", "hw_fp8_switchback", "llm_int8")  # cases
+BASELINES = {  # of a whole model: the cases of which the fastest counts
+    "open_clip": ("open_clip", "open_clip eager"),
+    "autograd_high": ("autograd_high",),
+}
+SETTINGS = {"image_size": "{:.0f} px", "patch_dropout": "patch dropout {:g}"}  # of a line, in words
 MAKERS = {"quantization_variance": "quant_error", "layer_memory": "benchmarks layer"}
 
 
@@ -80,7 +84,7 @@ def switchback_times(lines: pd.DataFrame) -> pd.DataFrame:
     """Returns SwitchBack's time as the sum of its operations: `ms`, which includes `quantize_ms`.
 
     `base_ms` is the same in 16 bits. One row per tokens, dim and dtype (int8, fp8) for which a file
-    has all operations.
+    has all operations; NoRunsError if there are none.
     """
     rows = []
     for at, group in operations(lines).groupby(["file", "device", "tokens", "dim"]):
@@ -92,6 +96,8 @@ def switchback_times(lines: pd.DataFrame) -> pd.DataFrame:
             if None not in (*quantize, *products, *base):
                 total = sum(quantize) + sum(products) + base[2]  # grad_weight stays in 16 bits
                 rows.append((*at, dtype, total, sum(quantize), sum(base)))
+    if not rows:
+        raise NoRunsError("no file has all operations of SwitchBack and of 16 bits for any dim")
     columns = ["file", "device", "tokens", "dim", "dtype", "ms", "quantize_ms", "base_ms"]
     return pd.DataFrame(rows, columns=columns)
 
@@ -115,50 +121,52 @@ def layer_times(lines: pd.DataFrame, cases: tuple[str, ...]) -> pd.DataFrame:
     return times[["file", "source", "series", "mode", "tokens", "dim", "ms", "base_ms", "saved"]]
 
 
-def plot_layer(frame: pd.DataFrame, ax: Axes, column: str) -> None:
-    """Draws a line per case over dim, in the color of its precision; CUDA graphs are dashed."""
-    ours = frame[frame["source"] != paper.SOURCE]
-    order = [name for name in style.PRECISIONS if name in set(ours["series"])]
-    for series in order:
-        for mode, part in ours[ours["series"] == series].groupby("mode"):
-            for tokens, line in part.groupby("tokens"):
-                many = ours["tokens"].nunique() > 1
-                name = style.PRECISIONS[series][0] + (f", {tokens:,} tokens" if many else "")
-                line = line.sort_values("dim")
-                ax.plot(line["dim"], line[column], color=style.color(series, ""), marker="o", ms=3,
-                        ls="-" if mode == "eager" else (0, (3, 1.2)),
-                        label=name + ("" if mode == "eager" else ", CUDA graph"))  # fmt: skip
-    dim_axis(ax, frame["dim"])
+def with_settings(lines: pd.DataFrame) -> pd.DataFrame:
+    """Adds the settings of the model to `shape`, where a line holds them."""
+    shape = lines["shape"]
+    for name, words in SETTINGS.items():
+        if name in lines:
+            shape = shape + lines[name].map(f", {words}".format).where(lines[name].notna(), "")
+    return lines.assign(shape=shape)
 
 
-def plot_paper(frame: pd.DataFrame, ax: Axes) -> None:
-    """Draws the paper's percentages as gray lines, darker for more tokens, under one label."""
-    theirs = frame[frame["source"] == paper.SOURCE]
-    counts = sorted(theirs["tokens"].unique())
-    for rank, tokens in enumerate(counts):
-        part = theirs[theirs["tokens"] == tokens].sort_values("dim")
-        gray = str(0.8 - 0.5 * rank / max(1, len(counts) - 1))
-        first = f"{counts[0]:,} to " if len(counts) > 1 else ""
-        label = f"{paper.SOURCE}, {first}{tokens:,} tokens" if rank == len(counts) - 1 else None
-        ax.plot(part["dim"], part["value"], color=gray, lw=0.9, ls=(0, (2, 1.2)), label=label)
+def end_to_end(lines: pd.DataFrame) -> pd.DataFrame:
+    """One row per shape, baseline and case of one file; `value` is the time saved in %.
+
+    A shape is the model, whose name is its first word, the batch and the settings. If a file has a
+    case twice, the last counts. Raises NoRunsError if no case has a baseline.
+    """
+    lines = with_settings(lines)
+    timed = lines[lines["ms"].notna()]
+    timed = timed.assign(model=timed["shape"].str.extract(r"^(\w+)", expand=False))
+    at = ["file", "shape"]
+    timed = timed.drop_duplicates([*at, "case"], keep="last")
+    frames = []
+    for baseline, cases in BASELINES.items():
+        base = timed[timed["case"].isin(cases)].groupby(at)["ms"].min().rename("base_ms")
+        part = timed[timed["case"].isin(END_TO_END)].join(base, on=at, how="inner")
+        frames.append(part.assign(baseline=baseline))
+    table = pd.concat(frames, ignore_index=True)
+    if table.empty:
+        raise NoRunsError(
+            f"no line of {', '.join(END_TO_END)} has {' or '.join(BASELINES)} next to it, "
+            "of the same shape, in one file"
+        )
+    table = newest(table, ["shape", "baseline"])
+    table["value"] = saved_percent(table["ms"], table["base_ms"])
+    table = table.rename(columns={"device": "source", "case": "series"})
+    columns = ["file", "source", "model", "shape", "baseline", "series", "ms", "base_ms", "value"]
+    return table[columns].reset_index(drop=True)
 
 
-def dim_axis(ax: Axes, dims: pd.Series) -> None:
-    """Makes the x axis logarithmic, with a tick for each dim."""
-    ax.set_xscale("log")
-    ticks = sorted(set(dims))
-    ax.set_xticks(ticks, [str(dim) for dim in ticks], rotation=45, ha="right")
-    ax.minorticks_off()
-    ax.set_xlabel("dim")
+def quantize_shares(lines: pd.DataFrame) -> pd.DataFrame:
+    """`value`: % of SwitchBack's time spent in quantize operations, by `series`, tokens and dim.
 
-
-def legend_below(figure: Figure, axes: list[Axes], ncols: int) -> None:
-    """Draws one legend under the panels; labels that they share appear once."""
-    named = {}
-    for ax in axes:
-        handles, labels = ax.get_legend_handles_labels()
-        named |= dict(zip(labels, handles, strict=True))
-    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=ncols)
+    Raises NoRunsError unless one file has all operations at some dim.
+    """
+    times = switchback_times(lines).rename(columns={"device": "source", "dtype": "series"})
+    times["value"] = 100 * times["quantize_ms"] / times["ms"]
+    return times[["file", "source", "series", "tokens", "dim", "value"]]
 
 
 def devices(frame: pd.DataFrame) -> str:

@@ -17,11 +17,11 @@ from analysis import (
     cli,
     evidence,
     judges,
+    naming,
     paper,
     size_judges,
     spike_judges,
     spike_marks,
-    style,
 )
 from analysis.evidence import (
     HIGHEST,
@@ -125,7 +125,7 @@ def _papers(precision: str) -> str:
     for model, value in paper.ACCURACY_BY_SIZE[precision].items():
         base = paper.ACCURACY_BY_SIZE["bf16"][model]
         difference = "diverged" if value is None else f"{value - base:+.1f}"
-        parts.append(f"{style.MODELS[model]} {difference}")
+        parts.append(f"{naming.MODELS[model]} {difference}")
     return f"{'; '.join(parts)} {BY_EYE}"
 
 

@@ -101,9 +101,9 @@ def precision_after(head: dict) -> PrecisionConfig:
     )
 
 
-def with_baselines(heads: pd.DataFrame, experiment: str, varied: str) -> pd.DataFrame:
+def with_baselines(heads: pd.DataFrame, experiment: str, *varied: str) -> pd.DataFrame:
     """The runs of a study, and those of others that differ from one in `varied` and seed alone."""
-    own, settings = heads["experiment"] == experiment, signature(heads, varied, seed=False)
+    own, settings = heads["experiment"] == experiment, signature(heads, *varied, seed=False)
     return heads[own | settings.isin(settings[own])] if own.any() else heads
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from analysis import comparison, curves, spike_marks, style
+from analysis import comparison, measures, naming, spike_marks
 from analysis.bench import load_lines
 from analysis.load import EXPERIMENTS, NoRunsError, Runs, command, load_all
 from lowprec.diagnostics.spikes import Protocol
@@ -105,7 +105,7 @@ class Evidence:
         names its products: `grad_weight int8`.
         """
         runs = self.runs(studies, scale)
-        table, losses = curves.with_scores(runs, runs.runs), runs.metrics
+        table, losses = measures.with_scores(runs, runs.runs), runs.metrics
         table.loc[table["state"] == "diverged", ["accuracy", "recall"]] = 0.0
         narrow = comparison.narrow_products(table)
         table["precision.label"] = narrow.where(narrow != "", table["precision.label"])
@@ -206,7 +206,7 @@ def paired(runs: pd.DataFrame, varied: str, one: object, other: object, value: s
         settings = comparison.signature(group, varied, seed=False)
         usual = group["seed"].groupby(settings).nunique().idxmax()
         pairs[model] = group[settings == usual]
-    return dict(sorted(pairs.items(), key=lambda pair: style.rank(pair[0], style.MODELS)))
+    return dict(sorted(pairs.items(), key=lambda pair: naming.rank(pair[0], naming.MODELS)))
 
 
 def difference(

@@ -11,9 +11,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pandas as pd
 
-from analysis import bench, comparison, evidence, figures, paper, style
+from analysis import bench, comparison, evidence, measures, naming, paper
 from analysis.comparison import counted
-from analysis.curves import join
 from analysis.evidence import (
     ABOUT,
     NO_GAIN,
@@ -29,6 +28,7 @@ from analysis.evidence import (
     lacking,
 )
 from analysis.load import NoRunsError
+from analysis.naming import join
 
 H14, SMALLEST = paper.ACCURACY_MODEL, "vit_b32"
 H14_KEYS = "model=vit_h14 model.patch_dropout=0.5 batch_size=256 compile=true checkpointing=true"
@@ -65,7 +65,7 @@ def accuracy(
     if not sizes or (scale == "paper" and sizes[-1] != H14) or (by_size and len(sizes) < 2):
         what = f"{one} and {other} with equal settings, equal seeds and an evaluation"
         raise lacking(what + (", two sizes" if by_size else ""), studies, scale)
-    ours = "; ".join(f"{style.model(name)} {Sample.of(values)}" for name, values in pairs.items())
+    ours = "; ".join(f"{naming.model(name)} {Sample.of(values)}" for name, values in pairs.items())
     ours += {"recall": " (mean R@1)", "accuracy": " (zero-shot)"}[metric]
     largest = pairs[sizes[-1]]
     if rule is evidence.equal and scale == "mini":
@@ -73,7 +73,7 @@ def accuracy(
         for name, losses in zip(sizes, smaller, strict=False):  # not judged
             if len(losses):
                 of_loss = Sample.of(losses, evidence.TWO_ONE_SIDED)
-                ours += f"; {style.model(name)}, validation loss, %, 90%: {of_loss}"
+                ours += f"; {naming.model(name)}, validation loss, %, 90%: {of_loss}"
         return rule(ours, largest, runs, change)
     if not by_size:
         return rule(ours, largest, runs)
@@ -124,7 +124,7 @@ def features(
     """
     runs = records.runs((study,), scale)
     runs = runs.where(runs.summaries["precision.label"] == BF16)
-    frame = figures.load("feature_magnitude").query(runs).sort_values("block")
+    frame = measures.first_and_last_features(runs, measures.named_heads(runs)).sort_values("block")
     kinds = ("none", "zero_init") if stopped else ("none",)
     if not set(kinds) <= set(frame["intervention"]):
         raise lacking(f"block statistics with intervention={' and '.join(kinds)}", (study,), scale)
@@ -135,7 +135,7 @@ def features(
     growth["training"] = last / blocks["last_block", "first"]
     growth = growth.loc[list(kinds)]
     ours = "; ".join(
-        f"{style.INTERVENTIONS[kind][0]}: {part['depth'].median():.3g} times as large in the last "
+        f"{naming.INTERVENTIONS[kind][0]}: {part['depth'].median():.3g} times as large in the last "
         f"block as in the first ({part['by'].median():+.3g}), in the last block "
         f"{part['training'].median():.3g} times as large at the last record as at the first "
         f"(medians of {counted(len(part), 'run')})"
@@ -182,8 +182,8 @@ def end_to_end(records: Evidence, baseline: str, case: str, slug: str = "model")
 
     Undecided if the windows of a benchmark that measures several lie on both sides of the margin.
     """
-    lines, figure = records.lines(slug, H14_KEYS), figures.load("end_to_end_speed")
-    frame = figure.query(lines)
+    lines = records.lines(slug, H14_KEYS)
+    frame = bench.end_to_end(lines)
     frame, at = frame[frame["model"] == H14], ["file", "shape"]
     times = frame.pivot_table(index=at, columns="series", values="ms")
     times = times.join(frame.pivot_table(index=at, columns="baseline", values="base_ms"))
@@ -197,7 +197,7 @@ def end_to_end(records: Evidence, baseline: str, case: str, slug: str = "model")
         for (_, shape), percent in saved.items()
     )
     ours += f", {bench.devices(frame)}, one measurement each"
-    if by_window := _saved_by_window(figure.with_settings(lines), saved.index, case, baseline):
+    if by_window := _saved_by_window(bench.with_settings(lines), saved.index, case, baseline):
         ours += f"; over its windows {min(by_window):.1f}% to {max(by_window):.1f}%"
         if min(by_window) < paper.END_TO_END[0] <= max(by_window):
             return Finding(ours, UNDECIDED, "its windows lie on both sides of the margin")
@@ -222,9 +222,8 @@ def _saved_by_window(lines: pd.DataFrame, at: pd.MultiIndex, case: str, baseline
 
 def quantize_share(records: Evidence) -> Finding:
     """Judges whether quantization is a small share of a layer's time, and falls with dim."""
-    frame = figures.load("quantize_share").query(records.lines("ops"))
-    mine = frame[(frame["source"] != paper.SOURCE) & frame["dim"].isin(paper.DIMS)]
-    mine = mine[mine["series"] == "int8"].sort_values("dim")
+    frame = bench.quantize_shares(records.lines("ops"))
+    mine = frame[frame["dim"].isin(paper.DIMS) & (frame["series"] == "int8")].sort_values("dim")
     if mine.empty:
         raise NoRunsError("python -m experiments.benchmarks ops")
     ours, holds, largest = [], True, mine["value"].max()

@@ -188,7 +188,9 @@ def load_runs(root: Path | str, *, experiment: str | None = None, scale: str | N
 
 def command(experiment: str, scale: str | None = None) -> str:
     """The command that makes an experiment's runs, at its smallest scale if none is given."""
-    names = [f"{experiment}_{each}" for each in ([scale] if scale else ["demo", "mini"])]
+    names = [
+        f"{experiment}_{each}" for each in ([scale] if scale else ["demo", "mini", "true_size"])
+    ]
     name = next((n for n in names if (EXPERIMENTS / f"{n}.yaml").exists()), experiment)
     return f"python -m experiments.train -m experiment={name}"
 

@@ -1,9 +1,8 @@
 """Draws figures from runs: `python -m analysis.make SLUG --runs DIR --out DIR [--scale SCALE]`.
 
-A figure shows the runs of its experiment, or if there are none those of its `FALLBACK`, or those of
-`--experiment NAME`, where `any` is all runs.
-A figure with `LINES` shows that benchmark's lines. DIR may be a URL. `all` in place of SLUG draws
-every figure that DIR supports; `claims` judges the paper's claims.
+A figure shows the runs of its studies (`analysis/grammar.py`) or those of `--experiment NAME`,
+where `any` is all runs, or the lines of its benchmark. DIR may be a URL. `all` in place of SLUG
+draws every figure that DIR supports; `claims` judges the paper's claims.
 
 Writes SLUG.png, SLUG.pdf, SLUG.csv (exactly the plotted numbers) and SLUG.json (their origin). The
 same runs give the same files. Figures of incomplete or mixed runs are marked: `analysis/study.py`.
@@ -23,7 +22,7 @@ from matplotlib.figure import Figure
 from analysis import claims, cli, figures, study
 from analysis.bench import load_lines
 from analysis.cli import ChoiceError
-from analysis.load import EXPERIMENTS, NoRunsError, Runs, command, load_all
+from analysis.load import NoRunsError, Runs, command, load_all
 from analysis.run_files import as_path
 from analysis.style import save, style
 from lowprec.config.schema import SCALES
@@ -83,12 +82,14 @@ def draw(
     Raises NoRunsError and ChoiceError.
     """
     figure = figures.load(slug)
-    if hasattr(figure, "LINES"):
+    if figure.lines:
         frame, origin, scale = _of_lines(figure, runs.root)
     else:
         frame, origin, scale = _of_runs(figure, runs, experiment, scale)
     out.mkdir(parents=True, exist_ok=True)
     caption = figure.caption(frame) + (f" Marked: {origin['mark']}." if origin["mark"] else "")
+    if origin.get("commits", 1) > 1:
+        caption += f" The lines are of {origin['commits']} commits."
     code = {"commit": commit(digits=40), "versions": {p: package_version(p) for p in PACKAGES}}
     about = {"caption": caption, "command": called, **origin, **code}
     stem = out / (slug if scale == "paper" else f"{slug}_{scale}")
@@ -124,32 +125,12 @@ def draw_all(
     return 1 if failed else 0 if drawn else 2
 
 
-def experiment_of(figure) -> str:
-    """The experiment that makes a figure's runs: its `EXPERIMENT` or its module's name."""
-    return getattr(figure, "EXPERIMENT", None) or figure.__name__.rpartition(".")[2]
-
-
-def source_of(figure, runs: pd.DataFrame, scale: str | None) -> str:
-    """The experiment whose runs a figure shows: its `FALLBACK` if only that has runs at a scale.
-
-    If neither has, it is the one with a study. `runs`: all rows of `Runs.summaries`.
-    """
-    own = experiment_of(figure)
-    names = own, getattr(figure, "FALLBACK", own)
-    if len(runs):
-        runs = runs[(scale is None) | (runs["scale"] == scale) | runs["scale"].isna()]
-    has = [name in set(runs["experiment"]) for name in names]
-    if not any(has):
-        has = [(EXPERIMENTS / f"{name}_{scale or 'mini'}.yaml").exists() for name in names]
-    return names[1] if has == [False, True] else own
-
-
 def _of_runs(
     figure, everything: Runs, experiment: str | None, scale: str | None
 ) -> tuple[pd.DataFrame, dict, str]:
     """The frame of a figure of runs, its origin, and the scale of the runs."""
-    own, root = experiment_of(figure), everything.root
-    name = experiment or source_of(figure, everything.summaries, scale)
+    root = everything.root
+    name = experiment or figure.source(everything.summaries, scale)
     runs = everything.select(None if name == "any" else name, scale)
     scales = sorted(runs.summaries["scale"].dropna().unique())
     if len(scales) > 1:
@@ -157,10 +138,9 @@ def _of_runs(
             f"{root}: {name} was run at scales {', '.join(scales)}; "
             f"choose one: --scale {' or --scale '.join(scales)}"
         )
-    if experiment is None and getattr(figure, "BASELINES", ()):
+    if experiment is None and figure.same_but:
         studies, at = (everything.summaries[key] for key in ("experiment", "scale"))
-        is_at = at.isin(scales) | at.isna()
-        runs = everything.where(studies.isin([own, *figure.BASELINES]) & is_at)
+        runs = everything.where(studies.isin(figure.studies) & (at.isin(scales) | at.isna()))
     frame = figure.query(runs)
     table = runs.runs
     is_drawn = table["run"].isin(frame["run"])
@@ -171,9 +151,8 @@ def _of_runs(
         to_make = f"to make runs: {command(name, scale)}"
         raise NoRunsError(f"{root}: nothing to draw yet: {_some(left_out)}; {to_make}")
     scale = drawn["scale"].dropna().iloc[0]
-    about = figure.select(table) if hasattr(figure, "select") else table
-    lost = len(about) - about["run"].isin(drawn["run"]).sum()
-    is_own = experiment in (None, own)  # otherwise the caller chose another study
+    lost = (~figure.select(table)["run"].isin(drawn["run"])).sum()
+    is_own = experiment in (None, figure.studies[0])  # otherwise the caller chose another study
     counts = study.count_missing(name, scale, table) if is_own else (0, 0)
     mark = study.mark_of_runs(drawn, *counts, lost)
     columns = ["path", "digest", "state", "step", "num_steps", "note"]
@@ -186,14 +165,13 @@ def _of_runs(
 
 def _of_lines(figure, root: Path | str) -> tuple[pd.DataFrame, dict, str]:
     """The same for a figure of benchmark lines: files and their digests; they have no scale."""
-    lines = load_lines(root, figure.LINES)
+    lines = load_lines(root, figure.lines)
     frame = figure.query(lines)
     files = _files(frame)
     drawn = [file["path"] for file in files]
     left_out = [f"{path} (a newer file has its lines)" for path in set(lines["file"]) - set(drawn)]
     commits = lines.loc[lines["file"].isin(drawn)].get("commit", pd.Series(dtype=object)).nunique()
-    mark = f"measured at {commits} commits" if commits > 1 else ""
-    origin = {"mark": mark, "files": files, "left_out": sorted(left_out)}
+    origin = {"mark": "", "commits": commits, "files": files, "left_out": sorted(left_out)}
     return frame, origin, "paper"
 
 
@@ -228,9 +206,8 @@ def _slugs_and_scales(
     pairs = []
     for slug in figures.slugs():
         figure = figures.load(slug)
-        own = None if hasattr(figure, "LINES") else experiment or experiment_of(figure)
-        names = [own] if experiment else [own, getattr(figure, "FALLBACK", own)]
-        is_own = summaries["experiment"].isin(names) | (own == "any")
+        names = [experiment] if experiment and not figure.lines else figure.sources
+        is_own = summaries["experiment"].isin(names) | ("any" in names)
         scales = summaries.loc[is_own, "scale"].dropna().unique()
         pairs += [(slug, at) for at in ([scale] if scale else sorted(scales) or [None])]
     return pairs

@@ -2,44 +2,40 @@
 
     y=NAME      a column of metrics or timing (loss, grad_norm, zero_shot/top1, images_per_s), or
                 STATISTIC/TENSOR (rms/visual.conv1.weight; the largest if TENSOR is a pattern)
-    x=step      a line for each run; x=KEY of the config: the last value of each run
+    x=step      a line for each run; x=KEY of the config: a point for each run, its last value
     hue=KEY     a color for each value;  facet=KEY  a panel for each value
-    band=KEY    runs that differ in it alone share a color (seed, unless another key is given)
+    band=KEY    over steps, a band over the runs that differ in the seed and that key alone
     KEY=VALUE   only the runs with that value
 
-Over steps, each run is a thin line, and several runs of one color share a thick median line.
-Nothing is smoothed. Otherwise each run is a point, with the mean and the range of each color.
-Losses of CLIP are compared with chance, ln(batch size). Writes OUT.png, OUT.pdf and
+Without hue, a color is for a method. Names state the other settings in which runs differ. Over
+steps, each run is a thin line, and several runs of one name share a thick median line. Nothing is
+smoothed. Losses of CLIP are compared with chance, ln(batch size). Writes OUT.png, OUT.pdf and
 OUT.csv, which contains the plotted values.
 """
 
 import argparse
-from collections.abc import Iterable
 from pathlib import Path
 
 import matplotlib
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure as Canvas
 
-from analysis import cli, curves, style
+from analysis import cli, measures, naming, style
 from analysis.cli import ChoiceError
-from analysis.comparison import counted, short, signature, written
+from analysis.comparison import counted, short, written
+from analysis.grammar import Axis, Figure, Hue, Lines, Points, in_one_panel
 from analysis.load import Runs, load_runs
 from lowprec.nearest import nearest
 
-TABLES = {  # keys whose values have printed names, the first, and colors, the last
-    "precision.label": style.PRECISIONS,
-    "optimizer.name": style.OPTIMIZERS,
-    "intervention.name": style.INTERVENTIONS,
-}
 NAMES = ("y", "x", "hue", "facet", "band")  # other words select runs
+TABLES = {
+    "precision": naming.PRECISIONS,
+    "optimizer": naming.OPTIMIZERS,
+    "intervention": naming.INTERVENTIONS,
+}
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
-WIDE = 30  # ratio of the largest to the smallest value on a logarithmic axis
-MOST_UPRIGHT = 9  # characters of a tick label; longer ones are turned
 SCORES = ("zero_shot/", "retrieval/")  # whose axes are linear
-NULL = "null"  # the value of a key that has none
 
 
 @cli.entry
@@ -62,199 +58,120 @@ def main(arguments: list[str] | None = None) -> int:
     is_file = options.out.suffix in (".png", ".pdf", ".csv")
     stem = options.out.with_suffix("") if is_file else options.out
     stem.parent.mkdir(parents=True, exist_ok=True)
-    frame = query(load_runs(options.runs), **named, where=choices)
+    row, frame = sentence(load_runs(options.runs), where=choices, **named)
     with style.style():
-        figure = Figure(layout="constrained")
-        draw(frame, figure)
-        style.save(figure, stem, plotted(frame))
+        canvas = Canvas(layout="constrained")
+        row.draw(frame, canvas)
+        style.save(canvas, stem, plotted(frame, named))
     print(f"Wrote {stem}.png, .pdf, .csv: {counted(frame['run'].nunique(), 'run')}")
     return 0
 
 
-def query(
+def sentence(
     runs: Runs,
     y: str = "loss",
     x: str = "step",
-    hue: str | None = None,
-    facet: str | None = None,
-    band: str = "seed",
+    hue: str = "",
+    facet: str = "",
+    band: str = "",
     where: dict[str, str] | None = None,
-) -> pd.DataFrame:
-    """One row per point: run, step, x, y, hue, facet, the names of these four, state, batch_size.
+) -> tuple[Figure, pd.DataFrame]:
+    """A figure of some runs, as a row of the grammar, and its frame.
 
-    `group` is equal for runs that differ in `band` alone. Without `hue`, colors are for methods
-    and the settings in which runs differ. Raises ChoiceError for a name that does not exist.
+    Raises ChoiceError for a name that does not exist, and if no run is left.
     """
     heads = runs.runs[runs.runs["scale"].notna()]  # a damaged config has no settings
     for key, value in (where or {}).items():
-        heads = heads[_column(heads, key).map(written) == value]
+        heads = heads[heads[_key(heads, key)].map(written) == value]
     if heads.empty:
         raise ChoiceError(f"no run has {', '.join(f'{k}={v}' for k, v in (where or {}).items())}")
-    values = recorded(runs.where(runs.summaries["run"].isin(heads["run"])), y)
-    if hue is None:
-        by_key = [key for key in (facet, band, x) if key not in (None, "step", "seed")]
-        split_by = [_column(heads, key).name for key in by_key]
-        split_by = [name for name in split_by if name != "model.name"]  # names leave it out
-        groups = heads.groupby(split_by, dropna=False) if split_by else [((), heads)]
-        heads = pd.concat([curves.name_methods(group) for _, group in groups]).loc[heads.index]
-        hue = "method" if heads["method"].nunique() > 1 else None
-    keys = {"hue": hue, "facet": facet, **({} if x == "step" else {"x": x})}
-    settings = pd.DataFrame({"run": heads["run"], "state": heads["state"]})
-    varied = [_column(heads, key).name for key in (band, band if x == "step" else x)]
-    settings["group"] = signature(heads, *varied, seed=band != "seed")
-    settings["batch_size"] = heads["batch_size"]
-    for name, key in keys.items():
-        settings[name] = _column(heads, key) if key else ""
-    frame = values.merge(settings, on="run")
+    runs = runs.where(runs.summaries["run"].isin(heads["run"]))
+    hue, facet, band = (key and _key(heads, key) for key in (hue, facet, band))
+    colors = _hue(measures.named_heads(runs), hue) if hue else Hue()
+    value = Axis(column=y, label=y, log=False if y.startswith(SCORES) else None)
     if x == "step":
-        frame = frame.assign(x=frame["step"])
+        row = Lines(y=value, hue=colors, facet=facet, band=band)
     else:
-        frame = frame.dropna(subset="y").groupby("run", sort=False).tail(1)
-    if frame.empty:
-        raise ChoiceError(f"{y} is not recorded in these runs")
-    names = {f"{name}_name": _column(heads, key).name if key else "" for name, key in keys.items()}
-    return frame.assign(y_name=y, **{"x_name": x} | names)
-
-
-def plotted(frame: pd.DataFrame) -> pd.DataFrame:
-    """Only the plotted values: one column each for run, x, y, hue and facet, by name."""
-    names = {name: frame[f"{name}_name"].iloc[0] for name in ("x", "y", "hue", "facet")}
-    values = frame[["run", *filter(names.get, names)]].rename(columns=names)
-    return values.loc[:, ~values.columns.duplicated()]
-
-
-def recorded(runs: Runs, name: str) -> pd.DataFrame:
-    """Columns run, step and y, in order of steps: the recorded values of a name."""
-    for table in (runs.metrics, runs.timing):
-        if name in table and name not in ("run", "step"):
-            y = pd.to_numeric(table[name], errors="coerce")
-            return table[["run", "step"]].assign(y=y).dropna(subset="y" if "/" in name else "step")
-    statistic, _, tensor = name.partition("/")
-    try:
-        table = runs.tensors(tensor or "*", statistic)
-    except LookupError as error:
+        row = _points(runs, _key(heads, x), value, colors, facet)
+    frame = row.query(runs)
+    if frame.empty or frame[y].isna().all():
         names = sorted({*runs.metrics, *runs.timing} - {"run", "step"})
         others = f"not recorded; there are {', '.join(names)}, and STATISTIC/TENSOR"
-        reason = error if tensor else others
-        raise ChoiceError(f"y={name}: {reason}{nearest(name, names)}") from None
-    y = table.drop(columns=["run", "step"]).max(axis=1)
-    return table[["run", "step"]].assign(y=y).drop_duplicates(["run", "step"], keep="last")
+        raise ChoiceError(f"y={y}: {others}{nearest(y, names)}")
+    return row, frame
 
 
-def draw(frame: pd.DataFrame, figure: Figure) -> None:
-    """Draws a panel for each facet, with axes that can be compared."""
-    facets = _in_order(frame["facet"])
-    colors = _colors(frame["hue"], frame["hue_name"].iloc[0])
-    columns = curves.num_columns(len(facets))
-    rows = -(-len(facets) // columns)
-    figure.set_size_inches(1.3 * style.COLUMN_WIDTH * columns, 2.7 * rows + 0.5)
-    axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
-    ends = [] if frame["x_name"].iloc[0] == "step" else _in_order(frame["x"])
-    for ax, facet in zip(axes.flat, facets, strict=False):
-        plot(frame[frame["facet"] == facet], ax, colors, ends)
-    for i, ax in enumerate(axes.flat):
-        if i >= len(facets):
-            ax.remove()
-            continue
-        if not frame["y_name"].iloc[0].startswith(SCORES) and _is_wide(frame["y"]):
-            style.log_axis(ax)
-        if frame["y_name"].iloc[0] == "loss":
-            curves.draw_chance(ax, frame["batch_size"])
-        ax.label_outer()
-    if len(colors) > 1:
-        handles = [matplotlib.lines.Line2D([], [], color=color) for color in colors.values()]
-        labels = [_printed(frame["hue_name"].iloc[0], value) for value in colors]
-        title = short(frame["hue_name"].iloc[0])
-        figure.legend(handles, labels, title=title, loc="outside right upper")
+def plotted(frame: pd.DataFrame, named: dict[str, str]) -> pd.DataFrame:
+    """Only the plotted values: columns for the run, its name, x, y, hue and facet."""
+    dotted = frame.rename(columns={short: key for key, short in measures.RENAMED.items()})
+    keys = {"x": "step", "y": "loss", "hue": "label", "facet": None} | named
+    keys = [_key(dotted, keys[name]) for name in ("x", "y", "hue", "facet") if keys[name]]
+    return dotted[["run", *dict.fromkeys(keys)]]
 
 
-def plot(frame: pd.DataFrame, ax: Axes, colors: dict, ends: list) -> Axes:
-    """One panel: a line for each run and their median, or points with their mean and range.
+def _points(runs: Runs, x: str, y: Axis, hue: Hue, facet: str) -> Points:
+    """A point for each run: its last value of y, by the value of a config key in words."""
+    keys = tuple(dict.fromkeys(filter(None, [x, facet, *hue.keys])))
+    column, panel = (measures.RENAMED.get(key, key) for key in (x, facet))
 
-    `ends` are the values of x, which stand at equal distances; there are none if x is the step.
-    """
-    head = frame.iloc[0]
-    for (hue, _), part in frame.groupby(["hue", "group"], sort=False):
-        if ends:
-            _plot_ends(part.assign(x=part["x"].map(ends.index)), ax, colors[hue])
-        else:
-            _plot_lines(part, ax, colors[hue])
-    facet = f"{short(head['facet_name'])} = {_printed(head['facet_name'], head['facet'])}"
-    ax.set(xlabel=head["x_name"], ylabel=head["y_name"], title=facet if head["facet_name"] else "")
-    if ends:
-        names = [_printed(head["x_name"], value) for value in ends]
-        turned = {"rotation": 25, "ha": "right"} if max(map(len, names)) > MOST_UPRIGHT else {}
-        ax.set_xticks(range(len(ends)), names, **turned)
-        ax.set_xlim(-0.3, len(ends) - 0.7)
-    else:
-        curves.step_axis(ax)
-    return ax
+    def last_values(runs: Runs) -> pd.DataFrame:
+        heads = measures.named_heads(runs, keys)
+        heads["group"] = hue.labels(heads.assign(label=heads["method"]))
+        heads = heads.assign(order=[hue.order(head) for _, head in heads.iterrows()])
+        heads = heads.assign(**{column: heads[column].map(written)}).sort_values("order")
+        columns = [*measures.OF_A_RUN, *(measures.RENAMED.get(key, key) for key in keys)]
+        columns = tuple(dict.fromkeys([*columns, "group", y.column]))
+        return measures.by_run(runs, heads, columns, lambda run, _: last(run))
 
+    def last(run: Runs) -> pd.DataFrame:
+        return measures.recorded(run, y.column).dropna().tail(1)
 
-def _plot_lines(part: pd.DataFrame, ax: Axes, color: tuple) -> None:
-    lines = part.pivot(index="step", columns="run", values="y")
-    several = len(lines.columns) > 1
-    for run in lines:
-        line = lines[run].dropna()
-        width, alpha = (0.5, 0.5) if several else (0.9, 1)
-        ax.plot(line.index, line, color=color, lw=width, alpha=alpha)
-        finite = line[np.isfinite(line)]
-        if (part.loc[part["run"] == run, "state"] == "diverged").any() and len(finite):
-            ax.plot(finite.index[-1], finite.iloc[-1], "X", color=color, ms=5, mec="white", mew=0.6)
-    if several:
-        median = lines.median(axis=1)
-        ax.plot(median.index, median, color=color, lw=1.2)
+    def facets(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+        parts = frame.groupby(panel, dropna=False)
+        return [(naming.setting(facet, value), part) for value, part in parts]
+
+    values = measures.named_heads(runs)[column]
+    is_line = pd.api.types.is_numeric_dtype(values) and values.notna().all()
+    places = {written(value): written(value) for value in _in_order(values)}
+    return Points(
+        table=last_values,
+        x=(Axis(column=column, label=short(x), names=lambda _: places),),
+        y=(y,),
+        hue="group",
+        look=hue.look,
+        means="line" if is_line else "bar",
+        facet=facets if facet else in_one_panel,
+    )
 
 
-def _plot_ends(part: pd.DataFrame, ax: Axes, color: tuple) -> None:
-    ends = part.groupby("x", sort=True)["y"].agg(["mean", "min", "max"])
-    ax.plot(ends.index, ends["mean"], color=color)
-    ax.plot(part["x"], part["y"], "o", color=color, ms=3, alpha=0.7, mew=0)
-    if (ends["min"] < ends["max"]).any():
-        ax.fill_between(ends.index, ends["min"], ends["max"], color=color, alpha=0.15, lw=0)
+def _hue(heads: pd.DataFrame, key: str) -> Hue:
+    """A color for each value of a config key: a scale for numbers, else distinct ones."""
+    column = measures.RENAMED.get(key, key)
+    values = _in_order(heads[column])
+    own = {value: entry[-1] or "#000000" for value, entry in TABLES.get(column, {}).items()}
+    colors = {written(v): own.get(v, COLORS[i % len(COLORS)]) for i, v in enumerate(values)}
+    if len(values) > 2 and all(isinstance(value, int | float | np.number) for value in values):
+        scale = matplotlib.colormaps["viridis"]
+        colors = {written(v): scale(0.9 * i / (len(values) - 1)) for i, v in enumerate(values)}
+    return Hue(
+        keys=(key,),
+        name=lambda head: naming.setting(key, head[column]),
+        order=lambda head: list(colors).index(written(head[column])),
+        look=lambda head: (style.paler(colors[written(head[column])], head["variant"]), "-"),
+    )
 
 
-def _column(heads: pd.DataFrame, key: str) -> pd.Series:
-    """A column of `Runs.runs`, NULL if missing; a config group stands for its name: `optimizer`."""
+def _key(heads: pd.DataFrame, key: str) -> str:
+    """The column of a key; a config group stands for its name: `optimizer`."""
     name = next((n for n in (key, f"{key}.name", f"{key}.label") if n in heads), None)
     if name is None:
         raise ChoiceError(f"the runs have no key {key}{nearest(key, heads.columns)}")
-    values = heads[name]
-    return values.astype(object).where(values.notna(), NULL) if values.isna().any() else values
+    return name
 
 
-def _in_order(values: Iterable) -> list:
-    """The distinct values: numbers sorted after NULL, others in the order of the runs."""
-    distinct = list(dict.fromkeys(values))
-    numbers = [value for value in distinct if value != NULL]
-    if not all(isinstance(value, int | float | np.number) for value in numbers):
-        return distinct
-    return [NULL] * (len(numbers) < len(distinct)) + sorted(numbers)
-
-
-def _colors(values: pd.Series, key: str) -> dict:
-    """The color of each value: a scale for numbers, else distinct ones."""
-    distinct = _in_order(values)
-    if len(distinct) > 2 and all(isinstance(value, int | float | np.number) for value in distinct):
-        scale = matplotlib.colormaps["viridis"]
-        return {v: scale(0.9 * i / (len(distinct) - 1)) for i, v in enumerate(distinct)}
-    own = {value: entry[-1] or "#000000" for value, entry in TABLES.get(key, {}).items()}
-    return {v: own.get(v, COLORS[i % len(COLORS)]) for i, v in enumerate(distinct)}
-
-
-def _printed(key: str, value: object) -> str:
-    if key == "model.name":
-        return style.model(value)
-    return TABLES.get(key, {}).get(value, (written(value),))[0]
-
-
-def _is_wide(values: pd.Series) -> bool:
-    """Whether values need a logarithmic axis."""
-    if not pd.api.types.is_numeric_dtype(values):
-        return False
-    finite = values[np.isfinite(values)]
-    return len(finite) > 0 and finite.min() > 0 and finite.max() > WIDE * finite.min()
-
-
-if __name__ == "__main__":
-    cli.run(main)
+def _in_order(values: pd.Series) -> list:
+    """The distinct values: none first, numbers from small to large, others as they come."""
+    distinct = list(values[values.notna()].unique())
+    if all(isinstance(value, int | float | np.number) for value in distinct):
+        distinct = sorted(distinct)
+    return [None] * bool(values.isna().any()) + distinct

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from analysis import comparison, evidence, paper, style
+from analysis import comparison, evidence, measures, naming
 from analysis.evidence import (
     ALPHA,
     TWO_ONE_SIDED,
@@ -52,7 +52,7 @@ def compare(records: Evidence, one: str, other: str, how: str) -> Finding:
     """
     by_model = changes(records, one, other)
     model, values = list(by_model.items())[-1]
-    ours = "; ".join(f"{style.model(name)} {_percent(x)}" for name, x in by_model.items())
+    ours = "; ".join(f"{naming.model(name)} {_percent(x)}" for name, x in by_model.items())
     ours = f"validation loss, %, 90%: {ours}"
     if diverged := int(np.isinf(values).sum()):
         return Finding(ours, UNDECIDED, f"one run of a pair diverged in {diverged} of its seeds")
@@ -60,7 +60,7 @@ def compare(records: Evidence, one: str, other: str, how: str) -> Finding:
     if FAMILY.get((one, other)) == how:
         p, num_tests = evidence.holm(_p_values(records, model))[one, other], len(FAMILY)
         also = " by Holm's correction for four tests"
-    ours += f"; {style.model(model)}: p = {p:.2g}{also}"
+    ours += f"; {naming.model(model)}: p = {p:.2g}{also}"
     sample = Sample.of(values, TWO_ONE_SIDED)
     refuted = sample.high < (0 if how == HIGHER else -LOG_MARGIN)
     refuted |= how == EQUAL and sample.low > LOG_MARGIN
@@ -123,7 +123,7 @@ def penalty_by_size(records: Evidence) -> Finding:
     by_model = changes(records, "llm_int8", "bf16", (OF_WIDTH,))
     table = pd.DataFrame(by_model).reindex(columns=WIDTHS).dropna()
     means = {name: 100 * math.expm1(values.mean()) for name, values in by_model.items()}
-    ours = "; ".join(f"{style.model(name)} {mean:+.1f}%" for name, mean in means.items())
+    ours = "; ".join(f"{naming.model(name)} {mean:+.1f}%" for name, mean in means.items())
     ours = f"validation loss above bf16's: {ours}"
     if len(table) < 2:
         return Finding(ours, UNDECIDED, "a trend needs three models and two seeds")
@@ -147,7 +147,7 @@ def outcomes(records: Evidence, recipe: str) -> pd.DataFrame:
     above = losses - losses.where(runs[RECIPE] == "bf16").groupby(same).transform("min")
     words = pd.Series("degraded", runs.index).mask(above <= TRAINS, "trains")
     words = words.mask((above >= FAILS) | np.isinf(losses), "fails")
-    size = runs["model.name"].map(lambda name: style.rank(name, style.MODELS)).rename("size")
+    size = runs["model.name"].map(lambda name: naming.rank(name, naming.MODELS)).rename("size")
     by = [size, same, runs["model.name"], runs["optimizer.lr"], runs[RECIPE]]
     table = words.groupby(by).agg(list).unstack().reindex(columns=["bf16", recipe]).dropna()
     if table.empty:
@@ -163,7 +163,7 @@ def fails(records: Evidence, recipe: str) -> Finding:
     table = outcomes(records, recipe)
     pairs = table[table["bf16"].map(lambda words: set(words) == {"trains"})]
     ours = "; ".join(
-        f"{style.model(model)} at {lr:g}: {', '.join(words)}"
+        f"{naming.model(model)} at {lr:g}: {', '.join(words)}"
         for (model, lr), words in pairs[recipe].items()
     )
     largest = pairs[pairs.index.get_level_values("model.name") == LARGEST]
@@ -180,9 +180,9 @@ def feature_ratios(records: Evidence, recipe: str) -> pd.Series:
     runs, loaded = records.outcomes(STUDIES, SCALE), records.runs(STUDIES, SCALE)
     runs = runs[(runs["model.name"] == LARGEST) & runs[RECIPE].isin([recipe, "bf16"])]
     sizes = [
-        loaded.only(row["run"])
-        .series(paper.BLOCK.format(int(row["model.vision_layers"]) - 1), "feature_mean")
-        .get(EARLY, math.nan)
+        measures.last_block(loaded.only(row["run"]), row["model.vision_layers"]).get(
+            EARLY, math.nan
+        )
         for row in runs.to_dict("records")
     ]
     runs = runs.assign(log_size=np.log(np.array(sizes, float)))
@@ -219,7 +219,7 @@ def _predicted_ratio(
 ) -> tuple[str, str]:
     ratios = {name: feature_ratios(records, name) for name in recipes}
     ours = "; ".join(
-        f"{style.precision(name)} {' and '.join(f'{ratio:.2f}' for ratio in values)}"
+        f"{naming.PRECISIONS.get(name, [name])[0]} {' and '.join(map('{:.2f}'.format, values))}"
         for name, values in ratios.items()
     )
     every = pd.concat(ratios.values())

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pandas as pd
 
-from analysis import comparison, evidence, spike_marks, study, style
+from analysis import comparison, evidence, naming, spike_marks, study
 from analysis.comparison import counted
 from analysis.evidence import (
     FOLLOWING,
@@ -29,13 +29,13 @@ from lowprec.diagnostics.spikes import loss_spikes
 
 TENSORS_OF_BLOCK = {"none": 12, "zero_init": 14, "kq_norm": 16}  # by intervention
 TENSORS_OUTSIDE = 14  # of blocks, in a CLIP model
-OPTIMIZERS = {name: in_print for name, (in_print, *_) in style.OPTIMIZERS.items()}
+OPTIMIZERS = {name: in_print for name, (in_print, *_) in naming.OPTIMIZERS.items()}
 PRINTED_VALUES = {
     SPIKES: "loss spikes per run",
     HIGHEST: "highest loss spike of a run, in nats",
     LARGE: f"loss spikes over {spike_marks.LARGE:g} nat per run",
 }
-PRINTED = {"model.name": style.MODELS, "optimizer.name": OPTIMIZERS}  # varied: names in print
+PRINTED = {"model.name": naming.MODELS, "optimizer.name": OPTIMIZERS}  # varied: names in print
 EARLIER = {SPIKES: "frozen on 2026-11-22", HIGHEST: "of 2026-11-23"}  # rules on trends
 
 
@@ -105,10 +105,10 @@ def _earlier_verdict(records: Evidence, key: str, studies: Sequence[str], value:
 
 
 def _in_order(counts: pd.DataFrame, varied: str) -> list:
-    """The values of a setting from small to large, optimizers as in `style.OPTIMIZERS`."""
+    """The values of a setting from small to large, optimizers as in `naming.OPTIMIZERS`."""
     table = PRINTED.get(varied, {})
     values = counts[varied].unique()
-    return sorted(values, key=lambda v: style.rank(v, table) if table else v)
+    return sorted(values, key=lambda v: naming.rank(v, table) if table else v)
 
 
 def _by_value(counts: pd.DataFrame, varied: str, value: str) -> tuple[str, pd.Series]:

@@ -10,14 +10,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from analysis import comparison, curves, paper, style
+from analysis import comparison, measures, naming, style
 from analysis.load import NoRunsError, Runs
 
-EXPERIMENT = "accuracy_vs_size"
-BASELINES = ("weight_gradient", "one_product", "formats", "rounding")
+STUDIES = ("accuracy_vs_size", "weight_gradient", "one_product", "formats", "rounding")
+EXPERIMENT = STUDIES[0]
 BF16, ROUNDING = "bf16", "bf16, other rounding"
 EARLY = 0.1  # of the steps: the early record
-COLUMNS = (*curves.OF_A_RUN, "recipe", "at", "step", "feature_mean", "ratio")
+COLUMNS = (*measures.OF_A_RUN, "recipe", "at", "step", "feature_mean", "ratio")
 INT8_WEIGHT_GRADIENT = ("LLM.int8()", "int8 weight gradient only")  # recipes in which it is in int8
 
 
@@ -51,9 +51,9 @@ def query(runs: Runs) -> pd.DataFrame:
     if ((chosen["precision.label"] == BF16) & (chosen["experiment"] != "rounding")).all():
         text = f"no run agrees in all but its recipe with a bf16 run of experiment={EXPERIMENT}"
         raise NoRunsError(f"{runs.root}: {text}")
-    heads = curves.named_heads(runs.where(runs.summaries["run"].isin(chosen["run"])))
+    heads = measures.named_heads(runs.where(runs.summaries["run"].isin(chosen["run"])))
     heads["recipe"] = _recipes(heads)
-    frame = curves.by_run(runs, heads, COLUMNS, _sizes)
+    frame = measures.by_run(runs, heads, COLUMNS, _sizes)
     sizes = frame.set_index(["run", "at", "step"])["feature_mean"]
     bases = zip(frame["run"].map(_paired(chosen)), frame["at"], frame["step"], strict=True)
     of_bases = [sizes.get(base, np.nan) for base in bases]
@@ -69,12 +69,12 @@ def _recipes(heads: pd.DataFrame) -> pd.Series:
         .str.replace("grad_weight", "weight gradient")
         .str.replace("grad_input", "input gradient")
     )
-    names = heads["precision"].map(style.precision).where(narrow == "", narrow)
+    names = heads["precision"].map(naming.precision).where(narrow == "", narrow)
     return names.where(heads["experiment"] != "rounding", ROUNDING)
 
 
 def _sizes(run: Runs, head: dict) -> pd.DataFrame:
-    values = run.series(paper.BLOCK.format(int(head["vision_layers"]) - 1), "feature_mean")
+    values = measures.last_block(run, head["vision_layers"])
     early = values[values.index <= EARLY * head["num_steps"]]
     ends = [values.iloc[-1:].to_frame("feature_mean").assign(at="last")]
     ends += [early.iloc[-1:].to_frame("feature_mean").assign(at="early")]
@@ -83,7 +83,7 @@ def _sizes(run: Runs, head: dict) -> pd.DataFrame:
 
 def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
     """Draws one row per recipe and model, the largest mean at the top; open: the early record."""
-    frame = frame[frame["recipe"] != style.precision(BF16)]
+    frame = frame[frame["recipe"] != naming.precision(BF16)]
     rows = frame.groupby(["model", "recipe"])
     means = frame[frame["at"] == "last"].groupby(["model", "recipe"])["ratio"].mean().sort_values()
     for place, key in enumerate(means.index):
@@ -100,7 +100,7 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
     ax.minorticks_off()
     ax.set_xlim(ends)
     several = frame["model"].nunique() > 1
-    names = [name + (f", {style.model(model)}" if several else "") for model, name in means.index]
+    names = [name + (f", {naming.model(model)}" if several else "") for model, name in means.index]
     ax.set_yticks(range(len(means)), names)
     ax.set_xlabel(r"$\mathrm{E}[|x|]$ of the last vision block, relative to bf16")
     ax.grid(visible=False, axis="y")
@@ -109,7 +109,7 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
 
 def _color(head: pd.Series) -> tuple | str:
     if head["recipe"].startswith(INT8_WEIGHT_GRADIENT):
-        return style.PRECISIONS["llm_int8"][1]
+        return naming.PRECISIONS["llm_int8"][1]
     return style.OTHER if head["recipe"] == ROUNDING else "black"
 
 
@@ -119,7 +119,7 @@ def draw(frame: pd.DataFrame, figure: Figure) -> None:
     figure.set_size_inches(1.7 * style.COLUMN_WIDTH, 0.9 + 0.17 * len(rows))
     plot(frame, figure.subplots())
     looks = {
-        "int8 weight gradient": {"color": style.PRECISIONS["llm_int8"][1]},
+        "int8 weight gradient": {"color": naming.PRECISIONS["llm_int8"][1]},
         "other recipes": {"color": "black"},
         ROUNDING: {"color": style.OTHER},
         f"first {EARLY:.0%} of the steps": {"color": "black", "mfc": "white"},
@@ -133,15 +133,15 @@ def caption(frame: pd.DataFrame) -> str:
     last, early = (
         sorted(frame.loc[frame["at"] == at, "step"].unique()) for at in ("last", "early")
     )
-    also = f" and {curves.join(early)} (open)" if early else ""
+    also = f" and {naming.join(early)} (open)" if early else ""
     text = (
         "E[abs(x)] of the output of the last block of the vision tower of "
-        f"{curves.of_runs(frame)}, divided by that of the bf16 run with the same seed, at step "
-        f"{curves.join(last)} (filled){also}."
+        f"{measures.of_runs(frame)}, divided by that of the bf16 run with the same seed, at step "
+        f"{naming.join(last)} (filled){also}."
     )
-    last = frame[(frame["at"] == "last") & (frame["recipe"] != style.precision(BF16))]
+    last = frame[(frame["at"] == "last") & (frame["recipe"] != naming.precision(BF16))]
     for (model, recipe), part in last.groupby(["model", "recipe"], sort=False):
         low, high = part["ratio"].min(), part["ratio"].max()
-        text += f" {style.model(model)}, {recipe}: {part['ratio'].mean():.2f} ({low:.2f}"
+        text += f" {naming.model(model)}, {recipe}: {part['ratio'].mean():.2f} ({low:.2f}"
         text += f" to {high:.2f}, {comparison.counted(len(part), 'run')})."
-    return text + curves.caption_end(frame, crosses=False)
+    return text + measures.caption_end(frame, crosses=False)

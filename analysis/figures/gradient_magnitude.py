@@ -8,20 +8,20 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from analysis import curves, paper, style
+from analysis import measures, naming, panels, paper, style
 from analysis.load import Runs
 
 TENSOR = paper.BLOCK + ".mlp.c_proj.weight"
 STATISTICS = {"grad_norm": "gradient norm", "grad_abs_max": "largest gradient"}
-COLUMNS = (*curves.OF_A_RUN, "statistic", "block", "step", "gradient", "gradient_smoothed")
+COLUMNS = (*measures.OF_A_RUN, "statistic", "block", "step", "gradient", "gradient_smoothed")
 WIDTH = 2.5  # inches of a panel
 BELOW = 0.001  # share of the gradients, the smallest, that the axes leave out
 
 
 def query(runs: Runs) -> pd.DataFrame:
     """One row per recorded step, block and statistic: exactly what is plotted."""
-    heads = curves.named_heads(runs, ("intervention.name",))
-    return curves.by_run(runs, curves.by_intervention(heads), COLUMNS, _gradients)
+    heads = measures.named_heads(runs, ("intervention.name",))
+    return measures.by_run(runs, measures.by_intervention(heads), COLUMNS, _gradients)
 
 
 def _gradients(run: Runs, head: dict) -> pd.DataFrame:
@@ -45,7 +45,7 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
         ax.plot(line["step"], line["gradient"], color=color, alpha=0.18, lw=0.5, rasterized=True)
         ax.plot(line["step"], line["gradient_smoothed"], color=color, label=label)
     ax.set(yscale="log", xlim=(0, head["num_steps"]))
-    curves.step_axis(ax)
+    panels.step_axis(ax)
     return ax
 
 
@@ -56,11 +56,11 @@ def draw(frame: pd.DataFrame, figure: Figure) -> None:
     """
     columns = [part for _, part in frame.groupby(["model", "label"], sort=False)]
     statistics = [name for name in STATISTICS if name in set(frame["statistic"])]
-    figure.set_size_inches(max(style.COLUMN_WIDTH, WIDTH * len(columns)), 2 * len(statistics) + 0.9)
+    figure.set_size_inches(max(style.COLUMN_WIDTH, WIDTH * len(columns)), 2 * len(statistics) + 0.4)
     axes = figure.subplots(len(statistics), len(columns), squeeze=False)
     for column, of_label in enumerate(columns):
         head = of_label.iloc[0]
-        model = style.model(head["model"])
+        model = naming.model(head["model"])
         axes[0, column].set_title(f"{model}\n{head['label']}".replace(" (", "\n("))
         for row, statistic in enumerate(statistics):
             ax, part = axes[row, column], of_label[of_label["statistic"] == statistic]
@@ -72,17 +72,16 @@ def draw(frame: pd.DataFrame, figure: Figure) -> None:
             plot(part, ax).set_ylim(0.8 * lowest, 1.25 * highest)
             ax.set_xlabel("step" if row == len(statistics) - 1 else "")
             ax.set_ylabel(STATISTICS[statistic] if column == 0 else "")
-        last = axes[-1, column] if axes[-1, column].lines else axes[0, column]
-        last.legend(loc="upper left", bbox_to_anchor=(0, -0.3), borderaxespad=0, ncols=2)
+    panels.legend_below(figure, list(axes.flat))
 
 
 def caption(frame: pd.DataFrame) -> str:
     """Describes the runs and names those that did not finish."""
     return (
         "Gradient of mlp.c_proj.weight of blocks of the vision tower of "
-        f"{curves.of_runs(frame)}. After the appendix of arXiv:2304.13013, which shows the mean in "
-        f"place of the norm. Lines: centered box average over at most {style.SMOOTHING} records of "
-        "a run, edges cut; faint: every record. Gradients that are 0 or not finite are gaps, "
+        f"{measures.of_runs(frame)}. After the appendix of arXiv:2304.13013, which shows the mean "
+        f"in place of the norm. Lines: centered box average over at most {style.SMOOTHING} records "
+        "of a run, edges cut; faint: every record. Gradients that are 0 or not finite are gaps, "
         f"and the axes leave out the lowest {BELOW:.1%} of the others. All "
-        f"runs: {curves.methods(frame)}.{curves.caption_end(frame, crosses=False)}"
+        f"runs: {measures.methods(frame)}.{measures.caption_end(frame, crosses=False)}"
     )

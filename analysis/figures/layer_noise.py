@@ -10,14 +10,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from analysis import curves, run_files, style
+from analysis import measures, naming, panels, run_files, style
 from analysis.load import NoRunsError, Runs
 from analysis.run_files import as_path
 
-EXPERIMENT = "weight_gradient"
 PRODUCT, OPERAND = "grad_weight", "g"
 FACTS = ("tower", "step", "recipe", "layer", "terms", "sqnr_db", "underflowed")
-COLUMNS = (*curves.OF_A_RUN, *FACTS)
+COLUMNS = (*measures.OF_A_RUN, *FACTS)
 VISION, TEXT = "vision tower", "text tower"
 
 
@@ -32,8 +31,8 @@ def query(runs: Runs) -> pd.DataFrame:
     `terms`: number of tokens in the sum, the largest that was measured; `sqnr_db` of the product;
     `underflowed`: share of the non-zero elements of g that become 0. NoRunsError without rows.
     """
-    heads = curves.named_heads(runs)
-    frame = curves.by_run(runs, select(heads), COLUMNS, _rows)
+    heads = measures.named_heads(runs)
+    frame = measures.by_run(runs, select(heads), COLUMNS, _rows)
     if frame.empty:
         raise NoRunsError("no quantization errors: python -m experiments.quant_error run=RUN")
     return frame
@@ -53,13 +52,13 @@ def _rows(run: Runs, head: dict) -> pd.DataFrame:
 
 def plot(frame: pd.DataFrame, ax: Axes, value: str = "sqnr_db") -> Axes:
     """One panel for one tower: the median over layers by step, and the middle half of them."""
-    recipes = sorted(frame["recipe"].unique(), key=lambda name: style.rank(name, style.PRECISIONS))
+    recipes = sorted(frame["recipe"].unique(), key=lambda name: naming.rank(name, style.PRECISIONS))
     for recipe in recipes:
         by_step = frame[frame["recipe"] == recipe].groupby("step")[value]
         low, middle, high = (by_step.quantile(q) for q in (0.25, 0.5, 0.75))
         color = style.color(recipe, "")
         ax.fill_between(middle.index, low, high, color=color, alpha=0.12, lw=0)
-        ax.plot(middle.index, middle, "-o", ms=2.5, color=color, label=style.precision(recipe))
+        ax.plot(middle.index, middle, "-o", ms=2.5, color=color, label=naming.precision(recipe))
     ax.set(xlabel="step", title=frame["tower"].iloc[0])
     return ax
 
@@ -72,7 +71,7 @@ def draw(frame: pd.DataFrame, figure: Figure) -> None:
     *noises, zeros = figure.subplots(1, len(towers) + 1)
     for tower, ax in zip(towers, noises, strict=True):
         plot(tower, ax)
-    curves.share_limits(noises)
+    panels.share_limits(noises)
     noises[0].set_ylabel("signal to noise of the\nweight gradient (dB)")
     plot(towers[0], zeros, "underflowed").yaxis.set_major_formatter(PercentFormatter(1))
     zeros.set(ylim=(0, None), ylabel="elements of g that become 0")
@@ -83,16 +82,16 @@ def draw(frame: pd.DataFrame, figure: Figure) -> None:
 def caption(frame: pd.DataFrame) -> str:
     """Describes the run and the layers, with the medians by tower at the last step."""
     last = frame[frame["step"] == frame["step"].max()]
-    terms = curves.join(f"{terms:,}" for terms in sorted(frame["terms"].unique()))
+    terms = naming.join(f"{terms:,}" for terms in sorted(frame["terms"].unique()))
     text = (
-        f"Weight gradients of {frame['layer'].nunique()} layers of {curves.of_runs(frame)}, summed "
-        f"over {terms} tokens, if each recipe quantizes them: signal to quantization noise, and "
-        "the share of elements of the output gradient g that become 0. Lines: medians of layers; "
-        f"bands: their middle half. At step {frame['step'].max():,}:"
+        f"Weight gradients of {frame['layer'].nunique()} layers of {measures.of_runs(frame)}, "
+        f"summed over {terms} tokens, if each recipe quantizes them: signal to quantization "
+        "noise, and the share of elements of the output gradient g that become 0. Lines: medians "
+        f"of layers; bands: their middle half. At step {frame['step'].max():,}:"
     )
     for (tower, recipe), part in last.groupby(["tower", "recipe"], sort=False):
         zeros = np.median(part["underflowed"])
         text += (
-            f" {tower}, {style.precision(recipe)} {part['sqnr_db'].median():.1f} dB, {zeros:.0%};"
+            f" {tower}, {naming.precision(recipe)} {part['sqnr_db'].median():.1f} dB, {zeros:.0%};"
         )
-    return text.removesuffix(";") + "." + curves.caption_end(frame, crosses=False)
+    return text.removesuffix(";") + "." + measures.caption_end(frame, crosses=False)

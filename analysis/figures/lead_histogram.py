@@ -12,12 +12,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from analysis import comparison, curves, paper, spike_marks, style
+from analysis import comparison, measures, panels, paper, spike_marks, style
 from analysis.load import Runs
 from lowprec.diagnostics.spikes import rms_spikes
 
-EXPERIMENT = "stability"
-BASELINES = ("spikes_vs_size", "spikes_vs_lr", "spikes_vs_batch")
 SIDES = {"step": "detection", "onset": "onset"}  # column of `spike_table`: in print
 FOLLOWS, SAME, BEFORE = spike_marks.FOLLOWING, "#0072B2", spike_marks.OTHER
 OF_A_RUN = ("run", "scale", "data", "model", "optimizer", "beta2", "seed", "state", "label")
@@ -41,9 +39,9 @@ def query(runs: Runs) -> pd.DataFrame:
     NaN. `num_large` counts spikes over `spike_marks.LARGE` nats. `by_chance` is the expected number
     if RMS spikes were shifted circularly along the run. Runs without RMS_t have no rows.
     """
-    heads = curves.named_heads(runs, ("optimizer.beta2",))
+    heads = measures.named_heads(runs, ("optimizer.beta2",))
     heads = heads[heads["run"].isin(select(runs.runs)["run"])]
-    return curves.by_run(runs, heads, COLUMNS, _of_run)
+    return measures.by_run(runs, heads, COLUMNS, _of_run)
 
 
 def _of_run(run: Runs, head: dict) -> pd.DataFrame:
@@ -79,11 +77,11 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
 
 def draw(frame: pd.DataFrame, figure: Figure) -> None:
     """Draws a panel for each side."""
-    panels = [panel for _, panel in frame.groupby("counted_from", sort=False)]
-    axes = curves.panels(figure, len(panels), 1, 2.4)
-    for panel, ax in zip(panels, axes, strict=True):
+    parts = [panel for _, panel in frame.groupby("counted_from", sort=False)]
+    axes = panels.grid(figure, len(parts), 2.5)
+    for panel, ax in zip(parts, axes, strict=True):
         plot(panel, ax)
-    curves.share_limits(axes)
+    panels.share_limits(axes)
     names = {"before the RMS spike": BEFORE, "at its step": SAME, "after it": FOLLOWS}
     handles = [Patch(color=color, label=name) for name, color in names.items()]
     handles += axes[0].plot([], [], color="black", ls=":", lw=1, label="by chance")
@@ -94,7 +92,7 @@ def caption(frame: pd.DataFrame) -> str:
     """Describes the runs, the counting, and the shares of both sides."""
     runs, most = frame.drop_duplicates("run"), int(frame["lead"].max())
     text = (
-        f"Loss spikes of {curves.of_runs(runs)}, by the steps from an RMS spike of "
+        f"Loss spikes of {measures.of_runs(runs)}, by the steps from an RMS spike of "
         f"{spike_marks.TENSOR}: the latest at or before the loss spike, or else the next. "
         f"{spike_marks.in_words(frame)} Dark: spikes over {spike_marks.LARGE:g} nat. Dotted: by "
         "chance, if RMS spikes were shifted along the run."
@@ -102,7 +100,7 @@ def caption(frame: pd.DataFrame) -> str:
     for name, part in frame.groupby("counted_from", sort=False):
         text += f" From the {name}: {in_words(part, 'num_spikes', most)}; "
         text += f"over {spike_marks.LARGE:g} nat: {in_words(part, 'num_large', most)}."
-    return f"{text} The paper: {paper.FOLLOWING_SAID}.{curves.caption_end(runs, crosses=False)}"
+    return f"{text} The paper: {paper.FOLLOWING_SAID}.{measures.caption_end(runs, crosses=False)}"
 
 
 def in_words(frame: pd.DataFrame, column: str, most: int) -> str:

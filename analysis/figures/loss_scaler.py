@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
-from analysis import curves, paper, spike_marks, style
+from analysis import measures, naming, panels, paper, spike_marks, style
 from analysis.load import Runs
 
 WIDTH = 2.7  # inches of a column
@@ -25,7 +25,7 @@ PANELS = {  # column: in print
     "grad_in_proj": "max gradient,\nblock 0, in_proj",
 }
 LOGARITHMIC = {"loss_scale": 2, "grad_class_embedding": 10, "grad_in_proj": 10}  # column: base
-COLUMNS = (*curves.OF_A_RUN, "block", "spike", "step", *PANELS, "skipped_tensors")
+COLUMNS = (*measures.OF_A_RUN, "block", "spike", "step", *PANELS, "skipped_tensors")
 
 
 def select(heads: pd.DataFrame) -> pd.DataFrame:
@@ -38,9 +38,9 @@ def query(runs: Runs) -> pd.DataFrame:
 
     Runs without a loss spike are left out; unrecorded values are NaN.
     """
-    heads = curves.named_heads(runs, ("scaler.name",))
+    heads = measures.named_heads(runs, ("scaler.name",))
     scaled = heads[heads["scaler"] != "none"].sort_values("scaler", kind="stable")
-    return curves.by_run(runs, scaled, COLUMNS, _around_highest_spike)
+    return measures.by_run(runs, scaled, COLUMNS, _around_highest_spike)
 
 
 def plot(frame: pd.DataFrame, ax: Axes, column: str = "loss") -> Axes:
@@ -60,7 +60,7 @@ def plot(frame: pd.DataFrame, ax: Axes, column: str = "loss") -> Axes:
         ax.set_yscale("log", base=LOGARITHMIC[column])
         ax.yaxis.set_minor_formatter(NullFormatter())
     if column == "loss":
-        curves.draw_chance(ax, frame["batch_size"])
+        panels.draw_chance(ax, frame["batch_size"])
     ax.set_ylabel(PANELS[column].replace("a block", f"block {head['block']}"))
     ax.locator_params(axis="x", nbins=5)
     return ax
@@ -74,7 +74,7 @@ def draw(frame: pd.DataFrame, figure: Figure) -> None:
     axes = figure.subplots(len(recorded), len(runs), squeeze=False, sharex="col")
     for i, run in enumerate(runs):
         head = run.iloc[0]
-        model = style.model(head["model"])
+        model = naming.model(head["model"])
         seed = f", seed {head['seed']}" if len(runs) > frame["scaler"].nunique() else ""
         title = f"{model}, {head['scaler']} scaler{seed}\n"
         title += f"{head['label']}, beta2 = {head['beta2']:g}"
@@ -88,15 +88,15 @@ def caption(frame: pd.DataFrame) -> str:
     """Describes the runs and the steps."""
     runs = frame.drop_duplicates("run")
     text = (
-        f"{AROUND} steps on either side of the highest loss spike of {curves.of_runs(frame)}. "
+        f"{AROUND} steps on either side of the highest loss spike of {measures.of_runs(frame)}. "
         "After the appendix of arXiv:2304.13013. Orange ticks: steps in which the gradient of some "
         "tensor was not finite, so that the step (dynamic scaler) or the tensor (fixed) was "
         "skipped; such values are left out of the lines."
     )
     for run in runs.itertuples():
-        text += f" {style.model(run.model)}, {run.scaler} scaler, seed {run.seed}:"
+        text += f" {naming.model(run.model)}, {run.scaler} scaler, seed {run.seed}:"
         text += f" step {run.spike:,}."
-    return text + curves.caption_end(runs, crosses=False)
+    return text + measures.caption_end(runs, crosses=False)
 
 
 def _around_highest_spike(run: Runs, head: dict) -> pd.DataFrame:

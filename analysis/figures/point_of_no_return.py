@@ -11,7 +11,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from analysis import curves, spike_marks, style
+from analysis import measures, naming, spike_marks, style
 from analysis.comparison import counted
 from analysis.load import Runs
 from analysis.run_files import UNREADABLE, as_path
@@ -24,7 +24,7 @@ TYPES = {  # of the table's columns that are needed
     **{"step": int, "change": str, "change_from": int, "perturbation": float, "lead": int},
     **{"height": float, "of_control": float, "gone": bool, "exact": bool},
 }
-COLUMNS = (*curves.OF_A_RUN, *TYPES, "height_of_control", "left_out")
+COLUMNS = (*measures.OF_A_RUN, *TYPES, "height_of_control", "left_out")
 SHORT = r"change_steps=(\d+) "  # how the name of a change for a few steps begins
 APART = 0.96  # ratio of leads between changes, so that lines do not hide each other
 REPLAY = ["step", "change", "change_from", "perturbation"]  # identifies a replay of a run
@@ -39,7 +39,7 @@ def query(runs: Runs) -> pd.DataFrame:
     several tables of a run contain counts once. `left_out` is the number of batches up to the
     spike's own that a replay leaves out, if these begin after `change_from`, and else NaN.
     """
-    return curves.by_run(runs, curves.named_heads(runs), COLUMNS, _replays)
+    return measures.by_run(runs, measures.named_heads(runs), COLUMNS, _replays)
 
 
 def _replays(run: Runs, head: dict) -> pd.DataFrame:
@@ -137,14 +137,14 @@ def caption(frame: pd.DataFrame) -> str:
     heights = spikes["height_of_control"]
     text = (
         f"Loss spikes that a change removes, by the step at which it begins, in "
-        f"{curves.of_runs(runs)} ({curves.methods(runs)}): {counted(len(spikes), 'spike')}, "
+        f"{measures.of_runs(runs)} ({measures.methods(runs)}): {counted(len(spikes), 'spike')}, "
         f"{heights.min():.2g} to {heights.max():.2g} nats high. A spike is gone if it is lower "
         f"than {STAYS:.0%} of its height in an unchanged replay. From {starts['exact'].sum()} of "
         f"{len(starts)} steps, unchanged replays have exactly the recorded losses."
     )
     perturbed = frame[frame["change"] == PERTURBED]
     if len(perturbed):
-        num = curves.join(sorted(perturbed.groupby([*SPIKE, "change_from"]).size().unique()))
+        num = naming.join(sorted(perturbed.groupby([*SPIKE, "change_from"]).size().unique()))
         text += (
             f" Black: {num} replays of each spike and step that change nothing but the last digit "
             "of the weights, and in which a spike is gone by chance."
@@ -153,4 +153,4 @@ def caption(frame: pd.DataFrame) -> str:
         text += " Dashed, with open points: the change ends after the given number of steps."
     if frame["left_out"].notna().any():
         text += " Right: the last batches up to the spike's own are left out for the next ones."
-    return text + curves.caption_end(runs, crosses=False)
+    return text + measures.caption_end(runs, crosses=False)

@@ -5,7 +5,6 @@ those of `spikes_vs_*`.
 """
 
 from dataclasses import asdict
-from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -13,14 +12,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from analysis import comparison, curves, paper, spike_marks, style
+from analysis import comparison, measures, naming, panels, paper, spike_marks, style
 from analysis.load import Runs
 from lowprec.diagnostics.spikes import lag_coincidence
 
 OTHER, RMS = spike_marks.OTHER, style.RMS
 LOWEST = 0.1  # RMS_t of an axis; that of a collapsed model goes to 0
 MARKS = ("step", "loss", "rms", "loss_spike", "rms_spike", "follows")
-COLUMNS = (*curves.OF_A_RUN, "num_seeds", *MARKS, *spike_marks.THRESHOLDS)
+COLUMNS = (*measures.OF_A_RUN, "num_seeds", *MARKS, *spike_marks.THRESHOLDS)
 
 
 def select(heads: pd.DataFrame) -> pd.DataFrame:
@@ -48,11 +47,11 @@ def query(runs: Runs) -> pd.DataFrame:
     `loss_spike` and `rms_spike` mark the steps where a spike begins, by the thresholds of the run's
     own config; `follows` marks those where a loss spike begins after an RMS spike.
     """
-    heads = curves.named_heads(runs, ("optimizer.beta2",))
+    heads = measures.named_heads(runs, ("optimizer.beta2",))
     heads = heads.merge(select(runs.runs)[["run", "num_seeds"]], on="run")
-    rank = heads["model"].map(lambda name: style.rank(name, style.MODELS))
+    rank = heads["model"].map(lambda name: naming.rank(name, naming.MODELS))
     heads = heads.assign(rank=rank).sort_values(["rank", "beta2"])
-    return curves.by_run(runs, heads, COLUMNS, _marked_steps)
+    return measures.by_run(runs, heads, COLUMNS, _marked_steps)
 
 
 def _marked_steps(run: Runs, head: dict) -> pd.DataFrame:
@@ -68,10 +67,10 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
     parts = ax.get_subplotspec().subgridspec(2, 1, height_ratios=(3, 2))
     ax.set_subplotspec(parts[0])
     below = ax.figure.add_subplot(parts[1], sharex=ax)
-    top, color = curves.cap(frame), style.color(head["precision"], head["optimizer"])
+    top, color = panels.cap(frame), style.color(head["precision"], head["optimizer"])
     ax.plot(frame["step"], frame["loss"], color=color, lw=0.7, rasterized=True)
     ax.set(ylabel="training loss", ylim=(None, top))
-    curves.draw_chance(ax, frame["batch_size"])
+    panels.draw_chance(ax, frame["batch_size"])
     below.plot(frame["step"], frame["rms"], color=RMS, lw=0.7, rasterized=True)
     below.axhline(head["rms_threshold"], color=OTHER, lw=0.7, ls=(0, (4, 2)))
     at = frame[frame["rms_spike"]]
@@ -99,17 +98,17 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
 def draw(frame: pd.DataFrame, figure: Figure) -> None:
     """Draws a panel for each run, in the order of model and beta2."""
     runs = [run for _, run in frame.groupby("run", sort=False)]
-    axes = curves.panels(figure, len(runs), 0, 3.6)
+    axes = panels.grid(figure, len(runs), 3.6)
     for run, ax in zip(runs, axes, strict=True):
         plot(run, ax).set_xlim(0, run["num_steps"].iloc[0])
-    curves.share_limits(axes)
-    curves.share_limits([ax for ax in figure.axes if ax not in axes])
+    panels.share_limits(axes)
+    panels.share_limits([ax for ax in figure.axes if ax not in axes])
 
 
 def caption(frame: pd.DataFrame) -> str:
     """Describes the data and the protocol, and counts each setting's seeds and spikes."""
     text = (
-        f"RMS_t of {spike_marks.TENSOR} and training loss of {curves.of_runs(frame)}. After "
+        f"RMS_t of {spike_marks.TENSOR} and training loss of {measures.of_runs(frame)}. After "
         f"figure 9, arXiv:2304.13013. {spike_marks.in_words(frame)} The loss axis ends at the "
         "largest loss after the first tenth of training, at most at twice the first loss, and "
         f"that of RMS_t begins at {LOWEST:g} or above."
@@ -137,13 +136,6 @@ def _counts(run: pd.DataFrame) -> str:
 
 
 def _title(head: pd.Series, between: str = "\n") -> str:
-    name = style.model(head["model"])
+    name = naming.model(head["model"])
     label = head["label"].replace(" (", f"{between}(") if between == "\n" else head["label"]
     return f"{name}, beta2 = {head['beta2']:g}{between}{label}, seed {head['seed']}"
-
-
-DRAWING = {part.__name__: part for part in (select, query, plot, draw, caption)}
-OWN = {"EXPERIMENT": "rms_and_loss", "FALLBACK": "stability"}
-FIGURES = {"rms_and_loss": SimpleNamespace(**OWN, **DRAWING)}
-for sweep in ("size", "batch", "lr"):
-    FIGURES[f"spike_lead_{sweep}"] = SimpleNamespace(EXPERIMENT=f"spikes_vs_{sweep}", **DRAWING)

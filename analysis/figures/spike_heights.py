@@ -10,13 +10,11 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from analysis import curves, spike_marks, style
+from analysis import measures, naming, panels, spike_marks, style
 from analysis.comparison import counted
-from analysis.figures.accuracy_vs_size import plot_runs
 from analysis.load import Runs
 
-EXPERIMENT = "stability"
-COLUMNS = ("part", *curves.OF_A_RUN, "step", "height", "recall", "after_reset")
+COLUMNS = ("part", *measures.OF_A_RUN, "step", "height", "recall", "after_reset")
 COLUMNS += tuple(spike_marks.THRESHOLDS)
 WIDTH = 0.8  # of the slot that the optimizers share at each beta2 on the axis
 RESETS = {"stable_spam": 1000}  # steps between resets of the moments, the library's default
@@ -32,8 +30,8 @@ def query(runs: Runs) -> pd.DataFrame:
     NaN. `after_reset`: whether the optimizer reset its moments at the run's last step or the one
     before.
     """
-    heads = curves.named_heads(runs, ("optimizer.beta2",))
-    heads = curves.with_scores(runs, heads)
+    heads = measures.named_heads(runs, ("optimizer.beta2",))
+    heads = measures.with_scores(runs, heads)
 
     def parts(run: Runs, head: dict) -> pd.DataFrame:
         series = spike_marks.read_series(run, spike_marks.TENSOR)
@@ -45,7 +43,7 @@ def query(runs: Runs) -> pd.DataFrame:
         after_reset = head["reached"] >= gap and head["reached"] % gap <= 1
         return table.assign(after_reset=after_reset, **asdict(protocol))
 
-    frame = curves.by_run(runs, heads, COLUMNS, parts)
+    frame = measures.by_run(runs, heads, COLUMNS, parts)
     return frame.astype({"height": float, "recall": float, "after_reset": bool})
 
 
@@ -77,14 +75,15 @@ def plot_recall(frame: pd.DataFrame, ax: Axes) -> Axes:
     """
     ends, places = frame[frame["part"] == "runs"].sort_values("beta2"), _places(frame)
     for optimizer, group in ends.groupby("optimizer", sort=False):
-        color, name = style.color("bf16", optimizer), style.optimizer_name(optimizer)
+        color, name = style.color("bf16", optimizer), naming.optimizer_name(optimizer)
         at = group["beta2"].map(places) + _slots(frame)[optimizer]
-        dashes = style.line_style(optimizer) if len(places) > 1 else None
-        plot_runs(ax, at, group["recall"], color, dashes, name)
+        dashes = style.line_style(optimizer)
+        means = "line" if len(places) > 1 else "bar"
+        hollow = group["after_reset"]
+        look = {"color": color, "label": name, "dashes": dashes, "hollow": hollow}
+        panels.draw_runs(ax, at, group["recall"], means=means, **look)
         spread = group["recall"].groupby(at).agg(["min", "max"]).dropna()
         ax.vlines(spread.index, spread["min"], spread["max"], color=color, lw=0.8)
-        if (opened := group["after_reset"]).any():
-            ax.plot(at[opened], group["recall"][opened], "o", color=color, mfc="white", ms=4)
     if ends["after_reset"].any():
         ax.plot([], [], "o", color=style.OTHER, mfc="white", ms=4, label=AFTER_RESET)
     ax.set(ylabel="mean R@1 at the end (%)", title="one point per run; thin lines: min to max")
@@ -94,33 +93,32 @@ def plot_recall(frame: pd.DataFrame, ax: Axes) -> Axes:
 
 def draw(frame: pd.DataFrame, figure: Figure) -> None:
     """Draws both panels, and one legend below them; it leaves out what the axes name."""
-    has_one_beta2 = frame["beta2"].nunique() == 1
-    lines = 5 if has_one_beta2 else -(-frame["optimizer"].nunique() // 3)
-    left, right = curves.panels(figure, 2, lines + frame["after_reset"].any())
+    left, right = panels.grid(figure, 2, 2.8)
     plot(frame, left)
     plot_recall(frame, right)
-    entries = zip(*right.get_legend_handles_labels(), strict=True)
-    entries = [entry for entry in entries if not has_one_beta2 or entry[1] == AFTER_RESET]
-    if entries:
-        handles, labels = zip(*entries, strict=True)
-        figure.legend(handles, labels, loc="outside lower center", ncols=3, handlelength=2.6)
+    if frame["beta2"].nunique() == 1:
+        for line in right.lines:
+            line.set_label(line.get_label() if line.get_label() == AFTER_RESET else None)
+        figure.set_figheight(3.3)
+    panels.legend_below(figure, [right])
 
 
 def caption(frame: pd.DataFrame) -> str:
     """Describes the runs and counts the spikes."""
     ends, spikes = (frame[frame["part"] == part] for part in ("runs", "spikes"))
     counts = "; ".join(
-        f"{style.optimizer_name(name)} {(spikes['optimizer'] == name).sum()} in {counted(n, 'run')}"
-        for name, n in ends.groupby("optimizer").size().items()
+        f"{naming.optimizer_name(name)} {(spikes['optimizer'] == name).sum()} in "
+        f"{counted(num, 'run')}"
+        for name, num in ends.groupby("optimizer").size().items()
     )
     return (
-        f"Loss spikes and retrieval of {curves.of_runs(ends)}, beta2 "
-        f"{curves.join(sorted(ends['beta2'].unique()))}. {spike_marks.in_words(frame)} Left: "
+        f"Loss spikes and retrieval of {measures.of_runs(ends)}, beta2 "
+        f"{naming.join(sorted(ends['beta2'].unique()))}. {spike_marks.in_words(frame)} Left: "
         "height of each loss spike, its largest loss minus the median loss of the window before "
         "it; the bars are medians. Right: mean R@1 of both directions at the last step; the points "
         "are seeds, the lines or bars are their means, and the vertical lines go from the smallest "
         f"to the largest. {_of_resets(ends)}Loss spikes: "
-        f"{counts}.{curves.caption_end(ends)}"
+        f"{counts}.{measures.caption_end(ends)}"
     )
 
 
@@ -128,7 +126,7 @@ def _of_resets(ends: pd.DataFrame) -> str:
     names = ends.loc[ends["after_reset"], "optimizer"].unique()
     if not len(names):
         return ""
-    return f"Open points: {curves.join(style.optimizer_name(n) for n in names)}, {AFTER_RESET}. "
+    return f"Open points: {naming.join(naming.optimizer_name(n) for n in names)}, {AFTER_RESET}. "
 
 
 def _places(frame: pd.DataFrame) -> dict[float, int]:
@@ -137,7 +135,7 @@ def _places(frame: pd.DataFrame) -> dict[float, int]:
 
 def _slots(frame: pd.DataFrame) -> dict[str, float]:
     """By optimizer: its place beside a value of beta2 on the axis."""
-    names = sorted(set(frame["optimizer"]), key=lambda name: style.rank(name, style.OPTIMIZERS))
+    names = sorted(set(frame["optimizer"]), key=lambda name: naming.rank(name, style.OPTIMIZERS))
     return {n: (i - (len(names) - 1) / 2) * WIDTH / len(names) for i, n in enumerate(names)}
 
 
@@ -147,7 +145,7 @@ def _name_axis(ax: Axes, frame: pd.DataFrame) -> None:
     ax.set(xlabel="beta2", xlim=(-0.6, len(places) - 0.4))
     ax.set_xticks(list(places.values()), [f"{beta2:g}" for beta2 in places])
     if len(places) == 1:
-        names = [style.optimizer_name(name) for name in slots]
+        names = [naming.optimizer_name(name) for name in slots]
         ax.set_xticks(list(slots.values()), names, rotation=30, ha="right", rotation_mode="anchor")
         ax.set(
             xlabel=f"optimizer (beta2 {next(iter(places)):g})", xlim=(-0.55 * WIDTH, 0.55 * WIDTH)

@@ -12,11 +12,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from analysis import curves, spike_marks, style
+from analysis import measures, naming, panels, spike_marks, style
 from analysis.load import Runs
 from lowprec.diagnostics.spikes import leads, loss_spikes, onsets, relative_rms, rms_spikes
 
-EXPERIMENT = "stability"
 HORIZONS = (1, 2, 4, 8, 16, 32)  # steps
 HORIZON = 8  # of panels by threshold: the paper's
 THRESHOLDS = {  # about 1 to 30 and 0.03 to 1 in steps of 12%, with the paper's 2.3
@@ -50,9 +49,9 @@ def query(runs: Runs) -> pd.DataFrame:
     are the means of these counts over all circular shifts of the warnings along the steps that are
     not ignored.
     """
-    heads = curves.named_heads(runs, ("optimizer.beta2",))
+    heads = measures.named_heads(runs, ("optimizer.beta2",))
     heads = heads[heads["run"].isin(select(runs.runs)["run"])]
-    return curves.by_run(runs, heads, COLUMNS, _of_run)
+    return measures.by_run(runs, heads, COLUMNS, _of_run)
 
 
 def _of_run(run: Runs, head: dict) -> pd.DataFrame:
@@ -201,11 +200,11 @@ def plot_horizons(shares: dict[tuple, np.ndarray], ax: Axes, column: int, name: 
 
 def draw(frame: pd.DataFrame, figure: Figure) -> None:
     """Draws five panels; their legend takes the place of a sixth."""
-    *axes, last = curves.panels(figure, 6, 0, 2.4, most=3)
+    *axes, last = panels.grid(figure, 6, 2.4, most=3)
     shares = transferred(frame)
     for score, ax in zip(NAMES, axes, strict=False):
         plot(frame, ax, score)
-    curves.share_limits(axes[:2])
+    panels.share_limits(axes[:2])
     plot_trade(frame, axes[2])
     plot_horizons(shares, axes[3], 0, "precision")
     plot_horizons(shares, axes[4], 2, "recall")
@@ -223,8 +222,8 @@ def caption(frame: pd.DataFrame) -> str:
     """Describes the runs and the counting, and compares the scores at HORIZON steps."""
     runs, shares = frame.drop_duplicates("run"), transferred(frame)
     text = (
-        f"Warnings of loss spikes by {spike_marks.TENSOR} in {curves.of_runs(runs)}, beta2 "
-        f"{curves.join(sorted(runs['beta2'].unique()))}. {spike_marks.in_words(frame)} A warning "
+        f"Warnings of loss spikes by {spike_marks.TENSOR} in {measures.of_runs(runs)}, beta2 "
+        f"{naming.join(sorted(runs['beta2'].unique()))}. {spike_marks.in_words(frame)} A warning "
         "begins where RMS_t or rho reaches a threshold; a burst is one warning, as for RMS spikes, "
         "so low thresholds give few. Precision: share of warnings that a loss spike follows within "
         "the horizon. Recall: share of loss spikes with a warning within the horizon before. Top: "
@@ -240,4 +239,4 @@ def caption(frame: pd.DataFrame) -> str:
             f"{other[0]:.2f} with rho (difference {own[0] - other[0]:+.2f}, interval {low:+.2f} "
             f"to {high:+.2f})."
         )
-    return text + curves.caption_end(runs, crosses=False)
+    return text + measures.caption_end(runs, crosses=False)

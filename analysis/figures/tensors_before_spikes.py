@@ -11,15 +11,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy import stats
 
-from analysis import curves, paper, spike_marks, style
+from analysis import measures, naming, paper, spike_marks, style
 from analysis.load import Runs
 from lowprec.diagnostics.spikes import lag_coincidence, loss_spikes, onsets
 
-EXPERIMENT = "stability"
 NUM_TENSORS = 15  # drawn
 LEVEL = 0.05  # false discovery rate
 COUNTS = ("num_loss_spikes", "num_rms_spikes", "num_following", "num_first", "expected")
-COLUMNS = (*curves.OF_A_RUN, "tensor", *COUNTS, *spike_marks.THRESHOLDS)
+COLUMNS = (*measures.OF_A_RUN, "tensor", *COUNTS, *spike_marks.THRESHOLDS)
 
 
 def select(heads: pd.DataFrame) -> pd.DataFrame:
@@ -44,9 +43,9 @@ def query(runs: Runs) -> pd.DataFrame:
     and `num_first` those of them for which no tensor has an earlier RMS spike within these steps.
     `expected` is the number that follow by chance, the mean over all shifts of the RMS spikes.
     """
-    heads = curves.named_heads(runs, ("optimizer.beta2",))
+    heads = measures.named_heads(runs, ("optimizer.beta2",))
     heads = heads[heads["run"].isin(select(runs.runs)["run"])]
-    return curves.by_run(runs, heads, COLUMNS, _count)
+    return measures.by_run(runs, heads, COLUMNS, _count)
 
 
 def _count(run: Runs, head: dict) -> pd.DataFrame:
@@ -96,7 +95,7 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
     ax.barh(rows, table["num_following"], alpha=0.45, label="follow", **look)
     ax.barh(rows, table["num_first"], label="follow, and no other tensor is earlier", **look)
     ax.plot(table["expected"], rows, "|", color="black", ms=9, mew=1.5, label="by chance")
-    ax.set_yticks(rows, [style.short_tensor(name) for name in table.index], fontsize=7)
+    ax.set_yticks(rows, [naming.short_tensor(name) for name in table.index], fontsize=7)
     num = int(table["num_loss_spikes"].max()) if len(table) else 0
     ax.set_xlabel(f"number of loss spikes (of {num})")
     ax.set_title("loss spikes that follow RMS spikes, by tensor")
@@ -114,8 +113,8 @@ def caption(frame: pd.DataFrame) -> str:
     """Describes the runs, how spikes are counted, and the tensor with the smallest `p`."""
     runs, table = frame.drop_duplicates("run"), pooled(frame)
     text = (
-        f"Loss spikes after RMS spikes of each tensor in {curves.of_runs(runs)}, "
-        f"beta2 {curves.join(sorted(runs['beta2'].unique()))}. {spike_marks.in_words(frame)} Loss "
+        f"Loss spikes after RMS spikes of each tensor in {measures.of_runs(runs)}, "
+        f"beta2 {naming.join(sorted(runs['beta2'].unique()))}. {spike_marks.in_words(frame)} Loss "
         "spikes are counted from their onset. Orange: tensors after whose RMS spikes more loss "
         f"spikes follow than by chance, at a false discovery rate of {LEVEL:g} over the "
         f"{len(table)} tensors with RMS spikes, if loss spikes are independent of each other."
@@ -123,4 +122,4 @@ def caption(frame: pd.DataFrame) -> str:
     for name, row in table.head(1).iterrows():
         text += f" {name}: {row['num_following']:.0f} of {row['num_loss_spikes']:.0f} follow its "
         text += f"{row['num_rms_spikes']:.0f} RMS spikes, {row['expected']:.1f} by chance."
-    return f"{text} The paper: {paper.FOLLOWING_SAID}.{curves.caption_end(runs, crosses=False)}"
+    return f"{text} The paper: {paper.FOLLOWING_SAID}.{measures.caption_end(runs, crosses=False)}"

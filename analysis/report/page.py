@@ -12,8 +12,8 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from analysis.comparison import counted
-from analysis.curves import name_methods
 from analysis.load import Runs
+from analysis.measures import name_methods
 from analysis.report import plots
 from analysis.report.collect import AROUND, HIGH, LOW, Budget, RunData, collect_run, readable
 from analysis.run_files import NO_TENSORS

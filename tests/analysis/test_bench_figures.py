@@ -182,7 +182,7 @@ def test_newest_line_of_a_case_and_dimension_counts(tmp_path):
     alone = {"inner_dim": 64, "measured": 9.0, "predicted": None, "ratio": None}
     rows = [line("quantization_variance", "mxfp4", None, **alone)]
     write(tmp_path, "quantization_variance", rows, "20260103")
-    frame = quantization_variance.query(load_lines(tmp_path, quantization_variance.LINES))
+    frame = quantization_variance.query(load_lines(tmp_path, "quantization_variance"))
     assert frame[["inner_dim", "ratio"]].values.tolist()[:2] == [[64, 2.0], [128, 1.0]]
     (panel,) = drawn(quantization_variance, frame)
     drawn_lines = [(curve.get_label(), *curve.get_ydata()) for curve in panel.lines]
@@ -191,7 +191,7 @@ def test_newest_line_of_a_case_and_dimension_counts(tmp_path):
 
 def test_weak_scaling_has_a_panel_for_each_batch_and_a_line_for_each_method(tmp_path):
     frame = weak_scaling.query(load_lines(write(tmp_path, "scale", scale_lines()), "scale"))
-    value = frame.set_index([*weak_scaling.SERIES[:2], "kind", "gpus"])["value"]
+    value = frame.set_index(["panel", "precision", "kind", "gpus"])["value"]
     titles = [f"ViT-{name} per GPU, checkpointing" for name in
               ("B/32, batch 512", "H/14, batch 64", "H/14, batch 256")]  # fmt: skip
     assert list(dict.fromkeys(frame["panel"])) == titles

@@ -5,9 +5,16 @@ import pandas as pd
 import pytest
 
 from analysis import paper
-from analysis.curves import RECALL, VALIDATION_LOSS
-from analysis.figures import attention_logits, feature_size, layer_noise, recipes_by_size
+from analysis.figures import (
+    attention_logits,
+    feature_size,
+    layer_noise,
+    rate_map,
+    recipes_by_size,
+    scores,
+)
 from analysis.load import NoRunsError
+from analysis.measures import RECALL, VALIDATION_LOSS
 from lowprec.config.schema import InterventionConfig, ModelConfig
 from lowprec.runs.read import encode_row
 from tests.analysis.conftest import drawn
@@ -76,14 +83,14 @@ def test_logits_are_the_largest_of_any_block_at_the_end_and_settings_are_told_ap
     plant((99, 1), recipe="switchback", **keys)
     plant((1, 50), intervention=InterventionConfig("zero_init"), **keys)
     frame = query(attention_logits)
-    assert tuple(frame.columns) == attention_logits.COLUMNS and len(frame) == 7
+    assert len(frame) == 7
     assert sorted(frame["logit_max"]) == [10, 20, 30, 50, 100, 200, 300]
-    over_runs, within = attention_logits.correlations(frame)
+    over_runs, within = scores.correlations(frame)
     assert within == pytest.approx(1) and over_runs < 0
     (ax,) = drawn(attention_logits, frame)
-    names = [line.get_label() for line in ax.lines]
+    names = [text.get_text() for text in ax.figure.legends[0].get_texts()]
     rest = "lr 0.001, batch 128"
-    assert names[:2] == [f"nano, {rest}", f"nano, {rest}, zero-init layer-scale"]
+    assert {f"nano, {rest}", f"nano, {rest}, zero-init layer-scale"} < set(names)
     assert "which compares settings, and 1.00 within" in attention_logits.caption(frame)
 
 
@@ -98,7 +105,7 @@ def test_losses_and_features_by_size_are_relative_to_bf16_of_the_same_seed(plant
     plant((9, 9), loss=9, recipe="llm_int8", model="vit_b14", seed=3, **keys)  # without bf16
     plant((9, 9), loss=9, recipe="llm_int8", model="vit_b14", seed=1, lr=2e-3, **keys)
     frame = query(recipes_by_size)
-    assert tuple(frame.columns) == recipes_by_size.COLUMNS and len(frame) == 12
+    assert len(frame) == 12
     assert set(frame["step"]) == {2}  # the last record of the first fifth
     means = frame.groupby(["model", "recipe"])[["loss_change", "feature_ratio"]].agg(list)
     for model, percent in (("vit_l14", 10), ("vit_b14", 20)):
@@ -109,15 +116,39 @@ def test_losses_and_features_by_size_are_relative_to_bf16_of_the_same_seed(plant
     left, right = drawn(recipes_by_size, frame)
     ticks = [label.get_text() for label in left.get_xticklabels()]
     assert ticks == ["ViT-B/14", "ViT-L/14"]
-    names = ["bf16", "int8 weight gradient only", "LLM.int8()"]
+    names = ["bf16", "LLM.int8()", "int8 weight gradient only"]
     assert [text.get_text() for text in left.figure.legends[0].get_texts()] == names
     bars = {line.get_label(): line for line in right.lines if line.get_marker() == "_"}
-    assert list(bars) == names[1:] and list(bars["LLM.int8()"].get_ydata()) == [2, 2]
-    assert right.get_title() == "features at step 2"
+    assert list(bars) == names and list(bars["LLM.int8()"].get_ydata()) == [2, 2]
+    assert "at step 2, relative to bf16" in right.get_ylabel()
     caption = recipes_by_size.caption(frame)
     assert "12 runs at true_size scale" in caption and "gray: 3%, which count as equal" in caption
     assert "ViT-B/14, LLM.int8(): +20.0%, 2.00." in caption
     assert "ViT-L/14, int8 weight gradient only: +0.0%, 3.00." in caption
+
+
+def test_losses_by_rate_join_the_runs_of_other_studies_at_their_rate(plant, query):
+    keys = {"scale": "true_size", "experiment": "lr_map", "gpu": "H100"}
+    other = keys | {"experiment": "weight_gradient", "gpu": "H200"}
+    for model in ("vit_h14", "vit_b14"):
+        plant((1, 1), loss=0.3, model=model, lr=5e-4, **other)
+    plant((1, 1), loss=0.4, lr=5e-4, recipe="custom", products=INT8, model="vit_h14", **other)
+    plant((1, 1), loss=0.5, lr=5e-4, model="vit_h14", **other | {"experiment": "interventions"},
+          intervention=InterventionConfig("zero_init"))  # fmt: skip
+    for lr, loss in ((2.5e-4, 0.2), (1e-3, 0.6)):
+        plant((1, 1), loss=loss, lr=lr, model="vit_h14", **keys)
+    plant((1, 1), loss=9, lr=2e-3, model="vit_h14", state="diverged", steps=12, **keys)
+    plant((1, 1), loss=8, lr=4e-3, model="vit_h14", state="running", steps=12, **keys)
+    frame = query(rate_map)
+    assert set(frame["model"]) == {"vit_h14"} and frame["lr"].max() == 2e-3
+    by_rate = frame[frame["recipe"] == "bf16"].set_index("lr")["validation_loss"]
+    assert by_rate[:3].to_dict() == {2.5e-4: 0.2, 5e-4: 0.3, 1e-3: 0.6}
+    plant((1, 1), loss=0.4, model="mini_l", recipe="switchback", lr=1e-3, **keys)
+    small, large = drawn(rate_map, query(rate_map))
+    assert [ax.get_title() for ax in (small, large)] == ["mini L", "ViT-H/14"]
+    assert small.get_yscale() == large.get_xscale() == "log"
+    names = [text.get_text() for text in small.figure.legends[0].get_texts()]
+    assert names == ["bf16", "SwitchBack int8", "int8 weight gradient only"]
 
 
 def noises():

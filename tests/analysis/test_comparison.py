@@ -5,7 +5,7 @@ import pandas as pd
 import yaml
 
 from analysis import comparison, evidence, load_runs
-from analysis.curves import name_methods
+from analysis.measures import name_methods
 from analysis.run_files import DEFAULTS, flatten
 from lowprec.config.schema import Config
 from lowprec.runs.identity import identity

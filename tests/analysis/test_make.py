@@ -146,7 +146,7 @@ def test_a_figure_that_crashes_is_named_and_the_others_are_drawn(make_all, monke
 
 
 def test_a_damaged_file_of_lines_stops_its_figure_alone(make_all, tmp_path):
-    lines = tmp_path / "runs" / "bench" / op_profile.LINES / "one.jsonl"
+    lines = tmp_path / "runs" / "bench" / op_profile.lines / "one.jsonl"
     lines.parent.mkdir(parents=True)
     lines.write_text('{"case": "output"}\n')  # lacks what every line has
     code, errors, pictures = make_all()

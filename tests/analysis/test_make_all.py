@@ -10,7 +10,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from analysis import figures, make, paper, study
-from analysis.curves import RECALL, VALIDATION_LOSS
+from analysis.measures import RECALL, VALIDATION_LOSS
 from analysis.style import save, style
 from lowprec.config.schema import DiagnosticsConfig, InterventionConfig, ScalerConfig, SpikeConfig
 from lowprec.runs.read import encode_row
@@ -67,6 +67,7 @@ STUDIES = {  # experiment: what its runs differ in
         for model in ("vit_b14", "vit_l14", "vit_h14")
         for precision in ({"recipe": "high"}, {"recipe": "llm_int8"}, INT8_GRADIENT)
     ],
+    "lr_map": [dict(model="vit_h14", recipe=r, lr=2e-3) for r in ("high", "llm_int8")],
     "rounding": [dict(model="mini_l", lr=1e-3 + 2e-10 * k) for k in (1, 2)],
 }
 RESULTS = ("zero_shot/top1", *RECALL, VALIDATION_LOSS)
@@ -134,7 +135,7 @@ def write_studies(root, write_run):
 
 def file_of(slug):
     figure = figures.load(slug)
-    return slug if hasattr(figure, "LINES") else f"{slug}_mini"
+    return slug if figure.lines else f"{slug}_mini"
 
 
 @pytest.fixture

@@ -32,8 +32,7 @@ def runs(make_run, tmp_path):
 
 
 def test_each_seed_is_a_thin_line_and_their_median_a_thick_one(runs):
-    frame = plot.query(runs, y="loss", hue="optimizer.lr", facet="model")
-    [ax] = drawn(plot, frame)
+    [ax] = drawn(*plot.sentence(runs, y="loss", hue="optimizer.lr", facet="model"))
     thick = [line for line in ax.lines if line.get_linewidth() > 1]
     assert len(ax.lines) == 8 and len(thick) == 2
     losses = runs.metrics.pivot(index="step", columns="run", values="loss")
@@ -44,23 +43,30 @@ def test_each_seed_is_a_thin_line_and_their_median_a_thick_one(runs):
     for line in thick:
         np.testing.assert_allclose(line.get_ydata(), median)
     assert len({line.get_color() for line in thick}) == 2
-    assert ax.get_title() == "model = nano"
+    assert ax.get_title() == "nano" and legend(ax) == ["lr 0.001", "lr 0.004"]
 
 
-def test_runs_that_differ_in_the_band_alone_are_one_group(runs):
-    assert plot.query(runs, band="seed")["group"].nunique() == 2
-    frame = plot.query(runs, band="optimizer.lr")
-    assert frame["group"].nunique() == 3 and (frame["hue"] == "").all()
+def legend(ax):
+    return [text.get_text() for text in ax.figure.legends[0].get_texts()]
+
+
+@pytest.mark.parametrize(("band", "num"), [("seed", 2), ("optimizer.lr", 1)])
+def test_a_band_covers_the_runs_that_differ_in_it_alone(runs, band, num):
+    row, frame = plot.sentence(runs, y="loss", band=band)
+    [ax] = drawn(row, frame)
+    bands = [each for each in ax.collections if not isinstance(each, LineCollection)]
+    assert len(ax.lines) == len(bands) == len(legend(ax)) == num
+    highest = max(path.vertices[:, 1].max() for band in bands for path in band.get_paths())
+    assert highest == frame["loss"].max()
 
 
 def test_last_values_are_points_with_mean_and_range(runs):
-    frame = plot.query(runs, y="recall/top1", x="optimizer.lr")
-    [ax] = drawn(plot, frame)
+    row, frame = plot.sentence(runs, y="recall/top1", x="optimizer.lr")
+    [ax] = drawn(row, frame)
     mean, *points = ax.lines
     np.testing.assert_allclose(mean.get_ydata(), [0.2, 0.5])
-    assert sorted(np.concatenate([p.get_ydata() for p in points])) == pytest.approx(
-        sorted(frame["y"])
-    )
+    heights = sorted(np.concatenate([p.get_ydata() for p in points]))
+    assert heights == pytest.approx(sorted(frame["recall/top1"])) and legend(ax) == ["bf16"]
     assert [text.get_text() for text in ax.get_xticklabels()] == ["0.001", "0.004"]
 
 
@@ -69,22 +75,27 @@ def test_runs_without_a_value_of_a_key_stand_first(make_run, tmp_path):
         scores = {"recall/top1": np.full(20, decay or 0.2)}
         make_run(experiment=None, beta2_decay=decay, num_steps=20, columns=scores)
     runs, key = load_runs(tmp_path / "runs"), "optimizer.beta2_decay"
-    [ax] = drawn(plot, plot.query(runs, y="recall/top1", x=key))
+    [ax] = drawn(*plot.sentence(runs, y="recall/top1", x=key))
     assert [text.get_text() for text in ax.get_xticklabels()] == ["null", "0.45", "0.65"]
-    frame = plot.query(runs, y="loss", hue=key)
-    [ax] = drawn(plot, frame)
+    assert all(len(line.get_xdata()) == 1 or line.get_ls() == "None" for line in ax.lines)
+    [ax] = drawn(*plot.sentence(runs, y="loss", hue=key))
     assert len(ax.lines) == 3
-    assert [text.get_text() for text in ax.figure.legends[0].get_texts()] == [
-        "null",
-        "0.45",
-        "0.65",
-    ]
+    assert legend(ax) == [f"beta2 decay {value}" for value in ("null", "0.45", "0.65")]
+
+
+@pytest.mark.parametrize("x", ["step", "optimizer.lr"])
+def test_a_hue_with_one_value_has_a_legend_below_the_panels(runs, x):
+    [ax] = drawn(*plot.sentence(runs, y="recall/top1", x=x, hue="optimizer.beta2"))
+    box = ax.figure.legends[0].get_window_extent()
+    assert legend(ax)[0].startswith("beta2 0.99") and box.y1 < ax.get_window_extent().y0
+    assert 0 <= box.x0 and box.x1 <= ax.figure.bbox.x1
 
 
 def test_names_of_tensors_and_timing_are_drawn(runs):
-    rms = plot.query(runs, y=f"rms/{CONV}")
-    assert rms.groupby("run")["y"].apply(list).tolist() == [list(map(float, range(1, 31)))] * 6
-    assert len(plot.query(runs, y="wall_s")) == 12
+    _, rms = plot.sentence(runs, y=f"rms/{CONV}")
+    values = rms.groupby("run")[f"rms/{CONV}"].apply(list).tolist()
+    assert values == [list(map(float, range(1, 31)))] * 6
+    assert len(plot.sentence(runs, y="wall_s")[1]) == 12
 
 
 @pytest.mark.parametrize(
@@ -97,7 +108,7 @@ def test_names_of_tensors_and_timing_are_drawn(runs):
 )
 def test_a_wrong_name_is_refused_with_the_nearest(runs, words, message):
     with pytest.raises(ChoiceError, match=message):
-        plot.query(runs, **words)
+        plot.sentence(runs, **words)
 
 
 def test_the_command_writes_picture_and_plotted_numbers(runs, tmp_path, capsys):
@@ -105,10 +116,9 @@ def test_the_command_writes_picture_and_plotted_numbers(runs, tmp_path, capsys):
     out = tmp_path / "out" / "mine"
     assert plot.main(["--runs", str(runs.root), "--out", f"{out}.png", *words]) == 0
     assert sorted(path.suffix for path in out.parent.iterdir()) == [".csv", ".pdf", ".png"]
-    frame = plot.query(runs, y="loss", hue="optimizer.lr", where={"seed": "1"})
+    _, frame = plot.sentence(runs, y="loss", hue="optimizer.lr", where={"seed": "1"})
     written = pd.read_csv(f"{out}.csv")
-    expected = {"run": "run", "x": "step", "y": "loss", "hue": "optimizer.lr"}
-    expected = frame[[*expected]].rename(columns=expected)
+    expected = frame[["run", "step", "loss", "lr"]].rename(columns={"lr": "optimizer.lr"})
     pd.testing.assert_frame_equal(written, expected, check_dtype=False)
     assert plot.main(["--runs", str(runs.root), "loss"]) == 2
     assert "'loss': KEY=VALUE is expected" in capsys.readouterr().err
@@ -142,7 +152,7 @@ def chance_lines(ax):
 
 
 def test_every_loss_plot_has_the_line_of_chance(runs):
-    [ax] = drawn(plot, plot.query(runs))
+    [ax] = drawn(*plot.sentence(runs))
     assert chance_lines(ax) == [np.log(128)]
     [ax] = drawn(loss_curves, loss_curves.query(runs))
     assert chance_lines(ax) == [np.log(128)]

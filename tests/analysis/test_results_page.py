@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from analysis import curves, evidence, load_runs, paper, style
+from analysis import evidence, load_runs, measures, naming, paper
 from analysis.figures import attention_logits, feature_size, layer_noise, recipes_by_size
+from analysis.figures import scores as scores_of_runs
 from analysis.load import load_all
 from tests.analysis.test_spike_claims import permuted
 
@@ -86,7 +87,7 @@ def scores():
     def mean(study, **settings):
         if study not in tables:
             runs = load_runs(RESULTS / study)
-            scored = curves.with_scores(runs, curves.named_heads(runs)).set_index("run")
+            scored = measures.with_scores(runs, measures.named_heads(runs)).set_index("run")
             tables[study] = runs.runs.set_index("run").assign(recall=scored["recall"])
         part = tables[study]
         for key, value in settings.items():
@@ -186,7 +187,7 @@ def everything():
 
 
 def test_features_by_recipe_are_those_of_the_records(everything):
-    studies = ("accuracy_vs_size", *feature_size.BASELINES)
+    studies = feature_size.STUDIES
     frame = feature_size.query(everything.where(everything.summaries["experiment"].isin(studies)))
     frame = frame[(frame["model"] == "mini_l") & (frame["recipe"] != "bf16")]
     text = words_of("features")
@@ -208,9 +209,9 @@ def test_features_by_recipe_are_those_of_the_records(everything):
 
 
 def test_attention_logits_are_those_of_the_records(everything):
-    studies = ("spikes_vs_size", *attention_logits.BASELINES)
+    studies = attention_logits.studies
     runs = everything.where(everything.summaries["experiment"].isin(studies))
-    over_runs, within = attention_logits.correlations(frame := attention_logits.query(runs))
+    over_runs, within = scores_of_runs.correlations(frame := attention_logits.query(runs))
     assert f"correlation {over_runs:.2f} over {len(frame)} runs" in PAGE
     assert f"(within a setting: {within:.2f})" in PAGE
 
@@ -221,7 +222,7 @@ def sized(everything):
     at = everything.summaries
     is_sized = (at["scale"] == "true_size") & (at["experiment"] == "weight_gradient")
     runs = everything.where(is_sized)
-    heads = curves.with_scores(runs, curves.named_heads(runs)).set_index("run")
+    heads = measures.with_scores(runs, measures.named_heads(runs)).set_index("run")
     frame = recipes_by_size.query(runs).sort_values("seed")
     frame = frame.assign(ms=frame["run"].map(runs.timing.groupby("run")["step_ms"].median()))
     return runs, frame.join(heads[["validation_loss", "recall"]], on="run")
@@ -229,8 +230,8 @@ def sized(everything):
 
 def test_runs_at_true_size_are_those_of_the_records(sized):
     runs, frame = sized
-    model, recipes = "", {recipes_by_size._printed(name): name for name in set(frame["recipe"])}
-    models = {style.model(name): name for name in set(frame["model"])}
+    model, recipes = "", {naming.precision(name): name for name in set(frame["recipe"])}
+    models = {naming.model(name): name for name in set(frame["model"])}
     rows = [cells[:7] for cells in rows_of("| size | recipe | validation loss |")]
     assert len(rows) == 15
     for name, recipe, *numbers in rows:

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from analysis.curves import RECALL, VALIDATION_LOSS
 from analysis.figures import rounding
+from analysis.measures import RECALL, VALIDATION_LOSS
 from tests.analysis.conftest import drawn
 
 

@@ -7,8 +7,8 @@ import pandas as pd
 import pytest
 
 from analysis import claims, make, paper, size_judges, study
-from analysis.curves import RECALL, VALIDATION_LOSS
 from analysis.evidence import NO_RUNS, NOT, REPRODUCED, UNDECIDED, Evidence
+from analysis.measures import RECALL, VALIDATION_LOSS
 from analysis.size_judges import EQUAL, HIGHER
 from lowprec.config.schema import InterventionConfig, ModelConfig
 from tests.analysis.test_block_figures import INT8

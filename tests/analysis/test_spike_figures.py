@@ -10,13 +10,13 @@ import pandas as pd
 import pytest
 
 from analysis import load_runs, paper, spike_marks
-from analysis.curves import RECALL
 from analysis.figures import (
     lead_histogram,
     loss_scaler,
     rms_and_loss,
     spike_heights,
 )
+from analysis.measures import RECALL
 from lowprec.config.schema import DiagnosticsConfig, ScalerConfig, SpikeConfig
 from lowprec.diagnostics.spikes import Protocol
 from tests.analysis.conftest import drawn

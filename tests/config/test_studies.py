@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from analysis import figures, make, study
+from analysis import figures, study
 from lowprec.config.compose import CONF, compose_command
 
 MINI = ("mini_b", "mini_l", "mini_h")
@@ -14,8 +14,8 @@ TRUE_SIZE = {  # model: width and blocks of both towers, which are the paper's
     "vit_h14": (1280, 32, 1024, 24),
 }
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
-FIGURES = [each for each in map(figures.load, figures.slugs()) if not hasattr(each, "LINES")]
-STUDIES = {make.experiment_of(figure) for figure in FIGURES}
+FIGURES = [each for each in map(figures.load, figures.slugs()) if not each.lines]
+STUDIES = {figure.studies[0] for figure in FIGURES}
 SWEPT = {  # study at paper scale: its values, which are the paper's
     "spikes_vs_size": (lambda c: c.model.name, ["vit_b32", "vit_l14", "vit_h14"]),
     "spikes_vs_batch": (lambda c: c.batch_size, [4096, 16384, 65536]),
@@ -45,9 +45,9 @@ def composed(monkeypatch):
 
 def test_each_figure_of_runs_has_a_study_at_both_scales():
     ours = {"stability", "formats", "point_of_no_return", "rounding"}  # not in the paper
-    ours |= {"one_product", "spikes_vs_precision", "weight_gradient"}
+    ours |= {"one_product", "spikes_vs_precision", "weight_gradient", "lr_map"}
     papers = STUDIES - ours
-    minis = {getattr(figure, "FALLBACK", make.experiment_of(figure)) for figure in FIGURES}
+    minis = {figure.sources[-1] for figure in FIGURES} - {"lr_map"}
     assert papers | {f"{slug}_mini" for slug in minis} <= set(EXPERIMENTS)
 
 

@@ -1,0 +1,112 @@
+"""Figures of the training loss by step: a line for each run, in a panel for each setting."""
+
+import pandas as pd
+
+from analysis import naming, style
+from analysis.figures.scores import in_16_bits_beside
+from analysis.grammar import Hue, Lines
+
+PLAIN, CLIPPING = "no change", "gradient clipping"
+CHANGES = ("bf16", PLAIN, CLIPPING, "KQ layer norm", "zero-init layer-scale")
+SWEEPS = {  # of spikes: the config key, the figure that it follows
+    "size": ("model.name", "figure 6"),
+    "batch": ("batch_size", "figure 7"),
+    "lr": ("optimizer.lr", "figure 8"),
+    "precision": ("precision.label", "figures 6 to 8"),
+}
+DASHES = (0, (5, 1.2))
+
+
+def look_of_beta2(head: pd.Series) -> tuple:
+    """A color for each beta2; optimizers other than the sweeps' AdamW are dashed."""
+    dashes = "-" if head["optimizer"] == "adamw" else DASHES
+    return style.beta2_color(head["beta2"], head["variant"]), dashes
+
+
+def look_of_schedule(head: pd.Series) -> tuple:
+    """Constants are solid and schedules are dashed."""
+    if pd.isna(head["beta2_decay"]):
+        return style.beta2_color(head["beta2"], head["variant"]), "-"
+    return style.decay_color(head["beta2_decay"], head["variant"]), "-"
+
+
+def schedule(head: pd.Series) -> str:
+    """A constant, or a schedule with its value at the last step."""
+    decay = head["beta2_decay"]
+    if pd.isna(decay):
+        return f"beta2 = {head['beta2']:g}"
+    return f"1 - t^-{decay:g} (to {1 - head['num_steps'] ** -decay:.3f})"
+
+
+def change(head: pd.Series) -> str:
+    """What differs from training without a change."""
+    if head["intervention"] != "none":
+        return naming.setting("intervention.name", head["intervention"])
+    if head["precision.recipe"] == "high":
+        return naming.precision(head["precision"])
+    return CLIPPING if pd.notna(head["optimizer.clip_norm"]) else PLAIN
+
+
+def look_of_change(head: pd.Series) -> tuple:
+    """The color of the intervention or of clipping, or else of the method."""
+    color, dashes = style.look(head)
+    if head["intervention"] in naming.INTERVENTIONS and head["intervention"] != "none":
+        color = style.paler(naming.INTERVENTIONS[head["intervention"]][1], head["variant"])
+    elif head["label"].startswith(CLIPPING):
+        color = style.paler(naming.OPTIMIZERS["adamw_clip"][2], head["variant"])
+    return color, dashes
+
+
+BETA2 = Hue(
+    keys=("optimizer.beta2",),
+    name=lambda head: f"beta2 = {head['beta2']:g}",
+    order=lambda head: head["beta2"],
+    look=look_of_beta2,
+)
+SCHEDULE = Hue(
+    keys=("optimizer.beta2", "optimizer.beta2_decay"),
+    name=schedule,
+    order=lambda head: (pd.notna(head["beta2_decay"]), head["beta2_decay"], head["beta2"]),
+    look=look_of_schedule,
+)
+CHANGE = Hue(
+    keys=("intervention.name", "optimizer.clip_norm"),
+    name=change,
+    is_method=True,
+    order=lambda head: naming.rank(change(head), CHANGES),
+    look=look_of_change,
+)
+FIGURES = {
+    "loss_curves": Lines(
+        studies=("loss_curves", "accuracy_vs_size"),
+        split=naming.families,
+        text="After figure 2, arXiv:2304.13013.",
+    ),
+    "fp8_fixes": Lines(
+        studies=("fp8_fixes", "accuracy_vs_size"),
+        same_but=("precision.label",),
+        where=in_16_bits_beside("fp8_fixes"),
+        hue=CHANGE,
+        text="After figure 5 (left), arXiv:2304.13013. All runs but those in 16 bits have one "
+        "scale per tensor in all three products, in fp8 or, in `fp8_fixes_mini`, in e2m1 (FP4), "
+        "and one change. The paper's ViT-L/14: zero-init layer-scale trains as bf16 does; gradient "
+        "clipping and KQ layer norm do not help.",
+    ),
+    "beta2_schedule": Lines(
+        studies=("beta2_schedule",),
+        hue=SCHEDULE,
+        facet="label",
+        text="After the study of beta2 schedules, arXiv:2304.13013: beta2 = 1 - t^-lambda at step "
+        "t, in parentheses its value at the last step. All runs: {methods}.",
+    ),
+    **{
+        f"spikes_vs_{name}": Lines(
+            studies=(f"spikes_vs_{name}", "stability"),
+            same_but=(key,),
+            hue=BETA2,
+            facet=key,
+            text=f"After {after}, arXiv:2304.13013. All runs: {{methods}}. Colors: beta2.",
+        )
+        for name, (key, after) in SWEEPS.items()
+    },
+}

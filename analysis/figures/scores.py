@@ -1,0 +1,412 @@
+"""Figures with a point for each run: accuracy, validation loss and features by setting."""
+
+import math
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from analysis import comparison, measures, naming, paper, spike_marks, style
+from analysis.comparison import counted
+from analysis.evidence import MARGINS
+from analysis.grammar import ANYTHING, Axis, Points
+from analysis.load import NoRunsError, Runs
+from analysis.size_judges import MARGIN
+from lowprec.nn.recipe import PRODUCTS
+from lowprec.runs.read import ENDED
+
+TOP1, RECALL = "zero-shot top-1", "mean R@1"
+SCORES = (Axis(column="recall", label=f"{RECALL} (%)"),
+          Axis(column="validation_loss", label="validation loss", log=None))  # fmt: skip
+MEASURES = tuple(axis.column for axis in SCORES)
+
+
+def models_of(frame: pd.DataFrame) -> dict[str, str]:
+    """The models from small to large, with their names in print."""
+    models = sorted(set(frame["model"]), key=lambda name: naming.rank(name, naming.MODELS))
+    return {name: naming.model(name) for name in models}
+
+
+def by_model(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """A panel for each model, from small to large."""
+    models = sorted(set(frame["model"]), key=lambda name: naming.rank(name, naming.MODELS))
+    return [(naming.model(name), frame[frame["model"] == name]) for name in models]
+
+
+def in_16_bits_beside(study: str):
+    """Selects the runs of a study, and those of others in 16 bits."""
+
+    def select(heads: pd.DataFrame) -> pd.DataFrame:
+        own = heads["experiment"] == study
+        return heads[own | (heads["precision.recipe"] == "high")] if own.any() else heads
+
+    return select
+
+
+def scores(runs: Runs) -> pd.DataFrame:
+    """Named runs with MEASURES at the last step, if they have one or diverged."""
+    heads = measures.with_scores(runs, measures.named_heads(runs))
+    has_score = heads[list(MEASURES)].notna().any(axis=1)
+    return heads[has_score | (heads["state"] == "diverged")]
+
+
+def accuracies(runs: Runs) -> pd.DataFrame:
+    """Accuracy in % at the last step of each run, or NaN, by model.
+
+    `metric` is the same in all rows: zero-shot top-1, or at mini scale the mean R@1 of both
+    directions, if more runs have that. At paper scale there are also rows with the paper's numbers
+    for the same models, by `source`. Raises NoRunsError if no run has an accuracy or diverged.
+    """
+    heads = measures.named_heads(runs)
+    is_paper = (heads["scale"] == "paper").all()
+    heads, metric = measures.with_scores(runs, heads), TOP1
+    if not is_paper and heads["recall"].count() >= max(1, heads["accuracy"].count()):
+        heads, metric = heads.assign(accuracy=heads["recall"]), RECALL
+    if heads["accuracy"].isna().all() and not (heads["state"] == "diverged").any():
+        studies = ", ".join(heads["experiment"].unique())
+        raise NoRunsError(f"{len(heads)} runs of {studies} have no accuracy at their last step yet")
+    ours = heads.assign(source="ours")[["source", *measures.OF_A_RUN, "accuracy"]]
+    frame = pd.concat([ours, *([_papers(ours)] if is_paper else [])], ignore_index=True)
+    frame["metric"] = metric
+    order = frame["model"].map(lambda name: naming.rank(name, naming.MODELS)[0])
+    return frame.loc[order.sort_values(kind="stable").index].reset_index(drop=True)
+
+
+def _papers(ours: pd.DataFrame) -> pd.DataFrame:
+    """The paper's numbers for the methods and models of our runs."""
+    methods = ours.drop_duplicates("precision").set_index("precision")["method"]
+    rows = [
+        {"source": "paper", "run": "", "model": model, "precision": precision, "accuracy": value,
+         "variant": 0, "method": methods[precision]}
+        for precision, values in paper.ACCURACY_BY_SIZE.items()
+        for model, value in values.items()
+        if model in set(ours["model"]) and precision in methods
+    ]  # fmt: skip
+    return pd.DataFrame(rows).astype({"accuracy": float}) if rows else pd.DataFrame()
+
+
+def usual_settings(heads: pd.DataFrame) -> pd.DataFrame:
+    """The rows of each model that agree in the most frequent settings besides beta2 and optimizer.
+
+    Runs at another learning rate, such as a control, are left out.
+    """
+    if heads["optimizer.name"].isna().all():  # no run has a readable config
+        return heads
+    settings = comparison.signature(heads, "optimizer.name", "optimizer.beta2", seed=False)
+    usual = settings.groupby(heads["model.name"]).agg(lambda texts: texts.value_counts().idxmax())
+    return heads[settings == heads["model.name"].map(usual)]
+
+
+def accuracy_by_beta2(runs: Runs) -> pd.DataFrame:
+    """Zero-shot top-1 in % at the last step of each run, and for ViT-H/14 the paper's."""
+    heads = measures.with_scores(runs, measures.named_heads(runs, ("optimizer.beta2",)))
+    frame = heads.sort_values("beta2", kind="stable")[[*measures.OF_A_RUN, "accuracy"]]
+    theirs = []
+    if (frame["scale"] == "paper").all() and paper.ACCURACY_MODEL in set(frame["model"]):
+        methods = frame.drop_duplicates("optimizer").set_index("optimizer")["method"]
+        theirs = [
+            {"run": "", "model": paper.ACCURACY_MODEL, "precision": "bf16", "optimizer": optimizer,
+             "beta2": beta2, "accuracy": value, "variant": 0, "method": methods[optimizer]}
+            for optimizer, values in paper.ACCURACY.items() if optimizer in methods
+            for beta2, value in values.items()
+        ]  # fmt: skip
+    return pd.concat([frame, pd.DataFrame(theirs)], ignore_index=True) if theirs else frame
+
+
+def values_of(column: str):
+    """The values of a column from small to large, with their names."""
+    return lambda frame: {value: f"{value:g}" for value in sorted(set(frame[column]))}
+
+
+def one_narrow_product(runs: Runs) -> pd.DataFrame:
+    """The narrow product and format of each run, and both scores at its last step, or NaN.
+
+    In 16 bits, `product` is "" and `format` that of the autocast. Runs with several narrow products
+    are left out, as are those that have no score and did not diverge.
+    """
+    heads = scores(runs)
+    narrow = comparison.narrow_products(heads)
+    names, parts = (
+        narrow.where(narrow != "", heads["precision"]),
+        narrow.str.partition(" ").reindex(columns=range(3)),
+    )
+    ends = [head.label.removeprefix(head.method) for head in heads.itertuples()]
+    heads = heads.assign(method=names, label=names + ends)
+    heads["product"], heads["format"] = parts[0], parts[2].where(narrow != "", heads["precision"])
+    columns = ["product", "format", *measures.OF_A_RUN, *MEASURES]
+    return heads.loc[~narrow.str.contains("+", regex=False), columns]
+
+
+ROUNDING, SEEDS = "rounding alone", "seeds"
+LOSS_MARGIN = 1.0  # % of the validation loss: the claims' until 2026-11-26
+POWER = 0.8
+
+
+def rounded(heads: pd.DataFrame) -> pd.DataFrame:
+    """Rows of `Runs.runs` whose learning rates have six digits."""
+    rates = [float(f"{rate:.6g}") for rate in heads.get("optimizer.lr", [])]
+    return heads.assign(**({"optimizer.lr": rates} if rates else {}))
+
+
+def beside_rounding(heads: pd.DataFrame) -> pd.DataFrame:
+    """The rows of the study, and those that differ in the seed, compilation and rounding alone."""
+    return heads.loc[comparison.with_baselines(rounded(heads), "rounding", "compile").index]
+
+
+def arms_of_rounding(runs: Runs) -> pd.DataFrame:
+    """Both scores of each run, or NaN, and the `arm` it belongs to.
+
+    A run of another study with this study's seed has a row in each arm.
+    """
+    heads = measures.with_scores(runs, measures.named_heads(runs))
+    own = heads["experiment"] == "rounding"
+    same = own | heads["seed"].isin(heads.loc[own, "seed"])
+    arms = [heads[same].assign(arm=ROUNDING), heads[~own].assign(arm=SEEDS)]
+    frame = pd.concat(arms, ignore_index=True)[["arm", *measures.OF_A_RUN, "compile", *MEASURES]]
+    return frame[frame[list(MEASURES)].notna().any(axis=1)]
+
+
+def deviation(frame: pd.DataFrame, arm: str, measure: str) -> float:
+    """The standard deviation of a score over the runs of an arm; NaN for fewer than two."""
+    return frame.loc[frame["arm"] == arm, measure].std(ddof=1)
+
+
+def seeds_needed(deviation: float, margin: float) -> int:
+    """Pairs of runs that show the equality of equal methods within a margin, with POWER.
+
+    By two one-sided tests at 5%, if the differences of pairs have this standard deviation.
+    """
+    nums = np.arange(2, 10 * (deviation / margin) ** 2 + 20)
+    most = stats.t.ppf(0.95, nums - 1)
+    power = 2 * stats.t.cdf(margin * np.sqrt(nums) / deviation - most, nums - 1) - 1
+    return int(nums[power >= POWER][0])
+
+
+def noise_of_rounding(frame: pd.DataFrame) -> str:
+    """The standard deviations of both arms, and the seeds that equality takes."""
+    text, points = "", sorted(MARGINS.values())
+    for arm, part in frame.groupby("arm"):
+        recall = deviation(frame, arm, "recall")
+        loss = 100 * deviation(frame, arm, "validation_loss") / part["validation_loss"].mean()
+        text += (
+            f" Standard deviation over {arm} ({counted(len(part), 'run')}): {recall:.2g} points of "
+            f"R@1 and {loss:.2g}% of the loss."
+        )
+        if recall > 0 and loss > 0:
+            pairs = [seeds_needed(math.sqrt(2) * recall, margin) for margin in points]
+            pairs.append(seeds_needed(math.sqrt(2) * loss, LOSS_MARGIN))
+            text += (
+                f" Equal methods, compared in pairs of such runs, are shown to be equal within "
+                f"{naming.join(points)} points and {LOSS_MARGIN:g}% of the loss with {POWER:.0%} "
+                f"power by {naming.join(pairs)} pairs."
+            )
+    return text
+
+
+EARLY = 0.2  # of the steps: the record of features
+
+
+def with_recipe(heads: pd.DataFrame) -> pd.DataFrame:
+    """Adds `recipe`: the precision, or `grad_weight int8` for one narrow product."""
+    narrow = comparison.narrow_products(heads)
+    return heads.assign(recipe=narrow.where(narrow != "", heads["precision"]))
+
+
+def relative_to_bf16(runs: Runs) -> pd.DataFrame:
+    """`loss_change` in % and `feature_ratio` of each run, both relative to bf16.
+
+    A run is compared with the bf16 run of the same seed and settings; `loss_change` of a bf16 run
+    is relative to the geometric mean over seeds. The features are E[abs(x)] of the output of the
+    last vision block at the last record of the first fifth of the steps.
+    """
+    heads = with_recipe(measures.with_scores(runs, measures.named_heads(runs)))
+    columns = (*measures.OF_A_RUN, "recipe", "loss_change", "step", "feature_ratio")
+    frame = measures.by_run(runs, heads, (*columns, "validation_loss", "size"), _early_size)
+    settings = comparison.signature(runs.runs, "precision.label", seed=False)
+    settings = frame["run"].map(dict(zip(runs.runs["run"], settings, strict=True)))
+    is_base = frame["recipe"] == "bf16"
+    losses = np.log(frame["validation_loss"])
+    means = losses[is_base].groupby(settings[is_base]).mean()
+    keys = pd.MultiIndex.from_arrays([settings, frame["seed"]])
+    bases = pd.DataFrame({"loss": losses, "size": frame["size"]})[is_base].set_index(keys[is_base])
+    bases = bases[~bases.index.duplicated()].reindex(keys).set_axis(frame.index)
+    of_losses = bases["loss"].where(~is_base, settings.map(means))
+    frame["loss_change"] = 100 * np.expm1(losses - of_losses)
+    frame["feature_ratio"] = frame["size"] / bases["size"]
+    return frame.loc[frame["feature_ratio"].notna(), list(columns)].reset_index(drop=True)
+
+
+def _early_size(run: Runs, head: dict) -> pd.DataFrame:
+    values = measures.last_block(run, head["vision_layers"])
+    early = values[values.index <= EARLY * head["num_steps"]].iloc[-1:]
+    return early.to_frame("size").reset_index().assign(validation_loss=head["validation_loss"])
+
+
+def at_step(frame: pd.DataFrame) -> str:
+    """The label of the features relative to bf16."""
+    step = naming.join(f"{step:,}" for step in sorted(frame["step"].unique()))
+    return rf"$\mathrm{{E}}[|x|]$ at step {step}, relative to bf16"
+
+
+def means_by_recipe(frame: pd.DataFrame) -> str:
+    """The mean change and the mean ratio of each recipe and model."""
+    text = ""
+    for (model, recipe), part in frame[frame["recipe"] != "bf16"].groupby(["model", "recipe"]):
+        text += f" {naming.model(model)}, {naming.precision(recipe)}: "
+        text += f"{part['loss_change'].mean():+.1f}%, {part['feature_ratio'].mean():.2f}."
+    return text
+
+
+def look_of_recipe(head: pd.Series) -> tuple:
+    """The color of a recipe; bf16 is gray."""
+    recipe = head["recipe"]
+    return style.OTHER if recipe == "bf16" else style.color(recipe, "stable_adamw"), "-"
+
+
+def loss_by_rate(runs: Runs) -> pd.DataFrame:
+    """The recipe and the validation loss at the last step of each run; NaN if it diverged."""
+    return with_recipe(scores(runs))[[*measures.OF_A_RUN, "recipe", "validation_loss"]]
+
+
+def ended(heads: pd.DataFrame) -> pd.DataFrame:
+    """The runs that ended."""
+    return heads[heads["state"].isin(ENDED)]
+
+
+def logits(runs: Runs) -> pd.DataFrame:
+    """The largest attention logit at the last record, and R@1 at the last step, of each run."""
+    heads = measures.with_scores(runs, measures.named_heads(runs))
+    changes = {name: f", {in_print}" for name, (in_print, _) in naming.INTERVENTIONS.items()}
+    heads["setting"] = [
+        f"{naming.model(head.model)}, lr {head.lr:g}, batch {head.batch_size:,}"
+        + changes.get(head.intervention, "").replace(", no change", "")
+        for head in heads.itertuples()
+    ]
+    columns = (*measures.OF_A_RUN, "setting", "step", "logit_max", "recall")
+    frame = measures.by_run(runs, heads, columns, _largest_logit)
+    return frame[frame["recall"].notna()].reset_index(drop=True)
+
+
+def _largest_logit(run: Runs, head: dict) -> pd.DataFrame:
+    try:
+        values = run.tensors("*resblocks.*", "logit_max").drop(columns="run").set_index("step")
+    except LookupError:
+        return pd.DataFrame()
+    return values.iloc[-1:].max(axis=1).rename("logit_max").reset_index()
+
+
+def adamw_in_16_bits(heads: pd.DataFrame) -> pd.DataFrame:
+    """AdamW's rows in 16 bits, runs that agree in every setting and the seed once."""
+    heads = heads[heads["scale"].notna() & (heads["precision.recipe"] == "high")]
+    return comparison.distinct(spike_marks.of_adamw(heads))
+
+
+def correlations(frame: pd.DataFrame) -> tuple[float, float]:
+    """Spearman's correlation with R@1: over all runs, and of ranks within settings."""
+    over_runs = stats.spearmanr(frame["logit_max"], frame["recall"]).statistic
+    ranks = frame.groupby("setting")[["logit_max", "recall"]].rank()
+    ranks -= ranks.groupby(frame["setting"]).transform("mean")
+    within = ranks["logit_max"].corr(ranks["recall"]) if (ranks != 0).any(axis=None) else np.nan
+    return float(over_runs), float(within)
+
+
+def correlations_in_words(frame: pd.DataFrame) -> str:
+    """Both correlations."""
+    over_runs, within = correlations(frame)
+    text = f" Spearman's correlation is {over_runs:.2f} over all runs, which compares settings"
+    return text + (f", and {within:.2f} within settings." if np.isfinite(within) else ".")
+
+
+COLORS = {"int8": "#D55E00", "e3m2": "#009E73", "e2m1": "#CC79A7"}  # format: color
+PRODUCTS_IN_PRINT = dict(zip(("", *PRODUCTS), (
+    "none", "output", "input\ngradient", "weight\ngradient"), strict=True))  # fmt: skip
+FIGURES = {
+    "accuracy_vs_size": Points(
+        studies=("accuracy_vs_size",),
+        table=accuracies,
+        x=(Axis(column="model", label="", names=models_of),),
+        y=(Axis(column="accuracy", label=lambda frame: f"{frame['metric'].iloc[0]} (%)"),),
+        facet=naming.families,
+        text="After figure 1, arXiv:2304.13013.",
+    ),
+    "update_clipping": Points(
+        studies=("update_clipping", "stability"),
+        where=usual_settings,
+        table=accuracy_by_beta2,
+        x=(Axis(column="beta2", label="beta2", names=values_of("beta2")),),
+        y=(Axis(column="accuracy", label=f"{TOP1} (%)"),),
+        means="line",
+        facet=by_model,
+        text="After figure 10, arXiv:2304.13013.",
+    ),
+    "one_product": Points(
+        studies=("one_product", "accuracy_vs_size"),
+        same_but=("precision.label",),
+        where=in_16_bits_beside("one_product"),
+        table=one_narrow_product,
+        x=(Axis(column="product", label="narrow product", names=lambda _: PRODUCTS_IN_PRINT),),
+        y=SCORES,
+        hue="format",
+        order=tuple(COLORS),
+        look=lambda head: (COLORS.get(head["format"], style.look(head)[0]), "-"),
+        text="The operands of one product of each layer have the format of the legend, and its "
+        "other products run in 16 bits.",
+    ),
+    "rounding": Points(
+        studies=("rounding", "accuracy_vs_size"),
+        same_but=ANYTHING,
+        where=beside_rounding,
+        table=arms_of_rounding,
+        x=(Axis(column="arm", label="", names=lambda _: {ROUNDING: ROUNDING, SEEDS: SEEDS}),),
+        y=SCORES,
+        hue="arm",
+        hollow=lambda frame: ~frame["compile"],
+        text="Left: one seed, with learning rates that differ in the last digits, or without "
+        "compilation (open). Right: seeds.",
+        notes=noise_of_rounding,
+    ),
+    "recipes_by_size": Points(
+        studies=("weight_gradient",),
+        table=relative_to_bf16,
+        x=(Axis(column="model", label="", names=models_of),),
+        y=(
+            Axis(column="loss_change", label="validation loss relative to bf16 (%)",
+                 reference=0, equal=MARGIN),
+            Axis(column="feature_ratio", label=at_step, reference=1, log=True),
+        ),
+        hue="recipe",
+        order=tuple(naming.PRECISIONS),
+        look=look_of_recipe,
+        name=lambda head: naming.precision(head["recipe"]),
+        text="Both are relative to the bf16 run of the same seed (the loss of bf16: to its mean); "
+        f"gray: {MARGIN:g}%, which count as equal. Features: of the last vision block.",
+        notes=means_by_recipe,
+    ),
+    "rate_map": Points(
+        studies=("lr_map", "weight_gradient"),
+        same_but=("optimizer.lr", "precision.label", "gpu"),
+        where=ended,
+        table=loss_by_rate,
+        x=(Axis(column="lr", label="peak learning rate", log=True),),
+        y=(Axis(column="validation_loss", label="validation loss", log=True),),
+        hue="recipe",
+        order=tuple(naming.PRECISIONS),
+        look=look_of_recipe,
+        name=lambda head: naming.precision(head["recipe"]),
+        means="line",
+        facet=by_model,
+    ),
+    "attention_logits": Points(
+        studies=("spikes_vs_size", "spikes_vs_lr", "spikes_vs_batch", "optimizers",
+                 "gradient_magnitude"),
+        same_but=ANYTHING,
+        where=adamw_in_16_bits,
+        table=logits,
+        x=(Axis(column="logit_max", label="largest attention logit at the end", log=True),),
+        y=(Axis(column="recall", label=f"{RECALL} (%)"),),
+        hue="setting",
+        look=None,
+        means="",
+        notes=correlations_in_words,
+    ),
+}  # fmt: skip

@@ -1,0 +1,345 @@
+"""Figures of benchmark lines: time, time saved and efficiency by size, method and GPUs."""
+
+from functools import partial
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.transforms import blended_transform_factory
+
+from analysis import bench, naming, paper, style
+from analysis.grammar import Speed
+from analysis.load import NoRunsError
+
+TOKENS = 32768  # of the panels that show one number of tokens, if it is measured
+OPERATIONS = {  # case: (in print, marker)
+    "output": ("output", "o"),
+    "grad_input": ("grad input", "s"),
+    "grad_weight": ("grad weight", "^"),
+    "quantize_x": ("quantize x", "v"),
+    "quantize_g": ("quantize g, sum", "<"),
+    "quantize_w": ("quantize w, twice", ">"),
+}
+METHODS = {"bf16": "bf16", "int8": "switchback", "fp8": "hw_fp8_switchback"}  # dtype: color's
+DASHED = (0, (3, 1.2))
+PAPERS = "the paper's own percentages"
+
+
+def color(precision: str) -> tuple:
+    """The color of a precision."""
+    return style.color(precision, "stable_adamw")
+
+
+def draw_lines(frame: pd.DataFrame, ax: Axes, x: str, y: str, by: list[str], look) -> None:
+    """A line over x for each value of `by`; `look(head)` is its label and its style."""
+    for _, part in frame.groupby(by, sort=False):
+        label, styled = look(part.iloc[0])
+        part = part.sort_values(x)
+        ax.plot(part[x], part[y], **{"marker": "o", "ms": 3, "lw": 1.2, "label": label} | styled)
+
+
+def size_axis(ax: Axes, sizes: pd.Series, label: str, base: int = 10) -> None:
+    """A logarithmic x axis with a tick for each size."""
+    ticks = sorted(set(sizes))
+    ax.set_xscale("log", base=base)
+    turned = {"rotation": 45, "ha": "right"} if len(ticks) > 5 else {}
+    ax.set_xticks(ticks, [str(tick) for tick in ticks], **turned)
+    ax.minorticks_off()
+    ax.set_xlabel(label)
+
+
+def with_papers(ours: pd.DataFrame, table: dict, **columns) -> pd.DataFrame:
+    """Our rows, and those of a table of the paper, with the same columns."""
+    theirs = paper.rows(table, columns.pop("series")).assign(file="", **columns)
+    return pd.concat([ours, theirs], ignore_index=True)[list(ours)]
+
+
+def plot_papers(frame: pd.DataFrame, ax: Axes) -> pd.DataFrame:
+    """The paper's percentages: gray lines, darker for more tokens, under one label; our rows."""
+    is_papers = frame["source"] == paper.SOURCE
+    counts = sorted(frame.loc[is_papers, "tokens"].unique())
+    for rank, tokens in enumerate(counts):
+        part = frame[is_papers & (frame["tokens"] == tokens)].sort_values("dim")
+        gray = str(0.8 - 0.5 * rank / max(1, len(counts) - 1))
+        label = f"{paper.SOURCE}, {counts[0]:,} to {tokens:,} tokens" if rank else None
+        ax.plot(part["dim"], part["value"], color=gray, lw=0.9, ls=(0, (2, 1.2)), label=label)
+    return frame[~is_papers]
+
+
+def profile(lines: pd.DataFrame) -> pd.DataFrame:
+    """Panel `ms`: milliseconds of each operation; panel `saved`: time saved in %."""
+    saved = bench.switchback_times(lines).rename(columns={"device": "source"})
+    saved = saved.assign(panel="saved", series="switchback")
+    saved["value"] = bench.saved_percent(saved["ms"], saved["base_ms"])
+    counts, times = set(saved["tokens"]), bench.operations(lines)
+    times = times[times["tokens"] == (TOKENS if TOKENS in counts else max(counts))]
+    times = times.rename(columns={"case": "series", "ms": "value", "device": "source"})
+    ours = pd.concat([times.assign(panel="ms"), saved], ignore_index=True)
+    columns = ["file", "panel", "source", "series", "dtype", "tokens", "dim", "value"]
+    return with_papers(ours[columns], paper.SAVED, series="switchback", dtype="int8", panel="saved")
+
+
+def plot_operations(frame: pd.DataFrame, ax: Axes) -> None:
+    """Milliseconds of each operation: a marker for each operation, a color for each precision."""
+    times = frame[frame["panel"] == "ms"]
+    draw_lines(times, ax, "dim", "value", ["dtype", "series"], lambda head: (
+        None, {"color": color(METHODS[head["dtype"]]), "marker": OPERATIONS[head["series"]][1]}
+    ))  # fmt: skip
+    for dtype in (dtype for dtype in METHODS if dtype in set(times["dtype"])):
+        ax.plot([], [], color=color(METHODS[dtype]), lw=2, label=dtype)
+    for name, marker in OPERATIONS.values():
+        ax.plot([], [], color="0.3", lw=0, marker=marker, ms=4, label=name)
+    size_axis(ax, times["dim"], "dim")
+    style.log_axis(ax)
+    ax.set(ylabel="time (ms)", title=f"each operation, {times['tokens'].iloc[0]:,} tokens")
+
+
+def plot_totals(frame: pd.DataFrame, ax: Axes, label: str, dtype: str = "dtype") -> None:
+    """Percentages of SwitchBack's summed operations; fewer tokens are paler."""
+    if "panel" in frame:
+        frame = frame[frame["panel"] == "saved"]
+    ours = plot_papers(frame, ax)
+    counts = sorted(set(ours["tokens"]), reverse=True)
+    draw_lines(ours, ax, "dim", "value", [dtype, "tokens"], lambda head: (
+        f"{naming.precision(METHODS[head[dtype]])}, {head['tokens']:,} tokens",
+        {"color": style.paler(color(METHODS[head[dtype]]), counts.index(head["tokens"]))},
+    ))  # fmt: skip
+    size_axis(ax, frame["dim"], "dim")
+    ax.axhline(0, color="black", lw=0.6)
+    ax.set(ylabel=label, title="all operations of a layer")
+
+
+def layers(lines: pd.DataFrame, cases: tuple[str, ...]) -> pd.DataFrame:
+    """`ms`, and `value`: time saved in % of nn.Linear's."""
+    ours = bench.layer_times(lines, cases).rename(columns={"saved": "value"})
+    return with_papers(ours, paper.SAVED, series="switchback", mode="")
+
+
+def plot_layers(frame: pd.DataFrame, ax: Axes) -> None:
+    """Time that layers save; CUDA graphs are dashed."""
+    ours = plot_papers(frame, ax)
+    order = ours["series"].map(list(naming.PRECISIONS).index)
+    tokens = ours["tokens"].nunique() > 1
+
+    def look(head: pd.Series) -> tuple[str, dict]:
+        is_graph = head["mode"] == "graph"
+        name = naming.precision(head["series"]) + (f", {head['tokens']:,} tokens" if tokens else "")
+        styled = {"color": color(head["series"]), "ls": DASHED if is_graph else "-"}
+        return name + ", CUDA graph" * is_graph, styled
+
+    ours = ours.assign(order=order).sort_values(["order", "mode", "tokens"])
+    draw_lines(ours, ax, "dim", "value", ["series", "mode", "tokens"], look)
+    size_axis(ax, frame["dim"], "dim")
+    ax.axhline(0, color="black", lw=0.6)
+    ax.set(ylabel="time saved (% of nn.Linear)")
+
+
+CASES = {"high": "ours, 16 bit"}  # of a model: in print, where it is not the precision's
+
+
+def plot_bars(frame: pd.DataFrame, ax: Axes) -> None:
+    """Bars over one baseline: a group for each model, from small to large, a bar for each case."""
+    shapes = frame[["model", "shape"]].drop_duplicates().itertuples(index=False)
+    shapes = sorted(shapes, key=lambda pair: (naming.rank(pair[0], naming.MODELS), pair[1]))
+    cases = [case for case in bench.END_TO_END if case in set(frame["series"])]
+    places, width = [shape for _, shape in shapes], 0.8 / len(cases)
+    for place, case in enumerate(cases):
+        part = frame[frame["series"] == case]
+        middles = part["shape"].map(places.index) + (place - (len(cases) - 1) / 2) * width
+        look = {"color": color("bf16" if case == "high" else case)}
+        label = CASES.get(case) or naming.precision(case)
+        drawn = ax.bar(middles, part["value"], width * 0.92, label=label, **look)
+        ax.bar_label(drawn, fmt=lambda value: f"{round(value):d}", fontsize=6, padding=1)  # no -0
+    ax.set_xticks(range(len(places)), [in_lines(shape, places) for shape in places])
+    ax.grid(visible=False, axis="x")
+    ax.axhspan(*paper.END_TO_END, color="0.88", lw=0, zorder=0.5, label=f"{paper.SOURCE}: ViT-H/14")
+    ax.axhline(0, color="black", lw=0.6)
+    ax.margins(y=0.15)
+    ax.set(ylabel="time saved (%)")
+
+
+def in_lines(shape: str, shapes: list[str]) -> str:
+    """A tick label: the model, its batch, and the settings that not all shapes share."""
+    (model, _, first), *rest = shape.partition(" "), *(each.partition(" ") for each in shapes)
+    batch, *settings = first.split(", ")
+    own = [each for each in settings if any(each not in more.split(", ") for *_, more in rest)]
+    return "\n".join([naming.model(model), batch, *own])
+
+
+KINDS = {"ddp": ("DDP", "-", "o"), "fsdp2": ("FSDP2", DASHED, "s")}  # in print, line, marker
+SHAPE = (
+    r"(?P<model>.+)-(?P<precision>\w+)-(?P<optimizer>\w+)-s\d+, "
+    r"batch (?P<batch_size>\d+) a process(?P<settings>.*)"
+)
+SERIES = ["panel", "precision", "optimizer"]
+
+
+def efficiency(lines: pd.DataFrame) -> pd.DataFrame:
+    """One row per model, batch, method, kind and number of GPUs; `value` is the efficiency.
+
+    `kind` is "one" for one process, else "ddp" or "fsdp2"; `rate` is in images/s on all GPUs, and
+    `communication` is a share of the step.
+    Raises NoRunsError without lines of several processes and of one to compare them with.
+    """
+    timed = lines[lines["ratio"].notna()]
+    if not (timed["processes"] > 1).any():
+        raise NoRunsError("slug scale: no line of several processes beside one of one process")
+    table = bench.newest(timed, ["shape", "case"])
+    table = table.join(table["shape"].str.extract(SHAPE))
+    batch = ", batch " + table["batch_size"] + " per GPU"
+    table["panel"] = table["model"].map(naming.model) + batch + table["settings"]
+    table["kind"] = table["case"].str.partition(" ")[0]
+    table["order"] = table["model"].map(lambda name: naming.rank(name, naming.MODELS))
+    table["batch_size"] = table["batch_size"].astype(int)
+    table = table.sort_values(["order", "batch_size", *SERIES, "kind", "processes"])
+    table = table.rename(columns={"device": "source", "ratio": "value", "processes": "gpus"})
+    columns = ["kind", "gpus", "value", "rate", "communication", "memory_gib"]
+    return table[["file", "source", *SERIES, *columns]].reset_index(drop=True)
+
+
+def plot_efficiency(frame: pd.DataFrame, ax: Axes) -> None:
+    """One model and batch: a color for each precision; FSDP2 is dashed."""
+
+    def look(head: pd.Series) -> tuple[str, dict]:
+        method = head["precision"], head["optimizer"]
+        name, line, marker = KINDS[kind]
+        styled = {"color": style.color(*method), "ls": line, "marker": marker}
+        return f"{naming.method(*method)}, {name}", styled
+
+    order = frame["precision"].map(lambda name: naming.rank(name, naming.PRECISIONS))
+    frame = frame.assign(order=order).sort_values("order", kind="stable")
+    for kind in KINDS:
+        several = frame.loc[frame["kind"] == kind, SERIES].agg("|".join, axis=1)
+        part = frame[frame["kind"].isin(("one", kind))]
+        part = part[part[SERIES].agg("|".join, axis=1).isin(several)]
+        draw_lines(part, ax, "gpus", "value", SERIES, look)
+    size_axis(ax, frame["gpus"], "GPUs", base=2)
+    ax.axhline(1, color="black", lw=0.6)
+    ax.set(ylabel="images/s per GPU (one process: 1)")
+
+
+def lowest_efficiency(frame: pd.DataFrame) -> str:
+    """The efficiencies on the largest number of GPUs."""
+    most = frame[frame["gpus"] == frame["gpus"].max()]
+    low, high = most["value"].min(), most["value"].max()
+    return f" Between {low:.2f} to {high:.2f} on {most['gpus'].iloc[0]} GPUs."
+
+
+NOISE = {  # case: name in print, precision of its color
+    "int8": ("int8", "switchback"),
+    "e4m3": ("fp8, both e4m3", "fp8_switchback"),
+    "e5m2 e4m3": ("fp8, e5m2 and e4m3", "fp8_tensorwise"),
+    **{
+        name: (naming.precision(name), name)
+        for name in ("fp8_blockwise", "mxfp8", "nvfp4_rht_sr", "nvfp4", "mxfp4")
+    },
+}
+VIT_H = {  # terms that ViT-H/14's products sum: widths; 256 images, 128 patches and a token
+    "output,\ngrad_input": (1280, 5120),
+    "grad_weight": (33024, 33024),
+}
+
+
+def variance(lines: pd.DataFrame) -> pd.DataFrame:
+    """One row per case and inner dimension, from the newest file that has it: what is plotted."""
+    frame = bench.newest(lines[lines["case"].isin(NOISE)], ["case", "inner_dim"])
+    order = frame["case"].map(list(NOISE).index)
+    frame = frame.assign(order=order).sort_values(["order", "inner_dim"])
+    columns = ["case", "inner_dim", "measured", "predicted", "ratio", "file"]
+    return frame[columns].reset_index(drop=True)
+
+
+def plot_variance(frame: pd.DataFrame, ax: Axes) -> None:
+    """Both axes logarithmic: points measured, lines predicted, ViT-H's sums marked.
+
+    Dotted lines join the points of cases without a prediction.
+    """
+    above = blended_transform_factory(ax.transData, ax.transAxes)
+    for name, (first, last) in VIT_H.items():
+        ax.axvspan(first / 1.04, last * 1.04, color="#DDDDDD", lw=0, zorder=0.5)
+        middle = (first * last) ** 0.5
+        ax.text(middle, 1.02, name, transform=above, ha="center", va="bottom", fontsize=6.5)
+    for case, part in frame.groupby("case", sort=False):
+        label, precision = NOISE[case]
+        look = {"color": color(precision)}
+        if is_predicted := part["predicted"].notna().any():
+            ax.plot(part["inner_dim"], part["predicted"], lw=1, label=label, **look)
+        look |= {"ls": "none"} if is_predicted else {"ls": ":", "lw": 0.7, "label": label}
+        ax.plot(part["inner_dim"], part["measured"], marker="o", ms=3.2, **look)
+    ax.set(xscale="log", yscale="log", xlabel="inner dimension", ylabel="variance of the error")
+
+
+def worst_prediction(frame: pd.DataFrame) -> str:
+    """The largest difference between prediction and measurement."""
+    return f" They differ by at most {100 * (frame['ratio'] - 1).abs().max():.1f}%."
+
+
+FIGURES = {
+    "op_profile": Speed(
+        lines="ops",
+        query=profile,
+        plots=(plot_operations, partial(plot_totals, label="time saved (% of 16 bit)")),
+        text="Operations of one linear layer, mean of dim to 4 dim and 4 dim to dim. Left: each "
+        "operation. Right: time that SwitchBack's operations save compared to the three 16-bit "
+        f"products (bf16); gray: {PAPERS} on an A100 in fp16. After figure 3, arXiv:2304.13013.",
+    ),
+    "quantize_share": Speed(
+        lines="ops",
+        query=lambda lines: with_papers(
+            bench.quantize_shares(lines), paper.QUANTIZE_SHARE, series="int8"
+        ),
+        plots=(partial(plot_totals, label="time in quantize operations (%)", dtype="series"),),
+        text=f"Share of SwitchBack's time spent on quantizing x, g and w; gray: {PAPERS} on an "
+        "A100 in fp16. After figure 4 (left), arXiv:2304.13013.",
+    ),
+    "switchback_variants_speed": Speed(
+        lines="layer",
+        query=partial(layers, cases=("switchback", "switchback_m", "switchback_q")),
+        plots=(plot_layers,),
+        text="SwitchBack, SwitchBackM (saves int8 inputs) and SwitchBackQ (quantizes weights by "
+        "row and by column): forward and backward of one linear layer, dim to 4 dim and 4 dim to "
+        "dim together: time saved compared to nn.Linear in bf16, run in the same way; gray: "
+        f"{PAPERS} for SwitchBack's operations on an A100 in fp16.",
+    ),
+    "switchback_vs_llmint8_speed": Speed(
+        lines="layer",
+        query=partial(layers, cases=("switchback", "llm_int8")),
+        plots=(plot_layers,),
+        text="Forward and backward of one linear layer, dim to 4 dim and 4 dim to dim together: "
+        f"time saved compared to nn.Linear in bf16, run in the same way. Gray: {PAPERS} for "
+        "SwitchBack's operations on an A100 in fp16.",
+    ),
+    "end_to_end_speed": Speed(
+        lines="model",
+        query=bench.end_to_end,
+        plots=(plot_bars,),
+        facet="baseline",
+        titles={"open_clip": "over open_clip, eager or compiled",
+                "autograd_high": "over our model, autograd function"},
+        text="Forward and backward of the whole model: time saved; each bar against a baseline of "
+        "the same run. Gray: the paper's own range for training ViT-H/14 with SwitchBack on A100s "
+        "in fp16, {:g} to {:g}%. After figure 4 (right), arXiv:2304.13013."
+        .format(*paper.END_TO_END),
+    ),
+    "weak_scaling": Speed(
+        lines="scale",
+        query=efficiency,
+        plots=(plot_efficiency,),
+        facet="panel",
+        text="Weak scaling of a training step: images/s per GPU relative to one process with the "
+        "same batch per GPU.",
+        notes=lowest_efficiency,
+    ),
+    "quantization_variance": Speed(
+        lines="quantization_variance",
+        query=variance,
+        plots=(plot_variance,),
+        text="Variance of the error of dot products of quantized standard normal numbers. Int8 and "
+        "fp8 have SwitchBack's granularities (one scale per row, one for the other operand), the "
+        "others those of their recipes' weight gradients. Points: measured; solid lines: "
+        "predicted, K (E[x^2] e_w + E[w^2] e_x + e_x e_w) with e = E[step^2] / 12, where step is "
+        "the distance between neighboring numbers. Gray: the sums of ViT-H/14's products: 1,280 "
+        "to 5,120 features, and for the weight gradient 33,024 tokens (256 images per GPU, half "
+        "of the patches dropped). After appendix C, arXiv:2304.13013.",
+        notes=worst_prediction,
+    ),
+}  # fmt: skip

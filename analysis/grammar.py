@@ -1,0 +1,466 @@
+"""A figure is a sentence: which runs it shows, what of each, and by which axes, panels and colors.
+
+`FIGURES` of `analysis/figures` has a row for each figure: `Lines`, `Points`, `Speed` for benchmark
+lines, or `Bespoke` for a module that draws in its own way.
+"""
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure as Canvas
+from scipy.optimize import isotonic_regression
+
+from analysis import comparison, measures, naming, panels, paper, style
+from analysis.load import EXPERIMENTS, Runs
+
+Select = Callable[[pd.DataFrame], pd.DataFrame]
+Facet = Callable[[pd.DataFrame], list[tuple[str, pd.DataFrame]]]
+TABLES = {"model.name": naming.MODELS, "precision.label": naming.PRECISIONS}  # order of values
+ANYTHING = ("*",)  # of `same_but`
+PAPERS = "the paper's, +-0.2"
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+WIDE = 10  # ratio of the largest to the smallest value on a logarithmic axis, if the values choose
+APART, ROOM = 0.2, 0.7  # of the distance of two named values: between hues, and for all of them
+CROWD = 8  # runs at one place; more are spread
+
+
+def in_one_panel(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """One panel without a title."""
+    return [("", frame)]
+
+
+def every(heads: pd.DataFrame) -> pd.DataFrame:
+    """All rows."""
+    return heads
+
+
+@dataclass(eq=False, kw_only=True)
+class Figure:
+    """Which runs or lines a figure shows.
+
+    A figure also has `query(runs)`, exactly the plotted numbers with a column `run` (of benchmark
+    lines, with a column `file`); `draw(frame, canvas)`, which sets the size and draws all panels;
+    and `caption(frame)`, which states the scale, the data, the runs, and which are incomplete.
+
+    Attributes:
+        studies: the experiments that make the runs. The first one that has runs at a scale is
+            drawn; with `same_but`, runs of the others join those of the first one.
+        same_but: config keys, besides the seed, in which runs of the other studies may differ from
+            one of the first; `*` for all of them.
+        where: selects from rows of `Runs.runs` those that the figure is about.
+        lines: the slug of a benchmark, whose lines are drawn in place of runs.
+    """
+
+    studies: tuple[str, ...] = ()
+    same_but: tuple[str, ...] = ()
+    where: Select = every
+    lines: str = ""
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The studies of which the first with runs is drawn."""
+        return self.studies[:1] if self.same_but else self.studies
+
+    def source(self, summaries: pd.DataFrame, scale: str | None) -> str:
+        """The study of `sources` that has runs at a scale, or else a file, or the first one."""
+        if len(summaries):
+            at = summaries["scale"]
+            summaries = summaries[(scale is None) | (at == scale) | at.isna()]
+        made = set(summaries["experiment"])
+        has_file = (EXPERIMENTS / f"{name}_{scale or 'mini'}.yaml" for name in self.sources)
+        planned = [name for name, it in zip(self.sources, has_file, strict=True) if it.exists()]
+        return [*(name for name in self.sources if name in made), *planned, *self.sources][0]
+
+    def select(self, heads: pd.DataFrame) -> pd.DataFrame:
+        """The rows of `Runs.runs` that the figure is about."""
+        if self.same_but and self.same_but != ANYTHING:
+            heads = comparison.with_baselines(heads, self.studies[0], *self.same_but)
+        return self.where(heads)
+
+
+@dataclass(eq=False, kw_only=True)
+class Bespoke(Figure):
+    """A figure that draws in its own way; see `of_module`."""
+
+    query: Callable[[Runs], pd.DataFrame]
+    draw: Callable[[pd.DataFrame, Canvas], None]
+    caption: Callable[[pd.DataFrame], str]
+
+    @classmethod
+    def of_module(cls, module: ModuleType, *studies: str, **which) -> "Bespoke":
+        """The figure of a module with the three functions, and perhaps `select`."""
+        which = {"where": getattr(module, "select", every), **which}
+        three = {name: getattr(module, name) for name in ("query", "draw", "caption")}
+        return cls(studies=studies, **which, **three)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axis:
+    """An axis that shows a column of a frame.
+
+    Attributes:
+        column: the column.
+        label: of the axis, or a function of the frame.
+        names: the values in order, which stand at equal distances, with their names; else numbers.
+        log: whether the axis is logarithmic; None if the values need it.
+        apart: the least distance of hues, which are moved where they are closer.
+        reference: where a line is drawn; values up to `equal` from it have a gray band.
+    """
+
+    column: str
+    label: str | Callable[[pd.DataFrame], str]
+    names: Callable[[pd.DataFrame], dict] | None = None
+    log: bool | None = False
+    apart: float = 0.0
+    reference: float | None = None
+    equal: float = 0.0
+
+    def name(self, frame: pd.DataFrame) -> str:
+        """The label."""
+        return self.label if isinstance(self.label, str) else self.label(frame)
+
+
+@dataclass(eq=False, kw_only=True)
+class Points(Figure):
+    """A point for each run, by its values on two axes.
+
+    Attributes:
+        table: the frame of the selected runs: one row per run, with `measures.OF_A_RUN`. Rows
+            without a run are the paper's numbers.
+        x, y: each pair of them has a panel if a run has both values; a run without y has a cross.
+        hue: the column whose values have colors; those in `order` come first.
+        look: the color and the line style of a hue, by its first row; None: colors of a scale.
+        name: the name of a hue, by its first row. What all methods share is left out.
+        means: "bar" at the mean of the runs at one place, "line" through the means, or "".
+        hollow: marks the runs that have open points.
+        facet: divides the frame into panels, with titles.
+        text: sentences of the caption, after the axes and the runs.
+        notes: sentences of the caption that depend on the frame.
+    """
+
+    table: Callable[[Runs], pd.DataFrame]
+    x: tuple[Axis, ...]
+    y: tuple[Axis, ...]
+    hue: str = "method"
+    order: tuple = ()
+    look: Callable[[pd.Series], tuple] | None = style.look
+    name: Callable[[pd.Series], str] | None = None
+    means: str = "bar"
+    hollow: Callable[[pd.DataFrame], pd.Series] | None = None
+    facet: Facet = in_one_panel
+    text: str = ""
+    notes: Callable[[pd.DataFrame], str] = lambda _: ""
+
+    def query(self, runs: Runs) -> pd.DataFrame:
+        """The table of the selected runs."""
+        return self.table(runs.where(runs.summaries["run"].isin(self.select(runs.runs)["run"])))
+
+    def draw(self, frame: pd.DataFrame, canvas: Canvas) -> None:
+        """A panel for each facet and pair of axes, above one legend."""
+        frame = frame.sort_values(self.hue, key=lambda hues: hues.map(self._rank), kind="stable")
+        parts, labels = self.facet(frame), self._labels(frame)
+        cells = [(*part, *pair) for part in parts for pair in self._pairs(frame)]
+        axes = panels.grid(canvas, len(cells))
+        for (title, part, x, y), ax in zip(cells, axes, strict=True):
+            self.plot(part, ax, x, y, labels)
+            ax.set_title(title if len(parts) > 1 else "")
+        for y in self.y:
+            shared = [ax for (*_, its), ax in zip(cells, axes, strict=True) if its is y]
+            panels.share_limits(shared)
+            if shared and y.name(frame).endswith("(%)") and shared[0].get_ylim()[0] > 0:
+                shared[0].set_ylabel(y.name(frame).removesuffix(")") + ", axis not from 0)")
+        if self.hue not in (x.column for x in self.x):
+            panels.legend_below(canvas, axes, labels.values())
+
+    def plot(self, frame: pd.DataFrame, ax: Axes, x: Axis, y: Axis, labels: dict) -> None:
+        """One panel."""
+        if y.reference is not None:
+            ends = y.reference - y.equal, y.reference + y.equal
+            ax.axhspan(*ends, color="0.92", lw=0, zorder=0)
+            ax.axhline(y.reference, color=style.OTHER, lw=0.8, zorder=0.5)
+        frame = frame[frame[x.column].notna()]
+        places = self._places(frame, x)
+        for i, (hue, part) in enumerate(frame.groupby(self.hue, sort=False)):
+            scale = style.setting_color(i, max(1, len(labels) - 1)), "-"
+            color, dashes = self.look(part.iloc[0]) if self.look else scale
+            ours, papers = part[part["run"] != ""], part[part["run"] == ""]
+            panels.draw_runs(
+                ax, places[ours.index], ours[y.column],
+                color=color, label=labels[hue], means=self.means, dashes=dashes,
+                marker="o" if self.means else MARKERS[i % len(MARKERS)],
+                hollow=self.hollow(ours) if self.hollow else None,
+            )  # fmt: skip
+            if len(papers):
+                at = places[papers.index]
+                ax.plot(at, papers[y.column], "D", ms=5, mfc="none", mec=color)
+                panels.crosses(ax, at[papers[y.column].isna()], 2 * panels.LOW, color, mfc="none")
+        if (frame["run"] == "").any():
+            ax.plot([], [], "D", ms=5, mfc="none", mec=style.OTHER, label=PAPERS)
+        ax.set(xlabel=x.name(frame), ylabel=y.name(frame))
+        if x.names:
+            named = x.names(frame)
+            ax.set_xticks(range(len(named)), list(named.values()))
+            ax.set_xlim(-0.5, len(named) - 0.5)
+        elif x.log:
+            panels.number_axis(ax, frame[x.column])
+        panels.value_axis(ax, y.log, WIDE)
+
+    def caption(self, frame: pd.DataFrame) -> str:
+        """Describes the axes, the runs and the points, and names the runs that did not finish."""
+        runs, pairs = frame[frame["run"] != ""], self._pairs(frame)
+        labels = dict.fromkeys(y.name(frame).removesuffix(" (%)") for _, y in pairs)
+        seeds = measures.seeds(runs, "model", self.hue, pairs[0][0].column)
+        text = f"{naming.join(labels)} of {measures.of_runs(runs)} ({seeds} of each setting)."
+        text = text[0].upper() + text[1:] + f" {self.text}" * bool(self.text)
+        means = {"bar": "; bars: their means", "line": "; lines: their means", "": ""}[self.means]
+        text += f" Points: runs{means}; a cross: a run without a value.{self.notes(frame)}"
+        if len(runs) < len(frame):
+            text += " Diamonds and open crosses: the paper's, read by eye from plots of a draft."
+        return text + measures.caption_end(runs.drop_duplicates("run"))
+
+    def _pairs(self, frame: pd.DataFrame) -> list[tuple[Axis, Axis]]:
+        """The pairs of axes on which a run has both values, or else the first pair."""
+        pairs = list(itertools.product(self.x, self.y))
+        drawn = [frame[[x.column, y.column]].notna().all(axis=1).any() for x, y in pairs]
+        return list(itertools.compress(pairs, drawn)) or pairs[:1]
+
+    def _labels(self, frame: pd.DataFrame) -> dict[str, str]:
+        heads = frame.drop_duplicates(self.hue).set_index(self.hue, drop=False)
+        names = {hue: self.name(head) if self.name else str(hue) for hue, head in heads.iterrows()}
+        precisions, optimizers = (
+            frame[key].dropna().unique() for key in ("precision", "optimizer")
+        )
+        shared = naming.method("", optimizers[0])
+        if len(optimizers) > 1:
+            shared = f"{naming.precision(precisions[0])}, " if len(precisions) == 1 else ", , "
+        return {hue: name.replace(shared, "") for hue, name in names.items()}
+
+    def _rank(self, hue: str) -> int:
+        return self.order.index(hue) if hue in self.order else len(self.order)
+
+    def _places(self, frame: pd.DataFrame, x: Axis) -> pd.Series:
+        """The place of each row; hues stand side by side at a value with a name."""
+        values, hues = frame[x.column], frame[self.hue]
+        if x.apart:
+            return hues.map(_apart(values.groupby(hues).first(), x.apart))
+        if not x.names:
+            return values.astype(float)
+        at = values.map(list(x.names(frame)).index).astype(float)
+        there = pd.DataFrame({"at": at, "hue": hues}).drop_duplicates()
+        num = there.groupby("at")["hue"].transform("size")
+        shifts = there.groupby("at").cumcount() - (num - 1) / 2
+        shifts = shifts.set_axis(pd.MultiIndex.from_frame(there)) * min(APART, ROOM / num.max())
+        crowd = hues.groupby([at, hues])
+        size, rank = crowd.transform("size"), crowd.cumcount()
+        spread = (0.3 * (rank / (size - 1) - 0.5)).where(size > CROWD, 0)
+        return at + shifts.loc[zip(at, hues, strict=True)].to_numpy() + spread
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hue:
+    """What the colors of lines tell: by default methods.
+
+    Attributes:
+        keys: config keys that it shows, which the names of methods leave out.
+        name: the name of a run, by its row of `measures.named_heads`.
+        is_method: whether the name takes the place of the method.
+        order: sorts the runs of a panel.
+        look: the color and the line style, by the first row of a line.
+    """
+
+    keys: tuple[str, ...] = ()
+    name: Callable[[pd.Series], str] | None = None
+    is_method: bool = False
+    order: Callable[[pd.Series], Any] = lambda _: 0
+    look: Callable[[pd.Series], tuple] = style.look
+
+    def labels(self, heads: pd.DataFrame) -> list[str]:
+        """The labels of the runs of a panel: name, method if it is not shared, and end."""
+        if not self.name:
+            return list(heads["label"])
+        texts = [self.name(head) for _, head in heads.iterrows()]
+        if not self.is_method:
+            return measures.with_setting(heads, texts)
+        methods = map(naming.method, heads["precision"], heads["optimizer"])
+        ends = map(str.removeprefix, heads["label"], methods)
+        return [text + end for text, end in zip(texts, ends, strict=True)]
+
+
+@dataclass(eq=False, kw_only=True)
+class Lines(Figure):
+    """A line for each run, by step, and a thick one for the median of runs that share a label.
+
+    Attributes:
+        y: a recorded quantity (see `measures.recorded`).
+        hue: what the colors tell.
+        facet: config key with a panel for each value; `label`: a panel for each label; "": one.
+        split: divides a panel again, such as by family.
+        band: config key, besides the seed, in which runs of one label may differ; a band from the
+            smallest to the largest takes the place of their lines.
+        text: sentences of the caption, in which {methods} are those of the runs.
+    """
+
+    y: Axis = Axis(column="loss", label="training loss")
+    hue: Hue = Hue()
+    facet: str = "model.name"
+    split: Facet = in_one_panel
+    band: str = ""
+    text: str = ""
+
+    def query(self, runs: Runs) -> pd.DataFrame:
+        """One row per recorded step of each run, with the median over runs that share a label.
+
+        A step without a row has no loss, so that its line has a gap.
+        """
+        runs = runs.where(runs.summaries["run"].isin(self.select(runs.runs)["run"]))
+        own = [key for key in (self.facet, self.band) if key not in ("label", "model.name", "")]
+        keys = tuple(dict.fromkeys([*own, *self.hue.keys]))
+        heads, y = measures.named_heads(runs, keys), self.y.column
+        facets = heads[self.column] if self.column in heads else pd.Series("", heads.index)
+        for _, part in heads.groupby(facets, dropna=False):
+            heads.loc[part.index, "label"] = self.hue.labels(part)
+        table = TABLES.get(self.facet, ())
+        ranks = facets.map(lambda value: naming.rank(value, table) if table else value)
+        order = [self.hue.order(head) for _, head in heads.iterrows()]
+        heads = heads.assign(rank=ranks, order=order).sort_values(["rank", "order"], kind="stable")
+        keys = (measures.RENAMED.get(key, key) for key in keys)
+        columns = tuple(dict.fromkeys([*measures.OF_A_RUN, *keys, "step", y]))
+        frame = measures.by_run(runs, heads, columns, lambda run, _: measures.recorded(run, y))
+        by = [*dict.fromkeys(filter(None, ["model", self.column, "label"])), "step"]
+        return frame.assign(
+            **{f"{y}_median": frame.groupby(by, dropna=False)[y].transform("median")}
+        )
+
+    @property
+    def column(self) -> str:
+        """The column of the values that have a panel."""
+        return measures.RENAMED.get(self.facet, self.facet)
+
+    def parts(self, frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+        """The title and the rows of each panel, in order."""
+        facets = frame[self.column] if self.facet else pd.Series("", frame.index)
+        return [
+            (", ".join(filter(None, [naming.setting(self.facet, value), title])), panel)
+            for value, part in frame.groupby(facets, sort=False, dropna=False)
+            for title, panel in self.split(part)
+        ]
+
+    def draw(self, frame: pd.DataFrame, canvas: Canvas) -> None:
+        """The panels, on one scale, above one legend."""
+        parts = self.parts(frame)
+        axes = panels.grid(canvas, len(parts))
+        for (title, part), ax in zip(parts, axes, strict=True):
+            self.plot(part, ax)
+            ax.set_title(title)
+        panels.share_limits(axes)
+        if self.facet != "label":
+            panels.legend_below(canvas, axes)
+
+    def plot(self, frame: pd.DataFrame, ax: Axes) -> None:
+        """One panel."""
+        for label, runs in frame.groupby("label", sort=False):
+            self._draw_label(runs, ax, label)
+        if self.y.column == "loss":
+            panels.loss_axis(ax, frame)
+        else:
+            panels.value_axis(ax, self.y.log, WIDE)
+        diverged = frame[frame["state"] == "diverged"]
+        for _, run in diverged.groupby("run"):
+            panels.mark_end(ax, run["step"], run[self.y.column], self.hue.look(run.iloc[0])[0])
+        ax.set(xlim=(0, frame["num_steps"].max()), ylabel=self.y.label)
+        panels.step_axis(ax)
+
+    def _draw_label(self, runs: pd.DataFrame, ax: Axes, label: str) -> None:
+        """Draws the runs that share a label."""
+        y, is_alone = self.y.column, runs["run"].nunique() == 1
+        color, dashes = self.hue.look(runs.iloc[0])
+        thin = {"lw": 0.8, "linestyle": dashes} if is_alone else {"lw": 0.4, "alpha": 0.5}
+        if self.band:
+            ends = runs.groupby("step")[y].agg(["min", "max"])
+            ax.fill_between(ends.index, ends["min"], ends["max"], color=color, alpha=0.2, lw=0)
+        for _, run in runs.groupby("run", sort=False) if not self.band else ():
+            name = label if is_alone else None
+            ax.plot(
+                run["step"], run[y], color=color, zorder=1.5, rasterized=True, label=name, **thin
+            )
+        if self.band or not is_alone:
+            median = runs.drop_duplicates("step").sort_values("step")
+            look = {"color": color, "ls": dashes, "lw": 1.1, "label": label}
+            ax.plot(median["step"], median[f"{y}_median"], **look)
+
+    def caption(self, frame: pd.DataFrame) -> str:
+        """Describes models, data, runs and lines, and names the runs that did not finish."""
+        runs = frame.drop_duplicates("run")
+        y = self.y.column
+        has_median = (frame[y].fillna(0) != frame[f"{y}_median"].fillna(0)).any()
+        median = " and thick the median of those that differ in seed alone" if has_median else ""
+        label = self.y.name(frame)
+        text = (
+            f"{label[0].upper()}{label[1:]} of {measures.of_runs(frame)} "
+            f"({naming.join(sorted(runs['num_steps'].unique()))} steps, batch "
+            f"{naming.join(sorted(runs['batch_size'].unique()))}). {self.text} Thin: every step of "
+            f"each run{median}."
+        ).format(methods=measures.methods(runs))
+        if y == "loss":
+            text += (
+                " The loss axis ends at the largest loss, of runs that did not diverge, after the "
+                "first tenth, at most at twice the first loss."
+            )
+        if self.facet not in ("", "label", "model.name"):
+            titles = [naming.setting(self.facet, value) for value in runs[self.column]]
+            pairs = zip(titles, runs["label"], strict=True)
+            runs = runs.assign(label=[", ".join(pair) for pair in pairs])
+        return text + measures.caption_end(runs)
+
+
+@dataclass(eq=False, kw_only=True)
+class Speed(Figure):
+    """A figure of benchmark lines.
+
+    Attributes:
+        query: the frame of the lines, with the columns `file` and perhaps `source`, the device.
+        plots: each draws a panel of a frame.
+        facet: column with panels for each value.
+        titles: its values in print.
+        text: sentences of the caption.
+        notes: sentences of the caption that depend on the frame.
+    """
+
+    query: Callable[[pd.DataFrame], pd.DataFrame]
+    plots: tuple[Callable[[pd.DataFrame, Axes], None], ...]
+    facet: str = ""
+    titles: Mapping[str, str] = field(default_factory=dict)
+    text: str
+    notes: Callable[[pd.DataFrame], str] = lambda _: ""
+
+    def draw(self, frame: pd.DataFrame, canvas: Canvas) -> None:
+        """A panel for each facet and plot in a row, above one legend."""
+        parts = frame.groupby(self.facet, sort=False) if self.facet else [("", frame)]
+        cells = [(value, part, plot) for value, part in parts for plot in self.plots]
+        axes = panels.grid(canvas, len(cells), most=3)
+        for (value, part, plot), ax in zip(cells, axes, strict=True):
+            plot(part, ax)
+            if self.facet:
+                ax.set_title(self.titles.get(value, value).replace(", ", "\n"))
+        if self.facet:
+            panels.share_limits(axes)
+        panels.legend_below(canvas, axes)
+
+    def caption(self, frame: pd.DataFrame) -> str:
+        """Describes the panels and names the devices."""
+        devices = set(frame.get("source", ())) - {paper.SOURCE}
+        on = f" Measured on {naming.join(sorted(devices))}." if devices else ""
+        return f"{self.text}{on}{self.notes(frame)}"
+
+
+def _apart(values: pd.Series, least: float) -> dict:
+    """Places on an axis by hue, at least so far from each other and else close to the values."""
+    values = values.sort_values(kind="stable")
+    steps = least * np.arange(len(values))
+    return (isotonic_regression(values - steps).x + pd.Series(steps, values.index)).to_dict()

@@ -1,0 +1,255 @@
+"""Runs as named tables: what each run is called, its scores, its losses, and words about runs.
+
+Figures and verdicts share these measures; nothing here draws.
+"""
+
+from collections.abc import Callable
+
+import pandas as pd
+
+from analysis import comparison, naming, paper
+from analysis.load import NoRunsError, Runs
+
+ACCURACY = "zero_shot/top1"
+RECALL = ("retrieval/image_to_text_r1", "retrieval/text_to_image_r1")
+VALIDATION_LOSS = "retrieval/loss"
+OF_A_RUN = (
+    *("run", "scale", "data", "data_digest", "batch_size", "num_steps", "model", "vision_layers"),
+    *("precision", "scaler", "intervention", "optimizer", "lr", "beta2", "beta2_decay"),
+    *("seed", "state", "method", "label", "variant"),
+)
+RENAMED = {
+    "data.name": "data",
+    "data.digest": "data_digest",
+    "model.name": "model",
+    "precision.label": "precision",
+    "optimizer.name": "optimizer",
+    "optimizer.lr": "lr",
+    "optimizer.beta2": "beta2",
+    "optimizer.beta2_decay": "beta2_decay",
+    "intervention.name": "intervention",
+    "scaler.name": "scaler",
+    "model.vision_layers": "vision_layers",
+}
+LABELED = ["method", "state", "num_steps", "reached", "recorded"]
+
+
+def named_heads(runs: Runs, by: tuple[str, ...] = ()) -> pd.DataFrame:
+    """One row per run that has steps, with `method`, `variant` and `label`, and short column names.
+
+    A figure shows the config keys `by` in its own way, so `method` distinguishes runs only within
+    one value of each. `precision` names its change too, and `optimizer` 8-bit moments and the
+    response to warnings. `label` adds how the run ended. Runs with a damaged config are left out;
+    NoRunsError if no run is left.
+    """
+    steps = runs.metrics.groupby("run")["step"]
+    facts = pd.DataFrame({"reached": steps.max(), "recorded": steps.nunique()})
+    heads = runs.runs[runs.runs["scale"].notna()].join(facts, on="run", how="inner")
+    if heads.empty:
+        raise NoRunsError(f"{runs.root}: no run has steps and an undamaged config yet")
+    whole = ["batch_size", "num_steps", "seed", "reached", "recorded"]
+    heads = heads.astype(dict.fromkeys(whole, int) | {"optimizer.beta2_decay": float})
+    for key, name in (("precision.label", _precision), ("optimizer.name", _optimizer)):
+        heads[key] = [name(head) for head in heads.to_dict("records")]
+    groups = heads.groupby(list(by), dropna=False) if by else [((), heads)]
+    heads = pd.concat([name_methods(group) for _, group in groups])
+    heads["label"] = [_label(head) for head in heads[LABELED].to_dict("records")]
+    keys = ["model.name", "precision.label", "optimizer.name", "variant", "seed", "run"]
+    return heads.sort_values(keys, key=_order).rename(columns=RENAMED)
+
+
+def _precision(head: dict) -> str:
+    """The label of a run's precision: `nvfp4_then_bf16@1001` if it changes at that step."""
+    label, step = head["precision.label"], head["precision_change.step"]
+    if pd.isna(step):
+        return label
+    return f"{label}_then_{comparison.precision_after(head).label}@{step:.0f}"
+
+
+def _optimizer(head: dict) -> str:
+    """The optimizer with its rule: `stable_adamw_8bit`, `adamw_on_warning_clip`."""
+    bits, action = head["optimizer.optim_bits"], head["optimizer.on_warning.action"]
+    name = head["optimizer.name"] + ("_8bit" if bits == 8 else "")
+    return name if action == "none" else f"{name}_on_warning_{action}"
+
+
+def name_methods(heads: pd.DataFrame) -> pd.DataFrame:
+    """Adds `method` and `variant` to rows of `Runs.runs`.
+
+    `method` states every setting that changes weights (`analysis/comparison.py`) and in which runs
+    of one method and model differ, or else their digests. `variant` counts the settings of one
+    method.
+    """
+    pairs = zip(heads["precision.label"], heads["optimizer.name"], strict=True)
+    heads = heads.assign(method=[naming.method(*pair) for pair in pairs], variant=0)
+    for _, group in heads.groupby("method"):
+        settings = pd.Series("", index=group.index)
+        for key in comparison.columns(group):
+            texts = group[key].map(comparison.written)
+            if len(set(texts)) == 1:
+                continue
+            if texts[texts != ""].groupby(group["model.name"]).nunique().gt(1).any():
+                settings += [f", {comparison.short(key)}={text or 'unknown'}" for text in texts]
+        settings = _tell_repeats_apart(settings.str.removeprefix(", "), group)
+        if settings.any():
+            order = {setting: i for i, setting in enumerate(sorted(set(settings)))}
+            heads.loc[group.index, "method"] += " (" + settings + ")"
+            heads.loc[group.index, "variant"] = settings.map(order)
+    return heads
+
+
+def with_setting(heads: pd.DataFrame, settings: list[str]) -> list[str]:
+    """Labels that begin with the figure's own settings; a shared method is left out."""
+    methods = [naming.method(h.precision, h.optimizer) for h in heads.itertuples()]
+    if len(set(methods)) > 1:
+        return [f"{text}, {label}" for text, label in zip(settings, heads["label"], strict=True)]
+    rest = heads["label"].str.removeprefix(methods[0])
+    return [text + end for text, end in zip(settings, rest, strict=True)]
+
+
+def by_intervention(heads: pd.DataFrame) -> pd.DataFrame:
+    """Runs by model and intervention, in the order of the style; labels name the intervention."""
+    names = [naming.setting("intervention.name", name) for name in heads["intervention"]]
+    rank = heads["intervention"].map(lambda name: naming.rank(name, naming.INTERVENTIONS))
+    heads = heads.assign(label=with_setting(heads, names), rank=rank)
+    return heads.assign(size=pd.factorize(heads["model"])[0]).sort_values(["size", "rank"])
+
+
+def with_scores(runs: Runs, heads: pd.DataFrame) -> pd.DataFrame:
+    """Adds each run's `accuracy`, `recall` and `validation_loss` at its last step, or NaN.
+
+    The accuracy and the mean R@1 of both directions are in %; the loss is the contrastive one.
+    """
+    metrics = runs.metrics
+    last = metrics.loc[metrics.groupby("run")["step"].idxmax()].set_index("run")
+    last = last.reindex(columns=[ACCURACY, *RECALL, VALIDATION_LOSS]).astype(float)
+    recall = 100 * last[list(RECALL)].mean(axis=1, skipna=False)
+    scores = {"accuracy": 100 * last[ACCURACY], "recall": recall}
+    scores["validation_loss"] = last[VALIDATION_LOSS]
+    return heads.assign(**{name: heads["run"].map(scores[name]) for name in scores})
+
+
+def by_run(
+    runs: Runs,
+    heads: pd.DataFrame,
+    columns: tuple[str, ...],
+    table: Callable[[Runs, dict], pd.DataFrame],
+) -> pd.DataFrame:
+    """The rows of `table(run, head)` for each row of `heads`, with the head's facts in `columns`.
+
+    `run` holds one run; a run with an empty table has no rows.
+    """
+    frames = [pd.DataFrame(columns=list(columns))]
+    for head in heads.to_dict("records"):
+        frame = table(runs.only(head["run"]), head)
+        facts = {name: head[name] for name in columns if name in head and name not in frame}
+        frames += [frame.assign(**facts).reindex(columns=list(columns))] if len(frame) else []
+    return pd.concat(frames[1:] or frames, ignore_index=True)
+
+
+def of_runs(frame: pd.DataFrame) -> str:
+    """`ViT-B/32 and ViT-H/14 on shapes: 4 runs at mini scale`."""
+    models, data, scales = (frame[name].unique() for name in ("model", "data", "scale"))
+    runs = comparison.counted(frame["run"].nunique(), "run")
+    what = f"{naming.join(map(naming.model, models))} on {naming.join(data)}"
+    return f"{what}: {runs} at {naming.join(scales)} scale"
+
+
+def seeds(frame: pd.DataFrame, *by: str) -> str:
+    """`1 seed`, `2 and 5 seeds`: the numbers of seeds in the groups of runs by these columns."""
+    *fewer, most = sorted(set(frame.groupby(list(by))["seed"].nunique()))
+    return naming.join([*fewer, comparison.counted(most, "seed")])
+
+
+def caption_end(frame: pd.DataFrame, crosses: bool = True) -> str:
+    """Names the runs that diverged or are incomplete; `crosses`: the figure marks divergence."""
+    runs, text = frame.drop_duplicates("run"), ""
+    diverged = "Diverged (cross)" if crosses else "Diverged"
+    for state, word in (("diverged", diverged), ("incomplete", "Incomplete")):
+        named = runs[runs["label"].str.contains(f"({state}", regex=False)]
+        if len(named):
+            pairs = zip(named["model"], named["label"], strict=True)
+            names = [f"{naming.model(model)} {label}" for model, label in pairs]
+            text += f" {word}: {'; '.join(names)}."
+    return text
+
+
+def methods(frame: pd.DataFrame) -> str:
+    """The methods of the runs, in words."""
+    pairs = frame[["precision", "optimizer"]].drop_duplicates().itertuples(index=False)
+    return naming.join([naming.method(*pair) for pair in pairs])
+
+
+def _label(head: dict) -> str:
+    """The method, and how the run ended if it is not finished or lacks rows."""
+    method, recorded, reached = head["method"], head["recorded"], head["reached"]
+    if head["state"] == "diverged":
+        missing = reached - recorded
+        lacks = f"; {missing:,} steps missing" if missing else ""
+        return f"{method} (diverged at step {reached:,}{lacks})"
+    if head["state"] != "finished" or recorded < head["num_steps"]:
+        return f"{method} (incomplete: {recorded:,} of {head['num_steps']:,} steps)"
+    return method
+
+
+def _tell_repeats_apart(settings: pd.Series, group: pd.DataFrame) -> pd.Series:
+    """Adds the digest to the names of runs that share their settings and seed."""
+    same = [settings, group["model.name"], group["seed"]]
+    several = settings.groupby(same).transform("size") > 1
+    twice = group.groupby([*same, group["digest"]]).cumcount()  # copies of one run
+    names = "run " + group["digest"] + twice.map(lambda n: f", copy {n}" if n else "")
+    return settings.where(~several, (settings + ", " + names).str.removeprefix(", "))
+
+
+def _order(column: pd.Series) -> pd.Series:
+    """Sort keys of a column: the order of the style's tables, where there is one."""
+    tables = {"model.name": naming.MODELS, "precision.label": naming.PRECISIONS}
+    table = (tables | {"optimizer.name": naming.OPTIMIZERS}).get(column.name)
+    return column if table is None else column.map(lambda name: naming.rank(name, table))
+
+
+def recorded(runs: Runs, name: str) -> pd.DataFrame:
+    """Columns step and `name`: the recorded values of a quantity, in order of steps; for one run.
+
+    `name` is a column of metrics or timing, or STATISTIC/TENSOR (the largest if TENSOR is a glob).
+    A metric of every step is NaN at a step without a row. The frame is empty if the run lacks it.
+    """
+    for table in (runs.metrics, runs.timing):
+        if name in table and name not in ("run", "step"):
+            values = pd.to_numeric(table[name], errors="coerce")
+            values = values.set_axis(pd.Index(table["step"], name="step")).rename(name)
+            if table is runs.timing or "/" in name:
+                return values.dropna().reset_index()
+            steps = pd.RangeIndex(1, values.index.max() + 1, name="step")
+            return values[~values.index.duplicated(keep="last")].reindex(steps).reset_index()
+    statistic, _, tensor = name.partition("/")
+    try:
+        table = runs.tensors(tensor or "*", statistic).drop(columns="run").set_index("step")
+    except LookupError:
+        return pd.DataFrame()
+    table = table[~table.index.duplicated(keep="last")]
+    return table.max(axis=1).rename(name).reset_index()
+
+
+def first_and_last_features(runs: Runs, heads: pd.DataFrame) -> pd.DataFrame:
+    """E[abs(x)] of each vision block of each run at the first and the last recorded step (`at`)."""
+    columns = (*OF_A_RUN, "at", "step", "block", "feature_mean")
+    return by_run(runs, heads, columns, _first_and_last)
+
+
+def _first_and_last(run: Runs, head: dict) -> pd.DataFrame:
+    try:
+        values = run.tensors(paper.BLOCK.format("*"), "feature_mean")
+    except LookupError:
+        return pd.DataFrame()
+    values = values.drop(columns="run").set_index("step").sort_index()
+    values = values.rename(columns=lambda name: int(name.rpartition(".")[2])).sort_index(axis=1)
+    ends = values.iloc[[0, -1]].set_axis(["first", "last"])
+    steps = pd.Series(values.index[[0, -1]], ends.index, name="step")
+    table = ends.rename_axis(index="at", columns="block").stack().rename("feature_mean")
+    return table.reset_index().join(steps, on="at")
+
+
+def last_block(run: Runs, vision_layers: float) -> pd.Series:
+    """E[abs(x)] of the last vision block of one run by step; empty if it is not recorded."""
+    return run.series(paper.BLOCK.format(int(vision_layers) - 1), "feature_mean")

@@ -1,0 +1,141 @@
+"""What figures, tables and verdicts call things in print: models, recipes, optimizers, settings."""
+
+import re
+
+import numpy as np
+import pandas as pd
+
+from analysis import comparison
+
+PRECISIONS = {  # label in a run's name: (in print, color); bf16's color is its optimizer's
+    "fp32": ("fp32", "#7A82B8"),
+    "bf16": ("bf16", None),
+    "fp16": ("fp16", "#327934"),
+    "pure_bf16": ("pure bf16", "#D7CD4C"),
+    "pure_fp16": ("pure fp16", "#DCBD64"),
+    "switchback": ("SwitchBack int8", "#D55E00"),
+    "switchback_m": ("SwitchBackM int8", "#873800"),
+    "switchback_q": ("SwitchBackQ int8", "#AE69DA"),
+    "llm_int8": ("LLM.int8()", "#009E73"),
+    "fp8_tensorwise": ("fp8 tensor-wise", "#E69F00"),
+    "fp8_rowwise": ("fp8 row-wise", "#0C8D7C"),
+    "fp8_switchback": ("SwitchBack fp8", "#CC79A7"),
+    "fp8_switchback_blocks": ("SwitchBack fp8, blocks", "#F6BCCD"),
+    "fp8_blockwise": ("fp8 in blocks", "#6D8C2B"),
+    "mxfp8": ("MXFP8", "#4A6FD0"),
+    "mxfp4": ("MXFP4", "#9DB4F0"),
+    "nvfp4": ("NVFP4", "#B07CC6"),
+    "nvfp4_rht_sr": ("NVFP4, RHT, SR", "#7A3E96"),
+    "nvfp4_then_bf16": ("NVFP4, then bf16", "#2A1AE6"),
+    "hw_fp8_tensorwise": ("hardware fp8 tensor-wise", "#C3903A"),
+    "hw_fp8_switchback": ("SwitchBack hardware fp8", "#8C3959"),
+    "hw_fp8_blockwise": ("hardware fp8 in blocks", "#45591B"),
+    "autograd_high": ("autograd function", "#392994"),
+}
+NARROW = {"grad_weight int8": ("int8 weight gradient only", "#0B5D47")}
+OPTIMIZERS = {  # optimizer.name, with its rule: (in print, line style, color under bf16)
+    "stable_adamw": ("StableAdamW", "-", "#0072B2"),
+    "stable_adamw_8bit": ("8-bit StableAdamW", (0, (8, 1.2)), "#2A1AE6"),
+    "adamw": ("AdamW", (0, (3.2, 1.2)), "#000000"),
+    "adamw_clip": ("AdamW + gradient clipping", (0, (1.2, 1.0)), "#56B4E9"),
+    "adamw_zclip": ("AdamW + ZClip", (0, (2, 1, 1, 1)), "#D55E00"),
+    "adamw_skip_step": ("AdamW + SkipStep", (0, (4, 1, 2, 1)), "#E69F00"),
+    "adamw_on_warning_clip": ("AdamW + clip on warning", (0, (6, 2)), "#CCBF6A"),
+    "adamw_on_warning_skip": ("AdamW + skip on warning", (0, (3, 1, 1, 1)), "#5C4A12"),
+    "adamw_on_warning_beta2": ("AdamW + beta2 on warning", (0, (2, 2)), "#7F6BFF"),
+    "muon": ("Muon", (0, (6, 1, 1, 1)), "#009E73"),
+    "adagc": ("AdaGC", (0, (1, 2.5)), "#CC79A7"),
+    "stable_spam": ("StableSPAM", (0, (3, 1, 1, 1, 1, 1)), "#6D8C2B"),
+    "adamw8bit_bnb": ("8-bit AdamW (bitsandbytes)", (0, (5, 1, 1, 1)), "#751952"),
+    "adamw8bit_torchao": ("8-bit AdamW (torchao)", (0, (5, 1, 1, 1, 1, 1)), "#9D2F8E"),
+}
+INTERVENTIONS = {  # intervention.name: (in print, color where the figure is about it)
+    "none": ("no change", "#4D4D4D"),
+    "zero_init": ("zero-init layer-scale", "#DC267F"),
+    "kq_norm": ("KQ layer norm", "#873800"),
+}
+MODELS = {  # model.name: in print, small to large
+    "nano": "nano",
+    "mini_b": "mini B",
+    "mini_l": "mini L",
+    "mini_h": "mini H",
+    "vit_b14": "ViT-B/14",
+    "vit_b32": "ViT-B/32",
+    "vit_l14": "ViT-L/14",
+    "vit_h14": "ViT-H/14",
+}
+
+
+def model(name: str) -> str:
+    """A model in print."""
+    return MODELS.get(name, name)
+
+
+def short_tensor(name: str) -> str:
+    """A tensor in print: `visual.6.ln_1.bias` for `visual.transformer.resblocks.6.ln_1.bias`."""
+    return name.replace("transformer.resblocks.", "" if name.startswith("visual") else "text.")
+
+
+def precision(label: str) -> str:
+    """A precision in print: `NVFP4, then bf16 from step 1,001` for `nvfp4_then_bf16@1001`.
+
+    Narrow products are `int8 weight gradient only` for `grad_weight int8`.
+    """
+    if " " in label:
+        narrow = re.sub(r"(\w+) (\w+)", r"\2 \1 only", label)
+        return narrow.replace("grad_weight", "weight gradient").replace(
+            "grad_input", "input gradient"
+        )
+    name, _, step = label.partition("@")
+    return PRECISIONS.get(name, (name,))[0] + (f" from step {int(step):,}" if step else "")
+
+
+def method(label: str, optimizer: str) -> str:
+    """`SwitchBack int8, StableAdamW`: a method in print."""
+    return f"{precision(label)}, {optimizer_name(optimizer)}"
+
+
+def optimizer_name(name: str) -> str:
+    """An optimizer in print, with its rule: `8-bit StableAdamW` for `stable_adamw_8bit`."""
+    return OPTIMIZERS.get(name, (name,))[0]
+
+
+def family(precision: str) -> str:
+    """`int8` or `fp8` for a method in 8 bits, else ""."""
+    if "fp8" in precision:
+        return "fp8"
+    return "int8" if precision.startswith(("switchback", "llm_int8")) else ""
+
+
+def families(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """Panels as (family, rows): int8 and fp8 methods, with the 16-bit ones in both.
+
+    There is one panel with all rows unless both families occur.
+    """
+    of_row = frame["precision"].map(family)
+    names = [name for name in ("int8", "fp8") if (of_row == name).any()]
+    if len(names) < 2:
+        return [("".join(names), frame)]
+    return [(name, frame[of_row.isin(["", name])]) for name in names]
+
+
+def rank(name: str, table: dict | tuple) -> tuple[int, str]:
+    """Sort key: the order of a table above, then other names."""
+    return (list(table).index(name) if name in table else len(table), name)
+
+
+def join(items) -> str:
+    """`a, b and c`."""
+    words = [f"{item:,}" if isinstance(item, (int, np.integer)) else str(item) for item in items]
+    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+
+
+def setting(key: str, value: object) -> str:
+    """`ViT-B/32`, `SwitchBack int8`, `batch size 4,096`, `lr 0.002`: a value of a config key."""
+    printed = {"model.name": model, "precision.label": precision, "label": str, "": str}
+    if key in printed:
+        return printed[key](value)
+    tables = {"optimizer.name": OPTIMIZERS, "intervention.name": INTERVENTIONS}
+    if value in tables.get(key, {}):
+        return tables[key][value][0]
+    return f"{comparison.short(key).replace('_', ' ')} {comparison.written(value)}"

@@ -1,0 +1,160 @@
+"""What figures draw with: panels, axes, legends, points of runs, and the line of chance."""
+
+from collections.abc import Collection
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
+
+from analysis import style
+
+LOW = 0.04  # of the height of a panel: where a run without a value has its cross
+MANY = 8  # ticks of an axis of numbers
+CHARACTERS = 15  # of a legend, for each inch
+CAP_AFTER = 0.1  # the loss axis ends at the largest loss after this share of the run
+MOST = 2  # but at most at this multiple of the first loss
+
+
+def num_columns(num: int) -> int:
+    """Number of panels in a row: two, or three if that leaves no gap."""
+    return 3 if num % 2 and num % 3 == 0 else min(2, num)
+
+
+def grid(figure: Figure, num: int, height: float = 2.5, most: int | None = None) -> list[Axes]:
+    """`num` axes, at most `most` in a row, each `height` inches high; sizes the figure."""
+    columns = min(most, num) if most else num_columns(num)
+    rows = -(-num // columns)
+    figure.set_size_inches(style.COLUMN_WIDTH * columns, height * rows)
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for ax in axes[num:]:
+        ax.remove()
+    return axes[:num]
+
+
+def share_limits(axes: list[Axes]) -> None:
+    """Sets the y axes of panels that are compared to one range, which covers all of theirs."""
+    limits = [ax.get_ylim() for ax in axes]
+    for ax in axes:
+        ax.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
+
+
+def draw_chance(ax: Axes, batch_sizes: pd.Series) -> None:
+    """A dotted line at chance, the loss ln(batch size), where the range of the axis includes it."""
+    ylim = ax.get_ylim()
+    for size in sorted(set(batch_sizes[batch_sizes > 0])):
+        ax.hlines(np.log(size), 0, 1, transform=ax.get_yaxis_transform(), color=style.OTHER, lw=0.7,
+                  linestyles="dotted", zorder=1)  # fmt: skip
+        ax.annotate(f"chance, ln {size:,}", (0.99, np.log(size)), (0, 1.5), fontsize=5.5,
+                    xycoords=ax.get_yaxis_transform(), textcoords="offset points", ha="right",
+                    color=style.OTHER, annotation_clip=True)  # fmt: skip
+    ax.set_ylim(ylim)
+
+
+def step_axis(ax: Axes) -> None:
+    """A step axis with few ticks: `10k`."""
+    ax.set_xlabel("step")
+    ax.xaxis.set_major_formatter(EngFormatter(sep=""))
+    ax.locator_params(axis="x", nbins=5)
+
+
+def cap(frame: pd.DataFrame) -> float:
+    """Upper end of the loss axis: the largest loss after `CAP_AFTER` of a run.
+
+    It is at most `MOST` times the first loss. Diverged runs count only if all diverged.
+    """
+    first = frame.loc[frame["step"] == 1, "loss"].max()
+    late = frame["step"] >= CAP_AFTER * frame["num_steps"]
+    counted = late & (frame["state"] != "diverged")
+    for losses in (frame["loss"][counted], frame["loss"][late], frame["loss"]):
+        finite = losses[np.isfinite(losses)]
+        if len(finite):
+            return 1.05 * float(np.fmin(finite.max(), MOST * first))
+    return 1.0
+
+
+def draw_runs(
+    ax: Axes,
+    at: pd.Series,
+    values: pd.Series,
+    *,
+    color: tuple,
+    label: str,
+    means: str = "bar",
+    dashes: str | tuple = "-",
+    marker: str = "o",
+    hollow: pd.Series | None = None,
+) -> None:
+    """A point for each run, a bar or a line for the means, and a cross for a run without a value.
+
+    Points are open where `hollow` is true.
+    """
+    mean = values.groupby(at).mean().dropna()
+    looks = {"bar": {"ls": "none", "marker": "_", "ms": 9, "mew": 1.8}, "line": {"ls": dashes}}
+    if means:
+        ax.plot(mean.index, mean, color=color, label=label, **looks[means])
+    filled = values.notna() & ~(hollow if hollow is not None else False)
+    look = {"color": color, "ms": 3 if means else 4, "ls": "none", "marker": marker}
+    ax.plot(at[filled], values[filled], label=None if means else label, **look)
+    if hollow is not None and hollow.any():
+        ax.plot(at[hollow], values[hollow], mfc="white", **look)
+    crosses(ax, at[values.isna()], LOW, color)
+
+
+def crosses(ax: Axes, at: pd.Series, height: float, color: tuple, **look) -> None:
+    """A cross at each place, at a share of the height of the panel."""
+    for place in at:
+        ax.plot(place, height, "X", color=color, ms=5.5, transform=ax.get_xaxis_transform(), **look)
+
+
+def number_axis(ax: Axes, values: pd.Series) -> None:
+    """A logarithmic x axis with a tick at each of a few values."""
+    ax.set_xscale("log")
+    if values.nunique() <= MANY:
+        ticks = sorted(values.unique())
+        ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks], rotation=45, ha="right")
+        ax.minorticks_off()
+
+
+def legend_below(canvas: Figure, axes: list[Axes], order: Collection[str] = ()) -> None:
+    """One legend under the panels, which makes the figure higher; shared names appear once."""
+    named = dict.fromkeys(order)
+    for ax in axes:
+        handles, labels = ax.get_legend_handles_labels()
+        named |= dict(zip(labels, handles, strict=True))
+    named = {label: handle for label, handle in named.items() if handle}
+    if not named:
+        return
+    fitting = int(CHARACTERS * canvas.get_figwidth() / (max(map(len, named)) + 6))
+    ncols = min(len(named), max(1, fitting))
+    canvas.set_figheight(canvas.get_figheight() + 0.1 + 0.17 * -(-len(named) // ncols))
+    look = {"handlelength": 2.2, "columnspacing": 1.5}
+    canvas.legend(named.values(), named, loc="outside lower center", ncols=ncols, **look)
+
+
+def value_axis(ax: Axes, log: bool | None, wide: float) -> None:
+    """A y axis that is logarithmic, or (None) if its values differ by more than `wide` times."""
+    low, high = ax.dataLim.intervaly
+    if 0 < low < np.inf and (log or (log is None and high > wide * low)):
+        style.log_axis(ax)
+    else:
+        ax.margins(y=0.1)
+
+
+def loss_axis(ax: Axes, frame: pd.DataFrame) -> None:
+    """A y axis from the smallest loss up to `cap`, with the line of chance."""
+    finite = frame.loc[np.isfinite(frame["loss"]), "loss"]
+    top, bottom = cap(frame), finite.min() if len(finite) else 0.0
+    ax.set_ylim(bottom - 0.03 * (top - bottom), top)
+    draw_chance(ax, frame["batch_size"])
+    ax.locator_params(axis="y", nbins=6)
+
+
+def mark_end(ax: Axes, steps: pd.Series, values: pd.Series, color: tuple) -> None:
+    """A cross where a diverged run ends, at the edge of the panel if that is beyond it."""
+    at = np.isfinite(values)
+    if at.any():
+        step, value = steps[at].iloc[-1], min(values[at].iloc[-1], ax.get_ylim()[1])
+        look = {"marker": "X", "ms": 5.5, "mec": "white", "mew": 0.6}
+        ax.plot([step], [value], color=color, zorder=4, clip_on=False, **look)
