@@ -108,6 +108,7 @@ def tiny_config(squares):
             "device": "cpu",
             "log_every": 3,
             "save_every": 4,
+            "keep_checkpoints": 2,
             "run_dir": str(run_dir),
             "model": {"vision_width": 64, "vision_layers": 1, "text_width": 64, "text_layers": 1,
                       "vocab_size": 512, "embed_dim": 32, "context_length": 8},

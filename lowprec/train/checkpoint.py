@@ -19,9 +19,10 @@ from lowprec.runs.attempts import CheckpointError, DamagedError, saved_steps
 from lowprec.runs.provenance import file_digest, refuse_mismatch
 from lowprec.runs.read import METRICS, scan_rows
 from lowprec.runs.record import Record
-from lowprec.train.state import TrainState
+from lowprec.train.state import TrainState, is_of_optimizer
 
 FORMAT = 3
+KEPT = 2  # newest checkpoints, while a run trains
 SAVE_FAILURES = 3  # consecutive failures end the run; before that training continues
 
 
@@ -51,7 +52,7 @@ class Saver:
         path, manifest, mismatch = choice
         self.state.world.together(lambda: self.state.load(Path(path)))
         if self.state.world.is_first:
-            retire(run / "checkpoints", self.config.keep_checkpoints)
+            retire(run / "checkpoints", self.config.keep_checkpoints or KEPT)
         self.record.cut(manifest["offsets"])
         if mismatch:
             self.record.append("events", [{"step": manifest["step"], "drift": mismatch}])
@@ -105,7 +106,7 @@ class Saver:
                 step,
                 self.state,
                 self.record.offsets(),
-                keep=self.config.keep_checkpoints,
+                keep=self.config.keep_checkpoints or KEPT,
                 provenance=self.provenance,
             )
         except CheckpointError as error:
@@ -167,8 +168,7 @@ def _set_aside(checkpoint: Path) -> None:
 
 
 def _commit(temporary: Path, final: Path, body: dict) -> None:
-    manifest = {"sha256": _digest_of(body), **body}
-    durable.write(temporary / "manifest.json", json.dumps(manifest, indent=1).encode())
+    durable.write(temporary / "manifest.json", _signed(body))
     durable.sync(temporary)
     os.rename(temporary, final)
     durable.sync(final.parent)
@@ -198,6 +198,28 @@ def retire(folder: Path, keep: int) -> None:
             shutil.rmtree(trash)
         except OSError as error:
             print(f"warning: {checkpoint} cannot be removed: {error}")
+
+
+def keep_weights(run: Path) -> None:
+    """Leaves a run that has ended its newest checkpoint, without the optimizer's state.
+
+    The manifest is replaced first: after a kill, at worst some files are left that it does not
+    name. A failure is only a warning.
+    """
+    folder = run / "checkpoints"
+    retire(folder, 1)
+    try:
+        for newest in saved_steps(folder):
+            body = json.loads((newest / "manifest.json").read_bytes())
+            del body["sha256"]
+            dropped = [name for name in body["files"] if is_of_optimizer(name)]
+            for name in dropped:
+                del body["files"][name]
+            durable.replace(newest / "manifest.json", _signed(body))
+            for name in dropped:
+                (newest / name).unlink()
+    except OSError as error:
+        print(f"warning: the optimizer's state stays in {folder}: {error}")
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -268,6 +290,10 @@ def verify(path: Path) -> dict:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     return manifest
+
+
+def _signed(body: dict) -> bytes:
+    return json.dumps({"sha256": _digest_of(body), **body}, indent=1).encode()
 
 
 def _digest_of(body: dict) -> str:

@@ -76,6 +76,9 @@ class RemoteCopy:
                 continue
             self._copied[path] = version
         saved = list(map(step_of, saved_steps(self.run / "checkpoints")))
-        for folder in store.glob(f"{root}/checkpoints/step_*") if saved else ():  # else a new disk
-            if step_of(Path(folder)) < min(saved) and not self._closed:
-                store.rm(folder, recursive=True)
+        for file in store.glob(f"{root}/checkpoints/step_*/*") if saved else ():  # else a new disk
+            folder, _, name = file.rpartition("/")
+            step = step_of(Path(folder))
+            own = self.run / "checkpoints" / Path(folder).name / name
+            if (step < min(saved) or step in saved and not own.exists()) and not self._closed:
+                store.rm(file)

@@ -25,7 +25,7 @@ from lowprec.runs.read import ENDED
 from lowprec.runs.record import NullRecord, Record
 from lowprec.train.attempt import fail, watched
 from lowprec.train.build import Built, build, is_slow, pick_device
-from lowprec.train.checkpoint import find_checkpoint, list_checkpoints
+from lowprec.train.checkpoint import find_checkpoint, keep_weights, list_checkpoints
 from lowprec.train.distributed import PeerFailed, Ranks
 from lowprec.train.loggers import Logger
 from lowprec.train.loop import Progress, train
@@ -80,6 +80,9 @@ def train_run(
             print(line + f"; {skips} samples could not be read (skips.jsonl)" * bool(skips))
         if world.is_first and ended.state != "preempted":
             alert(line)
+        is_whole = config.keep_checkpoints or config.schedule.name == "constant"  # can continue
+        if world.is_first and ended.state == "finished" and not is_whole:
+            keep_weights(run)
         # after the watchdog, so that a slow copy cannot end a run that has ended
         logger.close()
         copy.close(END_S if ended.state in ENDED else STOPPED_S)

@@ -117,5 +117,5 @@ def state_before(run: Path, step: int, margin: int) -> tuple[Path, dict]:
     raise CheckpointError(
         f"{run} has no intact snapshot or checkpoint at step {step - 2} or earlier, which step "
         f"{step} needs; it has those of {steps}{begin}; a new run keeps more with "
-        "diagnostics.recorder.enabled=true, a smaller save_every and a larger keep_checkpoints"
+        "diagnostics.recorder.enabled=true, or a smaller save_every and keep_checkpoints=2 or more"
     )

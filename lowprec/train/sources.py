@@ -24,16 +24,28 @@ def sources_of(config: Config, data: Data) -> dict[str, str]:
         except FileNotFoundError as error:
             raise ConfigError([f"model.init_from={config.model.init_from}: {error}"]) from error
     if config.resume.from_:
-        from lowprec.train.checkpoint import find_checkpoint
+        from lowprec.train.checkpoint import find_checkpoint, is_of_optimizer
 
         try:
             checkpoint = find_checkpoint(Path(config.resume.from_))
         except CheckpointError as error:
             raise ConfigError([f"resume.from={config.resume.from_}: {error}"]) from error
+        if not any(map(is_of_optimizer, _manifest(checkpoint)["files"])):
+            raise ConfigError(
+                [
+                    f"resume.from={config.resume.from_}: {checkpoint.name} has no moments, which a "
+                    "finished run keeps with keep_checkpoints=2; model.init_from starts from its "
+                    "weights"
+                ]
+            )
         sources["resume_from"] = checkpoint_digest(checkpoint)
     return sources
 
 
 def checkpoint_digest(checkpoint: Path) -> str:
     """Returns the digest of a checkpoint's manifest, which holds those of its files."""
-    return json.loads((checkpoint / "manifest.json").read_text())["sha256"]
+    return _manifest(checkpoint)["sha256"]
+
+
+def _manifest(checkpoint: Path) -> dict:
+    return json.loads((checkpoint / "manifest.json").read_text())

@@ -115,8 +115,11 @@ class TrainState:
             setattr(self, name, state.get(name, getattr(self, name)))  # old runs lack new ones
 
     def load_model(self, folder: Path) -> None:
-        """Loads the weights and the random state alone, for which any optimizer will do."""
+        """Loads all but the optimizer's state: any optimizer will do, and none need be saved."""
         self._set_model(self._read_model(folder))
+        scaler = json.loads((folder / "state.json").read_text())["scaler"]
+        if set(scaler) == set(self.scaler.state_dict()):
+            self.scaler.load_state_dict(scaler)
         _set_random_state(folder)
 
     def _read_model(self, folder: Path) -> dict[str, Tensor]:
@@ -156,6 +159,11 @@ class TrainState:
                 local(tensor).copy_(local(moments[key][name]))
 
 
+def is_of_optimizer(name: str) -> bool:
+    """Whether a checkpoint's file holds moments."""
+    return name.endswith(SUFFIX) and name.partition(".")[0] not in NOT_MOMENTS
+
+
 def _set_random_state(folder: Path) -> None:
     rng = load_file(folder / "rng.safetensors")
     torch.set_rng_state(rng["cpu"])
@@ -165,7 +173,7 @@ def _set_random_state(folder: Path) -> None:
 
 def _refuse_other_optimizer(folder: Path, like: dict[str, dict]) -> None:
     """CheckpointError if a checkpoint's optimizer has other kinds of tensors than this run's."""
-    files = {path.name.partition(".")[0] for path in folder.glob(f"*{SUFFIX}")} - NOT_MOMENTS
+    files = {path.name.partition(".")[0] for path in folder.iterdir() if is_of_optimizer(path.name)}
     kinds = {key for key, tensors in like.items() if tensors}
     if files != kinds:
         raise CheckpointError(

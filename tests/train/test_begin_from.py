@@ -1,15 +1,19 @@
 """`resume.from` starts a new run from the weights and moments of another."""
 
 import json
+import os
 import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from experiments import evaluate
 from experiments import train as entry
+from experiments.evaluate import ChosenEvaluation, EvaluateConfig
 from lowprec.config.check import ConfigError, RunError
 from lowprec.runs.read import find_runs, read_rows
+from lowprec.train import checkpoint as checkpoints
 from lowprec.train import run as running
 from lowprec.train.checkpoint import list_checkpoints
 from lowprec.train.preflight import preflight
@@ -67,6 +71,44 @@ def test_a_resumed_run_does_not_start_from_its_source_again(make_config, tmp_pat
     assert second(make_config, tmp_path, first, **{**changes, "num_steps": 4}) == [run]
     assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == [1, 2, 3, 4]
     assert steps_of(list_checkpoints(run)[-1]) == {8}
+
+
+def test_a_finished_run_keeps_the_weights_alone_unless_told(
+    make_config, tmp_path, first, monkeypatch, capsys
+):
+    changes = {"keep_checkpoints": None, "model.patch_dropout": 0.5, "num_steps": 4}
+    entry.main(make_config({"name": "light", "save_every": 2, **changes}))
+    [light] = find_runs(tmp_path / "runs" / "light")
+    [checkpoint] = list_checkpoints(light)
+    whole = list_checkpoints(first)[-1]
+    moments = {"exp_avg.safetensors", "exp_avg_sq.safetensors"}
+    assert {p.name for p in whole.iterdir()} - {p.name for p in checkpoint.iterdir()} == moments
+    for name in ("model.safetensors", "rng.safetensors", "state.json"):
+        assert (checkpoint / name).read_bytes() == (whole / name).read_bytes()
+    evaluate.main(EvaluateConfig(str(light), evaluation=ChosenEvaluation("both"), device="cpu"))
+    entry.main(make_config({"name": "warm", "num_steps": 1, "model.init_from": str(light)}))
+    with pytest.raises(ConfigError, match="no moments, .* keep_checkpoints=2; model.init_from"):
+        second(make_config, tmp_path, light)
+    entry.main(make_config({"name": "light", "save_every": 2, **changes}))
+    assert "is finished at step 4; nothing to do" in capsys.readouterr().out
+
+    monkeypatch.setattr(checkpoints.Path, "unlink", lambda path: os.stat("/gone"))  # or a kill
+    entry.main(make_config({"name": "cut", "save_every": 2, **changes}))
+    [cut] = find_runs(tmp_path / "runs" / "cut")
+    assert "warning: the optimizer's state stays in" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="no moments"):
+        second(make_config, tmp_path, cut)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"schedule.name": "constant"}, {"keep_checkpoints": 3}], ids=str
+)
+def test_a_run_that_may_continue_or_was_told_stays_whole(make_config, tmp_path, changes):
+    changes = {"keep_checkpoints": None, "num_steps": 2, "save_every": 1, **changes}
+    entry.main(make_config(changes))
+    [run] = find_runs(tmp_path / "runs")
+    assert all((path / "exp_avg.safetensors").exists() for path in list_checkpoints(run))
+    assert len(list_checkpoints(run)) == 2
 
 
 def test_a_missing_or_damaged_source_is_refused(make_config, tmp_path, first):
