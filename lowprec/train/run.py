@@ -1,4 +1,14 @@
-"""Trains a config into its run directory: `train_run(config)` does a whole run."""
+"""Trains a config into its run directory: `train_run(config)` does a whole run, in eight calls.
+
+1. `open_data(config)` finds the shards, and renders or indexes what is missing.
+2. `sources_of(config, data)` takes digests of what the config's paths hold.
+3. `directory(config, sources)` names the run by its config and these digests.
+4. `Record(run)` locks the run directory; a run that has ended is left alone.
+5. `watched(config, record, world)` ends all ranks if one fails or hangs, until the run ends.
+6. `build(config, data, world)` makes the model, its layers by the recipe, optimizer and scaler.
+7. `train(built, record)` restores the newest checkpoint, then steps, records, evaluates and saves.
+8. `keep_weights(run)` leaves a finished run its weights.
+"""
 
 import contextlib
 import json
