@@ -3,25 +3,30 @@
 A damaged file makes no reader fail or hang: it is left out and named in the run's note.
 """
 
+import contextlib
 import functools
 import warnings
 import zipfile
-from dataclasses import fields
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
-import pyarrow.parquet as pq
-import yaml
 from upath import UPath
 
 from lowprec.config.check import REMOVED, allows
-from lowprec.config.schema import Config, PrecisionConfig, SpikeConfig
+from lowprec.config.schema import Config, PrecisionConfig
 from lowprec.runs import read
 from lowprec.runs.identity import to_dict
-from lowprec.runs.read import UNREADABLE
+from lowprec.runs.tables import (
+    MAX_BYTES,
+    TABLES,
+    UNREADABLE,
+    is_sampled,
+    read_parquet,
+    read_tensors,
+)
 
 TYPES = {
     "timing": {"attempt": int, "wall_s": float, "images_per_s": float, "data_wait": float},
@@ -29,17 +34,11 @@ TYPES = {
 }
 ARCHIVE = "runs.zip"  # an archive of run directories, as experiments.compact writes
 MAX_STEPS, MAX_GAP = 10**8, 10**5  # steps; those that a record may lack, and ten times its own
-MAX_KEYS, MAX_DEPTH = 10_000, 100  # of a config
 NO_TENSORS = "tensors are not there"
 UNKNOWN = {"state": "unknown", "step": 0, "reason": ""}  # a status that cannot be read
+UNUSED = {"data.digest": "", "init.digest": "", "gpu": ""}  # of a run without attempts
 PRECISION = ("precision.autocast", "precision.recipe")
-TEXTS = ("experiment", "scale", "model.name", "optimizer.name", *PRECISION)
-NUMBERS = (  # tables and figures compute with these, and group by the texts
-    *("seed", "num_steps", "batch_size", "model.vision_layers", "log_every", "diagnostics.every"),
-    *("optimizer.lr", "optimizer.beta2", "optimizer.beta2_decay", "schedule.warmup_steps"),
-    *(f"diagnostics.spikes.{name.name}" for name in fields(SpikeConfig) if name.name != "protocol"),
-)
-_YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+REQUIRED = ("experiment", "scale", "model.name", "optimizer.name", *PRECISION)  # by a figure
 
 
 def as_path(address: Path | str) -> Path:
@@ -90,8 +89,8 @@ def find_addresses(root: Path | str) -> list[str]:
             if not path.is_file():
                 raise read.RecordFileError("it is not a regular file")
             with zipfile.ZipFile(path) as file:
-                if sum(info.file_size for info in file.infolist()) > read.MAX_BYTES:
-                    raise read.RecordFileError(f"it unpacks to more than {read.MAX_BYTES:,} bytes")
+                if sum(info.file_size for info in file.infolist()) > MAX_BYTES:
+                    raise read.RecordFileError(f"it unpacks to more than {MAX_BYTES:,} bytes")
             inside = read.find_runs(as_path(root if archive else path))
             addresses += [f"{path}/{run.path}" for run in inside]
         except (*read.BAD_ARCHIVE, OSError, ValueError) as error:
@@ -100,18 +99,13 @@ def find_addresses(root: Path | str) -> list[str]:
 
 
 def flatten(config: dict, prefix: str = "") -> dict:
-    """Flattens a nested config to dotted keys; lists become tuples, so that runs can be grouped.
-
-    Raises ValueError for more than MAX_KEYS, since YAML aliases can nest a group in itself.
-    """
+    """Flattens a nested config to dotted keys; lists become tuples, so that runs can be grouped."""
     flat = {}
     for name, value in config.items():
         if isinstance(value, dict):
             flat.update(flatten(value, f"{prefix}{name}."))
         else:
             flat[f"{prefix}{name}"] = tuple(value) if isinstance(value, list) else value
-        if len(flat) > MAX_KEYS:
-            raise ValueError(f"more than {MAX_KEYS:,} keys")
     return flat
 
 
@@ -123,71 +117,98 @@ def read_summary(address: str) -> dict:
 
     Keys that did not exist when the run was made have their defaults. `gpu` names every kind of GPU
     that the run used; `data.digest` and `init.digest` identify what its newest attempt read, or are
-    "". A run that cannot be read for a reason that nobody thought of looks like one whose files are
-    all damaged: other runs can still be read.
+    "".
+    """
+    run = as_path(address)
+    name, folder = run.resolve().name, run.resolve().parent.name
+    status, faults = _guarded(_read_status, UNKNOWN, run)
+    config, more = _guarded(_read_config, {"experiment": folder, "scale": None}, run)
+    used, _ = _guarded(_read_attempts, UNUSED, run)
+    facts = {"run": name, "digest": name.rpartition("-")[2], "path": address, **status}
+    facts |= {"note": "; ".join(faults + more), **used}
+    return facts | config | facts  # no key of a config replaces a fact
+
+
+def _guarded(read_part: Callable, default: object, *args: object) -> tuple[object, list[str]]:
+    """Returns what a reader returns: values, or None for the default, and notes.
+
+    A reader that fails for a reason that nobody thought of blinds no other run's.
     """
     try:
-        return _read_summary(address)
+        values, notes = read_part(*args)
+        return default if values is None else values, notes
     except Exception as error:
-        name, nothing = Path(address).name, dict.fromkeys(("data.digest", "init.digest", "gpu"), "")
-        facts = {"run": name, "digest": name.rpartition("-")[2], "path": address, **UNKNOWN}
-        return {**facts, "note": _unread(error), **nothing, **_without_config(Path(address))}
+        return default, [f"the run cannot be read: {type(error).__name__}: {error}"[:200]]
 
 
-def _unread(error: Exception) -> str:
-    return f"the run cannot be read: {type(error).__name__}: {error}"[:200]
-
-
-def _read_summary(address: str) -> dict:
-    run, notes = as_path(address), []
+def _read_status(run: Path) -> tuple[dict | None, list[str]]:
     try:
         status = read.read_status(run)
-        status = {name: status[name] for name in ("state", "step", "reason")}
-        if status["state"] not in read.STATES or not 0 <= status["step"] <= MAX_STEPS:
-            raise ValueError
+        status = {name: status[name] for name in UNKNOWN}
+        if status["state"] in read.STATES and 0 <= status["step"] <= MAX_STEPS:
+            return status, []
     except (OSError, ValueError, LookupError):
-        status = UNKNOWN
-        notes.append("status.json is damaged")
-    config, fault = _read_config(run)
-    notes += [fault] if fault else []
-    attempts, _ = read_row_file({"path": address}, "attempts")
+        pass
+    return None, ["status.json is damaged"]
+
+
+def _read_attempts(run: Path) -> tuple[dict, list[str]]:
+    attempts, _ = read.scan_rows(run / "attempts.jsonl")
     sources = [row["sources"] for row in attempts if isinstance(row.get("sources"), dict)]
     newest = sources[-1] if sources else {}
-    name = run.resolve().name
-    facts = {
-        "run": name,
-        "digest": name.rpartition("-")[2],
-        "path": address,
-        **status,
-        "note": "; ".join(notes),
-        "data.digest": str(newest.get("data") or "")[:10],
-        "init.digest": str(newest.get("init_from") or "")[:10],
-        "gpu": " and ".join(sorted({str(row["gpu"]) for row in attempts if row.get("gpu")})),
-    }
-    return facts | config | facts  # no key of a config replaces a fact
+    gpus = sorted({str(row["gpu"]) for row in attempts if row.get("gpu")})
+    digests = [str(newest.get(name) or "")[:10] for name in ("data", "init_from")]
+    return dict(zip(UNUSED, (*digests, " and ".join(gpus)), strict=True)), []
+
+
+def _read_config(run: Path) -> tuple[dict | None, list[str]]:
+    """Returns the flat config, or None if it is damaged, and what is wrong with it."""
+    fault = "config.yaml is damaged"
+    try:
+        written = flatten(read.read_yaml(run / "config.yaml"))
+        wrong = [key for key, value in written.items() if not _fits_a_table(key, value)]
+        if not wrong and all(key in written for key in REQUIRED):
+            config = DEFAULTS | REMOVED | written  # both kinds of records have the same keys
+            label = PrecisionConfig(*(config[key] for key in PRECISION)).label
+            return {**config, "precision.label": label}, []
+        fault += "".join(f": {key}={written[key]!r}"[:200] for key in wrong[:1])
+    except (OSError, ValueError, AttributeError):  # no file, no YAML, no map
+        pass
+    return None, [fault]
+
+
+def _fits_a_table(key: str, value: object) -> bool:
+    """Whether tables and figures can compute with a config's value, and group by it."""
+    if not all(map(_is_plain, value if isinstance(value, tuple) else (value,))):
+        return False
+    if key in DEFAULTS:
+        return allows(key, list(value) if isinstance(value, tuple) else value)
+    return not (isinstance(value, tuple) and any(name.startswith(f"{key}.") for name in DEFAULTS))
+
+
+def _is_plain(value: object) -> bool:
+    is_number = isinstance(value, int | float)
+    return value is None or isinstance(value, str) or is_number and not abs(value) >= 1e12
 
 
 def read_row_file(summary: dict, name: str) -> tuple[list[dict], list[str]]:
     """Returns the undamaged rows of a run's .jsonl file, and a note on the damaged lines."""
     path = as_path(summary["path"]) / f"{name}.jsonl"
-    rows, faults = read.scan_rows(path, TYPES.get(name))
-    more = f", and {len(faults) - 1} more" if len(faults) > 1 else ""
-    return rows, [f"{path.name}: {fault.removeprefix(f'{path}, ')}{more}" for fault in faults[:1]]
+    rows, fault = read.scan_rows(path, TYPES.get(name))
+    return rows, [f"{path.name}: {fault.removeprefix(f'{path}, ')}"] if fault else []
 
 
 def read_tables(summary: dict) -> dict[str, tuple[pd.DataFrame, list[str]]]:
-    """Returns the rows of each of a run's .jsonl files, and notes on damage.
+    """Returns the rows of each of a run's .jsonl files, and notes on damage."""
 
-    A run that cannot be read for a reason that nobody thought of has a note and no rows: other runs
-    can still be read.
-    """
-    try:
-        rows = {"metrics": read_metrics(summary)}
-        rows |= {name: read_row_file(summary, name) for name in ("timing", "events")}
-        return {name: (pd.DataFrame(part), notes) for name, (part, notes) in rows.items()}
-    except Exception as error:
-        nothing = {name: (pd.DataFrame(), []) for name in ("timing", "events")}
-        return {"metrics": (pd.DataFrame(), [_unread(error)]), **nothing}
+    def table(read_part: Callable, *args: object) -> tuple[pd.DataFrame, list[str]]:
+        rows, notes = read_part(*args)
+        return pd.DataFrame(rows).drop(columns="run", errors="ignore"), notes
+
+    tables = {"metrics": _guarded(table, pd.DataFrame(), read_metrics, summary)}
+    for name in TYPES:
+        tables[name] = _guarded(table, pd.DataFrame(), read_row_file, summary, name)
+    return tables
 
 
 def read_metrics(summary: dict) -> tuple[list[dict], list[str]]:
@@ -212,6 +233,11 @@ def read_metrics(summary: dict) -> tuple[list[dict], list[str]]:
     return [by_step[step] for step in steps], notes
 
 
+def _is_step_row(row: dict, largest: float) -> bool:
+    step, are_numbers = row.get("step"), all(type(value) in (int, float) for value in row.values())
+    return are_numbers and type(step) is int and 1 <= step <= largest
+
+
 def compare_steps(summary: dict, steps: list[int]) -> list[str]:
     """Returns a note if a run's tensors cannot be read or lack any of `steps`, its metrics' steps.
 
@@ -226,7 +252,7 @@ def compare_steps(summary: dict, steps: list[int]) -> list[str]:
         recorded = _read_table(summary, "tensors", "", "")[0].get("step", [])
     except Exception as error:  # one run must not blind all
         return [f"tensors cannot be read: {error}"]
-    expected = {step for step in steps if read.is_sampled(step, interval)}
+    expected = {step for step in steps if is_sampled(step, interval)}
     run = as_path(summary["path"])
     has_tensors = (run / "tensors.parquet").exists() or any(run.glob("tensors/*.arrows"))
     if expected and not has_tensors:
@@ -241,70 +267,12 @@ def read_tensor_columns(summary: dict, pattern: str, stat: str) -> tuple[pd.Data
     Each statistic belongs to one of the run's tables; an unknown statistic gives no columns.
     """
     recorded = []
-    for table in read.TABLES:
+    for table in TABLES:
         frame, names = _read_table(summary, table, pattern, stat)
         recorded += names
         if any(name.startswith(f"{stat}/") for name in names):
             return frame, recorded
     return pd.DataFrame(), recorded
-
-
-def _read_config(run: Path) -> tuple[dict, str]:
-    """Returns the flat config and what is wrong with it.
-
-    A damaged config is replaced by its experiment's name, that of the folder.
-    """
-    fault = "config.yaml is damaged"
-    try:
-        written = flatten(_parse_yaml(read.read_file(run / "config.yaml")))
-        config = DEFAULTS | REMOVED | written  # both kinds of records have the same keys
-        wrong = [key for key in (*TEXTS, *NUMBERS) if not _is_of_its_type(key, config[key])]
-        wrong += [key for key, value in written.items() if not _fits_a_table(key, value)]
-        if all(key in written for key in TEXTS) and not wrong:
-            label = PrecisionConfig(*(config[key] for key in PRECISION)).label
-            return {**config, "precision.label": label}, ""
-        fault += "".join(f": {key}={config[key]!r}"[:200] for key in wrong[:1])
-    except (OSError, ValueError, AttributeError, TypeError, RecursionError, yaml.YAMLError):
-        pass
-    return _without_config(run), fault
-
-
-def _without_config(run: Path) -> dict:
-    return {"experiment": run.resolve().parent.name, "scale": None}
-
-
-def _parse_yaml(data: bytes) -> object:
-    """Parses plain data; raises ValueError beyond MAX_DEPTH, where parsing overflows the stack."""
-    depth = 0
-    for event in yaml.parse(data, _YAML):
-        depth += isinstance(event, yaml.CollectionStartEvent)
-        depth -= isinstance(event, yaml.CollectionEndEvent)
-        if depth > MAX_DEPTH:
-            raise ValueError(f"nested deeper than {MAX_DEPTH}")
-    return yaml.load(data, _YAML)
-
-
-def _is_of_its_type(key: str, value: object) -> bool:
-    if key in TEXTS:
-        return isinstance(value, str) or value is None and DEFAULTS[key] is None
-    return allows(key, value) and not abs(value or 0) >= 1e12
-
-
-def _fits_a_table(key: str, value: object) -> bool:
-    """Whether a column can hold a value: no number beyond 64 bits, no list for a value or group."""
-    if isinstance(value, tuple) and key in DEFAULTS:
-        return allows(key, list(value))
-    if isinstance(value, tuple):
-        return not any(name.startswith(f"{key}.") for name in DEFAULTS)
-    return type(value) is not int or abs(value) < 2**63
-
-
-def _is_step_row(row: dict, largest: float) -> bool:
-    step = row.get("step")
-    in_range = type(step) is int and 1 <= step <= largest
-    return in_range and all(
-        type(value) is float or type(value) is int and abs(value) < 2**63 for value in row.values()
-    )
 
 
 def _read_table(
@@ -313,39 +281,28 @@ def _read_table(
     """Returns `step` and the matching columns of one table, and the names of all its columns.
 
     A parquet file is the copy made when the run ended. If the run has continued since then, its
-    streams hold more; they also replace a parquet file that cannot be read.
+    streams hold more; they also replace a parquet file that cannot be read, unless they hold less.
     """
     run = as_path(summary["path"])
     path, has_streams = run / f"{table}.parquet", any((run / table).glob("*.arrows"))
-    if path.exists() and (summary["state"] in read.ENDED or not has_streams):
-        try:
-            return _read_parquet(path, pattern, stat)
-        except UNREADABLE:
-            if not has_streams:
-                raise
-    return _read_streams(run, table, pattern, stat)
-
-
-def _read_parquet(path: Path, pattern: str, stat: str) -> tuple[pd.DataFrame, list[str]]:
-    """Reads the footer, which lists thousands of columns, only once; then the matching columns."""
-    if not path.is_file():
-        raise read.RecordFileError(f"{path} is not a regular file")
-    # without a cache, only the requested bytes come over the network
-    source = path if isinstance(path, Path) else path.open("rb", cache_type="none")
-    with pq.ParquetFile(source, pre_buffer=True) as file:
-        names = [name for name in file.schema_arrow.names if name != "step"]
-        columns = ["step", *(n for n in names if fnmatchcase(n, f"{stat}/{pattern}"))]
-        read.refuse_columns(file.schema_arrow, pa.types.is_floating)
-        unpacked, size = 8 * file.metadata.num_rows * len(columns), path.stat().st_size
-        if unpacked > read.ROOM + read.UNPACKED * size:
-            raise ValueError(f"{path} has {size:,} bytes, which unpack to {unpacked:,}")
-        frame = file.read(columns=columns, use_threads=False).to_pandas()
-    return frame.rename(columns=lambda name: name.removeprefix(f"{stat}/")), names
+    if not path.exists() or (summary["state"] not in read.ENDED and has_streams):
+        return _read_streams(run, table, pattern, stat)
+    try:
+        whole, names = read_parquet(path, lambda name: fnmatchcase(name, f"{stat}/{pattern}"))
+        return whole.to_pandas().rename(columns=lambda n: n.removeprefix(f"{stat}/")), names
+    except UNREADABLE:
+        frame, names = _read_streams(run, table, pattern, stat)
+        steps = 1
+        with contextlib.suppress(*UNREADABLE):
+            steps = read_parquet(path, lambda name: False)[0].num_rows
+        if len(frame) < steps:
+            raise
+        return frame, names
 
 
 def _read_streams(run: Path, table: str, pattern: str, stat: str) -> tuple[pd.DataFrame, list[str]]:
     frames, tensors, columns, recorded = [], None, [], {}
-    for steps, statistics, names in read.read_tensors(run, table):
+    for steps, statistics, names in read_tensors(run, table):
         if names != tensors:  # another attempt; matching names at every flush would be slow
             tensors = names
             columns = [i for i, name in enumerate(names) if fnmatchcase(name, pattern)]

@@ -81,7 +81,7 @@ class Shards:
             entry, table = load_sealed(self._table_files[shard])
             if table.dtype != SAMPLE:
                 raise ValueError("it is from an older version")
-            if entry["digest"] != self._digests[shard]:
+            if entry["digest"] != self._digests[shard] or len(table) != self.counts[shard]:
                 raise ValueError("it was rebuilt while the shards were open")
         except (OSError, ValueError) as error:
             raise ShardError(

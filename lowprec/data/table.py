@@ -8,7 +8,13 @@ from rich.console import Console
 from rich.progress import track
 from webdataset import ShardWriter
 
-from lowprec.data.loader import BAD_IMAGE, decode_caption, decode_image
+from lowprec.data.loader import (
+    BAD_IMAGE,
+    LARGEST_IMAGE,
+    decode_caption,
+    decode_image,
+    refuse_size,
+)
 from lowprec.data.sources import listing
 from lowprec.data.tar import parse_label
 from lowprec.nearest import nearest
@@ -95,6 +101,7 @@ def _sample(folder: Path, row: dict, columns: list[str]) -> dict[str, bytes]:
         raise ValueError("more or fewer fields than columns")
     image, *texts = [row[name] for name in columns]
     _refuse_endless(folder / image)
+    refuse_size("image", (folder / image).stat().st_size, LARGEST_IMAGE)
     data, (caption, *labels) = (folder / image).read_bytes(), [text.encode() for text in texts]
     decode_image(data, size=1)
     decode_caption(caption)

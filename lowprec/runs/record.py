@@ -21,7 +21,8 @@ import pyarrow.parquet
 
 from lowprec.config.check import RunError
 from lowprec.runs import durable
-from lowprec.runs.read import TABLES, encode_row, read_status, read_tensors
+from lowprec.runs.read import encode_row, read_status
+from lowprec.runs.tables import TABLES, read_tensors
 
 STATUS_S = 10  # how long a thread waits for another to write status.json
 ROW_FILES = ("metrics.jsonl", "timing.jsonl", "events.jsonl", "skips.jsonl")

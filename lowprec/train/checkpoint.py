@@ -24,6 +24,7 @@ from lowprec.train.state import TrainState, is_of_optimizer
 FORMAT = 3
 KEPT = 2  # newest checkpoints, while a run trains
 SAVE_FAILURES = 3  # consecutive failures end the run; before that training continues
+NONSENSE = (ValueError, LookupError, AttributeError, TypeError, RecursionError, MemoryError)
 
 
 @dataclass(eq=False)
@@ -274,6 +275,8 @@ def verify(path: Path) -> dict:
     """
     manifest_file = path / "manifest.json"
     try:
+        if not manifest_file.is_file():  # reading a pipe or a device may never end
+            raise FileNotFoundError("it is not a regular file")
         manifest = json.loads(manifest_file.read_bytes())
         if manifest.pop("sha256") != _digest_of(manifest):
             raise DamagedError(f"{manifest_file} is damaged")
@@ -283,9 +286,11 @@ def verify(path: Path) -> dict:
         if name.isdecimal() and int(name) != manifest["step"]:
             raise DamagedError(f"{path} holds step {manifest['step']}")
         for name, facts in manifest["files"].items():
-            if not (path / name).exists() or file_digest(path / name) != facts["sha256"]:
+            file = path / name
+            is_whole = file.is_file() and file.stat().st_size == facts["bytes"]
+            if not is_whole or file_digest(file) != facts["sha256"]:
                 raise DamagedError(f"{path / name} is damaged or missing")
-    except (FileNotFoundError, ValueError, LookupError, AttributeError, TypeError) as error:
+    except (FileNotFoundError, *NONSENSE) as error:
         raise DamagedError(f"{manifest_file} is damaged ({error})") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error

@@ -16,8 +16,9 @@ from lowprec.data.loader import Batch
 from lowprec.diagnostics.blocks import BLOCK_STATISTICS
 from lowprec.diagnostics.spikes import Collapse, Detector, Spike, protocol_of
 from lowprec.optim.stable_adamw import STATISTICS
-from lowprec.runs.read import is_sampled, missing_steps, read_tensors, scan_metrics, scan_rows
+from lowprec.runs.read import scan_metrics, scan_rows
 from lowprec.runs.record import Record, RecordError
+from lowprec.runs.tables import is_sampled, missing_steps, read_tensors
 from lowprec.train.build import Built
 from lowprec.train.loggers import Logger
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from lowprec.runs.read import TABLES, find_runs, read_rows, read_status, read_tensors
+from lowprec.runs.read import find_runs, read_rows, read_status
+from lowprec.runs.tables import TABLES, read_tensors
 from lowprec.train.checkpoint import list_checkpoints
 
 RECORDED = {

@@ -69,7 +69,7 @@ def test_an_archive_that_is_damaged_or_too_large_is_left_out(folder, tmp_path, m
     main(
         CompactConfig(run=str(folder), out=str(tmp_path / "results/runs.zip"), tensors=["visual.*"])
     )
-    monkeypatch.setattr(run_files.read, "MAX_BYTES", 1000)
+    monkeypatch.setattr(run_files, "MAX_BYTES", 1000)
     with pytest.warns(UserWarning, match="runs.zip: left out: it unpacks to more than 1,000"):
         assert len(load_runs(tmp_path / "results")) == 1
     (tmp_path / "results/runs.zip").write_bytes(b"PK no zip")

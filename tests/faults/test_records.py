@@ -12,8 +12,9 @@ import pytest
 
 from experiments import train
 from lowprec.runs.attempts import CheckpointError
-from lowprec.runs.read import find_runs, read_rows, read_status, read_tensors, scan_rows
+from lowprec.runs.read import find_runs, read_rows, read_status, scan_rows
 from lowprec.runs.record import Record, RecordError
+from lowprec.runs.tables import read_tensors
 from lowprec.train.checkpoint import list_checkpoints
 
 

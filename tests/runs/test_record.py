@@ -14,8 +14,9 @@ import pyarrow.parquet
 import pytest
 
 from lowprec.runs.durable import DiskError
-from lowprec.runs.read import missing_steps, read_rows, read_status, read_tensors
+from lowprec.runs.read import read_rows, read_status
 from lowprec.runs.record import Record, RunBusyError
+from lowprec.runs.tables import missing_steps, read_tensors
 
 REPOSITORY = Path(__file__).parents[2]
 NAMES = ["visual.conv1.weight", "logit_scale", "ü"]

@@ -17,7 +17,8 @@ from lowprec.config.schema import Config, OptimizerConfig
 from lowprec.data.open import open_data
 from lowprec.optim.schedules import lock, set_learning_rate
 from lowprec.runs.identity import digest, to_dict
-from lowprec.runs.read import find_runs, read_config, read_rows, read_tensors
+from lowprec.runs.read import find_runs, read_config, read_rows
+from lowprec.runs.tables import read_tensors
 from lowprec.train.build import build
 from lowprec.train.checkpoint import list_checkpoints
 

@@ -15,7 +15,8 @@ import torch
 from analysis import load_runs
 from lowprec.diagnostics.blocks import BLOCK_STATISTICS
 from lowprec.optim.stable_adamw import STATISTICS
-from lowprec.runs.read import TABLES, read_rows, read_tensors
+from lowprec.runs.read import read_rows
+from lowprec.runs.tables import TABLES, read_tensors
 from lowprec.train.checkpoint import list_checkpoints
 from lowprec.train.signals import stop_request
 
