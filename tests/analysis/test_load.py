@@ -73,8 +73,8 @@ def test_runs_without_a_tensor_are_left_out_with_a_warning(make_run, tmp_path):
     table[["step", f"rms/{CONV}"]].to_parquet(run / "tensors.parquet")
     runs = load_runs(tmp_path / "runs")
     with pytest.warns(UserWarning, match="1 of 2 runs did not record rms/visual.proj"):
-        assert set(plot.query(runs, y="rms/visual.proj")["run"]) == {other.name}
-    assert len(plot.query(runs, y="rms/visual.proj", where={"seed": "1"})) == 20
+        assert set(runs.tensors("visual.proj")["run"]) == {other.name}
+    assert len(plot.sentence(runs, y="rms/visual.proj", where={"seed": "1"})[1]) == 20
     assert len(runs.tensors(CONV)) == 40
 
 

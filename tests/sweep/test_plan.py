@@ -66,6 +66,18 @@ def test_a_plan_that_another_user_can_have_written_is_refused(
             sweep.command(words)
 
 
+def test_a_finished_run_has_no_result_once_num_steps_are_raised(plan, sweeps):
+    directory = plan.directory_of(0)
+    directory.mkdir(parents=True)
+    (directory / "status.json").write_text('{"state": "finished", "step": 1}')
+    assert sweeps.names() == ["finished", "lost"]
+    plan.runs[0].config["num_steps"] = 2
+    plan.write()
+    assert sweeps.names() == ["lost", "lost"]
+    (directory / "status.json").write_text('{"state": "diverged", "step": 1}')
+    assert sweeps.names() == ["diverged", "lost"]
+
+
 def test_a_users_own_pipe_is_trained_in_the_background(here, tiny, squares, monkeypatch):
     keys = [key for key in tiny if not key.startswith("data")]
     keys += ["data=stream", "data.allow_remote=[pipe]", "data.val=null", "name=t"]
