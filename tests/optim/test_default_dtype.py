@@ -36,7 +36,7 @@ def assert_same(function):
 @pytest.mark.parametrize("by_kernels", [True, False])
 def test_optimizers_step_alike(device, monkeypatch, by_kernels, optim_bits):
     monkeypatch.setattr(fused, "DEVICES", (device.type,) if by_kernels else ())
-    start = torch.randn(59, 339, device=device)  # no number of bfloat16 or float16 either
+    start = torch.randn(7, 293, device=device)  # as many elements: 2051
 
     def run():
         p = torch.nn.Parameter(start.clone())

@@ -1,7 +1,6 @@
 """StableAdamW's 8-bit moments against torchao; its kernels, state and limits."""
 
 import copy
-import io
 import math
 
 import pytest
@@ -10,7 +9,6 @@ import triton
 import triton.language as tl
 
 from lowprec.optim import StableAdamW, fused
-from lowprec.optim.clipping import ZClip
 from lowprec.optim.eight_bit import BLOCK, code_books, dequantize, encoded, quantize_
 
 CPU = torch.device("cpu")
@@ -196,33 +194,6 @@ def test_parameters_move_as_under_torchaos_adamw_at_the_clipped_rate(torchao, cl
     assert errors[0] < 0.01 * errors[1]
 
 
-@pytest.mark.parametrize("kind", ["norm", "zclip"])
-@pytest.mark.parametrize("clip_threshold", [1.0, None])
-def test_a_clipped_gradient_steps_as_one_clipped_beforehand(
-    clip_threshold, kind, device, monkeypatch
-):
-    monkeypatch.setattr("lowprec.optim.clipping.ZCLIP_FIRST", 3)
-    zclip, other = (ZClip().to(device) if kind == "zclip" else None for _ in range(2))
-    options = {"device": device, "clip_threshold": clip_threshold}
-    ours, twin = make(clip_norm=zclip or 2.0, **options), make(**options)
-
-    def clip(*_):
-        norm = ours.grad_norm
-        limit = other(norm, ours.all_finite).float() if other else 2.0
-        factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-        for p in twin._params():
-            p.grad *= factor
-
-    twin.register_step_pre_hook(clip)
-    for step in (3, 5, 6, 4, 7, 8):
-        for optimizer in (ours, twin):
-            take(optimizer, [step])
-        assert (ours.clipped_grad_norm < 0.1 * ours.grad_norm) == (step == 4)
-        assert all(map(torch.equal, ours._params(), twin._params()))
-        for state, expected in zip(states(ours), states(twin), strict=True):
-            assert all(torch.equal(state[name], x) for name, x in expected.items())
-
-
 def test_update_clipping_and_statistics_are_those_of_32_bit_moments_up_to_rounding():
     ours, exact = make(), make(optim_bits=32)
     for step in (3, 4, 5):
@@ -261,29 +232,6 @@ def test_what_8_bit_moments_do_not_allow_is_refused():
     ):
         with pytest.raises(ValueError, match=message):
             make(**options)
-
-
-def loaded(optimizer):
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    twin = copy.deepcopy(optimizer)
-    twin.state.clear()
-    twin.load_state_dict(torch.load(io.BytesIO(file.getvalue())))
-    return twin
-
-
-@pytest.mark.parametrize("copied", [loaded, copy.deepcopy])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_loaded_or_copied_state_continues_bitwise(dtype, copied):
-    optimizer = make(dtype)
-    take(optimizer, [1, 2, 3])
-    twin = copied(optimizer)
-    for each in (optimizer, twin):
-        take(each, [4, 5])
-    assert all(map(torch.equal, twin._params(), optimizer._params()))
-    for state, expected in zip(states(twin), states(optimizer), strict=True):
-        assert state.keys() == expected.keys()
-        assert all(torch.equal(state[kind], expected[kind]) for kind in state)
 
 
 @pytest.mark.parametrize("saved, own", [(8, 32), (32, 8)])

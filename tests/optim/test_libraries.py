@@ -3,15 +3,12 @@
 Behavior common to all is tested with torch's AdamW in their place.
 """
 
-import math
-
 import pytest
 import torch
 
 from lowprec.config.schema import LIBRARIES
 from lowprec.data.open import open_data
 from lowprec.optim.libraries import BUILDERS, LibraryOptimizer
-from lowprec.optim.loss_scaling import build_scaler
 from lowprec.optim.schedules import matching
 from lowprec.optim.stable_adamw import STATISTICS, StableAdamW
 from lowprec.train.build import build as build_run
@@ -89,45 +86,6 @@ def test_statistics_that_the_state_does_not_give_are_nan(name):
         assert count == (4 if column in LIBRARIES[name][1] else of_muon * has_u), column
 
 
-@pytest.mark.parametrize("bad", [math.inf, math.nan])
-@pytest.mark.parametrize("skip", ["step", "tensor"])
-def test_a_non_finite_gradient_is_never_applied(bad, skip):
-    ours = of_torch(make_groups(), skip=skip)
-    before = run(ours, 1)
-    set_grads(ours, 2)
-    ours.params[1].grad[0, :3] = bad
-    ours.step()
-    moved = [not torch.equal(a, b) for a, b in zip(params_of(ours), before, strict=True)]
-    assert moved == ([False] * 4 if skip == "step" else [True, False, True, True])
-    row = dict(zip(STATISTICS, ours.statistics[1].tolist(), strict=True))
-    assert not ours.all_finite and not math.isfinite(row["grad_norm"])
-    assert (row["grad_inf"], row["grad_nan"]) == ((3, 0) if bad == math.inf else (0, 3))
-    assert ours.steps == [1.0 + is_moved for is_moved in moved]
-
-
-def test_infinite_elements_are_counted_before_a_skipped_step_scales_them_by_0():
-    class Skip(torch.nn.Module):
-        def forward(self, norm, is_live):
-            return torch.zeros(())
-
-    ours = of_torch(make_groups(), skip="tensor", clip_norm=Skip())
-    set_grads(ours, 1)
-    ours.params[1].grad[0, :3] = math.inf
-    ours.step()
-    row = dict(zip(STATISTICS, ours.statistics[1].tolist(), strict=True))
-    assert (row["grad_inf"], row["grad_nan"]) == (3, 0)
-
-
-@pytest.mark.parametrize("name", ["fixed", "dynamic"])
-def test_the_loss_scale_is_divided_out(name):
-    expected = run(of_torch(make_groups()), 1)
-    ours = of_torch(make_groups(), skip="tensor" if name == "fixed" else "step")
-    scaler = build_scaler(name, 1024.0, torch.device("cpu"))
-    set_grads(ours, 1, scale=1024.0)
-    scaler.step(ours)
-    assert_same(params_of(ours), expected)
-
-
 def test_patterns_match_names_and_modules_above_them():
     names = ["visual.conv1.weight", "visual.proj", "token_embedding.weight"]
     assert matching(names, ["visual"]) == set(names[:2])
@@ -183,41 +141,6 @@ def test_foreach_changes_only_the_rounding_of_stable_spam():
     library = pytest.importorskip("pytorch_optimizer")
     result = run(build("stable_spam"))
     torch.testing.assert_close(result, run(library.StableSPAM(make_groups(), **RULE)))
-
-
-@pytest.mark.parametrize("name", LIBRARIES)
-def test_a_loaded_state_continues_to_the_bit(name):
-    ours = build(name)
-    run(ours, 3)
-    twin = build(name)
-    for p, own in zip(params_of(twin), params_of(ours), strict=True):
-        p.data.copy_(own)
-    for kind, tensors in twin.tensors().items():
-        for key, tensor in tensors.items():
-            tensor.copy_(ours.tensors()[kind][key])
-    twin.steps = ours.steps
-    assert_same(run(twin, 3), run(ours, 3))
-    assert torch.equal(twin.statistics.nan_to_num(-1), ours.statistics.nan_to_num(-1))
-
-
-@pytest.mark.parametrize("skip", ["step", "tensor"])
-@pytest.mark.parametrize("name", LIBRARIES)
-def test_a_skipped_tensor_keeps_its_value_and_state(name, skip):
-    def snapshot():
-        tensors = {("p", n): p for n, p in zip(ours.names, ours.params, strict=True)}
-        for kind, named in ours.tensors().items():
-            tensors |= {(kind, n): tensor for n, tensor in named.items() if n in ours.names}
-        return {key: tensor.clone() for key, tensor in tensors.items()}
-
-    ours = build(name, skip=skip)
-    run(ours, 2)
-    before, steps = snapshot(), ours.steps
-    set_grads(ours, 3)
-    ours.params[0].grad[0, :3] = math.nan
-    ours.step()
-    changed = {key[1] for key, x in snapshot().items() if not torch.equal(x, before[key])}
-    assert changed == (set() if skip == "step" else set(ours.names[1:]))
-    assert (ours.steps == steps) == (skip == "step")
 
 
 def test_muon_takes_the_matrices_of_blocks_and_adamw_the_rest(make_config):
