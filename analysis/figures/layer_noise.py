@@ -44,7 +44,8 @@ def _rows(run: Runs, head: dict) -> pd.DataFrame:
     if table.empty:
         return table
     table = table[(table["product"] == PRODUCT) & (table["operand"] == OPERAND)]
-    table = table[(table["format"] != "bf16") & (table["inner_dim"] == table["inner_dim"].max())]
+    most = table.groupby("layer")["inner_dim"].transform("max")
+    table = table[(table["format"] != "bf16") & (table["inner_dim"] == most)]
     table = table.rename(columns={"inner_dim": "terms"}).drop(columns="sqnr_db")
     table["tower"] = np.where(table["layer"].str.startswith("visual"), VISION, TEXT)
     return table.rename(columns={"product_sqnr_db": "sqnr_db"}).astype({"sqnr_db": float})

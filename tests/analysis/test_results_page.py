@@ -295,13 +295,49 @@ def test_messages_at_true_size_are_those_of_the_records(sized):
     assert f"R@1 is {recalls.min():.1f}% to {recalls.max():.1f}% in all" in PAGE
 
 
-def test_zeros_in_weight_gradients_are_those_of_the_records(everything):
+def test_learning_rates_at_true_size_are_those_of_the_records(everything):
     at = everything.summaries
-    runs = everything.where((at["scale"] == "true_size") & (at["experiment"] == "weight_gradient"))
+    studies = at["experiment"].isin(["lr_map", "weight_gradient"])
+    runs = everything.where((at["scale"] == "true_size") & studies & (at["seed"] == 1))
+    scored = measures.with_scores(runs, measures.named_heads(runs)).set_index("run")
+    heads = runs.runs.set_index("run").join(scored[["validation_loss", "recall"]])
+    heads = heads[heads["model.name"] == "vit_h14"].reset_index()
+    heads = heads.set_index(["precision.label", "optimizer.lr"])
+    rows = rows_of("| ViT-H/14, seed 1 | learning rate |")
+    for recipe, rate, *numbers in rows:
+        head = heads.loc[PRECISIONS[recipe], float(rate)]
+        loss = runs.only(head["run"]).metrics.set_index("step")["loss"]
+        median = loss.rolling(21, center=True).median().loc[101:]
+        excursion = (median - median.cummin()).max()
+        values = f"{head['validation_loss']:.4f}", f"{head['recall']:.1f}", f"{excursion:.2f}"
+        assert numbers == [*values], (recipe, rate)
+    assert len(rows) == 6
+    bf16 = heads["recall"].loc["bf16"]
+    assert f"gains {bf16[2.5e-4] - bf16[5e-4]:.1f} points at half its rate" in PAGE
+
+
+def noise_in_vision(everything, study):
+    """Median noise and zeros of int8 and fp8 by step, and the frame."""
+    at = everything.summaries
+    runs = everything.where((at["scale"] == "true_size") & (at["experiment"] == study))
     frame = layer_noise.query(runs)
     vision = frame[frame["tower"] == layer_noise.VISION]
     medians = vision.groupby(["recipe", "step"])[["sqnr_db", "underflowed"]].median()
-    int8, fp8 = (medians.loc[name] for name in ("llm_int8", "fp8_tensorwise"))
+    return *(medians.loc[name] for name in ("llm_int8", "fp8_tensorwise")), frame
+
+
+def test_noise_at_twice_the_rate_is_that_of_the_records(everything):
+    int8, fp8, _ = noise_in_vision(everything, "lr_map")
+    noise = [f"{int8['sqnr_db'][n]:.1f} against {fp8['sqnr_db'][n]:.1f}" for n in (375, 750, 1500)]
+    zeros = [f"{int8['underflowed'][n]:.0%}" for n in (375, 1500)]
+    text = words_of("true_size")
+    assert "{} dB at step 375, {} at step 750, and {} at the end".format(*noise) in text
+    assert "rounds {} of g to 0 at step 375 and {} at the end".format(*zeros) in text
+    assert f"fp8 {fp8['underflowed'][375]:.0%} and {fp8['underflowed'][1500]:.0%}." in text
+
+
+def test_zeros_in_weight_gradients_are_those_of_the_records(everything):
+    int8, fp8, frame = noise_in_vision(everything, "weight_gradient")
     text = words_of("true_size")
     db = f"{int8['sqnr_db'][375]:.1f} against {fp8['sqnr_db'][375]:.1f} dB of signal to noise at "
     db += f"step 375, and {int8['sqnr_db'][1500]:.1f} against {fp8['sqnr_db'][1500]:.1f}"
