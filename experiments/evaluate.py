@@ -78,7 +78,7 @@ def main(config: EvaluateConfig) -> None:
 def evaluated(
     run: Path, trained: Config, config: EvaluateConfig
 ) -> tuple[dict, dict[str, float], dict[str, float]]:
-    """What was evaluated, the results, and those of a model that guesses."""
+    """What was evaluated, the results, and a guessing model's results."""
     # a refused command loads no torch
     from lowprec.nn.inference import memory_ratio, to_int8
     from lowprec.train.build import build

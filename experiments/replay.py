@@ -49,7 +49,7 @@ from lowprec.runs.identity import to_dict
 from lowprec.runs.read import read_config, scan_rows
 from lowprec.train.preflight import preflight
 
-MOST = 120  # characters of a file's name
+MAX_NAME = 120  # characters of a file's name
 OR = "or"  # between changes that are tried one after the other
 
 
@@ -122,8 +122,8 @@ def main(config: ReplayConfig, changes: list[str], multirun: bool = False) -> No
     frames = replays(config, variants, scaler, recorded, state, range(first, last + 1), faults)
     since = [f"change_from={','.join(map(str, starts))}"] if starts else []
     stem = "_".join([f"step_{config.step}", *since, *changes]).replace("/", "-")
-    if len(stem) > MOST:
-        stem = f"{stem[: MOST - 9]}_{hashlib.sha256(stem.encode()).hexdigest()[:8]}"
+    if len(stem) > MAX_NAME:
+        stem = f"{stem[: MAX_NAME - 9]}_{hashlib.sha256(stem.encode()).hexdigest()[:8]}"
     protocol = protocol_of(warmup_steps=read.warmup_steps, **trained["diagnostics"]["spikes"])
     print(report(run / "replays" / stem, config.step, recorded, frames, protocol))
     if faults:

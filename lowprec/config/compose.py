@@ -31,7 +31,7 @@ from lowprec.nearest import nearest
 CONF = Path(__file__).parents[2] / "conf"
 PATTERNS = ("data.train", "data.val", "shards", "train", "val")  # keys whose values are globs
 HYDRA = ("hydra/launcher", "hydra.launcher.*")  # Hydra's own keys that are allowed
-MOST_RUNS = 1000  # of a sweep
+MAX_RUNS = 1000  # of a sweep
 FURTHER = "further_commands"  # key of an experiment file: overrides of each further command
 
 
@@ -95,9 +95,9 @@ def _expand(overrides: list[str], schema: type, faults: list[str]) -> list[tuple
         fixed = command_line + _axes(command, schema, faults)
         names = {_key(axis[0]) for axis in fixed}
         axes = fixed + [axis for axis in swept if _key(axis[0]) not in names]
-        runs += itertools.islice(itertools.product(*axes), MOST_RUNS + 1)
-    if len(runs) > MOST_RUNS:
-        faults.append(f"this sweep has more than {MOST_RUNS:,} runs")
+        runs += itertools.islice(itertools.product(*axes), MAX_RUNS + 1)
+    if len(runs) > MAX_RUNS:
+        faults.append(f"this sweep has more than {MAX_RUNS:,} runs")
         return runs[:1]
     return runs
 
@@ -211,7 +211,7 @@ def _compose_files(conf: Path, choices: tuple[str, ...], entry: str, schema: typ
 
 
 def config_file(entry: str, schema: type) -> str:
-    """The name of an entry point's config file in `conf/`: its own, that of runs, or `tool`."""
+    """The name of an entry point's config file in `conf/`: its own, the one of runs, or `tool`."""
     own = "train" if issubclass(schema, Config) else entry
     return own if (CONF / f"{own}.yaml").exists() else "tool"
 
@@ -354,6 +354,6 @@ def _values(override: Override) -> Iterator[str]:
         files = override.value().filter(_choices(override.key_or_group))
         yield from files or [override.input_line.partition("=")[2]]
     elif override.is_sweep_override():
-        yield from itertools.islice(override.sweep_string_iterator(), MOST_RUNS + 1)
+        yield from itertools.islice(override.sweep_string_iterator(), MAX_RUNS + 1)
     else:
         yield override.get_value_string()

@@ -21,7 +21,7 @@ STATISTICS = (
 )
 LIBRARIES = {  # optimizer of a library: the package that it needs, the statistics that are NaN
     "muon": ("torch", ()),
-    "adagc": ("pytorch_optimizer", ("rms",)),  # its second moment is that of clipped gradients
+    "adagc": ("pytorch_optimizer", ("rms",)),  # its second moment is of clipped gradients
     "stable_spam": ("pytorch_optimizer", ("rms",)),
 }
 LOGGERS = {  # and the packages that they need

@@ -40,7 +40,7 @@ class Wandb:
 
 
 class Trackio(Wandb):
-    """Trackio, whose calls are those of wandb, in TRACKIO_DIR; `trackio show` displays it.
+    """Trackio, which has wandb's calls, in TRACKIO_DIR; `trackio show` displays it.
 
     Steps that a resumed run repeats appear twice.
     """

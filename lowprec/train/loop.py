@@ -61,9 +61,9 @@ def start_tracer(enabled: bool, run: Path, attempt: int) -> Callable[[], None]:
 class Stepper:
     """Takes the steps of a run: `stepper(step, batch)` sets the learning rate and updates.
 
-    The first call, and the first one from `precision_change.step` on, captures the step as a CUDA
-    graph, where possible; the latter changes the precision before. `frozen` is a 0-d bool
-    on the device, set once the loss is not finite; from then on the model no longer changes.
+    The first call captures the step as a CUDA graph, where possible; at `precision_change.step`,
+    the precision changes and the step is captured again. `frozen` is a 0-d bool on the device, set
+    once the loss is not finite; from then on the model no longer changes.
     """
 
     def __init__(self, built: Built):
@@ -105,7 +105,7 @@ def train(
 ) -> Ended:
     """Trains a built run from its newest checkpoint to its end, and completes the record.
 
-    The caller closes the record. `provenance` must equal that of the checkpoint, see
+    The caller closes the record. `provenance` must equal the checkpoint's, see
     `refuse_mismatch`. Once `stop` is raised in any rank, all ranks save and stop after the same
     step. `on_save` is called after each checkpoint. Returns finished, diverged, preempted (stopped)
     or failed (too many unreadable samples).

@@ -33,10 +33,10 @@ from lowprec.runs.identity import directory, identity, to_dict
 from lowprec.runs.provenance import changes_since, code_digests
 from lowprec.runs.read import ENDED
 from lowprec.runs.record import NullRecord, Record
-from lowprec.train.attempt import fail, watched
 from lowprec.train.build import Built, build, is_slow, pick_device
 from lowprec.train.checkpoint import find_checkpoint, keep_weights, list_checkpoints
 from lowprec.train.distributed import PeerFailed, Ranks
+from lowprec.train.failures import fail, watched
 from lowprec.train.loggers import Logger
 from lowprec.train.loop import Progress, train
 from lowprec.train.metrics import Ended

@@ -19,7 +19,7 @@ from lowprec.train.state import TrainState
 
 
 @dataclass(frozen=True)
-class Base:
+class Snapshot:
     """A checkpoint's files in memory, with the interface of the TrainState they came from."""
 
     step: int
@@ -32,9 +32,9 @@ class Base:
 
 
 class SnapshotRecorder:
-    """Keeps the states of two flushes (bases), and writes the right one when a spike is detected.
+    """Keeps the states of two flushes, and writes the right one when a spike is detected.
 
-    A spike is detected up to `within` steps after it began, and reported by the next flush. Bases
+    A spike is detected up to `within` steps after it began, and reported by the next flush. They
     are that much plus `recorder.steps` apart: one of the two is always at least `recorder.steps`
     older than the spike, unless training began later. Only rank 0 records (`is_first`), with
     `recorder.enabled`.
@@ -48,10 +48,10 @@ class SnapshotRecorder:
         self.enabled = self.settings.enabled and is_first
         late = config.diagnostics.spikes.within or Protocol.within
         self.interval = self.settings.steps + late + config.log_every
-        self.bases: list[Base] = []
+        self.snapshots: list[Snapshot] = []
 
     def begin(self, step: int) -> None:
-        """Takes the first base, the state that training starts or resumes from.
+        """Takes the first snapshot, the state that training starts or resumes from.
 
         Removes snapshots of later steps, which the resume has cut off.
         """
@@ -60,10 +60,10 @@ class SnapshotRecorder:
             for path in list_snapshots(self.run):
                 if step_of(path) > step:
                     shutil.rmtree(path)
-            self.bases = [Base(step, self.state.files())]
+            self.snapshots = [Snapshot(step, self.state.files())]
 
     def after_flush(self, step: int, spikes: list[tuple[int, str]]) -> None:
-        """Writes a snapshot for each spike of this flush; takes a new base if one is due.
+        """Writes a snapshot for each spike of this flush; takes a new one if one is due.
 
         `spikes`: their steps and what they are, such as "divergence".
         """
@@ -71,24 +71,26 @@ class SnapshotRecorder:
             return
         for spike, what in spikes:
             self._save(spike, what)
-        if step - self.bases[-1].step >= self.interval:
-            del self.bases[:-1]  # first, so that its memory serves the next
-            self.bases.append(Base(step, self.state.files()))
+        if step - self.snapshots[-1].step >= self.interval:
+            del self.snapshots[:-1]  # first, so that its memory serves the next
+            self.snapshots.append(Snapshot(step, self.state.files()))
 
-    def _base_for(self, step: int) -> Base | None:
-        """The newest base at least `recorder.steps` before a step, else the oldest before it."""
-        earlier = [base for base in self.bases if base.step < step]
-        far = [base for base in earlier if base.step <= step - self.settings.steps]
+    def _snapshot_for(self, step: int) -> Snapshot | None:
+        """The newest snapshot at least `recorder.steps` before a step, else the oldest before it."""
+        earlier = [s for s in self.snapshots if s.step < step]
+        far = [s for s in earlier if s.step <= step - self.settings.steps]
         return next(iter(far[-1:] or earlier), None)
 
     def _save(self, step: int, what: str) -> None:
-        """Writes the base for a spike unless an earlier spike has; a failure is only a warning."""
-        base, folder = self._base_for(step), self.run / "snapshots"
-        if base is None or (folder / f"step_{base.step:09d}").exists():
+        """Writes the snapshot for a spike unless an earlier spike has; a failure is only a warning."""
+        snapshot, folder = self._snapshot_for(step), self.run / "snapshots"
+        if snapshot is None or (folder / f"step_{snapshot.step:09d}").exists():
             return
         keep, provenance = self.settings.keep, self.provenance
         try:
-            path = save_checkpoint(folder, base.step, base, {}, keep=keep, provenance=provenance)
+            path = save_checkpoint(
+                folder, snapshot.step, snapshot, {}, keep=keep, provenance=provenance
+            )
             print(f"{path}: written to replay the {what} at step {step}")
         except CheckpointError as error:
             print(f"warning: snapshot of the {what} at step {step}: {error}")

@@ -43,7 +43,7 @@ def sources_of(config: Config, data: Data) -> dict[str, str]:
 
 
 def checkpoint_digest(checkpoint: Path) -> str:
-    """Returns the digest of a checkpoint's manifest, which holds those of its files."""
+    """Returns the digest of a checkpoint's manifest, which holds its files' digests."""
     return _manifest(checkpoint)["sha256"]
 
 

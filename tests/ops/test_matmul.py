@@ -157,7 +157,9 @@ def test_scales_of_tiles_match_reference_within_rounding(device, tile, shape):
     result = kernels.matmul(a, b, a_scale, b_scale, bias, torch.float32)
     expected = reference.matmul(a, b, a_scale, b_scale, bias, torch.float32)
     exact = x.double() @ w.double().T  # a sum of positive terms
-    assert ((result - expected).abs() <= ADDED_POSITIVE * exact + EPS[torch.float32] * bias.abs()).all()
+    assert (
+        (result - expected).abs() <= ADDED_POSITIVE * exact + EPS[torch.float32] * bias.abs()
+    ).all()
     assert (result - bias - exact).norm() <= 0.05 * exact.norm()
     a_scale[7, 0] = torch.nan
     kernels.matmul(a, b, a_scale, b_scale, None, torch.float32)

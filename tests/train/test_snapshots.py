@@ -4,7 +4,7 @@ import pytest
 
 from lowprec.runs.attempts import CheckpointError, step_of
 from lowprec.train.checkpoint import save_checkpoint, verify
-from lowprec.train.snapshots import Base, SnapshotRecorder, list_snapshots, state_before
+from lowprec.train.snapshots import Snapshot, SnapshotRecorder, list_snapshots, state_before
 
 RECORDED = {
     "diagnostics.spikes.ignore_steps": 4,
@@ -135,18 +135,18 @@ def test_a_base_is_always_old_enough_however_late_a_spike_is_detected(
         if flush % log_every and flush % 11:  # now and then an evaluation flushes too
             continue
         for spike in range(max(1, flushed + 1 - within), flush + 1):
-            base = recorder._base_for(spike)
+            base = recorder._snapshot_for(spike)
             assert base.step == 0 or spike - base.step >= steps
             assert base.step > spike - 3 * (steps + log_every + within)
         recorder.after_flush(flush, [])
-        assert len(recorder.bases) <= 2
+        assert len(recorder.snapshots) <= 2
         flushed = flush
     assert recorder.state.num_copies <= 1 + 300 / (steps + log_every + within)
 
 
 def test_state_before_returns_the_newest_intact_state_that_is_early_enough(tmp_path, capsys):
     for folder, step in (("checkpoints", 10), ("snapshots", 14), ("checkpoints", 20)):
-        state = Base(step, {"a": [b"1"]})
+        state = Snapshot(step, {"a": [b"1"]})
         save_checkpoint(tmp_path / folder, step, state, {}, keep=9, provenance={})
 
     def state_of(step, margin):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from lowprec.runs.read import RecordFileError
-from lowprec.train import attempt, watchdog
+from lowprec.train import failures, watchdog
 from lowprec.train.distributed import Ranks
 from lowprec.train.watchdog import Watchdog
 
@@ -91,8 +91,8 @@ def test_only_an_error_of_torch_is_taken_for_a_lost_rank(
 ):
     reasons = []
     dog = SimpleNamespace(close=str, end=reasons.append)
-    monkeypatch.setattr(attempt.watchdog, "Watchdog", lambda *_, **__: dog)
+    monkeypatch.setattr(failures.watchdog, "Watchdog", lambda *_, **__: dog)
     world, record = SimpleNamespace(size=2), SimpleNamespace(run=tmp_path, attempt=1)
-    with pytest.raises(type(error)), attempt.watched(make_config(), record, world):
+    with pytest.raises(type(error)), failures.watched(make_config(), record, world):
         raise error
     assert bool(reasons) == ends

@@ -1,4 +1,4 @@
-"""How failures of an attempt at a run are noticed, recorded and reported to the user."""
+"""How a run's failures are noticed, recorded and reported to the user."""
 
 import contextlib
 import sys
