@@ -34,8 +34,8 @@ class Snapshot:
 class SnapshotRecorder:
     """Keeps the states of two flushes, and writes the right one when a spike is detected.
 
-    A spike is detected up to `within` steps after it began, and reported by the next flush. They
-    are that much plus `recorder.steps` apart: one of the two is always at least `recorder.steps`
+    A spike is detected up to `within` steps after it began, and reported by the next flush. The
+    two are that much plus `recorder.steps` apart: one of them is always at least `recorder.steps`
     older than the spike, unless training began later. Only rank 0 records (`is_first`), with
     `recorder.enabled`.
     """
@@ -76,21 +76,19 @@ class SnapshotRecorder:
             self.snapshots.append(Snapshot(step, self.state.files()))
 
     def _snapshot_for(self, step: int) -> Snapshot | None:
-        """The newest snapshot at least `recorder.steps` before a step, else the oldest before it."""
+        """The newest one at least `recorder.steps` before a step, else the oldest before it."""
         earlier = [s for s in self.snapshots if s.step < step]
         far = [s for s in earlier if s.step <= step - self.settings.steps]
         return next(iter(far[-1:] or earlier), None)
 
     def _save(self, step: int, what: str) -> None:
-        """Writes the snapshot for a spike unless an earlier spike has; a failure is only a warning."""
-        snapshot, folder = self._snapshot_for(step), self.run / "snapshots"
-        if snapshot is None or (folder / f"step_{snapshot.step:09d}").exists():
+        """Writes one for a spike unless an earlier spike has; a failure is only a warning."""
+        own, folder = self._snapshot_for(step), self.run / "snapshots"
+        if own is None or (folder / f"step_{own.step:09d}").exists():
             return
         keep, provenance = self.settings.keep, self.provenance
         try:
-            path = save_checkpoint(
-                folder, snapshot.step, snapshot, {}, keep=keep, provenance=provenance
-            )
+            path = save_checkpoint(folder, own.step, own, {}, keep=keep, provenance=provenance)
             print(f"{path}: written to replay the {what} at step {step}")
         except CheckpointError as error:
             print(f"warning: snapshot of the {what} at step {step}: {error}")
