@@ -2,7 +2,8 @@
 
 A figure shows the runs of its studies (`analysis/grammar.py`) or those of `--experiment NAME`,
 where `any` is all runs, or the lines of its benchmark. DIR may be a URL. `all` in place of SLUG
-draws every figure that DIR supports; `claims` judges the paper's claims.
+draws every figure that DIR supports, `pictures` each picture DIR/**/SLUG.png anew, and `claims`
+judges the paper's claims.
 
 Writes SLUG.png, SLUG.pdf, SLUG.csv (exactly the plotted numbers) and SLUG.json (their origin). The
 same runs give the same files. Figures of incomplete or mixed runs are marked: `analysis/study.py`.
@@ -13,7 +14,9 @@ import json
 import logging
 import shlex
 import sys
+import tempfile
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import pandas as pd
@@ -45,19 +48,23 @@ def main(arguments: list[str] | None = None) -> int:
         return claims.main(arguments[1:])
     slugs = figures.slugs()
     parser = cli.Parser(prog="python -m analysis.make", description="Draw a figure from runs.")
-    parser.add_argument("slug", help=f"all, or: {', '.join(slugs)}")
+    parser.add_argument("slug", help=f"all, pictures, or: {', '.join(slugs)}")
     parser.add_argument("--runs", default="runs", help="folder of runs, or its URL [runs]")
     parser.add_argument("--out", type=Path, default=Path("figures"), help="folder [figures]")
     parser.add_argument("--experiment", help="experiment whose runs to draw; `any` for all")
     parser.add_argument("--scale", choices=SCALES, help="scale of the runs, if there are several")
     options = parser.parse_args(arguments)
     called, slug = f"python -m analysis.make {shlex.join(arguments)}", options.slug
-    if slug not in (*slugs, "all"):
+    if slug not in (*slugs, "all", "pictures"):
         near = nearest(slug, slugs)
         raise ChoiceError(f"no figure {slug!r}{near}; there are: {', '.join(slugs)}")
     choices = load_all(options.runs), options.out, called, options.scale, options.experiment
     if slug == "all":
         return draw_all(*choices)
+    if slug == "pictures":
+        for path in draw_pictures(*choices[:3]):
+            print(f"Wrote {path}")
+        return 0
     try:
         stem, about = draw(slug, *choices)
     except NoRunsError as error:
@@ -87,9 +94,8 @@ def draw(
     else:
         frame, origin, scale = _of_runs(figure, runs, experiment, scale)
     out.mkdir(parents=True, exist_ok=True)
-    caption = figure.caption(frame) + (f" Marked: {origin['mark']}." if origin["mark"] else "")
-    if origin.get("commits", 1) > 1:
-        caption += f" The lines are of {origin['commits']} commits."
+    mark = f" Marked: {origin['mark']}." if origin["mark"] else ""
+    caption = figure.caption(frame) + origin.pop("note") + mark
     code = {"commit": commit(digits=40), "versions": {p: package_version(p) for p in PACKAGES}}
     about = {"caption": caption, "command": called, **origin, **code}
     stem = out / (slug if scale == "paper" else f"{slug}_{scale}")
@@ -125,6 +131,26 @@ def draw_all(
     return 1 if failed else 0 if drawn else 2
 
 
+def draw_pictures(runs: Runs, out: Path, called: str) -> Iterator[Path]:
+    """Draws each picture SLUG.png below the root of records anew, at the same place below `out`.
+
+    It shows the runs of its folder, or with `same_but` all runs of the records at their scale.
+    """
+    root = Path(runs.root)
+    for path in sorted(root.rglob("*.png")):
+        figure, place = figures.load(path.stem), out / path.relative_to(root)
+        own = runs.where(runs.summaries["path"].str.startswith(f"{path.parent}/"))
+        is_its = figure.lines or set(own.summaries["experiment"]) & set(figure.studies)
+        scale = next(iter(own.summaries["scale"].dropna()), None)
+        shown = runs if figure.lines or figure.same_but else own
+        with tempfile.TemporaryDirectory() as folder:
+            choices = Path(folder), called, scale, None if is_its else "any"
+            stem, _ = draw(path.stem, shown, *choices)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            durable.replace(place, Path(f"{stem}.png").read_bytes())
+        yield place
+
+
 def _of_runs(
     figure, everything: Runs, experiment: str | None, scale: str | None
 ) -> tuple[pd.DataFrame, dict, str]:
@@ -153,14 +179,14 @@ def _of_runs(
     scale = drawn["scale"].dropna().iloc[0]
     lost = (~figure.select(table)["run"].isin(drawn["run"])).sum()
     is_own = experiment in (None, figure.studies[0])  # otherwise the caller chose another study
-    counts = study.count_missing(name, scale, table) if is_own else (0, 0)
-    mark = study.mark_of_runs(drawn, *counts, lost)
+    total, missing = study.count_missing(name, scale, table) if is_own else (0, 0)
+    note = f" {missing} of the study's {total} runs are not made." if missing else ""
+    mark = study.mark_of_runs(drawn, lost)
     columns = ["path", "digest", "state", "step", "num_steps", "note"]
     rows = json.loads(drawn[columns].to_json(orient="records"))
     for row in rows:
         row["metrics_sha256"] = _sha256(as_path(row["path"]) / "metrics.jsonl")
-    origin = {"mark": mark, "runs": rows, "left_out": left_out}
-    return frame, origin | ({"files": _files(frame)} if "file" in frame else {}), scale
+    return frame, {"mark": mark, "note": note, "runs": rows, "left_out": left_out}, scale
 
 
 def _of_lines(figure, root: Path | str) -> tuple[pd.DataFrame, dict, str]:
@@ -171,7 +197,8 @@ def _of_lines(figure, root: Path | str) -> tuple[pd.DataFrame, dict, str]:
     drawn = [file["path"] for file in files]
     left_out = [f"{path} (a newer file has its lines)" for path in set(lines["file"]) - set(drawn)]
     commits = lines.loc[lines["file"].isin(drawn)].get("commit", pd.Series(dtype=object)).nunique()
-    origin = {"mark": "", "commits": commits, "files": files, "left_out": sorted(left_out)}
+    note = f" The lines are of {commits} commits." if commits > 1 else ""
+    origin = {"mark": "", "note": note, "files": files, "left_out": sorted(left_out)}
     return frame, origin, "paper"
 
 

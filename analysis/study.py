@@ -38,20 +38,16 @@ def count_missing(experiment: str, scale: str, runs: pd.DataFrame) -> tuple[int,
     return len(runs_planned), sum(not is_it.any() for is_it in made)
 
 
-def mark_of_runs(
-    drawn: pd.DataFrame, total: int = 0, num_missing: int = 0, num_lost: int = 0
-) -> str:
+def mark_of_runs(drawn: pd.DataFrame, num_lost: int = 0) -> str:
     """What is incomplete or mixed in a figure, in words; "" if nothing is.
 
-    `drawn`: the drawn rows of `Runs.runs`. `total`: the runs that the study asks for, of which
-    `num_missing` do not exist; `num_lost` runs could not be drawn.
+    `drawn`: the drawn rows of `Runs.runs`; `num_lost` runs could not be drawn.
     """
     incomplete = (~drawn["state"].isin(ENDED) | ~drawn["note"].isin(["", NO_TENSORS])).sum()
     data = drawn["data.digest"].where(drawn["data.digest"] != "", drawn["data.train"].astype(str))
     texts = {
         f"{incomplete} of {len(drawn)} runs incomplete or damaged": incomplete,
         f"{num_lost} of {len(drawn) + num_lost} runs not drawn": num_lost,
-        f"{num_missing} of the study's {total} runs not made": num_missing,
         f"{data.nunique()} different data sets": data.nunique() > 1,
     }
     return "; ".join(text for text, holds in texts.items() if holds)

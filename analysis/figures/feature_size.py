@@ -24,12 +24,14 @@ INT8_WEIGHT_GRADIENT = ("LLM.int8()", "int8 weight gradient only")  # recipes in
 def select(heads: pd.DataFrame) -> pd.DataFrame:
     """The runs whose settings, but for the recipe, are those of a bf16 run of the study.
 
-    The bf16 runs of other studies are left out, except those that differ in rounding alone.
+    Runs that agree in every setting and the seed, such as those of two studies, count once.
     """
     pairs = _paired(heads.dropna(subset="scale"))
-    is_own = heads["experiment"] == EXPERIMENT
-    again = (heads["precision.label"] == BF16) & ~is_own & (heads["experiment"] != "rounding")
-    return heads[heads["run"].isin(pairs.index) & ~again]
+    own_first = heads.sort_values(
+        "experiment", key=lambda names: names != EXPERIMENT, kind="stable"
+    )
+    once = comparison.distinct(own_first[own_first["run"].isin(pairs.index)])
+    return heads[heads["run"].isin(once["run"])]
 
 
 def _paired(heads: pd.DataFrame) -> pd.Series:

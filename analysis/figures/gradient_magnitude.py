@@ -72,7 +72,8 @@ def draw(frame: pd.DataFrame, figure: Figure) -> None:
             plot(part, ax).set_ylim(0.8 * lowest, 1.25 * highest)
             ax.set_xlabel("step" if row == len(statistics) - 1 else "")
             ax.set_ylabel(STATISTICS[statistic] if column == 0 else "")
-    panels.legend_below(figure, list(axes.flat))
+    blocks = [f"block {block}" for block in sorted(frame["block"].unique())]
+    panels.legend_below(figure, list(axes.flat), blocks)
 
 
 def caption(frame: pd.DataFrame) -> str:

@@ -60,7 +60,8 @@ def plot_papers(frame: pd.DataFrame, ax: Axes) -> pd.DataFrame:
     for rank, tokens in enumerate(counts):
         part = frame[is_papers & (frame["tokens"] == tokens)].sort_values("dim")
         gray = str(0.8 - 0.5 * rank / max(1, len(counts) - 1))
-        label = f"{paper.SOURCE}, {counts[0]:,} to {tokens:,} tokens" if rank else None
+        is_last = tokens == counts[-1]
+        label = f"{paper.SOURCE}, {counts[0]:,} to {tokens:,} tokens" if is_last else None
         ax.plot(part["dim"], part["value"], color=gray, lw=0.9, ls=(0, (2, 1.2)), label=label)
     return frame[~is_papers]
 

@@ -10,22 +10,21 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
+from matplotlib.ticker import PercentFormatter
 
 from analysis import measures, naming, panels, spike_marks, style
 from analysis.load import Runs
 from lowprec.diagnostics.spikes import leads, loss_spikes, onsets, relative_rms, rms_spikes
 
 HORIZONS = (1, 2, 4, 8, 16, 32)  # steps
-HORIZON = 8  # of panels by threshold: the paper's
+HORIZON = 8  # of the caption: the paper's
 THRESHOLDS = {  # about 1 to 30 and 0.03 to 1 in steps of 12%, with the paper's 2.3
     "rms": 2.3 * 10 ** (np.arange(-7, 23) / 20),
     "rho": 10 ** (np.arange(-29, 1) / 20),
 }
 NAMES = {"rms": r"$\mathrm{RMS}_t$", "rho": r"rho = $\mathrm{RMS}_t\,\sqrt{1-\beta_2}$"}
-TICKS = {"rms": (1, 2, 5, 10, 20), "rho": (0.05, 0.1, 0.2, 0.5, 1)}
 COLORS = {"rms": style.RMS, "rho": "#D55E00"}
-DASHES = {"detection": "-", "onset": (0, (3, 1.5))}
+SIDES = ("detection", "onset")
 NUM_SAMPLES, LEVEL = 1000, 0.95  # of intervals
 WARNINGS = ("num_warnings", "num_followed", "followed_by_chance")
 SPIKES = ("num_spikes", "num_warned", "warned_by_chance")
@@ -154,68 +153,28 @@ def interval(samples: np.ndarray) -> np.ndarray:
     return np.nanquantile(samples, ((1 - LEVEL) / 2, (1 + LEVEL) / 2), axis=0)
 
 
-def plot(frame: pd.DataFrame, ax: Axes, score: str) -> Axes:
-    """Draws F1 by the threshold on a score, a line per beta2."""
-    cell = (frame["counted_from"] == "detection") & (frame["horizon"] == HORIZON)
-    table = pooled(frame[cell & (frame["score"] == score)], "beta2", "threshold")["f1"]
-    for beta2, line in table.dropna().groupby(level="beta2"):
-        color = style.beta2_color(beta2)
-        ax.plot(line.index.get_level_values("threshold"), line, color=color, lw=1)
-    ax.set_xscale("log")
-    ax.set_xticks(TICKS[score], [f"{tick:g}" for tick in TICKS[score]])
-    title = f"each beta2 alone, horizon {HORIZON}"
-    ax.set(xlabel=f"threshold on {NAMES[score]}", ylabel="F1 of precision and recall", title=title)
-    return ax
-
-
-def plot_trade(frame: pd.DataFrame, ax: Axes) -> Axes:
-    """Draws precision by recall over thresholds, with precision by chance dotted."""
-    table = pooled(frame[frame["horizon"] == HORIZON], "score", "counted_from", "threshold")
-    for (score, counted_from), line in table.groupby(level=[0, 1]):
-        dashes = DASHES[counted_from]
-        ax.plot(line["recall"], line["precision"], color=COLORS[score], ls=dashes, lw=1)
-        if counted_from == "detection":
-            ax.plot(line["recall"], line["chance_precision"], color=COLORS[score], ls=":", lw=1)
-    ax.set(xlabel="recall", ylabel="precision")
-    ax.set_title(f"one threshold for all beta2, horizon {HORIZON}")
-    return ax
-
-
-def plot_horizons(shares: dict[tuple, np.ndarray], ax: Axes, column: int, name: str) -> Axes:
+def plot(shares: dict[tuple, np.ndarray], ax: Axes, column: int, name: str) -> None:
     """Draws column `column` of `shares_of` by horizon, the column after it (chance) dotted."""
-    for score, color in COLORS.items():
-        for counted_from, dashes in DASHES.items() if shares else ():
-            lines = np.stack([shares[counted_from, score, horizon] for horizon in HORIZONS], axis=1)
-            ax.plot(HORIZONS, lines[0, :, column], color=color, ls=dashes, marker="o", ms=2.5, lw=1)
-            if counted_from == "detection":
-                low, high = interval(lines[1:, :, column])
-                ax.fill_between(HORIZONS, low, high, color=color, alpha=0.15, lw=0)
-                ax.plot(HORIZONS, lines[0, :, column + 1], color=color, ls=":", lw=1)
+    for score, color in COLORS.items() if shares else ():
+        lines = np.stack([shares["detection", score, horizon] for horizon in HORIZONS], axis=1)
+        low, high = interval(lines[1:, :, column])
+        look = {"color": color, "lw": 1.2}
+        ax.fill_between(HORIZONS, low, high, color=color, alpha=0.15, lw=0)
+        ax.plot(HORIZONS, lines[0, :, column], "-o", ms=2.5, label=NAMES[score], **look)
+        ax.plot(HORIZONS, lines[0, :, column + 1], ":", label=f"{NAMES[score]}, by chance", **look)
     ax.set_xscale("log", base=2)
     ax.set_xticks(HORIZONS, [f"{horizon}" for horizon in HORIZONS])
-    ax.set(xlabel="horizon (steps)", ylabel=name, ylim=(0, None))
-    ax.set_title("threshold of the other beta2")
-    return ax
+    ax.set(xlabel="horizon (steps)", title=name, ylim=(0, 1))
+    ax.yaxis.set_major_formatter(PercentFormatter(1))
 
 
 def draw(frame: pd.DataFrame, figure: Figure) -> None:
-    """Draws five panels; their legend takes the place of a sixth."""
-    *axes, last = panels.grid(figure, 6, 2.4, most=3)
+    """Draws precision and recall by horizon above one legend."""
+    left, right = panels.grid(figure, 2)
     shares = transferred(frame)
-    for score, ax in zip(NAMES, axes, strict=False):
-        plot(frame, ax, score)
-    panels.share_limits(axes[:2])
-    plot_trade(frame, axes[2])
-    plot_horizons(shares, axes[3], 0, "precision")
-    plot_horizons(shares, axes[4], 2, "recall")
-    lines = {NAMES[score]: {"color": color} for score, color in COLORS.items()}
-    lines |= {f"from the {name} of the spike": {"ls": dashes} for name, dashes in DASHES.items()}
-    lines |= {"by chance (shifted warnings)": {"ls": ":"}}
-    for beta2 in sorted(set(frame["beta2"])):
-        lines[f"beta2 = {beta2:g}"] = {"color": style.beta2_color(beta2)}
-    handles = [Line2D([], [], **{"color": style.OTHER, "lw": 1} | look) for look in lines.values()]
-    last.legend(handles, lines, loc="center", handlelength=2.6)
-    last.axis("off")
+    plot(shares, left, 0, "warnings that a spike follows")
+    plot(shares, right, 2, "spikes that have a warning")
+    panels.legend_below(figure, [left])
 
 
 def caption(frame: pd.DataFrame) -> str:
@@ -225,13 +184,13 @@ def caption(frame: pd.DataFrame) -> str:
         f"Warnings of loss spikes by {spike_marks.TENSOR} in {measures.of_runs(runs)}, beta2 "
         f"{naming.join(sorted(runs['beta2'].unique()))}. {spike_marks.in_words(frame)} A warning "
         "begins where RMS_t or rho reaches a threshold; a burst is one warning, as for RMS spikes, "
-        "so low thresholds give few. Precision: share of warnings that a loss spike follows within "
-        "the horizon. Recall: share of loss spikes with a warning within the horizon before. Top: "
-        f"horizon of {HORIZON} steps; F1 is from detection. Bottom: each beta2 has the threshold "
+        "so low thresholds give few. Left: precision, the share of warnings that a loss spike "
+        "follows within the horizon. Right: recall, the share of loss spikes with a warning within "
+        "the horizon before. Spikes are counted from detection. Each beta2 has the threshold "
         f"with the largest F1 in the runs of the other beta2; bands are {LEVEL:.0%} intervals from "
         "resampling runs within each beta2."
     )
-    for counted_from in DASHES if shares else ():
+    for counted_from in SIDES if shares else ():
         own, other = (shares[counted_from, score, HORIZON][:, -1] for score in ("rms", "rho"))
         low, high = interval((own - other)[1:])
         text += (

@@ -1,8 +1,6 @@
 """Tests the figures of runs: what their frames hold and what is drawn and named."""
 
-import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -23,7 +21,6 @@ from analysis.figures import (
 )
 from analysis.measures import RECALL, VALIDATION_LOSS
 from lowprec.config.schema import InterventionConfig, PrecisionChangeConfig
-from tests.analysis import test_bench_figures as bench
 from tests.analysis.conftest import drawn
 
 
@@ -295,47 +292,6 @@ def test_formats_are_drawn_beside_runs_that_differ_in_the_recipe_alone(evaluated
     assert make.main(["formats", "--runs", str(tmp_path / "runs"), "--out", str(out)]) == 0
     assert set(pd.read_csv(out / "formats_mini.csv")["run"]) == {same, format}
     assert capsys.readouterr().err.count("left out") == 1
-
-
-def test_step_times_of_formats_are_of_the_runs_settings_and_one_file(evaluated, tmp_path):
-    for recipe in ("high", "switchback", "llm_int8", "fp8_switchback"):
-        evaluated(recipe, gpu="H100")
-    evaluated("autograd_high", gpu="H100", experiment="formats", accumulate=2)  # lines have 1
-    evaluated("mxfp4", gpu="H100", experiment="formats")
-    evaluated("switchback", gpu="H200", experiment="formats", seed=1)
-    right = {"device": "H100", "shape": "mini_l batch 128", "batches": "loaded"}
-    right |= {"image_size": 32, "patch_dropout": 0.0, "compiled": False, "optimizer": "muon"}
-    wrong = [{"shape": f"mini_l {end}"} for end in ("batch 256", "largest batch")]
-    wrong += [{"shape": "mini_b batch 128"}, {"shape": "mini_l batch 128, checkpointing"}]
-    wrong += [{"device": "A100"}, {"dtype": "fp32"}, {"image_size": 64}, {"patch_dropout": 0.5}]
-    wrong += [{"compiled": True}]
-    times = {"high": 30.0, "autograd_high": 31.0, "switchback": 20.0, "fp8_switchback": 90.0}
-    lines = [bench.line("step", case, ms, **right) for case, ms in times.items()]
-    lines += [bench.line("step", case, 1.0, **right | other) for case in times for other in wrong]
-    runs, out = tmp_path / "runs", tmp_path / "out"
-    older = [bench.line("step", case, 2.0, **right) for case in ("high", "switchback", "llm_int8")]
-    bench.write(runs, "bench/step", older, "20260101-000000")
-    bench.write(runs, "bench/step", lines, "20260102-000000")
-    bench.write(runs, "bench/step", older[1:], "20260103-000000")  # without 16 bits
-
-    assert make.main(["formats", "--runs", str(runs), "--out", str(out)]) == 0
-    [file] = json.loads((out / "formats_mini.json").read_text())["files"]
-    assert Path(file["path"]).name == "20260102-000000.jsonl" and len(file["sha256"]) == 64
-    frame = pd.read_csv(out / "formats_mini.csv")
-    timed = frame[frame["ms"].notna()]
-    assert list(zip(timed["precision"], timed["gpu"], timed["ms"], strict=True)) == [
-        ("bf16", "H100", 30.0),
-        ("switchback", "H100", 20.0),
-    ]
-    by_bits, by_ms = drawn(FIGURES["formats"], frame)
-    assert by_bits.get_xlabel() == "bits per operand, with scales"
-    assert {x for points in by_ms.lines for x in points.get_xdata()} == {20, 30}
-    caption = FIGURES["formats"].caption(frame)
-    untimed = "SwitchBack int8 (gpu=H200); SwitchBack fp8; LLM.int8(); MXFP4"
-    untimed = "autograd function; " + untimed
-    assert "on H100 with batches loaded and optimizer=muon. No step time" in caption
-    assert caption.endswith(f": {untimed}.")
-    assert "batches" not in FIGURES["formats"].caption(frame.assign(ms=np.nan))
 
 
 @pytest.mark.parametrize(

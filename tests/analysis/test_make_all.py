@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.figure import Figure
+from PIL import Image
 
 from analysis import figures, make, paper, study
 from analysis.measures import RECALL, VALIDATION_LOSS
@@ -193,6 +194,21 @@ def check_picture(slug, figure):
     slack = 0.02  # inches: half the width of a line at the edge
     assert min(box.x0, box.y0) >= -slack, slug
     assert box.x1 <= width + slack and box.y1 <= height + slack, slug
+
+
+@pytest.mark.slow  # reads all records; part of .ci/run
+def test_committed_pictures_are_what_the_command_draws(tmp_path):
+    records = ROOT / "experiments" / "results"
+    assert make.main(["pictures", "--runs", str(records), "--out", str(tmp_path)]) == 0
+    committed = sorted(records.rglob("*.png"))
+    assert len(committed) > 30
+    for path in committed:
+        ours, drawn = (
+            Image.open(f).convert("L") for f in (path, tmp_path / path.relative_to(records))
+        )
+        assert ours.size == drawn.size, path
+        difference = np.abs(np.asarray(ours, float) - np.asarray(drawn, float)).mean()
+        assert difference < 1, path  # of 255
 
 
 def has_data(ax):

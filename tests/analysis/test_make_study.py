@@ -1,6 +1,7 @@
 """The runs that a study asks for, and the marks of figures drawn from incomplete or mixed runs."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -29,7 +30,9 @@ def test_a_run_without_the_studys_change_of_precision_does_not_stand_in_for_one(
 
 
 def the_mark(tmp_path, slug="rms_and_loss", **keys):
-    return make.draw(slug, load_all(tmp_path / "runs"), tmp_path / "out", "", **keys)[1]["mark"]
+    about = make.draw(slug, load_all(tmp_path / "runs"), tmp_path / "out", "", **keys)[1]
+    missing = re.findall(r"\d+ of the study's \d+ runs are not made", about["caption"])
+    return "; ".join([*filter(None, [about["mark"]]), *missing])
 
 
 @pytest.fixture
@@ -49,7 +52,7 @@ def test_a_figure_without_runs_of_its_own_at_a_scale_shows_those_of_its_fallback
     make_run, tmp_path, asked
 ):
     run = make_run(beta2=0.999, experiment="stability", **OF_STUDY)
-    assert the_mark(tmp_path) == "1 of the study's 2 runs not made" and asked == ["stability"]
+    assert the_mark(tmp_path) == "1 of the study's 2 runs are not made" and asked == ["stability"]
     own = make_run(beta2=0.999, experiment="rms_and_loss", **OF_STUDY | {"scale": "demo"})
     runs = load_all(tmp_path / "runs")
     pairs = make._slugs_and_scales(runs.summaries, None, None)
@@ -64,7 +67,7 @@ def test_a_figure_without_runs_of_its_own_at_a_scale_shows_those_of_its_fallback
 def test_marks_state_what_is_incomplete_missing_or_mixed(make_run, tmp_path):
     keys = {"experiment": "rms_and_loss"} | OF_STUDY
     make_run(beta2=0.999, **keys)
-    assert the_mark(tmp_path) == "1 of the study's 2 runs not made"
+    assert the_mark(tmp_path) == "1 of the study's 2 runs are not made"
     make_run(beta2=0.9, **keys)
     make_run(beta2=0.8, **keys, state="diverged", steps=12)
     assert the_mark(tmp_path) == ""
@@ -111,4 +114,4 @@ def test_a_run_that_cannot_be_drawn_is_marked(make_run, tmp_path, damage):
 def test_runs_that_a_figure_is_not_about_are_not_lost(make_run, tmp_path):
     for optimizer in ("adamw", "stable_adamw"):  # only AdamW has a panel
         make_run(experiment="rms_and_loss", optimizer=optimizer, beta2=0.999, **OF_STUDY)
-    assert the_mark(tmp_path) == "1 of the study's 2 runs not made"
+    assert the_mark(tmp_path) == "1 of the study's 2 runs are not made"
