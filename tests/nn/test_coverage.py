@@ -8,57 +8,14 @@ import torch
 from torch import nn
 
 from lowprec.clip import open_clip
-from lowprec.nn import LowPrecisionLinear, apply_recipe, prepare_for_training
+from lowprec.nn import apply_recipe, prepare_for_training
 from lowprec.nn.inference import to_int8
-from lowprec.nn.recipe import LINEAR_LAYERS, matches
-
-timm = open_clip.timm_model.timm
-SIZES = {"embed_dim": 32, "num_heads": 2, "depth": 1, "patch_size": 8}
-
-
-def swin():
-    from torchvision.models import SwinTransformer
-
-    return SwinTransformer([4, 4], 32, [2], [2], [4, 4])
-
-
-def build(name, **sizes):
-    return timm.create_model(name, img_size=32, **(sizes or SIZES)).eval()
-
-
-READERS = {  # models whose attention reads the weights of layers that it does not call
-    "timm beit": lambda: build("beit_base_patch16_224"),
-    "timm eva01": lambda: build("eva_giant_patch14_224"),
-    "timm swinv2": lambda: build(
-        "swinv2_tiny_window8_256", embed_dim=32, num_heads=(2,), depths=(1,), window_size=4
-    ),
-    "torchvision swin": lambda: swin().eval(),
-}
-
-
-@pytest.mark.parametrize("name", READERS)
-def test_layers_that_are_not_called_are_named_and_not_swapped(name):
-    model, x = READERS[name](), torch.randn(1, 3, 32, 32)
-    unchecked = copy.deepcopy(model)
-    layers = apply_recipe(model, "switchback", inputs=(x,))
-    uncalled = [layer.name for layer in layers if not layer.called]
-    assert any(layer.endswith("attn.qkv") for layer in uncalled)
-    for layer in layers:
-        is_ours = isinstance(model.get_submodule(layer.name), LowPrecisionLinear)
-        assert is_ours == layer.swapped == layer.called
-    assert layers.treatments[uncalled[0]] == "16 bit, because the forward pass does not call them"
-    apply_recipe(unchecked, "switchback")
-    with pytest.warns(UserWarning, match=f"^not called, so their weights .*: {uncalled[0]}"):
-        unchecked(x)
-    unchecked(x)  # once
+from tests.nn.models import MODELS, clip, with_subclass_weight
 
 
 @pytest.mark.filterwarnings("error")
 def test_forward_of_one_tower_says_nothing_about_the_other():
-    model = open_clip.model.CLIP(
-        32, dict(image_size=32, patch_size=8, width=64, layers=1),
-        dict(context_length=8, vocab_size=64, width=64, layers=1, heads=1),
-    )  # fmt: skip
+    model = clip()
     apply_recipe(model, "switchback")
     assert len(model._forward_pre_hooks) == 1
     model(image=torch.randn(1, 3, 32, 32))  # a warning would be an error
@@ -82,7 +39,7 @@ def test_a_layer_in_a_container_whose_weight_is_only_read_is_named():
 
 @pytest.mark.filterwarnings("error")
 def test_recipes_in_a_row_check_the_first_forward_once():
-    model, x = READERS["torchvision swin"](), torch.randn(1, 3, 32, 32)
+    model, x = MODELS["torchvision swin"].build().eval(), torch.randn(1, 3, 32, 32)
     for recipe in ("switchback", "switchback"):
         apply_recipe(model, recipe, ["qkv", "attn.proj"])
         assert len(model._forward_pre_hooks) == 1
@@ -93,14 +50,6 @@ def test_recipes_in_a_row_check_the_first_forward_once():
         model(x)
     apply_recipe(unchecked, "high", ["qkv", "attn.proj"])
     unchecked(x)
-
-
-@pytest.mark.parametrize("name", READERS)
-def test_int8_weights_can_be_read_by_an_owner(name):
-    model, x = READERS[name](), torch.randn(1, 3, 32, 32)
-    with torch.no_grad():
-        expected = model(x)
-        torch.testing.assert_close(to_int8(model)(x), expected, atol=0.05, rtol=0.05)
 
 
 @pytest.mark.filterwarnings("ignore:.*nested tensors")
@@ -117,39 +66,6 @@ def test_pytorchs_encoder_calls_its_layers_in_evaluation(layers):
     assert torch.equal(*outputs)
     error = (outputs[0] - expected[:, :3]).norm() / expected[:, :3].norm()
     assert 1e-4 < error < 0.02
-
-
-OTHERS = {  # library: (a model, linear layers that the defaults find)
-    "timm vit": (
-        lambda: build("vit_base_patch16_siglip_224"),
-        "attn.qkv attn.proj mlp.fc1 mlp.fc2 attn_pool.q attn_pool.kv attn_pool.proj",
-    ),
-    "timm eva02": (
-        lambda: build("eva02_large_patch14_224"),
-        "attn.q_proj attn.k_proj attn.v_proj attn.proj mlp.fc1_g mlp.fc1_x mlp.fc2",
-    ),
-    "timm xcit": (
-        lambda: timm.models.xcit.Xcit(img_size=32, embed_dim=64, depth=1, num_heads=2),
-        "attn.qkv attn.proj attn.q attn.k attn.v mlp.fc1 mlp.fc2",
-    ),
-    "timm convnext": (
-        lambda: timm.create_model("convnext_tiny", depths=(1,) * 4, dims=(8,) * 4),
-        "mlp.fc1 mlp.fc2",
-    ),
-}
-NAMES = "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.out_proj mlp.fc1 mlp.fc2 "
-NAMES += "mlp.w0 mlp.w1 mlp.w2 mlp.gate_proj mlp.up_proj mlp.down_proj"  # transformers, ViTamin
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_defaults_find_the_layers_of_other_libraries(name):
-    make, ends = OTHERS[name]
-    model = make()
-    names = {layer.name for layer in apply_recipe(model, "switchback")}
-    blocks = {n for n, m in model.named_modules() if isinstance(m, nn.Linear)}
-    assert names == {n for n in blocks if n.endswith(tuple(ends.split()))}
-    assert {end for end in ends.split() if any(n.endswith(end) for n in names)} == {*ends.split()}
-    assert all(matches(f"layers.0.{name}", LINEAR_LAYERS) for name in NAMES.split())
 
 
 def test_report_names_the_attention_that_stays_in_16_bits():
@@ -185,15 +101,6 @@ def test_report_counts_layers_under_any_recipe():
     assert model.training and all(module.training for module in model.modules())
 
 
-class Subclass(torch.Tensor):
-    """A stand-in for torchao's quantized weights."""
-
-
-def with_subclass_weight(layer):
-    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Subclass))
-    return layer
-
-
 def test_a_layer_whose_weight_became_a_tensor_subclass_is_not_reported_as_quantized():
     model = nn.Sequential(OrderedDict(c_fc=nn.Linear(8, 8), c_proj=nn.Linear(8, 8)))
     apply_recipe(model, "switchback")
@@ -202,10 +109,7 @@ def test_a_layer_whose_weight_became_a_tensor_subclass_is_not_reported_as_quanti
 
 
 def test_convert_weights_to_lp_covers_our_attention():
-    models = [open_clip.model.CLIP(
-        32, dict(image_size=32, patch_size=8, width=64, layers=1),
-        dict(context_length=8, vocab_size=64, width=64, layers=1, heads=1),
-    ) for _ in range(2)]  # fmt: skip
+    models = [clip() for _ in range(2)]
     apply_recipe(models[1], "switchback")
     dtypes = []
     for model in models:

@@ -1,7 +1,6 @@
 """Linear layers: numbers of all recipes against float64, drop-in for nn.Linear, refused uses."""
 
 import contextlib
-from collections import OrderedDict
 
 import pytest
 import torch
@@ -9,11 +8,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lowprec import ops
-from lowprec.clip import open_clip
 from lowprec.nn.inference import to_int8
 from lowprec.nn.linear import LowPrecisionLinear, Settings, SwitchBackLinear
 from lowprec.nn.recipe import RECIPES, custom_recipe
 from lowprec.nn.replace import apply_recipe
+from tests.nn.models import block
 
 TOKENS, IN, OUT = 37, 48, 70
 # SUMS: error of float32 sums, relative to the sum of magnitudes; EPS: rounding of the result.
@@ -312,11 +311,6 @@ def test_empty_batch_passes_a_block_without_launches(monkeypatch, recipe):
     output = model(torch.randn(0, 5, 64))
     output.sum().backward()
     assert output.shape == (0, 5, 64) and not any(p.grad.any() for p in model.parameters())
-
-
-def block():
-    torch.manual_seed(0)
-    return nn.Sequential(OrderedDict(block=open_clip.transformer.ResidualAttentionBlock(64, 2)))
 
 
 @pytest.mark.parametrize(

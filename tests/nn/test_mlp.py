@@ -9,25 +9,14 @@ from torch import nn
 from lowprec.clip import open_clip
 from lowprec.nn import apply_recipe
 from lowprec.nn.mlp import LowPrecisionMLP, unfuse
-
-timm = open_clip.timm_model.timm
-
-
-def sequential(activation=None, *more):
-    return nn.Sequential(nn.Linear(64, 256), activation or nn.GELU(), *more, nn.Linear(256, 64))
-
-
-def clip_mlp():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.CLIPTextConfig(hidden_size=64, intermediate_size=256, hidden_act="gelu")
-    return transformers.models.clip.modeling_clip.CLIPMLP(config)
+from tests.nn.models import mlp_of, timm, transformers_mlp
 
 
 @pytest.mark.parametrize("recipe, dtype, autocast", [
     ("switchback", torch.float32, False), ("switchback", torch.bfloat16, False),
     ("hw_fp8_switchback", torch.float32, True),
 ])  # fmt: skip
-@pytest.mark.parametrize("build", [sequential, lambda: timm.layers.Mlp(64, 256), clip_mlp])
+@pytest.mark.parametrize("build", [mlp_of, lambda: timm.layers.Mlp(64, 256), transformers_mlp])
 def test_mlp_of_any_library_is_fused(build, recipe, dtype, autocast):
     torch.manual_seed(0)
     fused = build().to(dtype)
@@ -79,7 +68,7 @@ class OwnMlp(timm.layers.Mlp):
 
 
 def patched():
-    mlp = sequential()
+    mlp = mlp_of()
     mlp[1].forward = lambda x: 2 * x
     return mlp
 
@@ -87,12 +76,12 @@ def patched():
 @pytest.mark.parametrize(
     "build",
     [
-        lambda: sequential(nn.GELU(approximate="tanh")),
-        lambda: sequential(open_clip.transformer.QuickGELU()),
-        lambda: sequential(OwnGELU()),
-        lambda: sequential(OwnActivation()),
-        lambda: sequential(None, Tripled()),
-        lambda: sequential(None, nn.Dropout(0.1)),
+        lambda: mlp_of(nn.GELU(approximate="tanh")),
+        lambda: mlp_of(open_clip.transformer.QuickGELU()),
+        lambda: mlp_of(OwnGELU()),
+        lambda: mlp_of(OwnActivation()),
+        lambda: mlp_of(None, Tripled()),
+        lambda: mlp_of(None, nn.Dropout(0.1)),
         lambda: timm.layers.Mlp(64, 256, norm_layer=nn.LayerNorm),
         lambda: timm.layers.Mlp(64, 256, bias=False),
         lambda: OwnMlp(64, 256),
@@ -108,7 +97,7 @@ def test_other_mlp_is_not_fused(build):
 
 
 def test_patch_of_a_child_of_a_fused_mlp_counts():
-    mlp, x = sequential(), torch.randn(2, 64, requires_grad=True)
+    mlp, x = mlp_of(), torch.randn(2, 64, requires_grad=True)
     apply_recipe(mlp, "switchback", ["*"])
     before, plain = mlp(x), mlp[2].forward
     mlp[2].forward = lambda x: 10 * plain(x)
@@ -116,7 +105,7 @@ def test_patch_of_a_child_of_a_fused_mlp_counts():
 
 
 def test_slice_of_a_fused_mlp_calls_its_layers_and_takes_another_recipe():
-    mlp, x = sequential(), torch.randn(2, 64, requires_grad=True)
+    mlp, x = mlp_of(), torch.randn(2, 64, requires_grad=True)
     apply_recipe(mlp, "switchback", ["*"])
     part = mlp[:2]
     assert torch.equal(part(x), mlp[1](mlp[0](x)))

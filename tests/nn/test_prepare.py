@@ -1,7 +1,6 @@
 """prepare_for_training on models of open_clip, timm and transformers, against `apply_recipe`."""
 
 import copy
-import functools
 
 import pytest
 import torch
@@ -9,72 +8,12 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowprec.clip import open_clip
 from lowprec.nn import apply_recipe, prepare_for_training
 from lowprec.nn.attention import Attention
 from lowprec.nn.blocks import find_blocks
+from tests.nn.models import MODELS, clip, clip_loss, images, mlp_of, pair, timm
 
-timm = open_clip.timm_model.timm
-VISION = dict(image_size=32, patch_size=8, width=64, layers=2, head_width=32)
-TEXT = dict(context_length=8, vocab_size=64, width=64, heads=2, layers=2)
-TIMM = dict(img_size=32, patch_size=8, embed_dim=64, depth=2, num_heads=2)
-
-
-def clip_inputs():
-    torch.manual_seed(1)
-    tokens = torch.randint(1, 63, (4, 8))
-    tokens[:, -1] = 63
-    return torch.randn(4, 3, 32, 32), tokens
-
-
-def open_clips():
-    model = open_clip.model.CLIP(32, VISION, TEXT)
-    return model, lambda: open_clip.loss.ClipLoss()(*model(*clip_inputs()))
-
-
-def open_clips_with_trunk():
-    model = open_clip.model.CLIP(32, VISION, TEXT)
-    model.visual = timm.models.VisionTransformer(**TIMM, num_classes=32)
-
-    def set_grad_checkpointing(on):
-        model.visual.set_grad_checkpointing(on)
-        model.transformer.grad_checkpointing = on
-
-    model.set_grad_checkpointing = set_grad_checkpointing
-    return model, lambda: open_clip.loss.ClipLoss()(*model(*clip_inputs()))
-
-
-def timms():
-    model = timm.models.VisionTransformer(**TIMM, num_classes=5)
-    return model, lambda: model(clip_inputs()[0]).square().mean()
-
-
-def transformers_clip(activation="gelu"):
-    transformers = pytest.importorskip("transformers")
-    sizes = dict(hidden_size=64, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2)
-    sizes |= dict(hidden_act=activation, projection_dim=32)
-    vision, text = dict(image_size=32, patch_size=8), dict(vocab_size=64, eos_token_id=63)
-    config = transformers.CLIPConfig(vision_config=sizes | vision, text_config=sizes | text)
-    model = transformers.CLIPModel(config)
-    model.set_grad_checkpointing = lambda on: model.gradient_checkpointing_enable()
-    images, tokens = clip_inputs()
-    return model, lambda: model(tokens, images, return_loss=True).loss
-
-
-BUILDERS = [open_clips, open_clips_with_trunk, timms, transformers_clip]
-
-
-def make(build):
-    torch.manual_seed(0)
-    model, loss_of = build()
-    return model.train(), loss_of
-
-
-def gradients(model, loss_of):
-    model.zero_grad()
-    loss = loss_of()
-    loss.backward()
-    return {"loss": loss.detach()} | {n: p.grad.clone() for n, p in model.named_parameters()}
+CLIP, VIT = MODELS["open_clip"], MODELS["timm vit"]
 
 
 def assert_near(results, expected):
@@ -85,37 +24,6 @@ def assert_near(results, expected):
         )
 
 
-@pytest.fixture
-def graphs(monkeypatch):
-    """torch.compile records graphs, but runs them as they are, which takes far less time."""
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-
-
-@pytest.mark.filterwarnings("ignore")  # torch.compile's own warnings
-@pytest.mark.parametrize("build", BUILDERS)
-def test_prepared_model_equals_apply_recipes(build, graphs):
-    model, loss_of = make(build)
-    apply_recipe(model, "switchback")
-    names = list(model.state_dict())
-    expected = gradients(model, loss_of)
-    for compile, checkpointing in ((False, False), (False, True), (True, "own")):
-        model, loss_of = make(build)
-        if checkpointing == "own":
-            model.set_grad_checkpointing(True)
-        options = {"checkpointing": checkpointing} if checkpointing != "own" else {}
-        layers = prepare_for_training(
-            model, "switchback", compile=compile, skip_slow=False, **options
-        )
-        assert all(layer.swapped for layer in layers)
-        assert len(layers.fused) == len(layers.blocks) == (2 if build is timms else 4)
-        assert layers.compiled == (layers.blocks if compile else [])
-        assert layers.checkpointed == (layers.blocks if checkpointing else [])
-        flags = ("grad_checkpointing", "gradient_checkpointing")
-        assert not any(getattr(m, flag, False) for m in model.modules() for flag in flags)
-        assert list(model.state_dict()) == names
-        assert_near(gradients(model, loss_of), expected)
-
-
 @pytest.mark.filterwarnings("ignore")  # torch.compile's own warnings
 @pytest.mark.parametrize(
     ("recipe", "checkpointing"), [("high", True), ("switchback", True), ("switchback_m", False)]
@@ -123,27 +31,26 @@ def test_prepared_model_equals_apply_recipes(build, graphs):
 def test_blocks_of_a_tower_share_one_compilation(recipe, checkpointing, graphs):
     torch.compiler.reset()
     counters.clear()
-    model = open_clip.model.CLIP(32, VISION | {"layers": 4}, TEXT | {"layers": 3})
+    model = clip({"layers": 4}, {"layers": 3})
     options = {} if recipe == "high" else {"skip_slow": False}
     layers = prepare_for_training(model, recipe, checkpointing=checkpointing, **options)
     assert len(layers.compiled) == 7
-    open_clip.loss.ClipLoss()(*model(*clip_inputs())).backward()
+    clip_loss(model, pair()).backward()
     assert counters["stats"]["unique_graphs"] == 2
 
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore")  # torch.compile's own warnings
-@pytest.mark.parametrize("build", [open_clips, timms])
+@pytest.mark.parametrize("row", [CLIP, VIT], ids=["open_clip", "timm"])
 @pytest.mark.parametrize("recipe", ["high", "switchback", "hw_fp8_switchback"])
-def test_compiled_and_checkpointed_model_equals_the_eager_one_on_a_gpu(build, recipe):
+def test_compiled_and_checkpointed_model_equals_the_eager_one_on_a_gpu(row, recipe):
     results = []
     for prepare in (apply_recipe, prepare_for_training):
-        with torch.device("cuda"):
-            model, loss_of = make(build)
-        model.cuda().set_grad_checkpointing(True)
+        model = row.build().cuda().train()
+        model.set_grad_checkpointing(True)
         prepare(model, recipe, skip_slow=False)
-        with torch.device("cuda"), torch.autocast("cuda", torch.bfloat16):
-            loss, *rest = gradients(model, loss_of).values()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss, *rest = row.gradients(model).values()
         results.append((loss, torch.cat([gradient.flatten() for gradient in rest])))
     (loss, gradient), (expected_loss, expected) = results
     torch.testing.assert_close(loss, expected_loss, rtol=1e-2, atol=1e-2)
@@ -164,14 +71,14 @@ class Count(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("build", [open_clips, timms])
-def test_recomputation_keeps_the_attention_output(build):
+@pytest.mark.parametrize("row", [CLIP, VIT], ids=["open_clip", "timm"])
+def test_recomputation_keeps_the_attention_output(row):
     counts = []
     for checkpointing in (False, True):
-        model, loss_of = make(build)
+        model = row.build().train()
         layers = prepare_for_training(model, "high", compile=False, checkpointing=checkpointing)
         with Count("gelu", "attention") as mode:
-            loss_of().backward()
+            row.gradients(model)
         counts.append(mode.counts)
     blocks = len(layers.blocks)
     assert counts[0] == {"gelu": blocks, "attention": blocks}
@@ -180,26 +87,26 @@ def test_recomputation_keeps_the_attention_output(build):
 
 @pytest.mark.filterwarnings("ignore")  # torch.compile's own warnings
 def test_later_call_replaces_all_of_the_earlier_one(graphs):
-    model, loss_of = make(timms)
-    expected = gradients(model, loss_of)
+    model = VIT.build().train()
+    expected = VIT.gradients(model)
     prepare_for_training(model, "switchback", skip_slow=False, checkpointing=True)
-    quantized = gradients(model, loss_of)
+    quantized = VIT.gradients(model)
     assert not torch.equal(quantized["loss"], expected["loss"])
     layers = prepare_for_training(model, "high")
     assert layers.compiled == layers.checkpointed == layers.blocks and not layers.fused
-    assert_near(gradients(model, loss_of), expected)
+    assert_near(VIT.gradients(model), expected)
     layers = prepare_for_training(model, "high", compile=False, checkpointing=False)
     assert layers.compiled == layers.checkpointed == []
     assert not any("forward" in vars(module) for module in model.modules())
     for _ in range(2):  # the second time, the forward on the inputs runs compiled blocks
-        inputs = clip_inputs()[:1]
+        inputs = images()
         layers = prepare_for_training(model, "switchback", inputs=inputs, skip_slow=False)
         assert all(layer.called for layer in layers) and len(layers.compiled) == 2
-    assert_near(gradients(model, loss_of), quantized)
+    assert_near(VIT.gradients(model), quantized)
 
 
 def test_patched_forward_of_a_block_survives():
-    model, _ = make(timms)
+    model = VIT.build().train()
     model.blocks[0].forward = patched = lambda x: x
     for checkpointing in (True, False):
         prepare_for_training(model, "high", compile=False, checkpointing=checkpointing)
@@ -207,7 +114,7 @@ def test_patched_forward_of_a_block_survives():
 
 
 def test_mlps_as_checkpointed_blocks_take_another_recipe():
-    model = nn.Sequential(sequential(), sequential())
+    model = nn.Sequential(mlp_of(), mlp_of())
     x = torch.randn(2, 64, requires_grad=True)
     options = {"compile": False, "skip_slow": False}
     layers = prepare_for_training(model, "switchback", "*", checkpointing=True, **options)
@@ -220,7 +127,7 @@ def test_mlps_as_checkpointed_blocks_take_another_recipe():
 
 
 def test_failing_forward_on_the_inputs_leaves_mlps_fused():
-    model, _ = make(open_clips)
+    model = CLIP.build().train()
     prepare_for_training(model, "switchback", compile=False, skip_slow=False)
     before = [type(module) for module in model.modules()]
     with pytest.raises((RuntimeError, TypeError)):
@@ -229,17 +136,13 @@ def test_failing_forward_on_the_inputs_leaves_mlps_fused():
 
 
 def test_copy_of_a_prepared_model_is_independent():
-    model, loss_of = make(open_clips)
+    model = CLIP.build().train()
     prepare_for_training(model, "switchback", compile=False, checkpointing=True, skip_slow=False)
-    copied, before = copy.deepcopy(model), loss_of().item()
+    copied, before = copy.deepcopy(model), clip_loss(model, pair()).item()
     for parameter in copied.parameters():
         nn.init.zeros_(parameter)
-    assert loss_of().item() == before
-    assert not torch.equal(copied(*clip_inputs())[0], model(*clip_inputs())[0])
-
-
-def sequential():
-    return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    assert clip_loss(model, pair()).item() == before
+    assert not torch.equal(copied(*pair())[0], model(*pair())[0])
 
 
 def names_of_blocks(model):
@@ -248,7 +151,7 @@ def names_of_blocks(model):
 
 
 def test_blocks_are_the_elements_that_contain_layers():
-    model, _ = make(open_clips)
+    model = CLIP.build().train()
     expected = [f"{tower}transformer.resblocks.{i}" for tower in ("visual.", "") for i in range(2)]
     assert names_of_blocks(model) == expected
     assert names_of_blocks(nn.Sequential(model, nn.Linear(4, 4))) == [f"0.{n}" for n in expected]
@@ -262,7 +165,7 @@ def test_blocks_are_the_elements_that_contain_layers():
 
 
 def test_report_names_what_stays_in_16_bit(graphs):
-    model, _ = make(open_clips)
+    model = CLIP.build().train()
     model.visual.transformer.grad_checkpointing = True
     nothing = r"converts none of the 16 layers in `where` \(16 bit, no known gain in 8 bits; skip_"
     with pytest.warns(UserWarning, match=f"^fp8_switchback {nothing}") as caught:
@@ -303,10 +206,10 @@ def test_report_names_layers_of_an_earlier_call_and_a_root_container():
 
 
 def test_attention_masks_causally_only_in_the_text_tower():
-    model, loss_of = make(open_clips)
-    expected = gradients(model, loss_of)
+    model = CLIP.build().train()
+    expected = CLIP.gradients(model)
     prepare_for_training(model, "high", compile=False)
     towers = (model.visual, model.transformer)
     modules = [[m for m in tower.modules() if isinstance(m, Attention)] for tower in towers]
     assert [[m.causal for m in tower] for tower in modules] == [[False] * 2, [True] * 2]
-    assert_near(gradients(model, loss_of), expected)
+    assert_near(CLIP.gradients(model), expected)

@@ -1,7 +1,6 @@
 """Replacing the layers of a model: what is replaced, refused or left alone; the fused MLP."""
 
 import copy
-from collections import OrderedDict
 
 import pytest
 import torch
@@ -11,40 +10,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrizations, prune
 
 from lowprec.clip import open_clip
-from lowprec.nn import LowPrecisionLinear, SwitchBackLinear, apply_recipe
+from lowprec.nn import SwitchBackLinear, apply_recipe
 from lowprec.nn.attention import Attention
 from lowprec.nn.mlp import LowPrecisionMLP
 from lowprec.nn.recipe import RECIPES, gains_speed
 from lowprec.nn.replace import NoLayerError, replace_attention
-
-
-def block(width=64, custom=False):
-    torch.manual_seed(0)
-    kind = open_clip.transformer.CustomResidualAttentionBlock if custom else None
-    kind = kind or open_clip.transformer.ResidualAttentionBlock
-    return nn.Sequential(OrderedDict(block=kind(width, 2)))
-
-
-@pytest.mark.parametrize("custom", [False, True])
-def test_apply_recipe_replaces_all_layers_of_a_block(custom):
-    model = block(custom=custom).eval()
-    names = [name for name, _ in model.named_parameters()]
-    parameters = [id(parameter) for parameter in model.parameters()]
-    layers = apply_recipe(model, "switchback")
-    assert [layer.name.rsplit(".", 1)[1] for layer in layers] == ["in_proj", "out_proj"] + [
-        "c_fc", "c_proj",
-    ]  # fmt: skip
-    assert all(layer.swapped for layer in layers)
-    assert [name for name, _ in model.named_parameters()] == names
-    assert [id(parameter) for parameter in model.parameters()] == parameters
-    calls = []
-    for name, module in model.named_modules():
-        if isinstance(module, LowPrecisionLinear):
-            assert module.recipe is RECIPES["switchback"]
-            calls.append(name.rsplit(".", 1)[1])
-    assert calls == ["out_proj", "c_fc", "c_proj"]
-    assert model.block.attn.in_proj_settings.recipe is RECIPES["switchback"]
-    assert not any(module.training for module in model.modules())
+from tests.nn.models import block, with_subclass_weight
 
 
 def test_fused_mlp_saves_its_input_and_gelus_input():
@@ -155,18 +126,8 @@ def patched():
     return layer
 
 
-class Subclass(torch.Tensor):
-    """A stand-in for torchao's quantized weights."""
-
-
-def with_subclass_weight():
-    layer = nn.Linear(64, 256)
-    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Subclass))
-    return layer
-
-
 MORE_THAN_LINEAR = {
-    "tensor subclass": with_subclass_weight,
+    "tensor subclass": lambda: with_subclass_weight(nn.Linear(64, 256)),
     "subclass": lambda: Scaled(64, 256),
     "subclass of ours": lambda: type("Own", (SwitchBackLinear,), {})(64, 256),
     "weight_norm": lambda: parametrizations.weight_norm(nn.Linear(64, 256)),

@@ -1,0 +1,110 @@
+"""What each verb keeps to, for models of all libraries: apply_recipe, to_int8, and preparing."""
+
+import re
+import warnings
+
+import pytest
+import torch
+
+from lowprec.nn import apply_recipe, prepare_for_training
+from lowprec.nn.inference import to_int8
+from lowprec.nn.linear import LowPrecisionLinear
+from lowprec.nn.recipe import LINEAR_LAYERS, matches
+from tests.nn.models import MODELS
+
+each = pytest.mark.parametrize("name", MODELS)
+TRAINED = [name for name, row in MODELS.items() if row.blocks]
+
+
+def error(result, expected):
+    return ((result - expected).norm() / expected.norm()).item()
+
+
+@each
+@torch.no_grad()
+def test_apply_recipe_converts_the_layers_that_the_model_calls(name):
+    row = MODELS[name]
+    model = row.build().eval()
+    exact, before = row.output(model), {n: id(p) for n, p in model.named_parameters()}
+    layers = apply_recipe(model, "switchback", row.where, inputs=row.inputs())
+    assert {n: id(p) for n, p in model.named_parameters()} == before
+    assert all(layer.name.endswith(tuple(row.layers.split())) for layer in layers)
+    ends = {end for layer in layers for end in row.layers.split() if layer.name.endswith(end)}
+    assert ends == {*row.layers.split()}
+    uncalled = tuple(row.uncalled.split())
+    for layer in layers:
+        assert layer.called == layer.swapped == (not uncalled or not layer.name.endswith(uncalled))
+        if not layer.name.endswith(".in_proj"):
+            module = model.get_submodule(layer.name)
+            assert isinstance(module, LowPrecisionLinear) == layer.swapped
+        text = "16 bit, because the forward pass does not call them"
+        assert (layers.treatments[layer.name] == text) != layer.called
+    assert 1e-5 < error(row.output(model), exact) < 0.1
+    apply_recipe(model, "high", row.where)
+    assert error(row.output(model), exact) < 1e-5
+
+
+@each
+@torch.no_grad()
+def test_the_first_forward_warns_about_layers_that_are_not_called(name):
+    row = MODELS[name]
+    model = row.build().eval()
+    apply_recipe(model, "switchback", row.where)
+    for first in (True, False):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            row.output(model)
+        texts = [str(w.message) for w in caught if "not called" in str(w.message)]
+        assert len(texts) == (bool(row.uncalled) and first)
+        for text in texts:
+            names = re.fullmatch(r"not called.*?: (.*?)( and \d+ more)?", text)[1].split(", ")
+            assert all(name.endswith(tuple(row.uncalled.split())) for name in names)
+
+
+@each
+@torch.no_grad()
+def test_to_int8_keeps_names_and_stays_close(name):
+    row = MODELS[name]
+    model = row.build().eval()
+    exact, before = row.output(model), model.state_dict()
+    after = to_int8(model, row.where).state_dict()
+    in_int8 = {n for n, tensor in after.items() if tensor.dtype == torch.int8}
+    assert in_int8 and set(after) - set(before) == {f"{n}_scale" for n in in_int8}
+    assert all(after[f"{n}_scale"].shape == (len(after[n]), 1) for n in in_int8)
+    assert all(torch.equal(after[n], before[n]) for n in set(before) - in_int8)
+    assert 1e-5 < error(row.output(model), exact) < 0.1
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own warnings
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_prepared_model_equals_apply_recipes(name, graphs):
+    row = MODELS[name]
+    model = row.build().train()
+    apply_recipe(model, "switchback", row.where)
+    names, expected = list(model.state_dict()), row.gradients(model)
+    for compile, checkpointing in ((False, False), (False, True), (True, "own")):
+        model, options = row.build().train(), {"checkpointing": checkpointing}
+        if checkpointing == "own":
+            options = {"checkpointing": True} if name == "torch" else {}
+            getattr(model, "set_grad_checkpointing", bool)(True)
+        layers = prepare_for_training(
+            model, "switchback", row.where, compile=compile, skip_slow=False, **options
+        )
+        assert all(layer.swapped for layer in layers)
+        assert len(layers.fused) == len(layers.blocks) == row.blocks
+        assert layers.compiled == (layers.blocks if compile else [])
+        assert layers.checkpointed == (layers.blocks if checkpointing else [])
+        flags = ("grad_checkpointing", "gradient_checkpointing")
+        assert not any(getattr(m, flag, False) for m in model.modules() for flag in flags)
+        assert list(model.state_dict()) == names
+        results = row.gradients(model)
+        assert results.keys() == expected.keys()
+        for key, result in results.items():
+            torch.testing.assert_close(result, expected[key], rtol=1e-3, atol=1e-4, msg=key)
+
+
+OTHER_NAMES = "mlp.w0 mlp.w1 mlp.w2 mlp.gate_proj mlp.up_proj mlp.down_proj"  # of ViTamin, LLMs
+
+
+def test_names_of_layers_that_no_model_here_has():
+    assert all(matches(f"layers.0.{name}", LINEAR_LAYERS) for name in OTHER_NAMES.split())
