@@ -1,6 +1,7 @@
 """Makes shards from a table (CSV) of image paths and captions."""
 
 import csv
+import io
 import shutil
 from pathlib import Path
 
@@ -8,17 +9,12 @@ from rich.console import Console
 from rich.progress import track
 from webdataset import ShardWriter
 
-from lowprec.data.loader import (
-    BAD_IMAGE,
-    LARGEST_IMAGE,
-    decode_caption,
-    decode_image,
-    refuse_size,
-)
+from lowprec.data.loader import BAD_IMAGE, LARGEST_IMAGE, decode_caption, decode_image
 from lowprec.data.sources import listing
 from lowprec.data.tar import parse_label
 from lowprec.nearest import nearest
 from lowprec.runs.durable import DiskError
+from lowprec.runs.read import open_file
 
 SAMPLES_PER_SHARD = 2000
 
@@ -66,8 +62,7 @@ def write_shards(table: Path, out: Path, columns: list[str], skip_bad: bool = Fa
 def read_table(path: Path, columns: list[str]) -> list[tuple[int, dict]]:
     """Last line and fields of each row; ValueError unless the first line names the columns."""
     rows = []
-    _refuse_endless(path)
-    with open(path, encoding="utf-8-sig", newline="") as file:
+    with open_file(path) as raw, io.TextIOWrapper(raw, "utf-8-sig", newline="") as file:
         separator = max("\t,;", key=file.readline().count)
         file.seek(0)
         lines = csv.DictReader(file, delimiter=separator, strict=True)
@@ -89,20 +84,14 @@ def read_table(path: Path, columns: list[str]) -> list[tuple[int, dict]]:
         return rows
 
 
-def _refuse_endless(path: Path) -> None:
-    """ValueError for a pipe or a device, which may never end."""
-    if path.exists() and not (path.is_file() or path.is_dir()):
-        raise ValueError(f"{path} is not a regular file")
-
-
 def _sample(folder: Path, row: dict, columns: list[str]) -> dict[str, bytes]:
     """The files of a row, by suffix; raises one of BAD_IMAGE if training could not read them."""
     if None in row or None in row.values():
         raise ValueError("more or fewer fields than columns")
     image, *texts = [row[name] for name in columns]
-    _refuse_endless(folder / image)
-    refuse_size("image", (folder / image).stat().st_size, LARGEST_IMAGE)
-    data, (caption, *labels) = (folder / image).read_bytes(), [text.encode() for text in texts]
+    caption, *labels = [text.encode() for text in texts]
+    with open_file(folder / image) as file:
+        data = file.read(LARGEST_IMAGE + 1)
     decode_image(data, size=1)
     decode_caption(caption)
     if any(parse_label(label) < 0 for label in labels):

@@ -6,8 +6,7 @@ import shutil
 
 import pytest
 
-from analysis import load_runs, make
-from analysis.load import load_all
+from analysis import load_runs
 from analysis.run_files import read_metrics
 from analysis.study import mark_of_runs
 from lowprec.config.schema import DiagnosticsConfig
@@ -110,42 +109,6 @@ def test_damage_in_another_file_is_named_and_keeps_the_metrics(make_run, name):
     assert len(runs.metrics) == STEPS
     note = runs.runs["note"].iloc[0]
     assert (name == "attempts") == (note == "") and (note == "" or f"{name}.jsonl: line" in note)
-
-
-@pytest.mark.parametrize(
-    "text",
-    ['{"state": "finished", "step": "x", "reason": ""}', '{"state": 3}', "[" * 10**5, "{}", "5"],
-    ids=lambda text: text[:30],
-)
-def test_nonsense_status_is_an_unknown_state(make_run, text):
-    run = make_run(num_steps=STEPS)
-    (run / "status.json").write_text(text)
-    runs = load_runs(run)
-    assert runs.runs["state"].tolist() == ["unknown"]
-    assert "status.json is damaged" in runs.runs["note"].iloc[0]
-
-
-@pytest.mark.usefixtures("no_pictures")
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("num_steps: 12", "num_steps: many"),
-        ("scale: demo", "scale: 5"),
-        ("batch_size: 128", "batch_size: null"),
-        ("window: null", "window: wide"),
-    ],
-)
-def test_impossible_config_value_affects_only_its_run(make_run, tmp_path, old, new):
-    bad, good = make_run(num_steps=STEPS), make_run(num_steps=STEPS, seed=1)
-    text = (bad / "config.yaml").read_text()
-    assert old in text
-    (bad / "config.yaml").write_text(text.replace(old, new, 1))
-    runs = load_runs(tmp_path / "runs").runs.set_index("run")
-    assert runs["note"][bad.name].startswith("config.yaml is damaged: ")
-    assert new.partition(":")[0] in runs["note"][bad.name]
-    assert runs["note"][good.name] == ""
-    _, about = make.draw("loss_curves", load_all(tmp_path / "runs"), tmp_path / "out", "", "demo")
-    assert [run["path"] for run in about["runs"]] == [str(good)]
 
 
 def test_config_of_an_older_schema_is_valid(make_run):

@@ -25,7 +25,7 @@ BAD = [  # fields and a part of the reason
     (("bitmap.bmp", "a"), "not a JPEG, WEBP or PNG"),
     (("truncated.jpg", "a"), "truncated"),
     (("empty.png", "a"), "not a JPEG, WEBP or PNG"),
-    (("", "a"), "Is a directory"),
+    (("", "a"), "is not a regular file"),
     (("RGB.jpg", " "), "the caption is empty"),
     (("RGB.jpg", "x" * 9000), "8,192"),
     (("RGB.jpg",), "more or fewer fields than columns"),

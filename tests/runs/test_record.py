@@ -109,6 +109,16 @@ def test_every_truncation_of_a_stream_yields_whole_batches_only(tmp_path, record
             np.testing.assert_array_equal(statistics["rms"], batch(first)[1]["rms"])
 
 
+def test_a_stream_that_is_cut_while_it_is_read_ends_early(tmp_path, record):
+    write_batches(record)
+    flushes = read_tensors(tmp_path)
+    first = next(flushes)
+    # the kernel kills a process that reads what is no longer in a mapped file
+    assert str(stream(tmp_path)) not in Path("/proc/self/maps").read_text()
+    os.truncate(stream(tmp_path), 0)
+    assert list(flushes) == [] and first[0].tolist() == [1, 2]
+
+
 def test_damaged_streams_are_left_out_and_do_not_hide_the_next(tmp_path):
     for first in (1, 3, 5):
         record = start(tmp_path)
