@@ -18,8 +18,6 @@ from lowprec.nearest import nearest_path
 from lowprec.runs.read import ENDED
 
 EMPTY = ("run", "path", "experiment", "state", "scale")  # columns of `summaries` without runs
-READ = ("run", "path", "state", "step", "note", "num_steps", "log_every")
-READ += ("diagnostics.every", "diagnostics.statistics")
 EXPERIMENTS = Path(__file__).parents[1] / "conf" / "experiment"
 
 
@@ -80,7 +78,7 @@ class Runs:
         recipe's name or, for recipe `high`, the autocast dtype.
         """
         notes = []
-        for summary, tables in zip(self._facts(self.summaries), self._tables, strict=True):
+        for summary, tables in zip(self.summaries.to_dict("records"), self._tables, strict=True):
             parts, steps = [summary["note"]], list(tables["metrics"][0].get("step", []))
             if summary["state"] not in ENDED:
                 total = summary.get("num_steps")
@@ -114,7 +112,7 @@ class Runs:
         warning. Raises LookupError if no tensor of any run matches.
         """
         recorded, frames, num_without = set(), [], 0
-        for summary in self._facts(self.summaries):
+        for summary in self.summaries.to_dict("records"):
             try:
                 frame, names = run_files.read_tensor_columns(summary, pattern, stat)
             except Exception as error:  # one run must not blind all
@@ -146,16 +144,11 @@ class Runs:
             return pd.Series(dtype=float, index=pd.Index([], name="step", dtype=int))
         return frame.drop_duplicates("step", keep="last").set_index("step")[name].astype(float)
 
-    @staticmethod
-    def _facts(summaries: pd.DataFrame) -> list[dict]:
-        """What reading a run's files needs of its row; a row has more than a hundred columns."""
-        return summaries.filter(items=READ).to_dict("records")
-
     @cached_property
     def _tables(self) -> list[dict[str, tuple[pd.DataFrame, list[str]]]]:
         """For each run: the rows of each of its files, and notes on damage."""
         unread = self.summaries[~self.summaries["path"].isin(list(self.files))]
-        for run in self._facts(unread):
+        for run in unread.to_dict("records"):
             self.files[run["path"]] = run_files.read_tables(run)
         return [self.files[path] for path in self.summaries["path"]]
 

@@ -3,7 +3,6 @@
 A damaged file makes no reader fail or hang: it is left out and named in the run's note.
 """
 
-import contextlib
 import functools
 import warnings
 import zipfile
@@ -22,7 +21,6 @@ from lowprec.runs.identity import to_dict
 from lowprec.runs.tables import (
     MAX_BYTES,
     TABLES,
-    UNREADABLE,
     is_sampled,
     read_parquet,
     read_tensors,
@@ -281,26 +279,13 @@ def _read_table(
     """Returns `step` and the matching columns of one table, and the names of all its columns.
 
     A parquet file is the copy made when the run ended. If the run has continued since then, its
-    streams hold more; they also replace a parquet file that cannot be read, unless they hold less.
+    streams hold more.
     """
     run = as_path(summary["path"])
     path, has_streams = run / f"{table}.parquet", any((run / table).glob("*.arrows"))
-    if not path.exists() or (summary["state"] not in read.ENDED and has_streams):
-        return _read_streams(run, table, pattern, stat)
-    try:
+    if path.exists() and (summary["state"] in read.ENDED or not has_streams):
         whole, names = read_parquet(path, lambda name: fnmatchcase(name, f"{stat}/{pattern}"))
         return whole.to_pandas().rename(columns=lambda n: n.removeprefix(f"{stat}/")), names
-    except UNREADABLE:
-        frame, names = _read_streams(run, table, pattern, stat)
-        steps = 1
-        with contextlib.suppress(*UNREADABLE):
-            steps = read_parquet(path, lambda name: False)[0].num_rows
-        if len(frame) < steps:
-            raise
-        return frame, names
-
-
-def _read_streams(run: Path, table: str, pattern: str, stat: str) -> tuple[pd.DataFrame, list[str]]:
     frames, tensors, columns, recorded = [], None, [], {}
     for steps, statistics, names in read_tensors(run, table):
         if names != tensors:  # another attempt; matching names at every flush would be slow

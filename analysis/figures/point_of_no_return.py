@@ -14,8 +14,9 @@ from matplotlib.figure import Figure
 from analysis import measures, naming, spike_marks, style
 from analysis.comparison import counted
 from analysis.load import Runs
-from analysis.run_files import UNREADABLE, as_path
+from analysis.run_files import as_path
 from lowprec.runs.read import read_file
+from lowprec.runs.tables import UNREADABLE
 
 CONTROL, UNCHANGED = "control", "unchanged"  # replays without a change
 PERTURBED = "perturbed"  # replays from weights that differ in the last digit: the null arm

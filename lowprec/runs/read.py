@@ -5,6 +5,7 @@ A run directory holds everything about a run; every dashboard is a copy of it.
 """
 
 import contextlib
+import io
 import json
 import math
 import os
@@ -107,8 +108,8 @@ def open_file(path: Path) -> Iterator[BinaryIO]:
     try:
         if isinstance(path, Path) and not stat.S_ISREG(path.stat().st_mode):  # not of a URL
             raise RecordFileError(f"{path} is not a regular file")
-        with path.open("rb") as file:
-            yield file
+        with path.open("rb") as file, io.BufferedReader(file, 2**20) as buffered:
+            yield buffered  # lines of a member of an archive are slow without
     except (FileNotFoundError, RecordFileError):
         raise
     except NotADirectoryError as error:
