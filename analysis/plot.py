@@ -175,3 +175,7 @@ def _in_order(values: pd.Series) -> list:
     if all(isinstance(value, int | float | np.number) for value in distinct):
         distinct = sorted(distinct)
     return [None] * bool(values.isna().any()) + distinct
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,7 +1,9 @@
 """Any recorded name of any runs is drawn as it was recorded: nothing is smoothed or mixed."""
 
+import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -128,6 +130,12 @@ def test_the_command_writes_picture_and_plotted_numbers(runs, tmp_path, capsys):
     )
     assert plot.main(["--runs", str(runs.root), "--out", "/proc/x/mine"]) == 2
     assert capsys.readouterr().err == "error: /proc/x: No such file or directory\n"
+
+
+def test_the_module_is_a_command(tmp_path):
+    command = [sys.executable, "-m", "analysis.plot", "--runs", str(tmp_path), "loss"]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert ended.returncode == 2 and "KEY=VALUE is expected" in ended.stderr
 
 
 def test_an_error_of_a_remote_folder_is_printed_without_a_file_name(capsys):
