@@ -141,7 +141,7 @@ class WarningConfig:
 
     action: str = key(
         "none",
-        "lower the tensor's rate, skip its update or lower beta2",
+        "removed: in old records, what AdamW did to a tensor above the threshold",
         choices=("none", *WARNING_ACTIONS),
     )
     statistic: str = key("rms", "RMS_t, or rho = RMS_t sqrt(1 - beta2)", choices=("rms", "rho"))

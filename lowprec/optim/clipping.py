@@ -8,6 +8,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+from lowprec.optim.statistics import no_statistics
+
 ZCLIP_DECAY = 0.97  # of the mean and variance
 ZCLIP_FIRST = 25  # steps whose norms give the first mean and variance
 WINDOW = 128  # steps that SkipStep compares with
@@ -104,10 +106,17 @@ class GuardedStep:
 
     clip_norm: float | ZClip | SkipStep | None
     skip: str
+    statistics: Tensor | None = None
     frozen: Tensor | None = None
     all_finite: Tensor | None = None
     grad_norm: Tensor | None = None
     clipped_grad_norm: Tensor | None = None
+
+    def _without_gradients(self, count: int, device: torch.device) -> None:
+        """What a step leaves that has no gradient of any of `count` tensors."""
+        self.statistics = no_statistics(count, device)
+        self.all_finite = torch.ones((), dtype=torch.bool, device=device)
+        self.grad_norm = self.clipped_grad_norm = self.statistics.new_zeros(())
 
     def _decide(self, grad_norms: Tensor) -> tuple[Tensor, Tensor]:
         """Which tensors are updated, bool [tensors], and the factor (0-d) of all gradients.

@@ -88,6 +88,9 @@ class LibraryOptimizer(GuardedStep):
     def step(self) -> None:
         """Updates every parameter that has a gradient."""
         rows = [i for i, p in enumerate(self.params) if p.grad is not None]
+        if not rows:
+            self._without_gradients(len(self.params), self.params[0].device)
+            return
         grads = [self.params[i].grad for i in rows]
         scale = getattr(self, "grad_scale", None)  # set and deleted by GradScaler
         if scale is not None:

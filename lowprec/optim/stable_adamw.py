@@ -46,7 +46,6 @@ from lowprec.optim.statistics import (
     index_on,
     is_sharded,
     local,
-    no_statistics,
     statistics_table,
 )
 
@@ -110,8 +109,6 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
 
     Source: Algorithm 2, arXiv:2304.13013.
     """
-
-    statistics: Tensor | None = None
 
     _step_supports_amp_scaling = True  # torch.amp.GradScaler then leaves unscaling to step()
     _copied = (  # with a copy or a pickle
@@ -192,9 +189,7 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
         all_params = self._params()
         rows = tuple(i for i, p in enumerate(all_params) if p.grad is not None and p.numel())
         if not rows:
-            self.statistics = no_statistics(len(all_params), all_params[0].device)
-            self.all_finite = self.statistics.new_ones((), dtype=torch.bool)
-            self.grad_norm = self.clipped_grad_norm = self.statistics.new_zeros(())
+            self._without_gradients(len(all_params), all_params[0].device)
             return loss
         params = [all_params[i] for i in rows]
         device = params[0].device

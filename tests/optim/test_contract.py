@@ -277,3 +277,14 @@ def test_statistics_describe_gradients_updates_and_parameters(kind, build):
                 assert step > 1 or rows[i]["rms"] == pytest.approx(1.0)  # u_1 = g_1^2
         assert torch.equal(params_of(optimizer)[1], before[1]) and math.isnan(rows[1]["rms"])
         assert optimizer.all_finite
+
+
+@each
+def test_a_step_without_gradients_changes_nothing(kind, build):
+    optimizer = take(build(kind), [1])
+    before, steps = snapshot(optimizer), optimizer.steps
+    optimizer.zero_grad()
+    optimizer.step()
+    assert not changed(optimizer, before) and optimizer.steps == steps and optimizer.all_finite
+    assert optimizer.statistics[:, 0].isnan().all() and not optimizer.statistics[:, 1:].any()
+    assert optimizer.grad_norm == optimizer.clipped_grad_norm == 0
