@@ -61,6 +61,7 @@ def as_command(work, monkeypatch):
 
 def test_a_run_from_start_to_export(work, as_command, capfd, monkeypatch):
     monkeypatch.setattr(entry, "SILENT_S", 0.02)
+    monkeypatch.setattr(entry, "_sweep", entry.Sweep())  # another test's
     as_command(*TINY, "name=whole", "num_steps=10", "evaluation=both")
     output = "".join(capfd.readouterr())
     assert "finished at step 10" in output and "% (chance 0.42%)" in output  # of 240 classes
@@ -100,6 +101,7 @@ def test_a_run_from_start_to_export(work, as_command, capfd, monkeypatch):
 
 def test_a_run_without_a_terminal_tells_its_step_and_loss(monkeypatch, capfd):
     monkeypatch.setattr(entry, "SILENT_S", 0.02)
+    monkeypatch.setattr(entry, "_sweep", entry.Sweep())  # another test's
     progress = train.ProgressBar(Config())
     progress.at(7)
     time.sleep(0.1)
