@@ -27,7 +27,7 @@ from experiments import entry
 from lowprec.config.schema import Config
 from lowprec.runs.attempts import STOPPED
 from lowprec.runs.identity import label
-from lowprec.sweep.status import print_table, setting_columns
+from lowprec.sweep.status import number, print_table, setting_columns
 from lowprec.train.preflight import preflight
 from lowprec.train.ranks import place
 
@@ -126,7 +126,7 @@ def show_results(results: list[tuple[list[str], str, dict]]) -> None:
     scores = [key for key in MAIN_SCORES if any(key in row for _, _, row in results)]
     rows = []
     for values, (_, state, row) in zip(settings, results, strict=True):
-        numbers = [f"{row[key]:.3f}" if key in row else "" for key in ("loss", *scores)]
+        numbers = [number(row, key) for key in ("loss", *scores)]
         rows.append([*values, state, str(row.get("step", "")), *numbers])
     print_table([*names, "state", "step", "loss", *scores], rows, Console())
 

@@ -55,7 +55,7 @@ def states(plan: Plan, queue: list | None) -> list[State]:
             in_queue = "unknown" if queue is None else jobs.get(run.index)
             state, reason = _unfinished(plan, run, status, is_training, launcher_lives, in_queue)
         reason = "; ".join(filter(None, (reason, damage)))
-        scores = {k: v for k, v in last.items() if "/" in k and isinstance(v, int | float)}
+        scores = {k: v for k, v in last.items() if "/" in k and isinstance(v, float)}
         speed = timing.get("images_per_s")
         speed = speed if isinstance(speed, float) and speed > 0 else None
         by_run.append(State(run.index, state, step, last.get("loss"), reason, scores, speed))
@@ -159,6 +159,12 @@ def print_table(names: list[str], rows: list[list[str]], console: Console) -> No
     console.print(table)
 
 
+def number(row: dict, name: str) -> str:
+    """A loss, or a score in percent, of a row of metrics; empty if the row lacks it."""
+    form = ".3f" if name.endswith("loss") else ".1%"
+    return f"{row[name]:{form}}" if name in row else ""
+
+
 def show(plan: Plan, run_states: list[State], queue: list | None, console: Console) -> None:
     """Prints a row per run: settings, progress, digest; then reasons, collapses, a summary."""
     scores = list(dict.fromkeys(name for state in run_states for name in state.scores))[:1]
@@ -170,7 +176,7 @@ def show(plan: Plan, run_states: list[State], queue: list | None, console: Conso
         name = " ".join(f"{key}={value}" for key, value in own if value) or run.label
         step = f"{state.step}/{run.config['num_steps']}"
         loss = "" if state.loss is None else f"{state.loss:.3f}"
-        numbers = [f"{state.scores[key]:.3f}" if key in state.scores else "" for key in scores]
+        numbers = [number(state.scores, key) for key in scores]
         numbers += ["" if state.images_per_s is None else f"{state.images_per_s:,.0f}"]
         numbers += [_time_left(state, run.config), run.directory.rpartition("-")[2]]
         rows.append([str(run.index), *(values or [run.label]), state.state, step, loss, *numbers])

@@ -60,7 +60,7 @@ def as_command(work, monkeypatch):
 
 
 def test_a_run_from_start_to_export(work, as_command, capfd, monkeypatch):
-    monkeypatch.setattr(entry, "SILENT_S", 0.02)
+    monkeypatch.setattr(entry, "SILENT_S", 0)
     monkeypatch.setattr(entry, "_sweep", entry.Sweep())  # another test's
     as_command(*TINY, "name=whole", "num_steps=10", "evaluation=both")
     output = "".join(capfd.readouterr())

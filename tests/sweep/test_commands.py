@@ -191,7 +191,7 @@ def test_status_shows_speed_accuracy_time_left_and_folder(here, tiny, no_launche
         assert run("status") == 0
     (row,) = [line for line in capsys.readouterr().out.splitlines() if "running" in line][:1]
     digest = directory.name.rpartition("-")[2]
-    assert row.split() == f"1 0.002 running 20/100 3.000 0.250 4 0:05:20 {digest}".split()
+    assert row.split() == f"1 0.002 running 20/100 3.000 25.0% 4 0:05:20 {digest}".split()
 
 
 def test_a_narrow_table_shows_uncut_the_values_that_differ(capsys):
