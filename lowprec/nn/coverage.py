@@ -83,10 +83,10 @@ class Layers(list[Layer]):
         )
 
     def __repr__(self) -> str:
-        groups = {name.rpartition(".")[0]: {} for name in self.blocks}
+        groups = {name.rpartition(".")[0]: {} for name in self.blocks}  # None: outside blocks
         for name, treatment in self.treatments.items():
             block = self._block_of(name)
-            group = groups.setdefault(block.rpartition(".")[0], {})
+            group = groups.setdefault(block.rpartition(".")[0] if block else None, {})
             name = name.removeprefix(f"{block}.") if block else name
             group.setdefault(treatment, {})[name] = None  # a set in order
         lines = [f"{self.recipe}: {self.num_quantized} of {self.num_layers} linear layers"]
@@ -115,7 +115,7 @@ class Layers(list[Layer]):
         reason = "faster at this size" if self.recipe in GAINS_FROM else "no known gain in 8 bits"
         return f"16 bit, {reason}; skip_slow=False converts them"
 
-    def _describe(self, container: str) -> str:
+    def _describe(self, container: str | None) -> str:
         blocks = [name for name in self.blocks if name.rpartition(".")[0] == container]
         if not blocks:
             return "outside blocks"

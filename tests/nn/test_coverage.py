@@ -1,4 +1,4 @@
-"""What the report of `apply_recipe` says: layers that run in 16 bit anyway, shares by tower."""
+"""What the report of `apply_recipe` says, and the warning about layers that are not called."""
 
 import copy
 from collections import OrderedDict
@@ -73,7 +73,9 @@ def test_report_names_the_attention_that_stays_in_16_bits():
     model = nn.Sequential(OrderedDict(c_fc=nn.Linear(8, 8), attn_pool=pooler))
     lines = repr(apply_recipe(model, "switchback")).splitlines()
     text = "16 bit, not in `where` or not supported: attn, attn.out_proj"
-    assert lines[-2:] == [f"    {text}", "  attention: 1 MultiheadAttention kept"]
+    assert lines[1:3] == ["  the model: 1 block", f"    {text}"]
+    assert lines[3:5] == ["  outside blocks", "    switchback: c_fc"]
+    assert lines[5:] == ["  attention: 1 MultiheadAttention kept"]
 
 
 def test_result_of_apply_recipe_is_readable_and_still_a_list():

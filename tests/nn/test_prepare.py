@@ -194,14 +194,16 @@ def test_report_names_layers_outside_of_blocks_and_foreign_attention():
 
 def test_report_names_layers_of_an_earlier_call_and_a_root_container():
     block = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
-    model = nn.Sequential(block, copy.deepcopy(block))
-    prepare_for_training(model, "switchback", "*", compile=False, skip_slow=False)
+    model = nn.Sequential(block, copy.deepcopy(block), nn.Linear(8, 8))
+    prepare_for_training(model, "switchback", "?.*", compile=False, skip_slow=False)
     report = prepare_for_training(model, "high", "*.0", compile=False, checkpointing=True)
     assert str(report).splitlines() == [
-        "high: 2 of 4 linear layers",
+        "high: 2 of 5 linear layers",
         "  the model: 2 blocks, checkpointed",
         "    16 bit: 0",
         "    switchback, from an earlier call: 2",
+        "  outside blocks",
+        "    16 bit, not in `where` or not supported: 2",
     ]
 
 

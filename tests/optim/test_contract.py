@@ -24,7 +24,6 @@ OURS = {  # options of StableAdamW, and the parameters' dtype
     "16-bit parameters": HALF,
     "8-bit moments": {"optim_bits": 8, "min_8bit_size": 300},
     "kernels": {"fused": True},
-    "kernels, 16-bit parameters": {"fused": True, **HALF},
     "kernels, 8-bit moments": {"fused": True, "optim_bits": 8, "min_8bit_size": 300, **HALF},
 }
 LIBRARY_KINDS = ("torch", *LIBRARIES)  # "torch": its AdamW in a library's place
