@@ -23,7 +23,6 @@ Select = Callable[[pd.DataFrame], pd.DataFrame]
 Facet = Callable[[pd.DataFrame], list[tuple[str, pd.DataFrame]]]
 TABLES = {"model.name": naming.MODELS, "precision.label": naming.PRECISIONS}  # order of values
 ANYTHING = ("*",)  # of `same_but`
-PAPERS = "the paper's, +-0.2"
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 WIDE = 10  # ratio of the largest to the smallest value on a logarithmic axis, if the values choose
 APART, ROOM = 0.2, 0.7  # of the distance of two named values: between hues, and for all of them
@@ -131,8 +130,7 @@ class Points(Figure):
     """A point for each run, by its values on two axes.
 
     Attributes:
-        table: the frame of the selected runs: one row per run, with `measures.OF_A_RUN`. Rows
-            without a run are the paper's numbers.
+        table: the frame of the selected runs: one row per run, with `measures.OF_A_RUN`.
         x, y: each pair of them has a panel if a run has both values; a run without y has a cross.
         hue: the column whose values have colors; those in `order` come first.
         look: the color and the line style of a hue, by its first row; None: colors of a scale.
@@ -189,19 +187,12 @@ class Points(Figure):
         for i, (hue, part) in enumerate(frame.groupby(self.hue, sort=False)):
             scale = style.setting_color(i, max(1, len(labels) - 1)), "-"
             color, dashes = self.look(part.iloc[0]) if self.look else scale
-            ours, papers = part[part["run"] != ""], part[part["run"] == ""]
             panels.draw_runs(
-                ax, places[ours.index], ours[y.column],
+                ax, places[part.index], part[y.column],
                 color=color, label=labels[hue], means=self.means, dashes=dashes,
                 marker="o" if self.means else MARKERS[i % len(MARKERS)],
-                hollow=self.hollow(ours) if self.hollow else None,
+                hollow=self.hollow(part) if self.hollow else None,
             )  # fmt: skip
-            if len(papers):
-                at = places[papers.index]
-                ax.plot(at, papers[y.column], "D", ms=5, mfc="none", mec=color)
-                panels.crosses(ax, at[papers[y.column].isna()], 2 * panels.LOW, color, mfc="none")
-        if (frame["run"] == "").any():
-            ax.plot([], [], "D", ms=5, mfc="none", mec=style.OTHER, label=PAPERS)
         ax.set(xlabel=x.name(frame), ylabel=y.name(frame))
         if x.names:
             named = x.names(frame)
@@ -213,16 +204,14 @@ class Points(Figure):
 
     def caption(self, frame: pd.DataFrame) -> str:
         """Describes the axes, the runs and the points, and names the runs that did not finish."""
-        runs, pairs = frame[frame["run"] != ""], self._pairs(frame)
+        pairs = self._pairs(frame)
         labels = dict.fromkeys(y.name(frame).removesuffix(" (%)") for _, y in pairs)
-        seeds = measures.seeds(runs, "model", self.hue, pairs[0][0].column)
-        text = f"{naming.join(labels)} of {measures.of_runs(runs)} ({seeds} of each setting)."
+        seeds = measures.seeds(frame, "model", self.hue, pairs[0][0].column)
+        text = f"{naming.join(labels)} of {measures.of_runs(frame)} ({seeds} of each setting)."
         text = text[0].upper() + text[1:] + f" {self.text}" * bool(self.text)
         means = {"bar": "; bars: their means", "line": "; lines: their means", "": ""}[self.means]
         text += f" Points: runs{means}; a cross: a run without a value.{self.notes(frame)}"
-        if len(runs) < len(frame):
-            text += " Diamonds and open crosses: the paper's, read by eye from plots of a draft."
-        return text + measures.caption_end(runs.drop_duplicates("run"))
+        return text + measures.caption_end(frame)
 
     def _pairs(self, frame: pd.DataFrame) -> list[tuple[Axis, Axis]]:
         """The pairs of axes on which a run has both values, or else the first pair."""

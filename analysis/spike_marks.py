@@ -1,6 +1,7 @@
 """Loss and RMS_t of a run as series, their spikes, and tables of both."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -8,6 +9,7 @@ from functools import lru_cache
 import numpy as np
 import pandas as pd
 
+from analysis import measures
 from analysis.load import Runs
 from lowprec.config.schema import num_warmup_steps
 from lowprec.diagnostics.spikes import (
@@ -133,10 +135,36 @@ def why_unreachable(beta2: np.ndarray, protocol: Protocol) -> str:
     )
 
 
-def reaches(head: dict) -> bool:
-    """Whether RMS_t of a run, a row of `Runs.runs`, can reach its threshold for RMS spikes."""
-    settings = head["optimizer.beta2"], head["optimizer.beta2_decay"], int(head["num_steps"])
-    return not why_unreachable(beta2_by_step(*settings), protocol_of_run(head))
+def that_reach(heads: pd.DataFrame) -> pd.DataFrame:
+    """AdamW's rows of `Runs.runs` in which RMS_t can reach the threshold for RMS spikes."""
+    heads, can_spike = of_adamw(heads.dropna(subset="scale")), []
+    for head in heads.to_dict("records"):
+        settings = head["optimizer.beta2"], head["optimizer.beta2_decay"], int(head["num_steps"])
+        can_spike.append(not why_unreachable(beta2_by_step(*settings), protocol_of_run(head)))
+    return heads[can_spike]
+
+
+def by_run(
+    runs: Runs,
+    heads: pd.DataFrame,
+    columns: tuple[str, ...],
+    table: Callable[[Series, Protocol], pd.DataFrame],
+) -> pd.DataFrame:
+    """The rows of `table(series, protocol)` for each selected run that recorded RMS_t of TENSOR.
+
+    `heads` are the selected rows of `Runs.runs`. `columns` may have those of THRESHOLDS.
+    """
+
+    def of_run(run: Runs, head: dict) -> pd.DataFrame:
+        protocol, series = protocol_of_run(head), read_series(run, TENSOR)
+        examined = series.rms_of(TENSOR)[protocol.ignore_steps :]
+        if not len(examined) or np.isnan(series.rms_of(TENSOR)).all():
+            return pd.DataFrame()
+        return table(series, protocol).assign(**asdict(protocol))
+
+    named = measures.named_heads(runs, ("optimizer.beta2",))
+    named = named.merge(heads[["run", *heads.columns.difference(named.columns)]], on="run")
+    return measures.by_run(runs, named, columns, of_run)
 
 
 def protocol_of_run(summary: dict) -> Protocol:

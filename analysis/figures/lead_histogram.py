@@ -4,8 +4,6 @@ Not in the paper, which gives the share that follow by 1 to 8 steps. Runs of Ada
 `experiment=stability`, and those of BASELINES.
 """
 
-from dataclasses import asdict
-
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -14,7 +12,7 @@ from matplotlib.patches import Patch
 
 from analysis import comparison, measures, panels, paper, spike_marks, style
 from analysis.load import Runs
-from lowprec.diagnostics.spikes import rms_spikes
+from lowprec.diagnostics.spikes import Protocol, rms_spikes
 
 SIDES = {"step": "detection", "onset": "onset"}  # column of `spike_table`: in print
 FOLLOWS, SAME, BEFORE = spike_marks.FOLLOWING, "#0072B2", spike_marks.OTHER
@@ -24,12 +22,8 @@ COLUMNS = (*OF_A_RUN, "counted_from", "lead", *COUNTS, *spike_marks.THRESHOLDS)
 
 
 def select(heads: pd.DataFrame) -> pd.DataFrame:
-    """The rows of `Runs.runs` for AdamW in which RMS_t can reach the threshold for RMS spikes.
-
-    Runs that agree in every setting and the seed have one row.
-    """
-    heads = comparison.distinct(spike_marks.of_adamw(heads.dropna(subset="scale")))
-    return heads[[spike_marks.reaches(head) for head in heads.to_dict("records")]]
+    """AdamW's rows in which RMS_t can reach the threshold; one of runs that agree in everything."""
+    return comparison.distinct(spike_marks.that_reach(heads))
 
 
 def query(runs: Runs) -> pd.DataFrame:
@@ -39,17 +33,11 @@ def query(runs: Runs) -> pd.DataFrame:
     NaN. `num_large` counts spikes over `spike_marks.LARGE` nats. `by_chance` is the expected number
     if RMS spikes were shifted circularly along the run. Runs without RMS_t have no rows.
     """
-    heads = measures.named_heads(runs, ("optimizer.beta2",))
-    heads = heads[heads["run"].isin(select(runs.runs)["run"])]
-    return measures.by_run(runs, heads, COLUMNS, _of_run)
+    return spike_marks.by_run(runs, select(runs.runs), COLUMNS, _of_run)
 
 
-def _of_run(run: Runs, head: dict) -> pd.DataFrame:
-    protocol = spike_marks.protocol_of_run(head)
-    series = spike_marks.read_series(run, spike_marks.TENSOR)
+def _of_run(series: spike_marks.Series, protocol: Protocol) -> pd.DataFrame:
     rms, num_steps = series.rms_of(spike_marks.TENSOR), len(series.loss) - protocol.ignore_steps
-    if num_steps < 1 or np.isnan(rms).all():
-        return pd.DataFrame()
     most = protocol.max_lead
     num_rms_spikes, parts = rms_spikes(rms, protocol).sum(), []
     for side, name in SIDES.items():
@@ -59,7 +47,7 @@ def _of_run(run: Runs, head: dict) -> pd.DataFrame:
         counts = near.fillna(0).set_axis(COUNTS[:2], axis=1)
         chance = np.where(np.isnan(index), np.nan, len(table) * num_rms_spikes / num_steps)
         parts.append(counts.assign(by_chance=chance, counted_from=name).reset_index())
-    return pd.concat(parts, ignore_index=True).assign(**asdict(protocol))
+    return pd.concat(parts, ignore_index=True)
 
 
 def plot(frame: pd.DataFrame, ax: Axes) -> Axes:

@@ -4,7 +4,7 @@ Runs: `experiment=rms_and_loss`, or else `stability`. The figures `spike_lead_*`
 those of `spikes_vs_*`.
 """
 
-from dataclasses import asdict
+import functools
 
 import numpy as np
 import pandas as pd
@@ -47,18 +47,10 @@ def query(runs: Runs) -> pd.DataFrame:
     `loss_spike` and `rms_spike` mark the steps where a spike begins, by the thresholds of the run's
     own config; `follows` marks those where a loss spike begins after an RMS spike.
     """
-    heads = measures.named_heads(runs, ("optimizer.beta2",))
-    heads = heads.merge(select(runs.runs)[["run", "num_seeds"]], on="run")
-    rank = heads["model"].map(lambda name: naming.rank(name, naming.MODELS))
-    heads = heads.assign(rank=rank).sort_values(["rank", "beta2"])
-    return measures.by_run(runs, heads, COLUMNS, _marked_steps)
-
-
-def _marked_steps(run: Runs, head: dict) -> pd.DataFrame:
-    protocol = spike_marks.protocol_of_run(head)
-    series = spike_marks.read_series(run, spike_marks.TENSOR)
-    steps = spike_marks.mark(series, protocol, spike_marks.TENSOR)
-    return steps.assign(**asdict(protocol)) if steps["rms"].notna().any() else pd.DataFrame()
+    mark = functools.partial(spike_marks.mark, tensor=spike_marks.TENSOR)
+    frame = spike_marks.by_run(runs, select(runs.runs), COLUMNS, mark)
+    rank = frame["model"].map(lambda name: naming.rank(name, naming.MODELS))
+    return frame.assign(rank=rank).sort_values(["rank", "beta2"], kind="stable")[list(COLUMNS)]
 
 
 def plot(frame: pd.DataFrame, ax: Axes) -> Axes:

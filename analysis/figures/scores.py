@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from analysis import comparison, measures, naming, paper, spike_marks, style
+from analysis import comparison, measures, naming, spike_marks, style
 from analysis.comparison import counted
 from analysis.evidence import MARGINS
 from analysis.grammar import ANYTHING, Axis, Points
@@ -54,35 +54,16 @@ def accuracies(runs: Runs) -> pd.DataFrame:
     """Accuracy in % at the last step of each run, or NaN, by model.
 
     `metric` is the same in all rows: zero-shot top-1, or at mini scale the mean R@1 of both
-    directions, if more runs have that. At paper scale there are also rows with the paper's numbers
-    for the same models, by `source`. Raises NoRunsError if no run has an accuracy or diverged.
+    directions, if more runs have that. Raises NoRunsError if no run has an accuracy or diverged.
     """
-    heads = measures.named_heads(runs)
-    is_paper = (heads["scale"] == "paper").all()
-    heads, metric = measures.with_scores(runs, heads), TOP1
-    if not is_paper and heads["recall"].count() >= max(1, heads["accuracy"].count()):
-        heads, metric = heads.assign(accuracy=heads["recall"]), RECALL
+    heads = measures.with_scores(runs, measures.named_heads(runs)).assign(metric=TOP1)
+    is_mini = (heads["scale"] != "paper").any()
+    if is_mini and heads["recall"].count() >= max(1, heads["accuracy"].count()):
+        heads = heads.assign(accuracy=heads["recall"], metric=RECALL)
     if heads["accuracy"].isna().all() and not (heads["state"] == "diverged").any():
         studies = ", ".join(heads["experiment"].unique())
         raise NoRunsError(f"{len(heads)} runs of {studies} have no accuracy at their last step yet")
-    ours = heads.assign(source="ours")[["source", *measures.OF_A_RUN, "accuracy"]]
-    frame = pd.concat([ours, *([_papers(ours)] if is_paper else [])], ignore_index=True)
-    frame["metric"] = metric
-    order = frame["model"].map(lambda name: naming.rank(name, naming.MODELS)[0])
-    return frame.loc[order.sort_values(kind="stable").index].reset_index(drop=True)
-
-
-def _papers(ours: pd.DataFrame) -> pd.DataFrame:
-    """The paper's numbers for the methods and models of our runs."""
-    methods = ours.drop_duplicates("precision").set_index("precision")["method"]
-    rows = [
-        {"source": "paper", "run": "", "model": model, "precision": precision, "accuracy": value,
-         "variant": 0, "method": methods[precision]}
-        for precision, values in paper.ACCURACY_BY_SIZE.items()
-        for model, value in values.items()
-        if model in set(ours["model"]) and precision in methods
-    ]  # fmt: skip
-    return pd.DataFrame(rows).astype({"accuracy": float}) if rows else pd.DataFrame()
+    return heads[[*measures.OF_A_RUN, "accuracy", "metric"]]
 
 
 def usual_settings(heads: pd.DataFrame) -> pd.DataFrame:
@@ -98,19 +79,9 @@ def usual_settings(heads: pd.DataFrame) -> pd.DataFrame:
 
 
 def accuracy_by_beta2(runs: Runs) -> pd.DataFrame:
-    """Zero-shot top-1 in % at the last step of each run, and for ViT-H/14 the paper's."""
+    """Zero-shot top-1 in % at the last step of each run, or NaN."""
     heads = measures.with_scores(runs, measures.named_heads(runs, ("optimizer.beta2",)))
-    frame = heads.sort_values("beta2", kind="stable")[[*measures.OF_A_RUN, "accuracy"]]
-    theirs = []
-    if (frame["scale"] == "paper").all() and paper.ACCURACY_MODEL in set(frame["model"]):
-        methods = frame.drop_duplicates("optimizer").set_index("optimizer")["method"]
-        theirs = [
-            {"run": "", "model": paper.ACCURACY_MODEL, "precision": "bf16", "optimizer": optimizer,
-             "beta2": beta2, "accuracy": value, "variant": 0, "method": methods[optimizer]}
-            for optimizer, values in paper.ACCURACY.items() if optimizer in methods
-            for beta2, value in values.items()
-        ]  # fmt: skip
-    return pd.concat([frame, pd.DataFrame(theirs)], ignore_index=True) if theirs else frame
+    return heads.sort_values("beta2", kind="stable")[[*measures.OF_A_RUN, "accuracy"]]
 
 
 def values_of(column: str):

@@ -294,20 +294,12 @@ FIGURES = {
     ),
     "switchback_variants_speed": Speed(
         lines="layer",
-        query=partial(layers, cases=("switchback", "switchback_m", "switchback_q")),
+        query=partial(layers, cases=("switchback", "switchback_m", "switchback_q", "llm_int8")),
         plots=(plot_layers,),
-        text="SwitchBack, SwitchBackM (saves int8 inputs) and SwitchBackQ (quantizes weights by "
-        "row and by column): forward and backward of one linear layer, dim to 4 dim and 4 dim to "
-        "dim together: time saved compared to nn.Linear in bf16, run in the same way; gray: "
-        f"{PAPERS} for SwitchBack's operations on an A100 in fp16.",
-    ),
-    "switchback_vs_llmint8_speed": Speed(
-        lines="layer",
-        query=partial(layers, cases=("switchback", "llm_int8")),
-        plots=(plot_layers,),
-        text="Forward and backward of one linear layer, dim to 4 dim and 4 dim to dim together: "
-        f"time saved compared to nn.Linear in bf16, run in the same way. Gray: {PAPERS} for "
-        "SwitchBack's operations on an A100 in fp16.",
+        text="SwitchBack, SwitchBackM (saves int8 inputs), SwitchBackQ (quantizes weights by row "
+        "and by column) and LLM.int8(): forward and backward of one linear layer, dim to 4 dim and "
+        "4 dim to dim together: time saved compared to nn.Linear in bf16, run in the same way; "
+        f"gray: {PAPERS} for SwitchBack's operations on an A100 in fp16.",
     ),
     "end_to_end_speed": Speed(
         lines="model",

@@ -4,7 +4,7 @@ A warning begins where a score of the patch embedding reaches a threshold; the s
 rho = RMS_t sqrt(1 - beta2). Not in the paper. Runs: `experiment=stability`.
 """
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -14,7 +14,14 @@ from matplotlib.ticker import PercentFormatter
 
 from analysis import measures, naming, panels, spike_marks, style
 from analysis.load import Runs
-from lowprec.diagnostics.spikes import leads, loss_spikes, onsets, relative_rms, rms_spikes
+from lowprec.diagnostics.spikes import (
+    Protocol,
+    leads,
+    loss_spikes,
+    onsets,
+    relative_rms,
+    rms_spikes,
+)
 
 HORIZONS = (1, 2, 4, 8, 16, 32)  # steps
 HORIZON = 8  # of the caption: the paper's
@@ -48,17 +55,11 @@ def query(runs: Runs) -> pd.DataFrame:
     are the means of these counts over all circular shifts of the warnings along the steps that are
     not ignored.
     """
-    heads = measures.named_heads(runs, ("optimizer.beta2",))
-    heads = heads[heads["run"].isin(select(runs.runs)["run"])]
-    return measures.by_run(runs, heads, COLUMNS, _of_run)
+    return spike_marks.by_run(runs, select(runs.runs), COLUMNS, _of_run)
 
 
-def _of_run(run: Runs, head: dict) -> pd.DataFrame:
-    protocol = spike_marks.protocol_of_run(head)
-    series = spike_marks.read_series(run, spike_marks.TENSOR)
+def _of_run(series: spike_marks.Series, protocol: Protocol) -> pd.DataFrame:
     rms, num_steps = series.rms_of(spike_marks.TENSOR), len(series.loss) - protocol.ignore_steps
-    if num_steps < 1 or np.isnan(rms).all():
-        return pd.DataFrame()
     at = np.flatnonzero(loss_spikes(series.loss, protocol)) + 1
     spikes_from = {"detection": at, "onset": np.unique(onsets(series.loss, at))}
     rows = []
@@ -70,7 +71,7 @@ def _of_run(run: Runs, head: dict) -> pd.DataFrame:
             for counted_from, spikes in spikes_from.items():
                 counts = count(warnings, spikes[spikes > protocol.ignore_steps], num_steps)
                 rows += [(counted_from, score, *row[:1], threshold, *row[1:]) for row in counts]
-    return pd.DataFrame(rows, columns=[*CELL, "threshold", *COUNTS]).assign(**asdict(protocol))
+    return pd.DataFrame(rows, columns=[*CELL, "threshold", *COUNTS])
 
 
 def count(warnings: np.ndarray, spikes: np.ndarray, num_steps: int) -> list[tuple]:

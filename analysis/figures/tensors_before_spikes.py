@@ -21,18 +21,7 @@ COUNTS = ("num_loss_spikes", "num_rms_spikes", "num_following", "num_first", "ex
 COLUMNS = (*measures.OF_A_RUN, "tensor", *COUNTS, *spike_marks.THRESHOLDS)
 
 
-def select(heads: pd.DataFrame) -> pd.DataFrame:
-    """Selects AdamW's rows of `Runs.runs` where RMS_t can reach the threshold."""
-    heads = spike_marks.of_adamw(heads)
-    if "optimizer.beta2" not in heads:  # every config is damaged
-        return heads
-    can_spike = []
-    for head in heads.fillna({"num_steps": 0}).to_dict("records"):  # of a damaged config
-        settings = head["optimizer.beta2"], head.get("optimizer.beta2_decay")
-        beta2 = spike_marks.beta2_by_step(*settings, int(head["num_steps"]))
-        protocol = spike_marks.protocol_of_run(head)
-        can_spike.append(not spike_marks.why_unreachable(beta2, protocol))
-    return heads[can_spike]
+select = spike_marks.that_reach
 
 
 def query(runs: Runs) -> pd.DataFrame:

@@ -15,7 +15,6 @@ from analysis.figures import (
     quantization_variance,
     quantize_share,
     switchback_variants_speed,
-    switchback_vs_llmint8_speed,
     weak_scaling,
 )
 from analysis.load import NoRunsError
@@ -121,8 +120,8 @@ def test_dim_of_a_newer_file_replaces_the_older_whole(tmp_path):
 def test_times_of_two_files_are_never_divided_by_each_other(tmp_path):
     write(tmp_path, "layer", layer_lines(cases={"linear": 1.0}), "20260101-000000")
     write(tmp_path, "layer", layer_lines(cases={"switchback": 0.5}), "20260102-000000")
-    with pytest.raises(NoRunsError, match="switchback or llm_int8"):
-        switchback_vs_llmint8_speed.query(load_lines(tmp_path, "layer"))
+    with pytest.raises(NoRunsError, match="switchback or switchback_m"):
+        switchback_variants_speed.query(load_lines(tmp_path, "layer"))
 
 
 def test_lines_of_two_devices_are_refused_by_name(tmp_path):
@@ -144,7 +143,12 @@ def test_layer_is_compared_with_linear_in_the_same_mode(tmp_path):
     base = 1280**2 * 1e-6
     eager = 100 * 0.15 * base / (base + 0.2)
     assert frame.loc[("switchback_m", "eager", 1280), "value"] == pytest.approx(eager)
-    assert set(frame.reset_index()["series"]) == {"switchback", "switchback_m", "switchback_q"}
+    assert set(frame.reset_index()["series"]) == {
+        "switchback",
+        "switchback_m",
+        "switchback_q",
+        "llm_int8",
+    }
 
 
 def test_model_is_compared_with_the_faster_open_clip_and_algorithm_5_of_its_shape(tmp_path):

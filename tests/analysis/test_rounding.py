@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from analysis.figures import rounding
+from analysis.figures import rounding, scores
 from analysis.measures import RECALL, VALIDATION_LOSS
 from tests.analysis.conftest import drawn
 
@@ -32,21 +32,21 @@ def test_seeds_come_from_runs_with_the_same_settings(plant, query):
     plant(10.0, "accuracy_vs_size", model="mini_b", compile=True)
     frame = query(rounding)
     arms = frame.groupby("arm")["recall"].apply(lambda values: sorted(values.round(6)))
-    assert arms[rounding.ROUNDING] == [70, 71, 72, 73, 74] and arms[rounding.SEEDS] == [60, 70, 80]
-    assert rounding.deviation(frame, rounding.SEEDS, "recall") == pytest.approx(10)
+    assert arms[scores.ROUNDING] == [70, 71, 72, 73, 74] and arms[scores.SEEDS] == [60, 70, 80]
+    assert scores.deviation(frame, scores.SEEDS, "recall") == pytest.approx(10)
     for ax in drawn(rounding, frame):
         [one] = [line for line in ax.lines if line.get_markerfacecolor() == "white"]
         assert len(one.get_xdata()) == 1  # not compiled
     caption = rounding.caption(frame)
     assert "over seeds (3 runs): 10 points of R@1" in caption
     assert "over rounding alone (5 runs): 1.6 points of R@1 and 2.2% of the loss" in caption
-    few, more = (f"{rounding.seeds_needed(5**0.5, margin):,}" for margin in (0.5, 0.1))
+    few, more = (f"{scores.seeds_needed(5**0.5, margin):,}" for margin in (0.5, 0.1))
     assert f"power by {more}, {few} and" in caption  # the differences have a variance of 2 * 2.5
 
 
 @pytest.mark.parametrize(("deviation", "margin"), [(0.7, 0.5), (2.0, 0.5), (0.1, 0.5)])
 def test_the_number_of_seeds_gives_the_power(deviation, margin):
-    num = rounding.seeds_needed(deviation, margin)
+    num = scores.seeds_needed(deviation, margin)
     draws = np.random.default_rng(0).normal(0, deviation, (20000, num))
     half = stats.t.ppf(0.95, num - 1) * draws.std(axis=1, ddof=1) / np.sqrt(num)
     power = np.mean(np.abs(draws.mean(axis=1)) + half < margin)

@@ -5,11 +5,10 @@ import json
 import numpy as np
 import pandas as pd
 
-from analysis.figures import load
+from analysis.figures import tensors_before_spikes as FIGURE
 from lowprec.config.schema import DiagnosticsConfig, SpikeConfig
 from tests.analysis.conftest import drawn
 
-FIGURE = load("tensors_before_spikes")
 SPIKES = DiagnosticsConfig(spikes=SpikeConfig(ignore_steps=50, window=50))
 EVENTS = {  # step: tensors with an RMS spike; the loss spikes at 200 and 300
     20: ["ignored"],
