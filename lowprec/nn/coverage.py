@@ -131,7 +131,8 @@ class Layers(list[Layer]):
 def _settings_of(module: nn.Module) -> Settings | None:
     if isinstance(module, Attention):
         return module.in_proj_settings
-    return getattr(module, "settings", None)
+    settings = getattr(module, "settings", None)
+    return settings if isinstance(settings, Settings) else None
 
 
 def _is_quantized(module: nn.Module) -> bool:

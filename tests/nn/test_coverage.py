@@ -37,6 +37,13 @@ def test_a_layer_in_a_container_whose_weight_is_only_read_is_named():
         model(torch.randn(2, 8))
 
 
+def test_modules_may_have_settings_of_their_own():
+    model = nn.Sequential(OrderedDict(c_fc=nn.Linear(8, 8)))
+    model.settings = {"depth": 1}
+    assert apply_recipe(model, "switchback").num_quantized == 1
+    model(torch.randn(2, 8))
+
+
 @pytest.mark.filterwarnings("error")
 def test_recipes_in_a_row_check_the_first_forward_once():
     model, x = MODELS["torchvision swin"].build().eval(), torch.randn(1, 3, 32, 32)
