@@ -77,6 +77,7 @@ find = PathFinder.find_spec
 PathFinder.find_spec = lambda name, *rest: (
     None if name.partition(".")[0] in {absent} else find(name, *rest)
 )
+importlib.import_module("lowprec.nn.blocks")  # first: it names ops that another module registers
 for path in pathlib.Path("lowprec").rglob("*.py"):
     importlib.import_module(".".join(path.with_suffix("").parts).removesuffix(".__init__"))
 assert not pathlib.Path("lowprec/train").exists()

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from lowprec import ops  # noqa: F401, registers torch.ops.lowprec
 from lowprec.nn.recipe import LINEAR_LAYERS, matches
 
 _FLAGS = ("grad_checkpointing", "gradient_checkpointing")  # open_clip and timm, transformers
