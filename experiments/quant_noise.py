@@ -59,7 +59,7 @@ def capture(
     trained.data.cache = None
     trained.model.init_from = trained.model.init_from if checkpoint == 0 else None
     trained.batch_size = batch_size or trained.batch_size
-    preflight(trained)
+    preflight(trained, training=False)
     path = None if checkpoint == 0 else find_checkpoint(_checkpoint(run, checkpoint))
     step = step_of(path) if path else 0
     next_step = min(step + 1, trained.num_steps)
