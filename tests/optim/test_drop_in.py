@@ -195,18 +195,6 @@ def test_a_step_reads_nothing_back_from_the_device(without, clipping):
     assert reads.count == 1  # is_clipped, from values on the host
 
 
-@pytest.mark.parametrize("kind", [StableAdamW, torch.optim.AdamW])
-def test_a_loaded_state_shares_no_memory(kind):
-    first, second = kind(make_params(), **ADAMW), StableAdamW(make_params())
-    take(first, [1])
-    second.load_state_dict(first.state_dict())
-    before = copy.deepcopy(second.state_dict())
-    take(first, [2])
-    for n, state in second.state_dict()["state"].items():
-        assert all(torch.equal(state[kind], before["state"][n][kind]) for kind in state)
-    assert second.steps == [1, 1, 1]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("to_torch", [False, True], ids=["from torch", "to torch"])
 def test_torchs_adamw_and_ours_continue_each_others_states(to_torch, dtype):
