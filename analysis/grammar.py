@@ -1,4 +1,4 @@
-"""A figure is a sentence: which runs it shows, what of each, and by which axes, panels and colors.
+"""Figures as data: which runs and values a figure shows, and its axes, panels and colors.
 
 `FIGURES` of `analysis/figures` has a row for each figure: `Lines`, `Points`, `Speed` for benchmark
 lines, or `Bespoke` for a module that draws in its own way.

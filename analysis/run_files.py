@@ -130,7 +130,7 @@ def read_summary(address: str) -> dict:
 def _guarded(read_part: Callable, default: object, *args: object) -> tuple[object, list[str]]:
     """Returns what a reader returns: values, or None for the default, and notes.
 
-    A reader that fails for a reason that nobody thought of blinds no other run's.
+    An unexpected error in one run must not prevent the others from being read.
     """
     try:
         values, notes = read_part(*args)

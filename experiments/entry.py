@@ -145,7 +145,7 @@ def score_text(name: str, value: float, chance: dict[str, float]) -> str:
 
 
 class Waiting:
-    """A thread that says every SILENT_S, later more rarely, what a command is doing.
+    """A thread that prints what a command is doing, every SILENT_S at first and later more rarely.
 
     `doing` may be changed at any time.
     """

@@ -309,7 +309,7 @@ class Config:
     eval_every: int = key(0, "steps between evaluations; 0: only at the end", least=0)
     save_every: int = key(1000, "steps between checkpoints", least=1, identity=False)
     keep_checkpoints: int | None = key(
-        None, "newest to keep; null: 2, after the end the weights", least=2, identity=False
+        None, "number to keep; null: 2, then only the final weights", least=2, identity=False
     )
     remote_sync: str | None = key(None, "URL of a folder that the run is copied to", identity=False)
     resume: ResumeConfig = field(default_factory=ResumeConfig)

@@ -7,7 +7,7 @@ Here a layer is one autograd function that calls two kinds of operations, `ops.q
 
 - int8 and fp8, native and fake-quantized, are the same code, so that a comparison of recipes
   compares formats and nothing else.
-- Every operation has a definition in plain torch, which runs on any device and is tested against.
+- Every operation has a definition in plain torch for any device; tests compare kernels with it.
 - It is fast without torch.compile: kernels quantize into both layouts in one pass, sum the bias
   gradient as they quantize g, and scale and add the bias as they store a product.
 - Forward's quantized weight, 1 byte per element, serves backward as well (`Recipe.shares_weight`).

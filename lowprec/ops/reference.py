@@ -108,8 +108,8 @@ def matmul(
     output = sums * a_scale[:, 0, None] * b_scale[:, 0]
     if bias is not None:
         output = output + bias.float()
-    # A cast to float32 would be a second name of the output, and torch.compile of torch 2.11 gives
-    # an autograd function whose output has two names gradients of 0.
+    # A cast of float32 to float32 would return an alias of the output, and torch.compile of torch
+    # 2.11 computes gradients of 0 for an autograd function that returns an alias.
     return output if dtype == torch.float32 else output.to(dtype)
 
 

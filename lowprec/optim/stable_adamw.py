@@ -79,8 +79,8 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
             plain torch, with a warning on a GPU. False: always plain torch. True: ValueError if
             kernels cannot run.
         foreach, capturable: as in torch, without effect: a CUDA graph can capture any step but the
-            first, one at a time. A replay reads gradients and tensors of learning rates; the other
-            options are those of the capture. Capture again after `add_param_group`.
+            first, one step per graph. A replay reads gradients and learning rates that are tensors;
+            other options keep their values from the capture. Capture again after `add_param_group`.
         amsgrad, maximize, differentiable: ValueError if true.
 
     After `step()`:

@@ -1,7 +1,7 @@
 """Reads tables of statistics: the Arrow streams of a run's attempts, and its parquet files.
 
-Somebody else may have made them: types and sizes are looked at before values are read, so that
-nothing damaged crashes the process and no small file unpacks to much.
+The files may come from someone else: types and sizes are checked before values are read, so that
+damaged data cannot crash the process and a small file cannot unpack to a large table.
 """
 
 import contextlib

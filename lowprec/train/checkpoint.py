@@ -202,7 +202,7 @@ def retire(folder: Path, keep: int) -> None:
 
 
 def keep_weights(run: Path) -> None:
-    """Leaves a run that has ended its newest checkpoint, without the optimizer's state.
+    """Removes all checkpoints of a finished run but the newest, and its optimizer's state.
 
     The manifest is replaced first: after a kill, at worst some files are left that it does not
     name. A failure is only a warning.

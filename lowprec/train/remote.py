@@ -1,7 +1,8 @@
 """A copy of the run directory behind an fsspec URL, updated by a thread during training.
 
 The run directory is the source of truth: a failing store prints a warning and records an event,
-but never ends the run. The copy loses nothing but checkpoints older than all that the run has.
+but never ends the run. The copy loses only checkpoints older than all that the run has, and files
+that the run has removed from a checkpoint.
 """
 
 import contextlib

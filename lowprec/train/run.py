@@ -7,7 +7,7 @@
 5. `watched(config, record, world)` ends all ranks if one fails or hangs, until the run ends.
 6. `build(config, data, world)` makes the model, its layers by the recipe, optimizer and scaler.
 7. `train(built, record)` restores the newest checkpoint, then steps, records, evaluates and saves.
-8. `keep_weights(run)` leaves a finished run its weights.
+8. `keep_weights(run)` reduces a finished run to its newest weights, unless the config keeps more.
 """
 
 import contextlib
