@@ -232,8 +232,9 @@ def read_metrics(summary: dict) -> tuple[list[dict], list[str]]:
 
 
 def _is_step_row(row: dict, largest: float) -> bool:
-    step, are_numbers = row.get("step"), all(type(value) in (int, float) for value in row.values())
-    return are_numbers and type(step) is int and 1 <= step <= largest
+    has_both = read.METRICS.keys() <= row.keys() and type(row["step"]) is int
+    are_numbers = all(type(value) in (int, float) for value in row.values())
+    return has_both and are_numbers and 1 <= row["step"] <= largest
 
 
 def compare_steps(summary: dict, steps: list[int]) -> list[str]:

@@ -194,6 +194,10 @@ FAULTS = {  # what someone else's record may hold: how it gets there, a word of 
         ),
         "1 lines are not rows of a step",
     ),
+    "rows without a loss": (
+        lambda run: written(run, '{"step": 1, "lr": 0.1}\n', "metrics.jsonl"),
+        "1 lines are not rows of a step",
+    ),
     "a tensor twice": (lambda run: write_stream(run, ["a", "a"]), "24 steps are missing"),
     "a column twice": (
         lambda run: write_table(
