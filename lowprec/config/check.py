@@ -44,7 +44,7 @@ def check(raw: dict, schema: type = Config) -> Any:
     """Builds `schema` from nested plain data; raises ConfigError with every fault.
 
     Keys of REMOVED are dropped, and configs with `retired_faults` are accepted, so that the configs
-    of old runs can be read; `preflight` refuses to train them.
+    of old runs can be read; `compose_command` and `train_run` refuse them.
     """
     faults: list[str] = []
     legal = list(keys(schema))

@@ -24,7 +24,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lowprec.config.check import ConfigError, check, public_name
+from lowprec.config.check import ConfigError, check, public_name, retired_faults
 from lowprec.config.schema import MAPS, PRESETS, Config
 from lowprec.nearest import nearest
 
@@ -67,6 +67,8 @@ def compose_command(
     for run in runs:
         try:
             config = check(_compose(run, entry, schema, base), schema)
+            if isinstance(config, Config):
+                faults += retired_faults(config)
             preflight(config)
             composed.append(ComposedRun(run, config))
         except ConfigError as error:

@@ -11,7 +11,7 @@ import fsspec
 from packaging.requirements import Requirement
 
 from lowprec import alert
-from lowprec.config.check import ConfigError, retired_faults
+from lowprec.config.check import ConfigError
 from lowprec.config.schema import LIBRARIES, LOGGERS, Config
 from lowprec.data.sources import data_faults
 from lowprec.nearest import nearest_path, runs_inside
@@ -39,7 +39,6 @@ def preflight(config: Config, *, training: bool = True, planned: int | None = No
             + runs_inside(config.model.init_from)
         )
     if training:
-        faults += retired_faults(config)
         faults += _folder_faults(config)
         faults += process_faults(config, planned)
     if faults:

@@ -19,7 +19,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from lowprec.alert import alert
-from lowprec.config.check import RunError
+from lowprec.config.check import ConfigError, RunError, retired_faults
 from lowprec.config.schema import Config
 from lowprec.data.open import Data, open_data
 from lowprec.data.sources import without_secrets
@@ -58,10 +58,12 @@ def train_run(
     sweep has planned: changed data would name another run. Returns how the attempt ended: finished,
     diverged or preempted; None if the run had ended before.
 
-    Raises ConfigError if the data or the model reveal a fault in the config, RunError if the run
-    cannot continue (the message says what the user can do), and PeerFailed if another rank failed,
-    which reports why.
+    Raises ConfigError for settings that were removed, or if the data or the model reveal a fault in
+    the config, RunError if the run cannot continue (the message says what the user can do), and
+    PeerFailed if another rank failed, which reports why.
     """
+    if faults := retired_faults(config):
+        raise ConfigError(faults)
     world, progress = world or Ranks(), progress or Progress()
     pick_device(config.device)  # before data are opened, and a record is begun
     opened: list[Data] = []  # in rank 0 first, which renders and indexes what is missing

@@ -8,9 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from experiments.benchmarks.configs import BENCHMARKS
 from lowprec.config.check import ConfigError
-from lowprec.config.schema import REMOVED_OPTIMIZERS, WARNING_ACTIONS
+from lowprec.config.compose import compose_command
+from lowprec.config.schema import REMOVED_OPTIMIZERS, WARNING_ACTIONS, Config
+from lowprec.runs.identity import to_dict
 from lowprec.train.preflight import PACKAGES, preflight
+from lowprec.train.run import train_run
 
 
 @pytest.mark.parametrize("name", ["adagc", "stable_spam"])
@@ -52,5 +56,9 @@ def test_a_missing_or_old_package_is_named_with_the_command_that_installs_it(
 def test_a_run_with_what_was_removed_is_evaluated_but_not_trained(key, value, make_config):
     config = make_config({key: value})
     preflight(config, training=False)
-    with pytest.raises(ConfigError, match=rf"{key}.* was removed.* optimizer=(stable_)?adamw"):
-        preflight(config)
+    fault = rf"{key}.* was removed.* optimizer=(stable_)?adamw"
+    with pytest.raises(ConfigError, match=fault):
+        train_run(config)
+    for entry, schema in (("train", Config), ("benchmarks step", BENCHMARKS["step"])):
+        with pytest.raises(ConfigError, match=fault):
+            compose_command([], entry, schema, base=to_dict(config))
