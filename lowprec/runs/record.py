@@ -75,7 +75,7 @@ class Record:
 
     def _next_numbers(self) -> Iterator[int]:
         """Numbers after those that file names show, in case attempts.jsonl has lost rows."""
-        for folder in ("cut", *TABLES):
+        for folder in ("cut", "stacks", *TABLES):
             for path in (self.run / folder).glob("*"):
                 if path.stem.isdecimal():
                     yield int(path.stem) + 1

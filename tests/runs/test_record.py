@@ -172,6 +172,12 @@ def test_attempts_are_counted_on_after_a_torn_line(tmp_path, torn):
     assert [row["attempt"] for row in read_rows(tmp_path / "attempts.jsonl")] == [0, 1, 2]
 
 
+def test_an_attempt_that_left_stacks_but_no_row_keeps_its_number(tmp_path):
+    (tmp_path / "stacks" / "0000").mkdir(parents=True)  # a watchdog ends the ranks that find it
+    with contextlib.closing(Record(tmp_path)) as record:
+        assert record.attempt == 1
+
+
 def test_busy_run_names_its_holder_and_is_free_after_close(tmp_path):
     first = Record(tmp_path)
     for _ in range(2):  # a refused opener does not wipe the name
