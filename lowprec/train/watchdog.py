@@ -64,12 +64,14 @@ class Watchdog:
         """Leaves the stacks and ends this process, whatever it is doing."""
         try:
             self.closing.set()
+            text = self._head(reason)
+            _print(f"{text}; stacks: {self.stacks}")  # before the disk, which may hang or fail
             self._leave(reason)
-            deadline = time.monotonic() + WAIT_S
-            while len(self._files()) < self.size and time.monotonic() < deadline:
-                time.sleep(TICK_S)
-            text = self._summary() or reason
-            print(f"{text}; stacks: {self.stacks}", file=sys.stderr, flush=True)
+            if self.size > 1:
+                deadline = time.monotonic() + WAIT_S
+                while self._num_files() < self.size and time.monotonic() < deadline:
+                    time.sleep(TICK_S)
+                _print(text := self._summary(text))
             if self.rank == 0:
                 self.on_end(text)
         finally:
@@ -86,30 +88,49 @@ class Watchdog:
             limit = max(self.timeout_s, SLOW_WORK_S) if slow else self.timeout_s
             if now - self.moved > limit:
                 self.end(f"no progress for {limit:g} s")
-            elif self.size > 1 and self._files():
+            elif self.size > 1 and self._num_files():
                 self.end("another rank has ended")
 
-    def _files(self) -> dict[int, Path]:
-        return {int(path.stem.removeprefix("rank_")): path for path in self.stacks.glob("rank_*")}
+    def _num_files(self) -> int:
+        with contextlib.suppress(OSError):
+            return len(list(self.stacks.glob("rank_*")))
+        return 0
+
+    def _head(self, reason: str) -> str:
+        """One line: where this rank stands and why it ends."""
+        where = f"process {os.getpid()} on {os.uname().nodename}, report {self.num_reports}"
+        reason = " ".join(reason.split())
+        return f"rank {self.rank} ({where}) at step {self.step}, {self.doing}: {reason}"
 
     def _leave(self, reason: str) -> None:
         """Writes where this rank stands, why it ends, and its stacks; the name comes last."""
-        place = f"rank {self.rank} (process {os.getpid()} on {os.uname().nodename})"
-        head = f"{place} at step {self.step}, {self.doing}: {reason} (report {self.num_reports})"
         target = self.stacks / f"rank_{self.rank}.txt"
         with contextlib.suppress(OSError):
             for folder in (self.stacks.parent, self.stacks):  # not the run's: it may be gone
                 folder.mkdir(exist_ok=True)
             with open(target.with_name(f".{target.name}"), "w") as file:
-                file.write(head + "\n")
+                file.write(self._head(reason) + "\n")
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
             os.replace(file.name, target)
 
-    def _summary(self) -> str:
+    def _summary(self, own: str) -> str:
         """Where the ranks stood, the furthest behind first, after those that wrote nothing."""
-        files = self._files()
-        silent = [f"rank {rank}" for rank in range(self.size) if rank not in files]
-        heads = [path.read_text().partition("\n")[0] for path in files.values()]
-        heads.sort(key=lambda head: int(re.search(r"\(report (\d+)\)$", head)[1]))
-        return "; ".join([f"no word from {', '.join(silent)}"] * bool(silent) + heads)
+        heads = {self.rank: own}
+        for rank in {*range(self.size)} - {self.rank}:
+            with contextlib.suppress(OSError):  # opened by name: NFS may list what was a minute ago
+                text = (self.stacks / f"rank_{rank}.txt").read_text(errors="replace")
+                heads[rank] = text.partition("\n")[0]
+        silent = ", ".join(f"rank {rank}" for rank in range(self.size) if rank not in heads)
+        late = [f"{silent} had not reported within {WAIT_S:g} s"] * bool(silent)
+        return "; ".join(late + sorted(heads.values(), key=_num_reports))
+
+
+def _num_reports(head: str) -> int:
+    found = re.search(r", report (\d+)\) at step ", head)
+    return int(found[1]) if found else 0
+
+
+def _print(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # a broken pipe, or a closed file
+        print(text, file=sys.stderr, flush=True)

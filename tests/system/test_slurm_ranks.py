@@ -116,7 +116,7 @@ def test_a_killed_rank_is_named_and_fails_its_job_within_seconds(jobs):
     assert time.monotonic() - killed < 20
     printed = jobs.log("killed").read_text()
     assert jobs.final_states(job) == ["FAILED"], printed
-    assert "no word from rank 1; rank 0 (process " in printed
+    assert "rank 1 had not reported within 5 s; rank 0 (process " in printed
     assert "rank 1" in read_status(jobs.directory_of("killed"))["reason"]
 
 

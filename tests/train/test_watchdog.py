@@ -71,12 +71,38 @@ def test_the_silent_rank_and_then_the_one_furthest_behind_are_named_first(ended,
     first.heartbeat(4, "saving")
     first.heartbeat(4, "training")
     second.heartbeat(4, "training")
-    second.close("MemoryError: as told")
+    second.close("DistBackendError: NCCL error,\nLast error:\n  as told (report 0)\n")
     assert ended.event.wait(5)
     silent, behind, other = reasons[0].split("; ")
-    assert silent == "no word from rank 2"
-    assert behind.startswith("rank 1 (process") and "failed: MemoryError: as told" in behind
+    assert silent == "rank 2 had not reported within 0.6 s"
+    assert behind.startswith("rank 1 (process")
+    assert "failed: DistBackendError: NCCL error, Last error: as told" in behind
     assert "at step 4, training: another rank has ended" in other
+
+
+@pytest.mark.parametrize("text", ["of another version\n", "", "\udcff"])
+def test_a_file_that_is_not_understood_or_listed_hides_no_rank(ended, tmp_path, monkeypatch, text):
+    (tmp_path / "rank_1.txt").write_text(f"rank 1 {text}", errors="surrogateescape")
+    monkeypatch.setattr(watchdog.Path, "glob", lambda *_: [])  # NFS lists what was a minute ago
+    reasons = []
+    dog = Watchdog(SimpleNamespace(rank=0, size=2), 100, tmp_path, reasons.append)
+    dog.heartbeat(4, "training")
+    dog.end("no progress")
+    first, second = reasons[0].split("; ")
+    assert first.startswith("rank 1 ") and "at step 4, training: no progress" in second
+
+
+def test_a_rank_that_cannot_write_its_stacks_still_says_why_it_ends(ended, tmp_path, capsys):
+    reasons = []
+    dog = Watchdog(SimpleNamespace(rank=0, size=2), 100, tmp_path / "gone" / "0", reasons.append)
+    leave = dog._leave
+    dog._leave = lambda reason: (said.append(capsys.readouterr().err), leave(reason))
+    said = []
+    dog.end("NCCL error:\nunhandled")
+    assert ended.status == 76
+    assert "starting: NCCL error: unhandled; stacks: " in said[0]  # before the disk is touched
+    silent, own = reasons[0].split("; ")
+    assert silent == "rank 1 had not reported within 0.6 s" and own in said[0]
 
 
 @pytest.mark.parametrize(
