@@ -418,7 +418,6 @@ class Speed(Figure):
         facet: column with panels for each value.
         titles: its values in print.
         text: sentences of the caption.
-        notes: sentences of the caption that depend on the frame.
     """
 
     query: Callable[[pd.DataFrame], pd.DataFrame]
@@ -426,7 +425,6 @@ class Speed(Figure):
     facet: str = ""
     titles: Mapping[str, str] = field(default_factory=dict)
     text: str
-    notes: Callable[[pd.DataFrame], str] = lambda _: ""
 
     def draw(self, frame: pd.DataFrame, canvas: Canvas) -> None:
         """A panel for each facet and plot in a row, above one legend."""
@@ -445,7 +443,7 @@ class Speed(Figure):
         """Describes the panels and names the devices."""
         devices = set(frame.get("source", ())) - {paper.SOURCE}
         on = f" Measured on {naming.join(sorted(devices))}." if devices else ""
-        return f"{self.text}{on}{self.notes(frame)}"
+        return f"{self.text}{on}"
 
 
 def _apart(values: pd.Series, least: float) -> dict:

@@ -129,6 +129,12 @@ def with_scores(runs: Runs, heads: pd.DataFrame) -> pd.DataFrame:
     return heads.assign(**{name: heads["run"].map(scores[name]) for name in scores})
 
 
+def with_recipe(heads: pd.DataFrame) -> pd.DataFrame:
+    """Adds `recipe`: the precision, or `grad_weight int8` for one narrow product."""
+    narrow = comparison.narrow_products(heads)
+    return heads.assign(recipe=narrow.where(narrow != "", heads["precision"]))
+
+
 def by_run(
     runs: Runs,
     heads: pd.DataFrame,

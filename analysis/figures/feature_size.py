@@ -1,7 +1,7 @@
 """E[abs(x_k)] of the last vision block by recipe, relative to the bf16 run with the same seed.
 
-Not in the paper. Runs: `experiment=accuracy_vs_size`, and those of BASELINES that differ from one
-of its bf16 runs in the recipe alone, or in rounding alone.
+Not in the paper. Runs: `experiment=accuracy_vs_size`, and those of other STUDIES that differ from
+one of its bf16 runs in the recipe alone, or in rounding alone.
 """
 
 import numpy as np
@@ -54,25 +54,14 @@ def query(runs: Runs) -> pd.DataFrame:
         text = f"no run agrees in all but its recipe with a bf16 run of experiment={EXPERIMENT}"
         raise NoRunsError(f"{runs.root}: {text}")
     heads = measures.named_heads(runs.where(runs.summaries["run"].isin(chosen["run"])))
-    heads["recipe"] = _recipes(heads)
+    recipes = measures.with_recipe(heads)["recipe"].map(naming.precision)
+    heads["recipe"] = recipes.where(heads["experiment"] != "rounding", ROUNDING)
     frame = measures.by_run(runs, heads, COLUMNS, _sizes)
     sizes = frame.set_index(["run", "at", "step"])["feature_mean"]
     bases = zip(frame["run"].map(_paired(chosen)), frame["at"], frame["step"], strict=True)
     of_bases = [sizes.get(base, np.nan) for base in bases]
     frame["ratio"] = frame["feature_mean"] / of_bases
     return frame[frame["ratio"].notna()].reset_index(drop=True)
-
-
-def _recipes(heads: pd.DataFrame) -> pd.Series:
-    """In print: `SwitchBack int8`, or `int8 weight gradient only` for one narrow product."""
-    narrow = (
-        comparison.narrow_products(heads)
-        .replace(r"(\w+) (\w+)", r"\2 \1 only", regex=True)
-        .str.replace("grad_weight", "weight gradient")
-        .str.replace("grad_input", "input gradient")
-    )
-    names = heads["precision"].map(naming.precision).where(narrow == "", narrow)
-    return names.where(heads["experiment"] != "rounding", ROUNDING)
 
 
 def _sizes(run: Runs, head: dict) -> pd.DataFrame:
@@ -131,7 +120,7 @@ def draw(frame: pd.DataFrame, figure: Figure) -> None:
 
 
 def caption(frame: pd.DataFrame) -> str:
-    """Describes the runs, and gives the mean and the range of each recipe at the end."""
+    """Describes the runs and the steps."""
     last, early = (
         sorted(frame.loc[frame["at"] == at, "step"].unique()) for at in ("last", "early")
     )
@@ -141,9 +130,4 @@ def caption(frame: pd.DataFrame) -> str:
         f"{measures.of_runs(frame)}, divided by that of the bf16 run with the same seed, at step "
         f"{naming.join(last)} (filled){also}."
     )
-    last = frame[(frame["at"] == "last") & (frame["recipe"] != naming.precision(BF16))]
-    for (model, recipe), part in last.groupby(["model", "recipe"], sort=False):
-        low, high = part["ratio"].min(), part["ratio"].max()
-        text += f" {naming.model(model)}, {recipe}: {part['ratio'].mean():.2f} ({low:.2f}"
-        text += f" to {high:.2f}, {comparison.counted(len(part), 'run')})."
     return text + measures.caption_end(frame, crosses=False)

@@ -68,7 +68,7 @@ def draw(frame: pd.DataFrame, figure: Figure) -> None:
     """Draws the noise of each tower and the zeros of the first one, above one legend."""
     towers = [frame[frame["tower"] == name] for name in (VISION, TEXT)]
     towers = [tower for tower in towers if len(tower)]
-    figure.set_size_inches(2 * style.COLUMN_WIDTH, 2.6)
+    figure.set_size_inches(2 * style.COLUMN_WIDTH, 2.4)
     *noises, zeros = figure.subplots(1, len(towers) + 1)
     for tower, ax in zip(towers, noises, strict=True):
         plot(tower, ax)
@@ -76,23 +76,15 @@ def draw(frame: pd.DataFrame, figure: Figure) -> None:
     noises[0].set_ylabel("signal to noise of the\nweight gradient (dB)")
     plot(towers[0], zeros, "underflowed").yaxis.set_major_formatter(PercentFormatter(1))
     zeros.set(ylim=(0, None), ylabel="elements of g that become 0")
-    handles, labels = noises[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+    panels.legend_below(figure, noises)
 
 
 def caption(frame: pd.DataFrame) -> str:
-    """Describes the run and the layers, with the medians by tower at the last step."""
-    last = frame[frame["step"] == frame["step"].max()]
+    """Describes the run and the layers."""
     terms = naming.join(f"{terms:,}" for terms in sorted(frame["terms"].unique()))
-    text = (
+    return (
         f"Weight gradients of {frame['layer'].nunique()} layers of {measures.of_runs(frame)}, "
         f"summed over {terms} tokens, if each recipe quantizes them: signal to quantization "
         "noise, and the share of elements of the output gradient g that become 0. Lines: medians "
-        f"of layers; bands: their middle half. At step {frame['step'].max():,}:"
-    )
-    for (tower, recipe), part in last.groupby(["tower", "recipe"], sort=False):
-        zeros = np.median(part["underflowed"])
-        text += (
-            f" {tower}, {naming.precision(recipe)} {part['sqnr_db'].median():.1f} dB, {zeros:.0%};"
-        )
-    return text.removesuffix(";") + "." + measures.caption_end(frame, crosses=False)
+        "of layers; bands: their middle half."
+    ) + measures.caption_end(frame, crosses=False)

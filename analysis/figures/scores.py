@@ -177,12 +177,6 @@ def noise_of_rounding(frame: pd.DataFrame) -> str:
 EARLY = 0.2  # of the steps: the record of features
 
 
-def with_recipe(heads: pd.DataFrame) -> pd.DataFrame:
-    """Adds `recipe`: the precision, or `grad_weight int8` for one narrow product."""
-    narrow = comparison.narrow_products(heads)
-    return heads.assign(recipe=narrow.where(narrow != "", heads["precision"]))
-
-
 def relative_to_bf16(runs: Runs) -> pd.DataFrame:
     """`loss_change` in % and `feature_ratio` of each run, both relative to bf16.
 
@@ -190,7 +184,7 @@ def relative_to_bf16(runs: Runs) -> pd.DataFrame:
     is relative to the geometric mean over seeds. The features are E[abs(x)] of the output of the
     last vision block at the last record of the first fifth of the steps.
     """
-    heads = with_recipe(measures.with_scores(runs, measures.named_heads(runs)))
+    heads = measures.with_recipe(measures.with_scores(runs, measures.named_heads(runs)))
     columns = (*measures.OF_A_RUN, "recipe", "loss_change", "step", "feature_ratio")
     frame = measures.by_run(runs, heads, (*columns, "validation_loss", "size"), _early_size)
     settings = comparison.signature(runs.runs, "precision.label", seed=False)
@@ -219,15 +213,6 @@ def at_step(frame: pd.DataFrame) -> str:
     return rf"$\mathrm{{E}}[|x|]$ at step {step}, relative to bf16"
 
 
-def means_by_recipe(frame: pd.DataFrame) -> str:
-    """The mean change and the mean ratio of each recipe and model."""
-    text = ""
-    for (model, recipe), part in frame[frame["recipe"] != "bf16"].groupby(["model", "recipe"]):
-        text += f" {naming.model(model)}, {naming.precision(recipe)}: "
-        text += f"{part['loss_change'].mean():+.1f}%, {part['feature_ratio'].mean():.2f}."
-    return text
-
-
 def look_of_recipe(head: pd.Series) -> tuple:
     """The color of a recipe; bf16 is gray."""
     recipe = head["recipe"]
@@ -236,7 +221,7 @@ def look_of_recipe(head: pd.Series) -> tuple:
 
 def loss_by_rate(runs: Runs) -> pd.DataFrame:
     """The recipe and the validation loss at the last step of each run; NaN if it diverged."""
-    return with_recipe(scores(runs))[[*measures.OF_A_RUN, "recipe", "validation_loss"]]
+    return measures.with_recipe(scores(runs))[[*measures.OF_A_RUN, "recipe", "validation_loss"]]
 
 
 def ended(heads: pd.DataFrame) -> pd.DataFrame:
@@ -351,7 +336,6 @@ FIGURES = {
         name=lambda head: naming.precision(head["recipe"]),
         text="Both are relative to the bf16 run of the same seed (the loss of bf16: to its mean); "
         f"gray: {MARGIN:g}%, which count as equal. Features: of the last vision block.",
-        notes=means_by_recipe,
     ),
     "rate_map": Points(
         studies=("lr_map", "weight_gradient"),

@@ -218,13 +218,6 @@ def plot_efficiency(frame: pd.DataFrame, ax: Axes) -> None:
     ax.set(ylabel="images/s per GPU (one process: 1)")
 
 
-def lowest_efficiency(frame: pd.DataFrame) -> str:
-    """The efficiencies on the largest number of GPUs."""
-    most = frame[frame["gpus"] == frame["gpus"].max()]
-    low, high = most["value"].min(), most["value"].max()
-    return f" Between {low:.2f} to {high:.2f} on {most['gpus'].iloc[0]} GPUs."
-
-
 NOISE = {  # case: name in print, precision of its color
     "int8": ("int8", "switchback"),
     "e4m3": ("fp8, both e4m3", "fp8_switchback"),
@@ -267,11 +260,6 @@ def plot_variance(frame: pd.DataFrame, ax: Axes) -> None:
         look |= {"ls": "none"} if is_predicted else {"ls": ":", "lw": 0.7, "label": label}
         ax.plot(part["inner_dim"], part["measured"], marker="o", ms=3.2, **look)
     ax.set(xscale="log", yscale="log", xlabel="inner dimension", ylabel="variance of the error")
-
-
-def worst_prediction(frame: pd.DataFrame) -> str:
-    """The largest difference between prediction and measurement."""
-    return f" They differ by at most {100 * (frame['ratio'] - 1).abs().max():.1f}%."
 
 
 FIGURES = {
@@ -320,7 +308,6 @@ FIGURES = {
         facet="panel",
         text="Weak scaling of a training step: images/s per GPU relative to one process with the "
         "same batch per GPU.",
-        notes=lowest_efficiency,
     ),
     "quantization_variance": Speed(
         lines="quantization_variance",
@@ -333,6 +320,5 @@ FIGURES = {
         "the distance between neighboring numbers. Gray: the sums of ViT-H/14's products: 1,280 "
         "to 5,120 features, and for the weight gradient 33,024 tokens (256 images per GPU, half "
         "of the patches dropped). After appendix C, arXiv:2304.13013.",
-        notes=worst_prediction,
     ),
 }  # fmt: skip
