@@ -108,6 +108,14 @@ def flatten(config: dict, prefix: str = "") -> dict:
 
 
 DEFAULTS = flatten(to_dict(Config()))
+COMPUTED = (  # tables and figures compute with these, or sort by them
+    *REQUIRED,
+    *("seed", "num_steps", "batch_size", "log_every", "model.vision_layers", "model.text_layers"),
+    *("optimizer.lr", "optimizer.beta2", "optimizer.beta2_decay", "optimizer.clip_norm"),
+    *("scaler.name", "scaler.init_scale", "precision_change.step", "intervention.name"),
+    *("data.name", "schedule.name", "schedule.warmup_steps"),
+    *(key for key in DEFAULTS if key.startswith("diagnostics.")),
+)
 
 
 def read_summary(address: str) -> dict:
@@ -176,10 +184,13 @@ def _read_config(run: Path) -> tuple[dict | None, list[str]]:
 
 
 def _fits_a_table(key: str, value: object) -> bool:
-    """Whether tables and figures can compute with a config's value, and group by it."""
+    """Whether tables and figures can compute with a config's value, and group by it.
+
+    Keys that they only group by may have had another type when the run was made.
+    """
     if not all(map(_is_plain, value if isinstance(value, tuple) else (value,))):
         return False
-    if key in DEFAULTS:
+    if key in COMPUTED or key in DEFAULTS and isinstance(value, tuple):
         return allows(key, list(value) if isinstance(value, tuple) else value)
     return not (isinstance(value, tuple) and any(name.startswith(f"{key}.") for name in DEFAULTS))
 

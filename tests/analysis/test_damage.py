@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -118,6 +119,12 @@ def test_config_of_an_older_schema_is_valid(make_run):
     text = (run / "config.yaml").read_text().replace("    protocol:", "    gone: 1\n    protocol:")
     (run / "config.yaml").write_text(text.replace("recipe: high", "recipe: of_another_branch"))
     assert load_runs(run).runs["note"].tolist() == [""]
+
+
+def test_committed_records_of_an_older_schema_are_valid():
+    runs = load_runs(Path(__file__).parents[1] / "fixtures" / "runs").runs
+    assert set(runs["note"]) == {""}
+    assert set(runs["data.allow_remote"]) == {False}  # a list now
 
 
 def test_missing_tensors_of_an_ended_run_are_named(make_run):
