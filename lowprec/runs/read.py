@@ -37,10 +37,20 @@ HALF = re.compile(r"\\u[dD][89a-fA-F]")  # perhaps half a character, which no fi
 
 
 class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
-    """Reads plain data; 1e-6 is a number, as in YAML 1.2 and JSON."""
+    """Reads plain data; 1e-6 is a number, as in YAML 1.2 and JSON.
+
+    ValueError for an integer of more than 64 bits, as in rows, and for a key that is given twice.
+    """
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        names = [key.value for key, _ in node.value]
+        if len(set(names)) < len(names):
+            raise ValueError(f"a key is given twice: {', '.join(names)[:200]}")
+        return super().construct_mapping(node, deep)
 
 
 Loader.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, list("-+.0123456789"))
+Loader.add_constructor("tag:yaml.org,2002:int", lambda l, node: _int64(l.construct_yaml_int(node)))
 
 
 def encode_row(row: dict) -> str:
@@ -71,9 +81,9 @@ def decode_row(line: str) -> dict:
     }
 
 
-def _int64(digits: str) -> int:
+def _int64(digits: str | int) -> int:
     if abs(value := int(digits)) >= 2**63:
-        raise ValueError(f"{digits[:40]} has more than 64 bits")
+        raise ValueError(f"{digits!s:.40} has more than 64 bits")
     return value
 
 
@@ -146,7 +156,7 @@ def read_yaml(path: Path) -> Any:
     """The plain data in a YAML file of a record; raises FileNotFoundError or RecordFileError.
 
     Aliases, which can multiply without end, and what is nested so deep that parsing would overflow
-    the stack count as damage.
+    the stack count as damage, as does a file without data.
     """
     data, depth = read_file(path), 0
     try:
@@ -155,8 +165,10 @@ def read_yaml(path: Path) -> Any:
             depth -= isinstance(event, yaml.CollectionEndEvent)
             if depth > MAX_DEPTH or isinstance(event, yaml.AliasEvent):
                 raise ValueError(f"an alias, or nested deeper than {MAX_DEPTH}")
-        return yaml.load(data, Loader)
-    except (yaml.YAMLError, ValueError, TypeError, AttributeError) as error:
+        if (plain := yaml.load(data, Loader)) is None:
+            raise ValueError("it is empty")
+        return plain
+    except (yaml.YAMLError, ValueError, ArithmeticError, TypeError, AttributeError) as error:
         raise RecordFileError(f"{path} is damaged: {error}") from error
 
 

@@ -177,8 +177,8 @@ FAULTS = {  # what someone else's record may hold: how it gets there, a word of 
         lambda run: in_config(run, scaler=[]),
         "config.yaml is damaged: scaler=()",
     ),
-    "a number of 400 digits": (
-        lambda run: in_config(run, model__image_size=10**400),
+    "a number of 16 digits": (
+        lambda run: in_config(run, model__image_size=10**15),
         "config.yaml is damaged: model.image_size=1",
     ),
     "every 0": (lambda run: in_config(run, diagnostics__every=0), "diagnostics.every=0"),

@@ -120,6 +120,7 @@ BAD = {  # command: parts of its message
     "name=-rf": ("name=-rf", "not begin with -"),
     "name=sweeps": ("name=sweeps: the records of sweeps are there", "another name"),
     'run_dir=""': ("run_dir=: a folder is expected", "run_dir=runs"),
+    f"optimizer.lr=1{'0' * 400}": ("optimizer.lr=1000", "a finite number > 0 is expected"),
     f"seed={'9' * 5000}": ("seed=999", "cannot be parsed"),
     f"run_dir={'9' * 5000}": ("run_dir=999", "cannot be parsed"),
     f"data.allow_remote={'[' * 3000}{']' * 3000}": ("data.allow_remote=[[", "cannot be parsed"),

@@ -6,10 +6,12 @@ import math
 import numpy as np
 import pytest
 
+from lowprec.config.check import ConfigError
 from lowprec.runs.read import (
     decode_row,
     encode_row,
     find_runs,
+    read_config,
     read_last_row,
     read_rows,
     read_status,
@@ -69,6 +71,24 @@ def test_runs_are_folders_with_config_and_status(tmp_path):
     assert find_runs(tmp_path) == [tmp_path / "a", tmp_path / "b"]
     assert find_runs(tmp_path / "a") == [tmp_path / "a"]
     assert find_runs(tmp_path / "nowhere") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("seed: 1" + ":0" * 400 + ".5", "too large"),  # sexagesimal, as in YAML 1.1
+        ("seed: 1" + ":0" * 400, "more than 64 bits"),
+        ("optimizer:\n  lr: 1" + "0" * 400, "more than 64 bits"),
+        ("seed: 0x" + "f" * 9999, "digits"),
+        ("seed: 0\nmodel: {name: nano, heads: 1, name: mini_b}", "twice: name, heads, name"),
+        ("# nothing\n", "it is empty"),
+    ],
+)
+def test_yaml_that_stands_for_no_config_is_damage(tmp_path, text, why):
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=rf"^  - run={tmp_path}: {path} is damaged: .*{why}"):
+        read_config(tmp_path)
 
 
 def test_last_row_is_the_last_whole_one(rows_file):
