@@ -1,18 +1,19 @@
 """A copy of the run directory behind an fsspec URL, updated by a thread during training.
 
 The run directory is the source of truth: a failing store prints a warning and records an event,
-but never ends the run. The copy loses only checkpoints older than all that the run has, and files
-that the run has removed from a checkpoint.
+but never ends the run. The copy loses only what the run has removed from its checkpoints and
+snapshots up to its newest checkpoint. A manifest is copied last: it vouches for the other files.
 """
 
 import contextlib
+import os
 import threading
 import time
 from pathlib import Path
 
 import fsspec
 
-from lowprec.runs.attempts import saved_steps, step_of
+from lowprec.runs.attempts import last_saved, step_of
 from lowprec.runs.record import Record, RecordError
 
 END_S = 600  # how long a run that has ended waits for its copy
@@ -60,26 +61,43 @@ class RemoteCopy:
 
     def _copy(self) -> None:
         store, root = fsspec.url_to_fs(self.url)
-        for path in self.run.rglob("*"):
+        files = [Path(folder, name) for folder, _, names in os.walk(self.run) for name in names]
+        files.sort(key=_is_manifest)
+        manifests = [path for path in files if _is_manifest(path) and path not in self._copied]
+        whole = {path.parent for path in manifests if self._is_same(store, root, path)}
+        for path in files:
             name = path.relative_to(self.run).as_posix()
             try:
                 facts = path.stat()
                 version = (facts.st_size, facts.st_mtime_ns)
-                if path.is_dir() or "/." in f"/{name}" or self._copied.get(path) == version:
+                if "/." in f"/{name}" or self._copied.get(path) == version:
                     continue
                 if self._closed:
                     return
-                store.makedirs(f"{root}/{name}".rpartition("/")[0], exist_ok=True)
-                store.put_file(str(path), f"{root}/{name}")
+                if path.parent not in whole:
+                    store.makedirs(f"{root}/{name}".rpartition("/")[0], exist_ok=True)
+                    store.put_file(str(path), f"{root}/{name}")
             except FileNotFoundError:
                 if path.exists():  # the store's error: otherwise the checkpoint was just retired
                     raise
                 continue
             self._copied[path] = version
-        saved = list(map(step_of, saved_steps(self.run / "checkpoints")))
-        for file in store.glob(f"{root}/checkpoints/step_*/*") if saved else ():  # else a new disk
-            folder, _, name = file.rpartition("/")
-            step = step_of(Path(folder))
-            own = self.run / "checkpoints" / Path(folder).name / name
-            if (step < min(saved) or step in saved and not own.exists()) and not self._closed:
-                store.rm(file)
+        newest = last_saved(self.run)
+        for kind in ("checkpoints", "snapshots"):
+            if not (self.run / kind).exists():  # a new disk
+                continue
+            for folder in store.glob(f"{root}/{kind}/step_*"):
+                own = self.run / kind / Path(folder).name
+                gone = [f for f in store.glob(f"{folder}/*") if not (own / Path(f).name).exists()]
+                if gone and step_of(own) <= newest and not self._closed:
+                    store.rm(gone if own.exists() else folder, recursive=True)
+
+    def _is_same(self, store: fsspec.AbstractFileSystem, root: str, path: Path) -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            copied = store.cat_file(f"{root}/{path.relative_to(self.run).as_posix()}")
+            return copied == path.read_bytes()
+        return False
+
+
+def _is_manifest(file: str | Path) -> bool:
+    return Path(file).name == "manifest.json"

@@ -4,16 +4,20 @@ import contextlib
 import shutil
 import threading
 import time
+from pathlib import Path
 
 import fsspec
 import pytest
 
 from experiments import train as entry
 from lowprec.config.check import ConfigError
+from lowprec.runs.attempts import step_of
 from lowprec.runs.read import find_runs, read_rows, read_status
 from lowprec.runs.record import Record
+from lowprec.train.checkpoint import list_checkpoints, retire, verify
 from lowprec.train.preflight import preflight
 from lowprec.train.remote import RemoteCopy
+from lowprec.train.snapshots import list_snapshots
 
 
 def files(folder):
@@ -32,19 +36,50 @@ def record(tmp_path):
     record.close()
 
 
-def test_the_copy_of_a_run_of_several_attempts_is_the_run(make_config, tmp_path):
+@pytest.fixture
+def names(tmp_path, monkeypatch):
+    """Names in the copy of the files that were uploaded, in this order."""
+    store, names = fsspec.get_filesystem_class("file"), []
+    put = store.put_file
+
+    def put_file(self, source, target, **options):
+        names.append(Path(target).relative_to(tmp_path / "copy").as_posix())
+        return put(self, source, target, **options)
+
+    monkeypatch.setattr(store, "put_file", put_file)
+    return names
+
+
+def test_the_copy_of_a_run_of_several_attempts_is_the_run(make_config, tmp_path, names):
     url = f"file://{tmp_path}/copy"
     changes = {"remote_sync": url, "schedule.name": "constant", "keep_checkpoints": 2}
     for num_steps in (2, 4, 6):
+        names.clear()
         entry.main(make_config({**changes, "num_steps": num_steps, "save_every": 2}))
     [run] = find_runs(tmp_path / "runs")
     copy = tmp_path / "copy" / run.parent.name / run.name
     assert files(copy) == files(run)  # retired checkpoints are gone there, too
     assert read_status(copy)["state"] == "finished"
+    saved = [name.split("/")[3:] for name in names if "/checkpoints/" in name]
+    assert {step for step, _ in saved} == {"step_000000006"}  # an earlier attempt copied step 4
+    assert saved[-1][1] == "manifest.json"
     shutil.rmtree(run)  # as on a new machine
     with contextlib.closing(Record(run)) as record:
         RemoteCopy(url, record).close(5)
     assert list(copy.glob("checkpoints/*"))
+
+
+def test_the_copy_of_a_finished_run_keeps_the_weights_alone_too(make_config, tmp_path, names):
+    changes = {"keep_checkpoints": None, "num_steps": 4, "save_every": 2}
+    entry.main(make_config({**changes, "remote_sync": f"file://{tmp_path}/copy"}))
+    [run] = find_runs(tmp_path / "runs")
+    copy = tmp_path / "copy" / run.parent.name / run.name
+    assert files(copy) == files(run)
+    [checkpoint] = list_checkpoints(copy)
+    assert not list(checkpoint.glob("exp_avg*")) and verify(checkpoint)["step"] == 4
+    uploaded = [Path(name).name for name in names if checkpoint.name in name]
+    assert uploaded.count("manifest.json") == 2 and uploaded.count("model.safetensors") == 1
+    assert uploaded.count("exp_avg.safetensors") == 1  # it was in the copy
 
 
 @pytest.mark.parametrize("error", [ConnectionError("is gone"), FileNotFoundError("is gone")])
@@ -84,11 +119,57 @@ def test_a_run_does_not_wait_for_a_store_that_hangs(record, monkeypatch):
     assert read_rows(record.run / "events.jsonl") == [event]  # it may be another process's
 
 
-def save(run, step):
-    folder = run / "checkpoints" / f"step_{step:09d}"
+def save(run, step, kind="checkpoints", text="1"):
+    folder = run / kind / f"step_{step:09d}"
     folder.mkdir(parents=True)
     for name in ("manifest.json", "model.safetensors"):
-        (folder / name).write_text(str(step))
+        (folder / name).write_text(text)
+
+
+def update(remote):
+    remote.start()
+    remote._update.join(5)
+    assert not remote._update.is_alive()
+
+
+def test_a_checkpoint_that_is_retired_during_an_upload_does_not_end_it(
+    record, tmp_path, monkeypatch, capsys
+):
+    for step in range(1, 5):
+        save(record.run, step)
+    store = fsspec.get_filesystem_class("file")
+    put = store.put_file
+
+    def put_file(self, source, target, **options):
+        if "checkpoints" in target:
+            retire(record.run / "checkpoints", 1)
+        return put(self, source, target, **options)
+
+    monkeypatch.setattr(store, "put_file", put_file)
+    update(RemoteCopy(f"file://{tmp_path}/copy", record))
+    assert capsys.readouterr().out == ""
+    assert files(tmp_path / "copy" / "run" / "one") == files(record.run)
+
+
+def test_a_checkpoint_of_the_same_size_and_other_content_is_copied_anew(record, tmp_path):
+    copy = tmp_path / "copy" / "run" / "one"
+    save(copy, 4, text="1")  # before the run was resumed from an earlier one
+    save(record.run, 4, text="2")
+    update(RemoteCopy(f"file://{tmp_path}/copy", record))
+    assert files(copy) == files(record.run)
+
+
+def test_a_copy_loses_the_snapshots_that_the_run_has_retired_or_cut_off(record, tmp_path):
+    copy = tmp_path / "copy" / "run" / "one"
+    save(record.run, 1000)
+    for step in (2, 3, 900, 5000):  # retired, kept, cut off; of a run that was ahead
+        save(copy, step, "snapshots")
+    remote = RemoteCopy(f"file://{tmp_path}/copy", record)
+    update(remote)
+    assert len(list_snapshots(copy)) == 4  # this may be a new disk
+    save(record.run, 3, "snapshots")
+    update(remote)
+    assert [step_of(path) for path in list_snapshots(copy)] == [3, 5000]
 
 
 def test_a_copy_keeps_later_checkpoints_and_files_of_others(record, tmp_path):
@@ -100,10 +181,7 @@ def test_a_copy_keeps_later_checkpoints_and_files_of_others(record, tmp_path):
     (record.run / "snapshots" / "step_000000003").mkdir(parents=True)
     (record.run / "snapshots" / "step_000000003" / "manifest.json").write_text("3")
     before = files(copy)
-    remote = RemoteCopy(f"file://{tmp_path}/copy", record)
-    (record.run / "events.jsonl").write_text("{}\n")
-    remote.start()
-    remote._update.join(5)
+    update(RemoteCopy(f"file://{tmp_path}/copy", record))
     after = files(copy)
     assert files(record.run).items() <= after.items()
     retired = {name for name in before if "step_000000500" in name}
