@@ -208,18 +208,18 @@ def keep_weights(run: Path) -> None:
     name. A failure is only a warning.
     """
     folder = run / "checkpoints"
-    retire(folder, 1)
     try:
-        for newest in saved_steps(folder):
+        for newest in saved_steps(folder)[-1:]:
             body = json.loads((newest / "manifest.json").read_bytes())
             del body["sha256"]
             dropped = [name for name in body["files"] if is_of_optimizer(name)]
             for name in dropped:
                 del body["files"][name]
+            retire(folder, 1)
             durable.replace(newest / "manifest.json", _signed(body))
             for name in dropped:
                 (newest / name).unlink()
-    except OSError as error:
+    except (OSError, *NONSENSE) as error:
         print(f"warning: the optimizer's state stays in {folder}: {error}")
 
 
