@@ -1,5 +1,7 @@
 """LOWPREC_ALERT: a command that a run neither waits for nor depends on."""
 
+import subprocess
+import sys
 import time
 
 import pytest
@@ -25,6 +27,20 @@ def test_a_command_gets_each_sentence_as_its_last_argument_in_the_background(
         time.sleep(0.02)
     assert told.read_text() == "-to|a b|it's $HOME;\né|"
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("sleeps", "arrives"), [(0.3, True), (4, False)])
+def test_the_end_of_a_process_waits_for_the_last_command_but_not_forever(
+    tmp_path, monkeypatch, sleeps, arrives
+):
+    told = tmp_path / "told"
+    monkeypatch.setenv("LOWPREC_ALERT", f"sh -c 'sleep {sleeps}; echo $0 >>{told}'")
+    script = "import sys; from lowprec import alert; alert.END_S = 1; alert.alert('1'); sys.exit(3)"
+    began = time.monotonic()
+    ended = subprocess.run([sys.executable, "-Wd", "-c", script], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (3, "")
+    assert time.monotonic() - began < 4
+    assert told.exists() == arrives
 
 
 @pytest.mark.parametrize("target", ["/no/s3cret 1", "s3cret", "'s3cret", "https://host/s3cret"])
