@@ -159,10 +159,8 @@ def _element(path: str, item: Any, kind: type, f: Any, faults: list[str]) -> Any
             f"{path}={item}: a password in a URL would be written into the run's record; put it "
             "into ~/.netrc and the line `netrc` into ~/.curlrc"
         )
-    if (
-        type(item) is int and kind in (float, str) and abs(item) < 2**63
-    ):  # a folder's name may be a number
-        item = kind(item)
+    if type(item) is int and (kind is str or kind is float and abs(item) < 1e300):
+        item = kind(item)  # a folder's name may be a number
     if choices and item not in (*choices, *REMOVED_CHOICES.get(path, ())):
         allowed = ", ".join(map(str, choices))
         near = nearest(str(item), choices)

@@ -42,7 +42,7 @@ class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
     ValueError for an integer of more than 64 bits, as in rows, and for a key that is given twice.
     """
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:  # noqa: D102
         names = [key.value for key, _ in node.value]
         if len(set(names)) < len(names):
             raise ValueError(f"a key is given twice: {', '.join(names)[:200]}")
