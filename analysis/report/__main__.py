@@ -3,7 +3,7 @@
 The page is self-contained and loads nothing. It compares runs by the settings that differ and shows
 curves of loss and RMS_t, every loss spike, heat maps of RMS_t by layer, and the runs that failed or
 are damaged. Long curves are thinned to bound the size of the page. With `--watch SECONDS`, the page
-is written again every SECONDS until all runs have ended or failed, and a browser reloads it.
+is written again every SECONDS until no run goes on, and a browser reloads it.
 """
 
 import time
@@ -41,8 +41,11 @@ def main(arguments: list[str] | None = None) -> int:
                 runs.tensors(options.tensor)
             except LookupError as error:
                 raise ChoiceError(f"--tensor {options.tensor}: {error}") from None
-        planned = not_begun(Path(options.runs), set(runs.summaries["run"]))
-        has_ended = runs.summaries["state"].isin([*ENDED, "failed"]).all() and not planned
+        goes_on = planned_runs(Path(options.runs))
+        states = dict(zip(*(runs.summaries[key] for key in ("run", "state")), strict=True))
+        planned = [name for name in goes_on if goes_on[name] and name not in states]
+        goes_on |= {name: False for name in states if states[name] in (*ENDED, "failed")}
+        has_ended = not planned and not any(goes_on.get(name, True) for name in states)
         refresh = 0 if has_ended else options.watch or 0
         text = make_page(runs, options.tensor, refresh, planned)
         durable.replace(options.out, text.encode())  # a browser never loads half a page
@@ -55,14 +58,19 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
 
 
-def not_begun(folder: Path, begun: set[str]) -> list[str]:
-    """The runs of a folder's sweep, if it was submitted, that have no record yet."""
+def planned_runs(folder: Path) -> dict[str, bool]:
+    """The runs of a folder's sweep, if it was submitted, and whether each goes on by itself.
+
+    Runs that are cancelled, lost or failed do not, once their training has ended.
+    """
     try:
         plan = Plan(folder.parent / "sweeps" / folder.name)
     except (OSError, RecordFileError):
-        return []
-    names = [Path(run.directory).name for run in plan.runs]
-    return [name for name in names if name not in begun]
+        return {}
+    return {
+        Path(run.directory).name: plan.is_training(run.index) or not plan.is_over(run.index)
+        for run in plan.runs
+    }
 
 
 if __name__ == "__main__":

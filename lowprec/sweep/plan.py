@@ -29,6 +29,7 @@ TRAIN = [sys.executable, "-m", "experiments.sweep", "train"]  # and the sweep's 
 DECLINED = 4  # exit status of one of several ranks that does not train; without it, others wait
 RUN = {"index": int, "label": str, "directory": str, "overrides": list, "config": dict}
 RUN |= {"gpus": int, "runs_per_gpu": int}
+MARKS = ("cancelled", "lost", "ended")
 LAUNCHER = {"name": str, "parallel": int, "gpus": int}  # keys that every launcher has
 
 
@@ -131,7 +132,7 @@ class Plan:
             run = self.runs[index]
             run.launcher, run.gpus = launcher["name"], launcher["gpus"]
             run.runs_per_gpu = launcher.get("runs_per_gpu", 1)
-            for mark in (self.mark(index, name) for name in ("cancelled", "lost", "ended")):
+            for mark in (self.mark(index, name) for name in MARKS):
                 if mark.is_dir():
                     raise RecordFileError(f"{mark} is a folder, which no sweep makes; remove it")
                 mark.unlink(missing_ok=True)
@@ -176,6 +177,10 @@ class Plan:
         except RecordFileError as error:
             return str(error)
 
+    def is_over(self, index: int) -> bool:
+        """Whether a run is cancelled, lost or failed, so that it waits for a command."""
+        return any(self.mark(index, name).exists() for name in MARKS)
+
     def is_training(self, index: int) -> bool:
         """Whether a process has the run's record open."""
         return is_locked(self.directory_of(index) / ".lock")
@@ -186,9 +191,7 @@ class Plan:
             run.index
             for run in self.runs
             if run.launcher == "local"
-            and not self.is_cancelled(run.index)
-            and not self.mark(run.index, "lost").exists()
-            and self.why_ended(run.index) is None
+            and not self.is_over(run.index)
             and run.result(read_status(self.directory_of(run.index), {})) is None
         ]
 

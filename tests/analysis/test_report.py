@@ -17,7 +17,7 @@ from analysis.report.collect import heat_of, layer_of, readable, speed_of, thin
 from analysis.report.page import compare_settings, make_page, named
 from analysis.report.plots import looks
 from lowprec.config.schema import PrecisionChangeConfig, ScheduleConfig
-from lowprec.sweep.plan import Plan, PlannedRun
+from lowprec.sweep.plan import MARKS, Plan, PlannedRun
 
 CONV = "visual.conv1.weight"
 VOID = {"meta", "img", "input", "br", "line", "link"}
@@ -199,6 +199,21 @@ def test_a_watched_page_is_reloaded_until_its_runs_end(make_run, tmp_path, monke
     assert report_main.main(["--runs", str(run), "--out", str(out), "--watch", "5"]) == 0
     tag = '<meta http-equiv="refresh" content="5">'
     assert [tag in page for page in [*pages, out.read_text()]] == [True, False]
+
+
+@pytest.mark.parametrize("mark", MARKS)
+def test_a_watched_page_does_not_wait_for_runs_that_do_not_go_on(
+    make_run, tmp_path, monkeypatch, mark
+):
+    monkeypatch.setattr(report_main.time, "sleep", None)
+    run = make_run(num_steps=60, steps=40, state="preempted")
+    plan = Plan.open(run.parent.parent / "sweeps" / run.parent.name)
+    for index, name in enumerate((run.name, "never")):
+        plan.add([PlannedRun(0, name, f"{run.parent.name}/{name}", [], {"num_steps": 60})])
+        plan.mark(index, mark).touch()
+    out = tmp_path / "report.html"
+    assert report_main.main(["--runs", str(run.parent), "--out", str(out), "--watch", "5"]) == 0
+    assert "1 run: 1 preempted" in out.read_text()
 
 
 def test_a_full_disk_leaves_the_old_page_and_names_the_file(make_run, tmp_path, capsys, fill_disk):
