@@ -8,9 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from experiments import evaluate
+from experiments import evaluate, export, quant_error
 from experiments import train as entry
-from experiments.evaluate import ChosenEvaluation, EvaluateConfig
+from experiments.evaluate import ChosenEvaluation, EvaluateConfig, EvaluatedPrecision
+from experiments.export import ExportConfig
+from experiments.quant_error import QuantErrorConfig
+from lowprec.clip.export import FOLDER_WEIGHTS
 from lowprec.config.check import ConfigError, RunError
 from lowprec.runs.read import find_runs, read_rows
 from lowprec.train import checkpoint as checkpoints
@@ -24,6 +27,17 @@ def source(tiny_config, tmp_path_factory):
     folder = tmp_path_factory.mktemp("source")
     entry.main(tiny_config(folder, {"model.patch_dropout": 0.5, "num_steps": 4}))
     return find_runs(folder)[0]
+
+
+@pytest.fixture(scope="module")
+def light_source(tiny_config, tmp_path_factory):
+    """Of the same run, which keeps the weights alone, as is the default."""
+    folder = tmp_path_factory.mktemp("light")
+    changes = {"keep_checkpoints": None, "model.patch_dropout": 0.5, "num_steps": 4}
+    entry.main(tiny_config(folder, changes))
+    [checkpoint] = list_checkpoints(find_runs(folder)[0])
+    assert not (checkpoint / "exp_avg.safetensors").exists()
+    return checkpoint.parents[1]
 
 
 @pytest.fixture
@@ -85,7 +99,6 @@ def test_a_finished_run_keeps_the_weights_alone_unless_told(
     assert {p.name for p in whole.iterdir()} - {p.name for p in checkpoint.iterdir()} == moments
     for name in ("model.safetensors", "rng.safetensors", "state.json"):
         assert (checkpoint / name).read_bytes() == (whole / name).read_bytes()
-    evaluate.main(EvaluateConfig(str(light), evaluation=ChosenEvaluation("both"), device="cpu"))
     entry.main(make_config({"name": "warm", "num_steps": 1, "model.init_from": str(light)}))
     with pytest.raises(ConfigError, match="no moments, .* keep_checkpoints=2; model.init_from"):
         second(make_config, tmp_path, light)
@@ -98,6 +111,41 @@ def test_a_finished_run_keeps_the_weights_alone_unless_told(
     assert "warning: the optimizer's state stays in" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="no moments"):
         second(make_config, tmp_path, cut)
+
+
+def evaluated(run):
+    evaluate.main(EvaluateConfig(str(run), evaluation=ChosenEvaluation("both"), device="cpu"))
+    return read_rows(run / "evaluations.jsonl")
+
+
+def exported(run):
+    out = run / "exported"
+    export.main(ExportConfig(str(run), str(out)))
+    return (out / "open_clip_config.json").read_text(), weights_of(out / FOLDER_WEIGHTS)
+
+
+def exported_in_int8(run):
+    precision = EvaluatedPrecision("int8_inference")
+    export.main(ExportConfig(str(run), str(run / "w.safetensors"), precision))
+    return weights_of(run / "w.safetensors")
+
+
+def measured(run):
+    quant_error.main(QuantErrorConfig(str(run), recipes=["switchback"], device="cpu"))
+    return read_rows(run / "quant_error.jsonl")
+
+
+def weights_of(path):
+    return {name: tensor.tolist() for name, tensor in load_file(path).items()}
+
+
+@pytest.mark.parametrize("command", [evaluated, exported, exported_in_int8, measured])
+def test_a_run_with_the_weights_alone_gives_what_a_whole_one_gives(
+    light_source, first, tmp_path, command
+):
+    light = shutil.copytree(light_source, tmp_path / "light" / first.name)
+    results = command(light)
+    assert results and results == command(first)
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"sha256": ""}'])
