@@ -347,7 +347,8 @@ def _groups(schema: type) -> set[str]:
 
 
 def _choices(group: str) -> list[str]:
-    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+    folders = [path for path in CONF.glob("**") if str(path.relative_to(CONF)) == group]
+    return sorted(path.stem for folder in folders for path in folder.glob("*.yaml"))
 
 
 def _values(override: Override) -> Iterator[str]:

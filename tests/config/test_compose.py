@@ -125,6 +125,7 @@ BAD = {  # command: parts of its message
     f"run_dir={'9' * 5000}": ("run_dir=999", "cannot be parsed"),
     f"data.allow_remote={'[' * 3000}{']' * 3000}": ("data.allow_remote=[[", "cannot be parsed"),
     f"optimizer.lr_scale={'{a:' * 3000}1{'}' * 3000}": ("optimizer.lr_scale={a:{a", "parsed"),
+    f"-m {'n' * 300}=glob(*)": ("nnn: no such key",),
     f"experiment={'n' * 300}": ("experiment=nnn", "conf/experiment has"),
     "run_dir=/proc/x": ("run_dir=/proc/x", "not writable"),
     f"run_dir=/tmp/{'n' * 300}": ("run_dir=/tmp/nnn", "File name too long"),
