@@ -134,10 +134,15 @@ def draw_all(
 def draw_pictures(runs: Runs, out: Path, called: str) -> Iterator[Path]:
     """Draws each picture SLUG.png below the root of records anew, at the same place below `out`.
 
-    It shows the runs of its folder, or with `same_but` all runs of the records at their scale.
+    It shows the runs of its folder, or with `same_but` all runs of the records at their scale. Other
+    pictures are left alone. Raises ChoiceError for a URL or an archive.
     """
-    root = Path(runs.root)
+    root = as_path(runs.root)
+    if not isinstance(root, Path):
+        raise ChoiceError(f"--runs {runs.root}: pictures need a folder, not a URL or an archive")
     for path in sorted(root.rglob("*.png")):
+        if path.stem not in figures.slugs():
+            continue
         figure, place = figures.load(path.stem), out / path.relative_to(root)
         own = runs.where(runs.summaries["path"].str.startswith(f"{path.parent}/"))
         is_its = figure.lines or set(own.summaries["experiment"]) & set(figure.studies)

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 
+import fsspec
 import pandas as pd
 import pytest
 
@@ -97,6 +98,20 @@ def test_several_scales_ask_for_one(make_run, run_make, tmp_path):
     make_run(num_steps=20, scale="paper", experiment="other")  # a figure takes any runs if told
     assert run_make("--scale", "paper")[0] == 2
     assert run_make("--scale", "paper", "--experiment", "any")[0] == 0
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_pictures_draws_figures_of_a_folder_anew_and_nothing_else(make_run, run_make, tmp_path):
+    make_run(num_steps=20)
+    for name in ("loss_curves", "photograph"):
+        (tmp_path / "runs" / f"{name}.png").touch()
+    assert run_make(slug="pictures")[0] == 0
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["loss_curves.png"]
+    store = fsspec.filesystem("memory")
+    store.put(str(tmp_path / "runs"), "/bucket/runs", recursive=True)
+    code, _, err = run_make("--runs", "memory://bucket/runs", slug="pictures")
+    store.rm("/bucket", recursive=True)
+    assert code == 2 and "memory://bucket/runs: pictures need a folder, not a URL" in err
 
 
 @pytest.mark.usefixtures("no_pictures")
