@@ -134,8 +134,8 @@ def draw_all(
 def draw_pictures(runs: Runs, out: Path, called: str) -> Iterator[Path]:
     """Draws each picture SLUG.png below the root of records anew, at the same place below `out`.
 
-    It shows the runs of its folder, or with `same_but` all runs of the records at their scale. Other
-    pictures are left alone. Raises ChoiceError for a URL or an archive.
+    It shows the runs of its folder, or with `same_but` all runs of the records at their scale.
+    Other pictures are left alone. Raises ChoiceError for a URL or an archive.
     """
     root = as_path(runs.root)
     if not isinstance(root, Path):
