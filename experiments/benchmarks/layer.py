@@ -81,11 +81,11 @@ def measure(
     lines: Lines,
 ) -> None:
     """Writes a line per case and quantity, a mode or "saved" (memory), summed over the shapes."""
-    problems, base = [Problem(shape, device) for shape in shapes], {}
+    base: dict[str, float] = {}
     facts = {"direction": "both" if len(shapes) > 1 else "up", "dim": dim, "tokens": config.tokens}
     shape = " + ".join(map(str, shapes))
     for case in ("linear", *config.cases):
-        peer, steps = LINEAR_PEERS.get(case), None
+        peer = LINEAR_PEERS.get(case)
         dtype = peer.dtype if peer else "bf16"
         for quantity in quantities:
             if quantity in ("compiled", "saved") and peer:
@@ -94,10 +94,8 @@ def measure(
                 continue
             of = {"slug": "layer_memory"} if quantity == "saved" else {"mode": quantity}
             with lines.measurement(case, shape, dtype, is_ours=not peer, **facts, **of) as row:
-                steps = steps or [problem.checked_step(case) for problem in problems]
-                if quantity == "compiled":
-                    steps = [problem.checked_step(case, compiled=True) for problem in problems]
-                value = sum(measured(step, quantity, device, config.repeats) for step in steps)
+                parts = (measured(case, quantity, s, device, config.repeats) for s in shapes)
+                value = sum(parts)  # one in memory at a time
                 if case == "linear":
                     base[quantity] = value
                 row.update(numbers(value, quantity, shapes, base))
@@ -105,8 +103,9 @@ def measure(
                 break
 
 
-def measured(step: "Step", quantity: str, device: torch.device, repeats: int) -> float:
-    """Milliseconds of a step in a mode, or the bytes that it saves."""
+def measured(case: str, quantity: str, shape: Shape, device: torch.device, repeats: int) -> float:
+    """Milliseconds of a case's checked step in a mode, or the bytes that it saves."""
+    step = checked_step(case, shape, device, compiled=quantity == "compiled")
     if quantity == "saved":
         return step.saved_bytes()
     if quantity == "host":
@@ -158,53 +157,41 @@ class Step(NamedTuple):
         return sum(saved.values())
 
 
-class Problem:
-    """The layer, input and output gradient of one shape, and nn.Linear's results."""
+def checked_step(case: str, shape: Shape, device: torch.device, *, compiled: bool) -> Step:
+    """Returns the step of a case after a check of its numbers; raises Wrong or Unable."""
+    peer = LINEAR_PEERS.get(case)
+    dtype = DTYPES[peer.dtype if peer else "bf16"]
+    torch.manual_seed(0)
+    linear = nn.Linear(shape.dim_in, shape.dim_out, device=device).to(dtype)
+    x = torch.randn(shape.rows, shape.dim_in, device=device).to(dtype).requires_grad_()
+    g = torch.randn(shape.rows, shape.dim_out, device=device).to(dtype)
+    expected = Step(linear, x, g)()
+    if peer:
+        module = peer.build(linear)
+    else:
+        module = linear if case == "linear" else checked_layer(case, Step(linear, x, g))
+    if compiled or (peer and peer.compiled):
+        torch.compiler.reset()
+        module = torch.compile(module, dynamic=False)
+    step = Step(module, x, g)
+    check(step(), expected, limits_of(peer.like if peer else case))
+    return step
 
-    def __init__(self, shape: Shape, device: torch.device):
-        self.shape, self.device = shape, device
-        torch.manual_seed(0)
-        self.linear = nn.Linear(shape.dim_in, shape.dim_out, device=device)
-        self.x = torch.randn(shape.rows, shape.dim_in, device=device)
-        self.g = torch.randn(shape.rows, shape.dim_out, device=device)
-        self.dtype = None
 
-    def checked_step(self, case: str, compiled: bool = False) -> Step:
-        """Returns the step of a case after a check of its numbers; raises Wrong or Unable."""
-        peer = LINEAR_PEERS.get(case)
-        self._cast(peer.dtype if peer else "bf16")
-        module = peer.build(self.linear) if peer else self._ours(case)
-        if compiled or (peer and peer.compiled):
-            torch.compiler.reset()
-            module = torch.compile(module, dynamic=False)
-        step = self._step(module)
-        check(step(), self.expected, limits_of(peer.like if peer else case))
-        return step
-
-    def _cast(self, dtype: str) -> None:
-        """Converts everything to a dtype, and computes nn.Linear's results in it."""
-        if dtype != self.dtype:
-            self.linear.to(DTYPES[dtype])
-            self.x, self.g = self.x.to(DTYPES[dtype]), self.g.to(DTYPES[dtype])
-            self.dtype, self.expected = dtype, self._step(self.linear)()
-
-    def _step(self, module: nn.Module, rows: int | None = None) -> Step:
-        return Step(module, self.x.detach()[:rows].requires_grad_(), self.g[:rows])
-
-    def _ours(self, case: str) -> nn.Module:
-        """Returns nn.Linear, or our layer of a recipe after a check against its definition."""
-        if case == "linear":
-            return copy.deepcopy(self.linear)
-        require(case, self.device)
-        sizes, kind = self.shape[1:], {"device": self.device, "dtype": DTYPES[self.dtype]}
-        module = LowPrecisionLinear(*sizes, recipe=case, **kind)
-        module.load_state_dict(self.linear.state_dict())
-        definition = copy.deepcopy(module)
-        definition.set_recipe(case, backend="reference")
-        limit = DEFINITION["fp8" if "fp8" in case else "int8"]
-        expected = self._step(definition, SLICE)()
-        check(self._step(module, SLICE)(), expected, dict.fromkeys(TENSORS, (0.0, limit)))
-        return module
+def checked_layer(recipe: str, step: Step) -> LowPrecisionLinear:
+    """Returns our layer with the weights of a step's after a check against its definition."""
+    linear, x, g = step
+    require(recipe, x.device)
+    sizes, kind = (linear.in_features, linear.out_features), {"device": x.device, "dtype": x.dtype}
+    module = LowPrecisionLinear(*sizes, recipe=recipe, **kind)
+    module.load_state_dict(linear.state_dict())
+    definition = copy.deepcopy(module)
+    definition.set_recipe(recipe, backend="reference")
+    few = x.detach()[:SLICE].requires_grad_(), g[:SLICE]
+    limit = DEFINITION["fp8" if "fp8" in recipe else "int8"]
+    expected = Step(definition, *few)()
+    check(Step(module, *few)(), expected, dict.fromkeys(TENSORS, (0.0, limit)))
+    return module
 
 
 def require(recipe: str, device: torch.device) -> None:

@@ -1,5 +1,7 @@
 """The benchmark of a layer on tiny sizes; wrong numbers get no time."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -36,14 +38,34 @@ def test_recipes_have_times_and_memory(measure, tmp_path):
     assert len(list((tmp_path / "bench").glob("layer*/*.jsonl"))) == 2
 
 
-def test_memory_counts_what_is_saved_and_not_the_parameters(measure):
-    lines = measure(cases=["autograd_high", "switchback_m"])
+def test_memory_counts_what_an_eager_layer_saves_and_not_the_parameters(measure, monkeypatch):
+    class Wasteful(torch.nn.Sequential):
+        def forward(self, x):
+            return super().forward(x) * torch.ones(64, 1, requires_grad=True)  # saves the output
+
+    monkeypatch.setattr(torch, "compile", lambda module, dynamic: Wasteful(module))
+    monkeypatch.setattr(bench_layer, "ON_GPU", ("graph",))
+    lines = measure(cases=["autograd_high", "switchback_m"], modes=["eager", "compiled"])
     lines = [line for line in lines if line["slug"] == "layer_memory"]
     saved = {line["case"]: line["saved_mib"] * 2**20 for line in lines}
     inputs = 64 * (16 + 64)  # of both layers
     assert saved["linear"] == saved["autograd_high"] == pytest.approx(2 * inputs, rel=0.02)
     weights, scales = 2 * 64 * 16, 2 * (4 * 64 + 4)  # int8, and float32 scales of rows and weight
     assert saved["switchback_m"] == pytest.approx(inputs + weights + scales, rel=0.02)
+
+
+def test_one_layer_is_in_memory_at_a_time(measure, monkeypatch):
+    made, alive = [], weakref.WeakSet()
+    make = torch.nn.Linear.__init__
+
+    def counted(self, *args, **kwargs):
+        make(self, *args, **kwargs)
+        alive.add(self)
+        made.append({layer.in_features for layer in alive})
+
+    monkeypatch.setattr(torch.nn.Linear, "__init__", counted)
+    measure(cases=["switchback"])
+    assert {16} in made and {64} in made and {16, 64} not in made
 
 
 def test_wrong_layer_has_no_number(measure, lines_of, monkeypatch):
