@@ -19,7 +19,7 @@ from lowprec.runs.read import BAD_ARCHIVE, RecordFileError, decode_json, open_fi
 
 TABLES = ("tensors", "details", "blocks")  # statistics per tensor, further ones, per block
 ROOM, UNPACKED = 2**27, 20  # a table may take ROOM bytes and UNPACKED times those of its file
-MAX_BYTES = 2**30  # of a table that is not read from a disk
+MAX_BYTES = 2**30  # of a table in an archive
 UNREADABLE = (pa.ArrowException, OSError, ValueError, LookupError, TypeError, AttributeError)
 UNREADABLE += (MemoryError, RecursionError, struct.error, *BAD_ARCHIVE)
 
@@ -102,15 +102,25 @@ def read_parquet(path: Path, select: Callable[[str], bool]) -> tuple[pa.Table, l
     return table, [name for name in schema.names if name != "step"]
 
 
-def _open(path: Path) -> pa.NativeFile:
-    """Opens a file for pyarrow; not mapped, since it may be cut while it is read."""
+@contextlib.contextmanager
+def _open(path: Path) -> Iterator[pa.NativeFile]:
+    """Opens a file for pyarrow; not mapped, since it may be cut while it is read.
+
+    Of a file behind a URL, only what pyarrow asks for is fetched. A member of an archive, which
+    cannot be read backwards, is unpacked whole.
+    """
     with open_file(path) as file:
         if isinstance(path, Path):
-            return pa.OSFile(str(path))
-        data = file.read(MAX_BYTES + 1)
-    if len(data) > MAX_BYTES:
-        raise RecordFileError(f"{path} has more than {MAX_BYTES:,} bytes")
-    return pa.BufferReader(data)
+            source = pa.OSFile(str(path))
+        elif path.protocol == "zip":
+            data = file.read(MAX_BYTES + 1)
+            if len(data) > MAX_BYTES:
+                raise RecordFileError(f"{path} has more than {MAX_BYTES:,} bytes")
+            source = pa.BufferReader(data)
+        else:
+            source = pa.PythonFile(file, "r")
+        with source:
+            yield source
 
 
 def _refuse_columns(schema: pa.Schema, is_number: Callable[[pa.DataType], bool]) -> None:

@@ -1,14 +1,20 @@
 """Tests how runs on disk and behind a URL load, damaged ones too."""
 
+import io
 import shutil
 
 import fsspec
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from fsspec.implementations.memory import MemoryFile
+from upath import UPath
 
 from analysis import NoRunsError, load_runs, make, plot, spikes
 from analysis.report import __main__ as report
+from lowprec.runs.tables import read_parquet
 
 CONV = "visual.conv1.weight"
 
@@ -156,6 +162,25 @@ def test_tables_from_a_url_equal_those_from_the_folder(make_run, tmp_path, uploa
     pd.testing.assert_frame_equal(there.runs.drop(columns="path"), here.runs.drop(columns="path"))
     pd.testing.assert_frame_equal(there.tensors("visual.*"), here.tensors("visual.*"))
     assert there.runs["path"].str.startswith("memory://").all()
+
+
+def test_of_a_table_behind_a_url_only_the_selected_columns_are_fetched(
+    tmp_path, monkeypatch, upload
+):
+    columns = {f"rms/{i}": np.random.default_rng(i).random(2**16) for i in range(40)}
+    table = pa.table({"step": np.arange(2**16), **columns})
+    (tmp_path / "runs").mkdir()
+    pq.write_table(table, tmp_path / "runs" / "tensors.parquet")
+    path, fetched = UPath(upload()) / "tensors.parquet", []
+
+    def readinto(self, buffer):
+        fetched.append(io.BytesIO.readinto(self, buffer))
+        return fetched[-1]
+
+    monkeypatch.setattr(MemoryFile, "readinto", readinto, raising=False)
+    selected, names = read_parquet(path, "rms/7".__eq__)
+    assert selected == table.select(["step", "rms/7"]) and names == list(columns)
+    assert 2**19 < sum(fetched) < path.stat().st_size / 4
 
 
 @pytest.mark.usefixtures("no_pictures")
