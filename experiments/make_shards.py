@@ -1,11 +1,12 @@
-"""Makes shards from a table (CSV) of image paths and captions, as open_clip reads it.
+"""Makes shards from a table (CSV) of image paths and captions.
 
     python -m experiments.make_shards table=photos/train.csv out=shards/train
     python -m experiments.make_shards table=val.tsv out=shards/val image=path caption=text
 
-The first line of the table names its columns; tabs, commas or semicolons separate them. If training
-could not read some rows (a missing or damaged image, an empty caption), all of them are listed and
-nothing is written; with skip_bad=true they are left out.
+The first line of the table names its columns; tabs, commas or semicolons separate them. Paths are
+relative to the table or else, as in open_clip, to the working directory. If training could not read
+some rows (a missing or damaged image, an empty caption), all of them are listed and nothing is
+written; with skip_bad=true they are left out.
 """
 
 import sys

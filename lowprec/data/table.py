@@ -22,8 +22,9 @@ SAMPLES_PER_SHARD = 2000
 def write_shards(table: Path, out: Path, columns: list[str], skip_bad: bool = False) -> int:
     """Writes the rows of a table as `out/00000.tar`, ...; a sample's key is its line in the table.
 
-    `columns` names the columns of images, captions and, optionally, class numbers. `out` appears
-    when it is complete. If `skip_bad`, rows that training could not read are left out and counted.
+    `columns` names the columns of images, captions and, optionally, class numbers. Paths of images
+    are relative to the table or else to the working directory. `out` appears when it is complete.
+    If `skip_bad`, rows that training could not read are left out and counted.
 
     Raises ValueError with all faults of the rows otherwise or if no row is good, and for an
     existing `out`, a missing column or a file that is no table, and DiskError if it cannot write.
@@ -89,8 +90,11 @@ def _sample(folder: Path, row: dict, columns: list[str]) -> dict[str, bytes]:
     if None in row or None in row.values():
         raise ValueError("more or fewer fields than columns")
     image, *texts = [row[name] for name in columns]
+    path = folder / image if (folder / image).exists() else Path(image)
+    if not path.exists():
+        raise ValueError(f"neither {folder / image} nor {image} exists")
     caption, *labels = [text.encode() for text in texts]
-    with open_file(folder / image) as file:
+    with open_file(path) as file:
         data = file.read(LARGEST_IMAGE + 1)
     decode_image(data, size=1)
     decode_caption(caption)

@@ -21,7 +21,7 @@ MODES = {"RGB": "jpg", "RGBA": "png", "L": "png", "CMYK": "JPG", "P": "png", "LA
 GOOD = [(f"{mode}.{kind}", f'"{mode}", ünï 你好 🎈\nsecond line') for mode, kind in MODES.items()]
 GOOD += [("no_suffix", "NA")]
 BAD = [  # fields and a part of the reason
-    (("missing.jpg", "a"), "No such file"),
+    (("missing.jpg", "a"), "missing.jpg nor missing.jpg exists"),
     (("bitmap.bmp", "a"), "not a JPEG, WEBP or PNG"),
     (("truncated.jpg", "a"), "truncated"),
     (("empty.png", "a"), "not a JPEG, WEBP or PNG"),
@@ -214,3 +214,15 @@ def test_pipes_and_devices_are_not_read(tmp_path, kind):
     plant(tmp_path / "u.csv")
     with pytest.raises(ValueError, match=r"u\.csv is not a regular file"):
         tables.write_shards(tmp_path / "u.csv", tmp_path / "out", ["image", "caption"])
+
+
+def test_paths_are_relative_to_the_table_or_else_to_the_working_directory(
+    photos, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(photos.parent)
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "tables" / "PNG.png").write_bytes((photos / "RGBA.png").read_bytes())
+    rows = [("PNG.png", "of the table"), (f"{photos.name}/RGB.jpg", "of the directory")]
+    table = write_table(tmp_path / "tables" / "a.csv", rows)
+    main(MakeShardsConfig(table, str(tmp_path / "shards")))
+    assert samples(tmp_path / "shards")[1] == ["of the table", "of the directory"]
