@@ -1,4 +1,7 @@
-"""The page of results and its appendices agree with the committed records."""
+"""The page of results and its appendices agree with the committed records.
+
+Tests that read the records of many studies are slow; CI runs them.
+"""
 
 import re
 from pathlib import Path
@@ -169,6 +172,7 @@ def test_leads_and_lower_values_of_beta2_are_those_of_the_claims():
     assert f"A beta2 of 0.5 costs {in_words(*low)}" in PAGE
 
 
+@pytest.mark.slow
 def test_ties_decide_whether_spikes_grow_with_the_learning_rate():
     roots = [RESULTS / "stability_mini", RESULTS / "spikes_vs_lr_mini"]
     counts = evidence.Evidence(roots).spikes(("spikes_vs_lr", "stability"))
@@ -186,6 +190,7 @@ def everything():
     return load_all(RESULTS)
 
 
+@pytest.mark.slow
 def test_features_by_recipe_are_those_of_the_records(everything):
     studies = feature_size.STUDIES
     frame = feature_size.query(everything.where(everything.summaries["experiment"].isin(studies)))
@@ -208,6 +213,7 @@ def test_features_by_recipe_are_those_of_the_records(everything):
     assert f"{words}at {rest.min():.2f} to {rest.max():.2f}" in text
 
 
+@pytest.mark.slow
 def test_attention_logits_are_those_of_the_records(everything):
     studies = attention_logits.studies
     runs = everything.where(everything.summaries["experiment"].isin(studies))
@@ -228,6 +234,7 @@ def sized(everything):
     return runs, frame.join(heads[["validation_loss", "recall"]], on="run")
 
 
+@pytest.mark.slow
 def test_runs_at_true_size_are_those_of_the_records(sized):
     runs, frame = sized
     model, recipes = "", {naming.precision(name): name for name in set(frame["recipe"])}
@@ -252,6 +259,7 @@ def test_runs_at_true_size_are_those_of_the_records(sized):
 LAST = {"vit_b14": 11, "vit_l14": 23, "vit_h14": 31}  # last vision block
 
 
+@pytest.mark.slow
 def test_features_at_the_end_are_those_of_the_records(sized):
     runs, frame = sized
     frame = frame[frame["model"] == "vit_h14"]
@@ -268,6 +276,7 @@ def test_features_at_the_end_are_those_of_the_records(sized):
     assert f"and {fp8:.2f} in ViT-H/14, beyond the margin" in words_of("true_size")
 
 
+@pytest.mark.slow
 def test_messages_at_true_size_are_those_of_the_records(sized):
     _, frame = sized
     means = frame.groupby(["model", "recipe"])[["loss_change", "feature_ratio", "ms"]].mean()
@@ -295,6 +304,7 @@ def test_messages_at_true_size_are_those_of_the_records(sized):
     assert f"R@1 is {recalls.min():.1f}% to {recalls.max():.1f}% in all" in PAGE
 
 
+@pytest.mark.slow
 def test_learning_rates_at_true_size_are_those_of_the_records(everything):
     at = everything.summaries
     studies = at["experiment"].isin(["lr_map", "weight_gradient"])
@@ -326,6 +336,7 @@ def noise_in_vision(everything, study):
     return *(medians.loc[name] for name in ("llm_int8", "fp8_tensorwise")), frame
 
 
+@pytest.mark.slow
 def test_noise_at_twice_the_rate_is_that_of_the_records(everything):
     int8, fp8, _ = noise_in_vision(everything, "lr_map")
     noise = [f"{int8['sqnr_db'][n]:.1f} against {fp8['sqnr_db'][n]:.1f}" for n in (375, 750, 1500)]
@@ -336,6 +347,7 @@ def test_noise_at_twice_the_rate_is_that_of_the_records(everything):
     assert f"fp8 {fp8['underflowed'][375]:.0%} and {fp8['underflowed'][1500]:.0%}." in text
 
 
+@pytest.mark.slow
 def test_zeros_in_weight_gradients_are_those_of_the_records(everything):
     int8, fp8, frame = noise_in_vision(everything, "weight_gradient")
     text = words_of("true_size")
