@@ -140,12 +140,15 @@ def test_rounding_equals_gfloats(monkeypatch, name, stochastic):
 @pytest.mark.parametrize("scale", reference.SCALES)
 def test_compiled_for_a_gpu_subnormal_tiles_stay_finite(name, scale):
     """torch.frexp, compiled, had given them an infinite power-of-two scale."""
-    x, format = spread(64, 256).cuda(), parse_format(name)
+
+    def quantized(x, granularity):  # looks the format up, as layers do: its numbers are constants
+        format = parse_format(name)
+        return reference.fake_quantize(x, format, granularity, torch.bfloat16, scale=scale)
+
+    x = spread(64, 256).cuda()
     x[6], x[7, :32] = 1e-39, x[7, :32] * 1e-40
     for granularity in ("1x32", "32x1"):
-        args = (x, format, granularity, torch.bfloat16)
-        x_hat = torch.compile(reference.fake_quantize)(*args, scale=scale)
-        expected = reference.fake_quantize(*args, scale=scale)
+        x_hat, expected = torch.compile(quantized)(x, granularity), quantized(x, granularity)
         normal = x.abs() > reference.TINY
         assert x_hat.isfinite().all() and torch.equal(x_hat[normal], expected[normal])
 

@@ -193,6 +193,8 @@ def test_a_vetoed_step_leaves_no_trace(kind, skip, veto, build, device):
 
 @each
 def test_loss_scales_are_divided_out_and_a_dynamic_one_halves_on_a_skip(kind, build, device):
+    if OURS.get(kind) is HALF and device.type == "cuda":
+        pytest.skip("torch.amp.GradScaler does not unscale bfloat16 gradients on a GPU")
     fixed, dynamic = (build_scaler(name, 1024.0, device) for name in ("fixed", "dynamic"))
     ours, other, twin = build(kind, skip="tensor"), build(kind), build(kind)
     set_grads(other, 1, scale=1024.0)
