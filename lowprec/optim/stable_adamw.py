@@ -36,7 +36,6 @@ from lowprec.optim.state import (
     loaded_state,
     lr_on_device,
     options_of,
-    written_over,
     zero_state,
 )
 from lowprec.optim.statistics import (
@@ -80,7 +79,8 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
             kernels cannot run.
         foreach, capturable: as in torch, without effect: a CUDA graph can capture any step but the
             first, one step per graph. A replay reads gradients and learning rates that are tensors;
-            other options keep their values from the capture. Capture again after `add_param_group`.
+            other options keep their values from the capture. Capture again after `add_param_group`
+            and `load_state_dict`.
         amsgrad, maximize, differentiable: ValueError if true.
 
     After `step()`:
@@ -326,9 +326,7 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
         are_views = all(s["updates"]._base is counts for s in states if "updates" in s)
         if counts is None or not are_views or len(counts) != len(params) or counts.device != device:
             updates = [torch.as_tensor(s.get("updates", 0.0)).to(device).float() for s in states]
-            updates, own = torch.stack(updates), counts
-            is_alike = own is not None and (len(own), own.device) == (len(params), device)
-            self._update_counts = counts = own.copy_(updates) if is_alike else updates
+            self._update_counts = counts = torch.stack(updates)
             for i, state in enumerate(states):
                 if state:
                     state["updates"] = counts[i]
@@ -363,16 +361,15 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        if "_captured" not in vars(self):  # not in load_state_dict: a captured step goes on
+        if "_captured" not in vars(self):  # not in load_state_dict: graphs may still be replayed
             self._reset_caches()
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Loads a copy of a state of StableAdamW or torch.optim.AdamW.
 
         Moments keep their own dtype (torch casts them to the parameter's). Options that AdamW does
-        not have stay as they are. Once a step was captured, tensors of an earlier state and of
-        learning rates are written in place, so that it goes on from the loaded state. ValueError,
-        before anything is loaded, if the state is of another optimizer or its shapes differ.
+        not have stay as they are. ValueError, before anything is loaded, if the state is of another
+        optimizer or its shapes differ.
         """
         if not state_dict.keys() >= {"state", "param_groups"}:
             raise ValueError(f"{FOREIGN}; this one has {', '.join(list(state_dict)[:5])}")
@@ -389,25 +386,10 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
             for p, (n, betas) in zip(self._params(), numbers, strict=False)
             if n in saved
         }
-        own_states, own_groups = dict(self.state), self.param_groups
         super().load_state_dict({"state": {}, "param_groups": groups})  # compares the lengths
         self.state.update(states)
-        if self._captured:
-            self._write_in_place(own_states, [group["lr"] for group in own_groups])
-        else:
-            self._update_counts = None  # an earlier state_dict() keeps its own
+        self._update_counts = None  # an earlier state_dict() keeps its own
         self._counts()
-
-    def _write_in_place(self, own_states: dict[Tensor, dict], own_rates: list) -> None:
-        """Moves a loaded state and learning rates to the tensors that a captured step reads."""
-        for group, own in zip(self.param_groups, own_rates, strict=True):
-            pairs = zip(self.param_groups, own_rates, strict=True)
-            rates = {float(other["lr"]) for other, rate in pairs if rate is own}  # may share one
-            if isinstance(own, Tensor) and len(rates) == 1:
-                group["lr"] = own.fill_(*rates)
-        for p, state in self.state.items():
-            self.state[p] = written_over(own_states.get(p, {}), state)
-        self._update_counts.zero_()  # of tensors without a saved state
 
     def adamw_state_dict(self) -> dict:
         """A state that torch.optim.AdamW can load, to continue without update clipping."""

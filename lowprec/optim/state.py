@@ -115,18 +115,6 @@ def loaded_state(
     return {**state, "updates": t}
 
 
-def written_over(own: dict[str, Tensor], loaded: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A loaded state, in the tensors of an earlier one where that has the same."""
-
-    def facts(state: dict[str, Tensor]) -> dict:
-        kinds = state.keys() & {*TENSORS}
-        return {k: (x.shape, x.stride(), x.dtype, x.device) for k, x in state.items() if k in kinds}
-
-    if facts(own) != facts(loaded):
-        return loaded
-    return {k: own[k].copy_(x) if k in TENSORS else x for k, x in loaded.items()}
-
-
 def adamw_state(state: dict, betas: tuple) -> dict[str, Tensor]:
     """One of our states in torch.optim.AdamW's layout, with 32-bit moments."""
     t = float(state["updates"])
