@@ -1,6 +1,6 @@
 """Runs an entry point: its command line is composed and checked once, then each run is called.
 
-Hydra itself only explains (`--help`, `--cfg job`, `--info`, shell completion).
+Hydra itself only explains (`--cfg job`, `--info`, `--hydra-help`, shell completion).
 """
 
 import argparse
@@ -216,9 +216,10 @@ def _submit(runs: list[SweptRun], launcher: dict) -> list:
 
 def _explain(arguments: argparse.Namespace, entry: str, schema: type) -> None:
     """Prints what a flag asks for: the keys, a config, or what completes a word in the shell."""
-    if arguments.help:  # Hydra adds the groups
+    if arguments.help:
         usage = (sys.modules["__main__"].__doc__ or "").strip()
-        print(f"{usage}\n\nKeys with their defaults:\n\n{compose.explain(entry, schema)}\n")
+        print(f"{usage}\n\nKeys with their defaults:\n\n{compose.explain(entry, schema)}")
+        return
     version.setbase("1.3")
     compose.register(schema)
     _run_hydra(

@@ -336,7 +336,7 @@ VERBS: dict[str, Callable[[list[str]], None]] = {
 FIND = """\
 experiment=NAME or name=NAME  the sweep; may be left out if there is only one
 run_dir=runs  the folder of the sweep's runs"""
-OPTIONS = {  # those of the other verbs: FIND
+OPTIONS = {  # the other verbs: FIND
     "submit": """\
 KEY=VALUE,...  a key of the runs and one value or several, which become one run each;
                `python -m experiments.train --help` explains the keys""",

@@ -1,6 +1,8 @@
-"""Runs a benchmark by its name: `python -m experiments.benchmarks layer dims=[1280]`.
+"""Runs a benchmark by its name: layer, model, ops, optimizer, scale or step.
 
-Keys are checked before torch is imported. `configs.py` lists the benchmarks and their keys.
+    python -m experiments.benchmarks layer dims=[1280]
+
+`python -m experiments.benchmarks NAME --help` lists the keys of one.
 """
 
 import importlib
@@ -13,8 +15,11 @@ from lowprec.nearest import nearest
 
 
 def main() -> None:
-    """Checks the command line, then imports and runs the benchmark that it names."""
+    """Checks the command line, without torch; then imports and runs the benchmark that it names."""
     name, *words = sys.argv[1:] or [""]
+    if name in ("-h", "--help"):
+        print(__doc__.strip())
+        return
     if name not in BENCHMARKS:
         hint = nearest(name, BENCHMARKS)
         refuse(ConfigError([f"benchmark {name!r}: name one of {', '.join(BENCHMARKS)}{hint}"]))

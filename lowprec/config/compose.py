@@ -123,7 +123,10 @@ def defaults(schema: type) -> dict:
 
 
 def explain(entry: str, schema: type) -> str:
-    """A line per key of an entry point, `key=default`, followed by its meaning and choices."""
+    """A line per key of an entry point, `key=default`, followed by its meaning and choices.
+
+    Below, a line per group, with the names that `group=name` chooses from.
+    """
 
     def lines(schema: type, values: dict, prefix: str) -> Iterator[str]:
         for f in fields(schema):
@@ -136,7 +139,9 @@ def explain(entry: str, schema: type) -> str:
             choices = " | ".join(map(str, f.metadata.get("choices", ())))
             yield f"{prefix}{name}={text}  {doc}" + f" ({choices})" * bool(choices)
 
-    return "\n".join(lines(schema, _plain(_compose_files(CONF, (), entry, schema)), ""))
+    text = "\n".join(lines(schema, _plain(_compose_files(CONF, (), entry, schema)), ""))
+    groups = [f"{group}: {', '.join(_choices(group))}" for group in sorted(_groups(schema))]
+    return "\n".join([text, "", "Groups (group=choice):", "", *groups] if groups else [text])
 
 
 def register(schema: type) -> None:

@@ -8,6 +8,8 @@ import sys
 import pytest
 
 from experiments import entry
+from experiments.compact import CompactConfig
+from experiments.evaluate import EvaluateConfig
 from lowprec.config import compose
 from lowprec.config.check import ConfigError, RunError
 from lowprec.config.schema import Config
@@ -334,3 +336,10 @@ def test_help_explains_each_key_with_its_default():
     text = compose.explain("train", Config)
     assert "\noptimizer.beta2=0.98  decay rate of the second moment\n" in text
     assert "\nlogger.name=none  dashboard (none | tensorboard | wandb | trackio)" in text
+
+
+def test_help_lists_the_groups_of_the_command_alone():
+    assert "\nschedule: constant, cosine" in compose.explain("train", Config)
+    evaluate = compose.explain("evaluate", EvaluateConfig)
+    assert "\nevaluation: both, none" in evaluate and "\nmodel: " not in evaluate
+    assert "Groups" not in compose.explain("compact", CompactConfig)
