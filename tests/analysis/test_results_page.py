@@ -321,7 +321,15 @@ def test_learning_rates_at_true_size_are_those_of_the_records(everything):
         excursion = (median - median.cummin()).max()
         values = f"{head['validation_loss']:.4f}", f"{head['recall']:.1f}", f"{excursion:.2f}"
         assert numbers == [*values], (recipe, rate)
-    assert len(rows) == 6
+    assert len(rows) == 8
+    loss = heads["validation_loss"]
+    assert loss.loc["bf16"].idxmin() == 3.5e-4 and heads["recall"].loc["bf16"].idxmax() == 2.5e-4
+    change = loss.loc["switchback"] / loss.loc["bf16"] - 1
+    page = words_of("true_size")
+    assert f"SwitchBack int8 differs by {abs(change[3.5e-4]):.1%}, and" in page
+    assert f"at 2.5e-4 ({change[2.5e-4]:.1%}) and at 5e-4 ({change[5e-4]:.1%})" in page
+    above = loss.xs(1e-3, level=1)[["bf16", "switchback"]] - loss.loc["bf16"].min()
+    assert "end {:.2f} and {:.2f} nats above it".format(*above) in page
     bf16 = heads["recall"].loc["bf16"]
     assert f"gains {bf16[2.5e-4] - bf16[5e-4]:.1f} points at half its rate" in PAGE
 
