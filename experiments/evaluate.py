@@ -88,7 +88,7 @@ def evaluated(
     trained = trained.at_step(step_of(checkpoint))  # its other recipe may not run here
     trained.precision.autocast = config.precision.autocast or trained.precision.autocast
     built = build(trained, open_data(trained, training=False))
-    built.state.load_model(checkpoint)
+    built.state.load(checkpoint, model_only=True)
     evaluation, model = built.evaluation(), built.task.model
     converts = config.precision.recipe == "int8_inference"
     if converts and not built.layers:

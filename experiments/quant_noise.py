@@ -66,7 +66,7 @@ def capture(
     trained = trained.at_step(next_step)
     built = build(trained, open_data(trained))
     if path:
-        built.state.load_model(path)
+        built.state.load(path, model_only=True)
     tensors, batch = attach_hooks(built, layers), next(built.batches_from(next_step))
     built.task.model.train()
     loss, _ = built.task.loss(batch.to(built.device))

@@ -6,18 +6,21 @@
     python -m experiments.replay run=RUN step=1170 change_from=1138,1154,1162 skip_batches=99
 
 The replay starts from the newest snapshot or checkpoint at least `steps` steps before `step`, or
-else from the oldest one at least 2 steps before.
-First, the steps are replayed unchanged: this control must reproduce the recorded losses, otherwise
-the exit status is 1. Then they are replayed with the changes, which may be any keys and groups of a
-run: all changes between two words `or` together, or with -m each combination. `skip_batches=N`
-leaves out the batches of the last N steps up to and including `step` and uses the next batches
-instead: the cause of a spike comes before the step at which its loss exceeds the bound.
-`clip_tensors=[PATTERN]` clips the updates of the matching tensors as StableAdamW does. If no change
-is given, the three usual suspects are tried: the data (skip_batches=8), the optimizer (update
-clipping, or beta2=0.9 if the run clips already) and the numerics (float32). A change acts from step
-`change_from` on, by default from the first replayed step, to the end, or for `change_steps` steps:
-the earlier it acts, the more the trajectory diverges for other reasons. Each of several steps
-`change_from` has its own replays.
+else from the oldest one at least 2 steps before. A finished run keeps only its last state, unless
+it had keep_checkpoints=2 or more. First, the steps are replayed unchanged: this control must
+reproduce the recorded losses, otherwise the exit status is 1. Then they are replayed with the
+changes, which may be any keys and groups of a run: all changes between two words `or` together, or
+with -m each combination. Three keys exist only here:
+
+skip_batches=0  leave out the batches of this many steps up to and including `step`, and use the
+                next ones instead: the cause of a spike precedes the step whose loss is too high
+clip_tensors=[]  clip the updates of these tensors alone, as StableAdamW does (optimizer=adamw)
+change_steps=0  number of steps with the changes; 0: all to the end
+
+If no change is given, the three usual suspects are tried: the data (skip_batches=8), the optimizer
+(update clipping, or beta2=0.9 if the run clips already) and the numerics (float32). A change acts
+from step `change_from` on, by default from the first replayed step: the earlier it acts, the more
+the trajectory diverges for other reasons. Each of several steps `change_from` has its own replays.
 Additional replays (`perturbed`) change nothing but the last digit of the weights at that step. If
 the spike is gone in these replays too, a change that removes it proves little.
 
@@ -26,6 +29,7 @@ changed.
 """
 
 import hashlib
+import itertools
 import math
 import os
 import tempfile
@@ -35,10 +39,11 @@ from dataclasses import dataclass, fields
 from functools import partial
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
-from experiments.entry import parse_command, refuse, run_command
+from experiments.entry import Waiting, parse_command, refuse, run_command
 from experiments.replay_report import CONTROL, PERTURBED, UNCHANGED, Replay, compare, report
 from lowprec.config.check import ConfigError, RunError
 from lowprec.config.compose import compose_command
@@ -116,10 +121,9 @@ def main(config: ReplayConfig, changes: list[str], multirun: bool = False) -> No
     for start in starts:
         if not first <= start <= config.step:
             raise RunError(f"change_from={start}: a step from {first} to {config.step} is expected")
-    print(f"from {state}: steps {first} to {last}", flush=True)
+    print(f"from {state}: steps {first} to {last} are replayed", flush=True)
     faults: list[str] = []
-    scaler = trained["scaler"]["name"]
-    frames = replays(config, variants, scaler, recorded, state, range(first, last + 1), faults)
+    frames = replays(config, variants, recorded, state, range(first, last + 1), faults)
     since = [f"change_from={','.join(map(str, starts))}"] if starts else []
     stem = "_".join([f"step_{config.step}", *since, *changes]).replace("/", "-")
     if len(stem) > MAX_NAME:
@@ -133,7 +137,6 @@ def main(config: ReplayConfig, changes: list[str], multirun: bool = False) -> No
 def replays(
     config: ReplayConfig,
     variants: dict[str, ReplayedConfig],
-    scaler: str,
     recorded: pd.Series,
     state: Path,
     steps: range,
@@ -141,9 +144,8 @@ def replays(
 ) -> dict[Replay, pd.DataFrame]:
     """Takes `steps` from a state; returns the steps of each replay, the control first.
 
-    `scaler` names the loss scaler of the run, which variants with the same kind continue; after the
-    steps with another kind, a new one starts. Appends a fault for each variant that cannot load the
-    state.
+    Variants with the run's kind of loss scaler continue it; after the steps with another kind, a
+    new one starts. Appends a fault for each variant that cannot load the state.
     """
     from experiments.replay_steps import Replayer  # loads torch
 
@@ -151,25 +153,39 @@ def replays(
     later = [start for start in starts if start > steps[0]]
     keep_from = starts[0] if config.change_from else None
     unchanged, frames = variants.pop(CONTROL), {}
+    count = 1 + len(later) + len(starts) * (config.perturbed + len(variants))
+    numbers = itertools.count(1)
+    kinds = [UNCHANGED] * bool(later) + [f"{config.perturbed} {PERTURBED}"] * bool(config.perturbed)
+    where = f"; from step {', '.join(map(str, starts))} on: {'; '.join([*kinds, *variants])}"
+    print(f"{count} replays: {CONTROL}{where}", flush=True)
     with (
         tempfile.TemporaryDirectory() as folder,
+        closing(Waiting("loading")) as waiting,
         closing(Replayer(config.step, steps[-1], keep_from)) as replayer,
     ):
+
+        def take(name: str, variant: ReplayedConfig, state: Path, **options: Any) -> pd.DataFrame:
+            what = f"replay {next(numbers)} of {count}, {name}"
+            replayer.on_step = lambda step: setattr(
+                waiting, "doing", f"{what}: step {step} of {steps[-1]}"
+            )
+            return replayer.replay(variant, state, **options)
+
         save_after = [start - 1 for start in later]
-        control = replayer.replay(unchanged, state, save_after=save_after, folder=Path(folder))
+        control = take(CONTROL, unchanged, state, save_after=save_after, folder=Path(folder))
         print(f"control: {compare(control, recorded, config.tolerance)}", flush=True)
         frames[Replay(CONTROL, steps[0])] = control
         states = dict.fromkeys(starts, state)
         states |= {start: Path(folder) / f"step_{start - 1:09d}" for start in later}
         for start in later:
-            again = frames[Replay(UNCHANGED, start)] = replayer.replay(unchanged, states[start])
+            again = frames[Replay(UNCHANGED, start)] = take(UNCHANGED, unchanged, states[start])
             compare(again, recorded, config.tolerance)
         for start in starts:
             for seed in range(1, config.perturbed + 1):
-                frame = replayer.replay(unchanged, states[start], perturbation=seed)
+                frame = take(PERTURBED, unchanged, states[start], perturbation=seed)
                 frames[Replay(PERTURBED, start, seed)] = frame
         for name, variant in variants.items():
-            keeps = variant.scaler.name == scaler
+            keeps = variant.scaler.name == unchanged.scaler.name
             try:
                 for start in starts:
                     after = Path(tempfile.mkdtemp(dir=folder))
@@ -177,7 +193,7 @@ def replays(
                     options = {"keeps_scaler": keeps}
                     if is_short := start <= until < steps[-1]:
                         options |= {"last": until, "save_after": [until], "folder": after}
-                    frame = replayer.replay(variant, states[start], **options)
+                    frame = take(name, variant, states[start], **options)
                     if is_short and frame["step"].iloc[-1] == until:
                         saved = after / f"step_{until:09d}"
                         rest = replayer.replay(unchanged, saved, keeps_scaler=keeps)

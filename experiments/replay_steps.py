@@ -1,7 +1,7 @@
 """Replays of a run's steps in one process, which share what they can."""
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from itertools import chain, count, groupby, islice
 from pathlib import Path
@@ -39,6 +39,7 @@ class Replayer:
 
     def __init__(self, step: int, last: int, keep_from: int | None = None):
         self.step, self.last, self.keep_from = step, last, keep_from
+        self.on_step: Callable[[int], None] = lambda step: None  # called before each step
         self.built: building.Built | None = None  # without a state
         self.settings: dict | None = None
         self.source: Iterator[Batch] | None = None
@@ -80,6 +81,7 @@ class Replayer:
         earlier = islice(batches, skip_at - first)
         later = islice(batches, min(config.skip_batches, self.step + 1 - skip_at), None)
         for number, batch in zip(range(first, last + 1), chain(earlier, later), strict=False):
+            self.on_step(number)
             loss = take_step(number, batch)["loss"].item()
             rms = optimizer.statistics[:, STATISTICS.index("rms")].tolist()
             rms = rms[names.index(TENSOR)] if TENSOR in names else math.nan

@@ -61,8 +61,12 @@ class ProgressBar:
     def at(self, step: int) -> None:
         """Shows the step that begins."""
         if self.waiting:
-            loss = f", loss {self.last['loss']:.3f}" if self.last else ""
-            self.waiting.doing = f"{self.name}: step {step} of {self.num_steps}{loss}"
+            told = f"{self.name}: step {step} of {self.num_steps}"
+            if self.last:
+                minutes = (self.num_steps - step) * self.last["step_ms"] / 60_000
+                told += ", loss {loss:.3f} at step {step}".format(**self.last)
+                told += f", about {minutes:.0f} min left"
+            self.waiting.doing = told
 
     def flushed(self, row: dict) -> None:
         """Shows the last step; prints the numbers of an evaluation."""

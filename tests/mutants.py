@@ -15,7 +15,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parent.parent
 MUTANTS = {  # function: (value of a call in its arguments `a`, tests that must fail)
     "lowprec.train.state:TrainState.load": ("None", "train/test_loop.py"),
-    "lowprec.train.state:TrainState._load_moments": ("None", "train/test_loop.py"),
+    "lowprec.train.state:_set_random_state": ("None", "train/test_loop.py"),
     "lowprec.train.state:_check_same": ("None", "train/test_saver.py train/test_checkpoint.py"),
     "lowprec.train.checkpoint:file_digest": ("''", "train/test_checkpoint.py"),
     "lowprec.train.checkpoint:retire": ("None", "train/test_checkpoint.py train/test_saver.py"),

@@ -113,9 +113,10 @@ def state_before(run: Path, step: int, margin: int) -> tuple[Path, dict]:
         except DamagedError as error:
             print(f"warning: {error}; trying another state")
     steps = ", ".join(str(step_of(path)) for path in states) or "no step"
-    begin = f" (for step {step_of(states[0]) + 2} and later)" if states else ""
+    begin = f", enough for step {step_of(states[0]) + 2} and later" if states else ""
     raise CheckpointError(
-        f"{run} has no intact snapshot or checkpoint at step {step - 2} or earlier, which step "
-        f"{step} needs; it has those of {steps}{begin}; a new run keeps more with "
-        "diagnostics.recorder.enabled=true, or a smaller save_every and keep_checkpoints=2 or more"
+        f"{run}: step {step} is replayed from a snapshot or checkpoint of step {step - 2} or "
+        f"earlier, and no intact one is there: there are those of {steps}{begin}. A finished run "
+        "keeps its last checkpoint alone; a new run keeps more with a smaller save_every and "
+        "keep_checkpoints=2 or more, or before spikes with diagnostics.recorder.enabled=true"
     )

@@ -53,110 +53,79 @@ class TrainState:
     skips: int = 0
     world: Ranks = ONE_PROCESS
 
+    def _tensors(self) -> dict[str, dict[str, Tensor]]:
+        """All tensors of the state but the random ones, in place, by file and name.
+
+        They are the model's, the optimizer's moments and what ZClip or SkipStep remembers.
+        """
+        policy = self.optimizer.clip_norm
+        clipping = policy.state_dict() if isinstance(policy, nn.Module) else {}
+        model = self.model.state_dict()
+        return {"model": model, **self.optimizer.tensors(), "clipping": clipping}
+
     def files(self) -> dict[str, list]:
         """The checkpoint files that this rank writes: name -> chunks of bytes.
 
         All ranks of a sharded state call it together: they gather the model for rank 0, one tensor
         at a time.
         """
-        sharded, suffix = isinstance(self.model, FSDPModule), SUFFIX
-        if not sharded and not self.world.is_first:
+        sharded, first = isinstance(self.model, FSDPModule), self.world.is_first
+        if not sharded and not first:
             return {}
-        model = {}
-        for name, tensor in self.model.state_dict().items():
-            gathered = whole(tensor)
-            if self.world.is_first:
-                model[name] = gathered.cpu() if sharded else gathered
-        if sharded:
-            suffix = f".{self.world.rank:05d}-of-{self.world.size:05d}{SUFFIX}"
-        moments = {key + suffix: pack(own) for key, own in self._moments().items() if own}
-        if not self.world.is_first:
-            return moments
-        rng = {"cpu": torch.get_rng_state()}
+        kinds = self._tensors()
+        if sharded:  # every rank gathers each tensor, and rank 0 keeps it
+            gathered = ((name, whole(tensor)) for name, tensor in kinds["model"].items())
+            kinds["model"] = {name: tensor.cpu() for name, tensor in gathered if first}
+        kinds["rng"] = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_available():
-            rng["cuda"] = torch.cuda.get_rng_state()
-        state = {"scaler": self.scaler.state_dict(), "steps": self.optimizer.steps}
-        state |= {name: getattr(self, name) for name in NUMBERS}
-        others = {"clipping": self._clipping(), "rng": rng}
-        return {
-            "model.safetensors": pack(model),
-            **moments,
-            **{key + SUFFIX: pack(tensors) for key, tensors in others.items() if tensors},
-            "state.json": [json.dumps(state).encode()],
-        }
+            kinds["rng"]["cuda"] = torch.cuda.get_rng_state()
+        files = {}
+        for kind, tensors in kinds.items():
+            part = f".{self.world.rank:05d}-of-{self.world.size:05d}"
+            suffix = part + SUFFIX if sharded and kind not in NOT_MOMENTS else SUFFIX
+            if own := {name: local(x) for name, x in tensors.items() if self._writes(x)}:
+                files[kind + suffix] = pack(own)
+        if first:
+            state = {"scaler": self.scaler.state_dict(), "steps": self.optimizer.steps}
+            state |= {name: getattr(self, name) for name in NUMBERS}
+            files["state.json"] = [json.dumps(state).encode()]
+        return files
 
-    def load(self, folder: Path, *, fresh: bool = False) -> None:
+    def _writes(self, tensor: Tensor) -> bool:
+        """Whether this rank writes a tensor: its rows of a sharded one; rank 0 the others."""
+        return local(tensor).numel() > 0 if isinstance(tensor, DTensor) else self.world.is_first
+
+    def load(self, folder: Path, *, fresh: bool = False, model_only: bool = False) -> None:
         """Loads what `files` returned; CheckpointError if a tensor's name or shape differs.
 
-        Weights may have another dtype, moments may not. `fresh`: loads it as the beginning of
-        another run, without the random state, the count of skips and, if it is of another kind, the
-        loss scaler. ZClip or SkipStep begins anew if the saved run did not use it.
+        Weights may have another dtype, moments may not. ZClip or SkipStep begins anew if the saved
+        run did not use it. `fresh`: loads it as the beginning of another run, without the random
+        state, the count of skips and, if it is of another kind, the loss scaler. `model_only`:
+        leaves the optimizer, of which nothing need be saved, and a scaler of another kind alone.
         """
-        model, moments = self._read_model(folder), {}
-        like = self.optimizer.tensors()
-        _refuse_other_optimizer(folder, like)
-        for key, expected in like.items():
-            moments[key] = _read_like(folder, key, expected)
-            _check_same(moments[key], expected, folder / f"{key}{SUFFIX}")
+        own = self._tensors()
+        if model_only:
+            own = {"model": own["model"]}
+        else:
+            _refuse_other_optimizer(folder, own)
+        saved = {kind: _read_like(folder, kind, tensors) for kind, tensors in own.items()}
+        if not model_only and saved["clipping"].keys() != own["clipping"].keys():
+            del own["clipping"]
+        for kind, tensors in own.items():
+            _check_same(saved[kind], tensors, folder / f"{kind}{SUFFIX}")
         state = json.loads((folder / "state.json").read_text())
-        self._load_moments(moments)
-        self.optimizer.steps = state["steps"]
-        self._set_model(model)
-        clipping, own = _read_like(folder, "clipping", {}), self._clipping()
-        if clipping.keys() == own.keys():
-            for name, tensor in own.items():
-                tensor.copy_(clipping[name])
-        if not fresh or set(state["scaler"]) == set(self.scaler.state_dict()):
-            self.scaler.load_state_dict(state["scaler"])
-        if fresh:
-            return
-        _set_random_state(folder)
-        for name in NUMBERS:
-            setattr(self, name, state.get(name, getattr(self, name)))  # old runs lack new ones
-
-    def load_model(self, folder: Path) -> None:
-        """Loads all but the optimizer's state: any optimizer will do, and none need be saved."""
-        self._set_model(self._read_model(folder))
-        scaler = json.loads((folder / "state.json").read_text())["scaler"]
-        if set(scaler) == set(self.scaler.state_dict()):
-            self.scaler.load_state_dict(scaler)
-        _set_random_state(folder)
-
-    def _read_model(self, folder: Path) -> dict[str, Tensor]:
-        expected = self.model.state_dict()
-        model = _read_like(folder, "model", expected)
-        _check_same(model, expected, folder / "model.safetensors")
-        return model
-
-    def _set_model(self, model: dict[str, Tensor]) -> None:
-        for name, tensor in self.model.state_dict().items():
-            local(tensor).copy_(local(model[name]))
-
-    def _clipping(self) -> dict[str, Tensor]:
-        """The state of ZClip or SkipStep, in place; empty without."""
-        policy = self.optimizer.clip_norm
-        return policy.state_dict() if isinstance(policy, nn.Module) else {}
-
-    def _moments(self) -> dict[str, dict[str, Tensor]]:
-        """The optimizer's tensors that this rank writes, by file and name.
-
-        They are its rows of sharded tensors; unsharded tensors belong to rank 0.
-        """
-        first = self.world.is_first
-        return {
-            key: {
-                name: local(x)
-                for name, x in tensors.items()
-                if (first or isinstance(x, DTensor)) and local(x).numel()
-            }
-            for key, tensors in self.optimizer.tensors().items()
-        }
-
-    def _load_moments(self, moments: dict[str, dict[str, Tensor]]) -> None:
-        """Copies into the optimizer's own tensors."""
-        for key, tensors in self.optimizer.tensors().items():
+        for kind, tensors in own.items():
             for name, tensor in tensors.items():
-                local(tensor).copy_(local(moments[key][name]))
+                local(tensor).copy_(local(saved[kind][name]))
+        is_other_run = fresh or model_only
+        if not is_other_run or set(state["scaler"]) == set(self.scaler.state_dict()):
+            self.scaler.load_state_dict(state["scaler"])
+        if not fresh:
+            _set_random_state(folder)
+        if not model_only:
+            self.optimizer.steps = state["steps"]
+        for name in () if is_other_run else NUMBERS:
+            setattr(self, name, state.get(name, getattr(self, name)))  # old runs lack new ones
 
 
 def is_of_optimizer(name: str) -> bool:
@@ -174,7 +143,7 @@ def _set_random_state(folder: Path) -> None:
 def _refuse_other_optimizer(folder: Path, like: dict[str, dict]) -> None:
     """CheckpointError if a checkpoint's optimizer has other kinds of tensors than this run's."""
     files = {path.name.partition(".")[0] for path in folder.iterdir() if is_of_optimizer(path.name)}
-    kinds = {key for key, tensors in like.items() if tensors}
+    kinds = {key for key, tensors in like.items() if tensors and is_of_optimizer(key + SUFFIX)}
     if files != kinds:
         raise CheckpointError(
             f"{folder} is another optimizer's: it has {', '.join(sorted(files))}, and this run's "

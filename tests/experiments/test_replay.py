@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pandas as pd
@@ -12,11 +13,13 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
+from experiments import entry, replay
 from experiments.replay import ReplayConfig, ReplayedConfig, command, main, suspects
 from experiments.replay_report import Replay, table, verdict
 from experiments.replay_steps import Replayer
 from lowprec.config.check import ConfigError, RunError, check
 from lowprec.config.compose import compose_command
+from lowprec.config.schema import Config
 from lowprec.diagnostics.spikes import Protocol
 from lowprec.runs.identity import to_dict
 from lowprec.runs.read import encode_row, read_config, read_rows
@@ -235,7 +238,7 @@ def test_a_replay_from_a_snapshot_finds_the_batch_behind_a_planted_spike(run, sp
     assert next(row["step"] for row in rows if row.get("spike") == "loss") == 14
     main(ReplayConfig(str(folder), 14, 3, perturbed=0), [])
     printed = capsys.readouterr().out
-    assert "snapshots/step_000000000: steps 1 to 17" in printed
+    assert "snapshots/step_000000000: steps 1 to 17 are replayed" in printed
     gone, stays = [line for line in printed.splitlines() if line.startswith("The spike ")]
     assert "gone" in gone and "skip_batches=8" in gone
     assert "stays" in stays and "optimizer=stable_adamw" in stays
@@ -257,7 +260,7 @@ def test_impossible_replays_are_refused(run):
     folder = run()
     for step, changes, message in (
         (40, [], "has recorded steps 1 to 12"),
-        (4, [], "at step 2 or earlier, .*has those of 4.*for step 6 and later.*enabled=true"),
+        (4, [], "step 2 or earlier.*are those of 4.*for step 6 and later.*enabled=true"),
         (10, ["model.vision_layers=3"], "does not fit the model"),
         (10, ["optimizer.stable_embedding=true"], "does not fit the model"),
     ):
@@ -308,14 +311,22 @@ def test_a_launcher_is_refused(monkeypatch, capsys, key):
     assert f"{key}: a replay runs in this process" in capsys.readouterr().err
 
 
+def test_the_help_lists_the_keys_that_only_a_replay_has():
+    own = {f.name for f in fields(ReplayedConfig)} - {f.name for f in fields(Config)}
+    assert own == set(re.findall(r"^(\w+)=", replay.__doc__, re.M))
+
+
 def test_the_command_line_separates_its_keys_from_the_changes(run, monkeypatch, capsys):
     folder = run()
+    monkeypatch.setattr(entry, "SILENT_S", 0)
     words = ["-m", f"run={folder}", "step=10", "steps=2", "change_from=9,10", "perturbed=1"]
     words += ["skip_batches=1", "or", "optimizer=stable_adamw"]
     words += ["precision=fp16", "scaler=dynamic,fixed"]  # which the run did not have
     monkeypatch.setattr(sys, "argv", ["replay", *words])
     command()
-    output = capsys.readouterr().out
+    output, told = capsys.readouterr()
+    assert "10 replays: control; from step 9, 10 on: unchanged; 1 perturbed; skip_b" in output
+    assert re.search(r"replay \d+ of 10, .*: step \d+ of 12 \(", told)
     for scaler in ("dynamic", "fixed"):
         assert re.search(rf"optimizer=stable_adamw precision=fp16 scaler={scaler} +10 ", output)
     assert re.search(r"\n +10 +skip_batches=1 +9 ", output)

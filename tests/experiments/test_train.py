@@ -129,9 +129,11 @@ def test_a_run_without_a_terminal_tells_its_step_and_loss(monkeypatch, capfd):
 
     progress.at(7)
     wait_for("step 7 of 1000")
-    progress.flushed({"step": 20, "loss": 2.3456, "images_per_s": 9.0, "memory_gib": None})
+    progress.flushed(
+        {"step": 20, "loss": 2.3456, "images_per_s": 9.0, "step_ms": 1000, "memory_gib": None}
+    )
     progress.at(27)
-    wait_for("step 27 of 1000, loss 2.346")
+    wait_for("step 27 of 1000, loss 2.346 at step 20, about 16 min left")
     progress.close()
     time.sleep(0.1)
     capfd.readouterr()  # a line that was under way

@@ -160,7 +160,7 @@ def test_state_before_returns_the_newest_intact_state_that_is_early_enough(tmp_p
     (tmp_path / "snapshots" / "step_000000014" / "a").write_bytes(b"2")
     assert state_of(22, 5) == ("checkpoints", 10)
     assert "step_000000014/a is damaged" in capsys.readouterr().out
-    with pytest.raises(CheckpointError, match="step 11 needs; it has those of 10, 14, 20"):
+    with pytest.raises(CheckpointError, match="of step 9 or .* of 10, 14, 20, .* step 12"):
         state_before(tmp_path, 11, 1)
-    with pytest.raises(CheckpointError, match="it has those of no step;"):
+    with pytest.raises(CheckpointError, match=r"there are those of no step\."):
         state_before(tmp_path / "other", 11, 1)
