@@ -1,5 +1,6 @@
 """The repeated blocks of a model: finds, compiles and checkpoints them, in place."""
 
+import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -124,8 +125,21 @@ def _is_kept(context: Any, op: Callable, *args: Any, **kwargs: Any) -> Checkpoin
 def _checkpointed(block: nn.Module, patched: Callable | None, *args: Any, **kwargs: Any) -> Any:
     """Runs a block's forward, or its patched forward if it has one, under checkpointing.
 
-    The type's forward is looked up here, because fusing an MLP changes the type.
+    The type's forward is looked up here, because fusing an MLP changes the type. In training, a
+    decoder's block does not see the cache of keys and values, to which the recomputation would
+    append them again; in evaluation, a block with a cache is not checkpointed.
     """
     forward = patched or partial(type(block).forward, block)
+    if torch.is_grad_enabled() and any(map(_is_cache, (*args, *kwargs.values()))):
+        if not block.training:
+            return forward(*args, **kwargs)
+        args = tuple(None if _is_cache(x) else x for x in args)
+        kwargs = {name: None if _is_cache(x) else x for name, x in kwargs.items()}
     keep = partial(create_selective_checkpoint_contexts, _is_kept)
     return checkpoint(forward, *args, use_reentrant=False, context_fn=keep, **kwargs)
+
+
+def _is_cache(x: Any) -> bool:
+    """Whether an argument is a cache of keys and values, of transformers."""
+    module = sys.modules.get("transformers.cache_utils")
+    return module is not None and isinstance(x, module.Cache)

@@ -43,7 +43,10 @@ class Layers(list[Layer]):
     Attributes:
         recipe: name of the recipe.
         num_layers, num_quantized: linear layers of the whole model.
-        treatments: by layer's name, what became of it.
+        treatments: by layer's name, what became of it. Where nothing has shown that the forward
+            pass calls a layer, it is "unchecked".
+        share: share of the multiply-adds per token that quantized layers compute, of those of all
+            linear layers, Conv1D and experts (see `other_weights`).
         blocks: names of the model's repeated blocks.
         compiled, checkpointed: names of the blocks that are compiled, and checkpointed.
         fused: names of the MLPs that run as one function.
@@ -68,12 +71,19 @@ class Layers(list[Layer]):
                 name = f"{name}.in_proj" if isinstance(module, Attention) else name
                 settings = _settings_of(module)
                 if name in by_name:
-                    self.treatments[name] = self._treatment(by_name[name])
+                    is_ours = isinstance(modules[name.rpartition(".")[0]], Attention)
+                    self.treatments[name] = self._treatment(by_name[name], is_ours)
                 elif settings and settings.recipe.function:
                     self.treatments[name] = f"{settings.recipe.name}, from an earlier call"
                 elif not is_int8(module):
                     self.treatments[name] = "16 bit, not in `where` or not supported"
         self.num_layers, self.num_quantized = len(linear), sum(map(_is_quantized, linear))
+        others, sizes = other_weights(model), {module: _num_weights(module) for module in linear}
+        total = max(sum(sizes.values()) + sum(others.values()), 1)
+        self.share = sum(size for m, size in sizes.items() if _is_quantized(m)) / total
+        self._has_others = bool(others)
+        text = f"{sum(others.values()) / total:.0%} of the multiply-adds per token"
+        self.treatments |= dict.fromkeys(others, f"16 bit, no nn.Linear, {text}")
         projections = [layer.name for layer in self if matches(layer.name, ["in_proj"])]
         owners = {modules[name.rpartition(".")[0]] for name in projections}
         owners |= {m for m in modules.values() if isinstance(m, nn.MultiheadAttention)}
@@ -89,7 +99,9 @@ class Layers(list[Layer]):
             group = groups.setdefault(block.rpartition(".")[0] if block else None, {})
             name = name.removeprefix(f"{block}.") if block else name
             group.setdefault(treatment, {})[name] = None  # a set in order
-        lines = [f"{self.recipe}: {self.num_quantized} of {self.num_layers} linear layers"]
+        share = f", {self.share:.0%} of the multiply-adds per token" if self._has_others else ""
+        count = f"{self.num_quantized} of {self.num_layers} linear layers"
+        lines = [f"{self.recipe}: {count}{share}"]
         for container, group in groups.items():
             lines.append(f"  {self._describe(container)}")
             lines += [f"    {text}: {', '.join(names)}" for text, names in group.items()]
@@ -104,10 +116,13 @@ class Layers(list[Layer]):
             layer = layer.rpartition(".")[0]
         return layer
 
-    def _treatment(self, layer: Layer) -> str:
+    def _treatment(self, layer: Layer, is_ours: bool) -> str:
+        """What became of a layer; `is_ours`: of an Attention, which calls it."""
+        if layer.swapped and layer.name.rpartition(".")[0] in self.fused:
+            return f"{self.recipe}, fused with GELU"
         if layer.swapped:
-            is_fused = layer.name.rpartition(".")[0] in self.fused
-            return f"{self.recipe}, fused with GELU" if is_fused else self.recipe
+            is_known = layer.called or is_ours
+            return self.recipe if is_known else f"{self.recipe}, unchecked without `inputs`"
         if layer.called is False:
             return "16 bit, because the forward pass does not call them"
         if self.recipe == "high":
@@ -126,6 +141,31 @@ class Layers(list[Layer]):
         texts = [state if n == len(blocks) else f"{n} {state}" for state, n in counts.items() if n]
         plural = "" if len(blocks) == 1 else "s"
         return ", ".join([f"{container or 'the model'}: {len(blocks)} block{plural}", *texts])
+
+
+def other_weights(model: nn.Module) -> dict[str, int]:
+    """Multiply-adds per token of each weight of a matrix product that is no linear layer's.
+
+    By name, those of transformers' Conv1D and of experts: parameters [experts, ., .] of which a
+    token meets `num_experts_per_tok`, as the config of a transformers model says, else all.
+    """
+    counts, config = {}, getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for name, module in model.named_modules():
+        if type(module).__name__ == "Conv1D" and module.weight.ndim == 2:
+            counts[name] = module.weight.numel()
+        elif "expert" in f"{name} {type(module).__name__}".lower():
+            for weight, p in module.named_parameters(recurse=False):
+                if p.ndim == 3:
+                    used = getattr(config, "num_experts_per_tok", None) or len(p)
+                    counts[f"{name}.{weight}" if name else weight] = p[0].numel() * used
+    return counts
+
+
+def _num_weights(module: nn.Module) -> int:
+    """Elements of a linear layer's weight, or of an attention's fused projection."""
+    tensors = {**module._parameters, **module._buffers}
+    return sum(x.numel() for n, x in tensors.items() if n.endswith("weight") and x is not None)
 
 
 def _settings_of(module: nn.Module) -> Settings | None:

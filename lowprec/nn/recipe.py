@@ -24,7 +24,7 @@ ALIASES = {  # open_clip's name: what timm, transformers and gated MLPs call the
         *("attn.qkv", "token_mixer.qkv", "q_proj", "k_proj", "v_proj"),
         *("attn_pool.q", "attn_pool.kv", "attn.q", "attn.k", "attn.v", "attn.kv"),
     ),
-    "out_proj": ("attn.proj", "token_mixer.proj", "attn_pool.proj"),
+    "out_proj": ("attn.proj", "token_mixer.proj", "attn_pool.proj", "o_proj"),
     "c_fc": ("mlp.fc1", "mlp.fc1_[gx]", "mlp.w[01]", "mlp.w12", "gate_proj", "up_proj"),
     "c_proj": ("mlp.fc2", "mlp.w[23]", "down_proj"),
 }

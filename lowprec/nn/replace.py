@@ -184,7 +184,9 @@ def _suggest(model: nn.Module, layers: dict[str, str], patterns: Sequence[str]) 
     alike = {x: [SequenceMatcher(None, x, word).ratio() for word in words] for x in endings}
     nearest = sorted(endings, key=lambda x: -max(alike[x], default=0))[:8]
     way_out = f"; name them: where={json.dumps(nearest)}" if any(inside) else ""
-    return f"the model has: {examples}{way_out}"
+    others = list(coverage.other_weights(model))
+    more = f"; {others[0]} and {len(others) - 1} more are no nn.Linear" if others else ""
+    return f"the model has: {examples}{way_out}{more}"
 
 
 def _fault(module: nn.Module, layer: str) -> str:

@@ -84,8 +84,35 @@ def transformers_clip():
     return model
 
 
+def decoder(kind):
+    """A language model of transformers, whose forward pass makes a cache of keys and values."""
+
+    def make():
+        transformers = pytest.importorskip("transformers")
+        sizes = dict(hidden_size=64, intermediate_size=256, num_hidden_layers=2, vocab_size=64)
+        sizes |= dict(num_attention_heads=2, num_key_value_heads=2)
+        config = getattr(transformers, f"{kind}Config")(**sizes)
+        model = getattr(transformers, f"{kind}ForCausalLM")(config)
+        model.set_grad_checkpointing = lambda on: model.gradient_checkpointing_enable()
+        return model
+
+    return make
+
+
+def transformers_vit():
+    transformers = pytest.importorskip("transformers", "5")
+    sizes = dict(hidden_size=64, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2)
+    return transformers.ViTForImageClassification(
+        transformers.ViTConfig(**sizes, image_size=32, patch_size=8)
+    )
+
+
 def images():
     return pair()[:1]
+
+
+def tokens():
+    return pair()[1:]
 
 
 def tokens_and_images():
@@ -108,6 +135,10 @@ def own_loss(model, inputs):
     return model(*inputs, return_loss=True).loss
 
 
+def next_token_loss(model, inputs):
+    return model(*inputs, labels=inputs[0]).loss
+
+
 def transformers_mlp():
     transformers = pytest.importorskip("transformers")
     config = transformers.CLIPTextConfig(hidden_size=64, intermediate_size=256, hidden_act="gelu")
@@ -119,12 +150,14 @@ class Model:
     """A model, the ends of its layers that are found, and of those among them it never calls.
 
     `blocks`: how many blocks with an MLP training prepares; None: it is not trained here.
+    `fuses`: whether these MLPs run as one function.
     """
 
     make: Callable[[], nn.Module]
     layers: str
     uncalled: str = ""
     blocks: int | None = None
+    fuses: bool = True
     where: Sequence[str] = LINEAR_LAYERS
     inputs: Callable[[], tuple] = images
     loss: Callable[[nn.Module, tuple], torch.Tensor] = mean_square
@@ -142,6 +175,7 @@ class Model:
         output = model(*self.inputs())
         if hasattr(output, "image_embeds"):
             output = (output.image_embeds, output.text_embeds)
+        output = getattr(output, "logits", output)
         parts = output if isinstance(output, tuple) else (output,)
         return torch.cat([x.flatten() for x in parts])
 
@@ -155,6 +189,8 @@ class Model:
         return {"loss": loss.detach()} | named
 
 
+OF_DECODER = {"inputs": tokens, "loss": next_token_loss, "blocks": 2, "fuses": False}
+DECODER_LAYERS = "q_proj k_proj v_proj o_proj mlp.gate_proj mlp.up_proj mlp.down_proj"
 VIT_LAYERS = "attn.qkv attn.proj mlp.fc1 mlp.fc2"
 CLIP_LAYERS = "in_proj out_proj c_fc c_proj"
 OF_CLIP = {"inputs": pair, "loss": clip_loss}
@@ -197,6 +233,11 @@ MODELS = {
         transformers_clip, "q_proj k_proj v_proj out_proj mlp.fc1 mlp.fc2",
         blocks=4, inputs=tokens_and_images, loss=own_loss,
     ),
+    **{
+        f"transformers {kind}": Model(decoder(kind), DECODER_LAYERS, **OF_DECODER)
+        for kind in ("Llama", "Qwen2", "Mistral")
+    },
+    "transformers vit": Model(transformers_vit, "q_proj k_proj v_proj o_proj mlp.fc1 mlp.fc2"),
     "torch": Model(
         lambda: nn.Sequential(mlp_of(), mlp_of()), "0 2", blocks=2, where=["*"], inputs=features
     ),

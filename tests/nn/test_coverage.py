@@ -2,6 +2,7 @@
 
 import copy
 from collections import OrderedDict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from lowprec.clip import open_clip
 from lowprec.nn import apply_recipe, prepare_for_training
 from lowprec.nn.inference import to_int8
+from lowprec.nn.replace import NoLayerError
 from tests.nn.models import MODELS, clip, with_subclass_weight
 
 
@@ -81,14 +83,72 @@ def test_report_names_the_attention_that_stays_in_16_bits():
     lines = repr(apply_recipe(model, "switchback")).splitlines()
     text = "16 bit, not in `where` or not supported: attn, attn.out_proj"
     assert lines[1:3] == ["  the model: 1 block", f"    {text}"]
-    assert lines[3:5] == ["  outside blocks", "    switchback: c_fc"]
+    assert lines[3:5] == ["  outside blocks", "    switchback, unchecked without `inputs`: c_fc"]
     assert lines[5:] == ["  attention: 1 MultiheadAttention kept"]
+
+
+class Conv1D(nn.Module):
+    """As in transformers' GPT-2: a linear layer with a transposed weight."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight, self.bias = (nn.Parameter(torch.zeros(s)) for s in ((width, 64), (64,)))
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x, self.weight)
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up_proj = nn.Parameter(torch.zeros(4, 64, 16))
+
+    def forward(self, x):
+        return x
+
+
+def test_report_names_products_outside_of_linear_layers_and_their_share():
+    layers = {"c_fc": nn.Linear(64, 64), "c_proj": Conv1D(64), "experts": Experts()}
+    model = nn.Sequential(nn.Sequential(OrderedDict(layers)), nn.Conv1d(1, 1, 1))
+    inputs = torch.zeros(2, 64)
+    model.config = SimpleNamespace(num_experts_per_tok=2)  # 64 * 64 of 5 * 2,048
+    model[1].forward = lambda x: x
+    report = apply_recipe(model, "switchback", inputs=(inputs,))
+    assert repr(report).splitlines() == [
+        "switchback: 1 of 1 linear layers, 40% of the multiply-adds per token",
+        "  the model: 1 block",
+        "    switchback: c_fc",
+        "    16 bit, no nn.Linear, 60% of the multiply-adds per token: c_proj, experts.up_proj",
+    ]
+    model.config = None  # a token may meet all four
+    assert apply_recipe(model, "switchback", inputs=(inputs,)).share == pytest.approx(1 / 3)
+    with pytest.raises(NoLayerError, match=r"0\.c_proj and 1 more are no nn.Linear$"):
+        apply_recipe(model, "switchback", ["c_proj"])
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_layers_whose_call_nothing_has_shown_are_unchecked(compile, graphs):
+    row = MODELS["timm beit"]
+    for inputs in (None, row.inputs()):
+        model = row.build()
+        options = {"inputs": inputs, "compile": compile, "skip_slow": False}
+        treatments = prepare_for_training(model, "switchback", **options).treatments
+        of_qkv, of_proj, of_mlp = (
+            treatments[f"blocks.0.{name}"] for name in ("attn.qkv", "attn.proj", "mlp.fc1")
+        )
+        assert of_mlp == "switchback, fused with GELU"
+        if inputs is None:
+            assert of_qkv == of_proj == "switchback, unchecked without `inputs`"
+        else:
+            assert of_proj == "switchback"
+            assert of_qkv == "16 bit, because the forward pass does not call them"
 
 
 def test_result_of_apply_recipe_is_readable_and_still_a_list():
     model = nn.Sequential(OrderedDict(c_fc=nn.Linear(8, 8), head=nn.Linear(8, 2)))
     layers = apply_recipe(model, "switchback")
-    lines = ["switchback: 1 of 2 linear layers", "  outside blocks", "    switchback: c_fc"]
+    lines = ["switchback: 1 of 2 linear layers", "  outside blocks"]
+    lines.append("    switchback, unchecked without `inputs`: c_fc")
     other = "    16 bit, not in `where` or not supported: head"
     assert repr(layers).splitlines() == [*lines, other]
     assert [layer.name for layer in layers] == ["c_fc"] and len(layers) == 1

@@ -1,6 +1,8 @@
 """prepare_for_training on models of open_clip, timm and transformers, against `apply_recipe`."""
 
 import copy
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -113,6 +115,48 @@ def test_patched_forward_of_a_block_survives():
     assert model.blocks[0].forward is patched and "forward" not in vars(model.blocks[1])
 
 
+class Cache:
+    """As transformers' caches: keeps what a block appends."""
+
+    def __init__(self):
+        self.kept = []
+
+    def update(self, x):
+        self.kept.append(x.detach())
+        return torch.cat([*self.kept[:-1], x], dim=1)
+
+
+class Caching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1 = nn.Linear(8, 8)
+
+    def forward(self, x, first=None, *, past=None):
+        for cache in (first, past):
+            x = x if cache is None else cache.update(x)
+        return self.fc1(x).tanh()
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("compile", [False, True])
+def test_recomputation_appends_nothing_to_a_cache(monkeypatch, graphs, by_name, compile):
+    monkeypatch.setitem(sys.modules, "transformers.cache_utils", SimpleNamespace(Cache=Cache))
+    model = nn.Sequential(Caching(), Caching())
+    options = {"compile": compile, "checkpointing": True}
+    prepare_for_training(model, "high", "fc1", **options)
+    block, x, cache = model[0], torch.randn(2, 3, 8), Cache()
+    given = {"past": cache} if by_name else {"first": cache}
+    expected = block(x).square().sum()
+    block(x, **given).square().sum().backward()
+    assert not cache.kept
+    torch.testing.assert_close(block(x, **given).square().sum(), expected)
+    with torch.no_grad():  # generation
+        assert [block(x, **given).shape[1] for _ in range(2)] == [3, 6]
+    model.eval()
+    block(x, **given).sum().backward()
+    assert len(cache.kept) == 3
+
+
 def test_mlps_as_checkpointed_blocks_take_another_recipe():
     model = nn.Sequential(mlp_of(), mlp_of())
     x = torch.randn(2, 64, requires_grad=True)
@@ -183,10 +227,10 @@ def test_report_names_layers_outside_of_blocks_and_foreign_attention():
     assert text.splitlines() == [
         "switchback: 27 of 53 linear layers",
         "  blocks: 12 blocks",
-        "    switchback: attn.qkv, mlp.fc1",
+        "    switchback, unchecked without `inputs`: attn.qkv, mlp.fc1",
         "    16 bit, not in `where` or not supported: attn.proj, mlp.fc2",
         "  outside blocks",
-        "    switchback: attn_pool.q, attn_pool.kv, attn_pool.mlp.fc1",
+        "    switchback, unchecked without `inputs`: attn_pool.q, attn_pool.kv, attn_pool.mlp.fc1",
         "    16 bit, not in `where` or not supported: attn_pool.proj, attn_pool.mlp.fc2",
         "  attention: 12 Attention kept, 1 AttentionPoolLatent kept",
     ]
