@@ -57,7 +57,11 @@ class DynamicScaler(torch.amp.GradScaler):
         return self._scale
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Steps the optimizer unless a gradient is not finite, then adapts the scale."""
+        """Steps the optimizer unless a gradient is not finite, then adapts the scale.
+
+        The optimizer unscales and skips on the device, so its statistics include skipped steps.
+        """
+        optimizer._step_supports_amp_scaling = True
         super().step(optimizer)
         self.update()
 

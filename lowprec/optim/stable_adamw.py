@@ -96,9 +96,10 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
         all_finite: 0-d bool, whether the gradient norms of all tensors are finite.
 
     Callers may set three attributes to 0-d tensors: `grad_scale` divides the gradients, which are
-    not modified; `found_inf` and `frozen` prevent any update if nonzero. torch.amp.GradScaler sets
-    the first two. Each tensor counts its own updates, so skipped steps do not count; in the code of
-    the paper's runs they do. Where betas change during training (OneCycleLR's `cycle_momentum`),
+    not modified; `found_inf` and `frozen` prevent any update if nonzero. As in torch,
+    torch.amp.GradScaler sets the first two if `fused=True`, instead of unscaling and skipping
+    itself. Each tensor counts its own updates, so skipped steps do not count; in the code of the
+    paper's runs they do. Where betas change during training (OneCycleLR's `cycle_momentum`),
     moments stay weighted means of the gradients; torch's AdamW then differs.
 
     `state[p]` holds the debiased moments exp_avg and exp_avg_sq in float32 (float64 for float64; as
@@ -110,9 +111,10 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
     Source: Algorithm 2, arXiv:2304.13013.
     """
 
-    _step_supports_amp_scaling = True  # torch.amp.GradScaler then leaves unscaling to step()
+    # whether torch.amp.GradScaler leaves unscaling to step(): then Lightning clips no gradients
+    _step_supports_amp_scaling = False
     _copied = (  # with a copy or a pickle
-        *("clip_norm", "skip", "fused", "frozen"),
+        *("clip_norm", "skip", "fused", "frozen", "_step_supports_amp_scaling"),
         *("optim_bits", "min_8bit_size", "override_32bit"),
     )
 
@@ -147,6 +149,7 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
         if optim_bits not in (8, 32):
             raise ValueError(f"optim_bits={optim_bits} must be 8 or 32")
         self.clip_norm, self.skip, self.fused = clip_norm, skip, fused
+        self._step_supports_amp_scaling = bool(fused)
         self.optim_bits, self.min_8bit_size = optim_bits, min_8bit_size
         self.override_32bit = tuple(override_32bit)
         self._reset_caches()

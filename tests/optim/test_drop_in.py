@@ -282,3 +282,48 @@ def test_loading_changes_neither_an_earlier_state_nor_a_callers_learning_rate(ki
     assert rate == torch.tensor(1e-2) and optimizer.param_groups[0]["lr"] == torch.tensor(2e-2)
     for n, state in before["state"].items():
         assert all(torch.equal(earlier["state"][n][name], x) for name, x in state.items())
+
+
+def test_torchs_scaler_unscales_lets_clip_and_skips():
+    ours, twin = (StableAdamW(make_params(), **ADAMW) for _ in range(2))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step, bad in ((1, 1.0), (2, math.inf), (3, 1.0)):
+        for optimizer, scale in ((ours, scaler.scale(torch.ones(())).item()), (twin, 1.0)):
+            generator = torch.Generator().manual_seed(step)
+            for p in params_of(optimizer):
+                p.grad = torch.randn(p.shape, generator=generator) * scale * bad
+        scaler.unscale_(ours)
+        for optimizer in (ours, twin):
+            torch.nn.utils.clip_grad_norm_(params_of(optimizer), 1.0)
+        scaler.step(ours)
+        scaler.update()
+        if bad == 1.0:
+            twin.step()
+    assert_equal(ours, twin)
+    assert scaler.get_scale() == 512.0 and ours.steps == [2.0] * 3
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's own warnings
+def test_lightning_clips_the_gradients():
+    import lowprec.clip  # noqa: F401 (a CPU build of torch can then import torchvision)
+
+    lightning = pytest.importorskip("lightning")
+
+    class Model(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 1)
+
+        def training_step(self, batch, _):
+            return 1000 * self.layer(batch).square().mean()
+
+        def configure_optimizers(self):
+            return StableAdamW(self.named_parameters())
+
+    model, options = Model(), {"logger": False, "enable_checkpointing": False}
+    options |= {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    trainer = lightning.Trainer(
+        max_steps=2, precision="bf16-mixed", gradient_clip_val=1.0, **options
+    )
+    trainer.fit(model, torch.utils.data.DataLoader(torch.randn(8, 4), 4))
+    assert 0 < trainer.optimizers[0].grad_norm <= 1.01
