@@ -12,8 +12,8 @@ writes its own files to `<run_dir>/sweeps/<experiment or name>/` and returns at 
 adds new runs and submits cancelled or lost ones. The other verbs find the sweep by `experiment=` or
 `name=` and `run_dir=`, or use the only one there is; `status` alone lists all sweeps. `wait` exits
 with 1 if a run has no result. `resubmit` submits runs that failed or were lost (`--failed`) or
-cancelled (`--cancelled`). It takes the last launcher without its commands (`launcher.setup` and
-`launcher.sbatch`), changed by `launcher.*`, or another one by `launcher=`, and `dry_run=true`.
+cancelled (`--cancelled`). It takes the last launcher, changed by `launcher.*`, or another one by
+`launcher=`, and `dry_run=true`.
 `<verb> --help` lists a verb's options.
 
 The environment variable LOWPREC_ALERT may hold a command, which gets a sentence when a run spikes,
@@ -55,7 +55,6 @@ from lowprec.train.sources import sources_of
 
 POLL_S = 2.0
 GRACE_S = 60.0  # for training that saves
-COMMANDS = {"setup": "[]", "sbatch": "null"}  # keys never taken from a sweep's files, and no value
 
 
 @dataclass
@@ -117,26 +116,14 @@ def resubmit(texts: list[str]) -> None:
 
 
 def _relaunch(plan: Plan, launching: list[str]) -> tuple[dict, bool]:
-    """The plan's last launcher with the given changes, or another one; and `dry_run`.
-
-    Its commands are those of the command line and of conf/launcher. ConfigError if they differ from
-    the last launcher's, which may have been given when it was submitted.
-    """
+    """The plan's last launcher with the given changes, or another one; and `dry_run`."""
     last = list(plan.launchers.values())[-1]
     options = _options([f"launcher={last['name']}", *launching])
     settings, keys = asdict(options.launcher), [text.partition("=")[0] for text in launching]
     given = [key.partition(".")[2] or "name" for key in keys if key.startswith("launcher")]
     if "name" in given:
         return settings, options.dry_run
-    kept = {k: v for k, v in last.items() if k in settings and k not in (*given, *COMMANDS)}
-    faults = [
-        f"launcher.{name}={last[name]!r} was set at the last submission; set it again, or "
-        f"launcher.{name}={nothing}: no command is taken from a file"
-        for name, nothing in COMMANDS.items()
-        if name not in given and name in last and (last[name] or None) != (settings[name] or None)
-    ]
-    if faults:
-        raise ConfigError(faults)
+    kept = {k: v for k, v in last.items() if k in settings and k not in given}
     try:
         return asdict(check(settings | kept, LauncherConfig)), options.dry_run
     except ConfigError as error:

@@ -6,14 +6,18 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+MEANT = {"gpu": ("cuda",), "int8": ("switchback", "llm_int8")}  # by names that are no choices
+
 
 def nearest(name: str, allowed: Iterable[str]) -> str:
     """`; nearest: x` for the most similar of the allowed names, or nothing.
 
     A dotted key is also compared by its last part, which may abbreviate the name: `lr` and
-    `learning_rate` find `optimizer.lr`.
+    `learning_rate` find `optimizer.lr`. A name in MEANT stands for all of its choices.
     """
     names = [str(choice) for choice in allowed]
+    if meant := [choice for choice in MEANT.get(name, ()) if choice in names]:
+        return f"; nearest: {', '.join(meant)}"
     by_leaf = {choice.rpartition(".")[2]: choice for choice in reversed(names)}
     leaf = name.rpartition(".")[2]
     initials = "".join(word[:1] for word in leaf.split("_"))

@@ -42,7 +42,6 @@ def open_shards(
     changed or new since the index was made are refused, unless `accept` takes them as the new set.
     `num_processes` defaults to one per core, and to fewer for small sets.
 
-    The catalog ends with an empty table of the format that its shards' tables have.
     A catalog that cannot be read is reported and made again: changes are not noticed then.
 
     Raises:
@@ -51,31 +50,54 @@ def open_shards(
     """
     sources = expand(pattern, name)
     files = [_index_file(source, index) for source in sources]
-    paths = np.array([os.path.abspath(source).encode() for source in sources])
-    catalog = np.zeros(len(sources), dtype=[("path", paths.dtype), *ENTRY.descr])
-    catalog["path"] = paths
-    for row, source in enumerate(sources):
-        catalog["bytes"][row], catalog["mtime_ns"][row] = _stamp(source)
-    file = files[0].parent / f"catalog-{_short_digest(os.path.abspath(pattern))}.npy"
+    catalog, file = _catalog_of(sources), _catalog_file(files, pattern)
     promised = {}
     try:
-        recorded, *tables = load_sealed(file)
+        recorded = load_sealed(file)[0]
         promised = {} if accept else _digests(recorded)
-        is_current = [table.dtype for table in tables] == [SAMPLE]
-        is_same = all(np.array_equal(recorded[name], catalog[name]) for name in ("path", *STAMP))
-        if promised and is_current and is_same:
+        if promised and _has_same_files(recorded, catalog):
             return Shards(sources, files, recorded)
     except (OSError, ValueError) as error:
         if os.path.exists(file) and not accept:
             unnoticed = "the set is indexed anew; changes since it was indexed are not noticed"
             print(f"{name}: {file} cannot be read ({error}): {unnoticed}", file=sys.stderr)
-    _index_all(sources, files, catalog, promised, num_processes, name)
+    _index_all(sources, files, catalog, num_processes, name)
     if promised:
         _refuse_changes(promised, _digests(catalog), name, pattern)
     with contextlib.suppress(OSError, RunError):  # read-only or no locks: the next start looks
         with durable.locked(file.parent / ".lock"):
-            durable.replace(file, sealed(catalog, np.empty(0, SAMPLE)))
+            durable.replace(file, sealed(catalog))
     return Shards(sources, files, catalog)
+
+
+def count_indexed(pattern: str, index: str | None = None) -> int | None:
+    """The pairs of a pattern's shards as its catalog counts them; None if it is not current."""
+    with contextlib.suppress(OSError, ValueError):
+        sources = expand(pattern)
+        file = _catalog_file([_index_file(sources[0], index)], pattern)
+        recorded = load_sealed(file)[0]
+        if _has_same_files(recorded, _catalog_of(sources)):
+            return int(recorded["samples"].sum())
+    return None
+
+
+def _catalog_of(sources: list[str]) -> np.ndarray:
+    """A catalog with the paths and stamps of shards; the rest is zero."""
+    paths = np.array([os.path.abspath(source).encode() for source in sources])
+    catalog = np.zeros(len(sources), dtype=[("path", paths.dtype), *ENTRY.descr])
+    catalog["path"] = paths
+    for row, source in enumerate(sources):
+        catalog["bytes"][row], catalog["mtime_ns"][row] = _stamp(source)
+    return catalog
+
+
+def _has_same_files(a: np.ndarray, b: np.ndarray) -> bool:
+    return all(np.array_equal(a[name], b[name]) for name in ("path", *STAMP))
+
+
+def _catalog_file(files: list[Path], pattern: str) -> Path:
+    """The catalog of a pattern, beside the index of its first shard."""
+    return files[0].parent / f"catalog-{_short_digest(os.path.abspath(pattern))}.npy"
 
 
 def _digests(catalog: np.ndarray) -> dict[bytes, bytes]:
@@ -102,17 +124,13 @@ def _index_all(
     sources: list[str],
     files: list[Path],
     catalog: np.ndarray,
-    promised: dict[bytes, bytes],
     num_processes: int | None,
     name: str,
 ) -> None:
-    """Fills in samples and digest of each shard; a ValueError names all unreadable shards.
-
-    `promised`: digest by path. Index files with another digest are left as they are.
-    """
+    """Fills in samples and digest of each shard; a ValueError names all unreadable shards."""
     entries = list(map(_read_entry, sources, files))
     stale = [row for row, entry in enumerate(entries) if entry is None]
-    jobs = [(sources[row], files[row], promised.get(catalog["path"][row])) for row in stale]
+    jobs = [(sources[row], files[row]) for row in stale]
     with contextlib.ExitStack() as stack:
         for folder in sorted({files[row].parent for row in stale}):
             try:
@@ -162,20 +180,16 @@ def _read_entry(source: str, file: Path) -> tuple | None:
     return None
 
 
-def _index_shard(job: tuple[str, Path, bytes | None]) -> tuple | str:
-    """The `ENTRY` of a shard, whose index is rebuilt if out of date, or the shard's fault.
-
-    If the digest is not the promised one, the file stays unchanged: the shard may be restored.
-    """
-    source, file, promised = job
+def _index_shard(job: tuple[str, Path]) -> tuple | str:
+    """The `ENTRY` of a shard, whose index is rebuilt if out of date, or the shard's fault."""
+    source, file = job
     if entry := _read_entry(source, file):  # perhaps made by another process meanwhile
         return entry
     stamp = _stamp(source)
     try:
         table, digest = index_tar(source)
         entry = (*stamp, len(table), digest.encode())
-        if promised in (None, entry[-1]):
-            durable.replace(file, sealed(np.array(entry, ENTRY), table))
+        durable.replace(file, sealed(np.array(entry, ENTRY), table))
     except (ValueError, durable.DiskError) as error:
         return str(error)
     return entry

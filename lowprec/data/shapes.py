@@ -29,6 +29,7 @@ CLASSES = tuple((color, shape) for color in drawing.COLORS for shape in drawing.
 CLASSNAMES = tuple(f"{color} {shape}" for color, shape in CLASSES)
 SPLITS = ("train", "val")
 SAMPLES_PER_SHARD = 2000
+NUM_TRAIN = 20000  # training pairs by default
 NUM_DRAWS = 48  # random numbers per image; a scene and its caption take at most 41
 
 SIZES = {"small": (0.21, 0.27), "medium": (0.34, 0.41), "large": (0.52, 0.62)}
@@ -73,7 +74,7 @@ TEMPLATES = tuple(Path(__file__).with_name("shapes_templates.txt").read_text().s
 def render_shapes(
     out: Path,
     *,
-    num_train: int = 20000,
+    num_train: int = NUM_TRAIN,
     num_val: int = 5000,
     swapped: bool = False,
     image_size: int = 64,

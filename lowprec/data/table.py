@@ -1,5 +1,6 @@
 """Makes shards from a table (CSV) of image paths and captions."""
 
+import contextlib
 import csv
 import io
 import shutil
@@ -35,6 +36,7 @@ def write_shards(table: Path, out: Path, columns: list[str], skip_bad: bool = Fa
     # absolute: ShardWriter takes what begins like `pipe:` for a command
     unfinished = out.absolute().with_name(f".{out.name}.partial")
     shutil.rmtree(unfinished, ignore_errors=True)  # of an interrupted command
+    made = [folder for folder in unfinished.parents if not folder.exists()]
     try:
         unfinished.mkdir(parents=True)
         pattern = str(unfinished).replace("%", "%%") + "/%05d.tar"
@@ -57,6 +59,9 @@ def write_shards(table: Path, out: Path, columns: list[str], skip_bad: bool = Fa
         raise DiskError(unfinished, error) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+        with contextlib.suppress(OSError):  # the first that holds something, such as `out`
+            for folder in made:
+                folder.rmdir()
     return len(faults)
 
 

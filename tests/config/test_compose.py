@@ -34,6 +34,8 @@ BAD = {  # command: parts of its message
     # choices
     "model=nanoo": ("model=nanoo: no such choice; nearest: nano (conf/model has", "vit_h14"),
     "model.name=mini_h": ("model.name=mini_h", "use model=mini_h"),
+    "device=gpu": ("device='gpu'", "nearest: cuda"),
+    "precision=int8": ("nearest: switchback, llm_int8 (conf/precision",),
     "diagnostics.spikes=3": ("diagnostics.spikes=3", "a group of keys", "protocol"),
     "model.image_size=null": ("model.image_size=null", "preset nano needs a number"),
     "model=open_clip": ("model.name=null", "open_clip"),

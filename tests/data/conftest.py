@@ -4,7 +4,6 @@ import tarfile
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from PIL import Image
 
@@ -60,36 +59,6 @@ def write_shards(folder: Path, counts: list[int], change: dict | None = None) ->
     return str(folder / "train-*.tar")
 
 
-@pytest.fixture(name="encode")
-def encode_fixture():
-    return encode
-
-
-@pytest.fixture(name="sample")
-def sample_fixture():
-    return sample
-
-
-@pytest.fixture(name="members")
-def members_fixture():
-    return members
-
-
-@pytest.fixture(name="write_tar")
-def write_tar_fixture():
-    return write_tar
-
-
-@pytest.fixture(name="write_shards")
-def write_shards_fixture():
-    return write_shards
-
-
 def tokenize(captions: list[str]) -> torch.Tensor:
     """Stands in for a tokenizer: the numbers in the captions of `sample`."""
     return torch.tensor([[int(caption.split()[-1])] for caption in captions])
-
-
-@pytest.fixture(name="tokenize")
-def tokenize_fixture():
-    return tokenize

@@ -17,12 +17,13 @@ from lowprec.data.open import open_data
 from lowprec.data.order import SampleOrder
 from lowprec.data.shards import ShardError
 from lowprec.train import build as building
+from tests.data.conftest import tokenize, write_shards
 
 SIZE, COUNT, BAD = 12, 14, 3
 
 
 @pytest.fixture
-def make_of(tmp_path, write_shards, tokenize):
+def make_of(tmp_path):
     """A function: `make` for the shards in a folder, which are written with changed samples."""
 
     def make_of(name, change):

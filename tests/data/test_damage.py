@@ -14,6 +14,7 @@ from lowprec.data.index import open_shards
 from lowprec.data.loader import Batches
 from lowprec.data.shards import ShardError
 from lowprec.data.tar import MEMBERS
+from tests.data.conftest import encode, members, write_tar
 
 
 def key_runs(path):
@@ -42,9 +43,7 @@ def check(path):
     return (read, skips), shards.digest
 
 
-def test_shard_that_vanishes_before_it_is_opened_is_an_error_naming_it(
-    tmp_path, write_tar, members
-):
+def test_shard_that_vanishes_before_it_is_opened_is_an_error_naming_it(tmp_path):
     shards = open_shards(str(write_tar(tmp_path / "a.tar", members(0, 2))))
     (tmp_path / "a.tar").unlink()
     with pytest.raises(ShardError, match=r"a\.tar cannot be read: No such file"):
@@ -95,9 +94,7 @@ BAD_SAMPLES = {  # suffix and bytes of its image (`make`: of a kind), caption, a
 
 
 @pytest.mark.parametrize("kind", BAD_SAMPLES)
-def test_bad_sample_is_a_skip_that_names_shard_key_and_reason(
-    tmp_path, write_tar, members, encode, kind
-):
+def test_bad_sample_is_a_skip_that_names_shard_key_and_reason(tmp_path, kind):
     image, caption, word = BAD_SAMPLES[kind]
     noise = np.random.default_rng(3).integers(0, 256, (9, 9, 3), np.uint8)
     bad = [(f"000003.{image[0]}", image[1](lambda kind: encode(noise, kind)))] if image else []
@@ -108,7 +105,7 @@ def test_bad_sample_is_a_skip_that_names_shard_key_and_reason(
     assert skip["key"].startswith("000003.") and word in skip["reason"]
 
 
-def test_names_that_are_not_utf8_are_read(tmp_path, write_tar, members):
+def test_names_that_are_not_utf8_are_read(tmp_path):
     odd = [(name.replace("000001", "ca\udcfff"), data) for name, data in members(1, 2)]
     (read, skips), _ = check(write_tar(tmp_path / "a.tar", [*members(0, 1), *odd]))
     assert (read, skips) == ([0, 1], [])
@@ -117,7 +114,7 @@ def test_names_that_are_not_utf8_are_read(tmp_path, write_tar, members):
 FOREIGN = ("pyd", "pickle", "pkl", "pth", "pt", "npy", "npz", "py", "sh", "so", "json", "yaml")
 
 
-def test_foreign_members_of_a_shard_are_never_opened(tmp_path, payload, canary, write_tar, members):
+def test_foreign_members_of_a_shard_are_never_opened(tmp_path, payload, canary):
     bad = pickle.dumps(payload(canary))
     mixed = members(0, 4)
     mixed[2:2] = [(f"000000.{kind}", bad) for kind in FOREIGN]
@@ -129,7 +126,7 @@ def test_foreign_members_of_a_shard_are_never_opened(tmp_path, payload, canary, 
 KEYS = ("../../up", "/abs/olute", "a/../../b", "~/home", "$HOME", "`touch x`", "a\nb", "-rf")
 
 
-def test_keys_are_never_paths(tmp_path, write_tar, members, monkeypatch):
+def test_keys_are_never_paths(tmp_path, monkeypatch):
     renamed = [
         (f"{key}.{name.rpartition('.')[2]}", data if key != "/abs/olute" else b"")
         for number, key in enumerate(KEYS)
@@ -149,7 +146,7 @@ def test_keys_are_never_paths(tmp_path, write_tar, members, monkeypatch):
     [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE, tarfile.DIRTYPE],
     ids=["symlink", "hard link", "fifo", "device", "folder"],
 )
-def test_links_and_devices_are_not_followed(tmp_path, write_tar, members, kind):
+def test_links_and_devices_are_not_followed(tmp_path, kind):
     (tmp_path / "secret.txt").write_text("a secret")
     link = tarfile.TarInfo("000001.txt")
     link.type, link.linkname = kind, str(tmp_path / "secret.txt")
@@ -159,7 +156,7 @@ def test_links_and_devices_are_not_followed(tmp_path, write_tar, members, kind):
     assert "no caption" in skip["reason"] and skip["key"] == "000001.png"
 
 
-def test_index_files_with_pickles_are_not_loaded(tmp_path, payload, canary, write_tar, members):
+def test_index_files_with_pickles_are_not_loaded(tmp_path, payload, canary):
     path = write_tar(tmp_path / "a.tar", members(0, 1))
     digest = open_shards(str(path)).digest
     (catalog,) = tmp_path.glob(".index/catalog-*.npy")
@@ -167,7 +164,7 @@ def test_index_files_with_pickles_are_not_loaded(tmp_path, payload, canary, writ
     assert open_shards(str(path)).digest == digest
 
 
-def test_an_image_of_a_hole_of_gigabytes_is_skipped_unread(tmp_path, write_tar, members):
+def test_an_image_of_a_hole_of_gigabytes_is_skipped_unread(tmp_path):
     path = write_tar(tmp_path / "a.tar", members(0, 3))
     shards, reads = open_shards(str(path)), []
     table = shards.table(0).copy()

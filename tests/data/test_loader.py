@@ -29,6 +29,7 @@ from lowprec.data.order import AUGMENTATION, SampleOrder, random_words
 from lowprec.data.shards import ShardError
 from lowprec.data.workers import ahead
 from lowprec.train.signals import StopWaiting, stop_request
+from tests.data.conftest import encode, sample, tokenize, write_shards
 
 torch.set_num_threads(1)
 SIZE = 12
@@ -46,7 +47,7 @@ class InOrder:
 
 
 @pytest.fixture
-def make_batches(tmp_path, write_shards, tokenize):
+def make_batches(tmp_path):
     """A function: batches of generated shards, some samples changed."""
 
     def make(
@@ -74,7 +75,7 @@ def same(a, b):
     return tensors and a.skips == b.skips
 
 
-def test_batch_holds_the_samples_of_its_step_in_order(make_batches, sample):
+def test_batch_holds_the_samples_of_its_step_in_order(make_batches):
     batches = make_batches()
     for step in (0, 1, 5):
         batch, expected = batches[step], batches.order.samples(4 * step, 4).tolist()
@@ -134,7 +135,7 @@ def test_no_readable_sample_is_an_error(make_batches):
 
 
 @pytest.mark.parametrize("shape", [(12, 12), (12, 30), (31, 12), (5, 5), (1, 1), (50, 50)], ids=str)
-def test_decoded_image_is_the_bicubically_resized_center(shape, encode):
+def test_decoded_image_is_the_bicubically_resized_center(shape):
     pixels = np.random.default_rng(0).integers(0, 256, (*shape, 3), dtype=np.uint8)
     top, left = ((side - min(shape)) // 2 for side in shape)
     square = Image.fromarray(pixels[top : top + min(shape), left : left + min(shape)])
@@ -311,8 +312,8 @@ def words(sample, epoch=0):
 
 @pytest.mark.parametrize("size", SIZES + TINY, ids=str)
 def test_random_box_lies_within_the_image_and_is_not_empty(size):
-    for sample in range(50):
-        left, top, right, bottom = random_box(*size, words(sample))
+    for number in range(50):
+        left, top, right, bottom = random_box(*size, words(number))
         assert 0 <= left < right <= size[0] and 0 <= top < bottom <= size[1]
 
 
@@ -355,7 +356,7 @@ def test_random_boxes_reach_every_edge(size):
 
 
 @pytest.mark.parametrize("shape", [(12, 12), (20, 30), (30, 20), (1, 1), (1, 30)], ids=str)
-def test_augmented_image_is_the_random_box_resized_bicubically_and_flipped(shape, encode):
+def test_augmented_image_is_the_random_box_resized_bicubically_and_flipped(shape):
     pixels = np.random.default_rng(0).integers(0, 256, (*shape, 3), dtype=np.uint8)
     random = words(3)
     box = random_box(shape[1], shape[0], random)

@@ -7,10 +7,11 @@ import pytest
 
 from lowprec.data.index import index_tar
 from lowprec.data.stream import read_url
+from tests.data.conftest import sample, write_tar
 
 
 @pytest.fixture
-def tar_and_offsets(tmp_path, sample, write_tar):
+def tar_and_offsets(tmp_path):
     """A tar of samples 0 .. 5, and the byte of each member's header."""
     members = [(f"{n}.{kind}", data) for n in range(6) for kind, data in sample(n).items()]
     path = write_tar(tmp_path / "a.tar", members)

@@ -20,6 +20,7 @@ from experiments.make_shapes import MakeShapesConfig
 from lowprec.config.check import ConfigError
 from lowprec.config.compose import CONF, compose_command
 from lowprec.config.schema import Config
+from lowprec.data.index import open_shards
 from lowprec.nn.recipe import RECIPES
 from lowprec.runs.read import find_runs, read_config, read_rows, read_status
 from lowprec.train.metrics import Ended
@@ -189,7 +190,7 @@ def test_a_sweep_runs_each_run_once_and_a_bad_one_does_not_stop_the_others(
     monkeypatch.setenv("LOWPREC_ALERT", f"sh -c 'echo $0 >> {work.parent}/alerts'")
     command = ["-m", *TINY, "name=sweep", "num_steps=2", "evaluation=none", "seed=1,2"]
     with pytest.raises(SystemExit, match="1"):
-        as_command(*command, "batch_size=5000,16")
+        as_command(*command, "batch_size=5000,16", "data.index=new")  # counted by the run
     output = "".join(capfd.readouterr())
     assert "batch_size=5000 exceeds the 200 pairs" in output
     table = [line.split() for line in output.splitlines()]
@@ -204,7 +205,7 @@ def test_a_sweep_runs_each_run_once_and_a_bad_one_does_not_stop_the_others(
         time.sleep(0.05)
     as_command(*command)
     assert capfd.readouterr().out.count("nothing to do") == 2
-    names = {"data", "runs", "w.safetensors", ".multirun", "two.txt"}
+    names = {"data", "new", "runs", "w.safetensors", ".multirun", "two.txt"}
     assert {path.name for path in work.iterdir()} <= names
 
 
@@ -214,7 +215,7 @@ FAULTS = {  # keys: parts of the message
     " model.init_from=no.pt": (
         *("data.train=nowhere", "nearest: data/shapes/val-0000.tar", "no.txt", "pt is expected; /"),
     ),
-    f"{SHARDS} data.classnames=two.txt batch_size=201": (
+    f"{SHARDS} data.classnames=two.txt batch_size=201 data.index=index": (
         *("two.txt names 2 classes", "batch_size=201 exceeds the 200 pairs"),
     ),
     f"{SHARDS} data.templates=no.txt data.cache=two.txt": (
@@ -233,6 +234,22 @@ def test_faults_of_data_are_named_before_anything_is_written(work, monkeypatch, 
         train_run(run.config)
     assert all(fault in str(error.value) for fault in FAULTS[keys])
     assert not Path("runs/never").exists() and not Path("data/shaeps").exists()
+
+
+def test_a_batch_of_more_pairs_than_were_counted_is_refused_before_a_run(work, monkeypatch):
+    monkeypatch.chdir(work)
+    pattern = "data/shapes/train-*.tar"
+    open_shards(pattern)
+    monkeypatch.setattr("lowprec.data.index.index_tar", lambda path: pytest.fail("read"))
+    few = [*TINY, "data=shards", f"data.train={pattern}", "evaluation=none"]
+    with pytest.raises(ConfigError, match="batch_size=201 exceeds the 200 pairs"):
+        compose_command([*few, "batch_size=201"], preflight=preflight)
+    assert compose_command([*few, "batch_size=200"], preflight=preflight)
+    os.utime("data/shapes/train-0000.tar", (0, 0))  # it may be another file
+    assert compose_command([*few, "batch_size=201"], preflight=preflight)
+    monkeypatch.chdir(work.parent)  # where the built-in set is not rendered yet
+    with pytest.raises(ConfigError, match="batch_size=20001 exceeds the 20000 pairs"):
+        compose_command([*TINY, "batch_size=20001"], preflight=preflight)
 
 
 def test_each_recipe_has_a_file():

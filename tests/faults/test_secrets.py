@@ -48,6 +48,7 @@ def test_a_sweep_with_a_dashboard_and_a_failing_cell_leaks_nothing(
     for name, value in (CANARIES | {"HYDRA_FULL_ERROR": "1", "WANDB_MODE": "offline"}).items():
         monkeypatch.setenv(name, value)
     keys = [*TINY, "batch_size=5000,16", f"data.train={squares}/train-*.tar", "logger=wandb"]
+    keys += [f"data.index={tmp_path}/index"]  # the pairs are counted by the run
     if is_fresh:  # imports everything with the secrets in its environment
         command = [sys.executable, "-m", "experiments.train", "-m", *keys]
         monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
