@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
         return claims.main(arguments[1:])
     slugs = figures.slugs()
     parser = cli.Parser(prog="python -m analysis.make", description="Draw a figure from runs.")
-    parser.add_argument("slug", help=f"all, pictures, or: {', '.join(slugs)}")
+    parser.add_argument("slug", help=f"all, pictures, claims, or: {', '.join(slugs)}")
     parser.add_argument("--runs", default="runs", help="folder of runs, or its URL [runs]")
     parser.add_argument("--out", type=Path, default=Path("figures"), help="folder [figures]")
     parser.add_argument("--experiment", help="experiment whose runs to draw; `any` for all")

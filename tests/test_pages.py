@@ -18,32 +18,31 @@ from pyarrow import parquet
 
 from analysis.bench import load_lines
 from analysis.run_files import flatten
+from experiments.sweep import SweepConfig
 from lowprec.config.compose import CONF, defaults
 from lowprec.config.schema import Config
 from lowprec.data.shapes import render_shapes
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "CONTRIBUTING.md", "notebooks/README.md") + tuple(
-    f"experiments/{name}.md" for name in ("PROTOCOL", "FROM_OPEN_CLIP", "TROUBLESHOOTING")
-)
-RESULTS = [ROOT / "experiments" / "RESULTS.md", *sorted(ROOT.glob("experiments/results/*.md"))]
+FOLDERS = (".", "lowprec", "lowprec/*", "experiments", "analysis", "notebooks", "slurm")
+FILES = sorted(file for folder in FOLDERS for file in ROOT.glob(f"{folder}/*.md"))
+PAGES = [str(file.relative_to(ROOT)) for file in FILES if file.name != "CHANGELOG.md"]
+RESULTS = [f"experiments/results/{file.name}" for file in ROOT.glob("experiments/results/*.md")]
 EXAMPLES = {  # of CONTRIBUTING.md: what is there when it has run
     "A recipe": "runs/run/nano-custom-adamw-s0-*/layers.json",
     "A native format": "runs/run/nano-custom-adamw-s0-*/layers.json",
-    "An optimizer": "runs/run/nano-bf16-centralized-s0-*/metrics.jsonl",
     "A statistic": "runs/run/nano-bf16-adamw-s0-*/tensors.parquet",
-    "A checkpoint field": "runs/run/nano-bf16-adamw-s0-*/checkpoints/*/state.json",
     "A logger": "runs/run/nano-bf16-adamw-s0-*/metrics.jsonl",
-    "A data set": "runs/run/nano-bf16-adamw-s0-*/metrics.jsonl",
+    "A model": "runs/run/pico-bf16-adamw-s0-*/metrics.jsonl",
 }
-KEYS = flatten(defaults(Config))
+KEYS = flatten(defaults(Config)) | flatten(defaults(SweepConfig))
 GROUPS = {path.name for path in CONF.iterdir() if path.is_dir()}
 
 
 def blocks(title: str) -> list[tuple[str, str]]:
     """(language, text) of the fenced blocks under a heading of CONTRIBUTING.md."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    section = text.partition(f"\n### {title}\n")[2].partition("\n### ")[0]
+    section = re.split(r"\n##+ ", text.partition(f"\n### {title}\n")[2])[0]
     return re.findall(r"```(\w+)\n(.*?)```", section, re.DOTALL)
 
 
@@ -102,8 +101,6 @@ def test_a_worked_example_runs(title, copy):
         assert all(layer["swapped"] for layer in json.loads(made.read_text()))
     if made.name == "metrics.jsonl":
         assert len(made.read_text().splitlines()) == 2
-    if made.name == "state.json":
-        assert json.loads(made.read_text())["largest_norm"] > 0
     if made.name == "tensors.parquet":
         assert any(name.startswith("moved/") for name in parquet.read_schema(made).names)
 
@@ -143,7 +140,7 @@ def test_every_key_of_a_page_is_one_of_the_schema():
             keys += re.findall(r"`([a-z_]+(?:\.\w+)*)`", here)
         for key in keys:
             known = key in KEYS or key in GROUPS or key in values
-            assert known or key.startswith("hydra."), (page, key)
+            assert known or key.startswith(("hydra.", "torch.")), (page, key)
 
 
 def files_of(group: str) -> set[str]:
@@ -226,7 +223,7 @@ def test_the_speed_of_models_is_that_of_the_newest_lines_beside_compiled_open_cl
             assert cell.replace("*", "") == f"{number}, {words}", at
 
 
-@pytest.mark.parametrize("page", [*PAGES, *RESULTS])
+@pytest.mark.parametrize("page", [*PAGES, *sorted(RESULTS)])
 def test_links_of_a_page_lead_somewhere(page):
     text = (ROOT / page).read_text()
     for link in re.findall(r"\]\(([^)]+)\)", text):
