@@ -387,7 +387,7 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
         states = {
             p: loaded_state(p, self._describe(p), saved[n], betas, p in are_8bit)
             for p, (n, betas) in zip(self._params(), numbers, strict=False)
-            if n in saved
+            if saved.get(n)  # reading `state[p]` before a step leaves an empty one
         }
         super().load_state_dict({"state": {}, "param_groups": groups})  # compares the lengths
         self.state.update(states)
