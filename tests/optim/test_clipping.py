@@ -16,13 +16,13 @@ import torch
 from lowprec.data.open import open_data
 from lowprec.optim.clipping import SkipStep, ZClip
 from lowprec.optim.stable_adamw import StableAdamW
-from lowprec.runs.read import scan_rows
 from lowprec.train.build import build
 from lowprec.train.checkpoint import list_checkpoints
 from lowprec.train.loop import Stepper
 
 REFERENCE = json.loads((Path(__file__).parents[1] / "fixtures" / "clipping.json").read_text())
 YES = torch.tensor(True)
+ZCLIP = {"optimizer.name": "adamw_zclip", "optimizer.zclip": 0.5}
 
 
 def limits(policy, steps, is_live=YES):
@@ -120,49 +120,19 @@ def test_a_tensor_that_is_not_finite_hides_no_outlier_of_the_others(kind):
     torch.testing.assert_close(*states)
 
 
-KEYS = {
-    "zclip": {"optimizer.name": "adamw_zclip", "optimizer.zclip": 0.5},
-    "skip_step": {"optimizer.name": "adamw_skip_step", "optimizer.skip_sigmas": 1.5},
-}
-
-
-@pytest.mark.parametrize("name", KEYS)
-def test_a_resumed_run_clips_and_skips_as_the_undisturbed_one(
-    name, make_config, run_once, tmp_path, monkeypatch
-):
-    monkeypatch.setattr("lowprec.optim.clipping.ZCLIP_FIRST", 3)
-    monkeypatch.setattr("lowprec.optim.clipping.WINDOW", 6)
-    config = make_config(KEYS[name])
-    run_once(config, tmp_path / "whole")
-
-    def crash(built):
-        raise RuntimeError("pulled the plug")
-
-    with pytest.raises(RuntimeError, match="pulled the plug"):
-        run_once(config, tmp_path / "cut", at={7: crash})
-    run_once(config, tmp_path / "cut")
-    whole, cut = ((tmp_path / run / "metrics.jsonl").read_bytes() for run in ("whole", "cut"))
-    assert whole == cut
-    rows = scan_rows(tmp_path / "whole" / "metrics.jsonl")[0]
-    clipped = [row["clipped_grad_norm"] < 0.9999 * row["grad_norm"] for row in rows]
-    assert any(clipped) and not all(clipped)
-    if name == "skip_step":
-        assert {row["clipped_grad_norm"] for row in rows if row["clipped_grad_norm"] == 0}
-
-
 def test_a_policy_begins_anew_only_where_the_saved_run_had_none(make_config, run_once, tmp_path):
     run_once(make_config({"num_steps": 4}), tmp_path / "run")
-    config = make_config(KEYS["zclip"])
+    config = make_config(ZCLIP)
     built = build(config, open_data(config))
     built.state.load(list_checkpoints(tmp_path / "run")[-1])
     assert built.state.optimizer.steps[0] == 4 and built.state.optimizer.clip_norm.count == 0
-    run_once(make_config(KEYS["zclip"] | {"num_steps": 3}), tmp_path / "zclip")
+    run_once(make_config(ZCLIP | {"num_steps": 3}), tmp_path / "zclip")
     built.state.load(list_checkpoints(tmp_path / "zclip")[-1], fresh=True)
     assert built.state.optimizer.clip_norm.count == 3
 
 
 def test_a_training_step_gives_skip_step_its_loss_and_gradient_norm(make_config):
-    config = make_config(KEYS["skip_step"])
+    config = make_config({"optimizer.name": "adamw_skip_step", "optimizer.skip_sigmas": 1.5})
     built = build(config, open_data(config))
     values = Stepper(built)(1, next(built.batches_from(1)))
     window = built.state.optimizer.clip_norm.window

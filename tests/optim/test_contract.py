@@ -8,77 +8,24 @@ import pickle
 import pytest
 import torch
 
-from lowprec.config.schema import LIBRARIES
-from lowprec.optim import fused
-from lowprec.optim.libraries import BUILDERS, LibraryOptimizer
 from lowprec.optim.loss_scaling import build_scaler
-from lowprec.optim.stable_adamw import STATISTICS, StableAdamW
+from tests.optim.optimizers import (
+    HALF,
+    KINDS,
+    LIBRARY_KINDS,
+    OURS,
+    assert_equal,
+    params_of,
+    row_of,
+    set_grads,
+    take,
+)
 
-RULE = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6}
-SHAPES = {"a.0.weight": (20, 30), "a.bias": (30,), "b.0.weight": (16, 40), "b.scale": ()}
-HALF = {"dtype": torch.bfloat16}
-OURS = {  # options of StableAdamW, and the parameters' dtype
-    "adamw": {"clip_threshold": None},
-    "stable_adamw": {},
-    "float64": {"dtype": torch.float64},
-    "16-bit parameters": HALF,
-    "8-bit moments": {"optim_bits": 8, "min_8bit_size": 300},
-    "kernels": {"fused": True},
-    "kernels, 8-bit moments": {"fused": True, "optim_bits": 8, "min_8bit_size": 300, **HALF},
-}
-LIBRARY_KINDS = ("torch", *LIBRARIES)  # "torch": its AdamW in a library's place
-# kernels are interpreted without a GPU, which takes seconds
-KINDS = (*(kind for kind in OURS if "kernels" not in kind), *LIBRARY_KINDS)
 each = pytest.mark.parametrize("kind", KINDS)
 pytestmark = [
     pytest.mark.usefixtures("right_interpreter"),
     pytest.mark.filterwarnings("ignore:invalid value"),  # numpy's, of the interpreter's inf - inf
 ]
-
-
-@pytest.fixture
-def build(device, monkeypatch):
-    """`build(kind, **options)`: an optimizer; its parameters are always the same."""
-    monkeypatch.setattr(fused, "DEVICES", (device.type,))
-    monkeypatch.setitem(BUILDERS, "torch", lambda g, r: [torch.optim.AdamW(g, **r, foreach=False)])
-    monkeypatch.setitem(LIBRARIES, "torch", ("torch", ()))
-
-    def make(kind, *, weight_decay=0.1, **options):
-        own = {"fused": False, **OURS.get(kind, {})}
-        dtype, generator = own.pop("dtype", torch.float32), torch.Generator().manual_seed(0)
-        named = [
-            (name, torch.nn.Parameter(torch.randn(shape, generator=generator).to(device, dtype)))
-            for name, shape in SHAPES.items()
-        ]
-        groups = [
-            {"params": named[::2], "weight_decay": weight_decay},
-            {"params": named[1::2], "weight_decay": 0.0},
-        ]
-        if kind in OURS:
-            return StableAdamW(groups, **RULE, **own, **options)
-        pytest.importorskip(LIBRARIES[kind][0])
-        return LibraryOptimizer(kind, groups, RULE, **options)
-
-    return make
-
-
-def params_of(optimizer):
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def set_grads(optimizer, step, scale=1.0, without=()):
-    """Gradients that depend on the step; `without`: tensors without a gradient."""
-    for i, p in enumerate(params_of(optimizer)):
-        generator = torch.Generator().manual_seed(100 * step + i)
-        grad = torch.randn(p.shape, generator=generator).to(p.device, p.dtype) * scale
-        p.grad = None if i in without else grad
-
-
-def take(optimizer, steps, without=()):
-    for step in steps:
-        set_grads(optimizer, step, without=without)
-        optimizer.step()
-    return optimizer
 
 
 def snapshot(optimizer):
@@ -91,10 +38,6 @@ def snapshot(optimizer):
 def changed(optimizer, before):
     """Names of the tensors that have another value or state."""
     return {key[1] for key, x in snapshot(optimizer).items() if not torch.equal(x, before[key])}
-
-
-def row_of(optimizer, i):
-    return dict(zip(STATISTICS, optimizer.statistics[i].tolist(), strict=True))
 
 
 def by_checkpoint(optimizer, twin):
@@ -184,7 +127,7 @@ def test_a_vetoed_step_leaves_no_trace(kind, skip, veto, build, device):
     optimizer, twin = build(kind, skip=skip), build(kind, skip=skip)
     setattr(optimizer, veto, torch.ones(1, device=device))
     take(optimizer, [1, 2])
-    assert all(map(torch.equal, params_of(optimizer), params_of(twin)))
+    assert_equal(optimizer, twin)
     getattr(optimizer, veto).fill_(0)
     for both in (optimizer, twin):
         take(both, [3])

@@ -11,38 +11,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowprec.optim import StableAdamW
 from lowprec.optim.clipping import SkipStep, ZClip
+from tests.optim.optimizers import (
+    RULE,
+    assert_close,
+    assert_equal,
+    make_params,
+    params_of,
+    take,
+)
 
-ADAMW = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
-SHAPES = [(5, 7), (16,), ()]
-
-
-def make_params(dtype=torch.float32):
-    generator = torch.Generator().manual_seed(0)
-    return [torch.nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in SHAPES]
-
-
-def params_of(optimizer):
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def take(optimizer, steps, without=()):
-    """Steps with gradients that depend on the step; `without`: tensors without a gradient."""
-    for step in steps:
-        generator = torch.Generator().manual_seed(step)
-        for i, p in enumerate(params_of(optimizer)):
-            grad = torch.randn(p.shape, generator=generator) * (30.0 if step == 4 else 1.0)
-            p.grad = None if i in without else grad.to(p.dtype)
-        optimizer.step()
-
-
-def assert_equal(first, second):
-    for a, b in zip(params_of(first), params_of(second), strict=True):
-        assert torch.equal(a, b)
-
-
-def assert_close(first, second, **tolerances):
-    tolerances = {"rtol": 1e-5, "atol": 1e-6, **tolerances}
-    torch.testing.assert_close(params_of(first), params_of(second), **tolerances)
+ADAMW = {**RULE, "weight_decay": 0.1}
 
 
 def test_each_group_uses_its_own_options():
@@ -50,6 +28,7 @@ def test_each_group_uses_its_own_options():
         {"lr": 3e-3, "betas": (0.8, 0.9), "clip_threshold": 0.7},
         {"eps": 0.1, "weight_decay": 0.0, "clip_threshold": None, "beta2_decay": 0.6},
         {"lr": torch.tensor(2e-2), "weight_decay": 0.5, "clip_weight_decay": False},
+        {"lr": 1e-3},
     ]
     groups = [{"params": [p], **o} for p, o in zip(make_params(), options, strict=True)]
     together = StableAdamW(groups, lr=1e-2)
@@ -61,7 +40,7 @@ def test_each_group_uses_its_own_options():
 
 
 def test_groups_of_named_parameters_and_an_added_group_with_its_own_steps():
-    params, twins = make_params(), make_params()
+    params, twins = make_params()[:3], make_params()[:3]
     optimizer = StableAdamW([{"params": [("a", params[0]), ("b", params[1])]}], lr=1e-2)
     take(optimizer, [1])
     optimizer.add_param_group({"params": [("c", params[2])], "lr": 1e-3})
@@ -99,8 +78,8 @@ SCHEDULERS = {
 @pytest.mark.parametrize("lr", [1e-2, torch.tensor(1e-2), torch.tensor([1e-2])], ids=repr)
 def test_schedulers_work_as_with_torchs_adamw_unless_betas_change(scheduler, is_equal, lr):
     rate = lr.clone() if isinstance(lr, torch.Tensor) else lr
-    ours = StableAdamW(make_params(), clip_threshold=None, **ADAMW | {"lr": rate})
-    theirs = torch.optim.AdamW(make_params(), **ADAMW)
+    ours = StableAdamW(make_params()[1::2], clip_threshold=None, **ADAMW | {"lr": rate})
+    theirs = torch.optim.AdamW(make_params()[1::2], **ADAMW)
     for optimizer in (ours, theirs):
         schedule = scheduler(optimizer)
         for step in range(1, 7):
@@ -132,7 +111,9 @@ def test_an_option_out_of_range_is_refused_in_every_group(options):
     assert len(optimizer.param_groups) == 1
     others = dict.fromkeys(("initial_lr", "max_lr", "lr_scale", "base_momentum", "no_weight_decay"))
     StableAdamW([{"params": params, "weight_decay_mult": 0.0, **others}])  # as in torch
-    for name, value in (("clip_norm", math.nan), ("clip_norm", "zclip"), ("skip", "no")):
+    for name, value in (
+        *(("clip_norm", math.nan), ("clip_norm", "zclip"), ("skip", "no"), ("optim_bits", 4)),
+    ):
         with pytest.raises(ValueError, match=f"{name}="):
             StableAdamW(params, **{name: value})
 
@@ -210,7 +191,7 @@ def test_torchs_adamw_and_ours_continue_each_others_states(to_torch, dtype):
     else:
         second = StableAdamW(twins, clip_threshold=None)
         second.load_state_dict(first.state_dict())
-        assert second.steps == [4, 4, 0] and second.param_groups[0]["clip_threshold"] is None
+        assert second.steps == [4, 4, 0, 4] and second.param_groups[0]["clip_threshold"] is None
     assert (second.param_groups[0]["lr"], second.param_groups[0]["eps"]) == (1e-2, 1e-6)
     for each in (first, second):
         take(each, range(5, 9))
@@ -231,9 +212,10 @@ FOREIGN = {
     "maximize": lambda: state_of(torch.optim.AdamW, maximize=True),
     "NAdam": lambda: state_of(torch.optim.NAdam, decoupled_weight_decay=True),
     "a model": lambda: torch.nn.Linear(2, 2).state_dict(),
+    "8-bit moments": lambda: state_of(StableAdamW, optim_bits=8, min_8bit_size=1),
     "another shape": lambda: {
         **(saved := state_of(StableAdamW)),
-        "state": {0: {**saved["state"][0], "exp_avg": torch.ones(5, 1)}},
+        "state": {0: {**saved["state"][0], "exp_avg": torch.ones(20, 1)}},
     },
 }
 
@@ -241,7 +223,8 @@ FOREIGN = {
 @pytest.mark.parametrize("saved", FOREIGN.values(), ids=FOREIGN)
 def test_a_foreign_state_is_refused_before_anything_is_loaded(saved):
     optimizer = StableAdamW(make_params(), **ADAMW)
-    message = "only StableAdamW's and torch.optim.AdamW's states|exp_avg of parameter 0 .*shape"
+    message = "only StableAdamW's and torch.optim.AdamW's states|exp_avg of parameter 0 .*shape|"
+    message += "parameter 0 has 8-bit moments in this state, not 32-bit ones"
     with pytest.raises(ValueError, match=message):
         optimizer.load_state_dict(saved())
     assert optimizer.param_groups[0]["lr"] == 1e-2 and not optimizer.state
@@ -261,7 +244,7 @@ def test_a_state_without_steps_starts_again():
     optimizer, fresh = (StableAdamW(make_params(), lr=1e-2) for _ in range(2))
     take(optimizer, [1, 2])
     optimizer.load_state_dict(fresh.state_dict())
-    assert optimizer.steps == [0, 0, 0] and not optimizer.state
+    assert not any(optimizer.steps) and not optimizer.state
     with torch.no_grad():
         for p, start in zip(params_of(optimizer), params_of(fresh), strict=True):
             p.copy_(start)

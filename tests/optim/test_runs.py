@@ -1,4 +1,4 @@
-"""Runs with optimizers of libraries: recorded, and resumed to the byte."""
+"""Runs by optimizers and clipping policies: recorded, and resumed to the byte."""
 
 import pytest
 import torch
@@ -10,15 +10,22 @@ from lowprec.config.check import ConfigError
 from lowprec.config.schema import LIBRARIES
 from lowprec.data.open import open_data
 from lowprec.runs.attempts import CheckpointError
+from lowprec.runs.read import scan_rows
 from lowprec.train.build import build
 from lowprec.train.checkpoint import list_checkpoints
 
-
-def bytes_of(run):
-    """The record's files, but for what depends on the clock."""
-    files = sorted(path.name for path in run.glob("*.parquet"))
-    assert files == ["blocks.parquet", "details.parquet", "tensors.parquet"]
-    return [(run / name).read_bytes() for name in ("metrics.jsonl", *files)]
+MOMENTS = {"exp_avg", "exp_avg_sq"}
+FP16 = {"scaler.name": "fixed", "precision.autocast": "fp16"}
+RUNS = {  # optimizer: keys, kinds of its state
+    "muon": ({"optimizer.zclip": 1.0}, {*MOMENTS, "momentum_buffer"}),
+    "adagc": ({"optimizer.zclip": 1.0, **FP16}, {*MOMENTS, "gamma"}),
+    "stable_spam": (
+        {"optimizer.zclip": 1.0, **FP16},
+        {*MOMENTS, "m_norm_t", "v_norm_t", "m_max_t"},
+    ),
+    "adamw_zclip": ({"optimizer.zclip": 0.5}, MOMENTS),
+    "adamw_skip_step": ({"optimizer.skip_sigmas": 1.5}, MOMENTS),
+}
 
 
 def tensors_of(run):
@@ -29,43 +36,42 @@ def tensors_of(run):
     }
 
 
-def resumes(config, run_once, tmp_path):
-    """Holds an interrupted run against an undisturbed one; the tensors of the last checkpoint."""
-    run_once(config, tmp_path / "whole")
+@pytest.mark.parametrize("name", RUNS)
+def test_a_resumed_run_is_bitwise_the_undisturbed_one(
+    name, make_config, run_once, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("lowprec.optim.clipping.ZCLIP_FIRST", 3)
+    monkeypatch.setattr("lowprec.optim.clipping.WINDOW", 6)
+    if name in LIBRARIES:
+        pytest.importorskip(LIBRARIES[name][0])
+    changes = {"optimizer.name": name, "diagnostics.statistics": ["grad_norm"]}
+    changes |= {"diagnostics.detail_every": 3, "diagnostics.block_every": 4}
+    config = make_config(changes | RUNS[name][0])
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    run_once(config, whole)
 
     def crash(built):
         raise RuntimeError("pulled the plug")
 
     with pytest.raises(RuntimeError, match="pulled the plug"):
-        run_once(config, tmp_path / "cut", at={7: crash})
+        run_once(config, cut, at={7: crash})
     torch.manual_seed(12345)  # the resumed attempt must not lean on the process's random state
-    ended, _ = run_once(config, tmp_path / "cut")
-    assert ended.state == "finished"
-    assert bytes_of(tmp_path / "whole") == bytes_of(tmp_path / "cut")
-    whole, cut = tensors_of(tmp_path / "whole"), tensors_of(tmp_path / "cut")
-    assert whole.keys() == cut.keys()
-    assert all(torch.equal(whole[key], cut[key]) for key in whole)
-    return whole
-
-
-@pytest.mark.parametrize(
-    "name, scaler", [("muon", "none"), ("adagc", "fixed"), ("stable_spam", "fixed")]
-)
-def test_a_resumed_run_is_bitwise_the_undisturbed_one(
-    name, scaler, make_config, run_once, tmp_path
-):
-    pytest.importorskip(LIBRARIES[name][0])
-    changes = {"optimizer.name": name, "optimizer.zclip": 1.0, "scaler.name": scaler}
-    changes |= {"diagnostics.statistics": ["grad_norm"], "diagnostics.detail_every": 3}
-    changes |= {"precision.autocast": "fp16"} if scaler == "fixed" else {}
-    config = make_config(changes | {"diagnostics.block_every": 4})
-    whole = resumes(config, run_once, tmp_path)
-    kinds = {file.partition(".")[0] for file, _ in whole}
-    moments = {"exp_avg", "exp_avg_sq"}
-    own = {"muon": {"momentum_buffer"}, "adagc": {"gamma"}}.get(name, set())
-    own |= {"m_norm_t", "v_norm_t", "m_max_t"} if name == "stable_spam" else set()
-    assert kinds == {"model", "rng", "clipping", *moments, *own}
-    assert all(tensor.isfinite().all() for tensor in whole.values())
+    assert run_once(config, cut)[0].state == "finished"
+    files = sorted(path.name for path in whole.glob("*.parquet"))
+    assert files == ["blocks.parquet", "details.parquet", "tensors.parquet"]
+    for file in ("metrics.jsonl", *files):
+        assert (whole / file).read_bytes() == (cut / file).read_bytes(), file
+    tensors, others = tensors_of(whole), tensors_of(cut)
+    assert tensors.keys() == others.keys()
+    assert all(torch.equal(tensors[key], others[key]) for key in tensors)
+    kinds = {file.partition(".")[0] for file, _ in tensors}
+    assert kinds == {"model", "rng", "clipping", *RUNS[name][1]}
+    assert all(tensor.isfinite().all() for tensor in tensors.values())
+    rows = scan_rows(whole / "metrics.jsonl")[0]
+    clipped = [row["clipped_grad_norm"] < 0.9999 * row["grad_norm"] for row in rows]
+    assert name in LIBRARIES or any(clipped) and not all(clipped)
+    skipped = any(row["clipped_grad_norm"] == 0 for row in rows)
+    assert skipped == (name == "adamw_skip_step")
 
 
 def test_the_state_of_another_optimizer_is_refused(make_config, run_once, tmp_path):
