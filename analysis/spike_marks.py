@@ -51,12 +51,15 @@ FOLLOWING, OTHER = "#D55E00", "#666666"  # a loss spike that follows an RMS spik
 
 @dataclass(frozen=True, eq=False)
 class Series:
-    """Loss [steps], RMS_t [steps, tensors] and beta2 [steps] of one run; NaN if unrecorded.
+    """Series of one run; NaN if unrecorded.
+
+    Loss [steps], gradient norm [steps], RMS_t [steps, tensors] and beta2 [steps].
 
     `events` are the RMS spikes that training found, as `rms_events` returns them.
     """
 
     loss: np.ndarray
+    grad_norm: np.ndarray
     rms: pd.DataFrame
     beta2: np.ndarray
     events: pd.DataFrame
@@ -102,8 +105,9 @@ def read_series(run: Runs, pattern: str = "*") -> Series:
     summary = run.summaries.iloc[0]
     settings = (summary.get(f"optimizer.{name}", np.nan) for name in ("beta2", "beta2_decay"))
     beta2 = beta2_by_step(*settings, last)
-    loss = metrics["loss"].astype(float).reindex(steps).to_numpy()
-    return Series(loss, rms, beta2, rms_events(run.events))
+    columns = metrics.reindex(index=steps, columns=["loss", "grad_norm"]).astype(float)
+    loss, grad_norm = columns.to_numpy().T
+    return Series(loss, grad_norm, rms, beta2, rms_events(run.events))
 
 
 def rms_events(events: pd.DataFrame) -> pd.DataFrame:

@@ -1,7 +1,9 @@
 """What a warning is worth: how many warnings a loss spike follows, and how many spikes have one.
 
-A warning begins where a score of the patch embedding reaches a threshold; the scores are RMS_t and
-rho = RMS_t sqrt(1 - beta2). Not in the paper. Runs: `experiment=stability`.
+A warning begins where a score reaches a threshold. The scores are RMS_t of the patch embedding,
+rho = RMS_t sqrt(1 - beta2), the deviation of the gradient norm from its running mean, and the
+cumulative sum (CUSUM; Page, 1954) of these deviations. Not in the paper. Runs:
+`experiment=stability`.
 """
 
 from dataclasses import replace
@@ -25,12 +27,21 @@ from lowprec.diagnostics.spikes import (
 
 HORIZONS = (1, 2, 4, 8, 16, 32)  # steps
 HORIZON = 8  # of the caption: the paper's
-THRESHOLDS = {  # about 1 to 30 and 0.03 to 1 in steps of 12%, with the paper's 2.3
-    "rms": 2.3 * 10 ** (np.arange(-7, 23) / 20),
-    "rho": 10 ** (np.arange(-29, 1) / 20),
+THRESHOLDS = {  # in steps of 12% to 21%
+    "rms": 2.3 * 10 ** (np.arange(-7, 23) / 20),  # about 1 to 30, with the paper's 2.3
+    "rho": 10 ** (np.arange(-29, 1) / 20),  # about 0.03 to 1
+    "deviation": 10 ** (np.arange(30) / 15),  # 1 to 86 standard deviations
+    "cusum": 10 ** (np.arange(30) / 12),  # 1 to 261
 }
-NAMES = {"rms": r"$\mathrm{RMS}_t$", "rho": r"rho = $\mathrm{RMS}_t\,\sqrt{1-\beta_2}$"}
-COLORS = {"rms": style.RMS, "rho": "#D55E00"}
+NAMES = {
+    "rms": r"$\mathrm{RMS}_t$",
+    "rho": r"rho = $\mathrm{RMS}_t\,\sqrt{1-\beta_2}$",
+    "deviation": "gradient norm: deviation",
+    "cusum": "gradient norm: CUSUM",
+}
+COLORS = {"rms": style.RMS, "rho": "#D55E00", "deviation": "#666666", "cusum": "#56B4E9"}
+SLACK = 0.5  # standard deviations that CUSUM allows in each step: half of the shift to be found
+SCORES = tuple(THRESHOLDS)
 SIDES = ("detection", "onset")
 NUM_SAMPLES, LEVEL = 1000, 0.95  # of intervals
 WARNINGS = ("num_warnings", "num_followed", "followed_by_chance")
@@ -62,8 +73,11 @@ def _of_run(series: spike_marks.Series, protocol: Protocol) -> pd.DataFrame:
     rms, num_steps = series.rms_of(spike_marks.TENSOR), len(series.loss) - protocol.ignore_steps
     at = np.flatnonzero(loss_spikes(series.loss, protocol)) + 1
     spikes_from = {"detection": at, "onset": np.unique(onsets(series.loss, at))}
+    deviation = deviations(series.grad_norm, protocol.window)
+    scores = {"rms": rms, "rho": relative_rms(rms, series.beta2)}
+    scores |= {"deviation": deviation, "cusum": cumulative_sum(deviation)}
     rows = []
-    for score, values in {"rms": rms, "rho": relative_rms(rms, series.beta2)}.items():
+    for score, values in scores.items():
         at_one = replace(protocol, rms_threshold=1.0)
         marks = rms_spikes(values[:, None] / THRESHOLDS[score], at_one)
         for threshold, column in zip(THRESHOLDS[score], marks.T, strict=True):
@@ -72,6 +86,26 @@ def _of_run(series: spike_marks.Series, protocol: Protocol) -> pd.DataFrame:
                 counts = count(warnings, spikes[spikes > protocol.ignore_steps], num_steps)
                 rows += [(counted_from, score, *row[:1], threshold, *row[1:]) for row in counts]
     return pd.DataFrame(rows, columns=[*CELL, "threshold", *COUNTS])
+
+
+def deviations(values: np.ndarray, window: int) -> np.ndarray:
+    """[steps]: how many standard deviations each value is above the mean of the `window` before it.
+
+    NaN for the first two steps, where a value is not finite, and where all before it are equal.
+    """
+    before = pd.Series(np.where(np.isfinite(values), values, np.nan)).shift(1)
+    before = before.rolling(window, min_periods=2)
+    spread = before.std(ddof=0).to_numpy()
+    return (values - before.mean().to_numpy()) / np.where(spread > 0, spread, np.nan)
+
+
+def cumulative_sum(deviation: np.ndarray) -> np.ndarray:
+    """[steps]: max(0, the sum before + deviation - SLACK); one that is not finite adds 0."""
+    total, sums = 0.0, []
+    for excess in np.where(np.isfinite(deviation), deviation - SLACK, 0.0):
+        total = max(0.0, total + excess)
+        sums.append(total)
+    return np.array(sums)
 
 
 def count(warnings: np.ndarray, spikes: np.ndarray, num_steps: int) -> list[tuple]:
@@ -155,14 +189,18 @@ def interval(samples: np.ndarray) -> np.ndarray:
 
 
 def plot(shares: dict[tuple, np.ndarray], ax: Axes, column: int, name: str) -> None:
-    """Draws column `column` of `shares_of` by horizon, the column after it (chance) dotted."""
+    """Draws column `column` of `shares_of` by horizon, the column after it (chance) dotted.
+
+    RMS_t has the only band of intervals.
+    """
     for score, color in COLORS.items() if shares else ():
         lines = np.stack([shares["detection", score, horizon] for horizon in HORIZONS], axis=1)
-        low, high = interval(lines[1:, :, column])
         look = {"color": color, "lw": 1.2}
-        ax.fill_between(HORIZONS, low, high, color=color, alpha=0.15, lw=0)
+        if score == "rms":
+            low, high = interval(lines[1:, :, column])
+            ax.fill_between(HORIZONS, low, high, color=color, alpha=0.15, lw=0)
         ax.plot(HORIZONS, lines[0, :, column], "-o", ms=2.5, label=NAMES[score], **look)
-        ax.plot(HORIZONS, lines[0, :, column + 1], ":", label=f"{NAMES[score]}, by chance", **look)
+        ax.plot(HORIZONS, lines[0, :, column + 1], ":", **look)
     ax.set_xscale("log", base=2)
     ax.set_xticks(HORIZONS, [f"{horizon}" for horizon in HORIZONS])
     ax.set(xlabel="horizon (steps)", title=name, ylim=(0, 1))
@@ -182,21 +220,30 @@ def caption(frame: pd.DataFrame) -> str:
     """Describes the runs and the counting, and compares the scores at HORIZON steps."""
     runs, shares = frame.drop_duplicates("run"), transferred(frame)
     text = (
-        f"Warnings of loss spikes by {spike_marks.TENSOR} in {measures.of_runs(runs)}, beta2 "
+        f"Warnings of loss spikes in {measures.of_runs(runs)}, beta2 "
         f"{naming.join(sorted(runs['beta2'].unique()))}. {spike_marks.in_words(frame)} A warning "
-        "begins where RMS_t or rho reaches a threshold; a burst is one warning, as for RMS spikes, "
-        "so low thresholds give few. Left: precision, the share of warnings that a loss spike "
+        f"begins where a score reaches a threshold: RMS_t or rho of {spike_marks.TENSOR}, the "
+        "deviation of the gradient norm from its running mean in standard deviations, or the "
+        "CUSUM of these deviations. A burst is one warning, as for RMS spikes, so low thresholds "
+        "give few. Left: precision, the share of warnings that a loss spike "
         "follows within the horizon. Right: recall, the share of loss spikes with a warning within "
-        "the horizon before. Spikes are counted from detection. Each beta2 has the threshold "
-        f"with the largest F1 in the runs of the other beta2; bands are {LEVEL:.0%} intervals from "
-        "resampling runs within each beta2."
+        "the horizon before. Dotted: by chance. Spikes are counted from detection. Each beta2 has "
+        "the threshold with the largest F1 in the runs of the other beta2; the band is a "
+        f"{LEVEL:.0%} interval from resampling runs within each beta2."
     )
     for counted_from in SIDES if shares else ():
-        own, other = (shares[counted_from, score, HORIZON][:, -1] for score in ("rms", "rho"))
-        low, high = interval((own - other)[1:])
+        f1 = {score: shares[counted_from, score, HORIZON][:, -1] for score in SCORES}
+        known = [score for score in SCORES[1:] if np.isfinite(f1["rms"] - f1[score]).any()]
+        others = (in_words_of_f1(score, f1["rms"], f1[score]) for score in known)
         text += (
-            f" From {counted_from}, at {HORIZON} steps: F1 {own[0]:.2f} with RMS_t and "
-            f"{other[0]:.2f} with rho (difference {own[0] - other[0]:+.2f}, interval {low:+.2f} "
-            f"to {high:+.2f})."
+            f" From {counted_from}, at {HORIZON} steps: F1 {f1['rms'][0]:.2f} with RMS_t; "
+            f"{'; '.join(others)}."
         )
     return text + measures.caption_end(runs, crosses=False)
+
+
+def in_words_of_f1(score: str, rms: np.ndarray, other: np.ndarray) -> str:
+    """A score's F1, row 0, and by how much it is below RMS_t's, with the interval."""
+    low, high = interval((rms - other)[1:])
+    words = {"rho": "rho", "deviation": "the deviation", "cusum": "CUSUM"}[score]
+    return f"{other[0]:.2f} with {words} (lower by {(rms - other)[0]:.2f}, {low:.2f} to {high:.2f})"

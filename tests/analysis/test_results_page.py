@@ -6,11 +6,13 @@ Tests that read the records of many studies are slow; CI runs them.
 import re
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from analysis import evidence, load_runs, measures, naming, paper
 from analysis.figures import attention_logits, feature_size, layer_noise, recipes_by_size
 from analysis.figures import scores as scores_of_runs
+from analysis.figures import spike_warnings as predictors
 from analysis.load import load_all
 from tests.analysis.test_spike_claims import permuted
 
@@ -332,6 +334,38 @@ def test_learning_rates_at_true_size_are_those_of_the_records(everything):
     assert "end {:.2f} and {:.2f} nats above it".format(*above) in page
     bf16 = heads["recall"].loc["bf16"]
     assert f"gains {bf16[2.5e-4] - bf16[5e-4]:.1f} points at half its rate" in PAGE
+
+
+@pytest.mark.slow
+def test_what_warnings_are_worth_is_that_of_the_records():
+    own, *rest = (
+        predictors.query(load_runs(RESULTS / study))
+        for study in ("stability_mini", "stability_control", "optimizers_mini")
+        + tuple(f"spikes_vs_{name}_mini" for name in ("lr", "batch", "size"))
+    )
+    others = pd.concat(rest)
+    others = others[~others["run"].isin(own["run"])]
+    shares = predictors.transferred(own)
+    pooled = predictors.pooled(own, *predictors.CELL, "threshold")["f1"]
+    rows, lower = rows_of("| score | warnings that a spike follows"), []
+    for score, (_, *cells) in zip(predictors.SCORES, rows, strict=True):
+        samples = shares["detection", score, predictors.HORIZON]
+        precision, by_chance, recall, recall_by_chance, f1 = samples[0]
+        best = pooled["detection", score, predictors.HORIZON].idxmax()
+        keys = {"counted_from": "detection", "score": score, "horizon": predictors.HORIZON}
+        at = (others[list(keys)] == pd.Series(keys)).all(axis=1) & (others["threshold"] == best)
+        counts = others.loc[at, list(predictors.COUNTS)].to_numpy(float).sum(axis=0)
+        from_onset = shares["onset", score, predictors.HORIZON][0, -1]
+        elsewhere = predictors.shares_of(counts[None])[0, -1]
+        expected = [f"{precision:.0%} ({by_chance:.1%})", f"{recall:.0%} ({recall_by_chance:.1%})"]
+        assert cells == [*expected, *(f"{f:.2f}" for f in (f1, from_onset, elsewhere))], score
+        difference = shares["detection", "rms", predictors.HORIZON][:, -1] - samples[:, -1]
+        low, high = predictors.interval(difference[1:])
+        lower.append(f"{difference[0]:.2f} ({low:.2f} to {high:.2f})")
+    page = words_of("spikes")
+    assert "the others is lower by {}, {} and {}".format(*lower[1:]) in page
+    num_runs, num_spikes = others["run"].nunique(), counts[3]
+    assert f"{num_runs} other runs of AdamW with {num_spikes:.0f} spikes" in page
 
 
 def noise_in_vision(everything, study):

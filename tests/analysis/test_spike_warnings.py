@@ -126,9 +126,30 @@ def test_rho_is_rms_t_times_the_root_and_thresholds_come_from_the_other_beta2(pl
     low, high = spike_warnings.interval(shares["detection", "rms", 8][1:])
     assert low[0] == high[0] == 1  # all runs of a beta2 are alike
     caption = spike_warnings.caption(frame)
-    assert "From detection, at 8 steps: F1 1.00 with RMS_t and 0." in caption
+    assert "From detection, at 8 steps: F1 1.00 with RMS_t; 0." in caption
     left, right = drawn(spike_warnings, frame)
     assert left.lines[0].get_ydata()[3] == right.lines[0].get_ydata()[3] == 1
+
+
+def test_deviations_and_their_sum_are_those_of_the_steps_before():
+    values = np.array([1.0, 3, 4, np.inf, 2, 2, 2, 2, 9])
+    found = spike_warnings.deviations(values, 3)
+    # (4 - 2) / 1; then those of (3, 4), (4, 2), (2, 2), and three equal ones
+    expected = [np.nan, np.nan, 2, np.inf, -3, -1, np.nan, np.nan, np.nan]
+    np.testing.assert_allclose(found, expected)
+    sums = spike_warnings.cumulative_sum(np.array([np.nan, 2, np.inf, 0.3, -3, 1]))
+    np.testing.assert_allclose(sums, [0, 1.5, 1.5, 1.3, 0, 0.5])
+
+
+def test_a_gradient_norm_that_rises_before_the_spikes_warns_of_them(plant, query):
+    rng = np.random.default_rng(0)
+    norm = 1 + 0.1 * rng.standard_normal(STEPS)
+    norm[[195, 295]] += 2  # steps 196 and 296, 4 before the spikes
+    plant({}, columns={"grad_norm": norm})
+    frame = query(spike_warnings)
+    assert at(frame, "deviation", 10).loc[8, NAMES].tolist() == [2, 2, 2, 2]
+    assert at(frame, "deviation", 10).loc[2, NAMES].tolist() == [2, 0, 2, 0]
+    assert at(frame, "cusum", 10).loc[8, NAMES].tolist() == [2, 2, 2, 2]
 
 
 def test_intervals_widen_with_runs_that_differ(plant, query):
