@@ -26,19 +26,20 @@ FLAGS = ("config_name", "config_path", "config_dir", "experimental_rerun")  # re
 EXPLAIN = ("help", "hydra_help", "shell_completion", "cfg", "info")  # flags that run nothing
 QUEUE = ("timeout_min", "cpus_per_task", "gpus_per_node", "tasks_per_node", "mem_gb", "nodes")
 QUEUE += ("name", "stderr_to_stdout")  # parameters that all of submitit's executors share
+QUOTES = "\"'"
 SILENT_S = 10.0  # after which a command says what it is doing
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """The sweep that this process works on, for what a run prints."""
+    """The sweep that the run of this process belongs to, for what it prints."""
 
-    overrides: tuple[str, ...] = ()  # of the run
-    own: str = ""  # the overrides in which it differs from the others
+    overrides: tuple[str, ...] = ()  # of the run, without secrets; none for a single run
+    own: str = ""  # those in which it differs from the others
     is_here: bool = False  # this process trains the runs one after another
 
 
-_sweep = Sweep()
+sweep = Sweep()
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,10 @@ class SweptRun:
 
     def __call__(self) -> None:
         """Calls the task, after a line that says which run this is."""
-        global _sweep
-        _sweep = self.sweep
-        if _sweep.own:
-            print(f"[{self.number}] {_sweep.own}", flush=True)
+        global sweep
+        sweep = self.sweep
+        if sweep.own:
+            print(f"[{self.number}] {sweep.own}", flush=True)
         self.task(self.config)
 
     def checkpoint(self) -> Any:
@@ -123,21 +124,6 @@ def parse_command(words: Sequence[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def runs_a_sweep() -> bool:
-    """Whether this process trains the runs of a sweep one after another."""
-    return _sweep.is_here
-
-
-def run_overrides() -> list[str]:
-    """The overrides of a run of a sweep, without secrets; none for a single run."""
-    return [without_secrets(text) for text in _sweep.overrides]
-
-
-def differing_overrides() -> str:
-    """The overrides in which a run of a sweep differs from the others; "" for a single run."""
-    return _sweep.own
-
-
 def score_text(name: str, value: float, chance: dict[str, float]) -> str:
     """Returns `67.31% (chance 0.10%)`, or a number that is no share, such as a loss, as it is."""
     form = ".2%" if name in chance and not name.endswith("/loss") else ".4f"
@@ -177,10 +163,15 @@ def swept_runs(
     differing = set().union(*compose.differing_values([run.overrides for run in runs]))
     swept = []
     for number, run in enumerate(runs, 1):
-        own = [text for text in run.overrides if text.partition("=")[0] in differing]
-        sweep = Sweep(run.overrides, " ".join(map(without_secrets, own)), is_here)
-        swept.append(SweptRun(task, run.config, number, sweep))
+        texts = tuple(map(_without_secrets, run.overrides))
+        own = " ".join(text for text in texts if text.partition("=")[0] in differing)
+        swept.append(SweptRun(task, run.config, number, Sweep(texts, own, is_here)))
     return swept
+
+
+def _without_secrets(override: str) -> str:
+    name, _, value = override.partition("=")
+    return f"{name}={without_secrets(value.strip(QUOTES))}"
 
 
 def _run_each(runs: list[SweptRun], launcher: dict) -> None:

@@ -41,7 +41,7 @@ class ProgressBar:
     """
 
     def __init__(self, config: Config):
-        self.name, self.num_steps = entry.differing_overrides() or label(config), config.num_steps
+        self.name, self.num_steps = entry.sweep.own or label(config), config.num_steps
         is_told = place()[0] == 0 and not sys.stdout.isatty()
         self.waiting = entry.Waiting(f"{self.name}: loading") if is_told else None
         self.last: dict = {}
@@ -117,14 +117,14 @@ def main(config: Config, expected: str | None = None, results: list | None = Non
                 sys.exit(1)
             finally:
                 progress.close()
-                results.append((entry.run_overrides(), state, progress.last))
-    stops = ended is not None and ended.stop_requested and entry.runs_a_sweep()
+                results.append((entry.sweep.overrides, state, progress.last))
+    stops = ended is not None and ended.stop_requested and entry.sweep.is_here
     if stops or (ended is not None and ended.state == "preempted"):
-        print("stopped; the same command continues" + " the sweep" * entry.runs_a_sweep())
+        print("stopped; the same command continues" + " the sweep" * entry.sweep.is_here)
         sys.exit(STOPPED)
 
 
-def show_results(results: list[tuple[list[str], str, dict]]) -> None:
+def show_results(results: list[tuple[tuple[str, ...], str, dict]]) -> None:
     """Prints a table of the runs of a sweep that were trained in this process."""
     names, settings = setting_columns([overrides for overrides, _, _ in results])
     scores = [key for key in MAIN_SCORES if any(key in row for _, _, row in results)]
@@ -138,7 +138,7 @@ def show_results(results: list[tuple[list[str], str, dict]]) -> None:
 if __name__ == "__main__":
     if place()[2]:  # one rank per machine reports the faults of a command
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (until main is reached)
-    trained: list[tuple[list[str], str, dict]] = []
+    trained: list[tuple[tuple[str, ...], str, dict]] = []
     try:
         entry.run_command(partial(main, results=trained), "train", preflight=preflight)
     finally:

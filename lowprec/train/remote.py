@@ -62,10 +62,7 @@ class RemoteCopy:
     def _copy(self) -> None:
         store, root = fsspec.url_to_fs(self.url)
         files = [Path(folder, name) for folder, _, names in os.walk(self.run) for name in names]
-        files.sort(key=_is_manifest)
-        manifests = [path for path in files if _is_manifest(path) and path not in self._copied]
-        whole = {path.parent for path in manifests if self._is_same(store, root, path)}
-        for path in files:
+        for path in sorted(files, key=_is_manifest):
             name = path.relative_to(self.run).as_posix()
             try:
                 facts = path.stat()
@@ -74,9 +71,8 @@ class RemoteCopy:
                     continue
                 if self._closed:
                     return
-                if path.parent not in whole:
-                    store.makedirs(f"{root}/{name}".rpartition("/")[0], exist_ok=True)
-                    store.put_file(str(path), f"{root}/{name}")
+                store.makedirs(f"{root}/{name}".rpartition("/")[0], exist_ok=True)
+                store.put_file(str(path), f"{root}/{name}")
             except FileNotFoundError:
                 if path.exists():  # the store's error: otherwise the checkpoint was just retired
                     raise
@@ -92,12 +88,6 @@ class RemoteCopy:
                 if gone and step_of(own) <= newest and not self._closed:
                     store.rm(gone if own.exists() else folder, recursive=True)
 
-    def _is_same(self, store: fsspec.AbstractFileSystem, root: str, path: Path) -> bool:
-        with contextlib.suppress(FileNotFoundError):
-            copied = store.cat_file(f"{root}/{path.relative_to(self.run).as_posix()}")
-            return copied == path.read_bytes()
-        return False
 
-
-def _is_manifest(file: str | Path) -> bool:
-    return Path(file).name == "manifest.json"
+def _is_manifest(file: Path) -> bool:
+    return file.name == "manifest.json"

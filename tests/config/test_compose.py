@@ -328,9 +328,9 @@ def test_a_flag_or_launcher_that_does_not_fit_is_refused(command, monkeypatch, c
 )
 def test_a_run_of_a_sweep_prints_only_what_differs(monkeypatch, capsys, tmp_path, seeds, printed):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(entry, "_sweep", entry.Sweep())
+    monkeypatch.setattr(entry, "sweep", entry.Sweep())
     monkeypatch.setattr(sys, "argv", ["train", "num_steps=2", "-m", f"seed={seeds}"])
-    entry.run_command(lambda config: print(f"ran [{entry.differing_overrides()}]"), "train")
+    entry.run_command(lambda config: print(f"ran [{entry.sweep.own}]"), "train")
     assert capsys.readouterr().out.splitlines() == printed
 
 

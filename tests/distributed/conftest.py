@@ -1,5 +1,6 @@
 """`ranks(job, size, **options)`: what several processes do; they are forked from one server."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -13,36 +14,49 @@ from lowprec.runs.identity import to_dict
 ROOT = Path(__file__).parents[2]
 
 
+class Server:
+    """The process that forks those of jobs, see `ranks.py`."""
+
+    def __init__(self):
+        self.process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(Path(__file__).with_name("ranks.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+                "OMP_NUM_THREADS": "1",
+                "CUDA_VISIBLE_DEVICES": "",  # a GPU cannot be used after a fork
+            },
+        )
+        assert json.loads(self.process.stdout.readline()) == "ready"
+
+    def __call__(self, job, size, folder, *, signals=(), **options):
+        """Does a job in so many processes; their exit codes, seconds and logs."""
+        order = {"job": job, "size": size, "options": options, "folder": str(folder)}
+        self.process.stdin.write(json.dumps(order | {"signals": list(signals)}) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+    def close(self):
+        self.process.communicate(timeout=20)
+
+
 @pytest.fixture(scope="session")
 def server():
-    process = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("ranks.py"))],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",  # a GPU cannot be used after a fork
-        },
-    )
-    assert json.loads(process.stdout.readline()) == "ready"
-    yield process
-    process.communicate(timeout=20)
+    with contextlib.closing(Server()) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
 def ranks(server, tmp_path_factory):
     """Runs a job in so many ranks; its folder, exit codes, seconds and logs."""
 
-    def run(job, size, *, signals=(), **options):
+    def run(job, size, **order):
         folder = tmp_path_factory.mktemp(job)
-        order = {"job": job, "size": size, "options": options, "folder": str(folder)}
-        server.stdin.write(json.dumps(order | {"signals": list(signals)}) + "\n")
-        server.stdin.flush()
-        return json.loads(server.stdout.readline()) | {"folder": folder}
+        return server(job, size, folder, **order) | {"folder": folder}
 
     return run
 

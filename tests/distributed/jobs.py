@@ -35,6 +35,7 @@ from lowprec.train.metrics import MetricsBuffer
 from lowprec.train.state import whole
 from lowprec.train.step import TrainStep
 from lowprec.train.task import ContrastiveTask
+from tests.train.crash import attempt
 
 
 def gradients(folder: Path, rank: int, size: int, *, configs: dict[str, dict]) -> None:
@@ -215,4 +216,5 @@ JOBS = {
     "evaluation": evaluation,
     "train": train,
     "sharded_steps": sharded_steps,
+    "attempt": attempt,
 }

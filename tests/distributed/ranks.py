@@ -1,13 +1,17 @@
-"""A server that forks the ranks of a job, so that torch is imported once for all of them.
+"""A server that forks the processes of a job, so that torch is imported once for all of them.
 
 Reads one JSON order per line and answers each with a line. An order has `job`, a name in
-jobs.JOBS; `size`, the number of ranks; `options` of the job; `folder`, where each rank writes
-`<rank>.log`; and `signals`, a list of `{"rank", "number", "file", "lines"}`, each sent when a file
-that matches `file` has that many lines. The answer has `codes`, each rank's exit status (negative:
-killed), `seconds` from the last signal to each end, and `logs`.
+jobs.JOBS; `size`, the number of processes, or 0 to do the job in the server itself, so that what is
+loaded late is there for all; `options` of the job; `folder`, where each process writes
+`<rank>.log`; and `signals`, a list of `{"rank", "number"}`, each sent once the signals before it
+are, `after_s` later or when a file that matches `file` has so many `lines`. The answer has `codes`,
+each process's exit status (negative: killed), `seconds` from the last signal to each end, and
+`logs`.
 """
 
+import contextlib
 import glob
+import io
 import json
 import os
 import signal
@@ -62,7 +66,18 @@ def start(order: dict, rank: int, port: int) -> int:
     os._exit(code)
 
 
+def is_due(signal: dict, zero: float) -> bool:
+    if "after_s" in signal:
+        return time.monotonic() - zero >= signal["after_s"]
+    files = glob.glob(signal["file"])
+    return bool(files) and Path(files[0]).read_bytes().count(b"\n") >= signal["lines"]
+
+
 def fulfil(order: dict) -> dict:
+    if order["size"] == 0:
+        with contextlib.redirect_stdout(io.StringIO()):
+            JOBS[order["job"]](Path(order["folder"]), 0, 1, **order["options"])
+        return {}
     port = free_port()
     processes = {start(order, rank, port): rank for rank in range(order["size"])}
     by_rank = {rank: process for process, rank in processes.items()}
@@ -71,12 +86,10 @@ def fulfil(order: dict) -> dict:
     begun = time.monotonic()
     zero = begun
     while len(codes) < order["size"]:
-        for due in list(waiting):
-            files = glob.glob(due["file"])
-            if files and Path(files[0]).read_bytes().count(b"\n") >= due["lines"]:
-                os.kill(by_rank[due["rank"]], due["number"])
-                zero = time.monotonic()
-                waiting.remove(due)
+        while waiting and is_due(waiting[0], zero):
+            due = waiting.pop(0)
+            os.kill(by_rank[due["rank"]], due["number"])
+            zero = time.monotonic()
         process, status = os.waitpid(-1, os.WNOHANG)
         if process in processes:
             rank = processes[process]

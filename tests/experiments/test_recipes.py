@@ -7,7 +7,7 @@ import pytest
 from lowprec.nn.recipe import RECIPES
 from lowprec.runs.read import read_rows
 
-FAST = ("high", "switchback", "llm_int8", "hw_fp8_switchback")
+FAST = ("llm_int8", "hw_fp8_switchback")  # test_int8_inference trains with two others
 CHANCE, LEAST = math.log(16), math.log(4)  # 16 pairs, of which groups of four share a caption
 
 

@@ -18,7 +18,7 @@ from experiments.evaluate import EvaluateConfig
 from experiments.export import ExportConfig
 from experiments.make_shapes import MakeShapesConfig
 from lowprec.config.check import ConfigError
-from lowprec.config.compose import CONF, compose_command
+from lowprec.config.compose import CONF, ComposedRun, compose_command
 from lowprec.config.schema import Config
 from lowprec.data.index import open_shards
 from lowprec.nn.recipe import RECIPES
@@ -78,7 +78,7 @@ def said(monkeypatch):
 
 def test_a_run_from_start_to_export(work, as_command, capfd, monkeypatch, said):
     monkeypatch.setattr(entry, "SILENT_S", 0)
-    monkeypatch.setattr(entry, "_sweep", entry.Sweep())  # another test's
+    monkeypatch.setattr(entry, "sweep", entry.Sweep())  # another test's
     as_command(*TINY, "name=whole", "num_steps=10", "evaluation=both")
     output = "".join(capfd.readouterr())
     assert "finished at step 10" in output and "% (chance 0.42%)" in output  # of 240 classes
@@ -119,7 +119,7 @@ def test_a_run_from_start_to_export(work, as_command, capfd, monkeypatch, said):
 
 def test_a_run_without_a_terminal_tells_its_step_and_loss(monkeypatch, capfd):
     monkeypatch.setattr(entry, "SILENT_S", 0.02)
-    monkeypatch.setattr(entry, "_sweep", entry.Sweep())  # another test's
+    monkeypatch.setattr(entry, "sweep", entry.Sweep())  # another test's
     progress = train.ProgressBar(Config())
 
     def wait_for(text):
@@ -179,7 +179,7 @@ def test_a_signal_in_the_last_step_of_a_run_stops_its_sweep(in_sweep, monkeypatc
     ended = Ended("finished", 2, stop_requested=True)
     monkeypatch.setattr("lowprec.train.run.train_run", lambda *arguments: ended)
     monkeypatch.setattr(train, "preflight", lambda config: None)
-    monkeypatch.setattr(train.entry, "runs_a_sweep", lambda: in_sweep)
+    monkeypatch.setattr(entry, "sweep", entry.Sweep(is_here=in_sweep))
     with pytest.raises(SystemExit, match="75") if in_sweep else contextlib.nullcontext():
         train.main(Config())
 
@@ -207,6 +207,15 @@ def test_a_sweep_runs_each_run_once_and_a_bad_one_does_not_stop_the_others(
     assert capfd.readouterr().out.count("nothing to do") == 2
     names = {"data", "new", "runs", "w.safetensors", ".multirun", "two.txt"}
     assert {path.name for path in work.iterdir()} <= names
+
+
+def test_a_sweep_over_urls_prints_no_password():
+    urls = [f'data.train="https://me:secret@host/{name}.tar?key=secret"' for name in "ab"]
+    runs = [ComposedRun((url, "seed=0"), None) for url in urls]
+    first, _ = entry.swept_runs(None, runs, is_here=True)
+    assert first.sweep == entry.Sweep(
+        ("data.train=https://host/a.tar", "seed=0"), "data.train=https://host/a.tar", True
+    )
 
 
 SHARDS = "data=shards data.train=data/shapes/train-*.tar data.val=data/shapes/val-*.tar"

@@ -9,12 +9,9 @@ undisturbed run, to the byte.
 import hashlib
 import io
 import json
-import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,9 +21,8 @@ import pytest
 from lowprec.runs.identity import to_dict
 from lowprec.runs.read import find_runs, read_rows, read_status
 from lowprec.train.checkpoint import list_checkpoints, newest_checkpoint
+from tests.distributed.conftest import Server
 
-ROOT = Path(__file__).parents[2]
-PYTHONPATH = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 LAST = ("model.safetensors", "exp_avg.safetensors", "exp_avg_sq.safetensors", "state.json")
 SETTINGS = {
     "num_steps": 3,
@@ -39,31 +35,20 @@ SETTINGS = {
 }
 
 
-class Server:
-    """The process that forks attempts."""
-
-    def __init__(self):
-        self.process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(Path(__file__).with_name("crash_server.py"))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env={
-                **os.environ,
-                "PYTHONPATH": PYTHONPATH,
-                "OMP_NUM_THREADS": "1",
-                "CUDA_VISIBLE_DEVICES": "",  # a GPU cannot be used after a fork
-            },
-        )
-
-    def attempt(self, config, **order):
-        self.process.stdin.write(json.dumps({"config": config, **order}) + "\n")
-        self.process.stdin.flush()
-        answer = json.loads(self.process.stdout.readline())
-        noted = {key: [row[key] for row in answer["log"] if key in row] for key in
-                 ("committed", "restored", "points", "error")}  # fmt: skip
-        return answer | noted
+def attempt(server, config, snapshots=None, signals=()):
+    """One attempt of a run; its exit code, seconds, and what it noted, also by kind."""
+    folder = Path(config["run_dir"] + ".attempt")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    signals = [{"rank": 0, **each} for each in signals]
+    options = {"config": config, "snapshots": snapshots and str(snapshots)}
+    answer = server("attempt", 1, folder, signals=signals, **options)
+    notes = folder / "notes.jsonl"
+    rows = read_rows(notes) if notes.exists() else []
+    kinds = ("committed", "restored", "points")
+    noted = {kind: [row[kind] for row in rows if kind in row] for kind in kinds}
+    [code], [seconds], [log] = answer["codes"], answer["seconds"], answer["logs"]
+    return {"code": code, "seconds": seconds, "log": log, "notes": rows, **noted}
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +59,7 @@ def servers(request):
     servers = [Server() for _ in range(1 + is_slow)]
     yield servers
     for server in servers:
-        server.process.communicate(timeout=20)
+        server.close()
 
 
 @pytest.fixture(scope="module")
@@ -118,9 +103,9 @@ def undisturbed(make, servers, module_folder):
     if not snapshots.exists():
         snapshots.mkdir()
         for server in servers:
-            server.attempt(make(f"warm-{id(server)}"), warm_up=True)
-        answer = servers[0].attempt(config, snapshots=str(snapshots))
-        assert answer["status"] == 0, Path(config["run_dir"] + ".log.err").read_text()
+            server("train", 0, module_folder, configs=[make(f"warm-{id(server)}")])
+        answer = attempt(servers[0], config, snapshots)
+        assert answer["code"] == 0, answer["log"]
         (module_folder / "answer.json").write_text(json.dumps(answer))
         points = enumerate(answer["points"][0])
         saving = [n for n, p in points if p[:5] == "write" and "/.tmp.step_000000003/" in p]
@@ -144,8 +129,8 @@ def check_resume(server, config, expected, where, safe=0):
         for name, size in (newest[1]["offsets"] if newest else {}).items():
             assert (run / name).stat().st_size >= size, (where, name)
     is_done = any(read_status(run)["state"] == "finished" for run in find_runs(root))
-    answer = server.attempt(config)
-    assert answer["status"] == 0, (where, answer)
+    answer = attempt(server, config)
+    assert answer["code"] == 0, (where, answer)
     assert is_done or answer["restored"][0] >= safe, (where, "resumed below the last commit")
     check_whole(root, expected, where)
     shutil.rmtree(root)
@@ -180,7 +165,7 @@ def check_crashes(servers, config, expected, answer, snapshots, kinds, step, las
 
     def work(server, crash):
         point = int(crash.name.split(".")[0])
-        earlier = [row[note] for row in answer["log"] if note in row and row["point"] <= point]
+        earlier = [row[note] for row in answer["notes"] if note in row and row["point"] <= point]
         where = f"{crash.name}: {answer['points'][0][point]}"
         trial = config | {"run_dir": str(crash)}
         check_resume(server, trial, expected, where, max(earlier, default=0))
@@ -200,8 +185,8 @@ def digest(folder):
     return parts.digest()
 
 
-# The fast tests take a third of the crash points; the slow ones take all.
-crash_points = pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.slow)])
+# The fast tests take a fifth of the crash points; the slow ones take all.
+crash_points = pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.slow)])
 
 
 @crash_points
@@ -230,7 +215,7 @@ def test_a_kill_at_a_crash_point_of_a_resume_changes_nothing(
     torn, snapshots = make("torn"), tmp_path / "snapshots"
     snapshots.mkdir()
     shutil.copytree(module_folder / "torn", torn["run_dir"])
-    answer = servers[0].attempt(torn, snapshots=str(snapshots))
+    answer = attempt(servers[0], torn, snapshots)
     assert answer["restored"] == [2]
     resumed = answer["points"][0]
     assert {"truncate", "unlink"} <= {point.split()[0] for point in resumed}
@@ -242,12 +227,13 @@ def test_a_kill_at_a_crash_point_of_a_resume_changes_nothing(
 @pytest.mark.parametrize("count", [6, pytest.param(200, marks=pytest.mark.slow)])
 def test_random_kills_change_nothing(servers, make, undisturbed, count):
     generator = random.Random(count)
-    seconds = servers[0].attempt(make("timed"))["seconds"]
+    seconds = attempt(servers[0], make("timed"))["seconds"]
     expected = contents(undisturbed[0])
 
     def work(server, trial):
         config = make(f"trial-{trial}")
-        answer = server.attempt(config, kill_after_s=seconds * trial)
+        kill = {"number": signal.SIGKILL, "after_s": seconds * trial}
+        answer = attempt(server, config, signals=[kill])
         check_resume(server, config, expected, trial, max(answer["committed"], default=0))
 
     on_all(servers, work, [generator.random() for _ in range(count)])
@@ -258,24 +244,24 @@ def test_random_kills_change_nothing(servers, make, undisturbed, count):
 def test_stops_at_random_times_lose_no_step(servers, make, undisturbed, number, count):
     """Stops at random times, `count` of them in a running loop, lose no step and repeat none."""
     server, expected, generator = servers[0], contents(undisturbed[0]), random.Random(count)
-    seconds, stopped = server.attempt(make("timed"))["seconds"], 0
+    seconds, stopped = attempt(server, make("timed"))["seconds"], 0
     for trial in range(10 * count):
         if stopped == count:
             return
         config = make(f"stop-{trial}")
-        signals = [{"signal": number, "after_s": generator.uniform(0, seconds)}]
-        signals += [{"signal": number, "after_s": 0.01}] * (trial % 3)  # more change nothing
-        answer = server.attempt(config, signals=signals)
-        assert answer["status"] in (75, 0, -number), (signals, answer)  # -number: not begun yet
-        if answer["status"] == 75:
+        signals = [{"number": number, "after_s": generator.uniform(0, seconds)}]
+        signals += [{"number": number, "after_s": 0.01}] * (trial % 3)  # more change nothing
+        answer = attempt(server, config, signals=signals)
+        assert answer["code"] in (75, 0, -number), (signals, answer)  # -number: not begun yet
+        if answer["code"] == 75:
             [run] = find_runs(config["run_dir"])
             step = read_status(run)["step"]
             rows = read_rows(run / "metrics.jsonl")
             assert [row["step"] for row in rows] == list(range(1, step + 1))
             stopped += 1
-        second = server.attempt(config)
-        assert second["status"] == 0
-        if answer["status"] == 75:
+        second = attempt(server, config)
+        assert second["code"] == 0
+        if answer["code"] == 75:
             assert second["restored"] == [step], (signals, answer, second)
             assert not list(run.glob("cut/*/metrics.jsonl"))
         check_whole(config["run_dir"], expected, signals)

@@ -92,14 +92,6 @@ def test_details_and_blocks_are_recorded_when_they_are_due(make_config, run_once
     assert "visual.conv1.weight" in runs.tensors("visual.conv1.weight", stat="u_max")
 
 
-def test_loss_falls_and_accuracy_rises_above_chance(make_config, run_once, tmp_path):
-    changes = {"num_steps": 60, "log_every": 20, "evaluation.name": "zero_shot", "save_every": 60}
-    ended, _ = run_once(make_config(changes), tmp_path / "a")
-    rows = read_rows(tmp_path / "a" / "metrics.jsonl")
-    assert rows[-1]["loss"] < rows[0]["loss"] - 0.5
-    assert rows[-1]["zero_shot/top1"] > 0.6  # chance: 0.25
-
-
 @pytest.fixture(scope="module")
 def wholes(tmp_path_factory):
     """A folder for the undisturbed run of each setting, each made once."""
@@ -204,18 +196,6 @@ def test_fixed_scaling_skips_only_the_bad_tensor_and_counts_it(make_config, run_
     names = built.state.optimizer.names
     assert updates[names.index("visual.conv1.weight")] == 0
     assert (np.delete(updates, names.index("visual.conv1.weight")) > 0).mean() > 0.9
-
-
-@pytest.mark.parametrize("scaler", ["fixed", "dynamic"])
-def test_max_skips_in_a_row_diverge_naming_the_tensor(make_config, run_once, tmp_path, scaler):
-    changes = {"precision.autocast": "fp16", "scaler.name": scaler, "scaler.max_skips": 3}
-    ended, _ = run_once(
-        make_config({**changes, "scaler.init_scale": 256.0}),
-        tmp_path / "a",
-        spoil=spoil_gradient("visual.conv1.weight", {2, 5, 6, 7, 8}),
-    )
-    assert (ended.state, ended.step) == ("diverged", 7)
-    assert "3 consecutive skips" in ended.reason and "visual.conv1.weight" in ended.reason
 
 
 def test_too_many_bad_samples_stop_the_run(make_config, run_once, tmp_path):

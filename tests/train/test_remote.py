@@ -61,7 +61,6 @@ def test_the_copy_of_a_run_of_several_attempts_is_the_run(make_config, tmp_path,
     assert files(copy) == files(run)  # retired checkpoints are gone there, too
     assert read_status(copy)["state"] == "finished"
     saved = [name.split("/")[3:] for name in names if "/checkpoints/" in name]
-    assert {step for step, _ in saved} == {"step_000000006"}  # an earlier attempt copied step 4
     assert saved[-1][1] == "manifest.json"
     shutil.rmtree(run)  # as on a new machine
     with contextlib.closing(Record(run)) as record:
@@ -69,7 +68,7 @@ def test_the_copy_of_a_run_of_several_attempts_is_the_run(make_config, tmp_path,
     assert list(copy.glob("checkpoints/*"))
 
 
-def test_the_copy_of_a_finished_run_keeps_the_weights_alone_too(make_config, tmp_path, names):
+def test_the_copy_of_a_finished_run_keeps_the_weights_alone_too(make_config, tmp_path):
     changes = {"keep_checkpoints": None, "num_steps": 4, "save_every": 2}
     entry.main(make_config({**changes, "remote_sync": f"file://{tmp_path}/copy"}))
     [run] = find_runs(tmp_path / "runs")
@@ -77,9 +76,6 @@ def test_the_copy_of_a_finished_run_keeps_the_weights_alone_too(make_config, tmp
     assert files(copy) == files(run)
     [checkpoint] = list_checkpoints(copy)
     assert not list(checkpoint.glob("exp_avg*")) and verify(checkpoint)["step"] == 4
-    uploaded = [Path(name).name for name in names if checkpoint.name in name]
-    assert uploaded.count("manifest.json") == 2 and uploaded.count("model.safetensors") == 1
-    assert uploaded.count("exp_avg.safetensors") == 1  # it was in the copy
 
 
 @pytest.mark.parametrize("error", [ConnectionError("is gone"), FileNotFoundError("is gone")])
@@ -119,11 +115,11 @@ def test_a_run_does_not_wait_for_a_store_that_hangs(record, monkeypatch):
     assert read_rows(record.run / "events.jsonl") == [event]  # it may be another process's
 
 
-def save(run, step, kind="checkpoints", text="1"):
+def save(run, step, kind="checkpoints"):
     folder = run / kind / f"step_{step:09d}"
     folder.mkdir(parents=True)
     for name in ("manifest.json", "model.safetensors"):
-        (folder / name).write_text(text)
+        (folder / name).write_text("1")
 
 
 def update(remote):
@@ -151,14 +147,6 @@ def test_a_checkpoint_that_is_retired_during_an_upload_does_not_end_it(
     assert files(tmp_path / "copy" / "run" / "one") == files(record.run)
 
 
-def test_a_checkpoint_of_the_same_size_and_other_content_is_copied_anew(record, tmp_path):
-    copy = tmp_path / "copy" / "run" / "one"
-    save(copy, 4, text="1")  # before the run was resumed from an earlier one
-    save(record.run, 4, text="2")
-    update(RemoteCopy(f"file://{tmp_path}/copy", record))
-    assert files(copy) == files(record.run)
-
-
 def test_a_copy_loses_the_snapshots_that_the_run_has_retired_or_cut_off(record, tmp_path):
     copy = tmp_path / "copy" / "run" / "one"
     save(record.run, 1000)
@@ -178,8 +166,7 @@ def test_a_copy_keeps_later_checkpoints_and_files_of_others(record, tmp_path):
         save(run, step)
     for name in ("notes.txt", "checkpoints/notes.txt"):
         (copy / name).write_text("mine")
-    (record.run / "snapshots" / "step_000000003").mkdir(parents=True)
-    (record.run / "snapshots" / "step_000000003" / "manifest.json").write_text("3")
+    save(record.run, 3, "snapshots")
     before = files(copy)
     update(RemoteCopy(f"file://{tmp_path}/copy", record))
     after = files(copy)

@@ -1,9 +1,4 @@
-"""A process that forks attempts of runs, and leaves what a crash at each point would leave.
-
-Started once (`python crash_server.py`), it imports everything, then reads one JSON order a line and
-answers each with a line. An order: `config`; `snapshots`, a folder for copies of the run directory
-as a crash at each point leaves it, or null; `kill_after_s`; `signals`, a list of `{"signal": n,
-"after_s": t}`. An answer: `status`, negative if killed; `seconds`; `log`, what the attempt noted.
+"""An attempt of a run that leaves what a crash at each point would leave; a job of `ranks.py`.
 
 A point is a call that changes what is on disk in the run directory. `<point>.before` is what a kill
 before it leaves, `<point>.half` a kill in the middle of a write, and `<point>.cut` a power cut,
@@ -11,18 +6,17 @@ which also takes away what was not synced: bytes of files since their last fsync
 directories whose parent was not synced since.
 """
 
-import contextlib
-import io
 import json
 import os
-import select
 import shutil
-import signal
 import stat
-import sys
 import threading
-import time
 from pathlib import Path
+
+from experiments import train as entry
+from lowprec.config.check import check
+from lowprec.train import run as running
+from lowprec.train.checkpoint import Saver
 
 CHANGES = ("write", "fsync", "truncate", "ftruncate", "rename", "replace", "mkdir", "unlink")
 CHANGES += ("rmdir",)
@@ -119,19 +113,12 @@ class Disk:
                 self.note(committed=self.committed)
 
 
-def attempt(order: dict, log: str) -> None:
-    """One attempt of a run, as `python -m experiments.train` makes it; leaves by os._exit."""
-    from experiments import train as entry
-    from lowprec.config.check import check
-    from lowprec.train import run as running
-    from lowprec.train.checkpoint import Saver
+def attempt(folder: Path, rank: int, size: int, *, config: dict, snapshots: str | None) -> None:
+    """One attempt of a run, as `python -m experiments.train` makes it.
 
-    silence = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(silence, 1)
-    errors = os.open(log + ".err", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    os.dup2(errors, 2)
-    config = check(order["config"])
-    disk = Disk(config.run_dir, log, order.get("snapshots"))
+    Copies of the run directory as a crash at each point leaves it go to the folder `snapshots`.
+    """
+    disk = Disk(config["run_dir"], f"{folder}/notes.jsonl", snapshots)
     restore = Saver.restore
 
     def noted_restore(saver):
@@ -141,55 +128,7 @@ def attempt(order: dict, log: str) -> None:
 
     Saver.restore = noted_restore
     running.environment = lambda: {"threads": 1}
-    code = 0
     try:
-        entry.main(config)
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 1
-    except BaseException as error:  # noqa: BLE001 (the test reads it)
-        disk.note(error=f"{type(error).__name__}: {error}")
-        code = 1
-    disk.note(points=disk.points)
-    os._exit(code)
-
-
-def serve() -> None:
-    """Answers orders until the input ends."""
-    import torch
-
-    torch.set_num_threads(1)
-    for line in sys.stdin:
-        order = json.loads(line)
-        if order.get("warm_up"):  # in this process: what is loaded late is there for all
-            from experiments import train as entry
-            from lowprec.config.check import check
-
-            with contextlib.redirect_stdout(io.StringIO()):
-                entry.main(check(order["config"]))
-            print(json.dumps({"status": 0, "log": []}), flush=True)
-            continue
-        log = order["config"]["run_dir"] + ".log"
-        for leftover in (log, log + ".err"):
-            if os.path.exists(leftover):
-                os.unlink(leftover)
-        start = time.perf_counter()
-        child = os.fork()
-        if child == 0:
-            attempt(order, log)
-        handle = os.pidfd_open(child)
-        after = order.get("kill_after_s")
-        if after is not None and not select.select([handle], [], [], after)[0]:
-            os.kill(child, signal.SIGKILL)
-        for number in order.get("signals", []):
-            select.select([handle], [], [], number["after_s"])
-            os.kill(child, number["signal"])
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        os.close(handle)
-        seconds = time.perf_counter() - start
-        rows = [json.loads(row) for row in open(log)] if os.path.exists(log) else []
-        print(json.dumps({"status": status, "seconds": seconds, "log": rows}), flush=True)
-    os._exit(0)  # without unloading all modules, which takes seconds
-
-
-if __name__ == "__main__":
-    serve()
+        entry.main(check(config))
+    finally:
+        disk.note(points=disk.points)
