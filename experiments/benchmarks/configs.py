@@ -14,7 +14,7 @@ OURS = (  # recipes of `layer`
     "hw_fp8_switchback",
     "hw_fp8_blockwise",
 )
-PEERS = ("bnb_switchback", "torchao_int8", "torchao_fp8_rowwise", "torchao_fp8_blockwise")
+PEERS = ("bnb_switchback", "torchao_fp8_rowwise")
 MODES = ("eager", "graph", "compiled", "host")
 OPEN_CLIP = ("open_clip eager", "open_clip")
 RECIPES = (

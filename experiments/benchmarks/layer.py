@@ -1,7 +1,7 @@
 """Times one linear layer, forward and backward, by recipe, against nn.Linear and other libraries.
 
     python -m experiments.benchmarks layer
-    python -m experiments.benchmarks layer dims=[1280] cases=[switchback,torchao_int8]
+    python -m experiments.benchmarks layer dims=[1280] cases=[switchback,bnb_switchback]
 
 A time is the sum of a layer dim -> 4 dim and one 4 dim -> dim, with a bias and random inputs:
 eager; on a GPU also as a CUDA graph ("graph"), and ours under torch.compile as a CUDA graph

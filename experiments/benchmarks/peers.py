@@ -70,19 +70,6 @@ def _restore_libdevice() -> None:
         sys.modules["triton.language.libdevice"] = tl.libdevice
 
 
-def _torchao_int8(linear: nn.Linear) -> nn.Module:
-    """Row- and column-wise int8 output and grad_input, as our `switchback_q` computes.
-
-    By module swap: the default, a tensor subclass, computes in 16 bits in torchao 0.17.
-    """
-    from torchao import quantize_
-    from torchao.prototype.quantized_training import Int8MixedPrecisionTrainingConfig
-
-    layer = nn.Sequential(copy.deepcopy(linear))
-    quantize_(layer, Int8MixedPrecisionTrainingConfig(grad_weight=False, module_swap=True))
-    return layer
-
-
 def _torchao_fp8_rowwise(linear: nn.Linear) -> nn.Module:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -90,23 +77,7 @@ def _torchao_fp8_rowwise(linear: nn.Linear) -> nn.Module:
     return convert_to_float8_training(nn.Sequential(copy.deepcopy(linear)), config=config)
 
 
-def _torchao_fp8_blockwise(linear: nn.Linear) -> nn.Module:
-    """Tiles of 1x128 and 128x128 in all products, by `torch._scaled_mm`; the bias is ours."""
-    from torchao.prototype.blockwise_fp8_training.linear import Float8BlockwiseLinear
-
-    class WithBias(Float8BlockwiseLinear):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) + self.bias
-
-    layer = WithBias(linear.in_features, linear.out_features)
-    layer = layer.to(linear.weight.device, linear.weight.dtype)
-    layer.load_state_dict(linear.state_dict())
-    return layer
-
-
 LINEAR_PEERS = {
     "bnb_switchback": LinearPeer(_bitsandbytes, "switchback", compiled=False, dtype="fp16"),
-    "torchao_int8": LinearPeer(_torchao_int8, "switchback_q", compiled=True),
     "torchao_fp8_rowwise": LinearPeer(_torchao_fp8_rowwise, "hw_fp8_switchback", compiled=True),
-    "torchao_fp8_blockwise": LinearPeer(_torchao_fp8_blockwise, "hw_fp8_blockwise", compiled=True),
 }

@@ -27,7 +27,6 @@ from lowprec.optim.state import (
     FOREIGN,
     OWN_OPTIONS,
     TENSORS,
-    adamw_state,
     can_be_8bit,
     check_is_adamw,
     check_names,
@@ -105,8 +104,8 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
     `state[p]` holds the debiased moments exp_avg and exp_avg_sq in float32 (float64 for float64; as
     8-bit moments uint8, with float32 scales exp_avg_scale and exp_avg_sq_scale), the count
     `updates` and, for a 16-bit parameter, `compensation` (see `add_compensated_`). The count is not
-    called step, so that torch's AdamW does not mistake our moments for its own: it loads
-    `adamw_state_dict()`.
+    called step, so that torch's AdamW does not mistake our moments for its own. To continue as
+    AdamW, set `clip_threshold` of the groups to None.
 
     Source: Algorithm 2, arXiv:2304.13013.
     """
@@ -393,14 +392,3 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
         self.state.update(states)
         self._update_counts = None  # an earlier state_dict() keeps its own
         self._counts()
-
-    def adamw_state_dict(self) -> dict:
-        """A state that torch.optim.AdamW can load, to continue without update clipping."""
-        saved = self.state_dict()
-        for group in saved["param_groups"]:
-            for n in group["params"]:
-                if n in saved["state"]:
-                    saved["state"][n] = adamw_state(saved["state"][n], group["betas"])
-            for name in OWN_OPTIONS:
-                del group[name]
-        return saved

@@ -1,4 +1,4 @@
-"""The options of a parameter group, and a parameter's state, converted from and to torch's AdamW.
+"""The options of a parameter group, and a parameter's state, converted from torch's AdamW.
 
 torch stores the biased moments m; ours are debiased: v = m / (1 - beta^t).
 """
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowprec.optim.adamw_update import wide_dtype
-from lowprec.optim.eight_bit import BLOCK, dequantize
+from lowprec.optim.eight_bit import BLOCK
 
 OWN_OPTIONS = ("clip_threshold", "clip_weight_decay", "beta2_decay")  # torch's AdamW has none
 UNSUPPORTED = ("amsgrad", "maximize", "differentiable")  # options of torch's AdamW
@@ -113,15 +113,3 @@ def loaded_state(
         for kind, beta in zip(MOMENTS, betas, strict=True):
             state[kind].div_(1 - beta ** t.clamp(min=1))
     return {**state, "updates": t}
-
-
-def adamw_state(state: dict, betas: tuple) -> dict[str, Tensor]:
-    """One of our states in torch.optim.AdamW's layout, with 32-bit moments."""
-    t = float(state["updates"])
-    adamw = {"step": torch.tensor(t, dtype=torch.float32)}
-    for kind, scale, beta, is_signed in zip(MOMENTS, SCALES, betas, (True, False), strict=True):
-        moment = state[kind]
-        if scale in state:
-            moment = dequantize(moment, state[scale], is_signed)
-        adamw[kind] = moment * (1 - beta**t)
-    return adamw

@@ -85,9 +85,9 @@ def test_wrong_layer_has_no_number(measure, lines_of, monkeypatch):
 
 def test_peer_that_is_not_quantized_has_no_number_and_ours_go_on(measure, monkeypatch):
     plain = LinearPeer(torch.nn.Sequential, like="switchback_q", compiled=False)
-    monkeypatch.setitem(LINEAR_PEERS, "torchao_int8", plain)
-    lines = measure(cases=["torchao_int8", "switchback"])
-    [skipped] = [line for line in lines if line["case"] == "torchao_int8"]
+    monkeypatch.setitem(LINEAR_PEERS, "torchao_fp8_rowwise", plain)
+    lines = measure(cases=["torchao_fp8_rowwise", "switchback"])
+    [skipped] = [line for line in lines if line["case"] == "torchao_fp8_rowwise"]
     assert skipped["correct"] is False and skipped["ms"] is None
     assert [line["slug"] for line in lines if line["case"] == "switchback"] == [
         "layer",
