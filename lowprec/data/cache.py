@@ -3,7 +3,6 @@
 import hashlib
 import os
 import shutil
-import stat
 import struct
 import zlib
 from importlib.metadata import version
@@ -38,7 +37,7 @@ class DecodedCache:
         path, size = Path(folder, f"{self._key.hex()[:16]}.decoded"), num_samples * self._size
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = _open(path)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
             if os.fstat(self._file).st_size != size:
                 os.ftruncate(self._file, size)
             missing = size - os.fstat(self._file).st_blocks * 512
@@ -84,14 +83,3 @@ class DecodedCache:
     def __del__(self):
         if hasattr(self, "_file"):
             os.close(self._file)
-
-
-def _open(path: Path) -> int:
-    """Opens or creates a regular file; OSError for any other, of which none is written to."""
-    if path.is_symlink():
-        raise OSError(0, "a symbolic link is not followed")
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(0, "a regular file is expected")
-    return descriptor

@@ -11,11 +11,9 @@ import hashlib
 import itertools
 import os
 import random
-import select
 import signal
 import subprocess
 import tarfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -35,8 +33,9 @@ from lowprec.data.workers import ahead, follow_parent
 SHUFFLED = 1000  # undecoded samples that a worker shuffles
 LARGEST_OTHER = loader.LONGEST_CAPTION + 1  # bytes of a member that is no image
 CURL = ("curl", "-fsL", "--connect-timeout", "30", "--retry", "30", "--retry-delay", "2")
-STALL_S = 60  # a shard that sends no member for so long is skipped
+CURL += ("--retry-max-time", "60", "--speed-limit", "1", "--speed-time", "60")  # if a server stalls
 CURL_FAULTS = {6: "no such host", 7: "cannot connect", 22: "an HTTP error, such as 404"}
+CURL_FAULTS |= {28: "no data for a minute"}
 
 
 @dataclass
@@ -185,15 +184,12 @@ def read_url(url: str) -> Iterator[tuple[str, bytes]]:
         for member, _, _, data in read_members(tar, limits):
             is_empty = False
             yield member.name, data
-            source.renew()
     if is_empty:
         raise DamagedError("no image, caption or label in it")
 
 
 class _Source:
     """The bytes of a file, of a URL (by curl) or of a `pipe:` command; its failure is an error.
-
-    So is a member that is not there STALL_S seconds after the call of `renew`.
 
     `close` ends a command with its children. If the reader is killed, curl and a single command
     (`pipe:exec COMMAND`) end with it; the parts of a pipeline (`pipe:a | b`) may go on.
@@ -212,19 +208,10 @@ class _Source:
                 command = url.removeprefix("pipe:")
             self.command = subprocess.Popen(command, shell=scheme == "pipe", **options)
             self.descriptor = self.command.stdout.fileno()
-        self.ready = select.poll()
-        self.ready.register(self.descriptor)
-        self.renew()
-
-    def renew(self) -> None:
-        self.deadline = time.monotonic() + STALL_S
 
     def read(self, size: int) -> bytes:
-        seconds = self.deadline - time.monotonic()
-        if seconds <= 0 or not self.ready.poll(1000 * seconds):
-            raise TimeoutError(f"no image, caption or label for {STALL_S} s")
         data = os.read(self.descriptor, size)
-        if not data and self.command and (status := self.command.wait(max(seconds, 1))):
+        if not data and self.command and (status := self.command.wait()):
             if isinstance(self.command.args, str):  # a command line may hold secrets
                 raise OSError(f"the command failed with status {status}")
             hint = f" ({CURL_FAULTS[status]})" if status in CURL_FAULTS else ""

@@ -50,15 +50,10 @@ def start(plan: Plan, asked: set[int]) -> None:
             start_new_session=True,
         )
     deadline = time.monotonic() + 30
-    try:
-        while time.monotonic() < deadline and launcher.poll() is None:
-            if is_locked(lock_path(plan.folder)):
-                break
-            time.sleep(0.05)
-    except KeyboardInterrupt:  # or runs would begin that `cancel` holds for lost
-        launcher.terminate()
-        launcher.wait()
-        raise
+    while not is_locked(lock_path(plan.folder)) and time.monotonic() < deadline:
+        if launcher.poll() is not None:
+            break
+        time.sleep(0.05)
     launcher.returncode = 0  # it outlives this process; subprocess would warn of that
 
 

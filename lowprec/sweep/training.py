@@ -32,7 +32,6 @@ class Training:
         self.plan, self.index, self.gpus, self.visible = plan, index, gpus, visible
         self._children: list[subprocess.Popen] = []
         self._log_start = 0
-        self._stop_signal: int | None = None
         self._signaled = False
         self._first_failure = 0
         self._deadline: float | None = None
@@ -55,9 +54,11 @@ class Training:
             return False
         return True
 
-    def stop(self, number: int = signal.SIGTERM) -> None:
-        """Passes a first request to stop on to training at the next `poll`."""
-        self._stop_signal = self._stop_signal or number
+    def stop(self) -> None:
+        """Asks training to stop, the first time that it is called."""
+        if not self._signaled:
+            self._signaled = True
+            self._signal(signal.SIGTERM)
 
     def poll(self) -> bool:
         """Whether all processes have ended.
@@ -77,9 +78,6 @@ class Training:
             self._deadline = self._deadline or time.monotonic() + GRACE_S
             if time.monotonic() > self._deadline:
                 self._signal(signal.SIGKILL)
-        if self._stop_signal and not self._signaled:
-            self._signaled = True
-            self._signal(self._stop_signal)
         return False
 
     def _signal(self, number: int) -> None:

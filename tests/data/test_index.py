@@ -187,37 +187,24 @@ def test_one_index_folder_serves_two_sets_with_the_same_names(tmp_path, indexed)
     assert len(indexed) == 2
 
 
-def test_read_only_folder_is_an_error_that_names_data_index(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("owner", "call", "number"), [(Path, "mkdir", errno.EROFS), (fcntl, "flock", errno.ENOLCK)]
+)
+def test_in_a_folder_without_writing_or_locks_indexed_shards_open_and_new_ones_name_data_index(
+    tmp_path, monkeypatch, owner, call, number
+):
     def refuse(*_, **__):
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        raise OSError(number, os.strerror(number))
 
-    pattern = write_shards(tmp_path, [1])
-    monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(FileNotFoundError, match=r"\.index.*Read-only.*data\.index="):
-        open_shards(pattern)
-
-
-def test_read_only_folder_with_an_index_is_read(tmp_path, monkeypatch):
-    pattern = write_shards(tmp_path, [2])
-    open_shards(pattern)
-    monkeypatch.setattr(Path, "mkdir", None)
-    assert open_shards(pattern).num_samples == 2
-
-
-def test_without_locks_indexed_shards_open_and_new_ones_name_data_index(tmp_path, monkeypatch):
-    pattern = write_shards(tmp_path, [2])
-    open_shards(pattern)
-    for catalog in (tmp_path / ".index").glob("catalog-*"):
+    indexed, new = (write_shards(tmp_path / name, [2]) for name in ("indexed", "new"))
+    open_shards(indexed)
+    for catalog in (tmp_path / "indexed" / ".index").glob("catalog-*"):
         catalog.unlink()
-
-    def refuse(*_):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    assert open_shards(pattern).num_samples == 2
-    write_shards(tmp_path, [2, 2])
-    with pytest.raises(FileNotFoundError, match=r"\.index.*No locks available.*data\.index="):
-        open_shards(pattern)
+    monkeypatch.setattr(owner, call, refuse)
+    assert open_shards(indexed).num_samples == 2
+    fault = rf"\.index.*{os.strerror(number)}.*data\.index="
+    with pytest.raises(FileNotFoundError, match=fault):
+        open_shards(new)
 
 
 @pytest.mark.parametrize("names", [[], ["a.txt"], ["a.png", "b.txt"], ["a.json"]], ids=str)

@@ -347,14 +347,6 @@ def test_crops_are_distributed_like_those_of_torchvision(area, monkeypatch):
         assert 0.8 < a.std() / b.std() < 1.25  # of 2000 draws: known to about 2 %
 
 
-@pytest.mark.parametrize("size", [(12, 12), (40, 40), (37, 40)], ids=str)
-def test_random_boxes_reach_every_edge(size):
-    boxes = np.array([random_box(*size, words(sample)) for sample in range(2000)])
-    for first, last in ((0, 2), (1, 3)):
-        smaller = boxes[boxes[:, last] - boxes[:, first] < size[first]]
-        assert smaller[:, first].min() == 0 and smaller[:, last].max() == size[first]
-
-
 @pytest.mark.parametrize("shape", [(12, 12), (20, 30), (30, 20), (1, 1), (1, 30)], ids=str)
 def test_augmented_image_is_the_random_box_resized_bicubically_and_flipped(shape):
     pixels = np.random.default_rng(0).integers(0, 256, (*shape, 3), dtype=np.uint8)

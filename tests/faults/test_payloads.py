@@ -64,9 +64,6 @@ OVERRIDES = (
     "+hydra.sweeper.params={hydra.run.dir: %s}",
     "hydra.sweeper.custom_search_space=os.system",
     "optimizer@hydra.run=adamw",
-    "name=${oc.env:HOME}",
-    "data.train=${oc.env:HOME}/a.tar",
-    "seed=${oc.decode:3}",
 )
 
 

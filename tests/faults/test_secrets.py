@@ -70,6 +70,7 @@ INTERPOLATIONS = (
     r"name=a,$\{oc.env:TOKEN\}",
     r"name=choice(a,$\{oc.env:TOKEN\})",
     r"name=$\{oc.decode:$\{oc.env:TOKEN\}\}",
+    r"data.train=$\{oc.env:TOKEN\}/a.tar",
     r"data.allow_remote=[https,$\{oc.env:TOKEN\}]",
     r"optimizer.lr_scale={visual:$\{oc.env:TOKEN\}}",
     "hydra.launcher.comment=${oc.env:TOKEN}",

@@ -11,7 +11,6 @@ import pytest
 from experiments import sweep
 from lowprec.sweep import local, status
 from lowprec.sweep.plan import Plan, take_lock
-from tests.sweep.conftest import processes_in
 
 LOCAL = {"name": "local", "parallel": 2, "gpus": 0}
 SAVES = """
@@ -56,17 +55,6 @@ def test_of_eight_runs_two_fail_by_name_and_only_these_are_run_again(
     local.launch(sweeps.folder)
     assert sweeps.names() == ["finished"] * 8
     assert [i for i, count in enumerate(sweeps.starts()) if count != 1] == [5, 7]
-
-
-def test_an_interrupted_submit_leaves_no_launcher_that_begins_later(sweeps, here, monkeypatch):
-    def interrupted(seconds):
-        raise KeyboardInterrupt
-
-    plan = sweeps.make(2)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(local.time, "sleep", interrupted)
-        sweeps.submit()
-    assert not processes_in(here) and not local.lock_path(plan.folder).exists()
 
 
 def test_a_killed_launcher_loses_no_run_and_none_that_ended_is_run_again(sweeps, here):
