@@ -5,6 +5,7 @@ Operands are quantized by float32 division and torch's casts; everything else is
 
 import math
 
+import scipy.linalg
 import torch
 
 MAX = {"int8": 127.0, "e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0}
@@ -12,6 +13,7 @@ E2M1 = torch.tensor([0, 1, 2, 4, 0.5, 1.5, 3, 6])  # even codes first: argmin ta
 MXFP8 = ("e4m3 1x32 e8m0", "e4m3 32x1 e8m0")
 MXFP4 = ("e2m1 1x32 e8m0", "e2m1 32x1 e8m0")
 NVFP4 = ("e2m1 1x16 e4m3", "e2m1 16x1 e4m3")
+SIGNS = "+++-+-------+-+-"  # of the rows of the rotation
 FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 I8_ROW, I8_COLUMN, I8_TENSOR = "int8 row", "int8 column", "int8 tensor"
 TABLE = {  # recipe: operands of output (x, w), grad_input (g, w), grad_weight (g, x); None: 16 bit
@@ -61,11 +63,11 @@ TABLE = {  # recipe: operands of output (x, w), grad_input (g, w), grad_weight (
 
 
 def quantized(x, how):
-    """q * scale in float64, unrounded."""
+    """q * scale in float64, unrounded; stochastic rounding is to nearest."""
     format, granularity, *scale = how.split()
     x = x.float()
     if "x" in granularity:
-        return tiled(x, format, *map(int, granularity.split("x")), *scale)
+        return tiled(x, format, *map(int, granularity.split("x")), *scale[:1])
     if granularity == "blocks":
         width = x.shape[1]
         size = next(s for s in (64, 128, 256, 512, 1024, 2048, 4096) if s >= min(width, 4096))
@@ -102,12 +104,23 @@ def tiled(x, format, rows, columns, scale="float32"):
     return torch.cat([torch.cat([parts[i] for i in band], dim=1) for band in bands])
 
 
+def rotated(x, dim):
+    """Blocks of 16 along a dimension times a Hadamard matrix with signs, in the dtype of x."""
+    signs = torch.tensor([float(f"{sign}1") for sign in SIGNS])
+    rotation = torch.tensor(scipy.linalg.hadamard(16)).double() * signs[:, None] / 4
+    x_hat = x.double().movedim(dim, 1)
+    padded = torch.nn.functional.pad(x_hat, (0, -x.shape[dim] % 16))
+    return torch.cat([part @ rotation for part in padded.split(16, 1)], 1).movedim(1, dim).to(x)
+
+
 def product(a, b, how, dtype, fake_quantized):
     """a @ b.T in float64; an operand is (tensor as stored, whether it must be transposed first)."""
     (a, a_transposed), (b, b_transposed) = a, b
     if how is None:
         a, b = a.to(dtype).double(), b.to(dtype).double()
     else:
+        if "rotated" in how[0]:
+            a, b = rotated(a, 1 - a_transposed), rotated(b, 1 - b_transposed)
         a, b = (quantized(x, h) for x, h in zip((a, b), how, strict=True))
         if fake_quantized:
             a, b = a.to(dtype).double(), b.to(dtype).double()

@@ -28,8 +28,13 @@ MODES = {  # how a layer is run: (autocast dtype or None, dtype of parameters an
 UNUSED = custom_recipe({"grad_weight": {"format": "e6m7", "g": "columnwise", "x": "32x1"}})
 # torch.compile instantiates autograd functions, which torch itself deprecates.
 INSTANTIATED = pytest.mark.filterwarnings("ignore:.*should not be instantiated")
-# nvfp4_rht_sr draws random numbers: see test_block_scaling.py
-all_recipes = pytest.mark.parametrize("name", [name for name in RECIPES if name != "nvfp4_rht_sr"])
+all_recipes = pytest.mark.parametrize("name", RECIPES)
+
+
+@pytest.fixture(autouse=True)
+def rounded_to_nearest(monkeypatch):
+    """Stochastic rounding is in test_block_scaling.py."""
+    monkeypatch.setattr("lowprec.formats._round_stochastically", torch.round)
 
 
 def make(name, mode="fp32", bias=True, layer=LowPrecisionLinear, shape=(TOKENS,), **settings):
@@ -194,28 +199,25 @@ def test_outlier_features_are_multiplied_in_16_bit(oracle, outlier):
     assert torch.equal(plain[0], run(*make("llm_int8", outlier_threshold=1e9))[0])
 
 
-def compiled_gradients(name, backend):
+def assert_compiled_as_eager(layer, rows, backend, dynamic=None):
+    """Outputs and gradients of new inputs of these numbers of rows; compiles once."""
     torch._dynamo.reset()
-    module, x, _ = make(name)
     compilations = []
 
     def counting(graph, inputs):
         compilations.append(graph)
         return torch._dynamo.lookup_backend(backend)(graph, inputs)
 
-    compiled = torch.compile(module, fullgraph=True, backend=counting)
-    for step in range(3):
-        torch.manual_seed(step)
-        x, g = torch.randn(TOKENS, IN, requires_grad=True), torch.randn(TOKENS, OUT)
-        module.zero_grad()
-        compiled(x).backward(g)
-        results = (x.grad, module.weight.grad.clone(), module.bias.grad.clone())
-        x = x.detach().requires_grad_()
-        module.zero_grad()
-        module(x).backward(g)
-        for f, e in zip(results, (x.grad, module.weight.grad, module.bias.grad), strict=True):
+    compiled = torch.compile(layer, fullgraph=True, dynamic=dynamic, backend=counting)
+    for number in rows:
+        x = torch.randn(number, layer.in_features, requires_grad=True)
+        g, results = torch.randn(number, layer.out_features), []
+        for module in (layer, compiled):
+            output = module(x)
+            results.append((output, *torch.autograd.grad(output, (x, *layer.parameters()), g)))
+        for eager, other in zip(*results, strict=True):
             # a q at a tie may fall to the other side when sums are added in another order
-            assert (f - e).norm() <= 1e-3 * e.norm()
+            assert (other - eager).norm() <= 1e-3 * eager.norm()
     assert len(compilations) == 1
 
 
@@ -231,49 +233,33 @@ def compiled_gradients(name, backend):
     ],
 )
 def test_layer_compiles_once_to_one_graph(name):
-    compiled_gradients(name, "aot_eager")
+    assert_compiled_as_eager(make(name)[0], [TOKENS] * 3, "aot_eager")
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch.compile's own warnings
 @all_recipes
 def test_inductor_code_has_the_same_gradients(name):
-    compiled_gradients(name, "inductor")
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # torch.compile's own warnings
-def test_inductor_code_of_several_tiles_equals_eager():
-    """Inductor wrote slices of 8-bit tiles wrongly on a CPU, or raised AssertionError."""
-    layer = LowPrecisionLinear(203, 320, recipe="hw_fp8_blockwise")
-    x, g = torch.randn(231, 203, requires_grad=True), torch.randn(231, 320)
-    results = []
-    for module in (layer, torch.compile(layer)):
-        output = module(x)
-        results.append((output, *torch.autograd.grad(output, (x, layer.weight), g)))
-    for eager, compiled in zip(*results, strict=True):
-        assert (compiled - eager).norm() <= 1e-3 * eager.norm()
+    assert_compiled_as_eager(make(name)[0], [TOKENS] * 3, "inductor")
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch.compile's own warnings
 @pytest.mark.parametrize(
-    ("name", "threshold"), [("switchback", 0.0), ("hw_fp8_blockwise", 0.0), ("llm_int8", 2.0)]
+    ("name", "rows", "shape", "threshold"),
+    [
+        # Inductor wrote slices of 8-bit tiles wrongly on a CPU, or raised AssertionError
+        ("hw_fp8_blockwise", [231], (203, 320), 0.0),
+        # for up to 128 rows of a dynamic number, hw_fp8_blockwise had given NaN
+        *((name, [33, 64, 130], (IN, OUT), 0.0) for name in ("switchback", "hw_fp8_blockwise")),
+        ("llm_int8", [33, 64, 130], (IN, OUT), 2.0),
+    ],
 )
-def test_inductor_code_for_dynamic_batch_sizes_equals_eager(name, threshold):
-    """For up to 128 rows, hw_fp8_blockwise had given NaN."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    layer = LowPrecisionLinear(IN, OUT, recipe=name, outlier_threshold=threshold)
-    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
-    for rows in (33, 64, 130):
-        x, g = torch.randn(rows, IN, requires_grad=True), torch.randn(rows, OUT)
-        results = []
-        for module in (layer, compiled):
-            output = module(x)
-            results.append((output, *torch.autograd.grad(output, (x, *layer.parameters()), g)))
-        for eager, dynamic in zip(*results, strict=True):
-            assert (dynamic - eager).norm() <= 1e-3 * eager.norm()
+def test_inductor_code_of_several_tiles_and_dynamic_sizes_equals_eager(
+    name, rows, shape, threshold
+):
+    layer = LowPrecisionLinear(*shape, recipe=name, outlier_threshold=threshold)
+    assert_compiled_as_eager(layer, rows, "inductor", dynamic=len(rows) > 1 or None)
 
 
 def test_layer_has_parameters_and_initial_values_of_nn_linear():
