@@ -20,6 +20,7 @@ The environment variable LOWPREC_ALERT may hold a command, which gets a sentence
 collapses, fails or ends.
 """
 
+import inspect
 import shlex
 import sys
 import time
@@ -83,7 +84,11 @@ class SweepConfig:
 
 
 def submit(texts: list[str]) -> None:
-    """Writes the runs, then submits those that have no result and are not being trained."""
+    """Writes the runs, then submits those that have no result and are not being trained.
+
+    KEY=VALUE,...  a key of the runs and one value or several, which become one run each;
+                   `python -m experiments.train --help` explains the keys
+    """
     launching, overrides = _split(texts)
     options = _options(launching)
     processes = max(1, options.launcher.gpus)
@@ -98,7 +103,11 @@ def submit(texts: list[str]) -> None:
 
 
 def resubmit(texts: list[str]) -> None:
-    """Submits failed and lost runs again (`--failed`), or cancelled ones (`--cancelled`)."""
+    """Submits runs again.
+
+    --failed  submits runs that failed or were lost
+    --cancelled  submits cancelled runs
+    """
     for word in texts:
         if word.startswith("-") and word not in TO_RESUBMIT:
             raise ConfigError([f"{word}: no such option{nearest(word, TO_RESUBMIT)}"])
@@ -323,25 +332,14 @@ VERBS: dict[str, Callable[[list[str]], None]] = {
 FIND = """\
 experiment=NAME or name=NAME  the sweep; may be left out if there is only one
 run_dir=runs  the folder of the sweep's runs"""
-OPTIONS = {  # the other verbs: FIND
-    "submit": """\
-KEY=VALUE,...  a key of the runs and one value or several, which become one run each;
-               `python -m experiments.train --help` explains the keys""",
-    "resubmit": f"""\
---failed  submits runs that failed or were lost
---cancelled  submits cancelled runs
-{FIND}""",
-    "train": "",
-}
 
 
 def _help(verb: str) -> str:
     """What a verb does, and each of its options with a sentence or its default and meaning."""
-    lines = [f"python -m experiments.sweep {verb} ...", VERBS[verb].__doc__]
-    lines.append(OPTIONS.get(verb, FIND))
-    if verb in ("submit", "resubmit"):
-        lines.append(explain("sweep", SweepConfig))
-    return "\n\n".join(filter(None, lines))
+    lines = [f"python -m experiments.sweep {verb} ...", inspect.getdoc(VERBS[verb])]
+    lines += [FIND] if verb not in ("submit", "train") else []
+    lines += [explain("sweep", SweepConfig)] if verb in ("submit", "resubmit") else []
+    return "\n\n".join(lines)
 
 
 def command(arguments: list[str]) -> None:

@@ -170,6 +170,25 @@ def run_once():
     return run
 
 
+@pytest.fixture(scope="session")
+def shaken():
+    """`shaken(steps, factor)`: a `spoil` of `run_once` that multiplies losses of these steps."""
+
+    def at(steps, factor=50.0):
+        def spoil(built):
+            plain, optimizer = built.task.loss, built.state.optimizer
+
+            def loss(batch):
+                value, scale = plain(batch)
+                return value * (factor if int(optimizer.steps[0]) + 1 in steps else 1.0), scale
+
+            built.task.loss = loss
+
+        return spoil
+
+    return at
+
+
 @pytest.fixture
 def fork_training():
     """`fork_training(*words, log=path)`: `python -m experiments.train` with these words; its pid.

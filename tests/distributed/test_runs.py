@@ -29,10 +29,12 @@ LOCKED = {
     "optimizer.skip_sigmas": None,
 }
 MUON = {"optimizer.name": "muon", "optimizer.clip_threshold": None}
-
-
-def config_of(make, name, kind, steps=6, **more):
-    return make({**RECORDED, **more, "distributed.name": kind, "name": name, "num_steps": steps})
+CHANGED = {"precision_change": {"step": 2, "recipe": "autograd_high"}}
+STOCHASTIC = {
+    "precision.recipe": "nvfp4_rht_sr",
+    "optimizer.optim_bits": 8,
+    "optimizer.min_8bit_size": 300,
+}
 
 
 @pytest.fixture(scope="module")
@@ -43,40 +45,40 @@ def finished(ranks, make):
     """
     kinds, folder = ("ddp", "fsdp2"), make()["run_dir"]
 
+    def config_of(name, kind, steps, changes=None):
+        keys = {"distributed.name": kind, "name": name, "num_steps": steps}
+        return make({**RECORDED, **keys, **(changes or {})})
+
+    def quiet(name, kind, steps, changes=None):
+        """Without an evaluation."""
+        changes = {"evaluation.name": "none", **(changes or {})}
+        return config_of(f"{name}_{kind}", kind, steps, changes)
+
     def train(size, configs):
         answer = ranks("train", size, configs=configs)
         assert answer["codes"] == [0] * size, answer["logs"]
         return answer
 
-    def changing(steps):
-        return [config_of(make, f"changing_{kind}", kind, steps, eval_every=0) for kind in kinds]
-
     def begun(kind, source):
         [run] = find_runs(f"{folder}/{source}")
-        more = {"resume.from": str(run), "eval_every": 0}
-        return config_of(make, f"begun_{kind}", kind, 2, **more)
-
-    def locked(kind):
-        return config_of(make, f"locked_{kind}", kind, 3, eval_every=0, **LOCKED)
-
-    def muon(kind):
-        return config_of(make, f"muon_{kind}", kind, 3, eval_every=0, **MUON)
-
-    def changed(kind):
-        change = {"step": 2, "recipe": "autograd_high"}
-        return config_of(make, f"changed_{kind}", kind, 3, eval_every=0, precision_change=change)
+        return quiet("begun", kind, 2, {"resume.from": str(run)})
 
     def stochastic(name, steps):
-        more = {"eval_every": 0, "precision.recipe": "nvfp4_rht_sr", "evaluation.name": "none"}
-        more |= {"optimizer.optim_bits": 8, "optimizer.min_8bit_size": 300}
-        return config_of(make, f"stochastic_{name}", "ddp", steps, **more)
+        return quiet(f"stochastic_{name}", "ddp", steps, STOCHASTIC)
 
-    two = [config_of(make, f"two_{kind}", kind) for kind in kinds]
-    answer = train(2, [*two, *map(locked, kinds), changed("ddp"), *changing(2), muon("ddp")])
+    def changing(steps):
+        return [quiet("changing", kind, steps) for kind in kinds]
+
+    def others(*kinds):
+        """Runs of three steps whose configs differ more."""
+        locked = [quiet("locked", kind, 3, LOCKED) for kind in kinds]
+        return [*locked, quiet("changed", kinds[0], 3, CHANGED), quiet("muon", kinds[0], 3, MUON)]
+
+    two = [config_of(f"two_{kind}", kind, 6) for kind in kinds]
+    answer = train(2, [*two, *others(*kinds), *changing(2)])
     train(2, [stochastic("whole", 4), stochastic("parts", 2)])
     assert "finished at step 6" in answer["logs"][0] and not answer["logs"][1]
-    ones = [locked("none"), changed("none"), muon("none")]
-    train(1, [config_of(make, "one", "none"), *ones, *changing(4)])
+    train(1, [config_of("one", "none", 6), *others("none"), *changing(4)])
     branches = [begun("ddp", "two_fsdp2"), begun("fsdp2", "two_ddp")]
     train(2, [stochastic("parts", 4), *changing(6), *branches])
     train(1, [begun("none", "one")])
@@ -128,7 +130,9 @@ def test_ranks_round_differently_without_bias_and_one_process_as_before(ranks):
 
 
 def test_stochastic_rounding_and_8_bit_moments_of_several_processes_resume_to_the_bit(finished):
-    whole, parts = (finished[f"stochastic_{name}"] / "metrics.jsonl" for name in ("whole", "parts"))
+    whole, parts = (
+        finished[f"stochastic_{name}_ddp"] / "metrics.jsonl" for name in ("whole", "parts")
+    )
     assert whole.read_bytes() == parts.read_bytes() and len(read_rows(whole)) == 4
 
 

@@ -91,29 +91,34 @@ def test_the_folder_is_never_a_command_or_a_pattern(photos, tmp_path, monkeypatc
     assert [path.name for path in tmp_path.iterdir()] == ["pipe:touch canary #"]
 
 
-@pytest.mark.parametrize("out", ["a[0]", "a{0,1}", "a*", "a?", "a}", r"a\b"])
-def test_a_folder_that_a_pattern_cannot_name_is_refused(photos, tmp_path, monkeypatch, out):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="out=a.* data.train would expand"):
-        main(MakeShardsConfig(write_table(photos / "good.csv", GOOD), out))
-    assert not list(tmp_path.iterdir())
+REFUSED = [  # the content of another table or None, changes of the config, a part of the message
+    (b'filepath,title\nRGB.jpg,a\nRGB.jpg,"a dog\nRGB.jpg,a\n', {}, "row after line 2 is damaged"),
+    (b'filepath,title\nRGB.jpg,"a "big" dog"\n', {}, "row after line 1 is damaged"),
+    (b"filepath,title\n", {}, "the table has no rows"),
+    (b"", {}, "the table has no rows"),
+    (b"filepath,title\nRGB.jpg,caf\xe9\n", {}, "save it as UTF-8"),
+    (b"filepath,title\nRGB\0.jpg,a\n", {}, r"line 2 \('RGB\\x00.jpg'\)"),
+    (None, {"table": "gone.csv"}, "does not exist; nearest: .*good.csv"),
+    (None, {"table": "."}, "is a folder; a CSV file is expected"),
+    (None, {"caption": "titel"}, "no column titel in filepath, title; nearest: title"),
+    (None, {"image": "a", "caption": "b"}, "no column a, b in .*; the first line must name"),
+    (None, {"out": ""}, "exists"),
+    *((None, {"out": name}, "out=.* data.train would expand")
+      for name in ("a[0]", "a{0,1}", "a*", "a?", "a}", r"a\b")),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("content", "fault"),
-    [
-        (b'filepath,title\nRGB.jpg,a\nRGB.jpg,"a dog\nRGB.jpg,a\n', "row after line 2 is damaged"),
-        (b'filepath,title\nRGB.jpg,"a "big" dog"\n', "row after line 1 is damaged"),
-        (b"filepath,title\n", "the table has no rows"),
-        (b"", "the table has no rows"),
-        (b"filepath,title\nRGB.jpg,caf\xe9\n", "save it as UTF-8"),
-        (b"filepath,title\nRGB\0.jpg,a\n", r"line 2 \('RGB\\x00.jpg'\)"),
-    ],
-)
-def test_a_damaged_table_is_refused_before_a_shard_is_written(photos, tmp_path, content, fault):
-    (photos / "damaged.csv").write_bytes(content)
-    with pytest.raises(SystemExit, match=fault):
-        main(MakeShardsConfig(str(photos / "damaged.csv"), str(tmp_path / "out")))
+@pytest.mark.parametrize(("content", "changes", "fault"), REFUSED)
+def test_what_cannot_be_made_is_refused_before_a_shard_is_written(
+    photos, tmp_path, content, changes, fault
+):
+    write_table(photos / "good.csv", GOOD)
+    (photos / "damaged.csv").write_bytes(content or b"")
+    table = "good.csv" if content is None else "damaged.csv"
+    keys = {"table": table, "out": "out", **changes}
+    keys |= {"table": str(photos / keys["table"]), "out": str(tmp_path / keys["out"])}
+    with pytest.raises((SystemExit, ConfigError), match=fault):
+        main(MakeShardsConfig(**keys))
     assert not list(tmp_path.iterdir())
 
 
@@ -145,29 +150,11 @@ def test_all_bad_rows_are_named_and_left_out_on_request(photos, tmp_path, capsys
     main(config)
     assert samples(tmp_path / "deep" / "out")[1] == [caption for _, caption in GOOD]
     printed = capsys.readouterr().out
-    assert f"{len(GOOD)} pairs, {len(BAD)} left out" in printed
-    assert f"\ndata.train='{tmp_path}/deep/out/*.tar'\n" in printed
-
-
-@pytest.mark.parametrize(
-    ("changes", "fault"),
-    [
-        ({"table": "gone.csv"}, "does not exist; nearest: .*good.csv"),
-        ({"caption": "titel"}, "no column titel in filepath, title; nearest: title"),
-        ({"image": "a", "caption": "b"}, "no column a, b in .*; the first line must name the col"),
-        ({"table": "."}, "is a folder; a CSV file is expected"),
-        ({"out": ""}, "exists"),
-    ],
-)
-def test_a_wrong_file_column_or_folder_is_named(photos, tmp_path, changes, fault):
-    table = write_table(photos / "good.csv", GOOD)
-    keys = {"table": table, "out": "out", **changes}
-    keys = {**keys, "out": str(tmp_path / keys["out"]), "table": str(photos / keys["table"])}
-    with pytest.raises(SystemExit, match=fault):
-        main(MakeShardsConfig(**keys))
-    only_bad = write_table(tmp_path / "bad.csv", [BAD[0][0]])
+    only_bad = write_table(photos / "only_bad.csv", [BAD[0][0]])
     with pytest.raises(SystemExit, match="1 of 1 rows cannot be read, so nothing was written:"):
         main(MakeShardsConfig(only_bad, str(tmp_path / "out"), skip_bad=True))
+    assert f"{len(GOOD)} pairs, {len(BAD)} left out" in printed
+    assert f"\ndata.train='{tmp_path}/deep/out/*.tar'\n" in printed
 
 
 def test_a_full_disk_names_the_shards_and_leaves_none(photos, tmp_path, monkeypatch):

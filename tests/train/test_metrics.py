@@ -3,7 +3,6 @@
 import json
 import math
 import tracemalloc
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -54,17 +53,6 @@ def test_non_finite_rule(losses, bad_steps, scaler, skips, expected):
     assert not bad_steps or reason is None or "(b)" in reason
 
 
-def shake(built, shaken=(14,)):
-    """Makes the losses of the given steps 50 times as large."""
-    plain, optimizer = built.task.loss, built.state.optimizer
-
-    def loss(batch):
-        value, scale = plain(batch)
-        return value * (50.0 if optimizer.steps[0] + 1 in shaken else 1.0), scale
-
-    built.task.loss = loss
-
-
 def spikes_of(run):
     return [event for event in read_rows(run / "events.jsonl") if "spike" in event]
 
@@ -89,16 +77,16 @@ def test_a_long_history_gives_the_same_spikes_in_little_memory():
 
 
 def test_a_planted_spike_is_recorded_and_printed_also_by_a_stopped_run(
-    make_config, run_once, tmp_path, capsys, monkeypatch
+    make_config, run_once, shaken, tmp_path, capsys, monkeypatch
 ):
     alerts = []
     monkeypatch.setattr("lowprec.train.metrics.alert", alerts.append)
     config = make_config(SPIKES)
-    run_once(config, tmp_path / "whole", spoil=shake)
+    run_once(config, tmp_path / "whole", spoil=shaken({14}))
     assert "loss spike at step 14" in capsys.readouterr().out
     assert f"{tmp_path / 'whole'}: loss spike at step 14" in alerts
-    run_once(config, tmp_path / "cut", spoil=shake, stop_at=11)
-    run_once(config, tmp_path / "cut", spoil=shake)
+    run_once(config, tmp_path / "cut", spoil=shaken({14}), stop_at=11)
+    run_once(config, tmp_path / "cut", spoil=shaken({14}))
     assert spikes_of(tmp_path / "whole") == spikes_of(tmp_path / "cut")
     events = [event for event in spikes_of(tmp_path / "whole") if event["step"] == 14]
     by_kind = {event["spike"]: event for event in events}
@@ -106,10 +94,10 @@ def test_a_planted_spike_is_recorded_and_printed_also_by_a_stopped_run(
 
 
 def test_a_short_run_with_default_thresholds_has_its_spikes_examined(
-    make_config, run_once, tmp_path, capsys
+    make_config, run_once, shaken, tmp_path, capsys
 ):
     config = make_config({"num_steps": 125, "log_every": 125, "save_every": 125})
-    run_once(config, tmp_path / "run", spoil=partial(shake, shaken=(8, 9, 120, 121)))
+    run_once(config, tmp_path / "run", spoil=shaken((8, 9, 120, 121)))
     losses = [event["step"] for event in spikes_of(tmp_path / "run") if event["spike"] == "loss"]
     assert losses == [120]  # the first 12 steps, a tenth, are ignored
     (tmp_path / "run/config.yaml").write_text(json.dumps(to_dict(config)))

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-from types import SimpleNamespace
-from unittest.mock import MagicMock
 
 import pandas as pd
 import pytest
@@ -23,7 +21,6 @@ from lowprec.train import build as building
 from lowprec.train import loop
 from lowprec.train.checkpoint import list_checkpoints
 from lowprec.train.run import train_run
-from lowprec.train.step import GraphedStep
 
 CHANGES = {
     "to high": ({"recipe": "switchback"}, {"recipe": "high"}),
@@ -142,23 +139,6 @@ class FakeGraph:
 
     def __call__(self, batch):
         return self.step(batch)
-
-
-@pytest.mark.parametrize("is_frozen", [False, True])
-def test_a_second_capture_does_not_thaw_a_diverged_run(is_frozen, monkeypatch):
-    states = []
-
-    class Step:
-        frozen = torch.tensor(is_frozen)
-        optimizer = SimpleNamespace(param_groups=[])
-        task = SimpleNamespace(model=torch.nn.Module())
-
-        def __call__(self, batch):
-            states.append(self.frozen.item())
-
-    monkeypatch.setattr(torch, "cuda", MagicMock())
-    GraphedStep(Step(), MagicMock())
-    assert states == [True, True, True, is_frozen] and Step.frozen.item() == is_frozen
 
 
 @pytest.mark.filterwarnings("ignore")  # torch.compile's own warnings

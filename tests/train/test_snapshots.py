@@ -20,21 +20,6 @@ RECORDED = {
 }
 
 
-def shaken(at, factor=50.0):
-    """Multiplies the losses of these steps."""
-
-    def spoil(built):
-        plain, optimizer = built.task.loss, built.state.optimizer
-
-        def loss(batch):
-            value, scale = plain(batch)
-            return value * (factor if int(optimizer.steps[0]) + 1 in at else 1.0), scale
-
-        built.task.loss = loss
-
-    return spoil
-
-
 def steps_of(paths):
     return [step_of(path) for path in paths]
 
@@ -43,7 +28,9 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".json"}
 
 
-def test_a_snapshot_is_the_checkpoint_of_a_step_before_the_spike(make_config, run_once, tmp_path):
+def test_a_snapshot_is_the_checkpoint_of_a_step_before_the_spike(
+    make_config, run_once, shaken, tmp_path
+):
     run_once(make_config(RECORDED), tmp_path, spoil=shaken({14}), provenance={"code": {"a": "1"}})
     [snapshot] = list_snapshots(tmp_path)
     assert step_of(snapshot) == 12
@@ -54,7 +41,7 @@ def test_a_snapshot_is_the_checkpoint_of_a_step_before_the_spike(make_config, ru
     assert [path.name for path in snapshot.parent.iterdir()] == [snapshot.name]
 
 
-def test_recording_does_not_change_training(make_config, run_once, tmp_path):
+def test_recording_does_not_change_training(make_config, run_once, shaken, tmp_path):
     config = make_config(RECORDED | {"model.patch_dropout": 0.5})
     run_once(config, tmp_path / "with", spoil=shaken({14}))
     config.diagnostics.recorder.enabled = False
@@ -65,7 +52,7 @@ def test_recording_does_not_change_training(make_config, run_once, tmp_path):
     assert not (tmp_path / "without" / "snapshots").exists()
 
 
-def test_a_divergence_has_a_snapshot(make_config, run_once, tmp_path, capsys):
+def test_a_divergence_has_a_snapshot(make_config, run_once, shaken, tmp_path, capsys):
     spoil = shaken({17}, factor=float("nan"))
     ended, _ = run_once(make_config(RECORDED), tmp_path, spoil=spoil)
     assert (ended.state, ended.step) == ("diverged", 17)
@@ -74,7 +61,7 @@ def test_a_divergence_has_a_snapshot(make_config, run_once, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("asked", [False, True])
-def test_rms_spikes_have_snapshots_if_asked(make_config, run_once, tmp_path, capsys, asked):
+def test_rms_spikes_have_snapshots_if_asked(make_config, run_once, shaken, tmp_path, capsys, asked):
     quiet = {"diagnostics.spikes.loss_sigmas": 1e6, "diagnostics.spikes.rms_threshold": 1.5}
     config = make_config(RECORDED | quiet | {"diagnostics.recorder.rms": asked})
     run_once(config, tmp_path, spoil=shaken({14}))
@@ -82,14 +69,16 @@ def test_rms_spikes_have_snapshots_if_asked(make_config, run_once, tmp_path, cap
     assert ("to replay the RMS spike of" in capsys.readouterr().out) == asked
 
 
-def test_only_the_newest_snapshots_stay(make_config, run_once, tmp_path):
+def test_only_the_newest_snapshots_stay(make_config, run_once, shaken, tmp_path):
     config = make_config(RECORDED | {"num_steps": 26, "diagnostics.recorder.keep": 2})
     run_once(config, tmp_path, spoil=shaken({8, 14, 22}))
     assert steps_of(list_snapshots(tmp_path)) == [12, 18]
     assert len(list((tmp_path / "snapshots").iterdir())) == 2
 
 
-def test_a_resume_writes_the_snapshots_of_what_it_cut_off_again(make_config, run_once, tmp_path):
+def test_a_resume_writes_the_snapshots_of_what_it_cut_off_again(
+    make_config, run_once, shaken, tmp_path
+):
     config = make_config(RECORDED | {"save_every": 20})
 
     def die(built):

@@ -126,8 +126,10 @@ class LinearStep:
         return {"loss": loss.detach()}
 
 
-def test_a_graph_is_captured_and_replayed_while_its_device_is_the_current_one(monkeypatch):
-    current = []
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_capture_changes_nothing_and_its_device_is_the_current_one(monkeypatch, is_frozen):
+    """Also once a run has diverged (`is_frozen`). Here the capture itself takes a step, too."""
+    current, seen, norm, x = [], [], torch.nn.BatchNorm1d(3), torch.randn(8, 3)
 
     @contextlib.contextmanager
     def guard(device):
@@ -136,36 +138,26 @@ def test_a_graph_is_captured_and_replayed_while_its_device_is_the_current_one(mo
         current.pop()
 
     class Step:
-        frozen, optimizer = torch.tensor(False), SimpleNamespace(param_groups=[])
-        task = SimpleNamespace(model=torch.nn.Module())
-
-        def __call__(self, batch):
-            assert current == [self.frozen.device]
-
-    monkeypatch.setattr(torch, "cuda", MagicMock())
-    monkeypatch.setattr(step_module, "on_device", guard)
-    graphed = GraphedStep(Step(), MagicMock())
-    graphed.graph.replay = lambda: Step()(None)
-    graphed(MagicMock())
-    assert not current
-
-
-def test_the_steps_before_a_capture_leave_batch_norm_as_it_is(monkeypatch):
-    norm, x, seen = torch.nn.BatchNorm1d(3), torch.randn(8, 3), []
-
-    class Step:
-        frozen, optimizer = torch.tensor(False), SimpleNamespace(param_groups=[])
+        frozen, optimizer = torch.tensor(is_frozen), SimpleNamespace(param_groups=[])
         task = SimpleNamespace(model=torch.nn.Sequential(norm))
 
         def __call__(self, batch):
-            seen.append([buffer.clone() for buffer in norm.buffers()])
-            self.task.model(x)
+            assert current == [self.frozen.device]
+            seen.append((self.frozen.item(), [buffer.clone() for buffer in norm.buffers()]))
+            norm(x)
 
     norm(x)
     before = [buffer.clone() for buffer in norm.buffers()]
     monkeypatch.setattr(torch, "cuda", MagicMock())
-    GraphedStep(Step(), MagicMock())  # here a capture takes its step
-    assert all(map(torch.equal, seen[-1], before)) and not torch.equal(seen[2][0], before[0])
+    monkeypatch.setattr(step_module, "on_device", guard)
+    graphed = GraphedStep(Step(), MagicMock())
+    assert [frozen for frozen, _ in seen] == [True, True, True, is_frozen]
+    assert Step.frozen.item() == is_frozen
+    _, _, (_, warmed), (_, captured) = seen
+    assert all(map(torch.equal, captured, before)) and not torch.equal(warmed[0], before[0])
+    graphed.graph.replay = lambda: Step()(None)
+    graphed(MagicMock())
+    assert not current
 
 
 @pytest.mark.gpu
