@@ -1,12 +1,12 @@
 """Figures as data: which runs and values a figure shows, and its axes, panels and colors.
 
-`FIGURES` of `analysis/figures` has a row for each figure: `Lines`, `Points`, `Speed` for benchmark
-lines, or `Bespoke` for a module that draws in its own way.
+`FIGURES` of `analysis/figures` has a row for each figure: `Lines`, `Points`, or `Panels` that
+functions draw. `Bespoke` is for a module that draws in its own way.
 """
 
 import itertools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -34,6 +34,12 @@ def in_one_panel(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     return [("", frame)]
 
 
+def by_model(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """A panel for each model, from small to large."""
+    models = sorted(set(frame["model"]), key=lambda name: naming.rank(name, naming.MODELS))
+    return [(naming.model(name), frame[frame["model"] == name]) for name in models]
+
+
 def every(heads: pd.DataFrame) -> pd.DataFrame:
     """All rows."""
     return heads
@@ -44,8 +50,9 @@ class Figure:
     """Which runs or lines a figure shows.
 
     A figure also has `query(runs)`, exactly the plotted numbers with a column `run` (of benchmark
-    lines, with a column `file`); `draw(frame, canvas)`, which sets the size and draws all panels;
-    and `caption(frame)`, which states the scale, the data, the runs, and which are incomplete.
+    lines, which are its argument, with a column `file`); `draw(frame, canvas)`, which sets the size
+    and draws all panels; and `caption(frame)`, which states the scale, the data, the runs, and
+    which are incomplete.
 
     Attributes:
         studies: the experiments that make the runs. The first one that has runs at a scale is
@@ -81,6 +88,10 @@ class Figure:
         if self.same_but and self.same_but != ANYTHING:
             heads = comparison.with_baselines(heads, self.studies[0], *self.same_but)
         return self.where(heads)
+
+    def selected(self, runs: Runs) -> Runs:
+        """The runs that the figure is about."""
+        return runs.where(runs.summaries["run"].isin(self.select(runs.runs)["run"]))
 
 
 @dataclass(eq=False, kw_only=True)
@@ -157,7 +168,7 @@ class Points(Figure):
 
     def query(self, runs: Runs) -> pd.DataFrame:
         """The table of the selected runs."""
-        return self.table(runs.where(runs.summaries["run"].isin(self.select(runs.runs)["run"])))
+        return self.table(self.selected(runs))
 
     def draw(self, frame: pd.DataFrame, canvas: Canvas) -> None:
         """A panel for each facet and pair of axes, above one legend."""
@@ -307,7 +318,7 @@ class Lines(Figure):
 
         A step without a row has no loss, so that its line has a gap.
         """
-        runs = runs.where(runs.summaries["run"].isin(self.select(runs.runs)["run"]))
+        runs = self.selected(runs)
         own = [key for key in (self.facet, self.band) if key not in ("label", "model.name", "")]
         keys = tuple(dict.fromkeys([*own, *self.hue.keys]))
         heads, y = measures.named_heads(runs, keys), self.y.column
@@ -409,41 +420,55 @@ class Lines(Figure):
 
 
 @dataclass(eq=False, kw_only=True)
-class Speed(Figure):
-    """A figure of benchmark lines.
+class Panels(Figure):
+    """Panels that functions draw, of runs or of benchmark lines.
 
     Attributes:
-        query: the frame of the lines, with the columns `file` and perhaps `source`, the device.
-        plots: each draws a panel of a frame.
-        facet: column with panels for each value.
-        titles: its values in print.
-        text: sentences of the caption.
+        table: the frame of the selected runs, with `measures.OF_A_RUN`; or of the lines, with the
+            columns `file` and perhaps `source`, the device.
+        plots: each draws a panel of each part of the frame.
+        facet: divides the frame into parts, with titles.
+        size: width, in columns of text, and height in inches of a panel.
+        text: sentences of the caption, or a function of the frame.
     """
 
-    query: Callable[[pd.DataFrame], pd.DataFrame]
+    table: Callable[[Any], pd.DataFrame]
     plots: tuple[Callable[[pd.DataFrame, Axes], None], ...]
-    facet: str = ""
-    titles: Mapping[str, str] = field(default_factory=dict)
-    text: str
+    facet: Facet = in_one_panel
+    size: tuple[float, float] = (1, 2.5)
+    text: str | Callable[[pd.DataFrame], str]
+
+    def query(self, source: Runs | pd.DataFrame) -> pd.DataFrame:
+        """The table of the selected runs, or of benchmark lines."""
+        return self.table(source if self.lines else self.selected(source))
 
     def draw(self, frame: pd.DataFrame, canvas: Canvas) -> None:
-        """A panel for each facet and plot in a row, above one legend."""
-        parts = frame.groupby(self.facet, sort=False) if self.facet else [("", frame)]
-        cells = [(value, part, plot) for value, part in parts for plot in self.plots]
-        axes = panels.grid(canvas, len(cells), most=3)
-        for (value, part, plot), ax in zip(cells, axes, strict=True):
-            plot(part, ax)
-            if self.facet:
-                ax.set_title(self.titles.get(value, value).replace(", ", "\n"))
-        if self.facet:
-            panels.share_limits(axes)
-        panels.legend_below(canvas, axes)
+        """A column for each part and a row for each plot, whose panels share a y axis.
+
+        The panels of one plot or one part stand in rows of three. A legend is below them, unless a
+        panel has its own.
+        """
+        parts, (width, height) = self.facet(frame), self.size
+        most = len(parts) if min(len(parts), len(self.plots)) > 1 else 3
+        axes = panels.grid(canvas, len(parts) * len(self.plots), height, most)
+        canvas.set_figwidth(width * canvas.get_figwidth())
+        for row, plot in enumerate(self.plots):
+            of_plot = axes[row * len(parts) : (row + 1) * len(parts)]
+            for (title, part), ax in zip(parts, of_plot, strict=True):
+                plot(part, ax)
+                if title and not row:
+                    ax.set_title(title)
+            panels.share_limits([ax for ax in of_plot if ax.axison])
+        if not any(ax.get_legend() for ax in axes):
+            panels.legend_below(canvas, axes)
 
     def caption(self, frame: pd.DataFrame) -> str:
-        """Describes the panels and names the devices."""
+        """Describes the panels, and names the devices, or the runs that did not finish."""
+        text = self.text if isinstance(self.text, str) else self.text(frame)
+        if not self.lines:
+            return text + measures.caption_end(frame, crosses=False)
         devices = set(frame.get("source", ())) - {paper.SOURCE}
-        on = f" Measured on {naming.join(sorted(devices))}." if devices else ""
-        return f"{self.text}{on}"
+        return text + (f" Measured on {naming.join(sorted(devices))}." if devices else "")
 
 
 def _apart(values: pd.Series, least: float) -> dict:

@@ -39,6 +39,7 @@ THRESHOLDS = {
     "window": "steps of the running mean",
     "max_lead": "steps after an RMS spike within which a loss spike follows it",
 }
+OF_A_RUN = ("run", "scale", "data", "model", "optimizer", "beta2", "seed", "state", "label")
 SENSITIVITY = {
     "rms_threshold": (1.5, 2.0, 2.3, 3.0),
     "loss_sigmas": (2.5, 3.2, 4.0),
@@ -149,14 +150,11 @@ def that_reach(heads: pd.DataFrame) -> pd.DataFrame:
 
 
 def by_run(
-    runs: Runs,
-    heads: pd.DataFrame,
-    columns: tuple[str, ...],
-    table: Callable[[Series, Protocol], pd.DataFrame],
+    runs: Runs, columns: tuple[str, ...], table: Callable[[Series, Protocol], pd.DataFrame]
 ) -> pd.DataFrame:
-    """The rows of `table(series, protocol)` for each selected run that recorded RMS_t of TENSOR.
+    """The rows of `table(series, protocol)` for each run that recorded RMS_t of TENSOR.
 
-    `heads` are the selected rows of `Runs.runs`. `columns` may have those of THRESHOLDS.
+    The columns THRESHOLDS follow the given ones.
     """
 
     def of_run(run: Runs, head: dict) -> pd.DataFrame:
@@ -167,8 +165,7 @@ def by_run(
         return table(series, protocol).assign(**asdict(protocol))
 
     named = measures.named_heads(runs, ("optimizer.beta2",))
-    named = named.merge(heads[["run", *heads.columns.difference(named.columns)]], on="run")
-    return measures.by_run(runs, named, columns, of_run)
+    return measures.by_run(runs, named, (*columns, *THRESHOLDS), of_run)
 
 
 def protocol_of_run(summary: dict) -> Protocol:

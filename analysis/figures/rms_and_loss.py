@@ -19,7 +19,7 @@ from lowprec.diagnostics.spikes import lag_coincidence
 OTHER, RMS = spike_marks.OTHER, style.RMS
 LOWEST = 0.1  # RMS_t of an axis; that of a collapsed model goes to 0
 MARKS = ("step", "loss", "rms", "loss_spike", "rms_spike", "follows")
-COLUMNS = (*measures.OF_A_RUN, "num_seeds", *MARKS, *spike_marks.THRESHOLDS)
+COLUMNS = (*measures.OF_A_RUN, "num_seeds", *MARKS)
 
 
 def select(heads: pd.DataFrame) -> pd.DataFrame:
@@ -47,10 +47,14 @@ def query(runs: Runs) -> pd.DataFrame:
     `loss_spike` and `rms_spike` mark the steps where a spike begins, by the thresholds of the run's
     own config; `follows` marks those where a loss spike begins after an RMS spike.
     """
+    heads = select(runs.runs).set_index("run")
     mark = functools.partial(spike_marks.mark, tensor=spike_marks.TENSOR)
-    frame = spike_marks.by_run(runs, select(runs.runs), COLUMNS, mark)
+    chosen = runs.where(runs.summaries["run"].isin(heads.index))
+    frame = spike_marks.by_run(chosen, COLUMNS, mark)
+    frame["num_seeds"] = frame["run"].map(heads["num_seeds"])
     rank = frame["model"].map(lambda name: naming.rank(name, naming.MODELS))
-    return frame.assign(rank=rank).sort_values(["rank", "beta2"], kind="stable")[list(COLUMNS)]
+    order = frame.assign(rank=rank).sort_values(["rank", "beta2"], kind="stable").index
+    return frame.loc[order]
 
 
 def plot(frame: pd.DataFrame, ax: Axes) -> Axes:

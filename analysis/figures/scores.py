@@ -9,7 +9,7 @@ from scipy import stats
 from analysis import comparison, measures, naming, spike_marks, style
 from analysis.comparison import counted
 from analysis.evidence import MARGINS
-from analysis.grammar import ANYTHING, Axis, Points
+from analysis.grammar import ANYTHING, Axis, Points, by_model
 from analysis.load import NoRunsError, Runs
 from analysis.size_judges import MARGIN
 from lowprec.nn.recipe import PRODUCTS
@@ -25,12 +25,6 @@ def models_of(frame: pd.DataFrame) -> dict[str, str]:
     """The models from small to large, with their names in print."""
     models = sorted(set(frame["model"]), key=lambda name: naming.rank(name, naming.MODELS))
     return {name: naming.model(name) for name in models}
-
-
-def by_model(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    """A panel for each model, from small to large."""
-    models = sorted(set(frame["model"]), key=lambda name: naming.rank(name, naming.MODELS))
-    return [(naming.model(name), frame[frame["model"] == name]) for name in models]
 
 
 def in_16_bits_beside(study: str):

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.transforms import blended_transform_factory
 
 from analysis import bench, naming, paper, style
-from analysis.grammar import Speed
+from analysis.grammar import Panels
 from analysis.load import NoRunsError
 
 TOKENS = 32768  # of the panels that show one number of tokens, if it is measured
@@ -135,6 +135,15 @@ def plot_layers(frame: pd.DataFrame, ax: Axes) -> None:
 
 
 CASES = {"high": "ours, 16 bit"}  # of a model: in print, where it is not the precision's
+BASELINES = {  # in print
+    "open_clip": "over open_clip\neager or compiled",
+    "autograd_high": "over our model\nautograd function",
+}
+
+
+def by_baseline(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """A panel for each baseline."""
+    return [(BASELINES[name], part) for name, part in frame.groupby("baseline", sort=False)]
 
 
 def plot_bars(frame: pd.DataFrame, ax: Axes) -> None:
@@ -263,55 +272,55 @@ def plot_variance(frame: pd.DataFrame, ax: Axes) -> None:
 
 
 FIGURES = {
-    "op_profile": Speed(
+    "op_profile": Panels(
         lines="ops",
-        query=profile,
+        table=profile,
         plots=(plot_operations, partial(plot_totals, label="time saved (% of 16 bit)")),
         text="Operations of one linear layer, mean of dim to 4 dim and 4 dim to dim. Left: each "
         "operation. Right: time that SwitchBack's operations save compared to the three 16-bit "
         f"products (bf16); gray: {PAPERS} on an A100 in fp16. After figure 3, arXiv:2304.13013.",
     ),
-    "quantize_share": Speed(
+    "quantize_share": Panels(
         lines="ops",
-        query=lambda lines: with_papers(
+        table=lambda lines: with_papers(
             bench.quantize_shares(lines), paper.QUANTIZE_SHARE, series="int8"
         ),
         plots=(partial(plot_totals, label="time in quantize operations (%)", dtype="series"),),
         text=f"Share of SwitchBack's time spent on quantizing x, g and w; gray: {PAPERS} on an "
         "A100 in fp16. After figure 4 (left), arXiv:2304.13013.",
     ),
-    "switchback_variants_speed": Speed(
+    "switchback_variants_speed": Panels(
         lines="layer",
-        query=partial(layers, cases=("switchback", "switchback_m", "switchback_q", "llm_int8")),
+        table=partial(layers, cases=("switchback", "switchback_m", "switchback_q", "llm_int8")),
         plots=(plot_layers,),
         text="SwitchBack, SwitchBackM (saves int8 inputs), SwitchBackQ (quantizes weights by row "
         "and by column) and LLM.int8(): forward and backward of one linear layer, dim to 4 dim and "
         "4 dim to dim together: time saved compared to nn.Linear in bf16, run in the same way; "
         f"gray: {PAPERS} for SwitchBack's operations on an A100 in fp16.",
     ),
-    "end_to_end_speed": Speed(
+    "end_to_end_speed": Panels(
         lines="model",
-        query=bench.end_to_end,
+        table=bench.end_to_end,
         plots=(plot_bars,),
-        facet="baseline",
-        titles={"open_clip": "over open_clip, eager or compiled",
-                "autograd_high": "over our model, autograd function"},
+        facet=by_baseline,
         text="Forward and backward of the whole model: time saved; each bar against a baseline of "
         "the same run. Gray: the paper's own range for training ViT-H/14 with SwitchBack on A100s "
         "in fp16, {:g} to {:g}%. After figure 4 (right), arXiv:2304.13013."
         .format(*paper.END_TO_END),
     ),
-    "weak_scaling": Speed(
+    "weak_scaling": Panels(
         lines="scale",
-        query=efficiency,
+        table=efficiency,
         plots=(plot_efficiency,),
-        facet="panel",
+        facet=lambda frame: [
+            (name.replace(", ", "\n"), part) for name, part in frame.groupby("panel", sort=False)
+        ],
         text="Weak scaling of a training step: images/s per GPU relative to one process with the "
         "same batch per GPU.",
     ),
-    "quantization_variance": Speed(
+    "quantization_variance": Panels(
         lines="quantization_variance",
-        query=variance,
+        table=variance,
         plots=(plot_variance,),
         text="Variance of the error of dot products of quantized standard normal numbers. Int8 and "
         "fp8 have SwitchBack's granularities (one scale per row, one for the other operand), the "

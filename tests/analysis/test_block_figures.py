@@ -8,6 +8,7 @@ from analysis import paper
 from analysis.figures import (
     attention_logits,
     feature_size,
+    features,
     layer_noise,
     rate_map,
     recipes_by_size,
@@ -47,15 +48,14 @@ def test_features_are_relative_to_the_bf16_run_of_the_same_seed(plant, query):
     plant((9, 9), recipe="llm_int8", lr=2e-3)  # without a bf16 run
     plant((9, 9), recipe="llm_int8", seed=2)
     frame = query(feature_size)
-    assert tuple(frame.columns) == feature_size.COLUMNS
     ratios = frame[frame["at"] == "last"].groupby("recipe")["ratio"].apply(sorted)
     expected = {"LLM.int8()": [8 / 5, 2], "int8 weight gradient only": [3], "bf16": [1, 1]}
-    assert ratios.to_dict() == expected | {feature_size.ROUNDING: [0.75]}
+    assert ratios.to_dict() == expected | {features.ROUNDING: [0.75]}
     early = frame[frame["at"] == "early"].groupby("recipe")["ratio"].max()
     assert early["LLM.int8()"] == 1.5 and set(frame.loc[frame["at"] == "early", "step"]) == {2}
     (ax,) = drawn(feature_size, frame)
     names = [label.get_text() for label in ax.get_yticklabels()]
-    assert names == [feature_size.ROUNDING, "LLM.int8()", "int8 weight gradient only"]
+    assert names == [features.ROUNDING, "LLM.int8()", "int8 weight gradient only"]
 
 
 def test_features_without_a_recipe_or_a_bf16_run_are_no_figure_nor_those_of_another_step(
@@ -176,18 +176,16 @@ def test_noise_of_layers_is_that_of_narrow_weight_gradients_over_the_most_tokens
         query(layer_noise)
     write_noise(run, noises())
     frame = query(layer_noise)
-    assert tuple(frame.columns) == layer_noise.COLUMNS and len(frame) == 3 * 2 * 3
+    assert len(frame) == 3 * 2 * 3
     assert set(frame["run"]) == {run.name} and set(frame["terms"]) == {1024}
     assert set(frame["recipe"]) == {"llm_int8", "fp8_tensorwise"}
-    noise, of_text, zeros = drawn(layer_noise, frame)
+    noise, of_text, zeros, _ = drawn(layer_noise, frame)
     names = [text.get_text() for text in noise.figure.legends[0].get_texts()]
     lines = {line.get_label(): list(line.get_ydata()) for line in noise.lines}
     assert list(lines) == names == ["LLM.int8()", "fp8 tensor-wise"]
     assert lines["LLM.int8()"] == [39, 37, 35]  # medians of the layers 0 and 2
     assert list(of_text.lines[0].get_ydata()) == [39, 37, 35]
-    assert [ax.get_title() for ax in (noise, of_text, zeros)] == [
-        layer_noise.VISION, layer_noise.TEXT, layer_noise.VISION,
-    ]  # fmt: skip
+    assert [ax.get_title() for ax in (noise, of_text)] == [features.VISION, features.TEXT]
     assert list(zeros.lines[0].get_ydata()) == pytest.approx([0, 0.1, 0.2])
     caption = layer_noise.caption(frame)
     assert "Weight gradients of 3 layers of nano on shapes: 1 run at mini scale" in caption

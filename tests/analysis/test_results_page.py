@@ -10,9 +10,16 @@ import pandas as pd
 import pytest
 
 from analysis import evidence, load_runs, measures, naming, paper
-from analysis.figures import attention_logits, feature_size, layer_noise, recipes_by_size
+from analysis.figures import (
+    FIGURES,
+    attention_logits,
+    feature_size,
+    features,
+    layer_noise,
+    recipes_by_size,
+)
+from analysis.figures import early_warnings as predictors
 from analysis.figures import scores as scores_of_runs
-from analysis.figures import spike_warnings as predictors
 from analysis.load import load_all
 from tests.analysis.test_spike_claims import permuted
 
@@ -194,7 +201,7 @@ def everything():
 
 @pytest.mark.slow
 def test_features_by_recipe_are_those_of_the_records(everything):
-    studies = feature_size.STUDIES
+    studies = feature_size.studies
     frame = feature_size.query(everything.where(everything.summaries["experiment"].isin(studies)))
     frame = frame[(frame["model"] == "mini_l") & (frame["recipe"] != "bf16")]
     text = words_of("features")
@@ -339,7 +346,7 @@ def test_learning_rates_at_true_size_are_those_of_the_records(everything):
 @pytest.mark.slow
 def test_what_warnings_are_worth_is_that_of_the_records():
     own, *rest = (
-        predictors.query(load_runs(RESULTS / study))
+        FIGURES["spike_warnings"].query(load_runs(RESULTS / study))
         for study in ("stability_mini", "stability_control", "optimizers_mini")
         + tuple(f"spikes_vs_{name}_mini" for name in ("lr", "batch", "size"))
     )
@@ -373,7 +380,7 @@ def noise_in_vision(everything, study):
     at = everything.summaries
     runs = everything.where((at["scale"] == "true_size") & (at["experiment"] == study))
     frame = layer_noise.query(runs)
-    vision = frame[frame["tower"] == layer_noise.VISION]
+    vision = frame[frame["tower"] == features.VISION]
     medians = vision.groupby(["recipe", "step"])[["sqnr_db", "underflowed"]].median()
     return *(medians.loc[name] for name in ("llm_int8", "fp8_tensorwise")), frame
 

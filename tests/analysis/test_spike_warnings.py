@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 
 from analysis import load_runs, spike_marks
-from analysis.figures import spike_warnings
+from analysis.figures import early_warnings, spike_warnings
 from lowprec.config.schema import DiagnosticsConfig, SpikeConfig
 from lowprec.diagnostics.spikes import Protocol
 from tests.analysis.conftest import drawn
@@ -46,7 +46,6 @@ def test_planted_warnings_have_the_known_precision_and_recall(plant, query):
     rms_at |= {310: 5, 350: 5}  # so is 310, 10 steps after 300; 350 is one more
     plant(rms_at)
     frame = query(spike_warnings)
-    assert tuple(frame.columns) == spike_warnings.COLUMNS
     expected = {1: [5, 0, 2, 0], 4: [5, 1, 2, 1], 8: [5, 2, 2, 2], 32: [5, 3, 2, 2]}
     for horizon, counts in expected.items():
         row = at(frame, "rms", 2.3).loc[horizon]
@@ -55,7 +54,7 @@ def test_planted_warnings_have_the_known_precision_and_recall(plant, query):
         assert row["followed_by_chance"] == pytest.approx(5 * 2 * horizon / NUM_STEPS)
         overlap = max(horizon - 24, 0)  # of the warnings at 272 and 296
         assert row["warned_by_chance"] == pytest.approx(2 * (5 * horizon - overlap) / NUM_STEPS)
-    pooled = spike_warnings.pooled(frame, "counted_from", "score", "horizon", "threshold")
+    pooled = early_warnings.pooled(frame, "counted_from", "score", "horizon", "threshold")
     shares = pooled.loc[("detection", "rms", 8, 2.3)]
     assert shares["precision"] == 0.4 and shares["recall"] == 1
     assert shares["f1"] == pytest.approx(0.8 / 1.4)
@@ -118,12 +117,12 @@ def test_rho_is_rms_t_times_the_root_and_thresholds_come_from_the_other_beta2(pl
     assert frame["optimizer"].unique().tolist() == ["adamw"]
     rho = at(frame[frame["beta2"] == 0.99], "rho", 0.447)  # RMS_t of 5 is 0.5
     assert rho.loc[8, NAMES].sum().tolist() == [4, 4, 4, 4]
-    shares = spike_warnings.transferred(frame)
+    shares = early_warnings.transferred(frame)
     precision, _, recall, _, f1 = shares["detection", "rms", 8][0]
     assert (precision, recall, f1) == (1, 1, 1)
     assert shares["detection", "rho", 8][0, -1] < 0.7
     assert shares["detection", "rms", 8].shape == (1001, 5)
-    low, high = spike_warnings.interval(shares["detection", "rms", 8][1:])
+    low, high = early_warnings.interval(shares["detection", "rms", 8][1:])
     assert low[0] == high[0] == 1  # all runs of a beta2 are alike
     caption = spike_warnings.caption(frame)
     assert "From detection, at 8 steps: F1 1.00 with RMS_t; 0." in caption
@@ -133,11 +132,11 @@ def test_rho_is_rms_t_times_the_root_and_thresholds_come_from_the_other_beta2(pl
 
 def test_deviations_and_their_sum_are_those_of_the_steps_before():
     values = np.array([1.0, 3, 4, np.inf, 2, 2, 2, 2, 9])
-    found = spike_warnings.deviations(values, 3)
+    found = early_warnings.deviations(values, 3)
     # (4 - 2) / 1; then those of (3, 4), (4, 2), (2, 2), and three equal ones
     expected = [np.nan, np.nan, 2, np.inf, -3, -1, np.nan, np.nan, np.nan]
     np.testing.assert_allclose(found, expected)
-    sums = spike_warnings.cumulative_sum(np.array([np.nan, 2, np.inf, 0.3, -3, 1]))
+    sums = early_warnings.cumulative_sum(np.array([np.nan, 2, np.inf, 0.3, -3, 1]))
     np.testing.assert_allclose(sums, [0, 1.5, 1.5, 1.3, 0, 0.5])
 
 
@@ -156,8 +155,8 @@ def test_intervals_widen_with_runs_that_differ(plant, query):
     for beta2 in (0.98, 0.99):
         plant({198: 5, 298: 5}, beta2=beta2, seed=0)
         plant({120: 5, 250: 5}, beta2=beta2, seed=1)  # warnings of nothing
-    shares = spike_warnings.transferred(query(spike_warnings))["detection", "rms", 8]
-    low, high = spike_warnings.interval(shares[1:, 0])
+    shares = early_warnings.transferred(query(spike_warnings))["detection", "rms", 8]
+    low, high = early_warnings.interval(shares[1:, 0])
     assert shares[0, 0] == 0.5 and low < 0.2 and high > 0.8
 
 
@@ -165,6 +164,6 @@ def test_one_beta2_and_runs_without_spikes_or_tensors_are_drawn(plant, make_run,
     plant({}, spikes=())
     make_run(num_steps=60, experiment="stability", tables={}, seed=1)
     frame = query(spike_warnings)
-    assert frame["run"].nunique() == 1 and spike_warnings.transferred(frame) == {}
+    assert frame["run"].nunique() == 1 and early_warnings.transferred(frame) == {}
     drawn(spike_warnings, frame)
     assert "F1 0" not in spike_warnings.caption(frame)

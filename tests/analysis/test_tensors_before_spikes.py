@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pandas as pd
 
+from analysis.figures import leads
 from analysis.figures import tensors_before_spikes as FIGURE
 from lowprec.config.schema import DiagnosticsConfig, SpikeConfig
 from tests.analysis.conftest import drawn
@@ -32,7 +33,7 @@ def test_tensors_are_counted_from_the_onset_and_the_earliest_is_first(make_run, 
         (run / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     make_run(beta2=0.5, num_steps=400, losses=losses, diagnostics=SPIKES)  # RMS_t stays below 2.3
     frame = query(FIGURE)
-    table = FIGURE.pooled(frame)
+    table = leads.pooled(frame)
     counts = table[["num_loss_spikes", "num_rms_spikes", "num_following", "num_first"]]
     expected = {"late": [4, 4, 4, 2], "early": [4, 4, 2, 2], "alone": [4, 2, 0, 0]}
     assert counts.astype(int).T.to_dict("list") == expected

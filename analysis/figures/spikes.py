@@ -1,28 +1,23 @@
-"""Loss spikes and retrieval by beta2 and optimizer: how high the spikes are, and what they cost.
-
-Not in the paper, which counts spikes. Runs: `experiment=stability`.
-"""
+"""Figures of loss spikes: how high they are and what they cost, and the loss scale around them."""
 
 from dataclasses import asdict
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from analysis import measures, naming, panels, spike_marks, style
 from analysis.comparison import counted
+from analysis.grammar import Panels
 from analysis.load import Runs
 
-COLUMNS = ("part", *measures.OF_A_RUN, "step", "height", "recall", "after_reset")
-COLUMNS += tuple(spike_marks.THRESHOLDS)
 WIDTH = 0.8  # of the slot that the optimizers share at each beta2 on the axis
 RESETS = {"stable_spam": 1000}  # steps between resets of the moments, the library's default
 AFTER_RESET = "evaluated right after a reset of the optimizer's moments"
 
 
-def query(runs: Runs) -> pd.DataFrame:
-    """Returns the heights for the left panel and the recall for the right one, as plotted.
+def heights(runs: Runs) -> pd.DataFrame:
+    """The heights for the left panel and the recall for the right one, as plotted.
 
     Part `spikes` has one row per loss spike after the ignored steps, with its `height`: the largest
     loss up to `within` steps after it minus the median loss of the window before it. Part `runs`
@@ -43,12 +38,13 @@ def query(runs: Runs) -> pd.DataFrame:
         after_reset = head["reached"] >= gap and head["reached"] % gap <= 1
         return table.assign(after_reset=after_reset, **asdict(protocol))
 
-    frame = measures.by_run(runs, heads, COLUMNS, parts)
+    columns = ("part", *measures.OF_A_RUN, "step", "height", "recall", "after_reset")
+    frame = measures.by_run(runs, heads, (*columns, *spike_marks.THRESHOLDS), parts)
     return frame.astype({"height": float, "recall": float, "after_reset": bool})
 
 
-def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
-    """Draws the left panel: a point for each loss spike and a bar at the median of each group."""
+def plot_heights(frame: pd.DataFrame, ax: Axes) -> None:
+    """The left panel: a point for each loss spike and a bar at the median of each group."""
     spikes, places = frame[frame["part"] == "spikes"], _places(frame)
     optimizers = _slots(frame)
     for optimizer, middle in optimizers.items():
@@ -62,23 +58,24 @@ def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
             ax.hlines(by_step.median(), at - half, at + half, color=color, lw=2)
     ax.set_yscale("log")
     ax.yaxis.set_major_formatter("{x:g}")
-    ax.set(ylabel="height of a loss spike (nats)", title="one point per loss spike")
+    ax.set(ylabel="height of a loss spike (nats)", title="one point per loss spike; bars: medians")
     _name_axis(ax, frame)
-    return ax
 
 
-def plot_recall(frame: pd.DataFrame, ax: Axes) -> Axes:
-    """Draws the right panel: a point for each run and a line through each optimizer's means.
+def plot_recall(frame: pd.DataFrame, ax: Axes) -> None:
+    """The right panel: a point for each run and a line through each optimizer's means.
 
-    With one beta2, bars are the means. A vertical line goes from the smallest to the largest run of
-    a setting. Points are open where the run ends right after a reset of the moments.
+    With one beta2, bars are the means, and the axis names the optimizers in place of the legend. A
+    vertical line goes from the smallest to the largest run of a setting. Points are open where the
+    run ends right after a reset of the moments.
     """
     ends, places = frame[frame["part"] == "runs"].sort_values("beta2"), _places(frame)
     for optimizer, group in ends.groupby("optimizer", sort=False):
-        color, name = style.color("bf16", optimizer), naming.optimizer_name(optimizer)
+        color, several = style.color("bf16", optimizer), len(places) > 1
+        name = naming.optimizer_name(optimizer) if several else None
         at = group["beta2"].map(places) + _slots(frame)[optimizer]
         dashes = style.line_style(optimizer)
-        means = "line" if len(places) > 1 else "bar"
+        means = "line" if several else "bar"
         hollow = group["after_reset"]
         look = {"color": color, "label": name, "dashes": dashes, "hollow": hollow}
         panels.draw_runs(ax, at, group["recall"], means=means, **look)
@@ -88,23 +85,10 @@ def plot_recall(frame: pd.DataFrame, ax: Axes) -> Axes:
         ax.plot([], [], "o", color=style.OTHER, mfc="white", ms=4, label=AFTER_RESET)
     ax.set(ylabel="mean R@1 at the end (%)", title="one point per run; thin lines: min to max")
     _name_axis(ax, frame)
-    return ax
 
 
-def draw(frame: pd.DataFrame, figure: Figure) -> None:
-    """Draws both panels, and one legend below them; it leaves out what the axes name."""
-    left, right = panels.grid(figure, 2, 2.8)
-    plot(frame, left)
-    plot_recall(frame, right)
-    if frame["beta2"].nunique() == 1:
-        for line in right.lines:
-            line.set_label(line.get_label() if line.get_label() == AFTER_RESET else None)
-        figure.set_figheight(3.3)
-    panels.legend_below(figure, [right])
-
-
-def caption(frame: pd.DataFrame) -> str:
-    """Describes the runs and counts the spikes."""
+def about_heights(frame: pd.DataFrame) -> str:
+    """The caption of `spike_heights`: describes the runs and counts the spikes."""
     ends, spikes = (frame[frame["part"] == part] for part in ("runs", "spikes"))
     counts = "; ".join(
         f"{naming.optimizer_name(name)} {(spikes['optimizer'] == name).sum()} in "
@@ -118,7 +102,7 @@ def caption(frame: pd.DataFrame) -> str:
         "it; the bars are medians. Right: mean R@1 of both directions at the last step; the points "
         "are seeds, the lines or bars are their means, and the vertical lines go from the smallest "
         f"to the largest. {_of_resets(ends)}Loss spikes: "
-        f"{counts}.{measures.caption_end(ends)}"
+        f"{counts}."
     )
 
 
@@ -150,3 +134,96 @@ def _name_axis(ax: Axes, frame: pd.DataFrame) -> None:
         ax.set(
             xlabel=f"optimizer (beta2 {next(iter(places)):g})", xlim=(-0.55 * WIDTH, 0.55 * WIDTH)
         )
+
+
+AROUND = 100  # steps shown on either side: 2,850 to 3,050 in the paper
+SCALED = {"loss": "training loss", "loss_scale": "loss scale"}  # column: in print
+
+
+def with_scaler(heads: pd.DataFrame) -> pd.DataFrame:
+    """The rows of `Runs.runs` with a loss scaler."""
+    return heads[heads["scaler.name"] != "none"]
+
+
+def around_highest(runs: Runs) -> pd.DataFrame:
+    """One row per step around the highest loss spike, at step `spike`, of each run.
+
+    Runs without a loss spike are left out; unrecorded values are NaN.
+    """
+    heads = measures.named_heads(runs, ("scaler.name",)).sort_values("scaler", kind="stable")
+    columns = (*measures.OF_A_RUN, "spike", "step", *SCALED, "skipped_tensors")
+    return measures.by_run(runs, heads, columns, _around_highest)
+
+
+def _around_highest(run: Runs, head: dict) -> pd.DataFrame:
+    series = spike_marks.read_series(run, spike_marks.TENSOR)
+    spikes = spike_marks.spike_table(series, spike_marks.protocol_of_run(head))
+    if spikes.empty:
+        return pd.DataFrame()
+    spike = int(spikes.loc[spikes["height"].idxmax(), "step"])
+    metrics = run.metrics.set_index("step").reindex(columns=[*SCALED, "skipped_tensors"])
+    steps = range(max(1, spike - AROUND), min(spike + AROUND, metrics.index.max()) + 1)
+    around = metrics.astype(float).reindex(pd.Index(steps, name="step"))
+    return around.assign(spike=spike).reset_index()
+
+
+def by_scaler(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """The runs of each scaler."""
+    return [(f"{name} loss scale", part) for name, part in frame.groupby("scaler", sort=False)]
+
+
+def plot_around(frame: pd.DataFrame, ax: Axes, column: str = "loss") -> None:
+    """A line for each run of a scaler, with ticks at steps that skip a tensor."""
+    for i, (_, run) in enumerate(frame.groupby("run", sort=False)):
+        head, at = run.iloc[0], run["step"] - run["spike"]
+        color = style.paler(style.color(head["precision"], head["optimizer"]), i)
+        finite = np.isfinite(run[column].astype(float))
+        ax.plot(at[finite], run.loc[finite, column], color=color, lw=0.9)
+        skips = at[run["skipped_tensors"].fillna(0) > 0]
+        ax.plot(skips, [0.06 + 0.05 * i] * len(skips), "|", color=spike_marks.FOLLOWING, ms=5,
+                mew=0.8, transform=ax.get_xaxis_transform())  # fmt: skip
+    ax.axvline(0, color=spike_marks.OTHER, lw=0.7, ls=":")
+    ax.set(xlim=(-AROUND, AROUND), xlabel="steps from the highest loss spike")
+    ax.set_ylabel(SCALED[column])
+
+
+def plot_loss_around(frame: pd.DataFrame, ax: Axes) -> None:
+    """The loss of each run of a scaler."""
+    plot_around(frame, ax)
+    panels.draw_chance(ax, frame["batch_size"])
+
+
+def plot_scale_around(frame: pd.DataFrame, ax: Axes) -> None:
+    """The loss scale of each run of a scaler."""
+    plot_around(frame, ax, "loss_scale")
+    ax.set_yscale("log", base=2)
+
+
+def about_scales(frame: pd.DataFrame) -> str:
+    """The caption of `loss_scaler`."""
+    return (
+        f"{AROUND} steps on either side of the highest loss spike of {measures.of_runs(frame)}, a "
+        "line for each. After the appendix of arXiv:2304.13013. Orange ticks: steps in which the "
+        "gradient of some tensor was not finite, so that the step (dynamic scaler) or the tensor "
+        "(fixed) was skipped."
+    )
+
+
+FIGURES = {
+    "spike_heights": Panels(
+        studies=("stability",),
+        table=heights,
+        plots=(plot_heights, plot_recall),
+        size=(1, 3.0),
+        text=about_heights,
+    ),
+    "loss_scaler": Panels(
+        studies=("loss_scaler",),
+        where=with_scaler,
+        table=around_highest,
+        plots=(plot_loss_around, plot_scale_around),
+        facet=by_scaler,
+        size=(0.9, 1.8),
+        text=about_scales,
+    ),
+}

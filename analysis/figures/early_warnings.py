@@ -2,19 +2,19 @@
 
 A warning begins where a score reaches a threshold. The scores are RMS_t of the patch embedding,
 rho = RMS_t sqrt(1 - beta2), the deviation of the gradient norm from its running mean, and the
-cumulative sum (CUSUM; Page, 1954) of these deviations. Not in the paper. Runs:
-`experiment=stability`.
+cumulative sum (CUSUM; Page, 1954) of these deviations. Not in the paper.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from analysis import measures, naming, panels, spike_marks, style
+from analysis import measures, naming, spike_marks, style
+from analysis.grammar import Panels
 from analysis.load import Runs
 from lowprec.diagnostics.spikes import (
     Protocol,
@@ -48,15 +48,10 @@ WARNINGS = ("num_warnings", "num_followed", "followed_by_chance")
 SPIKES = ("num_spikes", "num_warned", "warned_by_chance")
 COUNTS = (*WARNINGS, *SPIKES)
 CELL = ("counted_from", "score", "horizon")
-OF_A_RUN = ("run", "scale", "data", "model", "optimizer", "beta2", "seed", "state", "label")
-COLUMNS = (*OF_A_RUN, *CELL, "threshold", *COUNTS, *spike_marks.THRESHOLDS)
 
 
-select = spike_marks.of_adamw
-
-
-def query(runs: Runs) -> pd.DataFrame:
-    """Returns one row per run, score, threshold, horizon, and side from which spikes are counted.
+def warnings(runs: Runs) -> pd.DataFrame:
+    """One row per run, score, threshold, horizon, and side from which spikes are counted.
 
     A warning is a step at which the score reaches the threshold and did not in the protocol's
     `within` steps before, as for RMS spikes: a burst of such steps is one warning. `num_followed`
@@ -66,7 +61,8 @@ def query(runs: Runs) -> pd.DataFrame:
     are the means of these counts over all circular shifts of the warnings along the steps that are
     not ignored.
     """
-    return spike_marks.by_run(runs, select(runs.runs), COLUMNS, _of_run)
+    columns = (*spike_marks.OF_A_RUN, *CELL, "threshold", *COUNTS)
+    return spike_marks.by_run(runs, columns, _of_run)
 
 
 def _of_run(series: spike_marks.Series, protocol: Protocol) -> pd.DataFrame:
@@ -81,9 +77,9 @@ def _of_run(series: spike_marks.Series, protocol: Protocol) -> pd.DataFrame:
         at_one = replace(protocol, rms_threshold=1.0)
         marks = rms_spikes(values[:, None] / THRESHOLDS[score], at_one)
         for threshold, column in zip(THRESHOLDS[score], marks.T, strict=True):
-            warnings = np.flatnonzero(column) + 1
+            at = np.flatnonzero(column) + 1
             for counted_from, spikes in spikes_from.items():
-                counts = count(warnings, spikes[spikes > protocol.ignore_steps], num_steps)
+                counts = count(at, spikes[spikes > protocol.ignore_steps], num_steps)
                 rows += [(counted_from, score, *row[:1], threshold, *row[1:]) for row in counts]
     return pd.DataFrame(rows, columns=[*CELL, "threshold", *COUNTS])
 
@@ -188,11 +184,12 @@ def interval(samples: np.ndarray) -> np.ndarray:
     return np.nanquantile(samples, ((1 - LEVEL) / 2, (1 + LEVEL) / 2), axis=0)
 
 
-def plot(shares: dict[tuple, np.ndarray], ax: Axes, column: int, name: str) -> None:
-    """Draws column `column` of `shares_of` by horizon, the column after it (chance) dotted.
+def plot(frame: pd.DataFrame, ax: Axes, column: int, name: str) -> None:
+    """Column `column` of `shares_of` by horizon, the column after it (chance) dotted.
 
     RMS_t has the only band of intervals.
     """
+    shares = transferred(frame)
     for score, color in COLORS.items() if shares else ():
         lines = np.stack([shares["detection", score, horizon] for horizon in HORIZONS], axis=1)
         look = {"color": color, "lw": 1.2}
@@ -207,17 +204,8 @@ def plot(shares: dict[tuple, np.ndarray], ax: Axes, column: int, name: str) -> N
     ax.yaxis.set_major_formatter(PercentFormatter(1))
 
 
-def draw(frame: pd.DataFrame, figure: Figure) -> None:
-    """Draws precision and recall by horizon above one legend."""
-    left, right = panels.grid(figure, 2)
-    shares = transferred(frame)
-    plot(shares, left, 0, "warnings that a spike follows")
-    plot(shares, right, 2, "spikes that have a warning")
-    panels.legend_below(figure, [left])
-
-
-def caption(frame: pd.DataFrame) -> str:
-    """Describes the runs and the counting, and compares the scores at HORIZON steps."""
+def about(frame: pd.DataFrame) -> str:
+    """The caption: the runs, the counting, and a comparison of the scores at HORIZON steps."""
     runs, shares = frame.drop_duplicates("run"), transferred(frame)
     text = (
         f"Warnings of loss spikes in {measures.of_runs(runs)}, beta2 "
@@ -239,7 +227,7 @@ def caption(frame: pd.DataFrame) -> str:
             f" From {counted_from}, at {HORIZON} steps: F1 {f1['rms'][0]:.2f} with RMS_t; "
             f"{'; '.join(others)}."
         )
-    return text + measures.caption_end(runs, crosses=False)
+    return text
 
 
 def in_words_of_f1(score: str, rms: np.ndarray, other: np.ndarray) -> str:
@@ -247,3 +235,17 @@ def in_words_of_f1(score: str, rms: np.ndarray, other: np.ndarray) -> str:
     low, high = interval((rms - other)[1:])
     words = {"rho": "rho", "deviation": "the deviation", "cusum": "CUSUM"}[score]
     return f"{other[0]:.2f} with {words} (lower by {(rms - other)[0]:.2f}, {low:.2f} to {high:.2f})"
+
+
+FIGURES = {
+    "spike_warnings": Panels(
+        studies=("stability",),
+        where=spike_marks.of_adamw,
+        table=warnings,
+        plots=(
+            partial(plot, column=0, name="warnings that a spike follows"),
+            partial(plot, column=2, name="spikes that have a warning"),
+        ),
+        text=about,
+    )
+}

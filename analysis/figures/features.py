@@ -1,0 +1,320 @@
+"""Figures of what blocks and layers recorded: features, gradients and their noise."""
+
+from functools import partial
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from analysis import comparison, measures, naming, panels, paper, run_files, style
+from analysis.grammar import ANYTHING, Panels, by_model
+from analysis.load import NoRunsError, Runs
+from analysis.run_files import as_path
+
+OF_INTERVENTIONS = ("intervention.name",)
+DASHES = {"first": (0, (1.2, 1.0)), "last": "-"}
+
+
+def magnitudes(runs: Runs) -> pd.DataFrame:
+    """One row per block of each run at the first and at the last recorded step (`at`)."""
+    heads = measures.by_intervention(measures.named_heads(runs, OF_INTERVENTIONS))
+    return measures.first_and_last_features(runs, heads)
+
+
+def plot_magnitudes(frame: pd.DataFrame, ax: Axes) -> None:
+    """One model: magnitude by depth, dotted early and solid late in training."""
+    for (_, at), line in frame.groupby(["run", "at"], sort=False):
+        head = line.iloc[0]
+        label = f"{head['label']}, step {head['step']:,}"
+        shade = naming.INTERVENTIONS.get(head["intervention"], ("", style.OTHER))[1]
+        mean = line["feature_mean"].where(np.isfinite(line["feature_mean"]))
+        ax.plot(line["block"], mean, color=style.paler(shade, head["variant"]), ls=DASHES[at],
+                marker="o", ms=2.5, label=label)  # fmt: skip
+    ax.set(xlabel="block k", ylabel=r"$\mathrm{E}[|x_k|]$")
+    style.log_axis(ax)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def about_magnitudes(frame: pd.DataFrame) -> str:
+    """The caption of `feature_magnitude`."""
+    first = sorted(frame.loc[frame["at"] == "first", "step"].unique())
+    return (
+        "Mean magnitude of the output of each block of the vision tower of "
+        f"{measures.of_runs(frame)}, at the first record (dotted: step {naming.join(first)}) and "
+        "the last (solid). After figure 5 (right), arXiv:2304.13013, which begins at "
+        f"initialization. All runs: {measures.methods(frame)}."
+    )
+
+
+SIZE_STUDIES = ("accuracy_vs_size", "weight_gradient", "one_product", "formats", "rounding")
+BF16, ROUNDING = "bf16", "bf16, other rounding"
+EARLY = 0.1  # of the steps: the early record
+INT8_GRADIENT = "int8 weight gradient"
+INT8_RECIPES = ("LLM.int8()", f"{INT8_GRADIENT} only")  # in which it is in int8
+
+
+def beside_bf16(heads: pd.DataFrame) -> pd.DataFrame:
+    """The runs whose settings, but for the recipe, are those of a bf16 run of the first study.
+
+    Runs that agree in every setting and the seed, such as those of two studies, count once.
+    """
+    pairs = _paired(heads.dropna(subset="scale"))
+    own_first = heads.sort_values(
+        "experiment", key=lambda names: names != SIZE_STUDIES[0], kind="stable"
+    )
+    once = comparison.distinct(own_first[own_first["run"].isin(pairs.index)])
+    return heads[heads["run"].isin(once["run"])]
+
+
+def _paired(heads: pd.DataFrame) -> pd.Series:
+    """By run: the first study's bf16 run with the same settings and seed."""
+    rates = heads["optimizer.lr"].map("{:.6g}".format).astype(float)
+    settings = comparison.signature(heads.assign(**{"optimizer.lr": rates}), "precision.label")
+    own = (heads["experiment"] == SIZE_STUDIES[0]) & (heads["precision.label"] == BF16)
+    bases = dict(zip(settings[own], heads.loc[own, "run"], strict=True))
+    return settings.map(bases).set_axis(heads["run"]).dropna()
+
+
+def sizes(runs: Runs) -> pd.DataFrame:
+    """One row per run at the last record, and at the last of the first tenth of the steps (`at`).
+
+    `ratio` is `feature_mean` divided by that of the bf16 run with the same seed at the same step;
+    an end at another step has no row. NoRunsError if no run has a recipe and a bf16 run.
+    """
+    chosen = runs.runs
+    if ((chosen["precision.label"] == BF16) & (chosen["experiment"] != "rounding")).all():
+        text = "no run agrees in all but its recipe with a bf16 run of experiment="
+        raise NoRunsError(f"{runs.root}: {text}{SIZE_STUDIES[0]}")
+    heads = measures.named_heads(runs)
+    recipes = measures.with_recipe(heads)["recipe"].map(naming.precision)
+    heads["recipe"] = recipes.where(heads["experiment"] != "rounding", ROUNDING)
+    columns = (*measures.OF_A_RUN, "recipe", "at", "step", "feature_mean", "ratio")
+    frame = measures.by_run(runs, heads, columns, _sizes)
+    of_runs = frame.set_index(["run", "at", "step"])["feature_mean"]
+    bases = zip(frame["run"].map(_paired(chosen)), frame["at"], frame["step"], strict=True)
+    frame["ratio"] = frame["feature_mean"] / [of_runs.get(base, np.nan) for base in bases]
+    return frame[frame["ratio"].notna()].reset_index(drop=True)
+
+
+def _sizes(run: Runs, head: dict) -> pd.DataFrame:
+    values = measures.last_block(run, head["vision_layers"])
+    early = values[values.index <= EARLY * head["num_steps"]]
+    ends = [values.iloc[-1:].to_frame("feature_mean").assign(at="last")]
+    ends += [early.iloc[-1:].to_frame("feature_mean").assign(at="early")]
+    return pd.concat(ends).reset_index()
+
+
+def plot_sizes(frame: pd.DataFrame, ax: Axes) -> None:
+    """One row per recipe and model, the largest mean at the top; open: the early record."""
+    frame = frame[frame["recipe"] != naming.precision(BF16)]
+    rows = frame.groupby(["model", "recipe"])
+    means = frame[frame["at"] == "last"].groupby(["model", "recipe"])["ratio"].mean().sort_values()
+    colors = {INT8_GRADIENT: naming.PRECISIONS["llm_int8"][1], "other recipes": "black",
+              ROUNDING: style.OTHER}  # fmt: skip
+    for place, key in enumerate(means.index):
+        part = rows.get_group(key)
+        is_int8 = key[1].startswith(INT8_RECIPES)
+        color = colors[INT8_GRADIENT] if is_int8 else colors.get(key[1], "black")
+        for at, shift, face in (("early", -0.18, "white"), ("last", 0.12, color)):
+            ratios = part.loc[part["at"] == at, "ratio"]
+            ax.plot(ratios, [place + shift] * len(ratios), "o", ms=3, mfc=face, mec=color, mew=0.7)
+    for name, color in colors.items():
+        ax.plot([], [], "o", ms=3, color=color, label=name)
+    ax.plot([], [], "o", ms=3, color="black", mfc="white", label=f"first {EARLY:.0%} of the steps")
+    ax.axvline(1, color=style.OTHER, lw=0.8, zorder=0)
+    ax.set_xscale("log")
+    ends = ax.get_xlim()
+    ticks = (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.2, 1.5, 2, 2.5, 3, 4, 6, 10, 20, 50, 100)
+    ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    ax.minorticks_off()
+    ax.set_xlim(ends)
+    several = frame["model"].nunique() > 1
+    names = [name + (f", {naming.model(model)}" if several else "") for model, name in means.index]
+    ax.set_yticks(range(len(means)), names)
+    ax.set_xlabel(r"$\mathrm{E}[|x|]$ of the last vision block, relative to bf16")
+    ax.grid(visible=False, axis="y")
+
+
+def about_sizes(frame: pd.DataFrame) -> str:
+    """The caption of `feature_size`."""
+    last, early = (
+        sorted(frame.loc[frame["at"] == at, "step"].unique()) for at in ("last", "early")
+    )
+    also = f" and {naming.join(early)} (open)" if early else ""
+    return (
+        "E[abs(x)] of the output of the last block of the vision tower of "
+        f"{measures.of_runs(frame)}, divided by that of the bf16 run with the same seed, at step "
+        f"{naming.join(last)} (filled){also}."
+    )
+
+
+TENSOR = paper.BLOCK + ".mlp.c_proj.weight"
+STATISTICS = {"grad_norm": "gradient norm", "grad_abs_max": "largest gradient"}
+BELOW = 0.02  # share of the gradients, the smallest, that the axes leave out
+
+
+def gradients(runs: Runs) -> pd.DataFrame:
+    """One row per recorded step, block and statistic: exactly what is plotted."""
+    heads = measures.by_intervention(measures.named_heads(runs, OF_INTERVENTIONS))
+    columns = ("statistic", "block", "step", "gradient", "gradient_smoothed")
+    return measures.by_run(runs, heads, (*measures.OF_A_RUN, *columns), _gradients)
+
+
+def _gradients(run: Runs, head: dict) -> pd.DataFrame:
+    parts = []
+    for block in paper.blocks_at_paper_depths(head["vision_layers"]):
+        for statistic in STATISTICS:
+            values = run.series(TENSOR.format(block), statistic)
+            values = values.where(np.isfinite(values) & (values > 0))
+            smoothed = style.smooth(values, style.smoothing_width(len(values)))
+            part = pd.DataFrame({"gradient": values, "gradient_smoothed": smoothed})
+            parts.append(part.reset_index().assign(statistic=statistic, block=block))
+    return pd.concat(parts)
+
+
+def by_label(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """A part for the runs of a model that differ in seed alone."""
+    parts = frame.groupby(["model", "label"], sort=False)
+    return [
+        (f"{naming.model(m)}\n{label}".replace(" (", "\n("), part) for (m, label), part in parts
+    ]
+
+
+def plot_gradients(frame: pd.DataFrame, ax: Axes, statistic: str) -> None:
+    """The runs of one label and one statistic: lines by block, the first dark."""
+    head, frame = frame.iloc[0], frame[frame["statistic"] == statistic]
+    if frame.empty:
+        ax.set_axis_off()
+        return
+    for (run, block), line in frame.groupby(["run", "block"]):
+        color = style.depth_color(block / max(1, head["vision_layers"] - 1))
+        label = f"block {block}" if run == frame["run"].min() else None
+        ax.plot(line["step"], line["gradient"], color=color, alpha=0.18, lw=0.5, rasterized=True)
+        ax.plot(line["step"], line["gradient_smoothed"], color=color, label=label)
+    lowest, highest = frame["gradient"].quantile([BELOW, 1])
+    ax.set(yscale="log", xlim=(0, head["num_steps"]), ylabel=STATISTICS[statistic])
+    ax.set_ylim(0.8 * lowest, 1.25 * highest)
+    panels.step_axis(ax)
+
+
+def about_gradients(frame: pd.DataFrame) -> str:
+    """The caption of `gradient_magnitude`."""
+    return (
+        "Gradient of mlp.c_proj.weight of blocks of the vision tower of "
+        f"{measures.of_runs(frame)}. After the appendix of arXiv:2304.13013, which shows the mean "
+        f"in place of the norm. Lines: centered box average over at most {style.SMOOTHING} records "
+        "of a run, edges cut; faint: every record. Gradients that are 0 or not finite are gaps, "
+        f"and the axes leave out the lowest {BELOW:.0%} of the others. All runs: "
+        f"{measures.methods(frame)}."
+    )
+
+
+PRODUCT, OPERAND = "grad_weight", "g"
+VISION, TEXT = "vision tower", "text tower"
+
+
+def with_errors(heads: pd.DataFrame) -> pd.DataFrame:
+    """The runs whose layers were measured by `python -m experiments.quant_error`."""
+    return heads[[(as_path(path) / "quant_error.jsonl").exists() for path in heads["path"]]]
+
+
+def noises(runs: Runs) -> pd.DataFrame:
+    """One row per step, recipe and layer whose weight gradient the recipe quantizes.
+
+    `terms`: number of tokens in the sum, the largest that was measured; `sqnr_db` of the product;
+    `underflowed`: share of the non-zero elements of g that become 0. NoRunsError without rows.
+    """
+    facts = ("tower", "step", "recipe", "layer", "terms", "sqnr_db", "underflowed")
+    columns = (*measures.OF_A_RUN, *facts)
+    heads = measures.named_heads(runs) if len(runs) else pd.DataFrame()
+    frame = measures.by_run(runs, heads, columns, _noises)
+    if frame.empty:
+        raise NoRunsError("no quantization errors: python -m experiments.quant_error run=RUN")
+    return frame
+
+
+def _noises(run: Runs, head: dict) -> pd.DataFrame:
+    rows, _ = run_files.read_row_file(run.summaries.iloc[0].to_dict(), "quant_error")
+    table = pd.DataFrame(rows)
+    if table.empty:
+        return table
+    table = table[(table["product"] == PRODUCT) & (table["operand"] == OPERAND)]
+    most = table.groupby("layer")["inner_dim"].transform("max")
+    table = table[(table["format"] != "bf16") & (table["inner_dim"] == most)]
+    table = table.rename(columns={"inner_dim": "terms"}).drop(columns="sqnr_db")
+    table["tower"] = np.where(table["layer"].str.startswith("visual"), VISION, TEXT)
+    return table.rename(columns={"product_sqnr_db": "sqnr_db"}).astype({"sqnr_db": float})
+
+
+def by_tower(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """The vision tower, and the text tower if it was measured."""
+    parts = [(tower, frame[frame["tower"] == tower]) for tower in (VISION, TEXT)]
+    return [(tower, part) for tower, part in parts if len(part)]
+
+
+def plot_noises(frame: pd.DataFrame, ax: Axes, value: str = "sqnr_db") -> None:
+    """One tower: the median over layers by step, and the middle half of them."""
+    recipes = sorted(frame["recipe"].unique(), key=lambda name: naming.rank(name, style.PRECISIONS))
+    for recipe in recipes:
+        by_step = frame[frame["recipe"] == recipe].groupby("step")[value]
+        low, middle, high = (by_step.quantile(q) for q in (0.25, 0.5, 0.75))
+        color = style.color(recipe, "")
+        ax.fill_between(middle.index, low, high, color=color, alpha=0.12, lw=0)
+        ax.plot(middle.index, middle, "-o", ms=2.5, color=color, label=naming.precision(recipe))
+    ax.set(xlabel="step", ylabel="signal to noise of the\nweight gradient (dB)")
+
+
+def plot_zeros(frame: pd.DataFrame, ax: Axes) -> None:
+    """One tower: the elements of g that become 0."""
+    plot_noises(frame, ax, "underflowed")
+    ax.yaxis.set_major_formatter(PercentFormatter(1))
+    ax.set(ylim=(0, None), ylabel="elements of g that become 0")
+
+
+def about_noises(frame: pd.DataFrame) -> str:
+    """The caption of `layer_noise`."""
+    terms = naming.join(f"{terms:,}" for terms in sorted(frame["terms"].unique()))
+    return (
+        f"Weight gradients of {frame['layer'].nunique()} layers of {measures.of_runs(frame)}, "
+        f"summed over {terms} tokens, if each recipe quantizes them: signal to quantization "
+        "noise, and the share of elements of the output gradient g that become 0. Lines: medians "
+        "of layers; bands: their middle half."
+    )
+
+
+FIGURES = {
+    "feature_magnitude": Panels(
+        studies=("feature_magnitude",),
+        table=magnitudes,
+        plots=(plot_magnitudes,),
+        facet=by_model,
+        text=about_magnitudes,
+    ),
+    "feature_size": Panels(
+        studies=SIZE_STUDIES,
+        same_but=ANYTHING,
+        where=beside_bf16,
+        table=sizes,
+        plots=(plot_sizes,),
+        size=(1.7, 4.3),
+        text=about_sizes,
+    ),
+    "gradient_magnitude": Panels(
+        studies=("gradient_magnitude",),
+        table=gradients,
+        plots=tuple(partial(plot_gradients, statistic=name) for name in STATISTICS),
+        facet=by_label,
+        size=(0.75, 2.2),
+        text=about_gradients,
+    ),
+    "layer_noise": Panels(
+        studies=("weight_gradient",),
+        where=with_errors,
+        table=noises,
+        plots=(plot_noises, plot_zeros),
+        facet=by_tower,
+        size=(1, 2.2),
+        text=about_noises,
+    ),
+}

@@ -1,0 +1,203 @@
+"""Figures of RMS spikes before loss spikes: how many steps before, and of which tensors.
+
+Not in the paper, which gives the share of loss spikes that follow an RMS spike of the patch
+embedding by 1 to 8 steps.
+"""
+
+from dataclasses import asdict
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from scipy import stats
+
+from analysis import comparison, measures, naming, paper, spike_marks, style
+from analysis.grammar import ANYTHING, Panels
+from analysis.load import Runs
+from lowprec.diagnostics.spikes import Protocol, lag_coincidence, loss_spikes, onsets, rms_spikes
+
+SIDES = {"step": "detection", "onset": "onset"}  # column of `spike_table`: in print
+KINDS = {"before the RMS spike": spike_marks.OTHER, "at its step": style.RMS,
+         "after it": spike_marks.FOLLOWING}  # fmt: skip
+OF_A_LEAD = ("num_spikes", "num_large", "by_chance")
+
+
+def once_that_reach(heads: pd.DataFrame) -> pd.DataFrame:
+    """AdamW's rows in which RMS_t can reach the threshold; one of runs that agree in everything."""
+    return comparison.distinct(spike_marks.that_reach(heads))
+
+
+def leads(runs: Runs) -> pd.DataFrame:
+    """One row per run, side from which loss spikes are counted, and lead.
+
+    The lead is that of `spike_marks.signed_leads`; that of spikes without an RMS spike near them is
+    NaN. `num_large` counts spikes over `spike_marks.LARGE` nats. `by_chance` is the expected number
+    if RMS spikes were shifted circularly along the run. Runs without RMS_t have no rows.
+    """
+    columns = (*spike_marks.OF_A_RUN, "counted_from", "lead", *OF_A_LEAD)
+    return spike_marks.by_run(runs, columns, _leads)
+
+
+def _leads(series: spike_marks.Series, protocol: Protocol) -> pd.DataFrame:
+    rms, num_steps = series.rms_of(spike_marks.TENSOR), len(series.loss) - protocol.ignore_steps
+    most = protocol.max_lead
+    num_rms_spikes, parts = rms_spikes(rms, protocol).sum(), []
+    for side, name in SIDES.items():
+        table = spike_marks.signed_leads(series, protocol, side)
+        index = pd.Index([*range(-most, most + 1), np.nan], name="lead", dtype=float)
+        near = table.groupby("lead", dropna=False)["is_large"].agg(["size", "sum"]).reindex(index)
+        counts = near.fillna(0).set_axis(OF_A_LEAD[:2], axis=1)
+        chance = np.where(np.isnan(index), np.nan, len(table) * num_rms_spikes / num_steps)
+        parts.append(counts.assign(by_chance=chance, counted_from=name).reset_index())
+    return pd.concat(parts, ignore_index=True)
+
+
+def plot_leads(frame: pd.DataFrame, ax: Axes) -> None:
+    """The spikes of one side by lead; those of more than `LARGE` nats are darker."""
+    counts = frame.groupby("lead")[list(OF_A_LEAD)].sum()
+    kinds = np.sign(counts.index).astype(int) + 1
+    for kind, (name, color) in enumerate(KINDS.items()):
+        part = counts[kinds == kind]
+        ax.bar(part.index, part["num_spikes"], 0.8, color=style.paler(color, 1))
+        ax.bar(part.index, part["num_large"], 0.8, color=color, label=name)
+    ax.plot(counts.index, counts["by_chance"], color="black", ls=":", lw=1, label="by chance")
+    name = frame["counted_from"].iloc[0]
+    ax.set(xlabel=f"steps from RMS spike to {name} of the loss spike", ylabel="loss spikes")
+    ax.set_xticks(range(int(counts.index.min()), int(counts.index.max()) + 1, 2))
+
+
+def about_leads(frame: pd.DataFrame) -> str:
+    """The caption of `lead_histogram`: the runs, the counting, and the shares of both sides."""
+    runs, most = frame.drop_duplicates("run"), int(frame["lead"].max())
+    text = (
+        f"Loss spikes of {measures.of_runs(runs)}, by the steps from an RMS spike of "
+        f"{spike_marks.TENSOR}: the latest at or before the loss spike, or else the next. "
+        f"{spike_marks.in_words(frame)} Dark: spikes over {spike_marks.LARGE:g} nat. Dotted: by "
+        "chance, if RMS spikes were shifted along the run."
+    )
+    for name, part in frame.groupby("counted_from", sort=False):
+        text += f" From the {name}: {in_words(part, 'num_spikes', most)}; "
+        text += f"over {spike_marks.LARGE:g} nat: {in_words(part, 'num_large', most)}."
+    counts = runs.groupby(["model", "label"]).size()  # which include controls
+    counts = [f"{num} of {naming.model(m)}, {label}" for (m, label), num in counts.items()]
+    text += f" Runs: {'; '.join(counts)}."
+    return f"{text} The paper: {paper.FOLLOWING_SAID}."
+
+
+def in_words(frame: pd.DataFrame, column: str, most: int) -> str:
+    """`of 187 spikes, 102 come 1 to 8 steps after, 41 at the step of and 13 before one`."""
+    counts = frame.groupby("lead")[column].sum()
+    before, at, after = (counts[np.sign(counts.index) == sign].sum() for sign in (-1, 0, 1))
+    return (
+        f"of {frame[column].sum():.0f} spikes, {after:.0f} come 1 to {most} steps after, "
+        f"{at:.0f} at the step of and {before:.0f} before one"
+    )
+
+
+NUM_TENSORS = 15  # drawn
+LEVEL = 0.05  # false discovery rate
+OF_A_TENSOR = ("num_loss_spikes", "num_rms_spikes", "num_following", "num_first", "expected")
+
+
+def tensors(runs: Runs) -> pd.DataFrame:
+    """One row per run and tensor with an RMS spike, which the plot pools over runs.
+
+    RMS spikes are read from the events, which name all tensors. Each loss spike counts once, from
+    its onset. `num_following` counts those 1 to `max_lead` steps after an RMS spike of the tensor,
+    and `num_first` those of them for which no tensor has an earlier RMS spike within these steps.
+    `expected` is the number that follow by chance, the mean over all shifts of the RMS spikes.
+    """
+    heads = measures.named_heads(runs, ("optimizer.beta2",))
+    columns = (*measures.OF_A_RUN, "tensor", *OF_A_TENSOR, *spike_marks.THRESHOLDS)
+    return measures.by_run(runs, heads, columns, _tensors)
+
+
+def _tensors(run: Runs, head: dict) -> pd.DataFrame:
+    protocol = spike_marks.protocol_of_run(head)
+    loss = run.metrics["loss"].to_numpy(float)
+    onset = np.unique(onsets(loss, np.flatnonzero(loss_spikes(loss, protocol)) + 1))
+    spikes = spike_marks.rms_events(run.events)
+    spikes = spikes[spikes["step"] > protocol.ignore_steps].groupby("tensor")["step"]
+    steps = {name: np.unique(at) for name, at in spikes}
+    before = {name: onset[:, None] - at for name, at in steps.items()}
+    longest = {  # by tensor: steps from its earliest RMS spike in reach to each loss spike
+        name: np.where((lead >= 1) & (lead <= protocol.max_lead), lead, 0).max(axis=1)
+        for name, lead in before.items()
+    }
+    most = np.max([*longest.values()], axis=0) if longest else onset
+    rows = []
+    for name, at in steps.items():
+        marks = np.zeros((2, len(loss)), bool)
+        marks[0, onset - 1], marks[1, at - 1] = True, True
+        chance = lag_coincidence(*marks, protocol).chance if len(onset) else 0.0
+        num = (longest[name] > 0).sum(), ((longest[name] == most) & (most > 0)).sum()
+        rows.append((name, len(onset), len(at), *num, chance * len(onset)))
+    return pd.DataFrame(rows, columns=["tensor", *OF_A_TENSOR]).assign(**asdict(protocol))
+
+
+def pooled(frame: pd.DataFrame) -> pd.DataFrame:
+    """Sums each tensor's counts over the runs; adds `share`, `chance`, `p` and `q`; sorts by `p`.
+
+    `p`: the binomial probability that at least as many loss spikes follow by chance. `q`: `p`
+    adjusted by the method of Benjamini and Hochberg over the tensors with an RMS spike.
+    """
+    table = frame.groupby("tensor")[list(OF_A_TENSOR)].sum().astype(float)
+    table["num_loss_spikes"] = frame.drop_duplicates("run")["num_loss_spikes"].sum()
+    total = table["num_loss_spikes"].clip(lower=1)
+    table["share"], table["chance"] = table["num_following"] / total, table["expected"] / total
+    table["p"] = stats.binom.sf(table["num_following"] - 1, total, table["chance"])
+    table["q"] = stats.false_discovery_control(table["p"]) if len(table) else []
+    return table.sort_values(["p", "num_following"], ascending=[True, False])
+
+
+def plot_tensors(frame: pd.DataFrame, ax: Axes) -> None:
+    """A bar per tensor: loss spikes that follow its RMS spikes, and those it is first for."""
+    table = pooled(frame).head(NUM_TENSORS).iloc[::-1]
+    rows = np.arange(len(table))
+    colors = [spike_marks.FOLLOWING if q < LEVEL else "#BBBBBB" for q in table["q"]]
+    look = {"color": colors, "height": 0.7}
+    ax.barh(rows, table["num_following"], alpha=0.45, label="follow", **look)
+    ax.barh(rows, table["num_first"], label="follow, and no other tensor is earlier", **look)
+    ax.plot(table["expected"], rows, "|", color="black", ms=9, mew=1.5, label="by chance")
+    ax.set_yticks(rows, [naming.short_tensor(name) for name in table.index], fontsize=7)
+    num = int(table["num_loss_spikes"].max()) if len(table) else 0
+    ax.set_xlabel(f"number of loss spikes (of {num})")
+    ax.set_title("loss spikes that follow RMS spikes, by tensor")
+    ax.legend(loc="lower right")
+
+
+def about_tensors(frame: pd.DataFrame) -> str:
+    """The caption of `tensors_before_spikes`: how spikes are counted, the tensor with least `p`."""
+    runs, table = frame.drop_duplicates("run"), pooled(frame)
+    text = (
+        f"Loss spikes after RMS spikes of each tensor in {measures.of_runs(runs)}, "
+        f"beta2 {naming.join(sorted(runs['beta2'].unique()))}. {spike_marks.in_words(frame)} Loss "
+        "spikes are counted from their onset. Orange: tensors after whose RMS spikes more loss "
+        f"spikes follow than by chance, at a false discovery rate of {LEVEL:g} over the "
+        f"{len(table)} tensors with RMS spikes, if loss spikes are independent of each other."
+    )
+    for name, row in table.head(1).iterrows():
+        text += f" {name}: {row['num_following']:.0f} of {row['num_loss_spikes']:.0f} follow its "
+        text += f"{row['num_rms_spikes']:.0f} RMS spikes, {row['expected']:.1f} by chance."
+    return f"{text} The paper: {paper.FOLLOWING_SAID}."
+
+
+FIGURES = {
+    "lead_histogram": Panels(
+        studies=("stability", "spikes_vs_size", "spikes_vs_lr", "spikes_vs_batch"),
+        same_but=ANYTHING,
+        where=once_that_reach,
+        table=leads,
+        plots=(plot_leads,),
+        facet=lambda frame: [("", part) for _, part in frame.groupby("counted_from", sort=False)],
+        text=about_leads,
+    ),
+    "tensors_before_spikes": Panels(
+        studies=("stability",),
+        where=spike_marks.that_reach,
+        table=tensors,
+        plots=(plot_tensors,),
+        size=(2, 3.6),
+        text=about_tensors,
+    ),
+}
