@@ -373,7 +373,7 @@ class Lines(Figure):
         diverged = frame[frame["state"] == "diverged"]
         for _, run in diverged.groupby("run"):
             panels.mark_end(ax, run["step"], run[self.y.column], self.hue.look(run.iloc[0])[0])
-        ax.set(xlim=(0, frame["num_steps"].max()), ylabel=self.y.label)
+        ax.set(xlim=(0, frame["step"].max()), ylabel=self.y.label)
         panels.step_axis(ax)
 
     def _draw_label(self, runs: pd.DataFrame, ax: Axes, label: str) -> None:

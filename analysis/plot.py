@@ -14,11 +14,13 @@ OUT.csv, which contains the plotted values.
 """
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib
 import numpy as np
 import pandas as pd
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure as Canvas
 
 from analysis import cli, measures, naming, style
@@ -87,12 +89,13 @@ def sentence(
         raise ChoiceError(f"no run has {', '.join(f'{k}={v}' for k, v in (where or {}).items())}")
     runs = runs.where(runs.summaries["run"].isin(heads["run"]))
     hue, facet, band = (key and _key(heads, key) for key in (hue, facet, band))
-    colors = _hue(measures.named_heads(runs), hue) if hue else Hue()
+    heads = measures.named_heads(runs)
+    colors = _hue(heads, hue) if hue else Hue(look=_looks_of_methods(heads))
     value = Axis(column=y, label=y, log=False if y.startswith(SCORES) else None)
     if x == "step":
         row = Lines(y=value, hue=colors, facet=facet, band=band)
     else:
-        row = _points(runs, _key(heads, x), value, colors, facet)
+        row = _points(runs, _key(runs.runs, x), value, colors, facet)
     frame = row.query(runs)
     if frame.empty or frame[y].isna().all():
         names = sorted({*runs.metrics, *runs.timing} - {"run", "step"})
@@ -148,17 +151,43 @@ def _hue(heads: pd.DataFrame, key: str) -> Hue:
     """A color for each value of a config key: a scale for numbers, else distinct ones."""
     column = measures.RENAMED.get(key, key)
     values = _in_order(heads[column])
-    own = {value: entry[-1] or "#000000" for value, entry in TABLES.get(column, {}).items()}
-    colors = {written(v): own.get(v, COLORS[i % len(COLORS)]) for i, v in enumerate(values)}
     if len(values) > 2 and all(isinstance(value, int | float | np.number) for value in values):
-        scale = matplotlib.colormaps["viridis"]
-        colors = {written(v): scale(0.9 * i / (len(values) - 1)) for i, v in enumerate(values)}
+        colors = _scale("viridis", len(values))
+    else:
+        table = TABLES.get(column, {})
+        colors = _distinct([table[v][-1] or "#000000" if v in table else None for v in values])
+    colors = dict(zip(map(written, values), colors, strict=True))
     return Hue(
         keys=(key,),
         name=lambda head: naming.setting(key, head[column]),
         order=lambda head: list(colors).index(written(head[column])),
         look=lambda head: (style.paler(colors[written(head[column])], head["variant"]), "-"),
     )
+
+
+def _looks_of_methods(heads: pd.DataFrame) -> Callable[[pd.Series], tuple]:
+    """The look of a run's method, in a color of its own where two would look alike."""
+    methods = list(heads.groupby(["precision", "optimizer"], sort=False).groups)
+    looks = [(style.color(*method), style.line_style(method[1])) for method in methods]
+    colors = [None if look in looks[:i] else look[0] for i, look in enumerate(looks)]
+    colors = dict(zip(methods, _distinct(colors), strict=True))
+    return lambda head: (
+        style.paler(colors[head["precision"], head["optimizer"]], head["variant"]),
+        style.line_style(head["optimizer"]),
+    )
+
+
+def _distinct(colors: list) -> list:
+    """The colors, and in place of None others that differ from these and from each other."""
+    used, num = {to_rgb(color) for color in colors if color}, colors.count(None)
+    spare = [color for color in COLORS if to_rgb(color) not in used]
+    spare = iter(spare if num <= len(spare) else _scale("turbo", num))
+    return [color or next(spare) for color in colors]
+
+
+def _scale(name: str, num: int) -> list:
+    """Colors of a color map, from dark to bright."""
+    return [matplotlib.colormaps[name](0.9 * i / (num - 1)) for i in range(num)]
 
 
 def _key(heads: pd.DataFrame, key: str) -> str:

@@ -9,12 +9,14 @@ import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.collections import LineCollection
+from matplotlib.colors import to_hex
 
 from analysis import cli, load_runs, plot
 from analysis.cli import ChoiceError
 from analysis.figures import loss_curves
 from analysis.report.collect import Budget, collect_run
 from analysis.report.plots import curve_figure
+from lowprec.config.schema import PrecisionChangeConfig
 from tests.analysis.conftest import drawn
 
 CONV = "visual.conv1.weight"
@@ -83,6 +85,20 @@ def test_runs_without_a_value_of_a_key_stand_first(make_run, tmp_path):
     [ax] = drawn(*plot.sentence(runs, y="loss", hue=key))
     assert len(ax.lines) == 3
     assert legend(ax) == [f"beta2 decay {value}" for value in ("null", "0.45", "0.65")]
+
+
+@pytest.mark.parametrize("hue", ["", "precision"])
+def test_precisions_have_distinct_colors_and_the_axis_ends_at_the_last_recorded_step(
+    make_run, tmp_path, hue
+):
+    for recipe in ("high", "switchback", "mxfp4", "nvfp4"):
+        make_run(recipe=recipe, num_steps=40, steps=20, state="running")
+    for step in (*range(4, 10), 11):  # a precision that changes has no color of its own
+        change = PrecisionChangeConfig(step=step, recipe="high")
+        make_run(recipe="nvfp4", precision_change=change, num_steps=40, steps=20, state="running")
+    [ax] = drawn(*plot.sentence(load_runs(tmp_path / "runs"), hue=hue))
+    colors = [to_hex(line.get_color()) for line in ax.lines]
+    assert len(colors) == len(set(colors)) == 11 and ax.get_xlim() == (0, 20)
 
 
 @pytest.mark.parametrize("x", ["step", "optimizer.lr"])
