@@ -96,16 +96,18 @@ class Evidence:
         raise lacking("", studies, scale)
 
     def outcomes(self, studies: Sequence[str], scale: str = "") -> pd.DataFrame:
-        """`Runs.runs` with four results: `accuracy`, `recall`, `validation_loss` and `loss`.
+        """`Runs.runs` with `accuracy`, `recall`, `validation_loss`, `log_loss` and `loss`.
 
         `accuracy` is zero-shot top-1, `recall` the mean R@1 of both directions, both in % at the
-        last step and 0 if the run diverged; `validation_loss` is that at the last step, or NaN;
-        `loss` is the mean training loss of the last 2%. The `precision.label` of a custom recipe
-        names its products: `grad_weight int8`.
+        last step and 0 if the run diverged; `validation_loss` is that at the last step, or NaN,
+        and `log_loss` its logarithm, infinite if the run diverged; `loss` is the mean training loss
+        of the last 2%. The `precision.label` of a custom recipe names its products.
         """
         runs = self.runs(studies, scale)
         table, losses = measures.with_scores(runs, runs.runs), runs.metrics
-        table.loc[table["state"] == "diverged", ["accuracy", "recall"]] = 0.0
+        diverged = table["state"] == "diverged"
+        table.loc[diverged, ["accuracy", "recall"]] = 0.0
+        table["log_loss"] = np.log(table["validation_loss"]).mask(diverged, math.inf)
         narrow = comparison.narrow_products(table)
         table["precision.label"] = narrow.where(narrow != "", table["precision.label"])
         ends = losses["step"] > 0.98 * losses["run"].map(table.set_index("run")["num_steps"])
@@ -193,21 +195,6 @@ def share_over_runs(nums: pd.Series, totals: pd.Series) -> tuple[float, float]:
     return min(low, np.quantile(shares, tail)), max(high, np.quantile(shares, 1 - tail))
 
 
-def paired(runs: pd.DataFrame, varied: str, one: object, other: object, value: str) -> dict:
-    """By model, from small to large: the runs with `varied` = one or other that form pairs.
-
-    Pairs agree in every other setting. If a model has several settings, the one with the most seeds
-    counts. Runs without a value have no pair.
-    """
-    runs = comparison.matched(runs[runs[value].notna()], varied, (one, other))
-    pairs = {}
-    for model, group in runs.groupby("model.name"):
-        settings = comparison.signature(group, varied, seed=False)
-        usual = group["seed"].groupby(settings).nunique().idxmax()
-        pairs[model] = group[settings == usual]
-    return dict(sorted(pairs.items(), key=lambda pair: naming.rank(pair[0], naming.MODELS)))
-
-
 def difference(
     runs: pd.DataFrame, varied: str, one: object, other: object, value: str
 ) -> pd.Series:
@@ -215,6 +202,24 @@ def difference(
     runs = comparison.matched(runs, varied, (one, other))
     sides = [runs[runs[varied] == name].groupby("seed")[value].mean() for name in (one, other)]
     return sides[0] - sides[1]
+
+
+def differences(
+    runs: pd.DataFrame, varied: str, one: object, other: object, value: str
+) -> dict[str, pd.Series]:
+    """`difference` by model, small to large, for models with runs that form pairs.
+
+    Pairs agree in every other setting. If a model has several settings, the one with the most seeds
+    counts. Runs without a value have no pair, and two infinite values no difference.
+    """
+    runs = comparison.matched(runs[runs[value].notna()], varied, (one, other))
+    by_model = {}
+    for model in sorted(set(runs["model.name"]), key=lambda name: naming.rank(name, naming.MODELS)):
+        group = runs[runs["model.name"] == model]
+        settings = comparison.signature(group, varied, seed=False)
+        usual = group["seed"].groupby(settings).nunique().idxmax()
+        by_model[model] = difference(group[settings == usual], varied, one, other, value).dropna()
+    return by_model
 
 
 def page(by_seed: pd.DataFrame) -> float:

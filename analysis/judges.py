@@ -58,9 +58,8 @@ def accuracy(
     for column, value in (only or {}).items():
         runs = runs[runs[column] == value]
     metric = "recall" if scale == "mini" and runs["recall"].max() > 0 else "accuracy"
-    groups = evidence.paired(runs, varied, one, other, metric)
     compared = varied, one, other
-    pairs = {name: evidence.difference(g, *compared, metric) for name, g in groups.items()}
+    pairs = evidence.differences(runs, *compared, metric)
     sizes = [name for name in pairs if scale == "mini" or name in (SMALLEST, H14)]
     if not sizes or (scale == "paper" and sizes[-1] != H14) or (by_size and len(sizes) < 2):
         what = f"{one} and {other} with equal settings, equal seeds and an evaluation"
@@ -69,23 +68,17 @@ def accuracy(
     ours += {"recall": " (mean R@1)", "accuracy": " (zero-shot)"}[metric]
     largest = pairs[sizes[-1]]
     if rule is evidence.equal and scale == "mini":
-        *smaller, change = (_loss_change(groups[name], *compared) for name in sizes)
-        for name, losses in zip(sizes, smaller, strict=False):  # not judged
-            if len(losses):
-                of_loss = Sample.of(losses, evidence.TWO_ONE_SIDED)
-                ours += f"; {naming.model(name)}, validation loss, %, 90%: {of_loss}"
+        logs = evidence.differences(runs, *compared, "log_loss")  # given, not judged
+        changes = {name: 100 * np.expm1(log[np.isfinite(log)]) for name, log in logs.items()}
+        change = changes.pop(sizes[-1], None)
+        for name, losses in changes.items():
+            of_loss = Sample.of(losses, evidence.TWO_ONE_SIDED)
+            ours += f"; {naming.model(name)}, validation loss, %, 90%: {of_loss}"
         return rule(ours, largest, runs, change)
     if not by_size:
         return rule(ours, largest, runs)
     growth = (largest - pairs[sizes[0]]).dropna()
     return rule(f"{ours}; largest minus smallest {Sample.of(growth)}", growth, runs)
-
-
-def _loss_change(runs: pd.DataFrame, varied: str, one: object, other: object) -> pd.Series:
-    """By seed: how much higher the validation loss is at `one` than at `other`, in %."""
-    logs = runs.assign(log_loss=np.log(runs["validation_loss"]))
-    change = evidence.difference(logs, varied, one, other, "log_loss")
-    return 100 * np.expm1(change.dropna())
 
 
 def fix(records: Evidence, change: str, helps: bool) -> Finding:

@@ -79,15 +79,10 @@ def changes(
     It is infinite if one of the two diverged; a seed in which both did is left out.
     """
     runs = records.outcomes(studies, SCALE)
-    losses = runs["validation_loss"].mask(runs["state"] == "diverged", math.inf)
-    runs = runs.assign(log_loss=np.log(losses))
-    groups = evidence.paired(runs, RECIPE, one, other, "log_loss")
-    if not groups:
+    by_model = evidence.differences(runs, RECIPE, one, other, "log_loss")
+    if not by_model:
         raise lacking(f"{one} and {other} with equal settings and seeds", studies, SCALE)
-    return {
-        name: evidence.difference(group, RECIPE, one, other, "log_loss").dropna()
-        for name, group in groups.items()
-    }
+    return by_model
 
 
 def p_value(values: pd.Series, how: str) -> float:
@@ -186,10 +181,10 @@ def feature_ratios(records: Evidence, recipe: str) -> pd.Series:
         for row in runs.to_dict("records")
     ]
     runs = runs.assign(log_size=np.log(np.array(sizes, float)))
-    groups = evidence.paired(runs, RECIPE, recipe, "bf16", "log_size")
-    if not groups:
+    by_model = evidence.differences(runs, RECIPE, recipe, "bf16", "log_size")
+    if not by_model:
         raise lacking(f"{recipe} and bf16 of {LARGEST}", STUDIES, SCALE)
-    return np.exp(evidence.difference(groups[LARGEST], RECIPE, recipe, "bf16", "log_size"))
+    return np.exp(by_model[LARGEST])
 
 
 def predictions(records: Evidence) -> list[tuple[str, str, str]]:

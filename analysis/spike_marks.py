@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
 
@@ -40,11 +40,6 @@ THRESHOLDS = {
     "max_lead": "steps after an RMS spike within which a loss spike follows it",
 }
 OF_A_RUN = ("run", "scale", "data", "model", "optimizer", "beta2", "seed", "state", "label")
-SENSITIVITY = {
-    "rms_threshold": (1.5, 2.0, 2.3, 3.0),
-    "loss_sigmas": (2.5, 3.2, 4.0),
-    "window": (50, 100, 200, 400),
-}
 KINDS = {name: type(value) for name, value in asdict(Protocol()).items()}  # int or float
 LARGE = 1.0  # nats: the height above which a loss spike is large
 FOLLOWING, OTHER = "#D55E00", "#666666"  # a loss spike that follows an RMS spike, any other
@@ -356,17 +351,6 @@ def lead_table(series: Series, protocol: Protocol) -> pd.DataFrame:
         largest = {"max_rms": largest, "max_rho": np.fmax.reduce(rho[:, i], initial=np.nan)}
         rows.append({"tensor": name, **count_following(series, rms, protocol), **largest})
     rows.sort(key=lambda row: (-row["num_following"], row["p_value"]))
-    return pd.DataFrame(rows)
-
-
-def sensitivity_table(series: Series, protocol: Protocol, tensor: str = TENSOR) -> pd.DataFrame:
-    """One row per threshold and value, all others as in `protocol`: `count_following`."""
-    rms, rows = series.rms_of(tensor), []
-    for name, values in SENSITIVITY.items():
-        for value in sorted({*values, getattr(protocol, name)}):
-            counts = count_following(series, rms, replace(protocol, **{name: value}))
-            star = "*" if value == getattr(protocol, name) else ""
-            rows.append({"threshold": name, "value": f"{value:g}{star}", **counts})
     return pd.DataFrame(rows)
 
 

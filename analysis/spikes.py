@@ -1,8 +1,7 @@
 """The spikes of runs: `python -m analysis.spikes --run DIR [--tensor PATTERN]`.
 
-Prints each loss spike with its onset and the RMS spikes before it, how often loss spikes follow RMS
-spikes for each tensor and by chance, and how this depends on the thresholds.
-`lowprec/diagnostics/README.md` has the definitions.
+Prints each loss spike with its onset and the RMS spikes before it, and how often loss spikes follow
+RMS spikes for each tensor and by chance. `lowprec/diagnostics/README.md` has the definitions.
 """
 
 from dataclasses import replace
@@ -34,8 +33,7 @@ def describe(series: spike_marks.Series, protocol: Protocol, tensor: str) -> str
             title = f"By tensor, the most followed first ({recorded}; each p is for one alone):"
             lines += ["", title]
             lines.append(_text(spike_marks.lead_table(series, protocol).head(NUM_TENSORS)))
-    lines += ["", "By threshold, one changed at a time (* as above):"]
-    return "\n".join([*lines, _text(spike_marks.sensitivity_table(series, protocol, tensor))])
+    return "\n".join(lines)
 
 
 def _summary_lines(

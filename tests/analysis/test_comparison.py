@@ -16,6 +16,7 @@ BASE = {
     **{"precision.label": "bf16", "model.name": "mini_l", "accuracy": 50.0},
 }
 SWITCHBACK = {"precision.recipe": "switchback", "precision.label": "switchback", "accuracy": 51.0}
+RECIPES = ("precision.label", "switchback", "bf16", "accuracy")
 FREE = {
     *("name", "experiment", "scale", "seed", "eval_every", "evaluation.name"),
     *(f"diagnostics.{name}" for name in ("statistics", "every", "detail_every", "block_every")),
@@ -60,12 +61,12 @@ def test_key_holds_every_setting_of_a_runs_identity_but_those_that_change_no_wei
 def test_runs_are_paired_unless_they_differ_in_a_setting_that_changes_weights():
     for key, value in CHANGES.items():
         runs = table({}, SWITCHBACK, {"seed": 1}, {**SWITCHBACK, "seed": 1, key: value})
-        pairs = evidence.paired(runs, "precision.label", "switchback", "bf16", "accuracy")
-        assert pairs["mini_l"]["seed"].unique().tolist() == [0], key
+        pairs = evidence.differences(runs, *RECIPES)
+        assert pairs["mini_l"].index.tolist() == [0], key
         assert len(comparison.distinct(table({}, {key: value}))) == 2, key
     for key in [*FREE - {"seed"}, "data.train", "run_dir", "save_every"]:
         runs = table({}, {**SWITCHBACK, key: "other"})
-        assert evidence.paired(runs, "precision.label", "switchback", "bf16", "accuracy"), key
+        assert evidence.differences(runs, *RECIPES), key
 
 
 STABLE = {"optimizer.name": "stable_adamw", "optimizer.clip_threshold": 1.0, "accuracy": 53.0}
@@ -91,11 +92,7 @@ def test_two_variants_of_one_value_are_not_averaged():
 def test_differences_are_paired_by_seed():
     rows = [{"seed": seed, "accuracy": value} for seed, value in enumerate((4.0, 6.5, 9.0))]
     rows += [{**SWITCHBACK, "seed": seed, "accuracy": v} for seed, v in enumerate((5.0, 7.0))]
-    pairs = evidence.paired(table(*rows), "precision.label", "switchback", "bf16", "accuracy")
-    by_seed = evidence.difference(
-        pairs["mini_l"], "precision.label", "switchback", "bf16", "accuracy"
-    )
-    assert by_seed.to_dict() == {0: 1.0, 1: 0.5}
+    assert evidence.differences(table(*rows), *RECIPES)["mini_l"].to_dict() == {0: 1.0, 1: 0.5}
 
 
 def test_records_with_a_key_that_is_gone_are_compared_with_new_ones(make_run, tmp_path):

@@ -110,16 +110,6 @@ def test_tensors_come_in_the_order_of_how_often_they_are_followed(series):
     np.testing.assert_allclose(table["max_rho"], [0.5, 0.4, 0.4])
 
 
-def test_sensitivity_table_changes_one_threshold_at_a_time(series):
-    table = spike_marks.sensitivity_table(series, Protocol(window=150))
-    unchanged = table[table["value"].str.endswith("*")]
-    assert unchanged["threshold"].tolist() == list(spike_marks.SENSITIVITY)
-    assert (unchanged["num_following"] == 2).all() and (unchanged["num_by_onset"] == 2).all()
-    at = table.set_index(["threshold", "value"])
-    assert at.loc[("rms_threshold", "3"), "num_following"] == 2
-    assert at.loc["window"].index.tolist() == ["50", "100", "150*", "200", "400"]
-
-
 def test_command_prints_leads_by_step_and_onset_beside_the_paper(plant, capsys):
     assert spikes.main(["--run", str(plant())]) == 0
     out = capsys.readouterr().out
@@ -212,7 +202,6 @@ def test_short_run_names_the_option_that_changes_it(make_run, capsys):
     assert spikes.main(["--run", run, "--ignore-steps", "10"]) == 0
     out = capsys.readouterr().out
     assert re.search("Nothing was examined: 60 steps .*--window N", out)
-    assert "By threshold" not in out
 
 
 def test_run_without_recorded_rms_still_has_loss_spikes(plant, capsys):
