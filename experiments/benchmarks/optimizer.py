@@ -6,8 +6,7 @@
 Takes the keys of `train`: the model gives the tensors, `precision.autocast` their dtype. Gradients
 are random and constant. Ours record ten statistics of every tensor, the others none, and are timed
 only if some tensors move as in plain torch (8-bit moments: but for few elements). `ratio` compares
-with torch's fused AdamW; `state_bytes` is the optimizer's state in bytes per parameter. Lines go to
-`runs/bench/optimizer/<time>.jsonl`.
+with torch's fused AdamW. Lines go to `runs/bench/optimizer/<time>.jsonl`.
 """
 
 from collections.abc import Callable
@@ -53,9 +52,8 @@ def main(config: Config) -> None:
                 check(params, options)
             optimizer = build(params)
             ms = median_ms(optimizer.step, device, REPEATS)
-            state_bytes = round(num_state_bytes(optimizer) / count, 3)
             base_ms = ms if case == BASE else base_ms
-            row.update(ms=ms, rate_unit="GB/s", state_bytes=state_bytes)
+            row.update(ms=ms, rate_unit="GB/s")
             if bytes_each and dtype == "float32":
                 row.update(rate=bytes_each * count / ms / 1e6)
             if base_ms:
@@ -78,17 +76,6 @@ def make_params(config: Config, device: torch.device) -> list[Tensor]:
         params.append(torch.nn.Parameter(torch.randn(p.shape, device=device).to(p.dtype)))
         params[-1].grad = (torch.randn(p.shape, device=device) * 1e-3).to(p.dtype)
     return params
-
-
-def num_state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the tensors of an optimizer's state, with the codes and scales of 8-bit ones."""
-    num_bytes = {}  # by address, since tensors may be shared
-    for state in optimizer.state.values():
-        for value in state.values():
-            inner = getattr(value, "__tensor_flatten__", None)
-            parts = [getattr(value, name) for name in inner()[0]] if inner else [value]
-            num_bytes |= {part.data_ptr(): part.nbytes for part in parts if hasattr(part, "nbytes")}
-    return sum(num_bytes.values())
 
 
 class ClippedAdamW(torch.optim.AdamW):

@@ -35,8 +35,6 @@ def test_cases_are_compared_with_torchs_fused_adamw(measure):
     for case in bench_optimizer.OURS:
         line = lines[case]
         assert line["correct"] is True
-        few = "8-bit" in case and line["state_bytes"] < 3  # the tiny model has small tensors, too
-        assert few or line["state_bytes"] == pytest.approx(8, abs=0.01)
         assert line["ratio"] == pytest.approx(base["ms"] / line["ms"], rel=1e-3)
     for line in lines.values():
         assert line["ms"] or "ModuleNotFoundError" in line["reason"]

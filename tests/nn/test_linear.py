@@ -200,7 +200,7 @@ def test_outlier_features_are_multiplied_in_16_bit(oracle, outlier):
 
 
 def assert_compiled_as_eager(layer, rows, backend, dynamic=None):
-    """Outputs and gradients of new inputs of these numbers of rows; compiles once."""
+    """Outputs and gradients of inputs of these numbers of rows; compiles once unless dynamic."""
     torch._dynamo.reset()
     compilations = []
 
@@ -218,7 +218,7 @@ def assert_compiled_as_eager(layer, rows, backend, dynamic=None):
         for eager, other in zip(*results, strict=True):
             # a q at a tie may fall to the other side when sums are added in another order
             assert (other - eager).norm() <= 1e-3 * eager.norm()
-    assert len(compilations) == 1
+    assert dynamic or len(compilations) == 1
 
 
 @INSTANTIATED

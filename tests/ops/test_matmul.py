@@ -85,18 +85,31 @@ def assert_int8_agrees(result, arguments):
         assert torch.equal(result, expected)
 
 
+INT8 = [  # shape, operands with a scale per row, dtype of the bias, of the output
+    *((ALIGNED[i], "ab", torch.float32, DTYPES[i]) for i in range(3)),
+    *((ALIGNED[1], "", None, dtype) for dtype in DTYPES),
+    *(
+        ((63, 100, 77), rows, *dtypes)
+        for rows in ("ab", "a", "b", "")
+        for dtypes in [(None, torch.bfloat16), *zip(DTYPES, reversed(DTYPES), strict=True)]
+    ),
+]
+
+
 @pytest.mark.parametrize(
-    "bias, dtype", [(None, DTYPES[1]), *zip(DTYPES, reversed(DTYPES), strict=True)], ids=str
+    "launch, shape, rows, bias, dtype",
+    [(launch_general, *case) for case in INT8]
+    + [pytest.param(launch_hopper, *case, marks=pytest.mark.gpu) for case in INT8[:6]],
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
-@pytest.mark.parametrize("rows", ["both", "a", "b", "neither"])
-def test_int8_scales_and_bias_match_reference(device, rows, bias, dtype):
-    m, n, k = 63, 100, 77
+def test_int8_matches_reference(device, launch, shape, rows, bias, dtype):
+    m, n, k = shape
     a, b = make_int8(m, k, device, 0), make_int8(n, k, device, 1)
-    a_scale = make_scale(m if rows in ("both", "a") else 1, device, 2)
-    b_scale = make_scale(n if rows in ("both", "b") else 1, device, 3)
+    a_scale = make_scale(m if "a" in rows else 1, device, 2)
+    b_scale = make_scale(n if "b" in rows else 1, device, 3)
     added = None if bias is None else torch.randn(n, device=device).to(bias)
     arguments = (a, b, a_scale, b_scale, added, dtype)
-    assert_int8_agrees(kernels.matmul(*arguments), arguments)
+    assert_int8_agrees(launch(*arguments), arguments)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -109,23 +122,6 @@ def test_int8_products_are_exact(device, shape):
     for operands in ((a, b), by_columns):
         assert torch.equal(kernels.matmul(*operands, one, one, None, torch.float32).double(), exact)
     assert torch.equal(reference.matmul(a, b, one, one, None, torch.float32).double(), exact)
-
-
-@pytest.mark.parametrize(
-    "shape, dtype, rows",
-    [(*case, True) for case in zip(ALIGNED, DTYPES, strict=True)]
-    + [(ALIGNED[1], dtype, False) for dtype in DTYPES],
-    ids=str,
-)
-@LAUNCHES
-def test_int8_matches_reference_in_aligned_shapes(device, launch, dtype, rows, shape):
-    m, n, k = shape
-    a, b = make_int8(m, k, device, 0), make_int8(n, k, device, 1)
-    a_scale = make_scale(m if rows else 1, device, 2)
-    b_scale = make_scale(n if rows else 1, device, 3)
-    bias = torch.randn(n, device=device) if rows else None
-    arguments = (a, b, a_scale, b_scale, bias, dtype)
-    assert_int8_agrees(launch(*arguments), arguments)
 
 
 @LAUNCHES
@@ -235,23 +231,18 @@ def test_sums_beyond_int32_are_right(device):
 
 
 @LAUNCHES
-def test_nan_scale_makes_only_its_row_nan(device, launch):
+def test_nan_scale_makes_only_its_row_nan_and_scales_and_bias_may_have_gaps(device, launch):
     a, b = make_int8(40, 64, device, 0), make_int8(48, 64, device, 1)
-    a_scale, b_scale = make_scale(40, device, 2), make_scale(48, device, 3)
-    a_scale[7], b_scale[9] = torch.nan, torch.nan
+    a_scale, bias = make_scale(80, device, 2)[::2], make_scale(96, device, 3)[::2, 0]
+    for b_scale in (make_scale(96, device, 4)[::2], make_scale(1, device, 4).expand(48, 1)):
+        arguments = (a, b, a_scale, b_scale, bias, torch.float32)
+        assert_int8_agrees(launch(*arguments), arguments)
+    a_scale[7], b_scale = torch.nan, make_scale(48, device, 4)
+    b_scale[9] = torch.nan
     result = launch(a, b, a_scale, b_scale, None, torch.bfloat16).isnan()
     expected = torch.zeros(40, 48, dtype=torch.bool, device=device)
     expected[7], expected[:, 9] = True, True
     assert torch.equal(result, expected)
-
-
-@LAUNCHES
-def test_scales_and_bias_with_gaps(device, launch):
-    a, b = make_int8(40, 64, device, 0), make_int8(48, 64, device, 1)
-    a_scale, bias = make_scale(80, device, 2)[::2], make_scale(96, device, 3)[::2, 0]
-    b_scale = make_scale(1, device, 4).expand(48, 1)
-    arguments = (a, b, a_scale, b_scale, bias, torch.float32)
-    assert_int8_agrees(launch(*arguments), arguments)
 
 
 @pytest.mark.parametrize(("m", "n"), [(0, 48), (48, 0)])
