@@ -20,7 +20,7 @@ BASELINES = {  # of a whole model: the cases of which the fastest counts
     "autograd_high": ("autograd_high",),
 }
 SETTINGS = {"image_size": "{:.0f} px", "patch_dropout": "patch dropout {:g}"}  # of a line, in words
-MAKERS = {"quantization_variance": "quant_error", "layer_memory": "benchmarks layer"}
+MAKERS = {"quantization_variance": "quant_error"}
 
 
 def load_lines(root: Path | str, slug: str) -> pd.DataFrame:

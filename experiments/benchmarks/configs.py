@@ -15,7 +15,7 @@ OURS = (  # recipes of `layer`
     "hw_fp8_blockwise",
 )
 PEERS = ("bnb_switchback", "torchao_fp8_rowwise")
-MODES = ("eager", "graph", "compiled", "host")
+MODES = ("eager", "graph")
 OPEN_CLIP = ("open_clip eager", "open_clip")
 RECIPES = (
     "high",

@@ -4,24 +4,20 @@
     python -m experiments.benchmarks layer dims=[1280] cases=[switchback,bnb_switchback]
 
 A time is the sum of a layer dim -> 4 dim and one 4 dim -> dim, with a bias and random inputs:
-eager; on a GPU also as a CUDA graph ("graph"), and ours under torch.compile as a CUDA graph
-("compiled", compared with nn.Linear's graph). "host" is the time until the calls of an eager layer
-return, measured once, with so few rows that the GPU does not limit it. Layers of other libraries
-are compiled in all modes if the library recommends it. A case counts only if its output and
-gradients are as close to nn.Linear's as its formats allow, and no closer, and if ours equals its
-definition in plain torch.
-Lines go to `runs/bench/layer/<time>.jsonl`, and those of memory to `runs/bench/layer_memory/`.
+eager; on a GPU also as a CUDA graph ("graph"). Layers of other libraries are compiled if the
+library recommends it. A case counts only if its output and gradients are as close to nn.Linear's as
+its formats allow, and no closer, and if ours equals its definition in plain torch.
+Lines go to `runs/bench/layer/<time>.jsonl`.
 """
 
 import copy
-import dataclasses
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from experiments.benchmarks.configs import LayerConfig
-from experiments.benchmarks.measure import Lines, Unable, check_error, host_ms, median_ms
+from experiments.benchmarks.measure import Lines, Unable, check_error, median_ms
 from experiments.benchmarks.peers import LINEAR_PEERS, PACKAGES
 from lowprec import ops
 from lowprec.formats import parse_format
@@ -35,10 +31,7 @@ ERRORS = {"int8": 0.03, "e4m3": 0.06, "e5m2": 0.1}  # of a product of normal num
 QUANTIZED = 1e-3  # an 8-bit product that is nearer to the 16-bit one was not quantized
 HIGH = 0.01  # 16 bit, sums in another order
 DEFINITION = {"int8": 2e-3, "fp8": 2e-2}  # exact sums rounded twice; fp8 sums of fewer bits
-ON_GPU = ("graph", "compiled")  # modes
-HOST_ROWS, HOST_DIM = 128, 768  # of the layer in mode "host"
 SLICE = 256  # rows on which ours is compared with its definition, which is slow
-MIB = 2**20
 
 
 class Shape(NamedTuple):
@@ -61,71 +54,47 @@ def main(config: LayerConfig) -> None:
     """Measures each dim; exits with 1 if one of ours was wrong or failed."""
     device = pick_device(config.device)
     lines = Lines(config.run_dir, "layer", device, PACKAGES)
-    if "host" in config.modes:
-        tiny = dataclasses.replace(config, tokens=HOST_ROWS)
-        measure(tiny, HOST_DIM, [Shape(HOST_ROWS, HOST_DIM, 4 * HOST_DIM)], ["host"], device, lines)
-    modes = [mode for mode in config.modes if device.type == "cuda" or mode not in ON_GPU]
-    modes = [mode for mode in modes if mode != "host"]
+    modes = [mode for mode in config.modes if device.type == "cuda" or mode != "graph"]
     for dim in config.dims:
         shapes = [Shape(config.tokens, *pair) for pair in ((dim, 4 * dim), (4 * dim, dim))]
-        measure(config, dim, shapes, [*modes, *["saved"] * ("eager" in modes)], device, lines)
+        facts = {"direction": "both", "dim": dim, "tokens": config.tokens}
+        measure(config, shapes, modes, device, lines, facts)
     lines.exit_if_failed()
 
 
 def measure(
     config: LayerConfig,
-    dim: int,
     shapes: list[Shape],
-    quantities: list[str],
+    modes: list[str],
     device: torch.device,
     lines: Lines,
+    facts: dict,
 ) -> None:
-    """Writes a line per case and quantity, a mode or "saved" (memory), summed over the shapes."""
+    """Writes a line per case and mode, summed over the shapes."""
     base: dict[str, float] = {}
-    facts = {"direction": "both" if len(shapes) > 1 else "up", "dim": dim, "tokens": config.tokens}
-    shape = " + ".join(map(str, shapes))
+    operations, shape = sum(s.operations for s in shapes), " + ".join(map(str, shapes))
     for case in ("linear", *config.cases):
         peer = LINEAR_PEERS.get(case)
         dtype = peer.dtype if peer else "bf16"
-        for quantity in quantities:
-            if quantity in ("compiled", "saved") and peer:
-                continue
-            if quantity == "compiled" and case == "linear":
-                continue
-            of = {"slug": "layer_memory"} if quantity == "saved" else {"mode": quantity}
-            with lines.measurement(case, shape, dtype, is_ours=not peer, **facts, **of) as row:
-                parts = (measured(case, quantity, s, device, config.repeats) for s in shapes)
-                value = sum(parts)  # one in memory at a time
+        for mode in modes:
+            options = {"is_ours": not peer, **facts, "mode": mode}
+            with lines.measurement(case, shape, dtype, **options) as row:
+                parts = (timed(case, mode, one, device, config.repeats) for one in shapes)
+                ms = sum(parts)  # one in memory at a time
                 if case == "linear":
-                    base[quantity] = value
-                row.update(numbers(value, quantity, shapes, base))
+                    base[mode] = ms
+                row.update(ms=ms, rate=operations / ms / 1e9, rate_unit="TFLOP/s")
+                row.update(
+                    ratio_to=f"linear, {mode}", ratio=base[mode] / ms if mode in base else None
+                )
             if not row:
                 break
 
 
-def measured(case: str, quantity: str, shape: Shape, device: torch.device, repeats: int) -> float:
-    """Milliseconds of a case's checked step in a mode, or the bytes that it saves."""
-    step = checked_step(case, shape, device, compiled=quantity == "compiled")
-    if quantity == "saved":
-        return step.saved_bytes()
-    if quantity == "host":
-        return host_ms(step, device, repeats)
-    return median_ms(step, device, repeats, graph=quantity in ON_GPU)
-
-
-def numbers(value: float, quantity: str, shapes: list[Shape], base: dict[str, float]) -> dict:
-    """A line's numbers next to nn.Linear's, `base`."""
-    other = "graph" if quantity == "compiled" else quantity
-    ratio = base[other] / value if other in base else None
-    if quantity == "saved":
-        return {
-            "saved_mib": round(value / MIB, 4),
-            "ratio_to": "linear",
-            "ratio": ratio and 1 / ratio,
-        }
-    rate = sum(shape.operations for shape in shapes) / value / 1e9
-    ratio_to = {"ratio_to": f"linear, {other}", "ratio": ratio}
-    return {"ms": value, "rate": rate, "rate_unit": "TFLOP/s", **ratio_to}
+def timed(case: str, mode: str, shape: Shape, device: torch.device, repeats: int) -> float:
+    """Milliseconds of a case's checked step."""
+    step = checked_step(case, shape, device)
+    return median_ms(step, device, repeats, graph=mode == "graph")
 
 
 class Step(NamedTuple):
@@ -141,23 +110,8 @@ class Step(NamedTuple):
         inputs = (self.x, *self.module.parameters())
         return (output.detach(), *torch.autograd.grad(output, inputs, self.g))
 
-    def saved_bytes(self) -> int:
-        """Returns the bytes that the forward keeps for backward, parameters not counted."""
-        saved = {}
-        parameters = {p.untyped_storage().data_ptr() for p in self.module.parameters()}
 
-        def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in parameters:
-                saved[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            self()
-        return sum(saved.values())
-
-
-def checked_step(case: str, shape: Shape, device: torch.device, *, compiled: bool) -> Step:
+def checked_step(case: str, shape: Shape, device: torch.device) -> Step:
     """Returns the step of a case after a check of its numbers; raises Wrong or Unable."""
     peer = LINEAR_PEERS.get(case)
     dtype = DTYPES[peer.dtype if peer else "bf16"]
@@ -170,7 +124,7 @@ def checked_step(case: str, shape: Shape, device: torch.device, *, compiled: boo
         module = peer.build(linear)
     else:
         module = linear if case == "linear" else checked_layer(case, Step(linear, x, g))
-    if compiled or (peer and peer.compiled):
+    if peer and peer.compiled:
         torch.compiler.reset()
         module = torch.compile(module, dynamic=False)
     step = Step(module, x, g)

@@ -16,7 +16,6 @@ from lowprec.data.loader import Batch
 from lowprec.runs.environment import environment, package_version
 from lowprec.runs.read import encode_row
 
-LATE = 0.1  # share of a series by which the GPU may lag if the host is the limit
 CACHE_BYTES = 256 * 2**20  # more than the second-level cache of any GPU holds
 
 
@@ -139,27 +138,6 @@ def median_ms(
         events[-1][1].record()
     torch.cuda.synchronize(device)
     return statistics.median(start.elapsed_time(end) for start, end in events)
-
-
-def host_ms(call: Callable, device: torch.device, repeats: int) -> float:
-    """Returns the milliseconds until a call returns, which is the host's work on a GPU.
-
-    The median over five series of `repeats` calls. Raises Unable if the GPU takes longer than the
-    host, which then waits for it.
-    """
-    series = []
-    for _ in range(6):  # the first one warms up
-        begin = time.perf_counter()
-        for _ in range(repeats):
-            call()
-        end = time.perf_counter()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        late = time.perf_counter() - end
-        series.append((1000 * (end - begin) / repeats, late / (end - begin)))
-    if statistics.median(late for _, late in series[1:]) > LATE:
-        raise Unable("the GPU takes longer than the host")
-    return statistics.median(ms for ms, _ in series[1:])
 
 
 def kernel_ms(call: Callable) -> float:
