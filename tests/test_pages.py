@@ -40,10 +40,11 @@ GROUPS = {path.name for path in CONF.iterdir() if path.is_dir()}
 
 
 def blocks(title: str) -> list[tuple[str, str]]:
-    """(language, text) of the fenced blocks under a heading of CONTRIBUTING.md."""
+    """(language, text) of each file in the fenced blocks under a heading of CONTRIBUTING.md."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
     section = re.split(r"\n##+ ", text.partition(f"\n### {title}\n")[2])[0]
-    return re.findall(r"```(\w+)\n(.*?)```", section, re.DOTALL)
+    found = re.findall(r"```(\w+)\n(.*?)```", section, re.DOTALL)
+    return [(kind, part) for kind, text in found for part in re.split(r"\n(?=# \w+/)", text)]
 
 
 def rows(page: str) -> list[list[str]]:
