@@ -231,8 +231,7 @@ def hand_over(
         if launcher["name"] == "slurm":
             slurm.submit(plan, submitted, launcher)
     if launcher["name"] == "local":
-        asked = {state.index for state in run_states if state.state in (*which, "running")}
-        local.start(plan, asked)
+        local.start(plan)
     others = [state for state in run_states if state.state not in which]
     count = f"{len(submitted)} of {len(runs)} runs submitted"
     print(f"{plan.folder}: {count}" + f"; {summary(others)}" * bool(others))

@@ -30,15 +30,12 @@ def lock_path(folder: Path) -> Path:
     return folder / ".local.lock"
 
 
-def start(plan: Plan, asked: set[int]) -> None:
+def start(plan: Plan) -> None:
     """Starts the launcher in its own session, so that it outlives this process.
 
-    If none was running, of the waiting runs it gets those that were asked for; the others are lost.
-    Returns once a launcher is running: until then its runs would seem lost.
+    It also continues the runs that an ended launcher has left. Returns once a launcher is running:
+    until then its runs would seem lost.
     """
-    if not is_locked(lock_path(plan.folder)):
-        for index in set(plan.waiting()) - asked:
-            plan.mark(index, "lost").touch()
     if not plan.waiting():
         return
     with open(plan.folder / "logs" / "launcher.log", "ab") as log:

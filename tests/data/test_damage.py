@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lowprec.data.index import open_shards
-from lowprec.data.loader import Batches
+from lowprec.data.loader import Batches, iterate
 from lowprec.data.shards import ShardError
 from lowprec.data.tar import MEMBERS
 from tests.data.conftest import encode, members, write_tar
@@ -24,6 +24,12 @@ def key_runs(path):
     return len(list(itertools.groupby(stem for stem, _, kind in names if kind in MEMBERS)))
 
 
+def in_order(shards):
+    """Batches of three samples; tokens are zeros."""
+    count = -(-shards.num_samples // 3)
+    return Batches(shards, None, 3, count, 8, lambda captions: torch.zeros(len(captions), 4))
+
+
 def check(path):
     """What one pass over a shard reads and skips, and the digest; "error" if it is refused."""
     try:
@@ -31,11 +37,7 @@ def check(path):
     except ValueError as error:
         assert path.name in str(error)
         return "error", None
-    batches = Batches(
-        shards, None, batch_size=3, num_batches=-(-shards.num_samples // 3), image_size=8,
-        tokenizer=lambda captions: torch.zeros(len(captions), 4, dtype=torch.int64),
-    )  # fmt: skip
-    loaded = [batches[i] for i in range(len(batches))]
+    loaded = list(iterate(in_order(shards), workers=0))
     read = [number for batch in loaded for number in batch.samples.tolist()]
     skips = [skip for batch in loaded for skip in batch.skips]
     assert len(read) + len(skips) == key_runs(path) == shards.num_samples
@@ -65,39 +67,32 @@ def claiming_jpg(jpg, width, height):
     return bytes(data)
 
 
-BAD_SAMPLES = {  # suffix and bytes of its image (`make`: of a kind), caption, a word of the reason
+NOISE = np.random.default_rng(3).integers(0, 256, (9, 9, 3), np.uint8)
+JPG, PNG, GIF = (encode(NOISE, kind) for kind in ("jpg", "png", "gif"))
+BAD_SAMPLES = {  # suffix and bytes of its image, caption, a word of the reason
     "no image": (None, b"a", "no image"),
-    "no caption": (("jpg", lambda make: make("jpg")), None, "no caption"),
-    "empty caption": (("jpg", lambda make: make("jpg")), b"", "caption is empty"),
-    "blank caption": (("jpg", lambda make: make("jpg")), b" \n\t", "caption is empty"),
-    "invisible caption": (
-        ("jpg", lambda make: make("jpg")),
-        "\u200b\ufeff \u00ad".encode(),
-        "is empty",
-    ),
-    "long caption": (("jpg", lambda make: make("jpg")), b"a " * 5000, "more than 8,192"),
-    "not UTF-8": (("jpg", lambda make: make("jpg")), b"\xff\xfe", "utf-8"),
-    "no bytes": (("jpg", lambda make: b""), b"a", "not a JPEG"),
-    "another kind of image": (("jpg", lambda make: make("gif")), b"a", "not a JPEG"),
-    "cut image": (("jpg", lambda make: make("jpg")[:-99]), b"a", "runcated"),
-    "misspelled kind": (("jgp", lambda make: b"x"), b"a", "no image"),
-    "only a label": (("cls", lambda make: b"1"), None, "no image"),
-    "12,000 squared": (("png", lambda make: claiming_png(make("png"), 12000, 12000)), b"a", "Bomb"),
-    "1 x 100,000": (("png", lambda make: claiming_png(make("png"), 1, 10**5)), b"a", "Error"),
-    "100,000 squared": (
-        ("png", lambda make: claiming_png(make("png"), 10**5, 10**5)),
-        b"a",
-        "Bomb",
-    ),
-    "65,500 squared": (("jpg", lambda make: claiming_jpg(make("jpg"), 65500, 65500)), b"a", "Bomb"),
+    "no caption": (("jpg", JPG), None, "no caption"),
+    "empty caption": (("jpg", JPG), b"", "caption is empty"),
+    "blank caption": (("jpg", JPG), b" \n\t", "caption is empty"),
+    "invisible caption": (("jpg", JPG), "\u200b\ufeff \u00ad".encode(), "is empty"),
+    "long caption": (("jpg", JPG), b"a " * 5000, "more than 8,192"),
+    "not UTF-8": (("jpg", JPG), b"\xff\xfe", "utf-8"),
+    "no bytes": (("jpg", b""), b"a", "not a JPEG"),
+    "another kind of image": (("jpg", GIF), b"a", "not a JPEG"),
+    "cut image": (("jpg", JPG[:-99]), b"a", "runcated"),
+    "misspelled kind": (("jgp", b"x"), b"a", "no image"),
+    "only a label": (("cls", b"1"), None, "no image"),
+    "12,000 squared": (("png", claiming_png(PNG, 12000, 12000)), b"a", "Bomb"),
+    "1 x 100,000": (("png", claiming_png(PNG, 1, 10**5)), b"a", "Error"),
+    "100,000 squared": (("png", claiming_png(PNG, 10**5, 10**5)), b"a", "Bomb"),
+    "65,500 squared": (("jpg", claiming_jpg(JPG, 65500, 65500)), b"a", "Bomb"),
 }
 
 
 @pytest.mark.parametrize("kind", BAD_SAMPLES)
 def test_bad_sample_is_a_skip_that_names_shard_key_and_reason(tmp_path, kind):
     image, caption, word = BAD_SAMPLES[kind]
-    noise = np.random.default_rng(3).integers(0, 256, (9, 9, 3), np.uint8)
-    bad = [(f"000003.{image[0]}", image[1](lambda kind: encode(noise, kind)))] if image else []
+    bad = [(f"000003.{image[0]}", image[1])] if image else []
     bad += [("000003.txt", caption)] if caption is not None else []
     path = write_tar(tmp_path / "a.tar", [*members(0, 3), *bad, *members(4, 6)])
     (read, (skip,)), _ = check(path)
@@ -172,9 +167,6 @@ def test_an_image_of_a_hole_of_gigabytes_is_skipped_unread(tmp_path):
     shards.table = lambda shard: table
     read = shards.read
     shards.read = lambda shard, offset, size: reads.append(size) or read(shard, offset, size)
-    batch = Batches(
-        shards, None, 3, 1, image_size=8,
-        tokenizer=lambda captions: torch.zeros(len(captions), 4, dtype=torch.int64),
-    )[0]  # fmt: skip
+    batch = in_order(shards)[0]
     assert batch.samples.tolist() == [0, 2] and max(reads) < 10**6
     assert "more than 67,108,864" in batch.skips[0]["reason"]
