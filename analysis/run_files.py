@@ -15,13 +15,12 @@ import pandas as pd
 from upath import UPath
 
 from lowprec.config.check import REMOVED, allows
-from lowprec.config.schema import Config, PrecisionConfig
+from lowprec.config.schema import Config, PrecisionConfig, is_sampled
 from lowprec.runs import read
 from lowprec.runs.identity import to_dict
 from lowprec.runs.tables import (
     MAX_BYTES,
     TABLES,
-    is_sampled,
     read_parquet,
     read_tensors,
 )

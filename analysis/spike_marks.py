@@ -191,7 +191,8 @@ def why_unexamined(num_steps: int, protocol: Protocol) -> str:
 def collapse_of(summary: dict, loss: np.ndarray) -> str:
     """What `Collapse` said last about the losses of a run, or how it ended after that, or ""."""
     batch_size = summary.get("batch_size", np.nan)
-    if not batch_size > 0:  # its config is damaged
+    is_watched = summary.get("data.name") == "unknown"  # another trainer's, perhaps another loss
+    if is_watched or not batch_size > 0:  # its config is damaged
         return ""
     collapse = Collapse(batch_size, warmup_of(summary), summary["num_steps"])
     texts = [collapse.feed(step, value) for step, value in enumerate(loss, 1)]

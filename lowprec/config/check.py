@@ -113,6 +113,21 @@ def allows(path: str, value: Any, schema: type = Config) -> bool:
     return is_of_kind and _within(value, _bounds(f))
 
 
+def require_values(config: dict, schema: type = Config) -> None:
+    """Raises ConfigError for dotted keys that the schema does not have, or values it cannot have.
+
+    Choices are not looked at, as in the records of other trainers.
+    """
+    legal = list(keys(schema))
+    faults = [unknown_key(key, legal) for key in config if key not in legal]
+    known = {key: value for key, value in config.items() if key in legal}
+    faults += [
+        f"{key}={_written(v)}: not allowed" for key, v in known.items() if not allows(key, v)
+    ]
+    if faults:
+        raise ConfigError(faults)
+
+
 def _build(schema: type, raw: Any, prefix: str, legal: list[str], faults: list[str]) -> Any:
     if not isinstance(raw, dict):
         inside = ", ".join(public_name(f.name) for f in fields(schema))

@@ -194,6 +194,11 @@ def num_warmup_steps(warmup_steps: int | None, num_steps: int, shape: str) -> in
     return 100 if shape == "constant" else num_steps // 10
 
 
+def is_sampled(step: int, interval: int | None) -> bool:
+    """Whether a table is recorded at a step: the first, then every so many; None: never."""
+    return interval is not None and (step == 1 or step % interval == 0)
+
+
 @dataclass
 class DataConfig:
     """Image-text pairs in webdataset shards."""

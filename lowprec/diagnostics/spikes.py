@@ -8,7 +8,9 @@ Source: RMS and loss spikes, appendix D, arXiv:2304.13013.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -158,6 +160,22 @@ class Detector:
             exceeds, steps[:, None], self._last_rms_spike, self.protocol.within
         )
         return is_new
+
+
+def spike_events(spikes: Sequence[Spike], names: Sequence[str]) -> list[dict]:
+    """Rows of events.jsonl for consecutive spikes of a Detector; `names` are the tensors'.
+
+    {"step", "spike": "loss", "loss"}, or {"step", "spike": "rms", "rms": {tensor: RMS_t, ...}} for
+    all RMS spikes of a step.
+    """
+    events = []
+    for (step, is_loss), group in groupby(spikes, lambda s: (s.step, s.tensor is None)):
+        if is_loss:
+            events.append({"step": step, "spike": "loss", "loss": next(group).value})
+        else:
+            by_tensor = {names[spike.tensor]: spike.value for spike in group}
+            events.append({"step": step, "spike": "rms", "rms": by_tensor})
+    return events
 
 
 def loss_spikes(loss: np.ndarray, protocol: Protocol) -> np.ndarray:

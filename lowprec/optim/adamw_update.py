@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lowprec.optim.eight_bit import dequantize, quantize_
-from lowprec.optim.statistics import GradientSums, ShardReduction, StepSums
+from lowprec.optim.statistics import GradientSums, MomentSums, ShardReduction, StepSums
 
 
 class Hyperparameters(NamedTuple):
@@ -135,7 +135,7 @@ class Tensors(NamedTuple):
 
 
 class PlainStep:
-    """The two passes of a step. `fused.FusedStep` has the same interface."""
+    """The two passes of a step, and one that only reads. `fused.FusedStep` has the same methods."""
 
     def __init__(self, tensors: Tensors, shards: ShardReduction):
         self.tensors = tensors
@@ -145,6 +145,12 @@ class PlainStep:
         """Sums over the gradients times `factor` (0-d), [tensors] each."""
         sums = [GradientSums.of(wide(grad) * factor) for grad in self.tensors.grads]
         return self.shards.totals(GradientSums, sums)
+
+    def observe(self, values: Tensor) -> MomentSums:
+        """Sums over gradients and biased moments, [tensors] each; `values` [tensors, 4]."""
+        columns = (self.tensors.grads, self.tensors.exp_avgs, self.tensors.exp_avg_sqs, values)
+        sums = [MomentSums.of(*row) for row in zip(*columns, strict=True)]
+        return self.shards.totals(MomentSums, sums)
 
     def update(
         self,

@@ -11,8 +11,13 @@ from triton.runtime.jit import JITFunction
 
 from lowprec.optim.adamw_update import Hyperparameters, Tensors, clipped_lr, decay_factor
 from lowprec.optim.eight_bit import BLOCK, code_books
-from lowprec.optim.statistics import GradientSums, ShardReduction, StepSums, index_on
-from lowprec.optim.triton_adamw import _gradients_kernel, _reduce_kernel, _step_kernel
+from lowprec.optim.statistics import GradientSums, MomentSums, ShardReduction, StepSums, index_on
+from lowprec.optim.triton_adamw import (
+    _gradients_kernel,
+    _moments_kernel,
+    _reduce_kernel,
+    _step_kernel,
+)
 
 CHUNK = 2048  # elements per program
 WARPS = 8
@@ -43,6 +48,11 @@ class FusedStep:
         """See `PlainStep.gradients`."""
         totals = self._in_order([launcher.gradients(factor) for launcher in self.launchers])
         return GradientSums(*self.shards.reduce(totals, GradientSums.num_sums).unbind(1))
+
+    def observe(self, values: Tensor) -> MomentSums:
+        """See `PlainStep.observe`."""
+        totals = self._in_order([launcher.observe(values.float()) for launcher in self.launchers])
+        return MomentSums(*self.shards.reduce(totals, MomentSums.num_sums).unbind(1))
 
     def update(
         self,
@@ -104,6 +114,11 @@ class _Launcher:
     def gradients(self, factor: Tensor) -> Tensor:
         """Totals [tensors, 4] in the order of GradientSums."""
         return self._launch(_gradients_kernel, factor, 3, 1, TYPE=self.grad_type)
+
+    def observe(self, values: Tensor) -> Tensor:
+        """Totals [tensors, 3] in the order of MomentSums; `values` [all tensors, 4]."""
+        values = values.contiguous() if self.rows is None else values[self.rows]
+        return self._launch(_moments_kernel, values, 3, 0, TYPE=self.grad_type)
 
     def step(self, values: Tensor, moments: bool, update: bool) -> Tensor:
         """Totals of a pass over moments, parameters or both; `values` [all tensors, 7].

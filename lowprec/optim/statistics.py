@@ -52,6 +52,34 @@ class StepSums(NamedTuple):
         return cls(u.sum(), *squares, -least, largest)
 
 
+class MomentSums(NamedTuple):
+    """Sums over the gradient and over what Adam's moments make of it, which stay as they are.
+
+    [tensors] each, or 0-d for one tensor. With debiased moments v and u, the squares of the
+    gradient g, of g / max(sqrt(u), eps), whose mean is the square of RMS_t, and of the update
+    lr v / (sqrt(u) + eps), which is without weight decay.
+    """
+
+    grad_squares: Tensor
+    ratio_squares: Tensor
+    update_squares: Tensor
+
+    num_sums = 3
+
+    @classmethod
+    def of(cls, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, values: Tensor) -> "MomentSums":
+        """Sums over one tensor, with the moments as torch's Adam keeps them, which are biased.
+
+        `values` [4]: lr, eps, and the factors that debias v and u, 1 / (1 - beta^t).
+        """
+        lr, eps, debias_v, debias_u = values
+        root_u = (exp_avg_sq.to(values.dtype) * debias_u).sqrt()
+        grad = grad.to(values.dtype)
+        ratio = grad / root_u.clamp(min=eps)
+        update = lr * debias_v * exp_avg.to(values.dtype) / root_u.add_(eps)
+        return cls(*(torch.linalg.vector_norm(x).square() for x in (grad, ratio, update)))
+
+
 def _extremes(x: Tensor) -> tuple[Tensor, Tensor]:
     """Least and largest element; for an empty shard, infinities that no other shard exceeds."""
     if x.numel():
@@ -79,10 +107,14 @@ def statistics_table(
 
 
 def expand_rows(table: Tensor, rows: tuple[int, ...], count: int) -> Tensor:
-    """A table with `count` rows: these at the given places; the others have no gradient."""
+    """A table with `count` rows: these at the given places; the others have no gradient.
+
+    [rows, n] with the first n of STATISTICS.
+    """
     if len(rows) == count:
         return table
-    return no_statistics(count, table.device).index_copy_(0, index_on(rows, table.device), table)
+    others = no_statistics(count, table.device)[:, : table.shape[1]]
+    return others.index_copy_(0, index_on(rows, table.device), table)
 
 
 def no_statistics(count: int, device: torch.device) -> Tensor:

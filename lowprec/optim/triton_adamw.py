@@ -82,6 +82,48 @@ def _gradients_kernel(
 
 
 @triton.jit
+def _moments_chunk(
+    addresses_ptr, values_ptr, parts_ptr, tensor, start, left, N,
+    TYPE: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    offsets = tl.arange(0, CHUNK)
+    mask = offsets < left
+    at = values_ptr + 4 * tensor
+    lr, eps, debias_v, debias_u = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+    g_ptr = _pointers(addresses_ptr, G, tensor, N, start, offsets, TYPE, ALIGNED)
+    v_ptr = _pointers(addresses_ptr, V, tensor, N, start, offsets, tl.float32, ALIGNED)
+    u_ptr = _pointers(addresses_ptr, U, tensor, N, start, offsets, tl.float32, ALIGNED)
+    g, v, u = _load(g_ptr, mask, WHOLE), _load(v_ptr, mask, WHOLE), _load(u_ptr, mask, WHOLE)
+    root_u = tl.sqrt_rn(u * debias_u)
+    ratio = g / tl.maximum(root_u, eps)
+    update = lr * debias_v * v / (root_u + eps)
+    if not WHOLE:  # 0 / 0 where eps is 0
+        ratio, update = tl.where(mask, ratio, 0.0), tl.where(mask, update, 0.0)
+    tl.store(parts_ptr, tl.sum(g * g))
+    tl.store(parts_ptr + 1, tl.sum(ratio * ratio))
+    tl.store(parts_ptr + 2, tl.sum(update * update))
+
+
+@triton.jit
+def _moments_kernel(
+    addresses_ptr, sizes_ptr, chunk_tensors_ptr, chunk_starts_ptr, values_ptr, parts_ptr, N,
+    TYPE: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    tensor = tl.load(chunk_tensors_ptr + tl.program_id(0))
+    start = tl.load(chunk_starts_ptr + tl.program_id(0))
+    left = tl.minimum(tl.load(sizes_ptr + tensor) - start, CHUNK).to(tl.int32)
+    parts = parts_ptr + 3 * tl.program_id(0)
+    if left == CHUNK:
+        _moments_chunk(
+            addresses_ptr, values_ptr, parts, tensor, start, left, N, TYPE, ALIGNED, CHUNK, True
+        )
+    else:
+        _moments_chunk(
+            addresses_ptr, values_ptr, parts, tensor, start, left, N, TYPE, ALIGNED, CHUNK, False
+        )
+
+
+@triton.jit
 def _pointers_8bit(
     addresses_ptr, row, tensor, N, start, offsets, SIGNED: tl.constexpr, ALIGNED: tl.constexpr
 ):

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet
 
+from lowprec.config.schema import is_sampled
 from lowprec.runs.read import BAD_ARCHIVE, RecordFileError, decode_json, open_file, scan_metrics
 
 TABLES = ("tensors", "details", "blocks")  # statistics per tensor, further ones, per block
@@ -22,11 +23,6 @@ ROOM, UNPACKED = 2**27, 20  # a table may take ROOM bytes and UNPACKED times tho
 MAX_BYTES = 2**30  # of a table in an archive
 UNREADABLE = (pa.ArrowException, OSError, ValueError, LookupError, TypeError, AttributeError)
 UNREADABLE += (MemoryError, RecursionError, struct.error, *BAD_ARCHIVE)
-
-
-def is_sampled(step: int, interval: int | None) -> bool:
-    """Whether a table is recorded at a step: the first, then every so many; None: never."""
-    return interval is not None and (step == 1 or step % interval == 0)
 
 
 def missing_steps(run: Path, last: int, intervals: dict[str, int | None]) -> list[str]:

@@ -162,7 +162,7 @@ def _train(
             with stop.waiting(interruptible=world.size == 1):
                 batch = metrics.wait_for(batches)
         except StopWaiting:
-            ended = flush(step - 1) if metrics.on_host else None
+            ended = flush(step - 1) if len(metrics.buffer) else None
             if ended is None and step > first:
                 saver.save(step - 1, stop.number)
             return ended or Ended("preempted", step - 1, f"signal {stop.number}")

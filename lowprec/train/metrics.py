@@ -4,21 +4,21 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from itertools import groupby
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lowprec.alert import alert
-from lowprec.config.schema import LIBRARIES
+from lowprec.config.schema import LIBRARIES, is_sampled
 from lowprec.data.loader import Batch
 from lowprec.diagnostics.blocks import BLOCK_STATISTICS
-from lowprec.diagnostics.spikes import Collapse, Detector, Spike, protocol_of
+from lowprec.diagnostics.buffer import StepBuffer
+from lowprec.diagnostics.spikes import Collapse, Detector, Spike, protocol_of, spike_events
 from lowprec.optim.stable_adamw import STATISTICS
 from lowprec.runs.read import scan_metrics, scan_rows
 from lowprec.runs.record import Record, RecordError
-from lowprec.runs.tables import is_sampled, missing_steps, read_tensors
+from lowprec.runs.tables import missing_steps, read_tensors
 from lowprec.train.build import Built
 from lowprec.train.loggers import Logger
 
@@ -79,10 +79,12 @@ class MetricsBuffer:
         self.names = ["loss", "logit_scale", "grad_norm"]
         self.names += ["clipped_grad_norm"] if built.state.optimizer.clip_norm else []
         self.names += ["loss_scale"] if config.scaler.name != "none" else []
-        width = len(self.names) + len(self.tensors) * len(STATISTICS)
-        capacity = min(config.log_every, config.num_steps)
-        self.on_device = torch.zeros(capacity, width, device=built.device)
-        self.on_host: list[dict] = []
+        capacity, table = (
+            min(config.log_every, config.num_steps),
+            (len(self.tensors), len(STATISTICS)),
+        )
+        self.buffer = StepBuffer(capacity, len(self.names), table, built.device)
+        self.lrs: list[float] = []
         self.blocks: list[tuple[int, list[str], Tensor]] = []
         self.skips: list[dict] = []
         self.num_skips = record.count("skips")
@@ -106,7 +108,7 @@ class MetricsBuffer:
     @property
     def is_full(self) -> bool:
         """True when the next step needs a flush first."""
-        return len(self.on_host) == len(self.on_device)
+        return self.buffer.is_full
 
     def wait_for(self, batches: Iterator[Batch]) -> Batch:
         """Returns the next batch and measures the time spent waiting for it."""
@@ -118,21 +120,18 @@ class MetricsBuffer:
 
     def append(self, step: int, values: dict[str, Tensor | float]) -> None:
         """Adds a step's 0-d values ("lr" on the host) and the optimizer's statistics."""
-        row, count = self.on_device[len(self.on_host)], len(self.names)
-        scalars = [torch.as_tensor(values[name], device=row.device) for name in self.names]
-        row[:count] = torch.stack([scalar.float().reshape(()) for scalar in scalars])
-        row[count:] = self.state.optimizer.statistics.flatten()
-        self.on_host.append({"step": step, "lr": values["lr"]})
+        scalars = [torch.as_tensor(values[name], device=self.device) for name in self.names]
+        self.buffer.append(step, scalars, self.state.optimizer.statistics)
+        self.lrs.append(values["lr"])
 
     def _fetch(self) -> tuple[list[dict], np.ndarray]:
         """Empties the buffer; returns a row per step and [steps, tensors, statistics]."""
-        values = self.on_device[: len(self.on_host)].cpu().numpy()
+        steps, scalars, tables = self.buffer.fetch()
         rows = [
-            host | dict(zip(self.names, map(float, line), strict=False))
-            for host, line in zip(self.on_host, values, strict=True)
+            {"step": step, "lr": lr, **dict(zip(self.names, map(float, values), strict=True))}
+            for step, lr, values in zip(steps, self.lrs, scalars, strict=True)
         ]
-        tables = values[:, len(self.names) :].reshape(len(rows), -1, len(STATISTICS))
-        self.on_host = []
+        self.lrs = []
         return rows, tables
 
     def append_blocks(self, step: int, batch: Batch) -> None:
@@ -278,19 +277,15 @@ class MetricsBuffer:
 
     def _write_spikes(self, spikes: list[Spike]) -> None:
         """Appends spikes to events.jsonl; prints those of the loss."""
-        events = []
-        for (step, is_loss), group in groupby(spikes, lambda s: (s.step, s.tensor is None)):
-            if is_loss:
-                loss = next(group).value
-                events.append({"step": step, "spike": "loss", "loss": loss})
-                print(f"loss spike at step {step}: {loss:.4g}")
+        events = spike_events(spikes, self.tensors)
+        for event in events:
+            step = event["step"]
+            if event["spike"] == "loss":
+                print(f"loss spike at step {step}: {event['loss']:.4g}")
                 alert(f"{self.record.run}: loss spike at step {step}")
                 self.spikes.append((step, "loss spike"))
-            else:
-                by_tensor = {self.tensors[spike.tensor]: spike.value for spike in group}
-                events.append({"step": step, "spike": "rms", "rms": by_tensor})
-                if self.config.diagnostics.recorder.rms:
-                    self.spikes.append((step, f"RMS spike of {next(iter(by_tensor))}"))
+            elif self.config.diagnostics.recorder.rms:
+                self.spikes.append((step, f"RMS spike of {next(iter(event['rms']))}"))
         if events:
             self.record.append("events", events)
 

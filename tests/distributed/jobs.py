@@ -9,6 +9,8 @@ import math
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -25,6 +27,8 @@ from experiments import train as entry
 from lowprec import evaluate
 from lowprec.config.check import check
 from lowprec.data.open import open_data
+from lowprec.diagnostics import watch
+from lowprec.diagnostics.spikes import PROTOCOLS
 from lowprec.formats import INT8, round_to_format
 from lowprec.optim import StableAdamW
 from lowprec.optim.loss_scaling import FixedScaler
@@ -196,6 +200,35 @@ def sharded_steps(folder: Path, rank: int, size: int, *, width: int) -> None:
         dist.destroy_process_group()
 
 
+def watched(folder: Path, rank: int, size: int, *, kind: str) -> None:
+    """Saves what `watch` records of torch's AdamW in a loop with planted spikes, and its events.
+
+    `kind`: "ddp" or "fsdp2" for several processes, which have equal parts of each batch.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 1, bias=False))
+    if size > 1:
+        dist.init_process_group("gloo")
+        mesh = dist.init_device_mesh("cpu", (size,))
+        sharded = partial(fully_shard, mesh=mesh)
+        model = sharded(model) if kind == "fsdp2" else nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=1e-2, betas=(0.9, 0.99))
+    protocol = replace(PROTOCOLS["paper"], ignore_steps=10, window=20)
+    group = dist.group.WORLD if size > 1 else None
+    monitor = watch(model, optimizer, flush=8, protocol=protocol, group=group)
+    for step in range(1, 61):
+        x = torch.randn(8, 7, generator=torch.Generator().manual_seed(step))
+        loss = (model(x.chunk(size)[rank]) - 1.0).square().mean()
+        loss = loss + (5.0 if step in (43, 44) else 0.0)
+        monitor.loss(loss)
+        (loss * (30.0 if step == 40 else 1.0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.save((monitor.names, monitor.rows(), monitor.spikes), folder / f"{rank}.pt")
+    if size > 1:
+        dist.destroy_process_group()
+
+
 def refusals(mesh: dist.DeviceMesh) -> list[str]:
     """What an optimizer says of placements that cannot be summed."""
     messages = []
@@ -217,4 +250,5 @@ JOBS = {
     "train": train,
     "sharded_steps": sharded_steps,
     "attempt": attempt,
+    "watched": watched,
 }

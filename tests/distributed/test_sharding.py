@@ -1,4 +1,4 @@
-"""Statistics and clipping of sharded parameters are those of the whole tensors."""
+"""Statistics and clipping of sharded parameters are those of the whole tensors, also if watched."""
 
 import pytest
 import torch
@@ -21,3 +21,20 @@ def test_several_processes_take_the_steps_of_one(ranks, size, width):
         if size == 2:
             assert "(head) is placed as (Shard(dim=0),), its gradient as (Replicate()" in refused[0]
             assert "(head) is placed as Partial(sum)" in refused[1]
+
+
+def test_several_processes_record_and_find_what_one_does(ranks):
+    loaded = []
+    for count, kind in ((1, "ddp"), (2, "ddp"), (2, "fsdp2")):
+        answer = ranks("watched", count, kind=kind)
+        assert answer["codes"] == [0] * count, answer["logs"]
+        files = [answer["folder"] / f"{rank}.pt" for rank in range(count)]
+        loaded += [torch.load(file, weights_only=False) for file in files]
+    (names, expected, spikes), *of_ranks = loaded
+    assert names == ["0.weight", "0.bias", "2.weight"]
+    assert {(s.step, s.tensor) for s in spikes} >= {(40, 0), (43, None)}
+    for own_names, rows, own_spikes in of_ranks:
+        assert own_names == names and len(rows) == 60
+        assert [spike[:2] for spike in own_spikes] == [spike[:2] for spike in spikes]
+        for row, of_one in zip(rows, expected, strict=True):
+            assert row == pytest.approx(of_one, rel=2e-3, abs=1e-6)

@@ -78,7 +78,7 @@ def _matmul_tiles(weight: bool, n=1280, k=5120, m=4096):
 
 
 def _optimizer(dtype, moments=FP32):
-    """Launches of a step with clipping and of one without."""
+    """Launches of a step with clipping, of one without, and of a look at the moments."""
     sizes = (100_000, 5)
     kinds = (dtype, dtype, moments, moments)
     columns = [[_tensor(size, dtype=kind) for size in sizes] for kind in kinds]
@@ -90,6 +90,8 @@ def _optimizer(dtype, moments=FP32):
     values = Hyperparameters(*(_tensor(2, dtype=FP32) for _ in range(8)))
     for is_clipped in (True, False):
         step.update(values, _tensor(dtype=FP32), _tensor(2, dtype=FP32), is_clipped)
+    if moments == FP32:
+        step.observe(_tensor(2, 4, dtype=FP32))
 
 
 def _rows(k, format, quantize_rows=quantize.quantize_rows):

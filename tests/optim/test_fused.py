@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from lowprec.optim import StableAdamW, fused, stable_adamw
-from lowprec.optim.adamw_update import Tensors
-from lowprec.optim.fused import AddressTables
+from lowprec.optim.adamw_update import PlainStep, Tensors
+from lowprec.optim.fused import AddressTables, FusedStep
 from lowprec.optim.state import MOMENTS, TENSORS, zero_state
-from lowprec.optim.statistics import STATISTICS
+from lowprec.optim.statistics import STATISTICS, ShardReduction
 
 SHAPES = [(5, 7), (), (2500,), (2, 1024), (3, 1500), (1, 1), (0, 4), (41, 60)]
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -130,6 +130,32 @@ def test_kernels_step_as_the_definition_does(device, kind):
         if step == 1 and "unclipped" not in kind:
             ratios = [rows[i]["rms"] / g["clip_threshold"] for i, g in enumerate(ours.param_groups)]
             assert max(ratios) > 1.2 and min(ratios) < 0.8
+
+
+def test_kernels_observe_moments_as_the_definition_does_and_leave_them(device):
+    n, generator = len(SHAPES), torch.Generator().manual_seed(0)
+    params, grads, exp_avgs, exp_avg_sqs = (
+        [torch.randn(shape, generator=generator).to(device) for shape in SHAPES] for _ in range(4)
+    )
+    exp_avg_sqs = [u.square() * 0.1 for u in exp_avg_sqs]
+    for i, dtype in ((1, BF16), (3, F16)):
+        grads[i] = grads[i].to(dtype)
+    columns = [params, grads, exp_avgs, exp_avg_sqs]
+    for column in columns:
+        column[-1] = column[-1].T.contiguous().T
+        column[2] = torch.cat([column[2], column[2][:1]])[1:]  # not aligned
+    before = copy.deepcopy(columns)
+    lr, eps = torch.linspace(1e-3, 1e-2, n), torch.linspace(1e-8, 1e-6, n)
+    eps[0], eps[4] = 0.0, 0.1  # among values of sqrt(u)
+    values = torch.stack([lr, eps, torch.linspace(1, 5, n), torch.linspace(1, 50, n)], 1).to(device)
+    tensors, shards = Tensors(*columns, *[[None] * n] * 3), ShardReduction([], str)
+    assert fused.first_unfit(tensors) is None
+    sums = FusedStep(tensors, shards, AddressTables()).observe(values)
+    for value, expected in zip(sums, PlainStep(tensors, shards).observe(values), strict=True):
+        assert value.shape == (n,) and value[:5].min() > 0
+        torch.testing.assert_close(value, expected, rtol=1e-4, atol=0)
+    for column, kept in zip(columns, before, strict=True):
+        assert all(map(torch.equal, column, kept))
 
 
 @pytest.mark.parametrize("fused_option", [True, False])

@@ -1,0 +1,344 @@
+"""Watches the optimizer of any training loop: RMS_t of every tensor, norms, loss, and spikes."""
+
+import json
+import logging
+import math
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lowprec.config.schema import STATISTICS, is_sampled
+from lowprec.diagnostics.buffer import StepBuffer
+from lowprec.diagnostics.spikes import PROTOCOLS, Detector, Protocol, Spike, spike_events
+from lowprec.ops.launch import on_device
+from lowprec.optim.adamw_update import PlainStep, Tensors, wide_dtype
+from lowprec.optim.fused import AddressTables, FusedStep, first_unfit, is_capturing
+from lowprec.optim.stable_adamw import StableAdamW
+from lowprec.optim.state import lr_on_device
+from lowprec.optim.statistics import ShardReduction, expand_rows, index_on, local
+
+WATCHED = STATISTICS[:3]  # rms, grad_norm, update_norm
+SCALARS = ("loss", "grad_norm")
+NAMES = {"AdamW": "adamw", "StableAdamW": "stable_adamw"}  # as the harness's records name them
+logger = logging.getLogger("lowprec")
+
+
+def watch(
+    model: nn.Module,
+    optimizer: Optimizer,
+    every: int = 1,
+    *,
+    flush: int = 100,
+    step: int = 0,
+    protocol: str | Protocol = "paper",
+    group: dist.ProcessGroup | None = None,
+) -> "Monitor":
+    """Records statistics of every tensor after each `optimizer.step()`, and logs spikes.
+
+    RMS_t = sqrt(mean(g^2 / max(u, eps^2))) comes from the optimizer's own second moment u after its
+    bias correction, and the gradient g that the optimizer has seen: after clipping by the caller
+    and, under a GradScaler, unscaled. `grad_norm` is the norm of this gradient, `update_norm` that
+    of lr v / (sqrt(u) + eps), Adam's update without weight decay. StableAdamW's own statistics are
+    taken as they are: there, `grad_norm` is before its clipping.
+
+    Nothing is read back to the host within a step: every `flush` steps, one copy fetches all
+    numbers. A step that a GradScaler skips is not counted, or, by a fused optimizer, has RMS_t NaN.
+    Rows of FSDP2's shards describe whole tensors, so that all processes must watch; under DDP the
+    processes have equal statistics.
+
+    Args:
+        model: names the parameters.
+        optimizer: StableAdamW, torch.optim.AdamW or Adam (foreach, fused and capturable, too), or
+            another one whose state has `step`, `exp_avg` and `exp_avg_sq`; accelerate's and
+            Lightning's wrappers of them, too.
+        every: steps between records of the tensors; the first step is always recorded.
+        flush: steps between copies to the host, and between reports of spikes.
+        step: steps taken before, in a resumed run.
+        protocol: what counts as a spike, or a name in PROTOCOLS. "paper" ignores the first 1,000
+            steps: `dataclasses.replace(PROTOCOLS["paper"], ignore_steps=100)` ignores fewer.
+        group: processes over which `Monitor.loss` is averaged, such as `dist.group.WORLD`; then all
+            of them must watch. None: each process records its own.
+
+    Raises:
+        ValueError: at a step, if the optimizer has no such state, uses amsgrad, or has got further
+            parameters since.
+    """
+    return Monitor(model, optimizer, every, flush, step, protocol, group)
+
+
+class Monitor:
+    """What `watch` returns.
+
+    Attributes:
+        names: of the tensors, in the optimizer's order.
+        step: number of the last step, counted from 1.
+        spikes: all loss and RMS spikes found up to the last flush.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        every: int,
+        flush: int,
+        step: int,
+        protocol: str | Protocol,
+        group: dist.ProcessGroup | None,
+    ):
+        while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+            optimizer = inner
+        self.optimizer, self.every, self.step, self.group = optimizer, every, step, group
+        self.model_name, params = type(_inside(model)).__name__, self._params()
+        named = {p: name.replace("_orig_mod.", "") for name, p in _inside(model).named_parameters()}
+        self.names = [named.get(p, f"parameter {i}") for i, p in enumerate(params)]
+        self.device = params[0].device
+        if not isinstance(protocol, Protocol) and protocol not in PROTOCOLS:
+            allowed = f"a Protocol or one of {', '.join(PROTOCOLS)}"
+            raise ValueError(f"protocol={protocol!r}: must be {allowed}")
+        self.protocol = protocol if isinstance(protocol, Protocol) else PROTOCOLS[protocol]
+        self.spikes: list[Spike] = []
+        self._buffer = StepBuffer(flush, len(SCALARS), (len(params), len(WATCHED)), self.device)
+        self._detector = Detector(self.protocol, len(params))
+        self._detector.step = step
+        self._rows: list[dict] = []  # what no `save` has written
+        self._tables: list[tuple[int, np.ndarray]] = []
+        self._unwritten: list[Spike] = []
+        self._losses: list[Tensor] = []
+        self._lrs: list[Tensor | float] = []
+        self._largest_lr = 0.0
+        self._addresses = AddressTables()
+        self._handle = optimizer.register_step_post_hook(self._after_step)
+
+    def loss(self, loss: Tensor | float) -> None:
+        """Gives the next step its loss; several calls, as in gradient accumulation, are averaged.
+
+        Pass the loss itself: neither scaled nor divided by the number of micro-batches.
+        """
+        if isinstance(loss, Tensor):
+            loss = loss.detach().to(self.device, torch.float32).reshape(())
+        else:
+            loss = torch.full((), loss, dtype=torch.float32, device=self.device)
+        self._losses.append(loss.clone())
+
+    @torch.no_grad()
+    def read(self) -> None:
+        """Records the optimizer's last step.
+
+        A hook calls it after each step, but not in a CUDA graph: call it after each replay.
+        """
+        if self._buffer.is_full:
+            self.flush()
+        self.step += 1
+        norm = torch.full((), math.nan, device=self.device)
+        table = norm.expand(len(self.names), len(WATCHED))
+        if is_sampled(self.step, self.every):
+            norm, table = self._statistics()
+        self._buffer.append(self.step, (self._mean_loss(), norm), table)
+        lr = self.optimizer.param_groups[0]["lr"]
+        self._lrs.append(lr.clone() if isinstance(lr, Tensor) else lr)
+
+    def flush(self) -> None:
+        """Fetches the recorded steps, looks for spikes and logs those it finds."""
+        steps, scalars, tables = self._buffer.fetch()
+        rms, lrs, self._lrs = tables[:, :, WATCHED.index("rms")], self._lrs, []
+        for step, lr, values, table in zip(steps, lrs, scalars, tables, strict=True):
+            row = {"step": step, "lr": float(lr)}
+            row |= dict(zip(SCALARS, map(float, values), strict=True))
+            self._largest_lr = max(self._largest_lr, row["lr"])
+            if is_sampled(step, self.every):
+                self._tables.append((step, table))
+            else:
+                del row["grad_norm"]
+            self._rows.append(row)
+        spikes = self._detector.feed(steps, scalars[:, 0], rms)
+        self.spikes += spikes
+        self._unwritten += spikes
+        for event in spike_events(spikes, self.names):
+            if event["spike"] == "loss":
+                logger.warning("loss spike at step %d: %.4g", event["step"], event["loss"])
+
+    def rows(self) -> list[dict]:
+        """A dict for each step that no `save` has written: what the harness records.
+
+        `step`, `loss` (NaN if none was given), `lr` of the first group and, at recorded steps,
+        `grad_norm` over all tensors and `<statistic>/<name>` of each.
+        """
+        self.flush()
+        tables = dict(self._tables)
+        keys = [f"{statistic}/{name}" for name in self.names for statistic in WATCHED]
+        return [
+            row | dict(zip(keys, tables[row["step"]].ravel().tolist(), strict=True))
+            if row["step"] in tables
+            else dict(row)
+            for row in self._rows
+        ]
+
+    def save(self, folder: str | Path, config: dict | None = None) -> None:
+        """Adds the steps since the last call to a run directory, which `analysis` reads.
+
+        Call it at checkpoints and at the end, in one process; until then, a step takes 12 bytes
+        per tensor on the host. A resumed run may write into its folder again: of a step that is
+        there twice, the later row counts. `config` has keys of `lowprec.config.schema` that tell
+        runs apart, such as {"seed": 1, "precision.recipe": "switchback", "batch_size": 256}.
+
+        Raises:
+            ConfigError: a key that the schema does not have, or a value of another type.
+            RunBusyError: another process writes there.
+            ImportError: pyarrow or pyyaml is missing.
+        """
+        try:
+            from lowprec.config.check import require_values
+            from lowprec.runs import durable
+            from lowprec.runs.record import Record
+        except ImportError as error:
+            raise ImportError(
+                "save needs pyarrow and pyyaml: pip install pyarrow pyyaml"
+            ) from error
+        self.flush()
+        config = self._config(Path(folder).resolve().name) | (config or {})
+        require_values(config)
+        record = Record(Path(folder))
+        try:
+            text = json.dumps(_nested(config), indent=2)  # which is YAML, too
+            durable.replace(record.run / "config.yaml", text.encode())
+            record.append("metrics", self._rows)
+            record.append("events", spike_events(self._unwritten, self.names))
+            if self._tables:
+                steps, values = zip(*self._tables, strict=True)
+                statistics = dict(zip(WATCHED, np.stack(values).transpose(2, 0, 1), strict=True))
+                record.append_tensors(steps, statistics, self.names)
+            record.status("finished", self.step)
+        finally:
+            record.close()
+        self._rows, self._tables, self._unwritten = [], [], []
+
+    def close(self) -> None:
+        """Stops watching; what was recorded remains."""
+        self._handle.remove()
+
+    def _after_step(self, *_: object) -> None:
+        if not is_capturing(self.device):
+            self.read()
+
+    def _params(self) -> list[Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def _mean_loss(self) -> Tensor:
+        """NaN if no process has given a loss since the last step."""
+        losses, self._losses = self._losses, []
+        count = torch.full((), len(losses), dtype=torch.float32, device=self.device)
+        total = torch.stack([torch.stack(losses).sum() if losses else count, count])
+        if self.group is not None:
+            dist.all_reduce(total, group=self.group)
+        return total[0] / total[1]
+
+    def _statistics(self) -> tuple[Tensor, Tensor]:
+        """The global gradient norm, 0-d, and [tensors, WATCHED]."""
+        optimizer, params = self.optimizer, self._params()
+        if len(params) != len(self.names):
+            raise ValueError("the optimizer has got further parameters: watch it again")
+        if isinstance(optimizer, StableAdamW):
+            return optimizer.grad_norm, optimizer.statistics[:, : len(WATCHED)]
+        rows = tuple(i for i, p in enumerate(params) if p.grad is not None and p.numel())
+        if not rows:
+            nothing = expand_rows(torch.empty(0, len(WATCHED), device=self.device), (), len(params))
+            return nothing.new_zeros(()), nothing
+        params = [params[i] for i in rows]
+        states = [optimizer.state[p] for p in params]
+        if not all({"exp_avg", "exp_avg_sq"} <= state.keys() for state in states):
+            raise ValueError(f"{type(optimizer).__name__} has no exp_avg and exp_avg_sq to watch")
+        columns = [[local(state[kind]) for state in states] for kind in ("exp_avg", "exp_avg_sq")]
+        tensors = [local(p) for p in params], [local(p.grad) for p in params], *columns
+        tensors = Tensors(*tensors, *[[None] * len(params)] * 3)
+        shards = ShardReduction(params, lambda i: self.names[rows[i]])
+        with on_device(self.device):
+            if first_unfit(tensors) is None:
+                step = FusedStep(tensors, shards, self._addresses)
+            else:
+                step = PlainStep(tensors, shards)
+            sums = step.observe(self._values(params, states, rows))
+        sizes = index_on(tuple(p.numel() for p in params), self.device)
+        grad_norms = sums.grad_squares.sqrt()
+        rms, update_norms = (sums.ratio_squares / sizes).sqrt(), sums.update_squares.sqrt()
+        found_inf = getattr(optimizer, "found_inf", None)  # of a GradScaler, for a fused optimizer
+        if found_inf is not None:
+            is_skipped = found_inf.to(self.device).reshape(()) > 0
+            rms = torch.where(is_skipped, math.nan, rms)
+            update_norms = torch.where(is_skipped, 0.0, update_norms)
+        table = torch.stack([rms, grad_norms, update_norms], dim=1)
+        table = expand_rows(table, rows, len(self.names))
+        return torch.linalg.vector_norm(grad_norms), table
+
+    def _values(self, params: list[Tensor], states: list[dict], rows: tuple[int, ...]) -> Tensor:
+        """lr, eps and the factors that debias both moments, [tensors, 4]: see `MomentSums.of`."""
+        groups, device = self.optimizer.param_groups, self.device
+        if any(group.get("amsgrad") for group in groups):
+            raise ValueError("amsgrad=True: its update is not that of exp_avg_sq")
+        of_groups = [
+            torch.stack([lr_on_device(x, device) for x in (g["lr"], g["eps"], *g["betas"])])
+            for g in groups
+        ]
+        numbers = [i for i, group in enumerate(groups) for _ in group["params"]]
+        numbers = tuple(numbers[i] for i in rows)
+        lr, eps, beta1, beta2 = torch.stack(of_groups)[index_on(numbers, device)].unbind(1)
+        counts = [
+            state.get("step", groups[i].get("step"))
+            for state, i in zip(states, numbers, strict=True)
+        ]
+        t = _on_device(counts, device)
+        values = torch.stack([lr, eps, 1 / (1 - beta1**t), 1 / (1 - beta2**t)], dim=1)
+        return values.to(wide_dtype(max(params, key=lambda p: p.dtype.itemsize)))
+
+    def _config(self, name: str) -> dict:
+        """What is known of the run, by keys of `lowprec.config.schema`."""
+        group = self.optimizer.param_groups[0]
+        kind = type(self.optimizer).__name__
+        thresholds = asdict(self.protocol)
+        del thresholds["max_lead"]
+        config = {
+            **{"name": name, "experiment": None, "scale": "mini", "num_steps": self.step},
+            **{"log_every": self._buffer.capacity, "model.name": self.model_name},
+            **{"precision.autocast": "unknown", "precision.recipe": "high"},
+            "optimizer.name": NAMES.get(kind, kind.lower()),
+            "optimizer.weight_decay": float(group.get("weight_decay", 0.0)),
+            "diagnostics.statistics": list(WATCHED),
+            "diagnostics.every": self.every,
+            "data.name": "unknown",
+        }
+        config |= {f"optimizer.beta{i}": float(beta) for i, beta in enumerate(group["betas"], 1)}
+        positive = {"optimizer.lr": self._largest_lr, "optimizer.eps": float(group["eps"])}
+        config |= {key: value for key, value in positive.items() if value}
+        return config | {f"diagnostics.spikes.{key}": value for key, value in thresholds.items()}
+
+
+def _inside(model: nn.Module) -> nn.Module:
+    """The model inside of DDP."""
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
+def _nested(config: dict) -> dict:
+    """Dotted keys as groups of keys."""
+    nested: dict = {}
+    for key, value in config.items():
+        *groups, name = key.split(".")
+        inner = nested
+        for group in groups:
+            inner = inner.setdefault(group, {})
+        inner[name] = value
+    return nested
+
+
+def _on_device(counts: list, device: torch.device) -> Tensor:
+    """Numbers of updates as float64 [tensors] on the device, without a wait for it."""
+    counts = [local(x) if isinstance(x, Tensor) else torch.tensor(float(x)) for x in counts]
+    if any(x.device != counts[0].device for x in counts):
+        counts = [x.to(device, non_blocking=True) for x in counts]
+    t = torch.stack([x.reshape(()) for x in counts]).double()
+    if t.device.type == "cpu" and device.type == "cuda":
+        t = t.pin_memory()
+    return t.to(device, non_blocking=True)
