@@ -17,6 +17,7 @@ from lowprec.config.schema import (
     WarningConfig,
 )
 from lowprec.runs.identity import directory, to_dict
+from lowprec.runs.read import encode_row
 from lowprec.runs.record import Record
 
 DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # in C where there is libyaml
@@ -29,6 +30,30 @@ def drawn(module, frame):
     module.draw(frame, figure)
     figure.draw_without_rendering()
     return figure.axes
+
+
+def legend(ax):
+    """The names in the legend of a panel's figure."""
+    return [text.get_text() for each in ax.figure.legends for text in each.get_texts()]
+
+
+def points(ax, marker):
+    """The steps of the points drawn with a marker, by line."""
+    return [list(line.get_xdata()) for line in ax.get_lines() if line.get_marker() == marker]
+
+
+def spiking(num_steps, at, height=1.0, length=3):
+    """Losses about 2 with spikes that begin at some steps."""
+    losses = 2 + 0.01 * np.sin(np.arange(num_steps))
+    for step in at:
+        losses[step - 1 : step - 1 + length] += height
+    return losses
+
+
+def write_rows(path, rows):
+    """Writes a .jsonl file, with its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(map(encode_row, rows)))
 
 
 @pytest.fixture

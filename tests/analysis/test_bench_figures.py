@@ -18,8 +18,7 @@ from analysis.figures import (
     weak_scaling,
 )
 from analysis.load import NoRunsError
-from lowprec.runs.read import encode_row
-from tests.analysis.conftest import drawn
+from tests.analysis.conftest import drawn, legend, write_rows
 
 DEVICE = "SYNTHETIC GPU"
 DIMS = (768, 1280, 4096)
@@ -83,9 +82,7 @@ def scale_lines(models=(("vit_h14", "256"), ("vit_h14", "64"), ("vit_b32", "512"
 
 
 def write(root, slug, lines, name="20260101-000000"):
-    folder = root / slug
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.jsonl").write_text("".join(map(encode_row, lines)))
+    write_rows(root / slug / f"{name}.jsonl", lines)
     return root
 
 
@@ -207,7 +204,7 @@ def test_weak_scaling_has_a_panel_for_each_batch_and_a_line_for_each_method(tmp_
     for ax in panels:
         lines = {curve.get_label(): curve.get_xydata().tolist() for curve in ax.lines[:-1]}
         assert lines["SwitchBack int8, AdamW, FSDP2"] == [[1, 1], [2, 0.96], [8, 0.88]]
-        assert list(lines) == [text.get_text() for text in ax.figure.legends[0].get_texts()]
+        assert list(lines) == legend(ax)
         assert [tick.get_text() for tick in ax.get_xticklabels()] == ["1", "2", "8"]
 
 

@@ -17,8 +17,7 @@ from analysis.figures import (
 from analysis.load import NoRunsError
 from analysis.measures import RECALL, VALIDATION_LOSS
 from lowprec.config.schema import InterventionConfig, ModelConfig
-from lowprec.runs.read import encode_row
-from tests.analysis.conftest import drawn
+from tests.analysis.conftest import drawn, legend, write_rows
 
 BLOCKS = [paper.BLOCK.format(k) for k in (0, ModelConfig().vision_layers - 1)]
 INT8 = {"grad_weight": {"format": "int8", "g": "columnwise", "x": "columnwise"}}
@@ -87,7 +86,7 @@ def test_logits_are_the_largest_of_any_block_at_the_end_and_settings_are_told_ap
     over_runs, within = scores.correlations(frame)
     assert within == pytest.approx(1) and over_runs < 0
     (ax,) = drawn(attention_logits, frame)
-    names = [text.get_text() for text in ax.figure.legends[0].get_texts()]
+    names = legend(ax)
     rest = "lr 0.001, batch 128"
     assert {f"nano, {rest}", f"nano, {rest}, zero-init layer-scale"} < set(names)
     assert "which compares settings, and 1.00 within" in attention_logits.caption(frame)
@@ -116,7 +115,7 @@ def test_losses_and_features_by_size_are_relative_to_bf16_of_the_same_seed(plant
     ticks = [label.get_text() for label in left.get_xticklabels()]
     assert ticks == ["ViT-B/14", "ViT-L/14"]
     names = ["bf16", "LLM.int8()", "int8 weight gradient only"]
-    assert [text.get_text() for text in left.figure.legends[0].get_texts()] == names
+    assert legend(left) == names
     bars = {line.get_label(): line for line in right.lines if line.get_marker() == "_"}
     assert list(bars) == names and list(bars["LLM.int8()"].get_ydata()) == [2, 2]
     assert "at step 2, relative to bf16" in right.get_ylabel()
@@ -144,7 +143,7 @@ def test_losses_by_rate_join_the_runs_of_other_studies_at_their_rate(plant, quer
     small, large = drawn(rate_map, query(rate_map))
     assert [ax.get_title() for ax in (small, large)] == ["mini L", "ViT-H/14"]
     assert small.get_yscale() == large.get_xscale() == "log"
-    names = [text.get_text() for text in small.figure.legends[0].get_texts()]
+    names = legend(small)
     assert names == ["bf16", "SwitchBack int8", "int8 weight gradient only"]
 
 
@@ -164,23 +163,18 @@ def noises():
                        "underflowed": 0.1 * step + (operand != "g") * 0.5}  # fmt: skip
 
 
-def write_noise(run, rows):
-    """The rows in a run's quant_error.jsonl."""
-    (run / "quant_error.jsonl").write_text("".join(map(encode_row, rows)))
-
-
 def test_noise_of_layers_is_that_of_narrow_weight_gradients_over_the_most_tokens(plant, query):
     run = plant((1, 1), experiment="weight_gradient")
     plant((1, 1), experiment="weight_gradient", seed=1)  # not measured
     with pytest.raises(NoRunsError, match=r"python -m experiments\.quant_error run=RUN"):
         query(layer_noise)
-    write_noise(run, noises())
+    write_rows(run / "quant_error.jsonl", noises())
     frame = query(layer_noise)
     assert len(frame) == 3 * 2 * 3
     assert set(frame["run"]) == {run.name} and set(frame["terms"]) == {1024}
     assert set(frame["recipe"]) == {"llm_int8", "fp8_tensorwise"}
     noise, of_text, zeros, _ = drawn(layer_noise, frame)
-    names = [text.get_text() for text in noise.figure.legends[0].get_texts()]
+    names = legend(noise)
     lines = {line.get_label(): list(line.get_ydata()) for line in noise.lines}
     assert list(lines) == names == ["LLM.int8()", "fp8 tensor-wise"]
     assert lines["LLM.int8()"] == [39, 37, 35]  # medians of the layers 0 and 2

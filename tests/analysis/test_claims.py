@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis import claims, make
+from analysis import claims, make, paper
 from analysis.evidence import (
     NO_RUNS,
     NO_VERDICT,
@@ -28,6 +28,7 @@ from analysis.evidence import (
     share_over_runs,
 )
 from lowprec.config.schema import InterventionConfig
+from tests.analysis.conftest import write_rows
 from tests.analysis.test_bench_figures import op_lines
 
 ROOT = Path(__file__).parents[2]
@@ -241,6 +242,7 @@ def test_without_runs_each_claim_names_the_command_that_makes_them(tmp_path):
                 assert (ROOT / "conf" / f"{study.replace('=', '/')}.yaml").exists() or not study
 
 
+AT_256 = "vit_h14 batch 256"
 TIMES = {"open_clip": 100, "high": 92, "autograd_high": 90, "switchback": 80, "llm_int8": 101}
 CHECKPOINTED = {"open_clip": 100, "high": 85, "autograd_high": 87, "switchback": 70, "llm_int8": 80}
 
@@ -254,39 +256,31 @@ CHECKPOINTED = {"open_clip": 100, "high": 85, "autograd_high": 87, "switchback":
     ],
 )
 def test_speed_is_judged_by_the_least_shape_over_each_baseline(tmp_path, words, verdict, number):
-    folder = tmp_path / "bench" / "model"
-    folder.mkdir(parents=True)
-    shapes = {"vit_h14 batch 256": TIMES, "vit_h14 batch 256, checkpointing": CHECKPOINTED}
-    write_times(folder / "1.jsonl", shapes)
+    shapes = {AT_256: TIMES, f"{AT_256}, checkpointing": CHECKPOINTED}
+    write_times(tmp_path / "bench/model/1.jsonl", shapes)
     finding = one(tmp_path, "C7", words)
     assert finding.verdict == verdict and number in finding.ours
     assert one(tmp_path, "C8", "no speed-up").verdict == NOT
 
 
 def test_a_speed_up_says_how_many_layers_were_in_8_bits(tmp_path):
-    folder = tmp_path / "bench" / "model"
-    folder.mkdir(parents=True)
-    write_times(folder / "1.jsonl", {"vit_h14 batch 256": TIMES}, quantized="128 of 224")
+    write_times(tmp_path / "bench/model/1.jsonl", {AT_256: TIMES}, quantized="128 of 224")
     finding = one(tmp_path, "C8", "no speed-up")
     assert finding.why == "timed with 128 of 224 layers in 8 bits"
 
 
 def write_times(file, shapes, **keys):
-    rows = [
+    write_rows(file, (
         {"shape": shape, "case": case, "ms": ms, "device": "a GPU", **keys}
         for shape, times in shapes.items()
         for case, ms in times.items()
-    ]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ))  # fmt: skip
 
 
 def test_speed_is_judged_by_the_newest_file_that_has_case_and_baseline(tmp_path):
     folder = tmp_path / "bench" / "model"
-    folder.mkdir(parents=True)
-    write_times(folder / "1.jsonl", {"vit_h14 batch 256": TIMES})
-    write_times(
-        folder / "2.jsonl", {"vit_h14 batch 256": {"open_clip": 50, "high": 50, "switchback": 40}}
-    )
+    write_times(folder / "1.jsonl", {AT_256: TIMES})
+    write_times(folder / "2.jsonl", {AT_256: {"open_clip": 50, "high": 50, "switchback": 40}})
     assert "20.0% of the time" in one(tmp_path, "C7", "nn.Linear").ours
     assert "11.1% of the time" in one(tmp_path, "C7", "autograd function").ours
     assert one(tmp_path, "C7", "whole training steps").verdict == NO_RUNS
@@ -299,19 +293,11 @@ def test_speed_is_judged_by_the_newest_file_that_has_case_and_baseline(tmp_path)
     [([84, 85, 86], REPRODUCED), ([84, 85, 88], UNDECIDED), ([88, 89, 90], NOT)],
 )
 def test_speed_is_undecided_if_windows_lie_on_both_sides_of_13_percent(tmp_path, windows, verdict):
-    folder = tmp_path / "bench" / "step"
-    folder.mkdir(parents=True)
-    row = {"shape": "vit_h14 batch 256", "device": "a GPU"}
-    rows = [
-        row | {"case": case, "ms": sorted(ms)[1], "windows_ms": ms}
-        for case, ms in (
-            ("high", [100, 100, 100]),
-            ("open_clip", [120] * 3),
-            ("switchback", windows),
-        )
-    ]
+    row = {"shape": AT_256, "device": "a GPU"}
+    times = {"high": [100, 100, 100], "open_clip": [120] * 3, "switchback": windows}
+    rows = [row | {"case": c, "ms": sorted(ms)[1], "windows_ms": ms} for c, ms in times.items()]
     rows = [rows[0] | {"windows_ms": [1, 1, 1]}, *rows, row | {"case": "llm_int8", "ms": None}]
-    (folder / "1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "bench/step/1.jsonl", rows)
     finding = one(tmp_path, "C7", "whole training steps")
     assert finding.verdict == verdict
     assert f"over its windows {100 - windows[2]}.0% to {100 - windows[0]}.0%" in finding.ours
@@ -360,19 +346,30 @@ def test_a_fix_is_judged_by_two_seeds_and_only_where_fp8_fails_without(
     assert one(root, "C4", "KQ").verdict == NO_RUNS
 
 
-def test_features_that_grow_in_every_run_need_two_seeds(make_run, tmp_path):
-    blocks = [f"visual.transformer.resblocks.{k}" for k in range(3)]
+@pytest.fixture(name="grown")
+def grown_fixture(make_run, tmp_path):
+    """A function: a run whose blocks have these features at steps 1 and 20."""
+
+    def make(kind, seed, features):
+        blocks = [paper.BLOCK.format(k) for k in range(len(features[0]))]
+        frame = pd.DataFrame(features, [1, 20], blocks)
+        make_run(experiment="feature_magnitude", scale="mini", seed=seed, num_steps=20,
+                 intervention=InterventionConfig(kind),
+                 tables={"blocks": {"feature_mean": frame}})  # fmt: skip
+        return tmp_path / "runs"
+
+    return make
+
+
+def test_features_that_grow_in_every_run_need_two_seeds(grown):
     for seed, verdict, why in ((0, UNDECIDED, "one seed"), (1, HELD, "")):
         for kind, slope in (("none", 1.0), ("zero_init", 0.1)):
-            frame = pd.DataFrame(np.outer([1, 2], 1 + slope * np.arange(3)), [1, 20], blocks)
-            make_run(experiment="feature_magnitude", scale="mini", seed=seed, num_steps=20,
-                     intervention=InterventionConfig(kind),
-                     tables={"blocks": {"feature_mean": frame}})  # fmt: skip
+            root = grown(kind, seed, np.outer([1, 2], 1 + slope * np.arange(3)))
         for words in ("grows with depth and training", "the growth with depth"):
-            finding = one(tmp_path / "runs", "C5", words)
+            finding = one(root, "C5", words)
             assert (finding.verdict, finding.why) == (verdict, why)
             assert "3 times as large in the last block as in the first (+4)" in finding.ours
-    assert one(tmp_path / "runs", "C5", "growth with training").verdict == FAILED
+    assert one(root, "C5", "growth with training").verdict == FAILED
 
 
 @pytest.mark.parametrize(
@@ -384,35 +381,19 @@ def test_features_that_grow_in_every_run_need_two_seeds(make_run, tmp_path):
         (1.0, 9.0, FAILED),
     ],
 )
-def test_growth_with_depth_is_judged_by_ratio_and_difference(
-    make_run, tmp_path, first, last, verdict
-):
-    blocks = [f"visual.transformer.resblocks.{k}" for k in range(2)]
+def test_growth_with_depth_is_judged_by_ratio_and_difference(grown, first, last, verdict):
     for seed in (0, 1):
         for kind, ends in (("none", (1.0, 3.0)), ("zero_init", (first, last))):
-            frame = pd.DataFrame([ends, ends], [1, 20], blocks)
-            make_run(experiment="feature_magnitude", scale="mini", seed=seed, num_steps=20,
-                     intervention=InterventionConfig(kind),
-                     tables={"blocks": {"feature_mean": frame}})  # fmt: skip
-    assert one(tmp_path / "runs", "C5", "the growth with depth").verdict == verdict
+            root = grown(kind, seed, [ends, ends])
+    assert one(root, "C5", "the growth with depth").verdict == verdict
 
 
 @pytest.mark.parametrize(("power", "verdict"), [(1.0, NO_VERDICT), (0.5, NOT)])
 def test_noise_of_independent_numbers_is_a_check_without_a_verdict(tmp_path, power, verdict):
-    folder = tmp_path / "bench" / "quantization_variance"
-    folder.mkdir(parents=True)
-    rows = [
-        {
-            "ms": None,
-            "case": "int8",
-            "device": "",
-            "inner_dim": k,
-            "measured": k**power,
-            "predicted": k,
-        }
-        for k in (64, 1024, 16384)
-    ]
-    (folder / "1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    row = {"ms": None, "case": "int8", "device": ""}
+    sizes = (64, 1024, 16384)
+    rows = [row | {"inner_dim": k, "measured": k**power, "predicted": k} for k in sizes]
+    write_rows(tmp_path / "bench/quantization_variance/1.jsonl", rows)
     assert one(tmp_path, "C6", "quantization noise").verdict == verdict
 
 
@@ -423,10 +404,8 @@ def test_noise_of_independent_numbers_is_a_check_without_a_verdict(tmp_path, pow
 def test_the_share_of_quantization_is_judged_by_the_largest_of_the_papers_timings(
     tmp_path, quantize, verdict, earlier
 ):
-    folder = tmp_path / "bench" / "ops"
-    folder.mkdir(parents=True)
-    rows = op_lines(dims=(1024, 1280), quantize=quantize)
-    (folder / "1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = op_lines(dims=(1024, 1280), quantize=quantize)
+    write_rows(tmp_path / "bench/ops/1.jsonl", lines)
     finding = one(tmp_path, "C7", "quantization is a small share")
     assert finding.verdict == verdict and "at 1,280, the width of ViT-H/14" in finding.ours
     assert finding.why == f"by the earlier bar of 22%: {earlier}"

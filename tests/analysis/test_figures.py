@@ -21,11 +21,7 @@ from analysis.figures import (
 )
 from analysis.measures import RECALL, VALIDATION_LOSS
 from lowprec.config.schema import InterventionConfig, PrecisionChangeConfig
-from tests.analysis.conftest import drawn
-
-
-def legend(ax):
-    return [text.get_text() for text in ax.figure.legends[0].get_texts()]
+from tests.analysis.conftest import drawn, legend
 
 
 def test_lines_are_every_step_and_the_median_of_seeds(make_run, tmp_path):

@@ -15,6 +15,7 @@ from analysis.measures import RECALL, VALIDATION_LOSS
 from analysis.style import save, style
 from lowprec.config.schema import DiagnosticsConfig, InterventionConfig, ScalerConfig, SpikeConfig
 from lowprec.runs.read import encode_row
+from tests.analysis.conftest import write_rows
 from tests.analysis.test_bench_figures import (
     DEVICE,
     layer_lines,
@@ -23,7 +24,7 @@ from tests.analysis.test_bench_figures import (
     op_lines,
     scale_lines,
 )
-from tests.analysis.test_block_figures import noises, write_noise
+from tests.analysis.test_block_figures import noises
 from tests.analysis.test_point_of_no_return import replays, write_table
 
 ROOT = Path(__file__).parents[2]
@@ -122,11 +123,11 @@ def write_studies(root, write_run):
             run = write_run(root, experiment=experiment, columns=columns, losses=losses,
                             tables=of_run, diagnostics=WATCHED, **keys)  # fmt: skip
             event = {"step": SPIKE - 3, "spike": "rms", "rms": {"visual.conv1.weight": 5.0}}
-            (run / "events.jsonl").write_text(encode_row(event))
+            write_rows(run / "events.jsonl", [event])
             if experiment == "point_of_no_return":
                 write_table(run, replays())
             if experiment == "weight_gradient" and rank == 0:
-                write_noise(run, noises())
+                write_rows(run / "quant_error.jsonl", noises())
     for row in lines():
         path = root / "bench" / row["slug"] / "20260101-000000.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)

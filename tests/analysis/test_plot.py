@@ -17,7 +17,7 @@ from analysis.figures import loss_curves
 from analysis.report.collect import Budget, collect_run
 from analysis.report.plots import curve_figure
 from lowprec.config.schema import PrecisionChangeConfig
-from tests.analysis.conftest import drawn
+from tests.analysis.conftest import drawn, legend
 
 CONV = "visual.conv1.weight"
 
@@ -48,10 +48,6 @@ def test_each_seed_is_a_thin_line_and_their_median_a_thick_one(runs):
         np.testing.assert_allclose(line.get_ydata(), median)
     assert len({line.get_color() for line in thick}) == 2
     assert ax.get_title() == "nano" and legend(ax) == ["lr 0.001", "lr 0.004"]
-
-
-def legend(ax):
-    return [text.get_text() for text in ax.figure.legends[0].get_texts()]
 
 
 @pytest.mark.parametrize(("band", "num"), [("seed", 2), ("optimizer.lr", 1)])

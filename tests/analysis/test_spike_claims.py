@@ -16,6 +16,7 @@ from lowprec.config.schema import (
     ScalerConfig,
     SpikeConfig,
 )
+from tests.analysis.conftest import spiking
 from tests.analysis.test_claims import FAILED, HELD, one
 
 STEPS = 400
@@ -27,10 +28,7 @@ def scaled_fixture(make_run, tmp_path):
     """A function: runs with loss spikes, whose scale halves and whose tensors are skipped at."""
 
     def make(kind, falls=(), skips=(), skipped=1, seeds=(0, 1), scale=65536.0, **keys):
-        steps = np.arange(STEPS)
-        losses = 2 + 0.01 * np.sin(steps)
-        for step in (60, 120, 180):
-            losses[step : step + 4] += 2
+        steps, losses = np.arange(STEPS), spiking(STEPS, (61, 121, 181), 2, 4)
         scales = scale * 0.5 ** (steps[:, None] >= np.array([*falls, STEPS])).sum(axis=1)
         columns = {"loss_scale": scales, "skipped_tensors": skipped * np.isin(steps, skips)}
         for seed in seeds:
@@ -123,10 +121,9 @@ def spiking_fixture(make_run, tmp_path):
 
     def make(optimizer, beta2, at=(), seeds=(0, 1), rms_before=3, rise=(), height=2.0, **keys):
         steps = np.arange(STEPS)
-        losses = 2 + 0.01 * np.sin(steps)
+        losses = spiking(STEPS, np.array(at, int) + 1, height, 4)
         rms = 1 + 0.1 * np.cos(steps)
         for step in at:
-            losses[step : step + 4] += height
             for before in rise:
                 losses[step - before] += 0.05
             rms[step - rms_before] = 5

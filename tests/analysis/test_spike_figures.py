@@ -20,7 +20,7 @@ from analysis.figures import (
 from analysis.measures import RECALL
 from lowprec.config.schema import DiagnosticsConfig, ScalerConfig, SpikeConfig
 from lowprec.diagnostics.spikes import Protocol
-from tests.analysis.conftest import drawn
+from tests.analysis.conftest import drawn, legend, points
 
 CONV1, TOKENS, CLASS = "visual.conv1.weight", "token_embedding.weight", "visual.class_embedding"
 MIDDLE = paper.BLOCK.format(2) + ".mlp.c_fc.weight"
@@ -61,11 +61,6 @@ def highest(root):
     runs = load_runs(root)
     protocol = Protocol(ignore_steps=200, window=100)
     return spike_marks.highest(spike_marks.read_series(runs), protocol)
-
-
-def points(ax, marker):
-    lines = [line for line in ax.get_lines() if line.get_marker() == marker]
-    return [list(line.get_xdata()) for line in lines]
 
 
 def test_spikes_are_those_of_the_thresholds_in_the_runs_own_config(plant, query):
@@ -129,8 +124,7 @@ def test_heights_of_spikes_and_recall_are_drawn_by_beta2_and_optimizer(plant, qu
     assert [len(xs) for xs in points(left, "o")] == [1, 8]
     medians = [path.vertices[0, 1] for bars in left.collections for path in bars.get_paths()]
     assert medians == high.groupby("optimizer")["height"].median().tolist()[::-1]
-    [legend] = right.figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == ["AdamW", "StableAdamW"]
+    assert legend(right) == ["AdamW", "StableAdamW"]
     assert "Loss spikes: AdamW 8 in 3 runs; StableAdamW 1 in 1 run." in spike_heights.caption(frame)
 
 
@@ -175,8 +169,7 @@ def test_runs_evaluated_right_after_a_reset_are_open_points(
     _, right = drawn(spike_heights, frame)
     opened = [x for line in right.lines if line.get_mfc() == "white" for x in line.get_xdata()]
     assert opened == [right.get_xticks()[1]] * is_open
-    texts = [text.get_text() for legend in right.figure.legends for text in legend.get_texts()]
-    assert texts == [spikes.AFTER_RESET] * is_open
+    assert legend(right) == [spikes.AFTER_RESET] * is_open
     assert ("Open points: StableSPAM, " in spike_heights.caption(frame)) == is_open
 
 

@@ -8,7 +8,7 @@ from analysis import load_runs, spike_marks
 from analysis.figures import early_warnings, spike_warnings
 from lowprec.config.schema import DiagnosticsConfig, SpikeConfig
 from lowprec.diagnostics.spikes import Protocol
-from tests.analysis.conftest import drawn
+from tests.analysis.conftest import drawn, spiking
 
 CONV1 = "visual.conv1.weight"
 WATCHED = DiagnosticsConfig(spikes=SpikeConfig(ignore_steps=50, window=50))
@@ -21,9 +21,7 @@ def plant_fixture(make_run):
     """A function: a run of AdamW with loss spikes at steps and RMS_t of the patch embedding."""
 
     def plant(rms_at, spikes=(200, 300), **keys):
-        losses = 2 + 0.01 * np.sin(np.arange(STEPS))
-        for step in spikes:
-            losses[step - 1 : step + 2] += 1
+        losses = spiking(STEPS, spikes)
         rms = pd.DataFrame({CONV1: np.ones(STEPS)}, np.arange(1, STEPS + 1))
         for step, value in rms_at.items():
             rms.loc[step] = value
@@ -95,8 +93,7 @@ def test_a_warning_at_the_spike_or_after_it_is_worth_nothing(plant, query):
 
 
 def test_a_warning_between_onset_and_detection_is_late_from_the_onset(make_run, query):
-    losses = 2 + 0.01 * np.sin(np.arange(STEPS))
-    losses[199:203] += 0.5
+    losses = spiking(STEPS, [200], 0.5, 4)
     losses[198] = 2.0205  # raised, but no outlier
     rms = pd.DataFrame({CONV1: np.ones(STEPS)}, np.arange(1, STEPS + 1))
     rms.loc[199] = 5

@@ -1,14 +1,11 @@
 """The figure of all tensors whose RMS spikes come before loss spikes, on planted ones."""
 
-import json
-
-import numpy as np
 import pandas as pd
 
 from analysis.figures import leads
 from analysis.figures import tensors_before_spikes as FIGURE
 from lowprec.config.schema import DiagnosticsConfig, SpikeConfig
-from tests.analysis.conftest import drawn
+from tests.analysis.conftest import drawn, spiking, write_rows
 
 SPIKES = DiagnosticsConfig(spikes=SpikeConfig(ignore_steps=50, window=50))
 EVENTS = {  # step: tensors with an RMS spike; the loss spikes at 200 and 300
@@ -21,16 +18,14 @@ EVENTS = {  # step: tensors with an RMS spike; the loss spikes at 200 and 300
 
 
 def test_tensors_are_counted_from_the_onset_and_the_earliest_is_first(make_run, query):
-    losses = 2 + 0.01 * np.sin(np.arange(400))
-    for step in (200, 300):
-        losses[step - 1 : step + 2] += 1
+    losses = spiking(400, (200, 300))
     for settings in ({}, {"beta2": 0.5, "beta2_decay": 0.8}):  # a schedule ends above 0.99
         run = make_run(num_steps=400, losses=losses, diagnostics=SPIKES, **settings)
         rows = [
             {"step": step, "spike": "rms", "rms": dict.fromkeys(names, 3.0)}
             for step, names in EVENTS.items()
         ]
-        (run / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(run / "events.jsonl", rows)
     make_run(beta2=0.5, num_steps=400, losses=losses, diagnostics=SPIKES)  # RMS_t stays below 2.3
     frame = query(FIGURE)
     table = leads.pooled(frame)
