@@ -1,5 +1,6 @@
 """Run directories that others made: nothing in one makes reading fail, wait or lose other runs."""
 
+import functools
 import json
 import os
 import shutil
@@ -93,10 +94,7 @@ def in_config(run, /, **changes):
     whole = yaml.safe_load(path.read_text())
     for name, value in changes.items():
         *groups, last = name.split("__")
-        node = whole
-        for group in groups:
-            node = node[group]
-        node[last] = value
+        functools.reduce(dict.get, groups, whole)[last] = value
     path.write_text(yaml.safe_dump(whole))
 
 
@@ -123,15 +121,6 @@ def write_stream(run, names, value=None, options=None, steps=STEPS):
         stream.write_batch(batch.replace_schema_metadata(schema.metadata))
 
 
-def loop(run, name="config.yaml"):
-    (run / name).unlink()
-    (run / name).symlink_to(name)
-
-
-def written(run, text, name="status.json"):
-    (run / name).write_text(text)
-
-
 def in_text(run, old, new):
     """Replaces a part of a run's config."""
     text = (run / "config.yaml").read_text()
@@ -139,14 +128,31 @@ def in_text(run, old, new):
     (run / "config.yaml").write_text(text.replace(old, new, 1))
 
 
-ONES = np.ones(STEPS, np.float32)
+DAMAGED = "config.yaml is damaged"
+TABLES = "tensors cannot be read"
+NO_STEP = "24 steps are missing"
+STEP, ONES = range(1, STEPS + 1), np.ones(STEPS, np.float32)
 FAULTS = {  # what someone else's record may hold: how it gets there, a word of its run's note
+    # a status
     "half a character": (
         lambda run: (run / "status.json").write_text(
             r'{"state": "failed", "step": 3, "reason": "caf\udce9.png is no file"}'
         ),
         "failed",
     ),
+    "a text for a step": (
+        lambda run: (run / "status.json").write_text(
+            '{"state": "finished", "step": "x", "reason": ""}'
+        ),
+        "status.json is damaged",
+    ),
+    "deep brackets": (
+        lambda run: (run / "status.json").write_text("[" * 10**5),
+        "status.json is damaged",
+    ),
+    "no keys": (lambda run: (run / "status.json").write_text("{}"), "status.json is damaged"),
+    "a hole": (lambda run: sparse(run / "status.json"), "status.json is damaged"),
+    # rows
     "half a character in a row": (
         lambda run: add_row(run, "attempts", r'{"gpu": "\ud800", "sources": {"data": "\ud800"}}'),
         "",
@@ -154,37 +160,6 @@ FAULTS = {  # what someone else's record may hold: how it gets there, a word of 
     "half a character in an event": (
         lambda run: add_row(run, "events", r'{"step": 3, "\ud800": "\ud800"}'),
         "",
-    ),
-    "half a character in the config": (
-        lambda run: (run / "config.yaml").write_text(
-            (run / "config.yaml").read_text().replace("name: ", r'name: "\ud800" # ', 1)
-        ),
-        "config.yaml is damaged",
-    ),
-    "columns of the table": (
-        lambda run: in_config(run, run=[1], path=5, state=[1], note=5, step="x", reason={"a": 1}),
-        "",
-    ),
-    "maps in lists": (
-        lambda run: in_config(run, name=[{"a": [1]}], model__name_of=[[{}]], model__pool=[[{}]]),
-        "",
-    ),
-    "a list for a number": (
-        lambda run: in_config(run, optimizer__eps=[]),
-        "config.yaml is damaged: optimizer.eps=()",
-    ),
-    "a list for a group": (
-        lambda run: in_config(run, scaler=[]),
-        "config.yaml is damaged: scaler=()",
-    ),
-    "a number of 16 digits": (
-        lambda run: in_config(run, model__image_size=10**15),
-        "config.yaml is damaged: model.image_size=1",
-    ),
-    "every 0": (lambda run: in_config(run, diagnostics__every=0), "diagnostics.every=0"),
-    "window 1e11": (
-        lambda run: in_config(run, diagnostics__spikes__window=10**11),
-        "diagnostics.spikes.window=100000000000",
     ),
     "step 1e8": (
         lambda run: (
@@ -195,62 +170,69 @@ FAULTS = {  # what someone else's record may hold: how it gets there, a word of 
         "1 lines are not rows of a step",
     ),
     "rows without a loss": (
-        lambda run: written(run, '{"step": 1, "lr": 0.1}\n', "metrics.jsonl"),
+        lambda run: (run / "metrics.jsonl").write_text('{"step": 1, "lr": 0.1}\n'),
         "1 lines are not rows of a step",
     ),
-    "a tensor twice": (lambda run: write_stream(run, ["a", "a"]), "24 steps are missing"),
-    "a column twice": (
-        lambda run: write_table(
-            run, pa.table([range(1, STEPS + 1), ONES, ONES], ["step", "rms/a", "rms/a"])
+    "a pipe": (lambda run: fifo(run / "metrics.jsonl"), "is not a regular file"),
+    "a hole for the rows": (lambda run: sparse(run / "metrics.jsonl"), "line 25 (byte"),
+    # a config
+    "columns of the table": (
+        lambda run: in_config(run, run=[1], path=5, state=[1], note=5, step="x", reason={"a": 1}),
+        "",
+    ),
+    "maps in lists": (
+        lambda run: in_config(run, name=[{"a": [1]}], model__name_of=[[{}]], model__pool=[[{}]]),
+        "",
+    ),
+    "a list for a number": (
+        lambda run: in_config(run, optimizer__eps=[]),
+        f"{DAMAGED}: optimizer.eps=()",
+    ),
+    "a list for a group": (lambda run: in_config(run, scaler=[]), f"{DAMAGED}: scaler=()"),
+    "a number of 16 digits": (
+        lambda run: in_config(run, model__image_size=10**15),
+        f"{DAMAGED}: model.image_size=1",
+    ),
+    "a value out of range": (
+        lambda run: in_config(run, diagnostics__every=0),
+        "diagnostics.every=0",
+    ),
+    "a text for a number": (lambda run: in_config(run, num_steps="many"), "='many'"),
+    "aliases": (lambda run: in_text(run, "name: ", f"{ALIASES}name: "), DAMAGED),
+    "deep blocks": (lambda run: in_text(run, "name: ", "- " * 10**5), DAMAGED),
+    "half a character in the config": (
+        lambda run: in_text(run, "name: ", r'name: "\ud800" # '),
+        DAMAGED,
+    ),
+    "a looping link": (
+        lambda run: (
+            (run / "config.yaml").unlink() or (run / "config.yaml").symlink_to(run / "config.yaml")
         ),
-        "tensors cannot be read",
+        DAMAGED,
     ),
-    "text in a table": (
-        lambda run: write_table(run, {"step": range(1, STEPS + 1), "rms/a": ["x"] * STEPS}),
-        "tensors cannot be read",
+    # tables
+    "a tensor twice": (lambda run: write_stream(run, ["a", "a"]), NO_STEP),
+    "a column twice": (
+        lambda run: write_table(run, pa.table([STEP, ONES, ONES], ["step", "rms/a", "rms/a"])),
+        TABLES,
     ),
-    "a nested table": (
-        lambda run: write_table(run, {"step": range(1, STEPS + 1), "rms/a": [[1.0]] * STEPS}),
-        "tensors cannot be read",
+    "a text in a table": (
+        lambda run: write_table(run, {"step": STEP, "rms/a": ["x"] * STEPS}),
+        TABLES,
     ),
-    "steps as text": (
-        lambda run: write_table(run, {"step": ["1"] * STEPS, "rms/a": ONES}),
-        "tensors cannot be read",
-    ),
-    "text in a stream": (
+    "steps as text": (lambda run: write_table(run, {"step": ["1"] * STEPS, "rms/a": ONES}), TABLES),
+    "a text in a stream": (
         lambda run: write_stream(run, ["a"], pa.array([["x"]] * STEPS)),
-        "24 steps are missing",
+        NO_STEP,
     ),
     "a number of values": (
         lambda run: write_stream(run, ["a", "b"], pa.array([[1.0]] * STEPS)),
-        "24 steps are missing",
+        NO_STEP,
     ),
-    "a pipe": (lambda run: fifo(run / "metrics.jsonl"), "is not a regular file"),
     "a pipe for a stream": (
         lambda run: (run / "tensors.parquet").unlink() or fifo(run / "tensors" / "0000.arrows"),
-        "24 steps are missing",
+        NO_STEP,
     ),
-    "a device": (lambda run: endless(run / "config.yaml"), "config.yaml is damaged"),
-    "a hole for the status": (lambda run: sparse(run / "status.json"), "status.json is damaged"),
-    "a hole for the rows": (lambda run: sparse(run / "metrics.jsonl"), "line 25 (byte"),
-    "aliases": (
-        lambda run: in_text(run, "name: ", f"{ALIASES}name: "),
-        "config.yaml is damaged",
-    ),
-    "deep brackets": (lambda run: in_text(run, "name: ", "x: " + "[" * 10**5), "config.yaml is"),
-    "deep blocks": (lambda run: in_text(run, "name: ", "- " * 10**5), "config.yaml is damaged"),
-    "text for a number": (lambda run: in_text(run, "num_steps: 24", "num_steps: many"), "='many'"),
-    "a number for text": (lambda run: in_text(run, "scale: demo", "scale: 5"), "scale=5"),
-    "no number": (lambda run: in_text(run, "batch_size: 128", "batch_size: null"), "=None"),
-    "text for a choice": (lambda run: in_text(run, "window: 10", "window: wide"), "='wide'"),
-    "text for a step": (
-        lambda run: written(run, '{"state": "finished", "step": "x", "reason": ""}'),
-        "status.json is damaged",
-    ),
-    "deep status": (lambda run: written(run, "[" * 10**5), "status.json is damaged"),
-    "an empty status": (lambda run: written(run, "{}"), "status.json is damaged"),
-    "a looping link": (loop, "config.yaml is damaged"),
-    "a looping status": (lambda run: loop(run, "status.json"), "status.json is damaged"),
 }
 
 
