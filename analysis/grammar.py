@@ -34,6 +34,11 @@ def in_one_panel(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     return [("", frame)]
 
 
+def by(column: str, title: Callable[[Any], str] = str) -> Facet:
+    """A function that makes a part for each value of a column, in order of appearance."""
+    return lambda frame: [(title(v), part) for v, part in frame.groupby(column, sort=False)]
+
+
 def by_model(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     """A panel for each model, from small to large."""
     models = sorted(set(frame["model"]), key=lambda name: naming.rank(name, naming.MODELS))

@@ -22,9 +22,10 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.figure import Figure
 
-from analysis import claims, cli, figures, study
+from analysis import claims, cli, study
 from analysis.bench import load_lines
 from analysis.cli import ChoiceError
+from analysis.figures import FIGURES
 from analysis.load import NoRunsError, Runs, command, load_all
 from analysis.run_files import as_path
 from analysis.style import save, style
@@ -46,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     if arguments[:1] == ["claims"]:
         return claims.main(arguments[1:])
-    slugs = figures.slugs()
+    slugs = sorted(FIGURES)
     parser = cli.Parser(prog="python -m analysis.make", description="Draw a figure from runs.")
     parser.add_argument("slug", help=f"all, pictures, claims, or: {', '.join(slugs)}")
     parser.add_argument("--runs", default="runs", help="folder of runs, or its URL [runs]")
@@ -88,7 +89,7 @@ def draw(
     `runs` are all runs of a folder, which may also hold lines. `called` is the command to record.
     Raises NoRunsError and ChoiceError.
     """
-    figure = figures.load(slug)
+    figure = FIGURES[slug]
     if figure.lines:
         frame, origin, scale = _of_lines(figure, runs.root)
     else:
@@ -141,9 +142,9 @@ def draw_pictures(runs: Runs, out: Path, called: str) -> Iterator[Path]:
     if not isinstance(root, Path):
         raise ChoiceError(f"--runs {runs.root}: pictures need a folder, not a URL or an archive")
     for path in sorted(root.rglob("*.png")):
-        if path.stem not in figures.slugs():
+        if path.stem not in FIGURES:
             continue
-        figure, place = figures.load(path.stem), out / path.relative_to(root)
+        figure, place = FIGURES[path.stem], out / path.relative_to(root)
         own = runs.where(runs.summaries["path"].str.startswith(f"{path.parent}/"))
         is_its = figure.lines or set(own.summaries["experiment"]) & set(figure.studies)
         scale = next(iter(own.summaries["scale"].dropna()), None)
@@ -236,8 +237,8 @@ def _slugs_and_scales(
 ) -> list[tuple[str, str | None]]:
     """Each figure with the given scale, or with every scale of the runs that it can show."""
     pairs = []
-    for slug in figures.slugs():
-        figure = figures.load(slug)
+    for slug in sorted(FIGURES):
+        figure = FIGURES[slug]
         names = [experiment] if experiment and not figure.lines else figure.sources
         is_own = summaries["experiment"].isin(names) | ("any" in names)
         scales = summaries.loc[is_own, "scale"].dropna().unique()

@@ -259,3 +259,10 @@ def _first_and_last(run: Runs, head: dict) -> pd.DataFrame:
 def last_block(run: Runs, vision_layers: float) -> pd.Series:
     """E[abs(x)] of the last vision block of one run by step; empty if it is not recorded."""
     return run.series(paper.BLOCK.format(int(vision_layers) - 1), "feature_mean")
+
+
+def last_size(run: Runs, head: dict, share: float) -> pd.DataFrame:
+    """The last record of `last_block` in a share of the steps: `step` and `size`, or no row."""
+    values = last_block(run, head["vision_layers"])
+    within = values[values.index <= share * head["num_steps"]]
+    return within.iloc[-1:].rename("size").reset_index()

@@ -47,7 +47,7 @@ def files_on_the_way(name: str) -> Iterator[None]:
 def main() -> None:
     """Follows each way once, on the CPU."""
     from analysis import load_runs
-    from analysis.figures import load
+    from analysis.figures import FIGURES
     from lowprec.config.compose import compose_command
     from lowprec.data.open import open_data
     from lowprec.data.shapes import render_shapes
@@ -70,7 +70,7 @@ def main() -> None:
     layer, x = SwitchBackLinear(64, 64), torch.randn(8, 64, requires_grad=True)
     with files_on_the_way("x through a SwitchBack layer and back"):
         layer(x).sum().backward()
-    figure = load("rms_and_loss")
+    figure = FIGURES["rms_and_loss"]
     with files_on_the_way("a record row to a figure"):
         frame = figure.query(load_runs(RUN))
     assert len(frame)

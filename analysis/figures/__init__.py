@@ -1,4 +1,4 @@
-"""The figures: a row for each, which says what it shows and how (`analysis/grammar.py`)."""
+"""The figures by slug: a row for each, which says what it shows and how (`analysis/grammar.py`)."""
 
 from analysis.figures import (
     early_warnings,
@@ -30,16 +30,6 @@ FIGURES = {
     **leads.FIGURES,
     **early_warnings.FIGURES,
 }
-
-
-def slugs() -> list[str]:
-    """The names of all figures."""
-    return sorted(FIGURES)
-
-
-def load(slug: str):
-    """A figure, with `query`, `draw` and `caption`."""
-    return FIGURES[slug]
 
 
 def __getattr__(name: str):

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from analysis import comparison, measures, naming, panels, paper, run_files, style
-from analysis.grammar import ANYTHING, Panels, by_model
+from analysis.grammar import ANYTHING, Panels, by, by_model
 from analysis.load import NoRunsError, Runs
 from analysis.run_files import as_path
 
@@ -69,8 +69,7 @@ def beside_bf16(heads: pd.DataFrame) -> pd.DataFrame:
 
 def _paired(heads: pd.DataFrame) -> pd.Series:
     """By run: the first study's bf16 run with the same settings and seed."""
-    rates = heads["optimizer.lr"].map("{:.6g}".format).astype(float)
-    settings = comparison.signature(heads.assign(**{"optimizer.lr": rates}), "precision.label")
+    settings = comparison.signature(comparison.rounded(heads), "precision.label")
     own = (heads["experiment"] == SIZE_STUDIES[0]) & (heads["precision.label"] == BF16)
     bases = dict(zip(settings[own], heads.loc[own, "run"], strict=True))
     return settings.map(bases).set_axis(heads["run"]).dropna()
@@ -98,11 +97,9 @@ def sizes(runs: Runs) -> pd.DataFrame:
 
 
 def _sizes(run: Runs, head: dict) -> pd.DataFrame:
-    values = measures.last_block(run, head["vision_layers"])
-    early = values[values.index <= EARLY * head["num_steps"]]
-    ends = [values.iloc[-1:].to_frame("feature_mean").assign(at="last")]
-    ends += [early.iloc[-1:].to_frame("feature_mean").assign(at="early")]
-    return pd.concat(ends).reset_index()
+    ends = {"last": 1, "early": EARLY}
+    records = [measures.last_size(run, head, share).assign(at=at) for at, share in ends.items()]
+    return pd.concat(records).rename(columns={"size": "feature_mean"})
 
 
 def plot_sizes(frame: pd.DataFrame, ax: Axes) -> None:
@@ -247,12 +244,6 @@ def _noises(run: Runs, head: dict) -> pd.DataFrame:
     return table.rename(columns={"product_sqnr_db": "sqnr_db"}).astype({"sqnr_db": float})
 
 
-def by_tower(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    """The vision tower, and the text tower if it was measured."""
-    parts = [(tower, frame[frame["tower"] == tower]) for tower in (VISION, TEXT)]
-    return [(tower, part) for tower, part in parts if len(part)]
-
-
 def plot_noises(frame: pd.DataFrame, ax: Axes, value: str = "sqnr_db") -> None:
     """One tower: the median over layers by step, and the middle half of them."""
     recipes = sorted(frame["recipe"].unique(), key=lambda name: naming.rank(name, style.PRECISIONS))
@@ -313,7 +304,7 @@ FIGURES = {
         where=with_errors,
         table=noises,
         plots=(plot_noises, plot_zeros),
-        facet=by_tower,
+        facet=by("tower"),
         size=(1, 2.2),
         text=about_noises,
     ),

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from scipy import stats
 
 from analysis import comparison, measures, naming, paper, spike_marks, style
-from analysis.grammar import ANYTHING, Panels
+from analysis.grammar import ANYTHING, Panels, by
 from analysis.load import Runs
 from lowprec.diagnostics.spikes import Protocol, lag_coincidence, loss_spikes, onsets, rms_spikes
 
@@ -189,7 +189,7 @@ FIGURES = {
         where=once_that_reach,
         table=leads,
         plots=(plot_leads,),
-        facet=lambda frame: [("", part) for _, part in frame.groupby("counted_from", sort=False)],
+        facet=by("counted_from", lambda _: ""),  # the axes name it
         text=about_leads,
     ),
     "tensors_before_spikes": Panels(

@@ -23,8 +23,7 @@ MEASURES = tuple(axis.column for axis in SCORES)
 
 def models_of(frame: pd.DataFrame) -> dict[str, str]:
     """The models from small to large, with their names in print."""
-    models = sorted(set(frame["model"]), key=lambda name: naming.rank(name, naming.MODELS))
-    return {name: naming.model(name) for name in models}
+    return {part["model"].iloc[0]: name for name, part in by_model(frame)}
 
 
 def in_16_bits_beside(study: str):
@@ -107,15 +106,11 @@ LOSS_MARGIN = 1.0  # % of the validation loss: the claims' until 2026-11-26
 POWER = 0.8
 
 
-def rounded(heads: pd.DataFrame) -> pd.DataFrame:
-    """Rows of `Runs.runs` whose learning rates have six digits."""
-    rates = [float(f"{rate:.6g}") for rate in heads.get("optimizer.lr", [])]
-    return heads.assign(**({"optimizer.lr": rates} if rates else {}))
-
-
 def beside_rounding(heads: pd.DataFrame) -> pd.DataFrame:
     """The rows of the study, and those that differ in the seed, compilation and rounding alone."""
-    return heads.loc[comparison.with_baselines(rounded(heads), "rounding", "compile").index]
+    return heads.loc[
+        comparison.with_baselines(comparison.rounded(heads), "rounding", "compile").index
+    ]
 
 
 def arms_of_rounding(runs: Runs) -> pd.DataFrame:
@@ -196,9 +191,8 @@ def relative_to_bf16(runs: Runs) -> pd.DataFrame:
 
 
 def _early_size(run: Runs, head: dict) -> pd.DataFrame:
-    values = measures.last_block(run, head["vision_layers"])
-    early = values[values.index <= EARLY * head["num_steps"]].iloc[-1:]
-    return early.to_frame("size").reset_index().assign(validation_loss=head["validation_loss"])
+    record = measures.last_size(run, head, EARLY)
+    return record.assign(validation_loss=head["validation_loss"])
 
 
 def at_step(frame: pd.DataFrame) -> str:

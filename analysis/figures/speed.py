@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.transforms import blended_transform_factory
 
 from analysis import bench, naming, paper, style
-from analysis.grammar import Panels
+from analysis.grammar import Panels, by
 from analysis.load import NoRunsError
 
 TOKENS = 32768  # of the panels that show one number of tokens, if it is measured
@@ -139,11 +139,6 @@ BASELINES = {  # in print
     "open_clip": "over open_clip\neager or compiled",
     "autograd_high": "over our model\nautograd function",
 }
-
-
-def by_baseline(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    """A panel for each baseline."""
-    return [(BASELINES[name], part) for name, part in frame.groupby("baseline", sort=False)]
 
 
 def plot_bars(frame: pd.DataFrame, ax: Axes) -> None:
@@ -302,7 +297,7 @@ FIGURES = {
         lines="model",
         table=bench.end_to_end,
         plots=(plot_bars,),
-        facet=by_baseline,
+        facet=by("baseline", BASELINES.get),
         text="Forward and backward of the whole model: time saved; each bar against a baseline of "
         "the same run. Gray: the paper's own range for training ViT-H/14 with SwitchBack on A100s "
         "in fp16, {:g} to {:g}%. After figure 4 (right), arXiv:2304.13013."
@@ -312,9 +307,7 @@ FIGURES = {
         lines="scale",
         table=efficiency,
         plots=(plot_efficiency,),
-        facet=lambda frame: [
-            (name.replace(", ", "\n"), part) for name, part in frame.groupby("panel", sort=False)
-        ],
+        facet=by("panel", lambda name: name.replace(", ", "\n")),
         text="Weak scaling of a training step: images/s per GPU relative to one process with the "
         "same batch per GPU.",
     ),

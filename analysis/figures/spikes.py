@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 
 from analysis import measures, naming, panels, spike_marks, style
 from analysis.comparison import counted
-from analysis.grammar import Panels
+from analysis.grammar import Panels, by
 from analysis.load import Runs
 
 WIDTH = 0.8  # of the slot that the optimizers share at each beta2 on the axis
@@ -167,11 +167,6 @@ def _around_highest(run: Runs, head: dict) -> pd.DataFrame:
     return around.assign(spike=spike).reset_index()
 
 
-def by_scaler(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    """The runs of each scaler."""
-    return [(f"{name} loss scale", part) for name, part in frame.groupby("scaler", sort=False)]
-
-
 def plot_around(frame: pd.DataFrame, ax: Axes, column: str = "loss") -> None:
     """A line for each run of a scaler, with ticks at steps that skip a tensor."""
     for i, (_, run) in enumerate(frame.groupby("run", sort=False)):
@@ -222,7 +217,7 @@ FIGURES = {
         where=with_scaler,
         table=around_highest,
         plots=(plot_loss_around, plot_scale_around),
-        facet=by_scaler,
+        facet=by("scaler", "{} loss scale".format),
         size=(0.9, 1.8),
         text=about_scales,
     ),

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from analysis import load_runs, run_files
-from analysis.figures import load
+from analysis.figures import FIGURES
 from analysis.report import page as report_page
 from analysis.report.__main__ import main as make_report
 from lowprec.config.compose import CONF
@@ -251,8 +251,8 @@ def test_each_fault_of_a_record_is_noted_and_affects_only_its_run(
     notes = runs.runs.set_index("run")["note"]
     assert notes[good.name] == "" and word in notes[bad.name]
     assert set(runs.tensors("*")["run"]) >= {good.name}
-    assert good.name in set(load("loss_curves").query(runs)["run"])
-    assert good.name in set(load("rms_and_loss").query(runs)["run"])
+    assert good.name in set(FIGURES["loss_curves"].query(runs)["run"])
+    assert good.name in set(FIGURES["rms_and_loss"].query(runs)["run"])
     make_report(["--runs", str(root), "--out", str(tmp_path / "report.html")])
     assert good.name in (tmp_path / "report.html").read_text()
 
@@ -275,7 +275,7 @@ def test_a_run_whose_reader_fails_is_noted_and_affects_no_other(
     assert "the run cannot be read: ZeroDivisionError: nobody thought of it" in notes[bad.name]
     assert notes[good.name] == "" and good.name in set(runs.metrics["run"])
     assert (bad.name in set(runs.metrics["run"])) == (reader == "_read_config")
-    assert set(load("loss_curves").query(runs)["run"]) == {good.name}
+    assert set(FIGURES["loss_curves"].query(runs)["run"]) == {good.name}
 
 
 def compressed_stream(run):

@@ -10,7 +10,8 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from analysis import figures, make, paper, study
+from analysis import make, paper, study
+from analysis.figures import FIGURES
 from analysis.measures import RECALL, VALIDATION_LOSS
 from analysis.style import save, style
 from lowprec.config.schema import DiagnosticsConfig, InterventionConfig, ScalerConfig, SpikeConfig
@@ -136,7 +137,7 @@ def write_studies(root, write_run):
 
 
 def file_of(slug):
-    figure = figures.load(slug)
+    figure = FIGURES[slug]
     return slug if figure.lines else f"{slug}_mini"
 
 
@@ -161,11 +162,11 @@ def drawn(tmp_path, write_run, monkeypatch, capsys):
 
 def test_every_figure_draws_the_golden_numbers_in_whole_panels(drawn):
     out, pictures = drawn
-    assert set(pictures) == {file_of(slug) for slug in figures.slugs()}
+    assert set(pictures) == {file_of(slug) for slug in FIGURES}
     assert {path.stem for path in out.glob("*.json")} == set(pictures)
-    assert {path.stem for path in GOLDEN.glob("*.csv")} == set(figures.slugs())
+    assert {path.stem for path in GOLDEN.glob("*.csv")} == set(FIGURES)
     table = (ROOT / "analysis" / "README.md").read_text()
-    for slug in figures.slugs():
+    for slug in FIGURES:
         assert f"`{slug}`" in table
         check_numbers(slug, pd.read_csv(out / f"{file_of(slug)}.csv"))
         check_picture(slug, pictures[file_of(slug)])
@@ -221,7 +222,7 @@ def test_without_runs_every_figure_is_named_with_its_command(tmp_path, capsys):
     assert make.main(["all", "--runs", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
     errors = capsys.readouterr().err.splitlines()
     named = {line.split(": ")[1] for line in errors if line.startswith("not drawn: ")}
-    assert named == set(figures.slugs())
+    assert named == set(FIGURES)
     assert all("python -m experiments." in line for line in errors[:-1])
     assert errors[-1] == "to draw runs of another experiment: --experiment NAME, or any"
     assert not (tmp_path / "out").exists()
@@ -235,7 +236,7 @@ def test_some_runs_draw_their_figure_at_each_scale_and_name_the_others(make_run,
     assert make.main(["all", "--runs", str(root), "--out", str(out)]) == 0
     errors = capsys.readouterr().err
     assert {path.stem for path in out.glob("*.png")} == {"loss_curves_mini", "loss_curves_demo"}
-    assert errors.count("not drawn: ") == len(figures.slugs()) - 1
+    assert errors.count("not drawn: ") == len(FIGURES) - 1
     assert "--experiment" not in errors
 
 

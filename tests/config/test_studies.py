@@ -14,7 +14,7 @@ TRUE_SIZE = {  # model: width and blocks of both towers, which are the paper's
     "vit_h14": (1280, 32, 1024, 24),
 }
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
-FIGURES = [each for each in map(figures.load, figures.slugs()) if not each.lines]
+FIGURES = [each for each in figures.FIGURES.values() if not each.lines]
 STUDIES = {figure.studies[0] for figure in FIGURES}
 SWEPT = {  # study at paper scale: its values, which are the paper's
     "spikes_vs_size": (lambda c: c.model.name, ["vit_b32", "vit_l14", "vit_h14"]),

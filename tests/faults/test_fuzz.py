@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from analysis import load_runs
-from analysis.figures import load
+from analysis.figures import FIGURES
 from analysis.report import page as report_page
 from experiments import sweep
 from lowprec.clip.text import Tokenizer
@@ -162,9 +162,9 @@ def test_a_spoiled_run_is_noted_and_takes_down_no_reader(
         elif rows["note"][bad.name] == "":
             assert metrics[bad.name] == STEPS and (left_out or tensors[bad.name] == STEPS)
         if dice.random() < 0.05:
-            frame = load("rms_and_loss").query(runs)
+            frame = FIGURES["rms_and_loss"].query(runs)
             assert (frame["run"] == good.name).sum() == STEPS
-            assert good.name in set(load("loss_curves").query(runs)["run"])
+            assert good.name in set(FIGURES["loss_curves"].query(runs)["run"])
             assert good.name in report_page.make_page(runs)
 
 
